@@ -99,7 +99,7 @@ class Parts:
     def forward(self, queries: Span, keys: Span, arrays: dict[str, Array]) -> dict[str, Array]:
         """out and lse of a part; out in the dtype of the softmax if it has room in this dtype."""
         options = self._widening("out", self.options_of(queries, keys), arrays)
-        of_call = dict.fromkeys((*NAMES, "out", "lse")) | self._captured(options, queries, keys, arrays["q"]) | arrays
+        of_call = dict.fromkeys((*NAMES, "out", "lse")) | self.captured(options, queries, keys, arrays["q"]) | arrays
         found = self.backend.forward(options, self._packed(of_call), self.random)
         return self._unpacked(dict(zip(("out", "lse"), found, strict=True)))
 
@@ -109,12 +109,12 @@ class Parts:
         absent: dict[str, Any] = dict.fromkeys((*NAMES, "dlse"))
         del absent["block_table"]
         ordered = tuple(name for name in (*GRADIENTS, *gradient_names(self.options)) if name in need)
-        of_call = absent | self._captured(options, queries, keys, arrays["q"]) | arrays
+        of_call = absent | self.captured(options, queries, keys, arrays["q"]) | arrays
         results = {name: arrays.get(name) for name in ordered}
         found = self.backend.backward(options, self._packed(of_call | results), ordered, self.random)
         return self._unpacked(dict(zip(ordered, found, strict=True)))
 
-    def _captured(self, options: Options, queries: Span, keys: Span, q: Array) -> dict[str, Array]:
+    def captured(self, options: Options, queries: Span, keys: Span, q: Array) -> dict[str, Array]:
         """What the functions of a call read: whole arrays, of the dtype of q where that is one, and its place."""
         arrays = self.wide_captured if q.dtype.name != self.problem.dtype else self.arrays
         found = {name: arrays[name] for name in names_of(options) if name != ORIGIN}

@@ -17,6 +17,7 @@ from cuflash.score.derivatives import ZERO, derivatives
 from cuflash.score.emission import INT32, OF_DTYPES, OF_INPUTS
 from cuflash.score.intervals import Bounds, all_bounds
 from cuflash.score.nodes import COMPARISONS, Node, in_order, node
+from cuflash.score.places import counts_from_origin
 from cuflash.score.program import Program, Traced, program_of, with_derivatives
 from cuflash.score.tables import AXES, By, Loaded, Table, dtype_of
 
@@ -125,7 +126,7 @@ class _Parts:
 
     def cost(self, part: Node) -> int:
         """Instructions that a pair has for it."""
-        return sum(_cost(at) for at in in_order([part]) if at.args and self.inputs[at])
+        return sum(_cost(at) for at in in_order([part]) if at.args and self.inputs[at] and not counts_from_origin(at))
 
 
 def _cost(at: Node) -> int:

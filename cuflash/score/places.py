@@ -51,6 +51,15 @@ def _difference(at: Node) -> Node:
     return total if at.op == "sub" else node(at.op, (total, constant(0)), place=at.place)
 
 
+def counts_from_origin(at: Node) -> bool:
+    """Whether it adds to an index where the part begins."""
+    return at.op == "add" and any(_is_of_origin(arg) for arg in at.args)
+
+
+def _is_of_origin(at: Node) -> bool:
+    return at.op in ("min", "sub") and any(x.op == "load" and x.payload == ORIGIN for x in in_order(at.args))
+
+
 def _begin(name: str) -> Node:
     """Where the part begins, along one axis."""
     entry = node("load", (constant(COUNTED.index(name)),), ORIGIN)

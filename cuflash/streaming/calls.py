@@ -11,6 +11,8 @@ import numpy as np
 
 from cuflash import host, interop
 from cuflash.binding import PASSES, Pass
+from cuflash.captured import names_of
+from cuflash.equivalents import Equivalent, equivalent
 from cuflash.operands import numpy_dtype, view_4d, view_rows
 from cuflash.options import Options, diagonal_of, window_of
 from cuflash.parts import Parts, steps_of
@@ -19,11 +21,11 @@ from cuflash.spans import Band
 from cuflash.streaming import memory
 from cuflash.streaming.belts import Host
 from cuflash.streaming.chunks import Chunk, StreamPlan, chunk_of, chunks_of
-from cuflash.streaming.cuda import Cuda
+from cuflash.streaming.cuda import Cuda, check_not_captured
 from cuflash.streaming.execution import OF_KEYS, StreamedPass, sums_softmax
 from cuflash.streaming.source import Streamed, borrowed_from_host
 from cuflash.terms import BROADCAST, NAMES
-from cuflash.values import type_error, typed, value_error
+from cuflash.values import type_error, value_error
 
 Array = Any
 # What a pass reads where the queries are, beside the terms, and what of it there has to be.
@@ -45,6 +47,7 @@ class _Call:
     """A call whose arguments fit each other."""
 
     options: Options
+    equivalent: Equivalent | None  # what functions spell out
     own: interop.Borrowed  # what is where the queries are
     hosts: Mapping[str, Host]  # in host memory: k, v, and those of dk and dv that are given
     problem: Problem
@@ -73,7 +76,8 @@ class _Call:
     def run(self, pass_: Pass, random: tuple[int, int] = (0, 0)) -> StreamedPass:
         """What computes a pass."""
         device = device_of(self.own.kind)
-        arrays = {name: self.seen(name, x) for name, x in self.given.items() if name in (*_READ[pass_], *NAMES)}
+        read = (*_READ[pass_], *NAMES, *names_of(self.options))
+        arrays = {name: self.seen(name, x) for name, x in self.given.items() if name in read}
         parts = Parts(options=self.options, band=self.band, problem=self.problem, random=random, arrays=arrays)
         keys = {name: view_4d(self.hosts[name], self.options.layout) for name in ("k", "v")}
         run = StreamedPass(parts=parts, chunks=self.chunks, keys=keys, device=device)
@@ -108,17 +112,21 @@ def backward(
 ) -> tuple[Array, ...]:
     """The gradients `need`, of arrays by name as `FlashAttention.backward` has them, those to write to among them."""
     call = _checked("backward", options, arrays, _REQUIRED["backward"], need)
+    own_need = need if call.equivalent is None else call.equivalent.need(need)
     with _on_device(call.given["q"]):
         run = call.run("backward", random)
         results = {}
-        for name in need:
+        for name in own_need:
             if name in OF_KEYS:
                 results[name] = call.host_result(name, run.device)
                 continue
             like = call.given.get(name[1:])
             shape, dtype = ((), run.parts.softmax_dtype) if like is None else (like.shape, like.dtype)
             results[name] = call.result(name, shape, dtype)
-        run.backward(need, {name: call.seen(name, x) for name, x in results.items()})
+        run.backward(own_need, {name: call.seen(name, x) for name, x in results.items()})
+    if call.equivalent is not None:
+        found = call.equivalent.gradients(list(results.values()), arrays, need)
+        results = dict(zip(need, found, strict=True))
     wrapped = {f"d{name}": arrays[name].borrowed for name in ("k", "v")}
     return tuple(wrapped.get(name, call.own).give_back(results[name], arrays.get(name)) for name in need)
 
@@ -129,7 +137,12 @@ def plan(options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> 
     call = _checked("backward", options, given, ("q",), need)
     with _on_device(call.given["q"]):
         runs = {pass_: call.run(pass_) for pass_ in PASSES}
-        return memory.plan_of(call.length, runs, need, call.given)
+        own_need, note = need, ""
+        if call.equivalent is not None:
+            own_need, note = call.equivalent.need(need), call.equivalent.describe(options, given)
+        elif call.problem.has_functions:
+            note = call.problem.program.describe()
+        return replace(memory.plan_of(call.length, runs, own_need, call.given), note=note)
 
 
 def _checked(
@@ -140,10 +153,6 @@ def _checked(
     results: tuple[str, ...],
 ) -> _Call:
     """The arguments of a call, checked against each other."""
-    for name, function in (("score", options.score), ("mask", options.mask_function)):
-        if function is not None:
-            expected = "a bias or a boolean mask: functions count rows from the first of a call"
-            raise NotImplementedError(f"{name}: got {typed(function)}, which streamed keys do not go with; {expected}")
     k, v = arrays["k"], arrays["v"]
     for name, streamed, other in (("k", k, "v"), ("v", v, "k")):
         if not isinstance(streamed, Streamed):
@@ -159,6 +168,12 @@ def _checked(
         required=required,
         written=[name for name in results if name not in OF_KEYS and arrays.get(name) is not None],
     )
+    if own.kind == "cupy":
+        check_not_captured(own.arrays["q"])
+    spelled_out = equivalent(options, own.arrays | {"k": k.array, "v": v.array})
+    if spelled_out is not None:
+        options, own = spelled_out.options, own._replace(arrays=spelled_out.arrays(own.arrays))
+        results = spelled_out.need(results) if pass_ == "backward" else results
     written = {name: arrays[name] for name in OF_KEYS if name in results and arrays.get(name) is not None}
     hosts = {"k": k.array, "v": v.array}
     if written:
@@ -180,6 +195,7 @@ def _checked(
         chunks = (Chunk((0, sizes[0]), keys_of_first), *chunks[1:])
     return _Call(
         options=options,
+        equivalent=spelled_out,
         own=own,
         hosts=hosts,
         problem=problem,

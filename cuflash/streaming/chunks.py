@@ -46,6 +46,8 @@ class StreamPlan:
         By pass, bytes of device memory that a call takes beside its arguments, by what for: its peak is their sum.
     pinned_bytes : mapping of str to int
         By pass, bytes of pinned host memory that it takes.
+    note : str
+        The functions of the call, and the options that they spell out.
     """
 
     problem: Problem
@@ -54,6 +56,7 @@ class StreamPlan:
     ways: Mapping[str, Way]
     memory: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     pinned_bytes: Mapping[str, int] = field(default_factory=dict)
+    note: str = ""  # what there is to say of functions
 
     def device_bytes(self, pass_: str) -> int:
         """The most device memory that a pass takes at a time beside its arguments: 0 in host memory."""
@@ -79,6 +82,7 @@ class StreamPlan:
                 lines.append(f"            {self.pinned_bytes[pass_] / 2**20:.4g} MiB of pinned memory")
         if not self.memory:
             lines.append("  memory    results, sums of results in the dtype of lse, and what a call on a chunk takes")
+        lines += (f"  {line}" for line in self.note.splitlines())
         return "\n".join(lines)
 
     @property

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from cuflash import host
 from cuflash.binding import Contiguous, Pass, bind
+from cuflash.captured import names_of
 from cuflash.options import Options
 from cuflash.problem import Problem
+from cuflash.score import ORIGIN
 from cuflash.streaming.belts import is_direct
 from cuflash.streaming.chunks import Chunk, StreamPlan, Way
 from cuflash.streaming.cuda import Cuda
@@ -36,9 +38,10 @@ def may_be_mapped(run: StreamedPass, device: Cuda) -> bool:
     if problem.group_size == 1 and problem.seqlen_q <= MAPPED_ROWS:
         return True
     chunk = run.chunks[0]
-    given = run.arrays_of(Part(0, chunk, dict(run.keys), {}), of_softmax=True)
+    options, given = run.parts.options_of(*chunk), run.arrays_of(Part(0, chunk, dict(run.keys), {}), of_softmax=True)
+    given |= run.parts.captured(options, *chunk, given["q"])
     likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in given.items())
-    return _reads_keys_once(run.parts.options_of(*chunk), likes, run.arrays["q"].data.device_id)
+    return _reads_keys_once(options, likes, run.arrays["q"].data.device_id)
 
 
 @functools.lru_cache(maxsize=256)
@@ -126,6 +129,8 @@ def _backward_memory(run: StreamedPass, need: Collection[str], given: Mapping[st
     if not run.is_whole:
         memory["sums"] = ("dq" in need) * is_narrow * wide + others
         memory["a part"] = ("dq" in need) * wide + 2 * others
+        widened = [x for name, x in run.parts.wide_captured.items() if x is not run.arrays[name]]
+        memory["what functions read"] = sum(_rounded(x.nbytes) for x in widened)
     return memory | {"scratch": _scratch("backward", run, need)}
 
 
@@ -154,6 +159,7 @@ def _takes(pass_: Pass, run: StreamedPass, chunk: Chunk, need: Collection[str], 
     plan, copied = _launch_plan(pass_, run, chunk, need, keys)
     lengths = run.arrays.get("kv_lengths")
     small = 0 if lengths is None else 2 * _rounded(lengths.nbytes)
+    small += ROUNDING * (ORIGIN in names_of(run.parts.options_of(*chunk)))
     return _rounded(plan.extra_bytes) + copied + small
 
 
@@ -163,6 +169,9 @@ def _launch_plan(
     """The plan of a call on a chunk, and the bytes of arrays that it copies."""
     arrays = run.arrays_of(Part(0, chunk, dict(keys), {}), of_softmax=run.is_whole or sums_softmax(need))
     options = run.parts.options_of(*chunk)
+    arrays |= run.parts.captured(options, *chunk, arrays["q"])
+    if not run.is_whole:
+        arrays |= {name: x for name, x in run.parts.wide_captured.items() if f"d{name}" in need}
     if not run.is_whole and _is_narrow(run.parts.problem):
         options = replace(options, wide=tuple(name for name in ("out", "dq") if name in need))
     binding = bind(pass_, options, arrays, need=need)

@@ -21,11 +21,15 @@ import cuflash
 import cuflash.testing as ct
 from cuflash import interop, merging
 from cuflash.emulator import find_compiler
+from cuflash.operands import numpy_dtype
 from cuflash.parts import Parts
 from cuflash.streaming import calls, memory
 from cuflash.terms import DEFAULT_NEED
+from cuflash.testing.rule import gradients_of
 from tests.emulate.launcher import ALIGNMENT, DeviceArray, launcher
 from tests.fakes import FakeDevice
+from tests.ranks import NO_TERMS, judge
+from tests.scored import MASKS, SCORES, Scored, captured_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 SIZES: dict[str, Any] = {"seqlen_q": 70, "seqlen_k": 300, "num_heads": 2, "num_heads_kv": 1, "head_dim": 64}
@@ -149,6 +153,41 @@ def test_chunks_by_the_kernels_keep_the_oracle_rule(name, how, emulated):
         gradients = attn.backward(arrays["dout"], q, *keys, out, lse, need=need, **ct.optional_backward(arrays))
     ct.assert_forward(case, out, lse)
     ct.assert_backward(case, **{name: x.view(np.ndarray) for name, x in gradients._asdict().items()})
+
+
+SCORED = {
+    "9.0": ("t5", None, "bfloat16"),
+    "9.0 pairs": ("with_pairs", "documents", "float16"),
+    "8.0": ("distance", "dilated", "float32"),
+}
+
+
+def scored_case(name):
+    score, mask, dtype = SCORED[name]
+    functions = (SCORES[score], MASKS[mask] if mask else None)
+    random = np.random.default_rng(0)
+    shapes = {"q": (2, 70, 64), "k": (1, 300, 64), "v": (1, 300, 64), "dout": (2, 70, 64)}
+    arrays = {n: random.standard_normal((1, *shape)).astype(numpy_dtype(dtype)) for n, shape in shapes.items()}
+    arrays |= captured_of(functions, (1, 2, 70, 300), dtype, 0)
+    attn = cuflash.FlashAttention(score=functions[0], mask=functions[1], window=(250, None))
+    return Scored(attn, arrays, {}, name)
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_functions_of_chunks_by_the_kernels_keep_the_oracle_rule(name, emulated):
+    """They count from the first key of all, in every chunk."""
+    case = scored_case(name)
+    q, k, v = case.inputs
+    terms = {n: x for n, x in case.arrays.items() if n not in NO_TERMS}
+    need = gradients_of(case.problem)
+    attn: Any = case.attention
+    with launcher(name[:3], computes=True) as found:
+        emulated(found._module, late=True, pinned=True)
+        keys = cuflash.streamed(k, v, chunk=128)
+        out, lse = (x.view(np.ndarray) for x in attn.forward(q, *keys, **terms))
+        gradients = attn.backward(case.arrays["dout"], q, *keys, out, lse, need=need, **terms)
+    results = {"out": out, "lse": lse, **gradients._asdict()}
+    judge(case, {n: x.view(np.ndarray) for n, x in results.items()})
 
 
 DECODING = {

@@ -10,7 +10,12 @@ import pytest
 
 import cuflash
 import cuflash.testing as ct
+from cuflash.operands import numpy_dtype
 from cuflash.terms import DEFAULT_NEED
+from cuflash.testing.rule import gradients_of
+from tests.ranks import NO_TERMS
+from tests.ranks import judge as judge_functions
+from tests.scored import MASKS, SCORES, Scored, captured_of
 
 pytestmark = pytest.mark.gpu
 SIZES: dict[str, Any] = {
@@ -34,6 +39,8 @@ DECODING = (
     ct.Case(seqlen_q=1, seqlen_k=5000, num_heads=8, num_heads_kv=2, head_dim=128, dtype="bfloat16"),
     ct.Case(seqlen_q=2, seqlen_k=5000, num_heads=2, head_dim=64, dtype="float32", batch=2, layout="bshd"),
 )
+SCORED = {"t5": ("t5", None, "bfloat16"), "pairs": ("with_pairs", "documents", "float16")}
+SCORED["distance"] = ("distance", "dilated", "float32")
 WAYS = ("pinned", "pageable", "memory map", "strided")
 
 
@@ -55,6 +62,17 @@ def in_host_memory(way, array, path):
     if way == "strided":  # the last axis is not contiguous
         return pinned(array.swapaxes(-1, -2)).swapaxes(-1, -2)
     return array
+
+
+def scored_case(name):
+    score, mask, dtype = SCORED[name]
+    functions = (SCORES[score], MASKS[mask] if mask else None)
+    random = np.random.default_rng(0)
+    shapes = {"q": (4, 300, 64), "k": (2, 1000, 64), "v": (2, 1000, 64), "dout": (4, 300, 64)}
+    arrays = {name: random.standard_normal((1, *shape)).astype(numpy_dtype(dtype)) for name, shape in shapes.items()}
+    arrays |= captured_of(functions, (1, 4, 300, 1000), dtype, 0)
+    attn = cuflash.FlashAttention(score=functions[0], mask=functions[1], window=(600, None))
+    return Scored(attn, arrays, {}, name)
 
 
 def results_of(case, chunk, way="pinned", path=None, need=None, **options):
@@ -203,6 +221,37 @@ def test_streams_of_the_caller_are_kept_in_order():
         copies = [cupy.asnumpy(x) for x in (out, lse)]
     for x, y in zip(copies, expected, strict=True):
         assert x.tobytes() == cupy.asnumpy(y).tobytes()
+
+
+@pytest.mark.parametrize("name", SCORED)
+@pytest.mark.parametrize("chunk", [128, 320, 1000])
+def test_functions_of_chunks_keep_the_oracle_rule(name, chunk):
+    import cupy
+
+    case = scored_case(name)
+    k, v = (pinned(case.arrays[name]) for name in "kv")
+    arrays = {name: cupy.asarray(x) for name, x in case.arrays.items() if name not in "kv"}
+    terms = {name: x for name, x in arrays.items() if name not in NO_TERMS}
+    keys, need, attn = cuflash.streamed(k, v, chunk=chunk), gradients_of(case.problem), case.attention
+    out, lse = attn.forward(arrays["q"], *keys, **terms)
+    gradients = attn.backward(arrays["dout"], arrays["q"], *keys, out, lse, need=need, **terms)
+    results = {"out": out, "lse": lse, **gradients._asdict()}
+    judge_functions(case, {name: cupy.asnumpy(x) for name, x in results.items()})
+
+
+def test_a_call_cannot_be_captured():
+    import cupy
+
+    arrays = CASES[0].arrays()
+    keys = cuflash.streamed(pinned(arrays["k"]), pinned(arrays["v"]), chunk=128)
+    attn: Any = cuflash.FlashAttention(**CASES[0].keywords)
+    q, stream = cupy.asarray(arrays["q"]), cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(NotImplementedError, match=r"^k: got streamed keys while a CUDA graph is captured"):
+            attn.forward(q, *keys)
+        stream.end_capture()
 
 
 def test_keys_and_queries_on_the_wrong_sides():

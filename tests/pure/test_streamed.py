@@ -247,8 +247,14 @@ def test_bad_chunks(chunk, kind):
 @pytest.mark.parametrize(
     ("options", "chunk", "terms", "kind", "message"),
     [
-        ({"score": lambda s, i, j: s}, 16, {}, NotImplementedError, "^score: got .*, which streamed keys do not go "),
-        ({"mask": lambda i, j: i < j}, 16, {}, NotImplementedError, "^mask: got .*, which streamed keys do not go "),
+        ({"score": lambda s, i, j, *, a: s + a[j]}, 16, {}, TypeError, "missing keyword argument 'a'"),
+        (
+            {"score": lambda s, i, j, *, a: s * a[j]},
+            16,
+            {"a": np.zeros((4, 4), "f4")},
+            ValueError,
+            "^a: got an array of 2 axes, expected 1 axes",
+        ),
         ({}, 16, {"block_table": ONES}, NotImplementedError, "^block_table: got ndarray, which streamed keys do not "),
         ({}, 16, {"cu_seqlens_q": STARTS}, NotImplementedError, "^cu_seqlens_q: got ndarray, which streamed keys "),
         ({}, 16, {"k_scale": ONES}, NotImplementedError, "^k_scale: got ndarray, which streamed keys do not go "),

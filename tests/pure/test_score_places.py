@@ -1,0 +1,96 @@
+"""Functions of parts of longer problems: they are those of the whole, and kernels know of them what they knew."""
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash.score import COUNTED, KINDS_OF_READS, ORIGIN, Traced, hoisted_program_of, index_class, of_part, program_of
+from cuflash.score.evaluation import evaluate
+from cuflash.score.places import LARGEST_ORIGIN
+from tests import expressions
+from tests.expressions import hoistable_scores, masks, scores
+from tests.scored import SCORES, captured_of
+
+ORIGINS = st.tuples(*(st.integers(0, 40) for _ in COUNTED))
+ROWS, KEYS = np.arange(7)[:, None], np.arange(5)[None, :]
+S = np.random.default_rng(1).standard_normal((7, 5))
+
+
+def value(traced, given, inputs):
+    return np.broadcast_to(evaluate([traced.with_kinds(given)], inputs, given, np.float64)[0], S.shape)
+
+
+def kinds(given):
+    return tuple((name, x.ndim, x.dtype.name) for name, x in given.items())
+
+
+@settings(max_examples=80)
+@given(scores() | hoistable_scores() | masks(), ORIGINS)
+def test_a_part_counts_from_where_it_begins(function, origin):
+    traced = Traced.of(function, "score" if function.__code__.co_argcount == 3 else "mask")
+    given = expressions.arrays()
+    row, key, head, batch = origin
+    of_whole = value(traced, given, {"s": S, "i": ROWS + row, "j": KEYS + key, "head": head + 1, "batch": batch + 1})
+    part = of_part(traced)
+    assert (ORIGIN in part.arrays) == traced.depends_on(*COUNTED)
+    given |= {ORIGIN: np.array(origin, np.int32)}
+    np.testing.assert_array_equal(of_whole, value(part, given, {"s": S, "i": ROWS, "j": KEYS, "head": 1, "batch": 1}))
+
+
+@settings(max_examples=80)
+@given(hoistable_scores() | st.sampled_from([f for f in SCORES.values() if f is not None]))
+def test_kernels_know_the_same_of_a_part(function):
+    """Which places reads follow from, which parts become tables; and integers keep 32 bits."""
+    traced, given = Traced.of(function, "score"), expressions.arrays()
+    given |= captured_of((function,), (2, 3, 9, 11), "float64", 0)
+    given = {name: x for name, x in given.items() if name in traced.arrays}
+    of_part_given = given | {ORIGIN: np.zeros(4, np.int32)}
+    found = []
+    for own, arrays in ((traced, given), (of_part(traced), of_part_given)):
+        arrays = {name: x for name, x in arrays.items() if name in own.arrays}
+        program, hoisted = (make(own, None, kinds(arrays), *more) for make, more in PROGRAMS)
+        classes = {
+            name: [KINDS_OF_READS.get(index_class(load.at)) for load in loads] for name, loads in program.loads.items()
+        }
+        body = re.split(r"\bscore_function\b", hoisted.header())[1].split("\n}\n")[0]
+        found.append((classes, [table.by for table in hoisted.tables], body.count("const i64 ")))
+    (classes, tables, long), (classes_of_part, tables_of_part, long_of_part) = found
+    assert classes_of_part == classes
+    assert tables_of_part == tables
+    assert long_of_part <= long
+
+
+PROGRAMS = ((program_of, ()), (hoisted_program_of, ("float64", True)))
+
+
+def test_parts_share_an_expression():
+    traced = Traced.of(lambda s, i, j, *, a: s + a[i - j], "score")
+    assert of_part(traced) is of_part(Traced.of(lambda s, i, j, *, a: s + a[i - j], "score"))
+    alone = Traced.of(lambda s, i, j, *, a: s * a, "score")
+    assert of_part(alone) is alone
+    assert repr(of_part(traced)).count(ORIGIN) == 2
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_sums_do_not_wrap_around(place):
+    traced = Traced.of(lambda s, i, j, *, head, batch: s + (i, j, head, batch)[place], "score")
+    given = {ORIGIN: np.full(4, LARGEST_ORIGIN, np.int32)}
+    largest = 2**30 if place < 2 else 2**31 - 1
+    inputs = {"s": np.zeros((1, 1)), **dict.fromkeys(COUNTED, np.array([[largest]]))}
+    (got,) = evaluate([of_part(traced).with_kinds(given)], inputs, given, np.float64)
+    assert got[0, 0] == 2**31 - 1
+    header = program_of(of_part(traced), None, kinds(given)).header()
+    assert "i64 t" not in header.split("score_function")[1]
+
+
+def test_a_difference_is_one_of_the_whole():
+    for function in (lambda i, j: i - j < 3, lambda i, j: j >= i, lambda i, j: i == j):
+        traced = of_part(Traced.of(function, "mask"))
+        given = {ORIGIN: np.array([10, 4, 0, 0], np.int32)}
+        got = value(traced, given, {"i": ROWS, "j": KEYS, "head": 0, "batch": 0})
+        np.testing.assert_array_equal(got, function(ROWS + 10, KEYS + 4))
+    assert cuflash.FlashAttention(score=lambda s, i, j: s + (i < j)).options.score is not None
