@@ -93,11 +93,11 @@ class Equivalent:
         return f"{said}\n{program.describe()}"
 
 
-def equivalent(options: Options, arrays: Mapping[str, Any]) -> Equivalent | None:
+def equivalent(options: Options, arrays: Mapping[str, Any], served: tuple[str, ...] = OF_SCORE) -> Equivalent | None:
     """What a call computes in place of its functions; None where they are computed as functions.
 
     `arrays` are those of the call by name, None stands for an absent one. A function is replaced as a whole or not at
-    all. It takes 2 us of a call that has functions.
+    all, by options that are `served`. It takes 2 us of a call that has functions.
     """
     if not (options.score or options.mask_function):
         return None
@@ -105,7 +105,7 @@ def equivalent(options: Options, arrays: Mapping[str, Any]) -> Equivalent | None
     likes = tuple((name, tuple(arrays[name].shape), arrays[name].dtype.name) for name in (*INPUTS, *names))
     given = tuple(name for name in _LOOKED_AT if arrays.get(name) is not None)
     is_square = arrays.get("cu_seqlens_q") is arrays.get("cu_seqlens_k")
-    return _equivalent(options, likes, given, is_square)
+    return _equivalent(options, likes, given, is_square, served)
 
 
 class _Call(NamedTuple):
@@ -128,7 +128,11 @@ class _Call(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _equivalent(
-    options: Options, likes: tuple[tuple[str, tuple[int, ...], str], ...], given: tuple[str, ...], is_square: bool
+    options: Options,
+    likes: tuple[tuple[str, tuple[int, ...], str], ...],
+    given: tuple[str, ...],
+    is_square: bool,
+    served: tuple[str, ...],
 ) -> Equivalent | None:
     shapes = {name: shape for name, shape, _ in likes}
     dtypes = {name: dtype for name, _, dtype in likes}
@@ -155,7 +159,7 @@ def _equivalent(
             changed |= {"mask_function": None, "causal": False, "window": bounds, "diagonal": 0}
     places: dict[str, tuple[str, Index]] = {}
     if options.score is not None:
-        as_terms = _of_score(options.score.root, call)
+        as_terms = _of_score(options.score.root, call, served)
         if as_terms is not None and not set(as_terms[1]) & _read_otherwise(options):
             cap, places = as_terms
             changed |= {"score": None, _CAP: cap}
@@ -186,7 +190,9 @@ def _in_order(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
 # ---- Scores ----------------------------------------------------------------------------------------------------------
 
 
-def _of_score(root: Node, call: _Call) -> tuple[float | None, dict[str, tuple[str, Index]]] | None:
+def _of_score(
+    root: Node, call: _Call, served: tuple[str, ...]
+) -> tuple[float | None, dict[str, tuple[str, Index]]] | None:
     """The soft cap and the terms that a score is made of; None if there is more to it, or nothing at all."""
     cap: float | None = None
     places: dict[str, tuple[str, Index]] = {}
@@ -197,7 +203,7 @@ def _of_score(root: Node, call: _Call) -> tuple[float | None, dict[str, tuple[st
             has_s, cap = True, own_cap
             continue
         term = _alibi_slopes(sign, summand, call) or _bias(sign, summand, call)
-        if term is None:
+        if term is None or term[1][0] not in served:
             return None
         name, place = term
         if name in places or any(place[0] == other for other, _ in places.values()):

@@ -19,13 +19,14 @@ from cuflash.distributed.packed import Packing
 from cuflash.distributed.schedule import make_schedule
 from cuflash.distributed.split import Split
 from cuflash.distributed.transports import Transport
+from cuflash.equivalents import Equivalent, equivalent
 from cuflash.operands import numpy_dtype, view_4d, view_rows
 from cuflash.options import Options, diagonal_of, window_of
 from cuflash.parts import steps_of
 from cuflash.problem import Problem, make_problem
 from cuflash.results import Array
 from cuflash.spans import Band
-from cuflash.terms import BROADCAST, TERMS, Terms
+from cuflash.terms import BROADCAST, OF_HEADS, TERMS, Terms
 from cuflash.values import counted, value_error
 
 ALL_ROWS = "all"  # what an array without an axis of queries says instead of their number
@@ -39,6 +40,8 @@ _REMEDIES = {
     "v_scale": "v of 16 bits a number or more",
 }
 _STARTS = ("cu_seqlens_q", "cu_seqlens_k")
+# Terms that functions are computed as, where they spell them out. Not a bias, of which each rank has other rows.
+_SPELLED = tuple(term.name for term in OF_HEADS if term.part_of == "scores")
 
 
 class Call(NamedTuple):
@@ -49,10 +52,12 @@ class Call(NamedTuple):
     need: tuple[str, ...]
     random: tuple[int, int]  # seed and offset
     starts: tuple[tuple[int, ...], ...]  # of packed sequences, and the end of the last one; of q and of k
+    equivalent: Equivalent | None = None  # what functions spell out
 
     def empty(self, name: str, problem: Problem) -> Array:
         """Room for a gradient."""
-        xp, like = interop.module_of(self.given["q"]), self.given.get(name[1:])
+        given = self.given if self.equivalent is None else self.equivalent.arrays(self.given)
+        xp, like = interop.module_of(given["q"]), given.get(name[1:])
         if like is None:  # of a number
             return xp.empty((), numpy_dtype(problem.softmax_dtype))
         return xp.empty(like.shape, like.dtype)
@@ -95,13 +100,13 @@ class Calls:
 
         if not self.check:
             call, own_facts = own()
-            return call, self._execution(method, call, self.splits, [own_facts])
+            return self._execution(method, call, self.splits, [own_facts])
         call, facts = agreed(self.transport, self.timeout, own)
         splits = [
             split if isinstance(split, Split) else SPLITS[split](sum(fact[rows] for fact in facts), self.transport.size)
             for split, rows in zip(self.splits, ("_rows of q", "_rows of k"), strict=True)
         ]
-        return call, together(self.transport, self.timeout, lambda: self._execution(method, call, splits, facts))
+        return together(self.transport, self.timeout, lambda: self._execution(method, call, splits, facts))
 
     def _own_call(
         self,
@@ -156,11 +161,33 @@ class Calls:
                 facts[name] = f"{x.dtype.name} {tuple(shape[: 2 if method == 'decode' else 3])} beside rows"
         return facts
 
-    def _execution(self, method: str, call: Call, splits: Sequence[Any], facts: list[dict[str, Any]]) -> Execution:
+    def _execution(
+        self, method: str, call: Call, splits: Sequence[Any], facts: list[dict[str, Any]]
+    ) -> tuple[Call, Execution]:
         """What this rank is to do, if all that it was given fits what other ranks have."""
-        given, axis, (split_q, split_k) = call.given, _axis_of_rows(call.given["q"], self.options.layout), splits
         if method == "decode":  # the queries of all ranks are those of the first
-            split_q = Split([[(0, given["q"].shape[axis])], *[[] for _ in range(self.transport.size - 1)]])
+            rows = call.given["q"].shape[_axis_of_rows(call.given["q"], self.options.layout)]
+            splits = Split([[(0, rows)], *[[] for _ in range(self.transport.size - 1)]]), splits[1]
+        own = self._spelled_out(call, splits)
+        if own is None:
+            return call, self._as_it_is(method, call, splits, facts)
+        given, need = own.arrays(call.given), own.need(call.need)
+        of_options = call._replace(given=given, need=need)
+        run = replace(self, options=own.options)._as_it_is(method, of_options, splits, facts)
+        return call._replace(equivalent=own), run
+
+    def _spelled_out(self, call: Call, splits: Sequence[Any]) -> Equivalent | None:
+        """What the call computes in place of functions: the same on all ranks."""
+        likes, axis = dict(call.given), _axis_of_rows(call.given["q"], self.options.layout)
+        for name, split in zip(INPUTS, (splits[0], splits[1], splits[1]), strict=True):
+            likes[name] = _longer(call.given[name], axis, split.seqlen)
+        if len(set(call.starts)) == 1:
+            likes |= dict.fromkeys(_STARTS, call.given[_STARTS[0]])
+        return equivalent(self.options, likes, _SPELLED)
+
+    def _as_it_is(self, method: str, call: Call, splits: Sequence[Any], facts: list[dict[str, Any]]) -> Execution:
+        """What this rank is to do, functions computed as such."""
+        given, axis, (split_q, split_k) = call.given, _axis_of_rows(call.given["q"], self.options.layout), splits
         for name, argument, split in (("q", "split", split_q), ("k", "split_k", split_k)):
             if split.ranks != self.transport.size:
                 raise value_error(argument, counted(split.ranks, "rank"), f"{self.transport.size} as comm has")

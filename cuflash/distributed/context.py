@@ -276,14 +276,18 @@ class ContextParallel:
 
         call, run = self._calls.begin("backward", arrays, terms, _BACKWARD_INPUTS, (seed, offset), names)
         with telling(self._calls.transport), _on_device(run.arrays["q"]):
-            results = {name: call.empty(name, run.problem) for name in call.need}
+            own_need = call.need if call.equivalent is None else call.equivalent.need(call.need)
+            results = {name: call.empty(name, run.problem) for name in own_need}
             views = {
                 name: view_4d(x, self.options.layout) if name in DEFAULT_NEED else x for name, x in results.items()
             }
             if "dbias" in views:
                 views["dbias"] = of_pairs(views["dbias"])
-            run.backward(call.need, views)
-        return named_tuple_of(call.need)(*(call.borrowed.give_back(x, None) for x in results.values()))
+            run.backward(own_need, views)
+        found = list(results.values())
+        if call.equivalent is not None:
+            found = call.equivalent.gradients(found, call.given, call.need)
+        return named_tuple_of(call.need)(*(call.borrowed.give_back(x, None) for x in found))
 
     def decode(
         self,

@@ -84,8 +84,9 @@ def test_decoding_keeps_the_oracle_rule(data, case, ranks):
     def work(comm):
         own = {name: x for name, x in whole.arrays.items() if name not in ("dout", "dlse")}
         own |= {name: parts.of(comm.rank, own)[name] for name in ("k", "v")}
-        if "mask" in own:
-            own["mask"] = split.part(own["mask"], comm.rank, -1)
+        for name in ("bias", "mask"):
+            if name in own and own[name].shape[-1] == split.seqlen != 1:
+                own[name] = split.part(own[name], comm.rank, -1)
         attn = cd.ContextParallel(comm, split_k=split, **whole.keywords)
         return attn.decode(own.pop("q"), own.pop("k"), own.pop("v"), **own, **whole.random)._asdict()
 
@@ -94,6 +95,61 @@ def test_decoding_keeps_the_oracle_rule(data, case, ranks):
     for other in others:
         for name, x in other.items():
             np.testing.assert_array_equal(x, first[name])
+
+
+def spelled(s, i, j, *, head, slopes):
+    return 5 * cuflash.tanh(s / 5) - slopes[head] * cuflash.abs(i - j)
+
+
+def test_functions_that_spell_out_options_are_computed_as_these():
+    """So the rows that travel are those of a window; a bias of all pairs is no option of a rank."""
+    random, split = np.random.default_rng(0), cd.contiguous(60, 3)
+    q, k, v, dout = random.standard_normal((4, 2, 60, 8))
+    slopes = np.array([0.1, 0.2])
+
+    def results(comm, terms, need, **options):
+        attn = cd.ContextParallel(comm, split=split, **options)
+        own_q, own_k, own_v, own_dout = (split.part(x, comm.rank) for x in (q, k, v, dout))
+        out, lse = attn.forward(own_q, own_k, own_v, **terms)
+        gradients = attn.backward(own_dout, own_q, own_k, own_v, out, lse, need=need, **terms)
+        return attn.plan(own_q, own_k, own_v, **terms), out, lse, *gradients
+
+    functions = {"score": spelled, "mask": lambda i, j: (i >= j) & (i - j < 9)}
+    found = on_threads(3, lambda comm: results(comm, {"slopes": slopes}, ("dq", "dk", "dslopes"), **functions))
+    options = {"softcap": 5.0, "window": (8, 0)}
+    need = ("dq", "dk", "dalibi_slopes")
+    expected = on_threads(3, lambda comm: results(comm, {"alibi_slopes": slopes}, need, **options))
+    for (plan, *own), (plan_of_options, *of_options) in zip(found, expected, strict=True):
+        assert plan.by_queries.transfers == plan_of_options.by_queries.transfers
+        assert [(x.source, x.target) for x in plan.by_queries.transfers] == [(0, 1), (1, 2)]
+        for x, y in zip(own, of_options, strict=True):
+            np.testing.assert_array_equal(x, y)
+    case = case_of("alibi", "documents", seqlen=40)
+    judge(case, results_of(case, *[cd.contiguous(40, 3)] * 2))
+
+
+def test_a_bias_of_all_pairs_stays_a_function():
+    arrays = case_of(seqlen=40).arrays | {"pairs": np.random.default_rng(1).standard_normal((40, 40)).astype("f4")}
+    attn = cuflash.FlashAttention(score=lambda s, i, j, *, pairs: s + pairs[i, j], mask=lambda i, j: i - j < 9)
+    case = Scored(attn, arrays, {}, "")
+    judge(case, results_of(case, *[cd.contiguous(40, 3)] * 2))
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_packed_sequences_may_be_given_by_one_array_or_by_two(same):
+    """Ranks do not have to agree on that: they all compute the same."""
+    starts = np.array([0, 13, 40], np.int32)
+    arrays = {name: x[0] for name, x in case_of(seqlen=40).arrays.items()}
+    arrays |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts if same else starts.copy()}
+    attn = cuflash.FlashAttention(causal=True, mask=lambda i, j: i - j < 9)
+    case = Scored(attn, arrays, {}, "")
+    judge(case, results_of(case, *[cd.zigzag(40, 2)] * 2))
+    (comm,) = cd.threads(1)
+    plan = cd.ContextParallel(comm, causal=True, mask=lambda i, j: i - j < 9).plan(
+        *(arrays[name] for name in ("q", "k", "v")), **{name: arrays[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    )
+    assert plan.packing is not None
+    assert (plan.packing.left, plan.packing.right) == (8, 0)
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
