@@ -123,6 +123,14 @@ def module_of(array: Any) -> Any:
     return np if isinstance(array, np.ndarray) else importlib.import_module("cupy")
 
 
+def is_captured(array: Any) -> bool:
+    """Whether calls on an array of NumPy or CuPy are recorded in a CUDA graph, on its device's current stream."""
+    if isinstance(array, np.ndarray):
+        return False
+    with array.device:
+        return bool(module_of(array).cuda.get_current_stream().is_capturing())
+
+
 def overlap(a: Any, b: Any) -> bool:
     """Whether two NumPy arrays, or two CuPy arrays, have an element in common.
 

@@ -1,6 +1,6 @@
 """What each rank of MPI does in tests/pure/test_mpi.py:
 
-mpiexec -n 3 python -m tests.mpi_ranks all
+mpiexec -n 3 python -m tests.mpi_ranks right_results disagreement
 """
 
 import sys
@@ -58,9 +58,35 @@ def absence(comm: MPI.Comm) -> None:
         comm.Abort()
 
 
+def progress(comm: MPI.Comm) -> None:
+    """Rows come while a rank computes, and calls nothing of MPI."""
+    transport, own, into = cd.Mpi(comm), np.full(2**24, comm.rank, np.uint8), np.empty(2**24, np.uint8)
+    pending = transport.start([(1 - comm.rank, own)], [(1 - comm.rank, into)])
+    time.sleep(2)
+    print(f"rank {comm.rank}: rows are there is {pending.done()}", flush=True)
+    transport.finish(pending, 10)
+    assert (into == 1 - comm.rank).all()
+
+
+def failure(comm: MPI.Comm) -> None:
+    """One rank fails on its way; the others hear of it at once."""
+    attn: Any = cd.ContextParallel(comm, timeout=60)
+    x = np.zeros((2, 4, 8))
+    if comm.rank == 1:
+        attn._calls.transport.start = no_room
+    start = time.monotonic()
+    try:
+        attn.forward(x, x, x)
+    except (MemoryError, RuntimeError) as error:
+        print(f"rank {comm.rank} soon {time.monotonic() - start < 10}: {error!r}", flush=True)
+        time.sleep(1)  # so that all of them can say so
+        comm.Abort()
+
+
+def no_room(sends: Any, receives: Any) -> None:
+    raise MemoryError("no room")
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "all":
-        right_results(MPI.COMM_WORLD)
-        disagreement(MPI.COMM_WORLD)
-    else:
-        absence(MPI.COMM_WORLD)
+    for name in sys.argv[1:]:
+        globals()[name](MPI.COMM_WORLD)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from cuflash.distributed.transports import Transport, failed
+from cuflash.distributed.transports import RankFailed, Transport
 from cuflash.values import value_error
 
 Result = TypeVar("Result")
@@ -51,7 +51,7 @@ def agreed(
         raise failure
     for rank, other in enumerate(heard):
         if other["failed"]:
-            raise failed(rank, other["failed"])
+            raise RankFailed(rank, other["failed"])
     expected = heard[0]["facts"]
     for rank, other in enumerate(heard):
         for name in (*expected, *other["facts"]):
@@ -66,6 +66,8 @@ def telling(transport: Transport) -> Iterator[None]:
     """Let the other ranks know if this one fails."""
     try:
         yield
+    except RankFailed:  # of which the others hear, too
+        raise
     except BaseException as error:  # whatever it is, the others wait
         transport.fail(spelled(error))
         raise

@@ -92,6 +92,8 @@ class Calls:
     ) -> tuple[Call, Execution]:
         """What this rank is to do, after all ranks have agreed on it."""
         self.count += 1
+        if interop.are_cupy(arrays, INPUTS) and interop.is_captured(arrays["q"]):
+            self._check_captured(terms)
 
         def own() -> tuple[Call, dict[str, Any]]:
             own_terms = checked_with_captured(method, Terms, self.options, terms)
@@ -107,6 +109,18 @@ class Calls:
             for split, rows in zip(self.splits, ("_rows of q", "_rows of k"), strict=True)
         ]
         return together(self.transport, self.timeout, lambda: self._execution(method, call, splits, facts))
+
+    def _check_captured(self, terms: Mapping[str, Any]) -> None:
+        """Refuse a call whose host does what a CUDA graph does not replay."""
+        captured = "while a CUDA graph is captured"
+        if not self.transport.goes_into_graphs:
+            got = f"{type(self.transport).__name__} {captured}"
+            raise NotImplementedError(f"comm: got {got}, expected a communicator of NCCL, which needs no host")
+        if self.check:
+            raise value_error("check", f"True {captured}", "False, and two Split: ranks agree by way of the host")
+        for name in _STARTS:
+            if terms.get(name) is not None:
+                raise NotImplementedError(f"{name}: got an array {captured}, expected none: the host reads it")
 
     def _own_call(
         self,

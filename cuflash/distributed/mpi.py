@@ -1,15 +1,21 @@
-"""MPI between processes, by mpi4py."""
+"""MPI between processes, by mpi4py.
+
+MPI knows no streams, and moves rows while it is called. So a thread waits for rows to be there, sends and receives
+them, and copies those that have to pass through host memory, while the calling thread goes on to compute.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from cuflash.distributed.transports import Array, Message, Transport, failed, out_of_time
-from cuflash.interop import module_of
+from cuflash.distributed.transports import Array, Message, Progress, RankFailed, Transport, out_of_time
+from cuflash.streaming.cuda import Cuda
 from cuflash.values import type_error
 
 
@@ -32,65 +38,108 @@ class Mpi(Transport):
     def __init__(self, comm: Any, *, cuda_aware: bool = False) -> None:
         if not is_mpi(comm):
             raise type_error("comm", type(comm).__name__, "a communicator of mpi4py")
+        mpi = importlib.import_module("mpi4py.MPI")
         self._comm, self._alarm = comm.Dup(), comm.Dup()  # of rows, and of what ranks that fail say
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
         self._cuda_aware = cuda_aware
         self._told: list[Any] = []  # messages that this rank has failed, on their way
+        self._progress = Progress()
+        # Where only one thread may call MPI, that of the caller does, once it needs the rows.
+        self._has_threads = mpi.Query_thread() == mpi.THREAD_MULTIPLE
 
     def share(self, text: bytes, timeout: float) -> list[bytes]:
-        deadline = time.monotonic() + timeout
         own, lengths = np.array([len(text)], np.int64), np.empty(self.size, np.int64)
-        self._wait([self._comm.Iallgather(own, lengths)], "what other ranks say", deadline, timeout)
+        self._wait([self._comm.Iallgather(own, lengths)], "what other ranks say", timeout)
         longest = int(lengths.max(initial=0))
         padded = np.frombuffer(text.ljust(longest, b"\0"), np.uint8)
         said = np.empty((self.size, longest), np.uint8)
-        self._wait([self._comm.Iallgather(padded, said)], "what other ranks say", deadline, timeout)
+        self._wait([self._comm.Iallgather(padded, said)], "what other ranks say", timeout)
         return [row[:length].tobytes() for row, length in zip(said, lengths, strict=True)]
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
-        into = [(source, array, self._buffer(array)) for source, array in receives]
-        requests = [self._comm.Irecv(buffer, source) for source, _, buffer in into]
-        outgoing = [(target, self._buffer(array, is_sent=True)) for target, array in sends]
-        if any(not isinstance(array, np.ndarray) for _, array in sends):
-            module_of(sends[0][1]).cuda.get_current_stream().synchronize()  # MPI knows no streams
-        requests += [self._comm.Isend(buffer, target) for target, buffer in outgoing]
-        return requests, into, outgoing
+        move = self._prepared(sends, receives)
+        return self._progress.run(move, None) if self._has_threads else move
 
     def finish(self, pending: Any, timeout: float) -> None:
-        requests, into, _ = pending
-        self._wait(requests, "rows of other ranks", time.monotonic() + timeout, timeout)
-        for _, array, buffer in into:
-            if not isinstance(array, np.ndarray) and not self._cuda_aware:
-                array.view(np.uint8).reshape(-1).set(buffer)
+        if self._has_threads:
+            self._progress.result(pending, "rows of other ranks", timeout)
+        else:
+            pending(timeout)
 
     def fail(self, text: str) -> None:
+        self._progress.is_over.set()
         others = [rank for rank in range(self.size) if rank != self.rank]
         self._told += [self._alarm.isend(text, rank) for rank in others]
 
-    def _buffer(self, array: Array, *, is_sent: bool = False) -> Any:
-        """The bytes of an array, as MPI takes them: of a CuPy array those on the device, or pinned memory for them."""
-        if isinstance(array, np.ndarray) or self._cuda_aware:
-            return array.view(np.uint8).reshape(-1)
-        cupy = module_of(array)
-        memory = cupy.cuda.alloc_pinned_memory(array.nbytes)
-        buffer = np.frombuffer(memory, np.uint8, array.nbytes)
-        if is_sent:
-            array.view(np.uint8).reshape(-1).get(out=buffer, blocking=False)
-        return buffer
+    def _prepared(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[float | None], None]:
+        """What moves rows, called by any thread, with a timeout; when it returns they are there, for any stream."""
+        outgoing, incoming = ([(rank, _bytes(x)) for rank, x in messages] for messages in (sends, receives))
+        others = [x for _, x in (*sends, *receives) if not isinstance(x, np.ndarray)]
+        if not others:
+            return functools.partial(self._move, outgoing, incoming)
+        device, stream = self._staging
+        ready = device.mark(None)  # arrays are written, and nothing else needs their memory any more
+        if self._cuda_aware:
+            return functools.partial(self._move_when, ready, others[0].device, outgoing, incoming, ())
+        device.follow(stream, ready)
+        to_send, to_receive = (
+            [(rank, device.pinned(x.shape, x.dtype)) for rank, x in messages] for messages in (outgoing, incoming)
+        )
+        for (_, buffer), (_, x) in zip(to_send, outgoing, strict=True):
+            device.copy(buffer, x, stream)
+        arriving = [(x, buffer) for (_, buffer), (_, x) in zip(to_receive, incoming, strict=True)]
+        copied = device.mark(stream)
+        return functools.partial(self._move_when, copied, others[0].device, to_send, to_receive, arriving)
 
-    def _wait(self, requests: list[Any], what: str, deadline: float, timeout: float) -> None:
-        pause = 1e-6
+    @functools.cached_property
+    def _staging(self) -> tuple[Cuda, Any]:
+        """The device, and the stream that copies to pinned memory and from it."""
+        device = Cuda()
+        return device, device.stream()
+
+    def _move_when(
+        self,
+        ready: Any,
+        of_arrays: Any,
+        sends: list[Message],
+        receives: list[Message],
+        arriving: Sequence[tuple[Array, Array]],
+        timeout: float | None,
+    ) -> None:
+        """Move bytes once an event has come; of those `arriving` there is a place on the device, too."""
+        device, stream = self._staging
+        with of_arrays:
+            device.wait(ready)
+            self._move(sends, receives, timeout)
+            for target, buffer in arriving:
+                device.copy(target, buffer, stream)
+            device.wait(device.mark(stream))
+
+    def _move(self, sends: list[Message], receives: list[Message], timeout: float | None) -> None:
+        """Send and receive bytes in memory that MPI takes."""
+        requests = [self._comm.Irecv(buffer, source) for source, buffer in receives]
+        requests += [self._comm.Isend(buffer, target) for target, buffer in sends]
+        self._wait(requests, "rows of other ranks", timeout)
+
+    def _wait(self, requests: list[Any], what: str, timeout: float | None) -> None:
+        """Wait for messages; without a timeout, as long as anybody waits for this."""
+        start, pause = time.monotonic(), 1e-6
         waiting = list(requests)
-        while waiting:
+        while True:
             waiting = [request for request in waiting if not request.Test()]
-            if waiting and time.monotonic() > deadline:
-                raise out_of_time(what, timeout)
-            for rank in range(self.size) if waiting else ():
+            if not waiting:
+                return
+            if self._progress.is_over.is_set() or (timeout is not None and time.monotonic() > start + timeout):
+                raise out_of_time(what, timeout or 0)
+            for rank in range(self.size):
                 if self._alarm.iprobe(rank):
-                    raise failed(rank, self._alarm.recv(source=rank))
-            if waiting:
-                time.sleep(pause)
-                pause = min(2 * pause, 1e-3)
+                    raise RankFailed(rank, self._alarm.recv(source=rank))
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+
+
+def _bytes(array: Array) -> Array:
+    return array.view(np.uint8).reshape(-1)
 
 
 def is_mpi(comm: object) -> bool:

@@ -30,6 +30,8 @@ class Nccl(Transport):
     time the communicator is aborted.
     """
 
+    goes_into_graphs = True
+
     def __init__(self, comm: Any) -> None:
         self._cupy = cupy = importlib.import_module("cupy")
         self.rank, self.size, self._send, self._receive, self._group, self._abort = _functions(comm)

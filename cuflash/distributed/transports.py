@@ -7,9 +7,9 @@ RuntimeError: after that nothing is known of the messages that are under way, an
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,6 +29,7 @@ class Transport(ABC):
 
     rank: int
     size: int
+    goes_into_graphs = False  # whether a CUDA graph can hold what `start` and `finish` do
 
     @abstractmethod
     def share(self, text: bytes, timeout: float) -> list[bytes]:
@@ -50,8 +51,31 @@ def out_of_time(what: str, timeout: float) -> TimeoutError:
     return TimeoutError(f"{what}: got nothing within timeout={timeout:g} seconds; a rank may have failed or left")
 
 
-def failed(rank: int, text: str) -> RuntimeError:
-    return RuntimeError(f"rank {rank} failed: {text}")
+class RankFailed(RuntimeError):
+    """What a rank raises that hears of the failure of another one."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(f"rank {rank} failed: {text}")
+
+
+class Progress:
+    """A thread that moves rows while the one that calls computes: one job after the other."""
+
+    def __init__(self) -> None:
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "cuflash")
+        self.is_over = threading.Event()  # nobody waits for the jobs any more
+
+    def run(self, job: Callable[..., Any], *args: Any) -> Any:
+        """Have a job done; those that wait for others look at `is_over`."""
+        return self._pool.submit(job, *args)
+
+    def result(self, pending: Any, what: str, timeout: float) -> Any:
+        """What a job returns, once it is done."""
+        try:
+            return pending.result(timeout)
+        except concurrent.futures.TimeoutError:
+            self.is_over.set()
+            raise out_of_time(what, timeout) from None
 
 
 class _Parcel(NamedTuple):
@@ -74,25 +98,27 @@ class _Switchboard:
             (source, target): deque() for source in range(size) for target in range(size)
         }
 
-    def wait(self, is_there: Callable[[], bool], what: str, deadline: float, timeout: float) -> None:
-        """Wait, with the lock held."""
-        if not self.changed.wait_for(lambda: is_there() or self.failed, deadline - time.monotonic()):
+    def wait(self, is_there: Callable[[], bool], what: str, timeout: float, over: threading.Event) -> None:
+        """Wait, with the lock held, until something is there, or no more is waited for."""
+        if not self.changed.wait_for(lambda: is_there() or self.failed or over.is_set(), timeout):
             raise out_of_time(what, timeout)
         if not is_there():
-            raise failed(*next(iter(self.failed.items())))
+            raise RankFailed(*next(iter(self.failed.items()))) if self.failed else out_of_time(what, timeout)
 
 
 class Threads(Transport):
     """A rank that is a thread of this process, with NumPy arrays, or with CuPy arrays on a device of its own.
 
-    Copies between devices are those of CUDA, directly where the devices are peers. They are ordered by events: the
-    device of neither rank is waited for.
+    Copies between devices are those of CUDA, directly where the devices are peers, on a stream of their own. They are
+    ordered by events: the device of neither rank is waited for.
     """
 
     def __init__(self, rank: int, size: int, switchboard: _Switchboard) -> None:
         self.rank, self.size = rank, size
         self._board = switchboard
         self._calls = 0
+        self._progress = Progress()
+        self._stream: Any = None
 
     def share(self, text: bytes, timeout: float) -> list[bytes]:
         board, call = self._board, self._calls
@@ -101,44 +127,72 @@ class Threads(Transport):
             said = board.said.setdefault(call, {})
             said[self.rank] = text
             board.changed.notify_all()
-            deadline = time.monotonic() + timeout
-            board.wait(lambda: len(said) == self.size, "what other ranks say", deadline, timeout)
+            board.wait(lambda: len(said) == self.size, "what other ranks say", timeout, self._progress.is_over)
             board.heard[call] = board.heard.get(call, 0) + 1
             if board.heard[call] == self.size:
                 del board.heard[call], board.said[call]
             return [said[rank] for rank in range(self.size)]
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
-        parcels = []
-        for target, array in sends:
-            parcel = _Parcel(array, _recorded(array), deque())
-            parcels.append(parcel)
-            with self._board.changed:
+        parcels = [(target, _Parcel(array, _recorded(array), deque())) for target, array in sends]
+        with self._board.changed:
+            for target, parcel in parcels:
                 self._board.under_way[self.rank, target].append(parcel)
-                self._board.changed.notify_all()
-        return parcels, receives
+            self._board.changed.notify_all()
+        expected = [(source, array, _recorded(array)) for source, array in receives]
+        return [parcel for _, parcel in parcels], self._progress.run(self._receive, expected)
 
     def finish(self, pending: Any, timeout: float) -> None:
-        parcels, receives = pending
-        board, deadline = self._board, time.monotonic() + timeout
-        for source, array in receives:
-            queue = board.under_way[source, self.rank]
-            with board.changed:
-                board.wait(functools.partial(bool, queue), f"rows of rank {source}", deadline, timeout)
-                parcel = queue.popleft()
-            _copy(parcel, array)
-            with board.changed:
-                parcel.taken.append(_recorded(array))
-                board.changed.notify_all()
-        for parcel in parcels:
-            with board.changed:
-                board.wait(functools.partial(bool, parcel.taken), "a receiver", deadline, timeout)
-            _wait_for(parcel.taken[0])
+        parcels, receiving = pending
+        try:
+            for arrived in self._progress.result(receiving, "rows of other ranks", timeout):
+                _wait_for(arrived)
+            for parcel in parcels:
+                with self._board.changed:
+                    taken = functools.partial(bool, parcel.taken)
+                    self._board.wait(taken, "a receiver", timeout, self._progress.is_over)
+                _wait_for(parcel.taken[0])
+        except TimeoutError:
+            with self._board.changed:  # the other thread stops to wait
+                self._progress.is_over.set()
+                self._board.changed.notify_all()
+            raise
 
     def fail(self, text: str) -> None:
         with self._board.changed:
             self._board.failed[self.rank] = text
             self._board.changed.notify_all()
+
+    def _receive(self, expected: list[tuple[int, Array, Any]]) -> list[Any]:
+        """Copy arrays as they are sent; what arrives, as events."""
+        found = []
+        for source, array, is_free in expected:
+            queue = self._board.under_way[source, self.rank]
+            with self._board.changed:
+                there = functools.partial(bool, queue)
+                self._board.wait(there, f"rows of rank {source}", threading.TIMEOUT_MAX, self._progress.is_over)
+                parcel = queue.popleft()
+            arrived = self._copy(parcel, array, is_free)
+            found.append(arrived)
+            with self._board.changed:
+                parcel.taken.append(arrived)
+                self._board.changed.notify_all()
+        return found
+
+    def _copy(self, parcel: _Parcel, array: Array, is_free: Any) -> Any:
+        """Copy between two ranks, where the array lies that is written to; an event after that."""
+        if isinstance(array, np.ndarray):
+            array[...] = parcel.array
+            return None
+        cupy = module_of(array)
+        with array.device:
+            self._stream = self._stream or cupy.cuda.Stream(non_blocking=True)
+            for event in (parcel.ready, is_free):
+                self._stream.wait_event(event)
+            array.data.copy_from_device_async(parcel.array.data, array.nbytes, self._stream)
+            arrived = cupy.cuda.Event(disable_timing=True)
+            arrived.record(self._stream)
+        return arrived
 
 
 def threads(ranks: int) -> list[Threads]:
@@ -188,15 +242,3 @@ def _wait_for(event: Any) -> None:
         import cupy
 
         cupy.cuda.get_current_stream().wait_event(event)
-
-
-def _copy(parcel: _Parcel, array: Array) -> None:
-    """Copy between two ranks, where the array lies that is written to."""
-    if isinstance(array, np.ndarray):
-        array[...] = parcel.array
-        return
-    cupy = module_of(array)
-    with array.device:
-        stream = cupy.cuda.get_current_stream()
-        stream.wait_event(parcel.ready)
-        array.data.copy_from_device_async(parcel.array.data, array.nbytes, stream)

@@ -21,7 +21,7 @@ from cuflash.spans import Band
 from cuflash.streaming import memory
 from cuflash.streaming.belts import Host
 from cuflash.streaming.chunks import Chunk, StreamPlan, chunk_of, chunks_of
-from cuflash.streaming.cuda import Cuda, check_not_captured
+from cuflash.streaming.cuda import Cuda
 from cuflash.streaming.execution import OF_KEYS, StreamedPass, sums_softmax
 from cuflash.streaming.source import Streamed, borrowed_from_host
 from cuflash.terms import BROADCAST, NAMES
@@ -168,8 +168,11 @@ def _checked(
         required=required,
         written=[name for name in results if name not in OF_KEYS and arrays.get(name) is not None],
     )
-    if own.kind == "cupy":
-        check_not_captured(own.arrays["q"])
+    if interop.is_captured(own.arrays["q"]):
+        raise NotImplementedError(
+            "k: got streamed keys while a CUDA graph is captured, expected keys on the device: the host takes part in "
+            "every copy of a chunk, and a graph replays without it"
+        )
     spelled_out = equivalent(options, own.arrays | {"k": k.array, "v": v.array})
     if spelled_out is not None:
         options, own = spelled_out.options, own._replace(arrays=spelled_out.arrays(own.arrays))

@@ -69,17 +69,6 @@ class Cuda:
         return self._cupy.cuda.get_current_stream() if stream is None else stream
 
 
-def check_not_captured(q: Array) -> None:
-    """Refuse a call while the current stream of a device records a CUDA graph."""
-    cupy = importlib.import_module("cupy")
-    with q.device:
-        if cupy.cuda.get_current_stream().is_capturing():
-            raise NotImplementedError(
-                "k: got streamed keys while a CUDA graph is captured, expected keys on the device: the host takes part "
-                "in every copy of a chunk, and a graph replays without it"
-            )
-
-
 def _bounds(array: Host) -> tuple[int, int]:
     """The address of the lowest byte of an array, and that past its highest."""
     reaches = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]

@@ -1,14 +1,17 @@
 """Context parallel calls on devices: ranks that are threads, on one device or on several, and ranks of NCCL."""
 
 import concurrent.futures
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
 from tests.ranks import Parts, Whole, compute, judge
+from tests.scored import MASKS, SCORES, Scored, captured_of
 
 pytestmark = pytest.mark.gpu
 SIZES: dict[str, Any] = {
@@ -23,6 +26,8 @@ CASES = (
     ct.Case(**SIZES, dtype="bfloat16"),
     ct.Case(**SIZES, dtype="float32", window=(100, None), sinks=True),
     ct.Case(**SIZES, dtype="bfloat16", bias=(4, 300, 300), alibi_slopes=(4,), dlse=True),
+    ct.Case(**SIZES, dtype="float16", block_mask=(4,), block_size=(64, 32), dropout=0.2),
+    ct.Case(**SIZES, dtype="bfloat16", dropout=0.2, cu_seqlens_q=(0, 41, 300), cu_seqlens_k=(0, 90, 290)),
 )
 
 
@@ -84,6 +89,82 @@ def test_bits_do_not_depend_on_the_number_of_ranks(case):
     for ranks in (2, 4, 8):
         for name, x in results_of(case, cd.threads(ranks), [0] * ranks, deterministic=True).items():
             assert x.tobytes() == expected[name].tobytes(), f"{name} of {ranks} ranks"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_graph_holds_the_calls_of_a_rank(ranks):
+    import cupy
+    from cupy.cuda import nccl
+
+    case, devices, split = CASES[0], devices_for(ranks), cd.zigzag(300, ranks)
+    comms = nccl.NcclCommunicator.initAll(devices)
+    old, new = (replace(case, seed=seed).arrays() for seed in (1, 0))
+    parts = Parts(Whole.of(case), split, split)
+
+    def work(rank):
+        with cupy.cuda.Device(devices[rank]):
+            attn = cd.ContextParallel(comms[rank], split=split, check=False, **case.keywords)
+            own, contents = ({n: cupy.asarray(x) for n, x in parts.of(rank, x).items()} for x in (old, new))
+            stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
+            cupy.cuda.Device().synchronize()
+
+            def both_passes():
+                out, lse = attn.forward(*ct.qkv(own))
+                gradients = attn.backward(own["dout"], *ct.qkv(own), out, lse)
+                return {"out": out, "lse": lse, **gradients._asdict()}
+
+            with cupy.cuda.using_allocator(pool.malloc), stream:
+                both_passes()
+                stream.begin_capture()
+                results = both_passes()
+                graph = stream.end_capture()
+                for name, x in contents.items():
+                    own[name][...] = x
+                for _ in range(2):
+                    graph.launch(stream)
+                stream.synchronize()
+                return {name: cupy.asnumpy(x) for name, x in results.items()}
+
+    with concurrent.futures.ThreadPoolExecutor(ranks) as pool:
+        judge(case, parts.whole(list(pool.map(work, range(ranks)))))
+
+
+def test_what_a_graph_does_not_replay_is_refused():
+    import cupy
+
+    (comm,), split = cd.threads(1), cd.zigzag(8, 1)
+    x, stream = cupy.zeros((1, 8, 64), cupy.float16), cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(NotImplementedError, match=r"^comm: got Threads while a CUDA graph is captured"):
+            cd.ContextParallel(comm, split=split, check=False).forward(x, x, x)
+        stream.end_capture()
+
+
+@pytest.mark.parametrize(("score", "mask", "dtype"), [("t5", None, "bfloat16"), ("distance", "documents", "float32")])
+def test_functions_of_threads_on_one_device(score, mask, dtype):
+    """They count queries, keys and heads of all ranks."""
+    import cupy
+
+    functions = (SCORES[score], MASKS[mask] if mask else None)
+    random, split = np.random.default_rng(0), cd.zigzag(300, 2)
+    arrays = {name: random.standard_normal((1, 4, 300, 64)).astype(ct.numpy_dtype(dtype)) for name in ("q", "k", "v")}
+    arrays["dout"] = random.standard_normal((1, 4, 300, 64)).astype(ct.numpy_dtype(dtype))
+    arrays |= captured_of(functions, (1, 4, 300, 300), dtype, 0)
+    attn: Any = cuflash.FlashAttention(score=functions[0], mask=functions[1], causal=True)
+    case = Scored(attn, arrays, {}, score)
+    whole = Whole.of(case)
+    parts = Parts(whole, split, split)
+
+    def work(comm):
+        with cupy.cuda.Device(0):
+            attn = cd.ContextParallel(comm, split=split, **whole.keywords)
+            results = compute(attn, parts, {name: cupy.asarray(x) for name, x in arrays.items()})
+            return {name: cupy.asnumpy(x) for name, x in results.items()}
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        judge(case, parts.whole(list(pool.map(work, cd.threads(2)))))
 
 
 def test_decoding_over_two_ranks():

@@ -306,7 +306,7 @@ def test_a_rank_that_fails_on_its_way_is_heard_of_at_once(method):
             return repr(error), time.monotonic() - began
 
     found = on_threads(3, work)
-    said = "RuntimeError('rank 1 failed: MemoryError: no room')"
+    said = "RankFailed('rank 1 failed: MemoryError: no room')"
     assert [text for text, _ in found] == [said, "MemoryError('no room')", said]
     assert max(seconds for _, seconds in found) < 10
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import cuflash.distributed as cd
+from cuflash import interop
 from cuflash.distributed.nccl import Nccl, is_nccl
 
 
@@ -165,3 +166,66 @@ def test_communicators_are_known_by_their_classes(nccl):
     for given in (comm, backend):
         attn = cd.ContextParallel(given)
         assert (attn.rank, attn.size) == (0, 1)
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Arrays whose calls are recorded in a graph."""
+    monkeypatch.setattr(interop, "are_cupy", lambda arrays, required: True)
+    monkeypatch.setattr(interop, "is_captured", lambda array: True)
+
+
+STARTS = np.array([0, 4], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("options", "terms", "kind", "message"),
+    [
+        ({}, {}, ValueError, "^check: got True while a CUDA graph is captured, expected False, and two Split: ranks "),
+        (
+            {"check": False},
+            {"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS},
+            NotImplementedError,
+            "^cu_seqlens_q: got an array while a CUDA graph is captured, expected none: the host reads it$",
+        ),
+    ],
+)
+def test_what_a_graph_does_not_replay_is_refused(options, terms, kind, message, nccl, captured):
+    (comm,) = nccl(1)
+    x = np.zeros((1, 4, 8))
+    with pytest.raises(kind, match=message):
+        cd.ContextParallel(comm, split=cd.zigzag(4, 1), **options).forward(x, x, x, **terms)
+
+
+def test_other_communicators_do_not_go_into_graphs(captured):
+    (comm,) = cd.threads(1)
+    x = np.zeros((1, 4, 8))
+    with pytest.raises(NotImplementedError, match=r"^comm: got Threads while a CUDA graph is captured, expected a com"):
+        cd.ContextParallel(comm, split=cd.zigzag(4, 1), check=False).forward(x, x, x)
+
+
+def test_a_graph_holds_what_ranks_send(nccl):
+    """Everything is asked of streams, in an order that joins that of rows to the one that is captured."""
+    log: list[Any] = []
+
+    class Logged(Stream):
+        def __init__(self, name="rows", non_blocking=False):
+            self.name = name
+
+        def wait_event(self, event):
+            log.append((self.name, "waits for", event.of))
+
+    class Recorded(Event):
+        done = property(lambda self: pytest.fail("the host waits"))
+
+        def record(self, stream=None):
+            self.of = (stream or captured).name
+
+    import cupy
+
+    captured = Logged("captured")
+    cupy.cuda.Event, cupy.cuda.Stream, cupy.cuda.get_current_stream = Recorded, Logged, lambda: captured
+    (comm,) = nccl(1)
+    transport = Nccl(comm)
+    transport.finish(transport.start([], []), 1.0)
+    assert log == [("rows", "waits for", "captured"), ("captured", "waits for", "rows")]

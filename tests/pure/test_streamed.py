@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
+from cuflash import interop
 from cuflash.spans import Band
 from cuflash.streaming import calls
 from cuflash.streaming.chunks import Chunk, chunks_of
@@ -303,6 +304,12 @@ def test_arguments_that_do_not_fit():
     for method in (attn.compile, attn.tune):
         with pytest.raises(TypeError, match=r"^k: got "):
             method(X, *keys)
+
+
+def test_a_call_cannot_be_captured(monkeypatch):
+    monkeypatch.setattr(interop, "is_captured", lambda array: True)
+    with pytest.raises(NotImplementedError, match=r"^k: got streamed keys while a CUDA graph is captured, expected "):
+        cuflash.FlashAttention().forward(X, *cuflash.streamed(X, X))
 
 
 def test_what_a_copy_meets_is_raised(devices):

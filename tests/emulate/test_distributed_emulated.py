@@ -1,0 +1,121 @@
+"""Ranks whose calls are those of devices: by `cuflash.launch` on the emulator, against the oracle."""
+
+import functools
+import threading
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash
+import cuflash.distributed as cd
+import cuflash.testing as ct
+from cuflash import interop
+from cuflash.distributed import execution
+from cuflash.emulator import find_compiler
+from cuflash.operands import numpy_dtype
+from cuflash.parts import Parts
+from tests.emulate.launcher import DeviceArray, launcher
+from tests.ranks import judge, results_of
+from tests.scored import MASKS, SCORES, Scored, captured_of
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+SIZES: dict[str, Any] = {"seqlen_q": 100, "seqlen_k": 140, "num_heads": 2, "num_heads_kv": 1, "head_dim": 64}
+PACKED: dict[str, Any] = {"cu_seqlens_q": (0, 30, 100), "cu_seqlens_k": (0, 77, 135)}
+CASES = {
+    "9.0": ct.Case(**SIZES, causal=True, dtype="bfloat16", sinks=True, dlse=True),
+    "9.0 dropout": ct.Case(**SIZES, causal=True, dtype="float16", dropout=0.3, alibi_slopes=(2,)),
+    "9.0 packed": ct.Case(**SIZES, **PACKED, causal=True, dtype="bfloat16", dropout=0.3),
+    "8.0 blocks": ct.Case(**SIZES, dtype="float16", block_mask=(2,), block_size=(16, 32), bias=(100, 140)),
+    "8.0 float32": ct.Case(**SIZES, dtype="float32", window=(40, 40), mask=(100, 140), kv_lengths=(120,)),
+}
+SPLIT_Q = cd.Split([[(0, 21), (90, 100)], [(21, 90)]])
+SPLIT_K = cd.Split([[(0, 40), (99, 140)], [(40, 99)]])
+_one_at_a_time = threading.Lock()  # the stand-in for the driver knows one launch
+
+
+def made(shape, value, dtype):
+    array = DeviceArray(shape, dtype)
+    array[...] = value
+    return array
+
+
+CUPY = SimpleNamespace(
+    **{name: getattr(np, name) for name in ("clip", "concatenate", "ascontiguousarray", "asarray")},
+    empty=DeviceArray,
+    zeros=lambda shape, dtype: made(shape, 0, dtype),
+    ones=lambda shape, dtype: made(shape, 1, dtype),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedParts(Parts):
+    module: Any = None  # cuflash.launch
+
+    @property
+    def xp(self) -> Any:
+        return CUPY
+
+    @property
+    def backend(self) -> Any:
+        def call(pass_: str, options: Any, arrays: Any, *others: Any) -> Any:
+            with _one_at_a_time:
+                self.module.forget_launches()
+                given = {name: None if x is None else x.view(DeviceArray) for name, x in arrays.items()}
+                return getattr(self.module, pass_)(options, given, *others)
+
+        return SimpleNamespace(**{pass_: functools.partial(call, pass_) for pass_ in ("forward", "backward")})
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Lets calls of ranks go by way of the emulator."""
+    monkeypatch.setattr(interop.Borrowed, "give_back", lambda self, result, given: result.view(np.ndarray))
+    return lambda module: monkeypatch.setattr(execution, "Parts", functools.partial(EmulatedParts, module=module))
+
+
+@pytest.mark.parametrize("need", [None, ("dq", "dk", "dv")], ids=["all", "dq in parts"])
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_keep_the_oracle_rule(name, need, emulated):
+    case = CASES[name]
+    with launcher(name[:3], computes=True) as found:
+        emulated(found._module)
+        judge(case, results_of(case, SPLIT_Q, SPLIT_K, need=need))
+
+
+SCORED: dict[str, Any] = {
+    "9.0": ("t5", None, "bfloat16", {"dropout": 0.2}),
+    "9.0 pairs": ("with_pairs", "documents", "float16", {}),
+    "8.0": ("distance", "prefix", "float32", {"window": (90, None)}),
+}
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_functions_keep_the_oracle_rule(name, emulated):
+    """They count queries, keys and heads of all ranks; heads travel one after the other."""
+    score, mask, dtype, options = SCORED[name]
+    functions = (SCORES[score], MASKS[mask] if mask else None)
+    random = np.random.default_rng(0)
+    shapes = {"q": (2, 100, 64), "k": (2, 140, 64), "v": (2, 140, 64), "dout": (2, 100, 64)}
+    arrays = {n: random.standard_normal((1, *shape)).astype(numpy_dtype(dtype)) for n, shape in shapes.items()}
+    arrays |= captured_of(functions, (1, 2, 100, 140), dtype, 0)
+    attn: Any = cuflash.FlashAttention(score=functions[0], mask=functions[1], **options)
+    case = Scored(attn, arrays, {"seed": 3, "offset": 1} if "dropout" in options else {}, name)
+    with launcher(name[:3], computes=True) as found:
+        emulated(found._module)
+        judge(case, results_of(case, SPLIT_Q, SPLIT_K))
+
+
+@pytest.mark.parametrize("name", ["9.0 dropout", "8.0 blocks"])
+def test_bits_do_not_depend_on_the_number_of_ranks(name, emulated):
+    case, found = replace(CASES[name], seqlen_q=100, seqlen_k=100, bias=None), []
+    with launcher(name[:3], computes=True) as module:
+        emulated(module._module)
+        for ranks in (1, 2):
+            splits = [cd.zigzag(100, ranks)] * 2
+            found.append(results_of(case, *splits, deterministic=True, chunks=4))
+    judge(case, found[0])
+    for result, x in found[0].items():
+        assert x.tobytes() == found[1][result].tobytes(), result
