@@ -42,8 +42,8 @@ class ContextParallel:
     ----------
     comm : communicator
         Of mpi4py, of NCCL (CuPy's ``cupy.cuda.nccl.NcclCommunicator`` or ``cupyx.distributed.NCCLBackend``, or
-        nccl4py's), one of `cuflash.distributed.threads`, or a `cuflash.distributed.Transport`. All ranks of it make
-        the same calls in the same order.
+        nccl4py's), one of `cuflash.distributed.threads`, `cuflash.distributed.Sockets`, or another
+        `cuflash.distributed.Transport`. All ranks of it make the same calls in the same order.
     split : "zigzag", "contiguous" or Split, default "zigzag"
         Which queries each rank holds: `cuflash.distributed.zigzag` gives all ranks equal work under a causal mask,
         `cuflash.distributed.contiguous` needs few transfers with a window, and a `Split` may be anything.

@@ -21,6 +21,7 @@ RANKS = (
     distributed.zigzag,
     distributed.contiguous,
     distributed.threads,
+    distributed.Sockets,
 )
 
 

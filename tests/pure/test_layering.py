@@ -48,7 +48,7 @@ ORDER = [
     "flash_attention",
     "functional", "__init__",
     "distributed.split", "distributed.packed", "distributed.schedule", "distributed.transports", "distributed.mpi",
-    "distributed.nccl",
+    "distributed.nccl", "distributed.sockets",
     "distributed.arguments", "distributed.agreement", "distributed.execution", "distributed.calls",
     "distributed.context", "distributed",
     "emulator.launching", "emulator.building", "emulator.memory", "emulator.passes", "emulator",

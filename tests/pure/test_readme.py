@@ -92,7 +92,17 @@ def test_the_examples_for_a_device_run(name):
 
 def test_no_other_kind_of_example():
     fences = set(re.findall(r"^```(.+)$", EVERYTHING, re.MULTILINE))
-    assert fences <= {"python", "python gpu", "python mpi", "python torch", "python jax", "sh", "text"}
+    assert fences <= {
+        "python",
+        "python gpu",
+        "python mpi",
+        "python dask",
+        "python ray",
+        "python torch",
+        "python jax",
+        "sh",
+        "text",
+    }
 
 
 def test_the_readme_is_short():
