@@ -176,7 +176,6 @@ def _checked(
     spelled_out = equivalent(options, own.arrays | {"k": k.array, "v": v.array})
     if spelled_out is not None:
         options, own = spelled_out.options, own._replace(arrays=spelled_out.arrays(own.arrays))
-        results = spelled_out.need(results) if pass_ == "backward" else results
     written = {name: arrays[name] for name in OF_KEYS if name in results and arrays.get(name) is not None}
     hosts = {"k": k.array, "v": v.array}
     if written:

@@ -190,6 +190,20 @@ def test_functions_of_chunks_by_the_kernels_keep_the_oracle_rule(name, emulated)
     judge(case, {n: x.view(np.ndarray) for n, x in results.items()})
 
 
+def test_gradients_of_arrays_of_16_bits_are_added_before_they_are_rounded(emulated):
+    case, found = scored_case("9.0"), []
+    q, k, v = case.inputs
+    attn: Any = case.attention
+    for dtype in (case.arrays["table"].dtype, np.float32):
+        with launcher("9.0", computes=True) as launched:
+            emulated(launched._module, late=True, pinned=True)
+            keys, table = cuflash.streamed(k, v, chunk=128), case.arrays["table"].astype(dtype)
+            out, lse = (x.view(np.ndarray) for x in attn.forward(q, *keys, table=table))
+            results = attn.backward(case.arrays["dout"], q, *keys, out, lse, table=table, need=("dtable",))
+            found.append(results.dtable.view(np.ndarray))
+    np.testing.assert_array_equal(found[0], found[1].astype(found[0].dtype))
+
+
 DECODING = {
     "9.0": ct.Case(seqlen_q=1, seqlen_k=700, num_heads=4, num_heads_kv=1, head_dim=64, dtype="bfloat16", sinks=True),
     "8.0": ct.Case(seqlen_q=2, seqlen_k=300, num_heads=2, head_dim=64, dtype="float32"),
