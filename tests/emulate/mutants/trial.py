@@ -11,6 +11,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash import emulator
 from cuflash.emulator.memory import Scratch
+from cuflash.options import Origin
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.sm80 import DqTile, ForwardTile
 from cuflash.planning.sm90.tiles import (
@@ -49,6 +50,7 @@ class Trial:
     combines: bool = True  # the last block of a head does; else a kernel of its own
     wide: tuple[str, ...] = ()  # gradients in the dtype of the softmax
     found_counts: tuple[int, ...] = ()  # of arrivals of blocks, in memory: the call runs once for each
+    origin: Origin | None = None  # of a part of a longer problem
 
     def run(self, kernels: Path | None = None) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
@@ -64,7 +66,8 @@ class Trial:
         deterministic = self.dq_in_order or isinstance(self.tiles[-1], DqTile)
         two_parts = getattr(self.tiles[0], "bf16_parts", 3) == 2
         precision = "tf32" if two_parts else "highest"
-        problem = attention.problem_of(case, arrays, deterministic=deterministic, precision=precision, wide=self.wide)
+        options = {"deterministic": deterministic, "precision": precision, "wide": self.wide, "origin": self.origin or Origin()}
+        problem = attention.problem_of(case, arrays, **options)
         out, lse = attention.forward_by_oracle(problem, arrays, **case.random)
         if self.kv_lengths:
             arrays["kv_lengths"][...] = self.kv_lengths
@@ -101,6 +104,11 @@ class Trial:
             attention.assert_two_parts(problem, arrays, found)
         elif isinstance(self.tiles[0], ForwardFloat8Sm90Tile):
             assert_float8(case, *results)
+        elif self.origin is not None:
+            judges = ct.yardsticks(problem, arrays, **case.random)
+            measured = [ct.measure(name, x, judges[name]) for name, x in found.items()]
+            if any(measurement.failure for measurement in measured):
+                raise AssertionError("\n".join(map(str, measured)))
         elif "out" in found:
             ct.assert_forward(case, **found)
         else:

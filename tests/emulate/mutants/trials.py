@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import cuflash.testing as ct
 from cuflash import emulator
+from cuflash.options import Origin
 from cuflash.planning.sm80 import BackwardTile, DqTile, ForwardTile, ScoresTile
 from cuflash.planning.sm90.tiles import (
     BackwardFloat32Sm90Tile,
@@ -537,6 +538,7 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "deterministic": Trial(case=_SMALL, tiles=(_backward()[0], _DQ)),
     "deterministic window": Trial(case=_WINDOW, tiles=(_backward()[0], _DQ)),
     "dropout": Trial(case=_DROPOUT, tiles=_forward(block_m=64)),
+    "dropout part": Trial(case=_DROPOUT, tiles=_forward(block_m=64), origin=Origin(32, 48, 3, 7)),
     "dropout many rows": Trial(case=_DROPOUT, tiles=_forward()),
     "dropout sm90": Trial(case=_DROPOUT, tiles=_sm90(), num_sms=1),
     "dropout float32 sm90": Trial(case=_DROPOUT_FLOAT32, tiles=_float32_sm90(), num_sms=1),
