@@ -66,8 +66,8 @@ class Trial:
         deterministic = self.dq_in_order or isinstance(self.tiles[-1], DqTile)
         two_parts = getattr(self.tiles[0], "bf16_parts", 3) == 2
         precision = "tf32" if two_parts else "highest"
-        options = {"deterministic": deterministic, "precision": precision, "wide": self.wide, "origin": self.origin or Origin()}
-        problem = attention.problem_of(case, arrays, **options)
+        options: dict[str, Any] = {"deterministic": deterministic, "precision": precision, "wide": self.wide}
+        problem = attention.problem_of(case, arrays, **options, origin=self.origin or Origin())
         out, lse = attention.forward_by_oracle(problem, arrays, **case.random)
         if self.kv_lengths:
             arrays["kv_lengths"][...] = self.kv_lengths
