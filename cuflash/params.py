@@ -93,8 +93,8 @@ def _with_captured(params: np.ndarray, plan: LaunchPlan, operands: Mapping[str, 
             own["size"] = 1
             own["stride"][: len(array.strides)] = array.strides
             own["size"][: len(array.shape)] = array.shape
-    pointers = np.zeros(2, np.uint64)
-    return np.frombuffer(params.tobytes() + captured.tobytes() + pointers.tobytes(), np.uint64).copy()
+    pointer = bytes(8)
+    return np.frombuffer(params.tobytes() + pointer + captured.tobytes() + pointer, np.uint64).copy()
 
 
 def pointer_words(problem: Problem) -> dict[str, int]:
@@ -102,11 +102,11 @@ def pointer_words(problem: Problem) -> dict[str, int]:
     if not problem.has_functions:
         return POINTER_WORD
     arrays = problem.hoisted.arrays
-    count, first, step = max(len(arrays), 1), PARAMS_BYTES // 8, CAPTURED_BYTES // 8
+    count, first, step = max(len(arrays), 1), 1 + PARAMS_BYTES // 8, CAPTURED_BYTES // 8
     words = dict(POINTER_WORD)
     for n, (name, _, _) in enumerate(arrays):
         words |= {name: first + n * step, f"d{name}": first + (count + n) * step}
-    return words | {"captured_sums": first + 2 * count * step, "captured_largest": first + 2 * count * step + 1}
+    return words | {"captured_sums": first - 1, "captured_largest": first + 2 * count * step}
 
 
 def length_numbers(problem: Problem) -> tuple[int, int, int, int]:

@@ -113,11 +113,12 @@ struct Params {
   double softcap_float64;
   double kept_scale_float64;
 #if CUFLASH_HAS_FUNCTIONS
+  // Scratch memory, see common/captured_gradients.cuh, of i64: (words of a term, elements of all arrays whose gradients
+  // are wanted). It comes first because of where the arrays lie then: read by 16 bytes they would take more registers.
+  void* captured_sums;
   Captured captured[max_of(kNumCaptured, 1)];   // arrays that functions of the caller read; axes that one has not: 1
   Captured gradients[max_of(kNumCaptured, 1)];  // theirs: null where they are not wanted
-  // Scratch memory, see common/captured_gradients.cuh.
-  void* captured_sums;     // of i64: (words of a term, elements of all arrays whose gradients are wanted)
-  void* captured_largest;  // of u64: for each array the bits of a double
+  void* captured_largest;                       // scratch memory, too, of u64: for each array the bits of a double
 #endif
 };
 
