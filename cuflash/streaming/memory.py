@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cuflash import host
 from cuflash.binding import Contiguous, Pass, bind
-from cuflash.captured import names_of
+from cuflash.captured import gradient_names, names_of
 from cuflash.options import Options
 from cuflash.problem import Problem
 from cuflash.score import ORIGIN
@@ -115,7 +115,8 @@ def _backward_memory(run: StreamedPass, need: Collection[str], given: Mapping[st
     problem = run.parts.problem
     is_narrow = _is_narrow(problem)
     wide = _rounded(run.arrays["q"].size * run.parts.softmax_dtype.itemsize)
-    own = [name for name in need if name not in OF_KEYS]
+    captured = {name: run.arrays[name[1:]] for name in need if name in gradient_names(run.parts.options)}
+    own = [name for name in need if name not in OF_KEYS and name not in captured]
     others = sum(_of_term(run, name) for name in own if name != "dq")
     memory = {
         "k and v": sum(2 * _chunk_bytes(run, x) for x in run.keys.values()),
@@ -124,11 +125,13 @@ def _backward_memory(run: StreamedPass, need: Collection[str], given: Mapping[st
             _rounded(run.arrays["q"].nbytes) if name == "dq" else _of_term(run, name)
             for name in own
             if name not in given
-        ),
+        )
+        + sum(_rounded(x.nbytes) for name, x in captured.items() if name not in given),
     }
     if not run.is_whole:
-        memory["sums"] = ("dq" in need) * is_narrow * wide + others
-        memory["a part"] = ("dq" in need) * wide + 2 * others
+        narrow = sum(_of_term(run, name) for name, x in captured.items() if x.dtype != run.parts.softmax_dtype)
+        memory["sums"] = ("dq" in need) * is_narrow * wide + others + narrow
+        memory["a part"] = ("dq" in need) * wide + 2 * others + sum(_of_term(run, name) for name in captured)
         widened = [x for name, x in run.parts.wide_captured.items() if x is not run.arrays[name]]
         memory["what functions read"] = sum(_rounded(x.nbytes) for x in widened)
     return memory | {"scratch": _scratch("backward", run, need)}

@@ -12,13 +12,13 @@ import pytest
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
-from cuflash import interop
+from cuflash import interop, merging
 from cuflash.distributed import execution
 from cuflash.emulator import find_compiler
 from cuflash.operands import numpy_dtype
 from cuflash.parts import Parts
 from tests.emulate.launcher import DeviceArray, launcher
-from tests.ranks import judge, results_of
+from tests.ranks import Whole, judge, on_threads, results_of
 from tests.scored import MASKS, SCORES, Scored, captured_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
@@ -71,7 +71,11 @@ class EmulatedParts(Parts):
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """Lets calls of ranks go by way of the emulator."""
+    """Lets calls of ranks go by way of the emulator; NumPy merges."""
+    merge = merging.merge
+    monkeypatch.setattr(
+        merging, "merge", lambda outs, lses: merge(*([x.view(np.ndarray) for x in y] for y in (outs, lses)))
+    )
     monkeypatch.setattr(interop.Borrowed, "give_back", lambda self, result, given: result.view(np.ndarray))
     return lambda module: monkeypatch.setattr(execution, "Parts", functools.partial(EmulatedParts, module=module))
 
@@ -119,3 +123,30 @@ def test_bits_do_not_depend_on_the_number_of_ranks(name, emulated):
     judge(case, found[0])
     for result, x in found[0].items():
         assert x.tobytes() == found[1][result].tobytes(), result
+
+
+DECODED = {"9.0": ("t5", None, "bfloat16"), "8.0": (None, "near", "float32")}
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_decoding_keeps_the_oracle_rule(name, emulated):
+    score, mask, dtype = DECODED[name]
+    functions = (SCORES[score] if score else None, MASKS[mask] if mask else None)
+    random = np.random.default_rng(0)
+    shapes = {"q": (2, 3, 64), "k": (1, 140, 64), "v": (1, 140, 64)}
+    arrays = {n: random.standard_normal((1, *shape)).astype(numpy_dtype(dtype)) for n, shape in shapes.items()}
+    captured = captured_of(functions, (1, 2, 3, 140), dtype, 0)
+    attn: Any = cuflash.FlashAttention(score=functions[0], mask=functions[1], causal=True, dropout=0.2)
+    case = Scored(attn, arrays | captured, {"seed": 3, "offset": 1}, name)
+
+    def work(comm):
+        own = [SPLIT_K.part(arrays[n], comm.rank) for n in ("k", "v")]
+        ranks: Any = cd.ContextParallel(comm, split_k=SPLIT_K, **Whole.of(case).keywords)
+        return ranks.decode(arrays["q"], *own, **captured, **case.random)._asdict()
+
+    with launcher(name[:3], computes=True) as found:
+        emulated(found._module)
+        first, second = on_threads(2, work)
+    judge(case, first)
+    for n, x in second.items():
+        np.testing.assert_array_equal(x, first[n])

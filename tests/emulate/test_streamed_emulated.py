@@ -28,7 +28,7 @@ from cuflash.terms import DEFAULT_NEED
 from cuflash.testing.rule import gradients_of
 from tests.emulate.launcher import ALIGNMENT, DeviceArray, launcher
 from tests.fakes import FakeDevice
-from tests.ranks import NO_TERMS, judge
+from tests.ranks import NO_TERMS, Whole, judge
 from tests.scored import MASKS, SCORES, Scored, captured_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
@@ -254,18 +254,21 @@ class Meter:
 
 
 @pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *(f"{name} functions" for name in SCORED)])
 def test_device_memory_is_what_the_plan_says(name, pinned, emulated, monkeypatch):
-    case, arch = CASES[name], name[:3]
-    arrays = case.arrays()
+    arch, scored = name[:3], name.endswith("functions")
+    case = Whole.of(scored_case(name.removesuffix(" functions")) if scored else CASES[name])
+    arrays, need = case.arrays, gradients_of(case.problem) if scored else DEFAULT_NEED
     q, k, v = ct.qkv(arrays)
+    terms = {name: x for name, x in arrays.items() if name not in NO_TERMS}
+    of_lse = {"dlse": arrays["dlse"]} if "dlse" in arrays else {}
     attn: Any = cuflash.FlashAttention(**case.keywords)
     meter = Meter()
     with launcher(arch, computes=False) as found:
         monkeypatch.setattr("tests.emulate.launcher.allocated", meter.allocated)
         keys = cuflash.streamed(k, v, chunk=128)
         emulated(found._module, late=True, pinned=pinned)
-        plan = attn.plan(q, *keys, **ct.optional(arrays))
+        plan = attn.plan(q, *keys, need=need, **terms)
         assert plan.ways["forward"] == ("pinned" if pinned else "staged")
         assert f"{plan.device_bytes('backward') / 2**20:.4g} MiB on the device at most: k and v " in plan.describe()
         out, lse = (arrays["dout"].copy(), np.zeros(case.problem.lse_shape, np.float32))
@@ -274,8 +277,8 @@ def test_device_memory_is_what_the_plan_says(name, pinned, emulated, monkeypatch
             gc.collect()
             meter.now = meter.most = 0
             if pass_ == "forward":
-                results = attn.forward(q, *keys, **ct.optional(arrays))
+                results = attn.forward(q, *keys, **terms)
             else:
-                results = attn.backward(arrays["dout"], q, *keys, out, lse, **ct.optional_backward(arrays))
+                results = attn.backward(arrays["dout"], q, *keys, out, lse, need=need, **terms, **of_lse)
             assert 0.9 * plan.device_bytes(pass_) < meter.most <= plan.device_bytes(pass_), pass_
             del results
