@@ -66,7 +66,7 @@ class Nccl(Transport):
     def _gather(self, own: Array, timeout: float) -> list[Array]:
         """Bytes of each rank, in host memory, of as many as this rank gives."""
         cupy = self._cupy
-        with self._device:
+        with self._device, self._stream:  # what is computed meanwhile is not waited for
             on_device = cupy.empty((self.size, own.size), np.uint8)
             on_device[self.rank].set(own)
             others = [rank for rank in range(self.size) if rank != self.rank]

@@ -36,8 +36,17 @@ class Stream:
     def __init__(self, non_blocking=False):
         pass
 
+    def __enter__(self):
+        entered.append(self)
+
+    def __exit__(self, *error):
+        entered.append(None)
+
     def wait_event(self, event):
         pass
+
+
+entered: list[Any] = []  # streams that were made current
 
 
 class Wires:
@@ -129,8 +138,10 @@ def on_ranks(comms, work):
 @pytest.mark.parametrize("size", [1, 3])
 def test_ranks_hear_what_each_of_them_says(nccl, size):
     texts = [b"long " * 9, b"", b"short"][:size]
+    entered.clear()
     heard = on_ranks(nccl(size), lambda comm: Nccl(comm).share(texts[comm.rank], 5.0))
     assert heard == [texts] * size
+    assert len([stream for stream in entered if stream is not None]) == 2 * size  # of their own, for both rounds
 
 
 def test_arrays_arrive_where_they_are_sent_to(nccl):
