@@ -46,7 +46,8 @@ def agreed(
     except Exception as error:  # whatever it is, the others have to hear of it
         failure = error
     said = {"failed": failure and spelled(failure), "facts": facts}
-    heard = [json.loads(text) for text in transport.share(json.dumps(said).encode(), timeout)]
+    with telling(transport):
+        heard = [json.loads(text) for text in transport.share(json.dumps(said).encode(), timeout)]
     if failure is not None:
         raise failure
     for rank, other in enumerate(heard):
@@ -63,13 +64,16 @@ def agreed(
 
 @contextlib.contextmanager
 def telling(transport: Transport) -> Iterator[None]:
-    """Let the other ranks know if this one fails."""
+    """Let the other ranks know if this one fails, or hears of one that did."""
     try:
         yield
-    except RankFailed:  # of which the others hear, too
+    except RankFailed as error:
+        transport.fail(error.rank, error.text)
+        raise
+    except TimeoutError:  # as the others find themselves
         raise
     except BaseException as error:  # whatever it is, the others wait
-        transport.fail(spelled(error))
+        transport.fail(transport.rank, spelled(error))
         raise
 
 

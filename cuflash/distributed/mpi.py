@@ -66,10 +66,10 @@ class Mpi(Transport):
         else:
             pending(timeout)
 
-    def fail(self, text: str) -> None:
+    def fail(self, rank: int, text: str) -> None:
         self._progress.is_over.set()
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        self._told += [self._alarm.isend(text, rank) for rank in others]
+        others = [other for other in range(self.size) if other != self.rank]
+        self._told += [self._alarm.isend((rank, text), other) for other in others]
 
     def _prepared(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[float | None], None]:
         """What moves rows, called by any thread, with a timeout; when it returns they are there, for any stream."""
@@ -133,7 +133,7 @@ class Mpi(Transport):
                 raise out_of_time(what, timeout or 0)
             for rank in range(self.size):
                 if self._alarm.iprobe(rank):
-                    raise RankFailed(rank, self._alarm.recv(source=rank))
+                    raise RankFailed(*self._alarm.recv(source=rank))
             time.sleep(pause)
             pause = min(2 * pause, 1e-3)
 

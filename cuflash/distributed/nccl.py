@@ -60,7 +60,7 @@ class Nccl(Transport):
     def finish(self, pending: Any, timeout: float) -> None:
         self._cupy.cuda.get_current_stream().wait_event(pending[0])
 
-    def fail(self, text: str) -> None:
+    def fail(self, rank: int, text: str) -> None:
         self._abort()
 
     def _gather(self, own: Array, timeout: float) -> list[Array]:

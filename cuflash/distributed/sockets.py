@@ -83,18 +83,25 @@ class Sockets(Transport):
         self._receiving.result(received, "rows of other ranks", timeout)
         self._sending.result(sent, "a receiver", timeout)
 
-    def fail(self, text: str) -> None:
-        said = np.frombuffer(text.encode(), np.uint8)
-        for rank in self._peers:
-            with contextlib.suppress(RankFailed, TimeoutError):
-                self._sending.result(self._sending.run(self._send, [(rank, said)], _FAILED), "a receiver", 1.0)
+    def fail(self, rank: int, text: str) -> None:
+        said = np.frombuffer(json.dumps([rank, text]).encode(), np.uint8)
+        told = self._sending.run(self._send, [(other, said) for other in self._peers], _FAILED)
+        with contextlib.suppress(RankFailed, TimeoutError):
+            self._sending.result(told, "a receiver", 1.0)
         self._receiving.is_over.set()
 
     def _send(self, messages: Sequence[Message], kind: bytes = _ROWS) -> None:
+        """Send all that can be sent: that one rank is gone must not keep others waiting."""
+        failure = None
         for rank, array in messages:
-            with _taken_for_failures(rank):
-                for data in (_HEAD.pack(kind, array.nbytes), _bytes(array)):
-                    _write(self._peers[rank], data, self._sending.is_over.is_set)
+            try:
+                with _taken_for_failures(rank):
+                    for data in (_HEAD.pack(kind, array.nbytes), _bytes(array)):
+                        _write(self._peers[rank], data, self._sending.is_over.is_set)
+            except RankFailed as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def _receive(self, messages: Sequence[Message]) -> None:
         for rank, array in messages:
@@ -106,7 +113,7 @@ class Sockets(Transport):
         with _taken_for_failures(rank):
             kind, size = _HEAD.unpack(read(bytearray(_HEAD.size)))
             if kind == _FAILED:
-                raise RankFailed(rank, read(bytearray(size)).decode())
+                raise RankFailed(*json.loads(read(bytearray(size))))
             return bytes(read(bytearray(size) if into is None else into))
 
 

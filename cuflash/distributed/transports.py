@@ -43,8 +43,8 @@ class Transport(ABC):
     def finish(self, pending: Any, timeout: float) -> None:
         """Wait for what `start` began: on CuPy arrays, let the current stream wait, and not the host, where it can."""
 
-    def fail(self, text: str) -> None:  # noqa: B027 (others then wait until their time is over)
-        """Say that this rank has failed, so that others wait no longer."""
+    def fail(self, rank: int, text: str) -> None:  # noqa: B027 (others then wait until their time is over)
+        """Say that a rank has failed, this one or one that it heard of, so that others wait no longer."""
 
 
 def out_of_time(what: str, timeout: float) -> TimeoutError:
@@ -56,6 +56,7 @@ class RankFailed(RuntimeError):
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(f"rank {rank} failed: {text}")
+        self.rank, self.text = rank, text
 
 
 class Progress:
@@ -158,9 +159,9 @@ class Threads(Transport):
                 self._board.changed.notify_all()
             raise
 
-    def fail(self, text: str) -> None:
+    def fail(self, rank: int, text: str) -> None:
         with self._board.changed:
-            self._board.failed[self.rank] = text
+            self._board.failed[rank] = text
             self._board.changed.notify_all()
 
     def _receive(self, expected: list[tuple[int, Array, Any]]) -> list[Any]:

@@ -271,7 +271,7 @@ def test_a_rank_that_leaves_is_missed_in_time(leaves_after):
                 raise KeyboardInterrupt
 
             comm.share, comm.start = share, start
-            comm.fail = lambda text: None  # as a process that is gone
+            comm.fail = lambda rank, text: None  # as a process that is gone
         x, began = np.zeros((2, 3, 4)), time.monotonic()
         try:
             cd.ContextParallel(comm, timeout=0.3).forward(x, x, x)
