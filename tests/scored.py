@@ -91,6 +91,8 @@ SCORES: dict[str, Callable[..., Any] | None] = {
     )
 }
 DRAWN = {"drawn": expressions.smooth_scores(), "hoistable": expressions.hoistable_scores()}
+# Without those whose functions of long distances, such as sines, are as exact as float32 has them and no more.
+CONDITIONED = (*SCORES, "drawn")
 MASKS: dict[str, Callable[..., Any] | None] = {
     "documents": lambda i, j, *, kind_q, kind_k: kind_q[i] == kind_k[j],
     "dilated": lambda i, j: ((i - j) % 3 == 0) & (i >= j),

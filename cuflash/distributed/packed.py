@@ -32,7 +32,8 @@ class Packing:
         left, right = options.window or (None, None)
         if options.causal:
             right = 0 if right is None else min(right, 0)
-        return cls(starts_q, starts_k, left, right, options.causal == "top_left")
+        # A diagonal that is given is that of i = j, in each sequence.
+        return cls(starts_q, starts_k, left, right, options.causal == "top_left" or options.diagonal is not None)
 
     def starts(self, by: By) -> tuple[int, ...]:
         return self.starts_q if by == "queries" else self.starts_k

@@ -11,7 +11,7 @@ import cuflash
 import cuflash.distributed as cd
 from tests.pure.test_schedule import of_chunks, splits
 from tests.ranks import Parts, Whole, judge, on_threads, results_of
-from tests.scored import MASKS, SCORES, Scored, captured_of, scored
+from tests.scored import CONDITIONED, MASKS, SCORES, Scored, captured_of, scored
 
 
 def sizes_of(case):
@@ -33,7 +33,7 @@ def case_of(score=None, mask=None, seqlen=160, dtype="float32", seed=0, **option
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), scored(max_seqlen=130), st.integers(1, 8), st.integers(1, 3))
+@given(st.data(), scored(max_seqlen=130, scores=CONDITIONED), st.integers(1, 8), st.integers(1, 3))
 def test_any_split_of_any_functions_keeps_the_oracle_rule(data, case, ranks, steps):
     split_q, split_k = (data.draw(splits(n, ranks)) for n in sizes_of(case))
     assume(is_clear(case, split_q))
@@ -41,7 +41,7 @@ def test_any_split_of_any_functions_keeps_the_oracle_rule(data, case, ranks, ste
 
 
 @settings(max_examples=12, deadline=None)
-@given(st.data(), scored(max_seqlen=130), st.integers(1, 8))
+@given(st.data(), scored(max_seqlen=130, scores=CONDITIONED), st.integers(1, 8))
 def test_bits_do_not_depend_on_the_number_of_ranks(data, case, ranks):
     dealt = [data.draw(of_chunks(n, ranks, 16)) for n in sizes_of(case)]
     pairs = [[cd.zigzag(n, ranks) for n in sizes_of(case)] for ranks in (1, 2, 8)]
@@ -76,7 +76,7 @@ def test_rows_in_front_of_a_piece_have_no_weight():
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.data(), scored(max_seqlen=40, packs=False), st.integers(1, 8))
+@given(st.data(), scored(max_seqlen=40, packs=False, scores=CONDITIONED), st.integers(1, 8))
 def test_decoding_keeps_the_oracle_rule(data, case, ranks):
     whole, split = Whole.of(case), data.draw(splits(sizes_of(case)[1], ranks))
     parts = Parts(whole, cd.Split([[(0, sizes_of(case)[0])], *[[] for _ in range(ranks - 1)]]), split)
@@ -126,6 +126,16 @@ def test_functions_that_spell_out_options_are_computed_as_these():
             np.testing.assert_array_equal(x, y)
     case = case_of("alibi", "documents", seqlen=40)
     judge(case, results_of(case, *[cd.contiguous(40, 3)] * 2))
+
+
+def test_slopes_of_packed_sequences_count_from_the_start_of_each():
+    """Also where these have more keys than queries, so that the diagonal of masks would be another one."""
+    arrays = {name: x[0] for name, x in case_of("alibi", seqlen=40).arrays.items() if name != "slopes"}
+    arrays |= {"slopes": np.array([0.3, 0.1], np.float32)}
+    arrays |= {"cu_seqlens_q": np.array([0, 13, 20], np.int32), "cu_seqlens_k": np.array([0, 30, 40], np.int32)}
+    case = Scored(cuflash.FlashAttention(score=SCORES["alibi"]), arrays, {}, "")
+    for ranks in (1, 3):
+        judge(case, results_of(case, *[cd.contiguous(40, ranks)] * 2))
 
 
 def test_a_bias_of_all_pairs_stays_a_function():
