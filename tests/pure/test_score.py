@@ -195,3 +195,18 @@ def test_options_make_scores_beside_a_mask_that_is_a_function(packed):
     if not packed:
         options = cuflash.FlashAttention(softcap=2.0, causal=True)
         np.testing.assert_allclose(out, options.forward(q, k, v, mask=(i * j) % 3 != 1, **terms).out, atol=1e-12)
+
+
+def test_the_gradient_of_a_soft_cap_is_exact_where_its_terms_cancel():
+    """Scores are small beside it."""
+    random = np.random.default_rng(0)
+    q, k, v, dout = random.standard_normal((4, 2, 40, 8), np.float32)
+    attn: Any = cuflash.FlashAttention(mask=lambda i, j: (i * j) % 3 != 1, softcap=50.0, scale=0.01)
+    out, lse = attn.forward(q, k, v)
+    (found,) = attn.backward(dout, q, k, v, out, lse, need=("dsoftcap",))
+    i, j = np.indices((40, 40))
+    options: Any = cuflash.FlashAttention(softcap=50.0, scale=0.01)
+    wide = [x.astype(np.float64) for x in (dout, q, k, v)]
+    exact = options.forward(*wide[1:], mask=(i * j) % 3 != 1)
+    (expected,) = options.backward(*wide, *exact, mask=(i * j) % 3 != 1, need=("dsoftcap",))
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
