@@ -62,6 +62,7 @@ SPILLS = {
     ("sm90/forward_wide.cu", 2, 576, "128x128", 1): 16,
     ("sm90/forward_wide.cu", 2, 768, "128x128", 1): 16,
     ("sm90/forward_wide.cu", 2, 1024, "128x128", 1): 16,
+    ("sm90/backward_wide.cu", 2, 704, "64x64", 1): 8,
 }
 # The same on compute capability 10.0 and later, where the compiler loads fragments of wide elements further ahead.
 SPILLS_OF_LATER_ARCHS = SPILLS | {
@@ -111,7 +112,7 @@ SPILLS_OF_OPTIONS |= {
     ("sm90/forward_wide.cu", 2, dim, tile, 1): 576
     for dim in (320, 512, 576, 768, 1024)
     for tile in ("64x128", "128x128")
-}
+} | {("sm90/backward_wide.cu", 2, 704, "64x64", 1): 168}
 SPILLS_OF_BLOCKS = SPILLS_OF_OPTIONS | {
     ("sm80/backward.cu", 2, 64, "32x128", 2): 16,
 }
@@ -119,7 +120,7 @@ SPILLS_OF_BLOCKS = SPILLS_OF_OPTIONS | {
 SPILLS_OF_ADDENDS = SPILLS | {
     **{("sm90/forward_wide.cu", 2, dim, "64x128", 1): 8 for dim in (320, 512, 1024)},
     **{
-        ("sm90/decode_wide.cu", 2, dim, tile, 1): 144
+        ("sm90/decode_wide.cu", 2, dim, tile, 1): 232
         for dim in (320, 512, 576, 768, 1024)
         for tile in ("64x128", "128x128")
     },
@@ -146,6 +147,7 @@ SPILLS_OF_FLOAT8 = {
     ("sm90/forward_float8.cu", 2, 256, "128x128", 1): 56,
 }
 SPILLS_OF_DROPOUT = SPILLS | {
+    ("sm90/backward_wide.cu", 2, 704, "64x64", 1): 72,
     ("sm80/forward.cu", 2, 64, "128x64", 3): 160,
     ("sm80/forward.cu", 4, 64, "128x32", 2): 96,
     ("sm80/forward.cu", 8, 64, "128x48", 1): 64,

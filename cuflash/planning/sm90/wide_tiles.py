@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from cuflash.planning.device import DeviceSpec
 from cuflash.planning.sm90.tiles import DECODE_ROWS
@@ -24,11 +24,13 @@ class ForwardWideSm90Tile(Tile):
     num_stages: int  # boxes of block_n keys and 64 columns of k or v
     origin: str = field(compare=False)
 
+    defined = ("wide_sum",)
     element_bytes = 2
     dim_multiple = 16
     num_warps = 16  # those of the two halves of the output, of scores and of the producer
     min_blocks = 1
     fragments_ahead = 0
+    wide_sum = "kOut"
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
         return (
@@ -64,6 +66,46 @@ class DecodeWideSm90Tile(ForwardWideSm90Tile):
         return "" if suits else f"for {'more' if self.cluster == 2 else 'no more'} than {DECODE_ROWS} rows"
 
 
+@dataclass(frozen=True, kw_only=True)
+class BackwardWideSm90Tile(Tile):
+    """One way to cut dv and dk of wide heads for compute capability 9.0, each by a kernel. A block owns 64 keys."""
+
+    max_dim: int
+    num_stages: int  # boxes of 64 queries and 64 columns of q or dout, beside a tile of k and one of v
+    dv_stages: int  # the same beside a tile of k alone
+    wide_sum: str = "kDk"
+    origin: str = field(compare=False)
+
+    defined = ("wide_sum",)
+    element_bytes = 2
+    block_m = block_n = 64
+    dim_multiple = 16
+    num_warps = 16  # those of the two halves of the sums, of scores and of the producer
+    min_blocks = 1
+    fragments_ahead = 0
+    # As the kernels around this one see what a warpgroup leaves.
+    warps_d = 1
+    dq_warps_m = 4
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        own = chunked_bytes(64, dim) + (0 if self.wide_sum == "kDv" else chunked_bytes(64, dim_v))
+        of_keys = self.wide_sum != "kDq"
+        statistics = (2 * 64 * 8 + 32) * of_keys
+        return own + self.num_stages * (chunked_bytes(64, CHUNK) + 32) + 64 * 64 * 2 + statistics + 16 + 24
+
+    def of_dv(self) -> BackwardWideSm90Tile:
+        """The row of the kernel that makes dv."""
+        return replace(self, num_stages=self.dv_stages, wide_sum="kDv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DqWideSm90Tile(BackwardWideSm90Tile):
+    """The same of dq. A block owns 64 queries."""
+
+    role = "dq"
+    wide_sum: str = "kDq"
+
+
 _forward_wide = maker(ForwardWideSm90Tile, "max_dim block_m block_n num_stages origin")
 
 
@@ -97,4 +139,25 @@ DECODE_WIDE_SM90_TILES = tuple(
         | {"origin": _OF_DECODE.get((tile.max_dim, tile.block_m), ARITHMETIC)}
     )
     for tile in FORWARD_WIDE_SM90_TILES
+)
+
+_backward_wide = maker(BackwardWideSm90Tile, "max_dim num_stages dv_stages origin")
+
+
+def _h100(case: str, rates: str) -> str:
+    return f"on an H100 {rates} (bfloat16, {case})"
+
+
+# As many boxes as fit beside the rows of a block.
+BACKWARD_WIDE_SM90_TILES = (
+    #              max_dim boxes of dv
+    _backward_wide(320, 16, 21, _h100("batch x heads 4 x 6, seqlen 4096, full and causal", "356 and 277 TFLOP/s")),
+    _backward_wide(512, 10, 18, _h100("4 x 4, 4096", "382 TFLOP/s")),
+    _backward_wide(576, 9, 17, ARITHMETIC),
+    _backward_wide(640, 6, 16, ARITHMETIC),
+    _backward_wide(704, 4, 15, ARITHMETIC),
+)
+DQ_WIDE_SM90_TILES = tuple(
+    DqWideSm90Tile(max_dim=tile.max_dim, num_stages=tile.num_stages, dv_stages=tile.dv_stages, origin=tile.origin)
+    for tile in BACKWARD_WIDE_SM90_TILES
 )
