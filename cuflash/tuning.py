@@ -61,9 +61,13 @@ from cuflash.planning.sm90.tiles import (
     ForwardSm90Tile,
 )
 from cuflash.planning.sm90.wide_tiles import (
+    BACKWARD_WIDE_SM90_TILES,
     DECODE_WIDE_SM90_TILES,
+    DQ_WIDE_SM90_TILES,
     FORWARD_WIDE_SM90_TILES,
+    BackwardWideSm90Tile,
     DecodeWideSm90Tile,
+    DqWideSm90Tile,
     ForwardWideSm90Tile,
 )
 from cuflash.planning.tiles import Tile, serves_dims, why_too_large
@@ -87,7 +91,9 @@ _ROWS: dict[type, tuple[Tile, ...]] = {
     BackwardTile: BACKWARD_TILES,
     BackwardSm90Tile: (*BACKWARD_SM90_TILES, *BACKWARD_TILES),
     BackwardFloat32Sm90Tile: (*BACKWARD_FLOAT32_SM90_TILES, *BACKWARD_TF32_SM90_TILES),
+    BackwardWideSm90Tile: BACKWARD_WIDE_SM90_TILES,
     DqTile: DQ_TILES,
+    DqWideSm90Tile: DQ_WIDE_SM90_TILES,
     ScoresTile: SCORES_TILES,
     BiasSm90Tile: BIAS_SM90_TILES,
 }
