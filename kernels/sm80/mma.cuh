@@ -54,8 +54,9 @@ CUFLASH_DEVICE void multiply_unrolled(Real (&d)[m_tiles][n_tiles][4], LoadA load
 }
 
 // The same where both operands are in shared memory, which may be read at any step: long rows are a loop, since code for
-// all of their steps would take minutes to compile.
-constexpr int kUnrolledSteps = 256 / kStep, kStepsOfLoop = 64 / kStep;
+// all of their steps would take long to compile, and most of all for float32, of whose operands there are two parts.
+constexpr bool kLoopsEarly = kElementBytes == 4;
+constexpr int kUnrolledSteps = (kLoopsEarly ? 128 : 256) / kStep, kStepsOfLoop = (kLoopsEarly ? 32 : 64) / kStep;
 template <int k_steps, int m_tiles, int n_tiles, class LoadA, class LoadB>
 CUFLASH_DEVICE void multiply(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB load_b) {
   if constexpr (k_steps <= kUnrolledSteps) {

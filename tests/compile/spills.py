@@ -17,7 +17,7 @@ SPILLS = {
     ("sm80/forward.cu", 4, 128, "64x32", 1): 48,
     ("sm80/forward.cu", 4, 192, "64x32", 1): 64,
     ("sm80/forward.cu", 4, 256, "64x16", 1): 64,
-    ("sm80/forward.cu", 4, 256, "32x16", 1): 28,
+    ("sm80/forward.cu", 4, 256, "32x16", 1): 32,
     ("sm80/backward.cu", 4, 64, "32x64", 2): 32,
     ("sm80/backward.cu", 4, 64, "32x64", 1): 32,
     ("sm80/backward.cu", 4, 128, "32x64", 1): 32,
