@@ -24,7 +24,7 @@ from cuflash.equivalents import equivalent
 from cuflash.options import BLOCK_SIZE, Options
 from cuflash.preparation import Preparation, _backend
 from cuflash.results import Array, ForwardResult, Gradients, named_tuple_of, needed
-from cuflash.score import Traced
+from cuflash.score import Score, Traced
 from cuflash.terms import DEFAULT_NEED, NamedGradients
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class FlashAttention(Preparation):
         precision: Literal["highest", "tf32"] = "highest",
         dropout: float = 0.0,
         block_size: int | tuple[int, int] = BLOCK_SIZE,
-        score: Function | None = None,
+        score: Function | Score | None = None,
         mask: Function | None = None,
     ) -> None:
         self.options = Options(
