@@ -8,12 +8,12 @@ from cuflash import Score
 HEAD = "template <class T> T score(T s, int i, int j, int head, int batch, const Given<T>& given)"
 
 
-def capped(s, i, j, *, head, batch, temperature):  # type: ignore[no-untyped-def]
+def softcapped(s, i, j, *, head, batch, temperature):  # type: ignore[no-untyped-def]
     cap = temperature[batch, head]
     return cap * cuflash.tanh(s / cap)
 
 
-CAPPED = f"""
+SOFTCAPPED = f"""
 {HEAD} {{
   const T cap = given.temperature(batch, head);
   return cap * tanh(s / cap);
@@ -32,6 +32,7 @@ def polynomial(s, i, j, *, head, table):  # type: ignore[no-untyped-def]
 POLYNOMIAL = f"""
 template <class T> T horner(T x, int head, const Given<T>& given) {{
   T total = 0;
+#pragma unroll 1
   for (int n = given.table.size(1) - 1; n >= 0; --n) total = total * x + given.table(head, n);
   return total;
 }}
@@ -83,6 +84,7 @@ def counted(s, i, j, *, kind_q, kind_k, table, gamma, head):  # type: ignore[no-
 COUNTED = f"""
 {HEAD} {{
   T total = s;
+#pragma unroll 1
   for (int n = 0; n < given.kind_q(i); ++n)
     total = sin(total + n) * given.table(given.kind_k(j) / 2, n) + given.gamma(head) * cos(total);
   return total;
@@ -117,7 +119,7 @@ template <class T> T softplus(T x) {{
 TEXTS = {
     function.__name__: Score(cuda=cuda, arrays=arrays, python=function)
     for cuda, arrays, function in (
-        (CAPPED, ["temperature"], capped),
+        (SOFTCAPPED, ["temperature"], softcapped),
         (POLYNOMIAL, ["table"], polynomial),
         (INTERPOLATED, ["table", "pos_q", "pos_k", "side"], interpolated),
         (BRANCHING, ["slopes", "kind_q", "kind_k", "gate", "pairs"], branching),

@@ -46,12 +46,13 @@ CUFLASH_DEVICE Real value_of(Dual x) { return x.value; }
 CUFLASH_DEVICE Real chain(Real, Real value, Real) { return value; }
 CUFLASH_DEVICE Dual chain(Dual x, Real value, Real slope) { return {value, score_product(x.tangent, slope)}; }
 
-CUFLASH_DEVICE Real exp(Real x) { return score_exp(x); }
-CUFLASH_DEVICE Real log(Real x) { return score_log(x); }
-CUFLASH_DEVICE Real sqrt(Real x) { return score_sqrt(x); }
-CUFLASH_DEVICE Real tanh(Real x) { return score_tanh(x); }
-CUFLASH_DEVICE Real sin(Real x) { return score_sin(x); }
-CUFLASH_DEVICE Real cos(Real x) { return score_cos(x); }
+// Of 16-bit elements these are approximations, as those of traced functions are.
+CUFLASH_DEVICE Real exp(Real x) { return score_fast_exp(x); }
+CUFLASH_DEVICE Real log(Real x) { return score_fast_log(x); }
+CUFLASH_DEVICE Real sqrt(Real x) { return score_fast_sqrt(x); }
+CUFLASH_DEVICE Real tanh(Real x) { return score_fast_tanh(x); }
+CUFLASH_DEVICE Real sin(Real x) { return score_fast_sin(x); }
+CUFLASH_DEVICE Real cos(Real x) { return score_fast_cos(x); }
 CUFLASH_DEVICE Real pow(Real x, Real y) { return score_pow(x, y); }
 CUFLASH_DEVICE Dual exp(Dual x) {
   const Real y = exp(x.value);

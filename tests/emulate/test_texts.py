@@ -30,7 +30,9 @@ def test_kernels_obey_the_oracle(text, dtype):
     judge_functions(case_of(text, dtype))
 
 
-@pytest.mark.parametrize("text, head_dim", [("capped", 64), ("polynomial", 72), ("branching", 16), ("counted", 136)])
+@pytest.mark.parametrize(
+    "text, head_dim", [("softcapped", 64), ("polynomial", 72), ("branching", 16), ("counted", 136)]
+)
 def test_kernels_of_9_0_obey_the_oracle(text, head_dim):
     case = case_of(text, "bfloat16", head_dim)
     assert by_own_kernels(case)
