@@ -173,6 +173,16 @@ def of_functions(names: tuple[str | None, str | None], dtype: str, head_dim: int
     return Scored(attn, arrays, {}, "").problem
 
 
+def few_tiles(names: tuple[str | None, str | None], dtype: str, head_dim: int = 16) -> Scored:
+    """A problem of a few tiles, the last ones not whole, with a score and a mask of these names."""
+    functions = (SCORES_AND_TEXTS[names[0]] if names[0] else None, MASKS[names[1]] if names[1] else None)
+    random = np.random.default_rng(7)
+    sizes = {"q": (2, 2, 70), "k": (2, 1, 130), "v": (2, 1, 130), "dout": (2, 2, 70)}
+    arrays = {x: random.standard_normal((*n, head_dim)).astype(numpy_dtype(dtype)) for x, n in sizes.items()}
+    arrays |= captured_of(functions, (2, 2, 70, 130), dtype, 7)
+    return Scored(cuflash.FlashAttention(score=functions[0], mask=functions[1]), arrays, {}, "")
+
+
 @st.composite
 def scored(
     draw: st.DrawFn,

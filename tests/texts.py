@@ -92,11 +92,12 @@ COUNTED = f"""
 """
 
 
-def of_functions(s, i, j, *, head, gate, cap, gamma, pairs):  # type: ignore[no-untyped-def]
+def of_functions(s, i, j, *, head, gate, cap, gamma, pairs, kind_q):  # type: ignore[no-untyped-def]
     x, y = gate[j], gamma[head]
     bounded = cuflash.minimum(cuflash.maximum(s, -cap), cap)
     rooted = cuflash.where(x > 0, cuflash.sqrt(cuflash.maximum(x, 0.0)) + cuflash.log(x), 0.0)
     smooth = cuflash.log(1 + cuflash.exp(-cuflash.abs(s))) + cuflash.maximum(s, 0.0)
+    rooted = rooted + cuflash.sqrt(kind_q[i])
     return 0.5 * bounded + 0.2 * rooted + y ** (1 + cuflash.sin(pairs[i, j])) + 0.1 * smooth
 
 
@@ -109,7 +110,8 @@ template <class T> T softplus(T x) {{
 {HEAD} {{
   const T x = given.gate(j), cap = given.cap();
   T total = T(0.5) * clamp(s, -cap, cap);
-  total += T(0.2) * where(x > 0, sqrt(max(x, 0)) + log(x), 0);
+  const T count = given.kind_q(i);  // of a root of 0 the derivative is infinite, but nothing depends on it here
+  total += T(0.2) * (where(x > 0, sqrt(max(x, 0)) + log(x), 0) + sqrt(count));
   total += pow(given.gamma(head), 1 + sin(given.pairs(i, j)));
   total -= -T(0.1) * softplus(s);
   return total;
@@ -124,6 +126,6 @@ TEXTS = {
         (INTERPOLATED, ["table", "pos_q", "pos_k", "side"], interpolated),
         (BRANCHING, ["slopes", "kind_q", "kind_k", "gate", "pairs"], branching),
         (COUNTED, ["kind_q", "kind_k", "table", "gamma"], counted),
-        (OF_FUNCTIONS, ["gate", "cap", "gamma", "pairs"], of_functions),
+        (OF_FUNCTIONS, ["gate", "cap", "gamma", "pairs", "kind_q"], of_functions),
     )
 }

@@ -6,35 +6,25 @@ from hypothesis import given, settings
 
 import cuflash
 from cuflash.emulator import Schedule
-from cuflash.operands import DTYPES, numpy_dtype
+from cuflash.operands import DTYPES
 from tests.emulate import attention
 from tests.emulate.checks import judge_functions
 from tests.emulate.test_scored import by_own_kernels
-from tests.scored import MASKS, Scored, captured_of, scored
+from tests.scored import Scored, few_tiles, scored
 from tests.texts import HEAD, TEXTS
-
-
-def case_of(text, dtype="float32", head_dim=16, mask=None):
-    """A problem of a few tiles, whose last ones are not whole, in two batch entries and heads."""
-    random = np.random.default_rng(7)
-    lengths, functions = {"q": 70, "k": 130, "v": 130, "dout": 70}, (TEXTS[text], MASKS[mask] if mask else None)
-    shapes = {name: (2, 1 if name in ("k", "v") else 2, n, head_dim) for name, n in lengths.items()}
-    arrays = {name: random.standard_normal(shape).astype(numpy_dtype(dtype)) for name, shape in shapes.items()}
-    arrays |= captured_of(functions, (2, 2, 70, 130), dtype, 7)
-    return Scored(cuflash.FlashAttention(score=functions[0], mask=functions[1]), arrays, {}, "")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("text", TEXTS)
 def test_kernels_obey_the_oracle(text, dtype):
-    judge_functions(case_of(text, dtype))
+    judge_functions(few_tiles((text, None), dtype))
 
 
 @pytest.mark.parametrize(
     "text, head_dim", [("softcapped", 64), ("polynomial", 72), ("branching", 16), ("counted", 136)]
 )
 def test_kernels_of_9_0_obey_the_oracle(text, head_dim):
-    case = case_of(text, "bfloat16", head_dim)
+    case = few_tiles((text, None), "bfloat16", head_dim)
     assert by_own_kernels(case)
     judge_functions(case, "9.0")
 
@@ -46,12 +36,12 @@ def test_kernels_obey_the_oracle_with_other_options(case):
 
 
 def test_a_mask_in_python_goes_with_a_text():
-    judge_functions(case_of("branching", "float16", mask="documents"), "9.0")
+    judge_functions(few_tiles(("branching", "documents"), "float16"), "9.0")
 
 
 @pytest.mark.parametrize("text", ["counted", "interpolated"])
 def test_gradients_of_arrays_do_not_depend_on_the_order_of_blocks_and_threads(text):
-    case = case_of(text)
+    case = few_tiles((text, None), "float32")
     out, lse = attention.forward(case.problem, case.arrays, arch="8.0")
     need = case.problem.captured_gradients
     found = [

@@ -15,7 +15,7 @@ from cuflash.compiler import kernel_directory
 from cuflash.emulator import find_compiler
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.score import Score, Traced, program_of
-from cuflash.score.nodes import INFIX, in_order
+from cuflash.score.nodes import INFIX, Node, in_order
 from cuflash.testing import check_gradients
 from tests import expressions
 from tests.expressions import SEQLEN_K, SEQLEN_Q, hoistable_scores, scores
@@ -63,7 +63,7 @@ def test_texts_that_do_not_fit_are_refused(arguments, error, message):
 
 def test_a_text_is_no_mask_and_its_arrays_have_names_of_their_own():
     with pytest.raises(TypeError, match="mask: got Score"):
-        cuflash.FlashAttention(mask=Score(cuda=PLAIN))
+        cuflash.FlashAttention(mask=Score(cuda=PLAIN))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="score: got an array named bias, expected another name"):
         cuflash.FlashAttention(score=Score(cuda=PLAIN, arrays=["bias"]))
 
@@ -90,8 +90,9 @@ def test_numpy_arrays_are_computed_by_the_function_in_python(name):
     out, lse = case.attention.forward(*case.inputs, **case.terms)
     np.testing.assert_array_equal(out, traced.forward(*case.inputs, **case.terms).out)
     need = ("dq", *case.problem.captured_gradients)
-    ours, theirs = (x.backward(out, *case.inputs, out, lse, need=need, **case.terms) for x in (case.attention, traced))
-    for one, other in zip(ours, theirs, strict=True):
+    q, k, v = case.inputs
+    found = [x.backward(out, q, k, v, out, lse, need=need, **case.terms) for x in (case.attention, traced)]
+    for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one, other)
     described = case.attention.plan(*case.inputs, **case.terms).describe()
     assert "score in CUDA" not in described and "d score / d s" in described
@@ -116,7 +117,8 @@ def test_an_array_that_is_not_read_has_a_gradient_of_0():
     text = Score(cuda=PLAIN, arrays=["a"], python=lambda s, i, j, *, a: s)
     case = Scored(cuflash.FlashAttention(score=text), case_of(text).arrays | {"a": np.ones(3)}, {}, "")
     out, lse = case.attention.forward(*case.inputs, a=np.ones(3))
-    (da,) = case.attention.backward(out, *case.inputs, out, lse, a=np.ones(3), need=("da",))
+    q, k, v = case.inputs
+    (da,) = case.attention.backward(out, q, k, v, out, lse, a=np.ones(3), need=("da",))
     np.testing.assert_array_equal(da, np.zeros(3))
 
 
@@ -165,7 +167,8 @@ def test_new_lengths_and_arrays_change_no_kernel():
 
 def text_of(root):
     """A text that computes an expression with kinds."""
-    names, lines = {}, []
+    names: dict[Node, str] = {}
+    lines: list[str] = []
     for at in in_order([root]):
         args = [names[arg] for arg in at.args]
         names[at] = f"t{len(lines)}"
@@ -251,8 +254,9 @@ def test_dual_numbers_have_the_derivatives_of_traced_functions(dtype, tmp_path):
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[:4000]
     functions = ctypes.CDLL(str(library))
-    random, s, rounding = np.random.default_rng(3), S.astype(dtype), {np.float32: 1e-3, np.float64: 1e-10}[dtype]
-    directions = {name: random.standard_normal(x.shape).astype(dtype) for name, x in arrays.items()}
+    random, rounding = np.random.default_rng(3), {np.float32: 1e-3, np.float64: 1e-10}[dtype]
+    s = S.astype(dtype)
+    directions = {name: np.asarray(random.standard_normal(x.shape), dtype) for name, x in arrays.items()}
     pointers = (ctypes.c_void_p * len(arrays))(*(x.ctypes.data for x in directions.values()))
     for index, one in enumerate(made):
         found = [np.empty(S.shape, dtype) for _ in range(3)]
