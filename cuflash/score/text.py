@@ -133,7 +133,7 @@ class TextProgram(Program):
 
     def classes(self, wanted: Collection[str]) -> list[str]:
         """None of those of expressions."""
-        return ["which runs of a text tell" for name in self.differentiable if name in wanted]
+        return ["known by running the text" for name in self.differentiable if name in wanted]
 
     def summed(self, wanted: Collection[str]) -> tuple[str, ...]:
         """The arrays that are wanted."""

@@ -1,5 +1,9 @@
 """What the compiler makes of scores in CUDA; no device needed."""
 
+import re
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 import cuflash
@@ -8,7 +12,7 @@ from cuflash.compiler import CompileError, TextError, compile_spec
 from cuflash.planning import DeviceSpec, choose_plan
 from tests.compile.test_plans import SERIALIZED
 from tests.pure.test_score_texts import case_of
-from tests.scored import of_functions
+from tests.scored import Scored, of_functions
 from tests.texts import HEAD
 
 # Bytes that a thread spills at most, stores and loads: what NVRTC 13.5 reports, and a little room.
@@ -65,3 +69,15 @@ def test_what_does_not_compile_is_said_with_the_lines_of_the_text(body, message)
     assert str(caught.value).startswith("score: got a text that does not compile, expected a score in CUDA C++:\n\n")
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, CompileError)
     assert "-DCUFLASH" not in str(caught.value)
+
+
+def test_the_text_of_the_page_compiles():
+    page = (Path(__file__).parents[2] / "docs/score.md").read_text()
+    (text,) = re.findall(r'^text = """(.*?)"""', page, re.MULTILINE | re.DOTALL)
+    attn = cuflash.FlashAttention(score=cuflash.Score(cuda=text, arrays=["width", "coefficients"]))
+    inputs = case_of(None, "float16").arrays
+    arrays = inputs | {"width": np.ones(2, np.float32), "coefficients": np.ones((2, 4), np.float32)}
+    problem = Scored(attn, arrays, {}, "").problem
+    for pass_ in PASSES:
+        for kernel in choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_, need=("dq", "dcoefficients")).kernels:
+            assert not compile_spec(kernel).resources.warnings

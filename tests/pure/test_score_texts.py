@@ -139,7 +139,7 @@ def test_plans_show_texts_and_look_into_none(name, arch):
         assert any(kernel.source.startswith(family) for kernel in plan.kernels)
         assert all(kernel.source.startswith((family, "around/", "sm80/backward_scores")) for kernel in plan.kernels)
     if arch == "9.0":
-        assert "belongs to a pair [which runs of a text tell]" in backward.reason
+        assert "belongs to a pair [known by running the text]" in backward.reason
     assert problem.hoisted == problem.program
 
 
