@@ -60,12 +60,14 @@ def branching(s, i, j, *, head, slopes, kind_q, kind_k, gate, pairs):  # type: i
     far = s - slopes[head] * cuflash.abs(i - j)
     near = s * cuflash.exp(-cuflash.abs(gate[j])) + 0.5 * pairs[i, j]
     own = cuflash.where(i - j > 20, s * s / 4, near)
+    own = cuflash.where(i - j > 40, -float("inf"), own)
     return cuflash.where(kind_q[i] != kind_k[j], far, own)
 
 
 BRANCHING = f"""
 {HEAD} {{
   if (given.kind_q(i) != given.kind_k(j)) return s - given.slopes(head) * abs(i - j);
+  if (i - j > 40) return -infinity();
   if (i - j > 20) return s * s / 4;
   return s * exp(-abs(given.gate(j))) + T(0.5) * given.pairs(i, j);
 }}

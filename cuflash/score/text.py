@@ -1,8 +1,8 @@
-"""Scores that a caller writes in CUDA, where traced functions cannot say it: with loops, branches and functions of own.
+"""Scores that a caller writes in CUDA: what traced functions have no words for, such as loops and branches.
 
-Nothing is known of a text but what its runs give: its derivatives are those of runs with dual numbers
-(`kernels/common/dual.cuh`). So no part of it is hoisted, no option takes its place, and the places in arrays that it
-reads are those of pairs.
+All that is known of a text is what its runs give. Derivatives are those of runs with dual numbers
+(`kernels/common/dual.cuh`), no part of it is hoisted, no option takes its place, and the places in arrays that it reads
+are those of pairs.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ class Score:
                 raise value_error("arrays", repr(name), "identifiers that differ, other than T and Given")
         traced = self.python
         if traced is not None and not isinstance(traced, Traced):
+            if not callable(traced):
+                raise type_error("python", typed(traced), "None or a function of (s, i, j, *, ...)")
             traced = Traced.of(traced, "score")
         if traced is not None and set(traced.arrays) != set(names):
             raise value_error("python", f"a function of {_listed(traced.arrays)}", f"one of {_listed(names)} as arrays")

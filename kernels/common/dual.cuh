@@ -23,8 +23,8 @@ struct Dual {
     return {x.value * y.value, score_product(x.tangent, y.value) + score_product(y.tangent, x.value)};
   }
   friend CUFLASH_DEVICE Dual operator/(Dual x, Dual y) {
-    const Real quotient = x.value / y.value;
-    return {quotient, score_product(x.tangent, 1 / y.value) - score_product(y.tangent, quotient / y.value)};
+    const Real quotient = x.value / y.value, inverse = score_fast_div((Real)1, y.value);
+    return {quotient, score_product(x.tangent, inverse) - score_product(y.tangent, quotient * inverse)};
   }
   CUFLASH_DEVICE Dual& operator+=(Dual y) { return *this = *this + y; }
   CUFLASH_DEVICE Dual& operator-=(Dual y) { return *this = *this - y; }
@@ -38,6 +38,8 @@ struct Dual {
   friend CUFLASH_DEVICE bool operator==(Dual x, Dual y) { return x.value == y.value; }
   friend CUFLASH_DEVICE bool operator!=(Dual x, Dual y) { return x.value != y.value; }
 };
+
+CUFLASH_DEVICE Real infinity() { return score_infinity(); }
 
 CUFLASH_DEVICE Real value_of(Real x) { return x; }
 CUFLASH_DEVICE Real value_of(Dual x) { return x.value; }
@@ -58,10 +60,10 @@ CUFLASH_DEVICE Dual exp(Dual x) {
   const Real y = exp(x.value);
   return chain(x, y, y);
 }
-CUFLASH_DEVICE Dual log(Dual x) { return chain(x, log(x.value), 1 / x.value); }
+CUFLASH_DEVICE Dual log(Dual x) { return chain(x, log(x.value), score_fast_div((Real)1, x.value)); }
 CUFLASH_DEVICE Dual sqrt(Dual x) {
   const Real y = sqrt(x.value);
-  return chain(x, y, (Real)0.5 / y);
+  return chain(x, y, score_fast_div((Real)0.5, y));
 }
 CUFLASH_DEVICE Dual tanh(Dual x) {
   const Real y = tanh(x.value);
@@ -81,7 +83,6 @@ template <class A>
 CUFLASH_DEVICE A abs(A x) {
   return score_abs(x);
 }
-CUFLASH_DEVICE Real infinity() { return score_infinity(); }
 // An integer, which can be an index.
 CUFLASH_DEVICE int floor(Real x) { return score_floor(x); }
 CUFLASH_DEVICE int floor(Dual x) { return score_floor(x.value); }

@@ -48,7 +48,7 @@ def case_of(text, dtype="float64", seqlen=40, **options):
         ({"cuda": PLAIN, "arrays": ["a b"]}, ValueError, "arrays: got 'a b', expected identifiers"),
         ({"cuda": PLAIN, "arrays": ["T"]}, ValueError, "arrays: got 'T', expected identifiers that differ, other than"),
         ({"cuda": PLAIN, "arrays": ["a", "a"]}, ValueError, "arrays: got 'a', expected identifiers that differ"),
-        ({"cuda": PLAIN, "python": 3}, TypeError, "score: got int 3, expected None or a function"),
+        ({"cuda": PLAIN, "python": 3}, TypeError, "python: got int 3, expected None or a function"),
         (
             {"cuda": PLAIN, "arrays": ["a"], "python": lambda s, i, j, *, b: s + b[i]},
             ValueError,
