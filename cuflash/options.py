@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from cuflash.score import Traced
+from cuflash.score import Score, ScoreFunction, Traced
 from cuflash.terms import NUMBER_ROWS, Numbers
 from cuflash.values import as_bool, as_integer, as_real, check_choice, type_error, typed, value_error
 
@@ -33,8 +32,8 @@ class Options(Numbers):
     # Of a part of a longer problem, which `cuflash.distributed` computes: query i stands at key position i + diagonal.
     # None where `causal` says so. It is no keyword of `cuflash.FlashAttention`, which prints itself as its options.
     diagonal: int | None = field(default=None, repr=False)
-    # Functions, which are traced. The second one is the argument `mask` of `cuflash.FlashAttention`.
-    score: Traced | None = field(default=None, repr=False)
+    # Functions, which are traced, or a text of CUDA. The second one is the argument `mask` of `cuflash.FlashAttention`.
+    score: ScoreFunction | None = field(default=None, repr=False)
     mask_function: Traced | None = field(default=None, repr=False)
     # Likewise the place of its first query and its first key, from which dropout counts: multiples of `ORIGIN_STEP`.
     origin: tuple[int, int] = field(default=(0, 0), repr=False)
@@ -68,7 +67,7 @@ class Options(Numbers):
         checked["dropout"] = check_dropout(self.dropout)
         if self.diagonal is not None:
             checked["diagonal"] = as_integer("diagonal", self.diagonal)
-        checked["score"] = _traced("score", self.score)
+        checked["score"] = self.score if isinstance(self.score, Score) else _traced("score", self.score)
         checked["mask_function"] = _traced("mask", self.mask_function)
         if self.origin != (0, 0) and any(place < 0 or place % ORIGIN_STEP for place in self.origin):
             raise value_error("origin", self.origin, f"multiples of {ORIGIN_STEP}, at least 0")
@@ -93,7 +92,7 @@ class Options(Numbers):
         return self._hash  # type: ignore[attr-defined, no-any-return]
 
 
-def _traced(what: Literal["score", "mask"], function: Callable[..., Any] | Traced | None) -> Traced | None:
+def _traced(what: Literal["score", "mask"], function: Any) -> Traced | None:
     if function is None or isinstance(function, Traced):
         return function
     return Traced.of(function, what)

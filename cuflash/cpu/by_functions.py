@@ -41,7 +41,7 @@ class Call:
         offset: int | None,
         sequence: int | None = None,
     ) -> None:
-        self.problem, self.program = problem, problem.program
+        self.problem, self.program = problem, problem.program.on_numpy()
         self.captured = {name: arrays[name] for name, _ in problem.captured}
         self.seed, self.offset = seed, offset
         self.sequence = sequence

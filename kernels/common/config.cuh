@@ -167,6 +167,12 @@ struct Integer {
   static constexpr int value = n;
 };
 
+// In the place of a result that nobody needs.
+struct Unused {
+  template <class Result>
+  CUFLASH_DEVICE void operator=(Result) {}
+};
+
 // f(Integer<0>{}), …, f(Integer<count - 1>{}): a loop whose index is a constant.
 template <int count, int first = 0, class Function>
 CUFLASH_DEVICE void repeat(Function f) {

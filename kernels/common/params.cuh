@@ -3,6 +3,7 @@
 #pragma once
 #include "common/config.cuh"
 #if CUFLASH_HAS_FUNCTIONS
+#include "common/dual.cuh"
 #include "common/score_functions.cuh"
 #include "common/tile_bounds.cuh"
 #include CUFLASH_FUNCTIONS  // what cuflash/score/program.py writes
@@ -115,7 +116,7 @@ struct Params {
   Captured gradients[max_of(kNumCaptured, 1)];  // theirs: null where they are not wanted
   // Scratch memory, see common/captured_gradients.cuh.
   void* captured_sums;     // of i64: (words of a term, elements of all arrays whose gradients are wanted)
-  void* captured_largest;  // of u64: for each array the bits of a double
+  void* captured_largest;  // of u64: for each array the bits of a double, and the most reads of a pair
 #endif
 };
 

@@ -83,7 +83,7 @@ struct LaneRows {
   }
 
   // What to_scores asks of a Score and of a Mask.
-  CUFLASH_DEVICE float of(float product, int row, int key, float& derivative) const {
+  CUFLASH_DEVICE float of(float product, int row, int key, Unused& derivative) const {
     return score[row].of(product, query[row], key, derivative);
   }
   CUFLASH_DEVICE float with_addend(float x, int row, int key) const {

@@ -574,5 +574,10 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "functions tables": FunctionTrial(score="of_rows"),
     "functions sm90 tables": FunctionTrial(score="t5", dtype="float16", arch="9.0"),
     "functions sm90 tables of entries": FunctionTrial(score="fade", dtype="float16", arch="9.0"),
+    "texts": FunctionTrial(score="of_functions"),
+    "texts of loops": FunctionTrial(score="counted"),
+    "texts of polynomials": FunctionTrial(score="polynomial", dtype="float64"),
+    "texts of tables": FunctionTrial(score="interpolated"),
+    "texts sm90": FunctionTrial(score="branching", dtype="float16", arch="9.0"),
     "functions sm90 arrays of s": FunctionTrial(score="barrier", mask="prefix", dtype="float16", arch="9.0"),
 }
