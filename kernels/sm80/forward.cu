@@ -152,13 +152,18 @@ CUFLASH_DEVICE void forward(const Params& params) {
   };
 
   int n_block = tiles.stop - 1;
+  if constexpr (kWide) {  // whose products are long: one body of code for all tiles
 #pragma unroll 1
-  for (; n_block >= tiles.full_stop; --n_block) step(n_block, Constant<true>{});
+    for (; n_block >= tiles.start; --n_block) step(n_block, n_block >= tiles.full_stop || n_block < tiles.full_start);
+  } else {
 #pragma unroll 1
-  for (; n_block >= tiles.full_start; --n_block) step(n_block, Constant<false>{});
-  if constexpr (kHasLeftBound) {
+    for (; n_block >= tiles.full_stop; --n_block) step(n_block, Constant<true>{});
 #pragma unroll 1
-    for (; n_block >= tiles.start; --n_block) step(n_block, Constant<true>{});
+    for (; n_block >= tiles.full_start; --n_block) step(n_block, Constant<false>{});
+    if constexpr (kHasLeftBound) {
+#pragma unroll 1
+      for (; n_block >= tiles.start; --n_block) step(n_block, Constant<true>{});
+    }
   }
 
   // The epilogue: O / l, through the shared memory of Q so that the stores to global memory are wide.
