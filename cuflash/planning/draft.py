@@ -37,7 +37,7 @@ LOOK_FLOPS = 1 << 31
 # bounded otherwise.
 LOOK_KEYS = 2048
 COUNTED_BY_DQ = "the order of dq counts them"  # why tiles that a mask hides are computed
-WRITTEN = ("out", "dk", "dv")  # results that kernels of compute capability 9.0 leave to TMA
+WRITTEN = ("out", "dq", "dk", "dv")  # results of which kernels of compute capability 9.0 write 16 bytes at once
 
 
 @dataclass(kw_only=True)
