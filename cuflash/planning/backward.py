@@ -232,7 +232,7 @@ def _share_work(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks:
 
 def _group_splits(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int) -> int:
     """How many blocks share the query heads of a key/value head, in equal parts, where tiles of keys are few."""
-    problem, resident = draft.problem, draft.device.num_sms * main.min_blocks
+    problem, resident = draft.problem, draft.device.num_sms // main.cluster * main.min_blocks
     waves = WAVES if n_blocks >= WAVES * resident or problem.window_right is None else CAUSAL_WAVES
     most = family.heads_of_block(draft, main)
     shares = (n for n in range(1, problem.group_size + 1) if problem.group_size % n == 0)
@@ -242,7 +242,7 @@ def _group_splits(draft: Draft, family: BackwardFamily[Any], main: Tile, n_block
 
 def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
     """Let blocks share tiles of keys that do not fill the device, all or those of the last wave, if that is faster."""
-    problem, resident = draft.problem, draft.device.num_sms * main.min_blocks
+    problem, resident = draft.problem, draft.device.num_sms // main.cluster * main.min_blocks
     steps = steps_of_tile(draft, main)
     tiles = problem.batch * problem.num_heads_kv * -(-problem.mean_sequence.seqlen_k // main.block_n)
     # Under a causal mask the longest start first, and what is left at the end is short.

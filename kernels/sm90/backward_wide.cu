@@ -127,9 +127,23 @@ struct Differentiator : ScoreProducts {
   }
 };
 
-// The rows are keys: dV or dK of a tile of keys, by all queries that see it.
+// Boxes have as many rows as a block of a cluster brings of a tile.
+constexpr int kBoxRows = kTile / kClusterBlocks;
+CUFLASH_DEVICE u32 cluster_index() { return ptx::block_index() / kClusterBlocks; }
+
+// Thread. Loads the rows of a block.
+template <int columns>
+CUFLASH_DEVICE void load_rows(u32 tile, const TensorMap& map, const Barrier& full, int first_row, int head, int batch) {
+#pragma unroll
+  for (int row = 0; row < kRows; row += kBoxRows)
+    load_chunks<kRows, columns>(tile + row * kLineBytes, map, full, first_row + row, head, batch);
+}
+
+// The rows are keys: dV or dK of those of a block, by all queries that see the keys of the cluster.
 struct KeyRows : BackwardWork {
   static constexpr bool kClears = false;  // behind the last query TMA brings zeros
+
+  int rank, first_own;
 
   struct Step {
     Walk walk;
@@ -139,7 +153,11 @@ struct KeyRows : BackwardWork {
     CUFLASH_DEVICE bool is_last() const { return left == 1; }
   };
 
-  using BackwardWork::BackwardWork;
+  CUFLASH_DEVICE explicit KeyRows(const Params& common)
+      : BackwardWork(common, {}, cluster_index()),
+        rank(ptx::cluster_rank<kClusterBlocks>()),
+        first_own(first_key + rank * kRows) {}
+
   CUFLASH_DEVICE int entry() const { return work.batch; }
   CUFLASH_DEVICE Step first() const { return {BackwardWork::first(), num_steps}; }
   CUFLASH_DEVICE bool is_first(const Step& step) const { return step.left == num_steps; }
@@ -162,13 +180,13 @@ struct KeyRows : BackwardWork {
 
   CUFLASH_DEVICE void load_own(const WideParams& params, const Shared& shared, const Barrier& full) const {
     full.arrive_expect(kBytesOwn + kBytesOwnV);
-    load_chunks<kRows, kDim>(shared.own, params.k, full, first_key, head_kv, work.batch);
-    if constexpr (kMakesDs) load_chunks<kRows, kDimV>(shared.own_v, params.v, full, first_key, head_kv, work.batch);
+    load_rows<kDim>(shared.own, params.k, full, first_own, head_kv, work.batch);
+    if constexpr (kMakesDs) load_rows<kDimV>(shared.own_v, params.v, full, first_own, head_kv, work.batch);
   }
   // Warpgroup 2.
   CUFLASH_DEVICE void clear_own(const Shared& shared, u32 thread) const {
-    if (!kHidesLastKeys || key_stop - first_key >= kRows) return;
-    const int valid = at_least_zero(key_stop - first_key);
+    if (!kHidesLastKeys || key_stop - first_own >= kRows) return;
+    const int valid = at_least_zero(key_stop - first_own);
     zero_last_of_64<kRows, kDim>(shared.own, valid, thread);
     if constexpr (kMakesDs) zero_last_of_64<kRows, kDimV>(shared.own_v, valid, thread);
     ptx::fence_async_proxy();
@@ -177,7 +195,7 @@ struct KeyRows : BackwardWork {
   CUFLASH_DEVICE Weights weights(const Params& common, const Step& step) const {
     return {common, work.batch, step.walk.head, key_stop, own_diagonal};
   }
-  CUFLASH_DEVICE Lane lane(const Params&, int row) const { return {0, first_key + row, 0, {}}; }
+  CUFLASH_DEVICE Lane lane(const Params&, int row) const { return {0, first_own + row, 0, {}}; }
   CUFLASH_DEVICE void move(Lane& lane, const Step& step, u32 s_stats) const {
     lane.query = step.walk.m_block * kTile + fragment_column();
     lane.s_stats = s_stats + fragment_column() * 8;
@@ -194,7 +212,7 @@ struct KeyRows : BackwardWork {
     Storage* g_head = (Storage*)head_of(result, work.batch, head_kv);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int key = first_key + row + 8 * half;
+      const int key = first_own + row + 8 * half;
       Storage* g_row = key < common.seqlen_k ? g_head + key * result.row_stride : nullptr;
       store_wide_row<kSum == WideSum::kDk ? kHeadDim : kHeadDimV>(g_row, sum, half, factor, first_column);
     }
@@ -202,39 +220,48 @@ struct KeyRows : BackwardWork {
   // For around/convert.cu, which adds the parts of blocks.
   template <int n_tiles>
   CUFLASH_DEVICE void store_part(const Params& common, const float (&sum)[n_tiles][4], int first_column) const {
-    Real* part = partials(common, ptx::thread_index() % 128) + (kSum == WideSum::kDv ? kBlockN * kDim : 0);
+    constexpr int kQuads = 2 * kBlockN;  // of all keys of the cluster, in an n-tile
+    Real* part = partials(common, rank * 128 + ptx::thread_index() % 128, cluster_index());
+    if constexpr (kSum == WideSum::kDv) part += kBlockN * kDim;
 #pragma unroll
     for (int n = 0; n < n_tiles; ++n)
       if (first_column + 8 * n < kSumColumns)
-        *(Real4*)(part + (first_column / 8 + n) * 128 * 4) = {sum[n][0], sum[n][1], sum[n][2], sum[n][3]};
+        *(Real4*)(part + (first_column / 8 + n) * kQuads * 4) = {sum[n][0], sum[n][1], sum[n][2], sum[n][3]};
   }
 };
 
-// The rows are queries: dQ of a tile of queries, by all keys that they see.
+// The rows are queries: dQ of those of a block, by all keys that the queries of the cluster see.
 struct QueryRows : QueryTile, OverKeys<QueryRows> {
   static constexpr bool kClears = kHidesLastKeys;
 
+  int first_own;
+  TileRange own;  // within `keys`
+
   CUFLASH_DEVICE explicit QueryRows(const Params& common)
-      : QueryTile(common, schedule_queries(common, ptx::block_index(), common.num_heads, kHasRightBound)) {}
+      : QueryTile(common, schedule_queries(common, cluster_index(), common.num_heads, kHasRightBound)) {
+    const int rank = ptx::cluster_rank<kClusterBlocks>();
+    first_own = first_row + rank * kRows;
+    own = keys_of(common, rank);
+  }
 
   CUFLASH_DEVICE int entry() const { return work.batch; }
   CUFLASH_DEVICE int tile_at(int n_block) const { return keys.at(n_block); }
   CUFLASH_DEVICE bool is_masked(const KeySteps& step) const {
-    return step.n_block < keys.full_start || step.n_block >= keys.full_stop;
+    return step.n_block < own.full_start || step.n_block >= own.full_stop;
   }
   CUFLASH_DEVICE int query_head(const KeySteps&) const { return work.head; }
 
   CUFLASH_DEVICE void load_own(const WideParams& params, const Shared& shared, const Barrier& full) const {
     full.arrive_expect(kBytesOwn + kBytesOwnV);
-    load_chunks<kRows, kDim>(shared.own, params.q, full, first_row, work.head, work.batch);
-    load_chunks<kRows, kDimV>(shared.own_v, params.dout, full, first_row, work.head, work.batch);
+    load_rows<kDim>(shared.own, params.q, full, first_own, work.head, work.batch);
+    load_rows<kDimV>(shared.own_v, params.dout, full, first_own, work.head, work.batch);
   }
   CUFLASH_DEVICE static void clear_own(const Shared&, u32) {}  // behind the last query TMA brings zeros
   CUFLASH_DEVICE Weights weights(const Params& common, const KeySteps&) const {
     return {common, work.batch, work.head, key_stop};
   }
   CUFLASH_DEVICE Lane lane(const Params& common, int row) const {
-    Lane lane = {first_row + row, 0, 0, {}};
+    Lane lane = {first_own + row, 0, 0, {}};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Real* stats = row_stats(common, work.batch, work.head, lane.query + 8 * half);
@@ -251,8 +278,8 @@ struct QueryRows : QueryTile, OverKeys<QueryRows> {
     const auto store_to = [&](auto* g_head) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int own = first_row + row + 8 * half;
-        store_wide_row<kHeadDim>(own < common.seqlen_q ? g_head + own * common.dq.row_stride : nullptr, sum, half,
+        const int query = first_own + row + 8 * half;
+        store_wide_row<kHeadDim>(query < common.seqlen_q ? g_head + query * common.dq.row_stride : nullptr, sum, half,
                                  common.scale, first_column);
       }
     };
@@ -263,7 +290,7 @@ struct QueryRows : QueryTile, OverKeys<QueryRows> {
   }
 };
 
-// A block has one piece of work.
+// A cluster has one piece of work.
 struct OneTile {
   bool left = true;
 
@@ -277,4 +304,4 @@ struct OneTile {
 
 CUFLASH_DEVICE void backward(const WideParams& params) { take_all<OneTile, Differentiator>(params); }
 
-CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, WideParams, kNumThreads, 1, backward)
+CUFLASH_DEFINE_CLUSTER_KERNEL(CUFLASH_KERNEL_NAME, WideParams, kNumThreads, kClusterBlocks, backward)

@@ -48,7 +48,7 @@ constexpr bool kRowsAreKeys = kSum == WideSum::kDv || kSum == WideSum::kDk;
 constexpr bool kMakesDs = kSum == WideSum::kDk || kSum == WideSum::kDq;
 
 constexpr int kRows = 64;
-constexpr int kClusterBlocks = kIsForward ? kBlockM / kRows : 1;
+constexpr int kClusterBlocks = (kRowsAreKeys ? kBlockN : kBlockM) / kRows;
 constexpr int kTile = kRowsAreKeys ? kBlockM : kBlockN;
 static_assert(kNumWarps == 16, "two warpgroups of sums, one of scores, and the producer's");
 static_assert((kRowsAreKeys ? kBlockN : kBlockM) == kRows * kClusterBlocks, "a block has 64 rows");

@@ -51,7 +51,7 @@ class BackwardWide(Wide[BackwardWideSm90Tile], BackwardFamily[BackwardWideSm90Ti
         return BACKWARD_WIDE_SM90_TILES
 
     def prepare(self, draft: Draft, main: BackwardWideSm90Tile) -> None:
-        _map_tensors(draft)
+        _map_tensors(draft, main)
         draft.reasons.append(
             "each gradient has a kernel of its own, which makes scores again: registers hold the sums of one"
         )
@@ -66,8 +66,7 @@ class BackwardWide(Wide[BackwardWideSm90Tile], BackwardFamily[BackwardWideSm90Ti
     ) -> None:
         for name, tile in (("dv", main.of_dv()), ("dk", main)):
             if name in draft.need:
-                shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
-                draft.add(self.source, tile, blocks, shared_bytes, (name, *makes), **options, CUFLASH_DQ_WIDE=0)
+                _add(draft, tile, blocks, (name, *makes), {**options, "CUFLASH_DQ_WIDE": 0})
 
 
 class DqWide(Wide[DqWideSm90Tile], DqFamily[DqWideSm90Tile]):
@@ -79,9 +78,23 @@ class DqWide(Wide[DqWideSm90Tile], DqFamily[DqWideSm90Tile]):
     def add(
         self, draft: Draft, tile: DqWideSm90Tile, blocks: int, makes: Collection[str], options: Mapping[str, int]
     ) -> None:
-        _map_tensors(draft)
-        draft.add(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), ("dq", *makes), **options)
+        main = draft.tiles[0]
+        if isinstance(main, BackwardWideSm90Tile) and main.cluster != tile.cluster:
+            raise NotImplementedError(
+                f"tiles: got clusters of {main.cluster} blocks for dk and dv and of {tile.cluster} for dq, expected "
+                "the same: they read by the same tensor maps"
+            )
+        _map_tensors(draft, tile)
+        _add(draft, tile, blocks, ("dq", *makes), options)
 
 
-def _map_tensors(draft: Draft) -> None:
-    draft.map_tensors(dict.fromkeys(("q", "k", "v", "dout"), 64))
+def _map_tensors(draft: Draft, tile: BackwardWideSm90Tile) -> None:
+    """Boxes have as many rows as a block of a cluster brings of a tile."""
+    draft.map_tensors(dict.fromkeys(("q", "k", "v", "dout"), 64 // tile.cluster))
+
+
+def _add(
+    draft: Draft, tile: BackwardWideSm90Tile, clusters: int, makes: Collection[str], options: Mapping[str, int]
+) -> None:
+    shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
+    draft.add(f"{Wide.kernel}.cu", tile, clusters * tile.cluster, shared_bytes, makes, **options)
