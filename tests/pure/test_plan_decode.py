@@ -9,16 +9,17 @@ from hypothesis import strategies as st
 from cuflash.binding import planned_length
 from cuflash.operands import Operand
 from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.sm90.decode import (
+from cuflash.planning.key_splits import (
     COMBINE_COLUMNS,
     COMBINE_KEY_BYTES,
     COMBINE_PIECES,
     COMBINE_TILES,
     COMBINE_WARPS,
     DECODE_MIN_SEQLEN_K,
+    DECODE_ROWS,
     MIN_TILES_OF_BLOCK,
 )
-from cuflash.planning.sm90.tiles import DECODE_ROWS, DECODE_SM90_TILES, DecodeSm90Tile
+from cuflash.planning.sm90.tiles import DECODE_SM90_TILES, DecodeSm90Tile
 from cuflash.tensor_map import tensor_map_spec
 from tests.problems import problem_of
 
@@ -185,7 +186,7 @@ def test_shares(num_sms, seqlen_q, seqlen_k, batch, heads_kv, dim):
         assert plan.scratch == ()
         return
     places = heads + blocks
-    scratch = {"partial_out": places * rows * dim, "partial_lse": places * rows}
+    scratch = {"partial_out": places * rows * dim, "partial_sums": places * rows * 2}
     key_bytes = heads * planned_length(seqlen_k) * 2 * dim * 2
     if rows * (dim // COMBINE_COLUMNS) <= COMBINE_PIECES and key_bytes <= COMBINE_KEY_BYTES:
         assert (sources(plan), defines["CUFLASH_COMBINES"]) == (DECODE, 1)

@@ -4,7 +4,6 @@ from tests.emulate.mutants.planting import mutant
 
 DECODE = "sm90/decode_wide.cu"
 FORWARD = "sm90/forward_wide.cu"
-HEAD_WORK = "sm90/head_work.cuh"
 ROLES = "sm90/wide_roles.cuh"
 
 # fmt: off
@@ -72,6 +71,7 @@ MUTANTS = (
     mutant("a sink for each share", DECODE, "if (kHasSinks && is_alone(partials))", "if (kHasSinks)", "wide few"),
     mutant("a head that one cluster has is left to be combined", DECODE, "return !kSplitsKeys || partials.count == 1;",
            "return !kSplitsKeys;", "wide few heads"),
-    mutant("shares of blocks", HEAD_WORK, "ptx::block_index() / kSharers", "ptx::block_index()", "wide few"),
+    mutant("shares of blocks", DECODE, "HeadWalk(common, ptx::block_index() / kClusterBlocks)", "HeadWalk(common)",
+           "wide few"),
 )
 # fmt: on

@@ -54,7 +54,7 @@ class Trial:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
         names = ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_OF_PART", "WAVES", "CAUSAL_WAVES") if self.shares else ()
         with (
-            mock.patch("cuflash.planning.sm90.decode.COMBINE_PIECES", 2**20 if self.combines else 0),
+            mock.patch("cuflash.planning.key_splits.COMBINE_PIECES", 2**20 if self.combines else 0),
             mock.patch.dict("cuflash.planning.backward.__dict__", dict.fromkeys(names, 0)),
         ):
             self._run(kernels)

@@ -1,6 +1,10 @@
 // Few queries: what a block, or a cluster of blocks, has of the keys of all heads, and which queries its rows are.
+//
+// All queries of the query heads that share a key/value head are rows of one product: row head_in_group * seqlen_q +
+// query. So keys are read once.
 #pragma once
 #include "common/config.cuh"
+#include "common/dropout.cuh"
 #include "common/float8.cuh"
 #include "common/key_splits.cuh"
 #include "common/params.cuh"
@@ -8,16 +12,15 @@
 #include "common/scores.cuh"
 
 constexpr bool kSplitsKeys = CUFLASH_SPLITS_KEYS;  // blocks share the keys of a head
-constexpr int kSharers = kBlockM / 64;             // blocks of a cluster, which have other rows and the same keys
 
-// The heads that a block has keys of, one after another.
+// The heads that a block has keys of, one after another. Blocks of a cluster have the same ones, and count as one.
 struct HeadWalk {
   Shares shares;
   u32 at, stop;  // places among all keys
   u32 head;      // of the batch
 
-  CUFLASH_DEVICE explicit HeadWalk(const Params& params) : shares(params) {
-    at = shares.start_of_block(ptx::block_index() / kSharers);
+  CUFLASH_DEVICE explicit HeadWalk(const Params& params, u32 block = ptx::block_index()) : shares(params) {
+    at = shares.start_of_block(block);
     stop = at + shares.heads;
     head = shares.head_at(at);
   }
