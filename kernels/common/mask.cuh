@@ -69,6 +69,12 @@ CUFLASH_DEVICE Pairs pairs_of(const Params& params, const BlockMask& blocks, int
       params, m_block, n_block, [&](int i, int j) { return blocks.has(i, j) ? Pairs::kAll : Pairs::kNone; });
 }
 
+// What around/mask_tiles.cu found of a tile.
+CUFLASH_DEVICE Pairs pairs_noted(const Params& params, i64 matrix, int m_block, int n_block) {
+  const i64 row = matrix * ceil_div(params.seqlen_q, kBlockM) + m_block;
+  return (Pairs)((const u8*)params.mask_blocks)[row * ceil_div(params.seqlen_k, kBlockN) + n_block];
+}
+
 // The mask of one head, asked pair by pair.
 struct Mask {
   int key_stop;
