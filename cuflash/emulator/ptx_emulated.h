@@ -176,6 +176,7 @@ CUFLASH_DEVICE void mma_m16n8k16(double (&d)[4], const double (&a)[2][4], const 
 // ---- Arithmetic ---------------------------------------------------------------------------------------------------
 CUFLASH_DEVICE float multiply(float x, float y) { return x * y; }
 CUFLASH_DEVICE double multiply(double x, double y) { return x * y; }
+CUFLASH_DEVICE float limit_magnitude(float x, float most) { return fmaxf(fminf(x, most), -most); }
 CUFLASH_DEVICE float exp2_approx(float x) { return ::emulator::exp2_approx(x); }
 CUFLASH_DEVICE float reciprocal_approx(float x) { return ::emulator::reciprocal_approx(x); }
 CUFLASH_DEVICE float sqrt_approx(float x) { return ::emulator::sqrt_approx(x); }

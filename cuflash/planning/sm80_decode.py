@@ -55,6 +55,8 @@ class DecodeTile(Sm80Tile):
         return 16 * self.warps_d
 
     def why_not(self, problem: Problem, device: DeviceSpec) -> str:
+        if rows_of(problem) > self.block_m:
+            return f"for up to {self.block_m} queries of the heads that share keys"
         return "" if device.arch >= 80 or self.num_stages == 1 else "before 8.0 a warp waits for what it copies"
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
@@ -123,8 +125,8 @@ class Decode(ForwardFamily[DecodeTile]):
     def table(self, problem: Problem) -> tuple[DecodeTile, ...]:
         rows = DECODE_FLOAT8_TILES if problem.has_float8 else DECODE_TILES
         serving = [row for row in rows if row.block_m >= rows_of(problem) and serves_dims(row, problem)]
-        fewest = min((row.block_m for row in serving), default=0)
-        return tuple(row for row in serving if row.block_m == fewest)
+        smallest = min(((row.block_m, row.max_dim) for row in serving), default=(0, 0))
+        return tuple(row for row in serving if (row.block_m, row.max_dim) == smallest)
 
     def why_not(self, draft: Draft) -> str | None:
         problem, device = draft.problem, draft.device

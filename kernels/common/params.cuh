@@ -138,9 +138,4 @@ CUFLASH_DEVICE Real sink_of(const Params& params, int head) {
   return ((const Real*)params.sinks)[head * params.sinks_stride];
 }
 
-// Which of the matrices of lists, or of notes of tiles, a head has: they may be shared.
-CUFLASH_DEVICE i64 matrix_of(const Params& params, int batch, int head) {
-  return (params.list_batches == 1 ? 0 : (i64)batch * params.list_heads) + (params.list_heads == 1 ? 0 : head);
-}
-
 static_assert(sizeof(Params) == CUFLASH_PARAMS_BYTES, "Params differs from its description in Python");

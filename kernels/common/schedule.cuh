@@ -1,6 +1,7 @@
 // Block index -> work, and which tiles of the other axis that work needs.
 #pragma once
 #include "common/config.cuh"
+#include "common/mask.cuh"
 #include "common/params.cuh"
 #include "common/sequences.cuh"
 

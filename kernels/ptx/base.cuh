@@ -367,6 +367,17 @@ CUFLASH_DEVICE double multiply(double x, double y) {
   asm("mul.rn.f64 %0, %1, %2;" : "=d"(z) : "d"(x), "d"(y));
   return z;
 }
+// Thread. min.xorsign.abs (9.7.3.11): `x`, or where its magnitude is more, or it is a NaN, `most` with a sign: that of
+// `x`, which of a NaN may be either. Before sm_86, two instructions.
+CUFLASH_DEVICE float limit_magnitude(float x, float most) {
+#if CUFLASH_ARCH >= 86
+  float y;
+  asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(most));
+  return y;
+#else
+  return fmaxf(fminf(x, most), -most);
+#endif
+}
 // Thread. cvt.rn (9.7.9.22): two float32 rounded to nearest even; `low` lands in the low half. Before sm_80, one by one,
 // bfloat16 by integers: half a unit, but for ties to even, is added to what is cut off. A NaN becomes the canonical one.
 CUFLASH_DEVICE u32 pack(Float16, float low, float high) {

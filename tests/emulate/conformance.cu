@@ -345,6 +345,13 @@ CUFLASH_DEVICE void map_multiply(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(multiply, Params, kBlock, 1, map_multiply)
 
+CUFLASH_DEVICE void map_limit_magnitude(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  const float* source = source_of<float>(params) + 2 * i;
+  if (i < params.count) destination_of<float>(params)[i] = ptx::limit_magnitude(source[0], source[1]);
+}
+CUFLASH_DEFINE_KERNEL(limit_magnitude, Params, kBlock, 1, map_limit_magnitude)
+
 CUFLASH_DEVICE void pack_pairs(const Params& params) {
   const u32 i = global_thread_index(kBlock);
   const float* source = source_of<float>(params);

@@ -357,6 +357,15 @@ def check_multiply(run):
     np.testing.assert_array_equal(got, 0)
 
 
+def check_limit_magnitude(run):
+    x = np.concatenate([np.random.default_rng(0).standard_normal(500), [np.inf, -np.inf, 0.0, 3e38, np.nan]])
+    most = np.concatenate([np.random.default_rng(1).uniform(0, 2, 500), [1.0, 3e38, 1.0, 3e38, 2.0]])
+    source = np.column_stack([x, most]).astype(np.float32)
+    got = run("limit_magnitude", source=source, destination=_ones(np.float32, len(source)), **_threads_of(source))
+    np.testing.assert_array_equal(got[:-1], np.clip(source[:-1, 0], -source[:-1, 1], source[:-1, 1]))
+    assert abs(got[-1]) == 2.0
+
+
 def check_multiply_double(run):
     # Integers of 30 bits: their product has more bits than float64, the sum is what rounding left of it.
     factors = np.random.default_rng(0).integers(2**29, 2**30, (1000, 2)) | 1

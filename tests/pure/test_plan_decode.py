@@ -99,10 +99,10 @@ def test_enough_bytes_are_on_their_way():
         ({"heads_kv": 32, "seqlen_k": 2048}, DECODE),
         ({"heads_kv": 32, "batch": 8}, FORWARD),
         ({"heads": 4, "heads_kv": 4, "seqlen_q": 64}, DECODE_AND_COMBINE),
-        ({"dtype": "float32"}, ["sm80/forward.cu"]),
-        ({"dim": 60, "dim_v": 60}, ["sm80/forward.cu"]),
+        ({"dtype": "float32"}, ["sm80/decode.cu"]),
+        ({"dim": 60, "dim_v": 60}, ["sm80/decode.cu"]),
         ({"softcap": 3.0}, DECODE),
-        ({"dropout": 0.1}, FORWARD),
+        ({"dropout": 0.1}, ["sm80/decode.cu"]),
     ],
     ids=str,
 )
@@ -115,7 +115,7 @@ def test_kernels(changes, expected):
     [
         ("alibi_slopes", (1, 32), DECODE_AND_COMBINE),
         ("bias", (1, 32, 4, 8192), DECODE_AND_COMBINE),
-        ("mask", (1, 32, 4, 8192), FORWARD),
+        ("mask", (1, 32, 4, 8192), ["sm80/decode.cu", "around/combine.cu"]),
     ],
 )
 def test_kernels_where_something_acts_on_scores(term, shape, expected):
@@ -126,7 +126,7 @@ def test_kernels_where_something_acts_on_scores(term, shape, expected):
 
 @pytest.mark.parametrize("arch", ["8.0", "10.0", "12.0"])
 def test_only_its_own_architecture_gets_the_kernel(arch):
-    assert sources(choose_plan(decode_problem(), DeviceSpec.for_arch(arch))) == ["sm80/forward.cu"]
+    assert sources(choose_plan(decode_problem(), DeviceSpec.for_arch(arch))) == ["sm80/decode.cu"]
 
 
 def test_the_plan_says_why():

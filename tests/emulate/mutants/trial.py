@@ -13,6 +13,7 @@ from cuflash import emulator
 from cuflash.emulator.memory import Scratch
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.sm80 import DqTile, ForwardTile
+from cuflash.planning.sm80_decode import DecodeTile
 from cuflash.planning.sm90.tiles import (
     DecodeSm90Tile,
     ForwardFloat8Sm90Tile,
@@ -83,7 +84,7 @@ class Trial:
             **case.random,
         }
         of_forward = ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | ForwardFloat8Sm90Tile | DecodeSm90Tile
-        if isinstance(self.tiles[0], of_forward | ForwardWideSm90Tile):
+        if isinstance(self.tiles[0], of_forward | DecodeTile | ForwardWideSm90Tile):
             for count in self.found_counts:
                 scratch = Scratch(choose_plan(problem, how["arch"], tiles=how["tiles"]).scratch_layout, 0xFF)
                 scratch.array("arrivals", np.uint64)[...] = count
