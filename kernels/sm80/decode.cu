@@ -163,6 +163,8 @@ CUFLASH_DEVICE void weigh_keys(const Params& params, const HeadWork& work, const
   const auto g_k = keys_of(params, params.k, work.batch, work.head_kv);
   const auto g_v = keys_of(params, params.v, work.batch, work.head_kv);
   int tile[kNumStages + 1];  // the one that is used next, and those after it; kNone where there is none
+#pragma unroll
+  for (int i = 0; i <= kNumStages; ++i) tile[i] = walk.next();
   // Each is a group of copies.
   const auto load_k = [&](int i, int stage) {
     if (tile[i] != TileWalk::kNone)
@@ -180,8 +182,6 @@ CUFLASH_DEVICE void weigh_keys(const Params& params, const HeadWork& work, const
   ptx::sync_block();  // with the head before, whose sums lie in the rings
   load_queries<kBlockM, kHeadDim>(s_q, GroupRows<QueryStorage>(params, params.q, work), 0, 0, work.rows);
   ptx::copy_async_commit();
-#pragma unroll
-  for (int i = 0; i <= kNumStages; ++i) tile[i] = walk.next();
 #pragma unroll
   for (int i = 0; i < kNumStages; ++i) {
     load_k(i, i);

@@ -1,6 +1,7 @@
 """Plans for few queries and many keys by the kernel of every device: when it serves, and its tiles."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -179,7 +180,7 @@ def test_the_plan_says_why():
     assert "not sm80/decode: 2048 heads of 20 queries fill the device, and no two share keys\n" in full + "\n"
     wide = plan_of(dim=832, dim_v=832).reason
     assert "not sm80/decode: 4 rows of such head dimensions have no room, nor has their output\n" in wide + "\n"
-    starts = {"cu_seqlens_q": (0, 2, 4), "cu_seqlens_k": (0, 900, 2000)}
+    starts: dict[str, Any] = {"cu_seqlens_q": (0, 2, 4), "cu_seqlens_k": (0, 900, 2000)}
     packed = ct.Case(seqlen_q=4, seqlen_k=2000, head_dim=32, ndim=3, **starts).problem
     assert "not sm80/decode: it knows no packed sequences" in choose_plan(packed, DeviceSpec.for_arch("8.0")).reason
     assert "sm80/decode" not in choose_plan(problem_of(), DeviceSpec.for_arch("8.0")).reason
