@@ -74,10 +74,10 @@ def add_sharing_kernel(
     draft.scratch["partial_sums"] = (heads + blocks) * rows * 2
     if combines:
         draft.scratch["arrivals"] = heads * 8 // ITEMSIZE[problem.softmax_dtype]  # words of 64 bits
-        combined = "the last one combines their results by lse"
+        combined = "the last one combines their results"
     else:
         draft.add("around/combine.cu", tile, -(-heads * pieces // COMBINE_WARPS), 0, CUFLASH_NUM_WARPS=COMBINE_WARPS)
-        combined = "another kernel combines their results by lse"
+        combined = "another kernel combines their results"
     draft.reasons.append(
         f"{who} take equal shares of the keys, up to {draft.key_splits} of them those of one head: {combined}"
     )

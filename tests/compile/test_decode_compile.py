@@ -45,9 +45,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "dropout": 0.2,
     },
 }
-# Bytes that a thread spills at most, by variant, bytes of an element, max_dim and block_m: what NVRTC 13.5 reports, and
-# a little room. All others spill nothing.
-SPILLS: dict[tuple[str, int, int, int], int] = {}
+# Bytes that a thread spills at most, by variant, bytes of an element and max_dim: what NVRTC 13.5 reports for the worst
+# of the devices and of the numbers of rows, and a little room. All others spill nothing.
+SPILLS = {
+    ("bias", 2, 256): 40,
+    ("mask", 2, 256): 8,
+    ("blocks", 2, 256): 64,
+    ("dropout", 2, 256): 24,
+    ("options", 2, 256): 16,
+    ("bias", 4, 128): 24,
+    ("blocks", 4, 128): 12,
+    ("causal", 4, 256): 12,
+    ("slopes", 4, 256): 8,
+    ("bias", 4, 256): 136,
+    ("mask", 4, 256): 8,
+    ("blocks", 4, 256): 24,
+    ("options", 4, 256): 12,
+    ("blocks", 8, 64): 12,
+    ("blocks", 8, 128): 180,
+}
 SHAPES = sorted({(tile.element_bytes, tile.max_dim, tile.block_m) for tile in DECODE_TILES})
 
 
@@ -101,9 +117,9 @@ def test_row(target):
         resources = compile_spec(kernel).resources
         assert round_up(resources.registers, 8) * kernel.threads * tile.min_blocks <= REGISTERS_OF_SM
         assert resources.static_shared_bytes == 0 and resources.warnings == ()
-        allowed = SPILLS.get((target.variant, *target.shape), 0) if kernel.source.startswith("sm80/") else 0
+        allowed = SPILLS.get((target.variant, *target.shape[:2]), 0) if kernel.source.startswith("sm80/") else 0
         assert resources.spill_stores_bytes <= allowed, kernel.name
-        assert resources.stack_bytes <= resources.spill_stores_bytes + 16, kernel.name
+        assert resources.stack_bytes <= resources.spill_stores_bytes + 28, kernel.name
 
 
 @pytest.mark.parametrize(("score", "mask"), [("distance", None), ("alibi", "documents"), (None, "near")])

@@ -6,7 +6,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import cuflash
@@ -240,7 +240,9 @@ def tiles(draw, case):
     rows = draw(st.sampled_from([16, 32]))
     teams = draw(st.integers(1, MOST_WARPS // (rows // 16 * warps_d)).filter(lambda n: n <= 4))
     stages, keys = draw(st.integers(1, 3)), draw(st.sampled_from([16, 32]))
-    return fitting(case, block_m=rows, block_n=keys, teams=teams, num_stages=stages, warps_d=warps_d)
+    tile = fitting(case, block_m=rows, block_n=keys, teams=teams, num_stages=stages, warps_d=warps_d)
+    assume(tile.shared_bytes(*tile.padded_dims(case.problem)) <= DeviceSpec.for_arch("9.0").shared_bytes_per_block)
+    return tile
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
