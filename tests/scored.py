@@ -164,11 +164,14 @@ def _names(function: Callable[..., Any] | cuflash.Score) -> Sequence[str]:
     return captured_names(function, "score", ("",) * function.__code__.co_argcount)
 
 
-def of_functions(names: tuple[str | None, str | None], dtype: str, head_dim: int, seqlen: int = 256) -> Problem:
-    """A problem of two heads with a score and a mask, of these names."""
+def of_functions(
+    names: tuple[str | None, str | None], dtype: str, head_dim: int, seqlen: int = 256, seqlen_q: int = 0
+) -> Problem:
+    """A problem of two heads with a score and a mask, of these names; as many queries as keys unless given."""
     functions = (SCORES_AND_TEXTS[names[0]] if names[0] else None, MASKS[names[1]] if names[1] else None)
-    arrays = {name: np.zeros((1, 2, seqlen, head_dim), numpy_dtype(dtype)) for name in ("q", "k", "v")}
-    arrays |= captured_of(functions, (1, 2, seqlen, seqlen), dtype, 0)
+    rows = {"q": seqlen_q or seqlen, "k": seqlen, "v": seqlen}
+    arrays = {name: np.zeros((1, 2, n, head_dim), numpy_dtype(dtype)) for name, n in rows.items()}
+    arrays |= captured_of(functions, (1, 2, rows["q"], seqlen), dtype, 0)
     attn = cuflash.FlashAttention(score=functions[0], mask=functions[1])
     return Scored(attn, arrays, {}, "").problem
 

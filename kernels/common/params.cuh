@@ -65,7 +65,7 @@ struct Params {
   void* dkv_partials;    // (batch, num_heads_kv, n blocks, group_splits, dk and dv of a tile), in fragment
                          // order; or (n blocks after whole_tiles, tail_splits, the same)
   void* partial_out;     // (batch * num_heads_kv + resident_blocks, rows of a group, padded head_dim_v)
-  void* partial_lse;     // the same without columns
+  void* partial_sums;    // the same with two columns, see common/key_splits.cuh
   void* arrivals;        // of u64: (batch * num_heads_kv), see common/key_splits.cuh
   void* q_split;         // of bfloat16: (bfloat16 parts, batch, heads, seqlen, head dimension rounded up to 8)
   void* k_split;

@@ -62,7 +62,8 @@ CUFLASH_DEVICE void forward(const Params& params) {
 
   // Fill the ring: tile i of the walk goes to stage i % kNumStages. Group i holds tile i (with Q in the first).
   const int num_tiles = tiles.stop - tiles.start;
-  load_queries<kBlockM, kHeadDim>(s_q, params, batch, head, first_row, seqlen_q);
+  load_queries<kBlockM, kHeadDim>(s_q, queries_of<QueryStorage>(params.q, batch, head), params.q.row_stride, first_row,
+                                  seqlen_q);
   if constexpr (kNumStages == 1) {
     if (num_tiles > 0) load_k(tiles.stop - 1, 0);
     ptx::copy_async_commit();

@@ -166,6 +166,22 @@ CUFLASH_DEVICE void store_fragments(u32 tile, int r, int warp, const Real (&valu
   }
 }
 
+// Calls visit(column, left, right) for the pairs of neighbouring columns that a lane has of O in a row of an accumulator:
+// the upper or the lower `half` of its two.
+template <int warps, int n_tiles, class Visit>
+CUFLASH_DEVICE void visit_row_pairs(const Real (&value)[n_tiles][4], int warp, int half, Visit visit) {
+#pragma unroll
+  for (int n = 0; n < n_tiles; ++n) {
+    if constexpr (kWide || kHasFloat8) {  // Order::kPairedColumns
+      const int i = 2 * half + n % 2;
+      visit(column_of<warps>(warp, n / 2 * 2) + 2 * fragment_column() + n % 2 * 2, value[n / 2 * 2][i],
+            value[n / 2 * 2 + 1][i]);
+    } else {
+      visit(column_of<warps>(warp, n) + fragment_column(), value[n][2 * half], value[n][2 * half + 1]);
+    }
+  }
+}
+
 // The same as they were summed, from fragments in the order of 16-bit elements to rows [first_row, row_stop) of a head
 // in global memory, to be added to other parts of them.
 template <int columns, int warps_d, int m_tiles, int n_tiles, class RowFactor>

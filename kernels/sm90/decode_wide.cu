@@ -3,7 +3,8 @@
 // All queries of the query heads that share a key/value head are rows of one product, up to 64 a block, as in
 // sm90/decode.cu; sm90/wide_ring.cuh says who does what. The keys of all heads are cut into equal shares, one for each
 // cluster of blocks; around/combine.cu combines the results where clusters share a head.
-#include "sm90/head_work.cuh"
+#include "common/head_work.cuh"
+#include "common/key_splits.cuh"
 #include "sm90/wide_sums.cuh"
 #include "sm90/wide_weights.cuh"
 
@@ -71,13 +72,13 @@ struct WideHead : HeadWork, OverKeys<WideHead> {
         });
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float lse = softmax.log_sum_exp(0, half);
         factor[half] = ones[0][0][2 * half] * softmax.inverse_sum(0, half);
         if (pass > 0 || fragment_column() != 0 || row[half] >= head.rows) continue;
         if (is_alone(partials))
-          *lse_of(common, head.batch, LaneRows::head_of(common, head, row[half]), lane.query[half]) = lse;
+          *lse_of(common, head.batch, LaneRows::head_of(common, head, row[half]), lane.query[half]) =
+              softmax.log_sum_exp(0, half);
         else
-          ptx::store_for_blocks(partials.lse(place_in(partials), row[half]), lse);
+          partials.store_sum(place_in(partials), row[half], softmax, half);
       }
     }
   };
@@ -108,7 +109,7 @@ struct WideHead : HeadWork, OverKeys<WideHead> {
 };
 
 struct WideHeadWalk : HeadWalk {
-  using HeadWalk::HeadWalk;
+  CUFLASH_DEVICE explicit WideHeadWalk(const Params& common) : HeadWalk(common, ptx::block_index() / kClusterBlocks) {}
   CUFLASH_DEVICE WideHead work(const Params& common) const { return {common, *this}; }
 };
 

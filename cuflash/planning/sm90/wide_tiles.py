@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 
 from cuflash.planning.device import DeviceSpec
-from cuflash.planning.sm90.tiles import DECODE_ROWS
+from cuflash.planning.key_splits import DECODE_ROWS
 from cuflash.planning.tiles import ARITHMETIC, Tile, chunked_bytes, maker
 from cuflash.problem import Problem
 from cuflash.tensor_map import CHUNK

@@ -4,7 +4,6 @@ from tests.emulate.mutants.planting import mutant
 
 DECODE = "sm90/decode_wide.cu"
 FORWARD = "sm90/forward_wide.cu"
-HEAD_WORK = "sm90/head_work.cuh"
 RING = "sm90/wide_ring.cuh"
 SUMS = "sm90/wide_sums.cuh"
 WEIGHTS = "sm90/wide_weights.cuh"
@@ -125,6 +124,7 @@ MUTANTS = (
            "wide dq"),
     mutant("parts of dV in the place of dK", BACKWARD,
            "if constexpr (kSum == WideSum::kDv) part += kBlockN * kDim;", "", "wide shares"),
-    mutant("shares of blocks", HEAD_WORK, "ptx::block_index() / kSharers", "ptx::block_index()", "wide few"),
+    mutant("shares of blocks", DECODE, "HeadWalk(common, ptx::block_index() / kClusterBlocks)", "HeadWalk(common)",
+           "wide few"),
 )
 # fmt: on

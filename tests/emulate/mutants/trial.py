@@ -12,6 +12,7 @@ from cuflash import emulator
 from cuflash.emulator.memory import Scratch
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.sm80 import DqTile, ForwardTile
+from cuflash.planning.sm80_decode import DecodeTile
 from cuflash.planning.sm90.tiles import (
     DecodeSm90Tile,
     ForwardFloat8Sm90Tile,
@@ -53,7 +54,7 @@ class Trial:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
         names = ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_OF_PART", "WAVES", "CAUSAL_WAVES") if self.shares else ()
         with (
-            mock.patch("cuflash.planning.sm90.decode.COMBINE_PIECES", 2**20 if self.combines else 0),
+            mock.patch("cuflash.planning.key_splits.COMBINE_PIECES", 2**20 if self.combines else 0),
             mock.patch.dict("cuflash.planning.backward.__dict__", dict.fromkeys(names, 0)),
         ):
             self._run(kernels)
@@ -82,7 +83,7 @@ class Trial:
             **case.random,
         }
         of_forward = ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | ForwardFloat8Sm90Tile | DecodeSm90Tile
-        if isinstance(self.tiles[0], of_forward | ForwardWideSm90Tile):
+        if isinstance(self.tiles[0], of_forward | DecodeTile | ForwardWideSm90Tile):
             for count in self.found_counts:
                 scratch = Scratch(choose_plan(problem, how["arch"], tiles=how["tiles"]).scratch_layout, 0xFF)
                 scratch.array("arrivals", np.uint64)[...] = count

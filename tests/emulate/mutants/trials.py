@@ -14,7 +14,7 @@ from cuflash.planning.sm90.tiles import (
     ForwardSm90Tile,
 )
 from tests.emulate import attention
-from tests.emulate.mutants import trials_float8, trials_wide
+from tests.emulate.mutants import trials_few, trials_float8, trials_wide
 from tests.emulate.mutants.trial import FunctionTrial, Trial
 
 
@@ -562,6 +562,7 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "looked at by bytes": Trial(
         case=replace(_LOOKED_AT, seqlen_k=171, mask=(4, 230, 171), num_heads_kv=1), tiles=_backward(), num_sms=1
     ),
+    **trials_few.TRIALS,
     **trials_float8.TRIALS,
     **trials_wide.TRIALS,
     "functions": FunctionTrial(score="distance", mask="near"),
