@@ -11,7 +11,7 @@ from pathlib import Path
 from .cases import ITEMSIZE, PASSES, SUITES
 
 # Suites of `evidence`, which is imported after cores are limited.
-EVIDENCE = ("memory", "traffic", "training", "pathfinder", "rounding", "streamed")
+EVIDENCE = ("memory", "traffic", "training", "pathfinder", "rounding", "streamed", "ranks")
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("--readme", type=Path, default=ROOT / "README.md", help="gets the headline")
     report.add_argument("--training", type=Path, default=ROOT / "docs" / "training.md", help="gets loss curves")
     report.add_argument("--float8", type=Path, default=ROOT / "docs" / "float8.md", help="gets errors of rounding")
+    report.add_argument("--ranks", type=Path, default=ROOT / "docs" / "distributed.md", help="gets several devices")
     report.add_argument("--streamed", type=Path, default=ROOT / "docs" / "streamed.md", help="gets keys in host memory")
     report.add_argument("--evidence", type=Path, default=ROOT / "docs" / "evidence.md", help="gets all evidence")
     report.add_argument("--print", action="store_true", help="print the tables, leave the pages alone")
@@ -123,6 +124,7 @@ def _report(args: argparse.Namespace) -> int:
             (args.page, ""): section(args.results, args.page),
             (args.training, ""): sections("training", args.results, args.training),
             (args.float8, ""): sections("rounding", args.results, args.float8),
+            (args.ranks, ""): sections("ranks", args.results, args.ranks),
             (args.streamed, ""): sections("streamed", args.results, args.streamed),
             **{(args.evidence, name): text for name, text in parts(args.results, args.evidence).items()},
         }

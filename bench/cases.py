@@ -33,7 +33,12 @@ SUFFIXES = {
     "kv_lengths": "kv_lengths",
     "function": "a function",
 }
-OPTIONS = {"blocks_kept": "a block mask", "lengths": "sequences of different lengths", **SUFFIXES}
+OPTIONS = {
+    "blocks_kept": "a block mask",
+    "lengths": "sequences of different lengths",
+    "is_aligned": "a diagonal that ends with the last key",
+    **SUFFIXES,
+}
 
 
 def suffixes(values: Mapping[str, Any], joint: str) -> list[str]:
@@ -73,9 +78,8 @@ class Case:
     def __post_init__(self) -> None:
         for name, default in (("num_heads_kv", "num_heads"), ("seqlen_k", "seqlen_q"), ("head_dim_v", "head_dim")):
             object.__setattr__(self, name, getattr(self, name) or getattr(self, default))
-        for name in ("causal", "alibi", "function"):
-            if getattr(self, name) and self.seqlen_q != self.seqlen_k:
-                raise ValueError(f"{name}: got seqlen_q != seqlen_k, expected a square problem (alignments differ)")
+        if self.function and self.seqlen_q != self.seqlen_k:
+            raise ValueError("function: got seqlen_q != seqlen_k, expected a square problem (alignments differ)")
         hiding = [name for name in ("blocks_kept", "mask", "causal") if getattr(self, name)]
         if hiding[1:]:
             raise ValueError(f"{hiding[0]}: got {hiding[1]} as well, expected one of them (rows might see nothing)")
@@ -101,6 +105,16 @@ class Case:
         mask = "causal" if self.causal else f"blocks{100 * self.blocks_kept:g}" if self.blocks_kept else "full"
         parts = (SHORT[self.dtype], dim, f"b{self.batch}", heads, seqlen, mask)
         return "-".join((*parts, *suffixes(vars(self), "_")))
+
+    @property
+    def diagonal(self) -> int:
+        """The key at which the first query stands, where the last one stands at the last key."""
+        return self.seqlen_k - self.seqlen_q
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether it matters that queries stand at the last keys: peers disagree on that."""
+        return self.diagonal != 0 and (self.causal or self.alibi)
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -182,8 +196,10 @@ class Case:
         if self.function == "documents":
             scores //= DOCUMENTS
         if self.window:
-            first = min(self.window, self.seqlen_q)  # rows, of which each sees a key more than the one before
-            scores = self.batch * (first * (first + 1) // 2 + (self.seqlen_q - first) * first)
+            # Rows, of which each sees a key more than the one before; the others see whole windows.
+            first = max(0, min(self.window - self.diagonal, self.seqlen_q))
+            rising = first * self.diagonal + first * (first + 1) // 2
+            scores = self.batch * (rising + (self.seqlen_q - first) * min(self.window, self.seqlen_k))
             return 2 * self.num_heads * scores * dims
         full = 2 * self.num_heads * scores * dims
         if self.blocks_kept:
@@ -257,6 +273,24 @@ def _options(head_dim: int) -> tuple[Case, ...]:
         replace(full, dropout=0.1),
         replace(causal, sinks=True),
         replace(full, kv_lengths=True),
+    )
+
+
+def _decode_options() -> tuple[Case, ...]:
+    """One query without options, in every dtype, and a row for each option."""
+    plain = _decode(1, 131072, 1)
+    return (
+        *(replace(plain, dtype=dtype) for dtype in ("bfloat16", "float16", "float32", "float64")),
+        replace(plain, softcap=20.0),
+        replace(plain, alibi=True),
+        *(replace(plain, bias=axes) for axes in ("k", "hqk")),
+        *(replace(plain, mask=axes) for axes in ("k", "hqk")),
+        replace(plain, causal=True, window=65536),
+        replace(plain, blocks_kept=0.5),
+        replace(plain, dropout=0.1),
+        replace(plain, sinks=True),
+        replace(plain, kv_lengths=True),
+        *(replace(plain, dtype=dtype, mask="hqk") for dtype in ("float32", "float64")),
     )
 
 
@@ -393,6 +427,15 @@ SUITES = {
         peers=("cudnn", "fa2"),
         passes=("forward",),
         about="few queries against a long cache; read the bytes per second",
+    ),
+    "decode-options": Suite(
+        kind="gpu",
+        cases=_decode_options(),
+        peers=("cuflash-sm80", "cuflash-pages16"),
+        passes=("forward",),
+        about="one query against a long cache: every dtype, and each option beside the plain call, by the kernels that "
+        "the device gets and by those that every device has; a mask is random and shows "
+        f"{VISIBLE:.0%}, half of the blocks, and of the keys by a window, are seen",
     ),
     "paged": Suite(
         kind="gpu",

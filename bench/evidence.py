@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import environment, memory, pathfinder, report, rounding, streamed, traffic, training
+from . import environment, memory, pathfinder, ranks, report, rounding, streamed, traffic, training
 from .report import Record, latest_run, load, relative, where_of
 from .run import Journal
 from .timing import CudaClock
@@ -83,6 +83,14 @@ EVIDENCE = {
         markdown=streamed.markdown,
         draw=streamed.draw,
         page="streamed.md",
+    ),
+    "ranks": Evidence(
+        about="sequences over all devices of a process, beside the whole problem on one of them",
+        backends=("gpu",),
+        measure=lambda backend, write, scale: ranks.measure(write, ranks.Machine.of_devices()),
+        markdown=ranks.markdown,
+        draw=ranks.draw,
+        page="distributed.md",
     ),
 }
 

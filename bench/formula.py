@@ -41,7 +41,7 @@ HIDDEN: dict[str, Act] = {
     "causal": lambda x, i, j: j > i,
     "window": lambda x, i, j: j <= i - x,
     "mask": lambda x, i, j: ~x,
-    "block_mask": lambda x, i, j: ~x[i // BLOCK, j // BLOCK],
+    "block_mask": lambda x, i, j: ~x[:, j // BLOCK],
     "kv_lengths": lambda x, i, j: j >= x,
     "hidden": lambda x, i, j: x(i, j),
 }
@@ -114,10 +114,9 @@ def times(x: Any, factor: Any) -> Any:
 
 
 def softmax_rows(xp: Any, q: Any, k: Any, *, scale: float, first_row: int = 0, **given: Any) -> tuple[Any, Any]:
-    """Rows of P from `first_row` on, for q (..., rows, head_dim), k (..., seqlen_k, head_dim), and the derivative of
-    the soft cap in them, None without one. `given` are terms of these rows and options, those alone that there are.
-
-    Square, where the place of a row counts.
+    """Rows of P, the first of which stands at key `first_row`, and the derivative of the soft cap in them, None without
+    one. q has axes (..., rows, head_dim), k (..., seqlen_k, head_dim). `given` are terms of these rows and options,
+    those alone that there are.
     """
     s = product(q, k.swapaxes(-1, -2))
     s *= scale
@@ -195,7 +194,8 @@ def of_rows(case: Case, inputs: Inputs, batch: int, head: int, rows: slice) -> d
         else:
             given[name] = x[batch if name == "kv_lengths" else head]
     if case.blocks_kept:
-        given["block_mask"] = inputs.xp.asarray(case.block_mask())
+        blocks = np.arange(case.seqlen_q)[rows] // BLOCK
+        given["block_mask"] = inputs.xp.asarray(case.block_mask()[blocks])
     return given
 
 
@@ -229,7 +229,7 @@ def one_group(case: Case, inputs: Inputs, batch: int, head_kv: int, *, compute: 
             rows = slice(first, first + ROWS_AT_ONCE)
             q_rows, dout_rows, head = q[g, rows], dout[g, rows], heads.start + g
             given = of_rows(case, inputs, batch, head, rows)
-            p, slope = softmax_rows(xp, q_rows, k, scale=scale, first_row=first, **given)
+            p, slope = softmax_rows(xp, q_rows, k, scale=scale, first_row=first + case.diagonal, **given)
             kept = kept_of_rows(case, xp, batch, head, range(first, first + len(q_rows)), p.dtype)
             out[g, rows] = product(rounded(times(p, kept)), v)
             dq[g, rows], dk_part, dv_part = gradient_rows(

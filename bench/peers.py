@@ -105,6 +105,32 @@ def cuflash(
     return Contender(calls, plans=_describe(attn, q, k, v, **terms, need=need), coarser=coarser)
 
 
+def cuflash_sm80(case: Case, inputs: Inputs) -> Contender:
+    """cuflash's forward pass by the kernels that every device has, on a device that has others, too."""
+    refuse(case, *(OPTIONS.keys() - {"lengths", "function"}))
+    if inputs.xp.__name__ != "cupy":
+        raise Absent("needs CuPy arrays")
+    from cuflash import FlashAttention, launch
+    from cuflash.planning import choose_plan
+
+    attn = FlashAttention(
+        causal=case.causal,
+        block_size=BLOCK,
+        softcap=case.softcap or None,
+        window=(case.window - 1, 0) if case.window else None,
+        dropout=case.dropout,
+    )
+    terms = dict(inputs.terms)
+    if case.blocks_kept:
+        terms["block_mask"] = inputs.xp.asarray(case.block_mask())
+    arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, **terms}
+    random = RANDOM["seed"], RANDOM["offset"]
+    (plan, *_), call_by = launch.trials("forward", attn.options, arrays, random)
+    plan = choose_plan(plan.problem, plan.device.as_arch("8.0"))
+    call = call_by(plan)
+    return Contender({"forward": lambda: (call()[0],)}, plans={"forward": plan.describe()})
+
+
 def _by_bytes(xp: Any, x: Any) -> tuple[Any, Any]:
     """An array in float8_e4m3fn with a scale for each head, a batch entry at a time: rounding takes memory."""
     from cuflash import fp8, quantize
@@ -146,10 +172,10 @@ def cuflash_packed(case: Case, inputs: Inputs) -> Contender:
     from cuflash import FlashAttention
 
     xp, lengths = inputs.xp, case.lengths or (case.seqlen_q,) * case.batch
-    if case.seqlen_q != case.seqlen_k:
-        raise Absent("queries and keys of different lengths")
     of_documents = case.function == "documents"
     refuse(case, "lengths", *(("function",) if of_documents else ()))
+    if case.seqlen_q != case.seqlen_k:
+        raise Absent("queries and keys of different lengths")
     attn = FlashAttention(causal=case.causal)
     bounds = [sum(lengths[:b]) for b in range(case.batch + 1)]
     sequences = range(0, bounds[-1] + 1, case.seqlen_q // DOCUMENTS) if of_documents else bounds
@@ -398,6 +424,7 @@ ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     "cuflash-fp8-cache": lambda case, inputs: cuflash_float8(case, inputs, names="kv"),
     "cudnn-fp8": peers_float8.cudnn,
     "cuflash-packed": cuflash_packed,
+    "cuflash-sm80": cuflash_sm80,
     "cuflash-steps": cuflash_steps,
     "cuflash-kv-lengths": cuflash_kv_lengths,
     **peers_torch.ADAPTERS,

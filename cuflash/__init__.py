@@ -15,6 +15,7 @@ from cuflash.functional import attention
 from cuflash.merging import MergeGradients, MergeResult, merge, merge_backward
 from cuflash.quantization import Quantized, dequantize, quantize, rotate
 from cuflash.results import ForwardResult, Gradients
+from cuflash.score import Score
 from cuflash.score.functions import abs, clip, cos, exp, floor, log, maximum, minimum, sin, sqrt, tanh, where
 from cuflash.streaming import streamed
 
@@ -27,6 +28,7 @@ __all__ = [
     "MergeGradients",
     "MergeResult",
     "Quantized",
+    "Score",
     "abs",
     "attention",
     "block_masks",

@@ -35,6 +35,7 @@ from cuflash.kernel_cache import (
 )
 from cuflash.nvrtc import Nvrtc
 from cuflash.planning import KernelSpec, LaunchPlan
+from cuflash.score import FIRST_LINE
 from cuflash.values import type_error, value_error
 
 # -v makes ptxas report registers and spills. Line info lets profilers and sanitizers name source lines and leaves the
@@ -68,6 +69,10 @@ class CompileError(RuntimeError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class TextError(CompileError, ValueError):
+    """NVRTC rejected a kernel with a score that a caller wrote in CUDA. The log counts the lines of that text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,9 +221,21 @@ def compile_kernel(
 
 
 def compile_spec(kernel: KernelSpec) -> CompiledKernel:
-    """Compile a kernel of a plan, or find it in the cache."""
+    """Compile a kernel of a plan, or find it in the cache.
+
+    Raises
+    ------
+    TextError
+        A score that a caller wrote in CUDA does not compile.
+    """
     defines, headers = dict(kernel.defines), dict(kernel.headers)
-    return compile_kernel(kernel.source, kernel.name, defines, kernel.target, headers=headers)
+    try:
+        return compile_kernel(kernel.source, kernel.name, defines, kernel.target, headers=headers)
+    except CompileError as error:
+        if not any(FIRST_LINE in text for text in headers.values()):
+            raise
+        message = f"score: got a text that does not compile, expected a score in CUDA C++:\n\n{error.log}"
+        raise TextError(message, error.log, error.options) from None
 
 
 def kernels_fingerprint() -> str:

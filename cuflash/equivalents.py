@@ -158,7 +158,7 @@ def _equivalent(
             call = call._replace(window=bounds)
             changed |= {"mask_function": None, "causal": False, "window": bounds, "diagonal": 0}
     places: dict[str, tuple[str, Index]] = {}
-    if options.score is not None:
+    if options.score is not None and options.score.root is not None:
         as_terms = _of_score(options.score.root, call, served)
         if as_terms is not None and not set(as_terms[1]) & _read_otherwise(options):
             cap, places = as_terms

@@ -24,6 +24,7 @@ from cuflash.equivalents import equivalent
 from cuflash.options import BLOCK_SIZE, Function, Options
 from cuflash.preparation import Preparation, _backend
 from cuflash.results import Array, ForwardResult, Gradients, named_tuple_of, needed
+from cuflash.score import Score
 from cuflash.terms import DEFAULT_NEED, NamedGradients
 
 if TYPE_CHECKING:
@@ -105,11 +106,12 @@ class FlashAttention(Preparation):
               0 1 1 0                       .    x128 x128 .
               1 0 0 1                       x128 .    .    x16     (rows 384 to 399)
 
-    score : callable, optional
+    score : callable or cuflash.Score, optional
         ``score(s, i, j, *, head, batch, ...)``: the score of query i and key j, made of the scaled product s. Of the
         arguments after the ``*``, `head` and `batch` are integers, and all others arrays that the calls are given. It
         is called once, with symbols, and returns an expression of these and of `cuflash.exp`, `cuflash.where` and so
-        on: docs/score.md has the rules. Not with softcap, bias and alibi_slopes, which it takes the place of.
+        on: docs/score.md has the rules. Not with softcap, bias and alibi_slopes, which it takes the place of. Or a
+        `cuflash.Score`, which is written in CUDA.
     mask : callable, optional
         ``mask(i, j, *, head, batch, ...)``: whether query i sees key j, as such an expression, beside all else that
         hides keys.
@@ -185,7 +187,7 @@ class FlashAttention(Preparation):
         precision: Literal["highest", "tf32"] = "highest",
         dropout: float = 0.0,
         block_size: int | tuple[int, int] = BLOCK_SIZE,
-        score: Function | None = None,
+        score: Function | Score | None = None,
         mask: Function | None = None,
     ) -> None:
         self.options = Options(

@@ -97,7 +97,7 @@ class CpuPlan:
                 f"  precision {p.dtype} in and out{keys}, {p.softmax_dtype} inside",
                 f"  work      {p.forward_flops / 1e9:.3g} GFLOP forward, {backward}",
                 f"  memory    linear in seqlen; the plain formula's scores would take {p.naive_bytes / 2**20:.4g} MiB",
-                *(f"  {line}" for line in (p.program.describe().splitlines() if p.has_functions else ())),
+                *(f"  {line}" for line in (p.program.on_numpy().describe().splitlines() if p.has_functions else ())),
                 *(f"  {line}" for line in self.note.splitlines()),
             )
         )
@@ -152,4 +152,6 @@ def bind_arrays_like(pass_: Pass, options: Options, arrays: tuple[Any, ...], nee
     for name, (_, _, dtype) in likes.items():
         if not dtype.isnative:
             raise type_error(name, f"dtype {dtype.str}", f"native byte order: {name}.astype({dtype.name!r})")
-    return bind(pass_, options, likes, need=need)
+    binding = bind(pass_, options, likes, need=need)
+    binding.problem.program.on_numpy()  # refuses a score that only a GPU computes
+    return binding

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
-from cuflash.score import Traced
+from cuflash.score import Score, ScoreFunction, Traced
 from cuflash.terms import NUMBER_ROWS, Numbers
 from cuflash.values import as_bool, as_integer, as_real, check_choice, type_error, typed, value_error
 
@@ -47,8 +47,8 @@ class Options(Numbers):
     # Of a part of a longer problem, which `cuflash.distributed` computes: query i stands at key position i + diagonal.
     # None where `causal` says so. It is no keyword of `cuflash.FlashAttention`, which prints itself as its options.
     diagonal: int | None = field(default=None, repr=False)
-    # Functions, which are traced. The second one is the argument `mask` of `cuflash.FlashAttention`.
-    score: Traced | None = field(default=None, repr=False)
+    # Functions, which are traced, or a text of CUDA. The second one is the argument `mask` of `cuflash.FlashAttention`.
+    score: ScoreFunction | None = field(default=None, repr=False)
     mask_function: Traced | None = field(default=None, repr=False)
     # Likewise where it begins.
     origin: Origin = field(default=Origin(), repr=False)
@@ -82,7 +82,7 @@ class Options(Numbers):
         checked["dropout"] = check_dropout(self.dropout)
         if self.diagonal is not None:
             checked["diagonal"] = as_integer("diagonal", self.diagonal)
-        checked["score"] = _traced("score", self.score)
+        checked["score"] = self.score if isinstance(self.score, Score) else _traced("score", self.score)
         checked["mask_function"] = _traced("mask", self.mask_function)
         if min(self.origin) < 0 or any(place % ORIGIN_STEP for place in self.origin[:2]):
             raise value_error("origin", self.origin, f"multiples of {ORIGIN_STEP}, and numbers of heads, at least 0")
@@ -113,7 +113,7 @@ class Options(Numbers):
         return self._hash  # type: ignore[attr-defined, no-any-return]
 
 
-def _traced(what: Literal["score", "mask"], function: Function | None) -> Traced | None:
+def _traced(what: Literal["score", "mask"], function: Any) -> Traced | None:
     if function is None or isinstance(function, Traced):
         return function
     return Traced.of(function, what)

@@ -23,7 +23,7 @@ from cuflash.interop import module_of
 from cuflash.operands import numpy_dtype
 from cuflash.options import ORIGIN_STEP, Options, Origin
 from cuflash.problem import Problem
-from cuflash.score import COUNTED, ORIGIN, of_part
+from cuflash.score import COUNTED, ORIGIN, Score, of_part
 from cuflash.spans import Band, Span
 from cuflash.terms import BROADCAST, DEFAULT_NEED, GRADIENTS, NAMES, OF_HEADS
 
@@ -71,10 +71,12 @@ class Parts:
     def options_of(self, queries: Span, keys: Span) -> Options:
         """Those of a call on a part: its diagonal, and what dropout and functions count, are those of the whole."""
         score, mask = self.options.score, self.options.mask_function
+        if score is not None:
+            score = score.of_part() if isinstance(score, Score) else of_part(score)
         options = replace(
             self.options,
             layout="bhsd",
-            score=None if score is None else of_part(score),
+            score=score,
             mask_function=None if mask is None else of_part(mask),
             origin=self._origin(queries, keys),
         )

@@ -34,7 +34,7 @@ from cuflash.operands import (
     user_shape,
 )
 from cuflash.options import Options, Origin, check_block_size, diagonal_of, rounded_rate, window_of
-from cuflash.score import Program, Traced, hoisted_program_of, program_of
+from cuflash.score import Program, ScoreFunction, Traced, hoisted_program_of, program_of
 from cuflash.terms import BY_NAME, GRADIENTS, NAMES, NUMBER_ROWS, OF_FLOAT8, Given, Term, Terms
 from cuflash.values import counted, type_error, value_error
 
@@ -80,7 +80,7 @@ class Problem(Given):
     k: Operand
     v: Operand
     block_size: tuple[int, int] = (0, 0)  # (rows, keys) of the blocks of the block mask; zeros without one
-    score: Traced | None = None  # a function of the caller, and one that hides pairs
+    score: ScoreFunction | None = None  # a function of the caller, and one that hides pairs
     mask_function: Traced | None = None
     captured: tuple[tuple[str, Operand], ...] = ()  # what they read, by name
     wide: tuple[str, ...] = ()  # those of out, dq, dk and dv that are given in the dtype of the softmax, to be added up
@@ -138,7 +138,7 @@ class Problem(Given):
     @property
     def captured_gradients(self) -> tuple[str, ...]:
         """The gradients of arrays that the score reads."""
-        return tuple(f"d{name}" for name in self.program.loads) if self.score is not None else ()
+        return tuple(f"d{name}" for name in self.program.differentiable) if self.score is not None else ()
 
     @property
     def gradients(self) -> tuple[str, ...]:

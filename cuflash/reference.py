@@ -378,7 +378,7 @@ def _by_functions(
     reads, hidden = [], np.isneginf(S)
     if problem.score is not None:
         inputs["s"] = S = _replace(S, hidden, 0)
-        program = problem.program
+        program = problem.program.on_numpy()
         loads = [(name, load) for name, found in program.loads.items() for load in found]
         nodes = [x for x in (program.by_s, *(load.derivative for _, load in loads)) if x is not None]
         slope, *others = evaluate(nodes, inputs, captured, S.dtype)
@@ -387,7 +387,7 @@ def _by_functions(
             for index, length in zip(evaluate(load.at.args, inputs, captured, S.dtype), shape, strict=True):
                 entry = entry * length + clamped(index, length)
             reads.append((name, entry, np.broadcast_to(derivative, S.shape).astype(S.dtype)))
-        S = np.broadcast_to(problem.score(inputs, captured, S.dtype), S.shape).astype(S.dtype)
+        S = np.broadcast_to(problem.score.on_numpy()(inputs, captured, S.dtype), S.shape).astype(S.dtype)
     if problem.mask_function is not None:
         hidden = hidden | ~np.broadcast_to(problem.mask_function(inputs, captured, S.dtype), S.shape).astype(bool)
     return _replace(S, hidden, -np.inf), slope, reads

@@ -40,6 +40,7 @@ from cuflash.planning.sm80 import (
     ForwardTile,
     ScoresTile,
 )
+from cuflash.planning.sm80_decode import Decode, DecodeTile
 from cuflash.planning.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
@@ -61,9 +62,13 @@ from cuflash.planning.sm90.tiles import (
     ForwardSm90Tile,
 )
 from cuflash.planning.sm90.wide_tiles import (
+    BACKWARD_WIDE_SM90_TILES,
     DECODE_WIDE_SM90_TILES,
+    DQ_WIDE_SM90_TILES,
     FORWARD_WIDE_SM90_TILES,
+    BackwardWideSm90Tile,
     DecodeWideSm90Tile,
+    DqWideSm90Tile,
     ForwardWideSm90Tile,
 )
 from cuflash.planning.tiles import Tile, serves_dims, why_too_large
@@ -79,6 +84,7 @@ MARGIN = 0.01  # by which a candidate has to be faster than the table's row: les
 # Rows that compute a problem as a row of this kind does: from the same products, in the same precision.
 _ROWS: dict[type, tuple[Tile, ...]] = {
     ForwardTile: FORWARD_TILES,
+    DecodeTile: FORWARD_TILES,  # and those of its table that hold as many queries
     ForwardSm90Tile: (*FORWARD_SM90_TILES, *FORWARD_TILES),
     DecodeWideSm90Tile: (*DECODE_WIDE_SM90_TILES, *FORWARD_WIDE_SM90_TILES),
     ForwardWideSm90Tile: (*FORWARD_WIDE_SM90_TILES, *FORWARD_TILES),
@@ -87,13 +93,16 @@ _ROWS: dict[type, tuple[Tile, ...]] = {
     BackwardTile: BACKWARD_TILES,
     BackwardSm90Tile: (*BACKWARD_SM90_TILES, *BACKWARD_TILES),
     BackwardFloat32Sm90Tile: (*BACKWARD_FLOAT32_SM90_TILES, *BACKWARD_TF32_SM90_TILES),
+    BackwardWideSm90Tile: BACKWARD_WIDE_SM90_TILES,
     DqTile: DQ_TILES,
+    DqWideSm90Tile: DQ_WIDE_SM90_TILES,
     ScoresTile: SCORES_TILES,
     BiasSm90Tile: BIAS_SM90_TILES,
 }
 # The same of numbers of one byte.
 _ROWS_OF_FLOAT8: dict[type, tuple[Tile, ...]] = {
     ForwardTile: FLOAT8_TILES,
+    DecodeTile: FLOAT8_TILES,
     DecodeFloat8Sm90Tile: DECODE_FLOAT8_SM90_TILES,
     ForwardFloat8Sm90Tile: FORWARD_FLOAT8_SM90_TILES,
 }
@@ -132,7 +141,8 @@ def _alternatives(plan: LaunchPlan) -> Iterator[tuple[Tile, ...]]:
 
 def _rows(tile: Tile, problem: Problem) -> tuple[Tile, ...]:
     """Those that compute the problem as this one does."""
-    return (_ROWS_OF_FLOAT8 if problem.has_float8 else _ROWS)[type(tile)]
+    of_this = Decode().table(problem) if isinstance(tile, DecodeTile) else ()
+    return (*of_this, *(_ROWS_OF_FLOAT8 if problem.has_float8 else _ROWS)[type(tile)])
 
 
 def _variations(tile: Tile) -> Iterator[Tile]:
@@ -158,7 +168,9 @@ def _why_not(tiles: Sequence[Tile], plan: LaunchPlan) -> str:
             return f"{tile.label} computes other products than {of_table.label}"
         if not serves_dims(tile, plan.problem):
             return f"{tile.label} is not for these head dimensions"
-        if isinstance(tile, ForwardFloat8Sm90Tile | DecodeWideSm90Tile) and tile.why_not(plan.problem, plan.device):
+        if isinstance(tile, ForwardFloat8Sm90Tile | DecodeTile | DecodeWideSm90Tile) and tile.why_not(
+            plan.problem, plan.device
+        ):
             return f"{tile.label} is {tile.why_not(plan.problem, plan.device)}"
         excess = why_too_large(tile, plan.problem, plan.device)
         if excess:

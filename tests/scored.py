@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from cuflash.score.program import Traced
 from cuflash.score.tracing import captured_names
 from cuflash.terms import NAMES
 from tests import expressions
+from tests.texts import TEXTS
 
 Array = np.ndarray[Any, Any]
 
@@ -90,6 +91,7 @@ SCORES: dict[str, Callable[..., Any] | None] = {
         *(t5, decay, fade, of_rows),
     )
 }
+SCORES_AND_TEXTS = {**SCORES, **TEXTS}
 DRAWN = {"drawn": expressions.smooth_scores(), "hoistable": expressions.hoistable_scores()}
 # Without those whose functions of long distances, such as sines, are as exact as float32 has them and no more.
 CONDITIONED = (*SCORES, "drawn")
@@ -130,7 +132,10 @@ class Scored:
 
 
 def captured_of(
-    functions: tuple[Callable[..., Any] | None, ...], sizes: tuple[int, int, int, int], dtype: str, seed: int
+    functions: tuple[Callable[..., Any] | cuflash.Score | None, ...],
+    sizes: tuple[int, int, int, int],
+    dtype: str,
+    seed: int,
 ) -> dict[str, Array]:
     """The arrays that functions read, for (batch, heads, seqlen_q, seqlen_k)."""
     batch, heads, seqlen_q, seqlen_k = sizes
@@ -151,17 +156,36 @@ def captured_of(
     arrays["kind_q"] = np.sort(random.integers(0, 3, seqlen_q)).astype(np.int32)
     arrays["kind_k"] = np.sort(random.integers(0, 3, seqlen_k))
     arrays["prefix"] = random.integers(0, seqlen_k + 1, batch)
-    names = [name for f in functions if f for name in captured_names(f, "score", ("",) * f.__code__.co_argcount)]
+    names = [name for f in functions if f for name in _names(f)]
     return {name: arrays[name] for name in names if name in arrays}
 
 
-def of_functions(names: tuple[str | None, str | None], dtype: str, head_dim: int, seqlen: int = 256) -> Problem:
-    """A problem of two heads with a score and a mask, of these names."""
-    functions = (SCORES[names[0]] if names[0] else None, MASKS[names[1]] if names[1] else None)
-    arrays = {name: np.zeros((1, 2, seqlen, head_dim), numpy_dtype(dtype)) for name in ("q", "k", "v")}
-    arrays |= captured_of(functions, (1, 2, seqlen, seqlen), dtype, 0)
+def _names(function: Callable[..., Any] | cuflash.Score) -> Sequence[str]:
+    if isinstance(function, cuflash.Score):
+        return function.arrays
+    return captured_names(function, "score", ("",) * function.__code__.co_argcount)
+
+
+def of_functions(
+    names: tuple[str | None, str | None], dtype: str, head_dim: int, seqlen: int = 256, seqlen_q: int = 0
+) -> Problem:
+    """A problem of two heads with a score and a mask, of these names; as many queries as keys unless given."""
+    functions = (SCORES_AND_TEXTS[names[0]] if names[0] else None, MASKS[names[1]] if names[1] else None)
+    rows = {"q": seqlen_q or seqlen, "k": seqlen, "v": seqlen}
+    arrays = {name: np.zeros((1, 2, n, head_dim), numpy_dtype(dtype)) for name, n in rows.items()}
+    arrays |= captured_of(functions, (1, 2, rows["q"], seqlen), dtype, 0)
     attn = cuflash.FlashAttention(score=functions[0], mask=functions[1])
     return Scored(attn, arrays, {}, "").problem
+
+
+def few_tiles(names: tuple[str | None, str | None], dtype: str, head_dim: int = 16) -> Scored:
+    """A problem of a few tiles, the last ones not whole, with a score and a mask of these names."""
+    functions = (SCORES_AND_TEXTS[names[0]] if names[0] else None, MASKS[names[1]] if names[1] else None)
+    random = np.random.default_rng(7)
+    sizes = {"q": (2, 2, 70), "k": (2, 1, 130), "v": (2, 1, 130), "dout": (2, 2, 70)}
+    arrays = {x: random.standard_normal((*n, head_dim)).astype(numpy_dtype(dtype)) for x, n in sizes.items()}
+    arrays |= captured_of(functions, (2, 2, 70, 130), dtype, 7)
+    return Scored(cuflash.FlashAttention(score=functions[0], mask=functions[1]), arrays, {}, "")
 
 
 @st.composite
@@ -195,7 +219,7 @@ def scored(
     pick = st.sampled_from
     score = draw(pick([*scores, None]))
     mask = draw(pick([*MASKS, None] if score else [*MASKS]))
-    function = draw(DRAWN[score]) if score in DRAWN else SCORES[score] if score else None
+    function = draw(DRAWN[score]) if score in DRAWN else SCORES_AND_TEXTS[score] if score else None
     functions = (function, MASKS[mask] if mask else None)
     dtype = draw(pick(dtypes))
     is_packed = packs and draw(st.booleans()) and draw(st.booleans())
@@ -248,7 +272,7 @@ def scored(
         captured = {name: np.flip(np.flip(x).copy()) if x.ndim else x for name, x in captured.items()}
     arrays |= captured
     kwargs = {"seed": 3, "offset": 1} if options["dropout"] else {}
-    if score in DRAWN and function is not None:
+    if score in DRAWN and callable(function):
         score = f"{score} {Traced.of(function, 'score')!r}"
     spelled = f"score {score}, mask {mask}, {options}, " + ", ".join(
         f"{n} {x.dtype}{x.shape}" for n, x in arrays.items()

@@ -8,12 +8,12 @@ import cuflash.testing as ct
 
 
 @st.composite
-def cases(draw, longest: int = 400) -> ct.Case:
+def cases(draw, longest: int = 400, dims: tuple[int, ...] = (320, 512, 576)) -> ct.Case:
     """Many queries. Scores of a large spread let weights outgrow their offsets."""
     num_heads_kv = draw(st.integers(1, 2))
     seqlen_k = draw(st.one_of(st.integers(1, longest), st.sampled_from((128, 129, 256))))
     return ct.Case(
-        **_dims(draw),
+        **_dims(draw, dims),
         batch=draw(st.integers(1, 2)),
         seqlen_q=draw(st.one_of(st.integers(1, longest), st.sampled_from((64, 65, 128, 129)))),
         seqlen_k=seqlen_k,
@@ -41,9 +41,9 @@ def cases_of_few(draw, longest: int = 1000) -> ct.Case:
     )
 
 
-def _dims(draw) -> dict[str, Any]:
+def _dims(draw, dims: tuple[int, ...] = (320, 512, 576)) -> dict[str, Any]:
     return {
-        "head_dim": draw(st.sampled_from((320, 512, 576))),
+        "head_dim": draw(st.sampled_from(dims)),
         "head_dim_v": draw(st.sampled_from((64, 72, 192, 256, 320, 512))),
         "dtype": draw(st.sampled_from(("float16", "bfloat16"))),
         "causal": draw(st.booleans()),

@@ -29,7 +29,7 @@ def program_and_arrays(problem: Problem, arrays: Mapping[str, Array]) -> tuple[P
     captured = {name: arrays[name] for name, _ in problem.captured}
     names = () if problem.score is not None else problem.given((_CAP, _SLOPES, "bias"))
     if not names:
-        return problem.program, captured
+        return problem.program.on_numpy(), captured
     captured |= {name: arrays[name] for name in names if name != _CAP}
     if _CAP in names:
         captured[_CAP] = np.array(getattr(problem, _CAP), problem.softmax_dtype)

@@ -11,8 +11,7 @@
 from cuflash.distributed.context import ContextParallel
 from cuflash.distributed.mpi import Mpi
 from cuflash.distributed.schedule import Schedule
-from cuflash.distributed.sockets import Sockets
 from cuflash.distributed.split import Split, contiguous, zigzag
 from cuflash.distributed.transports import Transport, threads
 
-__all__ = ["ContextParallel", "Mpi", "Schedule", "Sockets", "Split", "Transport", "contiguous", "threads", "zigzag"]
+__all__ = ["ContextParallel", "Mpi", "Schedule", "Split", "Transport", "contiguous", "threads", "zigzag"]

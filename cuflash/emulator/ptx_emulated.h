@@ -112,6 +112,15 @@ CUFLASH_DEVICE void store_shared_b32(u32 address, u32 value, Site site = Site::h
 // ---- Barriers and shuffles ----------------------------------------------------------------------------------------
 CUFLASH_DEVICE void sync_block(Site site = Site::here()) { ::emulator::sync_block(site); }
 CUFLASH_DEVICE void sync_warp(Site site = Site::here()) { ::emulator::sync_warp(site); }
+CUFLASH_DEVICE void sync_named(u32 identifier, u32 threads, Site site = Site::here()) {
+  ::emulator::sync_named(identifier, threads, site);
+}
+CUFLASH_DEVICE void arrive_named(u32 identifier, u32 threads, Site site = Site::here()) {
+  ::emulator::arrive_named(identifier, threads, site);
+}
+CUFLASH_DEVICE bool sync_named_any(u32 identifier, u32 threads, bool predicate, Site site = Site::here()) {
+  return ::emulator::sync_named_any(identifier, threads, predicate, site);
+}
 CUFLASH_DEVICE float shuffle_xor(float value, u32 lane_mask, Site site = Site::here()) {
   return ::emulator::shuffle_xor(value, lane_mask, site);
 }
@@ -167,6 +176,7 @@ CUFLASH_DEVICE void mma_m16n8k16(double (&d)[4], const double (&a)[2][4], const 
 // ---- Arithmetic ---------------------------------------------------------------------------------------------------
 CUFLASH_DEVICE float multiply(float x, float y) { return x * y; }
 CUFLASH_DEVICE double multiply(double x, double y) { return x * y; }
+CUFLASH_DEVICE float limit_magnitude(float x, float most) { return fmaxf(fminf(x, most), -most); }
 CUFLASH_DEVICE float exp2_approx(float x) { return ::emulator::exp2_approx(x); }
 CUFLASH_DEVICE float reciprocal_approx(float x) { return ::emulator::reciprocal_approx(x); }
 CUFLASH_DEVICE float sqrt_approx(float x) { return ::emulator::sqrt_approx(x); }
@@ -246,19 +256,19 @@ CUFLASH_DEVICE void wait_for_turn(const u32* turns, u32 turn, Site site = Site::
 CUFLASH_DEVICE void end_turn(u32* turns, Site site = Site::here()) { ::emulator::end_turn(turns, site); }
 
 // ---- Results that blocks leave for one another ----------------------------------------------------------------------
-CUFLASH_DEVICE void store_for_blocks(float* address, float value, Site site = Site::here()) {
-  ::emulator::store_for_blocks(address, &value, 1, site);
+template <class T>
+CUFLASH_DEVICE void store_for_blocks_x2(T* address, const T (&value)[2], Site site = Site::here()) {
+  ::emulator::store_for_blocks(address, value, sizeof value, site);
 }
-CUFLASH_DEVICE void store_for_blocks_x2(float* address, const float (&value)[2], Site site = Site::here()) {
-  ::emulator::store_for_blocks(address, value, 2, site);
-}
-CUFLASH_DEVICE float load_of_blocks(const float* address, Site site = Site::here()) {
-  float value;
-  ::emulator::load_of_blocks(address, &value, 1, site);
-  return value;
+template <class T>
+CUFLASH_DEVICE void load_of_blocks_x2(const T* address, T (&value)[2], Site site = Site::here()) {
+  ::emulator::load_of_blocks(address, value, sizeof value, site);
 }
 CUFLASH_DEVICE void load_of_blocks_x4(const float* address, float (&value)[4], Site site = Site::here()) {
-  ::emulator::load_of_blocks(address, value, 4, site);
+  ::emulator::load_of_blocks(address, value, sizeof value, site);
+}
+CUFLASH_DEVICE void load_of_blocks_x4(const double* address, double (&value)[4], Site site = Site::here()) {
+  for (int i = 0; i < 4; i += 2) ::emulator::load_of_blocks(address + i, value + i, 2 * sizeof(double), site);
 }
 CUFLASH_DEVICE u64 load_arrivals(const u64* counter, Site site = Site::here()) {
   return ::emulator::load_arrivals(counter, site);

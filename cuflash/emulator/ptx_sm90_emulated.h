@@ -21,17 +21,6 @@ CUFLASH_DEVICE void barrier_wait(u32 barrier, u32 parity, Site site = Site::here
   ::emulator::barrier_wait(barrier, parity, site);
 }
 
-// ---- Named barriers -----------------------------------------------------------------------------------------------
-CUFLASH_DEVICE void sync_named(u32 identifier, u32 threads, Site site = Site::here()) {
-  ::emulator::sync_named(identifier, threads, site);
-}
-CUFLASH_DEVICE void arrive_named(u32 identifier, u32 threads, Site site = Site::here()) {
-  ::emulator::arrive_named(identifier, threads, site);
-}
-CUFLASH_DEVICE bool sync_named_any(u32 identifier, u32 threads, bool predicate, Site site = Site::here()) {
-  return ::emulator::sync_named_any(identifier, threads, predicate, site);
-}
-
 // ---- Copies by TMA ------------------------------------------------------------------------------------
 CUFLASH_DEVICE void fence_async_proxy(Site site = Site::here()) { ::emulator::fence_async_proxy(site); }
 CUFLASH_DEVICE void load_tensor(u32 destination, const TensorMap& map, u32 barrier, i32 column, i32 row, i32 head,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from cuflash.planning import sm80
 from cuflash.planning.draft import SUMS_CAPTURED, Draft
-from cuflash.planning.families import BackwardFamily, choose_family, family_of
+from cuflash.planning.families import BackwardFamily, DqFamily, choose_family, family_of
 from cuflash.planning.scores import (
     add_captured,
     add_captured_around,
@@ -17,14 +17,16 @@ from cuflash.planning.scores import (
     needs,
     score_gradients,
 )
-from cuflash.planning.sm80 import DQ_TILES, SCORES_TILES, DqTile, ScoresTile
+from cuflash.planning.sm80 import SCORES_TILES, ScoresTile
 from cuflash.planning.sm90.backward import BACK_SECTION, Backward, BackwardFloat32, steps_of_tile
 from cuflash.planning.sm90.backward_bias import add_bias_gradient, choose_bias_tile
+from cuflash.planning.sm90.backward_wide import BackwardWide, DqWide
 from cuflash.planning.sm90.tiles import BiasSm90Tile
 from cuflash.planning.tiles import ROLES, Role, Tile, choose_row, tile_bytes
 from cuflash.terms import TERMS
 
-FAMILIES: tuple[BackwardFamily[Any], ...] = (BackwardFloat32(), Backward(), sm80.Backward())
+FAMILIES: tuple[BackwardFamily[Any], ...] = (BackwardFloat32(), BackwardWide(), Backward(), sm80.Backward())
+DQ_FAMILIES: tuple[DqFamily[Any], ...] = (DqWide(), sm80.Dq())
 
 # Where more blocks cost extra work, a grid should have so many times as many blocks as are resident at once: the first
 # number is for blocks of equal length, the second for a causal mask. Measured on an H200 with one key/value head for 16
@@ -53,7 +55,7 @@ class _Rows(NamedTuple):
 
     family: BackwardFamily[Any] | None
     main: Any
-    dq: DqTile | None
+    dq: Any
     scores: ScoresTile | None
     bias: BiasSm90Tile | None
     summed: tuple[str, ...]  # gradients of parts of the scores
@@ -119,7 +121,7 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
         add_bias_gradient(draft, bias, main, stored)
     if dq is not None:
         _add_dq(draft, dq)
-        if main is not None:
+        if family is not None and family.makes_dq:
             draft.reasons.append(
                 "deterministic: dq has a kernel of its own that adds in a fixed order and recomputes the weights"
             )
@@ -151,10 +153,11 @@ def _rows(draft: Draft, tiles: tuple[Tile, ...] | None) -> _Rows:
             draft.reasons.append(f"{missing}: not stored, but computed; that kernel makes the products of both")
 
     in_order = family is not None and family.dq_in_order(main)
-    if "dq" not in need or (family is not None and (in_order or not problem.deterministic)):
+    makes_dq = family is not None and family.makes_dq and (in_order or not problem.deterministic)
+    if "dq" not in need or makes_dq:
         dq = None
     elif dq is None:
-        dq, reason = choose_row(DQ_TILES, problem, device)
+        _, dq, reason = choose_family(DQ_FAMILIES, draft)
         draft.reasons.append(reason)
     if dq is not None and main is None:
         draft.reasons.append("dq alone has a kernel of its own, which makes three products and not five")
@@ -213,8 +216,8 @@ def _add_dq(draft: Draft, dq: Any) -> None:
     """The kernel of dq alone."""
     m_blocks, is_wide = draft.heads * draft.tiles_of(draft.problem.seqlen_q, dq.block_m), _has_wide(draft, "dq")
     draft.add_lists(dq, "key_lists")
-    shared_bytes, makes = dq.shared_bytes(*draft.padded_dims(dq)), ("wide_dq",) if is_wide else ()
-    draft.add("sm80/backward_dq.cu", dq, m_blocks, shared_bytes, makes, CUFLASH_DQ_WIDE=int(is_wide))
+    makes, options = ("wide_dq",) if is_wide else (), {"CUFLASH_DQ_WIDE": int(is_wide)}
+    family_of(DQ_FAMILIES, dq).add(draft, dq, m_blocks, makes, options)
 
 
 # ---- how blocks share the work ---------------------------------------------------------------------------------------
@@ -229,7 +232,7 @@ def _share_work(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks:
 
 def _group_splits(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int) -> int:
     """How many blocks share the query heads of a key/value head, in equal parts, where tiles of keys are few."""
-    problem, resident = draft.problem, draft.device.num_sms * main.min_blocks
+    problem, resident = draft.problem, draft.device.num_sms // main.cluster * main.min_blocks
     waves = WAVES if n_blocks >= WAVES * resident or problem.window_right is None else CAUSAL_WAVES
     most = family.heads_of_block(draft, main)
     shares = (n for n in range(1, problem.group_size + 1) if problem.group_size % n == 0)
@@ -239,7 +242,7 @@ def _group_splits(draft: Draft, family: BackwardFamily[Any], main: Tile, n_block
 
 def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
     """Let blocks share tiles of keys that do not fill the device, all or those of the last wave, if that is faster."""
-    problem, resident = draft.problem, draft.device.num_sms * main.min_blocks
+    problem, resident = draft.problem, draft.device.num_sms // main.cluster * main.min_blocks
     steps = steps_of_tile(draft, main)
     tiles = problem.batch * problem.num_heads_kv * -(-problem.mean_sequence.seqlen_k // main.block_n)
     # Under a causal mask the longest start first, and what is left at the end is short.
@@ -265,14 +268,15 @@ def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
-def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: DqTile | None) -> Tile:
+def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: Tile | None) -> Tile:
     """Add the kernel of delta, from which all others read, and those of gradients of parts of the softmax.
 
     Returns the tile by whose fragments the kernels around the main one see memory.
     """
     problem = draft.problem
     first = draft.tiles[0] if draft.tiles else choose_row(SCORES_TILES, problem, draft.device)[0]
-    around = first if family is None else family.accumulator_layout(draft.tiles[0])
+    owner = family if family is not None or dq is None else family_of(DQ_FAMILIES, dq)
+    around = first if owner is None else owner.accumulator_layout(first)
     dims = {"CUFLASH_DIM_MULTIPLE": first.dim_multiple}
     # delta runs over tiles of the kernels that read it, one block a tile.
     delta = around if dq is None else around.changed(block_m=max(around.block_m, dq.block_m))
@@ -298,7 +302,7 @@ def _add_main(
     blocks = shared + run_time.whole_tiles
     makes = (*summed, "captured") if sums_captured else summed
     options = needs(summed) | {"CUFLASH_NEEDS_CAPTURED": SUMS_CAPTURED if sums_captured else 0}
-    draft.add(family.source, main, blocks, main.shared_bytes(*draft.padded_dims(main)), makes, **options)
+    family.add(draft, main, blocks, makes, options)
     return blocks
 
 

@@ -37,7 +37,7 @@ LOOK_FLOPS = 1 << 31
 # bounded otherwise.
 LOOK_KEYS = 2048
 COUNTED_BY_DQ = "the order of dq counts them"  # why tiles that a mask hides are computed
-WRITTEN = ("out", "dk", "dv")  # results that kernels of compute capability 9.0 leave to TMA
+WRITTEN = ("out", "dq", "dk", "dv")  # results of which kernels of compute capability 9.0 write 16 bytes at once
 
 
 @dataclass(kw_only=True)
@@ -130,38 +130,67 @@ class Draft:
         problem = self.problem
         by_bits = "mask_words" in self.scratch
         if not self.defines["CUFLASH_HAS_LISTS"] and not by_bits and problem.mask is not None:
-            obstacle = self._why_not_looked_at(tile)
-            if obstacle and not any(reason.startswith("mask:") for reason in self.reasons):
-                self.reasons.append(f"mask: tiles that it hides are computed: {obstacle}")
-            self.defines["CUFLASH_HAS_LISTS"] = int(not obstacle)
+            self.defines["CUFLASH_HAS_LISTS"] = int(self._looks_at_mask(tile))
         if not self.defines["CUFLASH_HAS_LISTS"]:
             return
         m_blocks, n_blocks = -(-problem.seqlen_q // tile.block_m), -(-problem.seqlen_k // tile.block_n)
         lists, length = (m_blocks, n_blocks) if name == "key_lists" else (n_blocks, m_blocks)
+        lists *= self._set_own_lists()
+        elements = -(-lists * (LIST_HEADER + length) * ITEMSIZE["int32"] // ITEMSIZE[problem.softmax_dtype])
+        self.scratch[name] = round_up(elements, 4)
+        of_keys = name == "key_lists"
+        if problem.mask_function is not None or (problem.mask is not None and not by_bits):
+            self._add_mask_tiles(tile, lists * length)
+        warps = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1}
+        self.add("around/lists.cu", tile, -(-lists // LIST_WARPS), 0, **warps, CUFLASH_LISTS_KEYS=int(of_keys))
+        self.reasons.append(
+            f"{'block_mask' if problem.mask is None and problem.mask_function is None else 'mask'}: tiles of "
+            f"{'keys' if of_keys else 'queries'} are listed, "
+            f"{tile.block_m} queries x {tile.block_n} keys each; hidden ones are neither loaded nor computed"
+        )
+
+    def add_notes(self, tile: Tile) -> None:
+        """For a main kernel that has no lists: notes of what a mask, or a function that hides pairs, leaves of tiles.
+
+        Tiles that a block mask hides it finds itself.
+        """
+        problem = self.problem
+        self.defines["CUFLASH_HAS_LISTS"] = 0
+        matrices = self._set_own_lists()
+        looks = self._looks_at_mask(tile) if problem.mask is not None else False
+        if problem.mask_function is not None or looks:
+            self.defines["CUFLASH_HAS_NOTES"] = 1
+            tiles = -(-problem.seqlen_q // tile.block_m) * -(-problem.seqlen_k // tile.block_n)
+            self._add_mask_tiles(tile, matrices * tiles)
+            self.reasons.append(f"mask: what it leaves of tiles of {tile.block_n} keys is noted")
+        if problem.mask_function is not None or looks or problem.block_mask is not None:
+            self.reasons.append(f"tiles of {tile.block_n} keys that no query sees are not loaded")
+
+    def _set_own_lists(self) -> int:
+        """Set how many lists, or notes of tiles, of their own batch entries and heads have; how many that is in all."""
+        problem, function = self.problem, self.problem.mask_function
         own = self.own_lists(problem.block_mask, problem.mask)
-        function = problem.mask_function
         if function is not None:
             own = (
                 problem.batch if function.depends_on("batch") else own[0],
                 problem.num_heads if function.depends_on("head") else own[1],
             )
         self.set(list_batches=own[0], list_heads=own[1])
-        lists *= math.prod(own) if self.heads else 0
-        elements = -(-lists * (LIST_HEADER + length) * ITEMSIZE["int32"] // ITEMSIZE[problem.softmax_dtype])
-        self.scratch[name] = round_up(elements, 4)
-        of_keys = name == "key_lists"
+        return math.prod(own) if self.heads else 0
+
+    def _add_mask_tiles(self, tile: Tile, tiles: int) -> None:
+        """Add the kernel that notes what a mask leaves of each of so many tiles."""
+        elements = -(-tiles // ITEMSIZE[self.problem.softmax_dtype])
+        self.scratch["mask_blocks"] = max(self.scratch.get("mask_blocks", 0), elements)
         warps = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1}
-        if function is not None or (problem.mask is not None and not by_bits):
-            tiles = lists * length
-            elements = -(-tiles // ITEMSIZE[problem.softmax_dtype])
-            self.scratch["mask_blocks"] = max(self.scratch.get("mask_blocks", 0), elements)
-            self.add("around/mask_tiles.cu", tile, -(-tiles // LIST_WARPS), 0, **warps)
-        self.add("around/lists.cu", tile, -(-lists // LIST_WARPS), 0, **warps, CUFLASH_LISTS_KEYS=int(of_keys))
-        self.reasons.append(
-            f"{'block_mask' if problem.mask is None and function is None else 'mask'}: tiles of "
-            f"{'keys' if of_keys else 'queries'} are listed, "
-            f"{tile.block_m} queries x {tile.block_n} keys each; hidden ones are neither loaded nor computed"
-        )
+        self.add("around/mask_tiles.cu", tile, -(-tiles // LIST_WARPS), 0, **warps)
+
+    def _looks_at_mask(self, tile: Tile) -> bool:
+        """Whether a kernel looks beforehand at what a mask leaves of tiles; if not, the reasons say why."""
+        obstacle = self._why_not_looked_at(tile)
+        if obstacle and not any(reason.startswith("mask:") for reason in self.reasons):
+            self.reasons.append(f"mask: tiles that it hides are computed: {obstacle}")
+        return not obstacle
 
     def _why_not_looked_at(self, tile: Tile) -> str:
         """Why no kernel looks beforehand at what a mask leaves of tiles; "" if one does."""
@@ -240,7 +269,7 @@ class Draft:
 _UNTOLD: dict[str, tuple[str, ...]] = {
     **{name: (DEFINES[name],) for name in OF_PAIRS if name in DEFINES},
     "mask": (DEFINES["mask"], "CUFLASH_MASK_OF_KEYS", "CUFLASH_MASK_BY_BITS"),
-    "block_mask": ("CUFLASH_MASK_BLOCK_M", "CUFLASH_MASK_BLOCK_N", "CUFLASH_HAS_LISTS"),
+    "block_mask": ("CUFLASH_MASK_BLOCK_M", "CUFLASH_MASK_BLOCK_N", "CUFLASH_HAS_LISTS", "CUFLASH_HAS_NOTES"),
     "dropout": ("CUFLASH_HAS_DROPOUT",),
     "scale": ("CUFLASH_SCALE_IN_EXPONENT",),
     "q_scale": ("CUFLASH_Q_SCALE", "CUFLASH_FLOAT8_QUERIES"),
@@ -331,6 +360,7 @@ def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_
         "CUFLASH_MASK_OF_KEYS": 0,
         "CUFLASH_MASK_BY_BITS": 0,
         "CUFLASH_HAS_LISTS": int(problem.block_mask is not None or lists_function),
+        "CUFLASH_HAS_NOTES": 0,
         "CUFLASH_PLAIN_FRAGMENTS": 0,
     }
 

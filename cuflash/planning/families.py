@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 from cuflash.planning.draft import Draft
@@ -31,6 +31,10 @@ class Family(ABC, Generic[Row]):
     @abstractmethod
     def table(self, problem: Problem) -> tuple[Row, ...]:
         """The rows to choose from."""
+
+    def accumulator_layout(self, main: Row) -> Tile:
+        """The tile by whose fragments the kernels around the main one see what it leaves in memory."""
+        return main
 
     def why_not(self, draft: Draft) -> str | None:
         """Why it does not serve a problem: None if it does, "" where nobody would expect it to."""
@@ -57,9 +61,10 @@ class ForwardFamily(Family[Row]):
 class BackwardFamily(Family[Row]):
     """A family of the backward pass, whose blocks own keys.
 
-    They make dk and dv, and add to dq unless dq has a kernel of its own.
+    They make dk and dv, and most add to dq, unless it has a kernel of its own.
     """
 
+    makes_dq: ClassVar[bool] = True  # it adds to dq, if need be in a fixed order; else dq has a kernel of its own
     makes_both: ClassVar[bool] = False  # it makes dk and dv, whichever is wanted
     shares_tail: ClassVar[bool] = False  # blocks may share the queries of the last tiles of keys
     defines: ClassVar[dict[str, int]] = {}  # of all kernels of the pass, for how the main one sees memory
@@ -71,10 +76,6 @@ class BackwardFamily(Family[Row]):
     def dq_in_order(self, main: Row) -> bool:
         """Whether blocks add to dq in a fixed order."""
         return False
-
-    def accumulator_layout(self, main: Row) -> Tile:
-        """The tile by whose fragments the kernels around the main one see what it leaves in memory."""
-        return main
 
     def heads_of_block(self, draft: Draft, main: Row) -> int:
         """The most query heads of a group that a block should go through."""
@@ -114,6 +115,18 @@ class BackwardFamily(Family[Row]):
 
     def prepare(self, draft: Draft, main: Row) -> None:
         """Add what the main kernel needs: tensor maps, and kernels that make its operands."""
+
+    def add(self, draft: Draft, main: Row, blocks: int, makes: Collection[str], options: Mapping[str, int]) -> None:
+        """Add the main kernel, which makes these gradients of parts of the scores, too."""
+        draft.add(self.source, main, blocks, main.shared_bytes(*draft.padded_dims(main)), makes, **options)
+
+
+class DqFamily(Family[Row]):
+    """A family of kernels that make dq alone, in a fixed order. Their blocks own queries."""
+
+    @abstractmethod
+    def add(self, draft: Draft, tile: Row, blocks: int, makes: Collection[str], options: Mapping[str, int]) -> None:
+        """Add the kernel."""
 
 
 F = TypeVar("F", bound=Family[Any])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuflash.planning import sm80
+from cuflash.planning import sm80, sm80_decode
 from cuflash.planning.draft import Draft
 from cuflash.planning.families import ForwardFamily, choose_family, family_of
 from cuflash.planning.sm90.decode import Decode, DecodeFloat8, DecodeWide
@@ -14,9 +14,10 @@ from cuflash.planning.tiles import Tile
 FAMILIES: tuple[ForwardFamily[Any], ...] = (
     DecodeFloat8(),  # whose tiles are tiles of Decode, too
     Decode(),
+    DecodeWide(),  # whose tiles are tiles of ForwardWide, too
+    sm80_decode.Decode(),
     ForwardFloat32(),
     ForwardFloat8(),
-    DecodeWide(),  # whose tiles are tiles of ForwardWide, too
     ForwardWide(),
     Forward(),
     sm80.Forward(),

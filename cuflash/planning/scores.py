@@ -105,7 +105,7 @@ def add_captured_around(draft: Draft, tile: Tile, step: int, *, stores: bool) ->
         elements += sum(math.prod(filled.shape) for filled in draft.tables if filled.table.name in summed)
     of_64_bits = 8 // ITEMSIZE[draft.problem.softmax_dtype]
     draft.scratch["captured_sums"] = of_64_bits * elements * _words(draft, step)
-    draft.scratch["captured_largest"] = of_64_bits * len(draft.program.arrays)
+    draft.scratch["captured_largest"] = of_64_bits * (len(draft.program.arrays) + 1)
     blocks = draft.device.num_sms  # whatever the arrays are, so that no array compiles anything
     options = {"CUFLASH_NUM_WARPS": SCORES_REDUCE_WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_NEEDS_CAPTURED": step}
     options |= {"CUFLASH_CAPTURED_BLOCKS": blocks, "CUFLASH_STORES_CAPTURED": int(stores)}

@@ -5,11 +5,12 @@ The first row of a table that serves the head dimensions, and whose shared memor
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from cuflash.planning.draft import Draft
-from cuflash.planning.families import BackwardFamily, ForwardFamily
+from cuflash.planning.families import BackwardFamily, DqFamily, ForwardFamily
 from cuflash.planning.tiles import (
     ARITHMETIC,
     MEDIUM,
@@ -370,3 +371,15 @@ class Backward(BackwardFamily[BackwardTile]):
 
     def table(self, problem: Problem) -> tuple[BackwardTile, ...]:
         return BACKWARD_TILES
+
+
+class Dq(DqFamily[DqTile]):
+    kernel = "sm80/backward_dq"
+    has_functions = True
+    tile = DqTile
+
+    def table(self, problem: Problem) -> tuple[DqTile, ...]:
+        return DQ_TILES
+
+    def add(self, draft: Draft, tile: DqTile, blocks: int, makes: Collection[str], options: Mapping[str, int]) -> None:
+        draft.add(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), makes, **options)

@@ -92,6 +92,11 @@ class Tile:
             """The measurement or the arithmetic that put the row here."""
 
     @property
+    def cluster(self) -> int:
+        """The blocks that have a tile together, those of a cluster."""
+        return 1
+
+    @property
     def maps_bias(self) -> bool:
         """Whether the kernel loads a bias of pairs by TMA."""
         return False

@@ -24,7 +24,7 @@ from cuflash.terms import TERMS
 # is was fitted to the counters of an H200.
 L2_SHARE = 0.42
 LOOKS = ("around/mask_bits.cu", "around/mask_tiles.cu")  # kernels that read a mask once, for all others
-FORWARD, DECODE = ("sm80/forward.cu", "sm90/forward.cu"), "sm90/decode.cu"
+FORWARD, DECODE = ("sm80/forward.cu", "sm90/forward.cu"), ("sm80/decode.cu", "sm90/decode.cu")
 BACKWARD, DQ = ("sm80/backward.cu", "sm90/backward.cu"), "sm80/backward_dq.cu"
 
 
@@ -96,7 +96,7 @@ def predict(plan: Plan) -> Traffic | None:
     """The traffic of a plan; None where a kernel takes part whose tiles are not modelled."""
     sources = {kernel.source for kernel in plan.kernels if not kernel.source.startswith("around/")}
     problem = plan.problem
-    if not sources or not sources <= {*FORWARD, DECODE, *BACKWARD, DQ} or not problem.visible_pairs:
+    if not sources or not sources <= {*FORWARD, *DECODE, *BACKWARD, DQ} or not problem.visible_pairs:
         return None
     if problem.has_float8 or "captured_sums" in plan.scratch_sizes:
         return None
@@ -211,7 +211,7 @@ def _forward(plan: Plan) -> Traffic:
     one = problem.mean_sequence
     of_q, of_v = _row_bytes(problem)
     heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
-    if plan.kernels[0].source == DECODE:
+    if any(kernel.source in DECODE for kernel in plan.kernels):
         tiles, keys = _decoding(plan)
     else:
         rows = key_rows(one, tile.block_m, tile.block_n)

@@ -1,16 +1,20 @@
-"""Scores and masks that callers write as Python functions: traced once, evaluated, differentiated and emitted."""
+"""Scores and masks that callers write: Python functions, traced once, and texts of CUDA."""
 
 from cuflash.score.hoisting import hoisted_program_of
 from cuflash.score.places import COUNTED, ORIGIN, of_part
-from cuflash.score.program import KINDS_OF_READS, Program, Traced, index_class, program_of
+from cuflash.score.program import KINDS_OF_READS, Program, ScoreFunction, Traced, index_class, program_of
 from cuflash.score.tables import Loaded, Table
+from cuflash.score.text import FIRST_LINE, Score
 
 __all__ = [
     "COUNTED",
+    "FIRST_LINE",
     "KINDS_OF_READS",
     "ORIGIN",
     "Loaded",
     "Program",
+    "Score",
+    "ScoreFunction",
     "Table",
     "Traced",
     "hoisted_program_of",

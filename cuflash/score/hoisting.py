@@ -18,7 +18,7 @@ from cuflash.score.emission import INT32, OF_DTYPES, OF_INPUTS
 from cuflash.score.intervals import Bounds, all_bounds
 from cuflash.score.nodes import COMPARISONS, Node, in_order, node
 from cuflash.score.places import counts_from_origin
-from cuflash.score.program import Program, Traced, program_of, with_derivatives
+from cuflash.score.program import Program, ScoreFunction, Traced, program_of, with_derivatives
 from cuflash.score.tables import AXES, By, Loaded, Table, dtype_of
 
 # About as many instructions as the kernels of compute capability 9.0 have for an operation on a score; 1 for others. A
@@ -137,7 +137,11 @@ def _cost(at: Node) -> int:
 
 @functools.lru_cache(maxsize=256)
 def hoisted_program_of(
-    score: Traced | None, mask: Traced | None, arrays: tuple[tuple[str, int, str], ...], real: str, of_batch: bool
+    score: ScoreFunction | None,
+    mask: Traced | None,
+    arrays: tuple[tuple[str, int, str], ...],
+    real: str,
+    of_batch: bool,
 ) -> Program:
     """The program of functions as `program_of` gives it, with tables in place of parts that take few values.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -26,10 +26,35 @@ FEW_TABLES = 2  # that tiles of every size leave registers for
 MOST_OF_KEYS = 4  # numbers of a key that a function gets; it reads all others itself
 OF_HEAD = "const OfHead& of_head"  # in CUDA text
 PAIR = "const Captured* arrays, Real s, int i, int j, int head, int batch"
+SCORE_FUNCTION = (
+    f"template <class Slope>\nCUFLASH_DEVICE Real score_function({OF_HEAD}, const OfKey& of_key, {PAIR}, Slope& by_s)"
+)
 # What the places of a read follow from, by the class of its index: ReadKind of kernels/common/captured_gradients.cuh
 # has the same numbers. All other reads have the next number.
 KINDS_OF_READS = {"head": 0, "j": 1, "i": 2, "i - j": 3}
+PAIR_READ = len(KINDS_OF_READS)
 POSITIONAL: Mapping[What, tuple[str, ...]] = {"score": ("s", "i", "j"), "mask": ("i", "j")}
+
+
+class ScoreFunction(Protocol):
+    """What makes scores: a traced function, or a text of CUDA, of which all that is known is what a run of it gives."""
+
+    def __hash__(self) -> int:
+        """Equal ones are the same score."""
+
+    @property
+    def arrays(self) -> Sequence[str]:
+        """The arrays that it takes."""
+
+    @property
+    def root(self) -> Node | None:
+        """The expression; None where there is nothing to look into."""
+
+    def on_numpy(self) -> Traced:
+        """What computes NumPy arrays. Raises NotImplementedError where there is nothing."""
+
+    def program(self, mask: Node | None, arrays: tuple[tuple[str, int, str], ...]) -> Program:
+        """What a call computes of it, beside a mask with kinds, for the names, axes and dtypes of its arrays."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +81,14 @@ class Traced:
     def __repr__(self) -> str:
         return f"<{self.what} {shown([('', self.root)])!r}>".replace("\\n", "; ")
 
+    def on_numpy(self) -> Traced:
+        """The same: an expression computes arrays of every kind."""
+        return self
+
+    def program(self, mask: Node | None, arrays: tuple[tuple[str, int, str], ...]) -> Program:
+        """See `ScoreFunction`."""
+        return with_derivatives(_with_kinds(self, _by_name(arrays)), mask, arrays)
+
     def depends_on(self, *inputs: str) -> bool:
         """Whether any of these inputs is in the expression."""
         return any(at.op == "input" and at.payload in inputs for at in in_order([self.root]))
@@ -76,6 +109,10 @@ class Traced:
         return _with_kinds(self, tuple(kinds.items()))
 
 
+def _by_name(arrays: tuple[tuple[str, int, str], ...]) -> tuple[tuple[str, tuple[int, str]], ...]:
+    return tuple((name, (num_axes, dtype)) for name, num_axes, dtype in arrays)
+
+
 def _asked(function: Callable[..., Any]) -> tuple[str, ...]:
     import inspect
 
@@ -93,7 +130,7 @@ class Program:
     Attributes
     ----------
     score, mask : Node or None
-        The score and whether a pair is visible, with kinds.
+        The score and whether a pair is visible, with kinds. None for a score that is no expression, too.
     by_s : Node or None
         The derivative of the score by the scaled product.
     arrays : tuple of (str, int, str)
@@ -121,6 +158,15 @@ class Program:
         roots = [] if self.by_s is None else [self.by_s]
         roots += [load.derivative for name in wanted for load in self.loads.get(name, ())]
         return any(at.op == "input" and at.payload == "s" for at in in_order(roots))
+
+    def on_numpy(self) -> Program:
+        """What computes NumPy arrays: expressions. Raises NotImplementedError where there are none."""
+        return self
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        """The arrays that the score has derivatives by."""
+        return tuple(self.loads)
 
     def classes(self, wanted: Collection[str]) -> list[str]:
         """The classes of the indices by which the score reads these arrays, one for each read."""
@@ -163,21 +209,12 @@ class Program:
         """CUDA text: functions of a pair, of the arrays in their order; derivatives for those that are `wanted`."""
         arrays = {name: (index, dtype) for index, (name, _, dtype) in enumerate(self.arrays)}
         summed = self.summed(wanted)
-        reads = [load for name in summed for load in self.loads[name]]
+        reads = [load for name in summed for load in self.loads.get(name, ())]
         of_reads = [*(index for load in reads for index in load.at.args), *(load.derivative for load in reads)]
         of_all = of_head([*(root for root in (self.score, self.by_s, self.mask) if root is not None), *of_reads])
         known = {at: f"of_head.x{n}" for n, at in enumerate(of_all)}
         text = f"constexpr int kNumCaptured = {len(arrays)};\n" + self._of_head(of_all, arrays)
-        if self.score is not None and self.by_s is not None:
-            value, slope = self.score, self.by_s
-            text += self._of_keys(arrays, known)
-            text += f"CUFLASH_DEVICE Real score_function({OF_HEAD}, const OfKey& of_key, {PAIR}, Real& by_s) {{\n"
-
-            def both(writer: Writer) -> list[str]:
-                return [f"by_s = {writer.text(slope)};", f"return {writer.text(value)};"]
-
-            of_all_and_keys = known | {at: f"of_key.x[{n}]" for n, at in enumerate(self.of_keys)}
-            text += body([value, slope], arrays, both, of_all_and_keys, tables=self._rows) + "}\n"
+        text += self._scores(arrays, wanted, known)
         if self.mask is not None:
             visible = self.mask
             text += f"CUFLASH_DEVICE bool mask_function({OF_HEAD}, {PAIR.replace('Real s, ', '')}) {{\n"
@@ -217,6 +254,19 @@ class Program:
         text += f"CUFLASH_DEVICE OfKey read_of_key({OF_HEAD}, const Captured* arrays, int j, int head, int batch) {{\n"
         return text + body(nodes, arrays, made, known, tables=self._rows) + "}\n"
 
+    def _scores(self, arrays: Mapping[str, tuple[int, str]], wanted: Collection[str], known: Mapping[Node, str]) -> str:
+        """The function of scores, and what it reads of a key."""
+        if self.score is None or self.by_s is None:
+            return ""
+        value, slope = self.score, self.by_s
+
+        def both(writer: Writer) -> list[str]:
+            return [f"by_s = {writer.text(slope)};", f"return {writer.text(value)};"]
+
+        of_all_and_keys = {**known} | {at: f"of_key.x[{n}]" for n, at in enumerate(self.of_keys)}
+        lines = body([value, slope], arrays, both, of_all_and_keys, tables=self._rows)
+        return self._of_keys(arrays, known) + f"{SCORE_FUNCTION} {{\n{lines}}}\n"
+
     def _derivatives(
         self,
         arrays: Mapping[str, tuple[int, str]],
@@ -225,11 +275,42 @@ class Program:
         known: Mapping[Node, str],
     ) -> str:
         """The functions of gradients of arrays, those that are `wanted`, and of what is `summed` for them."""
+        reads = self._reads(arrays, summed)
+        numbers, kinds, constant = (", ".join(str(int(read[n])) for read in reads) or "0" for n in range(3))
+        has_sums = ", ".join(str(int(name in wanted or name in summed)) for name in arrays)
+        of_array = "CUFLASH_DEVICE constexpr {} {}(int read) {{ constexpr int of[] = {{{}}}; return of[read]; }}\n"
+        cases = "".join(
+            f"  if (array == {arrays[name][0]}) score_put({ELEMENTS[arrays[name][1]]}(), data, at, value);\n"
+            for name in self.differentiable
+            if name in wanted
+        )
+        return (
+            f"constexpr int kNumReads = {len(reads)};\n"
+            + of_array.format("int", "array_of_read", numbers)
+            + of_array.format("int", "kind_of_read", kinds)
+            + of_array.format("bool", "has_constant_derivative", constant)
+            + of_array.format("bool", "has_sums", has_sums).replace("read", "array")
+            + f"constexpr bool kDerivativesReadS = {str(self.derivatives_read_s(summed)).lower()};\n"
+            + f"template <class Visit>\nCUFLASH_DEVICE void score_derivatives({OF_HEAD}, {PAIR}, Real& by_s, "
+            + "Visit visit) {\n"
+            + self._visits(arrays, summed, known)
+            + "}\nCUFLASH_DEVICE void store_gradient(int array, void* data, i64 at, Real value) {\n"
+            + cases
+            + "}\n"
+        )
+
+    def _reads(self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str]) -> list[tuple[int, int, bool]]:
+        """The reads of what is `summed`: array, kind, and whether the derivative is a constant."""
+        return [
+            (arrays[name][0], KINDS_OF_READS.get(index_class(load.at), PAIR_READ), load.derivative.op == "constant")
+            for name in summed
+            for load in self.loads[name]
+        ]
+
+    def _visits(self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str], known: Mapping[Node, str]) -> str:
+        """The body of a function that makes the derivative by s, and visits those by the reads of what is `summed`."""
         reads = [(name, load) for name in summed for load in self.loads[name]]
         own = {table.name for table in self.tables}
-        numbers = ", ".join(str(arrays[name][0]) for name, _ in reads)
-        kinds = ", ".join(str(KINDS_OF_READS.get(index_class(load.at), len(KINDS_OF_READS))) for _, load in reads)
-        constant = ", ".join(str(int(load.derivative.op == "constant")) for _, load in reads)
         slope = ONE if self.by_s is None else self.by_s
 
         def visits(writer: Writer) -> list[str]:
@@ -244,39 +325,17 @@ class Program:
 
         roots = [slope, *(index for _, load in reads for index in load.at.args)]
         roots += [load.derivative for _, load in reads]
-        reads_s = self.derivatives_read_s(summed)
-        has_sums = ", ".join(str(int(name in wanted or name in summed)) for name in arrays)
-        of_array = "CUFLASH_DEVICE constexpr {} {}(int read) {{ constexpr int of[] = {{{}}}; return of[read]; }}\n"
-        cases = "".join(
-            f"  if (array == {arrays[name][0]}) score_put({ELEMENTS[arrays[name][1]]}(), data, at, value);\n"
-            for name in self.loads
-            if name in wanted
-        )
-        return (
-            f"constexpr int kNumReads = {len(reads)};\n"
-            + of_array.format("int", "array_of_read", numbers or "0")
-            + of_array.format("int", "kind_of_read", kinds or "0")
-            + of_array.format("bool", "has_constant_derivative", constant or "0")
-            + of_array.format("bool", "has_sums", has_sums).replace("read", "array")
-            + f"constexpr bool kDerivativesReadS = {str(reads_s).lower()};\n"
-            + f"template <class Visit>\nCUFLASH_DEVICE void score_derivatives({OF_HEAD}, {PAIR}, Real& by_s, "
-            + "Visit visit) {\n"
-            + body(roots, arrays, visits, known, tables=self._rows)
-            + "}\nCUFLASH_DEVICE void store_gradient(int array, void* data, i64 at, Real value) {\n"
-            + cases
-            + "}\n"
-        )
+        return body(roots, arrays, visits, known, tables=self._rows)
 
 
 @functools.lru_cache(maxsize=256)
-def program_of(score: Traced | None, mask: Traced | None, arrays: tuple[tuple[str, int, str], ...]) -> Program:
+def program_of(score: ScoreFunction | None, mask: Traced | None, arrays: tuple[tuple[str, int, str], ...]) -> Program:
     """The program of functions for arrays with such numbers of axes and dtypes.
 
     Raises TypeError and ValueError where they do not fit the functions.
     """
-    kinds = tuple((name, (num_axes, dtype)) for name, num_axes, dtype in arrays)
-    root = None if score is None else _with_kinds(score, kinds)
-    return with_derivatives(root, None if mask is None else _with_kinds(mask, kinds), arrays)
+    visible = None if mask is None else _with_kinds(mask, _by_name(arrays))
+    return with_derivatives(None, visible, arrays) if score is None else score.program(visible, arrays)
 
 
 def with_derivatives(score: Node | None, mask: Node | None, arrays: tuple[tuple[str, int, str], ...]) -> Program:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Array = Any
 ROUNDING = 512  # bytes to which CuPy's pool rounds
 MAPPED_ROWS = 16  # queries of a head, up to which every kernel reads a key of its head once
-DECODING = ("sm90/decode",)  # kernels that read a key once for all heads that share it
+DECODING = ("sm80/decode", "sm90/decode")  # kernels that read a key once for all heads that share it
 
 
 def may_be_mapped(run: StreamedPass, device: Cuda) -> bool:

@@ -99,7 +99,7 @@ def check_gradients(
     found: dict[str, Change] = {}
     for name, gradient in gradients.items():
         direction, x = normal(gradient), given[name[1:]]
-        after, before = (total(given | {name[1:]: x + sign * STEP * direction}) for sign in (1, -1))
+        after, before = (total(given | {name[1:]: _moved(x, sign * STEP * direction)}) for sign in (1, -1))
         terms = gradient * direction
         found[name] = Change((after - before) / (2 * STEP), float(terms.sum()), float((terms * terms).sum()) ** 0.5)
     wrong = [
@@ -111,3 +111,10 @@ def check_gradients(
     if wrong:
         raise AssertionError("\n".join(wrong))
     return found
+
+
+def _moved(x: Any, step: Any) -> Any:
+    """The sum, as an array: of arrays without axes NumPy makes a number."""
+    moved = x.copy()
+    moved += step
+    return moved

@@ -10,7 +10,7 @@ constexpr bool kStores = CUFLASH_STORES_CAPTURED;
 CUFLASH_DEVICE void clear(const Params& params, i64 first, i64 step) {
   const i64 words = (kSumsCaptured ? kSumWords : kTermWords) * first_sum_of(params, kNumCaptured);
   for (i64 i = first; i < words; i += step) captured_sums_of(params, 0)[i] = 0;
-  for (i64 i = first; i < kNumCaptured; i += step) captured_largest_of(params)[i] = 0;
+  for (i64 i = first; i <= kNumCaptured; i += step) captured_largest_of(params)[i] = 0;  // the most reads are the last
 }
 
 // The element of an array at a place among them in C's order.

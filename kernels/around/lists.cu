@@ -28,12 +28,6 @@ struct Count {
   }
 };
 
-// What around/mask_tiles.cu found of a tile.
-CUFLASH_DEVICE Pairs pairs_noted(const Params& params, u32 matrix, int m_block, int n_block) {
-  const i64 row = (i64)matrix * ceil_div(params.seqlen_q, kBlockM) + m_block;
-  return (Pairs)((const u8*)params.mask_blocks)[row * ceil_div(params.seqlen_k, kBlockN) + n_block];
-}
-
 CUFLASH_DEVICE void block_lists(const Params& params) {
   const int num_m_blocks = ceil_div(params.seqlen_q, kBlockM), num_n_blocks = ceil_div(params.seqlen_k, kBlockN);
   const int num_lists = kListsKeys ? num_m_blocks : num_n_blocks, length = kListsKeys ? num_n_blocks : num_m_blocks;

@@ -1,11 +1,11 @@
 // Gradients of arrays that a score reads: sums of integers, which do not depend on the order of additions.
 //
 // Where sm90/backward.cu makes the terms, the sums are exact (common/exact_sums.cuh). Elsewhere they are sums of fixed
-// point, to which every pair adds a term: one launch finds the largest term of each array, the next one adds
-// terms as multiples of a power of two by which no sum overflows: 2^62 such units are more than as many terms as there
-// can be, of that size. So each term is off by at most half a unit, which is 2^-61 of the largest term times the number
-// of terms (of which each factor is rounded up to a power of two). For float64 a second word has what the first one
-// leaves of a term.
+// point, to which every pair adds a term for each read: one launch finds the largest term of each array, and the most
+// reads of a pair, the next one adds terms as multiples of a power of two by which no sum overflows: 2^62 such units are
+// more than as many terms as there can be, of that size. So each term is off by at most half a unit, which is 2^-61 of
+// the largest term times the number of terms (of which each factor is rounded up to a power of two). For float64 a
+// second word has what the first one leaves of a term.
 #pragma once
 #include "common/config.cuh"
 #include "common/exact_sums.cuh"
@@ -39,12 +39,13 @@ CUFLASH_DEVICE i64* captured_sums_of(const Params& params, int word) {
   return (i64*)params.captured_sums + word * first_sum_of(params, kNumCaptured);
 }
 CUFLASH_DEVICE u64* captured_largest_of(const Params& params) { return (u64*)params.captured_largest; }
+CUFLASH_DEVICE u64* most_reads_of(const Params& params) { return captured_largest_of(params) + kNumCaptured; }
 
 CUFLASH_DEVICE int ceil_log2(int n) { return n > 1 ? 32 - (int)ptx::leading_zeros((u32)(n - 1)) : 0; }
 // Of how many terms there can be in a sum.
 CUFLASH_DEVICE int term_count_log2(const Params& params) {
   return ceil_log2(kIsPacked ? 1 : params.batch) + ceil_log2(params.num_heads) + ceil_log2(params.seqlen_q) +
-         ceil_log2(params.seqlen_k) + ceil_log2(kNumReads);
+         ceil_log2(params.seqlen_k) + ceil_log2((int)*most_reads_of(params));
 }
 
 // How terms of an array become words.
@@ -76,6 +77,7 @@ struct TermScale {
 struct CapturedSums {
   const Params& params;
   double largest[max_of(kNumReads, 1)];
+  int most_reads = 0;  // of a pair
   i64 own[max_of(kNumReads, 1)][kTermWords];
   i64 own_place[max_of(kNumReads, 1)];
 
@@ -92,9 +94,11 @@ struct CapturedSums {
   // A pair with a weight, and the gradient of its score.
   CUFLASH_DEVICE void add(const Functions& functions, Real s, int row, int key, Real ds) {
     Real by_s;
+    int reads = 0;
     functions.derivatives(s, row, key, by_s, [&](auto read, i64 place, Real derivative) {
       constexpr int kRead = decltype(read)::value, kArray = array_of_read(kRead);
       const Real term = ds * derivative;
+      ++reads;
       if constexpr (CUFLASH_NEEDS_CAPTURED == kFindsLargest) {
         // A NaN makes results NaN, as an infinity does.
         const double magnitude = term == term ? (double)(term < 0 ? -term : term) : (double)ptx::infinity();
@@ -111,9 +115,11 @@ struct CapturedSums {
         }
       }
     });
+    most_reads = max_of(most_reads, reads);
   }
 
   CUFLASH_DEVICE void finish() {
+    if constexpr (CUFLASH_NEEDS_CAPTURED == kFindsLargest) ptx::reduce_max(most_reads_of(params), (u64)most_reads);
     repeat<kNumReads>([&](auto read) {
       constexpr int kRead = decltype(read)::value, kArray = array_of_read(kRead);
       if constexpr (CUFLASH_NEEDS_CAPTURED == kFindsLargest) {

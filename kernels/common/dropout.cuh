@@ -68,6 +68,14 @@ struct Dropout {
     return kept;
   }
 
+  template <bool is_transposed>
+  CUFLASH_DEVICE KeptWeights<is_transposed> of_either(int query, int key, int later) const {
+    if constexpr (is_transposed)
+      return transposed(query, key, later);
+    else
+      return of(query, key, later);
+  }
+
   // Puts zeros in the place of weights that are dropped.
   template <class T, int n_tiles>
   CUFLASH_DEVICE void drop(T (&weight)[n_tiles][4], int query, int key) const {

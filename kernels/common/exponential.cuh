@@ -164,3 +164,14 @@ CUFLASH_DEVICE double natural_log(double x) {
   const double value = steps * 0.6931471805598903 + (steps * 5.497923018708371e-14 + log_m);
   return x < (double)ptx::infinity() ? value : x;
 }
+
+// The natural logarithm of a sum of exponentials, which is relative to an exponent: -inf of nothing.
+CUFLASH_DEVICE Real log_sum_exp(Real offset, Real sum) {
+  if (sum == 0) return -ptx::infinity();
+  if constexpr (kWide) return (Real)(offset + natural_log(sum));
+  return (offset + ptx::log2_approx(sum)) * kLn2;
+}
+// What a sum of exponentials relative to `offset` is multiplied by to be relative to a larger one; 0 where it is empty.
+CUFLASH_DEVICE Real relative(Real offset, Real larger) {
+  return offset == -ptx::infinity() ? 0 : exponential(offset - larger);
+}

@@ -17,11 +17,13 @@ struct Functions {
 #if CUFLASH_HAS_SCORE_FUNCTION
   // What the score reads of a key.
   CUFLASH_DEVICE OfKey of_key(int key) const { return read_of_key(of_head, arrays, key, head, batch); }
-  // The score of a pair whose scaled product is s, and its derivative by s.
-  CUFLASH_DEVICE Real score(Real s, int row, int key, Real& by_s) const {
+  // The score of a pair whose scaled product is s, and its derivative by s: a Real, or Unused.
+  template <class Slope>
+  CUFLASH_DEVICE Real score(Real s, int row, int key, Slope& by_s) const {
     return score(s, row, key, of_key(key), by_s);
   }
-  CUFLASH_DEVICE Real score(Real s, int row, int key, const OfKey& of_key, Real& by_s) const {
+  template <class Slope>
+  CUFLASH_DEVICE Real score(Real s, int row, int key, const OfKey& of_key, Slope& by_s) const {
     return score_function(of_head, of_key, arrays, s, row, key, head, batch, by_s);
   }
 #endif

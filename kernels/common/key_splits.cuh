@@ -1,7 +1,7 @@
-// How the blocks of sm90/decode.cu share the keys, and how the results of those that share a head are combined: each
-// one's O weighs as much as its share of the sum of exponentials.
+// How the blocks of the kernels for few queries share the keys, and how the results of those that share a head are
+// combined: each one's O weighs as much as its share of the sum of exponentials.
 //
-//   lse = log sum_i exp(lse_i)        O = sum_i exp(lse_i - lse) O_i
+//   l = sum_i l_i exp(m_i - m)        O = sum_i l_i exp(m_i - m) / l O_i        lse = m + log l
 //
 // A sink joins the sum of exponentials here, once, and has no part in O. The block of a head that is done last does it,
 // or around/combine.cu where the results, or the keys, are many.
@@ -26,8 +26,8 @@ struct Shares {
   CUFLASH_DEVICE u32 block_at(u32 place) const { return place / heads; }
 };
 
-CUFLASH_DEVICE float* lse_of(const Params& params, int batch, int head, int query) {
-  return (float*)params.lse.data + batch * params.lse.batch_stride + head * params.lse.head_stride +
+CUFLASH_DEVICE Real* lse_of(const Params& params, int batch, int head, int query) {
+  return (Real*)params.lse.data + batch * params.lse.batch_stride + head * params.lse.head_stride +
          query * params.lse.row_stride;
 }
 
@@ -38,7 +38,7 @@ struct OutElement {
 };
 template <>
 struct OutElement<true> {
-  using Type = float;
+  using Type = Real;
 };
 using Out = OutElement<CUFLASH_OUT_WIDE>::Type;
 
@@ -47,12 +47,24 @@ CUFLASH_DEVICE Out* out_of(const Params& params, int batch, int head, int query)
          query * params.out.row_stride;
 }
 
-// Rounds two neighbouring columns of a row of the output. Rows of whole 16 bytes have both of them, or neither.
-CUFLASH_DEVICE void store_pair(Storage* g_row, int column, float left, float right) {
-  if (column < kHeadDimV) *(u32*)(g_row + column) = ptx::pack(Element{}, left, right);
-}
-CUFLASH_DEVICE void store_pair(float* g_row, int column, float left, float right) {
-  if (column < kHeadDimV) g_row[column] = left, g_row[column + 1] = right;
+// Rounds two neighbouring columns of a row of the output, the first of them an even one.
+template <class E = Element>
+CUFLASH_DEVICE void store_pair(Out* g_row, int column, Real left, Real right) {
+  struct alignas(2 * sizeof(Out)) Pair {
+    Out value[2];
+  } pair;
+  if constexpr (sizeof(Out) == 2) {
+    const u32 rounded = ptx::pack(E{}, left, right);
+    pair.value[0] = (u16)rounded, pair.value[1] = (u16)(rounded >> 16);
+  } else {
+    pair.value[0] = left, pair.value[1] = right;
+  }
+  if constexpr (kHeadDimV % 2 == 0 && kStoreBytes >= (int)sizeof(Pair)) {
+    if (column < kHeadDimV) *(Pair*)(g_row + column) = pair;
+  } else {
+    if (column < kHeadDimV) g_row[column] = pair.value[0];
+    if (column + 1 < kHeadDimV) g_row[column + 1] = pair.value[1];
+  }
 }
 
 // Which block of a head is done last: a count of those that are done, in scratch memory.
@@ -88,6 +100,12 @@ constexpr int kColumnLanes = kChunkColumns / 4;
 constexpr int kAtOnce = 32 / kColumnLanes;  // blocks whose results are summed at once
 constexpr int kAhead = 8;                   // of them that a lane loads before it sums
 
+// The sum of the exponentials of a row over some keys, and the exponent that it is relative to. An exponent rounds less
+// than the logarithm of the sum would.
+struct RowSum {
+  Real offset, sum;
+};
+
 // Results of one head from the keys of each of its blocks alone. A row stands for a query of one of the query heads
 // that share the key/value head: row head_in_group * seqlen_q + query.
 struct Partials {
@@ -95,8 +113,8 @@ struct Partials {
   u32 first_block;
   int count;  // of blocks
   int rows;   // of one block
-  float* g_out;
-  float* g_lse;
+  Real* g_out;
+  Real* g_sums;
 
   CUFLASH_DEVICE Partials(const Params& params, const Shares& shares, u32 head)
       : head(head),
@@ -104,45 +122,54 @@ struct Partials {
         count(shares.block_at(shares.start_of_head(head + 1) - 1) - first_block + 1),
         rows(params.num_heads / params.num_heads_kv * params.seqlen_q) {
     const i64 first_row = (i64)slot(first_block, head) * rows;
-    g_out = (float*)params.partial_out + first_row * kDimV;
-    g_lse = (float*)params.partial_lse + first_row;
+    g_out = (Real*)params.partial_out + first_row * kDimV;
+    g_sums = (Real*)params.partial_sums + first_row * 2;
   }
 
   // The slots of a block's heads and of a head's blocks are neighbours: from one to the next, one of the two grows, or
   // both.
   CUFLASH_DEVICE static u32 slot(u32 block, u32 head) { return block + head; }
 
-  // Row `row` of O, of kDimV columns, and its lse, by the head's `i`-th block.
-  CUFLASH_DEVICE float* out(int i, int row) const { return g_out + ((i64)i * rows + row) * kDimV; }
-  CUFLASH_DEVICE float* lse(int i, int row) const { return g_lse + (i64)i * rows + row; }
+  // Row `row` of O, of kDimV columns, and its RowSum, by the head's `i`-th block.
+  CUFLASH_DEVICE Real* out(int i, int row) const { return g_out + ((i64)i * rows + row) * kDimV; }
+  CUFLASH_DEVICE Real* sums(int i, int row) const { return g_sums + ((i64)i * rows + row) * 2; }
+  template <class Softmax>
+  CUFLASH_DEVICE void store_sum(int i, int row, const Softmax& softmax, int half) const {
+    ptx::store_for_blocks_x2(sums(i, row), {softmax.offset[0][half], softmax.row_sum[0][half]});
+  }
+  CUFLASH_DEVICE RowSum load_sum(int i, int row) const {
+    Real loaded[2];
+    ptx::load_of_blocks_x2(sums(i, row), loaded);
+    return {loaded[0], loaded[1]};
+  }
 
   CUFLASH_DEVICE Arrivals arrivals(const Params& params) const {
     return {(u64*)params.arrivals + head, params.call << 16, (u32)count};  // less than 2^16 blocks
   }
 
-  // log sum exp over the blocks and the sink; -inf where none saw a key. By a warp: every lane gets the same.
-  CUFLASH_DEVICE float combined_lse(int row, float sink) const {
-    float max = lane_index() == 0 ? sink : -ptx::infinity();
-    float sum = kHasSinks && max != -ptx::infinity() ? 1.0f : 0.0f;  // of exponentials by this lane, less the maximum
+  // The sum over the blocks and the sink, whose score is an exponent here. By a warp: every lane gets the same.
+  CUFLASH_DEVICE RowSum combined_sum(int row, Real sink) const {
+    RowSum own = {-ptx::infinity(), 0};  // of the blocks of this lane
+    if (kHasSinks && lane_index() == 0 && sink != -ptx::infinity()) own = {sink, 1};
     for (int i = lane_index(); i < count; i += 32) {
-      const float next = ptx::load_of_blocks(lse(i, row)), of_both = fmaxf(max, next);
-      if (next == -ptx::infinity()) continue;
-      sum = sum * exponential((max - of_both) * kLog2e) + exponential((next - of_both) * kLog2e);
-      max = of_both;
+      const RowSum next = load_sum(i, row);
+      const Real of_both = max_of(own.offset, next.offset);
+      own.sum = own.sum * relative(own.offset, of_both) + next.sum * relative(next.offset, of_both);
+      own.offset = of_both;
     }
-    float of_all = max;
+    RowSum all = own;
 #pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) of_all = fmaxf(of_all, ptx::shuffle_xor(of_all, mask));
-    if (of_all == -ptx::infinity()) of_all = 0.0f;
-    sum *= exponential((max - of_all) * kLog2e);
+    for (int mask = 16; mask > 0; mask /= 2) all.offset = max_of(all.offset, ptx::shuffle_xor(all.offset, mask));
+    all.sum *= relative(own.offset, all.offset);
 #pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) sum += ptx::shuffle_xor(sum, mask);
-    return sum == 0.0f ? -ptx::infinity() : of_all + ptx::log2_approx(sum) * kLn2;
+    for (int mask = 16; mask > 0; mask /= 2) all.sum += ptx::shuffle_xor(all.sum, mask);
+    return all;
   }
 
   // What a lane loads of kAhead blocks before it sums.
   struct Loaded {
-    float out[kAhead][4], lse[kAhead];
+    Real out[kAhead][4];
+    RowSum of_row[kAhead];
   };
   CUFLASH_DEVICE void load(Loaded& loaded, int first, int row, int column) const {
 #pragma unroll
@@ -150,7 +177,7 @@ struct Partials {
       const int i = first + j * kAtOnce;
       if (i >= count || column >= kDimV) break;
       ptx::load_of_blocks_x4(out(i, row) + column, loaded.out[j]);
-      loaded.lse[j] = ptx::load_of_blocks(lse(i, row));
+      loaded.of_row[j] = load_sum(i, row);
     }
   }
 
@@ -165,16 +192,17 @@ struct Partials {
     // The loads of the sum are on their way together with those of its weights: latency is what this takes.
     Loaded loaded;
     load(loaded, first, row, column);
-    const float total = combined_lse(row, kHasSinks ? sink_of(params, query_head) : -ptx::infinity());
-    if (chunk == 0 && lane == 0) *lse_of(params, batch, query_head, query) = total;
+    const RowSum total = combined_sum(row, kHasSinks ? sink_of(params, query_head) * kExponentOfE : 0);
+    if (chunk == 0 && lane == 0) *lse_of(params, batch, query_head, query) = log_sum_exp(total.offset, total.sum);
 
-    float sum[4] = {};
+    Real sum[4] = {};
+    const Real inverse = 1 / total.sum;
 #pragma unroll 1
-    while (total != -ptx::infinity() && column < kDimV) {
+    while (total.sum != 0 && column < kDimV) {
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) {
         if (first + j * kAtOnce >= count) break;
-        const float weight = exponential((loaded.lse[j] - total) * kLog2e);
+        const Real weight = loaded.of_row[j].sum * relative(loaded.of_row[j].offset, total.offset) * inverse;
 #pragma unroll
         for (int k = 0; k < 4; ++k) sum[k] += weight * loaded.out[j][k];
       }

@@ -69,6 +69,17 @@ CUFLASH_DEVICE Pairs pairs_of(const Params& params, const BlockMask& blocks, int
       params, m_block, n_block, [&](int i, int j) { return blocks.has(i, j) ? Pairs::kAll : Pairs::kNone; });
 }
 
+// Which of the matrices of lists, or of notes of tiles, a head has: they may be shared.
+CUFLASH_DEVICE i64 matrix_of(const Params& params, int batch, int head) {
+  return (params.list_batches == 1 ? 0 : (i64)batch * params.list_heads) + (params.list_heads == 1 ? 0 : head);
+}
+
+// What around/mask_tiles.cu found of a tile.
+CUFLASH_DEVICE Pairs pairs_noted(const Params& params, i64 matrix, int m_block, int n_block) {
+  const i64 row = matrix * ceil_div(params.seqlen_q, kBlockM) + m_block;
+  return (Pairs)((const u8*)params.mask_blocks)[row * ceil_div(params.seqlen_k, kBlockN) + n_block];
+}
+
 // The mask of one head, asked pair by pair.
 struct Mask {
   int key_stop;

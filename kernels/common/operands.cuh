@@ -35,16 +35,17 @@ CUFLASH_DEVICE Real* key_numbers_of(const Tensor& tensor, Entry batch, int head)
   return (Real*)tensor.data + entry_of(batch) * tensor.batch_stride + head * tensor.head_stride + offset;
 }
 
-// Row `half` of the two that a lane has of n-tiles, times its factor, to a row of float32 in global memory.
+// Row `half` of the two that a lane has of n-tiles, the first of which has column `first`, times its factor, to a row of
+// float32 in global memory.
 template <int head_dim, int n_tiles>
-CUFLASH_DEVICE void store_row(Storage* row, const float (&value)[n_tiles][4], int half, float factor) {
+CUFLASH_DEVICE void store_row(float* row, const float (&value)[n_tiles][4], int half, float factor, int first = 0) {
   constexpr bool kByPairs = kStoreBytes >= 8 && head_dim % 2 == 0;
   struct alignas(8) Pair {
     float value[2];
   };
 #pragma unroll
   for (int n = 0; n < n_tiles; ++n) {
-    const int column = 8 * n + fragment_column();
+    const int column = first + 8 * n + fragment_column();
     const Pair pair = {value[n][2 * half] * factor, value[n][2 * half + 1] * factor};
     if constexpr (kByPairs) {
       if (column < head_dim) *(Pair*)(row + column) = pair;

@@ -27,6 +27,8 @@ struct Pages {
 
 // The keys or values of one head of a batch entry, where `load_tile` takes the address of a head.
 struct PagedHead {
+  using Stored = KeyStorage;
+
   Pages pages;
   const KeyStorage* pool;  // of the head
   i64 page_stride;
@@ -41,4 +43,5 @@ struct PagedHead {
   CUFLASH_DEVICE const KeyStorage* row(int key) const {
     return pool + pages.page_of(key) * page_stride + Pages::row_in_page(key) * row_stride;
   }
+  CUFLASH_DEVICE const KeyStorage* anywhere() const { return pool; }
 };

@@ -3,6 +3,7 @@
 #pragma once
 #include "common/config.cuh"
 #if CUFLASH_HAS_FUNCTIONS
+#include "common/dual.cuh"
 #include "common/score_functions.cuh"
 #include "common/tile_bounds.cuh"
 #include CUFLASH_FUNCTIONS  // what cuflash/score/program.py writes
@@ -64,7 +65,7 @@ struct Params {
   void* dkv_partials;    // (batch, num_heads_kv, n blocks, group_splits, dk and dv of a tile), in fragment
                          // order; or (n blocks after whole_tiles, tail_splits, the same)
   void* partial_out;     // (batch * num_heads_kv + resident_blocks, rows of a group, padded head_dim_v)
-  void* partial_lse;     // the same without columns
+  void* partial_sums;    // the same with two columns, see common/key_splits.cuh
   void* arrivals;        // of u64: (batch * num_heads_kv), see common/key_splits.cuh
   void* q_split;         // of bfloat16: (bfloat16 parts, batch, heads, seqlen, head dimension rounded up to 8)
   void* k_split;
@@ -118,7 +119,8 @@ struct Params {
   void* captured_sums;
   Captured captured[max_of(kNumCaptured, 1)];   // arrays that functions of the caller read; axes that one has not: 1
   Captured gradients[max_of(kNumCaptured, 1)];  // theirs: null where they are not wanted
-  void* captured_largest;                       // scratch memory, too, of u64: for each array the bits of a double
+  void* captured_largest;                       // scratch memory, too, of u64: for each array the bits of a double, and
+                                                // the most reads of a pair
 #endif
 };
 

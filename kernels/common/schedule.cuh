@@ -1,6 +1,7 @@
 // Block index -> work, and which tiles of the other axis that work needs.
 #pragma once
 #include "common/config.cuh"
+#include "common/mask.cuh"
 #include "common/params.cuh"
 #include "common/sequences.cuh"
 
@@ -151,9 +152,7 @@ constexpr int kListHeader = 2;
 // The list of tile `block` of `num_blocks` with room for `length` others.
 CUFLASH_DEVICE i32* list_of(const Params& params, void* lists, int batch, int head, int block, int num_blocks,
                             int length) {
-  const i64 matrix =
-      (params.list_batches == 1 ? 0 : (i64)batch * params.list_heads) + (params.list_heads == 1 ? 0 : head);
-  return (i32*)lists + (matrix * num_blocks + block) * (kListHeader + length);
+  return (i32*)lists + (matrix_of(params, batch, head) * num_blocks + block) * (kListHeader + length);
 }
 
 // Whether places lead away from the queries: from the tile of keys at the diagonal to the first one, and from the tile

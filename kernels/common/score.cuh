@@ -62,8 +62,9 @@ struct Score {
   }
 
   // The score of (row, key), and the derivative of the capped score, or that of a function, in the scaled product
-  // (1 without).
-  CUFLASH_DEVICE Real of(Real product, int row, int key, Real& derivative) const {
+  // (1 without): a Real, or Unused.
+  template <class Slope>
+  CUFLASH_DEVICE Real of(Real product, int row, int key, Slope& derivative) const {
     derivative = 1;
 #if CUFLASH_HAS_SCORE_FUNCTION
     return functions.score(product * scale, row, key, derivative);

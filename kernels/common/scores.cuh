@@ -25,7 +25,8 @@ CUFLASH_DEVICE void to_scores(const Scores& score, const Masks& mask, Real (&s)[
   constexpr bool kAreScores = capped ? kFactorInExponent : kScaleInExponent;
   const auto to_score = [&](int m, int n, int i) __attribute__((always_inline)) {
     const int row = row_of(m, i), key = lane_key + 8 * n + i % 2;
-    Real derivative, &x = s[m][n][i];
+    Unused derivative;
+    Real& x = s[m][n][i];
     x = capped ? score.with_addend(x, row, key) : score.of(x, row, key, derivative);
     if (masked && !mask.visible(row, key)) x = -ptx::infinity();
   };

@@ -103,11 +103,7 @@ struct OnlineSoftmax {
   CUFLASH_DEVICE Real inverse_sum(int m, int half) const { return row_sum[m][half] == 0 ? 0 : 1 / row_sum[m][half]; }
 
   // Natural logarithm of the sum of exponentials; -inf for a row that saw no key.
-  CUFLASH_DEVICE Real log_sum_exp(int m, int half) const {
-    if (row_sum[m][half] == 0) return -ptx::infinity();
-    if constexpr (kWide) return (Real)(offset[m][half] + natural_log(row_sum[m][half]));
-    return (offset[m][half] + ptx::log2_approx(row_sum[m][half])) * kLn2;
-  }
+  CUFLASH_DEVICE Real log_sum_exp(int m, int half) const { return ::log_sum_exp(offset[m][half], row_sum[m][half]); }
 
  private:
   // Lets the offsets follow the maxima of a tile of scores, and says if they had to: then for every row what was summed
@@ -144,7 +140,7 @@ struct OnlineSoftmax {
   CUFLASH_DEVICE Real raise_offset(int m, int half, Real exponent) {
     const Real old = offset[m][half];
     offset[m][half] = max_of(old, exponent);
-    const Real factor = old == -ptx::infinity() ? 0 : exponential(old - offset[m][half]);
+    const Real factor = relative(old, offset[m][half]);
     row_sum[m][half] *= factor;
     return factor;
   }

@@ -141,6 +141,28 @@ CUFLASH_DEVICE void sync_block() { __syncthreads(); }
 // Warp. bar.warp.sync (9.7.13.2): what a lane did before it, the others see after it.
 CUFLASH_DEVICE void sync_warp() { __syncwarp(); }
 
+// Warp. barrier.sync / barrier.arrive (9.7.13.1) with an identifier from 1 to 15 (0 is sync_block) and the number of
+// threads that take part, those that only arrive included. Both order shared memory.
+CUFLASH_DEVICE void sync_named(u32 identifier, u32 threads) {
+  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(identifier), "r"(threads) : "memory");
+}
+CUFLASH_DEVICE void arrive_named(u32 identifier, u32 threads) {
+  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(identifier), "r"(threads) : "memory");
+}
+
+// Warp. barrier.red.or (9.7.13.1): sync_named, after which every thread knows whether `predicate` held in any.
+CUFLASH_DEVICE bool sync_named_any(u32 identifier, u32 threads, bool predicate) {
+  u32 any;
+  asm volatile(
+      "{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\n"
+      "barrier.cta.red.or.pred.aligned q, %1, %2, p;\n"
+      "selp.b32 %0, 1, 0, q;\n}"
+      : "=r"(any)
+      : "r"(identifier), "r"(threads), "r"((u32)predicate)
+      : "memory");
+  return any != 0;
+}
+
 // Warp. shfl.sync.bfly (9.7.9.6): the value of the lane whose index differs in the bits of `lane_mask`.
 CUFLASH_DEVICE float shuffle_xor(float value, u32 lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
 CUFLASH_DEVICE double shuffle_xor(double value, u32 lane_mask) {
@@ -345,6 +367,17 @@ CUFLASH_DEVICE double multiply(double x, double y) {
   asm("mul.rn.f64 %0, %1, %2;" : "=d"(z) : "d"(x), "d"(y));
   return z;
 }
+// Thread. min.xorsign.abs (9.7.3.11): `x`, or where its magnitude is more, or it is a NaN, `most` with a sign: that of
+// `x`, which of a NaN may be either. Before sm_86, two instructions.
+CUFLASH_DEVICE float limit_magnitude(float x, float most) {
+#if CUFLASH_ARCH >= 86
+  float y;
+  asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(most));
+  return y;
+#else
+  return fmaxf(fminf(x, most), -most);
+#endif
+}
 // Thread. cvt.rn (9.7.9.22): two float32 rounded to nearest even; `low` lands in the low half. Before sm_80, one by one,
 // bfloat16 by integers: half a unit, but for ties to even, is added to what is cut off. A NaN becomes the canonical one.
 CUFLASH_DEVICE u32 pack(Float16, float low, float high) {
@@ -499,22 +532,32 @@ CUFLASH_DEVICE void end_turn(u32* turns) { add_to_count(turns); }
 // ordinary accesses; with them the emulator sees whether arrivals order them.
 
 // Thread. st.global (9.7.9.11) and ld.global (9.7.9.8), aligned to the size of the access.
-CUFLASH_DEVICE void store_for_blocks(float* address, float value) {
-  asm volatile("st.global.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
-}
 CUFLASH_DEVICE void store_for_blocks_x2(float* address, const float (&value)[2]) {
   asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(value[0]), "f"(value[1]) : "memory");
 }
-CUFLASH_DEVICE float load_of_blocks(const float* address) {
-  float value;
-  asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(address) : "memory");
-  return value;
+CUFLASH_DEVICE void store_for_blocks_x2(double* address, const double (&value)[2]) {
+  asm volatile("st.global.v2.f64 [%0], {%1, %2};" ::"l"(address), "d"(value[0]), "d"(value[1]) : "memory");
+}
+CUFLASH_DEVICE void load_of_blocks_x2(const float* address, float (&value)[2]) {
+  asm volatile("ld.global.v2.f32 {%0, %1}, [%2];" : "=f"(value[0]), "=f"(value[1]) : "l"(address) : "memory");
+}
+CUFLASH_DEVICE void load_of_blocks_x2(const double* address, double (&value)[2]) {
+  asm volatile("ld.global.v2.f64 {%0, %1}, [%2];" : "=d"(value[0]), "=d"(value[1]) : "l"(address) : "memory");
 }
 CUFLASH_DEVICE void load_of_blocks_x4(const float* address, float (&value)[4]) {
   asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(value[0]), "=f"(value[1]), "=f"(value[2]), "=f"(value[3])
                : "l"(address)
                : "memory");
+}
+// The same of numbers of which an access takes two.
+CUFLASH_DEVICE void load_of_blocks_x4(const double* address, double (&value)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    double pair[2];
+    load_of_blocks_x2(address + i, pair);
+    value[i] = pair[0], value[i + 1] = pair[1];
+  }
 }
 
 // Thread. ld.relaxed.gpu (9.7.9.8): the count, or an earlier one.

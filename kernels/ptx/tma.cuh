@@ -1,6 +1,5 @@
 // Inline PTX that compute capability 9.0 brought: barriers in shared memory, bulk and tensor copies, proxy fences,
-// named barriers, registers moved between warpgroups. Under the same rules as ptx/base.cuh; the products are in
-// ptx/wgmma.cuh.
+// registers moved between warpgroups. Under the same rules as ptx/base.cuh; the products are in ptx/wgmma.cuh.
 #pragma once
 #include "ptx/base.cuh"
 
@@ -39,29 +38,6 @@ CUFLASH_DEVICE void barrier_wait(u32 barrier, u32 parity) {
       "@!done bra wait_loop;\n}" ::"r"(barrier),
       "r"(parity)
       : "memory");
-}
-
-// ---- Named barriers -----------------------------------------------------------------------------------------------
-// Warp. barrier.sync / barrier.arrive (9.7.13.1) with an identifier from 1 to 15 (0 is sync_block) and the number of
-// threads that take part, those that only arrive included. Both order shared memory.
-CUFLASH_DEVICE void sync_named(u32 identifier, u32 threads) {
-  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(identifier), "r"(threads) : "memory");
-}
-CUFLASH_DEVICE void arrive_named(u32 identifier, u32 threads) {
-  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(identifier), "r"(threads) : "memory");
-}
-
-// Warp. barrier.red.or (9.7.13.1): sync_named, after which every thread knows whether `predicate` held in any.
-CUFLASH_DEVICE bool sync_named_any(u32 identifier, u32 threads, bool predicate) {
-  u32 any;
-  asm volatile(
-      "{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\n"
-      "barrier.cta.red.or.pred.aligned q, %1, %2, p;\n"
-      "selp.b32 %0, 1, 0, q;\n}"
-      : "=r"(any)
-      : "r"(identifier), "r"(threads), "r"((u32)predicate)
-      : "memory");
-  return any != 0;
 }
 
 // ---- Copies by TMA ------------------------------------------------------------------------------------

@@ -1,52 +1,61 @@
-// Tiles between global and shared memory, by all threads of a block.
+// Tiles between global and shared memory, by all threads of a block or by some of its warps.
 #pragma once
 #include "common/config.cuh"
 #include "common/pages.cuh"
 
-// Whether the address of a row follows from that of another; if not, each row has to be looked up.
+// A head is the address of its first row. Or rows have to be looked up one by one: then it has a function row(i), and
+// Stored is what they are made of.
 template <class Head>
-constexpr bool kIsStrided = true;
-template <>
-constexpr bool kIsStrided<PagedHead> = false;
+constexpr bool kIsStrided = false;
+template <class T>
+constexpr bool kIsStrided<const T*> = true;
 
-// Elements of a head, and whether they are of one byte.
 template <class Head>
-struct ElementOf {
-  using Pointer = Head;
+struct PointerOf {
+  using Type = const typename Head::Stored*;
 };
-template <>
-struct ElementOf<PagedHead> {
-  using Pointer = const KeyStorage*;
+template <class T>
+struct PointerOf<const T*> {
+  using Type = const T*;
 };
 template <class Head>
-constexpr bool kIsFloat8 = sizeof(*typename ElementOf<Head>::Pointer{}) == 1;
+constexpr bool kIsFloat8 = sizeof(*typename PointerOf<Head>::Type{}) == 1;  // elements of one byte
+
+template <class Head>
+CUFLASH_DEVICE auto row_of(const Head& head, i64 row_stride, int row) {
+  if constexpr (kIsStrided<Head>)
+    return head + row * row_stride;
+  else
+    return head.row(row);
+}
 
 // Loads rows [first_row, first_row + rows) of a head into shared rows of row_bytes(padded columns), without waiting.
-// Rows at and past `row_stop` are never read and become zeros, as do the columns past the head dimension.
+// Rows at and past `row_stop` are never read and become zeros, as do the columns past the head dimension. So many
+// threads take part, whole warps, `thread` among them.
 //
 // Up to 8 neighbouring threads share a row and walk along it by constant steps, so that a thread needs one address for
 // each of its rows, not for each copy: a copy holds on to its address register until it is under way, and would stall
 // whoever writes the next address into it.
-template <int rows, int columns, class Head>
-CUFLASH_DEVICE void load_tile(u32 tile, const Head& head, i64 row_stride, int first_row, int row_stop) {
+template <int rows, int columns, int threads = kNumThreads, class Head>
+CUFLASH_DEVICE void load_tile(u32 tile, const Head& head, i64 row_stride, int first_row, int row_stop,
+                              int thread = ptx::thread_index()) {
   constexpr int kBytes = kIsFloat8<Head> ? 1 : kElementBytes;  // of an element
   constexpr int kPadded = round_up(columns, CUFLASH_DIM_MULTIPLE);
   // Of one byte two at a time at least, because shared memory takes two bytes.
   constexpr int kVector = kBytes == 1 ? max_of(kLoadBytes / kElementBytes, 2) : kLoadBytes / kElementBytes;
   constexpr int kVectors = kPadded / kVector;  // of a row
-  constexpr int kThreadsOfRow = kVectors % 8 == 0 && kNumThreads >= 64 ? 8 : kVectors % 4 == 0 ? 4 : 2;
-  constexpr int kRowsAtOnce = kNumThreads / kThreadsOfRow;
+  constexpr int kThreadsOfRow = kVectors % 8 == 0 ? 8 : kVectors % 4 == 0 ? 4 : 2;
+  constexpr int kRowsAtOnce = threads / kThreadsOfRow;
   constexpr int kRow = row_bytes(kPadded, kBytes);
   static_assert(kVectors % kThreadsOfRow == 0, "threads of a row get the same number of vectors");
-  const int thread = ptx::thread_index();
   const int row = thread / kThreadsOfRow, column = thread % kThreadsOfRow * kVector;
-  typename ElementOf<Head>::Pointer source;
+  typename PointerOf<Head>::Type source;
   if constexpr (kIsStrided<Head>)
     source = head + (first_row + row) * row_stride + column;
   else
-    source = head.pool;  // of rows that do not exist, which nothing is read from
+    source = head.anywhere();  // of rows that do not exist, which nothing is read from
   const u32 destination = tile + row * kRow + ((column * kBytes) ^ row_swizzle<kRow, (kBytes > 2)>(row));
-  static_assert(kRowsAtOnce % 8 == 0, "all rows of a thread have one swizzle");
+  static_assert(kRowsAtOnce % 4 == 0, "rows of a thread differ in the bits of `i` alone");
 
 #pragma unroll
   for (int i = 0; i < rows; i += kRowsAtOnce) {
@@ -60,7 +69,8 @@ CUFLASH_DEVICE void load_tile(u32 tile, const Head& head, i64 row_stride, int fi
       int elements = exists ? kVector : 0;
       if (c + kThreadsOfRow * kVector > columns && exists && column + c + kVector > columns)
         elements = column + c < columns ? columns - column - c : 0;
-      const u32 target = along_row(destination, c * kBytes) + i * kRow;
+      const u32 in_row = destination ^ row_swizzle<kRow, (kBytes > 2)>(i % 8);
+      const u32 target = along_row(in_row, c * kBytes) + i * kRow;
       if constexpr (kVector * kBytes >= 4)
         ptx::copy_async<kVector * kBytes, kBytes * c>(target, source, elements * kBytes);
       else if constexpr (kBytes == 1)

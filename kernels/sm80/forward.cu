@@ -62,7 +62,8 @@ CUFLASH_DEVICE void forward(const Params& params) {
 
   // Fill the ring: tile i of the walk goes to stage i % kNumStages. Group i holds tile i (with Q in the first).
   const int num_tiles = tiles.stop - tiles.start;
-  load_queries<kBlockM, kHeadDim>(s_q, params, batch, head, first_row, seqlen_q);
+  load_queries<kBlockM, kHeadDim>(s_q, queries_of<QueryStorage>(params.q, batch, head), params.q.row_stride, first_row,
+                                  seqlen_q);
   if constexpr (kNumStages == 1) {
     if (num_tiles > 0) load_k(tiles.stop - 1, 0);
     ptx::copy_async_commit();
@@ -152,13 +153,18 @@ CUFLASH_DEVICE void forward(const Params& params) {
   };
 
   int n_block = tiles.stop - 1;
+  if constexpr (kWide) {  // whose products are long: one body of code for all tiles
 #pragma unroll 1
-  for (; n_block >= tiles.full_stop; --n_block) step(n_block, Constant<true>{});
+    for (; n_block >= tiles.start; --n_block) step(n_block, n_block >= tiles.full_stop || n_block < tiles.full_start);
+  } else {
 #pragma unroll 1
-  for (; n_block >= tiles.full_start; --n_block) step(n_block, Constant<false>{});
-  if constexpr (kHasLeftBound) {
+    for (; n_block >= tiles.full_stop; --n_block) step(n_block, Constant<true>{});
 #pragma unroll 1
-    for (; n_block >= tiles.start; --n_block) step(n_block, Constant<true>{});
+    for (; n_block >= tiles.full_start; --n_block) step(n_block, Constant<false>{});
+    if constexpr (kHasLeftBound) {
+#pragma unroll 1
+      for (; n_block >= tiles.start; --n_block) step(n_block, Constant<true>{});
+    }
   }
 
   // The epilogue: O / l, through the shared memory of Q so that the stores to global memory are wide.

@@ -212,7 +212,7 @@ struct Tf32Split {
 CUFLASH_DEVICE void tf32_split(float x, float& big, float& small) {
   constexpr float kLargest = 3.4011621342146535e38f;  // of TF32
   const float rounded = ptx::float_of((ptx::bits_of(x) + 0x1000u) & 0xffffe000u);
-  big = fmaxf(fminf(rounded, kLargest), -kLargest);
+  big = ptx::limit_magnitude(rounded, kLargest);
   small = x - big;
 }
 CUFLASH_DEVICE void factor_of(const FragmentOf<Float32>& fragment, Tf32Split& parts) {

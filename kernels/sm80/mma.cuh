@@ -54,8 +54,9 @@ CUFLASH_DEVICE void multiply_unrolled(Real (&d)[m_tiles][n_tiles][4], LoadA load
 }
 
 // The same where both operands are in shared memory, which may be read at any step: long rows are a loop, since code for
-// all of their steps would take minutes to compile.
-constexpr int kUnrolledSteps = 256 / kStep, kStepsOfLoop = 64 / kStep;
+// all of their steps would take long to compile, and most of all for float32, of whose operands there are two parts.
+constexpr bool kLoopsEarly = kElementBytes == 4;
+constexpr int kUnrolledSteps = (kLoopsEarly ? 128 : 256) / kStep, kStepsOfLoop = (kLoopsEarly ? 32 : 64) / kStep;
 template <int k_steps, int m_tiles, int n_tiles, class LoadA, class LoadB>
 CUFLASH_DEVICE void multiply(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB load_b) {
   if constexpr (k_steps <= kUnrolledSteps) {
@@ -162,6 +163,22 @@ CUFLASH_DEVICE void store_fragments(u32 tile, int r, int warp, const Real (&valu
         }
       }
     });
+  }
+}
+
+// Calls visit(column, left, right) for the pairs of neighbouring columns that a lane has of O in a row of an accumulator:
+// the upper or the lower `half` of its two.
+template <int warps, int n_tiles, class Visit>
+CUFLASH_DEVICE void visit_row_pairs(const Real (&value)[n_tiles][4], int warp, int half, Visit visit) {
+#pragma unroll
+  for (int n = 0; n < n_tiles; ++n) {
+    if constexpr (kWide || kHasFloat8) {  // Order::kPairedColumns
+      const int i = 2 * half + n % 2;
+      visit(column_of<warps>(warp, n / 2 * 2) + 2 * fragment_column() + n % 2 * 2, value[n / 2 * 2][i],
+            value[n / 2 * 2 + 1][i]);
+    } else {
+      visit(column_of<warps>(warp, n) + fragment_column(), value[n][2 * half], value[n][2 * half + 1]);
+    }
   }
 }
 

@@ -5,11 +5,13 @@
 #include "sm80/copy.cuh"
 #include "sm80/fragments.cuh"
 
+using QueryStorage = Either<kFloat8Queries, u8, Storage>::Type;
+
 // Loads queries as `load_tile` does. Those of one byte become elements on the way, and are stored when it returns.
-template <int rows, int columns, class E = Element, class Float8 = KeyElement>
-CUFLASH_DEVICE void load_queries(u32 tile, const Params& params, Entry batch, int head, int first_row, int row_stop) {
+template <int rows, int columns, class E = Element, class Float8 = KeyElement, class Head>
+CUFLASH_DEVICE void load_queries(u32 tile, const Head& head, i64 row_stride, int first_row, int row_stop) {
   if constexpr (!kFloat8Queries) {
-    load_tile<rows, columns>(tile, queries_of(params.q, batch, head), params.q.row_stride, first_row, row_stop);
+    load_tile<rows, columns>(tile, head, row_stride, first_row, row_stop);
   } else {
     constexpr int kPadded = round_up(columns, CUFLASH_DIM_MULTIPLE), kRow = row_bytes(kPadded);
     constexpr int kVector = max_of(kLoadBytes / kElementBytes, 2), kVectors = kPadded / kVector;
@@ -17,11 +19,10 @@ CUFLASH_DEVICE void load_queries(u32 tile, const Params& params, Entry batch, in
     struct alignas(kIsAligned ? kVector : 2) Vector {
       u16 pair[kVector / 2];
     };
-    const u8* first = queries_of<u8>(params.q, batch, head);
 #pragma unroll 4
     for (int i = ptx::thread_index(); i < rows * kVectors; i += kNumThreads) {
       const int row = i / kVectors, column = i % kVectors * kVector;
-      const u8* source = first + (first_row + row) * params.q.row_stride + column;
+      const u8* source = row_of(head, row_stride, first_row + row) + column;
       const int count = first_row + row < row_stop ? columns - column : 0;
       Vector numbers = {};
       if (kIsAligned && count >= kVector) {

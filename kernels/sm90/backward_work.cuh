@@ -11,7 +11,7 @@ struct Share {
   u32 tile;
   int part, parts;
 
-  CUFLASH_DEVICE explicit Share(const Params& params) : tile(ptx::block_index()), part(0), parts(1) {
+  CUFLASH_DEVICE explicit Share(const Params& params, u32 block = ptx::block_index()) : tile(block), part(0), parts(1) {
     if (!kSplitsTail || tile < (u32)params.whole_tiles) return;
     const u32 index = tile - params.whole_tiles;
     parts = params.tail_splits;
@@ -30,16 +30,17 @@ struct BackwardWork {
   bool is_shared;    // with other blocks
   QueryTiles queries;
 
-  // Warp. Finds the tile. With packed sequences the block does so once, for all of its roles.
-  CUFLASH_DEVICE static Work find(const Params& params) {
-    return find_keys(params, Share(params).tile, num_parts_of(params));
+  // Warp. Finds the tile. With packed sequences the block does so once, for all of its roles. The blocks of a cluster
+  // have one tile, and the number of the cluster in place of their own.
+  CUFLASH_DEVICE static Work find(const Params& params, u32 block = ptx::block_index()) {
+    return find_keys(params, Share(params, block).tile, num_parts_of(params));
   }
 
-  CUFLASH_DEVICE explicit BackwardWork(const Params& params, const Work& found = {}) {
+  CUFLASH_DEVICE explicit BackwardWork(const Params& params, const Work& found = {}, u32 block = ptx::block_index()) {
     const int splits = parts_of_group(params), group = params.num_heads / params.num_heads_kv;
     num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
     num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
-    work = kIsPacked ? found : find(params);
+    work = kIsPacked ? found : find(params, block);
     head_kv = work.head / splits;
     split = work.head % splits;
     first_key = work.block * kBlockN;
@@ -54,7 +55,7 @@ struct BackwardWork {
     part = 0;
     is_shared = kSplitsGroup;
     if constexpr (kSplitsTail) {
-      const Share share(params);
+      const Share share(params, block);
       const auto step_of = [&](int part) { return (int)((i64)num_steps * part / share.parts); };
       is_shared = share.parts > 1;
       part = share.part;
@@ -81,8 +82,8 @@ struct BackwardWork {
     return kLastFirst && !walks_back ? keys.stop - 1 - work.block : work.block - keys.start;
   }
   // Where a block that shares the tile leaves its part.
-  CUFLASH_DEVICE Real* partials(const Params& params, u32 thread) const {
-    if constexpr (kSplitsTail) return partials_at(params, ptx::block_index() - params.whole_tiles, thread);
+  CUFLASH_DEVICE Real* partials(const Params& params, u32 thread, u32 block = ptx::block_index()) const {
+    if constexpr (kSplitsTail) return partials_at(params, block - params.whole_tiles, thread);
     return partials_at(params, first_part_of(params, num_n_blocks, work.batch, head_kv, work.block) + split, thread);
   }
 };

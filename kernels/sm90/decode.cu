@@ -105,7 +105,7 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
   }
   if constexpr (kCombines) {
     sync_consumer();
-    combine_heads(common);
+    combine_heads<kConsumerWarps>(common);
   }
 }
 

@@ -22,6 +22,7 @@
 #include "common/fragments.cuh"
 #include "common/scores.cuh"
 #include "common/softmax.cuh"
+#include "common/warp_sums.cuh"
 #include "sm90/decode_work.cuh"
 #include "sm90/tiles.cuh"
 
@@ -37,9 +38,9 @@ static_assert(kBlockN % kUnit == 0, "tiles are cut into units");
 
 // Q is in registers while keys pass; at the end of a head its place holds O of two warps that hand theirs over to two
 // others. Behind the barriers are the statistics of these: of 16 rows, and a power of two.
-constexpr u32 kBytesOut = kOutTiles * 32 * 16, kBytesStatistics = 16 * 8 + 16;
-constexpr u32 kBytesQ = max_of(chunked_bytes(kBlockM, kDim), 2 * kBytesOut);
-using Shared = DecodeShared<kBytesQ, 2 * kBytesStatistics>;
+using Sums = WarpSums<Operand, kOutTiles>;
+constexpr u32 kBytesQ = max_of(chunked_bytes(kBlockM, kDim), 2 * Sums::kBytesOut);
+using Shared = DecodeShared<kBytesQ, 2 * Sums::kBytesStatistics>;
 
 // Row `row` of a tile of queries in lines of `columns` columns; `column` is the first of four.
 template <int columns>
@@ -171,61 +172,11 @@ CUFLASH_DEVICE void multiply_o(float (&o)[kOutTiles][4], const float (&s)[kUnitT
   }
 }
 
-// Sums of the keys of some warps. Those of others with the same rows are added to them, by way of shared memory.
-struct Sums {
-  OnlineSoftmax<1> softmax;
-  ValueScales<Operand> value_scales;
-  float out[1][kOutTiles][4];
-
-  CUFLASH_DEVICE void hand_over(u32 place, u32 statistics) const {
-#pragma unroll
-    for (int n = 0; n < kOutTiles; ++n) ptx::store_shared_f32x4(place + (n * 32 + lane_index()) * 16, out[0][n]);
-    if (fragment_column() != 0) return;
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      ptx::store_shared_x2(row_of(statistics, half), {softmax.offset[0][half], softmax.row_sum[0][half]});
-    if (lane_index() == 0) ptx::store_shared_b32(statistics + 16 * 8, value_scales.exponent);
-  }
-  CUFLASH_DEVICE void take_in(u32 place, u32 statistics) {
-    const int exponent = (int)ptx::load_shared_b32(statistics + 16 * 8);
-    const int of_both = max_of(value_scales.exponent, exponent);
-    float own[2], others[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float handed[2];
-      ptx::load_shared_x2(row_of(statistics, half), handed);
-      const float offset = fmaxf(softmax.offset[0][half], handed[0]);
-      own[half] = relative(softmax.offset[0][half], offset), others[half] = relative(handed[0], offset);
-      softmax.row_sum[0][half] = softmax.row_sum[0][half] * own[half] + handed[1] * others[half];
-      softmax.offset[0][half] = offset;
-      if constexpr (ValueScales<Operand>::kIsRelative) {
-        own[half] *= power_of_two(max_of(value_scales.exponent - of_both, ValueScales<Operand>::kSmallest));
-        others[half] *= power_of_two(max_of(exponent - of_both, ValueScales<Operand>::kSmallest));
-      }
-    }
-    value_scales.exponent = of_both;
-#pragma unroll
-    for (int n = 0; n < kOutTiles; ++n) {
-      float handed[4];
-      ptx::load_shared_f32x4(place + (n * 32 + lane_index()) * 16, handed);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) out[0][n][i] = out[0][n][i] * own[i / 2] + handed[i] * others[i / 2];
-    }
-  }
-
- private:
-  CUFLASH_DEVICE static u32 row_of(u32 statistics, int half) { return statistics + (fragment_row() + 8 * half) * 8; }
-  // What a sum relative to `offset` is multiplied by to be relative to a larger one; 0 where nothing was visible.
-  CUFLASH_DEVICE static float relative(float offset, float larger) {
-    return offset == -ptx::infinity() ? 0.0f : exponential(offset - larger);
-  }
-};
-
 // Adds the sums of all parts to those of the first one: half of the parts hand over theirs, and half of the rest.
 CUFLASH_DEVICE void merge(Sums& sums, const Division& division, const Shared& shared) {
   for (int half = division.parts / 2; half > 0; half /= 2) {
     const u32 pair = division.part % half + division.first_row / 16 * half;
-    const u32 place = shared.q + pair * kBytesOut, statistics = shared.more + pair * kBytesStatistics;
+    const u32 place = shared.q + pair * Sums::kBytesOut, statistics = shared.more + pair * Sums::kBytesStatistics;
     if (division.part >= half && division.part < 2 * half) {
       sums.hand_over(place, statistics);
       ptx::fence_async_proxy();  // the next Q will arrive there
@@ -346,7 +297,7 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, const Shared& shared) {
   for (HeadWalk walk(params.common); walk.more(); walk.advance()) consumer.take_head(walk);
   if constexpr (kCombines) {
     sync_consumer();
-    combine_heads(params.common);
+    combine_heads<kConsumerWarps>(params.common);
   }
 }
 

@@ -1,14 +1,16 @@
 // Forward pass for few queries with wide heads on compute capability 9.0.
 //
 // All queries of the query heads that share a key/value head are rows of one product, up to 64 a block, as in
-// sm90/decode.cu; sm90/wide_roles.cuh says who does what. The keys of all heads are cut into equal shares, one for each
+// sm90/decode.cu; sm90/wide_ring.cuh says who does what. The keys of all heads are cut into equal shares, one for each
 // cluster of blocks; around/combine.cu combines the results where clusters share a head.
-#include "sm90/head_work.cuh"
-#include "sm90/wide_roles.cuh"
+#include "common/head_work.cuh"
+#include "common/key_splits.cuh"
+#include "sm90/wide_sums.cuh"
+#include "sm90/wide_weights.cuh"
 
 // A head, and which rows of it this block has.
-struct WideHead : HeadWork {
-  static constexpr bool kClearsValues = true;  // tensor maps may reach over more keys than there are
+struct WideHead : HeadWork, OverKeys<WideHead> {
+  static constexpr bool kClears = true;  // tensor maps may reach over more keys than there are
 
   const Params& common;
   const HeadWalk& walk;
@@ -21,14 +23,15 @@ struct WideHead : HeadWork {
         first_own(ptx::cluster_rank<kClusterBlocks>() * kRows),
         own_rows(min_of(at_least_zero(rows - first_own), kRows)) {}
 
+  CUFLASH_DEVICE int entry() const { return batch; }
   CUFLASH_DEVICE int tile_at(int n_block) const { return n_block; }
   CUFLASH_DEVICE bool is_masked(int n_block) const { return n_block < keys.full_start || n_block >= keys.full_stop; }
 
   // A box of q has whole heads, as many as a block has rows for.
-  CUFLASH_DEVICE void load_q(const WideParams& params, u32 tile, const Barrier& full) const {
+  CUFLASH_DEVICE void load_own(const WideParams& params, const Shared& shared, const Barrier& full) const {
     const int heads = min_of(group, kRows / common.seqlen_q);
-    full.arrive_expect(kKeyChunks * heads * common.seqlen_q * kLineBytes);
-    load_chunks<kRows, kDim>(tile, params.q, full, 0, first_head() + first_own / common.seqlen_q, batch);
+    full.arrive_expect(kChunksOfS * heads * common.seqlen_q * kLineBytes);
+    load_chunks<kRows, kDim>(shared.own, params.q, full, 0, first_head() + first_own / common.seqlen_q, batch);
   }
   // Warpgroup 2. Rows that stand for no query are cleared: they must not decide when sums are rescaled.
   CUFLASH_DEVICE void clear_rows(u32 tile, u32 thread) const {
@@ -69,13 +72,13 @@ struct WideHead : HeadWork {
         });
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float lse = softmax.log_sum_exp(0, half);
         factor[half] = ones[0][0][2 * half] * softmax.inverse_sum(0, half);
         if (pass > 0 || fragment_column() != 0 || row[half] >= head.rows) continue;
         if (is_alone(partials))
-          *lse_of(common, head.batch, LaneRows::head_of(common, head, row[half]), lane.query[half]) = lse;
+          *lse_of(common, head.batch, LaneRows::head_of(common, head, row[half]), lane.query[half]) =
+              softmax.log_sum_exp(0, half);
         else
-          ptx::store_for_blocks(partials.lse(place_in(partials), row[half]), lse);
+          partials.store_sum(place_in(partials), row[half], softmax, half);
       }
     }
   };
@@ -91,8 +94,8 @@ struct WideHead : HeadWork {
     for (int half = 0; half < 2; ++half) {
       const int own = first_own + row + 8 * half;
       if (is_alone(partials)) {
-        Storage* g_row = out_of(common, batch, LaneRows::head_of(common, *this, own), own % common.seqlen_q);
-        store_rounded(own < rows ? g_row : nullptr, o, half, first_column);
+        Out* g_row = out_of(common, batch, LaneRows::head_of(common, *this, own), own % common.seqlen_q);
+        store_wide_row<kHeadDimV>(own < rows ? g_row : nullptr, o, half, 1.0f, first_column);
       } else if (own < rows) {
         float* g_row = partials.out(place_in(partials), own);
 #pragma unroll
@@ -106,10 +109,10 @@ struct WideHead : HeadWork {
 };
 
 struct WideHeadWalk : HeadWalk {
-  using HeadWalk::HeadWalk;
+  CUFLASH_DEVICE explicit WideHeadWalk(const Params& common) : HeadWalk(common, ptx::block_index() / kClusterBlocks) {}
   CUFLASH_DEVICE WideHead work(const Params& common) const { return {common, *this}; }
 };
 
-CUFLASH_DEVICE void decode(const WideParams& params) { take_all<WideHeadWalk>(params); }
+CUFLASH_DEVICE void decode(const WideParams& params) { take_all<WideHeadWalk, Weigher>(params); }
 
 CUFLASH_DEFINE_CLUSTER_KERNEL(CUFLASH_KERNEL_NAME, WideParams, kNumThreads, kClusterBlocks, decode)

@@ -307,7 +307,7 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float& x = s[0][n][i];
-      float derivative;
+      Unused derivative;
       x = functions.score(x * score.scale, lane_row + i / 2 * 8, first_key + i % 2, of_key[i % 2], derivative);
     }
 #endif

@@ -2,11 +2,14 @@
 //
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
-// sm90/wide_roles.cuh says who does what. Blocks stay, and take one tile of queries after another; those of a cluster
+// sm90/wide_ring.cuh says who does what. Blocks stay, and take one tile of queries after another; those of a cluster
 // take the same tile, 64 rows each. More than 512 columns of the output take several passes over the keys.
 #include "common/dropout.cuh"
+#include "common/key_splits.cuh"
 #include "common/operands.cuh"
-#include "sm90/wide_roles.cuh"
+#include "common/schedule.cuh"
+#include "sm90/wide_sums.cuh"
+#include "sm90/wide_weights.cuh"
 
 // The rows of a lane of warpgroup 2: `row` and `row` + 8.
 struct Rows {
@@ -43,8 +46,8 @@ struct Rows {
 };
 
 // A tile of queries, and which rows of it this block has.
-struct WideTile : QueryTile {
-  static constexpr bool kClearsValues = kHidesLastKeys;
+struct WideTile : QueryTile, OverKeys<WideTile> {
+  static constexpr bool kClears = kHidesLastKeys;
 
   int first_own, batch;
   TileRange own;  // within `keys`
@@ -56,12 +59,13 @@ struct WideTile : QueryTile {
     own = keys_of(common, rank);
   }
 
+  CUFLASH_DEVICE int entry() const { return batch; }
   CUFLASH_DEVICE int tile_at(int n_block) const { return keys.at(n_block); }
   CUFLASH_DEVICE bool is_masked(int n_block) const { return n_block < own.full_start || n_block >= own.full_stop; }
 
-  CUFLASH_DEVICE void load_q(const WideParams& params, u32 tile, const Barrier& full) const {
-    full.arrive_expect(kBytesQ);
-    load_chunks<kRows, kDim>(tile, params.q, full, first_own, work.head, work.batch);
+  CUFLASH_DEVICE void load_own(const WideParams& params, const Shared& shared, const Barrier& full) const {
+    full.arrive_expect(kBytesOwn);
+    load_chunks<kRows, kDim>(shared.own, params.q, full, first_own, work.head, work.batch);
   }
   CUFLASH_DEVICE void clear_rows(u32, u32) const {}  // behind the last query TMA brings zeros
   CUFLASH_DEVICE Rows rows_of_lane(const Params& common, int row) const {
@@ -77,8 +81,8 @@ struct WideTile : QueryTile {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int own_row = first_own + row + 8 * half;
-      Storage* g_row = (Storage*)head_of(common.out, work.batch, work.head) + own_row * common.out.row_stride;
-      store_rounded(own_row < common.seqlen_q ? g_row : nullptr, o, half, first_column);
+      Out* g_row = own_row < common.seqlen_q ? out_of(common, work.batch, work.head, own_row) : nullptr;
+      store_wide_row<kHeadDimV>(g_row, o, half, 1.0f, first_column);
     }
   }
 };
@@ -90,6 +94,6 @@ struct TileWalk : EntryWalkOf<kClusterBlocks> {
   }
 };
 
-CUFLASH_DEVICE void forward(const WideParams& params) { take_all<TileWalk>(params); }
+CUFLASH_DEVICE void forward(const WideParams& params) { take_all<TileWalk, Weigher>(params); }
 
 CUFLASH_DEFINE_CLUSTER_KERNEL(CUFLASH_KERNEL_NAME, WideParams, kNumThreads, kClusterBlocks, forward)

@@ -35,8 +35,11 @@ from cuflash.planning.sm90.tiles import (
     ForwardSm90Tile,
 )
 from cuflash.planning.sm90.wide_tiles import (
+    BACKWARD_WIDE_SM90_TILES,
     DECODE_WIDE_SM90_TILES,
+    DQ_WIDE_SM90_TILES,
     FORWARD_WIDE_SM90_TILES,
+    BackwardWideSm90Tile,
     DecodeWideSm90Tile,
     ForwardWideSm90Tile,
 )
@@ -105,6 +108,9 @@ class Target:
         if isinstance(tile, DqTile):
             main = next(row for row in BACKWARD_TILES if goes_with(row, tile))
             return choose_plan(problem, self.device, "backward", tiles=(main, tile))
+        if isinstance(tile, BackwardWideSm90Tile):
+            dq = next(row for row in DQ_WIDE_SM90_TILES if (row.max_dim, row.cluster) == (tile.max_dim, tile.cluster))
+            return choose_plan(problem, self.device, "backward", tiles=(tile, dq))
         return choose_plan(problem, self.device, "backward", tiles=(tile, DQ_TILES[0]))
 
     def kernels(self):
@@ -202,7 +208,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def is_sm90(tile):
     """Whether the row is of kernels for compute capability 9.0 alone."""
     kinds = ForwardSm90Tile | DecodeSm90Tile | BackwardSm90Tile | ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile
-    return isinstance(tile, kinds | ForwardFloat8Sm90Tile | ForwardWideSm90Tile)
+    return isinstance(tile, kinds | ForwardFloat8Sm90Tile | ForwardWideSm90Tile | BackwardWideSm90Tile)
 
 
 def fits(tile, arch):
@@ -247,6 +253,7 @@ TABLES = (
     *(FORWARD_TF32_SM90_TILES, BACKWARD_TF32_SM90_TILES),
     FORWARD_WIDE_SM90_TILES,
     DECODE_WIDE_SM90_TILES,
+    BACKWARD_WIDE_SM90_TILES,
 )
 
 
@@ -350,6 +357,12 @@ OTHERS = [
         for tile in FORWARD_WIDE_SM90_TILES
         for variant in ("full", "groups", "bounds", "softcap", "slopes", "bias", "mask", "blocks", "options")
         if tile.cluster == 1 or variant in ("bounds", "options")
+    ),
+    *(
+        Target(tile=tile, arch="9.0", variant=variant)
+        for tile in BACKWARD_WIDE_SM90_TILES
+        for variant in ("full", "groups", "bounds", "shares", "softcap", "slopes", "bias", "mask", "blocks", "options")
+        if tile.max_dim in (320, 512) or variant == "options"
     ),
     *(
         Target(tile=tile, arch="9.0", variant=variant)

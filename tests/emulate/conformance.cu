@@ -118,6 +118,39 @@ CUFLASH_DEVICE void pass_around_in_warps(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(sync_warp, Params, kBlock, 1, pass_around_in_warps)
 
+// Four warps pass values on, `count` times around: warp w owns named barrier 1 + w, on which the one before it arrives.
+CUFLASH_DEVICE void pass_between_warps(const Params& params) {
+  constexpr u32 kWarps = 4;
+  const u32 shared = ptx::dynamic_shared(), warp = ptx::thread_index() / kWarp, lane = ptx::thread_index() % kWarp;
+  if (warp == kWarps - 1) {
+    ptx::store_shared_b16(shared + 2 * lane, source_of<u16>(params)[lane]);
+    ptx::arrive_named(1, 2 * kWarp);
+  }
+  for (u32 round = 0; round < params.count; ++round) {
+    ptx::sync_named(1 + warp, 2 * kWarp);
+    const u16 value = ptx::load_shared_b16(shared + 2 * ((lane + 1) % kWarp));
+    ptx::any_lane(false);  // all lanes have read
+    ptx::store_shared_b16(shared + 2 * lane, (u16)(value + warp));
+    if (warp < kWarps - 1 || round < params.count - 1) ptx::arrive_named(1 + (warp + 1) % kWarps, 2 * kWarp);
+  }
+  ptx::sync_block();
+  if (warp == 0) destination_of<u16>(params)[lane] = ptx::load_shared_b16(shared + 2 * lane);
+}
+CUFLASH_DEFINE_KERNEL(named_ring, Params, kBlock, 1, pass_between_warps)
+
+// Lane i of the first warp, and no other thread of two warps, is in round i where the predicate holds, for `count`
+// rounds.
+CUFLASH_DEVICE void ask_two_warps(const Params& params) {
+  const u32 thread = ptx::thread_index();
+  if (thread >= 2 * kWarp) return;
+  for (u32 round = 0; round < params.count; ++round) {
+    const bool one = ptx::sync_named_any(1, 2 * kWarp, thread == round);
+    const bool none = ptx::sync_named_any(1, 2 * kWarp, false);
+    destination_of<u16>(params)[2 * kWarp * round + thread] = (u16)(one + 2 * none);
+  }
+}
+CUFLASH_DEFINE_KERNEL(named_any, Params, kBlock, 1, ask_two_warps)
+
 CUFLASH_DEVICE void store_votes(const Params& params) {
   const u32 thread = ptx::thread_index();
   destination_of<u32>(params)[thread] = ptx::any_lane(thread == params.count);
@@ -312,6 +345,13 @@ CUFLASH_DEVICE void map_multiply(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(multiply, Params, kBlock, 1, map_multiply)
 
+CUFLASH_DEVICE void map_limit_magnitude(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  const float* source = source_of<float>(params) + 2 * i;
+  if (i < params.count) destination_of<float>(params)[i] = ptx::limit_magnitude(source[0], source[1]);
+}
+CUFLASH_DEFINE_KERNEL(limit_magnitude, Params, kBlock, 1, map_limit_magnitude)
+
 CUFLASH_DEVICE void pack_pairs(const Params& params) {
   const u32 i = global_thread_index(kBlock);
   const float* source = source_of<float>(params);
@@ -428,36 +468,40 @@ CUFLASH_DEFINE_KERNEL(counts, Params, kBlock, 1, store_behind_counts)
 
 // `count` blocks leave kBlock results each. The one that counts last, from a number on that memory does not hold, sums
 // them in the order of the blocks. In memory lie the sums, the results of each block, and the counter.
+template <class T>
 CUFLASH_DEVICE void sum_results_of_blocks(const Params& params) {
   constexpr u64 kFirst = 0x123456789abc0000ull;
-  constexpr u32 kHalf = kBlock / 2;  // results that are accessed by several
+  constexpr u32 kHalf = kBlock / 2;  // results that are loaded by fours, not by twos
   const u32 thread = ptx::thread_index(), shared = ptx::dynamic_shared();
-  const float* values = source_of<float>(params) + ptx::block_index() * kBlock;
-  float *sums = destination_of<float>(params), *first_result = sums + kBlock;
-  float* results = first_result + ptx::block_index() * kBlock;
+  const T* values = source_of<T>(params) + ptx::block_index() * kBlock;
+  T *sums = destination_of<T>(params), *first_result = sums + kBlock;
+  T* results = first_result + ptx::block_index() * kBlock;
   u64* counter = (u64*)(first_result + params.count * kBlock);
   if (thread == 0) {
     const u64 found = ptx::load_arrivals(counter);
     if (found - kFirst >= params.count) ptx::replace_arrivals(counter, found, kFirst);
   }
-  if (thread >= kHalf)
-    ptx::store_for_blocks(results + thread, values[thread]);
-  else if (thread % 2 == 0)
+  if (thread % 2 == 0)
     ptx::store_for_blocks_x2(results + thread, {values[thread], values[thread + 1]});
   ptx::sync_block();
   if (thread == 0) ptx::store_shared_b16(shared, ptx::count_arrival(counter) - kFirst == params.count - 1);
   ptx::sync_block();
   if (ptx::load_shared_b16(shared) == 0) return;
-  float sum[4] = {};
+  const u32 count = thread >= kHalf ? 2 : 4;  // of sums of a thread
+  if (thread % count != 0) return;
+  T sum[4] = {};
   for (u32 block = 0; block < params.count; ++block) {
-    const float* of_block = first_result + block * kBlock + thread;
-    float part[4] = {};
-    if (thread >= kHalf)
-      part[0] = ptx::load_of_blocks(of_block);
-    else if (thread % 4 == 0)
+    const T* of_block = first_result + block * kBlock + thread;
+    T two[2], part[4] = {};
+    if (count == 2) {
+      ptx::load_of_blocks_x2(of_block, two);
+      part[0] = two[0], part[1] = two[1];
+    } else {
       ptx::load_of_blocks_x4(of_block, part);
+    }
     for (u32 i = 0; i < 4; ++i) sum[i] += part[i];
   }
-  for (u32 i = 0; i < (thread >= kHalf ? 1 : thread % 4 == 0 ? 4 : 0); ++i) sums[thread + i] = sum[i];
+  for (u32 i = 0; i < count; ++i) sums[thread + i] = sum[i];
 }
-CUFLASH_DEFINE_KERNEL(arrivals, Params, kBlock, 1, sum_results_of_blocks)
+CUFLASH_DEFINE_KERNEL(arrivals, Params, kBlock, 1, sum_results_of_blocks<float>)
+CUFLASH_DEFINE_KERNEL(arrivals_float64, Params, kBlock, 1, sum_results_of_blocks<double>)

@@ -100,6 +100,19 @@ def check_sync_warp(run):
         assert (got == source[np.arange(BLOCK) ^ 5]).all()
 
 
+def check_named_ring(run):
+    for rounds in (1, 5):
+        source = np.arange(WARP, dtype=np.uint16) * 100
+        got = run("named_ring", source=source, destination=_ones(np.uint16, WARP), count=rounds, shared_bytes=128)
+        assert (got == np.roll(source, -4 * rounds) + rounds * (0 + 1 + 2 + 3)).all()
+
+
+def check_named_any(run):
+    rounds = 2 * WARP + 3  # in the last three no thread is meant
+    got = run("named_any", destination=_ones(np.uint16, rounds, 2 * WARP), count=rounds)
+    assert (got == (np.arange(rounds) < 2 * WARP)[:, None]).all()
+
+
 def check_any_lane(run):
     for thread in (0, 31, 45, BLOCK):
         got = run("any_lane", destination=_ones(np.uint32, BLOCK), count=thread)
@@ -344,6 +357,15 @@ def check_multiply(run):
     np.testing.assert_array_equal(got, 0)
 
 
+def check_limit_magnitude(run):
+    x = np.concatenate([np.random.default_rng(0).standard_normal(500), [np.inf, -np.inf, 0.0, 3e38, np.nan]])
+    most = np.concatenate([np.random.default_rng(1).uniform(0, 2, 500), [1.0, 3e38, 1.0, 3e38, 2.0]])
+    source = np.column_stack([x, most]).astype(np.float32)
+    got = run("limit_magnitude", source=source, destination=_ones(np.float32, len(source)), **_threads_of(source))
+    np.testing.assert_array_equal(got[:-1], np.clip(source[:-1, 0], -source[:-1, 1], source[:-1, 1]))
+    assert abs(got[-1]) == 2.0
+
+
 def check_multiply_double(run):
     # Integers of 30 bits: their product has more bits than float64, the sum is what rounding left of it.
     factors = np.random.default_rng(0).integers(2**29, 2**30, (1000, 2)) | 1
@@ -519,16 +541,17 @@ def check_counts(run):
 def check_arrivals(run):
     # Sums of such numbers are rounded at every addition, and differ with its place.
     blocks, first = 100, 0x123456789ABC0000
-    values = np.random.default_rng(9).standard_normal((blocks, BLOCK)).astype(np.float32)
-    expected = np.zeros(BLOCK, np.float32)
-    for value in values:
-        expected += value
-    for found in (0, 2**64 - 1, first - 1, first + blocks, 0x7FC00000_7FC00000):
-        memory = np.full((blocks + 1) * BLOCK + 2, np.nan, np.float32)
-        memory[-2:] = np.array([found], np.uint64).view(np.float32)
-        got = run("arrivals", source=values, destination=memory, grid=blocks, count=blocks, shared_bytes=16)
-        assert (got[:BLOCK] == expected).all()
-        assert got[-2:].view(np.uint64) == first + blocks
+    for name, dtype in (("arrivals", np.float32), ("arrivals_float64", np.float64)):
+        values = np.random.default_rng(9).standard_normal((blocks, BLOCK)).astype(dtype)
+        expected = np.zeros(BLOCK, dtype)
+        for value in values:
+            expected += value
+        for found in (0, 2**64 - 1, first - 1, first + blocks, 0x7FC00000_7FC00000):
+            counter = np.array([found], np.uint64).view(dtype)
+            memory = np.concatenate([np.full((blocks + 1) * BLOCK, np.nan, dtype), counter])
+            got = run(name, source=values, destination=memory, grid=blocks, count=blocks, shared_bytes=16)
+            assert (got[:BLOCK] == expected).all()
+            assert got[-counter.size :].view(np.uint64) == first + blocks
 
 
 CHECKS = tuple(value for name, value in list(globals().items()) if name.startswith("check_"))

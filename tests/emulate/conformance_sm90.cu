@@ -70,39 +70,6 @@ CUFLASH_DEVICE void pass_through_ring(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(barrier_ring, Params, kWarpgroup, 1, pass_through_ring)
 
-// Four warps pass values on, `count` times around: warp w owns named barrier 1 + w, on which the one before it arrives.
-CUFLASH_DEVICE void pass_between_warps(const Params& params) {
-  constexpr u32 kWarps = 4;
-  const u32 shared = ptx::dynamic_shared(), warp = ptx::thread_index() / kWarp, lane = ptx::thread_index() % kWarp;
-  if (warp == kWarps - 1) {
-    ptx::store_shared_b16(shared + 2 * lane, source_of<u16>(params)[lane]);
-    ptx::arrive_named(1, 2 * kWarp);
-  }
-  for (u32 round = 0; round < params.count; ++round) {
-    ptx::sync_named(1 + warp, 2 * kWarp);
-    const u16 value = ptx::load_shared_b16(shared + 2 * ((lane + 1) % kWarp));
-    ptx::any_lane(false);  // all lanes have read
-    ptx::store_shared_b16(shared + 2 * lane, (u16)(value + warp));
-    if (warp < kWarps - 1 || round < params.count - 1) ptx::arrive_named(1 + (warp + 1) % kWarps, 2 * kWarp);
-  }
-  ptx::sync_block();
-  if (warp == 0) destination_of<u16>(params)[lane] = ptx::load_shared_b16(shared + 2 * lane);
-}
-CUFLASH_DEFINE_KERNEL(named_ring, Params, kWarpgroup, 1, pass_between_warps)
-
-// Lane i of the first warp, and no other thread of two warps, is in round i where the predicate holds, for `count`
-// rounds.
-CUFLASH_DEVICE void ask_two_warps(const Params& params) {
-  const u32 thread = ptx::thread_index();
-  if (thread >= 2 * kWarp) return;
-  for (u32 round = 0; round < params.count; ++round) {
-    const bool one = ptx::sync_named_any(1, 2 * kWarp, thread == round);
-    const bool none = ptx::sync_named_any(1, 2 * kWarp, false);
-    destination_of<u16>(params)[2 * kWarp * round + thread] = (u16)(one + 2 * none);
-  }
-}
-CUFLASH_DEFINE_KERNEL(named_any, Params, kWarpgroup, 1, ask_two_warps)
-
 // ---- Copies by TMA --------------------------------------------------------------------------------------
 
 // `count` bytes by two loads on one barrier, the second part first.

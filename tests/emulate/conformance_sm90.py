@@ -69,19 +69,6 @@ def check_barrier_ring(run):
         assert (got[:, warp - 1] == source[:, np.arange(WARP) ^ warp]).all()
 
 
-def check_named_ring(run):
-    for rounds in (1, 5):
-        source = np.arange(WARP, dtype=np.uint16) * 100
-        got = run("named_ring", source=source, destination=_ones(np.uint16, WARP), count=rounds, shared_bytes=128)
-        assert (got == np.roll(source, -4 * rounds) + rounds * (0 + 1 + 2 + 3)).all()
-
-
-def check_named_any(run):
-    rounds = 2 * WARP + 3  # in the last three no thread is meant
-    got = run("named_any", destination=_ones(np.uint16, rounds, 2 * WARP), count=rounds)
-    assert (got == (np.arange(rounds) < 2 * WARP)[:, None]).all()
-
-
 # ---- Copies by TMA ---------------------------------------------------------------------------------------
 
 

@@ -259,7 +259,7 @@ CUFLASH_DEFINE_KERNEL(turn_ended_early, Params, kWarp, 1, end_turn_early)
 CUFLASH_DEVICE u64* counter_of(const Params& params) { return (u64*)params.source; }
 
 CUFLASH_DEVICE void arrive_early(const Params& params) {
-  ptx::store_for_blocks(destination_of(params) + ptx::thread_index(), 1.0f);
+  ptx::store_for_blocks_x2(destination_of(params) + 2 * ptx::thread_index(), {1.0f, 1.0f});
   if (ptx::thread_index() == kWarp - 1) ptx::count_arrival(counter_of(params));
 }
 CUFLASH_DEFINE_KERNEL(early_arrival, Params, kWarp, 1, arrive_early)
@@ -267,7 +267,8 @@ CUFLASH_DEFINE_KERNEL(early_arrival, Params, kWarp, 1, arrive_early)
 // Threads other than the one that arrives have not met it since.
 CUFLASH_DEVICE void load_early(const Params& params) {
   if (ptx::thread_index() == 0) ptx::count_arrival(counter_of(params));
-  ptx::load_of_blocks(destination_of(params) + ptx::thread_index());  // caught: early_load
+  float two[2];
+  ptx::load_of_blocks_x2(destination_of(params) + 2 * ptx::thread_index(), two);  // caught: early_load
 }
 CUFLASH_DEFINE_KERNEL(early_load, Params, kBlock, 1, load_early)
 

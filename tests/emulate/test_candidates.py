@@ -9,6 +9,7 @@ import cuflash.testing as ct
 from cuflash.emulator import find_compiler
 from cuflash.planning import DeviceSpec
 from cuflash.planning.sm80 import BACKWARD_TILES, DQ_TILES, FORWARD_TILES
+from cuflash.planning.sm80_decode import DECODE_TILES
 from cuflash.planning.sm90.tiles import FORWARD_SM90_TILES
 from cuflash.tuning import candidates
 from tests.emulate import attention
@@ -23,12 +24,13 @@ TRIED = {
     "forward sm90": (replace(CASE, head_dim=128), "forward", "9.0", 3),
     "forward sm90 pages": (replace(CASE, seqlen_k=192, kv_lengths=(170,), page_size=64), "forward", "9.0", 2),
     "decode": (replace(CASE, seqlen_q=4, seqlen_k=700), "forward", "9.0", 2),
+    "decode sm80": (replace(CASE, seqlen_q=4, seqlen_k=700), "forward", "8.0", 2),
     "float32 sm90": (replace(CASE, dtype="float32", seqlen_q=300), "forward", "9.0", 2),
     "backward": (CASE, "backward", "8.0", 1),
     "backward sm90": (CASE, "backward", "9.0", 1),
     "float32 backward sm90": (replace(CASE, dtype="float32", seqlen_q=300), "backward", "9.0", 1),
 }
-ROWS = {*FORWARD_TILES, *FORWARD_SM90_TILES, *BACKWARD_TILES, *DQ_TILES}
+ROWS = {*FORWARD_TILES, *DECODE_TILES, *FORWARD_SM90_TILES, *BACKWARD_TILES, *DQ_TILES}
 
 
 @pytest.mark.parametrize(("case", "pass_", "arch", "count"), TRIED.values(), ids=TRIED)

@@ -15,6 +15,7 @@ from tests.emulate import attention
 from tests.emulate.attention import problem_of
 from tests.emulate.checks import FEW_SMS
 from tests.emulate.test_decode import CASE, SHORT_TILES
+from tests.emulate.test_decode_sm80 import fitting
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -105,16 +106,22 @@ def test_tiles_of_keys_that_blocks_share(monkeypatch, num_sms, whole, splits):
     assert plan.traffic is not None and (plan.traffic.tiles, plan.traffic.added) == (loaded, added)
 
 
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
 @settings(max_examples=8)
 @given(data=st.data(), num_sms=st.sampled_from([1, 3, 7, 132]))
-def test_tiles_of_few_queries(data, num_sms):
+def test_tiles_of_few_queries(kernel, data, num_sms):
     """Those of keys are loaded once, whoever asks; those of queries by each block that has keys of theirs."""
     heads_kv = data.draw(st.integers(1, 2))
     case = replace(CASE, num_heads_kv=heads_kv, kv_lengths=None, seqlen_q=data.draw(st.integers(1, 4)))
     case = replace(case, seqlen_k=data.draw(st.integers(1, 300)))
+    if kernel == "sm80":
+        window = data.draw(st.sampled_from([None, (20, None)]))
+        case = replace(case, dtype=data.draw(st.sampled_from(["float16", "float32", "float64"])), window=window)
+    tiles = (SHORT_TILES if kernel == "sm90" else fitting(case),)
     arrays = case.arrays()
     problem, device = problem_of(case, arrays), replace(FEW_SMS, num_sms=num_sms)
     launches: list[Statistics] = []
-    attention.forward(problem, arrays, arch=device, tiles=(SHORT_TILES,), statistics=launches)
-    plan = attention.plan_for(problem, "forward", arrays, device, (SHORT_TILES,))
+    attention.forward(problem, arrays, arch=device, tiles=tiles, statistics=launches)
+    plan = attention.plan_for(problem, "forward", arrays, device, tiles)
+    assert plan.kernels[0].source == f"{kernel}/decode.cu"
     assert plan.traffic is not None and plan.traffic.tiles == counted(plan, launches)[0]

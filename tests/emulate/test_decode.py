@@ -14,7 +14,8 @@ from cuflash import emulator
 from cuflash.emulator import SCHEDULES, Schedule, Statistics, find_compiler
 from cuflash.emulator.memory import Scratch
 from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.sm90.tiles import DECODE_ROWS, DECODE_SM90_TILES
+from cuflash.planning.key_splits import DECODE_ROWS
+from cuflash.planning.sm90.tiles import DECODE_SM90_TILES
 from cuflash.problem import make_problem
 from tests.emulate import attention
 
@@ -52,13 +53,13 @@ def plan_of(case, tile=SHORT_TILES, device=H200):
 @pytest.fixture(autouse=True, scope="module")
 def combined_by_blocks():
     """Plans let the last block of a head combine the results, however many."""
-    with mock.patch("cuflash.planning.sm90.decode.COMBINE_PIECES", 2**20):
+    with mock.patch("cuflash.planning.key_splits.COMBINE_PIECES", 2**20):
         yield
 
 
 def combined_afterwards():
     """Plans let around/combine.cu combine the results of blocks, however few."""
-    return mock.patch("cuflash.planning.sm90.decode.COMBINE_PIECES", 0)
+    return mock.patch("cuflash.planning.key_splits.COMBINE_PIECES", 0)
 
 
 def bits(results):
@@ -225,7 +226,7 @@ def test_many_blocks_share_a_head(num_heads_kv, head_dim_v):
 
 
 @pytest.mark.parametrize(("seqlen_q", "launches"), [(1, 1), (5, 2)])
-@mock.patch("cuflash.planning.sm90.decode.COMBINE_PIECES", 32)
+@mock.patch("cuflash.planning.key_splits.COMBINE_PIECES", 32)
 def test_the_plan_takes_the_kernels_by_itself(seqlen_q, launches):
     """4 rows of 256 columns are 32 pieces, and as many as one block is left to combine."""
     case = replace(CASE, seqlen_q=seqlen_q, seqlen_k=1200, kv_lengths=(1200, 1199), head_dim_v=256)

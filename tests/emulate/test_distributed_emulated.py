@@ -19,7 +19,7 @@ from cuflash.operands import numpy_dtype
 from cuflash.parts import Parts
 from tests.emulate.launcher import DeviceArray, launcher
 from tests.ranks import Whole, judge, on_threads, results_of
-from tests.scored import MASKS, SCORES, Scored, captured_of
+from tests.scored import MASKS, SCORES, SCORES_AND_TEXTS, Scored, captured_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 SIZES: dict[str, Any] = {"seqlen_q": 100, "seqlen_k": 140, "num_heads": 2, "num_heads_kv": 1, "head_dim": 64}
@@ -93,6 +93,8 @@ SCORED: dict[str, Any] = {
     "9.0": ("t5", None, "bfloat16", {"dropout": 0.2}),
     "9.0 pairs": ("with_pairs", "documents", "float16", {}),
     "8.0": ("distance", "prefix", "float32", {"window": (90, None)}),
+    "9.0 in CUDA": ("branching", None, "bfloat16", {}),
+    "8.0 in CUDA": ("polynomial", "near", "float32", {}),
 }
 
 
@@ -100,7 +102,7 @@ SCORED: dict[str, Any] = {
 def test_functions_keep_the_oracle_rule(name, emulated):
     """They count queries, keys and heads of all ranks; heads travel one after the other."""
     score, mask, dtype, options = SCORED[name]
-    functions = (SCORES[score], MASKS[mask] if mask else None)
+    functions = (SCORES_AND_TEXTS[score], MASKS[mask] if mask else None)
     random = np.random.default_rng(0)
     shapes = {"q": (2, 100, 64), "k": (2, 140, 64), "v": (2, 140, 64), "dout": (2, 100, 64)}
     arrays = {n: random.standard_normal((1, *shape)).astype(numpy_dtype(dtype)) for n, shape in shapes.items()}

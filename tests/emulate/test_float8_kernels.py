@@ -216,6 +216,6 @@ def test_plans_say_what_is_served():
         assert ("become numbers of 16 bits" in plan.reason) == (source != "sm90/forward_float8.cu")
     few = replace(few, dtype="float16", q_float8=False, q_scale=None)
     # Rows that TMA does not reach, and heads that are too wide.
-    for other in (replace(few, strides="padded"), replace(few, head_dim=320, kv_dtype="", k_scale=None, v_scale=None)):
+    for other in (replace(few, strides="padded"), replace(few, head_dim=320)):
         plan = choose_plan(other.problem, DeviceSpec.for_arch("9.0"), "forward")
-        assert plan.kernels[0].source == "sm80/forward.cu"
+        assert plan.kernels[0].source == "sm80/decode.cu"

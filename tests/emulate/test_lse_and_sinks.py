@@ -102,6 +102,8 @@ FORWARD: dict[str, tuple[str | DeviceSpec, dict[str, Any]]] = {
     "sm90/forward_fp32": ("9.0", {"num_heads_kv": 1}),
     "sm90/decode": (ONE_SPLIT, {"dtype": "bfloat16", "seqlen_q": 3, "seqlen_k": 600, "batch": 2}),
     "sm90/decode shared": ("9.0", {"dtype": "float16", "seqlen_q": 3, "seqlen_k": 700, "kv_lengths": (40,)}),
+    "sm80/decode": ("8.0", {"dtype": "float32", "seqlen_q": 3, "seqlen_k": 700, "kv_lengths": (40,)}),
+    "sm80/decode float64": ("9.0", {"dtype": "float64", "seqlen_q": 1, "seqlen_k": 700, "batch": 2}),
     "around/combine": (
         "9.0",
         {"dtype": "float16", "seqlen_q": 16, "seqlen_k": 700, "num_heads_kv": 1, "head_dim_v": 256},

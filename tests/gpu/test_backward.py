@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.binding import Pass
+from tests import wide
 from tests.gpu.planned import plan_of
 
 pytestmark = pytest.mark.gpu
@@ -99,6 +100,21 @@ def test_heads_wider_than_256(cupy, head_dim, head_dim_v, dtype, deterministic):
     arguments, _ = arguments_of(cupy, case)
     ct.assert_forward(case, *arguments[-2:])
     check_gradients(case, cuflash.FlashAttention(causal=True, deterministic=deterministic), arguments)
+
+
+@settings(max_examples=40)
+@given(case=wide.cases(longest=1500, dims=(320, 512, 576, 704)))
+def test_wide_heads(cupy, case):
+    """Right, the same bits again, and by kernels that are meant for them."""
+    arguments, terms = arguments_of(cupy, case)
+    attn = cuflash.FlashAttention(**case.keywords)
+    plan = plan_of("backward", attn, *arguments[1:4], **terms)
+    by_wgmma = sum(kernel.source == "sm90/backward_wide.cu" for kernel in plan.kernels)
+    assert by_wgmma == (3 if plan.device.arch == 90 else 0)
+    gradients = attn.backward(*arguments, **terms)
+    ct.assert_backward(case, *gradients)
+    for _ in range(3):
+        assert by_wgmma == 0 or same_bits(gradients, attn.backward(*arguments, **terms))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -1,7 +1,12 @@
 """Context parallel calls on devices: ranks that are threads, on one device or on several, and ranks of NCCL."""
 
 import concurrent.futures
+import importlib.util
+import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +19,7 @@ from tests.ranks import Parts, Whole, compute, judge
 from tests.scored import MASKS, SCORES, Scored, captured_of
 
 pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parents[2]
 SIZES: dict[str, Any] = {
     "seqlen_q": 300,
     "seqlen_k": 300,
@@ -183,3 +189,16 @@ def test_decoding_over_two_ranks():
     ct.assert_forward(case, *first)
     for x, y in zip(first, second, strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(("engine", "module"), [("dask", "distributed"), ("ray", "ray")])
+def test_the_programs_of_the_page_run(engine, module, tmp_path):
+    devices_for(2)
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed")
+    page = (ROOT / "docs" / "distributed.md").read_text()
+    (program,) = re.findall(rf"^```python {engine}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    path = tmp_path / "program.py"
+    path.write_text(program)
+    done = subprocess.run([sys.executable, path], cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr

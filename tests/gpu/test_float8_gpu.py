@@ -71,7 +71,8 @@ def test_oracle(changes):
     why = "a block_table" if "block_table" in arrays else of_bytes
     assert plans.backward is None and plans.describe().endswith(f"no backward pass with {why}")
     few = case.seqlen_q <= 16
-    main = "sm90/decode_float8.cu" if few and _is_sm90(cupy) else "sm80/forward.cu"
+    of_few = "sm90/decode_float8.cu" if _is_sm90(cupy) else "sm80/decode.cu"
+    main = of_few if few else "sm80/forward.cu"
     assert main in [kernel.source for kernel in plans.forward.kernels]
 
 

@@ -55,6 +55,7 @@ GROWING: dict[str, dict[str, Any]] = {
     "top left": {"seqlen_q": 4, "causal": "top_left"},
     "a window that begins to hide": {"window": (600, 0)},
     "float32": {"dtype": "float32"},
+    "float64, four queries": {"dtype": "float64", "seqlen_q": 4, "causal": True, "sinks": True},
     "float32 in parts": {"dtype": "float32", "seqlen_q": 300},
     "many queries": {"seqlen_q": 200, "causal": True, "dtype": "float16"},
     "layout": {"layout": "bshd"},

@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given, settings
 
 import cuflash
+from cuflash.testing import check_gradients
 from cuflash.testing.rule import gradients_of, measure, yardsticks
-from tests.scored import SCORES, Scored, captured_of, scored
+from tests.scored import SCORES, SCORES_AND_TEXTS, Scored, captured_of, few_tiles, scored
+from tests.texts import HEAD, TEXTS
 
 pytestmark = pytest.mark.gpu
 
@@ -19,6 +21,17 @@ def cupy():
 @settings(max_examples=30)
 @given(case=scored(max_seqlen=600))
 def test_results_are_those_of_the_formula(cupy, case):
+    judged(cupy, case)
+
+
+@settings(max_examples=30)
+@given(case=scored(max_seqlen=600, scores=(*TEXTS,)))
+def test_results_of_texts_are_those_of_the_formula(cupy, case):
+    judged(cupy, case)
+
+
+def judged(cupy, case):
+    """Hold both passes against the oracle, and gradients of arrays against those of a second call."""
     arrays = {name: cupy.asarray(x) for name, x in case.arrays.items()}
     inputs = [arrays[name] for name in ("q", "k", "v")]
     terms = {name: arrays[name] for name in case.terms} | case.random
@@ -36,15 +49,15 @@ def test_results_are_those_of_the_formula(cupy, case):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("score", ["alibi", "distance", "box", "tempered", "t5", "decay"])
+@pytest.mark.parametrize("score", ["alibi", "distance", "box", "tempered", "t5", "decay", *TEXTS])
 def test_gradients_of_arrays_are_the_same_run_after_run(cupy, score, head_dim):
     """Of many blocks, which end in another order each time."""
     sizes = (2, 4, 700, 900)
     random = np.random.default_rng(3)
     shapes = {"q": sizes[2], "k": sizes[3], "v": sizes[3], "dout": sizes[2]}
     host = {name: random.standard_normal((*sizes[:2], n, head_dim)).astype(np.float16) for name, n in shapes.items()}
-    host |= captured_of((SCORES[score],), sizes, "float16", 3)
-    case = Scored(cuflash.FlashAttention(score=SCORES[score]), host, {}, score)
+    host |= captured_of((SCORES_AND_TEXTS[score],), sizes, "float16", 3)
+    case = Scored(cuflash.FlashAttention(score=SCORES_AND_TEXTS[score]), host, {}, score)
     arrays = {name: cupy.asarray(x) for name, x in host.items()}
     q, k, v, dout = (arrays[name] for name in shapes)
     terms = {name: arrays[name] for name in case.terms}
@@ -111,3 +124,24 @@ def test_new_lengths_compile_nothing(cupy, monkeypatch):
         q = cupy.ones((2, n, 64), cupy.float16)
         attn.forward(q, q, q, a=cupy.zeros(n, cupy.float32), d=cupy.arange(n) // 50)
     assert len(set(loaded)) == len(loaded) / 3
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_gradients_of_texts_are_those_of_differences(cupy, text):
+    case = few_tiles((text, None), "float64")
+    arrays = {name: cupy.asarray(x) for name, x in case.arrays.items() if name != "dout"}
+    found = check_gradients(case.attention, **arrays)
+    assert {f"d{name}" for name, x in arrays.items() if x.dtype.kind == "f"} == set(found)
+
+
+def test_a_text_needs_no_python_on_the_device_and_says_what_does_not_compile(cupy):
+    q = cupy.asarray(np.random.default_rng(0).standard_normal((2, 100, 64)).astype(np.float16))
+    slopes = cupy.asarray([0.1, 0.2], cupy.float32)
+    text = f"{HEAD} {{ return s - given.slopes(head) * abs(i - j); }}"
+    attn = cuflash.FlashAttention(score=cuflash.Score(cuda=text, arrays=["slopes"]))
+    expected = cuflash.FlashAttention().forward(q, q, q, alibi_slopes=slopes)
+    for one, other in zip(attn.forward(q, q, q, slopes=slopes), expected, strict=True):
+        cupy.testing.assert_allclose(one.astype(cupy.float32), other.astype(cupy.float32), atol=4e-3)
+    wrong = cuflash.FlashAttention(score=cuflash.Score(cuda=f"\n{HEAD} {{ return s + slope; }}"))
+    with pytest.raises(ValueError, match=r'score\(2\): error: identifier "slope" is undefined'):
+        wrong.forward(q, q, q)

@@ -61,12 +61,14 @@ def test_a_number_of_operations_worked_out_by_hand():
 
 
 def test_cases_that_peers_disagree_on_are_refused():
-    with pytest.raises(ValueError, match="causal"):
-        Case(head_dim=8, seqlen_q=4, seqlen_k=5, batch=1, num_heads=1, causal=True)
     with pytest.raises(ValueError, match="num_heads_kv"):
         Case(head_dim=8, seqlen_q=4, batch=1, num_heads=3, num_heads_kv=2)
-    with pytest.raises(ValueError, match="alibi: got seqlen_q != seqlen_k"):
-        Case(head_dim=8, seqlen_q=4, seqlen_k=5, batch=1, num_heads=1, alibi=True)
+    with pytest.raises(ValueError, match="function: got seqlen_q != seqlen_k"):
+        Case(head_dim=8, seqlen_q=4, seqlen_k=5, batch=1, num_heads=1, function="distance")
+    rectangle = Case(head_dim=8, seqlen_q=4, seqlen_k=5, batch=1, num_heads=1)
+    for case in (replace(rectangle, causal=True), replace(rectangle, alibi=True)):
+        assert "is_aligned" in case.options  # which contenders refuse that align otherwise
+        assert "is_aligned" not in (*replace(case, seqlen_k=4).options, *rectangle.options)
     with pytest.raises(ValueError, match="window: got no causal"):
         replace(PLAIN, window=4)
     for changes in ({"causal": True, "mask": "qk"}, {"causal": True, "blocks_kept": 0.5}, {"mask": "q"}):

@@ -78,6 +78,8 @@ def test_contenders_refuse_the_options_that_they_do_not_have(name):
     values["function"] = "distance"
     for option, words in OPTIONS.items():
         changes: dict[str, Any] = {option: values.get(option, True)} | ({"causal": True} if option == "window" else {})
+        if option == "is_aligned":
+            changes = {"causal": True, "seqlen_k": PLAIN.seqlen_k + 8}
         case = replace(PLAIN, **changes)
         assert case.options == (option,)
         if option not in takes:
@@ -130,6 +132,25 @@ def test_the_flops_of_a_window_are_those_of_its_pairs():
     i, j = np.ogrid[:4096, :4096]
     assert case.flops("forward") == 4 * 4 * 32 * 64 * int(((j <= i) & (j > i - 1024)).sum())
     assert replace(case, window=9999).flops("forward") == 4 * 4 * 32 * 64 * (4096 * 4097 // 2)
+    for queries, window in ((1, 1024), (100, 1024), (3000, 1100), (1, 9999), (100, 4090)):
+        few = replace(case, seqlen_q=queries, seqlen_k=4096, window=window)
+        pairs = (j <= i) & (j > i - window)
+        assert few.flops("forward") == 4 * 4 * 32 * 64 * int(pairs[-queries:].sum())
+
+
+@pytest.mark.parametrize("changes", [{"alibi": True}, {"causal": True}, {"causal": True, "window": 9}, {"bias": "hqk"}])
+def test_few_queries_stand_at_the_last_keys(changes):
+    case = Case(head_dim=8, seqlen_q=3, seqlen_k=40, batch=1, num_heads=4, num_heads_kv=2, dtype="float32", **changes)
+    inputs = make_inputs(np, case)
+    out = peers.cuflash(case, inputs).calls["forward"]()
+    assert Reference(case, inputs).errors("forward", out)["out"].within_rule
+
+
+def test_the_suite_of_few_queries_has_every_option():
+    suite = SUITES["decode-options"]
+    assert {option for case in suite.cases for option in case.options} >= set(SUFFIXES) - {"function"}
+    assert {case.dtype for case in suite.cases if not case.options} == {"bfloat16", "float16", "float32", "float64"}
+    assert {(case.seqlen_q, case.seqlen_k) for case in suite.cases} == {(1, 131072)}
 
 
 def test_masks_show_most_pairs_and_the_diagonal():

@@ -21,7 +21,6 @@ RANKS = (
     distributed.zigzag,
     distributed.contiguous,
     distributed.threads,
-    distributed.Sockets,
 )
 
 

@@ -165,11 +165,14 @@ def planned(arch="9.0", pass_="forward", **changes):
     [
         ({}, "sm90/decode.cu"),
         ({"seqlen_q": 300}, "sm90/forward.cu"),
-        ({"arch": "8.0"}, "sm80/forward.cu"),
+        ({"arch": "8.0"}, "sm80/decode.cu"),
+        ({"arch": "8.0", "seqlen_q": 300}, "sm80/forward.cu"),
         ({"arch": "12.0", "dtype": "float16", "seqlen_q": 300}, "sm80/forward.cu"),
         ({"dtype": "float32", "seqlen_q": 300}, "sm80/forward.cu"),
-        ({"dtype": "float64"}, "sm80/forward.cu"),
-        ({"strides": "padded"}, "sm80/forward.cu"),
+        ({"dtype": "float64"}, "sm80/decode.cu"),
+        ({"dtype": "float64", "seqlen_q": 300}, "sm80/forward.cu"),
+        ({"strides": "padded"}, "sm80/decode.cu"),
+        ({"strides": "padded", "seqlen_q": 300}, "sm80/forward.cu"),
     ],
     ids=str,
 )

@@ -9,16 +9,17 @@ from hypothesis import strategies as st
 from cuflash.binding import planned_length
 from cuflash.operands import Operand
 from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.sm90.decode import (
+from cuflash.planning.key_splits import (
     COMBINE_COLUMNS,
     COMBINE_KEY_BYTES,
     COMBINE_PIECES,
     COMBINE_TILES,
     COMBINE_WARPS,
     DECODE_MIN_SEQLEN_K,
+    DECODE_ROWS,
     MIN_TILES_OF_BLOCK,
 )
-from cuflash.planning.sm90.tiles import DECODE_ROWS, DECODE_SM90_TILES, DecodeSm90Tile
+from cuflash.planning.sm90.tiles import DECODE_SM90_TILES, DecodeSm90Tile
 from cuflash.tensor_map import tensor_map_spec
 from tests.problems import problem_of
 
@@ -98,10 +99,10 @@ def test_enough_bytes_are_on_their_way():
         ({"heads_kv": 32, "seqlen_k": 2048}, DECODE),
         ({"heads_kv": 32, "batch": 8}, FORWARD),
         ({"heads": 4, "heads_kv": 4, "seqlen_q": 64}, DECODE_AND_COMBINE),
-        ({"dtype": "float32"}, ["sm80/forward.cu"]),
-        ({"dim": 60, "dim_v": 60}, ["sm80/forward.cu"]),
+        ({"dtype": "float32"}, ["sm80/decode.cu"]),
+        ({"dim": 60, "dim_v": 60}, ["sm80/decode.cu"]),
         ({"softcap": 3.0}, DECODE),
-        ({"dropout": 0.1}, FORWARD),
+        ({"dropout": 0.1}, ["sm80/decode.cu"]),
     ],
     ids=str,
 )
@@ -114,7 +115,7 @@ def test_kernels(changes, expected):
     [
         ("alibi_slopes", (1, 32), DECODE_AND_COMBINE),
         ("bias", (1, 32, 4, 8192), DECODE_AND_COMBINE),
-        ("mask", (1, 32, 4, 8192), FORWARD),
+        ("mask", (1, 32, 4, 8192), ["sm80/decode.cu", "around/combine.cu"]),
     ],
 )
 def test_kernels_where_something_acts_on_scores(term, shape, expected):
@@ -125,16 +126,16 @@ def test_kernels_where_something_acts_on_scores(term, shape, expected):
 
 @pytest.mark.parametrize("arch", ["8.0", "10.0", "12.0"])
 def test_only_its_own_architecture_gets_the_kernel(arch):
-    assert sources(choose_plan(decode_problem(), DeviceSpec.for_arch(arch))) == ["sm80/forward.cu"]
+    assert sources(choose_plan(decode_problem(), DeviceSpec.for_arch(arch))) == ["sm80/decode.cu"]
 
 
 def test_the_plan_says_why():
     shared = choose_plan(decode_problem(1), H200).describe()
     assert "4 queries of the heads that share keys go through one product: keys are read once" in shared
     equal = "blocks take equal shares of the keys, up to"
-    assert f"128 {equal} 16 of them those of one head: the last one combines their results by lse\n" in shared + "\n"
+    assert f"128 {equal} 16 of them those of one head: the last one combines their results\n" in shared + "\n"
     long = choose_plan(decode_problem(16, 131072), H200).describe()
-    assert f"132 {equal} 18 of them those of one head: another kernel combines their results by lse" in long
+    assert f"132 {equal} 18 of them those of one head: another kernel combines their results" in long
     assert "128 blocks take whole heads\n" in choose_plan(decode_problem(batch=16), H200).describe() + "\n"
     assert "DecodeSm90Tile 64 x 128, 5 warps, 2 stages, 1 resident blocks" in shared
     assert "not sm90/decode: it knows no dropout\n" in choose_plan(decode_problem(dropout=0.5), H200).reason
@@ -185,7 +186,7 @@ def test_shares(num_sms, seqlen_q, seqlen_k, batch, heads_kv, dim):
         assert plan.scratch == ()
         return
     places = heads + blocks
-    scratch = {"partial_out": places * rows * dim, "partial_lse": places * rows}
+    scratch = {"partial_out": places * rows * dim, "partial_sums": places * rows * 2}
     key_bytes = heads * planned_length(seqlen_k) * 2 * dim * 2
     if rows * (dim // COMBINE_COLUMNS) <= COMBINE_PIECES and key_bytes <= COMBINE_KEY_BYTES:
         assert (sources(plan), defines["CUFLASH_COMBINES"]) == (DECODE, 1)

@@ -43,6 +43,17 @@ def test_rows_of_the_problems_they_are_meant_for(sizes, row):
     assert (tile.max_dim, tile.block_m, tile.block_n) == row
 
 
+@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
+def test_gradients_of_wide_heads_have_rows_of_whole_16_bytes(name):
+    """Else a row that is stored 16 bytes at a time would end behind its last column."""
+    problem = problem_of(512, 512, 300, 300)
+    padded = {x: replace(getattr(problem, x), strides=(304 * 512 * 8, 304 * 512, 304, 1)) for x in "qkv"}
+    problem = replace(problem, **padded)
+    operands = {x: problem.q for x in ("out", "dout", "dq")} | {"dk": problem.k, "dv": problem.v}
+    plan = choose_plan(problem, H200, "backward", load_bytes=16, store_bytes=16, operands=operands, need=(name,))
+    assert f"not sm90/backward_wide: a row of {name} is 600 bytes, not a multiple of the 16" in plan.reason
+
+
 def test_only_its_own_architecture_gets_the_kernel():
     for arch in ARCHS:
         (kernel,) = choose_plan(problem_of(), DeviceSpec.for_arch(arch)).kernels

@@ -16,8 +16,9 @@ import cuflash
 from cuflash import progress, tuning
 from cuflash.cli.main import main
 from cuflash.compiler import CompileError
-from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.planning import DeviceSpec, backward, choose_plan, forward
 from cuflash.planning.sm80 import ForwardTile
+from cuflash.planning.sm80_decode import DecodeTile
 from cuflash.planning.sm90.tiles import (
     BackwardFloat32Sm90Tile,
     DecodeFloat8Sm90Tile,
@@ -102,6 +103,32 @@ def test_candidates_for_few_queries_of_wide_heads_have_rows_for_all(heads, rows)
     plans = candidates(problem_of(1, 2**16, 576, 512, batch=1, heads=heads, heads_kv=1), H200)
     of_few = {plan.tiles[0].block_m for plan in plans if isinstance(plan.tiles[0], DecodeWideSm90Tile)}
     assert of_few == {rows}
+
+
+def test_rows_of_every_family_are_tried():
+    families = (*forward.FAMILIES, *backward.FAMILIES, *backward.DQ_FAMILIES)
+    assert {family.tile for family in families} <= {*tuning._ROWS, *tuning._ROWS_OF_FLOAT8}
+
+
+@pytest.mark.parametrize("pass_", PASSES)
+def test_candidates_for_wide_heads(pass_):
+    plans = candidates(problem_of(512, 512, 512, 512), H200, pass_)
+    sources = {kernel.source for plan in plans for kernel in plan.kernels if kernel.source.startswith("sm90/")}
+    assert sources == {f"sm90/{pass_}_wide.cu"}
+    assert len(plans) > 1
+
+
+@pytest.mark.parametrize("kv_dtype", ["", "float8_e4m3fn"])
+@pytest.mark.parametrize("seqlen_q", [1, 16, 30, 64])
+@pytest.mark.parametrize("arch", ["7.5", "8.0", "12.0"])
+def test_candidates_for_few_queries_hold_them(arch, seqlen_q, kv_dtype):
+    problem = Case(seqlen_q=seqlen_q, seqlen_k=4096, head_dim=64, dtype="float16", kv_dtype=kv_dtype).problem
+    tiles = [plan.tiles[0] for plan in candidates(problem, DeviceSpec.for_arch(arch))]
+    of_few = [tile for tile in tiles if isinstance(tile, DecodeTile)]
+    assert of_few[0] == tiles[0] and 1 < len(of_few) < 32
+    assert {tile.block_m for tile in of_few} == {max(16, 1 << (seqlen_q - 1).bit_length())}
+    assert {tile.key_bytes for tile in of_few} == {1 if kv_dtype else 0}
+    assert arch != "7.5" or {tile.num_stages for tile in of_few} == {1}
 
 
 @pytest.mark.parametrize("pass_", PASSES)

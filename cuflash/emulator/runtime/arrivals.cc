@@ -1,6 +1,7 @@
 #include "arrivals.h"
 
 #include <algorithm>
+#include <cstring>
 #include <unordered_map>
 
 #include "interface.h"
@@ -38,24 +39,24 @@ void reset_arrivals() {
   first_arrival = last_arrival = {};
 }
 
-void store_for_blocks(float* address, const float* values, u32 count, Site site) {
-  check_aligned(address, count * sizeof(float), site);
+void store_for_blocks(void* address, const void* values, u32 bytes, Site site) {
+  check_aligned(address, bytes, site);
   const Thread& self = *block.current;
   const Access now = access_by(self, site);
   if (!is_ordered(last_arrival, now, self))
     fail(self, site, "stores results too late: nothing orders this and the arrival at %s:%u",
          file_name(last_arrival.site), last_arrival.site.line);
   stored[self.index] = now;
-  std::copy_n(values, count, address);
+  std::memcpy(address, values, bytes);
 }
 
-void load_of_blocks(const float* address, float* values, u32 count, Site site) {
-  check_aligned(address, count * sizeof(float), site);
+void load_of_blocks(const void* address, void* values, u32 bytes, Site site) {
+  check_aligned(address, bytes, site);
   const Thread& self = *block.current;
   if (!is_ordered(first_arrival, access_by(self, site), self))
     fail(self, site, "loads results of other blocks too early: nothing orders this behind the arrival at %s:%u",
          file_name(first_arrival.site), first_arrival.site.line);
-  std::copy_n(address, count, values);
+  std::memcpy(values, address, bytes);
 }
 
 u64 load_arrivals(const u64* counter, Site site) {

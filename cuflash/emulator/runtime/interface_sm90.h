@@ -8,9 +8,6 @@ void barrier_init(u32 barrier, u32 count, Site site);
 void fence_barrier_init(Site site);
 void barrier_arrive(u32 barrier, u32 bytes, Site site);
 void barrier_wait(u32 barrier, u32 parity, Site site);
-void sync_named(u32 identifier, u32 threads, Site site);
-void arrive_named(u32 identifier, u32 threads, Site site);
-bool sync_named_any(u32 identifier, u32 threads, bool predicate, Site site);
 
 void fence_async_proxy(Site site);
 void load_tensor(u32 destination, const void* map, u32 barrier, const int (&coordinates)[4], Site site);

@@ -15,7 +15,7 @@
 
 namespace emulator {
 
-constexpr u32 kMaxAgents = 128;
+constexpr u32 kMaxAgents = 256;
 
 // One access to shared memory: by `lanes` of warp `actor`, or by agent `actor` if there are none.
 struct Access {

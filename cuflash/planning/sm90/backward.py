@@ -94,7 +94,7 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
         return main.dq_in_order
 
     def accumulator_layout(self, main: BackwardSm90Tile) -> BackwardTile:
-        return _fragments_of_a_warpgroup(main)
+        return fragments_of_a_warpgroup(main)
 
     def heads_of_block(self, draft: Draft, main: BackwardSm90Tile) -> int:
         if not main.dq_in_order or draft.problem.window_right is None:
@@ -192,7 +192,7 @@ class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
         return obstacle
 
     def accumulator_layout(self, main: BackwardFloat32Sm90Tile) -> BackwardTile:
-        return _fragments_of_a_warpgroup(main)
+        return fragments_of_a_warpgroup(main)
 
     def prepare(self, draft: Draft, main: BackwardFloat32Sm90Tile) -> None:
         add_bf16_split(draft, main, ("q", "k", "v", "dout"))
@@ -214,7 +214,7 @@ def _seeing(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
     return main.seeing(problem, 0)
 
 
-def _fragments_of_a_warpgroup(main: BackwardSm90Tile | BackwardFloat32Sm90Tile) -> BackwardTile:
+def fragments_of_a_warpgroup(main: Tile) -> BackwardTile:
     """A tile whose fragments are those of the warps of one warpgroup, one below the other."""
     return BackwardTile(
         element_bytes=main.element_bytes,

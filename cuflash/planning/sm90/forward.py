@@ -178,7 +178,7 @@ def _add_persistent(
     check_blocks(m_blocks)
     pairs = takes_pairs(problem)
     units = draft.heads * draft.tiles_of(problem.seqlen_q, 2 * tile.block_m) if pairs else m_blocks
-    cluster = tile.cluster if isinstance(tile, ForwardWideSm90Tile) else 1
+    cluster = tile.cluster
     resident = draft.device.num_sms * tile.min_blocks // cluster
     blocks = min(units, resident)
     draft.set(resident_blocks=blocks)

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 
 from cuflash.operands import ITEMSIZE
 from cuflash.planning.device import DeviceSpec
+from cuflash.planning.key_splits import DECODE_ROWS
 from cuflash.planning.sm90.scored import ScoredTile, bias_by, bias_tile_bytes
 from cuflash.planning.tiles import ARITHMETIC, Tile, chunked_bytes, float32, h200, maker, reads
 from cuflash.problem import Problem
@@ -20,7 +21,6 @@ WGMMA_COLUMNS = tuple(range(32, 257, 16))  # columns of a product that are worth
 # How much longer a tile of queries takes than one of 128 x 128, measured on an H200 where all blocks had equally many.
 FOUR_CONSUMERS = 1.57  # 256 x 64, at head dimension 64
 THREE_CONSUMERS = 1.44  # 192 x 80, at head dimension 128
-DECODE_ROWS = 64  # of one product, which hold the few queries of all heads that share keys
 # What `ForwardSm90Tile.serves` means, in words.
 SERVES = {
     "any": "any problem",

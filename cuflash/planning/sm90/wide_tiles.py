@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from cuflash.planning.device import DeviceSpec
-from cuflash.planning.sm90.tiles import DECODE_ROWS
+from cuflash.planning.key_splits import DECODE_ROWS
 from cuflash.planning.tiles import ARITHMETIC, Tile, chunked_bytes, maker
 from cuflash.problem import Problem
 from cuflash.tensor_map import CHUNK
@@ -24,11 +24,13 @@ class ForwardWideSm90Tile(Tile):
     num_stages: int  # boxes of block_n keys and 64 columns of k or v
     origin: str = field(compare=False)
 
+    defined = ("wide_sum",)
     element_bytes = 2
     dim_multiple = 16
     num_warps = 16  # those of the two halves of the output, of scores and of the producer
     min_blocks = 1
     fragments_ahead = 0
+    wide_sum = "kOut"
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
         return (
@@ -38,7 +40,6 @@ class ForwardWideSm90Tile(Tile):
 
     @property
     def cluster(self) -> int:
-        """The blocks of a cluster."""
         return self.block_m // 64
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
@@ -62,6 +63,68 @@ class DecodeWideSm90Tile(ForwardWideSm90Tile):
         rows = problem.group_size * problem.seqlen_q
         suits = (self.cluster == 2) == (rows > DECODE_ROWS)
         return "" if suits else f"for {'more' if self.cluster == 2 else 'no more'} than {DECODE_ROWS} rows"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardWideSm90Tile(Tile):
+    """One way to cut dv and dk of wide heads for compute capability 9.0, each by a kernel.
+
+    A block owns 64 of block_n keys; blocks that share these are a cluster.
+    """
+
+    max_dim: int
+    num_stages: int  # boxes of 64 queries and 64 columns of q or dout, beside 64 rows of k and v
+    dv_stages: int  # the same beside rows of k alone
+    block_n: int
+    wide_sum: str = "kDk"
+    origin: str = field(compare=False)
+
+    defined = ("wide_sum",)
+    element_bytes = 2
+    block_m = 64
+    dim_multiple = 16
+    num_warps = 16  # those of the two halves of the sums, of scores and of the producer
+    min_blocks = 1
+    fragments_ahead = 0
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return ((self.cluster in (1, 2), "64 rows for each of one or two blocks"),)
+
+    @property
+    def cluster(self) -> int:
+        return self.block_n // 64
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        own = chunked_bytes(64, dim) + (0 if self.wide_sum == "kDv" else chunked_bytes(64, dim_v))
+        of_keys = self.wide_sum != "kDq"
+        statistics = (2 * 64 * 8 + 32) * of_keys
+        return own + self.num_stages * (chunked_bytes(64, CHUNK) + 32) + 64 * 64 * 2 + statistics + 16 + 24
+
+    def of_dv(self) -> BackwardWideSm90Tile:
+        """The row of the kernel that makes dv."""
+        return replace(self, num_stages=self.dv_stages, wide_sum="kDv")
+
+    def why_not(self, problem: Problem, device: DeviceSpec) -> str:
+        # As in the forward pass.
+        takes_two = problem.window_right is not None and min(problem.seqlen_q, problem.seqlen_k) > 64
+        if (self.cluster == 2) == takes_two:
+            return ""
+        return "for more than 64 rows, under a causal mask" if self.cluster == 2 else "for few rows, or all pairs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DqWideSm90Tile(BackwardWideSm90Tile):
+    """The same of dq. A block owns 64 of block_m queries."""
+
+    block_m: int
+    block_n: int = 64
+    wide_sum: str = "kDq"
+
+    role = "dq"
+
+    @property
+    def cluster(self) -> int:
+        return self.block_m // 64
 
 
 _forward_wide = maker(ForwardWideSm90Tile, "max_dim block_m block_n num_stages origin")
@@ -97,4 +160,36 @@ DECODE_WIDE_SM90_TILES = tuple(
         | {"origin": _OF_DECODE.get((tile.max_dim, tile.block_m), ARITHMETIC)}
     )
     for tile in FORWARD_WIDE_SM90_TILES
+)
+
+_backward_wide = maker(BackwardWideSm90Tile, "max_dim block_n num_stages dv_stages origin")
+
+
+def _h100(case: str, rates: str) -> str:
+    return f"on an H100 {rates} (bfloat16, {case})"
+
+
+# As many boxes as fit beside the rows of a block.
+BACKWARD_WIDE_SM90_TILES = (
+    #              max_dim n  boxes of dv
+    _backward_wide(320, 64, 16, 21, _h100("batch x heads 4 x 6, seqlen 4096", "356 TFLOP/s")),
+    _backward_wide(320, 128, 16, 21, ARITHMETIC),
+    _backward_wide(512, 64, 10, 18, _h100("4 x 4, 4096", "382 TFLOP/s")),
+    _backward_wide(512, 128, 10, 18, ARITHMETIC),
+    _backward_wide(576, 64, 9, 17, ARITHMETIC),
+    _backward_wide(576, 128, 9, 17, ARITHMETIC),
+    _backward_wide(640, 64, 6, 16, ARITHMETIC),
+    _backward_wide(640, 128, 6, 16, ARITHMETIC),
+    _backward_wide(704, 64, 4, 15, ARITHMETIC),
+    _backward_wide(704, 128, 4, 15, ARITHMETIC),
+)
+DQ_WIDE_SM90_TILES = tuple(
+    DqWideSm90Tile(
+        max_dim=tile.max_dim,
+        block_m=tile.block_n,
+        num_stages=tile.num_stages,
+        dv_stages=tile.dv_stages,
+        origin=tile.origin,
+    )
+    for tile in BACKWARD_WIDE_SM90_TILES
 )

@@ -9,6 +9,7 @@ text has to occur there exactly once, so that the table follows the kernels.
 from tests.emulate.mutants import (
     around,
     common,
+    few_queries,
     float8,
     fp32,
     functions,
@@ -24,6 +25,7 @@ from tests.emulate.mutants.trials import TRIALS
 
 MUTANTS = (
     *common.MUTANTS,
+    *few_queries.MUTANTS,
     *sm80.MUTANTS,
     *sm90_forward.MUTANTS,
     *sm90_wide.MUTANTS,

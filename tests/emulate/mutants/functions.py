@@ -6,6 +6,7 @@ CAPTURED = "around/captured.cu"
 FUNCTIONS = "common/functions.cuh"
 HOISTED = "around/hoisted.cu"
 CAPTURED_SUMS = "sm90/captured_sums.cuh"
+DUAL = "common/dual.cuh"
 EXACT = "common/exact_sums.cuh"
 GRADIENTS = "common/captured_gradients.cuh"
 LIBRARY = "common/score_functions.cuh"
@@ -97,6 +98,46 @@ MUTANTS = (
     mutant("the mask of the first batch entry", MASK_TILES, " + batch * params.mask.batch_stride", "", "looked at"),
     mutant("lists know nothing of masks", "around/lists.cu", "(kHasMask && !kMaskByBits) || kHasMaskFunction",
            "kHasMaskFunction", "looked at"),
+    # ---- common/dual.cuh
+    mutant("products grow with their second factor alone", DUAL, "score_product(y.tangent, x.value)};",
+           "score_product(y.tangent, y.value)};", "texts of loops"),
+    mutant("quotients fall as their inverses", DUAL, "score_product(y.tangent, quotient * inverse)",
+           "score_product(y.tangent, inverse)", "texts of tables"),
+    mutant("differences grow with what is taken off", DUAL, "x.tangent - y.tangent", "x.tangent + y.tangent",
+           "texts of tables"),
+    mutant("what nothing depends on has derivatives", DUAL,
+           "{ return {value, score_product(x.tangent, slope)}; }", "{ return {value, x.tangent * slope}; }", "texts"),
+    mutant("exponentials grow by 1", DUAL, "  return chain(x, y, y);", "  return chain(x, y, 1);", "texts sm90"),
+    mutant("logarithms grow as their arguments", DUAL, "log(x.value), score_fast_div((Real)1, x.value))",
+           "log(x.value), x.value)", "texts"),
+    mutant("roots grow as their inverses", DUAL, "score_fast_div((Real)0.5, y)", "1 / y", "texts"),
+    mutant("tanh has the slope of a line", DUAL, "chain(x, y, 1 - y * y)", "chain(x, y, 1 - y)",
+           "texts of polynomials"),
+    mutant("sines fall as they grow", DUAL, "chain(x, sin(x.value), cos(x.value))",
+           "chain(x, sin(x.value), -cos(x.value))", "texts of loops"),
+    mutant("cosines grow as they fall", DUAL, "-sin(x.value)", "sin(x.value)", "texts of loops"),
+    mutant("powers have the slope of themselves", DUAL, "pow(x.value, y.value - 1)", "power", "texts"),
+    mutant("powers do not follow exponents", DUAL, "power * log(x.value)", "power", "texts"),
+    mutant("negative numbers grow with their magnitude", DUAL, "x < 0 ? -1 : x > 0 ? 1 : 0", "1", "texts sm90"),
+    mutant("the larger one is the smaller one", DUAL, "return x >= y || x != x ? x : y;",
+           "return x <= y || x != x ? x : y;", "texts"),
+    mutant("the smaller one is the larger one", DUAL, "return x <= y || x != x ? x : y;",
+           "return x >= y || x != x ? x : y;", "texts"),
+    mutant("what a condition leaves is taken", DUAL, "return condition ? x : y;", "return condition ? y : x;", "texts"),
+    mutant("integers are those above", DUAL, "return score_floor(x.value);", "return score_floor(x.value) + 1;",
+           "texts of tables"),
+    mutant("all reads have the tangent", DUAL, "reads.count++ == reads.seeded", "reads.count++ >= 0 * reads.seeded",
+           "texts of polynomials"),
+    mutant("reads of a run follow those of the one before", DUAL, "reads.seeded = n, reads.count = 0;",
+           "reads.seeded = n;", "texts of polynomials"),
+    mutant("all entries are the first", DUAL, "reads.place = score_place<0>(captured, 0, index...);",
+           "reads.place = 0;", "texts of polynomials"),
+    mutant("axes are as long as the first", DUAL, "return captured.size[axis];", "return captured.size[0];",
+           "texts of polynomials"),
+    mutant("scores do not grow with products", DUAL, "const Dual score = run(Dual(s, 1), reads);",
+           "const Dual score = run(Dual(s, 0), reads);", "texts sm90"),
+    mutant("entries have derivatives of the product, too", DUAL, "run(Dual(s), reads).tangent",
+           "run(Dual(s, 1), reads).tangent", "texts of polynomials"),
     # ---- common/captured_gradients.cuh
     mutant("sums of arrays lie on each other", GRADIENTS,
            "if (has_sums(i)) first += elements_of(params.captured[i]);", ";", "functions"),

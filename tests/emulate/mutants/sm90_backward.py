@@ -233,7 +233,7 @@ MUTANTS = (
     mutant("whole tiles leave parts", BACKWARD_WORK, "is_shared = share.parts > 1;", "is_shared = true;",
            "backward sm90 tail"),
     mutant("parts of the last tiles have the room of whole ones", BACKWARD_WORK,
-           "ptx::block_index() - params.whole_tiles, thread", "ptx::block_index(), thread", "backward sm90 tail"),
+           "block - params.whole_tiles, thread", "ptx::block_index(), thread", "backward sm90 tail"),
     mutant("parts of a group overlap", BACKWARD_WORK, "head_kv * group + group * split / splits;", "head_kv * group;",
            "backward parts split"),
     mutant("keys of all batch entries", BACKWARD_WORK, "key_stop = key_stop_of(params, work.batch);",

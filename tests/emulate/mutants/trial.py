@@ -7,13 +7,13 @@ from unittest import mock
 
 import numpy as np
 
-import cuflash
 import cuflash.testing as ct
 from cuflash import emulator
 from cuflash.emulator.memory import Scratch
 from cuflash.options import Origin
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.sm80 import DqTile, ForwardTile
+from cuflash.planning.sm80_decode import DecodeTile
 from cuflash.planning.sm90.tiles import (
     DecodeSm90Tile,
     ForwardFloat8Sm90Tile,
@@ -28,7 +28,7 @@ from cuflash.terms import DEFAULT_NEED
 from cuflash.testing.float8 import assert_float8
 from tests.emulate import attention
 from tests.emulate.checks import judge_functions
-from tests.scored import MASKS, SCORES, Scored, captured_of
+from tests.scored import few_tiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Trial:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
         names = ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_OF_PART", "WAVES", "CAUSAL_WAVES") if self.shares else ()
         with (
-            mock.patch("cuflash.planning.sm90.decode.COMBINE_PIECES", 2**20 if self.combines else 0),
+            mock.patch("cuflash.planning.key_splits.COMBINE_PIECES", 2**20 if self.combines else 0),
             mock.patch.dict("cuflash.planning.backward.__dict__", dict.fromkeys(names, 0)),
         ):
             self._run(kernels)
@@ -86,7 +86,7 @@ class Trial:
             **case.random,
         }
         of_forward = ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | ForwardFloat8Sm90Tile | DecodeSm90Tile
-        if isinstance(self.tiles[0], of_forward | ForwardWideSm90Tile):
+        if isinstance(self.tiles[0], of_forward | DecodeTile | ForwardWideSm90Tile):
             for count in self.found_counts:
                 scratch = Scratch(choose_plan(problem, how["arch"], tiles=how["tiles"]).scratch_layout, 0xFF)
                 scratch.array("arrivals", np.uint64)[...] = count
@@ -120,7 +120,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionTrial:
-    """Both passes of a problem whose score or mask is a function of the caller, by its name in tests/scored.py."""
+    """Both passes of a problem whose score or mask is one of the caller, by its name in tests/scored.py."""
 
     score: str | None = None
     mask: str | None = None
@@ -131,18 +131,7 @@ class FunctionTrial:
 
     def run(self, kernels: Path | None = None) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
-        functions = (SCORES[self.score] if self.score else None, MASKS[self.mask] if self.mask else None)
-        seqlen_q, seqlen_k = 70, 130
-        random = np.random.default_rng(7)
-        shapes = {
-            "q": (2, 2, seqlen_q, 16),
-            "k": (2, 1, seqlen_k, 16),
-            "v": (2, 1, seqlen_k, 16),
-            "dout": (2, 2, seqlen_q, 16),
-        }
-        arrays = {name: random.standard_normal(shape).astype(self.dtype) for name, shape in shapes.items()}
-        arrays |= captured_of(functions, (2, 2, seqlen_q, seqlen_k), self.dtype, 7)
-        case = Scored(cuflash.FlashAttention(score=functions[0], mask=functions[1]), arrays, {}, "")
+        case = few_tiles((self.score, self.mask), self.dtype)
         device = DeviceSpec.for_arch(self.arch)
         device = replace(device, num_sms=self.num_sms or device.num_sms)
         judge_functions(case, device, captured=self.captured, kernels=kernels)

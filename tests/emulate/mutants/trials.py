@@ -15,7 +15,7 @@ from cuflash.planning.sm90.tiles import (
     ForwardSm90Tile,
 )
 from tests.emulate import attention
-from tests.emulate.mutants import trials_float8, trials_wide
+from tests.emulate.mutants import trials_few, trials_float8, trials_wide
 from tests.emulate.mutants.trial import FunctionTrial, Trial
 
 
@@ -564,6 +564,7 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "looked at by bytes": Trial(
         case=replace(_LOOKED_AT, seqlen_k=171, mask=(4, 230, 171), num_heads_kv=1), tiles=_backward(), num_sms=1
     ),
+    **trials_few.TRIALS,
     **trials_float8.TRIALS,
     **trials_wide.TRIALS,
     "functions": FunctionTrial(score="distance", mask="near"),
@@ -576,5 +577,10 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "functions tables": FunctionTrial(score="of_rows"),
     "functions sm90 tables": FunctionTrial(score="t5", dtype="float16", arch="9.0"),
     "functions sm90 tables of entries": FunctionTrial(score="fade", dtype="float16", arch="9.0"),
+    "texts": FunctionTrial(score="of_functions"),
+    "texts of loops": FunctionTrial(score="counted"),
+    "texts of polynomials": FunctionTrial(score="polynomial", dtype="float64"),
+    "texts of tables": FunctionTrial(score="interpolated"),
+    "texts sm90": FunctionTrial(score="branching", dtype="float16", arch="9.0"),
     "functions sm90 arrays of s": FunctionTrial(score="barrier", mask="prefix", dtype="float16", arch="9.0"),
 }

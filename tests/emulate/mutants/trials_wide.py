@@ -5,7 +5,9 @@ from typing import Any
 
 import cuflash.testing as ct
 from cuflash.planning.sm90.wide_tiles import (
+    BackwardWideSm90Tile,
     DecodeWideSm90Tile,
+    DqWideSm90Tile,
     ForwardWideSm90Tile,
 )
 from tests.emulate.mutants.trial import Trial
@@ -27,6 +29,21 @@ _FEW = replace(_CASE, seqlen_q=2, seqlen_k=600, num_heads=44, score_spread=1.0)
 _TILE: dict[str, Any] = {"max_dim": 256, "block_n": 64, "num_stages": 9, "origin": "of a trial"}
 _FORWARD = ForwardWideSm90Tile(block_m=128, **_TILE)
 _DECODE = DecodeWideSm90Tile(block_m=128, **_TILE)
+_STAGES: dict[str, Any] = {"max_dim": 320, "num_stages": 5, "dv_stages": 5, "origin": "of a trial"}
+_MAIN, _DQ = BackwardWideSm90Tile(block_n=64, **_STAGES), DqWideSm90Tile(block_m=64, **_STAGES)
+_MAIN_OF_TWO, _DQ_OF_TWO = _MAIN.changed(block_n=128), _DQ.changed(block_m=128)  # clusters of two blocks
+# Several tiles of both kinds, and heads that share keys.
+_BACKWARD = replace(
+    _CASE,
+    seqlen_q=200,
+    seqlen_k=150,
+    head_dim=192,
+    head_dim_v=128,
+    num_heads_kv=2,
+    causal=False,
+    window=(90, 20),
+    sinks=False,
+)
 TRIALS = {
     "wide": Trial(case=_CASE, tiles=(_FORWARD,), num_sms=2),
     "wide short ring": Trial(case=_CASE, tiles=(_FORWARD.changed(num_stages=4),), num_sms=2),
@@ -36,6 +53,23 @@ TRIALS = {
         tiles=(_FORWARD.changed(max_dim=1024),),
         num_sms=2,
     ),
+    "wide dk": Trial(case=_BACKWARD, tiles=(_MAIN,), need=("dk", "dv")),
+    "wide dk passes": Trial(
+        case=replace(_BACKWARD, head_dim=576, head_dim_v=64),
+        tiles=(_MAIN.changed(max_dim=576, num_stages=16),),
+        need=("dk",),
+    ),
+    "wide dq": Trial(
+        case=replace(_BACKWARD, head_dim=576, head_dim_v=64), tiles=(_DQ.changed(max_dim=576),), need=("dq",)
+    ),
+    "wide dk of two": Trial(case=_BACKWARD, tiles=(_MAIN_OF_TWO,), need=("dk",)),
+    "wide dq of two": Trial(case=_BACKWARD, tiles=(_DQ_OF_TWO,), need=("dq",)),
+    "wide shares of two": Trial(
+        case=replace(_BACKWARD, num_heads_kv=1), tiles=(_MAIN_OF_TWO,), need=("dk", "dv"), shares=True
+    ),
+    "wide cap": Trial(case=replace(_BACKWARD, softcap=1.0, dropout=0.4), tiles=(_MAIN, _DQ)),
+    "wide key lengths": Trial(case=replace(_BACKWARD, window=None, kv_lengths=(100,)), tiles=(_MAIN, _DQ)),
+    "wide shares": Trial(case=replace(_BACKWARD, num_heads_kv=1), tiles=(_MAIN,), need=("dk", "dv"), shares=True),
     "wide few": Trial(case=_FEW, tiles=(_DECODE,), num_sms=6),
     "wide few heads": Trial(case=replace(_FEW, batch=3, kv_lengths=(600, 0, 515)), tiles=(_DECODE,), num_sms=4),
 }

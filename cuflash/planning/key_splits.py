@@ -1,0 +1,106 @@
+"""Few queries: how blocks share the keys of all heads, and what combines their results.
+
+kernels/common/key_splits.cuh has the same for blocks.
+"""
+
+from __future__ import annotations
+
+from cuflash.operands import ITEMSIZE
+from cuflash.planning.draft import Draft, check_blocks
+from cuflash.planning.tiles import Tile
+from cuflash.problem import Problem
+
+DECODE_ROWS = 64  # the most queries of all heads that share keys which count as few
+DECODE_MIN_SEQLEN_K = 512  # visible keys from which on sharing them pays
+MIN_TILES_OF_BLOCK = 2  # tiles of keys that a block takes at least
+COMBINE_TILES = 2  # where blocks share a head, each takes as much longer as so many tiles of keys take
+COMBINE_COLUMNS = 32  # columns of one row that a warp combines
+# Up to so many pieces of results of one head, a row and so many columns each, and so many bytes of keys and values, the
+# block that is done last combines them: that saves the host a launch, for which small problems wait. Its four warps
+# wait for L2 for each piece, so a kernel of its own takes less of the device's time: 8 us less with 131072 keys on an
+# H200.
+COMBINE_PIECES = 16
+COMBINE_KEY_BYTES = 2**26
+COMBINE_WARPS = 4
+MAX_SHARE_STEPS = 2**31 - 1  # blocks count the keys of all heads in steps: for each head as many as there are blocks
+
+
+def rows_of(problem: Problem) -> int:
+    """Queries of all query heads that share a key/value head: the rows of one product."""
+    return problem.group_size * problem.mean_sequence.seqlen_q
+
+
+def are_few(problem: Problem) -> bool:
+    """Whether there are few queries, and keys enough for blocks to share."""
+    return 0 < rows_of(problem) <= DECODE_ROWS and visible_keys(problem.mean_sequence) >= DECODE_MIN_SEQLEN_K
+
+
+def visible_keys(problem: Problem) -> int:
+    """The most keys that all queries of a head see together."""
+    start, stop = 0, problem.seqlen_k
+    if problem.window_left is not None:
+        start = max(start, problem.diagonal - problem.window_left)
+    if problem.window_right is not None:
+        stop = min(stop, problem.seqlen_q + problem.diagonal + problem.window_right)
+    return max(0, stop - start)
+
+
+def add_sharing_kernel(
+    draft: Draft, source: str, tile: Tile, *, block_n: int, cluster: int = 1, combines: bool = True
+) -> None:
+    """Add a main kernel whose blocks take equal shares of the keys of all heads, and what combines their results.
+
+    A block, or a cluster of blocks, takes `block_n` keys at a time. Where `combines`, the last block of a head may
+    combine the results; else a kernel of its own always does.
+    """
+    problem = draft.problem
+    heads, rows = problem.batch * problem.num_heads_kv, problem.group_size * problem.seqlen_q
+    blocks = _number_of_blocks(problem, draft.device.num_sms // cluster * tile.min_blocks, block_n)
+    draft.set(resident_blocks=blocks)
+    whole_heads = heads % blocks == 0
+    draft.key_splits = blocks // heads if blocks % heads == 0 else 1 if whole_heads else blocks // heads + 2
+    draft.reasons.append(f"{rows} queries of the heads that share keys go through one product: keys are read once")
+    dims = draft.padded_dims(tile)
+    pieces = rows * -(-dims[1] // COMBINE_COLUMNS)
+    key_bytes = heads * visible_keys(problem) * sum(dims) * ITEMSIZE[problem.k.dtype]
+    combines = combines and not whole_heads and pieces <= COMBINE_PIECES and key_bytes <= COMBINE_KEY_BYTES
+    defines = {"CUFLASH_SPLITS_KEYS": int(not whole_heads), "CUFLASH_COMBINES": int(combines)}
+    draft.add(source, tile, blocks * cluster, tile.shared_bytes(*dims), **defines)
+    who = f"{blocks} clusters of {cluster} blocks" if cluster > 1 else f"{blocks} blocks"
+    if whole_heads:
+        draft.reasons.append(f"{who} take whole heads")
+        return
+    draft.scratch["partial_out"] = (heads + blocks) * rows * dims[1]
+    draft.scratch["partial_sums"] = (heads + blocks) * rows * 2
+    if combines:
+        draft.scratch["arrivals"] = heads * 8 // ITEMSIZE[problem.softmax_dtype]  # words of 64 bits
+        combined = "the last one combines their results"
+    else:
+        draft.add("around/combine.cu", tile, -(-heads * pieces // COMBINE_WARPS), 0, CUFLASH_NUM_WARPS=COMBINE_WARPS)
+        combined = "another kernel combines their results"
+    draft.reasons.append(
+        f"{who} take equal shares of the keys, up to {draft.key_splits} of them those of one head: {combined}"
+    )
+
+
+def _number_of_blocks(problem: Problem, resident: int, block_n: int) -> int:
+    """The number of blocks to share all keys evenly, so that the device is done first; of equals, the smallest.
+
+    As many as are resident leave no multiprocessor idle, but share heads, whose results have to be combined. A few less
+    may leave every head whole, or shared by as few blocks as the others.
+    """
+    heads = problem.batch * problem.num_heads_kv
+    check_blocks(heads)
+    tiles_of_head = -(-visible_keys(problem) // block_n)
+    num_tiles = heads * tiles_of_head
+    most = max(1, min(resident, num_tiles // MIN_TILES_OF_BLOCK, MAX_SHARE_STEPS // heads))
+    even = {most}
+    if heads <= most:
+        even.add(most // heads * heads)
+    elif heads % -(-heads // most) == 0:
+        even.add(heads // -(-heads // most))
+
+    def duration(blocks: int) -> int:
+        return -(-num_tiles // blocks) + (COMBINE_TILES if heads % blocks else 0)
+
+    return min(sorted(even), key=duration)

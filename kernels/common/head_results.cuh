@@ -1,0 +1,73 @@
+// Few queries: where a block leaves its results of a head, and how the last block of a head combines those of all.
+#pragma once
+#include "common/config.cuh"
+#include "common/head_work.cuh"
+#include "common/key_splits.cuh"
+#include "common/params.cuh"
+#include "common/softmax.cuh"
+
+constexpr bool kCombines = CUFLASH_COMBINES;  // the last block of a head combines the results
+
+// Prepares the counters of arrivals of the heads that this block shares with others.
+CUFLASH_DEVICE void prepare_arrivals(const Params& params) {
+#pragma unroll 1
+  for (HeadWalk walk(params); walk.more(); walk.advance()) {
+    const Partials partials(params, walk.shares, walk.head);
+    if (partials.count > 1) partials.arrivals(params).prepare();
+  }
+}
+
+// Combines the results of the heads with which this block is the last to be done, by so many warps of it, which have met
+// at a barrier since they stored all of their own results.
+template <int warps>
+CUFLASH_DEVICE void combine_heads(const Params& params) {
+#pragma unroll 1
+  for (HeadWalk walk(params); walk.more(); walk.advance()) {
+    const Partials partials(params, walk.shares, walk.head);
+    if (partials.count == 1) continue;
+    const bool arrives = ptx::thread_index() == 0;
+    if (!ptx::sync_named_any(1, 32 * warps, arrives && partials.arrivals(params).arrive())) continue;
+#pragma unroll 1
+    for (int i = warp_index(); i < partials.rows * kChunks; i += warps)
+      partials.combine(params, i / kChunks, i % kChunks);
+  }
+}
+
+// The epilogue: O / l and lse, to the results or, where blocks share the head, to where they are combined. A lane holds
+// two rows, `half` of them each time: `factor(half)` is what O is multiplied by, and `visit_pairs(half, visit)` calls
+// visit(column, left, right) for its pairs of columns. Of warps that share rows, the first one stores what a row has
+// once.
+template <class Softmax, int out_tiles, class Factor, class VisitPairs>
+CUFLASH_DEVICE void store_rows(const Params& common, const HeadWalk& walk, const HeadWork& work, const LaneRows& rows,
+                               const int (&lane_row)[2], Softmax& softmax, Real (&o)[1][out_tiles][4], Factor factor,
+                               VisitPairs visit_pairs, bool is_first = true) {
+  const Partials partials(common, walk.shares, walk.head);
+  const bool is_alone = !kSplitsKeys || partials.count == 1;
+  if (kHasSinks && is_alone) {
+    softmax.add_sinks(o, [&](int, int half) {
+      const int head = work.first_head() + lane_row[half] / common.seqlen_q;
+      return lane_row[half] < work.rows ? sink_of(common, head) * kExponentOfE : 0;
+    });
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = lane_row[half];
+    if (row >= work.rows) continue;
+    const Real of_out = factor(half);
+    const bool stores_sum = is_first && fragment_column() == 0;
+    if (is_alone) {
+      const int head = work.first_head() + row / common.seqlen_q;
+      if (stores_sum) *lse_of(common, work.batch, head, rows.query[half]) = softmax.log_sum_exp(0, half);
+      Out* g_out = out_of(common, work.batch, head, rows.query[half]);
+      visit_pairs(half,
+                  [&](int column, Real left, Real right) { store_pair(g_out, column, left * of_out, right * of_out); });
+    } else {
+      const int i = ptx::block_index() - partials.first_block;
+      if (stores_sum) partials.store_sum(i, row, softmax, half);
+      Real* g_out = partials.out(i, row);
+      visit_pairs(half, [&](int column, Real left, Real right) {
+        ptx::store_for_blocks_x2(g_out + column, {left * of_out, right * of_out});
+      });
+    }
+  }
+}

@@ -1,0 +1,293 @@
+// Forward pass for few queries on every device, in every type: reads K and V once, as fast as memory allows.
+//
+//   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
+//
+// All queries of the query heads that share a key/value head are rows of one product (common/head_work.cuh). As many
+// blocks as the device holds take equal shares of all keys (common/key_splits.cuh). A block that has a head to itself
+// stores its results; the others leave O and the sums of their keys in scratch memory, and the one of a head that is done
+// last combines them, unless around/combine.cu does.
+//
+// A block is made of teams, which take its tiles of keys in turn. A team has a ring of its own in shared memory, so that
+// it waits for no other one before the head ends: its warps would all stand still as often as any of them waits for
+// memory. K and V of a tile are two steps of the ring; while one is used, the copies of 2 kNumStages - 1 others are on
+// their way. Of the warps of a team each owns 16 rows, or with kWarpsD above 1 a slice of the columns of O of these.
+#include "common/config.cuh"
+#include "common/float8.cuh"
+#include "common/head_results.cuh"
+#include "common/head_work.cuh"
+#include "common/mask.cuh"
+#include "common/operands.cuh"
+#include "common/params.cuh"
+#include "common/scores.cuh"
+#include "common/warp_sums.cuh"
+#include "sm80/copy.cuh"
+#include "sm80/float8_fragments.cuh"
+#include "sm80/mma.cuh"
+#include "sm80/queries.cuh"
+
+constexpr int kWarpsD = CUFLASH_WARPS_D;
+constexpr int kTeamWarps = kBlockM / 16 * kWarpsD, kTeamThreads = 32 * kTeamWarps;
+constexpr int kTeams = kNumWarps / kTeamWarps;
+constexpr int kNTiles = kBlockN / 8;
+constexpr int kColumnTiles = kDimV / (8 * kWarpsD);  // n-tiles of 8 columns of O of a warp
+static_assert(kTeams * kTeamWarps == kNumWarps, "whole teams");
+static_assert(!kIsPacked, "packed sequences are served by sm80/forward.cu");
+
+// Shared memory: Q, and for each team the stages of K, then those of V. At the end of a head, sums of its warps replace
+// these.
+using Sums = WarpSums<Element, kColumnTiles>;
+constexpr u32 kBytesQ = tile_bytes(kBlockM, kDim);
+constexpr u32 kBytesK = tile_bytes(kBlockN, kDim, sizeof(KeyStorage));
+constexpr u32 kBytesV = tile_bytes(kBlockN, kDimV, sizeof(KeyStorage));
+constexpr u32 kBytesSums = Sums::kBytesOut + Sums::kBytesStatistics;
+constexpr u32 kBytesTeam =
+    round_up(max_of(kNumStages * (kBytesK + kBytesV), kTeams > 1 ? kTeamWarps * kBytesSums : 0u), 128);
+static_assert(kBytesQ + kTeams * kBytesTeam == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
+
+// The team of a thread, and its place in it.
+struct Team {
+  int index;        // of the teams of the block
+  int thread;       // of those of the team
+  int row;          // the first of the 16 rows of the warp
+  int lane_row[2];  // those of which this lane holds parts
+  int warp_d;       // which slice of the columns of O is the warp's
+  u32 ring;         // in shared memory
+
+  CUFLASH_DEVICE Team()
+      : index(warp_index() / kTeamWarps),
+        thread(ptx::thread_index() % kTeamThreads),
+        row(warp_index() % kTeamWarps / kWarpsD * 16),
+        lane_row{row + fragment_row(), row + fragment_row() + 8},
+        warp_d(warp_index() % kWarpsD),
+        ring(ptx::dynamic_shared() + kBytesQ + index * kBytesTeam) {}
+
+  CUFLASH_DEVICE void sync() const {
+    if constexpr (kTeamWarps == 1)
+      ptx::sync_warp();
+    else if constexpr (kTeams == 1)
+      ptx::sync_block();
+    else
+      ptx::sync_named(1 + index, kTeamThreads);
+  }
+};
+
+// The tiles of keys that a team takes, one of every kTeams places of its block, from the last place to the first.
+//
+// Tiles that no row sees are left out. Where a block mask, or notes of what a mask or a function leaves of tiles, say
+// which these are, lanes look at 32 places at once. Visible tiles may gather anywhere among the keys, so neighbouring
+// places are tiles far from each other: then each block of a head has some of all.
+struct TileWalk {
+  static constexpr int kNone = -1;
+  static constexpr bool kLooks = kHasBlockMask || kHasNotes;
+
+  const Params& params;
+  const HeadWork& work;
+  int stride, steps;  // place i + steps j is tile stride i + j of the head
+  int start, stop;    // places of the block
+  int place;          // of the team, the next one
+  int looked_at = 0;  // the place that the first lane has looked at
+  u32 seen = 0;       // which lanes have seen a visible tile that has not been given yet
+
+  CUFLASH_DEVICE TileWalk(const Params& params, const HeadWork& work, int team)
+      : params(params),
+        work(work),
+        stride(kLooks ? ceil_div(work.blocks, params.batch * params.num_heads_kv) : 1),
+        steps(ceil_div(work.num_tiles, stride)),
+        start(work.part_of(steps * stride, work.from)),
+        stop(work.part_of(steps * stride, work.to)),
+        place(stop - 1 - team) {}
+
+  // Whether the block has any.
+  CUFLASH_DEVICE bool has_any() const { return start < stop; }
+
+  CUFLASH_DEVICE int next() {
+    if constexpr (!kLooks) {
+      const int tile = work.first_tile + place;
+      const bool exists = place >= start;
+      place -= kTeams;
+      return exists ? tile : kNone;
+    } else {
+#pragma unroll 1
+      for (; seen == 0; place -= 32 * kTeams) {
+        if (place < start) return kNone;
+        const int own = place - (int)lane_index() * kTeams;
+        seen = ptx::ballot(own >= start && is_visible(tile_at(own)));
+        looked_at = place;
+      }
+      const u32 lane = 31 - ptx::leading_zeros(seen & (0u - seen));
+      seen &= seen - 1;
+      return tile_at(looked_at - (int)lane * kTeams);
+    }
+  }
+
+ private:
+  CUFLASH_DEVICE int tile_at(int place) const { return work.first_tile + place % steps * stride + place / steps; }
+
+  // Whether a row may see some key of the tile, which need not exist.
+  CUFLASH_DEVICE bool is_visible(int tile) const {
+    if (tile >= work.first_tile + work.num_tiles) return false;
+    bool any = false;
+#pragma unroll 4
+    for (int i = 0; i < (params.list_heads == 1 ? 1 : work.group); ++i) {
+      const int head = work.first_head() + i;
+      Pairs pairs = Pairs::kAll;
+      if constexpr (kHasBlockMask) pairs = pairs_of(params, BlockMask(params, work.batch, head), 0, tile);
+      if constexpr (kHasNotes) pairs = both(pairs, pairs_noted(params, matrix_of(params, work.batch, head), 0, tile));
+      any |= pairs != Pairs::kNone;
+    }
+    return any;
+  }
+};
+
+// Loads a tile of K or V by a team. Pages begin with a tile, or within one.
+template <int columns, class Head>
+CUFLASH_DEVICE void load_keys(u32 tile, const Head& head, i64 row_stride, int first_key, int key_stop, int thread) {
+  constexpr int kPiece = kPageSize == 0 ? kBlockN : min_of(kBlockN, kPageSize);  // keys one stride from each other
+  constexpr int kRow = row_bytes(round_up(columns, CUFLASH_DIM_MULTIPLE), sizeof(KeyStorage));
+#pragma unroll
+  for (int first = 0; first < kBlockN; first += kPiece) {
+    const int key = first_key + first;
+    const KeyStorage* rows;
+    if constexpr (kPageSize == 0)
+      rows = head + key * row_stride;
+    else
+      rows = key < key_stop ? head.row(key) : head.anywhere();
+    load_tile<kPiece, columns, kTeamThreads>(tile + first * kRow, rows, row_stride, 0, key_stop - key, thread);
+  }
+}
+
+// Sums over the keys that the team has of a head.
+CUFLASH_DEVICE void weigh_keys(const Params& params, const HeadWork& work, const LaneRows& rows, const Team& team,
+                               TileWalk walk, Sums& sums) {
+  const u32 s_q = ptx::dynamic_shared(), s_k = team.ring, s_v = s_k + kNumStages * kBytesK;
+  const auto g_k = keys_of(params, params.k, work.batch, work.head_kv);
+  const auto g_v = keys_of(params, params.v, work.batch, work.head_kv);
+  int tile[kNumStages + 1];  // the one that is used next, and those after it; kNone where there is none
+#pragma unroll
+  for (int i = 0; i <= kNumStages; ++i) tile[i] = walk.next();
+  // Each is a group of copies.
+  const auto load_k = [&](int i, int stage) {
+    if (tile[i] != TileWalk::kNone)
+      load_keys<kHeadDim>(s_k + stage * kBytesK, g_k, params.k.row_stride, tile[i] * kBlockN, work.key_stop,
+                          team.thread);
+    ptx::copy_async_commit();
+  };
+  const auto load_v = [&](int i, int stage) {
+    if (tile[i] != TileWalk::kNone)
+      load_keys<kHeadDimV>(s_v + stage * kBytesV, g_v, params.v.row_stride, tile[i] * kBlockN, work.key_stop,
+                           team.thread);
+    ptx::copy_async_commit();
+  };
+
+  ptx::sync_block();  // with the head before, whose sums lie in the rings
+  load_queries<kBlockM, kHeadDim>(s_q, GroupRows<QueryStorage>(params, params.q, work), 0, 0, work.rows);
+  ptx::copy_async_commit();
+#pragma unroll
+  for (int i = 0; i < kNumStages; ++i) {
+    load_k(i, i);
+    if (i + 1 < kNumStages) load_v(i, i);
+  }
+  ptx::copy_async_wait<2 * kNumStages - 1>();
+  ptx::sync_block();
+
+  const RowMajorA<row_bytes(kDim)> operand_q(s_q, team.row);
+  const KeysOperand<kDim, 1> operand_k(s_k);
+  const ValuesOperand<kDimV, kWarpsD> operand_v(s_v, team.warp_d);
+  const HeadScales<kKScale> k_scales(params, params.k_scale, params.k_scale_shift, work.batch, work.head_kv);
+  const HeadScales<kVScale> v_scales(params, params.v_scale, params.v_scale_shift, work.batch, work.head_kv);
+  const float k_scale = k_scales.of_head();
+  float q_scale[1][2];
+  rows.load_scales(params, work, team.lane_row, q_scale[0]);
+  const LaneDropout dropout(params, work, team.lane_row);
+  int stage = 0;
+#pragma unroll 1
+  while (tile[0] != TileWalk::kNone) {
+    ptx::copy_async_wait<2 * kNumStages - 2>();
+    team.sync();
+    load_v(kNumStages - 1, stage == 0 ? kNumStages - 1 : stage - 1);
+    Real s[1][kNTiles][4];
+    set_zero(s);
+    multiply<kDim / kStep>(s, operand_q,
+                           [&](int n, int k, Fragment& b) { shifted(operand_k, stage * kBytesK)(n, k, b); });
+
+    const int n_block = tile[0], lane_key = n_block * kBlockN + fragment_column();
+    const bool masked = kHasBlockMask || n_block < work.keys.full_start || n_block >= work.keys.full_stop;
+    float scale[kNTiles][2];  // of the keys, then of the values
+    k_scales.load(scale, lane_key, work.key_stop);
+    multiply_columns<kKScale>(s, scale, k_scale);
+    if constexpr (kQScale) multiply_rows(s, q_scale);
+    to_scores(rows, rows, s, [](int, int i) { return i / 2; }, lane_key, masked);
+    sums.softmax.update(s, sums.out, rows.score[0].exponent_scale());
+    if constexpr (kHasDropout) dropout.drop(s[0], rows, lane_key);
+    if constexpr (kVScale == 2) {
+      v_scales.load(scale, lane_key, work.key_stop);
+      sums.value_scales.update(scale, sums.out);
+      multiply_columns<kVScale>(s, scale, 1.0f);
+    }
+
+    ptx::copy_async_wait<2 * kNumStages - 2>();
+    team.sync();
+    load_k(kNumStages, stage);
+    add_product<kBlockN / kStep>(
+        sums.out, [&](int, int k, Fragment& a) { to_operand(s[0], k, a); },
+        [&](int n, int k, Fragment& b) { shifted(operand_v, stage * kBytesV)(n, k, b); });
+#pragma unroll
+    for (int i = 0; i < kNumStages; ++i) tile[i] = tile[i + 1];
+    tile[kNumStages] = walk.next();
+    stage = stage == kNumStages - 1 ? 0 : stage + 1;
+  }
+  sums.softmax.finish();
+}
+
+// Adds the sums of all teams to those of the first one: half of the teams hand over theirs, then half of the rest.
+CUFLASH_DEVICE void merge(const Team& team, Sums& sums) {
+  const auto place_of = [&](int other) {
+    return team.ring + (other - team.index) * (int)kBytesTeam + warp_index() % kTeamWarps * kBytesSums;
+  };
+#pragma unroll
+  for (int left = kTeams; left > 1; left = (left + 1) / 2) {
+    const int half = (left + 1) / 2;
+    if (team.index >= half && team.index < left) {
+      team.sync();  // other warps of the team may still read their last values
+      sums.hand_over(place_of(team.index), place_of(team.index) + Sums::kBytesOut);
+    }
+    ptx::sync_block();
+    if (team.index + half < left)
+      sums.take_in(place_of(team.index + half), place_of(team.index + half) + Sums::kBytesOut);
+  }
+}
+
+CUFLASH_DEVICE void take_head(const Params& params, const HeadWalk& walk, const Team& team) {
+  const HeadWork work(params, walk);
+  const LaneRows rows(params, work, team.lane_row);
+  const TileWalk tiles(params, work, team.index);
+  Sums sums;
+  set_zero(sums.out);
+  if (tiles.has_any()) {
+    weigh_keys(params, work, rows, team, tiles, sums);
+    merge(team, sums);
+  }
+  if (team.index > 0) return;
+  const HeadScales<kVScale> v_scales(params, params.v_scale, params.v_scale_shift, work.batch, work.head_kv);
+  const Real kept_scale = kept_scale_of(params), v_scale = v_scales.of_head();
+  const auto factor_of = [&](int half) {
+    return sums.value_scales.row_factor(sums.softmax.inverse_sum(0, half) * kept_scale, v_scale);
+  };
+  const auto visit_pairs = [&](int half, auto visit) {
+    visit_row_pairs<kWarpsD>(sums.out[0], team.warp_d, half, visit);
+  };
+  store_rows(params, walk, work, rows, team.lane_row, sums.softmax, sums.out, factor_of, visit_pairs, team.warp_d == 0);
+}
+
+CUFLASH_DEVICE void decode(const Params& params) {
+  if (kCombines && ptx::thread_index() == 0) prepare_arrivals(params);
+  const Team team;
+#pragma unroll 1
+  for (HeadWalk walk(params); walk.more(); walk.advance()) take_head(params, walk, team);
+  if constexpr (kCombines) {
+    ptx::sync_block();
+    combine_heads<kNumWarps>(params);
+  }
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, decode)

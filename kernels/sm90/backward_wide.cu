@@ -1,0 +1,307 @@
+// Backward pass of 16-bit types with wide heads on compute capability 9.0 (Hopper), with wgmma and TMA: one gradient.
+//
+//   P = exp(S - lse)        dS = P * (dP - delta)        dV = P' dO        dK = dS' Q        dQ = dS K
+//
+// Registers hold one of these, and not two beside each other, so each has a launch of its own, which makes the scores
+// again: eight products in place of five. But nothing is added to memory, so all of them are bitwise repeatable.
+// sm90/wide_ring.cuh says who does what.
+#include "common/backward.cuh"
+#include "common/dropout.cuh"
+#include "common/operands.cuh"
+#include "common/scores.cuh"
+#include "sm90/backward_work.cuh"
+#include "sm90/wide_sums.cuh"
+
+// The pairs of a lane of warpgroup 2, of a tile, and the statistics of their queries.
+struct Lane {
+  int query, key;     // of its first element
+  u32 s_stats;        // where rows are keys: of that query
+  float stats[2][2];  // where rows are queries: lse of both, delta of both
+
+  CUFLASH_DEVICE int query_of(int n, int i) const { return query + (kRowsAreKeys ? 8 * n + i % 2 : i / 2 * 8); }
+  CUFLASH_DEVICE int key_of(int n, int i) const { return key + (kRowsAreKeys ? i / 2 * 8 : 8 * n + i % 2); }
+  // lse (0) or delta (1) of the two queries of an n-tile, and of which of them an element is.
+  CUFLASH_DEVICE void load(int n, int which, float (&of_both)[2]) const {
+    if constexpr (kRowsAreKeys)
+      ptx::load_shared_x2(s_stats + n * 64 + which * 8, of_both);
+    else
+      of_both[0] = stats[which][0], of_both[1] = stats[which][1];
+  }
+  CUFLASH_DEVICE static constexpr int query_index(int i) { return kRowsAreKeys ? i % 2 : i / 2; }
+};
+
+// Warpgroup 2 makes the factors of the sums.
+struct Differentiator : ScoreProducts {
+  static constexpr int kChunksOfDp = kScoreChunks - kChunksOfS;
+  const u32 thread = ptx::thread_index() % 128;
+  Position<1> own, message;
+  Position<kStatsStages> stats_at;
+
+  CUFLASH_DEVICE explicit Differentiator(const Shared& shared_) : ScoreProducts{shared_} {}
+
+  // [2] P = exp(S - lse), times the derivatives of the scores where dS is made of it: n-tiles from `first` on.
+  template <int first, int stop>
+  CUFLASH_DEVICE void weigh(const Weights& weights, const Lane& lane, bool masked) {
+#pragma unroll
+    for (int n = first; n < stop; ++n) {
+      float lse[2];
+      lane.load(n, 0, lse);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float derivative;
+        const float p = weights.of(s[0][n][i], lane.query_of(n, i), lane.key_of(n, i), masked,
+                                   lse[Lane::query_index(i)], derivative);
+        s[0][n][i] = kMakesDs && kHasDerivative ? p * derivative : p;
+      }
+    }
+  }
+
+  // [3] dS = P * (dP - delta), or P without the weights that dropout drops; in place of P.
+  CUFLASH_DEVICE void make_factor(const Dropout& dropout, const Lane& lane, float kept_scale) {
+    [[maybe_unused]] KeptWeights<kRowsAreKeys> kept;
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n) {
+      if (kHasDropout && n % 2 == 0) kept = dropout.of_either<kRowsAreKeys>(lane.query, lane.key, n);
+      float delta[2];
+      if constexpr (kMakesDs) lane.load(n, 1, delta);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool keeps = !kHasDropout || kept.keeps(n, i);
+        float& x = s[0][n][i];
+        x = kMakesDs ? gradient_of(x, dp[n][i], keeps, kept_scale, delta[Lane::query_index(i)]) : keeps ? x : 0.0f;
+      }
+    }
+  }
+
+  // Factors of keys past the last one are 0, but made of what lies there, which may be NaN.
+  CUFLASH_DEVICE void clear_keys(const Lane& lane, int key_stop) {
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (lane.key_of(n, i) >= key_stop) s[0][n][i] = 0.0f;
+  }
+
+  CUFLASH_DEVICE void hand_over() {
+    shared.taken.wait(message.parity ^ 1);
+    store_factor(shared, thread, s[0]);
+    arrive_as_warp(shared.ready[kFirstHalf]);
+    message.advance();
+  }
+  CUFLASH_DEVICE void let_second_follow() const { arrive_as_warp(shared.ready[kSecondHalf]); }
+
+  template <class Work, class Step>
+  CUFLASH_DEVICE void take_tile(const Params& common, const Work& work, const Step& step, Lane& lane) {
+    const Weights weights = work.weights(common, step);
+    work.move(lane, step, shared.stats + stats_at.stage * kBytesStats);
+    const bool masked = work.is_masked(step);
+    if constexpr (kRowsAreKeys) shared.stats_ring.full(stats_at).wait(stats_at.parity);
+    multiply(work.is_first(step), [&](auto chunk) {
+      constexpr int i = decltype(chunk)::value;
+      weigh<i * kNTiles / kChunksOfDp, (i + 1) * kNTiles / kChunksOfDp>(weights, lane, masked);
+    });
+    if (!work.is_first(step)) let_second_follow();
+    if (step.is_last() && thread == 0) shared.own_ring.empty(own).arrive();
+    if constexpr (!kMakesDs) weigh<0, kNTiles>(weights, lane, masked);
+    make_factor(Dropout(common, work.entry(), work.query_head(step)), lane, kept_scale_of(common));
+    if constexpr (kRowsAreKeys) {
+      arrive_as_warp(shared.stats_ring.empty(stats_at));
+      stats_at.advance();
+    }
+    if (Work::kClears && work.valid(step) < kTile) clear_keys(lane, work.key_stop);
+    hand_over();
+  }
+
+  template <class Work>
+  CUFLASH_DEVICE void take(const WideParams& params, const Work& work, int) {
+    auto step = work.first();
+    if (!step.more()) return;
+    shared.own_ring.full(own).wait(own.parity);
+    work.clear_own(shared, thread);
+    Lane lane = work.lane(params.common, thread / 32 * 16 + fragment_row());
+#pragma unroll 1
+    for (; step.more(); work.advance(step)) take_tile(params.common, work, step, lane);
+    let_second_follow();
+    own.advance();
+    count += kSumChunks;
+  }
+};
+
+// Boxes have as many rows as a block of a cluster brings of a tile.
+constexpr int kBoxRows = kTile / kClusterBlocks;
+CUFLASH_DEVICE u32 cluster_index() { return ptx::block_index() / kClusterBlocks; }
+
+// Thread. Loads the rows of a block.
+template <int columns>
+CUFLASH_DEVICE void load_rows(u32 tile, const TensorMap& map, const Barrier& full, int first_row, int head, int batch) {
+#pragma unroll
+  for (int row = 0; row < kRows; row += kBoxRows)
+    load_chunks<kRows, columns>(tile + row * kLineBytes, map, full, first_row + row, head, batch);
+}
+
+// The rows are keys: dV or dK of those of a block, by all queries that see the keys of the cluster.
+struct KeyRows : BackwardWork {
+  static constexpr bool kClears = false;  // behind the last query TMA brings zeros
+
+  int rank, first_own;
+
+  struct Step {
+    Walk walk;
+    int left;
+
+    CUFLASH_DEVICE bool more() const { return left > 0; }
+    CUFLASH_DEVICE bool is_last() const { return left == 1; }
+  };
+
+  CUFLASH_DEVICE explicit KeyRows(const Params& common)
+      : BackwardWork(common, {}, cluster_index()),
+        rank(ptx::cluster_rank<kClusterBlocks>()),
+        first_own(first_key + rank * kRows) {}
+
+  CUFLASH_DEVICE int entry() const { return work.batch; }
+  CUFLASH_DEVICE Step first() const { return {BackwardWork::first(), num_steps}; }
+  CUFLASH_DEVICE bool is_first(const Step& step) const { return step.left == num_steps; }
+  CUFLASH_DEVICE void advance(Step& step) const {
+    step.walk.advance(queries);
+    --step.left;
+  }
+  CUFLASH_DEVICE Source for_scores(const WideParams& params, const Step& step, bool of_dp) const {
+    return {of_dp ? params.dout : params.q, step.walk.m_block * kTile, step.walk.head};
+  }
+  CUFLASH_DEVICE Source for_sums(const WideParams& params, const Step& step) const {
+    return {kMakesDs ? params.q : params.dout, step.walk.m_block * kTile, step.walk.head};
+  }
+  CUFLASH_DEVICE const Real* stats_at(const Params& common, const Step& step) const {
+    return stats_of(common, work.batch, step.walk.head) + step.walk.m_block * kTile * 2;
+  }
+  CUFLASH_DEVICE static int valid(const Step&) { return kTile; }
+  CUFLASH_DEVICE bool is_masked(const Step& step) const { return step.walk.needs_mask(queries); }
+  CUFLASH_DEVICE static int query_head(const Step& step) { return step.walk.head; }
+
+  CUFLASH_DEVICE void load_own(const WideParams& params, const Shared& shared, const Barrier& full) const {
+    full.arrive_expect(kBytesOwn + kBytesOwnV);
+    load_rows<kDim>(shared.own, params.k, full, first_own, head_kv, work.batch);
+    if constexpr (kMakesDs) load_rows<kDimV>(shared.own_v, params.v, full, first_own, head_kv, work.batch);
+  }
+  // Warpgroup 2.
+  CUFLASH_DEVICE void clear_own(const Shared& shared, u32 thread) const {
+    if (!kHidesLastKeys || key_stop - first_own >= kRows) return;
+    const int valid = at_least_zero(key_stop - first_own);
+    zero_last_of_64<kRows, kDim>(shared.own, valid, thread);
+    if constexpr (kMakesDs) zero_last_of_64<kRows, kDimV>(shared.own_v, valid, thread);
+    ptx::fence_async_proxy();
+    ptx::sync_named(3, 128);
+  }
+  CUFLASH_DEVICE Weights weights(const Params& common, const Step& step) const {
+    return {common, work.batch, step.walk.head, key_stop, own_diagonal};
+  }
+  CUFLASH_DEVICE Lane lane(const Params&, int row) const { return {0, first_own + row, 0, {}}; }
+  CUFLASH_DEVICE void move(Lane& lane, const Step& step, u32 s_stats) const {
+    lane.query = step.walk.m_block * kTile + fragment_column();
+    lane.s_stats = s_stats + fragment_column() * 8;
+  }
+
+  template <int n_tiles>
+  CUFLASH_DEVICE void store(const Params& common, const float (&sum)[n_tiles][4], int row, int first_column) const {
+    if (is_shared) {
+      store_part(common, sum, first_column);
+      return;
+    }
+    const Tensor& result = kSum == WideSum::kDk ? common.dk : common.dv;
+    const float factor = kSum == WideSum::kDk ? common.scale : kept_scale_of(common);
+    Storage* g_head = (Storage*)head_of(result, work.batch, head_kv);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = first_own + row + 8 * half;
+      Storage* g_row = key < common.seqlen_k ? g_head + key * result.row_stride : nullptr;
+      store_wide_row<kSum == WideSum::kDk ? kHeadDim : kHeadDimV>(g_row, sum, half, factor, first_column);
+    }
+  }
+  // For around/convert.cu, which adds the parts of blocks.
+  template <int n_tiles>
+  CUFLASH_DEVICE void store_part(const Params& common, const float (&sum)[n_tiles][4], int first_column) const {
+    constexpr int kQuads = 2 * kBlockN;  // of all keys of the cluster, in an n-tile
+    Real* part = partials(common, rank * 128 + ptx::thread_index() % 128, cluster_index());
+    if constexpr (kSum == WideSum::kDv) part += kBlockN * kDim;
+#pragma unroll
+    for (int n = 0; n < n_tiles; ++n)
+      if (first_column + 8 * n < kSumColumns)
+        *(Real4*)(part + (first_column / 8 + n) * kQuads * 4) = {sum[n][0], sum[n][1], sum[n][2], sum[n][3]};
+  }
+};
+
+// The rows are queries: dQ of those of a block, by all keys that the queries of the cluster see.
+struct QueryRows : QueryTile, OverKeys<QueryRows> {
+  static constexpr bool kClears = kHidesLastKeys;
+
+  int first_own;
+  TileRange own;  // within `keys`
+
+  CUFLASH_DEVICE explicit QueryRows(const Params& common)
+      : QueryTile(common, schedule_queries(common, cluster_index(), common.num_heads, kHasRightBound)) {
+    const int rank = ptx::cluster_rank<kClusterBlocks>();
+    first_own = first_row + rank * kRows;
+    own = keys_of(common, rank);
+  }
+
+  CUFLASH_DEVICE int entry() const { return work.batch; }
+  CUFLASH_DEVICE int tile_at(int n_block) const { return keys.at(n_block); }
+  CUFLASH_DEVICE bool is_masked(const KeySteps& step) const {
+    return step.n_block < own.full_start || step.n_block >= own.full_stop;
+  }
+  CUFLASH_DEVICE int query_head(const KeySteps&) const { return work.head; }
+
+  CUFLASH_DEVICE void load_own(const WideParams& params, const Shared& shared, const Barrier& full) const {
+    full.arrive_expect(kBytesOwn + kBytesOwnV);
+    load_rows<kDim>(shared.own, params.q, full, first_own, work.head, work.batch);
+    load_rows<kDimV>(shared.own_v, params.dout, full, first_own, work.head, work.batch);
+  }
+  CUFLASH_DEVICE static void clear_own(const Shared&, u32) {}  // behind the last query TMA brings zeros
+  CUFLASH_DEVICE Weights weights(const Params& common, const KeySteps&) const {
+    return {common, work.batch, work.head, key_stop};
+  }
+  CUFLASH_DEVICE Lane lane(const Params& common, int row) const {
+    Lane lane = {first_own + row, 0, 0, {}};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Real* stats = row_stats(common, work.batch, work.head, lane.query + 8 * half);
+      lane.stats[0][half] = stats[0], lane.stats[1][half] = stats[kDelta];
+    }
+    return lane;
+  }
+  CUFLASH_DEVICE void move(Lane& lane, const KeySteps& step, u32) const {
+    lane.key = tile_at(step.n_block) * kTile + fragment_column();
+  }
+
+  template <int n_tiles>
+  CUFLASH_DEVICE void store(const Params& common, const float (&sum)[n_tiles][4], int row, int first_column) const {
+    const auto store_to = [&](auto* g_head) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int query = first_own + row + 8 * half;
+        store_wide_row<kHeadDim>(query < common.seqlen_q ? g_head + query * common.dq.row_stride : nullptr, sum, half,
+                                 common.scale, first_column);
+      }
+    };
+    if constexpr (CUFLASH_DQ_WIDE)
+      store_to(row_numbers_of(common.dq, work.batch, work.head));
+    else
+      store_to((Storage*)queries_of(common.dq, work.batch, work.head));
+  }
+};
+
+// A cluster has one piece of work.
+struct OneTile {
+  bool left = true;
+
+  CUFLASH_DEVICE explicit OneTile(const Params&) {}
+  CUFLASH_DEVICE bool more() const { return left; }
+  CUFLASH_DEVICE void advance() { left = false; }
+  CUFLASH_DEVICE auto work(const Params& common) const {
+    return typename Either<kRowsAreKeys, KeyRows, QueryRows>::Type(common);
+  }
+};
+
+CUFLASH_DEVICE void backward(const WideParams& params) { take_all<OneTile, Differentiator>(params); }
+
+CUFLASH_DEFINE_CLUSTER_KERNEL(CUFLASH_KERNEL_NAME, WideParams, kNumThreads, kClusterBlocks, backward)

@@ -1,0 +1,330 @@
+// What the kernels for wide heads of compute capability 9.0 share: roles, shared memory, and the ring of boxes. Sums of
+// 64 rows and 512 columns take half of the registers of a multiprocessor, so a block has 64 rows and divides what others
+// leave to one consumer:
+//
+//   warpgroup 0, 1  add to the sums, half of the columns each
+//   warpgroup 2     makes scores, and of them the factor: what is multiplied by the last operand
+//   warpgroup 3     one thread of it, the producer, loads by TMA
+//
+//   sum   rows     scores                           factor    sums
+//   kOut  queries  S = Q K'                         P         O += P V
+//   kDv   keys     S' = K Q'                        P'        dV += P' dO
+//   kDk   keys     S' = K Q', then dP' = V dO'      dS'       dK += dS' Q
+//   kDq   queries  S = Q K', then dP = dO V'        dS        dQ += dS K         (X' is X transposed)
+//
+// A block keeps its rows in shared memory. What it meets streams by, in tiles of kTile rows, which come in boxes of 64
+// columns through one ring, in the order in which they are used: those for the scores of a tile beside those for the
+// sums of the tile before. The factor goes through shared memory, in the order of threads: the lane that makes an
+// element has the place in its warpgroup of those that need it.
+//
+// Two blocks of a cluster have other rows that see the same tiles. Each brings half of a box to both of them, so that
+// L2 is read once (kClusterBlocks).
+//
+//   barrier       one phase is over when                           who waits
+//   own_full      the rows of the block have arrived               warpgroup 2, before S
+//   own_empty     they have their last scores                      producer, before the next rows
+//   stats_full[i] statistics of a tile of queries are in stage i   warpgroup 2, before it makes weights
+//   stats_empty[i] it has read them                                producer, before the next ones in stage i
+//   full[w][i]    a box for warpgroup w is in stage i              that warpgroup
+//   empty[i]      these warpgroups of all blocks are done with it  producer, before the next box in stage i
+//   ready[w]      the factor is there for warpgroup w              that warpgroup
+//   taken         both of them have it in registers                warpgroup 2, before it writes the next one
+//   named: one for each warpgroup but the last
+//
+// Warpgroup 1 gets the factor only once the scores of the next tile are there: products of its half run while the next
+// factor is made, when the tensor cores would be idle otherwise.
+#pragma once
+#include "common/config.cuh"
+#include "common/fragments.cuh"
+#include "common/params.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/products.cuh"
+#include "sm90/tiles.cuh"
+
+enum class WideSum { kOut, kDv, kDk, kDq };
+constexpr WideSum kSum = WideSum::CUFLASH_WIDE_SUM;
+constexpr bool kIsForward = kSum == WideSum::kOut;
+constexpr bool kRowsAreKeys = kSum == WideSum::kDv || kSum == WideSum::kDk;
+constexpr bool kMakesDs = kSum == WideSum::kDk || kSum == WideSum::kDq;
+
+constexpr int kRows = 64;
+constexpr int kClusterBlocks = (kRowsAreKeys ? kBlockN : kBlockM) / kRows;
+constexpr int kTile = kRowsAreKeys ? kBlockM : kBlockN;
+static_assert(kNumWarps == 16, "two warpgroups of sums, one of scores, and the producer's");
+static_assert((kRowsAreKeys ? kBlockN : kBlockM) == kRows * kClusterBlocks, "a block has 64 rows");
+constexpr int kNTiles = kTile / 8, kSteps = kTile / 16;
+
+// Chunks of 64 columns: of the products that make scores, and of the sums that a pass over the tiles makes, at most 4 a
+// warpgroup.
+constexpr int kChunksOfS = chunks_of(kDim), kScoreChunks = kChunksOfS + (kMakesDs ? chunks_of(kDimV) : 0);
+constexpr int kSumColumns = kMakesDs ? kDim : kDimV;
+constexpr int kPasses = ceil_div(chunks_of(kSumColumns), 8);
+constexpr int kSumChunks = ceil_div(chunks_of(kSumColumns), kPasses);
+constexpr int kFirstChunks = ceil_div(kSumChunks, 2), kSecondChunks = kSumChunks - kFirstChunks;
+
+// Registers of a thread. All together they are what the block started with. A factor has kTile / 4 of them.
+constexpr int kSumRegisters = kTile > 64 ? 192 : 184, kScoreRegisters = kTile > 64 ? 96 : 112, kProducerRegisters = 32;
+
+struct WideForwardParams {
+  Params common;
+  TensorMap q, k, v;
+};
+struct WideBackwardParams : WideForwardParams {
+  TensorMap dout;
+};
+using WideParams = Either<kIsForward, WideForwardParams, WideBackwardParams>::Type;
+static_assert(sizeof(WideParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
+
+// ---- The ring of boxes ----------------------------------------------------------------------------------------------
+
+// Each of those that need boxes has its own barriers for them, whose phases count its own boxes alone. With one barrier
+// a stage it could wait for a box of its own before the box of another warpgroup has come to that stage, and would take
+// the phase before that one for its own: they have the same parity.
+enum Reader { kFirstHalf, kSecondHalf, kScores, kReaders };
+struct BoxRing {
+  static constexpr u32 kBytes = 8 * (kReaders + 1) * kNumStages;
+  u32 address;
+
+  CUFLASH_DEVICE Barrier full(int stage, Reader reader) const { return {address + 8 * (reader * kNumStages + stage)}; }
+  CUFLASH_DEVICE Barrier empty(int stage) const { return {address + 8 * (kReaders * kNumStages + stage)}; }
+  CUFLASH_DEVICE void init() const {
+    for (int i = 0; i < kNumStages; ++i) {
+      for (int reader = 0; reader < kReaders; ++reader) full(i, (Reader)reader).init(1);
+      empty(i).init(kClusterBlocks);
+    }
+  }
+};
+
+// The order of boxes. A pass begins with those for the scores of the first tile. Then come steps: for the scores of the
+// next tile, while there is one, and for warpgroup 0 and the tile, one of each in turn; those for warpgroup 1 follow
+// last. These are places in a step that has so many boxes for scores.
+CUFLASH_DEVICE constexpr int place_of_score(int i) { return i + min_of(i, kFirstChunks); }
+template <Reader half>
+CUFLASH_DEVICE constexpr int place_of_sum(int i, int of_scores) {
+  return half == kFirstHalf ? min_of(i + 1, of_scores) + i : of_scores + kFirstChunks + i;
+}
+
+// ---- Shared memory --------------------------------------------------------------------------------------------------
+
+// The rows of the block, the ring, the factor, what rescales O, statistics, barriers.
+constexpr int kStatsStages = kRowsAreKeys ? 2 : 0;
+constexpr u32 kBytesOwn = chunked_bytes(kRows, kDim), kBytesOwnV = kMakesDs ? chunked_bytes(kRows, kDimV) : 0;
+constexpr u32 kBytesBox = chunked_bytes(kTile, kChunk);
+constexpr u32 kBytesFactor = kSteps * 128 * 16, kBytesRescaling = kIsForward ? 128 * 8 : 0;
+constexpr u32 kBytesStats = kRowsAreKeys ? kTile * 8 : 0;
+constexpr u32 kBytesBarriers = Ring<1>::kBytes + Ring<kStatsStages>::kBytes + BoxRing::kBytes + 24;
+static_assert(kBytesOwn + kBytesOwnV + kNumStages * kBytesBox + kBytesFactor + kBytesRescaling +
+                      kStatsStages * kBytesStats + kBytesBarriers ==
+                  CUFLASH_SHARED_BYTES,
+              "shared memory differs from the plan");
+
+struct Shared {
+  u32 own, own_v, boxes, factor, rescaling, stats;
+  Ring<1> own_ring;
+  Ring<kStatsStages> stats_ring;
+  BoxRing ring;
+  Barrier ready[2], taken;
+
+  CUFLASH_DEVICE Shared() {
+    own = ptx::dynamic_shared();
+    own_v = own + kBytesOwn;
+    boxes = own_v + kBytesOwnV;
+    factor = boxes + kNumStages * kBytesBox;
+    rescaling = factor + kBytesFactor;
+    stats = rescaling + kBytesRescaling;
+    own_ring = {stats + kStatsStages * kBytesStats};
+    stats_ring = {own_ring.address + Ring<1>::kBytes};
+    ring = {stats_ring.address + Ring<kStatsStages>::kBytes};
+    const u32 others = ring.address + BoxRing::kBytes;
+    ready[0] = {others}, ready[1] = {others + 8}, taken = {others + 16};
+  }
+
+  // Called by all threads of the cluster.
+  CUFLASH_DEVICE void make_barriers() const {
+    if (ptx::thread_index() == 0) {
+      own_ring.init(1);
+      stats_ring.init(4);
+      ring.init();
+      ready[0].init(4);
+      ready[1].init(4);
+      taken.init(kSecondChunks > 0 ? 8 : 4);
+      ptx::fence_barrier_init();
+    }
+    ptx::sync_cluster<kClusterBlocks>();
+  }
+};
+
+// Box `count` of all that pass through the ring.
+struct Box : Position<kNumStages> {
+  CUFLASH_DEVICE explicit Box(u32 count) : Position<kNumStages>{(int)(count % kNumStages), count / kNumStages & 1} {}
+
+  CUFLASH_DEVICE u32 address(const Shared& shared) const { return shared.boxes + stage * kBytesBox; }
+};
+
+// Warpgroup. The boxes that it needs, one after another.
+template <Reader reader>
+struct Boxes {
+  const Shared& shared;
+  u32 parities = 0;  // of the next box in each stage
+  static_assert(kNumStages <= 32, "a bit for each stage");
+
+  CUFLASH_DEVICE void wait(const Box& box) {
+    shared.ring.full(box.stage, reader).wait(parities >> box.stage & 1);
+    parities ^= 1u << box.stage;
+  }
+  // Gives the box back.
+  CUFLASH_DEVICE void release(const Box& box) const {
+    if (ptx::thread_index() % 128 == 0)
+      ptx::barrier_arrive_in_cluster<kClusterBlocks>(shared.ring.empty(box.stage).address);
+  }
+};
+
+// Warpgroup. Leaves a factor as operands of the sums.
+CUFLASH_DEVICE void store_factor(const Shared& shared, u32 thread, const float (&value)[kNTiles][4]) {
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    Fragment factor;
+    to_operand(value, k, factor);
+    ptx::store_shared_b128(shared.factor + (k * 128 + thread) * 16,
+                           {factor.word[0], factor.word[1], factor.word[2], factor.word[3]});
+  }
+}
+
+// ---- The producer ---------------------------------------------------------------------------------------------------
+
+// Where the rows of a tile are.
+struct Source {
+  const TensorMap& map;
+  int row, head;
+};
+
+// The steps of work whose rows meet the tiles of keys at places [start, stop): from the last to the first.
+struct KeySteps {
+  int n_block, start;
+
+  CUFLASH_DEVICE bool more() const { return n_block >= start; }
+  CUFLASH_DEVICE bool is_last() const { return n_block == start; }
+};
+template <class Work>
+struct OverKeys {
+  CUFLASH_DEVICE KeySteps first() const { return {own().keys.stop - 1, own().keys.start}; }
+  CUFLASH_DEVICE bool is_first(const KeySteps& step) const { return step.n_block == own().keys.stop - 1; }
+  CUFLASH_DEVICE void advance(KeySteps& step) const { --step.n_block; }
+  CUFLASH_DEVICE Source for_scores(const WideParams& params, const KeySteps& step, bool of_dp) const {
+    return {of_dp ? params.v : params.k, own().tile_at(step.n_block) * kTile, own().head_kv};
+  }
+  CUFLASH_DEVICE Source for_sums(const WideParams& params, const KeySteps& step) const {
+    return {kMakesDs ? params.k : params.v, own().tile_at(step.n_block) * kTile, own().head_kv};
+  }
+  // How many keys of the tile exist, if fewer than it has.
+  CUFLASH_DEVICE int valid(const KeySteps& step) const { return own().key_stop - own().tile_at(step.n_block) * kTile; }
+
+ private:
+  CUFLASH_DEVICE const Work& own() const { return static_cast<const Work&>(*this); }
+};
+
+// One thread. A kernel's work says what its rows meet: step after step from `first()` on, each of them a tile.
+struct Producer {
+  const WideParams& params;
+  const Shared& shared;
+  u32 count = 0;
+  Position<1> own;
+  Position<kStatsStages> stats;
+
+  template <class Work>
+  CUFLASH_DEVICE void take(const WideParams&, const Work& work, int pass) {
+    auto next = work.first();
+    if (!next.more()) return;
+    shared.own_ring.empty(own).wait(own.parity ^ 1);
+    work.load_own(params, shared, shared.own_ring.full(own));
+    own.advance();
+    load_stats(work, next);
+#pragma unroll 1
+    for (int i = 0; i < kScoreChunks; ++i) load_for_scores(work, next, i);
+#pragma unroll 1
+    for (auto step = next; step.more(); step = next) {
+      work.advance(next);
+      const int of_scores = next.more() ? kScoreChunks : 0;
+      if (of_scores > 0) load_stats(work, next);
+#pragma unroll 1
+      for (int i = 0; i < max_of(kScoreChunks, kFirstChunks); ++i) {
+        if (i < of_scores) load_for_scores(work, next, i);
+        if (i < kFirstChunks) load(kFirstHalf, work, work.for_sums(params, step), pass * kSumChunks + i);
+      }
+#pragma unroll 1
+      for (int i = kFirstChunks; i < kSumChunks; ++i)
+        load(kSecondHalf, work, work.for_sums(params, step), pass * kSumChunks + i);
+    }
+  }
+
+ private:
+  template <class Work>
+  CUFLASH_DEVICE void load(Reader reader, const Work& work, const Source& source, int chunk) {
+    const Box box(count++);
+    const Barrier full = shared.ring.full(box.stage, reader);
+    shared.ring.empty(box.stage).wait(box.parity ^ 1);
+    full.arrive_expect(kBytesBox);
+    ptx::load_tensor_by_cluster<kClusterBlocks, kTile / kClusterBlocks>(
+        box.address(shared), source.map, full.address, chunk * kChunk, source.row, source.head, work.entry());
+  }
+  template <class Work, class Step>
+  CUFLASH_DEVICE void load_for_scores(const Work& work, const Step& step, int i) {
+    const bool of_dp = kMakesDs && i >= kChunksOfS;
+    load(kScores, work, work.for_scores(params, step, of_dp), of_dp ? i - kChunksOfS : i);
+  }
+  template <class Work, class Step>
+  CUFLASH_DEVICE void load_stats(const Work& work, const Step& step) {
+    if constexpr (kRowsAreKeys) {
+      const Barrier full = shared.stats_ring.full(stats);
+      shared.stats_ring.empty(stats).wait(stats.parity ^ 1);
+      full.arrive_expect(kBytesStats);
+      ptx::load_bulk(shared.stats + stats.stage * kBytesStats, work.stats_at(params.common, step), kBytesStats,
+                     full.address);
+      stats.advance();
+    }
+  }
+};
+
+// ---- Scores ---------------------------------------------------------------------------------------------------------
+
+// Warpgroup 2: [GEMM 1] S, and where dS is made [GEMM 2] dP behind it.
+struct ScoreProducts {
+  const Shared& shared;
+  Boxes<kScores> boxes{shared};
+  u32 count = 0;  // of boxes before this step
+  float s[1][kNTiles][4], dp[kNTiles][4];
+
+  // `meanwhile(Integer<i>)` is called where S is there and chunk i of dP is under way.
+  template <class Meanwhile>
+  CUFLASH_DEVICE void multiply(bool is_first, Meanwhile meanwhile) {
+    const auto box_of = [&](int i) { return Box(count + (is_first ? i : place_of_score(i))); };
+    ptx::fence_operand(s[0]);
+    if constexpr (kMakesDs) ptx::fence_operand(dp);
+    repeat<kScoreChunks>([&](auto number) {
+      constexpr int i = decltype(number)::value;
+      constexpr bool of_dp = i >= kChunksOfS;
+      constexpr int chunk = of_dp ? i - kChunksOfS : i, kColumns = of_dp ? kDimV : kDim;
+      const Box box = box_of(i);
+      const u64 own = descriptor_of(of_dp ? shared.own_v : shared.own), other = descriptor_of(box.address(shared));
+      auto& product = of_dp ? dp : s[0];
+      boxes.wait(box);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int k = 4 * chunk; k < min_of(4 * chunk + 4, kColumns / 16); ++k)
+        ptx::wgmma<false, false>(Element{}, product, along_k<kRows>(own, k), along_k<kTile>(other, k % 4), k > 0);
+      ptx::wgmma_commit();
+      if constexpr (i > 0) {
+        ptx::wgmma_wait<1>();
+        boxes.release(box_of(i - 1));
+      }
+      if constexpr (i == kChunksOfS) ptx::fence_operand(s[0]);
+      if constexpr (of_dp) meanwhile(Integer<chunk>{});
+    });
+    wait_for<0>(kMakesDs ? dp : s[0]);
+    boxes.release(box_of(kScoreChunks - 1));
+    count += kScoreChunks + (is_first ? 0 : kSumChunks);
+  }
+  CUFLASH_DEVICE void multiply(bool is_first) {
+    multiply(is_first, [](auto) {});
+  }
+};

@@ -1,0 +1,168 @@
+// The sums of the kernels for wide heads of compute capability 9.0, how they are stored, and how roles go to warpgroups.
+#pragma once
+#include "common/operands.cuh"
+#include "common/softmax.cuh"
+#include "sm90/wide_ring.cuh"
+
+// Warpgroups 0 and 1, `half` of the columns each: [GEMM 3].
+template <Reader half>
+struct Summer {
+  static constexpr int kChunks = half == kFirstHalf ? kFirstChunks : kSecondChunks;
+  const Shared& shared;
+  Boxes<half> boxes{shared};
+  const u32 thread = ptx::thread_index() % 128;
+  u32 count = 0;  // of boxes before this step
+  Position<1> message;
+  float rescaling[1][2];
+  Fragment factor[kSteps];
+  float sum[1][8 * kChunks][4];
+
+  CUFLASH_DEVICE void receive(bool has_factor) {
+    shared.ready[half].wait(message.parity);
+    if (has_factor) {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        const Bytes16 words = ptx::load_shared_b128(shared.factor + (k * 128 + thread) * 16);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) factor[k].word[i] = words.word[i];
+      }
+    }
+    if constexpr (kIsForward) ptx::load_shared_x2(shared.rescaling + thread * 8, rescaling[0]);
+    arrive_as_warp(shared.taken);
+    message.advance();
+  }
+
+  // `valid` rows of the tile exist. Others are cleared where anything may lie: their factors are 0, but 0 * NaN is NaN.
+  template <bool clears>
+  CUFLASH_DEVICE void multiply(int of_scores, int valid) {
+    const auto box_of = [&](int i) { return Box(count + place_of_sum<half>(i, of_scores)); };
+    ptx::fence_operand(sum[0]);
+    repeat<kChunks>([&](auto chunk) {
+      constexpr int i = decltype(chunk)::value;
+      const Box box = box_of(i);
+      const u64 other = descriptor_of_transposed<kTile>(box.address(shared));
+      boxes.wait(box);
+      if (clears && valid < kTile) {
+        zero_rows<kTile, kChunk>(box.address(shared), valid, thread);
+        ptx::fence_async_proxy();
+        ptx::sync_named(1 + half, 128);
+      }
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k)
+        ptx::wgmma<true>(Element{}, (float (&)[8][4])sum[0][8 * i], factor[k].word, along_k_transposed(other, k), true);
+      ptx::wgmma_commit();
+      if constexpr (i > 0) {
+        ptx::wgmma_wait<1>();
+        boxes.release(box_of(i - 1));
+      }
+    });
+    wait_for<0>(sum[0]);
+    boxes.release(box_of(kChunks - 1));
+    count += of_scores + kSumChunks;
+  }
+
+  CUFLASH_DEVICE void rescale() {
+    if constexpr (kIsForward) OnlineSoftmax<1>::rescale(sum, rescaling);
+  }
+
+  template <class Work>
+  CUFLASH_DEVICE void take(const WideParams& params, const Work& work, int pass) {
+    set_zero(sum);
+    auto step = work.first();
+    if (step.more()) count += kScoreChunks;
+#pragma unroll 1
+    while (step.more()) {
+      const int valid = work.valid(step);
+      work.advance(step);
+      receive(true);
+      if (kIsForward && ptx::any_lane(rescaling[0][0] != 1.0f || rescaling[0][1] != 1.0f)) rescale();
+      multiply<Work::kClears>(step.more() ? kScoreChunks : 0, valid);
+    }
+    if constexpr (kIsForward) receive(false);
+    rescale();
+    work.store(params.common, sum[0], thread / 32 * 16 + fragment_row(),
+               (pass * kSumChunks + half * kFirstChunks) * kChunk);
+  }
+};
+
+// ---- Stores ---------------------------------------------------------------------------------------------------------
+
+// Words of four neighbouring n-tiles, of which each lane of a quad has two columns, become those of one n-tile a lane,
+// in the order of columns: word i of lane j goes to lane i as its word j.
+CUFLASH_DEVICE void gather_in_quad(u32 (&word)[4]) {
+  const u32 lane = lane_index();
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const u32 received = ptx::shuffle(lane % 2 ? word[i] : word[i + 1], lane ^ 1);
+    (lane % 2 ? word[i] : word[i + 1]) = received;
+  }
+  const bool upper = lane / 2 % 2;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const u32 received = ptx::shuffle(upper ? word[i] : word[2 + i], lane ^ 2);
+    (upper ? word[i] : word[2 + i]) = received;
+  }
+}
+
+// A row of sums, `half` of the two that a lane has, times a factor goes to columns from `first` on of `row`, which has
+// `columns`, unless it is null. Called by whole warps. Rounded, 16 bytes a lane at a time,
+template <int columns, int n_tiles>
+CUFLASH_DEVICE void store_wide_row(Storage* row, const float (&sum)[n_tiles][4], int half, float factor, int first) {
+#pragma unroll
+  for (int n = 0; n < n_tiles; n += 4) {
+    u32 word[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      word[i] = ptx::pack(Element{}, sum[n + i][2 * half] * factor, sum[n + i][2 * half + 1] * factor);
+    gather_in_quad(word);
+    const int column = first + (n + lane_index() % 4) * 8;
+    if (row && column < columns) *(Bytes16*)(row + column) = {word[0], word[1], word[2], word[3]};
+  }
+}
+// or as they are, to be added to other parts of them.
+template <int columns, int n_tiles>
+CUFLASH_DEVICE void store_wide_row(float* row, const float (&sum)[n_tiles][4], int half, float factor, int first) {
+  if (row) store_row<columns>(row, sum, half, factor, first);
+}
+
+// ---- Roles ----------------------------------------------------------------------------------------------------------
+
+// What the kernels run: each role goes through the same work. `Weigher` is that of warpgroup 2.
+template <class Walk, class Weigher>
+CUFLASH_DEVICE void take_all(const WideParams& params) {
+  const Shared shared;
+  shared.make_barriers();
+  const u32 warp = ptx::uniform(ptx::thread_index() / 32);
+  const auto each = [&](auto& role) {
+#pragma unroll 1
+    for (Walk walk(params.common); walk.more(); walk.advance()) {
+      const auto work = walk.work(params.common);
+#pragma unroll 1
+      for (int pass = 0; pass < kPasses; ++pass) role.take(params, work, pass);
+    }
+  };
+  if (warp >= 12) {
+    ptx::decrease_registers<kProducerRegisters>();
+    if (warp == 12 && ptx::elect_lane()) {
+      Producer producer{params, shared};
+      each(producer);
+    }
+  } else if (warp >= 8) {
+    ptx::decrease_registers<kScoreRegisters>();
+    Weigher weigher{shared};
+    each(weigher);
+  } else {
+    ptx::increase_registers<kSumRegisters>();
+    const auto sum = [&](auto half) {
+      Summer<(Reader) decltype(half)::value> summer{shared};
+      each(summer);
+    };
+    if (warp < 4)
+      sum(Integer<kFirstHalf>{});
+    else if constexpr (kSecondChunks > 0)
+      sum(Integer<kSecondHalf>{});
+  }
+  // No block leaves while another one may still arrive at its barriers.
+  if constexpr (kClusterBlocks > 1) ptx::sync_cluster<kClusterBlocks>();
+}

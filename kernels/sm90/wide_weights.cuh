@@ -1,0 +1,63 @@
+// Warpgroup 2 in the forward kernels for wide heads of compute capability 9.0: scores, and weights of them.
+#pragma once
+#include "common/scores.cuh"
+#include "common/softmax.cuh"
+#include "sm90/wide_ring.cuh"
+
+struct Weigher : ScoreProducts {
+  const u32 thread = ptx::thread_index() % 128;
+  Position<1> own, message;
+  OnlineSoftmax<1> softmax;
+
+  CUFLASH_DEVICE explicit Weigher(const Shared& shared_) : ScoreProducts{shared_} {}
+
+  // [2] P = exp(S - m), for those that multiply by V, and what O is multiplied by before.
+  template <class Rows>
+  CUFLASH_DEVICE void weigh(const Rows& rows, int n_tile, bool masked) {
+    float rescaling[1][2] = {{1.0f, 1.0f}};
+    const int lane_key = n_tile * kBlockN + fragment_column();
+    rows.to_scores(s, lane_key, masked);
+    softmax.update(s, rescaling, rows.exponent_scale());
+    softmax.exponentiate(s, rows.exponent_scale(), softmax.row_sum);
+    rows.drop(s[0], lane_key);
+    shared.taken.wait(message.parity ^ 1);
+    store_factor(shared, thread, s[0]);
+    hand_over(rescaling[0]);
+  }
+  CUFLASH_DEVICE void hand_over(const float (&rescaling)[2]) {
+    ptx::store_shared_x2(shared.rescaling + thread * 8, {rescaling[0], rescaling[1]});
+    arrive_as_warp(shared.ready[kFirstHalf]);
+    message.advance();
+  }
+  CUFLASH_DEVICE void let_second_follow() const { arrive_as_warp(shared.ready[kSecondHalf]); }
+
+  // All keys of a piece of work. At the end O gets its last factor.
+  template <class Work>
+  CUFLASH_DEVICE void take(const WideParams& params, const Work& work, int pass) {
+    const auto rows = work.rows_of_lane(params.common, thread / 32 * 16 + fragment_row());
+    softmax = OnlineSoftmax<1>();
+    auto step = work.first();
+    const bool has_keys = step.more();
+    if (has_keys) {
+      shared.own_ring.full(own).wait(own.parity);
+      work.clear_rows(shared.own, thread);
+    }
+#pragma unroll 1
+    for (; step.more(); work.advance(step)) {
+      multiply(work.is_first(step));
+      if (!work.is_first(step)) let_second_follow();
+      if (step.is_last() && thread == 0) shared.own_ring.empty(own).arrive();
+      weigh(rows, work.tile_at(step.n_block), work.is_masked(step.n_block));
+    }
+    if (has_keys) {
+      let_second_follow();
+      own.advance();
+      count += kSumChunks;
+    }
+    float at_end[2];
+    rows.finish(softmax, at_end, pass);
+    shared.taken.wait(message.parity ^ 1);
+    hand_over(at_end);
+    let_second_follow();
+  }
+};

@@ -1,0 +1,83 @@
+"""What the compiler makes of scores in CUDA; no device needed."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash.binding import PASSES
+from cuflash.compiler import CompileError, TextError, compile_spec
+from cuflash.planning import DeviceSpec, choose_plan
+from tests.compile.test_plans import SERIALIZED
+from tests.pure.test_score_texts import case_of
+from tests.scored import Scored, of_functions
+from tests.texts import HEAD
+
+# Bytes that a thread spills at most, stores and loads: what NVRTC 13.5 reports, and a little room.
+SPILLS = {
+    ("8.0", "float32", "polynomial", "sm80/backward.cu"): 56,
+    ("9.0", "bfloat16", "polynomial", "sm90/backward.cu"): 80,
+    ("8.0", "float64", "branching", "sm80/forward.cu"): 16,
+    ("8.0", "float64", "branching", "sm80/backward.cu"): 40,
+    ("8.0", "float64", "polynomial", "sm80/backward.cu"): 40,
+}
+
+
+@pytest.mark.parametrize("text", ["polynomial", "branching"])
+@pytest.mark.parametrize(
+    "arch, dtype",
+    [("7.5", "float16"), ("8.0", "bfloat16"), ("8.0", "float32"), ("8.0", "float64"), ("9.0", "bfloat16")],
+)
+def test_texts_spill_little_and_let_products_run_on(arch, dtype, text):
+    problem, device = of_functions((text, None), dtype, 64), DeviceSpec.for_arch(arch)
+    need = ("dq", "dk", "dv", *problem.captured_gradients)
+    for pass_ in PASSES:
+        for kernel in choose_plan(problem, device, pass_, need=need).kernels:
+            resources = compile_spec(kernel).resources
+            spills = resources.spill_stores_bytes + resources.spill_loads_bytes
+            assert spills <= SPILLS.get((arch, dtype, text, kernel.source), 0), f"{kernel.name}: {spills} bytes"
+            assert SERIALIZED not in resources.log and not resources.warnings
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("\n  return s + slope;\n", r'score\(2\): error: identifier "slope" is undefined\n    return s \+ slope;'),
+        (
+            "\n\n  float x = s;\n  return x;\n",
+            r'score\(3\): error: no suitable conversion function from "score_text::D',
+        ),
+        (
+            "return s + given.gate(i, j);",
+            r"an array is read at one index for each of its axes(.|\n)*at line 1 of score",
+        ),
+        ("\n  return s + given.gate(s);", r"an index is an int or a long long(.|\n)*at line 2 of score"),
+        (
+            "\n\n  return s + given.b(i);",
+            r'score\(3\): error: class "score_text::Given<score_text::Dual>" has no member "b"',
+        ),
+        ("\n  { return s;", r'expected a "}"(.|\n)*score\(1\)'),
+    ],
+)
+def test_what_does_not_compile_is_said_with_the_lines_of_the_text(body, message):
+    problem = case_of(cuflash.Score(cuda=f"{HEAD} {{{body}}}", arrays=["gate"]), "float16").problem
+    (kernel,) = (x for x in choose_plan(problem, DeviceSpec.for_arch("9.0"), "backward").kernels if "sm90/" in x.source)
+    with pytest.raises(TextError, match=message) as caught:
+        compile_spec(kernel)
+    assert str(caught.value).startswith("score: got a text that does not compile, expected a score in CUDA C++:\n\n")
+    assert isinstance(caught.value, ValueError) and isinstance(caught.value, CompileError)
+    assert "-DCUFLASH" not in str(caught.value)
+
+
+def test_the_text_of_the_page_compiles():
+    page = (Path(__file__).parents[2] / "docs/score.md").read_text()
+    (text,) = re.findall(r'^text = """(.*?)"""', page, re.MULTILINE | re.DOTALL)
+    attn = cuflash.FlashAttention(score=cuflash.Score(cuda=text, arrays=["width", "coefficients"]))
+    inputs = case_of(None, "float16").arrays
+    arrays = inputs | {"width": np.ones(2, np.float32), "coefficients": np.ones((2, 4), np.float32)}
+    problem = Scored(attn, arrays, {}, "").problem
+    for pass_ in PASSES:
+        for kernel in choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_, need=("dq", "dcoefficients")).kernels:
+            assert not compile_spec(kernel).resources.warnings

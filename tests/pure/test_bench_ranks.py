@@ -1,0 +1,66 @@
+"""The suite of sequences over several devices: small cases by threads with NumPy arrays, and what is shown of them."""
+
+from typing import Any
+
+import pytest
+
+from bench import ranks
+
+SIZES: dict[str, Any] = {"num_heads": 2, "num_heads_kv": 1, "head_dim": 8}
+PROBLEMS = (
+    ranks.Problem(tokens=96, compares_bits=True, **SIZES),
+    ranks.Problem(tokens=50, dtype="float32", causal=False, passes=("forward",), **SIZES),
+    ranks.Problem(tokens=200, passes=("decode",), **SIZES),
+)
+
+
+@pytest.fixture(scope="module")
+def records():
+    found: list[dict[str, Any]] = []
+    machine = ranks.Machine.of_threads(2)
+    ranks.measure(lambda record, **fields: found.append({"record": record, **fields}), machine, PROBLEMS, rounds=2)
+    return found
+
+
+def test_each_pass_of_each_problem_is_measured(records):
+    assert [(r["case"], r["pass"]) for r in records] == [
+        ("bf16-d8-h2kv1-t96-causal", "forward"),
+        ("bf16-d8-h2kv1-t96-causal", "both"),
+        ("fp32-d8-h2kv1-t50-full", "forward"),
+        ("bf16-d8-h2kv1-t200-decode", "decode"),
+    ]
+    for record in records:
+        assert set(record["us"]) == {"one device", "threads"}
+        assert record["error"] < 0.01
+        assert record["ranks"] == 2
+    assert [r["same_bits"] for r in records] == [True, True, None, None]
+    assert records[3]["bytes"] == 2 * 400 * 8 * 2
+    # Half of the pairs of 192 tokens: 2 and 5 products.
+    assert [r["flops"] for r in records] == [192**2 * 2 * 8 * x for x in (2, 7)] + [100**2 * 2 * 8 * 4, 0]
+
+
+def test_what_is_shown_of_them(records):
+    row = {**records[1], "us": {"one device": 2000.0, "threads": 1000.0}, "flops": 10**9}
+    text = ranks.markdown([row, {**row, "flops": 0, "bytes": 10**9, "same_bits": None, "pass": "decode"}])
+    assert "| bf16-d8-h2kv1-t96-causal | forward and backward | 2 | 1 | 2.000 | 1 TFLOP/s | yes |" in text
+    assert "| decode | 2 | 1 | 2.000 | 1.00 TB/s | - |" in text
+
+
+def test_the_picture_is_drawn(records, tmp_path):
+    matplotlib = pytest.importorskip("matplotlib", reason="draws the plots")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    ranks.draw(plt, records, tmp_path / "ranks.svg")
+    assert (tmp_path / "ranks.svg").stat().st_size > 1000
+
+
+def test_a_problem_for_each_goal():
+    """8192 and 65536 tokens a device, both dtypes, and decoding of 2**20 keys on two."""
+    assert {(p.tokens, p.dtype) for p in ranks.PROBLEMS} >= {
+        (2**13, "bfloat16"),
+        (2**16, "bfloat16"),
+        (2**15, "float32"),
+    }
+    assert [2 * p.tokens for p in ranks.PROBLEMS if p.passes == ("decode",)] == [2**20]
+    assert len({p.name for p in ranks.PROBLEMS}) == len(ranks.PROBLEMS)

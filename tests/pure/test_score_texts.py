@@ -1,0 +1,274 @@
+"""Scores in CUDA: the interface, plans, and dual numbers against the derivatives of traced functions."""
+
+import ctypes
+import pickle
+import re
+import subprocess
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash.compiler import kernel_directory
+from cuflash.emulator import find_compiler
+from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.score import Score, Traced, program_of
+from cuflash.score.nodes import INFIX, Node, in_order
+from cuflash.testing import check_gradients
+from tests import expressions
+from tests.expressions import SEQLEN_K, SEQLEN_Q, hoistable_scores, scores
+from tests.pure.test_score_expressions import PRELUDE, S, captured, derivatives_along, inputs, program
+from tests.scored import Scored, captured_of
+from tests.texts import HEAD, SOFTCAPPED, TEXTS
+
+PLAIN = f"{HEAD} {{ return s; }}"
+
+
+def case_of(text, dtype="float64", seqlen=40, **options):
+    """A problem with this score, and its arrays."""
+    arrays = dict(zip("qkv", np.random.default_rng(0).standard_normal((3, 1, 2, seqlen, 16)), strict=True))
+    arrays = {name: x.astype(dtype) for name, x in arrays.items()}
+    arrays |= captured_of((text,), (1, 2, seqlen, seqlen), dtype, 0)
+    return Scored(cuflash.FlashAttention(score=text, **options), arrays, {}, "")
+
+
+# ---- the interface ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"cuda": 3}, TypeError, "cuda: got int 3, expected the text of a score in CUDA C"),
+        ({"cuda": "T scores(T s) {}"}, ValueError, "cuda: got a text without a function score, expected template"),
+        ({"cuda": PLAIN, "arrays": "a"}, TypeError, "arrays: got str 'a', expected a sequence of names"),
+        ({"cuda": PLAIN, "arrays": 3}, TypeError, "arrays: got int 3, expected a sequence of names"),
+        ({"cuda": PLAIN, "arrays": [3]}, TypeError, "arrays: got int 3, expected names of arrays"),
+        ({"cuda": PLAIN, "arrays": ["a b"]}, ValueError, "arrays: got 'a b', expected identifiers"),
+        ({"cuda": PLAIN, "arrays": ["T"]}, ValueError, "arrays: got 'T', expected identifiers that differ, other than"),
+        ({"cuda": PLAIN, "arrays": ["a", "a"]}, ValueError, "arrays: got 'a', expected identifiers that differ"),
+        ({"cuda": PLAIN, "python": 3}, TypeError, "python: got int 3, expected None or a function"),
+        (
+            {"cuda": PLAIN, "arrays": ["a"], "python": lambda s, i, j, *, b: s + b[i]},
+            ValueError,
+            "python: got a function of b, expected one of a as arrays",
+        ),
+    ],
+)
+def test_texts_that_do_not_fit_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Score(**arguments)
+
+
+def test_a_text_is_no_mask_and_its_arrays_have_names_of_their_own():
+    with pytest.raises(TypeError, match="mask: got Score"):
+        cuflash.FlashAttention(mask=Score(cuda=PLAIN))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="score: got an array named bias, expected another name"):
+        cuflash.FlashAttention(score=Score(cuda=PLAIN, arrays=["bias"]))
+
+
+def test_objects_with_texts_pickle_print_and_compare():
+    attn = cuflash.FlashAttention(score=TEXTS["softcapped"], causal=True)
+    again = pickle.loads(pickle.dumps(attn))
+    assert again == attn and hash(again) == hash(attn)
+    text, (name,) = TEXTS["softcapped"].cuda, TEXTS["softcapped"].arrays
+    own = Score(cuda=text, arrays=[name], python=TEXTS["softcapped"].python)
+    assert own == TEXTS["softcapped"] and hash(own) == hash(TEXTS["softcapped"])
+    assert own != Score(cuda=text + "\n", arrays=[name], python=TEXTS["softcapped"].python)
+    assert own != Score(cuda=text, arrays=[name])
+    assert f"score=Score(cuda={text!r}, arrays=('temperature',), python=<score" in repr(attn)
+
+
+# ---- NumPy arrays ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_numpy_arrays_are_computed_by_the_function_in_python(name):
+    case, text = case_of(TEXTS[name]), TEXTS[name]
+    traced = cuflash.FlashAttention(score=text.python)
+    out, lse = case.attention.forward(*case.inputs, **case.terms)
+    np.testing.assert_array_equal(out, traced.forward(*case.inputs, **case.terms).out)
+    need = ("dq", *case.problem.captured_gradients)
+    q, k, v = case.inputs
+    found = [x.backward(out, q, k, v, out, lse, need=need, **case.terms) for x in (case.attention, traced)]
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+    described = case.attention.plan(*case.inputs, **case.terms).describe()
+    assert "score in CUDA" not in described and "d score / d s" in described
+
+
+@pytest.mark.parametrize("name", ["polynomial", "branching", "of_functions"])
+def test_gradients_are_those_of_differences(name):
+    case = case_of(TEXTS[name])
+    found = check_gradients(case.attention, *case.inputs, **case.terms)
+    reals = {x for x in TEXTS[name].arrays if case.arrays[x].dtype.kind == "f"}
+    assert {gradient[1:] for gradient in found} == {"q", "k", "v"} | reals
+
+
+def test_numpy_arrays_need_a_function_in_python():
+    case = case_of(Score(cuda=SOFTCAPPED, arrays=["temperature"]))
+    for method in (case.attention.forward, case.attention.plan, case.attention.compile):
+        with pytest.raises(NotImplementedError, match=r"score: got NumPy arrays for a Score of CUDA alone.*python="):
+            method(*case.inputs, **case.terms)
+
+
+def test_an_array_that_is_not_read_has_a_gradient_of_0():
+    text = Score(cuda=PLAIN, arrays=["a"], python=lambda s, i, j, *, a: s)
+    case = Scored(cuflash.FlashAttention(score=text), case_of(text).arrays | {"a": np.ones(3)}, {}, "")
+    out, lse = case.attention.forward(*case.inputs, a=np.ones(3))
+    q, k, v = case.inputs
+    (da,) = case.attention.backward(out, q, k, v, out, lse, a=np.ones(3), need=("da",))
+    np.testing.assert_array_equal(da, np.zeros(3))
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("arch", ["7.5", "8.0", "9.0"])
+def test_plans_show_texts_and_look_into_none(name, arch):
+    problem = case_of(TEXTS[name], "float16").problem
+    device, need = DeviceSpec.for_arch(arch), ("dq", "dk", "dv", *problem.captured_gradients)
+    forward, backward = choose_plan(problem, device), choose_plan(problem, device, "backward", need=need)
+    family = "sm90/" if arch == "9.0" else "sm80/"
+    for plan in (forward, backward):
+        described = plan.describe()
+        assert "score in CUDA:" in described and "hoisted" not in described and not plan.tables
+        assert all(f"  {line}" in described for line in TEXTS[name].cuda.splitlines() if line)
+        assert any(kernel.source.startswith(family) for kernel in plan.kernels)
+        assert all(kernel.source.startswith((family, "around/", "sm80/backward_scores")) for kernel in plan.kernels)
+    if arch == "9.0":
+        assert "belongs to a pair [known by running the text]" in backward.reason
+    assert problem.hoisted == problem.program
+
+
+def test_a_text_is_no_option():
+    """A text is computed as it is, beside a mask that is a window."""
+    text = Score(cuda=PLAIN, python=lambda s, i, j: 30 * cuflash.tanh(s / 30))
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 30, 8))
+    attn = cuflash.FlashAttention(score=text, mask=lambda i, j: (i >= j) & (i - j < 5))
+    described = attn.plan(q, k, v).describe()
+    assert "functions computed as the options that they spell out: window = (4, 0)" in described
+    assert "softcap" not in described.split("spell out")[1].splitlines()[0]
+    expected = cuflash.FlashAttention(softcap=30.0, window=(4, 0)).forward(q, k, v).out
+    np.testing.assert_allclose(attn.forward(q, k, v).out, expected, atol=1e-12)
+
+
+def test_new_lengths_and_arrays_change_no_kernel():
+    short, long = (case_of(TEXTS["interpolated"], "float32", seqlen).problem for seqlen in (64, 1000))
+    need, device = ("dq", *short.captured_gradients), DeviceSpec.for_arch("8.0")
+    ours, theirs = (choose_plan(x, device, "backward", need=need).kernels for x in (short, long))
+    assert {(x.source, x.defines, x.headers) for x in ours} == {(x.source, x.defines, x.headers) for x in theirs}
+
+
+# ---- dual numbers ----------------------------------------------------------------------------------------------------
+
+
+def text_of(root):
+    """A text that computes an expression with kinds."""
+    names: dict[Node, str] = {}
+    lines: list[str] = []
+    for at in in_order([root]):
+        args = [names[arg] for arg in at.args]
+        names[at] = f"t{len(lines)}"
+        lines.append(f"  const auto {names[at]} = {_spelled(at, args)};\n")
+    return f"{HEAD} {{\n{''.join(lines)}  return {names[root]};\n}}\n"
+
+
+def _spelled(at, args):
+    if at.op == "constant":
+        return {"float": "T({})", "int": "{}ll", "bool": "bool({})"}[at.kind].format(repr(at.payload).lower())
+    if at.op == "input":
+        return at.payload
+    if at.op == "load":
+        return f"given.{at.payload}({', '.join(args)})"
+    if at.op == "cast":
+        return {"float": "T({})", "int": "(long long)({})", "bool": "{} != 0"}[at.kind].format(*args)
+    if at.op in ("floordiv", "mod"):
+        if at.kind == "int":
+            return f"score_{at.op}({args[0]}, {args[1]})"
+        whole = f"floor({args[0]} / {args[1]})"
+        return f"T({whole})" if at.op == "floordiv" else f"{args[0]} - {args[1]} * {whole}"
+    if at.op in INFIX and at.op != "pow":
+        return f"{args[0]} {INFIX[at.op]} {args[1]}"
+    if at.op in ("neg", "not"):
+        return f"{'-' if at.op == 'neg' else '!'}{args[0]}"
+    return f"{at.op}({', '.join(args)})"
+
+
+LOOP = """
+extern "C" void FUNCTION(const Captured* a, const Real* s, int head, int batch, const Real* const* directions,
+                         Real* value, Real* slope, Real* along) {
+  for (int i = 0; i < ROWS; ++i)
+    for (int j = 0; j < KEYS; ++j) {
+      const int at = i * KEYS + j;
+      Unused unused;
+      Real by_s;
+      value[at] = NAME::score_function({}, {}, a, s[at], i, j, head, batch, slope[at]);
+      if (NAME::score_function({}, {}, a, s[at], i, j, head, batch, unused) != value[at]) value[at] = NAN;
+      along[at] = 0;
+      NAME::score_derivatives({}, a, s[at], i, j, head, batch, by_s, [&](auto read, i64 place, Real derivative) {
+        along[at] += derivative * directions[NAME::array_of_read(read.value)][place];
+      });
+      if (by_s != slope[at]) slope[at] = NAN;
+    }
+}
+"""
+UNUSED = "struct Unused { template <class X> void operator=(X) {} };\n"
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no g++")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_dual_numbers_have_the_derivatives_of_traced_functions(dtype, tmp_path):
+    drawn = []
+
+    @settings(max_examples=40, database=None)
+    @given(st.one_of(scores(), hoistable_scores()))
+    def draw(score):
+        drawn.append(score)
+
+    draw()
+    arrays = expressions.arrays(dtype=dtype)
+    kinds = tuple((name, x.ndim, x.dtype.name) for name, x in arrays.items())
+    made = [program(score, given=arrays) for score in drawn]
+    duals = (kernel_directory() / "common/dual.cuh").read_text()
+    duals = re.sub(r"^#(pragma once|include .*)$", "", duals, flags=re.MULTILINE)
+    real = "float" if dtype == np.float32 else "double"
+    text = PRELUDE.replace("REAL", real).replace("NARROW\n", "0\n").replace("static inline", "inline") + UNUSED
+    text = text.replace("i64 = int64_t", "i64 = long long")  # as the kernels have it
+    text += '#include "common/score_functions.cuh"\n'
+    for index, one in enumerate(made):
+        own = program_of(Score(cuda=text_of(one.score), arrays=[*arrays]), None, kinds)
+        header = re.sub(r"^#line .*$", "", own.header(own.differentiable), flags=re.MULTILINE)
+        text += f"namespace n{index} {{\n{duals}{header}}}\n"
+        loop = LOOP.replace("FUNCTION", f"f{index}").replace("NAME", f"n{index}")
+        text += loop.replace("ROWS", str(SEQLEN_Q)).replace("KEYS", str(SEQLEN_K))
+    (tmp_path / "common").mkdir()
+    for name in ("config", "exponential"):
+        (tmp_path / f"common/{name}.cuh").write_text("")
+    source, library = tmp_path / "text.cc", tmp_path / "text.so"
+    source.write_text(text)
+    command = [find_compiler() or "g++", "-std=c++17", "-O0", "-shared", "-fPIC", "-ffp-contract=off", f"-I{tmp_path}"]
+    command += [f"-I{kernel_directory()}", str(source), "-o", str(library)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[:4000]
+    functions = ctypes.CDLL(str(library))
+    random, rounding = np.random.default_rng(3), {np.float32: 1e-3, np.float64: 1e-10}[dtype]
+    s = S.astype(dtype)
+    directions = {name: np.asarray(random.standard_normal(x.shape), dtype) for name, x in arrays.items()}
+    pointers = (ctypes.c_void_p * len(arrays))(*(x.ctypes.data for x in directions.values()))
+    for index, one in enumerate(made):
+        found = [np.empty(S.shape, dtype) for _ in range(3)]
+        results = [ctypes.c_void_p(x.ctypes.data) for x in found]
+        of_s = ctypes.c_void_p(s.ctypes.data)
+        getattr(functions, f"f{index}")(captured(arrays, []), of_s, 1, 1, pointers, *results)
+        by_name = [derivatives_along(one, arrays, name, directions[name]) for name in one.loads]
+        value = Traced.of(drawn[index], "score")(inputs(s), arrays, dtype)
+        slope = by_name[0][0] if by_name else derivatives_along(one, arrays, "", None)[0]
+        for got, wanted in zip(found, (value, slope, sum(along for _, along in by_name) + 0 * S), strict=True):
+            wanted = np.broadcast_to(wanted, S.shape)
+            ordinary = np.isfinite(wanted) & (np.abs(wanted) < 1e4)
+            size = 1 + np.abs(wanted[ordinary])
+            # A number beside a step of the expression may fall to its other side.
+            assert np.mean(np.abs(got[ordinary] - wanted[ordinary]) <= rounding * size) >= 0.97, one.describe()
