@@ -443,8 +443,8 @@ FLOAT8_PRODUCTS = [
 ROWS = [target for target in EVERY_ROW if target.tile.element_bytes == 2 or is_sm90(target.tile)]
 TARGETS = [
     *ROWS,
-    *share([target for target in EVERY_ROW if target not in ROWS], 16),
-    *share(OTHERS, 24),
+    *share([target for target in EVERY_ROW if target not in ROWS], 24),
+    *share(OTHERS, 32),
     *share(FLOAT8, 12),
     *(Target(tile=tile, arch="9.0", variant="float8 products") for tile in FORWARD_FLOAT8_SM90_TILES),
     *share(FLOAT8_PRODUCTS, 6),

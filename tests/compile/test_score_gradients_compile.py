@@ -109,7 +109,7 @@ SUMMED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("dim", "name", "deterministic"), share(itertools.product((64, 128, 256), SUMMED, (False, True)), 2)
+    ("dim", "name", "deterministic"), share(itertools.product((64, 128, 256), SUMMED, (False, True)), 4)
 )
 def test_sums_by_keys(dim, name, deterministic):
     case = ct.Case(seqlen_q=4096, seqlen_k=4096, num_heads=4, head_dim=dim, dtype="bfloat16", **SUMMED[name])
@@ -126,6 +126,7 @@ def test_sums_by_keys(dim, name, deterministic):
 
 
 # The gradient of a bias of pairs spills a little beside numbers of keys, and where every option acts at once.
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tile", share(BIAS_SM90_TILES, 2), ids=lambda tile: f"{tile.max_dim}-{tile.bias_of_pairs}")
 @pytest.mark.parametrize(
     ("options", "ceiling"),
