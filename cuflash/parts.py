@@ -68,23 +68,11 @@ class Parts:
     def backend(self) -> ModuleType:
         return host if self.is_on_cpu else importlib.import_module("cuflash.launch")
 
-    def options_of(self, queries: Span, keys: Span) -> Options:
+    def options_of(self, queries: Span, keys: Span, wide: tuple[str, ...] = ()) -> Options:
         """Those of a call on a part: its diagonal, and what dropout and functions count, are those of the whole."""
-        score, mask = self.options.score, self.options.mask_function
-        if score is not None:
-            score = score.of_part() if isinstance(score, Score) else of_part(score)
-        options = replace(
-            self.options,
-            layout="bhsd",
-            score=score,
-            mask_function=None if mask is None else of_part(mask),
-            origin=self._origin(queries, keys),
-        )
-        if self.starts is not None:
-            return options
-        band = self.band
-        bounds = None if band.left is None and band.right is None else (band.left, band.right)
-        return replace(options, causal=False, window=bounds, diagonal=queries[0] + band.diagonal - keys[0])
+        diagonal = None if self.starts is not None else queries[0] + self.band.diagonal - keys[0]
+        bounds = (self.band.left, self.band.right)
+        return _options_of(self.options, bounds, diagonal, self._origin(queries, keys), wide or self.options.wide)
 
     def _origin(self, queries: Span, keys: Span) -> Origin:
         """Where a call begins, as dropout counts."""
@@ -100,14 +88,14 @@ class Parts:
 
     def forward(self, queries: Span, keys: Span, arrays: dict[str, Array]) -> dict[str, Array]:
         """out and lse of a part; out in the dtype of the softmax if it has room in this dtype."""
-        options = self._widening("out", self.options_of(queries, keys), arrays)
+        options = self.options_of(queries, keys, self._wide("out", arrays))
         of_call = dict.fromkeys((*NAMES, "out", "lse")) | self.captured(options, queries, keys, arrays["q"]) | arrays
         found = self.backend.forward(options, self._packed(of_call), self.random)
         return self._unpacked(dict(zip(("out", "lse"), found, strict=True)))
 
     def backward(self, queries: Span, keys: Span, need: tuple[str, ...], arrays: dict[str, Array]) -> dict[str, Array]:
         """The gradients `need` of a part; dq in the dtype of the softmax if it has room in this dtype."""
-        options = self._widening("dq", self.options_of(queries, keys), arrays)
+        options = self.options_of(queries, keys, self._wide("dq", arrays))
         absent: dict[str, Any] = dict.fromkeys((*NAMES, "dlse"))
         del absent["block_table"]
         ordered = tuple(name for name in (*GRADIENTS, *gradient_names(self.options)) if name in need)
@@ -148,10 +136,10 @@ class Parts:
             return results
         return {name: x[None] if name in _OF_BATCH else x for name, x in results.items()}
 
-    def _widening(self, name: str, options: Options, arrays: Mapping[str, Array]) -> Options:
-        """The options of a call that gives a result as its room is."""
+    def _wide(self, name: str, arrays: Mapping[str, Array]) -> tuple[str, ...]:
+        """The option `wide` of a call that gives a result as its room is."""
         room = arrays.get(name)
-        return options if room is None or room.dtype == arrays["q"].dtype else replace(options, wide=(name,))
+        return () if room is None or room.dtype == arrays["q"].dtype else (name,)
 
     def behind_queries(self, arrays: dict[str, Array], front: int, shared: Collection[str] = ()) -> dict[str, Array]:
         """The arrays of a call that begins so many queries earlier, with rows that see nothing.
@@ -233,3 +221,22 @@ class Parts:
         """How many keys of a span there are in each batch entry."""
         lengths = self.arrays.get("kv_lengths")
         return {} if lengths is None else {"kv_lengths": self.xp.clip(lengths - keys[0], 0, keys[1] - keys[0])}
+
+
+@functools.lru_cache(maxsize=1024)
+def _options_of(
+    whole: Options,
+    bounds: tuple[int | None, int | None],
+    diagonal: int | None,
+    origin: Origin,
+    wide: tuple[str, ...],
+) -> Options:
+    """The options of a part: made once, because to make and to check them takes as long as a launch."""
+    score, mask = whole.score, whole.mask_function
+    if score is not None:
+        score = score.of_part() if isinstance(score, Score) else of_part(score)
+    mask = None if mask is None else of_part(mask)
+    options = replace(whole, layout="bhsd", score=score, mask_function=mask, origin=origin, wide=wide)
+    if diagonal is None:  # of packed sequences, each of which has its own
+        return options
+    return replace(options, causal=False, window=None if bounds == (None, None) else bounds, diagonal=diagonal)

@@ -40,5 +40,5 @@ def transport_of(comm: Any) -> Transport:
         return Mpi(comm)
     if is_nccl(comm):
         return Nccl(comm)
-    expected = "one of threads(), Sockets, a communicator of mpi4py, or one of NCCL by CuPy or nccl4py"
+    expected = "one of threads(), a communicator of mpi4py, or one of NCCL by CuPy or nccl4py"
     raise type_error("comm", type(comm).__name__, expected)

@@ -42,8 +42,8 @@ class ContextParallel:
     ----------
     comm : communicator
         Of mpi4py, of NCCL (CuPy's ``cupy.cuda.nccl.NcclCommunicator`` or ``cupyx.distributed.NCCLBackend``, or
-        nccl4py's), one of `cuflash.distributed.threads`, `cuflash.distributed.Sockets`, or another
-        `cuflash.distributed.Transport`. All ranks of it make the same calls in the same order.
+        nccl4py's), one of `cuflash.distributed.threads`, or another `cuflash.distributed.Transport`. All ranks of it
+        make the same calls in the same order.
     split : "zigzag", "contiguous" or Split, default "zigzag"
         Which queries each rank holds: `cuflash.distributed.zigzag` gives all ranks equal work under a causal mask,
         `cuflash.distributed.contiguous` needs few transfers with a window, and a `Split` may be anything.
@@ -52,9 +52,9 @@ class ContextParallel:
     chunks : int, default 16
         With ``deterministic=True``, into how many pieces both sequences are cut. Every span of a rank must consist of
         whole ones: 16 do for zigzag splits over 1, 2, 4 and 8 ranks.
-    steps : int, default 8
-        In how many groups of key/value heads rows travel, at most; rows of a group are on their way while those of the
-        group before are computed with.
+    steps : int, default 4
+        In how many groups of key/value heads rows travel, at most, each about twice as large as the one before; rows of
+        a group are on their way while those of the group before are computed with. More steps take less memory.
     timeout : float, default 60.0
         Seconds after which a rank that waits for another one raises TimeoutError, where the communicator allows. Longer
         than any rank computes in a step: in host memory ranks wait for one another that long.
@@ -123,7 +123,7 @@ class ContextParallel:
         split: Literal["zigzag", "contiguous"] | Split = "zigzag",
         split_k: Literal["zigzag", "contiguous"] | Split | None = None,
         chunks: int = 16,
-        steps: int = 8,
+        steps: int = 4,
         timeout: float = 60.0,
         check: bool = True,
         causal: bool | Literal["top_left"] = False,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash import merging
+from cuflash.distributed.lanes import Lanes, LanesOfDevice
 from cuflash.distributed.schedule import Schedule, Tile, Walk
 from cuflash.distributed.split import Split
 from cuflash.distributed.transports import Message, Transport
@@ -55,6 +56,7 @@ class Execution:
     """A call on one rank."""
 
     transport: Transport
+    lanes: LanesOfDevice
     timeout: float
     schedule: Schedule
     options: Options  # those of the whole call
@@ -113,16 +115,17 @@ class Execution:
     def forward(self, out: Array, lse: Array) -> None:
         """Fill out, with four axes, and lse, with three."""
         walk = self.schedule.by_queries
-        for heads, held in self._steps(walk, ("k", "v")):
-            for tile in walk.calls_of(self.rank):
+        for heads, held, lanes in self._steps(walk, ("k", "v")):
+            for number, tile in walk.longest_first(self.rank):
                 at = self._local(self.schedule.split_q, tile.own_queries)
                 results = {"out": out[:, self._q_heads(heads), at], "lse": lse[:, self._q_heads(heads), at]}
-                if self._is_left_over(tile):
-                    results["out"][...], results["lse"][...] = 0, -np.inf
-                    continue
-                arrays, parts = self._of_tile(walk, tile, heads, held), self._parts_of(tile, heads)
-                call = functools.partial(parts.forward, tile.queries, tile.keys)
-                parts.into(results, arrays, call, front=tile.front[0])
+                with lanes.lane(number):
+                    if self._is_left_over(tile):
+                        results["out"][...], results["lse"][...] = 0, -np.inf
+                        continue
+                    arrays, parts = self._of_tile(walk, tile, heads, held), self._parts_of(tile, heads)
+                    call = functools.partial(parts.forward, tile.queries, tile.keys)
+                    parts.into(results, arrays, call, front=tile.front[0])
 
     def backward(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         """Fill dq, dk and dv, with four axes, and all other gradients, as their arrays are."""
@@ -136,20 +139,21 @@ class Execution:
     def _backward_by_queries(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         walk = self.schedule.by_queries
         sums = _Sums(self, [name for name in need if name != "dq"])
-        for heads, held in self._steps(walk, ("k", "v")):
-            for number, tile in enumerate(walk.calls_of(self.rank)):
+        wide = {name: x for name, x in self.parts.wide_captured.items() if f"d{name}" in need}
+        for heads, held, lanes in self._steps(walk, ("k", "v")):
+            for number, tile in walk.longest_first(self.rank):
                 at = self._local(self.schedule.split_q, tile.own_queries)
                 own = {"dq": results["dq"][:, self._q_heads(heads), at]} if "dq" in need else {}
-                if self._is_left_over(tile):
-                    for array in own.values():
-                        array[...] = 0
-                    continue
-                arrays, parts = self._of_tile(walk, tile, heads, held), self._parts_of(tile, heads)
-                arrays |= {name: x for name, x in self.parts.wide_captured.items() if f"d{name}" in need}
-                call = functools.partial(parts.backward, tile.queries, tile.keys, need)
-                got = parts.into(own, arrays, call, front=tile.front[0])
-                for name in sums.names:
-                    sums.add(name, got[name], number, tile, heads)
+                with lanes.lane(number):
+                    if self._is_left_over(tile):
+                        for array in own.values():
+                            array[...] = 0
+                        continue
+                    arrays, parts = self._of_tile(walk, tile, heads, held) | wide, self._parts_of(tile, heads)
+                    call = functools.partial(parts.backward, tile.queries, tile.keys, need)
+                    got = parts.into(own, arrays, call, front=tile.front[0])
+                    for name in sums.names:
+                        sums.add(name, got[name], number, tile, heads)
         for name, total in sums.totals():
             results[name][...] = total
 
@@ -164,25 +168,30 @@ class Execution:
         walk = self.schedule.by_keys
         names = ("q", "dout", "out", "lse", "dlse", *(name for name in BROADCAST if name not in self.broadcasts_rows))
         returns = _Returns(self, results["dq"]) if "dq" in need else None
-        for heads, held in self._steps(walk, tuple(name for name in names if self.arrays.get(name) is not None)):
-            parts = [] if returns is None else returns.room(heads)
-            for tile in walk.calls_of(self.rank):
+        of_calls: list[tuple[Tile, Array]] = []
+        for heads, held, lanes in self._steps(walk, tuple(name for name in names if self.arrays.get(name) is not None)):
+            lanes.keep(of_calls)  # which are added up while the calls of this step run
+            of_calls = []
+            for number, tile in walk.longest_first(self.rank):
                 at = self._local(self.schedule.split_k, tile.own_keys)
                 into = {name: results[name][:, slice(*heads), at] for name in need if name != "dq"}
-                if tile.queries[0] == tile.queries[1]:
-                    for array in into.values():
-                        array[...] = 0
-                    continue
-                arrays = self._of_tile(walk, tile, heads, held)
-                is_wide = returns is not None and self.parts.is_on_cpu
-                if returns is not None and not is_wide:  # kernels give a part of dq in this dtype where it has room
-                    arrays["dq"] = self.xp.empty(arrays["q"].shape, self.parts.softmax_dtype)
-                call = functools.partial(self._parts_of(tile, heads).backward, tile.queries, tile.keys, need)
-                got = self.parts.into(into, arrays, call, front=tile.front[1], is_wide=is_wide)
-                if returns is not None:
-                    returns.add(parts, tile, got["dq"])
+                is_wide, room = returns is not None and self.parts.is_on_cpu, {}
+                if returns is not None and not is_wide:  # kernels give a part of dq in this dtype if it has room
+                    room["dq"] = returns.room(tile.queries, heads)
+                with lanes.lane(number):
+                    if tile.queries[0] == tile.queries[1]:
+                        for array in into.values():
+                            array[...] = 0
+                        continue
+                    arrays = self._of_tile(walk, tile, heads, held) | room
+                    call = functools.partial(self._parts_of(tile, heads).backward, tile.queries, tile.keys, need)
+                    got = self.parts.into(into, arrays, call, front=tile.front[1], is_wide=is_wide)
+                    if returns is not None:
+                        of_calls.append((tile, got["dq"]))
             if returns is not None:
-                returns.send(parts, heads)
+                lanes.keep(of_calls)
+                lanes.meet()
+                returns.send(of_calls, heads)
         if returns is not None:
             returns.finish()
 
@@ -297,16 +306,21 @@ class Execution:
 
     # ---- what travels ------------------------------------------------------------------------------------------------
 
-    def _steps(self, walk: Walk, names: tuple[str, ...]) -> Iterator[tuple[Span, Held]]:
+    def _steps(self, walk: Walk, names: tuple[str, ...]) -> Iterator[tuple[Span, Held, Lanes]]:
         """The key/value heads of each step, and the rows that its calls meet; those of the next are on their way."""
-        steps = self.schedule.heads
-        under_way = [self._begin(walk, names, steps[0])] if steps else []
-        for number, heads in enumerate(steps):
-            if number + 1 < len(steps):
-                under_way.append(self._begin(walk, names, steps[number + 1]))
-            pending, held = under_way.pop(0)
-            self.transport.finish(pending, self.timeout)
-            yield heads, held
+        steps, lanes = self.schedule.heads, self.lanes.begin(self.arrays["q"])
+        under_way: list[tuple[Any, Held, Any]] = []
+        try:
+            for number, heads in enumerate(steps):
+                while len(under_way) < 2 and number + len(under_way) < len(steps):
+                    under_way.append((*self._begin(walk, names, steps[number + len(under_way)]), lanes.mark()))
+                pending, held, mark = under_way.pop(0)
+                lanes.arrive(functools.partial(self.transport.finish, pending, self.timeout), mark)
+                lanes.keep(held)
+                yield heads, held, lanes
+                lanes.next_step()
+        finally:
+            lanes.end()
 
     def _begin(self, walk: Walk, names: tuple[str, ...], heads: Span) -> tuple[Any, Held]:
         """Begin to send and receive the rows of a step."""
@@ -375,31 +389,27 @@ class _Returns:
         self.dq = dq
         self.under_way: Callable[[], None] | None = None
 
-    def room(self, heads: Span) -> list[Array]:
-        """Zeros for the rows that this rank holds in a step, their axis first."""
-        run, walk = self.run, self.run.schedule.by_keys
-        heads_q, dtype = run._q_heads(heads), run.parts.softmax_dtype
-        rest = (self.dq.shape[0], heads_q.stop - heads_q.start, self.dq.shape[3])
-        return [run.xp.zeros((stop - start, *rest), dtype) for start, stop in walk.held(run.rank)]
+    def room(self, span: Span, heads: Span) -> Array:
+        """Room for the part of a call on some queries, which can travel as it is."""
+        return _rows_third(self.run.xp.empty(self._shape(span, heads), self.run.parts.softmax_dtype))
 
-    def add(self, parts: list[Array], tile: Tile, dq: Array) -> None:
-        """Add what a call gave."""
-        rows = self._rows(parts, tile.queries)
-        rows += _rows_first(dq)
+    def _shape(self, span: Span, heads: Span) -> tuple[int, ...]:
+        """Of a part, with the axis of rows first."""
+        heads_q = self.run._q_heads(heads)
+        return (span[1] - span[0], self.dq.shape[0], heads_q.stop - heads_q.start, self.dq.shape[3])
 
-    def send(self, parts: list[Array], heads: Span) -> None:
+    def send(self, of_calls: list[tuple[Tile, Array]], heads: Span) -> None:
         """Let the parts of a step go to whom their rows belong, once those of the step before have come."""
         self.finish()
         run, walk = self.run, self.run.schedule.by_keys
+        parts = [self._added(span, of_calls, heads) for span in walk.held(run.rank)]
         sends, receives = [], []
         into = {}
         for transfer in walk.transfers:
             if transfer.target == run.rank:
                 sends.append((transfer.source, self._rows(parts, transfer.rows)))
             if transfer.source == run.rank:
-                start, stop = transfer.rows
-                room = (self.dq.shape[0], run._q_heads(heads).stop - run._q_heads(heads).start, self.dq.shape[3])
-                into[transfer] = run.xp.empty((stop - start, *room), run.parts.softmax_dtype)
+                into[transfer] = run.xp.empty(self._shape(transfer.rows, heads), run.parts.softmax_dtype)
                 receives.append((transfer.target, into[transfer]))
         pending = run._start(sends, receives)
         mine = walk.split.spans[run.rank]
@@ -408,12 +418,30 @@ class _Returns:
 
         def arrive() -> None:
             run.transport.finish(pending, run.timeout)
-            total = run.xp.zeros(self.dq[:, run._q_heads(heads)].shape, run.parts.softmax_dtype)
-            for _, span, rows in sorted(own + came, key=lambda part: part[:2]):
-                total[:, :, walk.split.local(run.rank, span)] += _rows_third(rows)
-            self.dq[:, run._q_heads(heads)] = total
+            found = sorted(own + came, key=lambda part: part[:2])
+            for span in mine:
+                of_span = [(rows_of, rows) for _, rows_of, rows in found if overlap(rows_of, span) == rows_of]
+                total = self._total(span, of_span, heads)
+                self.dq[:, run._q_heads(heads), walk.split.local(run.rank, span)] = _rows_third(total)
 
         self.under_way = arrive
+
+    def _added(self, span: Span, of_calls: list[tuple[Tile, Array]], heads: Span) -> Array:
+        """What calls gave for a span that this rank holds."""
+        found = [(t.queries, _rows_first(dq)) for t, dq in of_calls if overlap(t.queries, span) == t.queries]
+        # One that is there for all rows is what others are added to. Their order follows from the spans alone.
+        return self._total(span, sorted(found, key=lambda part: part[0] != span), heads)
+
+    def _total(self, span: Span, parts: list[tuple[Span, Array]], heads: Span) -> Array:
+        """The sum of parts of the rows of a span, in their order, with the axis of rows first."""
+        xp = self.run.xp
+        if parts and parts[0][0] == span:
+            total = xp.ascontiguousarray(parts.pop(0)[1])
+        else:
+            total = xp.zeros(self._shape(span, heads), self.run.parts.softmax_dtype)
+        for rows_of, rows in parts:
+            total[within(rows_of, span)] += rows
+        return total
 
     def finish(self) -> None:
         """Wait for what is on its way, and add it."""

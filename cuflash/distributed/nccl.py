@@ -13,6 +13,9 @@ import numpy as np
 
 from cuflash.distributed.transports import Array, Message, Transport, out_of_time
 
+_LENGTH = 8  # bytes that say how many follow
+_AT_ONCE = 8192  # bytes that ranks exchange first; most calls take no more to tell of
+
 
 def is_nccl(comm: object) -> bool:
     """Whether it is a communicator of NCCL; nothing is imported for that."""
@@ -39,10 +42,13 @@ class Nccl(Transport):
         self._stream = cupy.cuda.Stream(non_blocking=True)
 
     def share(self, text: bytes, timeout: float) -> list[bytes]:
-        lengths = self._gather(np.array([len(text)], np.int64).view(np.uint8), timeout)
-        counts = [int(row.view(np.int64)[0]) for row in lengths]
-        padded = np.frombuffer(text.ljust(max(counts), b"\0"), np.uint8)
-        return [row[:count].tobytes() for row, count in zip(self._gather(padded, timeout), counts, strict=True)]
+        said = len(text).to_bytes(_LENGTH, "little") + text
+        heard = self._gather(said[:_AT_ONCE].ljust(_AT_ONCE, b"\0"), timeout)
+        ends = [_LENGTH + int.from_bytes(row[:_LENGTH], "little") for row in heard]
+        if max(ends) > _AT_ONCE:
+            rest = self._gather(said[_AT_ONCE:].ljust(max(ends) - _AT_ONCE, b"\0"), timeout)
+            heard = [first + more for first, more in zip(heard, rest, strict=True)]
+        return [row[_LENGTH:end] for row, end in zip(heard, ends, strict=True)]
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
         cupy, ready = self._cupy, self._cupy.cuda.Event(disable_timing=True)
@@ -63,12 +69,12 @@ class Nccl(Transport):
     def fail(self, rank: int, text: str) -> None:
         self._abort()
 
-    def _gather(self, own: Array, timeout: float) -> list[Array]:
-        """Bytes of each rank, in host memory, of as many as this rank gives."""
+    def _gather(self, own: bytes, timeout: float) -> list[bytes]:
+        """What each rank gives, as many bytes as this one."""
         cupy = self._cupy
         with self._device, self._stream:  # what is computed meanwhile is not waited for
-            on_device = cupy.empty((self.size, own.size), np.uint8)
-            on_device[self.rank].set(own)
+            on_device = cupy.empty((self.size, len(own)), np.uint8)
+            on_device[self.rank].set(np.frombuffer(own, np.uint8))
             others = [rank for rank in range(self.size) if rank != self.rank]
             sends, receives = [(r, on_device[self.rank]) for r in others], [(r, on_device[r]) for r in others]
             arrived, *_ = pending = self.start(sends, receives)
@@ -79,7 +85,7 @@ class Nccl(Transport):
                     raise out_of_time("what other ranks say", timeout)
                 time.sleep(1e-5)
             self.finish(pending, timeout)
-            return list(cupy.asnumpy(on_device))
+            return [row.tobytes() for row in cupy.asnumpy(on_device)]
 
 
 def _bytes(array: Array) -> Array:

@@ -14,6 +14,7 @@ their way while those of the step before are computed with.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -85,6 +86,15 @@ class Walk:
     def calls_of(self, rank: int) -> list[Tile]:
         """One for each piece of a rank; the other side of a piece that meets nothing is empty."""
         return [tile for tile in self.calls if tile.rank == rank]
+
+    def longest_first(self, rank: int) -> list[tuple[int, Tile]]:
+        """The same with their numbers, those of most pairs first."""
+        return self._longest_first[rank]
+
+    @cached_property
+    def _longest_first(self) -> tuple[list[tuple[int, Tile]], ...]:
+        numbered = (list(enumerate(self.calls_of(rank))) for rank in range(self.split.ranks))
+        return tuple(sorted(own, key=lambda x: -_most_pairs(x[1])) for own in numbered)
 
     @cached_property
     def _held(self) -> tuple[tuple[Span, ...], ...]:
@@ -243,8 +253,7 @@ def make_schedule(
                     if not ends.issuperset(span):
                         expected = f"spans of whole chunks, {chunks} in {split.seqlen} rows, with deterministic=True"
                         raise value_error(name, f"a span {span}", expected)
-    groups = min(steps, num_heads_kv)
-    heads = tuple(cut_evenly(num_heads_kv, groups)) if groups else ()
+    heads = _cut_doubling(num_heads_kv, min(steps, num_heads_kv))
     return Schedule(split_q=split_q, split_k=split_k, band=band, chunks=chunks, step=step, heads=heads, packing=packing)
 
 
@@ -260,11 +269,24 @@ def _pieces(split: Split, chunks: int | None) -> tuple[tuple[Span, ...], ...]:
     return tuple(map(cut, split.spans))
 
 
+def _cut_doubling(count: int, parts: int) -> tuple[Span, ...]:
+    """Parts each of which is about twice as long as the one before: 1 at least."""
+    ends = [0]
+    for left in range(parts, 0, -1):
+        ends.append(ends[-1] + max(1, round((count - ends[-1]) / (2**left - 1))))
+    return tuple(itertools.pairwise(ends))
+
+
 def _from_step(span: Span, step: int, zero: int | None) -> Span:
     """A span with rows before it, so that it begins at a multiple of a step, counted from `zero`."""
     if zero is None:
         return span
     return (span[0] - (span[0] - zero) % step, span[1]) if is_some(span) else (zero, zero)
+
+
+def _most_pairs(tile: Tile) -> int:
+    (first_q, stop_q), (first_k, stop_k) = tile.queries, tile.keys
+    return (stop_q - first_q) * (stop_k - first_k)
 
 
 def _rows(span: Span) -> str:

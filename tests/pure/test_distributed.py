@@ -186,7 +186,7 @@ def failures(change, ranks=3, **options):
             lambda options, arrays, terms: options.update(causal=False),
             "^causal: got False on rank 1, expected True as on rank 0$",
         ),
-        (lambda options, arrays, terms: options.update(steps=2), "^steps: got 2 on rank 1, expected 8 as on rank 0$"),
+        (lambda options, arrays, terms: options.update(steps=2), "^steps: got 2 on rank 1, expected 4 as on rank 0$"),
         (lambda options, arrays, terms: options.update(split="zigzag"), "^split: got 'zigzag' on rank 1, expected "),
         (
             lambda options, arrays, terms: arrays.update({n: x[:1] for n, x in arrays.items()}),
@@ -200,7 +200,7 @@ def failures(change, ranks=3, **options):
             lambda options, arrays, terms: terms.update(sinks=np.zeros(2)),
             "^arrays: got q, k, v, sinks of numpy on rank 1, expected q, k, v of numpy as on rank 0$",
         ),
-        (lambda options, arrays, terms: "plan", "^call: got 1, of plan on rank 1, expected 1, of forward as on "),
+        (lambda options, arrays, terms: "plan", "^method: got plan on rank 1, expected forward as on "),
     ],
 )  # fmt: skip
 def test_ranks_that_disagree_raise_on_all_of_them(change, message):

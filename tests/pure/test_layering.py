@@ -49,7 +49,7 @@ ORDER = [
     "functional", "__init__",
     "distributed.split", "distributed.packed", "distributed.schedule", "distributed.transports", "distributed.mpi",
     "distributed.nccl",
-    "distributed.arguments", "distributed.agreement", "distributed.execution", "distributed.calls",
+    "distributed.arguments", "distributed.agreement", "distributed.lanes", "distributed.execution", "distributed.calls",
     "distributed.context", "distributed",
     "emulator.launching", "emulator.building", "emulator.memory", "emulator.passes", "emulator",
     "testing.arrays", "testing.leading", "testing.case", "testing.strategies", "testing.rule", "testing.float8",

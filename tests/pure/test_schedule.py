@@ -1,5 +1,6 @@
 """The schedule of context parallel calls: every visible pair once, no transfer that nobody needs, even work."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -220,3 +221,14 @@ def test_parts_of_a_split_make_the_whole(data, seqlen, ranks):
 def test_bad_splits(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@given(st.integers(0, 200), st.integers(1, 12))
+def test_a_step_has_about_twice_the_heads_of_the_one_before(heads, steps):
+    split = cd.contiguous(4, 1)
+    found = make_schedule(split, split, Band(0, None, None), num_heads_kv=heads, steps=steps).heads
+    sizes = [stop - start for start, stop in found]
+    assert len(sizes) == min(heads, steps)
+    assert sum(sizes) == heads
+    assert all(size >= 1 for size in sizes)
+    assert all(after <= 2 * size + 2 and size <= after + 1 for size, after in itertools.pairwise(sizes))

@@ -1,0 +1,122 @@
+"""Calls of a rank side by side: on the multiprocessors that the last blocks of one leave idle, another one begins.
+
+Two streams of a device take the calls of a rank in turns: the caller's current one, and one beside it. Memory that was
+let go on one of them may be given out again on the same one only. So what calls read lives until both streams have
+waited for each other, two steps later, when neither has to wait long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from cuflash.interop import module_of
+
+Array = Any
+STEPS_APART = 2  # how many steps one stream may be ahead of the other
+
+
+class Lanes:
+    """What a call does where there are no streams: one thing after the other."""
+
+    def lane(self, number: int) -> AbstractContextManager[Any]:
+        """Where the call of that number is made."""
+        return contextlib.nullcontext()
+
+    def mark(self) -> Any:
+        """What the current stream did until now, which calls may have to come after."""
+
+    def arrive(self, finish: Callable[[], None], mark: Any) -> None:
+        """Let calls that are made from now on come after rows that are waited for, and after a mark."""
+        finish()
+
+    def keep(self, *held: Any) -> None:
+        """Let memory of a step live for as long as calls of it may run."""
+
+    def next_step(self) -> None:
+        """Say that all calls of a step are made."""
+
+    def meet(self) -> None:
+        """Let what the current stream does from now on come after all calls."""
+
+    def end(self) -> None:
+        """The same, once all calls are made."""
+
+
+class Streams(Lanes):
+    """Two streams of the current device, and one on which rows are waited for."""
+
+    def __init__(self, cupy: Any) -> None:
+        self._cupy = cupy
+        self._beside, self._arrivals = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+        self._main: Any = None
+        self._kept: list[Any] = []  # by the step whose calls are made now
+        self._used: deque[Any] = deque()  # by those before, with events after their calls
+
+    def begin(self) -> Streams:
+        """Let all calls come after what the current stream did before."""
+        self._main = self._cupy.cuda.get_current_stream()
+        before = self.mark()
+        for stream in (self._beside, self._arrivals):
+            stream.wait_event(before)
+        return self
+
+    def lane(self, number: int) -> AbstractContextManager[Any]:
+        stream: AbstractContextManager[Any] = (self._main, self._beside)[number % 2]
+        return stream
+
+    def mark(self) -> Any:
+        return self._mark(self._main)
+
+    def arrive(self, finish: Callable[[], None], mark: Any) -> None:
+        self._arrivals.wait_event(mark)
+        with self._arrivals:
+            finish()
+        there = self._mark(self._arrivals)
+        for stream in (self._main, self._beside):
+            stream.wait_event(there)
+
+    def keep(self, *held: Any) -> None:
+        self._kept += held
+
+    def next_step(self) -> None:
+        self._used.append((self.mark(), self._mark(self._beside), self._kept))
+        self._kept = []
+        if len(self._used) >= STEPS_APART:
+            main, beside, _ = self._used.popleft()
+            self._main.wait_event(beside)
+            self._beside.wait_event(main)
+
+    def meet(self) -> None:
+        for stream in (self._beside, self._arrivals):
+            self._main.wait_event(self._mark(stream))
+
+    def end(self) -> None:
+        self.meet()
+        self._beside.wait_event(self.mark())
+        self._kept = []
+        self._used.clear()
+
+    def _mark(self, stream: Any) -> Any:
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(stream)
+        return event
+
+
+class LanesOfDevice:
+    """Makes the streams of the device of a rank, once."""
+
+    def __init__(self) -> None:
+        self._streams: Streams | None = None
+
+    def begin(self, array: Array) -> Lanes:
+        """Lanes for a call on arrays like this one, whose device is the current one."""
+        if isinstance(array, np.ndarray):
+            return Lanes()
+        self._streams = self._streams or Streams(module_of(array))
+        return self._streams.begin()

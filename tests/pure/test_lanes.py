@@ -1,0 +1,128 @@
+"""What calls on two streams come after, and how long they keep memory: on streams that know what came before them."""
+
+import contextlib
+import types
+import weakref
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuflash.distributed.lanes import LanesOfDevice, Streams
+
+
+class Stream:
+    """What is done on it, and what it has waited for, as names."""
+
+    current: "Stream"
+
+    def __init__(self, non_blocking=False):
+        self.past = set()
+
+    def do(self, name):
+        self.past.add(name)
+
+    def wait_event(self, event):
+        self.past |= event.past
+
+    @contextlib.contextmanager
+    def _made_current(self):
+        before, Stream.current = Stream.current, self
+        yield
+        Stream.current = before
+
+    def __enter__(self):
+        self._entered = self._made_current()
+        self._entered.__enter__()
+
+    def __exit__(self, *error):
+        self._entered.__exit__(*error)
+
+
+class Event:
+    past: frozenset[str] = frozenset()
+
+    def __init__(self, disable_timing=False):
+        assert disable_timing
+
+    def record(self, stream):
+        self.past = frozenset(stream.past)
+
+
+class Memory:
+    pass
+
+
+def begun():
+    """The caller's stream, and lanes beside it."""
+    Stream.current = main = Stream()
+    cupy = types.SimpleNamespace(
+        cuda=types.SimpleNamespace(Stream=Stream, Event=Event, get_current_stream=lambda: Stream.current)
+    )
+    main.do("before")
+    return main, Streams(cupy).begin()
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=5))
+def test_calls_come_after_rows_and_before_what_follows(steps):
+    """`steps` has the numbers of the calls of each."""
+    main, lanes = begun()
+    for step, calls in enumerate(steps):
+        main.do(f"copied {step}")
+        mark = lanes.mark()
+        main.do(f"later {step}")
+        lanes.arrive(lambda step=step: Stream.current.do(f"rows {step}"), mark)
+        for call in calls:
+            with lanes.lane(call):
+                assert {"before", f"copied {step}", f"rows {step}"} <= Stream.current.past
+                assert (Stream.current is main) == (call % 2 == 0)
+                Stream.current.do(f"call {step} {call}")
+        lanes.next_step()
+    lanes.end()
+    assert {f"call {step} {call}" for step, calls in enumerate(steps) for call in calls} <= main.past
+
+
+def test_a_stream_does_not_wait_for_the_calls_of_the_other_in_the_same_step():
+    _, lanes = begun()
+    with lanes.lane(0):
+        Stream.current.do("long")
+    with lanes.lane(1):
+        assert "long" not in Stream.current.past
+
+
+@given(st.integers(1, 6))
+def test_memory_lives_until_neither_stream_needs_it(steps):
+    main, lanes = begun()
+    kept = {}
+    for step in range(steps):
+        memory = Memory()
+        lanes.keep(memory)
+        kept[step] = weakref.ref(memory)
+        del memory
+        for call in range(2):
+            with lanes.lane(call):
+                Stream.current.do(f"call {step} {call}")
+        lanes.next_step()
+        pasts = []
+        for call in range(2):
+            with lanes.lane(call):
+                pasts.append(Stream.current.past)
+        for done, reference in kept.items():
+            is_over = all({f"call {done} 0", f"call {done} 1"} <= past for past in pasts)
+            assert reference() is not None or is_over
+        assert sum(reference() is not None for reference in kept.values()) <= 2
+    lanes.end()
+    assert all(reference() is None for reference in kept.values())
+    with lanes.lane(1):
+        assert Stream.current.past >= main.past
+
+
+def test_host_memory_has_no_lanes():
+    lanes, log = LanesOfDevice().begin(np.zeros(3)), []
+    lanes.arrive(lambda: log.append("rows"), lanes.mark())
+    lanes.keep(log)
+    with lanes.lane(1):
+        log.append("call")
+    lanes.next_step()
+    lanes.end()
+    assert log == ["rows", "call"]
