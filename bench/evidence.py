@@ -85,9 +85,9 @@ EVIDENCE = {
         page="streamed.md",
     ),
     "ranks": Evidence(
-        about="sequences over all devices of a process, beside the whole problem on one of them",
+        about="sequences over all devices of a host, beside the whole problem on one of them",
         backends=("gpu",),
-        measure=lambda backend, write, scale: ranks.measure(write, ranks.Machine.of_devices()),
+        measure=lambda backend, write, scale: ranks.measure_devices(write),
         markdown=ranks.markdown,
         draw=ranks.draw,
         page="distributed.md",

@@ -5,52 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import cuflash.distributed as cd
-from cuflash import FlashAttention
-from cuflash.operands import numpy_dtype
-
-from .cases import SHORT, Case
+from .rank import Problem, Processes, Rank, Ranks, Threads, of_nccl
 from .report import RC, Record
-from .timing import HostClock, summarize
+from .timing import summarize
 
-
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """A causal problem of which each rank has so many tokens; or decoding of a query over keys that ranks share."""
-
-    tokens: int
-    dtype: str = "bfloat16"
-    num_heads: int = 32
-    num_heads_kv: int = 32
-    head_dim: int = 128
-    causal: bool = True
-    passes: tuple[str, ...] = ("forward", "both")
-    compares_bits: bool = False  # of any number of ranks with those of one
-
-    @property
-    def name(self) -> str:
-        heads = f"h{self.num_heads}" + (f"kv{self.num_heads_kv}" if self.num_heads_kv != self.num_heads else "")
-        mask = "decode" if self.passes == ("decode",) else "causal" if self.causal else "full"
-        return f"{SHORT[self.dtype]}-d{self.head_dim}-{heads}-t{self.tokens}-{mask}"
-
-    def flops(self, pass_: str, ranks: int) -> int:
-        """Of the products, as of one device; 0 for decoding."""
-        if pass_ == "decode":
-            return 0
-        seqlen = self.tokens * ranks
-        case = Case(head_dim=self.head_dim, seqlen_q=seqlen, batch=1, num_heads=self.num_heads, causal=self.causal)
-        return sum(case.flops(x) for x in (("forward", "backward") if pass_ == "both" else (pass_,)))
-
+SAMPLE_FLOPS = 5e13  # about 0.1 s of one device; as many calls follow each other in a sample, at most MOST_CALLS
+MOST_CALLS = 20
+ONE = "one device"
 
 PROBLEMS = (
     Problem(tokens=2**13, compares_bits=True),
@@ -58,201 +26,123 @@ PROBLEMS = (
     Problem(tokens=2**16),
     Problem(tokens=2**15, causal=False),
     Problem(tokens=2**15, num_heads_kv=8),
+    Problem(tokens=2**13, dtype="float32", compares_bits=True),
     Problem(tokens=2**15, dtype="float32"),
     Problem(tokens=2**19, num_heads_kv=8, passes=("decode",)),
 )
 
 
-class EventClock:
-    """Device time of a call on the current device, from the start of the host's call on."""
-
-    def __init__(self) -> None:
-        self.cupy: Any = importlib.import_module("cupy")
-
-    def run(self, call: Callable[[], object]) -> tuple[Any, Any]:
-        start, end = self.cupy.cuda.Event(), self.cupy.cuda.Event()
-        start.record()
-        call()
-        end.record()
-        return start, end
-
-    def read_us(self, ticket: tuple[Any, Any]) -> float:
-        start, end = ticket
-        end.synchronize()
-        return float(self.cupy.cuda.get_elapsed_time(start, end)) * 1e3
-
-
 @dataclass(frozen=True)
 class Machine:
-    """Where ranks are: the array module, how to enter the device of one, communicators by name, and the clock."""
+    """One device, and by name the ways in which several are ranks."""
 
-    xp: Any
-    ranks: int
-    enter: Callable[[int], AbstractContextManager[Any]]
-    communicators: Mapping[str, Callable[[], Sequence[Any]]]
-    clock: Any
+    xp: Any  # NumPy, or CuPy
+    ways: Mapping[str, Ranks]
+    in_graphs: str = ""  # the way whose calls CUDA graphs hold, too
 
     @classmethod
-    def of_devices(cls) -> Machine:
-        """All devices of this process, ranks of NCCL and threads that copy from peer to peer."""
+    @contextlib.contextmanager
+    def of_devices(cls) -> Iterator[Machine]:
+        """All devices: processes with NCCL, and threads of this process, which copy from peer to peer."""
         cupy: Any = importlib.import_module("cupy")
-        nccl: Any = importlib.import_module("cupy.cuda.nccl")
-        ranks = cupy.cuda.runtime.getDeviceCount()
-        if ranks < 2:
-            raise ValueError(f"backend: got {ranks} device, expected several")
-        ways = {
-            "NCCL": lambda: nccl.NcclCommunicator.initAll(list(range(ranks))),
-            "threads": lambda: cd.threads(ranks),
-        }
-        return cls(cupy, ranks, cupy.cuda.Device, ways, EventClock())
+        size = cupy.cuda.runtime.getDeviceCount()
+        if size < 2:
+            raise ValueError(f"backend: got {size} device, expected several")
+        unique_id = importlib.import_module("cupy.cuda.nccl").get_unique_id()
+        ways: dict[str, Ranks] = {"NCCL": Processes(size, of_nccl, unique_id), "threads": Threads(size, cupy)}
+        with _closing(ways):
+            yield cls(cupy, ways, in_graphs="NCCL")
 
     @classmethod
-    def of_threads(cls, ranks: int) -> Machine:
+    @contextlib.contextmanager
+    def of_threads(cls, size: int) -> Iterator[Machine]:
         """Threads with NumPy arrays."""
-        ways = {"threads": lambda: cd.threads(ranks)}
-        return cls(np, ranks, lambda rank: contextlib.nullcontext(), ways, HostClock())
+        ways: dict[str, Ranks] = {"threads": Threads(size, np)}
+        with _closing(ways):
+            yield cls(np, ways)
+
+    @property
+    def ranks(self) -> int:
+        return next(iter(self.ways.values())).size
+
+
+@contextlib.contextmanager
+def _closing(ways: Mapping[str, Ranks]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for ranks in ways.values():
+            ranks.close()
+
+
+def measure_devices(write: Callable[..., None]) -> None:
+    """Measure on all devices of this host."""
+    with Machine.of_devices() as machine:
+        measure(write, machine)
 
 
 def measure(
     write: Callable[..., None], machine: Machine, problems: Iterable[Problem] = PROBLEMS, rounds: int = 5
 ) -> None:
-    """Write a record for each pass of each problem and way of transport."""
+    """Write a record for each pass of each problem."""
+    alone = Rank(machine.xp, 0, machine.ranks)
     for problem in problems:
-        with _Calls(problem, machine) as calls:
-            for pass_ in problem.passes:
-                times: dict[str, list[float]] = {name: [] for name in ("one device", *machine.communicators)}
-                for number in range(rounds + 1):
-                    for name, samples in times.items():
-                        us = calls.one(pass_) if name == "one device" else calls.ranks(name, pass_)
-                        samples += [us] * (number > 0)  # the first compiles
-                write(
-                    "ranks",
-                    case=problem.name,
-                    **{"pass": pass_},
-                    ranks=machine.ranks,
-                    flops=problem.flops(pass_, machine.ranks),
-                    bytes=calls.key_bytes,
-                    same_bits=calls.same_bits(pass_) if problem.compares_bits else None,
-                    error=calls.error(pass_),
-                    us={name: summarize(samples).median_us for name, samples in times.items()},
-                )
+        alone.begin(problem)
+        for ranks in machine.ways.values():
+            ranks.call("begin", problem)
+        for pass_ in problem.passes:
+            measured = _measured(problem, pass_, machine, alone, rounds)
+            write("ranks", case=problem.name, **{"pass": pass_}, ranks=machine.ranks, **measured)
+        for ranks in machine.ways.values():
+            ranks.call("end")
+        alone.end()
         print(problem.name, flush=True)
 
 
-class _Calls:
-    """What is timed, of one problem. The whole problem is on the device of rank 0."""
-
-    def __init__(self, problem: Problem, machine: Machine) -> None:
-        self.problem, self.machine = problem, machine
-        self.decodes = problem.passes == ("decode",)
-        self.seqlen = problem.tokens * machine.ranks
-        split = cd.contiguous if self.decodes or not problem.causal else cd.zigzag
-        self.split = split(self.seqlen, machine.ranks)
-        self.pool = ThreadPoolExecutor(machine.ranks)
-        self.start = threading.Barrier(machine.ranks)
-        self.comms = {name: make() for name, make in machine.communicators.items()}
-        with machine.enter(0):
-            self.whole = self._whole()
-        self.parts = list(self.pool.map(self._part, range(machine.ranks)))
-        self.found: dict[Any, Any] = {}
-
-    def __enter__(self) -> _Calls:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.pool.shutdown()
-
-    @property
-    def key_bytes(self) -> int:
-        return int(self.whole["k"].nbytes + self.whole["v"].nbytes)
-
-    def _whole(self) -> dict[str, Any]:
-        problem, xp = self.problem, self.machine.xp
-        random, dtype = xp.random.default_rng(0), numpy_dtype(problem.dtype)
-        rows = 1 if self.decodes else self.seqlen
-        sizes = {"q": (problem.num_heads, rows), "dout": (problem.num_heads, rows)}
-        sizes |= {name: (problem.num_heads_kv, self.seqlen) for name in ("k", "v")}
-        return {
-            name: random.standard_normal((*size, problem.head_dim), dtype=np.float32).astype(dtype)
-            for name, size in sizes.items()
-        }
-
-    def _part(self, rank: int) -> dict[str, Any]:
-        shared = ("q", "dout") if self.decodes else ()
-        with self.machine.enter(rank):
-            return {
-                name: (x if name in shared else self.split.part(x, rank)).copy(order="C")
-                for name, x in self.whole.items()
-            }
-
-    def _attention(self, comm: Any, *, deterministic: bool = False) -> Any:
-        options: Any = {"causal": self.problem.causal and not self.decodes, "deterministic": deterministic}
-        if comm is None:
-            return FlashAttention(**options)
-        return cd.ContextParallel(comm, split=self.split, **options)
-
-    def _call(self, attn: Any, arrays: Mapping[str, Any], pass_: str) -> tuple[Any, ...]:
-        q, k, v = (arrays[name] for name in "qkv")
-        if pass_ == "decode":
-            run = attn.forward if isinstance(attn, FlashAttention) else attn.decode
-            return tuple(run(q, k, v))
-        out, lse = attn.forward(q, k, v)
-        if pass_ == "forward":
-            return out, lse
-        return (out, lse, *attn.backward(arrays["dout"], q, k, v, out, lse))
-
-    def one(self, pass_: str) -> float:
-        """Microseconds of one device."""
-        attn, clock = self._attention(None), self.machine.clock
-        with self.machine.enter(0):
-            return float(clock.read_us(clock.run(lambda: self._keep("one", self._call(attn, self.whole, pass_)))))
-
-    def ranks(self, name: str, pass_: str) -> float:
-        """Those of all ranks, which begin together: of the one that takes the longest."""
-
-        def work(rank: int) -> float:
-            clock = self.machine.clock
-            with self.machine.enter(rank):
-                attn = self._attention(self.comms[name][rank])
-                call = functools.partial(self._call, attn, self.parts[rank], pass_)
-                self.start.wait()
-                return float(clock.read_us(clock.run(lambda: self._keep(rank, call()))))
-
-        return max(self.pool.map(work, range(self.machine.ranks)))
-
-    def _keep(self, who: Any, results: tuple[Any, ...]) -> None:
-        self.found[who] = results
-
-    def error(self, pass_: str) -> float:
-        """The largest difference of out to that of one device, relative to its largest element."""
-        found = [_to_host(self.found[rank][0]) for rank in range(self.machine.ranks)]
-        whole = _to_host(self.found["one"][0]).astype(np.float32)
-        parts = found if pass_ == "decode" else [self.split.whole(found)]
-        return float(max(abs(part.astype(np.float32) - whole).max() for part in parts) / abs(whole).max())
-
-    def same_bits(self, pass_: str) -> bool:
-        """Whether all ranks give what one rank gives, bit for bit, in deterministic mode."""
-        comms = next(iter(self.comms.values()))
-
-        def work(rank: int) -> list[Any]:
-            with self.machine.enter(rank):
-                attn = self._attention(comms[rank], deterministic=True)
-                return [_to_host(x) for x in self._call(attn, self.parts[rank], pass_)]
-
-        found = list(self.pool.map(work, range(self.machine.ranks)))
-        (alone,) = cd.threads(1)
-        attn = cd.ContextParallel(alone, causal=self.problem.causal, deterministic=True)
-        with self.machine.enter(0):
-            whole = [_to_host(x) for x in self._call(attn, self.whole, pass_)]
-        of_lse = 1  # its place; it has no columns
-        return all(
-            self.split.whole([parts[i] for parts in found], -1 if i == of_lse else -2).tobytes() == x.tobytes()
-            for i, x in enumerate(whole)
-        )
+def _measured(problem: Problem, pass_: str, machine: Machine, alone: Rank, rounds: int) -> dict[str, Any]:
+    flops = problem.flops(pass_, machine.ranks)
+    count = max(1, min(MOST_CALLS, round(SAMPLE_FLOPS / flops))) if flops else MOST_CALLS
+    calls: dict[str, Callable[[], float]] = {ONE: lambda: alone.time_us(pass_, count)}
+    for name, ranks in machine.ways.items():
+        calls[name] = functools.partial(_slowest, ranks, "time_us", pass_, count)
+        if name == machine.in_graphs and pass_ != "decode":
+            calls[f"{name} in a graph"] = functools.partial(_slowest, ranks, "graph_us", pass_, count)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            times[name] += [call()] * (number > 0)  # the first compiles
+    return {
+        "flops": flops,
+        "bytes": int(alone.arrays["k"].nbytes + alone.arrays["v"].nbytes),
+        "same_bits": _same_bits(problem, pass_, machine, alone) if problem.compares_bits else None,
+        "error": _error(problem, pass_, machine, alone),
+        "us": {name: summarize(samples).median_us for name, samples in times.items()},
+    }
 
 
-def _to_host(array: Any) -> Any:
-    return array.get() if hasattr(array, "get") else array
+def _slowest(ranks: Ranks, method: str, pass_: str, count: int) -> float:
+    return float(max(ranks.call(method, pass_, count)))
+
+
+def _error(problem: Problem, pass_: str, machine: Machine, alone: Rank) -> float:
+    """The largest difference of out to that of one device, relative to its largest element."""
+    whole, split, errors = alone.out().astype(np.float32), problem.split(machine.ranks), []
+    for ranks in machine.ways.values():
+        found = ranks.call("out")
+        for out in found if pass_ == "decode" else [split.whole(found)]:
+            errors.append(abs(out.astype(np.float32) - whole).max() / abs(whole).max())
+    return float(max(errors))
+
+
+def _same_bits(problem: Problem, pass_: str, machine: Machine, alone: Rank) -> bool:
+    """Whether all ranks give what one rank gives, bit for bit, in deterministic mode."""
+    whole, split, of_lse = alone.deterministic(pass_), problem.split(machine.ranks), 1  # its place; it has no columns
+    for ranks in machine.ways.values():
+        found = ranks.call("deterministic", pass_)
+        for i, x in enumerate(whole):
+            if split.whole([own[i] for own in found], -1 if i == of_lse else -2).tobytes() != x.tobytes():
+                return False
+    return True
 
 
 # ---- What is shown ---------------------------------------------------------------------------------------------------
@@ -261,23 +151,31 @@ def _to_host(array: Any) -> Any:
 def markdown(records: Sequence[Record]) -> str:
     """A row for each pass: times, speedups over one device, and rates."""
     rows = _rows(records)
-    ways = [name for name in rows[0]["us"] if name != "one device"] if rows else []
+    ways = _ways(rows)
     heads = ["case", "pass", "ms on one device", *(f"ms by {way}" for way in ways)]
     heads += [*(f"speedup by {way}" for way in ways), "rate", "same bits as one rank"]
-    lines = ["A case has its tokens on each of the ranks; the rate is that of all ranks by the faster way.", ""]
+    lines = [
+        "A case has its tokens on each of the ranks; the rate is that of all ranks by the fastest way. Short calls are",
+        f"timed in a row, up to {MOST_CALLS} of them. Ranks of NCCL are processes, `threads` are ranks of one process.",
+        "",
+    ]
     lines += ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for row in rows:
-        times = [f"{us / 1e3:.4g}" for us in row["us"].values()]
-        speedups = [f"{row['us']['one device'] / row['us'][way]:.3f}" for way in ways]
+        times = [f"{row['us'][way] / 1e3:.4g}" if way in row["us"] else "-" for way in (ONE, *ways)]
+        speedups = [f"{row['us'][ONE] / row['us'][way]:.3f}" if way in row["us"] else "-" for way in ways]
         bits = "-" if row["same_bits"] is None else "yes" if row["same_bits"] else "NO"
         name = "forward and backward" if row["pass"] == "both" else row["pass"]
-        lines.append(f"| {' | '.join((row['case'], name, *times, *speedups, _rate(row, ways), bits))} |")
+        lines.append(f"| {' | '.join((row['case'], name, *times, *speedups, _rate(row), bits))} |")
     return "\n".join(lines)
 
 
-def _rate(row: Record, ways: Sequence[str]) -> str:
-    us = min(row["us"][way] for way in ways)
+def _rate(row: Record) -> str:
+    us = min(us for name, us in row["us"].items() if name != ONE)
     return f"{row['flops'] / us / 1e6:.0f} TFLOP/s" if row["flops"] else f"{row['bytes'] / us / 1e6:.2f} TB/s"
+
+
+def _ways(rows: Sequence[Record]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row["us"] if name != ONE))
 
 
 def _rows(records: Sequence[Record]) -> list[Record]:
@@ -289,10 +187,11 @@ def draw(plt: Any, records: Sequence[Record], path: Path) -> None:
     rows = _rows(records)
     with plt.rc_context(RC):
         figure, axis = plt.subplots(figsize=(7, 0.8 + 0.4 * len(rows)), layout="constrained")
-        ways = [name for name in rows[0]["us"] if name != "one device"]
+        ways = _ways(rows)
         for number, way in enumerate(ways):
-            places = [i + (number - (len(ways) - 1) / 2) * 0.35 for i in range(len(rows))]
-            axis.barh(places, [row["us"]["one device"] / row["us"][way] for row in rows], height=0.33, label=way)
+            places = [i + (number - (len(ways) - 1) / 2) * 0.8 / len(ways) for i in range(len(rows))]
+            speedups = [row["us"][ONE] / row["us"].get(way, np.nan) for row in rows]
+            axis.barh(places, speedups, height=0.8 / len(ways), label=way)
         axis.set_yticks(range(len(rows)), [f"{row['case']}, {row['pass']}" for row in rows])
         axis.invert_yaxis()
         axis.axvline(rows[0]["ranks"], color="black", linewidth=0.8, linestyle=":")

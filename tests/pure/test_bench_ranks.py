@@ -2,24 +2,45 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from bench import ranks
+import cuflash.distributed as cd
+from bench import rank, ranks
 
 SIZES: dict[str, Any] = {"num_heads": 2, "num_heads_kv": 1, "head_dim": 8}
 PROBLEMS = (
-    ranks.Problem(tokens=96, compares_bits=True, **SIZES),
-    ranks.Problem(tokens=50, dtype="float32", causal=False, passes=("forward",), **SIZES),
-    ranks.Problem(tokens=200, passes=("decode",), **SIZES),
+    rank.Problem(tokens=96, compares_bits=True, **SIZES),
+    rank.Problem(tokens=50, dtype="float32", causal=False, passes=("forward",), **SIZES),
+    rank.Problem(tokens=200, passes=("decode",), **SIZES),
 )
 
 
 @pytest.fixture(scope="module")
 def records():
     found: list[dict[str, Any]] = []
-    machine = ranks.Machine.of_threads(2)
-    ranks.measure(lambda record, **fields: found.append({"record": record, **fields}), machine, PROBLEMS, rounds=2)
+    with ranks.Machine.of_threads(2) as machine:
+        ranks.measure(lambda record, **fields: found.append({"record": record, **fields}), machine, PROBLEMS, rounds=2)
     return found
+
+
+def one_thread(number, size):
+    assert (number, size) == (0, 1)
+    return np, cd.threads(1)[0]
+
+
+def test_ranks_are_processes_too():
+    found: list[dict[str, Any]] = []
+    processes = rank.Processes(1, one_thread)
+    try:
+        machine = ranks.Machine(np, {"processes": processes})
+        ranks.measure(lambda _, **fields: found.append(fields), machine, PROBLEMS[:1], rounds=1)
+        with pytest.raises(RuntimeError, match=r"^time_us of a rank: KeyError: 'q'$"):
+            processes.call("time_us", "forward", 1)
+    finally:
+        processes.close()
+    assert [(row["ranks"], row["same_bits"]) for row in found] == [(1, True)] * 2
+    assert all(row["error"] == 0 and row["us"]["processes"] > 0 for row in found)
 
 
 def test_each_pass_of_each_problem_is_measured(records):
@@ -40,10 +61,12 @@ def test_each_pass_of_each_problem_is_measured(records):
 
 
 def test_what_is_shown_of_them(records):
-    row = {**records[1], "us": {"one device": 2000.0, "threads": 1000.0}, "flops": 10**9}
-    text = ranks.markdown([row, {**row, "flops": 0, "bytes": 10**9, "same_bits": None, "pass": "decode"}])
-    assert "| bf16-d8-h2kv1-t96-causal | forward and backward | 2 | 1 | 2.000 | 1 TFLOP/s | yes |" in text
-    assert "| decode | 2 | 1 | 2.000 | 1.00 TB/s | - |" in text
+    us = {"one device": 2000.0, "NCCL": 1000.0}
+    row = {**records[1], "flops": 10**9}
+    decoding = {**row, "us": us, "flops": 0, "bytes": 10**9, "same_bits": None, "pass": "decode"}
+    text = ranks.markdown([{**row, "us": {**us, "NCCL in a graph": 800.0}}, decoding])
+    assert "| bf16-d8-h2kv1-t96-causal | forward and backward | 2 | 1 | 0.8 | 2.000 | 2.500 | 1 TFLOP/s | yes |" in text
+    assert "| decode | 2 | 1 | - | 2.000 | - | 1.00 TB/s | - |" in text
 
 
 def test_the_picture_is_drawn(records, tmp_path):
