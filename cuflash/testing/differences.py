@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash.captured import gradient_names
+from cuflash.interop import module_of
 from cuflash.terms import DEFAULT_NEED, OF_OPTIONS
 from cuflash.values import value_error
 
@@ -81,8 +82,7 @@ def check_gradients(
     numbers = np.random.default_rng(seed)
 
     def normal(x: Any) -> Any:
-        drawn = numbers.standard_normal(x.shape)
-        return drawn if isinstance(x, np.ndarray) else type(x).__array_namespace__(x).asarray(drawn)
+        return module_of(x).asarray(numbers.standard_normal(x.shape))
 
     def called(moved: dict[str, Any]) -> Any:
         return attn.forward(moved["q"], moved["k"], moved["v"], **{n: moved[n] for n in arrays}, **random)
