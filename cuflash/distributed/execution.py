@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash import merging
-from cuflash.distributed.lanes import Lanes, LanesOfDevice
+from cuflash.distributed.lanes import Lanes, LanesOfDevice, copy_rows
 from cuflash.distributed.schedule import Schedule, Tile, Walk
 from cuflash.distributed.split import Split
 from cuflash.distributed.transports import Message, Transport
@@ -332,8 +332,11 @@ class Execution:
             if transfer.source == self.rank:
                 local = walk.split.local(self.rank, transfer.rows)
                 for x in cargo.values():
-                    rows = self._columns(x, transfer.target)[:, :, local]
-                    sends.append((transfer.target, self.xp.ascontiguousarray(_rows_first(rows))))
+                    rows = _rows_first(self._columns(x, transfer.target)[:, :, local])
+                    if not rows.flags.c_contiguous:
+                        rows, strided = self.xp.empty(rows.shape, rows.dtype), rows
+                        copy_rows(rows, strided)
+                    sends.append((transfer.target, rows))
         for span, found in zip(spans, arrays, strict=True):
             parts = [(part, walk.split.local(self.rank, part)) for part in _cut(span, own)]
             for name, x in cargo.items():
@@ -344,7 +347,7 @@ class Execution:
                 shape = (span[1] - span[0], *mine.shape[:2], *mine.shape[3:])
                 found[name] = _rows_third(self.xp.empty(shape, mine.dtype))
                 for part, local in parts:
-                    found[name][:, :, within(part, span)] = mine[:, :, local]
+                    copy_rows(found[name][:, :, within(part, span)], mine[:, :, local])
         for transfer in walk.transfers:
             for span, found in zip(spans, arrays, strict=True):
                 if transfer.target == self.rank and overlap(span, transfer.rows) == transfer.rows:

@@ -18,6 +18,7 @@ import numpy as np
 from cuflash.interop import module_of
 
 Array = Any
+WIDE = 16  # bytes of the largest element that CuPy copies
 STEPS_APART = 2  # how many steps one stream may be ahead of the other
 
 
@@ -120,3 +121,33 @@ class LanesOfDevice:
             return Lanes()
         self._streams = self._streams or Streams(module_of(array))
         return self._streams.begin()
+
+
+def copy_rows(target: Array, source: Array) -> None:
+    """Copy an array to one of its shape and dtype: on a device 16 bytes at a time, where those of a row lie together.
+
+    CuPy has a thread for each element, and so many threads for numbers of 16 bits take several times as long as memory.
+    """
+    if not isinstance(target, np.ndarray):
+        layouts = [wide_layout(x.shape, x.strides, x.itemsize, x.data.ptr) for x in (target, source)]
+        if None not in layouts:
+            ndarray = module_of(target).ndarray
+            target, source = (
+                ndarray(layout[0], np.complex128, memptr=x.data, strides=layout[1])
+                for x, layout in zip((target, source), layouts, strict=True)
+                if layout is not None
+            )
+    target[...] = source
+
+
+def wide_layout(
+    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, address: int
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Shape and strides of the same memory in elements of 16 bytes; None where there are no such."""
+    if not shape or 0 in shape or strides[-1] != itemsize:
+        return None
+    *others, last = shape
+    places = (address, last * itemsize, *(step for step, n in zip(strides, others, strict=False) if n > 1))
+    if any(place % WIDE for place in places):
+        return None
+    return (*others, last * itemsize // WIDE), (*strides[:-1], WIDE)

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuflash.distributed.lanes import LanesOfDevice, Streams
+from cuflash.distributed.lanes import LanesOfDevice, Streams, copy_rows, wide_layout
 
 
 class Stream:
@@ -126,3 +126,41 @@ def test_host_memory_has_no_lanes():
     lanes.next_step()
     lanes.end()
     assert log == ["rows", "call"]
+
+
+@given(st.data(), st.sampled_from([np.float16, np.float32, np.float64]))
+def test_rows_in_elements_of_16_bytes_are_the_same_memory(data, dtype):
+    shape = [*data.draw(st.lists(st.integers(1, 3), max_size=3)), data.draw(st.sampled_from([1, 4, 8, 10, 16, 24]))]
+    numbers = np.random.default_rng(0).standard_normal((*(n + 1 for n in shape[:-1]), shape[-1] + 8)).astype(dtype)
+    order = (*data.draw(st.permutations(range(len(shape) - 1))), len(shape) - 1)
+    array = numbers[tuple(slice(n) for n in shape)].transpose(order)
+    start = data.draw(st.sampled_from([0, 0, 1]))  # of the allocation, in elements
+    layout = wide_layout(array.shape, array.strides, array.itemsize, start * array.itemsize)
+    own = [step for step, n in zip(array.strides[:-1], array.shape[:-1], strict=True) if n > 1]
+    bytes_of_row = array.shape[-1] * array.itemsize
+    assert (layout is not None) == (start == 0 and all(x % 16 == 0 for x in (bytes_of_row, *own)))
+    if layout is not None:
+        found = np.ndarray(layout[0], np.complex128, buffer=numbers, strides=layout[1])
+        np.testing.assert_array_equal(np.ascontiguousarray(found).view(dtype).reshape(array.shape), array)
+
+
+def test_a_device_copies_elements_of_16_bytes(monkeypatch):
+    """Where rows allow; others as they are."""
+    copied = []
+
+    class OnDevice:
+        def __init__(self, shape, dtype, memptr=None, strides=None):
+            self.shape, self.dtype, self.itemsize = tuple(shape), np.dtype(dtype), np.dtype(dtype).itemsize
+            self.data = memptr or types.SimpleNamespace(ptr=4096)
+            self.strides = strides or np.empty(shape, dtype).strides
+
+        def __setitem__(self, index, source):
+            copied.append((self.dtype.name, self.shape, source.dtype.name, source.shape))
+
+    monkeypatch.setattr("cuflash.distributed.lanes.module_of", lambda array: types.SimpleNamespace(ndarray=OnDevice))
+    copy_rows(OnDevice((2, 3, 64), np.float16), OnDevice((2, 3, 64), np.float16))
+    copy_rows(OnDevice((2, 3, 5), np.float16), OnDevice((2, 3, 5), np.float16))
+    assert copied == [
+        ("complex128", (2, 3, 8), "complex128", (2, 3, 8)),
+        ("float16", (2, 3, 5), "float16", (2, 3, 5)),
+    ]
