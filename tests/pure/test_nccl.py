@@ -33,7 +33,7 @@ class Event:
 class Stream:
     ptr = 7
 
-    def __init__(self, non_blocking=False):
+    def __init__(self, non_blocking=False, priority=0):
         pass
 
     def __enter__(self):
@@ -221,7 +221,7 @@ def test_a_graph_holds_what_ranks_send(nccl):
     log: list[Any] = []
 
     class Logged(Stream):
-        def __init__(self, name="rows", non_blocking=False):
+        def __init__(self, name="rows", non_blocking=False, priority=0):
             self.name = name
 
         def wait_event(self, event):
