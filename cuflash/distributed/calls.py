@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -159,16 +160,22 @@ class Calls:
         starts = tuple(tuple(_on_host(given[name]).tolist()) for name in _STARTS if name in given)
         return Call(borrowed, given, need_of(given), self.options.random(*random), starts)
 
+    @cached_property
+    def _facts_of_all_calls(self) -> dict[str, str]:
+        return {
+            **{field.name: repr(getattr(self.options, field.name)) for field in fields(Options)},
+            **{name: repr(x) for name, x in zip(("split", "split_k"), self.splits, strict=True)},
+            "chunks": str(self.chunks),
+            "steps": str(self.steps),
+        }
+
     def _facts(self, method: str, call: Call) -> dict[str, Any]:
         """What has to be the same on all ranks, and the numbers of rows."""
         axis = _axis_of_rows(call.given["q"], self.options.layout)
         facts: dict[str, Any] = {
             "call": str(self.count),
             "method": method,
-            **{field.name: repr(getattr(self.options, field.name)) for field in fields(Options)},
-            **{name: repr(x) for name, x in zip(("split", "split_k"), self.splits, strict=True)},
-            "chunks": str(self.chunks),
-            "steps": str(self.steps),
+            **self._facts_of_all_calls,
             "need": ", ".join(call.need),
             "seed": str(call.random[0]),
             "offset": str(call.random[1]),
