@@ -105,7 +105,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("target", [*share(USUAL, 12), *share(OTHERS, 48)], ids=str)
+@pytest.mark.parametrize("target", [*share(USUAL, 20), *share(OTHERS, 60)], ids=str)
 def test_row(target):
     plan = target.plan()
     if plan is None:

@@ -30,6 +30,7 @@ SPILLS_OF_ARRAYS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "arch, score, mask, head_dim",
     [

@@ -94,7 +94,7 @@ def is_served(case):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_every_option_on_every_kind_of_processor(dtype, kind):
-    @settings(max_examples=50 if kind else 150)
+    @settings(max_examples=30 if kind else 100)
     @given(ct.cases(dtypes=[dtype], min_seqlen=0, features=FEATURES).filter(is_served))
     def every_case(case):
         judge(case, run(case))

@@ -75,7 +75,7 @@ def test_equals_loops_over_scalars(case):
     np.testing.assert_allclose(view_rows(lse), expected_lse, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(ct.cases(dtypes=["float64"], score_spreads=[1.0, 3.0], features=(*ct.FEATURES, *ct.MORE_FEATURES), **SMALL))
 def test_gradients_equal_finite_differences(case):
     gradients = run(case)[2:]
