@@ -22,7 +22,7 @@ from cuflash.planning.sm90.backward import BACK_SECTION, Backward, BackwardFloat
 from cuflash.planning.sm90.backward_bias import add_bias_gradient, choose_bias_tile
 from cuflash.planning.sm90.backward_wide import BackwardWide, DqWide
 from cuflash.planning.sm90.tiles import BiasSm90Tile
-from cuflash.planning.tiles import ROLES, Role, Tile, choose_row, tile_bytes
+from cuflash.planning.tiles import ROLES, Role, Tile, choose_row, tile_bytes, tiles_at_once
 from cuflash.terms import TERMS
 
 FAMILIES: tuple[BackwardFamily[Any], ...] = (BackwardFloat32(), BackwardWide(), Backward(), sm80.Backward())
@@ -232,7 +232,7 @@ def _share_work(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks:
 
 def _group_splits(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int) -> int:
     """How many blocks share the query heads of a key/value head, in equal parts, where tiles of keys are few."""
-    problem, resident = draft.problem, draft.device.num_sms // main.cluster * main.min_blocks
+    problem, resident = draft.problem, tiles_at_once(main, draft.device)
     waves = WAVES if n_blocks >= WAVES * resident or problem.window_right is None else CAUSAL_WAVES
     most = family.heads_of_block(draft, main)
     shares = (n for n in range(1, problem.group_size + 1) if problem.group_size % n == 0)
@@ -242,7 +242,7 @@ def _group_splits(draft: Draft, family: BackwardFamily[Any], main: Tile, n_block
 
 def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
     """Let blocks share tiles of keys that do not fill the device, all or those of the last wave, if that is faster."""
-    problem, resident = draft.problem, draft.device.num_sms // main.cluster * main.min_blocks
+    problem, resident = draft.problem, tiles_at_once(main, draft.device)
     steps = steps_of_tile(draft, main)
     tiles = problem.batch * problem.num_heads_kv * -(-problem.mean_sequence.seqlen_k // main.block_n)
     # Under a causal mask the longest start first, and what is left at the end is short.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from cuflash.operands import ITEMSIZE
 from cuflash.planning.draft import Draft, check_blocks
-from cuflash.planning.tiles import Tile
+from cuflash.planning.tiles import Tile, tiles_at_once
 from cuflash.problem import Problem
 
 DECODE_ROWS = 64  # the most queries of all heads that share keys which count as few
@@ -55,7 +55,7 @@ def add_sharing_kernel(
     """
     problem = draft.problem
     heads, rows = problem.batch * problem.num_heads_kv, problem.group_size * problem.seqlen_q
-    blocks = _number_of_blocks(problem, draft.device.num_sms // cluster * tile.min_blocks, block_n)
+    blocks = _number_of_blocks(problem, tiles_at_once(tile, draft.device, cluster), block_n)
     draft.set(resident_blocks=blocks)
     whole_heads = heads % blocks == 0
     draft.key_splits = blocks // heads if blocks % heads == 0 else 1 if whole_heads else blocks // heads + 2

@@ -149,6 +149,11 @@ def serves_dims(tile: Tile, problem: Problem) -> bool:
     return tile.element_bytes == ITEMSIZE[problem.dtype] and max(tile.padded_dims(problem)) <= tile.max_dim
 
 
+def tiles_at_once(tile: Tile, device: DeviceSpec, cluster: int | None = None) -> int:
+    """How many tiles a device computes at the same time: one at least, also where a cluster is larger than the device."""
+    return max(1, device.num_sms // (cluster or tile.cluster)) * tile.min_blocks
+
+
 def why_too_large(tile: Tile, problem: Problem, device: DeviceSpec) -> str:
     """Why as many blocks as the tile promises do not fit on a multiprocessor; "" where they do."""
     shared = tile.shared_bytes(*tile.padded_dims(problem))
