@@ -150,7 +150,7 @@ def serves_dims(tile: Tile, problem: Problem) -> bool:
 
 
 def tiles_at_once(tile: Tile, device: DeviceSpec, cluster: int | None = None) -> int:
-    """How many tiles a device computes at the same time: one at least, also where a cluster is larger than the device."""
+    """How many tiles a device computes at the same time: one at least, even if it is smaller than a cluster."""
     return max(1, device.num_sms // (cluster or tile.cluster)) * tile.min_blocks
 
 
