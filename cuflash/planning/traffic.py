@@ -111,7 +111,9 @@ def key_rows(problem: Problem, block_m: int, block_n: int) -> list[int]:
     rows = []
     for first in range(0, problem.seqlen_q, block_m):
         last = min(first + block_m, problem.seqlen_q) - 1
-        start = problem.key_range(first)[0] // block_n * block_n
+        # Not from `key_range`, whose ends are no later than the last key, in whose tile they then seem to be.
+        start = 0 if problem.window_left is None else max(0, first + problem.diagonal - problem.window_left)
+        start = start // block_n * block_n
         stop = -(-problem.key_range(last)[1] // block_n) * block_n
         rows.append(max(0, min(stop, problem.seqlen_k) - start))
     return rows
