@@ -61,11 +61,11 @@ CASES_OF_FEW = {
 TILES = {tile.max_dim: tile for tile in FORWARD_WIDE_SM90_TILES}
 
 
-def assert_right(case, tile=None, kind=ForwardWideSm90Tile, **options):
+def assert_right(case, tile=None, kinds=(ForwardWideSm90Tile,), **options):
     arrays = case.arrays()
     problem = attention.problem_of(case, arrays)
     how: dict[str, Any] = {"arch": "9.0"} | options
-    assert type(attention.plan_for(problem, "forward", arrays, how["arch"]).tiles[0]) is kind
+    assert type(attention.plan_for(problem, "forward", arrays, how["arch"]).tiles[0]) in kinds
     results = attention.forward(problem, arrays, tiles=None if tile is None else (tile,), **case.random, **how)
     ct.assert_forward(case, *results)
     return results
@@ -78,19 +78,20 @@ def test_oracle(case):
 
 @pytest.mark.parametrize("case", CASES_OF_FEW.values(), ids=CASES_OF_FEW)
 def test_few_queries(case):
-    assert_right(case, kind=DecodeWideSm90Tile)
+    assert_right(case, kinds=(DecodeWideSm90Tile,))
 
 
 @settings(max_examples=8)
 @given(wide.cases_of_few(), st.sampled_from((2, 6, 132)))
 def test_few_queries_of_any_problem(case, num_sms):
-    assert_right(case, kind=DecodeWideSm90Tile, arch=replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms))
+    assert_right(case, kinds=(DecodeWideSm90Tile,), arch=replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms))
 
 
 @settings(max_examples=12)
 @given(wide.cases())
 def test_any_problem(case):
-    assert_right(case)
+    """Some have few queries and many keys."""
+    assert_right(case, kinds=(ForwardWideSm90Tile, DecodeWideSm90Tile))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
