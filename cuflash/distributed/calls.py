@@ -18,10 +18,10 @@ from cuflash.cpu.packed import check_starts
 from cuflash.distributed.agreement import agreed, digest, together
 from cuflash.distributed.arguments import SPLITS, not_served
 from cuflash.distributed.execution import Execution
-from cuflash.distributed.lanes import LanesOfDevice
 from cuflash.distributed.packed import Packing
 from cuflash.distributed.schedule import make_schedule
 from cuflash.distributed.split import Split
+from cuflash.distributed.streams import StreamsOfDevice
 from cuflash.distributed.transports import Transport
 from cuflash.equivalents import Equivalent, equivalent
 from cuflash.operands import numpy_dtype, view_4d, view_rows
@@ -80,7 +80,7 @@ class Calls:
     timeout: float
     check: bool
     transport: Transport
-    lanes: LanesOfDevice = field(default_factory=LanesOfDevice)
+    streams: StreamsOfDevice = field(default_factory=StreamsOfDevice)
     count: int = field(default=0, init=False)  # of the calls that there were
     # What all ranks said of calls that fitted all of them, the last ones: without what makes no difference to that.
     known: dict[str, None] = field(default_factory=dict, init=False)
@@ -248,7 +248,7 @@ class Calls:
         )
         return Execution(
             transport=self.transport,
-            lanes=self.lanes,
+            streams=self.streams,
             timeout=self.timeout,
             schedule=schedule,
             options=self.options,

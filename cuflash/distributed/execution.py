@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash import merging
-from cuflash.distributed.lanes import Lanes, LanesOfDevice, copy_rows
 from cuflash.distributed.schedule import Schedule, Tile, Walk
 from cuflash.distributed.split import Split
+from cuflash.distributed.streams import Streams, StreamsOfDevice, copy_rows
 from cuflash.distributed.transports import Message, Transport
 from cuflash.options import Options
 from cuflash.parts import Parts
@@ -56,7 +56,7 @@ class Execution:
     """A call on one rank."""
 
     transport: Transport
-    lanes: LanesOfDevice
+    streams: StreamsOfDevice
     timeout: float
     schedule: Schedule
     options: Options  # those of the whole call
@@ -115,11 +115,11 @@ class Execution:
     def forward(self, out: Array, lse: Array) -> None:
         """Fill out, with four axes, and lse, with three."""
         walk = self.schedule.by_queries
-        for heads, held, lanes in self._steps(walk, ("k", "v")):
+        for heads, held, streams in self._steps(walk, ("k", "v")):
             for number, tile in walk.longest_first(self.rank):
                 at = self._local(self.schedule.split_q, tile.own_queries)
                 results = {"out": out[:, self._q_heads(heads), at], "lse": lse[:, self._q_heads(heads), at]}
-                with lanes.lane(number):
+                with streams.of_call(number):
                     if self._is_left_over(tile):
                         results["out"][...], results["lse"][...] = 0, -np.inf
                         continue
@@ -140,11 +140,11 @@ class Execution:
         walk = self.schedule.by_queries
         sums = _Sums(self, [name for name in need if name != "dq"])
         wide = {name: x for name, x in self.parts.wide_captured.items() if f"d{name}" in need}
-        for heads, held, lanes in self._steps(walk, ("k", "v")):
+        for heads, held, streams in self._steps(walk, ("k", "v")):
             for number, tile in walk.longest_first(self.rank):
                 at = self._local(self.schedule.split_q, tile.own_queries)
                 own = {"dq": results["dq"][:, self._q_heads(heads), at]} if "dq" in need else {}
-                with lanes.lane(number):
+                with streams.of_call(number):
                     if self._is_left_over(tile):
                         for array in own.values():
                             array[...] = 0
@@ -169,8 +169,10 @@ class Execution:
         names = ("q", "dout", "out", "lse", "dlse", *(name for name in BROADCAST if name not in self.broadcasts_rows))
         returns = _Returns(self, results["dq"]) if "dq" in need else None
         of_calls: list[tuple[Tile, Array]] = []
-        for heads, held, lanes in self._steps(walk, tuple(name for name in names if self.arrays.get(name) is not None)):
-            lanes.keep(of_calls)  # which are added up while the calls of this step run
+        for heads, held, streams in self._steps(
+            walk, tuple(name for name in names if self.arrays.get(name) is not None)
+        ):
+            streams.keep(of_calls)  # which are added up while the calls of this step run
             of_calls = []
             for number, tile in walk.longest_first(self.rank):
                 at = self._local(self.schedule.split_k, tile.own_keys)
@@ -178,7 +180,7 @@ class Execution:
                 is_wide, room = returns is not None and self.parts.is_on_cpu, {}
                 if returns is not None and not is_wide:  # kernels give a part of dq in this dtype if it has room
                     room["dq"] = returns.room(tile.queries, heads)
-                with lanes.lane(number):
+                with streams.of_call(number):
                     if tile.queries[0] == tile.queries[1]:
                         for array in into.values():
                             array[...] = 0
@@ -189,8 +191,8 @@ class Execution:
                     if returns is not None:
                         of_calls.append((tile, got["dq"]))
             if returns is not None:
-                lanes.keep(of_calls)
-                lanes.meet()
+                streams.keep(of_calls)
+                streams.meet()
                 returns.send(of_calls, heads)
         if returns is not None:
             returns.finish()
@@ -306,21 +308,21 @@ class Execution:
 
     # ---- what travels ------------------------------------------------------------------------------------------------
 
-    def _steps(self, walk: Walk, names: tuple[str, ...]) -> Iterator[tuple[Span, Held, Lanes]]:
+    def _steps(self, walk: Walk, names: tuple[str, ...]) -> Iterator[tuple[Span, Held, Streams]]:
         """The key/value heads of each step, and the rows that its calls meet; those of the next are on their way."""
-        steps, lanes = self.schedule.heads, self.lanes.begin(self.arrays["q"])
+        steps, streams = self.schedule.heads, self.streams.begin(self.arrays["q"])
         under_way: list[tuple[Any, Held, Any]] = []
         try:
             for number, heads in enumerate(steps):
                 while len(under_way) < 2 and number + len(under_way) < len(steps):
-                    under_way.append((*self._begin(walk, names, steps[number + len(under_way)]), lanes.mark()))
+                    under_way.append((*self._begin(walk, names, steps[number + len(under_way)]), streams.mark()))
                 pending, held, mark = under_way.pop(0)
-                lanes.arrive(functools.partial(self.transport.finish, pending, self.timeout), mark)
-                lanes.keep(held)
-                yield heads, held, lanes
-                lanes.next_step()
+                streams.arrive(functools.partial(self.transport.finish, pending, self.timeout), mark)
+                streams.keep(held)
+                yield heads, held, streams
+                streams.next_step()
         finally:
-            lanes.end()
+            streams.end()
 
     def _begin(self, walk: Walk, names: tuple[str, ...], heads: Span) -> tuple[Any, Held]:
         """Begin to send and receive the rows of a step."""

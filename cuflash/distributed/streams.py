@@ -22,10 +22,10 @@ WIDE = 16  # bytes of the largest element that CuPy copies
 STEPS_APART = 2  # how many steps one stream may be ahead of the other
 
 
-class Lanes:
+class Streams:
     """What a call does where there are no streams: one thing after the other."""
 
-    def lane(self, number: int) -> AbstractContextManager[Any]:
+    def of_call(self, number: int) -> AbstractContextManager[Any]:
         """Where the call of that number is made."""
         return contextlib.nullcontext()
 
@@ -49,7 +49,7 @@ class Lanes:
         """The same, once all calls are made."""
 
 
-class Streams(Lanes):
+class CudaStreams(Streams):
     """Two streams of the current device, and one on which rows are waited for."""
 
     def __init__(self, cupy: Any) -> None:
@@ -59,7 +59,7 @@ class Streams(Lanes):
         self._kept: list[Any] = []  # by the step whose calls are made now
         self._used: deque[Any] = deque()  # by those before, with events after their calls
 
-    def begin(self) -> Streams:
+    def begin(self) -> CudaStreams:
         """Let all calls come after what the current stream did before."""
         self._main = self._cupy.cuda.get_current_stream()
         before = self.mark()
@@ -67,7 +67,7 @@ class Streams(Lanes):
             stream.wait_event(before)
         return self
 
-    def lane(self, number: int) -> AbstractContextManager[Any]:
+    def of_call(self, number: int) -> AbstractContextManager[Any]:
         stream: AbstractContextManager[Any] = (self._main, self._beside)[number % 2]
         return stream
 
@@ -109,17 +109,17 @@ class Streams(Lanes):
         return event
 
 
-class LanesOfDevice:
+class StreamsOfDevice:
     """Makes the streams of the device of a rank, once."""
 
     def __init__(self) -> None:
-        self._streams: Streams | None = None
+        self._streams: CudaStreams | None = None
 
-    def begin(self, array: Array) -> Lanes:
-        """Lanes for a call on arrays like this one, whose device is the current one."""
+    def begin(self, array: Array) -> Streams:
+        """Streams for a call on arrays like this one, whose device is the current one."""
         if isinstance(array, np.ndarray):
-            return Lanes()
-        self._streams = self._streams or Streams(module_of(array))
+            return Streams()
+        self._streams = self._streams or CudaStreams(module_of(array))
         return self._streams.begin()
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuflash.distributed.lanes import LanesOfDevice, Streams, copy_rows, wide_layout
+from cuflash.distributed.streams import CudaStreams, StreamsOfDevice, copy_rows, wide_layout
 
 
 class Stream:
@@ -54,77 +54,77 @@ class Memory:
 
 
 def begun():
-    """The caller's stream, and lanes beside it."""
+    """The caller's stream, and streams beside it."""
     Stream.current = main = Stream()
     cupy = types.SimpleNamespace(
         cuda=types.SimpleNamespace(Stream=Stream, Event=Event, get_current_stream=lambda: Stream.current)
     )
     main.do("before")
-    return main, Streams(cupy).begin()
+    return main, CudaStreams(cupy).begin()
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=5))
 def test_calls_come_after_rows_and_before_what_follows(steps):
     """`steps` has the numbers of the calls of each."""
-    main, lanes = begun()
+    main, streams = begun()
     for step, calls in enumerate(steps):
         main.do(f"copied {step}")
-        mark = lanes.mark()
+        mark = streams.mark()
         main.do(f"later {step}")
-        lanes.arrive(lambda step=step: Stream.current.do(f"rows {step}"), mark)
+        streams.arrive(lambda step=step: Stream.current.do(f"rows {step}"), mark)
         for call in calls:
-            with lanes.lane(call):
+            with streams.of_call(call):
                 assert {"before", f"copied {step}", f"rows {step}"} <= Stream.current.past
                 assert (Stream.current is main) == (call % 2 == 0)
                 Stream.current.do(f"call {step} {call}")
-        lanes.next_step()
-    lanes.end()
+        streams.next_step()
+    streams.end()
     assert {f"call {step} {call}" for step, calls in enumerate(steps) for call in calls} <= main.past
 
 
 def test_a_stream_does_not_wait_for_the_calls_of_the_other_in_the_same_step():
-    _, lanes = begun()
-    with lanes.lane(0):
+    _, streams = begun()
+    with streams.of_call(0):
         Stream.current.do("long")
-    with lanes.lane(1):
+    with streams.of_call(1):
         assert "long" not in Stream.current.past
 
 
 @given(st.integers(1, 6))
 def test_memory_lives_until_neither_stream_needs_it(steps):
-    main, lanes = begun()
+    main, streams = begun()
     kept = {}
     for step in range(steps):
         memory = Memory()
-        lanes.keep(memory)
+        streams.keep(memory)
         kept[step] = weakref.ref(memory)
         del memory
         for call in range(2):
-            with lanes.lane(call):
+            with streams.of_call(call):
                 Stream.current.do(f"call {step} {call}")
-        lanes.next_step()
+        streams.next_step()
         pasts = []
         for call in range(2):
-            with lanes.lane(call):
+            with streams.of_call(call):
                 pasts.append(Stream.current.past)
         for done, reference in kept.items():
             is_over = all({f"call {done} 0", f"call {done} 1"} <= past for past in pasts)
             assert reference() is not None or is_over
         assert sum(reference() is not None for reference in kept.values()) <= 2
-    lanes.end()
+    streams.end()
     assert all(reference() is None for reference in kept.values())
-    with lanes.lane(1):
+    with streams.of_call(1):
         assert Stream.current.past >= main.past
 
 
 def test_host_memory_has_no_lanes():
-    lanes, log = LanesOfDevice().begin(np.zeros(3)), []
-    lanes.arrive(lambda: log.append("rows"), lanes.mark())
-    lanes.keep(log)
-    with lanes.lane(1):
+    streams, log = StreamsOfDevice().begin(np.zeros(3)), []
+    streams.arrive(lambda: log.append("rows"), streams.mark())
+    streams.keep(log)
+    with streams.of_call(1):
         log.append("call")
-    lanes.next_step()
-    lanes.end()
+    streams.next_step()
+    streams.end()
     assert log == ["rows", "call"]
 
 
@@ -157,7 +157,7 @@ def test_a_device_copies_elements_of_16_bytes(monkeypatch):
         def __setitem__(self, index, source):
             copied.append((self.dtype.name, self.shape, source.dtype.name, source.shape))
 
-    monkeypatch.setattr("cuflash.distributed.lanes.module_of", lambda array: types.SimpleNamespace(ndarray=OnDevice))
+    monkeypatch.setattr("cuflash.distributed.streams.module_of", lambda array: types.SimpleNamespace(ndarray=OnDevice))
     copy_rows(OnDevice((2, 3, 64), np.float16), OnDevice((2, 3, 64), np.float16))
     copy_rows(OnDevice((2, 3, 5), np.float16), OnDevice((2, 3, 5), np.float16))
     assert copied == [
