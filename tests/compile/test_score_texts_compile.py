@@ -25,7 +25,7 @@ SPILLS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("text", ["polynomial", "branching"])
 @pytest.mark.parametrize(
     "arch, dtype",

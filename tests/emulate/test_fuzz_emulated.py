@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler
 
 
 SUBNORMAL = next(trial for trial in fuzz.trials_of_group(139) if trial.name == "139-3")  # weights of out
-TRIALS = list(zip((SUBNORMAL, *fuzz.sample(of=150)), itertools.cycle(("9.0", "8.0"))))
+TRIALS = list(zip((SUBNORMAL, *fuzz.sample(of=250)), itertools.cycle(("9.0", "8.0"))))
 
 
 @pytest.mark.parametrize(("trial", "arch"), TRIALS, ids=lambda x: getattr(x, "name", x))

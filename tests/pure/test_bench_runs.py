@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cuflash.testing as ct
-from bench import peers, report
+from bench import ceiling, peers, report
 from bench.__main__ import main
 from bench.cases import BLOCK, SUITES, Case, Suite
 from bench.contender import Contender
@@ -31,6 +31,13 @@ from cuflash.options import Options
 from cuflash.problem import make_problem
 from tests.benched import OPTIONAL, PLAIN, SMALL, by_contender, tiny_suite
 from tests.fakes import FakeEvent
+
+
+@pytest.fixture(autouse=True)
+def low_ceiling(monkeypatch):
+    """Which is measured in no time."""
+    monkeypatch.setattr(ceiling, "HOST_PRODUCT_SIZE", 64)
+    monkeypatch.setattr(ceiling, "HOST_COPY_BYTES", 4096)
 
 
 def test_slow_contenders_run_on_some_cases_unless_named(tmp_path):
