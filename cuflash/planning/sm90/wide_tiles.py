@@ -173,9 +173,9 @@ def _h100(case: str, rates: str) -> str:
 BACKWARD_WIDE_SM90_TILES = (
     #              max_dim n  boxes of dv
     _backward_wide(320, 64, 16, 21, _h100("batch x heads 4 x 6, seqlen 4096", "356 TFLOP/s")),
-    _backward_wide(320, 128, 16, 21, ARITHMETIC),
+    _backward_wide(320, 128, 16, 21, _h100("4 x 6, 4096 causal", "275 TFLOP/s")),
     _backward_wide(512, 64, 10, 18, _h100("4 x 4, 4096", "382 TFLOP/s")),
-    _backward_wide(512, 128, 10, 18, ARITHMETIC),
+    _backward_wide(512, 128, 10, 18, _h100("4 x 4, 4096 causal", "285 TFLOP/s")),
     _backward_wide(576, 64, 9, 17, ARITHMETIC),
     _backward_wide(576, 128, 9, 17, ARITHMETIC),
     _backward_wide(640, 64, 6, 16, ARITHMETIC),
