@@ -23,7 +23,7 @@ from cuflash.interop import module_of
 from cuflash.operands import numpy_dtype
 from cuflash.options import ORIGIN_STEP, Options, Origin
 from cuflash.problem import Problem
-from cuflash.score import COUNTED, ORIGIN, Score, of_part
+from cuflash.score import COUNTED, ORIGIN
 from cuflash.spans import Band, Span
 from cuflash.terms import BROADCAST, DEFAULT_NEED, GRADIENTS, NAMES, OF_HEADS
 
@@ -232,10 +232,8 @@ def _options_of(
     wide: tuple[str, ...],
 ) -> Options:
     """The options of a part: made once, because to make and to check them takes as long as a launch."""
-    score, mask = whole.score, whole.mask_function
-    if score is not None:
-        score = score.of_part() if isinstance(score, Score) else of_part(score)
-    mask = None if mask is None else of_part(mask)
+    score = None if whole.score is None else whole.score.of_part()
+    mask = None if whole.mask_function is None else whole.mask_function.of_part()
     options = replace(whole, layout="bhsd", score=score, mask_function=mask, origin=origin, wide=wide)
     if diagonal is None:  # of packed sequences, each of which has its own
         return options

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -183,8 +182,7 @@ class Calls:
             "_rows of q": call.given["q"].shape[axis],
             "_rows of k": call.given["k"].shape[axis],
         }
-        layouts = repr([(name, x.shape, x.strides, x.dtype.name) for name, x in call.given.items()])
-        facts["_layouts"] = hashlib.blake2b(layouts.encode(), digest_size=16).hexdigest()
+        facts["_layouts"] = repr([(name, x.shape, x.strides, x.dtype.name) for name, x in call.given.items()])
         for name in INPUTS:
             shape = list(call.given[name].shape)
             del shape[axis]

@@ -167,11 +167,10 @@ class Execution:
     def _backward_by_keys(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         walk = self.schedule.by_keys
         names = ("q", "dout", "out", "lse", "dlse", *(name for name in BROADCAST if name not in self.broadcasts_rows))
+        given = tuple(name for name in names if self.arrays.get(name) is not None)
         returns = _Returns(self, results["dq"]) if "dq" in need else None
         of_calls: list[tuple[Tile, Array]] = []
-        for heads, held, streams in self._steps(
-            walk, tuple(name for name in names if self.arrays.get(name) is not None)
-        ):
+        for heads, held, streams in self._steps(walk, given):
             streams.keep(of_calls)  # which are added up while the calls of this step run
             of_calls = []
             for number, tile in walk.longest_first(self.rank):

@@ -1,7 +1,7 @@
 """Scores and masks that callers write: Python functions, traced once, and texts of CUDA."""
 
 from cuflash.score.hoisting import hoisted_program_of
-from cuflash.score.places import COUNTED, ORIGIN, of_part
+from cuflash.score.places import COUNTED, ORIGIN
 from cuflash.score.program import KINDS_OF_READS, Program, ScoreFunction, Traced, index_class, program_of
 from cuflash.score.tables import Loaded, Table
 from cuflash.score.text import FIRST_LINE, Score
@@ -19,6 +19,5 @@ __all__ = [
     "Traced",
     "hoisted_program_of",
     "index_class",
-    "of_part",
     "program_of",
 ]

@@ -5,11 +5,7 @@ Where a part begins is an array that the functions read, so that all parts have 
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
-
 from cuflash.score.nodes import COMPARISONS, Node, constant, in_order, node
-from cuflash.score.program import Traced
 
 ORIGIN = "part.origin"  # the name of that array; it is no identifier, so that no array of a caller has it
 COUNTED = ("i", "j", "head", "batch")  # what its entries are added to
@@ -17,20 +13,17 @@ COUNTED = ("i", "j", "head", "batch")  # what its entries are added to
 LARGEST_ORIGIN, LARGEST_SUM = 2**30 - 1, 2**31 - 1
 
 
-@functools.lru_cache(maxsize=256)
-def of_part(traced: Traced, counted: tuple[str, ...] = COUNTED) -> Traced:
-    """The function of a part. Of `COUNTED`, inputs that are not `counted` are those of the whole already."""
-    if not traced.depends_on(*counted):
-        return traced
+def of_part(root: Node) -> Node:
+    """The expression of a part."""
     done: dict[Node, Node] = {}
-    for at in in_order([traced.root]):
-        if at.op == "input" and at.payload in counted:
+    for at in in_order([root]):
+        if at.op == "input" and at.payload in COUNTED:
             done[at] = _of_whole(at)
-        elif _is_of_pair(at) and {"i", "j"} <= set(counted):
+        elif _is_of_pair(at):
             done[at] = _difference(at)
         else:
             done[at] = node(at.op, tuple(done[arg] for arg in at.args), at.payload, at.kind, at.place)
-    return replace(traced, root=done[traced.root], arrays=(*traced.arrays, ORIGIN), function=None)
+    return done[root]
 
 
 def _of_whole(at: Node) -> Node:

@@ -15,6 +15,7 @@ from cuflash.score.emission import ELEMENTS, Writer, body, of_head, of_keys
 from cuflash.score.evaluation import as_captured, evaluate
 from cuflash.score.kinds import cast, with_kinds
 from cuflash.score.nodes import COMPARISONS, Node, in_order, node, shown
+from cuflash.score.places import COUNTED, ORIGIN, of_part
 from cuflash.score.tables import AXES, Loaded, Table, filling_text
 from cuflash.score.tile_bounds import bounds_text
 from cuflash.score.tracing import NAMED_INPUTS, trace
@@ -53,6 +54,9 @@ class ScoreFunction(Protocol):
     def on_numpy(self) -> Traced:
         """What computes NumPy arrays. Raises NotImplementedError where there is nothing."""
 
+    def of_part(self) -> ScoreFunction:
+        """That of a part of a longer problem, which reads the array `ORIGIN`, see `cuflash.score.places`."""
+
     def program(self, mask: Node | None, arrays: tuple[tuple[str, int, str], ...]) -> Program:
         """What a call computes of it, beside a mask with kinds, for the names, axes and dtypes of its arrays."""
 
@@ -84,6 +88,12 @@ class Traced:
     def on_numpy(self) -> Traced:
         """The same: an expression computes arrays of every kind."""
         return self
+
+    def of_part(self) -> Traced:
+        """That of a part; the same if nothing in it is counted."""
+        if not self.depends_on(*COUNTED):
+            return self
+        return replace(self, root=of_part(self.root), arrays=(*self.arrays, ORIGIN), function=None)
 
     def program(self, mask: Node | None, arrays: tuple[tuple[str, int, str], ...]) -> Program:
         """See `ScoreFunction`."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from cuflash.score.emission import ELEMENTS
 from cuflash.score.nodes import Node
-from cuflash.score.places import COUNTED, ORIGIN, of_part
+from cuflash.score.places import COUNTED, ORIGIN
 from cuflash.score.program import PAIR_READ, SCORE_FUNCTION, Program, Traced
 from cuflash.score.tables import Table
 from cuflash.values import type_error, typed, value_error
@@ -92,7 +92,7 @@ class Score:
 
     def of_part(self) -> Score:
         """That of a part of a longer problem, as `cuflash.score.places` has it."""
-        python = of_part(self.python) if isinstance(self.python, Traced) else None
+        python = self.python.of_part() if isinstance(self.python, Traced) else None
         return replace(self, arrays=(*self.arrays, ORIGIN), python=python)
 
     def on_numpy(self) -> Traced:

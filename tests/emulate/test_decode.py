@@ -16,8 +16,10 @@ from cuflash.emulator.memory import Scratch
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.key_splits import DECODE_ROWS
 from cuflash.planning.sm90.tiles import DECODE_SM90_TILES
-from cuflash.problem import make_problem
-from tests.emulate import attention
+from tests.emulate import attention, few_queries
+from tests.emulate.attention import problem_of
+from tests.emulate.checks import bits
+from tests.emulate.few_queries import combined
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
@@ -36,10 +38,6 @@ every_device = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 SHORT_TILES = replace(DECODE_SM90_TILES[1], block_n=32, num_stages=2)
 
 
-def problem_of(case, arrays):
-    return make_problem(case.options, *ct.qkv(arrays), **ct.optional(arrays))
-
-
 def run(case, tile=SHORT_TILES, *, arrays=None, device=H200, **options):
     """out and lse of the case, from a plan with the given tile."""
     arrays = arrays or case.arrays()
@@ -52,35 +50,13 @@ def plan_of(case, tile=SHORT_TILES, device=H200):
 
 @pytest.fixture(autouse=True, scope="module")
 def combined_by_blocks():
-    """Plans let the last block of a head combine the results, however many."""
-    with mock.patch("cuflash.planning.key_splits.COMBINE_PIECES", 2**20):
+    with combined(by_blocks=True):
         yield
-
-
-def combined_afterwards():
-    """Plans let around/combine.cu combine the results of blocks, however few."""
-    return mock.patch("cuflash.planning.key_splits.COMBINE_PIECES", 0)
-
-
-def bits(results):
-    return [np.ascontiguousarray(x).tobytes() for x in results]
 
 
 # ---- Against the oracle ----------------------------------------------------------------------------------------------
 
-CASE = ct.Case(
-    seqlen_q=5,
-    seqlen_k=300,
-    batch=2,
-    num_heads=8,
-    num_heads_kv=2,
-    head_dim=72,
-    head_dim_v=40,
-    dtype="float16",
-    causal=True,
-    kv_lengths=(299, 130),
-    seed=1,
-)
+CASE = replace(few_queries.CASE, seqlen_q=5)
 # Name -> what differs from CASE.
 CASES: dict[str, dict[str, Any]] = {
     "lengths": {},
@@ -135,7 +111,7 @@ def test_cases(name, device):
 @pytest.mark.parametrize("change", CASES.values(), ids=CASES)
 def test_cases_that_are_combined_afterwards(change):
     case = replace(CASE, **change)
-    with combined_afterwards():
+    with combined(by_blocks=False):
         ct.assert_forward(case, *run(case, device=DEVICES["uneven"]))
 
 
@@ -221,7 +197,7 @@ def test_many_blocks_share_a_head(num_heads_kv, head_dim_v):
     ct.assert_forward(case, *first)
     for schedule in SCHEDULES[1:]:
         assert bits(run(case, tile, schedule=schedule)) == bits(first)
-    with combined_afterwards():
+    with combined(by_blocks=False):
         assert bits(run(case, tile)) == bits(first)
 
 

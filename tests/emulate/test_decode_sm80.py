@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from cuflash.planning.sm80_decode import DECODE_FLOAT8_TILES, DECODE_TILES, MOST
 from tests.emulate import attention
 from tests.emulate.attention import problem_of
 from tests.emulate.checks import bits, judge
+from tests.emulate.few_queries import CASE, combined
 from tests.scored import MASKS, SCORES, Scored, captured_of
 
 pytestmark = [
@@ -65,26 +65,8 @@ def plan_of(case, tile=None, *, arch="8.0", num_sms=16):
     return attention.plan_for(problem_of(case, arrays), "forward", arrays, device, (tile or fitting(case),))
 
 
-def combined(*, by_blocks):
-    """Plans let the last block of a head combine the results, or around/combine.cu."""
-    return mock.patch("cuflash.planning.key_splits.COMBINE_PIECES", 2**20 if by_blocks else 0)
-
-
 # ---- Against the oracle ----------------------------------------------------------------------------------------------
 
-CASE = ct.Case(
-    seqlen_q=3,
-    seqlen_k=300,
-    batch=2,
-    num_heads=8,
-    num_heads_kv=2,
-    head_dim=72,
-    head_dim_v=40,
-    dtype="float16",
-    causal=True,
-    kv_lengths=(299, 130),
-    seed=1,
-)
 FLOAT8: dict[str, Any] = {"kv_dtype": "float8_e4m3fn", "k_scale": "token", "v_scale": "token"}
 # Name -> what differs from CASE.
 CASES: dict[str, dict[str, Any]] = {

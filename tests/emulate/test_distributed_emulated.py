@@ -1,9 +1,7 @@
 """Ranks whose calls are those of devices: by `cuflash.launch` on the emulator, against the oracle."""
 
 import functools
-import threading
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +14,8 @@ from cuflash import interop, merging
 from cuflash.distributed import execution
 from cuflash.emulator import find_compiler
 from cuflash.operands import numpy_dtype
-from cuflash.parts import Parts
-from tests.emulate.launcher import DeviceArray, launcher
+from tests.emulate.launcher import launcher
+from tests.emulate.parts import EmulatedParts
 from tests.ranks import Whole, judge, on_threads, results_of
 from tests.scored import MASKS, SCORES, SCORES_AND_TEXTS, Scored, captured_of
 
@@ -36,40 +34,6 @@ CASES = {
 }
 SPLIT_Q = cd.Split([[(0, 21), (90, 100)], [(21, 90)]])
 SPLIT_K = cd.Split([[(0, 40), (99, 140)], [(40, 99)]])
-_one_at_a_time = threading.Lock()  # the stand-in for the driver knows one launch
-
-
-def made(shape, value, dtype):
-    array = DeviceArray(shape, dtype)
-    array[...] = value
-    return array
-
-
-CUPY = SimpleNamespace(
-    **{name: getattr(np, name) for name in ("clip", "concatenate", "ascontiguousarray", "asarray")},
-    empty=DeviceArray,
-    zeros=lambda shape, dtype: made(shape, 0, dtype),
-    ones=lambda shape, dtype: made(shape, 1, dtype),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EmulatedParts(Parts):
-    module: Any = None  # cuflash.launch
-
-    @property
-    def xp(self) -> Any:
-        return CUPY
-
-    @property
-    def backend(self) -> Any:
-        def call(pass_: str, options: Any, arrays: Any, *others: Any) -> Any:
-            with _one_at_a_time:
-                self.module.forget_launches()
-                given = {name: None if x is None else x.view(DeviceArray) for name, x in arrays.items()}
-                return getattr(self.module, pass_)(options, given, *others)
-
-        return SimpleNamespace(**{pass_: functools.partial(call, pass_) for pass_ in ("forward", "backward")})
 
 
 @pytest.fixture

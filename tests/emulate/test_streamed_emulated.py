@@ -10,8 +10,6 @@ import hashlib
 import subprocess
 import sys
 import weakref
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,11 +20,11 @@ import cuflash.testing as ct
 from cuflash import interop, merging
 from cuflash.emulator import find_compiler
 from cuflash.operands import numpy_dtype
-from cuflash.parts import Parts
 from cuflash.streaming import calls, memory
 from cuflash.terms import DEFAULT_NEED
 from cuflash.testing.rule import gradients_of
 from tests.emulate.launcher import ALIGNMENT, DeviceArray, launcher
+from tests.emulate.parts import CUPY, EmulatedParts
 from tests.fakes import FakeDevice
 from tests.ranks import NO_TERMS, Whole, judge
 from tests.scored import MASKS, SCORES, Scored, captured_of
@@ -80,39 +78,6 @@ class EmulatedDevice(FakeDevice):
         array = DeviceArray(shape, dtype)
         self.own.append(array)
         return array
-
-
-def filled(shape, value, dtype):
-    array = DeviceArray(shape, dtype)
-    array[...] = value
-    return array
-
-
-CUPY = SimpleNamespace(
-    **{name: getattr(np, name) for name in ("clip", "log", "divide", "ascontiguousarray")},
-    empty=DeviceArray,
-    full=filled,
-    zeros=lambda shape, dtype: filled(shape, 0, dtype),
-    empty_like=lambda x: DeviceArray(x.shape, x.dtype),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EmulatedParts(Parts):
-    module: Any = None  # cuflash.launch
-
-    @property
-    def xp(self) -> Any:
-        return CUPY
-
-    @property
-    def backend(self) -> Any:
-        def call(pass_: str, options: Any, arrays: Any, *others: Any) -> Any:
-            self.module.forget_launches()  # the stand-in for the driver knows one at a time
-            given = {name: None if x is None else x.view(DeviceArray) for name, x in arrays.items()}
-            return getattr(self.module, pass_)(options, given, *others)
-
-        return SimpleNamespace(**{pass_: functools.partial(call, pass_) for pass_ in ("forward", "backward")})
 
 
 @pytest.fixture

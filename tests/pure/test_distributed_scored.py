@@ -33,7 +33,7 @@ def case_of(score=None, mask=None, seqlen=160, dtype="float32", seed=0, **option
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), scored(max_seqlen=130, scores=CONDITIONED), st.integers(1, 8), st.integers(1, 3))
+@given(st.data(), scored(max_seqlen=130, scores=(*CONDITIONED, "branching")), st.integers(1, 8), st.integers(1, 3))
 def test_any_split_of_any_functions_keeps_the_oracle_rule(data, case, ranks, steps):
     split_q, split_k = (data.draw(splits(n, ranks)) for n in sizes_of(case))
     assume(is_clear(case, split_q))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash.score import COUNTED, KINDS_OF_READS, ORIGIN, Traced, hoisted_program_of, index_class, of_part, program_of
+from cuflash.score import COUNTED, KINDS_OF_READS, ORIGIN, Traced, hoisted_program_of, index_class, program_of
 from cuflash.score.evaluation import evaluate
 from cuflash.score.places import LARGEST_ORIGIN
 from tests import expressions
@@ -35,7 +35,7 @@ def test_a_part_counts_from_where_it_begins(function, origin):
     given = expressions.arrays()
     row, key, head, batch = origin
     of_whole = value(traced, given, {"s": S, "i": ROWS + row, "j": KEYS + key, "head": head + 1, "batch": batch + 1})
-    part = of_part(traced)
+    part = traced.of_part()
     assert (ORIGIN in part.arrays) == traced.depends_on(*COUNTED)
     given |= {ORIGIN: np.array(origin, np.int32)}
     np.testing.assert_array_equal(of_whole, value(part, given, {"s": S, "i": ROWS, "j": KEYS, "head": 1, "batch": 1}))
@@ -50,7 +50,7 @@ def test_kernels_know_the_same_of_a_part(function):
     given = {name: x for name, x in given.items() if name in traced.arrays}
     of_part_given = given | {ORIGIN: np.zeros(4, np.int32)}
     found = []
-    for own, arrays in ((traced, given), (of_part(traced), of_part_given)):
+    for own, arrays in ((traced, given), (traced.of_part(), of_part_given)):
         arrays = {name: x for name, x in arrays.items() if name in own.arrays}
         program, hoisted = (make(own, None, kinds(arrays), *more) for make, more in PROGRAMS)
         classes = {
@@ -69,10 +69,10 @@ PROGRAMS = ((program_of, ()), (hoisted_program_of, ("float64", True)))
 
 def test_parts_share_an_expression():
     traced = Traced.of(lambda s, i, j, *, a: s + a[i - j], "score")
-    assert of_part(traced) is of_part(Traced.of(lambda s, i, j, *, a: s + a[i - j], "score"))
+    assert traced.of_part() == Traced.of(lambda s, i, j, *, a: s + a[i - j], "score").of_part()
     alone = Traced.of(lambda s, i, j, *, a: s * a, "score")
-    assert of_part(alone) is alone
-    assert repr(of_part(traced)).count(ORIGIN) == 2
+    assert alone.of_part() is alone
+    assert repr(traced.of_part()).count(ORIGIN) == 2
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -81,15 +81,15 @@ def test_sums_do_not_wrap_around(place):
     given = {ORIGIN: np.full(4, LARGEST_ORIGIN, np.int32)}
     largest = 2**30 if place < 2 else 2**31 - 1
     inputs = {"s": np.zeros((1, 1)), **dict.fromkeys(COUNTED, np.array([[largest]]))}
-    (got,) = evaluate([of_part(traced).with_kinds(given)], inputs, given, np.float64)
+    (got,) = evaluate([traced.of_part().with_kinds(given)], inputs, given, np.float64)
     assert got[0, 0] == 2**31 - 1
-    header = program_of(of_part(traced), None, kinds(given)).header()
+    header = program_of(traced.of_part(), None, kinds(given)).header()
     assert "i64 t" not in header.split("score_function")[1]
 
 
 def test_a_difference_is_one_of_the_whole():
     for function in (lambda i, j: i - j < 3, lambda i, j: j >= i, lambda i, j: i == j):
-        traced = of_part(Traced.of(function, "mask"))
+        traced = Traced.of(function, "mask").of_part()
         given = {ORIGIN: np.array([10, 4, 0, 0], np.int32)}
         got = value(traced, given, {"i": ROWS, "j": KEYS, "head": 0, "batch": 0})
         np.testing.assert_array_equal(got, function(ROWS + 10, KEYS + 4))

@@ -3,23 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-import cuflash.testing as ct
 from cuflash import emulator
 from cuflash.planning.sm80_decode import DecodeTile
+from tests.emulate.few_queries import CASE
 from tests.emulate.mutants.trial import Trial
-
-_CASE = ct.Case(
-    seqlen_q=3,
-    seqlen_k=300,
-    batch=2,
-    num_heads=8,
-    num_heads_kv=2,
-    head_dim=72,
-    head_dim_v=40,
-    dtype="float16",
-    causal=True,
-    kv_lengths=(299, 130),
-)
 
 
 def _tiles(**fields: Any) -> tuple[DecodeTile]:
@@ -30,50 +17,50 @@ def _tiles(**fields: Any) -> tuple[DecodeTile]:
 _LATE = emulator.Schedule("random", "late", seed=1)
 _BYTES: dict[str, Any] = {"kv_dtype": "float8_e4m3fn", "k_scale": "token", "v_scale": "token"}
 _OF_BYTES = {**_BYTES, "dtype": "bfloat16", "q_float8": True, "q_scale": "token"}
-_BLOCKS = replace(_CASE, kv_lengths=None, causal=False, block_mask=(2, 8), block_size=(16, 32), blocks_kept=0.3)
+_BLOCKS = replace(CASE, kv_lengths=None, causal=False, block_mask=(2, 8), block_size=(16, 32), blocks_kept=0.3)
 TRIALS = {
-    "few queries": Trial(case=_CASE, tiles=_tiles(), arch="8.0", num_sms=16),
-    "few queries whole": Trial(case=_CASE, tiles=_tiles(), arch="8.0", num_sms=1, schedule=_LATE),
-    "few queries uneven": Trial(case=_CASE, tiles=_tiles(teams=1), arch="8.0", num_sms=7, schedule=_LATE),
-    "few queries afterwards": Trial(case=_CASE, tiles=_tiles(), arch="8.0", num_sms=7, combines=False),
-    "few queries of one stage": Trial(case=_CASE, tiles=_tiles(num_stages=1), arch="8.0", num_sms=3, schedule=_LATE),
+    "few queries": Trial(case=CASE, tiles=_tiles(), arch="8.0", num_sms=16),
+    "few queries whole": Trial(case=CASE, tiles=_tiles(), arch="8.0", num_sms=1, schedule=_LATE),
+    "few queries uneven": Trial(case=CASE, tiles=_tiles(teams=1), arch="8.0", num_sms=7, schedule=_LATE),
+    "few queries afterwards": Trial(case=CASE, tiles=_tiles(), arch="8.0", num_sms=7, combines=False),
+    "few queries of one stage": Trial(case=CASE, tiles=_tiles(num_stages=1), arch="8.0", num_sms=3, schedule=_LATE),
     "few queries of teams": Trial(
-        case=replace(_CASE, seqlen_q=7, head_dim=24, head_dim_v=120),
+        case=replace(CASE, seqlen_q=7, head_dim=24, head_dim_v=120),
         tiles=_tiles(block_m=32, teams=3),
         arch="8.0",
         num_sms=3,
         schedule=_LATE,
     ),
     "few queries of columns": Trial(
-        case=replace(_CASE, dtype="float32"), tiles=_tiles(element_bytes=4, warps_d=2), arch="8.0", num_sms=3
+        case=replace(CASE, dtype="float32"), tiles=_tiles(element_bytes=4, warps_d=2), arch="8.0", num_sms=3
     ),
     "few queries float64": Trial(
-        case=replace(_CASE, dtype="float64"), tiles=_tiles(element_bytes=8), arch="9.0", num_sms=7
+        case=replace(CASE, dtype="float64"), tiles=_tiles(element_bytes=8), arch="9.0", num_sms=7
     ),
-    "few queries odd": Trial(case=replace(_CASE, head_dim_v=7), tiles=_tiles(), arch="8.0", num_sms=3),
-    "few queries lines": Trial(case=replace(_CASE, head_dim=64), tiles=_tiles(), arch="8.0", num_sms=3),
+    "few queries odd": Trial(case=replace(CASE, head_dim_v=7), tiles=_tiles(), arch="8.0", num_sms=3),
+    "few queries lines": Trial(case=replace(CASE, head_dim=64), tiles=_tiles(), arch="8.0", num_sms=3),
     "few queries dropout": Trial(
-        case=replace(_CASE, dropout=0.4, seqlen_q=13, num_heads=4), tiles=_tiles(block_m=32), arch="8.0", num_sms=3
+        case=replace(CASE, dropout=0.4, seqlen_q=13, num_heads=4), tiles=_tiles(block_m=32), arch="8.0", num_sms=3
     ),
-    "few queries in a window": Trial(case=replace(_CASE, window=(60, None)), tiles=_tiles(), arch="8.0", num_sms=3),
-    "few queries lengths": Trial(case=replace(_CASE, kv_lengths=(0, 230)), tiles=_tiles(), arch="8.0", num_sms=3),
-    "few queries sinks": Trial(case=replace(_CASE, sinks=True), tiles=_tiles(), arch="8.0", num_sms=1),
+    "few queries in a window": Trial(case=replace(CASE, window=(60, None)), tiles=_tiles(), arch="8.0", num_sms=3),
+    "few queries lengths": Trial(case=replace(CASE, kv_lengths=(0, 230)), tiles=_tiles(), arch="8.0", num_sms=3),
+    "few queries sinks": Trial(case=replace(CASE, sinks=True), tiles=_tiles(), arch="8.0", num_sms=1),
     "few queries blocks": Trial(case=_BLOCKS, tiles=_tiles(), arch="8.0", num_sms=7),
     "few queries many blocks": Trial(
         case=replace(_BLOCKS, seqlen_k=1500, blocks_kept=0.1), tiles=_tiles(), arch="8.0", num_sms=1
     ),
     "few queries pages": Trial(
-        case=replace(_CASE, page_size=16, seqlen_k=304, kv_lengths=(130, 303)),
+        case=replace(CASE, page_size=16, seqlen_k=304, kv_lengths=(130, 303)),
         tiles=_tiles(block_n=32),
         arch="8.0",
         num_sms=3,
     ),
     "few queries short table": Trial(
-        case=replace(_CASE, batch=1, page_size=16, seqlen_k=64, kv_lengths=(60,)),
+        case=replace(CASE, batch=1, page_size=16, seqlen_k=64, kv_lengths=(60,)),
         tiles=_tiles(block_n=48),
         arch="8.0",
         num_sms=1,
     ),
-    "few queries bytes": Trial(case=replace(_CASE, **_BYTES), tiles=_tiles(key_bytes=1), arch="8.9", num_sms=3),
-    "few queries of bytes": Trial(case=replace(_CASE, **_OF_BYTES), tiles=_tiles(key_bytes=1), arch="8.0", num_sms=3),
+    "few queries bytes": Trial(case=replace(CASE, **_BYTES), tiles=_tiles(key_bytes=1), arch="8.9", num_sms=3),
+    "few queries of bytes": Trial(case=replace(CASE, **_OF_BYTES), tiles=_tiles(key_bytes=1), arch="8.0", num_sms=3),
 }

@@ -1,0 +1,24 @@
+"""A problem of few queries, which blocks share the keys of, and which kernel combines what they find."""
+
+from unittest import mock
+
+import cuflash.testing as ct
+
+CASE = ct.Case(
+    seqlen_q=3,
+    seqlen_k=300,
+    batch=2,
+    num_heads=8,
+    num_heads_kv=2,
+    head_dim=72,
+    head_dim_v=40,
+    dtype="float16",
+    causal=True,
+    kv_lengths=(299, 130),
+    seed=1,
+)
+
+
+def combined(*, by_blocks):
+    """Plans let the last block of a head combine the results, however many, or around/combine.cu, however few."""
+    return mock.patch("cuflash.planning.key_splits.COMBINE_PIECES", 2**20 if by_blocks else 0)

@@ -1,0 +1,49 @@
+"""Parts of problems whose calls are those of devices: by `cuflash.launch` on the emulator."""
+
+import functools
+import threading
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from cuflash.parts import Parts
+from tests.emulate.launcher import DeviceArray
+
+_one_at_a_time = threading.Lock()  # the stand-in for the driver knows one launch
+
+
+def filled(shape, value, dtype):
+    array = DeviceArray(shape, dtype)
+    array[...] = value
+    return array
+
+
+CUPY = SimpleNamespace(
+    **{name: getattr(np, name) for name in ("asarray", "ascontiguousarray", "clip", "concatenate", "divide", "log")},
+    empty=DeviceArray,
+    empty_like=lambda x: DeviceArray(x.shape, x.dtype),
+    full=filled,
+    zeros=lambda shape, dtype: filled(shape, 0, dtype),
+    ones=lambda shape, dtype: filled(shape, 1, dtype),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedParts(Parts):
+    module: Any = None  # cuflash.launch
+
+    @property
+    def xp(self) -> Any:
+        return CUPY
+
+    @property
+    def backend(self) -> Any:
+        def call(pass_: str, options: Any, arrays: Any, *others: Any) -> Any:
+            with _one_at_a_time:
+                self.module.forget_launches()
+                given = {name: None if x is None else x.view(DeviceArray) for name, x in arrays.items()}
+                return getattr(self.module, pass_)(options, given, *others)
+
+        return SimpleNamespace(**{pass_: functools.partial(call, pass_) for pass_ in ("forward", "backward")})
