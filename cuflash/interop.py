@@ -120,7 +120,9 @@ def borrow(arrays: Mapping[str, Any], *, required: Iterable[str], written: Itera
 
 def module_of(array: Any) -> Any:
     """NumPy or CuPy, whose array it is."""
-    return np if isinstance(array, np.ndarray) else importlib.import_module("cupy")
+    if isinstance(array, np.ndarray):
+        return np
+    return sys.modules.get("cupy") or importlib.import_module("cupy")  # which takes long even where it is loaded
 
 
 def is_captured(array: Any) -> bool:

@@ -55,6 +55,8 @@ class Options(Numbers):
     # out, and gradients of q, k and v, that others are added to: on the GPU passes give them in the dtype of the
     # softmax.
     wide: tuple[str, ...] = field(default=(), repr=False)
+    # Whether the device computes other things at the same time, as it does for `cuflash.distributed`.
+    shares_device: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {}

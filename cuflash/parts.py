@@ -55,7 +55,7 @@ class Parts:
     first_head: int = 0  # of calls, among all
     first_entry: int = 0  # of the batch, or packed sequence
 
-    @property
+    @functools.cached_property
     def xp(self) -> Any:
         return module_of(self.arrays["q"])
 
@@ -64,7 +64,7 @@ class Parts:
         """Whether results are as precise as the arrays of a call are."""
         return self.xp is np
 
-    @property
+    @functools.cached_property
     def backend(self) -> ModuleType:
         return host if self.is_on_cpu else importlib.import_module("cuflash.launch")
 

@@ -84,6 +84,7 @@ class Problem(Given):
     mask_function: Traced | None = None
     captured: tuple[tuple[str, Operand], ...] = ()  # what they read, by name
     wide: tuple[str, ...] = ()  # those of out, dq, dk and dv that are given in the dtype of the softmax, to be added up
+    shares_device: bool = False  # whether the device computes other things at the same time
 
     @property
     def options(self) -> Options:
@@ -105,6 +106,7 @@ class Problem(Given):
             **self.numbers,
             origin=self.origin,
             wide=self.wide,
+            shares_device=self.shares_device,
         )
 
     @property
@@ -425,6 +427,7 @@ def make_problem(
         mask_function=options.mask_function,
         captured=operands_of(options, captured or {}, dtype, softmax_dtype),
         wide=options.wide,
+        shares_device=options.shares_device,
     )
 
 

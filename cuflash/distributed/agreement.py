@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -16,17 +17,22 @@ from cuflash.values import value_error
 Result = TypeVar("Result")
 
 
+class Facts(NamedTuple):
+    """What a rank says of its call, by name. Of names that begin with an underscore each rank may say something else."""
+
+    of_call: Mapping[str, str]
+    lasting: str = "{}"  # as JSON: the same whenever such a call is made
+
+
 def together(transport: Transport, timeout: float, work: Callable[[], Result]) -> Result:
     """Do something that may fail on one rank, and fail on all of them if it does on any."""
-    return agreed(transport, timeout, lambda: (work(), {}))[0]
+    return agreed(transport, timeout, lambda: (work(), Facts({})))[0]
 
 
 def agreed(
-    transport: Transport, timeout: float, work: Callable[[], tuple[Result, Mapping[str, Any]]]
-) -> tuple[Result, list[dict[str, Any]]]:
-    """Do something that gives facts too, and tell the other ranks: its result, and what each rank says, by rank.
-
-    Facts whose names begin with an underscore may differ from rank to rank.
+    transport: Transport, timeout: float, work: Callable[[], tuple[Result, Facts]]
+) -> tuple[Result, tuple[str, ...]]:
+    """Do something that gives facts too, and tell the other ranks: its result, and the lasting facts by rank.
 
     Raises
     ------
@@ -39,27 +45,42 @@ def agreed(
     TimeoutError
         A rank did not call in time.
     """
-    result, facts, failure = None, {}, None
+    result, facts, failure = None, Facts({}), None
     try:
-        result, given = work()
-        facts = dict(given)
+        result, facts = work()
     except Exception as error:  # whatever it is, the others have to hear of it
         failure = error
-    said = {"failed": failure and spelled(failure), "facts": facts}
+    said = json.dumps([failure and spelled(failure), facts.of_call]) + "\n" + facts.lasting
     with telling(transport):
-        heard = [json.loads(text) for text in transport.share(json.dumps(said).encode(), timeout)]
+        heard = [text.decode().partition("\n") for text in transport.share(said.encode(), timeout)]
     if failure is not None:
         raise failure
-    for rank, other in enumerate(heard):
-        if other["failed"]:
-            raise RankFailed(rank, other["failed"])
-    expected = heard[0]["facts"]
-    for rank, other in enumerate(heard):
-        for name in (*expected, *other["facts"]):
-            got, wanted = other["facts"].get(name, "nothing"), expected.get(name, "nothing")
+    of_calls = []
+    for rank, (text, _, _) in enumerate(heard):
+        failed, of_call = json.loads(text)
+        if failed:
+            raise RankFailed(rank, failed)
+        of_calls.append(of_call)
+    lasting = tuple(text for *_, text in heard)
+    _check_alike(of_calls)
+    facts_of(lasting)
+    return result, lasting  # type: ignore[return-value]
+
+
+@functools.lru_cache(maxsize=256)
+def facts_of(lasting: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
+    """The lasting facts by rank and name, which are alike."""
+    found = tuple(json.loads(text) for text in lasting)
+    _check_alike(found)
+    return found
+
+
+def _check_alike(facts: Sequence[Mapping[str, Any]]) -> None:
+    for rank, other in enumerate(facts):
+        for name in (*facts[0], *other):
+            got, wanted = other.get(name, "nothing"), facts[0].get(name, "nothing")
             if not name.startswith("_") and got != wanted:
                 raise value_error(name, f"{got} on rank {rank}", f"{wanted} as on rank 0")
-    return result, [other["facts"] for other in heard]  # type: ignore[return-value]
 
 
 @contextlib.contextmanager

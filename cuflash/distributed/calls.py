@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -14,7 +15,7 @@ from cuflash import host, interop
 from cuflash.binding import INPUTS, Contiguous, Pass
 from cuflash.captured import checked_with_captured, names_of
 from cuflash.cpu.packed import check_starts
-from cuflash.distributed.agreement import agreed, digest, together
+from cuflash.distributed.agreement import Facts, agreed, digest, facts_of, together
 from cuflash.distributed.arguments import SPLITS, not_served
 from cuflash.distributed.execution import Execution
 from cuflash.distributed.packed import Packing
@@ -43,8 +44,7 @@ _REMEDIES = {
     "v_scale": "v of 16 bits a number or more",
 }
 _STARTS = ("cu_seqlens_q", "cu_seqlens_k")
-_OF_ONE_CALL = ("call", "seed", "offset")
-MAX_KNOWN = 256
+MAX_KNOWN = 256  # calls whose preparation is kept
 # Terms that functions are computed as, where they spell them out. Not a bias, of which each rank has other rows.
 _SPELLED = tuple(term.name for term in OF_HEADS if term.part_of == "scores")
 
@@ -57,6 +57,7 @@ class Call(NamedTuple):
     need: tuple[str, ...]
     random: tuple[int, int]  # seed and offset
     starts: tuple[tuple[int, ...], ...]  # of packed sequences, and the end of the last one; of q and of k
+    layouts: tuple[Any, ...]  # of the arrays
     equivalent: Equivalent | None = None  # what functions spell out
 
     def empty(self, name: str, problem: Problem) -> Array:
@@ -66,6 +67,13 @@ class Call(NamedTuple):
         if like is None:  # of a number
             return xp.empty((), numpy_dtype(problem.softmax_dtype))
         return xp.empty(like.shape, like.dtype)
+
+
+class Prepared(NamedTuple):
+    """What calls alike have in common."""
+
+    execution: Execution  # without arrays
+    equivalent: Equivalent | None  # what functions spell out
 
 
 @dataclass(kw_only=True)
@@ -81,8 +89,10 @@ class Calls:
     transport: Transport
     streams: StreamsOfDevice = field(default_factory=StreamsOfDevice)
     count: int = field(default=0, init=False)  # of the calls that there were
-    # What all ranks said of calls that fitted all of them, the last ones: without what makes no difference to that.
-    known: dict[str, None] = field(default_factory=dict, init=False)
+    # By what all ranks said of calls that fitted all of them: the last ones.
+    known: dict[tuple[str, ...], Prepared] = field(default_factory=dict, init=False)
+    # By what they follow from: lasting facts. Those of arrays on a device, whose values do not matter.
+    _told: dict[Any, str] = field(default_factory=dict, init=False)
 
     @property
     def _of_all(self) -> tuple[str, ...]:
@@ -103,27 +113,24 @@ class Calls:
         if interop.are_cupy(arrays, INPUTS) and interop.is_captured(arrays["q"]):
             self._check_captured(terms)
 
-        def own() -> tuple[Call, dict[str, Any]]:
+        def own() -> tuple[Call, Facts]:
             own_terms = checked_with_captured(method, Terms, self.options, terms)
             call = self._own_call(arrays | own_terms, required, random, need_of)
             return call, self._facts(method, call)
 
         if not self.check:
-            call, own_facts = own()
-            return self._execution(method, call, self.splits, [own_facts])
-        call, facts = agreed(self.transport, self.timeout, own)
-        splits = [
-            split if isinstance(split, Split) else SPLITS[split](sum(fact[rows] for fact in facts), self.transport.size)
-            for split, rows in zip(self.splits, ("_rows of q", "_rows of k"), strict=True)
-        ]
-        said = json.dumps([{name: x for name, x in fact.items() if name not in _OF_ONE_CALL} for fact in facts])
-        if said in self.known:  # on all ranks alike, and nothing can fail that did not
-            return self._execution(method, call, splits, facts)
-        found = together(self.transport, self.timeout, lambda: self._execution(method, call, splits, facts))
-        self.known[said] = None
-        if len(self.known) > MAX_KNOWN:
-            del self.known[next(iter(self.known))]
-        return found
+            call, facts = own()
+            lasting: tuple[str, ...] = (facts.lasting,)
+        else:
+            call, lasting = agreed(self.transport, self.timeout, own)
+        prepared = self.known.get(lasting)
+        if prepared is None:
+            prepare = functools.partial(self._prepared, method, call, facts_of(lasting))
+            prepared = together(self.transport, self.timeout, prepare) if self.check else prepare()
+            self.known[lasting] = prepared
+            if len(self.known) > MAX_KNOWN:
+                del self.known[next(iter(self.known))]
+        return self._bound(prepared, call)
 
     def _check_captured(self, terms: Mapping[str, Any]) -> None:
         """Refuse a call whose host does what a CUDA graph does not replay."""
@@ -150,14 +157,17 @@ class Calls:
                 raise not_served(name, type(arrays[name]).__name__, remedy)
         borrowed = interop.borrow(arrays, required=required)
         given = {name: x for name, x in borrowed.arrays.items() if x is not None}
-        q, k, v = (given[name] for name in INPUTS)
+        layouts = tuple((name, x.shape, x.strides, x.dtype.name) for name, x in given.items())
+        starts = tuple(tuple(_on_host(given[name]).tolist()) for name in _STARTS if name in given)
+        return Call(borrowed, given, need_of(given), self.options.random(*random), starts, layouts)
+
+    def _check(self, given: Mapping[str, Any]) -> None:
+        """Refuse arrays that do not fit each other."""
         captured = {name: given[name] for name in names_of(self.options)}
         terms = {name: given[name] for name in (*_OF_ALL, *_STARTS) if name in given}
-        problem = make_problem(self.options, q, k, v, captured=captured, **terms)
+        problem = make_problem(self.options, *(given[name] for name in INPUTS), captured=captured, **terms)
         if problem.has_functions:
             problem.program  # noqa: B018 (raises where arrays do not fit the functions)
-        starts = tuple(tuple(_on_host(given[name]).tolist()) for name in _STARTS if name in given)
-        return Call(borrowed, given, need_of(given), self.options.random(*random), starts)
 
     @cached_property
     def _facts_of_all_calls(self) -> dict[str, str]:
@@ -168,21 +178,33 @@ class Calls:
             "steps": str(self.steps),
         }
 
-    def _facts(self, method: str, call: Call) -> dict[str, Any]:
-        """What has to be the same on all ranks, and the numbers of rows."""
+    def _facts(self, method: str, call: Call) -> Facts:
+        """What has to be the same on all ranks, and the numbers of rows; of arrays that fit each other."""
+        seed, offset = call.random
+        of_call = {"call": str(self.count), "seed": str(seed), "offset": str(offset)}
+        if call.borrowed.kind == "numpy" or call.starts:
+            self._check(call.given)
+            return Facts(of_call, self._lasting_facts(method, call))
+        key = (method, call.need, call.borrowed.kind, call.layouts)
+        lasting = self._told.get(key)
+        if lasting is None:
+            self._check(call.given)
+            if len(self._told) >= MAX_KNOWN:
+                self._told.clear()
+            self._told[key] = lasting = self._lasting_facts(method, call)
+        return Facts(of_call, lasting)
+
+    def _lasting_facts(self, method: str, call: Call) -> str:
         axis = _axis_of_rows(call.given["q"], self.options.layout)
         facts: dict[str, Any] = {
-            "call": str(self.count),
             "method": method,
             **self._facts_of_all_calls,
             "need": ", ".join(call.need),
-            "seed": str(call.random[0]),
-            "offset": str(call.random[1]),
             "arrays": f"{', '.join(call.given)} of {call.borrowed.kind}",
             "_rows of q": call.given["q"].shape[axis],
             "_rows of k": call.given["k"].shape[axis],
+            "_layouts": repr(call.layouts),
         }
-        facts["_layouts"] = repr([(name, x.shape, x.strides, x.dtype.name) for name, x in call.given.items()])
         for name in INPUTS:
             shape = list(call.given[name].shape)
             del shape[axis]
@@ -196,22 +218,29 @@ class Calls:
                 shape = [*(1,) * (4 - x.ndim), *x.shape]
                 facts[f"_rows of {name}"] = shape.pop(2) if x.ndim > 1 else ALL_ROWS
                 facts[name] = f"{x.dtype.name} {tuple(shape[: 2 if method == 'decode' else 3])} beside rows"
-        return facts
+        return json.dumps(facts)
 
-    def _execution(
-        self, method: str, call: Call, splits: Sequence[Any], facts: list[dict[str, Any]]
-    ) -> tuple[Call, Execution]:
-        """What this rank is to do, if all that it was given fits what other ranks have."""
+    def _prepared(self, method: str, call: Call, facts: Sequence[dict[str, Any]]) -> Prepared:
+        """What this rank is to do in such calls, if all that it was given fits what other ranks have."""
+        splits = [
+            split if isinstance(split, Split) else SPLITS[split](sum(fact[rows] for fact in facts), self.transport.size)
+            for split, rows in zip(self.splits, ("_rows of q", "_rows of k"), strict=True)
+        ]
         if method == "decode":  # the queries of all ranks are those of the first
             rows = call.given["q"].shape[_axis_of_rows(call.given["q"], self.options.layout)]
-            splits = Split([[(0, rows)], *[[] for _ in range(self.transport.size - 1)]]), splits[1]
+            splits = [Split([[(0, rows)], *[[] for _ in range(self.transport.size - 1)]]), splits[1]]
         own = self._spelled_out(call, splits)
         if own is None:
-            return call, self._as_it_is(method, call, splits, facts)
-        given, need = own.arrays(call.given), own.need(call.need)
-        of_options = call._replace(given=given, need=need)
-        run = replace(self, options=own.options)._as_it_is(method, of_options, splits, facts)
-        return call._replace(equivalent=own), run
+            return Prepared(self._as_it_is(method, call, splits, facts), None)
+        of_options = call._replace(given=own.arrays(call.given), need=own.need(call.need))
+        return Prepared(replace(self, options=own.options)._as_it_is(method, of_options, splits, facts), own)
+
+    def _bound(self, prepared: Prepared, call: Call) -> tuple[Call, Execution]:
+        """What this rank is to do with the arrays of a call."""
+        run, own = prepared
+        given = call.given if own is None else own.arrays(call.given)
+        arrays = {name: self._seen(name, x) for name, x in given.items()}
+        return call._replace(equivalent=own), replace(run, arrays=arrays, random=call.random)
 
     def _spelled_out(self, call: Call, splits: Sequence[Any]) -> Equivalent | None:
         """What the call computes in place of functions: the same on all ranks."""
@@ -222,7 +251,7 @@ class Calls:
             likes |= dict.fromkeys(_STARTS, call.given[_STARTS[0]])
         return equivalent(self.options, likes, _SPELLED)
 
-    def _as_it_is(self, method: str, call: Call, splits: Sequence[Any], facts: list[dict[str, Any]]) -> Execution:
+    def _as_it_is(self, method: str, call: Call, splits: Sequence[Any], facts: Sequence[dict[str, Any]]) -> Execution:
         """What this rank is to do, functions computed as such."""
         given, axis, (split_q, split_k) = call.given, _axis_of_rows(call.given["q"], self.options.layout), splits
         for name, argument, split in (("q", "split", split_q), ("k", "split_k", split_k)):
@@ -251,8 +280,8 @@ class Calls:
             schedule=schedule,
             options=self.options,
             problem=problem,
-            random=call.random,
-            arrays={name: self._seen(name, x) for name, x in given.items()},
+            random=(0, 0),
+            arrays={},
             broadcasts_rows=frozenset(
                 name
                 for name in BROADCAST
@@ -298,7 +327,7 @@ class Calls:
         check_starts(problem, *(np.array(starts, np.int32) for starts in call.starts))
         return replace(problem, seqlen_q=split_q.rows(self.transport.rank))
 
-    def _broadcasts_rows(self, name: str, split_q: Split, facts: list[dict[str, Any]]) -> bool:
+    def _broadcasts_rows(self, name: str, split_q: Split, facts: Sequence[dict[str, Any]]) -> bool:
         """Whether a bias or mask is the same for all queries of all ranks, by what each rank says of its rows."""
         own = [split_q.rows(rank) for rank in range(self.transport.size)]
         rows = [fact[f"_rows of {name}"] for fact in facts]

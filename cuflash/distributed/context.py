@@ -52,9 +52,9 @@ class ContextParallel:
     chunks : int, default 16
         With ``deterministic=True``, into how many pieces both sequences are cut. Every span of a rank must consist of
         whole ones: 16 do for zigzag splits over 1, 2, 4 and 8 ranks.
-    steps : int, default 4
-        In how many groups of key/value heads rows travel, at most, each about twice as large as the one before; rows of
-        a group are on their way while those of the group before are computed with. More steps take less memory.
+    steps : int, default 3
+        In how many groups of key/value heads rows travel, at most, the first of which is small; rows of a group are on
+        their way while those of the group before are computed with. More steps take less memory.
     timeout : float, default 60.0
         Seconds after which a rank that waits for another one raises TimeoutError, where the communicator allows. Longer
         than any rank computes in a step: in host memory ranks wait for one another that long.
@@ -123,7 +123,7 @@ class ContextParallel:
         split: Literal["zigzag", "contiguous"] | Split = "zigzag",
         split_k: Literal["zigzag", "contiguous"] | Split | None = None,
         chunks: int = 16,
-        steps: int = 4,
+        steps: int = 3,
         timeout: float = 60.0,
         check: bool = True,
         causal: bool | Literal["top_left"] = False,
@@ -147,6 +147,7 @@ class ContextParallel:
             block_size=block_size,
             score=score,  # type: ignore[arg-type]  # a function becomes what it is traced to
             mask_function=mask,  # type: ignore[arg-type]
+            shares_device=True,  # calls run beside each other, and beside rows on their way
             **checked("ContextParallel", OfNumbers, numbers),
         )
         check_names(self.options)

@@ -17,7 +17,7 @@ import numpy as np
 from cuflash import merging
 from cuflash.distributed.schedule import Schedule, Tile, Walk
 from cuflash.distributed.split import Split
-from cuflash.distributed.streams import Streams, StreamsOfDevice, copy_rows
+from cuflash.distributed.streams import Streams, StreamsOfDevice, copy_all
 from cuflash.distributed.transports import Message, Transport
 from cuflash.options import Options
 from cuflash.parts import Parts
@@ -74,7 +74,7 @@ class Execution:
         """Whether calls get arrays that lie in memory in one way, however many ranks there are."""
         return self.schedule.chunks is not None
 
-    @property
+    @cached_property
     def xp(self) -> Any:
         return self.parts.xp
 
@@ -93,7 +93,7 @@ class Execution:
     def _parts_of(self, tile: Tile, heads: Span) -> Parts:
         """The calls that a tile is computed by: of packed sequences those of one of them, or of some whole ones."""
         parts, packing = self.parts, self.schedule.packing
-        if heads[0]:
+        if heads[0] and (self.options.dropout or self.problem.has_functions):
             parts = replace(parts, first_head=self._q_heads(heads).start)
         if packing is None or tile.sequences is None:
             return parts
@@ -191,10 +191,10 @@ class Execution:
                         of_calls.append((tile, got["dq"]))
             if returns is not None:
                 streams.keep(of_calls)
-                streams.meet()
-                returns.send(of_calls, heads)
-        if returns is not None:
-            returns.finish()
+                with streams.returns():
+                    returns.send(of_calls, heads)
+                    if heads == walk.heads[-1]:
+                        returns.finish()
 
     def decode(self, out: Array, lse: Array) -> None:
         """Fill out, with four axes, and lse, with three, of queries that all ranks have.
@@ -296,7 +296,7 @@ class Execution:
         bias = self.arrays.get("bias")
         if bias is None:
             return False
-        return "bias" in self.broadcasts_rows or (bias.shape[1] == 1 and len(self.schedule.heads) > 1)
+        return "bias" in self.broadcasts_rows or (bias.shape[1] == 1 and len(self.schedule.by_queries.heads) > 1)
 
     def _q_heads(self, heads: Span) -> slice:
         """The query heads of some key/value heads."""
@@ -309,14 +309,16 @@ class Execution:
 
     def _steps(self, walk: Walk, names: tuple[str, ...]) -> Iterator[tuple[Span, Held, Streams]]:
         """The key/value heads of each step, and the rows that its calls meet; those of the next are on their way."""
-        steps, streams = self.schedule.heads, self.streams.begin(self.arrays["q"])
-        under_way: list[tuple[Any, Held, Any]] = []
+        steps, streams = walk.heads, self.streams.begin(self.arrays["q"])
+        under_way: list[tuple[Any, Held]] = []
         try:
             for number, heads in enumerate(steps):
-                while len(under_way) < 2 and number + len(under_way) < len(steps):
-                    under_way.append((*self._begin(walk, names, steps[number + len(under_way)]), streams.mark()))
-                pending, held, mark = under_way.pop(0)
-                streams.arrive(functools.partial(self.transport.finish, pending, self.timeout), mark)
+                with streams.rows():
+                    while len(under_way) < 2 and number + len(under_way) < len(steps):
+                        under_way.append(self._begin(walk, names, steps[number + len(under_way)]))
+                    pending, held = under_way.pop(0)
+                    self.transport.finish(pending, self.timeout)
+                streams.arrived()
                 streams.keep(held)
                 yield heads, held, streams
                 streams.next_step()
@@ -328,15 +330,16 @@ class Execution:
         cargo = {name: self._cargo(name, heads) for name in names}
         own, spans = walk.split.spans[self.rank], walk.held(self.rank)
         arrays: list[dict[str, Array]] = [{} for _ in spans]
-        sends, receives = [], []
+        sends, receives, copies = [], [], []
         for transfer in walk.transfers:
             if transfer.source == self.rank:
                 local = walk.split.local(self.rank, transfer.rows)
                 for x in cargo.values():
-                    rows = _rows_first(self._columns(x, transfer.target)[:, :, local])
+                    mine = self._columns(x, transfer.target)[:, :, local]
+                    rows = _rows_first(mine)
                     if not rows.flags.c_contiguous:
-                        rows, strided = self.xp.empty(rows.shape, rows.dtype), rows
-                        copy_rows(rows, strided)
+                        rows = self.xp.empty(rows.shape, rows.dtype)
+                        copies.append((_rows_third(rows), mine))
                     sends.append((transfer.target, rows))
         for span, found in zip(spans, arrays, strict=True):
             parts = [(part, walk.split.local(self.rank, part)) for part in _cut(span, own)]
@@ -347,13 +350,13 @@ class Execution:
                     continue
                 shape = (span[1] - span[0], *mine.shape[:2], *mine.shape[3:])
                 found[name] = _rows_third(self.xp.empty(shape, mine.dtype))
-                for part, local in parts:
-                    copy_rows(found[name][:, :, within(part, span)], mine[:, :, local])
+                copies += [(found[name][:, :, within(part, span)], mine[:, :, local]) for part, local in parts]
         for transfer in walk.transfers:
             for span, found in zip(spans, arrays, strict=True):
                 if transfer.target == self.rank and overlap(span, transfer.rows) == transfer.rows:
                     at = within(transfer.rows, span)
                     receives += [(transfer.source, _rows_first(found[name])[at]) for name in cargo]
+        copy_all(copies)
         return self._start(sends, receives), Held(spans, tuple(arrays))
 
     @property

@@ -9,7 +9,8 @@ rounded is ever added to anything that was rounded elsewhere:
 
 Pieces are the spans of a rank, or, where results are to have the same bits whatever the number of ranks, these cut at
 the ends of global chunks. What travels does so in steps of some key/value heads each, so that a step's rows are on
-their way while those of the step before are computed with.
+their way while those of the step before are computed with. The first step is small, since nothing is computed while
+its rows travel; where parts of dq travel back, so is the last one.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from cuflash.distributed.packed import By, Packing
 from cuflash.distributed.split import Split
 from cuflash.spans import Band, Span, cut_evenly, is_some, joined, overlap
 from cuflash.values import counted, value_error
+
+GROWTH = 4  # how many times as long as the step before a step is: to compute takes as much longer than to send, or more
 
 
 class Tile(NamedTuple):
@@ -64,6 +67,7 @@ class Walk:
     by: Literal["queries", "keys"]
     calls: tuple[Tile, ...]  # one for each piece of a rank, in increasing order
     split: Split  # of what travels
+    heads: tuple[Span, ...]  # key/value heads of each step
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
@@ -130,7 +134,8 @@ class Schedule:
     band: Band
     chunks: int | None  # where pieces are cut, so that they are the same for any number of ranks; None: they are spans
     step: tuple[int, int]  # calls begin at multiples of these, in queries and in keys
-    heads: tuple[Span, ...]  # key/value heads of each step
+    num_heads_kv: int
+    steps: int  # at most
     packing: Packing | None = None  # of packed sequences, each of which has a band of its own
 
     @cached_property
@@ -146,7 +151,8 @@ class Schedule:
     def _walk(self, by: By) -> Walk:
         own, other = (self.split_q, self.split_k) if by == "queries" else (self.split_k, self.split_q)
         calls = [self._call(by, rank, piece) for rank, pieces in enumerate(self._pieces(own, by)) for piece in pieces]
-        return Walk(by, tuple(calls), other)
+        heads = _cut(self.num_heads_kv, _lengths_of_steps(by, min(self.steps, self.num_heads_kv)))
+        return Walk(by, tuple(calls), other, heads)
 
     def _pieces(self, split: Split, by: By) -> tuple[tuple[Span, ...], ...]:
         """The spans of each rank, cut at the ends of chunks, and where packed sequences are."""
@@ -190,17 +196,16 @@ class Schedule:
     def describe(self) -> str:
         """The schedule in words, a line for each rank and walk."""
         q, k = self.split_q, self.split_k
-        steps = ", ".join(f"{start}-{stop - 1}" for start, stop in self.heads)
         lines = [
             f"context parallel: {q.ranks} ranks, {q.seqlen} queries, {k.seqlen} keys, "
             + (_bounds(self.band) if self.packing is None else f"{len(self.packing.starts_q) - 1} packed sequences"),
             f"  pieces    {'spans of the ranks' if self.chunks is None else f'spans cut at {self.chunks} chunks'}",
-            f"  steps     {len(self.heads)}, of key/value heads {steps or 'none'}; a step's rows travel during the "
-            "step before",
         ]
         for walk in (self.by_queries, self.by_keys):
             what, results = ("keys", "out, lse, dq") if walk.by == "queries" else ("queries", "dk, dv")
+            steps = ", ".join(f"{start}-{stop - 1}" for start, stop in walk.heads) or "none"
             lines.append(f"  by {walk.by}: {results}")
+            lines.append(f"    steps of key/value heads {steps}; a step's rows travel during the step before")
             for rank in range(q.ranks):
                 tiles = [f"{_rows(t.own_queries)} x {_rows(t.own_keys)}" for t in walk.tiles if t.rank == rank]
                 comes = [f"{_rows(t.rows)} from {t.source}" for t in walk.transfers if t.target == rank]
@@ -253,8 +258,16 @@ def make_schedule(
                     if not ends.issuperset(span):
                         expected = f"spans of whole chunks, {chunks} in {split.seqlen} rows, with deterministic=True"
                         raise value_error(name, f"a span {span}", expected)
-    heads = _cut_doubling(num_heads_kv, min(steps, num_heads_kv))
-    return Schedule(split_q=split_q, split_k=split_k, band=band, chunks=chunks, step=step, heads=heads, packing=packing)
+    return Schedule(
+        split_q=split_q,
+        split_k=split_k,
+        band=band,
+        chunks=chunks,
+        step=step,
+        num_heads_kv=num_heads_kv,
+        steps=steps,
+        packing=packing,
+    )
 
 
 def _pieces(split: Split, chunks: int | None) -> tuple[tuple[Span, ...], ...]:
@@ -269,11 +282,17 @@ def _pieces(split: Split, chunks: int | None) -> tuple[tuple[Span, ...], ...]:
     return tuple(map(cut, split.spans))
 
 
-def _cut_doubling(count: int, parts: int) -> tuple[Span, ...]:
-    """Parts each of which is about twice as long as the one before: 1 at least."""
+def _lengths_of_steps(by: By, steps: int) -> list[int]:
+    """How long steps are, relative to each other: up to the last one, or where dq travels back up to the middle."""
+    return [GROWTH ** (i if by == "queries" else min(i, steps - 1 - i)) for i in range(steps)]
+
+
+def _cut(count: int, lengths: Sequence[int]) -> tuple[Span, ...]:
+    """Parts about as long as `lengths` say, relative to each other: 1 at least. There is one for each part."""
     ends = [0]
-    for left in range(parts, 0, -1):
-        ends.append(ends[-1] + max(1, round((count - ends[-1]) / (2**left - 1))))
+    for i, length in enumerate(lengths):
+        left, later = count - ends[-1], len(lengths) - 1 - i
+        ends.append(ends[-1] + max(1, min(round(left * length / sum(lengths[i:])), left - later)))
     return tuple(itertools.pairwise(ends))
 
 

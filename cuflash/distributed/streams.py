@@ -1,15 +1,17 @@
 """Calls of a rank side by side: on the multiprocessors that the last blocks of one leave idle, another one begins.
 
-Two streams of a device take the calls of a rank in turns: the caller's current one, and one beside it. Memory that was
-let go on one of them may be given out again on the same one only. So what calls read lives until both streams have
-waited for each other, two steps later, when neither has to wait long.
+Two streams of a device take the calls of a rank in turns: the caller's current one, and one beside it. Two more go
+before both: on one, rows are made ready to travel and are waited for, on the other, parts of results are added and
+travel back. Memory that was let go on one of them may be given out again on the same one only. So what a step takes
+lives until all streams have waited for each other, two steps later, when none has to wait long.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,89 +21,106 @@ from cuflash.interop import module_of
 
 Array = Any
 WIDE = 16  # bytes of the largest element that CuPy copies
-STEPS_APART = 2  # how many steps one stream may be ahead of the other
+AT_ONCE = 8  # arrays that a kernel copies: the argument of a kernel is of 4 KiB at most
+STEPS_APART = 2  # how many steps one stream may be ahead of another
+HIGHEST = -100  # CUDA takes the highest priority that the device has
 
 
 class Streams:
     """What a call does where there are no streams: one thing after the other."""
 
     def of_call(self, number: int) -> AbstractContextManager[Any]:
-        """Where the call of that number is made."""
+        """Where the call of that number of a step is made."""
         return contextlib.nullcontext()
 
-    def mark(self) -> Any:
-        """What the current stream did until now, which calls may have to come after."""
+    def rows(self) -> AbstractContextManager[Any]:
+        """Where rows are made ready to travel, and are waited for."""
+        return contextlib.nullcontext()
 
-    def arrive(self, finish: Callable[[], None], mark: Any) -> None:
-        """Let calls that are made from now on come after rows that are waited for, and after a mark."""
-        finish()
+    def arrived(self) -> None:
+        """Let calls that are made from now on come after what `rows` did until now."""
+
+    def returns(self) -> AbstractContextManager[Any]:
+        """Where parts of results are added, after the calls that there were, and travel."""
+        return contextlib.nullcontext()
 
     def keep(self, *held: Any) -> None:
-        """Let memory of a step live for as long as calls of it may run."""
+        """Let memory of a step live for as long as anything of it may run."""
 
     def next_step(self) -> None:
         """Say that all calls of a step are made."""
 
-    def meet(self) -> None:
-        """Let what the current stream does from now on come after all calls."""
-
     def end(self) -> None:
-        """The same, once all calls are made."""
+        """Let what the current stream does from now on come after everything."""
 
 
 class CudaStreams(Streams):
-    """Two streams of the current device, and one on which rows are waited for."""
+    """Four streams of the current device."""
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
-        self._beside, self._arrivals = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+        self._beside = cupy.cuda.Stream(non_blocking=True)
+        # What others wait for is little: it takes the first multiprocessors that are free.
+        self._rows, self._returns = (cupy.cuda.Stream(non_blocking=True, priority=HIGHEST) for _ in range(2))
         self._main: Any = None
+        self._step = 0
         self._kept: list[Any] = []  # by the step whose calls are made now
-        self._used: deque[Any] = deque()  # by those before, with events after their calls
+        self._used: deque[Any] = deque()  # by those before, with events after what they did
+
+    @property
+    def _all(self) -> tuple[Any, ...]:
+        return self._main, self._beside, self._rows, self._returns
 
     def begin(self) -> CudaStreams:
-        """Let all calls come after what the current stream did before."""
+        """Let everything come after what the current stream did before."""
         self._main = self._cupy.cuda.get_current_stream()
-        before = self.mark()
-        for stream in (self._beside, self._arrivals):
-            stream.wait_event(before)
+        self._step = 0
+        self._wait(self._all[1:], self._main)
         return self
 
     def of_call(self, number: int) -> AbstractContextManager[Any]:
-        stream: AbstractContextManager[Any] = (self._main, self._beside)[number % 2]
+        # The longest call of a step is its first one. That of the next step is on the other stream, and need not wait
+        # for it.
+        stream: AbstractContextManager[Any] = self._all[(self._step + number) % 2]
         return stream
 
-    def mark(self) -> Any:
-        return self._mark(self._main)
+    def rows(self) -> AbstractContextManager[Any]:
+        stream: AbstractContextManager[Any] = self._rows
+        return stream
 
-    def arrive(self, finish: Callable[[], None], mark: Any) -> None:
-        self._arrivals.wait_event(mark)
-        with self._arrivals:
-            finish()
-        there = self._mark(self._arrivals)
-        for stream in (self._main, self._beside):
-            stream.wait_event(there)
+    def arrived(self) -> None:
+        self._wait(self._all[:2], self._rows)
+
+    def returns(self) -> AbstractContextManager[Any]:
+        self._wait((self._returns,), *self._all[:2])
+        stream: AbstractContextManager[Any] = self._returns
+        return stream
 
     def keep(self, *held: Any) -> None:
         self._kept += held
 
     def next_step(self) -> None:
-        self._used.append((self.mark(), self._mark(self._beside), self._kept))
+        self._step += 1
+        self._used.append(([self._mark(stream) for stream in self._all], self._kept))
         self._kept = []
-        if len(self._used) >= STEPS_APART:
-            main, beside, _ = self._used.popleft()
-            self._main.wait_event(beside)
-            self._beside.wait_event(main)
-
-    def meet(self) -> None:
-        for stream in (self._beside, self._arrivals):
-            self._main.wait_event(self._mark(stream))
+        if len(self._used) > STEPS_APART:
+            marks, _ = self._used.popleft()
+            for stream in self._all:
+                for mark in marks:
+                    stream.wait_event(mark)
 
     def end(self) -> None:
-        self.meet()
-        self._beside.wait_event(self.mark())
+        self._wait((self._main,), *self._all[1:])
+        self._wait(self._all[1:], self._main)
         self._kept = []
         self._used.clear()
+
+    def _wait(self, streams: Sequence[Any], *others: Any) -> None:
+        """Let streams wait for what others did until now."""
+        marks = [self._mark(other) for other in others]
+        for stream in streams:
+            for mark in marks:
+                stream.wait_event(mark)
 
     def _mark(self, stream: Any) -> Any:
         event = self._cupy.cuda.Event(disable_timing=True)
@@ -123,23 +142,45 @@ class StreamsOfDevice:
         return self._streams.begin()
 
 
-def copy_rows(target: Array, source: Array) -> None:
-    """Copy an array to one of its shape and dtype: on a device 16 bytes at a time, where those of a row lie together.
+def copy_all(copies: Sequence[tuple[Array, Array]]) -> None:
+    """Copy arrays to others of their shapes and dtypes: (target, source) of each.
 
-    CuPy has a thread for each element, and so many threads for numbers of 16 bits take several times as long as memory.
+    On a device those of one shape are copied at once, and 16 bytes at a time where those of a row lie together. CuPy
+    has a thread for each element, and so many threads for numbers of 16 bits take several times as long as memory.
     """
-    if not isinstance(target, np.ndarray):
-        layouts = [wide_layout(x.shape, x.strides, x.itemsize, x.data.ptr) for x in (target, source)]
-        if None not in layouts:
-            ndarray = module_of(target).ndarray
-            target, source = (
-                ndarray(layout[0], np.complex128, memptr=x.data, strides=layout[1])
-                for x, layout in zip((target, source), layouts, strict=True)
-                if layout is not None
-            )
-    target[...] = source
+    at_once: dict[tuple[int, ...], list[tuple[Array, Array]]] = {}
+    for target, source in copies:
+        pair = None if isinstance(target, np.ndarray) else _in_wide_elements(target, source)
+        if pair is None:
+            target[...] = source
+        else:
+            at_once.setdefault(pair[0].shape, []).append(pair)
+    for pairs in at_once.values():
+        for i in range(0, len(pairs), AT_ONCE):
+            targets, sources = zip(*pairs[i : i + AT_ONCE], strict=True)
+            _copying(module_of(targets[0]), len(targets))(*sources, *targets)
 
 
+def _in_wide_elements(*arrays: Array) -> tuple[Array, ...] | None:
+    """Arrays as elements of 16 bytes; None where one of them has no such."""
+    layouts = [wide_layout(x.shape, x.strides, x.itemsize, x.data.ptr % WIDE) for x in arrays]
+    ndarray, found = module_of(arrays[0]).ndarray, []
+    for x, layout in zip(arrays, layouts, strict=True):
+        if layout is None:
+            return None
+        found.append(ndarray(layout[0], np.complex128, memptr=x.data, strides=layout[1]))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=64)
+def _copying(cupy: Any, count: int) -> Any:
+    """A kernel that copies so many arrays of one shape."""
+    sources, targets = ([f"complex128 {name}{i}" for i in range(count)] for name in ("source", "target"))
+    code = "; ".join(f"target{i} = source{i}" for i in range(count))
+    return cupy.ElementwiseKernel(", ".join(sources), ", ".join(targets), code, f"cuflash_copy_{count}")
+
+
+@functools.lru_cache(maxsize=1024)
 def wide_layout(
     shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, address: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

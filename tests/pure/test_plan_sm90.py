@@ -140,6 +140,19 @@ def test_blocks_that_stay(seqlen_q, num_sms, causal):
     assert f"{kernel.grid} blocks stay and take {m_blocks} tiles of queries {how}" in plan.reason
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seqlen_q", [65, 900, 2**18])
+def test_blocks_that_leave_on_a_device_that_computes_other_things(seqlen_q, causal):
+    """Each has one tile of queries."""
+    problem = problem_of(seqlen_q, 2**18, batch=2, heads=3, heads_kv=3, causal=causal)
+    plan = choose_plan(replace(problem, shares_device=True), H200)
+    (tile,), (kernel,) = plan.tiles, plan.kernels
+    units = 2 * 3 * -(-seqlen_q // (2 * tile.block_m if causal else tile.block_m))
+    assert plan.run_time.resident_blocks == units
+    assert kernel.grid == (2 * units if causal else units)
+    assert f"{kernel.grid} blocks take one of " in plan.reason
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("arch", ["8.0", "9.0", "10.0"])
 @pytest.mark.parametrize("sizes", [{}, {"seqlen_k": 0}, {"seqlen_q": 0}], ids=str)

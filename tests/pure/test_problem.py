@@ -276,11 +276,8 @@ def test_kernels_get_finite_numbers(scale, softcap, dtype):
 
 def test_options_are_the_keywords_of_flash_attention():
     fields = {field.name: field.default for field in dataclasses.fields(Options)}
-    assert (fields.pop("diagonal"), fields.pop("origin")) == (
-        None,
-        Origin(),
-    )  # of parts, which cuflash.distributed makes
-    assert fields.pop("wide") == ()  # of calls whose gradients are added up
+    of_parts = {"diagonal": None, "origin": Origin(), "wide": (), "shares_device": False}  # of longer problems
+    assert {name: fields.pop(name) for name in of_parts} == of_parts
     keywords = inspect.signature(cuflash.FlashAttention).parameters
     fields["mask"] = fields.pop("mask_function")
     assert {name: p.default for name, p in keywords.items()} == fields

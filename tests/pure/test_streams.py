@@ -1,6 +1,7 @@
 """What calls on two streams come after, and how long they keep memory: on streams that know what came before them."""
 
 import contextlib
+import functools
 import types
 import weakref
 
@@ -8,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuflash.distributed.streams import CudaStreams, StreamsOfDevice, copy_rows, wide_layout
+from cuflash.distributed.streams import AT_ONCE, STEPS_APART, CudaStreams, StreamsOfDevice, copy_all, wide_layout
 
 
 class Stream:
@@ -16,7 +17,7 @@ class Stream:
 
     current: "Stream"
 
-    def __init__(self, non_blocking=False):
+    def __init__(self, non_blocking=False, priority=0):
         self.past = set()
 
     def do(self, name):
@@ -68,64 +69,85 @@ def test_calls_come_after_rows_and_before_what_follows(steps):
     """`steps` has the numbers of the calls of each."""
     main, streams = begun()
     for step, calls in enumerate(steps):
-        main.do(f"copied {step}")
-        mark = streams.mark()
         main.do(f"later {step}")
-        streams.arrive(lambda step=step: Stream.current.do(f"rows {step}"), mark)
+        with streams.rows():
+            assert "before" in Stream.current.past
+            assert step == 0 or f"later {step}" not in Stream.current.past
+            Stream.current.do(f"rows {step}")
+        streams.arrived()
         for call in calls:
             with streams.of_call(call):
-                assert {"before", f"copied {step}", f"rows {step}"} <= Stream.current.past
-                assert (Stream.current is main) == (call % 2 == 0)
+                assert {"before", f"rows {step}"} <= Stream.current.past
+                assert (Stream.current is main) == ((step + call) % 2 == 0)
                 Stream.current.do(f"call {step} {call}")
+        with streams.returns():
+            assert {f"call {step} {call}" for call in calls} <= Stream.current.past
+            Stream.current.do(f"returned {step}")
         streams.next_step()
     streams.end()
     assert {f"call {step} {call}" for step, calls in enumerate(steps) for call in calls} <= main.past
+    assert {f"returned {step}" for step in range(len(steps))} <= main.past
 
 
-def test_a_stream_does_not_wait_for_the_calls_of_the_other_in_the_same_step():
+def test_a_stream_does_not_wait_for_the_calls_of_the_other():
+    """In the same step, and in the next one."""
     _, streams = begun()
     with streams.of_call(0):
         Stream.current.do("long")
     with streams.of_call(1):
         assert "long" not in Stream.current.past
+    with streams.returns():
+        Stream.current.do("returned")
+    streams.next_step()
+    with streams.of_call(0):
+        assert "long" not in Stream.current.past
+    for call in range(2):
+        with streams.of_call(call):
+            assert "returned" not in Stream.current.past
 
 
 @given(st.integers(1, 6))
-def test_memory_lives_until_neither_stream_needs_it(steps):
+def test_memory_lives_until_no_stream_needs_it(steps):
     main, streams = begun()
+    streams_of = [functools.partial(streams.of_call, 0), functools.partial(streams.of_call, 1), streams.rows]
     kept = {}
     for step in range(steps):
         memory = Memory()
         streams.keep(memory)
         kept[step] = weakref.ref(memory)
         del memory
-        for call in range(2):
-            with streams.of_call(call):
-                Stream.current.do(f"call {step} {call}")
+        for number, stream in enumerate([*streams_of, streams.returns]):
+            with stream():
+                Stream.current.do(f"use {step} {number}")
         streams.next_step()
         pasts = []
-        for call in range(2):
-            with streams.of_call(call):
-                pasts.append(Stream.current.past)
+        for stream in streams_of:
+            with stream():
+                pasts.append(set(Stream.current.past))
         for done, reference in kept.items():
-            is_over = all({f"call {done} 0", f"call {done} 1"} <= past for past in pasts)
+            is_over = all({f"use {done} {number}" for number in range(4)} <= past for past in pasts)
             assert reference() is not None or is_over
-        assert sum(reference() is not None for reference in kept.values()) <= 2
+        assert sum(reference() is not None for reference in kept.values()) <= STEPS_APART
     streams.end()
     assert all(reference() is None for reference in kept.values())
-    with streams.of_call(1):
-        assert Stream.current.past >= main.past
+    for stream in streams_of:
+        with stream():
+            assert Stream.current.past >= main.past
 
 
-def test_host_memory_has_no_lanes():
+def test_host_memory_has_no_streams():
     streams, log = StreamsOfDevice().begin(np.zeros(3)), []
-    streams.arrive(lambda: log.append("rows"), streams.mark())
+    with streams.rows():
+        log.append("rows")
+    streams.arrived()
     streams.keep(log)
     with streams.of_call(1):
         log.append("call")
+    with streams.returns():
+        log.append("returned")
     streams.next_step()
     streams.end()
-    assert log == ["rows", "call"]
+    assert log == ["rows", "call", "returned"]
 
 
 @given(st.data(), st.sampled_from([np.float16, np.float32, np.float64]))
@@ -144,7 +166,7 @@ def test_rows_in_elements_of_16_bytes_are_the_same_memory(data, dtype):
         np.testing.assert_array_equal(np.ascontiguousarray(found).view(dtype).reshape(array.shape), array)
 
 
-def test_a_device_copies_elements_of_16_bytes(monkeypatch):
+def test_a_device_copies_elements_of_16_bytes_of_several_arrays_at_once(monkeypatch):
     """Where rows allow; others as they are."""
     copied = []
 
@@ -155,12 +177,31 @@ def test_a_device_copies_elements_of_16_bytes(monkeypatch):
             self.strides = strides or np.empty(shape, dtype).strides
 
         def __setitem__(self, index, source):
-            copied.append((self.dtype.name, self.shape, source.dtype.name, source.shape))
+            copied.append([(self.dtype.name, self.shape)])
 
-    monkeypatch.setattr("cuflash.distributed.streams.module_of", lambda array: types.SimpleNamespace(ndarray=OnDevice))
-    copy_rows(OnDevice((2, 3, 64), np.float16), OnDevice((2, 3, 64), np.float16))
-    copy_rows(OnDevice((2, 3, 5), np.float16), OnDevice((2, 3, 5), np.float16))
-    assert copied == [
-        ("complex128", (2, 3, 8), "complex128", (2, 3, 8)),
-        ("float16", (2, 3, 5), "float16", (2, 3, 5)),
-    ]
+    def kernel(sources, targets, code, name):
+        count = len(code.split(";"))
+        assert len(sources.split(",")) == len(targets.split(",")) == count <= AT_ONCE
+        return lambda *arrays: copied.append([(x.dtype.name, x.shape) for x in arrays[count:]])
+
+    fake = types.ModuleType("cupy")
+    fake.__dict__.update(ndarray=OnDevice, ElementwiseKernel=kernel)
+    monkeypatch.setattr("cuflash.distributed.streams.module_of", lambda array: fake)
+
+    def pairs(shape, count):
+        return [(OnDevice(shape, np.float16), OnDevice(shape, np.float16)) for _ in range(count)]
+
+    copy_all([*pairs((2, 3, 64), 2), *pairs((2, 3, 5), 2), *pairs((7, 64), AT_ONCE + 1), *pairs((2, 3, 64), 1)])
+    assert sorted(copied, key=str) == sorted(
+        [
+            [("float16", (2, 3, 5))], [("float16", (2, 3, 5))],
+            [("complex128", (2, 3, 8))] * 3, [("complex128", (7, 8))] * AT_ONCE, [("complex128", (7, 8))],
+        ],
+        key=str,
+    )  # fmt: skip
+
+
+def test_host_memory_is_copied_as_it_is():
+    sources, targets = ([np.full((2, 3), x + i) for i in range(3)] for x in (1, 5))
+    copy_all(list(zip(targets, sources, strict=True)))
+    np.testing.assert_array_equal(targets, sources)

@@ -170,6 +170,8 @@ def _add_persistent(
 ) -> None:
     """Add a persistent kernel: as many blocks as are resident, each of which takes one tile of queries after another.
 
+    On a device that computes other things, too, some of them would begin late, and all would wait for these at the end.
+    There a block takes one tile, and leaves.
     Blocks of a cluster take a tile together, and count as one until they are launched.
     With `batch_first` the batch entries of a head are neighbours in launch order: they share what it reads.
     """
@@ -180,9 +182,11 @@ def _add_persistent(
     units = draft.heads * draft.tiles_of(problem.seqlen_q, 2 * tile.block_m) if pairs else m_blocks
     cluster = tile.cluster
     resident = draft.device.num_sms * tile.min_blocks // cluster
-    blocks = min(units, resident)
+    parts = not problem.is_packed and not problem.page_size  # whether pairs of tiles may be of two blocks
+    stays = not (problem.shares_device and parts)
+    blocks = min(units, resident) if stays else units
     draft.set(resident_blocks=blocks)
-    apart = pairs and 2 * units <= resident and not problem.is_packed and not problem.page_size
+    apart = pairs and parts and (2 * units <= resident or not stays)
     blocks *= 2 if apart else 1
     what = f"{m_blocks} tiles of queries"
     if problem.is_packed:
@@ -194,6 +198,7 @@ def _add_persistent(
         draft.set(head_section=min(problem.batch, MOST_ENTRIES_TOGETHER))
     how = "both of a pair at once" if apart else "one after another"
     who = f"{blocks} blocks" if cluster == 1 else f"{blocks} clusters of {cluster} blocks"
-    draft.reasons.append(f"{who} stay and take {what} {how}")
+    leave = f"{who} take one of {what} each, since the device computes other things, too"
+    draft.reasons.append(f"{who} stay and take {what} {how}" if stays else leave)
     order = {"CUFLASH_PAIRS": int(pairs), "CUFLASH_BATCH_FIRST": int(batch_first)}
     draft.add(source, tile, blocks * cluster, tile.shared_bytes(*draft.padded_dims(tile)), **order)
