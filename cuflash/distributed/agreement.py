@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class Facts(NamedTuple):
-    """What a rank says of its call, by name. Of names that begin with an underscore each rank may say something else."""
+    """What a rank says of its call. Of names that begin with an underscore each rank may say something else."""
 
     of_call: Mapping[str, str]
     lasting: str = "{}"  # as JSON: the same whenever such a call is made

@@ -141,6 +141,7 @@ class Execution:
         sums = _Sums(self, [name for name in need if name != "dq"])
         wide = {name: x for name, x in self.parts.wide_captured.items() if f"d{name}" in need}
         for heads, held, streams in self._steps(walk, ("k", "v")):
+            of_calls: list[tuple[int, Tile, dict[str, Array]]] = []
             for number, tile in walk.longest_first(self.rank):
                 at = self._local(self.schedule.split_q, tile.own_queries)
                 own = {"dq": results["dq"][:, self._q_heads(heads), at]} if "dq" in need else {}
@@ -151,7 +152,10 @@ class Execution:
                         continue
                     arrays, parts = self._of_tile(walk, tile, heads, held) | wide, self._parts_of(tile, heads)
                     call = functools.partial(parts.backward, tile.queries, tile.keys, need)
-                    got = parts.into(own, arrays, call, front=tile.front[0])
+                    of_calls.append((number, tile, parts.into(own, arrays, call, front=tile.front[0])))
+            streams.keep(of_calls)
+            with streams.returns():  # one after the other: calls of several steps add to one sum
+                for number, tile, got in of_calls:
                     for name in sums.names:
                         sums.add(name, got[name], number, tile, heads)
         for name, total in sums.totals():
@@ -321,7 +325,8 @@ class Execution:
                 streams.arrived()
                 streams.keep(held)
                 yield heads, held, streams
-                streams.next_step()
+                if number < len(steps) - 1:
+                    streams.next_step()
         finally:
             streams.end()
 

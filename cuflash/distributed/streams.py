@@ -1,9 +1,10 @@
 """Calls of a rank side by side: on the multiprocessors that the last blocks of one leave idle, another one begins.
 
-Two streams of a device take the calls of a rank in turns: the caller's current one, and one beside it. Two more go
-before both: on one, rows are made ready to travel and are waited for, on the other, parts of results are added and
-travel back. Memory that was let go on one of them may be given out again on the same one only. So what a step takes
-lives until all streams have waited for each other, two steps later, when none has to wait long.
+On a device each step has two streams, which its calls take in turns. What is of an earlier step goes before what is of
+a later one: so the small kernels behind a long one do not wait for another long one. Two more streams go before all of
+these: on one, rows are made ready to travel and are waited for, on the other, parts of results are added and travel
+back. Memory that was let go on a stream may be given out again on the same one only. So what a step takes lives until
+all streams have waited for what the step did, two steps later, when none has to wait long.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ WIDE = 16  # bytes of the largest element that CuPy copies
 AT_ONCE = 8  # arrays that a kernel copies: the argument of a kernel is of 4 KiB at most
 STEPS_APART = 2  # how many steps one stream may be ahead of another
 HIGHEST = -100  # CUDA takes the highest priority that the device has
+OF_STEPS = (-4, -3, -2)  # priorities of the first steps, and of all after them
 
 
 class Streams:
@@ -48,40 +50,35 @@ class Streams:
         """Let memory of a step live for as long as anything of it may run."""
 
     def next_step(self) -> None:
-        """Say that all calls of a step are made."""
+        """Say that all calls of a step are made, and another step comes."""
 
     def end(self) -> None:
         """Let what the current stream does from now on come after everything."""
 
 
 class CudaStreams(Streams):
-    """Four streams of the current device."""
+    """Streams of the current device beside the current one."""
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
-        self._beside = cupy.cuda.Stream(non_blocking=True)
+        self._calls = [[self._stream(priority) for _ in range(2)] for priority in OF_STEPS]
         # What others wait for is little: it takes the first multiprocessors that are free.
-        self._rows, self._returns = (cupy.cuda.Stream(non_blocking=True, priority=HIGHEST) for _ in range(2))
+        self._rows, self._returns = (self._stream(HIGHEST) for _ in range(2))
+        self._others = (*(stream for pair in self._calls for stream in pair), self._rows, self._returns)
         self._main: Any = None
         self._step = 0
         self._kept: list[Any] = []  # by the step whose calls are made now
         self._used: deque[Any] = deque()  # by those before, with events after what they did
 
-    @property
-    def _all(self) -> tuple[Any, ...]:
-        return self._main, self._beside, self._rows, self._returns
-
     def begin(self) -> CudaStreams:
         """Let everything come after what the current stream did before."""
         self._main = self._cupy.cuda.get_current_stream()
         self._step = 0
-        self._wait(self._all[1:], self._main)
+        self._wait(self._others, self._main)
         return self
 
     def of_call(self, number: int) -> AbstractContextManager[Any]:
-        # The longest call of a step is its first one. That of the next step is on the other stream, and need not wait
-        # for it.
-        stream: AbstractContextManager[Any] = self._all[(self._step + number) % 2]
+        stream: AbstractContextManager[Any] = self._of_step[number % 2]
         return stream
 
     def rows(self) -> AbstractContextManager[Any]:
@@ -89,10 +86,10 @@ class CudaStreams(Streams):
         return stream
 
     def arrived(self) -> None:
-        self._wait(self._all[:2], self._rows)
+        self._wait(self._of_step, self._rows)
 
     def returns(self) -> AbstractContextManager[Any]:
-        self._wait((self._returns,), *self._all[:2])
+        self._wait((self._returns,), *self._of_step)
         stream: AbstractContextManager[Any] = self._returns
         return stream
 
@@ -100,20 +97,26 @@ class CudaStreams(Streams):
         self._kept += held
 
     def next_step(self) -> None:
-        self._step += 1
-        self._used.append(([self._mark(stream) for stream in self._all], self._kept))
-        self._kept = []
-        if len(self._used) > STEPS_APART:
+        marks = [self._mark(stream) for stream in (*self._of_step, self._rows, self._returns)]
+        self._used.append((marks, self._kept))
+        self._step, self._kept = self._step + 1, []
+        if len(self._used) >= STEPS_APART:
             marks, _ = self._used.popleft()
-            for stream in self._all:
+            for stream in (self._main, *self._others):
                 for mark in marks:
                     stream.wait_event(mark)
 
     def end(self) -> None:
-        self._wait((self._main,), *self._all[1:])
-        self._wait(self._all[1:], self._main)
+        self._wait((self._main,), *self._others)
+        self._wait(self._others, self._main)
         self._kept = []
         self._used.clear()
+
+    @property
+    def _of_step(self) -> Sequence[Any]:
+        """The streams of the calls of this step: those of the last priority are of all later steps, too, in turns."""
+        first, second = self._calls[min(self._step, len(OF_STEPS) - 1)]
+        return (first, second) if self._step % 2 == 0 else (second, first)
 
     def _wait(self, streams: Sequence[Any], *others: Any) -> None:
         """Let streams wait for what others did until now."""
@@ -126,6 +129,9 @@ class CudaStreams(Streams):
         event = self._cupy.cuda.Event(disable_timing=True)
         event.record(stream)
         return event
+
+    def _stream(self, priority: int) -> Any:
+        return self._cupy.cuda.Stream(non_blocking=True, priority=priority)
 
 
 class StreamsOfDevice:
