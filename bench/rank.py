@@ -7,7 +7,7 @@ import importlib
 import multiprocessing
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -55,6 +55,10 @@ class Problem:
         seqlen = self.tokens * ranks
         case = Case(head_dim=self.head_dim, seqlen_q=seqlen, batch=1, num_heads=self.num_heads, causal=self.causal)
         return sum(case.flops(x) for x in (("forward", "backward") if pass_ == "both" else (pass_,)))
+
+    def key_bytes(self, ranks: int) -> int:
+        """Of k and v of all ranks."""
+        return 2 * self.num_heads_kv * self.tokens * ranks * self.head_dim * numpy_dtype(self.dtype).itemsize
 
     def split(self, ranks: int) -> cd.Split:
         """Which rows each rank has; of keys, to decode."""
@@ -207,15 +211,29 @@ class Threads:
 
     def __init__(self, size: int, xp: Any) -> None:
         self.size = size
-        start = threading.Barrier(size)
-        self._ranks = [Rank(xp, rank, size, comm, start) for rank, comm in enumerate(cd.threads(size))]
-        self._pool = ThreadPoolExecutor(size)
+        self._run(xp, cd.threads(size))
+
+    def _run(self, xp: Any, comms: Sequence[Any]) -> None:
+        start = threading.Barrier(len(comms))
+        self._ranks = [Rank(xp, number, self.size, comm, start) for number, comm in enumerate(comms)]
+        self._pool = ThreadPoolExecutor(len(comms))
 
     def call(self, method: str, *args: Any) -> list[Any]:
         return list(self._pool.map(lambda rank: getattr(rank, method)(*args), self._ranks))
 
     def close(self) -> None:
         self._pool.shutdown()
+
+
+class Devices(Threads):
+    """Each has all of the problem that so many ranks share, and no rank beside it: the same work at the same time.
+
+    So a device is as warm as it is while ranks compute, and its neighbours take as much power.
+    """
+
+    def __init__(self, devices: int, xp: Any, ranks: int) -> None:
+        self.size = ranks
+        self._run(xp, [None] * devices)
 
 
 class Processes:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .rank import Problem, Processes, Rank, Ranks, Threads, of_nccl
+from .rank import Devices, Problem, Processes, Ranks, Threads, of_nccl
 from .report import RC, Record
 from .timing import summarize
 
@@ -36,7 +36,7 @@ PROBLEMS = (
 class Machine:
     """One device, and by name the ways in which several are ranks."""
 
-    xp: Any  # NumPy, or CuPy
+    alone: Ranks  # each device for itself, with all of a problem
     ways: Mapping[str, Ranks]
     in_graphs: str = ""  # the way whose calls CUDA graphs hold, too
 
@@ -50,29 +50,31 @@ class Machine:
             raise ValueError(f"backend: got {size} device, expected several")
         unique_id = importlib.import_module("cupy.cuda.nccl").get_unique_id()
         ways: dict[str, Ranks] = {"NCCL": Processes(size, of_nccl, unique_id), "threads": Threads(size, cupy)}
-        with _closing(ways):
-            yield cls(cupy, ways, in_graphs="NCCL")
+        with cls(Devices(size, cupy, size), ways, in_graphs="NCCL")._closing() as machine:
+            yield machine
 
     @classmethod
     @contextlib.contextmanager
     def of_threads(cls, size: int) -> Iterator[Machine]:
         """Threads with NumPy arrays."""
-        ways: dict[str, Ranks] = {"threads": Threads(size, np)}
-        with _closing(ways):
-            yield cls(np, ways)
+        with cls(Devices(1, np, size), {"threads": Threads(size, np)})._closing() as machine:
+            yield machine
 
     @property
     def ranks(self) -> int:
-        return next(iter(self.ways.values())).size
+        return self.alone.size
 
+    @property
+    def all(self) -> tuple[Ranks, ...]:
+        return self.alone, *self.ways.values()
 
-@contextlib.contextmanager
-def _closing(ways: Mapping[str, Ranks]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for ranks in ways.values():
-            ranks.close()
+    @contextlib.contextmanager
+    def _closing(self) -> Iterator[Machine]:
+        try:
+            yield self
+        finally:
+            for ranks in self.all:
+                ranks.close()
 
 
 def measure_devices(write: Callable[..., None]) -> None:
@@ -85,24 +87,21 @@ def measure(
     write: Callable[..., None], machine: Machine, problems: Iterable[Problem] = PROBLEMS, rounds: int = 5
 ) -> None:
     """Write a record for each pass of each problem."""
-    alone = Rank(machine.xp, 0, machine.ranks)
     for problem in problems:
-        alone.begin(problem)
-        for ranks in machine.ways.values():
+        for ranks in machine.all:
             ranks.call("begin", problem)
         for pass_ in problem.passes:
-            measured = _measured(problem, pass_, machine, alone, rounds)
+            measured = _measured(problem, pass_, machine, rounds)
             write("ranks", case=problem.name, **{"pass": pass_}, ranks=machine.ranks, **measured)
-        for ranks in machine.ways.values():
+        for ranks in machine.all:
             ranks.call("end")
-        alone.end()
         print(problem.name, flush=True)
 
 
-def _measured(problem: Problem, pass_: str, machine: Machine, alone: Rank, rounds: int) -> dict[str, Any]:
+def _measured(problem: Problem, pass_: str, machine: Machine, rounds: int) -> dict[str, Any]:
     flops = problem.flops(pass_, machine.ranks)
     count = max(1, min(MOST_CALLS, round(SAMPLE_FLOPS / flops))) if flops else MOST_CALLS
-    calls: dict[str, Callable[[], float]] = {ONE: lambda: alone.time_us(pass_, count)}
+    calls: dict[str, Callable[[], float]] = {ONE: functools.partial(_slowest, machine.alone, "time_us", pass_, count)}
     for name, ranks in machine.ways.items():
         calls[name] = functools.partial(_slowest, ranks, "time_us", pass_, count)
         if name == machine.in_graphs and pass_ != "decode":
@@ -113,9 +112,9 @@ def _measured(problem: Problem, pass_: str, machine: Machine, alone: Rank, round
             times[name] += [call()] * (number > 0)  # the first compiles
     return {
         "flops": flops,
-        "bytes": int(alone.arrays["k"].nbytes + alone.arrays["v"].nbytes),
-        "same_bits": _same_bits(problem, pass_, machine, alone) if problem.compares_bits else None,
-        "error": _error(problem, pass_, machine, alone),
+        "bytes": problem.key_bytes(machine.ranks),
+        "same_bits": _same_bits(problem, pass_, machine) if problem.compares_bits else None,
+        "error": _error(problem, pass_, machine),
         "us": {name: summarize(samples).median_us for name, samples in times.items()},
     }
 
@@ -124,9 +123,9 @@ def _slowest(ranks: Ranks, method: str, pass_: str, count: int) -> float:
     return float(max(ranks.call(method, pass_, count)))
 
 
-def _error(problem: Problem, pass_: str, machine: Machine, alone: Rank) -> float:
+def _error(problem: Problem, pass_: str, machine: Machine) -> float:
     """The largest difference of out to that of one device, relative to its largest element."""
-    whole, split, errors = alone.out().astype(np.float32), problem.split(machine.ranks), []
+    whole, split, errors = machine.alone.call("out")[0].astype(np.float32), problem.split(machine.ranks), []
     for ranks in machine.ways.values():
         found = ranks.call("out")
         for out in found if pass_ == "decode" else [split.whole(found)]:
@@ -134,9 +133,13 @@ def _error(problem: Problem, pass_: str, machine: Machine, alone: Rank) -> float
     return float(max(errors))
 
 
-def _same_bits(problem: Problem, pass_: str, machine: Machine, alone: Rank) -> bool:
+def _same_bits(problem: Problem, pass_: str, machine: Machine) -> bool:
     """Whether all ranks give what one rank gives, bit for bit, in deterministic mode."""
-    whole, split, of_lse = alone.deterministic(pass_), problem.split(machine.ranks), 1  # its place; it has no columns
+    whole, split, of_lse = (
+        machine.alone.call("deterministic", pass_)[0],
+        problem.split(machine.ranks),
+        1,
+    )  # its place; it has no columns
     for ranks in machine.ways.values():
         found = ranks.call("deterministic", pass_)
         for i, x in enumerate(whole):
@@ -155,8 +158,9 @@ def markdown(records: Sequence[Record]) -> str:
     heads = ["case", "pass", "ms on one device", *(f"ms by {way}" for way in ways)]
     heads += [*(f"speedup by {way}" for way in ways), "rate", "same bits as one rank"]
     lines = [
-        "A case has its tokens on each of the ranks; the rate is that of all ranks by the fastest way. Short calls are",
-        f"timed in a row, up to {MOST_CALLS} of them. Ranks of NCCL are processes, `threads` are ranks of one process.",
+        "A case has its tokens on each of the ranks; the rate is that of all ranks by the fastest way. One device has all",
+        "of the problem, and so has each of the others at the same time: the slowest one is shown. Short calls are timed",
+        f"in a row, up to {MOST_CALLS} of them. Ranks of NCCL are processes, `threads` are ranks of one process.",
         "",
     ]
     lines += ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]

@@ -33,7 +33,7 @@ def test_ranks_are_processes_too():
     found: list[dict[str, Any]] = []
     processes = rank.Processes(1, one_thread)
     try:
-        machine = ranks.Machine(np, {"processes": processes})
+        machine = ranks.Machine(rank.Devices(1, np, 1), {"processes": processes})
         ranks.measure(lambda _, **fields: found.append(fields), machine, PROBLEMS[:1], rounds=1)
         with pytest.raises(RuntimeError, match=r"^time_us of a rank: KeyError: 'q'$"):
             processes.call("time_us", "forward", 1)

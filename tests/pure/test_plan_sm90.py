@@ -143,14 +143,17 @@ def test_blocks_that_stay(seqlen_q, num_sms, causal):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("seqlen_q", [65, 900, 2**18])
 def test_blocks_that_leave_on_a_device_that_computes_other_things(seqlen_q, causal):
-    """Each has one tile of queries."""
+    """Each has one tile of queries, or a pair of them where there are many."""
     problem = problem_of(seqlen_q, 2**18, batch=2, heads=3, heads_kv=3, causal=causal)
     plan = choose_plan(replace(problem, shares_device=True), H200)
     (tile,), (kernel,) = plan.tiles, plan.kernels
-    units = 2 * 3 * -(-seqlen_q // (2 * tile.block_m if causal else tile.block_m))
+    m_blocks = 2 * 3 * -(-seqlen_q // tile.block_m)
+    units = 2 * 3 * -(-seqlen_q // (2 * tile.block_m)) if causal else m_blocks
+    apart = causal and seqlen_q < 2**18
     assert plan.run_time.resident_blocks == units
-    assert kernel.grid == (2 * units if causal else units)
-    assert f"{kernel.grid} blocks take one of " in plan.reason
+    assert kernel.grid == (2 * units if apart else units)
+    each = "a pair" if causal and not apart else "one"
+    assert f"{kernel.grid} blocks take {m_blocks} tiles of queries, {each} each, and leave: " in plan.reason
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
