@@ -158,9 +158,9 @@ def markdown(records: Sequence[Record]) -> str:
     heads = ["case", "pass", "ms on one device", *(f"ms by {way}" for way in ways)]
     heads += [*(f"speedup by {way}" for way in ways), "rate", "same bits as one rank"]
     lines = [
-        "A case has its tokens on each of the ranks; the rate is that of all ranks by the fastest way. One device has all",
-        "of the problem, and so has each of the others at the same time: the slowest one is shown. Short calls are timed",
-        f"in a row, up to {MOST_CALLS} of them. Ranks of NCCL are processes, `threads` are ranks of one process.",
+        "A case has its tokens on each of the ranks; the rate is that of all ranks by the fastest way. One device has",
+        "all of the problem, and so has each of the others at the same time: the slowest one is shown. Short calls are",
+        f"timed in a row, up to {MOST_CALLS} of them. Ranks of NCCL are processes, `threads` are ranks of one process.",
         "",
     ]
     lines += ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
