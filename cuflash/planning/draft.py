@@ -24,6 +24,7 @@ TABLE_WARPS = 8  # of a block that fills tables
 # What a kernel does for gradients of arrays that the score reads: CUFLASH_NEEDS_CAPTURED of
 # kernels/common/captured_gradients.cuh.
 FINDS_LARGEST, ADDS_CAPTURED, SUMS_CAPTURED = 1, 2, 3
+VECTOR_OF_MASK = 16  # keys that are read at once
 LIST_WARPS = 4  # warps of a block that lists tiles; each makes one list
 LIST_HEADER = 2  # numbers in front of a list
 # Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
@@ -182,8 +183,21 @@ class Draft:
         """Add the kernel that notes what a mask leaves of each of so many tiles."""
         elements = -(-tiles // ITEMSIZE[self.problem.softmax_dtype])
         self.scratch["mask_blocks"] = max(self.scratch.get("mask_blocks", 0), elements)
-        warps = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1}
-        self.add("around/mask_tiles.cu", tile, -(-tiles // LIST_WARPS), 0, **warps)
+        lanes = self._lanes_of_tile(tile)
+        warps = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_LANES_OF_TILE": lanes}
+        self.add("around/mask_tiles.cu", tile, -(-tiles * lanes // (32 * LIST_WARPS)), 0, **warps)
+
+    def _lanes_of_tile(self, tile: Tile) -> int:
+        """How many lanes of a warp look at a tile: a power of two, each of them at a vector, or all at what there is.
+
+        A call has few queries, or many: kernels for all lengths are compiled a few times.
+        """
+        problem = self.problem
+        if problem.mask is None or problem.mask_function is not None:
+            return 32  # a warp bounds a function over a tile
+        rows = 1 if problem.mask.strides[2] == 0 else min(tile.block_m, problem.seqlen_q)
+        vectors = max(1, rows * tile.block_n // VECTOR_OF_MASK)
+        return int(min(32, 1 << (vectors - 1).bit_length()))
 
     def _looks_at_mask(self, tile: Tile) -> bool:
         """Whether a kernel looks beforehand at what a mask leaves of tiles; if not, the reasons say why."""

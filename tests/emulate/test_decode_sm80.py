@@ -300,9 +300,10 @@ def test_blocks_share_visible_tiles_that_gather(monkeypatch):
     assert plan.run_time.resident_blocks == 8
 
 
-def test_a_mask_is_looked_at_where_that_pays(monkeypatch):
-    """Tiles that it hides from all rows are not loaded then."""
-    case = replace(CASE, kv_lengths=None, causal=False, seqlen_k=640, mask=(2, 8, 3, 640))
+@pytest.mark.parametrize(("rows", "keys"), [(1, 640), (3, 640), (3, 637)])
+def test_a_mask_is_looked_at_where_that_pays(monkeypatch, rows, keys):
+    """Tiles that it hides from all rows are not loaded then; a warp looks at several, by vectors or by bytes."""
+    case = replace(CASE, kv_lengths=None, causal=False, seqlen_q=rows, seqlen_k=keys, mask=(2, 8, rows, keys))
     arrays = case.arrays()
     arrays["mask"][:, :4, :, 100:500] = False
     problem = problem_of(case, arrays)
