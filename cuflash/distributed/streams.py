@@ -39,8 +39,8 @@ class Streams:
         """Where rows are made ready to travel, and are waited for."""
         return contextlib.nullcontext()
 
-    def arrived(self) -> None:
-        """Let calls that are made from now on come after what `rows` did until now."""
+    def arrived(self, *, in_turn: bool = False) -> None:
+        """Let the calls of a step come after what `rows` did until now; `in_turn`, after those of the step before."""
 
     def returns(self) -> AbstractContextManager[Any]:
         """Where parts of results are added, after the calls that there were, and travel."""
@@ -85,8 +85,10 @@ class CudaStreams(Streams):
         stream: AbstractContextManager[Any] = self._rows
         return stream
 
-    def arrived(self) -> None:
+    def arrived(self, *, in_turn: bool = False) -> None:
         self._wait(self._of_step, self._rows)
+        if in_turn and self._step:
+            self._wait(self._of_step, *self._streams_of(self._step - 1))
 
     def returns(self) -> AbstractContextManager[Any]:
         self._wait((self._returns,), *self._of_step)
@@ -114,9 +116,12 @@ class CudaStreams(Streams):
 
     @property
     def _of_step(self) -> Sequence[Any]:
-        """The streams of the calls of this step: those of the last priority are of all later steps, too, in turns."""
-        first, second = self._calls[min(self._step, len(OF_STEPS) - 1)]
-        return (first, second) if self._step % 2 == 0 else (second, first)
+        return self._streams_of(self._step)
+
+    def _streams_of(self, step: int) -> Sequence[Any]:
+        """The streams of the calls of a step: those of the last priority are of all later steps, too, in turns."""
+        first, second = self._calls[min(step, len(OF_STEPS) - 1)]
+        return (first, second) if step % 2 == 0 else (second, first)
 
     def _wait(self, streams: Sequence[Any], *others: Any) -> None:
         """Let streams wait for what others did until now."""
