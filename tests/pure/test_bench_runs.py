@@ -115,6 +115,14 @@ def test_contenders_take_turns():
     assert all(sorted(turns[i : i + 3]) == ["a", "b", "c"] for i in range(0, 30, 3))
 
 
+def test_after_a_pause_the_second_call_is_timed(monkeypatch):
+    log = []
+    monkeypatch.setattr("bench.timing.time.sleep", lambda seconds: log.append(seconds))
+    clock = HostClock(0.25)
+    assert clock.read_us(clock.run(lambda: log.append("call"))) >= 0
+    assert log == [0.25, "call", "call"]
+
+
 def test_calls_that_events_do_not_see_are_timed_between_waits(fake_cupy):
     log = []
 
