@@ -17,7 +17,7 @@ from .cases import PASSES, Case, Suite
 from .contender import Absent, Contender
 from .formula import Errors, Inputs, Reference, make_inputs
 from .peers import ADAPTERS
-from .timing import PAUSE_S, CudaClock, HostClock, RowClock, Timing, time_host, time_interleaved
+from .timing import LEAD_S, CudaClock, HostClock, RowClock, Timing, time_host, time_interleaved
 
 Record = dict[str, Any]
 LIMIT_S = {"cpu": 30.0, "gpu": 3.0}  # for all contenders together, one pass of one case
@@ -52,7 +52,7 @@ class Bench:
     @classmethod
     def make(cls, kind: str, seconds: float) -> Bench:
         if kind == "cpu":
-            return cls(kind, importlib.import_module("numpy"), seconds, HostClock(PAUSE_S))
+            return cls(kind, importlib.import_module("numpy"), seconds, HostClock(min(LEAD_S, seconds)))
         return cls(kind, importlib.import_module("cupy"), seconds, CudaClock())
 
     def time(

@@ -115,12 +115,13 @@ def test_contenders_take_turns():
     assert all(sorted(turns[i : i + 3]) == ["a", "b", "c"] for i in range(0, 30, 3))
 
 
-def test_after_a_pause_the_second_call_is_timed(monkeypatch):
-    log = []
-    monkeypatch.setattr("bench.timing.time.sleep", lambda seconds: log.append(seconds))
+def test_a_call_is_timed_after_others_that_are_not(monkeypatch):
+    seconds = iter([0.0, 0.1, 0.2, 0.3, 5.0, 7.5])  # begun; after each of the calls before; around the one
+    log: list[str] = []
+    monkeypatch.setattr("bench.timing.time.perf_counter", lambda: next(seconds))
     clock = HostClock(0.25)
-    assert clock.read_us(clock.run(lambda: log.append("call"))) >= 0
-    assert log == [0.25, "call", "call"]
+    assert clock.read_us(clock.run(lambda: log.append("call"))) == 2.5e6
+    assert len(log) == 4
 
 
 def test_calls_that_events_do_not_see_are_timed_between_waits(fake_cupy):
