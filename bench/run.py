@@ -20,6 +20,7 @@ from .peers import ADAPTERS
 from .timing import LEAD_S, CudaClock, HostClock, RowClock, Timing, time_host, time_interleaved
 
 Record = dict[str, Any]
+MOST_REPEATS = {"cpu": 20, "gpu": 100}
 LIMIT_S = {"cpu": 30.0, "gpu": 3.0}  # for all contenders together, one pass of one case
 
 
@@ -62,7 +63,10 @@ class Bench:
         if self.kind == "host":
             return time_host(calls, self.xp.cuda.get_current_stream().synchronize)
         clocks = {name: RowClock(self.clock, wait) for name, wait in waits.items()}
-        return time_interleaved(calls, self.clock, clocks=clocks, budget_s=self.seconds, limit_s=LIMIT_S[self.kind])
+        limit_s, at_most = LIMIT_S[self.kind], MOST_REPEATS[self.kind]
+        return time_interleaved(
+            calls, self.clock, clocks=clocks, budget_s=self.seconds, limit_s=limit_s, at_most=at_most
+        )
 
     def ceiling(self) -> Record:
         if self.kind == "cpu":

@@ -16,7 +16,7 @@ import numpy as np
 ROUNDS_BETWEEN_SYNCS = 16  # keeps the launch queue (about 1000 entries) from filling, which would stall the host
 FLUSH_BYTES = 640 * 2**20  # about 150 us of reading on an H200: the host enqueues the timed call meanwhile
 FLUSH_ROWS = 4096  # reduced side by side, so that the whole device reads
-LEAD_S = 0.03  # until the threads of another library are at rest
+LEAD_S = 0.1  # until the threads of another library are at rest
 CALLS_IN_A_ROW = 20  # where events cannot see a call
 
 
@@ -50,7 +50,7 @@ class HostClock:
     """Wall time of calls that finish before they return.
 
     With a lead, after calls for so many seconds, one at least. Threads of some libraries wait actively for the next
-    call: those of PyTorch kept both cores of a host from whatever followed for 10 ms, which then took 1.9 times as long.
+    call: those of PyTorch kept both cores of a host from whatever followed for 10 ms, which took 1.9 times as long.
     """
 
     def __init__(self, lead_s: float = 0.0) -> None:
@@ -170,8 +170,9 @@ def time_interleaved(
     clocks: Mapping[str, Clock] | None = None,
     budget_s: float = 0.15,
     limit_s: float = 3.0,
+    at_most: int = 100,
 ) -> dict[str, Timing]:
-    """Time several calls in turns, so that a drifting clock or temperature meets all of them alike.
+    """Time several calls in turns, up to so many, so that a drifting clock or temperature meets all of them alike.
 
     Those named in `clocks` have a clock of their own.
     """
@@ -180,7 +181,7 @@ def time_interleaved(
     for name, call in calls.items():
         clock_of[name].read_us(clock_of[name].run(call))
         estimates[name] = min(clock_of[name].read_us(clock_of[name].run(call)) for _ in range(2))
-    repeats = choose_repeats(estimates, budget_s=budget_s, limit_s=limit_s)
+    repeats = choose_repeats(estimates, budget_s=budget_s, limit_s=limit_s, at_most=at_most)
     samples: dict[str, list[float]] = {name: [] for name in calls}
     plan = schedule(repeats)
     with _no_garbage_collection():
