@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
+from cuflash.distributed.streams import Streams
 from cuflash.spans import cut_evenly
 from tests.pure.test_schedule import of_chunks, splits
 from tests.ranks import Parts, Whole, judge, on_threads, results_of
@@ -45,6 +46,17 @@ def test_any_split_of_any_case_keeps_the_oracle_rule(data, case, ranks, steps, n
     split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
     assume(is_clear(case, split_q))
     judge(case, results_of(case, split_q, split_k, need=need, steps=steps))
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 2**40])
+def test_steps_of_more_queries_than_a_cache_holds_go_in_turn(monkeypatch, cache_bytes):
+    """Of the backward pass, as long as parts of dq travel."""
+    in_turns: list[bool] = []
+    monkeypatch.setattr(Streams, "arrived", lambda self, *, in_turn=False: in_turns.append(in_turn))
+    monkeypatch.setattr("cuflash.distributed.execution.CACHE_BYTES", cache_bytes)
+    judge(CASE, results_of(CASE, **SPLITS, need=("dq", "dk", "dv")))
+    of_walks = 2 * CASE.num_heads_kv  # both ranks
+    assert sorted(in_turns) == [False] * of_walks + [cache_bytes == 0] * of_walks
 
 
 @settings(max_examples=12, deadline=None)
