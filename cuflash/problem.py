@@ -10,8 +10,7 @@ form: row i sees key j where
 
 With a paged cache, `diagonal` is that of an entry with all seqlen_k keys; others have their own (`aligned_to`).
 
-Of packed sequences, `batch` is their number, and `seqlen_q` and `seqlen_k` are the rows of all of them. Each is a
-problem of its own, with its own diagonal.
+Of packed sequences, each with its own diagonal, `batch` is the number; `seqlen_q` and `seqlen_k` are the rows of all.
 """
 
 from __future__ import annotations
