@@ -1,6 +1,6 @@
-// Few queries against many keys, where there are tile registers and numbers of 16 bits: queries that share keys are a
-// tile of columns, and rows of k are multiplied by it where they lie. So it takes no longer to compute with many
-// numbers than to read them.
+// Few queries against many keys of 16 bits, where there are instructions for pairs of these. With tile registers, queries
+// that share keys are a tile of columns, and rows of k are multiplied by it where they lie; without, pairs are multiplied
+// in vectors. So it takes no longer, or not much, to compute with many numbers than to read them.
 #pragma once
 
 #include "few_rows.h"
@@ -80,6 +80,77 @@ inline void add_values_of_few_pairs(const float *pairs, const KeyRows &v, long n
     }
 }
 
+#endif
+
+// Whether queries, keys and weights of a block of few rows are multiplied as pairs, in vectors: keys lie as they are
+// wanted, and so many rows share them that memory waits otherwise.
+template <class T> inline bool multiplies_pairs_of_few(const Call &call, const Block &block) {
+    return !HAS_TILES && rows_of(block) > VERY_FEW_ROWS && uses_pairs<T>(call) && call.dtype == BFLOAT16 &&
+           call.strides[K][3] == 1 && call.strides[V][3] == 1 && call.head_dim % (2 * LANES<T>) == 0 &&
+           call.head_dim_v % LANES<T> == 0;
+}
+
+#if defined(__AVX512BF16__) && !HAS_TILES
+// s = Q K^T of rows of q that are pairs.
+inline void scores_of_pairs(long num_rows, const float *q, long dim, const KeyRows &k, long num_keys, Coming coming,
+                            float *s) {
+    const long width = pairs_of(dim);
+    for_few_rows<4>(num_rows, [&](long r, auto rows) {
+        dot_products<float, Bfloat16Pair, decltype(rows)::value>(
+            q + r * width, width, k, num_keys, r == 0 ? &coming : nullptr, s + r * SCORES_STRIDE<float>);
+    });
+}
+
+// o[r] += sum of the weights p[r][j] v[j] for R rows and N vectors, two keys at a time.
+template <int R, int N>
+__attribute__((noinline)) void add_products_of_pairs(const float *pairs, const KeyRows &v, long num_keys, long d,
+                                                     const Coming *coming, float *o, long o_stride) {
+    auto words = [&](long j, int n) {
+        const Bits *p = (const Bits *)v.at[j] + d + n * LANES<float>;
+        return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    };
+    Vector<float> sums[R][N] = {};
+    for (long j = 0; j < num_keys; j += 2) {
+        const bool has_next = j + 1 < num_keys;
+        if (coming) {
+            coming->fetch(j);
+            if (has_next) coming->fetch(j + 1);
+        }
+        __m512i x[N];
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) x[n] = words(j, n);
+        if (has_next)
+#pragma GCC unroll 8
+            for (int n = 0; n < N; ++n) x[n] = _mm512_or_si512(x[n], _mm512_slli_epi32(words(j + 1, n), 16));
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const Vector<float> y = Pairs::spread(pairs + r * KEY_PAIRS + j / 2);
+#pragma GCC unroll 8
+            for (int n = 0; n < N; ++n) sums[r][n] = Pairs::add(sums[r][n], y, (Vector<float>)x[n]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) {
+            float *p = o + r * o_stride + d + n * LANES<float>;
+            store(p, load(p) + sums[r][n]);
+        }
+}
+
+// o += P V, of pairs of weights.
+inline void add_values_of_pairs(long num_rows, const float *pairs, const KeyRows &v, long num_keys, long dim,
+                                Coming coming, float *o) {
+    for_few_rows<8>(num_rows, [&](long r, auto rows) {
+        constexpr int R = decltype(rows)::value, N = R > 4 ? 2 : 4;
+        const float *p = pairs + r * KEY_PAIRS;
+        long d = 0;
+        for (; dim - d >= N * LANES<float>; d += N * LANES<float>)
+            add_products_of_pairs<R, N>(p, v, num_keys, d, r == 0 && d == 0 ? &coming : nullptr, o + r * dim, dim);
+        for (; d < dim; d += LANES<float>)
+            add_products_of_pairs<R, 1>(p, v, num_keys, d, r == 0 && d == 0 ? &coming : nullptr, o + r * dim, dim);
+    });
+}
 #endif
 
 }  // namespace

@@ -4,7 +4,7 @@
 // but not from one tile to the next.
 #pragma once
 
-#include "tiles.h"
+#include "pairs.h"
 
 namespace {
 
@@ -22,6 +22,9 @@ struct Bfloat16 {
 struct Float16 {
     uint16_t bits;
 };
+struct Bfloat16Pair {  // neighbours, which are multiplied by two of q at once
+    uint32_t bits;
+};
 
 template <class T> inline Vector<T> load_as(const T *p) { return load(p); }
 
@@ -35,6 +38,19 @@ template <class T> inline Vector<T> load_as(const Float16 *p) {
     T x[LANES<T>];
     load_float16((const uint16_t *)p, LANES<T>, x);
     return load(x);
+}
+
+template <class T> inline Vector<T> load_as(const Bfloat16Pair *p) {
+    typedef T Anywhere __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));
+    return *(const Anywhere *)p;
+}
+
+// sum + x y, where x is of S.
+template <class T, class S> inline Vector<T> multiply_add(Vector<T> sum, Vector<T> x, Vector<T> y) {
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<S, Bfloat16Pair>) return Pairs::add(sum, x, y);
+#endif
+    return sum + x * y;
 }
 
 // Rows of k or v of a tile: where each begins, and what its numbers are.
@@ -101,10 +117,10 @@ __attribute__((noinline)) void lanes_of_products(const T *q, long q_stride, long
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
             const Vector<T> y = load(q + r * q_stride + d);
-            sums0[r] += x0 * y;
-            sums1[r] += x1 * y;
-            sums2[r] += x2 * y;
-            sums3[r] += x3 * y;
+            sums0[r] = multiply_add<T, S>(sums0[r], x0, y);
+            sums1[r] = multiply_add<T, S>(sums1[r], x1, y);
+            sums2[r] = multiply_add<T, S>(sums2[r], x2, y);
+            sums3[r] = multiply_add<T, S>(sums3[r], x3, y);
         }
     }
 #pragma GCC unroll 4

@@ -358,11 +358,19 @@ inline void forward_tile_of_few(const Work &work, const Block &block, const Entr
         has_scores = has_pairs || are_numbers(num_rows, buffers.s, count);
     }
 #endif
+#if defined(__AVX512BF16__) && !HAS_TILES
+    if (multiplies_pairs_of_few<T>(call, block)) {
+        scores_of_pairs(num_rows, buffers.q, call.head_dim, k, count, coming_v, buffers.s);
+        has_scores = has_pairs = true;
+    }
+#endif
     if (!has_scores) scores_of_few(num_rows, buffers.q, sizes.dim, k, count, coming_v, buffers.s);
     weigh_rows<T>(call, scaling, entry, block, buffers, 0, num_rows, first, Keys{0, count}, buffers.s, buffers.p,
                   has_pairs, [] {});
 #if HAS_TILES
     if (has_pairs) return add_values_of_few_pairs(buffers.p, v, count, sizes.dim_v, coming_k, buffers.v, buffers.o);
+#elif defined(__AVX512BF16__)
+    if (has_pairs) return add_values_of_pairs(num_rows, buffers.p, v, count, sizes.dim_v, coming_k, buffers.o);
 #endif
     add_values_of_few(num_rows, buffers.s, v, count, sizes.dim_v, coming_k, buffers.o);
 }
@@ -377,7 +385,7 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
     const long num_rows = rows_of(block);
     const bool has_few = has_few_rows(entry, block);
     const long parts = has_few ? 0 : parts_of_numbers<T>(work);
-    if (parts == 1) {
+    if (parts == 1 || (has_few && multiplies_pairs_of_few<T>(call, block))) {
         load_row_pairs(call, Q, entry, block, call.head_dim, buffers.q, call.scale < 0);
 #if HAS_TILES
     } else if (parts == 2) {
