@@ -10,7 +10,7 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -54,6 +54,8 @@ class Parts:
     zeros: tuple[int, int] = (0, 0)  # the query and the key that count as 0: those where a packed sequence starts
     first_head: int = 0  # of calls, among all
     first_entry: int = 0  # of the batch, or packed sequence
+    # See `wide_captured`: what was widened once, for all that are made of this one by `dataclasses.replace`.
+    _widened: dict[str, Array] = field(default_factory=dict, repr=False)
 
     @functools.cached_property
     def xp(self) -> Any:
@@ -115,13 +117,16 @@ class Parts:
                 found[ORIGIN][axis] = first
         return found
 
-    @functools.cached_property
+    @property
     def wide_captured(self) -> dict[str, Array]:
         """The arrays that functions read, those of the dtype of the inputs in that of the softmax.
 
         Their gradients are of this dtype, too, so that they can be added up.
         """
-        return {name: self.widened(self.arrays[name]) for name in names_of(self.options)}
+        for name in names_of(self.options):
+            if name not in self._widened:
+                self._widened[name] = self.widened(self.arrays[name])
+        return self._widened
 
     def _packed(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """The arrays of a call, of packed sequences without the axis of the batch."""

@@ -62,6 +62,7 @@ SPILLS = {
     ("blocks", 4, 256): 24,
     ("options", 4, 256): 12,
     ("blocks", 8, 64): 12,
+    ("options", 8, 64): 12,
     ("blocks", 8, 128): 180,
 }
 SHAPES = sorted({(tile.element_bytes, tile.max_dim, tile.block_m) for tile in DECODE_TILES})
