@@ -135,11 +135,8 @@ def _error(problem: Problem, pass_: str, machine: Machine) -> float:
 
 def _same_bits(problem: Problem, pass_: str, machine: Machine) -> bool:
     """Whether all ranks give what one rank gives, bit for bit, in deterministic mode."""
-    whole, split, of_lse = (
-        machine.alone.call("deterministic", pass_)[0],
-        problem.split(machine.ranks),
-        1,
-    )  # its place; it has no columns
+    whole, split = machine.alone.call("deterministic", pass_)[0], problem.split(machine.ranks)
+    of_lse = 1  # its place; it has no columns
     for ranks in machine.ways.values():
         found = ranks.call("deterministic", pass_)
         for i, x in enumerate(whole):

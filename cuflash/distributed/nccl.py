@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.distributed.transports import Array, Message, Transport, out_of_time
+from cuflash.distributed.transports import HIGHEST_PRIORITY, Array, Message, Transport, out_of_time
 
-_HIGHEST = -100  # CUDA takes the highest priority that the device has
 _LENGTH = 8  # bytes that say how many follow
 _AT_ONCE = 8192  # bytes that ranks exchange first; most calls take no more to tell of
 
@@ -41,7 +40,7 @@ class Nccl(Transport):
         self.rank, self.size, self._send, self._receive, self._group, self._abort = _functions(comm)
         self._device = cupy.cuda.Device()
         # NCCL moves rows by blocks on multiprocessors. One that is free goes to them, and not to the next attention.
-        self._stream = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST)
+        self._stream = cupy.cuda.Stream(non_blocking=True, priority=HIGHEST_PRIORITY)
 
     def share(self, text: bytes, timeout: float) -> list[bytes]:
         said = len(text).to_bytes(_LENGTH, "little") + text

@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from cuflash.distributed.transports import HIGHEST_PRIORITY
 from cuflash.interop import module_of
 
 Array = Any
 WIDE = 16  # bytes of the largest element that CuPy copies
 AT_ONCE = 8  # arrays that a kernel copies: the argument of a kernel is of 4 KiB at most
 STEPS_APART = 2  # how many steps one stream may be ahead of another
-HIGHEST = -100  # CUDA takes the highest priority that the device has
 OF_STEPS = (-4, -3, -2)  # priorities of the first steps, and of all after them
 
 
@@ -63,7 +63,7 @@ class CudaStreams(Streams):
         self._cupy = cupy
         self._calls = [[self._stream(priority) for _ in range(2)] for priority in OF_STEPS]
         # What others wait for is little: it takes the first multiprocessors that are free.
-        self._rows, self._returns = (self._stream(HIGHEST) for _ in range(2))
+        self._rows, self._returns = (self._stream(HIGHEST_PRIORITY) for _ in range(2))
         self._others = (*(stream for pair in self._calls for stream in pair), self._rows, self._returns)
         self._main: Any = None
         self._step = 0

@@ -20,6 +20,7 @@ import numpy as np
 from cuflash.interop import module_of
 from cuflash.values import as_integer, value_error
 
+HIGHEST_PRIORITY = -100  # of a stream: CUDA takes the highest one that the device has
 Array = Any
 Message = tuple[int, Array]  # the rank at the other end, and a C-contiguous array
 

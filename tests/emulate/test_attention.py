@@ -168,15 +168,23 @@ def test_sinks_gradients_of_lse_and_dropout(dtype, arch):
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("m_blocks", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("num_sms", [1, 3])
-def test_blocks_take_pairs_of_tiles(num_sms, m_blocks, schedule):
-    """Every tile of queries once: an odd one out is alone, blocks end with different numbers of tiles."""
+@pytest.mark.parametrize(("num_sms", "shares_device"), [(1, False), (3, False), (1, True)])
+def test_blocks_take_pairs_of_tiles(num_sms, shares_device, m_blocks, schedule):
+    """Every tile of queries once: an odd one out is alone, blocks end with different numbers of tiles.
+
+    On a device that computes other things they leave after a tile or, of the most tiles, after a pair.
+    """
     tile = FORWARD_SM90_TILES[1]
     seqlen = tile.block_m * (m_blocks - 1) + 70
     case = ct.Case(seqlen_q=seqlen, seqlen_k=100, num_heads=3, head_dim=16, dtype="bfloat16", causal="top_left")
     arrays = case.arrays()
     device = replace(FEW_SMS, num_sms=num_sms)
-    results = attention.forward(problem_of(case, arrays), arrays, tiles=(tile,), arch=device, schedule=schedule)
+    problem = replace(problem_of(case, arrays), shares_device=shares_device)
+    plan = attention.plan_for(problem, "forward", arrays, device, (tile,))
+    units = 3 * -(-m_blocks // 2)
+    apart = shares_device and m_blocks < 5
+    assert plan.kernels[-1].grid == ((2 if apart else 1) * units if shares_device else min(num_sms, units))
+    results = attention.forward(problem, arrays, tiles=(tile,), arch=device, schedule=schedule)
     ct.assert_forward(case, *results)
 
 

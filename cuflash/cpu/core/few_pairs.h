@@ -129,13 +129,7 @@ __attribute__((noinline)) void add_products_of_pairs(const float *pairs, const K
             for (int n = 0; n < N; ++n) sums[r][n] = Pairs::add(sums[r][n], y, (Vector<float>)x[n]);
         }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) {
-            float *p = o + r * o_stride + d + n * LANES<float>;
-            store(p, load(p) + sums[r][n]);
-        }
+    add_sums<float>(sums, o + d, o_stride);
 }
 
 // o += P V, of pairs of weights.

@@ -153,6 +153,16 @@ inline void dot_products(const T *q, long dim, const KeyRows &k, long num_keys, 
     }
 }
 
+template <class T, int R, int N> inline void add_sums(const Vector<T> (&sums)[R][N], T *o, long o_stride) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) {
+            T *p = o + r * o_stride + n * LANES<T>;
+            store(p, load(p) + sums[r][n]);
+        }
+}
+
 // o[r] += sum of s[r][j] v[j] for R rows and N vectors. The sum is made by itself before it is added.
 template <class T, class S, int R, int N>
 __attribute__((noinline)) void add_products(const T *s, const KeyRows &v, long num_keys, long d, const Coming *coming,
@@ -171,13 +181,7 @@ __attribute__((noinline)) void add_products(const T *s, const KeyRows &v, long n
             for (int n = 0; n < N; ++n) sums[r][n] += y * x[n];
         }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) {
-            T *p = o + r * o_stride + d + n * LANES<T>;
-            store(p, load(p) + sums[r][n]);
-        }
+    add_sums<T>(sums, o + d, o_stride);
 }
 
 template <class T, class S, int R>
