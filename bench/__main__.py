@@ -10,7 +10,6 @@ from pathlib import Path
 
 from .cases import ITEMSIZE, PASSES, SUITES
 
-# Suites of `evidence`, which is imported after cores are limited.
 EVIDENCE = ("memory", "traffic", "training", "pathfinder", "rounding", "streamed", "ranks")
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--case", default="", metavar="TEXT", help="only cases whose name contains TEXT")
     run.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="folder of the JSON lines")
     run.add_argument("--seconds", type=float, default=0.15, help="time for one measurement (at least 10 runs)")
-    run.add_argument("--cores", type=int, metavar="N", help="use the first N cores only (the cpu suite: 2)")
+    run.add_argument("--cores", type=int, metavar="N", help="use the first N cores only")
     run.add_argument("--scale", type=float, default=1.0, metavar="X", help="times the seconds that pathfinder learns")
     run.add_argument("--revision", help="what to record as the revision, where there is no git checkout")
     report = commands.add_parser("report", help="render tables and plots into docs/ and the README")
@@ -65,18 +64,22 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _limit_cores(count: int | None) -> None:
-    """Restrict this process before NumPy starts its threads."""
+    """Go on with so many cores, as a new process: threads that NumPy has started keep the cores that they had."""
     if count is None:
         return
     if not hasattr(os, "sched_setaffinity"):
         sys.exit("--cores: not possible on this system")
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
+    allowed = sorted(os.sched_getaffinity(0))
+    if count < 1 or count > len(allowed):
+        sys.exit(f"--cores: got {count}, expected 1 to {len(allowed)}, which this process may use")
+    if count < len(allowed):
+        os.sched_setaffinity(0, allowed[:count])
+        os.execv(sys.executable, sys.orig_argv)
 
 
 def _run_evidence(args: argparse.Namespace) -> int:
     from .evidence import run, shown
 
-    _limit_cores(args.cores)
     try:
         records = run(args.suite, args.backend, out=args.out, revision=args.revision, scale=args.scale)
     except (ValueError, ImportError) as error:
@@ -86,10 +89,10 @@ def _run_evidence(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    _limit_cores(args.cores)
     if args.suite in EVIDENCE:
         return _run_evidence(args)
     suite = SUITES[args.suite]
-    _limit_cores(args.cores or (2 if suite.kind == "cpu" else None))
     from .report import heading, markdown
     from .run import failures, run_suite
 

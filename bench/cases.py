@@ -18,6 +18,7 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 PASSES = ("forward", "backward")
 BLOCK = 128  # rows, and keys, of a block of a block mask
+THREADS = (1, 2, 4, 8)  # of the CPU path, where some are left out
 VISIBLE = 0.9  # the fraction of a random mask that is True
 
 # What a case may have beside `causal`, in words: a contender names those that it is run without. Names of cases and
@@ -247,6 +248,11 @@ def _decode(batch: int, seqlen_k: int, seqlen_q: int) -> Case:
     return Case(head_dim=128, seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=batch, num_heads=32, num_heads_kv=8)
 
 
+def _host(dtype: str, head_dim: int, seqlen: int, causal: bool) -> Case:
+    """A row of the CPU path: one batch entry and a model width of 512."""
+    return Case(dtype=dtype, head_dim=head_dim, seqlen_q=seqlen, batch=1, num_heads=512 // head_dim, causal=causal)
+
+
 # Sixteen lengths between 57 and 6400, 16 x 2048 in all.
 MIXED = (57, 6400, 731, 2048, 1290, 3605, 402, 2960, 1777, 119, 4410, 863, 2511, 3333, 1500, 762)
 
@@ -259,9 +265,9 @@ def _packed(head_dim: int, causal: bool, lengths: tuple[int, ...] = ()) -> Case:
     )
 
 
-def _options(head_dim: int) -> tuple[Case, ...]:
+def _options(full: Case) -> tuple[Case, ...]:
     """A row without options, full and causal, and a row for each option."""
-    full, causal = _row(head_dim, 4096, False), _row(head_dim, 4096, True)
+    causal = replace(full, causal=True)
     return (
         full,
         causal,
@@ -269,7 +275,7 @@ def _options(head_dim: int) -> tuple[Case, ...]:
         replace(causal, alibi=True),
         *(replace(full, bias=axes) for axes in ("hqk", "qk", "bk")),
         *(replace(full, mask=axes) for axes in ("qk", "bk")),
-        replace(causal, window=1024),
+        replace(causal, window=full.seqlen_q // 4),
         replace(full, dropout=0.1),
         replace(causal, sinks=True),
         replace(full, kv_lengths=True),
@@ -315,7 +321,8 @@ RUNTIME = tuple(
     for options, lengths in (({}, 8), ({"causal": True}, 8), ({"mask": "qk"}, 6), ({"dropout": 0.1}, 6))
     for n in range(lengths)
 )
-OPTION_ROWS = (*_options(64), *_options(128))
+OPTION_ROWS = (*_options(_row(64, 4096, False)), *_options(_row(128, 4096, False)))
+HOST_DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 SUITES = {
     "quick": Suite(
@@ -486,14 +493,38 @@ SUITES = {
     ),
     "cpu": Suite(
         kind="cpu",
-        cases=tuple(
-            Case(dtype=dtype, head_dim=64, seqlen_q=n, batch=1, num_heads=8, causal=causal)
-            for dtype in ("float32", "float64", "bfloat16", "float16")
-            for causal in (False, True)
-            for n in (1024, 4096)
+        cases=(
+            *(_host(dtype, 64, n, causal) for dtype in HOST_DTYPES for causal in (False, True) for n in (1024, 4096)),
+            *(_host(dtype, 128, 4096, causal) for dtype in ("float32", "bfloat16") for causal in (False, True)),
         ),
         peers=("naive", "torch-cpu"),
-        about="NumPy arrays, batch 1, 8 heads, head_dim 64",
+        about="NumPy arrays, batch 1, 8 heads of 64 or 4 of 128",
+    ),
+    "cpu-options": Suite(
+        kind="cpu",
+        cases=tuple(x for dtype in HOST_DTYPES for x in _options(_host(dtype, 64, 2048, False))),
+        peers=(),
+        about="NumPy arrays: each option beside the plain call; masks are random and show "
+        f"{VISIBLE:.0%} of the pairs or keys",
+    ),
+    "cpu-decode": Suite(
+        kind="cpu",
+        cases=(
+            *(
+                Case(dtype=dtype, head_dim=128, seqlen_q=1, seqlen_k=32768, batch=1, num_heads=8)
+                for dtype in HOST_DTYPES
+            ),
+            *(replace(_decode(1, 32768, 1), dtype=dtype) for dtype in HOST_DTYPES),
+        ),
+        peers=("torch-cpu",),
+        passes=("forward",),
+        about="NumPy arrays, one query against many keys",
+    ),
+    "cpu-threads": Suite(
+        kind="cpu",
+        cases=tuple(_host(dtype, 64, 4096, causal) for dtype in ("float32", "bfloat16") for causal in (False, True)),
+        peers=tuple(f"cuflash-threads{n}" for n in THREADS),
+        about="NumPy arrays, on all cores and on some of them",
     ),
     "small": Suite(
         kind="cpu",

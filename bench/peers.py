@@ -13,12 +13,14 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from cuflash.operands import numpy_dtype
 
-from . import peers_float8, peers_torch
-from .cases import BLOCK, OPTIONS, Case
+from . import environment, peers_float8, peers_torch
+from .cases import BLOCK, OPTIONS, THREADS, Case
 from .contender import Absent, Calls, Contender, refuse, without_results
 from .formula import RANDOM, Inputs, gradient_rows, softmax_rows, times, widen
 from .functions import DOCUMENTS, FUNCTIONS
@@ -103,6 +105,27 @@ def cuflash(
     coarser = 2.0**13 if precision == "tf32" else 1.0  # 11 bits instead of 24
     need = ("dq", "dk", "dv", *others)
     return Contender(calls, plans=_describe(attn, q, k, v, **terms, need=need), coarser=coarser)
+
+
+def cuflash_threads(case: Case, inputs: Inputs, *, count: int) -> Contender:
+    """cuflash on so many of the cores that this process has."""
+    from cuflash import cpu_threads
+
+    refuse(case)
+    if inputs.xp.__name__ == "cupy":
+        raise Absent("needs NumPy arrays")
+    if count >= environment.cores():
+        raise Absent(f"needs more than {count} cores")
+
+    def on_threads(call: Callable[[], tuple[Any, ...]]) -> Callable[[], tuple[Any, ...]]:
+        def run() -> tuple[Any, ...]:
+            with cpu_threads(count):
+                return call()
+
+        return run
+
+    made = cuflash(case, inputs)
+    return replace(made, calls={name: on_threads(call) for name, call in made.calls.items()})
 
 
 def cuflash_sm80(case: Case, inputs: Inputs) -> Contender:
@@ -425,6 +448,7 @@ ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     "cudnn-fp8": peers_float8.cudnn,
     "cuflash-packed": cuflash_packed,
     "cuflash-sm80": cuflash_sm80,
+    **{f"cuflash-threads{n}": partial(cuflash_threads, count=n) for n in THREADS},
     "cuflash-steps": cuflash_steps,
     "cuflash-kv-lengths": cuflash_kv_lengths,
     **peers_torch.ADAPTERS,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .cases import PASSES, SHORT, suffixes
+from .cases import PASSES, SHORT, SUFFIXES, THREADS, suffixes
 
 Record = dict[str, Any]
 ACCURACY = "accuracy.jsonl"
@@ -37,6 +37,7 @@ TITLES = {
     "cuflash-dscale": "cuflash, with dscale",
     "cuflash-packed": "cuflash, packed",
     "cuflash-sm80": "cuflash, kernels of every device",
+    **{f"cuflash-threads{n}": f"cuflash, {n} thread{'s' * (n > 1)}" for n in THREADS},
     "cuflash-fp8": "cuflash, float8 q, k and v",
     "cuflash-fp8-cache": "cuflash, float8 k and v",
     "cudnn-fp8": "cuDNN, float8",
@@ -128,9 +129,8 @@ class Table:
     def unit(self) -> str:
         if self.in_time:
             return "microseconds"
-        if self.kind == "cpu":
-            return "GFLOP/s"
-        return "TB/s" if self.in_bytes else "TFLOP/s"
+        rate = "B/s" if self.in_bytes else "FLOP/s"
+        return ("G" if self.kind == "cpu" else "T") + rate
 
     def value(self, case: str, contender: str, pass_: str) -> float | None:
         """The number of a cell in `unit`; None where there is no time."""
@@ -139,9 +139,8 @@ class Table:
             return None
         if self.in_time:
             return float(cell["median_us"])
-        if self.in_bytes:
-            return float(cell["gbytes_per_s"]) / 1e3
-        return float(cell["tflops"]) * (1e3 if self.kind == "cpu" else 1)
+        rate = float(cell["gbytes_per_s"]) / 1e3 if self.in_bytes else float(cell["tflops"])
+        return rate * (1e3 if self.kind == "cpu" else 1)
 
     def ratio(self, case: str, pass_: str, peers: Iterable[str]) -> float | None:
         """Speed of `mine` over the best of `peers`."""
@@ -156,6 +155,18 @@ class Table:
         peers = tuple(peers)
         ratios = [x for x in (self.ratio(case, pass_, peers) for case in self.problems) if x is not None]
         return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+
+    def of_plain(self, case: str, pass_: str) -> float | None:
+        """Rate of `mine` over that of the same problem without options; None where a suite lacks one of them."""
+
+        def without_options(problem: Record) -> Record:
+            return {key: value for key, value in problem.items() if key not in SUFFIXES}
+
+        problem = self.problems[case]
+        same = [x for x, p in self.problems.items() if without_options(p) == without_options(problem)]
+        plain = next((x for x in same if not suffixes(self.problems[x], "")), case)
+        mine, base = (self.value(x, self.mine, pass_) for x in (case, plain))
+        return None if self.in_time or plain == case or mine is None or base is None else mine / base
 
     def error_ratio(self, case: str, pass_: str) -> float | None:
         """Largest error of results of `mine` in units of the plain formula's error; None where there is none."""
@@ -197,19 +208,22 @@ def markdown(records: Sequence[Record]) -> str:
     mine = TITLES[table.mine]
     heads = ["head_dim", "seqlen", "batch x heads", "mask", "dtype", *(TITLES.get(x, x) for x in table.contenders)]
     heads += [f"{mine} : {name}" for name in against]
-    heads += ["error : formula's"]
+    has_options = any(table.of_plain(case, p) for case in table.problems for p in table.passes)
+    heads += ["of the plain call"] * has_options + ["error : formula's"]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for case, problem in table.problems.items():
         cells = label(problem)
         cells += [_both(table.value(case, x, p) for p in table.passes) for x in table.contenders]
         if against:
             cells += [_both((table.ratio(case, p, peers) for p in table.passes), 2) for peers in against.values()]
+        if has_options:
+            cells += [_both((table.of_plain(case, p) for p in table.passes), 2)]
         cells += [_both((table.error_ratio(case, p) for p in table.passes), 2)]
         lines.append("| " + " | ".join(cells) + " |")
     if against and len(table.problems) > 1:
         means = [_both((table.mean_ratio(p, peers) for p in table.passes), 2) for peers in against.values()]
         blank = [""] * (4 + len(table.contenders))
-        lines.append("| " + " | ".join(["geometric mean", *blank, *means, ""]) + " |")
+        lines.append("| " + " | ".join(["geometric mean", *blank, *means, *[""] * has_options, ""]) + " |")
     return "\n".join(lines + _notes(table) + _ahead(table))
 
 
@@ -258,10 +272,10 @@ def heading(records: Sequence[Record]) -> str:
     text = f"{table.unit}, {' / '.join(table.passes)}; {run['about']}. {where_of(run)}."
     if "ceiling" in run:
         c = run["ceiling"]
-        text += (
-            f" In the same run: matrix product ({c['product']}) {_rate(c['product_tflops'])} TFLOP/s,"
-            f" copy {_rate(c['copy_tbytes_per_s'], 2)} TB/s read plus write."
-        )
+        rates = [f"matrix product ({c['product']}) {_rate(c['product_tflops'])} TFLOP/s"]
+        rates += [f"{dtype} multiply-adds {_rate(rate)} TFLOP/s" for dtype, rate in c.get("fma_tflops", {}).items()]
+        rates += [f"copy {_rate(c['copy_tbytes_per_s'], 2)} TB/s read plus write"]
+        text += f" In the same run: {', '.join(rates)}."
     return text[0].upper() + text[1:]
 
 
@@ -291,7 +305,11 @@ def _panels(table: Table) -> dict[tuple[bool, int], dict[int, str]]:
 def plots_of(records: Sequence[Record], folder: Path) -> list[Path]:
     """Where the plots of a run are: one SVG a pass; none for runs without such a grid."""
     table = Table(records)
-    return [folder / f"{table.run['suite']}_{pass_}.svg" for pass_ in table.passes] if _panels(table) else []
+    return (
+        [folder / f"{_name(table.run['suite'], table.run)}_{pass_}.svg" for pass_ in table.passes]
+        if _panels(table)
+        else []
+    )
 
 
 def plot(records: Sequence[Record], folder: Path) -> None:
@@ -416,12 +434,25 @@ def headline(records: Sequence[Record]) -> str:
 
 
 def runs(results: Path) -> dict[str, list[Record]]:
-    """The run to show of every suite that has one in `results`, in the order of `SUITES`."""
+    """The run to show of every suite that has one in `results`, in the order of `SUITES`; those of NumPy arrays with
+    each number of cores. Their names are those of their plots."""
     from .cases import SUITES
 
-    paths = {name: results / f"{name}.jsonl" for name in SUITES}
-    found = {name: latest_run(load(path)) for name, path in paths.items() if path.exists()}
-    return {name: records for name, records in found.items() if any(r["record"] == "result" for r in records)}
+    found: dict[str, list[Record]] = {}
+    for suite in SUITES:
+        path = results / f"{suite}.jsonl"
+        records = load(path) if path.exists() else []
+        name_of = {r["run"]: _name(suite, r) for r in records if r["record"] == "run"}
+        for name in sorted(set(name_of.values()), key=lambda name: (len(name), name)):
+            chosen = latest_run([r for r in records if name_of.get(r["run"]) == name])
+            if any(r["record"] == "result" for r in chosen):
+                found[name] = chosen
+    return found
+
+
+def _name(suite: str, run: Record) -> str:
+    """What a run of a suite is called: of NumPy arrays it has the number of cores behind."""
+    return f"{suite}_{run['cores']}_cores" if run["kind"] == "cpu" else suite
 
 
 def readme_part(results: Path, page: Path) -> str:
@@ -449,7 +480,7 @@ def section(results: Path, page: Path) -> str:
     parts = []
     for name, records in runs(results).items():
         if name not in IN_TIME:
-            parts.append(f"### {name}\n\n{of_suite(records, results, page)}")
+            parts.append(f"### {name.replace('_', ' ')}\n\n{of_suite(records, results, page)}")
     path = results / ACCURACY
     if path.exists():
         parts.append(f"### accuracy\n\n{accuracy(load(path))}")

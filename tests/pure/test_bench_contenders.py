@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import peers, peers_torch, report
+from bench import environment, peers, peers_torch, report
 from bench.cases import OPTIONS, SUFFIXES, SUITES, Case, Suite
-from bench.contender import Absent, refuse
+from bench.contender import Absent, Contender, refuse
 from bench.formula import Reference, make_inputs, softmax_rows
 from bench.functions import FUNCTIONS
 from bench.run import run_suite
+from cuflash.cpu.jobs import count_cores
 from tests.benched import BIASED, OPTIONAL, PLAIN, SMALL
 
 BESIDE_PEERS = [case for case in OPTIONAL if not {"dropout", "sinks", "kv_lengths"} & set(case.options)] + [
@@ -37,8 +38,12 @@ def as_tensors(torch, inputs):
 
 
 @pytest.mark.parametrize("case", [SMALL, PLAIN], ids=lambda case: case.name)
-@pytest.mark.parametrize("name", ["cuflash", "cuflash-alloc", "cuflash-deterministic", "naive", "math", "torch-cpu"])
-def test_contenders_on_the_cpu_are_right(name, case):
+@pytest.mark.parametrize(
+    "name",
+    ["cuflash", "cuflash-alloc", "cuflash-deterministic", "cuflash-threads1", "naive", "math", "torch-cpu"],
+)
+def test_contenders_on_the_cpu_are_right(name, case, monkeypatch):
+    monkeypatch.setattr(environment, "cores", lambda: 2)
     if name in ("math", "torch-cpu"):
         pytest.importorskip("torch", reason="a torch peer")
     if name == "torch-cpu" and case is SMALL:
@@ -85,6 +90,24 @@ def test_contenders_refuse_the_options_that_they_do_not_have(name):
         if option not in takes:
             with pytest.raises(Absent, match=f"^is run without {words}$"):
                 peers.ADAPTERS[name](case, make_inputs(np, case))
+
+
+def test_contenders_with_some_of_the_cores(monkeypatch):
+    asked: list[int] = []
+
+    def record_cores() -> tuple[Any, ...]:
+        asked.append(count_cores())
+        return ()
+
+    inputs = make_inputs(np, PLAIN)
+    monkeypatch.setattr(environment, "cores", lambda: 4)
+    contender = peers.ADAPTERS["cuflash-threads2"](PLAIN, inputs)
+    monkeypatch.setattr(peers, "cuflash", lambda *_: Contender({"forward": record_cores}))
+    for count in (1, 2):
+        peers.ADAPTERS[f"cuflash-threads{count}"](PLAIN, inputs).calls["forward"]()
+    assert asked == [1, 2] and contender.plans
+    with pytest.raises(Absent, match=r"^needs more than 4 cores$"):
+        peers.ADAPTERS["cuflash-threads4"](PLAIN, inputs)
 
 
 def test_refusals_name_every_option():

@@ -1,5 +1,7 @@
 """What the benchmark reports: tables and plots of synthetic runs, and the pages of the committed ones."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -39,6 +41,38 @@ def test_the_last_whole_run_is_reported(tmp_path):
     write(path, runs[2] + runs[3])
     assert {r["run"] for r in report.latest_run(report.load(path))} == {"cut"}
     assert report.latest_run([]) == []
+
+
+def test_runs_on_numpy_arrays_are_told_by_cores(tmp_path):
+    """The last whole run on each number of cores is shown, and plotted."""
+    every = []
+    for run_id, cores in (("a", 2), ("b", 16), ("c", 2)):
+        records = synthetic(run_id)
+        records[0] |= {"kind": "cpu", "suite": "cpu", "cores": cores}
+        every += records
+    write(tmp_path / "cpu.jsonl", every)
+    found = report.runs(tmp_path)
+    assert {name: {r["run"] for r in records} for name, records in found.items()} == {
+        "cpu_2_cores": {"c"},
+        "cpu_16_cores": {"b"},
+    }
+    assert list(found) == ["cpu_2_cores", "cpu_16_cores"]
+    plots = report.plots_of(found["cpu_16_cores"], tmp_path)
+    assert [path.name for path in plots] == ["cpu_16_cores_forward.svg", "cpu_16_cores_backward.svg"]
+    assert "### cpu 16 cores\n" in report.section(tmp_path, tmp_path / "page.md")
+
+
+def test_options_are_compared_with_the_plain_call():
+    plain = FA2[:2]
+    cases = (*plain, *(replace(case, softcap=9.0) for case in plain), replace(FA2[5], sinks=True))
+    records = synthetic(cases=cases)
+    for record in records:
+        if record.get("contender") == "cuflash" and record["problem"]["softcap"]:
+            record["tflops"] = 150.0
+    lines = report.markdown(records).splitlines()
+    assert lines[0].endswith("| of the plain call | error : formula's |")
+    assert [line.split(" | ")[-2] for line in lines[2:7]] == ["- / -"] * 2 + ["0.50 / 0.50"] * 2 + ["- / -"]
+    assert "of the plain call" not in report.markdown(synthetic())
 
 
 def test_decoding_is_read_in_bytes_and_the_cpu_in_gflops():

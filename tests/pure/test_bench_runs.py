@@ -1,6 +1,8 @@
 """Runs of the benchmark: the order of contenders, clocks, small runs on the CPU, and one on a stand-in for CuPy."""
 
 import json
+import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -11,7 +13,7 @@ import pytest
 
 import cuflash.testing as ct
 from bench import ceiling, peers, report
-from bench.__main__ import main
+from bench.__main__ import ROOT, main
 from bench.cases import BLOCK, SUITES, Case, Suite
 from bench.contender import Contender
 from bench.formula import make_inputs
@@ -38,6 +40,7 @@ def low_ceiling(monkeypatch):
     """Which is measured in no time."""
     monkeypatch.setattr(ceiling, "HOST_PRODUCT_SIZE", 64)
     monkeypatch.setattr(ceiling, "HOST_COPY_BYTES", 4096)
+    monkeypatch.setattr(ceiling, "_fused_multiply_adds", dict)
 
 
 def test_slow_contenders_run_on_some_cases_unless_named(tmp_path):
@@ -197,6 +200,22 @@ def test_a_run_on_the_cpu(tmp_path):
     table = report.markdown(records)
     assert table.count("\n| 8 | 24 | 2 x 2 | full | fp32 |") == 1
     assert "cuDNN: absent" in table
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no choice of cores")
+def test_a_run_on_some_of_the_cores(tmp_path):
+    """All of the process has these: threads of libraries that have begun before, too."""
+    command = [sys.executable, "-m", "bench", "run", "--suite", "small", "--case", "fp32-d16-b1-h1-", "--peers", "none"]
+    command += ["--pass", "forward", "--seconds", "0.01", "--out", str(tmp_path), "--revision", "abc", "--cores"]
+    subprocess.run([*command, "1"], cwd=ROOT, check=True, capture_output=True)
+    start, result, end = report.load(tmp_path / "small.jsonl")
+    assert start["cores"] == 1 and result["status"] == "ok"
+    assert all(rate > 0 for rate in start["ceiling"].get("fma_tflops", {}).values())
+    assert end["ceiling"].keys() == start["ceiling"].keys()
+    many = len(os.sched_getaffinity(0)) + 1
+    for count in (0, many):
+        failed = subprocess.run([*command, str(count)], cwd=ROOT, capture_output=True, text=True)
+        assert failed.returncode == 1 and f"--cores: got {count}, expected 1 to {many - 1}" in failed.stderr
 
 
 def test_a_wrong_contender_is_recorded_and_not_timed(tmp_path, monkeypatch):
