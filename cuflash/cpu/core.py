@@ -1,8 +1,8 @@
 """The compiled core of the CPU path: where its library is, how a call is handed to it, and when it is not used.
 
 The library (sources in `core/`) is built when the package is installed, if there is a C++ compiler. It has one plain C
-interface, and is called by ctypes, which lets other threads of Python run meanwhile. It starts threads of its own for a
-call, which end with it, and keeps nothing between calls.
+interface, and is called by ctypes, which lets other threads of Python run meanwhile. Threads of its own take part in
+calls that are worth it, and end when there was no call for a second.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Array = NDArray[Any]
 
 LIBRARY = Path(__file__).parent / "core" / "libcuflash.so"
 MAX_HEAD_DIM = 1024  # tiles of larger ones do not fit into a cache
-# Work, in nanoseconds of one core, that is not worth a second thread; that is worth each thread; and after which Ctrl-C
-# should have been looked for.
-SERIAL_NS = 400_000
-THREAD_NS = 150_000
+# Work, in nanoseconds of one core, that is not worth a second thread, and that is worth each thread; and the time after
+# which Ctrl-C should have been looked for.
+SERIAL_NS = 60_000
+THREAD_NS = 20_000
 PATIENCE_NS = 20_000_000
 SLICE_MS = 50
-KEPT_BYTES = 2**20  # of memory for calls without threads, in each thread of Python
+KEPT_BYTES = 2**20  # of memory for calls, in each thread of Python
 MOST_PREPARED = 64  # calls of one problem
 NO_BOUND = 2**40
 
@@ -110,7 +110,7 @@ def _load() -> _Library | str:
     if size != ctypes.sizeof(_Call) or _hash_of_sources() not in ("", sources):
         return "it was built of other sources than these: install cuflash again"
     call: list[Any] = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
-    functions.cuflash_run.argtypes = [*call, ctypes.c_void_p, ctypes.c_int64]
+    functions.cuflash_run.argtypes = [*call, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64]
     functions.cuflash_start.argtypes = [*call, ctypes.c_int, ctypes.POINTER(ctypes.c_int)]
     functions.cuflash_start.restype = ctypes.c_void_p
     functions.cuflash_wait.argtypes = [ctypes.c_void_p, ctypes.c_int]
@@ -181,14 +181,15 @@ def run(
         return
     places = map(id, given.values()) if data_offset >= 0 else (x.ctypes.data for x in given.values())
     changing = prepared.pack(seed or 0, offset or 0, *places)
-    status = _NO_THREAD
+    call = (prepared.fixed, changing, data_offset, _skipped_kinds())
+    status, threads = _NO_THREAD, 1
     if prepared.nanoseconds > SERIAL_NS:
         threads = max(1, min(count_cores(), int(prepared.nanoseconds / THREAD_NS)))
-        if threads > 1 or prepared.nanoseconds > PATIENCE_NS:
-            status = _run_on_threads(functions, (prepared.fixed, changing, data_offset, _skipped_kinds()), threads)
+        if prepared.nanoseconds > PATIENCE_NS * threads:
+            status = _run_on_threads(functions, call, threads)
     if status == _NO_THREAD:
         memory = _kept.__dict__.get("address") or _keep_memory()
-        status = functions.cuflash_run(prepared.fixed, changing, data_offset, _skipped_kinds(), memory, KEPT_BYTES)
+        status = functions.cuflash_run(*call, threads - 1, memory, KEPT_BYTES)
     if status == _UNALIGNED:
         _run_on_copies(problem, given, is_backward, seed, offset)
     if status == _OUT_OF_MEMORY:
@@ -216,7 +217,7 @@ def _keep_memory() -> int:
 
 
 def _run_on_threads(functions: Any, call: tuple[bytes, bytes, int, int], threads: int) -> int:
-    """Compute a call on threads of the core. This one waits, and handles signals in between."""
+    """Compute a long call on threads of the core. This one waits, and handles signals in between."""
     status = ctypes.c_int()
     running = functions.cuflash_start(*call, threads, ctypes.byref(status))
     if not running:

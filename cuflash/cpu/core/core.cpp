@@ -1,7 +1,5 @@
-// The interface to Python, and the threads of a call. Nothing here lives on between calls.
-#include <pthread.h>
+// The interface to Python.
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <cstddef>
@@ -10,6 +8,7 @@
 
 #include "kinds.h"
 #include "small_calls.h"
+#include "threads.h"
 
 namespace {
 
@@ -66,61 +65,6 @@ const Kernels &kernels_for(const Call &call, int limit) {
 
 enum Status { DONE, OUT_OF_MEMORY, OTHER_LAYOUT, NO_THREAD, UNALIGNED };
 
-// A call under way, computed by threads of its own.
-struct Running {
-    Work work;
-    const Kernels *kernels = nullptr;
-    pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-    pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
-    long num_threads = 0, arrived = 0, passed = 0, finished = 0;
-    bool out_of_memory = false;
-    pthread_t threads[];
-};
-
-void run_phase(Work &work, int phase, char *scratch) {
-    for (;;) {
-        const long job = work.next[phase].fetch_add(1, std::memory_order_relaxed);
-        if (job >= work.phases[phase].num_jobs || work.stopped.load(std::memory_order_relaxed)) return;
-        work.phases[phase].run(work, scratch, job);
-    }
-}
-
-void *allocate_scratch(const Work &work) {
-    void *memory = nullptr;
-    return posix_memalign(&memory, 64, work.scratch_bytes + 64) ? nullptr : memory;
-}
-
-void *run_thread(void *argument) {
-    Running &running = *(Running *)argument;
-    const Kernels &kernels = *running.kernels;
-    void *scratch = allocate_scratch(running.work);
-    kernels.begin();
-    pthread_mutex_lock(&running.mutex);
-    if (!scratch) {
-        running.out_of_memory = true;
-        running.work.stopped = true;
-    }
-    for (int phase = 0; phase < running.work.num_phases; ++phase) {
-        pthread_mutex_unlock(&running.mutex);
-        if (scratch) run_phase(running.work, phase, (char *)scratch);
-        pthread_mutex_lock(&running.mutex);
-        // All jobs of a phase are done before the next one begins.
-        if (++running.arrived == running.num_threads) {
-            running.arrived = 0;
-            ++running.passed;
-            pthread_cond_broadcast(&running.changed);
-        } else {
-            while (running.passed <= phase) pthread_cond_wait(&running.changed, &running.mutex);
-        }
-    }
-    ++running.finished;
-    pthread_cond_broadcast(&running.changed);
-    pthread_mutex_unlock(&running.mutex);
-    kernels.end();
-    free(scratch);
-    return nullptr;
-}
-
 // What changes from call to call: behind the rest of a `Call`, with Python objects or addresses in place of arrays.
 struct Changing {
     uint64_t seed, offset;
@@ -140,7 +84,7 @@ int load_call(Work &work, const void *fixed, const Changing *changing, int data_
         work.call.arrays[at] = data_offset >= 0 ? *(char **)(array + data_offset) : (char *)array;
         if ((uintptr_t)work.call.arrays[at] % work.call.sizes[at]) return UNALIGNED;
     }
-    for (auto &next : work.next) next = 0;
+    for (int phase = 0; phase < Work::MAX_PHASES; ++phase) work.next[phase] = work.done[phase] = 0;
     work.stopped = false;
     return DONE;
 }
@@ -148,6 +92,39 @@ int load_call(Work &work, const void *fixed, const Changing *changing, int data_
 void destroy(Running *running) {
     running->work.~Work();
     free(running);
+}
+
+// Ends a call, done or not.
+int end(Running *running) {
+    finish(*running);
+    const int status = running->out_of_memory ? OUT_OF_MEMORY : DONE;
+    destroy(running);
+    return status;
+}
+
+// A call that up to `num_threads` of others take part in; null, and why, where that cannot be.
+Running *prepare_call(const void *fixed, const Changing *changing, int data_offset, int limit, int num_threads,
+                      int *status) {
+    Running *running = (Running *)calloc(1, sizeof(Running) + num_threads * sizeof(Worker *));
+    *status = OUT_OF_MEMORY;
+    if (!running) return nullptr;
+    new (running) Running;
+    *status = load_call(running->work, fixed, changing, data_offset);
+    if (*status == DONE) {
+        running->kernels = &kernels_for(running->work.call, limit);
+        if (!running->kernels->prepare(running->work)) *status = OUT_OF_MEMORY;
+    }
+    if (*status == DONE) return running;
+    destroy(running);
+    return nullptr;
+}
+
+// No more threads than jobs can be at work at a time.
+long most_threads(const Running &running, long num_threads) {
+    long most = 1;
+    for (int i = 0; i < running.work.num_phases; ++i)
+        most = running.work.phases[i].num_jobs > most ? running.work.phases[i].num_jobs : most;
+    return num_threads < most ? num_threads : most;
 }
 
 }  // namespace
@@ -174,75 +151,51 @@ EXPORTED void cuflash_evaluate(int limit, int is_double, int function, const voi
     kind_of_processor(limit).kernels->evaluate(is_double, Function(function), in, out, count);
 }
 
-// Computes a call on this thread, in `memory` of so many bytes if that is enough: fresh memory has to be mapped page by
-// page, which takes longer than a small call.
-EXPORTED int cuflash_run(const void *fixed, const Changing *changing, int data_offset, int limit, void *memory,
-                         int64_t bytes) {
-    Work work;
-    int status = load_call(work, fixed, changing, data_offset);
-    if (status != DONE) return status;
-    const Kernels &kernels = kernels_for(work.call, limit);
-    if (!kernels.prepare(work)) return OUT_OF_MEMORY;
-    const bool fits = work.scratch_bytes + 64 <= bytes;
-    void *scratch = fits ? (void *)(((uintptr_t)memory + 63) / 64 * 64) : allocate_scratch(work);
-    if (!scratch) return OUT_OF_MEMORY;
-    kernels.begin();
-    for (int phase = 0; phase < work.num_phases; ++phase) run_phase(work, phase, (char *)scratch);
-    kernels.end();
+// Computes a call on this thread and `num_others` of the pool; here in `memory` of so many bytes if that is enough:
+// fresh memory has to be mapped page by page, which takes longer than a small call.
+EXPORTED int cuflash_run(const void *fixed, const Changing *changing, int data_offset, int limit, int num_others,
+                         void *memory, int64_t bytes) {
+    int status;
+    Running *running = prepare_call(fixed, changing, data_offset, limit, num_others, &status);
+    if (!running) return status;
+    const bool fits = running->work.scratch_bytes + 64 <= bytes;
+    void *scratch = fits ? (void *)(((uintptr_t)memory + 63) / 64 * 64) : allocate_scratch(running->work.scratch_bytes);
+    if (scratch) {
+        if (num_others) give(*running, most_threads(*running, num_others + 1) - 1);
+        compute(*running, (char *)scratch);
+        if (num_others) wait_until(*running, [&] { return is_done(*running); });
+    } else {
+        running->out_of_memory = true;
+    }
     if (!fits) free(scratch);
-    return DONE;
+    return end(running);
 }
 
-// Starts a call on up to `num_threads` threads of its own. Null, and why, where that cannot be.
+// Starts a call on up to `num_threads` threads of the pool. Null, and why, where that cannot be.
 EXPORTED Running *cuflash_start(const void *fixed, const Changing *changing, int data_offset, int limit,
                                 int num_threads, int *status) {
-    Running *running = (Running *)calloc(1, sizeof(Running) + num_threads * sizeof(pthread_t));
-    *status = OUT_OF_MEMORY;
+    Running *running = prepare_call(fixed, changing, data_offset, limit, num_threads, status);
     if (!running) return nullptr;
-    new (running) Running;
-    *status = load_call(running->work, fixed, changing, data_offset);
-    if (*status == DONE) {
-        running->kernels = &kernels_for(running->work.call, limit);
-        if (!running->kernels->prepare(running->work)) *status = OUT_OF_MEMORY;
-    }
-    long most = 1;
-    for (int i = 0; i < running->work.num_phases; ++i)
-        most = running->work.phases[i].num_jobs > most ? running->work.phases[i].num_jobs : most;
-    if (*status == DONE) {
-        // The lock keeps threads from their first wait until it is known how many there are.
-        pthread_mutex_lock(&running->mutex);
-        while (running->num_threads < num_threads && running->num_threads < most &&
-               pthread_create(&running->threads[running->num_threads], nullptr, run_thread, running) == 0)
-            ++running->num_threads;
-        pthread_mutex_unlock(&running->mutex);
-        if (!running->num_threads) *status = NO_THREAD;
-    }
-    if (*status == DONE) return running;
-    destroy(running);
+    give(*running, most_threads(*running, num_threads));
+    for (long i = 0; i < running->num_workers; ++i)
+        if (running->workers[i]->is_started) return running;
+    *status = NO_THREAD;
+    end(running);
     return nullptr;
 }
 
 // Whether the call is done, after at most so many milliseconds.
 EXPORTED int cuflash_wait(Running *running, int milliseconds) {
-    timespec until;
-    clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_nsec += milliseconds * 1000000L;
-    until.tv_sec += until.tv_nsec / 1000000000L;
-    until.tv_nsec %= 1000000000L;
-    pthread_mutex_lock(&running->mutex);
+    const timespec until = after_milliseconds(milliseconds);
     int error = 0;
-    while (running->finished < running->num_threads && error == 0)
-        error = pthread_cond_timedwait(&running->changed, &running->mutex, &until);
-    const bool is_done = running->finished == running->num_threads;
+    pthread_mutex_lock(&running->mutex);
+    while (!is_done(*running) && error == 0) error = pthread_cond_timedwait(&running->changed, &running->mutex, &until);
     pthread_mutex_unlock(&running->mutex);
-    return is_done;
+    return is_done(*running);
 }
 
-// Ends a call, done or not, and its threads with it.
+// Ends a call, done or not.
 EXPORTED int cuflash_finish(Running *running) {
-    running->work.stopped = true;
-    for (long i = 0; i < running->num_threads; ++i) pthread_join(running->threads[i], nullptr);
-    const int status = running->out_of_memory ? OUT_OF_MEMORY : DONE;
-    destroy(running);
-    return status;
+    stop(*running);
+    return end(running);
 }

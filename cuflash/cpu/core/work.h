@@ -43,7 +43,8 @@ struct Work {
     Call call;
     int num_phases = 0;
     Phase phases[MAX_PHASES];
-    std::atomic<long> next[MAX_PHASES];
+    std::atomic<long> next[MAX_PHASES];  // the job that is taken next
+    std::atomic<long> done[MAX_PHASES];  // jobs that are
     std::atomic<bool> stopped;
     long scratch_bytes = 0;             // of each thread
     bool adds_dq = false;               // jobs of keys add what they have for dq
