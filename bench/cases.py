@@ -282,6 +282,19 @@ def _options(full: Case) -> tuple[Case, ...]:
     )
 
 
+def _structure(seqlen: int, num_heads: int, head_dim: int, dtype: str = "bfloat16") -> Case:
+    """Triangle attention: as many rows as residues, which share a bias of pairs, and a mask of keys for each row."""
+    return Case(
+        head_dim=head_dim,
+        seqlen_q=seqlen,
+        batch=seqlen,
+        num_heads=num_heads,
+        dtype=dtype,
+        bias="hqk",
+        mask="bk",
+    )
+
+
 def _decode_options() -> tuple[Case, ...]:
     """One query without options, in every dtype, and a row for each option."""
     plain = _decode(1, 131072, 1)
@@ -403,6 +416,16 @@ SUITES = {
             ),
         },
         about=f"each option beside the plain call; masks are random and show {VISIBLE:.0%} of the pairs or keys",
+    ),
+    "structures": Suite(
+        kind="gpu",
+        cases=(
+            *(_structure(*sizes) for sizes in ((256, 4, 32), (512, 4, 32), (768, 4, 32), (512, 8, 64))),
+            _structure(384, 4, 32, "float32"),
+        ),
+        peers=("cuflash-dbias", "cuequivariance", "cudnn", "efficient", "efficient-dbias"),
+        about="models of structures: rows that share a bias of pairs, each with a mask of keys; cuDNN and the efficient"
+        " kernel get both as one array of all rows",
     ),
     "functions": Suite(
         kind="gpu",

@@ -269,6 +269,27 @@ def fa4_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms: 
     return _autograd_calls(torch, run, q, k, v, dout)
 
 
+def cuequivariance_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms: Terms) -> Calls:
+    """cuEquivariance's triangle attention, whose rows of structures share a bias; its gradient is always computed.
+
+    The bias is float32, which the kernel reads: other dtypes are cast in each call.
+    """
+    if case.bias != "hqk" or case.mask not in ("", "bk"):
+        raise Absent("needs a bias of axes hqk, and a mask of axes bk if any")
+    if case.group_size > 1:
+        raise Absent("has no grouped heads")
+    try:
+        library = importlib.import_module("cuequivariance_ops_torch")
+    except ImportError as error:
+        raise Absent(f"cuequivariance-ops-torch: {error}") from None
+    mask = terms["mask"][None] if case.mask else None
+
+    def run(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return library.triangle_attention(q[None], k[None], v[None], bias[None], mask)[0]
+
+    return _autograd_calls(torch, run, q, k, v, dout, terms["bias"].float())
+
+
 def _torch_contender(
     make_calls: Callable[..., Calls],
     case: Case,
@@ -330,9 +351,10 @@ ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     "fa2": _torch(fa2_calls, "window", "dropout"),
     "fa4": _torch(fa4_calls, "softcap", "window"),
     "efficient": _torch(efficient_calls, "bias", "mask", "dropout"),
-    "efficient-dbias": _torch(functools.partial(efficient_calls, dbias=True), "bias", needs_bias=True),
+    "efficient-dbias": _torch(functools.partial(efficient_calls, dbias=True), "bias", "mask", needs_bias=True),
     "math": _torch(math_calls, device=None),
     "math-dbias": _torch(math_calls, "bias", device=None, needs_bias=True),
+    "cuequivariance": _torch(cuequivariance_calls, "bias", "mask", needs_bias=True),
     "flex": _torch(flex_calls, "blocks_kept", "softcap", "alibi", "bias", "mask", "window", "function"),
     "torch-cpu": _torch(torch_cpu_calls, device="cpu"),
 }

@@ -199,7 +199,7 @@ def test_contenders_with_a_bias_are_right(name, case):
             peers.ADAPTERS[other](case, inputs)
 
 
-@pytest.mark.parametrize("name", ["cuflash-dbias", "efficient-dbias", "math-dbias"])
+@pytest.mark.parametrize("name", ["cuflash-dbias", "cuequivariance", "efficient-dbias", "math-dbias"])
 def test_contenders_of_a_bias_need_one(name):
     with pytest.raises(Absent, match="needs a bias"):
         peers.ADAPTERS[name](PLAIN, make_inputs(np, PLAIN))
@@ -255,7 +255,8 @@ TAKES = {
     "fa2": {"window", "dropout"},
     "fa4": {"softcap", "window"},
     "efficient": {"bias", "mask", "dropout"},
-    "efficient-dbias": {"bias"},
+    "efficient-dbias": {"bias", "mask"},
+    "cuequivariance": {"bias", "mask"},
     "math-dbias": {"bias"},
     "flex": {"blocks_kept", "softcap", "alibi", "bias", "mask", "window", "function"},
 }
@@ -308,6 +309,34 @@ def test_device_kernels_of_torch_take_options(make_calls, changes):
     calls = make_calls(torch, case, *on_meta(torch, case))
     assert [tuple(x.shape) for x in calls["forward"]()] == [case.out_shape]
     assert [tuple(x.shape) for x in calls["backward"]()] == [case.q_shape, case.k_shape, case.v_shape]
+
+
+@pytest.mark.parametrize("changes", [{"bias": "hqk"}, {"bias": "hqk", "mask": "bk"}])
+def test_cuequivariance_gets_its_axes(changes, monkeypatch):
+    """(entries, rows, heads, seqlen, dim), of which the rows are the batch; on a stand-in that checks them."""
+    torch = pytest.importorskip("torch", reason="a torch peer")
+    case = replace(PLAIN, batch=3, **changes)
+    n, d, heads = case.seqlen_q, case.head_dim, case.num_heads
+
+    def triangle_attention(q, k, v, bias, mask):
+        assert q.shape == k.shape == v.shape == (1, 3, heads, n, d) and bias.shape == (1, 1, heads, n, n)
+        scores = q @ k.mT * d**-0.5 + bias
+        if mask is not None:
+            assert mask.shape == (1, 3, 1, 1, n)
+            scores = scores.masked_fill(~mask, float("-inf"))
+        return scores.softmax(-1) @ v
+
+    module: Any = types.ModuleType("cuequivariance_ops_torch")
+    module.triangle_attention = triangle_attention
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    inputs = make_inputs(np, case)
+    calls = peers_torch.cuequivariance_calls(torch, case, *as_tensors(torch, inputs))
+    for pass_ in ("forward", "backward"):
+        results = tuple(x.detach().numpy() for x in calls[pass_]())
+        assert not any(error.wrong for error in Reference(case, inputs).errors(pass_, results).values())
+    for other in (replace(case, bias="qk", mask=""), replace(case, mask="qk")):
+        with pytest.raises(Absent, match="needs a bias of axes hqk"):
+            peers_torch.cuequivariance_calls(torch, other, None, None, None, None, {})
 
 
 @pytest.mark.parametrize("case", BESIDE_PEERS, ids=lambda case: case.name)
