@@ -96,6 +96,11 @@ class Case:
         if self.num_heads % self.num_heads_kv:
             raise ValueError(f"num_heads_kv: got {self.num_heads_kv}, expected a divisor of {self.num_heads}")
 
+    @classmethod
+    def of_record(cls, problem: Mapping[str, Any]) -> Case:
+        """The case whose fields a record has."""
+        return cls(**{**problem, "lengths": tuple(problem.get("lengths", ()))})
+
     @property
     def name(self) -> str:
         """Unique short name, made of the parts that a `--case` filter may name."""
@@ -132,6 +137,14 @@ class Case:
         """Those that are on, and all."""
         n = -(-self.seqlen_k // BLOCK)
         return max(1, round(self.blocks_kept * n)), n
+
+    @property
+    def _seen_keys(self) -> int:
+        """Those that some query sees."""
+        if self.blocks_kept:
+            seen = self.block_mask().any(axis=0)
+            return int(sum(min(BLOCK, self.seqlen_k - BLOCK * int(j)) for j in np.flatnonzero(seen)))
+        return min(self.window + self.seqlen_q - 1, self.seqlen_k) if self.window else self.seqlen_k
 
     @property
     def group_size(self) -> int:
@@ -209,8 +222,11 @@ class Case:
         return full // 2 if self.causal else full
 
     def ideal_bytes(self, pass_: str) -> int:
-        """Fewest bytes through device memory: each input read once, each result written once."""
-        inputs = sum(math.prod(shape) for shape in (self.q_shape, self.k_shape, self.v_shape))
+        """Fewest bytes through device memory: each input read once, each result written once. Keys that no query sees,
+        for a window or a block mask, are not read.
+        """
+        keys = sum(math.prod(shape) for shape in (self.k_shape, self.v_shape)) * self._seen_keys // self.seqlen_k
+        inputs = math.prod(self.q_shape) + keys
         out = math.prod(self.out_shape)
         lse_bytes = math.prod(self.out_shape[:3]) * ITEMSIZE[self.softmax_dtype]
         elements = inputs + out if pass_ == "forward" else 2 * (inputs + out)

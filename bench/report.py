@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .cases import PASSES, SHORT, SUFFIXES, THREADS, suffixes
+from .cases import PASSES, SHORT, SUFFIXES, THREADS, Case, suffixes
 
 Record = dict[str, Any]
 ACCURACY = "accuracy.jsonl"
@@ -123,7 +123,8 @@ class Table:
         self.passes = [x for x in PASSES if any(r["pass"] == x for r in results)]
         self.in_bytes = all(8 * p["seqlen_q"] <= p["seqlen_k"] for p in self.problems.values())  # decoding
         is_small = self.kind == "cpu" and all(p["seqlen_k"] <= 128 for p in self.problems.values())  # calls count
-        self.in_time = self.kind == "host" or is_small or any(p.get("blocks_kept") for p in self.problems.values())
+        is_sparse = not self.in_bytes and any(p.get("blocks_kept") for p in self.problems.values())
+        self.in_time = self.kind == "host" or is_small or is_sparse
         self.in_time |= self.run["suite"] in (*IN_TIME, *BYTES_DIFFER)
         self.mine = ABOUT.get(self.run["suite"], "cuflash")
 
@@ -141,7 +142,9 @@ class Table:
             return None
         if self.in_time:
             return float(cell["median_us"])
-        rate = float(cell["gbytes_per_s"]) / 1e3 if self.in_bytes else float(cell["tflops"])
+        rate = float(cell["tflops"])
+        if self.in_bytes:
+            rate = Case.of_record(cell["problem"]).ideal_bytes(pass_) / cell["median_us"] / 1e6
         return rate * (1e3 if self.kind == "cpu" else 1)
 
     def ratio(self, case: str, pass_: str, peers: Iterable[str]) -> float | None:

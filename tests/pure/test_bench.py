@@ -39,8 +39,9 @@ def test_work_agrees_with_the_problem(case):
     q, k, v = (abstract(shape, case.dtype) for shape in (case.q_shape, case.k_shape, case.v_shape))
     terms = {name: abstract(*term) for name, term in case.terms.items()}
     problem = problem_of(case, q, k, v, terms)
-    assert case.ideal_bytes("forward") == problem.forward_bytes
-    assert case.ideal_bytes("backward") == problem.backward_bytes
+    whole = replace(case, window=0, blocks_kept=0.0)  # a problem counts keys that nobody sees
+    assert whole.ideal_bytes("forward") == problem.forward_bytes
+    assert whole.ideal_bytes("backward") == problem.backward_bytes
     assert case.scores_bytes == problem.naive_bytes
     assert case.out_shape == problem.out_shape
     for pass_, exact in (("forward", problem.forward_flops), ("backward", problem.backward_flops)):
@@ -52,6 +53,20 @@ def test_work_agrees_with_the_problem(case):
             assert case.flops(pass_) == exact * case.block_mask().mean()
         else:
             assert case.flops(pass_) == exact
+
+
+def test_keys_that_nobody_sees_are_not_read():
+    few = Case(head_dim=64, seqlen_q=2, seqlen_k=1000, batch=3, num_heads=4, causal=True, window=300)
+    row_bytes = 3 * 4 * 2 * 64 * 2  # of k and v
+    assert replace(few, window=0).ideal_bytes("forward") - few.ideal_bytes("forward") == (1000 - 301) * row_bytes
+    blocks = Case(head_dim=64, seqlen_q=2, seqlen_k=1000, batch=3, num_heads=4, blocks_kept=0.5)
+    seen = np.repeat(blocks.block_mask().any(axis=0), 128)[:1000]
+    assert 0 < seen.sum() < 1000
+    hidden = 1000 - int(seen.sum())
+    whole = replace(blocks, blocks_kept=0.0)
+    assert whole.ideal_bytes("forward") - blocks.ideal_bytes("forward") == hidden * row_bytes
+    assert whole.ideal_bytes("backward") - blocks.ideal_bytes("backward") == 2 * hidden * row_bytes
+    assert Case.of_record({**vars(few), "lengths": []}) == few
 
 
 def test_a_number_of_operations_worked_out_by_hand():
