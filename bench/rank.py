@@ -115,7 +115,12 @@ class Rank:
 
     def end(self) -> None:
         """Let go of all memory."""
-        self.found, self.arrays, self.graphs = (), {}, {}
+        self.arrays = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of all memory but that of the arrays: ranks of several kinds share a device."""
+        self.found, self.graphs = (), {}
         if self.on_device:
             with self._entered():
                 self.xp.cuda.Device().synchronize()

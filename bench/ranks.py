@@ -106,6 +106,8 @@ def _measured(problem: Problem, pass_: str, machine: Machine, rounds: int) -> di
         calls[name] = functools.partial(_slowest, ranks, "time_us", pass_, count)
         if name == machine.in_graphs and pass_ != "decode":
             calls[f"{name} in a graph"] = functools.partial(_slowest, ranks, "graph_us", pass_, count)
+    for ranks in machine.all:
+        ranks.call("forget")
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():
