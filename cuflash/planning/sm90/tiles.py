@@ -291,13 +291,13 @@ class BackwardSm90Tile(ScoredTile):
     keeps_scores: bool = False  # in shared memory, for gradients of the cap, or of arrays that a function reads
     query_sums: int = 0  # reads of such arrays whose gradients are summed over the keys of a tile
     diagonal_sums: int = 0  # and along its diagonals
+    dim_multiple: int = 32  # columns of dq that one product makes
     origin: str = field(compare=False)
 
     defined = ("schedule",)
     variations: ClassVar = {"num_stages": (2, 3)}
 
     element_bytes = 2
-    dim_multiple = 64
     min_blocks = 1
     fragments_ahead = 0
 
@@ -514,6 +514,7 @@ DECODE_FLOAT8_SM90_TILES = (
 
 BACKWARD_SM90_TILES = (
     #             max_dim m   n   stages schedule
+    _backward_sm90(16,  64, 128, 3,     "kHoldK", ARITHMETIC, dim_multiple=16),
     _backward_sm90(64,  64, 128, 3,     "kHoldK",
                    h200("579 / 526, 478 / 348", "258 / 235, 243 / 186")),
     _backward_sm90(128, 64, 128, 3,     "kSharedDs",
