@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, Statistics, find_compiler
+from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.sm80 import BACKWARD_TILES, DQ_TILES, FORWARD_TILES
 from cuflash.planning.sm90.tiles import (
     FORWARD_FLOAT32_SM90_TILES,
@@ -144,6 +145,30 @@ def test_backward(what, data):
     forward = forward_by_oracle(problem, arrays, **case.random)
     options: dict[str, Any] = {"arch": what.device, "tiles": what.tiles, "schedule": schedule}
     ct.assert_backward(case, *attention.backward(problem, arrays, *forward, **options | case.random))
+
+
+@pytest.mark.parametrize("head_dim", [8, 16, 24, 32, 40, 80, 96, 152, 160, 200])
+@FEW
+@given(data=st.data())
+def test_columns_of_gradients_on_compute_capability_9(head_dim, data):
+    """Heads are padded to what products of dq have; the columns beyond are neither read as numbers nor written."""
+    narrower = [d for d in (8, 16, 32, 64, 96, 160) if d < head_dim]
+    case = ct.Case(
+        seqlen_q=data.draw(st.integers(1, 150)),
+        seqlen_k=data.draw(st.integers(1, 150)),
+        num_heads=2,
+        num_heads_kv=data.draw(st.sampled_from((1, 2))),
+        head_dim=head_dim,
+        head_dim_v=data.draw(st.sampled_from((head_dim, *narrower))),
+        dtype=data.draw(st.sampled_from(("float16", "bfloat16"))),
+        causal=data.draw(st.booleans()),
+    )
+    deterministic, schedule = data.draw(st.booleans()), data.draw(schedules)
+    problem, arrays = attention.inputs_of(case, deterministic=deterministic)
+    plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), "backward")
+    assert "sm90/backward.cu" in [kernel.source for kernel in plan.kernels]
+    forward, options = forward_by_oracle(problem, arrays), {"arch": "9.0", "schedule": schedule}
+    ct.assert_backward(case, *attention.backward(problem, arrays, *forward, place=attention.guarded, **options))
 
 
 # ---- What acts on the sums of rows, together -------------------------------------------------------------------------

@@ -85,6 +85,21 @@ def test_long_sequences(cupy, head_dim, dtype, causal, deterministic):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
+    "head_dim, head_dim_v", [(16, 8), (16, 16), (32, 32), (24, 64), (80, 80), (96, 128), (160, 160)]
+)
+def test_heads_between_the_usual_ones(cupy, head_dim, head_dim_v, deterministic):
+    sizes: dict[str, Any] = {"seqlen_q": 403, "seqlen_k": 700, "num_heads": 4, "num_heads_kv": 2}
+    for options in ({"causal": True}, {"bias": (4, 403, 1)}, {"mask": (403, 700)}):
+        if deterministic and "mask" in options:
+            continue
+        case = ct.Case(**sizes, **options, head_dim=head_dim, head_dim_v=head_dim_v, dtype="bfloat16")
+        arguments, terms = arguments_of(cupy, case)
+        attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
+        ct.assert_backward(case, *attn.backward(*arguments, **terms))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
     ("head_dim", "head_dim_v", "dtype"),
     [
         (320, 512, "bfloat16"),
