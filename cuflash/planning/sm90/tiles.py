@@ -291,8 +291,8 @@ class BackwardSm90Tile(ScoredTile):
     keeps_scores: bool = False  # in shared memory, for gradients of the cap, or of arrays that a function reads
     query_sums: int = 0  # reads of such arrays whose gradients are summed over the keys of a tile
     diagonal_sums: int = 0  # and along its diagonals
-    # Columns of dq that one product makes. On an H100, 32 in place of 64 make the pass 28 % faster at head_dim 32, 17 to
-    # 20 % at 80 and 96, and 9 to 13 % at 160.
+    # Columns of dq that one product makes. On an H100, 32 in place of 64 make the pass 28 % faster at head_dim 32, 17
+    # to 20 % at 80 and 96, and 9 to 13 % at 160.
     dim_multiple: int = 32
     origin: str = field(compare=False)
 
