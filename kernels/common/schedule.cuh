@@ -98,6 +98,7 @@ CUFLASH_DEVICE bool has_keys(const Params& params, const Work& work) {
 constexpr bool kTestsAllTiles = (kLooksUpMask || kHasMaskFunction || kMaskByBits) && !kHasLists;
 
 // A range of tiles [start, stop). Those in [full_start, full_stop) have every pair visible; the others need the mask.
+// With kHasEdges, those before full_start are cut by the left bound alone.
 struct TileRange {
   int start, full_start, full_stop, stop;
 };
@@ -117,6 +118,11 @@ CUFLASH_DEVICE TileRange key_tiles(const Params& params, Entry batch, int first_
   }
   if constexpr (kTestsAllTiles) full_stop = full_start;
   start = min_of(start, stop);
+  if constexpr (kHasEdges) {
+    full_stop = min_of(max_of(full_stop, start), stop);
+    full_start = min_of(max_of(full_start, start), full_stop);
+    return {start, full_start, full_stop, stop};
+  }
   full_start = min_of(full_start < start ? start : full_start, stop);
   full_stop = full_stop < full_start ? full_start : full_stop;
   return {start, full_start, full_stop, stop};
@@ -190,9 +196,6 @@ struct KeyTiles : TileRange {
     return place;
   }
 };
-
-// Whether tiles of queries see as many keys as any other, but for those near the first key or the last one.
-constexpr bool kHasWindow = kHasLeftBound && kHasRightBound;
 
 // The work of the blocks of a persistent kernel: each takes one unit of every `resident_blocks`. A unit is a tile of
 // queries. With kPairs, where later tiles see more keys, it is the n-th tile of a head from the end and the n-th from

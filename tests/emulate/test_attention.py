@@ -188,24 +188,6 @@ def test_blocks_take_pairs_of_tiles(num_sms, shares_device, m_blocks, schedule):
     ct.assert_forward(case, *results)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES[-2:], ids=str)
-@pytest.mark.parametrize("num_sms", [1, 3, 4])
-@pytest.mark.parametrize(
-    ("window", "seqlen_k", "section"),
-    [((130, 0), 630, 3), ((40, 100), 630, 2), ((200, 300), 400, 1), ((10, 150), 900, 3), ((600, 0), 630, 3)],
-)
-def test_blocks_take_whole_windows_first(window, seqlen_k, section, num_sms, schedule):
-    """Every tile of queries once, also where no tile sees a whole window, and in whatever parts heads are taken."""
-    tile = FORWARD_SM90_TILES[1]
-    sizes: dict[str, Any] = {"seqlen_q": 4 * tile.block_m + 118, "seqlen_k": seqlen_k, "num_heads": 3, "head_dim": 16}
-    case = ct.Case(**sizes, dtype="bfloat16", causal="top_left" if window[1] == 0 else False, window=window)
-    arrays = case.arrays()
-    heads_in_l2 = seqlen_k * 2 * 32 * section  # an upper bound of what the keys of short tiles take
-    device = replace(FEW_SMS, num_sms=num_sms, l2_bytes=heads_in_l2)
-    results = attention.forward(problem_of(case, arrays), arrays, tiles=(tile,), arch=device, schedule=schedule)
-    ct.assert_forward(case, *results)
-
-
 @pytest.mark.parametrize("options", [{}, {"alibi_slopes": (1,)}, {"causal": True}], ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("tile", FORWARD_SM90_TILES, ids=name_of)

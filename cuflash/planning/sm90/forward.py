@@ -176,7 +176,7 @@ def _add_persistent(
     On a device that computes other things, too, some of them would begin late, and all would wait for these at the end.
     There a block takes a pair of tiles or, where there are few, one, and leaves.
     Blocks of a cluster take a tile together, and count as one until they are launched.
-    With a window the tiles that see the whole of it come first, head by head, and the shorter ones of many heads follow.
+    With a window, tiles that see the whole of it come first, head by head, and the shorter ones of many heads follow.
     With `batch_first` the batch entries of a head are neighbours in launch order: they share what it reads.
     """
     problem = draft.problem
