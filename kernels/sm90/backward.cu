@@ -461,7 +461,7 @@ struct Consumer : Either<kSkips, KeptDsStage, OtherDsStage>::Type {
     }
     shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
     zero_last_of_64<kBlockN, kBlockM>(shared.ds + ds_at.stage * kBytesDs + first * kLineBytes, 0, thread);
-    ptx::fence_async_proxy();
+    if constexpr (!kDqHoldsDs) ptx::fence_async_proxy();
     ptx::sync_named(kConsumer + index, 128);  // so that no thread still waits for a phase when the next one is over
     arrive_as_warp(shared.ds_ring.full(ds_at));
     if (elected) {
