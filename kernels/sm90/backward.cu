@@ -52,8 +52,9 @@
 
 // Whether a consumer passes over tiles of queries that see none of its keys, but some of the other's: the first one or
 // the last one of a window. It keeps the products of its step before until its next step, and their Q and dO, so there
-// has to be a stage for each of the three.
-constexpr bool kSkips = kHasEdges && !kSplitsRoles && kNumStages > 2 && !kSumsCaptured;
+// has to be a stage for each of the three; and there have to be registers for it.
+constexpr bool kSkipsHaveRegisters = kHoldsK || (kDkFromShared && kScaleInExponent && !kHasDropout);
+constexpr bool kSkips = kHasEdges && kSkipsHaveRegisters && kNumStages > 2 && !kSumsCaptured;
 
 // The stage of dS' of the step before, of the keys of a consumer: the one that is not the next one, unless tiles are
 // passed over since.
