@@ -7,6 +7,7 @@ import pytest
 
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
+from cuflash.planning import DeviceSpec
 from cuflash.planning.sm90.tiles import BACKWARD_SM90_TILES, FORWARD_SM90_TILES
 from tests.emulate import attention
 from tests.emulate.attention import packed_sizes, problem_of
@@ -76,6 +77,17 @@ def test_packed_sequences(tile, window):
     sizes = packed_sizes((130, 70, 0, 200), (130, 190, 40, 65), 10)
     case = ct.Case(**sizes, num_heads=2, num_heads_kv=1, head_dim=16, dtype="float16", window=window)
     assert_results(case, all_results(case, arch=FEW_SMS, backward_tiles=(tile,)))
+
+
+@pytest.mark.parametrize("tile", BACKWARD_SM90_TILES[:2], ids=name_of)
+def test_blocks_that_share_queries(tile):
+    """A part may begin or end with a tile that a consumer passes over."""
+    case = ct.Case(seqlen_q=1500, seqlen_k=1500, head_dim=16, dtype="bfloat16", window=(1300, 0))
+    arrays = case.arrays()
+    device = DeviceSpec.for_arch("9.0")
+    plan = attention.plan_for(problem_of(case, arrays), "backward", arrays, device, (tile,))
+    assert plan.run_time.tail_splits > 1
+    assert_results(case, all_results(case, arch=device, backward_tiles=(tile,)))
 
 
 @pytest.mark.parametrize("tile", BACKWARD_SM90_TILES[:2], ids=name_of)
