@@ -255,6 +255,11 @@ class Problem(Given):
         """Shape of lse as the caller sees it: (..., heads, seqlen_q) in every layout."""
         return (self.batch, self.num_heads, self.seqlen_q)[4 - self.ndim :]
 
+    @property
+    def has_window(self) -> bool:
+        """Whether queries see as many keys each, but for those near the first key or the last one."""
+        return self.window_left is not None and self.window_right is not None
+
     def key_range(self, row: int) -> tuple[int, int]:
         """First and one past the last key that the window lets query `row` see, within [0, seqlen_k]."""
         first = 0 if self.window_left is None else row + self.diagonal - self.window_left

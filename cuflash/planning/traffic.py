@@ -359,9 +359,12 @@ def _keys_read(plan: Plan, tile: Tile, rows: list[int], in_all: float) -> float:
     head_bytes = problem.mean_sequence.seqlen_k * sum(_row_bytes(problem))
     heads = problem.batch * problem.num_heads
     at_once = _blocks_at_once(plan, tile, heads * len(rows))
-    # Blocks that take tiles in pairs, from both ends, take head by head.
+    # Blocks that take tiles in pairs, from both ends, take head by head. So do those that stay and take tiles that see
+    # the whole of a window, which most tiles do.
     in_pairs = any(("CUFLASH_PAIRS", 1) in kernel.defines for kernel in plan.kernels)
-    section, units = (1, -(-len(rows) // 2)) if in_pairs else (plan.run_time.head_section, len(rows))
+    stay = any(kernel.source == "sm90/forward.cu" for kernel in plan.kernels)
+    section = 1 if in_pairs or (stay and problem.has_window) else plan.run_time.head_section
+    units = -(-len(rows) // 2) if in_pairs else len(rows)
     # Query heads that share keys are neighbours.
     walk = Walk(
         heads=heads // problem.group_size,

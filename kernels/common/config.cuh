@@ -62,6 +62,8 @@ constexpr bool kBatchFirst = CUFLASH_BATCH_FIRST;
 // Options. One that is off leaves no instruction behind.
 constexpr bool kHasRightBound = CUFLASH_HAS_RIGHT_BOUND;
 constexpr bool kHasLeftBound = CUFLASH_HAS_LEFT_BOUND;
+// Queries see as many keys each, but for those near the first key or the last one.
+constexpr bool kHasWindow = kHasLeftBound && kHasRightBound;
 constexpr bool kHasSoftcap = CUFLASH_HAS_SOFTCAP;
 constexpr bool kHasAlibi = CUFLASH_HAS_ALIBI;
 constexpr bool kHasMask = CUFLASH_HAS_MASK;

@@ -80,6 +80,17 @@ CUFLASH_DEVICE Pairs pairs_noted(const Params& params, i64 matrix, int m_block, 
   return (Pairs)((const u8*)params.mask_blocks)[row * ceil_div(params.seqlen_k, kBlockN) + n_block];
 }
 
+// Whether nothing hides pairs but a window and the end of the keys. Then in tiles in front of those that the right bound
+// cuts the left bound is all that hides any.
+constexpr bool kHasEdges = kHasWindow && !kLooksUpMask && !kMaskByBits && !kHasBlockMask && !kHasMaskFunction;
+
+// The left bound of a window, asked pair by pair.
+struct LeftBound {
+  int left_offset;
+
+  CUFLASH_DEVICE bool visible(int row, int key) const { return key >= row + left_offset; }
+};
+
 // The mask of one head, asked pair by pair.
 struct Mask {
   int key_stop;
@@ -114,8 +125,13 @@ struct Mask {
   }
 
   CUFLASH_DEVICE bool visible(int row, int key) const {
-    bool seen = key < key_stop;
-    if constexpr (kHasRightBound) seen = seen && key <= row + right_offset;
+    bool seen;
+    if constexpr (kHasWindow) {
+      seen = key < min_of(key_stop, row + right_offset + 1);  // the same for all keys of a row
+    } else {
+      seen = key < key_stop;
+      if constexpr (kHasRightBound) seen = seen && key <= row + right_offset;
+    }
     if constexpr (kHasLeftBound) seen = seen && key >= row + left_offset;
     if constexpr (kLooksUpMask) seen = seen && row < seqlen_q && bytes[row * row_stride + key * key_stride] != 0;
     if constexpr (kHasBlockMask) seen = seen && row < seqlen_q && blocks.has(row / kMaskBlockM, key / kMaskBlockN);

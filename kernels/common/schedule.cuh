@@ -98,6 +98,7 @@ CUFLASH_DEVICE bool has_keys(const Params& params, const Work& work) {
 constexpr bool kTestsAllTiles = (kLooksUpMask || kHasMaskFunction || kMaskByBits) && !kHasLists;
 
 // A range of tiles [start, stop). Those in [full_start, full_stop) have every pair visible; the others need the mask.
+// With kHasEdges, those before full_start are cut by the left bound alone.
 struct TileRange {
   int start, full_start, full_stop, stop;
 };
@@ -117,6 +118,11 @@ CUFLASH_DEVICE TileRange key_tiles(const Params& params, Entry batch, int first_
   }
   if constexpr (kTestsAllTiles) full_stop = full_start;
   start = min_of(start, stop);
+  if constexpr (kHasEdges) {
+    full_stop = min_of(max_of(full_stop, start), stop);
+    full_start = min_of(max_of(full_start, start), full_stop);
+    return {start, full_start, full_stop, stop};
+  }
   full_start = min_of(full_start < start ? start : full_start, stop);
   full_stop = full_stop < full_start ? full_start : full_stop;
   return {start, full_start, full_stop, stop};
@@ -195,13 +201,17 @@ struct KeyTiles : TileRange {
 // queries. With kPairs, where later tiles see more keys, it is the n-th tile of a head from the end and the n-th from
 // the start, which together see as many keys as any other two. Where there are twice as many blocks as pairs, a block
 // has one tile, and the first half of the blocks have those from the end; not with pages, whose kernels have no register
-// to spare. With clusters of `cluster` blocks, each of which takes a unit together, `resident_blocks` counts clusters.
+// to spare. With a window the tiles that see the whole of it are the first units, head by head. The shorter ones follow,
+// from the longest to the shortest, of many heads at once; and every other round goes through the blocks backwards. So
+// the sums of what blocks have differ little. With clusters of `cluster` blocks, each of which takes a unit together,
+// `resident_blocks` counts clusters.
 template <int cluster>
 struct EntryWalkOf {
   static constexpr bool kMayPart = kPairs && kPageSize == 0;
 
   int num_m_blocks, units_of_head;
   u32 unit, num_units, step;
+  u32 two_rounds;  // kHasWindow: the units of a round and of one that goes backwards
   bool second;
 
   CUFLASH_DEVICE explicit EntryWalkOf(const Params& params)
@@ -210,7 +220,9 @@ struct EntryWalkOf {
         unit(ptx::block_index() / cluster),
         num_units(units_of_head * params.num_heads * params.batch),
         step(params.resident_blocks),
+        two_rounds(2 * step),
         second(kMayPart && unit >= step) {
+    if constexpr (kHasWindow) step = two_rounds - 1 - 2 * unit;
     if (!second) return;
     unit -= step;
     if (!has_second()) unit = num_units;
@@ -218,6 +230,7 @@ struct EntryWalkOf {
 
   CUFLASH_DEVICE bool more() const { return unit < num_units; }
   CUFLASH_DEVICE Work work(const Params& params) const {
+    if constexpr (kHasWindow) return longest_first(params);
     if constexpr (!kPairs) {
       const Place place = schedule(params, unit, num_m_blocks, params.num_heads, params.head_section, kHasRightBound);
       return work_of(params, place.block, place.head + place.batch * params.num_heads);
@@ -229,10 +242,31 @@ struct EntryWalkOf {
   CUFLASH_DEVICE void advance() {
     second = kPairs && !second && !(kMayPart && ptx::num_blocks() / cluster > step) && has_second();
     if (!second) unit += step;
+    if constexpr (kHasWindow) step = two_rounds - step;
   }
 
  private:
   CUFLASH_DEVICE bool has_second() const { return 2 * (int)(unit % units_of_head) + 1 < num_m_blocks; }
+
+  // kHasWindow. Of the tiles of a head, `before` are cut off at the first key, and those from `stop` on at the last one.
+  CUFLASH_DEVICE Work longest_first(const Params& params) const {
+    const int before = min_of(ceil_div(at_least_zero(-params.left_offset), kBlockM), num_m_blocks);
+    const int uncut = at_least_zero(params.seqlen_k - params.right_offset) / kBlockM;
+    const int stop = max_of(min_of(uncut, num_m_blocks), before), after = num_m_blocks - stop;
+    const u32 num_whole = (stop - before) * params.num_heads * params.batch;
+    const bool whole = unit < num_whole;
+    const Place place = schedule(params, whole ? unit : unit - num_whole, whole ? stop - before : before + after,
+                                 params.num_heads, whole && !kBatchFirst ? 1 : params.head_section, false);
+    int block = stop - 1 - place.block;
+    if (!whole) {
+      // From both ends in turn, as long as there are tiles at both.
+      const int turns = min_of(before, after);
+      const bool at_start = place.block < 2 * turns ? place.block % 2 == 0 : before > after;
+      const int distance = place.block < 2 * turns ? place.block / 2 : place.block - turns;
+      block = at_start ? before - 1 - distance : stop + distance;
+    }
+    return work_of(params, block, place.head + place.batch * params.num_heads);
+  }
 
   // `head` counts those of all batch entries, in launch order.
   CUFLASH_DEVICE static Work work_of(const Params& params, int block, u32 head) {

@@ -58,6 +58,15 @@ constexpr bool kLazyMaximum = kDimV <= 128 || (kFactorInExponent && !kHasDropout
 // rows have no offset before them.
 constexpr bool kLazyWhereMasked = kMaskByBits || kHasLeftBound;
 constexpr int kNTiles = kBlockN / 8;
+// Whether the product O of the last tile of keys is of its second half where these 64 queries see no more of it: with
+// 128 keys, of every other consumer. The same for scores, or for the first tile, would be serialised by the assembler.
+constexpr bool kHalvesLast = kHasEdges && kBlockN % 128 == 0;
+// In the place of Constant<true> for a tile that the left bound alone cuts.
+struct LeftEdge : Constant<true> {};
+template <class Masked>
+struct IsLeftEdge : Constant<false> {};
+template <>
+struct IsLeftEdge<LeftEdge> : Constant<true> {};
 
 // Shared memory: the ring of Q, a part of the output, the rings of K, V and what is added to their scores, barriers.
 constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
@@ -273,6 +282,19 @@ struct Consumer {
     issue_weighted<kBlockN>(o[0], p, shared.v + at.stage * kBytesV);
   }
 
+  // The same of the second half of the values in stage `key`.
+  CUFLASH_DEVICE void issue_second_half_of_o() {
+    constexpr int kFirst = kHalvesLast ? kBlockN / 2 : 0;  // key
+    shared.v_ring.full(key).wait(key.parity);
+    issue_weighted<kBlockN - kFirst>(o[0], (Fragment(&)[(kBlockN - kFirst) / 16]) p[kFirst / 16],
+                                     shared.v + key.stage * kBytesV + kFirst * kLineBytes);
+  }
+  // Whether these queries see nothing of the first half of the last tile of keys.
+  CUFLASH_DEVICE bool ends_at_second_half(const TileRange& keys) const {
+    if constexpr (!kHalvesLast) return false;
+    return tile.first_row + (int)index * 64 + common.left_offset + own_diagonal >= keys.start * kBlockN + kBlockN / 2;
+  }
+
   // What is added to the scores of the tile of keys in stage `key`.
   CUFLASH_DEVICE Addends<false> addends(int n_block) const {
     const u32 pairs = shared.bias + key.stage * kBytesBias + (index * 64 + warp_row) * kLineBytes;
@@ -281,13 +303,20 @@ struct Consumer {
   // Those of this lane's keys in the tile of keys in stage `key`, from its first one on.
   CUFLASH_DEVICE u32 numbers() const { return shared.numbers + key.stage * kBytesNumbers + fragment_column() * 4; }
   // The mask is made anew for every tile. Kept from tile to tile, it would take registers, and with a block mask spill.
-  CUFLASH_DEVICE Mask mask() const { return {common, tile.work.batch, tile.work.head, tile.key_stop, own_diagonal}; }
+  template <class Masked>
+  CUFLASH_DEVICE auto mask(Masked) const {
+    if constexpr (IsLeftEdge<Masked>::value)
+      return LeftBound{common.left_offset + own_diagonal};
+    else
+      return Mask(common, tile.work.batch, tile.work.head, tile.key_stop, own_diagonal);
+  }
   // A function that says whether an element of a tile of keys is hidden.
-  CUFLASH_DEVICE auto hidden_in(int n_block) const {
+  template <class Masked>
+  CUFLASH_DEVICE auto hidden_in(int n_block, Masked masked) const {
     if constexpr (kMaskByBits)
       return [this](int n, int i) { return !(shown[n / 8] >> bit_of(n % 8, i) & 1); };
     else
-      return [mask = mask(), row = lane_row, key = lane_key(n_block)](int n, int i) {
+      return [mask = mask(masked), row = lane_row, key = lane_key(n_block)](int n, int i) {
         return !mask.visible(row + i / 2 * 8, key + 8 * n + i % 2);
       };
   }
@@ -315,7 +344,7 @@ struct Consumer {
   // Makes scores of what Score::cap left.
   template <class Masked>
   CUFLASH_DEVICE void complete_scores(int n_block, Masked masked) {
-    const auto is_hidden = hidden_in(n_block);
+    const auto is_hidden = hidden_in(n_block, masked);
     const auto hide = [&](int n, int i) {
       if (masked && is_hidden(n, i)) s[0][n][i] = -ptx::infinity();
     };
@@ -338,22 +367,21 @@ struct Consumer {
         for (int i = 0; i < 4; ++i) hide(n, i);
     } else {
       const auto row_of = [&](int, int i) { return lane_row + i / 2 * 8; };
-      to_scores<true>(score, mask(), s, row_of, lane_key(n_block), masked);
+      to_scores<true>(score, mask(masked), s, row_of, lane_key(n_block), masked);
     }
   }
   // Makes exponentials relative to the offsets that rows have already, and adds them up.
   template <class Masked>
   CUFLASH_DEVICE void exponentiate(int n_block, float (&sum)[1][2], Masked masked) {
     if constexpr (kAddsByTile) {
-      const auto is_hidden = hidden_in(n_block);
+      const auto is_hidden = hidden_in(n_block, masked);
       addends(n_block).visit<kNTiles>([&](int n, int i, auto plus_addend) {
         s[0][n][i] = exponential(s[0][n][i] * score.factor + plus_addend(-softmax.offset[0][i / 2]));
         if (kLazyWhereMasked && masked && is_hidden(n, i)) s[0][n][i] = 0.0f;
         sum[0][i / 2] += s[0][n][i];
       });
     } else {
-      constexpr bool kMasks = kLazyWhereMasked && Masked::value;
-      complete_scores(n_block, Constant<kMasks>{});
+      complete_scores(n_block, typename Either<kLazyWhereMasked, Masked, Constant<false>>::Type{});
       softmax.exponentiate(s, scale_log2, sum);
     }
   }
@@ -451,10 +479,14 @@ struct Consumer {
     for (; n_block >= keys.full_start; --n_block) step(n_block, Constant<false>{});
     if constexpr (kHasLeftBound) {
 #pragma unroll 1
-      for (; n_block >= keys.start; --n_block) step(n_block, Constant<true>{});
+      for (; n_block >= keys.start; --n_block)
+        step(n_block, typename Either<kHasEdges, LeftEdge, Constant<true>>::Type{});
     }
     release_by_warp(empty);
-    issue_o(key);
+    if (ends_at_second_half(keys))
+      issue_second_half_of_o();
+    else
+      issue_o(key);
     wait_for<0>(o[0]);
     release(shared.v_ring.empty(key));
     key.advance();

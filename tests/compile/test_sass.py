@@ -66,12 +66,14 @@ def exponentials(code):
         yield tuple(sum("MUFU.EX2" in text for text in part) for part in (step[:wait_for_o], step[wait_for_o:]))
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"causal": True, "window": (30, None)}], ids=["full", "causal", "window"]
+)
 @pytest.mark.parametrize("tile", KEEPING, ids=lambda tile: f"{tile.max_dim}-{tile.block_m}x{tile.block_n}")
 def test_exponentials_stay_beside_the_product(tile, options):
     (kernel,) = kernels_of(tile.max_dim, (tile,), **options)
     steps = list(exponentials(instructions(kernel)))
-    assert len(steps) == 2  # with the mask and without
+    assert len(steps) == 2 + ("window" in options)  # with the mask, without, and with that of the left edge
     for before, after in steps:
         assert before >= tile.block_n // 2  # of the two rows of a lane, a quarter of the columns
         assert after == 0

@@ -192,6 +192,24 @@ def test_no_multiprocessor_idles_while_smaller_tiles_would_fill_it(heads, seqlen
     assert took[tile.block_m] == min(took.values()) or (dim == 128 and (causal or seqlen < LONG_SEQLEN))
 
 
+@pytest.mark.parametrize(
+    ("l2_mib", "window", "heads_kv", "section"),
+    [
+        (60, (1023, 0), 32, 128),
+        (30, (1023, 0), 32, 64),
+        (30, (1023, 0), 8, 128),
+        (30, (511, 512), 32, 43),
+        (0, (9, 0), 32, 1),
+    ],
+)
+def test_heads_whose_short_tiles_start_side_by_side(l2_mib, window, heads_kv, section):
+    """As many as have the keys of these tiles in L2: equal parts of all heads."""
+    problem = problem_of(4096, 4096, 64, 64, batch=4, heads=32, heads_kv=heads_kv, window=window)
+    plan = choose_plan(problem, replace(H200, l2_bytes=l2_mib << 20))
+    assert plan.run_time.head_section == section
+    assert plan.tiles[0].num_stages == 8
+
+
 def test_a_window_with_a_left_side_has_no_pairs():
     for window, pairs in (((None, 0), 1), ((5, 0), 0), ((5, None), 0), (None, 0)):
         (kernel,) = choose_plan(problem_of(window=window), H200).kernels

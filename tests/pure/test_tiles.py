@@ -162,7 +162,8 @@ def test_every_row_is_chosen_somewhere(table):
     odd = Operand(shape=(2, 4, 1024, 1024), strides=(0, 0, 1025, 1), dtype="bfloat16", alignment=2)
     for dim in (64, 128, 192, 256):
         plain = problem_of(dim=dim, dim_v=dim)
-        for problem in (masked(dim), replace(plain, bias=odd), replace(plain, dropout=0.1)):
+        window = problem_of(16384, 16384, dim, dim, window=(500, 0))
+        for problem in (masked(dim), replace(plain, bias=odd), replace(plain, dropout=0.1), window):
             tiles = choose_plan(problem, DeviceSpec.for_arch("9.0")).tiles
             chosen |= {tile.changed(mask_by_bits=False) for tile in tiles}
     assert not [tile for tile in table if tile not in chosen]

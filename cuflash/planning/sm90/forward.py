@@ -176,6 +176,7 @@ def _add_persistent(
     On a device that computes other things, too, some of them would begin late, and all would wait for these at the end.
     There a block takes a pair of tiles or, where there are few, one, and leaves.
     Blocks of a cluster take a tile together, and count as one until they are launched.
+    With a window, tiles that see the whole of it come first, head by head, and the shorter ones of many heads follow.
     With `batch_first` the batch entries of a head are neighbours in launch order: they share what it reads.
     """
     problem = draft.problem
@@ -196,6 +197,8 @@ def _add_persistent(
         # Sequences of different lengths are then spread evenly over the blocks.
         draft.set(head_section=CAUSAL_HEAD_SECTION)
         what = f"the tiles of queries of {problem.batch} packed sequences, at most {m_blocks},"
+    elif problem.has_window:  # tiles that see the whole of it come first, head by head
+        draft.set(head_section=_heads_of_short_tiles(draft))
     if batch_first:
         # They read a tile of a bias at the same time, so that all but one of them find it in L2.
         draft.set(head_section=min(problem.batch, MOST_ENTRIES_TOGETHER))
@@ -207,3 +210,18 @@ def _add_persistent(
         draft.reasons.append(f"{who} take {what}, {each} each, and leave: the device computes other things, too")
     order = {"CUFLASH_PAIRS": int(pairs), "CUFLASH_BATCH_FIRST": int(batch_first)}
     draft.add(source, tile, blocks * cluster, tile.shared_bytes(*draft.padded_dims(tile)), **order)
+
+
+def _heads_of_short_tiles(draft: Draft) -> int:
+    """How many heads have the tiles of queries that see less than a whole window side by side: equal parts of all.
+
+    The keys that these tiles see fit into L2.
+    """
+    problem = draft.problem
+    left, right = problem.window_left or 0, problem.window_right or 0
+    ends = (problem.diagonal < left) + (problem.diagonal + problem.seqlen_q + right > problem.seqlen_k)
+    keys = min(problem.seqlen_k, ends * max(left + right + 1, 0))
+    row_bytes = ITEMSIZE[draft.arrays["k"].dtype] * (problem.head_dim + problem.head_dim_v)
+    most = draft.device.l2_bytes * problem.group_size // max(keys * row_bytes, 1)
+    parts = -(-draft.heads // max(most, 1))
+    return -(-draft.heads // max(parts, 1)) or 1

@@ -31,6 +31,7 @@ SERVES = {
     "few full": "few queries without a right bound, a bias of pairs, and pairs looked up: larger tiles would leave "
     "multiprocessors idle",
     "few bounded": "few queries with a right bound, likewise",
+    "window": "a window with both bounds, likewise without a bias of pairs, such a score, and pairs looked up",
     "lists": "block masks, masks of pairs and mask functions, without a bias of pairs",
     "dropout": "dropout without a bias of pairs, and pairs that are hidden one by one",
 }
@@ -58,7 +59,9 @@ class ForwardSm90Tile(ScoredTile):
     num_stages: int
     ping_pong: bool  # consumers issue products one after another, and the softmax is kept beside a product
     q_stages: int  # tiles of queries in shared memory
-    serves: Literal["any", "no pairs", "long full", "few full", "few bounded", "lists", "bias", "dropout"] = "any"
+    serves: Literal["any", "no pairs", "long full", "few full", "few bounded", "window", "lists", "bias", "dropout"] = (
+        "any"
+    )
     origin: str = field(compare=False)
 
     defined = ("ping_pong", "q_stages")
@@ -121,6 +124,7 @@ class ForwardSm90Tile(ScoredTile):
             "long full": no_pairs and is_full and not problem.has_functions and is_long,
             "few full": no_pairs and is_full and is_few,
             "few bounded": no_pairs and not is_full and is_few,
+            "window": no_pairs and problem.has_window,
             "lists": no_pairs and (has_lists or tile.mask_by_bits),
             "bias": by_tile and by == "pairs",
             "dropout": no_pairs and problem.dropout > 0,
@@ -437,6 +441,8 @@ FORWARD_SM90_TILES = (
     _forward_sm90(64,     128, 64,  3,    True,  2, "few bounded",
                   "on an H200 12.5, 17.9 and 30.1 us, 256 x 64 beside it 18.0, 24.8 and 39.4 (16 heads, seqlen 512, "
                   "1024 and 2048 causal)"),
+    _forward_sm90(64,     256, 64,  8,    False, 2, "window",
+                  "as many stages as fit, because consumers are up to 3 tiles of keys apart; " + ARITHMETIC),
     _forward_sm90(64,     256, 64,  3,    False, 2, "no pairs",
                   h200("584 / 563, 541 / 412", "289 / 280, 287 / 216")),
     _forward_sm90(64,     256, 64,  2,    False, 2, "bias",
