@@ -50,30 +50,12 @@
 #include "sm90/products.cuh"
 #include "sm90/tiles.cuh"
 
-// Whether a consumer passes over tiles of queries that see none of its keys, but some of the other's: the first one or
-// the last one of a window. It keeps the products of its step before until its next step, and their Q and dO, so there
-// has to be a stage for each of the three; and there have to be registers for it.
-constexpr bool kSkipsHaveRegisters = kHoldsK || (kDkFromShared && kScaleInExponent && !kHasDropout);
-constexpr bool kSkips = kHasEdges && kSkipsHaveRegisters && kNumStages > 2 && !kSumsCaptured;
-
-// The stage of dS' of the step before, of the keys of a consumer: the one that is not the next one, unless tiles are
-// passed over since.
-struct OtherDsStage {
-  CUFLASH_DEVICE void keep_ds_stage(int) {}
-  CUFLASH_DEVICE int ds_stage_before(int next) const { return next ^ 1; }
-};
-struct KeptDsStage {
-  int kept_ds_stage = 0;
-  CUFLASH_DEVICE void keep_ds_stage(int stage) { kept_ds_stage = stage; }
-  CUFLASH_DEVICE int ds_stage_before(int) const { return kept_ds_stage; }
-};
-
 // A consumer warpgroup, `index` of kConsumers, of 64 keys: it makes P' and dV, or dS' and dK, or all of them.
 //
 //   [GEMM 1] S' = K Q'            [3] P' = exp(S' - lse)            [GEMM 5] dV += P' dO      [GEMM 7] dQ += dS K
 //   [GEMM 2] dP' = V dO'          [4] dS' = P' * (dP' - delta)      [GEMM 6] dK += dS' Q      (backward_dq.cuh)
 template <bool makes_dv, bool makes_dk>
-struct Consumer : Either<kSkips, KeptDsStage, OtherDsStage>::Type {
+struct Consumer {
   static constexpr bool kIssuesDpEarly = makes_dk && kDpEarly;
   static constexpr int kGradientGroups = makes_dv + makes_dk;  // of wgmma: [GEMM 5] and [GEMM 6]
   // A register for the lane is worth 3 to 5 % of a step where there is one to spare, and costs 1 to 2 % elsewhere.
@@ -125,11 +107,6 @@ struct Consumer : Either<kSkips, KeptDsStage, OtherDsStage>::Type {
     set_zero((float (&)[1][sizeof(dk) / sizeof(dk[0])][4]) dk);
     set_zero((float (&)[1][sizeof(dv) / sizeof(dv[0])][4]) dv);
   }
-
-  CUFLASH_DEVICE OwnQueries queries_of(u32 first_of) const {
-    return {common, batch, work.first_key + (int)first_of, work.key_stop};
-  }
-  CUFLASH_DEVICE OwnQueries own_queries() const { return queries_of(first); }
 
   // ---- Waiting ------------------------------------------------------------------------------------------------------
 
@@ -194,8 +171,8 @@ struct Consumer : Either<kSkips, KeptDsStage, OtherDsStage>::Type {
   CUFLASH_DEVICE void issue_gradients(bool adds, bool nothing) {
     const u64 dout = descriptor_of_transposed<kBlockM>(shared.dout + stage_before * kBytesDo);
     const u64 q = descriptor_of_transposed<kBlockM>(shared.q + stage_before * kBytesQ);
-    const u64 ds = descriptor_of(nothing ? shared.q + (kSkips ? stage_before * kBytesQ : 0)
-                                         : shared.ds + ds_stage_before(ds_at.stage) * kBytesDs + first * kLineBytes);
+    // dS' of the keys of this consumer. It wrote them last to the stage that is not the next one.
+    const u64 ds = descriptor_of(nothing ? shared.q : shared.ds + (ds_at.stage ^ 1) * kBytesDs + first * kLineBytes);
     if constexpr (kDkFromShared) ptx::sync_named(kConsumer + index, 128);
     ptx::fence_operand(dv);
     ptx::fence_operand(dk);
@@ -216,7 +193,7 @@ struct Consumer : Either<kSkips, KeptDsStage, OtherDsStage>::Type {
     // that makes dS' need not: the next tile is loaded only once each of its warps has arrived at ds_full.
     if constexpr (!makes_dk) ptx::sync_named(kConsumer + index, 128);
     if (elected && frees) {
-      if constexpr (kDkFromShared) shared.ds_ring.empty({ds_stage_before(ds_at.stage)}).arrive();
+      if constexpr (kDkFromShared) shared.ds_ring.empty({ds_at.stage ^ 1}).arrive();
       shared.do_ring.empty({stage_before}).arrive();
       shared.q_ring.empty({stage_before}).arrive();
     }
@@ -290,9 +267,7 @@ struct Consumer : Either<kSkips, KeptDsStage, OtherDsStage>::Type {
 #pragma unroll
         for (int i = 0; i < 4; ++i) p[n][i] = weights.score.with_addend(p[n][i], row_of(n, i), key_of(0, i));
     }
-    if constexpr (kHasEdges) {
-      hide_at_edges(p, first_row + fragment_column());
-    } else if constexpr (!kMaskByBits) {
+    if constexpr (!kMaskByBits) {
       weights.hide(products, masked, row_of, key_of);
     } else if (masked) {
       hide_by_bits(p, shown);
@@ -333,29 +308,6 @@ struct Consumer : Either<kSkips, KeptDsStage, OtherDsStage>::Type {
     }
   }
 
-  // Hides what the bounds of a window cut off, each in a branch of its own. `lane_query` is the first one of this lane.
-  CUFLASH_DEVICE void hide_at_edges(float (&p)[kQueryTiles][4], int lane_query) const {
-    const OwnQueries own = own_queries();
-    const auto hide = [&](auto is_hidden) {
-#pragma unroll
-      for (int n = 0; n < kQueryTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (is_hidden(8 * n + i % 2, i / 2)) p[n][i] = -ptx::infinity();
-    };
-    if (walk.m_block < own.right_stop) {
-      int first_seen[2];  // by the two keys of this lane, as queries after its first one
-      for (int half = 0; half < 2; ++half) {
-        const int key = lane_key + 8 * half;
-        first_seen[half] = key < work.key_stop ? key - common.right_offset - work.own_diagonal - lane_query : kBlockM;
-      }
-      hide([&](int query, int half) { return query < first_seen[half]; });
-    }
-    if (walk.m_block >= own.left_start) {
-      const int last_seen = lane_key - common.left_offset - work.own_diagonal - lane_query;
-      hide([&](int query, int half) { return query > last_seen + 8 * half; });
-    }
-  }
   CUFLASH_DEVICE static void hide_by_bits(float (&p)[kQueryTiles][4], u32 shown) {
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n)
@@ -446,38 +398,13 @@ struct Consumer : Either<kSkips, KeptDsStage, OtherDsStage>::Type {
       ptx::store_matrix_x4(line + ((k * 32 + lane() / 16 * 16) ^ (lane() % 8 * 16)), ds_operand[k].word);
     if constexpr (kDkFromShared || !kDqHoldsDs) ptx::fence_async_proxy();
     arrive_as_warp(shared.ds_ring.full(ds_at));
-    keep_ds_stage(ds_at.stage);
     ds_at.advance();
-  }
-
-  // Passes over a tile of queries that other consumers of the block need: dS' of these keys is 0.
-  CUFLASH_DEVICE void skip(int i) {
-    wait_for_queries(shared.q + at.stage * kBytesQ, shared.dout + at.stage * kBytesDo);
-    if constexpr (kIssuesDpEarly) shared.do_ring.full(at).wait(at.parity);
-    // Consumers that have as many steps each take turns all the same: the second one is then a tile ahead. Elsewhere a
-    // turn is passed on, before this waits for dS' that the other consumer may give back in its turn.
-    if (kSplitsTail || queries_of(0).count() != queries_of(64).count()) {
-      ping_pong.wait();
-      ping_pong.pass();
-    }
-    shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
-    zero_last_of_64<kBlockN, kBlockM>(shared.ds + ds_at.stage * kBytesDs + first * kLineBytes, 0, thread);
-    if constexpr (!kDqHoldsDs) ptx::fence_async_proxy();
-    ptx::sync_named(kConsumer + index, 128);  // so that no thread still waits for a phase when the next one is over
-    arrive_as_warp(shared.ds_ring.full(ds_at));
-    if (elected) {
-      if constexpr (kDkFromShared) shared.ds_ring.empty(ds_at).arrive();
-      shared.do_ring.empty(at).arrive();
-      shared.q_ring.empty(at).arrive();
-    }
-    ds_at.advance();
-    advance(i);
   }
 
   // ---- A step: one tile of queries ------------------------------------------------------------------------------------
   // The first step has nothing before it and makes products of it all the same, to which those of the second do not
   // add: a first step apart from the loop takes twice the instructions, and more registers.
-  CUFLASH_DEVICE void step(int i, int number) {
+  CUFLASH_DEVICE void step(int number) {
     const u32 s_q = shared.q + at.stage * kBytesQ, s_do = shared.dout + at.stage * kBytesDo;
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     float p[kQueryTiles][4], ds[kQueryTiles][4];
@@ -492,7 +419,6 @@ struct Consumer : Either<kSkips, KeptDsStage, OtherDsStage>::Type {
       shared.do_ring.full(at).wait(at.parity);
       issue_dp(ds, s_do);
     }
-    if (kSkips && number == 0) stage_before = at.stage;  // tiles passed over are given back
     issue_gradients(number > 1, number == 0);
     if constexpr (!makes_dk) ping_pong.pass();
     constexpr int kPending = kGradientGroups + kIssuesDpEarly;
@@ -511,14 +437,10 @@ struct Consumer : Either<kSkips, KeptDsStage, OtherDsStage>::Type {
       if constexpr (kSumsLate) add_to_sums(ds);
     }
     stage_before = at.stage;
-    advance(i);
-  }
-  // After step `i` of the block.
-  CUFLASH_DEVICE void advance(int i) {
     at.advance();
     [[maybe_unused]] const int head = walk.head;
     walk.advance(work.queries);
-    if constexpr (makes_dk && (kSumsScores || kSumsCaptured)) leave_sums(head, i + 1 == work.num_steps);
+    if constexpr (makes_dk && (kSumsScores || kSumsCaptured)) leave_sums(head, number + 1 == work.num_steps);
   }
 
   // The second half of a step of a consumer that makes dS': makes it, and P' and it operands. These overwrite those of
@@ -565,22 +487,14 @@ struct Consumer : Either<kSkips, KeptDsStage, OtherDsStage>::Type {
     // With shares of queries, or lists, it may meet no query of some head.
     if constexpr (makes_dk && kSumsScores && (kSplitsTail || kHasLists)) sums().leave_zeros();
     double dscale = 0;
-    int skipped = 0;
     if (work.num_steps > 0) {
       wait_for_keys();
       set_to_zero(p_operand);
       set_to_zero(ds_operand);
 #pragma unroll 1
-      for (int i = 0; i < work.num_steps; ++i) {
-        if (kSkips && !own_queries().has(walk.m_block))
-          skip(i), ++skipped;
-        else
-          step(i, i - skipped);
-      }
-      if (!kSkips || skipped < work.num_steps) {
-        issue_gradients(work.num_steps - skipped > 1, false);
-        finish_gradients(true);
-      }
+      for (int i = 0; i < work.num_steps; ++i) step(i);
+      issue_gradients(work.num_steps > 1, false);
+      finish_gradients(true);
       if constexpr (makes_dk && kNeedsDscale) dscale = warp_sum(sum_of_products<kBlockN>(rows_k, warp_key, dk));
     } else if constexpr (makes_dk && kSumsScores) {
       sums().leave_zeros();

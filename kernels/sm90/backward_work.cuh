@@ -20,23 +20,6 @@ struct Share {
   }
 };
 
-// kHasEdges: the tiles of queries that see some of 64 keys. The right bound cuts those before `right_stop`, the left one
-// those from `left_start` on.
-struct OwnQueries {
-  int start, right_stop, left_start, stop;
-
-  CUFLASH_DEVICE OwnQueries(const Params& params, Entry batch, int first_key, int key_stop) {
-    if constexpr (!kHasEdges) return;
-    const int last_key = first_key + 63;
-    const TileRange tiles = query_tiles(params, batch, first_key, last_key, key_stop);
-    start = tiles.start, stop = tiles.stop;
-    right_stop = last_key < key_stop ? tiles.full_start : stop;
-    left_start = at_least_zero(first_key - left_offset_of(params, batch) + 1) / kBlockM;
-  }
-  CUFLASH_DEVICE int count() const { return stop - start; }
-  CUFLASH_DEVICE bool has(int m_block) const { return m_block >= start && m_block < stop; }
-};
-
 // The keys of a block, and what every role walks over.
 struct BackwardWork {
   Work work;

@@ -58,9 +58,6 @@ constexpr bool kLazyMaximum = kDimV <= 128 || (kFactorInExponent && !kHasDropout
 // rows have no offset before them.
 constexpr bool kLazyWhereMasked = kMaskByBits || kHasLeftBound;
 constexpr int kNTiles = kBlockN / 8;
-// Whether the product O of the last tile of keys is of its second half where these 64 queries see no more of it: with
-// 128 keys, of every other consumer. The same for scores, or for the first tile, would be serialised by the assembler.
-constexpr bool kHalvesLast = kHasEdges && kBlockN % 128 == 0;
 // In the place of Constant<true> for a tile that the left bound alone cuts.
 struct LeftEdge : Constant<true> {};
 template <class Masked>
@@ -282,19 +279,6 @@ struct Consumer {
     issue_weighted<kBlockN>(o[0], p, shared.v + at.stage * kBytesV);
   }
 
-  // The same of the second half of the values in stage `key`.
-  CUFLASH_DEVICE void issue_second_half_of_o() {
-    constexpr int kFirst = kHalvesLast ? kBlockN / 2 : 0;  // key
-    shared.v_ring.full(key).wait(key.parity);
-    issue_weighted<kBlockN - kFirst>(o[0], (Fragment(&)[(kBlockN - kFirst) / 16]) p[kFirst / 16],
-                                     shared.v + key.stage * kBytesV + kFirst * kLineBytes);
-  }
-  // Whether these queries see nothing of the first half of the last tile of keys.
-  CUFLASH_DEVICE bool ends_at_second_half(const TileRange& keys) const {
-    if constexpr (!kHalvesLast) return false;
-    return tile.first_row + (int)index * 64 + common.left_offset + own_diagonal >= keys.start * kBlockN + kBlockN / 2;
-  }
-
   // What is added to the scores of the tile of keys in stage `key`.
   CUFLASH_DEVICE Addends<false> addends(int n_block) const {
     const u32 pairs = shared.bias + key.stage * kBytesBias + (index * 64 + warp_row) * kLineBytes;
@@ -483,10 +467,7 @@ struct Consumer {
         step(n_block, typename Either<kHasEdges, LeftEdge, Constant<true>>::Type{});
     }
     release_by_warp(empty);
-    if (ends_at_second_half(keys))
-      issue_second_half_of_o();
-    else
-      issue_o(key);
+    issue_o(key);
     wait_for<0>(o[0]);
     release(shared.v_ring.empty(key));
     key.advance();

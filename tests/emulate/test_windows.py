@@ -1,4 +1,4 @@
-"""Windows on compute capability 9.0: what each consumer passes over, the tests of each edge, and the order of tiles."""
+"""Windows on compute capability 9.0: what consumers pass over, the tests of each edge, and the order of tiles."""
 
 from dataclasses import replace
 from typing import Any
@@ -55,7 +55,7 @@ def case_of(window: str, options: str, **others: Any) -> ct.Case:
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("tile", FORWARD, ids=name_of)
 def test_forward(tile, window, options):
-    case = case_of(window, options)
+    case = case_of(window, options, **{"head_dim": tile.max_dim} if options == "plain" else {})
     arrays = case.arrays()
     results = attention.forward(problem_of(case, arrays), arrays, tiles=(tile,), arch=FEW_SMS, **case.random)
     ct.assert_forward(case, *results)
@@ -66,7 +66,7 @@ def test_forward(tile, window, options):
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("tile", BACKWARD_SM90_TILES, ids=name_of)
 def test_backward(tile, window, options, deterministic):
-    case = case_of(window, options)
+    case = case_of(window, options, **{"head_dim": tile.max_dim} if options == "plain" else {})
     results = all_results(case, arch=FEW_SMS, backward_tiles=(tile,), deterministic=deterministic)
     assert_results(case, results)
 
@@ -81,7 +81,7 @@ def test_packed_sequences(tile, window):
 
 @pytest.mark.parametrize("tile", BACKWARD_SM90_TILES[:2], ids=name_of)
 def test_blocks_that_share_queries(tile):
-    """A part may begin or end with a tile that a consumer passes over."""
+    """A part may begin or end with a tile that a bound cuts."""
     case = ct.Case(seqlen_q=1500, seqlen_k=1500, head_dim=16, dtype="bfloat16", window=(1300, 0))
     arrays = case.arrays()
     device = DeviceSpec.for_arch("9.0")

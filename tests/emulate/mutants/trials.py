@@ -132,9 +132,6 @@ _DECODE = ct.Case(
 _BIAS_GRADIENT = replace(_BIAS, mask=(2, 1, 1, 168), dropout=0.3, seed=1)
 # Bounds that cross one corner of a tile: the ends of the ranges of tiles matter.
 _WINDOW = replace(_SMALL, seqlen_q=150, seqlen_k=183, causal=True, window=(34, None), head_dim=16, head_dim_v=16)
-_KEYS_IN_A_WINDOW = replace(
-    _GROUPED, seqlen_q=330, seqlen_k=330, causal="top_left", window=(150, None), kv_lengths=(330, 201), head_dim_v=72
-)
 # The second sequence is empty on one side, the first and the last end within tiles, and rows are left.
 _PACKED = ct.Case(
     seqlen_q=320, seqlen_k=340, num_heads=4, num_heads_kv=2, head_dim=72, head_dim_v=24, dtype="float16", causal=True,
@@ -254,10 +251,6 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
         case=replace(_GROUPED, seqlen_q=900, seqlen_k=850, num_heads=2, num_heads_kv=1, window=(40, 300)),
         tiles=_sm90(),
         num_sms=3,
-    ),
-    "backward sm90 window": Trial(case=_KEYS_IN_A_WINDOW, tiles=(replace(_BACKWARD_SM90, num_stages=3),), num_sms=1),
-    "backward sm90 window shared": Trial(
-        case=_KEYS_IN_A_WINDOW, tiles=(replace(_DK_FROM_SHARED, num_stages=3),), num_sms=1
     ),
     "sm90 even pairs": Trial(case=replace(_SMALL, seqlen_q=400, causal="top_left"), tiles=_sm90(), num_sms=3),
     "float32 sm90": Trial(case=_PARTS, tiles=_float32_sm90(), num_sms=1),
