@@ -141,3 +141,14 @@ def check_array(name: str, array: Shaped, shape: tuple[int, ...], dtype: str) ->
         raise type_error(name, f"dtype {array.dtype}", dtype)
     if tuple(array.shape) != shape:
         raise value_error(name, f"shape {tuple(array.shape)}", f"{shape}")
+
+
+def block_of_scales(count: int, keys: int) -> int:
+    """The power of two that is the length of `count` blocks of `keys` keys, at least two; 0 where there is none.
+
+    No other power of two makes as many blocks: half of it makes nearly twice as many.
+    """
+    block = 1
+    while -(-keys // block) > max(count, 1):
+        block *= 2
+    return block if -(-keys // block) == count else 0

@@ -27,6 +27,7 @@ from cuflash.operands import (
     ITEMSIZE,
     Operand,
     Shaped,
+    block_of_scales,
     broadcast_operand,
     check_dtype,
     layout_of,
@@ -494,17 +495,6 @@ def _block_mask_operand(array: Shaped, block_size: tuple[int, int], sizes: Mappi
         raise value_error("block_mask", f"shape {tuple(array.shape)}", expected)
     target = (sizes["batch"], sizes["num_heads"], *num_blocks)
     return broadcast_operand("block_mask", array, target, "(batch, num_heads, blocks of q, blocks of k)")
-
-
-def block_of_scales(count: int, keys: int) -> int:
-    """The power of two that is the length of `count` blocks of `keys` keys, at least two; 0 where there is none.
-
-    No other power of two makes as many blocks: half of it makes nearly twice as many.
-    """
-    block = 1
-    while -(-keys // block) > max(count, 1):
-        block *= 2
-    return block if -(-keys // block) == count else 0
 
 
 def _scale_operand(name: str, array: Shaped, of: Operand, first: str) -> Operand:

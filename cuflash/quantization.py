@@ -13,9 +13,8 @@ import numpy as np
 
 from cuflash import interop
 from cuflash.float8 import LARGEST, Float8Array, decode, encode, float8_dtype
-from cuflash.operands import DTYPES, FLOAT8, numpy_dtype
+from cuflash.operands import DTYPES, FLOAT8, block_of_scales, numpy_dtype
 from cuflash.options import LAYOUTS
-from cuflash.problem import block_of_scales
 from cuflash.values import as_bool, as_integer, check_choice, type_error, value_error
 
 Array = Any  # a NumPy or CuPy array, or a `Float8Array`

@@ -90,6 +90,14 @@ struct LeftBound {
 
   CUFLASH_DEVICE bool visible(int row, int key) const { return key >= row + left_offset; }
 };
+// In the place of Constant<true> for a tile that it alone cuts.
+struct LeftEdge : Constant<true> {};
+template <class Masked>
+struct IsLeftEdge : Constant<false> {};
+template <>
+struct IsLeftEdge<LeftEdge> : Constant<true> {};
+// What tells of a tile in front of those that have every pair visible.
+using InFront = Either<kHasEdges, LeftEdge, Constant<true>>::Type;
 
 // The mask of one head, asked pair by pair.
 struct Mask {

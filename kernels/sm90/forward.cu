@@ -54,16 +54,9 @@ constexpr bool kDropsLate = kDimV > 192;
 // Whether the maxima of a tile are computed only if a sum became too large. Where there are no registers to do a tile
 // again, they are always computed first.
 constexpr bool kLazyMaximum = kDimV <= 128 || (kFactorInExponent && !kHasDropout);
-// Whether that is so for tiles with hidden pairs, too. It is not where such tiles are the first ones, at the diagonal:
-// rows have no offset before them.
+// Whether that is so for tiles with hidden pairs, too: rows have no offset where these come first, at the diagonal.
 constexpr bool kLazyWhereMasked = kMaskByBits || kHasLeftBound;
 constexpr int kNTiles = kBlockN / 8;
-// In the place of Constant<true> for a tile that the left bound alone cuts.
-struct LeftEdge : Constant<true> {};
-template <class Masked>
-struct IsLeftEdge : Constant<false> {};
-template <>
-struct IsLeftEdge<LeftEdge> : Constant<true> {};
 
 // Shared memory: the ring of Q, a part of the output, the rings of K, V and what is added to their scores, barriers.
 constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
@@ -463,8 +456,7 @@ struct Consumer {
     for (; n_block >= keys.full_start; --n_block) step(n_block, Constant<false>{});
     if constexpr (kHasLeftBound) {
 #pragma unroll 1
-      for (; n_block >= keys.start; --n_block)
-        step(n_block, typename Either<kHasEdges, LeftEdge, Constant<true>>::Type{});
+      for (; n_block >= keys.start; --n_block) step(n_block, InFront{});
     }
     release_by_warp(empty);
     issue_o(key);

@@ -16,9 +16,9 @@ from cuflash import interop, reference
 from cuflash.binding import bind
 from cuflash.cpu import core
 from cuflash.float8 import LARGEST, Float8Array, encode
-from cuflash.operands import FLOAT8, numpy_dtype
+from cuflash.operands import FLOAT8, block_of_scales, numpy_dtype
 from cuflash.options import Options
-from cuflash.problem import block_of_scales, make_problem
+from cuflash.problem import make_problem
 from cuflash.quantization import PER
 from cuflash.testing import Case
 

@@ -195,7 +195,7 @@ MUTANTS = (
            "    for (int n_block = keys.start - 1; n_block >= tile.keys.start; --n_block) consumer.skip();\n", "",
            "sm90 window"),
     mutant("the left edge of the window is not masked", FORWARD,
-           "typename Either<kHasEdges, LeftEdge, Constant<true>>::Type{}", "Constant<false>{}", "sm90 window"),
+           "step(n_block, InFront{});", "step(n_block, Constant<false>{});", "sm90 window"),
     mutant("the product is done again on the first stage", FORWARD,
            "line_k = shared.k + key.stage * kBytesK + (lane % 8", "line_k = shared.k + (lane % 8", "sm90 spread"),
     mutant("the product done again adds", FORWARD, "    set_zero(s);\n" "#pragma", "#pragma", "sm90 spread"),

@@ -1,0 +1,58 @@
+"""Calls of the compiled core of the CPU path, and its library."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import cuflash.testing as ct
+from cuflash import cpu
+from cuflash.cpu import core
+
+CHECKOUT = Path(__file__).parents[1]
+
+
+def functions():
+    """Those of the library."""
+    library = core._load()
+    assert not isinstance(library, str), library
+    return library.functions
+
+
+def run(case, without=(), **replaced):
+    """out, lse and every gradient that there is, by name."""
+    arrays, problem = case.arrays() | replaced, case.problem
+    inputs, need = ct.qkv(arrays), [x for x in ct.gradients_of(problem) if x not in without]
+    out, lse = cpu.forward(problem, *inputs, **ct.optional(arrays) | case.random)
+    results = {"out": out, "lse": lse}
+    if "dout" in arrays:
+        terms = {**ct.optional_backward(arrays), **case.random, "need": need}
+        gradients = cpu.backward(problem, arrays["dout"], *inputs, out, lse, **terms)
+        results |= zip(need, gradients, strict=True)
+    return results
+
+
+def judge(case, results):
+    ct.assert_forward(case, results["out"], results["lse"])
+    if "dq" in results:
+        ct.assert_backward(case, **{name: x for name, x in results.items() if name[0] == "d"})
+
+
+def assert_same_bits(results, expected):
+    for name, x in expected.items():
+        x, y = (np.ascontiguousarray(value).reshape(-1) for value in (results[name], x))
+        assert np.array_equal(x.view(np.uint8), y.view(np.uint8)), name
+
+
+def much_work(patch):
+    """Work of any size is worth any number of threads."""
+    patch.setattr(core, "SERIAL_NS", -1)
+    patch.setattr(core, "THREAD_NS", 1e-3)
+
+
+def run_python(code, **environment):
+    command = [sys.executable, "-c", code]
+    env = {**os.environ, "PYTHONPATH": str(CHECKOUT), **environment}
+    return subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=120).stdout
