@@ -97,8 +97,9 @@ constexpr bool kSparesRegisters =
 constexpr int kConsumerRegisters = kNeedsFewRegisters ? 208 : kDqInOrder || kSparesRegisters ? 216 : 224;
 constexpr int kDqRegisters = (kDqInOrder ? 512 : 504) - kOrderRegisters - kConsumers * kConsumerRegisters;
 // Columns of dQ that one product makes.
-constexpr int kDqColumns = kSplitsRoles && kDim % 64 == 0 && 64 / 2 + 28 <= kDqRegisters ? 64 : kDim < 32 ? kDim : 32;
-static_assert(kDim % kDqColumns == 0, "whole products of dQ");
+constexpr int kDqColumns = kDim % 32 != 0                                                  ? 16
+                           : kSplitsRoles && kDim % 64 == 0 && 64 / 2 + 28 <= kDqRegisters ? 64
+                                                                                           : 32;
 // The warpgroup of dQ holds so many fragments of dS', of 16 keys each, in registers for all of its columns. The
 // assembler keeps 28 registers for other things, used or not. Every product reads the fragments that do not fit beside
 // these and beside its own columns from shared memory. Reading all of dS' so makes the pass 8 % slower on an H200
