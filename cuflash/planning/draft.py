@@ -282,6 +282,7 @@ class Draft:
 # are compiled without them, so that one compilation serves all combinations.
 _UNTOLD: dict[str, tuple[str, ...]] = {
     **{name: (DEFINES[name],) for name in OF_PAIRS if name in DEFINES},
+    "bias": (DEFINES["bias"], "CUFLASH_BIAS_OF_PAIRS", "CUFLASH_BIAS_OF_KEYS"),
     "mask": (DEFINES["mask"], "CUFLASH_MASK_OF_KEYS", "CUFLASH_MASK_BY_BITS"),
     "block_mask": ("CUFLASH_MASK_BLOCK_M", "CUFLASH_MASK_BLOCK_N", "CUFLASH_HAS_LISTS", "CUFLASH_HAS_NOTES"),
     "dropout": ("CUFLASH_HAS_DROPOUT",),

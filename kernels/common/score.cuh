@@ -69,11 +69,15 @@ struct Score {
 #if CUFLASH_HAS_SCORE_FUNCTION
     return functions.score(product * scale, row, key, derivative);
 #endif
-    if constexpr (kHasSoftcap) {
-      product = kWide ? accurate_tanh(product * scale / softcap) : fast_tanh(product * cap_factor);
-      derivative = 1 - product * product;
-    }
-    return with_addend(product, row, key);
+    const Real x = capped(product);
+    if constexpr (kHasSoftcap) derivative = 1 - x * x;
+    return with_addend(x, row, key);
+  }
+
+  // x of a product.
+  CUFLASH_DEVICE Real capped(Real product) const {
+    if constexpr (!kHasSoftcap) return product;
+    return kWide ? accurate_tanh(product * scale / softcap) : fast_tanh(product * cap_factor);
   }
 
   // The same from x on.

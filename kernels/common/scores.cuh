@@ -106,4 +106,14 @@ struct Weights {
     derivative = 1;
     return warp_exponential(product * exponent_scale - exponent_lse);
   }
+  // The same where plus_addend(x) is x plus what is added to the score of this pair.
+  template <class PlusAddend>
+  CUFLASH_DEVICE Real of_added(Real product, int row, int key, bool masked, Real exponent_lse, Real& derivative,
+                               PlusAddend plus_addend) const {
+    const Real x = score.capped(product);
+    derivative = kHasSoftcap ? 1 - x * x : 1;
+    Real exponent = plus_addend(x * score.factor);
+    if (masked && !mask.visible(row, key)) exponent = -ptx::infinity();
+    return warp_exponential(exponent - exponent_lse);
+  }
 };

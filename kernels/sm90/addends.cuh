@@ -7,7 +7,9 @@
 #pragma once
 #include "common/config.cuh"
 #include "common/fragments.cuh"
+#include "common/schedule.cuh"
 #include "common/score.cuh"
+#include "sm90/pipeline.cuh"
 #include "sm90/tiles.cuh"
 
 constexpr bool kBiasOfPairs = CUFLASH_BIAS_OF_PAIRS;
@@ -20,6 +22,7 @@ constexpr bool kHasKeyNumbers = kBiasOfKeys || kMaskOfKeys;
 // How many numbers of each key lie in shared memory. Those of a function are what it reads of a key, unless it reads them
 // itself.
 constexpr int kKeyNumbers = kHasKeyNumbers ? 1 : CUFLASH_NUMBERS_OF_KEYS;
+constexpr u32 kBytesNumbers = kKeyNumbers * kBlockN * 4;
 static_assert(!kMaskOfKeys || kAddsByTile, "a mask of keys is added by tile");
 #if CUFLASH_HAS_SCORE_FUNCTION
 static_assert(kKeyNumbers == 0 || kKeyNumbers == kNumOfKey, "the plan has other numbers of keys than the function");
@@ -57,6 +60,26 @@ struct KeyNumbers {
 #endif
   }
 };
+
+// A warp of the producer, which walks over tiles of queries as the consumers do. It writes the numbers of a tile of keys
+// to its stage of `numbers` once `ring`, which says when a stage is free, lets it.
+template <int stages, class Walk>
+CUFLASH_DEVICE void produce_numbers(const Params& params, Walk walk, const Ring<stages>& ring, u32 numbers) {
+  Position<stages> key;
+  for (; walk.more(); walk.advance()) {
+    const QueryTile tile(params, walk.work(params));
+    const Score score(params, tile.work.batch, tile.work.head, tile.key_stop);
+    const KeyNumbers of_keys(params, score, tile.work.batch, tile.work.head);
+    for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
+      ring.empty(key).wait(key.parity ^ 1);
+      const u32 stage = numbers + key.stage * kBytesNumbers;
+#pragma unroll
+      for (int i = lane_index(); i < kBlockN; i += 32)
+        of_keys.store(stage + i * 4, tile.keys.at(n_block) * kBlockN + i);
+      arrive_as_warp(ring.full(key));
+    }
+  }
+}
 
 // A tile of a bias of pairs: lines of 128 bytes, each with the pairs of one query and kBiasChunk keys.
 constexpr int kBiasChunk = kBiasOfPairs ? kLineBytes / kBiasBytes : 1;
@@ -110,8 +133,8 @@ struct Addends {
             const float steps = 8 * n + i % 2, from = distance[i / 2] + (transposed ? steps : -steps);
             sum -= slope * fabsf(from);
           }
-          if constexpr (kBiasOfPairs) sum += b[j / 4][i] * kLog2e;
-          if constexpr (kHasKeyNumbers) sum += transposed ? of_keys[i / 2] : of_key[j / 4][i % 2];
+          if constexpr (kBiasOfPairs) sum += b[j / 4][i] * kExponentOfE;
+          if constexpr (kHasKeyNumbers) sum = plus_number(sum, transposed ? of_keys[i / 2] : of_key[j / 4][i % 2]);
           return sum;
         });
       }
@@ -119,19 +142,26 @@ struct Addends {
   }
 
  private:
+  // float32 hides what a mask of keys hides whatever the score is, a NaN too.
+  CUFLASH_DEVICE static float plus_number(float sum, float number) {
+    if constexpr (!kWide || !kMaskOfKeys) return sum + number;
+    const bool hidden = number == -ptx::infinity();
+    if constexpr (kBiasOfKeys) sum += number;
+    return hidden ? -ptx::infinity() : sum;
+  }
   // The bias of the elements of two n-tiles.
   CUFLASH_DEVICE void load_bias_of(int k, float (&b)[2][4]) const {
     const u32 lane = lane_index();
     if constexpr (kBiasBytes == 2) {
       // Four 8 x 8 matrices: those of two n-tiles, each with 8 rows (keys where transposed) and the 8 rows after these.
-      Fragment words;
+      FragmentOf<Float16> words;  // of either type of 16 bits
       if constexpr (transposed)
         ptx::load_matrix_x4_transposed(
             words.word, along_line(pairs + (16 * k + lane / 16 * 8 + lane % 8) * kLineBytes, lane / 8 % 2 * 16));
       else
         load_fragment_chunked<kBlockM>(pairs, 0, k, words);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) b[j / 4][j % 4] = ptx::to_float32(Element{}, (u16)(words.word[j / 2] >> j % 2 * 16));
+      for (int j = 0; j < 8; ++j) b[j / 4][j % 4] = to_real<Element>((u16)(words.word[j / 2] >> j % 2 * 16));
     } else if constexpr (transposed) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {

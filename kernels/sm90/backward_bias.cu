@@ -39,7 +39,6 @@ static_assert(!kLooksUpMask && !kMaskByBits, "masks hide keys, or whole tiles an
 // Shared memory: the ring of operands, tiles of bias, what is added to the scores of keys, barriers.
 constexpr u32 kBytesA = chunked_bytes(kBlockM, max_of(kDim, kDimV));
 constexpr u32 kBytesStage = kBytesA + chunked_bytes(kBlockN, max_of(kDim, kDimV));
-constexpr u32 kBytesNumbers = kHasKeyNumbers ? kBlockN * 4 : 0;
 static_assert(kNumStages * (kBytesStage + kBytesNumbers) + kBiasStages * kBytesBias + Ring<kNumStages>::kBytes +
                       Ring<kBiasStages>::kBytes ==
                   CUFLASH_SHARED_BYTES,

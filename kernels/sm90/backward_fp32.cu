@@ -16,7 +16,7 @@
 //   barrier         one phase is over when                    who waits
 //   k_full, v_full  K, or V, has arrived                      the warpgroups that multiply with it
 //   q_full[i]       a chunk of Q is in i, with the first one  P', dK
-//                   statistics
+//                   statistics and the bias of its pairs
 //   q_empty[i]      dK of it is computed, and so is P'        the producer of Q, late dQ
 //   do_full[i]      a chunk of dO is in i                     dP', dV
 //   do_empty[i]     dP' and dV of it are computed             the producer of dO
@@ -30,6 +30,7 @@
 #include "common/operands.cuh"
 #include "common/params.cuh"
 #include "common/scores.cuh"
+#include "sm90/addends.cuh"
 #include "sm90/backward_work.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
@@ -54,8 +55,8 @@ constexpr u32 kBytesChunk = kBf16Parts * kBytesPart;
 constexpr u32 kBytesK = kChunks * kBytesChunk, kBytesV = kChunksV * kBytesChunk;
 constexpr u32 kBytesStats = kRows * 8;
 constexpr u32 kBytesBarriers = 8 * (2 + 2 * kNumStages * (kChunks + kChunksV) + 3 * kBuffers);
-static_assert((kNumStages + 1) * (kBytesK + kBytesV) + kBuffers * kBytesChunk + kNumStages * kBytesStats +
-                      kBytesBarriers ==
+static_assert((kNumStages + 1) * (kBytesK + kBytesV) + kBuffers * kBytesChunk +
+                      kNumStages * (kBytesBias + kBytesStats) + kBytesBarriers ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
@@ -67,7 +68,7 @@ constexpr u32 kDkWarpgroup = 1;  // named barrier
 
 struct BackwardParams {
   Params common;
-  TensorMap q, k, v, dout;
+  TensorMap q, k, v, dout[1 + kBiasOfPairs];  // dout, and after it the bias
 };
 static_assert(sizeof(BackwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
@@ -98,7 +99,7 @@ struct ChunkRing {
 };
 
 struct Shared {
-  u32 k, v, buffers, stats;
+  u32 k, v, buffers, bias, stats;
   Barrier k_full, v_full;
   ChunkRing<kChunks> q_ring;
   ChunkRing<kChunksV> do_ring;
@@ -110,7 +111,8 @@ struct Shared {
     q_ring.tiles = v + kBytesV;
     do_ring.tiles = q_ring.tiles + q_ring.kBytes;
     buffers = do_ring.tiles + do_ring.kBytes;
-    stats = buffers + kBuffers * kBytesChunk;
+    bias = buffers + kBuffers * kBytesChunk;
+    stats = bias + kNumStages * kBytesBias;
     k_full = {stats + kNumStages * kBytesStats};
     v_full = {k_full.address + 8};
     q_ring.barriers = {v_full.address + 8};
@@ -199,8 +201,9 @@ CUFLASH_DEVICE float to_operand(const float (&value)[kTileColumns][4], Operand& 
 
 // ---- Roles ------------------------------------------------------------------------------------------------------------
 
-// A producer: a thread that loads K and the tiles of Q as chunks get free, or V and those of dO.
-template <int chunks, bool with_stats>
+// A producer: a thread that loads K and the tiles of Q as chunks get free, with what belongs to their rows and pairs; or V
+// and those of dO.
+template <int chunks, bool of_queries>
 CUFLASH_DEVICE void produce(const BackwardParams& params, const Shared& shared, const TensorMap& keys, u32 s_keys,
                             const Barrier& keys_full, const TensorMap& queries, const ChunkRing<chunks>& ring) {
   const Params& common = params.common;
@@ -226,12 +229,17 @@ CUFLASH_DEVICE void produce(const BackwardParams& params, const Shared& shared, 
     for (int c = 0; c < chunks; ++c) {
       const Barrier full = ring.full(at, c);
       ring.empty(at, c).wait(at.parity ^ 1);
-      const bool stats_too = with_stats && c == 0;
-      full.arrive_expect(kBytesChunk + (stats_too ? kBytesStats : 0));
+      const bool is_first = of_queries && c == 0;
+      full.arrive_expect(kBytesChunk + (is_first ? kBytesStats + kBytesBias : 0));
       load(ring.tile(at) + c * kBytesChunk, queries, full, c, first_row, walk.head);
-      if (stats_too)
+      if (is_first)
         ptx::load_bulk(shared.stats + at.stage * kBytesStats, stats_of(common, batch, walk.head) + first_row * 2,
                        kBytesStats, full.address);
+      if constexpr (of_queries && kBiasOfPairs) {
+        if (is_first)
+          load_bias(common, shared.bias + at.stage * kBytesBias, params.dout[1], full, first_row, tile.first_key,
+                    walk.head, batch);
+      }
     }
   }
 }
@@ -257,24 +265,40 @@ CUFLASH_DEVICE void store_rows(const Params& params, const Tensor& result, const
 
 // [3] P' = exp(S' - lse), in place of S'. The second warpgroup multiplies dP' - delta by what it gets: P' times the
 // derivative of the score in the scaled product. The sign says what dropout drops.
-CUFLASH_DEVICE void hand_over_p(float (&p)[kTileColumns][4], const Weights& weights, const Dropout& dropout,
-                                bool masked, int lane_query, int lane_key, u32 s_stats, u32 s_p) {
+CUFLASH_DEVICE void hand_over_p(float (&p)[kTileColumns][4], const Weights& weights, const Addends<true>& addends,
+                                const Dropout& dropout, bool masked, int lane_query, int lane_key, u32 s_stats,
+                                u32 s_p) {
   [[maybe_unused]] KeptWeights<true> kept;
-#pragma unroll
-  for (int n = 0; n < kTileColumns; ++n) {
+  float stats[4], factor[4];  // lse and delta of this lane's two queries in an n-tile
+  const auto start = [&](int n) __attribute__((always_inline)) {
     if (kHasDropout && n % 2 == 0) kept = dropout.transposed(lane_query + 8 * n, lane_key);
-    float stats[4], factor[4];  // lse and delta of this lane's two queries
     ptx::load_shared_f32x4(s_stats + n * 64, stats);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+  };
+  const auto finish = [&](int n, int i, float derivative) __attribute__((always_inline)) {
+    factor[i] = kHasDerivative ? p[n][i] * derivative : p[n][i];
+    if (kHasDropout && !kept.keeps(n, i)) factor[i] = -factor[i], p[n][i] = 0.0f;
+    if (i % 2 == 1) ptx::store_shared_x2(s_p + n * 2048 + i / 2 * 1024, {factor[i - 1], factor[i]});
+  };
+  if constexpr (kAddsByTile) {
+    addends.visit<kTileColumns>([&](int n, int i, auto plus_addend) __attribute__((always_inline)) {
+      if (i == 0) start(n);
       float derivative;
-      p[n][i] = weights.of_hidden(p[n][i], lane_query + 8 * n + i % 2, lane_key + i / 2 * 8, masked, stats[i % 2 * 2],
-                                  derivative);
-      factor[i] = kHasDerivative ? p[n][i] * derivative : p[n][i];
-      if (kHasDropout && !kept.keeps(n, i)) factor[i] = -factor[i], p[n][i] = 0.0f;
+      p[n][i] = weights.of_added(p[n][i], lane_query + 8 * n + i % 2, lane_key + i / 2 * 8, masked, stats[i % 2 * 2],
+                                 derivative, plus_addend);
+      finish(n, i, derivative);
+    });
+  } else {
+#pragma unroll
+    for (int n = 0; n < kTileColumns; ++n) {
+      start(n);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float derivative;
+        p[n][i] = weights.of_hidden(p[n][i], lane_query + 8 * n + i % 2, lane_key + i / 2 * 8, masked, stats[i % 2 * 2],
+                                    derivative);
+        finish(n, i, derivative);
+      }
     }
-    ptx::store_shared_x2(s_p + n * 2048, {factor[0], factor[1]});
-    ptx::store_shared_x2(s_p + n * 2048 + 1024, {factor[2], factor[3]});
   }
 }
 
@@ -283,7 +307,7 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
   const Params& common = params.common;
   const BackwardWork tile(common);
   const int batch = tile.work.batch;
-  const int lane_key = tile.first_key + thread / 32 * 16 + fragment_row();
+  const int warp_key = thread / 32 * 16, lane_key = tile.first_key + warp_key + fragment_row();
   float dv[kDimV / 8][4];
 #pragma unroll
   for (auto& tile : dv) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
@@ -301,18 +325,25 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) shared.q_ring.full(at, c).wait(at.parity);
     multiply_rows<kChunks>(p, shared.k, shared.q_ring.tile(at));
-    wait_for<0>(p);
 
     const Weights weights(common, batch, head, tile.key_stop);
     const bool masked = walk.needs_mask(tile.queries);
     const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
     const auto key_of = [&](int, int i) { return lane_key + i / 2 * 8; };
+    Addends<true> addends(weights.score, row_of(0, 0), lane_key,
+                          shared.bias + at.stage * kBytesBias + warp_key / kBiasChunk * kBlockM * kLineBytes +
+                              warp_key % kBiasChunk * kBiasBytes);
+    if constexpr (kHasKeyNumbers) {  // loaded before the wait, because they are needed right after it
+      const KeyNumbers numbers(common, weights.score, batch, head);
+      addends.of_keys[0] = numbers.of(lane_key), addends.of_keys[1] = numbers.of(lane_key + 8);
+    }
+    wait_for<0>(p);
     weights.hide_products((float (&)[1][kTileColumns][4])p, masked, row_of, key_of);
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     const u32 s_p = shared.buffer_of(buffer) + thread * 8;
     shared.handed.ds_empty(buffer).wait(buffer.parity ^ 1);
     const Dropout dropout(common, batch, head);
-    hand_over_p(p, weights, dropout, masked, row_of(0, 0), lane_key, s_stats, s_p);
+    hand_over_p(p, weights, addends, dropout, masked, row_of(0, 0), lane_key, s_stats, s_p);
     shared.handed.p_full(buffer).arrive();
 
     Operand operand;
@@ -507,7 +538,7 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
     ptx::decrease_registers<kProducerRegisters>();
     if (thread == 0) produce<kChunks, true>(params, shared, params.k, shared.k, shared.k_full, params.q, shared.q_ring);
     if (thread == 32)
-      produce<kChunksV, false>(params, shared, params.v, shared.v, shared.v_full, params.dout, shared.do_ring);
+      produce<kChunksV, false>(params, shared, params.v, shared.v, shared.v_full, params.dout[0], shared.do_ring);
   }
 }
 

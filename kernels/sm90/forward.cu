@@ -63,7 +63,6 @@ constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesOut = chunked_bytes(kBlockM, kOutColumns);
 constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
 constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
-constexpr u32 kBytesNumbers = kKeyNumbers * kBlockN * 4;
 constexpr u32 kBytesBarriers = QkvBarriers<kNumStages, kQStages>::kBytes + 16 + TileRing::kBytes;
 static_assert(kQStages * kBytesQ + kBytesOut + kNumStages * (kBytesK + kBytesV + kBytesBias + kBytesNumbers) +
                       kBytesBarriers ==
@@ -144,24 +143,6 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
       if (n_block == tile.keys.stop - 1) load_q();
       shared.v_ring.empty(key).wait(key.parity ^ 1);
       keys.load<kDimV>(shared.v + key.stage * kBytesV, params.v, v_full);
-    }
-  }
-}
-
-// Another warp of the producer. It writes what is added to the scores of each key, as exponents, when K is loaded.
-CUFLASH_DEVICE void produce_numbers(const Params& params, const Shared& shared) {
-  Position<kNumStages> key;
-  for (auto walk = walk_of<false>(params, shared); walk.more(); walk.advance()) {
-    const QueryTile tile(params, walk.work(params));
-    const Score score(params, tile.work.batch, tile.work.head, tile.key_stop);
-    const KeyNumbers numbers(params, score, tile.work.batch, tile.work.head);
-    for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
-      shared.k_ring.empty(key).wait(key.parity ^ 1);
-      const u32 stage = shared.numbers + key.stage * kBytesNumbers;
-#pragma unroll
-      for (int i = lane_index(); i < kBlockN; i += 32)
-        numbers.store(stage + i * 4, tile.keys.at(n_block) * kBlockN + i);
-      arrive_as_warp(shared.k_ring.full(key));
     }
   }
 }
@@ -586,7 +567,9 @@ CUFLASH_DEVICE void forward(const ForwardParams& params) {
     ptx::decrease_registers<kProducerRegisters>();
     if (warp == 4 * kConsumers && ptx::elect_lane()) produce(params, shared);
     if constexpr (kKeyNumbers > 0) {
-      if (warp == 4 * kConsumers + 1) produce_numbers(params.common, shared);
+      // It arrives when K does, in whose stage the numbers are.
+      if (warp == 4 * kConsumers + 1)
+        produce_numbers(params.common, walk_of<false>(params.common, shared), shared.k_ring, shared.numbers);
     }
     if constexpr (kIsPacked) {
       if (warp == 4 * kConsumers + 1) schedule_tiles(params.common, shared.tiles);

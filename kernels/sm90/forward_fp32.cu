@@ -19,6 +19,8 @@
 //   k_empty[i]   every consumer has these          producer, before the next part of K there
 //   v_full[i]    a part of V has arrived          consumers, before its products in O
 //   v_empty[i]   every consumer has these          producer, before the next part of V there
+//   addends_full   bias, or numbers of keys, are there   consumers, before they make scores
+//   addends_empty  every warp has its scores             producer, before the next bias, or numbers
 //   named: one per consumer for the ping-pong; one per consumer for itself
 #include "common/bf16_split.cuh"
 #include "common/config.cuh"
@@ -29,6 +31,7 @@
 #include "common/schedule.cuh"
 #include "common/scores.cuh"
 #include "common/softmax.cuh"
+#include "sm90/addends.cuh"
 #include "sm90/forward_roles.cuh"
 #include "sm90/ping_pong.cuh"
 #include "sm90/pipeline.cuh"
@@ -40,13 +43,18 @@ using ConsumerPingPong = PingPong<kPingPong, kConsumers, kPingPongBarrier>;
 constexpr int kNTiles = kBlockN / 8;
 constexpr int kColumnTiles = kDimV / 8;
 
-// Shared memory: the parts of Q, the rings of those of K and V, barriers.
+// Shared memory: the parts of Q, the rings of those of K and V, what is added to the scores of a tile, barriers.
 constexpr u32 kPartQ = chunked_bytes(kBlockM, kDim), kBytesQ = kBf16Parts * kPartQ;
 constexpr u32 kPartK = chunked_bytes(kBlockN, kDim), kBytesK = kBf16Parts * kPartK;
 constexpr u32 kPartV = chunked_bytes(kBlockN, kDimV), kBytesV = kBf16Parts * kPartV;
 constexpr int kSlots = kBf16Parts * kNumStages;  // of rings of parts, which come and go one by one
-constexpr u32 kBytesBarriers = QkvBarriers<kSlots>::kBytes;
-static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + kBytesBarriers == CUFLASH_SHARED_BYTES,
+// Whether what is added to scores comes to shared memory. It has one stage, because all consumers need it at the
+// beginning of their softmax only.
+constexpr bool kLoadsAddends = kBiasOfPairs || kHasKeyNumbers;
+using AddendRing = Ring<1>;
+constexpr u32 kBytesAddends = kBytesBias + kBytesNumbers;
+constexpr u32 kBytesBarriers = QkvBarriers<kSlots>::kBytes + (kLoadsAddends ? AddendRing::kBytes : 0);
+static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + kBytesAddends + kBytesBarriers == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
 // Registers of a thread after the producer has given up most of its own. All together they are at most what the block
@@ -56,12 +64,19 @@ constexpr int kConsumerRegisters = kConsumers == 3 ? 152 : 232;
 
 struct ForwardParams {
   Params common;
-  TensorMap q, k, v;  // of the parts, those of all batch entries below each other
+  TensorMap q, k, v[1 + kBiasOfPairs];  // of the parts, those of all batch entries below each other; after v the bias
 };
 static_assert(sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
 struct Shared : QkvShared<kSlots> {
-  CUFLASH_DEVICE Shared() : QkvShared(kBytesQ, kNumStages * kBytesK, kNumStages * kBytesV) {}
+  u32 bias, numbers;
+  AddendRing addend_ring;
+
+  CUFLASH_DEVICE Shared() : QkvShared(kBytesQ, kNumStages * kBytesK, kNumStages * kBytesV + kBytesAddends) {
+    bias = v + kNumStages * kBytesV;
+    numbers = bias + kBytesBias;
+    addend_ring = {numbers + kBytesNumbers + QkvBarriers::kBytes};
+  }
 };
 
 // Parts of a tile come from the lowest to the highest: where the n-th of them lies, and which part it is.
@@ -70,10 +85,23 @@ CUFLASH_DEVICE Position<kSlots> place_of(const Position<kNumStages>& tile, int n
 }
 CUFLASH_DEVICE constexpr int part_at(int n) { return kBf16Parts - 1 - n; }
 
+// The stage of addends, as a consumer passes from tile to tile.
+struct AddendStage {
+  const AddendRing& ring;
+  Position<1> at;
+
+  CUFLASH_DEVICE void wait() const {
+    if constexpr (kLoadsAddends) ring.full(at).wait(at.parity);
+  }
+  CUFLASH_DEVICE void release() {
+    if constexpr (kLoadsAddends) arrive_as_warp(ring.empty(at)), at.advance();
+  }
+};
+
 // The producer: one thread. It walks over the tiles as the consumers do, as far ahead of them as the rings allow.
 CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
   Position<kNumStages> key;
-  Position<1> query;
+  Position<1> query, addend;
   for (EntryWalk walk(params.common); walk.more(); walk.advance(), query.advance()) {
     const QueryTile tile(params.common, walk.work(params.common));
     const int head = tile.head_kv, batch = tile.work.batch, all_batch = params.common.batch;
@@ -98,12 +126,19 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
                                    part_at(n) * all_batch + batch);
       }
       if (n_block == tile.keys.stop - 1) load_q();
+      if constexpr (kBiasOfPairs) {
+        const Barrier full = shared.addend_ring.full(addend);
+        shared.addend_ring.empty(addend).wait(addend.parity ^ 1);
+        full.arrive_expect(kBytesBias);
+        load_bias(params.common, shared.bias, params.v[1], full, tile.first_row, first_key, tile.work.head, batch);
+        addend.advance();
+      }
 #pragma unroll 1
       for (int n = 0; n < kBf16Parts; ++n) {
         const Position<kSlots> at = place_of(key, n);
         shared.v_ring.empty(at).wait(at.parity ^ 1);
         shared.v_ring.full(at).arrive_expect(kPartV);
-        load_chunks<kBlockN, kDimV>(shared.v + at.stage * kPartV, params.v, shared.v_ring.full(at), first_key, head,
+        load_chunks<kBlockN, kDimV>(shared.v + at.stage * kPartV, params.v[0], shared.v_ring.full(at), first_key, head,
                                     part_at(n) * all_batch + batch);
       }
     }
@@ -152,6 +187,24 @@ CUFLASH_DEVICE void issue_o(float (&sum)[kColumnTiles][4], const u32 (&p)[kBlock
   }
 }
 
+// [2] Scores in place of products. `row` and `key` are those of this lane's first one;
+// `masked` says whether some pair may be hidden.
+template <class Masked>
+CUFLASH_DEVICE void make_scores(float (&s)[1][kNTiles][4], const Score& score, const Mask& mask, const Shared& shared,
+                                int row, int key, Masked masked) {
+  if constexpr (kAddsByTile) {
+    const u32 pairs = shared.bias + warp_index() * 16 * kLineBytes;
+    const Addends<false> addends(score, row, key, pairs, shared.numbers + fragment_column() * 4);
+    addends.visit<kNTiles>([&](int n, int i, auto plus_addend) {
+      float& x = s[0][n][i];
+      x = plus_addend(score.capped(x) * score.factor);
+      if (masked && !mask.visible(row + i / 2 * 8, key + 8 * n + i % 2)) x = -ptx::infinity();
+    });
+  } else {
+    to_scores(score, mask, s, [=](int, int i) { return row + i / 2 * 8; }, key, masked);
+  }
+}
+
 // P in parts.
 CUFLASH_DEVICE void to_weights(const float (&s)[kNTiles][4], u32 (&p)[kBlockN / 16][kBf16Parts][4]) {
 #pragma unroll
@@ -164,6 +217,15 @@ CUFLASH_DEVICE void to_weights(const float (&s)[kNTiles][4], u32 (&p)[kBlockN / 
 #pragma unroll
       for (int part = 0; part < kBf16Parts; ++part) p[k][part][i] = word[part];
     }
+}
+
+// O += sum, where rows of O take a factor first.
+CUFLASH_DEVICE void add_rescaled(float (&o)[1][kColumnTiles][4], const float (&factor)[1][2],
+                                 const float (&sum)[kColumnTiles][4]) {
+#pragma unroll
+  for (int n = 0; n < kColumnTiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) o[0][n][i] = o[0][n][i] * factor[0][i / 2] + sum[n][i];
 }
 
 // The epilogue: O / l and lse.
@@ -193,6 +255,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
 
   Position<kNumStages> key;
   Position<1> query;
+  AddendStage addends{shared.addend_ring, {}};
   for (EntryWalk walk(common); walk.more(); walk.advance(), query.advance()) {
     const QueryTile tile(common, walk.work(common));
     const int head = tile.work.head, batch = tile.work.batch;
@@ -216,7 +279,6 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
         release(ring.empty(place_of(key, kPart)));
       });
     };
-    const auto row_of = [&](int, int i) { return lane_row + i / 2 * 8; };
     const auto lane_key_of = [&](int n_block) { return tile.keys.at(n_block) * kBlockN + fragment_column(); };
 
     // Passes over a tile of keys that other consumers of the block need, but not the queries of this one.
@@ -226,6 +288,8 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
         shared.k_ring.full(place_of(key, n)).wait(key.parity);
         shared.v_ring.full(place_of(key, n)).wait(key.parity);
       }
+      addends.wait();
+      addends.release();
       sync_consumer(consumer);  // so that no thread still waits for this phase when the next one is over
       for (int n = 0; n < kBf16Parts; ++n) {
         release(shared.k_ring.empty(place_of(key, n)));
@@ -244,10 +308,12 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       ptx::fence_operand(s[0]);
       if (n_block == keys.start) release(shared.q_ring.empty(query));
 
+      addends.wait();
       if (n_block >= keys.full_stop || n_block < keys.full_start)
-        to_scores(score, mask, s, row_of, lane_key_of(n_block), Constant<true>{});
+        make_scores(s, score, mask, shared, lane_row, lane_key_of(n_block), Constant<true>{});
       else
-        to_scores(score, mask, s, row_of, lane_key_of(n_block), Constant<false>{});
+        make_scores(s, score, mask, shared, lane_row, lane_key_of(n_block), Constant<false>{});
+      addends.release();
       float factor[1][2] = {{1.0f, 1.0f}};
       softmax.update(s, factor, exponent_scale);
       softmax.exponentiate(s, exponent_scale, softmax.row_sum);
@@ -259,10 +325,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       ping_pong.pass();
       release_parts(shared.v_ring);
       ptx::fence_operand(sum);
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) o[0][n][i] = o[0][n][i] * factor[0][i / 2] + sum[n][i];
+      add_rescaled(o, factor, sum);
       key.advance();
     };
 
@@ -284,11 +347,18 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
 
 CUFLASH_DEVICE void forward(const ForwardParams& params) {
   Shared shared;
+  if constexpr (kLoadsAddends) {
+    if (ptx::thread_index() == 0) shared.addend_ring.init(4 * kConsumers, kBiasOfPairs + kHasKeyNumbers);
+  }
   shared.make_barriers(kConsumers, kConsumers, kConsumers);
   const u32 warp = ptx::uniform(ptx::thread_index() / 32);
   if (warp >= 4 * kConsumers) {
     ptx::decrease_registers<kProducerRegisters>();
     if (warp == 4 * kConsumers && ptx::elect_lane()) produce(params, shared);
+    if constexpr (kHasKeyNumbers) {
+      if (warp == 4 * kConsumers + 1)
+        produce_numbers(params.common, EntryWalk(params.common), shared.addend_ring, shared.numbers);
+    }
   } else {
     ptx::increase_registers<kConsumerRegisters>();
     consume(params, shared, warp / 4);

@@ -130,6 +130,10 @@ SPILLS_OF_ADDENDS = SPILLS | {
     **{("sm90/backward_wide.cu", 2, dim, "64x128", 1): 32 for dim in (320, 512)},
     ("sm90/decode.cu", 2, 64, "64x128", 2): 80,
     ("sm90/forward.cu", 2, 128, "192x80", 1): 40,
+    # Once for a tile of queries.
+    ("sm90/forward_fp32.cu", 4, 64, "128x128", 1): 32,
+    ("sm90/forward_fp32.cu", 4, 128, "128x64", 1): 16,
+    ("sm90/forward_fp32.cu", 4, 128, "128x112", 1): 40,
     ("sm90/backward.cu", 2, 256, "64x64", 1): 80,
 }
 # With pages, whose rows are looked up one by one.
@@ -163,4 +167,5 @@ SPILLS_OF_DROPOUT = SPILLS | {
     ("sm90/backward.cu", 2, 128, "64x128", 1): 104,
     ("sm90/forward_fp32.cu", 4, 64, "128x128", 1): 16,
     ("sm90/forward_fp32.cu", 4, 128, "128x64", 1): 16,
+    ("sm90/forward_fp32.cu", 4, 128, "128x96", 1): 16,
 }

@@ -152,6 +152,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bias of few": {"dtype": "bfloat16", "causal": True, "bias": (9, 2048), "bias_dtype": "input"},
     "wide bias of few": {"dtype": "float16", "bias": (2048,), "alibi_slopes": (1,), "softcap": 5.0},
     "keys": {"dtype": "bfloat16", "bias": (64,), "mask": (1, 64), "bias_dtype": "input"},
+    "bias and keys": {"dtype": "bfloat16", "bias": (64, 64), "mask": (1, 64), "bias_dtype": "input"},
     "mask": {"dtype": "bfloat16", "mask": (64, 64), "causal": True},
     "dropout": {"dtype": "bfloat16", "causal": True, "dropout": 0.1},
     "blocks": {"dtype": "bfloat16", "block_mask": (), "causal": True},
@@ -348,6 +349,17 @@ OTHERS = [
         for variant in ("softcap", "slopes", "bias", "keys", "mask")
     ),
     *(
+        Target(tile=tile, arch="9.0", variant=variant)
+        for table in (FORWARD_FLOAT32_SM90_TILES, BACKWARD_FLOAT32_SM90_TILES)
+        for tile in table
+        for variant in ("softcap", "slopes", "bias", "keys", "bias and keys")
+    ),
+    *(
+        Target(tile=tile, arch="9.0", variant="bias and keys" if tile.serves == "bias" else "keys")
+        for tile in FORWARD_TF32_SM90_TILES
+    ),
+    *(Target(tile=tile, arch="9.0", variant="bias and keys") for tile in BACKWARD_TF32_SM90_TILES),
+    *(
         Target(tile=tile, arch="9.0", variant="mask")
         for tile in FORWARD_SM90_TILES
         if tile.serves in ("lists", "no pairs", "few full", "few bounded") and tile.block_n % 64 == 0
@@ -489,7 +501,8 @@ def test_row(target):
         ceilings = SPILLS_OF_LATER_ARCHS if device.arch >= 100 else SPILLS
         if target.variant in ("options", "bounds", "narrow", "turns"):
             ceilings = SPILLS_OF_OPTIONS
-        if target.variant in ("softcap", "slopes", "bias", "wide bias", "bias of few", "wide bias of few", "keys"):
+        of_addends = ("softcap", "slopes", "bias", "wide bias", "bias of few", "wide bias of few", "keys")
+        if target.variant in (*of_addends, "bias and keys"):
             ceilings = SPILLS_OF_ADDENDS
         if target.variant in ("blocks", "mask"):
             ceilings = SPILLS_OF_BLOCKS

@@ -8,7 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
+from cuflash.binding import PASSES
 from cuflash.emulator import SCHEDULES, find_compiler
+from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.planning.sm90.scored import ScoredTile
 from cuflash.planning.sm90.tiles import BACKWARD_TF32_SM90_TILES, FORWARD_TF32_SM90_TILES
 from tests.emulate import attention, checks
 from tests.emulate.attention import forward_by_oracle, problem_of
@@ -24,11 +27,12 @@ SHARE = 1 / 8  # of the error of a formula whose factors are rounded to TF32
 judge = attention.assert_two_parts
 
 NARROW, WIDE = BACKWARD_TF32_SM90_TILES
+FORWARD_NARROW, FORWARD_BIAS, FORWARD_WIDE = FORWARD_TF32_SM90_TILES
 # What the kernels have and no row may use.
 FORWARD_ROWS = (
-    *FORWARD_TF32_SM90_TILES,
-    replace(FORWARD_TF32_SM90_TILES[0], block_m=192, block_n=64, num_stages=2, ping_pong=True),
-    replace(FORWARD_TF32_SM90_TILES[1], block_n=64, num_stages=2, ping_pong=False),
+    *(FORWARD_NARROW, FORWARD_WIDE),
+    replace(FORWARD_NARROW, block_m=192, block_n=64, num_stages=2, ping_pong=True),
+    replace(FORWARD_WIDE, block_n=64, num_stages=2, ping_pong=False),
 )
 BACKWARD_ROWS = (
     *BACKWARD_TF32_SM90_TILES,
@@ -48,6 +52,7 @@ FORWARD = (
     what(FORWARD_ROWS[1], 72, 128, num_sms=2, left=True, strides="shifted", mask=True, alibi_slopes=True),
     what(FORWARD_ROWS[2], 16, 64, num_sms=1, right=True, left=True, softcap=5.0, bias="softmax", scale=-0.25),
     what(FORWARD_ROWS[3], 125, 33, strides="flipped", scale=0.0, kv_lengths="int64", bias="input"),
+    what(FORWARD_BIAS, 128, bias="softmax", num_sms=1),
 )
 BACKWARD = (
     *(what(tile, tile.max_dim, right=right) for tile in BACKWARD_ROWS for right in (False, True)),
@@ -77,6 +82,38 @@ def test_forward(what, data):
     case, schedule = data.draw(what.cases()), data.draw(st.sampled_from(SCHEDULES))
     problem, arrays = what.arguments(case)
     judge(problem, arrays, forward(problem, arrays, what.tiles[0], arch=what.device, schedule=schedule))
+
+
+@pytest.mark.parametrize("head_dim", [32, 128])
+@FEW
+@given(data=st.data())
+def test_what_is_added_by_tile(head_dim, data):
+    """A bias of pairs and a mask of keys, where the bias fits."""
+    seqlen_q, seqlen_k = data.draw(st.integers(2, 150)), 4 * data.draw(st.integers(1, 60))
+    case = ct.Case(
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        batch=2,
+        num_heads=2,
+        head_dim=head_dim,
+        dtype="float32",
+        bias=(1, 2, seqlen_q, seqlen_k),
+        mask=(2, 1, 1, seqlen_k),
+        alibi_slopes=data.draw(st.sampled_from([None, (2,)])),
+        seed=data.draw(st.integers(0, 2**16)),
+    )
+    arrays, schedule = case.arrays(), data.draw(st.sampled_from(SCHEDULES))
+    problem = problem_of(case, arrays, precision="tf32")
+    narrow = head_dim <= 64
+    of_forward, of_backward = (FORWARD_NARROW, NARROW) if narrow else (FORWARD_BIAS, WIDE)
+    loads = {"forward": True, "backward": narrow}
+    for pass_, row in zip(PASSES, (of_forward, of_backward), strict=True):
+        (tile,) = choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_, tiles=(row,)).tiles
+        assert isinstance(tile, ScoredTile)
+        assert tile.mask_of_keys == loads[pass_] and (tile.bias_of_pairs > 0) == loads[pass_]
+    out, lse = forward_by_oracle(problem, arrays)
+    judge(problem, arrays, forward(problem, arrays, of_forward, schedule=schedule))
+    judge(problem, arrays, backward(problem, arrays, out, lse, of_backward, schedule=schedule))
 
 
 @pytest.mark.parametrize("what", BACKWARD, ids=str)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.binding import Pass
-from tests import wide
+from tests import addends, wide
 from tests.gpu.planned import plan_of
 
 pytestmark = pytest.mark.gpu
@@ -206,6 +206,18 @@ def test_both_kernels_of_float32(cupy, head_dim, strides, options):
         by_parts = cupy.cuda.Device().compute_capability == "90" and not deterministic
         assert ("sm90/backward_fp32.cu" in sources) == by_parts
         ct.assert_backward(case, *attn.backward(*arguments, **terms))
+
+
+@given(case=addends.cases_of_float32())
+@settings(max_examples=20)
+def test_what_is_added_to_scores_of_float32(cupy, case):
+    """As in the forward pass."""
+    arguments, terms = arguments_of(cupy, case)
+    attn = cuflash.FlashAttention(**case.keywords)
+    if cupy.cuda.Device().compute_capability == "90":
+        kernels = plan_of("backward", attn, *arguments[1:4], **terms).kernels
+        assert "sm90/backward_fp32.cu" in [kernel.source for kernel in kernels]
+    ct.assert_backward(case, *attn.backward(*arguments, **terms))
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"strides": "padded"}, {"head_dim_v": 40}], ids=str)

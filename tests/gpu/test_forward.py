@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.problem import make_problem
-from tests import wide
+from tests import addends, wide
 from tests.gpu.planned import plan_of
 
 pytestmark = pytest.mark.gpu
@@ -158,6 +158,19 @@ def test_both_kernels_of_float32(cupy, seqlen_q, head_dim, options):
         first, again = (attn.forward(*arrays, **terms) for _ in range(2))
         ct.assert_forward(case, *first)
         assert all(same_bits(x, y) for x, y in zip(first, again, strict=True))
+
+
+@given(case=addends.cases_of_float32())
+@settings(max_examples=20)
+def test_what_is_added_to_scores_of_float32(cupy, case):
+    """Biases of pairs and of keys, masks of keys and slopes, as the kernels of parts of bfloat16 see them."""
+    qkv, terms = arrays_of(cupy, case)
+    attn = cuflash.FlashAttention(**case.keywords)
+    if is_hopper(cupy):
+        assert "sm90/forward_fp32.cu" in [kernel.source for kernel in plan_of("forward", attn, *qkv, **terms).kernels]
+    first, again = (attn.forward(*qkv, **terms) for _ in range(2))
+    ct.assert_forward(case, *first)
+    assert all(same_bits(x, y) for x, y in zip(first, again, strict=True))
 
 
 def test_infinities_and_the_end_of_the_range_of_float32(cupy):

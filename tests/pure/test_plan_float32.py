@@ -1,10 +1,14 @@
 """Plans for float32 on compute capability 9.0, whose products are sums of products of parts."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cuflash.binding import PASSES
+from cuflash.operands import Operand
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
@@ -95,6 +99,33 @@ def test_tf32_is_two_parts(dim, pass_):
         assert {spec.shape[3] for spec in plan.tensor_maps} == {count * plan.problem.batch}
     thirds = {name: size * 2 for name, size in highest.scratch if name.endswith("_split")}
     assert {name: size * 3 for name, size in tf32.scratch if name.endswith("_split")} == thirds
+
+
+@given(
+    dims=st.tuples(st.integers(1, 128), st.integers(1, 128)),
+    precision=st.sampled_from(("highest", "tf32")),
+    row_stride=st.sampled_from((0, 1024, 1026)),
+    masks_keys=st.booleans(),
+)
+def test_what_is_added_to_scores_of_float32(dims, precision, row_stride, masks_keys):
+    """By tile where TMA can read it and there is room for it; else the plan says that pairs are looked up."""
+    bias = Operand(shape=(2, 4, 1024, 1024), strides=(0, 1024 * 1026, row_stride, 1), dtype="float32")
+    mask = Operand(shape=(2, 4, 1024, 1024), strides=(1024, 0, 0, 1), dtype="bool")
+    problem = problem_of(1024, 1024, *dims, dtype="float32", precision=precision)
+    problem = replace(problem, bias=bias, mask=mask if masks_keys else None)
+    for pass_ in PASSES:
+        plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_)
+        tile = plan.tiles[0]
+        assert isinstance(tile, ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile)
+        has_room = pass_ == "forward" or min(dims) <= 64
+        loads = row_stride == 1024 and has_room
+        assert tile.bias_of_pairs == 4 * loads
+        assert tile.bias_of_keys == (row_stride == 0)
+        assert tile.mask_of_keys == (masks_keys and (loads or row_stride == 0))
+        assert ("bias" in {spec.name for spec in plan.tensor_maps}) == loads
+        assert ("looked up pair by pair" in plan.reason) == (not loads and row_stride > 0)
+        defines = dict(next(kernel for kernel in plan.kernels if kernel.source.endswith("ward_fp32.cu")).defines)
+        assert defines["CUFLASH_BATCH_FIRST"] == int(loads and pass_ == "forward")
 
 
 def test_gradients_of_float32_by_parts():

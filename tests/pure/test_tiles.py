@@ -151,20 +151,23 @@ def chosen_for_usual_problems(deterministic, need, precision):
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_every_row_is_chosen_somewhere(table):
     precision = "tf32" if table in (FORWARD_TF32_SM90_TILES, BACKWARD_TF32_SM90_TILES) else "highest"
+    h100 = DeviceSpec.for_arch("9.0")
     need = ("dscale",) if table is SCORES_TILES else DEFAULT_NEED
     chosen = set(chosen_for_usual_problems(table is DQ_TILES, need, precision))
-    chosen |= set(choose_plan(blocks_of(1024), DeviceSpec.for_arch("9.0")).tiles)
+    chosen |= set(choose_plan(blocks_of(1024), h100).tiles)
     for dim, dtype in itertools.product((64, 128, 192), ("bfloat16", "float32")):
-        tiles = choose_plan(biased(dim, dtype), DeviceSpec.for_arch("9.0")).tiles
-        chosen |= {replace(tile, bias_of_pairs=0) for tile in tiles if isinstance(tile, ForwardSm90Tile)}
-        chosen |= set(choose_plan(biased(dim, dtype), DeviceSpec.for_arch("9.0"), "backward", need=("dbias",)).tiles)
+        tiles = choose_plan(biased(dim, dtype), h100).tiles
+        tiles += choose_plan(replace(biased(dim, "float32"), dtype="float32", precision=precision), h100).tiles
+        kinds = ForwardSm90Tile | ForwardFloat32Sm90Tile
+        chosen |= {replace(tile, bias_of_pairs=0) for tile in tiles if isinstance(tile, kinds)}
+        chosen |= set(choose_plan(biased(dim, dtype), h100, "backward", need=("dbias",)).tiles)
     # A bias whose rows TMA cannot read is looked up; a mask of pairs where tiles are not of 64 keys.
     odd = Operand(shape=(2, 4, 1024, 1024), strides=(0, 0, 1025, 1), dtype="bfloat16", alignment=2)
     for dim in (64, 128, 192, 256):
         plain = problem_of(dim=dim, dim_v=dim)
         window = problem_of(16384, 16384, dim, dim, window=(500, 0))
         for problem in (masked(dim), replace(plain, bias=odd), replace(plain, dropout=0.1), window):
-            tiles = choose_plan(problem, DeviceSpec.for_arch("9.0")).tiles
+            tiles = choose_plan(problem, h100).tiles
             chosen |= {tile.changed(mask_by_bits=False) for tile in tiles}
     assert not [tile for tile in table if tile not in chosen]
 

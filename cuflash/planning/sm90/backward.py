@@ -10,10 +10,9 @@ from cuflash.planning.draft import CAUSAL_HEAD_SECTION, Draft
 from cuflash.planning.families import BackwardFamily
 from cuflash.planning.scores import is_of_keys
 from cuflash.planning.sm80 import BackwardTile
-from cuflash.planning.sm90.bf16_split import add_bf16_split, why_not_split
+from cuflash.planning.sm90.bf16_split import add_bf16_split, tell_of_bias, why_not_split
 from cuflash.planning.sm90.forward import why_not_16_bit
 from cuflash.planning.sm90.mask_bits import add_mask_bits
-from cuflash.planning.sm90.scored import bias_by
 from cuflash.planning.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
@@ -191,12 +190,17 @@ class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
             return "it adds to dq in no fixed order"
         return obstacle
 
+    def configured(self, main: BackwardFloat32Sm90Tile, draft: Draft) -> BackwardFloat32Sm90Tile:
+        return main.loading_bias(draft.problem, draft.device)
+
     def accumulator_layout(self, main: BackwardFloat32Sm90Tile) -> BackwardTile:
         return fragments_of_a_warpgroup(main)
 
     def prepare(self, draft: Draft, main: BackwardFloat32Sm90Tile) -> None:
         add_bf16_split(draft, main, ("q", "k", "v", "dout"))
-        draft.map_tensors({f"{name}_split": 64 for name in ("q", "k", "v", "dout")})
+        boxes = {f"{name}_split": 64 for name in ("q", "k", "v", "dout")}
+        draft.map_tensors(boxes | ({"bias": main.block_m} if main.bias_of_pairs else {}))
+        tell_of_bias(draft, main)
 
 
 def _seeing(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
@@ -204,14 +208,11 @@ def _seeing(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
 
     A bias of pairs is loaded by tile if that fits into shared memory, if need be with fewer stages.
     """
-    problem, by = draft.problem, bias_by(draft.problem)
-    if by == "pairs" and problem.bias is not None:
-        seeing = main.seeing(problem, ITEMSIZE[problem.bias.dtype])
-        for stages in range(main.num_stages, 1, -1):
-            staged = replace(seeing, num_stages=stages)
-            if not why_too_large(staged, problem, draft.device):
-                return staged
-    return main.seeing(problem, 0)
+    for stages in range(main.num_stages, 1, -1):
+        staged = replace(main, num_stages=stages).loading_bias(draft.problem, draft.device)
+        if staged.bias_of_pairs:
+            return staged
+    return main.seeing(draft.problem, 0)
 
 
 def fragments_of_a_warpgroup(main: Tile) -> BackwardTile:

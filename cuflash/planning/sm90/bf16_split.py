@@ -5,6 +5,7 @@ from __future__ import annotations
 from cuflash.binding import Pass
 from cuflash.operands import Operand
 from cuflash.planning.draft import Draft
+from cuflash.planning.sm90.scored import bias_by
 from cuflash.planning.sm90.tiles import BackwardFloat32Sm90Tile, ForwardFloat32Sm90Tile
 from cuflash.planning.tiles import Tile, round_up
 
@@ -36,6 +37,14 @@ def why_not_split(draft: Draft, table: tuple[Tile, ...]) -> str | None:
     if problem.num_heads * problem.seqlen_q * keys < fewest * max(rows, 1):
         return f"for fewer than {fewest} scores to each row of q, k and v, splitting these takes too long"
     return None
+
+
+def tell_of_bias(draft: Draft, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile) -> None:
+    """Say why the pairs of a bias are looked up one by one, where they are."""
+    by = bias_by(draft.problem)
+    if by == "elements" or (by == "pairs" and not tile.bias_of_pairs):
+        why = "TMA cannot read tiles of it" if by == "elements" else "no tile of it fits into shared memory"
+        draft.reasons.append(f"bias: looked up pair by pair: {why}")
 
 
 def add_bf16_split(

@@ -7,8 +7,9 @@ import math
 from cuflash.operands import ITEMSIZE
 from cuflash.planning.draft import CAUSAL_HEAD_SECTION, Draft, check_blocks
 from cuflash.planning.families import ForwardFamily
-from cuflash.planning.sm90.bf16_split import add_bf16_split, why_not_split
+from cuflash.planning.sm90.bf16_split import add_bf16_split, tell_of_bias, why_not_split
 from cuflash.planning.sm90.mask_bits import add_mask_bits
+from cuflash.planning.sm90.scored import ScoredTile
 from cuflash.planning.sm90.tiles import (
     FORWARD_FLOAT8_SM90_TILES,
     FORWARD_FLOAT32_SM90_TILES,
@@ -54,9 +55,7 @@ class Forward(ForwardFamily[ForwardSm90Tile]):
         box = box_rows(draft.problem, tile.block_n)
         boxes = {"q": tile.block_m, "k": box, "v": box, "out": 64}
         draft.map_tensors(boxes | ({"bias": tile.block_m} if tile.bias_of_pairs else {}))
-        bias = draft.problem.bias
-        shares_bias = tile.bias_of_pairs > 0 and bias is not None and bias.strides[0] == 0
-        _add_persistent(draft, tile, self.source, batch_first=shares_bias)
+        _add_persistent(draft, tile, self.source, batch_first=_shares_bias(draft.problem, tile))
 
 
 class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
@@ -70,10 +69,14 @@ class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
         return why_not_split(draft, self.table(draft.problem))
 
     def draft(self, draft: Draft, tile: ForwardFloat32Sm90Tile) -> None:
+        tile = tile.loading_bias(draft.problem, draft.device)
+        draft.tiles = (tile,)
         draft.add_lists(tile, "key_lists")
         add_bf16_split(draft, tile, ("q", "k", "v"))
-        draft.map_tensors({"q_split": tile.block_m, "k_split": tile.block_n, "v_split": tile.block_n})
-        _add_persistent(draft, tile, self.source)
+        boxes = {"q_split": tile.block_m, "k_split": tile.block_n, "v_split": tile.block_n}
+        draft.map_tensors(boxes | ({"bias": tile.block_m} if tile.bias_of_pairs else {}))
+        tell_of_bias(draft, tile)
+        _add_persistent(draft, tile, self.source, batch_first=_shares_bias(draft.problem, tile))
 
 
 class ForwardFloat8(ForwardFamily[ForwardFloat8Sm90Tile]):
@@ -162,6 +165,11 @@ def why_not_16_bit(draft: Draft, mapped: tuple[str, ...], table: tuple[Tile, ...
 def box_rows(problem: Problem, block_n: int) -> int:
     """Keys that TMA brings at once: a tile, or with pages as many as make whole pages and whole tiles."""
     return math.gcd(problem.page_size, block_n)
+
+
+def _shares_bias(problem: Problem, tile: ScoredTile) -> bool:
+    """Whether batch entries share a bias of pairs whose tiles are loaded."""
+    return tile.bias_of_pairs > 0 and problem.bias is not None and problem.bias.strides[0] == 0
 
 
 def _add_persistent(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from cuflash.planning.tiles import Tile
+from cuflash.operands import ITEMSIZE
+from cuflash.planning.device import DeviceSpec
+from cuflash.planning.tiles import Tile, why_too_large
 from cuflash.problem import Problem
 from cuflash.tensor_map import LINE_BYTES, why_not
 
@@ -42,6 +44,8 @@ class ScoredTile(Tile):
     mask_by_bits: bool = False  # a kernel before packs all that hides pairs
     numbers_of_keys: int = 0  # that a function of the caller reads of each key
 
+    packs_masks: ClassVar[bool] = True  # whether the kernel sees masks of pairs as bits
+
     def seeing(self, problem: Problem, bias_of_pairs: int) -> Self:
         """The tile as it sees bias and masks of a problem."""
         by, hidden = bias_by(problem), self._hidden(problem)
@@ -52,10 +56,20 @@ class ScoredTile(Tile):
             "bias_of_pairs": bias_of_pairs,
             "bias_of_keys": by == "keys",
             "mask_of_keys": by_tile and hidden == "keys",
-            "mask_by_bits": by_tile and hidden == "pairs" and whole_blocks,
+            "mask_by_bits": self.packs_masks and by_tile and hidden == "pairs" and whole_blocks,
         }
         # Every plan asks this of every row of a table, and most problems have neither.
         return self if all(getattr(self, name) == x for name, x in seen.items()) else self.changed(**seen)
+
+    def loading_bias(self, problem: Problem, device: DeviceSpec) -> Self:
+        """The tile as it sees bias and masks of a problem: a bias of pairs comes by tile if that fits."""
+        if bias_by(problem) == "pairs" and problem.bias is not None:
+            itemsize = ITEMSIZE[problem.bias.dtype]
+            if self.block_n * itemsize % LINE_BYTES == 0:
+                loading = self.seeing(problem, itemsize)
+                if not why_too_large(loading, problem, device):
+                    return loading
+        return self.seeing(problem, 0)
 
     def looks_up_pairs(self, problem: Problem) -> bool:
         """Whether the kernel looks for what hides a pair, pair by pair."""

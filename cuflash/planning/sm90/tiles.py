@@ -21,11 +21,12 @@ WGMMA_COLUMNS = tuple(range(32, 257, 16))  # columns of a product that are worth
 # How much longer a tile of queries takes than one of 128 x 128, measured on an H200 where all blocks had equally many.
 FOUR_CONSUMERS = 1.57  # 256 x 64, at head dimension 64
 THREE_CONSUMERS = 1.44  # 192 x 80, at head dimension 128
+BIAS_BY_TMA = "a bias of pairs that TMA can read"
 # What `ForwardSm90Tile.serves` means, in words.
 SERVES = {
     "any": "any problem",
     "no pairs": "problems without a bias of pairs, a score that reads rows or keys, and pairs that are looked up",
-    "bias": "a bias of pairs that TMA can read, without pairs that are hidden one by one and looked up",
+    "bias": f"{BIAS_BY_TMA}, without pairs that are hidden one by one and looked up",
     "long full": f"{LONG_SEQLEN} keys or more, without a right bound, a bias of pairs, functions, and pairs looked up, "
     "where smaller tiles of queries would not be done first",
     "few full": "few queries without a right bound, a bias of pairs, and pairs looked up: larger tiles would leave "
@@ -133,11 +134,13 @@ class ForwardSm90Tile(ScoredTile):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardFloat32Sm90Tile(Tile):
+class ForwardFloat32Sm90Tile(ScoredTile):
     """One way to cut the forward pass of float32 for compute capability 9.0, of operands in parts of bfloat16.
 
     A warpgroup owns 64 of the block_m queries.
     """
+
+    packs_masks = False
 
     max_dim: int
     block_m: int
@@ -145,6 +148,7 @@ class ForwardFloat32Sm90Tile(Tile):
     num_stages: int
     ping_pong: bool  # consumers issue products one after another
     bf16_parts: int = 3  # that a float32 is split into; two are for TF32's precision
+    serves: Literal["any", "bias"] = "any"
     origin: str = field(compare=False)
 
     defined = ("ping_pong", "bf16_parts")
@@ -178,7 +182,13 @@ class ForwardFloat32Sm90Tile(Tile):
             chunked_bytes(self.block_n, dim),
             chunked_bytes(self.block_n, dim_v),
         )
-        return self.bf16_parts * (q + self.num_stages * (k + v)) + 8 * (2 + 4 * self.bf16_parts * self.num_stages)
+        parts = self.bf16_parts * (q + self.num_stages * (k + v)) + 8 * (2 + 4 * self.bf16_parts * self.num_stages)
+        addends = bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs) + 4 * self.block_n * self.key_numbers
+        return parts + (addends + 16 if addends else 0)
+
+    def why_not(self, problem: Problem, device: DeviceSpec) -> str:
+        suits = self.serves == "any" or bias_by(problem) == "pairs"
+        return "" if suits else f"for {BIAS_BY_TMA}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,13 +390,15 @@ class BiasSm90Tile(ScoredTile):
 
     def why_not(self, problem: Problem, device: DeviceSpec) -> str:
         if problem.bias is None or bias_by(problem) != "pairs" or ITEMSIZE[problem.bias.dtype] != self.bias_of_pairs:
-            return f"for a bias of pairs of {self.bias_of_pairs} bytes that TMA can read"
+            return f"for {BIAS_BY_TMA}, of {self.bias_of_pairs} bytes an element"
         return "masks that hide pairs one by one are looked up" if self.looks_up_pairs(problem) else ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackwardFloat32Sm90Tile(Tile):
+class BackwardFloat32Sm90Tile(ScoredTile):
     """One way to cut the backward pass of float32 for compute capability 9.0. Warpgroups own the same 64 keys."""
+
+    packs_masks = False
 
     max_dim: int
     block_m: int = 64
@@ -417,7 +429,8 @@ class BackwardFloat32Sm90Tile(Tile):
         tile = self.bf16_parts * (chunked_bytes(64, dim) + chunked_bytes(64, dim_v))
         buffers = self.num_buffers * self.bf16_parts * chunked_bytes(64, CHUNK)
         barriers = 8 * (2 + 2 * self.num_stages * (dim + dim_v) // CHUNK + 3 * self.num_buffers)
-        return (self.num_stages + 1) * tile + buffers + self.num_stages * self.block_m * 8 + barriers
+        queries = self.block_m * 8 + bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)
+        return (self.num_stages + 1) * tile + buffers + self.num_stages * queries + barriers
 
 
 _forward_sm90 = maker(ForwardSm90Tile, "max_dim block_m block_n num_stages ping_pong q_stages serves origin")
@@ -479,6 +492,7 @@ FORWARD_FLOAT32_SM90_TILES = (
 # The same for precision="tf32".
 FORWARD_TF32_SM90_TILES = (
     _forward_float32_sm90(64,  128, 192, 1,    False, float32("209 / 183", "33.2 / 30.2"), bf16_parts=2),
+    _forward_float32_sm90(128, 128, 96, 1,     True,  ARITHMETIC, bf16_parts=2, serves="bias"),
     _forward_float32_sm90(128, 128, 112, 1,    True,  float32("221 / 193", "44.0 / 42.1"), bf16_parts=2),
 )
 

@@ -125,6 +125,7 @@ _SMALL = replace(_GROUPED, seqlen_q=70, batch=1, num_heads_kv=1, num_heads=2)
 # A bias that tiles are loaded of; one whose elements are wide; and numbers of keys.
 _BIAS = replace(_GROUPED, seqlen_q=230, seqlen_k=168, head_dim_v=72, bias=(1, 4, 230, 168), bias_dtype="input")
 _WIDE_BIAS = replace(_BIAS, seqlen_k=132, bias=(2, 1, 230, 132), bias_dtype="softmax")
+_BIAS_FLOAT32 = replace(_WIDE_BIAS, dtype="float32", bias=(1, 4, 230, 132), mask=(2, 1, 1, 132))
 _NUMBERS = replace(_GROUPED, seqlen_k=177, bias=(2, 1, 1, 177), mask=(1, 4, 1, 177))
 _DECODE = ct.Case(
     seqlen_q=5, seqlen_k=300, batch=2, num_heads=8, num_heads_kv=2, head_dim=72, head_dim_v=40, dtype="float16"
@@ -265,6 +266,8 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "float32 sm90 no keys": Trial(
         case=replace(_SMALL, dtype="float32", seqlen_q=300, seqlen_k=5, causal=True), tiles=_float32_sm90(), num_sms=1
     ),
+    "float32 sm90 bias": Trial(case=_BIAS_FLOAT32, tiles=_float32_sm90(), num_sms=1),
+    "float32 sm90 bias window": Trial(case=replace(_BIAS_FLOAT32, window=(20, 30)), tiles=_float32_sm90(), num_sms=1),
     # Few queries: the keys of a head shared by blocks, or left to one.
     "decode": Trial(case=replace(_DECODE, causal=True), tiles=_DECODE_TILES),
     "decode whole": Trial(case=replace(_DECODE, causal=True), tiles=_DECODE_TILES, num_sms=1),
@@ -528,6 +531,9 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "backward parts lengths": Trial(case=replace(_LENGTHS, dtype="float32"), tiles=_BACKWARD_PARTS),
     "backward parts window": Trial(
         case=replace(_WINDOW, dtype="float32", seqlen_k=250), tiles=_BACKWARD_PARTS_RING, num_sms=1
+    ),
+    "backward parts bias": Trial(
+        case=replace(_BIAS_FLOAT32, head_dim=40, head_dim_v=24, softcap=5.0), tiles=_BACKWARD_PARTS_RING, num_sms=1
     ),
     "backward parts terms": Trial(case=_FLOAT32, tiles=_BACKWARD_PARTS_RING),
     "forward float32": Trial(case=_FLOAT32, tiles=_forward(block_m=64, element_bytes=4)),
