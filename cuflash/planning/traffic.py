@@ -362,7 +362,7 @@ def _keys_read(plan: Plan, tile: Tile, rows: list[int], in_all: float) -> float:
     # Blocks that take tiles in pairs, from both ends, take head by head. So do those that stay and take tiles that see
     # the whole of a window, which most tiles do.
     in_pairs = any(("CUFLASH_PAIRS", 1) in kernel.defines for kernel in plan.kernels)
-    stay = any(kernel.source == "sm90/forward.cu" for kernel in plan.kernels)
+    stay = plan.pass_ == "forward" and plan.run_time.resident_blocks > 0
     section = 1 if in_pairs or (stay and problem.has_window) else plan.run_time.head_section
     units = -(-len(rows) // 2) if in_pairs else len(rows)
     # Query heads that share keys are neighbours.

@@ -187,8 +187,8 @@ CUFLASH_DEVICE void issue_o(float (&sum)[kColumnTiles][4], const u32 (&p)[kBlock
   }
 }
 
-// [2] Scores in place of products. `row` and `key` are those of this lane's first one;
-// `masked` says whether some pair may be hidden.
+// [2] Scores in place of products. `row` and `key` are those of this lane's first one; `masked` says whether some pair may
+// be hidden.
 template <class Masked>
 CUFLASH_DEVICE void make_scores(float (&s)[1][kNTiles][4], const Score& score, const Mask& mask, const Shared& shared,
                                 int row, int key, Masked masked) {
