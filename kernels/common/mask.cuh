@@ -133,13 +133,8 @@ struct Mask {
   }
 
   CUFLASH_DEVICE bool visible(int row, int key) const {
-    bool seen;
-    if constexpr (kHasWindow) {
-      seen = key < min_of(key_stop, row + right_offset + 1);  // the same for all keys of a row
-    } else {
-      seen = key < key_stop;
-      if constexpr (kHasRightBound) seen = seen && key <= row + right_offset;
-    }
+    bool seen = key < key_stop;
+    if constexpr (kHasRightBound) seen = seen && key <= row + right_offset;
     if constexpr (kHasLeftBound) seen = seen && key >= row + left_offset;
     if constexpr (kLooksUpMask) seen = seen && row < seqlen_q && bytes[row * row_stride + key * key_stride] != 0;
     if constexpr (kHasBlockMask) seen = seen && row < seqlen_q && blocks.has(row / kMaskBlockM, key / kMaskBlockN);
