@@ -344,6 +344,12 @@ CUFLASH_DEVICE float reciprocal_approx(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// Thread. fma.rn.sat.ftz (9.7.3.6): a * b + c within [0, 1]; 0 for NaN.
+CUFLASH_DEVICE float fma_saturated(float a, float b, float c) {
+  float y;
+  asm("fma.rn.ftz.sat.f32 %0, %1, %2, %3;" : "=f"(y) : "f"(a), "f"(b), "f"(c));
+  return y;
+}
 // Thread. sqrt.approx.ftz (9.7.3.17): the square root to 1 ulp.
 CUFLASH_DEVICE float sqrt_approx(float x) {
   float y;
@@ -376,6 +382,16 @@ CUFLASH_DEVICE float limit_magnitude(float x, float most) {
   return y;
 #else
   return fmaxf(fminf(x, most), -most);
+#endif
+}
+// Thread. max.u16x2 (9.7.1.15) and setp.eq (9.7.6.2), one instruction on sm_90: whether halves of a are at least b's.
+CUFLASH_DEVICE void at_least_u16x2(u32 a, u32 b, u32& low, u32& high) {
+#if CUFLASH_ARCH >= 90
+  asm("{\n.reg .pred p, q;\n.reg .b32 most;\n.reg .u16 l, h, ll, hh;\nmax.u16x2 most, %2, %3;\n"
+      "mov.b32 {l, h}, most;\nmov.b32 {ll, hh}, %2;\nsetp.eq.u16 p, l, ll;\nsetp.eq.u16 q, h, hh;\n"
+      "selp.b32 %0, 1, 0, p;\nselp.b32 %1, 1, 0, q;\n}" : "=r"(low), "=r"(high) : "r"(a), "r"(b));
+#else
+  low = a << 16 >= b << 16, high = a >= (b & 0xffff0000u);
 #endif
 }
 // Thread. cvt.rn (9.7.9.22): two float32 rounded to nearest even; `low` lands in the low half. Before sm_80, one by one,

@@ -352,6 +352,21 @@ CUFLASH_DEVICE void map_limit_magnitude(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(limit_magnitude, Params, kBlock, 1, map_limit_magnitude)
 
+CUFLASH_DEVICE void map_fma_saturated(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  const float* source = source_of<float>(params) + 3 * i;
+  if (i < params.count) destination_of<float>(params)[i] = ptx::fma_saturated(source[0], source[1], source[2]);
+}
+CUFLASH_DEFINE_KERNEL(fma_saturated, Params, kBlock, 1, map_fma_saturated)
+
+CUFLASH_DEVICE void map_at_least_u16x2(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  const u32* source = source_of<u32>(params) + 2 * i;
+  u32* destination = destination_of<u32>(params) + 2 * i;
+  if (i < params.count) ptx::at_least_u16x2(source[0], source[1], destination[0], destination[1]);
+}
+CUFLASH_DEFINE_KERNEL(at_least_u16x2, Params, kBlock, 1, map_at_least_u16x2)
+
 CUFLASH_DEVICE void pack_pairs(const Params& params) {
   const u32 i = global_thread_index(kBlock);
   const float* source = source_of<float>(params);

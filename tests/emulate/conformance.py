@@ -366,6 +366,27 @@ def check_limit_magnitude(run):
     assert abs(got[-1]) == 2.0
 
 
+def check_fma_saturated(run):
+    factors = np.random.default_rng(0).standard_normal((1000, 3)).astype(np.float32)
+    special = [[np.inf, -np.inf, 1], [np.inf, np.inf, 1], [np.inf, 0, 1], [np.nan, 1, 1], [-1, 1, 1], [-0.5, 0.5, 1]]
+    source = np.concatenate([factors, np.array(special, np.float32)])
+    got = run("fma_saturated", source=source, destination=_ones(np.float32, len(source)), **_threads_of(source))
+    a, b, c = factors.astype(np.float64).T
+    np.testing.assert_allclose(got[:-6], np.clip(a * b + c, 0, 1), rtol=2.0**-23, atol=1e-38)
+    np.testing.assert_array_equal(got[-6:], [0, 1, 0, 0, 0, 0.75])
+
+
+def check_at_least_u16x2(run):
+    a, b = _random_bits(np.uint32, 2, 1000)
+    b[::4] = a[::4]  # equal, in both halves or in one
+    b[1::4] = a[1::4] & np.uint32(0xFFFF) | b[1::4] & np.uint32(0xFFFF0000)
+    a[-4:], b[-4:] = (0, 0xFFFFFFFF, 0x7FFF8000, 0x80007FFF), 0x80008000
+    source = np.column_stack([a, b])
+    got = run("at_least_u16x2", source=source, destination=np.full((1000, 2), 9, np.uint32), **_threads_of(source))
+    np.testing.assert_array_equal(got[:, 0], (a & 0xFFFF) >= (b & 0xFFFF))
+    np.testing.assert_array_equal(got[:, 1], a >> 16 >= b >> 16)
+
+
 def check_multiply_double(run):
     # Integers of 30 bits: their product has more bits than float64, the sum is what rounding left of it.
     factors = np.random.default_rng(0).integers(2**29, 2**30, (1000, 2)) | 1
