@@ -201,7 +201,7 @@ MUTANTS = (
     mutant("dk over the next sequence", BACKWARD,
            "const int rows = kIsPacked ? seqlen_k_of(common, batch) - first_key : 64;", "const int rows = 64;",
            "packed backward sm90 in order window"),
-    mutant("dropped weights are negative in dV", BACKWARD, "is_dropped(p[n][i]) ? 0.0f : p[n][i];", "p[n][i];",
+    mutant("dropped weights are negative in dV", BACKWARD, "= kept_of(p[n][i]);", "= p[n][i];",
            "dropout backward sm90"),
     mutant("dV of two roles is not scaled", BACKWARD, "dv, kept_scale, kept_scale);", "dv, 1.0f, 1.0f);",
            "dropout backward sm90 roles"),

@@ -555,6 +555,7 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "dropout float32 sm90": Trial(case=_DROPOUT_FLOAT32, tiles=_float32_sm90(), num_sms=1),
     "dropout backward": Trial(case=_DROPOUT, tiles=_backward(), num_sms=1),
     "dropout backward split": Trial(case=_DROPOUT, tiles=_backward()),
+    "dropout backward sm90 narrow": Trial(case=replace(_DROPOUT, head_dim=40), tiles=(_BACKWARD_SM90,), num_sms=1),
     "dropout deterministic": Trial(case=_DROPOUT, tiles=(_backward()[0], _DQ)),
     "dropout backward sm90": Trial(case=_DROPOUT, tiles=(_BACKWARD_SM90,), num_sms=1),
     "dropout backward sm90 roles": Trial(case=_DROPOUT, tiles=(_SPLIT_ROLES,), num_sms=1),
