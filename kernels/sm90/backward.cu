@@ -42,6 +42,7 @@
 #include "sm90/backward_dq.cuh"
 #include "sm90/backward_layout.cuh"
 #include "sm90/backward_sums.cuh"
+#include "sm90/backward_weights.cuh"
 #include "sm90/backward_work.cuh"
 #include "sm90/captured_sums.cuh"
 #include "sm90/function_weights.cuh"
@@ -209,7 +210,7 @@ struct Consumer {
   template <int rows>
   CUFLASH_DEVICE void to_weights(const float (&p)[kQueryTiles][4], const u32 (&packed)[rows][2]) {
     if constexpr (kPacksWeights) {
-      FunctionWeights::to_operands(packed, p_operand);
+      PackedWeights::to_operands(packed, p_operand);
     } else if constexpr (kHasDropout) {
       float kept[kQueryTiles][4];
 #pragma unroll
@@ -272,7 +273,7 @@ struct Consumer {
     } else if (masked) {
       hide_by_bits(p, shown);
     }
-    exponentiate(p, s_stats, weights.exponent_scale);
+    to_p(p, derivative, s_stats, weights.exponent_scale);
     if constexpr (kHasDropout) Dropout(common, batch, head).mark(p, row_of(0, 0), lane_key);
   }
 
@@ -297,7 +298,7 @@ struct Consumer {
   CUFLASH_DEVICE void keep_derivatives(const float (&p)[kQueryTiles][4], u32 (&derivative)[rows][2]) const {
     if constexpr (kNeedsDsoftcap) {
       keep_scores(p);
-    } else if constexpr (kHasDerivative) {
+    } else if constexpr (kPacksDerivatives) {
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n)
 #pragma unroll
@@ -305,23 +306,6 @@ struct Consumer {
           const float first = p[n][2 * half], second = p[n][2 * half + 1];
           derivative[n][half] = ptx::pack(Float16{}, 1.0f - first * first, 1.0f - second * second);
         }
-    }
-  }
-
-  CUFLASH_DEVICE static void hide_by_bits(float (&p)[kQueryTiles][4], u32 shown) {
-#pragma unroll
-    for (int n = 0; n < kQueryTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (!(shown >> bit_of(n, i) & 1)) p[n][i] = -ptx::infinity();
-  }
-  CUFLASH_DEVICE static void exponentiate(float (&p)[kQueryTiles][4], u32 s_stats, float exponent_scale) {
-#pragma unroll
-    for (int n = 0; n < kQueryTiles; ++n) {
-      float lse[2];  // of this lane's two queries
-      ptx::load_shared_x2(s_stats + n * 64, lse);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) p[n][i] = exponential(p[n][i] * exponent_scale - lse[i % 2]);
     }
   }
 
@@ -408,7 +392,7 @@ struct Consumer {
     const u32 s_q = shared.q + at.stage * kBytesQ, s_do = shared.dout + at.stage * kBytesDo;
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     float p[kQueryTiles][4], ds[kQueryTiles][4];
-    // Two derivatives share a register, as float16; or two weights, see FunctionWeights.
+    // Two derivatives share a register, as float16; or two weights, see PackedWeights.
     [[maybe_unused]] u32 derivative[(kPacksWeights || kPacksDerivatives) && !kNeedsDsoftcap ? kQueryTiles : 1][2];
     [[maybe_unused]] const u32 shown = makes_dv ? load_mask() : 0;
 

@@ -36,11 +36,14 @@ constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 // with a bias of keys at head_dim 64.
 constexpr bool kPingPong = !kHasDerivative && !kHasDropout && !kBiasOfPairs && (!kHasKeyNumbers || kDkFromShared) &&
                            (kBiasBytes == 0 || kAddsByTile);
-// What a lane keeps of two neighbours in a register until dS' is made: the derivatives of a soft cap; or, where a
-// function of the caller has derivatives, the weights. Where gradients of arrays are summed that the function reads, its
-// derivatives are made after dS' and need nothing that is kept here.
-constexpr bool kPacksWeights = kHasDerivative && kHasScoreFunction && !kSumsCaptured;
-constexpr bool kPacksDerivatives = kHasDerivative && !kHasScoreFunction;
+// What a lane keeps of two neighbours in a register until dS' is made, where scores have derivatives by the products:
+// the weights, beside weights times derivatives; or else the derivatives. These it keeps beside dropout, which marks
+// weights by their sign; where the soft cap has addends behind it, which come between the two; and where the gradient of
+// such an addend is summed. Where gradients of the soft cap, or of arrays that a function of the caller reads, are
+// summed, the derivatives are made after dS' and need nothing that is kept here.
+constexpr bool kPacksWeights =
+    kHasDerivative && (kHasScoreFunction ? !kSumsCaptured : kFactorInExponent && !kNeedsDsoftcap && !kHasDropout);
+constexpr bool kPacksDerivatives = kHasDerivative && !kHasScoreFunction && !kPacksWeights;
 static_assert(!kPacksWeights || !kHasDropout, "weights are marked by their sign, which derivatives would change");
 constexpr int kQueryTiles = kBlockM / 8;
 constexpr int kConsumerThreads = 128 * kConsumers;

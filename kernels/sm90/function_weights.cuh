@@ -5,6 +5,7 @@
 #include "common/mask_bits.cuh"
 #include "common/scores.cuh"
 #include "sm90/backward_layout.cuh"
+#include "sm90/backward_weights.cuh"
 
 // P' = exp(S' - lse) of what a lane holds of a tile, whose rows are keys.
 struct FunctionWeights {
@@ -32,22 +33,10 @@ struct FunctionWeights {
         if (masked && lse[i % 2] == ptx::infinity()) p[n][i] = 0.0f;
       }
       if constexpr (kPacksWeights) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          packed[n][half] = ptx::pack(Element{}, -p[n][2 * half], -p[n][2 * half + 1]);
+        PackedWeights::pack(p[n], packed[n]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) p[n][i] = p[n][i] == 0.0f ? 0.0f : p[n][i] * derivative[i];
       }
     }
-  }
-
-  // P' as an operand, once the products of the step before have read theirs. The change of sign is an instruction behind
-  // that wait: without one, the compiler writes the operand before it, and makes the products wait for each other.
-  template <int rows>
-  CUFLASH_DEVICE static void to_operands(const u32 (&packed)[rows][2], Fragment (&operand)[kBlockM / 16]) {
-#pragma unroll
-    for (int k = 0; k < kBlockM / 16; ++k)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) operand[k].word[i] = packed[2 * k + i / 2][i % 2] ^ 0x80008000u;
   }
 };

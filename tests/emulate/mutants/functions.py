@@ -13,6 +13,7 @@ LIBRARY = "common/score_functions.cuh"
 MASK_TILES = "around/mask_tiles.cu"
 BOUNDS = "common/tile_bounds.cuh"
 WEIGHTS = "sm90/function_weights.cuh"
+PACKED_WEIGHTS = "sm90/backward_weights.cuh"
 
 # fmt: off
 MUTANTS = (
@@ -62,10 +63,9 @@ MUTANTS = (
            "        if (masked && lse[i % 2] == ptx::infinity()) p[n][i] = 0.0f;\n", "", "functions sm90 without room"),
     mutant("derivatives of pairs without weight count", WEIGHTS, "p[n][i] == 0.0f ? 0.0f : p[n][i] * derivative[i]",
            "p[n][i] * derivative[i]", "functions sm90 without room"),
-    mutant("weights keep the other sign", WEIGHTS, " ^ 0x80008000u", "", "functions sm90"),
-    mutant("weights of dv have the derivatives, too", WEIGHTS,
-           "ptx::pack(Element{}, -p[n][2 * half], -p[n][2 * half + 1])",
-           "ptx::pack(Element{}, -p[n][2 * half] * derivative[2 * half], -p[n][2 * half + 1])", "functions sm90"),
+    mutant("weights keep the other sign", PACKED_WEIGHTS, " ^ 0x80008000u", "", "functions sm90"),
+    mutant("weights of dv have the derivatives, too", WEIGHTS, "        PackedWeights::pack(p[n], packed[n]);\n",
+           "        p[n][0] *= derivative[0];\n        PackedWeights::pack(p[n], packed[n]);\n", "functions sm90"),
     # ---- around/mask_tiles.cu
     mutant("a tile with a visible pair is whole", MASK_TILES, "hides ? Pairs::kSome : Pairs::kAll",
            "Pairs::kAll", "functions of pairs"),

@@ -7,6 +7,7 @@ CLEAR_DQ = "common/clear_dq.cuh"
 QUERY_WALK = "common/query_walk.cuh"
 BACKWARD = "sm90/backward.cu"
 BACKWARD_WORK = "sm90/backward_work.cuh"
+WEIGHTS = "sm90/backward_weights.cuh"
 BACKWARD_DQ = "sm90/backward_dq.cuh"
 PRODUCTS = "sm90/products.cuh"
 BACKWARD_SUMS = "sm90/backward_sums.cuh"
@@ -92,7 +93,7 @@ MUTANTS = (
            "kClearsAhead)", "backward sm90 clears shared"),
     mutant("no wait for K and V", BACKWARD, "    shared.kv_full.wait(0);\n    if constexpr", "    if constexpr",
            "backward sm90"),
-    mutant("weights without their lse", BACKWARD, "* exponent_scale - lse[i % 2]", "* exponent_scale",
+    mutant("weights without their lse", WEIGHTS, "* exponent_scale - lse[i % 2]", "* exponent_scale",
            "backward sm90"),
     mutant("bias of the first keys of the tile for all", BACKWARD, "const int key = first + warp_key;",
            "const int key = warp_key;", "backward sm90 bias", "backward sm90 wide bias"),
@@ -101,10 +102,14 @@ MUTANTS = (
            "                0, next.head, entry_of(batch));", "backward sm90 bias"),
     mutant("numbers of the first of two keys for both", BACKWARD, "numbers.of(lane_key + 8)", "numbers.of(lane_key)",
            "backward sm90 keys"),
+    mutant("the soft cap has the derivative 1 in packed pairs", WEIGHTS, "ptx::fma_saturated(-tanh[i], tanh[i], 1.0f)",
+           "1.0f", "backward sm90 softcap", "backward sm90 roles softcap"),
+    mutant("what a soft cap hides is NaN", WEIGHTS, "ptx::fma_saturated(-tanh[i], tanh[i], 1.0f)",
+           "(1.0f - tanh[i] * tanh[i])", "backward sm90 softcap"),
     mutant("softcap has the derivative 1", BACKWARD, "1.0f - first * first, 1.0f - second * second", "1.0f, 1.0f",
-           "backward sm90 softcap", "backward sm90 roles softcap"),
+           "backward sm90 softcap slopes"),
     mutant("derivatives of one query for two", BACKWARD, "packed[i / 2] >> i % 2 * 16", "packed[i / 2]",
-           "backward sm90 softcap", "backward sm90 roles softcap"),
+           "backward sm90 softcap slopes"),
     mutant("slopes are not added again", BACKWARD, "plus_addend(p[n][i] * weights.score.factor)",
            "p[n][i] * weights.score.factor", "backward sm90 slopes"),
     mutant("no wait for Q", BACKWARD, "    shared.q_ring.full(at).wait(at.parity);\n", "", "backward sm90"),

@@ -1,6 +1,7 @@
 """The trials that mutants name: cases, tiles, and what is special about each."""
 
 from dataclasses import replace
+from typing import Any
 
 import cuflash.testing as ct
 from cuflash import emulator
@@ -122,6 +123,7 @@ _GROUPED = ct.Case(
     seqlen_q=150, seqlen_k=77, batch=2, num_heads=4, num_heads_kv=2, head_dim=72, head_dim_v=24, dtype="float16"
 )
 _SMALL = replace(_GROUPED, seqlen_q=70, batch=1, num_heads_kv=1, num_heads=2)
+_TOP_LEFT = replace(_GROUPED, seqlen_q=300, seqlen_k=100, num_heads=2, num_heads_kv=1, causal="top_left")
 # A bias that tiles are loaded of; one whose elements are wide; and numbers of keys.
 _BIAS = replace(_GROUPED, seqlen_q=230, seqlen_k=168, head_dim_v=72, bias=(1, 4, 230, 168), bias_dtype="input")
 _WIDE_BIAS = replace(_BIAS, seqlen_k=132, bias=(2, 1, 230, 132), bias_dtype="softmax")
@@ -183,6 +185,11 @@ _FLOAT64 = replace(
     _FLOAT32, dtype="float64", head_dim_v=40, num_heads=1, bias=(70, 77), mask=(70, 77), alibi_slopes=(1,)
 )
 
+
+def _many_queries(tile: BackwardSm90Tile, **changes: Any) -> Trial:
+    return Trial(case=replace(_GROUPED, seqlen_q=300, **changes), tiles=(tile,), num_sms=1)
+
+
 TRIALS: dict[str, Trial | FunctionTrial] = {
     "forward": Trial(case=_GROUPED, tiles=_forward()),
     "forward window": Trial(case=_WINDOW, tiles=_forward(block_m=64)),
@@ -226,6 +233,7 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "backward sm90 wide bias": Trial(case=_WIDE_BIAS, tiles=(_SPLIT_ROLES,), num_sms=1),
     "backward sm90 keys": Trial(case=_NUMBERS, tiles=(_BACKWARD_SM90,), num_sms=1),
     "sm90 small softcap": Trial(case=replace(_GROUPED, seqlen_k=300, softcap=8.0), tiles=_sm90(), num_sms=1),
+    "sm90 near softcap": Trial(case=replace(_GROUPED, seqlen_k=300, softcap=30.0), tiles=_sm90(), num_sms=1),
     # Exponents of a later tile that exceed those of the first by more than sums may grow.
     "sm90 softcap spread": Trial(
         case=replace(_GROUPED, seqlen_k=300, score_spread=30.0, softcap=100.0), tiles=_sm90(), num_sms=1
@@ -239,15 +247,8 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
         schedule=emulator.Schedule("random", seed=1),
     ),
     # Three tiles of queries in pairs, and blocks with different numbers of them.
-    "sm90 pairs": Trial(
-        case=replace(_GROUPED, seqlen_q=300, seqlen_k=100, num_heads=2, num_heads_kv=1, causal="top_left"),
-        tiles=_sm90(),
-        num_sms=3,
-    ),
-    "sm90 pairs apart": Trial(
-        case=replace(_GROUPED, seqlen_q=300, seqlen_k=100, num_heads=2, num_heads_kv=1, causal="top_left"),
-        tiles=_sm90(),
-    ),
+    "sm90 pairs": Trial(case=_TOP_LEFT, tiles=_sm90(), num_sms=3),
+    "sm90 pairs apart": Trial(case=_TOP_LEFT, tiles=_sm90()),
     "sm90 whole windows": Trial(
         case=replace(_GROUPED, seqlen_q=900, seqlen_k=850, num_heads=2, num_heads_kv=1, window=(40, 300)),
         tiles=_sm90(),
@@ -424,24 +425,21 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "backward terms": Trial(case=_TERMS, tiles=_backward()),
     "backward far": Trial(case=_FAR, tiles=_backward(), place=attention.far_apart),
     "backward split": Trial(case=_SMALL, tiles=_backward()),
-    "backward sm90": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_BACKWARD_SM90,), num_sms=1),
-    "backward sm90 softcap": Trial(
-        case=replace(_GROUPED, seqlen_q=300, score_spread=4.0, softcap=3.0), tiles=(_DK_FROM_SHARED,), num_sms=1
-    ),
-    "backward sm90 roles softcap": Trial(
-        case=replace(_GROUPED, seqlen_q=300, score_spread=4.0, softcap=3.0), tiles=(_SPLIT_ROLES,), num_sms=1
-    ),
-    "backward sm90 slopes": Trial(
-        case=replace(_GROUPED, seqlen_q=300, alibi_slopes=(4,)), tiles=(_BACKWARD_SM90,), num_sms=1
-    ),
+    "backward sm90": _many_queries(_BACKWARD_SM90),
+    # Keys of some lanes of a warp do not exist.
+    "backward sm90 softcap": _many_queries(_DK_FROM_SHARED, seqlen_k=68, score_spread=4.0, softcap=3.0),
+    "backward sm90 near softcap": _many_queries(_BACKWARD_SM90, softcap=30.0),
+    "backward sm90 roles softcap": _many_queries(_SPLIT_ROLES, score_spread=4.0, softcap=3.0),
+    "backward sm90 softcap slopes": _many_queries(_DK_FROM_SHARED, score_spread=4.0, softcap=3.0, alibi_slopes=(4,)),
+    "backward sm90 slopes": _many_queries(_BACKWARD_SM90, alibi_slopes=(4,)),
     "backward sm90 wide": Trial(
         case=replace(_GROUPED, seqlen_q=100, head_dim=184, head_dim_v=136),
         tiles=(replace(_SPLIT_ROLES, max_dim=256),),
         num_sms=1,
     ),
     "backward sm90 lengths": Trial(case=replace(_LENGTHS, seqlen_q=100), tiles=(_BACKWARD_SM90,), num_sms=1),
-    "backward sm90 roles": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_SPLIT_ROLES,), num_sms=1),
-    "backward sm90 shared": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_DK_FROM_SHARED,), num_sms=1),
+    "backward sm90 roles": _many_queries(_SPLIT_ROLES),
+    "backward sm90 shared": _many_queries(_DK_FROM_SHARED),
     "backward sm90 in order": Trial(
         case=replace(_GROUPED, seqlen_q=300, seqlen_k=290, causal=True), tiles=(_BACKWARD_SM90,), dq_in_order=True
     ),
@@ -555,9 +553,9 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "dropout float32 sm90": Trial(case=_DROPOUT_FLOAT32, tiles=_float32_sm90(), num_sms=1),
     "dropout backward": Trial(case=_DROPOUT, tiles=_backward(), num_sms=1),
     "dropout backward split": Trial(case=_DROPOUT, tiles=_backward()),
-    "dropout backward sm90 narrow": Trial(case=replace(_DROPOUT, head_dim=40), tiles=(_BACKWARD_SM90,), num_sms=1),
     "dropout deterministic": Trial(case=_DROPOUT, tiles=(_backward()[0], _DQ)),
     "dropout backward sm90": Trial(case=_DROPOUT, tiles=(_BACKWARD_SM90,), num_sms=1),
+    "dropout backward sm90 narrow": Trial(case=replace(_DROPOUT, head_dim=40), tiles=(_BACKWARD_SM90,), num_sms=1),
     "dropout backward sm90 roles": Trial(case=_DROPOUT, tiles=(_SPLIT_ROLES,), num_sms=1),
     "dropout backward parts": Trial(case=_DROPOUT_FLOAT32, tiles=_BACKWARD_PARTS, num_sms=1),
     "forward blocks": Trial(case=_BLOCKS, tiles=_forward(block_m=64)),

@@ -1,0 +1,55 @@
+// The weights of the backward pass on compute capability 9.0: P' = exp(S' - lse) of what a lane holds of a tile, whose
+// rows are keys.
+#pragma once
+#include "common/config.cuh"
+#include "common/exponential.cuh"
+#include "common/fragments.cuh"
+#include "common/mask_bits.cuh"
+#include "sm90/backward_layout.cuh"
+
+// Weights as 16-bit numbers, two in a word, which a lane keeps where P' itself is left times derivatives of scores.
+struct PackedWeights {
+  // Four weights, as -P'.
+  CUFLASH_DEVICE static void pack(const float (&p)[4], u32 (&packed)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) packed[half] = ptx::pack(Element{}, -p[2 * half], -p[2 * half + 1]);
+  }
+  // P' as an operand, once the products of the step before have read theirs. The change of sign is an instruction behind
+  // that wait: without one, the compiler writes the operand before it, and makes the products wait for each other.
+  template <int rows>
+  CUFLASH_DEVICE static void to_operands(const u32 (&packed)[rows][2], Fragment (&operand)[kBlockM / 16]) {
+#pragma unroll
+    for (int k = 0; k < kBlockM / 16; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) operand[k].word[i] = packed[2 * k + i / 2][i % 2] ^ 0x80008000u;
+  }
+};
+
+// Hides what bits of a mask hide.
+CUFLASH_DEVICE void hide_by_bits(float (&score)[kQueryTiles][4], u32 shown) {
+#pragma unroll
+  for (int n = 0; n < kQueryTiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (!(shown >> bit_of(n, i) & 1)) score[n][i] = -ptx::infinity();
+}
+
+// Makes P' of scores, or of what exponent_scale makes exponents of. With kPacksWeights this is the tanh of a soft cap, and
+// P' is left times its derivative; `packed` gets -P'. `s_stats` is the place of this lane's first query.
+template <int rows>
+CUFLASH_DEVICE void to_p(float (&p)[kQueryTiles][4], u32 (&packed)[rows][2], u32 s_stats, float exponent_scale) {
+#pragma unroll
+  for (int n = 0; n < kQueryTiles; ++n) {
+    float lse[2];  // of this lane's two queries
+    ptx::load_shared_x2(s_stats + n * 64, lse);
+    [[maybe_unused]] const float tanh[4] = {p[n][0], p[n][1], p[n][2], p[n][3]};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) p[n][i] = exponential(p[n][i] * exponent_scale - lse[i % 2]);
+    if constexpr (kPacksWeights) {
+      PackedWeights::pack(p[n], packed[n]);
+      // Hidden pairs have -inf in place of a tanh, and are to stay 0.
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p[n][i] *= ptx::fma_saturated(-tanh[i], tanh[i], 1.0f);
+    }
+  }
+}
