@@ -149,6 +149,35 @@ CUFLASH_DEVICE float fast_tanh(float x) {
 }
 CUFLASH_DEVICE double fast_tanh(double x) { return accurate_tanh(x); }
 
+// times tanh(factor x), to 2e-7 relatively where abs(factor x) is at most kStop, by the polynomial of least relative
+// error. Both numbers are in the coefficients, so that neither costs a multiplication.
+struct NearTanh {
+  static constexpr float kStop = 0.375f;
+  float factor, coefficient[4];
+
+  CUFLASH_DEVICE explicit NearTanh(float factor_, float times = 1.0f) : factor(factor_) {
+    const float squared = factor * factor;
+    coefficient[0] = factor * times;
+    coefficient[1] = coefficient[0] * squared * -0.333323335f;
+    coefficient[2] = coefficient[0] * squared * squared * 0.132897262f;
+    coefficient[3] = coefficient[0] * squared * squared * squared * -0.0484872922f;
+  }
+  // Whether it serves numbers up to `largest`. None where coefficients leave the range of float32.
+  CUFLASH_DEVICE bool serves(float largest) const {
+    const float first = fabsf(coefficient[0]), last = fabsf(coefficient[3]);
+    return largest * fabsf(factor) <= kStop & fminf(first, last) > 1e-37f & fmaxf(first, last) < 1e37f;
+  }
+  // The same plus `addend`.
+  CUFLASH_DEVICE float of(float x, float addend = 0.0f) const {
+    const float x2 = x * x;
+    float series = coefficient[3];
+    series = series * x2 + coefficient[2];
+    series = series * x2 + coefficient[1];
+    series = series * x2 + coefficient[0];
+    return x * series + addend;
+  }
+};
+
 // Natural logarithm of a positive normal number to one unit in the last place; infinity and NaN stay what they are.
 CUFLASH_DEVICE double natural_log(double x) {
   // x = 2^steps m, m around 1; log m = 2 atanh(s), s = (m - 1) / (m + 1).

@@ -92,32 +92,53 @@ struct Score {
   }
 
   // Warp. The soft cap of 16-bit types for all elements that a lane holds: tanh in place of products. Where all
-  // arguments of a warp are small the series is enough, which spares the unit of the exponentials two results a score;
-  // the results are those of fast_tanh to the bit, whatever the other arguments are. Returns whether all are small.
+  // arguments of a warp are small a series is enough, which spares the unit of the exponentials two results a score; its
+  // results are those of fast_tanh to the bit, whatever the other arguments are. Returns whether all are small.
   template <int m_tiles, int n_tiles>
   CUFLASH_DEVICE bool cap(float (&s)[m_tiles][n_tiles][4]) const {
-    if constexpr (kHasSoftcap) {
-      float largest = 0;
-      for_each(s, [&](float& x) {
-        x *= cap_factor;
-        largest = max_of(largest, fabsf(x));
-      });
-      if (!ptx::any_lane(largest > kTanhSeriesStop)) {
-        for_each(s, [](float& x) { x = tanh_by_series(x); });
-        return true;
-      }
-      // By n-tiles, in branches of their own: all at once take more registers than there are. What is 0 stays 0.
+    return kHasSoftcap && cap(s, largest_of(s));
+  }
+  // The same by a shorter series where arguments are smaller still. No argument may be of a pair that does not exist,
+  // because all decide on what each becomes.
+  template <int m_tiles, int n_tiles>
+  CUFLASH_DEVICE bool cap_near(float (&s)[m_tiles][n_tiles][4]) const {
+    if constexpr (!kHasSoftcap) return false;
+    const float largest = largest_of(s);
+    const NearTanh near(cap_factor);
+    if (ptx::any_lane(!near.serves(largest))) return cap(s, largest);
+    for_each(s, [&](float& x) { x = near.of(x); });
+    return true;
+  }
+  // The largest magnitude of all elements. In one chain of maxima each would wait for the one before, so there are four.
+  template <int m_tiles, int n_tiles>
+  CUFLASH_DEVICE static float largest_of(const float (&s)[m_tiles][n_tiles][4]) {
+    float chain[4] = {};
 #pragma unroll
-      for (int m = 0; m < m_tiles; ++m)
+    for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
-        for (int n = 0; n < n_tiles; ++n) {
-          float (&four)[4] = s[m][n];
-          if (ptx::any_lane(four[0] != 0.0f || four[1] != 0.0f || four[2] != 0.0f || four[3] != 0.0f)) {
+      for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
-            for (float& x : four) x = fast_tanh(x);
-          }
-        }
+        for (int i = 0; i < 4; ++i) chain[i] = max_of(chain[i], fabsf(s[m][n][i]));
+    return max_of(max_of(chain[0], chain[1]), max_of(chain[2], chain[3]));
+  }
+  template <int m_tiles, int n_tiles>
+  CUFLASH_DEVICE bool cap(float (&s)[m_tiles][n_tiles][4], float largest) const {
+    for_each(s, [&](float& x) { x *= cap_factor; });
+    if (!ptx::any_lane(largest * fabsf(cap_factor) > kTanhSeriesStop)) {
+      for_each(s, [](float& x) { x = tanh_by_series(x); });
+      return true;
     }
+    // By n-tiles, in branches of their own: all at once take more registers than there are. What is 0 stays 0.
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int n = 0; n < n_tiles; ++n) {
+        float (&four)[4] = s[m][n];
+        if (ptx::any_lane(four[0] != 0.0f || four[1] != 0.0f || four[2] != 0.0f || four[3] != 0.0f)) {
+#pragma unroll
+          for (float& x : four) x = fast_tanh(x);
+        }
+      }
     return false;
   }
 

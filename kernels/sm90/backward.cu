@@ -252,7 +252,8 @@ struct Consumer {
       of_keys[0] = numbers.of(lane_key), of_keys[1] = numbers.of(lane_key + 8);
     }
     wait_for<pending>(p);
-    scores_are_small = weights.score.cap(products);
+    // Beside dropout there are no registers for the coefficients of the shorter series.
+    scores_are_small = kHasDropout ? weights.score.cap(products) : weights.score.cap_near(products);
     keep_derivatives(p, derivative);
     if constexpr (kAddsByTile) {
       const int key = first + warp_key;

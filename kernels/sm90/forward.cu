@@ -56,6 +56,8 @@ constexpr bool kDropsLate = kDimV > 192;
 constexpr bool kLazyMaximum = kDimV <= 128 || (kFactorInExponent && !kHasDropout);
 // Whether that is so for tiles with hidden pairs, too: rows have no offset where these come first, at the diagonal.
 constexpr bool kLazyWhereMasked = kMaskByBits || kHasLeftBound;
+// Whether a short series may make the exponents where all arguments of the soft cap are near 0.
+constexpr bool kCapsNear = kHasSoftcap && (kFactorInExponent || kAddsByTile);
 constexpr int kNTiles = kBlockN / 8;
 
 // Shared memory: the ring of Q, a part of the output, the rings of K, V and what is added to their scores, barriers.
@@ -343,6 +345,18 @@ struct Consumer {
       softmax.exponentiate(s, scale_log2, sum);
     }
   }
+  // The same where all arguments of a soft cap are near 0: then its series makes the exponents. Returns whether they are.
+  template <class Masked>
+  CUFLASH_DEVICE bool exponentiate_near(int n_block, float (&sum)[1][2], Masked) {
+    if constexpr (!kCapsNear || Masked::value) return false;
+    const NearTanh near(score.cap_factor, score.factor);
+    if (ptx::any_lane(!near.serves(Score::largest_of(s)))) return false;
+    addends(n_block).visit<kNTiles>([&](int n, int i, auto plus_addend) {
+      s[0][n][i] = exponential(near.of(s[0][n][i], plus_addend(-softmax.offset[0][i / 2])));
+      sum[0][i / 2] += s[0][n][i];
+    });
+    return true;
+  }
   CUFLASH_DEVICE void drop(int n_block) {
     if constexpr (kHasDropout) dropout.drop(s[0], lane_row, lane_key(n_block));
   }
@@ -353,17 +367,19 @@ struct Consumer {
   CUFLASH_DEVICE bool weigh(int n_block, Masked masked) {
     float sum[1][2] = {{0.0f, 0.0f}};
     bool grows = false, maximum_first = (masked && !kLazyWhereMasked) || !kLazyMaximum || !all_started;
-    score.cap(s);
     if (!maximum_first) {
-      exponentiate(n_block, sum, masked);
+      if (!exponentiate_near(n_block, sum, masked)) {
+        score.cap(s);
+        exponentiate(n_block, sum, masked);
+      }
       maximum_first = ptx::any_lane(sum[0][0] > kMaxSum || sum[0][1] > kMaxSum);
       if (maximum_first) {
         multiply_s_again();
-        score.cap(s);
         sum[0][0] = sum[0][1] = 0.0f;
       }
     }
     if (maximum_first) {
+      score.cap(s);
       complete_scores(n_block, masked);
       grows = softmax.update(s, factor, scale_log2);
       softmax.exponentiate(s, scale_log2, sum);
