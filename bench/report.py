@@ -441,7 +441,7 @@ def headline(records: Sequence[Record]) -> str:
 def runs(results: Path) -> dict[str, list[Record]]:
     """The run to show of every suite that has one in `results`, in the order of `SUITES`; those of NumPy arrays with
     each number of cores. Their names are those of their plots."""
-    from .cases import SUITES
+    from .suites import SUITES
 
     found: dict[str, list[Record]] = {}
     for suite in SUITES:

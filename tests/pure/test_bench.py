@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from bench import peers
-from bench.cases import FA2, GROUPED, SUITES, Case
+from bench.cases import Case
 from bench.formula import RANDOM, Inputs, Reference, make_inputs, one_group
 from bench.functions import DOCUMENTS
+from bench.suites import FA2, GROUPED, SUITES
 from cuflash import reference
 from cuflash.operands import numpy_dtype
 from tests.benched import ALL_CASES, BIASED, OPTIONAL, PLAIN, SMALL, abstract, problem_of

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from bench import environment, peers, peers_torch, report
-from bench.cases import OPTIONS, SUFFIXES, SUITES, Case, Suite
+from bench.cases import OPTIONS, SUFFIXES, Case
 from bench.contender import Absent, Contender, refuse
 from bench.formula import Reference, make_inputs, softmax_rows
 from bench.functions import FUNCTIONS
 from bench.run import run_suite
+from bench.suites import SUITES, Suite
 from cuflash.cpu.jobs import count_cores
 from tests.benched import BIASED, OPTIONAL, PLAIN, SMALL
 

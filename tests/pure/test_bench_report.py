@@ -7,7 +7,8 @@ import pytest
 
 from bench import accuracy, evidence, report
 from bench.__main__ import ROOT, main
-from bench.cases import FA2, SUITES, Case
+from bench.cases import Case
+from bench.suites import FA2, SUITES
 from tests.benched import ALL_CASES, synthetic, write
 
 
