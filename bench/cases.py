@@ -75,6 +75,7 @@ class Case:
     kv_lengths: bool = False  # lengths of the keys in an array, all of them whole
     function: str = ""  # a name in `functions.FUNCTIONS`
     lengths: tuple[int, ...] = ()  # of the batch entries, where they differ: arrays are padded to the longest
+    v_in_k: bool = False  # v is the first columns of k, in the same memory
 
     def __post_init__(self) -> None:
         for name, default in (("num_heads_kv", "num_heads"), ("seqlen_k", "seqlen_q"), ("head_dim_v", "head_dim")):
@@ -93,6 +94,10 @@ class Case:
             raise ValueError(
                 f"lengths: got {self.lengths}, expected {self.batch}, of which {self.seqlen_q} the longest"
             )
+        if self.v_in_k and self.head_dim_v > self.head_dim:
+            raise ValueError(
+                f"v_in_k: got a v of {self.head_dim_v} columns, expected at most {self.head_dim}, as k has"
+            )
         if self.num_heads % self.num_heads_kv:
             raise ValueError(f"num_heads_kv: got {self.num_heads_kv}, expected a divisor of {self.num_heads}")
 
@@ -105,6 +110,7 @@ class Case:
     def name(self) -> str:
         """Unique short name, made of the parts that a `--case` filter may name."""
         dim = f"d{self.head_dim}" + (f"x{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
+        dim += "ink" if self.v_in_k else ""
         heads = f"h{self.num_heads}" + (f"kv{self.num_heads_kv}" if self.num_heads_kv != self.num_heads else "")
         seqlen = f"s{self.seqlen_q}" + (f"k{self.seqlen_k}" if self.seqlen_k != self.seqlen_q else "")
         seqlen += "mixed" if self.lengths else ""
@@ -225,7 +231,8 @@ class Case:
         """Fewest bytes through device memory: each input read once, each result written once. Keys that no query sees,
         for a window or a block mask, are not read.
         """
-        keys = sum(math.prod(shape) for shape in (self.k_shape, self.v_shape)) * self._seen_keys // self.seqlen_k
+        of_keys = (self.k_shape,) if self.v_in_k else (self.k_shape, self.v_shape)
+        keys = sum(map(math.prod, of_keys)) * self._seen_keys // self.seqlen_k
         inputs = math.prod(self.q_shape) + keys
         out = math.prod(self.out_shape)
         lse_bytes = math.prod(self.out_shape[:3]) * ITEMSIZE[self.softmax_dtype]

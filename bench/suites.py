@@ -38,6 +38,20 @@ def _decode(batch: int, seqlen_k: int, seqlen_q: int) -> Case:
     return Case(head_dim=128, seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=batch, num_heads=32, num_heads_kv=8)
 
 
+def _latent(batch: int, num_heads: int, seqlen_k: int) -> tuple[Case, Case]:
+    """One query of wide heads, all of which share keys and values: as two arrays, and as one."""
+    apart = Case(
+        head_dim=576,
+        head_dim_v=512,
+        seqlen_q=1,
+        seqlen_k=seqlen_k,
+        batch=batch,
+        num_heads=num_heads,
+        num_heads_kv=1,
+    )
+    return apart, replace(apart, v_in_k=True)
+
+
 def _host(dtype: str, head_dim: int, seqlen: int, causal: bool) -> Case:
     """A row of the CPU path: one batch entry and a model width of 512."""
     return Case(dtype=dtype, head_dim=head_dim, seqlen_q=seqlen, batch=1, num_heads=512 // head_dim, causal=causal)
@@ -157,11 +171,38 @@ SUITES = {
         kind="gpu",
         cases=tuple(
             Case(head_dim=d, head_dim_v=d_v, seqlen_q=4096, batch=4, num_heads=2048 // d, causal=causal)
-            for d, d_v in ((40, 40), (80, 80), (96, 96), (192, 128), (320, 320), (512, 512), (576, 512))
+            for d, d_v in ((40, 40), (80, 80), (96, 96), (192, 128))
             for causal in (False, True)
         ),
         peers=("cudnn", "fa2"),
-        about="head dimensions between the usual ones, and above them",
+        about="head dimensions between the usual ones",
+    ),
+    "small-dims": Suite(
+        kind="gpu",
+        cases=tuple(
+            Case(head_dim=d, seqlen_q=4096, batch=4, num_heads=64, causal=causal)
+            for d in (2, 3, 8, 16, 32)
+            for causal in (False, True)
+        ),
+        peers=("cudnn", "fa2", "efficient"),
+        about="small head dimensions; all have as many pairs of queries and keys, so that times of all rows compare",
+    ),
+    "wide-dims": Suite(
+        kind="gpu",
+        cases=tuple(
+            Case(head_dim=d, head_dim_v=d_v, seqlen_q=4096, batch=4, num_heads=2048 // d, causal=causal)
+            for d, d_v in ((256, 256), (320, 320), (512, 512), (576, 512), (768, 768), (1024, 1024))
+            for causal in (False, True)
+        ),
+        peers=("cudnn", "fa2", "efficient"),
+        about="wide head dimensions beside 256",
+    ),
+    "architectures": Suite(
+        kind="gpu",
+        cases=tuple(_row(d, 4096, causal, "float16") for d in (64, 128, 256) for causal in (False, True)),
+        peers=("cuflash-sm75", "cuflash-sm80", "fa2"),
+        about="kernels for compute capability 7.5 and 8.0 on a later device, beside those that it gets; 16384 rows, "
+        "heads x head_dim = 2048",
     ),
     "flex": Suite(
         kind="gpu",
@@ -247,6 +288,14 @@ SUITES = {
         peers=("cudnn", "fa2"),
         passes=("forward",),
         about="few queries against a long cache; read the bytes per second",
+    ),
+    "decode-wide": Suite(
+        kind="gpu",
+        cases=(*_latent(32, 16, 8192), *_latent(8, 128, 16384), *_latent(1, 128, 65536)),
+        peers=("cudnn", "fa2"),
+        passes=("forward",),
+        about="one query of heads of 576 and 512 columns, which share keys and values, these in an array of their own "
+        "or the first columns of the keys; for each byte, 128 heads make 128 operations, or 242",
     ),
     "decode-options": Suite(
         kind="gpu",
