@@ -63,12 +63,10 @@ struct Parts {
     }
   }
 };
-// Parts of S are sent when the first chunk of dP is under way, and added at this one. Some exponentials are left for the
-// time that parts of dP take.
+// Parts of S are sent when the first chunk of dP is under way, and added at this one, when exponentials begin.
 constexpr int kMeeting = kColumnBlocks > 1 ? kChunksOfDp / 2 : 0;
-constexpr int kWeighedEarly = kColumnBlocks > 1 ? kNTiles / 2 : kNTiles;
 CUFLASH_DEVICE constexpr int weighed_before(int chunk_of_dp) {
-  return (chunk_of_dp - kMeeting) * kWeighedEarly / max_of(kChunksOfDp - kMeeting, 1);
+  return (chunk_of_dp - kMeeting) * kNTiles / max_of(kChunksOfDp - kMeeting, 1);
 }
 
 // Warpgroup 2 makes the factors of the sums.
@@ -146,7 +144,6 @@ struct Differentiator : ScoreProducts {
     if (!work.is_first(step)) let_second_follow();
     parts.send(kMakesDs ? dp : s[0]);
     if constexpr (kMakesDs) {
-      weigh<kWeighedEarly, kNTiles>(weights, lane, masked);
       parts.add_other(dp);
     } else {
       parts.add_other(s[0]);

@@ -191,10 +191,10 @@ BACKWARD_WIDE_SM90_TILES = (
     _backward_wide(320, 128, 1, 16, 21, _h100("4 x 6, 4096 causal", "275 TFLOP/s")),
     _backward_wide(512, 64, 1, 10, 18, _h100("4 x 4, 4096", "382 TFLOP/s")),
     _backward_wide(512, 128, 1, 10, 18, _h100("4 x 4, 4096 causal", "285 TFLOP/s")),
-    _backward_wide(640, 64, 2, 15, 20, ARITHMETIC),
-    _backward_wide(768, 64, 2, 13, 19, ARITHMETIC),
+    _backward_wide(640, 64, 2, 15, 20, _h100("4 x 3 of 576 and 512, 4096", "205 / 195 TFLOP/s")),
+    _backward_wide(768, 64, 2, 13, 19, _h100("4 x 2, 4096", "258 / 245 TFLOP/s")),
     _backward_wide(896, 64, 2, 11, 18, ARITHMETIC),
-    _backward_wide(1024, 64, 2, 9, 17, ARITHMETIC),
+    _backward_wide(1024, 64, 2, 9, 17, _h100("4 x 2, 4096", "286 / 255 TFLOP/s")),
 )
 DQ_WIDE_SM90_TILES = tuple(
     DqWideSm90Tile(
