@@ -12,13 +12,15 @@ constexpr int kChunk = 64;  // columns of a line
 CUFLASH_DEVICE constexpr int chunks_of(int columns) { return (columns + kChunk - 1) / kChunk; }
 CUFLASH_DEVICE constexpr u32 chunked_bytes(int rows, int columns) { return chunks_of(columns) * rows * kLineBytes; }
 
-// Loads rows [first_row, first_row + rows) of a head. Whole chunks arrive; outside of the array they are zeros.
+// Loads rows [first_row, first_row + rows) of a head, from column `first_column` on. Whole chunks arrive; outside of the
+// array they are zeros.
 template <int rows, int columns>
-CUFLASH_DEVICE void load_chunks(u32 tile, const TensorMap& map, const Barrier& full, int first_row, int head,
-                                int batch) {
+CUFLASH_DEVICE void load_chunks(u32 tile, const TensorMap& map, const Barrier& full, int first_row, int head, int batch,
+                                int first_column = 0) {
 #pragma unroll
   for (int c = 0; c < chunks_of(columns); ++c)
-    ptx::load_tensor(tile + c * rows * kLineBytes, map, full.address, c * kChunk, first_row, head, batch);
+    ptx::load_tensor(tile + c * rows * kLineBytes, map, full.address, first_column + c * kChunk, first_row, head,
+                     batch);
 }
 
 // Stores 64 rows, from the first one of `tile` on, a tile of `rows` rows, as columns `first_column` and following.

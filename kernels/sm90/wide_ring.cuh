@@ -18,7 +18,8 @@
 // element has the place in its warpgroup of those that need it.
 //
 // Two blocks of a cluster have other rows that see the same tiles. Each brings half of a box to both of them, so that
-// L2 is read once (kClusterBlocks).
+// L2 is read once (kRowBlocks). Or they have the same rows, and half of the columns each: of what makes scores, and of
+// the sums (kColumnBlocks). Each then has a part of every score. They send each other their parts, and both add them.
 //
 //   barrier       one phase is over when                           who waits
 //   own_full      the rows of the block have arrived               warpgroup 2, before S
@@ -29,6 +30,8 @@
 //   empty[i]      these warpgroups of all blocks are done with it  producer, before the next box in stage i
 //   ready[w]      the factor is there for warpgroup w              that warpgroup
 //   taken         both of them have it in registers                warpgroup 2, before it writes the next one
+//   part_full     the other block's part of scores is there        warpgroup 2, before it adds it
+//   part_empty    the other block has added this one's             warpgroup 2, before it sends the next one
 //   named: one for each warpgroup but the last
 //
 // Warpgroup 1 gets the factor only once the scores of the next tile are there: products of its half run while the next
@@ -48,22 +51,37 @@ constexpr bool kRowsAreKeys = kSum == WideSum::kDv || kSum == WideSum::kDk;
 constexpr bool kMakesDs = kSum == WideSum::kDk || kSum == WideSum::kDq;
 
 constexpr int kRows = 64;
-constexpr int kClusterBlocks = (kRowsAreKeys ? kBlockN : kBlockM) / kRows;
+constexpr int kRowBlocks = (kRowsAreKeys ? kBlockN : kBlockM) / kRows, kColumnBlocks = CUFLASH_COLUMN_BLOCKS;
+constexpr int kClusterBlocks = kRowBlocks * kColumnBlocks;
 constexpr int kTile = kRowsAreKeys ? kBlockM : kBlockN;
 static_assert(kNumWarps == 16, "two warpgroups of sums, one of scores, and the producer's");
-static_assert((kRowsAreKeys ? kBlockN : kBlockM) == kRows * kClusterBlocks, "a block has 64 rows");
+static_assert((kRowsAreKeys ? kBlockN : kBlockM) == kRows * kRowBlocks, "a block has 64 rows");
+static_assert(kRowBlocks == 1 || kColumnBlocks == 1, "blocks of a cluster divide rows or columns");
 constexpr int kNTiles = kTile / 8, kSteps = kTile / 16;
 
-// Chunks of 64 columns: of the products that make scores, and of the sums that a pass over the tiles makes, at most 4 a
-// warpgroup.
-constexpr int kChunksOfS = chunks_of(kDim), kScoreChunks = kChunksOfS + (kMakesDs ? chunks_of(kDimV) : 0);
+// Which rows of the cluster, and which columns, a block has.
+CUFLASH_DEVICE u32 row_rank() { return kRowBlocks > 1 ? ptx::cluster_rank<kClusterBlocks>() : 0; }
+CUFLASH_DEVICE u32 column_rank() { return kColumnBlocks > 1 ? ptx::cluster_rank<kClusterBlocks>() : 0; }
+
+// Chunks of 64 columns of a block: of the products that make scores, and of the sums that a pass over the tiles makes, at
+// most 4 a warpgroup. Where blocks divide columns, the last chunks may lie behind the last column: TMA brings zeros.
+CUFLASH_DEVICE constexpr int chunks_of_block(int columns) { return ceil_div(chunks_of(columns), kColumnBlocks); }
+CUFLASH_DEVICE constexpr int columns_of_block(int columns) {
+  return kColumnBlocks > 1 ? chunks_of_block(columns) * kChunk : columns;
+}
+constexpr int kOwnDim = columns_of_block(kDim), kOwnDimV = columns_of_block(kDimV);
+constexpr int kChunksOfS = chunks_of(kOwnDim), kChunksOfDp = kMakesDs ? chunks_of(kOwnDimV) : 0;
+constexpr int kScoreChunks = kChunksOfS + kChunksOfDp;
 constexpr int kSumColumns = kMakesDs ? kDim : kDimV;
-constexpr int kPasses = ceil_div(chunks_of(kSumColumns), 8);
-constexpr int kSumChunks = ceil_div(chunks_of(kSumColumns), kPasses);
+constexpr int kPasses = ceil_div(chunks_of_block(kSumColumns), 8);
+constexpr int kSumChunks = ceil_div(chunks_of_block(kSumColumns), kPasses);
+static_assert(kIsForward || kPasses == 1, "blocks divide more columns of gradients than one has registers for");
 constexpr int kFirstChunks = ceil_div(kSumChunks, 2), kSecondChunks = kSumChunks - kFirstChunks;
+CUFLASH_DEVICE int first_chunk_of_sums(int pass) { return (pass + column_rank()) * kSumChunks; }
 
 // Registers of a thread. All together they are what the block started with. A factor has kTile / 4 of them.
-constexpr int kSumRegisters = kTile > 64 ? 192 : 184, kScoreRegisters = kTile > 64 ? 96 : 112, kProducerRegisters = 32;
+constexpr int kSumRegisters = kTile > 64 ? 192 : 176, kProducerRegisters = 32;
+constexpr int kScoreRegisters = 4 * 128 - 2 * kSumRegisters - kProducerRegisters;
 
 struct WideForwardParams {
   Params common;
@@ -90,7 +108,7 @@ struct BoxRing {
   CUFLASH_DEVICE void init() const {
     for (int i = 0; i < kNumStages; ++i) {
       for (int reader = 0; reader < kReaders; ++reader) full(i, (Reader)reader).init(1);
-      empty(i).init(kClusterBlocks);
+      empty(i).init(kRowBlocks);
     }
   }
 };
@@ -106,22 +124,26 @@ CUFLASH_DEVICE constexpr int place_of_sum(int i, int of_scores) {
 
 // ---- Shared memory --------------------------------------------------------------------------------------------------
 
-// The rows of the block, the ring, the factor, what rescales O, statistics, barriers.
+// The rows of the block, the ring, the factor, what rescales O, the other block's part of scores, statistics, barriers.
 constexpr int kStatsStages = kRowsAreKeys ? 2 : 0;
-constexpr u32 kBytesOwn = chunked_bytes(kRows, kDim), kBytesOwnV = kMakesDs ? chunked_bytes(kRows, kDimV) : 0;
+constexpr u32 kBytesOwn = chunked_bytes(kRows, kOwnDim), kBytesOwnV = kMakesDs ? chunked_bytes(kRows, kOwnDimV) : 0;
 constexpr u32 kBytesBox = chunked_bytes(kTile, kChunk);
 constexpr u32 kBytesFactor = kSteps * 128 * 16, kBytesRescaling = kIsForward ? 128 * 8 : 0;
 constexpr u32 kBytesStats = kRowsAreKeys ? kTile * 8 : 0;
-constexpr u32 kBytesBarriers = Ring<1>::kBytes + Ring<kStatsStages>::kBytes + BoxRing::kBytes + 24;
-static_assert(kBytesOwn + kBytesOwnV + kNumStages * kBytesBox + kBytesFactor + kBytesRescaling +
+constexpr u32 kBytesPart = kColumnBlocks > 1 ? kNTiles * 128 * 16 : 0;
+constexpr int kPartStages = kColumnBlocks > 1 ? 1 : 0;
+constexpr u32 kBytesBarriers =
+    Ring<1>::kBytes + Ring<kStatsStages>::kBytes + Ring<kPartStages>::kBytes + BoxRing::kBytes + 24;
+static_assert(kBytesOwn + kBytesOwnV + kNumStages * kBytesBox + kBytesFactor + kBytesRescaling + kBytesPart +
                       kStatsStages * kBytesStats + kBytesBarriers ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
 struct Shared {
-  u32 own, own_v, boxes, factor, rescaling, stats;
+  u32 own, own_v, boxes, factor, rescaling, part, stats;
   Ring<1> own_ring;
   Ring<kStatsStages> stats_ring;
+  Ring<kPartStages> part_ring;
   BoxRing ring;
   Barrier ready[2], taken;
 
@@ -131,10 +153,12 @@ struct Shared {
     boxes = own_v + kBytesOwnV;
     factor = boxes + kNumStages * kBytesBox;
     rescaling = factor + kBytesFactor;
-    stats = rescaling + kBytesRescaling;
+    part = rescaling + kBytesRescaling;
+    stats = part + kBytesPart;
     own_ring = {stats + kStatsStages * kBytesStats};
     stats_ring = {own_ring.address + Ring<1>::kBytes};
-    ring = {stats_ring.address + Ring<kStatsStages>::kBytes};
+    part_ring = {stats_ring.address + Ring<kStatsStages>::kBytes};
+    ring = {part_ring.address + Ring<kPartStages>::kBytes};
     const u32 others = ring.address + BoxRing::kBytes;
     ready[0] = {others}, ready[1] = {others + 8}, taken = {others + 16};
   }
@@ -144,6 +168,7 @@ struct Shared {
     if (ptx::thread_index() == 0) {
       own_ring.init(1);
       stats_ring.init(4);
+      part_ring.init(4);
       ring.init();
       ready[0].init(4);
       ready[1].init(4);
@@ -175,7 +200,7 @@ struct Boxes {
   // Gives the box back.
   CUFLASH_DEVICE void release(const Box& box) const {
     if (ptx::thread_index() % 128 == 0)
-      ptx::barrier_arrive_in_cluster<kClusterBlocks>(shared.ring.empty(box.stage).address);
+      ptx::barrier_arrive_in_cluster<kRowBlocks>(shared.ring.empty(box.stage).address);
   }
 };
 
@@ -249,11 +274,10 @@ struct Producer {
 #pragma unroll 1
       for (int i = 0; i < max_of(kScoreChunks, kFirstChunks); ++i) {
         if (i < of_scores) load_for_scores(work, next, i);
-        if (i < kFirstChunks) load(kFirstHalf, work, work.for_sums(params, step), pass * kSumChunks + i);
+        if (i < kFirstChunks) load_for_sums(kFirstHalf, work, step, pass, i);
       }
 #pragma unroll 1
-      for (int i = kFirstChunks; i < kSumChunks; ++i)
-        load(kSecondHalf, work, work.for_sums(params, step), pass * kSumChunks + i);
+      for (int i = kFirstChunks; i < kSumChunks; ++i) load_for_sums(kSecondHalf, work, step, pass, i);
     }
   }
 
@@ -264,13 +288,18 @@ struct Producer {
     const Barrier full = shared.ring.full(box.stage, reader);
     shared.ring.empty(box.stage).wait(box.parity ^ 1);
     full.arrive_expect(kBytesBox);
-    ptx::load_tensor_by_cluster<kClusterBlocks, kTile / kClusterBlocks>(
-        box.address(shared), source.map, full.address, chunk * kChunk, source.row, source.head, work.entry());
+    ptx::load_tensor_by_cluster<kRowBlocks, kTile / kRowBlocks>(box.address(shared), source.map, full.address,
+                                                                chunk * kChunk, source.row, source.head, work.entry());
   }
   template <class Work, class Step>
   CUFLASH_DEVICE void load_for_scores(const Work& work, const Step& step, int i) {
     const bool of_dp = kMakesDs && i >= kChunksOfS;
-    load(kScores, work, work.for_scores(params, step, of_dp), of_dp ? i - kChunksOfS : i);
+    const int first = column_rank() * (of_dp ? kChunksOfDp : kChunksOfS);
+    load(kScores, work, work.for_scores(params, step, of_dp), first + (of_dp ? i - kChunksOfS : i));
+  }
+  template <class Work, class Step>
+  CUFLASH_DEVICE void load_for_sums(Reader half, const Work& work, const Step& step, int pass, int i) {
+    load(half, work, work.for_sums(params, step), first_chunk_of_sums(pass) + i);
   }
   template <class Work, class Step>
   CUFLASH_DEVICE void load_stats(const Work& work, const Step& step) {
@@ -303,7 +332,7 @@ struct ScoreProducts {
     repeat<kScoreChunks>([&](auto number) {
       constexpr int i = decltype(number)::value;
       constexpr bool of_dp = i >= kChunksOfS;
-      constexpr int chunk = of_dp ? i - kChunksOfS : i, kColumns = of_dp ? kDimV : kDim;
+      constexpr int chunk = of_dp ? i - kChunksOfS : i, kColumns = of_dp ? kOwnDimV : kOwnDim;
       const Box box = box_of(i);
       const u64 own = descriptor_of(of_dp ? shared.own_v : shared.own), other = descriptor_of(box.address(shared));
       auto& product = of_dp ? dp : s[0];

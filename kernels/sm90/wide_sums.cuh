@@ -82,7 +82,7 @@ struct Summer {
     if constexpr (kIsForward) receive(false);
     rescale();
     work.store(params.common, sum[0], thread / 32 * 16 + fragment_row(),
-               (pass * kSumChunks + half * kFirstChunks) * kChunk);
+               (first_chunk_of_sums(pass) + half * kFirstChunks) * kChunk);
   }
 };
 

@@ -374,7 +374,7 @@ OTHERS = [
         Target(tile=tile, arch="9.0", variant=variant)
         for tile in BACKWARD_WIDE_SM90_TILES
         for variant in ("full", "groups", "bounds", "shares", "softcap", "slopes", "bias", "mask", "blocks", "options")
-        if tile.max_dim in (320, 512) or variant == "options"
+        if tile.max_dim in (320, 512, 1024) or variant in ("full", "bounds", "options")
     ),
     *(
         Target(tile=tile, arch="9.0", variant=variant)

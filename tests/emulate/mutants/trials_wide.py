@@ -54,13 +54,10 @@ TRIALS = {
         num_sms=2,
     ),
     "wide dk": Trial(case=_BACKWARD, tiles=(_MAIN,), need=("dk", "dv")),
-    "wide dk passes": Trial(
-        case=replace(_BACKWARD, head_dim=576, head_dim_v=64),
-        tiles=(_MAIN.changed(max_dim=576, num_stages=16),),
-        need=("dk",),
-    ),
-    "wide dq": Trial(
-        case=replace(_BACKWARD, head_dim=576, head_dim_v=64), tiles=(_DQ.changed(max_dim=576),), need=("dq",)
+    "wide dq": Trial(case=replace(_BACKWARD, head_dim=320, head_dim_v=64), tiles=(_DQ,), need=("dq",)),
+    "wide dk of columns": Trial(case=_BACKWARD, tiles=(_MAIN.changed(column_blocks=2),), need=("dk", "dv")),
+    "wide dq of columns": Trial(
+        case=replace(_BACKWARD, head_dim=320, head_dim_v=64), tiles=(_DQ.changed(column_blocks=2),), need=("dq",)
     ),
     "wide dk of two": Trial(case=_BACKWARD, tiles=(_MAIN_OF_TWO,), need=("dk",)),
     "wide dq of two": Trial(case=_BACKWARD, tiles=(_DQ_OF_TWO,), need=("dq",)),
