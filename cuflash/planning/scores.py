@@ -61,7 +61,8 @@ def add_stored(
     if splits > 1:
         rows, columns = (1 if axes[2] else tile.block_m), (1 if axes[3] else tile.block_n)
         draft.scratch["score_partials"] = owned * splits * rows * columns
-        _add_reduce(draft, tile, owned, stored, axes, by_keys=False)
+        blocks = owned * -(-rows * columns // (32 * SCORES_REDUCE_WARPS))
+        _add_reduce(draft, tile, blocks, stored, axes, by_keys=False)
         draft.reasons[-1] += f" that {splits} blocks share: tiles are few"
 
 
