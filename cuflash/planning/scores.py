@@ -11,6 +11,10 @@ from cuflash.planning.tiles import Tile
 from cuflash.terms import OF_HEADS, OF_SCORES, TERMS
 
 SCORES_REDUCE_WARPS = 8
+# What it costs to share a tile of dbias, in units of one of the tiles of pairs that are summed, which takes 1.4 us on
+# an H100 (head dimension 32, float16): for each block, to begin and to end; to add what they leave, and for each share
+# of all. By arithmetic: a launch takes 4 us, and 128 KiB that are written and read 0.04 us.
+SHARE_STEPS, ADD_STEPS, ADD_STEPS_OF_SHARE = 2, 3, 0.03
 EXACT_WORDS = 12  # kSumWords of kernels/common/exact_sums.cuh
 # The gradient whose kernel stores tiles of gradients of scores, and the one that is a number for each head. The others
 # are one number.
@@ -47,12 +51,14 @@ def add_stored(
     """Add the kernel of the gradient that is stored. Each block owns a tile of it or, if `persistent`, several."""
     sizes, axes = _sizes(draft, tile), _axes_of_stored(draft)
     owned = math.prod(n for n, summed in zip(sizes, axes, strict=True) if not summed)
-    splits = _shares(draft, tile, owned, math.prod(sizes) // max(owned, 1))
-    blocks = owned * splits
+    summed_tiles, resident = math.prod(sizes) // max(owned, 1), draft.device.num_sms * tile.min_blocks
+    shared = owned % resident if persistent else owned
+    splits = (_tail_shares if persistent else _shares)(draft, tile, shared, summed_tiles)
+    blocks = owned + shared * (splits - 1)
     draft.set(score_splits=splits)
     if persistent:
         check_blocks(blocks)
-        blocks = min(blocks, draft.device.num_sms * tile.min_blocks)
+        blocks = min(blocks, resident)
         draft.set(resident_blocks=blocks)
     options = needs(stored) | _sums(axes) | defines
     draft.add(source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), stored, **options)
@@ -60,10 +66,11 @@ def add_stored(
     draft.reasons.append(f"{_STORED}: {owned} tiles of pairs" + (f", each a sum over {words}" if words else ""))
     if splits > 1:
         rows, columns = (1 if axes[2] else tile.block_m), (1 if axes[3] else tile.block_n)
-        draft.scratch["score_partials"] = owned * splits * rows * columns
-        blocks = owned * -(-rows * columns // (32 * SCORES_REDUCE_WARPS))
-        _add_reduce(draft, tile, blocks, stored, axes, by_keys=False)
-        draft.reasons[-1] += f" that {splits} blocks share: tiles are few"
+        draft.scratch["score_partials"] = shared * splits * rows * columns
+        adders = shared * -(-rows * columns // (32 * SCORES_REDUCE_WARPS))
+        _add_reduce(draft, tile, adders, stored, axes, by_keys=False)
+        last = f", of the last {shared} tiles" if shared < owned else ""
+        draft.reasons[-1] += f" that {splits} blocks share{last}: tiles are few"
 
 
 def add_sums(draft: Draft, tile: Tile, source: str, sums: Collection[str]) -> None:
@@ -130,6 +137,20 @@ def _sizes(draft: Draft, tile: Tile) -> tuple[int, ...]:
 def _shares(draft: Draft, tile: Tile, owned: int, summed: int) -> int:
     """How many blocks share each of the `owned` walks over `summed` tiles, so that all multiprocessors have some."""
     return max(1, min(summed, draft.device.num_sms * tile.min_blocks // max(owned, 1)))
+
+
+def _tail_shares(draft: Draft, tile: Tile, shared: int, summed: int) -> int:
+    """How many blocks share each of the `shared` walks over `summed` tiles, of which all multiprocessors have some.
+
+    By what it takes: rounds of blocks that stay, and the sums of what they leave.
+    """
+    resident = draft.device.num_sms * tile.min_blocks
+
+    def duration(splits: int) -> float:
+        walks = -(-shared * splits // resident) * (-(-summed // splits) + SHARE_STEPS)
+        return walks + (ADD_STEPS + ADD_STEPS_OF_SHARE * shared * splits if splits > 1 else 0)
+
+    return min(range(1, min(summed, resident) + 1), key=duration)
 
 
 def add_key_sums(draft: Draft, tile: Tile, blocks: int, made: Collection[str]) -> None:

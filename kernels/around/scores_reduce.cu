@@ -14,11 +14,11 @@ constexpr bool kByKeys = CUFLASH_SUMS_BY_KEYS;
 
 CUFLASH_DEVICE void add_dbias(const Params& params) {
   constexpr int kBlocks = ceil_div(kResultElements, kNumThreads);  // of a tile
-  const u32 index = ptx::block_index() / kBlocks;
+  const u32 shared = ptx::block_index() / kBlocks;
   const int i = ptx::block_index() % kBlocks * kNumThreads + ptx::thread_index();
   if (i >= kResultElements) return;
-  const ScoreTiles tile(params, index);
-  const Real* parts = score_partials_of(params, index, 0) + i;
+  const ScoreTiles tile(params, num_whole_results(params) + shared);
+  const Real* parts = score_partials_of(params, shared, 0) + i;
   double sum = 0;
 #pragma unroll 8
   for (int split = 0; split < params.score_splits; ++split) sum += parts[(i64)split * kResultElements];

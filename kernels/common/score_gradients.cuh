@@ -116,8 +116,16 @@ struct ScoreTiles {
   }
 };
 
-CUFLASH_DEVICE Real* score_partials_of(const Params& params, u32 result, int split) {
-  return (Real*)params.score_partials + ((i64)result * params.score_splits + split) * kResultElements;
+// How many tiles of dbias have one block each. Blocks share those after them: of a persistent kernel those after whole
+// rounds of its blocks, of another one all.
+CUFLASH_DEVICE u32 num_whole_results(const Params& params) {
+  const u32 count = ScoreTiles::count(params), resident = params.resident_blocks;
+  return resident == 0 ? 0 : count - count % resident;
+}
+
+// What a block leaves of the tile of dbias that is `shared` places after those.
+CUFLASH_DEVICE Real* score_partials_of(const Params& params, u32 shared, int split) {
+  return (Real*)params.score_partials + ((i64)shared * params.score_splits + split) * kResultElements;
 }
 
 // The gradients that are sums over all pairs of a head, or of all heads.

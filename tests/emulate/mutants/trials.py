@@ -370,6 +370,9 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "dbias sm90 shared": Trial(
         case=replace(_BIAS_GRADIENT, bias=(230, 168), mask=None, causal=True), tiles=_BIAS_TILE, need=("dbias",)
     ),
+    "dbias sm90 rest": Trial(
+        case=replace(_BIAS_GRADIENT, bias=(230, 168)), tiles=_BIAS_TILE, need=("dbias",), num_sms=3
+    ),
     "sums": Trial(case=replace(_TERMS_OF_SCORES, alibi_slopes=(2, 4)), tiles=_SCORES, need=_SUMS),
     "sums of heads": Trial(
         case=replace(_TERMS_OF_SCORES, softcap=20.0, causal=True), tiles=_SCORES, need=_SUMS, num_sms=1
