@@ -233,6 +233,8 @@ MUTANTS = (
            "sm90 wide bias"),
     mutant("bias of the first 16 queries for all", ADDENDS, "pairs + (16 * k + lane / 16 * 8", "pairs + (lane / 16 * 8",
            "backward sm90 bias"),
+    mutant("odd rows have the bias of other keys", ADDENDS, "b[0][i] = odd ? b[1][i] : loaded_first;", "",
+           "sm90 wide bias", "float32 sm90 bias"),
     mutant("a bias of float32 without its swizzle", ADDENDS, "return address ^ address / kLineBytes % 8 * 16;",
            "return address;", "sm90 wide bias", "backward sm90 wide bias"),
     mutant("hidden keys are seen", ADDENDS,
