@@ -21,7 +21,7 @@ ARRAYS = (
         for name in (
             *("row_stats", "dq_accumulator", "dkv_partials", "partial_out", "partial_sums", "arrivals"),
             *("q_split", "k_split", "v_split", "dout_split", "key_lists", "query_lists", "mask_words", "mask_blocks"),
-            *("score_partials", "sums_partials"),
+            *("bias_blocks", "score_partials", "sums_partials"),
         )
     ),
 )

@@ -73,8 +73,9 @@ struct Params {
   void* dout_split;
   void* key_lists;       // of i32: (list_batches, list_heads, m blocks, a list of tiles of keys)
   void* query_lists;     // of i32: (list_batches, list_heads, n blocks, a list of tiles of queries)
-  void* mask_words;      // of u32: (list_batches, list_heads, queries / 64, keys / 64, words of a block)
-  void* mask_blocks;     // bytes: the same without words; Pairs of each block, or of each tile that a function hides
+  void* mask_words;      // of u32: (mask_batches, mask_heads, queries / 64, keys / 64, words of a block)
+  void* mask_blocks;     // bytes: the same without words; Pairs of each block, or what masks leave of each tile
+  void* bias_blocks;     // bytes, too: what the bias leaves of each tile; as many matrices as the bias has
   void* score_partials;  // (tiles of dbias, score_splits, elements of a tile)
   void* sums_partials;   // (3, num_heads, batch, m blocks, sums_splits): of dalibi_slopes, dscale, dsoftcap
                          // Where blocks that own keys make these, common/key_sums.cuh says how both are laid out.
@@ -92,6 +93,8 @@ struct Params {
   i32 resident_blocks;  // blocks of a persistent kernel
   i32 list_batches;     // batch entries that have lists of their own: all or 1
   i32 list_heads;       // query heads that have
+  i32 mask_batches;     // batch entries that have bits, or notes of what masks leave of tiles, of their own
+  i32 mask_heads;       // query heads that have
   i32 score_splits;     // blocks that share what is summed to a tile of dbias
   i32 sums_splits;      // blocks that share the keys of a tile of queries, where scores are summed
   i32 clear_ahead;      // heads in launch order from one to that whose accumulators of dq its blocks clear

@@ -75,7 +75,7 @@ MUTANTS = (
            "row < tile.stop_row; row += rows)", "row < tile.first_row + 1; row += rows)",
            "functions of pairs"),
     mutant("batch entries have each other's tiles", MASK_TILES,
-           "exists ? matrix / params.list_heads : 0, head", "0, head", "functions in 16 bits"),
+           "exists ? matrix / matrices.heads : 0, head", "0, head", "functions in 16 bits"),
     mutant("the least number tells of all", BOUNDS, "return {known && a.high < b.low, known && a.low >= b.high};",
            "return {known && a.low < b.low, known && a.low >= b.high};", "functions"),
     mutant("entries of the first lane alone", BOUNDS, "  for (u32 lanes = 16; lanes > 0; lanes /= 2)\n"
