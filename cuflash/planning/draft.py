@@ -129,19 +129,17 @@ class Draft:
         """Set fields of `run_time`."""
         self.run_time = replace(self.run_time, **integers)
 
-    def add_lists(
-        self, tile: Tile, name: Literal["key_lists", "query_lists"], *, parts_have_bounds: bool = False
-    ) -> None:
-        """With a mask of blocks or bits, add the kernel that lists the visible tiles of keys for tiles of queries.
+    def add_lists(self, tile: Tile, name: Literal["key_lists", "query_lists"], *, why_not_for_bias: str = "") -> None:
+        """With masks, or a bias, that hide tiles, add the kernel that lists visible tiles of keys for tiles of queries.
 
-        "query_lists" are the other way round: tiles of queries for tiles of keys. `parts_have_bounds` says that without
-        lists, parts of a tile of queries leave out tiles of keys that only others of them see.
+        "query_lists" are the other way round: tiles of queries for tiles of keys. `why_not_for_bias` says why the main
+        kernel loses by lists that it has for a bias alone, which may hide nothing.
         """
         problem = self.problem
         by_bits = "mask_words" in self.scratch
         if not self.defines["CUFLASH_HAS_LISTS"] and not by_bits and problem.mask is not None:
             self.defines["CUFLASH_HAS_LISTS"] = int(not self._why_not_looked_at(tile))
-        why_not_bias = self._why_bias_is_not_listed(parts_have_bounds)
+        why_not_bias = self._why_bias_is_not_listed(why_not_for_bias)
         looks_at_bias = why_not_bias == ""
         if looks_at_bias:
             self.defines["CUFLASH_HAS_LISTS"] = 1
@@ -251,25 +249,27 @@ class Draft:
         options["CUFLASH_KV_LENGTHS_BYTES"] = 0
         self.add("around/mask_tiles.cu", tile, -(-tiles * BIAS_LANES // (32 * LIST_WARPS)), 0, (), ("bias",), **options)
 
-    def _why_bias_is_not_listed(self, parts_have_bounds: bool) -> str | None:
+    def _why_bias_is_not_listed(self, why_not_for_bias: str) -> str | None:
         """Why lists do not leave out tiles that a bias of pairs hides; "" if they do, None without such a bias."""
         obstacle = self._why_bias_is_not_looked_at()
         if obstacle != "":
             return obstacle
         if self.defines.get("CUFLASH_DQ_IN_ORDER"):
             return COUNTED_BY_DQ
-        bounds = (self.problem.window_left, self.problem.window_right) != (None, None)
-        if self.pass_ == "forward" and not self.defines["CUFLASH_HAS_LISTS"]:
-            if bounds and parts_have_bounds:
-                return "lists take the place of bounds that differ within a tile"
-            if self.problem.alibi_slopes is not None and not bounds:
-                return "slopes have the nearest keys first, which lists have not"
-        return ""
+        if self.defines["CUFLASH_HAS_LISTS"]:
+            return ""
+        if self.pass_ == "forward" and self.problem.alibi_slopes is not None and not self._has_bounds:
+            return "slopes have the nearest keys first, which lists have not"
+        return why_not_for_bias
+
+    @property
+    def _has_bounds(self) -> bool:
+        return (self.problem.window_left, self.problem.window_right) != (None, None)
 
     def _why_bias_is_not_looked_at(self) -> str | None:
         """Why no kernel looks which tiles a bias of pairs hides; "" if one does, None without such a bias."""
         problem, bias = self.problem, self.problem.bias
-        if bias is None or problem.score is not None or 0 in bias.strides[2:]:
+        if bias is None or 0 in bias.strides[2:]:
             return None
         if problem.page_size:
             return "with pages each entry has bounds of its own"
@@ -301,8 +301,7 @@ class Draft:
             return COUNTED_BY_DQ
         if problem.forward_flops < LOOK_FLOPS:
             return f"a look at it beforehand pays from {LOOK_FLOPS / 1e9:.3g} GFLOP on"
-        bounds = (problem.window_left, problem.window_right) != (None, None)
-        if tile.defines().get("CUFLASH_MASK_OF_KEYS") and (bounds or problem.seqlen_k < LOOK_KEYS):
+        if tile.defines().get("CUFLASH_MASK_OF_KEYS") and (self._has_bounds or problem.seqlen_k < LOOK_KEYS):
             return f"a mask of keys is looked at beforehand from {LOOK_KEYS} keys on, without causal and window"
         return ""
 

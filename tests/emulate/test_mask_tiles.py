@@ -257,13 +257,14 @@ def test_tiles_that_a_bias_hides_are_not_computed(name, data):
     arch, axes, options, need = BIASES[name]
     size = {"one": 1, "heads": 2, "batch": 2, "q": data.draw(st.integers(200, 260)), "k": 320}
     masks = {"keys": (2, 1, 1, 320), "pairs": (2, 1, size["q"], 320)}
-    options = options | ({"mask": masks[options["mask"]]} if "mask" in options else {})
+    keywords: dict[str, Any] = {"batch": 2, "num_heads": 2, "head_dim": 64, "dtype": "bfloat16", "bias_dtype": "input"}
+    keywords |= options | ({"mask": masks[options["mask"]]} if "mask" in options else {})
     case = ct.Case(
         seqlen_q=size["q"],
         seqlen_k=320,
         bias=(*(size[axis] for axis in axes), size["q"], 320),
         seed=data.draw(st.integers(0, 2**16)),
-        **{"batch": 2, "num_heads": 2, "head_dim": 64, "dtype": "bfloat16", "bias_dtype": "input"} | options,
+        **keywords,
     )
     arrays = case.arrays()
     rng = np.random.default_rng(case.seed)
@@ -281,9 +282,9 @@ def test_tiles_that_a_bias_hides_are_not_computed(name, data):
         forward = attention.forward(problem, arrays, **how)
         return dict(zip(("out", "lse", *need), (*forward, *gradients), strict=True))
 
-    given = arrays | {"out": out, **{x: arrays[x[1:]] for x in need if x != "dscale"}}
+    every = arrays | {"out": out, **{x: arrays[x[1:]] for x in need if x != "dscale"}}
     for pass_ in PASSES:
-        plan = attention.plan_for(problem, pass_, given, how["arch"], None, need if pass_ == "backward" else ())
+        plan = attention.plan_for(problem, pass_, every, how["arch"], None, need if pass_ == "backward" else ())
         sources = [kernel.source for kernel in plan.kernels]
         assert name.split(",")[0] in {source.partition("/")[0] for source in sources}
         assert set(LISTS) <= set(sources)
