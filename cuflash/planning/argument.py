@@ -36,13 +36,13 @@ def _fields() -> tuple[tuple[str, str, int], ...]:
         layout += [(name, "Q", 1), (f"{name}_strides", "q", num_strides)]
     return (
         *(field for field in layout if field[2]),
-        ("call", "Q", 1),
         *((name, "i", 1) for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q", *OF_LENGTH, *RUN_TIME)),
         *((name, "f", 1) for name in NUMBERS),
         *((name, "I", 1) for name in ("seed_low", "seed_high", "offset", "dropout_threshold")),
         *((name, "I", 1) for name in ("dropout_rows", "dropout_columns", "dropout_head", "dropout_heads")),
         ("kept_scale", "f", 1),
         *((name, "i", 1) for name in ("num_pages", *(f"{name}_shift" for name in OF_FLOAT8))),
+        ("call", "Q", 1),
         *((f"{name}_float64", "d", 1) for name in (*NUMBERS, "kept_scale")),
     )
 
