@@ -75,10 +75,10 @@ struct Params {
   void* query_lists;     // of i32: (list_batches, list_heads, n blocks, a list of tiles of queries)
   void* mask_words;      // of u32: (mask_batches, mask_heads, queries / 64, keys / 64, words of a block)
   void* mask_blocks;     // bytes: the same without words; Pairs of each block, or what masks leave of each tile
-  void* bias_blocks;     // bytes, too: what the bias leaves of each tile; as many matrices as the bias has
   void* score_partials;  // (tiles of dbias, score_splits, elements of a tile)
   void* sums_partials;   // (3, num_heads, batch, m blocks, sums_splits): of dalibi_slopes, dscale, dsoftcap
                          // Where blocks that own keys make these, common/key_sums.cuh says how both are laid out.
+  u64 call;              // a number less than 2^48 that no other call of this process has
   i32 batch, num_heads, num_heads_kv, seqlen_q, seqlen_k;  // packed: the number of sequences, and the rows of all
   i32 diagonal;      // query i stands at key position i + diagonal; entries may add their own, see common/sequences.cuh
   i32 right_offset;  // query i sees keys up to i + right_offset
@@ -95,8 +95,6 @@ struct Params {
   i32 score_splits;     // blocks that share what is summed to a tile of dbias
   i32 sums_splits;      // blocks that share the keys of a tile of queries, where scores are summed
   i32 clear_ahead;      // heads in launch order from one to that whose accumulators of dq its blocks clear
-  i32 mask_batches;     // batch entries that have bits, or notes of what masks leave of tiles, of their own
-  i32 mask_heads;       // query heads that have
   float scale;
   float softcap;
   u32 seed_low;  // of dropout: the key of its random numbers
@@ -112,12 +110,13 @@ struct Params {
   i32 q_scale_shift;  // base-2 logarithms of the queries, or keys, of a block
   i32 k_scale_shift;
   i32 v_scale_shift;
-  // A number less than 2^48 that no other call of this process has. It comes here because of where `batch` lies then: at
-  // a multiple of 16 bytes. Elsewhere the products of bytes for wide heads would take too many registers.
-  u64 call;
   double scale_float64;  // those of float64 problems
   double softcap_float64;
   double kept_scale_float64;
+  // At the end, because numbers that kernels read together by 16 bytes take more registers elsewhere.
+  void* bias_blocks;  // bytes: what the bias leaves of each tile; as many matrices as the bias has
+  i32 mask_batches;   // batch entries that have bits, or notes of what masks leave of tiles, of their own; of RunTime
+  i32 mask_heads;     // query heads that have
 #if CUFLASH_HAS_FUNCTIONS
   // Scratch memory, see common/captured_gradients.cuh, of i64: (words of a term, elements of all arrays whose gradients
   // are wanted). It comes first because of where the arrays lie then: read by 16 bytes they would take more registers.
