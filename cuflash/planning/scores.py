@@ -60,7 +60,7 @@ def add_stored(
         check_blocks(blocks)
         blocks = min(blocks, resident)
         draft.set(resident_blocks=blocks)
-    options = needs(stored) | _sums(axes) | defines
+    options = needs(stored) | _sums(axes) | draft.add_bias_notes(tile) | defines
     draft.add(source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), stored, **options)
     words = ", ".join(f"{n} {x}" for x, n, summed in zip(_AXES_WORDS, sizes, axes, strict=True) if summed and n > 1)
     draft.reasons.append(f"{_STORED}: {owned} tiles of pairs" + (f", each a sum over {words}" if words else ""))
@@ -79,7 +79,7 @@ def add_sums(draft: Draft, tile: Tile, source: str, sums: Collection[str]) -> No
     m_blocks = math.prod(sizes[:3])
     splits = _shares(draft, tile, m_blocks, sizes[3])
     draft.set(sums_splits=splits)
-    options = needs(sums) | _sums((False, False, False, True))
+    options = needs(sums) | _sums((False, False, False, True)) | draft.add_bias_notes(tile)
     draft.add(source, tile, m_blocks * splits, tile.shared_bytes(*draft.padded_dims(tile)), sums, **options)
     draft.scratch["sums_partials"] = (len(OF_SCORES) - 1) * m_blocks * splits
     _add_reduce(draft, tile, _numbers(draft, sums), sums, _axes_of_heads(draft), by_keys=False)

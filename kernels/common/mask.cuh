@@ -69,15 +69,31 @@ CUFLASH_DEVICE Pairs pairs_of(const Params& params, const BlockMask& blocks, int
       params, m_block, n_block, [&](int i, int j) { return blocks.has(i, j) ? Pairs::kAll : Pairs::kNone; });
 }
 
-// Which of the matrices of lists, or of notes of tiles, a head has: they may be shared.
-CUFLASH_DEVICE i64 matrix_of(const Params& params, int batch, int head) {
-  return (params.list_batches == 1 ? 0 : (i64)batch * params.list_heads) + (params.list_heads == 1 ? 0 : head);
+// How many batch entries and heads have matrices of their own: of lists, of bits, or of notes of tiles.
+struct Matrices {
+  int batches, heads;
+
+  // Which one a head has.
+  CUFLASH_DEVICE i64 of(int batch, int head) const {
+    return (batches == 1 ? 0 : (i64)batch * heads) + (heads == 1 ? 0 : head);
+  }
+};
+CUFLASH_DEVICE Matrices lists_in(const Params& params) { return {params.list_batches, params.list_heads}; }
+CUFLASH_DEVICE Matrices masks_in(const Params& params) { return {params.mask_batches, params.mask_heads}; }
+CUFLASH_DEVICE Matrices biases_in(const Params& params) {
+  return {params.bias.batch_stride == 0 ? 1 : params.batch, params.bias.head_stride == 0 ? 1 : params.num_heads};
 }
 
-// What around/mask_tiles.cu found of a tile.
-CUFLASH_DEVICE Pairs pairs_noted(const Params& params, i64 matrix, int m_block, int n_block) {
+// What around/mask_tiles.cu found of a tile of a matrix.
+CUFLASH_DEVICE Pairs pairs_noted(const Params& params, const void* notes, i64 matrix, int m_block, int n_block) {
   const i64 row = matrix * ceil_div(params.seqlen_q, kBlockM) + m_block;
-  return (Pairs)((const u8*)params.mask_blocks)[row * ceil_div(params.seqlen_k, kBlockN) + n_block];
+  return (Pairs)((const u8*)notes)[row * ceil_div(params.seqlen_k, kBlockN) + n_block];
+}
+CUFLASH_DEVICE Pairs left_by_masks(const Params& params, int batch, int head, int m_block, int n_block) {
+  return pairs_noted(params, params.mask_blocks, masks_in(params).of(batch, head), m_block, n_block);
+}
+CUFLASH_DEVICE Pairs left_by_bias(const Params& params, int batch, int head, int m_block, int n_block) {
+  return pairs_noted(params, params.bias_blocks, biases_in(params).of(batch, head), m_block, n_block);
 }
 
 // Whether nothing hides pairs but a window and the end of the keys. Then in tiles in front of those that the right bound

@@ -105,12 +105,14 @@ struct ScoreTiles {
     if (!next(kSumsHeads, head, params.num_heads)) next(kSumsBatch, index_in(batch), params.batch);
   }
   CUFLASH_DEVICE void skip_hidden(const Params& params) {
-    if constexpr (kHasRightBound || kHasLeftBound || kKvLengthsBytes != 0 || kHasBlockMask) {
+    if constexpr (kHasRightBound || kHasLeftBound || kKvLengthsBytes != 0 || kHasBlockMask || kHasBiasNotes) {
 #pragma unroll 1
       for (; left > 0; step(params)) {
         const TileRange tiles = visible_keys(params, key_stop_of(params, batch));
-        const bool seen = tiles.start <= n_block && n_block < tiles.stop;
-        if (seen && (!kHasBlockMask || pairs_left(params) != Pairs::kNone)) return;
+        if (n_block < tiles.start || n_block >= tiles.stop) continue;
+        if (kHasBlockMask && pairs_left(params) == Pairs::kNone) continue;
+        if (kHasBiasNotes && left_by_bias(params, batch, head, m_block, n_block) == Pairs::kNone) continue;
+        return;
       }
     }
   }

@@ -309,7 +309,10 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       if (n_block == keys.start) release(shared.q_ring.empty(query));
 
       addends.wait();
-      if (n_block >= keys.full_stop || n_block < keys.full_start)
+      const bool masked = n_block >= keys.full_stop || n_block < keys.full_start;
+      if constexpr (kHasLists && kBiasBytes != 0)  // which leave no registers for two bodies of code
+        make_scores(s, score, mask, shared, lane_row, lane_key_of(n_block), masked);
+      else if (masked)
         make_scores(s, score, mask, shared, lane_row, lane_key_of(n_block), Constant<true>{});
       else
         make_scores(s, score, mask, shared, lane_row, lane_key_of(n_block), Constant<false>{});

@@ -51,7 +51,7 @@ class Forward(ForwardFamily[ForwardSm90Tile]):
         draft.tiles = (tile,)
         if tile.mask_by_bits:
             add_mask_bits(draft, tile, transposed=False)
-        draft.add_lists(tile, "key_lists")
+        draft.add_lists(tile, "key_lists", why_not_for_bias=_why_not_for_bias(draft.problem))
         box = box_rows(draft.problem, tile.block_n)
         boxes = {"q": tile.block_m, "k": box, "v": box, "out": 64}
         draft.map_tensors(boxes | ({"bias": tile.block_m} if tile.bias_of_pairs else {}))
@@ -71,7 +71,7 @@ class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
     def draft(self, draft: Draft, tile: ForwardFloat32Sm90Tile) -> None:
         tile = tile.loading_bias(draft.problem, draft.device)
         draft.tiles = (tile,)
-        draft.add_lists(tile, "key_lists")
+        draft.add_lists(tile, "key_lists", why_not_for_bias=_why_not_for_bias(draft.problem))
         add_bf16_split(draft, tile, ("q", "k", "v"))
         boxes = {"q_split": tile.block_m, "k_split": tile.block_n, "v_split": tile.block_n}
         draft.map_tensors(boxes | ({"bias": tile.block_m} if tile.bias_of_pairs else {}))
@@ -142,7 +142,7 @@ class ForwardWide(ForwardFamily[ForwardWideSm90Tile]):
         return why_not_16_bit(draft, MAPPED, FORWARD_WIDE_SM90_TILES)
 
     def draft(self, draft: Draft, tile: ForwardWideSm90Tile) -> None:
-        draft.add_lists(tile, "key_lists")
+        draft.add_lists(tile, "key_lists", why_not_for_bias="lists beside it take more registers than there are")
         box = tile.block_n // tile.cluster
         draft.map_tensors({"q": 64, "k": box, "v": box})
         _add_persistent(draft, tile, self.source)
@@ -160,6 +160,12 @@ def why_not_16_bit(draft: Draft, mapped: tuple[str, ...], table: tuple[Tile, ...
     if max(problem.head_dim, problem.head_dim_v) > largest:
         return f"it serves head dimensions up to {largest}"
     return None
+
+
+def _why_not_for_bias(problem: Problem) -> str:
+    """Why kernels whose consumers have bounds of their own lose by lists: see `Draft.add_lists`."""
+    has_bounds = (problem.window_left, problem.window_right) != (None, None)
+    return "lists take the place of bounds that differ within a tile" if has_bounds else ""
 
 
 def box_rows(problem: Problem, block_n: int) -> int:

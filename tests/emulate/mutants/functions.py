@@ -75,7 +75,12 @@ MUTANTS = (
            "row < tile.stop_row; row += rows)", "row < tile.first_row + 1; row += rows)",
            "functions of pairs"),
     mutant("batch entries have each other's tiles", MASK_TILES,
-           "exists ? matrix / params.list_heads : 0, head", "0, head", "functions in 16 bits"),
+           "exists ? matrix / matrices.heads : 0, head", "0, head", "functions in 16 bits"),
+    mutant("the first vector of a bias tells of all", MASK_TILES, "hidden = hides;", "hidden = true;", "hiding bias"),
+    mutant("the last vectors of a bias tell of all", MASK_TILES, "seen.any = seen.any || !hides(vector);",
+           "seen.any = !hides(vector);", "hiding bias"),
+    mutant("the biases of all heads hide what that of the first does", "common/mask.cuh",
+           "params.bias.head_stride == 0 ? 1 : params.num_heads", "1", "hiding bias"),
     mutant("the least number tells of all", BOUNDS, "return {known && a.high < b.low, known && a.low >= b.high};",
            "return {known && a.low < b.low, known && a.low >= b.high};", "functions"),
     mutant("entries of the first lane alone", BOUNDS, "  for (u32 lanes = 16; lanes > 0; lanes /= 2)\n"
