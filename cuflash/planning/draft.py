@@ -37,9 +37,10 @@ LOOK_FLOPS = 1 << 31
 # lists take the place of bounds that differ within a tile. It is looked at from so many keys on, where tiles are not
 # bounded otherwise.
 LOOK_KEYS = 2048
-# A bias that hides no tile gains nothing by a look at it, and loses two small kernels. It is looked at where the
-# forward pass has so many operations, 0.3 ms at 400 TFLOP/s: by arithmetic, fifty times as long as these.
-LOOK_BIAS_FLOPS = 1 << 37
+# A bias that hides no tile gains nothing by a look at it, and loses two small kernels and a launch. It is looked at
+# where the forward pass has so many operations, 0.7 ms at 400 TFLOP/s: by arithmetic, fifty times as long as these.
+LOOK_BIAS_FLOPS = 1 << 38
+BIAS_HEADER_BYTES = 16  # in front of the notes of a bias: BiasBlocks of kernels/common/mask.cuh
 # Lanes of such a warp that have a tile: few tiles, because a warp looks at hidden ones one after the other.
 BIAS_LANES = 8
 COUNTED_BY_DQ = "the order of dq counts them"  # why tiles that a mask hides are computed
@@ -68,6 +69,7 @@ class Draft:
     key_splits: int = 1
     hides_last_keys: bool = False
     noted_bias: tuple[int, int] = (0, 0)  # queries and keys of a tile, of which it is noted what the bias hides
+    chosen_by_bias: bool = False  # whether main kernels that are added have lists if the bias hides enough tiles
     run_time: RunTime = field(default_factory=RunTime)
 
     @property
@@ -133,7 +135,8 @@ class Draft:
         """With masks, or a bias, that hide tiles, add the kernel that lists visible tiles of keys for tiles of queries.
 
         "query_lists" are the other way round: tiles of queries for tiles of keys. `why_not_for_bias` says why the main
-        kernel loses by lists that it has for a bias alone, which may hide nothing.
+        kernel has no lists for a bias alone. Where it has, it is launched twice, with lists and without, and one of the
+        two leaves at once: a bias may hide nothing, and to walk over lists takes time.
         """
         problem = self.problem
         by_bits = "mask_words" in self.scratch
@@ -141,11 +144,10 @@ class Draft:
             self.defines["CUFLASH_HAS_LISTS"] = int(not self._why_not_looked_at(tile))
         why_not_bias = self._why_bias_is_not_listed(why_not_for_bias)
         looks_at_bias = why_not_bias == ""
-        if looks_at_bias:
-            self.defines["CUFLASH_HAS_LISTS"] = 1
-        elif why_not_bias is not None:
+        self.chosen_by_bias = looks_at_bias and not self.defines["CUFLASH_HAS_LISTS"]
+        if why_not_bias:
             self._say_computed("bias", why_not_bias)
-        if not self.defines["CUFLASH_HAS_LISTS"]:
+        if not self.defines["CUFLASH_HAS_LISTS"] and not looks_at_bias:
             if problem.mask is not None:
                 self._say_computed("mask", self._why_not_looked_at(tile))
             return
@@ -161,6 +163,7 @@ class Draft:
         if looks_at_bias:
             self._add_bias_tiles(tile)
         options = {"CUFLASH_LISTS_KEYS": int(of_keys), "CUFLASH_HAS_BIAS_NOTES": int(looks_at_bias)}
+        options |= {"CUFLASH_HAS_LISTS": 1, "CUFLASH_CHOSEN_BY_BIAS": int(self.chosen_by_bias)}
         options |= {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1}
         self.add("around/lists.cu", tile, -(-lists // LIST_WARPS), 0, **options)
         has_mask = problem.mask is not None or problem.mask_function is not None
@@ -169,7 +172,22 @@ class Draft:
         self.reasons.append(
             f"{' and '.join(hiding)}: tiles of {'keys' if of_keys else 'queries'} are listed, "
             f"{tile.block_m} queries x {tile.block_n} keys each; hidden ones are neither loaded nor computed"
+            + (", unless they are so few that the kernel without lists takes less time" if self.chosen_by_bias else "")
         )
+
+    def add_main(
+        self, source: str, tile: Tile, blocks: int, shared_bytes: int, makes: Collection[str] = (), /, **defines: int
+    ) -> None:
+        """Add a kernel that walks over lists where there are some.
+
+        Where the bias is to decide, that is two kernels: the one with lists is named so.
+        """
+        if not self.chosen_by_bias:
+            self.add(source, tile, blocks, shared_bytes, makes, **defines)
+            return
+        for lists in (0, 1):
+            chosen = defines | {"CUFLASH_HAS_LISTS": lists, "CUFLASH_CHOSEN_BY_BIAS": 1}
+            self.add(source, tile, blocks, shared_bytes, (*makes, *["listed"] * lists), **chosen)
 
     def add_notes(self, tile: Tile) -> None:
         """For a main kernel that has no lists: notes of what a mask, or a function that hides pairs, leaves of tiles.
@@ -243,7 +261,7 @@ class Draft:
         self.noted_bias = size
         tiles = -(-problem.seqlen_q // tile.block_m) * -(-problem.seqlen_k // tile.block_n)
         tiles *= math.prod(self._own_biases) if self.heads else 0
-        elements = -(-tiles // ITEMSIZE[problem.softmax_dtype])
+        elements = -(-(BIAS_HEADER_BYTES + tiles) // ITEMSIZE[problem.softmax_dtype])
         self.scratch["bias_blocks"] = max(self.scratch.get("bias_blocks", 0), elements)
         options = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_LANES_OF_TILE": BIAS_LANES}
         options["CUFLASH_KV_LENGTHS_BYTES"] = 0
@@ -258,13 +276,7 @@ class Draft:
             return COUNTED_BY_DQ
         if self.defines["CUFLASH_HAS_LISTS"]:
             return ""
-        if self.pass_ == "forward" and self.problem.alibi_slopes is not None and not self._has_bounds:
-            return "slopes have the nearest keys first, which lists have not"
         return why_not_for_bias
-
-    @property
-    def _has_bounds(self) -> bool:
-        return (self.problem.window_left, self.problem.window_right) != (None, None)
 
     def _why_bias_is_not_looked_at(self) -> str | None:
         """Why no kernel looks which tiles a bias of pairs hides; "" if one does, None without such a bias."""
@@ -301,7 +313,8 @@ class Draft:
             return COUNTED_BY_DQ
         if problem.forward_flops < LOOK_FLOPS:
             return f"a look at it beforehand pays from {LOOK_FLOPS / 1e9:.3g} GFLOP on"
-        if tile.defines().get("CUFLASH_MASK_OF_KEYS") and (self._has_bounds or problem.seqlen_k < LOOK_KEYS):
+        bounds = (problem.window_left, problem.window_right) != (None, None)
+        if tile.defines().get("CUFLASH_MASK_OF_KEYS") and (bounds or problem.seqlen_k < LOOK_KEYS):
             return f"a mask of keys is looked at beforehand from {LOOK_KEYS} keys on, without causal and window"
         return ""
 
@@ -476,6 +489,7 @@ def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_
         "CUFLASH_HAS_LISTS": int(problem.block_mask is not None or lists_function),
         "CUFLASH_HAS_NOTES": 0,
         "CUFLASH_HAS_BIAS_NOTES": 0,
+        "CUFLASH_CHOSEN_BY_BIAS": 0,
         "CUFLASH_PLAIN_FRAGMENTS": 0,
     }
 

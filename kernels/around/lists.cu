@@ -75,7 +75,10 @@ CUFLASH_DEVICE void block_lists(const Params& params) {
   add_those_with(Pairs::kAll);
   if (lane_index() == 0) list[1] = listed;
   add_those_with(Pairs::kSome);
-  if (lane_index() == 0) list[0] = listed;
+  if (lane_index() != 0) return;
+  list[0] = listed;
+  const u32 visible = range.stop - range.start;
+  if constexpr (kIsChosen) ptx::reduce_add(BiasBlocks(params).count, (u64)(visible - listed) << 32 | visible);
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, block_lists)

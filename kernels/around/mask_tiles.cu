@@ -177,12 +177,15 @@ struct NotedTile {
   bool exists;
   int batch, head, m_block, n_block;
 
-  CUFLASH_DEVICE NotedTile(const Params& params, i64 index) {
+  // A bias has fewer tiles than numbers fit into memory.
+  using Index = Either<kLooksAtBias, u32, i64>::Type;
+
+  CUFLASH_DEVICE NotedTile(const Params& params, Index index) {
     const Matrices matrices = kLooksAtBias ? biases_in(params) : masks_in(params);
     const int num_n_blocks = ceil_div(params.seqlen_k, kBlockN);
-    const i64 num_tiles = (i64)ceil_div(params.seqlen_q, kBlockM) * num_n_blocks, matrix = index / num_tiles;
+    const Index num_tiles = (Index)ceil_div(params.seqlen_q, kBlockM) * num_n_blocks, matrix = index / num_tiles;
     const int tile = index % num_tiles;
-    exists = matrix < (i64)matrices.batches * matrices.heads;
+    exists = matrix < (Index)matrices.batches * matrices.heads;
     batch = exists ? matrix / matrices.heads : 0, head = exists ? matrix % matrices.heads : 0;
     m_block = tile / num_n_blocks, n_block = tile % num_n_blocks;
   }
@@ -225,7 +228,7 @@ CUFLASH_DEVICE Pairs left_of(const Params& params, const NotedTile& noted) {
 
 // Warp. What the bias leaves of the tile of each lane; `first` is that of the first lane. What is -inf in single pairs
 // is added to scores: kernels need not know of it.
-CUFLASH_DEVICE Pairs left_by_bias_of(const Params& params, const NotedTile& own, i64 first) {
+CUFLASH_DEVICE Pairs left_by_bias_of(const Params& params, const NotedTile& own, NotedTile::Index first) {
   TileOfPairs tile;
   bool hidden = true;
   if (own.find(params, tile)) hidden = BiasOfPairs(params, own.batch, own.head).hides_first(tile);
@@ -241,8 +244,9 @@ CUFLASH_DEVICE Pairs left_by_bias_of(const Params& params, const NotedTile& own,
 }
 
 CUFLASH_DEVICE void mask_tiles(const Params& params) {
-  const i64 warp = (i64)ptx::block_index() * kNumWarps + warp_index();
-  const i64 first = warp * (32 / kLanesOfTile), index = first + lane_index() / kLanesOfTile;
+  using Index = NotedTile::Index;
+  const Index warp = (Index)ptx::block_index() * kNumWarps + warp_index();
+  const Index first = warp * (32 / kLanesOfTile), index = first + lane_index() / kLanesOfTile;
   const NotedTile tile(params, index);
   Pairs left;
   if constexpr (kLooksAtBias) {
@@ -251,8 +255,10 @@ CUFLASH_DEVICE void mask_tiles(const Params& params) {
     if (kVotesEarly && !tile.exists) return;
     left = left_of(params, tile);
   }
-  void* notes = kLooksAtBias ? params.bias_blocks : params.mask_blocks;
-  if (tile.exists && lane_index() % kLanesOfTile == 0) ((u8*)notes)[index] = (u8)left;
+  const BiasBlocks bias(params);
+  if (kLooksAtBias && warp == 0 && lane_index() == 0) *bias.count = 0;
+  u8* notes = kLooksAtBias ? bias.notes : (u8*)params.mask_blocks;
+  if (tile.exists && lane_index() % kLanesOfTile == 0) notes[index] = (u8)left;
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, mask_tiles)

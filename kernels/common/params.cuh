@@ -114,7 +114,7 @@ struct Params {
   double softcap_float64;
   double kept_scale_float64;
   // At the end, because numbers that kernels read together by 16 bytes take more registers elsewhere.
-  void* bias_blocks;  // bytes: what the bias leaves of each tile; as many matrices as the bias has
+  void* bias_blocks;  // BiasBlocks of common/mask.cuh, with as many matrices as the bias has
   i32 mask_batches;   // batch entries that have bits, or notes of what masks leave of tiles, of their own; of RunTime
   i32 mask_heads;     // query heads that have
 #if CUFLASH_HAS_FUNCTIONS

@@ -405,12 +405,6 @@ def test_biases_are_looked_at_where_that_pays(arch, dtype, pass_, axes, head_dim
         why = "a look at it beforehand pays from 3 GFLOP on"
     elif dict(main.defines).get("CUFLASH_DQ_IN_ORDER"):
         why = "the order of dq counts them"
-    elif has_lists or pass_ == "backward":
-        why = ""
-    elif "alibi_slopes" in options:
-        why = "slopes have the nearest keys first, which lists have not"
-    elif "causal" in options and main.source in ("sm90/forward.cu", "sm90/forward_fp32.cu"):
-        why = "lists take the place of bounds that differ within a tile"
     else:
         why = ""
     computed = "bias: tiles that it hides are computed: "
@@ -418,8 +412,15 @@ def test_biases_are_looked_at_where_that_pays(arch, dtype, pass_, axes, head_dim
     names = [kernel.name for kernel in plan.kernels if kernel.source == LOOKS[0]]
     looking = [name for name in names if "_bias" in name]
     assert bool(looking) == (not why)
+    chosen = [kernel for kernel in plan.kernels if dict(kernel.defines)["CUFLASH_CHOSEN_BY_BIAS"]]
+    twice = [kernel for kernel in chosen if kernel.source != LOOKS[1]]
+    assert (text.count("unless they are so few") == len(chosen) - len(twice)) and (not chosen or not (why or has_lists))
     if why:
         return
+    # With lists for nothing else, a kernel that has them and one that has not are launched, and one of them computes.
+    assert has_lists or [dict(kernel.defines)["CUFLASH_HAS_LISTS"] for kernel in twice] == [0, 1] * (len(twice) // 2)
+    assert has_lists or len(twice) in (2, 4)  # dq has a kernel of its own where it is made in order
+    assert len({kernel.name for kernel in twice}) == len(twice)
     assert "around/lists.cu" in sources(plan)
     assert re.search(r"^  (mask and |block_mask and )?bias: tiles of (keys|queries) are listed, ", text, re.MULTILINE)
     own = (plan.run_time.list_batches, plan.run_time.list_heads)

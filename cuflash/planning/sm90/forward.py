@@ -51,7 +51,7 @@ class Forward(ForwardFamily[ForwardSm90Tile]):
         draft.tiles = (tile,)
         if tile.mask_by_bits:
             add_mask_bits(draft, tile, transposed=False)
-        draft.add_lists(tile, "key_lists", why_not_for_bias=_why_not_for_bias(draft.problem))
+        draft.add_lists(tile, "key_lists")
         box = box_rows(draft.problem, tile.block_n)
         boxes = {"q": tile.block_m, "k": box, "v": box, "out": 64}
         draft.map_tensors(boxes | ({"bias": tile.block_m} if tile.bias_of_pairs else {}))
@@ -71,7 +71,7 @@ class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
     def draft(self, draft: Draft, tile: ForwardFloat32Sm90Tile) -> None:
         tile = tile.loading_bias(draft.problem, draft.device)
         draft.tiles = (tile,)
-        draft.add_lists(tile, "key_lists", why_not_for_bias=_why_not_for_bias(draft.problem))
+        draft.add_lists(tile, "key_lists")
         add_bf16_split(draft, tile, ("q", "k", "v"))
         boxes = {"q_split": tile.block_m, "k_split": tile.block_n, "v_split": tile.block_n}
         draft.map_tensors(boxes | ({"bias": tile.block_m} if tile.bias_of_pairs else {}))
@@ -162,12 +162,6 @@ def why_not_16_bit(draft: Draft, mapped: tuple[str, ...], table: tuple[Tile, ...
     return None
 
 
-def _why_not_for_bias(problem: Problem) -> str:
-    """Why kernels whose consumers have bounds of their own lose by lists: see `Draft.add_lists`."""
-    has_bounds = (problem.window_left, problem.window_right) != (None, None)
-    return "lists take the place of bounds that differ within a tile" if has_bounds else ""
-
-
 def box_rows(problem: Problem, block_n: int) -> int:
     """Keys that TMA brings at once: a tile, or with pages as many as make whole pages and whole tiles."""
     return math.gcd(problem.page_size, block_n)
@@ -223,7 +217,7 @@ def _add_persistent(
         each = "a pair" if pairs and not apart else "one"
         draft.reasons.append(f"{who} take {what}, {each} each, and leave: the device computes other things, too")
     order = {"CUFLASH_PAIRS": int(pairs), "CUFLASH_BATCH_FIRST": int(batch_first)}
-    draft.add(source, tile, blocks * cluster, tile.shared_bytes(*draft.padded_dims(tile)), **order)
+    draft.add_main(source, tile, blocks * cluster, tile.shared_bytes(*draft.padded_dims(tile)), **order)
 
 
 def _heads_of_short_tiles(draft: Draft) -> int:

@@ -81,6 +81,8 @@ MUTANTS = (
            "seen.any = !hides(vector);", "hiding bias"),
     mutant("the biases of all heads hide what that of the first does", "common/mask.cuh",
            "params.bias.head_stride == 0 ? 1 : params.num_heads", "1", "hiding bias"),
+    mutant("both of two kernels compute", "common/mask.cuh", "if constexpr (!kIsChosen) return true;", "return true;",
+           "hiding bias backward"),
     mutant("the least number tells of all", BOUNDS, "return {known && a.high < b.low, known && a.low >= b.high};",
            "return {known && a.low < b.low, known && a.low >= b.high};", "functions"),
     mutant("entries of the first lane alone", BOUNDS, "  for (u32 lanes = 16; lanes > 0; lanes /= 2)\n"
