@@ -12,8 +12,7 @@
 //   - dS' goes to shared memory, too. From it the warpgroup of dQ makes dQ of the tile and adds it to memory, at its
 //     own pace. It first clears what later blocks add to (common/clear_dq.cuh). One of its warps is the producer.
 //   - Where blocks add to dQ in order, three warps of a last warpgroup load tiles, wait for this block's turn, and end
-//     it: each of the three takes as long as a memory access. They load tiles no sooner than dQ is through with a step:
-//     sooner, they are in its way.
+//     it: each takes as long as a memory access. They load tiles once dQ is through with a step, out of its way.
 // Consumers issue dV and dK of a tile of queries right after P' of the next one (after dP' where they make no P'), so
 // that they run during what follows from it. They ping-pong through what the other would slow down (kPingPong).
 //
@@ -563,6 +562,7 @@ struct Consumer {
 };
 
 CUFLASH_DEVICE void backward(const BackwardParams& params) {
+  if (!is_chosen(params.common)) return;
   const Shared shared;
   Work found = {};
   if constexpr (kIsPacked) {

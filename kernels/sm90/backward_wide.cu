@@ -345,6 +345,8 @@ struct OneTile {
   }
 };
 
-CUFLASH_DEVICE void backward(const WideParams& params) { take_all<OneTile, Differentiator>(params); }
+CUFLASH_DEVICE void backward(const WideParams& params) {
+  if (is_chosen(params.common)) take_all<OneTile, Differentiator>(params);
+}
 
 CUFLASH_DEFINE_CLUSTER_KERNEL(CUFLASH_KERNEL_NAME, WideParams, kNumThreads, kClusterBlocks, backward)

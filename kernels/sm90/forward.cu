@@ -557,6 +557,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 ind
 }
 
 CUFLASH_DEVICE void forward(const ForwardParams& params) {
+  if (!is_chosen(params.common)) return;
   Shared shared;
   if constexpr (kIsPacked) {
     if (ptx::thread_index() == 0) shared.tiles.init(4 * kConsumers + 1);

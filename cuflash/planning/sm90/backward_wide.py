@@ -97,4 +97,4 @@ def _add(
     draft: Draft, tile: BackwardWideSm90Tile, clusters: int, makes: Collection[str], options: Mapping[str, int]
 ) -> None:
     shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
-    draft.add(f"{Wide.kernel}.cu", tile, clusters * tile.cluster, shared_bytes, makes, **options)
+    draft.add_main(f"{Wide.kernel}.cu", tile, clusters * tile.cluster, shared_bytes, makes, **options)

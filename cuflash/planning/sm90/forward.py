@@ -142,7 +142,7 @@ class ForwardWide(ForwardFamily[ForwardWideSm90Tile]):
         return why_not_16_bit(draft, MAPPED, FORWARD_WIDE_SM90_TILES)
 
     def draft(self, draft: Draft, tile: ForwardWideSm90Tile) -> None:
-        draft.add_lists(tile, "key_lists")
+        draft.add_lists(tile, "key_lists", why_not_for_bias="lists beside it take more registers than there are")
         box = tile.block_n // tile.cluster
         draft.map_tensors({"q": 64, "k": box, "v": box})
         _add_persistent(draft, tile, self.source)
@@ -217,7 +217,7 @@ def _add_persistent(
         each = "a pair" if pairs and not apart else "one"
         draft.reasons.append(f"{who} take {what}, {each} each, and leave: the device computes other things, too")
     order = {"CUFLASH_PAIRS": int(pairs), "CUFLASH_BATCH_FIRST": int(batch_first)}
-    draft.add(source, tile, blocks * cluster, tile.shared_bytes(*draft.padded_dims(tile)), **order)
+    draft.add_main(source, tile, blocks * cluster, tile.shared_bytes(*draft.padded_dims(tile)), **order)
 
 
 def _heads_of_short_tiles(draft: Draft) -> int:

@@ -153,7 +153,7 @@ MUTANTS = (
            "o[0][n][i] * factor[0][i / 2] + sum[n][i];", "o[0][n][i] * factor[0][i % 2] + sum[n][i];",
            "float32 sm90 spread"),
     mutant("the left edge of a window of float32 is not masked", FORWARD_FP32,
-           "if (n_block >= keys.full_stop || n_block < keys.full_start)", "if (n_block >= keys.full_stop)",
+           "masked = n_block >= keys.full_stop || n_block < keys.full_start", "masked = n_block >= keys.full_stop",
            "float32 sm90 window", "float32 sm90 wide window"),
     mutant("tiles that a consumer of float32 skips keep V", FORWARD_FP32,
            "        release(shared.v_ring.empty(place_of(key, n)));\n", "", "float32 sm90 window",
