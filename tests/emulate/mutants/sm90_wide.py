@@ -92,8 +92,6 @@ MUTANTS = (
            "wide dk"),
     mutant("exponentials are made of a part of S", BACKWARD,
            "      if constexpr (i == kMeeting) parts.add_other(s[0]);\n", "", "wide dk of columns"),
-    mutant("the second exponentials are made again", BACKWARD, "weigh<kWeighedEarly, kNTiles>(weights",
-           "weigh<0, kNTiles>(weights", "wide dk of columns"),
     mutant("parts are read before they are there", BACKWARD, "      shared.part_ring.full(at).wait(at.parity);\n", "",
            "wide dk of columns"),
     mutant("parts are replaced before they are added", BACKWARD,
