@@ -41,22 +41,26 @@ template <class T> struct ForwardBuffers {
     }
 };
 
-// Moves the shift of a row to its largest score, if that is above it by much, and with it sums so far.
+// Moves the shift of a row to the largest lane, and with it sums so far. A function of its own: it is seldom called, and
+// the loops around it need all registers.
+template <class T> __attribute__((noinline)) void move_shift(T factor, Vector<T> most, T &shift, T *l, T *o, long dim) {
+    const T top = largest_lane<T>(most);
+    if (shift > T(-__builtin_inf())) {
+        const Vector<T> shrinks = exp2<T>(splat((shift - top) * factor));
+        store(l, load(l) * shrinks);
+        for (long d = 0; d < dim; d += LANES<T>) store(o + d, load(o + d) * shrinks);
+    }
+    shift = top;
+}
+
+// Moves the shift of a row to its largest score, if that is above it by much.
 template <class T>
 inline void raise_shift(const Scaling<T> &scaling, const T *s, long num_keys, T &shift, T *l, T *o, long dim) {
     constexpr int N = LANES<T>;
     Vector<T> most = load(s);
 #pragma GCC unroll 4
     for (long j = N; j < num_keys; j += N) most = larger<T>(most, load(s + j));
-    if (any_above<T>(most, shift + scaling.rise)) {
-        const T top = largest_lane<T>(most);
-        if (shift > T(-__builtin_inf())) {
-            const Vector<T> shrinks = exp2<T>(splat((shift - top) * scaling.factor));
-            store(l, load(l) * shrinks);
-            for (long d = 0; d < dim; d += N) store(o + d, load(o + d) * shrinks);
-        }
-        shift = top;
-    }
+    if (any_above<T>(most, shift + scaling.rise)) move_shift(scaling.factor, most, shift, l, o, dim);
 }
 
 // Scores of one row become weights; their sum goes to l.
