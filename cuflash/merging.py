@@ -21,6 +21,7 @@ import numpy as np
 from cuflash import interop
 from cuflash.operands import DTYPES, check_array
 from cuflash.options import LAYOUTS
+from cuflash.rounding import storing
 from cuflash.values import check_choice, type_error, value_error
 
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one kind per call
@@ -94,20 +95,37 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: Literal["bhsd
     parts, part_lses = ([arrays[name] for name in names[i : i + len(outs)]] for i in (0, len(outs)))
     rows = _check_parts(arrays, names[0], layout)
     with _device_of(arrays) as xp, np.errstate(all="ignore"):
-        largest = part_lses[0]
-        for part_lse in part_lses[1:]:
-            largest = xp.maximum(largest, part_lse)
-        largest = xp.where(largest == -np.inf, xp.zeros_like(largest), largest)
-        weights = [xp.exp(part_lse - largest) for part_lse in part_lses]
-        total = sum(weights)
-        lse = largest + xp.log(total)
-        total = xp.where(total == 0, 1, total)
-        out = sum(
-            xp.where(rows.across(weight == 0), 0, rows.across(weight / total) * x.astype(lse.dtype))
-            for x, weight in zip(parts, weights, strict=True)
-        )
+        out, lse = _merged(xp, parts, part_lses, rows)
         out = out.astype(parts[0].dtype)
     return MergeResult(*(borrowed.give_back(x, None) for x in (out, lse)))
+
+
+def _merged(xp: Any, outs: Sequence[Array], lses: Sequence[Array], rows: _Rows) -> tuple[Array, Array]:
+    """out and lse of all parts, in the dtype of lse."""
+    largest = lses[0]
+    for part_lse in lses[1:]:
+        largest = xp.maximum(largest, part_lse)
+    largest = xp.where(largest == -np.inf, xp.zeros_like(largest), largest)
+    weights = [xp.exp(part_lse - largest) for part_lse in lses]
+    total = sum(weights)
+    lse = largest + xp.log(total)
+    total = xp.where(total == 0, 1, total)
+    out = sum(
+        xp.where(rows.across(weight == 0), 0, rows.across(weight / total) * x.astype(lse.dtype))
+        for x, weight in zip(outs, weights, strict=True)
+    )
+    return out, lse
+
+
+def merge_into(outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: Array) -> None:
+    """The same of parts in the dtype of lse, of layout "bhsd", in one pass over memory; out may have any dtype."""
+    if isinstance(out, np.ndarray):
+        with np.errstate(all="ignore"):
+            out[...], lse[...] = _merged(np, outs, lses, _Rows(swapped=False))
+        return
+    stored = storing(out.dtype.name)
+    _merging(len(outs), out.dtype.name)(*outs, *(x[..., None] for x in lses), stored.view(out))
+    _merging(len(outs), "")(*lses, lse)
 
 
 def merge_backward(
@@ -262,6 +280,32 @@ _KERNELS = {
     ),
     "add": ("T factor, T share, T out", "T total", "total = total * factor + (share == T(0) ? T(0) : share * out);"),
 }
+
+
+@functools.lru_cache(maxsize=64)
+def _merging(count: int, dtype: str) -> Any:
+    """A kernel of CuPy that merges so many parts: their lse, or out, of a dtype."""
+    every = range(count)
+    code = ["T top = lse0"]
+    code += [f"top = lse{i} > top || lse{i} != lse{i} ? lse{i} : top" for i in every[1:]]
+    code += ["const T offset = isinf(top) && top < 0 ? T(0) : top", "T total = 0"]
+    code += [f"const T weight{i} = exp(lse{i} - offset); total += weight{i}" for i in every]
+    inputs = [f"T lse{i}" for i in every]
+    if not dtype:
+        code += ["lse = offset + log(total)"]
+        return importlib.import_module("cupy").ElementwiseKernel(
+            ", ".join(inputs), "T lse", "; ".join(code), f"cuflash_merge_lse_{count}"
+        )
+    stored = storing(dtype)
+    code += ["total = total == T(0) ? T(1) : total", "T sum = 0"]
+    code += [f"sum += weight{i} == T(0) ? T(0) : weight{i} / total * out{i}" for i in every]
+    return importlib.import_module("cupy").ElementwiseKernel(
+        ", ".join([*(f"T out{i}" for i in every), *inputs]),
+        f"{stored.type} out",
+        "; ".join([*code, f"out = {stored.of('sum')}"]),
+        f"cuflash_merge_{count}_{dtype}",
+        preamble=stored.preamble,
+    )
 
 
 @functools.cache

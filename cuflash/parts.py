@@ -90,14 +90,14 @@ class Parts:
 
     def forward(self, queries: Span, keys: Span, arrays: dict[str, Array]) -> dict[str, Array]:
         """out and lse of a part; out in the dtype of the softmax if it has room in this dtype."""
-        options = self.options_of(queries, keys, self._wide("out", arrays))
+        options = self.options_of(queries, keys, self._wide(("out",), arrays))
         of_call = dict.fromkeys((*NAMES, "out", "lse")) | self.captured(options, queries, keys, arrays["q"]) | arrays
         found = self.backend.forward(options, self._packed(of_call), self.random)
         return self._unpacked(dict(zip(("out", "lse"), found, strict=True)))
 
     def backward(self, queries: Span, keys: Span, need: tuple[str, ...], arrays: dict[str, Array]) -> dict[str, Array]:
-        """The gradients `need` of a part; dq in the dtype of the softmax if it has room in this dtype."""
-        options = self.options_of(queries, keys, self._wide("dq", arrays))
+        """The gradients `need` of a part; of dq, dk and dv those in the dtype of the softmax that have room in it."""
+        options = self.options_of(queries, keys, self._wide(DEFAULT_NEED, arrays))
         absent: dict[str, Any] = dict.fromkeys((*NAMES, "dlse"))
         del absent["block_table"]
         ordered = tuple(name for name in (*GRADIENTS, *gradient_names(self.options)) if name in need)
@@ -141,10 +141,10 @@ class Parts:
             return results
         return {name: x[None] if name in _OF_BATCH else x for name, x in results.items()}
 
-    def _wide(self, name: str, arrays: Mapping[str, Array]) -> tuple[str, ...]:
-        """The option `wide` of a call that gives a result as its room is."""
-        room = arrays.get(name)
-        return () if room is None or room.dtype == arrays["q"].dtype else (name,)
+    def _wide(self, names: Collection[str], arrays: Mapping[str, Array]) -> tuple[str, ...]:
+        """The option `wide` of a call that gives results as their rooms are."""
+        dtype = arrays["q"].dtype
+        return tuple(name for name in names if arrays.get(name) is not None and arrays[name].dtype != dtype)
 
     def behind_queries(self, arrays: dict[str, Array], front: int, shared: Collection[str] = ()) -> dict[str, Array]:
         """The arrays of a call that begins so many queries earlier, with rows that see nothing.

@@ -21,7 +21,10 @@ def filled(shape, value, dtype):
 
 
 CUPY = SimpleNamespace(
-    **{name: getattr(np, name) for name in ("asarray", "ascontiguousarray", "clip", "concatenate", "divide", "log")},
+    **{
+        name: getattr(np, name)
+        for name in ("asarray", "ascontiguousarray", "broadcast_to", "clip", "concatenate", "divide", "log")
+    },
     empty=DeviceArray,
     empty_like=lambda x: DeviceArray(x.shape, x.dtype),
     full=filled,

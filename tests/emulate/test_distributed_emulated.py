@@ -11,7 +11,7 @@ import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash import interop, merging
-from cuflash.distributed import execution
+from cuflash.distributed import run
 from cuflash.emulator import find_compiler
 from cuflash.operands import numpy_dtype
 from tests.emulate.launcher import launcher
@@ -44,7 +44,7 @@ def emulated(monkeypatch):
         merging, "merge", lambda outs, lses: merge(*([x.view(np.ndarray) for x in y] for y in (outs, lses)))
     )
     monkeypatch.setattr(interop.Borrowed, "give_back", lambda self, result, given: result.view(np.ndarray))
-    return lambda module: monkeypatch.setattr(execution, "Parts", functools.partial(EmulatedParts, module=module))
+    return lambda module: monkeypatch.setattr(run, "Parts", functools.partial(EmulatedParts, module=module))
 
 
 @pytest.mark.parametrize("need", [None, ("dq", "dk", "dv")], ids=["all", "dq in parts"])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
+from cuflash.distributed import run
 from cuflash.distributed.streams import Streams
 from cuflash.spans import cut_evenly
 from tests.pure.test_schedule import of_chunks, splits
@@ -24,6 +25,7 @@ from tests.ranks import Parts, Whole, judge, on_threads, results_of
 NEEDS = st.sampled_from((("dq", "dk", "dv"), None, ("dq", "dv"), ("dq", "dk"), ("dk", "dv"), ("dq",)))
 PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
 FEATURES = (*(name for name in ct.FEATURES if name != "scale"), "sinks", "dlse", "dropout", "block_mask")
+PLAIN = ("causal", "window", "softcap", "gqa", "head_dim_v", "sinks", "dlse", "layout")
 SMALL: dict[str, Any] = {
     "features": FEATURES,
     "max_seqlen": 65,
@@ -41,11 +43,24 @@ def is_clear(case, split):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.data(), ct.cases(**SMALL), st.integers(1, 8), st.integers(1, 3), NEEDS)
-def test_any_split_of_any_case_keeps_the_oracle_rule(data, case, ranks, steps, need):
+@given(st.data(), ct.cases(**SMALL), st.integers(1, 8), st.integers(1, 3), NEEDS, st.integers(1, 2))
+def test_any_split_of_any_case_keeps_the_oracle_rule(data, case, ranks, steps, need, calls):
+    """Also of a second call, in which ranks begin before they hear of each other."""
     split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
     assume(is_clear(case, split_q))
-    judge(case, results_of(case, split_q, split_k, need=need, steps=steps))
+    judge(case, results_of(case, split_q, split_k, need=need, steps=steps, calls=calls))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data(), ct.cases(**{**SMALL, "features": PLAIN}), st.integers(2, 8), st.booleans(), NEEDS)
+def test_own_rows_of_several_spans_in_one_call_keep_the_oracle_rule(data, case, ranks, is_zigzag, need):
+    """Where nothing depends on numbers of rows."""
+    lengths = (case.seqlen_q, case.seqlen_k)
+    if is_zigzag:
+        split_q, split_k = (cd.zigzag(n, ranks) for n in lengths)
+    else:
+        split_q, split_k = (data.draw(splits(n, ranks)) for n in lengths)
+    judge(case, results_of(case, split_q, split_k, need=need))
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 2**40])
@@ -55,7 +70,7 @@ def test_steps_of_more_queries_than_a_cache_holds_go_in_turn(monkeypatch, cache_
     monkeypatch.setattr(Streams, "arrived", lambda self, *, in_turn=False: in_turns.append(in_turn))
     monkeypatch.setattr("cuflash.distributed.execution.CACHE_BYTES", cache_bytes)
     judge(CASE, results_of(CASE, **SPLITS, need=("dq", "dk", "dv")))
-    of_walks = 2 * CASE.num_heads_kv  # both ranks
+    of_walks = 2 * (1 + CASE.num_heads_kv)  # both ranks: own rows, and those that come
     assert sorted(in_turns) == [False] * of_walks + [cache_bytes == 0] * of_walks
 
 
@@ -154,9 +169,11 @@ def test_the_plan_is_that_of_the_call():
 
     first, second = on_threads(2, work)
     assert first == second
-    assert "rank 1 computes queries x keys 3..8 x 0..12" in first.describe()
+    assert "rank 1 computes queries x keys 3..8 x 4..11\n" in first.describe()
+    assert "rank 1 computes queries x keys 3..8 x 0..3, 3..8 x 12..12\n" in first.describe()
     assert first.band == (4, None, 0)
-    assert first.by_queries.heads == first.by_keys.heads == ((0, 1), (1, 2))
+    for walk in (first.by_queries, first.by_keys):
+        assert [heads for _, heads in walk.steps] == [(0, 2), (0, 1), (1, 2)]
 
 
 def test_the_plan_in_the_page_is_what_is_printed():
@@ -164,6 +181,84 @@ def test_the_plan_in_the_page_is_what_is_printed():
     split, x = cd.zigzag(1000, 2), np.zeros((8, 500, 32))
     first, _ = on_threads(2, lambda comm: cd.ContextParallel(comm, causal=True, split=split).plan(x, x, x).describe())
     assert first == text
+
+
+def test_ranks_begin_with_their_own_rows_before_they_hear_of_each_other(monkeypatch):
+    """In a call like one before, where the transport goes on meanwhile; rows travel after that."""
+    split, random = cd.zigzag(16, 2), np.random.default_rng(0)
+    whole = random.standard_normal((3, 2, 16, 8))
+    expected = cuflash.attention(*whole, causal=True)
+    log: dict[int, list[str]] = {0: [], 1: []}
+    forward = run.Parts.forward
+
+    def work(comm):
+        comm.shares_meanwhile = True
+        share, start = comm.share, comm.start
+        comm.share = lambda *args: log[comm.rank].append("heard") or share(*args)
+        comm.start = lambda *args: log[comm.rank].append("rows") or start(*args)
+        attn, parts = (
+            cd.ContextParallel(comm, split=split, causal=True, steps=1),
+            [split.part(x, comm.rank) for x in whole],
+        )
+        outs = []
+        for _ in range(3):
+            log[comm.rank].append("call")
+            outs.append(attn.forward(*parts).out)
+        return outs
+
+    def logged(self, queries, *args):
+        rank = 1 if queries == (4, 12) else 0
+        log[rank].append("computed")
+        return forward(self, queries, *args)
+
+    monkeypatch.setattr(run.Parts, "forward", logged)
+    for outs in zip(*on_threads(2, work), strict=True):
+        np.testing.assert_allclose(split.whole(outs), expected, rtol=1e-12)
+    first, later = ["call", "heard", "heard", "rows"], ["heard", "rows", "computed"]
+    assert log[0] == [*first, *["computed"] * 3, *["call", "computed", "computed", *later] * 2]
+    assert log[1] == [*first, *["computed"] * 2, *["call", "computed", *later] * 2]
+
+
+@pytest.mark.parametrize("method", ["forward", "backward", "decode"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda terms: terms.update(seed=2), "^seed: got 2 on rank 1, expected 1 as on rank 0$"),
+        (lambda terms: terms.update(sinks=np.zeros(3)), r"sinks: got shape \(3,\), expected "),
+    ],
+)
+def test_what_ranks_hear_while_they_compute_stops_all_of_them(method, change, message):
+    """And nothing else: the next call is one as any other."""
+
+    def work(comm):
+        comm.shares_meanwhile = True
+        attn, x, lse = cd.ContextParallel(comm, split="contiguous"), np.ones((2, 5, 4)), np.ones((2, 5))
+        arrays = (x,) * 5 + (lse,) if method == "backward" else (x,) * 3
+        getattr(attn, method)(*arrays, seed=1, offset=0)
+        terms = {"seed": 1, "offset": 0}
+        if comm.rank == 1:
+            change(terms)
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            getattr(attn, method)(*arrays, **terms)
+        return getattr(attn, method)(*arrays, seed=1, offset=0)[0]
+
+    for result in on_threads(2, work):
+        assert np.isfinite(result).all()
+
+
+def test_a_call_in_which_another_rank_has_other_rows_is_begun_again():
+    random = np.random.default_rng(0)
+    arrays = {n: random.standard_normal((3, 2, n, 8)) for n in (10, 9)}
+
+    def work(comm):
+        comm.shares_meanwhile = True
+        attn = cd.ContextParallel(comm, causal=True)
+        return [attn.forward(*(cd.zigzag(n, 2).part(x, comm.rank) for x in arrays[n])).out for n in (10, 10, 9, 10)]
+
+    assert cd.zigzag(10, 2).rows(0) == cd.zigzag(9, 2).rows(0)
+    for n, outs in zip((10, 10, 9, 10), zip(*on_threads(2, work), strict=True), strict=True):
+        expected = cuflash.attention(*arrays[n], causal=True)
+        np.testing.assert_allclose(cd.zigzag(n, 2).whole(outs), expected, rtol=1e-12)
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
