@@ -19,9 +19,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from cuflash import interop
+from cuflash.elementwise import lse_of, merged_of
 from cuflash.operands import DTYPES, check_array
 from cuflash.options import LAYOUTS
-from cuflash.rounding import storing
 from cuflash.values import check_choice, type_error, value_error
 
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one kind per call
@@ -123,9 +123,8 @@ def merge_into(outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: Ar
         with np.errstate(all="ignore"):
             out[...], lse[...] = _merged(np, outs, lses, _Rows(swapped=False))
         return
-    stored = storing(out.dtype.name)
-    _merging(len(outs), out.dtype.name)(*outs, *(x[..., None] for x in lses), stored.view(out))
-    _merging(len(outs), "")(*lses, lse)
+    merged_of(len(outs)).run(outs, lses, out)
+    lse_of(len(lses)).run((), lses, lse)
 
 
 def merge_backward(
@@ -280,32 +279,6 @@ _KERNELS = {
     ),
     "add": ("T factor, T share, T out", "T total", "total = total * factor + (share == T(0) ? T(0) : share * out);"),
 }
-
-
-@functools.lru_cache(maxsize=64)
-def _merging(count: int, dtype: str) -> Any:
-    """A kernel of CuPy that merges so many parts: their lse, or out, of a dtype."""
-    every = range(count)
-    code = ["T top = lse0"]
-    code += [f"top = lse{i} > top || lse{i} != lse{i} ? lse{i} : top" for i in every[1:]]
-    code += ["const T offset = isinf(top) && top < 0 ? T(0) : top", "T total = 0"]
-    code += [f"const T weight{i} = exp(lse{i} - offset); total += weight{i}" for i in every]
-    inputs = [f"T lse{i}" for i in every]
-    if not dtype:
-        code += ["lse = offset + log(total)"]
-        return importlib.import_module("cupy").ElementwiseKernel(
-            ", ".join(inputs), "T lse", "; ".join(code), f"cuflash_merge_lse_{count}"
-        )
-    stored = storing(dtype)
-    code += ["total = total == T(0) ? T(1) : total", "T sum = 0"]
-    code += [f"sum += weight{i} == T(0) ? T(0) : weight{i} / total * out{i}" for i in every]
-    return importlib.import_module("cupy").ElementwiseKernel(
-        ", ".join([*(f"T out{i}" for i in every), *inputs]),
-        f"{stored.type} out",
-        "; ".join([*code, f"out = {stored.of('sum')}"]),
-        f"cuflash_merge_{count}_{dtype}",
-        preamble=stored.preamble,
-    )
 
 
 @functools.cache

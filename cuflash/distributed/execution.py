@@ -135,8 +135,10 @@ class Execution(Run):
         pieces, returns = Pieces(self, walk), Returns(self, results["dq"]) if "dq" in need else None
         of_keys: list[str] = [name for name in OF_KEYS if name in need]
         rows = Rows(self, walk, own, names, {"minus_delta": self._minus_delta})
+        of_calls: list[tuple[Tile, Array]] = []
         for a_round, heads, held, streams in rows.steps(in_turn=self._is_beyond_cache(walk)):
-            of_calls: list[tuple[Tile, Array]] = []
+            streams.keep(of_calls)  # which travel while the calls of this step run
+            of_calls = []
             for number, tile in a_round.longest_first(self.rank):
                 at, is_one = self.local(split, tile.own_keys), pieces.is_one(tile)
                 into = {name: results[name][:, slice(*heads), at] for name in of_keys}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +11,7 @@ import numpy as np
 
 from cuflash.distributed.run import Run, of_heads
 from cuflash.distributed.schedule import Round, Tile, Walk
-from cuflash.rounding import storing
+from cuflash.elementwise import minus_row_products, sum_of
 from cuflash.spans import Span, cut, places
 from cuflash.terms import GRADIENTS, OF_NUMBERS
 
@@ -234,22 +232,7 @@ def add_up(target: Array, parts: Sequence[Array]) -> None:
             total = total + part
         target[...] = total
     else:
-        kernel, into = _adding(len(parts), target.dtype.name), storing(target.dtype.name)
-        kernel(*parts, into.view(target))
-
-
-@functools.lru_cache(maxsize=64)
-def _adding(count: int, dtype: str) -> Any:
-    """A kernel of CuPy that adds so many arrays."""
-    into = storing(dtype)
-    terms = " + ".join(f"x{i}" for i in range(count))
-    return importlib.import_module("cupy").ElementwiseKernel(
-        ", ".join(f"T x{i}" for i in range(count)),
-        f"{into.type} total",
-        f"total = {into.of('(' + terms + ')')};",
-        f"cuflash_add_{count}_{dtype}",
-        preamble=into.preamble,
-    )
+        sum_of(len(parts)).run(parts, (), target)
 
 
 def minus_delta(out: Array, dout: Array, dlse: Array | None, dtype: Any) -> Array:
@@ -257,19 +240,7 @@ def minus_delta(out: Array, dout: Array, dlse: Array | None, dtype: Any) -> Arra
     if isinstance(out, np.ndarray):
         found = -(out.astype(dtype) * dout.astype(dtype)).sum(axis=-1)
         return found if dlse is None else dlse + found
-    stored = storing(out.dtype.name)
-    found = _products(out.dtype.name)(stored.view(out), stored.view(dout), axis=-1)
+    found = minus_row_products(out, dout, dtype)
     if dlse is not None:
         found += dlse
     return found
-
-
-@functools.lru_cache(maxsize=8)
-def _products(dtype: str) -> Any:
-    """A kernel of CuPy that makes minus the sum of products of the last axis of two arrays."""
-    stored = storing(dtype)
-    product = f"{stored.read('x')} * {stored.read('y')}"
-    total = "float64" if dtype == "float64" else "float32"
-    return importlib.import_module("cupy").ReductionKernel(
-        f"{stored.type} x, {stored.type} y", f"{total} z", product, "a + b", "z = -a", "0", f"cuflash_delta_{dtype}"
-    )
