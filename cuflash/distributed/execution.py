@@ -164,7 +164,7 @@ class Execution(Run):
                 if returns is not None:
                     returns.send(a_round, of_calls, heads, is_last=a_round is walk.rounds[-1])
                 self._add_complete(pieces, walk, heads, {name: results[name] for name in of_keys}, streams)
-                if returns is not None and (a_round, heads) == walk.steps[-1]:
+                if returns is not None and a_round is walk.rounds[-1] and heads == a_round.heads[-1]:
                     returns.finish()
 
     def _minus_delta(self) -> Array:

@@ -105,8 +105,12 @@ class Round:
 
     def comes_whole(self, rank: int) -> bool:
         """Whether all that the tiles of a rank meet comes from one rank, as rows of one span."""
-        spans = self.held(rank)
-        return len(spans) == 1 and [t.rows for t in self.transfers if t.target == rank] == [spans[0]]
+        return self._comes_whole[rank]
+
+    @cached_property
+    def _comes_whole(self) -> tuple[bool, ...]:
+        comes = [[x.rows for x in self.transfers if x.target == rank] for rank in range(self.split.ranks)]
+        return tuple(len(rows) == 1 and tuple(rows) == self.held(rank) for rank, rows in enumerate(comes))
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -129,7 +133,7 @@ class Walk:
     pieces: tuple[tuple[Span, ...], ...]  # by rank
     rounds: tuple[Round, ...]
 
-    @property
+    @cached_property
     def steps(self) -> tuple[tuple[Round, Span], ...]:
         """All rounds with the key/value heads of each step."""
         return tuple((a_round, heads) for a_round in self.rounds for heads in a_round.heads)

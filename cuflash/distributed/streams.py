@@ -31,6 +31,8 @@ OF_STEPS = (-4, -3, -2)  # priorities of the first steps, and of all after them
 class Streams:
     """What a call does where there are no streams: one thing after the other."""
 
+    goes_on = False  # whether a call runs while the host goes on
+
     def of_call(self, number: int) -> AbstractContextManager[Any]:
         """Where the call of that number of a step is made."""
         return contextlib.nullcontext()
@@ -59,6 +61,8 @@ class Streams:
 class CudaStreams(Streams):
     """Streams of the current device beside the current one."""
 
+    goes_on = True
+
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
         self._calls = [[self._stream(priority) for _ in range(2)] for priority in OF_STEPS]
@@ -68,7 +72,7 @@ class CudaStreams(Streams):
         self._main: Any = None
         self._step = 0
         self._kept: list[Any] = []  # by the step whose calls are made now
-        self._used: deque[Any] = deque()  # by those before, with events after what they did
+        self._used: deque[Any] = deque()  # by those before, with an event after what they did
 
     def begin(self) -> CudaStreams:
         """Let everything come after what the current stream did before."""
@@ -99,14 +103,14 @@ class CudaStreams(Streams):
         self._kept += held
 
     def next_step(self) -> None:
-        marks = [self._mark(stream) for stream in (*self._of_step, self._rows, self._returns)]
-        self._used.append((marks, self._kept))
+        # One stream waits for all others, so that each of them waits for one event later, and not for four.
+        self._wait((self._returns,), *self._of_step, self._rows)
+        self._used.append((self._mark(self._returns), self._kept))
         self._step, self._kept = self._step + 1, []
         if len(self._used) >= STEPS_APART:
-            marks, _ = self._used.popleft()
+            mark, _ = self._used.popleft()
             for stream in (self._main, *self._others):
-                for mark in marks:
-                    stream.wait_event(mark)
+                stream.wait_event(mark)
 
     def end(self) -> None:
         self._wait((self._main,), *self._others)

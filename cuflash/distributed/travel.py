@@ -85,7 +85,8 @@ class Rows:
         travelling = [number for number, (a_round, _) in enumerate(steps) if a_round.transfers]
         try:
             for number, (a_round, heads) in enumerate(steps):
-                if travelling:
+                # Where calls run behind the host, those on own rows are made before anything is made ready to travel.
+                if travelling and (a_round.transfers or not streams.goes_on):
                     with streams.rows():
                         self._send([i for i in travelling if i >= number][:STEPS_AHEAD], number)
                         if number in self._journeys:

@@ -43,12 +43,14 @@ def is_clear(case, split):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.data(), ct.cases(**SMALL), st.integers(1, 8), st.integers(1, 3), NEEDS, st.integers(1, 2))
-def test_any_split_of_any_case_keeps_the_oracle_rule(data, case, ranks, steps, need, calls):
-    """Also of a second call, in which ranks begin before they hear of each other."""
+@given(st.data(), ct.cases(**SMALL), st.integers(1, 8), st.integers(1, 3), NEEDS, st.integers(1, 2), st.booleans())
+def test_any_split_of_any_case_keeps_the_oracle_rule(data, case, ranks, steps, need, calls, goes_on):
+    """Also of a second call, in which ranks begin before they hear of each other, and in the order of a device."""
     split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
     assume(is_clear(case, split_q))
-    judge(case, results_of(case, split_q, split_k, need=need, steps=steps, calls=calls))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Streams, "goes_on", goes_on)
+        judge(case, results_of(case, split_q, split_k, need=need, steps=steps, calls=calls))
 
 
 @settings(max_examples=20, deadline=None)
@@ -183,8 +185,13 @@ def test_the_plan_in_the_page_is_what_is_printed():
     assert first == text
 
 
-def test_ranks_begin_with_their_own_rows_before_they_hear_of_each_other(monkeypatch):
-    """In a call like one before, where the transport goes on meanwhile; rows travel after that."""
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_ranks_begin_with_their_own_rows_before_they_hear_of_each_other(goes_on, monkeypatch):
+    """In a call like one before, where the transport goes on meanwhile; rows travel after that.
+
+    Where calls run behind the host, rows are not even made ready before.
+    """
+    monkeypatch.setattr(Streams, "goes_on", goes_on)
     split, random = cd.zigzag(16, 2), np.random.default_rng(0)
     whole = random.standard_normal((3, 2, 16, 8))
     expected = cuflash.attention(*whole, causal=True)
@@ -214,9 +221,10 @@ def test_ranks_begin_with_their_own_rows_before_they_hear_of_each_other(monkeypa
     monkeypatch.setattr(run.Parts, "forward", logged)
     for outs in zip(*on_threads(2, work), strict=True):
         np.testing.assert_allclose(split.whole(outs), expected, rtol=1e-12)
-    first, later = ["call", "heard", "heard", "rows"], ["heard", "rows", "computed"]
-    assert log[0] == [*first, *["computed"] * 3, *["call", "computed", "computed", *later] * 2]
-    assert log[1] == [*first, *["computed"] * 2, *["call", "computed", *later] * 2]
+    for rank, own in ((0, ["computed"] * 2), (1, ["computed"])):
+        first = [*own, "rows"] if goes_on else ["rows", *own]
+        later = ["call", *own, "heard", "rows", "computed"]
+        assert log[rank] == ["call", "heard", "heard", *first, "computed", *later, *later]
 
 
 @pytest.mark.parametrize("method", ["forward", "backward", "decode"])
