@@ -48,7 +48,7 @@ DTYPES = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "
 @functools.cache
 def compiled(text, folder):
     path = Path(folder) / f"{hashlib.sha256(text.encode()).hexdigest()}.so"
-    command = [find_compiler(), "-x", "c++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(path), "-"]
+    command = [str(find_compiler()), "-x", "c++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(path), "-"]
     subprocess.run(command, input=text, text=True, check=True)
     return ctypes.CDLL(str(path)).run
 

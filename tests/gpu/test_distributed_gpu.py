@@ -124,9 +124,8 @@ def test_kernels_add_and_merge_parts_as_numpy_does(dtype, columns, count):
         merge_into(parts, numbers, into[:, :, rows], got[:, :, rows])
         np.testing.assert_allclose(cupy.asnumpy(got), lse, rtol=1e-6)
         eps = float(ml_dtypes.finfo(target.dtype).eps)
-        np.testing.assert_allclose(
-            *(x.astype(np.float64) for x in (cupy.asnumpy(into), target)), rtol=4 * eps, atol=1e-6
-        )
+        found, expected = (x.astype(np.float64) for x in (cupy.asnumpy(into), target))
+        np.testing.assert_allclose(found, expected, rtol=4 * eps, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -138,8 +137,9 @@ def test_what_travels_in_the_place_of_out(dtype, columns):
     out, dout = np.random.default_rng(0).standard_normal((2, 1, 2, 300, columns)).astype(ct.numpy_dtype(dtype))
     for dlse in (None, np.ones((1, 2, 300), of_sums)):
         expected = minus_delta(out, dout, dlse, of_sums)
-        given = [None if x is None else cupy.asarray(x) for x in (out, dout, dlse)]
-        np.testing.assert_allclose(cupy.asnumpy(minus_delta(*given, of_sums)), expected, rtol=1e-4, atol=1e-4)
+        given: Any = [None if x is None else cupy.asarray(x) for x in (out, dout, dlse)]
+        found = cupy.asnumpy(minus_delta(given[0], given[1], given[2], of_sums))
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

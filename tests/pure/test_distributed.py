@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
-from cuflash.distributed import run
+from cuflash import parts as parts_of_problems
 from cuflash.distributed.streams import Streams
 from cuflash.spans import cut_evenly
 from tests.pure.test_schedule import of_chunks, splits
@@ -196,13 +196,19 @@ def test_ranks_begin_with_their_own_rows_before_they_hear_of_each_other(goes_on,
     whole = random.standard_normal((3, 2, 16, 8))
     expected = cuflash.attention(*whole, causal=True)
     log: dict[int, list[str]] = {0: [], 1: []}
-    forward = run.Parts.forward
+    forward = parts_of_problems.Parts.forward
 
     def work(comm):
         comm.shares_meanwhile = True
-        share, start = comm.share, comm.start
-        comm.share = lambda *args: log[comm.rank].append("heard") or share(*args)
-        comm.start = lambda *args: log[comm.rank].append("rows") or start(*args)
+
+        def logs(what, call):
+            def logged(*args):
+                log[comm.rank].append(what)
+                return call(*args)
+
+            return logged
+
+        comm.share, comm.start = logs("heard", comm.share), logs("rows", comm.start)
         attn, parts = (
             cd.ContextParallel(comm, split=split, causal=True, steps=1),
             [split.part(x, comm.rank) for x in whole],
@@ -218,7 +224,7 @@ def test_ranks_begin_with_their_own_rows_before_they_hear_of_each_other(goes_on,
         log[rank].append("computed")
         return forward(self, queries, *args)
 
-    monkeypatch.setattr(run.Parts, "forward", logged)
+    monkeypatch.setattr(parts_of_problems.Parts, "forward", logged)
     for outs in zip(*on_threads(2, work), strict=True):
         np.testing.assert_allclose(split.whole(outs), expected, rtol=1e-12)
     for rank, own in ((0, ["computed"] * 2), (1, ["computed"])):
