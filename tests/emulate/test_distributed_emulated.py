@@ -30,6 +30,7 @@ CASES = {
     "9.0 dropout": ct.Case(**SIZES, causal=True, dtype="float16", dropout=0.3, alibi_slopes=(2,)),
     "9.0 packed": ct.Case(**SIZES, **PACKED, causal=True, dtype="bfloat16", dropout=0.3),
     "8.0 blocks": ct.Case(**SIZES, dtype="float16", block_mask=(2,), block_size=(16, 32), bias=(100, 140)),
+    "8.0": ct.Case(**SIZES, causal=True, dtype="float16", softcap=5.0, layout="bshd"),
     "8.0 float32": ct.Case(**SIZES, dtype="float32", window=(40, 40), mask=(100, 140), kv_lengths=(120,)),
 }
 SPLIT_Q = cd.Split([[(0, 21), (90, 100)], [(21, 90)]])
@@ -54,6 +55,15 @@ def test_ranks_keep_the_oracle_rule(name, need, emulated):
     with launcher(name[:3], computes=True) as found:
         emulated(found._module)
         judge(case, results_of(case, SPLIT_Q, SPLIT_K, need=need))
+
+
+@pytest.mark.parametrize("need", [None, ("dq", "dk", "dv")], ids=["all", "dq in parts"])
+@pytest.mark.parametrize("name", ["9.0 dropout", "8.0 blocks"])
+def test_spans_that_begin_where_blocks_do_come_in_parts(name, need, emulated):
+    splits = cd.Split([[(0, 16), (64, 100)], [(16, 64)]]), cd.Split([[(0, 32), (96, 140)], [(32, 96)]])
+    with launcher(name[:3], computes=True) as found:
+        emulated(found._module)
+        judge(CASES[name], results_of(CASES[name], *splits, need=need))
 
 
 SCORED: dict[str, Any] = {

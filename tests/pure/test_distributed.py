@@ -178,6 +178,23 @@ def test_the_plan_is_that_of_the_call():
         assert [heads for _, heads in walk.steps] == [(0, 2), (0, 1), (1, 2)]
 
 
+@pytest.mark.parametrize(
+    ("split", "options", "why"),
+    [
+        (cd.zigzag(64, 2), {}, None),
+        (cd.zigzag(64, 2), {"deterministic": True}, "deterministic=True"),
+        (cd.zigzag(64, 2), {"dropout": 0.1}, None),
+        (cd.zigzag(60, 2), {"dropout": 0.1}, "calls begin at multiples of 16 queries and 16 keys, and spans do not"),
+    ],
+)
+def test_the_plan_says_why_calls_have_all_rows(split, options, why):
+    x = np.zeros((2, split.seqlen // 2, 8))
+    first, _ = on_threads(2, lambda comm: cd.ContextParallel(comm, split=split, causal=True, **options).plan(x, x, x))
+    rounds = len(first.by_queries.rounds), len(first.by_keys.rounds)
+    assert (first.why_whole, rounds) == (why, (2, 2) if why is None else (1, 1))
+    assert (f"  rounds    one, of calls that have all rows that a piece meets: {why}" in first.describe()) == bool(why)
+
+
 def test_the_plan_in_the_page_is_what_is_printed():
     (text,) = re.findall(r"^```text\n(context parallel.*?)\n```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     split, x = cd.zigzag(1000, 2), np.zeros((8, 500, 32))
