@@ -19,6 +19,7 @@ LANES = 4  # float32 numbers of 16 bytes
 WIDE = 16  # bytes of the largest element that CuPy copies
 _TYPES = {8: np.complex64, WIDE: np.complex128}
 _NARROW = ("float16", "bfloat16")
+_HEADER = "#include <cuda_fp16.h>\n"  # CuPy includes it only where an argument is of float16
 # Numbers in the elements of the dtypes that CuPy has for 8 and 16 bytes.
 _HELPERS = """
 __device__ inline float cuflash_lane(const complex<double>& x, int i) {
@@ -101,7 +102,7 @@ class Formula(NamedTuple):
 def _kernel(formula: Formula, parts: int, dtype: str, is_wide: bool) -> Any:
     inputs, output, code, preamble = formula.text(parts, dtype, is_wide=is_wide)
     name = f"cuflash_{formula.name}_{parts}_{dtype}{'_wide' if is_wide else ''}"
-    return importlib.import_module("cupy").ElementwiseKernel(inputs, output, code, name, preamble=preamble)
+    return importlib.import_module("cupy").ElementwiseKernel(inputs, output, code, name, preamble=_HEADER + preamble)
 
 
 @functools.lru_cache(maxsize=64)
@@ -145,7 +146,7 @@ def minus_row_products(x: Array, y: Array, dtype: Any) -> Array:
 def _row_products(dtype: str) -> Any:
     kernel = importlib.import_module("cupy").ReductionKernel
     code = ("complex128 x, complex128 y", "float32 z", "cuflash_products(x, y)", "a + b", "z = -a", "0")
-    return kernel(*code, f"cuflash_row_products_{dtype}", preamble=_HELPERS + products_text(dtype))
+    return kernel(*code, f"cuflash_row_products_{dtype}", preamble=_HEADER + _HELPERS + products_text(dtype))
 
 
 def products_text(dtype: str) -> str:
