@@ -272,11 +272,10 @@ class Execution(Run):
     def _is_beyond_cache(self, walk: Walk) -> bool:
         """Whether a call by keys meets more queries of a head than the device's cache holds, with what goes with them.
 
-        Blocks read them and add to their dq side by side. Those that the next step begins in the gaps of this one would
-        be somewhere else: without a mask that took half as long again on two H100, with 64k queries of 128 columns.
+        Blocks read them and add to their dq side by side. Those of another call, in the gaps of this one, would be
+        somewhere else: without a mask that took half as long again on two H100, with 64k queries of 128 columns.
         """
-        spans = (span for a_round in walk.rounds for span in a_round.held(self.rank))
-        rows = max((stop - start for start, stop in spans), default=0)
+        rows = max((tile.queries[1] - tile.queries[0] for tile in walk.calls_of(self.rank)), default=0)
         of_row = 2 * self.problem.head_dim * self.arrays["q"].dtype.itemsize
         of_row += self.problem.head_dim * self.parts.softmax_dtype.itemsize
         return rows * of_row > CACHE_BYTES
