@@ -99,7 +99,11 @@ def test_nccl(case, ranks):
 @pytest.mark.parametrize("columns", [64, 20, 5])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_kernels_add_and_merge_parts_as_numpy_does(dtype, columns, count):
-    """Of arrays whose rows lie together, and of parts of longer ones."""
+    """Of arrays whose rows lie together, and of parts of longer ones.
+
+    Sums have the same bits. The exp and log of CUDA are within 2 units in the last place, so merged parts may differ in
+    some: of 1 in lse, where a log of 3 at most is added, and of the largest number in out, because weights sum to 1.
+    """
     import cupy
 
     random, of_sums = np.random.default_rng(0), np.float64 if dtype == "float64" else np.float32
@@ -122,10 +126,10 @@ def test_kernels_add_and_merge_parts_as_numpy_does(dtype, columns, count):
             lse[:, :, rows],
         )
         merge_into(parts, numbers, into[:, :, rows], got[:, :, rows])
-        np.testing.assert_allclose(cupy.asnumpy(got), lse, rtol=1e-6)
-        eps = float(ml_dtypes.finfo(target.dtype).eps)
+        units, eps = 8 * float(np.finfo(of_sums).eps), float(ml_dtypes.finfo(target.dtype).eps)
+        np.testing.assert_allclose(cupy.asnumpy(got), lse, rtol=0, atol=units)
         found, expected = (x.astype(np.float64) for x in (cupy.asnumpy(into), target))
-        np.testing.assert_allclose(found, expected, rtol=4 * eps, atol=1e-6)
+        np.testing.assert_allclose(found, expected, rtol=eps, atol=units * float(abs(outs).max()))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
