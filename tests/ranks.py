@@ -109,7 +109,7 @@ def results_of(
 
     def work(comm: cd.Transport) -> dict[str, Any]:
         comm.shares_meanwhile = calls > 1
-        keywords = {"split": split_q, "split_k": split_k, "timeout": 30, **whole.keywords, **options}
+        keywords = {"split": split_q, "split_k": split_k, "timeout": 30, "steps": 3, **whole.keywords, **options}
         attn = cd.ContextParallel(comm, **keywords)
         return [compute(attn, parts, whole.arrays, need) for _ in range(calls)][-1]
 

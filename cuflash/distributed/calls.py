@@ -87,7 +87,7 @@ class Calls:
     options: Options
     splits: tuple[Any, Any]  # of queries and of keys, each a `Split` or its name
     chunks: int
-    steps: int
+    steps: int | None
     timeout: float
     check: bool
     transport: Transport
@@ -300,14 +300,17 @@ class Calls:
                 expected = f"{split.rows(self.transport.rank)}, which rank {self.transport.rank} has of {split.seqlen}"
                 raise value_error(name, counted(rows, "row"), expected)
         problem = self._problem(method, call, split_q, split_k)
+        batch, num_heads_kv, *_ = view_4d(given["k"], self.options.layout).shape
+        of_row = batch * (problem.head_dim + problem.head_dim_v) * given["k"].dtype.itemsize
         left, right = window_of(self.options, split_q.seqlen, split_k.seqlen)
         schedule = make_schedule(
             split_q,
             split_k,
             Band(diagonal_of(self.options, split_q.seqlen, split_k.seqlen), left, right),
             chunks=self.chunks if self.options.deterministic else None,
-            num_heads_kv=view_4d(given["k"], self.options.layout).shape[1],
+            num_heads_kv=num_heads_kv,
             steps=self.steps,
+            row_bytes=(of_row, of_row * problem.group_size),  # of k and v, or of q and dout
             step=steps_of(self.options, "block_mask" in given),
             packing=Packing.of(self.options, *call.starts) if call.starts else None,
             joins=not self.options.dropout and not problem.has_functions and _COUNTED.isdisjoint(given),

@@ -49,10 +49,10 @@ class ContextParallel:
     chunks : int, default 16
         With ``deterministic=True``, into how many pieces both sequences are cut. Every span of a rank must consist of
         whole ones: 16 do for zigzag splits over 1, 2, 4 and 8 ranks.
-    steps : int, default 3
-        In how many groups of key/value heads rows travel, at most, the first of which is small; rows of a group are on
-        their way while those of the group before, and before all this rank's own, are computed with. More steps take
-        less memory.
+    steps : int, optional
+        In how many groups of key/value heads rows travel, at most; rows of a group are on their way while those of the
+        group before, and before all this rank's own, are computed with. More steps take less memory, and more time of
+        the host. By default there are up to 3, by how many bytes travel.
     timeout : float, default 60.0
         Seconds after which a rank that waits for another one raises TimeoutError, where the communicator allows. Longer
         than any rank computes in a step: in host memory ranks wait for one another that long.
@@ -122,7 +122,7 @@ class ContextParallel:
         split: Literal["zigzag", "contiguous"] | Split = "zigzag",
         split_k: Literal["zigzag", "contiguous"] | Split | None = None,
         chunks: int = 16,
-        steps: int = 3,
+        steps: int | None = None,
         timeout: float = 60.0,
         check: bool = True,
         causal: bool | Literal["top_left"] = False,
@@ -151,7 +151,7 @@ class ContextParallel:
         )
         check_names(self.options)
         splits = checked_split("split", split), checked_split("split_k", split if split_k is None else split_k)
-        chunks, steps = (positive(name, x) for name, x in (("chunks", chunks), ("steps", steps)))
+        chunks, steps = positive("chunks", chunks), None if steps is None else positive("steps", steps)
         seconds = as_real("timeout", timeout)
         if seconds <= 0:
             raise value_error("timeout", timeout, "a number of seconds > 0")

@@ -13,7 +13,8 @@ ranks, there is one round, whose calls have all that a piece meets, and pieces a
 
 What travels does so in steps of some key/value heads each, so that a step's rows are on their way while those of the
 step before are computed with. A first step that nothing is computed before is small; so is a last one behind which
-parts are added, or travel back.
+parts are added, or travel back. A step has calls, copies and transfers of its own, which the host begins one by one. So
+there are few, unless rows are many.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from cuflash.distributed.split import Split
 from cuflash.spans import Band, Span, cut, cut_evenly, is_some, joined
 from cuflash.values import counted, value_error
 
+STEPS = 3  # as many as ever helped
+STEP_BYTES = 2**29  # of rows of all ranks, for which a step takes longer than its host
 GROWTH = 4  # how many times as long as the step before a step is: to compute takes as much longer than to send, or more
 
 
@@ -164,7 +167,8 @@ class Schedule:
     chunks: int | None  # where pieces are cut, so that they are the same for any number of ranks; None: they are spans
     step: tuple[int, int]  # calls begin at multiples of these, in queries and in keys
     num_heads_kv: int
-    steps: int  # at most
+    steps: int | None  # at most; None: as many as what travels is worth
+    row_bytes: tuple[int, int]  # of what travels for a row and a key/value head, by queries and by keys
     packing: Packing | None = None  # of packed sequences, each of which has a band of its own
     joins: bool = False  # whether a call may have rows of several spans, because nothing depends on their numbers
     why_whole: str | None = None  # why there is one round, where there could be two
@@ -187,13 +191,21 @@ class Schedule:
             for i, piece in enumerate(of_rank):
                 for part, (number, tile) in enumerate(self._calls(by, rank, piece)):
                     rounds[number].append(tile._replace(piece=i, part=part))
-        steps = min(self.steps, self.num_heads_kv)
+        steps = self._most_steps(by, other.seqlen)
         found: list[Round] = []
         for number, calls in enumerate(rounds):
             lengths = [1] * min(steps, 1) if self.why_whole is None and number == 0 else self._lengths(by, steps)
             if calls or number > len(found):  # there is a round where nothing is computed, too
                 found.append(Round(by, tuple(calls), other, _shares(self.num_heads_kv, lengths)))
         return Walk(by, pieces, tuple(found))
+
+    def _most_steps(self, by: By, rows: int) -> int:
+        """In how many steps so many rows travel. Those of all ranks count, so that it is the same for any number."""
+        if self.steps is not None:
+            return min(self.steps, self.num_heads_kv)
+        needed = -(-rows * self.num_heads_kv * self.row_bytes[by == "keys"] // STEP_BYTES)
+        least = 1 if self.why_whole is None else 2  # so that not all of the rows come before anything is computed
+        return min(max(needed, least), STEPS, self.num_heads_kv)
 
     def _lengths(self, by: By, steps: int) -> list[int]:
         """How long steps are, relative to each other: up to the last one, or, if that is small too, to the middle."""
@@ -301,7 +313,8 @@ def make_schedule(
     *,
     chunks: int | None = None,
     num_heads_kv: int = 1,
-    steps: int = 1,
+    steps: int | None = 1,
+    row_bytes: tuple[int, int] = (0, 0),
     step: tuple[int, int] = (1, 1),
     packing: Packing | None = None,
     joins: bool = False,
@@ -317,8 +330,12 @@ def make_schedule(
         What `causal` and `window` leave visible.
     chunks : int, optional
         Into how many global chunks pieces are cut.
-    num_heads_kv, steps : int
-        The key/value heads, and how many groups of them there are to be at most.
+    num_heads_kv : int
+        The key/value heads.
+    steps : int, optional
+        How many groups of them there are to be at most; where it is None, `row_bytes` decides.
+    row_bytes : (int, int)
+        Bytes of what travels for a row and a key/value head, in the walk by queries and in that by keys.
     step : (int, int)
         Calls begin at multiples of these, in queries and in keys; those within a packed sequence count from its start.
     packing : Packing, optional
@@ -361,6 +378,7 @@ def make_schedule(
         step=step,
         num_heads_kv=num_heads_kv,
         steps=steps,
+        row_bytes=row_bytes,
         packing=packing,
         joins=joins and packing is None,
         why_whole=why_whole,

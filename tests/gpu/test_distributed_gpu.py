@@ -62,7 +62,7 @@ def results_of(case, comms, devices, need=None, calls=1, **options):
 
     def work(rank):
         with cupy.cuda.Device(devices[rank]):
-            attn = cd.ContextParallel(comms[rank], timeout=60, **case.keywords, **options)
+            attn = cd.ContextParallel(comms[rank], timeout=60, steps=3, **case.keywords, **options)
             arrays = {name: cupy.asarray(x) for name, x in case.arrays().items()}
             results = [compute(attn, parts, arrays, need) for _ in range(calls)][-1]
             return {name: cupy.asnumpy(x) for name, x in results.items()}
