@@ -19,6 +19,7 @@ import numpy as np
 from cuflash import host
 from cuflash.binding import INPUTS
 from cuflash.captured import gradient_names, names_of
+from cuflash.elementwise import WIDE, wide_layout
 from cuflash.interop import module_of
 from cuflash.operands import numpy_dtype
 from cuflash.options import ORIGIN_STEP, Options, Origin
@@ -49,7 +50,7 @@ class Parts:
     problem: Problem  # the dtypes and heads of this one are those of the whole
     random: tuple[int, int]  # seed and offset of dropout
     arrays: Mapping[str, Array]  # by name, None where there is none
-    is_fixed: bool = False  # calls get copies of arrays, which lie in memory in one way
+    is_fixed: bool = False  # calls get arrays that are to them as if they lay in memory in one way
     starts: tuple[Array, Array] | None = None  # of packed sequences that are whole, cu_seqlens_q and cu_seqlens_k
     zeros: tuple[int, int] = (0, 0)  # the query and the key that count as 0: those where a packed sequence starts
     first_head: int = 0  # of calls, among all
@@ -186,17 +187,39 @@ class Parts:
     ) -> dict[str, Array]:
         """Have a call fill some arrays: directly, or by a copy where it computes on copies, or on rows in front, too.
 
-        Copies lie in memory in one way, or, if the call `is_wide`, have the dtype of the softmax.
+        Copies lie in memory in one way, or, if the call `is_wide`, have the dtype of the softmax. What is as good as a
+        copy is not copied.
         """
         is_wide = is_wide and self.problem.dtype != self.problem.softmax_dtype
         if not self.is_fixed and not is_wide and not front:
             return call(arrays | results)
         if is_wide:
             arrays = {name: self.widened(x) for name, x in arrays.items()}
-        got = call({name: x if x.flags.c_contiguous else x.copy(order="C") for name, x in arrays.items()})
+        given = {name: x if self._is_like_copy(name, x) else x.copy(order="C") for name, x in arrays.items()}
+        fitting = {} if front or self.is_on_cpu else {n: x for n, x in results.items() if self._is_like_copy(n, x)}
+        got = call(given | fitting)
         for name, into in results.items():
-            into[...] = got[name][:, :, front:]
+            if name not in fitting:
+                into[...] = got[name][:, :, front:]
         return got
+
+    def _is_like_copy(self, name: str, array: Array) -> bool:
+        """Whether a call gives the same bits with an array as with a copy of it, in which the rows lie together.
+
+        Plans of a device depend on how wide accesses may be, and on what is the same along an axis; where rows lie,
+        strides say.
+        """
+        if self.is_on_cpu or name not in _OF_BATCH:
+            return bool(array.flags.c_contiguous)
+        address = self._address_of(array) % WIDE
+        if array.flags.c_contiguous:
+            return address == 0
+        if any(step == 0 and n > 1 for step, n in zip(array.strides, array.shape, strict=True)):
+            return False
+        return wide_layout(array.shape, array.strides, array.itemsize, address) is not None
+
+    def _address_of(self, array: Array) -> int:
+        return int(array.data.ptr)
 
     @property
     def softmax_dtype(self) -> np.dtype[Any]:

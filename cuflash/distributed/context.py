@@ -63,7 +63,7 @@ class ContextParallel:
         As `cuflash.FlashAttention` takes them, of the whole sequences.
     deterministic : bool, default False
         Results are bitwise the same for any number of ranks and any splits into whole chunks, and run after run.
-        Each chunk is computed by calls of its own, with all that it meets, on copies of its arrays.
+        Each chunk is computed by calls of its own, with all that it meets.
     precision : {"highest", "tf32"}, default "highest"
         As `cuflash.FlashAttention` takes it.
     dropout : float, default 0.0

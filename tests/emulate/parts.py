@@ -41,6 +41,9 @@ class EmulatedParts(Parts):
     def xp(self) -> Any:
         return CUPY
 
+    def _address_of(self, array: Any) -> int:
+        return int(array.ctypes.data)
+
     @property
     def backend(self) -> Any:
         def call(pass_: str, options: Any, arrays: Any, *others: Any) -> Any:

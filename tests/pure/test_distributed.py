@@ -324,7 +324,10 @@ def failures(change, ranks=3, **options):
             lambda options, arrays, terms: options.update(causal=False),
             "^causal: got False on rank 1, expected True as on rank 0$",
         ),
-        (lambda options, arrays, terms: options.update(steps=2), "^steps: got 2 on rank 1, expected None as on rank 0$"),
+        (
+            lambda options, arrays, terms: options.update(steps=2),
+            "^steps: got 2 on rank 1, expected None as on rank 0$",
+        ),
         (lambda options, arrays, terms: options.update(split="zigzag"), "^split: got 'zigzag' on rank 1, expected "),
         (
             lambda options, arrays, terms: arrays.update({n: x[:1] for n, x in arrays.items()}),
