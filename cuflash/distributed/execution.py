@@ -22,6 +22,7 @@ from cuflash.terms import BROADCAST, DEFAULT_NEED, OF_SOFTMAX
 
 Array = Any
 CACHE_BYTES = 3 * 2**23  # half of the L2 cache of an H100
+FULL_ROWS = 2**17  # keys of all heads of a call, whose blocks fill an H100 several times
 
 
 class Execution(Run):
@@ -136,7 +137,8 @@ class Execution(Run):
         of_keys: list[str] = [name for name in OF_KEYS if name in need]
         rows = Rows(self, walk, own, names, {"minus_delta": self._minus_delta})
         of_calls: list[tuple[Tile, Array]] = []
-        for a_round, heads, held, streams in rows.steps(in_turn=self._is_beyond_cache(walk)):
+        in_turn = self._is_beyond_cache(walk)
+        for a_round, heads, held, streams in rows.steps(in_turn=in_turn):
             streams.keep(of_calls)  # which travel while the calls of this step run
             of_calls = []
             for number, tile in a_round.longest_first(self.rank):
@@ -147,7 +149,7 @@ class Execution(Run):
                 is_wide, room = self.parts.is_on_cpu and not (returns is None and is_one), {}
                 if returns is not None and not self.parts.is_on_cpu:
                     room["dq"] = returns.room(a_round, tile, heads)  # kernels give it in this dtype then
-                with streams.of_call(number):
+                with streams.of_call(0 if in_turn and self._is_full(tile, heads) else number):
                     if tile.queries[0] == tile.queries[1]:
                         for array in into.values():
                             array[...] = 0
@@ -279,3 +281,8 @@ class Execution(Run):
         of_row = 2 * self.problem.head_dim * self.arrays["q"].dtype.itemsize
         of_row += self.problem.head_dim * self.parts.softmax_dtype.itemsize
         return rows * of_row > CACHE_BYTES
+
+    def _is_full(self, tile: Tile, heads: Span) -> bool:
+        """Whether a call by keys leaves no gaps that another one should fill, but for a short while at its end."""
+        count = self.arrays["k"].shape[0] * (heads[1] - heads[0])
+        return count * (tile.keys[1] - tile.keys[0]) >= FULL_ROWS

@@ -1,8 +1,7 @@
 """Calls of a rank side by side: on the multiprocessors that the last blocks of one leave idle, another one begins.
 
-On a device each step has two streams, which its calls take in turns; where calls would disturb each other, all are on
-one. What is of an earlier step goes before what is of a later one: so the small kernels behind a long one do not wait
-for another long one. Two more streams go before all of
+On a device each step has two streams, which its calls take in turns. What is of an earlier step goes before what is of
+a later one: so the small kernels behind a long one do not wait for another long one. Two more streams go before all of
 these: on one, rows are made ready to travel and are waited for, on the other, parts of results are added and travel
 back. Memory that was let go on a stream may be given out again on the same one only. So what a step takes lives until
 all streams have waited for what the step did, two steps later, when none has to wait long.
@@ -43,9 +42,7 @@ class Streams:
         return contextlib.nullcontext()
 
     def arrived(self, *, in_turn: bool = False) -> None:
-        """Let the calls of a step come after what `rows` did until now; `in_turn`, one after the other, and after those
-        of the step before.
-        """
+        """Let the calls of a step come after what `rows` did until now; `in_turn`, after those of the step before."""
 
     def returns(self) -> AbstractContextManager[Any]:
         """Where parts of results are added, after the calls that there were, and travel."""
@@ -73,19 +70,19 @@ class CudaStreams(Streams):
         self._rows, self._returns = (self._stream(HIGHEST_PRIORITY) for _ in range(2))
         self._others = (*(stream for pair in self._calls for stream in pair), self._rows, self._returns)
         self._main: Any = None
-        self._step, self._in_turn = 0, False
+        self._step = 0
         self._kept: list[Any] = []  # by the step whose calls are made now
         self._used: deque[Any] = deque()  # by those before, with an event after what they did
 
     def begin(self) -> CudaStreams:
         """Let everything come after what the current stream did before."""
         self._main = self._cupy.cuda.get_current_stream()
-        self._step, self._in_turn = 0, False
+        self._step = 0
         self._wait(self._others, self._main)
         return self
 
     def of_call(self, number: int) -> AbstractContextManager[Any]:
-        stream: AbstractContextManager[Any] = self._of_step[0 if self._in_turn else number % 2]
+        stream: AbstractContextManager[Any] = self._of_step[number % 2]
         return stream
 
     def rows(self) -> AbstractContextManager[Any]:
@@ -93,7 +90,6 @@ class CudaStreams(Streams):
         return stream
 
     def arrived(self, *, in_turn: bool = False) -> None:
-        self._in_turn = in_turn
         self._wait(self._of_step, self._rows)
         if in_turn and self._step:
             self._wait(self._of_step, *self._streams_of(self._step - 1))

@@ -1,6 +1,8 @@
 """Context parallel calls on threads against the oracle, bit for bit over numbers of ranks, and what goes wrong."""
 
+import contextlib
 import re
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash import parts as parts_of_problems
+from cuflash.distributed.execution import Execution
 from cuflash.distributed.streams import Streams
 from cuflash.spans import cut_evenly
 from tests.pure.test_schedule import of_chunks, splits
@@ -65,15 +68,38 @@ def test_own_rows_of_several_spans_in_one_call_keep_the_oracle_rule(data, case, 
     judge(case, results_of(case, split_q, split_k, need=need))
 
 
+@pytest.mark.parametrize("full_rows", [0, 2**40])
 @pytest.mark.parametrize("cache_bytes", [0, 2**40])
-def test_steps_of_more_queries_than_a_cache_holds_go_in_turn(monkeypatch, cache_bytes):
-    """Of the backward pass, as long as parts of dq travel."""
+def test_steps_of_more_queries_than_a_cache_holds_go_in_turn(monkeypatch, cache_bytes, full_rows):
+    """Of the backward pass, as long as parts of dq travel; and so do their calls, if each of them fills a device."""
     in_turns: list[bool] = []
-    monkeypatch.setattr(Streams, "arrived", lambda self, *, in_turn=False: in_turns.append(in_turn))
+    numbers: dict[str, set[int]] = {"forward": set(), "backward": set()}
+    now = threading.local()
+
+    def arrived(self, *, in_turn=False):
+        in_turns.append(in_turn)
+
+    def of_call(self, number):
+        numbers[now.method].add(number)
+        return contextlib.nullcontext()
+
+    def logged(method, call):
+        def new(self, *args):
+            now.method = method
+            return call(self, *args)
+
+        return new
+
+    for method in numbers:
+        monkeypatch.setattr(Execution, method, logged(method, getattr(Execution, method)))
+    monkeypatch.setattr(Streams, "arrived", arrived)
+    monkeypatch.setattr(Streams, "of_call", of_call)
     monkeypatch.setattr("cuflash.distributed.execution.CACHE_BYTES", cache_bytes)
+    monkeypatch.setattr("cuflash.distributed.execution.FULL_ROWS", full_rows)
     judge(CASE, results_of(CASE, **SPLITS, need=("dq", "dk", "dv")))
     of_walks = 2 * (1 + CASE.num_heads_kv)  # both ranks: own rows, and those that come
     assert sorted(in_turns) == [False] * of_walks + [cache_bytes == 0] * of_walks
+    assert numbers == {"forward": {0, 1}, "backward": {0} if cache_bytes == full_rows == 0 else {0, 1}}
 
 
 @settings(max_examples=12, deadline=None)

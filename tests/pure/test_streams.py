@@ -108,17 +108,15 @@ def test_a_stream_does_not_wait_for_the_calls_of_the_other():
 
 
 @given(st.integers(1, 6))
-def test_calls_in_turn_come_after_all_calls_before(steps):
-    """Those of the step before, and of the same step."""
-    made: set[str] = set()
+def test_calls_of_steps_in_turn_come_after_those_of_the_step_before(steps):
     _, streams = begun()
     for step in range(steps):
         streams.arrived(in_turn=True)
         for call in range(2):
             with streams.of_call(call):
-                assert made <= Stream.current.past
+                assert {f"call {before} {other}" for before in range(step) for other in range(2)} <= Stream.current.past
+                assert f"call {step} {1 - call}" not in Stream.current.past
                 Stream.current.do(f"call {step} {call}")
-                made.add(f"call {step} {call}")
         streams.next_step()
 
 
