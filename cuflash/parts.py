@@ -196,7 +196,8 @@ class Parts:
         if is_wide:
             arrays = {name: self.widened(x) for name, x in arrays.items()}
         given = {name: x if self._is_like_copy(name, x) else x.copy(order="C") for name, x in arrays.items()}
-        fitting = {} if front or self.is_on_cpu else {n: x for n, x in results.items() if self._is_like_copy(n, x)}
+        is_direct = not front and not is_wide and not self.is_on_cpu
+        fitting = {name: x for name, x in results.items() if is_direct and self._is_like_copy(name, x)}
         got = call(given | fitting)
         for name, into in results.items():
             if name not in fitting:

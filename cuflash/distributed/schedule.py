@@ -31,8 +31,10 @@ from cuflash.distributed.split import Split
 from cuflash.spans import Band, Span, cut, cut_evenly, is_some, joined
 from cuflash.values import counted, value_error
 
-STEPS = 3  # as many as ever helped
-STEP_BYTES = 2**29  # of rows of all ranks, for which a step takes longer than its host
+STEPS = 3  # at most, unless the caller says more
+# Bytes of rows of all ranks in a step. On two H100 half as many were as fast in one step as in two or three in the
+# forward pass, and faster in the backward pass; the host took half of the time.
+STEP_BYTES = 2**29
 GROWTH = 4  # how many times as long as the step before a step is: to compute takes as much longer than to send, or more
 
 
