@@ -155,6 +155,8 @@ def bind(
     operands = {name: _operand(name, x, problem) for name, x in lying.items() if name not in apart}
     for name in operands.keys() & set(_OVER_HEAD_DIMENSIONS):
         operands[name] = replace(operands[name], alignment=math.gcd(16, addresses[name]))
+    if address_of is not None and not {"k", "v"} & set(copied):
+        operands["v"] = replace(operands["v"], in_k=is_in_k(k, v, addresses["k"], addresses["v"]))
     problem = replace(problem, q=operands.pop("q"), k=operands.pop("k"), v=operands.pop("v"))
     if problem.bias is not None:
         problem = replace(problem, bias=replace(problem.bias, alignment=math.gcd(16, addresses["bias"])))
@@ -198,6 +200,11 @@ def widest_accesses(
     both = (_found(names, problem, operands) for names in (_READ[pass_], written))
     load, store = (access_bytes(found, *(operand.alignment for operand in found)) for found in both)
     return load, store
+
+
+def is_in_k(k: Shaped, v: Shaped, of_k: int, of_v: int) -> bool:
+    """Whether v is the first columns of k, by where both begin."""
+    return of_k == of_v and k.strides == v.strides and v.shape[-1] <= k.shape[-1]
 
 
 def over_head_dimensions(pass_: Pass) -> tuple[tuple[str, ...], tuple[str, ...]]:

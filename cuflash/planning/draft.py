@@ -357,6 +357,7 @@ def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_
         "CUFLASH_LOAD_BYTES": load_bytes,
         "CUFLASH_STORE_BYTES": store_bytes,
         "CUFLASH_STORES_BY_ROWS": 0,
+        "CUFLASH_V_IN_K": 0,
         "CUFLASH_HAS_RIGHT_BOUND": int(problem.window_right is not None),
         "CUFLASH_HAS_LEFT_BOUND": int(problem.window_left is not None),
         "CUFLASH_MASK_BLOCK_M": problem.block_size[0],

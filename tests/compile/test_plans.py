@@ -102,7 +102,11 @@ class Target:
             deterministic=isinstance(tile, DqTile) or self.variant == "turns",
             precision="tf32" if is_tf32 else "highest",
         )
+        if isinstance(tile, DecodeWideSm90Tile) and tile.v_in_k:
+            arrays["v"] = arrays["k"][..., :512]
         problem = make_problem(options, *ct.qkv(arrays), **ct.optional(arrays))
+        if isinstance(tile, DecodeWideSm90Tile) and tile.v_in_k:
+            problem = replace(problem, v=replace(problem.v, in_k=True))
         of_forward = ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | ForwardFloat8Sm90Tile | DecodeSm90Tile
         if isinstance(tile, of_forward | ForwardWideSm90Tile):
             return choose_plan(problem, self.device, "forward", tiles=(tile,))
