@@ -55,7 +55,6 @@ class Draft:
     device: DeviceSpec
     pass_: Pass
     arrays: dict[str, Operand]
-    access_bytes: int  # widest aligned access that serves all arrays
     defines: dict[str, str | int]
     need: tuple[str, ...]
     origin: str  # of tiles that no table was asked for
@@ -65,6 +64,7 @@ class Draft:
     kernels: list[KernelSpec] = field(default_factory=list)
     scratch: dict[str, int] = field(default_factory=dict)
     tensor_maps: tuple[TensorMapSpec, ...] = ()
+    copies: dict[str, Operand] = field(default_factory=dict)  # scratch arrays that TMA reads in place of these
     reasons: list[str] = field(default_factory=list)
     key_splits: int = 1
     hides_last_keys: bool = False
@@ -104,19 +104,19 @@ class Draft:
     def why_not_mapped(self, names: Iterable[str]) -> str | None:
         """Why TMA cannot read these arrays, or write those that are results; None if it can."""
         obstacles = (why_not(name, self.arrays[name], written=name in WRITTEN) for name in names)
-        obstacle = next(filter(None, obstacles), None)
-        if obstacle is None and self.access_bytes < 16:
-            return f"an array is aligned to {self.access_bytes} bytes only, not 16"
-        return obstacle
+        return next(filter(None, obstacles), None)
 
     def map_tensors(
         self, rows: Mapping[str, int], heads: Mapping[str, int] | None = None, *, read_once: bool = False
     ) -> None:
-        """Make tensor maps of these arrays, whose boxes have so many rows, and one head or so many."""
+        """Make tensor maps of these arrays, or of copies, whose boxes have so many rows, and one head or so many."""
         heads = heads or {}
+        seen = {
+            name: (f"{name}_copy", self.copies[name]) if name in self.copies else (name, self.arrays[name])
+            for name in rows
+        }
         self.tensor_maps = tuple(
-            tensor_map_spec(name, self.arrays[name], n, heads.get(name, 1), read_once=read_once)
-            for name, n in rows.items()
+            tensor_map_spec(*seen[name], n, heads.get(name, 1), read_once=read_once) for name, n in rows.items()
         )
         self.defines["CUFLASH_ARGUMENT_BYTES"] = maps_offset(self.problem) + len(rows) * TENSOR_MAP_BYTES
 
@@ -468,6 +468,8 @@ def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_
         "CUFLASH_HEAD_DIM_V": problem.head_dim_v,
         "CUFLASH_LOAD_BYTES": load_bytes,
         "CUFLASH_STORE_BYTES": store_bytes,
+        "CUFLASH_STORES_BY_ROWS": 0,
+        "CUFLASH_V_IN_K": 0,
         "CUFLASH_HAS_RIGHT_BOUND": int(problem.window_right is not None),
         "CUFLASH_HAS_LEFT_BOUND": int(problem.window_left is not None),
         "CUFLASH_MASK_BLOCK_M": problem.block_size[0],

@@ -53,6 +53,7 @@ constexpr int kMinBlocks = CUFLASH_MIN_BLOCKS;            // resident blocks a m
 constexpr int kFragmentsAhead = CUFLASH_FRAGMENTS_AHEAD;  // ldmatrix of B ahead of the product that needs it
 constexpr int kLoadBytes = CUFLASH_LOAD_BYTES;  // widest aligned access that serves every operand that is read
 constexpr int kStoreBytes = CUFLASH_STORE_BYTES;
+constexpr bool kStoresByRows = CUFLASH_STORES_BY_ROWS;  // results lie so that TMA cannot write them
 constexpr int kNumThreads = 32 * kNumWarps;
 
 constexpr bool kPairs = CUFLASH_PAIRS;  // blocks that stay take tiles of queries in pairs

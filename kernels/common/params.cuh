@@ -67,10 +67,10 @@ struct Params {
   void* partial_out;     // (batch * num_heads_kv + resident_blocks, rows of a group, padded head_dim_v)
   void* partial_sums;    // the same with two columns, see common/key_splits.cuh
   void* arrivals;        // of u64: (batch * num_heads_kv), see common/key_splits.cuh
-  void* q_split;         // of bfloat16: (bfloat16 parts, batch, heads, seqlen, head dimension rounded up to 8)
-  void* k_split;
-  void* v_split;
-  void* dout_split;
+  void* q_copy;          // of 16 bits, see common/copies.cuh
+  void* k_copy;
+  void* v_copy;
+  void* dout_copy;
   void* key_lists;       // of i32: (list_batches, list_heads, m blocks, a list of tiles of keys)
   void* query_lists;     // of i32: (list_batches, list_heads, n blocks, a list of tiles of queries)
   void* mask_words;      // of u32: (mask_batches, mask_heads, queries / 64, keys / 64, words of a block)

@@ -539,12 +539,12 @@ struct Consumer {
     ptx::fence_async_proxy();
     ptx::sync_named(kConsumer + index, 128);
     const int first_key = work.first_key + first;
-    const int rows = kIsPacked ? seqlen_k_of(common, batch) - first_key : 64;
-    if (rows < 64) {
+    const int rows = kIsPacked || kStoresByRows ? seqlen_k_of(common, batch) - first_key : 64;
+    if (kStoresByRows || rows < 64) {
       const auto store = [&](const Tensor& result, auto columns, u32 tile_rows) {
         Storage* first_row = (Storage*)keys_of(common, result, batch, work.head_kv) + first_key * result.row_stride;
         store_first_rows<kBlockN, decltype(columns)::value>(first_row, result.row_stride, tile_rows,
-                                                            at_least_zero(rows), thread);
+                                                            min_of(at_least_zero(rows), 64), thread);
       };
       if constexpr (makes_dv && kNeedsDv) store(common.dv, Integer<kHeadDimV>{}, rows_v);
       if constexpr (makes_dk && kNeedsDk) store(common.dk, Integer<kHeadDim>{}, rows_k);
@@ -553,8 +553,8 @@ struct Consumer {
     if (elected && first_key < common.seqlen_k) {
       const int row = key_start_of(batch) + first_key, entry = entry_of(batch);
       if constexpr (makes_dv && kNeedsDv)
-        store_chunks<kBlockN, kDimV>(params.dkv[kNeedsDk], rows_v, row, work.head_kv, entry);
-      if constexpr (makes_dk && kNeedsDk) store_chunks<kBlockN, kDim>(params.dkv[0], rows_k, row, work.head_kv, entry);
+        store_chunks<kBlockN, kDimV>(params.dout[1 + kNeedsDk], rows_v, row, work.head_kv, entry);
+      if constexpr (makes_dk && kNeedsDk) store_chunks<kBlockN, kDim>(params.dout[1], rows_k, row, work.head_kv, entry);
       ptx::bulk_commit();
       ptx::bulk_wait_read<0>();
     }

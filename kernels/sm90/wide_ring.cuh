@@ -28,6 +28,7 @@
 //   stats_empty[i] it has read them                                producer, before the next ones in stage i
 //   full[w][i]    a box for warpgroup w is in stage i              that warpgroup
 //   empty[i]      these warpgroups of all blocks are done with it  producer, before the next box in stage i
+//                 (where V is in K, a box is for warpgroup 2 and one of the others)
 //   ready[w]      the factor is there for warpgroup w              that warpgroup
 //   taken         both of them have it in registers                warpgroup 2, before it writes the next one
 //   part_full     the other block's part of scores is there        warpgroup 2, before it adds it
@@ -79,6 +80,12 @@ static_assert(kIsForward || kPasses == 1, "blocks divide more columns of gradien
 constexpr int kFirstChunks = ceil_div(kSumChunks, 2), kSecondChunks = kSumChunks - kFirstChunks;
 CUFLASH_DEVICE int first_chunk_of_sums(int pass) { return (pass + column_rank()) * kSumChunks; }
 
+// Whether V is the first columns of K: then boxes come once, for scores, and stay for the sums.
+constexpr bool kVInK = CUFLASH_V_IN_K;
+constexpr int kChunksOfSums = kVInK ? 0 : kSumChunks;  // boxes of a step for sums alone
+static_assert(!kVInK || (kIsForward && kPasses == 1 && kSumChunks <= kChunksOfS && kNumStages >= 2 * kChunksOfS),
+              "a ring of two tiles of keys, whose columns are those of one pass");
+
 // Registers of a thread. All together they are what the block started with. A factor has kTile / 4 of them.
 constexpr int kSumRegisters = kTile > 64 ? 192 : 176, kProducerRegisters = 32;
 constexpr int kScoreRegisters = 4 * 128 - 2 * kSumRegisters - kProducerRegisters;
@@ -108,7 +115,7 @@ struct BoxRing {
   CUFLASH_DEVICE void init() const {
     for (int i = 0; i < kNumStages; ++i) {
       for (int reader = 0; reader < kReaders; ++reader) full(i, (Reader)reader).init(1);
-      empty(i).init(kRowBlocks);
+      empty(i).init((1 + kVInK) * kRowBlocks);
     }
   }
 };
@@ -194,8 +201,12 @@ struct Boxes {
   static_assert(kNumStages <= 32, "a bit for each stage");
 
   CUFLASH_DEVICE void wait(const Box& box) {
-    shared.ring.full(box.stage, reader).wait(parities >> box.stage & 1);
-    parities ^= 1u << box.stage;
+    if constexpr (kVInK) {  // a box stays until all have read it, so that none is ahead by a phase
+      shared.ring.full(box.stage, kScores).wait(box.parity);
+    } else {
+      shared.ring.full(box.stage, reader).wait(parities >> box.stage & 1);
+      parities ^= 1u << box.stage;
+    }
   }
   // Gives the box back.
   CUFLASH_DEVICE void release(const Box& box) const {
@@ -274,10 +285,10 @@ struct Producer {
 #pragma unroll 1
       for (int i = 0; i < max_of(kScoreChunks, kFirstChunks); ++i) {
         if (i < of_scores) load_for_scores(work, next, i);
-        if (i < kFirstChunks) load_for_sums(kFirstHalf, work, step, pass, i);
+        if (!kVInK && i < kFirstChunks) load_for_sums(kFirstHalf, work, step, pass, i);
       }
 #pragma unroll 1
-      for (int i = kFirstChunks; i < kSumChunks; ++i) load_for_sums(kSecondHalf, work, step, pass, i);
+      for (int i = kFirstChunks; i < kChunksOfSums; ++i) load_for_sums(kSecondHalf, work, step, pass, i);
     }
   }
 
@@ -326,7 +337,11 @@ struct ScoreProducts {
   // `meanwhile(Integer<i>)` is called where S is there and chunk i of dP is under way.
   template <class Meanwhile>
   CUFLASH_DEVICE void multiply(bool is_first, Meanwhile meanwhile) {
-    const auto box_of = [&](int i) { return Box(count + (is_first ? i : place_of_score(i))); };
+    const auto box_of = [&](int i) { return Box(count + (kVInK || is_first ? i : place_of_score(i))); };
+    const auto release = [&](int i) {
+      boxes.release(box_of(i));
+      if (kVInK && i >= kSumChunks) boxes.release(box_of(i));  // in place of a reader of sums
+    };
     ptx::fence_operand(s[0]);
     if constexpr (kMakesDs) ptx::fence_operand(dp);
     repeat<kScoreChunks>([&](auto number) {
@@ -344,14 +359,14 @@ struct ScoreProducts {
       ptx::wgmma_commit();
       if constexpr (i > 0) {
         ptx::wgmma_wait<1>();
-        boxes.release(box_of(i - 1));
+        release(i - 1);
       }
       if constexpr (i == kChunksOfS) ptx::fence_operand(s[0]);
       if constexpr (of_dp) meanwhile(Integer<chunk>{});
     });
     wait_for<0>(kMakesDs ? dp : s[0]);
-    boxes.release(box_of(kScoreChunks - 1));
-    count += kScoreChunks + (is_first ? 0 : kSumChunks);
+    release(kScoreChunks - 1);
+    count += kScoreChunks + (is_first ? 0 : kChunksOfSums);
   }
   CUFLASH_DEVICE void multiply(bool is_first) {
     multiply(is_first, [](auto) {});

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from cuflash.planning.device import DeviceSpec
 from cuflash.planning.key_splits import DECODE_ROWS
 from cuflash.planning.tiles import ARITHMETIC, Tile, chunked_bytes, maker
 from cuflash.problem import Problem
 from cuflash.tensor_map import CHUNK
+
+ONE_PASS_COLUMNS = 512  # of the output, whose sums registers hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +27,7 @@ class ForwardWideSm90Tile(Tile):
     num_stages: int  # boxes of block_n keys and 64 columns of k or v
     origin: str = field(compare=False)
 
-    defined = ("wide_sum", "column_blocks")
+    defined: ClassVar[tuple[str, ...]] = ("wide_sum", "column_blocks")
     element_bytes = 2
     dim_multiple = 16
     num_warps = 16  # those of the two halves of the output, of scores and of the producer
@@ -60,7 +63,13 @@ class ForwardWideSm90Tile(Tile):
 class DecodeWideSm90Tile(ForwardWideSm90Tile):
     """The same for few queries of all heads that share keys, up to 64 of them a block."""
 
+    v_in_k: bool = False  # tiles of keys hold the values, too: they are loaded once, and stay
+
+    defined = ("wide_sum", "v_in_k")
+
     def why_not(self, problem: Problem, device: DeviceSpec) -> str:
+        if self.v_in_k and (not problem.v.in_k or problem.head_dim_v > ONE_PASS_COLUMNS):
+            return f"for values that are the first columns of the keys, up to {ONE_PASS_COLUMNS} of them"
         rows = problem.group_size * problem.seqlen_q
         suits = (self.cluster == 2) == (rows > DECODE_ROWS)
         return "" if suits else f"for {'more' if self.cluster == 2 else 'no more'} than {DECODE_ROWS} rows"
@@ -169,12 +178,17 @@ _OF_DECODE = {
     (576, 64): _h200("batch 32, 16 heads over 1, 8192 keys, head_dim_v 512", "3.92 TB/s, a copy 4.24"),
     (576, 128): _h200("8, 128 over 1, 16384; 1, 65536; head_dim_v 512", "2.92 and 2.62 TB/s, a copy 4.24"),
 }
-DECODE_WIDE_SM90_TILES = tuple(
-    DecodeWideSm90Tile(
-        **{row.name: getattr(tile, row.name) for row in fields(tile)}
-        | {"origin": _OF_DECODE.get((tile.max_dim, tile.block_m), ARITHMETIC)}
-    )
-    for tile in FORWARD_WIDE_SM90_TILES
+_decode_wide = maker(DecodeWideSm90Tile, "max_dim block_m block_n num_stages origin")
+DECODE_WIDE_SM90_TILES = (
+    # Two tiles of keys fit beside the queries.
+    *(_decode_wide(576, block_m, 64, 18, ARITHMETIC, v_in_k=True) for block_m in (64, 128)),
+    *(
+        _decode_wide(
+            *(tile.max_dim, tile.block_m, tile.block_n, tile.num_stages),
+            _OF_DECODE.get((tile.max_dim, tile.block_m), ARITHMETIC),
+        )
+        for tile in FORWARD_WIDE_SM90_TILES
+    ),
 )
 
 _backward_wide = maker(BackwardWideSm90Tile, "max_dim block_n column_blocks num_stages dv_stages origin")

@@ -262,6 +262,9 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "float32 sm90 lengths": Trial(
         case=replace(_LENGTHS, dtype="float32"), tiles=_float32_sm90(ping_pong=False), num_sms=1
     ),
+    "sm90 narrow": Trial(case=_NARROW, tiles=_sm90()),
+    "sm90 narrow values": Trial(case=replace(_SMALL, head_dim=16, head_dim_v=147), tiles=_sm90(q_stages=1)),
+    "sm90 narrow backward": Trial(case=replace(_NARROW, seqlen_k=200), tiles=(_BACKWARD_SM90,), num_sms=1),
     "float32 sm90 narrow": Trial(case=replace(_NARROW, dtype="float32"), tiles=_float32_sm90()),
     "float32 sm90 no keys": Trial(
         case=replace(_SMALL, dtype="float32", seqlen_q=300, seqlen_k=5, causal=True), tiles=_float32_sm90(), num_sms=1

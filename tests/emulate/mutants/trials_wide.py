@@ -53,6 +53,11 @@ TRIALS = {
         tiles=(_FORWARD.changed(max_dim=1024),),
         num_sms=2,
     ),
+    "few wide v in k": Trial(
+        case=replace(_FEW, head_dim=320, head_dim_v=200, v_in_k=True, batch=3, kv_lengths=(590, 80, 600)),
+        tiles=(_DECODE.changed(max_dim=320, num_stages=10, v_in_k=True),),
+        num_sms=4,
+    ),
     "wide dk": Trial(case=_BACKWARD, tiles=(_MAIN,), need=("dk", "dv")),
     "wide dq": Trial(case=replace(_BACKWARD, head_dim=320, head_dim_v=64), tiles=(_DQ,), need=("dq",)),
     "wide dk of columns": Trial(case=_BACKWARD, tiles=(_MAIN.changed(column_blocks=2),), need=("dk", "dv")),
