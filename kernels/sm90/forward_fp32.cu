@@ -205,6 +205,17 @@ CUFLASH_DEVICE void make_scores(float (&s)[1][kNTiles][4], const Score& score, c
   }
 }
 
+// The same by one of two bodies of code, for which lists and a bias leave no registers.
+CUFLASH_DEVICE void make_either_scores(float (&s)[1][kNTiles][4], const Score& score, const Mask& mask,
+                                       const Shared& shared, int row, int key, bool masked) {
+  if constexpr (kHasLists && kBiasBytes != 0)
+    make_scores(s, score, mask, shared, row, key, masked);
+  else if (masked)
+    make_scores(s, score, mask, shared, row, key, Constant<true>{});
+  else
+    make_scores(s, score, mask, shared, row, key, Constant<false>{});
+}
+
 // P in parts.
 CUFLASH_DEVICE void to_weights(const float (&s)[kNTiles][4], u32 (&p)[kBlockN / 16][kBf16Parts][4]) {
 #pragma unroll
@@ -309,10 +320,8 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       if (n_block == keys.start) release(shared.q_ring.empty(query));
 
       addends.wait();
-      if (n_block >= keys.full_stop || n_block < keys.full_start)
-        make_scores(s, score, mask, shared, lane_row, lane_key_of(n_block), Constant<true>{});
-      else
-        make_scores(s, score, mask, shared, lane_row, lane_key_of(n_block), Constant<false>{});
+      const bool masked = n_block >= keys.full_stop || n_block < keys.full_start;
+      make_either_scores(s, score, mask, shared, lane_row, lane_key_of(n_block), masked);
       addends.release();
       float factor[1][2] = {{1.0f, 1.0f}};
       softmax.update(s, factor, exponent_scale);
@@ -346,6 +355,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
 }
 
 CUFLASH_DEVICE void forward(const ForwardParams& params) {
+  if (!is_chosen(params.common)) return;
   Shared shared;
   if constexpr (kLoadsAddends) {
     if (ptx::thread_index() == 0) shared.addend_ring.init(4 * kConsumers, kBiasOfPairs + kHasKeyNumbers);

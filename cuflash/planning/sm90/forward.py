@@ -8,6 +8,7 @@ from cuflash.operands import ITEMSIZE
 from cuflash.planning.draft import CAUSAL_HEAD_SECTION, Draft, check_blocks
 from cuflash.planning.families import ForwardFamily
 from cuflash.planning.sm90.bf16_split import add_bf16_split, tell_of_bias, why_not_split
+from cuflash.planning.sm90.copies import add_copies, why_not_copied
 from cuflash.planning.sm90.mask_bits import add_mask_bits
 from cuflash.planning.sm90.scored import ScoredTile
 from cuflash.planning.sm90.tiles import (
@@ -44,17 +45,19 @@ class Forward(ForwardFamily[ForwardSm90Tile]):
         return tuple(tile.configured(problem) for tile in FORWARD_SM90_TILES)
 
     def why_not(self, draft: Draft) -> str | None:
-        return why_not_16_bit(draft, MAPPED, FORWARD_SM90_TILES)
+        return why_not_16_bit(draft, MAPPED, FORWARD_SM90_TILES, copies=True)
 
     def draft(self, draft: Draft, tile: ForwardSm90Tile) -> None:
         tile = tile.configured(draft.problem)
         draft.tiles = (tile,)
+        add_copies(draft, tile, MAPPED)
         if tile.mask_by_bits:
             add_mask_bits(draft, tile, transposed=False)
         draft.add_lists(tile, "key_lists")
         box = box_rows(draft.problem, tile.block_n)
-        boxes = {"q": tile.block_m, "k": box, "v": box, "out": 64}
-        draft.map_tensors(boxes | ({"bias": tile.block_m} if tile.bias_of_pairs else {}))
+        results = {} if draft.defines["CUFLASH_STORES_BY_ROWS"] else {"out": 64}
+        bias = {"bias": tile.block_m} if tile.bias_of_pairs else {}
+        draft.map_tensors({"q": tile.block_m, "k": box, "v": box, **results, **bias})
         _add_persistent(draft, tile, self.source, batch_first=_shares_bias(draft.problem, tile))
 
 
@@ -73,7 +76,7 @@ class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
         draft.tiles = (tile,)
         draft.add_lists(tile, "key_lists")
         add_bf16_split(draft, tile, ("q", "k", "v"))
-        boxes = {"q_split": tile.block_m, "k_split": tile.block_n, "v_split": tile.block_n}
+        boxes = {"q": tile.block_m, "k": tile.block_n, "v": tile.block_n}
         draft.map_tensors(boxes | ({"bias": tile.block_m} if tile.bias_of_pairs else {}))
         tell_of_bias(draft, tile)
         _add_persistent(draft, tile, self.source, batch_first=_shares_bias(draft.problem, tile))
@@ -139,23 +142,30 @@ class ForwardWide(ForwardFamily[ForwardWideSm90Tile]):
         terms += ["pages"] if problem.page_size else []
         if terms:
             return f"it knows no {' and no '.join(terms)}"
-        return why_not_16_bit(draft, MAPPED, FORWARD_WIDE_SM90_TILES)
+        return why_not_16_bit(draft, MAPPED, FORWARD_WIDE_SM90_TILES, copies=True)
 
     def draft(self, draft: Draft, tile: ForwardWideSm90Tile) -> None:
-        draft.add_lists(tile, "key_lists")
+        add_copies(draft, tile, MAPPED)
+        draft.add_lists(tile, "key_lists", why_not_for_bias="lists beside it take more registers than there are")
         box = tile.block_n // tile.cluster
         draft.map_tensors({"q": 64, "k": box, "v": box})
         _add_persistent(draft, tile, self.source)
 
 
-def why_not_16_bit(draft: Draft, mapped: tuple[str, ...], table: tuple[Tile, ...]) -> str | None:
-    """Why kernels of 16-bit operands, which read and write these arrays by TMA, do not serve a problem."""
+def why_not_16_bit(
+    draft: Draft, mapped: tuple[str, ...], table: tuple[Tile, ...], *, copies: bool = False
+) -> str | None:
+    """Why kernels of 16-bit operands, which read and write these arrays by TMA, do not serve a problem.
+
+    With `copies` they may read copies, and store row by row.
+    """
     problem = draft.problem
     if draft.device.arch != 90 or ITEMSIZE[problem.dtype] != 2:
         return ""
     obstacle = draft.why_not_mapped(mapped)
-    if obstacle is not None:
-        return f"{obstacle}, which TMA cannot serve"
+    why = why_not_copied(draft, mapped) if copies else ""
+    if obstacle is not None and why is not None:
+        return f"{obstacle}, which TMA cannot serve" + (f"; {why}" if why else "")
     largest = max(row.max_dim for row in table)
     if max(problem.head_dim, problem.head_dim_v) > largest:
         return f"it serves head dimensions up to {largest}"
@@ -217,7 +227,7 @@ def _add_persistent(
         each = "a pair" if pairs and not apart else "one"
         draft.reasons.append(f"{who} take {what}, {each} each, and leave: the device computes other things, too")
     order = {"CUFLASH_PAIRS": int(pairs), "CUFLASH_BATCH_FIRST": int(batch_first)}
-    draft.add(source, tile, blocks * cluster, tile.shared_bytes(*draft.padded_dims(tile)), **order)
+    draft.add_main(source, tile, blocks * cluster, tile.shared_bytes(*draft.padded_dims(tile)), **order)
 
 
 def _heads_of_short_tiles(draft: Draft) -> int:

@@ -1,8 +1,13 @@
-"""Mistakes in float32 on compute capability 9.0: the split into bfloat16 and the kernels that multiply it."""
+"""Mistakes in what compute capability 9.0 copies first: rows that TMA cannot read, and float32 split into bfloat16; and
+in the kernels that multiply its parts."""
 
 from tests.emulate.mutants.planting import mutant
 
-SPLIT_FP32 = "around/split_fp32.cu"
+COPIES = "common/copies.cuh"
+COPY_ROWS = "around/copy_rows.cu"
+TILES = "sm90/tiles.cuh"
+FORWARD = "sm90/forward.cu"
+BACKWARD = "sm90/backward.cu"
 BF16_SPLIT = "common/bf16_split.cuh"
 BACKWARD_FP32 = "sm90/backward_fp32.cu"
 FORWARD_FP32 = "sm90/forward_fp32.cu"
@@ -10,17 +15,31 @@ OPERANDS = "common/operands.cuh"
 
 # fmt: off
 MUTANTS = (
-    # ---- around/split_fp32.cu
-    mutant("hidden keys are split too", SPLIT_FP32, "of_keys ? key_stop_of(params, batch) : seqlen);", "seqlen);",
+    # ---- common/copies.cuh
+    mutant("hidden keys are split too", COPIES, "row_stop = key_stop_of(params, entry_at(params, batch));", ";",
            "float32 sm90 lengths"),
-    mutant("parts of one batch entry over those of another", SPLIT_FP32,
-           "head_elements * num_heads * params.batch, block", "head_elements * num_heads, block", "float32 sm90"),
-    mutant("rows past the last one are split", SPLIT_FP32, "    if (row >= seqlen) break;\n", "", "float32 sm90"),
-    mutant("the next blocks begin with k again", SPLIT_FP32, "index -= blocks_q;", "index -= 0;", "float32 sm90"),
-    mutant("rows are as wide as the head dimension", SPLIT_FP32, "(i64)row * kWidth + column",
-           "(i64)row * columns + column", "float32 sm90 narrow"),
-    mutant("columns past the last one are read", SPLIT_FP32, "column + i + j < columns ? row[column + i + j] : 0.0f;",
-           "row[column + i + j];", "float32 sm90 narrow"),
+    mutant("parts of one batch entry over those of another", COPIES, "x, heads * head_elements);",
+           "x, num_heads * head_elements);", "float32 sm90"),
+    mutant("rows past the last one are split", COPIES, "if (row >= seqlen) break;", ";", "float32 sm90"),
+    mutant("the next blocks begin with k again", COPIES, "      index -= blocks_of_head * heads;\n", "",
+           "float32 sm90"),
+    mutant("rows are as wide as the head dimension", COPIES, "(i64)row * kWidth + column",
+           "(i64)row * columns + column", "float32 sm90 narrow", "sm90 narrow"),
+    mutant("columns past the last one are read", COPIES,
+           "column + i + j < columns ? row[column + i + j] : Storage(0);", "row[column + i + j];",
+           "float32 sm90 narrow"),
+    mutant("a block for an array that is not copied", COPIES, "if (!(kCopied & bit)) return false;", "",
+           "sm90 narrow values"),
+    # ---- around/copy_rows.cu
+    mutant("the second of two columns is that of the next pair", COPY_ROWS, "x[2 * pair + 1] << 16",
+           "x[(2 * pair + 3) % 8] << 16", "sm90 narrow", "sm90 narrow backward"),
+    # ---- rows that TMA cannot write
+    mutant("the second line of a row is the next row", TILES, "byte / kLineBytes * rows + row",
+           "byte / kLineBytes + row", "sm90 narrow values"),
+    mutant("rows after the last query are stored", FORWARD, "min_of(at_least_zero(row_stop), 64);", "64;",
+           "sm90 narrow"),
+    mutant("rows of other keys are stored", BACKWARD, "min_of(at_least_zero(rows), 64), thread);",
+           "at_least_zero(rows), thread);", "sm90 narrow backward"),
     # ---- common/bf16_split.cuh
     mutant("a middle part is forgotten", BF16_SPLIT, "{kMiddle, kMiddle}, ", "{kLow, kMiddle}, ", "float32 sm90"),
     mutant("a low part is forgotten", BF16_SPLIT, "{kLow, kHigh}, ", "{kLow, kLow}, ", "float32 sm90"),
@@ -153,7 +172,7 @@ MUTANTS = (
            "o[0][n][i] * factor[0][i / 2] + sum[n][i];", "o[0][n][i] * factor[0][i % 2] + sum[n][i];",
            "float32 sm90 spread"),
     mutant("the left edge of a window of float32 is not masked", FORWARD_FP32,
-           "if (n_block >= keys.full_stop || n_block < keys.full_start)", "if (n_block >= keys.full_stop)",
+           "masked = n_block >= keys.full_stop || n_block < keys.full_start", "masked = n_block >= keys.full_stop",
            "float32 sm90 window", "float32 sm90 wide window"),
     mutant("tiles that a consumer of float32 skips keep V", FORWARD_FP32,
            "        release(shared.v_ring.empty(place_of(key, n)));\n", "", "float32 sm90 window",
