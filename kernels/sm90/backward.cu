@@ -215,7 +215,7 @@ struct Consumer {
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) kept[n][i] = kept_of(p[n][i]);
+        for (int i = 0; i < 4; ++i) kept[n][i] = is_dropped(p[n][i]) ? 0.0f : p[n][i];
       to_operands(kept, p_operand);
     } else {
       to_operands(p, p_operand);

@@ -56,8 +56,6 @@ constexpr bool kDropsLate = kDimV > 192;
 constexpr bool kLazyMaximum = kDimV <= 128 || (kFactorInExponent && !kHasDropout);
 // Whether that is so for tiles with hidden pairs, too: rows have no offset where these come first, at the diagonal.
 constexpr bool kLazyWhereMasked = kMaskByBits || kHasLeftBound;
-// Whether a short series may make the exponents where all arguments of the soft cap are near 0.
-constexpr bool kCapsNear = kHasSoftcap && (kFactorInExponent || kAddsByTile);
 constexpr int kNTiles = kBlockN / 8;
 
 // Shared memory: the ring of Q, a part of the output, the rings of K, V and what is added to their scores, barriers.
@@ -348,7 +346,7 @@ struct Consumer {
   // The same where all arguments of a soft cap are near 0: then its series makes the exponents. Returns whether they are.
   template <class Masked>
   CUFLASH_DEVICE bool exponentiate_near(int n_block, float (&sum)[1][2], Masked) {
-    if constexpr (!kCapsNear || Masked::value) return false;
+    if constexpr (!kHasSoftcap || !(kFactorInExponent || kAddsByTile) || Masked::value) return false;
     const NearTanh near(score.cap_factor, score.factor);
     if (ptx::any_lane(!near.serves(Score::largest_of(s)))) return false;
     addends(n_block).visit<kNTiles>([&](int n, int i, auto plus_addend) {

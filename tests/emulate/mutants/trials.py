@@ -554,7 +554,6 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "dropout backward split": Trial(case=_DROPOUT, tiles=_backward()),
     "dropout deterministic": Trial(case=_DROPOUT, tiles=(_backward()[0], _DQ)),
     "dropout backward sm90": Trial(case=_DROPOUT, tiles=(_BACKWARD_SM90,), num_sms=1),
-    "dropout backward sm90 narrow": Trial(case=replace(_DROPOUT, head_dim=40), tiles=(_BACKWARD_SM90,), num_sms=1),
     "dropout backward sm90 roles": Trial(case=_DROPOUT, tiles=(_SPLIT_ROLES,), num_sms=1),
     "dropout backward parts": Trial(case=_DROPOUT_FLOAT32, tiles=_BACKWARD_PARTS, num_sms=1),
     "forward blocks": Trial(case=_BLOCKS, tiles=_forward(block_m=64)),
