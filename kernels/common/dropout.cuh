@@ -84,7 +84,7 @@ struct Dropout {
       const KeptWeights<false> kept = of(query, key, first);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        T (&four)[4] = weight[first + j / 2];
+        T(&four)[4] = weight[first + j / 2];
         u32 keeps_upper, keeps_lower;
         ptx::at_least_u16x2(kept.word[2 * (j % 2) + j / 2], threshold | threshold >> 16, keeps_upper, keeps_lower);
         four[j % 2] = keeps_upper != 0 ? four[j % 2] : 0;

@@ -251,8 +251,8 @@ struct Consumer {
       of_keys[0] = numbers.of(lane_key), of_keys[1] = numbers.of(lane_key + 8);
     }
     wait_for<pending>(p);
-    // Beside dropout there are no registers for the coefficients of the shorter series.
-    scores_are_small = kHasDropout ? weights.score.cap(products) : weights.score.cap_near(products);
+    // Beside derivatives that are kept there are no registers for the coefficients of the shorter series.
+    scores_are_small = kPacksWeights ? weights.score.cap_near(products) : weights.score.cap(products);
     keep_derivatives(p, derivative);
     if constexpr (kAddsByTile) {
       const int key = first + warp_key;

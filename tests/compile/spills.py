@@ -98,7 +98,7 @@ SPILLS_OF_OPTIONS = SPILLS | {
     ("sm90/forward.cu", 2, 128, "192x80", 1): 16,
     ("sm90/backward.cu", 2, 64, "64x128", 1): 112,
     ("sm90/backward.cu", 2, 128, "64x128", 1): 200,
-    ("sm90/backward.cu", 2, 256, "64x64", 1): 272,
+    ("sm90/backward.cu", 2, 256, "64x64", 1): 224,
     ("sm80/forward.cu", 4, 64, "64x64", 1): 16,
     ("sm90/forward_fp32.cu", 4, 64, "128x128", 1): 48,
     ("sm90/backward_fp32.cu", 4, 128, "64x64", 1): 80,
