@@ -414,7 +414,7 @@ class BackwardFloat32Sm90Tile(ScoredTile):
 
     element_bytes = 4
     num_warps = 16  # those of dv, of dk, of dq and of the producers
-    dim_multiple = 64
+    dim_multiple = 16
     min_blocks = 1
     fragments_ahead = 0
 
@@ -428,7 +428,8 @@ class BackwardFloat32Sm90Tile(ScoredTile):
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         tile = self.bf16_parts * (chunked_bytes(64, dim) + chunked_bytes(64, dim_v))
         buffers = self.num_buffers * self.bf16_parts * chunked_bytes(64, CHUNK)
-        barriers = 8 * (2 + 2 * self.num_stages * (dim + dim_v) // CHUNK + 3 * self.num_buffers)
+        chunks = -(-dim // CHUNK) - (-dim_v // CHUNK)
+        barriers = 8 * (2 + 2 * self.num_stages * chunks + 3 * self.num_buffers)
         queries = self.block_m * 8 + bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)
         return (self.num_stages + 1) * tile + buffers + self.num_stages * queries + barriers
 
