@@ -6,7 +6,7 @@ from cuflash.binding import Pass
 from cuflash.operands import Operand
 from cuflash.planning.draft import Draft
 from cuflash.planning.sm90.scored import bias_by
-from cuflash.planning.sm90.tiles import BackwardFloat32Sm90Tile, ForwardFloat32Sm90Tile
+from cuflash.planning.sm90.tiles import BackwardFloat32Sm90Tile, BiasSm90Tile, ForwardFloat32Sm90Tile
 from cuflash.planning.tiles import Tile, round_up
 
 SPLIT_ROWS = 64  # rows that a block splits
@@ -48,7 +48,7 @@ def tell_of_bias(draft: Draft, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm9
 
 
 def add_bf16_split(
-    draft: Draft, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile, names: tuple[str, ...]
+    draft: Draft, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile | BiasSm90Tile, names: tuple[str, ...]
 ) -> None:
     """Add the kernel that splits these float32 arrays into scratch arrays of bfloat16, which tensor maps may describe.
 

@@ -4,6 +4,7 @@ from tests.emulate.mutants.planting import mutant
 
 SPLIT_FP32 = "around/split_fp32.cu"
 BF16_SPLIT = "common/bf16_split.cuh"
+PART_PRODUCTS = "common/part_products.cuh"
 BACKWARD_FP32 = "sm90/backward_fp32.cu"
 FORWARD_FP32 = "sm90/forward_fp32.cu"
 OPERANDS = "common/operands.cuh"
@@ -21,13 +22,14 @@ MUTANTS = (
            "(i64)row * columns + column", "float32 sm90 narrow"),
     mutant("columns past the last one are read", SPLIT_FP32, "column + i + j < columns ? row[column + i + j] : 0.0f;",
            "row[column + i + j];", "float32 sm90 narrow"),
-    # ---- common/bf16_split.cuh
-    mutant("a middle part is forgotten", BF16_SPLIT, "{kMiddle, kMiddle}, ", "{kLow, kMiddle}, ", "float32 sm90"),
-    mutant("a low part is forgotten", BF16_SPLIT, "{kLow, kHigh}, ", "{kLow, kLow}, ", "float32 sm90"),
-    mutant("a middle part of two is forgotten", BF16_SPLIT, "{{kHigh, kMiddle}, {kMiddle, kHigh}, ",
+    # ---- common/part_products.cuh
+    mutant("a middle part is forgotten", PART_PRODUCTS, "{kMiddle, kMiddle}, ", "{kLow, kMiddle}, ", "float32 sm90"),
+    mutant("a low part is forgotten", PART_PRODUCTS, "{kLow, kHigh}, ", "{kLow, kLow}, ", "float32 sm90"),
+    mutant("a middle part of two is forgotten", PART_PRODUCTS, "{{kHigh, kMiddle}, {kMiddle, kHigh}, ",
            "{{kHigh, kMiddle}, {kMiddle, kMiddle}, ", "float32 sm90 two parts", "backward two parts"),
-    mutant("the largest product of two parts is forgotten", BF16_SPLIT, "kBf16Parts * (kBf16Parts + 1) / 2;",
+    mutant("the largest product of two parts is forgotten", PART_PRODUCTS, "kBf16Parts * (kBf16Parts + 1) / 2;",
            "kBf16Parts == 2 ? 2 : 6;", "float32 sm90 two parts", "backward two parts"),
+    # ---- common/bf16_split.cuh
     mutant("the last of two parts is split like the first of three", BF16_SPLIT, "if constexpr (kBf16Parts == 3) {",
            "if constexpr (true) {", "float32 sm90 two parts", "backward two parts"),
     mutant("the second of a pair keeps bits of the first", BF16_SPLIT, "y -= ptx::float_of(part[i] & 0xffff0000u);",
@@ -66,11 +68,11 @@ MUTANTS = (
     mutant("dQ of parts before dS' is there", BACKWARD_FP32, "    shared.handed.ds_full(buffer).wait(buffer.parity);\n",
            "", "backward parts"),
     mutant("a buffer is given back before dQ is computed", BACKWARD_FP32, "      wait_for<0>(dq);\n"
-           "      if (first == kDim - kDqColumns && thread == 0) shared.handed.ds_empty(buffer).arrive();\n",
-           "      if (first == kDim - kDqColumns && thread == 0) shared.handed.ds_empty(buffer).arrive();\n"
+           "      if (c == kChunks - 1 && thread == 0) shared.handed.ds_empty(buffer).arrive();\n",
+           "      if (c == kChunks - 1 && thread == 0) shared.handed.ds_empty(buffer).arrive();\n"
            "      wait_for<0>(dq);\n", "backward parts"),
-    mutant("a chunk is given back with the one before it", BACKWARD_FP32, "wait_for<chunks - 1 - c>(sum[c]);",
-           "wait_for<chunks - 1>(sum[c]);", "backward parts"),
+    mutant("a chunk is given back with the one before it", BACKWARD_FP32, "wait_for<kCount - 1 - c>(",
+           "wait_for<kCount - 1>(", "backward parts"),
     mutant("dO is given back by one of two", BACKWARD_FP32, "shared.do_ring.barriers.init(2);",
            "shared.do_ring.barriers.init(1);", "backward parts"),
     mutant("dK takes Q before it is there", BACKWARD_FP32,
@@ -87,9 +89,9 @@ MUTANTS = (
            "p[n][i];", "backward parts terms"),
     mutant("infinities among small numbers", BACKWARD_FP32, "if (rests - rests != 0.0f) {", "if (false) {",
            "backward parts", escapes="no infinity is in it; tests/emulate/test_backward_float32.py has some"),
-    mutant("slices of dQ at the same place", BACKWARD_FP32, "accumulator + (first / 8 + n) * 128 * 4",
+    mutant("chunks of dQ at the same place", BACKWARD_FP32, "accumulator + (c * kChunkTiles + n) * 128 * 4",
            "accumulator + n * 128 * 4", "backward parts"),
-    mutant("slices of dQ of the same columns", BACKWARD_FP32, "keys + first / kChunk * (kBytesChunk / 16);", "keys;",
+    mutant("chunks of dQ of the same columns", BACKWARD_FP32, "keys + c * (kBytesChunk / 16);", "keys;",
            "backward parts"),
     mutant("dK is not scaled", BACKWARD_FP32, "thread, dk, common.scale);", "thread, dk, 1.0f);", "backward parts"),
     mutant("keys past the last one are stored", BACKWARD_FP32, "    if (key >= params.seqlen_k) continue;\n", "",

@@ -117,6 +117,7 @@ _SCORES = (
     ScoresTile(max_dim=128, block_m=64, block_n=32, num_warps=4, num_stages=2, min_blocks=1, origin="of a trial"),
 )
 _BIAS_TILE = (BiasSm90Tile(max_dim=128, bias_of_pairs=2, num_stages=3, bias_stages=1, origin="of a trial"),)
+_BIAS_FLOAT32_TILE = (replace(_BIAS_TILE[0], block_n=64, bias_of_pairs=4, num_stages=2, bf16_parts=3),)
 _SUMS = ("dalibi_slopes", "dscale", "dsoftcap")
 _GROUPED = ct.Case(
     seqlen_q=150, seqlen_k=77, batch=2, num_heads=4, num_heads_kv=2, head_dim=72, head_dim_v=24, dtype="float16"
@@ -125,6 +126,7 @@ _SMALL = replace(_GROUPED, seqlen_q=70, batch=1, num_heads_kv=1, num_heads=2)
 # A bias that tiles are loaded of; one whose elements are wide; and numbers of keys.
 _BIAS = replace(_GROUPED, seqlen_q=230, seqlen_k=168, head_dim_v=72, bias=(1, 4, 230, 168), bias_dtype="input")
 _WIDE_BIAS = replace(_BIAS, seqlen_k=132, bias=(2, 1, 230, 132), bias_dtype="softmax")
+_NARROW_BIAS = replace(_WIDE_BIAS, dtype="float32", head_dim=40, head_dim_v=24, mask=(2, 1, 1, 132))
 _BIAS_FLOAT32 = replace(_WIDE_BIAS, dtype="float32", bias=(1, 4, 230, 132), mask=(2, 1, 1, 132))
 _NUMBERS = replace(_GROUPED, seqlen_k=177, bias=(2, 1, 1, 177), mask=(1, 4, 1, 177))
 _DECODE = ct.Case(
@@ -370,6 +372,7 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "dbias sm90 shared": Trial(
         case=replace(_BIAS_GRADIENT, bias=(230, 168), mask=None, causal=True), tiles=_BIAS_TILE, need=("dbias",)
     ),
+    "dbias float32": Trial(case=_NARROW_BIAS, tiles=_BIAS_FLOAT32_TILE, need=("dbias",), num_sms=5),
     "sums": Trial(case=replace(_TERMS_OF_SCORES, alibi_slopes=(2, 4)), tiles=_SCORES, need=_SUMS),
     "sums of heads": Trial(
         case=replace(_TERMS_OF_SCORES, softcap=20.0, causal=True), tiles=_SCORES, need=_SUMS, num_sms=1
