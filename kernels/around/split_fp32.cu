@@ -5,32 +5,10 @@
 //
 // A block serves kBlockM rows of one head of one array. Rows of k and v that kv_lengths hides are zeros and are not
 // read.
-#include "common/bf16_split.cuh"
 #include "common/operands.cuh"
 #include "common/params.cuh"
 #include "common/schedule.cuh"
-
-static_assert(kElementBytes == 4, "parts are those of float32");
-constexpr int kVector = kLoadBytes / kElementBytes;
-struct alignas(kLoadBytes) Vector {
-  float value[kVector];
-};
-
-// Eight columns of a row of `columns`, zeros past its end.
-template <int columns>
-CUFLASH_DEVICE void load_columns(const float* row, int column, float (&x)[8]) {
-#pragma unroll
-  for (int i = 0; i < 8; i += kVector) {
-    if (columns % 8 == 0 || column + i + kVector <= columns) {
-      const Vector vector = *(const Vector*)(row + column + i);
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) x[i + j] = vector.value[j];
-    } else {
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) x[i + j] = column + i + j < columns ? row[column + i + j] : 0.0f;
-    }
-  }
-}
+#include "common/split_columns.cuh"
 
 // Rows [first_row, first_row + kBlockM) of a head; those from `row_stop` to seqlen are zeros. `g_split` is the place of
 // the head's first part, the others follow at multiples of `part_stride`.
@@ -45,13 +23,7 @@ CUFLASH_DEVICE void split_rows(const float* head, i64 row_stride, u16* g_split, 
     float x[8] = {};
     if (row < row_stop) load_columns<columns>(head + row * row_stride, column, x);
     Bytes16 parts[kBf16Parts];
-#pragma unroll
-    for (int pair = 0; pair < 4; ++pair) {
-      u32 word[kBf16Parts];
-      bf16_split(x[2 * pair], x[2 * pair + 1], word);
-#pragma unroll
-      for (int part = 0; part < kBf16Parts; ++part) parts[part].word[pair] = word[part];
-    }
+    split_columns(x, parts);
 #pragma unroll
     for (int part = 0; part < kBf16Parts; ++part)
       *(Bytes16*)(g_split + part * part_stride + (i64)row * kWidth + column) = parts[part];

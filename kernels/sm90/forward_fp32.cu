@@ -7,6 +7,9 @@
 // (common/bf16_split.cuh). Tensor cores cut sums off instead of rounding them: so the P V of a tile of keys is summed
 // there by itself, small products first, and added to O with rounding.
 //
+// Where few tiles of queries read K and V, the producer splits operands itself, on their way to shared memory
+// (kSplitsOperands). That takes instructions for each of these tiles, but parts are neither written to memory nor read.
+//
 // The kernel is persistent: one block stays on each multiprocessor and takes one tile of queries after another. Its
 // last warpgroup, the producer, loads tiles by TMA. Each of the others, the consumers, owns 64 queries of the tile. The
 // products of one consumer run during the softmax of another, for which consumers may issue them in ping-pong
@@ -36,9 +39,12 @@
 #include "sm90/ping_pong.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
+#include "sm90/split_tile.cuh"
 #include "sm90/tiles.cuh"
 
 constexpr bool kPingPong = CUFLASH_PING_PONG;
+constexpr bool kSplitsOperands = CUFLASH_SPLITS_OPERANDS;
+constexpr int kProducers = kSplitsOperands ? 4 : 1;  // warps, each of which announces what it has brought
 using ConsumerPingPong = PingPong<kPingPong, kConsumers, kPingPongBarrier>;
 constexpr int kNTiles = kBlockN / 8;
 constexpr int kColumnTiles = kDimV / 8;
@@ -59,14 +65,23 @@ static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + kBytesAddends + kByte
 
 // Registers of a thread after the producer has given up most of its own. All together they are at most what the block
 // started with.
-constexpr int kProducerRegisters = kConsumers == 3 ? 56 : 40;
-constexpr int kConsumerRegisters = kConsumers == 3 ? 152 : 232;
+constexpr int kConsumerRegisters = (kConsumers == 3 ? 152 : 232) - (kSplitsOperands ? 32 : 0);
+constexpr int kProducerRegisters = (kConsumers == 3 ? 512 : 504) - kConsumers * kConsumerRegisters;
 
-struct ForwardParams {
+// Tensor maps: of the parts of Q, K and V, those of all batch entries below each other; and of the bias.
+template <int maps>
+struct MappedParams {
   Params common;
-  TensorMap q, k, v[1 + kBiasOfPairs];  // of the parts, those of all batch entries below each other; after v the bias
+  TensorMap map[maps];
 };
-static_assert(sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
+template <>
+struct MappedParams<0> {
+  Params common;
+};
+constexpr int kMaps = (kSplitsOperands ? 0 : 3) + kBiasOfPairs;
+using ForwardParams = MappedParams<kMaps>;
+static_assert(kMaps == 0 || sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES,
+              "the argument differs from its description in Python");
 
 struct Shared : QkvShared<kSlots> {
   u32 bias, numbers;
@@ -99,7 +114,8 @@ struct AddendStage {
 };
 
 // The producer: one thread. It walks over the tiles as the consumers do, as far ahead of them as the rings allow.
-CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
+template <class P>
+CUFLASH_DEVICE void produce(const P& params, Shared& shared) {
   Position<kNumStages> key;
   Position<1> query, addend;
   for (EntryWalk walk(params.common); walk.more(); walk.advance(), query.advance()) {
@@ -111,7 +127,7 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
       q_full.arrive_expect(kBytesQ);
 #pragma unroll 1
       for (int i = 0; i < kBf16Parts; ++i)
-        load_chunks<kBlockM, kDim>(shared.q + i * kPartQ, params.q, q_full, tile.first_row, tile.work.head,
+        load_chunks<kBlockM, kDim>(shared.q + i * kPartQ, params.map[0], q_full, tile.first_row, tile.work.head,
                                    i * all_batch + batch);
     };
     if (tile.keys.start == tile.keys.stop) load_q();
@@ -122,7 +138,7 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
         const Position<kSlots> at = place_of(key, n);
         shared.k_ring.empty(at).wait(at.parity ^ 1);
         shared.k_ring.full(at).arrive_expect(kPartK);
-        load_chunks<kBlockN, kDim>(shared.k + at.stage * kPartK, params.k, shared.k_ring.full(at), first_key, head,
+        load_chunks<kBlockN, kDim>(shared.k + at.stage * kPartK, params.map[1], shared.k_ring.full(at), first_key, head,
                                    part_at(n) * all_batch + batch);
       }
       if (n_block == tile.keys.stop - 1) load_q();
@@ -130,7 +146,8 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
         const Barrier full = shared.addend_ring.full(addend);
         shared.addend_ring.empty(addend).wait(addend.parity ^ 1);
         full.arrive_expect(kBytesBias);
-        load_bias(params.common, shared.bias, params.v[1], full, tile.first_row, first_key, tile.work.head, batch);
+        load_bias(params.common, shared.bias, params.map[kMaps - 1], full, tile.first_row, first_key, tile.work.head,
+                  batch);
         addend.advance();
       }
 #pragma unroll 1
@@ -138,10 +155,77 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
         const Position<kSlots> at = place_of(key, n);
         shared.v_ring.empty(at).wait(at.parity ^ 1);
         shared.v_ring.full(at).arrive_expect(kPartV);
-        load_chunks<kBlockN, kDimV>(shared.v + at.stage * kPartV, params.v[0], shared.v_ring.full(at), first_key, head,
-                                    part_at(n) * all_batch + batch);
+        load_chunks<kBlockN, kDimV>(shared.v + at.stage * kPartV, params.map[2], shared.v_ring.full(at), first_key,
+                                    head, part_at(n) * all_batch + batch);
       }
     }
+  }
+}
+
+// The producer where it splits operands: all threads of its warpgroup. While a tile waits for its place, what a thread
+// splits of it is on its way to registers.
+template <class P>
+CUFLASH_DEVICE void produce_split(const P& params, Shared& shared, u32 thread) {
+  const Params& common = params.common;
+  SplitTile<kBlockM, kHeadDim> q(thread);
+  SplitTile<kBlockN, kHeadDim> k(thread);
+  SplitTile<kBlockN, kHeadDimV> v(thread);
+  Position<kNumStages> key;
+  Position<1> query, addend;
+  const auto begin_keys = [&](auto& operand, const Tensor& tensor, const QueryTile& tile, int n_block) {
+    operand.begin(head_of(tensor, tile.work.batch, tile.head_kv), tensor.row_stride, tile.keys.at(n_block) * kBlockN,
+                  tile.key_stop);
+  };
+  const auto begin_first = [&](const QueryTile& tile) {
+    if (tile.keys.start < tile.keys.stop) begin_keys(k, common.k, tile, tile.keys.stop - 1);
+  };
+  // A tile of keys, or values, in its place in the ring at `parts`. Parts come from the lowest to the highest.
+  const auto finish_keys = [&](auto& operand, const Ring<kSlots>& ring, u32 parts, u32 part_bytes) {
+    for (int n = 0; n < kBf16Parts; ++n) ring.empty(place_of(key, n)).wait(key.parity ^ 1);
+    operand.finish(parts + place_of(key, kBf16Parts - 1).stage * part_bytes, 0 - part_bytes);
+    ptx::fence_async_proxy();
+    for (int n = 0; n < kBf16Parts; ++n) arrive_as_warp(ring.full(place_of(key, n)));
+  };
+  EntryWalk walk(common);
+  if (walk.more()) begin_first(QueryTile(common, walk.work(common)));
+  for (; walk.more(); query.advance()) {
+    const QueryTile tile(common, walk.work(common));
+    const int head = tile.work.head, batch = tile.work.batch;
+    const Score score(common, batch, head, tile.key_stop);
+    const KeyNumbers of_keys(common, score, batch, head);
+    const auto finish_q = [&]() {
+      q.begin(head_of(common.q, batch, head), common.q.row_stride, tile.first_row, common.seqlen_q);
+      shared.q_ring.empty(query).wait(query.parity ^ 1);
+      q.finish(shared.q, kPartQ);
+      ptx::fence_async_proxy();
+      arrive_as_warp(shared.q_ring.full(query));
+    };
+    if (tile.keys.start == tile.keys.stop) finish_q();
+    for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
+      const int first_key = tile.keys.at(n_block) * kBlockN;
+      finish_keys(k, shared.k_ring, shared.k, kPartK);
+      if (n_block == tile.keys.stop - 1) finish_q();
+      begin_keys(v, common.v, tile, n_block);
+      if constexpr (kLoadsAddends) {
+        const Barrier full = shared.addend_ring.full(addend);
+        shared.addend_ring.empty(addend).wait(addend.parity ^ 1);
+        if constexpr (kBiasOfPairs) {
+          if (thread == 0) {
+            full.arrive_expect(kBytesBias);
+            load_bias(common, shared.bias, params.map[kMaps - 1], full, tile.first_row, first_key, head, batch);
+          }
+        }
+        if constexpr (kHasKeyNumbers) {
+          for (int i = thread; i < kBlockN; i += 128) of_keys.store(shared.numbers + i * 4, first_key + i);
+          arrive_as_warp(full);
+        }
+        addend.advance();
+      }
+      finish_keys(v, shared.v_ring, shared.v, kPartV);
+      if (n_block > tile.keys.start) begin_keys(k, common.k, tile, n_block - 1);
+    }
+    walk.advance();
+    if (walk.more()) begin_first(QueryTile(common, walk.work(common)));
   }
 }
 
@@ -348,16 +432,21 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
 CUFLASH_DEVICE void forward(const ForwardParams& params) {
   Shared shared;
   if constexpr (kLoadsAddends) {
-    if (ptx::thread_index() == 0) shared.addend_ring.init(4 * kConsumers, kBiasOfPairs + kHasKeyNumbers);
+    if (ptx::thread_index() == 0)
+      shared.addend_ring.init(4 * kConsumers, kBiasOfPairs + (kHasKeyNumbers ? kProducers : 0));
   }
-  shared.make_barriers(kConsumers, kConsumers, kConsumers);
+  shared.make_barriers(kConsumers, kConsumers, kConsumers, kProducers, kProducers);
   const u32 warp = ptx::uniform(ptx::thread_index() / 32);
   if (warp >= 4 * kConsumers) {
     ptx::decrease_registers<kProducerRegisters>();
-    if (warp == 4 * kConsumers && ptx::elect_lane()) produce(params, shared);
-    if constexpr (kHasKeyNumbers) {
-      if (warp == 4 * kConsumers + 1)
-        produce_numbers(params.common, EntryWalk(params.common), shared.addend_ring, shared.numbers);
+    if constexpr (kSplitsOperands) {
+      produce_split(params, shared, ptx::thread_index() % 128);
+    } else {
+      if (warp == 4 * kConsumers && ptx::elect_lane()) produce(params, shared);
+      if constexpr (kHasKeyNumbers) {
+        if (warp == 4 * kConsumers + 1)
+          produce_numbers(params.common, EntryWalk(params.common), shared.addend_ring, shared.numbers);
+      }
     }
   } else {
     ptx::increase_registers<kConsumerRegisters>();

@@ -148,10 +148,11 @@ class ForwardFloat32Sm90Tile(ScoredTile):
     num_stages: int
     ping_pong: bool  # consumers issue products one after another
     bf16_parts: int = 3  # that a float32 is split into; two are for TF32's precision
+    splits_operands: bool = False  # the producer does, and not a kernel before
     serves: Literal["any", "bias"] = "any"
     origin: str = field(compare=False)
 
-    defined = ("ping_pong", "bf16_parts")
+    defined = ("ping_pong", "bf16_parts", "splits_operands")
     variations: ClassVar = {
         "block_m": (128, 192),
         "block_n": WGMMA_COLUMNS,
