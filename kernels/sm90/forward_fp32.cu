@@ -65,8 +65,9 @@ static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + kBytesAddends + kByte
 
 // Registers of a thread after the producer has given up most of its own. All together they are at most what the block
 // started with.
-constexpr int kConsumerRegisters = (kConsumers == 3 ? 152 : 232) - (kSplitsOperands ? 32 : 0);
+constexpr int kConsumerRegisters = kConsumers == 3 ? 152 : kSplitsOperands ? 200 : 232;
 constexpr int kProducerRegisters = (kConsumers == 3 ? 512 : 504) - kConsumers * kConsumerRegisters;
+static_assert(!kSplitsOperands || kConsumers == 2, "three consumers leave no registers for the producer");
 
 // Tensor maps: of the parts of Q, K and V, those of all batch entries below each other; and of the bias.
 template <int maps>
@@ -133,14 +134,19 @@ CUFLASH_DEVICE void produce(const P& params, Shared& shared) {
     if (tile.keys.start == tile.keys.stop) load_q();
     for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
       const int first_key = tile.keys.at(n_block) * kBlockN;
+      const auto load_keys = [&](const Ring<kSlots>& ring, u32 parts, const TensorMap& map, auto columns) {
+        constexpr int kColumns = decltype(columns)::value;
+        constexpr u32 kPart = chunked_bytes(kBlockN, kColumns);
 #pragma unroll 1
-      for (int n = 0; n < kBf16Parts; ++n) {
-        const Position<kSlots> at = place_of(key, n);
-        shared.k_ring.empty(at).wait(at.parity ^ 1);
-        shared.k_ring.full(at).arrive_expect(kPartK);
-        load_chunks<kBlockN, kDim>(shared.k + at.stage * kPartK, params.map[1], shared.k_ring.full(at), first_key, head,
-                                   part_at(n) * all_batch + batch);
-      }
+        for (int n = 0; n < kBf16Parts; ++n) {
+          const Position<kSlots> at = place_of(key, n);
+          ring.empty(at).wait(at.parity ^ 1);
+          ring.full(at).arrive_expect(kPart);
+          load_chunks<kBlockN, kColumns>(parts + at.stage * kPart, map, ring.full(at), first_key, head,
+                                         part_at(n) * all_batch + batch);
+        }
+      };
+      load_keys(shared.k_ring, shared.k, params.map[1], Integer<kDim>{});
       if (n_block == tile.keys.stop - 1) load_q();
       if constexpr (kBiasOfPairs) {
         const Barrier full = shared.addend_ring.full(addend);
@@ -150,84 +156,91 @@ CUFLASH_DEVICE void produce(const P& params, Shared& shared) {
                   batch);
         addend.advance();
       }
-#pragma unroll 1
-      for (int n = 0; n < kBf16Parts; ++n) {
-        const Position<kSlots> at = place_of(key, n);
-        shared.v_ring.empty(at).wait(at.parity ^ 1);
-        shared.v_ring.full(at).arrive_expect(kPartV);
-        load_chunks<kBlockN, kDimV>(shared.v + at.stage * kPartV, params.map[2], shared.v_ring.full(at), first_key,
-                                    head, part_at(n) * all_batch + batch);
-      }
+      load_keys(shared.v_ring, shared.v, params.map[2], Integer<kDimV>{});
     }
   }
 }
 
 // The producer where it splits operands: all threads of its warpgroup. While a tile waits for its place, what a thread
 // splits of it is on its way to registers.
-template <class P>
-CUFLASH_DEVICE void produce_split(const P& params, Shared& shared, u32 thread) {
-  const Params& common = params.common;
-  SplitTile<kBlockM, kHeadDim> q(thread);
-  SplitTile<kBlockN, kHeadDim> k(thread);
-  SplitTile<kBlockN, kHeadDimV> v(thread);
+struct SplittingProducer {
+  const Params& common;
+  const Shared& shared;
+  const u32 thread;
+  SplitTile<kBlockM, kHeadDim> q;
+  SplitTile<kBlockN, kHeadDim> k;
+  SplitTile<kBlockN, kHeadDimV> v;
   Position<kNumStages> key;
   Position<1> query, addend;
-  const auto begin_keys = [&](auto& operand, const Tensor& tensor, const QueryTile& tile, int n_block) {
-    operand.begin(head_of(tensor, tile.work.batch, tile.head_kv), tensor.row_stride, tile.keys.at(n_block) * kBlockN,
-                  tile.key_stop);
-  };
-  const auto begin_first = [&](const QueryTile& tile) {
-    if (tile.keys.start < tile.keys.stop) begin_keys(k, common.k, tile, tile.keys.stop - 1);
-  };
-  // A tile of keys, or values, in its place in the ring at `parts`. Parts come from the lowest to the highest.
-  const auto finish_keys = [&](auto& operand, const Ring<kSlots>& ring, u32 parts, u32 part_bytes) {
+
+  CUFLASH_DEVICE SplittingProducer(const Params& common_, const Shared& shared_, u32 thread_)
+      : common(common_), shared(shared_), thread(thread_), q(thread_), k(thread_), v(thread_) {}
+
+  // Asks for a tile of keys, or of values,
+  template <class Rows>
+  CUFLASH_DEVICE void begin(Rows& rows, const Tensor& tensor, const QueryTile& tile, int n_block) {
+    rows.begin(head_of(tensor, tile.work.batch, tile.head_kv), tensor.row_stride, tile.keys.at(n_block) * kBlockN,
+               tile.key_stop);
+  }
+  // the first one that is needed,
+  CUFLASH_DEVICE void begin_first(const QueryTile& tile) {
+    if (tile.keys.start < tile.keys.stop) begin(k, common.k, tile, tile.keys.stop - 1);
+  }
+  // and puts it in its place in a ring, whose parts come from the lowest to the highest.
+  template <class Rows>
+  CUFLASH_DEVICE void finish(Rows& rows, const Ring<kSlots>& ring, u32 parts, u32 part_bytes) {
     for (int n = 0; n < kBf16Parts; ++n) ring.empty(place_of(key, n)).wait(key.parity ^ 1);
-    operand.finish(parts + place_of(key, kBf16Parts - 1).stage * part_bytes, 0 - part_bytes);
+    rows.finish(parts + place_of(key, kBf16Parts - 1).stage * part_bytes, 0 - part_bytes);
     ptx::fence_async_proxy();
     for (int n = 0; n < kBf16Parts; ++n) arrive_as_warp(ring.full(place_of(key, n)));
-  };
-  EntryWalk walk(common);
-  if (walk.more()) begin_first(QueryTile(common, walk.work(common)));
-  for (; walk.more(); query.advance()) {
-    const QueryTile tile(common, walk.work(common));
-    const int head = tile.work.head, batch = tile.work.batch;
-    const Score score(common, batch, head, tile.key_stop);
-    const KeyNumbers of_keys(common, score, batch, head);
-    const auto finish_q = [&]() {
-      q.begin(head_of(common.q, batch, head), common.q.row_stride, tile.first_row, common.seqlen_q);
-      shared.q_ring.empty(query).wait(query.parity ^ 1);
-      q.finish(shared.q, kPartQ);
-      ptx::fence_async_proxy();
-      arrive_as_warp(shared.q_ring.full(query));
-    };
-    if (tile.keys.start == tile.keys.stop) finish_q();
-    for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
-      const int first_key = tile.keys.at(n_block) * kBlockN;
-      finish_keys(k, shared.k_ring, shared.k, kPartK);
-      if (n_block == tile.keys.stop - 1) finish_q();
-      begin_keys(v, common.v, tile, n_block);
-      if constexpr (kLoadsAddends) {
-        const Barrier full = shared.addend_ring.full(addend);
-        shared.addend_ring.empty(addend).wait(addend.parity ^ 1);
-        if constexpr (kBiasOfPairs) {
-          if (thread == 0) {
-            full.arrive_expect(kBytesBias);
-            load_bias(common, shared.bias, params.map[kMaps - 1], full, tile.first_row, first_key, head, batch);
-          }
-        }
-        if constexpr (kHasKeyNumbers) {
-          for (int i = thread; i < kBlockN; i += 128) of_keys.store(shared.numbers + i * 4, first_key + i);
-          arrive_as_warp(full);
-        }
-        addend.advance();
-      }
-      finish_keys(v, shared.v_ring, shared.v, kPartV);
-      if (n_block > tile.keys.start) begin_keys(k, common.k, tile, n_block - 1);
-    }
-    walk.advance();
-    if (walk.more()) begin_first(QueryTile(common, walk.work(common)));
   }
-}
+  CUFLASH_DEVICE void bring_q(const QueryTile& tile) {
+    q.begin(head_of(common.q, tile.work.batch, tile.work.head), common.q.row_stride, tile.first_row, common.seqlen_q);
+    shared.q_ring.empty(query).wait(query.parity ^ 1);
+    q.finish(shared.q, kPartQ);
+    ptx::fence_async_proxy();
+    arrive_as_warp(shared.q_ring.full(query));
+  }
+  template <class P>
+  CUFLASH_DEVICE void bring_addends(const P& params, const QueryTile& tile, const KeyNumbers& of_keys, int first_key) {
+    const Barrier full = shared.addend_ring.full(addend);
+    shared.addend_ring.empty(addend).wait(addend.parity ^ 1);
+    if constexpr (kBiasOfPairs) {
+      if (thread == 0) {
+        full.arrive_expect(kBytesBias);
+        load_bias(common, shared.bias, params.map[kMaps - 1], full, tile.first_row, first_key, tile.work.head,
+                  tile.work.batch);
+      }
+    }
+    if constexpr (kHasKeyNumbers) {
+      for (int i = thread; i < kBlockN; i += 128) of_keys.store(shared.numbers + i * 4, first_key + i);
+      arrive_as_warp(full);
+    }
+    addend.advance();
+  }
+
+  template <class P>
+  CUFLASH_DEVICE void run(const P& params) {
+    EntryWalk walk(common);
+    if (walk.more()) begin_first(QueryTile(common, walk.work(common)));
+    for (; walk.more(); query.advance()) {
+      const QueryTile tile(common, walk.work(common));
+      const Score score(common, tile.work.batch, tile.work.head, tile.key_stop);
+      const KeyNumbers of_keys(common, score, tile.work.batch, tile.work.head);
+      if (tile.keys.start == tile.keys.stop) bring_q(tile);
+      for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
+        finish(k, shared.k_ring, shared.k, kPartK);
+        if (n_block == tile.keys.stop - 1) bring_q(tile);
+        begin(v, common.v, tile, n_block);
+        if constexpr (kLoadsAddends) bring_addends(params, tile, of_keys, tile.keys.at(n_block) * kBlockN);
+        finish(v, shared.v_ring, shared.v, kPartV);
+        if (n_block > tile.keys.start) begin(k, common.k, tile, n_block - 1);
+      }
+      walk.advance();
+      if (walk.more()) begin_first(QueryTile(common, walk.work(common)));
+    }
+  }
+};
 
 // [GEMM 1] S = Q K^T. The products with one part of K, as those with one of V, wait for that part. They are one group of
 // wgmma, for which release_parts waits.
@@ -440,7 +453,7 @@ CUFLASH_DEVICE void forward(const ForwardParams& params) {
   if (warp >= 4 * kConsumers) {
     ptx::decrease_registers<kProducerRegisters>();
     if constexpr (kSplitsOperands) {
-      produce_split(params, shared, ptx::thread_index() % 128);
+      SplittingProducer(params.common, shared, ptx::thread_index() % 128).run(params);
     } else {
       if (warp == 4 * kConsumers && ptx::elect_lane()) produce(params, shared);
       if constexpr (kHasKeyNumbers) {

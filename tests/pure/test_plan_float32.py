@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from cuflash.binding import PASSES
 from cuflash.operands import Operand
 from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.planning.sm90.forward import FEW_READERS, SPLIT_MAX_DIM
 from cuflash.planning.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BackwardFloat32Sm90Tile,
@@ -62,7 +64,8 @@ def test_float32_is_split_into_pieces_where_that_pays():
 def test_pieces_lie_below_each_other():
     """Boxes of any part, whatever the strides of the arrays; columns up to the head dimension, rows 16 bytes apart."""
     problem = problem_of(seqlen_q=300, seqlen_k=500, dim=61, dim_v=40, dtype="float32", batch=2, heads=4, heads_kv=2)
-    plan = choose_plan(problem, DeviceSpec.for_arch("9.0"))
+    with mock.patch("cuflash.planning.sm90.forward.FEW_READERS", 0):
+        plan = choose_plan(problem, DeviceSpec.for_arch("9.0"))
     tile = plan.tiles[0]
     assert dict(plan.scratch) == {
         "q_split": 3 * 2 * 4 * 300 * 64 // 2,
@@ -77,13 +80,31 @@ def test_pieces_lie_below_each_other():
     assert [kernel.grid for kernel in plan.kernels] == [blocks, 2 * 4 * -(-300 // tile.block_m)]
 
 
+@given(
+    seqlen_q=st.integers(200, 3000), group=st.sampled_from((1, 2, 4)), dim=st.integers(1, 128), precise=st.booleans()
+)
+def test_float32_is_split_by_the_kernel_that_multiplies_it_where_few_tiles_read_keys(seqlen_q, group, dim, precise):
+    """Then no parts go through memory, and TMA reads a bias alone."""
+    precision = "highest" if precise else "tf32"
+    problem = problem_of(seqlen_q, 1000, dim, dim, dtype="float32", heads=4, heads_kv=4 // group, precision=precision)
+    plan = choose_plan(problem, DeviceSpec.for_arch("9.0"))
+    (tile,) = plan.tiles
+    assert isinstance(tile, ForwardFloat32Sm90Tile)
+    few = dim <= SPLIT_MAX_DIM and group * -(-seqlen_q // tile.block_m) <= FEW_READERS
+    assert tile.splits_operands == few
+    before = [] if few else ["around/split_fp32.cu"]
+    assert [kernel.source for kernel in plan.kernels] == [*before, "sm90/forward_fp32.cu"]
+    assert len(plan.scratch) == len(plan.tensor_maps) == (0 if few else 3)
+    assert ("as they are loaded" in plan.reason) == few
+
+
 @pytest.mark.parametrize("pass_", PASSES)
 @pytest.mark.parametrize("dim", [40, 64, 128])
 def test_tf32_is_two_parts(dim, pass_):
     """The kernels of three parts, with two thirds of their memory."""
     device = DeviceSpec.for_arch("9.0")
     highest, tf32 = (
-        choose_plan(problem_of(1024, 1024, dim, dim, dtype="float32", precision=precision), device, pass_)
+        choose_plan(problem_of(4096, 1024, dim, dim, dtype="float32", precision=precision), device, pass_)
         for precision in ("highest", "tf32")
     )
     assert [kernel.source for kernel in tf32.kernels] == [kernel.source for kernel in highest.kernels]

@@ -68,9 +68,19 @@ def add_bf16_split(
         blocks += batch * heads * -(-seqlen // SPLIT_ROWS)
     rows = {"CUFLASH_BLOCK_M": SPLIT_ROWS, "CUFLASH_NUM_WARPS": SPLIT_WARPS}
     draft.add("around/split_fp32.cu", tile, blocks, 0, **rows)
+    tell_of_parts(draft, tile, names)
+
+
+def tell_of_parts(
+    draft: Draft,
+    tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile | BiasSm90Tile,
+    names: tuple[str, ...],
+    when: str = "",
+) -> None:
+    """Say which arrays are split into how many parts, and what comes of that."""
     listed = ", ".join(names[:-1]) + " and " + names[-1]
     draft.reasons.append(
-        f"{listed} are split into {tile.bf16_parts} parts of bfloat16: "
+        f"{listed} are split into {tile.bf16_parts} parts of bfloat16{when}: "
         + (
             "the six largest products of parts count"
             if tile.bf16_parts == 3

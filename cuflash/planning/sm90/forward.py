@@ -7,7 +7,7 @@ import math
 from cuflash.operands import ITEMSIZE
 from cuflash.planning.draft import CAUSAL_HEAD_SECTION, Draft, check_blocks
 from cuflash.planning.families import ForwardFamily
-from cuflash.planning.sm90.bf16_split import add_bf16_split, tell_of_bias, why_not_split
+from cuflash.planning.sm90.bf16_split import add_bf16_split, tell_of_bias, tell_of_parts, why_not_split
 from cuflash.planning.sm90.mask_bits import add_mask_bits
 from cuflash.planning.sm90.scored import ScoredTile
 from cuflash.planning.sm90.tiles import (
@@ -32,11 +32,12 @@ MOST_ENTRIES_TOGETHER = 8  # batch entries that share a bias and are neighbours 
 # To have a tile alone, and not a pair of them, costs 2 % (691 and 675 TFLOP/s on an H100). Up to so many blocks to a
 # resident one, by arithmetic, it gains more that the last ones end half a pair sooner.
 APART_WAVES = 16
-# Up to so many tiles of queries that read the same keys, blocks split float32 themselves. By arithmetic: a kernel before
-# moves ten bytes a number, which takes memory 3.3 ns for each thousand of them; to split these takes the instructions
-# of all multiprocessors 0.3 to 0.5 ns, for each tile of queries. Rows of larger head dimensions have no registers for
-# it.
+# Up to so many tiles of queries that read the same keys, blocks split float32 themselves. By arithmetic: a kernel that
+# does it before moves ten bytes a number, which takes memory 3.3 ns for each thousand of them; to split these takes the
+# instructions of all multiprocessors 0.3 to 0.5 ns, for each tile of queries. Rows of larger head dimensions have no
+# registers for it.
 FEW_READERS, SPLIT_MAX_DIM = 8, 64
+_SPLIT = ("q", "k", "v")  # of float32
 MAPPED = ("q", "k", "v", "out")  # arrays that are left to TMA
 
 
@@ -76,14 +77,15 @@ class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
     def draft(self, draft: Draft, tile: ForwardFloat32Sm90Tile) -> None:
         tile = tile.loading_bias(draft.problem, draft.device)
         readers = draft.problem.group_size * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
-        tile = tile.changed(splits_operands=readers <= FEW_READERS and tile.max_dim <= SPLIT_MAX_DIM)
+        has_registers = tile.max_dim <= SPLIT_MAX_DIM and tile.block_m == 128
+        tile = tile.changed(splits_operands=readers <= FEW_READERS and has_registers)
         draft.tiles = (tile,)
         draft.add_lists(tile, "key_lists")
         boxes: dict[str, int] = {}
         if tile.splits_operands:
-            draft.reasons.append(f"q, k and v are split into {tile.bf16_parts} parts of bfloat16 as they are loaded")
+            tell_of_parts(draft, tile, _SPLIT, " as they are loaded")
         else:
-            add_bf16_split(draft, tile, ("q", "k", "v"))
+            add_bf16_split(draft, tile, _SPLIT)
             boxes = {"q_split": tile.block_m, "k_split": tile.block_n, "v_split": tile.block_n}
         draft.map_tensors(boxes | ({"bias": tile.block_m} if tile.bias_of_pairs else {}))
         tell_of_bias(draft, tile)
