@@ -8,7 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-from .cases import ITEMSIZE, PASSES, SUITES
+from .cases import ITEMSIZE, PASSES
+from .suites import SUITES
 
 EVIDENCE = ("memory", "traffic", "training", "pathfinder", "rounding", "streamed", "ranks")
 

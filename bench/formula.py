@@ -98,6 +98,8 @@ def make_inputs(xp: Any, case: Case, seed: int = 0) -> Inputs:
         "document": lambda shape, dtype: (xp.arange(shape[0]) * DOCUMENTS // shape[0]).astype(dtype),
     }
     q, k, v, dout = (normal(shape) for shape in (case.q_shape, case.k_shape, case.v_shape, case.out_shape))
+    if case.v_in_k:
+        v = k[..., : case.head_dim_v]
     return Inputs(xp, q, k, v, dout, {name: make[name](*term) for name, term in case.terms.items()})
 
 

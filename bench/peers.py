@@ -7,6 +7,7 @@ lets them, so no autograd bookkeeping is timed. Those of PyTorch and of what bui
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import math
@@ -17,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+from cuflash.binding import PASSES
 from cuflash.operands import numpy_dtype
 
 from . import environment, peers_float8, peers_torch
@@ -128,8 +130,8 @@ def cuflash_threads(case: Case, inputs: Inputs, *, count: int) -> Contender:
     return replace(made, calls={name: on_threads(call) for name, call in made.calls.items()})
 
 
-def cuflash_sm80(case: Case, inputs: Inputs) -> Contender:
-    """cuflash's forward pass by the kernels that every device has, on a device that has others, too."""
+def cuflash_as(case: Case, inputs: Inputs, *, arch: str) -> Contender:
+    """cuflash by the kernels for another compute capability, on a device that has its instructions and later ones."""
     refuse(case, *(OPTIONS.keys() - {"lengths", "function"}))
     if inputs.xp.__name__ != "cupy":
         raise Absent("needs CuPy arrays")
@@ -148,10 +150,24 @@ def cuflash_sm80(case: Case, inputs: Inputs) -> Contender:
         terms["block_mask"] = inputs.xp.asarray(case.block_mask())
     arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, **terms}
     random = RANDOM["seed"], RANDOM["offset"]
-    (plan, *_), call_by = launch.trials("forward", attn.options, arrays, random)
-    plan = choose_plan(plan.problem, plan.device.as_arch("8.0"))
-    call = call_by(plan)
-    return Contender({"forward": lambda: (call()[0],)}, plans={"forward": plan.describe()})
+
+    (first, *_), _ = launch.trials("forward", attn.options, arrays, random)
+    plans = {pass_: choose_plan(first.problem, first.device.as_arch(arch), pass_) for pass_ in PASSES}
+
+    @functools.cache
+    def forward() -> Callable[[], tuple[Any, ...]]:
+        return launch.trials("forward", attn.options, arrays, random)[1](plans["forward"])
+
+    @functools.cache
+    def backward() -> Callable[[], tuple[Any, ...]]:
+        out, lse = forward()()
+        given = {"dout": inputs.dout, "out": out, "lse": lse, **arrays}
+        return launch.trials("backward", attn.options, given, random)[1](plans["backward"])
+
+    return Contender(
+        {"forward": lambda: forward()()[:1], "backward": lambda: backward()()},
+        plans={pass_: plan.describe() for pass_, plan in plans.items()},
+    )
 
 
 def _by_bytes(xp: Any, x: Any) -> tuple[Any, Any]:
@@ -447,7 +463,7 @@ ADAPTERS: dict[str, Callable[[Case, Inputs], Contender]] = {
     "cuflash-fp8-cache": lambda case, inputs: cuflash_float8(case, inputs, names="kv"),
     "cudnn-fp8": peers_float8.cudnn,
     "cuflash-packed": cuflash_packed,
-    "cuflash-sm80": cuflash_sm80,
+    **{f"cuflash-sm{arch.replace('.', '')}": partial(cuflash_as, arch=arch) for arch in ("7.5", "8.0")},
     **{f"cuflash-threads{n}": partial(cuflash_threads, count=n) for n in THREADS},
     "cuflash-steps": cuflash_steps,
     "cuflash-kv-lengths": cuflash_kv_lengths,

@@ -16,10 +16,15 @@ ACCURACY = "accuracy.jsonl"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"  # around the generated part of a page
 IN_TIME = ("runtime",)  # suites whose tables and plots have times, and no speeds; docs/evidence.md shows them
 RC: Any = {"svg.fonttype": "none", "svg.hashsalt": "cuflash", "font.size": 9}  # of plots: the same bytes each time
-# Suites about another contender than the first, which it is held against; and those whose bytes differ from one
-# contender to the next, so that times are shown.
-ABOUT = {"float8": "cuflash-fp8", "float8-decode": "cuflash-fp8-cache"}
-BYTES_DIFFER = ("float8-decode",)
+# Suites about another contender than the first, and what it is held against beside the peers, by its name in the table.
+ABOUT = {
+    "float8": ("cuflash-fp8", "bfloat16", "cuflash"),
+    "float8-decode": ("cuflash-fp8-cache", "bfloat16", "cuflash"),
+    "architectures": ("cuflash-sm75", "8.0", "cuflash-sm80"),
+}
+# Suites of which times are shown: bytes differ from one contender to the next, or operations of as many pairs from one
+# case to the next.
+IN_TIME_TOO = ("float8-decode", "small-dims")
 HEADLINE_SUITE, HEADLINE_SEQLEN = "targets", 4096  # what the README shows
 TITLES = {
     "cuflash": "cuflash",
@@ -36,7 +41,8 @@ TITLES = {
     "cuflash-dbias": "cuflash, with dbias",
     "cuflash-dscale": "cuflash, with dscale",
     "cuflash-packed": "cuflash, packed",
-    "cuflash-sm80": "cuflash, kernels of every device",
+    "cuflash-sm75": "cuflash, kernels of 7.5",
+    "cuflash-sm80": "cuflash, kernels of 8.0",
     **{f"cuflash-threads{n}": f"cuflash, {n} thread{'s' * (n > 1)}" for n in THREADS},
     "cuflash-fp8": "cuflash, float8 q, k and v",
     "cuflash-fp8-cache": "cuflash, float8 k and v",
@@ -64,6 +70,7 @@ COLOURS = {
     "cuflash-dbias": "#edae49",
     "cuflash-dscale": "#edae49",
     "cuflash-packed": "#edae49",
+    "cuflash-sm75": "#999999",
     "cuflash-sm80": "#edae49",
     "cuflash-plain": "#999999",
     "cuflash-gradients": "#edae49",
@@ -125,8 +132,8 @@ class Table:
         is_small = self.kind == "cpu" and all(p["seqlen_k"] <= 128 for p in self.problems.values())  # calls count
         is_sparse = not self.in_bytes and any(p.get("blocks_kept") for p in self.problems.values())
         self.in_time = self.kind == "host" or is_small or is_sparse
-        self.in_time |= self.run["suite"] in (*IN_TIME, *BYTES_DIFFER)
-        self.mine = ABOUT.get(self.run["suite"], "cuflash")
+        self.in_time |= self.run["suite"] in (*IN_TIME, *IN_TIME_TOO)
+        self.mine, self.beside, self.other = ABOUT.get(self.run["suite"], ("cuflash", "", ""))
 
     @property
     def unit(self) -> str:
@@ -184,6 +191,7 @@ def label(problem: Record) -> list[str]:
     """The cells that say what a problem is."""
     p = problem
     dim = f"{p['head_dim']}" + (f"/{p['head_dim_v']}" if p["head_dim_v"] != p["head_dim"] else "")
+    dim += ", v in k" if p.get("v_in_k") else ""
     seqlen = f"{p['seqlen_q']}" + (f"/{p['seqlen_k']}" if p["seqlen_k"] != p["seqlen_q"] else "")
     seqlen += " (mixed)" if p.get("lengths") else ""
     heads = f"{p['num_heads']}" + (f"/{p['num_heads_kv']}" if p["num_heads_kv"] != p["num_heads"] else "")
@@ -209,7 +217,7 @@ def markdown(records: Sequence[Record]) -> str:
     table = Table(records)
     against = {"best peer": table.peers} if table.peers else {}
     against |= {"FA2": ["fa2"]} if "fa2" in table.peers else {}
-    against |= {"bfloat16": ["cuflash"]} if table.mine != "cuflash" else {}
+    against |= {table.beside: [table.other]} if table.beside else {}
     mine = TITLES[table.mine]
     heads = ["head_dim", "seqlen", "batch x heads", "mask", "dtype", *(TITLES.get(x, x) for x in table.contenders)]
     heads += [f"{mine} : {name}" for name in against]
@@ -441,7 +449,7 @@ def headline(records: Sequence[Record]) -> str:
 def runs(results: Path) -> dict[str, list[Record]]:
     """The run to show of every suite that has one in `results`, in the order of `SUITES`; those of NumPy arrays with
     each number of cores. Their names are those of their plots."""
-    from .cases import SUITES
+    from .suites import SUITES
 
     found: dict[str, list[Record]] = {}
     for suite in SUITES:

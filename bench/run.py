@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from . import ceiling, environment
-from .cases import PASSES, Case, Suite
+from .cases import PASSES, Case
 from .contender import Absent, Contender
 from .formula import Errors, Inputs, Reference, make_inputs
 from .peers import ADAPTERS
+from .suites import Suite
 from .timing import LEAD_S, CudaClock, HostClock, RowClock, Timing, time_host, time_interleaved
 
 Record = dict[str, Any]

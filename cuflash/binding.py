@@ -153,13 +153,14 @@ def bind(
         lying[name], addresses[name] = Contiguous(tuple(given[name].shape), given[name].dtype), 0
     apart = (*NAMES, *OF_NUMBERS, *captured)
     operands = {name: _operand(name, x, problem) for name, x in lying.items() if name not in apart}
+    for name in operands.keys() & set(_OVER_HEAD_DIMENSIONS):
+        operands[name] = replace(operands[name], alignment=math.gcd(16, addresses[name]))
+    if address_of is not None and not {"k", "v"} & set(copied):
+        operands["v"] = replace(operands["v"], in_k=is_in_k(k, v, addresses["k"], addresses["v"]))
     problem = replace(problem, q=operands.pop("q"), k=operands.pop("k"), v=operands.pop("v"))
     if problem.bias is not None:
         problem = replace(problem, bias=replace(problem.bias, alignment=math.gcd(16, addresses["bias"])))
-
-    def aligned_bytes(names: Collection[str]) -> int:
-        return access_bytes(_found(names, problem, operands), *(addresses[name] for name in names))
-
+    load_bytes, store_bytes = widest_accesses(problem, pass_, operands, results)
     return Binding(
         pass_=pass_,
         problem=problem,
@@ -167,8 +168,8 @@ def bind(
         results=results,
         allocated=tuple((name, array.shape, array.dtype) for name, array in allocated.items()),
         copied=copied,
-        load_bytes=aligned_bytes(_READ[pass_]),
-        store_bytes=aligned_bytes([name for name in _WRITTEN[pass_] if name in results]),
+        load_bytes=load_bytes,
+        store_bytes=store_bytes,
     )
 
 
@@ -194,10 +195,21 @@ def assumed(problem: Problem, pass_: Pass, given: Mapping[str, Operand]) -> dict
 def widest_accesses(
     problem: Problem, pass_: Pass, operands: Mapping[str, Operand], need: Collection[str] = DEFAULT_NEED
 ) -> tuple[int, int]:
-    """The widest accesses that serve all that a pass reads, and all that it writes; addresses count as aligned."""
+    """The widest accesses that serve all that a pass reads, and all that it writes."""
     written = [name for name in _WRITTEN[pass_] if pass_ == "forward" or name in need]
-    load, store = (access_bytes(_found(names, problem, operands)) for names in (_READ[pass_], written))
+    both = (_found(names, problem, operands) for names in (_READ[pass_], written))
+    load, store = (access_bytes(found, *(operand.alignment for operand in found)) for found in both)
     return load, store
+
+
+def is_in_k(k: Shaped, v: Shaped, of_k: int, of_v: int) -> bool:
+    """Whether v is the first columns of k, by where both begin."""
+    return of_k == of_v and k.strides == v.strides and v.shape[-1] <= k.shape[-1]
+
+
+def over_head_dimensions(pass_: Pass) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Arrays over head dimensions that a pass reads, and that it may write."""
+    return _READ[pass_], _WRITTEN[pass_]
 
 
 def of_pass(pass_: Pass, arrays: Mapping[str, Any], options: Options) -> dict[str, Any]:

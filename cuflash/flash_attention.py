@@ -347,6 +347,8 @@ class FlashAttention(Preparation):
         random = self.options.random(seed, offset)
         if interop.are_cupy(arrays, INPUTS):
             return ForwardResult(*self._forward("cupy", arrays, random))
+        if own := interop.numpy_arrays(arrays, INPUTS, ("out", "lse")):
+            return ForwardResult(*self._forward("numpy", own, random))
         if streaming.is_streamed(arrays):
             return ForwardResult(*streaming.forward(self.options, arrays, random))
         borrowed = interop.borrow(arrays, required=INPUTS, written=("out", "lse"))
@@ -497,6 +499,8 @@ class FlashAttention(Preparation):
         random = self.options.random(seed, offset)
         if interop.are_cupy(arrays, _BACKWARD_INPUTS):
             return kind(*self._backward("cupy", arrays, need, random))
+        if own := interop.numpy_arrays(arrays, _BACKWARD_INPUTS, results):
+            return kind(*self._backward("numpy", own, need, random))
         if streaming.is_streamed(arrays):
             return kind(*streaming.backward(self.options, arrays, need, random))
         borrowed = interop.borrow(arrays, required=_BACKWARD_INPUTS, written=results)

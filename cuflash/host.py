@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash import cpu
-from cuflash.binding import Binding, Pass, bind, of_pass
+from cuflash.binding import Binding, Contiguous, Pass, bind, of_pass
+from cuflash.cpu import core
 from cuflash.cpu.packed import check_starts
 from cuflash.interop import overlap
 from cuflash.leading import Calls, FirstCall, axes_of, first_call
@@ -25,10 +26,12 @@ def forward(options: Options, arrays: dict[str, Any], random: tuple[int, int] = 
 
     `random` is the seed and the offset of dropout.
     """
+    given = _given(arrays)
+    if results := _repeated("forward", options, given, ("out", "lse"), random):
+        return results
     if axes := axes_of(options, arrays, ("out", "lse")):
         calls = Calls(axes, options, arrays, ("out", "lse"), np, gives_parts=False)
         return calls.run(functools.partial(forward, random=random))
-    given = _given(arrays)
     problem = bound("forward", options, given).problem
     return cpu.forward(problem, **given, seed=random[0], offset=random[1])
 
@@ -37,10 +40,12 @@ def backward(
     options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
 ) -> tuple[Any, ...]:
     """The gradients `need` of NumPy arrays, in the order of `GRADIENTS`."""
+    given = _given(arrays)
+    if results := _repeated("backward", options, given, need, random):
+        return results
     if axes := axes_of(options, arrays, need):
         calls = Calls(axes, options, arrays, need, np, gives_parts=False)
         return calls.run(functools.partial(backward, need=need, random=random))
-    given = _given(arrays)
     problem = bound("backward", options, given, need).problem
     return cpu.backward(problem, need=need, **given, seed=random[0], offset=random[1])
 
@@ -143,6 +148,56 @@ class _Like(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: Any
+
+
+class _Repeatable(NamedTuple):
+    """Calls that differ in nothing but addresses, numbers in arrays, and the seed and the offset of dropout."""
+
+    prepared: core.Prepared
+    allocated: tuple[tuple[str, tuple[int, ...], Any], ...]  # results that the caller gives no array for
+    results: tuple[str, ...]
+
+
+def _repeated(
+    pass_: Pass, options: Options, given: Mapping[str, Any], need: tuple[str, ...], random: tuple[int, int]
+) -> tuple[Any, ...] | None:
+    """The results of a call of which all is known that is not in its arrays; None where there is more to look at.
+
+    So a small call takes half the time that it takes otherwise.
+    """
+    likes = tuple([(name, x.shape, x.strides, x.dtype) for name, x in given.items()])
+    repeatable = _repeatable(pass_, options, likes, need)
+    if repeatable is None or core.why_not() is not None:
+        return None
+    prepared, allocated, names = repeatable
+    new = [np.empty(shape, dtype) for _, shape, dtype in allocated]
+    if len(new) < len(names):
+        _check_apart(given, names)
+    if not core.compute(prepared, (*given.values(), *new), *random):
+        return None
+    if len(new) == len(names):
+        return tuple(new)
+    found = {**given, **{name: x for (name, *_), x in zip(allocated, new, strict=True)}}
+    return tuple([found[name] for name in names])
+
+
+@functools.lru_cache(maxsize=256)
+def _repeatable(pass_: Pass, options: Options, likes: tuple[Any, ...], need: tuple[str, ...]) -> _Repeatable | None:
+    """What calls on arrays like these have in common, if the core computes them as they are.
+
+    None with leading axes, and where numbers in arrays have to be checked or scaled before.
+    """
+    arrays = {name: _Like(*like) for name, *like in likes}
+    if axes_of(options, arrays, need):
+        return None
+    binding = bind_arrays_like(pass_, options, likes, need)
+    problem = binding.problem
+    looks_at_numbers = problem.is_packed or problem.kv_lengths is not None or problem.block_table is not None
+    if looks_at_numbers or problem.has_float8 or binding.results != need or core.why_not(problem) is not None:
+        return None
+    results = {name: Contiguous(shape, dtype) for name, shape, dtype in binding.allocated}
+    prepared = core.prepare(problem, {**arrays, **results}, pass_ == "backward")
+    return prepared and _Repeatable(prepared, binding.allocated, binding.results)
 
 
 @functools.lru_cache(maxsize=256)

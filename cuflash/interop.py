@@ -59,6 +59,25 @@ def are_cupy(arrays: Mapping[str, object], required: Iterable[str]) -> bool:
     return True
 
 
+def numpy_arrays(
+    arrays: Mapping[str, object], required: Iterable[str], written: Iterable[str] = ()
+) -> dict[str, Any] | None:
+    """The arguments that are given, where these are plain NumPy arrays that `borrow` would take as they are.
+
+    The common case on the host; None elsewhere, be it that an argument is refused.
+    """
+    given: dict[str, Any] = {name: x for name, x in arrays.items() if x is not None}
+    if set(map(type, given.values())) != _PLAIN:
+        return None
+    for name in required:
+        if name not in given:
+            return None
+    for name in written:
+        if name in given and not given[name].flags.writeable:
+            return None
+    return given
+
+
 class Borrowed(NamedTuple):
     """The arguments of one call as NumPy or CuPy arrays, and the way back."""
 
@@ -86,11 +105,6 @@ def borrow(arrays: Mapping[str, Any], *, required: Iterable[str], written: Itera
         if arrays[name] is None:
             raise type_error(name, "None", "an array")
     present = {name: x for name, x in arrays.items() if x is not None}
-    if set(map(type, present.values())) == _PLAIN:
-        for name in written:
-            if name in present and not present[name].flags.writeable:
-                raise value_error(name, "a read-only array", "a writable one")
-        return Borrowed("numpy", dict(arrays), None)
     (first_name, first), *others = present.items()
     library = _library_of(first_name, first)
     for name, x in others:

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from cuflash import interop
+from cuflash.elementwise import lse_of, merged_of
 from cuflash.operands import DTYPES, check_array
 from cuflash.options import LAYOUTS
 from cuflash.values import check_choice, type_error, value_error
@@ -94,20 +95,36 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: Literal["bhsd
     parts, part_lses = ([arrays[name] for name in names[i : i + len(outs)]] for i in (0, len(outs)))
     rows = _check_parts(arrays, names[0], layout)
     with _device_of(arrays) as xp, np.errstate(all="ignore"):
-        largest = part_lses[0]
-        for part_lse in part_lses[1:]:
-            largest = xp.maximum(largest, part_lse)
-        largest = xp.where(largest == -np.inf, xp.zeros_like(largest), largest)
-        weights = [xp.exp(part_lse - largest) for part_lse in part_lses]
-        total = sum(weights)
-        lse = largest + xp.log(total)
-        total = xp.where(total == 0, 1, total)
-        out = sum(
-            xp.where(rows.across(weight == 0), 0, rows.across(weight / total) * x.astype(lse.dtype))
-            for x, weight in zip(parts, weights, strict=True)
-        )
+        out, lse = _merged(xp, parts, part_lses, rows)
         out = out.astype(parts[0].dtype)
     return MergeResult(*(borrowed.give_back(x, None) for x in (out, lse)))
+
+
+def _merged(xp: Any, outs: Sequence[Array], lses: Sequence[Array], rows: _Rows) -> tuple[Array, Array]:
+    """out and lse of all parts, in the dtype of lse."""
+    largest = lses[0]
+    for part_lse in lses[1:]:
+        largest = xp.maximum(largest, part_lse)
+    largest = xp.where(largest == -np.inf, xp.zeros_like(largest), largest)
+    weights = [xp.exp(part_lse - largest) for part_lse in lses]
+    total = sum(weights)
+    lse = largest + xp.log(total)
+    total = xp.where(total == 0, 1, total)
+    out = sum(
+        xp.where(rows.across(weight == 0), 0, rows.across(weight / total) * x.astype(lse.dtype))
+        for x, weight in zip(outs, weights, strict=True)
+    )
+    return out, lse
+
+
+def merge_into(outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: Array) -> None:
+    """The same of parts in the dtype of lse, of layout "bhsd", in one pass over memory; out may have any dtype."""
+    if isinstance(out, np.ndarray):
+        with np.errstate(all="ignore"):
+            out[...], lse[...] = _merged(np, outs, lses, _Rows(swapped=False))
+        return
+    merged_of(len(outs)).run(outs, lses, out)
+    lse_of(len(lses)).run((), lses, lse)
 
 
 def merge_backward(

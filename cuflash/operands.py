@@ -53,7 +53,8 @@ class Operand:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
-    alignment: int = 16  # bytes that its address is a multiple of, up to 16; said of a bias only
+    in_k: bool = False  # it is the first columns of k; said of v only
+    alignment: int = 16  # bytes that its address is a multiple of, up to 16; said of a bias and of those of `Layout`
 
     @property
     def nbytes(self) -> int:

@@ -19,6 +19,7 @@ import numpy as np
 from cuflash import host
 from cuflash.binding import INPUTS
 from cuflash.captured import gradient_names, names_of
+from cuflash.elementwise import WIDE, wide_layout
 from cuflash.interop import module_of
 from cuflash.operands import numpy_dtype
 from cuflash.options import ORIGIN_STEP, Options, Origin
@@ -49,7 +50,7 @@ class Parts:
     problem: Problem  # the dtypes and heads of this one are those of the whole
     random: tuple[int, int]  # seed and offset of dropout
     arrays: Mapping[str, Array]  # by name, None where there is none
-    is_fixed: bool = False  # calls get copies of arrays, which lie in memory in one way
+    is_fixed: bool = False  # calls get arrays that are to them as if they lay in memory in one way
     starts: tuple[Array, Array] | None = None  # of packed sequences that are whole, cu_seqlens_q and cu_seqlens_k
     zeros: tuple[int, int] = (0, 0)  # the query and the key that count as 0: those where a packed sequence starts
     first_head: int = 0  # of calls, among all
@@ -90,14 +91,14 @@ class Parts:
 
     def forward(self, queries: Span, keys: Span, arrays: dict[str, Array]) -> dict[str, Array]:
         """out and lse of a part; out in the dtype of the softmax if it has room in this dtype."""
-        options = self.options_of(queries, keys, self._wide("out", arrays))
+        options = self.options_of(queries, keys, self._wide(("out",), arrays))
         of_call = dict.fromkeys((*NAMES, "out", "lse")) | self.captured(options, queries, keys, arrays["q"]) | arrays
         found = self.backend.forward(options, self._packed(of_call), self.random)
         return self._unpacked(dict(zip(("out", "lse"), found, strict=True)))
 
     def backward(self, queries: Span, keys: Span, need: tuple[str, ...], arrays: dict[str, Array]) -> dict[str, Array]:
-        """The gradients `need` of a part; dq in the dtype of the softmax if it has room in this dtype."""
-        options = self.options_of(queries, keys, self._wide("dq", arrays))
+        """The gradients `need` of a part; of dq, dk and dv those in the dtype of the softmax that have room in it."""
+        options = self.options_of(queries, keys, self._wide(DEFAULT_NEED, arrays))
         absent: dict[str, Any] = dict.fromkeys((*NAMES, "dlse"))
         del absent["block_table"]
         ordered = tuple(name for name in (*GRADIENTS, *gradient_names(self.options)) if name in need)
@@ -141,10 +142,10 @@ class Parts:
             return results
         return {name: x[None] if name in _OF_BATCH else x for name, x in results.items()}
 
-    def _wide(self, name: str, arrays: Mapping[str, Array]) -> tuple[str, ...]:
-        """The option `wide` of a call that gives a result as its room is."""
-        room = arrays.get(name)
-        return () if room is None or room.dtype == arrays["q"].dtype else (name,)
+    def _wide(self, names: Collection[str], arrays: Mapping[str, Array]) -> tuple[str, ...]:
+        """The option `wide` of a call that gives results as their rooms are."""
+        dtype = arrays["q"].dtype
+        return tuple(name for name in names if arrays.get(name) is not None and arrays[name].dtype != dtype)
 
     def behind_queries(self, arrays: dict[str, Array], front: int, shared: Collection[str] = ()) -> dict[str, Array]:
         """The arrays of a call that begins so many queries earlier, with rows that see nothing.
@@ -186,17 +187,40 @@ class Parts:
     ) -> dict[str, Array]:
         """Have a call fill some arrays: directly, or by a copy where it computes on copies, or on rows in front, too.
 
-        Copies lie in memory in one way, or, if the call `is_wide`, have the dtype of the softmax.
+        Copies lie in memory in one way, or, if the call `is_wide`, have the dtype of the softmax. What is as good as a
+        copy is not copied.
         """
         is_wide = is_wide and self.problem.dtype != self.problem.softmax_dtype
         if not self.is_fixed and not is_wide and not front:
             return call(arrays | results)
         if is_wide:
             arrays = {name: self.widened(x) for name, x in arrays.items()}
-        got = call({name: x if x.flags.c_contiguous else x.copy(order="C") for name, x in arrays.items()})
+        given = {name: x if self._is_like_copy(name, x) else x.copy(order="C") for name, x in arrays.items()}
+        is_direct = not front and not is_wide and not self.is_on_cpu
+        fitting = {name: x for name, x in results.items() if is_direct and self._is_like_copy(name, x)}
+        got = call(given | fitting)
         for name, into in results.items():
-            into[...] = got[name][:, :, front:]
+            if name not in fitting:
+                into[...] = got[name][:, :, front:]
         return got
+
+    def _is_like_copy(self, name: str, array: Array) -> bool:
+        """Whether a call gives the same bits with an array as with a copy of it, in which the rows lie together.
+
+        Plans of a device depend on how wide accesses may be, and on what is the same along an axis; where rows lie,
+        strides say.
+        """
+        if self.is_on_cpu or name not in _OF_BATCH:
+            return bool(array.flags.c_contiguous)
+        address = self._address_of(array) % WIDE
+        if array.flags.c_contiguous:
+            return address == 0
+        if any(step == 0 and n > 1 for step, n in zip(array.strides, array.shape, strict=True)):
+            return False
+        return wide_layout(array.shape, array.strides, array.itemsize, address) is not None
+
+    def _address_of(self, array: Array) -> int:
+        return int(array.data.ptr)
 
     @property
     def softmax_dtype(self) -> np.dtype[Any]:

@@ -24,7 +24,30 @@ class Band(NamedTuple):
 
     def queries_of(self, keys: Span, seqlen_q: int) -> Span:
         """The span from the first to the last query that sees any of some keys."""
-        return Band(-self.diagonal, self.right, self.left).keys_of(keys, seqlen_q)
+        return self.transposed.keys_of(keys, seqlen_q)
+
+    @property
+    def transposed(self) -> Band:
+        """Which queries see a key."""
+        return Band(-self.diagonal, self.right, self.left)
+
+    def joint(self, queries: Span, spans: Sequence[Span]) -> Span | None:
+        """Numbers for the keys of some spans, one after the other, by which the band shows the same pairs; or None.
+
+        All spans but one are seen as a whole by all queries, and keep their side of what a bound cuts.
+        """
+        first, last = queries[0] + self.diagonal, queries[1] - 1 + self.diagonal
+
+        def sees_all(keys: Span) -> bool:
+            is_left = self.left is None or last - self.left <= keys[0]
+            return not is_some(keys) or (is_left and (self.right is None or keys[1] <= first + self.right + 1))
+
+        cuts = [i for i, span in enumerate(spans) if not sees_all(span)]
+        fixed = cuts[0] if cuts else 0
+        start = spans[fixed][0] - sum(b - a for a, b in spans[:fixed])
+        stop = start + sum(b - a for a, b in spans)
+        moved = ((start, spans[fixed][0]), (spans[fixed][1], stop))
+        return (start, stop) if len(cuts) < 2 and all(map(sees_all, moved)) else None
 
 
 def cut_evenly(length: int, pieces: int) -> list[Span]:
@@ -49,6 +72,26 @@ def overlap(a: Span, b: Span) -> Span:
     """The rows that two spans have in common; an empty span where there are none."""
     start = max(a[0], b[0])
     return start, max(min(a[1], b[1]), start)
+
+
+def cut(span: Span, spans: Sequence[Span]) -> list[Span]:
+    """What some spans have of one, in their order."""
+    return [part for other in spans if is_some(part := overlap(span, other))]
+
+
+def places(rows: Sequence[Span], held: Sequence[Span]) -> slice | None:
+    """Where rows of spans that follow each other lie in those of some spans, one after the other; None if not there."""
+    first = 0
+    found: slice | None = None
+    left = list(rows)
+    for span in held:
+        while left and span[0] <= left[0][0] and left[0][1] <= span[1]:
+            start, stop = (first + end - span[0] for end in left.pop(0))
+            if found is not None and found.stop != start:
+                return None
+            found = slice(start if found is None else found.start, stop)
+        first += span[1] - span[0]
+    return None if left else found
 
 
 def is_some(span: Span) -> bool:

@@ -61,7 +61,7 @@ def tensor_map_spec(
 
 
 def why_not(name: str, operand: Operand, *, written: bool = False, broadcasts: bool = False) -> str | None:
-    """Why TMA cannot read the operand, or write it, its address taken as aligned; None if it can.
+    """Why TMA cannot read the operand, or write it; None if it can.
 
     Where it `broadcasts`, the kernel leaves out the coordinates of axes of stride 0.
     """
@@ -73,6 +73,8 @@ def why_not(name: str, operand: Operand, *, written: bool = False, broadcasts: b
         is_valid = 0 < stride_bytes < _MAX_STRIDE_BYTES and stride_bytes % 16 == 0
         if size > 1 and not is_valid and not (broadcasts and stride == 0):
             return f"a stride of {name} is {stride_bytes} bytes, not a positive multiple of 16"
+    if operand.alignment < 16:
+        return f"{name} is aligned to {operand.alignment} bytes only, not 16"
     row_bytes = operand.shape[3] * itemsize
     if written and row_bytes % 16:  # measured on an H200; reads end at the last element
         return f"a row of {name} is {row_bytes} bytes, not a multiple of the 16 that are written at once"

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from bench.cases import FA2, SUITES, Case, Suite
+from bench.cases import Case
 from bench.functions import FUNCTIONS
+from bench.suites import FA2, SUITES, Suite
 from cuflash.operands import numpy_dtype
 from cuflash.options import Options
 from cuflash.problem import make_problem

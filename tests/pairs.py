@@ -61,8 +61,8 @@ OPTIONS = (
     Option("deterministic", ({"deterministic": True},), ("backward",)),
     Option("precision", ({"precision": "tf32"},)),
     Option("dropout", ({"dropout": 0.2},)),
-    Option("bias", ({"bias": (SEQLEN_Q, SEQLEN_K)}, {"bias": (2, 1, SEQLEN_K), "bias_dtype": "input"})),
-    Option("mask", ({"mask": (SEQLEN_Q, SEQLEN_K)},)),
+    Option("bias", ({"bias": (1, 2, SEQLEN_Q, SEQLEN_K)}, {"bias": (2, 1, SEQLEN_K), "bias_dtype": "input"})),
+    Option("mask", ({"mask": (SEQLEN_Q, SEQLEN_K)}, {"mask": (2, 1, 1, SEQLEN_K)})),
     Option("block_mask", ({"block_mask": (2,), "block_size": (64, 64)}, {"block_mask": (), "block_size": (128, 32)})),
     Option("kv_lengths", ({"kv_lengths": (SEQLEN_K, 70)}, {"kv_lengths": (0, 100), "kv_lengths_dtype": "int64"})),
     Option("block_table", ({"page_size": 16},), ("forward",)),
@@ -74,7 +74,8 @@ OPTIONS = (
     Option("dlse", ({"dlse": True},), ("backward",)),
     Option("num_heads_kv", ({"num_heads_kv": 1},)),
     Option("head_dim_v", ({"head_dim_v": 48},)),
-    Option("axes", ({"axes": (2, 1), "leading": (("k", (1, 1)), ("v", (1, 1)))},)),
+    # Keys that broadcast; and rows of a model of structures, which share a bias of pairs and have a mask of keys each.
+    Option("axes", ({"axes": (1, 2), "leading": (("k", (1, 1)), ("v", (1, 1)))}, {"axes": (1, 2)})),
     Option("strides", ({"strides": "padded"}, {"strides": "transposed"})),
 )
 

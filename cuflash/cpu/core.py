@@ -13,7 +13,7 @@ import hashlib
 import struct
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.cpu.jobs import count_cores
-from cuflash.operands import DTYPES, FLOAT8, layout_of
+from cuflash.operands import DTYPES, FLOAT8, Shaped, layout_of
 from cuflash.problem import Problem
 from cuflash.terms import DEFAULT_NEED, GRADIENTS, NUMBERS, OF_SCORES, OF_SOFTMAX, SCORES, TERMS
 
@@ -87,11 +87,11 @@ class _Library(NamedTuple):
     data_offset: int
 
 
-class _Prepared(NamedTuple):
-    """What calls on arrays of the same strides have in common."""
+class Prepared(NamedTuple):
+    """What calls on arrays of the same shapes and strides have in common."""
 
     fixed: bytes
-    pack: Callable[..., bytes]  # of what changes from call to call: seed, offset and the arrays in their order
+    pack: Callable[..., bytes]  # of what changes from call to call, the arrays in their order at the end
     nanoseconds: float
 
 
@@ -109,9 +109,9 @@ def _load() -> _Library | str:
         return f"it cannot be loaded: {error}"
     if size != ctypes.sizeof(_Call) or _hash_of_sources() not in ("", sources):
         return "it was built of other sources than these: install cuflash again"
-    call: list[Any] = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
-    functions.cuflash_run.argtypes = [*call, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64]
-    functions.cuflash_start.argtypes = [*call, ctypes.c_int, ctypes.POINTER(ctypes.c_int)]
+    call: list[Any] = [ctypes.c_char_p, ctypes.c_char_p]
+    functions.cuflash_run.argtypes = call
+    functions.cuflash_start.argtypes = [*call, ctypes.POINTER(ctypes.c_int)]
     functions.cuflash_start.restype = ctypes.c_void_p
     functions.cuflash_wait.argtypes = [ctypes.c_void_p, ctypes.c_int]
     functions.cuflash_finish.argtypes = [ctypes.c_void_p]
@@ -170,32 +170,38 @@ def run(
 
     Raises MemoryError, and whatever a signal handler raises, such as KeyboardInterrupt: within a tenth of a second.
     """
+    given = {name: x for name, x in arrays.items() if x is not None}
+    prepared = _prepared(problem, given, is_backward)
+    if prepared is None or not compute(prepared, given.values(), seed, offset):
+        _run_on_copies(problem, given, is_backward, seed, offset)
+
+
+def compute(prepared: Prepared, arrays: Collection[Array], seed: int | None, offset: int | None) -> bool:
+    """Compute a pass on arrays in the order in which they were prepared. Raises as `run` does.
+
+    False, and nothing is computed, where elements of an array are not aligned to their size.
+    """
     library = _load()
     if isinstance(library, str):
         raise RuntimeError(f"there is no compiled core: {library}")
     functions, data_offset = library
-    given = {name: x for name, x in arrays.items() if x is not None}
-    prepared = _prepared(functions, problem, given, is_backward)
-    if prepared is None:
-        _run_on_copies(problem, given, is_backward, seed, offset)
-        return
-    places = map(id, given.values()) if data_offset >= 0 else (x.ctypes.data for x in given.values())
-    changing = prepared.pack(seed or 0, offset or 0, *places)
-    call = (prepared.fixed, changing, data_offset, _skipped_kinds())
-    status, threads = _NO_THREAD, 1
+    status, threads, is_long = _NO_THREAD, 1, False
     if prepared.nanoseconds > SERIAL_NS:
         threads = max(1, min(count_cores(), int(prepared.nanoseconds / THREAD_NS)))
-        if prepared.nanoseconds > PATIENCE_NS * threads:
-            status = _run_on_threads(functions, call, threads)
+        is_long = prepared.nanoseconds > PATIENCE_NS * threads
+    memory = _kept.__dict__.get("address") or _keep_memory()
+    places = map(id, arrays) if data_offset >= 0 else (x.ctypes.data for x in arrays)
+    own = (data_offset, _skipped_kinds(), threads, memory, KEPT_BYTES)
+    changing = prepared.pack(*own, seed or 0, offset or 0, *places)
+    if is_long:
+        status = _run_on_threads(functions, prepared.fixed, changing)
     if status == _NO_THREAD:
-        memory = _kept.__dict__.get("address") or _keep_memory()
-        status = functions.cuflash_run(*call, threads - 1, memory, KEPT_BYTES)
-    if status == _UNALIGNED:
-        _run_on_copies(problem, given, is_backward, seed, offset)
+        status = functions.cuflash_run(prepared.fixed, changing)
     if status == _OUT_OF_MEMORY:
         raise MemoryError("no memory for the tiles of attention")
     if status == _OTHER_LAYOUT:
         raise RuntimeError("the compiled core was built of other sources")
+    return status != _UNALIGNED
 
 
 def _run_on_copies(
@@ -216,10 +222,10 @@ def _keep_memory() -> int:
     return _kept.address
 
 
-def _run_on_threads(functions: Any, call: tuple[bytes, bytes, int, int], threads: int) -> int:
+def _run_on_threads(functions: Any, fixed: bytes, changing: bytes) -> int:
     """Compute a long call on threads of the core. This one waits, and handles signals in between."""
     status = ctypes.c_int()
-    running = functions.cuflash_start(*call, threads, ctypes.byref(status))
+    running = functions.cuflash_start(fixed, changing, ctypes.byref(status))
     if not running:
         return status.value
     try:
@@ -230,22 +236,28 @@ def _run_on_threads(functions: Any, call: tuple[bytes, bytes, int, int], threads
     return code
 
 
-def _prepared(functions: Any, problem: Problem, given: dict[str, Array], is_backward: bool) -> _Prepared | None:
-    """What this call has in common with others, kept with the problem; None where strides are no whole elements."""
-    kept: dict[Any, _Prepared] = vars(problem).setdefault("_prepared_calls", {})
+def _prepared(problem: Problem, given: Mapping[str, Array], is_backward: bool) -> Prepared | None:
+    """What `prepare` gives, kept with the problem."""
+    kept: dict[Any, Prepared] = vars(problem).setdefault("_prepared_calls", {})
     key = (is_backward, *given, *[x.strides for x in given.values()])
     prepared = kept.get(key)
     if prepared is None:
-        strides = [(s, x.itemsize) for x in given.values() for n, s in zip(x.shape, x.strides, strict=True) if n > 1]
-        if any(stride % itemsize for stride, itemsize in strides):
-            return None
-        if len(kept) >= MOST_PREPARED:
-            kept.clear()
-        prepared = kept[key] = _prepare(functions, problem, given, is_backward)
+        prepared = prepare(problem, given, is_backward)
+        if prepared is not None:
+            if len(kept) >= MOST_PREPARED:
+                kept.clear()
+            kept[key] = prepared
     return prepared
 
 
-def _prepare(functions: Any, problem: Problem, given: dict[str, Array], is_backward: bool) -> _Prepared:
+def prepare(problem: Problem, given: Mapping[str, Shaped], is_backward: bool) -> Prepared | None:
+    """What a call on arrays like these by name has in common with others; None where strides are no whole elements."""
+    library = _load()
+    if isinstance(library, str):
+        raise RuntimeError(f"there is no compiled core: {library}")
+    steps = [(s, x.dtype.itemsize) for x in given.values() for n, s in zip(x.shape, x.strides, strict=True) if n > 1]
+    if any(stride % itemsize for stride, itemsize in steps):
+        return None
     call = _Call(
         bytes=ctypes.sizeof(_Call),
         is_backward=is_backward,
@@ -275,17 +287,17 @@ def _prepare(functions: Any, problem: Problem, given: dict[str, Array], is_backw
     call.num_given = len(given)
     for number, (name, x) in enumerate(given.items()):
         at = call.given[number] = names.index(name)
-        call.sizes[at] = x.itemsize
+        call.sizes[at] = x.dtype.itemsize
         call.strides[at][:] = _strides(x, AXES[name], problem.layout)
     fixed = bytes(call)[: _Call.seed.offset]
     flops = problem.backward_flops if is_backward else problem.forward_flops
-    nanoseconds = flops / (30 if problem.dtype == "float64" else 60) + functions.cuflash_overhead_ns(fixed)
-    return _Prepared(fixed, struct.Struct(f"@2Q{len(given)}N").pack, nanoseconds)
+    nanoseconds = flops / (30 if problem.dtype == "float64" else 60) + library.functions.cuflash_overhead_ns(fixed)
+    return Prepared(fixed, struct.Struct(f"@3qPq2Q{len(given)}N").pack, nanoseconds)
 
 
-def _strides(array: Array, axes: Any, layout: str) -> tuple[int, ...]:
+def _strides(array: Shaped, axes: Any, layout: str) -> tuple[int, ...]:
     """Strides of an array in elements, 0 on axes that it does not have and on those of length 1."""
     if axes == "q":
         return layout_of(array, layout).strides
-    own = [0 if n == 1 else s // array.itemsize for n, s in zip(array.shape, array.strides, strict=True)]
+    own = [0 if n == 1 else s // array.dtype.itemsize for n, s in zip(array.shape, array.strides, strict=True)]
     return (*[0] * (axes - len(own)), *own, *[0] * (4 - axes))

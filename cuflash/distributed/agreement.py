@@ -24,15 +24,56 @@ class Facts(NamedTuple):
     lasting: str = "{}"  # as JSON: the same whenever such a call is made
 
 
+class Heard(Exception):
+    """What ranks said of a call while this one computed already, where that is not what it expected of them."""
+
+    def __init__(self, error: Exception | None, lasting: tuple[str, ...] = ()) -> None:
+        """An error, of which the others know, or lasting facts that agree."""
+        super().__init__(error or "other lasting facts")
+        self.error, self.lasting = error, lasting
+
+
+class Pending:
+    """What all ranks say of a call, which is heard at the latest when something is to travel."""
+
+    def __init__(self, hear: Callable[[], tuple[str, ...]], expected: tuple[str, ...]) -> None:
+        """`hear` waits for the lasting facts, and raises where ranks do not agree; they are expected to be some."""
+        self._hear, self._expected = hear, expected
+        self.is_over = False
+
+    def hear(self) -> None:
+        """Wait for what ranks say, the first time.
+
+        Raises
+        ------
+        Heard
+            They do not agree, or on something else.
+        """
+        if self.is_over:
+            return
+        self.is_over = True
+        try:
+            lasting = self._hear()
+        except Exception as error:
+            raise Heard(error) from None
+        if lasting != self._expected:
+            raise Heard(None, lasting)
+
+
 def together(transport: Transport, timeout: float, work: Callable[[], Result]) -> Result:
     """Do something that may fail on one rank, and fail on all of them if it does on any."""
-    return agreed(transport, timeout, lambda: (work(), Facts({})))[0]
+    result, _, hear = begin_to_agree(transport, timeout, lambda: (work(), Facts({})))
+    hear()
+    return result
 
 
-def agreed(
+def begin_to_agree(
     transport: Transport, timeout: float, work: Callable[[], tuple[Result, Facts]]
-) -> tuple[Result, tuple[str, ...]]:
-    """Do something that gives facts too, and tell the other ranks: its result, and the lasting facts by rank.
+) -> tuple[Result, Facts, Callable[[], tuple[str, ...]]]:
+    """Do something that gives facts too, and tell the other ranks.
+
+    Its result, the facts, and a function that waits for all ranks and gives their lasting facts, by rank. Where the
+    work fails, this waits for them at once, too.
 
     Raises
     ------
@@ -52,19 +93,27 @@ def agreed(
         failure = error
     said = json.dumps([failure and spelled(failure), facts.of_call]) + "\n" + facts.lasting
     with telling(transport):
-        heard = [text.decode().partition("\n") for text in transport.share(said.encode(), timeout)]
+        listen = transport.begin_sharing(said.encode(), timeout)
+
+    def hear() -> tuple[str, ...]:
+        with telling(transport):
+            heard = [text.decode().partition("\n") for text in listen()]
+        if failure is not None:
+            raise failure
+        of_calls = []
+        for rank, (text, _, _) in enumerate(heard):
+            failed, of_call = json.loads(text)
+            if failed:
+                raise RankFailed(rank, failed)
+            of_calls.append(of_call)
+        lasting = tuple(text for *_, text in heard)
+        _check_alike(of_calls)
+        facts_of(lasting)
+        return lasting
+
     if failure is not None:
-        raise failure
-    of_calls = []
-    for rank, (text, _, _) in enumerate(heard):
-        failed, of_call = json.loads(text)
-        if failed:
-            raise RankFailed(rank, failed)
-        of_calls.append(of_call)
-    lasting = tuple(text for *_, text in heard)
-    _check_alike(of_calls)
-    facts_of(lasting)
-    return result, lasting  # type: ignore[return-value]
+        hear()
+    return result, facts, hear  # type: ignore[return-value]
 
 
 @functools.lru_cache(maxsize=256)
@@ -91,7 +140,7 @@ def telling(transport: Transport) -> Iterator[None]:
     except RankFailed as error:
         transport.fail(error.rank, error.text)
         raise
-    except TimeoutError:  # as the others find themselves
+    except (TimeoutError, Heard):  # as the others find themselves
         raise
     except BaseException as error:  # whatever it is, the others wait
         transport.fail(transport.rank, spelled(error))

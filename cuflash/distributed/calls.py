@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from cuflash import host, interop
 from cuflash.binding import INPUTS, Contiguous, Pass
 from cuflash.captured import checked_with_captured, names_of
 from cuflash.cpu.packed import check_starts
-from cuflash.distributed.agreement import Facts, agreed, digest, facts_of, together
+from cuflash.distributed.agreement import Facts, Heard, Pending, begin_to_agree, digest, facts_of, telling, together
 from cuflash.distributed.arguments import SPLITS, not_served
 from cuflash.distributed.execution import Execution
 from cuflash.distributed.packed import Packing
@@ -33,6 +34,7 @@ from cuflash.spans import Band
 from cuflash.terms import BROADCAST, OF_HEADS, TERMS, Terms
 from cuflash.values import counted, value_error
 
+Result = TypeVar("Result")
 ALL_ROWS = "all"  # what an array without an axis of queries says instead of their number
 # Terms that all ranks have alike: those without axes of rows.
 _OF_ALL = tuple(term.name for term in TERMS if term.own_axes in (0, 1))
@@ -43,6 +45,8 @@ _REMEDIES = {
     "k_scale": "k of 16 bits a number or more",
     "v_scale": "v of 16 bits a number or more",
 }
+# Terms that depend on the numbers of rows.
+_COUNTED = frozenset(term.name for term in TERMS if term.part_of != "softmax")
 _STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 MAX_KNOWN = 256  # calls whose preparation is kept
 # Terms that functions are computed as, where they spell them out. Not a bias, of which each rank has other rows.
@@ -83,7 +87,7 @@ class Calls:
     options: Options
     splits: tuple[Any, Any]  # of queries and of keys, each a `Split` or its name
     chunks: int
-    steps: int
+    steps: int | None
     timeout: float
     check: bool
     transport: Transport
@@ -91,6 +95,8 @@ class Calls:
     count: int = field(default=0, init=False)  # of the calls that there were
     # By what all ranks said of calls that fitted all of them: the last ones.
     known: dict[tuple[str, ...], Prepared] = field(default_factory=dict, init=False)
+    # By what this rank said, what all ranks said together in the last such call.
+    _expected: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False)
     # By what they follow from: lasting facts. Those of arrays on a device, whose values do not matter.
     _told: dict[Any, str] = field(default_factory=dict, init=False)
 
@@ -99,16 +105,21 @@ class Calls:
         """The arrays that all ranks have alike."""
         return (*_OF_ALL, "block_mask", *names_of(self.options))
 
-    def begin(
+    def carry_out(
         self,
         method: str,
         arrays: dict[str, Any],
         terms: dict[str, Any],
         required: tuple[str, ...],
         random: tuple[int | None, int | None],
+        compute: Callable[[Call, Execution], Result],
         need_of: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda given: (),
-    ) -> tuple[Call, Execution]:
-        """What this rank is to do, after all ranks have agreed on it."""
+    ) -> Result:
+        """Do what this rank is to do, if all ranks agree on the call.
+
+        Where it has made such a call before, and its transport goes on meanwhile, it begins with its own rows before it
+        hears of the others.
+        """
         self.count += 1
         if interop.are_cupy(arrays, INPUTS) and interop.is_captured(arrays["q"]):
             self._check_captured(terms)
@@ -120,9 +131,22 @@ class Calls:
 
         if not self.check:
             call, facts = own()
-            lasting: tuple[str, ...] = (facts.lasting,)
+            return self._computed(call, self._found(method, call, facts, (facts.lasting,)), compute)
+        call, facts, hear = begin_to_agree(self.transport, self.timeout, own)
+        expected = self._expected.get(facts.lasting)
+        if expected in self.known and self.transport.shares_meanwhile:
+            try:
+                return self._computed(call, self.known[expected], compute, Pending(hear, expected))
+            except Heard as heard:
+                if heard.error is not None:
+                    raise heard.error from None
+                lasting = heard.lasting
         else:
-            call, lasting = agreed(self.transport, self.timeout, own)
+            lasting = hear()
+        return self._computed(call, self._found(method, call, facts, lasting), compute)
+
+    def _found(self, method: str, call: Call, facts: Facts, lasting: tuple[str, ...]) -> Prepared:
+        """What such calls have in common, by the lasting facts of all ranks."""
         prepared = self.known.get(lasting)
         if prepared is None:
             prepare = functools.partial(self._prepared, method, call, facts_of(lasting))
@@ -130,7 +154,28 @@ class Calls:
             self.known[lasting] = prepared
             if len(self.known) > MAX_KNOWN:
                 del self.known[next(iter(self.known))]
-        return self._bound(prepared, call)
+        if len(self._expected) >= MAX_KNOWN:
+            self._expected.clear()
+        self._expected[facts.lasting] = lasting
+        return prepared
+
+    def _computed(
+        self,
+        call: Call,
+        prepared: Prepared,
+        compute: Callable[[Call, Execution], Result],
+        agreement: Pending | None = None,
+    ) -> Result:
+        """What this rank computes of the arrays of a call."""
+        run, own = prepared
+        given = call.given if own is None else own.arrays(call.given)
+        arrays = {name: self._seen(name, x) for name, x in given.items()}
+        run = replace(run, arrays=arrays, random=call.random, agreement=agreement)
+        with telling(self.transport), _on_device(arrays["q"]):
+            result = compute(call._replace(equivalent=own), run)
+            if agreement is not None:
+                agreement.hear()
+            return result
 
     def _check_captured(self, terms: Mapping[str, Any]) -> None:
         """Refuse a call whose host does what a CUDA graph does not replay."""
@@ -235,13 +280,6 @@ class Calls:
         of_options = call._replace(given=own.arrays(call.given), need=own.need(call.need))
         return Prepared(replace(self, options=own.options)._as_it_is(method, of_options, splits, facts), own)
 
-    def _bound(self, prepared: Prepared, call: Call) -> tuple[Call, Execution]:
-        """What this rank is to do with the arrays of a call."""
-        run, own = prepared
-        given = call.given if own is None else own.arrays(call.given)
-        arrays = {name: self._seen(name, x) for name, x in given.items()}
-        return call._replace(equivalent=own), replace(run, arrays=arrays, random=call.random)
-
     def _spelled_out(self, call: Call, splits: Sequence[Any]) -> Equivalent | None:
         """What the call computes in place of functions: the same on all ranks."""
         likes, axis = dict(call.given), _axis_of_rows(call.given["q"], self.options.layout)
@@ -262,16 +300,21 @@ class Calls:
                 expected = f"{split.rows(self.transport.rank)}, which rank {self.transport.rank} has of {split.seqlen}"
                 raise value_error(name, counted(rows, "row"), expected)
         problem = self._problem(method, call, split_q, split_k)
+        batch, num_heads_kv, *_ = view_4d(given["k"], self.options.layout).shape
+        of_row = batch * (problem.head_dim + problem.head_dim_v) * given["k"].dtype.itemsize
         left, right = window_of(self.options, split_q.seqlen, split_k.seqlen)
         schedule = make_schedule(
             split_q,
             split_k,
             Band(diagonal_of(self.options, split_q.seqlen, split_k.seqlen), left, right),
             chunks=self.chunks if self.options.deterministic else None,
-            num_heads_kv=view_4d(given["k"], self.options.layout).shape[1],
+            num_heads_kv=num_heads_kv,
             steps=self.steps,
+            row_bytes=(of_row, of_row * problem.group_size),  # of k and v, or of q and dout
             step=steps_of(self.options, "block_mask" in given),
             packing=Packing.of(self.options, *call.starts) if call.starts else None,
+            joins=not self.options.dropout and not problem.has_functions and _COUNTED.isdisjoint(given),
+            why_whole="keys stay where they are" if method == "decode" else None,
         )
         return Execution(
             transport=self.transport,
@@ -370,3 +413,7 @@ def _longer(array: Array, axis: int, rows: int) -> Contiguous:
 
 def _on_host(array: Array) -> Any:
     return array if isinstance(array, np.ndarray) else array.get()
+
+
+def _on_device(array: Array) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if isinstance(array, np.ndarray) else array.device

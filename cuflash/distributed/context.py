@@ -4,23 +4,20 @@ The short story of a call:
 
 1. All ranks agree that they make the same call (`agreement`), and how many rows each of them has.
 2. Who computes what, and what travels for it, follows from these numbers and the options alone (`schedule`).
-3. Rows travel (`transports`), while those that came before are computed with by the functions that compute every other
-   call (`execution`). A result is computed whole on the rank that holds its rows, or in parts that are not rounded.
+3. Rows travel (`travel`, `transports`), while own ones and those that came before are computed with by the functions
+   that compute every other call (`execution`). Parts of results are merged and added before they are rounded (`sums`).
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from cuflash.binding import INPUTS
 from cuflash.captured import check_names, gradient_names
-from cuflash.distributed.agreement import telling
 from cuflash.distributed.arguments import checked_split, positive, transport_of
-from cuflash.distributed.calls import Calls, of_pairs
+from cuflash.distributed.calls import Call, Calls, of_pairs
+from cuflash.distributed.execution import Execution
 from cuflash.distributed.schedule import Schedule
 from cuflash.distributed.split import Split
 from cuflash.operands import numpy_dtype, view_4d, view_rows
@@ -52,9 +49,10 @@ class ContextParallel:
     chunks : int, default 16
         With ``deterministic=True``, into how many pieces both sequences are cut. Every span of a rank must consist of
         whole ones: 16 do for zigzag splits over 1, 2, 4 and 8 ranks.
-    steps : int, default 3
-        In how many groups of key/value heads rows travel, at most, the first of which is small; rows of a group are on
-        their way while those of the group before are computed with. More steps take less memory.
+    steps : int, optional
+        In how many groups of key/value heads rows travel, at most; rows of a group are on their way while those of the
+        group before, and before all this rank's own, are computed with. More steps take less memory, and more time of
+        the host. By default there are up to 3, by how many bytes travel.
     timeout : float, default 60.0
         Seconds after which a rank that waits for another one raises TimeoutError, where the communicator allows. Longer
         than any rank computes in a step: in host memory ranks wait for one another that long.
@@ -65,7 +63,7 @@ class ContextParallel:
         As `cuflash.FlashAttention` takes them, of the whole sequences.
     deterministic : bool, default False
         Results are bitwise the same for any number of ranks and any splits into whole chunks, and run after run.
-        Each chunk is computed by calls of its own, on copies of its arrays.
+        Each chunk is computed by calls of its own, with all that it meets.
     precision : {"highest", "tf32"}, default "highest"
         As `cuflash.FlashAttention` takes it.
     dropout : float, default 0.0
@@ -93,12 +91,13 @@ class ContextParallel:
 
     Notes
     -----
-    out and lse are computed whole where the queries are, from keys and values that travel; dk and dv where the keys
-    are, from queries that travel, and each is rounded once. dq comes in parts from there, in the dtype of lse, and is
-    added in the order of ranks. With `deterministic`, or where other gradients than dq, dk and dv are needed, it is
-    computed as out is, which makes seven products in all where one device makes five. Gradients of numbers, of terms
-    that have a number for each head, of what the score reads, and of a bias that is the same for all queries are added
-    in the dtype of lse, in the order of queries.
+    out and lse are computed where the queries are, from own keys and then from those that travel; dk and dv where the
+    keys are, from own queries and then from those that travel. Parts are merged and added in the dtype of lse, in this
+    order, and rounded once. dq comes in parts from there, in the dtype of lse, and is added in the order of ranks. With
+    `deterministic`, or where other gradients than dq, dk and dv are needed, it is computed as out is, which makes seven
+    products in all where one device makes five. Gradients of numbers, of terms that have a number for each head, of
+    what the score reads, and of a bias that is the same for all queries are added in the dtype of lse, in the order of
+    queries.
 
     Examples
     --------
@@ -123,7 +122,7 @@ class ContextParallel:
         split: Literal["zigzag", "contiguous"] | Split = "zigzag",
         split_k: Literal["zigzag", "contiguous"] | Split | None = None,
         chunks: int = 16,
-        steps: int = 3,
+        steps: int | None = None,
         timeout: float = 60.0,
         check: bool = True,
         causal: bool | Literal["top_left"] = False,
@@ -152,7 +151,7 @@ class ContextParallel:
         )
         check_names(self.options)
         splits = checked_split("split", split), checked_split("split_k", split if split_k is None else split_k)
-        chunks, steps = (positive(name, x) for name, x in (("chunks", chunks), ("steps", steps)))
+        chunks, steps = positive("chunks", chunks), None if steps is None else positive("steps", steps)
         seconds = as_real("timeout", timeout)
         if seconds <= 0:
             raise value_error("timeout", timeout, "a number of seconds > 0")
@@ -275,8 +274,7 @@ class ContextParallel:
             absent = dict.fromkeys((*GRADIENTS, *of_functions))
             return needed(need, {**given, **self.options.numbers}, absent, of_functions)
 
-        call, run = self._calls.begin("backward", arrays, terms, _BACKWARD_INPUTS, (seed, offset), names)
-        with telling(self._calls.transport), _on_device(run.arrays["q"]):
+        def compute(call: Call, run: Execution) -> Gradients | NamedGradients:
             own_need = call.need if call.equivalent is None else call.equivalent.need(call.need)
             results = {name: call.empty(name, run.problem) for name in own_need}
             views = {
@@ -285,10 +283,12 @@ class ContextParallel:
             if "dbias" in views:
                 views["dbias"] = of_pairs(views["dbias"])
             run.backward(own_need, views)
-        found = list(results.values())
-        if call.equivalent is not None:
-            found = call.equivalent.gradients(found, call.given, call.need)
-        return named_tuple_of(call.need)(*(call.borrowed.give_back(x, None) for x in found))
+            found = list(results.values())
+            if call.equivalent is not None:
+                found = call.equivalent.gradients(found, call.given, call.need)
+            return named_tuple_of(call.need)(*(call.borrowed.give_back(x, None) for x in found))
+
+        return self._calls.carry_out("backward", arrays, terms, _BACKWARD_INPUTS, (seed, offset), compute, names)
 
     def decode(
         self,
@@ -354,20 +354,19 @@ class ContextParallel:
         TypeError, ValueError, NotImplementedError, ImportError, RuntimeError, TimeoutError
             As `forward` does.
         """
-        return self._calls.begin("plan", {"q": q, "k": k, "v": v}, terms, INPUTS, (0, 0))[1].schedule
+        arrays = {"q": q, "k": k, "v": v}
+        return self._calls.carry_out("plan", arrays, terms, INPUTS, (0, 0), lambda call, run: run.schedule)
 
     def _forward(
         self, method: str, arrays: dict[str, Any], terms: dict[str, Any], random: tuple[int | None, int | None]
     ) -> ForwardResult:
         """What `forward` and `decode` return."""
-        call, run = self._calls.begin(method, arrays, terms, INPUTS, random)
-        with telling(self._calls.transport), _on_device(run.arrays["q"]):
+
+        def compute(call: Call, run: Execution) -> ForwardResult:
             out = run.xp.empty(run.problem.out_shape, run.arrays["q"].dtype)
             lse = run.xp.empty(run.problem.lse_shape, numpy_dtype(run.problem.softmax_dtype))
-            compute = run.decode if method == "decode" else run.forward
-            compute(view_4d(out, self.options.layout), view_rows(lse))
-        return ForwardResult(*(call.borrowed.give_back(x, None) for x in (out, lse)))
+            fill = run.decode if method == "decode" else run.forward
+            fill(view_4d(out, self.options.layout), view_rows(lse))
+            return ForwardResult(*(call.borrowed.give_back(x, None) for x in (out, lse)))
 
-
-def _on_device(array: Array) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if isinstance(array, np.ndarray) else array.device
+        return self._calls.carry_out(method, arrays, terms, INPUTS, random, compute)

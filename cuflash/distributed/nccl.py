@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.distributed.transports import HIGHEST_PRIORITY, Array, Message, Transport, out_of_time
+from cuflash.streaming.cuda import Cuda
 
 _LENGTH = 8  # bytes that say how many follow
 _AT_ONCE = 8192  # bytes that ranks exchange first; most calls take no more to tell of
@@ -34,22 +35,31 @@ class Nccl(Transport):
     """
 
     goes_into_graphs = True
+    shares_meanwhile = True
 
     def __init__(self, comm: Any) -> None:
         self._cupy = cupy = importlib.import_module("cupy")
         self.rank, self.size, self._send, self._receive, self._group, self._abort = _functions(comm)
-        self._device = cupy.cuda.Device()
+        self._device, self._cuda = cupy.cuda.Device(), Cuda()
         # NCCL moves rows by blocks on multiprocessors. One that is free goes to them, and not to the next attention.
         self._stream = cupy.cuda.Stream(non_blocking=True, priority=HIGHEST_PRIORITY)
 
     def share(self, text: bytes, timeout: float) -> list[bytes]:
+        return self.begin_sharing(text, timeout)()
+
+    def begin_sharing(self, text: bytes, timeout: float) -> Callable[[], list[bytes]]:
         said = len(text).to_bytes(_LENGTH, "little") + text
-        heard = self._gather(said[:_AT_ONCE].ljust(_AT_ONCE, b"\0"), timeout)
-        ends = [_LENGTH + int.from_bytes(row[:_LENGTH], "little") for row in heard]
-        if max(ends) > _AT_ONCE:
-            rest = self._gather(said[_AT_ONCE:].ljust(max(ends) - _AT_ONCE, b"\0"), timeout)
-            heard = [first + more for first, more in zip(heard, rest, strict=True)]
-        return [row[_LENGTH:end] for row, end in zip(heard, ends, strict=True)]
+        first = self._begin_gathering(said[:_AT_ONCE].ljust(_AT_ONCE, b"\0"))
+
+        def heard() -> list[bytes]:
+            rows = self._gathered(first, timeout)
+            ends = [_LENGTH + int.from_bytes(row[:_LENGTH], "little") for row in rows]
+            if max(ends) > _AT_ONCE:
+                rest = self._begin_gathering(said[_AT_ONCE:].ljust(max(ends) - _AT_ONCE, b"\0"))
+                rows = [row + more for row, more in zip(rows, self._gathered(rest, timeout), strict=True)]
+            return [row[_LENGTH:end] for row, end in zip(rows, ends, strict=True)]
+
+        return heard
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
         cupy, ready = self._cupy, self._cupy.cuda.Event(disable_timing=True)
@@ -70,23 +80,31 @@ class Nccl(Transport):
     def fail(self, rank: int, text: str) -> None:
         self._abort()
 
-    def _gather(self, own: bytes, timeout: float) -> list[bytes]:
-        """What each rank gives, as many bytes as this one."""
-        cupy = self._cupy
-        with self._device, self._stream:  # what is computed meanwhile is not waited for
-            on_device = cupy.empty((self.size, len(own)), np.uint8)
-            on_device[self.rank].set(np.frombuffer(own, np.uint8))
+    def _begin_gathering(self, own: bytes) -> tuple[Any, Any, Any]:
+        """Begin to exchange as many bytes as others give: an event after that, where they come, and what has to live.
+
+        What is computed meanwhile is not waited for, on the device or on the host.
+        """
+        with self._device, self._stream:
+            host, on_device = (make((self.size, len(own)), np.uint8) for make in (self._cuda.pinned, self._cupy.empty))
+            host[self.rank] = np.frombuffer(own, np.uint8)
+            self._cuda.copy(on_device[self.rank], host[self.rank], self._stream)
             others = [rank for rank in range(self.size) if rank != self.rank]
             sends, receives = [(r, on_device[self.rank]) for r in others], [(r, on_device[r]) for r in others]
-            arrived, *_ = pending = self.start(sends, receives)
-            deadline = time.monotonic() + timeout
-            while not arrived.done:
-                if time.monotonic() > deadline:
-                    self._abort()
-                    raise out_of_time("what other ranks say", timeout)
-                time.sleep(1e-5)
-            self.finish(pending, timeout)
-            return [row.tobytes() for row in cupy.asnumpy(on_device)]
+            pending = self.start(sends, receives)
+            self._cuda.copy(host, on_device, self._stream)
+            return self._cuda.mark(self._stream), host, (on_device, pending)
+
+    def _gathered(self, gathering: tuple[Any, Any, Any], timeout: float) -> list[bytes]:
+        """What each rank gave, by rank."""
+        arrived, host, _ = gathering
+        deadline = time.monotonic() + timeout
+        while not arrived.done:
+            if time.monotonic() > deadline:
+                self._abort()
+                raise out_of_time("what other ranks say", timeout)
+            time.sleep(1e-5)
+        return [row.tobytes() for row in host]
 
 
 def _bytes(array: Array) -> Array:

@@ -1,43 +1,57 @@
 """Who computes which pairs of queries and keys, and which rows travel for it: pure data, from lengths and splits alone.
 
-Results are computed whole by the rank that holds their rows, in one call for each piece of them. So nothing that was
-rounded is ever added to anything that was rounded elsewhere:
+There are two walks over all pairs:
 
 - *By queries*: out, lse and dq of a piece of queries, from all keys that it sees. Keys and values travel.
 - *By keys*: dk and dv of a piece of keys, from all queries that see it. Queries and what belongs to them travel. dq may
   come in parts from here instead, which travel back the same way.
 
-Pieces are the spans of a rank, or, where results are to have the same bits whatever the number of ranks, these cut at
-the ends of global chunks. What travels does so in steps of some key/value heads each, so that a step's rows are on
-their way while those of the step before are computed with. The first step is small, since nothing is computed while
-its rows travel; where parts of dq travel back, so is the last one.
+A piece belongs to the rank that holds its rows. A walk goes in rounds. In the first one a rank computes with what it
+holds, while rows travel; in the second one with what it received. Each call gives a part of the results of its piece;
+parts are neither rounded nor added to anything that was. Where results are to have the same bits whatever the number of
+ranks, there is one round, whose calls have all that a piece meets, and pieces are cut at the ends of global chunks.
+
+What travels does so in steps of some key/value heads each, so that a step's rows are on their way while those of the
+step before are computed with. A first step that nothing is computed before is small; so is a last one behind which
+parts are added, or travel back. A step has calls, copies and transfers of its own, which the host begins one by one. So
+there are few, unless rows are many.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from cuflash.distributed.packed import By, Packing
 from cuflash.distributed.split import Split
-from cuflash.spans import Band, Span, cut_evenly, is_some, joined, overlap
+from cuflash.spans import Band, Span, cut, cut_evenly, is_some, joined
 from cuflash.values import counted, value_error
 
+STEPS = 3  # at most, unless the caller says more
+# Bytes of rows of all ranks in a step. On two H100 half as many were as fast in one step as in two or three in the
+# forward pass, and faster in the backward pass; the host took half of the time.
+STEP_BYTES = 2**29
 GROWTH = 4  # how many times as long as the step before a step is: to compute takes as much longer than to send, or more
 
 
 class Tile(NamedTuple):
-    """Queries and keys of one call. One of them is a piece of what the rank holds, the other all that it meets.
+    """Queries and keys of one call. One of them is a piece of what the rank holds, the other rows that it meets.
 
-    Calls begin at multiples of some step, so that there may be queries, or keys, in front of the piece.
+    Calls begin at multiples of some step, so that there may be queries, or keys, in front of the piece. What it meets
+    may be rows of several spans, which lie one after the other: these are numbered as if they stood next to each other
+    in the whole, too, in a way that bounds leave the same pairs visible.
     """
 
     rank: int
+    piece: int  # which of the rank's
+    part: int  # which of those that the results of the piece come in
     queries: Span
     keys: Span
+    met: tuple[Span, ...]  # those of queries and keys that are no piece, by their places in the whole
     sequences: Span | None = None  # of packed ones, those that it computes with, from the first on
     front: tuple[int, int] = (0, 0)  # queries and keys before the piece; they are nobody's, and have no weight
 
@@ -61,34 +75,20 @@ class Transfer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Walk:
-    """One way to compute all pairs: by queries, whose keys travel, or by keys, whose queries do."""
+class Round:
+    """Calls on what ranks hold, or on what they receive, or on both together."""
 
-    by: Literal["queries", "keys"]
-    calls: tuple[Tile, ...]  # one for each piece of a rank, in increasing order
+    by: By
+    calls: tuple[Tile, ...]  # in the order of ranks and their pieces
     split: Split  # of what travels
     heads: tuple[Span, ...]  # key/value heads of each step
-
-    @cached_property
-    def tiles(self) -> tuple[Tile, ...]:
-        """Those of pieces that meet anything."""
-        return tuple(tile for tile in self.calls if is_some(self.met(tile)))
-
-    @cached_property
-    def pieces(self) -> tuple[tuple[Span, ...], ...]:
-        """By rank."""
-        return tuple(tuple(map(self.own, self.calls_of(rank))) for rank in range(self.split.ranks))
 
     def own(self, tile: Tile) -> Span:
         """The piece of a tile: rows that its rank holds, and that results belong to."""
         return tile.own_queries if self.by == "queries" else tile.own_keys
 
-    def met(self, tile: Tile) -> Span:
-        """The other side of a tile, rows that travel."""
-        return tile.keys if self.by == "queries" else tile.queries
-
     def calls_of(self, rank: int) -> list[Tile]:
-        """One for each piece of a rank; the other side of a piece that meets nothing is empty."""
+        """Those of a rank."""
         return [tile for tile in self.calls if tile.rank == rank]
 
     def longest_first(self, rank: int) -> list[tuple[int, Tile]]:
@@ -102,12 +102,20 @@ class Walk:
 
     @cached_property
     def _held(self) -> tuple[tuple[Span, ...], ...]:
-        ranks = range(self.split.ranks)
-        return tuple(joined([self.met(tile) for tile in self.tiles if tile.rank == rank]) for rank in ranks)
+        return tuple(joined([x for t in self.calls_of(rank) for x in t.met]) for rank in range(self.split.ranks))
 
     def held(self, rank: int) -> tuple[Span, ...]:
         """The rows, of what travels, that the tiles of a rank meet."""
         return self._held[rank]
+
+    def comes_whole(self, rank: int) -> bool:
+        """Whether all that the tiles of a rank meet comes from one rank, as rows of one span."""
+        return self._comes_whole[rank]
+
+    @cached_property
+    def _comes_whole(self) -> tuple[bool, ...]:
+        comes = [[x.rows for x in self.transfers if x.target == rank] for rank in range(self.split.ranks)]
+        return tuple(len(rows) == 1 and tuple(rows) == self.held(rank) for rank, rows in enumerate(comes))
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -118,11 +126,37 @@ class Walk:
                 if source == target:
                     continue
                 for span in self.split.spans[source]:
-                    for needed in self.held(target):
-                        rows = overlap(span, needed)
-                        if rows[0] < rows[1]:
-                            found.append(Transfer(source, target, rows))
+                    found += [Transfer(source, target, rows) for rows in cut(span, self.held(target))]
         return tuple(found)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One way to compute all pairs: by queries, whose keys travel, or by keys, whose queries do."""
+
+    by: By
+    pieces: tuple[tuple[Span, ...], ...]  # by rank
+    rounds: tuple[Round, ...]
+
+    @cached_property
+    def steps(self) -> tuple[tuple[Round, Span], ...]:
+        """All rounds with the key/value heads of each step."""
+        return tuple((a_round, heads) for a_round in self.rounds for heads in a_round.heads)
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Those of all rounds."""
+        return tuple(transfer for a_round in self.rounds for transfer in a_round.transfers)
+
+    def calls_of(self, rank: int) -> list[Tile]:
+        """Those of a rank in all rounds."""
+        return [tile for a_round in self.rounds for tile in a_round.calls_of(rank)]
+
+    @cached_property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """By rank, in how many parts the results of each piece come."""
+        of_ranks = (Counter(tile.piece for tile in self.calls_of(rank)) for rank in range(len(self.pieces)))
+        return tuple(tuple(count[i] for i in range(len(own))) for count, own in zip(of_ranks, self.pieces, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +169,11 @@ class Schedule:
     chunks: int | None  # where pieces are cut, so that they are the same for any number of ranks; None: they are spans
     step: tuple[int, int]  # calls begin at multiples of these, in queries and in keys
     num_heads_kv: int
-    steps: int  # at most
+    steps: int | None  # at most; None: as many as what travels is worth
+    row_bytes: tuple[int, int]  # of what travels for a row and a key/value head, by queries and by keys
     packing: Packing | None = None  # of packed sequences, each of which has a band of its own
+    joins: bool = False  # whether a call may have rows of several spans, because nothing depends on their numbers
+    why_whole: str | None = None  # why there is one round, where there could be two
 
     @cached_property
     def by_queries(self) -> Walk:
@@ -150,9 +187,32 @@ class Schedule:
 
     def _walk(self, by: By) -> Walk:
         own, other = (self.split_q, self.split_k) if by == "queries" else (self.split_k, self.split_q)
-        calls = [self._call(by, rank, piece) for rank, pieces in enumerate(self._pieces(own, by)) for piece in pieces]
-        heads = _cut(self.num_heads_kv, _lengths_of_steps(by, min(self.steps, self.num_heads_kv)))
-        return Walk(by, tuple(calls), other, heads)
+        pieces = self._pieces(own, by)
+        rounds: tuple[list[Tile], list[Tile]] = ([], [])
+        for rank, of_rank in enumerate(pieces):
+            for i, piece in enumerate(of_rank):
+                for part, (number, tile) in enumerate(self._calls(by, rank, piece)):
+                    rounds[number].append(tile._replace(piece=i, part=part))
+        steps = self._most_steps(by, other.seqlen)
+        found: list[Round] = []
+        for number, calls in enumerate(rounds):
+            lengths = [1] * min(steps, 1) if self.why_whole is None and number == 0 else self._lengths(by, steps)
+            if calls or number > len(found):  # there is a round where nothing is computed, too
+                found.append(Round(by, tuple(calls), other, _shares(self.num_heads_kv, lengths)))
+        return Walk(by, pieces, tuple(found))
+
+    def _most_steps(self, by: By, rows: int) -> int:
+        """In how many steps so many rows travel. Those of all ranks count, so that it is the same for any number."""
+        if self.steps is not None:
+            return min(self.steps, self.num_heads_kv)
+        needed = -(-rows * self.num_heads_kv * self.row_bytes[by == "keys"] // STEP_BYTES)
+        least = 1 if self.why_whole is None else 2  # so that not all of the rows come before anything is computed
+        return min(max(needed, least), STEPS, self.num_heads_kv)
+
+    def _lengths(self, by: By, steps: int) -> list[int]:
+        """How long steps are, relative to each other: up to the last one, or, if that is small too, to the middle."""
+        only_up = by == "queries" and self.why_whole is not None
+        return [GROWTH ** (i if only_up else min(i, steps - 1 - i)) for i in range(steps)]
 
     def _pieces(self, split: Split, by: By) -> tuple[tuple[Span, ...], ...]:
         """The spans of each rank, cut at the ends of chunks, and where packed sequences are."""
@@ -161,17 +221,48 @@ class Schedule:
             return pieces
         return tuple(tuple(part for piece in own for part in self.packing.cut(piece, by)) for own in pieces)
 
-    def _call(self, by: By, rank: int, piece: Span) -> Tile:
-        """The call for a piece."""
+    def _calls(self, by: By, rank: int, piece: Span) -> Iterator[tuple[int, Tile]]:
+        """The calls for a piece, each with its round."""
+        split = self.split_k if by == "queries" else self.split_q
         if self.packing is not None:
             met, sequences = self.packing.met(piece, by), self.packing.sequences_of(piece, by)
         else:
-            see = self.band.keys_of if by == "queries" else self.band.queries_of
-            met, sequences = see(piece, (self.split_k if by == "queries" else self.split_q).seqlen), None
-        sides = (piece, met) if by == "queries" else (met, piece)
-        queries, keys = map(_from_step, sides, self.step, self.zeros_of(sequences))
-        front = (piece[0] - queries[0], 0) if by == "queries" else (0, piece[0] - keys[0])
-        return Tile(rank, queries, keys, sequences, front)
+            met, sequences = self._band(by).keys_of(piece, split.seqlen), None
+
+        def call(met: Span, *spans: Span) -> Tile:
+            sides = (piece, met) if by == "queries" else (met, piece)
+            queries, keys = map(_from_step, sides, self.step, self.zeros_of(sequences))
+            front = (piece[0] - queries[0], 0) if by == "queries" else (0, piece[0] - keys[0])
+            spans = spans or ((keys if by == "queries" else queries),)
+            return Tile(rank, 0, 0, queries, keys, spans, sequences, front)
+
+        if self.why_whole is not None or not is_some(met):
+            yield 0, call(met)
+            return
+        own = cut(met, split.spans[rank])
+        others = cut(met, joined([x for i, spans in enumerate(split.spans) if i != rank for x in spans]))
+        if sequences is not None and sequences[1] - sequences[0] > 1 and (others or len(own) > 1):
+            yield 1, call(met)  # of each sequence it has all keys, because diagonals follow from their number
+            return
+        for of_round, spans in enumerate((own, others)):
+            for joint, of_call in self._joined(by, piece, spans):
+                yield of_round, call(joint, *of_call) if len(of_call) > 1 else call(joint)
+
+    def _joined(self, by: By, piece: Span, spans: Sequence[Span]) -> list[tuple[Span, tuple[Span, ...]]]:
+        """Spans that a piece meets, those together that one call can have, with the numbers that their rows get."""
+        found: list[tuple[Span, tuple[Span, ...]]] = []
+        for span in spans:
+            together = (*found[-1][1], span) if found and self.joins else ()
+            joint = self._band(by).joint(piece, together) if together else None
+            if joint is None:
+                found.append((span, (span,)))
+            else:
+                found[-1] = joint, together
+        return found
+
+    def _band(self, by: By) -> Band:
+        """Which rows a row of a piece meets."""
+        return self.band if by == "queries" else self.band.transposed
 
     def zeros_of(self, sequences: Span | None) -> tuple[int, int] | tuple[None, None]:
         """The query and the key that a call counts from; None for packed sequences that are whole, or none at all."""
@@ -180,37 +271,39 @@ class Schedule:
         first, stop = sequences
         return (self.packing.starts_q[first], self.packing.starts_k[first]) if stop - first == 1 else (None, None)
 
-    def pairs_of(self, tile: Tile) -> int:
+    def pairs_of(self, by: By, tile: Tile) -> int:
         """How many pairs of a tile are visible, in one head."""
         total = 0
-        for i in range(*tile.own_queries):
-            seen = (
-                self.band.keys_of((i, i + 1), self.split_k.seqlen)
-                if self.packing is None
-                else self.packing.met((i, i + 1), "queries")
-            )
-            start, stop = overlap(seen, tile.own_keys)
-            total += stop - start
+        split = self.split_k if by == "queries" else self.split_q
+        for i in range(*(tile.own_queries if by == "queries" else tile.own_keys)):
+            row = (i, i + 1)
+            seen = self._band(by).keys_of(row, split.seqlen) if self.packing is None else self.packing.met(row, by)
+            total += sum(stop - start for start, stop in cut(seen, tile.met))
         return total
 
     def describe(self) -> str:
-        """The schedule in words, a line for each rank and walk."""
+        """The schedule in words, a line for each rank and round."""
         q, k = self.split_q, self.split_k
         lines = [
             f"context parallel: {q.ranks} ranks, {q.seqlen} queries, {k.seqlen} keys, "
             + (_bounds(self.band) if self.packing is None else f"{len(self.packing.starts_q) - 1} packed sequences"),
             f"  pieces    {'spans of the ranks' if self.chunks is None else f'spans cut at {self.chunks} chunks'}",
         ]
+        if self.why_whole is not None:
+            lines.append(f"  rounds    one, of calls that have all rows that a piece meets: {self.why_whole}")
         for walk in (self.by_queries, self.by_keys):
             what, results = ("keys", "out, lse, dq") if walk.by == "queries" else ("queries", "dk, dv")
-            steps = ", ".join(f"{start}-{stop - 1}" for start, stop in walk.heads) or "none"
             lines.append(f"  by {walk.by}: {results}")
-            lines.append(f"    steps of key/value heads {steps}; a step's rows travel during the step before")
-            for rank in range(q.ranks):
-                tiles = [f"{_rows(t.own_queries)} x {_rows(t.own_keys)}" for t in walk.tiles if t.rank == rank]
-                comes = [f"{_rows(t.rows)} from {t.source}" for t in walk.transfers if t.target == rank]
-                lines.append(f"    rank {rank} computes queries x keys {', '.join(tiles) or 'nothing'}")
-                lines.append(f"           receives {what} {', '.join(comes) or 'from nobody'}")
+            for a_round in walk.rounds:
+                steps = ", ".join(f"{start}-{stop - 1}" for start, stop in a_round.heads) or "none"
+                travels = "; a step's rows travel during the step before" if a_round.transfers else ""
+                kind = "received" if a_round.transfers and self.why_whole is None else "all" if travels else "own"
+                lines.append(f"    with {kind} {what}: key/value heads {steps}{travels}")
+                for rank in range(q.ranks):
+                    tiles = [_words(walk.by, t) for t in a_round.calls_of(rank) if is_some(t.met[0])]
+                    comes = [f"{_rows(t.rows)} from {t.source}" for t in a_round.transfers if t.target == rank]
+                    lines.append(f"      rank {rank} computes queries x keys {', '.join(tiles) or 'nothing'}")
+                    lines += [f"             receives {what} {', '.join(comes)}"] if comes else []
         return "\n".join(lines)
 
 
@@ -222,9 +315,12 @@ def make_schedule(
     *,
     chunks: int | None = None,
     num_heads_kv: int = 1,
-    steps: int = 1,
+    steps: int | None = 1,
+    row_bytes: tuple[int, int] = (0, 0),
     step: tuple[int, int] = (1, 1),
     packing: Packing | None = None,
+    joins: bool = False,
+    why_whole: str | None = None,
 ) -> Schedule:
     """The schedule of a problem.
 
@@ -236,12 +332,20 @@ def make_schedule(
         What `causal` and `window` leave visible.
     chunks : int, optional
         Into how many global chunks pieces are cut.
-    num_heads_kv, steps : int
-        The key/value heads, and how many groups of them there are to be at most.
+    num_heads_kv : int
+        The key/value heads.
+    steps : int, optional
+        How many groups of them there are to be at most; where it is None, `row_bytes` decides.
+    row_bytes : (int, int)
+        Bytes of what travels for a row and a key/value head, in the walk by queries and in that by keys.
     step : (int, int)
         Calls begin at multiples of these, in queries and in keys; those within a packed sequence count from its start.
     packing : Packing, optional
         Of packed sequences, whose bands it has in the place of `band`.
+    joins : bool
+        Whether calls may have rows of several spans as if these met: not where anything depends on numbers of rows.
+    why_whole : str, optional
+        Why all rows that a piece meets have to be in one call. There are other reasons, which are found here.
 
     Raises
     ------
@@ -258,6 +362,16 @@ def make_schedule(
                     if not ends.issuperset(span):
                         expected = f"spans of whole chunks, {chunks} in {split.seqlen} rows, with deterministic=True"
                         raise value_error(name, f"a span {span}", expected)
+        why_whole = "deterministic=True"
+    elif why_whole is None and step != (1, 1):
+        starts = (
+            (start, of_side)
+            for split, of_side in zip((split_q, split_k), step, strict=True)
+            for own in split.spans
+            for start, _ in own
+        )
+        if packing is not None or any(start % of_side for start, of_side in starts):
+            why_whole = f"calls begin at multiples of {step[0]} queries and {step[1]} keys, and spans do not"
     return Schedule(
         split_q=split_q,
         split_k=split_k,
@@ -266,7 +380,10 @@ def make_schedule(
         step=step,
         num_heads_kv=num_heads_kv,
         steps=steps,
+        row_bytes=row_bytes,
         packing=packing,
+        joins=joins and packing is None,
+        why_whole=why_whole,
     )
 
 
@@ -275,19 +392,11 @@ def _pieces(split: Split, chunks: int | None) -> tuple[tuple[Span, ...], ...]:
     if chunks is None:
         return split.spans
 
-    def cut(own: Sequence[Span]) -> tuple[Span, ...]:
-        pieces = (overlap(span, chunk) for span in own for chunk in cut_evenly(split.seqlen, chunks))
-        return tuple(piece for piece in pieces if piece[0] < piece[1])
-
-    return tuple(map(cut, split.spans))
+    ends = cut_evenly(split.seqlen, chunks)
+    return tuple(tuple(piece for span in own for piece in cut(span, ends)) for own in split.spans)
 
 
-def _lengths_of_steps(by: By, steps: int) -> list[int]:
-    """How long steps are, relative to each other: up to the last one, or where dq travels back up to the middle."""
-    return [GROWTH ** (i if by == "queries" else min(i, steps - 1 - i)) for i in range(steps)]
-
-
-def _cut(count: int, lengths: Sequence[int]) -> tuple[Span, ...]:
+def _shares(count: int, lengths: Sequence[int]) -> tuple[Span, ...]:
     """Parts about as long as `lengths` say, relative to each other: 1 at least. There is one for each part."""
     ends = [0]
     for i, length in enumerate(lengths):
@@ -306,6 +415,11 @@ def _from_step(span: Span, step: int, zero: int | None) -> Span:
 def _most_pairs(tile: Tile) -> int:
     (first_q, stop_q), (first_k, stop_k) = tile.queries, tile.keys
     return (stop_q - first_q) * (stop_k - first_k)
+
+
+def _words(by: By, tile: Tile) -> str:
+    met = " and ".join(map(_rows, tile.met))
+    return f"{_rows(tile.own_queries)} x {met}" if by == "queries" else f"{met} x {_rows(tile.own_keys)}"
 
 
 def _rows(span: Span) -> str:

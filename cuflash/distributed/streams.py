@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from cuflash.distributed.transports import HIGHEST_PRIORITY
+from cuflash.elementwise import WIDE, in_wide_elements
 from cuflash.interop import module_of
 
 Array = Any
-WIDE = 16  # bytes of the largest element that CuPy copies
 AT_ONCE = 8  # arrays that a kernel copies: the argument of a kernel is of 4 KiB at most
 STEPS_APART = 2  # how many steps one stream may be ahead of another
 OF_STEPS = (-4, -3, -2)  # priorities of the first steps, and of all after them
@@ -30,6 +30,8 @@ OF_STEPS = (-4, -3, -2)  # priorities of the first steps, and of all after them
 
 class Streams:
     """What a call does where there are no streams: one thing after the other."""
+
+    goes_on = False  # whether a call runs while the host goes on
 
     def of_call(self, number: int) -> AbstractContextManager[Any]:
         """Where the call of that number of a step is made."""
@@ -59,6 +61,8 @@ class Streams:
 class CudaStreams(Streams):
     """Streams of the current device beside the current one."""
 
+    goes_on = True
+
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
         self._calls = [[self._stream(priority) for _ in range(2)] for priority in OF_STEPS]
@@ -68,7 +72,7 @@ class CudaStreams(Streams):
         self._main: Any = None
         self._step = 0
         self._kept: list[Any] = []  # by the step whose calls are made now
-        self._used: deque[Any] = deque()  # by those before, with events after what they did
+        self._used: deque[Any] = deque()  # by those before, with an event after what they did
 
     def begin(self) -> CudaStreams:
         """Let everything come after what the current stream did before."""
@@ -99,14 +103,14 @@ class CudaStreams(Streams):
         self._kept += held
 
     def next_step(self) -> None:
-        marks = [self._mark(stream) for stream in (*self._of_step, self._rows, self._returns)]
-        self._used.append((marks, self._kept))
+        # One stream waits for all others, so that each of them waits for one event later, and not for four.
+        self._wait((self._returns,), *self._of_step, self._rows)
+        self._used.append((self._mark(self._returns), self._kept))
         self._step, self._kept = self._step + 1, []
         if len(self._used) >= STEPS_APART:
-            marks, _ = self._used.popleft()
+            mark, _ = self._used.popleft()
             for stream in (self._main, *self._others):
-                for mark in marks:
-                    stream.wait_event(mark)
+                stream.wait_event(mark)
 
     def end(self) -> None:
         self._wait((self._main,), *self._others)
@@ -161,26 +165,17 @@ def copy_all(copies: Sequence[tuple[Array, Array]]) -> None:
     """
     at_once: dict[tuple[int, ...], list[tuple[Array, Array]]] = {}
     for target, source in copies:
-        pair = None if isinstance(target, np.ndarray) else _in_wide_elements(target, source)
-        if pair is None:
+        wide = None, None
+        if not isinstance(target, np.ndarray):
+            wide = in_wide_elements(target, WIDE), in_wide_elements(source, WIDE)
+        if wide[0] is None or wide[1] is None:
             target[...] = source
         else:
-            at_once.setdefault(pair[0].shape, []).append(pair)
+            at_once.setdefault(wide[0].shape, []).append(wide)
     for pairs in at_once.values():
         for i in range(0, len(pairs), AT_ONCE):
             targets, sources = zip(*pairs[i : i + AT_ONCE], strict=True)
             _copying(module_of(targets[0]), len(targets))(*sources, *targets)
-
-
-def _in_wide_elements(*arrays: Array) -> tuple[Array, ...] | None:
-    """Arrays as elements of 16 bytes; None where one of them has no such."""
-    layouts = [wide_layout(x.shape, x.strides, x.itemsize, x.data.ptr % WIDE) for x in arrays]
-    ndarray, found = module_of(arrays[0]).ndarray, []
-    for x, layout in zip(arrays, layouts, strict=True):
-        if layout is None:
-            return None
-        found.append(ndarray(layout[0], np.complex128, memptr=x.data, strides=layout[1]))
-    return tuple(found)
 
 
 @functools.lru_cache(maxsize=64)
@@ -189,17 +184,3 @@ def _copying(cupy: Any, count: int) -> Any:
     sources, targets = ([f"complex128 {name}{i}" for i in range(count)] for name in ("source", "target"))
     code = "; ".join(f"target{i} = source{i}" for i in range(count))
     return cupy.ElementwiseKernel(", ".join(sources), ", ".join(targets), code, f"cuflash_copy_{count}")
-
-
-@functools.lru_cache(maxsize=1024)
-def wide_layout(
-    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, address: int
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Shape and strides of the same memory in elements of 16 bytes; None where there are no such."""
-    if not shape or 0 in shape or strides[-1] != itemsize:
-        return None
-    *others, last = shape
-    places = (address, last * itemsize, *(step for step, n in zip(strides, others, strict=False) if n > 1))
-    if any(place % WIDE for place in places):
-        return None
-    return (*others, last * itemsize // WIDE), (*strides[:-1], WIDE)

@@ -31,10 +31,15 @@ class Transport(ABC):
     rank: int
     size: int
     goes_into_graphs = False  # whether a CUDA graph can hold what `start` and `finish` do
+    shares_meanwhile = False  # whether what `begin_sharing` began goes on while this rank computes
 
     @abstractmethod
     def share(self, text: bytes, timeout: float) -> list[bytes]:
         """What each rank says, by rank: a few bytes, through host memory."""
+
+    def begin_sharing(self, text: bytes, timeout: float) -> Callable[[], list[bytes]]:
+        """Begin to do so; a function that waits for the rest."""
+        return functools.partial(self.share, text, timeout)
 
     @abstractmethod
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Any:

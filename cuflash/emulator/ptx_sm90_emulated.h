@@ -60,16 +60,33 @@ CUFLASH_DEVICE void sync_cluster(Site site = Site::here()) {
 }
 template <int blocks>
 CUFLASH_DEVICE void barrier_arrive_in_cluster(u32 barrier, Site site = Site::here()) {
-  for (u32 rank = 0; rank < blocks; ++rank) ::emulator::barrier_arrive(::emulator::address_in(rank, barrier), 0, site);
+  if constexpr (blocks == 1)
+    barrier_arrive(barrier, site);
+  else
+    for (u32 rank = 0; rank < blocks; ++rank)
+      ::emulator::barrier_arrive(::emulator::address_in(rank, barrier), 0, site);
+}
+CUFLASH_DEVICE u32 distance_in_cluster(u32 rank) {
+  const u32 here = ::emulator::dynamic_shared();
+  return ::emulator::address_in(rank, here) - here;
+}
+CUFLASH_DEVICE void barrier_arrive_remote(u32 barrier, Site site = Site::here()) {
+  ::emulator::barrier_arrive(barrier, 0, site);
+}
+CUFLASH_DEVICE void store_remote_f32x4(u32 address, const float (&value)[4], u32 barrier, Site site = Site::here()) {
+  ::emulator::store_remote(address, value, sizeof value, barrier, site);
 }
 template <int blocks, int share_rows>
 CUFLASH_DEVICE void load_tensor_by_cluster(u32 destination, const TensorMap& map, u32 barrier, i32 column, i32 row,
                                            i32 head, i32 batch, Site site = Site::here()) {
   const u32 share = cluster_rank<blocks>();
-  for (u32 rank = 0; rank < blocks; ++rank)
-    ::emulator::load_tensor(::emulator::address_in(rank, destination + share * share_rows * 128), &map,
-                            ::emulator::address_in(rank, barrier), {column, row + (i32)share * share_rows, head, batch},
-                            site);
+  if constexpr (blocks == 1)
+    load_tensor(destination, map, barrier, column, row, head, batch, site);
+  else
+    for (u32 rank = 0; rank < blocks; ++rank)
+      ::emulator::load_tensor(::emulator::address_in(rank, destination + share * share_rows * 128), &map,
+                              ::emulator::address_in(rank, barrier),
+                              {column, row + (i32)share * share_rows, head, batch}, site);
 }
 
 // ---- Warps and their registers --------------------------------------------------------------------------------------

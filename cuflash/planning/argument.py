@@ -20,13 +20,15 @@ ARRAYS = (
         (name, 0)
         for name in (
             *("row_stats", "dq_accumulator", "dkv_partials", "partial_out", "partial_sums", "arrivals"),
-            *("q_split", "k_split", "v_split", "dout_split", "key_lists", "query_lists", "mask_words", "mask_blocks"),
-            *("score_partials", "sums_partials"),
+            *("q_copy", "k_copy", "v_copy", "dout_copy", "key_lists", "query_lists", "mask_words", "mask_blocks"),
+            *("bias_blocks", "score_partials", "sums_partials"),
         )
     ),
 )
 OF_LENGTH = ("seqlen_k", "diagonal", "right_offset", "left_offset")  # integers that follow the number of keys
 RUN_TIME = tuple(field.name for field in fields(RunTime))
+# Of these, what the struct has at its end, and the type: kernels read the others together, by 16 bytes.
+AT_END = {"bias_blocks": "Q", "mask_batches": "i", "mask_heads": "i"}
 
 
 def _fields() -> tuple[tuple[str, str, int], ...]:
@@ -35,15 +37,20 @@ def _fields() -> tuple[tuple[str, str, int], ...]:
     for name, num_strides in ARRAYS:
         layout += [(name, "Q", 1), (f"{name}_strides", "q", num_strides)]
     return (
-        *(field for field in layout if field[2]),
+        *(field for field in layout if field[2] and field[0] not in AT_END),
         ("call", "Q", 1),
-        *((name, "i", 1) for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q", *OF_LENGTH, *RUN_TIME)),
+        *(
+            (name, "i", 1)
+            for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q", *OF_LENGTH, *RUN_TIME)
+            if name not in AT_END
+        ),
         *((name, "f", 1) for name in NUMBERS),
         *((name, "I", 1) for name in ("seed_low", "seed_high", "offset", "dropout_threshold")),
         *((name, "I", 1) for name in ("dropout_rows", "dropout_columns", "dropout_head", "dropout_heads")),
         ("kept_scale", "f", 1),
         *((name, "i", 1) for name in ("num_pages", *(f"{name}_shift" for name in OF_FLOAT8))),
         *((f"{name}_float64", "d", 1) for name in (*NUMBERS, "kept_scale")),
+        *((name, kind, 1) for name, kind in AT_END.items()),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from cuflash.binding import INPUTS, Pass, assumed, planned_length, widest_accesses
+from cuflash.binding import INPUTS, Pass, assumed, over_head_dimensions, planned_length, widest_accesses
 from cuflash.operands import ITEMSIZE, Operand
 from cuflash.planning.backward import draft_backward
 from cuflash.planning.device import DeviceSpec, why_by_lanes
@@ -50,15 +50,17 @@ def choose_plan(
             "the pages of each batch entry into contiguous k and v"
         )
     arrays = assumed(problem, pass_, operands or {})
-    if load_bytes is None or store_bytes is None:
-        accesses = widest_accesses(problem, pass_, arrays, need)
-        load_bytes, store_bytes = load_bytes or accesses[0], store_bytes or accesses[1]
+    accesses = widest_accesses(problem, pass_, arrays, need)
+    load_bytes, store_bytes = load_bytes or accesses[0], store_bytes or accesses[1]
     if min(load_bytes, store_bytes) < ITEMSIZE[problem.dtype]:
         raise ValueError(
             f"q: got arrays at multiples of {min(load_bytes, store_bytes)} bytes, expected all of them at multiples of "
             f"the {ITEMSIZE[problem.dtype]} bytes of a {problem.dtype}"
         )
     arrays |= {name: getattr(problem, name) for name in INPUTS}
+    for names, width, widest in zip(over_head_dimensions(pass_), (load_bytes, store_bytes), accesses, strict=True):
+        if width < widest:  # by addresses of which nothing else is known
+            arrays |= {name: replace(arrays[name], alignment=width) for name in names}
     if problem.bias is not None:
         arrays["bias"] = problem.bias
     seen = _without_parts_of_softmax(problem) if pass_ == "backward" else _of_planned_length(problem)
@@ -67,7 +69,6 @@ def choose_plan(
         device=device,
         pass_=pass_,
         arrays=arrays,
-        access_bytes=min(load_bytes, store_bytes),
         defines=common_defines(seen, device, load_bytes, store_bytes),
         need=tuple(name for name in problem.gradients if name in need) if pass_ == "backward" else (),
         run_time=RunTime(head_section=1 if problem.window_right is None else CAUSAL_HEAD_SECTION),
@@ -95,7 +96,7 @@ def choose_plan(
         tables=draft.tables,
         reason="\n".join(draft.reasons),
         need=draft.need,
-        any_length=pass_ == "forward" and not _has_keys_elsewhere(problem) and "k_split" not in draft.scratch,
+        any_length=pass_ == "forward" and not _has_keys_elsewhere(problem) and not draft.copies.keys() & {"k", "v"},
         hides_last_keys=draft.hides_last_keys,
     )
 

@@ -37,6 +37,12 @@ LOOK_FLOPS = 1 << 31
 # lists take the place of bounds that differ within a tile. It is looked at from so many keys on, where tiles are not
 # bounded otherwise.
 LOOK_KEYS = 2048
+# A bias that hides no tile gains nothing by a look at it, and loses two small kernels and a launch. It is looked at
+# where the forward pass has so many operations, 0.7 ms at 400 TFLOP/s: by arithmetic, fifty times as long as these.
+LOOK_BIAS_FLOPS = 1 << 38
+BIAS_HEADER_BYTES = 16  # in front of the notes of a bias: BiasBlocks of kernels/common/mask.cuh
+# Lanes of such a warp that have a tile: few tiles, because a warp looks at hidden ones one after the other.
+BIAS_LANES = 8
 COUNTED_BY_DQ = "the order of dq counts them"  # why tiles that a mask hides are computed
 WRITTEN = ("out", "dq", "dk", "dv")  # results of which kernels of compute capability 9.0 write 16 bytes at once
 
@@ -49,7 +55,6 @@ class Draft:
     device: DeviceSpec
     pass_: Pass
     arrays: dict[str, Operand]
-    access_bytes: int  # widest aligned access that serves all arrays
     defines: dict[str, str | int]
     need: tuple[str, ...]
     origin: str  # of tiles that no table was asked for
@@ -59,9 +64,12 @@ class Draft:
     kernels: list[KernelSpec] = field(default_factory=list)
     scratch: dict[str, int] = field(default_factory=dict)
     tensor_maps: tuple[TensorMapSpec, ...] = ()
+    copies: dict[str, Operand] = field(default_factory=dict)  # scratch arrays that TMA reads in place of these
     reasons: list[str] = field(default_factory=list)
     key_splits: int = 1
     hides_last_keys: bool = False
+    noted_bias: tuple[int, int] = (0, 0)  # queries and keys of a tile, of which it is noted what the bias hides
+    chosen_by_bias: bool = False  # whether main kernels that are added have lists if the bias hides enough tiles
     run_time: RunTime = field(default_factory=RunTime)
 
     @property
@@ -96,19 +104,19 @@ class Draft:
     def why_not_mapped(self, names: Iterable[str]) -> str | None:
         """Why TMA cannot read these arrays, or write those that are results; None if it can."""
         obstacles = (why_not(name, self.arrays[name], written=name in WRITTEN) for name in names)
-        obstacle = next(filter(None, obstacles), None)
-        if obstacle is None and self.access_bytes < 16:
-            return f"an array is aligned to {self.access_bytes} bytes only, not 16"
-        return obstacle
+        return next(filter(None, obstacles), None)
 
     def map_tensors(
         self, rows: Mapping[str, int], heads: Mapping[str, int] | None = None, *, read_once: bool = False
     ) -> None:
-        """Make tensor maps of these arrays, whose boxes have so many rows, and one head or so many."""
+        """Make tensor maps of these arrays, or of copies, whose boxes have so many rows, and one head or so many."""
         heads = heads or {}
+        seen = {
+            name: (f"{name}_copy", self.copies[name]) if name in self.copies else (name, self.arrays[name])
+            for name in rows
+        }
         self.tensor_maps = tuple(
-            tensor_map_spec(name, self.arrays[name], n, heads.get(name, 1), read_once=read_once)
-            for name, n in rows.items()
+            tensor_map_spec(*seen[name], n, heads.get(name, 1), read_once=read_once) for name, n in rows.items()
         )
         self.defines["CUFLASH_ARGUMENT_BYTES"] = maps_offset(self.problem) + len(rows) * TENSOR_MAP_BYTES
 
@@ -123,32 +131,63 @@ class Draft:
         """Set fields of `run_time`."""
         self.run_time = replace(self.run_time, **integers)
 
-    def add_lists(self, tile: Tile, name: Literal["key_lists", "query_lists"]) -> None:
-        """With a mask of blocks or bits, add the kernel that lists the visible tiles of keys for tiles of queries.
+    def add_lists(self, tile: Tile, name: Literal["key_lists", "query_lists"], *, why_not_for_bias: str = "") -> None:
+        """With masks, or a bias, that hide tiles, add the kernel that lists visible tiles of keys for tiles of queries.
 
-        "query_lists" are the other way round: tiles of queries for tiles of keys.
+        "query_lists" are the other way round: tiles of queries for tiles of keys. `why_not_for_bias` says why the main
+        kernel has no lists for a bias alone. Where it has, it is launched twice, with lists and without, and one of the
+        two leaves at once: a bias may hide nothing, and to walk over lists takes time.
         """
         problem = self.problem
         by_bits = "mask_words" in self.scratch
         if not self.defines["CUFLASH_HAS_LISTS"] and not by_bits and problem.mask is not None:
-            self.defines["CUFLASH_HAS_LISTS"] = int(self._looks_at_mask(tile))
-        if not self.defines["CUFLASH_HAS_LISTS"]:
+            self.defines["CUFLASH_HAS_LISTS"] = int(not self._why_not_looked_at(tile))
+        why_not_bias = self._why_bias_is_not_listed(why_not_for_bias)
+        looks_at_bias = why_not_bias == ""
+        self.chosen_by_bias = looks_at_bias and not self.defines["CUFLASH_HAS_LISTS"]
+        if why_not_bias:
+            self._say_computed("bias", why_not_bias)
+        if not self.defines["CUFLASH_HAS_LISTS"] and not looks_at_bias:
+            if problem.mask is not None:
+                self._say_computed("mask", self._why_not_looked_at(tile))
             return
         m_blocks, n_blocks = -(-problem.seqlen_q // tile.block_m), -(-problem.seqlen_k // tile.block_n)
         lists, length = (m_blocks, n_blocks) if name == "key_lists" else (n_blocks, m_blocks)
-        lists *= self._set_own_lists()
+        of_masks = self._set_matrices(looks_at_bias)
+        lists *= self.run_time.list_batches * self.run_time.list_heads if self.heads else 0
         elements = -(-lists * (LIST_HEADER + length) * ITEMSIZE["int32"] // ITEMSIZE[problem.softmax_dtype])
         self.scratch[name] = round_up(elements, 4)
         of_keys = name == "key_lists"
         if problem.mask_function is not None or (problem.mask is not None and not by_bits):
-            self._add_mask_tiles(tile, lists * length)
-        warps = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1}
-        self.add("around/lists.cu", tile, -(-lists // LIST_WARPS), 0, **warps, CUFLASH_LISTS_KEYS=int(of_keys))
+            self._add_mask_tiles(tile, of_masks * m_blocks * n_blocks)
+        if looks_at_bias:
+            self._add_bias_tiles(tile)
+        options = {"CUFLASH_LISTS_KEYS": int(of_keys), "CUFLASH_HAS_BIAS_NOTES": int(looks_at_bias)}
+        options |= {"CUFLASH_HAS_LISTS": 1, "CUFLASH_CHOSEN_BY_BIAS": int(self.chosen_by_bias)}
+        options |= {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1}
+        self.add("around/lists.cu", tile, -(-lists // LIST_WARPS), 0, **options)
+        has_mask = problem.mask is not None or problem.mask_function is not None
+        hiding = ["mask" if has_mask else "block_mask"] if has_mask or problem.block_mask is not None else []
+        hiding += ["bias"] if looks_at_bias else []
         self.reasons.append(
-            f"{'block_mask' if problem.mask is None and problem.mask_function is None else 'mask'}: tiles of "
-            f"{'keys' if of_keys else 'queries'} are listed, "
+            f"{' and '.join(hiding)}: tiles of {'keys' if of_keys else 'queries'} are listed, "
             f"{tile.block_m} queries x {tile.block_n} keys each; hidden ones are neither loaded nor computed"
+            + (", unless they are so few that the kernel without lists takes less time" if self.chosen_by_bias else "")
         )
+
+    def add_main(
+        self, source: str, tile: Tile, blocks: int, shared_bytes: int, makes: Collection[str] = (), /, **defines: int
+    ) -> None:
+        """Add a kernel that walks over lists where there are some.
+
+        Where the bias is to decide, that is two kernels: the one with lists is named so.
+        """
+        if not self.chosen_by_bias:
+            self.add(source, tile, blocks, shared_bytes, makes, **defines)
+            return
+        for lists in (0, 1):
+            chosen = defines | {"CUFLASH_HAS_LISTS": lists, "CUFLASH_CHOSEN_BY_BIAS": 1}
+            self.add(source, tile, blocks, shared_bytes, (*makes, *["listed"] * lists), **chosen)
 
     def add_notes(self, tile: Tile) -> None:
         """For a main kernel that has no lists: notes of what a mask, or a function that hides pairs, leaves of tiles.
@@ -157,8 +196,11 @@ class Draft:
         """
         problem = self.problem
         self.defines["CUFLASH_HAS_LISTS"] = 0
-        matrices = self._set_own_lists()
-        looks = self._looks_at_mask(tile) if problem.mask is not None else False
+        matrices = self._set_matrices()
+        obstacle = self._why_not_looked_at(tile)
+        looks = problem.mask is not None and not obstacle
+        if problem.mask is not None and obstacle:
+            self._say_computed("mask", obstacle)
         if problem.mask_function is not None or looks:
             self.defines["CUFLASH_HAS_NOTES"] = 1
             tiles = -(-problem.seqlen_q // tile.block_m) * -(-problem.seqlen_k // tile.block_n)
@@ -167,8 +209,20 @@ class Draft:
         if problem.mask_function is not None or looks or problem.block_mask is not None:
             self.reasons.append(f"tiles of {tile.block_n} keys that no query sees are not loaded")
 
-    def _set_own_lists(self) -> int:
-        """Set how many lists, or notes of tiles, of their own batch entries and heads have; how many that is in all."""
+    def add_bias_notes(self, tile: Tile) -> dict[str, int]:
+        """For a kernel of gradients that walks over tiles without lists: notes of which of them the bias hides.
+
+        Returns what the kernel is to be compiled with.
+        """
+        looks = self._why_bias_is_not_looked_at() == ""
+        if looks:
+            self._add_bias_tiles(tile)
+            note = f"bias: which tiles of {tile.block_m} queries x {tile.block_n} keys it hides is noted for these"
+            self.reasons += [note] if note not in self.reasons else []
+        return {"CUFLASH_HAS_BIAS_NOTES": int(looks)}
+
+    def _set_matrices(self, looks_at_bias: bool = False) -> int:
+        """Set how many batch entries and heads have lists, and notes of masks, of their own; how many notes in all."""
         problem, function = self.problem, self.problem.mask_function
         own = self.own_lists(problem.block_mask, problem.mask)
         if function is not None:
@@ -176,8 +230,17 @@ class Draft:
                 problem.batch if function.depends_on("batch") else own[0],
                 problem.num_heads if function.depends_on("head") else own[1],
             )
-        self.set(list_batches=own[0], list_heads=own[1])
+        self.set(mask_batches=own[0], mask_heads=own[1])
+        of_bias = self._own_biases if looks_at_bias else (1, 1)
+        self.set(list_batches=max(own[0], of_bias[0]), list_heads=max(own[1], of_bias[1]))
         return math.prod(own) if self.heads else 0
+
+    @property
+    def _own_biases(self) -> tuple[int, int]:
+        """How many batch entries and heads have a bias of their own."""
+        problem, bias = self.problem, self.problem.bias
+        of_batch, of_head, *_ = (0, 0) if bias is None else bias.strides
+        return problem.batch if of_batch else 1, problem.num_heads if of_head else 1
 
     def _add_mask_tiles(self, tile: Tile, tiles: int) -> None:
         """Add the kernel that notes what a mask leaves of each of so many tiles."""
@@ -186,6 +249,45 @@ class Draft:
         lanes = self._lanes_of_tile(tile)
         warps = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_LANES_OF_TILE": lanes}
         self.add("around/mask_tiles.cu", tile, -(-tiles * lanes // (32 * LIST_WARPS)), 0, **warps)
+
+    def _add_bias_tiles(self, tile: Tile) -> None:
+        """Add the kernel that notes which tiles the bias hides.
+
+        It tells of all keys that the arrays have, so that batch entries with other lengths share what it notes.
+        """
+        problem, size = self.problem, (tile.block_m, tile.block_n)
+        if self.noted_bias == size:
+            return
+        self.noted_bias = size
+        tiles = -(-problem.seqlen_q // tile.block_m) * -(-problem.seqlen_k // tile.block_n)
+        tiles *= math.prod(self._own_biases) if self.heads else 0
+        elements = -(-(BIAS_HEADER_BYTES + tiles) // ITEMSIZE[problem.softmax_dtype])
+        self.scratch["bias_blocks"] = max(self.scratch.get("bias_blocks", 0), elements)
+        options = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_LANES_OF_TILE": BIAS_LANES}
+        options["CUFLASH_KV_LENGTHS_BYTES"] = 0
+        self.add("around/mask_tiles.cu", tile, -(-tiles * BIAS_LANES // (32 * LIST_WARPS)), 0, (), ("bias",), **options)
+
+    def _why_bias_is_not_listed(self, why_not_for_bias: str) -> str | None:
+        """Why lists do not leave out tiles that a bias of pairs hides; "" if they do, None without such a bias."""
+        obstacle = self._why_bias_is_not_looked_at()
+        if obstacle != "":
+            return obstacle
+        if self.defines.get("CUFLASH_DQ_IN_ORDER"):
+            return COUNTED_BY_DQ
+        if self.defines["CUFLASH_HAS_LISTS"]:
+            return ""
+        return why_not_for_bias
+
+    def _why_bias_is_not_looked_at(self) -> str | None:
+        """Why no kernel looks which tiles a bias of pairs hides; "" if one does, None without such a bias."""
+        problem, bias = self.problem, self.problem.bias
+        if bias is None or 0 in bias.strides[2:]:
+            return None
+        if problem.page_size:
+            return "with pages each entry has bounds of its own"
+        if problem.forward_flops < LOOK_BIAS_FLOPS:
+            return f"a look at it beforehand pays from {LOOK_BIAS_FLOPS / 1e9:.3g} GFLOP on"
+        return ""
 
     def _lanes_of_tile(self, tile: Tile) -> int:
         """How many lanes of a warp look at a tile: a power of two, each of them at a vector, or all at what there is.
@@ -199,12 +301,10 @@ class Draft:
         vectors = max(1, rows * tile.block_n // VECTOR_OF_MASK)
         return int(min(32, 1 << (vectors - 1).bit_length()))
 
-    def _looks_at_mask(self, tile: Tile) -> bool:
-        """Whether a kernel looks beforehand at what a mask leaves of tiles; if not, the reasons say why."""
-        obstacle = self._why_not_looked_at(tile)
-        if obstacle and not any(reason.startswith("mask:") for reason in self.reasons):
-            self.reasons.append(f"mask: tiles that it hides are computed: {obstacle}")
-        return not obstacle
+    def _say_computed(self, name: str, obstacle: str) -> None:
+        """Say why tiles that a term hides are computed, once a plan."""
+        if not any(reason.startswith(f"{name}: tiles") for reason in self.reasons):
+            self.reasons.append(f"{name}: tiles that it hides are computed: {obstacle}")
 
     def _why_not_looked_at(self, tile: Tile) -> str:
         """Why no kernel looks beforehand at what a mask leaves of tiles; "" if one does."""
@@ -241,15 +341,27 @@ class Draft:
         self.add("around/hoisted.cu", tile, -(-entries // (32 * TABLE_WARPS)), 0, (makes,), **warps, **defines)
 
     def add(
-        self, source: str, tile: Tile, blocks: int, shared_bytes: int, makes: Collection[str] = (), /, **defines: int
+        self,
+        source: str,
+        tile: Tile,
+        blocks: int,
+        shared_bytes: int,
+        makes: Collection[str] = (),
+        told: Collection[str] | None = None,
+        /,
+        **defines: int,
     ) -> None:
-        """Add a kernel. `makes` are the results that it makes, which are in its name where a source has several."""
+        """Add a kernel. `makes` are the results that it makes, which are in its name where a source has several.
+
+        `told` are the options that it asks for, of those that most kernels around the main one do not ask for.
+        """
         check_blocks(blocks)
-        name = "_".join((_symbol(source, self.problem, tile), *makes))
+        untold = _untold(source, told)
+        name = "_".join((_symbol(source, self.problem, tile, untold), *makes))
         # Launches overlap from compute capability 9.0 on; kernels without blocks are not launched.
         overlaps = self.device.arch >= 90 and any(kernel.grid for kernel in self.kernels)
         every = self.defines | tile.defines() | defines | {"CUFLASH_OVERLAPS_PREVIOUS": int(overlaps)}
-        every |= dict.fromkeys((define for option in _untold(source) for define in _UNTOLD[option]), 0)
+        every |= dict.fromkeys((define for option in untold for define in _UNTOLD[option]), 0)
         if source.startswith("around/"):
             every.pop("CUFLASH_ARGUMENT_BYTES", None)  # they have no tensor maps
         every |= {"CUFLASH_SHARED_BYTES": shared_bytes, "CUFLASH_KERNEL_NAME": name}
@@ -305,10 +417,10 @@ _TOLD = {
 }
 
 
-def _untold(source: str) -> tuple[str, ...]:
+def _untold(source: str, told: Collection[str] | None) -> tuple[str, ...]:
     """Options that a source does not ask for."""
     folder, _, file = source.rpartition("/")
-    told = _TOLD.get(file, ())
+    told = _TOLD.get(file, ()) if told is None else told
     return tuple(name for name in _UNTOLD if name not in told) if folder == "around" else ()
 
 
@@ -356,6 +468,8 @@ def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_
         "CUFLASH_HEAD_DIM_V": problem.head_dim_v,
         "CUFLASH_LOAD_BYTES": load_bytes,
         "CUFLASH_STORE_BYTES": store_bytes,
+        "CUFLASH_STORES_BY_ROWS": 0,
+        "CUFLASH_V_IN_K": 0,
         "CUFLASH_HAS_RIGHT_BOUND": int(problem.window_right is not None),
         "CUFLASH_HAS_LEFT_BOUND": int(problem.window_left is not None),
         "CUFLASH_MASK_BLOCK_M": problem.block_size[0],
@@ -376,6 +490,8 @@ def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_
         "CUFLASH_MASK_BY_BITS": 0,
         "CUFLASH_HAS_LISTS": int(problem.block_mask is not None or lists_function),
         "CUFLASH_HAS_NOTES": 0,
+        "CUFLASH_HAS_BIAS_NOTES": 0,
+        "CUFLASH_CHOSEN_BY_BIAS": 0,
         "CUFLASH_PLAIN_FRAGMENTS": 0,
     }
 
@@ -396,9 +512,9 @@ def _define_of(operand: Operand | None, term: Term) -> int:
     return ITEMSIZE[operand.dtype] if term.define.endswith("_BYTES") else 1
 
 
-def _symbol(source: str, problem: Problem, tile: Tile) -> str:
+def _symbol(source: str, problem: Problem, tile: Tile, untold: Collection[str]) -> str:
     """The kernel's symbol spells its source and its configuration, for profilers."""
     dims = f"d{problem.head_dim}" + (f"x{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
     file = source.removesuffix(".cu").replace("/", "_")
-    options = [name for name in option_names(problem) if name not in _untold(source)]
+    options = [name for name in option_names(problem) if name not in untold]
     return "_".join([file, problem.dtype, dims, f"{tile.block_m}x{tile.block_n}", *options])

@@ -118,7 +118,7 @@ class BackwardFamily(Family[Row]):
 
     def add(self, draft: Draft, main: Row, blocks: int, makes: Collection[str], options: Mapping[str, int]) -> None:
         """Add the main kernel, which makes these gradients of parts of the scores, too."""
-        draft.add(self.source, main, blocks, main.shared_bytes(*draft.padded_dims(main)), makes, **options)
+        draft.add_main(self.source, main, blocks, main.shared_bytes(*draft.padded_dims(main)), makes, **options)
 
 
 class DqFamily(Family[Row]):

@@ -47,11 +47,13 @@ class RunTime:
     whole_tiles: int = 0  # of keys, before those whose queries blocks share (backward)
     tail_splits: int = 1  # blocks that share the queries of each of these (backward)
     resident_blocks: int = 0  # of a kernel whose blocks take one tile after another
-    list_batches: int = 1  # batch entries that have lists of tiles, or bits, of their own
+    list_batches: int = 1  # batch entries that have lists of tiles of their own
     list_heads: int = 1  # query heads that have them
     score_splits: int = 1  # blocks that share what is summed to a tile of dbias
     sums_splits: int = 1  # blocks that share the keys of a tile of queries, for sums of gradients of scores
     clear_ahead: int = 0  # how many heads later the head is whose accumulators of dq a block clears; 0: none does
+    mask_batches: int = 1  # batch entries that have bits, or notes of what masks leave of tiles, of their own
+    mask_heads: int = 1  # query heads that have them
 
 
 @dataclass(frozen=True, kw_only=True)

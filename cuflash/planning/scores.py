@@ -11,6 +11,10 @@ from cuflash.planning.tiles import Tile
 from cuflash.terms import OF_HEADS, OF_SCORES, TERMS
 
 SCORES_REDUCE_WARPS = 8
+# What it costs to share a tile of dbias, in units of one of the tiles of pairs that are summed, which takes 1.4 us on
+# an H100 (head dimension 32, float16): for each block, to begin and to end; to add what they leave, and for each share
+# of all. By arithmetic: a launch takes 4 us, and 128 KiB that are written and read 0.04 us.
+SHARE_STEPS, ADD_STEPS, ADD_STEPS_OF_SHARE = 2, 3, 0.03
 EXACT_WORDS = 12  # kSumWords of kernels/common/exact_sums.cuh
 # The gradient whose kernel stores tiles of gradients of scores, and the one that is a number for each head. The others
 # are one number.
@@ -47,22 +51,26 @@ def add_stored(
     """Add the kernel of the gradient that is stored. Each block owns a tile of it or, if `persistent`, several."""
     sizes, axes = _sizes(draft, tile), _axes_of_stored(draft)
     owned = math.prod(n for n, summed in zip(sizes, axes, strict=True) if not summed)
-    splits = _shares(draft, tile, owned, math.prod(sizes) // max(owned, 1))
-    blocks = owned * splits
+    summed_tiles, resident = math.prod(sizes) // max(owned, 1), draft.device.num_sms * tile.min_blocks
+    shared = owned % resident if persistent else owned
+    splits = (_tail_shares if persistent else _shares)(draft, tile, shared, summed_tiles)
+    blocks = owned + shared * (splits - 1)
     draft.set(score_splits=splits)
     if persistent:
         check_blocks(blocks)
-        blocks = min(blocks, draft.device.num_sms * tile.min_blocks)
+        blocks = min(blocks, resident)
         draft.set(resident_blocks=blocks)
-    options = needs(stored) | _sums(axes) | defines
+    options = needs(stored) | _sums(axes) | draft.add_bias_notes(tile) | defines
     draft.add(source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), stored, **options)
     words = ", ".join(f"{n} {x}" for x, n, summed in zip(_AXES_WORDS, sizes, axes, strict=True) if summed and n > 1)
     draft.reasons.append(f"{_STORED}: {owned} tiles of pairs" + (f", each a sum over {words}" if words else ""))
     if splits > 1:
         rows, columns = (1 if axes[2] else tile.block_m), (1 if axes[3] else tile.block_n)
-        draft.scratch["score_partials"] = owned * splits * rows * columns
-        _add_reduce(draft, tile, owned, stored, axes, by_keys=False)
-        draft.reasons[-1] += f" that {splits} blocks share: tiles are few"
+        draft.scratch["score_partials"] = shared * splits * rows * columns
+        adders = shared * -(-rows * columns // (32 * SCORES_REDUCE_WARPS))
+        _add_reduce(draft, tile, adders, stored, axes, by_keys=False)
+        last = f", of the last {shared} tiles" if shared < owned else ""
+        draft.reasons[-1] += f" that {splits} blocks share{last}: tiles are few"
 
 
 def add_sums(draft: Draft, tile: Tile, source: str, sums: Collection[str]) -> None:
@@ -71,7 +79,7 @@ def add_sums(draft: Draft, tile: Tile, source: str, sums: Collection[str]) -> No
     m_blocks = math.prod(sizes[:3])
     splits = _shares(draft, tile, m_blocks, sizes[3])
     draft.set(sums_splits=splits)
-    options = needs(sums) | _sums((False, False, False, True))
+    options = needs(sums) | _sums((False, False, False, True)) | draft.add_bias_notes(tile)
     draft.add(source, tile, m_blocks * splits, tile.shared_bytes(*draft.padded_dims(tile)), sums, **options)
     draft.scratch["sums_partials"] = (len(OF_SCORES) - 1) * m_blocks * splits
     _add_reduce(draft, tile, _numbers(draft, sums), sums, _axes_of_heads(draft), by_keys=False)
@@ -129,6 +137,20 @@ def _sizes(draft: Draft, tile: Tile) -> tuple[int, ...]:
 def _shares(draft: Draft, tile: Tile, owned: int, summed: int) -> int:
     """How many blocks share each of the `owned` walks over `summed` tiles, so that all multiprocessors have some."""
     return max(1, min(summed, draft.device.num_sms * tile.min_blocks // max(owned, 1)))
+
+
+def _tail_shares(draft: Draft, tile: Tile, shared: int, summed: int) -> int:
+    """How many blocks share each of the `shared` walks over `summed` tiles, of which all multiprocessors have some.
+
+    By what it takes: rounds of blocks that stay, and the sums of what they leave.
+    """
+    resident = draft.device.num_sms * tile.min_blocks
+
+    def duration(splits: int) -> float:
+        walks = -(-shared * splits // resident) * (-(-summed // splits) + SHARE_STEPS)
+        return walks + (ADD_STEPS + ADD_STEPS_OF_SHARE * shared * splits if splits > 1 else 0)
+
+    return min(range(1, min(summed, resident) + 1), key=duration)
 
 
 def add_key_sums(draft: Draft, tile: Tile, blocks: int, made: Collection[str]) -> None:

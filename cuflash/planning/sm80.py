@@ -359,7 +359,7 @@ class Forward(ForwardFamily[ForwardTile]):
     def draft(self, draft: Draft, tile: ForwardTile) -> None:
         draft.add_lists(tile, "key_lists")
         blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
-        draft.add(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
+        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
 
 
 class Backward(BackwardFamily[BackwardTile]):
@@ -382,4 +382,4 @@ class Dq(DqFamily[DqTile]):
         return DQ_TILES
 
     def add(self, draft: Draft, tile: DqTile, blocks: int, makes: Collection[str], options: Mapping[str, int]) -> None:
-        draft.add(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), makes, **options)
+        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), makes, **options)

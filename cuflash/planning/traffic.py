@@ -194,7 +194,7 @@ def _of_pairs(plan: Plan) -> float:
     Of a mask that a kernel has looked at beforehand, the others read nothing in tiles that are visible as a whole.
     """
     problem, more = plan.problem, 0.0
-    looked_at = any(kernel.source in LOOKS for kernel in plan.kernels)
+    looked_at = any(kernel.source in LOOKS and dict(kernel.defines)["CUFLASH_HAS_MASK"] for kernel in plan.kernels)
     for term in TERMS:
         operand = getattr(problem, term.name)
         if operand is None or (term.name == "mask" and looked_at):

@@ -90,6 +90,8 @@ class Case(Numbers):
     strides : {"contiguous", "padded", "transposed", "flipped"}
         How every array lies in memory. "padded": every axis is cut out of a longer one, NaN (True in a mask) around it.
         "transposed": the axes are stored in reverse order. "flipped": all strides are negative.
+    v_in_k : bool
+        v is the first columns of k, in the same memory.
     score_spread : float
         Standard deviation of ``scale * q @ k.T``; large values make weights of zero and one.
     seed : int
@@ -133,6 +135,7 @@ class Case(Numbers):
     block_size: tuple[int, int] = (128, 128)
     blocks_kept: float = 0.5
     strides: str = "contiguous"
+    v_in_k: bool = False
     score_spread: float = 1.0
     seed: int = 0
 
@@ -235,7 +238,10 @@ class Case(Numbers):
             Makes another library's array of a C-contiguous NumPy array: ``cupy.asarray``, `through_dlpack`. It is given
             whole buffers; the views that `strides` asks for are made of its results, by indexing and transposing.
         """
-        return {name: lay_out(x, self.strides, convert) for name, x in self._values().items()}
+        arrays = {name: lay_out(x, self.strides, convert) for name, x in self._values().items()}
+        if self.v_in_k:
+            arrays["v"] = arrays["k"][..., : self.head_dim_v]
+        return arrays
 
     def _values(self) -> dict[str, Array]:
         rng = np.random.default_rng(self.seed)

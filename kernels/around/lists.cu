@@ -1,6 +1,6 @@
 // Lists which tiles of keys each tile of queries sees, or the other way round, from a block mask, a mask of bits, notes
-// of what a mask or a function leaves of tiles, and all that else is known of whole tiles: common/schedule.cuh says how.
-// A warp makes a list.
+// of what a mask, a function or a bias leaves of tiles, and all that else is known of whole tiles: common/schedule.cuh
+// says how. A warp makes a list.
 #include "common/config.cuh"
 #include "common/fragments.cuh"
 #include "common/mask.cuh"
@@ -49,7 +49,8 @@ CUFLASH_DEVICE void block_lists(const Params& params) {
       left = pairs_of(params, bits, batch, head, m_block, n_block);
     else if constexpr (kHasBlockMask)
       left = pairs_of(params, blocks, m_block, n_block);
-    if constexpr (kIsNoted) left = both(left, pairs_noted(params, matrix, m_block, n_block));
+    if constexpr (kIsNoted) left = both(left, left_by_masks(params, batch, head, m_block, n_block));
+    if constexpr (kHasBiasNotes) left = both(left, left_by_bias(params, batch, head, m_block, n_block));
     if (other >= range.stop) return Pairs::kNone;
     const bool full = other >= range.full_start && other < range.full_stop;
     return left == Pairs::kAll && !full ? Pairs::kSome : left;
@@ -74,7 +75,10 @@ CUFLASH_DEVICE void block_lists(const Params& params) {
   add_those_with(Pairs::kAll);
   if (lane_index() == 0) list[1] = listed;
   add_those_with(Pairs::kSome);
-  if (lane_index() == 0) list[0] = listed;
+  if (lane_index() != 0) return;
+  list[0] = listed;
+  const u32 visible = range.stop - range.start;
+  if constexpr (kIsChosen) ptx::reduce_add(BiasBlocks(params).count, (u64)(visible - listed) << 32 | visible);
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, block_lists)

@@ -146,7 +146,8 @@ CUFLASH_DEVICE void mask_bits(const Params& params) {
   const u32 index = ptx::block_index() * kNumWarps + warp_index();
   if (index >= bits.count()) return;
   const int n_block = index % bits.n_blocks, m_block = index / bits.n_blocks % bits.m_blocks;
-  const int matrix = index / bits.n_blocks / bits.m_blocks, head = matrix % bits.heads, batch = matrix / bits.heads;
+  const int matrix = index / bits.n_blocks / bits.m_blocks, head = matrix % bits.matrices.heads;
+  const int batch = matrix / bits.matrices.heads;
   const int first_row = m_block * kBitsBlock, first_key = n_block * kBitsBlock;
   const int rows = params.seqlen_q - first_row, keys = params.seqlen_k - first_key;
 

@@ -2,6 +2,10 @@
 // around/lists.cu makes, or as notes for a kernel that has none. A warp bounds what a function gives over a tile; where
 // that decides nothing, and of masks, it looks at pairs until it has seen a hidden one and a visible one. Of small tiles
 // that a mask is looked at in it has several. Tiles that windows and lengths hide are not looked at.
+//
+// Or what a bias of pairs leaves, which hides a tile that is -inf throughout: then the kernel is told of the bias, and
+// not of masks. Few biases hide any, so a warp has several tiles, of each of which one vector is loaded first. It looks
+// at those alone whose vector is -inf, one after the other, until it has seen another number.
 #include "common/config.cuh"
 #include "common/fragments.cuh"
 #include "common/functions.cuh"
@@ -9,12 +13,16 @@
 #include "common/params.cuh"
 #include "common/schedule.cuh"
 
-constexpr int kLanes = CUFLASH_LANES_OF_TILE;  // a power of two
-constexpr bool kVotesEarly = kLanes == 32;     // lanes of several tiles do not come to a vote at the same time
+constexpr bool kLooksAtBias = kBiasBytes != 0;       // and at nothing else
+constexpr int kLanesOfTile = CUFLASH_LANES_OF_TILE;  // of the warp, a power of two: what is noted of a tile is theirs
+constexpr int kLanes = kLooksAtBias ? 32 : kLanesOfTile;  // that look at a tile together
+constexpr bool kVotesEarly = kLanes == 32;  // lanes of several tiles do not come to a vote at the same time
 static_assert(kVotesEarly || !kHasMaskFunction, "a warp bounds a function");
-constexpr int kVoteRows = 16;           // that are asked between two votes
-constexpr int kVectors = kBlockN / 16;  // of a row of a tile
-constexpr int kAtOnce = 4;              // rows, or vectors of a lane, that are on their way together
+static_assert(!kLooksAtBias || (!kHasMask && !kHasMaskFunction), "notes are of a bias or of masks");
+constexpr int kVoteRows = 16;  // that are asked between two votes
+constexpr int kVectorKeys = 16 / (kLooksAtBias ? kBiasBytes : 1);
+constexpr int kVectors = kBlockN / kVectorKeys;  // of a row of a tile
+constexpr int kAtOnce = 4;                       // rows, or vectors of a lane, that are on their way together
 
 CUFLASH_DEVICE int lane_of_tile() { return lane_index() % kLanes; }
 
@@ -48,10 +56,9 @@ struct Seen {
   }
 };
 
-// Asks pair by pair, so many rows at once, with the lanes at neighbouring keys.
+// Asks pair by pair, so many rows at once, with the lanes at neighbouring keys. `seen` is what is known before.
 template <int rows, class Shows>
-CUFLASH_DEVICE Seen seen_by_asking(const TileOfPairs& tile, Shows shows) {
-  Seen seen;
+CUFLASH_DEVICE Seen seen_by_asking(const TileOfPairs& tile, Shows shows, Seen seen = {}) {
 #pragma unroll 1
   for (int row = tile.first_row; row < tile.stop_row; row += rows) {
     for (int key = tile.first_key + lane_of_tile(); key < tile.stop_key; key += kLanes)
@@ -65,10 +72,11 @@ CUFLASH_DEVICE Seen seen_by_asking(const TileOfPairs& tile, Shows shows) {
 // Whether one of four bytes is 0.
 CUFLASH_DEVICE bool has_zero(u32 word) { return ((word - 0x01010101) & ~word & 0x80808080) != 0; }
 
-// Reads vectors of 16 keys, of which the tile has whole ones; `first` is the first byte of the tile.
-CUFLASH_DEVICE Seen seen_by_vectors(const u8* first, i64 row_stride, int rows) {
+// Reads vectors, of which the tile has whole ones; `first` is the first byte of the tile, strides are in bytes.
+// `add(seen, vector)` adds what a vector shows to what has been seen.
+template <class Add>
+CUFLASH_DEVICE Seen seen_by_vectors(const u8* first, i64 row_stride, int rows, Add add, Seen seen = {}) {
   constexpr int kStep = kLanes * kAtOnce;
-  Seen seen;
 #pragma unroll 1
   for (int start = lane_of_tile(); start < rows * kVectors + lane_of_tile(); start += kStep) {
     Bytes16 vector[kAtOnce];
@@ -79,12 +87,7 @@ CUFLASH_DEVICE Seen seen_by_vectors(const u8* first, i64 row_stride, int rows) {
       vector[i] = *(const Bytes16*)(first + index / kVectors * row_stride + index % kVectors * 16);
     }
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        seen.any = seen.any || vector[i].word[j] != 0;
-        seen.all = seen.all && !has_zero(vector[i].word[j]);
-      }
+    for (int i = 0; i < kAtOnce; ++i) add(seen, vector[i]);
     if (seen.is_decided()) break;
   }
   return seen;
@@ -98,29 +101,120 @@ CUFLASH_DEVICE Seen seen_of_mask(const Params& params, int batch, int head, Tile
   if (key_stride == 0) tile.stop_key = tile.first_key + 1;
   const u8* first = bytes + tile.first_row * row_stride + tile.first_key * key_stride;
   if (key_stride == 1 && ((u64)first | (u64)row_stride) % 16 == 0 && tile.stop_key - tile.first_key == kBlockN)
-    return seen_by_vectors(first, row_stride, tile.stop_row - tile.first_row);
+    return seen_by_vectors(first, row_stride, tile.stop_row - tile.first_row, [](Seen& seen, const Bytes16& vector) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        seen.any = seen.any || vector.word[j] != 0;
+        seen.all = seen.all && !has_zero(vector.word[j]);
+      }
+    });
   return seen_by_asking<kAtOnce>(tile,
                                  [&](int row, int key) { return bytes[row * row_stride + key * key_stride] != 0; });
 }
 
-// `exists` says whether there is such a tile.
-CUFLASH_DEVICE Pairs pairs_of_tile(const Params& params, int batch, int head, int m_block, int n_block, bool exists) {
-  const int first_row = m_block * kBlockM, stop_row = min_of(first_row + kBlockM, params.seqlen_q);
-  const int key_stop = exists ? key_stop_of(params, batch) : 0;
-  const TileRange range = key_tiles(params, batch, first_row, stop_row - 1, key_stop);
-  const int first_key = n_block * kBlockN;
-  const TileOfPairs tile = {first_row, stop_row, first_key, min_of(first_key + kBlockN, key_stop)};
-  const bool looks = exists && n_block >= range.start && n_block < range.stop;
+// A bias, of which a row is `row_stride` elements after the one before it.
+struct BiasOfPairs {
+  using Number = Either<kBiasBytes == sizeof(Real), Real, Storage>::Type;
+  const Number* numbers;  // of this head
+  i64 row_stride, key_stride;
+
+  CUFLASH_DEVICE BiasOfPairs(const Params& params, int batch, int head)
+      : numbers((const Number*)params.bias.data + batch * params.bias.batch_stride + head * params.bias.head_stride),
+        row_stride(params.bias.row_stride),
+        key_stride(params.bias.key_stride) {}
+
+  CUFLASH_DEVICE bool hides(int row, int key) const {
+    const Number number = numbers[row * row_stride + key * key_stride];
+    if constexpr (kBiasBytes == sizeof(Real)) return number == -ptx::infinity();
+    return to_real<Element>(number) == -ptx::infinity();
+  }
+  // Whether all numbers of a vector are -inf.
+  CUFLASH_DEVICE static bool hides(const Bytes16& vector) {
+    bool hidden = true;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) hidden = hidden && vector.word[j] == word_of_hidden(j);
+    return hidden;
+  }
+  // The vectors of a tile, by its first byte; null where they are none.
+  CUFLASH_DEVICE const u8* vectors_of(const TileOfPairs& tile) const {
+    const u8* first = (const u8*)(numbers + tile.first_row * row_stride + tile.first_key * key_stride);
+    const bool are = key_stride == 1 && ((u64)first | (u64)(row_stride * kBiasBytes)) % 16 == 0 &&
+                     tile.stop_key - tile.first_key == kBlockN;
+    return are ? first : nullptr;
+  }
+  // Whether a tile begins with -inf: its first vector or, without, its first number.
+  CUFLASH_DEVICE bool hides_first(const TileOfPairs& tile) const {
+    if (const u8* first = vectors_of(tile)) return hides(*(const Bytes16*)first);
+    return hides(tile.first_row, tile.first_key);
+  }
+  // Warp. Whether a tile is -inf throughout.
+  CUFLASH_DEVICE bool hides_all(const TileOfPairs& tile) const {
+    const Seen before = {false, false};  // whether all pairs are visible does not matter: a visible one decides
+    Seen seen;
+    if (const u8* first = vectors_of(tile))
+      seen = seen_by_vectors(
+          first, row_stride * kBiasBytes, tile.stop_row - tile.first_row,
+          [](Seen& seen, const Bytes16& vector) { seen.any = seen.any || !hides(vector); }, before);
+    else
+      seen = seen_by_asking<kAtOnce>(tile, [&](int row, int key) { return !hides(row, key); }, before);
+    return !any_lane_of_tile(seen.any);
+  }
+
+ private:
+  template <class E = Element>
+  CUFLASH_DEVICE static u32 word_of_hidden(int j) {
+    if constexpr (kBiasBytes == 8)
+      return j % 2 ? ptx::bits_of(-(double)ptx::infinity()) >> 32 : 0;
+    else if constexpr (kBiasBytes == 2)
+      return ptx::pack(E{}, -ptx::infinity(), -ptx::infinity());
+    else
+      return ptx::bits_of(-ptx::infinity());
+  }
+};
+
+// A tile of all that notes are made of, by its index, if there is one.
+struct NotedTile {
+  bool exists;
+  int batch, head, m_block, n_block;
+
+  // A bias has fewer tiles than numbers fit into memory.
+  using Index = Either<kLooksAtBias, u32, i64>::Type;
+
+  CUFLASH_DEVICE NotedTile(const Params& params, Index index) {
+    const Matrices matrices = kLooksAtBias ? biases_in(params) : masks_in(params);
+    const int num_n_blocks = ceil_div(params.seqlen_k, kBlockN);
+    const Index num_tiles = (Index)ceil_div(params.seqlen_q, kBlockM) * num_n_blocks, matrix = index / num_tiles;
+    const int tile = index % num_tiles;
+    exists = matrix < (Index)matrices.batches * matrices.heads;
+    batch = exists ? matrix / matrices.heads : 0, head = exists ? matrix % matrices.heads : 0;
+    m_block = tile / num_n_blocks, n_block = tile % num_n_blocks;
+  }
+
+  // The pairs that there are of the tile. Returns whether windows and lengths leave any of them.
+  CUFLASH_DEVICE bool find(const Params& params, TileOfPairs& pairs) const {
+    const int first_row = m_block * kBlockM, stop_row = min_of(first_row + kBlockM, params.seqlen_q);
+    const int key_stop = exists ? key_stop_of(params, batch) : 0;
+    const TileRange range = key_tiles(params, batch, first_row, stop_row - 1, key_stop);
+    const int first_key = n_block * kBlockN;
+    pairs = {first_row, stop_row, first_key, min_of(first_key + kBlockN, key_stop)};
+    return exists && n_block >= range.start && n_block < range.stop;
+  }
+};
+
+// What masks leave of a tile.
+CUFLASH_DEVICE Pairs left_of(const Params& params, const NotedTile& noted) {
+  TileOfPairs tile;
+  const bool looks = noted.find(params, tile);
   if (kVotesEarly && !looks) return Pairs::kNone;
   Pairs left = Pairs::kAll;
   if constexpr (kHasMask) {
-    const Seen seen = looks ? seen_of_mask(params, batch, head, tile) : Seen{false, false};
+    const Seen seen = looks ? seen_of_mask(params, noted.batch, noted.head, tile) : Seen{false, false};
     left = seen.pairs();
     // What hides single keys is added to scores: kernels need not know of it.
     if (kMaskOfKeys && left == Pairs::kSome) left = Pairs::kAll;
   }
 #if CUFLASH_HAS_MASK_FUNCTION
-  const Functions functions(params, batch, head);
+  const Functions functions(params, noted.batch, noted.head);
   if (left != Pairs::kNone) {
     const Truth shown =
         functions.shows(Integers{tile.first_row, tile.stop_row - 1}, Integers{tile.first_key, tile.stop_key - 1});
@@ -132,17 +226,39 @@ CUFLASH_DEVICE Pairs pairs_of_tile(const Params& params, int batch, int head, in
   return left;
 }
 
+// Warp. What the bias leaves of the tile of each lane; `first` is that of the first lane. What is -inf in single pairs
+// is added to scores: kernels need not know of it.
+CUFLASH_DEVICE Pairs left_by_bias_of(const Params& params, const NotedTile& own, NotedTile::Index first) {
+  TileOfPairs tile;
+  bool hidden = true;
+  if (own.find(params, tile)) hidden = BiasOfPairs(params, own.batch, own.head).hides_first(tile);
+#pragma unroll 1
+  for (int i = 0; i < 32 / kLanesOfTile; ++i) {
+    if (ptx::shuffle((u32)hidden, i * kLanesOfTile) == 0) continue;
+    const NotedTile other(params, first + i);
+    if (!other.find(params, tile)) continue;
+    const bool hides = BiasOfPairs(params, other.batch, other.head).hides_all(tile);
+    if ((int)lane_index() / kLanesOfTile == i) hidden = hides;
+  }
+  return hidden ? Pairs::kNone : Pairs::kAll;
+}
+
 CUFLASH_DEVICE void mask_tiles(const Params& params) {
-  const int num_n_blocks = ceil_div(params.seqlen_k, kBlockN);
-  const i64 num_tiles = (i64)ceil_div(params.seqlen_q, kBlockM) * num_n_blocks;
-  const i64 warp = (i64)ptx::block_index() * kNumWarps + warp_index();
-  const i64 index = warp * (32 / kLanes) + lane_index() / kLanes, matrix = index / num_tiles;
-  const bool exists = matrix < (i64)params.list_batches * params.list_heads;
-  if (kVotesEarly && !exists) return;
-  const int batch = exists ? matrix / params.list_heads : 0, head = exists ? matrix % params.list_heads : 0;
-  const int tile = index % num_tiles;
-  const Pairs pairs = pairs_of_tile(params, batch, head, tile / num_n_blocks, tile % num_n_blocks, exists);
-  if (exists && lane_of_tile() == 0) ((u8*)params.mask_blocks)[index] = (u8)pairs;
+  using Index = NotedTile::Index;
+  const Index warp = (Index)ptx::block_index() * kNumWarps + warp_index();
+  const Index first = warp * (32 / kLanesOfTile), index = first + lane_index() / kLanesOfTile;
+  const NotedTile tile(params, index);
+  Pairs left;
+  if constexpr (kLooksAtBias) {
+    left = left_by_bias_of(params, tile, first);
+  } else {
+    if (kVotesEarly && !tile.exists) return;
+    left = left_of(params, tile);
+  }
+  const BiasBlocks bias(params);
+  if (kLooksAtBias && warp == 0 && lane_index() == 0) *bias.count = 0;
+  u8* notes = kLooksAtBias ? bias.notes : (u8*)params.mask_blocks;
+  if (tile.exists && lane_index() % kLanesOfTile == 0) notes[index] = (u8)left;
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, mask_tiles)

@@ -1,7 +1,8 @@
 // The gradients of what scores are made of beside q and k, added up in a fixed order from the parts that blocks of
 // sm80/backward_scores.cu or sm90/backward_bias.cu left, or blocks of sm90/backward.cu, which leave them by tiles of
-// keys. For dbias a block serves one tile, or as many keys as it has threads; for the others it makes one number. Parts
-// are added in float64, whatever the elements are: there are few of them.
+// keys. For dbias a block serves as many elements of a tile, or keys, as it has threads, so that all parts are on their
+// way together; for the others it makes one number. Parts are added in float64, whatever the elements are: there are few
+// of them.
 #include "common/backward.cuh"
 #include "common/key_sums.cuh"
 #include "common/reduce.cuh"
@@ -12,14 +13,16 @@ static_assert(kBlockSumBytes == CUFLASH_SHARED_BYTES, "shared memory differs fro
 constexpr bool kByKeys = CUFLASH_SUMS_BY_KEYS;
 
 CUFLASH_DEVICE void add_dbias(const Params& params) {
-  const ScoreTiles tile(params, ptx::block_index());
-  const Real* parts = score_partials_of(params, ptx::block_index(), 0);
-  for (int i = ptx::thread_index(); i < kResultElements; i += kNumThreads) {
-    double sum = 0;
-#pragma unroll 4
-    for (int split = 0; split < params.score_splits; ++split) sum += parts[(i64)split * kResultElements + i];
-    store_dbias(params, tile, i, (Real)sum);
-  }
+  constexpr int kBlocks = ceil_div(kResultElements, kNumThreads);  // of a tile
+  const u32 shared = ptx::block_index() / kBlocks;
+  const int i = ptx::block_index() % kBlocks * kNumThreads + ptx::thread_index();
+  if (i >= kResultElements) return;
+  const ScoreTiles tile(params, num_whole_results(params) + shared);
+  const Real* parts = score_partials_of(params, shared, 0) + i;
+  double sum = 0;
+#pragma unroll 8
+  for (int split = 0; split < params.score_splits; ++split) sum += parts[(i64)split * kResultElements];
+  store_dbias(params, tile, i, (Real)sum);
 }
 
 // The same where it differs from key to key only, and was summed by keys.

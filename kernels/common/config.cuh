@@ -53,6 +53,7 @@ constexpr int kMinBlocks = CUFLASH_MIN_BLOCKS;            // resident blocks a m
 constexpr int kFragmentsAhead = CUFLASH_FRAGMENTS_AHEAD;  // ldmatrix of B ahead of the product that needs it
 constexpr int kLoadBytes = CUFLASH_LOAD_BYTES;  // widest aligned access that serves every operand that is read
 constexpr int kStoreBytes = CUFLASH_STORE_BYTES;
+constexpr bool kStoresByRows = CUFLASH_STORES_BY_ROWS;  // results lie so that TMA cannot write them
 constexpr int kNumThreads = 32 * kNumWarps;
 
 constexpr bool kPairs = CUFLASH_PAIRS;  // blocks that stay take tiles of queries in pairs
@@ -77,8 +78,10 @@ constexpr bool kHasScoreFunction = CUFLASH_HAS_SCORE_FUNCTION;         // of the
 constexpr bool kHasMaskFunction = CUFLASH_HAS_MASK_FUNCTION;
 constexpr bool kScoreChangesSlope = CUFLASH_SCORE_CHANGES_SLOPE;  // its derivative by the scaled product is not 1
 #define CUFLASH_HAS_FUNCTIONS (CUFLASH_HAS_SCORE_FUNCTION || CUFLASH_HAS_MASK_FUNCTION)
-constexpr bool kHasLists = CUFLASH_HAS_LISTS;  // of tiles, by around/lists.cu
-constexpr bool kHasNotes = CUFLASH_HAS_NOTES;  // of tiles, by around/mask_tiles.cu: the main kernel reads them
+constexpr bool kHasLists = CUFLASH_HAS_LISTS;           // of tiles, by around/lists.cu
+constexpr bool kHasNotes = CUFLASH_HAS_NOTES;           // of tiles, by around/mask_tiles.cu: the main kernel reads them
+constexpr bool kHasBiasNotes = CUFLASH_HAS_BIAS_NOTES;  // of what the bias leaves of tiles, which the kernel reads
+constexpr bool kIsChosen = CUFLASH_CHOSEN_BY_BIAS;      // what the bias leaves decides whether the kernel runs
 constexpr bool kHasSinks = CUFLASH_HAS_SINKS;  // of the forward pass; the backward pass has in lse what they did
 constexpr bool kHasDropout = CUFLASH_HAS_DROPOUT;
 constexpr bool kIsPacked = CUFLASH_PACKED != 0;    // varlen: batch entries are packed sequences

@@ -13,19 +13,17 @@ static_assert(!kMaskByBits || (kBlockM % kBitsBlock == 0 && kBlockN % kBitsBlock
 // The blocks of all heads that have a mask of their own; tiles at the ends of the axes are whole.
 struct MaskBits {
   int m_blocks, n_blocks;
-  int batches, heads;
+  Matrices matrices;
 
   CUFLASH_DEVICE explicit MaskBits(const Params& params)
       : m_blocks(ceil_div(params.seqlen_q, kBlockM) * (kBlockM / kBitsBlock)),
         n_blocks(ceil_div(params.seqlen_k, kBlockN) * (kBlockN / kBitsBlock)),
-        batches(params.list_batches),
-        heads(params.list_heads) {}
+        matrices(masks_in(params)) {}
 
-  CUFLASH_DEVICE u32 count() const { return batches * heads * m_blocks * n_blocks; }
+  CUFLASH_DEVICE u32 count() const { return matrices.batches * matrices.heads * m_blocks * n_blocks; }
   // Place of a block among all.
   CUFLASH_DEVICE i64 at(int batch, int head, int m_block, int n_block) const {
-    const int matrix = (batches == 1 ? 0 : batch * heads) + (heads == 1 ? 0 : head);
-    return ((i64)matrix * m_blocks + m_block) * n_blocks + n_block;
+    return (matrices.of(batch, head) * m_blocks + m_block) * n_blocks + n_block;
   }
 };
 

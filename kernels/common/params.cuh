@@ -67,14 +67,14 @@ struct Params {
   void* partial_out;     // (batch * num_heads_kv + resident_blocks, rows of a group, padded head_dim_v)
   void* partial_sums;    // the same with two columns, see common/key_splits.cuh
   void* arrivals;        // of u64: (batch * num_heads_kv), see common/key_splits.cuh
-  void* q_split;         // of bfloat16: (bfloat16 parts, batch, heads, seqlen, head dimension rounded up to 8)
-  void* k_split;
-  void* v_split;
-  void* dout_split;
+  void* q_copy;          // of 16 bits, see common/copies.cuh
+  void* k_copy;
+  void* v_copy;
+  void* dout_copy;
   void* key_lists;       // of i32: (list_batches, list_heads, m blocks, a list of tiles of keys)
   void* query_lists;     // of i32: (list_batches, list_heads, n blocks, a list of tiles of queries)
-  void* mask_words;      // of u32: (list_batches, list_heads, queries / 64, keys / 64, words of a block)
-  void* mask_blocks;     // bytes: the same without words; Pairs of each block, or of each tile that a function hides
+  void* mask_words;      // of u32: (mask_batches, mask_heads, queries / 64, keys / 64, words of a block)
+  void* mask_blocks;     // bytes: the same without words; Pairs of each block, or what masks leave of each tile
   void* score_partials;  // (tiles of dbias, score_splits, elements of a tile)
   void* sums_partials;   // (3, num_heads, batch, m blocks, sums_splits): of dalibi_slopes, dscale, dsoftcap
                          // Where blocks that own keys make these, common/key_sums.cuh says how both are laid out.
@@ -113,6 +113,10 @@ struct Params {
   double scale_float64;  // those of float64 problems
   double softcap_float64;
   double kept_scale_float64;
+  // At the end, because numbers that kernels read together by 16 bytes take more registers elsewhere.
+  void* bias_blocks;  // BiasBlocks of common/mask.cuh, with as many matrices as the bias has
+  i32 mask_batches;   // batch entries that have bits, or notes of what masks leave of tiles, of their own; of RunTime
+  i32 mask_heads;     // query heads that have
 #if CUFLASH_HAS_FUNCTIONS
   // Scratch memory, see common/captured_gradients.cuh, of i64: (words of a term, elements of all arrays whose gradients
   // are wanted). It comes first because of where the arrays lie then: read by 16 bytes they would take more registers.

@@ -158,7 +158,7 @@ constexpr int kListHeader = 2;
 // The list of tile `block` of `num_blocks` with room for `length` others.
 CUFLASH_DEVICE i32* list_of(const Params& params, void* lists, int batch, int head, int block, int num_blocks,
                             int length) {
-  return (i32*)lists + (matrix_of(params, batch, head) * num_blocks + block) * (kListHeader + length);
+  return (i32*)lists + (lists_in(params).of(batch, head) * num_blocks + block) * (kListHeader + length);
 }
 
 // Whether places lead away from the queries: from the tile of keys at the diagonal to the first one, and from the tile

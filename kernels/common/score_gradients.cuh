@@ -105,19 +105,29 @@ struct ScoreTiles {
     if (!next(kSumsHeads, head, params.num_heads)) next(kSumsBatch, index_in(batch), params.batch);
   }
   CUFLASH_DEVICE void skip_hidden(const Params& params) {
-    if constexpr (kHasRightBound || kHasLeftBound || kKvLengthsBytes != 0 || kHasBlockMask) {
+    if constexpr (kHasRightBound || kHasLeftBound || kKvLengthsBytes != 0 || kHasBlockMask || kHasBiasNotes) {
 #pragma unroll 1
       for (; left > 0; step(params)) {
         const TileRange tiles = visible_keys(params, key_stop_of(params, batch));
-        const bool seen = tiles.start <= n_block && n_block < tiles.stop;
-        if (seen && (!kHasBlockMask || pairs_left(params) != Pairs::kNone)) return;
+        if (n_block < tiles.start || n_block >= tiles.stop) continue;
+        if (kHasBlockMask && pairs_left(params) == Pairs::kNone) continue;
+        if (kHasBiasNotes && left_by_bias(params, batch, head, m_block, n_block) == Pairs::kNone) continue;
+        return;
       }
     }
   }
 };
 
-CUFLASH_DEVICE Real* score_partials_of(const Params& params, u32 result, int split) {
-  return (Real*)params.score_partials + ((i64)result * params.score_splits + split) * kResultElements;
+// How many tiles of dbias have one block each. Blocks share those after them: of a persistent kernel those after whole
+// rounds of its blocks, of another one all.
+CUFLASH_DEVICE u32 num_whole_results(const Params& params) {
+  const u32 count = ScoreTiles::count(params), resident = params.resident_blocks;
+  return resident == 0 ? 0 : count - count % resident;
+}
+
+// What a block leaves of the tile of dbias that is `shared` places after those.
+CUFLASH_DEVICE Real* score_partials_of(const Params& params, u32 shared, int split) {
+  return (Real*)params.score_partials + ((i64)shared * params.score_splits + split) * kResultElements;
 }
 
 // The gradients that are sums over all pairs of a head, or of all heads.

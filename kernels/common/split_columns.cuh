@@ -1,31 +1,11 @@
-// Eight columns of a row of float32, as global memory has them and as bfloat16 parts (common/part_products.cuh).
+// Eight columns of a row of float32 as bfloat16 parts (common/part_products.cuh).
 #pragma once
 #include "common/bf16_split.cuh"
 #include "common/config.cuh"
 
 static_assert(kElementBytes == 4, "parts are those of float32");
 
-// Eight columns of a row of `columns`, zeros past its end.
-template <int columns>
-CUFLASH_DEVICE void load_columns(const float* row, int column, float (&x)[8]) {
-  constexpr int kVector = kLoadBytes / kElementBytes;
-  struct alignas(kLoadBytes) Vector {
-    float value[kVector];
-  };
-#pragma unroll
-  for (int i = 0; i < 8; i += kVector) {
-    if (columns % 8 == 0 || column + i + kVector <= columns) {
-      const Vector vector = *(const Vector*)(row + column + i);
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) x[i + j] = vector.value[j];
-    } else {
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) x[i + j] = column + i + j < columns ? row[column + i + j] : 0.0f;
-    }
-  }
-}
-
-// Their parts, by `split_pair`, and the sum of what that returns.
+// The parts of eight columns by `split_pair`, and the sum of what that returns.
 template <class SplitPair>
 CUFLASH_DEVICE float split_columns(const float (&x)[8], Bytes16 (&parts)[kBf16Parts], SplitPair split_pair) {
   float sum = 0.0f;

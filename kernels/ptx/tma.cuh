@@ -117,6 +117,26 @@ CUFLASH_DEVICE void barrier_arrive_in_cluster(u32 barrier) {
           : "memory");
   }
 }
+// Thread. mapa (9.7.9.24): what is to be added to an address of this block's shared memory to make it that of the same
+// place in block `rank` of the cluster.
+CUFLASH_DEVICE u32 distance_in_cluster(u32 rank) {
+  const u32 here = dynamic_shared();
+  u32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+  return there - here;
+}
+// Thread. mbarrier.arrive at a barrier of any block of the cluster.
+CUFLASH_DEVICE void barrier_arrive_remote(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Thread. st.async (9.7.9.12): 16 bytes to a place in another block of the cluster. They count on `barrier`, of that
+// block.
+CUFLASH_DEVICE void store_remote_f32x4(u32 address, const float (&value)[4], u32 barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "f"(value[0]), "f"(value[1]), "f"(value[2]), "f"(value[3]), "r"(barrier)
+      : "memory");
+}
 // Thread. load_tensor of a box to all blocks of the cluster, each of which calls this and brings its share: so many rows
 // of 128 bytes from the row of its rank on (cp.async.bulk.tensor with .multicast::cluster). Bytes count on the barrier
 // of the same address in each block.

@@ -58,6 +58,7 @@ CUFLASH_DEVICE void add_to_accumulator(T* accumulator, int n_tile, const T (&val
 }
 
 CUFLASH_DEVICE void backward(const Params& params) {
+  if (!is_chosen(params)) return;
   const int num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
   const int num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
   const int splits = kSplitsGroup ? params.group_splits : 1;

@@ -65,6 +65,7 @@ CUFLASH_DEVICE void store_dq(const Params& params, Entry batch, int head, u32 s_
 }
 
 CUFLASH_DEVICE void backward_dq(const Params& params) {
+  if (!is_chosen(params)) return;
   const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, kHasRightBound);
   if (!has_queries(params, work)) return;
   const int m_block = work.block, head = work.head;

@@ -128,11 +128,11 @@ struct TileWalk {
     if (tile >= work.first_tile + work.num_tiles) return false;
     bool any = false;
 #pragma unroll 4
-    for (int i = 0; i < (params.list_heads == 1 ? 1 : work.group); ++i) {
+    for (int i = 0; i < (params.mask_heads == 1 ? 1 : work.group); ++i) {
       const int head = work.first_head() + i;
       Pairs pairs = Pairs::kAll;
       if constexpr (kHasBlockMask) pairs = pairs_of(params, BlockMask(params, work.batch, head), 0, tile);
-      if constexpr (kHasNotes) pairs = both(pairs, pairs_noted(params, matrix_of(params, work.batch, head), 0, tile));
+      if constexpr (kHasNotes) pairs = both(pairs, left_by_masks(params, work.batch, head, 0, tile));
       any |= pairs != Pairs::kNone;
     }
     return any;

@@ -36,6 +36,7 @@ static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) == CUFLASH_SHARED_BYTES
               "shared memory differs from the plan");
 
 CUFLASH_DEVICE void forward(const Params& params) {
+  if (!is_chosen(params)) return;
   const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, kHasRightBound);
   if (!has_queries(params, work)) return;
   const int m_block = work.block, head = work.head;

@@ -119,15 +119,16 @@ struct Addends {
   CUFLASH_DEVICE void visit(Function f) const {
 #pragma unroll
     for (int k = 0; k < n_tiles / 2; ++k) {
+      const int first = kTilesApart == 2 ? k / 2 * 4 + k % 2 : 2 * k;
       float b[2][4], of_key[2][2];
       if constexpr (kBiasOfPairs) load_bias_of(k, b);
       if constexpr (kHasKeyNumbers && !transposed) {
 #pragma unroll
-        for (int j = 0; j < 2; ++j) ptx::load_shared_x2(numbers + (2 * k + j) * 32, of_key[j]);
+        for (int j = 0; j < 2; ++j) ptx::load_shared_x2(numbers + (first + j * kTilesApart) * 32, of_key[j]);
       }
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const int n = 2 * k + j / 4, i = j % 4;
+        const int n = first + j / 4 * kTilesApart, i = j % 4;
         f(n, i, [&](float sum) {
           if constexpr (kHasAlibi) {
             const float steps = 8 * n + i % 2, from = distance[i / 2] + (transposed ? steps : -steps);
@@ -149,6 +150,10 @@ struct Addends {
     if constexpr (kBiasOfKeys) sum += number;
     return hidden ? -ptx::infinity() : sum;
   }
+  // How far apart the two n-tiles are that `visit` takes at once. Of a bias of float32 two neighbouring rows keep an
+  // n-tile in the same banks, but n-tiles that are two apart in others.
+  static constexpr int kTilesApart = kBiasOfPairs && kBiasBytes == 4 && !transposed ? 2 : 1;
+
   // The bias of the elements of two n-tiles.
   CUFLASH_DEVICE void load_bias_of(int k, float (&b)[2][4]) const {
     const u32 lane = lane_index();
@@ -169,11 +174,19 @@ struct Addends {
         ptx::load_shared(along_line(line, (lane / 4 + j / 2 % 2 * 8) * 4), b[j / 4][j % 4]);
       }
     } else {
+      // Of the two n-tiles odd rows load the second one first.
+      const u32 odd = lane / 4 % 2;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const u32 line = pairs + k / 2 * kBlockM * kLineBytes + (lane / 4 + j % 2 * 8) * kLineBytes;
-        ptx::load_shared_x2(along_line(line, k % 2 * 64 + j / 2 * 32 + lane % 4 * 8),
+        ptx::load_shared_x2(along_line(line, k % 2 * 32 + (j / 2 ^ odd) * 64 + lane % 4 * 8),
                             (float (&)[2])b[j / 2][j % 2 * 2]);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float loaded_first = b[0][i];
+        b[0][i] = odd ? b[1][i] : loaded_first;
+        b[1][i] = odd ? loaded_first : b[1][i];
       }
     }
   }

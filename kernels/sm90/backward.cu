@@ -12,8 +12,7 @@
 //   - dS' goes to shared memory, too. From it the warpgroup of dQ makes dQ of the tile and adds it to memory, at its
 //     own pace. It first clears what later blocks add to (common/clear_dq.cuh). One of its warps is the producer.
 //   - Where blocks add to dQ in order, three warps of a last warpgroup load tiles, wait for this block's turn, and end
-//     it: each of the three takes as long as a memory access. They load tiles no sooner than dQ is through with a step:
-//     sooner, they are in its way.
+//     it: each takes as long as a memory access. They load tiles once dQ is through with a step, out of its way.
 // Consumers issue dV and dK of a tile of queries right after P' of the next one (after dP' where they make no P'), so
 // that they run during what follows from it. They ping-pong through what the other would slow down (kPingPong).
 //
@@ -540,12 +539,12 @@ struct Consumer {
     ptx::fence_async_proxy();
     ptx::sync_named(kConsumer + index, 128);
     const int first_key = work.first_key + first;
-    const int rows = kIsPacked ? seqlen_k_of(common, batch) - first_key : 64;
-    if (rows < 64) {
+    const int rows = kIsPacked || kStoresByRows ? seqlen_k_of(common, batch) - first_key : 64;
+    if (kStoresByRows || rows < 64) {
       const auto store = [&](const Tensor& result, auto columns, u32 tile_rows) {
         Storage* first_row = (Storage*)keys_of(common, result, batch, work.head_kv) + first_key * result.row_stride;
         store_first_rows<kBlockN, decltype(columns)::value>(first_row, result.row_stride, tile_rows,
-                                                            at_least_zero(rows), thread);
+                                                            min_of(at_least_zero(rows), 64), thread);
       };
       if constexpr (makes_dv && kNeedsDv) store(common.dv, Integer<kHeadDimV>{}, rows_v);
       if constexpr (makes_dk && kNeedsDk) store(common.dk, Integer<kHeadDim>{}, rows_k);
@@ -554,8 +553,8 @@ struct Consumer {
     if (elected && first_key < common.seqlen_k) {
       const int row = key_start_of(batch) + first_key, entry = entry_of(batch);
       if constexpr (makes_dv && kNeedsDv)
-        store_chunks<kBlockN, kDimV>(params.dkv[kNeedsDk], rows_v, row, work.head_kv, entry);
-      if constexpr (makes_dk && kNeedsDk) store_chunks<kBlockN, kDim>(params.dkv[0], rows_k, row, work.head_kv, entry);
+        store_chunks<kBlockN, kDimV>(params.dout[1 + kNeedsDk], rows_v, row, work.head_kv, entry);
+      if constexpr (makes_dk && kNeedsDk) store_chunks<kBlockN, kDim>(params.dout[1], rows_k, row, work.head_kv, entry);
       ptx::bulk_commit();
       ptx::bulk_wait_read<0>();
     }
@@ -563,6 +562,7 @@ struct Consumer {
 };
 
 CUFLASH_DEVICE void backward(const BackwardParams& params) {
+  if (!is_chosen(params.common)) return;
   const Shared shared;
   Work found = {};
   if constexpr (kIsPacked) {

@@ -2,10 +2,10 @@
 //
 //   P = exp(S - lse)    dP = dO V'    dbias = sum of P * (dP - delta) over what the bias broadcasts along
 //
-// The kernel is persistent: a block takes one tile of dbias after another, or its share of what is summed to one, and
-// walks over the batch entries and heads that see this tile of the bias. The bias is loaded once for all of them, and
-// the sums stay in registers: dbias is written once, in an order of additions that is fixed. Where tiles are few,
-// blocks share their walks, and around/scores_reduce.cu adds what they leave.
+// The kernel is persistent: a block takes one tile of dbias after another, and walks over the batch entries and heads
+// that see this tile of the bias. The bias is loaded once for all of them, and the sums stay in registers: dbias is
+// written once, in an order of additions that is fixed. Where fewer tiles are left than there are blocks, blocks share
+// their walks, and around/scores_reduce.cu adds what they leave.
 //
 // The last warpgroup, the producer, loads tiles by TMA: of Q and K for a product S, and of dO and V for a product dP,
 // which take turns in one ring. Each of the two consumers owns 64 queries. They drift apart, so that the products of
@@ -83,21 +83,27 @@ struct Shared {
   }
 };
 
-// The shares of tiles of dbias that a block takes.
+// What a block takes: tiles of dbias as long as every block has one, then shares of those that are left.
 struct ShareWalk {
-  u32 index, count;
+  u32 index, whole, count;
 
-  CUFLASH_DEVICE explicit ShareWalk(const Params& params)
-      : index(ptx::block_index()), count(ScoreTiles::count(params) * params.score_splits) {}
+  CUFLASH_DEVICE explicit ShareWalk(const Params& params) : index(ptx::block_index()) {
+    const u32 tiles = ScoreTiles::count(params);
+    whole = params.score_splits == 1 ? tiles : num_whole_results(params);
+    count = whole + (tiles - whole) * params.score_splits;
+  }
 
   CUFLASH_DEVICE bool more() const { return index < count; }
   CUFLASH_DEVICE void advance(const Params& params) { index += params.resident_blocks; }
-  CUFLASH_DEVICE u32 tile(const Params& params) const { return index / params.score_splits; }
-  CUFLASH_DEVICE int split(const Params& params) const { return index % params.score_splits; }
-  // The first of the tiles of pairs that the share sums.
+  CUFLASH_DEVICE bool is_share() const { return index >= whole; }
+  // The tile, or its place among those that are shared, and the share.
+  CUFLASH_DEVICE u32 shared(const Params& params) const { return (index - whole) / params.score_splits; }
+  CUFLASH_DEVICE int split(const Params& params) const { return (index - whole) % params.score_splits; }
+  CUFLASH_DEVICE u32 tile(const Params& params) const { return is_share() ? whole + shared(params) : index; }
+  // The first of the tiles of pairs that are summed.
   CUFLASH_DEVICE ScoreTiles first(const Params& params) const {
     ScoreTiles tiles(params, tile(params));
-    tiles.take_share(params, split(params), params.score_splits);
+    tiles.take_share(params, is_share() ? split(params) : 0, is_share() ? params.score_splits : 1);
     return tiles;
   }
 };
@@ -298,11 +304,11 @@ struct Consumer {
   }
 
   // Leaves the sums: in their place, or to the kernel that adds those of several blocks.
-  CUFLASH_DEVICE void store(u32 tile_index, int split) {
-    const ScoreTiles tile(common, tile_index);
+  CUFLASH_DEVICE void store(const ShareWalk& walk) {
+    const ScoreTiles tile(common, walk.tile(common));
     const int lane_row = warp_row + fragment_row(), lane_key = fragment_column();
-    if (common.score_splits > 1) {
-      float* part = score_partials_of(common, tile_index, split) + lane_row * kBlockN + lane_key;
+    if (walk.is_share()) {
+      float* part = score_partials_of(common, walk.shared(common), walk.split(common)) + lane_row * kBlockN + lane_key;
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
@@ -351,7 +357,7 @@ CUFLASH_DEVICE void consume(const Params& common, const Shared& shared, u32 inde
       consumer.step(tile, first, now.left == 0);
     }
     if (any) bias_at.advance();
-    consumer.store(walk.tile(common), walk.split(common));
+    consumer.store(walk);
   }
 }
 

@@ -44,7 +44,7 @@ struct Producer {
     const Barrier q_full = shared.q_ring.full(at), do_full = shared.do_ring.full(at);
     const auto load_dout = [&]() {
       do_full.arrive_expect(kBytesDo);
-      load_chunks<kBlockM, kDimV>(shared.dout + at.stage * kBytesDo, params.dout, do_full, first_row, next.head,
+      load_chunks<kBlockM, kDimV>(shared.dout + at.stage * kBytesDo, params.dout[0], do_full, first_row, next.head,
                                   entry_of(batch));
     };
     shared.do_ring.empty(at).wait(at.parity ^ 1);
@@ -55,7 +55,7 @@ struct Producer {
     ptx::load_bulk(shared.stats + at.stage * kBytesStats, stats_of(params.common, batch, next.head) + row * 2,
                    kBytesStats, q_full.address);
     if constexpr (kBiasOfPairs)
-      load_bias(params.common, shared.bias + at.stage * kBytesBias, params.dkv[kNeedsDk + kNeedsDv], q_full, row,
+      load_bias(params.common, shared.bias + at.stage * kBytesBias, params.dout[1 + kResultMaps], q_full, row,
                 tile.first_key, next.head, entry_of(batch));
     if constexpr (!kSplitsRoles) load_dout();
   }

@@ -520,6 +520,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
 }
 
 CUFLASH_DEVICE void backward(const BackwardParams& params) {
+  if (!is_chosen(params.common)) return;
   const Shared shared;
   if (ptx::thread_index() == 0) {
     shared.k_full.init(1);

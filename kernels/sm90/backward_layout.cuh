@@ -126,9 +126,11 @@ constexpr u32 kDqDelay = kDkFromShared                ? 0
 // ping-pong.
 constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1, kPingPongBarrier = kEnd + 1;
 
+// Of dk and dv TMA writes those that are wanted.
+constexpr int kResultMaps = kStoresByRows ? 0 : kNeedsDk + kNeedsDv;
 struct BackwardParams {
   Params common;
-  TensorMap q, k, v, dout, dkv[kNeedsDk + kNeedsDv + kBiasOfPairs];  // dk, dv: those that are wanted; the bias
+  TensorMap q, k, v, dout[1 + kResultMaps + kBiasOfPairs];  // dout, and after it dk and dv, and the bias
 };
 static_assert(sizeof(BackwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 

@@ -3,7 +3,8 @@
 //   P = exp(S - lse)        dS = P * (dP - delta)        dV = P' dO        dK = dS' Q        dQ = dS K
 //
 // Registers hold one of these, and not two beside each other, so each has a launch of its own, which makes the scores
-// again: eight products in place of five. But nothing is added to memory, so all of them are bitwise repeatable.
+// again: eight products in place of five. But nothing is added to memory, so all of them are bitwise repeatable. Of more
+// columns than registers hold, two blocks have half each, and exchange what their columns add to the scores.
 // sm90/wide_ring.cuh says who does what.
 #include "common/backward.cuh"
 #include "common/dropout.cuh"
@@ -30,12 +31,50 @@ struct Lane {
   CUFLASH_DEVICE static constexpr int query_index(int i) { return kRowsAreKeys ? i % 2 : i / 2; }
 };
 
+// Warpgroup 2, where two blocks divide columns: their parts of a product.
+struct Parts {
+  const Shared& shared;
+  const u32 place = shared.part + ptx::thread_index() % 128 * 16;
+  const u32 other = kColumnBlocks > 1 ? ptx::distance_in_cluster(column_rank() ^ 1) : 0;
+  Position<kPartStages> at;
+
+  CUFLASH_DEVICE void send(const float (&part)[kNTiles][4]) const {
+    if constexpr (kColumnBlocks > 1) {
+      shared.part_ring.empty(at).wait(at.parity ^ 1);
+      if (ptx::thread_index() % 128 == 0) shared.part_ring.full(at).arrive_expect(kBytesPart);
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n)
+        ptx::store_remote_f32x4(place + n * 2048 + other, part[n], shared.part_ring.full(at).address + other);
+    }
+  }
+  CUFLASH_DEVICE void add_other(float (&part)[kNTiles][4]) {
+    if constexpr (kColumnBlocks > 1) {
+      shared.part_ring.full(at).wait(at.parity);
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n) {
+        float others[4];
+        ptx::load_shared_f32x4(place + n * 2048, others);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) part[n][i] += others[i];
+      }
+      ptx::sync_warp();
+      if (lane_index() == 0) ptx::barrier_arrive_remote(shared.part_ring.empty(at).address + other);
+      at.advance();
+    }
+  }
+};
+// Parts of S are sent when the first chunk of dP is under way, and added at this one, when exponentials begin.
+constexpr int kMeeting = kColumnBlocks > 1 ? kChunksOfDp / 2 : 0;
+CUFLASH_DEVICE constexpr int weighed_before(int chunk_of_dp) {
+  return (chunk_of_dp - kMeeting) * kNTiles / max_of(kChunksOfDp - kMeeting, 1);
+}
+
 // Warpgroup 2 makes the factors of the sums.
 struct Differentiator : ScoreProducts {
-  static constexpr int kChunksOfDp = kScoreChunks - kChunksOfS;
   const u32 thread = ptx::thread_index() % 128;
-  Position<1> own, message;
+  Position<1> message;
   Position<kStatsStages> stats_at;
+  Parts parts{shared};
 
   CUFLASH_DEVICE explicit Differentiator(const Shared& shared_) : ScoreProducts{shared_} {}
 
@@ -98,11 +137,18 @@ struct Differentiator : ScoreProducts {
     if constexpr (kRowsAreKeys) shared.stats_ring.full(stats_at).wait(stats_at.parity);
     multiply(work.is_first(step), [&](auto chunk) {
       constexpr int i = decltype(chunk)::value;
-      weigh<i * kNTiles / kChunksOfDp, (i + 1) * kNTiles / kChunksOfDp>(weights, lane, masked);
+      if constexpr (i == 0) parts.send(s[0]);
+      if constexpr (i == kMeeting) parts.add_other(s[0]);
+      if constexpr (i >= kMeeting) weigh<weighed_before(i), weighed_before(i + 1)>(weights, lane, masked);
     });
     if (!work.is_first(step)) let_second_follow();
-    if (step.is_last() && thread == 0) shared.own_ring.empty(own).arrive();
-    if constexpr (!kMakesDs) weigh<0, kNTiles>(weights, lane, masked);
+    parts.send(kMakesDs ? dp : s[0]);
+    if constexpr (kMakesDs) {
+      parts.add_other(dp);
+    } else {
+      parts.add_other(s[0]);
+      weigh<0, kNTiles>(weights, lane, masked);
+    }
     make_factor(Dropout(common, work.entry(), work.query_head(step)), lane, kept_scale_of(common));
     if constexpr (kRowsAreKeys) {
       arrive_as_warp(shared.stats_ring.empty(stats_at));
@@ -116,27 +162,26 @@ struct Differentiator : ScoreProducts {
   CUFLASH_DEVICE void take(const WideParams& params, const Work& work, int) {
     auto step = work.first();
     if (!step.more()) return;
-    shared.own_ring.full(own).wait(own.parity);
+    shared.own_ring.full({}).wait(0);
     work.clear_own(shared, thread);
     Lane lane = work.lane(params.common, thread / 32 * 16 + fragment_row());
 #pragma unroll 1
     for (; step.more(); work.advance(step)) take_tile(params.common, work, step, lane);
     let_second_follow();
-    own.advance();
-    count += kSumChunks;
   }
 };
 
 // Boxes have as many rows as a block of a cluster brings of a tile.
-constexpr int kBoxRows = kTile / kClusterBlocks;
+constexpr int kBoxRows = kTile / kRowBlocks;
 CUFLASH_DEVICE u32 cluster_index() { return ptx::block_index() / kClusterBlocks; }
 
-// Thread. Loads the rows of a block.
+// Thread. Loads the rows of a block, and of these the columns that it has.
 template <int columns>
 CUFLASH_DEVICE void load_rows(u32 tile, const TensorMap& map, const Barrier& full, int first_row, int head, int batch) {
 #pragma unroll
   for (int row = 0; row < kRows; row += kBoxRows)
-    load_chunks<kRows, columns>(tile + row * kLineBytes, map, full, first_row + row, head, batch);
+    load_chunks<kRows, columns>(tile + row * kLineBytes, map, full, first_row + row, head, batch,
+                                column_rank() * columns);
 }
 
 // The rows are keys: dV or dK of those of a block, by all queries that see the keys of the cluster.
@@ -154,9 +199,7 @@ struct KeyRows : BackwardWork {
   };
 
   CUFLASH_DEVICE explicit KeyRows(const Params& common)
-      : BackwardWork(common, {}, cluster_index()),
-        rank(ptx::cluster_rank<kClusterBlocks>()),
-        first_own(first_key + rank * kRows) {}
+      : BackwardWork(common, {}, cluster_index()), rank(row_rank()), first_own(first_key + rank * kRows) {}
 
   CUFLASH_DEVICE int entry() const { return work.batch; }
   CUFLASH_DEVICE Step first() const { return {BackwardWork::first(), num_steps}; }
@@ -180,15 +223,15 @@ struct KeyRows : BackwardWork {
 
   CUFLASH_DEVICE void load_own(const WideParams& params, const Shared& shared, const Barrier& full) const {
     full.arrive_expect(kBytesOwn + kBytesOwnV);
-    load_rows<kDim>(shared.own, params.k, full, first_own, head_kv, work.batch);
-    if constexpr (kMakesDs) load_rows<kDimV>(shared.own_v, params.v, full, first_own, head_kv, work.batch);
+    load_rows<kOwnDim>(shared.own, params.k, full, first_own, head_kv, work.batch);
+    if constexpr (kMakesDs) load_rows<kOwnDimV>(shared.own_v, params.v, full, first_own, head_kv, work.batch);
   }
   // Warpgroup 2.
   CUFLASH_DEVICE void clear_own(const Shared& shared, u32 thread) const {
     if (!kHidesLastKeys || key_stop - first_own >= kRows) return;
     const int valid = at_least_zero(key_stop - first_own);
-    zero_last_of_64<kRows, kDim>(shared.own, valid, thread);
-    if constexpr (kMakesDs) zero_last_of_64<kRows, kDimV>(shared.own_v, valid, thread);
+    zero_last_of_64<kRows, kOwnDim>(shared.own, valid, thread);
+    if constexpr (kMakesDs) zero_last_of_64<kRows, kOwnDimV>(shared.own_v, valid, thread);
     ptx::fence_async_proxy();
     ptx::sync_named(3, 128);
   }
@@ -239,7 +282,7 @@ struct QueryRows : QueryTile, OverKeys<QueryRows> {
 
   CUFLASH_DEVICE explicit QueryRows(const Params& common)
       : QueryTile(common, schedule_queries(common, cluster_index(), common.num_heads, kHasRightBound)) {
-    const int rank = ptx::cluster_rank<kClusterBlocks>();
+    const int rank = row_rank();
     first_own = first_row + rank * kRows;
     own = keys_of(common, rank);
   }
@@ -253,8 +296,8 @@ struct QueryRows : QueryTile, OverKeys<QueryRows> {
 
   CUFLASH_DEVICE void load_own(const WideParams& params, const Shared& shared, const Barrier& full) const {
     full.arrive_expect(kBytesOwn + kBytesOwnV);
-    load_rows<kDim>(shared.own, params.q, full, first_own, work.head, work.batch);
-    load_rows<kDimV>(shared.own_v, params.dout, full, first_own, work.head, work.batch);
+    load_rows<kOwnDim>(shared.own, params.q, full, first_own, work.head, work.batch);
+    load_rows<kOwnDimV>(shared.own_v, params.dout, full, first_own, work.head, work.batch);
   }
   CUFLASH_DEVICE static void clear_own(const Shared&, u32) {}  // behind the last query TMA brings zeros
   CUFLASH_DEVICE Weights weights(const Params& common, const KeySteps&) const {
@@ -302,6 +345,8 @@ struct OneTile {
   }
 };
 
-CUFLASH_DEVICE void backward(const WideParams& params) { take_all<OneTile, Differentiator>(params); }
+CUFLASH_DEVICE void backward(const WideParams& params) {
+  if (is_chosen(params.common)) take_all<OneTile, Differentiator>(params);
+}
 
 CUFLASH_DEFINE_CLUSTER_KERNEL(CUFLASH_KERNEL_NAME, WideParams, kNumThreads, kClusterBlocks, backward)

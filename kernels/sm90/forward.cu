@@ -84,7 +84,7 @@ constexpr float kMaxSum = max_sum(Element{});
 
 struct ForwardParams {
   Params common;
-  TensorMap q, k, v, out[1 + kBiasOfPairs];  // out, and after it the bias
+  TensorMap q, k, v[1 + !kStoresByRows + kBiasOfPairs];  // v, and after it out, where TMA writes it, and the bias
 };
 static_assert(sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
@@ -138,11 +138,11 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
       const Barrier k_full = shared.k_ring.full(key), v_full = shared.v_ring.full(key);
       keys.load<kDim>(shared.k + key.stage * kBytesK, params.k, k_full, kBytesBias);
       if constexpr (kBiasOfPairs)
-        load_bias(params.common, shared.bias + key.stage * kBytesBias, params.out[1], k_full, tile.first_row,
-                  tile.keys.at(n_block) * kBlockN, tile.work.head, batch);
+        load_bias(params.common, shared.bias + key.stage * kBytesBias, params.v[1 + !kStoresByRows], k_full,
+                  tile.first_row, tile.keys.at(n_block) * kBlockN, tile.work.head, batch);
       if (n_block == tile.keys.stop - 1) load_q();
       shared.v_ring.empty(key).wait(key.parity ^ 1);
-      keys.load<kDimV>(shared.v + key.stage * kBytesV, params.v, v_full);
+      keys.load<kDimV>(shared.v + key.stage * kBytesV, params.v[0], v_full);
     }
   }
 }
@@ -487,10 +487,11 @@ struct Consumer {
       store_fragments_chunked<kBlockM>(s_out, warp_row, (float (&)[kColumns / 8][4]) o[0][kFirst / 8], upper, lower);
       ptx::fence_async_proxy();
       sync_consumer(index);
-      if (kIsPacked && row_stop < 64) {
+      if (kStoresByRows || (kIsPacked && row_stop < 64)) {
         Storage* g_out = (Storage*)queries_of(common.out, batch, head) + first_row * common.out.row_stride;
+        const int rows = min_of(at_least_zero(row_stop), 64);
         store_first_rows<kBlockM, min_of(kColumns, kHeadDimV - kFirst)>(g_out + kFirst, common.out.row_stride, s_out,
-                                                                        at_least_zero(row_stop), thread);
+                                                                        rows, thread);
       } else if (elected) {
         const int array_row = query_start_of(batch) + first_row;
         store_chunks<kBlockM, kColumns>(map, s_out, array_row, head, entry_of(batch), kFirst);
@@ -549,7 +550,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 ind
     if constexpr (CUFLASH_OUT_WIDE)
       consumer.store_wide_out(row_stop);
     else
-      consumer.store_out(params.out[0], row_stop);
+      consumer.store_out(params.v[1], row_stop);
     store_lse(common, batch, tile.work.head, consumer.lane_row, softmax);
   }
   ping_pong.finish();
@@ -557,6 +558,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 ind
 }
 
 CUFLASH_DEVICE void forward(const ForwardParams& params) {
+  if (!is_chosen(params.common)) return;
   Shared shared;
   if constexpr (kIsPacked) {
     if (ptx::thread_index() == 0) shared.tiles.init(4 * kConsumers + 1);

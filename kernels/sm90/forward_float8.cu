@@ -484,6 +484,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, const Shared& shared, u
 }
 
 CUFLASH_DEVICE void forward(const ForwardParams& params) {
+  if (!is_chosen(params.common)) return;
   const Shared shared;
   shared.initialise();
   const u32 warp = ptx::uniform(ptx::thread_index() / 32);

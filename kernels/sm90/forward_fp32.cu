@@ -7,8 +7,9 @@
 // (common/bf16_split.cuh). Tensor cores cut sums off instead of rounding them: so the P V of a tile of keys is summed
 // there by itself, small products first, and added to O with rounding.
 //
-// Where few tiles of queries read K and V, the producer splits operands itself, on their way to shared memory
-// (kSplitsOperands). That takes instructions for each of these tiles, but parts are neither written to memory nor read.
+// Where few tiles of queries read K and V and rows are short, the producer splits operands itself, on their way to shared
+// memory (kSplitsOperands). That takes instructions for each of these tiles, but parts are neither written to memory nor
+// read.
 //
 // The kernel is persistent: one block stays on each multiprocessor and takes one tile of queries after another. Its
 // last warpgroup, the producer, loads tiles by TMA. Each of the others, the consumers, owns 64 queries of the tile. The
@@ -68,6 +69,7 @@ static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + kBytesAddends + kByte
 constexpr int kConsumerRegisters = kConsumers == 3 ? 152 : kSplitsOperands ? 200 : 232;
 constexpr int kProducerRegisters = (kConsumers == 3 ? 512 : 504) - kConsumers * kConsumerRegisters;
 static_assert(!kSplitsOperands || kConsumers == 2, "three consumers leave no registers for the producer");
+static_assert(!kSplitsOperands || max_of(kHeadDim, kHeadDimV) <= 32, "split tiles have at most 32 columns");
 
 // Tensor maps: of the parts of Q, K and V, those of all batch entries below each other; and of the bias.
 template <int maps>
@@ -163,7 +165,9 @@ CUFLASH_DEVICE void produce(const P& params, Shared& shared) {
 
 // The producer where it splits operands: all threads of its warpgroup. While a tile waits for its place, what a thread
 // splits of it is on its way to registers.
+template <class P>
 struct SplittingProducer {
+  const P& params;
   const Params& common;
   const Shared& shared;
   const u32 thread;
@@ -173,8 +177,8 @@ struct SplittingProducer {
   Position<kNumStages> key;
   Position<1> query, addend;
 
-  CUFLASH_DEVICE SplittingProducer(const Params& common_, const Shared& shared_, u32 thread_)
-      : common(common_), shared(shared_), thread(thread_), q(thread_), k(thread_), v(thread_) {}
+  CUFLASH_DEVICE SplittingProducer(const P& params_, const Shared& shared_, u32 thread_)
+      : params(params_), common(params_.common), shared(shared_), thread(thread_), q(thread_), k(thread_), v(thread_) {}
 
   // Asks for a tile of keys, or of values,
   template <class Rows>
@@ -201,8 +205,7 @@ struct SplittingProducer {
     ptx::fence_async_proxy();
     arrive_as_warp(shared.q_ring.full(query));
   }
-  template <class P>
-  CUFLASH_DEVICE void bring_addends(const P& params, const QueryTile& tile, const KeyNumbers& of_keys, int first_key) {
+  CUFLASH_DEVICE void bring_addends(const QueryTile& tile, const KeyNumbers& of_keys, int first_key) {
     const Barrier full = shared.addend_ring.full(addend);
     shared.addend_ring.empty(addend).wait(addend.parity ^ 1);
     if constexpr (kBiasOfPairs) {
@@ -219,8 +222,7 @@ struct SplittingProducer {
     addend.advance();
   }
 
-  template <class P>
-  CUFLASH_DEVICE void run(const P& params) {
+  CUFLASH_DEVICE void run() {
     EntryWalk walk(common);
     if (walk.more()) begin_first(QueryTile(common, walk.work(common)));
     for (; walk.more(); query.advance()) {
@@ -232,7 +234,7 @@ struct SplittingProducer {
         finish(k, shared.k_ring, shared.k, kPartK);
         if (n_block == tile.keys.stop - 1) bring_q(tile);
         begin(v, common.v, tile, n_block);
-        if constexpr (kLoadsAddends) bring_addends(params, tile, of_keys, tile.keys.at(n_block) * kBlockN);
+        if constexpr (kLoadsAddends) bring_addends(tile, of_keys, tile.keys.at(n_block) * kBlockN);
         finish(v, shared.v_ring, shared.v, kPartV);
         if (n_block > tile.keys.start) begin(k, common.k, tile, n_block - 1);
       }
@@ -241,6 +243,11 @@ struct SplittingProducer {
     }
   }
 };
+
+template <class P>
+CUFLASH_DEVICE void produce_split(const P& params, const Shared& shared) {
+  SplittingProducer<P>(params, shared, ptx::thread_index() % 128).run();
+}
 
 // [GEMM 1] S = Q K^T. The products with one part of K, as those with one of V, wait for that part. They are one group of
 // wgmma, for which release_parts waits.
@@ -300,6 +307,17 @@ CUFLASH_DEVICE void make_scores(float (&s)[1][kNTiles][4], const Score& score, c
   } else {
     to_scores(score, mask, s, [=](int, int i) { return row + i / 2 * 8; }, key, masked);
   }
+}
+
+// The same by one of two bodies of code, for which lists and a bias leave no registers.
+CUFLASH_DEVICE void make_either_scores(float (&s)[1][kNTiles][4], const Score& score, const Mask& mask,
+                                       const Shared& shared, int row, int key, bool masked) {
+  if constexpr (kHasLists && kBiasBytes != 0)
+    make_scores(s, score, mask, shared, row, key, masked);
+  else if (masked)
+    make_scores(s, score, mask, shared, row, key, Constant<true>{});
+  else
+    make_scores(s, score, mask, shared, row, key, Constant<false>{});
 }
 
 // P in parts.
@@ -406,10 +424,8 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       if (n_block == keys.start) release(shared.q_ring.empty(query));
 
       addends.wait();
-      if (n_block >= keys.full_stop || n_block < keys.full_start)
-        make_scores(s, score, mask, shared, lane_row, lane_key_of(n_block), Constant<true>{});
-      else
-        make_scores(s, score, mask, shared, lane_row, lane_key_of(n_block), Constant<false>{});
+      const bool masked = n_block >= keys.full_stop || n_block < keys.full_start;
+      make_either_scores(s, score, mask, shared, lane_row, lane_key_of(n_block), masked);
       addends.release();
       float factor[1][2] = {{1.0f, 1.0f}};
       softmax.update(s, factor, exponent_scale);
@@ -443,6 +459,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
 }
 
 CUFLASH_DEVICE void forward(const ForwardParams& params) {
+  if (!is_chosen(params.common)) return;
   Shared shared;
   if constexpr (kLoadsAddends) {
     if (ptx::thread_index() == 0)
@@ -453,7 +470,7 @@ CUFLASH_DEVICE void forward(const ForwardParams& params) {
   if (warp >= 4 * kConsumers) {
     ptx::decrease_registers<kProducerRegisters>();
     if constexpr (kSplitsOperands) {
-      SplittingProducer(params.common, shared, ptx::thread_index() % 128).run(params);
+      produce_split(params, shared);
     } else {
       if (warp == 4 * kConsumers && ptx::elect_lane()) produce(params, shared);
       if constexpr (kHasKeyNumbers) {

@@ -82,7 +82,13 @@ struct WideTile : QueryTile, OverKeys<WideTile> {
     for (int half = 0; half < 2; ++half) {
       const int own_row = first_own + row + 8 * half;
       Out* g_row = own_row < common.seqlen_q ? out_of(common, work.batch, work.head, own_row) : nullptr;
-      store_wide_row<kHeadDimV>(g_row, o, half, 1.0f, first_column);
+      if constexpr (kStoresByRows) {
+#pragma unroll
+        for (int n = 0; n < n_tiles; ++n)
+          if (g_row) store_pair(g_row, first_column + 8 * n + fragment_column(), o[n][2 * half], o[n][2 * half + 1]);
+      } else {
+        store_wide_row<kHeadDimV>(g_row, o, half, 1.0f, first_column);
+      }
     }
   }
 };

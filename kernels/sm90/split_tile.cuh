@@ -1,20 +1,18 @@
 // A tile of float32 that a warpgroup brings from global memory and splits, so that wgmma finds its bfloat16 parts in
 // shared memory as TMA would have brought them.
 #pragma once
+#include "common/columns.cuh"
 #include "common/config.cuh"
 #include "common/part_products.cuh"
 #include "common/split_columns.cuh"
 #include "sm90/tiles.cuh"
 
-// `rows` rows of a head with `columns` columns: vectors of eight columns, `kSlice` of a thread on their way at once.
-// `begin` asks for the first ones, so that other work hides the way of these.
+// `rows` rows of a head with `columns` columns, at most 32: vectors of eight columns, `kSlice` of a thread on their way
+// at once. `begin` asks for the first ones, so that other work hides the way of these.
 template <int rows, int columns>
 struct SplitTile {
   static constexpr int kVectors = round_up(columns, CUFLASH_DIM_MULTIPLE) / 8;  // of a row
-  static constexpr int kCount = ceil_div(rows * kVectors, 128), kSlice = min_of(kCount, kVectors > 4 ? 2 : 4);
-  // Eight neighbouring lanes write vectors of rows that are so far apart that they meet in no bank: the swizzle tells
-  // eight rows apart.
-  static constexpr int kRowsOfEight = 8 % kVectors == 0 ? 8 / kVectors : 1;
+  static constexpr int kCount = ceil_div(rows * kVectors, 128), kSlice = min_of(kCount, 4);
 
   u32 thread;
   const float* first;  // row of the head
@@ -55,9 +53,11 @@ struct SplitTile {
 
  private:
   CUFLASH_DEVICE bool has(int i) const { return i * 128 + (int)thread < rows * kVectors; }
+  // Eight neighbouring lanes write vectors of rows that are so far apart that they meet in no bank: the swizzle tells
+  // eight rows apart.
   CUFLASH_DEVICE int row_of(int i) const {
     const int row = (i * 128 + thread) / kVectors, of_eight = row % 8;
-    return row - of_eight + of_eight % kRowsOfEight * (8 / kRowsOfEight) + of_eight / kRowsOfEight;
+    return row - of_eight + of_eight * kVectors % 8 + of_eight * kVectors / 8;
   }
   CUFLASH_DEVICE int column_of(int i) const { return (i * 128 + thread) % kVectors * 8; }
   CUFLASH_DEVICE void load(int from) {
@@ -73,7 +73,7 @@ struct SplitTile {
   }
   CUFLASH_DEVICE void store(int i, const Bytes16 (&parts)[kBf16Parts], u32 tile, u32 part_stride) const {
     const int row = row_of(i), column = column_of(i);
-    const u32 place = tile + (column / kChunk * rows + row) * kLineBytes + (column % kChunk * 2 ^ row % 8 * 16);
+    const u32 place = tile + row * kLineBytes + (column * 2 ^ row % 8 * 16);
 #pragma unroll
     for (int part = 0; part < kBf16Parts; ++part) ptx::store_shared_b128(place + part * part_stride, parts[part]);
   }

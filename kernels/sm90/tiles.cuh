@@ -12,13 +12,15 @@ constexpr int kChunk = 64;  // columns of a line
 CUFLASH_DEVICE constexpr int chunks_of(int columns) { return (columns + kChunk - 1) / kChunk; }
 CUFLASH_DEVICE constexpr u32 chunked_bytes(int rows, int columns) { return chunks_of(columns) * rows * kLineBytes; }
 
-// Loads rows [first_row, first_row + rows) of a head. Whole chunks arrive; outside of the array they are zeros.
+// Loads rows [first_row, first_row + rows) of a head, from column `first_column` on. Whole chunks arrive; outside of the
+// array they are zeros.
 template <int rows, int columns>
-CUFLASH_DEVICE void load_chunks(u32 tile, const TensorMap& map, const Barrier& full, int first_row, int head,
-                                int batch) {
+CUFLASH_DEVICE void load_chunks(u32 tile, const TensorMap& map, const Barrier& full, int first_row, int head, int batch,
+                                int first_column = 0) {
 #pragma unroll
   for (int c = 0; c < chunks_of(columns); ++c)
-    ptx::load_tensor(tile + c * rows * kLineBytes, map, full.address, c * kChunk, first_row, head, batch);
+    ptx::load_tensor(tile + c * rows * kLineBytes, map, full.address, first_column + c * kChunk, first_row, head,
+                     batch);
 }
 
 // Stores 64 rows, from the first one of `tile` on, a tile of `rows` rows, as columns `first_column` and following.
@@ -30,16 +32,26 @@ CUFLASH_DEVICE void store_chunks(const TensorMap& map, u32 tile, int first_row, 
     ptx::store_tensor(map, tile + c * rows * kLineBytes, first_column + c * kChunk, first_row, head, batch);
 }
 
-// The same for the first `count` of 64 rows, by the 128 threads of a warpgroup: the rows after them, which TMA would
-// write too, belong to another sequence. Rows in memory are multiples of 16 bytes.
+// The same for the first `count` of 64 rows, by the 128 threads of a warpgroup: where the rows after them, which TMA would
+// write too, belong to another sequence, or TMA cannot write rows that lie like these at all.
 template <int rows, int columns>
 CUFLASH_DEVICE void store_first_rows(Storage* first, i64 row_stride, u32 tile, int count, u32 thread) {
-  constexpr u32 kVectors = columns / 8;
+  constexpr u32 kBytes = columns * 2 % kStoreBytes == 0 ? kStoreBytes : 2;  // that are stored at once
+  constexpr u32 kVectors = columns * 2 / kBytes;
 #pragma unroll 1
   for (u32 i = thread; i < count * kVectors; i += 128) {
-    const u32 row = i / kVectors, vector = i % kVectors;
-    const u32 line = tile + (vector / 8 * rows + row) * kLineBytes;
-    *(Bytes16*)(first + row * row_stride + vector * 8) = ptx::load_shared_b128(line + (vector % 8 * 16 ^ row % 8 * 16));
+    const u32 row = i / kVectors, byte = i % kVectors * kBytes;
+    const u32 line = tile + (byte / kLineBytes * rows + row) * kLineBytes;
+    const u32 source = line + (byte % kLineBytes ^ row % 8 * 16);
+    Storage* destination = first + row * row_stride + byte / 2;
+    if constexpr (kBytes == 16) {
+      *(Bytes16*)destination = ptx::load_shared_b128(source);
+    } else if constexpr (kBytes == 2) {
+      *destination = ptx::load_shared_b16(source);
+    } else {
+#pragma unroll
+      for (u32 word = 0; word < kBytes / 4; ++word) ((u32*)destination)[word] = ptx::load_shared_b32(source + word * 4);
+    }
   }
 }
 

@@ -18,7 +18,8 @@
 // element has the place in its warpgroup of those that need it.
 //
 // Two blocks of a cluster have other rows that see the same tiles. Each brings half of a box to both of them, so that
-// L2 is read once (kClusterBlocks).
+// L2 is read once (kRowBlocks). Or they have the same rows, and half of the columns each: of what makes scores, and of
+// the sums (kColumnBlocks). Each then has a part of every score. They send each other their parts, and both add them.
 //
 //   barrier       one phase is over when                           who waits
 //   own_full      the rows of the block have arrived               warpgroup 2, before S
@@ -27,8 +28,11 @@
 //   stats_empty[i] it has read them                                producer, before the next ones in stage i
 //   full[w][i]    a box for warpgroup w is in stage i              that warpgroup
 //   empty[i]      these warpgroups of all blocks are done with it  producer, before the next box in stage i
+//                 (where V is in K, a box is for warpgroup 2 and one of the others)
 //   ready[w]      the factor is there for warpgroup w              that warpgroup
 //   taken         both of them have it in registers                warpgroup 2, before it writes the next one
+//   part_full     the other block's part of scores is there        warpgroup 2, before it adds it
+//   part_empty    the other block has added this one's             warpgroup 2, before it sends the next one
 //   named: one for each warpgroup but the last
 //
 // Warpgroup 1 gets the factor only once the scores of the next tile are there: products of its half run while the next
@@ -48,22 +52,43 @@ constexpr bool kRowsAreKeys = kSum == WideSum::kDv || kSum == WideSum::kDk;
 constexpr bool kMakesDs = kSum == WideSum::kDk || kSum == WideSum::kDq;
 
 constexpr int kRows = 64;
-constexpr int kClusterBlocks = (kRowsAreKeys ? kBlockN : kBlockM) / kRows;
+constexpr int kRowBlocks = (kRowsAreKeys ? kBlockN : kBlockM) / kRows, kColumnBlocks = CUFLASH_COLUMN_BLOCKS;
+constexpr int kClusterBlocks = kRowBlocks * kColumnBlocks;
 constexpr int kTile = kRowsAreKeys ? kBlockM : kBlockN;
 static_assert(kNumWarps == 16, "two warpgroups of sums, one of scores, and the producer's");
-static_assert((kRowsAreKeys ? kBlockN : kBlockM) == kRows * kClusterBlocks, "a block has 64 rows");
+static_assert((kRowsAreKeys ? kBlockN : kBlockM) == kRows * kRowBlocks, "a block has 64 rows");
+static_assert(kRowBlocks == 1 || kColumnBlocks == 1, "blocks of a cluster divide rows or columns");
 constexpr int kNTiles = kTile / 8, kSteps = kTile / 16;
 
-// Chunks of 64 columns: of the products that make scores, and of the sums that a pass over the tiles makes, at most 4 a
-// warpgroup.
-constexpr int kChunksOfS = chunks_of(kDim), kScoreChunks = kChunksOfS + (kMakesDs ? chunks_of(kDimV) : 0);
+// Which rows of the cluster, and which columns, a block has.
+CUFLASH_DEVICE u32 row_rank() { return kRowBlocks > 1 ? ptx::cluster_rank<kClusterBlocks>() : 0; }
+CUFLASH_DEVICE u32 column_rank() { return kColumnBlocks > 1 ? ptx::cluster_rank<kClusterBlocks>() : 0; }
+
+// Chunks of 64 columns of a block: of the products that make scores, and of the sums that a pass over the tiles makes, at
+// most 4 a warpgroup. Where blocks divide columns, the last chunks may lie behind the last column: TMA brings zeros.
+CUFLASH_DEVICE constexpr int chunks_of_block(int columns) { return ceil_div(chunks_of(columns), kColumnBlocks); }
+CUFLASH_DEVICE constexpr int columns_of_block(int columns) {
+  return kColumnBlocks > 1 ? chunks_of_block(columns) * kChunk : columns;
+}
+constexpr int kOwnDim = columns_of_block(kDim), kOwnDimV = columns_of_block(kDimV);
+constexpr int kChunksOfS = chunks_of(kOwnDim), kChunksOfDp = kMakesDs ? chunks_of(kOwnDimV) : 0;
+constexpr int kScoreChunks = kChunksOfS + kChunksOfDp;
 constexpr int kSumColumns = kMakesDs ? kDim : kDimV;
-constexpr int kPasses = ceil_div(chunks_of(kSumColumns), 8);
-constexpr int kSumChunks = ceil_div(chunks_of(kSumColumns), kPasses);
+constexpr int kPasses = ceil_div(chunks_of_block(kSumColumns), 8);
+constexpr int kSumChunks = ceil_div(chunks_of_block(kSumColumns), kPasses);
+static_assert(kIsForward || kPasses == 1, "blocks divide more columns of gradients than one has registers for");
 constexpr int kFirstChunks = ceil_div(kSumChunks, 2), kSecondChunks = kSumChunks - kFirstChunks;
+CUFLASH_DEVICE int first_chunk_of_sums(int pass) { return (pass + column_rank()) * kSumChunks; }
+
+// Whether V is the first columns of K: then boxes come once, for scores, and stay for the sums.
+constexpr bool kVInK = CUFLASH_V_IN_K;
+constexpr int kChunksOfSums = kVInK ? 0 : kSumChunks;  // boxes of a step for sums alone
+static_assert(!kVInK || (kIsForward && kPasses == 1 && kSumChunks <= kChunksOfS && kNumStages >= 2 * kChunksOfS),
+              "a ring of two tiles of keys, whose columns are those of one pass");
 
 // Registers of a thread. All together they are what the block started with. A factor has kTile / 4 of them.
-constexpr int kSumRegisters = kTile > 64 ? 192 : 184, kScoreRegisters = kTile > 64 ? 96 : 112, kProducerRegisters = 32;
+constexpr int kSumRegisters = kTile > 64 ? 192 : 176, kProducerRegisters = 32;
+constexpr int kScoreRegisters = 4 * 128 - 2 * kSumRegisters - kProducerRegisters;
 
 struct WideForwardParams {
   Params common;
@@ -90,7 +115,7 @@ struct BoxRing {
   CUFLASH_DEVICE void init() const {
     for (int i = 0; i < kNumStages; ++i) {
       for (int reader = 0; reader < kReaders; ++reader) full(i, (Reader)reader).init(1);
-      empty(i).init(kClusterBlocks);
+      empty(i).init((1 + kVInK) * kRowBlocks);
     }
   }
 };
@@ -106,22 +131,26 @@ CUFLASH_DEVICE constexpr int place_of_sum(int i, int of_scores) {
 
 // ---- Shared memory --------------------------------------------------------------------------------------------------
 
-// The rows of the block, the ring, the factor, what rescales O, statistics, barriers.
+// The rows of the block, the ring, the factor, what rescales O, the other block's part of scores, statistics, barriers.
 constexpr int kStatsStages = kRowsAreKeys ? 2 : 0;
-constexpr u32 kBytesOwn = chunked_bytes(kRows, kDim), kBytesOwnV = kMakesDs ? chunked_bytes(kRows, kDimV) : 0;
+constexpr u32 kBytesOwn = chunked_bytes(kRows, kOwnDim), kBytesOwnV = kMakesDs ? chunked_bytes(kRows, kOwnDimV) : 0;
 constexpr u32 kBytesBox = chunked_bytes(kTile, kChunk);
 constexpr u32 kBytesFactor = kSteps * 128 * 16, kBytesRescaling = kIsForward ? 128 * 8 : 0;
 constexpr u32 kBytesStats = kRowsAreKeys ? kTile * 8 : 0;
-constexpr u32 kBytesBarriers = Ring<1>::kBytes + Ring<kStatsStages>::kBytes + BoxRing::kBytes + 24;
-static_assert(kBytesOwn + kBytesOwnV + kNumStages * kBytesBox + kBytesFactor + kBytesRescaling +
+constexpr u32 kBytesPart = kColumnBlocks > 1 ? kNTiles * 128 * 16 : 0;
+constexpr int kPartStages = kColumnBlocks > 1 ? 1 : 0;
+constexpr u32 kBytesBarriers =
+    Ring<1>::kBytes + Ring<kStatsStages>::kBytes + Ring<kPartStages>::kBytes + BoxRing::kBytes + 24;
+static_assert(kBytesOwn + kBytesOwnV + kNumStages * kBytesBox + kBytesFactor + kBytesRescaling + kBytesPart +
                       kStatsStages * kBytesStats + kBytesBarriers ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
 struct Shared {
-  u32 own, own_v, boxes, factor, rescaling, stats;
+  u32 own, own_v, boxes, factor, rescaling, part, stats;
   Ring<1> own_ring;
   Ring<kStatsStages> stats_ring;
+  Ring<kPartStages> part_ring;
   BoxRing ring;
   Barrier ready[2], taken;
 
@@ -131,10 +160,12 @@ struct Shared {
     boxes = own_v + kBytesOwnV;
     factor = boxes + kNumStages * kBytesBox;
     rescaling = factor + kBytesFactor;
-    stats = rescaling + kBytesRescaling;
+    part = rescaling + kBytesRescaling;
+    stats = part + kBytesPart;
     own_ring = {stats + kStatsStages * kBytesStats};
     stats_ring = {own_ring.address + Ring<1>::kBytes};
-    ring = {stats_ring.address + Ring<kStatsStages>::kBytes};
+    part_ring = {stats_ring.address + Ring<kStatsStages>::kBytes};
+    ring = {part_ring.address + Ring<kPartStages>::kBytes};
     const u32 others = ring.address + BoxRing::kBytes;
     ready[0] = {others}, ready[1] = {others + 8}, taken = {others + 16};
   }
@@ -144,6 +175,7 @@ struct Shared {
     if (ptx::thread_index() == 0) {
       own_ring.init(1);
       stats_ring.init(4);
+      part_ring.init(4);
       ring.init();
       ready[0].init(4);
       ready[1].init(4);
@@ -169,13 +201,17 @@ struct Boxes {
   static_assert(kNumStages <= 32, "a bit for each stage");
 
   CUFLASH_DEVICE void wait(const Box& box) {
-    shared.ring.full(box.stage, reader).wait(parities >> box.stage & 1);
-    parities ^= 1u << box.stage;
+    if constexpr (kVInK) {  // a box stays until all have read it, so that none is ahead by a phase
+      shared.ring.full(box.stage, kScores).wait(box.parity);
+    } else {
+      shared.ring.full(box.stage, reader).wait(parities >> box.stage & 1);
+      parities ^= 1u << box.stage;
+    }
   }
   // Gives the box back.
   CUFLASH_DEVICE void release(const Box& box) const {
     if (ptx::thread_index() % 128 == 0)
-      ptx::barrier_arrive_in_cluster<kClusterBlocks>(shared.ring.empty(box.stage).address);
+      ptx::barrier_arrive_in_cluster<kRowBlocks>(shared.ring.empty(box.stage).address);
   }
 };
 
@@ -249,11 +285,10 @@ struct Producer {
 #pragma unroll 1
       for (int i = 0; i < max_of(kScoreChunks, kFirstChunks); ++i) {
         if (i < of_scores) load_for_scores(work, next, i);
-        if (i < kFirstChunks) load(kFirstHalf, work, work.for_sums(params, step), pass * kSumChunks + i);
+        if (!kVInK && i < kFirstChunks) load_for_sums(kFirstHalf, work, step, pass, i);
       }
 #pragma unroll 1
-      for (int i = kFirstChunks; i < kSumChunks; ++i)
-        load(kSecondHalf, work, work.for_sums(params, step), pass * kSumChunks + i);
+      for (int i = kFirstChunks; i < kChunksOfSums; ++i) load_for_sums(kSecondHalf, work, step, pass, i);
     }
   }
 
@@ -264,13 +299,18 @@ struct Producer {
     const Barrier full = shared.ring.full(box.stage, reader);
     shared.ring.empty(box.stage).wait(box.parity ^ 1);
     full.arrive_expect(kBytesBox);
-    ptx::load_tensor_by_cluster<kClusterBlocks, kTile / kClusterBlocks>(
-        box.address(shared), source.map, full.address, chunk * kChunk, source.row, source.head, work.entry());
+    ptx::load_tensor_by_cluster<kRowBlocks, kTile / kRowBlocks>(box.address(shared), source.map, full.address,
+                                                                chunk * kChunk, source.row, source.head, work.entry());
   }
   template <class Work, class Step>
   CUFLASH_DEVICE void load_for_scores(const Work& work, const Step& step, int i) {
     const bool of_dp = kMakesDs && i >= kChunksOfS;
-    load(kScores, work, work.for_scores(params, step, of_dp), of_dp ? i - kChunksOfS : i);
+    const int first = column_rank() * (of_dp ? kChunksOfDp : kChunksOfS);
+    load(kScores, work, work.for_scores(params, step, of_dp), first + (of_dp ? i - kChunksOfS : i));
+  }
+  template <class Work, class Step>
+  CUFLASH_DEVICE void load_for_sums(Reader half, const Work& work, const Step& step, int pass, int i) {
+    load(half, work, work.for_sums(params, step), first_chunk_of_sums(pass) + i);
   }
   template <class Work, class Step>
   CUFLASH_DEVICE void load_stats(const Work& work, const Step& step) {
@@ -297,13 +337,17 @@ struct ScoreProducts {
   // `meanwhile(Integer<i>)` is called where S is there and chunk i of dP is under way.
   template <class Meanwhile>
   CUFLASH_DEVICE void multiply(bool is_first, Meanwhile meanwhile) {
-    const auto box_of = [&](int i) { return Box(count + (is_first ? i : place_of_score(i))); };
+    const auto box_of = [&](int i) { return Box(count + (kVInK || is_first ? i : place_of_score(i))); };
+    const auto release = [&](int i) {
+      boxes.release(box_of(i));
+      if (kVInK && i >= kSumChunks) boxes.release(box_of(i));  // in place of a reader of sums
+    };
     ptx::fence_operand(s[0]);
     if constexpr (kMakesDs) ptx::fence_operand(dp);
     repeat<kScoreChunks>([&](auto number) {
       constexpr int i = decltype(number)::value;
       constexpr bool of_dp = i >= kChunksOfS;
-      constexpr int chunk = of_dp ? i - kChunksOfS : i, kColumns = of_dp ? kDimV : kDim;
+      constexpr int chunk = of_dp ? i - kChunksOfS : i, kColumns = of_dp ? kOwnDimV : kOwnDim;
       const Box box = box_of(i);
       const u64 own = descriptor_of(of_dp ? shared.own_v : shared.own), other = descriptor_of(box.address(shared));
       auto& product = of_dp ? dp : s[0];
@@ -315,14 +359,14 @@ struct ScoreProducts {
       ptx::wgmma_commit();
       if constexpr (i > 0) {
         ptx::wgmma_wait<1>();
-        boxes.release(box_of(i - 1));
+        release(i - 1);
       }
       if constexpr (i == kChunksOfS) ptx::fence_operand(s[0]);
       if constexpr (of_dp) meanwhile(Integer<chunk>{});
     });
     wait_for<0>(kMakesDs ? dp : s[0]);
-    boxes.release(box_of(kScoreChunks - 1));
-    count += kScoreChunks + (is_first ? 0 : kSumChunks);
+    release(kScoreChunks - 1);
+    count += kScoreChunks + (is_first ? 0 : kChunksOfSums);
   }
   CUFLASH_DEVICE void multiply(bool is_first) {
     multiply(is_first, [](auto) {});

@@ -35,7 +35,10 @@ struct Summer {
   // `valid` rows of the tile exist. Others are cleared where anything may lie: their factors are 0, but 0 * NaN is NaN.
   template <bool clears>
   CUFLASH_DEVICE void multiply(int of_scores, int valid) {
-    const auto box_of = [&](int i) { return Box(count + place_of_sum<half>(i, of_scores)); };
+    const auto box_of = [&](int i) {
+      if constexpr (kVInK) return Box(count + half * kFirstChunks + i);
+      return Box(count + place_of_sum<half>(i, of_scores));
+    };
     ptx::fence_operand(sum[0]);
     repeat<kChunks>([&](auto chunk) {
       constexpr int i = decltype(chunk)::value;
@@ -59,7 +62,7 @@ struct Summer {
     });
     wait_for<0>(sum[0]);
     boxes.release(box_of(kChunks - 1));
-    count += of_scores + kSumChunks;
+    count += kVInK ? kScoreChunks : of_scores + kSumChunks;
   }
 
   CUFLASH_DEVICE void rescale() {
@@ -70,7 +73,7 @@ struct Summer {
   CUFLASH_DEVICE void take(const WideParams& params, const Work& work, int pass) {
     set_zero(sum);
     auto step = work.first();
-    if (step.more()) count += kScoreChunks;
+    if (!kVInK && step.more()) count += kScoreChunks;
 #pragma unroll 1
     while (step.more()) {
       const int valid = work.valid(step);
@@ -82,7 +85,7 @@ struct Summer {
     if constexpr (kIsForward) receive(false);
     rescale();
     work.store(params.common, sum[0], thread / 32 * 16 + fragment_row(),
-               (pass * kSumChunks + half * kFirstChunks) * kChunk);
+               (first_chunk_of_sums(pass) + half * kFirstChunks) * kChunk);
   }
 };
 

@@ -52,7 +52,7 @@ struct Weigher : ScoreProducts {
     if (has_keys) {
       let_second_follow();
       own.advance();
-      count += kSumChunks;
+      count += kChunksOfSums;
     }
     float at_end[2];
     rows.finish(softmax, at_end, pass);

@@ -62,10 +62,6 @@ SPILLS = {
     ("sm90/forward_wide.cu", 2, 576, "128x128", 1): 16,
     ("sm90/forward_wide.cu", 2, 768, "128x128", 1): 16,
     ("sm90/forward_wide.cu", 2, 1024, "128x128", 1): 16,
-    ("sm90/backward_wide.cu", 2, 704, "64x64", 1): 8,
-    # The same in clusters.
-    **{("sm90/backward_wide.cu", 2, dim, "64x128", 1): 24 for dim in (576, 640)},
-    ("sm90/backward_wide.cu", 2, 704, "64x128", 1): 56,
 }
 # The same on compute capability 10.0 and later, where the compiler loads fragments of wide elements further ahead.
 SPILLS_OF_LATER_ARCHS = SPILLS | {
@@ -115,7 +111,7 @@ SPILLS_OF_OPTIONS |= {
     ("sm90/forward_wide.cu", 2, dim, tile, 1): 576
     for dim in (320, 512, 576, 768, 1024)
     for tile in ("64x128", "128x128")
-} | {("sm90/backward_wide.cu", 2, 704, tile, 1): 208 for tile in ("64x64", "64x128")}
+}
 SPILLS_OF_BLOCKS = SPILLS_OF_OPTIONS | {
     ("sm80/backward.cu", 2, 64, "32x128", 2): 16,
 }
@@ -127,7 +123,6 @@ SPILLS_OF_ADDENDS = SPILLS | {
         for dim in (320, 512, 576, 768, 1024)
         for tile in ("64x128", "128x128")
     },
-    **{("sm90/backward_wide.cu", 2, dim, "64x128", 1): 32 for dim in (320, 512)},
     ("sm90/decode.cu", 2, 64, "64x128", 2): 80,
     ("sm90/forward.cu", 2, 128, "192x80", 1): 40,
     # Once for a tile of queries.
@@ -156,8 +151,6 @@ SPILLS_OF_FLOAT8 = {
     ("sm90/decode_float8.cu", 2, 256, "64x128", 1): 8,
 }
 SPILLS_OF_DROPOUT = SPILLS | {
-    ("sm90/backward_wide.cu", 2, 704, "64x64", 1): 72,
-    ("sm90/backward_wide.cu", 2, 704, "64x128", 1): 128,
     ("sm80/forward.cu", 2, 64, "128x64", 3): 160,
     ("sm80/forward.cu", 4, 64, "128x32", 2): 96,
     ("sm80/forward.cu", 8, 64, "128x48", 1): 64,

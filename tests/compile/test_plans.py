@@ -92,7 +92,8 @@ class Target:
         variant = VARIANTS[self.variant]
         dtype = {2: variant["dtype"], 4: "float32", 8: "float64"}[tile.element_bytes]
         seqlen_q, seqlen_k = (9, 2048) if isinstance(tile, DecodeSm90Tile | DecodeWideSm90Tile) else (64, 64)
-        sizes: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": tile.max_dim}
+        dim = tile.max_dim - 3 * (self.variant == "odd rows")
+        sizes: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": dim}
         case = ct.Case(**sizes | variant | {"dtype": dtype})
         arrays = case.arrays()
         is_tf32 = parts_of(tile) == 2 if parts_of(tile) else self.variant == "full"
@@ -101,7 +102,11 @@ class Target:
             deterministic=isinstance(tile, DqTile) or self.variant == "turns",
             precision="tf32" if is_tf32 else "highest",
         )
+        if isinstance(tile, DecodeWideSm90Tile) and tile.v_in_k:
+            arrays["v"] = arrays["k"][..., :512]
         problem = make_problem(options, *ct.qkv(arrays), **ct.optional(arrays))
+        if isinstance(tile, DecodeWideSm90Tile) and tile.v_in_k:
+            problem = replace(problem, v=replace(problem.v, in_k=True))
         of_forward = ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | ForwardFloat8Sm90Tile | DecodeSm90Tile
         if isinstance(tile, of_forward | ForwardWideSm90Tile):
             return choose_plan(problem, self.device, "forward", tiles=(tile,))
@@ -132,6 +137,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "turns": {"dtype": "bfloat16", "causal": True, "batch": 33, "num_heads": 8},
     "shares": {"dtype": "bfloat16", "seqlen_q": 2048, "seqlen_k": 2048, "num_heads": 17},
     "narrow": {"dtype": "bfloat16", "causal": True, "strides": "padded"},
+    "odd rows": {"dtype": "bfloat16"},  # as many columns are no multiple of 16 bytes
     "whole": {"dtype": "bfloat16", "window": (9, 20), "scale": -1.0, "sinks": True},
     "bounds": {"dtype": "float16", "window": (9, None), "kv_lengths": (60,), "sinks": True},
     # Few queries: the last block of a head combines results, with sinks; or these are too many for a block.
@@ -153,6 +159,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "wide bias of few": {"dtype": "float16", "bias": (2048,), "alibi_slopes": (1,), "softcap": 5.0},
     "keys": {"dtype": "bfloat16", "bias": (64,), "mask": (1, 64), "bias_dtype": "input"},
     "bias and keys": {"dtype": "bfloat16", "bias": (64, 64), "mask": (1, 64), "bias_dtype": "input"},
+    # Operands of float32 that are split as they are loaded.
+    "few columns": {"dtype": "float32", "head_dim": 32, "causal": True},
+    "few columns, bias and keys": {"dtype": "float32", "head_dim": 20, "bias": (64, 64), "mask": (1, 64)},
     "mask": {"dtype": "bfloat16", "mask": (64, 64), "causal": True},
     "dropout": {"dtype": "bfloat16", "causal": True, "dropout": 0.1},
     "blocks": {"dtype": "bfloat16", "block_mask": (), "causal": True},
@@ -304,6 +313,10 @@ OTHERS = [
         for variant in ("full", "options" if tile.serves == "any" else "bounds")
     ),
     *(
+        Target(tile=tile, arch="9.0", variant="odd rows")
+        for tile in (*FORWARD_SM90_TILES, *FORWARD_WIDE_SM90_TILES[::2], *BACKWARD_SM90_TILES)
+    ),
+    *(
         Target(tile=tile, arch="9.0", variant=variant)
         for tile in (*FORWARD_FLOAT32_SM90_TILES, *FORWARD_TF32_SM90_TILES)
         for variant in (("full", "narrow", "options") if tile.bf16_parts == 3 else ("bounds",))
@@ -360,6 +373,10 @@ OTHERS = [
     ),
     *(Target(tile=tile, arch="9.0", variant="bias and keys") for tile in BACKWARD_TF32_SM90_TILES),
     *(
+        Target(tile=FORWARD_FLOAT32_SM90_TILES[0], arch="9.0", variant=variant)
+        for variant in ("few columns", "few columns, bias and keys")
+    ),
+    *(
         Target(tile=tile, arch="9.0", variant="mask")
         for tile in FORWARD_SM90_TILES
         if tile.serves in ("lists", "no pairs", "few full", "few bounded") and tile.block_n % 64 == 0
@@ -374,7 +391,7 @@ OTHERS = [
         Target(tile=tile, arch="9.0", variant=variant)
         for tile in BACKWARD_WIDE_SM90_TILES
         for variant in ("full", "groups", "bounds", "shares", "softcap", "slopes", "bias", "mask", "blocks", "options")
-        if tile.max_dim in (320, 512) or variant == "options"
+        if tile.max_dim in (320, 512, 1024) or variant in ("full", "bounds", "options")
     ),
     *(
         Target(tile=tile, arch="9.0", variant=variant)

@@ -133,6 +133,33 @@ CUFLASH_DEVICE void load_boxes_together(const Params& params) {
 }
 CUFLASH_DEFINE_CLUSTER_KERNEL(cluster_load, Params, kWarpgroup, 2, load_boxes_together)
 
+// Two blocks send each other 16 bytes a thread, `count` times, and keep what they get.
+CUFLASH_DEVICE void exchange_parts(const Params& params) {
+  const u32 thread = ptx::thread_index(), rank = ptx::cluster_rank<2>();
+  const u32 place = ptx::dynamic_shared() + 16 * thread, full = ptx::dynamic_shared() + 16 * kWarpgroup;
+  const u32 empty = full + 8, other = ptx::distance_in_cluster(rank ^ 1);
+  if (thread == 0) {
+    ptx::barrier_init(full, 1);
+    ptx::barrier_init(empty, kWarpgroup);
+    ptx::fence_barrier_init();
+  }
+  ptx::sync_cluster<2>();
+  for (u32 i = 0; i < params.count; ++i) {
+    const u32 first = ((2 * i + rank) * kWarpgroup + thread) * 4;
+    float part[4];
+    for (u32 j = 0; j < 4; ++j) part[j] = source_of<float>(params)[first + j];
+    ptx::barrier_wait(empty, i & 1 ^ 1);
+    if (thread == 0) ptx::barrier_arrive_expect(full, 16 * kWarpgroup);
+    ptx::store_remote_f32x4(place + other, part, full + other);
+    ptx::barrier_wait(full, i & 1);
+    ptx::load_shared_f32x4(place, part);
+    ptx::barrier_arrive_remote(empty + other);
+    for (u32 j = 0; j < 4; ++j) destination_of<float>(params)[first + j] = part[j];
+  }
+  ptx::sync_cluster<2>();
+}
+CUFLASH_DEFINE_CLUSTER_KERNEL(exchanged, Params, kWarpgroup, 2, exchange_parts)
+
 // The way back: `count` bytes of image to the box.
 CUFLASH_DEVICE void store_box(const Params& params) {
   const u32 shared = ptx::dynamic_shared();

@@ -159,6 +159,15 @@ def check_cluster_load(run):
         assert (got[i] == _swizzled(source[i].view(np.uint8))).all()
 
 
+def check_exchanged(run):
+    rounds = 9
+    source = np.random.default_rng(7).standard_normal((rounds, 2, WARPGROUP, 4)).astype(np.float32)
+    destination = _ones(np.float32, *source.shape)
+    shared_bytes = 16 * WARPGROUP + 16
+    got = run("exchanged", source=source, destination=destination, count=rounds, grid=2, shared_bytes=shared_bytes)
+    np.testing.assert_array_equal(got, source[:, ::-1])
+
+
 def check_tensor_store(run):
     for name, box in BOXES.items():
         dtype, dims, strides, sizes, coordinates = box

@@ -21,7 +21,10 @@ def filled(shape, value, dtype):
 
 
 CUPY = SimpleNamespace(
-    **{name: getattr(np, name) for name in ("asarray", "ascontiguousarray", "clip", "concatenate", "divide", "log")},
+    **{
+        name: getattr(np, name)
+        for name in ("asarray", "ascontiguousarray", "broadcast_to", "clip", "concatenate", "divide", "log")
+    },
     empty=DeviceArray,
     empty_like=lambda x: DeviceArray(x.shape, x.dtype),
     full=filled,
@@ -37,6 +40,9 @@ class EmulatedParts(Parts):
     @property
     def xp(self) -> Any:
         return CUPY
+
+    def _address_of(self, array: Any) -> int:
+        return int(array.ctypes.data)
 
     @property
     def backend(self) -> Any:

@@ -655,6 +655,49 @@ CUFLASH_DEVICE void replace_boxes(const Params& params) {
 }
 CUFLASH_DEFINE_CLUSTER_KERNEL(cluster_box_in_use, Params, kWarpgroup, 2, replace_boxes)
 
+// Every thread sends 16 bytes to the other block, and counts on one of the barriers there, or here.
+CUFLASH_DEVICE void send_part(const Shared& shared, u32 barrier_of) {
+  const u32 other = ptx::distance_in_cluster(ptx::cluster_rank<2>() ^ 1);
+  const float part[4] = {};
+  if (ptx::thread_index() == 0) ptx::barrier_arrive_expect(shared.barrier, 16 * kWarpgroup);
+  const u32 place = shared.a + 16 * ptx::thread_index();
+  ptx::store_remote_f32x4(place + other, part, shared.barrier + (barrier_of ? other : 0));  // caught: remote_misplaced
+}
+CUFLASH_DEVICE void count_at_home(const Params&) {
+  Shared shared;
+  make_barriers_of_block(shared);
+  ptx::sync_cluster<2>();
+  send_part(shared, 0);
+  ptx::barrier_wait(shared.barrier, 0);
+  ptx::sync_cluster<2>();
+}
+CUFLASH_DEFINE_CLUSTER_KERNEL(remote_misplaced, Params, kWarpgroup, 2, count_at_home)
+
+// The other block may still read what the first round brought.
+CUFLASH_DEVICE void send_again(const Params& params) {
+  Shared shared;
+  make_barriers_of_block(shared);
+  ptx::sync_cluster<2>();
+  for (u32 i = 0; i < 2; ++i) {
+    send_part(shared, 1);
+    ptx::barrier_wait(shared.barrier, i);
+    keep(params, ptx::load_shared_b16(shared.a + 16 * ptx::thread_index()));
+  }
+  ptx::sync_cluster<2>();
+}
+CUFLASH_DEFINE_CLUSTER_KERNEL(remote_in_use, Params, kWarpgroup, 2, send_again)
+
+CUFLASH_DEVICE void read_part_at_once(const Params& params) {
+  Shared shared;
+  make_barriers_of_block(shared);
+  ptx::sync_cluster<2>();
+  send_part(shared, 1);
+  keep(params, ptx::load_shared_b16(shared.a + 16 * ptx::thread_index()));
+  ptx::barrier_wait(shared.barrier, 0);
+  ptx::sync_cluster<2>();
+}
+CUFLASH_DEFINE_CLUSTER_KERNEL(remote_not_waited_for, Params, kWarpgroup, 2, read_part_at_once)
+
 // ---- A script of what orders accesses -------------------------------------------------------------------------------
 
 struct Step {

@@ -6,15 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash import interop, merging
-from cuflash.distributed import execution
+from cuflash.distributed import run
 from cuflash.emulator import find_compiler
 from cuflash.operands import numpy_dtype
-from tests.emulate.launcher import launcher
+from cuflash.spans import Band
+from tests.emulate.launcher import allocated, launcher
 from tests.emulate.parts import EmulatedParts
 from tests.ranks import Whole, judge, on_threads, results_of
 from tests.scored import MASKS, SCORES, SCORES_AND_TEXTS, Scored, captured_of
@@ -30,6 +33,7 @@ CASES = {
     "9.0 dropout": ct.Case(**SIZES, causal=True, dtype="float16", dropout=0.3, alibi_slopes=(2,)),
     "9.0 packed": ct.Case(**SIZES, **PACKED, causal=True, dtype="bfloat16", dropout=0.3),
     "8.0 blocks": ct.Case(**SIZES, dtype="float16", block_mask=(2,), block_size=(16, 32), bias=(100, 140)),
+    "8.0": ct.Case(**SIZES, causal=True, dtype="float16", softcap=5.0, layout="bshd"),
     "8.0 float32": ct.Case(**SIZES, dtype="float32", window=(40, 40), mask=(100, 140), kv_lengths=(120,)),
 }
 SPLIT_Q = cd.Split([[(0, 21), (90, 100)], [(21, 90)]])
@@ -44,7 +48,7 @@ def emulated(monkeypatch):
         merging, "merge", lambda outs, lses: merge(*([x.view(np.ndarray) for x in y] for y in (outs, lses)))
     )
     monkeypatch.setattr(interop.Borrowed, "give_back", lambda self, result, given: result.view(np.ndarray))
-    return lambda module: monkeypatch.setattr(execution, "Parts", functools.partial(EmulatedParts, module=module))
+    return lambda module: monkeypatch.setattr(run, "Parts", functools.partial(EmulatedParts, module=module))
 
 
 @pytest.mark.parametrize("need", [None, ("dq", "dk", "dv")], ids=["all", "dq in parts"])
@@ -54,6 +58,15 @@ def test_ranks_keep_the_oracle_rule(name, need, emulated):
     with launcher(name[:3], computes=True) as found:
         emulated(found._module)
         judge(case, results_of(case, SPLIT_Q, SPLIT_K, need=need))
+
+
+@pytest.mark.parametrize("need", [None, ("dq", "dk", "dv")], ids=["all", "dq in parts"])
+@pytest.mark.parametrize("name", ["9.0 dropout", "8.0 blocks"])
+def test_spans_that_begin_where_blocks_do_come_in_parts(name, need, emulated):
+    splits = cd.Split([[(0, 16), (64, 100)], [(16, 64)]]), cd.Split([[(0, 32), (96, 140)], [(32, 96)]])
+    with launcher(name[:3], computes=True) as found:
+        emulated(found._module)
+        judge(CASES[name], results_of(CASES[name], *splits, need=need))
 
 
 SCORED: dict[str, Any] = {
@@ -81,7 +94,7 @@ def test_functions_keep_the_oracle_rule(name, emulated):
         judge(case, results_of(case, SPLIT_Q, SPLIT_K))
 
 
-@pytest.mark.parametrize("name", ["9.0 dropout", "8.0 blocks"])
+@pytest.mark.parametrize("name", ["9.0", "9.0 dropout", "8.0", "8.0 blocks"])
 def test_bits_do_not_depend_on_the_number_of_ranks(name, emulated):
     case, found = replace(CASES[name], seqlen_q=100, seqlen_k=100, bias=None), []
     with launcher(name[:3], computes=True) as module:
@@ -92,6 +105,39 @@ def test_bits_do_not_depend_on_the_number_of_ranks(name, emulated):
     judge(case, found[0])
     for result, x in found[0].items():
         assert x.tobytes() == found[1][result].tobytes(), result
+
+
+@given(st.sampled_from((8, 16, 20)), st.integers(0, 20), st.integers(1, 60), st.sampled_from((1, 2)), st.booleans())
+def test_rows_are_copied_for_the_same_bits_only_where_accesses_would_be_narrower(columns, first, rows, heads, front):
+    """Of arrays of float16; those over one head are contiguous as they are."""
+    case = ct.Case(**{**SIZES, "num_heads": heads, "head_dim": columns}, dtype="float16")
+    memory, random = allocated(heads * 100 * columns * 2), np.random.default_rng(0)
+    whole = memory.view(np.float16).reshape(1, heads, 100, columns)
+    whole[...] = random.standard_normal(whole.shape)
+    part, out = whole[:, :, first : first + rows], np.zeros_like(whole)
+    parts = EmulatedParts(
+        options=cuflash.FlashAttention().options,
+        band=Band(0, None, None),
+        problem=case.problem,
+        random=(0, 0),
+        arrays={},
+        is_fixed=True,
+    )
+    begins_wide = first * columns * 2 % 16 == 0
+    is_like_copy = begins_wide and (heads == 1 or columns % 8 == 0)
+    seen = []
+
+    def call(arrays):
+        seen.append(arrays["q"])
+        assert arrays["q"].flags.c_contiguous or is_like_copy
+        if "out" in arrays:
+            arrays["out"][...] = arrays["q"]
+        return {"out": arrays.get("out", arrays["q"])}
+
+    target = out[:, :, first + front : first + rows]
+    parts.into({"out": target}, {"q": part}, call, front=int(front))
+    assert (seen[0] is part) == is_like_copy
+    np.testing.assert_array_equal(target, part[:, :, int(front) :])
 
 
 DECODED = {"9.0": ("t5", None, "bfloat16"), "8.0": (None, "near", "float32")}

@@ -1,4 +1,4 @@
-"""Masks that kernels see pair by pair, or key by key, and the lists of the tiles that they leave. On the CPU.
+"""Masks that kernels see pair by pair, or key by key, biases of -inf, and the lists of the tiles that they leave.
 
 What is compiled comes from a fixed list; hypothesis draws sizes, values, strides and schedules.
 """
@@ -123,8 +123,12 @@ def masks(draw):
     return arch, attention.problem_of(case, arrays), arrays, visible, keys
 
 
-def assert_listed(arch, problem, arrays, visible, keys, *, schedule):
-    """The tiles with a visible pair are listed, those without a hidden one first."""
+def assert_listed(arch, problem, arrays, visible, keys, shown=None, *, schedule):
+    """The tiles with a visible pair are listed, those without a hidden one first.
+
+    With a bias, `shown` are the pairs of which it is not -inf: without any, a tile is not listed.
+    """
+    noting = {"around/mask_bits.cu", *LISTS}
     results = {"out": arrays["dout"], "lse": np.empty(problem.lse_shape, problem.softmax_dtype)}
     results |= {f"d{name}": arrays[name] for name in "qkv"}
     for pass_, name in zip(PASSES, ("key_lists", "query_lists"), strict=True):
@@ -133,13 +137,16 @@ def assert_listed(arch, problem, arrays, visible, keys, *, schedule):
         every = arrays | results if need else {x: y for x, y in (arrays | results).items() if x != "dout"}
         binding = bind(pass_, problem.options, every, need=need, address_of=lambda array: array.ctypes.data)
         scratch = Scratch(plan.scratch_layout, 0xFF)
-        small = replace(plan, kernels=tuple(kernel for kernel in plan.kernels if kernel.source in LISTS))
-        assert len(small.kernels) == 2
+        small = replace(plan, kernels=tuple(kernel for kernel in plan.kernels if kernel.source in noting))
+        assert len(small.kernels) == 1 + (problem.bias is not None) + (
+            problem.mask is not None or problem.has_functions
+        )
         attention.run(small, binding, every, schedule, scratch=scratch)
         tile, own = plan.tiles[0], (plan.run_time.list_batches, plan.run_time.list_heads)
         m_blocks, n_blocks = -(-problem.seqlen_q // tile.block_m), -(-problem.seqlen_k // tile.block_n)
         lists, length = (m_blocks, n_blocks) if name == "key_lists" else (n_blocks, m_blocks)
         found = scratch.array(name, np.int32)[: own[0] * own[1] * lists * (2 + length)]
+        tiles = listed_tiles = 0
         of_keys = bool(tile.defines().get("CUFLASH_MASK_OF_KEYS"))
         for (batch, head, block), listed in zip(np.ndindex(*own, lists), found.reshape(-1, 2 + length), strict=True):
             full: list[int] = []
@@ -149,10 +156,15 @@ def assert_listed(arch, problem, arrays, visible, keys, *, schedule):
                 columns = slice(n * tile.block_n, (n + 1) * tile.block_n)
                 pairs = visible[batch, head, m * tile.block_m : (m + 1) * tile.block_m, columns]
                 whole = keys[batch, columns].all() and (n + 1) * tile.block_n <= problem.seqlen_k
-                if pairs.any():
+                of_bias = shown is None or shown[batch, head, m * tile.block_m : (m + 1) * tile.block_m, columns].any()
+                if pairs.any() and of_bias:
                     (full if whole and (of_keys or pairs.all()) else cut).append(other)
+                tiles += keys[batch, columns].any()
             assert listed[:2].tolist() == [len(full) + len(cut), len(full)]
             assert listed[2 : 2 + len(full) + len(cut)].tolist() == full + cut
+            listed_tiles += len(full) + len(cut)
+        if ("CUFLASH_CHOSEN_BY_BIAS", 1) in small.kernels[-1].defines:
+            assert scratch.array("bias_blocks", np.uint32)[:2].tolist() == [tiles, tiles - listed_tiles]
 
 
 @given(drawn=masks(), schedule=st.sampled_from(SCHEDULES))
@@ -210,3 +222,135 @@ def functions(draw, name):
 @few
 def test_the_tiles_that_a_function_leaves_are_listed(name, data):
     assert_listed(*data.draw(functions(name)), schedule=data.draw(st.sampled_from(SCHEDULES)))
+
+
+# ---- biases of -inf --------------------------------------------------------------------------------------------------
+
+# The device, the leading axes of the bias, what the problem has beside it, and gradients.
+BIASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any], tuple[str, ...]]] = {
+    "sm80": ("8.0", ("one", "heads"), {"dtype": "float16", "sinks": True}, ("dq", "dk", "dv", "dbias", "dscale")),
+    "sm80, in order": ("8.6", ("batch", "one"), {"causal": True, "bias_dtype": "softmax"}, ("dq", "dk", "dv")),
+    "sm80, float64": ("9.0", ("one", "one"), {"dtype": "float64", "head_dim": 16}, ("dq", "dk", "dv", "dbias")),
+    "sm90, float32": ("9.0", ("batch", "heads"), {"dtype": "float32"}, ("dq", "dk", "dv")),
+    "sm90": ("9.0", ("one", "heads"), {"num_heads_kv": 1}, ("dq", "dk", "dv", "dbias")),
+    "sm90, causal": ("9.0", ("one", "one"), {"causal": True}, ("dq", "dk", "dv")),
+    "sm90, slopes": ("9.0", ("one", "one"), {"alibi_slopes": (2,)}, ("dq", "dk", "dv")),
+    "sm90, wide": ("9.0", ("one", "one"), {"head_dim": 272}, ("dq", "dk", "dv")),
+    "sm90, mask of keys": ("9.0", ("one", "one"), {"mask": "keys", "kv_lengths": (300, 150)}, ("dk", "dv", "dbias")),
+    "sm90, mask of pairs": ("9.0", ("one", "heads"), {"mask": "pairs", "bias_dtype": "softmax"}, ("dq", "dk", "dv")),
+}
+# Keys that the bias hides from all queries, and those of them that no tile of these kernels has beside other keys.
+HIDDEN, NO_NUMBERS = slice(64, 288), slice(128, 256)
+
+
+@pytest.fixture
+def small_biases_are_looked_at(monkeypatch):
+    monkeypatch.setattr("cuflash.planning.draft.LOOK_BIAS_FLOPS", 0)
+
+
+def with_holes(bias, rng, kept):
+    """A copy of a bias whose blocks of 64 x 64 pairs are -inf but for such a share of them."""
+    coarse = rng.random((*bias.shape[:2], *(-(-n // 64) for n in bias.shape[2:]))) >= kept
+    hidden = coarse.repeat(64, 2)[:, :, : bias.shape[2]].repeat(64, 3)[..., : bias.shape[3]]
+    return np.where(hidden, np.array(-np.inf, bias.dtype), bias)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("hides", [True, False])
+@pytest.mark.parametrize("name", BIASES)
+@given(data=st.data())
+@settings(few, max_examples=2)
+@pytest.mark.usefixtures("small_biases_are_looked_at")
+def test_tiles_that_a_bias_hides_are_not_computed(name, hides, data):
+    """Keys that the bias hides from all queries may be no numbers; and all else is as it was, to the bit.
+
+    Where it hides no tile, the kernel without lists computes, in its own order.
+    """
+    arch, axes, options, need = BIASES[name]
+    size = {"one": 1, "heads": 2, "batch": 2, "q": data.draw(st.integers(200, 260)), "k": 320}
+    masks = {"keys": (2, 1, 1, 320), "pairs": (2, 1, size["q"], 320)}
+    keywords: dict[str, Any] = {"batch": 2, "num_heads": 2, "head_dim": 64, "dtype": "bfloat16", "bias_dtype": "input"}
+    keywords |= options | ({"mask": masks[options["mask"]]} if "mask" in options else {})
+    case = ct.Case(
+        seqlen_q=size["q"],
+        seqlen_k=320,
+        bias=(*(size[axis] for axis in axes), size["q"], 320),
+        seed=data.draw(st.integers(0, 2**16)),
+        **keywords,
+    )
+    arrays = case.arrays()
+    rng = np.random.default_rng(case.seed)
+    if hides:
+        arrays["bias"] = with_holes(arrays["bias"], rng, data.draw(st.sampled_from([0.5, 0.8])))
+        arrays["bias"][..., : data.draw(st.sampled_from([70, 0])), :] = -np.inf  # queries that see nothing
+        arrays["bias"][..., HIDDEN] = -np.inf
+    arrays["bias"].reshape(-1)[rng.integers(0, arrays["bias"].size, 3)] = -np.inf
+    problem = attention.problem_of(case, arrays, deterministic="in order" in name)
+    out, lse = attention.forward_by_oracle(problem, arrays)
+    how: dict[str, Any] = {"arch": replace(DeviceSpec.for_arch(arch), num_sms=1)}
+    how["schedule"] = data.draw(st.sampled_from(SCHEDULES))
+
+    passes = PASSES[1:] if name == "sm90, wide" else PASSES  # the other one has no lists for a bias
+
+    def results_of(arrays):
+        found = dict(zip(need, attention.backward(problem, arrays, out, lse, need=need, **how), strict=True))
+        if "forward" in passes:
+            found |= dict(zip(("out", "lse"), attention.forward(problem, arrays, **how), strict=True))
+        return found
+
+    every = arrays | {"out": out, **{x: arrays[x[1:]] for x in need if x != "dscale"}}
+    for pass_ in passes:
+        plan = attention.plan_for(problem, pass_, every, how["arch"], None, need if pass_ == "backward" else ())
+        sources = [kernel.source for kernel in plan.kernels]
+        assert name.split(",")[0] in {source.partition("/")[0] for source in sources}
+        assert set(LISTS) <= set(sources)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cuflash.planning.draft.LOOK_BIAS_FLOPS", 1 << 60)
+        expected = results_of(arrays)
+    yardsticks = ct.yardsticks(problem, arrays)
+    nowhere = {x: arrays[x].copy() for x in "kv"}
+    for x in nowhere.values():
+        x[:, :, NO_NUMBERS if hides else []] = np.nan
+    found = results_of(arrays | nowhere)
+    for x, result in found.items():
+        measurement = ct.measure(x, result, yardsticks[x])
+        assert not measurement.failure, str(measurement)
+        # Lists have the tiles that bounds cut last, and slopes nothing before, so that sums have another order.
+        assert (hides and (case.causal or case.alibi_slopes)) or result.tobytes() == expected[x].tobytes(), x
+
+
+@st.composite
+def biases(draw):
+    """A problem with a bias of blocks, maybe a mask, its arrays, and what each leaves of each head."""
+    arch, dtype = draw(
+        st.sampled_from([("8.0", "float16"), ("9.0", "float32"), ("9.0", "bfloat16"), ("8.0", "float64")])
+    )
+    size = sizes(draw, 8 if arch == "9.0" else 1, 100)
+    shape = (draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2])), size["q"], size["k"])
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    mask = draw(st.sampled_from([None, (2, 1, 1, size["k"]), (1, 1, size["q"], size["k"])]))
+    lengths = draw(st.sampled_from([None, (1, 150)]))
+    lengths = lengths and tuple(min(n, size["k"]) for n in lengths)
+    case = ct.Case(
+        seqlen_q=size["q"], seqlen_k=size["k"], batch=2, num_heads=2, head_dim=32, dtype=dtype, kv_lengths=lengths,
+        mask=mask, bias=shape, bias_dtype=draw(st.sampled_from(["input", "softmax"])),
+    )  # fmt: skip
+    arrays = case.arrays()
+    bias = with_holes(arrays["bias"].reshape(shape), rng, draw(st.sampled_from([0.1, 0.5, 0.9])))
+    others = rng.permutation(bias.size)[: draw(st.sampled_from([0, 1, 5]))]
+    bias.reshape(-1)[others] = rng.choice(np.array([0, np.nan, np.inf, -np.inf]), len(others))
+    wide = np.zeros((*shape[:3], -(-shape[3] // 16) * 16), bias.dtype)
+    wide[..., : shape[3]] = bias
+    arrays["bias"] = draw(st.sampled_from([bias, wide[..., : shape[3]], np.flip(np.flip(bias, 3).copy(), 3)]))
+    keys = np.arange(size["k"]) < np.array(lengths or (size["k"],) * 2)[:, None]
+    every = (2, 2, size["q"], size["k"])
+    visible = np.broadcast_to(arrays.get("mask", True) & keys[:, None, None], every)
+    shown = np.broadcast_to(~np.isneginf(bias.astype(np.float64)), every)
+    return arch, attention.problem_of(case, arrays), arrays, visible, keys, shown
+
+
+@given(drawn=biases(), schedule=st.sampled_from(SCHEDULES))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.usefixtures("small_biases_are_looked_at")
+def test_tiles_that_a_bias_hides_are_not_listed(drawn, schedule):
+    assert_listed(*drawn, schedule=schedule)

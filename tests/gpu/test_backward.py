@@ -118,7 +118,7 @@ def test_heads_wider_than_256(cupy, head_dim, head_dim_v, dtype, deterministic):
 
 
 @settings(max_examples=40)
-@given(case=wide.cases(longest=1500, dims=(320, 512, 576, 704)))
+@given(case=wide.cases(longest=1500, dims=(320, 512, 576, 704, 768, 1024)))
 def test_wide_heads(cupy, case):
     """Right, the same bits again, and by kernels that are meant for them."""
     arguments, terms = arguments_of(cupy, case)

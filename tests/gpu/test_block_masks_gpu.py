@@ -1,4 +1,4 @@
-"""Block masks, and masks that are looked at, on the device against the oracle: every kernel that walks over lists."""
+"""Block masks, and masks and biases that are looked at, on the device: every kernel that walks over lists."""
 
 import importlib
 from dataclasses import replace
@@ -116,6 +116,38 @@ def test_masks_are_looked_at(cupy, dtype, shape, options, monkeypatch):
     arrays = case.arrays(cupy.asarray)
     plans = cuflash.FlashAttention(**case.keywords).plan(*ct.qkv(arrays), **ct.optional(arrays))
     assert "mask: tiles of keys are listed" in plans.describe()
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": (300, 520)}, {"mask": (2, 1, 1, 520)}], ids=str)
+@pytest.mark.parametrize("shape", [(2, 1, 300, 520), (2, 300, 520)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_biases_are_looked_at(cupy, dtype, shape, options, monkeypatch):
+    """However small they are: results are those of the oracle, and dbias has zeros where the bias is -inf.
+
+    Where no tile is hidden the kernels without lists compute.
+    """
+    monkeypatch.setattr("cuflash.planning.draft.LOOK_BIAS_FLOPS", 0)
+    importlib.import_module("cuflash.launch").forget_launches()
+    case = case_of(300, 520, num_heads=2, num_heads_kv=1, dtype=dtype, block_mask=None, bias=shape, **options)
+    names = ("out", "lse", "dq", "dk", "dv", "dbias")
+    for seed, kept in enumerate((0.5, 0.8, 1)):
+        arrays = case.arrays()
+        holes = np.random.default_rng(seed).random((*shape[:-2], 5, 9)) >= kept
+        arrays["bias"][holes.repeat(64, -2)[..., :300, :].repeat(64, -1)[..., :520]] = -np.inf
+        arrays["bias"][..., 64:288] = -np.inf if kept < 1 else 0
+        yardsticks = ct.yardsticks(case.problem, arrays)
+        for name in "kv":
+            arrays[name][:, :, 128 : 256 if kept < 1 else 128] = np.nan
+        on_device = {name: cupy.asarray(x) for name, x in arrays.items()}
+        attn, inputs, terms = cuflash.FlashAttention(**case.keywords), ct.qkv(on_device), ct.optional(on_device)
+        out, lse = attn.forward(*inputs, **terms)
+        results = attn.backward(on_device["dout"], *inputs, out, lse, **terms, need=names[2:])
+        for name, x in zip(names, (out, lse, *results), strict=True):
+            measurement = ct.measure(name, x, yardsticks[name])
+            assert not measurement.failure, str(measurement)
+        assert not ct.to_numpy(results[-1])[np.isneginf(arrays["bias"])].any()
+    plans = attn.plan(*inputs, **terms)
+    assert "bias: tiles of queries are listed" in plans.describe()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

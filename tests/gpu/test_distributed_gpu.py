@@ -9,12 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
+from cuflash.distributed.sums import add_up, minus_delta
+from cuflash.merging import merge_into
 from tests.ranks import Parts, Whole, compute, judge
 from tests.scored import MASKS, SCORES, Scored, captured_of
 
@@ -47,8 +50,11 @@ def devices_for(ranks):
     return list(range(ranks))
 
 
-def results_of(case, comms, devices, need=None, **options):
-    """Results of a case by ranks, each of them a thread with a device; all gradients, or those that are needed."""
+def results_of(case, comms, devices, need=None, calls=1, **options):
+    """Results of a case by ranks, each of them a thread with a device; all gradients, or those that are needed.
+
+    Of several calls, those of the last one.
+    """
     import cupy
 
     split = cd.zigzag(case.seqlen_q, len(comms))
@@ -56,9 +62,9 @@ def results_of(case, comms, devices, need=None, **options):
 
     def work(rank):
         with cupy.cuda.Device(devices[rank]):
-            attn = cd.ContextParallel(comms[rank], timeout=60, **case.keywords, **options)
+            attn = cd.ContextParallel(comms[rank], timeout=60, steps=3, **case.keywords, **options)
             arrays = {name: cupy.asarray(x) for name, x in case.arrays().items()}
-            results = compute(attn, parts, arrays, need)
+            results = [compute(attn, parts, arrays, need) for _ in range(calls)][-1]
             return {name: cupy.asnumpy(x) for name, x in results.items()}
 
     with concurrent.futures.ThreadPoolExecutor(len(comms)) as pool:
@@ -80,12 +86,64 @@ def test_threads_on_two_devices(case, need):
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nccl(case, ranks):
+    """Also calls in which ranks begin before they hear of each other."""
     from cupy.cuda import nccl
 
     devices = devices_for(ranks)
     comms = nccl.NcclCommunicator.initAll(devices)
     for need in (None, ("dq", "dk", "dv")):
-        judge(case, results_of(case, comms, devices, need))
+        judge(case, results_of(case, comms, devices, need, calls=3))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("columns", [64, 20, 5])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_kernels_add_and_merge_parts_as_numpy_does(dtype, columns, count):
+    """Of arrays whose rows lie together, and of parts of longer ones.
+
+    Sums have the same bits. The exp and log of CUDA are within 2 units in the last place, so merged parts may differ in
+    some: of 1 in lse, where a log of 3 at most is added, and of the largest number in out, because weights sum to 1.
+    """
+    import cupy
+
+    random, of_sums = np.random.default_rng(0), np.float64 if dtype == "float64" else np.float32
+    outs, lses = random.standard_normal((count, 2, 3, 7, columns)), random.standard_normal((count, 2, 3, 7))
+    lses[:, 0, 1], lses[0, 1, 2] = -np.inf, -np.inf
+    of_host = [x.astype(of_sums) for x in outs], [x.astype(of_sums) for x in lses]
+    on_device = [[cupy.asarray(x) for x in own] for own in of_host]
+    for rows in (slice(None), slice(2, 6)):
+        target = np.zeros((2, 3, 7, columns), ct.numpy_dtype(dtype))
+        into = cupy.asarray(target)
+        parts, numbers = ([x[:, :, rows] for x in own] for own in on_device)
+        add_up(into[:, :, rows], parts)
+        add_up(target[:, :, rows], [x[:, :, rows] for x in of_host[0]])
+        np.testing.assert_array_equal(cupy.asnumpy(into), target)
+        lse, got = (xp.zeros((2, 3, 7), of_sums) for xp in (np, cupy))
+        merge_into(
+            [x[:, :, rows] for x in of_host[0]],
+            [x[:, :, rows] for x in of_host[1]],
+            target[:, :, rows],
+            lse[:, :, rows],
+        )
+        merge_into(parts, numbers, into[:, :, rows], got[:, :, rows])
+        units, eps = 8 * float(np.finfo(of_sums).eps), float(ml_dtypes.finfo(target.dtype).eps)
+        np.testing.assert_allclose(cupy.asnumpy(got), lse, rtol=0, atol=units)
+        found, expected = (x.astype(np.float64) for x in (cupy.asnumpy(into), target))
+        np.testing.assert_allclose(found, expected, rtol=eps, atol=units * float(abs(outs).max()))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("columns", [64, 20, 5])
+def test_what_travels_in_the_place_of_out(dtype, columns):
+    import cupy
+
+    of_sums = np.dtype(np.float64 if dtype == "float64" else np.float32)
+    out, dout = np.random.default_rng(0).standard_normal((2, 1, 2, 300, columns)).astype(ct.numpy_dtype(dtype))
+    for dlse in (None, np.ones((1, 2, 300), of_sums)):
+        expected = minus_delta(out, dout, dlse, of_sums)
+        given: Any = [None if x is None else cupy.asarray(x) for x in (out, dout, dlse)]
+        found = cupy.asnumpy(minus_delta(given[0], given[1], given[2], of_sums))
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

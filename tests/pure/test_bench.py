@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from bench import peers
-from bench.cases import FA2, GROUPED, SUITES, Case
+from bench.cases import Case
 from bench.formula import RANDOM, Inputs, Reference, make_inputs, one_group
 from bench.functions import DOCUMENTS
+from bench.suites import FA2, GROUPED, SUITES
 from cuflash import reference
 from cuflash.operands import numpy_dtype
 from tests.benched import ALL_CASES, BIASED, OPTIONAL, PLAIN, SMALL, abstract, problem_of
@@ -39,7 +40,8 @@ def test_work_agrees_with_the_problem(case):
     q, k, v = (abstract(shape, case.dtype) for shape in (case.q_shape, case.k_shape, case.v_shape))
     terms = {name: abstract(*term) for name, term in case.terms.items()}
     problem = problem_of(case, q, k, v, terms)
-    whole = replace(case, window=0, blocks_kept=0.0)  # a problem counts keys that nobody sees
+    # A problem counts keys that nobody sees, and an array for each operand.
+    whole = replace(case, window=0, blocks_kept=0.0, v_in_k=False)
     assert whole.ideal_bytes("forward") == problem.forward_bytes
     assert whole.ideal_bytes("backward") == problem.backward_bytes
     assert case.scores_bytes == problem.naive_bytes
@@ -67,6 +69,22 @@ def test_keys_that_nobody_sees_are_not_read():
     assert whole.ideal_bytes("forward") - blocks.ideal_bytes("forward") == hidden * row_bytes
     assert whole.ideal_bytes("backward") - blocks.ideal_bytes("backward") == 2 * hidden * row_bytes
     assert Case.of_record({**vars(few), "lengths": []}) == few
+
+
+def test_values_in_the_columns_of_keys():
+    """They are the same memory, which is read once, and what is computed is checked with them."""
+    apart = Case(head_dim=12, head_dim_v=8, seqlen_q=3, seqlen_k=40, batch=2, num_heads=4, num_heads_kv=1)
+    case = replace(apart, dtype="float32", v_in_k=True)
+    assert replace(case, v_in_k=False).ideal_bytes("forward") - case.ideal_bytes("forward") == 2 * 40 * 8 * 4
+    assert case.name == "fp32-d12x8ink-b2-h4kv1-s3k40-full"
+    assert case.flops("forward") == apart.flops("forward")
+    inputs = make_inputs(np, case)
+    assert np.shares_memory(inputs.k, inputs.v) and inputs.v.shape == case.v_shape
+    np.testing.assert_array_equal(inputs.v, inputs.k[..., :8])
+    out = peers.cuflash(case, inputs).calls["forward"]()
+    assert Reference(case, inputs).errors("forward", out)["out"].within_rule
+    with pytest.raises(ValueError, match=r"^v_in_k: got a v of 13 columns, expected at most 12, as k has$"):
+        replace(case, head_dim_v=13)
 
 
 def test_a_number_of_operations_worked_out_by_hand():

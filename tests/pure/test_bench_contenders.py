@@ -8,14 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+import cuflash
 from bench import environment, peers, peers_torch, report
-from bench.cases import OPTIONS, SUFFIXES, SUITES, Case, Suite
+from bench.cases import OPTIONS, SUFFIXES, Case
 from bench.contender import Absent, Contender, refuse
 from bench.formula import Reference, make_inputs, softmax_rows
 from bench.functions import FUNCTIONS
 from bench.run import run_suite
+from bench.suites import SUITES, Suite
 from cuflash.cpu.jobs import count_cores
-from tests.benched import BIASED, OPTIONAL, PLAIN, SMALL
+from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.problem import make_problem
+from tests.benched import BIASED, OPTIONAL, PLAIN, SMALL, abstract
 
 BESIDE_PEERS = [case for case in OPTIONAL if not {"dropout", "sinks", "kv_lengths"} & set(case.options)] + [
     *BIASED,
@@ -110,6 +114,37 @@ def test_contenders_with_some_of_the_cores(monkeypatch):
         peers.ADAPTERS["cuflash-threads4"](PLAIN, inputs)
 
 
+@pytest.mark.parametrize("name", ["cuflash-sm75", "cuflash-sm80"])
+def test_contenders_by_the_kernels_for_another_device(name, fake_cupy, monkeypatch):
+    """Plans are for its compute capability, and each pass is bound and compiled when it is first called."""
+    case, bound = Case(head_dim=64, seqlen_q=256, batch=1, num_heads=2, dtype="float16", causal=True), []
+
+    def trials(pass_, options, arrays, random):
+        q, k, v = (abstract(arrays[x].shape, case.dtype) for x in "qkv")
+        plan = choose_plan(make_problem(options, q, k, v), DeviceSpec.for_arch("9.0"), pass_)
+
+        def call_by(plan):
+            bound.append((pass_, plan, set(arrays)))
+            return lambda: ("out", "lse") if pass_ == "forward" else ("dq", "dk", "dv")
+
+        return (plan,), call_by
+
+    launch: Any = types.ModuleType("cuflash.launch")
+    launch.trials = trials
+    monkeypatch.setitem(sys.modules, "cuflash.launch", launch)
+    monkeypatch.setattr(cuflash, "launch", launch, raising=False)
+    contender = peers.ADAPTERS[name](case, make_inputs(fake_cupy, case))
+    assert bound == [] and list(contender.plans) == ["forward", "backward"]
+    for _ in range(2):
+        assert contender.calls["backward"]() == ("dq", "dk", "dv")
+        assert contender.calls["forward"]() == ("out",)
+    assert [pass_ for pass_, _, _ in bound] == ["forward", "backward"]
+    for pass_, plan, arrays in bound:
+        assert arrays == {"q", "k", "v"} | ({"dout", "out", "lse"} if pass_ == "backward" else set())
+        assert (plan.pass_, plan.device.arch, plan.device.compiled_for) == (pass_, int(name[-2:]), 90)
+        assert {kernel.target for kernel in plan.kernels} == {"sm_90"}
+
+
 def test_refusals_name_every_option():
     case = replace(PLAIN, softcap=1.0, mask="qk", sinks=True)
     refuse(case, *OPTIONS)
@@ -174,6 +209,20 @@ def test_the_suite_of_few_queries_has_every_option():
     assert {option for case in suite.cases for option in case.options} >= set(SUFFIXES) - {"function"}
     assert {case.dtype for case in suite.cases if not case.options} == {"bfloat16", "float16", "float32", "float64"}
     assert {(case.seqlen_q, case.seqlen_k) for case in suite.cases} == {(1, 131072)}
+
+
+def test_suites_of_head_dimensions_and_devices():
+    small, wide = SUITES["small-dims"].cases, SUITES["wide-dims"].cases
+    assert len({(case.batch, case.num_heads, case.seqlen_q) for case in small}) == 1
+    assert {case.head_dim for case in small} == {2, 3, 8, 16, 32}
+    assert {(case.head_dim, case.head_dim_v) for case in wide} >= {(256, 256), (320, 320), (512, 512), (576, 512)}
+    assert {case.head_dim for case in wide} >= {768, 1024}
+    for head_dim in (64, 128, 256):
+        found = [case for case in SUITES["architectures"].cases if case.head_dim == head_dim]
+        assert [case.causal for case in found] == [False, True] and {case.dtype for case in found} == {"float16"}
+    latent = SUITES["decode-wide"].cases
+    assert [case.v_in_k for case in latent] == [False, True] * (len(latent) // 2)
+    assert (128, 1, 576, 512) in {(x.num_heads, x.num_heads_kv, x.head_dim, x.head_dim_v) for x in latent}
 
 
 def test_masks_show_most_pairs_and_the_diagonal():

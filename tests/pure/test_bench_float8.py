@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 import cuflash
 from bench import peers, report, rounding
-from bench.cases import SUITES, Case
+from bench.cases import Case
 from bench.contender import Absent
 from bench.formula import Reference, make_inputs
+from bench.suites import SUITES
 from tests.benched import PLAIN, synthetic
 
 CASE = Case(head_dim=32, seqlen_q=40, batch=2, num_heads=4, num_heads_kv=2)

@@ -7,7 +7,8 @@ import pytest
 
 from bench import accuracy, evidence, report
 from bench.__main__ import ROOT, main
-from bench.cases import FA2, SUITES, Case
+from bench.cases import Case
+from bench.suites import FA2, SUITES
 from tests.benched import ALL_CASES, synthetic, write
 
 
@@ -75,7 +76,26 @@ def test_options_are_compared_with_the_plain_call():
     assert "of the plain call" not in report.markdown(synthetic())
 
 
+def test_kernels_of_7_5_are_held_against_those_of_8_0():
+    of_suite = {"cudnn": "cuflash-sm75", "flex": "cuflash-sm80"}
+    cases = SUITES["architectures"].cases
+    records = [
+        r
+        | {"suite": "architectures"}
+        | ({"contender": of_suite.get(r["contender"], r["contender"])} if "contender" in r else {})
+        for r in synthetic(cases=cases)
+    ]
+    records[0]["contenders"] = ["cuflash", "cuflash-sm75", "cuflash-sm80", "fa2"]
+    table = report.Table(records)
+    assert (table.mine, table.other, table.peers) == ("cuflash-sm75", "cuflash-sm80", ["fa2"])
+    header = report.markdown(records).splitlines()[0]
+    assert "| cuflash, kernels of 7.5 : FA2 | cuflash, kernels of 7.5 : 8.0 |" in header
+
+
 def test_decoding_is_read_in_bytes_and_the_cpu_in_gflops():
+    wide = synthetic(cases=SUITES["decode-wide"].cases)
+    assert report.Table(wide).unit == "TB/s" and "| 576/512, v in k |" in report.markdown(wide)
+    assert report.Table([r | {"suite": "small-dims"} for r in synthetic()]).unit == "microseconds"
     assert report.Table(synthetic(cases=SUITES["decode"].cases)).unit == "TB/s"
     assert report.Table(synthetic()).unit == "TFLOP/s"
     records = synthetic()

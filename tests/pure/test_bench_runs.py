@@ -14,10 +14,11 @@ import pytest
 import cuflash.testing as ct
 from bench import ceiling, peers, report
 from bench.__main__ import ROOT, main
-from bench.cases import BLOCK, SUITES, Case, Suite
+from bench.cases import BLOCK, Case
 from bench.contender import Contender
 from bench.formula import make_inputs
 from bench.run import choose_cases, choose_contenders, failures, run_suite
+from bench.suites import SUITES, Suite
 from bench.timing import (
     CALLS_IN_A_ROW,
     CudaClock,

@@ -106,7 +106,8 @@ def test_a_call_is_planned_as_one_on_its_copies(pass_):
         copies = {name: np.ascontiguousarray(arrays[name]) for name in binding.copied}
 
         def address_on_device(array):  # where allocations are aligned better than NumPy's
-            return 0 if any(array is copy for copy in copies.values()) else address(array)
+            own = [number for number, copy in enumerate(copies.values()) if array is copy]
+            return SCRATCH_ALIGNMENT * own[0] if own else address(array)
 
         of_copies = bind(pass_, options, arrays | copies, need=need, address_of=address_on_device)
         device = DeviceSpec.for_arch(arch)
@@ -118,6 +119,18 @@ def test_a_call_is_planned_as_one_on_its_copies(pass_):
             assert name in rows and arrays[name].strides[-1] != arrays[name].itemsize
 
     every_call()
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 2), st.booleans(), st.sampled_from(["bhsd", "bshd"]))
+def test_whether_v_is_the_first_columns_of_k(dim, dim_v, first, of_its_own, layout):
+    """By where it begins and its strides; nothing is known of addresses that nobody tells."""
+    k = np.zeros((2, 3, 4, 8), np.float16)[..., :dim]
+    v = (k.copy() if of_its_own else k)[..., first : first + dim_v]
+    assume(v.shape[-1])
+    arrays = {"q": k, "k": k, "v": v}
+    options = Options(layout=layout)
+    assert bind("forward", options, arrays, address_of=address).problem.v.in_k == (not of_its_own and first == 0)
+    assert not bind("forward", options, arrays).problem.v.in_k
 
 
 def test_arrays_that_do_not_exist_yet_are_contiguous():

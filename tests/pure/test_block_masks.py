@@ -14,7 +14,7 @@ import cuflash.testing as ct
 from cuflash import block_masks, reference
 from cuflash.block_masks import from_mask, global_blocks, local, random, strided
 from cuflash.cpu import core, tiles
-from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.planning import DeviceSpec, choose_plan, draft
 from cuflash.planning.draft import LOOK_FLOPS, LOOK_KEYS
 from cuflash.problem import make_problem
 
@@ -371,3 +371,71 @@ def test_masks_are_looked_at_where_that_pays(arch, dtype, pass_, heads, keys, ax
     tile = plan.tiles[-1]
     notes = own[0] * own[1] * -(-1000 // tile.block_m) * -(-keys // tile.block_n)
     assert plan.scratch_sizes["mask_blocks"] >= notes
+
+
+@given(
+    arch=st.sampled_from(["7.5", "8.0", "9.0", "12.0"]),
+    dtype=st.sampled_from(["float16", "float32", "float64"]),
+    pass_=st.sampled_from(["forward", "backward"]),
+    axes=st.tuples(*[st.booleans()] * 4),
+    head_dim=st.sampled_from([40, 90]),
+    options=st.sampled_from(
+        [{}, {"causal": True}, {"alibi_slopes": (4,)}, {"kv_lengths": (7, 2100)}, {"block_mask": (2, 1)}]
+    ),
+    mask=st.sampled_from([None, (2, 1, 1, 2100), (2, 1, 1000, 2100)]),
+    deterministic=st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_biases_are_looked_at_where_that_pays(arch, dtype, pass_, axes, head_dim, options, mask, deterministic):
+    bias = tuple(n if on else 1 for n, on in zip((2, 4, 1000, 2100), axes, strict=True))
+    sizes = {"batch": 2, "num_heads": 4, "seqlen_k": 2100, "head_dim": head_dim, "mask": mask, "block_mask": None}
+    sizes |= {"dtype": dtype, "bias": bias, "bias_dtype": "input"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draft, "LOOK_BIAS_FLOPS", 3e9)
+        plan = plan_of(pass_, arch, deterministic, **sizes | options)
+    problem, text = plan.problem, plan.describe()
+    if not axes[2] or not axes[3]:
+        assert "bias: tiles" not in text and "bias_blocks" not in plan.scratch_sizes
+        return
+    main = next(kernel for kernel in reversed(plan.kernels) if not kernel.source.startswith("around/"))
+    # Kernels that add masks of keys to scores have no lists for them beside bounds.
+    adds_mask = (arch, dtype) == ("9.0", "float16") and mask == (2, 1, 1, 2100)
+    has_lists = "block_mask" in options or (mask is not None and not (adds_mask and "causal" in options))
+    if problem.forward_flops < 3e9:
+        why = "a look at it beforehand pays from 3 GFLOP on"
+    elif dict(main.defines).get("CUFLASH_DQ_IN_ORDER"):
+        why = "the order of dq counts them"
+    else:
+        why = ""
+    computed = "bias: tiles that it hides are computed: "
+    assert (computed + why in text) if why else (computed not in text)
+    names = [kernel.name for kernel in plan.kernels if kernel.source == LOOKS[0]]
+    looking = [name for name in names if "_bias" in name]
+    assert bool(looking) == (not why)
+    chosen = [kernel for kernel in plan.kernels if dict(kernel.defines)["CUFLASH_CHOSEN_BY_BIAS"]]
+    twice = [kernel for kernel in chosen if kernel.source != LOOKS[1]]
+    assert (text.count("unless they are so few") == len(chosen) - len(twice)) and (not chosen or not (why or has_lists))
+    if why:
+        return
+    # With lists for nothing else, a kernel that has them and one that has not are launched, and one of them computes.
+    assert has_lists or [dict(kernel.defines)["CUFLASH_HAS_LISTS"] for kernel in twice] == [0, 1] * (len(twice) // 2)
+    assert has_lists or len(twice) in (2, 4)  # dq has a kernel of its own where it is made in order
+    assert len({kernel.name for kernel in twice}) == len(twice)
+    assert "around/lists.cu" in sources(plan)
+    assert re.search(r"^  (mask and |block_mask and )?bias: tiles of (keys|queries) are listed, ", text, re.MULTILINE)
+    own = (plan.run_time.list_batches, plan.run_time.list_heads)
+    of_masks = (plan.run_time.mask_batches, plan.run_time.mask_heads)
+    assert own == tuple(max(n, m) for n, m in zip(of_masks, bias[:2], strict=True))
+    assert of_masks == (1 if mask is None and not {"block_mask", "kv_lengths"} & set(options) else 2, 1)
+    tile = plan.tiles[0]
+    notes = bias[0] * bias[1] * -(-1000 // tile.block_m) * -(-2100 // tile.block_n)
+    assert plan.scratch_sizes["bias_blocks"] * (8 if dtype == "float64" else 4) >= notes
+
+
+def test_usual_biases_are_not_looked_at():
+    """Few queries, and problems for which two kernels more take time that shows."""
+    for sizes in ({"seqlen_q": 4, "seqlen_k": 8192, "batch": 1}, {"seqlen_q": 1000, "seqlen_k": 1500}):
+        bias = (1, sizes["seqlen_q"], sizes["seqlen_k"])
+        for pass_ in ("forward", "backward"):
+            plan = plan_of(pass_, **sizes, block_mask=None, bias=bias)
+            assert not {*LOOKS} & set(sources(plan))

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import platform
 import signal
+import struct
 import threading
 import time
 from pathlib import Path
@@ -47,8 +48,8 @@ def threads_of_large_call(monkeypatch):
     """How many threads a large call asks for."""
     asked = []
 
-    def run_on_threads(functions, call, threads):
-        asked.append(threads)
+    def run_on_threads(functions, fixed, changing):
+        asked.append(struct.unpack_from("@3q", changing)[2])
         return core._DONE
 
     monkeypatch.setattr(core, "_run_on_threads", run_on_threads)

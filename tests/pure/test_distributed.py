@@ -1,6 +1,8 @@
 """Context parallel calls on threads against the oracle, bit for bit over numbers of ranks, and what goes wrong."""
 
+import contextlib
 import re
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,8 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
+from cuflash import parts as parts_of_problems
+from cuflash.distributed.execution import Execution
 from cuflash.distributed.streams import Streams
 from cuflash.spans import cut_evenly
 from tests.pure.test_schedule import of_chunks, splits
@@ -24,6 +28,7 @@ from tests.ranks import Parts, Whole, judge, on_threads, results_of
 NEEDS = st.sampled_from((("dq", "dk", "dv"), None, ("dq", "dv"), ("dq", "dk"), ("dk", "dv"), ("dq",)))
 PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
 FEATURES = (*(name for name in ct.FEATURES if name != "scale"), "sinks", "dlse", "dropout", "block_mask")
+PLAIN = ("causal", "window", "softcap", "gqa", "head_dim_v", "sinks", "dlse", "layout")
 SMALL: dict[str, Any] = {
     "features": FEATURES,
     "max_seqlen": 65,
@@ -41,22 +46,60 @@ def is_clear(case, split):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.data(), ct.cases(**SMALL), st.integers(1, 8), st.integers(1, 3), NEEDS)
-def test_any_split_of_any_case_keeps_the_oracle_rule(data, case, ranks, steps, need):
+@given(st.data(), ct.cases(**SMALL), st.integers(1, 8), st.integers(1, 3), NEEDS, st.integers(1, 2), st.booleans())
+def test_any_split_of_any_case_keeps_the_oracle_rule(data, case, ranks, steps, need, calls, goes_on):
+    """Also of a second call, in which ranks begin before they hear of each other, and in the order of a device."""
     split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
     assume(is_clear(case, split_q))
-    judge(case, results_of(case, split_q, split_k, need=need, steps=steps))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Streams, "goes_on", goes_on)
+        judge(case, results_of(case, split_q, split_k, need=need, steps=steps, calls=calls))
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.data(), ct.cases(**{**SMALL, "features": PLAIN}), st.integers(2, 8), st.booleans(), NEEDS)
+def test_own_rows_of_several_spans_in_one_call_keep_the_oracle_rule(data, case, ranks, is_zigzag, need):
+    """Where nothing depends on numbers of rows."""
+    lengths = (case.seqlen_q, case.seqlen_k)
+    if is_zigzag:
+        split_q, split_k = (cd.zigzag(n, ranks) for n in lengths)
+    else:
+        split_q, split_k = (data.draw(splits(n, ranks)) for n in lengths)
+    judge(case, results_of(case, split_q, split_k, need=need))
+
+
+@pytest.mark.parametrize("full_rows", [0, 2**40])
 @pytest.mark.parametrize("cache_bytes", [0, 2**40])
-def test_steps_of_more_queries_than_a_cache_holds_go_in_turn(monkeypatch, cache_bytes):
-    """Of the backward pass, as long as parts of dq travel."""
+def test_steps_of_more_queries_than_a_cache_holds_go_in_turn(monkeypatch, cache_bytes, full_rows):
+    """Of the backward pass, as long as parts of dq travel; and so do their calls, if each of them fills a device."""
     in_turns: list[bool] = []
-    monkeypatch.setattr(Streams, "arrived", lambda self, *, in_turn=False: in_turns.append(in_turn))
+    numbers: dict[str, set[int]] = {"forward": set(), "backward": set()}
+    now = threading.local()
+
+    def arrived(self, *, in_turn=False):
+        in_turns.append(in_turn)
+
+    def of_call(self, number):
+        numbers[now.method].add(number)
+        return contextlib.nullcontext()
+
+    def logged(method, call):
+        def new(self, *args):
+            now.method = method
+            return call(self, *args)
+
+        return new
+
+    for method in numbers:
+        monkeypatch.setattr(Execution, method, logged(method, getattr(Execution, method)))
+    monkeypatch.setattr(Streams, "arrived", arrived)
+    monkeypatch.setattr(Streams, "of_call", of_call)
     monkeypatch.setattr("cuflash.distributed.execution.CACHE_BYTES", cache_bytes)
+    monkeypatch.setattr("cuflash.distributed.execution.FULL_ROWS", full_rows)
     judge(CASE, results_of(CASE, **SPLITS, need=("dq", "dk", "dv")))
-    of_walks = 2 * CASE.num_heads_kv  # both ranks
+    of_walks = 2 * (1 + CASE.num_heads_kv)  # both ranks: own rows, and those that come
     assert sorted(in_turns) == [False] * of_walks + [cache_bytes == 0] * of_walks
+    assert numbers == {"forward": {0, 1}, "backward": {0} if cache_bytes == full_rows == 0 else {0, 1}}
 
 
 @settings(max_examples=12, deadline=None)
@@ -154,9 +197,28 @@ def test_the_plan_is_that_of_the_call():
 
     first, second = on_threads(2, work)
     assert first == second
-    assert "rank 1 computes queries x keys 3..8 x 0..12" in first.describe()
+    assert "rank 1 computes queries x keys 3..8 x 4..11\n" in first.describe()
+    assert "rank 1 computes queries x keys 3..8 x 0..3, 3..8 x 12..12\n" in first.describe()
     assert first.band == (4, None, 0)
-    assert first.by_queries.heads == first.by_keys.heads == ((0, 1), (1, 2))
+    for walk in (first.by_queries, first.by_keys):
+        assert [heads for _, heads in walk.steps] == [(0, 2), (0, 1), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("split", "options", "why"),
+    [
+        (cd.zigzag(64, 2), {}, None),
+        (cd.zigzag(64, 2), {"deterministic": True}, "deterministic=True"),
+        (cd.zigzag(64, 2), {"dropout": 0.1}, None),
+        (cd.zigzag(60, 2), {"dropout": 0.1}, "calls begin at multiples of 16 queries and 16 keys, and spans do not"),
+    ],
+)
+def test_the_plan_says_why_calls_have_all_rows(split, options, why):
+    x = np.zeros((2, split.seqlen // 2, 8))
+    first, _ = on_threads(2, lambda comm: cd.ContextParallel(comm, split=split, causal=True, **options).plan(x, x, x))
+    rounds = len(first.by_queries.rounds), len(first.by_keys.rounds)
+    assert (first.why_whole, rounds) == (why, (2, 2) if why is None else (1, 1))
+    assert (f"  rounds    one, of calls that have all rows that a piece meets: {why}" in first.describe()) == bool(why)
 
 
 def test_the_plan_in_the_page_is_what_is_printed():
@@ -164,6 +226,96 @@ def test_the_plan_in_the_page_is_what_is_printed():
     split, x = cd.zigzag(1000, 2), np.zeros((8, 500, 32))
     first, _ = on_threads(2, lambda comm: cd.ContextParallel(comm, causal=True, split=split).plan(x, x, x).describe())
     assert first == text
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_ranks_begin_with_their_own_rows_before_they_hear_of_each_other(goes_on, monkeypatch):
+    """In a call like one before, where the transport goes on meanwhile; rows travel after that.
+
+    Where calls run behind the host, rows are not even made ready before.
+    """
+    monkeypatch.setattr(Streams, "goes_on", goes_on)
+    split, random = cd.zigzag(16, 2), np.random.default_rng(0)
+    whole = random.standard_normal((3, 2, 16, 8))
+    expected = cuflash.attention(*whole, causal=True)
+    log: dict[int, list[str]] = {0: [], 1: []}
+    forward = parts_of_problems.Parts.forward
+
+    def work(comm):
+        comm.shares_meanwhile = True
+
+        def logs(what, call):
+            def logged(*args):
+                log[comm.rank].append(what)
+                return call(*args)
+
+            return logged
+
+        comm.share, comm.start = logs("heard", comm.share), logs("rows", comm.start)
+        attn, parts = (
+            cd.ContextParallel(comm, split=split, causal=True, steps=1),
+            [split.part(x, comm.rank) for x in whole],
+        )
+        outs = []
+        for _ in range(3):
+            log[comm.rank].append("call")
+            outs.append(attn.forward(*parts).out)
+        return outs
+
+    def logged(self, queries, *args):
+        rank = 1 if queries == (4, 12) else 0
+        log[rank].append("computed")
+        return forward(self, queries, *args)
+
+    monkeypatch.setattr(parts_of_problems.Parts, "forward", logged)
+    for outs in zip(*on_threads(2, work), strict=True):
+        np.testing.assert_allclose(split.whole(outs), expected, rtol=1e-12)
+    for rank, own in ((0, ["computed"] * 2), (1, ["computed"])):
+        first = [*own, "rows"] if goes_on else ["rows", *own]
+        later = ["call", *own, "heard", "rows", "computed"]
+        assert log[rank] == ["call", "heard", "heard", *first, "computed", *later, *later]
+
+
+@pytest.mark.parametrize("method", ["forward", "backward", "decode"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda terms: terms.update(seed=2), "^seed: got 2 on rank 1, expected 1 as on rank 0$"),
+        (lambda terms: terms.update(sinks=np.zeros(3)), r"sinks: got shape \(3,\), expected "),
+    ],
+)
+def test_what_ranks_hear_while_they_compute_stops_all_of_them(method, change, message):
+    """And nothing else: the next call is one as any other."""
+
+    def work(comm):
+        comm.shares_meanwhile = True
+        attn, x, lse = cd.ContextParallel(comm, split="contiguous"), np.ones((2, 5, 4)), np.ones((2, 5))
+        arrays = (x,) * 5 + (lse,) if method == "backward" else (x,) * 3
+        getattr(attn, method)(*arrays, seed=1, offset=0)
+        terms = {"seed": 1, "offset": 0}
+        if comm.rank == 1:
+            change(terms)
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            getattr(attn, method)(*arrays, **terms)
+        return getattr(attn, method)(*arrays, seed=1, offset=0)[0]
+
+    for result in on_threads(2, work):
+        assert np.isfinite(result).all()
+
+
+def test_a_call_in_which_another_rank_has_other_rows_is_begun_again():
+    random = np.random.default_rng(0)
+    arrays = {n: random.standard_normal((3, 2, n, 8)) for n in (10, 9)}
+
+    def work(comm):
+        comm.shares_meanwhile = True
+        attn = cd.ContextParallel(comm, causal=True)
+        return [attn.forward(*(cd.zigzag(n, 2).part(x, comm.rank) for x in arrays[n])).out for n in (10, 10, 9, 10)]
+
+    assert cd.zigzag(10, 2).rows(0) == cd.zigzag(9, 2).rows(0)
+    for n, outs in zip((10, 10, 9, 10), zip(*on_threads(2, work), strict=True), strict=True):
+        expected = cuflash.attention(*arrays[n], causal=True)
+        np.testing.assert_allclose(cd.zigzag(n, 2).whole(outs), expected, rtol=1e-12)
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
@@ -198,7 +350,10 @@ def failures(change, ranks=3, **options):
             lambda options, arrays, terms: options.update(causal=False),
             "^causal: got False on rank 1, expected True as on rank 0$",
         ),
-        (lambda options, arrays, terms: options.update(steps=2), "^steps: got 2 on rank 1, expected 3 as on rank 0$"),
+        (
+            lambda options, arrays, terms: options.update(steps=2),
+            "^steps: got 2 on rank 1, expected None as on rank 0$",
+        ),
         (lambda options, arrays, terms: options.update(split="zigzag"), "^split: got 'zigzag' on rank 1, expected "),
         (
             lambda options, arrays, terms: arrays.update({n: x[:1] for n, x in arrays.items()}),

@@ -12,11 +12,12 @@ import pytest
 
 from bench import evidence, memory, traffic, training
 from bench.__main__ import EVIDENCE, main, parser
-from bench.cases import RUNTIME, Case
+from bench.cases import Case
 from bench.examples import run_page
 from bench.formula import make_inputs
 from bench.peers import ADAPTERS
 from bench.report import begin_of
+from bench.suites import RUNTIME
 from cuflash.options import Options
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.problem import make_problem

@@ -97,10 +97,10 @@ def test_the_cpu_path_agrees_with_the_oracle(trial):
 
 def test_a_mistake_is_found(monkeypatch):
     trial = next(trial for trial in fuzz.sample(of=100) if "dbias" in trial.need and trial.case.bias_holes)
-    from cuflash import cpu
+    from cuflash import host
 
-    forward = cpu.forward
-    monkeypatch.setattr(cpu, "forward", lambda *args, **keywords: tuple(2 * x for x in forward(*args, **keywords)))
+    forward = host.forward
+    monkeypatch.setattr(host, "forward", lambda *args, **keywords: tuple(2 * x for x in forward(*args, **keywords)))
     assert "got" in str(fuzz.failure_of(trial, np.asarray))
 
 

@@ -1,5 +1,6 @@
 """The public interface on NumPy arrays: what it computes, what it takes and gives back."""
 
+import dataclasses
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
@@ -276,6 +277,54 @@ def test_elements_that_are_not_aligned():
     q = records["value"]
     assert not q.flags.aligned
     np.testing.assert_array_equal(cuflash.attention(q, q, q), cuflash.attention(q.copy(), q.copy(), q.copy()))
+
+
+@settings(max_examples=60)
+@given(ct.cases(max_seqlen=40, max_head_dim=20, max_scores=2**11, features=(*ct.FEATURES, *ct.MORE_FEATURES)))
+def test_repeated_calls(case):
+    """A call on arrays that lie as those of an earlier call do takes nothing but this from it."""
+    attn = cuflash.FlashAttention(**case.keywords)
+    for seed in (case.seed, case.seed + 1):
+        own = dataclasses.replace(case, seed=seed)
+        arrays, need = own.arrays(), ct.gradients_of(own.problem)
+        q, k, v, random = *ct.qkv(arrays), own.random
+        out, lse = attn.forward(q, k, v, **ct.optional(arrays), **random)
+        ct.assert_forward(own, out, lse)
+        terms = {**ct.optional_backward(arrays), **random, "need": need}
+        gradients = attn.backward(arrays["dout"], q, k, v, out, lse, **terms)
+        ct.assert_backward(own, **gradients._asdict())
+        given_out = np.full_like(out, np.nan)
+        result = attn.forward(q, k, v, **ct.optional(arrays), **random, out=given_out)
+        assert result.out is given_out
+        np.testing.assert_array_equal(given_out, out)
+        np.testing.assert_array_equal(result.lse, lse)
+
+
+def test_repeated_calls_are_checked():
+    buffer = normal(4, 5, 8)
+    q, k, v, free = buffer
+    attn = cuflash.FlashAttention()
+    attn.forward(q, k, v, out=free)
+    with pytest.raises(ValueError, match="out: got memory shared with q"):
+        attn.forward(q, k, v, out=q)
+    with pytest.raises(ValueError, match="out: got a read-only array"):
+        attn.forward(q, k, v, out=np.broadcast_to(free, free.shape))
+    with pytest.raises(TypeError, match="k: got None"):
+        attn.forward(q, None, v)
+    lengths = np.array([5, 3], np.int32)
+    batch = buffer.reshape(2, 2, 5, 8)
+    attn.forward(batch, batch, batch, kv_lengths=lengths)
+    with pytest.raises(ValueError, match="kv_lengths: got an entry 6"):
+        attn.forward(batch, batch, batch, kv_lengths=lengths + 1)
+
+
+@pytest.mark.parametrize("first, second", [({"causal": True}, {"causal": 1}), ({"scale": 1}, {"scale": True})])
+def test_options_of_other_types_are_checked(first, second):
+    q = normal(5, 4)
+    cuflash.attention(q, q, q, **first)
+    (name,) = second
+    with pytest.raises(TypeError, match=f"{name}: got"):
+        cuflash.attention(q, q, q, **second)
 
 
 def test_one_object_serves_many_threads():

@@ -94,9 +94,6 @@ def nccl(monkeypatch):
         def data(self):  # type: ignore[override]
             return types.SimpleNamespace(ptr=self.ctypes.data)
 
-        def set(self, values):
-            self[...] = values
-
     def memory(pointer, count):
         return np.ctypeslib.as_array((ctypes.c_uint8 * count).from_address(pointer))
 
@@ -118,9 +115,18 @@ def nccl(monkeypatch):
 
     fake: Any = types.ModuleType("cupy")
     fake.empty = lambda shape, dtype: np.empty(shape, dtype).view(Array)
-    fake.asnumpy = np.asarray
+
+    def copy(target, source, nbytes, kind, stream):
+        assert stream == 7
+        memory(target, nbytes)[...] = memory(source, nbytes)
+
     fake.cuda = types.SimpleNamespace(
-        Event=Event, Stream=Stream, Device=contextlib.nullcontext, get_current_stream=Stream
+        Event=Event,
+        Stream=Stream,
+        Device=contextlib.nullcontext,
+        get_current_stream=Stream,
+        alloc_pinned_memory=bytearray,
+        runtime=types.SimpleNamespace(memcpyAsync=copy),
     )
     groups: Any = types.ModuleType("cupy.cuda.nccl")
     groups.groupStart, groups.groupEnd, groups.NCCL_UINT8 = start, end, "uint8"

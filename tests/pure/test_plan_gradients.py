@@ -4,6 +4,8 @@ import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cuflash.operands import Operand
 from cuflash.planning import DeviceSpec, choose_plan
@@ -65,26 +67,51 @@ def test_memory_of_dbias_is_that_of_the_bias_and_of_the_device(axes, tiles, summ
     bias = Operand(shape=shape, strides=strides, dtype="float32")
     problem = replace(plain, bias=bias)
     plan = choose_plan(problem, device, "backward", need=("dbias",))
-    kernel, blocks = plan.kernels[1], tiles * plan.run_time.score_splits
+    kernel, splits = plan.kernels[1], plan.run_time.score_splits
+    resident = device.num_sms * plan.tiles[0].min_blocks
     if arch == "9.0" and axes[2:] == (1, 1):  # tiles of 128 x 128 and not of 128 x 64, that blocks take in turn
         tiles, columns = tiles // 2, 128
-        blocks = tiles * plan.run_time.score_splits
+        shared = tiles % device.num_sms
+        blocks = tiles + shared * (splits - 1)
         assert (kernel.source, kernel.grid) == ("sm90/backward_bias.cu", min(blocks, device.num_sms))
     else:
-        columns = 64
+        columns, shared, blocks = 64, tiles, tiles * splits
         assert (kernel.source, kernel.grid) == ("sm80/backward_scores.cu", blocks)
+        assert splits == 1 or resident / 2 < blocks <= resident
     assert f"dbias: {tiles} tiles of pairs" + (f", each a sum over {summed}" if summed else "") in plan.reason
-    resident = device.num_sms * plan.tiles[0].min_blocks
-    assert plan.run_time.score_splits == 1 or resident / 2 < blocks <= resident
-    assert sources_of(plan)[2:] == (["around/scores_reduce"] if plan.run_time.score_splits > 1 else [])
+    assert sources_of(plan)[2:] == (["around/scores_reduce"] if splits > 1 else [])
     tile = math.prod(n if on else 1 for n, on in zip((128, columns), axes[2:], strict=True))
-    assert dict(plan.scratch).get("score_partials", 0) == (plan.run_time.score_splits > 1) * blocks * tile
+    assert dict(plan.scratch).get("score_partials", 0) == (splits > 1) * shared * splits * tile
     sums = choose_plan(replace(problem, softcap=5.0), device, "backward", need=("dscale", "dsoftcap", "dbias", "dq"))
     assert kernel.grid in [other.grid for other in sums.kernels if other.source == kernel.source]
     assert sources_of(sums).count("sm80/backward_scores") == (1 if kernel.source.startswith("sm90") else 2)
     assert dict(sums.scratch)["sums_partials"] == 3 * 2 * 4 * 8 * sums.run_time.sums_splits
     assert len({kernel.name for kernel in sums.kernels}) == len(sums.kernels)
     assert "for dq, dbias, dscale, dsoftcap on" in sums.describe()
+
+
+@given(
+    num_sms=st.integers(1, 150), batch=st.integers(1, 300), heads=st.integers(1, 12), seqlen=st.sampled_from((128, 640))
+)
+def test_blocks_share_the_last_tiles_of_dbias_where_that_ends_sooner(num_sms, batch, heads, seqlen):
+    """Whole rounds of tiles belong to a block each: only what would keep some blocks waiting is shared."""
+    problem = replace(problem_of(seqlen, seqlen), batch=batch, num_heads=heads, num_heads_kv=heads)
+    shape = (batch, heads, seqlen, seqlen)
+    bias = Operand(shape=shape, strides=(0, seqlen * seqlen, seqlen, 1), dtype="float32")
+    device = replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms)
+    plan = choose_plan(replace(problem, bias=bias), device, "backward", need=("dbias",))
+    (kernel,) = [kernel for kernel in plan.kernels if kernel.source == "sm90/backward_bias.cu"]
+    tiles, splits = heads * (seqlen // 128) ** 2, plan.run_time.score_splits
+    rest = tiles % num_sms
+    assert kernel.grid == plan.run_time.resident_blocks == min(num_sms, tiles + rest * (splits - 1))
+    assert 1 <= splits <= batch
+    if splits > 1:  # by more steps than the launch takes that adds the shares
+        assert -(-rest * splits // num_sms) * -(-batch // splits) < batch - 3
+        (adds,) = [kernel for kernel in plan.kernels if kernel.source == "around/scores_reduce.cu"]
+        assert adds.grid == rest * 128 * 128 // 256
+        assert (f"share, of the last {rest} tiles" in plan.reason) == (tiles > num_sms)
+    elif rest:  # two blocks, or as many as there are, would not end much sooner
+        assert rest * 2 > num_sms or batch < 2 * (10 + rest / 10)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -13,6 +13,7 @@ import cuflash
 from bench.__main__ import parser as bench_parser
 from bench.examples import PICTURES
 from cuflash.cli.main import COMMANDS, make_parser
+from cuflash.cli.main import main as cuflash_main
 from cuflash.kernel_cache import CACHE_BYTES
 from cuflash.terms import GRADIENTS
 from cuflash.testing import numpy_dtype
@@ -132,6 +133,18 @@ def test_the_commands_exist(command):
             parser.parse_args(arguments)
     else:
         parser.parse_args(arguments)
+
+
+def test_the_plan_for_another_device_is_what_is_shown(capsys):
+    """But for the ends of lines, and for registers, which depend on the compiler."""
+    page = PAGES["docs/performance.md"]
+    (command,) = re.findall(r"^```sh\npython -m cuflash (plan --arch 7\.5 .*)\n```", page, re.MULTILINE)
+    (shown,) = blocks("text", page)
+    assert cuflash_main(shlex.split(command)) == 0
+    printed = capsys.readouterr().out
+    assert "T4" in printed and "with products at 65 TFLOP/s" in printed
+    same = [re.sub(r"\d+ registers", "registers", " ".join(text.split())) for text in (shown, printed)]
+    assert same[0] == same[1]
 
 
 @pytest.mark.parametrize("command", commands("pytest"))

@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import cuflash.distributed as cd
-from cuflash.distributed.schedule import make_schedule
-from cuflash.spans import Band, cut_evenly, joined
+from cuflash.distributed.schedule import STEP_BYTES, make_schedule
+from cuflash.spans import Band, cut, cut_evenly, is_some, joined, places
 
 ANY: Any = cd  # for calls that a type checker refuses
 
@@ -39,7 +39,19 @@ def schedules(draw):
         chunks *= ranks
         split_q, split_k = (draw(of_chunks(n, ranks, chunks)) for n in (seqlen_q, seqlen_k))
     heads, steps = draw(st.integers(0, 5)), draw(st.integers(1, 6))
-    return make_schedule(split_q, split_k, band, chunks=chunks, num_heads_kv=heads, steps=steps, step=step)
+    options = {"num_heads_kv": heads, "steps": steps, "step": step, "joins": step == (1, 1) and draw(st.booleans())}
+    return make_schedule(split_q, split_k, band, chunks=chunks, **options, why_whole=draw(st.none() | st.just("asked")))
+
+
+@st.composite
+def splits_of_spans(draw, held):
+    """Some spans, in order, each within one of those that are held, or not quite."""
+    found = []
+    for start, stop in held:
+        ends = sorted(draw(st.lists(st.integers(start, stop + 1), min_size=2, max_size=2)))
+        if ends[0] < ends[1] and draw(st.booleans()):
+            found.append(tuple(ends))
+    return joined(found)
 
 
 @st.composite
@@ -62,21 +74,35 @@ def visible_pairs(schedule):
     return visible
 
 
-@settings(max_examples=150, deadline=None)
+def rows_of(walk, tile):
+    """The queries and the keys of a call, one by one, and the numbers that the call takes for theirs."""
+    own = tile.own_queries if walk.by == "queries" else tile.own_keys
+    met = np.concatenate([np.arange(*span) for span in tile.met])
+    numbered = np.arange(*(tile.keys if walk.by == "queries" else tile.queries))
+    sides = (np.arange(*own), met), (np.arange(*own), numbered)
+    return sides if walk.by == "queries" else tuple(side[::-1] for side in sides)
+
+
+@settings(max_examples=200, deadline=None)
 @given(schedules())
 def test_every_visible_pair_is_computed_once_by_who_holds_it(schedule):
-    visible = visible_pairs(schedule)
+    visible, (diagonal, left, right) = visible_pairs(schedule), schedule.band
     for walk in (schedule.by_queries, schedule.by_keys):
         computed = np.zeros(visible.shape, int)
-        for tile in walk.tiles:
-            pairs = (slice(*tile.own_queries), slice(*tile.own_keys))
-            assert visible[pairs].any(), f"{tile}: all pairs are hidden"
-            assert schedule.pairs_of(tile) == visible[pairs].sum()
+        for tile in (tile for rank in range(schedule.split_q.ranks) for tile in walk.calls_of(rank)):
+            (queries, keys), (i, j) = rows_of(walk, tile)
+            pairs = np.ix_(queries, keys)
+            assert visible[pairs].any() or walk.parts[tile.rank][tile.piece] == 1, f"{tile}: all pairs are hidden"
+            assert schedule.pairs_of(walk.by, tile) == visible[pairs].sum()
             computed[pairs] += 1
+            distance = j - i[:, None] - diagonal
+            seen = np.ones(distance.shape, bool) if left is None else distance >= -left
+            np.testing.assert_array_equal(seen if right is None else seen & (distance <= right), visible[pairs])
             own = schedule.split_q if walk.by == "queries" else schedule.split_k
-            own.local(tile.rank, walk.own(tile))  # raises where the rank does not hold them
+            assert walk.pieces[tile.rank][tile.piece] == (tile.own_queries if walk.by == "queries" else tile.own_keys)
+            own.local(tile.rank, walk.pieces[tile.rank][tile.piece])  # raises where the rank does not hold them
             for (start, _), step, front in zip((tile.queries, tile.keys), schedule.step, tile.front, strict=True):
-                assert start % step == 0
+                assert start % step == 0 or len(tile.met) > 1 or schedule.joins
                 assert 0 <= front < step
         assert (computed[visible] == 1).all()
         assert (computed <= 1).all()
@@ -86,33 +112,129 @@ def test_every_visible_pair_is_computed_once_by_who_holds_it(schedule):
         assert sum(stop - start for start, stop in pieces) == length
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(schedules())
 def test_what_a_rank_needs_and_does_not_hold_comes_once(schedule):
     for walk in (schedule.by_queries, schedule.by_keys):
-        for rank in range(walk.split.ranks):
-            here = np.zeros(walk.split.seqlen, int)
-            for span in walk.split.spans[rank]:
-                here[slice(*span)] += 1
-            needed = np.zeros(walk.split.seqlen, bool)
-            for span in walk.held(rank):
-                needed[slice(*span)] = True
-            for transfer in walk.transfers:
-                if transfer.target == rank:
-                    assert needed[slice(*transfer.rows)].all()
-                    assert transfer.source != rank
-                    walk.split.local(transfer.source, transfer.rows)  # raises where the source does not hold them
-                    here[slice(*transfer.rows)] += 1
-            assert (here <= 1).all()
-            assert (here[needed] == 1).all()
+        for a_round in walk.rounds:
+            for rank in range(a_round.split.ranks):
+                here = np.zeros(a_round.split.seqlen, int)
+                for span in a_round.split.spans[rank]:
+                    here[slice(*span)] += 1
+                needed = np.zeros(a_round.split.seqlen, bool)
+                for span in a_round.held(rank):
+                    needed[slice(*span)] = True
+                for transfer in a_round.transfers:
+                    if transfer.target == rank:
+                        assert needed[slice(*transfer.rows)].all()
+                        assert transfer.source != rank
+                        a_round.split.local(transfer.source, transfer.rows)  # raises where it does not hold them
+                        here[slice(*transfer.rows)] += 1
+                assert (here <= 1).all()
+                assert (here[needed] == 1).all()
+                if a_round.comes_whole(rank):
+                    assert len({transfer.source for transfer in a_round.transfers if transfer.target == rank}) == 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(schedules())
+def test_own_rows_come_first_and_received_ones_after_them(schedule):
+    """Where there are two rounds; the parts of a piece are numbered in their order."""
+    for walk in (schedule.by_queries, schedule.by_keys):
+        assert len(walk.rounds) in ((1, 2) if schedule.why_whole is None else (1,))
+        if len(walk.rounds) == 2:
+            own, received = walk.rounds
+            assert not own.transfers
+            assert len(own.heads) <= 1
+            for rank, spans in enumerate(own.split.spans):
+                assert all(
+                    cut(span, spans) == [span] for tile in own.calls_of(rank) for span in tile.met if is_some(span)
+                )
+                assert not any(cut(span, spans) for tile in received.calls_of(rank) for span in tile.met)
+        for rank, counts in enumerate(walk.parts):
+            assert len(counts) == len(walk.pieces[rank])
+            found = [(tile.piece, tile.part) for tile in walk.calls_of(rank)]
+            assert sorted(found) == [(piece, part) for piece, count in enumerate(counts) for part in range(count)]
+            assert min(counts, default=1) > 0
+            for a_round in walk.rounds:
+                parts = [(tile.piece, tile.part) for tile in a_round.calls_of(rank)]
+                assert parts == sorted(parts)
 
 
 @given(schedules())
 def test_steps_have_all_heads(schedule):
     for walk in (schedule.by_queries, schedule.by_keys):
-        assert [head for step in walk.heads for head in range(*step)] == list(range(schedule.num_heads_kv))
-        assert len(walk.heads) == min(schedule.steps, schedule.num_heads_kv)
-        assert all(start < stop for start, stop in walk.heads)
+        for a_round in walk.rounds:
+            assert [head for step in a_round.heads for head in range(*step)] == list(range(schedule.num_heads_kv))
+            assert all(start < stop for start, stop in a_round.heads)
+            if a_round.transfers:
+                assert len(a_round.heads) == min(schedule.steps, schedule.num_heads_kv)
+
+
+@given(st.integers(1, 40), st.integers(0, 2**27), st.integers(1, 5), st.sampled_from((None, "asked")))
+def test_rows_travel_in_more_steps_where_they_are_many(rows, row_bytes, heads, why_whole):
+    """By the rows of all ranks, so that the number of these does not matter."""
+    for ranks in (2, 4):
+        split = cd.contiguous(rows, ranks)
+        options = {"num_heads_kv": heads, "steps": None, "row_bytes": (row_bytes, 2 * row_bytes)}
+        schedule = make_schedule(split, split, Band(0, None, None), **options, why_whole=why_whole)
+        for walk, of_row in ((schedule.by_queries, row_bytes), (schedule.by_keys, 2 * row_bytes)):
+            count = len(walk.rounds[-1].heads)
+            assert (1 if why_whole is None else min(2, heads)) <= count <= min(3, heads)
+            assert count == min(3, heads) or rows * heads * of_row <= count * STEP_BYTES
+            assert count <= (1 if why_whole is None else 2) or rows * heads * of_row > (count - 1) * STEP_BYTES
+
+
+@given(st.lists(st.integers(0, 4), min_size=2, max_size=8), st.integers(0, 30), st.integers(1, 6), st.data())
+def test_spans_are_joined_only_where_the_same_pairs_stay_visible(lengths, first, count, data):
+    """Whatever the bounds: numbers of keys, one after the other, by which each query sees the same."""
+    ends = np.cumsum([x + 1 for x in lengths]).tolist()
+    spans = list(zip(ends[:-1:2], ends[1::2], strict=False)) or [(ends[0], ends[1])]
+    sides = st.none() | st.integers(0, 30)
+    band = Band(data.draw(st.integers(-20, 20)), data.draw(sides), data.draw(sides))
+    queries = (first, first + count)
+    joint = band.joint(queries, spans)
+    if joint is not None:
+        assert joint[1] - joint[0] == sum(stop - start for start, stop in spans)
+        places = [j for span in spans for j in range(*span)]
+        for i in range(*queries):
+            for number, j in zip(range(*joint), places, strict=True):
+                seen = [
+                    (band.left is None or x >= i + band.diagonal - band.left)
+                    and (band.right is None or x <= i + band.diagonal + band.right)
+                    for x in (number, j)
+                ]
+                assert seen[0] == seen[1]
+
+
+def test_own_rows_of_a_zigzag_split_are_a_call_for_each_piece():
+    """Under a causal mask: of spans that all queries see, and of the one that the diagonal goes through."""
+    split = cd.zigzag(64, 4)
+    schedule = make_schedule(split, split, Band(0, None, 0), joins=True)
+    for walk in (schedule.by_queries, schedule.by_keys):
+        own, received = walk.rounds
+        assert [len(own.calls_of(rank)) for rank in range(4)] == [2, 2, 2, 1]
+        assert max(len(received.calls_of(rank)) for rank in range(4)) == 2
+        assert walk.parts == ((1, 2), (2, 2), (2, 2), (2,)) if walk.by == "queries" else ((2, 1), (2, 2), (2, 2), (2,))
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=6), st.data())
+def test_rows_are_found_where_they_are_held(pairs, data):
+    """`places` says where rows lie among those of spans, one after the other."""
+    held, reached = [], 0
+    for length, gap in pairs:
+        held.append((reached + gap, reached + gap + length))
+        reached += gap + length
+    rows = [j for span in held for j in range(*span)]
+    wanted = data.draw(splits_of_spans(held))
+    assume(wanted)
+    found = places(wanted, held)
+    expected = [j for span in wanted for j in range(*span)]
+    if found is None:
+        follows = any(rows[i : i + len(expected)] == expected for i in range(len(rows)))
+        assert not follows or not all(any(a <= x and y <= b for a, b in held) for x, y in wanted)
+    else:
+        assert rows[found] == expected
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -122,7 +244,7 @@ def test_zigzag_is_even_under_a_causal_mask(ranks, rows):
     split = cd.zigzag(2 * ranks * rows, ranks)
     schedule = make_schedule(split, split, Band(0, None, 0))
     for walk in (schedule.by_queries, schedule.by_keys):
-        work = [sum(schedule.pairs_of(tile) for tile in walk.tiles if tile.rank == rank) for rank in range(ranks)]
+        work = [sum(schedule.pairs_of(walk.by, tile) for tile in walk.calls_of(rank)) for rank in range(ranks)]
         assert len(set(work)) == 1
         assert sum(work) == visible_pairs(schedule).sum()
 
@@ -141,7 +263,8 @@ def test_pieces_do_not_depend_on_the_number_of_ranks():
         split = cd.zigzag(101, ranks)
         schedule = make_schedule(split, split, Band(0, None, 0), chunks=16)
         tiles = [
-            sorted((tile.queries, tile.keys) for tile in walk.tiles) for walk in (schedule.by_queries, schedule.by_keys)
+            sorted((tile.queries, tile.keys) for rank in range(ranks) for tile in walk.calls_of(rank))
+            for walk in (schedule.by_queries, schedule.by_keys)
         ]
         expected = expected or tiles
         assert tiles == expected
@@ -149,24 +272,51 @@ def test_pieces_do_not_depend_on_the_number_of_ranks():
 
 def test_the_schedule_in_words():
     split = cd.zigzag(16, 2)
-    schedule = make_schedule(split, split, Band(0, None, 0), num_heads_kv=3, steps=2)
+    options = {"num_heads_kv": 3, "steps": 2, "joins": True}
+    schedule = make_schedule(split, split, Band(0, None, 0), **options)
     assert (
         schedule.describe()
         == """\
 context parallel: 2 ranks, 16 queries, 16 keys, query i sees keys from the first key to i + 0
   pieces    spans of the ranks
   by queries: out, lse, dq
-    steps of key/value heads 0-0, 1-2; a step's rows travel during the step before
-    rank 0 computes queries x keys 0..3 x 0..3, 12..15 x 0..15
-           receives keys 4..11 from 1
-    rank 1 computes queries x keys 4..11 x 0..11
-           receives keys 0..3 from 0
+    with own keys: key/value heads 0-2
+      rank 0 computes queries x keys 0..3 x 0..3, 12..15 x 0..3 and 12..15
+      rank 1 computes queries x keys 4..11 x 4..11
+    with received keys: key/value heads 0-1, 2-2; a step's rows travel during the step before
+      rank 0 computes queries x keys 12..15 x 4..11
+             receives keys 4..11 from 1
+      rank 1 computes queries x keys 4..11 x 0..3
+             receives keys 0..3 from 0
   by keys: dk, dv
-    steps of key/value heads 0-1, 2-2; a step's rows travel during the step before
-    rank 0 computes queries x keys 0..15 x 0..3, 12..15 x 12..15
-           receives queries 4..11 from 1
-    rank 1 computes queries x keys 4..15 x 4..11
-           receives queries 12..15 from 0"""
+    with own queries: key/value heads 0-2
+      rank 0 computes queries x keys 0..3 and 12..15 x 0..3, 12..15 x 12..15
+      rank 1 computes queries x keys 4..11 x 4..11
+    with received queries: key/value heads 0-1, 2-2; a step's rows travel during the step before
+      rank 0 computes queries x keys 4..11 x 0..3
+             receives queries 4..11 from 1
+      rank 1 computes queries x keys 12..15 x 4..11
+             receives queries 12..15 from 0"""
+    )
+    whole = make_schedule(split, split, Band(0, None, 0), **options, chunks=4)
+    assert (
+        whole.describe()
+        == """\
+context parallel: 2 ranks, 16 queries, 16 keys, query i sees keys from the first key to i + 0
+  pieces    spans cut at 4 chunks
+  rounds    one, of calls that have all rows that a piece meets: deterministic=True
+  by queries: out, lse, dq
+    with all keys: key/value heads 0-0, 1-2; a step's rows travel during the step before
+      rank 0 computes queries x keys 0..3 x 0..3, 12..15 x 0..15
+             receives keys 4..11 from 1
+      rank 1 computes queries x keys 4..7 x 0..7, 8..11 x 0..11
+             receives keys 0..3 from 0
+  by keys: dk, dv
+    with all queries: key/value heads 0-1, 2-2; a step's rows travel during the step before
+      rank 0 computes queries x keys 0..15 x 0..3, 12..15 x 12..15
+             receives queries 4..11 from 1
+      rank 1 computes queries x keys 4..15 x 4..7, 8..15 x 8..11
+             receives queries 12..15 from 0"""
     )
 
 
@@ -224,11 +374,16 @@ def test_bad_splits(call, error, message):
 
 
 @pytest.mark.parametrize(
-    ("heads", "steps", "by_queries", "by_keys"),
+    ("heads", "steps", "up", "up_and_down"),
     [(32, 3, [2, 6, 24], [5, 22, 5]), (8, 3, [1, 1, 6], [1, 6, 1]), (32, 1, [32], [32]), (2, 3, [1, 1], [1, 1])],
 )
-def test_steps_grow_and_the_last_one_of_returns_is_small(heads, steps, by_queries, by_keys):
-    split = cd.contiguous(4, 1)
-    schedule = make_schedule(split, split, Band(0, None, None), num_heads_kv=heads, steps=steps)
-    found = [[stop - start for start, stop in walk.heads] for walk in (schedule.by_queries, schedule.by_keys)]
-    assert found == [by_queries, by_keys]
+def test_steps_grow_and_the_last_one_is_small_where_something_follows_it(heads, steps, up, up_and_down):
+    split = cd.contiguous(4, 2)
+
+    def lengths(**options):
+        schedule = make_schedule(split, split, Band(0, None, None), num_heads_kv=heads, steps=steps, **options)
+        rounds = [walk.rounds for walk in (schedule.by_queries, schedule.by_keys)]
+        return [[[stop - start for start, stop in a_round.heads] for a_round in of_walk] for of_walk in rounds]
+
+    assert lengths(chunks=2) == [[up], [up_and_down]]
+    assert lengths() == [[[heads], up_and_down]] * 2

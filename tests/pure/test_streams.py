@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 import types
 import weakref
 
@@ -9,7 +10,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuflash.distributed.streams import AT_ONCE, STEPS_APART, CudaStreams, StreamsOfDevice, copy_all, wide_layout
+from cuflash.distributed.streams import AT_ONCE, STEPS_APART, CudaStreams, StreamsOfDevice, copy_all
+from cuflash.elementwise import wide_layout
 
 
 class Stream:
@@ -218,6 +220,7 @@ def test_a_device_copies_elements_of_16_bytes_of_several_arrays_at_once(monkeypa
     fake = types.ModuleType("cupy")
     fake.__dict__.update(ndarray=OnDevice, ElementwiseKernel=kernel)
     monkeypatch.setattr("cuflash.distributed.streams.module_of", lambda array: fake)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
 
     def pairs(shape, count):
         return [(OnDevice(shape, np.float16), OnDevice(shape, np.float16)) for _ in range(count)]

@@ -66,13 +66,18 @@ const Kernels &kernels_for(const Call &call, int limit) {
 enum Status { DONE, OUT_OF_MEMORY, OTHER_LAYOUT, NO_THREAD, UNALIGNED };
 
 // What changes from call to call: behind the rest of a `Call`, with Python objects or addresses in place of arrays.
+// All in one, because Python takes longer to hand over an argument than to pack it.
 struct Changing {
+    int64_t data_offset;  // where an array object keeps the address of its data; if it is negative, addresses are given
+    int64_t limit;        // how many of the best kinds of processors are left out
+    int64_t num_threads;  // that the call may be computed on
+    char *memory;         // for the jobs of the calling thread: fresh memory has to be mapped page by page, which takes
+    int64_t bytes;        // longer than a small call
     uint64_t seed, offset;
     uintptr_t arrays[NUM_ARRAYS];  // as many as are given
 };
 
-// `data_offset` is where an array object keeps the address of its data; if it is negative, addresses are given.
-int load_call(Work &work, const void *fixed, const Changing *changing, int data_offset) {
+int load_call(Work &work, const void *fixed, const Changing *changing) {
     memcpy((void *)&work.call, fixed, offsetof(Call, seed));
     if (work.call.bytes != int64_t(sizeof(Call))) return OTHER_LAYOUT;
     work.call.seed = changing->seed;
@@ -81,7 +86,7 @@ int load_call(Work &work, const void *fixed, const Changing *changing, int data_
     for (int i = 0; i < work.call.num_given; ++i) {
         const uintptr_t array = changing->arrays[i];
         const int64_t at = work.call.given[i];
-        work.call.arrays[at] = data_offset >= 0 ? *(char **)(array + data_offset) : (char *)array;
+        work.call.arrays[at] = changing->data_offset >= 0 ? *(char **)(array + changing->data_offset) : (char *)array;
         if ((uintptr_t)work.call.arrays[at] % work.call.sizes[at]) return UNALIGNED;
     }
     for (int phase = 0; phase < Work::MAX_PHASES; ++phase) work.next[phase] = work.done[phase] = 0;
@@ -103,15 +108,14 @@ int end(Running *running) {
 }
 
 // A call that up to `num_threads` of others take part in; null, and why, where that cannot be.
-Running *prepare_call(const void *fixed, const Changing *changing, int data_offset, int limit, int num_threads,
-                      int *status) {
+Running *prepare_call(const void *fixed, const Changing *changing, long num_threads, int *status) {
     Running *running = (Running *)calloc(1, sizeof(Running) + num_threads * sizeof(Worker *));
     *status = OUT_OF_MEMORY;
     if (!running) return nullptr;
     new (running) Running;
-    *status = load_call(running->work, fixed, changing, data_offset);
+    *status = load_call(running->work, fixed, changing);
     if (*status == DONE) {
-        running->kernels = &kernels_for(running->work.call, limit);
+        running->kernels = &kernels_for(running->work.call, int(changing->limit));
         if (!running->kernels->prepare(running->work)) *status = OUT_OF_MEMORY;
     }
     if (*status == DONE) return running;
@@ -151,15 +155,15 @@ EXPORTED void cuflash_evaluate(int limit, int is_double, int function, const voi
     kind_of_processor(limit).kernels->evaluate(is_double, Function(function), in, out, count);
 }
 
-// Computes a call on this thread and `num_others` of the pool; here in `memory` of so many bytes if that is enough:
-// fresh memory has to be mapped page by page, which takes longer than a small call.
-EXPORTED int cuflash_run(const void *fixed, const Changing *changing, int data_offset, int limit, int num_others,
-                         void *memory, int64_t bytes) {
+// Computes a call on this thread and on others of the pool.
+EXPORTED int cuflash_run(const void *fixed, const Changing *changing) {
     int status;
-    Running *running = prepare_call(fixed, changing, data_offset, limit, num_others, &status);
+    const long num_others = changing->num_threads - 1;
+    Running *running = prepare_call(fixed, changing, num_others, &status);
     if (!running) return status;
-    const bool fits = running->work.scratch_bytes + 64 <= bytes;
-    void *scratch = fits ? (void *)(((uintptr_t)memory + 63) / 64 * 64) : allocate_scratch(running->work.scratch_bytes);
+    const bool fits = running->work.scratch_bytes + 64 <= changing->bytes;
+    void *scratch =
+        fits ? (void *)(((uintptr_t)changing->memory + 63) / 64 * 64) : allocate_scratch(running->work.scratch_bytes);
     if (scratch) {
         if (num_others) give(*running, most_threads(*running, num_others + 1) - 1);
         compute(*running, (char *)scratch);
@@ -171,12 +175,11 @@ EXPORTED int cuflash_run(const void *fixed, const Changing *changing, int data_o
     return end(running);
 }
 
-// Starts a call on up to `num_threads` threads of the pool. Null, and why, where that cannot be.
-EXPORTED Running *cuflash_start(const void *fixed, const Changing *changing, int data_offset, int limit,
-                                int num_threads, int *status) {
-    Running *running = prepare_call(fixed, changing, data_offset, limit, num_threads, status);
+// Starts a call on threads of the pool. Null, and why, where that cannot be.
+EXPORTED Running *cuflash_start(const void *fixed, const Changing *changing, int *status) {
+    Running *running = prepare_call(fixed, changing, changing->num_threads, status);
     if (!running) return nullptr;
-    give(*running, most_threads(*running, num_threads));
+    give(*running, most_threads(*running, changing->num_threads));
     for (long i = 0; i < running->num_workers; ++i)
         if (running->workers[i]->is_started) return running;
     *status = NO_THREAD;

@@ -55,6 +55,7 @@ struct Load {
   TensorMapContent map;
   int coordinates[4];
   const u8* source;  // of a bulk load, which has no tensor map
+  u8 content[kChunkBytes];  // of a store to another block, which has neither
   u32 offset;
   u32 bytes;
   CopyTarget target;
@@ -135,7 +136,7 @@ void check_bulk(const void* global, u32 bytes, Site site) {
 void write_arrived(const Load& load) {
   u8* to = shared_bytes(load.offset);
   if (!load.is_tensor) {
-    memcpy(to, load.source, load.bytes);
+    memcpy(to, load.source ? load.source : load.content, load.bytes);
     return;
   }
   for_each_chunk(load.map, load.coordinates, load.offset, [](u32 offset, const u8* source, u32 valid) {
@@ -163,8 +164,10 @@ void issue(Load load, u32 barrier) {
                     *load.thread);
   memset(shared_bytes(load.offset), kPoison, load.bytes);
   loads.push_back(load);
-  ++block.statistics.bulk_copies;
-  block.statistics.bytes_loaded += load.is_tensor ? bytes_inside(load.map, load.coordinates) : load.bytes;
+  if (load.is_tensor || load.source) {
+    ++block.statistics.bulk_copies;
+    block.statistics.bytes_loaded += load.is_tensor ? bytes_inside(load.map, load.coordinates) : load.bytes;
+  }
   if (block.options.eager_copies) land(loads.size() - 1);
 }
 
@@ -288,6 +291,21 @@ void load_bulk(u32 destination, const void* source, u32 bytes, u32 barrier, Site
   load.source = static_cast<const u8*>(source);
   load.bytes = bytes;
   load.offset = checked_offset(destination, bytes, kChunkBytes, self, site);
+  issue(load, barrier);
+}
+
+void store_remote(u32 destination, const void* source, u32 bytes, u32 barrier, Site site) {
+  Thread& self = *block.current;
+  self.site = site;
+  Load load = {};
+  load.site = site;
+  load.thread = &self;
+  load.bytes = bytes;
+  memcpy(load.content, source, bytes);
+  load.offset = checked_offset(destination, bytes, kChunkBytes, self, site);
+  if (destination >> kRankShift != barrier >> kRankShift)
+    fail(self, site, "a store to another block counts on a barrier of that block, not of block %u",
+         barrier >> kRankShift);
   issue(load, barrier);
 }
 

@@ -11,6 +11,7 @@ from cuflash.planning.families import BackwardFamily
 from cuflash.planning.scores import is_of_keys
 from cuflash.planning.sm80 import BackwardTile
 from cuflash.planning.sm90.bf16_split import add_bf16_split, tell_of_bias, why_not_split
+from cuflash.planning.sm90.copies import add_copies
 from cuflash.planning.sm90.forward import why_not_16_bit
 from cuflash.planning.sm90.mask_bits import add_mask_bits
 from cuflash.planning.sm90.tiles import (
@@ -76,8 +77,7 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
             return f"the order of dq counts tiles that {name} hides"
         if problem.dropout and problem.score is not None and problem.program.changes_slope:
             return "dropout marks weights by their sign, which they lose with the derivatives of the score by s"
-        mapped = ("q", "k", "v", "dout", *(name for name in ("dk", "dv") if name in draft.need))
-        return why_not_16_bit(draft, mapped, BACKWARD_SM90_TILES)
+        return why_not_16_bit(draft, _mapped(draft), BACKWARD_SM90_TILES, copies=True)
 
     def configured(self, main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
         in_order = draft.problem.deterministic and "dq" in draft.need
@@ -168,7 +168,9 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
 
     def prepare(self, draft: Draft, main: BackwardSm90Tile) -> None:
         m, n = main.block_m, main.block_n
-        results: dict[str, int] = {name: 64 for name in ("dk", "dv") if name in draft.need}
+        add_copies(draft, main, _mapped(draft))
+        by_rows = draft.defines["CUFLASH_STORES_BY_ROWS"]
+        results: dict[str, int] = {name: 64 for name in ("dk", "dv") if name in draft.need and not by_rows}
         bias = {"bias": m} if main.bias_of_pairs else {}
         draft.map_tensors({"q": m, "k": n, "v": n, "dout": m, **results, **bias})
         if main.mask_by_bits:
@@ -198,9 +200,14 @@ class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
 
     def prepare(self, draft: Draft, main: BackwardFloat32Sm90Tile) -> None:
         add_bf16_split(draft, main, ("q", "k", "v", "dout"))
-        boxes = {f"{name}_split": 64 for name in ("q", "k", "v", "dout")}
+        boxes = dict.fromkeys(("q", "k", "v", "dout"), 64)
         draft.map_tensors(boxes | ({"bias": main.block_m} if main.bias_of_pairs else {}))
         tell_of_bias(draft, main)
+
+
+def _mapped(draft: Draft) -> tuple[str, ...]:
+    """The arrays that are left to TMA."""
+    return ("q", "k", "v", "dout", *(name for name in ("dk", "dv") if name in draft.need))
 
 
 def _seeing(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:

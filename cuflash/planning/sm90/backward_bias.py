@@ -7,6 +7,7 @@ from collections.abc import Collection
 from cuflash.planning.draft import Draft
 from cuflash.planning.scores import add_stored
 from cuflash.planning.sm90.bf16_split import add_bf16_split, why_not_split
+from cuflash.planning.sm90.copies import add_copies
 from cuflash.planning.sm90.forward import why_not_16_bit
 from cuflash.planning.sm90.tiles import (
     BIAS_FLOAT32_SM90_TILES,
@@ -35,7 +36,7 @@ def choose_bias_tile(draft: Draft, main: Tile | None) -> BiasSm90Tile | None:
     if draft.device.arch != 90 or problem.dtype == "float64":
         return None
     is_float32 = problem.dtype == "float32"
-    obstacle = why_not_split(draft, table) if is_float32 else why_not_16_bit(draft, _OPERANDS, table)
+    obstacle = why_not_split(draft, table) if is_float32 else why_not_16_bit(draft, _OPERANDS, table, copies=True)
     if main is not None and not main.maps_bias:
         obstacle = "the main kernel does not load the bias by TMA"
     tile = None
@@ -54,6 +55,7 @@ def add_bias_gradient(draft: Draft, tile: BiasSm90Tile, main: Tile | None, store
     if main is None:
         if tile.bf16_parts > 1:
             add_bf16_split(draft, tile, _OPERANDS)
-        names = _OPERANDS if tile.bf16_parts == 1 else tuple(f"{name}_split" for name in _OPERANDS)
-        draft.map_tensors(dict.fromkeys((*names, "bias"), _BOX))
+        else:
+            add_copies(draft, tile, _OPERANDS)
+        draft.map_tensors(dict.fromkeys((*_OPERANDS, "bias"), _BOX))
     add_stored(draft, tile, SOURCE, stored, persistent=True, CUFLASH_BOX_KEYS=_BOX if main is None else main.block_n)

@@ -79,10 +79,10 @@ class DqWide(Wide[DqWideSm90Tile], DqFamily[DqWideSm90Tile]):
         self, draft: Draft, tile: DqWideSm90Tile, blocks: int, makes: Collection[str], options: Mapping[str, int]
     ) -> None:
         main = draft.tiles[0]
-        if isinstance(main, BackwardWideSm90Tile) and main.cluster != tile.cluster:
+        if isinstance(main, BackwardWideSm90Tile) and main.row_blocks != tile.row_blocks:
             raise NotImplementedError(
-                f"tiles: got clusters of {main.cluster} blocks for dk and dv and of {tile.cluster} for dq, expected "
-                "the same: they read by the same tensor maps"
+                f"tiles: got the rows of {main.row_blocks} blocks for dk and dv and of {tile.row_blocks} for dq, "
+                "expected the same: they read by the same tensor maps"
             )
         _map_tensors(draft, tile)
         _add(draft, tile, blocks, ("dq", *makes), options)
@@ -90,11 +90,11 @@ class DqWide(Wide[DqWideSm90Tile], DqFamily[DqWideSm90Tile]):
 
 def _map_tensors(draft: Draft, tile: BackwardWideSm90Tile) -> None:
     """Boxes have as many rows as a block of a cluster brings of a tile."""
-    draft.map_tensors(dict.fromkeys(("q", "k", "v", "dout"), 64 // tile.cluster))
+    draft.map_tensors(dict.fromkeys(("q", "k", "v", "dout"), 64 // tile.row_blocks))
 
 
 def _add(
     draft: Draft, tile: BackwardWideSm90Tile, clusters: int, makes: Collection[str], options: Mapping[str, int]
 ) -> None:
     shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
-    draft.add(f"{Wide.kernel}.cu", tile, clusters * tile.cluster, shared_bytes, makes, **options)
+    draft.add_main(f"{Wide.kernel}.cu", tile, clusters * tile.cluster, shared_bytes, makes, **options)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from cuflash.binding import Pass
-from cuflash.operands import Operand
 from cuflash.planning.draft import Draft
+from cuflash.planning.sm90.copies import add_copying_kernel
 from cuflash.planning.sm90.scored import bias_by
 from cuflash.planning.sm90.tiles import BackwardFloat32Sm90Tile, BiasSm90Tile, ForwardFloat32Sm90Tile
-from cuflash.planning.tiles import Tile, round_up
+from cuflash.planning.tiles import Tile
 
-SPLIT_ROWS = 64  # rows that a block splits
-SPLIT_WARPS = 8
 # The fewest pairs of a query and a key, for each row that is split, for which splitting pays. On an H200 it catches up
 # with the sm80 kernels at seqlen 192 in the forward pass (head_dim 64; sooner at 128), and is ahead of them from seqlen
 # 128 on in the backward pass.
@@ -50,24 +48,8 @@ def tell_of_bias(draft: Draft, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm9
 def add_bf16_split(
     draft: Draft, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile | BiasSm90Tile, names: tuple[str, ...]
 ) -> None:
-    """Add the kernel that splits these float32 arrays into scratch arrays of bfloat16, which tensor maps may describe.
-
-    The array `name` becomes `name_split`, with the parts of all batch entries along its first axis.
-    """
-    blocks = 0
-    for name in names:
-        batch, heads, seqlen, columns = draft.arrays[name].shape
-        width = round_up(columns, 8)
-        split = Operand(
-            shape=(tile.bf16_parts * batch, heads, seqlen, columns),
-            strides=(heads * seqlen * width, seqlen * width, width, 1),
-            dtype="bfloat16",
-        )
-        draft.arrays[f"{name}_split"] = split
-        draft.scratch[f"{name}_split"] = tile.bf16_parts * batch * heads * seqlen * width // 2
-        blocks += batch * heads * -(-seqlen // SPLIT_ROWS)
-    rows = {"CUFLASH_BLOCK_M": SPLIT_ROWS, "CUFLASH_NUM_WARPS": SPLIT_WARPS}
-    draft.add("around/split_fp32.cu", tile, blocks, 0, **rows)
+    """Add the kernel that splits these float32 arrays into scratch arrays of bfloat16, in place of which maps are."""
+    add_copying_kernel(draft, tile, "around/split_fp32.cu", names, "bfloat16", tile.bf16_parts)
     tell_of_parts(draft, tile, names)
 
 

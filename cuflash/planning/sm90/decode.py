@@ -114,4 +114,10 @@ class DecodeWide(ForwardFamily[DecodeWideSm90Tile]):
         draft.hides_last_keys = True
         boxes = {"q": problem.seqlen_q, "k": box, "v": box}
         draft.map_tensors(boxes, {"q": min(problem.group_size, DECODE_ROWS // problem.seqlen_q)}, read_once=True)
+        if tile.v_in_k:
+            if not problem.v.in_k:
+                raise NotImplementedError(
+                    "tiles: got a row for values in keys, expected v to be the first columns of k"
+                )
+            draft.reasons.append("v is the first columns of k, and not loaded again")
         add_sharing_kernel(draft, self.source, tile, block_n=tile.block_n, cluster=tile.cluster, combines=False)

@@ -8,6 +8,7 @@ from cuflash.operands import ITEMSIZE
 from cuflash.planning.draft import CAUSAL_HEAD_SECTION, Draft, check_blocks
 from cuflash.planning.families import ForwardFamily
 from cuflash.planning.sm90.bf16_split import add_bf16_split, tell_of_bias, tell_of_parts, why_not_split
+from cuflash.planning.sm90.copies import add_copies, why_not_copied
 from cuflash.planning.sm90.mask_bits import add_mask_bits
 from cuflash.planning.sm90.scored import ScoredTile
 from cuflash.planning.sm90.tiles import (
@@ -32,11 +33,12 @@ MOST_ENTRIES_TOGETHER = 8  # batch entries that share a bias and are neighbours 
 # To have a tile alone, and not a pair of them, costs 2 % (691 and 675 TFLOP/s on an H100). Up to so many blocks to a
 # resident one, by arithmetic, it gains more that the last ones end half a pair sooner.
 APART_WAVES = 16
-# Up to so many tiles of queries that read the same keys, blocks split float32 themselves. By arithmetic: a kernel that
-# does it before moves ten bytes a number, which takes memory 3.3 ns for each thousand of them; to split these takes the
-# instructions of all multiprocessors 0.3 to 0.5 ns, for each tile of queries. Rows of larger head dimensions have no
-# registers for it.
-FEW_READERS, SPLIT_MAX_DIM = 8, 64
+# Up to so many tiles of queries that read the same keys, blocks split float32 of up to so many columns themselves. On
+# an H100 they take 449 us where a kernel before takes 196 and the products after it 426 (head_dim 32, 3 tiles), and 417
+# us in place of 89 and 357 (8 tiles), but 779 in place of 90 and 678 (16 tiles). With head_dim 64 the same tiles have
+# twice as much to split: 1203 us in place of 360 and 716 (4 tiles), 601 in place of 94 and 281 (8 tiles). The tiles of
+# two parts have more keys, and no registers for it.
+FEW_READERS, SPLIT_MAX_DIM = 8, 32
 _SPLIT = ("q", "k", "v")  # of float32
 MAPPED = ("q", "k", "v", "out")  # arrays that are left to TMA
 
@@ -50,17 +52,19 @@ class Forward(ForwardFamily[ForwardSm90Tile]):
         return tuple(tile.configured(problem) for tile in FORWARD_SM90_TILES)
 
     def why_not(self, draft: Draft) -> str | None:
-        return why_not_16_bit(draft, MAPPED, FORWARD_SM90_TILES)
+        return why_not_16_bit(draft, MAPPED, FORWARD_SM90_TILES, copies=True)
 
     def draft(self, draft: Draft, tile: ForwardSm90Tile) -> None:
         tile = tile.configured(draft.problem)
         draft.tiles = (tile,)
+        add_copies(draft, tile, MAPPED)
         if tile.mask_by_bits:
             add_mask_bits(draft, tile, transposed=False)
         draft.add_lists(tile, "key_lists")
         box = box_rows(draft.problem, tile.block_n)
-        boxes = {"q": tile.block_m, "k": box, "v": box, "out": 64}
-        draft.map_tensors(boxes | ({"bias": tile.block_m} if tile.bias_of_pairs else {}))
+        results = {} if draft.defines["CUFLASH_STORES_BY_ROWS"] else {"out": 64}
+        bias = {"bias": tile.block_m} if tile.bias_of_pairs else {}
+        draft.map_tensors({"q": tile.block_m, "k": box, "v": box, **results, **bias})
         _add_persistent(draft, tile, self.source, batch_first=_shares_bias(draft.problem, tile))
 
 
@@ -77,8 +81,9 @@ class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
     def draft(self, draft: Draft, tile: ForwardFloat32Sm90Tile) -> None:
         tile = tile.loading_bias(draft.problem, draft.device)
         readers = draft.problem.group_size * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
-        has_registers = tile.max_dim <= SPLIT_MAX_DIM and tile.block_m == 128
-        tile = tile.changed(splits_operands=readers <= FEW_READERS and has_registers)
+        is_narrow = max(draft.problem.head_dim, draft.problem.head_dim_v) <= SPLIT_MAX_DIM
+        has_registers = tile.block_m == 128 and tile.bf16_parts == 3
+        tile = tile.changed(splits_operands=readers <= FEW_READERS and is_narrow and has_registers)
         draft.tiles = (tile,)
         draft.add_lists(tile, "key_lists")
         boxes: dict[str, int] = {}
@@ -86,7 +91,7 @@ class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
             tell_of_parts(draft, tile, _SPLIT, " as they are loaded")
         else:
             add_bf16_split(draft, tile, _SPLIT)
-            boxes = {"q_split": tile.block_m, "k_split": tile.block_n, "v_split": tile.block_n}
+            boxes = {"q": tile.block_m, "k": tile.block_n, "v": tile.block_n}
         draft.map_tensors(boxes | ({"bias": tile.block_m} if tile.bias_of_pairs else {}))
         tell_of_bias(draft, tile)
         _add_persistent(draft, tile, self.source, batch_first=_shares_bias(draft.problem, tile))
@@ -152,23 +157,30 @@ class ForwardWide(ForwardFamily[ForwardWideSm90Tile]):
         terms += ["pages"] if problem.page_size else []
         if terms:
             return f"it knows no {' and no '.join(terms)}"
-        return why_not_16_bit(draft, MAPPED, FORWARD_WIDE_SM90_TILES)
+        return why_not_16_bit(draft, MAPPED, FORWARD_WIDE_SM90_TILES, copies=True)
 
     def draft(self, draft: Draft, tile: ForwardWideSm90Tile) -> None:
-        draft.add_lists(tile, "key_lists")
+        add_copies(draft, tile, MAPPED)
+        draft.add_lists(tile, "key_lists", why_not_for_bias="lists beside it take more registers than there are")
         box = tile.block_n // tile.cluster
         draft.map_tensors({"q": 64, "k": box, "v": box})
         _add_persistent(draft, tile, self.source)
 
 
-def why_not_16_bit(draft: Draft, mapped: tuple[str, ...], table: tuple[Tile, ...]) -> str | None:
-    """Why kernels of 16-bit operands, which read and write these arrays by TMA, do not serve a problem."""
+def why_not_16_bit(
+    draft: Draft, mapped: tuple[str, ...], table: tuple[Tile, ...], *, copies: bool = False
+) -> str | None:
+    """Why kernels of 16-bit operands, which read and write these arrays by TMA, do not serve a problem.
+
+    With `copies` they may read copies, and store row by row.
+    """
     problem = draft.problem
     if draft.device.arch != 90 or ITEMSIZE[problem.dtype] != 2:
         return ""
     obstacle = draft.why_not_mapped(mapped)
-    if obstacle is not None:
-        return f"{obstacle}, which TMA cannot serve"
+    why = why_not_copied(draft, mapped) if copies else ""
+    if obstacle is not None and why is not None:
+        return f"{obstacle}, which TMA cannot serve" + (f"; {why}" if why else "")
     largest = max(row.max_dim for row in table)
     if max(problem.head_dim, problem.head_dim_v) > largest:
         return f"it serves head dimensions up to {largest}"
@@ -230,7 +242,7 @@ def _add_persistent(
         each = "a pair" if pairs and not apart else "one"
         draft.reasons.append(f"{who} take {what}, {each} each, and leave: the device computes other things, too")
     order = {"CUFLASH_PAIRS": int(pairs), "CUFLASH_BATCH_FIRST": int(batch_first)}
-    draft.add(source, tile, blocks * cluster, tile.shared_bytes(*draft.padded_dims(tile)), **order)
+    draft.add_main(source, tile, blocks * cluster, tile.shared_bytes(*draft.padded_dims(tile)), **order)
 
 
 def _heads_of_short_tiles(draft: Draft) -> int:

@@ -19,7 +19,7 @@ def add_mask_bits(draft: Draft, tile: ScoredTile, *, transposed: bool) -> None:
     """
     problem = draft.problem
     own = draft.own_lists(problem.block_mask, problem.mask)
-    draft.set(list_batches=own[0], list_heads=own[1])
+    draft.set(list_batches=own[0], list_heads=own[1], mask_batches=own[0], mask_heads=own[1])
     # Where blocks add to dq in order, their turns count the tiles that a list would leave out.
     draft.defines["CUFLASH_HAS_LISTS"] = int(not draft.defines.get("CUFLASH_DQ_IN_ORDER"))
     blocks = math.prod(own) if draft.heads else 0

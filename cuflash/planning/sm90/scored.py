@@ -25,7 +25,7 @@ def bias_by(problem: Problem) -> Literal["nothing", "keys", "pairs", "elements"]
     *_, of_row, of_key = bias.strides
     if of_row == 0:
         return "keys"
-    by_tma = of_key == 1 and bias.alignment == 16 and why_not("bias", bias, broadcasts=True) is None
+    by_tma = of_key == 1 and why_not("bias", bias, broadcasts=True) is None
     return "pairs" if by_tma else "elements"
 
 

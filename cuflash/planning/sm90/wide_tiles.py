@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from cuflash.planning.device import DeviceSpec
 from cuflash.planning.key_splits import DECODE_ROWS
 from cuflash.planning.tiles import ARITHMETIC, Tile, chunked_bytes, maker
 from cuflash.problem import Problem
 from cuflash.tensor_map import CHUNK
+
+ONE_PASS_COLUMNS = 512  # of the output, whose sums registers hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +27,14 @@ class ForwardWideSm90Tile(Tile):
     num_stages: int  # boxes of block_n keys and 64 columns of k or v
     origin: str = field(compare=False)
 
-    defined = ("wide_sum",)
+    defined: ClassVar[tuple[str, ...]] = ("wide_sum", "column_blocks")
     element_bytes = 2
     dim_multiple = 16
     num_warps = 16  # those of the two halves of the output, of scores and of the producer
     min_blocks = 1
     fragments_ahead = 0
     wide_sum = "kOut"
+    column_blocks = 1
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
         return (
@@ -59,7 +63,13 @@ class ForwardWideSm90Tile(Tile):
 class DecodeWideSm90Tile(ForwardWideSm90Tile):
     """The same for few queries of all heads that share keys, up to 64 of them a block."""
 
+    v_in_k: bool = False  # tiles of keys hold the values, too: they are loaded once, and stay
+
+    defined = ("wide_sum", "v_in_k")
+
     def why_not(self, problem: Problem, device: DeviceSpec) -> str:
+        if self.v_in_k and (not problem.v.in_k or problem.head_dim_v > ONE_PASS_COLUMNS):
+            return f"for values that are the first columns of the keys, up to {ONE_PASS_COLUMNS} of them"
         rows = problem.group_size * problem.seqlen_q
         suits = (self.cluster == 2) == (rows > DECODE_ROWS)
         return "" if suits else f"for {'more' if self.cluster == 2 else 'no more'} than {DECODE_ROWS} rows"
@@ -69,17 +79,18 @@ class DecodeWideSm90Tile(ForwardWideSm90Tile):
 class BackwardWideSm90Tile(Tile):
     """One way to cut dv and dk of wide heads for compute capability 9.0, each by a kernel.
 
-    A block owns 64 of block_n keys; blocks that share these are a cluster.
+    A block owns 64 of block_n keys, and of their columns its share; blocks that share either are a cluster.
     """
 
     max_dim: int
     num_stages: int  # boxes of 64 queries and 64 columns of q or dout, beside 64 rows of k and v
     dv_stages: int  # the same beside rows of k alone
     block_n: int
+    column_blocks: int = 1
     wide_sum: str = "kDk"
     origin: str = field(compare=False)
 
-    defined = ("wide_sum",)
+    defined = ("wide_sum", "column_blocks")
     element_bytes = 2
     block_m = 64
     dim_multiple = 16
@@ -88,17 +99,30 @@ class BackwardWideSm90Tile(Tile):
     fragments_ahead = 0
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
-        return ((self.cluster in (1, 2), "64 rows for each of one or two blocks"),)
+        return (
+            (self.row_blocks in (1, 2), "64 rows for each of one or two blocks"),
+            (self.column_blocks in (1, 2), "columns of one or two blocks"),
+            (self.cluster <= 2, "blocks that divide rows, or columns"),
+        )
+
+    @property
+    def row_blocks(self) -> int:
+        return self.block_n // 64
 
     @property
     def cluster(self) -> int:
-        return self.block_n // 64
+        return self.row_blocks * self.column_blocks
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
-        own = chunked_bytes(64, dim) + (0 if self.wide_sum == "kDv" else chunked_bytes(64, dim_v))
+        own = self._bytes_own(dim) + (0 if self.wide_sum == "kDv" else self._bytes_own(dim_v))
         of_keys = self.wide_sum != "kDq"
         statistics = (2 * 64 * 8 + 32) * of_keys
-        return own + self.num_stages * (chunked_bytes(64, CHUNK) + 32) + 64 * 64 * 2 + statistics + 16 + 24
+        part = (64 * 64 * 4 + 16) * (self.column_blocks - 1)  # of the scores, from the other block
+        return own + self.num_stages * (chunked_bytes(64, CHUNK) + 32) + 64 * 64 * 2 + statistics + part + 16 + 24
+
+    def _bytes_own(self, dim: int) -> int:
+        """The rows of a block, of which it has whole chunks of columns."""
+        return -(-chunked_bytes(1, dim) // chunked_bytes(1, CHUNK) // self.column_blocks) * chunked_bytes(64, CHUNK)
 
     def of_dv(self) -> BackwardWideSm90Tile:
         """The row of the kernel that makes dv."""
@@ -107,9 +131,9 @@ class BackwardWideSm90Tile(Tile):
     def why_not(self, problem: Problem, device: DeviceSpec) -> str:
         # As in the forward pass.
         takes_two = problem.window_right is not None and min(problem.seqlen_q, problem.seqlen_k) > 64
-        if (self.cluster == 2) == takes_two:
+        if self.column_blocks > 1 or (self.row_blocks == 2) == takes_two:
             return ""
-        return "for more than 64 rows, under a causal mask" if self.cluster == 2 else "for few rows, or all pairs"
+        return "for more than 64 rows, under a causal mask" if self.row_blocks == 2 else "for few rows, or all pairs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +147,7 @@ class DqWideSm90Tile(BackwardWideSm90Tile):
     role = "dq"
 
     @property
-    def cluster(self) -> int:
+    def row_blocks(self) -> int:
         return self.block_m // 64
 
 
@@ -154,39 +178,43 @@ _OF_DECODE = {
     (576, 64): _h200("batch 32, 16 heads over 1, 8192 keys, head_dim_v 512", "3.92 TB/s, a copy 4.24"),
     (576, 128): _h200("8, 128 over 1, 16384; 1, 65536; head_dim_v 512", "2.92 and 2.62 TB/s, a copy 4.24"),
 }
-DECODE_WIDE_SM90_TILES = tuple(
-    DecodeWideSm90Tile(
-        **{row.name: getattr(tile, row.name) for row in fields(tile)}
-        | {"origin": _OF_DECODE.get((tile.max_dim, tile.block_m), ARITHMETIC)}
-    )
-    for tile in FORWARD_WIDE_SM90_TILES
+_decode_wide = maker(DecodeWideSm90Tile, "max_dim block_m block_n num_stages origin")
+DECODE_WIDE_SM90_TILES = (
+    # Two tiles of keys fit beside the queries.
+    *(_decode_wide(576, block_m, 64, 18, ARITHMETIC, v_in_k=True) for block_m in (64, 128)),
+    *(
+        _decode_wide(
+            *(tile.max_dim, tile.block_m, tile.block_n, tile.num_stages),
+            _OF_DECODE.get((tile.max_dim, tile.block_m), ARITHMETIC),
+        )
+        for tile in FORWARD_WIDE_SM90_TILES
+    ),
 )
 
-_backward_wide = maker(BackwardWideSm90Tile, "max_dim block_n num_stages dv_stages origin")
+_backward_wide = maker(BackwardWideSm90Tile, "max_dim block_n column_blocks num_stages dv_stages origin")
 
 
 def _h100(case: str, rates: str) -> str:
     return f"on an H100 {rates} (bfloat16, {case})"
 
 
-# As many boxes as fit beside the rows of a block.
+# As many boxes as fit beside the rows of a block. More columns than registers hold sums of are those of two blocks.
 BACKWARD_WIDE_SM90_TILES = (
-    #              max_dim n  boxes of dv
-    _backward_wide(320, 64, 16, 21, _h100("batch x heads 4 x 6, seqlen 4096", "356 TFLOP/s")),
-    _backward_wide(320, 128, 16, 21, _h100("4 x 6, 4096 causal", "275 TFLOP/s")),
-    _backward_wide(512, 64, 10, 18, _h100("4 x 4, 4096", "382 TFLOP/s")),
-    _backward_wide(512, 128, 10, 18, _h100("4 x 4, 4096 causal", "285 TFLOP/s")),
-    _backward_wide(576, 64, 9, 17, ARITHMETIC),
-    _backward_wide(576, 128, 9, 17, ARITHMETIC),
-    _backward_wide(640, 64, 6, 16, ARITHMETIC),
-    _backward_wide(640, 128, 6, 16, ARITHMETIC),
-    _backward_wide(704, 64, 4, 15, ARITHMETIC),
-    _backward_wide(704, 128, 4, 15, ARITHMETIC),
+    #              max_dim n blocks boxes of dv
+    _backward_wide(320, 64, 1, 16, 21, _h100("batch x heads 4 x 6, seqlen 4096", "356 TFLOP/s")),
+    _backward_wide(320, 128, 1, 16, 21, _h100("4 x 6, 4096 causal", "275 TFLOP/s")),
+    _backward_wide(512, 64, 1, 10, 18, _h100("4 x 4, 4096", "382 TFLOP/s")),
+    _backward_wide(512, 128, 1, 10, 18, _h100("4 x 4, 4096 causal", "285 TFLOP/s")),
+    _backward_wide(640, 64, 2, 15, 20, _h100("4 x 3 of 576 and 512, 4096", "205 / 195 TFLOP/s")),
+    _backward_wide(768, 64, 2, 13, 19, _h100("4 x 2, 4096", "258 / 245 TFLOP/s")),
+    _backward_wide(896, 64, 2, 11, 18, ARITHMETIC),
+    _backward_wide(1024, 64, 2, 9, 17, _h100("4 x 2, 4096", "286 / 255 TFLOP/s")),
 )
 DQ_WIDE_SM90_TILES = tuple(
     DqWideSm90Tile(
         max_dim=tile.max_dim,
         block_m=tile.block_n,
+        column_blocks=tile.column_blocks,
         num_stages=tile.num_stages,
         dv_stages=tile.dv_stages,
         origin=tile.origin,

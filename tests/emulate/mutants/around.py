@@ -112,7 +112,8 @@ MUTANTS = (
     mutant("halves do not change places", MASK_BITS, "own[0][1] = transpose(own[1][0])",
            "own[0][1] = transpose(right_upper)", "backward sm90 bits"),
     mutant("the first lines of all strips", MASK_BITS, "strip % 2 * 16 + half * 8", "half * 8", "sm90 bits"),
-    mutant("bits of the first head", MASK_BITS, "head = matrix % bits.heads,", "head = 0,", "sm90 bits"),
+    mutant("bits of the first head", MASK_BITS, "head = matrix % bits.matrices.heads;", "head = 0;",
+           "sm90 bits"),
     # ---- common/mask_bits.cuh
     mutant("the upper lines for the lower ones", MASK_BITS_COMMON, "(lower[0] >> column & kColumns) << 4",
            "(upper[0] >> column & kColumns) << 4", "sm90 bits"),
@@ -137,10 +138,10 @@ MUTANTS = (
     mutant("the first warp alone", REDUCE, "int warp = 1;", "int warp = kNumWarps;", "backward sinks"),
     mutant("no barrier before the sums of warps are read", REDUCE, "  ptx::sync_block();\n", "", "backward sinks"),
     # ---- common/score_gradients.cuh
-    mutant("hidden tiles are not skipped", SCORE_GRADIENTS, "tiles.start <= n_block && n_block < tiles.stop", "true",
+    mutant("hidden tiles are not skipped", SCORE_GRADIENTS, "n_block < tiles.start || n_block >= tiles.stop", "false",
            "dbias shared", escapes="the mask makes zeros of them"),
-    mutant("tiles that a block mask cuts are skipped", SCORE_GRADIENTS, "pairs_left(params) != Pairs::kNone",
-           "pairs_left(params) == Pairs::kAll", "dbias blocks"),
+    mutant("tiles that a block mask cuts are skipped", SCORE_GRADIENTS, "pairs_left(params) == Pairs::kNone",
+           "pairs_left(params) != Pairs::kAll", "dbias blocks"),
     mutant("tiles of dbias have the blocks of the first head", SCORE_GRADIENTS, "BlockMask(params, batch, head)",
            "BlockMask(params, batch, 0)", "dbias blocks"),
     mutant("a share starts at the first head", SCORE_GRADIENTS, "start(kSumsHeads, head, params.num_heads);", "",

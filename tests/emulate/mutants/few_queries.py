@@ -171,7 +171,7 @@ MUTANTS = (
            "few queries", "few queries lengths"),
     mutant("pairs of a block mask are not looked up", DECODE, "const bool masked = kHasBlockMask || n_block",
            "const bool masked = n_block", "few queries blocks"),
-    mutant("tiles that the first head of a group sees", DECODE, "(params.list_heads == 1 ? 1 : work.group)", "1",
+    mutant("tiles that the first head of a group sees", DECODE, "(params.mask_heads == 1 ? 1 : work.group)", "1",
            "few queries blocks"),
     mutant("a lane's tile is given for another's", DECODE, "looked_at - (int)lane * kTeams", "looked_at - (int)lane",
            "few queries blocks"),

@@ -1,11 +1,18 @@
-"""Mistakes in float32 on compute capability 9.0: the split into bfloat16 and the kernels that multiply it."""
+"""Mistakes in what compute capability 9.0 copies first: rows that TMA cannot read, and float32 split into bfloat16; and
+in the kernels that multiply its parts."""
 
 from tests.emulate.mutants.planting import mutant
 
+COPIES = "common/copies.cuh"
+COLUMNS = "common/columns.cuh"
+COPY_ROWS = "around/copy_rows.cu"
 SPLIT_FP32 = "around/split_fp32.cu"
+SPLIT_COLUMNS = "common/split_columns.cuh"
+TILES = "sm90/tiles.cuh"
+FORWARD = "sm90/forward.cu"
+BACKWARD = "sm90/backward.cu"
 BF16_SPLIT = "common/bf16_split.cuh"
 PART_PRODUCTS = "common/part_products.cuh"
-SPLIT_COLUMNS = "common/split_columns.cuh"
 SPLIT_TILE = "sm90/split_tile.cuh"
 BACKWARD_FP32 = "sm90/backward_fp32.cu"
 FORWARD_FP32 = "sm90/forward_fp32.cu"
@@ -13,17 +20,35 @@ OPERANDS = "common/operands.cuh"
 
 # fmt: off
 MUTANTS = (
-    # ---- around/split_fp32.cu
-    mutant("hidden keys are split too", SPLIT_FP32, "of_keys ? key_stop_of(params, batch) : seqlen);", "seqlen);",
+    # ---- common/copies.cuh
+    mutant("hidden keys are split too", COPIES, "row_stop = key_stop_of(params, entry_at(params, batch));", ";",
            "float32 sm90 lengths"),
-    mutant("parts of one batch entry over those of another", SPLIT_FP32,
-           "head_elements * num_heads * params.batch, block", "head_elements * num_heads, block", "float32 sm90"),
-    mutant("rows past the last one are split", SPLIT_FP32, "    if (row >= seqlen) break;\n", "", "float32 sm90"),
-    mutant("the next blocks begin with k again", SPLIT_FP32, "index -= blocks_q;", "index -= 0;", "float32 sm90"),
-    mutant("rows are as wide as the head dimension", SPLIT_FP32, "(i64)row * kWidth + column",
-           "(i64)row * columns + column", "float32 sm90 narrow"),
-    mutant("columns past the last one are read", SPLIT_COLUMNS,
-           "column + i + j < columns ? row[column + i + j] : 0.0f;", "row[column + i + j];", "float32 sm90 narrow"),
+    mutant("parts of one batch entry over those of another", COPIES, "x, heads * head_elements);",
+           "x, num_heads * head_elements);", "float32 sm90"),
+    mutant("rows past the last one are split", COPIES, "if (row >= seqlen) break;", ";", "float32 sm90"),
+    mutant("the next blocks begin with k again", COPIES, "      index -= blocks_of_head * heads;\n", "",
+           "float32 sm90"),
+    mutant("rows are as wide as the head dimension", COPIES, "(i64)row * kWidth + column",
+           "(i64)row * columns + column", "float32 sm90 narrow", "sm90 narrow"),
+    mutant("columns past the last one are read", COLUMNS,
+           "column + i + j < columns ? row[column + i + j] : Storage(0);", "row[column + i + j];",
+           "float32 sm90 narrow"),
+    mutant("a block for an array that is not copied", COPIES, "if (!(kCopied & bit)) return false;", "",
+           "sm90 narrow values"),
+    # ---- around/split_fp32.cu, common/split_columns.cuh
+    mutant("parts of float32 over each other", SPLIT_FP32, "(place + part * part_stride)", "(place)", "float32 sm90"),
+    mutant("parts of all pairs in the place of one", SPLIT_COLUMNS, "parts[part].word[pair] = word[part];",
+           "parts[part].word[0] = word[part];", "float32 sm90"),
+    # ---- around/copy_rows.cu
+    mutant("the second of two columns is that of the next pair", COPY_ROWS, "x[2 * pair + 1] << 16",
+           "x[(2 * pair + 3) % 8] << 16", "sm90 narrow", "sm90 narrow backward"),
+    # ---- rows that TMA cannot write
+    mutant("the second line of a row is the next row", TILES, "byte / kLineBytes * rows + row",
+           "byte / kLineBytes + row", "sm90 narrow values"),
+    mutant("rows after the last query are stored", FORWARD, "min_of(at_least_zero(row_stop), 64);", "64;",
+           "sm90 narrow"),
+    mutant("rows of other keys are stored", BACKWARD, "min_of(at_least_zero(rows), 64), thread);",
+           "at_least_zero(rows), thread);", "sm90 narrow backward"),
     # ---- common/part_products.cuh
     mutant("a middle part is forgotten", PART_PRODUCTS, "{kMiddle, kMiddle}, ", "{kLow, kMiddle}, ", "float32 sm90"),
     mutant("a low part is forgotten", PART_PRODUCTS, "{kLow, kHigh}, ", "{kLow, kLow}, ", "float32 sm90"),
@@ -154,7 +179,7 @@ MUTANTS = (
            "o[0][n][i] * factor[0][i / 2] + sum[n][i];", "o[0][n][i] * factor[0][i % 2] + sum[n][i];",
            "float32 sm90 spread"),
     mutant("the left edge of a window of float32 is not masked", FORWARD_FP32,
-           "if (n_block >= keys.full_stop || n_block < keys.full_start)", "if (n_block >= keys.full_stop)",
+           "masked = n_block >= keys.full_stop || n_block < keys.full_start", "masked = n_block >= keys.full_stop",
            "float32 sm90 window", "float32 sm90 wide window"),
     mutant("tiles that a consumer of float32 skips keep V", FORWARD_FP32,
            "        release(shared.v_ring.empty(place_of(key, n)));\n", "", "float32 sm90 window",
@@ -165,7 +190,7 @@ MUTANTS = (
            "      issue_s(s[0], s_q, shared, key);\n", "float32 sm90"),
     mutant("parts of P in the place of others", FORWARD_FP32, "p[k][part][i] = word[part];",
            "p[k][part][i] = word[kBf16Parts - 1 - part];", "float32 sm90"),
-    mutant("addends of float32 without a wait", FORWARD_FP32, "      addends.wait();\n      if (", "      if (",
+    mutant("addends of float32 without a wait", FORWARD_FP32, "      addends.wait();\n      const", "      const",
            "float32 sm90 bias"),
     mutant("the producer of a bias of float32 does not wait for scores", FORWARD_FP32,
            "        shared.addend_ring.empty(addend).wait(addend.parity ^ 1);\n        full", "        full",
@@ -206,7 +231,7 @@ MUTANTS = (
            "float32 sm90 splits"),
     mutant("all parts are one", SPLIT_TILE, "store_shared_b128(place + part * part_stride,",
            "store_shared_b128(place,", "float32 sm90 splits"),
-    mutant("no swizzle of split tiles", SPLIT_TILE, "(column % kChunk * 2 ^ row % 8 * 16)", "(column % kChunk * 2)",
+    mutant("no swizzle of split tiles", SPLIT_TILE, "(column * 2 ^ row % 8 * 16)", "(column * 2)",
            "float32 sm90 splits"),
     mutant("vectors of other threads are split too", SPLIT_TILE, "i * 128 + (int)thread < rows * kVectors;", "true;",
            "float32 sm90 splits"),

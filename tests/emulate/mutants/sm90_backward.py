@@ -182,7 +182,7 @@ MUTANTS = (
            "\n", "backward sm90 in order"),
     mutant("dQ leaves out keys that it does not hold", BACKWARD_DQ, "int k = kDqHeld;", "int k = kDqHeld + 1;",
            "backward sm90 in order"),
-    mutant("dK in the map of dV", BACKWARD, "params.dkv[kNeedsDk]", "params.dkv[kNeedsDk - 1]", "backward sm90"),
+    mutant("dK in the map of dV", BACKWARD, "params.dout[1 + kNeedsDk]", "params.dout[kNeedsDk]", "backward sm90"),
     mutant("stages of dS are not given back", BACKWARD_DQ, "      arrive_as_warp(shared.ds_ring.empty(at));\n"
            "      add_step_sums();\n", "      add_step_sums();\n", "sm90 only dv"),
     mutant("all blocks have the first keys", BACKWARD, "    found = BackwardWork::find(params.common);\n", "",
@@ -199,8 +199,8 @@ MUTANTS = (
            "          zero_last_of_64<kBlockM, kDimV>(s_do, valid, thread);\n" "          ptx::fence_async_proxy();\n"
            "        }\n", "packed backward sm90 roles"),
     mutant("dk over the next sequence", BACKWARD,
-           "const int rows = kIsPacked ? seqlen_k_of(common, batch) - first_key : 64;", "const int rows = 64;",
-           "packed backward sm90 in order window"),
+           "kIsPacked || kStoresByRows ? seqlen_k_of(common, batch) - first_key : 64;", "64;",
+           "packed backward sm90 in order window", "sm90 narrow backward"),
     mutant("dropped weights are negative in dV", BACKWARD, "is_dropped(p[n][i]) ? 0.0f : p[n][i];", "p[n][i];",
            "dropout backward sm90"),
     mutant("dV of two roles is not scaled", BACKWARD, "dv, kept_scale, kept_scale);", "dv, 1.0f, 1.0f);",

@@ -9,13 +9,12 @@ from cuflash.planning.sm80 import BackwardTile, DqTile, ForwardTile, ScoresTile
 from cuflash.planning.sm90.tiles import (
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
-    BiasSm90Tile,
     DecodeSm90Tile,
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
 )
 from tests.emulate import attention
-from tests.emulate.mutants import trials_few, trials_float8, trials_wide
+from tests.emulate.mutants import trials_bias, trials_few, trials_float8, trials_wide
 from tests.emulate.mutants.trial import FunctionTrial, Trial
 
 
@@ -62,9 +61,9 @@ def _sm90(
     return (tile,)
 
 
-def _float32_sm90(block_m: int = 128, ping_pong: bool = True, max_dim: int = 128) -> tuple[ForwardFloat32Sm90Tile]:
+def _float32_sm90(block_m: int = 128, ping_pong: bool = True) -> tuple[ForwardFloat32Sm90Tile]:
     tile = ForwardFloat32Sm90Tile(
-        max_dim=max_dim, block_m=block_m, block_n=32, num_stages=2, ping_pong=ping_pong, origin="of a trial"
+        max_dim=128, block_m=block_m, block_n=32, num_stages=2, ping_pong=ping_pong, origin="of a trial"
     )
     return (tile,)
 
@@ -114,8 +113,6 @@ _DQ = DqTile(max_dim=128, block_m=64, block_n=32, num_warps=4, min_blocks=1, ori
 _SCORES = (
     ScoresTile(max_dim=128, block_m=64, block_n=32, num_warps=4, num_stages=2, min_blocks=1, origin="of a trial"),
 )
-_BIAS_TILE = (BiasSm90Tile(max_dim=128, bias_of_pairs=2, num_stages=3, bias_stages=1, origin="of a trial"),)
-_BIAS_FLOAT32_TILE = (replace(_BIAS_TILE[0], block_n=64, bias_of_pairs=4, num_stages=2, bf16_parts=3),)
 _SUMS = ("dalibi_slopes", "dscale", "dsoftcap")
 _GROUPED = ct.Case(
     seqlen_q=150, seqlen_k=77, batch=2, num_heads=4, num_heads_kv=2, head_dim=72, head_dim_v=24, dtype="float16"
@@ -125,14 +122,16 @@ _SMALL = replace(_GROUPED, seqlen_q=70, batch=1, num_heads_kv=1, num_heads=2)
 _BIAS = replace(_GROUPED, seqlen_q=230, seqlen_k=168, head_dim_v=72, bias=(1, 4, 230, 168), bias_dtype="input")
 _WIDE_BIAS = replace(_BIAS, seqlen_k=132, bias=(2, 1, 230, 132), bias_dtype="softmax")
 _BIAS_FLOAT32 = replace(_WIDE_BIAS, dtype="float32", bias=(4, 230, 132), mask=(2, 1, 1, 132), head_dim=40, head_dim_v=9)
-_PLAIN_FLOAT32 = replace(_BIAS_FLOAT32, bias=None, mask=None)
+_PLAIN_FLOAT32 = replace(_BIAS_FLOAT32, bias=None, mask=None, head_dim=22)
 _NUMBERS = replace(_GROUPED, seqlen_k=177, bias=(2, 1, 1, 177), mask=(1, 4, 1, 177))
 _DECODE = ct.Case(
     seqlen_q=5, seqlen_k=300, batch=2, num_heads=8, num_heads_kv=2, head_dim=72, head_dim_v=40, dtype="float16"
 )
-_BIAS_GRADIENT = replace(_BIAS, mask=(2, 1, 1, 168), dropout=0.3, seed=1)
 # Bounds that cross one corner of a tile: the ends of the ranges of tiles matter.
 _WINDOW = replace(_SMALL, seqlen_q=150, seqlen_k=183, causal=True, window=(34, None), head_dim=16, head_dim_v=16)
+_HIDING = ct.Case(
+    seqlen_q=128, seqlen_k=192, num_heads=2, head_dim=32, dtype="float16", bias=(2, 128, 192), bias_dtype="input"
+)
 # The second sequence is empty on one side, the first and the last end within tiles, and rows are left.
 _PACKED = ct.Case(
     seqlen_q=320, seqlen_k=340, num_heads=4, num_heads_kv=2, head_dim=72, head_dim_v=24, dtype="float16", causal=True,
@@ -262,13 +261,16 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "float32 sm90 lengths": Trial(
         case=replace(_LENGTHS, dtype="float32"), tiles=_float32_sm90(ping_pong=False), num_sms=1
     ),
+    "sm90 narrow": Trial(case=_NARROW, tiles=_sm90()),
+    "sm90 narrow values": Trial(case=replace(_SMALL, head_dim=16, head_dim_v=147), tiles=_sm90(q_stages=1)),
+    "sm90 narrow backward": Trial(case=replace(_NARROW, seqlen_k=200), tiles=(_BACKWARD_SM90,), num_sms=1),
     "float32 sm90 narrow": Trial(case=replace(_NARROW, dtype="float32"), tiles=_float32_sm90()),
     "float32 sm90 no keys": Trial(
         case=replace(_SMALL, dtype="float32", seqlen_q=300, seqlen_k=5, causal=True), tiles=_float32_sm90(), num_sms=1
     ),
     "float32 sm90 bias": Trial(case=_BIAS_FLOAT32, tiles=_float32_sm90(), num_sms=1),
-    "float32 sm90 splits": Trial(case=_BIAS_FLOAT32, tiles=_float32_sm90(max_dim=64), num_sms=1),
-    "float32 splits": Trial(case=_PLAIN_FLOAT32, tiles=_float32_sm90(max_dim=64), num_sms=1),
+    "float32 sm90 splits": Trial(case=replace(_BIAS_FLOAT32, head_dim=22), tiles=_float32_sm90(), num_sms=1),
+    "float32 splits": Trial(case=_PLAIN_FLOAT32, tiles=_float32_sm90(), num_sms=1),
     "float32 sm90 bias window": Trial(case=replace(_BIAS_FLOAT32, window=(20, 30)), tiles=_float32_sm90(), num_sms=1),
     # Few queries: the keys of a head shared by blocks, or left to one.
     "decode": Trial(case=replace(_DECODE, causal=True), tiles=_DECODE_TILES),
@@ -368,11 +370,6 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "dbias in pairs of rows": Trial(
         case=replace(_TERMS_OF_SCORES, bias=(70, 77)), tiles=(_BACKWARD_SM90, *_SCORES), need=("dk", "dbias"), num_sms=1
     ),
-    "dbias sm90": Trial(case=_BIAS_GRADIENT, tiles=_BIAS_TILE, need=("dbias",), num_sms=5),
-    "dbias sm90 shared": Trial(
-        case=replace(_BIAS_GRADIENT, bias=(230, 168), mask=None, causal=True), tiles=_BIAS_TILE, need=("dbias",)
-    ),
-    "dbias float32": Trial(case=_BIAS_FLOAT32, tiles=_BIAS_FLOAT32_TILE, need=("dbias",), num_sms=5),
     "sums": Trial(case=replace(_TERMS_OF_SCORES, alibi_slopes=(2, 4)), tiles=_SCORES, need=_SUMS),
     "sums of heads": Trial(
         case=replace(_TERMS_OF_SCORES, softcap=20.0, causal=True), tiles=_SCORES, need=_SUMS, num_sms=1
@@ -579,9 +576,12 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
         case=replace(_LOOKED_AT, seqlen_k=171, mask=(4, 230, 171), num_heads_kv=1), tiles=_backward(), num_sms=1
     ),
     **trials_few.TRIALS,
+    **trials_bias.TRIALS,
     **trials_float8.TRIALS,
     **trials_wide.TRIALS,
     "functions": FunctionTrial(score="distance", mask="near"),
+    "hiding bias": Trial(case=_HIDING, tiles=_forward(block_m=64, block_n=64), hides=True),
+    "hiding bias backward": Trial(case=_HIDING, tiles=(_BACKWARD_SM90,), need=("dq", "dk", "dv"), hides=True),
     "functions of pairs": FunctionTrial(score="with_pairs", mask="documents"),
     "functions float64": FunctionTrial(score="gathered", dtype="float64"),
     "functions in 16 bits": FunctionTrial(score="with_pairs", mask="prefix", dtype="float16"),

@@ -53,14 +53,16 @@ TRIALS = {
         tiles=(_FORWARD.changed(max_dim=1024),),
         num_sms=2,
     ),
-    "wide dk": Trial(case=_BACKWARD, tiles=(_MAIN,), need=("dk", "dv")),
-    "wide dk passes": Trial(
-        case=replace(_BACKWARD, head_dim=576, head_dim_v=64),
-        tiles=(_MAIN.changed(max_dim=576, num_stages=16),),
-        need=("dk",),
+    "few wide v in k": Trial(
+        case=replace(_FEW, head_dim=320, head_dim_v=200, v_in_k=True, batch=3, kv_lengths=(590, 80, 600)),
+        tiles=(_DECODE.changed(max_dim=320, num_stages=10, v_in_k=True),),
+        num_sms=4,
     ),
-    "wide dq": Trial(
-        case=replace(_BACKWARD, head_dim=576, head_dim_v=64), tiles=(_DQ.changed(max_dim=576),), need=("dq",)
+    "wide dk": Trial(case=_BACKWARD, tiles=(_MAIN,), need=("dk", "dv")),
+    "wide dq": Trial(case=replace(_BACKWARD, head_dim=320, head_dim_v=64), tiles=(_DQ,), need=("dq",)),
+    "wide dk of columns": Trial(case=_BACKWARD, tiles=(_MAIN.changed(column_blocks=2),), need=("dk", "dv")),
+    "wide dq of columns": Trial(
+        case=replace(_BACKWARD, head_dim=320, head_dim_v=64), tiles=(_DQ.changed(column_blocks=2),), need=("dq",)
     ),
     "wide dk of two": Trial(case=_BACKWARD, tiles=(_MAIN_OF_TWO,), need=("dk",)),
     "wide dq of two": Trial(case=_BACKWARD, tiles=(_DQ_OF_TWO,), need=("dq",)),

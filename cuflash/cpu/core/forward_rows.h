@@ -1,0 +1,183 @@
+// Rows of the forward pass: what a job has of them, and how their scores become weights.
+//
+// The shift of a row is near its largest score so far, and moves only when that has risen by much: sums are rescaled a
+// few times in all.
+#pragma once
+
+#include <cmath>
+
+#include "few_pairs.h"
+
+namespace {
+
+constexpr long BLOCK_ROWS = HAS_TILES ? 384 : 192;  // at most
+constexpr long STEP_ROWS = 4;                       // between steps of products of pairs
+
+template <class T> struct ForwardBuffers {
+    Scratch scratch;
+    Sizes<T> sizes;
+    T *q, *o, *shift, *l, *s, *p, *bias, *rows, *k_t, *v;
+    unsigned char *kept;
+    long v_stride;
+
+    ForwardBuffers(const Work &work, char *memory) : scratch{memory}, sizes(work.call) {
+        const long rows_of_q = work.rows_per_block, keys = work.keys_per_tile;
+        v_stride = sizes.dim_v;
+        // Pairs of numbers in two parts take as much room as numbers do, up to whole vectors of each part.
+        const long parts = most_parts<T>(work.call),
+                   dim = larger(sizes.dim, parts * pair_stride<T>(work.call.head_dim));
+        q = scratch.template take<T>(rows_of_q * dim);
+        o = scratch.template take<T>(rows_of_q * sizes.dim_v);
+        shift = scratch.template take<T>(rows_of_q);
+        l = scratch.template take<T>(rows_of_q * LANES<T>);
+        // With pairs scores of two groups of rows, and their weights: one is multiplied while the other is weighed.
+        s = scratch.template take<T>((parts ? 2 : 1) * GROUP * SCORES_STRIDE<T>);
+        p = scratch.template take<T>(2 * parts * GROUP * KEY_PAIRS);
+        bias = scratch.template take<T>(work.call.arrays[BIAS] ? GROUP * MAX_KEYS : 0);
+        rows = scratch.template take<T>(keys * dim);
+        k_t = scratch.template take<T>(dim * SCORES_STRIDE<T>);
+        v = scratch.template take<T>(keys * sizes.dim_v);
+        kept = scratch.template take<unsigned char>(work.call.dropout_steps ? rows_of_q * MAX_KEYS : 0);
+    }
+};
+
+// Moves the shift of a row to the largest lane, and with it sums so far. A function of its own: it is seldom called, and
+// the loops around it need all registers.
+template <class T> __attribute__((noinline)) void move_shift(T factor, Vector<T> most, T &shift, T *l, T *o, long dim) {
+    const T top = largest_lane<T>(most);
+    if (shift > T(-__builtin_inf())) {
+        const Vector<T> shrinks = exp2<T>(splat((shift - top) * factor));
+        store(l, load(l) * shrinks);
+        for (long d = 0; d < dim; d += LANES<T>) store(o + d, load(o + d) * shrinks);
+    }
+    shift = top;
+}
+
+// Moves the shift of a row to its largest score, if that is above it by much.
+template <class T>
+inline void raise_shift(const Scaling<T> &scaling, const T *s, long num_keys, T &shift, T *l, T *o, long dim) {
+    constexpr int N = LANES<T>;
+    Vector<T> most = load(s);
+#pragma GCC unroll 4
+    for (long j = N; j < num_keys; j += N) most = larger<T>(most, load(s + j));
+    if (any_above<T>(most, shift + scaling.rise)) move_shift(scaling.factor, most, shift, l, o, dim);
+}
+
+// Scores of one row become weights; their sum goes to l.
+template <class T>
+inline void exponentials(const Scaling<T> &scaling, T *s, long num_keys, T &shift, T *l, T *o, long dim) {
+    constexpr int N = LANES<T>;
+    raise_shift(scaling, s, num_keys, shift, l, o, dim);
+    // A row that has seen no key yet has a shift of -inf, and only scores of -inf.
+    const Vector<T> minus = splat(shift == T(-__builtin_inf()) ? T(0) : shift), factor = splat(scaling.factor);
+    Vector<T> sum = {};
+#pragma GCC unroll 4
+    for (long j = 0; j < num_keys; j += N) {
+        const Vector<T> p = exp2<T>((load(s + j) - minus) * factor);
+        store(s + j, p);
+        sum += p;
+    }
+    store(l, load(l) + sum);
+}
+
+#if defined(__AVX512BF16__)
+// The same, where weights become pairs of neighbours.
+inline void exponentials_as_pairs(const Scaling<float> &scaling, const float *s, long num_keys, float &shift, float *l,
+                                  float *o, long dim, float *pairs) {
+    constexpr int N = LANES<float>;
+    raise_shift(scaling, s, num_keys, shift, l, o, dim);
+    const Vector<float> minus = splat(shift == -__builtin_inff() ? 0.0f : shift), factor = splat(scaling.factor);
+    Vector<float> sums[2] = {};
+    long j = 0;
+#pragma GCC unroll 4
+    for (; j + 2 * N <= num_keys; j += 2 * N) {
+        const Vector<float> p0 = exp2<float>((load(s + j) - minus) * factor);
+        const Vector<float> p1 = exp2<float>((load(s + j + N) - minus) * factor);
+        sums[0] += p0;
+        sums[1] += p1;
+        const __m512bh both = _mm512_cvtne2ps_pbh((__m512)p1, (__m512)p0);
+        store(pairs + j / 2, (Vector<float>)both);
+    }
+    if (j < num_keys) {
+        const Vector<float> p = exp2<float>((load(s + j) - minus) * factor);
+        sums[0] += p;
+        const __m256bh rounded = _mm512_cvtneps_pbh((__m512)p);
+        memcpy((void *)(pairs + j / 2), &rounded, sizeof rounded);
+    }
+    store(l, load(l) + (sums[0] + sums[1]));
+}
+#endif
+
+// Writes out and lse of a row, after its sink has joined the sum l of weights with this shift.
+template <class T>
+inline void finish_row(const Call &call, const Entry &entry, Row row, const T *o, double shift, double l) {
+    double shrinks = 1;
+    if (call.arrays[SINKS]) {
+        const double sink = number<T>(call, SINKS, 0, row.head), infinity = __builtin_inf();
+        const double top = shift > sink ? shift : sink == -infinity ? 0 : sink;
+        shrinks = std::exp(shift - top);
+        l = l * shrinks + std::exp(sink - top);
+        shift = top;
+    }
+    number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i) = T(shift + double(std::log(T(l))));
+    const T divisor = l == 0 ? T(1) : T(l), factor = T(shrinks);
+    T values[MAX_KEYS];
+    char *out = row_address(call, OUT, entry, row);
+    const long step = call.strides[OUT][3];
+    for (long d = 0; d < call.head_dim_v; d += MAX_KEYS) {
+        const long count = smaller(MAX_KEYS, call.head_dim_v - d);
+        for (long x = 0; x < count; x += LANES<T>) store(values + x, load(o + d + x) * splat(factor) / splat(divisor));
+        store_row(values, call.dtype, step, count, out + d * step * size_of(call.dtype));
+    }
+}
+
+// Whether rows of k or v can be read where they lie: they are whole vectors of the dtype of the computation.
+template <class T> inline bool has_whole_rows(const Call &call, Array array, long dim) {
+    return size_of(call.kv_dtype) == long(sizeof(T)) && !call.page_size && call.strides[array][3] == 1 &&
+           dim % LANES<T> == 0;
+}
+
+// Where a block whose keys are shared leaves what it has: o, shift and l of its rows.
+template <class T> inline T *part_of(const Work &work, long job) {
+    return (T *)work.shared + job * work.rows_per_block * (Sizes<T>(work.call).dim_v + 2);
+}
+
+// Scores s of rows become weights: those of `keys`, counted from the first key of the tile. With pairs they go there, in
+// so many parts, and `between` is called after each row.
+template <class T, class F>
+inline void weigh_rows(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
+                       ForwardBuffers<T> &buffers, long r0, long num_rows, long first, Keys keys, T *s, T *pairs,
+                       long parts, F between) {
+    const long here = keys.stop - keys.first, columns = round_up(here, LANES<T>), dim = buffers.sizes.dim_v;
+    const Span span = span_of(block, r0, num_rows);
+    first += keys.first;
+    if (needs_finishing(call, scaling, entry, span.first, span.last, first, columns))
+        finish_scores<T>(call, scaling, entry, block, r0, num_rows, first, here, columns, s + keys.first,
+                         load_bias(call, entry, block, r0, num_rows, first, here, buffers.bias), nullptr);
+    for (long r = 0; r < num_rows; ++r) {
+        T *row = s + r * SCORES_STRIDE<T> + keys.first;
+        T &shift = buffers.shift[r0 + r], *l = buffers.l + (r0 + r) * LANES<T>, *o = buffers.o + (r0 + r) * dim;
+        if constexpr (MAY_USE_PAIRS<T>)
+            if (parts == 1 && !call.dropout_steps) {
+                exponentials_as_pairs(scaling, row, columns, shift, l, o, dim, pairs + r * KEY_PAIRS);
+                between();
+                continue;
+            }
+        exponentials(scaling, row, columns, shift, l, o, dim);
+        if (call.dropout_steps) drop(call, buffers.kept + (r0 + r) * MAX_KEYS + keys.first, here, row);
+        if constexpr (MAY_USE_PAIRS<T>)
+            if (parts == 1) {
+                round_to_pairs(row, columns, pairs + r * KEY_PAIRS);
+                between();
+            }
+#if HAS_TILES
+        if (parts == 2) {
+            split_to_pairs((float *)row, columns, (float *)pairs + 2 * r * KEY_PAIRS,
+                           (float *)pairs + (2 * r + 1) * KEY_PAIRS);
+            between();
+        }
+#endif
+    }
+}
+
+}  // namespace

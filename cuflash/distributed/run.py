@@ -1,0 +1,159 @@
+"""What a rank knows of one call, whatever it is about to do: who else there is, its arrays, what parts look like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from cuflash.distributed.agreement import Pending
+from cuflash.distributed.schedule import Round, Schedule, Tile
+from cuflash.distributed.split import Split
+from cuflash.distributed.streams import StreamsOfDevice
+from cuflash.distributed.transports import Message, Transport
+from cuflash.options import Options
+from cuflash.parts import Parts
+from cuflash.problem import Problem
+from cuflash.spans import Span
+
+Array = Any
+OF_KEYS = ("dk", "dv")  # results that have key/value heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A call on one rank."""
+
+    transport: Transport
+    streams: StreamsOfDevice
+    timeout: float
+    schedule: Schedule
+    options: Options  # those of the whole call
+    problem: Problem  # the queries of this rank against all keys
+    random: tuple[int, int]  # seed and offset of dropout
+    arrays: Mapping[str, Array]  # by name, with four axes (of lse and dlse three), None where there is none
+    broadcasts_rows: frozenset[str]  # which of bias and mask are the same for all queries
+    agreement: Pending | None = None  # of all ranks on this call, which has to come before anything travels
+
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether calls get arrays that lie in memory in one way, however many ranks there are."""
+        return self.schedule.chunks is not None
+
+    @cached_property
+    def xp(self) -> Any:
+        return self.parts.xp
+
+    @cached_property
+    def parts(self) -> Parts:
+        """The calls that tiles are computed by."""
+        return Parts(
+            options=self.options,
+            band=self.schedule.band,
+            problem=self.problem,
+            random=self.random,
+            arrays=self.arrays,
+            is_fixed=self.is_fixed,
+        )
+
+    def parts_of(self, tile: Tile, heads: Span) -> Parts:
+        """The calls that a tile is computed by: of packed sequences those of one of them, or of some whole ones."""
+        parts, packing = self.parts, self.schedule.packing
+        if heads[0] and (self.options.dropout or self.problem.has_functions):
+            parts = replace(parts, first_head=self.q_heads(heads).start)
+        if packing is None or tile.sequences is None:
+            return parts
+        first, stop = tile.sequences
+        if stop - first == 1:
+            zeros = (packing.starts_q[first], packing.starts_k[first])
+            return replace(parts, band=packing.band_of(first), zeros=zeros, first_entry=first)
+        starts = (np.array(x[first : stop + 1], np.int32) - x[first] for x in (packing.starts_q, packing.starts_k))
+        starts_q, starts_k = map(self.xp.asarray, starts)
+        return replace(parts, starts=(starts_q, starts_k), first_entry=first)
+
+    # ---- heads, rows and parts ---------------------------------------------------------------------------------------
+
+    @property
+    def sums_bias(self) -> bool:
+        """Whether dbias is a sum over calls, so that these give parts of it in the dtype of the softmax."""
+        bias = self.arrays.get("bias")
+        if bias is None:
+            return False
+        walk = self.schedule.by_queries
+        adds_heads = bias.shape[1] == 1 and any(len(a_round.heads) > 1 for a_round in walk.rounds)
+        adds_columns = bias.shape[3] == 1 and any(count > 1 for count in walk.parts[self.rank])
+        return "bias" in self.broadcasts_rows or adds_heads or adds_columns
+
+    def q_heads(self, heads: Span) -> slice:
+        """The query heads of some key/value heads."""
+        return slice(heads[0] * self.problem.group_size, heads[1] * self.problem.group_size)
+
+    def heads_of(self, name: str, heads: Span) -> slice:
+        """Those that a result has of some key/value heads."""
+        return slice(*heads) if name in OF_KEYS else self.q_heads(heads)
+
+    def some_heads(self, name: str, array: Array, held: Span, heads: Span) -> Array:
+        """A result of some key/value heads, of one that has those `held`."""
+        if held == heads:
+            return array
+        first, own = self.heads_of(name, held).start, self.heads_of(name, heads)
+        return array[:, own.start - first : own.stop - first]
+
+    def local(self, split: Split, span: Span) -> slice:
+        return slice(0, 0) if span[0] == span[1] else split.local(self.rank, span)
+
+    # ---- what travels ------------------------------------------------------------------------------------------------
+
+    def room(self, a_round: Round, rank: int, rows: int, like: Array, dtype: Any) -> Array:
+        """Room for rows that a rank meets, or for what it sends back of them; but for their number as `like` is."""
+        if self._lies_as_it_is(a_round, rank):
+            return self.xp.empty((*like.shape[:2], rows, *like.shape[3:]), dtype)
+        return rows_third(self.xp.empty((rows, *like.shape[:2], *like.shape[3:]), dtype))
+
+    def as_sent(self, a_round: Round, rank: int, array: Array) -> Array:
+        """Rows of such, in the order of axes in which they travel."""
+        return array if self._lies_as_it_is(a_round, rank) else rows_first(array)
+
+    def _lies_as_it_is(self, a_round: Round, rank: int) -> bool:
+        """Whether what a rank meets travels in the layout (batch, heads, rows, ...)."""
+        return self.options.layout == "bhsd" and a_round.comes_whole(rank)
+
+    @property
+    def others(self) -> list[int]:
+        return [rank for rank in range(self.transport.size) if rank != self.rank]
+
+    def exchange(self, sends: list[Message], receives: list[Message]) -> None:
+        """Send and receive, leaving out arrays without elements."""
+        self.transport.finish(self.start(sends, receives), self.timeout)
+
+    def is_waiting(self) -> bool:
+        """Whether it is not known yet if all ranks make this call."""
+        return self.agreement is not None and not self.agreement.is_over
+
+    def start(self, sends: list[Message], receives: list[Message]) -> Any:
+        """Begin to exchange rows, once ranks have agreed."""
+        if self.agreement is not None:
+            self.agreement.hear()
+        return self.transport.start(*([x for x in messages if x[1].size] for messages in (sends, receives)))
+
+
+def rows_first(array: Array) -> Array:
+    """An array with its third axis first."""
+    return array.transpose(2, 0, 1, *range(3, array.ndim))
+
+
+def rows_third(array: Array) -> Array:
+    """What `rows_first` was given."""
+    return array.transpose(1, 2, 0, *range(3, array.ndim))
+
+
+def of_heads(array: Array, heads: slice, num_heads: int) -> Array:
+    """Some heads of an array over pairs, which may be the same for all of them."""
+    return array if array.shape[1] == 1 and num_heads != 1 else array[:, heads]

@@ -1,0 +1,184 @@
+"""Kernels of CuPy that make one array of several, number by number, in one pass over memory.
+
+Parts have the dtype of the softmax, and the result any dtype, to which it is rounded once. Where rows allow, a thread
+has four numbers: one for each takes several times as long as memory. bfloat16 goes as its bits, because not every
+version of CuPy has a type for it in such kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = Any
+LANES = 4  # float32 numbers of 16 bytes
+WIDE = 16  # bytes of the largest element that CuPy copies
+_TYPES = {8: np.complex64, WIDE: np.complex128}
+_NARROW = ("float16", "bfloat16")
+_HEADER = "#include <cuda_fp16.h>\n"  # CuPy includes it only where an argument is of float16
+# Numbers in the elements of the dtypes that CuPy has for 8 and 16 bytes.
+_HELPERS = """
+__device__ inline float cuflash_lane(const complex<double>& x, int i) {
+  const unsigned long long bits = __double_as_longlong(i < 2 ? x.real() : x.imag());
+  return __uint_as_float(i % 2 ? bits >> 32 : bits & 0xffffffffu);
+}
+__device__ inline unsigned cuflash_bfloat16(float x) {  // the bits of the nearest one, ties to even
+  const unsigned bits = __float_as_uint(x);
+  return x != x ? 0x7fc0u : (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+}
+__device__ inline unsigned cuflash_float16(float x) {
+  return __half_as_ushort(__float2half_rn(x));
+}
+__device__ inline float cuflash_of_bfloat16(unsigned bits) { return __uint_as_float(bits << 16); }
+__device__ inline float cuflash_of_float16(unsigned bits) { return __half2float(__ushort_as_half(bits)); }
+__device__ inline complex<float> cuflash_pack(unsigned a, unsigned b, unsigned c, unsigned d) {
+  return complex<float>(__uint_as_float(a | b << 16), __uint_as_float(c | d << 16));
+}
+__device__ inline double cuflash_two(float a, float b) {
+  return __longlong_as_double(__float_as_uint(a) | (unsigned long long)__float_as_uint(b) << 32);
+}
+"""
+
+
+class Text(NamedTuple):
+    """What such a kernel is made of."""
+
+    inputs: str
+    output: str
+    code: str
+    preamble: str = _HELPERS
+
+
+class Formula(NamedTuple):
+    """How numbers of parts make one: `{T}` stands for their type, `{x0}` for that of the first part, and so on."""
+
+    name: str
+    value: str
+    prepare: str = ""  # of a row, whose numbers are `r0` and so on
+    rows: int = 0  # how many numbers a row has
+
+    def text(self, parts: int, dtype: str, *, is_wide: bool) -> Text:
+        """The kernel for so many parts and a result of a dtype."""
+        of_part = "complex128" if is_wide else "T"
+        inputs = [*(f"{of_part} x{i}" for i in range(parts)), *(f"T r{i}" for i in range(self.rows))]
+        if is_wide:
+            inputs = [x.replace("T ", "float32 ") for x in inputs]
+        prepare = self.prepare.format(T="T")
+        if not is_wide:
+            value = self.value.format(T="T", **{f"x{i}": f"x{i}" for i in range(parts)})
+            if dtype == "bfloat16":
+                return Text(", ".join(inputs), "uint16 y", f"{prepare} y = cuflash_bfloat16({value});")
+            return Text(", ".join(inputs), f"{dtype} y", f"{prepare} y = {value};")
+        code = [self.prepare.format(T="float")]
+        for lane in range(LANES):
+            numbers = {f"x{i}": f"cuflash_lane(x{i}, {lane})" for i in range(parts)}
+            code.append(f"const float y{lane} = {self.value.format(T='float', **numbers)};")
+        if dtype in _NARROW:
+            output = "complex64 y"
+            code.append(f"y = cuflash_pack({', '.join(f'cuflash_{dtype}(y{i})' for i in range(LANES))});")
+        else:
+            output = "complex128 y"
+            code.append("y = complex<double>(cuflash_two(y0, y1), cuflash_two(y2, y3));")
+        return Text(", ".join(inputs), output, " ".join(code))
+
+    def run(self, parts: Sequence[Array], rows: Sequence[Array], target: Array) -> None:
+        """Fill an array on a device of parts of its shape, and of numbers of rows."""
+        dtype = target.dtype.name
+        width = WIDE * target.itemsize // parts[0].itemsize if parts and parts[0].dtype == np.float32 else 0
+        into = in_wide_elements(target, width) if width in _TYPES else None
+        views = [] if into is None else [in_wide_elements(x, WIDE) for x in parts]
+        is_wide = into is not None and all(view is not None for view in views)
+        if not is_wide:
+            views, into = list(parts), target.view(np.uint16) if dtype == "bfloat16" else target
+        of_rows = [x[..., None] for x in rows] if parts else rows
+        _kernel(self, len(parts), dtype, is_wide)(*views, *of_rows, into)
+
+
+@functools.lru_cache(maxsize=256)
+def _kernel(formula: Formula, parts: int, dtype: str, is_wide: bool) -> Any:
+    inputs, output, code, preamble = formula.text(parts, dtype, is_wide=is_wide)
+    name = f"cuflash_{formula.name}_{parts}_{dtype}{'_wide' if is_wide else ''}"
+    return importlib.import_module("cupy").ElementwiseKernel(inputs, output, code, name, preamble=_HEADER + preamble)
+
+
+@functools.lru_cache(maxsize=64)
+def sum_of(parts: int) -> Formula:
+    """The sum of parts, in their order."""
+    return Formula("add", " + ".join(f"{{x{i}}}" for i in range(parts)))
+
+
+@functools.lru_cache(maxsize=64)
+def merged_of(parts: int) -> Formula:
+    """Parts of attention weighted by their lse, which rows have: those of weight zero count for nothing."""
+    every = range(parts)
+    value = " + ".join(f"(w{i} == 0 ? {{T}}(0) : w{i} * {{x{i}}})" for i in every)
+    weights = [f"const {{T}} w{i} = exp(r{i} - offset) / total;" for i in every]
+    return Formula("merge", value, " ".join([_exponentials(parts), "if (total == 0) total = 1;", *weights]), parts)
+
+
+@functools.lru_cache(maxsize=64)
+def lse_of(parts: int) -> Formula:
+    """The lse of all parts."""
+    return Formula("lse", "offset + log(total)", _exponentials(parts), parts)
+
+
+def _exponentials(parts: int) -> str:
+    """The largest lse of a row, unless none is a number, and the sum of exponentials of what they are less."""
+    every = range(parts)
+    code = ["{T} offset = r0;", *(f"if (r{i} > offset || r{i} != r{i}) offset = r{i};" for i in every[1:])]
+    code += ["if (isinf(offset) && offset < 0) offset = 0;"]
+    return " ".join([*code, f"{{T}} total = {' + '.join(f'exp(r{i} - offset)' for i in every)};"])
+
+
+def minus_row_products(x: Array, y: Array, dtype: Any) -> Array:
+    """Minus the sum of the products of each row of two arrays on a device, in the dtype of the softmax."""
+    views = [in_wide_elements(array, WIDE) for array in (x, y)] if x.dtype.name != "float64" else [None]
+    if any(view is None for view in views):
+        return -(x.astype(dtype) * y.astype(dtype)).sum(axis=-1)
+    return _row_products(x.dtype.name)(*views, axis=-1)
+
+
+@functools.lru_cache(maxsize=8)
+def _row_products(dtype: str) -> Any:
+    kernel = importlib.import_module("cupy").ReductionKernel
+    code = ("complex128 x, complex128 y", "float32 z", "cuflash_products(x, y)", "a + b", "z = -a", "0")
+    return kernel(*code, f"cuflash_row_products_{dtype}", preamble=_HEADER + _HELPERS + products_text(dtype))
+
+
+def products_text(dtype: str) -> str:
+    """A function that adds the products of the numbers in two elements."""
+    lanes = [f"cuflash_lane({{0}}, {i})" for i in range(LANES)]
+    if dtype in _NARROW:
+        bits = [f"__float_as_uint({lane})" for lane in lanes]
+        lanes = [f"cuflash_of_{dtype}({half})" for x in bits for half in (f"{x} & 0xffffu", f"{x} >> 16")]
+    terms = " + ".join(f"{lane.format('x')} * {lane.format('y')}" for lane in lanes)
+    return (
+        "__device__ inline float cuflash_products(const complex<double>& x, const complex<double>& y) "
+        f"{{ return {terms}; }}\n"
+    )
+
+
+def in_wide_elements(array: Array, width: int) -> Array | None:
+    """An array on a device as elements of 8 or 16 bytes; None where it has no such."""
+    layout = wide_layout(array.shape, array.strides, array.itemsize, array.data.ptr % width, width)
+    if layout is None:
+        return None
+    return importlib.import_module("cupy").ndarray(layout[0], _TYPES[width], memptr=array.data, strides=layout[1])
+
+
+@functools.lru_cache(maxsize=1024)
+def wide_layout(
+    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, address: int, width: int = WIDE
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Shape and strides of the same memory in elements of so many bytes; None where there are no such."""
+    if not shape or 0 in shape or strides[-1] != itemsize:
+        return None
+    *others, last = shape
+    places = (address, last * itemsize, *(step for step, n in zip(strides, others, strict=False) if n > 1))
+    if any(place % width for place in places):
+        return None
+    return (*others, last * itemsize // width), (*strides[:-1], width)

@@ -1,0 +1,53 @@
+"""Values that are the first columns of the keys, on the device."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+import cuflash
+import cuflash.testing as ct
+from tests import wide
+from tests.gpu.planned import plan_of
+
+pytestmark = pytest.mark.gpu
+
+CASE = ct.Case(seqlen_q=1, seqlen_k=3000, num_heads=128, num_heads_kv=1, head_dim=576, head_dim_v=512, dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def cupy():
+    cupy = pytest.importorskip("cupy")
+    if cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("for compute capability 9.0")
+    return cupy
+
+
+def loads_once(attn, q, k, v, **terms):
+    return bool(dict(plan_of("forward", attn, q, k, v, **terms).kernels[0].defines)["CUFLASH_V_IN_K"])
+
+
+@settings(max_examples=8)
+@given(wide.cases_of_few(4000))
+def test_any_problem(cupy, case):
+    case = replace(case, head_dim_v=min(case.head_dim, case.head_dim_v), v_in_k=True)
+    arrays = case.arrays(cupy.asarray)
+    attn = cuflash.FlashAttention(**case.keywords)
+    assert loads_once(attn, *ct.qkv(arrays), **ct.optional(arrays))
+    ct.assert_forward(case, *attn.forward(*ct.qkv(arrays), **ct.optional(arrays)))
+
+
+def test_calls_that_differ_in_where_v_is(cupy):
+    """Shapes and strides, by which a call remembers its launch, are the same here."""
+    within = replace(CASE, v_in_k=True)
+    arrays = within.arrays(cupy.asarray)
+    q, k, v = ct.qkv(arrays)
+    other = cupy.empty_like(k)[..., :512]
+    other[...] = v
+    attn = cuflash.FlashAttention()
+    assert loads_once(attn, q, k, v) and not loads_once(attn, q, k, other)
+    for _ in range(2):
+        ct.assert_forward(within, *attn.forward(q, k, v))
+        other[...] = v[..., ::-1]
+        turned, _ = attn.forward(q, k, other)
+        ct.assert_forward(within, cupy.ascontiguousarray(turned[..., ::-1]))
