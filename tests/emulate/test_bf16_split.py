@@ -113,7 +113,14 @@ SPECIAL = (np.inf, -np.inf, np.nan, np.finfo(np.float32).max, -3e38, 2.0**-130)
 )
 def test_the_producer_splits_as_the_kernel_before_does(dims, strides, kv_lengths, specials, schedule, seed):
     """To the bit, whatever the numbers are."""
-    sizes: dict[str, Any] = {"seqlen_q": 150, "seqlen_k": 150, "batch": 2, "num_heads": 4, "num_heads_kv": 2, "dtype": "float32"}
+    sizes: dict[str, Any] = {
+        "seqlen_q": 150,
+        "seqlen_k": 150,
+        "batch": 2,
+        "num_heads": 4,
+        "num_heads_kv": 2,
+        "dtype": "float32",
+    }
     case = ct.Case(**sizes, head_dim=dims[0], head_dim_v=dims[1], strides=strides, kv_lengths=kv_lengths, seed=seed)
     problem, arrays = attention.inputs_of(case)
     rng = np.random.default_rng(seed)

@@ -83,7 +83,8 @@ def test_against_the_oracle(kind, schedule, num_sms, need, spread, seed):
     results, plan = run(case, need, num_sms, schedule=schedule)
     ct.assert_backward(case, **results)
     heads = int(np.prod(case.bias[:-2]))
-    summed, left = case.batch * case.num_heads // heads, heads * 4 % num_sms  # 2 x 2 tiles of 128 x 128 each
+    tiles = 6 if case.dtype == "float32" else 4  # of 128 x 64 each, or of 128 x 128
+    summed, left = case.batch * case.num_heads // heads, heads * tiles % num_sms
     if summed == 1 or left == 0:
         assert plan.run_time.score_splits == 1
     elif num_sms > 3 or left == 1:
