@@ -122,7 +122,7 @@ _SMALL = replace(_GROUPED, seqlen_q=70, batch=1, num_heads_kv=1, num_heads=2)
 _BIAS = replace(_GROUPED, seqlen_q=230, seqlen_k=168, head_dim_v=72, bias=(1, 4, 230, 168), bias_dtype="input")
 _WIDE_BIAS = replace(_BIAS, seqlen_k=132, bias=(2, 1, 230, 132), bias_dtype="softmax")
 _BIAS_FLOAT32 = replace(_WIDE_BIAS, dtype="float32", bias=(4, 230, 132), mask=(2, 1, 1, 132), head_dim=40, head_dim_v=9)
-_PLAIN_FLOAT32 = replace(_BIAS_FLOAT32, bias=None, mask=None, head_dim=22)
+_PLAIN_FLOAT32 = replace(_BIAS_FLOAT32, bias=None, mask=None, head_dim=24)
 _NUMBERS = replace(_GROUPED, seqlen_k=177, bias=(2, 1, 1, 177), mask=(1, 4, 1, 177))
 _DECODE = ct.Case(
     seqlen_q=5, seqlen_k=300, batch=2, num_heads=8, num_heads_kv=2, head_dim=72, head_dim_v=40, dtype="float16"
@@ -269,7 +269,7 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
         case=replace(_SMALL, dtype="float32", seqlen_q=300, seqlen_k=5, causal=True), tiles=_float32_sm90(), num_sms=1
     ),
     "float32 sm90 bias": Trial(case=_BIAS_FLOAT32, tiles=_float32_sm90(), num_sms=1),
-    "float32 sm90 splits": Trial(case=replace(_BIAS_FLOAT32, head_dim=22), tiles=_float32_sm90(), num_sms=1),
+    "float32 sm90 splits": Trial(case=replace(_BIAS_FLOAT32, head_dim=24), tiles=_float32_sm90(), num_sms=1),
     "float32 splits": Trial(case=_PLAIN_FLOAT32, tiles=_float32_sm90(), num_sms=1),
     "float32 sm90 bias window": Trial(case=replace(_BIAS_FLOAT32, window=(20, 30)), tiles=_float32_sm90(), num_sms=1),
     # Few queries: the keys of a head shared by blocks, or left to one.
