@@ -6,7 +6,6 @@
 namespace {
 
 constexpr long ENOUGH_JOBS = 32;  // for all threads: with fewer blocks, several jobs share the keys of one
-constexpr long MANY_JOBS = 128;   // so that no thread waits long for the last one, where blocks share their tiles
 constexpr long TILES_PER_PART = 4;
 constexpr long PARTS_BYTES = 32 << 20;
 
@@ -15,7 +14,7 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
                          ForwardBuffers<T> &buffers, long first, long count) {
     const Call &call = work.call;
     const long num_rows = rows_of(block), dim = call.head_dim, dim_v = buffers.sizes.dim_v;
-    const Tile<T> tile = tile_of(work, entry, block.head_kv, first, count, 0, buffers);
+    const Tile<T> tile = load_tile(work, entry, block.head_kv, first, count, 0, buffers);
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     for (long r0 = 0, n; r0 < num_rows; r0 += n) {
         n = rows_of_group(call, block, r0, GROUP);
@@ -107,17 +106,14 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
     const Keys seen = seen_by(call, entry, block.first_row, block.first_row + block.num_rows - 1);
     const long whole = call.arrays[BLOCK_MASK] ? work.keys_per_tile : 16;
     const long begin = larger(seen.first / whole * whole, block.first_key), end = smaller(seen.stop, block.stop_key);
-    const long at_once = parts && work.packed ? larger(end - begin, 1) : work.keys_per_tile;
-    for (long first = begin; first < end; first += at_once) {
+    for (long first = begin; first < end; first += work.keys_per_tile) {
         if (work.stopped.load(std::memory_order_relaxed)) return;
-        const long count = smaller(at_once, end - first);
-        if (parts) {
-            if constexpr (MAY_USE_PAIRS<T>)
-                forward_tiles_of_pairs(work, block, entry, scaling, buffers, first, first + count);
-        } else if (!any_visible(call, entry, block, first, count)) {
-            continue;
-        } else if (has_few) {
+        const long count = smaller(work.keys_per_tile, end - first);
+        if (!any_visible(call, entry, block, first, count)) continue;
+        if (has_few) {
             forward_tile_of_few(work, block, entry, scaling, buffers, first, count, columns);
+        } else if (parts) {
+            if constexpr (MAY_USE_PAIRS<T>) forward_tile_of_pairs(work, block, entry, scaling, buffers, first, count);
         } else {
             forward_tile(work, block, entry, scaling, buffers, first, count);
         }
@@ -242,34 +238,19 @@ inline bool make_blocks(Work &work, bool has_parts, long bytes_of_row) {
     return true;
 }
 
-// Sets how many rows a block has. Smaller blocks make tiles more often, unless they share them, which takes less time
-// than to merge what shares of the keys give.
-template <class T> inline void choose_rows(Work &work) {
-    for (long parts = 1; parts <= 6; ++parts) {
-        choose_tiles<T>(work, BLOCK_ROWS / parts / GROUP * GROUP);
-        const BlockCount blocks(work);
-        work.has_packed = shares_tiles<T>(work, blocks.in_head);
-        if (blocks.all >= (work.has_packed ? MANY_JOBS : ENOUGH_JOBS)) return;
-        if (parts == 3 && !work.has_packed) return;
-    }
-}
-
 template <class T> bool prepare_forward(Work &work) {
     if (!make_entries(work)) return false;
-    choose_rows<T>(work);
+    // Smaller blocks pack keys more often, which takes less time than to merge what shares of the keys give.
+    for (long parts = 1; parts <= 3; ++parts) {
+        choose_tiles<T>(work, BLOCK_ROWS / parts / GROUP * GROUP);
+        if (BlockCount(work).all >= ENOUGH_JOBS) break;
+    }
     const long bytes_of_row = (Sizes<T>(work.call).dim_v + 2) * long(sizeof(T));
     if (!make_blocks(work, true, bytes_of_row)) return false;
     work.scratch_bytes = ForwardBuffers<T>(work, nullptr).scratch.used;
 #if HAS_TILES
     if (may_split(work.call)) work.add_phase(check_job<T>, work.num_entries * work.call.num_heads);
 #endif
-    if (work.has_packed) {
-        const long tiles = work.num_entries * work.call.num_heads_kv * tiles_of_head(work);
-        T *packed;
-        if (!work.allocate(packed, tiles * (packed_k<T>(work.call) + packed_v<T>(work)))) return false;
-        work.packed = (char *)packed;
-        work.add_phase(pack_job<T>, tiles);
-    }
     work.add_phase(forward_job<T>, work.num_blocks);
     const long num_parts = work.num_blocks ? work.blocks[0].num_parts : 1;
     if (num_parts > 1) {

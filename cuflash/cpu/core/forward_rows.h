@@ -18,11 +18,9 @@ template <class T> struct ForwardBuffers {
     Sizes<T> sizes;
     T *q, *o, *shift, *l, *s, *p, *bias, *rows, *k_t, *v;
     unsigned char *kept;
-    long v_stride;
 
     ForwardBuffers(const Work &work, char *memory) : scratch{memory}, sizes(work.call) {
         const long rows_of_q = work.rows_per_block, keys = work.keys_per_tile;
-        v_stride = sizes.dim_v;
         // Pairs of numbers in two parts take as much room as numbers do, up to whole vectors of each part.
         const long parts = most_parts<T>(work.call),
                    dim = larger(sizes.dim, parts * pair_stride<T>(work.call.head_dim));

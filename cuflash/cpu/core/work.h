@@ -56,10 +56,8 @@ struct Work {
     KeyTile *tiles = nullptr;
     std::atomic<long> *progress = nullptr;  // of tiles: how many of their steps have been added
     char *shared = nullptr;                 // partial results
-    char *packed = nullptr;                 // tiles of keys that jobs share
-    bool has_packed = false;
-    double *sums = nullptr;     // partial sums of gradients that are numbers
-    char *bias_sums = nullptr;  // of a bias of keys, by entry and head
+    double *sums = nullptr;                 // partial sums of gradients that are numbers
+    char *bias_sums = nullptr;              // of a bias of keys, by entry and head
     long rows_per_block = 0, keys_per_tile = 0, shared_bytes = 0;
     void *allocated[10] = {};
     int num_allocated = 0;

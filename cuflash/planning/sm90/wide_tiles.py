@@ -65,7 +65,7 @@ class DecodeWideSm90Tile(ForwardWideSm90Tile):
 
     v_in_k: bool = False  # tiles of keys hold the values, too: they are loaded once, and stay
 
-    defined = ("wide_sum", "v_in_k")
+    defined = (*ForwardWideSm90Tile.defined, "v_in_k")
 
     def why_not(self, problem: Problem, device: DeviceSpec) -> str:
         if self.v_in_k and (not problem.v.in_k or problem.head_dim_v > ONE_PASS_COLUMNS):
@@ -154,6 +154,10 @@ class DqWideSm90Tile(BackwardWideSm90Tile):
 _forward_wide = maker(ForwardWideSm90Tile, "max_dim block_m block_n num_stages origin")
 
 
+def _h100(case: str, rates: str) -> str:
+    return f"on an H100 {rates} (bfloat16, {case})"
+
+
 def _h200(case: str, rates: str) -> str:
     return f"on an H200 {rates} (bfloat16, {case})"
 
@@ -181,7 +185,10 @@ _OF_DECODE = {
 _decode_wide = maker(DecodeWideSm90Tile, "max_dim block_m block_n num_stages origin")
 DECODE_WIDE_SM90_TILES = (
     # Two tiles of keys fit beside the queries.
-    *(_decode_wide(576, block_m, 64, 18, ARITHMETIC, v_in_k=True) for block_m in (64, 128)),
+    _decode_wide(
+        576, 64, 64, 18, _h100("batch 32, 16 heads over 1, 8192 keys", "123 us, from two arrays 174"), v_in_k=True
+    ),
+    _decode_wide(576, 128, 64, 18, _h100("8, 128 over 1, 16384", "102 us, from two arrays 100"), v_in_k=True),
     *(
         _decode_wide(
             *(tile.max_dim, tile.block_m, tile.block_n, tile.num_stages),
@@ -192,10 +199,6 @@ DECODE_WIDE_SM90_TILES = (
 )
 
 _backward_wide = maker(BackwardWideSm90Tile, "max_dim block_n column_blocks num_stages dv_stages origin")
-
-
-def _h100(case: str, rates: str) -> str:
-    return f"on an H100 {rates} (bfloat16, {case})"
 
 
 # As many boxes as fit beside the rows of a block. More columns than registers hold sums of are those of two blocks.
