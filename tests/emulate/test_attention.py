@@ -6,7 +6,6 @@ fixed pseudo-random list, which a test below checks for completeness, and hypoth
 
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, Statistics, find_compiler
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.sm80 import BACKWARD_TILES, DQ_TILES, FORWARD_TILES
-from cuflash.planning.sm90.forward import FEW_READERS
+from cuflash.planning.sm90.forward import SPLIT_MAX_DIM
 from cuflash.planning.sm90.tiles import (
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
@@ -123,6 +122,7 @@ def test_the_list_of_float32_on_compute_capability_9_is_complete():
     assert {np.sign(what.scale) for what in FORWARD_FLOAT32_SM90 if what.scale is not None} == {-1, 0, 1}
     assert {np.sign(what.head_dim_v - what.head_dim) for what in FORWARD_FLOAT32_SM90} == {-1, 0, 1}
     assert _access_widths(FORWARD_FLOAT32_SM90) == {4, 8, 16}
+    assert any(max(what.head_dim, what.head_dim_v) <= SPLIT_MAX_DIM for what in FORWARD_FLOAT32_SM90)
     assert any(what.right and not what.left and what.num_sms == 1 for what in FORWARD_FLOAT32_SM90)  # pairs of tiles
 
 
@@ -134,11 +134,7 @@ def test_forward(what, data):
     options: dict[str, Any] = {**case.random}
     if isinstance(what.tiles[0], ForwardSm90Tile):  # TMA writes rows that start at multiples of 16 bytes
         options["place"] = lambda array: attention.guarded(CONVERSIONS.get(what.strides, np.asarray)(array))
-    # float32 is split by a kernel before, or by the producer.
-    few_readers = data.draw(st.sampled_from((0, FEW_READERS))) if what in FORWARD_FLOAT32_SM90 else FEW_READERS
-    options |= {"arch": what.device, "tiles": what.tiles, "schedule": schedule}
-    with mock.patch("cuflash.planning.sm90.forward.FEW_READERS", few_readers):
-        results = attention.forward(*what.arguments(case), **options)
+    results = attention.forward(*what.arguments(case), arch=what.device, tiles=what.tiles, schedule=schedule, **options)
     ct.assert_forward(case, *results)
 
 
