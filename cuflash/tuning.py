@@ -45,7 +45,9 @@ from cuflash.planning.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
     BACKWARD_TF32_SM90_TILES,
+    BIAS_FLOAT32_SM90_TILES,
     BIAS_SM90_TILES,
+    BIAS_TF32_SM90_TILES,
     DECODE_FLOAT8_SM90_TILES,
     DECODE_SM90_TILES,
     FORWARD_FLOAT8_SM90_TILES,
@@ -97,7 +99,7 @@ _ROWS: dict[type, tuple[Tile, ...]] = {
     DqTile: DQ_TILES,
     DqWideSm90Tile: DQ_WIDE_SM90_TILES,
     ScoresTile: SCORES_TILES,
-    BiasSm90Tile: BIAS_SM90_TILES,
+    BiasSm90Tile: (*BIAS_SM90_TILES, *BIAS_FLOAT32_SM90_TILES, *BIAS_TF32_SM90_TILES),
 }
 # The same of numbers of one byte.
 _ROWS_OF_FLOAT8: dict[type, tuple[Tile, ...]] = {

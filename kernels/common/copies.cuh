@@ -4,32 +4,13 @@
 //
 // A block serves kBlockM rows of one head of one array.
 #pragma once
+#include "common/columns.cuh"
 #include "common/operands.cuh"
 #include "common/params.cuh"
 #include "common/schedule.cuh"
 
 // Those that are copied, a bit each: q, k, v and dout.
 constexpr u32 kCopied = CUFLASH_COPIED;
-constexpr int kLoadElements = kLoadBytes / kElementBytes;
-struct alignas(kLoadBytes) Loaded {
-  Storage value[kLoadElements];
-};
-
-// Eight columns of a row of `columns`, zeros past its end.
-template <int columns>
-CUFLASH_DEVICE void load_columns(const Storage* row, int column, Storage (&x)[8]) {
-#pragma unroll
-  for (int i = 0; i < 8; i += kLoadElements) {
-    if (columns % 8 == 0 || column + i + kLoadElements <= columns) {
-      const Loaded loaded = *(const Loaded*)(row + column + i);
-#pragma unroll
-      for (int j = 0; j < kLoadElements; ++j) x[i + j] = loaded.value[j];
-    } else {
-#pragma unroll
-      for (int j = 0; j < kLoadElements; ++j) x[i + j] = column + i + j < columns ? row[column + i + j] : Storage(0);
-    }
-  }
-}
 
 // Calls copy(place, x, part_stride) for each eight columns `x` of the rows of this block: `place` is where they go in the
 // first part, the others follow at multiples of `part_stride`. Rows of k and v that kv_lengths hides are not read, and

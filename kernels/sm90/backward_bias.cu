@@ -1,4 +1,4 @@
-// The gradient of a bias of pairs, of 16-bit types on compute capability 9.0 (Hopper), with wgmma and TMA.
+// The gradient of a bias of pairs on compute capability 9.0 (Hopper), with wgmma and TMA.
 //
 //   P = exp(S - lse)    dP = dO V'    dbias = sum of P * (dP - delta) over what the bias broadcasts along
 //
@@ -11,6 +11,9 @@
 // which take turns in one ring. Each of the two consumers owns 64 queries. They drift apart, so that the products of
 // one run during the exponentials of the other.
 //
+// Operands of float32 come split into bfloat16 parts (around/split_fp32.cu), and each product is the sum of those of
+// parts (common/part_products.cuh), as in the main kernel.
+//
 //   barrier         one phase is over when             who waits
 //   full[i]         the operands of a product are in i  consumers, before the product
 //   empty[i]        every warp has used them            producer, before the next ones in i
@@ -20,6 +23,7 @@
 #include "common/config.cuh"
 #include "common/dropout.cuh"
 #include "common/params.cuh"
+#include "common/part_products.cuh"
 #include "common/score_gradients.cuh"
 #include "common/scores.cuh"
 #include "sm90/addends.cuh"
@@ -36,9 +40,12 @@ static_assert(kBlockM == 64 * kConsumers && kBlockN % kBoxKeys == 0, "a consumer
 static_assert(kBiasOfPairs && !kSumsQueries && !kSumsKeys, "the bias differs from pair to pair");
 static_assert(!kLooksUpMask && !kMaskByBits, "masks hide keys, or whole tiles and what the bounds hide");
 
+using Factor = Either<kWide, BFloat16, Element>::Type;  // what products are of
+static_assert(!kWide || max_of(kDim, kDimV) <= kChunk, "the tensor cores cut sums off: each is of one chunk");
+
 // Shared memory: the ring of operands, tiles of bias, what is added to the scores of keys, barriers.
-constexpr u32 kBytesA = chunked_bytes(kBlockM, max_of(kDim, kDimV));
-constexpr u32 kBytesStage = kBytesA + chunked_bytes(kBlockN, max_of(kDim, kDimV));
+constexpr u32 kPartA = chunked_bytes(kBlockM, max_of(kDim, kDimV)), kBytesA = kBf16Parts * kPartA;
+constexpr u32 kPartB = chunked_bytes(kBlockN, max_of(kDim, kDimV)), kBytesStage = kBytesA + kBf16Parts * kPartB;
 static_assert(kNumStages * (kBytesStage + kBytesNumbers) + kBiasStages * kBytesBias + Ring<kNumStages>::kBytes +
                       Ring<kBiasStages>::kBytes ==
                   CUFLASH_SHARED_BYTES,
@@ -129,9 +136,14 @@ CUFLASH_DEVICE void produce(const BiasParams& params, const Shared& shared) {
         const Barrier full = shared.ring.full(at);
         const u32 stage = shared.operands + at.stage * kBytesStage;
         shared.ring.empty(at).wait(at.parity ^ 1);
-        full.arrive_expect(chunked_bytes(kBlockM, kColumns) + chunked_bytes(kBlockN, kColumns));
-        load_boxes<kBlockM, kBoxRows, kColumns>(stage, of_queries, full, first_row, now.head, batch);
-        load_boxes<kBlockN, kBoxKeys, kColumns>(stage + kBytesA, of_keys, full, first_key, head_kv, batch);
+        full.arrive_expect(kBf16Parts * (chunked_bytes(kBlockM, kColumns) + chunked_bytes(kBlockN, kColumns)));
+#pragma unroll
+        for (int part = 0; part < kBf16Parts; ++part) {
+          const int entry = part * common.batch + batch;
+          load_boxes<kBlockM, kBoxRows, kColumns>(stage + part * kPartA, of_queries, full, first_row, now.head, entry);
+          load_boxes<kBlockN, kBoxKeys, kColumns>(stage + kBytesA + part * kPartB, of_keys, full, first_key, head_kv,
+                                                  entry);
+        }
         at.advance();
       };
       load(params.q, params.k, Integer<kDim>{});
@@ -204,18 +216,30 @@ struct Consumer {
   CUFLASH_DEVICE void issue_product(float (&d)[kNTiles][4]) {
     shared.ring.full(at).wait(at.parity);
     const u32 stage = shared.operands + at.stage * kBytesStage;
-    issue_rows<columns, kBlockM, kBlockN>(d, stage + index * 64 * kLineBytes, stage + kBytesA);
+    const u64 a = descriptor_of(stage + index * 64 * kLineBytes), b = descriptor_of(stage + kBytesA);
+    issue(d, [&]() __attribute__((always_inline)) {
+#pragma unroll
+      for (int i = 0; i < kPartProducts; ++i)
+#pragma unroll
+        for (int k = 0; k < columns / 16; ++k)
+          ptx::wgmma<false, false>(Factor{}, d, along_k<kBlockM>(a + part_product(i).a * kPartA / 16, k),
+                                   along_k<kBlockN>(b + part_product(i).b * kPartB / 16, k), i + k > 0);
+    });
   }
 
   // [3] P in place of S, whose keys' numbers are in stage `stage`.
   template <class Hidden>
   CUFLASH_DEVICE void weigh(const Score& score, int row, int key, int stage, const float (&lse)[2], bool masked,
                             Hidden is_hidden) {
-    score.cap(s);
+    if constexpr (!kWide) score.cap(s);
     const Addends<false> addends(score, row, key, shared.bias + bias_at.stage * kBytesBias + warp_row * kLineBytes,
                                  shared.numbers + stage * kBytesNumbers + fragment_column() * 4);
     addends.visit<kNTiles>([&](int n, int i, auto plus_addend) {
-      s[0][n][i] = exponential(s[0][n][i] * score.factor + plus_addend(-lse[i / 2]));
+      float& x = s[0][n][i];
+      if constexpr (kWide)  // rounded as in the other kernels, which made lse
+        x = exponential(plus_addend(score.capped(x) * score.factor) - lse[i / 2]);
+      else
+        x = exponential(x * score.factor + plus_addend(-lse[i / 2]));
     });
     if (masked) {
 #pragma unroll
@@ -305,7 +329,7 @@ struct Consumer {
         for (int n = 0; n < kNTiles; ++n) {
           const float left = sum[n][2 * half], right = sum[n][2 * half + 1];
           if constexpr (kBiasBytes == 2)
-            *((u32*)place + 4 * n) = ptx::pack(Element{}, left, right);
+            *((u32*)place + 4 * n) = ptx::pack(Factor{}, left, right);
           else
             *((Pair*)place + 4 * n) = {left, right};
         }

@@ -38,17 +38,17 @@
 
 constexpr int kRows = 64;  // rows of every tile
 constexpr int kTileColumns = kRows / 8, kSteps = kRows / 16;
+constexpr int kChunkTiles = kChunk / 8;  // n-tiles of a chunk
 static_assert(kBlockM == kRows && kBlockN == kRows, "tiles of one product");
 static_assert(kNumWarps == 16, "dV, dK, dQ and the producers");
 constexpr int kBuffers = CUFLASH_NUM_BUFFERS;  // for P' and dS'
-// Columns of dQ that a product makes. More would read dS' less often, and take more registers.
-constexpr int kDqColumns = kChunk;
 // Whether dQ of a tile waits until the first chunk of its dK is done. Then dK is done sooner, gives Q back sooner, and
 // the next tile of Q arrives sooner.
 constexpr bool kDqLate = CUFLASH_DQ_LATE;
 static_assert(!kDqLate || kBuffers <= kNumStages, "dQ sees every phase of q_empty");
 
-// A tile is stored as chunks of 64 columns, and a chunk as its bfloat16 parts, one after the other.
+// A tile is stored as chunks of 64 columns, and a chunk as its bfloat16 parts, one after the other. Products pass over
+// those columns of the last chunk that head dimensions, in multiples of 16, do not have.
 constexpr int kChunks = chunks_of(kDim), kChunksV = chunks_of(kDimV);
 constexpr u32 kBytesPart = chunked_bytes(kRows, kChunk);
 constexpr u32 kBytesChunk = kBf16Parts * kBytesPart;
@@ -136,12 +136,12 @@ CUFLASH_DEVICE void for_part_products(Multiply multiply) {
 }
 CUFLASH_DEVICE u64 part_of(u64 chunk, int part) { return chunk + part * (kBytesPart / 16); }
 
-// Issues d = a b', of this many chunks of tiles stored by rows.
-template <int chunks>
+// Issues d = a b', of the first columns of tiles stored by rows.
+template <int columns>
 CUFLASH_DEVICE void multiply_rows(float (&d)[kTileColumns][4], u32 a, u32 b) {
   const u64 rows_a = descriptor_of(a), rows_b = descriptor_of(b);
   issue(d, [&]() __attribute__((always_inline)) {
-    for_part_products<chunks * kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
+    for_part_products<columns / 16>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
       // The parts of b come in the order in which the forward pass has those of its first factor.
       ptx::wgmma<false, false>(BFloat16{}, d, along_k<kBf16Parts * kRows>(part_of(rows_a, j.value), k),
                                along_k<kBf16Parts * kRows>(part_of(rows_b, i.value), k), accumulate);
@@ -149,37 +149,46 @@ CUFLASH_DEVICE void multiply_rows(float (&d)[kTileColumns][4], u32 a, u32 b) {
   });
 }
 
-// Makes an accumulator the parts of an operand in registers.
+// The n-tiles of chunk `c` of an accumulator.
+template <int c, int n_tiles>
+CUFLASH_DEVICE auto& chunk_of(float (&value)[n_tiles][4]) {
+  constexpr int kFirst = c * kChunkTiles;
+  return (float (&)[min_of(n_tiles - kFirst, kChunkTiles)][4]) value[kFirst];
+}
+
+// An accumulator as the parts of an operand in registers.
 struct Operand {
   u32 word[kBf16Parts][kSteps][4];
 };
 
 // total += a b, b stored by rows; `arrives(c)` waits for chunk c of b, `release(c)` is told that it is not needed any
 // more, `meanwhile` is done while the first products run.
-template <int chunks, class Arrives, class Meanwhile, class Release>
-CUFLASH_DEVICE void add_product(float (&total)[chunks * kTileColumns][4], const Operand& a, u32 b, Arrives arrives,
+template <int n_tiles, class Arrives, class Meanwhile, class Release>
+CUFLASH_DEVICE void add_product(float (&total)[n_tiles][4], const Operand& a, u32 b, Arrives arrives,
                                 Meanwhile meanwhile, Release release) {
-  float sum[chunks][kTileColumns][4];
-  repeat<chunks>([&](auto chunk) __attribute__((always_inline)) {
+  constexpr int kCount = chunks_of(8 * n_tiles);
+  float sum[n_tiles][4];
+  repeat<kCount>([&](auto chunk) __attribute__((always_inline)) {
     constexpr int c = decltype(chunk)::value;
+    auto& chunk_sum = chunk_of<c>(sum);
     const u64 columns = descriptor_of_transposed<kRows>(b + c * kBytesChunk);
     arrives(c);
-    issue(sum[c], [&]() __attribute__((always_inline)) {
+    issue(chunk_sum, [&]() __attribute__((always_inline)) {
       for_part_products<kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
-        ptx::wgmma<true>(BFloat16{}, sum[c], a.word[i.value][k], along_k_transposed(part_of(columns, j.value), k),
+        ptx::wgmma<true>(BFloat16{}, chunk_sum, a.word[i.value][k], along_k_transposed(part_of(columns, j.value), k),
                          accumulate);
       });
     });
     if constexpr (c == 0) meanwhile();
   });
-  repeat<chunks>([&](auto chunk) __attribute__((always_inline)) {
+  repeat<kCount>([&](auto chunk) __attribute__((always_inline)) {
     constexpr int c = decltype(chunk)::value;
-    wait_for<chunks - 1 - c>(sum[c]);
+    wait_for<kCount - 1 - c>(chunk_of<c>(sum));
     release(c);
 #pragma unroll
-    for (int n = 0; n < kTileColumns; ++n)
+    for (int n = c * kChunkTiles; n < min_of(n_tiles, (c + 1) * kChunkTiles); ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) total[c * kTileColumns + n][i] += sum[c][n][i];
+      for (int i = 0; i < 4; ++i) total[n][i] += sum[n][i];
   });
 }
 
@@ -324,7 +333,7 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
     // does.
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) shared.q_ring.full(at, c).wait(at.parity);
-    multiply_rows<kChunks>(p, shared.k, shared.q_ring.tile(at));
+    multiply_rows<kDim>(p, shared.k, shared.q_ring.tile(at));
 
     const Weights weights(common, batch, head, tile.key_stop);
     const bool masked = walk.needs_mask(tile.queries);
@@ -348,7 +357,7 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
 
     Operand operand;
     to_operand(p, operand, bf16_split_small);
-    add_product<kChunksV>(  // [GEMM 5] dV += P' dO
+    add_product(  // [GEMM 5] dV += P' dO
         dv, operand, shared.do_ring.tile(at), [&](int c) { shared.do_ring.full(at, c).wait(at.parity); }, [] {},
         [&](int c) {
           if (thread == 0) shared.do_ring.empty(at, c).arrive();
@@ -430,11 +439,11 @@ CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, 
   for (int step = 0; step < tile.num_steps; ++step) {
     // [GEMM 2] dP' = V dO'.
     float ds[kTileColumns][4], chunk_sum[kChunksV][kTileColumns][4];
-#pragma unroll
-    for (int c = 0; c < kChunksV; ++c) {
+    repeat<kChunksV>([&](auto chunk) __attribute__((always_inline)) {
+      constexpr int c = decltype(chunk)::value, kColumns = min_of(kDimV - c * kChunk, kChunk);
       shared.do_ring.full(at, c).wait(at.parity);
-      multiply_rows<1>(chunk_sum[c], shared.v + c * kBytesChunk, shared.do_ring.tile(at) + c * kBytesChunk);
-    }
+      multiply_rows<kColumns>(chunk_sum[c], shared.v + c * kBytesChunk, shared.do_ring.tile(at) + c * kBytesChunk);
+    });
     ptx::wgmma_wait<0>();
 #pragma unroll
     for (int c = 0; c < kChunksV; ++c) ptx::fence_operand(chunk_sum[c]);
@@ -454,7 +463,7 @@ CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, 
     // Once all threads have read P', dS' is stored there, where rows are keys.
     ptx::sync_named(kDkWarpgroup, 128);
     store_ds(operand, s_buffer + (warp_key + lane % 16) * kLineBytes, lane);
-    add_product<kChunks>(  // [GEMM 6] dK += dS' Q
+    add_product(  // [GEMM 6] dK += dS' Q
         dk, operand, shared.q_ring.tile(at), [&](int c) { shared.q_ring.full(at, c).wait(at.parity); },
         [&] {
           ptx::fence_async_proxy();
@@ -491,10 +500,11 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
       continue;
     }
     if constexpr (kDqLate) shared.q_ring.empty(at, 0).wait(at.parity);
-    repeat<kDim / kDqColumns>([&](auto slice) __attribute__((always_inline)) {
-      constexpr int first = decltype(slice)::value * kDqColumns;
-      const u64 columns = keys + first / kChunk * (kBytesChunk / 16);
-      float dq[kDqColumns / 8][4];
+    // A chunk at a time. More columns would read dS' less often, and take more registers.
+    repeat<kChunks>([&](auto chunk) __attribute__((always_inline)) {
+      constexpr int c = decltype(chunk)::value, kNTiles = min_of(kDim / 8 - c * kChunkTiles, kChunkTiles);
+      const u64 columns = keys + c * (kBytesChunk / 16);
+      float dq[kNTiles][4];
       issue(dq, [&]() __attribute__((always_inline)) {  // [GEMM 7] dQ += dS K
         for_part_products<kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
           ptx::wgmma<true, true>(BFloat16{}, dq, along_k_transposed(part_of(ds, i.value), k),
@@ -502,9 +512,9 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
         });
       });
       wait_for<0>(dq);
-      if (first == kDim - kDqColumns && thread == 0) shared.handed.ds_empty(buffer).arrive();
+      if (c == kChunks - 1 && thread == 0) shared.handed.ds_empty(buffer).arrive();
 #pragma unroll
-      for (int n = 0; n < kDqColumns / 8; ++n) ptx::reduce_add_x4(accumulator + (first / 8 + n) * 128 * 4, dq[n]);
+      for (int n = 0; n < kNTiles; ++n) ptx::reduce_add_x4(accumulator + (c * kChunkTiles + n) * 128 * 4, dq[n]);
     });
   }
 }

@@ -7,6 +7,10 @@
 // (common/bf16_split.cuh). Tensor cores cut sums off instead of rounding them: so the P V of a tile of keys is summed
 // there by itself, small products first, and added to O with rounding.
 //
+// Where few tiles of queries read K and V and rows are short, the producer splits operands itself, on their way to shared
+// memory (kSplitsOperands). That takes instructions for each of these tiles, but parts are neither written to memory nor
+// read.
+//
 // The kernel is persistent: one block stays on each multiprocessor and takes one tile of queries after another. Its
 // last warpgroup, the producer, loads tiles by TMA. Each of the others, the consumers, owns 64 queries of the tile. The
 // products of one consumer run during the softmax of another, for which consumers may issue them in ping-pong
@@ -36,9 +40,12 @@
 #include "sm90/ping_pong.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
+#include "sm90/split_tile.cuh"
 #include "sm90/tiles.cuh"
 
 constexpr bool kPingPong = CUFLASH_PING_PONG;
+constexpr bool kSplitsOperands = CUFLASH_SPLITS_OPERANDS;
+constexpr int kProducers = kSplitsOperands ? 4 : 1;  // warps, each of which announces what it has brought
 using ConsumerPingPong = PingPong<kPingPong, kConsumers, kPingPongBarrier>;
 constexpr int kNTiles = kBlockN / 8;
 constexpr int kColumnTiles = kDimV / 8;
@@ -59,14 +66,25 @@ static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + kBytesAddends + kByte
 
 // Registers of a thread after the producer has given up most of its own. All together they are at most what the block
 // started with.
-constexpr int kProducerRegisters = kConsumers == 3 ? 56 : 40;
-constexpr int kConsumerRegisters = kConsumers == 3 ? 152 : 232;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 152 : kSplitsOperands ? 200 : 232;
+constexpr int kProducerRegisters = (kConsumers == 3 ? 512 : 504) - kConsumers * kConsumerRegisters;
+static_assert(!kSplitsOperands || kConsumers == 2, "three consumers leave no registers for the producer");
+static_assert(!kSplitsOperands || max_of(kHeadDim, kHeadDimV) <= 32, "split tiles have at most 32 columns");
 
-struct ForwardParams {
+// Tensor maps: of the parts of Q, K and V, those of all batch entries below each other; and of the bias.
+template <int maps>
+struct MappedParams {
   Params common;
-  TensorMap q, k, v[1 + kBiasOfPairs];  // of the parts, those of all batch entries below each other; after v the bias
+  TensorMap map[maps];
 };
-static_assert(sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
+template <>
+struct MappedParams<0> {
+  Params common;
+};
+constexpr int kMaps = (kSplitsOperands ? 0 : 3) + kBiasOfPairs;
+using ForwardParams = MappedParams<kMaps>;
+static_assert(kMaps == 0 || sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES,
+              "the argument differs from its description in Python");
 
 struct Shared : QkvShared<kSlots> {
   u32 bias, numbers;
@@ -99,7 +117,8 @@ struct AddendStage {
 };
 
 // The producer: one thread. It walks over the tiles as the consumers do, as far ahead of them as the rings allow.
-CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
+template <class P>
+CUFLASH_DEVICE void produce(const P& params, Shared& shared) {
   Position<kNumStages> key;
   Position<1> query, addend;
   for (EntryWalk walk(params.common); walk.more(); walk.advance(), query.advance()) {
@@ -111,38 +130,123 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
       q_full.arrive_expect(kBytesQ);
 #pragma unroll 1
       for (int i = 0; i < kBf16Parts; ++i)
-        load_chunks<kBlockM, kDim>(shared.q + i * kPartQ, params.q, q_full, tile.first_row, tile.work.head,
+        load_chunks<kBlockM, kDim>(shared.q + i * kPartQ, params.map[0], q_full, tile.first_row, tile.work.head,
                                    i * all_batch + batch);
     };
     if (tile.keys.start == tile.keys.stop) load_q();
     for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
       const int first_key = tile.keys.at(n_block) * kBlockN;
+      const auto load_keys = [&](const Ring<kSlots>& ring, u32 parts, const TensorMap& map, auto columns) {
+        constexpr int kColumns = decltype(columns)::value;
+        constexpr u32 kPart = chunked_bytes(kBlockN, kColumns);
 #pragma unroll 1
-      for (int n = 0; n < kBf16Parts; ++n) {
-        const Position<kSlots> at = place_of(key, n);
-        shared.k_ring.empty(at).wait(at.parity ^ 1);
-        shared.k_ring.full(at).arrive_expect(kPartK);
-        load_chunks<kBlockN, kDim>(shared.k + at.stage * kPartK, params.k, shared.k_ring.full(at), first_key, head,
-                                   part_at(n) * all_batch + batch);
-      }
+        for (int n = 0; n < kBf16Parts; ++n) {
+          const Position<kSlots> at = place_of(key, n);
+          ring.empty(at).wait(at.parity ^ 1);
+          ring.full(at).arrive_expect(kPart);
+          load_chunks<kBlockN, kColumns>(parts + at.stage * kPart, map, ring.full(at), first_key, head,
+                                         part_at(n) * all_batch + batch);
+        }
+      };
+      load_keys(shared.k_ring, shared.k, params.map[1], Integer<kDim>{});
       if (n_block == tile.keys.stop - 1) load_q();
       if constexpr (kBiasOfPairs) {
         const Barrier full = shared.addend_ring.full(addend);
         shared.addend_ring.empty(addend).wait(addend.parity ^ 1);
         full.arrive_expect(kBytesBias);
-        load_bias(params.common, shared.bias, params.v[1], full, tile.first_row, first_key, tile.work.head, batch);
+        load_bias(params.common, shared.bias, params.map[kMaps - 1], full, tile.first_row, first_key, tile.work.head,
+                  batch);
         addend.advance();
       }
-#pragma unroll 1
-      for (int n = 0; n < kBf16Parts; ++n) {
-        const Position<kSlots> at = place_of(key, n);
-        shared.v_ring.empty(at).wait(at.parity ^ 1);
-        shared.v_ring.full(at).arrive_expect(kPartV);
-        load_chunks<kBlockN, kDimV>(shared.v + at.stage * kPartV, params.v[0], shared.v_ring.full(at), first_key, head,
-                                    part_at(n) * all_batch + batch);
-      }
+      load_keys(shared.v_ring, shared.v, params.map[2], Integer<kDimV>{});
     }
   }
+}
+
+// The producer where it splits operands: all threads of its warpgroup. While a tile waits for its place, what a thread
+// splits of it is on its way to registers.
+template <class P>
+struct SplittingProducer {
+  const P& params;
+  const Params& common;
+  const Shared& shared;
+  const u32 thread;
+  SplitTile<kBlockM, kHeadDim> q;
+  SplitTile<kBlockN, kHeadDim> k;
+  SplitTile<kBlockN, kHeadDimV> v;
+  Position<kNumStages> key;
+  Position<1> query, addend;
+
+  CUFLASH_DEVICE SplittingProducer(const P& params_, const Shared& shared_, u32 thread_)
+      : params(params_), common(params_.common), shared(shared_), thread(thread_), q(thread_), k(thread_), v(thread_) {}
+
+  // Asks for a tile of keys, or of values,
+  template <class Rows>
+  CUFLASH_DEVICE void begin(Rows& rows, const Tensor& tensor, const QueryTile& tile, int n_block) {
+    rows.begin(head_of(tensor, tile.work.batch, tile.head_kv), tensor.row_stride, tile.keys.at(n_block) * kBlockN,
+               tile.key_stop);
+  }
+  // the first one that is needed,
+  CUFLASH_DEVICE void begin_first(const QueryTile& tile) {
+    if (tile.keys.start < tile.keys.stop) begin(k, common.k, tile, tile.keys.stop - 1);
+  }
+  // and puts it in its place in a ring, whose parts come from the lowest to the highest.
+  template <class Rows>
+  CUFLASH_DEVICE void finish(Rows& rows, const Ring<kSlots>& ring, u32 parts, u32 part_bytes) {
+    for (int n = 0; n < kBf16Parts; ++n) ring.empty(place_of(key, n)).wait(key.parity ^ 1);
+    rows.finish(parts + place_of(key, kBf16Parts - 1).stage * part_bytes, 0 - part_bytes);
+    ptx::fence_async_proxy();
+    for (int n = 0; n < kBf16Parts; ++n) arrive_as_warp(ring.full(place_of(key, n)));
+  }
+  CUFLASH_DEVICE void bring_q(const QueryTile& tile) {
+    q.begin(head_of(common.q, tile.work.batch, tile.work.head), common.q.row_stride, tile.first_row, common.seqlen_q);
+    shared.q_ring.empty(query).wait(query.parity ^ 1);
+    q.finish(shared.q, kPartQ);
+    ptx::fence_async_proxy();
+    arrive_as_warp(shared.q_ring.full(query));
+  }
+  CUFLASH_DEVICE void bring_addends(const QueryTile& tile, const KeyNumbers& of_keys, int first_key) {
+    const Barrier full = shared.addend_ring.full(addend);
+    shared.addend_ring.empty(addend).wait(addend.parity ^ 1);
+    if constexpr (kBiasOfPairs) {
+      if (thread == 0) {
+        full.arrive_expect(kBytesBias);
+        load_bias(common, shared.bias, params.map[kMaps - 1], full, tile.first_row, first_key, tile.work.head,
+                  tile.work.batch);
+      }
+    }
+    if constexpr (kHasKeyNumbers) {
+      for (int i = thread; i < kBlockN; i += 128) of_keys.store(shared.numbers + i * 4, first_key + i);
+      arrive_as_warp(full);
+    }
+    addend.advance();
+  }
+
+  CUFLASH_DEVICE void run() {
+    EntryWalk walk(common);
+    if (walk.more()) begin_first(QueryTile(common, walk.work(common)));
+    for (; walk.more(); query.advance()) {
+      const QueryTile tile(common, walk.work(common));
+      const Score score(common, tile.work.batch, tile.work.head, tile.key_stop);
+      const KeyNumbers of_keys(common, score, tile.work.batch, tile.work.head);
+      if (tile.keys.start == tile.keys.stop) bring_q(tile);
+      for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
+        finish(k, shared.k_ring, shared.k, kPartK);
+        if (n_block == tile.keys.stop - 1) bring_q(tile);
+        begin(v, common.v, tile, n_block);
+        if constexpr (kLoadsAddends) bring_addends(tile, of_keys, tile.keys.at(n_block) * kBlockN);
+        finish(v, shared.v_ring, shared.v, kPartV);
+        if (n_block > tile.keys.start) begin(k, common.k, tile, n_block - 1);
+      }
+      walk.advance();
+      if (walk.more()) begin_first(QueryTile(common, walk.work(common)));
+    }
+  }
+};
+
+template <class P>
+CUFLASH_DEVICE void produce_split(const P& params, const Shared& shared) {
+  SplittingProducer<P>(params, shared, ptx::thread_index() % 128).run();
 }
 
 // [GEMM 1] S = Q K^T. The products with one part of K, as those with one of V, wait for that part. They are one group of
@@ -358,16 +462,21 @@ CUFLASH_DEVICE void forward(const ForwardParams& params) {
   if (!is_chosen(params.common)) return;
   Shared shared;
   if constexpr (kLoadsAddends) {
-    if (ptx::thread_index() == 0) shared.addend_ring.init(4 * kConsumers, kBiasOfPairs + kHasKeyNumbers);
+    if (ptx::thread_index() == 0)
+      shared.addend_ring.init(4 * kConsumers, kBiasOfPairs + (kHasKeyNumbers ? kProducers : 0));
   }
-  shared.make_barriers(kConsumers, kConsumers, kConsumers);
+  shared.make_barriers(kConsumers, kConsumers, kConsumers, kProducers, kProducers);
   const u32 warp = ptx::uniform(ptx::thread_index() / 32);
   if (warp >= 4 * kConsumers) {
     ptx::decrease_registers<kProducerRegisters>();
-    if (warp == 4 * kConsumers && ptx::elect_lane()) produce(params, shared);
-    if constexpr (kHasKeyNumbers) {
-      if (warp == 4 * kConsumers + 1)
-        produce_numbers(params.common, EntryWalk(params.common), shared.addend_ring, shared.numbers);
+    if constexpr (kSplitsOperands) {
+      produce_split(params, shared);
+    } else {
+      if (warp == 4 * kConsumers && ptx::elect_lane()) produce(params, shared);
+      if constexpr (kHasKeyNumbers) {
+        if (warp == 4 * kConsumers + 1)
+          produce_numbers(params.common, EntryWalk(params.common), shared.addend_ring, shared.numbers);
+      }
     }
   } else {
     ptx::increase_registers<kConsumerRegisters>();

@@ -58,12 +58,13 @@ struct QkvBarriers {
     v_ring = {address + Ring<q_stages>::kBytes + Ring<stages>::kBytes};
   }
   // Called by all threads of the block. The first three numbers say how many arrivals give back a tile of Q, of K and
-  // of V; `k_producers` arrivals announce that a tile of K is there.
-  CUFLASH_DEVICE void make_barriers(u32 q_consumers, u32 k_consumers, u32 v_consumers, u32 k_producers = 1) const {
+  // of V; `k_producers` arrivals announce that a tile of K is there, and `producers` one of Q, or of V.
+  CUFLASH_DEVICE void make_barriers(u32 q_consumers, u32 k_consumers, u32 v_consumers, u32 k_producers = 1,
+                                    u32 producers = 1) const {
     if (ptx::thread_index() == 0) {
-      q_ring.init(q_consumers);
+      q_ring.init(q_consumers, producers);
       k_ring.init(k_consumers, k_producers);
-      v_ring.init(v_consumers);
+      v_ring.init(v_consumers, producers);
       ptx::fence_barrier_init();
     }
     ptx::sync_block();

@@ -159,6 +159,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "wide bias of few": {"dtype": "float16", "bias": (2048,), "alibi_slopes": (1,), "softcap": 5.0},
     "keys": {"dtype": "bfloat16", "bias": (64,), "mask": (1, 64), "bias_dtype": "input"},
     "bias and keys": {"dtype": "bfloat16", "bias": (64, 64), "mask": (1, 64), "bias_dtype": "input"},
+    # Operands of float32 that are split as they are loaded.
+    "few columns": {"dtype": "float32", "head_dim": 32, "causal": True},
+    "few columns, bias and keys": {"dtype": "float32", "head_dim": 20, "bias": (64, 64), "mask": (1, 64)},
     "mask": {"dtype": "bfloat16", "mask": (64, 64), "causal": True},
     "dropout": {"dtype": "bfloat16", "causal": True, "dropout": 0.1},
     "blocks": {"dtype": "bfloat16", "block_mask": (), "causal": True},
@@ -369,6 +372,10 @@ OTHERS = [
         for tile in FORWARD_TF32_SM90_TILES
     ),
     *(Target(tile=tile, arch="9.0", variant="bias and keys") for tile in BACKWARD_TF32_SM90_TILES),
+    *(
+        Target(tile=FORWARD_FLOAT32_SM90_TILES[0], arch="9.0", variant=variant)
+        for variant in ("few columns", "few columns, bias and keys")
+    ),
     *(
         Target(tile=tile, arch="9.0", variant="mask")
         for tile in FORWARD_SM90_TILES

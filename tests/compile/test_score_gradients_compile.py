@@ -10,7 +10,13 @@ import cuflash.testing as ct
 from cuflash.compiler import compile_spec, supported_archs
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.sm80 import BACKWARD_TILES, SCORES_TILES
-from cuflash.planning.sm90.tiles import BACKWARD_FLOAT32_SM90_TILES, BACKWARD_SM90_TILES, BIAS_SM90_TILES
+from cuflash.planning.sm90.tiles import (
+    BACKWARD_FLOAT32_SM90_TILES,
+    BACKWARD_SM90_TILES,
+    BIAS_FLOAT32_SM90_TILES,
+    BIAS_SM90_TILES,
+    BIAS_TF32_SM90_TILES,
+)
 from cuflash.planning.tiles import round_up
 from cuflash.problem import make_problem
 from tests.compile.test_plans import REGISTERS_OF_SM, SERIALIZED, fits
@@ -127,7 +133,11 @@ def test_sums_by_keys(dim, name, deterministic):
 
 # The gradient of a bias of pairs spills a little beside numbers of keys, and where every option acts at once.
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("tile", share(BIAS_SM90_TILES, 2), ids=lambda tile: f"{tile.max_dim}-{tile.bias_of_pairs}")
+@pytest.mark.parametrize(
+    "tile",
+    share((*BIAS_SM90_TILES, *BIAS_FLOAT32_SM90_TILES, *BIAS_TF32_SM90_TILES), 2),
+    ids=lambda tile: f"{tile.max_dim}-{tile.bias_of_pairs}-{tile.bf16_parts}",
+)
 @pytest.mark.parametrize(
     ("options", "ceiling"),
     [
@@ -141,8 +151,11 @@ def test_sums_by_keys(dim, name, deterministic):
 def test_a_bias_of_pairs(tile, options, ceiling):
     dtype = {2: "input", 4: "softmax"}[tile.bias_of_pairs]
     sizes = {"seqlen_q": 128, "seqlen_k": 128, "head_dim": tile.max_dim, "bias": (128, 128), "bias_dtype": dtype}
-    problem = ct.Case(**{"dtype": "bfloat16"} | sizes | options).problem
+    dtype = "bfloat16" if tile.bf16_parts == 1 else "float32"
+    problem = ct.Case(**{"dtype": dtype} | sizes | options).problem
+    problem = replace(problem, precision="tf32" if tile.bf16_parts == 2 else "highest")
     plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), "backward", need=("dbias",))
+    assert plan.tiles[0].label == tile.label
     (kernel,) = [kernel for kernel in plan.kernels if kernel.source == "sm90/backward_bias.cu"]
     resources = compile_spec(kernel).resources
     assert resources.warnings == ()

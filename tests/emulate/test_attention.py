@@ -16,6 +16,7 @@ import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, Statistics, find_compiler
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.sm80 import BACKWARD_TILES, DQ_TILES, FORWARD_TILES
+from cuflash.planning.sm90.forward import SPLIT_MAX_DIM
 from cuflash.planning.sm90.tiles import (
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
@@ -121,6 +122,7 @@ def test_the_list_of_float32_on_compute_capability_9_is_complete():
     assert {np.sign(what.scale) for what in FORWARD_FLOAT32_SM90 if what.scale is not None} == {-1, 0, 1}
     assert {np.sign(what.head_dim_v - what.head_dim) for what in FORWARD_FLOAT32_SM90} == {-1, 0, 1}
     assert _access_widths(FORWARD_FLOAT32_SM90) == {4, 8, 16}
+    assert any(max(what.head_dim, what.head_dim_v) <= SPLIT_MAX_DIM for what in FORWARD_FLOAT32_SM90)
     assert any(what.right and not what.left and what.num_sms == 1 for what in FORWARD_FLOAT32_SM90)  # pairs of tiles
 
 

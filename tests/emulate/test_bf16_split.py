@@ -1,10 +1,14 @@
 """float32 arrays split into bfloat16 parts, as the kernels that multiply them find them."""
 
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash import emulator
@@ -15,6 +19,7 @@ from cuflash.planning.sm90.copies import COPIED, COPY_WARPS
 from cuflash.planning.tiles import round_up
 from cuflash.problem import make_problem
 from tests.emulate import attention
+from tests.emulate.checks import FEW, bits
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -92,3 +97,41 @@ def test_pieces_at_the_end_of_the_range():
         np.testing.assert_allclose(low[3:] + high[3:], special[3:].astype(np.float64), rtol=2.0**-16)
         np.testing.assert_array_equal(low[:3], special[:3])
         np.testing.assert_array_equal(high[:2], [1, -1])
+
+
+SPECIAL = (np.inf, -np.inf, np.nan, np.finfo(np.float32).max, -3e38, 2.0**-130)
+
+
+@FEW
+@given(
+    dims=st.tuples(st.integers(1, 32), st.integers(1, 32)),
+    strides=st.sampled_from(("contiguous", "padded", "flipped")),
+    kv_lengths=st.sampled_from((None, (150, 60))),
+    specials=st.lists(st.tuples(st.sampled_from("qkv"), st.sampled_from(SPECIAL)), max_size=3),
+    schedule=st.sampled_from(SCHEDULES),
+    seed=st.integers(0, 99),
+)
+def test_the_producer_splits_as_the_kernel_before_does(dims, strides, kv_lengths, specials, schedule, seed):
+    """To the bit, whatever the numbers are."""
+    sizes: dict[str, Any] = {
+        "seqlen_q": 150,
+        "seqlen_k": 150,
+        "batch": 2,
+        "num_heads": 4,
+        "num_heads_kv": 2,
+        "dtype": "float32",
+    }
+    case = ct.Case(**sizes, head_dim=dims[0], head_dim_v=dims[1], strides=strides, kv_lengths=kv_lengths, seed=seed)
+    problem, arrays = attention.inputs_of(case)
+    rng = np.random.default_rng(seed)
+    for name, number in specials:
+        arrays[name][tuple(rng.integers(arrays[name].shape))] = number
+    results = []
+    for few_readers in (0, 99):
+        with mock.patch("cuflash.planning.sm90.forward.FEW_READERS", few_readers):
+            plan = attention.plan_for(problem, "forward", arrays, "9.0", None)
+            assert [kernel.source for kernel in plan.kernels][-1] == "sm90/forward_fp32.cu"
+            assert len(plan.kernels) == (1 if few_readers else 2)
+            found = attention.forward(problem, arrays, arch="9.0", schedule=schedule)
+            results.append(bits(dict(zip(("out", "lse"), found, strict=True))))
+    assert results[0] == results[1]

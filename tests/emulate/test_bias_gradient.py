@@ -41,6 +41,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "dlse": True,
     },
     "wider": {"bias": (1, 150, 152), "bias_dtype": "input", "head_dim": 192, "head_dim_v": 16, "causal": "top_left"},
+    "float32": {"bias": (4, 150, 152), "mask": (2, 1, 1, 152), "dtype": "float32", "causal": True, "sinks": True},
+    "float32 of none": {"bias": (150, 152), "dtype": "float32", "dropout": 0.3, "softcap": 5.0, "head_dim_v": 64},
+    "float32 lengths": {"bias": (2, 1, 150, 152), "dtype": "float32", "kv_lengths": (100, 0), "head_dim": 33},
     "blocks": {"bias": (4, 150, 256), "seqlen_k": 256, "block_mask": (4,), "block_size": (128, 128)},
 }
 
@@ -80,7 +83,8 @@ def test_against_the_oracle(kind, schedule, num_sms, need, spread, seed):
     results, plan = run(case, need, num_sms, schedule=schedule)
     ct.assert_backward(case, **results)
     heads = int(np.prod(case.bias[:-2]))
-    summed, left = case.batch * case.num_heads // heads, heads * 4 % num_sms  # 2 x 2 tiles of 128 x 128 each
+    tiles = 6 if case.dtype == "float32" else 4  # of 128 x 64 each, or of 128 x 128
+    summed, left = case.batch * case.num_heads // heads, heads * tiles % num_sms
     if summed == 1 or left == 0:
         assert plan.run_time.score_splits == 1
     elif num_sms > 3 or left == 1:
@@ -88,8 +92,22 @@ def test_against_the_oracle(kind, schedule, num_sms, need, spread, seed):
         assert (f"of the last {left} tiles" in plan.reason) == (num_sms == 3)
 
 
+@FEW
+@given(num_sms=st.sampled_from((3, 132)), need=st.sampled_from((("dbias",), ("dk", "dbias"))), seed=st.integers(0, 99))
+def test_two_parts_of_float32(num_sms, need, seed):
+    """With the precision of TF32."""
+    case = case_of("float32", seed=seed)
+    problem, arrays = inputs_of(case, precision="tf32")
+    out, lse = forward_by_oracle(problem, arrays)
+    device = replace(DEVICE, num_sms=num_sms)
+    plan = attention.plan_for(problem, "backward", arrays | {"out": out}, device, None, need)
+    assert "sm90/backward_bias.cu" in {kernel.source for kernel in plan.kernels}
+    found = attention.backward(problem, arrays, out, lse, need=need, arch=device)
+    attention.assert_two_parts(problem, arrays, dict(zip(need, found, strict=True)))
+
+
 @pytest.mark.parametrize("num_sms", [3, 132])
-@pytest.mark.parametrize("kind", ["of none", "of all"])
+@pytest.mark.parametrize("kind", ["of none", "of all", "float32 of none"])
 def test_neither_schedule_nor_memory_change_a_bit(kind, num_sms):
     case = case_of(kind)
     first, _ = run(case, ("dbias",), num_sms)

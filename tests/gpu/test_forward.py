@@ -160,6 +160,23 @@ def test_both_kernels_of_float32(cupy, seqlen_q, head_dim, options):
         assert all(same_bits(x, y) for x, y in zip(first, again, strict=True))
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": (2, 1, 1, 700), "bias": (4, 300, 700)}], ids=str)
+@pytest.mark.parametrize("head_dim", [7, 20, 32])
+def test_float32_that_is_split_as_it_is_loaded(cupy, head_dim, options):
+    """Where few tiles of queries read the keys, of any strides and alignment."""
+    sizes: dict[str, Any] = {"seqlen_q": 300, "seqlen_k": 700, "batch": 2, "num_heads": 4, "num_heads_kv": 2}
+    case = ct.Case(**sizes, head_dim=head_dim, head_dim_v=24, dtype="float32", **options)
+    qkv, terms = arrays_of(cupy, case)
+    attn = cuflash.FlashAttention(**case.keywords)
+    first, shifted = attn.forward(*qkv, **terms), [off_by_one(cupy, x) for x in qkv]
+    if is_hopper(cupy):
+        assert [kernel.source for kernel in plan_of("forward", attn, *shifted, **terms).kernels] == [
+            "sm90/forward_fp32.cu"
+        ]
+    ct.assert_forward(case, *first)
+    assert all(same_bits(x, y) for x, y in zip(first, attn.forward(*shifted, **terms), strict=True))
+
+
 @given(case=addends.cases_of_float32())
 @settings(max_examples=20)
 def test_what_is_added_to_scores_of_float32(cupy, case):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cuflash.binding import PASSES
 from cuflash.operands import Operand
 from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.planning.sm90.forward import FEW_READERS, SPLIT_MAX_DIM
 from cuflash.planning.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BackwardFloat32Sm90Tile,
@@ -75,6 +76,27 @@ def test_pieces_lie_below_each_other():
     assert (v.shape, v.strides_bytes, v.rows) == ((40, 500, 2, 6), (80, 500 * 80, 2 * 500 * 80), tile.block_n)
     blocks = 2 * (4 * 3 + 2 * 2 * 4)  # of 128 rows
     assert [kernel.grid for kernel in plan.kernels] == [blocks, 2 * 4 * -(-300 // tile.block_m)]
+
+
+@given(
+    seqlen_q=st.integers(200, 3000),
+    group=st.sampled_from((1, 2, 4)),
+    dims=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    precise=st.booleans(),
+)
+def test_float32_is_split_by_the_kernel_that_multiplies_it_where_few_tiles_read_keys(seqlen_q, group, dims, precise):
+    """Then no parts go through memory, and TMA reads a bias alone."""
+    precision = "highest" if precise else "tf32"
+    problem = problem_of(seqlen_q, 1000, *dims, dtype="float32", heads=4, heads_kv=4 // group, precision=precision)
+    plan = choose_plan(problem, DeviceSpec.for_arch("9.0"))
+    (tile,) = plan.tiles
+    assert isinstance(tile, ForwardFloat32Sm90Tile)
+    few = precise and max(dims) <= SPLIT_MAX_DIM and group * -(-seqlen_q // tile.block_m) <= FEW_READERS
+    assert tile.splits_operands == few
+    before = [] if few else ["around/split_fp32.cu"]
+    assert [kernel.source for kernel in plan.kernels] == [*before, "sm90/forward_fp32.cu"]
+    assert len(plan.scratch) == len(plan.tensor_maps) == (0 if few else 3)
+    assert ("as they are loaded" in plan.reason) == few
 
 
 @pytest.mark.parametrize("pass_", PASSES)

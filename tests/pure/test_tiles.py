@@ -26,7 +26,9 @@ from cuflash.planning.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
     BACKWARD_TF32_SM90_TILES,
+    BIAS_FLOAT32_SM90_TILES,
     BIAS_SM90_TILES,
+    BIAS_TF32_SM90_TILES,
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TF32_SM90_TILES,
@@ -73,6 +75,8 @@ TABLES = {
     "dq": DQ_TILES,
     "scores": SCORES_TILES,
     "bias": BIAS_SM90_TILES,
+    "bias float32": BIAS_FLOAT32_SM90_TILES,
+    "bias tf32": BIAS_TF32_SM90_TILES,
 }
 
 
@@ -88,7 +92,8 @@ TABLES = {
         (BACKWARD_TILES[0], {"num_warps": 4, "warps_d": 1, "dq_warps_m": 4, "block_m": 32}, "whole fragments of dq"),
         (DQ_TILES[0], {"block_m": 72}, "whole fragments for every warp"),
         (SCORES_TILES[0], {"num_warps": 3}, "whole fragments for every warp"),
-        (BIAS_SM90_TILES[0], {"block_n": 64}, "128 queries for two consumers, and 128 keys"),
+        (BIAS_SM90_TILES[0], {"block_n": 96}, "128 queries for two consumers, and 64 or 128 keys"),
+        (BIAS_FLOAT32_SM90_TILES[0], {"bf16_parts": 4}, "one part, two or three"),
         (FORWARD_SM90_TILES[0], {"block_m": 64}, "64 queries for each of two to four consumers"),
         (FORWARD_SM90_TILES[0], {"block_m": 320}, "64 queries for each of two to four consumers"),
         (FORWARD_SM90_TILES[0], {"block_n": 72}, "a block_n that one product serves"),
@@ -150,17 +155,19 @@ def chosen_for_usual_problems(deterministic, need, precision):
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_every_row_is_chosen_somewhere(table):
-    precision = "tf32" if table in (FORWARD_TF32_SM90_TILES, BACKWARD_TF32_SM90_TILES) else "highest"
+    of_tf32 = (FORWARD_TF32_SM90_TILES, BACKWARD_TF32_SM90_TILES, BIAS_TF32_SM90_TILES)
+    precision = "tf32" if table in of_tf32 else "highest"
     h100 = DeviceSpec.for_arch("9.0")
     need = ("dscale",) if table is SCORES_TILES else DEFAULT_NEED
     chosen = set(chosen_for_usual_problems(table is DQ_TILES, need, precision))
     chosen |= set(choose_plan(blocks_of(1024), h100).tiles)
     for dim, dtype in itertools.product((64, 128, 192), ("bfloat16", "float32")):
-        tiles = choose_plan(biased(dim, dtype), h100).tiles
-        tiles += choose_plan(replace(biased(dim, "float32"), dtype="float32", precision=precision), h100).tiles
+        of_float32 = replace(biased(dim, "float32"), dtype="float32", precision=precision)
+        tiles = choose_plan(biased(dim, dtype), h100).tiles + choose_plan(of_float32, h100).tiles
         kinds = ForwardSm90Tile | ForwardFloat32Sm90Tile
         chosen |= {replace(tile, bias_of_pairs=0) for tile in tiles if isinstance(tile, kinds)}
-        chosen |= set(choose_plan(biased(dim, dtype), h100, "backward", need=("dbias",)).tiles)
+        for problem in (biased(dim, dtype), of_float32):
+            chosen |= set(choose_plan(problem, h100, "backward", need=("dbias",)).tiles)
     # A bias whose rows TMA cannot read is looked up; a mask of pairs where tiles are not of 64 keys.
     odd = Operand(shape=(2, 4, 1024, 1024), strides=(0, 0, 1025, 1), dtype="bfloat16", alignment=2)
     for dim in (64, 128, 192, 256):
@@ -191,6 +198,8 @@ def test_rows_are_of_their_types():
         "dq": DqTile,
         "scores": ScoresTile,
         "bias": BiasSm90Tile,
+        "bias float32": BiasSm90Tile,
+        "bias tf32": BiasSm90Tile,
     }
     for name, tiles in TABLES.items():
         assert all(type(tile) is kinds[name] for tile in tiles)

@@ -4,31 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from cuflash.operands import ITEMSIZE
 from cuflash.planning.draft import Draft
 from cuflash.planning.scores import add_stored
+from cuflash.planning.sm90.bf16_split import add_bf16_split, why_not_split
 from cuflash.planning.sm90.copies import add_copies
 from cuflash.planning.sm90.forward import why_not_16_bit
-from cuflash.planning.sm90.tiles import BIAS_SM90_TILES, BiasSm90Tile
+from cuflash.planning.sm90.tiles import (
+    BIAS_FLOAT32_SM90_TILES,
+    BIAS_SM90_TILES,
+    BIAS_TF32_SM90_TILES,
+    BiasSm90Tile,
+)
 from cuflash.planning.tiles import Tile, choose_row
+from cuflash.problem import Problem
 
 SOURCE = "sm90/backward_bias.cu"
-_MAPPED = ("q", "k", "v", "dout", "bias")
+_OPERANDS = ("q", "k", "v", "dout")
 _BOX = 64  # rows that TMA brings at once, where no other kernel of the pass says how many
+
+
+def table_of(problem: Problem) -> tuple[BiasSm90Tile, ...]:
+    """The rows for elements of this type."""
+    if problem.dtype != "float32":
+        return BIAS_SM90_TILES
+    return {"highest": BIAS_FLOAT32_SM90_TILES, "tf32": BIAS_TF32_SM90_TILES}[problem.precision]
 
 
 def choose_bias_tile(draft: Draft, main: Tile | None) -> BiasSm90Tile | None:
     """The tile of the kernel beside the main one whose row this is, if it has one; None where it does not serve."""
-    if draft.device.arch != 90 or ITEMSIZE[draft.problem.dtype] != 2:
+    problem, table = draft.problem, table_of(draft.problem)
+    if draft.device.arch != 90 or problem.dtype == "float64":
         return None
-    obstacle = why_not_16_bit(draft, _MAPPED[:-1], BIAS_SM90_TILES, copies=True)
+    is_float32 = problem.dtype == "float32"
+    obstacle = why_not_split(draft, table) if is_float32 else why_not_16_bit(draft, _OPERANDS, table, copies=True)
     if main is not None and not main.maps_bias:
         obstacle = "the main kernel does not load the bias by TMA"
     tile = None
     if obstacle is None:
-        rows = [row.configured(draft.problem) for row in BIAS_SM90_TILES]
+        rows = [row.configured(problem) for row in table]
         try:
-            tile, reason = choose_row(rows, draft.problem, draft.device)
+            tile, reason = choose_row(rows, problem, draft.device)
         except NotImplementedError:
             obstacle = "it serves a bias of pairs that TMA can read, and masks that hide keys or whole tiles"
     draft.reasons.append(reason if tile is not None else f"not {SOURCE.removesuffix('.cu')}: {obstacle}")
@@ -38,6 +53,9 @@ def choose_bias_tile(draft: Draft, main: Tile | None) -> BiasSm90Tile | None:
 def add_bias_gradient(draft: Draft, tile: BiasSm90Tile, main: Tile | None, stored: Collection[str]) -> None:
     """The kernel that makes it, after the main kernel, whose tensor maps it shares."""
     if main is None:
-        add_copies(draft, tile, _MAPPED[:-1])
-        draft.map_tensors(dict.fromkeys(_MAPPED, _BOX))
+        if tile.bf16_parts > 1:
+            add_bf16_split(draft, tile, _OPERANDS)
+        else:
+            add_copies(draft, tile, _OPERANDS)
+        draft.map_tensors(dict.fromkeys((*_OPERANDS, "bias"), _BOX))
     add_stored(draft, tile, SOURCE, stored, persistent=True, CUFLASH_BOX_KEYS=_BOX if main is None else main.block_n)

@@ -6,7 +6,7 @@ from cuflash.binding import Pass
 from cuflash.planning.draft import Draft
 from cuflash.planning.sm90.copies import add_copying_kernel
 from cuflash.planning.sm90.scored import bias_by
-from cuflash.planning.sm90.tiles import BackwardFloat32Sm90Tile, ForwardFloat32Sm90Tile
+from cuflash.planning.sm90.tiles import BackwardFloat32Sm90Tile, BiasSm90Tile, ForwardFloat32Sm90Tile
 from cuflash.planning.tiles import Tile
 
 # The fewest pairs of a query and a key, for each row that is split, for which splitting pays. On an H200 it catches up
@@ -46,13 +46,23 @@ def tell_of_bias(draft: Draft, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm9
 
 
 def add_bf16_split(
-    draft: Draft, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile, names: tuple[str, ...]
+    draft: Draft, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile | BiasSm90Tile, names: tuple[str, ...]
 ) -> None:
     """Add the kernel that splits these float32 arrays into scratch arrays of bfloat16, in place of which maps are."""
     add_copying_kernel(draft, tile, "around/split_fp32.cu", names, "bfloat16", tile.bf16_parts)
+    tell_of_parts(draft, tile, names)
+
+
+def tell_of_parts(
+    draft: Draft,
+    tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile | BiasSm90Tile,
+    names: tuple[str, ...],
+    when: str = "",
+) -> None:
+    """Say which arrays are split into how many parts, and what comes of that."""
     listed = ", ".join(names[:-1]) + " and " + names[-1]
     draft.reasons.append(
-        f"{listed} are split into {tile.bf16_parts} parts of bfloat16: "
+        f"{listed} are split into {tile.bf16_parts} parts of bfloat16{when}: "
         + (
             "the six largest products of parts count"
             if tile.bf16_parts == 3

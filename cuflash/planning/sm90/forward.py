@@ -7,7 +7,7 @@ import math
 from cuflash.operands import ITEMSIZE
 from cuflash.planning.draft import CAUSAL_HEAD_SECTION, Draft, check_blocks
 from cuflash.planning.families import ForwardFamily
-from cuflash.planning.sm90.bf16_split import add_bf16_split, tell_of_bias, why_not_split
+from cuflash.planning.sm90.bf16_split import add_bf16_split, tell_of_bias, tell_of_parts, why_not_split
 from cuflash.planning.sm90.copies import add_copies, why_not_copied
 from cuflash.planning.sm90.mask_bits import add_mask_bits
 from cuflash.planning.sm90.scored import ScoredTile
@@ -33,6 +33,13 @@ MOST_ENTRIES_TOGETHER = 8  # batch entries that share a bias and are neighbours 
 # To have a tile alone, and not a pair of them, costs 2 % (691 and 675 TFLOP/s on an H100). Up to so many blocks to a
 # resident one, by arithmetic, it gains more that the last ones end half a pair sooner.
 APART_WAVES = 16
+# Up to so many tiles of queries that read the same keys, blocks split float32 of up to so many columns themselves. On
+# an H100 they take 449 us where a kernel before takes 196 and the products after it 426 (head_dim 32, 3 tiles), and 417
+# us in place of 89 and 357 (8 tiles), but 779 in place of 90 and 678 (16 tiles). With head_dim 64 the same tiles have
+# twice as much to split: 1203 us in place of 360 and 716 (4 tiles), 601 in place of 94 and 281 (8 tiles). The tiles of
+# two parts have more keys, and no registers for it.
+FEW_READERS, SPLIT_MAX_DIM = 8, 32
+_SPLIT = ("q", "k", "v")  # of float32
 MAPPED = ("q", "k", "v", "out")  # arrays that are left to TMA
 
 
@@ -73,10 +80,18 @@ class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
 
     def draft(self, draft: Draft, tile: ForwardFloat32Sm90Tile) -> None:
         tile = tile.loading_bias(draft.problem, draft.device)
+        readers = draft.problem.group_size * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
+        is_narrow = max(draft.problem.head_dim, draft.problem.head_dim_v) <= SPLIT_MAX_DIM
+        has_registers = tile.block_m == 128 and tile.bf16_parts == 3
+        tile = tile.changed(splits_operands=readers <= FEW_READERS and is_narrow and has_registers)
         draft.tiles = (tile,)
         draft.add_lists(tile, "key_lists")
-        add_bf16_split(draft, tile, ("q", "k", "v"))
-        boxes = {"q": tile.block_m, "k": tile.block_n, "v": tile.block_n}
+        boxes: dict[str, int] = {}
+        if tile.splits_operands:
+            tell_of_parts(draft, tile, _SPLIT, " as they are loaded")
+        else:
+            add_bf16_split(draft, tile, _SPLIT)
+            boxes = {"q": tile.block_m, "k": tile.block_n, "v": tile.block_n}
         draft.map_tensors(boxes | ({"bias": tile.block_m} if tile.bias_of_pairs else {}))
         tell_of_bias(draft, tile)
         _add_persistent(draft, tile, self.source, batch_first=_shares_bias(draft.problem, tile))

@@ -148,10 +148,11 @@ class ForwardFloat32Sm90Tile(ScoredTile):
     num_stages: int
     ping_pong: bool  # consumers issue products one after another
     bf16_parts: int = 3  # that a float32 is split into; two are for TF32's precision
+    splits_operands: bool = False  # the producer does, and not a kernel before
     serves: Literal["any", "bias"] = "any"
     origin: str = field(compare=False)
 
-    defined = ("ping_pong", "bf16_parts")
+    defined = ("ping_pong", "bf16_parts", "splits_operands")
     variations: ClassVar = {
         "block_m": (128, 192),
         "block_n": WGMMA_COLUMNS,
@@ -362,27 +363,34 @@ class BiasSm90Tile(ScoredTile):
     bias_of_pairs: int  # bytes of an element of the bias that it serves
     num_stages: int  # tiles of operands of a product
     bias_stages: int  # tiles of bias
+    bf16_parts: int = 1  # that an element is split into: of float32 three, or two for TF32's precision
     origin: str = field(compare=False)
 
     role = "bias"
-    defined = ("bias_stages",)
+    defined = ("bias_stages", "bf16_parts")
     variations: ClassVar = {"num_stages": (2, 3, 4), "bias_stages": (1, 2)}
 
-    element_bytes = 2
     num_warps = 12  # those of two consumers and of the producer
     dim_multiple = 16
     min_blocks = 1
     fragments_ahead = 0
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
-        return ((self.block_m == 128 and self.block_n == 128, "128 queries for two consumers, and 128 keys"),)
+        return (
+            (self.block_m == 128 and self.block_n in (64, 128), "128 queries for two consumers, and 64 or 128 keys"),
+            (self.bf16_parts in (1, 2, 3), "one part, two or three"),
+        )
+
+    @property
+    def element_bytes(self) -> int:
+        return 2 if self.bf16_parts == 1 else 4
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         operands = chunked_bytes(self.block_m, max(dim, dim_v)) + chunked_bytes(self.block_n, max(dim, dim_v))
         numbers = 4 * self.block_n * self.key_numbers
         bias = bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)
         barriers = 16 * (self.num_stages + self.bias_stages)
-        return self.num_stages * (operands + numbers) + self.bias_stages * bias + barriers
+        return self.num_stages * (self.bf16_parts * operands + numbers) + self.bias_stages * bias + barriers
 
     def configured(self, problem: Problem) -> BiasSm90Tile:
         """The tile as it sees the mask of a problem."""
@@ -414,7 +422,7 @@ class BackwardFloat32Sm90Tile(ScoredTile):
 
     element_bytes = 4
     num_warps = 16  # those of dv, of dk, of dq and of the producers
-    dim_multiple = 64
+    dim_multiple = 16
     min_blocks = 1
     fragments_ahead = 0
 
@@ -428,9 +436,14 @@ class BackwardFloat32Sm90Tile(ScoredTile):
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         tile = self.bf16_parts * (chunked_bytes(64, dim) + chunked_bytes(64, dim_v))
         buffers = self.num_buffers * self.bf16_parts * chunked_bytes(64, CHUNK)
-        barriers = 8 * (2 + 2 * self.num_stages * (dim + dim_v) // CHUNK + 3 * self.num_buffers)
+        chunks = -(-dim // CHUNK) - (-dim_v // CHUNK)
+        barriers = 8 * (2 + 2 * self.num_stages * chunks + 3 * self.num_buffers)
         queries = self.block_m * 8 + bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)
         return (self.num_stages + 1) * tile + buffers + self.num_stages * queries + barriers
+
+    @property
+    def maps_bias(self) -> bool:
+        return self.bias_of_pairs > 0
 
 
 _forward_sm90 = maker(ForwardSm90Tile, "max_dim block_m block_n num_stages ping_pong q_stages serves origin")
@@ -557,6 +570,15 @@ BIAS_SM90_TILES = (
     _bias_sm90(128, 4, 2, 1, ARITHMETIC),
     _bias_sm90(192, 2, 2, 1, ARITHMETIC),
 )
+
+# Of float32, tiles of 64 keys: the parts of larger ones leave no room for two stages.
+BIAS_FLOAT32_SM90_TILES = (
+    _bias_sm90(64, 4, 2, 1,
+               "on an H100 0.81 ms beside 1.42 for the other gradients, sm80/backward_scores 2.53 (batch 384, 4 heads, "
+               "384 rows of 384, head_dim 32); 0.89 and 2.80 (256, 4, 512, head_dim 64)",
+               block_n=64, bf16_parts=3),
+)
+BIAS_TF32_SM90_TILES = (_bias_sm90(64, 4, 3, 1, ARITHMETIC, block_n=64, bf16_parts=2),)
 
 # Tiles of 64 keys and 64 queries; the products of parts count as one.
 BACKWARD_FLOAT32_SM90_TILES = (

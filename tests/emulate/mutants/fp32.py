@@ -4,11 +4,16 @@ in the kernels that multiply its parts."""
 from tests.emulate.mutants.planting import mutant
 
 COPIES = "common/copies.cuh"
+COLUMNS = "common/columns.cuh"
 COPY_ROWS = "around/copy_rows.cu"
+SPLIT_FP32 = "around/split_fp32.cu"
+SPLIT_COLUMNS = "common/split_columns.cuh"
 TILES = "sm90/tiles.cuh"
 FORWARD = "sm90/forward.cu"
 BACKWARD = "sm90/backward.cu"
 BF16_SPLIT = "common/bf16_split.cuh"
+PART_PRODUCTS = "common/part_products.cuh"
+SPLIT_TILE = "sm90/split_tile.cuh"
 BACKWARD_FP32 = "sm90/backward_fp32.cu"
 FORWARD_FP32 = "sm90/forward_fp32.cu"
 OPERANDS = "common/operands.cuh"
@@ -25,11 +30,15 @@ MUTANTS = (
            "float32 sm90"),
     mutant("rows are as wide as the head dimension", COPIES, "(i64)row * kWidth + column",
            "(i64)row * columns + column", "float32 sm90 narrow", "sm90 narrow"),
-    mutant("columns past the last one are read", COPIES,
+    mutant("columns past the last one are read", COLUMNS,
            "column + i + j < columns ? row[column + i + j] : Storage(0);", "row[column + i + j];",
            "float32 sm90 narrow"),
     mutant("a block for an array that is not copied", COPIES, "if (!(kCopied & bit)) return false;", "",
            "sm90 narrow values"),
+    # ---- around/split_fp32.cu, common/split_columns.cuh
+    mutant("parts of float32 over each other", SPLIT_FP32, "(place + part * part_stride)", "(place)", "float32 sm90"),
+    mutant("parts of all pairs in the place of one", SPLIT_COLUMNS, "parts[part].word[pair] = word[part];",
+           "parts[part].word[0] = word[part];", "float32 sm90"),
     # ---- around/copy_rows.cu
     mutant("the second of two columns is that of the next pair", COPY_ROWS, "x[2 * pair + 1] << 16",
            "x[(2 * pair + 3) % 8] << 16", "sm90 narrow", "sm90 narrow backward"),
@@ -40,13 +49,14 @@ MUTANTS = (
            "sm90 narrow"),
     mutant("rows of other keys are stored", BACKWARD, "min_of(at_least_zero(rows), 64), thread);",
            "at_least_zero(rows), thread);", "sm90 narrow backward"),
-    # ---- common/bf16_split.cuh
-    mutant("a middle part is forgotten", BF16_SPLIT, "{kMiddle, kMiddle}, ", "{kLow, kMiddle}, ", "float32 sm90"),
-    mutant("a low part is forgotten", BF16_SPLIT, "{kLow, kHigh}, ", "{kLow, kLow}, ", "float32 sm90"),
-    mutant("a middle part of two is forgotten", BF16_SPLIT, "{{kHigh, kMiddle}, {kMiddle, kHigh}, ",
+    # ---- common/part_products.cuh
+    mutant("a middle part is forgotten", PART_PRODUCTS, "{kMiddle, kMiddle}, ", "{kLow, kMiddle}, ", "float32 sm90"),
+    mutant("a low part is forgotten", PART_PRODUCTS, "{kLow, kHigh}, ", "{kLow, kLow}, ", "float32 sm90"),
+    mutant("a middle part of two is forgotten", PART_PRODUCTS, "{{kHigh, kMiddle}, {kMiddle, kHigh}, ",
            "{{kHigh, kMiddle}, {kMiddle, kMiddle}, ", "float32 sm90 two parts", "backward two parts"),
-    mutant("the largest product of two parts is forgotten", BF16_SPLIT, "kBf16Parts * (kBf16Parts + 1) / 2;",
+    mutant("the largest product of two parts is forgotten", PART_PRODUCTS, "kBf16Parts * (kBf16Parts + 1) / 2;",
            "kBf16Parts == 2 ? 2 : 6;", "float32 sm90 two parts", "backward two parts"),
+    # ---- common/bf16_split.cuh
     mutant("the last of two parts is split like the first of three", BF16_SPLIT, "if constexpr (kBf16Parts == 3) {",
            "if constexpr (true) {", "float32 sm90 two parts", "backward two parts"),
     mutant("the second of a pair keeps bits of the first", BF16_SPLIT, "y -= ptx::float_of(part[i] & 0xffff0000u);",
@@ -85,11 +95,11 @@ MUTANTS = (
     mutant("dQ of parts before dS' is there", BACKWARD_FP32, "    shared.handed.ds_full(buffer).wait(buffer.parity);\n",
            "", "backward parts"),
     mutant("a buffer is given back before dQ is computed", BACKWARD_FP32, "      wait_for<0>(dq);\n"
-           "      if (first == kDim - kDqColumns && thread == 0) shared.handed.ds_empty(buffer).arrive();\n",
-           "      if (first == kDim - kDqColumns && thread == 0) shared.handed.ds_empty(buffer).arrive();\n"
+           "      if (c == kChunks - 1 && thread == 0) shared.handed.ds_empty(buffer).arrive();\n",
+           "      if (c == kChunks - 1 && thread == 0) shared.handed.ds_empty(buffer).arrive();\n"
            "      wait_for<0>(dq);\n", "backward parts"),
-    mutant("a chunk is given back with the one before it", BACKWARD_FP32, "wait_for<chunks - 1 - c>(sum[c]);",
-           "wait_for<chunks - 1>(sum[c]);", "backward parts"),
+    mutant("a chunk is given back with the one before it", BACKWARD_FP32, "wait_for<kCount - 1 - c>(",
+           "wait_for<kCount - 1>(", "backward parts"),
     mutant("dO is given back by one of two", BACKWARD_FP32, "shared.do_ring.barriers.init(2);",
            "shared.do_ring.barriers.init(1);", "backward parts"),
     mutant("dK takes Q before it is there", BACKWARD_FP32,
@@ -106,9 +116,9 @@ MUTANTS = (
            "p[n][i];", "backward parts terms"),
     mutant("infinities among small numbers", BACKWARD_FP32, "if (rests - rests != 0.0f) {", "if (false) {",
            "backward parts", escapes="no infinity is in it; tests/emulate/test_backward_float32.py has some"),
-    mutant("slices of dQ at the same place", BACKWARD_FP32, "accumulator + (first / 8 + n) * 128 * 4",
+    mutant("chunks of dQ at the same place", BACKWARD_FP32, "accumulator + (c * kChunkTiles + n) * 128 * 4",
            "accumulator + n * 128 * 4", "backward parts"),
-    mutant("slices of dQ of the same columns", BACKWARD_FP32, "keys + first / kChunk * (kBytesChunk / 16);", "keys;",
+    mutant("chunks of dQ of the same columns", BACKWARD_FP32, "keys + c * (kBytesChunk / 16);", "keys;",
            "backward parts"),
     mutant("dK is not scaled", BACKWARD_FP32, "thread, dk, common.scale);", "thread, dk, 1.0f);", "backward parts"),
     mutant("keys past the last one are stored", BACKWARD_FP32, "    if (key >= params.seqlen_k) continue;\n", "",
@@ -138,15 +148,12 @@ MUTANTS = (
            "tile.work.head,\n                                   batch);", "float32 sm90"),
     mutant("the producer of float32 does not wait for the last S", FORWARD_FP32,
            "      shared.q_ring.empty(query).wait(query.parity ^ 1);\n", "", "float32 sm90"),
-    mutant("the producer of float32 does not wait for S", FORWARD_FP32,
-           "        shared.k_ring.empty(at).wait(at.parity ^ 1);\n", "", "float32 sm90"),
-    mutant("the producer of float32 does not wait for O", FORWARD_FP32,
-           "        shared.v_ring.empty(at).wait(at.parity ^ 1);\n", "", "float32 sm90"),
-    mutant("a whole tile of K is announced with a part", FORWARD_FP32, "arrive_expect(kPartK);",
-           "arrive_expect(kBytesK);", "float32 sm90"),
-    mutant("the parts of V arrive the other way round", FORWARD_FP32,
-           "shared.v_ring.full(at), first_key, head,\n                                    part_at(n)",
-           "shared.v_ring.full(at), first_key, head,\n                                    n", "float32 sm90"),
+    mutant("the producer of float32 does not wait for products", FORWARD_FP32,
+           "          ring.empty(at).wait(at.parity ^ 1);\n", "", "float32 sm90"),
+    mutant("a whole tile is announced with a part", FORWARD_FP32, "arrive_expect(kPart);",
+           "arrive_expect(kBf16Parts * kPart);", "float32 sm90"),
+    mutant("parts arrive the other way round", FORWARD_FP32, "part_at(n) * all_batch + batch);",
+           "n * all_batch + batch);", "float32 sm90"),
     mutant("queries of float32 without keys get no Q", FORWARD_FP32,
            "    if (tile.keys.start == tile.keys.stop) load_q();\n", "", "float32 sm90 no keys"),
     mutant("S of float32 without a wait for K", FORWARD_FP32, "    shared.k_ring.full(at).wait(at.parity);\n", "",
@@ -183,16 +190,53 @@ MUTANTS = (
            "      issue_s(s[0], s_q, shared, key);\n", "float32 sm90"),
     mutant("parts of P in the place of others", FORWARD_FP32, "p[k][part][i] = word[part];",
            "p[k][part][i] = word[kBf16Parts - 1 - part];", "float32 sm90"),
-    mutant("addends of float32 without a wait", FORWARD_FP32, "      addends.wait();\n      if (", "      if (",
+    mutant("addends of float32 without a wait", FORWARD_FP32, "      addends.wait();\n      const", "      const",
            "float32 sm90 bias"),
     mutant("the producer of a bias of float32 does not wait for scores", FORWARD_FP32,
-           "        shared.addend_ring.empty(addend).wait(addend.parity ^ 1);\n", "", "float32 sm90 bias"),
+           "        shared.addend_ring.empty(addend).wait(addend.parity ^ 1);\n        full", "        full",
+           "float32 sm90 bias"),
     mutant("addends that a consumer of float32 skips are not given back", FORWARD_FP32,
            "      addends.wait();\n      addends.release();\n", "", "float32 sm90 bias window"),
-    mutant("a bias of float32 and no numbers of keys", FORWARD_FP32, "kBiasOfPairs + kHasKeyNumbers", "1",
-           "float32 sm90 bias window"),
-    mutant("a bias of float32 by the key/value head", FORWARD_FP32, "first_key, tile.work.head, batch);",
-           "first_key, head, batch);", "float32 sm90 bias"),
+    mutant("a bias of float32 and no numbers of keys", FORWARD_FP32,
+           "kBiasOfPairs + (kHasKeyNumbers ? kProducers : 0)", "1", "float32 sm90 bias window"),
+    mutant("a bias of float32 by the key/value head", FORWARD_FP32,
+           "first_key, tile.work.head,\n                  batch);", "first_key, head, batch);", "float32 sm90 bias"),
+    mutant("the producer that splits does not wait for products", FORWARD_FP32,
+           "    for (int n = 0; n < kBf16Parts; ++n) ring.empty(place_of(key, n)).wait(key.parity ^ 1);\n", "",
+           "float32 splits"),
+    mutant("the producer that splits does not wait for the last S", FORWARD_FP32,
+           "    shared.q_ring.empty(query).wait(query.parity ^ 1);\n    q.finish", "    q.finish",
+           "float32 sm90 splits"),
+    mutant("the producer that splits does not wait for scores", FORWARD_FP32,
+           "    shared.addend_ring.empty(addend).wait(addend.parity ^ 1);\n    if", "    if", "float32 sm90 splits"),
+    mutant("split keys are announced without a fence", FORWARD_FP32,
+           "    ptx::fence_async_proxy();\n    for (int n", "    for (int n", "float32 sm90 splits"),
+    mutant("split queries are announced without a fence", FORWARD_FP32,
+           "    ptx::fence_async_proxy();\n    arrive", "    arrive", "float32 sm90 splits"),
+    mutant("split parts come from the highest to the lowest", FORWARD_FP32,
+           "rows.finish(parts + place_of(key, kBf16Parts - 1).stage * part_bytes, 0 - part_bytes);",
+           "rows.finish(parts + place_of(key, 0).stage * part_bytes, part_bytes);", "float32 sm90 splits"),
+    mutant("keys that are split next are those of this tile", FORWARD_FP32, "begin(k, common.k, tile, n_block - 1);",
+           "begin(k, common.k, tile, n_block);", "float32 sm90 splits"),
+    mutant("the first keys of the next queries are not asked for", FORWARD_FP32,
+           "      walk.advance();\n      if (walk.more()) begin_first(QueryTile(common, walk.work(common)));\n",
+           "      walk.advance();\n", "float32 sm90 splits"),
+    mutant("keys that are split are those of the query head", FORWARD_FP32,
+           "head_of(tensor, tile.work.batch, tile.head_kv)", "head_of(tensor, tile.work.batch, tile.work.head)",
+           "float32 sm90 splits"),
+    # ---- sm90/split_tile.cuh
+    mutant("rows behind the last one are split", SPLIT_TILE, "row < num_rows && column < columns", "column < columns",
+           "float32 sm90 splits"),
+    mutant("padding is split", SPLIT_TILE, "row < num_rows && column < columns", "row < num_rows",
+           "float32 sm90 splits"),
+    mutant("all parts are one", SPLIT_TILE, "store_shared_b128(place + part * part_stride,",
+           "store_shared_b128(place,", "float32 sm90 splits"),
+    mutant("no swizzle of split tiles", SPLIT_TILE, "(column * 2 ^ row % 8 * 16)", "(column * 2)",
+           "float32 sm90 splits"),
+    mutant("vectors of other threads are split too", SPLIT_TILE, "i * 128 + (int)thread < rows * kVectors;", "true;",
+           "float32 sm90 splits"),
+    mutant("what is not finite is split as if it were", SPLIT_TILE, "if (rests - rests == 0.0f) return;", "return;",
+           "float32 sm90 splits", escapes="all is finite; tests/emulate/test_bf16_split.py has numbers that are not"),
     mutant("a bias of float32 of the first queries for all", FORWARD_FP32,
            "shared.bias + warp_index() * 16 * kLineBytes", "shared.bias", "float32 sm90 bias"),
     mutant("rows of float32 past the last one are stored", FORWARD_FP32, "    if (row >= common.seqlen_q) break;\n",

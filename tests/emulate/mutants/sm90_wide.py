@@ -13,8 +13,8 @@ BACKWARD = "sm90/backward_wide.cu"
 MUTANTS = (
     mutant("a box is read before it is there", RING,
            "    shared.ring.full(box.stage, reader).wait(parities >> box.stage & 1);\n", "", "wide"),
-    mutant("a box goes before the values in it are read", RING, "init((1 + kVInK) * kClusterBlocks);",
-           "init(kClusterBlocks);", "few wide v in k"),
+    mutant("a box goes before the values in it are read", RING, "init((1 + kVInK) * kRowBlocks);",
+           "init(kRowBlocks);", "few wide v in k"),
     mutant("a box without values is given back once", RING,
            "      if (kVInK && i >= kSumChunks) boxes.release(box_of(i));", "", "few wide v in k"),
     mutant("boxes with values are in the order of those of scores and sums", RING, "(kVInK || is_first ? i : place",

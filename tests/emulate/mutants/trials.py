@@ -107,9 +107,7 @@ _SPLIT_ROLES = replace(_BACKWARD_SM90, block_n=64, schedule="kSplitRoles")
 _BACKWARD_PARTS = (
     BackwardFloat32Sm90Tile(max_dim=128, num_stages=1, num_buffers=1, dq_late=True, origin="of a trial"),
 )
-_BACKWARD_PARTS_RING = (
-    BackwardFloat32Sm90Tile(max_dim=64, num_stages=2, num_buffers=2, dq_late=False, origin="of a trial"),
-)
+_BACKWARD_PARTS_RING = (replace(_BACKWARD_PARTS[0], max_dim=64, num_stages=2, num_buffers=2, dq_late=False),)
 _DECODE_TILES = (DecodeSm90Tile(max_dim=128, block_n=32, num_stages=2, min_blocks=1, origin="of a trial"),)
 _LONG_DECODE_TILES = (replace(_DECODE_TILES[0], block_n=64),)
 _DQ = DqTile(max_dim=128, block_m=64, block_n=32, num_warps=4, min_blocks=1, origin="of a trial")
@@ -125,7 +123,8 @@ _TOP_LEFT = replace(_GROUPED, seqlen_q=300, seqlen_k=100, num_heads=2, num_heads
 # A bias that tiles are loaded of; one whose elements are wide; and numbers of keys.
 _BIAS = replace(_GROUPED, seqlen_q=230, seqlen_k=168, head_dim_v=72, bias=(1, 4, 230, 168), bias_dtype="input")
 _WIDE_BIAS = replace(_BIAS, seqlen_k=132, bias=(2, 1, 230, 132), bias_dtype="softmax")
-_BIAS_FLOAT32 = replace(_WIDE_BIAS, dtype="float32", bias=(1, 4, 230, 132), mask=(2, 1, 1, 132))
+_BIAS_FLOAT32 = replace(_WIDE_BIAS, dtype="float32", bias=(4, 230, 132), mask=(2, 1, 1, 132), head_dim=40, head_dim_v=9)
+_PLAIN_FLOAT32 = replace(_BIAS_FLOAT32, bias=None, mask=None, head_dim=24)
 _NUMBERS = replace(_GROUPED, seqlen_k=177, bias=(2, 1, 1, 177), mask=(1, 4, 1, 177))
 _DECODE = ct.Case(
     seqlen_q=5, seqlen_k=300, batch=2, num_heads=8, num_heads_kv=2, head_dim=72, head_dim_v=40, dtype="float16"
@@ -271,6 +270,8 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
         case=replace(_SMALL, dtype="float32", seqlen_q=300, seqlen_k=5, causal=True), tiles=_float32_sm90(), num_sms=1
     ),
     "float32 sm90 bias": Trial(case=_BIAS_FLOAT32, tiles=_float32_sm90(), num_sms=1),
+    "float32 sm90 splits": Trial(case=replace(_BIAS_FLOAT32, head_dim=24), tiles=_float32_sm90(), num_sms=1),
+    "float32 splits": Trial(case=_PLAIN_FLOAT32, tiles=_float32_sm90(), num_sms=1),
     "float32 sm90 bias window": Trial(case=replace(_BIAS_FLOAT32, window=(20, 30)), tiles=_float32_sm90(), num_sms=1),
     # Few queries: the keys of a head shared by blocks, or left to one.
     "decode": Trial(case=replace(_DECODE, causal=True), tiles=_DECODE_TILES),

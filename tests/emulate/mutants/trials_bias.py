@@ -22,13 +22,23 @@ _CASE = ct.Case(
     seed=1,
 )
 _OF_ALL = replace(_CASE, bias=(230, 168))
-_TRIAL: dict[str, Any] = {
-    "tiles": (BiasSm90Tile(max_dim=128, bias_of_pairs=2, num_stages=3, bias_stages=1, origin="of a trial"),),
-    "need": ("dbias",),
-}
+_FLOAT32 = replace(
+    _CASE,
+    dtype="float32",
+    seqlen_k=132,
+    head_dim=40,
+    head_dim_v=9,
+    bias=(4, 230, 132),
+    mask=(2, 1, 1, 132),
+    dropout=0.0,
+)
+_TILE = BiasSm90Tile(max_dim=128, bias_of_pairs=2, num_stages=3, bias_stages=1, origin="of a trial")
+_FLOAT32_TILE = replace(_TILE, block_n=64, bias_of_pairs=4, num_stages=2, bf16_parts=3)
+_TRIAL: dict[str, Any] = {"tiles": (_TILE,), "need": ("dbias",)}
 
 TRIALS = {
     "dbias sm90": Trial(case=_CASE, num_sms=5, **_TRIAL),
     "dbias sm90 shared": Trial(case=replace(_OF_ALL, mask=None, causal=True), **_TRIAL),
     "dbias sm90 rest": Trial(case=_OF_ALL, num_sms=3, **_TRIAL),
+    "dbias float32": Trial(case=_FLOAT32, tiles=(_FLOAT32_TILE,), need=("dbias",), num_sms=5),
 }

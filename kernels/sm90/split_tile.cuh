@@ -1,0 +1,80 @@
+// A tile of float32 that a warpgroup brings from global memory and splits, so that wgmma finds its bfloat16 parts in
+// shared memory as TMA would have brought them.
+#pragma once
+#include "common/columns.cuh"
+#include "common/config.cuh"
+#include "common/part_products.cuh"
+#include "common/split_columns.cuh"
+#include "sm90/tiles.cuh"
+
+// `rows` rows of a head with `columns` columns, at most 32: vectors of eight columns, `kSlice` of a thread on their way
+// at once. `begin` asks for the first ones, so that other work hides the way of these.
+template <int rows, int columns>
+struct SplitTile {
+  static constexpr int kVectors = round_up(columns, CUFLASH_DIM_MULTIPLE) / 8;  // of a row
+  static constexpr int kCount = ceil_div(rows * kVectors, 128), kSlice = min_of(kCount, 4);
+
+  u32 thread;
+  const float* first;  // row of the head
+  i64 row_stride;
+  int num_rows;  // of the tile that are there; the others are zeros
+  float x[kSlice][8];
+
+  CUFLASH_DEVICE explicit SplitTile(u32 thread_) : thread(thread_) {}
+
+  CUFLASH_DEVICE void begin(const float* head, i64 stride, int first_row, int row_stop) {
+    first = head + first_row * stride, row_stride = stride, num_rows = row_stop - first_row;
+    load(0);
+  }
+  // Writes part `i` to the tile at `tile` + i `part_stride`.
+  CUFLASH_DEVICE void finish(u32 tile, u32 part_stride) {
+    float rests = 0.0f;
+#pragma unroll 1
+    for (int from = 0; from < kCount; from += kSlice) {
+      if (from > 0) load(from);
+#pragma unroll
+      for (int i = 0; i < kSlice; ++i) {
+        if (!has(from + i)) continue;
+        Bytes16 parts[kBf16Parts];
+        rests += split_columns(x[i], parts, bf16_split_small);
+        store(from + i, parts, tile, part_stride);
+      }
+    }
+    if (rests - rests == 0.0f) return;
+    // Some are not finite, which is rare: all of them again, with few registers.
+#pragma unroll 1
+    for (int i = 0; has(i); ++i) {
+      load_vector(i, x[0]);
+      Bytes16 parts[kBf16Parts];
+      split_columns(x[0], parts);
+      store(i, parts, tile, part_stride);
+    }
+  }
+
+ private:
+  CUFLASH_DEVICE bool has(int i) const { return i * 128 + (int)thread < rows * kVectors; }
+  // Eight neighbouring lanes write vectors of rows that are so far apart that they meet in no bank: the swizzle tells
+  // eight rows apart.
+  CUFLASH_DEVICE int row_of(int i) const {
+    const int row = (i * 128 + thread) / kVectors, of_eight = row % 8;
+    return row - of_eight + of_eight * kVectors % 8 + of_eight * kVectors / 8;
+  }
+  CUFLASH_DEVICE int column_of(int i) const { return (i * 128 + thread) % kVectors * 8; }
+  CUFLASH_DEVICE void load(int from) {
+#pragma unroll
+    for (int i = 0; i < kSlice; ++i)
+      if (has(from + i)) load_vector(from + i, x[i]);
+  }
+  CUFLASH_DEVICE void load_vector(int i, float (&vector)[8]) const {
+#pragma unroll
+    for (float& value : vector) value = 0.0f;
+    const int row = row_of(i), column = column_of(i);
+    if (row < num_rows && column < columns) load_columns<columns>(first + row * row_stride, column, vector);
+  }
+  CUFLASH_DEVICE void store(int i, const Bytes16 (&parts)[kBf16Parts], u32 tile, u32 part_stride) const {
+    const int row = row_of(i), column = column_of(i);
+    const u32 place = tile + row * kLineBytes + (column * 2 ^ row % 8 * 16);
+#pragma unroll
+    for (int part = 0; part < kBf16Parts; ++part) ptx::store_shared_b128(place + part * part_stride, parts[part]);
+  }
+};
