@@ -142,7 +142,7 @@ def test_sums_by_keys(dim, name, deterministic):
     ("options", "ceiling"),
     [
         ({}, 0),
-        ({"causal": True, "mask": (1, 128)}, 40),
+        ({"causal": True, "mask": (1, 128)}, 44),
         ({"softcap": 5.0}, 8),
         ({"causal": True, "mask": (1, 128), "softcap": 5.0, "dropout": 0.1, "alibi_slopes": (1,)}, 112),
     ],
