@@ -130,6 +130,7 @@ SPILLS_OF_ADDENDS = SPILLS | {
     ("sm90/forward_fp32.cu", 4, 128, "128x64", 1): 16,
     ("sm90/forward_fp32.cu", 4, 128, "128x112", 1): 40,
     ("sm90/backward.cu", 2, 256, "64x64", 1): 80,
+    ("sm90/backward_wide.cu", 2, 1024, "64x64", 1): 8,
 }
 # With pages, whose rows are looked up one by one.
 SPILLS_OF_PAGES = SPILLS_OF_OPTIONS | {
@@ -151,6 +152,7 @@ SPILLS_OF_FLOAT8 = {
     ("sm90/decode_float8.cu", 2, 256, "64x128", 1): 8,
 }
 SPILLS_OF_DROPOUT = SPILLS | {
+    **{("sm90/backward_wide.cu", 2, dim, "64x64", 1): 4 for dim in (640, 768, 896, 1024)},
     ("sm80/forward.cu", 2, 64, "128x64", 3): 160,
     ("sm80/forward.cu", 4, 64, "128x32", 2): 96,
     ("sm80/forward.cu", 8, 64, "128x48", 1): 64,
