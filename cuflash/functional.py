@@ -11,6 +11,8 @@ from cuflash.options import BLOCK_SIZE
 
 ArrayT = TypeVar("ArrayT")
 _KEPT_TYPES = frozenset((bool, float, int, str, NoneType))
+# Attention with options of these types: to check them takes half as long as a small call.
+_kept = functools.lru_cache(maxsize=64, typed=True)(FlashAttention)
 
 
 def attention(
@@ -77,19 +79,17 @@ def attention(
     >>> np.allclose(cuflash.attention(q, k, v), weights / weights.sum(axis=1, keepdims=True) @ v)
     True
     """
-    types = (type(causal), type(scale), type(softcap), type(layout), type(precision))
-    if window is None and block_size is BLOCK_SIZE and _KEPT_TYPES.issuperset(types):
-        attn = _attention_of(causal, scale, softcap, layout, precision)
-    else:
-        attn = FlashAttention(
-            causal=causal,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            layout=layout,
-            precision=precision,
-            block_size=block_size,
-        )
+    types = (type(causal), type(scale), type(window), type(softcap), type(layout), type(precision))
+    is_kept = block_size is BLOCK_SIZE and _KEPT_TYPES.issuperset(types)
+    attn = (_kept if is_kept else FlashAttention)(
+        causal=causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        layout=layout,
+        precision=precision,
+        block_size=block_size,
+    )
     result = attn.forward(
         q,
         k,
@@ -109,15 +109,3 @@ def attention(
         out=out,
     )
     return cast(ArrayT, result.out)
-
-
-@functools.lru_cache(maxsize=64, typed=True)
-def _attention_of(
-    causal: Causal,
-    scale: float | None,
-    softcap: float | None,
-    layout: Literal["bhsd", "bshd"],
-    precision: Literal["highest", "tf32"],
-) -> FlashAttention:
-    """Attention with these options, kept: to check them takes half as long as a small call."""
-    return FlashAttention(causal=causal, scale=scale, softcap=softcap, layout=layout, precision=precision)
