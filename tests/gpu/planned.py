@@ -13,6 +13,15 @@ if TYPE_CHECKING:
     from cuflash.launch import Plans
 
 
+def is_sm90() -> bool:
+    """Whether calls get the kernels of compute capability 9.0: not where `CUFLASH_ARCH` names an earlier one."""
+    import cupy
+
+    from cuflash.launch import device_spec
+
+    return device_spec(cupy.cuda.Device().id).arch == 90
+
+
 def plans_of(attn: FlashAttention, *arrays: Any, **options: Any) -> Plans:
     from cuflash.launch import Plans
 

@@ -12,7 +12,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.binding import Pass
 from tests import addends, wide
-from tests.gpu.planned import plan_of
+from tests.gpu.planned import is_sm90, plan_of
 
 pytestmark = pytest.mark.gpu
 
@@ -203,7 +203,7 @@ def test_both_kernels_of_float32(cupy, head_dim, strides, options):
     for deterministic in (False, True):
         attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
         sources = [kernel.source for kernel in plan_of("backward", attn, *arguments[1:4], **terms).kernels]
-        by_parts = cupy.cuda.Device().compute_capability == "90" and not deterministic
+        by_parts = is_sm90() and not deterministic
         assert ("sm90/backward_fp32.cu" in sources) == by_parts
         ct.assert_backward(case, *attn.backward(*arguments, **terms))
 
@@ -214,7 +214,7 @@ def test_what_is_added_to_scores_of_float32(cupy, case):
     """As in the forward pass."""
     arguments, terms = arguments_of(cupy, case)
     attn = cuflash.FlashAttention(**case.keywords)
-    if cupy.cuda.Device().compute_capability == "90":
+    if is_sm90():
         kernels = plan_of("backward", attn, *arguments[1:4], **terms).kernels
         assert "sm90/backward_fp32.cu" in [kernel.source for kernel in kernels]
     ct.assert_backward(case, *attn.backward(*arguments, **terms))
@@ -237,7 +237,7 @@ def test_tf32(cupy, head_dim, deterministic, options):
     for pass_, names in names_of.items():
         plan = plan_of(pass_, attn, q, k, v, **terms)
         bits = 16 if "2 parts" in plan.reason else 11
-        by_parts = cupy.cuda.Device().compute_capability == "90" and head_dim <= 128
+        by_parts = is_sm90() and head_dim <= 128
         assert bits == (16 if by_parts and not (deterministic and pass_ == "backward") else 11)
         for name in names:
             yardstick = replace(yardsticks[name], tolerance=2.0 ** (24 - bits) * yardsticks[name].tolerance)

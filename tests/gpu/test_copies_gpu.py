@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from tests.gpu.planned import plan_of
+from tests.gpu.planned import is_sm90, plan_of
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +19,7 @@ SIZES: dict[str, Any] = {"seqlen_q": 1030, "seqlen_k": 2100, "batch": 2, "num_he
 @pytest.fixture(scope="module")
 def cupy():
     cupy = pytest.importorskip("cupy")
-    if cupy.cuda.Device().compute_capability != "90":
+    if not is_sm90():
         pytest.skip("for compute capability 9.0")
     return cupy
 

@@ -7,7 +7,7 @@ import pytest
 
 import cuflash
 import cuflash.testing as ct
-from tests.gpu.planned import plan_of
+from tests.gpu.planned import is_sm90, plan_of
 
 pytestmark = pytest.mark.gpu
 
@@ -108,7 +108,7 @@ def test_few_queries(cupy):
     """Where a kernel knows no dropout, another one runs, and the plan says so."""
     case = ct.Case(seqlen_q=3, seqlen_k=3000, num_heads=8, num_heads_kv=2, head_dim=128, dtype="bfloat16", dropout=0.1)
     assert_oracle(case, *both_passes(cupy, case))
-    if cupy.cuda.Device().compute_capability == "90":
+    if is_sm90():
         arrays = case.arrays(cupy.asarray)
         plan = plan_of("forward", cuflash.FlashAttention(dropout=0.1), *ct.qkv(arrays))
         assert "not sm90/decode: it knows no dropout" in plan.reason

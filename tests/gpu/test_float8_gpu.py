@@ -10,7 +10,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.float8 import Float8Array
 from cuflash.testing.float8 import assert_float8
-from tests.gpu.planned import plans_of
+from tests.gpu.planned import is_sm90, plans_of
 
 pytestmark = pytest.mark.gpu
 
@@ -71,7 +71,7 @@ def test_oracle(changes):
     why = "a block_table" if "block_table" in arrays else of_bytes
     assert plans.backward is None and plans.describe().endswith(f"no backward pass with {why}")
     few = case.seqlen_q <= 16
-    of_few = "sm90/decode_float8.cu" if _is_sm90(cupy) else "sm80/decode.cu"
+    of_few = "sm90/decode_float8.cu" if is_sm90() else "sm80/decode.cu"
     main = of_few if few else "sm80/forward.cu"
     assert main in [kernel.source for kernel in plans.forward.kernels]
 
@@ -92,7 +92,7 @@ PRODUCTS = {
 @pytest.mark.parametrize("changes", PRODUCTS.values(), ids=PRODUCTS)
 def test_products(changes):
     cupy = pytest.importorskip("cupy")
-    if not _is_sm90(cupy):
+    if not is_sm90():
         pytest.skip("products of numbers of one byte need compute capability 9.0")
     sizes = {"seqlen_q": 130, "seqlen_k": 2048, "batch": 2, "num_heads": 4, "num_heads_kv": 2, "scale_block": 64}
     case = ct.Case(**sizes | {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn", "q_float8": True} | changes)
@@ -133,7 +133,3 @@ def test_a_cache_that_grows_is_read_to_its_end():
         out = cuflash.attention(q_device, keys, keys, k_scale=cupy.asarray(k_scale)).get()
         expected = cuflash.attention(q, k8[:, :, :n], k8[:, :, :n], k_scale=k_scale)
         np.testing.assert_allclose(out.astype(np.float32), expected.astype(np.float32), atol=2, rtol=4e-3)
-
-
-def _is_sm90(cupy: Any) -> bool:
-    return cupy.cuda.Device().compute_capability == "90"

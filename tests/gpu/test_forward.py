@@ -12,7 +12,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.problem import make_problem
 from tests import addends, wide
-from tests.gpu.planned import plan_of
+from tests.gpu.planned import is_sm90, plan_of
 
 pytestmark = pytest.mark.gpu
 
@@ -124,10 +124,6 @@ def off_by_one(cupy, x):
     return inside
 
 
-def is_hopper(cupy):
-    return cupy.cuda.Device().compute_capability == "90"
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_the_kernel_of_all_devices(cupy, head_dim, causal):
@@ -136,7 +132,7 @@ def test_the_kernel_of_all_devices(cupy, head_dim, causal):
     case = ct.Case(**sizes, head_dim=head_dim, dtype="bfloat16", causal=causal)
     qkv, _ = arrays_of(cupy, case)
     attn = cuflash.FlashAttention(causal=causal)
-    for arrays, own in ((qkv, is_hopper(cupy)), ([off_by_one(cupy, x) for x in qkv], False)):
+    for arrays, own in ((qkv, is_sm90()), ([off_by_one(cupy, x) for x in qkv], False)):
         (kernel,) = plan_of("forward", attn, *arrays).kernels
         assert kernel.source == ("sm90/forward.cu" if own else "sm80/forward.cu")
         ct.assert_forward(case, *attn.forward(*arrays))
@@ -151,7 +147,7 @@ def test_both_kernels_of_float32(cupy, seqlen_q, head_dim, options):
     case = ct.Case(**sizes, head_dim=head_dim, dtype="float32", **options)
     qkv, terms = arrays_of(cupy, case)
     attn = cuflash.FlashAttention(**case.keywords)
-    many = ["around/split_fp32.cu", "sm90/forward_fp32.cu"] if is_hopper(cupy) else ["sm80/forward.cu"]
+    many = ["around/split_fp32.cu", "sm90/forward_fp32.cu"] if is_sm90() else ["sm80/forward.cu"]
     for arrays in (qkv, [off_by_one(cupy, x) for x in qkv]):
         sources = [kernel.source for kernel in plan_of("forward", attn, *arrays, **terms).kernels]
         assert sources == (many if seqlen_q > 64 else ["sm80/decode.cu", *sources[1:]])
@@ -169,7 +165,7 @@ def test_float32_that_is_split_as_it_is_loaded(cupy, head_dim, options):
     qkv, terms = arrays_of(cupy, case)
     attn = cuflash.FlashAttention(**case.keywords)
     first, shifted = attn.forward(*qkv, **terms), [off_by_one(cupy, x) for x in qkv]
-    if is_hopper(cupy):
+    if is_sm90():
         assert [kernel.source for kernel in plan_of("forward", attn, *shifted, **terms).kernels] == [
             "sm90/forward_fp32.cu"
         ]
@@ -183,7 +179,7 @@ def test_what_is_added_to_scores_of_float32(cupy, case):
     """Biases of pairs and of keys, masks of keys and slopes, as the kernels of parts of bfloat16 see them."""
     qkv, terms = arrays_of(cupy, case)
     attn = cuflash.FlashAttention(**case.keywords)
-    if is_hopper(cupy):
+    if is_sm90():
         assert "sm90/forward_fp32.cu" in [kernel.source for kernel in plan_of("forward", attn, *qkv, **terms).kernels]
     first, again = (attn.forward(*qkv, **terms) for _ in range(2))
     ct.assert_forward(case, *first)
@@ -234,7 +230,7 @@ def test_rows_further_apart_than_they_are_long(cupy, head_dim_v):
     attn = cuflash.FlashAttention()
     if head_dim_v == 64:  # the plan takes out as contiguous
         (kernel,) = plan_of("forward", attn, q, k, v).kernels
-        assert kernel.source == ("sm90/forward.cu" if is_hopper(cupy) else "sm80/forward.cu")
+        assert kernel.source == ("sm90/forward.cu" if is_sm90() else "sm80/forward.cu")
     result = attn.forward(q, k, v, out=out)
     ct.assert_forward(case, *result)
     out[...] = np.nan
@@ -468,7 +464,7 @@ def check_wide(cupy, case, *own):
     qkv, terms = arrays_of(cupy, case)
     attn = cuflash.FlashAttention(**case.keywords)
     source = plan_of("forward", attn, *qkv, **terms).kernels[0].source
-    assert source in own or not is_hopper(cupy)
+    assert source in own or not is_sm90()
     out, lse = attn.forward(*qkv, **terms)
     ct.assert_forward(case, out, lse)
     for _ in range(3):

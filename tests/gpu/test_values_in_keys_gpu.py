@@ -8,7 +8,7 @@ from hypothesis import given, settings
 import cuflash
 import cuflash.testing as ct
 from tests import wide
-from tests.gpu.planned import plan_of
+from tests.gpu.planned import is_sm90, plan_of
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +18,7 @@ CASE = ct.Case(seqlen_q=1, seqlen_k=3000, num_heads=128, num_heads_kv=1, head_di
 @pytest.fixture(scope="module")
 def cupy():
     cupy = pytest.importorskip("cupy")
-    if cupy.cuda.Device().compute_capability != "90":
+    if not is_sm90():
         pytest.skip("for compute capability 9.0")
     return cupy
 
