@@ -75,10 +75,12 @@ CUFLASH_DEVICE void multiply(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB
 }
 
 // The same for one of many products, of as many tiles. One sum over all of them, term by term, would lose a digit of
-// float64: there each product is summed by itself, 16 columns at a time, and then added.
+// float64, or of float32 by single multiply-adds: there each product is summed by itself, 16 columns at a time, and then
+// added.
+constexpr bool kSumsProductsApart = kElementBytes == 8 || (kElementBytes == 4 && kByLanes);
 template <int k_steps, int m_tiles, int n_tiles, class LoadA, class LoadB>
 CUFLASH_DEVICE void add_product(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB load_b) {
-  if constexpr (kElementBytes < 8) {
+  if constexpr (!kSumsProductsApart) {
     multiply<k_steps>(d, load_a, load_b);
   } else {
     Fragment a[k_steps][m_tiles];

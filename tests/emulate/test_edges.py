@@ -157,6 +157,20 @@ def test_float32_is_no_worse_than_the_plain_formula(options, float32_tiles):
     assert (np.mean(ratios, axis=0) <= 1).all(), np.round(np.mean(ratios, axis=0), 2)
 
 
+@pytest.mark.parametrize("arch", ["7.5", "8.0"])
+@pytest.mark.parametrize("sizes", [(3000, 24), (24, 3000)], ids=str)
+def test_long_sums_of_float32_are_no_worse_than_the_plain_formula(sizes, arch):
+    """The same of the results that are sums over the longer sequence, by multiply-adds and by tensor cores."""
+    names, ratios = ("dk", "dv") if sizes[0] > sizes[1] else ("out",), []
+    for seed in range(4):
+        case = ct.Case(seqlen_q=sizes[0], seqlen_k=sizes[1], head_dim=16, dtype="float32", seed=seed)
+        results = all_results(case, arch=arch)
+        report = (*ct.assert_forward(case, results["out"], results["lse"]),)
+        report += (*ct.assert_backward(case, results["dq"], results["dk"], results["dv"]),)
+        ratios.append([measurement.strict_ratio for measurement in report if measurement.name in names])
+    assert (np.mean(ratios, axis=0) <= 1).all(), np.round(np.mean(ratios, axis=0), 2)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("score_spread", [0.05, 1.0, 10.0])
 @pytest.mark.parametrize("sizes", [(40, 1300, 64), (1300, 40, 64), (30, 900, 128), (900, 30, 128)], ids=str)
