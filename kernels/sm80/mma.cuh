@@ -55,8 +55,12 @@ CUFLASH_DEVICE void multiply_unrolled(Real (&d)[m_tiles][n_tiles][4], LoadA load
 
 // The same where both operands are in shared memory, which may be read at any step: long rows are a loop, since code for
 // all of their steps would take long to compile, and most of all for float32, of whose operands there are two parts.
-constexpr bool kLoopsEarly = kElementBytes == 4;
-constexpr int kUnrolledSteps = (kLoopsEarly ? 128 : 256) / kStep, kStepsOfLoop = (kLoopsEarly ? 32 : 64) / kStep;
+//
+// Tensor cores cut their sums off, once for every 8 columns on compute capability 7.5: there long rows are summed in parts
+// of them, which are then added and rounded.
+constexpr bool kLoopsEarly = kElementBytes == 4, kSumsInParts = CUFLASH_ARCH < 80 && !kWide && !kByLanes;
+constexpr int kUnrolledSteps = (kLoopsEarly || kSumsInParts ? 128 : 256) / kStep;
+constexpr int kStepsOfLoop = (kLoopsEarly ? 32 : kSumsInParts ? 128 : 64) / kStep;
 template <int k_steps, int m_tiles, int n_tiles, class LoadA, class LoadB>
 CUFLASH_DEVICE void multiply(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB load_b) {
   if constexpr (k_steps <= kUnrolledSteps) {
@@ -64,9 +68,24 @@ CUFLASH_DEVICE void multiply(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB
   } else {
     constexpr int kRest = k_steps % kStepsOfLoop;
     const auto multiply_from = [&](int first, auto steps) __attribute__((always_inline)) {
-      multiply_unrolled<decltype(steps)::value>(
-          d, [&](int m, int k, Fragment& fragment) { load_a(m, first + k, fragment); },
-          [&](int n, int k, Fragment& fragment) { load_b(n, first + k, fragment); });
+      const auto add_to = [&](auto& sum) __attribute__((always_inline)) {
+        multiply_unrolled<decltype(steps)::value>(
+            sum, [&](int m, int k, Fragment& fragment) { load_a(m, first + k, fragment); },
+            [&](int n, int k, Fragment& fragment) { load_b(n, first + k, fragment); });
+      };
+      if constexpr (kSumsInParts) {
+        Real part[m_tiles][n_tiles][4];
+        set_zero(part);
+        add_to(part);
+#pragma unroll
+        for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+          for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) d[m][n][i] += part[m][n][i];
+      } else {
+        add_to(d);
+      }
     };
 #pragma unroll 1
     for (int first = kRest; first < k_steps; first += kStepsOfLoop) multiply_from(first, Integer<kStepsOfLoop>{});
