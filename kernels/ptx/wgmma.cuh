@@ -125,6 +125,7 @@ CUFLASH_WGMMA(16, "256", "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 // with their k elements next to each other; a[4] in registers has four elements each, those of k = 4t to 4t + 3 where
 // 16-bit elements have k = 2t and 2t + 1, and 16 further along where these have 8. Sums keep about 14 bits: they are cut
 // off there, tile after tile.
+#define CUFLASH_N_TILES_1 "%0, %1, %2, %3"
 #define CUFLASH_N_TILES_8 CUFLASH_TEXT_4
 #define CUFLASH_N_TILES_5 CUFLASH_TEXT_2 ", %16, %17, %18, %19"
 #define CUFLASH_N_TILES_9 CUFLASH_TEXT_4 ", %32, %33, %34, %35"
@@ -132,6 +133,7 @@ CUFLASH_WGMMA(16, "256", "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 #define CUFLASH_N_TILES_13 CUFLASH_TEXT_6 ", %48, %49, %50, %51"
 #define CUFLASH_N_TILES_16 CUFLASH_TEXT_8
 #define CUFLASH_N_TILES_17 CUFLASH_TEXT_8 ", %64, %65, %66, %67"
+#define CUFLASH_SUMS_1 CUFLASH_N_TILE(0)
 #define CUFLASH_SUMS_8 CUFLASH_OPERANDS_4
 #define CUFLASH_SUMS_5 CUFLASH_OPERANDS_2, CUFLASH_N_TILE(4)
 #define CUFLASH_SUMS_9 CUFLASH_OPERANDS_4, CUFLASH_N_TILE(8)
@@ -158,6 +160,7 @@ CUFLASH_WGMMA(16, "256", "%128", "%129", "%130", "%131", "%132", "%133", "%134")
   CUFLASH_WGMMA_8BIT(Float8E4M3, "e4m3", Float8E5M2, "e5m2", tiles, n, r0, r1, r2, r3, r4, r5)                         \
   CUFLASH_WGMMA_8BIT(Float8E5M2, "e5m2", Float8E5M2, "e5m2", tiles, n, r0, r1, r2, r3, r4, r5)
 
+CUFLASH_WGMMA_K32(1, "8", "%4", "%5", "%6", "%7", "%8", "%9")
 CUFLASH_WGMMA_K32(5, "40", "%20", "%21", "%22", "%23", "%24", "%25")
 CUFLASH_WGMMA_K32(8, "64", "%32", "%33", "%34", "%35", "%36", "%37")
 CUFLASH_WGMMA_K32(9, "72", "%36", "%37", "%38", "%39", "%40", "%41")

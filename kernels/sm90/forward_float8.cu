@@ -47,6 +47,11 @@ constexpr int kOnes = 8;  // rows of ones behind V transposed: as few as a produ
 // The columns of O that one product makes, of several in turn where the sums of all would take too many registers.
 constexpr int kPartColumns = kDimV <= 128 ? kDimV : 64;
 constexpr int kParts = kDimV / kPartColumns, kPartTiles = kPartColumns / 8;
+// Where O has several parts, l is a product of its own, so that accumulators that take turns in the same registers are of
+// one size. When the last part had 8 columns more than the others, ptxas failed to place them in a third of all variants,
+// others with every version, and waited for each product by itself.
+constexpr bool kOnesApart = kParts > 1;
+constexpr int kSumTiles = kPartTiles + !kOnesApart;
 static_assert(kDimV % kPartColumns == 0 && kDim % 32 == 0 && kDimV % 32 == 0 && kBlockN % 32 == 0, "whole products");
 static_assert(kBlockN <= kLineBytes, "a line has the keys of a tile");
 
@@ -226,9 +231,6 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       row_factor[half] = scale_of(common) * kLog2e * k_scales.of_head() * q_scales.of(lane_row + 8 * half);
-    // Two registers also where both are equal: with one, the assembler cannot place the products of parts, and waits
-    // for each of them.
-    if constexpr (!kQScale && kParts > 1) row_factor[1] = ptx::shuffle_xor(row_factor[0], 4);
   }
 
   CUFLASH_DEVICE void release(const Barrier& empty) const {
@@ -337,46 +339,43 @@ struct Consumer {
   // over when this one is.
   template <int pending, class IssueNext>
   CUFLASH_DEVICE void add_values(int n_block, const Position<kNumStages>& at, IssueNext issue_next) {
-    float sums[kParts == 1 ? 1 : 2][kPartTiles + 1][4];
+    float sums[kParts == 1 ? 1 : 2][kSumTiles][4], ones[1][4];
     float of_values = 1.0f;
     if constexpr (kVScale == 2) of_values = v_scales.of(tile.keys.at(n_block) * kBlockN);
     shared.t_ring.full(at).wait(at.parity);
     repeat<kParts>([&](auto part) {
       constexpr int kPart = decltype(part)::value;
-      issue_values((Sums<kPart>&)sums[kPart % 2], at, kPart);
-      if constexpr (kPart > 0) add_part<kPart - 1, 1>((Sums<kPart - 1>&)sums[(kPart - 1) % 2], of_values);
+      issue_values(sums[kPart % 2], at, kPart * kPartTiles);
+      if constexpr (kPart > 0) add_sums<1>(sums[(kPart - 1) % 2], (kPart - 1) * kPartTiles, of_values);
       if constexpr (kPart + 1 == kParts) {
+        if constexpr (kOnesApart) issue_values(ones, at, kDimV / 8);
         issue_next();
-        add_part<kPart, pending>((Sums<kPart>&)sums[kPart % 2], of_values);
+        add_sums<pending + kOnesApart>(sums[kPart % 2], kPart * kPartTiles, of_values);
+        if constexpr (kOnesApart) add_sums<pending>(ones, kDimV / 8, of_values);
       }
     });
     release(shared.t_ring.empty(at));
   }
-  // What one tile of keys adds to a part of O; to the last one with l behind it.
-  template <int part>
-  using Sums = float[kPartTiles + (part + 1 == kParts)][4];
 
+  // What one tile of keys adds to the columns of O, and of l behind them, that begin at 8 `first_tile`.
   template <int n_tiles>
-  CUFLASH_DEVICE void issue_values(float (&sums)[n_tiles][4], const Position<kNumStages>& at, int part) const {
-    const u64 values = descriptor_of(shared.t + at.stage * kBytesT + part * kPartColumns * kLineBytes);
+  CUFLASH_DEVICE void issue_values(float (&sums)[n_tiles][4], const Position<kNumStages>& at, int first_tile) const {
+    const u64 values = descriptor_of(shared.t + at.stage * kBytesT + first_tile * 8 * kLineBytes);
     issue(sums, [&]() __attribute__((always_inline)) {
 #pragma unroll
       for (int k = 0; k < kBlockN / 32; ++k)
         ptx::wgmma_k32(Weight{}, KeyElement{}, sums, p[k], along_k<kDimV + kOnes>(values, k), k > 0);
     });
   }
-  // Adds what a part has once at most `pending` later ones are in flight; of the last one l, too.
-  template <int part, int pending>
-  CUFLASH_DEVICE void add_part(Sums<part>& sums, float of_values) {
+  // Adds it, once at most `pending` later products are in flight.
+  template <int pending, int n_tiles>
+  CUFLASH_DEVICE void add_sums(float (&sums)[n_tiles][4], int first_tile, float of_values) {
     wait_for<pending>(sums);
 #pragma unroll
-    for (int n = 0; n < kPartTiles; ++n)
+    for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) o[0][part * kPartTiles + n][i] += kVScale == 2 ? sums[n][i] * of_values : sums[n][i];
-    if constexpr (part + 1 == kParts) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) o[0][kDimV / 8][i] += sums[kPartTiles][i];
-    }
+      for (int i = 0; i < 4; ++i)
+        o[0][first_tile + n][i] += kVScale == 2 && first_tile + n < kDimV / 8 ? sums[n][i] * of_values : sums[n][i];
   }
 
   // The first tile of keys has no product O before it.

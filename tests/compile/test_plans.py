@@ -188,6 +188,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "sinks": True,
     },
     "float8 products": {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn", "q_float8": True, "causal": True},
+    "float8 products, full": {"dtype": "float16", "kv_dtype": "float8_e4m3fn", "q_float8": True},
+    "float8 products of heads": {
+        "dtype": "bfloat16",
+        "kv_dtype": "float8_e5m2",
+        "q_float8": True,
+        "k_scale": "head",
+        "v_scale": "head",
+    },
+    "float8 products, 192": {
+        "dtype": "bfloat16",
+        "kv_dtype": "float8_e5m2",
+        "q_float8": True,
+        "head_dim": 192,
+        "causal": True,
+        "kv_lengths": (60,),
+    },
     "float8 products, bounds": {
         "dtype": "bfloat16",
         "kv_dtype": "float8_e5m2",
@@ -466,7 +482,10 @@ FLOAT8 = [
     Target(tile=first_that_fits(FLOAT8_TILES, "9.0", 4), arch="9.0", variant="float8 of heads"),
 ]
 FLOAT8_PRODUCTS = [
-    Target(tile=tile, arch="9.0", variant="float8 products, bounds") for tile in FORWARD_FLOAT8_SM90_TILES
+    Target(tile=tile, arch="9.0", variant=f"float8 products{variant}")
+    for tile in FORWARD_FLOAT8_SM90_TILES
+    for variant in (", bounds", " of heads", ", 192")
+    if tile.max_dim > 128 or variant != ", 192"
 ]
 # Kernels of float32 and float64 are products of threads, unrolled: each takes seconds to compile.
 ROWS = [target for target in EVERY_ROW if target.tile.element_bytes == 2 or is_sm90(target.tile)]
@@ -475,7 +494,11 @@ TARGETS = [
     *share([target for target in EVERY_ROW if target not in ROWS], 24),
     *share(OTHERS, 32),
     *share(FLOAT8, 12),
-    *(Target(tile=tile, arch="9.0", variant="float8 products") for tile in FORWARD_FLOAT8_SM90_TILES),
+    *(
+        Target(tile=tile, arch="9.0", variant=variant)
+        for tile in FORWARD_FLOAT8_SM90_TILES
+        for variant in ("float8 products", "float8 products, full")
+    ),
     *share(FLOAT8_PRODUCTS, 6),
 ]
 
