@@ -234,18 +234,22 @@ struct Source {
   int row, head;
 };
 
-// The steps of work whose rows meet the tiles of keys at places [start, stop): from the last to the first.
+// The steps of work whose rows meet a range of tiles of keys: from the last to the first, unless `ascends()`.
 struct KeySteps {
-  int n_block, start;
+  int n_block, left;
 
-  CUFLASH_DEVICE bool more() const { return n_block >= start; }
-  CUFLASH_DEVICE bool is_last() const { return n_block == start; }
+  CUFLASH_DEVICE bool more() const { return left > 0; }
+  CUFLASH_DEVICE bool is_last() const { return left == 1; }
 };
 template <class Work>
 struct OverKeys {
-  CUFLASH_DEVICE KeySteps first() const { return {own().keys.stop - 1, own().keys.start}; }
-  CUFLASH_DEVICE bool is_first(const KeySteps& step) const { return step.n_block == own().keys.stop - 1; }
-  CUFLASH_DEVICE void advance(KeySteps& step) const { --step.n_block; }
+  CUFLASH_DEVICE static bool ascends() { return false; }
+  CUFLASH_DEVICE KeySteps first() const { return {own().ascends() ? own().keys.start : own().keys.stop - 1, count()}; }
+  CUFLASH_DEVICE bool is_first(const KeySteps& step) const { return step.left == count(); }
+  CUFLASH_DEVICE void advance(KeySteps& step) const {
+    step.n_block += own().ascends() ? 1 : -1;
+    --step.left;
+  }
   CUFLASH_DEVICE Source for_scores(const WideParams& params, const KeySteps& step, bool of_dp) const {
     return {of_dp ? params.v : params.k, own().tile_at(step.n_block) * kTile, own().head_kv};
   }
@@ -256,6 +260,7 @@ struct OverKeys {
   CUFLASH_DEVICE int valid(const KeySteps& step) const { return own().key_stop - own().tile_at(step.n_block) * kTile; }
 
  private:
+  CUFLASH_DEVICE int count() const { return own().keys.stop - own().keys.start; }
   CUFLASH_DEVICE const Work& own() const { return static_cast<const Work&>(*this); }
 };
 
