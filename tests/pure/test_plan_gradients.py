@@ -52,7 +52,8 @@ def test_only_the_kernels_and_the_memory_of_what_is_needed(dtype, arch, determin
     ("dims", "seqlen", "options", "blocks", "section"),
     [
         ((320, 320), 4096, {"causal": True}, 1, 4),
-        ((576, 512), 4096, {"causal": True}, 2, 2),
+        ((576, 512), 4096, {"causal": True}, 1, 4),
+        ((584, 512), 4096, {"causal": True}, 2, 2),
         ((768, 768), 4096, {"causal": True}, 2, 2),
         ((512, 512), 500, {"causal": True}, 1, 33),
         ((512, 512), 65536, {"causal": True}, 1, 1),

@@ -185,7 +185,8 @@ BACKWARD_WIDE_SM90_TILES = (
     #              max_dim blocks boxes of dv
     _backward_wide(320, 1, 16, 21, _h100("batch x heads 4 x 6, seqlen 4096, full / causal", "357 / 310 TFLOP/s")),
     _backward_wide(512, 1, 10, 18, _h100("4 x 4, 4096", "377 / 338 TFLOP/s")),
-    _backward_wide(640, 2, 15, 20, _h100("4 x 3 of 576 and 512, 4096", "211 / 198 TFLOP/s")),
+    _backward_wide(576, 1, 9, 17, _h100("4 x 3, 4096, head_dim_v 512", "373 / 341 TFLOP/s, by two blocks 211 / 198")),
+    _backward_wide(640, 2, 15, 20, ARITHMETIC),
     _backward_wide(768, 2, 13, 19, _h100("4 x 2, 4096", "258 / 253 TFLOP/s")),
     _backward_wide(896, 2, 11, 18, ARITHMETIC),
     _backward_wide(1024, 2, 9, 17, _h100("4 x 2, 4096", "286 / 255 TFLOP/s")),
