@@ -171,24 +171,25 @@ struct Differentiator : ScoreProducts {
   }
 };
 
-// Boxes have as many rows as a block of a cluster brings of a tile.
-constexpr int kBoxRows = kTile / kRowBlocks;
+static_assert(kRowBlocks == 1, "blocks of a cluster divide columns");
 CUFLASH_DEVICE u32 cluster_index() { return ptx::block_index() / kClusterBlocks; }
 
 // Thread. Loads the rows of a block, and of these the columns that it has.
 template <int columns>
 CUFLASH_DEVICE void load_rows(u32 tile, const TensorMap& map, const Barrier& full, int first_row, int head, int batch) {
-#pragma unroll
-  for (int row = 0; row < kRows; row += kBoxRows)
-    load_chunks<kRows, columns>(tile + row * kLineBytes, map, full, first_row + row, head, batch,
-                                column_rank() * columns);
+  load_chunks<kRows, columns>(tile, map, full, first_row, head, batch, column_rank() * columns);
 }
 
-// The rows are keys: dV or dK of those of a block, by all queries that see the keys of the cluster.
+// Under a causal mask tiles of one axis differ in how many of the other one they meet. Those that meet the most start
+// first, and of as many heads as fill the device with half of their tiles. All of this half walk from the end that
+// every one of them sees to the diagonal, so that they are at the same tile at the same time, and L2 is asked once for
+// it. The shortest of them ends first and makes room for the longest of the other half, the next one for the next.
+// These walk from the diagonal to that end, and so they, too, are at the same tile at the same time, and end together.
+constexpr bool kWalksToDiagonal = kHasRightBound && !kHasLeftBound && !kHasLists;
+
+// The rows are keys: dV or dK of those of a block, by all queries that see them.
 struct KeyRows : BackwardWork {
   static constexpr bool kClears = false;  // behind the last query TMA brings zeros
-
-  int rank, first_own;
 
   struct Step {
     Walk walk;
@@ -198,8 +199,9 @@ struct KeyRows : BackwardWork {
     CUFLASH_DEVICE bool is_last() const { return left == 1; }
   };
 
-  CUFLASH_DEVICE explicit KeyRows(const Params& common)
-      : BackwardWork(common, {}, cluster_index()), rank(row_rank()), first_own(first_key + rank * kRows) {}
+  CUFLASH_DEVICE explicit KeyRows(const Params& common) : BackwardWork(common, {}, cluster_index()) {
+    if (kWalksToDiagonal) set_direction(queries, 2 * work.block < num_n_blocks);
+  }
 
   CUFLASH_DEVICE int entry() const { return work.batch; }
   CUFLASH_DEVICE Step first() const { return {BackwardWork::first(), num_steps}; }
@@ -223,13 +225,13 @@ struct KeyRows : BackwardWork {
 
   CUFLASH_DEVICE void load_own(const WideParams& params, const Shared& shared, const Barrier& full) const {
     full.arrive_expect(kBytesOwn + kBytesOwnV);
-    load_rows<kOwnDim>(shared.own, params.k, full, first_own, head_kv, work.batch);
-    if constexpr (kMakesDs) load_rows<kOwnDimV>(shared.own_v, params.v, full, first_own, head_kv, work.batch);
+    load_rows<kOwnDim>(shared.own, params.k, full, first_key, head_kv, work.batch);
+    if constexpr (kMakesDs) load_rows<kOwnDimV>(shared.own_v, params.v, full, first_key, head_kv, work.batch);
   }
   // Warpgroup 2.
   CUFLASH_DEVICE void clear_own(const Shared& shared, u32 thread) const {
-    if (!kHidesLastKeys || key_stop - first_own >= kRows) return;
-    const int valid = at_least_zero(key_stop - first_own);
+    if (!kHidesLastKeys || key_stop - first_key >= kRows) return;
+    const int valid = at_least_zero(key_stop - first_key);
     zero_last_of_64<kRows, kOwnDim>(shared.own, valid, thread);
     if constexpr (kMakesDs) zero_last_of_64<kRows, kOwnDimV>(shared.own_v, valid, thread);
     ptx::fence_async_proxy();
@@ -238,7 +240,7 @@ struct KeyRows : BackwardWork {
   CUFLASH_DEVICE Weights weights(const Params& common, const Step& step) const {
     return {common, work.batch, step.walk.head, key_stop, own_diagonal};
   }
-  CUFLASH_DEVICE Lane lane(const Params&, int row) const { return {0, first_own + row, 0, {}}; }
+  CUFLASH_DEVICE Lane lane(const Params&, int row) const { return {0, first_key + row, 0, {}}; }
   CUFLASH_DEVICE void move(Lane& lane, const Step& step, u32 s_stats) const {
     lane.query = step.walk.m_block * kTile + fragment_column();
     lane.s_stats = s_stats + fragment_column() * 8;
@@ -255,7 +257,7 @@ struct KeyRows : BackwardWork {
     Storage* g_head = (Storage*)head_of(result, work.batch, head_kv);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int key = first_own + row + 8 * half;
+      const int key = first_key + row + 8 * half;
       Storage* g_row = key < common.seqlen_k ? g_head + key * result.row_stride : nullptr;
       store_wide_row<kSum == WideSum::kDk ? kHeadDim : kHeadDimV>(g_row, sum, half, factor, first_column);
     }
@@ -263,8 +265,8 @@ struct KeyRows : BackwardWork {
   // For around/convert.cu, which adds the parts of blocks.
   template <int n_tiles>
   CUFLASH_DEVICE void store_part(const Params& common, const float (&sum)[n_tiles][4], int first_column) const {
-    constexpr int kQuads = 2 * kBlockN;  // of all keys of the cluster, in an n-tile
-    Real* part = partials(common, rank * 128 + ptx::thread_index() % 128, cluster_index());
+    constexpr int kQuads = 2 * kBlockN;  // of all keys, in an n-tile
+    Real* part = partials(common, ptx::thread_index() % 128, cluster_index());
     if constexpr (kSum == WideSum::kDv) part += kBlockN * kDim;
 #pragma unroll
     for (int n = 0; n < n_tiles; ++n)
@@ -273,38 +275,35 @@ struct KeyRows : BackwardWork {
   }
 };
 
-// The rows are queries: dQ of those of a block, by all keys that the queries of the cluster see.
+// The rows are queries: dQ of those of a block, by all keys that they see.
 struct QueryRows : QueryTile, OverKeys<QueryRows> {
   static constexpr bool kClears = kHidesLastKeys;
 
-  int first_own;
-  TileRange own;  // within `keys`
+  bool walks_to_diagonal;
 
   CUFLASH_DEVICE explicit QueryRows(const Params& common)
-      : QueryTile(common, schedule_queries(common, cluster_index(), common.num_heads, kHasRightBound)) {
-    const int rank = row_rank();
-    first_own = first_row + rank * kRows;
-    own = keys_of(common, rank);
-  }
+      : QueryTile(common, schedule_queries(common, cluster_index(), common.num_heads, kHasRightBound)),
+        walks_to_diagonal(kWalksToDiagonal && 2 * work.block >= ceil_div(common.seqlen_q, kBlockM)) {}
 
   CUFLASH_DEVICE int entry() const { return work.batch; }
   CUFLASH_DEVICE int tile_at(int n_block) const { return keys.at(n_block); }
+  CUFLASH_DEVICE bool ascends() const { return walks_to_diagonal; }
   CUFLASH_DEVICE bool is_masked(const KeySteps& step) const {
-    return step.n_block < own.full_start || step.n_block >= own.full_stop;
+    return step.n_block < keys.full_start || step.n_block >= keys.full_stop;
   }
   CUFLASH_DEVICE int query_head(const KeySteps&) const { return work.head; }
 
   CUFLASH_DEVICE void load_own(const WideParams& params, const Shared& shared, const Barrier& full) const {
     full.arrive_expect(kBytesOwn + kBytesOwnV);
-    load_rows<kOwnDim>(shared.own, params.q, full, first_own, work.head, work.batch);
-    load_rows<kOwnDimV>(shared.own_v, params.dout, full, first_own, work.head, work.batch);
+    load_rows<kOwnDim>(shared.own, params.q, full, first_row, work.head, work.batch);
+    load_rows<kOwnDimV>(shared.own_v, params.dout, full, first_row, work.head, work.batch);
   }
   CUFLASH_DEVICE static void clear_own(const Shared&, u32) {}  // behind the last query TMA brings zeros
   CUFLASH_DEVICE Weights weights(const Params& common, const KeySteps&) const {
     return {common, work.batch, work.head, key_stop};
   }
   CUFLASH_DEVICE Lane lane(const Params& common, int row) const {
-    Lane lane = {first_own + row, 0, 0, {}};
+    Lane lane = {first_row + row, 0, 0, {}};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Real* stats = row_stats(common, work.batch, work.head, lane.query + 8 * half);
@@ -321,7 +320,7 @@ struct QueryRows : QueryTile, OverKeys<QueryRows> {
     const auto store_to = [&](auto* g_head) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int query = first_own + row + 8 * half;
+        const int query = first_row + row + 8 * half;
         store_wide_row<kHeadDim>(query < common.seqlen_q ? g_head + query * common.dq.row_stride : nullptr, sum, half,
                                  common.scale, first_column);
       }

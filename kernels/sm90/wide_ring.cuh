@@ -64,8 +64,9 @@ constexpr int kNTiles = kTile / 8, kSteps = kTile / 16;
 CUFLASH_DEVICE u32 row_rank() { return kRowBlocks > 1 ? ptx::cluster_rank<kClusterBlocks>() : 0; }
 CUFLASH_DEVICE u32 column_rank() { return kColumnBlocks > 1 ? ptx::cluster_rank<kClusterBlocks>() : 0; }
 
-// Chunks of 64 columns of a block: of the products that make scores, and of the sums that a pass over the tiles makes, at
-// most 4 a warpgroup. Where blocks divide columns, the last chunks may lie behind the last column: TMA brings zeros.
+// Chunks of 64 columns of a block: of the products that make scores, and of the sums that a pass over the tiles makes.
+// A warpgroup has at most 4 of them, and of gradients, whose factors are small, the first one 5. Where blocks divide
+// columns, the last chunks may lie behind the last column: TMA brings zeros.
 CUFLASH_DEVICE constexpr int chunks_of_block(int columns) { return ceil_div(chunks_of(columns), kColumnBlocks); }
 CUFLASH_DEVICE constexpr int columns_of_block(int columns) {
   return kColumnBlocks > 1 ? chunks_of_block(columns) * kChunk : columns;
@@ -74,7 +75,7 @@ constexpr int kOwnDim = columns_of_block(kDim), kOwnDimV = columns_of_block(kDim
 constexpr int kChunksOfS = chunks_of(kOwnDim), kChunksOfDp = kMakesDs ? chunks_of(kOwnDimV) : 0;
 constexpr int kScoreChunks = kChunksOfS + kChunksOfDp;
 constexpr int kSumColumns = kMakesDs ? kDim : kDimV;
-constexpr int kPasses = ceil_div(chunks_of_block(kSumColumns), 8);
+constexpr int kPasses = ceil_div(chunks_of_block(kSumColumns), kIsForward ? 8 : 9);
 constexpr int kSumChunks = ceil_div(chunks_of_block(kSumColumns), kPasses);
 static_assert(kIsForward || kPasses == 1, "blocks divide more columns of gradients than one has registers for");
 constexpr int kFirstChunks = ceil_div(kSumChunks, 2), kSecondChunks = kSumChunks - kFirstChunks;
@@ -86,9 +87,18 @@ constexpr int kChunksOfSums = kVInK ? 0 : kSumChunks;  // boxes of a step for su
 static_assert(!kVInK || (kIsForward && kPasses == 1 && kSumChunks <= kChunksOfS && kNumStages >= 2 * kChunksOfS),
               "a ring of two tiles of keys, whose columns are those of one pass");
 
-// Registers of a thread. All together they are what the block started with. A factor has kTile / 4 of them.
-constexpr int kSumRegisters = kTile > 64 ? 192 : 176, kProducerRegisters = 32;
-constexpr int kScoreRegisters = 4 * 128 - 2 * kSumRegisters - kProducerRegisters;
+// Registers of a thread of each warpgroup. All together they are what the block started with. A factor has kTile / 4 of
+// them. Gradients under a causal mask are up to 3 % faster with a few more for the sums, and others slower.
+struct Registers {
+  int first_half, second_half, scores, producer;
+};
+constexpr bool kSumsTakeMore = !kIsForward && kHasRightBound && kColumnBlocks == 1;
+constexpr Registers kRegisters = kFirstChunks > 4 ? Registers{208, 176, 96, 32}
+                                 : kTile > 64     ? Registers{192, 192, 96, 32}
+                                 : kSumsTakeMore  ? Registers{184, 184, 112, 32}
+                                                  : Registers{176, 176, 128, 32};
+static_assert(kRegisters.first_half + kRegisters.second_half + kRegisters.scores + kRegisters.producer == 4 * 128,
+              "registers are neither more nor fewer");
 
 struct WideForwardParams {
   Params common;
@@ -234,18 +244,22 @@ struct Source {
   int row, head;
 };
 
-// The steps of work whose rows meet the tiles of keys at places [start, stop): from the last to the first.
+// The steps of work whose rows meet a range of tiles of keys: from the last to the first, unless `ascends()`.
 struct KeySteps {
-  int n_block, start;
+  int n_block, left;
 
-  CUFLASH_DEVICE bool more() const { return n_block >= start; }
-  CUFLASH_DEVICE bool is_last() const { return n_block == start; }
+  CUFLASH_DEVICE bool more() const { return left > 0; }
+  CUFLASH_DEVICE bool is_last() const { return left == 1; }
 };
 template <class Work>
 struct OverKeys {
-  CUFLASH_DEVICE KeySteps first() const { return {own().keys.stop - 1, own().keys.start}; }
-  CUFLASH_DEVICE bool is_first(const KeySteps& step) const { return step.n_block == own().keys.stop - 1; }
-  CUFLASH_DEVICE void advance(KeySteps& step) const { --step.n_block; }
+  CUFLASH_DEVICE static bool ascends() { return false; }
+  CUFLASH_DEVICE KeySteps first() const { return {own().ascends() ? own().keys.start : own().keys.stop - 1, count()}; }
+  CUFLASH_DEVICE bool is_first(const KeySteps& step) const { return step.left == count(); }
+  CUFLASH_DEVICE void advance(KeySteps& step) const {
+    step.n_block += own().ascends() ? 1 : -1;
+    --step.left;
+  }
   CUFLASH_DEVICE Source for_scores(const WideParams& params, const KeySteps& step, bool of_dp) const {
     return {of_dp ? params.v : params.k, own().tile_at(step.n_block) * kTile, own().head_kv};
   }
@@ -256,6 +270,7 @@ struct OverKeys {
   CUFLASH_DEVICE int valid(const KeySteps& step) const { return own().key_stop - own().tile_at(step.n_block) * kTile; }
 
  private:
+  CUFLASH_DEVICE int count() const { return own().keys.stop - own().keys.start; }
   CUFLASH_DEVICE const Work& own() const { return static_cast<const Work&>(*this); }
 };
 

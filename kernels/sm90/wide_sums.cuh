@@ -146,19 +146,20 @@ CUFLASH_DEVICE void take_all(const WideParams& params) {
     }
   };
   if (warp >= 12) {
-    ptx::decrease_registers<kProducerRegisters>();
+    ptx::decrease_registers<kRegisters.producer>();
     if (warp == 12 && ptx::elect_lane()) {
       Producer producer{params, shared};
       each(producer);
     }
   } else if (warp >= 8) {
-    ptx::decrease_registers<kScoreRegisters>();
+    ptx::decrease_registers<kRegisters.scores>();
     Weigher weigher{shared};
     each(weigher);
   } else {
-    ptx::increase_registers<kSumRegisters>();
     const auto sum = [&](auto half) {
-      Summer<(Reader) decltype(half)::value> summer{shared};
+      constexpr Reader kHalf = (Reader) decltype(half)::value;
+      ptx::increase_registers<kHalf == kFirstHalf ? kRegisters.first_half : kRegisters.second_half>();
+      Summer<kHalf> summer{shared};
       each(summer);
     };
     if (warp < 4)

@@ -111,7 +111,7 @@ SPILLS_OF_OPTIONS |= {
     ("sm90/forward_wide.cu", 2, dim, tile, 1): 576
     for dim in (320, 512, 576, 768, 1024)
     for tile in ("64x128", "128x128")
-}
+} | {("sm90/backward_wide.cu", 2, 576, "64x64", 1): 32}
 SPILLS_OF_BLOCKS = SPILLS_OF_OPTIONS | {
     ("sm80/backward.cu", 2, 64, "32x128", 2): 16,
 }
@@ -153,6 +153,7 @@ SPILLS_OF_FLOAT8 = {
 }
 SPILLS_OF_DROPOUT = SPILLS | {
     **{("sm90/backward_wide.cu", 2, dim, "64x64", 1): 4 for dim in (640, 768, 896, 1024)},
+    ("sm90/backward_wide.cu", 2, 576, "64x64", 1): 48,
     ("sm80/forward.cu", 2, 64, "128x64", 3): 160,
     ("sm80/forward.cu", 4, 64, "128x32", 2): 96,
     ("sm80/forward.cu", 8, 64, "128x48", 1): 64,

@@ -114,7 +114,7 @@ class Target:
             main = next(row for row in BACKWARD_TILES if goes_with(row, tile))
             return choose_plan(problem, self.device, "backward", tiles=(main, tile))
         if isinstance(tile, BackwardWideSm90Tile):
-            dq = next(row for row in DQ_WIDE_SM90_TILES if (row.max_dim, row.cluster) == (tile.max_dim, tile.cluster))
+            dq = next(row for row in DQ_WIDE_SM90_TILES if row.max_dim == tile.max_dim)
             return choose_plan(problem, self.device, "backward", tiles=(tile, dq))
         return choose_plan(problem, self.device, "backward", tiles=(tile, DQ_TILES[0]))
 

@@ -102,6 +102,23 @@ def test_every_tile(row, schedule):
     assert_right(case, tiles=(main, dq), schedule=schedule)
 
 
+@settings(max_examples=6)
+@given(
+    wide.cases(dims=(320, 576, 640)).map(lambda case: replace(case, causal=True)),
+    st.sampled_from((1, 6, 132)),
+    st.sampled_from(SCHEDULES),
+)
+def test_any_causal_mask(case, num_sms, schedule):
+    """Longer and shorter halves of tiles walk in opposite directions, those of one head or of several side by side."""
+    problem, arrays = attention.inputs_of(case)
+    device = replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms)
+    plan = attention.plan_for(problem, "backward", arrays, device)
+    clusters, tiles = max(1, num_sms // plan.tiles[0].cluster), -(-case.seqlen_k // 64)
+    hides = plan.problem.window_right is not None
+    assert plan.run_time.head_section == (max(1, 2 * clusters // tiles) if hides else 1)
+    assert_right(case, arch=device, schedule=schedule)
+
+
 def test_neither_schedule_nor_memory_change_a_bit():
     first, _ = run(CASE)
     for schedule in SCHEDULES[1:]:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cuflash.operands import Operand
 from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.planning.draft import CAUSAL_HEAD_SECTION
 from cuflash.terms import DEFAULT_NEED, OF_SCORES
 from tests.problems import problem_of
 
@@ -45,6 +46,29 @@ def test_only_the_kernels_and_the_memory_of_what_is_needed(dtype, arch, determin
         assert [name for name, _ in plan.scratch] == ["row_stats"]
     assert "dkv_partials" not in dict(plan.scratch)
     assert choose_plan(problem, device, "backward", need=()).kernels == ()
+
+
+@pytest.mark.parametrize(
+    ("dims", "seqlen", "options", "blocks", "section"),
+    [
+        ((320, 320), 4096, {"causal": True}, 1, 4),
+        ((576, 512), 4096, {"causal": True}, 1, 4),
+        ((584, 512), 4096, {"causal": True}, 2, 2),
+        ((768, 768), 4096, {"causal": True}, 2, 2),
+        ((512, 512), 500, {"causal": True}, 1, 33),
+        ((512, 512), 65536, {"causal": True}, 1, 1),
+        ((512, 512), 4096, {}, 1, 1),
+        ((512, 512), 4096, {"window": (None, 9)}, 1, 4),
+        ((512, 512), 4096, {"window": (9, 0)}, 1, CAUSAL_HEAD_SECTION),
+    ],
+)
+def test_wide_gradients_of_heads_side_by_side(dims, seqlen, options, blocks, section):
+    """Under a causal mask half of the tiles of so many heads fill the device."""
+    plan = choose_plan(problem_of(seqlen, seqlen, *dims, **options), DeviceSpec.for_arch("9.0"), "backward")
+    wide = [kernel for kernel in plan.kernels if kernel.source == "sm90/backward_wide.cu"]
+    assert len(wide) == 3
+    assert all(dict(kernel.defines)["CUFLASH_COLUMN_BLOCKS"] == blocks for kernel in wide)
+    assert plan.run_time.head_section == section
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from cuflash.planning.sm90.wide_tiles import (
     BackwardWideSm90Tile,
     DqWideSm90Tile,
 )
-from cuflash.planning.tiles import Row
+from cuflash.planning.tiles import Row, tiles_at_once
 from cuflash.problem import Problem
 
 GRADIENTS = ("dq", "dk", "dv")
@@ -50,8 +50,19 @@ class BackwardWide(Wide[BackwardWideSm90Tile], BackwardFamily[BackwardWideSm90Ti
     def table(self, problem: Problem) -> tuple[BackwardWideSm90Tile, ...]:
         return BACKWARD_WIDE_SM90_TILES
 
+    def head_section(self, draft: Draft, main: BackwardWideSm90Tile) -> int:
+        """Under a causal mask as many heads as the device has blocks for half of their tiles.
+
+        These see the most, and walk side by side; the other half follows them. Of more heads L2 does not hold the rows.
+        """
+        problem = draft.problem
+        if problem.window_right is None or problem.window_left is not None:
+            return super().head_section(draft, main)
+        tiles = draft.tiles_of(problem.seqlen_k, main.block_n)
+        return max(1, 2 * tiles_at_once(main, draft.device) // max(1, tiles))
+
     def prepare(self, draft: Draft, main: BackwardWideSm90Tile) -> None:
-        _map_tensors(draft, main)
+        _map_tensors(draft)
         draft.reasons.append(
             "each gradient has a kernel of its own, which makes scores again: registers hold the sums of one"
         )
@@ -78,19 +89,12 @@ class DqWide(Wide[DqWideSm90Tile], DqFamily[DqWideSm90Tile]):
     def add(
         self, draft: Draft, tile: DqWideSm90Tile, blocks: int, makes: Collection[str], options: Mapping[str, int]
     ) -> None:
-        main = draft.tiles[0]
-        if isinstance(main, BackwardWideSm90Tile) and main.row_blocks != tile.row_blocks:
-            raise NotImplementedError(
-                f"tiles: got the rows of {main.row_blocks} blocks for dk and dv and of {tile.row_blocks} for dq, "
-                "expected the same: they read by the same tensor maps"
-            )
-        _map_tensors(draft, tile)
+        _map_tensors(draft)
         _add(draft, tile, blocks, ("dq", *makes), options)
 
 
-def _map_tensors(draft: Draft, tile: BackwardWideSm90Tile) -> None:
-    """Boxes have as many rows as a block of a cluster brings of a tile."""
-    draft.map_tensors(dict.fromkeys(("q", "k", "v", "dout"), 64 // tile.row_blocks))
+def _map_tensors(draft: Draft) -> None:
+    draft.map_tensors(dict.fromkeys(("q", "k", "v", "dout"), BackwardWideSm90Tile.block_m))
 
 
 def _add(

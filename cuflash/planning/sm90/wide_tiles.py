@@ -79,13 +79,12 @@ class DecodeWideSm90Tile(ForwardWideSm90Tile):
 class BackwardWideSm90Tile(Tile):
     """One way to cut dv and dk of wide heads for compute capability 9.0, each by a kernel.
 
-    A block owns 64 of block_n keys, and of their columns its share; blocks that share either are a cluster.
+    A block owns block_n keys, and of their columns its share; blocks that share keys are a cluster.
     """
 
     max_dim: int
     num_stages: int  # boxes of 64 queries and 64 columns of q or dout, beside 64 rows of k and v
     dv_stages: int  # the same beside rows of k alone
-    block_n: int
     column_blocks: int = 1
     wide_sum: str = "kDk"
     origin: str = field(compare=False)
@@ -93,25 +92,18 @@ class BackwardWideSm90Tile(Tile):
     defined = ("wide_sum", "column_blocks")
     element_bytes = 2
     block_m = 64
+    block_n = 64
     dim_multiple = 16
     num_warps = 16  # those of the two halves of the sums, of scores and of the producer
     min_blocks = 1
     fragments_ahead = 0
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
-        return (
-            (self.row_blocks in (1, 2), "64 rows for each of one or two blocks"),
-            (self.column_blocks in (1, 2), "columns of one or two blocks"),
-            (self.cluster <= 2, "blocks that divide rows, or columns"),
-        )
-
-    @property
-    def row_blocks(self) -> int:
-        return self.block_n // 64
+        return ((self.column_blocks in (1, 2), "columns of one or two blocks"),)
 
     @property
     def cluster(self) -> int:
-        return self.row_blocks * self.column_blocks
+        return self.column_blocks
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         own = self._bytes_own(dim) + (0 if self.wide_sum == "kDv" else self._bytes_own(dim_v))
@@ -128,27 +120,14 @@ class BackwardWideSm90Tile(Tile):
         """The row of the kernel that makes dv."""
         return replace(self, num_stages=self.dv_stages, wide_sum="kDv")
 
-    def why_not(self, problem: Problem, device: DeviceSpec) -> str:
-        # As in the forward pass.
-        takes_two = problem.window_right is not None and min(problem.seqlen_q, problem.seqlen_k) > 64
-        if self.column_blocks > 1 or (self.row_blocks == 2) == takes_two:
-            return ""
-        return "for more than 64 rows, under a causal mask" if self.row_blocks == 2 else "for few rows, or all pairs"
-
 
 @dataclass(frozen=True, kw_only=True)
 class DqWideSm90Tile(BackwardWideSm90Tile):
-    """The same of dq. A block owns 64 of block_m queries."""
+    """The same of dq. A block owns block_m queries."""
 
-    block_m: int
-    block_n: int = 64
     wide_sum: str = "kDq"
 
     role = "dq"
-
-    @property
-    def row_blocks(self) -> int:
-        return self.block_m // 64
 
 
 _forward_wide = maker(ForwardWideSm90Tile, "max_dim block_m block_n num_stages origin")
@@ -184,11 +163,11 @@ _OF_DECODE = {
 }
 _decode_wide = maker(DecodeWideSm90Tile, "max_dim block_m block_n num_stages origin")
 DECODE_WIDE_SM90_TILES = (
-    # Two tiles of keys fit beside the queries.
+    # Two tiles of keys fit beside the queries. A row for two blocks gained nothing (8, 128 over 1, 16384: 102 us, with
+    # values that are loaded again, from L2, 100).
     _decode_wide(
         576, 64, 64, 18, _h100("batch 32, 16 heads over 1, 8192 keys", "123 us, from two arrays 174"), v_in_k=True
     ),
-    _decode_wide(576, 128, 64, 18, _h100("8, 128 over 1, 16384", "102 us, from two arrays 100"), v_in_k=True),
     *(
         _decode_wide(
             *(tile.max_dim, tile.block_m, tile.block_n, tile.num_stages),
@@ -198,25 +177,23 @@ DECODE_WIDE_SM90_TILES = (
     ),
 )
 
-_backward_wide = maker(BackwardWideSm90Tile, "max_dim block_n column_blocks num_stages dv_stages origin")
+_backward_wide = maker(BackwardWideSm90Tile, "max_dim column_blocks num_stages dv_stages origin")
 
 
 # As many boxes as fit beside the rows of a block. More columns than registers hold sums of are those of two blocks.
 BACKWARD_WIDE_SM90_TILES = (
-    #              max_dim n blocks boxes of dv
-    _backward_wide(320, 64, 1, 16, 21, _h100("batch x heads 4 x 6, seqlen 4096", "356 TFLOP/s")),
-    _backward_wide(320, 128, 1, 16, 21, _h100("4 x 6, 4096 causal", "275 TFLOP/s")),
-    _backward_wide(512, 64, 1, 10, 18, _h100("4 x 4, 4096", "382 TFLOP/s")),
-    _backward_wide(512, 128, 1, 10, 18, _h100("4 x 4, 4096 causal", "285 TFLOP/s")),
-    _backward_wide(640, 64, 2, 15, 20, _h100("4 x 3 of 576 and 512, 4096", "205 / 195 TFLOP/s")),
-    _backward_wide(768, 64, 2, 13, 19, _h100("4 x 2, 4096", "258 / 245 TFLOP/s")),
-    _backward_wide(896, 64, 2, 11, 18, ARITHMETIC),
-    _backward_wide(1024, 64, 2, 9, 17, _h100("4 x 2, 4096", "286 / 255 TFLOP/s")),
+    #              max_dim blocks boxes of dv
+    _backward_wide(320, 1, 16, 21, _h100("batch x heads 4 x 6, seqlen 4096, full / causal", "357 / 310 TFLOP/s")),
+    _backward_wide(512, 1, 10, 18, _h100("4 x 4, 4096", "377 / 338 TFLOP/s")),
+    _backward_wide(576, 1, 9, 17, _h100("4 x 3, 4096, head_dim_v 512", "373 / 341 TFLOP/s, by two blocks 211 / 198")),
+    _backward_wide(640, 2, 15, 20, ARITHMETIC),
+    _backward_wide(768, 2, 13, 19, _h100("4 x 2, 4096", "258 / 253 TFLOP/s")),
+    _backward_wide(896, 2, 11, 18, ARITHMETIC),
+    _backward_wide(1024, 2, 9, 17, _h100("4 x 2, 4096", "286 / 255 TFLOP/s")),
 )
 DQ_WIDE_SM90_TILES = tuple(
     DqWideSm90Tile(
         max_dim=tile.max_dim,
-        block_m=tile.block_n,
         column_blocks=tile.column_blocks,
         num_stages=tile.num_stages,
         dv_stages=tile.dv_stages,

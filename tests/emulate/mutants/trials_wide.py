@@ -30,8 +30,7 @@ _TILE: dict[str, Any] = {"max_dim": 256, "block_n": 64, "num_stages": 9, "origin
 _FORWARD = ForwardWideSm90Tile(block_m=128, **_TILE)
 _DECODE = DecodeWideSm90Tile(block_m=128, **_TILE)
 _STAGES: dict[str, Any] = {"max_dim": 320, "num_stages": 5, "dv_stages": 5, "origin": "of a trial"}
-_MAIN, _DQ = BackwardWideSm90Tile(block_n=64, **_STAGES), DqWideSm90Tile(block_m=64, **_STAGES)
-_MAIN_OF_TWO, _DQ_OF_TWO = _MAIN.changed(block_n=128), _DQ.changed(block_m=128)  # clusters of two blocks
+_MAIN, _DQ = BackwardWideSm90Tile(**_STAGES), DqWideSm90Tile(**_STAGES)
 # Several tiles of both kinds, and heads that share keys.
 _BACKWARD = replace(
     _CASE,
@@ -60,14 +59,12 @@ TRIALS = {
     ),
     "wide dk": Trial(case=_BACKWARD, tiles=(_MAIN,), need=("dk", "dv")),
     "wide dq": Trial(case=replace(_BACKWARD, head_dim=320, head_dim_v=64), tiles=(_DQ,), need=("dq",)),
+    "wide dq causal": Trial(
+        case=replace(_BACKWARD, window=None, causal=True, head_dim=320, head_dim_v=64), tiles=(_DQ,), need=("dq",)
+    ),
     "wide dk of columns": Trial(case=_BACKWARD, tiles=(_MAIN.changed(column_blocks=2),), need=("dk", "dv")),
     "wide dq of columns": Trial(
         case=replace(_BACKWARD, head_dim=320, head_dim_v=64), tiles=(_DQ.changed(column_blocks=2),), need=("dq",)
-    ),
-    "wide dk of two": Trial(case=_BACKWARD, tiles=(_MAIN_OF_TWO,), need=("dk",)),
-    "wide dq of two": Trial(case=_BACKWARD, tiles=(_DQ_OF_TWO,), need=("dq",)),
-    "wide shares of two": Trial(
-        case=replace(_BACKWARD, num_heads_kv=1), tiles=(_MAIN_OF_TWO,), need=("dk", "dv"), shares=True
     ),
     "wide cap": Trial(case=replace(_BACKWARD, softcap=1.0, dropout=0.4), tiles=(_MAIN, _DQ)),
     "wide key lengths": Trial(case=replace(_BACKWARD, window=None, kv_lengths=(100,)), tiles=(_MAIN, _DQ)),
