@@ -17,6 +17,7 @@ from cuflash.distributed.schedule import Round, Tile, Walk
 from cuflash.distributed.streams import Streams
 from cuflash.distributed.sums import Pieces, Returns, Sums, add_up, minus_delta, of_sequences
 from cuflash.distributed.travel import Held, Rows
+from cuflash.elementwise import assign
 from cuflash.spans import Span, is_some
 from cuflash.terms import BROADCAST, DEFAULT_NEED, OF_SOFTMAX
 
@@ -37,6 +38,9 @@ class Execution(Run):
 
     def forward(self, out: Array, lse: Array) -> None:
         """Fill out, with four axes, and lse, with three."""
+        self.fill((out, lse), functools.partial(self._forward, out, lse))
+
+    def _forward(self, out: Array, lse: Array) -> None:
         walk = self.schedule.by_queries
         pieces, split, dtype = Pieces(self, walk), self.schedule.split_q, self.parts.softmax_dtype
         for a_round, heads, held, streams in Rows(self, walk, ("k", "v"), ("k", "v")).steps():
@@ -48,7 +52,8 @@ class Execution(Run):
                     results = {name: self.xp.empty(x.shape, dtype) for name, x in results.items()}
                 with streams.of_call(number):
                     if self._is_left_over(tile):
-                        results["out"][...], results["lse"][...] = 0, -np.inf
+                        assign(results["out"], 0)
+                        assign(results["lse"], -np.inf)
                         continue
                     arrays, calls = self._of_tile(a_round, tile, heads, held), self.parts_of(tile, heads)
                     call = functools.partial(calls.forward, tile.queries, tile.keys)
@@ -65,6 +70,9 @@ class Execution(Run):
 
     def backward(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         """Fill dq, dk and dv, with four axes, and all other gradients, as their arrays are."""
+        self.fill(tuple(results.values()), functools.partial(self._backward, need, results), self.zero_row())
+
+    def _backward(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         of_keys = need if self._sums_dq(need) else tuple(name for name in ("dk", "dv") if name in need)
         of_queries = tuple(name for name in need if name not in of_keys)
         if of_queries:
@@ -87,7 +95,7 @@ class Execution(Run):
                 with streams.of_call(number):
                     if self._is_left_over(tile):
                         for array in own.values():
-                            array[...] = 0
+                            assign(array, 0)
                         continue
                     if not wanted:
                         continue
@@ -152,7 +160,7 @@ class Execution(Run):
                 with streams.of_call(0 if in_turn and self._is_full(tile, heads) else number):
                     if tile.queries[0] == tile.queries[1]:
                         for array in into.values():
-                            array[...] = 0
+                            assign(array, 0)
                         continue
                     arrays = self._of_tile(a_round, tile, heads, held) | room
                     call = functools.partial(self.parts_of(tile, heads).backward, tile.queries, tile.keys, need)
@@ -232,8 +240,7 @@ class Execution(Run):
         found |= held.rows(tile.met)
         if "minus_delta" in found:  # what out, which did not travel, and dlse come down to
             found["dlse"] = found.pop("minus_delta")
-            row = self.xp.zeros(self.arrays["out"].shape[3], found["dout"].dtype)
-            found["out"] = self.xp.broadcast_to(row, found["dout"].shape)
+            found["out"] = self.xp.broadcast_to(self.zero_row(), found["dout"].shape)
         found |= self._of_pairs(tile, q_heads, found, by_keys=by_keys)
         if by_keys:
             found = self.parts.behind_keys(found, tile.front[1])

@@ -11,7 +11,7 @@ import numpy as np
 
 from cuflash.distributed.run import Run, of_heads
 from cuflash.distributed.schedule import Round, Tile, Walk
-from cuflash.elementwise import minus_row_products, sum_of
+from cuflash.elementwise import assign, minus_row_products, sum_of
 from cuflash.spans import Span, cut, places
 from cuflash.terms import GRADIENTS, OF_NUMBERS
 
@@ -104,7 +104,7 @@ class Returns:
         shares = [*self._own, *shares, *came]
 
         def arrive() -> None:
-            run.transport.finish(pending, run.timeout)
+            run.finish(pending)
             for span in run.schedule.split_q.spans[run.rank]:
                 for rows in _between_ends(span, shares):
                     at = run.schedule.split_q.local(run.rank, rows)
@@ -225,7 +225,7 @@ def _between_ends(span: Span, shares: Sequence[Share]) -> list[Span]:
 def add_up(target: Array, parts: Sequence[Array]) -> None:
     """The sum of parts in their order, in their dtype, rounded once."""
     if not parts:
-        target[...] = 0
+        assign(target, 0)
     elif isinstance(target, np.ndarray):
         total = parts[0]
         for part in parts[1:]:
@@ -242,5 +242,5 @@ def minus_delta(out: Array, dout: Array, dlse: Array | None, dtype: Any) -> Arra
         return found if dlse is None else dlse + found
     found = minus_row_products(out, dout, dtype)
     if dlse is not None:
-        found += dlse
+        sum_of(2).run((found, dlse), (), found)
     return found
