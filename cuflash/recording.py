@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 Array = Any
+MOST_BOUND = 64  # layers of a model, say, whose arrays lie in other places
 Act = Callable[[Any], object]  # something that is done for a call
 
 
@@ -60,7 +61,7 @@ class Recording:
         self._missing = {self._given + i: x.size * x.itemsize for i, x in enumerate(results)}  # bytes by block
         self._filled: set[tuple[int, int, tuple[int, ...]]] = set()
         self._is_known = True  # whether all that was read is known
-        self._bound: tuple[Any, list[Act]] = ((), [])
+        self._bound: dict[tuple[Any, ...], list[Act]] = {}  # by addresses, those of the last calls
 
     # ---- a call that is recorded -------------------------------------------------------------------------------------
 
@@ -167,10 +168,13 @@ class Recording:
         main = cuda.get_current_stream()
         memory = [cuda.alloc(stop - start) for _, start, stop in self._blocks[self._arrays :]]
         key = (main, *addresses, *(x.ptr for x in memory))
-        if self._bound[0] != key:
-            self._bound = key, self._acts(main, key[1:])
+        acts = self._bound.get(key)
+        if acts is None:
+            if len(self._bound) >= MOST_BOUND:
+                del self._bound[next(iter(self._bound))]
+            acts = self._bound[key] = self._acts(main, key[1:])
         try:
-            for act in self._bound[1]:
+            for act in acts:
                 act(call)
         except BaseException:
             for stream in self._streams[1:]:  # which may still use the memory
