@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash.recording import of_thread
+from cuflash.spans import Span
 
 Array = Any
 LANES = 4  # float32 numbers of 16 bytes
@@ -164,6 +165,22 @@ def products_text(dtype: str) -> str:
         "__device__ inline float cuflash_products(const complex<double>& x, const complex<double>& y) "
         f"{{ return {terms}; }}\n"
     )
+
+
+def lengths_in(span: Span, lengths: Array) -> Array:
+    """How much of a span sequences of some lengths have."""
+    start, stop = span
+    if isinstance(lengths, np.ndarray):
+        return np.clip(lengths - start, 0, stop - start)
+    found = importlib.import_module("cupy").empty(lengths.shape, lengths.dtype)
+    apply(_lengths_in(start, stop - start, lengths.dtype.name), (lengths,), (found,))
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _lengths_in(start: int, count: int, dtype: str) -> Any:
+    code = f"y = x < {start} ? 0 : x - {start} < {count} ? x - {start} : {count};"
+    return importlib.import_module("cupy").ElementwiseKernel(f"{dtype} x", f"{dtype} y", code, "cuflash_lengths")
 
 
 def apply(kernel: Any, reads: Sequence[Array], writes: Sequence[Array], **how: Any) -> None:

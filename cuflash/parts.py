@@ -19,7 +19,7 @@ import numpy as np
 from cuflash import host
 from cuflash.binding import INPUTS
 from cuflash.captured import gradient_names, names_of
-from cuflash.elementwise import WIDE, assign, wide_layout
+from cuflash.elementwise import WIDE, assign, lengths_in, wide_layout
 from cuflash.interop import module_of
 from cuflash.operands import numpy_dtype
 from cuflash.options import ORIGIN_STEP, Options, Origin
@@ -254,7 +254,7 @@ class Parts:
     def lengths(self, keys: Span) -> dict[str, Array]:
         """How many keys of a span there are in each batch entry."""
         lengths = self.arrays.get("kv_lengths")
-        return {} if lengths is None else {"kv_lengths": self.xp.clip(lengths - keys[0], 0, keys[1] - keys[0])}
+        return {} if lengths is None else {"kv_lengths": lengths_in(keys, lengths)}
 
 
 @functools.lru_cache(maxsize=1024)

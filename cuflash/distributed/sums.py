@@ -11,7 +11,7 @@ import numpy as np
 
 from cuflash.distributed.run import Run, of_heads
 from cuflash.distributed.schedule import Round, Tile, Walk
-from cuflash.elementwise import assign, minus_row_products, sum_of
+from cuflash.elementwise import WIDE, assign, minus_row_products, sum_of
 from cuflash.spans import Span, cut, places
 from cuflash.terms import GRADIENTS, OF_NUMBERS
 
@@ -51,6 +51,26 @@ class Pieces:
             parts = self.of(piece, heads)
             if parts:
                 yield piece, parts
+
+
+class Found(NamedTuple):
+    """Parts of out and lse, in the dtype of the softmax, in one piece of memory that travels as it is."""
+
+    memory: Array
+    parts: list[dict[str, Array]]
+
+    @classmethod
+    def of(cls, run: Run, count: int, out: Array, lse: Array) -> Found:
+        """Room for so many parts, each of which begins where wide accesses may."""
+        dtype = run.parts.softmax_dtype
+        ends = [-(-x.size * dtype.itemsize // WIDE) * WIDE // dtype.itemsize for x in (out, lse)]
+        memory = run.xp.empty((count, sum(ends)), dtype)
+        places = {"out": (0, out), "lse": (ends[0], lse)}
+        parts = [
+            {name: memory[i, at : at + like.size].reshape(like.shape) for name, (at, like) in places.items()}
+            for i in range(count)
+        ]
+        return cls(memory, parts)
 
 
 class Share(NamedTuple):

@@ -27,12 +27,20 @@ CASES = {
     "9.0 dropout": ct.Case(**SIZES, dtype="float16", dropout=0.3, layout="bshd"),
     "8.0 window": ct.Case(**ODD, causal=True, dtype="bfloat16", window=(20, 0), alibi_slopes=(4,)),
     "8.0 float32": ct.Case(**SIZES, causal=True, dtype="float32"),
+    "8.0 lengths": ct.Case(**SIZES, dtype="float16", kv_lengths=(100,)),
     "9.0 packed": ct.Case(**ODD, causal=True, dtype="bfloat16", cu_seqlens_q=(0, 30, 101), cu_seqlens_k=(0, 40, 99)),
 }
 # Some of what these do is not recorded: nothing is repeated then.
 UNRECORDED = {
     "8.0 bias": ct.Case(**ODD, dtype="float16", bias=(101, 101)),
-    "8.0 lengths": ct.Case(**SIZES, dtype="float16", kv_lengths=(100,)),
+}
+FEW: dict[str, Any] = {"seqlen_q": 2, "seqlen_k": 256, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
+DECODING = {
+    "9.0": (ct.Case(**FEW, causal=True, dtype="bfloat16"), {}),
+    "9.0 lengths": (ct.Case(**FEW, dtype="float16", kv_lengths=(100,), layout="bshd"), {}),
+    "9.0 chunks": (ct.Case(**FEW, dtype="bfloat16", sinks=True), {"deterministic": True, "chunks": 32}),
+    "8.0 mask": (ct.Case(**{**FEW, "head_dim_v": 36}, dtype="float16", mask=(2, 256)), {}),
+    "8.0 float32": (ct.Case(**FEW, dtype="float32", bias=(256,), dropout=0.2), {}),
 }
 
 
@@ -107,6 +115,34 @@ def test_what_is_not_recorded_is_not_repeated(name, repeated):
     judge_calls(name, UNRECORDED[name])
     assert all(repeated)
     assert len(repeated) < 8
+
+
+@pytest.mark.parametrize("name", DECODING)
+def test_decoding_that_is_repeated_keeps_the_oracle_rule(name, repeated):
+    case, options = DECODING[name]
+    split = cd.zigzag(case.seqlen_k, 2, multiple=16 if case.dropout else 1)
+    seeded = [replace(case, seed=seed) for seed in range(3)]
+
+    def work(comm):
+        attn: Any = cd.ContextParallel(comm, split_k=split, **case.keywords, **options)
+        found = []
+        for one in seeded:
+            own = dict(one.arrays())
+            own |= {n: split.part(own[n], comm.rank, -3 if case.layout == "bshd" else -2) for n in "kv"}
+            own |= {n: split.part(own[n], comm.rank, -1) for n in ("bias", "mask") if n in own}
+            q, k, v = (on_device(own[n]) for n in "qkv")
+            terms = {n: on_device(x) for n, x in ct.optional(own).items()}
+            found.append([x.get() for x in attn.decode(q, k, v, **terms, **one.random)])
+        return found
+
+    with launcher(name[:3], computes=True):
+        extend(sys.modules["cupy"])
+        of_ranks = on_threads(2, work)
+    for one, first, second in zip(seeded, *of_ranks, strict=True):
+        ct.assert_forward(one, *first)
+        for x, y in zip(first, second, strict=True):
+            np.testing.assert_array_equal(x, y)
+    assert repeated == [True] * 4  # two calls on two ranks
 
 
 def test_all_gradients_that_are_sums_are_computed_anew(repeated):
