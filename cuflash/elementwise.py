@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cuflash.recording import of_thread
+from cuflash.spans import Span
+
 Array = Any
 LANES = 4  # float32 numbers of 16 bytes
 WIDE = 16  # bytes of the largest element that CuPy copies
@@ -95,7 +98,7 @@ class Formula(NamedTuple):
         if not is_wide:
             views, into = list(parts), target.view(np.uint16) if dtype == "bfloat16" else target
         of_rows = [x[..., None] for x in rows] if parts else rows
-        _kernel(self, len(parts), dtype, is_wide)(*views, *of_rows, into)
+        apply(_kernel(self, len(parts), dtype, is_wide), (*views, *of_rows), (into,))
 
 
 @functools.lru_cache(maxsize=256)
@@ -139,7 +142,9 @@ def minus_row_products(x: Array, y: Array, dtype: Any) -> Array:
     views = [in_wide_elements(array, WIDE) for array in (x, y)] if x.dtype.name != "float64" else [None]
     if any(view is None for view in views):
         return -(x.astype(dtype) * y.astype(dtype)).sum(axis=-1)
-    return _row_products(x.dtype.name)(*views, axis=-1)
+    found = importlib.import_module("cupy").empty(x.shape[:-1], dtype)
+    apply(_row_products(x.dtype.name), views, (found,), axis=-1)
+    return found
 
 
 @functools.lru_cache(maxsize=8)
@@ -160,6 +165,37 @@ def products_text(dtype: str) -> str:
         "__device__ inline float cuflash_products(const complex<double>& x, const complex<double>& y) "
         f"{{ return {terms}; }}\n"
     )
+
+
+def lengths_in(span: Span, lengths: Array) -> Array:
+    """How much of a span sequences of some lengths have."""
+    start, stop = span
+    if isinstance(lengths, np.ndarray):
+        return np.clip(lengths - start, 0, stop - start)
+    found = importlib.import_module("cupy").empty(lengths.shape, lengths.dtype)
+    apply(_lengths_in(start, stop - start, lengths.dtype.name), (lengths,), (found,))
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _lengths_in(start: int, count: int, dtype: str) -> Any:
+    code = f"y = x < {start} ? 0 : x - {start} < {count} ? x - {start} : {count};"
+    return importlib.import_module("cupy").ElementwiseKernel(f"{dtype} x", f"{dtype} y", code, "cuflash_lengths")
+
+
+def apply(kernel: Any, reads: Sequence[Array], writes: Sequence[Array], **how: Any) -> None:
+    """Run a kernel of CuPy, in a way that can be recorded."""
+    kernel(*reads, *writes, **how)
+    if of_thread.recording is not None:
+        of_thread.recording.on_arrays(lambda _, *arrays: kernel(*arrays, **how), reads, writes)
+
+
+def assign(target: Array, source: Array | float) -> None:
+    """Fill an array, in a way that can be recorded."""
+    if isinstance(source, (int, float)):
+        apply(lambda target: target.__setitem__(..., source), (), (target,))
+    else:
+        apply(lambda source, target: target.__setitem__(..., source), (source,), (target,))
 
 
 def in_wide_elements(array: Array, width: int) -> Array | None:

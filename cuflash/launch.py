@@ -32,6 +32,7 @@ from cuflash.operands import FLOAT8
 from cuflash.options import Options
 from cuflash.params import Argument
 from cuflash.planning import DeviceSpec, KernelSpec, LaunchPlan
+from cuflash.recording import Recording, of_thread
 from cuflash.tensor_map import encoder
 from cuflash.terms import DEFAULT_NEED
 from cuflash.tuning import candidates, tuned_plan
@@ -270,7 +271,21 @@ def _start(
         memory = arrays[name].data
         if memory.ptr + end > memory.mem.ptr + memory.mem.size:
             mapped = seqlen_k
-    maps = [map_of(pointers[index], rows or mapped) for map_of, index, rows in launch.maps]
+    _run(launch, pointers, _maps(launch, pointers, mapped), random, seqlen_k)
+    if of_thread.recording is not None:
+        _record(of_thread.recording, launch, arrays, results, pointers, seqlen_k)
+    for name, copy in copies.items():
+        if name in launch.results:
+            arrays[name][...] = copy
+    return tuple(results)
+
+
+def _maps(launch: _Launch, pointers: list[int], seqlen_k: int) -> list[bytes]:
+    return [map_of(pointers[index], rows or seqlen_k) for map_of, index, rows in launch.maps]
+
+
+def _run(launch: _Launch, pointers: list[int], maps: list[bytes], random: tuple[int, int], seqlen_k: int) -> None:
+    """Launch with pointers of all arrays of the call, of the results it allocates, and of scratch arrays."""
     launch.last_call = call = next(_calls)
     frame = launch.argument.frame(pointers, maps, random, seqlen_k, call)
     # On the host of an H200 this way of launching took 3.0 us, and cuda.bindings took 3.6 us; in another run that took
@@ -285,10 +300,27 @@ def _start(
             if error.value:
                 raise RuntimeError(f"cuLaunchKernelEx returned {error.name}")
     launch.argument.give_back(frame)
-    for name, copy in copies.items():
-        if name in launch.results:
-            arrays[name][...] = copy
-    return tuple(results)
+
+
+def _record(
+    recording: Recording,
+    launch: _Launch,
+    arrays: Mapping[str, Any],
+    results: list[Any],
+    pointers: list[int],
+    seqlen_k: int,
+) -> None:
+    """Record a launch, so that it can be repeated with other pointers."""
+
+    def make(pointers: list[int]) -> Callable[[Any], None]:
+        maps = _maps(launch, pointers, seqlen_k)
+        return lambda call: _run(launch, pointers, maps, call.random, seqlen_k)
+
+    if launch.copied:
+        recording.spoil()
+    given = (name for name, array in arrays.items() if array is not None)
+    reads = [pointer for name, pointer in zip(given, pointers, strict=False) if name not in launch.results]
+    recording.work(make, list(pointers), reads, results)
 
 
 # ---- What is prepared once -------------------------------------------------------------------------------------------

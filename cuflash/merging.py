@@ -24,6 +24,7 @@ from cuflash.operands import DTYPES, check_array
 from cuflash.options import LAYOUTS
 from cuflash.values import check_choice, type_error, value_error
 
+AT_ONCE = 16  # parts that a kernel merges: its argument is of 4 KiB at most
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one kind per call
 
 
@@ -123,6 +124,11 @@ def merge_into(outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: Ar
         with np.errstate(all="ignore"):
             out[...], lse[...] = _merged(np, outs, lses, _Rows(swapped=False))
         return
+    outs, lses = list(outs), list(lses)
+    while len(outs) > AT_ONCE:
+        both = [interop.module_of(out).empty(x.shape, x.dtype) for x in (outs[0], lses[0])]
+        merge_into(outs[:AT_ONCE], lses[:AT_ONCE], *both)
+        outs[:AT_ONCE], lses[:AT_ONCE] = both[:1], both[1:]
     merged_of(len(outs)).run(outs, lses, out)
     lse_of(len(lses)).run((), lses, lse)
 

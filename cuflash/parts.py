@@ -19,7 +19,7 @@ import numpy as np
 from cuflash import host
 from cuflash.binding import INPUTS
 from cuflash.captured import gradient_names, names_of
-from cuflash.elementwise import WIDE, wide_layout
+from cuflash.elementwise import WIDE, assign, lengths_in, wide_layout
 from cuflash.interop import module_of
 from cuflash.operands import numpy_dtype
 from cuflash.options import ORIGIN_STEP, Options, Origin
@@ -195,14 +195,19 @@ class Parts:
             return call(arrays | results)
         if is_wide:
             arrays = {name: self.widened(x) for name, x in arrays.items()}
-        given = {name: x if self._is_like_copy(name, x) else x.copy(order="C") for name, x in arrays.items()}
+        given = {name: x if self._is_like_copy(name, x) else self._copy_of(x) for name, x in arrays.items()}
         is_direct = not front and not is_wide and not self.is_on_cpu
         fitting = {name: x for name, x in results.items() if is_direct and self._is_like_copy(name, x)}
         got = call(given | fitting)
         for name, into in results.items():
             if name not in fitting:
-                into[...] = got[name][:, :, front:]
+                assign(into, got[name][:, :, front:])
         return got
+
+    def _copy_of(self, array: Array) -> Array:
+        copy = self.xp.empty(array.shape, array.dtype)
+        assign(copy, array)
+        return copy
 
     def _is_like_copy(self, name: str, array: Array) -> bool:
         """Whether a call gives the same bits with an array as with a copy of it, in which the rows lie together.
@@ -249,7 +254,7 @@ class Parts:
     def lengths(self, keys: Span) -> dict[str, Array]:
         """How many keys of a span there are in each batch entry."""
         lengths = self.arrays.get("kv_lengths")
-        return {} if lengths is None else {"kv_lengths": self.xp.clip(lengths - keys[0], 0, keys[1] - keys[0])}
+        return {} if lengths is None else {"kv_lengths": lengths_in(keys, lengths)}
 
 
 @functools.lru_cache(maxsize=1024)

@@ -15,8 +15,9 @@ from cuflash import merging
 from cuflash.distributed.run import OF_KEYS, Run, of_heads
 from cuflash.distributed.schedule import Round, Tile, Walk
 from cuflash.distributed.streams import Streams
-from cuflash.distributed.sums import Pieces, Returns, Sums, add_up, minus_delta, of_sequences
+from cuflash.distributed.sums import Found, Pieces, Returns, Sums, add_up, minus_delta, of_sequences
 from cuflash.distributed.travel import Held, Rows
+from cuflash.elementwise import assign
 from cuflash.spans import Span, is_some
 from cuflash.terms import BROADCAST, DEFAULT_NEED, OF_SOFTMAX
 
@@ -37,6 +38,9 @@ class Execution(Run):
 
     def forward(self, out: Array, lse: Array) -> None:
         """Fill out, with four axes, and lse, with three."""
+        self.fill((out, lse), functools.partial(self._forward, out, lse))
+
+    def _forward(self, out: Array, lse: Array) -> None:
         walk = self.schedule.by_queries
         pieces, split, dtype = Pieces(self, walk), self.schedule.split_q, self.parts.softmax_dtype
         for a_round, heads, held, streams in Rows(self, walk, ("k", "v"), ("k", "v")).steps():
@@ -48,7 +52,8 @@ class Execution(Run):
                     results = {name: self.xp.empty(x.shape, dtype) for name, x in results.items()}
                 with streams.of_call(number):
                     if self._is_left_over(tile):
-                        results["out"][...], results["lse"][...] = 0, -np.inf
+                        assign(results["out"], 0)
+                        assign(results["lse"], -np.inf)
                         continue
                     arrays, calls = self._of_tile(a_round, tile, heads, held), self.parts_of(tile, heads)
                     call = functools.partial(calls.forward, tile.queries, tile.keys)
@@ -65,6 +70,9 @@ class Execution(Run):
 
     def backward(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         """Fill dq, dk and dv, with four axes, and all other gradients, as their arrays are."""
+        self.fill(tuple(results.values()), functools.partial(self._backward, need, results), self.zero_row())
+
+    def _backward(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         of_keys = need if self._sums_dq(need) else tuple(name for name in ("dk", "dv") if name in need)
         of_queries = tuple(name for name in need if name not in of_keys)
         if of_queries:
@@ -87,7 +95,7 @@ class Execution(Run):
                 with streams.of_call(number):
                     if self._is_left_over(tile):
                         for array in own.values():
-                            array[...] = 0
+                            assign(array, 0)
                         continue
                     if not wanted:
                         continue
@@ -152,7 +160,7 @@ class Execution(Run):
                 with streams.of_call(0 if in_turn and self._is_full(tile, heads) else number):
                     if tile.queries[0] == tile.queries[1]:
                         for array in into.values():
-                            array[...] = 0
+                            assign(array, 0)
                         continue
                     arrays = self._of_tile(a_round, tile, heads, held) | room
                     call = functools.partial(self.parts_of(tile, heads).backward, tile.queries, tile.keys, need)
@@ -175,44 +183,38 @@ class Execution(Run):
         return minus_delta(out, dout, dlse, self.parts.softmax_dtype)
 
     def decode(self, out: Array, lse: Array) -> None:
-        """Fill out, with four axes, and lse, with three, of queries that all ranks have.
+        """Fill out, with four axes, and lse, with three, of queries that all ranks have."""
+        self.fill((out, lse), functools.partial(self._decode, out, lse))
 
-        Each rank sends what it finds in its keys to all others, and all merge these parts in the order of the keys.
-        """
+    def _decode(self, out: Array, lse: Array) -> None:
+        """Each rank sends what it finds in its keys to all others, and all merge these parts in the order of keys."""
         walk, others, queries = self.schedule.by_keys, self.others, (0, out.shape[2])
         seen = [[tile for tile in walk.calls_of(rank) if is_some(tile.queries)] for rank in range(self.transport.size)]
         order = sorted((tile.keys, rank, i) for rank, own in enumerate(seen) for i, tile in enumerate(own))
         if not order:
             seen[0], order = [Tile(0, 0, 0, queries, (0, 0), (queries,))], [((0, 0), 0, 0)]
-        dtype = self.parts.softmax_dtype
-        parts = [tuple(self.xp.empty((len(own), *x.shape), dtype) for x in (out, lse)) for own in seen]
-        is_rounded = self.parts.is_on_cpu or self.problem.has_float8  # to the dtype of q, which may be as precise
-        for i, tile in enumerate(seen[self.rank]):
+        found = [Found.of(self, len(own), out, lse) for own in seen]
+        is_rounded = self.problem.has_float8  # to the dtype of q, which may be as precise
+        for tile, part in zip(seen[self.rank], found[self.rank].parts, strict=True):
             arrays = self._of_keys(tile, queries, is_first=tile.keys == order[0][0])
-            arrays = {name: self.xp.ascontiguousarray(x) for name, x in arrays.items()}
-            room = {name: into[i] for into, name in zip(parts[self.rank], ("out", "lse"), strict=True)}
-            got = self.parts.forward(queries, tile.keys, arrays if is_rounded else arrays | room)
-            for name, into in room.items():
-                if got[name] is not into:
-                    into[...] = got[name]
-        self.exchange(
-            [(rank, x) for rank in others for x in parts[self.rank]],
-            [(rank, x) for rank in others for x in parts[rank]],
-        )
-        found = ([parts[rank][what][i] for _, rank, i in order] for what in (0, 1))
-        out[...], lse[...] = merging.merge(*found)
+            call = functools.partial(self.parts.forward, queries, tile.keys)
+            got = self.parts.into({} if is_rounded else part, arrays, call, is_wide=self.parts.is_on_cpu)
+            if is_rounded:
+                for name, into in part.items():
+                    assign(into, got[name])
+        own = found[self.rank].memory
+        self.exchange([(rank, own) for rank in others], [(rank, found[rank].memory) for rank in others])
+        parts = [found[rank].parts[i] for _, rank, i in order]
+        outs, lses = ([part[name] for part in parts] for name in ("out", "lse"))
+        merging.merge_into(outs, lses, out, lse)
 
     def _of_keys(self, tile: Tile, queries: Span, *, is_first: bool) -> dict[str, Array]:
         """The arrays of a call on all queries and some of this rank's keys; parts of the softmax go with the first."""
         at = self.local(self.schedule.split_k, tile.own_keys)
         found = {name: self.arrays[name][:, :, at] for name in ("k", "v")} | {"q": self.arrays["q"]}
-        if self.parts.is_on_cpu:
-            found = {name: self.parts.widened(x) for name, x in found.items()}
         for name in BROADCAST:
             if self.arrays.get(name) is not None:
                 found[name] = self.arrays[name] if self.arrays[name].shape[3] == 1 else self.arrays[name][..., at]
-        if "bias" in found:
-            found["bias"] = self.parts.widened(found["bias"])
         terms = self.parts.of_heads(slice(None), of_softmax=is_first) | self.parts.of_blocks(queries, tile.keys)
         return self.parts.behind_keys(found, tile.front[1]) | terms | self.parts.lengths(tile.keys)
 
@@ -232,8 +234,7 @@ class Execution(Run):
         found |= held.rows(tile.met)
         if "minus_delta" in found:  # what out, which did not travel, and dlse come down to
             found["dlse"] = found.pop("minus_delta")
-            row = self.xp.zeros(self.arrays["out"].shape[3], found["dout"].dtype)
-            found["out"] = self.xp.broadcast_to(row, found["dout"].shape)
+            found["out"] = self.xp.broadcast_to(self.zero_row(), found["dout"].shape)
         found |= self._of_pairs(tile, q_heads, found, by_keys=by_keys)
         if by_keys:
             found = self.parts.behind_keys(found, tile.front[1])

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from cuflash.distributed.transports import HIGHEST_PRIORITY
-from cuflash.elementwise import WIDE, in_wide_elements
+from cuflash.elementwise import WIDE, apply, assign, in_wide_elements
 from cuflash.interop import module_of
+from cuflash.recording import of_thread
 
 Array = Any
 AT_ONCE = 8  # arrays that a kernel copies: the argument of a kernel is of 4 KiB at most
@@ -109,8 +110,7 @@ class CudaStreams(Streams):
         self._step, self._kept = self._step + 1, []
         if len(self._used) >= STEPS_APART:
             mark, _ = self._used.popleft()
-            for stream in (self._main, *self._others):
-                stream.wait_event(mark)
+            self._wait_for((self._main, *self._others), mark)
 
     def end(self) -> None:
         self._wait((self._main,), *self._others)
@@ -129,14 +129,20 @@ class CudaStreams(Streams):
 
     def _wait(self, streams: Sequence[Any], *others: Any) -> None:
         """Let streams wait for what others did until now."""
-        marks = [self._mark(other) for other in others]
+        for mark in [self._mark(other) for other in others]:
+            self._wait_for(streams, mark)
+
+    def _wait_for(self, streams: Sequence[Any], mark: Any) -> None:
         for stream in streams:
-            for mark in marks:
-                stream.wait_event(mark)
+            stream.wait_event(mark)
+            if of_thread.recording is not None:
+                of_thread.recording.wait(stream, mark)
 
     def _mark(self, stream: Any) -> Any:
         event = self._cupy.cuda.Event(disable_timing=True)
         event.record(stream)
+        if of_thread.recording is not None:
+            of_thread.recording.mark(stream, event)
         return event
 
     def _stream(self, priority: int) -> Any:
@@ -169,13 +175,13 @@ def copy_all(copies: Sequence[tuple[Array, Array]]) -> None:
         if not isinstance(target, np.ndarray):
             wide = in_wide_elements(target, WIDE), in_wide_elements(source, WIDE)
         if wide[0] is None or wide[1] is None:
-            target[...] = source
+            assign(target, source)
         else:
             at_once.setdefault(wide[0].shape, []).append(wide)
     for pairs in at_once.values():
         for i in range(0, len(pairs), AT_ONCE):
             targets, sources = zip(*pairs[i : i + AT_ONCE], strict=True)
-            _copying(module_of(targets[0]), len(targets))(*sources, *targets)
+            apply(_copying(module_of(targets[0]), len(targets)), sources, targets)
 
 
 @functools.lru_cache(maxsize=64)

@@ -11,7 +11,7 @@ import numpy as np
 
 from cuflash.distributed.run import Run, of_heads
 from cuflash.distributed.schedule import Round, Tile, Walk
-from cuflash.elementwise import minus_row_products, sum_of
+from cuflash.elementwise import WIDE, assign, minus_row_products, sum_of
 from cuflash.spans import Span, cut, places
 from cuflash.terms import GRADIENTS, OF_NUMBERS
 
@@ -51,6 +51,26 @@ class Pieces:
             parts = self.of(piece, heads)
             if parts:
                 yield piece, parts
+
+
+class Found(NamedTuple):
+    """Parts of out and lse, in the dtype of the softmax, in one piece of memory that travels as it is."""
+
+    memory: Array
+    parts: list[dict[str, Array]]
+
+    @classmethod
+    def of(cls, run: Run, count: int, out: Array, lse: Array) -> Found:
+        """Room for so many parts, each of which begins where wide accesses may."""
+        dtype = run.parts.softmax_dtype
+        ends = [-(-x.size * dtype.itemsize // WIDE) * WIDE // dtype.itemsize for x in (out, lse)]
+        memory = run.xp.empty((count, sum(ends)), dtype)
+        places = {"out": (0, out), "lse": (ends[0], lse)}
+        parts = [
+            {name: memory[i, at : at + like.size].reshape(like.shape) for name, (at, like) in places.items()}
+            for i in range(count)
+        ]
+        return cls(memory, parts)
 
 
 class Share(NamedTuple):
@@ -104,7 +124,7 @@ class Returns:
         shares = [*self._own, *shares, *came]
 
         def arrive() -> None:
-            run.transport.finish(pending, run.timeout)
+            run.finish(pending)
             for span in run.schedule.split_q.spans[run.rank]:
                 for rows in _between_ends(span, shares):
                     at = run.schedule.split_q.local(run.rank, rows)
@@ -225,7 +245,7 @@ def _between_ends(span: Span, shares: Sequence[Share]) -> list[Span]:
 def add_up(target: Array, parts: Sequence[Array]) -> None:
     """The sum of parts in their order, in their dtype, rounded once."""
     if not parts:
-        target[...] = 0
+        assign(target, 0)
     elif isinstance(target, np.ndarray):
         total = parts[0]
         for part in parts[1:]:
@@ -242,5 +262,5 @@ def minus_delta(out: Array, dout: Array, dlse: Array | None, dtype: Any) -> Arra
         return found if dlse is None else dlse + found
     found = minus_row_products(out, dout, dtype)
     if dlse is not None:
-        found += dlse
+        sum_of(2).run((found, dlse), (), found)
     return found

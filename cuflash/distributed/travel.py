@@ -91,7 +91,7 @@ class Rows:
                         self._send([i for i in travelling if i >= number][:STEPS_AHEAD], number)
                         if number in self._journeys:
                             journey = self._journeys.pop(number)
-                            run.transport.finish(journey.pending, run.timeout)
+                            run.finish(journey.pending)
                 streams.arrived(in_turn=in_turn)
                 held = journey.held if a_round.transfers else Held(self._mine(a_round, heads))
                 streams.keep(held)

@@ -82,7 +82,8 @@ class Launcher:
         assert (grid, threads, shared_bytes) == (spec.grid, spec.threads, spec.shared_bytes)
         self.launched.append(spec)
         if self._computes:
-            (launch,) = self._module._launches.values()
+            launches = self._module._launches.values()
+            (launch,) = (x for x in launches if handle in [kernel.handle for kernel in x.kernels])
             nbytes = int(dict(spec.defines)["CUFLASH_PARAMS_BYTES"])
             if spec.target == "sm_90a":
                 nbytes = maps_offset(launch.plan.problem) + BYTES * len(launch.plan.tensor_maps)

@@ -40,6 +40,7 @@ static unsigned short __half_as_ushort(_Float16 x) { return cast<unsigned short>
 static _Float16 __ushort_as_half(unsigned short x) { return cast<_Float16>(x); }
 static float __half2float(_Float16 x) { return x; }
 using float32 = float; using float64 = double; using float16 = _Float16; using uint16 = unsigned short;
+using int32 = int;
 using complex64 = complex<float>; using complex128 = complex<double>;
 """
 DTYPES = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}

@@ -231,22 +231,28 @@ def test_functions_of_threads_on_one_device(score, mask, dtype):
         judge(case, parts.whole(list(pool.map(work, cd.threads(2)))))
 
 
-def test_decoding_over_two_ranks():
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_decoding_over_two_ranks(dtype):
+    """Three steps, of which the later ones repeat what the first one did, on other numbers."""
     import cupy
 
-    case = ct.Case(seqlen_q=1, seqlen_k=3000, num_heads=8, num_heads_kv=2, head_dim=64, dtype="float32")
-    split, arrays = cd.contiguous(3000, 2), case.arrays()
+    case = ct.Case(seqlen_q=1, seqlen_k=3000, num_heads=8, num_heads_kv=2, head_dim=64, dtype=dtype, kv_lengths=(2900,))
+    split, seeded = cd.contiguous(3000, 2), [replace(case, seed=seed) for seed in range(3)]
 
     def work(comm):
-        q, k, v = (cupy.asarray(arrays[name]) for name in "qkv")
-        attn = cd.ContextParallel(comm, split_k=split)
-        return [cupy.asnumpy(x) for x in attn.decode(q, split.part(k, comm.rank), split.part(v, comm.rank))]
+        attn, found = cd.ContextParallel(comm, split_k=split), []
+        for one in seeded:
+            arrays = {name: cupy.asarray(x) for name, x in one.arrays().items()}
+            q, k, v = (arrays[name] if name == "q" else split.part(arrays[name], comm.rank) for name in "qkv")
+            found.append([cupy.asnumpy(x) for x in attn.decode(q, k, v, kv_lengths=arrays["kv_lengths"])])
+        return found
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(work, cd.threads(2))
-    ct.assert_forward(case, *first)
-    for x, y in zip(first, second, strict=True):
-        np.testing.assert_array_equal(x, y)
+        of_ranks = list(pool.map(work, cd.threads(2)))
+    for one, first, second in zip(seeded, *of_ranks, strict=True):
+        ct.assert_forward(one, *first)
+        for x, y in zip(first, second, strict=True):
+            np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize(("engine", "module"), [("dask", "distributed"), ("ray", "ray")])

@@ -1,0 +1,266 @@
+"""A device whose memory is the host's and which does everything at once: as much of CuPy as ranks ask for."""
+
+import ctypes
+import functools
+import hashlib
+import operator
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from cuflash.emulator import find_compiler
+from tests.emulate.launcher import allocated
+from tests.emulate.test_elementwise import CUDA
+
+_FOLDER = tempfile.TemporaryDirectory()
+_one_at_a_time = threading.Lock()
+
+
+class Memory:
+    """An address, and what has to live for it."""
+
+    def __init__(self, ptr: int, owner: Any) -> None:
+        self.ptr, self.owner, self.device_id = ptr, owner, 0
+        self.mem = SimpleNamespace(ptr=ptr, size=0)
+
+    def copy_from_device_async(self, source: "Memory", nbytes: int, stream: Any) -> None:
+        ctypes.memmove(self.ptr, source.ptr, nbytes)
+
+
+class OnDevice:
+    """CuPy's array. What NumPy's has, it has too, as arrays on the device."""
+
+    def __init__(self, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None) -> None:
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        dtype = np.dtype(dtype)
+        memory = memptr or alloc(int(np.prod(shape)) * dtype.itemsize)
+        strides = np.empty(shape, dtype).strides if strides is None else strides
+        nbytes = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + dtype.itemsize
+        buffer = (ctypes.c_char * max(nbytes, 0)).from_address(memory.ptr)
+        self.host = np.ndarray(shape, dtype, buffer, strides=strides)
+        self.owner = memory
+
+    @property
+    def data(self) -> Memory:
+        return Memory(self.host.__array_interface__["data"][0], self.owner)
+
+    @property
+    def device(self) -> Any:
+        return nullcontext()
+
+    def get(self) -> np.ndarray:
+        return self.host.copy()
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.host[_host(index)] = _host(value)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.host, name)
+        return functools.partial(_called, found, self.owner) if callable(found) else found
+
+
+def _host(x: Any) -> Any:
+    if isinstance(x, OnDevice):
+        return x.host
+    return type(x)(map(_host, x)) if isinstance(x, (list, tuple)) else x
+
+
+def _called(function: Any, owner: Any, *args: Any, **keywords: Any) -> Any:
+    """What a function of NumPy gives: memory of its own, or a view of its owner's."""
+    with np.errstate(all="ignore"):
+        found = function(*map(_host, args), **{name: _host(x) for name, x in keywords.items()})
+    if not isinstance(found, (np.ndarray, np.generic)):
+        return found
+    array = OnDevice.__new__(OnDevice)
+    array.host = np.asarray(found)
+    is_view = owner is not None and array.host.base is not None
+    if not is_view and array.host.nbytes:
+        array = OnDevice(array.host.shape, array.host.dtype)
+        array.host[...] = found
+        return array
+    array.owner = owner
+    return array
+
+
+def _operator(name: str) -> Any:
+    function = getattr(operator, name)
+
+    def method(self: OnDevice, other: Any = None) -> Any:
+        if name.startswith("__i"):
+            self.host = function(self.host, _host(other))
+            return self
+        return _called(function, self.owner, self, *([] if other is None else [other]))
+
+    return method
+
+
+for _name in ("getitem", "add", "sub", "mul", "truediv", "neg", "eq", "and", "iadd", "imul"):
+    setattr(OnDevice, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+class _OfThread(threading.local):
+    allocator: Any = None
+    stream: Any = None
+
+
+_of_thread = _OfThread()
+
+
+def _memory(nbytes: int) -> Memory:
+    memory = allocated(max(nbytes, 1))
+    return Memory(memory.ctypes.data, memory)
+
+
+def alloc(nbytes: int) -> Memory:
+    memory: Memory = (_of_thread.allocator or _memory)(nbytes)
+    return memory
+
+
+@contextmanager
+def using_allocator(allocator: Any) -> Iterator[None]:
+    before, _of_thread.allocator = _of_thread.allocator, allocator
+    yield
+    _of_thread.allocator = before
+
+
+class MemoryPool:
+    def __init__(self, allocator: Any) -> None:
+        self.malloc = allocator
+
+
+class Stream:
+    ptr = 0
+
+    def __init__(self, non_blocking: bool = False, priority: int = 0) -> None:
+        self.before: list[Any] = []
+
+    def use(self) -> None:
+        _of_thread.stream = self
+
+    def __enter__(self) -> None:
+        self.before.append(get_current_stream())
+        self.use()
+
+    def __exit__(self, *error: Any) -> None:
+        self.before.pop().use()
+
+    def wait_event(self, event: Any) -> None:
+        assert event.is_recorded
+
+    def record(self) -> "Event":
+        event = Event()
+        event.record(self)
+        return event
+
+    def is_capturing(self) -> bool:
+        return False
+
+
+class Event:
+    is_recorded = False
+
+    def __init__(self, disable_timing: bool = True) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        self.is_recorded = True
+
+
+_null = Stream()
+
+
+def get_current_stream() -> Stream:
+    return _of_thread.stream or _null
+
+
+class ElementwiseKernel:
+    """That of CuPy, compiled for the CPU."""
+
+    def __init__(self, inputs: str, outputs: str, operation: str, name: str, preamble: str = "") -> None:
+        self.params = [text.split() for text in (*inputs.split(", "), *outputs.split(", "))]
+        self.count, self.operation, self.preamble = len(inputs.split(", ")), operation, preamble
+
+    def __call__(self, *arrays: OnDevice, axis: int | None = None) -> None:
+        hosts = [x.host for x in arrays]
+        shape = np.broadcast_shapes(*(x.shape for x in hosts[: self.count]))
+        width = shape[-1] if axis == -1 else 1
+        flat = [np.ascontiguousarray(np.broadcast_to(x, shape)) for x in hosts[: self.count]]
+        flat += [np.empty(x.shape, x.dtype) for x in hosts[self.count :]]
+        kinds = [x.dtype for x, (kind, _) in zip(hosts, self.params, strict=True) if kind == "T"]
+        text = self._text("double" if kinds and kinds[0] == np.float64 else "float")
+        with _one_at_a_time:
+            run = _compiled(text)
+        pointers = (ctypes.c_void_p * len(flat))(*(x.ctypes.data for x in flat))
+        run(pointers, ctypes.c_long(int(np.prod(shape)) // width), ctypes.c_long(width))
+        for x, result in zip(hosts[self.count :], flat[self.count :], strict=True):
+            x[...] = result
+
+    def _text(self, real: str) -> str:
+        places = [
+            f"{kind}& {name} = (({kind}*)at[{number}])[{self._index(number)}];"
+            for number, (kind, name) in enumerate(self.params)
+        ]
+        return f"""{CUDA} using T = {real}; {self.preamble}
+            extern "C" void run(void** at, long count, long width) {{
+              for (long i = 0; i < count; ++i) {{ {self._loop(places)} }} }}"""
+
+    def _index(self, number: int) -> str:
+        return "i"
+
+    def _loop(self, places: Sequence[str]) -> str:
+        return f"{' '.join(places)} {self.operation};"
+
+
+class ReductionKernel(ElementwiseKernel):
+    """A sum over the last axis."""
+
+    def __init__(
+        self, inputs: str, outputs: str, each: str, both: str, end: str, first: str, name: str, preamble: str
+    ) -> None:
+        super().__init__(inputs, outputs, end, name, preamble)
+        self.each, self.both, self.first = each, both, first
+
+    def _index(self, number: int) -> str:
+        return "i * width + j" if number < self.count else "i"
+
+    def _loop(self, places: Sequence[str]) -> str:
+        step = f"{' '.join(places[: self.count])} float b = {self.each}; a = {self.both};"
+        each = f"float a = {self.first}; for (long j = 0; j < width; ++j) {{ {step} }}"
+        return f"{each} {' '.join(places[self.count :])} {self.operation};"
+
+
+@functools.cache
+def _compiled(text: str) -> Any:
+    path = f"{_FOLDER.name}/{hashlib.sha256(text.encode()).hexdigest()}.so"
+    text = text.replace("#include <cuda_fp16.h>", "")
+    command = [str(find_compiler()), "-x", "c++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", path, "-"]
+    subprocess.run(command, input=text, text=True, check=True)
+    return ctypes.CDLL(path).run
+
+
+def extend(cupy: Any) -> None:
+    """Make the stand-in for CuPy of `launcher` one that ranks can use."""
+    cupy.ndarray, cupy.empty = OnDevice, OnDevice
+    cupy.ElementwiseKernel, cupy.ReductionKernel = ElementwiseKernel, ReductionKernel
+    for name in ("zeros", "ones", "full", "concatenate", "ascontiguousarray", "broadcast_to", "clip", "asarray"):
+        setattr(cupy, name, functools.partial(_called, getattr(np, name), None))
+    cupy.broadcast_to = lambda x, shape: _called(np.broadcast_to, x.owner, x, shape)
+    names = (alloc, using_allocator, MemoryPool, Stream, Event, get_current_stream)
+    cupy.cuda.__dict__.update({x.__name__: x for x in names})
+    launch = cupy.cuda.driver.launchKernel
+
+    def one_at_a_time(*args: Any) -> None:
+        with _one_at_a_time:
+            launch(*args)
+
+    cupy.cuda.driver.launchKernel = one_at_a_time
+    cupy.cuda.get_allocator = lambda: _of_thread.allocator or _memory
+    cupy.cuda.Device = lambda: SimpleNamespace(id=0)
+    cupy.cuda.UnownedMemory = lambda pointer, nbytes, owner, device: Memory(pointer, owner)
+    cupy.cuda.MemoryPointer = lambda memory, offset: Memory(memory.ptr + offset, memory)

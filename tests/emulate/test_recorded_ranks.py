@@ -1,0 +1,151 @@
+"""Calls of ranks that repeat what was recorded of the first one, on a stand-in for a device, against the oracle."""
+
+import sys
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import cuflash.distributed as cd
+import cuflash.testing as ct
+from cuflash.emulator import find_compiler
+from cuflash.recording import Recording
+from tests.emulate.device import OnDevice, extend
+from tests.emulate.launcher import launcher
+from tests.ranks import Parts, Whole, compute, judge, on_threads
+
+pytestmark = [
+    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
+    pytest.mark.one_in(2),
+]
+SIZES: dict[str, Any] = {"seqlen_q": 128, "seqlen_k": 128, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
+ODD: dict[str, Any] = {**SIZES, "seqlen_q": 101, "seqlen_k": 101}
+CASES = {
+    "9.0": ct.Case(**SIZES, causal=True, dtype="bfloat16"),
+    "9.0 odd": ct.Case(**ODD, causal=True, dtype="float16", sinks=True, dlse=True),
+    "9.0 dropout": ct.Case(**SIZES, dtype="float16", dropout=0.3, layout="bshd"),
+    "8.0 window": ct.Case(**ODD, causal=True, dtype="bfloat16", window=(20, 0), alibi_slopes=(4,)),
+    "8.0 float32": ct.Case(**SIZES, causal=True, dtype="float32"),
+    "8.0 lengths": ct.Case(**SIZES, dtype="float16", kv_lengths=(100,)),
+    "9.0 packed": ct.Case(**ODD, causal=True, dtype="bfloat16", cu_seqlens_q=(0, 30, 101), cu_seqlens_k=(0, 40, 99)),
+}
+# Some of what these do is not recorded: nothing is repeated then.
+UNRECORDED = {
+    "8.0 bias": ct.Case(**ODD, dtype="float16", bias=(101, 101)),
+}
+FEW: dict[str, Any] = {"seqlen_q": 2, "seqlen_k": 256, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
+DECODING = {
+    "9.0": (ct.Case(**FEW, causal=True, dtype="bfloat16"), {}),
+    "9.0 lengths": (ct.Case(**FEW, dtype="float16", kv_lengths=(100,), layout="bshd"), {}),
+    "9.0 chunks": (ct.Case(**FEW, dtype="bfloat16", sinks=True), {"deterministic": True, "chunks": 32}),
+    "8.0 mask": (ct.Case(**{**FEW, "head_dim_v": 36}, dtype="float16", mask=(2, 256)), {}),
+    "8.0 float32": (ct.Case(**FEW, dtype="float32", bias=(256,), dropout=0.2), {}),
+}
+
+
+@pytest.fixture
+def repeated(monkeypatch):
+    """Whether calls repeated what was recorded, in their order; the stand-in launches one kernel at a time."""
+    found, repeat = [], Recording.repeat
+
+    def logged(*args):
+        found.append(repeat(*args))
+        return found[-1]
+
+    monkeypatch.setattr(Recording, "repeat", logged)
+    return found
+
+
+def on_device(x: Any) -> Any:
+    array = OnDevice(x.shape, x.dtype)
+    array[...] = x
+    return array
+
+
+class OfRank(NamedTuple):
+    """The arrays of one rank, which has its rows already."""
+
+    whole_problem: Whole
+
+    def of(self, rank: int, arrays: Any) -> dict[str, Any]:
+        return dict(arrays)
+
+
+def judge_calls(name, case, *, together=False, need=("dq", "dk", "dv"), **options):
+    """Hold three calls of both passes, on other numbers and in other memory, against the oracle."""
+    split = cd.zigzag(case.seqlen_q, 2, multiple=16 if case.dropout else 1)
+    parts = [Parts(Whole.of(replace(case, seed=seed)), split, split) for seed in range(3)]
+
+    def work(comm):
+        attn: Any = cd.ContextParallel(comm, split=split, steps=2, **case.keywords, **options)
+        found = []
+        for x in parts:
+            arrays = {n: on_device(array) for n, array in x.of(comm.rank, x.whole_problem.arrays).items()}
+            if together:
+                rows = [arrays[n].get() for n in "kv"]
+                both = on_device(np.concatenate(rows, axis=-1))
+                arrays |= {"k": both[..., : rows[0].shape[-1]], "v": both[..., rows[0].shape[-1] :]}
+            own: Any = OfRank(x.whole_problem)
+            results = compute(attn, own, arrays, need)
+            found.append({n: array.get() for n, array in results.items()})
+        return found
+
+    with launcher(name[:3], computes=True):
+        extend(sys.modules["cupy"])
+        of_ranks = on_threads(2, work)
+    for x, results, seed in zip(parts, zip(*of_ranks, strict=True), range(3), strict=True):
+        judge(replace(case, seed=seed), x.whole(results))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_repeated_calls_keep_the_oracle_rule(name, deterministic, repeated):
+    judge_calls(name, CASES[name], deterministic=deterministic, chunks=4)
+    assert repeated == [True] * 8  # two calls of two passes on two ranks
+
+
+def test_keys_and_values_of_one_array_are_told_apart(repeated):
+    judge_calls("9.0", CASES["9.0"], together=True)
+    assert repeated == [True] * 8
+
+
+@pytest.mark.parametrize("name", UNRECORDED)
+def test_what_is_not_recorded_is_not_repeated(name, repeated):
+    judge_calls(name, UNRECORDED[name])
+    assert all(repeated)
+    assert len(repeated) < 8
+
+
+@pytest.mark.parametrize("name", DECODING)
+def test_decoding_that_is_repeated_keeps_the_oracle_rule(name, repeated):
+    case, options = DECODING[name]
+    split = cd.zigzag(case.seqlen_k, 2, multiple=16 if case.dropout else 1)
+    seeded = [replace(case, seed=seed) for seed in range(3)]
+
+    def work(comm):
+        attn: Any = cd.ContextParallel(comm, split_k=split, **case.keywords, **options)
+        found = []
+        for one in seeded:
+            own = dict(one.arrays())
+            own |= {n: split.part(own[n], comm.rank, -3 if case.layout == "bshd" else -2) for n in "kv"}
+            own |= {n: split.part(own[n], comm.rank, -1) for n in ("bias", "mask") if n in own}
+            q, k, v = (on_device(own[n]) for n in "qkv")
+            terms = {n: on_device(x) for n, x in ct.optional(own).items()}
+            found.append([x.get() for x in attn.decode(q, k, v, **terms, **one.random)])
+        return found
+
+    with launcher(name[:3], computes=True):
+        extend(sys.modules["cupy"])
+        of_ranks = on_threads(2, work)
+    for one, first, second in zip(seeded, *of_ranks, strict=True):
+        ct.assert_forward(one, *first)
+        for x, y in zip(first, second, strict=True):
+            np.testing.assert_array_equal(x, y)
+    assert repeated == [True] * 4  # two calls on two ranks
+
+
+def test_all_gradients_that_are_sums_are_computed_anew(repeated):
+    case = replace(CASES["9.0"], sinks=True, softcap=5.0)
+    judge_calls("9.0", case, need=None)
+    assert repeated == [True] * 4  # of the forward pass
