@@ -35,7 +35,7 @@ UNRECORDED = {
     "8.0 bias": ct.Case(**ODD, dtype="float16", bias=(101, 101)),
 }
 FEW: dict[str, Any] = {"seqlen_q": 2, "seqlen_k": 256, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
-DECODING = {
+DECODING: dict[str, tuple[ct.Case, dict[str, Any]]] = {
     "9.0": (ct.Case(**FEW, causal=True, dtype="bfloat16"), {}),
     "9.0 lengths": (ct.Case(**FEW, dtype="float16", kv_lengths=(100,), layout="bshd"), {}),
     "9.0 chunks": (ct.Case(**FEW, dtype="bfloat16", sinks=True), {"deterministic": True, "chunks": 32}),
