@@ -176,7 +176,7 @@ def _repeated(
         return None
     if len(new) == len(names):
         return tuple(new)
-    found = {**given, **{name: x for (name, *_), x in zip(allocated, new, strict=True)}}
+    found = {**given, **{name: x for (name, *_), x in zip(allocated, new, strict=True)}} if new else given
     return tuple([found[name] for name in names])
 
 
