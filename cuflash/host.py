@@ -171,13 +171,12 @@ def _repeated(
         return None
     prepared, allocated, names = repeatable
     new = [np.empty(shape, dtype) for _, shape, dtype in allocated]
-    if len(new) < len(names):
-        _check_apart(given, names)
-    if not core.compute(prepared, (*given.values(), *new), *random):
+    check = functools.partial(_check_apart, given, names) if len(new) < len(names) else None
+    if not core.compute(prepared, (*given.values(), *new), *random, check):
         return None
     if len(new) == len(names):
         return tuple(new)
-    found = {**given, **{name: x for (name, *_), x in zip(allocated, new, strict=True)}}
+    found = {**given, **{name: x for (name, *_), x in zip(allocated, new, strict=True)}} if new else given
     return tuple([found[name] for name in names])
 
 

@@ -48,7 +48,7 @@ AXES = {
     **_AXES_OF_TERMS,
     **{name: _AXES_OF_TERMS.get(name[1:], 0) for name in (*OF_SCORES, *OF_SOFTMAX)},
 }
-_DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD, _UNALIGNED = range(5)
+_DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD, _UNALIGNED, _NOT_APART = range(6)
 _WRITTEN = {False: ("out", "lse"), True: GRADIENTS}  # by a pass, by whether it is the backward pass
 _kept = threading.local()
 
@@ -73,6 +73,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_double) for name in (*NUMBERS, "kept_scale")),
         ("sizes", ctypes.c_int64 * len(AXES)),
         ("strides", ctypes.c_int64 * 4 * len(AXES)),
+        *((name, ctypes.c_int64 * len(AXES)) for name in ("begins", "ends")),
         ("given", ctypes.c_int64 * len(AXES)),
         ("seed", ctypes.c_uint64),
         ("offset", ctypes.c_uint64),
@@ -176,10 +177,17 @@ def run(
         _run_on_copies(problem, given, is_backward, seed, offset)
 
 
-def compute(prepared: Prepared, arrays: Collection[Array], seed: int | None, offset: int | None) -> bool:
+def compute(
+    prepared: Prepared,
+    arrays: Collection[Array],
+    seed: int | None,
+    offset: int | None,
+    check_apart: Callable[[], None] | None = None,
+) -> bool:
     """Compute a pass on arrays in the order in which they were prepared. Raises as `run` does.
 
-    False, and nothing is computed, where elements of an array are not aligned to their size.
+    False, and nothing is computed, where elements of an array are not aligned to their size. `check_apart` is called
+    first where a result lies between the first and the last byte of another array, and raises if they share memory.
     """
     library = _load()
     if isinstance(library, str):
@@ -191,12 +199,15 @@ def compute(prepared: Prepared, arrays: Collection[Array], seed: int | None, off
         is_long = prepared.nanoseconds > PATIENCE_NS * threads
     memory = _kept.__dict__.get("address") or _keep_memory()
     places = map(id, arrays) if data_offset >= 0 else (x.ctypes.data for x in arrays)
-    own = (data_offset, _skipped_kinds(), threads, memory, KEPT_BYTES)
+    own = (data_offset, _skipped_kinds(), threads, check_apart is None, memory, KEPT_BYTES)
     changing = prepared.pack(*own, seed or 0, offset or 0, *places)
     if is_long:
         status = _run_on_threads(functions, prepared.fixed, changing)
     if status == _NO_THREAD:
         status = functions.cuflash_run(prepared.fixed, changing)
+    if status == _NOT_APART and check_apart is not None:
+        check_apart()
+        return compute(prepared, arrays, seed, offset)
     if status == _OUT_OF_MEMORY:
         raise MemoryError("no memory for the tiles of attention")
     if status == _OTHER_LAYOUT:
@@ -289,10 +300,11 @@ def prepare(problem: Problem, given: Mapping[str, Shaped], is_backward: bool) ->
         at = call.given[number] = names.index(name)
         call.sizes[at] = x.dtype.itemsize
         call.strides[at][:] = _strides(x, AXES[name], problem.layout)
+        call.begins[at], call.ends[at] = _bounds(x)
     fixed = bytes(call)[: _Call.seed.offset]
     flops = problem.backward_flops if is_backward else problem.forward_flops
     nanoseconds = flops / (30 if problem.dtype == "float64" else 60) + library.functions.cuflash_overhead_ns(fixed)
-    return Prepared(fixed, struct.Struct(f"@3qPq2Q{len(given)}N").pack, nanoseconds)
+    return Prepared(fixed, struct.Struct(f"@4qPq2Q{len(given)}N").pack, nanoseconds)
 
 
 def _strides(array: Shaped, axes: Any, layout: str) -> tuple[int, ...]:
@@ -301,3 +313,11 @@ def _strides(array: Shaped, axes: Any, layout: str) -> tuple[int, ...]:
         return layout_of(array, layout).strides
     own = [0 if n == 1 else s // array.dtype.itemsize for n, s in zip(array.shape, array.strides, strict=True)]
     return (*[0] * (axes - len(own)), *own, *[0] * (4 - axes))
+
+
+def _bounds(array: Shaped) -> tuple[int, int]:
+    """Where memory of an array begins and ends, in bytes from its address."""
+    if 0 in array.shape:
+        return 0, 0
+    steps = [(n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)]
+    return sum(min(s, 0) for s in steps), sum(max(s, 0) for s in steps) + array.dtype.itemsize

@@ -66,6 +66,29 @@ def test_several_tiles_on_several_threads(case):
             judge(case, run(case))
 
 
+@settings(max_examples=30)
+@given(
+    st.sampled_from([(16, 16), (32, 4), (9, 1)]), st.integers(380, 600), st.integers(1, 200), st.sampled_from([5, 16]),
+    st.sampled_from(["float16", "bfloat16", "float32", "float64"]), st.booleans(),
+    st.sampled_from(["", "mask", "bias", "alibi_slopes", "dropout", "window"]),
+)  # fmt: skip
+def test_blocks_of_rows_that_are_cut(heads, seqlen_q, seqlen_k, head_dim, dtype, causal, more):
+    """Jobs that begin last have fewer rows than others."""
+    shapes = {"mask": (seqlen_q, seqlen_k), "bias": (heads[0], 1, seqlen_k), "alibi_slopes": (heads[0],)}
+    options: dict[str, Any] = {"dropout": 0.3, "window": (90, None if causal else 70), **shapes}
+    case = ct.Case(
+        num_heads=heads[0], num_heads_kv=heads[1], seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, dtype=dtype,
+        causal=causal, **{name: x for name, x in options.items() if name == more},
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        much_work(patch)
+        with cuflash.cpu_threads(3):
+            results = run(case)
+        judge(case, results)
+        with cuflash.cpu_threads(1):
+            assert_same_bits(run(case), results)
+
+
 BROADCAST = st.tuples(*[st.booleans()] * 4)
 
 
@@ -365,6 +388,31 @@ def test_a_library_of_other_sources(monkeypatch, unloaded):
 def test_a_library_of_older_sources(monkeypatch, unloaded):
     monkeypatch.setattr(core, "_hash_of_sources", lambda: "0" * 64)
     assert "install cuflash again" in str(core.why_not())
+
+
+@settings(max_examples=80)
+@given(
+    st.integers(1, 5), st.integers(1, 8), st.integers(0, 24), st.sampled_from([1, -1]), st.sampled_from(["out", "dq"])
+)
+def test_results_between_rows_of_operands(seqlen, head_dim, start, step, name):
+    """They may lie there, and are refused where they share memory, by the first call and by those after it."""
+    memory = np.random.default_rng(0).standard_normal((2, seqlen, 32))
+    q, result = memory[..., :head_dim], memory[:, ::step, start : start + head_dim]
+    k, v, dout = np.random.default_rng(1).standard_normal((3, 2, seqlen, head_dim))
+    attn = cuflash.FlashAttention()
+    out, lse = attn.forward(q.copy(), k, v)
+    expected = {"out": out, "dq": attn.backward(dout, q.copy(), k, v, out, lse).dq}
+    for _ in range(2):
+        write = {
+            "out": lambda: attn.forward(q, k, v, out=result),
+            "dq": lambda: attn.backward(dout, q, k, v, out, lse, dq=result),
+        }[name]
+        if np.shares_memory(q, result):
+            with pytest.raises(ValueError, match=f"{name}: got memory shared with q"):
+                write()
+        else:
+            write()
+            assert_same_bits({name: result}, {name: expected[name]})
 
 
 def test_elements_that_are_not_aligned():

@@ -23,15 +23,16 @@ struct Call {
     int64_t is_bottom_right;  // packed sequences, and entries of a paged cache, have a diagonal of their own then
     int64_t page_size;        // 0 without pages
     int64_t block_rows, block_keys;
-    int64_t lengths_are_64_bit;           // kv_lengths
-    int64_t dropout_steps;                // of 1 / 65536
-    int64_t dropout_row, dropout_column;  // of the first query and the first key
-    int64_t dropout_head, dropout_heads;  // of the first head; from one batch entry to the next
-    int64_t num_given;                    // arrays
-    double scale, softcap, kept_scale;    // softcap is 0 without one
-    int64_t sizes[NUM_ARRAYS];            // of an element in bytes; 0 where there is no array
-    int64_t strides[NUM_ARRAYS][4];       // 0 on axes that are broadcast or of length 1
-    int64_t given[NUM_ARRAYS];            // which arrays these are, in the order in which Python gives them
+    int64_t lengths_are_64_bit;                    // kv_lengths
+    int64_t dropout_steps;                         // of 1 / 65536
+    int64_t dropout_row, dropout_column;           // of the first query and the first key
+    int64_t dropout_head, dropout_heads;           // of the first head; from one batch entry to the next
+    int64_t num_given;                             // arrays
+    double scale, softcap, kept_scale;             // softcap is 0 without one
+    int64_t sizes[NUM_ARRAYS];                     // of an element in bytes; 0 where there is no array
+    int64_t strides[NUM_ARRAYS][4];                // 0 on axes that are broadcast or of length 1
+    int64_t begins[NUM_ARRAYS], ends[NUM_ARRAYS];  // of memory of an array, in bytes from its address
+    int64_t given[NUM_ARRAYS];                     // which arrays these are, in the order in which Python gives them
     // The rest changes from call to call.
     uint64_t seed, offset;
     char *arrays[NUM_ARRAYS];  // null where there is none

@@ -63,7 +63,7 @@ const Kernels &kernels_for(const Call &call, int limit) {
     return *kernels;
 }
 
-enum Status { DONE, OUT_OF_MEMORY, OTHER_LAYOUT, NO_THREAD, UNALIGNED };
+enum Status { DONE, OUT_OF_MEMORY, OTHER_LAYOUT, NO_THREAD, UNALIGNED, NOT_APART };
 
 // What changes from call to call: behind the rest of a `Call`, with Python objects or addresses in place of arrays.
 // All in one, because Python takes longer to hand over an argument than to pack it.
@@ -71,11 +71,29 @@ struct Changing {
     int64_t data_offset;  // where an array object keeps the address of its data; if it is negative, addresses are given
     int64_t limit;        // how many of the best kinds of processors are left out
     int64_t num_threads;  // that the call may be computed on
+    int64_t are_apart;    // results are known to share no memory with each other or with operands
     char *memory;         // for the jobs of the calling thread: fresh memory has to be mapped page by page, which takes
     int64_t bytes;        // longer than a small call
     uint64_t seed, offset;
     uintptr_t arrays[NUM_ARRAYS];  // as many as are given
 };
+
+inline bool is_result(const Call &call, int64_t array) {
+    return call.is_backward ? (array >= DQ && array <= DV) || array >= DBIAS : array == OUT || array == LSE;
+}
+
+// Whether memory of each result ends before that of any other array begins, or begins where it has ended.
+bool are_apart(const Call &call) {
+    for (int i = 0; i < call.num_given; ++i)
+        for (int j = 0; j < call.num_given; ++j) {
+            const int64_t one = call.given[i], other = call.given[j];
+            if (one != other && is_result(call, one) &&
+                call.arrays[one] + call.begins[one] < call.arrays[other] + call.ends[other] &&
+                call.arrays[other] + call.begins[other] < call.arrays[one] + call.ends[one])
+                return false;
+        }
+    return true;
+}
 
 int load_call(Work &work, const void *fixed, const Changing *changing) {
     memcpy((void *)&work.call, fixed, offsetof(Call, seed));
@@ -89,6 +107,7 @@ int load_call(Work &work, const void *fixed, const Changing *changing) {
         work.call.arrays[at] = changing->data_offset >= 0 ? *(char **)(array + changing->data_offset) : (char *)array;
         if ((uintptr_t)work.call.arrays[at] % work.call.sizes[at]) return UNALIGNED;
     }
+    if (!changing->are_apart && !are_apart(work.call)) return NOT_APART;
     for (int phase = 0; phase < Work::MAX_PHASES; ++phase) work.next[phase] = work.done[phase] = 0;
     work.stopped = false;
     return DONE;

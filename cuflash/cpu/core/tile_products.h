@@ -116,12 +116,13 @@ struct ProductOfPairs {
     void add(const float *more_a, const float *more_b) { more[num_more++] = Term{more_a, more_b}; }
 
     // The next four tiles of C, or what is left of them, if there are any: two by two, or four of a single column or row.
+    // All rows come before the next columns: what these need of B stays in the first cache.
     // A function of its own: the loops around it need all registers.
     __attribute__((noinline)) void step() {
 #if HAS_TILES
         const long rows = tile_rows();
         if (i >= rows) return;
-        const long height = num_columns == TILE ? 4 : rows - i > TILE ? 2 : 1, width = 4 / height;
+        const long height = num_columns == TILE ? 4 : rows > TILE ? 2 : 1, width = 4 / height;
         if (rows - i < height * TILE || num_columns - j < width * TILE) {
             for (long y = i; y < smaller(rows, i + height * TILE); y += TILE)
                 for (long x = j; x < smaller(num_columns, j + width * TILE); x += TILE) multiply<1, 1>(y, x);
@@ -132,10 +133,10 @@ struct ProductOfPairs {
         } else {
             multiply<1, 4>(i, j);
         }
-        j += width * TILE;
-        if (j >= num_columns) {
-            j = 0;
-            i += height * TILE;
+        i += height * TILE;
+        if (i >= rows) {
+            j += width * TILE;
+            i = j < num_columns ? 0 : rows;
         }
 #endif
     }

@@ -16,7 +16,7 @@ namespace {
 #endif
 
 constexpr long MAX_KEYS = 128;               // of a tile
-constexpr long GROUP = HAS_TILES ? 32 : 12;  // rows whose scores are computed at a time
+constexpr long GROUP = HAS_TILES ? 64 : 12;  // rows whose scores are computed at a time
 
 inline long smaller(long x, long y) { return x < y ? x : y; }
 inline long larger(long x, long y) { return x > y ? x : y; }
