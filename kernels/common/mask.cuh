@@ -168,13 +168,9 @@ struct Mask {
       bytes = (const u8*)params.mask.data + batch * params.mask.batch_stride + head * params.mask.head_stride;
   }
 
-  // A function is asked whatever else hides the pair: the compiler then reads what it needs of a row, or of a key, once
-  // for all pairs of it.
-  CUFLASH_DEVICE bool visible(int row, int key) const {
-    const bool shown = shows(row, key);
-    return within(row, key) && shown;
-  }
-  // Whether a function shows the pair.
+  CUFLASH_DEVICE bool visible(int row, int key) const { return within(row, key) && shows(row, key); }
+  // Whether a function shows the pair. Asked apart from all else, of whole tiles, the compiler reads what the function
+  // needs of a row, or of a key, once for all pairs of it; that takes registers.
   CUFLASH_DEVICE bool shows(int row, int key) const {
 #if CUFLASH_HAS_MASK_FUNCTION
     return functions.shows(row, key);
