@@ -92,8 +92,11 @@ struct Weights {
             if (!visible(row_of(n, i), key_of(m, i))) s[m][n][i] = -ptx::infinity();
     };
     if (!masked) return;
+    const bool asked = kHasMaskFunction && asks;
+    if (kDim > 64 && asked) return hide_unless([&](int row, int key) { return mask.visible(row, key); });
     hide_unless([&](int row, int key) { return mask.within(row, key); });
-    if (kHasMaskFunction && asks) hide_unless([&](int row, int key) { return mask.shows(row, key); });
+    // Apart, a function takes registers (Mask::shows), which dK and dV leave where heads are narrow.
+    if (asked) hide_unless([&](int row, int key) { return mask.shows(row, key); });
   }
   // The same where products are scores but for a positive factor, for `of_hidden`, which elsewhere hides score by
   // score.
