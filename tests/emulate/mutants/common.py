@@ -210,8 +210,8 @@ MUTANTS = (
     mutant("tiles of the diagonal of all keys", SCHEDULE,
            "const int right_offset = right_offset_of(params, batch);\n    stop =",
            "const int right_offset = params.right_offset;\n    stop =", "forward pages"),
-    mutant("the first queries skip what the last see", SCHEDULE, "* kBlockN >= key_end", "* kBlockN >= key_end - kBlockN",
-           "sm90 causal blocks"),
+    mutant("the first queries skip what the last see", SCHEDULE, "* kBlockN >= key_end",
+           "* kBlockN >= key_end - kBlockN", "sm90 causal blocks"),
     # ---- common/score.cuh
     mutant("softcap is not multiplied back", SCORE, "(kHasSoftcap ? softcap : scale) * kExponentOfE",
            "scale * kExponentOfE", "forward terms"),

@@ -595,5 +595,6 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "texts of polynomials": FunctionTrial(score="polynomial", dtype="float64"),
     "texts of tables": FunctionTrial(score="interpolated"),
     "texts sm90": FunctionTrial(score="branching", dtype="float16", arch="9.0"),
+    "functions sm90 floors": FunctionTrial(score="box", dtype="float16", arch="9.0"),
     "functions sm90 arrays of s": FunctionTrial(score="barrier", mask="prefix", dtype="float16", arch="9.0"),
 }
