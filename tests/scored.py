@@ -27,6 +27,12 @@ def distance(s, i, j, *, head, pos_q, pos_k, gamma, table):  # type: ignore[no-u
     return s - gamma[head] * cuflash.sqrt(r2 + 1e-6) + table[head, cuflash.clip(i - j, -3, 3) + 3]
 
 
+def plane(s, i, j, *, head, pos_q, pos_k, gamma):  # type: ignore[no-untyped-def]
+    """Distances of points."""
+    r2 = (pos_q[i, 0] - pos_k[j, 0]) ** 2 + (pos_q[i, 1] - pos_k[j, 1]) ** 2
+    return s - gamma[head] * cuflash.sqrt(r2 + 1e-6)
+
+
 def box(s, i, j, *, pos_q, pos_k, side):  # type: ignore[no-untyped-def]
     """The distance in a periodic box."""
     x = pos_q[i, 0] - pos_k[j, 0]
@@ -87,7 +93,7 @@ def of_rows(s, i, j, *, batch, head, temperature, pos_q, gate, kind_k, table):  
 SCORES: dict[str, Callable[..., Any] | None] = {
     f.__name__: f
     for f in (
-        *(distance, box, capped, tempered, alibi, with_pairs, gathered, without_s, barrier),
+        *(distance, plane, box, capped, tempered, alibi, with_pairs, gathered, without_s, barrier),
         *(t5, decay, fade, of_rows),
     )
 }

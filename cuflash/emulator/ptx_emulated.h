@@ -37,6 +37,8 @@ extern "C" double sin(double) noexcept;
 extern "C" double cos(double) noexcept;
 extern "C" double pow(double, double) noexcept;
 extern "C" double floor(double) noexcept;
+extern "C" double fmax(double, double) noexcept;
+extern "C" double fmin(double, double) noexcept;
 extern "C" double fabs(double) noexcept;
 
 namespace ptx {
@@ -188,6 +190,7 @@ CUFLASH_DEVICE float fma_saturated(float a, float b, float c) {
 CUFLASH_DEVICE float reciprocal_approx(float x) { return ::emulator::reciprocal_approx(x); }
 CUFLASH_DEVICE float sqrt_approx(float x) { return ::emulator::sqrt_approx(x); }
 CUFLASH_DEVICE float log2_approx(float x) { return ::emulator::log2_approx(x); }
+CUFLASH_DEVICE float add_down(float x, float y) { return ::emulator::add_down(x, y); }
 template <class T>
 CUFLASH_DEVICE u32 pack(T type, float low, float high) {
   return ::emulator::from_float32(element_of(type), low) | (u32)::emulator::from_float32(element_of(type), high) << 16;

@@ -190,6 +190,17 @@ class Program:
         return any(at.payload not in own and index_class(at) != "head" for at in reads)
 
     @property
+    def reads_points(self) -> bool:
+        """Whether all that the score reads belongs to the head, a row or a key, such as coordinates of points."""
+        reads = [at for at in in_order([] if self.score is None else [self.score]) if at.op == "load"]
+        return all(index_class(at) in ("head", "i", "j") for at in reads)
+
+    @property
+    def rounds_down(self) -> bool:
+        """Whether the score takes integers that are not above real numbers, which takes registers."""
+        return any(at.op in ("floor", "floordiv", "mod") for at in in_order([] if self.score is None else [self.score]))
+
+    @property
     def of_keys(self) -> tuple[Node, ...]:
         """What the score reads of a key, whatever the query is: numbers that kernels may have read for a tile."""
         roots = [root for root in (self.score, self.by_s) if root is not None]

@@ -126,6 +126,7 @@ class TextProgram(Program):
 
     changes_slope = True
     reads_pairs = True
+    reads_points = False
 
     def on_numpy(self) -> Program:
         """That of the function in Python."""

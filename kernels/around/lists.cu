@@ -41,7 +41,11 @@ CUFLASH_DEVICE void block_lists(const Params& params) {
   const int last_row = min_of(first + kBlockM, params.seqlen_q) - 1;
   const TileRange range = kListsKeys ? key_tiles(params, batch, first, last_row, key_stop)
                                      : query_tiles(params, batch, first, first + kBlockN - 1, key_stop);
-  const auto pairs_with = [&](int other) {
+  struct Found {
+    Pairs pairs;
+    bool shown_whole;  // by masks, whatever bounds hide
+  };
+  const auto pairs_with = [&](int other) -> Found {
     const int tile = min_of(other, range.stop - 1);
     const int m_block = kListsKeys ? block : tile, n_block = kListsKeys ? tile : block;
     Pairs left = Pairs::kAll;
@@ -51,9 +55,9 @@ CUFLASH_DEVICE void block_lists(const Params& params) {
       left = pairs_of(params, blocks, m_block, n_block);
     if constexpr (kIsNoted) left = both(left, left_by_masks(params, batch, head, m_block, n_block));
     if constexpr (kHasBiasNotes) left = both(left, left_by_bias(params, batch, head, m_block, n_block));
-    if (other >= range.stop) return Pairs::kNone;
+    if (other >= range.stop) return {Pairs::kNone, false};
     const bool full = other >= range.full_start && other < range.full_stop;
-    return left == Pairs::kAll && !full ? Pairs::kSome : left;
+    return {left == Pairs::kAll && !full ? Pairs::kSome : left, left == Pairs::kAll};
   };
 
   i32* list =
@@ -61,13 +65,16 @@ CUFLASH_DEVICE void block_lists(const Params& params) {
   int listed = 0;
   const auto add_those_with = [&](Pairs wanted) {
     for (int own = range.start + lane_index(); own < range.stop + (int)lane_index(); own += 32 * kAtOnce) {
-      bool wants[kAtOnce];
+      Found found[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) wants[i] = pairs_with(own + 32 * i) == wanted;
+      for (int i = 0; i < kAtOnce; ++i) found[i] = pairs_with(own + 32 * i);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const Count count(wants[i]);
-        if (wants[i]) list[kListHeader + listed + count.before] = own + 32 * i;
+        const bool wants = found[i].pairs == wanted;
+        const Count count(wants);
+        const u32 marks = (wanted == Pairs::kSome ? ListEntry::kNeedsMask : 0) |
+                          (found[i].shown_whole ? 0 : ListEntry::kAsksFunction);
+        if (wants) list[kListHeader + listed + count.before] = (i32)(own + 32 * i | marks);
         listed += count.all;
       }
     }
@@ -75,8 +82,10 @@ CUFLASH_DEVICE void block_lists(const Params& params) {
   add_those_with(Pairs::kAll);
   if (lane_index() == 0) list[1] = listed;
   add_those_with(Pairs::kSome);
+  ptx::sync_warp();
   if (lane_index() != 0) return;
   list[0] = listed;
+  if (listed > 0) list[kListHeader + listed - 1] |= (i32)ListEntry::kIsLast;
   const u32 visible = range.stop - range.start;
   if constexpr (kIsChosen) ptx::reduce_add(BiasBlocks(params).count, (u64)(visible - listed) << 32 | visible);
 }

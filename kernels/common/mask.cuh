@@ -168,15 +168,29 @@ struct Mask {
       bytes = (const u8*)params.mask.data + batch * params.mask.batch_stride + head * params.mask.head_stride;
   }
 
-  CUFLASH_DEVICE bool visible(int row, int key) const {
+  CUFLASH_DEVICE bool visible(int row, int key) const { return within(row, key) && shows(row, key); }
+  // Whether a function shows the pair. Asked apart from all else, of whole tiles, the compiler reads what the function
+  // needs of a row, or of a key, once for all pairs of it; that takes registers.
+  CUFLASH_DEVICE bool shows(int row, int key) const {
+#if CUFLASH_HAS_MASK_FUNCTION
+    return functions.shows(row, key);
+#endif
+    return true;
+  }
+  // Whether all else does.
+  CUFLASH_DEVICE bool within(int row, int key) const {
     bool seen = key < key_stop;
     if constexpr (kHasRightBound) seen = seen && key <= row + right_offset;
     if constexpr (kHasLeftBound) seen = seen && key >= row + left_offset;
     if constexpr (kLooksUpMask) seen = seen && row < seqlen_q && bytes[row * row_stride + key * key_stride] != 0;
     if constexpr (kHasBlockMask) seen = seen && row < seqlen_q && blocks.has(row / kMaskBlockM, key / kMaskBlockN);
-#if CUFLASH_HAS_MASK_FUNCTION
-    seen = seen && functions.shows(row, key);
-#endif
     return seen;
   }
+};
+
+// All of it but a function of the caller.
+struct MaskWithoutFunction : Mask {
+  using Mask::Mask;
+
+  CUFLASH_DEVICE bool visible(int row, int key) const { return within(row, key); }
 };

@@ -57,6 +57,7 @@ struct RangeWalk {
   CUFLASH_DEVICE bool needs_mask(const QueryRange& tiles) const {
     return m_block < tiles.full_start || m_block >= tiles.full_stop;
   }
+  CUFLASH_DEVICE bool asks_function() const { return true; }
   CUFLASH_DEVICE void advance(const QueryRange& tiles) {
     m_block += tiles.backwards ? -1 : 1;
     if (m_block == tiles.end()) m_block = tiles.first(), ++head;
@@ -71,28 +72,42 @@ struct RangeWalk {
 
 // The same over lists.
 struct ListWalk {
-  int head, m_block, place;
+  int head, m_block;
+  ListEntry entry;
+  const i32* place;  // of the entry
 
   CUFLASH_DEVICE static ListWalk first(const QueryLists& queries, int first_head) {
-    ListWalk walk = {queries.next_head(first_head), 0, 0};
-    walk.look_up(queries);
+    ListWalk walk = {queries.next_head(first_head), 0, {0}, nullptr};
+    walk.start_list(queries, 0);
     return walk;
   }
   CUFLASH_DEVICE void advance(const QueryLists& queries) {
-    if (++place == queries.of(head)[0]) place = 0, head = queries.next_head(head + 1);
-    look_up(queries);
+    if (entry.is_last()) {
+      head = queries.next_head(head + 1);
+      start_list(queries, 0);
+    } else {
+      ++place;
+      look_up();
+    }
   }
   // From the first step on, fewer than there are.
   CUFLASH_DEVICE void skip(const QueryLists& queries, int steps) {
     for (int length; steps >= (length = queries.of(head)[0]); head = queries.next_head(head + 1)) steps -= length;
-    place = steps;
-    look_up(queries);
+    start_list(queries, steps);
   }
-  CUFLASH_DEVICE bool needs_mask(const QueryLists& queries) const { return place >= queries.of(head)[1]; }
+  CUFLASH_DEVICE bool needs_mask(const QueryLists&) const { return entry.needs_mask(); }
+  // Whether a function that hides pairs is to be asked, where a mask is needed.
+  CUFLASH_DEVICE bool asks_function() const { return entry.asks_function(); }
 
  private:
-  CUFLASH_DEVICE void look_up(const QueryLists& queries) {
-    if (head < queries.stop_head) m_block = queries.of(head)[kListHeader + place];
+  CUFLASH_DEVICE void start_list(const QueryLists& queries, int first_place) {
+    if (head >= queries.stop_head) return;
+    place = queries.of(head) + kListHeader + first_place;
+    look_up();
+  }
+  CUFLASH_DEVICE void look_up() {
+    entry = {(u32)*place};
+    m_block = entry.tile();
   }
 };
 

@@ -155,6 +155,20 @@ CUFLASH_DEVICE TileRange query_tiles(const Params& params, Entry batch, int firs
 // list, and not over tiles.
 constexpr int kListHeader = 2;
 
+// An entry of a list: the index of a tile, and above it what else a walk asks of it, so that a step loads one number.
+struct ListEntry {
+  static constexpr u32 kIndexBits = 28;  // a tile has 16 rows at least, of 2^30
+  static constexpr u32 kIsLast = 1u << 31;
+  static constexpr u32 kNeedsMask = 1u << 30;     // some pair is hidden
+  static constexpr u32 kAsksFunction = 1u << 29;  // and not by a diagonal or the last key alone, but by masks
+  u32 entry;
+
+  CUFLASH_DEVICE int tile() const { return entry & ((1u << kIndexBits) - 1); }
+  CUFLASH_DEVICE bool is_last() const { return (entry & kIsLast) != 0; }
+  CUFLASH_DEVICE bool needs_mask() const { return (entry & kNeedsMask) != 0; }
+  CUFLASH_DEVICE bool asks_function() const { return (entry & kAsksFunction) != 0; }
+};
+
 // The list of tile `block` of `num_blocks` with room for `length` others.
 CUFLASH_DEVICE i32* list_of(const Params& params, void* lists, int batch, int head, int block, int num_blocks,
                             int length) {
@@ -188,13 +202,18 @@ struct KeyTiles : TileRange {
     }
   }
   CUFLASH_DEVICE int at(int place) const {
-    if constexpr (kHasLists) return list[kListHeader + place];
+    if constexpr (kHasLists) return entry_at(place).tile();
     if constexpr (kWalksOutward) {
       const int steps = full_stop - 1 - place, before = nearest - full_start;
       if (place >= full_start && steps >= 0) return steps <= before ? nearest - steps : full_start + steps;
     }
     return place;
   }
+  // Whether a function that hides pairs is to be asked about those of a tile that is not visible as a whole.
+  CUFLASH_DEVICE bool ask_function_at(int place) const { return !kHasLists || entry_at(place).asks_function(); }
+
+ private:
+  CUFLASH_DEVICE ListEntry entry_at(int place) const { return {(u32)list[kListHeader + place]}; }
 };
 
 // The work of the blocks of a persistent kernel: each takes one unit of every `resident_blocks`. A unit is a tile of
@@ -295,7 +314,14 @@ struct QueryTile {
     const int first = first_row + 64 * consumer;
     const int seqlen_q = seqlen_q_of(params, work.batch);
     if (first >= seqlen_q) return {keys.start, keys.start, keys.start, keys.start};
-    if constexpr (kHasLists) return keys;
-    return key_tiles(params, work.batch, first, min_of(first + 64, seqlen_q) - 1, key_stop);
+    const int last = min_of(first + 64, seqlen_q) - 1;
+    if constexpr (!kHasLists) return key_tiles(params, work.batch, first, last, key_stop);
+    TileRange own = keys;
+    if constexpr (kHasRightBound && kBlockN < kBlockM) {
+      // The last places have the last of the tiles that a diagonal cuts.
+      const int key_end = last + right_offset_of(params, work.batch) + 1;
+      while (own.stop > own.full_stop && keys.at(own.stop - 1) * kBlockN >= key_end) --own.stop;
+    }
+    return own;
   }
 };

@@ -124,11 +124,11 @@ CUFLASH_DEVICE double score_cos(double x) { return cos(x); }
 CUFLASH_DEVICE float score_pow(float x, float y) { return powf(x, y); }
 CUFLASH_DEVICE double score_pow(double x, double y) { return pow(x, y); }
 // The unit that rounds takes four numbers a clock and multiprocessor quarter, as that of exponentials does, and additions
-// take 32: a number below 2^23 is rounded to the nearest integer where it is added to 2^23.
+// take 32: a number below 2^23 is rounded to an integer where it is added to 2^23.
 CUFLASH_DEVICE float score_floor_of(float x) {
   constexpr float kOfIntegers = 8388608.0f;
-  const float shift = copysignf(kOfIntegers, x), nearest = (x + shift) - shift;
-  return fabsf(x) < kOfIntegers ? nearest - (nearest > x ? 1.0f : 0.0f) : x;
+  const float shift = copysignf(kOfIntegers, x), whole = ptx::add_down(x, shift) - shift;
+  return fabsf(x) < kOfIntegers ? whole : x;
 }
 CUFLASH_DEVICE double score_floor_of(double x) { return floor(x); }
 CUFLASH_DEVICE float score_abs(float x) { return fabsf(x); }
@@ -168,8 +168,7 @@ CUFLASH_DEVICE int score_floor(Real x) {
 // The same as a real number, which saves conversions there and back.
 CUFLASH_DEVICE Real score_whole(Real x) {
   constexpr Real kLargest = (Real)2147483647;
-  const Real kept = x == x ? x : 0, above = kept < (Real)-2147483648.0 ? (Real)-2147483648.0 : kept;
-  return score_floor_of(above > kLargest ? kLargest : above);
+  return score_floor_of(x == x ? (Real)fmax(fmin(x, kLargest), (Real)-2147483648.0) : 0);
 }
 
 // A NaN is both the smaller and the larger of two numbers.

@@ -78,26 +78,32 @@ struct Weights {
     return weight_of(exponent - exponent_lse, exponent_lse, derivative);
   }
 
-  // Hides elements at once, in a branch of its own: scores, or products that are scores but for a positive factor.
-  // `row_of(n, i)` and `key_of(m, i)` are the pair of an element.
+  // Hides elements at once, in branches of their own: scores, or products that are scores but for a positive factor.
+  // `row_of(n, i)` and `key_of(m, i)` are the pair of an element; a function of the caller is asked where `asks`.
   template <int m_tiles, int n_tiles, class RowOf, class KeyOf>
-  CUFLASH_DEVICE void hide(Real (&s)[m_tiles][n_tiles][4], bool masked, RowOf row_of, KeyOf key_of) const {
-    if (masked) {
+  CUFLASH_DEVICE void hide(Real (&s)[m_tiles][n_tiles][4], bool masked, bool asks, RowOf row_of, KeyOf key_of) const {
+    const auto hide_unless = [&](auto visible) {
 #pragma unroll
       for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
         for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            if (!mask.visible(row_of(n, i), key_of(m, i))) s[m][n][i] = -ptx::infinity();
-    }
+            if (!visible(row_of(n, i), key_of(m, i))) s[m][n][i] = -ptx::infinity();
+    };
+    if (!masked) return;
+    const bool asked = kHasMaskFunction && asks;
+    if (kDim > 64 && asked) return hide_unless([&](int row, int key) { return mask.visible(row, key); });
+    hide_unless([&](int row, int key) { return mask.within(row, key); });
+    // Apart, a function takes registers (Mask::shows), which dK and dV leave where heads are narrow.
+    if (asked) hide_unless([&](int row, int key) { return mask.shows(row, key); });
   }
   // The same where products are scores but for a positive factor, for `of_hidden`, which elsewhere hides score by
   // score.
   template <int m_tiles, int n_tiles, class RowOf, class KeyOf>
   CUFLASH_DEVICE void hide_products(Real (&product)[m_tiles][n_tiles][4], bool masked, RowOf row_of,
                                     KeyOf key_of) const {
-    if constexpr (kScaleInExponent) hide(product, masked, row_of, key_of);
+    if constexpr (kScaleInExponent) hide(product, masked, true, row_of, key_of);
   }
   // The weight of one pair whose product went through `hide_products`.
   CUFLASH_DEVICE Real of_hidden(Real product, int row, int key, bool masked, Real exponent_lse,

@@ -215,18 +215,22 @@ CUFLASH_DEVICE auto bounds_of_entries(const Captured& array, Indices... indices)
     count[axis] = score_entry(array.size[axis], within[axis].high) - first[axis] + 1;
     entries = entries > kMostEntries || count[axis] > kMostEntries ? kMostEntries + 1 : entries * count[axis];
   }
-  const auto entry = [&](i64 place) {
+  // Few entries: 32 bits count them. Divisions take far longer than what else there is to do.
+  const auto entry = [&](u32 place) {
     i64 at = 0;
 #pragma unroll
     for (int axis = kAxes - 1; axis >= 0; --axis) {
-      at += (first[axis] + place % count[axis]) * array.stride[axis];
-      place /= count[axis];
+      const u32 length = (u32)count[axis], within = axis == 0 ? place : place % length;
+      at += (first[axis] + within) * array.stride[axis];
+      if (axis > 0) place /= length;
     }
     return bounds_of_entry(score_element(E{}, data, at));
   };
   auto found = entry(0);
   if (entries > kMostEntries) return any_like(found);
-  for (i64 place = ptx::thread_index() % 32; place < entries; place += 32) found = hull_of_entries(found, entry(place));
+#pragma unroll 4
+  for (u32 place = ptx::thread_index() % 32; place < (u32)entries; place += 32)
+    found = hull_of_entries(found, entry(place));
 #pragma unroll
   for (u32 lanes = 16; lanes > 0; lanes /= 2)
     found = hull_of_entries(found, {shuffle_xor_of(found.low, lanes), shuffle_xor_of(found.high, lanes)});

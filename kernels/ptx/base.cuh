@@ -362,6 +362,8 @@ CUFLASH_DEVICE float log2_approx(float x) {
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// Thread. add.rm (9.7.3.3): the sum rounded down; subnormal numbers count.
+CUFLASH_DEVICE float add_down(float x, float y) { return __fadd_rd(x, y); }
 // Thread. mul.rn (9.7.3.4): the rounded product, never fused into a sum.
 CUFLASH_DEVICE float multiply(float x, float y) {
   float z;
@@ -499,8 +501,7 @@ CUFLASH_DEVICE void reduce_add(u64* address, u64 value) {
 CUFLASH_DEVICE void reduce_max(u64* address, u64 value) {
   asm volatile("red.global.max.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
-// Thread. red.global.add.v4.f32 (9.7.13.7): four neighbours at a 16-byte aligned address; before sm_90, four
-// reductions.
+// Thread. red.global.add.v4.f32 (9.7.13.7): four neighbours, aligned to 16 bytes; before sm_90, four reductions.
 CUFLASH_DEVICE void reduce_add_x4(float* address, const float (&value)[4]) {
 #if CUFLASH_ARCH >= 90
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(value[0]), "f"(value[1]),
@@ -532,8 +533,7 @@ CUFLASH_DEVICE void wait_for_count(const u32* counter, u32 count) {
   do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(counted) : "l"(counter) : "memory");
   while (counted != count);
 }
-// Thread. red.release.gpu.add (9.7.13.7): what this thread, and those it has met at a barrier, stored so far comes
-// before.
+// Thread. red.release.gpu.add (9.7.13.7): after all that this thread, and those it has met at a barrier, stored.
 CUFLASH_DEVICE void add_to_count(u32* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }

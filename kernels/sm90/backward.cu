@@ -269,7 +269,7 @@ struct Consumer {
         for (int i = 0; i < 4; ++i) p[n][i] = weights.score.with_addend(p[n][i], row_of(n, i), key_of(0, i));
     }
     if constexpr (!kMaskByBits) {
-      weights.hide(products, masked, row_of, key_of);
+      weights.hide(products, masked, walk.asks_function(), row_of, key_of);
     } else if (masked) {
       hide_by_bits(p, shown);
     }

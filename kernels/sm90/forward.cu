@@ -34,12 +34,12 @@
 #include "common/schedule.cuh"
 #include "common/scores.cuh"
 #include "common/softmax.cuh"
-#include "sm80/mma.cuh"
 #include "sm90/addends.cuh"
 #include "sm90/forward_roles.cuh"
 #include "sm90/key_tile.cuh"
 #include "sm90/ping_pong.cuh"
 #include "sm90/pipeline.cuh"
+#include "sm90/product_again.cuh"
 #include "sm90/products.cuh"
 #include "sm90/tiles.cuh"
 #include "sm90/varlen_walk.cuh"
@@ -227,24 +227,9 @@ struct Consumer {
     issue_rows<kDim, kBlockM, kBlockN>(s[0], s_q, shared.k + key.stage * kBytesK);
   }
 
-  // The same by mma.sync, for one warp alone. Its loop is not unrolled, because it rarely runs and needs registers.
+  // The same again, for one warp alone.
   CUFLASH_DEVICE void multiply_s_again() {
-    const u32 lane = lane_index(), swizzle = lane % 8 * 16;
-    const u32 line_q = s_q + (warp_row + lane % 16) * kLineBytes;
-    const u32 line_k = shared.k + key.stage * kBytesK + (lane % 8 + lane / 16 * 8) * kLineBytes;
-    set_zero(s);
-#pragma unroll 1
-    for (int k = 0; k < kDim / 16; ++k)
-      multiply<1>(
-          s,
-          [&](int, int, Fragment& a) {
-            ptx::load_matrix_x4(a.word,
-                                line_q + k / 4 * kBlockM * kLineBytes + ((k % 4 * 32 + lane / 16 * 16) ^ swizzle));
-          },
-          [&](int n, int, Fragment& b) {
-            ptx::load_matrix_x4(b.word, line_k + n * 16 * kLineBytes + k / 4 * kBlockN * kLineBytes +
-                                            ((k % 4 * 32 + lane / 8 % 2 * 16) ^ swizzle));
-          });
+    multiply_again<kDim, kBlockM, kBlockN>(s, s_q + warp_row * kLineBytes, shared.k + key.stage * kBytesK);
   }
 
   // [GEMM 3] O += P V, with the values in stage `at`.
@@ -261,22 +246,35 @@ struct Consumer {
   // Those of this lane's keys in the tile of keys in stage `key`, from its first one on.
   CUFLASH_DEVICE u32 numbers() const { return shared.numbers + key.stage * kBytesNumbers + fragment_column() * 4; }
   // The mask is made anew for every tile. Kept from tile to tile, it would take registers, and with a block mask spill.
-  template <class Masked>
+  template <class AnyMask = Mask, class Masked>
   CUFLASH_DEVICE auto mask(Masked) const {
     if constexpr (IsLeftEdge<Masked>::value)
       return LeftBound{common.left_offset + own_diagonal};
     else
-      return Mask(common, tile.work.batch, tile.work.head, tile.key_stop, own_diagonal);
+      return AnyMask(common, tile.work.batch, tile.work.head, tile.key_stop, own_diagonal);
   }
-  // A function that says whether an element of a tile of keys is hidden.
-  template <class Masked>
-  CUFLASH_DEVICE auto hidden_in(int n_block, Masked masked) const {
+  // A function that says whether a mask hides an element of a tile of keys.
+  template <class AnyMask>
+  CUFLASH_DEVICE auto hidden_in(int n_block, const AnyMask& mask) const {
     if constexpr (kMaskByBits)
       return [this](int n, int i) { return !(shown[n / 8] >> bit_of(n % 8, i) & 1); };
     else
-      return [mask = mask(masked), row = lane_row, key = lane_key(n_block)](int n, int i) {
+      return [mask, row = lane_row, key = lane_key(n_block)](int n, int i) {
         return !mask.visible(row + i / 2 * 8, key + 8 * n + i % 2);
       };
+  }
+  // Hides what the function of the caller hides, in a tile that it does not show as a whole.
+  CUFLASH_DEVICE void hide_by_function(int n_block) {
+#if CUFLASH_HAS_MASK_FUNCTION
+    if (!tile.keys.ask_function_at(n_block)) return;
+    const Functions functions(common, tile.work.batch, tile.work.head);
+    const int first_key = lane_key(n_block);
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (!functions.shows(lane_row + i / 2 * 8, first_key + 8 * n + i % 2)) s[0][n][i] = -ptx::infinity();
+#endif
   }
   // Makes scores of the products of an n-tile by the function of the caller; `first_key` is this lane's first one.
   CUFLASH_DEVICE void apply_function(int n, int first_key) {
@@ -302,7 +300,8 @@ struct Consumer {
   // Makes scores of what Score::cap left.
   template <class Masked>
   CUFLASH_DEVICE void complete_scores(int n_block, Masked masked) {
-    const auto is_hidden = hidden_in(n_block, masked);
+    const auto without_function = mask<MaskWithoutFunction>(masked);
+    const auto is_hidden = hidden_in(n_block, without_function);
     const auto hide = [&](int n, int i) {
       if (masked && is_hidden(n, i)) s[0][n][i] = -ptx::infinity();
     };
@@ -325,14 +324,15 @@ struct Consumer {
         for (int i = 0; i < 4; ++i) hide(n, i);
     } else {
       const auto row_of = [&](int, int i) { return lane_row + i / 2 * 8; };
-      to_scores<true>(score, mask(masked), s, row_of, lane_key(n_block), masked);
+      to_scores<true>(score, without_function, s, row_of, lane_key(n_block), masked);
     }
+    if constexpr (Masked::value) hide_by_function(n_block);
   }
   // Makes exponentials relative to the offsets that rows have already, and adds them up.
   template <class Masked>
   CUFLASH_DEVICE void exponentiate(int n_block, float (&sum)[1][2], Masked masked) {
     if constexpr (kAddsByTile) {
-      const auto is_hidden = hidden_in(n_block, masked);
+      const auto is_hidden = hidden_in(n_block, mask(masked));
       addends(n_block).visit<kNTiles>([&](int n, int i, auto plus_addend) {
         s[0][n][i] = exponential(s[0][n][i] * score.factor + plus_addend(-softmax.offset[0][i / 2]));
         if (kLazyWhereMasked && masked && is_hidden(n, i)) s[0][n][i] = 0.0f;

@@ -338,6 +338,13 @@ CUFLASH_DEVICE void map_log2(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(log2_approx, Params, kBlock, 1, map_log2)
 
+CUFLASH_DEVICE void map_add_down(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  const float* source = source_of<float>(params) + 2 * i;
+  if (i < params.count) destination_of<float>(params)[i] = ptx::add_down(source[0], source[1]);
+}
+CUFLASH_DEFINE_KERNEL(add_down, Params, kBlock, 1, map_add_down)
+
 CUFLASH_DEVICE void map_multiply(const Params& params) {
   const u32 i = global_thread_index(kBlock);
   const float* source = source_of<float>(params) + 3 * i;

@@ -337,6 +337,28 @@ def check_sqrt_approx(run):
     np.testing.assert_array_equal(got, expected)
 
 
+def check_add_down(run):
+    tiny, whole = np.float32(1e-45), 2.0**23
+    rng = np.random.default_rng(8)
+    x = rng.uniform(-4, 4, (5000, 2)) * [1, whole / 2]
+    special = [
+        [tiny, whole],
+        [-tiny, -whole],
+        [-tiny, tiny / 2],
+        [0.5, whole],
+        [-0.5, -whole],
+        [np.inf, 1],
+        [np.nan, 1],
+    ]
+    x = np.concatenate([x, special]).astype(np.float32)
+    exact = x.astype(np.float64).sum(axis=1)
+    nearest = exact.astype(np.float32)
+    expected = np.where(nearest > exact, np.nextafter(nearest, np.float32(-np.inf)), nearest)
+    expected[len(x) - len(special) + 1] = -whole - 1  # float64 has no room for what is added to it
+    got = run("add_down", source=x, destination=_ones(np.float32, len(x)), **_threads_of(x))
+    np.testing.assert_array_equal(got, expected)
+
+
 def check_log2_approx(run):
     x = np.concatenate([np.geomspace(1e-44, 3e38, 4001), np.linspace(0.5, 2, 999)]).astype(np.float32)
     got = run("log2_approx", source=x, destination=_ones(np.float32, len(x)), **_threads_of(x))

@@ -42,7 +42,7 @@ def test_edges(sizes, head_dim, deterministic):
 
 
 # A row with turns and one without, of two, three and four consumers; blocks take several tiles.
-EDGES_SM90 = (FORWARD_SM90_TILES[0], FORWARD_SM90_TILES[1], FORWARD_SM90_TILES[2], FORWARD_SM90_TILES[-1])
+EDGES_SM90 = (*FORWARD_SM90_TILES[1:4], FORWARD_SM90_TILES[-1])
 
 
 @pytest.mark.parametrize("tile", EDGES_SM90, ids=name_of)

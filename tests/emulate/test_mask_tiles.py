@@ -25,6 +25,8 @@ from tests.scored import MASKS, Scored, captured_of
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 LISTS = ("around/mask_tiles.cu", "around/lists.cu")
+# An entry of a list: ListEntry of kernels/common/schedule.cuh.
+IS_LAST, NEEDS_MASK, ASKS_FUNCTION, INDEX = 1 << 31, 1 << 30, 1 << 29, (1 << 28) - 1
 
 # The device, the axes of the mask, and what the problem has beside it.
 CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
@@ -151,6 +153,7 @@ def assert_listed(arch, problem, arrays, visible, keys, shown=None, *, schedule)
         for (batch, head, block), listed in zip(np.ndindex(*own, lists), found.reshape(-1, 2 + length), strict=True):
             full: list[int] = []
             cut: list[int] = []
+            asked: set[int] = set()
             for other in range(length):
                 m, n = (block, other) if name == "key_lists" else (other, block)
                 columns = slice(n * tile.block_n, (n + 1) * tile.block_n)
@@ -159,9 +162,15 @@ def assert_listed(arch, problem, arrays, visible, keys, shown=None, *, schedule)
                 of_bias = shown is None or shown[batch, head, m * tile.block_m : (m + 1) * tile.block_m, columns].any()
                 if pairs.any() and of_bias:
                     (full if whole and (of_keys or pairs.all()) else cut).append(other)
+                    asked |= set() if pairs[:, keys[batch, columns]].all() else {other}
                 tiles += keys[batch, columns].any()
             assert listed[:2].tolist() == [len(full) + len(cut), len(full)]
-            assert listed[2 : 2 + len(full) + len(cut)].tolist() == full + cut
+            entries = listed[2 : 2 + len(full) + len(cut)].view(np.uint32)
+            assert (entries & INDEX).tolist() == full + cut
+            assert (entries & NEEDS_MASK > 0).tolist() == [False] * len(full) + [True] * len(cut)
+            assert (entries & IS_LAST > 0).nonzero()[0].tolist() == ([len(entries) - 1] if len(entries) else [])
+            if problem.mask_function is not None:
+                assert (entries & ASKS_FUNCTION > 0).tolist() == [other in asked for other in full + cut]
             listed_tiles += len(full) + len(cut)
         if ("CUFLASH_CHOSEN_BY_BIAS", 1) in small.kernels[-1].defines:
             assert scratch.array("bias_blocks", np.uint32)[:2].tolist() == [tiles, tiles - listed_tiles]

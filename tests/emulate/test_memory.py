@@ -47,7 +47,7 @@ def test_results_stay_inside_their_arrays(deterministic):
     assert_only_noise(frames, 5 + 9)  # inputs and results of both passes
 
 
-@pytest.mark.parametrize("tile", FORWARD_SM90_TILES[1:3], ids=name_of)
+@pytest.mark.parametrize("tile", FORWARD_SM90_TILES[2:4], ids=name_of)
 def test_results_of_the_tma_stay_inside_their_arrays(tile):
     """Whole boxes leave shared memory, and columns and rows that do not exist stay behind."""
     case = ct.Case(seqlen_q=70, seqlen_k=81, batch=2, num_heads=2, num_heads_kv=1, head_dim=24, dtype="bfloat16")

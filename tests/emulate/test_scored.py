@@ -1,5 +1,7 @@
 """Scores and masks of a caller in the kernels, against the oracle."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -59,6 +61,28 @@ def test_kernels_obey_the_oracle(arch, cases):
     @given(cases)
     def judge(case):
         judge_functions(case, arch)
+
+    judge()
+
+
+@pytest.mark.parametrize("score, mask", [(None, "documents"), (None, "near"), ("plane", None)])
+def test_larger_tiles_of_many_queries_obey_the_oracle(score, mask):
+    functions = (SCORES[score] if score else None, MASKS[mask] if mask else None)
+    device = replace(DeviceSpec.for_arch("9.0"), num_sms=1)
+
+    @settings(max_examples=2)
+    @given(st.integers(129, 256), st.integers(1, 25), st.booleans(), st.integers(0, 99))
+    def judge(seqlen_q, eighths, causal, seed):
+        sizes = (1, 2, seqlen_q + 256 * causal, 8 * eighths)  # causal, two tiles of queries make one
+        random = np.random.default_rng(seed)
+        lengths = {"q": sizes[2], "k": sizes[3], "v": sizes[3], "dout": sizes[2]}
+        arrays = {name: random.standard_normal((1, 2, n, 16)).astype(np.float16) for name, n in lengths.items()}
+        arrays |= captured_of(functions, sizes, "float16", seed)
+        attn = cuflash.FlashAttention(score=functions[0], mask=functions[1], causal=causal)
+        case = Scored(attn, arrays, {}, "")
+        (tile,) = choose_plan(case.problem, device).tiles
+        assert (tile.block_m, tile.block_n) == (256, 64)
+        judge_functions(case, device)
 
     judge()
 

@@ -251,6 +251,32 @@ def test_functions_and_what_of_them_other_kernels_serve(functions, options, forw
     assert words in plan.reason
 
 
+@pytest.mark.parametrize(
+    ("functions", "options", "dim", "tile"),
+    [
+        ((None, "documents"), {}, 64, (256, 64)),
+        (("alibi", "documents"), {"window_right": 0}, 64, (256, 64)),
+        ((None, "documents"), {"window_left": 9}, 64, (128, 128)),
+        ((None, "documents"), {"dropout": 0.1}, 64, (128, 128)),
+        ((None, "documents"), {}, 128, (128, 128)),
+        (("plane", None), {}, 64, (256, 64)),
+        (("plane", None), {"window_right": 0}, 64, (256, 64)),
+        (("plane", None), {"dropout": 0.1}, 64, (192, 64)),
+        (("plane", "documents"), {}, 64, (192, 64)),
+        (("box", None), {}, 64, (192, 64)),
+        (("gathered", None), {}, 64, (192, 64)),
+        (("plane", None), {}, 128, (128, 96)),
+        (("box", None), {"window_right": 0}, 128, (128, 96)),
+        (("box", "documents"), {}, 128, (128, 64)),
+        (("distance", None), {}, 128, (128, 64)),
+    ],
+)
+def test_tiles_of_functions_and_many_queries(functions, options, dim, tile):
+    problem = replace(of_functions(functions, "bfloat16", dim, 1024), **options)
+    (chosen,) = choose_plan(problem, replace(H200, num_sms=1)).tiles
+    assert (chosen.block_m, chosen.block_n) == tile
+
+
 def test_tensor_maps_of_a_plan():
     problem = problem_of(300, 500, dim=72, dim_v=128, batch=2, heads=4, heads_kv=2)
     plan = choose_plan(problem, H200)

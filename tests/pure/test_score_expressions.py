@@ -132,6 +132,7 @@ def test_intervals_find_what_documents_and_windows_hide():
 # ---- emitted text ----------------------------------------------------------------------------------------------------
 
 PRELUDE = """
+#include <cfenv>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -152,6 +153,12 @@ inline float exp2_approx(float x) { return std::exp2(x); }
 inline float log2_approx(float x) { return std::log2(x); }
 inline float sqrt_approx(float x) { return std::sqrt(x); }
 inline float reciprocal_approx(float x) { return 1 / x; }
+inline float add_down(float x, float y) {
+  std::fesetround(FE_DOWNWARD);
+  const volatile float sum = x + y;
+  std::fesetround(FE_TONEAREST);
+  return sum;
+}
 inline u32 bits_of(float x) { u32 y; std::memcpy(&y, &x, 4); return y; }
 template <class E> u32 pack(E, float, float) { return 0; }
 inline u32 thread_index() { return 0; }

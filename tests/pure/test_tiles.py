@@ -41,6 +41,7 @@ from cuflash.planning.sm90.tiles import (
 from cuflash.planning.tiles import round_up, tile_bytes
 from cuflash.terms import DEFAULT_NEED
 from tests.problems import ARCHS, SIZES_OF_SHARED, biased, blocks_of, is_served, masked, problem_of
+from tests.scored import of_functions
 
 # ---- Devices ---------------------------------------------------------------------------------------------------------
 
@@ -176,6 +177,9 @@ def test_every_row_is_chosen_somewhere(table):
         for problem in (masked(dim), replace(plain, bias=odd), replace(plain, dropout=0.1), window):
             tiles = choose_plan(problem, h100).tiles
             chosen |= {tile.changed(mask_by_bits=False) for tile in tiles}
+        for functions in ((None, "documents"), ("plane", None)):
+            tiles = choose_plan(of_functions(functions, "bfloat16", dim, 1024), replace(h100, num_sms=1)).tiles
+            chosen |= {tile.changed(numbers_of_keys=0) for tile in tiles}
     assert not [tile for tile in table if tile not in chosen]
 
 

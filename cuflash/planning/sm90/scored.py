@@ -10,10 +10,46 @@ from cuflash.planning.device import DeviceSpec
 from cuflash.planning.tiles import Tile, why_too_large
 from cuflash.problem import Problem
 from cuflash.tensor_map import LINE_BYTES, why_not
+from cuflash.terms import TERMS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+LONG_SEQLEN = 2048  # from which on larger tiles of keys, or of queries, pay
+Serves = Literal[
+    "any",
+    "no pairs",
+    "bias",
+    "long full",
+    "few full",
+    "few bounded",
+    "window",
+    "mask function",
+    "lists",
+    "points",
+    "plane",
+    "dropout",
+]
+BIAS_BY_TMA = "a bias of pairs that TMA can read"
+# What `ForwardSm90Tile.serves` means, in words.
+SERVES: dict[Serves, str] = {
+    "any": "any problem",
+    "no pairs": "problems without a bias of pairs, a score that reads rows or keys, and pairs that are looked up",
+    "bias": f"{BIAS_BY_TMA}, without pairs that are hidden one by one and looked up",
+    "long full": f"{LONG_SEQLEN} keys or more, without a right bound, a bias of pairs, functions, and pairs looked up, "
+    "where smaller tiles of queries would not be done first",
+    "few full": "few queries without a right bound, a bias of pairs, and pairs looked up: larger tiles would leave "
+    "multiprocessors idle",
+    "few bounded": "few queries with a right bound, likewise",
+    "window": "a window with both bounds, likewise without a bias of pairs, such a score, and pairs looked up",
+    "mask function": "mask functions without dropout, a left bound, slopes, and a bias and a mask of keys, likewise, "
+    "where smaller tiles of queries would not be done first",
+    "lists": "block masks, masks of pairs and mask functions, without a bias of pairs",
+    "points": "scores that read numbers of rows and keys alone, without a mask function, and pairs looked up",
+    "plane": "the same with two numbers of a key at most, no floor, no dropout and no left bound, where smaller tiles "
+    "of queries would not be done first",
+    "dropout": "dropout without a bias of pairs, and pairs that are hidden one by one",
+}
 BITS_BLOCK = 64  # queries, and keys, of a block of a mask of bits: kernels/common/mask_bits.cuh
 
 
@@ -75,6 +111,16 @@ class ScoredTile(Tile):
         """Whether the kernel looks for what hides a pair, pair by pair."""
         hidden = self._hidden(problem)
         return hidden != "nothing" and not self.mask_of_keys and not self.mask_by_bits
+
+    def asks_function_alone(self, problem: Problem) -> bool:
+        """Whether a mask is a function, beside no mask of keys, and no array is added to scores."""
+        added = any(term.part_of == "scores" and getattr(problem, term.name) is not None for term in TERMS)
+        return problem.mask_function is not None and not self.mask_of_keys and not added
+
+    def reads_points(self, problem: Problem) -> bool:
+        """Whether a score has numbers of keys beside it, reads nothing of pairs, and no pair is asked for."""
+        asks = problem.mask_function is not None or self.looks_up_pairs(problem)
+        return self.numbers_of_keys > 0 and not asks and problem.hoisted.reads_points
 
     def _hidden(self, problem: Problem) -> Literal["nothing", "keys", "pairs"]:
         """What masks hide beside whole tiles."""

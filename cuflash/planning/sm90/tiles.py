@@ -11,31 +11,23 @@ from typing import ClassVar, Literal
 from cuflash.operands import ITEMSIZE
 from cuflash.planning.device import DeviceSpec
 from cuflash.planning.key_splits import DECODE_ROWS
-from cuflash.planning.sm90.scored import ScoredTile, bias_by, bias_tile_bytes
+from cuflash.planning.sm90.scored import (
+    BIAS_BY_TMA,
+    LONG_SEQLEN,
+    SERVES,
+    ScoredTile,
+    Serves,
+    bias_by,
+    bias_tile_bytes,
+)
 from cuflash.planning.tiles import ARITHMETIC, Tile, chunked_bytes, float32, h200, maker, reads
 from cuflash.problem import Problem
 from cuflash.tensor_map import CHUNK, LINE_BYTES
 
-LONG_SEQLEN = 2048  # from which on larger tiles of keys, or of queries, pay
 WGMMA_COLUMNS = tuple(range(32, 257, 16))  # columns of a product that are worth trying
 # How much longer a tile of queries takes than one of 128 x 128, measured on an H200 where all blocks had equally many.
 FOUR_CONSUMERS = 1.57  # 256 x 64, at head dimension 64
 THREE_CONSUMERS = 1.44  # 192 x 80, at head dimension 128
-BIAS_BY_TMA = "a bias of pairs that TMA can read"
-# What `ForwardSm90Tile.serves` means, in words.
-SERVES = {
-    "any": "any problem",
-    "no pairs": "problems without a bias of pairs, a score that reads rows or keys, and pairs that are looked up",
-    "bias": f"{BIAS_BY_TMA}, without pairs that are hidden one by one and looked up",
-    "long full": f"{LONG_SEQLEN} keys or more, without a right bound, a bias of pairs, functions, and pairs looked up, "
-    "where smaller tiles of queries would not be done first",
-    "few full": "few queries without a right bound, a bias of pairs, and pairs looked up: larger tiles would leave "
-    "multiprocessors idle",
-    "few bounded": "few queries with a right bound, likewise",
-    "window": "a window with both bounds, likewise without a bias of pairs, such a score, and pairs looked up",
-    "lists": "block masks, masks of pairs and mask functions, without a bias of pairs",
-    "dropout": "dropout without a bias of pairs, and pairs that are hidden one by one",
-}
 
 
 def takes_pairs(problem: Problem) -> bool:
@@ -60,9 +52,7 @@ class ForwardSm90Tile(ScoredTile):
     num_stages: int
     ping_pong: bool  # consumers issue products one after another, and the softmax is kept beside a product
     q_stages: int  # tiles of queries in shared memory
-    serves: Literal["any", "no pairs", "long full", "few full", "few bounded", "window", "lists", "bias", "dropout"] = (
-        "any"
-    )
+    serves: Serves = "any"
     origin: str = field(compare=False)
 
     defined = ("ping_pong", "q_stages")
@@ -115,10 +105,12 @@ class ForwardSm90Tile(ScoredTile):
         by_tile = not tile.looks_up_pairs(problem) and not (problem.score is not None and problem.hoisted.reads_pairs)
         no_pairs = by_tile and by in ("nothing", "keys")
         has_lists = problem.block_mask is not None or problem.mask_function is not None
+        of_points = tile.reads_points(problem)
         is_full = problem.window_right is None
         smallest, own, larger = (rounds(problem, device, rows) for rows in (128, self.block_m, 2 * self.block_m))
         is_long = problem.mean_sequence.seqlen_k >= LONG_SEQLEN and THREE_CONSUMERS * own <= smallest
         is_few = own < FOUR_CONSUMERS * larger
+        is_plain = problem.dropout == 0 and problem.window_left is None and FOUR_CONSUMERS * own <= smallest
         suits = {
             "any": True,
             "no pairs": no_pairs,
@@ -126,7 +118,10 @@ class ForwardSm90Tile(ScoredTile):
             "few full": no_pairs and is_full and is_few,
             "few bounded": no_pairs and not is_full and is_few,
             "window": no_pairs and problem.has_window,
+            "mask function": no_pairs and is_plain and tile.asks_function_alone(problem),
             "lists": no_pairs and (has_lists or tile.mask_by_bits),
+            "points": of_points,
+            "plane": of_points and is_plain and tile.numbers_of_keys <= 2 and not problem.hoisted.rounds_down,
             "bias": by_tile and by == "pairs",
             "dropout": no_pairs and problem.dropout > 0,
         }[self.serves]
@@ -460,6 +455,8 @@ _backward_float32_sm90 = maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_
 # fmt: off
 FORWARD_SM90_TILES = (
     #            max_dim  m    n   stages pingp  Q  serves
+    _forward_sm90(64,     256, 64,  3,    False, 2, "mask function",
+                  "on an H100 424 / 255 TFLOP/s, 128 x 128 beside it 342 / 223 (8 documents of 512, 4 x 32 heads)"),
     _forward_sm90(64,     128, 128, 2,    True,  2, "lists",
                   "on an H200 497 TFLOP/s with all blocks of 128 x 128 kept, FlexAttention 270 (seqlen 16384)"),
     _forward_sm90(64,     128, 128, 2,    True,  2, "few full",
@@ -475,6 +472,9 @@ FORWARD_SM90_TILES = (
     _forward_sm90(64,     256, 64,  2,    False, 2, "bias",
                   "on an H200 430 / 413 TFLOP/s, 192 x 64 with 3 stages beside it 386 / 374 (32 heads, seqlen 4096)"),
     _forward_sm90(64,     192, 64,  2,    False, 2, "bias", "for a bias of float32; " + ARITHMETIC),
+    _forward_sm90(64,     256, 64,  3,    False, 2, "plane",
+                  "on an H100 295 / 285 TFLOP/s, 192 x 64 beside it 270 / 251 (distances in a plane, 32 heads, seqlen "
+                  "4096); with a floor 247 / 230 and 255 / 236"),
     _forward_sm90(64,     192, 64,  3,    False, 2, "any", ARITHMETIC),
     _forward_sm90(128,    128, 96,  2,    True,  1, "dropout",
                   "on an H200 503 TFLOP/s, 192 x 80 beside it 427, 128 x 128 429 (16 heads, seqlen 4096, p = 0.1)"),
@@ -486,6 +486,8 @@ FORWARD_SM90_TILES = (
     _forward_sm90(128,    192, 64,  2,    True,  1, "bias",
                   "on an H200 595 / 504 TFLOP/s, 128 x 64 beside it 503 / 503 (16 heads, seqlen 4096)"),
     _forward_sm90(128,    128, 64,  2,    True,  1, "bias", "for a bias of float32; " + ARITHMETIC),
+    _forward_sm90(128,    128, 96,  2,    True,  2, "points",
+                  "on an H100 441 / 415 TFLOP/s, 128 x 128 beside it 418 / 408, 128 x 64 389 / 375 (as above, 16)"),
     _forward_sm90(128,    128, 64,  3,    True,  2, "any", ARITHMETIC),
     _forward_sm90(192,    128, 64,  2,    True,  1, "bias", ARITHMETIC),
     _forward_sm90(192,    128, 64,  2,    True,  1, "lists", ARITHMETIC),

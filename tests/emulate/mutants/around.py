@@ -83,8 +83,12 @@ MUTANTS = (
            "forward blocks", "forward many blocks"),
     mutant("blocks of the first head", LISTS, "const BlockMask blocks(params, batch, head);",
            "const BlockMask blocks(params, batch, 0);", "backward blocks"),
-    mutant("tiles past the range are listed", LISTS, "if (other >= range.stop) return Pairs::kNone;\n", "",
+    mutant("tiles past the range are listed", LISTS, "if (other >= range.stop) return {Pairs::kNone, false};\n", "",
            "forward blocks"),
+    mutant("listed tiles need no mask", LISTS, "wanted == Pairs::kSome ? ListEntry::kNeedsMask : 0", "0",
+           "backward sm90 blocks"),
+    mutant("a function is asked of no tile", LISTS, "found[i].shown_whole ? 0 : ListEntry::kAsksFunction", "0",
+           "functions sm90"),
     # ---- around/mask_bits.cu
     mutant("vectors reach over the last key", MASK_BITS, "mask.by_vectors && keys >= kBitsBlock", "mask.by_vectors",
            "sm90 bits"),

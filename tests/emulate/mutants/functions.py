@@ -18,6 +18,8 @@ PACKED_WEIGHTS = "sm90/backward_weights.cuh"
 # fmt: off
 MUTANTS = (
     # ---- common/score_functions.cuh
+    mutant("a floor is the nearest integer", LIBRARY, "ptx::add_down(x, shift)", "(x + shift)",
+           "functions sm90 floors"),
     mutant("axes have the stride of the first one", LIBRARY, "within * (Offset)array.stride[axis]",
            "within * (Offset)array.stride[0]", "functions"),
     mutant("gradients lie in the order of Fortran", LIBRARY, "place * array.size[axis] + within", "place + within",

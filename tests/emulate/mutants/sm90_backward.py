@@ -70,10 +70,10 @@ MUTANTS = (
            "backward sm90 blocks"),
     mutant("every head has the steps of the first", QUERY_WALK, "steps += queries.of(head)[0];",
            "steps += queries.of(first_head)[0];", "backward blocks"),
-    mutant("the first tile with hidden pairs is taken for full", QUERY_WALK, "place >= queries.of(head)[1];",
-           "place > queries.of(head)[1];", "backward sm90 blocks"),
-    mutant("the walk goes on where the list before ended", QUERY_WALK, "place = 0, head = queries", "head = queries",
+    mutant("the walk goes on past the end of a list", QUERY_WALK, "if (entry.is_last())", "if (false)",
            "backward blocks"),
+    mutant("a part begins with its first list", QUERY_WALK, "kListHeader + first_place;", "kListHeader;",
+           "backward sm90 tail blocks"),
     mutant("heads have the lists of the first", QUERY_WALK, "lists + head * head_stride;", "lists;", "backward blocks"),
     # ---- sm90/backward.cu
     mutant("bits of the keys of the first consumer", BACKWARD, "(kBlockN / kBitsBlock) + first / kBitsBlock;",

@@ -9,9 +9,10 @@ FORWARD_ROLES = "sm90/forward_roles.cuh"
 KEY_TILE = "sm90/key_tile.cuh"
 PING_PONG = "sm90/ping_pong.cuh"
 PIPELINE = "sm90/pipeline.cuh"
+PRODUCT_AGAIN = "sm90/product_again.cuh"
+PRODUCTS = "sm90/products.cuh"
 TILES = "sm90/tiles.cuh"
 VARLEN_WALK = "sm90/varlen_walk.cuh"
-PRODUCTS = "sm90/products.cuh"
 
 # fmt: off
 MUTANTS = (
@@ -193,12 +194,12 @@ MUTANTS = (
     mutant("the left edge of the window is not masked", FORWARD,
            "step(n_block, InFront{});", "step(n_block, Constant<false>{});", "sm90 window"),
     mutant("the product is done again on the first stage", FORWARD,
-           "line_k = shared.k + key.stage * kBytesK + (lane % 8", "line_k = shared.k + (lane % 8", "sm90 spread"),
-    mutant("the product done again adds", FORWARD, "    set_zero(s);\n" "#pragma", "#pragma", "sm90 spread"),
-    mutant("the product done again on other columns of K", FORWARD, "k / 4 * kBlockN * kLineBytes +\n",
-           "k / 4 * kBlockM * kLineBytes +\n", "sm90 spread"),
-    mutant("the product done again on other queries", FORWARD, "line_q = s_q + (warp_row + lane % 16) * kLineBytes;",
-           "line_q = s_q + (lane % 16) * kLineBytes;", "sm90 spread"),
+           "shared.k + key.stage * kBytesK);\n  }\n\n  // [GEMM 3]", "shared.k);\n  }\n\n  // [GEMM 3]", "sm90 spread"),
+    mutant("the product done again adds", PRODUCT_AGAIN, "  set_zero(s);\n" "#pragma", "#pragma", "sm90 spread"),
+    mutant("the product done again on other columns of K", PRODUCT_AGAIN,
+           "k / 4 * other_rows * kLineBytes +\n", "k / 4 * rows * kLineBytes +\n", "sm90 spread"),
+    mutant("the product done again on other queries", FORWARD, "s_q + warp_row * kLineBytes, shared.k", "s_q, shared.k",
+           "sm90 spread"),
     mutant("the sum of the first look stays", FORWARD, "        sum[0][0] = sum[0][1] = 0.0f;\n", "\n", "sm90 spread"),
     mutant("no terms at the second look", FORWARD, "      complete_scores(n_block, masked);\n", "", "sm90 slopes"),
     mutant("no softcap at the second look", FORWARD, "    if (maximum_first) {\n      score.cap(s);\n",

@@ -562,6 +562,7 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
         case=replace(_SMALL, block_mask=(), seqlen_k=2100, blocks_kept=0.9), tiles=_forward(block_m=64, block_n=16)
     ),
     "sm90 blocks": Trial(case=_BLOCKS, tiles=_sm90(), num_sms=1),
+    "sm90 causal blocks": Trial(case=replace(_BLOCKS, causal=True), tiles=_sm90(block_n=32), num_sms=1),
     "backward blocks": Trial(case=_BLOCKS, tiles=_backward(), num_sms=1),
     "backward sm90 blocks": Trial(case=_BLOCKS, tiles=(_BACKWARD_SM90,), num_sms=1),
     "sm90 bits": Trial(case=_BITS, tiles=_sm90(), num_sms=1),
@@ -594,5 +595,6 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "texts of polynomials": FunctionTrial(score="polynomial", dtype="float64"),
     "texts of tables": FunctionTrial(score="interpolated"),
     "texts sm90": FunctionTrial(score="branching", dtype="float16", arch="9.0"),
+    "functions sm90 floors": FunctionTrial(score="box", dtype="float16", arch="9.0"),
     "functions sm90 arrays of s": FunctionTrial(score="barrier", mask="prefix", dtype="float16", arch="9.0"),
 }
