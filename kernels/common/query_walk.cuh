@@ -70,14 +70,30 @@ struct RangeWalk {
   CUFLASH_DEVICE static RangeWalk first(const QueryRange& tiles, int head) { return {head, tiles.first()}; }
 };
 
+// Where a walk is in a list: by number, which takes fewer registers; but beside a function of the caller by address.
+struct NumberInList {
+  int place;
+
+  CUFLASH_DEVICE void start(const i32*, int first) { place = first; }
+  CUFLASH_DEVICE void advance() { ++place; }
+  CUFLASH_DEVICE ListEntry entry(const i32* list) const { return {(u32)list[kListHeader + place]}; }
+};
+struct AddressInList {
+  const i32* place;
+
+  CUFLASH_DEVICE void start(const i32* list, int first) { place = list + kListHeader + first; }
+  CUFLASH_DEVICE void advance() { ++place; }
+  CUFLASH_DEVICE ListEntry entry(const i32*) const { return {(u32)*place}; }
+};
+
 // The same over lists.
 struct ListWalk {
   int head, m_block;
   ListEntry entry;
-  const i32* place;  // of the entry
+  Either<kHasMaskFunction, AddressInList, NumberInList>::Type place;
 
   CUFLASH_DEVICE static ListWalk first(const QueryLists& queries, int first_head) {
-    ListWalk walk = {queries.next_head(first_head), 0, {0}, nullptr};
+    ListWalk walk = {queries.next_head(first_head), 0, {0}, {}};
     walk.start_list(queries, 0);
     return walk;
   }
@@ -86,8 +102,8 @@ struct ListWalk {
       head = queries.next_head(head + 1);
       start_list(queries, 0);
     } else {
-      ++place;
-      look_up();
+      place.advance();
+      look_up(queries);
     }
   }
   // From the first step on, fewer than there are.
@@ -100,13 +116,13 @@ struct ListWalk {
   CUFLASH_DEVICE bool asks_function() const { return entry.asks_function(); }
 
  private:
-  CUFLASH_DEVICE void start_list(const QueryLists& queries, int first_place) {
+  CUFLASH_DEVICE void start_list(const QueryLists& queries, int first) {
     if (head >= queries.stop_head) return;
-    place = queries.of(head) + kListHeader + first_place;
-    look_up();
+    place.start(queries.of(head), first);
+    look_up(queries);
   }
-  CUFLASH_DEVICE void look_up() {
-    entry = {(u32)*place};
+  CUFLASH_DEVICE void look_up(const QueryLists& queries) {
+    entry = place.entry(queries.of(head));
     m_block = entry.tile();
   }
 };

@@ -113,6 +113,7 @@ SPILLS_OF_OPTIONS |= {
     for tile in ("64x128", "128x128")
 } | {("sm90/backward_wide.cu", 2, 576, "64x64", 1): 32}
 SPILLS_OF_BLOCKS = SPILLS_OF_OPTIONS | {
+    ("sm90/forward.cu", 2, 128, "128x128", 1): 32,
     ("sm80/backward.cu", 2, 64, "32x128", 2): 16,
 }
 # With one thing that is added to scores.

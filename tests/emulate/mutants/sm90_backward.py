@@ -72,8 +72,8 @@ MUTANTS = (
            "steps += queries.of(first_head)[0];", "backward blocks"),
     mutant("the walk goes on past the end of a list", QUERY_WALK, "if (entry.is_last())", "if (false)",
            "backward blocks"),
-    mutant("a part begins with its first list", QUERY_WALK, "kListHeader + first_place;", "kListHeader;",
-           "backward sm90 tail blocks"),
+    mutant("a part begins with its first list", QUERY_WALK, "place.start(queries.of(head), first);",
+           "place.start(queries.of(head), 0);", "backward sm90 tail blocks"),
     mutant("heads have the lists of the first", QUERY_WALK, "lists + head * head_stride;", "lists;", "backward blocks"),
     # ---- sm90/backward.cu
     mutant("bits of the keys of the first consumer", BACKWARD, "(kBlockN / kBitsBlock) + first / kBitsBlock;",
