@@ -18,7 +18,7 @@ import importlib
 import itertools
 import os
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from cuflash.binding import FIXED, INPUTS, Binding, Growing, Pass, bind, growing
 from cuflash.compiler import compile_spec, with_resources
 from cuflash.interop import overlap
 from cuflash.leading import Calls, axes_of, first_call
-from cuflash.operands import FLOAT8
+from cuflash.operands import FLOAT8, extent
 from cuflash.options import Options
 from cuflash.params import Argument
 from cuflash.planning import DeviceSpec, KernelSpec, LaunchPlan
@@ -344,12 +344,12 @@ def _launch_of(binding: Binding, plan: LaunchPlan, arrays: Mapping[str, Any], gr
     names, axis, seqlen_k, _ = growing
     keeps_maps = any_length and plan.hides_last_keys and names == INPUTS[1:]
 
-    def extent(name: str) -> tuple[int, int]:
+    def extent_of(name: str) -> tuple[int, int]:
         shape = list(given[name].shape)
         if any_length and name in names:
             # As long as in the longest call that finds this launch.
             shape[axis] = -(-planned_length(seqlen_k) * shape[axis] // seqlen_k)
-        return _extent(shape, given[name])
+        return extent(given[name], shape)
 
     return _Launch(
         plan=plan,
@@ -366,10 +366,10 @@ def _launch_of(binding: Binding, plan: LaunchPlan, arrays: Mapping[str, Any], gr
         allocated=tuple((binding.results.index(name), shape, dtype) for name, shape, dtype in binding.allocated),
         copied=tuple((name, pointers.index(name)) for name in binding.copied),
         longest=planned_length(seqlen_k) if keeps_maps else 0,
-        of_longest=tuple((name, extent(name)[1]) for name in names) if keeps_maps else (),
+        of_longest=tuple((name, extent_of(name)[1]) for name in names) if keeps_maps else (),
         scratch=layout.offsets,
         scratch_bytes=layout.nbytes,
-        extents=tuple(map(extent, given)),
+        extents=tuple(map(extent_of, given)),
         given=tuple(
             (name, index, binding.results.index(name)) for index, name in enumerate(given) if name in binding.results
         ),
@@ -408,14 +408,6 @@ def _function(spec: KernelSpec, device_id: int) -> Any:
     kernel = cupy.RawModule(path=str(compile_spec(spec).path)).get_function(spec.name)
     kernel.max_dynamic_shared_size_bytes = spec.shared_bytes
     return kernel.kernel
-
-
-def _extent(shape: Sequence[int], array: Any) -> tuple[int, int]:
-    """Bytes from the pointer of an array to its lowest byte and past its highest, if it had this shape."""
-    if 0 in shape:
-        return 0, 0
-    reaches = [(n - 1) * stride for n, stride in zip(shape, array.strides, strict=True)]
-    return sum(r for r in reaches if r < 0), sum(r for r in reaches if r > 0) + array.itemsize
 
 
 def _check_overlap(

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from cuflash.values import type_error, value_error
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -81,6 +83,15 @@ def view_4d(array: Any, layout: str) -> Any:
 def view_rows(array: Any) -> Any:
     """An lse-shaped NumPy or CuPy array as (batch, heads, seqlen_q)."""
     return array if array.ndim == 3 else array[(None,) * (3 - array.ndim)]
+
+
+def extent(array: Shaped, shape: Sequence[int] | None = None) -> tuple[int, int]:
+    """Bytes from the address of an array to its lowest byte and past its highest, as it is or if it had a shape."""
+    shape = array.shape if shape is None else shape
+    if 0 in shape:
+        return 0, 0
+    reaches = [(n - 1) * stride for n, stride in zip(shape, array.strides, strict=True)]
+    return sum(r for r in reaches if r < 0), sum(r for r in reaches if r > 0) + array.dtype.itemsize
 
 
 def layout_of(array: Shaped, layout: str) -> Operand:

@@ -17,6 +17,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+from cuflash.operands import extent
+
 Array = Any
 MOST_BOUND = 64  # layers of a model, say, whose arrays lie in other places
 Act = Callable[[Any], object]  # something that is done for a call
@@ -242,10 +244,5 @@ def _needed(steps: Sequence[_Step]) -> list[_Step]:
 
 def reach(array: Array) -> tuple[int, int]:
     """The address of the first byte of an array, and that after its last one."""
-    if 0 in array.shape:
-        return array.data.ptr, array.data.ptr
-    steps = [(n - 1) * step for n, step in zip(array.shape, array.strides, strict=True)]
-    return (
-        array.data.ptr + sum(step for step in steps if step < 0),
-        array.data.ptr + sum(step for step in steps if step > 0) + array.itemsize,
-    )
+    low, high = extent(array)
+    return array.data.ptr + low, array.data.ptr + high

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.cpu.jobs import count_cores
-from cuflash.operands import DTYPES, FLOAT8, Shaped, layout_of
+from cuflash.operands import DTYPES, FLOAT8, Shaped, extent, layout_of
 from cuflash.problem import Problem
 from cuflash.terms import DEFAULT_NEED, GRADIENTS, NUMBERS, OF_SCORES, OF_SOFTMAX, SCORES, TERMS
 
@@ -300,7 +300,7 @@ def prepare(problem: Problem, given: Mapping[str, Shaped], is_backward: bool) ->
         at = call.given[number] = names.index(name)
         call.sizes[at] = x.dtype.itemsize
         call.strides[at][:] = _strides(x, AXES[name], problem.layout)
-        call.begins[at], call.ends[at] = _bounds(x)
+        call.begins[at], call.ends[at] = extent(x)
     fixed = bytes(call)[: _Call.seed.offset]
     flops = problem.backward_flops if is_backward else problem.forward_flops
     nanoseconds = flops / (30 if problem.dtype == "float64" else 60) + library.functions.cuflash_overhead_ns(fixed)
@@ -313,11 +313,3 @@ def _strides(array: Shaped, axes: Any, layout: str) -> tuple[int, ...]:
         return layout_of(array, layout).strides
     own = [0 if n == 1 else s // array.dtype.itemsize for n, s in zip(array.shape, array.strides, strict=True)]
     return (*[0] * (axes - len(own)), *own, *[0] * (4 - axes))
-
-
-def _bounds(array: Shaped) -> tuple[int, int]:
-    """Where memory of an array begins and ends, in bytes from its address."""
-    if 0 in array.shape:
-        return 0, 0
-    steps = [(n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)]
-    return sum(min(s, 0) for s in steps), sum(max(s, 0) for s in steps) + array.dtype.itemsize

@@ -15,7 +15,7 @@ from cuflash.distributed.transports import HIGHEST_PRIORITY, Array, Message, Tra
 from cuflash.streaming.cuda import Cuda
 
 _LENGTH = 8  # bytes that say how many follow
-_SHORT = 1e-3  # seconds for which the host asks again and again; a thread that sleeps comes back 60 microseconds later
+_SHORT = 1e-3  # seconds for which the host asks again and again: a thread that sleeps comes back late
 _AT_ONCE = 8192  # bytes that ranks exchange first; most calls take no more to tell of
 
 

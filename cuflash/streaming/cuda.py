@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from cuflash.operands import extent
+
 Array = Any
 Host = np.ndarray[Any, Any]
 MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the addresses tell where memory is
@@ -71,9 +73,8 @@ class Cuda:
 
 def _bounds(array: Host) -> tuple[int, int]:
     """The address of the lowest byte of an array, and that past its highest."""
-    reaches = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
-    first = _address(array)
-    return first + sum(r for r in reaches if r < 0), first + sum(r for r in reaches if r > 0) + array.itemsize
+    low, high = extent(array)
+    return _address(array) + low, _address(array) + high
 
 
 def _address(array: Array) -> int:

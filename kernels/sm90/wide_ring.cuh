@@ -88,7 +88,7 @@ static_assert(!kVInK || (kIsForward && kPasses == 1 && kSumChunks <= kChunksOfS 
               "a ring of two tiles of keys, whose columns are those of one pass");
 
 // Registers of a thread of each warpgroup. All together they are what the block started with. A factor has kTile / 4 of
-// them. Gradients under a causal mask are up to 3 % faster with a few more for the sums, and others slower.
+// them. Gradients under a causal mask were measured with a few more for the sums, which make others up to 3 % slower.
 struct Registers {
   int first_half, second_half, scores, producer;
 };

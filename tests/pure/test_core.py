@@ -57,6 +57,17 @@ def test_every_option_on_every_kind_of_processor(dtype, kind):
     every_case()
 
 
+def judge_on_threads(case):
+    """Within the oracle rule on three threads, and the same bits on one."""
+    with pytest.MonkeyPatch.context() as patch:
+        much_work(patch)
+        with cuflash.cpu_threads(3):
+            results = run(case)
+        judge(case, results)
+        with cuflash.cpu_threads(1):
+            assert_same_bits(run(case), results)
+
+
 @settings(max_examples=60)
 @given(ct.cases(min_seqlen=0, features=FEATURES, max_seqlen=600, max_scores=2**18, max_head_dim=16).filter(is_served))
 def test_several_tiles_on_several_threads(case):
@@ -80,13 +91,7 @@ def test_blocks_of_rows_that_are_cut(heads, seqlen_q, seqlen_k, head_dim, dtype,
         num_heads=heads[0], num_heads_kv=heads[1], seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, dtype=dtype,
         causal=causal, **{name: x for name, x in options.items() if name == more},
     )  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        much_work(patch)
-        with cuflash.cpu_threads(3):
-            results = run(case)
-        judge(case, results)
-        with cuflash.cpu_threads(1):
-            assert_same_bits(run(case), results)
+    judge_on_threads(case)
 
 
 BROADCAST = st.tuples(*[st.booleans()] * 4)
@@ -108,13 +113,7 @@ def test_gradients_of_broadcast_biases(batch, heads, seqlen_q, seqlen_k, has_axe
         kv_lengths=tuple(seqlen_k // (n + 1) for n in range(batch)) if more == "lengths" else None,
         softcap=3.0 if more == "softcap" else None,
     )  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        much_work(patch)
-        with cuflash.cpu_threads(3):
-            results = run(case)
-        judge(case, results)
-        with cuflash.cpu_threads(1):
-            assert_same_bits(run(case), results)
+    judge_on_threads(case)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])

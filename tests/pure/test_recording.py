@@ -3,6 +3,7 @@
 import types
 from collections import defaultdict
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,7 +52,7 @@ def test_waits_that_order_nothing_are_left_out(drawn):
 def test_the_bytes_that_an_array_reaches(rows, columns, signs):
     steps = (signs[0] * 64, signs[1] * 4)
     array = types.SimpleNamespace(
-        shape=(rows, columns), strides=steps, itemsize=4, data=types.SimpleNamespace(ptr=1000)
+        shape=(rows, columns), strides=steps, dtype=np.dtype("float32"), data=types.SimpleNamespace(ptr=1000)
     )
     places = [1000 + i * steps[0] + j * steps[1] for i in range(rows) for j in range(columns)]
     assert reach(array) == (min(places), max(places) + 4)
