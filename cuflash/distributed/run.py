@@ -152,16 +152,17 @@ class Run:
         under_way = UnderWay()
         sends, receives = ([x for x in messages if x[1].size] for messages in (sends, receives))
         peers, arrays = ([x[i] for x in (*sends, *receives)] for i in (0, 1))
+        count = len(sends)  # what is recorded holds this, and no arrays
 
         def begin(run: Run, *arrays: Array) -> None:
             if run.agreement is not None:
                 run.agreement.hear()
             messages = list(zip(peers, arrays, strict=True))
-            under_way.pending = run.transport.start(messages[: len(sends)], messages[len(sends) :])
+            under_way.pending = run.transport.start(messages[:count], messages[count:])
 
         begin(self, *arrays)
         if of_thread.recording is not None:
-            of_thread.recording.on_arrays(begin, arrays[: len(sends)], arrays[len(sends) :])
+            of_thread.recording.on_arrays(begin, arrays[:count], arrays[count:])
         return under_way
 
     def finish(self, under_way: UnderWay) -> None:

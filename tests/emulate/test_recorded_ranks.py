@@ -1,6 +1,8 @@
 """Calls of ranks that repeat what was recorded of the first one, on a stand-in for a device, against the oracle."""
 
+import gc
 import sys
+import weakref
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,6 +13,7 @@ import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.emulator import find_compiler
 from cuflash.recording import Recording
+from tests.emulate import device
 from tests.emulate.device import OnDevice, extend
 from tests.emulate.launcher import launcher
 from tests.ranks import Parts, Whole, compute, judge, on_threads
@@ -108,6 +111,34 @@ def test_repeated_calls_keep_the_oracle_rule(name, deterministic, repeated):
 def test_keys_and_values_of_one_array_are_told_apart(repeated):
     judge_calls("9.0", CASES["9.0"], together=True)
     assert repeated == [True] * 8
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_is_recorded_holds_no_memory(deterministic, repeated, monkeypatch):
+    case, allocate = CASES["9.0"], device._memory
+    split, taken, attns = cd.zigzag(case.seqlen_q, 2), [], []
+    x = Parts(Whole.of(case), split, split)
+
+    def memory(nbytes):
+        found = allocate(nbytes)
+        taken.append((weakref.ref(found), nbytes))
+        return found
+
+    def work(comm):
+        attn: Any = cd.ContextParallel(comm, split=split, steps=2, **case.keywords, deterministic=deterministic)
+        attns.append(attn)
+        arrays = {n: on_device(array) for n, array in x.of(comm.rank, x.whole_problem.arrays).items()}
+        for _ in range(2):
+            compute(attn, OfRank(x.whole_problem), arrays, ("dq", "dk", "dv"))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(device, "_memory", memory)
+    with launcher("9.0", computes=False):
+        extend(sys.modules["cupy"])
+        on_threads(2, work)
+    gc.collect()
+    zeros = case.head_dim * 2  # a row of them on each rank, which backward passes read
+    assert sum(nbytes for is_alive, nbytes in taken if is_alive() is not None) == 2 * zeros
+    assert repeated == [True] * 4  # the second calls
 
 
 @pytest.mark.parametrize("name", UNRECORDED)
