@@ -91,23 +91,22 @@ def begin_to_agree(
         result, facts = work()
     except Exception as error:  # whatever it is, the others have to hear of it
         failure = error
-    said = json.dumps([failure and spelled(failure), facts.of_call]) + "\n" + facts.lasting
+    of_call = json.dumps([failure and spelled(failure), facts.of_call])
     with telling(transport):
-        listen = transport.begin_sharing(said.encode(), timeout)
+        listen = transport.begin_sharing(f"{of_call}\n{facts.lasting}".encode(), timeout)
 
     def hear() -> tuple[str, ...]:
         with telling(transport):
             heard = [text.decode().partition("\n") for text in listen()]
         if failure is not None:
             raise failure
-        of_calls = []
-        for rank, (text, _, _) in enumerate(heard):
-            failed, of_call = json.loads(text)
-            if failed:
-                raise RankFailed(rank, failed)
-            of_calls.append(of_call)
+        if any(text != of_call for text, *_ in heard):
+            of_calls = [json.loads(text) for text, *_ in heard]
+            for rank, (failed, _) in enumerate(of_calls):
+                if failed:
+                    raise RankFailed(rank, failed)
+            _check_alike([found for _, found in of_calls])
         lasting = tuple(text for *_, text in heard)
-        _check_alike(of_calls)
         facts_of(lasting)
         return lasting
 

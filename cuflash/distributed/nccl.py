@@ -7,7 +7,7 @@ import functools
 import importlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,14 @@ from cuflash.streaming.cuda import Cuda
 _LENGTH = 8  # bytes that say how many follow
 _SHORT = 1e-3  # seconds for which the host asks again and again: a thread that sleeps comes back late
 _AT_ONCE = 8192  # bytes that ranks exchange first; most calls take no more to tell of
+
+
+class _Room(NamedTuple):
+    """Memory for as many bytes of each rank: pinned, and on the device, there by rank, too."""
+
+    host: Any
+    on_device: Array
+    rows: list[Array]
 
 
 def is_nccl(comm: object) -> bool:
@@ -47,19 +55,21 @@ class Nccl(Transport):
         # What a rank says lies on the device while rows of an earlier call still travel. So it is sent right behind
         # them: an attention that takes all multiprocessors, and lets none go before its end, comes later.
         self._words = cupy.cuda.Stream(non_blocking=True)
+        self._room = self._room_for(_AT_ONCE)
 
     def share(self, text: bytes, timeout: float) -> list[bytes]:
         return self.begin_sharing(text, timeout)()
 
     def begin_sharing(self, text: bytes, timeout: float) -> Callable[[], list[bytes]]:
         said = len(text).to_bytes(_LENGTH, "little") + text
-        first = self._begin_gathering(said[:_AT_ONCE].ljust(_AT_ONCE, b"\0"))
+        first = self._begin_gathering(said[:_AT_ONCE].ljust(_AT_ONCE, b"\0"), self._room)
 
         def heard() -> list[bytes]:
             rows = self._gathered(first, timeout)
             ends = [_LENGTH + int.from_bytes(row[:_LENGTH], "little") for row in rows]
             if max(ends) > _AT_ONCE:
-                rest = self._begin_gathering(said[_AT_ONCE:].ljust(max(ends) - _AT_ONCE, b"\0"))
+                length = max(ends) - _AT_ONCE
+                rest = self._begin_gathering(said[_AT_ONCE:].ljust(length, b"\0"), self._room_for(length))
                 rows = [row + more for row, more in zip(rows, self._gathered(rest, timeout), strict=True)]
             return [row[_LENGTH:end] for row, end in zip(rows, ends, strict=True)]
 
@@ -69,11 +79,7 @@ class Nccl(Transport):
         cupy, ready = self._cupy, self._cupy.cuda.Event(disable_timing=True)
         ready.record()
         self._stream.wait_event(ready)
-        with self._group():
-            for target, array in sends:
-                self._send(_bytes(array), target, self._stream)
-            for source, array in receives:
-                self._receive(_bytes(array), source, self._stream)
+        self._exchange([(target, _bytes(x)) for target, x in sends], [(source, _bytes(x)) for source, x in receives])
         arrived = cupy.cuda.Event(disable_timing=True)
         arrived.record(self._stream)
         return arrived, sends, receives  # the arrays live until the current stream has waited
@@ -84,26 +90,38 @@ class Nccl(Transport):
     def fail(self, rank: int, text: str) -> None:
         self._abort()
 
-    def _begin_gathering(self, own: bytes) -> tuple[Any, Any, Any]:
-        """Begin to exchange as many bytes as others give: an event after that, where they come, and what has to live.
+    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Send and receive arrays of bytes on the stream of the rows."""
+        with self._group():
+            for target, array in sends:
+                self._send(array, target, self._stream)
+            for source, array in receives:
+                self._receive(array, source, self._stream)
+
+    def _room_for(self, length: int) -> _Room:
+        """Room for so many bytes of each rank."""
+        host, on_device = (make((self.size, length), np.uint8) for make in (self._cuda.pinned, self._cupy.empty))
+        return _Room(host, on_device, [on_device[rank] for rank in range(self.size)])
+
+    def _begin_gathering(self, own: bytes, room: _Room) -> tuple[Any, _Room]:
+        """Begin to exchange as many bytes as others give: an event after that, and the room, which has to live.
 
         What is computed meanwhile is not waited for, on the device or on the host. The host waits for each exchange
         before the next one begins: so nothing uses the memory on the device that is written to at once.
         """
+        host, on_device, rows = room
         with self._device, self._stream:
-            host, on_device = (make((self.size, len(own)), np.uint8) for make in (self._cuda.pinned, self._cupy.empty))
             host[self.rank] = np.frombuffer(own, np.uint8)
-            self._cuda.copy(on_device[self.rank], host[self.rank], self._words)
+            self._cuda.copy(rows[self.rank], host[self.rank], self._words)
             self._stream.wait_event(self._cuda.mark(self._words))
             others = [rank for rank in range(self.size) if rank != self.rank]
-            sends, receives = [(r, on_device[self.rank]) for r in others], [(r, on_device[r]) for r in others]
-            pending = self.start(sends, receives)
+            self._exchange([(rank, rows[self.rank]) for rank in others], [(rank, rows[rank]) for rank in others])
             self._cuda.copy(host, on_device, self._stream)
-            return self._cuda.mark(self._stream), host, (on_device, pending)
+            return self._cuda.mark(self._stream), room
 
-    def _gathered(self, gathering: tuple[Any, Any, Any], timeout: float) -> list[bytes]:
+    def _gathered(self, gathering: tuple[Any, _Room], timeout: float) -> list[bytes]:
         """What each rank gave, by rank."""
-        arrived, host, _ = gathering
+        arrived, room = gathering
         begun = time.monotonic()
         while not arrived.done:
             waited = time.monotonic() - begun
@@ -111,7 +129,7 @@ class Nccl(Transport):
                 self._abort()
                 raise out_of_time("what other ranks say", timeout)
             time.sleep(0 if waited < _SHORT else 1e-5)
-        return [row.tobytes() for row in host]
+        return [row.tobytes() for row in room.host]
 
 
 def _bytes(array: Array) -> Array:
