@@ -85,7 +85,7 @@ EVIDENCE = {
         page="streamed.md",
     ),
     "ranks": Evidence(
-        about="sequences over all devices of a host, beside the whole problem on one of them",
+        about="sequences over devices of a host, beside the whole problem on one of them",
         backends=("gpu",),
         measure=lambda backend, write, scale: ranks.measure_devices(write),
         markdown=ranks.markdown,

@@ -153,8 +153,8 @@ class Rank:
                 return self._time_us(lambda: [graph.launch(stream) for _ in range(count)]) / count
 
     def out(self) -> Array:
-        """That of the last call, in host memory."""
-        return _to_host(self.found[0])
+        """That of the last call, of every eighth head, in host memory."""
+        return _to_host(self.found[0][::8])
 
     def deterministic(self, pass_: str) -> list[Array]:
         """The results of a call in deterministic mode, those of one device by one rank."""

@@ -42,12 +42,9 @@ class Machine:
 
     @classmethod
     @contextlib.contextmanager
-    def of_devices(cls) -> Iterator[Machine]:
-        """All devices: processes with NCCL, and threads of this process, which copy from peer to peer."""
+    def of_devices(cls, size: int) -> Iterator[Machine]:
+        """The first devices: processes with NCCL, and threads of this process, which copy from peer to peer."""
         cupy: Any = importlib.import_module("cupy")
-        size = cupy.cuda.runtime.getDeviceCount()
-        if size < 2:
-            raise ValueError(f"backend: got {size} device, expected several")
         unique_id = importlib.import_module("cupy.cuda.nccl").get_unique_id()
         ways: dict[str, Ranks] = {"NCCL": Processes(size, of_nccl, unique_id), "threads": Threads(size, cupy)}
         with cls(Devices(size, cupy, size), ways, in_graphs="NCCL")._closing() as machine:
@@ -78,9 +75,13 @@ class Machine:
 
 
 def measure_devices(write: Callable[..., None]) -> None:
-    """Measure on all devices of this host."""
-    with Machine.of_devices() as machine:
-        measure(write, machine)
+    """Measure on two devices of this host, and on all of them."""
+    size = importlib.import_module("cupy").cuda.runtime.getDeviceCount()
+    if size < 2:
+        raise ValueError(f"backend: got {size} device, expected several")
+    for ranks in sorted({2, size}):
+        with Machine.of_devices(ranks) as machine:
+            measure(write, machine)
 
 
 def measure(
@@ -154,7 +155,7 @@ def markdown(records: Sequence[Record]) -> str:
     """A row for each pass: times, speedups over one device, and rates."""
     rows = _rows(records)
     ways = _ways(rows)
-    heads = ["case", "pass", "ms on one device", *(f"ms by {way}" for way in ways)]
+    heads = ["case", "pass", "ranks", "ms on one device", *(f"ms by {way}" for way in ways)]
     heads += [*(f"speedup by {way}" for way in ways), "rate", "same bits as one rank"]
     lines = [
         "A case has its tokens on each of the ranks; the rate is that of all ranks by the fastest way. One device has",
@@ -168,7 +169,7 @@ def markdown(records: Sequence[Record]) -> str:
         speedups = [f"{row['us'][ONE] / row['us'][way]:.3f}" if way in row["us"] else "-" for way in ways]
         bits = "-" if row["same_bits"] is None else "yes" if row["same_bits"] else "NO"
         name = "forward and backward" if row["pass"] == "both" else row["pass"]
-        lines.append(f"| {' | '.join((row['case'], name, *times, *speedups, _rate(row), bits))} |")
+        lines.append(f"| {' | '.join((row['case'], name, str(row['ranks']), *times, *speedups, _rate(row), bits))} |")
     return "\n".join(lines)
 
 
@@ -186,7 +187,7 @@ def _rows(records: Sequence[Record]) -> list[Record]:
 
 
 def draw(plt: Any, records: Sequence[Record], path: Path) -> None:
-    """Bars of the speedups, beside the number of ranks."""
+    """Bars of the speedups, beside the numbers of ranks."""
     rows = _rows(records)
     with plt.rc_context(RC):
         figure, axis = plt.subplots(figsize=(7, 0.8 + 0.4 * len(rows)), layout="constrained")
@@ -195,9 +196,10 @@ def draw(plt: Any, records: Sequence[Record], path: Path) -> None:
             places = [i + (number - (len(ways) - 1) / 2) * 0.8 / len(ways) for i in range(len(rows))]
             speedups = [row["us"][ONE] / row["us"].get(way, np.nan) for row in rows]
             axis.barh(places, speedups, height=0.8 / len(ways), label=way)
-        axis.set_yticks(range(len(rows)), [f"{row['case']}, {row['pass']}" for row in rows])
+        axis.set_yticks(range(len(rows)), [f"{row['case']}, {row['pass']}, {row['ranks']} ranks" for row in rows])
         axis.invert_yaxis()
-        axis.axvline(rows[0]["ranks"], color="black", linewidth=0.8, linestyle=":")
+        for count in {row["ranks"] for row in rows}:
+            axis.axvline(count, color="black", linewidth=0.8, linestyle=":")
         axis.set(xlabel="speedup over one device")
         axis.legend(loc="upper left", bbox_to_anchor=(0, -0.12), ncols=len(ways))
         figure.savefig(path, metadata={"Date": None})

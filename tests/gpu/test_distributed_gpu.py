@@ -84,7 +84,7 @@ def test_threads_on_two_devices(case, need):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_nccl(case, ranks):
     """Also calls in which ranks begin before they hear of each other."""
     from cupy.cuda import nccl
@@ -155,7 +155,7 @@ def test_bits_do_not_depend_on_the_number_of_ranks(case):
             assert x.tobytes() == expected[name].tobytes(), f"{name} of {ranks} ranks"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_graph_holds_the_calls_of_a_rank(ranks):
     import cupy
     from cupy.cuda import nccl

@@ -65,8 +65,11 @@ def test_what_is_shown_of_them(records):
     row = {**records[1], "flops": 10**9}
     decoding = {**row, "us": us, "flops": 0, "bytes": 10**9, "same_bits": None, "pass": "decode"}
     text = ranks.markdown([{**row, "us": {**us, "NCCL in a graph": 800.0}}, decoding])
-    assert "| bf16-d8-h2kv1-t96-causal | forward and backward | 2 | 1 | 0.8 | 2.000 | 2.500 | 1 TFLOP/s | yes |" in text
-    assert "| decode | 2 | 1 | - | 2.000 | - | 1.00 TB/s | - |" in text
+    assert (
+        "| bf16-d8-h2kv1-t96-causal | forward and backward | 2 | 2 | 1 | 0.8 | 2.000 | 2.500 | 1 TFLOP/s | yes |"
+        in text
+    )
+    assert "| decode | 2 | 2 | 1 | - | 2.000 | - | 1.00 TB/s | - |" in text
 
 
 def test_the_picture_is_drawn(records, tmp_path):
