@@ -109,8 +109,8 @@ class Rank:
                 name: (x if name in shared else self.split.part(x, self.rank)).copy(order="C")
                 for name, x in whole.items()
             }
-            splits: Any = {"split_k" if problem.decodes else "split": self.split}
-            self.attention = cd.ContextParallel(self.comm, **splits, **options)
+            self.options = {"split": self.split, "split_k": self.split, **options}
+            self.attention = cd.ContextParallel(self.comm, **self.options)
             self.graphs: dict[str, Any] = {}
 
     def end(self) -> None:
@@ -140,7 +140,7 @@ class Rank:
         cupy = self.xp
         with self._entered():
             if pass_ not in self.graphs:
-                attn = cd.ContextParallel(self.comm, split=self.split, check=False, causal=self.problem.causal)
+                attn = cd.ContextParallel(self.comm, **self.options, check=False)
                 stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
                 cupy.cuda.Device().synchronize()
                 with cupy.cuda.using_allocator(pool.malloc), stream:

@@ -105,7 +105,7 @@ def _measured(problem: Problem, pass_: str, machine: Machine, rounds: int) -> di
     calls: dict[str, Callable[[], float]] = {ONE: functools.partial(_slowest, machine.alone, "time_us", pass_, count)}
     for name, ranks in machine.ways.items():
         calls[name] = functools.partial(_slowest, ranks, "time_us", pass_, count)
-        if name == machine.in_graphs and pass_ != "decode":
+        if name == machine.in_graphs:
             calls[f"{name} in a graph"] = functools.partial(_slowest, ranks, "graph_us", pass_, count)
     for ranks in machine.all:
         ranks.call("forget")
