@@ -42,9 +42,6 @@ constexpr int kQStages = CUFLASH_Q_STAGES;          // tiles of queries
 constexpr int kValueStages = CUFLASH_VALUE_STAGES;  // tiles of V before they are transposed
 constexpr bool kOverlaps = CUFLASH_OVERLAPS;        // S of a tile runs beside O of the tile before
 constexpr int kBytesChunk = kLineBytes;             // columns of a line
-// One consumer makes exponentials at a time, while the products of others run. Left alone consumers drift into step:
-// those that want exponentials at once share the units, are done at once, and then leave them idle.
-using ExponentialTurns = PingPong<CUFLASH_PING_PONG, kConsumers, kPingPongBarrier>;
 constexpr int kTransposers = 3;                     // warps
 constexpr int kNTiles = kBlockN / 8;
 constexpr int kOnes = 8;  // rows of ones behind V transposed: as few as a product takes
@@ -58,6 +55,9 @@ constexpr bool kOnesApart = kParts > 1;
 constexpr int kSumTiles = kPartTiles + !kOnesApart;
 static_assert(kDimV % kPartColumns == 0 && kDim % 32 == 0 && kDimV % 32 == 0 && kBlockN % 32 == 0, "whole products");
 static_assert(kBlockN <= kLineBytes, "a line has the keys of a tile");
+// Where they take turns, one consumer makes exponentials at a time, while the products of others run. Left alone,
+// consumers may drift into step: they share the units, are done at once, and then leave them idle.
+using ExponentialTurns = PingPong<CUFLASH_PING_PONG, kConsumers, kPingPongBarrier>;
 
 constexpr u32 kBytesQ = ceil_div(kDim, kBytesChunk) * kBlockM * kLineBytes;
 constexpr u32 kBytesK = ceil_div(kDim, kBytesChunk) * kBlockN * kLineBytes;
