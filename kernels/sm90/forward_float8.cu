@@ -22,7 +22,7 @@
 //   v_empty[i]   they have read it                   producer, before the next V in stage i
 //   t_full[i]    V transposed is in stage i          consumers, before O
 //   t_empty[i]   every consumer has its O            transposers, before the next one in stage i
-//   named: one per consumer for itself
+//   named: one per consumer for its turn at exponentials; one per consumer for itself
 #include "common/config.cuh"
 #include "common/float8.cuh"
 #include "common/operands.cuh"
@@ -32,6 +32,7 @@
 #include "common/softmax.cuh"
 #include "sm90/forward_roles.cuh"
 #include "sm90/key_tile.cuh"
+#include "sm90/ping_pong.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
 #include "sm90/tiles.cuh"
@@ -54,6 +55,9 @@ constexpr bool kOnesApart = kParts > 1;
 constexpr int kSumTiles = kPartTiles + !kOnesApart;
 static_assert(kDimV % kPartColumns == 0 && kDim % 32 == 0 && kDimV % 32 == 0 && kBlockN % 32 == 0, "whole products");
 static_assert(kBlockN <= kLineBytes, "a line has the keys of a tile");
+// Where they take turns, one consumer makes exponentials at a time, while the products of others run. Left alone,
+// consumers may drift into step: they share the units, are done at once, and then leave them idle.
+using ExponentialTurns = PingPong<CUFLASH_PING_PONG, kConsumers, kPingPongBarrier>;
 
 constexpr u32 kBytesQ = ceil_div(kDim, kBytesChunk) * kBlockM * kLineBytes;
 constexpr u32 kBytesK = ceil_div(kDim, kBytesChunk) * kBlockN * kLineBytes;
@@ -200,6 +204,7 @@ struct Consumer {
   const Params& common;
   const Shared& shared;
   const u32 index;
+  const ExponentialTurns& turns;
   const bool elected;
   Position<kNumStages>& key;
   const QueryTile& tile;
@@ -214,11 +219,12 @@ struct Consumer {
   u32 p[kBlockN / 32][4];
   bool all_started = false;  // every row of the warp has seen a key
 
-  CUFLASH_DEVICE Consumer(const Params& common_, const Shared& shared_, u32 index_, const Position<kQStages>& query,
-                          Position<kNumStages>& key_, const QueryTile& tile_)
+  CUFLASH_DEVICE Consumer(const Params& common_, const Shared& shared_, u32 index_, const ExponentialTurns& turns_,
+                          const Position<kQStages>& query, Position<kNumStages>& key_, const QueryTile& tile_)
       : common(common_),
         shared(shared_),
         index(index_),
+        turns(turns_),
         elected(ptx::thread_index() % 128 == 0),
         key(key_),
         tile(tile_),
@@ -327,12 +333,14 @@ struct Consumer {
       factor[0] *= of_keys, factor[1] *= of_keys;
     }
     complete_scores(s, factor, n_block, masked);
+    turns.wait();
     bool raise = !all_started;
     if (!raise) raise = ptx::any_lane(round_weights(s, factor));
     if (raise) {
       raise_offsets(s, factor);
       round_weights(s, factor);
     }
+    turns.pass();
   }
 
   // [GEMM 3] O += P V, l += P 1 of the tile of keys `n_block` at `at`. `issue_next` issues a product that need not be
@@ -413,6 +421,8 @@ struct Consumer {
 
   // Passes over a tile of keys that other consumers of the block need, but not the queries of this one.
   CUFLASH_DEVICE void skip() {
+    turns.wait();
+    turns.pass();
     shared.k_ring.full(key).wait(key.parity);
     shared.t_ring.full(key).wait(key.parity);
     sync_consumer(index);  // so that no thread still waits for this phase when the next one is over
@@ -460,11 +470,12 @@ struct Consumer {
 // A consumer warpgroup takes one tile of queries after another.
 CUFLASH_DEVICE void consume(const ForwardParams& params, const Shared& shared, u32 index) {
   const Params& common = params.common;
+  const ExponentialTurns turns(index);
   Position<kQStages> query;
   Position<kNumStages> key;
   for (EntryWalk walk(common); walk.more(); walk.advance(), query.advance()) {
     const QueryTile tile(common, walk.work(common));
-    Consumer consumer(common, shared, index, query, key, tile);
+    Consumer consumer(common, shared, index, turns, query, key, tile);
     shared.q_ring.full(query).wait(query.parity);
     const TileRange keys = tile.keys_of(common, index);
     for (int n_block = tile.keys.stop - 1; n_block >= max_of(keys.stop, tile.keys.start); --n_block) consumer.skip();
@@ -480,6 +491,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, const Shared& shared, u
     consumer.store_out();
     store_lse(common, tile.work.batch, tile.work.head, consumer.lane_row, softmax);
   }
+  turns.finish();
 }
 
 CUFLASH_DEVICE void forward(const ForwardParams& params) {

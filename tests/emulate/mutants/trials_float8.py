@@ -97,5 +97,8 @@ TRIALS = {
         tiles=FORWARD_FLOAT8_SM90_TILES[5:],
         num_sms=1,
     ),
+    "products of bytes in turn": Trial(
+        case=replace(_BYTES, head_dim=48, head_dim_v=192, seqlen_q=200), tiles=FORWARD_FLOAT8_SM90_TILES[4:5], num_sms=1
+    ),
     "products of bytes ahead": Trial(case=_BYTES, tiles=FORWARD_FLOAT8_SM90_TILES[1:2], num_sms=1),
 }
