@@ -194,11 +194,12 @@ def of_head(roots: Sequence[Node]) -> list[Node]:
     return [at for at in used if reads[at] and not varies[at]]
 
 
-def of_keys(roots: Sequence[Node], known: Collection[Node]) -> list[Node]:
-    """The real numbers of an expression that are read of arrays and follow from the key alone, whatever the query is.
+def of_points(roots: Sequence[Node], known: Collection[Node], index: str) -> list[Node]:
+    """The real numbers of an expression that are read of arrays and follow from one `index` alone: "i" or "j".
 
     What is the same for all pairs of a head is `known`.
     """
+    others = {"s", "i", "j"} - {index}
     inputs: dict[Node, frozenset[str]] = {}
     reads: set[Node] = set()
     used: dict[Node, None] = dict.fromkeys(roots)
@@ -206,12 +207,12 @@ def of_keys(roots: Sequence[Node], known: Collection[Node]) -> list[Node]:
         inputs[at] = frozenset({str(at.payload)} if at.op == "input" else ()).union(*(inputs[arg] for arg in at.args))
         if at.op == "load" or any(arg in reads for arg in at.args):
             reads.add(at)
-        if inputs[at] & {"s", "i"}:
+        if inputs[at] & others:
             used |= dict.fromkeys(at.args)
     return [
         at
         for at in used
-        if at.kind == "float" and at in reads and at not in known and "j" in inputs[at] and not inputs[at] & {"s", "i"}
+        if at.kind == "float" and at in reads and at not in known and index in inputs[at] and not inputs[at] & others
     ]
 
 

@@ -169,7 +169,7 @@ class TextProgram(Program):
         # Lines after the text count on, so that what is wrong for want of a brace is said of the text, too.
         text = f"{FIRST_LINE}\nnamespace score_text {{ {self.of.cuda}\n}}\n"
         body = f"{self._run(arrays)}  return score_text::score_of(s, by_s, run);\n"
-        return self._of_keys(arrays, known) + given + text + f"{SCORE_FUNCTION} {{\n{body}}}\n"
+        return self._points(arrays, known) + given + text + f"{SCORE_FUNCTION} {{\n{body}}}\n"
 
     def _reads(self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str]) -> list[tuple[int, int, bool]]:
         """One for each array, which stands for all of it."""

@@ -58,6 +58,9 @@ constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesDo = chunked_bytes(kBlockM, kDimV);
 constexpr u32 kBytesDs = chunked_bytes(kBlockN, kBlockM);
 constexpr u32 kBytesStats = kBlockM * 8;
+// Numbers that a function of the caller reads of a row, of which each warp of the consumers has those of a tile.
+constexpr int kRowNumbers = CUFLASH_NUMBERS_OF_ROWS;
+constexpr u32 kBytesRowNumbers = kRowNumbers * kBlockM * 4;
 constexpr int kDsStages = 2, kPStages = kSplitsRoles, kTurnStages = kDqInOrder ? 2 : 0;
 constexpr u32 kBytesP = 128 * kQueryTiles * 16;
 // Where the gradient of the cap is wanted, each thread of a consumer keeps the tanh of its scores there; or the products,
@@ -84,8 +87,8 @@ constexpr int kSumWarpsOfTile = kBlockN / 16;
 constexpr u32 kBytesStepSums = kSumWarpsOfTile * kStepSums * 4;
 constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages + 2 * kDsStages + 2 * kPStages + 3 * kTurnStages);
 static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesBias + kBytesStats) +
-                      kDsStages * (kBytesDs + kBytesStepSums) + kPStages * kBytesP + kConsumers * kBytesScores +
-                      kBytesBarriers ==
+                      kDsStages * (kBytesDs + kBytesStepSums) + kPStages * kBytesP +
+                      kConsumers * (kBytesScores + 4 * kBytesRowNumbers) + kBytesBarriers ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
@@ -138,7 +141,7 @@ struct BackwardParams {
 static_assert(sizeof(BackwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
 struct Shared {
-  u32 k, v, q, dout, ds, p, scores, bias, stats, step_sums;
+  u32 k, v, q, dout, ds, p, scores, bias, stats, step_sums, row_numbers;
   Barrier kv_full;
   Ring<kNumStages> q_ring, do_ring;
   Ring<kDsStages> ds_ring;
@@ -156,7 +159,8 @@ struct Shared {
     bias = scores + kConsumers * kBytesScores;
     stats = bias + kNumStages * kBytesBias;
     step_sums = stats + kNumStages * kBytesStats;
-    kv_full = {step_sums + kDsStages * kBytesStepSums};
+    row_numbers = step_sums + kDsStages * kBytesStepSums;
+    kv_full = {row_numbers + kConsumers * 4 * kBytesRowNumbers};
     q_ring = {kv_full.address + 16};
     do_ring = {q_ring.address + Ring<kNumStages>::kBytes};
     ds_ring = {do_ring.address + Ring<kNumStages>::kBytes};

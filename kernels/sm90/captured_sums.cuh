@@ -18,6 +18,7 @@
 #include "common/reduce.cuh"
 #include "sm90/backward_layout.cuh"
 #include "sm90/backward_work.cuh"
+#include "sm90/row_numbers.cuh"
 
 #if CUFLASH_NEEDS_CAPTURED
 // Warp. Sums over the keys of a warp, for each query of a tile, in a tree: of two n-tiles, then, a lane passes on one
@@ -106,13 +107,16 @@ struct CapturedLane {
 
   // Warp. Adds the terms of a tile, of the gradients `ds` of its scores, and makes these gradients of the products.
   // `s_scores` is where the thread has left products, `stage` that of the sums of steps.
-  CUFLASH_DEVICE void add(const Functions& functions, float scale, int lane_query, int lane_key, u32 s_scores,
-                          u32 stage, u32 warp, float (&ds)[kQueryTiles][4]) {
+  CUFLASH_DEVICE void add(const Functions& functions, const OfKey (&of_keys)[2], float scale, int lane_query,
+                          int lane_key, u32 s_scores, u32 s_row_numbers, u32 stage, u32 warp,
+                          float (&ds)[kQueryTiles][4]) {
     QuerySums queries[kNumReads];
     DiagonalSums diagonals[kNumReads];
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
       float product[4] = {0, 0, 0, 0}, term[kNumReads][4];
+      OfRow of_rows[2];
+      RowNumbers::load(functions, s_row_numbers, n, lane_query + 8 * n, of_rows);
       if constexpr (kKeepsProducts) ptx::load_shared_f32x4(s_scores + n * 128 * 16, product);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -121,7 +125,8 @@ struct CapturedLane {
           constexpr int kRead = decltype(read)::value;
           term[kRead][i] = has_constant_derivative(kRead) ? ds[n][i] * derivative : score_product(ds[n][i], derivative);
         };
-        functions.derivatives(product[i] * scale, lane_query + 8 * n + i % 2, lane_key + i / 2 * 8, by_s, make_term);
+        functions.derivatives(product[i] * scale, lane_query + 8 * n + i % 2, lane_key + i / 2 * 8, of_rows[i % 2],
+                              of_keys[i / 2], by_s, make_term);
         if constexpr (kHasDerivative) ds[n][i] = score_product(ds[n][i], by_s);
       }
       repeat<kNumReads>([&](auto read) {

@@ -293,7 +293,8 @@ struct Consumer {
     for (int i = 0; i < 4; ++i) {
       float& x = s[0][n][i];
       Unused derivative;
-      x = functions.score(x * score.scale, lane_row + i / 2 * 8, first_key + i % 2, of_key[i % 2], derivative);
+      x = functions.score(x * score.scale, lane_row + i / 2 * 8, first_key + i % 2,
+                          functions.of_row(lane_row + i / 2 * 8), of_key[i % 2], derivative);
     }
 #endif
   }

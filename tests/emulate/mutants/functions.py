@@ -47,8 +47,8 @@ MUTANTS = (
     mutant("infinite terms are led on as sums", HOISTED, "is_finite ? (Real)", "true ? (Real)", "functions sm90 tables",
            escapes="no trial has an infinite term of a table"),
     # ---- common/functions.cuh
-    mutant("scores are those of head 0", FUNCTIONS, "score_function(of_head, of_key, arrays, s, row, key, head,",
-           "score_function(of_head, of_key, arrays, s, row, key, 0,", "functions"),
+    mutant("scores are those of head 0", FUNCTIONS, "of_row, of_key, arrays, s, row, key, head, batch, by_s);",
+           "of_row, of_key, arrays, s, row, key, 0, batch, by_s);", "functions"),
     mutant("rows and keys change places", FUNCTIONS, "mask_function(of_head, arrays, row, key, head,",
            "mask_function(of_head, arrays, key, row, head,", "functions"),
     mutant("what is read of a head is that of head 0", FUNCTIONS, "read_of_head(params.captured, head_, batch_)",
