@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 from cuflash.score.derivatives import ONE, derivatives, loads_of
 from cuflash.score.emission import ELEMENTS, Writer, body, of_head, of_points
 from cuflash.score.evaluation import as_captured, evaluate
+from cuflash.score.factors import factored
 from cuflash.score.kinds import cast, with_kinds
 from cuflash.score.nodes import COMPARISONS, Node, in_order, node, shown
 from cuflash.score.places import COUNTED, ORIGIN, of_part
@@ -240,7 +241,10 @@ class Program:
         arrays = {name: (index, dtype) for index, (name, _, dtype) in enumerate(self.arrays)}
         summed = self.summed(wanted)
         reads = [load for name in summed for load in self.loads.get(name, ())]
-        of_reads = [*(index for load in reads for index in load.at.args), *(load.derivative for load in reads)]
+        of_reads = [index for load in reads for index in load.at.args]
+        for load in reads:
+            made = factored(load.derivative)
+            of_reads += [made.rest, made.factor]
         of_all = of_head([*(root for root in (self.score, self.by_s, self.mask) if root is not None), *of_reads])
         known = {at: f"of_head.x{n}" for n, at in enumerate(of_all)}
         text = f"constexpr int kNumCaptured = {len(arrays)};\n" + self._of_head(of_all, arrays)
@@ -331,6 +335,9 @@ class Program:
             + f"template <class Visit>\nCUFLASH_DEVICE void score_derivatives({OF_HEAD}, {OF_POINTS}, {PAIR}, "
             + "Real& by_s, Visit visit) {\n"
             + self._visits(arrays, summed, known)
+            + f"}}\nCUFLASH_DEVICE void factors_of_reads({OF_HEAD}, const Captured* arrays, int head, int batch, "
+            + "Real* of_read) {\n"
+            + self._factors(arrays, summed, known)
             + "}\nCUFLASH_DEVICE void store_gradient(int array, void* data, i64 at, Real value) {\n"
             + cases
             + "}\n"
@@ -339,7 +346,11 @@ class Program:
     def _reads(self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str]) -> list[tuple[int, int, bool]]:
         """The reads of what is `summed`: array, kind, and whether the derivative is a constant."""
         return [
-            (arrays[name][0], KINDS_OF_READS.get(index_class(load.at), PAIR_READ), load.derivative.op == "constant")
+            (
+                arrays[name][0],
+                KINDS_OF_READS.get(index_class(load.at), PAIR_READ),
+                factored(load.derivative).rest is ONE,
+            )
             for name in summed
             for load in self.loads[name]
         ]
@@ -357,12 +368,25 @@ class Program:
                 place = f"score_place<0>({array}, (i64)0{indices})"
                 if name in own:
                     place = f"place_in_table({array}{indices})"
-                lines.append(f"visit(Integer<{number}>{{}}, {place}, {writer.text(load.derivative)});")
+                lines.append(f"visit(Integer<{number}>{{}}, {place}, {writer.text(rests[number])});")
             return lines
 
-        roots = [slope, *(index for _, load in reads for index in load.at.args)]
-        roots += [load.derivative for _, load in reads]
+        rests = [factored(load.derivative).rest for _, load in reads]
+        roots = [slope, *(index for _, load in reads for index in load.at.args), *rests]
         return body(roots, arrays, visits, self._with_points(known), tables=self._rows)
+
+    def _factors(
+        self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str], known: Mapping[Node, str]
+    ) -> str:
+        """The body of a function that makes what the derivatives of each read are to be multiplied by."""
+        factors = [factored(load.derivative).factor for name in summed for load in self.loads[name]]
+        return body(
+            factors,
+            arrays,
+            lambda writer: [f"of_read[{n}] = {writer.text(factor)};" for n, factor in enumerate(factors)],
+            known,
+            tables=self._rows,
+        )
 
 
 @functools.lru_cache(maxsize=256)

@@ -183,6 +183,12 @@ class TextProgram(Program):
         visit = f"[&](int array, i64 place, Real derivative) {{\n{visits}  }}"
         return f"{self._run(arrays)}  score_text::derivatives_of(s, by_s, run, {visit});\n"
 
+    def _factors(
+        self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str], known: Mapping[Node, str]
+    ) -> str:
+        """Nothing is known to be the same for all pairs."""
+        return "".join(f"  of_read[{read}] = 1;\n" for read, _ in enumerate(summed))
+
     def _run(self, arrays: Mapping[str, tuple[int, str]]) -> str:
         places = list(COUNTED)
         if ORIGIN in arrays:

@@ -30,7 +30,7 @@ struct Functions {
 #endif
 #if CUFLASH_NEEDS_CAPTURED
   // Calls `visit` for each way in which the score reads an array whose gradient is wanted, with its number, the place
-  // in the array, and the derivative of the score by it.
+  // in the array, and the derivative of the score by it but for the factor of the read.
   template <class Visit>
   CUFLASH_DEVICE void derivatives(Real s, int row, int key, Real& by_s, Visit visit) const {
     derivatives(s, row, key, of_row(row), of_key(key), by_s, visit);
@@ -39,6 +39,14 @@ struct Functions {
   CUFLASH_DEVICE void derivatives(Real s, int row, int key, const OfRow& of_row, const OfKey& of_key, Real& by_s,
                                   Visit visit) const {
     score_derivatives(of_head, of_row, of_key, arrays, s, row, key, head, batch, by_s, visit);
+  }
+#endif
+#if CUFLASH_NEEDS_CAPTURED
+  // What derivatives have as a factor for all pairs of the head, by the number of the read.
+  CUFLASH_DEVICE Real factor_of_read(int read) const {
+    Real of_read[max_of(kNumReads, 1)];
+    factors_of_reads(of_head, arrays, head, batch, of_read);
+    return of_read[read];
   }
 #endif
 #if CUFLASH_HAS_MASK_FUNCTION
