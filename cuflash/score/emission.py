@@ -142,6 +142,8 @@ class Writer:
             return f"{args[0]} != 0" if at.kind == "bool" else f"({own}){args[0]}"
         if at.op in FAST and at not in self.deciding and not self.exact:
             return f"score_fast_{at.op}({', '.join(args)})"
+        if (parts := self._sum_of_squares(at)) is not None:
+            return parts
         if at.op in ("floordiv", "mod"):
             return f"score_{at.op}({args[0]}, {args[1]})"
         if at.op == "pow":
@@ -160,6 +162,17 @@ class Writer:
         if at.op in (*FUNCTIONS, "abs", "floor", "product"):
             return f"score_{at.op}({', '.join(args)})"
         raise AssertionError(at.op)
+
+    def _sum_of_squares(self, at: Node) -> str | None:
+        """The sum of two squares and a constant that is no less than 0, in an order that takes multiply-adds alone."""
+        if at.op != "add" or at.kind != "float" or at in self.deciding or self.exact:
+            return None
+        rest, last = at.args
+        is_positive = last.op == "constant" and last.kind == "float" and float(_number(last)) >= 0
+        if not is_positive or rest.op != "add" or not all(x.op == "mul" and x.args[0] is x.args[1] for x in rest.args):
+            return None
+        first, second = (self.names[x] for x in rest.args)
+        return f"({first} + {self.names[last]}) + {second}"
 
     def _load(self, at: Node) -> str:
         name = str(at.payload)
