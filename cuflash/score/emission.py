@@ -137,8 +137,6 @@ class Writer:
             (of,) = at.args
             if own == "Real" and of.op == "abs":  # rounded the same either way, and abs of real numbers costs nothing
                 return f"score_abs((Real){self.names[of.args[0]]})"
-            if own == "Real" and of.op == "floor":
-                return f"score_whole({self.names[of.args[0]]})"
             return f"{args[0]} != 0" if at.kind == "bool" else f"({own}){args[0]}"
         if at.op in FAST and at not in self.deciding and not self.exact:
             return f"score_fast_{at.op}({', '.join(args)})"

@@ -155,7 +155,6 @@ def test_intervals_find_what_documents_and_windows_hide():
 # ---- emitted text ----------------------------------------------------------------------------------------------------
 
 PRELUDE = """
-#include <cfenv>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -176,11 +175,8 @@ inline float exp2_approx(float x) { return std::exp2(x); }
 inline float log2_approx(float x) { return std::log2(x); }
 inline float sqrt_approx(float x) { return std::sqrt(x); }
 inline float reciprocal_approx(float x) { return 1 / x; }
-inline float add_down(float x, float y) {
-  std::fesetround(FE_DOWNWARD);
-  const volatile float sum = x + y;
-  std::fesetround(FE_TONEAREST);
-  return sum;
+inline int floor_to_int(float x) {
+  return x != x ? 0 : x < -2147483648.0f ? -2147483647 - 1 : x >= 2147483648.0f ? 2147483647 : (int)std::floor(x);
 }
 inline u32 bits_of(float x) { u32 y; std::memcpy(&y, &x, 4); return y; }
 template <class E> u32 pack(E, float, float) { return 0; }
