@@ -285,7 +285,8 @@ struct Consumer {
                                          u32 (&derivative)[rows][2], u32 s_stats, u32 shown) {
     const int first_row = walk.m_block * kBlockM, lane_query = first_row + fragment_column();
     const Mask mask(common, batch, walk.head, work.key_stop, work.own_diagonal);
-    const OfKey of_keys[2] = {functions.of_key(lane_key), functions.of_key(lane_key + 8)};
+    OfKey of_keys[2];
+    RowNumbers::load_keys(functions, s_row_numbers(), lane_key, of_keys);
     wait_for<pending>(p);
     if constexpr (kKeepsProducts) keep_scores(p);
     const FunctionWeights by_function = {functions,       mask,       of_keys,  common.scale, s_stats,
@@ -297,7 +298,7 @@ struct Consumer {
     if constexpr (kHasDropout) Dropout(common, batch, walk.head).mark(p, lane_query, lane_key);
   }
   CUFLASH_DEVICE Functions functions() const { return {common, batch, walk.head}; }
-  CUFLASH_DEVICE u32 s_row_numbers() const { return shared.row_numbers + warp_index() * kBytesRowNumbers; }
+  CUFLASH_DEVICE u32 s_row_numbers() const { return shared.row_numbers + warp_index() * kBytesPoints; }
 #endif
 
   // Keeps the derivatives of capped scores, of whose tanh `p` is made.
@@ -404,7 +405,7 @@ struct Consumer {
     [[maybe_unused]] const u32 shown = makes_dv ? load_mask() : 0;
 #if CUFLASH_HAS_SCORE_FUNCTION
     const Functions of_head = functions();
-    const RowNumbers row_numbers(of_head, s_row_numbers(), walk.m_block * kBlockM);
+    const RowNumbers row_numbers(of_head, s_row_numbers(), walk.m_block * kBlockM, work.first_key + first + warp_key);
 #endif
 
     wait_for_queries(s_q, s_do);
@@ -467,9 +468,8 @@ struct Consumer {
     }
 #if CUFLASH_NEEDS_CAPTURED
     const Functions of_head = functions();
-    const OfKey of_keys[2] = {of_head.of_key(lane_key), of_head.of_key(lane_key + 8)};
     if constexpr (kStepSums > 0) shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
-    captured.add(of_head, of_keys, common.scale, walk.m_block * kBlockM + fragment_column(), lane_key, s_scores(),
+    captured.add(of_head, common.scale, walk.m_block * kBlockM + fragment_column(), lane_key, s_scores(),
                  s_row_numbers(), shared.step_sums + ds_at.stage * kBytesStepSums, sums().warp, ds);
 #endif
     to_operands(ds, ds_operand);

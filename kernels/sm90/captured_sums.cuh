@@ -107,11 +107,12 @@ struct CapturedLane {
 
   // Warp. Adds the terms of a tile, of the gradients `ds` of its scores, and makes these gradients of the products.
   // `s_scores` is where the thread has left products, `stage` that of the sums of steps.
-  CUFLASH_DEVICE void add(const Functions& functions, const OfKey (&of_keys)[2], float scale, int lane_query,
-                          int lane_key, u32 s_scores, u32 s_row_numbers, u32 stage, u32 warp,
-                          float (&ds)[kQueryTiles][4]) {
+  CUFLASH_DEVICE void add(const Functions& functions, float scale, int lane_query, int lane_key, u32 s_scores,
+                          u32 s_row_numbers, u32 stage, u32 warp, float (&ds)[kQueryTiles][4]) {
     QuerySums queries[kNumReads];
     DiagonalSums diagonals[kNumReads];
+    OfKey of_keys[2];
+    RowNumbers::load_keys(functions, s_row_numbers, lane_key, of_keys);
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
       float product[4] = {0, 0, 0, 0}, own[kNumReads][4] = {};

@@ -224,11 +224,13 @@ def _seeing(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
 
 
 def _with_rows(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
-    """The tile with room for what a function reads of the rows of a tile of queries, if that fits."""
+    """The tile with room for what a function reads of the rows of a tile of queries, and of keys, if that fits."""
     if draft.problem.score is None:
         return main
-    with_rows = replace(main, numbers_of_rows=len(draft.program.of_rows))
-    return replace(main, numbers_of_rows=0) if why_too_large(with_rows, draft.problem, draft.device) else with_rows
+    rows, keys = len(draft.program.of_rows), len(draft.program.of_keys)
+    with_numbers = replace(main, numbers_of_rows=rows, numbers_of_warp_keys=keys)
+    too_large = why_too_large(with_numbers, draft.problem, draft.device)
+    return replace(main, numbers_of_rows=0, numbers_of_warp_keys=0) if too_large else with_numbers
 
 
 def fragments_of_a_warpgroup(main: Tile) -> BackwardTile:

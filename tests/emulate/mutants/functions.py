@@ -12,13 +12,14 @@ GRADIENTS = "common/captured_gradients.cuh"
 LIBRARY = "common/score_functions.cuh"
 MASK_TILES = "around/mask_tiles.cu"
 BOUNDS = "common/tile_bounds.cuh"
+ROW_NUMBERS = "sm90/row_numbers.cuh"
 WEIGHTS = "sm90/function_weights.cuh"
 PACKED_WEIGHTS = "sm90/backward_weights.cuh"
 
 # fmt: off
 MUTANTS = (
     # ---- common/score_functions.cuh
-    mutant("a floor is the nearest integer", LIBRARY, "ptx::add_down(x, shift)", "(x + shift)",
+    mutant("a floor is rounded to zero", LIBRARY, "return ptx::floor_to_int(x);", "return (int)x;",
            "functions sm90 floors"),
     mutant("axes have the stride of the first one", LIBRARY, "within * (Offset)array.stride[axis]",
            "within * (Offset)array.stride[0]", "functions"),
@@ -177,6 +178,20 @@ MUTANTS = (
            "functions sm90 arrays"),
     mutant("derivatives of pairs without weight have terms", CAPTURED_SUMS,
            ": score_product(ds[n][i], derivative);", ": ds[n][i] * derivative;", "functions sm90 arrays of s"),
+    # ---- sm90/row_numbers.cuh
+    mutant("neighbouring queries change places", ROW_NUMBERS, "lane / 2 * kRowNumbers * 2 + lane % 2",
+           "lane / 2 * kRowNumbers * 2 + 1 - lane % 2", "functions sm90 floors"),
+    mutant("the last queries are the first ones", ROW_NUMBERS, "of_row(first_row + 32 * i +", "of_row(first_row +",
+           "functions sm90 floors"),
+    mutant("the second number of a query is its first", ROW_NUMBERS, "ptx::bits_of(own[i].x[x])",
+           "ptx::bits_of(own[i].x[0])", "functions sm90 arrays"),
+    mutant("the second number of a key is its first", ROW_NUMBERS, "ptx::bits_of(own_key.x[x])",
+           "ptx::bits_of(own_key.x[0])", "functions sm90 arrays"),
+    mutant("the two keys of a lane change places", ROW_NUMBERS, "(lane % 8 * 2 + lane / 8) * 4",
+           "(lane % 8 * 2 + 1 - lane / 8) * 4", "functions sm90 floors"),
+    mutant("numbers of keys begin at those of rows", ROW_NUMBERS,
+           "const u32 of_key = s_numbers + kBytesRowNumbers +", "const u32 of_key = s_numbers +",
+           "functions sm90 floors"),
     # ---- sm90/backward.cu
     mutant("sums of steps before their stage is free", "sm90/backward.cu",
            "    if constexpr (kStepSums > 0) shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);\n", "",
