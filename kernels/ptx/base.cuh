@@ -363,11 +363,7 @@ CUFLASH_DEVICE float log2_approx(float x) {
   return y;
 }
 // Thread. cvt.rmi (9.7.9.22): the largest integer that is not above `x`, within 32 bits; 0 for a NaN.
-CUFLASH_DEVICE int floor_to_int(float x) {
-  int y;
-  asm("cvt.rmi.s32.f32 %0, %1;" : "=r"(y) : "f"(x));
-  return y;
-}
+CUFLASH_DEVICE int floor_to_int(float x) { return __float2int_rd(x); }
 // Thread. mul.rn (9.7.3.4): the rounded product, never fused into a sum.
 CUFLASH_DEVICE float multiply(float x, float y) {
   float z;

@@ -56,7 +56,11 @@ MUTANTS = (
            "read_of_head(params.captured, 0, batch_)", "functions"),
     # ---- sm90/forward.cu
     mutant("both rows of a lane have the score of the upper one", "sm90/forward.cu",
-           "x * score.scale, lane_row + i / 2 * 8,", "x * score.scale, lane_row,", "functions sm90"),
+           "* score.scale, lane_row + i / 2 * 8,", "* score.scale, lane_row,", "functions sm90"),
+    # ---- common/score.cuh
+    mutant("both rows of a lane have the numbers of the upper one", "common/score.cuh",
+           "kept[1] = score.functions.of_row(row + 8)", "kept[1] = score.functions.of_row(row)",
+           "functions sm90 floors"),
     # ---- sm90/function_weights.cuh
     mutant("both keys of a lane are the first", WEIGHTS, "key = lane_key + i / 2 * 8;", "key = lane_key;",
            "functions sm90"),
