@@ -190,7 +190,7 @@ CUFLASH_DEVICE float fma_saturated(float a, float b, float c) {
 CUFLASH_DEVICE float reciprocal_approx(float x) { return ::emulator::reciprocal_approx(x); }
 CUFLASH_DEVICE float sqrt_approx(float x) { return ::emulator::sqrt_approx(x); }
 CUFLASH_DEVICE float log2_approx(float x) { return ::emulator::log2_approx(x); }
-CUFLASH_DEVICE float add_down(float x, float y) { return ::emulator::add_down(x, y); }
+CUFLASH_DEVICE int floor_to_int(float x) { return ::emulator::floor_to_int(x); }
 template <class T>
 CUFLASH_DEVICE u32 pack(T type, float low, float high) {
   return ::emulator::from_float32(element_of(type), low) | (u32)::emulator::from_float32(element_of(type), high) << 16;

@@ -137,11 +137,11 @@ class Writer:
             (of,) = at.args
             if own == "Real" and of.op == "abs":  # rounded the same either way, and abs of real numbers costs nothing
                 return f"score_abs((Real){self.names[of.args[0]]})"
-            if own == "Real" and of.op == "floor":
-                return f"score_whole({self.names[of.args[0]]})"
             return f"{args[0]} != 0" if at.kind == "bool" else f"({own}){args[0]}"
         if at.op in FAST and at not in self.deciding and not self.exact:
             return f"score_fast_{at.op}({', '.join(args)})"
+        if (parts := self._sum_of_squares(at)) is not None:
+            return parts
         if at.op in ("floordiv", "mod"):
             return f"score_{at.op}({args[0]}, {args[1]})"
         if at.op == "pow":
@@ -160,6 +160,17 @@ class Writer:
         if at.op in (*FUNCTIONS, "abs", "floor", "product"):
             return f"score_{at.op}({', '.join(args)})"
         raise AssertionError(at.op)
+
+    def _sum_of_squares(self, at: Node) -> str | None:
+        """The sum of two squares and a constant that is no less than 0, in an order that takes multiply-adds alone."""
+        if at.op != "add" or at.kind != "float" or at in self.deciding or self.exact:
+            return None
+        rest, last = at.args
+        is_positive = last.op == "constant" and last.kind == "float" and float(_number(last)) >= 0
+        if not is_positive or rest.op != "add" or not all(x.op == "mul" and x.args[0] is x.args[1] for x in rest.args):
+            return None
+        first, second = (self.names[x] for x in rest.args)
+        return f"({first} + {self.names[last]}) + {second}"
 
     def _load(self, at: Node) -> str:
         name = str(at.payload)
@@ -194,11 +205,12 @@ def of_head(roots: Sequence[Node]) -> list[Node]:
     return [at for at in used if reads[at] and not varies[at]]
 
 
-def of_keys(roots: Sequence[Node], known: Collection[Node]) -> list[Node]:
-    """The real numbers of an expression that are read of arrays and follow from the key alone, whatever the query is.
+def of_points(roots: Sequence[Node], known: Collection[Node], index: str) -> list[Node]:
+    """The real numbers of an expression that are read of arrays and follow from one `index` alone: "i" or "j".
 
     What is the same for all pairs of a head is `known`.
     """
+    others = {"s", "i", "j"} - {index}
     inputs: dict[Node, frozenset[str]] = {}
     reads: set[Node] = set()
     used: dict[Node, None] = dict.fromkeys(roots)
@@ -206,12 +218,12 @@ def of_keys(roots: Sequence[Node], known: Collection[Node]) -> list[Node]:
         inputs[at] = frozenset({str(at.payload)} if at.op == "input" else ()).union(*(inputs[arg] for arg in at.args))
         if at.op == "load" or any(arg in reads for arg in at.args):
             reads.add(at)
-        if inputs[at] & {"s", "i"}:
+        if inputs[at] & others:
             used |= dict.fromkeys(at.args)
     return [
         at
         for at in used
-        if at.kind == "float" and at in reads and at not in known and "j" in inputs[at] and not inputs[at] & {"s", "i"}
+        if at.kind == "float" and at in reads and at not in known and index in inputs[at] and not inputs[at] & others
     ]
 
 

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cuflash.score.derivatives import ONE, derivatives, loads_of
-from cuflash.score.emission import ELEMENTS, Writer, body, of_head, of_keys
+from cuflash.score.emission import ELEMENTS, Writer, body, of_head, of_points
 from cuflash.score.evaluation import as_captured, evaluate
+from cuflash.score.factors import factored
 from cuflash.score.kinds import cast, with_kinds
 from cuflash.score.nodes import COMPARISONS, Node, in_order, node, shown
 from cuflash.score.places import COUNTED, ORIGIN, of_part
@@ -24,11 +25,12 @@ Array = NDArray[Any]
 What = Literal["score", "mask"]
 
 FEW_TABLES = 2  # that tiles of every size leave registers for
-MOST_OF_KEYS = 4  # numbers of a key that a function gets; it reads all others itself
+MOST_OF_POINTS = 4  # numbers of a row, and of a key, that a function gets; it reads all others itself
 OF_HEAD = "const OfHead& of_head"  # in CUDA text
 PAIR = "const Captured* arrays, Real s, int i, int j, int head, int batch"
+OF_POINTS = "const OfRow& of_row, const OfKey& of_key"
 SCORE_FUNCTION = (
-    f"template <class Slope>\nCUFLASH_DEVICE Real score_function({OF_HEAD}, const OfKey& of_key, {PAIR}, Slope& by_s)"
+    f"template <class Slope>\nCUFLASH_DEVICE Real score_function({OF_HEAD}, {OF_POINTS}, {PAIR}, Slope& by_s)"
 )
 # What the places of a read follow from, by the class of its index: ReadKind of kernels/common/captured_gradients.cuh
 # has the same numbers. All other reads have the next number.
@@ -203,8 +205,16 @@ class Program:
     @property
     def of_keys(self) -> tuple[Node, ...]:
         """What the score reads of a key, whatever the query is: numbers that kernels may have read for a tile."""
+        return self._of_points("j")
+
+    @property
+    def of_rows(self) -> tuple[Node, ...]:
+        """What the score reads of a row, whatever the key is, likewise."""
+        return self._of_points("i")
+
+    def _of_points(self, index: str) -> tuple[Node, ...]:
         roots = [root for root in (self.score, self.by_s) if root is not None]
-        return tuple(of_keys(roots, of_head(roots))[:MOST_OF_KEYS])
+        return tuple(of_points(roots, of_head(roots), index)[:MOST_OF_POINTS])
 
     def describe(self, tables: Sequence[Table] = ()) -> str:
         """The expressions, a line each, and those that tables have in place of parts of them."""
@@ -231,7 +241,10 @@ class Program:
         arrays = {name: (index, dtype) for index, (name, _, dtype) in enumerate(self.arrays)}
         summed = self.summed(wanted)
         reads = [load for name in summed for load in self.loads.get(name, ())]
-        of_reads = [*(index for load in reads for index in load.at.args), *(load.derivative for load in reads)]
+        of_reads = [index for load in reads for index in load.at.args]
+        for load in reads:
+            made = factored(load.derivative)
+            of_reads += [made.rest, made.factor]
         of_all = of_head([*(root for root in (self.score, self.by_s, self.mask) if root is not None), *of_reads])
         known = {at: f"of_head.x{n}" for n, at in enumerate(of_all)}
         text = f"constexpr int kNumCaptured = {len(arrays)};\n" + self._of_head(of_all, arrays)
@@ -264,16 +277,24 @@ class Program:
         reads = "CUFLASH_DEVICE OfHead read_of_head(const Captured* arrays, int head, int batch) {\n"
         return f"struct OfHead {{\n{''.join(fields)}}};\n{reads}{text}}}\n"
 
-    def _of_keys(self, arrays: Mapping[str, tuple[int, str]], known: Mapping[Node, str]) -> str:
-        """What the score reads of a key, and the function that reads it."""
-        nodes = self.of_keys
+    def _points(self, arrays: Mapping[str, tuple[int, str]], known: Mapping[Node, str]) -> str:
+        """What the score reads of a row and of a key, and the functions that read it."""
+        text = ""
+        for what, index, nodes in (("Row", "i", self.of_rows), ("Key", "j", self.of_keys)):
 
-        def made(writer: Writer) -> list[str]:
-            return [f"return {{{{{', '.join(map(writer.text, nodes)) or '0'}}}}};"]
+            def made(writer: Writer, nodes: Sequence[Node] = nodes) -> list[str]:
+                return [f"return {{{{{', '.join(map(writer.text, nodes)) or '0'}}}}};"]
 
-        text = f"constexpr int kNumOfKey = {len(nodes)};\nstruct OfKey {{\n  Real x[{max(len(nodes), 1)}];\n}};\n"
-        text += f"CUFLASH_DEVICE OfKey read_of_key({OF_HEAD}, const Captured* arrays, int j, int head, int batch) {{\n"
-        return text + body(nodes, arrays, made, known, tables=self._rows) + "}\n"
+            text += f"constexpr int kNumOf{what} = {len(nodes)};\n"
+            text += f"struct Of{what} {{\n  Real x[{max(len(nodes), 1)}];\n}};\n"
+            text += f"CUFLASH_DEVICE Of{what} read_of_{what.lower()}({OF_HEAD}, const Captured* arrays, int {index}, "
+            text += "int head, int batch) {\n" + body(nodes, arrays, made, known, tables=self._rows) + "}\n"
+        return text
+
+    def _with_points(self, known: Mapping[Node, str]) -> dict[Node, str]:
+        """What is `known` where the numbers of a row and of a key are, too."""
+        of_rows = {at: f"of_row.x[{n}]" for n, at in enumerate(self.of_rows)}
+        return {**known, **of_rows} | {at: f"of_key.x[{n}]" for n, at in enumerate(self.of_keys)}
 
     def _scores(self, arrays: Mapping[str, tuple[int, str]], wanted: Collection[str], known: Mapping[Node, str]) -> str:
         """The function of scores, and what it reads of a key."""
@@ -284,9 +305,8 @@ class Program:
         def both(writer: Writer) -> list[str]:
             return [f"by_s = {writer.text(slope)};", f"return {writer.text(value)};"]
 
-        of_all_and_keys = {**known} | {at: f"of_key.x[{n}]" for n, at in enumerate(self.of_keys)}
-        lines = body([value, slope], arrays, both, of_all_and_keys, tables=self._rows)
-        return self._of_keys(arrays, known) + f"{SCORE_FUNCTION} {{\n{lines}}}\n"
+        lines = body([value, slope], arrays, both, self._with_points(known), tables=self._rows)
+        return self._points(arrays, known) + f"{SCORE_FUNCTION} {{\n{lines}}}\n"
 
     def _derivatives(
         self,
@@ -312,9 +332,12 @@ class Program:
             + of_array.format("bool", "has_constant_derivative", constant)
             + of_array.format("bool", "has_sums", has_sums).replace("read", "array")
             + f"constexpr bool kDerivativesReadS = {str(self.derivatives_read_s(summed)).lower()};\n"
-            + f"template <class Visit>\nCUFLASH_DEVICE void score_derivatives({OF_HEAD}, {PAIR}, Real& by_s, "
-            + "Visit visit) {\n"
+            + f"template <class Visit>\nCUFLASH_DEVICE void score_derivatives({OF_HEAD}, {OF_POINTS}, {PAIR}, "
+            + "Real& by_s, Visit visit) {\n"
             + self._visits(arrays, summed, known)
+            + f"}}\nCUFLASH_DEVICE void factors_of_reads({OF_HEAD}, const Captured* arrays, int head, int batch, "
+            + "Real* of_read) {\n"
+            + self._factors(arrays, summed, known)
             + "}\nCUFLASH_DEVICE void store_gradient(int array, void* data, i64 at, Real value) {\n"
             + cases
             + "}\n"
@@ -323,7 +346,11 @@ class Program:
     def _reads(self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str]) -> list[tuple[int, int, bool]]:
         """The reads of what is `summed`: array, kind, and whether the derivative is a constant."""
         return [
-            (arrays[name][0], KINDS_OF_READS.get(index_class(load.at), PAIR_READ), load.derivative.op == "constant")
+            (
+                arrays[name][0],
+                KINDS_OF_READS.get(index_class(load.at), PAIR_READ),
+                factored(load.derivative).rest is ONE,
+            )
             for name in summed
             for load in self.loads[name]
         ]
@@ -341,12 +368,25 @@ class Program:
                 place = f"score_place<0>({array}, (i64)0{indices})"
                 if name in own:
                     place = f"place_in_table({array}{indices})"
-                lines.append(f"visit(Integer<{number}>{{}}, {place}, {writer.text(load.derivative)});")
+                lines.append(f"visit(Integer<{number}>{{}}, {place}, {writer.text(rests[number])});")
             return lines
 
-        roots = [slope, *(index for _, load in reads for index in load.at.args)]
-        roots += [load.derivative for _, load in reads]
-        return body(roots, arrays, visits, known, tables=self._rows)
+        rests = [factored(load.derivative).rest for _, load in reads]
+        roots = [slope, *(index for _, load in reads for index in load.at.args), *rests]
+        return body(roots, arrays, visits, self._with_points(known), tables=self._rows)
+
+    def _factors(
+        self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str], known: Mapping[Node, str]
+    ) -> str:
+        """The body of a function that makes what the derivatives of each read are to be multiplied by."""
+        factors = [factored(load.derivative).factor for name in summed for load in self.loads[name]]
+        return body(
+            factors,
+            arrays,
+            lambda writer: [f"of_read[{n}] = {writer.text(factor)};" for n, factor in enumerate(factors)],
+            known,
+            tables=self._rows,
+        )
 
 
 @functools.lru_cache(maxsize=256)

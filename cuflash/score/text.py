@@ -169,7 +169,7 @@ class TextProgram(Program):
         # Lines after the text count on, so that what is wrong for want of a brace is said of the text, too.
         text = f"{FIRST_LINE}\nnamespace score_text {{ {self.of.cuda}\n}}\n"
         body = f"{self._run(arrays)}  return score_text::score_of(s, by_s, run);\n"
-        return self._of_keys(arrays, known) + given + text + f"{SCORE_FUNCTION} {{\n{body}}}\n"
+        return self._points(arrays, known) + given + text + f"{SCORE_FUNCTION} {{\n{body}}}\n"
 
     def _reads(self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str]) -> list[tuple[int, int, bool]]:
         """One for each array, which stands for all of it."""
@@ -182,6 +182,12 @@ class TextProgram(Program):
         )
         visit = f"[&](int array, i64 place, Real derivative) {{\n{visits}  }}"
         return f"{self._run(arrays)}  score_text::derivatives_of(s, by_s, run, {visit});\n"
+
+    def _factors(
+        self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str], known: Mapping[Node, str]
+    ) -> str:
+        """Nothing is known to be the same for all pairs."""
+        return "".join(f"  of_read[{read}] = 1;\n" for read, _ in enumerate(summed))
 
     def _run(self, arrays: Mapping[str, tuple[int, str]]) -> str:
         places = list(COUNTED)

@@ -97,7 +97,7 @@ struct CapturedSums {
     int reads = 0;
     functions.derivatives(s, row, key, by_s, [&](auto read, i64 place, Real derivative) {
       constexpr int kRead = decltype(read)::value, kArray = array_of_read(kRead);
-      const Real term = ds * derivative;
+      const Real term = ds * (derivative * functions.factor_of_read(kRead));
       ++reads;
       if constexpr (CUFLASH_NEEDS_CAPTURED == kFindsLargest) {
         // A NaN makes results NaN, as an infinity does.

@@ -15,24 +15,38 @@ struct Functions {
       : arrays(params.captured), head(head_), batch(batch_), of_head(read_of_head(params.captured, head_, batch_)) {}
 
 #if CUFLASH_HAS_SCORE_FUNCTION
-  // What the score reads of a key.
+  // What the score reads of a row, and of a key.
+  CUFLASH_DEVICE OfRow of_row(int row) const { return read_of_row(of_head, arrays, row, head, batch); }
   CUFLASH_DEVICE OfKey of_key(int key) const { return read_of_key(of_head, arrays, key, head, batch); }
   // The score of a pair whose scaled product is s, and its derivative by s: a Real, or Unused.
   template <class Slope>
   CUFLASH_DEVICE Real score(Real s, int row, int key, Slope& by_s) const {
-    return score(s, row, key, of_key(key), by_s);
+    return score(s, row, key, of_row(row), of_key(key), by_s);
   }
   template <class Slope>
-  CUFLASH_DEVICE Real score(Real s, int row, int key, const OfKey& of_key, Slope& by_s) const {
-    return score_function(of_head, of_key, arrays, s, row, key, head, batch, by_s);
+  CUFLASH_DEVICE Real score(Real s, int row, int key, const OfRow& of_row, const OfKey& of_key, Slope& by_s) const {
+    return score_function(of_head, of_row, of_key, arrays, s, row, key, head, batch, by_s);
   }
 #endif
 #if CUFLASH_NEEDS_CAPTURED
   // Calls `visit` for each way in which the score reads an array whose gradient is wanted, with its number, the place
-  // in the array, and the derivative of the score by it.
+  // in the array, and the derivative of the score by it but for the factor of the read.
   template <class Visit>
   CUFLASH_DEVICE void derivatives(Real s, int row, int key, Real& by_s, Visit visit) const {
-    score_derivatives(of_head, arrays, s, row, key, head, batch, by_s, visit);
+    derivatives(s, row, key, of_row(row), of_key(key), by_s, visit);
+  }
+  template <class Visit>
+  CUFLASH_DEVICE void derivatives(Real s, int row, int key, const OfRow& of_row, const OfKey& of_key, Real& by_s,
+                                  Visit visit) const {
+    score_derivatives(of_head, of_row, of_key, arrays, s, row, key, head, batch, by_s, visit);
+  }
+#endif
+#if CUFLASH_NEEDS_CAPTURED
+  // What derivatives have as a factor for all pairs of the head, by the number of the read.
+  CUFLASH_DEVICE Real factor_of_read(int read) const {
+    Real of_read[max_of(kNumReads, 1)];
+    factors_of_reads(of_head, arrays, head, batch, of_read);
+    return of_read[read];
   }
 #endif
 #if CUFLASH_HAS_MASK_FUNCTION

@@ -199,3 +199,21 @@ struct Score {
     return to_real<Element>(((const Storage*)bias)[index]);
   }
 };
+
+// What a function of the caller reads of the two rows of a lane's scores, 8 apart. It is kept for all keys where it is
+// little: read for each tile of keys, it would come a memory access after the products.
+struct RowsOfLane {
+#if CUFLASH_HAS_SCORE_FUNCTION
+  static constexpr bool kKept = kNumOfRow <= 2;
+  OfRow kept[2];
+
+  CUFLASH_DEVICE RowsOfLane(const Score& score, int row) {
+    if constexpr (kKept) kept[0] = score.functions.of_row(row), kept[1] = score.functions.of_row(row + 8);
+  }
+  CUFLASH_DEVICE OfRow at(const Score& score, int row, int half) const {
+    return kKept ? kept[half] : score.functions.of_row(row + half * 8);
+  }
+#else
+  CUFLASH_DEVICE RowsOfLane(const Score&, int) {}
+#endif
+};

@@ -123,14 +123,7 @@ CUFLASH_DEVICE float score_cos(float x) { return cosf(x); }
 CUFLASH_DEVICE double score_cos(double x) { return cos(x); }
 CUFLASH_DEVICE float score_pow(float x, float y) { return powf(x, y); }
 CUFLASH_DEVICE double score_pow(double x, double y) { return pow(x, y); }
-// The unit that rounds takes four numbers a clock and multiprocessor quarter, as that of exponentials does, and additions
-// take 32: a number below 2^23 is rounded to an integer where it is added to 2^23.
-CUFLASH_DEVICE float score_floor_of(float x) {
-  constexpr float kOfIntegers = 8388608.0f;
-  const float shift = copysignf(kOfIntegers, x), whole = ptx::add_down(x, shift) - shift;
-  return fabsf(x) < kOfIntegers ? whole : x;
-}
-CUFLASH_DEVICE double score_floor_of(double x) { return floor(x); }
+CUFLASH_DEVICE Real score_floor_of(Real x) { return (Real)floor(x); }
 CUFLASH_DEVICE float score_abs(float x) { return fabsf(x); }
 CUFLASH_DEVICE double score_abs(double x) { return fabs(x); }
 CUFLASH_DEVICE int score_abs(int x) { return x < 0 ? -x : x; }
@@ -160,15 +153,11 @@ CUFLASH_DEVICE Real score_fast_div(Real x, Real y) {
 }
 
 // The largest integer that is not above x, within 32 bits; 0 for a NaN.
-CUFLASH_DEVICE int score_floor(Real x) {
-  if (x >= (Real)2147483648.0) return 2147483647;
-  if (x <= (Real)-2147483648.0) return -2147483647 - 1;
-  return x == x ? (int)score_floor_of(x) : 0;
-}
-// The same as a real number, which saves conversions there and back.
-CUFLASH_DEVICE Real score_whole(Real x) {
-  constexpr Real kLargest = (Real)2147483647;
-  return score_floor_of(x == x ? (Real)fmax(fmin(x, kLargest), (Real)-2147483648.0) : 0);
+CUFLASH_DEVICE int score_floor(float x) { return ptx::floor_to_int(x); }
+CUFLASH_DEVICE int score_floor(double x) {
+  if (x >= 2147483648.0) return 2147483647;
+  if (x <= -2147483648.0) return -2147483647 - 1;
+  return x == x ? (int)floor(x) : 0;
 }
 
 // A NaN is both the smaller and the larger of two numbers.

@@ -362,8 +362,8 @@ CUFLASH_DEVICE float log2_approx(float x) {
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// Thread. add.rm (9.7.3.3): the sum rounded down; subnormal numbers count.
-CUFLASH_DEVICE float add_down(float x, float y) { return __fadd_rd(x, y); }
+// Thread. cvt.rmi (9.7.9.22): the largest integer that is not above `x`, within 32 bits; 0 for a NaN.
+CUFLASH_DEVICE int floor_to_int(float x) { return __float2int_rd(x); }
 // Thread. mul.rn (9.7.3.4): the rounded product, never fused into a sum.
 CUFLASH_DEVICE float multiply(float x, float y) {
   float z;

@@ -48,6 +48,7 @@
 #include "sm90/ping_pong.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
+#include "sm90/row_numbers.cuh"
 #include "sm90/tiles.cuh"
 
 // A consumer warpgroup, `index` of kConsumers, of 64 keys: it makes P' and dV, or dS' and dK, or all of them.
@@ -277,21 +278,28 @@ struct Consumer {
     if constexpr (kHasDropout) Dropout(common, batch, head).mark(p, row_of(0, 0), lane_key);
   }
 
+#if CUFLASH_HAS_SCORE_FUNCTION
   // [3] The same where a function of the caller makes scores.
   template <int pending, int rows>
-  CUFLASH_DEVICE void make_p_by_function(float (&p)[kQueryTiles][4], u32 (&derivative)[rows][2], u32 s_stats,
-                                         u32 shown) {
+  CUFLASH_DEVICE void make_p_by_function(const Functions& functions, float (&p)[kQueryTiles][4],
+                                         u32 (&derivative)[rows][2], u32 s_stats, u32 shown) {
     const int first_row = walk.m_block * kBlockM, lane_query = first_row + fragment_column();
-    const Weights weights(common, batch, walk.head, work.key_stop, work.own_diagonal);
+    const Mask mask(common, batch, walk.head, work.key_stop, work.own_diagonal);
+    OfKey of_keys[2];
+    RowNumbers::load_keys(functions, s_row_numbers(), lane_key, of_keys);
     wait_for<pending>(p);
     if constexpr (kKeepsProducts) keep_scores(p);
-    const FunctionWeights by_function = {weights, s_stats, lane_query, lane_key, shown};
+    const FunctionWeights by_function = {functions,       mask,       of_keys,  common.scale, s_stats,
+                                         s_row_numbers(), lane_query, lane_key, shown};
     if (walk.needs_mask(work.queries) || first_row + kBlockM > seqlen_q_of(common, batch))
       by_function.make(p, derivative, Constant<true>{});
     else
       by_function.make(p, derivative, Constant<false>{});
     if constexpr (kHasDropout) Dropout(common, batch, walk.head).mark(p, lane_query, lane_key);
   }
+  CUFLASH_DEVICE Functions functions() const { return {common, batch, walk.head}; }
+  CUFLASH_DEVICE u32 s_row_numbers() const { return shared.row_numbers + warp_index() * kBytesPoints; }
+#endif
 
   // Keeps the derivatives of capped scores, of whose tanh `p` is made.
   template <int rows>
@@ -368,7 +376,7 @@ struct Consumer {
       lane_sums.start_head();
     }
 #if CUFLASH_NEEDS_CAPTURED
-    captured.leave(common, Functions(common, batch, head), lane_key);
+    captured.leave(common, {common, batch, head}, lane_key);
 #endif
   }
 
@@ -395,6 +403,10 @@ struct Consumer {
     // Two derivatives share a register, as float16; or two weights, see PackedWeights.
     [[maybe_unused]] u32 derivative[(kPacksWeights || kPacksDerivatives) && !kNeedsDsoftcap ? kQueryTiles : 1][2];
     [[maybe_unused]] const u32 shown = makes_dv ? load_mask() : 0;
+#if CUFLASH_HAS_SCORE_FUNCTION
+    const Functions of_head = functions();
+    const RowNumbers row_numbers(of_head, s_row_numbers(), walk.m_block * kBlockM, work.first_key + first + warp_key);
+#endif
 
     wait_for_queries(s_q, s_do);
     ping_pong.wait();
@@ -406,10 +418,12 @@ struct Consumer {
     issue_gradients(number > 1, number == 0);
     if constexpr (!makes_dk) ping_pong.pass();
     constexpr int kPending = kGradientGroups + kIssuesDpEarly;
-    if constexpr (makes_dv && kHasScoreFunction)
-      make_p_by_function<kPending>(p, derivative, s_stats, shown);
-    else if constexpr (makes_dv)
-      make_p<kPending>(p, derivative, s_stats, shown);
+#if CUFLASH_HAS_SCORE_FUNCTION
+    if constexpr (makes_dv || kSumsCaptured) row_numbers.store();
+    if constexpr (makes_dv) make_p_by_function<kPending>(of_head, p, derivative, s_stats, shown);
+#else
+    if constexpr (makes_dv) make_p<kPending>(p, derivative, s_stats, shown);
+#endif
     if constexpr (!makes_dk) {
       finish_gradients(number > 0);
       hand_over_p(p, derivative);
@@ -453,9 +467,10 @@ struct Consumer {
         lane_sums.add_cap(ds, s_scores(), Constant<false>{});
     }
 #if CUFLASH_NEEDS_CAPTURED
+    const Functions of_head = functions();
     if constexpr (kStepSums > 0) shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
-    captured.add(Functions(common, batch, walk.head), common.scale, walk.m_block * kBlockM + fragment_column(),
-                 lane_key, s_scores(), shared.step_sums + ds_at.stage * kBytesStepSums, sums().warp, ds);
+    captured.add(of_head, common.scale, walk.m_block * kBlockM + fragment_column(), lane_key, s_scores(),
+                 s_row_numbers(), shared.step_sums + ds_at.stage * kBytesStepSums, sums().warp, ds);
 #endif
     to_operands(ds, ds_operand);
   }

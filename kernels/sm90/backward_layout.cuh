@@ -33,9 +33,10 @@ constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 // time. With split roles the first lets the second in once its products are issued. On an H200 ping-pong makes the
 // kernel 9 to 12 % faster at head_dim 128 from seqlen 4096 on, 4 % at 64, 2 to 3 % at 256, and with slopes 2 to 12 %.
 // But it is slower by 7 to 14 % where a function acts on the products, by 2 to 5 % with a bias of pairs, and by 4 %
-// with a bias of keys at head_dim 64.
-constexpr bool kPingPong = !kHasDerivative && !kHasDropout && !kBiasOfPairs && (!kHasKeyNumbers || kDkFromShared) &&
-                           (kBiasBytes == 0 || kAddsByTile);
+// with a bias of keys at head_dim 64. Where functions of the caller make scores, the pass is 11 to 28 % faster without
+// it; with gradients of the arrays that they read, from 6 % slower to 9 % faster.
+constexpr bool kPingPong = (!kHasScoreFunction || kSplitsRoles) && !kHasDerivative && !kHasDropout && !kBiasOfPairs &&
+                           (!kHasKeyNumbers || kDkFromShared) && (kBiasBytes == 0 || kAddsByTile);
 // What a lane keeps of two neighbours in a register until dS' is made, where scores have derivatives by the products:
 // the weights, beside weights times derivatives; or else the derivatives. These it keeps beside dropout, which marks
 // weights by their sign; where the soft cap has addends behind it, which come between the two; and where the gradient of
@@ -58,6 +59,9 @@ constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesDo = chunked_bytes(kBlockM, kDimV);
 constexpr u32 kBytesDs = chunked_bytes(kBlockN, kBlockM);
 constexpr u32 kBytesStats = kBlockM * 8;
+// Numbers that a function of the caller reads of a row, and of a key: each warp of the consumers has those of a tile.
+constexpr int kRowNumbers = CUFLASH_NUMBERS_OF_ROWS, kWarpKeyNumbers = CUFLASH_NUMBERS_OF_WARP_KEYS;
+constexpr u32 kBytesRowNumbers = kRowNumbers * kBlockM * 4, kBytesPoints = kBytesRowNumbers + kWarpKeyNumbers * 64;
 constexpr int kDsStages = 2, kPStages = kSplitsRoles, kTurnStages = kDqInOrder ? 2 : 0;
 constexpr u32 kBytesP = 128 * kQueryTiles * 16;
 // Where the gradient of the cap is wanted, each thread of a consumer keeps the tanh of its scores there; or the products,
@@ -84,8 +88,8 @@ constexpr int kSumWarpsOfTile = kBlockN / 16;
 constexpr u32 kBytesStepSums = kSumWarpsOfTile * kStepSums * 4;
 constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages + 2 * kDsStages + 2 * kPStages + 3 * kTurnStages);
 static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesBias + kBytesStats) +
-                      kDsStages * (kBytesDs + kBytesStepSums) + kPStages * kBytesP + kConsumers * kBytesScores +
-                      kBytesBarriers ==
+                      kDsStages * (kBytesDs + kBytesStepSums) + kPStages * kBytesP +
+                      kConsumers * (kBytesScores + 4 * kBytesPoints) + kBytesBarriers ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
@@ -138,7 +142,7 @@ struct BackwardParams {
 static_assert(sizeof(BackwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
 struct Shared {
-  u32 k, v, q, dout, ds, p, scores, bias, stats, step_sums;
+  u32 k, v, q, dout, ds, p, scores, bias, stats, step_sums, row_numbers;
   Barrier kv_full;
   Ring<kNumStages> q_ring, do_ring;
   Ring<kDsStages> ds_ring;
@@ -156,7 +160,8 @@ struct Shared {
     bias = scores + kConsumers * kBytesScores;
     stats = bias + kNumStages * kBytesBias;
     step_sums = stats + kNumStages * kBytesStats;
-    kv_full = {step_sums + kDsStages * kBytesStepSums};
+    row_numbers = step_sums + kDsStages * kBytesStepSums;
+    kv_full = {row_numbers + kConsumers * 4 * kBytesPoints};
     q_ring = {kv_full.address + 16};
     do_ring = {q_ring.address + Ring<kNumStages>::kBytes};
     ds_ring = {do_ring.address + Ring<kNumStages>::kBytes};

@@ -18,6 +18,7 @@
 #include "common/reduce.cuh"
 #include "sm90/backward_layout.cuh"
 #include "sm90/backward_work.cuh"
+#include "sm90/row_numbers.cuh"
 
 #if CUFLASH_NEEDS_CAPTURED
 // Warp. Sums over the keys of a warp, for each query of a tile, in a tree: of two n-tiles, then, a lane passes on one
@@ -107,37 +108,51 @@ struct CapturedLane {
   // Warp. Adds the terms of a tile, of the gradients `ds` of its scores, and makes these gradients of the products.
   // `s_scores` is where the thread has left products, `stage` that of the sums of steps.
   CUFLASH_DEVICE void add(const Functions& functions, float scale, int lane_query, int lane_key, u32 s_scores,
-                          u32 stage, u32 warp, float (&ds)[kQueryTiles][4]) {
+                          u32 s_row_numbers, u32 stage, u32 warp, float (&ds)[kQueryTiles][4]) {
     QuerySums queries[kNumReads];
     DiagonalSums diagonals[kNumReads];
+    OfKey of_keys[2];
+    RowNumbers::load_keys(functions, s_row_numbers, lane_key, of_keys);
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
-      float product[4] = {0, 0, 0, 0}, term[kNumReads][4];
+      float product[4] = {0, 0, 0, 0}, own[kNumReads][4] = {};
+      OfRow of_rows[2];
+      RowNumbers::load(functions, s_row_numbers, n, lane_query + 8 * n, of_rows);
       if constexpr (kKeepsProducts) ptx::load_shared_f32x4(s_scores + n * 128 * 16, product);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float by_s;
-        const auto make_term = [&](auto read, i64, float derivative) {
-          constexpr int kRead = decltype(read)::value;
-          term[kRead][i] = has_constant_derivative(kRead) ? ds[n][i] * derivative : score_product(ds[n][i], derivative);
+        const auto add_term = [&](auto read, i64, float derivative) {
+          constexpr int kRead = decltype(read)::value, kKind = kind_of_read(kRead);
+          const int at = kKind == kReadOfHead ? 0 : kKind == kReadOfKey ? i / 2 : kKind == kReadOfQuery ? i % 2 : i;
+          add_product<kRead>(own[kRead][at], ds[n][i], derivative);
         };
-        functions.derivatives(product[i] * scale, lane_query + 8 * n + i % 2, lane_key + i / 2 * 8, by_s, make_term);
+        functions.derivatives(product[i] * scale, lane_query + 8 * n + i % 2, lane_key + i / 2 * 8, of_rows[i % 2],
+                              of_keys[i / 2], by_s, add_term);
         if constexpr (kHasDerivative) ds[n][i] = score_product(ds[n][i], by_s);
       }
       repeat<kNumReads>([&](auto read) {
         constexpr int kRead = decltype(read)::value, kKind = kind_of_read(kRead);
-        const float (&x)[4] = term[kRead];
         const u32 s_sums = step_sums_at<kRead>(stage, warp);
+        const float (&x)[4] = own[kRead];
         if constexpr (kKind == kReadOfHead)
-          sum[kRead][0] += x[0] + x[1] + x[2] + x[3];
+          sum[kRead][0] += x[0];
         else if constexpr (kKind == kReadOfKey)
-          sum[kRead][0] += x[0] + x[1], sum[kRead][1] += x[2] + x[3];
+          sum[kRead][0] += x[0], sum[kRead][1] += x[1];
         else if constexpr (kKind == kReadOfQuery)
-          queries[kRead].add(n, {x[0] + x[2], x[1] + x[3]}, s_sums);
+          queries[kRead].add(n, {x[0], x[1]}, s_sums);
         else
           diagonals[kRead].add(n, x, s_sums);
       });
     }
+  }
+  // Adds a gradient of a score times a derivative: nothing where the gradient is 0, whatever the derivative is.
+  template <int read>
+  CUFLASH_DEVICE static void add_product(float& sum, float ds, float derivative) {
+    if constexpr (has_constant_derivative(read))
+      sum += ds;
+    else
+      sum = ds == 0 ? sum : sum + ds * derivative;
   }
 
   // Warp. Adds to memory what belongs to the head.
@@ -145,7 +160,7 @@ struct CapturedLane {
     repeat<kNumReads>([&](auto read) {
       constexpr int kRead = decltype(read)::value, kKind = kind_of_read(kRead), kArray = array_of_read(kRead);
       if constexpr (kKind == kReadOfHead) {
-        const float total = (float)warp_sum(sum[kRead][0]);
+        const float total = score_product((float)warp_sum(sum[kRead][0]), functions.factor_of_read(kRead));
         if (lane_index() == 0) add_exactly(params, kArray, place_of_read<kRead>(functions, 0, 0), total);
       } else if constexpr (kKind == kReadOfKey) {
         float total[2];
@@ -153,6 +168,7 @@ struct CapturedLane {
         for (int half = 0; half < 2; ++half) {
           total[half] = sum[kRead][half] + ptx::shuffle_xor(sum[kRead][half], 1);
           total[half] += ptx::shuffle_xor(total[half], 2);
+          total[half] = score_product(total[half], functions.factor_of_read(kRead));
         }
         const u32 half = lane_index() % 4;
         if (half < 2)
@@ -194,13 +210,15 @@ struct StepSums {
       constexpr int kRead = decltype(read)::value, kKind = kind_of_read(kRead), kArray = array_of_read(kRead);
       if constexpr (kKind == kReadOfQuery) {
         const int row = first_row + thread;
-        if (thread < kBlockM) add_exactly(params, kArray, place_of_read<kRead>(functions, row, 0), sum[kRead][0]);
+        const float total = score_product(sum[kRead][0], functions.factor_of_read(kRead));
+        if (thread < kBlockM) add_exactly(params, kArray, place_of_read<kRead>(functions, row, 0), total);
       } else if constexpr (kKind == kReadOfDiagonal) {
 #pragma unroll
         for (int round = 0; round < kRounds; ++round) {
           const int diagonal = first_row - first_key + first_diagonal(thread, round);
           const int row = diagonal > 0 ? diagonal : 0;
-          add_of_warp(params, kArray, place_of_read<kRead>(functions, row, row - diagonal), sum[kRead][round]);
+          add_of_warp(params, kArray, place_of_read<kRead>(functions, row, row - diagonal),
+                      score_product(sum[kRead][round], functions.factor_of_read(kRead)));
         }
       }
     });

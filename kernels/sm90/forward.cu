@@ -164,6 +164,7 @@ struct Consumer {
   const int warp_row, lane_row;
   const int own_diagonal;  // of the batch entry
   const Score score;
+  const RowsOfLane rows{score, lane_row};
   const Dropout dropout;
   const float scale_log2;
 
@@ -291,9 +292,9 @@ struct Consumer {
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float& x = s[0][n][i];
       Unused derivative;
-      x = functions.score(x * score.scale, lane_row + i / 2 * 8, first_key + i % 2, of_key[i % 2], derivative);
+      s[0][n][i] = functions.score(s[0][n][i] * score.scale, lane_row + i / 2 * 8, first_key + i % 2,
+                                   rows.at(score, lane_row, i / 2), of_key[i % 2], derivative);
     }
 #endif
   }

@@ -6,13 +6,18 @@
 #include "common/scores.cuh"
 #include "sm90/backward_layout.cuh"
 #include "sm90/backward_weights.cuh"
+#include "sm90/row_numbers.cuh"
 
+#if CUFLASH_HAS_SCORE_FUNCTION
 // P' = exp(S' - lse) of what a lane holds of a tile, whose rows are keys.
 struct FunctionWeights {
-  const Weights& weights;
-  u32 s_stats;               // of this lane's first query
-  int lane_query, lane_key;  // of the first element
-  u32 shown;                 // the mask bits, if there are any
+  const Functions& functions;
+  const Mask& mask;
+  const OfKey (&of_keys)[2];
+  float scale;
+  u32 s_stats, s_row_numbers;  // of this lane's first query; of the tile
+  int lane_query, lane_key;    // of the first element
+  u32 shown;                   // the mask bits, if there are any
 
   // Makes P' of products. Where the derivatives of the score by the scaled product are not 1, P' is left times these,
   // which may have any size, and `packed` gets -P' as 16-bit numbers. `masked` says whether some pair may be hidden or
@@ -22,12 +27,15 @@ struct FunctionWeights {
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
       float lse[2], derivative[4];
+      OfRow of_rows[2];
+      RowNumbers::load(functions, s_row_numbers, n, lane_query + 8 * n, of_rows);
       ptx::load_shared_x2(s_stats + n * 64, lse);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = lane_query + 8 * n + i % 2, key = lane_key + i / 2 * 8;
-        float exponent = weights.score.of(p[n][i], row, key, derivative[i]) * weights.exponent_scale;
-        if (masked && !(kMaskByBits ? (bool)(shown >> bit_of(n, i) & 1) : weights.mask.visible(row, key)))
+        float exponent =
+            kExponentOfE * functions.score(p[n][i] * scale, row, key, of_rows[i % 2], of_keys[i / 2], derivative[i]);
+        if (masked && !(kMaskByBits ? (bool)(shown >> bit_of(n, i) & 1) : mask.visible(row, key)))
           exponent = -ptx::infinity();
         p[n][i] = exponential(exponent - lse[i % 2]);
         if (masked && lse[i % 2] == ptx::infinity()) p[n][i] = 0.0f;
@@ -40,3 +48,4 @@ struct FunctionWeights {
     }
   }
 };
+#endif

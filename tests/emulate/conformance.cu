@@ -271,15 +271,14 @@ CUFLASH_DEVICE void multiply_wide_tiles(const Params& params, Add add) {
   for (u32 i = 0; i < 4; ++i) d[i / 2 * 64 + i % 2] = sum[i];
 }
 CUFLASH_DEVICE void multiply_tf32(const Params& params) {
-  multiply_wide_tiles<float, 1>(params, [](float(&d)[4], const float(&a)[1][4], const float(&b)[1][2]) {
+  multiply_wide_tiles<float, 1>(params, [](float (&d)[4], const float (&a)[1][4], const float (&b)[1][2]) {
     ptx::mma_m16n8k8(d, a[0], b[0][0], b[0][1]);
   });
 }
 CUFLASH_DEFINE_KERNEL(mma_tf32, Params, kWarp, 1, multiply_tf32)
 CUFLASH_DEVICE void multiply_float64(const Params& params) {
-  multiply_wide_tiles<double, 2>(params, [](double(&d)[4], const double(&a)[2][4], const double(&b)[2][2]) {
-    ptx::mma_m16n8k16(d, a, b);
-  });
+  multiply_wide_tiles<double, 2>(
+      params, [](double (&d)[4], const double (&a)[2][4], const double (&b)[2][2]) { ptx::mma_m16n8k16(d, a, b); });
 }
 CUFLASH_DEFINE_KERNEL(mma_float64, Params, kWarp, 1, multiply_float64)
 
@@ -338,12 +337,11 @@ CUFLASH_DEVICE void map_log2(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(log2_approx, Params, kBlock, 1, map_log2)
 
-CUFLASH_DEVICE void map_add_down(const Params& params) {
+CUFLASH_DEVICE void map_floor_to_int(const Params& params) {
   const u32 i = global_thread_index(kBlock);
-  const float* source = source_of<float>(params) + 2 * i;
-  if (i < params.count) destination_of<float>(params)[i] = ptx::add_down(source[0], source[1]);
+  if (i < params.count) destination_of<int>(params)[i] = ptx::floor_to_int(source_of<float>(params)[i]);
 }
-CUFLASH_DEFINE_KERNEL(add_down, Params, kBlock, 1, map_add_down)
+CUFLASH_DEFINE_KERNEL(floor_to_int, Params, kBlock, 1, map_floor_to_int)
 
 CUFLASH_DEVICE void map_multiply(const Params& params) {
   const u32 i = global_thread_index(kBlock);
@@ -503,8 +501,7 @@ CUFLASH_DEVICE void sum_results_of_blocks(const Params& params) {
     const u64 found = ptx::load_arrivals(counter);
     if (found - kFirst >= params.count) ptx::replace_arrivals(counter, found, kFirst);
   }
-  if (thread % 2 == 0)
-    ptx::store_for_blocks_x2(results + thread, {values[thread], values[thread + 1]});
+  if (thread % 2 == 0) ptx::store_for_blocks_x2(results + thread, {values[thread], values[thread + 1]});
   ptx::sync_block();
   if (thread == 0) ptx::store_shared_b16(shared, ptx::count_arrival(counter) - kFirst == params.count - 1);
   ptx::sync_block();

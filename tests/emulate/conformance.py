@@ -337,25 +337,14 @@ def check_sqrt_approx(run):
     np.testing.assert_array_equal(got, expected)
 
 
-def check_add_down(run):
-    tiny, whole = np.float32(1e-45), 2.0**23
-    rng = np.random.default_rng(8)
-    x = rng.uniform(-4, 4, (5000, 2)) * [1, whole / 2]
-    special = [
-        [tiny, whole],
-        [-tiny, -whole],
-        [-tiny, tiny / 2],
-        [0.5, whole],
-        [-0.5, -whole],
-        [np.inf, 1],
-        [np.nan, 1],
-    ]
-    x = np.concatenate([x, special]).astype(np.float32)
-    exact = x.astype(np.float64).sum(axis=1)
-    nearest = exact.astype(np.float32)
-    expected = np.where(nearest > exact, np.nextafter(nearest, np.float32(-np.inf)), nearest)
-    expected[len(x) - len(special) + 1] = -whole - 1  # float64 has no room for what is added to it
-    got = run("add_down", source=x, destination=_ones(np.float32, len(x)), **_threads_of(x))
+def check_floor_to_int(run):
+    rng = np.random.default_rng(9)
+    magnitudes = np.concatenate([np.geomspace(1e-40, 2.0**30.9, 3000), np.arange(1000) / 4])
+    special = [0.0, 1e-45, 0.5, 2.0**23 - 0.5, 2.0**23, 2.0**31 - 128, 2.0**31, 2.0**31 + 256, 2.0**63, 3e38, np.inf]
+    x = np.concatenate([magnitudes * rng.choice([-1, 1], len(magnitudes)), special, np.negative(special), [np.nan]])
+    x = x.astype(np.float32)
+    expected = np.clip(np.floor(np.nan_to_num(x.astype(np.float64))), -(2.0**31), 2.0**31 - 1).astype(np.int32)
+    got = run("floor_to_int", source=x, destination=_ones(np.int32, len(x)), **_threads_of(x))
     np.testing.assert_array_equal(got, expected)
 
 

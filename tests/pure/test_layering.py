@@ -28,8 +28,8 @@ FOLDERS = {
 # A module imports only modules to the left of it.
 ORDER = [
     "values", "spans", "score.nodes", "score.tracing", "score.functions", "score.kinds", "score.evaluation",
-    "score.derivatives", "score.intervals", "score.emission", "score.tile_bounds", "score.tables", "score.places",
-    "score.program", "score.text", "score.hoisting", "score",
+    "score.derivatives", "score.factors", "score.intervals", "score.emission", "score.tile_bounds", "score.tables",
+    "score.places", "score.program", "score.text", "score.hoisting", "score",
     "operands", "terms", "options", "captured", "problem", "block_masks", "dropout", "reference",
     "cpu.exponentials", "cpu.cap", "cpu.sink", "cpu.jobs", "cpu.calls", "cpu.stacks", "cpu.stacked_scores",
     "cpu.stacked", "cpu.packed", "cpu.tiles", "cpu.tiled_forward", "cpu.tiled_backward", "cpu.tiled_terms",

@@ -17,6 +17,7 @@ from cuflash.emulator import find_compiler
 from cuflash.score import Traced, hoisted_program_of, index_class, program_of
 from cuflash.score.derivatives import loads_of
 from cuflash.score.evaluation import clamped, evaluate
+from cuflash.score.factors import factored
 from cuflash.score.intervals import Tables, bounds_of
 from tests import expressions
 from tests.expressions import BATCH, HEADS, SEQLEN_K, SEQLEN_Q, hoistable_scores, masks, scores
@@ -95,6 +96,28 @@ def derivatives_along(made, given, name, direction):
 
 
 @settings(max_examples=60)
+@given(scores())
+def test_factors_of_derivatives_are_the_same_for_all_pairs(score):
+    given, made = expressions.arrays(), program(score)
+    for load in (load for loads in made.loads.values() for load in loads):
+        found = factored(load.derivative)
+        whole, factor, rest = evaluate([load.derivative, found.factor, found.rest], inputs(), given, np.float64)
+        assert np.ndim(factor) == 0 or factor.size == 1
+        finite = np.isfinite(whole) & np.isfinite(factor) & np.isfinite(rest)
+        size = 1 + np.abs(np.where(finite, whole, 0))
+        assert np.all(np.abs(np.where(finite, factor * rest - whole, 0)) <= 1e-9 * size)
+
+
+def test_a_difference_of_points_has_one_derivative_but_for_its_sign():
+    def score(s, i, j, *, head, of_head, of_row, of_key):
+        return s - of_head[head] * cuflash.sqrt((of_row[i, 0] - of_key[j, 0]) ** 2 + 1e-6)
+
+    made = program(score)
+    row, key = (factored(made.loads[name][0].derivative) for name in ("of_row", "of_key"))
+    assert row.rest is key.rest and row.of_head == key.of_head != () and row.constant == -key.constant
+
+
+@settings(max_examples=60)
 @given(masks(), st.integers(1, 4), st.integers(1, 5), st.integers(0, HEADS - 1))
 def test_intervals_hold_for_every_pair(mask, rows, keys, head):
     given = expressions.arrays()
@@ -132,7 +155,6 @@ def test_intervals_find_what_documents_and_windows_hide():
 # ---- emitted text ----------------------------------------------------------------------------------------------------
 
 PRELUDE = """
-#include <cfenv>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -153,11 +175,8 @@ inline float exp2_approx(float x) { return std::exp2(x); }
 inline float log2_approx(float x) { return std::log2(x); }
 inline float sqrt_approx(float x) { return std::sqrt(x); }
 inline float reciprocal_approx(float x) { return 1 / x; }
-inline float add_down(float x, float y) {
-  std::fesetround(FE_DOWNWARD);
-  const volatile float sum = x + y;
-  std::fesetround(FE_TONEAREST);
-  return sum;
+inline int floor_to_int(float x) {
+  return x != x ? 0 : x < -2147483648.0f ? -2147483647 - 1 : x >= 2147483648.0f ? 2147483647 : (int)std::floor(x);
 }
 inline u32 bits_of(float x) { u32 y; std::memcpy(&y, &x, 4); return y; }
 template <class E> u32 pack(E, float, float) { return 0; }
@@ -186,8 +205,9 @@ extern "C" void FUNCTION(const Captured* a, const Real* s, int head, int batch, 
   for (int i = 0; i < ROWS; ++i)
     for (int j = 0; j < KEYS; ++j) {
       const int at = i * KEYS + j;
+      const NAME::OfRow of_row = NAME::read_of_row(of_head, a, i, head, batch);
       const NAME::OfKey of_key = NAME::read_of_key(of_head, a, j, head, batch);
-      value[at] = NAME::score_function(of_head, of_key, a, s[at], i, j, head, batch, slope[at]);
+      value[at] = NAME::score_function(of_head, of_row, of_key, a, s[at], i, j, head, batch, slope[at]);
       shown[at] = NAME::mask_function(of_head, a, i, j, head, batch);
     }
 }

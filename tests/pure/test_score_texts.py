@@ -205,12 +205,13 @@ extern "C" void FUNCTION(const Captured* a, const Real* s, int head, int batch, 
       const int at = i * KEYS + j;
       Unused unused;
       Real by_s;
-      value[at] = NAME::score_function({}, {}, a, s[at], i, j, head, batch, slope[at]);
-      if (NAME::score_function({}, {}, a, s[at], i, j, head, batch, unused) != value[at]) value[at] = NAN;
+      value[at] = NAME::score_function({}, {}, {}, a, s[at], i, j, head, batch, slope[at]);
+      if (NAME::score_function({}, {}, {}, a, s[at], i, j, head, batch, unused) != value[at]) value[at] = NAN;
       along[at] = 0;
-      NAME::score_derivatives({}, a, s[at], i, j, head, batch, by_s, [&](auto read, i64 place, Real derivative) {
+      const auto visit = [&](auto read, i64 place, Real derivative) {
         along[at] += derivative * directions[NAME::array_of_read(read.value)][place];
-      });
+      };
+      NAME::score_derivatives({}, {}, {}, a, s[at], i, j, head, batch, by_s, visit);
       if (by_s != slope[at]) slope[at] = NAN;
     }
 }

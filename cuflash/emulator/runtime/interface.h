@@ -114,7 +114,7 @@ float exp2_approx(float x);
 float reciprocal_approx(float x);
 float sqrt_approx(float x);
 float log2_approx(float x);
-float add_down(float x, float y);
+int floor_to_int(float x);
 u16 from_float32(Element type, float value);
 float to_float32(Element type, u16 bits);
 float round_to_tf32(float x);

@@ -1,6 +1,5 @@
 // Collectives of a warp: the lanes wait for each other, and the last to arrive does the work of all.
 #include <algorithm>
-#include <cfenv>
 #include <cmath>
 #include <type_traits>
 
@@ -368,13 +367,11 @@ float reciprocal_approx(float x) {
   return flush_subnormal(1.0f / flush_subnormal(x));
 }
 float log2_approx(float x) { return std::log2(x); }
-float add_down(float x, float y) {
+int floor_to_int(float x) {
   check_landed(x);
-  std::fesetround(FE_DOWNWARD);
-  const volatile float own = x;  // read after the mode is set, as the sum is stored before it is set back
-  const volatile float sum = own + y;
-  std::fesetround(FE_TONEAREST);
-  return sum;
+  if (x != x) return 0;
+  const double whole = std::floor((double)x);
+  return (int)std::fmin(std::fmax(whole, -2147483648.0), 2147483647.0);
 }
 
 u16 from_float32(Element type, float value) {

@@ -87,7 +87,7 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
                 f"tiles: got a BackwardSm90Tile with deterministic=True and {name}, expected a BackwardTile and a "
                 "DqTile"
             )
-        return _seeing(replace(main, dq_in_order=in_order), draft)
+        return _with_rows(_seeing(replace(main, dq_in_order=in_order), draft), draft)
 
     def dq_in_order(self, main: BackwardSm90Tile) -> bool:
         return main.dq_in_order
@@ -151,12 +151,13 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
     def summing_captured(self, draft: Draft, main: BackwardSm90Tile) -> BackwardSm90Tile:
         summed = draft.summed_captured
         classes = draft.program.classes(summed)
-        return replace(
+        summing = replace(
             main,
             keeps_scores=draft.program.derivatives_read_s(summed),
             query_sums=classes.count("i"),
             diagonal_sums=classes.count("i - j"),
         )
+        return _with_rows(summing, draft)
 
     def clear_ahead(self, draft: Draft, main: BackwardSm90Tile) -> int:
         problem, run_time = draft.problem, draft.run_time
@@ -220,6 +221,16 @@ def _seeing(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
         if staged.bias_of_pairs:
             return staged
     return main.seeing(draft.problem, 0)
+
+
+def _with_rows(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
+    """The tile with room for what a function reads of the rows of a tile of queries, and of keys, if that fits."""
+    if draft.problem.score is None:
+        return main
+    rows, keys = len(draft.program.of_rows), len(draft.program.of_keys)
+    with_numbers = replace(main, numbers_of_rows=rows, numbers_of_warp_keys=keys)
+    too_large = why_too_large(with_numbers, draft.problem, draft.device)
+    return replace(main, numbers_of_rows=0, numbers_of_warp_keys=0) if too_large else with_numbers
 
 
 def fragments_of_a_warpgroup(main: Tile) -> BackwardTile:

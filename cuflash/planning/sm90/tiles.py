@@ -302,12 +302,14 @@ class BackwardSm90Tile(ScoredTile):
     keeps_scores: bool = False  # in shared memory, for gradients of the cap, or of arrays that a function reads
     query_sums: int = 0  # reads of such arrays whose gradients are summed over the keys of a tile
     diagonal_sums: int = 0  # and along its diagonals
+    numbers_of_rows: int = 0  # that a function reads of each row, and warps keep in shared memory
+    numbers_of_warp_keys: int = 0  # and of each key
     # Columns of dq that one product makes. On an H100, 32 in place of 64 make the pass 28 % faster at head_dim 32, 17
     # to 20 % at 80 and 96, and 9 to 13 % at 160.
     dim_multiple: int = 32
     origin: str = field(compare=False)
 
-    defined = ("schedule",)
+    defined = ("schedule", "numbers_of_rows", "numbers_of_warp_keys")
     variations: ClassVar = {"num_stages": (2, 3)}
 
     element_bytes = 2
@@ -346,7 +348,9 @@ class BackwardSm90Tile(ScoredTile):
         # Two stages of what each warp, of 16 keys, sums.
         step = self.query_sums * self.block_m + self.diagonal_sums * (self.block_m + 16)
         sums = 2 * self.block_n // 16 * step * 4
-        return keys + self.num_stages * (queries + bias) + ds + p + scores + sums + barriers
+        # Of each warp of the consumers.
+        numbers = 8 * 4 * (self.block_m * self.numbers_of_rows + 16 * self.numbers_of_warp_keys)
+        return keys + self.num_stages * (queries + bias) + ds + p + scores + sums + numbers + barriers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,13 +12,14 @@ GRADIENTS = "common/captured_gradients.cuh"
 LIBRARY = "common/score_functions.cuh"
 MASK_TILES = "around/mask_tiles.cu"
 BOUNDS = "common/tile_bounds.cuh"
+ROW_NUMBERS = "sm90/row_numbers.cuh"
 WEIGHTS = "sm90/function_weights.cuh"
 PACKED_WEIGHTS = "sm90/backward_weights.cuh"
 
 # fmt: off
 MUTANTS = (
     # ---- common/score_functions.cuh
-    mutant("a floor is the nearest integer", LIBRARY, "ptx::add_down(x, shift)", "(x + shift)",
+    mutant("a floor is rounded to zero", LIBRARY, "return ptx::floor_to_int(x);", "return (int)x;",
            "functions sm90 floors"),
     mutant("axes have the stride of the first one", LIBRARY, "within * (Offset)array.stride[axis]",
            "within * (Offset)array.stride[0]", "functions"),
@@ -47,15 +48,19 @@ MUTANTS = (
     mutant("infinite terms are led on as sums", HOISTED, "is_finite ? (Real)", "true ? (Real)", "functions sm90 tables",
            escapes="no trial has an infinite term of a table"),
     # ---- common/functions.cuh
-    mutant("scores are those of head 0", FUNCTIONS, "score_function(of_head, of_key, arrays, s, row, key, head,",
-           "score_function(of_head, of_key, arrays, s, row, key, 0,", "functions"),
+    mutant("scores are those of head 0", FUNCTIONS, "of_row, of_key, arrays, s, row, key, head, batch, by_s);",
+           "of_row, of_key, arrays, s, row, key, 0, batch, by_s);", "functions"),
     mutant("rows and keys change places", FUNCTIONS, "mask_function(of_head, arrays, row, key, head,",
            "mask_function(of_head, arrays, key, row, head,", "functions"),
     mutant("what is read of a head is that of head 0", FUNCTIONS, "read_of_head(params.captured, head_, batch_)",
            "read_of_head(params.captured, 0, batch_)", "functions"),
     # ---- sm90/forward.cu
     mutant("both rows of a lane have the score of the upper one", "sm90/forward.cu",
-           "x * score.scale, lane_row + i / 2 * 8,", "x * score.scale, lane_row,", "functions sm90"),
+           "* score.scale, lane_row + i / 2 * 8,", "* score.scale, lane_row,", "functions sm90"),
+    # ---- common/score.cuh
+    mutant("both rows of a lane have the numbers of the upper one", "common/score.cuh",
+           "kept[1] = score.functions.of_row(row + 8)", "kept[1] = score.functions.of_row(row)",
+           "functions sm90 floors"),
     # ---- sm90/function_weights.cuh
     mutant("both keys of a lane are the first", WEIGHTS, "key = lane_key + i / 2 * 8;", "key = lane_key;",
            "functions sm90"),
@@ -177,6 +182,20 @@ MUTANTS = (
            "functions sm90 arrays"),
     mutant("derivatives of pairs without weight have terms", CAPTURED_SUMS,
            ": score_product(ds[n][i], derivative);", ": ds[n][i] * derivative;", "functions sm90 arrays of s"),
+    # ---- sm90/row_numbers.cuh
+    mutant("neighbouring queries change places", ROW_NUMBERS, "lane / 2 * kRowNumbers * 2 + lane % 2",
+           "lane / 2 * kRowNumbers * 2 + 1 - lane % 2", "functions sm90 floors"),
+    mutant("the last queries are the first ones", ROW_NUMBERS, "of_row(first_row + 32 * i +", "of_row(first_row +",
+           "functions sm90 floors"),
+    mutant("the second number of a query is its first", ROW_NUMBERS, "ptx::bits_of(own[i].x[x])",
+           "ptx::bits_of(own[i].x[0])", "functions sm90 arrays"),
+    mutant("the second number of a key is its first", ROW_NUMBERS, "ptx::bits_of(own_key.x[x])",
+           "ptx::bits_of(own_key.x[0])", "functions sm90 arrays"),
+    mutant("the two keys of a lane change places", ROW_NUMBERS, "(lane % 8 * 2 + lane / 8) * 4",
+           "(lane % 8 * 2 + 1 - lane / 8) * 4", "functions sm90 floors"),
+    mutant("numbers of keys begin at those of rows", ROW_NUMBERS,
+           "const u32 of_key = s_numbers + kBytesRowNumbers +", "const u32 of_key = s_numbers +",
+           "functions sm90 floors"),
     # ---- sm90/backward.cu
     mutant("sums of steps before their stage is free", "sm90/backward.cu",
            "    if constexpr (kStepSums > 0) shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);\n", "",
