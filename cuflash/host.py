@@ -21,31 +21,29 @@ from cuflash.terms import DEFAULT_NEED
 from cuflash.values import type_error, value_error
 
 
-def forward(options: Options, arrays: dict[str, Any], random: tuple[int, int] = (0, 0)) -> tuple[Any, ...]:
-    """(out, lse) of NumPy arrays by name: q, k, v, and all terms, out and lse, each of which may be None.
+def forward(options: Options, given: dict[str, Any], random: tuple[int, int] = (0, 0)) -> tuple[Any, ...]:
+    """(out, lse) of NumPy arrays by name: q, k, v, and those of the terms, out and lse that there are.
 
     `random` is the seed and the offset of dropout.
     """
-    given = _given(arrays)
     if results := _repeated("forward", options, given, ("out", "lse"), random):
         return results
-    if axes := axes_of(options, arrays, ("out", "lse")):
-        calls = Calls(axes, options, arrays, ("out", "lse"), np, gives_parts=False)
-        return calls.run(functools.partial(forward, random=random))
+    if axes := axes_of(options, given, ("out", "lse")):
+        calls = Calls(axes, options, given, ("out", "lse"), np, gives_parts=False)
+        return calls.run(lambda own, arrays: forward(own, _given(arrays), random))
     problem = bound("forward", options, given).problem
     return cpu.forward(problem, **given, seed=random[0], offset=random[1])
 
 
 def backward(
-    options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
+    options: Options, given: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
 ) -> tuple[Any, ...]:
     """The gradients `need` of NumPy arrays, in the order of `GRADIENTS`."""
-    given = _given(arrays)
     if results := _repeated("backward", options, given, need, random):
         return results
-    if axes := axes_of(options, arrays, need):
-        calls = Calls(axes, options, arrays, need, np, gives_parts=False)
-        return calls.run(functools.partial(backward, need=need, random=random))
+    if axes := axes_of(options, given, need):
+        calls = Calls(axes, options, given, need, np, gives_parts=False)
+        return calls.run(lambda own, arrays: backward(own, _given(arrays), need, random))
     problem = bound("backward", options, given, need).problem
     return cpu.backward(problem, need=need, **given, seed=random[0], offset=random[1])
 
