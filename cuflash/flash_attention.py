@@ -352,7 +352,7 @@ class FlashAttention(Preparation):
         if streaming.is_streamed(arrays):
             return ForwardResult(*streaming.forward(self.options, arrays, random))
         borrowed = interop.borrow(arrays, required=INPUTS, written=("out", "lse"))
-        computed = self._forward(borrowed.kind, borrowed.arrays, random)
+        computed = self._forward(borrowed.kind, borrowed.of_backend, random)
         return ForwardResult(*map(borrowed.give_back, computed, (out, lse)))
 
     # fmt: off
@@ -504,11 +504,11 @@ class FlashAttention(Preparation):
         if streaming.is_streamed(arrays):
             return kind(*streaming.backward(self.options, arrays, need, random))
         borrowed = interop.borrow(arrays, required=_BACKWARD_INPUTS, written=results)
-        computed = self._backward(borrowed.kind, borrowed.arrays, need, random)
+        computed = self._backward(borrowed.kind, borrowed.of_backend, need, random)
         return kind(*map(borrowed.give_back, computed, results.values()))
 
     def _forward(self, kind: interop.Kind, arrays: dict[str, Any], random: tuple[int, int]) -> Sequence[Any]:
-        """(out, lse) of arrays of NumPy or CuPy."""
+        """(out, lse) of arrays of NumPy or CuPy; of NumPy those that are given."""
         own = equivalent(self.options, arrays)
         if own is None:
             return _backend(kind).forward(self.options, arrays, random)  # type: ignore[no-any-return]
@@ -517,7 +517,7 @@ class FlashAttention(Preparation):
     def _backward(
         self, kind: interop.Kind, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int]
     ) -> Sequence[Any]:
-        """The gradients `need` of arrays of NumPy or CuPy."""
+        """The gradients `need`, likewise."""
         own = equivalent(self.options, arrays)
         if own is None:
             return _backend(kind).backward(self.options, arrays, need, random)  # type: ignore[no-any-return]

@@ -20,32 +20,32 @@ from cuflash.problem import Problem, check_pages
 from cuflash.terms import DEFAULT_NEED
 from cuflash.values import type_error, value_error
 
+MOST_KNOWN, MOST_ALIKE = 256, 16  # kinds of calls, by options and names of arrays, and calls of a kind
 
-def forward(options: Options, arrays: dict[str, Any], random: tuple[int, int] = (0, 0)) -> tuple[Any, ...]:
-    """(out, lse) of NumPy arrays by name: q, k, v, and all terms, out and lse, each of which may be None.
+
+def forward(options: Options, given: dict[str, Any], random: tuple[int, int] = (0, 0)) -> tuple[Any, ...]:
+    """(out, lse) of NumPy arrays by name: q, k, v, and those of the terms, out and lse that there are.
 
     `random` is the seed and the offset of dropout.
     """
-    given = _given(arrays)
     if results := _repeated("forward", options, given, ("out", "lse"), random):
         return results
-    if axes := axes_of(options, arrays, ("out", "lse")):
-        calls = Calls(axes, options, arrays, ("out", "lse"), np, gives_parts=False)
-        return calls.run(functools.partial(forward, random=random))
+    if axes := axes_of(options, given, ("out", "lse")):
+        calls = Calls(axes, options, given, ("out", "lse"), np, gives_parts=False)
+        return calls.run(lambda own, arrays: forward(own, _given(arrays), random))
     problem = bound("forward", options, given).problem
     return cpu.forward(problem, **given, seed=random[0], offset=random[1])
 
 
 def backward(
-    options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
+    options: Options, given: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
 ) -> tuple[Any, ...]:
     """The gradients `need` of NumPy arrays, in the order of `GRADIENTS`."""
-    given = _given(arrays)
     if results := _repeated("backward", options, given, need, random):
         return results
-    if axes := axes_of(options, arrays, need):
-        calls = Calls(axes, options, arrays, need, np, gives_parts=False)
-        return calls.run(functools.partial(backward, need=need, random=random))
+    if axes := axes_of(options, given, need):
+        calls = Calls(axes, options, given, need, np, gives_parts=False)
+        return calls.run(lambda own, arrays: backward(own, _given(arrays), need, random))
     problem = bound("backward", options, given, need).problem
     return cpu.backward(problem, need=need, **given, seed=random[0], offset=random[1])
 
@@ -154,8 +154,19 @@ class _Repeatable(NamedTuple):
     """Calls that differ in nothing but addresses, numbers in arrays, and the seed and the offset of dropout."""
 
     prepared: core.Prepared
-    allocated: tuple[tuple[str, tuple[int, ...], Any], ...]  # results that the caller gives no array for
-    results: tuple[str, ...]
+    arrays: tuple[_Like, ...]  # those that are given
+    allocated: tuple[tuple[tuple[int, ...], Any], ...]  # results that the caller gives no array for: shapes, dtypes
+    places: tuple[int, ...]  # of results, among the arrays that are given and, behind them, the allocated ones
+
+
+class _Known(NamedTuple):
+    """Calls with the same options on arrays of the same names, the latest one first."""
+
+    table: bytes
+    calls: tuple[_Repeatable, ...]
+
+
+_known: dict[tuple[Any, ...], _Known] = {}
 
 
 def _repeated(
@@ -165,19 +176,36 @@ def _repeated(
 
     So a small call takes half the time that it takes otherwise.
     """
+    if core.why_not() is not None:
+        return None
+    key, arrays = (pass_, options, need, *given), tuple(given.values())
+    known = _known.get(key)
+    number = core.find(known.table, arrays) if known is not None else -1
+    call = known.calls[number] if known is not None and number >= 0 else _remembered(key, given)
+    if call is None:
+        return None
+    if call.allocated:
+        arrays += tuple([np.empty(shape, dtype) for shape, dtype in call.allocated])
+    status = core.compute(call.prepared, arrays, random, are_apart=False)
+    if status == core.NOT_APART:
+        _check_apart(given, need)
+        status = core.compute(call.prepared, arrays, random, are_apart=True)
+    return tuple([arrays[place] for place in call.places]) if status == core.DONE else None
+
+
+def _remembered(key: tuple[Any, ...], given: Mapping[str, Any]) -> _Repeatable | None:
+    """What calls like one that was not found have in common, from now on found. `key` is that of `_known`."""
+    pass_, options, need, *_ = key
     likes = tuple([(name, x.shape, x.strides, x.dtype) for name, x in given.items()])
-    repeatable = _repeatable(pass_, options, likes, need)
-    if repeatable is None or core.why_not() is not None:
-        return None
-    prepared, allocated, names = repeatable
-    new = [np.empty(shape, dtype) for _, shape, dtype in allocated]
-    check = functools.partial(_check_apart, given, names) if len(new) < len(names) else None
-    if not core.compute(prepared, (*given.values(), *new), *random, check):
-        return None
-    if len(new) == len(names):
-        return tuple(new)
-    found = {**given, **{name: x for (name, *_), x in zip(allocated, new, strict=True)}} if new else given
-    return tuple([found[name] for name in names])
+    call = _repeatable(pass_, options, likes, need)
+    known = _known.get(key)
+    calls = known.calls if known else ()
+    if call is not None and not any(call is one for one in calls):
+        if len(_known) >= MOST_KNOWN:
+            _known.clear()
+        calls = (call, *calls[: MOST_ALIKE - 1])
+        _known[key] = _Known(core.table_of([one.arrays for one in calls]), calls)
+    return call
 
 
 @functools.lru_cache(maxsize=256)
@@ -194,9 +222,11 @@ def _repeatable(pass_: Pass, options: Options, likes: tuple[Any, ...], need: tup
     looks_at_numbers = problem.is_packed or problem.kv_lengths is not None or problem.block_table is not None
     if looks_at_numbers or problem.has_float8 or binding.results != need or core.why_not(problem) is not None:
         return None
-    results = {name: Contiguous(shape, dtype) for name, shape, dtype in binding.allocated}
-    prepared = core.prepare(problem, {**arrays, **results}, pass_ == "backward")
-    return prepared and _Repeatable(prepared, binding.allocated, binding.results)
+    every: dict[str, Any] = {**arrays, **{name: Contiguous(shape, dtype) for name, shape, dtype in binding.allocated}}
+    prepared = core.prepare(problem, every, pass_ == "backward")
+    allocated = tuple((shape, dtype) for _, shape, dtype in binding.allocated)
+    places = tuple(map(list(every).index, binding.results))
+    return prepared and _Repeatable(prepared, tuple(arrays.values()), allocated, places)
 
 
 @functools.lru_cache(maxsize=256)

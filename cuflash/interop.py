@@ -35,7 +35,6 @@ CUDA_DEVICES = (2, 13)  # kDLCUDA, kDLCUDAManaged
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # Methods by which a PyTorch tensor says that its memory holds other numbers than it has, and what makes a plain one.
 LAZY_BITS = {"is_neg": "resolve_neg", "is_conj": "resolve_conj", "_is_zerotensor": "clone"}
-_PLAIN = {np.ndarray}
 OVERLAP_WORK = 100_000  # candidate solutions tried before two interleaved arrays count as overlapping
 
 Kind = Literal["numpy", "cupy"]
@@ -66,9 +65,13 @@ def numpy_arrays(
 
     The common case on the host; None elsewhere, be it that an argument is refused.
     """
-    given: dict[str, Any] = {name: x for name, x in arrays.items() if x is not None}
-    if set(map(type, given.values())) != _PLAIN:
-        return None
+    array = np.ndarray
+    given: dict[str, Any] = {}
+    for name, x in arrays.items():
+        if x is not None:
+            if type(x) is not array:
+                return None
+            given[name] = x
     for name in required:
         if name not in given:
             return None
@@ -84,6 +87,11 @@ class Borrowed(NamedTuple):
     kind: Kind
     arrays: dict[str, Any]
     from_dlpack: Callable[[Any], Any] | None  # of the caller's library; None: results stay NumPy or CuPy arrays
+
+    @property
+    def of_backend(self) -> dict[str, Any]:
+        """As what computes with them takes them: of NumPy arrays those that are given."""
+        return {name: x for name, x in self.arrays.items() if x is not None or self.kind != "numpy"}
 
     def give_back(self, result: Any, given: Any) -> Any:
         """`result` as an array of the caller's library; `given`, if the caller gave one to write to."""

@@ -130,7 +130,9 @@ class Parts:
         return self._widened
 
     def _packed(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        """The arrays of a call, of packed sequences without the axis of the batch."""
+        """The arrays of a call as the backend takes them, of packed sequences without the axis of the batch."""
+        if self.is_on_cpu:
+            arrays = {name: x for name, x in arrays.items() if x is not None}
         if self.starts is None:
             return arrays
         of_batch = {name: x[0] for name, x in arrays.items() if name in _OF_BATCH and x is not None}

@@ -13,7 +13,7 @@ import hashlib
 import struct
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,9 +48,21 @@ AXES = {
     **_AXES_OF_TERMS,
     **{name: _AXES_OF_TERMS.get(name[1:], 0) for name in (*OF_SCORES, *OF_SOFTMAX)},
 }
-_DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD, _UNALIGNED, _NOT_APART = range(6)
+DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD, UNALIGNED, NOT_APART = range(6)
+_TUPLE_HEAD = tuple.__basicsize__  # bytes before the addresses of its items, in CPython
+_CHANGING = struct.Struct("@4qPq2QP")  # `struct Changing` of `core/core.cpp`
 _WRITTEN = {False: ("out", "lse"), True: GRADIENTS}  # by a pass, by whether it is the backward pass
-_kept = threading.local()
+
+
+class _Kept(threading.local):
+    """Memory that a thread of Python keeps for its calls, none of which is within another."""
+
+    def __init__(self) -> None:
+        self.memory = np.empty(KEPT_BYTES, np.uint8)
+        self.address = int(self.memory.ctypes.data)
+
+
+_kept = _Kept()
 
 
 class _Call(ctypes.Structure):
@@ -81,18 +93,29 @@ class _Call(ctypes.Structure):
     )
 
 
+class _Like(ctypes.Structure):
+    """`struct Like` of `core/core.cpp`."""
+
+    _fields_ = (
+        ("type", ctypes.c_void_p),
+        ("dtype", ctypes.c_void_p),
+        ("num_axes", ctypes.c_int64),
+        ("shape", ctypes.c_int64 * 4),
+        ("strides", ctypes.c_int64 * 4),
+    )
+
+
 class _Library(NamedTuple):
-    """The library, and at what offset an array object has the address of its data; -1 where that is not known."""
+    """The library, and after how many bytes an array object has what is its own; -1 where objects do not show that."""
 
     functions: Any
-    data_offset: int
+    head_bytes: int
 
 
 class Prepared(NamedTuple):
     """What calls on arrays of the same shapes and strides have in common."""
 
     fixed: bytes
-    pack: Callable[..., bytes]  # of what changes from call to call, the arrays in their order at the end
     nanoseconds: float
 
 
@@ -116,10 +139,11 @@ def _load() -> _Library | str:
     functions.cuflash_start.restype = ctypes.c_void_p
     functions.cuflash_wait.argtypes = [ctypes.c_void_p, ctypes.c_int]
     functions.cuflash_finish.argtypes = [ctypes.c_void_p]
+    functions.cuflash_find.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
     functions.cuflash_processor.restype = ctypes.c_char_p
     functions.cuflash_overhead_ns.argtypes = [ctypes.c_char_p]
     functions.cuflash_overhead_ns.restype = ctypes.c_double
-    return _Library(functions, _find_data_offset())
+    return _Library(functions, _find_head_bytes())
 
 
 def _hash_of_sources() -> str:
@@ -128,17 +152,39 @@ def _hash_of_sources() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest() if files else ""
 
 
-def _find_data_offset() -> int:
-    """Where an array object has the address of its data: after the head that all objects have, in CPython.
+class _ArrayObject(ctypes.Structure):
+    """The end of the head of all objects, and what an array object has behind it, as NumPy's headers say."""
 
-    To ask an array for its address takes longer than all the rest of a small call.
+    _fields_ = (
+        ("type", ctypes.c_void_p),
+        ("data", ctypes.c_void_p),
+        ("num_axes", ctypes.c_int),
+        ("shape", ctypes.POINTER(ctypes.c_ssize_t)),
+        ("strides", ctypes.POINTER(ctypes.c_ssize_t)),
+        ("base", ctypes.c_void_p),
+        ("dtype", ctypes.c_void_p),
+    )
+
+
+def _find_head_bytes() -> int:
+    """After how many bytes an array object has what is its own, in CPython; a tuple has its items after its own head.
+
+    To ask arrays for their addresses, shapes and strides takes longer than all the rest of a small call.
     """
     if sys.implementation.name != "cpython":
         return -1
-    offset = object.__basicsize__
+    head_bytes = object.__basicsize__
     probes = (np.empty(3), np.empty((2, 5), np.int16)[:, 1:])
-    is_there = all(ctypes.c_void_p.from_address(id(x) + offset).value == x.ctypes.data for x in probes)
-    return offset if is_there else -1
+    items = (ctypes.c_void_p * len(probes)).from_address(id(probes) + _TUPLE_HEAD)
+    if [*items] != [*map(id, probes)]:
+        return -1
+    for x in probes:
+        own = _ArrayObject.from_address(id(x) + head_bytes - ctypes.sizeof(ctypes.c_void_p))
+        if (own.type, own.data, own.num_axes, own.dtype) != (id(np.ndarray), x.ctypes.data, x.ndim, id(x.dtype)):
+            return -1
+        if (*own.shape[: x.ndim],) != x.shape or (*own.strides[: x.ndim],) != x.strides:
+            return -1
+    return head_bytes
 
 
 def why_not(problem: Problem | None = None) -> str | None:
@@ -173,46 +219,64 @@ def run(
     """
     given = {name: x for name, x in arrays.items() if x is not None}
     prepared = _prepared(problem, given, is_backward)
-    if prepared is None or not compute(prepared, given.values(), seed, offset):
+    random = (seed or 0, offset or 0)
+    if prepared is None or compute(prepared, tuple(given.values()), random, are_apart=True) != DONE:
         _run_on_copies(problem, given, is_backward, seed, offset)
 
 
-def compute(
-    prepared: Prepared,
-    arrays: Collection[Array],
-    seed: int | None,
-    offset: int | None,
-    check_apart: Callable[[], None] | None = None,
-) -> bool:
+def compute(prepared: Prepared, arrays: tuple[Array, ...], random: tuple[int, int], *, are_apart: bool) -> int:
     """Compute a pass on arrays in the order in which they were prepared. Raises as `run` does.
 
-    False, and nothing is computed, where elements of an array are not aligned to their size. `check_apart` is called
-    first where a result lies between the first and the last byte of another array, and raises if they share memory.
+    Gives `DONE`, or why nothing was computed: `UNALIGNED`, elements of an array are not aligned to their size, or
+    `NOT_APART`, a result lies between the first and the last byte of another array, unless `are_apart` says that they
+    share no memory all the same.
     """
     library = _load()
     if isinstance(library, str):
         raise RuntimeError(f"there is no compiled core: {library}")
-    functions, data_offset = library
+    functions, head_bytes = library
+    fixed, nanoseconds = prepared
     status, threads, is_long = _NO_THREAD, 1, False
-    if prepared.nanoseconds > SERIAL_NS:
-        threads = max(1, min(count_cores(), int(prepared.nanoseconds / THREAD_NS)))
-        is_long = prepared.nanoseconds > PATIENCE_NS * threads
-    memory = _kept.__dict__.get("address") or _keep_memory()
-    places = map(id, arrays) if data_offset >= 0 else (x.ctypes.data for x in arrays)
-    own = (data_offset, _skipped_kinds(), threads, check_apart is None, memory, KEPT_BYTES)
-    changing = prepared.pack(*own, seed or 0, offset or 0, *places)
+    if nanoseconds > SERIAL_NS:
+        threads = max(1, min(count_cores(), int(nanoseconds / THREAD_NS)))
+        is_long = nanoseconds > PATIENCE_NS * threads
+    if head_bytes >= 0:
+        places = id(arrays) + _TUPLE_HEAD
+    else:
+        addresses = (ctypes.c_void_p * len(arrays))(*[x.ctypes.data for x in arrays])
+        places = ctypes.addressof(addresses)
+    limit, memory = _skipped_kinds(), _kept.address
+    changing = _CHANGING.pack(head_bytes, limit, threads, are_apart, memory, KEPT_BYTES, *random, places)
     if is_long:
-        status = _run_on_threads(functions, prepared.fixed, changing)
+        status = _run_on_threads(functions, fixed, changing)
     if status == _NO_THREAD:
-        status = functions.cuflash_run(prepared.fixed, changing)
-    if status == _NOT_APART and check_apart is not None:
-        check_apart()
-        return compute(prepared, arrays, seed, offset)
+        status = functions.cuflash_run(fixed, changing)
     if status == _OUT_OF_MEMORY:
         raise MemoryError("no memory for the tiles of attention")
     if status == _OTHER_LAYOUT:
         raise RuntimeError("the compiled core was built of other sources")
-    return status != _UNALIGNED
+    return status
+
+
+def table_of(calls: Sequence[Sequence[Shaped]]) -> bytes:
+    """What the arrays of some calls are like, for `find`: as many in each call. Their dtypes have to be kept."""
+    library = _load()
+    if isinstance(library, str) or library.head_bytes < 0:
+        calls = ()
+    head = struct.pack("@3q", len(calls), len(calls[0]) if calls else 0, object.__basicsize__)
+    likes = [_Like(id(np.ndarray), id(x.dtype), len(x.shape), x.shape, x.strides) for call in calls for x in call]
+    return b"".join((head, *map(bytes, likes)))
+
+
+def find(table: bytes, arrays: tuple[Array, ...]) -> int:
+    """The number of the call of a table whose arrays are like these, and -1 where there is none.
+
+    It takes a fifth of the time that it takes Python to ask arrays for shapes, strides and dtypes.
+    """
+    library = _load()
+    assert not isinstance(library, str)
+    number: int = library.functions.cuflash_find(table, id(arrays) + _TUPLE_HEAD)
+    return number
 
 
 def _run_on_copies(
@@ -224,13 +288,6 @@ def _run_on_copies(
     for name, x in given.items():
         if name in _WRITTEN[is_backward] and copies[name] is not x:
             x[...] = copies[name]
-
-
-def _keep_memory() -> int:
-    """The address of memory that this thread keeps for its calls. No call is within another in one thread."""
-    _kept.memory = np.empty(KEPT_BYTES, np.uint8)
-    _kept.address = int(_kept.memory.ctypes.data)
-    return _kept.address
 
 
 def _run_on_threads(functions: Any, fixed: bytes, changing: bytes) -> int:
@@ -304,7 +361,7 @@ def prepare(problem: Problem, given: Mapping[str, Shaped], is_backward: bool) ->
     fixed = bytes(call)[: _Call.seed.offset]
     flops = problem.backward_flops if is_backward else problem.forward_flops
     nanoseconds = flops / (30 if problem.dtype == "float64" else 60) + library.functions.cuflash_overhead_ns(fixed)
-    return Prepared(fixed, struct.Struct(f"@4qPq2Q{len(given)}N").pack, nanoseconds)
+    return Prepared(fixed, nanoseconds)
 
 
 def _strides(array: Shaped, axes: Any, layout: str) -> tuple[int, ...]:

@@ -434,6 +434,6 @@ def test_elements_that_are_not_aligned():
 def test_where_arrays_do_not_say_where_their_data_is(monkeypatch, unloaded):
     case = ct.Case(seqlen_q=20, seqlen_k=30, head_dim=8, bias=(20, 30))
     expected = run(case)
-    monkeypatch.setattr(core, "_find_data_offset", lambda: -1)
+    monkeypatch.setattr(core, "_find_head_bytes", lambda: -1)
     core._load.cache_clear()
     assert_same_bits(run(case), expected)

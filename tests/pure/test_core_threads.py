@@ -50,7 +50,7 @@ def threads_of_large_call(monkeypatch):
 
     def run_on_threads(functions, fixed, changing):
         asked.append(struct.unpack_from("@3q", changing)[2])
-        return core._DONE
+        return core.DONE
 
     monkeypatch.setattr(core, "_run_on_threads", run_on_threads)
     monkeypatch.setattr(core, "PATIENCE_NS", 0)

@@ -300,6 +300,53 @@ def test_repeated_calls(case):
         np.testing.assert_array_equal(result.lse, lse)
 
 
+OTHERS = {
+    "seqlen_q": st.integers(1, 9),
+    "seqlen_k": st.integers(1, 9),
+    "head_dim": st.integers(1, 9),
+    "dtype": st.sampled_from(["float16", "bfloat16", "float32", "float64"]),
+    "ndim": st.integers(2, 4),
+    "strides": st.sampled_from(["contiguous", "padded", "transposed", "flipped"]),
+}
+
+
+@settings(max_examples=60)
+@given(
+    st.builds(ct.Case, **OTHERS),
+    st.lists(st.one_of([st.fixed_dictionaries({name: own}) for name, own in OTHERS.items()]), min_size=1, max_size=4),
+    st.booleans(),
+)
+def test_calls_take_nothing_from_others_on_arrays_of_the_same_names(case, changes, are_unpickled):
+    """Shapes, strides and dtypes are those of each call, be they objects of their own or not."""
+    attn = cuflash.FlashAttention()
+    for own in (case, *[dataclasses.replace(case, **change) for change in changes], case):
+        arrays = own.arrays()
+        if are_unpickled:
+            arrays = pickle.loads(pickle.dumps(arrays))
+        q, k, v = ct.qkv(arrays)
+        out, lse = attn.forward(q, k, v)
+        ct.assert_forward(own, out, lse)
+        gradients = attn.backward(arrays["dout"], q, k, v, out, lse)
+        ct.assert_backward(own, **gradients._asdict())
+
+
+def test_axes_and_dtypes_of_repeated_calls_are_checked():
+    attn = cuflash.FlashAttention()
+    q = normal(5, 8, 1)
+    attn.forward(q, q, q)  # whose axes begin as those of a matrix do
+    np.testing.assert_array_equal(attn.forward(q[..., 0], q[..., 0], q[..., 0]).out.shape, (5, 8))
+    for _ in range(3):
+        q = pickle.loads(pickle.dumps(normal(5, 4, dtype=np.float32)))
+        attn.forward(q, q, q)
+        del q  # and its dtype, an object of its own
+        q = pickle.loads(pickle.dumps(np.ones((5, 4), np.int32)))
+        with pytest.raises(TypeError, match="q: got dtype int32"):
+            attn.forward(q, q, q)
+        swapped = np.ones((5, 4), np.dtype(np.float32).newbyteorder())
+        with pytest.raises(TypeError, match="expected native byte order"):
+            attn.forward(swapped, swapped, swapped)
+
+
 def test_repeated_calls_are_checked():
     buffer = normal(4, 5, 8)
     q, k, v, free = buffer

@@ -65,17 +65,37 @@ const Kernels &kernels_for(const Call &call, int limit) {
 
 enum Status { DONE, OUT_OF_MEMORY, OTHER_LAYOUT, NO_THREAD, UNALIGNED, NOT_APART };
 
+// What an array object of NumPy has behind the head of all objects, in all versions.
+struct ArrayObject {
+    char *data;
+    int num_axes;
+    const intptr_t *shape, *strides;
+    const void *base, *dtype;
+};
+
+// What an array is like, as Python fills it in.
+struct Like {
+    const void *type, *dtype;  // the objects
+    int64_t num_axes, shape[4], strides[4];
+};
+
+// What the arrays of some calls are like.
+struct Table {
+    int64_t num_calls, num_arrays, head_bytes;  // arrays of each call; the head of an object
+    Like likes[];
+};
+
 // What changes from call to call: behind the rest of a `Call`, with Python objects or addresses in place of arrays.
 // All in one, because Python takes longer to hand over an argument than to pack it.
 struct Changing {
-    int64_t data_offset;  // where an array object keeps the address of its data; if it is negative, addresses are given
+    int64_t head_bytes;   // of an array object; if it is negative, addresses of data are given
     int64_t limit;        // how many of the best kinds of processors are left out
     int64_t num_threads;  // that the call may be computed on
     int64_t are_apart;    // results are known to share no memory with each other or with operands
     char *memory;         // for the jobs of the calling thread: fresh memory has to be mapped page by page, which takes
     int64_t bytes;        // longer than a small call
     uint64_t seed, offset;
-    uintptr_t arrays[NUM_ARRAYS];  // as many as are given
+    char *const *arrays;  // as many as are given
 };
 
 inline bool is_result(const Call &call, int64_t array) {
@@ -84,14 +104,32 @@ inline bool is_result(const Call &call, int64_t array) {
 
 // Whether memory of each result ends before that of any other array begins, or begins where it has ended.
 bool are_apart(const Call &call) {
-    for (int i = 0; i < call.num_given; ++i)
+    for (int i = 0; i < call.num_given; ++i) {
+        const int64_t one = call.given[i];
+        if (!is_result(call, one)) continue;
         for (int j = 0; j < call.num_given; ++j) {
-            const int64_t one = call.given[i], other = call.given[j];
-            if (one != other && is_result(call, one) &&
-                call.arrays[one] + call.begins[one] < call.arrays[other] + call.ends[other] &&
+            const int64_t other = call.given[j];
+            if (one != other && call.arrays[one] + call.begins[one] < call.arrays[other] + call.ends[other] &&
                 call.arrays[other] + call.begins[other] < call.arrays[one] + call.ends[one])
                 return false;
         }
+    }
+    return true;
+}
+
+// The head of an object ends with its type.
+inline bool is_like(const char *object, int64_t head_bytes, const Like &like) {
+    if (((const void *const *)(object + head_bytes))[-1] != like.type) return false;
+    const ArrayObject &array = *(const ArrayObject *)(object + head_bytes);
+    if (array.dtype != like.dtype || array.num_axes != like.num_axes) return false;
+    for (int i = 0; i < array.num_axes; ++i)
+        if (array.shape[i] != like.shape[i] || array.strides[i] != like.strides[i]) return false;
+    return true;
+}
+
+bool are_like(char *const *arrays, const Table &table, int64_t call) {
+    for (int64_t i = 0; i < table.num_arrays; ++i)
+        if (!is_like(arrays[i], table.head_bytes, table.likes[call * table.num_arrays + i])) return false;
     return true;
 }
 
@@ -102,10 +140,11 @@ int load_call(Work &work, const void *fixed, const Changing *changing) {
     work.call.offset = changing->offset;
     memset((void *)work.call.arrays, 0, sizeof work.call.arrays);
     for (int i = 0; i < work.call.num_given; ++i) {
-        const uintptr_t array = changing->arrays[i];
+        char *array = changing->arrays[i];
         const int64_t at = work.call.given[i];
-        work.call.arrays[at] = changing->data_offset >= 0 ? *(char **)(array + changing->data_offset) : (char *)array;
-        if ((uintptr_t)work.call.arrays[at] % work.call.sizes[at]) return UNALIGNED;
+        const bool is_object = changing->head_bytes >= 0;
+        work.call.arrays[at] = is_object ? ((const ArrayObject *)(array + changing->head_bytes))->data : array;
+        if ((uintptr_t)work.call.arrays[at] & (work.call.sizes[at] - 1)) return UNALIGNED;
     }
     if (!changing->are_apart && !are_apart(work.call)) return NOT_APART;
     for (int phase = 0; phase < Work::MAX_PHASES; ++phase) work.next[phase] = work.done[phase] = 0;
@@ -172,6 +211,13 @@ EXPORTED const char *cuflash_processor(int limit) { return kind_of_processor(lim
 // A function of all numbers of an array, as the kernels compute it.
 EXPORTED void cuflash_evaluate(int limit, int is_double, int function, const void *in, void *out, int64_t count) {
     kind_of_processor(limit).kernels->evaluate(is_double, Function(function), in, out, count);
+}
+
+// The first call of a table that has arrays like these objects, or -1.
+EXPORTED int cuflash_find(const Table *table, char *const *arrays) {
+    for (int64_t call = 0; call < table->num_calls; ++call)
+        if (are_like(arrays, *table, call)) return int(call);
+    return -1;
 }
 
 // Computes a call on this thread and on others of the pool.
