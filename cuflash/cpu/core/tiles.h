@@ -381,7 +381,7 @@ inline long rows_in_blocks(const Call &call, long seqlen_q, long most) {
         return ceil_div(whole, ceil_div(whole, most));
     }
     if (call.window_left < NO_BOUND && call.window_right < NO_BOUND)
-        most = smaller(most, larger(2 * GROUP, (call.window_left + call.window_right) / 2));
+        most = smaller(most, larger(2 * GROUP, round_up((call.window_left + call.window_right) / 2, GROUP)));
     const long count = ceil_div(larger(seqlen_q, 1), most);
     return smaller(round_up(ceil_div(larger(seqlen_q, 1), count), GROUP), most);
 }
