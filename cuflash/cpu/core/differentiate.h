@@ -199,6 +199,32 @@ struct SeenRows {
     RowRange all, halves[2];
 };
 
+// Weights p of a row and the gradients ds of its scores, in the place of these and of those of weights, with what dropout
+// makes of both. With tangents of the cap gradients become those of products.
+template <class T>
+inline void weigh_row(const Call &call, T scale, T lse, T delta, long columns, const unsigned char *kept,
+                      const T *tanhs, T *p, T *ds) {
+    auto weigh = [&](auto drops, auto has_tanhs) {
+        auto kept_of = [&](Vector<T> x, long j) {
+            return drops ? drop<T>(x * splat(T(call.kept_scale)), kept + j) : x;
+        };
+        for (long j = 0; j < columns; j += LANES<T>) {
+            const Vector<T> exponent = (load(p + j) * splat(scale) - splat(lse)) * splat(T(1.4426950408889634));
+            const Vector<T> weight = exp2<T>(exponent);
+            store(p + j, kept_of(weight, j));
+            const Vector<T> gradient = weight * (kept_of(load(ds + j), j) - splat(delta));
+            store(ds + j, has_tanhs ? gradient * slope_of_cap<T>(load(tanhs + j)) : gradient);
+        }
+    };
+    const std::true_type yes;
+    const std::false_type no;
+    if (call.dropout_steps) {
+        tanhs ? weigh(yes, yes) : weigh(yes, no);
+    } else {
+        tanhs ? weigh(no, yes) : weigh(no, no);
+    }
+}
+
 // Weights p, with what dropout makes of them, and the gradient ds of scores, of a block and a tile that are loaded; for
 // dbias that of scores with their bias, else that of scale q k^T. Gives the rows that see any of these keys; what lies
 // between them is zero. Adds to buffers.sums what there is for slopes by head, for scale and for the cap, and to
@@ -208,10 +234,8 @@ inline SeenRows differentiate(const Call &call, const Scaling<T> &scaling, const
                               long first, long count, bool for_bias, BackwardBuffers<T> &buffers) {
     constexpr int N = LANES<T>;
     constexpr long STRIDE = SCORES_STRIDE<T>;
-    const Sizes<T> &sizes = buffers.sizes;
     const long num_rows = rows_of(block), padded = round_up(count, N);
     const T scale = T(size_of_scale(call)), inner = scaling.has_terms ? T(1) : scale;
-    const Vector<T> log2_e = splat(T(1.4426950408889634));
     const bool has_products = !for_bias && (is_wanted(call, DSCALE) || is_wanted(call, DSOFTCAP));
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     const bool writes_bias = !for_bias && buffers.bias == BiasGradient::PAIRS;
@@ -256,27 +280,9 @@ inline SeenRows differentiate(const Call &call, const Scaling<T> &scaling, const
                                      load_bias(call, entry, block, r0 + r, few, at, here, next_bias, buffers.added),
                                      tanhs);
             }
-            const Vector<T> lse = splat(buffers.lse[r0 + r]), delta = splat(buffers.delta[r0 + r]);
             const unsigned char *kept = buffers.kept + (r0 + r) * MAX_KEYS + keys.first;
-            auto weigh = [&](auto drops, auto has_slopes) {
-                auto kept_of = [&](Vector<T> x, long j) {
-                    return drops ? drop<T>(x * splat(T(call.kept_scale)), kept + j) : x;
-                };
-                for (long j = 0; j < columns; j += N) {
-                    const Vector<T> weight = exp2<T>((load(p + j) * splat(inner) - lse) * log2_e);
-                    store(p + j, kept_of(weight, j));
-                    Vector<T> gradient = weight * (kept_of(load(ds + j), j) - delta);
-                    if (has_slopes) gradient *= slope_of_cap<T>(load(tanhs + j));
-                    store(ds + j, gradient);
-                }
-            };
-            const std::true_type yes;
-            const std::false_type no;
-            if (call.dropout_steps) {
-                slopes_at_once ? weigh(yes, yes) : weigh(yes, no);
-            } else {
-                slopes_at_once ? weigh(no, yes) : weigh(no, no);
-            }
+            weigh_row(call, inner, buffers.lse[r0 + r], buffers.delta[r0 + r], columns, kept,
+                      slopes_at_once ? tanhs : nullptr, p, ds);
             if (for_bias) continue;
             if (writes_bias)
                 store_row(ds, call.bias_dtype, call.strides[DBIAS][3], smaller(columns, count - keys.first),
