@@ -239,7 +239,7 @@ inline SeenRows differentiate(const Call &call, const Scaling<T> &scaling, const
     const bool has_products = !for_bias && (is_wanted(call, DSCALE) || is_wanted(call, DSOFTCAP));
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     const bool writes_bias = !for_bias && buffers.bias == BiasGradient::PAIRS;
-    const long next_bias = 2 * FEW_OF_GROUP * call.strides[BIAS][2];
+    const long next_bias = FEW_OF_GROUP * call.strides[BIAS][2];
     // Unless something needs gradients of scores before they become those of products.
     const bool slopes_at_once = has_cap(call) && !for_bias && !is_wanted(call, DBIAS) &&
                                 !is_wanted(call, DALIBI_SLOPES) && !is_wanted(call, DSOFTCAP);

@@ -17,7 +17,7 @@ namespace {
 
 constexpr long MAX_KEYS = 128;               // of a tile
 constexpr long GROUP = HAS_TILES ? 64 : 12;  // rows whose scores are computed at a time
-constexpr long FEW_OF_GROUP = 4;             // that are finished and weighed at a time, while the first cache has them
+constexpr long FEW_OF_GROUP = 16;            // that are finished and weighed at a time, while the first cache has them
 
 inline long smaller(long x, long y) { return x < y ? x : y; }
 inline long larger(long x, long y) { return x > y ? x : y; }
