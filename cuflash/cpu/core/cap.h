@@ -1,6 +1,8 @@
 // The soft cap, where there is one: scores of products of q and k, and what gradients need of it.
 #pragma once
 
+#include <type_traits>
+
 #include "call.h"
 #include "vectors.h"
 
@@ -12,18 +14,29 @@ inline double size_of_scale(const Call &call) { return call.scale < 0 ? -call.sc
 template <class T> inline void apply_cap(const Call &call, long padded, T *s, T *tanhs) {
     const Vector<T> inner = splat(T(size_of_scale(call) / call.softcap));
     const Vector<T> outer = splat(T(call.softcap));
-    for (long j = 0; j < padded; j += LANES<T>) {
-        Vector<T> t = tanh<T>(load(s + j) * inner);
-        if (tanhs) store(tanhs + j, t);
-        store(s + j, t * outer);
-    }
+    auto apply = [&](long j, auto count) {
+        constexpr int COUNT = count;
+        Vector<T> x[COUNT];
+        for (int u = 0; u < COUNT; ++u) x[u] = load(s + j + u * LANES<T>) * inner;
+        tanh_of_each<T>(x);
+        for (int u = 0; u < COUNT; ++u) {
+            if (tanhs) store(tanhs + j + u * LANES<T>, x[u]);
+            store(s + j + u * LANES<T>, x[u] * outer);
+        }
+    };
+    long j = 0;
+    for (; j + 4 * LANES<T> <= padded; j += 4 * LANES<T>) apply(j, std::integral_constant<int, 4>());
+    for (; j < padded; j += LANES<T>) apply(j, std::integral_constant<int, 1>());
 }
 
-// The derivative of softcap * tanh(x), x = scale * product / softcap: tanh(x) - x (1 - tanh(x)^2). Near 0, where the
+// The derivative of softcap * tanh(x) by softcap * x, from the tangent.
+template <class T> inline Vector<T> slope_of_cap(Vector<T> tanh) { return splat(T(1)) - tanh * tanh; }
+
+// And by the cap: of softcap * tanh(x), x = scale * product / softcap: tanh(x) - x (1 - tanh(x)^2). Near 0, where the
 // terms cancel, (sinh(2 x) - 2 x) / 2 * (1 - tanh(x)^2) by the series of the first factor.
 template <class T> inline Vector<T> derivative_by_softcap(const Call &call, Vector<T> product, Vector<T> tanh) {
     const Vector<T> x = product * splat(T(size_of_scale(call)) / T(call.softcap));
-    const Vector<T> one = splat(T(1)), slope = one - tanh * tanh, size = x < Vector<T>{} ? -x : x;
+    const Vector<T> one = splat(T(1)), slope = slope_of_cap<T>(tanh), size = x < Vector<T>{} ? -x : x;
     const Vector<T> square = size < splat(T(0.5)) ? x * x : Vector<T>{};
     Vector<T> series = one;
     for (int n = 18; n > 3; n -= 2) series = one + splat(T(4.0 / (n * (n + 1)))) * square * series;

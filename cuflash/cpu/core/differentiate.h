@@ -76,7 +76,7 @@ template <class T> struct BackwardBuffers {
         ds = scratch.template take<T>(scores);
         tanhs = scratch.template take<T>(has_cap(call) ? scores : 0);
         products = scratch.template take<T>(has_products ? scores : 0);
-        added = scratch.template take<T>(call.arrays[BIAS] ? GROUP * MAX_KEYS : 0);
+        added = scratch.template take<T>(call.arrays[BIAS] ? FEW_OF_GROUP * MAX_KEYS : 0);
         bias = bias_gradient<T>(call, rows);
         total =
             scratch.template take<T>(is_wanted(call, DBIAS) ? larger(scores, group_of(call) * SCORES_STRIDE<T>) : 0);
@@ -199,6 +199,32 @@ struct SeenRows {
     RowRange all, halves[2];
 };
 
+// Weights p of a row and the gradients ds of its scores, in the place of these and of those of weights, with what dropout
+// makes of both. With tangents of the cap gradients become those of products.
+template <class T>
+inline void weigh_row(const Call &call, T scale, T lse, T delta, long columns, const unsigned char *kept,
+                      const T *tanhs, T *p, T *ds) {
+    auto weigh = [&](auto drops, auto has_tanhs) {
+        auto kept_of = [&](Vector<T> x, long j) {
+            return drops ? drop<T>(x * splat(T(call.kept_scale)), kept + j) : x;
+        };
+        for (long j = 0; j < columns; j += LANES<T>) {
+            const Vector<T> exponent = (load(p + j) * splat(scale) - splat(lse)) * splat(T(1.4426950408889634));
+            const Vector<T> weight = exp2<T>(exponent);
+            store(p + j, kept_of(weight, j));
+            const Vector<T> gradient = weight * (kept_of(load(ds + j), j) - splat(delta));
+            store(ds + j, has_tanhs ? gradient * slope_of_cap<T>(load(tanhs + j)) : gradient);
+        }
+    };
+    const std::true_type yes;
+    const std::false_type no;
+    if (call.dropout_steps) {
+        tanhs ? weigh(yes, yes) : weigh(yes, no);
+    } else {
+        tanhs ? weigh(no, yes) : weigh(no, no);
+    }
+}
+
 // Weights p, with what dropout makes of them, and the gradient ds of scores, of a block and a tile that are loaded; for
 // dbias that of scores with their bias, else that of scale q k^T. Gives the rows that see any of these keys; what lies
 // between them is zero. Adds to buffers.sums what there is for slopes by head, for scale and for the cap, and to
@@ -208,13 +234,15 @@ inline SeenRows differentiate(const Call &call, const Scaling<T> &scaling, const
                               long first, long count, bool for_bias, BackwardBuffers<T> &buffers) {
     constexpr int N = LANES<T>;
     constexpr long STRIDE = SCORES_STRIDE<T>;
-    const Sizes<T> &sizes = buffers.sizes;
     const long num_rows = rows_of(block), padded = round_up(count, N);
     const T scale = T(size_of_scale(call)), inner = scaling.has_terms ? T(1) : scale;
-    const Vector<T> log2_e = splat(T(1.4426950408889634));
     const bool has_products = !for_bias && (is_wanted(call, DSCALE) || is_wanted(call, DSOFTCAP));
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     const bool writes_bias = !for_bias && buffers.bias == BiasGradient::PAIRS;
+    const long next_bias = FEW_OF_GROUP * call.strides[BIAS][2];
+    // Unless something needs gradients of scores before they become those of products.
+    const bool slopes_at_once = has_cap(call) && !for_bias && !is_wanted(call, DBIAS) &&
+                                !is_wanted(call, DALIBI_SLOPES) && !is_wanted(call, DSOFTCAP);
     auto clear_scores = [&](long r, long begin, long end) {
         if (begin >= end) return;
         clear(buffers.p + r * STRIDE + begin, end - begin);
@@ -225,7 +253,6 @@ inline SeenRows differentiate(const Call &call, const Scaling<T> &scaling, const
     SeenRows seen = {none, {none, none}};
     for (long r0 = 0, n; r0 < num_rows; r0 += n) {
         n = rows_of_group(call, block, r0, GROUP);
-        const Span span = span_of(block, r0, n);
         const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
         const long here = keys.stop - keys.first, columns = round_up(here, N), at = first + keys.first;
         for (long r = r0; r < r0 + n; ++r) {
@@ -241,23 +268,21 @@ inline SeenRows differentiate(const Call &call, const Scaling<T> &scaling, const
         multiply_rows(call, buffers.dout, call.head_dim_v, buffers.v_t + keys.first, r0, n, columns, ds);
         for (long r = 0; r < n && has_products; ++r)
             memcpy(buffers.products + (r0 + r) * STRIDE + keys.first, p + r * STRIDE, columns * sizeof(T));
-        if (needs_finishing(call, scaling, entry, span.first, span.last, at, columns))
-            finish_scores<T>(call, scaling, entry, block, r0, n, at, here, columns, p,
-                             load_bias(call, entry, block, r0, n, at, here, buffers.added),
-                             has_cap(call) ? buffers.tanhs + r0 * STRIDE + keys.first : nullptr);
         for (long r = 0; r < n; ++r, p += STRIDE, ds += STRIDE) {
             const Row row = row_of(block, r0 + r);
             T *products = has_products ? buffers.products + (r0 + r) * STRIDE + keys.first : nullptr;
             T *tanhs = has_cap(call) ? buffers.tanhs + (r0 + r) * STRIDE + keys.first : nullptr;
-            const Vector<T> lse = splat(buffers.lse[r0 + r]), delta = splat(buffers.delta[r0 + r]);
-            const unsigned char *kept = buffers.kept + (r0 + r) * MAX_KEYS + keys.first;
-            if (call.dropout_steps) drop(call, kept, here, ds);
-            for (long j = 0; j < columns; j += N) {
-                const Vector<T> weight = exp2<T>((load(p + j) * splat(inner) - lse) * log2_e);
-                store(p + j, weight);
-                store(ds + j, weight * (load(ds + j) - delta));
+            if (r % FEW_OF_GROUP == 0) {
+                const long few = smaller(FEW_OF_GROUP, n - r);
+                const Span span = span_of(block, r0 + r, few);
+                if (needs_finishing(call, scaling, entry, span.first, span.last, at, columns))
+                    finish_scores<T>(call, scaling, entry, block, r0 + r, few, at, here, columns, p,
+                                     load_bias(call, entry, block, r0 + r, few, at, here, next_bias, buffers.added),
+                                     tanhs);
             }
-            if (call.dropout_steps) drop(call, kept, here, p);
+            const unsigned char *kept = buffers.kept + (r0 + r) * MAX_KEYS + keys.first;
+            weigh_row(call, inner, buffers.lse[r0 + r], buffers.delta[r0 + r], columns, kept,
+                      slopes_at_once ? tanhs : nullptr, p, ds);
             if (for_bias) continue;
             if (writes_bias)
                 store_row(ds, call.bias_dtype, call.strides[DBIAS][3], smaller(columns, count - keys.first),
@@ -281,9 +306,8 @@ inline SeenRows differentiate(const Call &call, const Scaling<T> &scaling, const
                     sum += load(ds + j) * derivative_by_softcap<T>(call, load(products + j), load(tanhs + j));
                 buffers.sums[call.num_heads + 1] += double(sum_of_lanes<T>(sum));
             }
-            if (tanhs)
-                for (long j = 0; j < columns; j += N)
-                    store(ds + j, load(ds + j) * (splat(T(1)) - load(tanhs + j) * load(tanhs + j)));
+            if (tanhs && !slopes_at_once)
+                for (long j = 0; j < columns; j += N) store(ds + j, load(ds + j) * slope_of_cap<T>(load(tanhs + j)));
             if (is_wanted(call, DSCALE)) {
                 Vector<T> sum = {};
                 for (long j = 0; j < columns; j += N) sum += load(ds + j) * load(products + j);

@@ -5,84 +5,150 @@
 
 namespace {
 
-typedef uint64_t Words __attribute__((vector_size(VECTOR_BYTES)));  // of 32 bits, each in a lane of 64
-constexpr int WORDS = VECTOR_BYTES / 8, AT_ONCE = 4;
+typedef uint64_t Words __attribute__((vector_size(VECTOR_BYTES)));  // of 32 bits, in the low halves of lanes
+typedef uint32_t WordPairs __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint16_t Draws __attribute__((vector_size(VECTOR_BYTES)));  // of 16 bits, one for each weight
+typedef int8_t KeptBytes __attribute__((vector_size(VECTOR_BYTES / 2)));
+constexpr int WORDS = VECTOR_BYTES / 8, AT_ONCE = 4, ROUNDS = 7;
 
-inline Words multiply_words(Words x, Words y) {
+// Products of low halves: the high ones may hold anything.
+inline Words multiply_words(Words x, uint64_t y) {
 #if defined(__AVX512F__)
-    return (Words)_mm512_mul_epu32((__m512i)x, (__m512i)y);
+    return (Words)_mm512_mul_epu32((__m512i)x, _mm512_set1_epi64(y));
 #elif defined(__AVX2__)
-    return (Words)_mm256_mul_epu32((__m256i)x, (__m256i)y);
+    return (Words)_mm256_mul_epu32((__m256i)x, _mm256_set1_epi64x(y));
 #elif defined(__SSE2__) && !defined(__AVX__)
-    return (Words)_mm_mul_epu32((__m128i)x, (__m128i)y);
+    return (Words)_mm_mul_epu32((__m128i)x, _mm_set1_epi64x(y));
 #else
-    return x * y;
+    return (x & (Words{} + UINT64_C(0xFFFFFFFF))) * (Words{} + y);
 #endif
 }
 
-// kept[row][column], bytes of 0 or 1, for rows [first_row, first_row + num_rows) and columns [first_column,
-// first_column + num_columns) of one head. first_column is a multiple of 16, and `stride` one of 16 that has room for
-// all columns of the last block of 16.
+// Bytes of ones where a draw is above the limit, of zeros elsewhere.
+inline KeptBytes bytes_above(Draws draws, uint16_t limit) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    return (KeptBytes)_mm256_movm_epi8(_mm512_cmpgt_epu16_mask((__m512i)draws, _mm512_set1_epi16(short(limit))));
+#else
+    return __builtin_convertvector(draws > Draws{} + limit, KeptBytes);
+#endif
+}
+
+// Draws of the rows i and i + 8 for the columns of a vector of counters, of whose words c0 and c2 have the draws of two
+// neighbours, c1 and c3 those of the two that are eight columns further on. What four counters have comes in the order
+// of columns; of fewer, the first half are the neighbours and the second half those further on.
+struct DrawsOfRows {
+    Draws upper, lower;
+    DrawsOfRows(Words c0, Words c1, Words c2, Words c3) {
+        constexpr int RUN = WORDS < 4 ? WORDS : 4;
+        Integers<float> in_order;
+        for (int p = 0; p < 2 * WORDS; ++p)
+            in_order[p] = 2 * (p / (2 * RUN) * RUN + p % RUN) + p / RUN % 2 * LANES<float>;
+        const WordPairs low = WordPairs{} + 0xFFFFu;
+        auto low_halves = [&](Words x, Words y) { return (Vector<float>)(((WordPairs)x & low) | (WordPairs)y << 16); };
+        auto high_halves = [&](Words x, Words y) {
+            return (Vector<float>)((WordPairs)x >> 16 | ((WordPairs)y & ~low));
+        };
+        upper = (Draws)pick<float>(low_halves(c0, c2), low_halves(c1, c3), in_order);
+        lower = (Draws)pick<float>(high_halves(c0, c2), high_halves(c1, c3), in_order);
+    }
+};
+
+// kept[row][column], bytes of ones where a weight is kept and of zeros elsewhere, for rows [first_row, first_row +
+// num_rows) and columns [first_column, first_column + num_columns) of one head. first_column is a multiple of 16, and
+// `stride` one of VECTOR_BYTES that has room for all columns.
 inline void kept_weights(uint64_t seed, uint64_t offset, uint64_t head, long steps, long first_row, long num_rows,
                          long first_column, long num_columns, unsigned char *kept, long stride) {
-    const Words low = Words{} + UINT64_C(0xFFFFFFFF), threshold = Words{} + uint64_t(steps);
+    constexpr uint64_t MULTIPLIER0 = 0xD2511F53, MULTIPLIER1 = 0xCD9E8D57;
+    uint64_t key0[ROUNDS], key1[ROUNDS];
+    for (int round = 0; round < ROUNDS; ++round) {
+        key0[round] = uint32_t(seed) + uint32_t(round) * 0x9E3779B9;
+        key1[round] = uint32_t(seed >> 32) + uint32_t(round) * 0xBB67AE85;
+    }
     Words lanes;
     for (int i = 0; i < WORDS; ++i) lanes[i] = i;
     const long num_counters = (num_columns + 15) / 16 * 4;
-    for (long first = first_row / 16 * 16; first < first_row + num_rows; first += 16) {
-        for (long i = first; i < first + 8; ++i) {
-            const long upper = i - first_row, lower = upper + 8;
-            const bool has_upper = upper >= 0 && upper < num_rows, has_lower = lower >= 0 && lower < num_rows;
-            if (!has_upper && !has_lower) continue;
-            for (long x = 0; x < num_counters; x += AT_ONCE * WORDS) {
-                // Several chains of multiplications at once, since each waits for its own results.
+    const uint64_t of_head = (head & 0xFFFFFFFF) * MULTIPLIER1;
+    for (long x = 0; x < num_counters; x += AT_ONCE * WORDS) {
+        // What two rounds make of a counter follows from its column alone, but for words 2 and 3, where its row comes in
+        // by an exclusive or. So does one of the products of the third round. Several chains of multiplications at
+        // once, since each waits for its own results.
+        Words by_column1[AT_ONCE], by_column2[AT_ONCE], product0[AT_ONCE], upper0[AT_ONCE];
+        for (int u = 0; u < AT_ONCE; ++u) {
+            const Words first = multiply_words(lanes + uint64_t(first_column / 4 + x + u * WORDS), MULTIPLIER0);
+            by_column1[u] = multiply_words((first >> 32) ^ (Words{} + (offset ^ key1[0])), MULTIPLIER1);
+            by_column2[u] = first ^ (Words{} + key1[1]);
+            const Words second = (by_column1[u] >> 32) ^ (Words{} + (of_head ^ key0[1]));
+            product0[u] = multiply_words(second, MULTIPLIER0);
+            by_column1[u] ^= Words{} + key0[2];
+            upper0[u] = (product0[u] >> 32) ^ (Words{} + key1[2]);
+        }
+        for (long first = first_row / 16 * 16; first < first_row + num_rows; first += 16) {
+            for (long i = first; i < first + 8; ++i) {
+                const long upper = i - first_row, lower = upper + 8;
+                const bool has_upper = upper >= 0 && upper < num_rows, has_lower = lower >= 0 && lower < num_rows;
+                if (!has_upper && !has_lower) continue;
+                const uint32_t row = uint32_t(of_head >> 32) ^ uint32_t(first / 2 + i % 8) ^ uint32_t(key0[0]);
+                const uint64_t of_row = row * MULTIPLIER0;
                 Words c0[AT_ONCE], c1[AT_ONCE], c2[AT_ONCE], c3[AT_ONCE];
                 for (int u = 0; u < AT_ONCE; ++u) {
-                    c0[u] = lanes + uint64_t(first_column / 4 + x + u * WORDS);
-                    c1[u] = Words{} + uint64_t(first / 2 + i % 8);
-                    c2[u] = Words{} + (head & 0xFFFFFFFF);
-                    c3[u] = Words{} + offset;
+                    c1[u] = multiply_words(by_column2[u] ^ (Words{} + (of_row >> 32)), MULTIPLIER1);
+                    c0[u] = (c1[u] >> 32) ^ by_column1[u];
+                    c2[u] = upper0[u] ^ (Words{} + of_row);
+                    c3[u] = product0[u];
                 }
-                uint32_t key0 = uint32_t(seed), key1 = uint32_t(seed >> 32);
-                for (int round = 0; round < 7; ++round) {
+                for (int round = 3; round < ROUNDS; ++round) {
 #pragma GCC unroll 4
                     for (int u = 0; u < AT_ONCE; ++u) {
-                        const Words product0 = multiply_words(c0[u], Words{} + UINT64_C(0xD2511F53));
-                        const Words product1 = multiply_words(c2[u], Words{} + UINT64_C(0xCD9E8D57));
-                        c0[u] = (product1 >> 32) ^ c1[u] ^ (Words{} + uint64_t(key0));
-                        c2[u] = (product0 >> 32) ^ c3[u] ^ (Words{} + uint64_t(key1));
-                        c1[u] = product1 & low;
-                        c3[u] = product0 & low;
+                        const Words low0 = multiply_words(c0[u], MULTIPLIER0),
+                                    low1 = multiply_words(c2[u], MULTIPLIER1);
+                        c0[u] = (low1 >> 32) ^ c1[u] ^ (Words{} + key0[round]);
+                        c2[u] = (low0 >> 32) ^ c3[u] ^ (Words{} + key1[round]);
+                        c1[u] = low1;
+                        c3[u] = low0;
                     }
-                    key0 += 0x9E3779B9;
-                    key1 += 0xBB67AE85;
                 }
-                // A byte for each weight: those of two neighbours in the low half of a block, and in its high half.
-                auto bytes = [&](Words x, Words y) {
-                    return ((Words)(x >= threshold) & 1) | ((Words)(y >= threshold) & 0x100);
-                };
                 for (int u = 0; u < AT_ONCE; ++u) {
                     const long at = x + u * WORDS;
-                    uint64_t of_upper[2][WORDS], of_lower[2][WORDS];
-                    const Words half = Words{} + UINT64_C(0xFFFF);
-                    const Words pairs[4] = {bytes(c0[u] & half, c2[u] & half), bytes(c1[u] & half, c3[u] & half),
-                                            bytes(c0[u] >> 16, c2[u] >> 16), bytes(c1[u] >> 16, c3[u] >> 16)};
-                    memcpy(of_upper, pairs, sizeof of_upper);
-                    memcpy(of_lower, pairs + 2, sizeof of_lower);
-                    for (int w = 0; w < WORDS && at + w < num_counters; ++w) {
-                        const long column = (at + w) / 4 * 16 + (at + w) % 4 * 2;
-                        auto put = [&](unsigned char *row, const uint64_t (&of_row)[2][WORDS]) {
-                            const uint16_t low_half = uint16_t(of_row[0][w]), high_half = uint16_t(of_row[1][w]);
-                            memcpy(row + column, &low_half, 2);
-                            memcpy(row + column + 8, &high_half, 2);
-                        };
-                        if (has_upper) put(kept + upper * stride, of_upper);
-                        if (has_lower) put(kept + lower * stride, of_lower);
-                    }
+                    if (at >= num_counters) break;
+                    const DrawsOfRows draws(c0[u], c1[u], c2[u], c3[u]);
+                    unsigned char *to = kept + at / 4 * 16 + at % 4 * 2;
+                    auto put = [&](unsigned char *row, Draws draws_of_row) {
+                        const KeptBytes bytes = bytes_above(draws_of_row, uint16_t(steps - 1));
+                        if constexpr (WORDS >= 4) {
+                            memcpy(row, &bytes, sizeof bytes);
+                        } else {
+                            memcpy(row, &bytes, sizeof bytes / 2);
+                            memcpy(row + 8, (const char *)&bytes + sizeof bytes / 2, sizeof bytes / 2);
+                        }
+                    };
+                    if (has_upper) put(to + upper * stride, draws.upper);
+                    if (has_lower) put(to + lower * stride, draws.lower);
                 }
             }
         }
     }
+}
+
+// Numbers where `kept` has bytes of ones, zeros elsewhere.
+template <class T> inline Vector<T> drop(Vector<T> x, const unsigned char *kept) {
+    Integers<T> mask;
+#if defined(__AVX2__) || (defined(__SSE2__) && !defined(__AVX__))
+    uint64_t bytes[2] = {};
+    memcpy(bytes, kept, LANES<T>);
+    const __m128i all = _mm_set_epi64x(int64_t(bytes[1]), int64_t(bytes[0]));
+#if defined(__AVX512F__)
+    mask = (Integers<T>)(sizeof(T) == 4 ? _mm512_cvtepi8_epi32(all) : _mm512_cvtepi8_epi64(all));
+#elif defined(__AVX2__)
+    mask = (Integers<T>)(sizeof(T) == 4 ? _mm256_cvtepi8_epi32(all) : _mm256_cvtepi8_epi64(all));
+#else
+    __m128i wide = _mm_unpacklo_epi8(all, all);
+    wide = _mm_unpacklo_epi16(wide, wide);
+    mask = (Integers<T>)(sizeof(T) == 4 ? wide : _mm_unpacklo_epi32(wide, wide));
+#endif
+#else
+    for (int i = 0; i < LANES<T>; ++i) mask[i] = int8_t(kept[i]);
+#endif
+    return (Vector<T>)((Integers<T>)x & mask);
 }
 
 }  // namespace

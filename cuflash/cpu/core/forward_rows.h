@@ -31,7 +31,7 @@ template <class T> struct ForwardBuffers {
         // With pairs scores of two groups of rows, and their weights: one is multiplied while the other is weighed.
         s = scratch.template take<T>((parts ? 2 : 1) * GROUP * SCORES_STRIDE<T>);
         p = scratch.template take<T>(2 * parts * GROUP * KEY_PAIRS);
-        bias = scratch.template take<T>(work.call.arrays[BIAS] ? GROUP * MAX_KEYS : 0);
+        bias = scratch.template take<T>(work.call.arrays[BIAS] ? FEW_OF_GROUP * MAX_KEYS : 0);
         rows = scratch.template take<T>(keys * dim);
         k_t = scratch.template take<T>(dim * SCORES_STRIDE<T>);
         v = scratch.template take<T>(keys * sizes.dim_v);
@@ -61,9 +61,10 @@ inline void raise_shift(const Scaling<T> &scaling, const T *s, long num_keys, T 
     if (any_above<T>(most, shift + scaling.rise)) move_shift(scaling.factor, most, shift, l, o, dim);
 }
 
-// Scores of one row become weights; their sum goes to l.
-template <class T>
-inline void exponentials(const Scaling<T> &scaling, T *s, long num_keys, T &shift, T *l, T *o, long dim) {
+// Scores of one row become weights; their sum, before dropout, goes to l.
+template <class T, class Drops>
+inline void exponentials(Drops drops, const Scaling<T> &scaling, T *s, long num_keys, T &shift, T *l, T *o, long dim,
+                         const unsigned char *kept, T kept_scale) {
     constexpr int N = LANES<T>;
     raise_shift(scaling, s, num_keys, shift, l, o, dim);
     // A row that has seen no key yet has a shift of -inf, and only scores of -inf.
@@ -72,7 +73,7 @@ inline void exponentials(const Scaling<T> &scaling, T *s, long num_keys, T &shif
 #pragma GCC unroll 4
     for (long j = 0; j < num_keys; j += N) {
         const Vector<T> p = exp2<T>((load(s + j) - minus) * factor);
-        store(s + j, p);
+        store(s + j, drops ? drop<T>(p * splat(kept_scale), kept + j) : p);
         sum += p;
     }
     store(l, load(l) + sum);
@@ -80,12 +81,15 @@ inline void exponentials(const Scaling<T> &scaling, T *s, long num_keys, T &shif
 
 #if defined(__AVX512BF16__)
 // The same, where weights become pairs of neighbours.
-inline void exponentials_as_pairs(const Scaling<float> &scaling, const float *s, long num_keys, float &shift, float *l,
-                                  float *o, long dim, float *pairs) {
+template <class Drops>
+inline void exponentials_as_pairs(Drops drops, const Scaling<float> &scaling, const float *s, long num_keys,
+                                  float &shift, float *l, float *o, long dim, const unsigned char *kept,
+                                  float kept_scale, float *pairs) {
     constexpr int N = LANES<float>;
     raise_shift(scaling, s, num_keys, shift, l, o, dim);
     const Vector<float> minus = splat(shift == -__builtin_inff() ? 0.0f : shift), factor = splat(scaling.factor);
     Vector<float> sums[2] = {};
+    auto kept_of = [&](Vector<float> p, long j) { return drops ? drop<float>(p * splat(kept_scale), kept + j) : p; };
     long j = 0;
 #pragma GCC unroll 4
     for (; j + 2 * N <= num_keys; j += 2 * N) {
@@ -93,13 +97,13 @@ inline void exponentials_as_pairs(const Scaling<float> &scaling, const float *s,
         const Vector<float> p1 = exp2<float>((load(s + j + N) - minus) * factor);
         sums[0] += p0;
         sums[1] += p1;
-        const __m512bh both = _mm512_cvtne2ps_pbh((__m512)p1, (__m512)p0);
+        const __m512bh both = _mm512_cvtne2ps_pbh((__m512)kept_of(p1, j + N), (__m512)kept_of(p0, j));
         store(pairs + j / 2, (Vector<float>)both);
     }
     if (j < num_keys) {
         const Vector<float> p = exp2<float>((load(s + j) - minus) * factor);
         sums[0] += p;
-        const __m256bh rounded = _mm512_cvtneps_pbh((__m512)p);
+        const __m256bh rounded = _mm512_cvtneps_pbh((__m512)kept_of(p, j));
         memcpy((void *)(pairs + j / 2), &rounded, sizeof rounded);
     }
     store(l, load(l) + (sums[0] + sums[1]));
@@ -147,27 +151,31 @@ inline void weigh_rows(const Call &call, const Scaling<T> &scaling, const Entry 
                        ForwardBuffers<T> &buffers, long r0, long num_rows, long first, Keys keys, T *s, T *pairs,
                        long parts, F between) {
     const long here = keys.stop - keys.first, columns = round_up(here, LANES<T>), dim = buffers.sizes.dim_v;
-    const Span span = span_of(block, r0, num_rows);
+    const T kept_scale = T(call.kept_scale);
+    auto with_dropout = [&](auto run) { call.dropout_steps ? run(std::true_type()) : run(std::false_type()); };
     first += keys.first;
-    if (needs_finishing(call, scaling, entry, span.first, span.last, first, columns))
-        finish_scores<T>(call, scaling, entry, block, r0, num_rows, first, here, columns, s + keys.first,
-                         load_bias(call, entry, block, r0, num_rows, first, here, buffers.bias), nullptr);
     for (long r = 0; r < num_rows; ++r) {
         T *row = s + r * SCORES_STRIDE<T> + keys.first;
+        if (r % FEW_OF_GROUP == 0) {
+            const long few = smaller(FEW_OF_GROUP, num_rows - r);
+            const Span span = span_of(block, r0 + r, few);
+            if (needs_finishing(call, scaling, entry, span.first, span.last, first, columns))
+                finish_scores<T>(call, scaling, entry, block, r0 + r, few, first, here, columns, row,
+                                 load_bias(call, entry, block, r0 + r, few, first, here, here, buffers.bias), nullptr);
+        }
         T &shift = buffers.shift[r0 + r], *l = buffers.l + (r0 + r) * LANES<T>, *o = buffers.o + (r0 + r) * dim;
+        const unsigned char *kept = buffers.kept + (r0 + r) * MAX_KEYS + keys.first;
         if constexpr (MAY_USE_PAIRS<T>)
-            if (parts == 1 && !call.dropout_steps) {
-                exponentials_as_pairs(scaling, row, columns, shift, l, o, dim, pairs + r * KEY_PAIRS);
+            if (parts == 1) {
+                with_dropout([&](auto drops) {
+                    exponentials_as_pairs(drops, scaling, row, columns, shift, l, o, dim, kept, kept_scale,
+                                          pairs + r * KEY_PAIRS);
+                });
                 between();
                 continue;
             }
-        exponentials(scaling, row, columns, shift, l, o, dim);
-        if (call.dropout_steps) drop(call, buffers.kept + (r0 + r) * MAX_KEYS + keys.first, here, row);
-        if constexpr (MAY_USE_PAIRS<T>)
-            if (parts == 1) {
-                round_to_pairs(row, columns, pairs + r * KEY_PAIRS);
-                between();
-            }
+        with_dropout(
+            [&](auto drops) { exponentials<T>(drops, scaling, row, columns, shift, l, o, dim, kept, kept_scale); });
 #if HAS_TILES
         if (parts == 2) {
             split_to_pairs((float *)row, columns, (float *)pairs + 2 * r * KEY_PAIRS,

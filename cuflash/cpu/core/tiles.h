@@ -17,6 +17,7 @@ namespace {
 
 constexpr long MAX_KEYS = 128;               // of a tile
 constexpr long GROUP = HAS_TILES ? 64 : 12;  // rows whose scores are computed at a time
+constexpr long FEW_OF_GROUP = 16;            // that are finished and weighed at a time, while the first cache has them
 
 inline long smaller(long x, long y) { return x < y ? x : y; }
 inline long larger(long x, long y) { return x > y ? x : y; }
@@ -228,10 +229,16 @@ template <class T> struct Scaling {
     }
 };
 
+// How far apart rows of a bias lie once they are loaded: all rows of a block may have the same.
+inline long stride_of_bias(const Call &call, const Block &block) {
+    const int64_t *strides = call.strides[BIAS];
+    return strides[2] == 0 && (strides[1] == 0 || block.num_heads == 1) ? 0 : MAX_KEYS;
+}
+
 // Rows of scores, SCORES_STRIDE apart, of a block from r0 on, for keys [first, first + count): products of q and k become
 // scores, -inf where hidden. `padded` is count rounded up to whole vectors. Where the scale is negative, q came with its
-// sign changed. `bias` has what is added, MAX_KEYS apart, if anything; `tanhs`, if it is given, gets what the cap is a
-// factor of.
+// sign changed. `bias` has what `load_bias` gives, which is added, if anything; `tanhs`, if it is given, gets what the cap
+// is a factor of.
 template <class T>
 inline void finish_scores(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block, long r0,
                           long num_rows, long first, long count, long padded, T *scores, const T *bias, T *tanhs) {
@@ -245,8 +252,9 @@ inline void finish_scores(const Call &call, const Scaling<T> &scaling, const Ent
     if (has_cap(call))
         for_rows([&](long r, Row, T *s) { apply_cap(call, padded, s, tanhs ? tanhs + r * STRIDE : tanhs); });
     if (bias) {
+        const long stride = stride_of_bias(call, block);
         for_rows([&](long r, Row, T *s) {
-            for (long j = 0; j < padded; j += N) store(s + j, load(s + j) * scale + load(bias + r * MAX_KEYS + j));
+            for (long j = 0; j < padded; j += N) store(s + j, load(s + j) * scale + load(bias + r * stride + j));
         });
     } else if (scaling.has_terms && !has_cap(call)) {
         for_rows([&](long, Row, T *s) {
@@ -304,19 +312,19 @@ inline void finish_scores(const Call &call, const Scaling<T> &scaling, const Ent
         });
 }
 
-// The bias of some rows of a block, MAX_KEYS apart; null where there is none. Rows lie far apart in memory: what reads
-// them one after the other waits for many at a time, and not for each.
+// The bias of some rows of a block; null where there is none. Rows lie far apart in memory: what reads them one after the
+// other waits for many at a time, and not for each. What is read next lies so many elements further on.
 template <class T>
 inline const T *load_bias(const Call &call, const Entry &entry, const Block &block, long r0, long num_rows, long first,
-                          long count, T *out) {
+                          long count, long next, T *out) {
     if (!call.arrays[BIAS]) return nullptr;
-    const long size = size_of(call.bias_dtype);
-    for (long r = 0; r < num_rows; ++r) {
+    const long size = size_of(call.bias_dtype), own_rows = stride_of_bias(call, block) ? num_rows : 1;
+    for (long r = 0; r < own_rows; ++r) {
         const Row row = row_of(block, r0 + r);
         const char *p = address(call, BIAS, size, entry.index, row.head, row.i, first);
         load_row(p, call.bias_dtype, call.strides[BIAS][3], count, out + r * MAX_KEYS);
-        // Those of the next tile: no processor finds them by itself.
-        for (long x = 0; x < count * size; x += 64) __builtin_prefetch(p + count * size + x, 0, 2);
+        // No processor finds it by itself.
+        for (long x = 0; x < count * size; x += 64) __builtin_prefetch(p + next * size + x, 0, 2);
     }
     return out;
 }
@@ -338,12 +346,6 @@ inline void load_kept(const Call &call, const Entry &entry, const Block &block, 
                      uint64_t(call.dropout_head + entry.index * call.dropout_heads + block.first_head + h),
                      call.dropout_steps, call.dropout_row + block.first_row, block.num_rows,
                      call.dropout_column + first, count, kept + h * block.num_rows * MAX_KEYS, MAX_KEYS);
-}
-
-// Multiplies a row of weights, or their gradients, by what dropout says.
-template <class T> inline void drop(const Call &call, const unsigned char *kept, long count, T *row) {
-    const T factor = T(call.kept_scale);
-    for (long j = 0; j < count; ++j) row[j] *= T(kept[j]) * factor;
 }
 
 // ---- entries and blocks ----------------------------------------------------------------------------------------------
@@ -381,7 +383,7 @@ inline long rows_in_blocks(const Call &call, long seqlen_q, long most) {
         return ceil_div(whole, ceil_div(whole, most));
     }
     if (call.window_left < NO_BOUND && call.window_right < NO_BOUND)
-        most = smaller(most, larger(2 * GROUP, (call.window_left + call.window_right) / 2));
+        most = smaller(most, larger(2 * GROUP, round_up((call.window_left + call.window_right) / 2, GROUP)));
     const long count = ceil_div(larger(seqlen_q, 1), most);
     return smaller(round_up(ceil_div(larger(seqlen_q, 1), count), GROUP), most);
 }

@@ -27,13 +27,15 @@ template <> struct Vectors<float> {
     typedef float Unaligned __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
     typedef int32_t Integers __attribute__((vector_size(VECTOR_BYTES)));
     static constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: its sum with x has the nearest integer in its low bits
-    static constexpr int MANTISSA = 23, BIAS = 127;
+    static constexpr int MANTISSA = 23;
     static constexpr float LOWEST = -100, HIGHEST = 128;  // see exp2
     static constexpr int DEGREE = 6;
     static constexpr float EXP2[DEGREE + 1] = {1.0f,         0.6931472f,    0.2402265f,    0.05550327f,
                                                0.009618057f, 0.0013400428f, 0.00015461445f};
     static constexpr float LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
-    static constexpr int EXPM1_TERMS = 7;
+    // (exp(2 x) - 1 - 2 x) / (2 x^2), for x of up to log(2) / 4.
+    static constexpr int EXPM1_TERMS = 5;
+    static constexpr float EXPM1[EXPM1_TERMS] = {1.0f, 0.66666305f, 0.33333242f, 0.13381173f, 0.044564f};
     static constexpr float TANH_IS_ONE = 10;
     static constexpr int LOG_TERMS = 5;
 };
@@ -43,7 +45,7 @@ template <> struct Vectors<double> {
     typedef double Unaligned __attribute__((vector_size(VECTOR_BYTES), aligned(8), may_alias));
     typedef int64_t Integers __attribute__((vector_size(VECTOR_BYTES)));
     static constexpr double ROUNDER = 6755399441055744.0;  // 1.5 * 2^52
-    static constexpr int MANTISSA = 52, BIAS = 1023;
+    static constexpr int MANTISSA = 52;
     static constexpr double LOWEST = -960, HIGHEST = 1024;
     static constexpr int DEGREE = 11;
     static constexpr double EXP2[DEGREE + 1] = {1.0,
@@ -59,7 +61,17 @@ template <> struct Vectors<double> {
                                                 7.074192209639015e-09,
                                                 4.4556433403988256e-10};
     static constexpr double LN2_HIGH = 0.693145751953125, LN2_LOW = 1.42860682030941723212e-6;
-    static constexpr int EXPM1_TERMS = 14;
+    static constexpr int EXPM1_TERMS = 10;
+    static constexpr double EXPM1[EXPM1_TERMS] = {1.0,
+                                                  0.6666666666666667,
+                                                  0.3333333333329906,
+                                                  0.13333333333328062,
+                                                  0.04444444453557466,
+                                                  0.012698412712429797,
+                                                  0.00317459469540713,
+                                                  0.0007054660678887858,
+                                                  0.00014141543214608152,
+                                                  2.5702883845831676e-05};
     static constexpr double TANH_IS_ONE = 20;
     static constexpr int LOG_TERMS = 11;
 };
@@ -148,11 +160,10 @@ template <class T> inline Vector<T> iota() {
     return x;
 }
 
-// 2^n for integers that are floating-point numbers plus Vectors::ROUNDER.
+// 2^n for integers that are floating-point numbers plus Vectors::ROUNDER, of which the shift leaves n: its own low bits
+// are zeros.
 template <class T> inline Vector<T> power_of_two(Vector<T> rounded) {
-    constexpr int MANTISSA = Vectors<T>::MANTISSA;
-    Vector<T> rounder = splat(Vectors<T>::ROUNDER);
-    return (Vector<T>)(((Integers<T>)rounded - (Integers<T>)rounder + Vectors<T>::BIAS) << MANTISSA);
+    return (Vector<T>)(((Integers<T>)rounded << Vectors<T>::MANTISSA) + (Integers<T>)splat(T(1)));
 }
 
 // 2^x of numbers from -1/2 to 1/2.
@@ -192,31 +203,59 @@ template <class T> inline Vector<T> exp2(Vector<T> x) {
 }
 #endif
 
-// 1 / n!, as a table: what a loop computes while it runs takes several times as long as all the rest.
-template <class T> struct InverseFactorials {
-    T of[Vectors<T>::EXPM1_TERMS + 1];
-    constexpr InverseFactorials() : of{1} {
-        for (int n = 1; n <= Vectors<T>::EXPM1_TERMS; ++n) of[n] = of[n - 1] / T(n);
+// x / y of ordinary numbers, to about half a unit in the last place.
+template <class T> inline Vector<T> quotient(Vector<T> x, Vector<T> y) {
+#if defined(__AVX512F__)
+    // A division takes as long as ten multiplications: an estimate of 1 / y of 14 bits, and what it leaves of x.
+    if constexpr (sizeof(T) == 4) {
+        const __m512 estimate = _mm512_rcp14_ps((__m512)y), q = _mm512_mul_ps((__m512)x, estimate);
+        return (Vector<T>)_mm512_fmadd_ps(_mm512_fnmadd_ps((__m512)y, q, (__m512)x), estimate, q);
+    } else {
+        const __m512d rough = _mm512_rcp14_pd((__m512d)y);
+        const __m512d error = _mm512_fnmadd_pd((__m512d)y, rough, _mm512_set1_pd(1));
+        const __m512d estimate = _mm512_fmadd_pd(rough, error, rough), q = _mm512_mul_pd((__m512d)x, estimate);
+        return (Vector<T>)_mm512_fmadd_pd(_mm512_fnmadd_pd((__m512d)y, q, (__m512d)x), estimate, q);
     }
-};
-template <class T> constexpr InverseFactorials<T> INVERSE_FACTORIALS;
+#else
+    return x / y;
+#endif
+}
 
-// tanh(x) = t / (t + 2), t = exp(2 x) - 1: exact to a few units in the last place near zero, too.
+// tanh(x) = t / (t + 1), t = (exp(2 x) - 1) / 2: exact to a few units in the last place near zero, too. Of several
+// vectors at once, step by step: one would wait for each of its own steps.
+template <class T, int COUNT> inline void tanh_of_each(Vector<T> (&x)[COUNT]) {
+    const Vector<T> most = splat(Vectors<T>::TANH_IS_ONE), half = splat(T(0.5));
+    Integers<T> sign[COUNT];
+    Vector<T> size[COUNT], rounded[COUNT], r[COUNT], p[COUNT], t[COUNT];
+    auto for_each = [](auto step) {
+#pragma GCC unroll 4
+        for (int u = 0; u < COUNT; ++u) step(u);
+    };
+    for_each([&](int u) { sign[u] = (Integers<T>)x[u] & (Integers<T>)splat(T(-0.0)); });
+    for_each([&](int u) { size[u] = (Vector<T>)((Integers<T>)x[u] ^ sign[u]); });
+    for_each([&](int u) { size[u] = size[u] > most ? most : size[u]; });
+    for_each([&](int u) { rounded[u] = size[u] * splat(T(2 * 1.4426950408889634)) + splat(Vectors<T>::ROUNDER); });
+    for_each([&](int u) {
+        const Vector<T> n = rounded[u] - splat(Vectors<T>::ROUNDER);
+        r[u] = (size[u] - n * splat(Vectors<T>::LN2_HIGH / 2)) - n * splat(Vectors<T>::LN2_LOW / 2);
+    });
+    for_each([&](int u) { p[u] = splat(Vectors<T>::EXPM1[Vectors<T>::EXPM1_TERMS - 1]); });
+#pragma GCC unroll 16
+    for (int i = Vectors<T>::EXPM1_TERMS - 2; i >= 0; --i)
+        for_each([&](int u) { p[u] = p[u] * r[u] + splat(Vectors<T>::EXPM1[i]); });
+    for_each([&](int u) { p[u] = r[u] + r[u] * r[u] * p[u]; });
+    for_each([&](int u) {
+        const Vector<T> power = power_of_two<T>(rounded[u]);
+        t[u] = power * p[u] + (power * half - half);
+    });
+    for_each([&](int u) { t[u] = quotient<T>(t[u], t[u] + splat(T(1))); });
+    for_each([&](int u) { x[u] = (Vector<T>)((Integers<T>)t[u] | sign[u]); });
+}
+
 template <class T> inline Vector<T> tanh(Vector<T> x) {
-    Vector<T> size = x < Vector<T>{} ? -x : x;
-    Vector<T> one = splat(T(1)), most = splat(Vectors<T>::TANH_IS_ONE);
-    Vector<T> twice = 2 * (size > most ? most : size);
-    Vector<T> rounded = twice * splat(T(1.4426950408889634)) + splat(Vectors<T>::ROUNDER);
-    Vector<T> n = rounded - splat(Vectors<T>::ROUNDER);
-    Vector<T> r = (twice - n * splat(Vectors<T>::LN2_HIGH)) - n * splat(Vectors<T>::LN2_LOW);
-    Vector<T> p = splat(INVERSE_FACTORIALS<T>.of[Vectors<T>::EXPM1_TERMS]);
-    for (int i = Vectors<T>::EXPM1_TERMS - 1; i > 1; --i) p = p * r + splat(INVERSE_FACTORIALS<T>.of[i]);
-    Vector<T> expm1 = r + r * r * p;
-    Vector<T> power = power_of_two<T>(rounded);
-    Vector<T> t = power * expm1 + (power - one);
-    Vector<T> result = t / (t + splat(T(2)));
-    result = size > most ? one : result;
-    return x < Vector<T>{} ? -result : result;
+    Vector<T> one[1] = {x};
+    tanh_of_each<T>(one);
+    return one[0];
 }
 
 // log(x) of positive normal numbers, to about one unit in the last place: of x = 2^n m, m from 1/sqrt(2) to sqrt(2), as
