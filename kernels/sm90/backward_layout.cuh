@@ -28,15 +28,17 @@ constexpr bool kSplitsRoles = kSchedule == Schedule::kSplitRoles;
 static_assert(kPairsStats, "a lane reads lse of two queries, and later their delta");
 constexpr int kConsumers = 2;
 constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
+// Numbers that a function of the caller reads of a row, and of a key: each warp of the consumers has those of a tile.
+constexpr int kRowNumbers = CUFLASH_NUMBERS_OF_ROWS, kWarpKeyNumbers = CUFLASH_NUMBERS_OF_WARP_KEYS;
 // Whether consumers ping-pong: one goes from P' to dS' while the other waits, or does the rest of its own step. If they
 // ran side by side, each product would take twice as long, and then both would have only exponentials to do at the same
 // time. With split roles the first lets the second in once its products are issued. On an H200 ping-pong makes the
 // kernel 9 to 12 % faster at head_dim 128 from seqlen 4096 on, 4 % at 64, 2 to 3 % at 256, and with slopes 2 to 12 %.
 // But it is slower by 7 to 14 % where a function acts on the products, by 2 to 5 % with a bias of pairs, and by 4 %
-// with a bias of keys at head_dim 64. Where functions of the caller make scores, the pass is 11 to 28 % faster without
-// it; with gradients of the arrays that they read, from 6 % slower to 9 % faster.
-constexpr bool kPingPong = (!kHasScoreFunction || kSplitsRoles) && !kHasDerivative && !kHasDropout && !kBiasOfPairs &&
-                           (!kHasKeyNumbers || kDkFromShared) && (kBiasBytes == 0 || kAddsByTile);
+// with a bias of keys at head_dim 64. On an H100, scores of points make the pass 11 to 28 % faster without it; with
+// gradients of the points, from 6 % slower to 9 % faster.
+constexpr bool kPingPong = (kRowNumbers + kWarpKeyNumbers == 0 || kSplitsRoles) && !kHasDerivative && !kHasDropout &&
+                           !kBiasOfPairs && (!kHasKeyNumbers || kDkFromShared) && (kBiasBytes == 0 || kAddsByTile);
 // What a lane keeps of two neighbours in a register until dS' is made, where scores have derivatives by the products:
 // the weights, beside weights times derivatives; or else the derivatives. These it keeps beside dropout, which marks
 // weights by their sign; where the soft cap has addends behind it, which come between the two; and where the gradient of
@@ -59,8 +61,7 @@ constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesDo = chunked_bytes(kBlockM, kDimV);
 constexpr u32 kBytesDs = chunked_bytes(kBlockN, kBlockM);
 constexpr u32 kBytesStats = kBlockM * 8;
-// Numbers that a function of the caller reads of a row, and of a key: each warp of the consumers has those of a tile.
-constexpr int kRowNumbers = CUFLASH_NUMBERS_OF_ROWS, kWarpKeyNumbers = CUFLASH_NUMBERS_OF_WARP_KEYS;
+// Of a warp of the consumers.
 constexpr u32 kBytesRowNumbers = kRowNumbers * kBlockM * 4, kBytesPoints = kBytesRowNumbers + kWarpKeyNumbers * 64;
 constexpr int kDsStages = 2, kPStages = kSplitsRoles, kTurnStages = kDqInOrder ? 2 : 0;
 constexpr u32 kBytesP = 128 * kQueryTiles * 16;
