@@ -38,8 +38,8 @@ struct QuerySums {
       const bool keeps_second = lane_index() >> (4 - height) & 1;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float kept = keeps_second ? value[i] : half[height][i],
-                    passed = keeps_second ? half[height][i] : value[i];
+        const float earlier = half[height][i], later = value[i];
+        const float kept = keeps_second ? later : earlier, passed = keeps_second ? earlier : later;
         value[i] = kept + ptx::shuffle_xor(passed, 16 >> height);
       }
     }
@@ -115,7 +115,13 @@ struct CapturedLane {
     RowNumbers::load_keys(functions, s_row_numbers, lane_key, of_keys);
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
-      float product[4] = {0, 0, 0, 0}, own[kNumReads][4] = {};
+      float product[4] = {0, 0, 0, 0};
+      // Gradients of scores alone are summed from -0 on: nothing is added to the first one.
+      float own[kNumReads][4];
+#pragma unroll
+      for (int read = 0; read < kNumReads; ++read)
+#pragma unroll
+        for (float& x : own[read]) x = has_constant_derivative(read) ? -0.0f : 0.0f;
       OfRow of_rows[2];
       RowNumbers::load(functions, s_row_numbers, n, lane_query + 8 * n, of_rows);
       if constexpr (kKeepsProducts) ptx::load_shared_f32x4(s_scores + n * 128 * 16, product);
@@ -171,8 +177,9 @@ struct CapturedLane {
           total[half] = score_product(total[half], functions.factor_of_read(kRead));
         }
         const u32 half = lane_index() % 4;
+        const float lower = total[0], upper = total[1];
         if (half < 2)
-          add_exactly(params, kArray, place_of_read<kRead>(functions, 0, lane_key + 8 * half), total[half == 1]);
+          add_exactly(params, kArray, place_of_read<kRead>(functions, 0, lane_key + 8 * half), half ? upper : lower);
       }
     });
     clear();

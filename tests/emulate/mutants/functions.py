@@ -170,7 +170,7 @@ MUTANTS = (
     mutant("upper parts of terms are lost", EXACT, "for (int i = 0; i < 2; ++i)", "for (int i = 0; i < 1; ++i)",
            "functions sm90 arrays"),
     # ---- sm90/captured_sums.cuh
-    mutant("lanes pass on what they keep", CAPTURED_SUMS, "keeps_second ? half[height][i] : value[i];", "kept;",
+    mutant("lanes pass on what they keep", CAPTURED_SUMS, "keeps_second ? earlier : later;", "kept;",
            "functions sm90 arrays"),
     mutant("diagonals that leave a band stay in it", CAPTURED_SUMS, "column + i >= row ? band[i] : next[i]", "band[i]",
            "functions sm90 arrays"),
@@ -181,7 +181,7 @@ MUTANTS = (
     mutant("sums of a head are those of the next, too", CAPTURED_SUMS, "    });\n    clear();\n", "    });\n",
            "functions sm90 arrays"),
     mutant("derivatives of pairs without weight have terms", CAPTURED_SUMS,
-           ": score_product(ds[n][i], derivative);", ": ds[n][i] * derivative;", "functions sm90 arrays of s"),
+           "sum = ds == 0 ? sum : sum + ds * derivative;", "sum += ds * derivative;", "functions sm90 arrays of s"),
     # ---- sm90/row_numbers.cuh
     mutant("neighbouring queries change places", ROW_NUMBERS, "lane / 2 * kRowNumbers * 2 + lane % 2",
            "lane / 2 * kRowNumbers * 2 + 1 - lane % 2", "functions sm90 floors"),
