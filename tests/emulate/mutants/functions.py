@@ -180,6 +180,8 @@ MUTANTS = (
            "functions sm90 arrays"),
     mutant("sums of a head are those of the next, too", CAPTURED_SUMS, "    });\n    clear();\n", "    });\n",
            "functions sm90 arrays"),
+    mutant("both keys of a lane have the sum of the lower one", CAPTURED_SUMS, "half ? upper : lower", "lower",
+           "functions sm90 arrays"),
     mutant("derivatives of pairs without weight have terms", CAPTURED_SUMS,
            "sum = ds == 0 ? sum : sum + ds * derivative;", "sum += ds * derivative;", "functions sm90 arrays of s"),
     # ---- sm90/row_numbers.cuh
