@@ -98,16 +98,13 @@ struct Score {
   CUFLASH_DEVICE bool cap(float (&s)[m_tiles][n_tiles][4]) const {
     return kHasSoftcap && cap(s, largest_of(s));
   }
-  // The same by a shorter series where arguments are smaller still. No argument may be of a pair that does not exist,
+  // The same by shorter series where arguments are smaller still. No argument may be of a pair that does not exist,
   // because all decide on what each becomes.
   template <int m_tiles, int n_tiles>
   CUFLASH_DEVICE bool cap_near(float (&s)[m_tiles][n_tiles][4]) const {
     if constexpr (!kHasSoftcap) return false;
     const float largest = largest_of(s);
-    const NearTanh near(cap_factor);
-    if (ptx::any_lane(!near.serves(largest))) return cap(s, largest);
-    for_each(s, [&](float& x) { x = near.of(x); });
-    return true;
+    return cap_by<3>(s, largest) || cap_by<4>(s, largest) || cap(s, largest);
   }
   // The largest magnitude of all elements. In one chain of maxima each would wait for the one before, so there are four.
   template <int m_tiles, int n_tiles>
@@ -181,6 +178,15 @@ struct Score {
   CUFLASH_DEVICE static Real finite(Real x) {
     constexpr float kLargest = 3.402823466e38f;
     return x > kLargest ? kLargest : x < -kLargest ? -kLargest : x;
+  }
+
+  // By a series, if that serves all. Returns whether it does.
+  template <int terms, int m_tiles, int n_tiles>
+  CUFLASH_DEVICE bool cap_by(float (&s)[m_tiles][n_tiles][4], float largest) const {
+    const NearTanh<terms> near(cap_factor);
+    if (ptx::any_lane(!near.serves(largest))) return false;
+    for_each(s, [&](float& x) { x = near.of(x); });
+    return true;
   }
 
   template <int m_tiles, int n_tiles, class Function>
