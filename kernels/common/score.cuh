@@ -106,22 +106,27 @@ struct Score {
     const float largest = largest_of(s);
     return cap_by<3>(s, largest) || cap_by<4>(s, largest) || cap(s, largest);
   }
-  // The largest magnitude of all elements. In one chain of maxima each would wait for the one before, so there are four.
+  // The largest magnitude of all elements, or a NaN. In one chain of maxima each would wait for the one before, so there
+  // are four. Numbers that are not negative are in the order of their bits, and of integers one instruction takes the
+  // largest of three.
   template <int m_tiles, int n_tiles>
   CUFLASH_DEVICE static float largest_of(const float (&s)[m_tiles][n_tiles][4]) {
-    float chain[4] = {};
+    u32 chain[4] = {};
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
       for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) chain[i] = max_of(chain[i], fabsf(s[m][n][i]));
-    return max_of(max_of(chain[0], chain[1]), max_of(chain[2], chain[3]));
+        for (int half = 0; half < 2; ++half) {
+          u32& largest = chain[n % 2 * 2 + half];
+          largest = max_of(largest, ptx::bits_of(max_of(fabsf(s[m][n][2 * half]), fabsf(s[m][n][2 * half + 1]))));
+        }
+    return ptx::float_of(max_of(max_of(chain[0], chain[1]), max_of(chain[2], chain[3])));
   }
   template <int m_tiles, int n_tiles>
   CUFLASH_DEVICE bool cap(float (&s)[m_tiles][n_tiles][4], float largest) const {
     for_each(s, [&](float& x) { x *= cap_factor; });
-    if (!ptx::any_lane(largest * fabsf(cap_factor) > kTanhSeriesStop)) {
+    if (!ptx::any_lane(!(largest * fabsf(cap_factor) <= kTanhSeriesStop))) {
       for_each(s, [](float& x) { x = tanh_by_series(x); });
       return true;
     }

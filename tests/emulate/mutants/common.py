@@ -220,7 +220,7 @@ MUTANTS = (
     mutant("tanh is taken of products without their scale", SCORE, "{ x *= cap_factor; });", "{ x *= 0.5f; });",
            "sm90 softcap"),
     mutant("the series of tanh goes on for ever", SCORE,
-           "ptx::any_lane(largest * fabsf(cap_factor) > kTanhSeriesStop)", "false", "sm90 softcap"),
+           "ptx::any_lane(!(largest * fabsf(cap_factor) <= kTanhSeriesStop))", "false", "sm90 softcap"),
     mutant("the short series goes on for ever", EXPONENTIAL, "largest * fabsf(factor) <= kStop & ", "",
            "backward sm90 softcap"),
     mutant("one term of the short series is missing", EXPONENTIAL, "int i = terms - 2; i >= 0;",
