@@ -252,6 +252,7 @@ struct Consumer {
       of_keys[0] = numbers.of(lane_key), of_keys[1] = numbers.of(lane_key + 8);
     }
     wait_for<pending>(p);
+    if constexpr (kPassesEarly) ping_pong.pass();
     // Beside derivatives that are kept there are no registers for the coefficients of the shorter series.
     scores_are_small = kPacksWeights ? weights.score.cap_near(products) : weights.score.cap(products);
     keep_derivatives(p, derivative);
@@ -344,7 +345,7 @@ struct Consumer {
     for (int n = 0; n < kQueryTiles; ++n) {
       // The other consumer is let in before the last n-tile. So the assembler moves most exponentials after that point;
       // a ping-pong that passes after the exponentials costs more than it is worth.
-      if (n == kQueryTiles - 1) ping_pong.pass();
+      if (!kPassesEarly && n == kQueryTiles - 1) ping_pong.pass();
       float delta[2];
       ptx::load_shared_x2(s_stats + n * 64 + 8, delta);
       if constexpr (!makes_dv) ptx::load_shared_f32x4(s_p + n * 128 * 16, p[n]);

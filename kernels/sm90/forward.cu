@@ -348,7 +348,7 @@ struct Consumer {
   template <class Masked>
   CUFLASH_DEVICE bool exponentiate_near(int n_block, float (&sum)[1][2], Masked) {
     if constexpr (!kHasSoftcap || !(kFactorInExponent || kAddsByTile) || Masked::value) return false;
-    const NearTanh near(score.cap_factor, score.factor);
+    const NearTanh<4> near(score.cap_factor, score.factor);
     if (ptx::any_lane(!near.serves(Score::largest_of(s)))) return false;
     addends(n_block).visit<kNTiles>([&](int n, int i, auto plus_addend) {
       s[0][n][i] = exponential(near.of(s[0][n][i], plus_addend(-softmax.offset[0][i / 2])));

@@ -217,6 +217,14 @@ def test_heads_whose_short_tiles_start_side_by_side(l2_mib, window, heads_kv, se
     assert plan.tiles[0].num_stages == 8
 
 
+@pytest.mark.parametrize(("heads", "tile"), [(8, (128, 128)), (16, (192, 64))])
+def test_windows_of_wide_heads_take_larger_tiles_that_are_done_first(heads, tile):
+    """Tiles of 8 heads take 2 rounds of 1.3 in place of 2, of 16 heads 3 in place of 4."""
+    plan = choose_plan(problem_of(4096, 4096, 128, 128, heads=heads, heads_kv=heads, batch=1, window=(1023, 0)), H200)
+    (taken,) = plan.tiles
+    assert (taken.block_m, taken.block_n) == tile
+
+
 def test_a_window_with_a_left_side_has_no_pairs():
     for window, pairs in (((None, 0), 1), ((5, 0), 0), ((5, None), 0), (None, 0)):
         (kernel,) = choose_plan(problem_of(window=window), H200).kernels

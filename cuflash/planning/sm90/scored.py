@@ -24,6 +24,7 @@ Serves = Literal[
     "few full",
     "few bounded",
     "window",
+    "long window",
     "mask function",
     "lists",
     "points",
@@ -42,6 +43,7 @@ SERVES: dict[Serves, str] = {
     "multiprocessors idle",
     "few bounded": "few queries with a right bound, likewise",
     "window": "a window with both bounds, likewise without a bias of pairs, such a score, and pairs looked up",
+    "long window": "a window with both bounds, likewise, where smaller tiles of queries would not be done first",
     "mask function": "mask functions without dropout, a left bound, slopes, and a bias and a mask of keys, likewise, "
     "where smaller tiles of queries would not be done first",
     "lists": "block masks, masks of pairs and mask functions, without a bias of pairs",

@@ -28,6 +28,7 @@ WGMMA_COLUMNS = tuple(range(32, 257, 16))  # columns of a product that are worth
 # How much longer a tile of queries takes than one of 128 x 128, measured on an H200 where all blocks had equally many.
 FOUR_CONSUMERS = 1.57  # 256 x 64, at head dimension 64
 THREE_CONSUMERS = 1.44  # 192 x 80, at head dimension 128
+WINDOW_CONSUMERS = 1.3  # 192 x 64, at head dimension 128, with a window
 
 
 def takes_pairs(problem: Problem) -> bool:
@@ -118,6 +119,7 @@ class ForwardSm90Tile(ScoredTile):
             "few full": no_pairs and is_full and is_few,
             "few bounded": no_pairs and not is_full and is_few,
             "window": no_pairs and problem.has_window,
+            "long window": no_pairs and problem.has_window and WINDOW_CONSUMERS * own <= smallest,
             "mask function": no_pairs and is_plain and tile.asks_function_alone(problem),
             "lists": no_pairs and (has_lists or tile.mask_by_bits),
             "points": of_points,
@@ -483,6 +485,8 @@ FORWARD_SM90_TILES = (
     _forward_sm90(64,     192, 64,  3,    False, 2, "any", ARITHMETIC),
     _forward_sm90(128,    128, 96,  2,    True,  1, "dropout",
                   "on an H200 503 TFLOP/s, 192 x 80 beside it 427, 128 x 128 429 (16 heads, seqlen 4096, p = 0.1)"),
+    _forward_sm90(128,    192, 64,  4,    False, 1, "long window",
+                  "on an H200 1.11 of the speed of 128 x 128 (64 heads, seqlen 4096, 1024 keys)"),
     _forward_sm90(128,    192, 80,  2,    True,  2, "long full",
                   "on an H200 788 and 753 TFLOP/s, 128 x 128 beside it 778 and 724 (seqlen 4096 and 16384 full)"),
     _forward_sm90(128,    128, 128, 2,    True,  2, "no pairs",
