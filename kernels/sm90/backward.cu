@@ -298,7 +298,6 @@ struct Consumer {
       by_function.make(p, derivative, Constant<false>{});
     if constexpr (kHasDropout) Dropout(common, batch, walk.head).mark(p, lane_query, lane_key);
   }
-  CUFLASH_DEVICE Functions functions() const { return {common, batch, walk.head}; }
   CUFLASH_DEVICE u32 s_row_numbers() const { return shared.row_numbers + warp_index() * kBytesPoints; }
 #endif
 
@@ -405,7 +404,7 @@ struct Consumer {
     [[maybe_unused]] u32 derivative[(kPacksWeights || kPacksDerivatives) && !kNeedsDsoftcap ? kQueryTiles : 1][2];
     [[maybe_unused]] const u32 shown = makes_dv ? load_mask() : 0;
 #if CUFLASH_HAS_SCORE_FUNCTION
-    const Functions of_head = functions();
+    const Functions of_head(common, batch, walk.head);
     const RowNumbers row_numbers(of_head, s_row_numbers(), walk.m_block * kBlockM, work.first_key + first + warp_key);
 #endif
 
@@ -468,7 +467,7 @@ struct Consumer {
         lane_sums.add_cap(ds, s_scores(), Constant<false>{});
     }
 #if CUFLASH_NEEDS_CAPTURED
-    const Functions of_head = functions();
+    const Functions of_head(common, batch, walk.head);
     if constexpr (kStepSums > 0) shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
     captured.add(of_head, common.scale, walk.m_block * kBlockM + fragment_column(), lane_key, s_scores(),
                  s_row_numbers(), shared.step_sums + ds_at.stage * kBytesStepSums, sums().warp, ds);

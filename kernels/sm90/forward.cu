@@ -107,20 +107,11 @@ struct Shared : QkvBarriers<kNumStages, kQStages> {
   }
 };
 
-// The walk over tiles of queries, by one thread or by a whole warp.
-template <bool is_warp>
-CUFLASH_DEVICE auto walk_of(const Params& params, const Shared& shared) {
-  if constexpr (kIsPacked)
-    return SequenceWalk<is_warp>(shared.tiles);
-  else
-    return EntryWalk(params);
-}
-
 // The producer: one thread. It walks over the tiles as the consumers do, as far ahead of them as the rings allow.
 CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
   Position<kQStages> query;
   Position<kNumStages> key;
-  for (auto walk = walk_of<false>(params.common, shared); walk.more(); walk.advance(), query.advance()) {
+  for (auto walk = walk_of<false>(params.common, shared.tiles); walk.more(); walk.advance(), query.advance()) {
     const QueryTile tile(params.common, walk.work(params.common));
     const int head = tile.head_kv, batch = entry_of(tile.work.batch);
     const auto load_q = [&]() {
@@ -539,7 +530,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 ind
   const ConsumerPingPong ping_pong(index);
   Position<kQStages> query;
   Position<kNumStages> key;
-  for (auto walk = walk_of<true>(common, shared); walk.more(); walk.advance(), query.advance()) {
+  for (auto walk = walk_of<true>(common, shared.tiles); walk.more(); walk.advance(), query.advance()) {
     const QueryTile tile(common, walk.work(common));
     const Entry batch = tile.work.batch;
     Consumer consumer(common, shared, index, ping_pong, query, key, tile);
@@ -586,7 +577,7 @@ CUFLASH_DEVICE void forward(const ForwardParams& params) {
     if constexpr (kKeyNumbers > 0) {
       // It arrives when K does, in whose stage the numbers are.
       if (warp == 4 * kConsumers + 1)
-        produce_numbers(params.common, walk_of<false>(params.common, shared), shared.k_ring, shared.numbers);
+        produce_numbers(params.common, walk_of<false>(params.common, shared.tiles), shared.k_ring, shared.numbers);
     }
     if constexpr (kIsPacked) {
       if (warp == 4 * kConsumers + 1) schedule_tiles(params.common, shared.tiles);

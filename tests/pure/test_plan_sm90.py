@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from cuflash.operands import Operand
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.argument import maps_offset
-from cuflash.planning.sm90.scored import LONG_SEQLEN
-from cuflash.planning.sm90.tiles import FOUR_CONSUMERS, THREE_CONSUMERS, rounds
+from cuflash.planning.sm90.scored import FOUR_CONSUMERS, LONG_SEQLEN, THREE_CONSUMERS, rounds
 from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 from tests.problems import ARCHS, H200, problem_of
 from tests.scored import of_functions

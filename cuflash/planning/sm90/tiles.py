@@ -13,34 +13,22 @@ from cuflash.planning.device import DeviceSpec
 from cuflash.planning.key_splits import DECODE_ROWS
 from cuflash.planning.sm90.scored import (
     BIAS_BY_TMA,
+    FOUR_CONSUMERS,
     LONG_SEQLEN,
     SERVES,
+    THREE_CONSUMERS,
+    WINDOW_CONSUMERS,
     ScoredTile,
     Serves,
     bias_by,
     bias_tile_bytes,
+    rounds,
 )
 from cuflash.planning.tiles import ARITHMETIC, Tile, chunked_bytes, float32, h200, maker, reads
 from cuflash.problem import Problem
 from cuflash.tensor_map import CHUNK, LINE_BYTES
 
 WGMMA_COLUMNS = tuple(range(32, 257, 16))  # columns of a product that are worth trying
-# How much longer a tile of queries takes than one of 128 x 128, measured on an H200 where all blocks had equally many.
-FOUR_CONSUMERS = 1.57  # 256 x 64, at head dimension 64
-THREE_CONSUMERS = 1.44  # 192 x 80, at head dimension 128
-WINDOW_CONSUMERS = 1.3  # 192 x 64, at head dimension 128, with a window
-
-
-def takes_pairs(problem: Problem) -> bool:
-    """Whether tiles of queries are taken in pairs, of which one sees as many keys more as the other sees fewer."""
-    return problem.window_right is not None and problem.window_left is None
-
-
-def rounds(problem: Problem, device: DeviceSpec, block_m: int) -> int:
-    """How many tiles of queries, or pairs of them, a block that stays takes one after another."""
-    heads, seqlen = problem.batch * problem.num_heads, problem.mean_sequence.seqlen_q
-    units = heads * -(-seqlen // (2 * block_m if takes_pairs(problem) else block_m))
-    return -(-units // device.num_sms)
 
 
 @dataclass(frozen=True, kw_only=True)
