@@ -335,12 +335,17 @@ struct Consumer {
       softmax.exponentiate(s, scale_log2, sum);
     }
   }
-  // The same where all arguments of a soft cap are near 0: then its series makes the exponents. Returns whether they are.
+  // The same where all arguments of a soft cap are near 0: a short series makes the exponents. Returns whether it did.
   template <class Masked>
   CUFLASH_DEVICE bool exponentiate_near(int n_block, float (&sum)[1][2], Masked) {
     if constexpr (!kHasSoftcap || !(kFactorInExponent || kAddsByTile) || Masked::value) return false;
-    const NearTanh<4> near(score.cap_factor, score.factor);
-    if (ptx::any_lane(!near.serves(Score::largest_of(s)))) return false;
+    const float largest = Score::largest_of(s);
+    return exponentiate_by<3>(n_block, sum, largest) || exponentiate_by<4>(n_block, sum, largest);
+  }
+  template <int terms>
+  CUFLASH_DEVICE bool exponentiate_by(int n_block, float (&sum)[1][2], float largest) {
+    const NearTanh<terms> near(score.cap_factor, score.factor);
+    if (ptx::any_lane(!near.serves(largest))) return false;
     addends(n_block).visit<kNTiles>([&](int n, int i, auto plus_addend) {
       s[0][n][i] = exponential(near.of(s[0][n][i], plus_addend(-softmax.offset[0][i / 2])));
       sum[0][i / 2] += s[0][n][i];

@@ -222,7 +222,7 @@ MUTANTS = (
     mutant("the series of tanh goes on for ever", SCORE,
            "ptx::any_lane(!(largest * fabsf(cap_factor) <= kTanhSeriesStop))", "false", "sm90 softcap"),
     mutant("the short series goes on for ever", EXPONENTIAL, "largest * fabsf(factor) <= kStop & ", "",
-           "backward sm90 softcap"),
+           "sm90 small softcap"),
     mutant("one term of the short series is missing", EXPONENTIAL, "int i = terms - 2; i >= 0;",
            "int i = terms - 2; i > 0;", "sm90 near softcap", "backward sm90 near softcap"),
     mutant("the short series is not multiplied", EXPONENTIAL, "float power = factor * times;",
