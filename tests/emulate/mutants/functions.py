@@ -181,7 +181,7 @@ MUTANTS = (
     mutant("sums of a head are those of the next, too", CAPTURED_SUMS, "    });\n    clear();\n", "    });\n",
            "functions sm90 arrays"),
     mutant("derivatives of pairs without weight have terms", CAPTURED_SUMS,
-           ": score_product(ds[n][i], derivative);", ": ds[n][i] * derivative;", "functions sm90 arrays of s"),
+           "sum = ds == 0 ? sum : sum + ds * derivative;", "sum += ds * derivative;", "functions sm90 arrays of s"),
     # ---- sm90/row_numbers.cuh
     mutant("neighbouring queries change places", ROW_NUMBERS, "lane / 2 * kRowNumbers * 2 + lane % 2",
            "lane / 2 * kRowNumbers * 2 + 1 - lane % 2", "functions sm90 floors"),
