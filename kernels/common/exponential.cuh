@@ -149,31 +149,33 @@ CUFLASH_DEVICE float fast_tanh(float x) {
 }
 CUFLASH_DEVICE double fast_tanh(double x) { return accurate_tanh(x); }
 
-// times tanh(factor x), to 2e-7 relatively where abs(factor x) is at most kStop, by the polynomial of least relative
-// error. Both numbers are in the coefficients, so that neither costs a multiplication.
+// times tanh(factor x), to 2e-7 relatively where abs(factor x) is at most kStop, by the polynomial of so many terms of
+// least relative error. Both numbers are in the coefficients, so that neither costs a multiplication.
+template <int terms>
 struct NearTanh {
-  static constexpr float kStop = 0.375f;
-  float factor, coefficient[4];
+  static_assert(terms == 3 || terms == 4, "polynomials that are known");
+  static constexpr float kStop = terms == 3 ? 0.215f : 0.375f;
+  float factor, coefficient[terms];
 
   CUFLASH_DEVICE explicit NearTanh(float factor_, float times = 1.0f) : factor(factor_) {
+    constexpr float kSeries[2][4] = {{1.0f, -0.333284960f, 0.129929980f},
+                                     {1.0f, -0.333323335f, 0.132897262f, -0.0484872922f}};
     const float squared = factor * factor;
-    coefficient[0] = factor * times;
-    coefficient[1] = coefficient[0] * squared * -0.333323335f;
-    coefficient[2] = coefficient[0] * squared * squared * 0.132897262f;
-    coefficient[3] = coefficient[0] * squared * squared * squared * -0.0484872922f;
+    float power = factor * times;
+#pragma unroll
+    for (int i = 0; i < terms; ++i, power *= squared) coefficient[i] = power * kSeries[terms - 3][i];
   }
   // Whether it serves numbers up to `largest`. None where coefficients leave the range of float32.
   CUFLASH_DEVICE bool serves(float largest) const {
-    const float first = fabsf(coefficient[0]), last = fabsf(coefficient[3]);
+    const float first = fabsf(coefficient[0]), last = fabsf(coefficient[terms - 1]);
     return largest * fabsf(factor) <= kStop & fminf(first, last) > 1e-37f & fmaxf(first, last) < 1e37f;
   }
   // The same plus `addend`.
   CUFLASH_DEVICE float of(float x, float addend = 0.0f) const {
     const float x2 = x * x;
-    float series = coefficient[3];
-    series = series * x2 + coefficient[2];
-    series = series * x2 + coefficient[1];
-    series = series * x2 + coefficient[0];
+    float series = coefficient[terms - 1];
+#pragma unroll
+    for (int i = terms - 2; i >= 0; --i) series = series * x2 + coefficient[i];
     return x * series + addend;
   }
 };

@@ -98,33 +98,35 @@ struct Score {
   CUFLASH_DEVICE bool cap(float (&s)[m_tiles][n_tiles][4]) const {
     return kHasSoftcap && cap(s, largest_of(s));
   }
-  // The same by a shorter series where arguments are smaller still. No argument may be of a pair that does not exist,
+  // The same by shorter series where arguments are smaller still. No argument may be of a pair that does not exist,
   // because all decide on what each becomes.
   template <int m_tiles, int n_tiles>
   CUFLASH_DEVICE bool cap_near(float (&s)[m_tiles][n_tiles][4]) const {
     if constexpr (!kHasSoftcap) return false;
     const float largest = largest_of(s);
-    const NearTanh near(cap_factor);
-    if (ptx::any_lane(!near.serves(largest))) return cap(s, largest);
-    for_each(s, [&](float& x) { x = near.of(x); });
-    return true;
+    return cap_by<3>(s, largest) || cap_by<4>(s, largest) || cap(s, largest);
   }
-  // The largest magnitude of all elements. In one chain of maxima each would wait for the one before, so there are four.
+  // The largest magnitude of all elements, or a NaN. In one chain of maxima each would wait for the one before, so there
+  // are four. Numbers that are not negative are in the order of their bits, and of integers one instruction takes the
+  // largest of three.
   template <int m_tiles, int n_tiles>
   CUFLASH_DEVICE static float largest_of(const float (&s)[m_tiles][n_tiles][4]) {
-    float chain[4] = {};
+    u32 chain[4] = {};
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
       for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) chain[i] = max_of(chain[i], fabsf(s[m][n][i]));
-    return max_of(max_of(chain[0], chain[1]), max_of(chain[2], chain[3]));
+        for (int half = 0; half < 2; ++half) {
+          u32& largest = chain[n % 2 * 2 + half];
+          largest = max_of(largest, ptx::bits_of(max_of(fabsf(s[m][n][2 * half]), fabsf(s[m][n][2 * half + 1]))));
+        }
+    return ptx::float_of(max_of(max_of(chain[0], chain[1]), max_of(chain[2], chain[3])));
   }
   template <int m_tiles, int n_tiles>
   CUFLASH_DEVICE bool cap(float (&s)[m_tiles][n_tiles][4], float largest) const {
     for_each(s, [&](float& x) { x *= cap_factor; });
-    if (!ptx::any_lane(largest * fabsf(cap_factor) > kTanhSeriesStop)) {
+    if (!ptx::any_lane(!(largest * fabsf(cap_factor) <= kTanhSeriesStop))) {
       for_each(s, [](float& x) { x = tanh_by_series(x); });
       return true;
     }
@@ -181,6 +183,15 @@ struct Score {
   CUFLASH_DEVICE static Real finite(Real x) {
     constexpr float kLargest = 3.402823466e38f;
     return x > kLargest ? kLargest : x < -kLargest ? -kLargest : x;
+  }
+
+  // By a series, if that serves all. Returns whether it does.
+  template <int terms, int m_tiles, int n_tiles>
+  CUFLASH_DEVICE bool cap_by(float (&s)[m_tiles][n_tiles][4], float largest) const {
+    const NearTanh<terms> near(cap_factor);
+    if (ptx::any_lane(!near.serves(largest))) return false;
+    for_each(s, [&](float& x) { x = near.of(x); });
+    return true;
   }
 
   template <int m_tiles, int n_tiles, class Function>

@@ -252,6 +252,7 @@ struct Consumer {
       of_keys[0] = numbers.of(lane_key), of_keys[1] = numbers.of(lane_key + 8);
     }
     wait_for<pending>(p);
+    if constexpr (kPassesEarly) ping_pong.pass();
     // Beside derivatives that are kept there are no registers for the coefficients of the shorter series.
     scores_are_small = kPacksWeights ? weights.score.cap_near(products) : weights.score.cap(products);
     keep_derivatives(p, derivative);
@@ -297,7 +298,6 @@ struct Consumer {
       by_function.make(p, derivative, Constant<false>{});
     if constexpr (kHasDropout) Dropout(common, batch, walk.head).mark(p, lane_query, lane_key);
   }
-  CUFLASH_DEVICE Functions functions() const { return {common, batch, walk.head}; }
   CUFLASH_DEVICE u32 s_row_numbers() const { return shared.row_numbers + warp_index() * kBytesPoints; }
 #endif
 
@@ -344,7 +344,7 @@ struct Consumer {
     for (int n = 0; n < kQueryTiles; ++n) {
       // The other consumer is let in before the last n-tile. So the assembler moves most exponentials after that point;
       // a ping-pong that passes after the exponentials costs more than it is worth.
-      if (n == kQueryTiles - 1) ping_pong.pass();
+      if (!kPassesEarly && n == kQueryTiles - 1) ping_pong.pass();
       float delta[2];
       ptx::load_shared_x2(s_stats + n * 64 + 8, delta);
       if constexpr (!makes_dv) ptx::load_shared_f32x4(s_p + n * 128 * 16, p[n]);
@@ -404,7 +404,7 @@ struct Consumer {
     [[maybe_unused]] u32 derivative[(kPacksWeights || kPacksDerivatives) && !kNeedsDsoftcap ? kQueryTiles : 1][2];
     [[maybe_unused]] const u32 shown = makes_dv ? load_mask() : 0;
 #if CUFLASH_HAS_SCORE_FUNCTION
-    const Functions of_head = functions();
+    const Functions of_head(common, batch, walk.head);
     const RowNumbers row_numbers(of_head, s_row_numbers(), walk.m_block * kBlockM, work.first_key + first + warp_key);
 #endif
 
@@ -467,7 +467,7 @@ struct Consumer {
         lane_sums.add_cap(ds, s_scores(), Constant<false>{});
     }
 #if CUFLASH_NEEDS_CAPTURED
-    const Functions of_head = functions();
+    const Functions of_head(common, batch, walk.head);
     if constexpr (kStepSums > 0) shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
     captured.add(of_head, common.scale, walk.m_block * kBlockM + fragment_column(), lane_key, s_scores(),
                  s_row_numbers(), shared.step_sums + ds_at.stage * kBytesStepSums, sums().warp, ds);

@@ -28,17 +28,6 @@ constexpr bool kSplitsRoles = kSchedule == Schedule::kSplitRoles;
 static_assert(kPairsStats, "a lane reads lse of two queries, and later their delta");
 constexpr int kConsumers = 2;
 constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
-// Numbers that a function of the caller reads of a row, and of a key: each warp of the consumers has those of a tile.
-constexpr int kRowNumbers = CUFLASH_NUMBERS_OF_ROWS, kWarpKeyNumbers = CUFLASH_NUMBERS_OF_WARP_KEYS;
-// Whether consumers ping-pong: one goes from P' to dS' while the other waits, or does the rest of its own step. If they
-// ran side by side, each product would take twice as long, and then both would have only exponentials to do at the same
-// time. With split roles the first lets the second in once its products are issued. On an H200 ping-pong makes the
-// kernel 9 to 12 % faster at head_dim 128 from seqlen 4096 on, 4 % at 64, 2 to 3 % at 256, and with slopes 2 to 12 %.
-// But it is slower by 7 to 14 % where a function acts on the products, by 2 to 5 % with a bias of pairs, and by 4 %
-// with a bias of keys at head_dim 64. On an H100, scores of points make the pass 11 to 28 % faster without it; with
-// gradients of the points, from 6 % slower to 9 % faster.
-constexpr bool kPingPong = (kRowNumbers + kWarpKeyNumbers == 0 || kSplitsRoles) && !kHasDerivative && !kHasDropout &&
-                           !kBiasOfPairs && (!kHasKeyNumbers || kDkFromShared) && (kBiasBytes == 0 || kAddsByTile);
 // What a lane keeps of two neighbours in a register until dS' is made, where scores have derivatives by the products:
 // the weights, beside weights times derivatives; or else the derivatives. These it keeps beside dropout, which marks
 // weights by their sign; where the soft cap has addends behind it, which come between the two; and where the gradient of
@@ -48,6 +37,21 @@ constexpr bool kPacksWeights =
     kHasDerivative && (kHasScoreFunction ? !kSumsCaptured : kFactorInExponent && !kNeedsDsoftcap && !kHasDropout);
 constexpr bool kPacksDerivatives = kHasDerivative && !kHasScoreFunction && !kPacksWeights;
 static_assert(!kPacksWeights || !kHasDropout, "weights are marked by their sign, which derivatives would change");
+// Numbers that a function of the caller reads of a row, and of a key: each warp of the consumers has those of a tile.
+constexpr int kRowNumbers = CUFLASH_NUMBERS_OF_ROWS, kWarpKeyNumbers = CUFLASH_NUMBERS_OF_WARP_KEYS;
+// Whether consumers ping-pong: one goes from P' to dS' while the other waits, or does the rest of its own step. If they
+// ran side by side, each product would take twice as long, and then both would have only exponentials to do at the same
+// time. With split roles the first lets the second in once its products are issued. On an H200 ping-pong makes the
+// kernel 9 to 12 % faster at head_dim 128 from seqlen 4096 on, 4 % at 64, 2 to 3 % at 256, and with slopes 2 to 12 %.
+// But it is slower by 7 to 14 % where a function acts on the products, by 2 to 5 % with a bias of pairs, and by 4 %
+// with a bias of keys at head_dim 64. On an H100, scores of points make the pass 11 to 28 % faster without it; with
+// gradients of the points, from 6 % slower to 9 % faster.
+// A soft cap alone makes P' take so long that the other consumer is let in as soon as S' is there, which is 1 to 2 %
+// faster than no ping-pong; that from P' to dS' is slower by 3 to 11 %.
+constexpr bool kPassesEarly = kPacksWeights && !kHasScoreFunction && !kSplitsRoles;
+constexpr bool kPingPong = (kRowNumbers + kWarpKeyNumbers == 0 || kSplitsRoles) && (!kHasDerivative || kPassesEarly) &&
+                           !kHasDropout && !kBiasOfPairs && (!kHasKeyNumbers || kDkFromShared) &&
+                           (kBiasBytes == 0 || kAddsByTile);
 constexpr int kQueryTiles = kBlockM / 8;
 constexpr int kConsumerThreads = 128 * kConsumers;
 static_assert(kNumWarps == 4 * (kConsumers + 1 + kDqInOrder), "the consumers, dQ, and the order of dQ");

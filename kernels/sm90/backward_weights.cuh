@@ -9,19 +9,22 @@
 
 // Weights as 16-bit numbers, two in a word, which a lane keeps where P' itself is left times derivatives of scores.
 struct PackedWeights {
-  // Four weights, as -P'.
+  // Four weights, neighbours in swapped order.
   CUFLASH_DEVICE static void pack(const float (&p)[4], u32 (&packed)[2]) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) packed[half] = ptx::pack(Element{}, -p[2 * half], -p[2 * half + 1]);
+    for (int half = 0; half < 2; ++half) packed[half] = ptx::pack(Element{}, p[2 * half + 1], p[2 * half]);
   }
-  // P' as an operand, once the products of the step before have read theirs. The change of sign is an instruction behind
+  // P' as an operand, once the products of the step before have read theirs. The change of order is an instruction after
   // that wait: without one, the compiler writes the operand before it, and makes the products wait for each other.
   template <int rows>
   CUFLASH_DEVICE static void to_operands(const u32 (&packed)[rows][2], Fragment (&operand)[kBlockM / 16]) {
 #pragma unroll
     for (int k = 0; k < kBlockM / 16; ++k)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) operand[k].word[i] = packed[2 * k + i / 2][i % 2] ^ 0x80008000u;
+      for (int i = 0; i < 4; ++i) {
+        const u32 word = packed[2 * k + i / 2][i % 2];
+        operand[k].word[i] = word >> 16 | word << 16;
+      }
   }
 };
 
@@ -35,7 +38,7 @@ CUFLASH_DEVICE void hide_by_bits(float (&score)[kQueryTiles][4], u32 shown) {
 }
 
 // Makes P' of scores, or of what exponent_scale makes exponents of. With kPacksWeights this is the tanh of a soft cap, and
-// P' is left times its derivative; `packed` gets -P'. `s_stats` is the place of this lane's first query.
+// P' is left times its derivative; `packed` gets P' itself. `s_stats` is the place of this lane's first query.
 template <int rows>
 CUFLASH_DEVICE void to_p(float (&p)[kQueryTiles][4], u32 (&packed)[rows][2], u32 s_stats, float exponent_scale) {
 #pragma unroll

@@ -107,20 +107,11 @@ struct Shared : QkvBarriers<kNumStages, kQStages> {
   }
 };
 
-// The walk over tiles of queries, by one thread or by a whole warp.
-template <bool is_warp>
-CUFLASH_DEVICE auto walk_of(const Params& params, const Shared& shared) {
-  if constexpr (kIsPacked)
-    return SequenceWalk<is_warp>(shared.tiles);
-  else
-    return EntryWalk(params);
-}
-
 // The producer: one thread. It walks over the tiles as the consumers do, as far ahead of them as the rings allow.
 CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
   Position<kQStages> query;
   Position<kNumStages> key;
-  for (auto walk = walk_of<false>(params.common, shared); walk.more(); walk.advance(), query.advance()) {
+  for (auto walk = walk_of<false>(params.common, shared.tiles); walk.more(); walk.advance(), query.advance()) {
     const QueryTile tile(params.common, walk.work(params.common));
     const int head = tile.head_kv, batch = entry_of(tile.work.batch);
     const auto load_q = [&]() {
@@ -344,12 +335,17 @@ struct Consumer {
       softmax.exponentiate(s, scale_log2, sum);
     }
   }
-  // The same where all arguments of a soft cap are near 0: then its series makes the exponents. Returns whether they are.
+  // The same where all arguments of a soft cap are near 0: a short series makes the exponents. Returns whether it did.
   template <class Masked>
   CUFLASH_DEVICE bool exponentiate_near(int n_block, float (&sum)[1][2], Masked) {
     if constexpr (!kHasSoftcap || !(kFactorInExponent || kAddsByTile) || Masked::value) return false;
-    const NearTanh near(score.cap_factor, score.factor);
-    if (ptx::any_lane(!near.serves(Score::largest_of(s)))) return false;
+    const float largest = Score::largest_of(s);
+    return exponentiate_by<3>(n_block, sum, largest) || exponentiate_by<4>(n_block, sum, largest);
+  }
+  template <int terms>
+  CUFLASH_DEVICE bool exponentiate_by(int n_block, float (&sum)[1][2], float largest) {
+    const NearTanh<terms> near(score.cap_factor, score.factor);
+    if (ptx::any_lane(!near.serves(largest))) return false;
     addends(n_block).visit<kNTiles>([&](int n, int i, auto plus_addend) {
       s[0][n][i] = exponential(near.of(s[0][n][i], plus_addend(-softmax.offset[0][i / 2])));
       sum[0][i / 2] += s[0][n][i];
@@ -539,7 +535,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 ind
   const ConsumerPingPong ping_pong(index);
   Position<kQStages> query;
   Position<kNumStages> key;
-  for (auto walk = walk_of<true>(common, shared); walk.more(); walk.advance(), query.advance()) {
+  for (auto walk = walk_of<true>(common, shared.tiles); walk.more(); walk.advance(), query.advance()) {
     const QueryTile tile(common, walk.work(common));
     const Entry batch = tile.work.batch;
     Consumer consumer(common, shared, index, ping_pong, query, key, tile);
@@ -586,7 +582,7 @@ CUFLASH_DEVICE void forward(const ForwardParams& params) {
     if constexpr (kKeyNumbers > 0) {
       // It arrives when K does, in whose stage the numbers are.
       if (warp == 4 * kConsumers + 1)
-        produce_numbers(params.common, walk_of<false>(params.common, shared), shared.k_ring, shared.numbers);
+        produce_numbers(params.common, walk_of<false>(params.common, shared.tiles), shared.k_ring, shared.numbers);
     }
     if constexpr (kIsPacked) {
       if (warp == 4 * kConsumers + 1) schedule_tiles(params.common, shared.tiles);

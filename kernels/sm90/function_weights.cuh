@@ -20,7 +20,7 @@ struct FunctionWeights {
   u32 shown;                   // the mask bits, if there are any
 
   // Makes P' of products. Where the derivatives of the score by the scaled product are not 1, P' is left times these,
-  // which may have any size, and `packed` gets -P' as 16-bit numbers. `masked` says whether some pair may be hidden or
+  // which may have any size, and `packed` gets P' itself. `masked` says whether some pair may be hidden or
   // some row may not exist: such rows have no weight, whatever the function gives.
   template <int rows, class Masked>
   CUFLASH_DEVICE void make(float (&p)[kQueryTiles][4], u32 (&packed)[rows][2], Masked masked) const {

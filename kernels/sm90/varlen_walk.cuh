@@ -133,3 +133,12 @@ struct SequenceWalk {
     current = {value(low.word[0]), value(low.word[1]), batch};
   }
 };
+
+// The walk over tiles of queries, of whatever problem, by one thread or by a whole warp.
+template <bool is_warp>
+CUFLASH_DEVICE auto walk_of(const Params& params, const TileRing& tiles) {
+  if constexpr (kIsPacked)
+    return SequenceWalk<is_warp>(tiles);
+  else
+    return EntryWalk(params);
+}

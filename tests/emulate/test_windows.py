@@ -19,7 +19,8 @@ pytestmark = [
     pytest.mark.one_in(4),
 ]
 
-FORWARD = tuple(tile for tile in FORWARD_SM90_TILES if tile.serves in ("window", "no pairs", "few bounded", "lists"))
+SERVES = ("window", "long window", "no pairs", "few bounded", "lists")
+FORWARD = tuple(tile for tile in FORWARD_SM90_TILES if tile.serves in SERVES)
 # Wider and narrower than tiles, at their edges and between them, and of sequences that end within tiles.
 WINDOWS: dict[str, dict[str, Any]] = {
     "a key": {"seqlen_q": 200, "seqlen_k": 200, "window": (0, 0)},

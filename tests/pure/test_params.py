@@ -16,7 +16,7 @@ from cuflash.options import Options
 from cuflash.params import PARAMS, POINTER_WORD, Argument, Frame, parameters, pointer_words
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.argument import PARAMS_BYTES, maps_offset
-from cuflash.planning.draft import CAUSAL_HEAD_SECTION
+from cuflash.planning.sm90.backward import BACKWARD_HEAD_SECTION
 from cuflash.problem import make_problem
 from cuflash.score.program import Traced
 
@@ -192,7 +192,7 @@ def test_numbers_are_those_of_the_problem():
     assert params["clear_ahead"] == plan.run_time.clear_ahead == 0
     assert params["whole_tiles"] == plan.run_time.whole_tiles == 0
     assert params["tail_splits"] == plan.run_time.tail_splits == 1
-    assert params["head_section"] == plan.run_time.head_section == CAUSAL_HEAD_SECTION
+    assert params["head_section"] == plan.run_time.head_section == BACKWARD_HEAD_SECTION
 
 
 def test_dropout():

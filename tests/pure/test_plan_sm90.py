@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from cuflash.operands import Operand
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.argument import maps_offset
-from cuflash.planning.sm90.scored import LONG_SEQLEN
-from cuflash.planning.sm90.tiles import FOUR_CONSUMERS, THREE_CONSUMERS, rounds
+from cuflash.planning.sm90.scored import FOUR_CONSUMERS, LONG_SEQLEN, THREE_CONSUMERS, rounds
 from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 from tests.problems import ARCHS, H200, problem_of
 from tests.scored import of_functions
@@ -215,6 +214,14 @@ def test_heads_whose_short_tiles_start_side_by_side(l2_mib, window, heads_kv, se
     plan = choose_plan(problem, replace(H200, l2_bytes=l2_mib << 20))
     assert plan.run_time.head_section == section
     assert plan.tiles[0].num_stages == 8
+
+
+@pytest.mark.parametrize(("heads", "tile"), [(8, (128, 128)), (16, (192, 64))])
+def test_windows_of_wide_heads_take_larger_tiles_that_are_done_first(heads, tile):
+    """Tiles of 8 heads take 2 rounds of 1.3 in place of 2, of 16 heads 3 in place of 4."""
+    plan = choose_plan(problem_of(4096, 4096, 128, 128, heads=heads, heads_kv=heads, batch=1, window=(1023, 0)), H200)
+    (taken,) = plan.tiles
+    assert (taken.block_m, taken.block_n) == tile
 
 
 def test_a_window_with_a_left_side_has_no_pairs():

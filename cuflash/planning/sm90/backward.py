@@ -27,10 +27,11 @@ from cuflash.score import KINDS_OF_READS
 from cuflash.terms import OF_FUNCTIONS
 
 # How many heads have their blocks side by side in launch order on compute capability 9.0. On an H200 eight are 1 %
-# slower than four (head_dim 128, seqlen 4096). Where blocks add to dq in order, each block is a step later than the one
-# before it of its head. Then so many heads are side by side that, as blocks end, those of a head start two steps apart.
-# Measured at head_dim 128, in us by number of heads: seqlen 1024: 4 779, 8 738, 16 723, 32 739; and as a multiple of
-# the time of dq in no order: seqlen 4096: 2 1.11, 4 1.04, 8 1.05.
+# slower than four (head_dim 128, seqlen 4096), and so they are with a window of 1024 keys at head_dim 64. Where
+# blocks add to dq in order, each block is a step later than the one before it of its head. Then so many heads are
+# side by side that, as blocks end, those of a head start two steps apart. Measured at head_dim 128, in us by number
+# of heads: seqlen 1024: 4 779, 8 738, 16 723, 32 739; and as a multiple of the time of dq in no order: seqlen 4096: 2
+# 1.11, 4 1.04, 8 1.05.
 BACKWARD_HEAD_SECTION = 4
 STEPS_APART = 2
 # Packed sequences have few and long heads, and a kernel before has to clear the accumulators of dq of those heads that
@@ -108,7 +109,9 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
                 steps_of_tile(draft, main) // draft.run_time.group_splits,
             )
             return max(BACKWARD_HEAD_SECTION, STEPS_APART * resident // max(steps, 1))
-        most = BACKWARD_HEAD_SECTION if problem.window_right is None else CAUSAL_HEAD_SECTION
+        most = CAUSAL_HEAD_SECTION
+        if problem.window_right is None or (problem.has_window and not main.dq_in_order):
+            most = BACKWARD_HEAD_SECTION
         if problem.is_packed:
             most = PACKED_IN_ORDER_SECTION if main.dq_in_order else PACKED_HEAD_SECTION
         if problem.window_right is None:

@@ -10,7 +10,7 @@ from cuflash.planning.families import ForwardFamily
 from cuflash.planning.sm90.bf16_split import add_bf16_split, tell_of_bias, tell_of_parts, why_not_split
 from cuflash.planning.sm90.copies import add_copies, why_not_copied
 from cuflash.planning.sm90.mask_bits import add_mask_bits
-from cuflash.planning.sm90.scored import ScoredTile
+from cuflash.planning.sm90.scored import ScoredTile, takes_pairs
 from cuflash.planning.sm90.tiles import (
     FORWARD_FLOAT8_SM90_TILES,
     FORWARD_FLOAT32_SM90_TILES,
@@ -19,7 +19,6 @@ from cuflash.planning.sm90.tiles import (
     ForwardFloat8Sm90Tile,
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
-    takes_pairs,
 )
 from cuflash.planning.sm90.wide_tiles import (
     FORWARD_WIDE_SM90_TILES,

@@ -13,33 +13,22 @@ from cuflash.planning.device import DeviceSpec
 from cuflash.planning.key_splits import DECODE_ROWS
 from cuflash.planning.sm90.scored import (
     BIAS_BY_TMA,
+    FOUR_CONSUMERS,
     LONG_SEQLEN,
     SERVES,
+    THREE_CONSUMERS,
+    WINDOW_CONSUMERS,
     ScoredTile,
     Serves,
     bias_by,
     bias_tile_bytes,
+    rounds,
 )
 from cuflash.planning.tiles import ARITHMETIC, Tile, chunked_bytes, float32, h200, maker, reads
 from cuflash.problem import Problem
 from cuflash.tensor_map import CHUNK, LINE_BYTES
 
 WGMMA_COLUMNS = tuple(range(32, 257, 16))  # columns of a product that are worth trying
-# How much longer a tile of queries takes than one of 128 x 128, measured on an H200 where all blocks had equally many.
-FOUR_CONSUMERS = 1.57  # 256 x 64, at head dimension 64
-THREE_CONSUMERS = 1.44  # 192 x 80, at head dimension 128
-
-
-def takes_pairs(problem: Problem) -> bool:
-    """Whether tiles of queries are taken in pairs, of which one sees as many keys more as the other sees fewer."""
-    return problem.window_right is not None and problem.window_left is None
-
-
-def rounds(problem: Problem, device: DeviceSpec, block_m: int) -> int:
-    """How many tiles of queries, or pairs of them, a block that stays takes one after another."""
-    heads, seqlen = problem.batch * problem.num_heads, problem.mean_sequence.seqlen_q
-    units = heads * -(-seqlen // (2 * block_m if takes_pairs(problem) else block_m))
-    return -(-units // device.num_sms)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +107,7 @@ class ForwardSm90Tile(ScoredTile):
             "few full": no_pairs and is_full and is_few,
             "few bounded": no_pairs and not is_full and is_few,
             "window": no_pairs and problem.has_window,
+            "long window": no_pairs and problem.has_window and WINDOW_CONSUMERS * own <= smallest,
             "mask function": no_pairs and is_plain and tile.asks_function_alone(problem),
             "lists": no_pairs and (has_lists or tile.mask_by_bits),
             "points": of_points,
@@ -482,6 +472,9 @@ FORWARD_SM90_TILES = (
     _forward_sm90(64,     192, 64,  3,    False, 2, "any", ARITHMETIC),
     _forward_sm90(128,    128, 96,  2,    True,  1, "dropout",
                   "on an H200 503 TFLOP/s, 192 x 80 beside it 427, 128 x 128 429 (16 heads, seqlen 4096, p = 0.1)"),
+    _forward_sm90(128,    192, 64,  4,    False, 1, "long window",
+                  "on an H100 555 TFLOP/s, 128 x 128 beside it 518, on an H200 589 and 530 (64 heads, seqlen 4096, "
+                  "1024 keys)"),
     _forward_sm90(128,    192, 80,  2,    True,  2, "long full",
                   "on an H200 788 and 753 TFLOP/s, 128 x 128 beside it 778 and 724 (seqlen 4096 and 16384 full)"),
     _forward_sm90(128,    128, 128, 2,    True,  2, "no pairs",

@@ -70,7 +70,7 @@ MUTANTS = (
            "        if (masked && lse[i % 2] == ptx::infinity()) p[n][i] = 0.0f;\n", "", "functions sm90 without room"),
     mutant("derivatives of pairs without weight count", WEIGHTS, "p[n][i] == 0.0f ? 0.0f : p[n][i] * derivative[i]",
            "p[n][i] * derivative[i]", "functions sm90 without room"),
-    mutant("weights keep the other sign", PACKED_WEIGHTS, " ^ 0x80008000u", "", "functions sm90"),
+    mutant("weights of neighbours stay swapped", PACKED_WEIGHTS, "word >> 16 | word << 16", "word", "functions sm90"),
     mutant("weights of dv have the derivatives, too", WEIGHTS, "        PackedWeights::pack(p[n], packed[n]);\n",
            "        p[n][0] *= derivative[0];\n        PackedWeights::pack(p[n], packed[n]);\n", "functions sm90"),
     # ---- around/mask_tiles.cu

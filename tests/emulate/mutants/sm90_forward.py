@@ -209,6 +209,8 @@ MUTANTS = (
            "score.factor - softmax.offset[0][i / 2]", "sm90 slopes"),
     mutant("the series of a soft cap has no offset", FORWARD,
            "near.of(s[0][n][i], plus_addend(-softmax.offset[0][i / 2]))", "near.of(s[0][n][i])", "sm90 near softcap"),
+    mutant("one lane decides which series makes exponents", FORWARD, "ptx::any_lane(!near.serves(largest))",
+           "!ptx::any_lane(near.serves(largest))", "sm90 small softcap"),
     mutant("sums outgrow float16", FORWARD, "max_sum(Float16) { return 16384.0f; }",
            "max_sum(Float16) { return 4194304.0f; }", "sm90 spread"),
     mutant("the second row of a lane is not looked at", FORWARD,
