@@ -40,8 +40,6 @@ struct Functions {
                                   Visit visit) const {
     score_derivatives(of_head, of_row, of_key, arrays, s, row, key, head, batch, by_s, visit);
   }
-#endif
-#if CUFLASH_NEEDS_CAPTURED
   // What derivatives have as a factor for all pairs of the head, by the number of the read.
   CUFLASH_DEVICE Real factor_of_read(int read) const {
     Real of_read[max_of(kNumReads, 1)];
