@@ -261,9 +261,10 @@ def compute(prepared: Prepared, arrays: tuple[Array, ...], random: tuple[int, in
 def table_of(calls: Sequence[Sequence[Shaped]]) -> bytes:
     """What the arrays of some calls are like, for `find`: as many in each call. Their dtypes have to be kept."""
     library = _load()
-    if isinstance(library, str) or library.head_bytes < 0:
+    head_bytes = -1 if isinstance(library, str) else library.head_bytes
+    if head_bytes < 0:
         calls = ()
-    head = struct.pack("@3q", len(calls), len(calls[0]) if calls else 0, object.__basicsize__)
+    head = struct.pack("@3q", len(calls), len(calls[0]) if calls else 0, head_bytes)
     likes = [_Like(id(np.ndarray), id(x.dtype), len(x.shape), x.shape, x.strides) for call in calls for x in call]
     return b"".join((head, *map(bytes, likes)))
 

@@ -19,7 +19,7 @@ LONG_SEQLEN = 2048  # from which on larger tiles of keys, or of queries, pay
 # How much longer a tile of queries takes than one of 128 x 128, measured on an H200 where all blocks had equally many.
 FOUR_CONSUMERS = 1.57  # 256 x 64, at head dimension 64
 THREE_CONSUMERS = 1.44  # 192 x 80, at head dimension 128
-WINDOW_CONSUMERS = 1.3  # 192 x 64, at head dimension 128, with a window
+WINDOW_CONSUMERS = 1.3  # 192 x 64, at head dimension 128, with a window: by arithmetic from 1.11 of the speed
 Serves = Literal[
     "any",
     "no pairs",
