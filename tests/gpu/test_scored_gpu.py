@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import cuflash
 from cuflash.testing import check_gradients
@@ -11,6 +12,8 @@ from tests.scored import SCORES, SCORES_AND_TEXTS, Scored, captured_of, few_tile
 from tests.texts import HEAD, TEXTS
 
 pytestmark = pytest.mark.gpu
+# Tests apart, whose kernels are compiled at the same time.
+by_dtype = pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 
 
 @pytest.fixture(scope="module")
@@ -18,16 +21,18 @@ def cupy():
     return pytest.importorskip("cupy")
 
 
-@settings(max_examples=30)
-@given(case=scored(max_seqlen=600))
-def test_results_are_those_of_the_formula(cupy, case):
-    judged(cupy, case)
+@by_dtype
+@settings(max_examples=8)
+@given(data=st.data())
+def test_results_are_those_of_the_formula(cupy, dtype, data):
+    judged(cupy, data.draw(scored((dtype,), max_seqlen=600)))
 
 
-@settings(max_examples=30)
-@given(case=scored(max_seqlen=600, scores=(*TEXTS,)))
-def test_results_of_texts_are_those_of_the_formula(cupy, case):
-    judged(cupy, case)
+@by_dtype
+@settings(max_examples=8)
+@given(data=st.data())
+def test_results_of_texts_are_those_of_the_formula(cupy, dtype, data):
+    judged(cupy, data.draw(scored((dtype,), max_seqlen=600, scores=(*TEXTS,))))
 
 
 def judged(cupy, case):
