@@ -342,12 +342,17 @@ struct Producer {
 
 // ---- Scores ---------------------------------------------------------------------------------------------------------
 
+// After every 16 columns, tensor cores cut off what lies behind the last bit of a sum. Of 576 columns that made lse less
+// exact than the oracle rule has it. The second half of them has a sum of its own, where there are registers for it.
+constexpr int kChunksOfSum = kIsForward && kTile <= 64 && kChunksOfS > 5 ? ceil_div(kChunksOfS, 2) : kChunksOfS;
+constexpr bool kHasRest = kChunksOfSum < kChunksOfS;
+
 // Warpgroup 2: [GEMM 1] S, and where dS is made [GEMM 2] dP behind it.
 struct ScoreProducts {
   const Shared& shared;
   Boxes<kScores> boxes{shared};
   u32 count = 0;  // of boxes before this step
-  float s[1][kNTiles][4], dp[kNTiles][4];
+  float s[1][kNTiles][4], dp[kNTiles][4], rest[kNTiles][4];
 
   // `meanwhile(Integer<i>)` is called where S is there and chunk i of dP is under way.
   template <class Meanwhile>
@@ -359,18 +364,21 @@ struct ScoreProducts {
     };
     ptx::fence_operand(s[0]);
     if constexpr (kMakesDs) ptx::fence_operand(dp);
+    if constexpr (kHasRest) ptx::fence_operand(rest);
     repeat<kScoreChunks>([&](auto number) {
       constexpr int i = decltype(number)::value;
       constexpr bool of_dp = i >= kChunksOfS;
       constexpr int chunk = of_dp ? i - kChunksOfS : i, kColumns = of_dp ? kOwnDimV : kOwnDim;
       const Box box = box_of(i);
       const u64 own = descriptor_of(of_dp ? shared.own_v : shared.own), other = descriptor_of(box.address(shared));
-      auto& product = of_dp ? dp : s[0];
+      constexpr bool of_rest = !of_dp && i >= kChunksOfSum;
+      auto& product = of_dp ? dp : of_rest ? rest : s[0];
+      constexpr int first = of_rest ? 4 * kChunksOfSum : 0;
       boxes.wait(box);
       ptx::wgmma_fence();
 #pragma unroll
       for (int k = 4 * chunk; k < min_of(4 * chunk + 4, kColumns / 16); ++k)
-        ptx::wgmma<false, false>(Element{}, product, along_k<kRows>(own, k), along_k<kTile>(other, k % 4), k > 0);
+        ptx::wgmma<false, false>(Element{}, product, along_k<kRows>(own, k), along_k<kTile>(other, k % 4), k > first);
       ptx::wgmma_commit();
       if constexpr (i > 0) {
         ptx::wgmma_wait<1>();
@@ -380,6 +388,13 @@ struct ScoreProducts {
       if constexpr (of_dp) meanwhile(Integer<chunk>{});
     });
     wait_for<0>(kMakesDs ? dp : s[0]);
+    if constexpr (kHasRest) {
+      ptx::fence_operand(rest);
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[0][n][i] += rest[n][i];
+    }
     release(kScoreChunks - 1);
     count += kScoreChunks + (is_first ? 0 : kChunksOfSums);
   }
