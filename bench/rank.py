@@ -90,6 +90,7 @@ class Rank:
         self.xp, self.rank, self.ranks, self.comm, self.start = xp, rank, ranks, comm, start
         self.on_device = xp is not np
         self.found: tuple[Array, ...] = ()
+        self.graphs: dict[str, tuple[Any, ...]] = {}
 
     def _entered(self) -> AbstractContextManager[Any]:
         return self.xp.cuda.Device(self.rank) if self.on_device else contextlib.nullcontext()
@@ -111,7 +112,6 @@ class Rank:
             }
             self.options = {"split": self.split, "split_k": self.split, **options}
             self.attention = cd.ContextParallel(self.comm, **self.options)
-            self.graphs: dict[str, Any] = {}
 
     def end(self) -> None:
         """Let go of all memory."""
@@ -120,7 +120,11 @@ class Rank:
 
     def forget(self) -> None:
         """Let go of all memory but that of the arrays: ranks of several kinds share a device."""
-        self.found, self.graphs = (), {}
+        self.found = ()
+        while self.graphs:
+            _, (pool, *what_it_lent) = self.graphs.popitem()
+            what_it_lent.clear()  # CuPy never frees the memory of a pool that goes before what it lent
+            pool.free_all_blocks()
         if self.on_device:
             with self._entered():
                 self.xp.cuda.Device().synchronize()
@@ -148,8 +152,8 @@ class Rank:
                     self._call(attn, pass_)
                     stream.begin_capture()
                     results = self._call(attn, pass_)
-                    self.graphs = {pass_: (stream.end_capture(), stream, pool, results, attn)}  # what it needs to live
-            graph, stream, *_ = self.graphs[pass_]
+                    self.graphs[pass_] = (pool, stream, stream.end_capture(), results, attn)  # what it needs to live
+            _, stream, graph, *_ = self.graphs[pass_]
             with stream:
                 return self._time_us(lambda: [graph.launch(stream) for _ in range(count)]) / count
 
