@@ -10,13 +10,19 @@
 
 namespace {
 
-constexpr double SMALL_JOB_NS = 30e3;  // the work of a job, about
-constexpr long QUERIES_AT_ONCE = 64;   // where a window cuts their keys
+// The work of a job, about, and the least of it where there is little, so that many threads have some.
+constexpr double SMALL_JOB_NS = 30e3, LEAST_JOB_NS = 8e3;
+constexpr long QUERIES_AT_ONCE = 64;  // where a window cuts their keys
 
 // How many heads are computed side by side: vectors of queries are filled with those of several heads.
 template <class T> inline long heads_at_once(const Call &call) {
     return call.arrays[KV_LENGTHS] ? 1 : larger(1, LANES<T> / larger(call.seqlen_q, 1));
 }
+
+// Rows from `first` to `stop`.
+struct Range {
+    long first, stop;
+};
 
 // Rows of one head in memory.
 template <class T> struct Rows {
@@ -25,10 +31,11 @@ template <class T> struct Rows {
     Rows from(long i) const { return {data + i * stride, stride}; }
 };
 
-// A head of q, with its keys.
+// Queries of a head of q, with all of its keys.
 template <class T> struct Member {
     const Entry *entry;
     long head, head_kv;
+    Range queries;
     Rows<const T> q, k, v, dout;
 };
 
@@ -53,22 +60,27 @@ template <class T> struct SmallArray {
         return {copies + place * length * padded, padded};
     }
 
-    Rows<const T> read(const Call &call, const Entry &entry, long head, long place, long count) const {
+    Rows<const T> read(const Call &call, const Entry &entry, long head, long place, Range span) const {
         const Rows<T> to = rows(call, entry, head, place);
-        for (long i = 0; i < count && !lies_well; ++i) {
+        for (long i = span.first; i < span.stop && !lies_well; ++i) {
             load_row(row(call, entry, head, i), call.dtype, call.strides[array][3], dim, to.data + i * padded);
             clear(to.data + i * padded + dim, padded - dim);
         }
         return {to.data, to.stride};
     }
 
-    // Puts `count` rows that were computed in their places, and zeros behind them.
-    void write(const Call &call, const Entry &entry, long head, long count) const {
-        if (lies_well && count == length) return;
+    // Puts rows that were computed in their places.
+    void write(const Call &call, const Entry &entry, long head, Range span) const {
+        const Rows<T> from = rows(call, entry, head, 0);
+        for (long i = span.first; i < span.stop && !lies_well; ++i)
+            store_row(from.data + i * padded, call.dtype, call.strides[array][3], dim, row(call, entry, head, i));
+    }
+
+    // The same of `count` rows, with zeros behind them.
+    void write_padded(const Call &call, const Entry &entry, long head, long count) const {
         const Rows<T> from = rows(call, entry, head, 0);
         if (count < length) clear(from.data + count * from.stride, (length - count) * from.stride);
-        for (long i = 0; i < length && !lies_well; ++i)
-            store_row(from.data + i * padded, call.dtype, call.strides[array][3], dim, row(call, entry, head, i));
+        write(call, entry, head, {0, length});
     }
 
   private:
@@ -155,14 +167,13 @@ template <class T> struct RowProducts {
     long dim, by_columns, stride;
     T *columns;
 
-    void start(Rows<const T> rows, long num_rows, Rows<const T> keys, long num_keys, long length, T *to,
-               long to_stride) {
+    void start(Rows<const T> rows, Range span, Rows<const T> keys, long num_keys, long length, T *to, long to_stride) {
         a = rows, b = keys, dim = length, columns = to, stride = to_stride;
-        const long left = num_rows % LANES<T>, vectors = dim / LANES<T>;
+        const long left = span.stop % LANES<T>, vectors = dim / LANES<T>;
         // About how long both ways take.
         const bool are_dots = left * num_keys * (vectors + 4) < vectors * (6 + num_keys) * LANES<T>;
-        by_columns = are_dots ? num_rows - left : num_rows;
-        transpose(a.data, a.stride, by_columns, dim, columns, stride);
+        by_columns = are_dots ? span.stop - left : span.stop;
+        transpose(a.from(span.first).data, a.stride, by_columns - span.first, dim, columns + span.first, stride);
     }
 
     // s[j][i] = dot(b[j], a[i]) for keys from `first` to `stop` and rows from `begin` to `end`. Whole vectors of rows are
@@ -217,10 +228,10 @@ template <class T> struct Sight {
 };
 
 // Calls body(begin, end, keys) for queries of a head, and the keys that they see.
-template <class F> inline void for_queries(const Call &call, const Entry &entry, F body) {
+template <class F> inline void for_queries(const Call &call, const Entry &entry, Range queries, F body) {
     const long step = has_window(call) ? QUERIES_AT_ONCE : SMALL_LENGTH;
-    for (long i = 0; i < entry.seqlen_q; i += step) {
-        const long end = smaller(i + step, entry.seqlen_q);
+    for (long i = queries.first; i < queries.stop; i += step) {
+        const long end = smaller(i + step, queries.stop);
         body(i, end, seen_by(call, entry, i, end - 1));
     }
 }
@@ -274,17 +285,18 @@ template <class T>
 void forward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> *members, long count) {
     const Scaling<T> scaling(call);
     const Entry &entry = *members[0].entry;  // like those of the other members
+    const Range queries = members[0].queries;
     const long num_rows = entry.seqlen_q, stride = buffers.stride, dim_v = buffers.v.padded;
     RowProducts<T> products[LANES<T>];
     for (long x = 0; x < count; ++x) {
-        products[x].start(members[x].q, num_rows, members[x].k, entry.seqlen_k, buffers.q.padded,
+        products[x].start(members[x].q, queries, members[x].k, entry.seqlen_k, buffers.q.padded,
                           buffers.columns_of_q + x * num_rows, stride);
         if (call.arrays[SINKS])
             for (long i = 0; i < num_rows; ++i)
                 buffers.sinks[x * num_rows + i] = number<T>(call, SINKS, 0, members[x].head);
     }
     const T *sinks = call.arrays[SINKS] ? buffers.sinks : nullptr;
-    for_queries(call, entry, [&](long begin, long end, Keys keys) {
+    for_queries(call, entry, queries, [&](long begin, long end, Keys keys) {
         for (long x = 0; x < count; ++x)
             products[x].compute(begin, end, keys.first, keys.stop, buffers.s + x * num_rows);
         for_vectors<T>(call, buffers, entry, count, begin, end, [&](long x, const Sight<T> &sight) {
@@ -297,12 +309,13 @@ void forward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> *
             const T *weights = buffers.s + keys.first * stride + x * num_rows + begin;
             small_product<T, Order::COLUMNS>(end - begin, dim_v, keys.stop - keys.first, weights, stride, v.data,
                                              v.stride, out.data, out.stride, false);
-            if (end == num_rows) buffers.out.write(call, *member.entry, member.head, num_rows);
+            if (end == queries.stop) buffers.out.write(call, *member.entry, member.head, queries);
         }
     });
     for (long x = 0; x < count; ++x) {
         T *lse = &number<T>(call, LSE, members[x].entry->batch, members[x].head);
-        for (long i = 0; i < num_rows; ++i) lse[i * call.strides[LSE][2]] = buffers.lse[x * num_rows + i];
+        for (long i = queries.first; i < queries.stop; ++i)
+            lse[i * call.strides[LSE][2]] = buffers.lse[x * num_rows + i];
     }
 }
 
@@ -313,7 +326,7 @@ template <class T>
 inline void load_row_numbers(const Call &call, SmallBuffers<T> &buffers, const Member<T> &member, long place) {
     const Entry &entry = *member.entry;
     const long num_rows = entry.seqlen_q;
-    const Rows<const T> out = buffers.out.read(call, entry, member.head, place, num_rows);
+    const Rows<const T> out = buffers.out.read(call, entry, member.head, place, {0, num_rows});
     T *lse = buffers.lse + place * num_rows, *delta = buffers.delta + place * num_rows;
     for (long i = 0; i < num_rows; i += LANES<T>) {
         const long count = smaller(LANES<T>, num_rows - i);
@@ -382,10 +395,10 @@ inline void add_gradients(const Call &call, SmallBuffers<T> &buffers, const Memb
                                          dq.stride, false);
     }
     if (end < entry.seqlen_q) return;
-    if (is_wanted(call, DQ)) buffers.dq.write(call, entry, member.head, entry.seqlen_q);
+    if (is_wanted(call, DQ)) buffers.dq.write_padded(call, entry, member.head, entry.seqlen_q);
     if (member.head % group < group - 1) return;
-    if (is_wanted(call, DK)) buffers.dk.write(call, entry, member.head_kv, entry.seqlen_k);
-    if (is_wanted(call, DV)) buffers.dv.write(call, entry, member.head_kv, entry.seqlen_k);
+    if (is_wanted(call, DK)) buffers.dk.write_padded(call, entry, member.head_kv, entry.seqlen_k);
+    if (is_wanted(call, DV)) buffers.dv.write_padded(call, entry, member.head_kv, entry.seqlen_k);
 }
 
 template <class T>
@@ -396,12 +409,12 @@ void backward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> 
     for (long x = 0; x < count; ++x) {
         const Member<T> &member = members[x];
         load_row_numbers(call, buffers, member, x);
-        scores[x].start(member.q, num_rows, member.k, entry.seqlen_k, buffers.q.padded,
+        scores[x].start(member.q, member.queries, member.k, entry.seqlen_k, buffers.q.padded,
                         buffers.columns_of_q + x * num_rows, stride);
-        weights[x].start(member.dout, num_rows, member.v, entry.seqlen_k, buffers.v.padded,
+        weights[x].start(member.dout, member.queries, member.v, entry.seqlen_k, buffers.v.padded,
                          buffers.columns_of_dout + x * num_rows, stride);
     }
-    for_queries(call, entry, [&](long begin, long end, Keys keys) {
+    for_queries(call, entry, members[0].queries, [&](long begin, long end, Keys keys) {
         for (long x = 0; x < count; ++x) {
             scores[x].compute(begin, end, keys.first, keys.stop, buffers.s + x * num_rows);
             weights[x].compute(begin, end, keys.first, keys.stop, buffers.ds + x * num_rows);
@@ -419,34 +432,51 @@ void backward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> 
 
 // ---- jobs ------------------------------------------------------------------------------------------------------------
 
-// How many heads of q are in a job: all that share keys, or several times as many.
-inline long heads_per_job(const Call &call) {
-    const double products = call.is_backward ? 5 : 2, dim = larger(call.head_dim, call.head_dim_v);
-    const double of_head = overhead_of_head_ns(call) + 0.02 * products * call.seqlen_q * call.seqlen_k * dim;
-    const long group = call.num_heads / call.num_heads_kv;
-    return group * larger(1, long(SMALL_JOB_NS / (of_head * group)));
-}
+// What a job has: heads of q, or a part of the queries of one of few heads.
+struct SmallJobs {
+    long heads, queries, parts = 1;
+
+    // Gradients of keys are sums over all queries of the heads that share them.
+    SmallJobs(const Call &call, long lanes) : queries(call.seqlen_q) {
+        const double products = call.is_backward ? 5 : 2, dim = larger(call.head_dim, call.head_dim_v);
+        const double of_head = overhead_of_head_ns(call) + 0.02 * products * call.seqlen_q * call.seqlen_k * dim;
+        const long all = call.batch * call.num_heads,
+                   shared = call.is_backward ? call.num_heads / call.num_heads_kv : 1;
+        const double of_all = of_head * all / ENOUGH_JOBS;
+        const double of_job = of_all > SMALL_JOB_NS ? SMALL_JOB_NS : of_all < LEAST_JOB_NS ? LEAST_JOB_NS : of_all;
+        heads = shared * larger(1, long(of_job / (of_head * shared)));
+        if (call.is_backward || all >= ENOUGH_JOBS || of_head <= of_job) return;
+        queries = smaller(round_up(larger(1, long(call.seqlen_q * of_job / of_head)), lanes), call.seqlen_q);
+        parts = ceil_div(call.seqlen_q, queries);
+    }
+
+    long count(const Call &call) const { return ceil_div(call.batch * call.num_heads, heads) * parts; }
+};
 
 template <class T> void small_job(Work &work, char *memory, long job) {
     const Call &call = work.call;
     SmallBuffers<T> buffers(call, memory);
-    const long group = call.num_heads / call.num_heads_kv, in_job = heads_per_job(call);
-    const long at_once = heads_at_once<T>(call);
-    const long stop = smaller((job + 1) * in_job, call.batch * call.num_heads);
+    const SmallJobs jobs(call, LANES<T>);
+    const long group = call.num_heads / call.num_heads_kv, at_once = heads_at_once<T>(call);
+    const long begin = job / jobs.parts * jobs.heads, stop = smaller(begin + jobs.heads, call.batch * call.num_heads);
+    const long first_query = job % jobs.parts * jobs.queries;
+    const Range queries = {first_query, smaller(first_query + jobs.queries, call.seqlen_q)};
     Member<T> members[LANES<T>];
-    long e = job * in_job / call.num_heads, head = job * in_job % call.num_heads, head_kv = head / group;
-    for (long first = job * in_job; first < stop; first += at_once) {
+    long e = begin / call.num_heads, head = begin % call.num_heads, head_kv = head / group;
+    for (long first = begin; first < stop; first += at_once) {
         const long count = smaller(at_once, stop - first);
         for (long x = 0; x < count; ++x) {
             Member<T> &member = members[x];
             const Entry &entry = work.entries[e];
+            const Range keys = {0, entry.seqlen_k};
             member.entry = &entry;
             member.head = head;
             member.head_kv = head_kv;
-            member.q = buffers.q.read(call, entry, member.head, x, entry.seqlen_q);
-            member.k = buffers.k.read(call, entry, member.head_kv, x, entry.seqlen_k);
-            member.v = buffers.v.read(call, entry, member.head_kv, x, entry.seqlen_k);
-            if (call.is_backward) member.dout = buffers.dout.read(call, entry, member.head, x, entry.seqlen_q);
+            member.queries = queries;
+            member.q = buffers.q.read(call, entry, member.head, x, queries);
+            member.k = buffers.k.read(call, entry, member.head_kv, x, keys);
+            member.v = buffers.v.read(call, entry, member.head_kv, x, keys);
+            if (call.is_backward) member.dout = buffers.dout.read(call, entry, member.head, x, queries);
             if (++head == (head_kv + 1) * group) ++head_kv;
             if (head == call.num_heads) ++e, head = head_kv = 0;
         }
@@ -462,7 +492,7 @@ template <class T> bool prepare_small(Work &work) {
     const Call &call = work.call;
     if (!make_entries(work)) return false;
     work.scratch_bytes = SmallBuffers<T>(call, nullptr).scratch.used;
-    work.add_phase(small_job<T>, ceil_div(call.batch * call.num_heads, heads_per_job(call)));
+    work.add_phase(small_job<T>, SmallJobs(call, LANES<T>).count(call));
     if (is_wanted(call, DSINKS)) {
         choose_tiles<T>(work, BACKWARD_ROWS);
         work.scratch_bytes = larger(work.scratch_bytes, BackwardBuffers<T>(work, nullptr).scratch.used);
