@@ -39,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="folder of the JSON lines")
     run.add_argument("--seconds", type=float, default=0.15, help="time for one measurement (at least 10 runs)")
     run.add_argument("--cores", type=int, metavar="N", help="use the first N cores only")
+    run.add_argument("--devices", type=int, default=1, metavar="N", help="GPUs that share the cases of a suite")
     run.add_argument("--scale", type=float, default=1.0, metavar="X", help="times the seconds that pathfinder learns")
     run.add_argument("--revision", help="what to record as the revision, where there is no git checkout")
     report = commands.add_parser("report", help="render tables and plots into docs/ and the README")
@@ -108,6 +109,7 @@ def _run(args: argparse.Namespace) -> int:
             match=args.case,
             seconds=args.seconds,
             revision=args.revision,
+            devices=args.devices,
         )
     except (ValueError, ImportError) as error:
         sys.exit(f"{type(error).__name__}: {error}")

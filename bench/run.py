@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import multiprocessing
+import os
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from .suites import Suite
 from .timing import LEAD_S, CudaClock, HostClock, RowClock, Timing, time_host, time_interleaved
 
 Record = dict[str, Any]
+Task = tuple[Case, list[str], list[str]]  # a case, who takes it, and which passes
 MOST_REPEATS = {"cpu": 20, "gpu": 100}
 LIMIT_S = {"cpu": 30.0, "gpu": 3.0}  # for all contenders together, one pass of one case
 
@@ -155,8 +158,8 @@ def _set_up(names: Iterable[str], case: Case, inputs: Inputs) -> tuple[dict[str,
     return contenders, refusals
 
 
-def run_case(case: Case, names: Iterable[str], passes: Iterable[str], bench: Bench, journal: Journal) -> None:
-    """Check and time one case; writes a record for each pass and contender."""
+def run_case(case: Case, names: Sequence[str], passes: Iterable[str], bench: Bench) -> Iterator[Record]:
+    """Check and time one case; gives a record for each pass and contender."""
     inputs = make_inputs(bench.xp, case)
     problem = {**asdict(case), "lengths": list(case.lengths)}
     reference = Reference(case, inputs)
@@ -180,7 +183,7 @@ def run_case(case: Case, names: Iterable[str], passes: Iterable[str], bench: Ben
             plan = contenders[name].plans.get(pass_) if name in contenders else None
             extra = {"plan": plan} if plan else {}
             fields = {"case": case.name, "pass": pass_, "contender": name, "problem": problem}
-            journal.write("result", **fields, **found[name], **extra)
+            yield {**fields, **found[name], **extra}
 
 
 def run_suite(
@@ -193,25 +196,65 @@ def run_suite(
     match: str = "",
     seconds: float = 0.15,
     revision: str | None = None,
+    devices: int = 1,
 ) -> list[Record]:
-    """Run a suite and append its records to `out`/`name`.jsonl; returns them.
+    """Run a suite and append its records to `out`/`name`.jsonl; returns them. Several `devices` share the cases: all
+    contenders of a case run on one of them.
 
-    Raises ValueError for a peer or a case that does not exist, ImportError where a GPU suite finds no CuPy.
+    Raises ValueError for a peer, a case or devices that do not exist, ImportError where a GPU suite finds no CuPy.
     """
     names = choose_contenders(suite, peers)
     cases = choose_cases(suite, match)
     passes = sorted(set(suite.passes) & set(passes), key=suite.passes.index)
     bench = Bench.make(suite.kind, seconds)
+    if devices > 1 and suite.kind == "cpu":
+        raise ValueError(f"devices: got {devices}, expected 1 for NumPy arrays")
+    if devices > 1 and devices > (most := int(bench.xp.cuda.runtime.getDeviceCount())):
+        raise ValueError(f"devices: got {devices}, expected at most {most}, which this process sees")
     journal = Journal(out / f"{name}.jsonl", name)
     facts = environment.describe(gpu=suite.kind != "cpu", revision_given=revision)
     journal.write("run", kind=suite.kind, about=suite.about, filter=match, contenders=names, **facts, **bench.ceiling())
-    for number, case in enumerate(cases, 1):
+    tasks = [
+        (case, [x for x in names if peers is not None or case in suite.only.get(x, (case,))], passes) for case in cases
+    ]
+    measured = share(tasks, suite.kind, seconds, devices) if devices > 1 else (_measure(bench, *task) for task in tasks)
+    for number, (case, results) in enumerate(zip(cases, measured, strict=True), 1):
         print(f"[{number}/{len(cases)}] {case.name}", flush=True)
-        taking = [x for x in names if peers is not None or case in suite.only.get(x, (case,))]
-        run_case(case, taking, passes, bench, journal)
-        bench.free_memory()
+        for fields in results:
+            journal.write("result", **fields)
     journal.write("end", **bench.ceiling())
     return journal.records
+
+
+def _measure(bench: Bench, case: Case, names: Sequence[str], passes: Sequence[str]) -> Iterator[Record]:
+    yield from run_case(case, names, passes, bench)
+    bench.free_memory()
+
+
+def share(tasks: Sequence[Task], kind: str, seconds: float, devices: int) -> Iterator[list[Record]]:
+    """The results of each case, in order, by processes that have a device each."""
+    context = multiprocessing.get_context("spawn")
+    numbers = context.SimpleQueue()
+    for number in range(devices):
+        numbers.put(number)
+    with context.Pool(devices, _take_device, (numbers, kind, seconds)) as pool:
+        yield from pool.imap(_measure_here, tasks)
+
+
+_of_this_process: list[Bench] = []
+
+
+def _take_device(numbers: Any, kind: str, seconds: float) -> None:
+    """Before anything of CUDA begins in this process."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    number = numbers.get()
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[number] if visible else str(number)
+    _of_this_process[:] = [Bench.make(kind, seconds)]
+
+
+def _measure_here(task: Task) -> list[Record]:
+    (bench,) = _of_this_process
+    return list(_measure(bench, *task))
 
 
 def failures(records: Iterable[Record]) -> list[str]:

@@ -17,7 +17,7 @@ from bench.__main__ import ROOT, main
 from bench.cases import BLOCK, Case
 from bench.contender import Contender
 from bench.formula import make_inputs
-from bench.run import choose_cases, choose_contenders, failures, run_suite
+from bench.run import choose_cases, choose_contenders, failures, run_suite, share
 from bench.suites import SUITES, Suite
 from bench.timing import (
     CALLS_IN_A_ROW,
@@ -51,6 +51,17 @@ def test_slow_contenders_run_on_some_cases_unless_named(tmp_path):
         assert {r["case"] for r in records if r.get("contender") == "naive"} == expected
         assert {r["case"] for r in records if r.get("contender") == "cuflash"} == {SMALL.name, PLAIN.name}
     assert "| - / - |" in report.markdown(run_suite("tiny", suite, out=tmp_path, seconds=1e-4, revision="abc"))
+
+
+def test_devices_share_cases(monkeypatch, tmp_path):
+    """Each case is measured by one process, and comes in its place."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    cases = (PLAIN, SMALL, replace(SMALL, seqlen_q=3))
+    results = list(share([(case, ["cuflash"], ["forward"]) for case in cases], "cpu", 1e-4, 2))
+    expected = [[(case.name, "cuflash", "ok")] for case in cases]
+    assert [[(r["case"], r["contender"], r["status"]) for r in of_case] for of_case in results] == expected
+    with pytest.raises(ValueError, match=r"^devices: got 2, expected 1 for NumPy arrays$"):
+        run_suite("tiny", tiny_suite(), out=tmp_path, devices=2)
 
 
 def test_a_run_with_options(tmp_path):
