@@ -198,11 +198,6 @@ class Program:
         return all(index_class(at) in ("head", "i", "j") for at in reads)
 
     @property
-    def rounds_down(self) -> bool:
-        """Whether the score takes integers that are not above real numbers, which takes registers."""
-        return any(at.op in ("floor", "floordiv", "mod") for at in in_order([] if self.score is None else [self.score]))
-
-    @property
     def of_keys(self) -> tuple[Node, ...]:
         """What the score reads of a key, whatever the query is: numbers that kernels may have read for a tile."""
         return self._of_points("j")

@@ -183,6 +183,7 @@ CUFLASH_DEVICE Reals bounds_tanh(Reals a) { return rounded(tanh(a.low), tanh(a.h
 
 // ---- Entries of arrays ----------------------------------------------------------------------------------------------
 constexpr i64 kMostEntries = 4096;  // of an array that are looked at for a tile
+constexpr u32 kEntriesAtOnce = 8;   // of a lane, that are on their way together
 
 CUFLASH_DEVICE i64 shuffle_xor_of(i64 value, u32 lanes) {
   const u32 other = ptx::thread_index() % 32 ^ lanes;
@@ -226,11 +227,15 @@ CUFLASH_DEVICE auto bounds_of_entries(const Captured& array, Indices... indices)
     }
     return bounds_of_entry(score_element(E{}, data, at));
   };
-  auto found = entry(0);
-  if (entries > kMostEntries) return any_like(found);
-#pragma unroll 4
-  for (u32 place = ptx::thread_index() % 32; place < (u32)entries; place += 32)
-    found = hull_of_entries(found, entry(place));
+  if (entries > kMostEntries) return any_like(decltype(entry(0)){});
+  // A lane looks at several entries at once; past the last one it looks at that again.
+  const u32 lane = ptx::thread_index() % 32, last = (u32)entries - 1;
+  auto found = entry(smaller(lane, last));
+#pragma unroll 1
+  for (u32 first_place = lane; first_place <= last + lane; first_place += 32 * kEntriesAtOnce)
+#pragma unroll
+    for (u32 i = 0; i < kEntriesAtOnce; ++i)
+      found = hull_of_entries(found, entry(smaller(first_place + 32 * i, last)));
 #pragma unroll
   for (u32 lanes = 16; lanes > 0; lanes /= 2)
     found = hull_of_entries(found, {shuffle_xor_of(found.low, lanes), shuffle_xor_of(found.high, lanes)});

@@ -192,6 +192,7 @@ BOUNDED: dict[str, Any] = MASKS | {
     "flags": lambda i, j, *, flag: ~flag[i] & (flag[j] | (i > 100)) ^ (j < 5),
     "a hole": lambda i, j, *, place: (place[i] - place[j]) ** 2 > 0.3,
     "waves": lambda i, j: cuflash.sin(i * 0.1) < cuflash.cos(j * 0.05),
+    "a spot": lambda i, j, *, spot, length: spot[(7 * i + j) % length[0]],
 }  # fmt: skip
 
 
@@ -214,6 +215,12 @@ def functions(draw, name):
     places = np.sort(random.standard_normal(longest)).astype(np.float32)
     places[: random.integers(0, 3)] = np.nan
     more = {"flag": np.sort(random.random(longest) < 0.5), "place": places}
+    # All entries are within the bounds of a tile, of which lanes look at several at once. One differs from the others.
+    length = draw(st.sampled_from([1, 31, 32, 33, 255, 256, 257, 287, 288, 289, 511, 512, 513]))
+    others = draw(st.booleans())
+    spot = np.full(length, others)
+    spot[draw(st.one_of(st.just(length - 1), st.integers(0, length - 1)))] = not others
+    more |= {"spot": spot, "length": np.array([length], np.int32)}
     own |= {key: x for key, x in more.items() if key in function.__code__.co_varnames}
     problem = Scored(cuflash.FlashAttention(mask=function), arrays | own, {}, "").problem
     assert problem.mask_function is not None
@@ -228,7 +235,7 @@ def functions(draw, name):
 
 @pytest.mark.parametrize("name", [*BOUNDED, "drawn"])
 @given(data=st.data())
-@few
+@settings(few, max_examples=8)
 def test_the_tiles_that_a_function_leaves_are_listed(name, data):
     assert_listed(*data.draw(functions(name)), schedule=data.draw(st.sampled_from(SCHEDULES)))
 

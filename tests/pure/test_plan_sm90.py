@@ -267,20 +267,23 @@ def test_functions_and_what_of_them_other_kernels_serve(functions, options, forw
         ((None, "documents"), {"window_left": 9}, 64, (128, 128)),
         ((None, "documents"), {"dropout": 0.1}, 64, (128, 128)),
         ((None, "documents"), {}, 128, (128, 128)),
-        (("plane", None), {}, 64, (256, 64)),
-        (("plane", None), {"window_right": 0}, 64, (256, 64)),
+        (("plane", None), {}, 64, (192, 96)),
+        (("plane", None), {"window_right": 0}, 64, (192, 96)),
         (("plane", None), {"dropout": 0.1}, 64, (192, 64)),
         (("plane", "documents"), {}, 64, (192, 64)),
-        (("box", None), {}, 64, (192, 64)),
+        (("box", None), {}, 64, (192, 96)),
+        (("distance", None), {}, 64, (192, 64)),
         (("gathered", None), {}, 64, (192, 64)),
-        (("plane", None), {}, 128, (128, 96)),
+        (("plane", None), {}, 128, (192, 64)),
+        (("box", None), {}, 128, (192, 64)),
         (("box", None), {"window_right": 0}, 128, (128, 96)),
+        (("plane", None), {"dropout": 0.1}, 128, (128, 96)),
         (("box", "documents"), {}, 128, (128, 64)),
         (("distance", None), {}, 128, (128, 64)),
     ],
 )
 def test_tiles_of_functions_and_many_queries(functions, options, dim, tile):
-    problem = replace(of_functions(functions, "bfloat16", dim, 1024), **options)
+    problem = replace(of_functions(functions, "bfloat16", dim, 2048), **options)
     (chosen,) = choose_plan(problem, replace(H200, num_sms=1)).tiles
     assert (chosen.block_m, chosen.block_n) == tile
 

@@ -33,6 +33,7 @@ Serves = Literal[
     "lists",
     "points",
     "plane",
+    "many points",
     "dropout",
 ]
 BIAS_BY_TMA = "a bias of pairs that TMA can read"
@@ -52,8 +53,8 @@ SERVES: dict[Serves, str] = {
     "where smaller tiles of queries would not be done first",
     "lists": "block masks, masks of pairs and mask functions, without a bias of pairs",
     "points": "scores that read numbers of rows and keys alone, without a mask function, and pairs looked up",
-    "plane": "the same with two numbers of a key at most, no floor, no dropout and no left bound, where smaller tiles "
-    "of queries would not be done first",
+    "plane": "the same with two numbers of a key at most and no dropout",
+    "many points": "the same without a right bound and dropout, where smaller tiles of queries would not be done first",
     "dropout": "dropout without a bias of pairs, and pairs that are hidden one by one",
 }
 BITS_BLOCK = 64  # queries, and keys, of a block of a mask of bits: kernels/common/mask_bits.cuh

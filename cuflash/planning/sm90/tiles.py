@@ -111,7 +111,8 @@ class ForwardSm90Tile(ScoredTile):
             "mask function": no_pairs and is_plain and tile.asks_function_alone(problem),
             "lists": no_pairs and (has_lists or tile.mask_by_bits),
             "points": of_points,
-            "plane": of_points and is_plain and tile.numbers_of_keys <= 2 and not problem.hoisted.rounds_down,
+            "plane": of_points and problem.dropout == 0 and tile.numbers_of_keys <= 2,
+            "many points": of_points and is_full and problem.dropout == 0 and THREE_CONSUMERS * own <= smallest,
             "bias": by_tile and by == "pairs",
             "dropout": no_pairs and problem.dropout > 0,
         }[self.serves]
@@ -466,9 +467,9 @@ FORWARD_SM90_TILES = (
     _forward_sm90(64,     256, 64,  2,    False, 2, "bias",
                   "on an H200 430 / 413 TFLOP/s, 192 x 64 with 3 stages beside it 386 / 374 (32 heads, seqlen 4096)"),
     _forward_sm90(64,     192, 64,  2,    False, 2, "bias", "for a bias of float32; " + ARITHMETIC),
-    _forward_sm90(64,     256, 64,  3,    True,  2, "plane",
-                  "on an H100 302 TFLOP/s, without ping-pong 296, 192 x 64 beside it 270 (distances in a plane, 4 x 32 "
-                  "heads, seqlen 4096); with a floor 315 without ping-pong and 321"),
+    _forward_sm90(64,     192, 96,  2,    False, 2, "plane",
+                  "on an H100 318 TFLOP/s, with a floor 335, 256 x 64 beside it 322 and 325, 192 x 64 325 with a floor "
+                  "(distances in a plane and in a box, 4 x 32 heads, seqlen 4096)"),
     _forward_sm90(64,     192, 64,  3,    False, 2, "any", ARITHMETIC),
     _forward_sm90(128,    128, 96,  2,    True,  1, "dropout",
                   "on an H200 503 TFLOP/s, 192 x 80 beside it 427, 128 x 128 429 (16 heads, seqlen 4096, p = 0.1)"),
@@ -483,6 +484,9 @@ FORWARD_SM90_TILES = (
     _forward_sm90(128,    192, 64,  2,    True,  1, "bias",
                   "on an H200 595 / 504 TFLOP/s, 128 x 64 beside it 503 / 503 (16 heads, seqlen 4096)"),
     _forward_sm90(128,    128, 64,  2,    True,  1, "bias", "for a bias of float32; " + ARITHMETIC),
+    _forward_sm90(128,    192, 64,  2,    True,  1, "many points",
+                  "on an H100 512 TFLOP/s, with a floor 532, 128 x 96 beside it 444 and 504, 192 x 80 511 and 526 (as "
+                  "above, 16 heads)"),
     _forward_sm90(128,    128, 96,  2,    True,  2, "points",
                   "on an H100 441 / 415 TFLOP/s, 128 x 128 beside it 418 / 408, 128 x 64 389 / 375 (as above, 16)"),
     _forward_sm90(128,    128, 64,  3,    True,  2, "any", ARITHMETIC),

@@ -94,6 +94,8 @@ MUTANTS = (
            "return {known && a.low < b.low, known && a.low >= b.high};", "functions"),
     mutant("entries of the first lane alone", BOUNDS, "  for (u32 lanes = 16; lanes > 0; lanes /= 2)\n"
            "    found = hull", "  for (u32 lanes = 0; lanes > 0; lanes /= 2)\n    found = hull", "functions of pairs"),
+    mutant("lanes look at each other's entries", BOUNDS, "first_place + 32 * i", "first_place + i",
+           "functions of pairs"),
     mutant("entries of the first row alone", BOUNDS, "- first[axis] + 1;", "- first[axis] + 1, count[axis] = 1;",
            "functions of pairs"),
     mutant("equal where they may be", BOUNDS, "return {known && a.low == a.high && b.low == b.high && a.low == b.low,",
