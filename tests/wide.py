@@ -6,9 +6,11 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 
+DIMS = (320, 512, 576)
+
 
 @st.composite
-def cases(draw, longest: int = 400, dims: tuple[int, ...] = (320, 512, 576)) -> ct.Case:
+def cases(draw, longest: int = 400, dims: tuple[int, ...] = DIMS) -> ct.Case:
     """Many queries. Scores of a large spread let weights outgrow their offsets."""
     num_heads_kv = draw(st.integers(1, 2))
     seqlen_k = draw(st.one_of(st.integers(1, longest), st.sampled_from((128, 129, 256))))
@@ -24,13 +26,13 @@ def cases(draw, longest: int = 400, dims: tuple[int, ...] = (320, 512, 576)) -> 
 
 
 @st.composite
-def cases_of_few(draw, longest: int = 1000) -> ct.Case:
+def cases_of_few(draw, longest: int = 1000, dims: tuple[int, ...] = DIMS) -> ct.Case:
     """Few queries, as rows of one block, or of two."""
     seqlen_q = draw(st.sampled_from((1, 2, 4, 8)))
     seqlen_k = draw(st.integers(512, longest))
     batch = draw(st.integers(1, 2))
     return ct.Case(
-        **_dims(draw),
+        **_dims(draw, dims),
         batch=batch,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
@@ -41,7 +43,7 @@ def cases_of_few(draw, longest: int = 1000) -> ct.Case:
     )
 
 
-def _dims(draw, dims: tuple[int, ...] = (320, 512, 576)) -> dict[str, Any]:
+def _dims(draw, dims: tuple[int, ...]) -> dict[str, Any]:
     return {
         "head_dim": draw(st.sampled_from(dims)),
         "head_dim_v": draw(st.sampled_from((64, 72, 192, 256, 320, 512))),

@@ -458,6 +458,8 @@ def test_decoding_takes_its_own_kernel(cupy):
 
 # ---- wide heads ------------------------------------------------------------------------------------------------------
 
+by_dims = pytest.mark.parametrize("head_dim", wide.DIMS)  # tests apart, whose kernels are compiled at the same time
+
 
 def check_wide(cupy, case, *own):
     """Right, the same bits again, and by the kernel that is meant for it."""
@@ -471,16 +473,24 @@ def check_wide(cupy, case, *own):
         assert all(same_bits(x, y) for x, y in zip(attn.forward(*qkv, **terms), (out, lse), strict=True))
 
 
-@settings(max_examples=40)
-@given(case=wide.cases(longest=1500))
-def test_wide_heads(cupy, case):
-    check_wide(cupy, case, "sm90/forward_wide.cu", "sm90/decode_wide.cu")
+@by_dims
+def test_wide_heads(cupy, head_dim):
+    @settings(max_examples=14)
+    @given(wide.cases(longest=1500, dims=(head_dim,)))
+    def every_case(case):
+        check_wide(cupy, case, "sm90/forward_wide.cu", "sm90/decode_wide.cu")
+
+    every_case()
 
 
-@settings(max_examples=30)
-@given(case=wide.cases_of_few(longest=5000))
-def test_few_queries_with_wide_heads(cupy, case):
-    check_wide(cupy, case, "sm90/decode_wide.cu")
+@by_dims
+def test_few_queries_with_wide_heads(cupy, head_dim):
+    @settings(max_examples=10)
+    @given(wide.cases_of_few(longest=5000, dims=(head_dim,)))
+    def every_case(case):
+        check_wide(cupy, case, "sm90/decode_wide.cu")
+
+    every_case()
 
 
 @pytest.mark.parametrize("causal", [False, True])
