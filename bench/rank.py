@@ -153,7 +153,7 @@ class Rank:
                     stream.begin_capture()
                     results = self._call(attn, pass_)
                     self.graphs[pass_] = (pool, stream, stream.end_capture(), results, attn)  # what it needs to live
-            _, stream, graph, *_ = self.graphs[pass_]
+            _, stream, graph, self.found, _ = self.graphs[pass_]
             with stream:
                 return self._time_us(lambda: [graph.launch(stream) for _ in range(count)]) / count
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,6 +64,11 @@ class Machine:
     def all(self) -> tuple[Ranks, ...]:
         return self.alone, *self.ways.values()
 
+    def forget(self) -> None:
+        """Let go of all memory but that of the arrays."""
+        for ranks in self.all:
+            ranks.call("forget")
+
     @contextlib.contextmanager
     def _closing(self) -> Iterator[Machine]:
         try:
@@ -102,22 +106,24 @@ def measure(
 def _measured(problem: Problem, pass_: str, machine: Machine, rounds: int) -> dict[str, Any]:
     flops = problem.flops(pass_, machine.ranks)
     count = max(1, min(MOST_CALLS, round(SAMPLE_FLOPS / flops))) if flops else MOST_CALLS
-    calls: dict[str, Callable[[], float]] = {ONE: functools.partial(_slowest, machine.alone, "time_us", pass_, count)}
-    for name, ranks in machine.ways.items():
-        calls[name] = functools.partial(_slowest, ranks, "time_us", pass_, count)
-        if name == machine.in_graphs:
-            calls[f"{name} in a graph"] = functools.partial(_slowest, ranks, "graph_us", pass_, count)
-    for ranks in machine.all:
-        ranks.call("forget")
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(rounds + 1):
-        for name, call in calls.items():
-            times[name] += [call()] * (number > 0)  # the first compiles
+    ways = {name: (ranks, "time_us") for name, ranks in machine.ways.items()}
+    if machine.in_graphs:
+        ways[f"{machine.in_graphs} in a graph"] = (machine.ways[machine.in_graphs], "graph_us")
+    times: dict[str, list[float]] = {ONE: [], **{name: [] for name in ways}}
+    errors = []
+    for name, (ranks, method) in ways.items():
+        # Each way takes turns with one device, and with no other way: what all of them hold would not fit a device.
+        machine.forget()
+        for number in range(rounds + 1):
+            for who, own, own_method in ((ONE, machine.alone, "time_us"), (name, ranks, method)):
+                times[who] += [_slowest(own, own_method, pass_, count)] * (number > 0)  # the first compiles
+        errors.append(_error(problem, pass_, machine.alone, ranks))
+    machine.forget()
     return {
         "flops": flops,
         "bytes": problem.key_bytes(machine.ranks),
         "same_bits": _same_bits(problem, pass_, machine) if problem.compares_bits else None,
-        "error": _error(problem, pass_, machine),
+        "error": max(errors),
         "us": {name: summarize(samples).median_us for name, samples in times.items()},
     }
 
@@ -126,14 +132,11 @@ def _slowest(ranks: Ranks, method: str, pass_: str, count: int) -> float:
     return float(max(ranks.call(method, pass_, count)))
 
 
-def _error(problem: Problem, pass_: str, machine: Machine) -> float:
+def _error(problem: Problem, pass_: str, alone: Ranks, ranks: Ranks) -> float:
     """The largest difference of out to that of one device, relative to its largest element."""
-    whole, split, errors = machine.alone.call("out")[0].astype(np.float32), problem.split(machine.ranks), []
-    for ranks in machine.ways.values():
-        found = ranks.call("out")
-        for out in found if pass_ == "decode" else [split.whole(found)]:
-            errors.append(abs(out.astype(np.float32) - whole).max() / abs(whole).max())
-    return float(max(errors))
+    whole, found = alone.call("out")[0].astype(np.float32), ranks.call("out")
+    outs = found if pass_ == "decode" else [problem.split(ranks.size).whole(found)]
+    return float(max(abs(out.astype(np.float32) - whole).max() for out in outs) / abs(whole).max())
 
 
 def _same_bits(problem: Problem, pass_: str, machine: Machine) -> bool:
