@@ -268,7 +268,7 @@ def test_functions_and_what_of_them_other_kernels_serve(functions, options, forw
         ((None, "documents"), {"dropout": 0.1}, 64, (128, 128)),
         ((None, "documents"), {}, 128, (128, 128)),
         (("plane", None), {}, 64, (192, 96)),
-        (("plane", None), {"window_right": 0}, 64, (192, 96)),
+        (("plane", None), {"window_right": 0}, 64, (256, 64)),
         (("plane", None), {"dropout": 0.1}, 64, (192, 64)),
         (("plane", "documents"), {}, 64, (192, 64)),
         (("box", None), {}, 64, (192, 96)),

@@ -179,8 +179,9 @@ def test_every_row_is_chosen_somewhere(table):
             chosen |= {tile.changed(mask_by_bits=False) for tile in tiles}
         for functions in ((None, "documents"), ("plane", None)):
             of_caller = of_functions(functions, "bfloat16", dim, 2048)
-            for device in (h100, replace(h100, num_sms=1)):
-                tiles = choose_plan(of_caller, device).tiles
+            bounded = replace(of_caller, window_right=0)
+            for problem, device in itertools.product((of_caller, bounded), (h100, replace(h100, num_sms=1))):
+                tiles = choose_plan(problem, device).tiles
                 chosen |= {tile.changed(numbers_of_keys=0) for tile in tiles}
     assert not [tile for tile in table if tile not in chosen]
 

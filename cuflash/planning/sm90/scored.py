@@ -33,6 +33,7 @@ Serves = Literal[
     "lists",
     "points",
     "plane",
+    "bounded plane",
     "many points",
     "dropout",
 ]
@@ -53,8 +54,10 @@ SERVES: dict[Serves, str] = {
     "where smaller tiles of queries would not be done first",
     "lists": "block masks, masks of pairs and mask functions, without a bias of pairs",
     "points": "scores that read numbers of rows and keys alone, without a mask function, and pairs looked up",
-    "plane": "the same with two numbers of a key at most and no dropout",
-    "many points": "the same without a right bound and dropout, where smaller tiles of queries would not be done first",
+    "plane": "the same with two numbers of a key at most, without a right bound and dropout",
+    "bounded plane": "the same with a right bound",
+    "many points": "scores as of points without a right bound and dropout, where smaller tiles of queries would not be "
+    "done first",
     "dropout": "dropout without a bias of pairs, and pairs that are hidden one by one",
 }
 BITS_BLOCK = 64  # queries, and keys, of a block of a mask of bits: kernels/common/mask_bits.cuh

@@ -95,6 +95,7 @@ class ForwardSm90Tile(ScoredTile):
         no_pairs = by_tile and by in ("nothing", "keys")
         has_lists = problem.block_mask is not None or problem.mask_function is not None
         of_points = tile.reads_points(problem)
+        is_plane = of_points and problem.dropout == 0 and tile.numbers_of_keys <= 2
         is_full = problem.window_right is None
         smallest, own, larger = (rounds(problem, device, rows) for rows in (128, self.block_m, 2 * self.block_m))
         is_long = problem.mean_sequence.seqlen_k >= LONG_SEQLEN and THREE_CONSUMERS * own <= smallest
@@ -111,7 +112,8 @@ class ForwardSm90Tile(ScoredTile):
             "mask function": no_pairs and is_plain and tile.asks_function_alone(problem),
             "lists": no_pairs and (has_lists or tile.mask_by_bits),
             "points": of_points,
-            "plane": of_points and problem.dropout == 0 and tile.numbers_of_keys <= 2,
+            "plane": is_plane and is_full,
+            "bounded plane": is_plane and not is_full,
             "many points": of_points and is_full and problem.dropout == 0 and THREE_CONSUMERS * own <= smallest,
             "bias": by_tile and by == "pairs",
             "dropout": no_pairs and problem.dropout > 0,
@@ -468,8 +470,9 @@ FORWARD_SM90_TILES = (
                   "on an H200 430 / 413 TFLOP/s, 192 x 64 with 3 stages beside it 386 / 374 (32 heads, seqlen 4096)"),
     _forward_sm90(64,     192, 64,  2,    False, 2, "bias", "for a bias of float32; " + ARITHMETIC),
     _forward_sm90(64,     192, 96,  2,    False, 2, "plane",
-                  "on an H100 318 TFLOP/s, with a floor 335, 256 x 64 beside it 322 and 325, 192 x 64 325 with a floor "
-                  "(distances in a plane and in a box, 4 x 32 heads, seqlen 4096)"),
+                  "on an H100 318 and 335 TFLOP/s, 256 x 64 beside it 322 and 325 (distance, box; 4 x 32, 4096)"),
+    _forward_sm90(64,     256, 64,  3,    False, 2, "bounded plane",
+                  "on an H100 307 and 313 TFLOP/s, 192 x 96 beside it 294 and 307 (the same, causal)"),
     _forward_sm90(64,     192, 64,  3,    False, 2, "any", ARITHMETIC),
     _forward_sm90(128,    128, 96,  2,    True,  1, "dropout",
                   "on an H200 503 TFLOP/s, 192 x 80 beside it 427, 128 x 128 429 (16 heads, seqlen 4096, p = 0.1)"),
