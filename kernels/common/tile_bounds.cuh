@@ -234,8 +234,7 @@ CUFLASH_DEVICE auto bounds_of_entries(const Captured& array, Indices... indices)
 #pragma unroll 1
   for (u32 first_place = lane; first_place <= last + lane; first_place += 32 * kEntriesAtOnce)
 #pragma unroll
-    for (u32 i = 0; i < kEntriesAtOnce; ++i)
-      found = hull_of_entries(found, entry(smaller(first_place + 32 * i, last)));
+    for (u32 i = 0; i < kEntriesAtOnce; ++i) found = hull_of_entries(found, entry(smaller(first_place + 32 * i, last)));
 #pragma unroll
   for (u32 lanes = 16; lanes > 0; lanes /= 2)
     found = hull_of_entries(found, {shuffle_xor_of(found.low, lanes), shuffle_xor_of(found.high, lanes)});
