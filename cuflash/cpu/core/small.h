@@ -19,11 +19,6 @@ template <class T> inline long heads_at_once(const Call &call) {
     return call.arrays[KV_LENGTHS] ? 1 : larger(1, LANES<T> / larger(call.seqlen_q, 1));
 }
 
-// Rows from `first` to `stop`.
-struct Range {
-    long first, stop;
-};
-
 // Rows of one head in memory.
 template <class T> struct Rows {
     T *data;
@@ -60,9 +55,9 @@ template <class T> struct SmallArray {
         return {copies + place * length * padded, padded};
     }
 
-    Rows<const T> read(const Call &call, const Entry &entry, long head, long place, Range span) const {
+    Rows<const T> read(const Call &call, const Entry &entry, long head, long place, Range range) const {
         const Rows<T> to = rows(call, entry, head, place);
-        for (long i = span.first; i < span.stop && !lies_well; ++i) {
+        for (long i = range.first; i < range.stop && !lies_well; ++i) {
             load_row(row(call, entry, head, i), call.dtype, call.strides[array][3], dim, to.data + i * padded);
             clear(to.data + i * padded + dim, padded - dim);
         }
@@ -70,9 +65,9 @@ template <class T> struct SmallArray {
     }
 
     // Puts rows that were computed in their places.
-    void write(const Call &call, const Entry &entry, long head, Range span) const {
+    void write(const Call &call, const Entry &entry, long head, Range range) const {
         const Rows<T> from = rows(call, entry, head, 0);
-        for (long i = span.first; i < span.stop && !lies_well; ++i)
+        for (long i = range.first; i < range.stop && !lies_well; ++i)
             store_row(from.data + i * padded, call.dtype, call.strides[array][3], dim, row(call, entry, head, i));
     }
 
@@ -167,13 +162,13 @@ template <class T> struct RowProducts {
     long dim, by_columns, stride;
     T *columns;
 
-    void start(Rows<const T> rows, Range span, Rows<const T> keys, long num_keys, long length, T *to, long to_stride) {
+    void start(Rows<const T> rows, Range range, Rows<const T> keys, long num_keys, long length, T *to, long to_stride) {
         a = rows, b = keys, dim = length, columns = to, stride = to_stride;
-        const long left = span.stop % LANES<T>, vectors = dim / LANES<T>;
+        const long left = range.stop % LANES<T>, vectors = dim / LANES<T>;
         // About how long both ways take.
         const bool are_dots = left * num_keys * (vectors + 4) < vectors * (6 + num_keys) * LANES<T>;
-        by_columns = are_dots ? span.stop - left : span.stop;
-        transpose(a.from(span.first).data, a.stride, by_columns - span.first, dim, columns + span.first, stride);
+        by_columns = are_dots ? range.stop - left : range.stop;
+        transpose(a.from(range.first).data, a.stride, by_columns - range.first, dim, columns + range.first, stride);
     }
 
     // s[j][i] = dot(b[j], a[i]) for keys from `first` to `stop` and rows from `begin` to `end`. Whole vectors of rows are
@@ -468,7 +463,7 @@ template <class T> void small_job(Work &work, char *memory, long job) {
         for (long x = 0; x < count; ++x) {
             Member<T> &member = members[x];
             const Entry &entry = work.entries[e];
-            const Range keys = {0, entry.seqlen_k};
+            const Keys keys = {0, entry.seqlen_k};
             member.entry = &entry;
             member.head = head;
             member.head_kv = head_kv;

@@ -114,9 +114,11 @@ inline void load_keys(const Call &call, Array array, const Entry &entry, long he
 
 // ---- what is visible -------------------------------------------------------------------------------------------------
 
-struct Keys {
+// From `first` to before `stop`.
+struct Range {
     long first, stop;
 };
+using Keys = Range;
 
 // The first and the last of some neighbouring rows of a block.
 struct Span {
