@@ -75,6 +75,7 @@ class Recording:
     def __exit__(self, *error: Any) -> None:
         of_thread.recording = None
         self._allocator.__exit__(*error)
+        self._pool.free_all_blocks()  # what came back to a pool of CuPy would stay there even without the pool
         del self._allocator, self._pool, self._allocate
         self._steps = _needed(self._steps)
 

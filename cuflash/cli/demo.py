@@ -122,7 +122,9 @@ def measure_on_gpu(run: Callable[[slice], None], parts: list[slice], bar: Bar) -
             times.append(cupy.cuda.get_elapsed_time(begin, end) / 1e3)
     for _ in parts:
         bar.advance()
-    return Cost(statistics.median(times[1:]), pool.total_bytes())
+    extra_bytes = pool.total_bytes()
+    pool.free_all_blocks()  # which would stay even without the pool
+    return Cost(statistics.median(times[1:]), extra_bytes)
 
 
 def print_errors(dtype: str, sampled: dict[str, Sampled]) -> None:

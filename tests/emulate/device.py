@@ -7,6 +7,7 @@ import operator
 import subprocess
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -110,6 +111,7 @@ class _OfThread(threading.local):
 
 
 _of_thread = _OfThread()
+_came_back: list[list[Memory]] = []  # by pool
 
 
 def _memory(nbytes: int) -> Memory:
@@ -130,8 +132,21 @@ def using_allocator(allocator: Any) -> Iterator[None]:
 
 
 class MemoryPool:
+    """What came back stays there, even where the pool is gone, as long as nobody frees it."""
+
     def __init__(self, allocator: Any) -> None:
-        self.malloc = allocator
+        self._allocate = allocator
+        self._came_back: list[Memory] = []
+        _came_back.append(self._came_back)
+
+    def malloc(self, nbytes: int) -> Memory:
+        memory = self._allocate(nbytes)
+        lent = Memory(memory.ptr, None)
+        weakref.finalize(lent, self._came_back.append, memory)
+        return lent
+
+    def free_all_blocks(self) -> None:
+        self._came_back.clear()
 
 
 class Stream:
