@@ -210,6 +210,13 @@ CUFLASH_DEVICE void to_float16x4(Float8 type, u32 bytes, u32& low, u32& high) {
 CUFLASH_DEVICE u16 to_float8x2(Float8E4M3 type, float low, float high) {
   return ::emulator::from_float32(element_of(type), low) | ::emulator::from_float32(element_of(type), high) << 8;
 }
+CUFLASH_DEVICE u16 to_float8x2(Float8E4M3 type, u32 halves) {
+  return to_float8x2(type, to_float32(Float16{}, (u16)halves), to_float32(Float16{}, (u16)(halves >> 16)));
+}
+CUFLASH_DEVICE int clamped_sum(int x, int y, int largest) {
+  const int sum = (int)((u32)x + (u32)y), most = sum < largest ? sum : largest;
+  return most > 0 ? most : 0;
+}
 CUFLASH_DEVICE u32 permute_bytes(u32 low, u32 high, u32 selector) {
   const u64 bytes = (u64)high << 32 | low;
   u32 chosen = 0;

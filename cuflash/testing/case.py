@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash import reference
+from cuflash.float8 import LARGEST
 from cuflash.operands import DTYPES, numpy_dtype, user_shape, view_4d
 from cuflash.options import Options
 from cuflash.problem import Problem, make_problem
@@ -345,7 +346,10 @@ class Case(Numbers):
         return [int(n) for n in lengths.reshape(-1)]
 
     def _float8(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """q, k and v over their scales, and these; pools of pages have scales of pages."""
+        """q, k and v over their scales, and these; pools of pages have scales of pages.
+
+        Numbers reach from the largest of their dtype, as `cuflash.quantize` makes them, to a quarter of it.
+        """
         rng = np.random.default_rng(self.seed + 2)
         values = {name: arrays[name] for name in "qkv"}
         for name in ("k", "v", "q"):
@@ -355,7 +359,8 @@ class Case(Numbers):
             entries, heads, keys, _ = values[name].shape
             block = {"token": 1, "block": self.scale_block}.get(per, max(keys, 1))
             shape = (1, 1, 1) if per == "tensor" else (entries, heads, -(-keys // block))
-            scale = np.exp2(rng.uniform(-3, 3, shape)).astype(np.float32)
+            largest = np.nanmax(abs(values[name]), initial=1e-3)
+            scale = (1.001 * largest / LARGEST[self.kv_dtype] * np.exp2(rng.uniform(0, 2, shape))).astype(np.float32)
             whole = np.broadcast_to(scale.repeat(block, axis=2)[:, :, :keys], values[name].shape[:3])
             values[name] = values[name] / whole[..., None]
             hides = name != "q" and self.kv_lengths is not None and per == "token"

@@ -17,6 +17,7 @@ from cuflash.testing.case import Case, optional, qkv
 Array = NDArray[Any]
 
 ROUNDING = 2.0**-4  # of a weight: float8_e4m3 has 3 bits after the first
+ROUNDING_BY_LINE = 1 / 12  # where half of them lie on a line between powers of two: head dimensions up to 128
 SMALLEST = 2.0**-16  # half the distance of the smallest numbers, 2**-10, where the largest weight is 2**6
 SUMS = 2.0**-13  # what tensor cores may cut off a sum of 32 products
 DEVIATIONS = 5.0  # standard deviations that the largest of many random errors may have
@@ -25,12 +26,12 @@ DEVIATIONS = 5.0  # standard deviations that the largest of many random errors m
 def bounds(case: Case, arrays: Mapping[str, Array]) -> tuple[Array, Array, Array, Array]:
     """out and lse in float64 of a case whose q, k and v are of one byte, and how far from them results may be.
 
-    A weight w becomes w (1 + e). Rounding makes e at most ``ROUNDING``, and a score whose sum was cut off moves the
-    weight, too; small weights lose at most ``SMALLEST`` of the largest. Since out is divided by the sum of the rounded
-    weights, it is a mean of the values v, and moves by the sum of ``w e (v - out)``, over 1 + the sum of ``w e``. Where
-    values are random, as in cases, such sums have standard deviations of at most the root of the sum of squares over
-    the square root of 3, as uniform errors have. The sums of products with v are cut off, too, once in 32 keys, and out
-    is rounded to bfloat16.
+    A weight w becomes w (1 + e). Rounding makes e at most ``ROUNDING``, or ``ROUNDING_BY_LINE``, and a score whose sum
+    was cut off moves the weight, too; small weights lose at most ``SMALLEST`` of the largest. Since out is divided by
+    the sum of the rounded weights, it is a mean of the values v, and moves by the sum of ``w e (v - out)``, over 1 +
+    the sum of ``w e``. Where values are random, as in cases, such sums have standard deviations of at most the root of
+    the sum of squares over the square root of 3, as uniform errors have. The sums of products with v are cut off, too,
+    once in 32 keys, and out is rounded to bfloat16.
     """
     problem = case.problem
     q, k, v = qkv(arrays)
@@ -39,11 +40,12 @@ def bounds(case: Case, arrays: Mapping[str, Array]) -> tuple[Array, Array, Array
     out, lse = np.zeros((*shape, problem.head_dim_v)), np.full(shape, -np.inf)
     far, far_lse = np.zeros_like(out), np.zeros(shape)
     steps = math.ceil(problem.head_dim / 32)
+    rounding = ROUNDING_BY_LINE if max(problem.head_dim, problem.head_dim_v) <= 128 else ROUNDING
     for head in reference.each_head(problem, q, k, v, np.float64, **terms):
         b, h, rows = head.index
         weights, values = head.P, head.V
         moved = abs(problem.scale) * (abs(head.Q) @ abs(head.K).T) * SUMS * steps
-        lost = weights * ((1 + ROUNDING) * np.exp(np.minimum(moved, 1)) - 1)
+        lost = weights * ((1 + rounding) * np.exp(np.minimum(moved, 1)) - 1)
         lost += np.minimum(weights, SMALLEST * weights.max(axis=1, keepdims=True, initial=0))
         whole = lost.sum(axis=1)
         mean = weights @ values

@@ -461,6 +461,22 @@ CUFLASH_DEVICE u16 to_float8x2(Float8E4M3, float low, float high) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
   return pair;
 }
+// Thread. The same of two float16.
+CUFLASH_DEVICE u16 to_float8x2(Float8E4M3, u32 halves) {
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(pair) : "r"(halves));
+  return pair;
+}
+#endif
+#if __CUDA_ARCH__ >= 900
+// Thread. add, min.relu (9.7.1.1, 9.7.1.14): x + y, which wraps, but at most `largest` and at least 0; one instruction.
+CUFLASH_DEVICE int clamped_sum(int x, int y, int largest) {
+  int sum;
+  asm("{\n.reg .s32 whole;\nadd.s32 whole, %1, %2;\nmin.relu.s32 %0, whole, %3;\n}"
+      : "=r"(sum)
+      : "r"(x), "r"(y), "r"(largest));
+  return sum;
+}
 #endif
 // Thread. prmt (9.7.9.7): the bytes of `low` and `high`, numbers 0 to 3 and 4 to 7, that the digits of `selector` name,
 // the last digit that of the lowest byte.

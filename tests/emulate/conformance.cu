@@ -418,6 +418,22 @@ CUFLASH_DEVICE void map_to_float8x2(const Params& params) {
   if (i < params.count) destination_of<u16>(params)[i] = ptx::to_float8x2(Float8E4M3{}, pair[0], pair[1]);
 }
 CUFLASH_DEFINE_KERNEL(to_float8x2, Params, kBlock, 1, map_to_float8x2)
+
+CUFLASH_DEVICE void map_halves_to_float8x2(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  if (i < params.count)
+    destination_of<u16>(params)[i] = ptx::to_float8x2(Float8E4M3{}, source_of<u32>(params)[i]);
+}
+CUFLASH_DEFINE_KERNEL(halves_to_float8x2, Params, kBlock, 1, map_halves_to_float8x2)
+#endif
+
+#if defined(CUFLASH_EMULATION) || __CUDA_ARCH__ >= 900
+CUFLASH_DEVICE void map_clamped_sum(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  const int* of = source_of<int>(params) + 3 * i;
+  if (i < params.count) destination_of<int>(params)[i] = ptx::clamped_sum(of[0], of[1], of[2]);
+}
+CUFLASH_DEFINE_KERNEL(clamped_sum, Params, kBlock, 1, map_clamped_sum)
 #endif
 
 CUFLASH_DEVICE void permute_words(const Params& params) {

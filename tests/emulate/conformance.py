@@ -461,11 +461,31 @@ def check_to_float8x2(run):
     values = np.concatenate([positive, -positive, np.array([np.nan, 0], np.float32)])
     pairs = np.stack([values, np.roll(values, 1)], axis=1)
     got = run("to_float8x2", source=pairs, destination=_ones(np.uint16, len(pairs)), **_threads_of(pairs))
-    expected = np.clip(pairs, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    _assert_float8_pairs(got, pairs)
+    halves = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    pairs = np.stack([halves, np.roll(halves, 77)], axis=1)
+    got = run("halves_to_float8x2", source=pairs, destination=_ones(np.uint16, len(pairs)), **_threads_of(pairs))
+    _assert_float8_pairs(got, pairs.astype(np.float32))
+
+
+def _assert_float8_pairs(got, pairs):
+    with np.errstate(invalid="ignore"):
+        expected = np.clip(pairs, -448, 448).astype(ml_dtypes.float8_e4m3fn)
     numbers_got = got.view(np.uint8).view(ml_dtypes.float8_e4m3fn).reshape(-1, 2).astype(np.float32)
     np.testing.assert_array_equal(numbers_got, expected.astype(np.float32))
     is_number = ~np.isnan(pairs)
     np.testing.assert_array_equal(np.signbit(numbers_got)[is_number], np.signbit(pairs)[is_number])
+
+
+def check_clamped_sum(run):
+    """From compute capability 9.0 on. Sums wrap before they are clamped."""
+    words = _random_bits(np.int32, 3000, 3)
+    words[:1000] >>= 16
+    words[1000:1500, 1] = -0x4B000000
+    words[1000:2000, 2] = 0x7FFF
+    got = run("clamped_sum", source=words, destination=_ones(np.int32, 3000), **_threads_of(words))
+    wrapped = words[:, 0] + words[:, 1]  # of int32, so it wraps
+    np.testing.assert_array_equal(got, np.maximum(np.minimum(wrapped, words[:, 2]), 0))
 
 
 def check_permute_bytes(run):

@@ -103,3 +103,45 @@ def test_out_is_a_mean_of_values():
     np.testing.assert_allclose(
         out.astype(np.float32), np.broadcast_to(value, out.shape), rtol=1e-3 + 2.0**-8, atol=1e-6
     )
+
+
+def forward_of_codes(case, codes):
+    """The forward pass of a case with other numbers of one byte: of the arrays' names, what `codes` makes of each."""
+    arrays = case.arrays()
+    for name, array in codes.items():
+        arrays[name] = array(arrays[name])
+    problem = attention.problem_of(case, arrays)
+    return arrays, *attention.forward(problem, arrays, tiles=(FORWARD_FLOAT8_SM90_TILES[0],), arch="9.0")
+
+
+@pytest.mark.parametrize("apart", [24, 32, 44, 64, 448])
+def test_scores_far_from_each_other(apart):
+    """Exponents from 9 000 to 160 000 below the largest are those of weights of 0."""
+    case = replace(CASE, seqlen_q=64, num_heads=1, q_scale=None, k_scale=None, v_scale=None, causal=False, scale=0.125)
+
+    def of_one_sign(k):
+        signs = np.where(np.arange(k.shape[-2]) % 3 == 0, 1.0, -1.0)[:, None]
+        return np.broadcast_to(apart * signs, k.shape).astype(k.dtype)
+
+    codes = {"q": lambda q: np.full_like(q, 16), "k": of_one_sign}
+    arrays, out, _ = forward_of_codes(case, codes)
+    values = arrays["v"].astype(np.float32)
+    expected = np.broadcast_to(values[..., ::3, :].mean(axis=-2, keepdims=True), out.shape)
+    np.testing.assert_allclose(out.astype(np.float32), expected, rtol=2.0**-8, atol=1e-3 * abs(values).max())
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_rows_of_nan(name, code):
+    """A row sees NaN: so it has NaN, whatever its sign, and no other row has."""
+
+    def with_nan(x):
+        x.view(np.uint8)[..., 70, 5] = code
+        return x
+
+    case = replace(CASE, num_heads=1, causal=True, seqlen_k=200)
+    _, out, _ = forward_of_codes(case, {name: with_nan})
+    rows = np.arange(200)
+    sees = rows == 70 if name == "q" else rows >= 70
+    np.testing.assert_array_equal(np.isnan(out.astype(np.float32)).all(axis=-1)[0, 0], sees)
+    np.testing.assert_array_equal(np.isnan(out.astype(np.float32)).any(axis=-1)[0, 0], sees)

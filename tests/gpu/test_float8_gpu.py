@@ -9,6 +9,7 @@ import pytest
 import cuflash
 import cuflash.testing as ct
 from cuflash.float8 import Float8Array
+from cuflash.testing.arrays import lay_out, to_numpy
 from cuflash.testing.float8 import assert_float8
 from tests.gpu.planned import is_sm90, plans_of
 
@@ -102,6 +103,24 @@ def test_products(changes):
     assert_float8(case, *attn.forward(q, k, v, **ct.optional(arrays)))
     kernels = plans_of(attn, q, k, v, **ct.optional(arrays)).forward.kernels
     assert kernels[-1].source == "sm90/forward_float8.cu"
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_rows_of_products_that_see_nan(name, code):
+    """They have NaN, whatever its sign, and no others have."""
+    cupy = pytest.importorskip("cupy")
+    if not is_sm90():
+        pytest.skip("products of numbers of one byte need compute capability 9.0")
+    sizes = {"seqlen_q": 1000, "seqlen_k": 1000, "num_heads": 2, "num_heads_kv": 2, "head_dim": 128}
+    case = ct.Case(**sizes, **OF_BYTES, causal=True, dtype="bfloat16", kv_dtype="float8_e4m3fn", k_scale="head")
+    arrays = case.arrays()
+    arrays[name].view(np.uint8)[..., 700, 5] = code
+    on_device = {name: lay_out(x, "contiguous", cupy.asarray) for name, x in arrays.items()}
+    attn = cuflash.FlashAttention(**case.keywords)
+    out = to_numpy(attn.forward(*ct.qkv(on_device), **ct.optional(on_device)).out).astype(np.float32)[0]
+    sees = np.arange(1000) == 700 if name == "q" else np.arange(1000) >= 700
+    np.testing.assert_array_equal(np.isnan(out), np.broadcast_to(sees[:, None], out.shape))
 
 
 def test_what_a_device_quantises_is_what_numpy_does():

@@ -94,14 +94,14 @@ inline float rounded_to_tf32(float value) {
   return std::isfinite(value) ? cut_to_tf32(float_of(bits_of(value) + 0x1000u)) : value;
 }
 
-// A float64 that is not rounded to float32 but cut off after its 24 bits.
+// A float64 that is not rounded to float32 but cut off after its 24 bits. NaN has no sign, as on devices.
 inline float cut_to_float32(double value) {
   unsigned long long bits;
   memcpy(&bits, &value, 8);
   bits &= ~0x1fffffffull;
   double cut;
   memcpy(&cut, &bits, 8);
-  return (float)cut;
+  return cut != cut ? std::fabs((float)cut) : (float)cut;
 }
 // The same after 14 bits: what products of elements of one byte keep of their sums (DeepSeek-V3, arXiv 2412.19437,
 // 3.3.2).

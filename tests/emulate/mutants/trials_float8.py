@@ -92,6 +92,11 @@ TRIALS = {
         case=replace(_QUERIES, head_dim=80, seqlen_q=13), tiles=_FLOAT8_DECODE_TILES, num_sms=3
     ),
     "products of bytes": Trial(case=_BYTES, tiles=FORWARD_FLOAT8_SM90_TILES[:1], num_sms=1),
+    "products of bytes on a line": Trial(
+        case=replace(_BYTES, score_spread=4.0, k_scale="head", v_scale="block"),
+        tiles=FORWARD_FLOAT8_SM90_TILES[:1],
+        num_sms=1,
+    ),
     "products of bytes in parts": Trial(
         case=replace(_BYTES, head_dim=48, head_dim_v=192, score_spread=8.0, seqlen_q=100, v_scale="block"),
         tiles=FORWARD_FLOAT8_SM90_TILES[5:],
