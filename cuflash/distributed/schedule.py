@@ -31,10 +31,14 @@ from cuflash.distributed.split import Split
 from cuflash.spans import Band, Span, cut, cut_evenly, is_some, joined
 from cuflash.values import counted, value_error
 
-STEPS = 3  # at most, unless the caller says more
-# Bytes of rows of all ranks in a step. On two H200, of twice as many in two steps the forward pass was 5 % faster, and
-# both passes 10 % faster, than in one step; in three steps 6 %.
+# Bytes of rows of all ranks in a step, where there are up to FEW of them in all. On two H200, of 2^28 bytes in two steps
+# the forward pass was 5 % faster, and both passes 10 % faster, than in one step.
 STEP_BYTES = 2**27
+FEW = 2**29
+STEPS = 2, 3  # at most, of few rows and of more; backward passes of more have as many as LARGEST_STEP says
+# Bytes of rows in a step of a backward pass, which sends back twice as many and has both in memory, as those of the
+# steps beside it. On four H100, of 2^31 bytes in ten steps both passes took 227 ms and 8.0 GB, in three 265 ms and 13.5.
+LARGEST_STEP = 2**28
 GROWTH = 4  # how many times as long as the step before a step is: to compute takes as much longer than to send, or more
 
 
@@ -205,14 +209,17 @@ class Schedule:
         """In how many steps so many rows travel. Those of all ranks count, so that it is the same for any number."""
         if self.steps is not None:
             return min(self.steps, self.num_heads_kv)
-        needed = -(-rows * self.num_heads_kv * self.row_bytes[by == "keys"] // STEP_BYTES)
+        total = rows * self.num_heads_kv * self.row_bytes[by == "keys"]
         least = 1 if self.why_whole is None else 2  # so that not all of the rows come before anything is computed
-        return min(max(needed, least), STEPS, self.num_heads_kv)
+        most = STEPS[total > FEW]
+        if by == "keys" and total > FEW:
+            most = 2 + -(-total // LARGEST_STEP)  # the first and the last are small
+        return min(max(-(-total // STEP_BYTES), least), most, self.num_heads_kv)
 
     def _lengths(self, by: By, steps: int) -> list[int]:
-        """How long steps are, relative to each other: up to the last one, or, if that is small too, to the middle."""
+        """How long steps are, relative to each other: the first one is small, and the last one, if it can be."""
         only_up = by == "queries" and self.why_whole is not None
-        return [GROWTH ** (i if only_up else min(i, steps - 1 - i)) for i in range(steps)]
+        return [GROWTH ** (i if only_up else min(i, steps - 1 - i, 1)) for i in range(steps)]
 
     def _pieces(self, split: Split, by: By) -> tuple[tuple[Span, ...], ...]:
         """The spans of each rank, cut at the ends of chunks, and where packed sequences are."""

@@ -112,7 +112,7 @@ def test_rows_of_products_that_see_nan(name, code):
     cupy = pytest.importorskip("cupy")
     if not is_sm90():
         pytest.skip("products of numbers of one byte need compute capability 9.0")
-    sizes = {"seqlen_q": 1000, "seqlen_k": 1000, "num_heads": 2, "num_heads_kv": 2, "head_dim": 128}
+    sizes: dict[str, Any] = {"seqlen_q": 1000, "seqlen_k": 1000, "num_heads": 2, "num_heads_kv": 2, "head_dim": 128}
     case = ct.Case(**sizes, **OF_BYTES, causal=True, dtype="bfloat16", kv_dtype="float8_e4m3fn", k_scale="head")
     arrays = case.arrays()
     arrays[name].view(np.uint8)[..., 700, 5] = code

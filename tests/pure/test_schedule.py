@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import cuflash.distributed as cd
-from cuflash.distributed.schedule import STEP_BYTES, make_schedule
+from cuflash.distributed.schedule import FEW, LARGEST_STEP, STEP_BYTES, make_schedule
 from cuflash.spans import Band, cut, cut_evenly, is_some, joined, places
 
 ANY: Any = cd  # for calls that a type checker refuses
@@ -171,18 +171,23 @@ def test_steps_have_all_heads(schedule):
                 assert len(a_round.heads) == min(schedule.steps, schedule.num_heads_kv)
 
 
-@given(st.integers(1, 40), st.integers(0, 2**27), st.integers(1, 5), st.sampled_from((None, "asked")))
+@given(st.integers(1, 40), st.integers(0, 2**27), st.integers(1, 40), st.sampled_from((None, "asked")))
 def test_rows_travel_in_more_steps_where_they_are_many(rows, row_bytes, heads, why_whole):
     """By the rows of all ranks, so that the number of these does not matter."""
     for ranks in (2, 4):
         split = cd.contiguous(rows, ranks)
         options = {"num_heads_kv": heads, "steps": None, "row_bytes": (row_bytes, 2 * row_bytes)}
         schedule = make_schedule(split, split, Band(0, None, None), **options, why_whole=why_whole)
+        least = 1 if why_whole is None else min(2, heads)
         for walk, of_row in ((schedule.by_queries, row_bytes), (schedule.by_keys, 2 * row_bytes)):
-            count = len(walk.rounds[-1].heads)
-            assert (1 if why_whole is None else min(2, heads)) <= count <= min(3, heads)
-            assert count == min(3, heads) or rows * heads * of_row <= count * STEP_BYTES
-            assert count <= (1 if why_whole is None else 2) or rows * heads * of_row > (count - 1) * STEP_BYTES
+            of_steps = [stop - start for start, stop in walk.rounds[-1].heads]
+            count, total = len(of_steps), rows * heads * of_row
+            assert least <= count
+            assert count <= least or total > (count - 1) * STEP_BYTES
+            if walk.by == "keys" and total > FEW:  # a head is not divided
+                assert (max(of_steps) - 1) * rows * of_row <= LARGEST_STEP
+            else:
+                assert count <= (3 if total > FEW else 2)
 
 
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=8), st.integers(0, 30), st.integers(1, 6), st.data())
