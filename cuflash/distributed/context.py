@@ -52,7 +52,8 @@ class ContextParallel:
     steps : int, optional
         In how many groups of key/value heads rows travel, at most; rows of a group are on their way while those of the
         group before, and before all this rank's own, are computed with. More steps take less memory, and more time of
-        the host. By default there are up to 3, by how many bytes travel.
+        the host. By default there are up to 3, by how many bytes travel, and in a backward pass as many as leave 256
+        MiB to a group.
     timeout : float, default 60.0
         Seconds after which a rank that waits for another one raises TimeoutError, where the communicator allows. Longer
         than any rank computes in a step: in host memory ranks wait for one another that long.
