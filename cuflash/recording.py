@@ -11,6 +11,7 @@ given, or written by work before, and if work fills the results.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections import defaultdict
@@ -29,6 +30,20 @@ class _OfThread(threading.local):
 
 
 of_thread = _OfThread()
+
+
+# Pools of calls that were recorded, with their device: what comes back to a pool of CuPy stays there, even without the
+# pool, and after a call that failed it comes back late.
+_lent: list[tuple[int, Any]] = []
+
+
+def _take_back(device: int) -> None:
+    """Free what came back to pools of the current device, and let those go that lent nothing more."""
+    for entry in [entry for entry in _lent if entry[0] == device]:
+        entry[1].free_all_blocks()
+        if not entry[1].total_bytes():
+            with contextlib.suppress(ValueError):  # another thread was here
+                _lent.remove(entry)
 
 
 class _Step(NamedTuple):
@@ -68,6 +83,7 @@ class Recording:
     # ---- a call that is recorded -------------------------------------------------------------------------------------
 
     def __enter__(self) -> None:
+        _take_back(self._device)
         self._allocator = self._cupy.cuda.using_allocator(self._take)
         self._allocator.__enter__()
         of_thread.recording = self
@@ -75,7 +91,8 @@ class Recording:
     def __exit__(self, *error: Any) -> None:
         of_thread.recording = None
         self._allocator.__exit__(*error)
-        self._pool.free_all_blocks()  # what came back to a pool of CuPy would stay there even without the pool
+        _lent.append((self._device, self._pool))
+        _take_back(self._device)
         del self._allocator, self._pool, self._allocate
         self._steps = _needed(self._steps)
 

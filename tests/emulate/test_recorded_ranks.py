@@ -11,6 +11,7 @@ import pytest
 
 import cuflash.distributed as cd
 import cuflash.testing as ct
+from cuflash import recording
 from cuflash.emulator import find_compiler
 from cuflash.recording import Recording
 from tests.emulate import device
@@ -180,3 +181,31 @@ def test_all_gradients_that_are_sums_are_computed_anew(repeated):
     case = replace(CASES["9.0"], sinks=True, softcap=5.0)
     judge_calls("9.0", case, need=None)
     assert repeated == [True] * 4  # of the forward pass
+
+
+def test_memory_of_a_call_that_fails_comes_back_by_the_next_one():
+    """What an error holds of a call is free once it is gone, and the pool that lent it is, too."""
+    with launcher("9.0", computes=False):
+        cupy = sys.modules["cupy"]
+        extend(cupy)
+        taken: list[Any] = []
+
+        def allocate(nbytes):
+            found = device._memory(nbytes)
+            taken.append(weakref.ref(found))
+            return found
+
+        def fail():
+            array = OnDevice((1000,), np.float32)
+            raise MemoryError(f"after {array.shape}")
+
+        with cupy.cuda.using_allocator(allocate):
+            with pytest.raises(MemoryError) as error, Recording(cupy, (), ()):
+                fail()
+            assert [is_alive() is None for is_alive in taken] == [False]
+            del error
+            gc.collect()
+            with Recording(cupy, (), ()):
+                pass
+        assert [is_alive() is None for is_alive in taken] == [True]
+        assert not recording._lent
