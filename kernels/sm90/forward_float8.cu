@@ -77,25 +77,29 @@ constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : kConsumers == 3 ? 160
 constexpr float kHeadroom = 6.0f;
 constexpr u32 kLargestCode = 0x7e;
 
-// Half of the weights do without the unit for special functions, which all of them keep busy for as long as products
-// take. Where heads have more columns, products take longer, and all weights are powers of two before they are rounded.
+// Exponentials run on the unit for special functions, which all weights together keep busy for as long as the products
+// take. So half of the weights use integer arithmetic instead (`PowersByLine`). With more columns the products take
+// longer, and all weights are exponentials.
 constexpr bool kMixes = kDim <= 128 && kDimV <= 128;
 
-// Powers of two by the bits of float16: as integers, these are 1024 (x + 15) for 2^x where x is whole, and on a line in
-// between (Schraudolph, "A fast, compact approximation of the exponential function", 1999). The line lies beside 2^x by
-// -4.0 % to +2.1 % of it, and by nothing in the mean, since `kLower` brings it down. Rounded to three bits it lies
-// beside 2^x by less than 1/12 of it; 2^x rounded, by 1/17.
+// Approximates 2^x by writing the bits of a float16 as an integer: 1024 (x + 15) is exact where x is whole, and linear in
+// x between two powers (Schraudolph, "A fast, compact approximation of the exponential function", 1999). The relative
+// error is -4.0 % to +2.1 %; kLower shifts the line down so that the mean error is 0. After the rounding to three bits
+// the error is less than 1/12, where that of an exponential is less than 1/16.
 struct PowersByLine {
-  static constexpr float kOne = 15360.0f, kLower = 59.0f, kWhole = 8388608.0f;  // from here on numbers are whole
-  static constexpr int kBitsOfWhole = 0x4b000000, kLargestBits = 0x7fff;        // the latter is NaN
+  // The bits of the float16 1, what the line is lowered by, and 2^23: a float32 of 2^23 or more has an integer in its
+  // lowest bits.
+  static constexpr float kOne = 15360.0f, kLower = 59.0f, kWhole = 8388608.0f;
+  static constexpr int kBitsOfWhole = 0x4b000000, kLargestBits = 0x7fff;  // of 2^23, and a NaN of float16
   float slope, start;
 
-  // Of the powers `score * factor - offset`.
+  // x is `score * factor - offset`.
   CUFLASH_DEVICE PowersByLine(float factor, float offset)
       : slope(1024.0f * factor), start(kWhole + kOne - kLower - 1024.0f * offset) {}
 
-  // What is far below becomes 0, and NaN what is far above, or NaN, or so far below that the sum wraps around. All NaN
-  // count as large weights, which are made once more, without a line.
+  // Two weights. An x far below 0 gives 0. An x far above gives NaN; so does NaN, and so does an x between -2^14 and
+  // -2^13, where the sum of integers wraps around. `round_weights` reports a NaN as a large weight, and the caller then
+  // makes the weights of the tile again from exponentials. So none of these is wrong in the end.
   CUFLASH_DEVICE u32 pair(float low, float high) const { return ptx::permute_bytes(bits(low), bits(high), 0x5410); }
 
  private:
@@ -328,7 +332,8 @@ struct Consumer {
     all_started = !ptx::any_lane(fminf(softmax.offset[0][0], softmax.offset[0][1]) == -ptx::infinity());
   }
 
-  // Makes weights of scores, some by a line if `mixed`. Returns whether one of this lane is as large as any can be.
+  // Makes weights of scores; if `mixed`, in half of the tiles of 8 columns by PowersByLine, in others for each half of the
+  // rows. Returns whether one of this lane's weights is as large as any can be, or NaN.
   template <class Mixed>
   CUFLASH_DEVICE bool round_weights(const Scores& s, const float (&factor)[2], Mixed) {
     u32 carries = 0;

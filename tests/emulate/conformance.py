@@ -1,4 +1,4 @@
-"""What every function of ``kernels/ptx/base.cuh`` computes, in NumPy: the checks of ``conformance.cu``.
+"""What every function of ``kernels/ptx/base.cuh`` computes, in NumPy: checks of ``conformance.cu``.
 
 A check is called with `run`, which runs one kernel somewhere and returns what it wrote::
 
@@ -25,19 +25,19 @@ WARP, BLOCK = 32, 128
 ELEMENTS = {"Float16": np.dtype(np.float16), "BFloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
-def _random_bits(dtype, *shape):
+def random_bits(dtype, *shape):
     dtype = np.dtype(dtype)
     rng = np.random.default_rng(7)
     return rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype).reshape(shape)
 
 
-def _ones(dtype, *shape):
+def ones(dtype, *shape):
     """All bits set: not a value that any check expects."""
     dtype = np.dtype(dtype)
     return np.full((*shape, dtype.itemsize), 0xFF, np.uint8).view(dtype).reshape(shape)
 
 
-def _threads_of(values):
+def threads_of(values):
     """The grid that gives each value a thread."""
     return {"count": len(values), "grid": -(-len(values) // BLOCK)}
 
@@ -46,42 +46,42 @@ def _threads_of(values):
 
 
 def check_indices(run):
-    got = run("indices", destination=_ones(np.uint32, 3, BLOCK, 3), grid=3)
+    got = run("indices", destination=ones(np.uint32, 3, BLOCK, 3), grid=3)
     assert (got == np.stack(np.meshgrid(np.arange(3), np.arange(BLOCK), [3], indexing="ij"), axis=-1)[..., 0, :]).all()
 
 
 def check_dynamic_shared_alignment(run):
-    got = run("dynamic_shared_alignment", destination=_ones(np.uint32, 1), threads=WARP, shared_bytes=16)
+    got = run("dynamic_shared_alignment", destination=ones(np.uint32, 1), threads=WARP, shared_bytes=16)
     assert got[0] == 0
 
 
 def check_shared_b32_b128(run):
-    source = _random_bits(np.uint32, BLOCK, 4)
-    got = run("shared_b32_b128", source=source, destination=_ones(np.uint32, BLOCK, 4), shared_bytes=16 * BLOCK)
+    source = random_bits(np.uint32, BLOCK, 4)
+    got = run("shared_b32_b128", source=source, destination=ones(np.uint32, BLOCK, 4), shared_bytes=16 * BLOCK)
     assert (got == source[np.arange(BLOCK) ^ 37]).all()
 
 
 def check_shared_b128_b16(run):
-    source = _random_bits(np.uint16, BLOCK, 8)
-    got = run("shared_b128_b16", source=source, destination=_ones(np.uint16, BLOCK, 8), shared_bytes=16 * BLOCK)
+    source = random_bits(np.uint16, BLOCK, 8)
+    got = run("shared_b128_b16", source=source, destination=ones(np.uint16, BLOCK, 8), shared_bytes=16 * BLOCK)
     assert (got == source[np.arange(BLOCK) ^ 37]).all()
 
 
 def check_shared_f32x4(run):
     source = np.arange(4 * BLOCK, dtype=np.float32).reshape(BLOCK, 4) / 7
-    got = run("shared_f32x4", source=source, destination=_ones(np.float32, BLOCK, 4), shared_bytes=16 * BLOCK)
+    got = run("shared_f32x4", source=source, destination=ones(np.float32, BLOCK, 4), shared_bytes=16 * BLOCK)
     assert (got == source[np.arange(BLOCK) ^ 37]).all()
 
 
 def check_shared_b16(run):
-    source = _random_bits(np.uint16, BLOCK)
-    got = run("shared_b16", source=source, destination=_ones(np.uint16, BLOCK), shared_bytes=2 * BLOCK)
+    source = random_bits(np.uint16, BLOCK)
+    got = run("shared_b16", source=source, destination=ones(np.uint16, BLOCK), shared_bytes=2 * BLOCK)
     assert (got == source[np.arange(BLOCK) ^ 37]).all()
 
 
 def check_sync_block(run):
     source, rounds = np.arange(BLOCK, dtype=np.uint16), 11
-    destination = _ones(np.uint16, BLOCK)
+    destination = ones(np.uint16, BLOCK)
     got = run("sync_block", source=source, destination=destination, count=rounds, shared_bytes=2 * BLOCK)
     assert (got == np.roll(source, -rounds)).all()
 
@@ -89,42 +89,42 @@ def check_sync_block(run):
 def check_shuffle_xor(run):
     source = np.arange(BLOCK, dtype=np.float32) / 7
     for lane_mask in (1, 2, 4, 8, 16, 31):
-        got = run("shuffle_xor", source=source, destination=_ones(np.float32, BLOCK), count=lane_mask)
+        got = run("shuffle_xor", source=source, destination=ones(np.float32, BLOCK), count=lane_mask)
         assert (got == source[np.arange(BLOCK) ^ lane_mask]).all()
 
 
 def check_sync_warp(run):
-    source = _random_bits(np.uint16, BLOCK)
+    source = random_bits(np.uint16, BLOCK)
     for rounds in (1, 5):
-        got = run("sync_warp", source=source, destination=_ones(np.uint16, BLOCK), count=rounds, shared_bytes=2 * BLOCK)
+        got = run("sync_warp", source=source, destination=ones(np.uint16, BLOCK), count=rounds, shared_bytes=2 * BLOCK)
         assert (got == source[np.arange(BLOCK) ^ 5]).all()
 
 
 def check_named_ring(run):
     for rounds in (1, 5):
         source = np.arange(WARP, dtype=np.uint16) * 100
-        got = run("named_ring", source=source, destination=_ones(np.uint16, WARP), count=rounds, shared_bytes=128)
+        got = run("named_ring", source=source, destination=ones(np.uint16, WARP), count=rounds, shared_bytes=128)
         assert (got == np.roll(source, -4 * rounds) + rounds * (0 + 1 + 2 + 3)).all()
 
 
 def check_named_any(run):
     rounds = 2 * WARP + 3  # in the last three no thread is meant
-    got = run("named_any", destination=_ones(np.uint16, rounds, 2 * WARP), count=rounds)
+    got = run("named_any", destination=ones(np.uint16, rounds, 2 * WARP), count=rounds)
     assert (got == (np.arange(rounds) < 2 * WARP)[:, None]).all()
 
 
 def check_any_lane(run):
     for thread in (0, 31, 45, BLOCK):
-        got = run("any_lane", destination=_ones(np.uint32, BLOCK), count=thread)
+        got = run("any_lane", destination=ones(np.uint32, BLOCK), count=thread)
         assert (got == (np.arange(BLOCK) // WARP == thread // WARP)).all()
 
 
 def check_ballot(run):
-    source = _random_bits(np.uint32, BLOCK)
+    source = random_bits(np.uint32, BLOCK)
     source[:WARP], source[WARP : 2 * WARP] = 0, np.arange(WARP) == 5
     bits = (source.reshape(-1, 1, WARP) % 2 << np.arange(WARP)).sum(-1, dtype=np.uint32)
     zeros = [WARP - int(x).bit_length() for x in bits.ravel()]
-    got = run("ballot", source=source, destination=_ones(np.uint32, BLOCK, 2)).reshape(-1, WARP, 2)
+    got = run("ballot", source=source, destination=ones(np.uint32, BLOCK, 2)).reshape(-1, WARP, 2)
     assert (got[..., 0] == bits).all()
     assert (got[..., 1] == np.array(zeros)[:, None]).all()
 
@@ -133,14 +133,14 @@ def check_ballot(run):
 
 
 def _check_copy_async(run, width):
-    source = _random_bits(np.uint8, BLOCK, 2, width)
+    source = random_bits(np.uint8, BLOCK, 2, width)
     for source_bytes in range(width + 1):
         expected = source.copy()
         expected[:, 0, source_bytes:] = 0
         got = run(
             f"copy_async_{width}",
             source=source,
-            destination=_ones(np.uint8, BLOCK, 2, width),
+            destination=ones(np.uint8, BLOCK, 2, width),
             count=source_bytes,
             shared_bytes=2 * width * BLOCK,
         )
@@ -163,8 +163,8 @@ def check_copy_async_16(run):
 
 
 def _check_load_matrix(run, kernel, transposed):
-    source = _random_bits(np.uint16, WARP, 8)
-    got = run(kernel, source=source, destination=_ones(np.uint16, WARP, 4, 2), threads=WARP, shared_bytes=16 * WARP)
+    source = random_bits(np.uint16, WARP, 8)
+    got = run(kernel, source=source, destination=ones(np.uint16, WARP, 4, 2), threads=WARP, shared_bytes=16 * WARP)
     matrices = source[5 * np.arange(WARP) % WARP].reshape(4, 8, 8)
     if transposed:
         matrices = matrices.swapaxes(1, 2)
@@ -229,21 +229,21 @@ def check_shared_x2(run):
     for name, dtype in WIDE.items():
         source = np.arange(2 * BLOCK, dtype=dtype).reshape(BLOCK, 2) / 7
         shared_bytes = source.nbytes
-        got = run(f"shared_x2_{name}", source=source, destination=_ones(dtype, BLOCK, 3), shared_bytes=shared_bytes)
+        got = run(f"shared_x2_{name}", source=source, destination=ones(dtype, BLOCK, 3), shared_bytes=shared_bytes)
         assert (got == source[np.arange(BLOCK) ^ 37][:, [0, 1, 1]]).all()
 
 
 def check_shuffle_xor_double(run):
     source = np.arange(BLOCK) / 7
     for lane_mask in (1, 2, 4, 8, 16, 31):
-        got = run("shuffle_xor_double", source=source, destination=_ones(np.float64, BLOCK), count=lane_mask)
+        got = run("shuffle_xor_double", source=source, destination=ones(np.float64, BLOCK), count=lane_mask)
         assert (got == source[np.arange(BLOCK) ^ lane_mask]).all()
 
 
 def _check_shuffle(run, kernel, source):
     lanes = np.arange(WARP)
     for factor in (0, 1, 2, 5, 31):
-        got = run(kernel, source=source, destination=_ones(source.dtype, BLOCK), count=factor)
+        got = run(kernel, source=source, destination=ones(source.dtype, BLOCK), count=factor)
         assert (got.reshape(-1, WARP) == source.reshape(-1, WARP)[:, lanes * factor % WARP]).all()
 
 
@@ -252,7 +252,7 @@ def check_shuffle_double(run):
 
 
 def check_shuffle_u32(run):
-    _check_shuffle(run, "shuffle_u32", _random_bits(np.uint32, BLOCK))
+    _check_shuffle(run, "shuffle_u32", random_bits(np.uint32, BLOCK))
 
 
 def _multiply_wide(run, kernel, a, b, c):
@@ -299,236 +299,6 @@ def check_mma_wide_special_values(run):
         expected[7] = -np.inf
         expected[9] = np.finfo(dtype).tiny * expected[0]
         np.testing.assert_array_equal(_multiply_wide(run, kernel, a, b, c), expected)
-
-
-# ---- Arithmetic ------------------------------------------------------------------------------------------------------
-
-
-def check_exp2_approx(run):
-    x = np.concatenate([np.linspace(-125.5, 127.5, 4001), np.linspace(-1, 1, 999)]).astype(np.float32)
-    got = run("exp2_approx", source=x, destination=_ones(np.float32, len(x)), **_threads_of(x))
-    np.testing.assert_allclose(got, np.exp2(x.astype(np.float64)), rtol=2.0**-22)
-
-    special = np.array([0, -0.0, 1, -1, -np.inf, np.inf, np.nan, 128, -127, -149, 1e-40, -1e-40], np.float32)
-    expected = np.array([1, 1, 2, 0.5, 0, np.inf, np.nan, np.inf, 0, 0, 1, 1], np.float32)
-    got = run("exp2_approx", source=special, destination=_ones(np.float32, len(special)), **_threads_of(special))
-    np.testing.assert_array_equal(got, expected)
-
-
-def check_reciprocal_approx(run):
-    x = np.concatenate([np.geomspace(1.2e-38, 8e37, 4001), np.linspace(-4, -0.25, 999)]).astype(np.float32)
-    got = run("reciprocal_approx", source=x, destination=_ones(np.float32, len(x)), **_threads_of(x))
-    np.testing.assert_allclose(got, 1 / x.astype(np.float64), rtol=2.0**-23)
-
-    special = np.array([0, -0.0, 1, np.inf, -np.inf, np.nan, 1e-40, 3e38], np.float32)
-    expected = np.array([np.inf, -np.inf, 1, 0, -0.0, np.nan, np.inf, 0], np.float32)
-    got = run("reciprocal_approx", source=special, destination=_ones(np.float32, len(special)), **_threads_of(special))
-    np.testing.assert_array_equal(got, expected)
-
-
-def check_sqrt_approx(run):
-    x = np.geomspace(1.2e-38, 3e38, 5000).astype(np.float32)
-    got = run("sqrt_approx", source=x, destination=_ones(np.float32, len(x)), **_threads_of(x))
-    np.testing.assert_allclose(got, np.sqrt(x.astype(np.float64)), rtol=2.0**-22)
-
-    special = np.array([0, -0.0, 1, np.inf, -1, np.nan, 1e-40], np.float32)
-    expected = np.array([0, -0.0, 1, np.inf, np.nan, np.nan, 0], np.float32)
-    got = run("sqrt_approx", source=special, destination=_ones(np.float32, len(special)), **_threads_of(special))
-    np.testing.assert_array_equal(got, expected)
-
-
-def check_floor_to_int(run):
-    rng = np.random.default_rng(9)
-    magnitudes = np.concatenate([np.geomspace(1e-40, 2.0**30.9, 3000), np.arange(1000) / 4])
-    special = [0.0, 1e-45, 0.5, 2.0**23 - 0.5, 2.0**23, 2.0**31 - 128, 2.0**31, 2.0**31 + 256, 2.0**63, 3e38, np.inf]
-    x = np.concatenate([magnitudes * rng.choice([-1, 1], len(magnitudes)), special, np.negative(special), [np.nan]])
-    x = x.astype(np.float32)
-    expected = np.clip(np.floor(np.nan_to_num(x.astype(np.float64))), -(2.0**31), 2.0**31 - 1).astype(np.int32)
-    got = run("floor_to_int", source=x, destination=_ones(np.int32, len(x)), **_threads_of(x))
-    np.testing.assert_array_equal(got, expected)
-
-
-def check_log2_approx(run):
-    x = np.concatenate([np.geomspace(1e-44, 3e38, 4001), np.linspace(0.5, 2, 999)]).astype(np.float32)
-    got = run("log2_approx", source=x, destination=_ones(np.float32, len(x)), **_threads_of(x))
-    np.testing.assert_allclose(got, np.log2(x.astype(np.float64)), rtol=2.0**-22, atol=2.0**-22)
-
-    special = np.array([0, -0.0, 1, np.inf, -1, np.nan], np.float32)
-    expected = np.array([-np.inf, -np.inf, 0, np.inf, np.nan, np.nan], np.float32)
-    got = run("log2_approx", source=special, destination=_ones(np.float32, len(special)), **_threads_of(special))
-    np.testing.assert_array_equal(got, expected)
-
-
-def check_multiply(run):
-    factors = np.random.default_rng(0).standard_normal((1000, 2)).astype(np.float32)
-    product = factors[:, 0] * factors[:, 1]
-    # The rounded product minus itself is zero; a product fused into the sum would leave its rounding error.
-    source = np.column_stack([factors, -product])
-    got = run("multiply", source=source, destination=_ones(np.float32, len(source)), **_threads_of(source))
-    np.testing.assert_array_equal(got, 0)
-
-
-def check_limit_magnitude(run):
-    x = np.concatenate([np.random.default_rng(0).standard_normal(500), [np.inf, -np.inf, 0.0, 3e38, np.nan]])
-    most = np.concatenate([np.random.default_rng(1).uniform(0, 2, 500), [1.0, 3e38, 1.0, 3e38, 2.0]])
-    source = np.column_stack([x, most]).astype(np.float32)
-    got = run("limit_magnitude", source=source, destination=_ones(np.float32, len(source)), **_threads_of(source))
-    np.testing.assert_array_equal(got[:-1], np.clip(source[:-1, 0], -source[:-1, 1], source[:-1, 1]))
-    assert abs(got[-1]) == 2.0
-
-
-def check_fma_saturated(run):
-    factors = np.random.default_rng(0).standard_normal((1000, 3)).astype(np.float32)
-    special = [[np.inf, -np.inf, 1], [np.inf, np.inf, 1], [np.inf, 0, 1], [np.nan, 1, 1], [-1, 1, 1], [-0.5, 0.5, 1]]
-    source = np.concatenate([factors, np.array(special, np.float32)])
-    got = run("fma_saturated", source=source, destination=_ones(np.float32, len(source)), **_threads_of(source))
-    a, b, c = factors.astype(np.float64).T
-    np.testing.assert_allclose(got[:-6], np.clip(a * b + c, 0, 1), rtol=2.0**-23, atol=1e-38)
-    np.testing.assert_array_equal(got[-6:], [0, 1, 0, 0, 0, 0.75])
-
-
-def check_at_least_u16x2(run):
-    a, b = _random_bits(np.uint32, 2, 1000)
-    b[::4] = a[::4]  # equal, in both halves or in one
-    b[1::4] = a[1::4] & np.uint32(0xFFFF) | b[1::4] & np.uint32(0xFFFF0000)
-    a[-4:], b[-4:] = (0, 0xFFFFFFFF, 0x7FFF8000, 0x80007FFF), 0x80008000
-    source = np.column_stack([a, b])
-    got = run("at_least_u16x2", source=source, destination=np.full((1000, 2), 9, np.uint32), **_threads_of(source))
-    np.testing.assert_array_equal(got[:, 0], (a & 0xFFFF) >= (b & 0xFFFF))
-    np.testing.assert_array_equal(got[:, 1], a >> 16 >= b >> 16)
-
-
-def check_multiply_double(run):
-    # Integers of 30 bits: their product has more bits than float64, the sum is what rounding left of it.
-    factors = np.random.default_rng(0).integers(2**29, 2**30, (1000, 2)) | 1
-    factors = factors.astype(np.float64)
-    source = np.column_stack([factors, -factors[:, 0] * factors[:, 1]])
-    got = run("multiply_double", source=source, destination=_ones(np.float64, len(source)), **_threads_of(source))
-    np.testing.assert_array_equal(got, 0)
-
-
-def check_round_to_tf32(run):
-    numbers = np.arange(0, 2**18, 61, dtype=np.uint32) << 13  # those of TF32, finite and not
-    around = np.concatenate([numbers, numbers + 0xFFF, numbers + 0x1000, numbers + 0x1001])
-    x = np.concatenate([around, around | np.uint32(2**31)]).view(np.float32)
-    x = x[~np.isnan(x)]
-    away_from_zero = ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
-    got = run("round_to_tf32", source=x, destination=_ones(np.float32, len(x)), **_threads_of(x))
-    np.testing.assert_array_equal(got, np.where(np.isinf(x), x, away_from_zero))
-
-
-def check_bits(run):
-    for name, dtype in (("float", np.uint32), ("double", np.uint64)):
-        bits = _random_bits(dtype, 1000)
-        got = run(f"bits_{name}", source=bits, destination=np.zeros(1000, dtype), **_threads_of(bits))
-        np.testing.assert_array_equal(got, bits)
-
-
-def check_infinity(run):
-    assert run("infinity", destination=np.zeros(1, np.float32), threads=WARP)[0] == np.inf
-
-
-def check_to_float32(run):
-    bits = np.arange(2**16, dtype=np.uint16)
-    for element, dtype in ELEMENTS.items():
-        got = run("to_float32", source=bits, destination=_ones(np.float32, 2**16), element=element, **_threads_of(bits))
-        expected = bits.view(dtype).astype(np.float32)
-        np.testing.assert_array_equal(got, expected)
-        assert (np.signbit(got) == np.signbit(expected))[~np.isnan(expected)].all()
-
-
-def check_to_float16x2(run):
-    """From compute capability 8.9 on."""
-    bits = np.arange(2**16, dtype=np.uint16)
-    for name, dtype in (("e4m3", ml_dtypes.float8_e4m3fn), ("e5m2", ml_dtypes.float8_e5m2)):
-        destination = _ones(np.float16, 2**16, 2)
-        got = run(f"to_float16x2_{name}", source=bits, destination=destination, **_threads_of(bits))
-        expected = bits.view(np.uint8).view(dtype).astype(np.float32).reshape(-1, 2)
-        np.testing.assert_array_equal(got.astype(np.float32), expected)
-        assert (np.signbit(got) == np.signbit(expected))[~np.isnan(expected)].all()
-        # Of two pairs, from both ends.
-        destination = _ones(np.float16, 2**16, 2, 2)
-        both = run(f"to_float16x4_{name}", source=bits, destination=destination, **_threads_of(bits))
-        np.testing.assert_array_equal(both.view(np.uint16), np.stack([got, got[::-1]], axis=1).view(np.uint16))
-
-
-def check_to_float8x2(run):
-    """From compute capability 8.9 on."""
-    numbers = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    middle = (numbers[1:] + numbers[:-1]) / 2
-    around = [numbers, middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(np.inf))]
-    positive = np.concatenate([*around, np.array([449, 464, 500, 3e38, 1e-45, 1e-40, np.inf], np.float32)])
-    values = np.concatenate([positive, -positive, np.array([np.nan, 0], np.float32)])
-    pairs = np.stack([values, np.roll(values, 1)], axis=1)
-    got = run("to_float8x2", source=pairs, destination=_ones(np.uint16, len(pairs)), **_threads_of(pairs))
-    _assert_float8_pairs(got, pairs)
-    halves = np.arange(2**16, dtype=np.uint16).view(np.float16)
-    pairs = np.stack([halves, np.roll(halves, 77)], axis=1)
-    got = run("halves_to_float8x2", source=pairs, destination=_ones(np.uint16, len(pairs)), **_threads_of(pairs))
-    _assert_float8_pairs(got, pairs.astype(np.float32))
-
-
-def _assert_float8_pairs(got, pairs):
-    with np.errstate(invalid="ignore"):
-        expected = np.clip(pairs, -448, 448).astype(ml_dtypes.float8_e4m3fn)
-    numbers_got = got.view(np.uint8).view(ml_dtypes.float8_e4m3fn).reshape(-1, 2).astype(np.float32)
-    np.testing.assert_array_equal(numbers_got, expected.astype(np.float32))
-    is_number = ~np.isnan(pairs)
-    np.testing.assert_array_equal(np.signbit(numbers_got)[is_number], np.signbit(pairs)[is_number])
-
-
-def check_clamped_sum(run):
-    """From compute capability 9.0 on. Sums wrap before they are clamped."""
-    words = _random_bits(np.int32, 3000, 3)
-    words[:1000] >>= 16
-    words[1000:1500, 1] = -0x4B000000
-    words[1000:2000, 2] = 0x7FFF
-    got = run("clamped_sum", source=words, destination=_ones(np.int32, 3000), **_threads_of(words))
-    wrapped = words[:, 0] + words[:, 1]  # of int32, so it wraps
-    np.testing.assert_array_equal(got, np.maximum(np.minimum(wrapped, words[:, 2]), 0))
-
-
-def check_permute_bytes(run):
-    words = _random_bits(np.uint32, 3000, 3)
-    words[:, 2] &= 0x7777
-    bytes_ = words[:, :2].copy().view(np.uint8)
-    chosen = np.stack([bytes_[np.arange(3000), words[:, 2] >> 4 * i & 7] for i in range(4)], axis=1)
-    got = run("permute_bytes", source=words, destination=_ones(np.uint32, 3000), **_threads_of(words))
-    np.testing.assert_array_equal(got.view(np.uint8).reshape(-1, 4), chosen)
-
-
-def check_multiply_f16x2(run):
-    factors = _random_bits(np.float16, 4000, 2, 2)
-    with np.errstate(all="ignore"):
-        expected = (factors[:, 0].astype(np.float32) * factors[:, 1].astype(np.float32)).astype(np.float16)
-    got = run("multiply_f16x2", source=factors, destination=_ones(np.float16, 4000, 2), **_threads_of(factors))
-    np.testing.assert_array_equal(got, expected)
-
-
-def _values_around_rounding(dtype):
-    """Every 64th number of `dtype`, the middle to its neighbour, and the float32 numbers next to that middle."""
-    numbers = np.arange(0, 2**15, 64, dtype=np.uint16)
-    here = numbers.view(dtype).astype(np.float64)
-    next_ = (numbers + 1).astype(np.uint16).view(dtype).astype(np.float64)
-    finite = np.isfinite(here) & np.isfinite(next_)
-    middle = ((here + next_) / 2)[finite].astype(np.float32)
-    beyond = float(ml_dtypes.finfo(dtype).max) * np.array([1.0, 1.0002, 1.0003, 1.001, 1.003])
-    around = [here, middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(np.inf)), beyond]
-    positive = np.concatenate([*around, [np.inf, 3.4e38, 1e-45, 1e-40]]).astype(np.float32)
-    return np.concatenate([positive, -positive, [np.nan]]).astype(np.float32)
-
-
-def check_pack(run):
-    for element, dtype in ELEMENTS.items():
-        with np.errstate(over="ignore", invalid="ignore"):
-            values = _values_around_rounding(dtype)
-            pairs = np.stack([values, np.roll(values, 1)], axis=1)
-            expected = pairs.astype(dtype)
-        destination = _ones(np.uint16, len(pairs), 2)
-        bits = run("pack", source=pairs, destination=destination, element=element, **_threads_of(pairs))
-        is_nan = np.isnan(pairs)
-        assert np.isnan(bits.view(dtype)[is_nan].astype(np.float32)).all()
-        assert (bits == expected.view(np.uint16))[~is_nan].all()
 
 
 # ---- Reductions in global memory -------------------------------------------------------------------------------------

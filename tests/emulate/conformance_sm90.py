@@ -14,6 +14,8 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 
+from tests.emulate.conformance import ones, random_bits
+
 PARAMS = np.dtype(
     [
         ("map", np.uint64, 16),
@@ -40,28 +42,16 @@ class Tensor:
     box: tuple[int, int, int, int]
 
 
-def _random_bits(dtype, *shape):
-    dtype = np.dtype(dtype)
-    rng = np.random.default_rng(7)
-    return rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype).reshape(shape)
-
-
-def _ones(dtype, *shape):
-    """All bits set."""
-    dtype = np.dtype(dtype)
-    return np.full((*shape, dtype.itemsize), 0xFF, np.uint8).view(dtype).reshape(shape)
-
-
 # ---- Barriers --------------------------------------------------------------------------------------------------------
 
 
 def check_barrier_ring(run):
     rounds, readers = 11, 3
-    source = _random_bits(np.uint16, rounds, WARP)
+    source = random_bits(np.uint16, rounds, WARP)
     got = run(
         "barrier_ring",
         source=source,
-        destination=_ones(np.uint16, rounds, readers, WARP),
+        destination=ones(np.uint16, rounds, readers, WARP),
         count=rounds,
         shared_bytes=512,
     )
@@ -74,8 +64,8 @@ def check_barrier_ring(run):
 
 def check_bulk_load(run):
     for size in (32, 4096):
-        source = _random_bits(np.uint8, size)
-        got = run("bulk_load", source=source, destination=_ones(np.uint8, size), count=size, shared_bytes=size + 8)
+        source = random_bits(np.uint8, size)
+        got = run("bulk_load", source=source, destination=ones(np.uint8, size), count=size, shared_bytes=size + 8)
         assert (got == source).all()
 
 
@@ -126,7 +116,7 @@ def check_tensor_load(run):
     for name, box in BOXES.items():
         dtype, dims, strides, sizes, coordinates = box
         elements, size = _sizes(box)
-        source = _random_bits(dtype, elements)
+        source = random_bits(dtype, elements)
         tensor = Tensor("source", dims, strides, sizes)
         got = run(
             "tensor_load",
@@ -144,12 +134,12 @@ def check_tensor_load(run):
 
 def check_cluster_load(run):
     boxes, rows, columns = 7, 16, 64
-    source = _random_bits(np.uint16, boxes, rows, columns)
+    source = random_bits(np.uint16, boxes, rows, columns)
     row_bytes = columns * source.itemsize
     got = run(
         "cluster_load",
         source=source,
-        destination=_ones(np.uint8, boxes, 2, rows * row_bytes),
+        destination=ones(np.uint8, boxes, 2, rows * row_bytes),
         tensor=Tensor("source", (columns, rows, boxes, 1), (row_bytes, rows * row_bytes, source.nbytes), (64, 8, 1, 1)),
         count=boxes,
         grid=2,
@@ -162,7 +152,7 @@ def check_cluster_load(run):
 def check_exchanged(run):
     rounds = 9
     source = np.random.default_rng(7).standard_normal((rounds, 2, WARPGROUP, 4)).astype(np.float32)
-    destination = _ones(np.float32, *source.shape)
+    destination = ones(np.float32, *source.shape)
     shared_bytes = 16 * WARPGROUP + 16
     got = run("exchanged", source=source, destination=destination, count=rounds, grid=2, shared_bytes=shared_bytes)
     np.testing.assert_array_equal(got, source[:, ::-1])
@@ -174,9 +164,9 @@ def check_tensor_store(run):
         if dims[0] * np.dtype(dtype).itemsize % 16:  # stores write the whole of the last 16 bytes: not emulated
             continue
         elements, size = _sizes(box)
-        image = _random_bits(np.uint8, size)
+        image = random_bits(np.uint8, size)
         tensor = Tensor("destination", dims, strides, sizes)
-        before = _ones(dtype, elements)
+        before = ones(dtype, elements)
         got = run(
             "tensor_store",
             source=_swizzled(image),
@@ -199,7 +189,7 @@ def check_tensor_store(run):
 
 
 def check_elected(run):
-    got = run("elected", destination=_ones(np.uint32, WARPGROUP // WARP, WARP, 3))
+    got = run("elected", destination=ones(np.uint32, WARPGROUP // WARP, WARP, 3))
     assert (got[:, :, 0].sum(axis=1) == 1).all()
     assert (got[:, :, 0] == got[:, :, 1]).all()
     assert (got[:, :, 2] == 7 * WARP * np.arange(WARPGROUP // WARP)[:, None]).all()
@@ -207,22 +197,22 @@ def check_elected(run):
 
 def check_kept(run):
     values = np.resize(np.array([0, -0.0, 1, 1e-40, np.inf, np.nan], np.float32), WARPGROUP)
-    got = run("kept", source=values, destination=_ones(np.uint16, WARPGROUP), shared_bytes=4 * WARPGROUP)
+    got = run("kept", source=values, destination=ones(np.uint16, WARPGROUP), shared_bytes=4 * WARPGROUP)
     assert (got == np.arange(WARPGROUP)).all()
 
 
 def check_store_matrix(run):
     # Lane l passes elements (l / 4, 2 (l % 4)) and the one right of it of each of four matrices.
-    matrices = _random_bits(np.uint16, 4, 8, 8)
+    matrices = random_bits(np.uint16, 4, 8, 8)
     source = np.ascontiguousarray(matrices.reshape(4, WARP, 2).swapaxes(0, 1))
-    destination = _ones(np.uint16, WARP, 8)
+    destination = ones(np.uint16, WARP, 8)
     got = run("store_matrix", source=source, destination=destination, threads=WARP, shared_bytes=16 * WARP)
     assert (got[5 * np.arange(WARP) % WARP] == matrices.reshape(WARP, 8)).all()
 
 
 def check_registers(run):
     threads = 3 * WARPGROUP
-    got = run("registers", destination=_ones(np.uint32, threads), threads=threads)
+    got = run("registers", destination=ones(np.uint32, threads), threads=threads)
     assert (got == np.arange(threads)).all()
 
 
@@ -337,7 +327,7 @@ def check_product_loaded(run):
     got = run(
         "product_loaded",
         source=rows,
-        destination=_ones(np.float32, 2, 64, 64),
+        destination=ones(np.float32, 2, 64, 64),
         tensor=Tensor("source", (64, 128, 1, 1), (LINE_BYTES, 128 * LINE_BYTES, 128 * LINE_BYTES), (64, 64, 1, 1)),
         shared_bytes=2 * 64 * LINE_BYTES + 8,
     )

@@ -1,4 +1,4 @@
-"""The emulated functions of ``kernels/ptx/base.cuh`` compute what the checks say, under every schedule."""
+"""The emulated functions of ``kernels/ptx`` compute what the checks say, under every schedule."""
 
 from pathlib import Path
 
@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from cuflash.emulator import SCHEDULES, build, find_compiler
+from tests.emulate import conformance_arithmetic
 from tests.emulate.attention import guarded
 from tests.emulate.conformance import CHECKS, PARAMS
 
 HERE = Path(__file__).resolve().parent
+ALL = CHECKS + conformance_arithmetic.CHECKS
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -48,6 +50,8 @@ def run(request):
     return run_emulated
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize(
+    "check", CHECKS + conformance_arithmetic.CHECKS, ids=lambda check: check.__name__.removeprefix("check_")
+)
 def test_conformance(check, run):
     check(run)

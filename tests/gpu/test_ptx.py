@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cuflash.compiler import compile_kernel, kernel_directory
-from tests.emulate import conformance, conformance_sm90
+from tests.emulate import conformance, conformance_arithmetic, conformance_sm90
 
 pytestmark = pytest.mark.gpu
 
@@ -68,7 +68,10 @@ def launch(
     return cupy.asnumpy(device["destination"]).view(destination.dtype).reshape(destination.shape)
 
 
-@pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+CHECKS = conformance.CHECKS + conformance_arithmetic.CHECKS
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 def test_conformance(check, run):
     check(run)
 
