@@ -3,14 +3,14 @@
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
 // The kernel is persistent, with consumers that own 64 queries each, as sm90/forward.cu is. What differs:
-//   - Products of bytes read both operands along k, so V must lie with its keys next to each other. Three warps of the
-//     last warpgroup, the transposers, turn each tile of V around in shared memory, while its first warp is the producer.
+//   - Products of bytes read both operands along k, so the keys of V must be neighbours in memory. The first warp of
+//     the last warpgroup is the producer; its other three, the transposers, transpose each tile of V in shared memory.
 //   - Weights are rounded to float8_e4m3, which has 3 bits behind the first and ends at 448. Offsets of exponents keep
 //     them near 2^kHeadroom, where what is far below the largest still has all bits.
-//   - Tensor cores add the products of bytes in 14 bits. So each tile of keys has a product of its own, and what it adds
-//     to O is added in float32.
-//   - l is the sum of the weights as they were rounded, by a column of ones behind V: O / l is a mean of values, whatever
-//     the rounding does.
+//   - Tensor cores keep 14 bits of sums of products of bytes. So each tile of keys has a product of its own, and the
+//     kernel adds these to O in float32.
+//   - l is the sum of the rounded weights: V has a column of ones after its last one. So O / l is a mean of values,
+//     whatever the rounding does.
 // q_scale, k_scale and scale become one factor of the exponents, v_scale one of what a tile adds to O, or of O.
 //
 //   barrier      one phase is over when              who waits
@@ -48,9 +48,9 @@ constexpr int kOnes = 8;  // rows of ones behind V transposed: as few as a produ
 // The columns of O that one product makes, of several in turn where the sums of all would take too many registers.
 constexpr int kPartColumns = kDimV <= 128 ? kDimV : 64;
 constexpr int kParts = kDimV / kPartColumns, kPartTiles = kPartColumns / 8;
-// Where O has several parts, l is a product of its own, so that accumulators that take turns in the same registers are of
-// one size. When the last part had 8 columns more than the others, ptxas failed to place them in a third of all variants,
-// others with every version, and waited for each product by itself.
+// Where O has several parts, l is a product of its own, so that all accumulators that share registers have one size.
+// When the last part had 8 columns more than the others, ptxas failed to place them in a third of all variants,
+// different ones with every version, and waited for each product by itself.
 constexpr bool kOnesApart = kParts > 1;
 constexpr int kSumTiles = kPartTiles + !kOnesApart;
 static_assert(kDimV % kPartColumns == 0 && kDim % 32 == 0 && kDimV % 32 == 0 && kBlockN % 32 == 0, "whole products");
@@ -82,10 +82,10 @@ constexpr u32 kLargestCode = 0x7e;
 // longer, and all weights are exponentials.
 constexpr bool kMixes = kDim <= 128 && kDimV <= 128;
 
-// Approximates 2^x by writing the bits of a float16 as an integer: 1024 (x + 15) is exact where x is whole, and linear in
-// x between two powers (Schraudolph, "A fast, compact approximation of the exponential function", 1999). The relative
-// error is -4.0 % to +2.1 %; kLower shifts the line down so that the mean error is 0. After the rounding to three bits
-// the error is less than 1/12, where that of an exponential is less than 1/16.
+// Approximates 2^x by writing the bits of a float16 as an integer: 1024 (x + 15) is exact where x is whole, and linear
+// in x between two powers (Schraudolph, "A fast, compact approximation of the exponential function", 1999). The
+// relative error is -4.0 % to +2.1 %; kLower shifts the line down so that the mean error is 0. After the rounding to
+// three bits the error is less than 1/12, where that of an exponential is less than 1/16.
 struct PowersByLine {
   // The bits of the float16 1, what the line is lowered by, and 2^23: a float32 of 2^23 or more has an integer in its
   // lowest bits.
@@ -332,8 +332,9 @@ struct Consumer {
     all_started = !ptx::any_lane(fminf(softmax.offset[0][0], softmax.offset[0][1]) == -ptx::infinity());
   }
 
-  // Makes weights of scores; if `mixed`, in half of the tiles of 8 columns by PowersByLine, in others for each half of the
-  // rows. Returns whether one of this lane's weights is as large as any can be, or NaN.
+  // Makes weights of scores. With Mixed, every second tile of 8 columns uses PowersByLine, the even ones for the first
+  // of a lane's rows and the odd ones for the second. Returns whether a weight of this lane is the largest number, or
+  // NaN.
   template <class Mixed>
   CUFLASH_DEVICE bool round_weights(const Scores& s, const float (&factor)[2], Mixed) {
     u32 carries = 0;
