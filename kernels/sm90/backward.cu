@@ -3,32 +3,32 @@
 //   P' = exp(K Q' - lse)    dP' = V dO'    dS' = P' * (dP' - delta)
 //   dV = P' dO              dK = dS' Q     dQ += dS K                       (X' is X transposed; rows of X' are keys)
 //
-// A block owns kBlockN keys of one key/value head and walks over the tiles of queries, and over the query heads that
-// share its keys; or over its share of these steps, where tiles of keys alone do not fill the device. Each warpgroup
-// has a role:
-//   - Two consumers keep dK and dV in registers, where P' and dS' are operands as they come. Each of them makes
-//     everything for 64 keys of its own. Or, where registers hold only one of dV and dK, both have the same 64 keys:
-//     the first makes P' and dV, the second dS' and dK, and P' is handed over in shared memory.
-//   - dS' goes to shared memory, too. From it the warpgroup of dQ makes dQ of the tile and adds it to memory, at its
-//     own pace. It first clears what later blocks add to (common/clear_dq.cuh). One of its warps is the producer.
-//   - Where blocks add to dQ in order, three warps of a last warpgroup load tiles, wait for this block's turn, and end
-//     it: each takes as long as a memory access. They load tiles once dQ is through with a step, out of its way.
-// Consumers issue dV and dK of a tile of queries right after P' of the next one (after dP' where they make no P'), so
-// that they run during what follows from it. They ping-pong through what the other would slow down (kPingPong).
+// A block owns kBlockN keys of one key/value head. It walks over the query heads that share its keys, and for each over
+// the tiles of queries. Where tiles of keys alone do not fill the device, blocks share the steps of a walk. Each
+// warpgroup has a role:
+//   - Two consumers accumulate dK and dV in registers. P' and dS' are operands there, too (but see Schedule). Each of
+//     them makes everything for 64 keys of its own. Or, where registers hold only one of dV and dK, both have the same
+//     64 keys: the first makes P' and dV, the second dS' and dK, and P' is handed over in shared memory.
+//   - The warpgroup of dQ reads dS' from shared memory, makes dQ of the tile, and adds it to memory, at its own pace.
+//     It first clears what later blocks add to (common/clear_dq.cuh). One of its warps is the producer.
+//   - Where blocks add to dQ in order, three warps of a last warpgroup each do what takes as long as a memory access:
+//     load tiles (once dQ is done with a step, to keep out of its way), wait for this block's turn, and end the turn.
+// Consumers issue dV and dK of a tile of queries right after S' of the next one (after dP' where they make no S'), so
+// that these run during P' or dS' of the next one. They ping-pong through what the other would slow down (kPingPong).
 //
 //   barrier       one phase is over when              who waits
 //   kv_full       K and V have arrived                consumers, dQ
-//   q_full[i]     Q and statistics are in stage i     consumers, before P'
-//   q_empty[i]    every consumer is done with them    producer, before the next Q in i
-//   do_full[i], do_empty[i]                           the same for dO; in order, dQ is done with its step, too
-//   ds_full[i]    dS' has been written to i           dQ
+//   q_full[i]     Q and statistics are in stage i     consumers, before S'
+//   q_empty[i]    all consumers have used stage i     producer, before it loads the next Q there
+//   do_full[i], do_empty[i]                           the same for dO; in order, dQ arrives at do_empty, too
+//   ds_full[i]    dS' has been written to stage i     dQ
 //   ds_empty[i]   dQ, and dK if it does, has read it  the consumers that make dS', before they write there again
 //   p_full        P' has been handed over             the consumer that makes dS', where roles are split
-//   p_empty       it has been read                    the consumer that makes P', before it hands over the next
-//   turn[i]       it is this block's turn at a tile   dQ, before adding to it
-//   added[i]      dQ of the tile is added             the thread that ends the turn
-//   ended[i]      the turn has been ended             the thread that waits for turns, before the next but one
-//   named: per consumer one for itself and one for the ping-pong; one for all consumers; one for consumers and dQ at the end
+//   p_empty       P' has been read                    the consumer that makes P', before it hands over the next
+//   turn[i]       it is this block's turn at a tile   dQ, before it adds to the tile
+//   added[i]      dQ of the tile has been added       the thread that ends the turn
+//   ended[i]      the turn has been ended             the thread that waits for turns, before the turn after next
+//   named: per consumer, one for itself and one for the ping-pong; one for all consumers; one for consumers and dQ
 #include "common/clear_dq.cuh"
 #include "common/config.cuh"
 #include "common/dropout.cuh"
@@ -59,7 +59,7 @@ template <bool makes_dv, bool makes_dk>
 struct Consumer {
   static constexpr bool kIssuesDpEarly = makes_dk && kDpEarly;
   static constexpr int kGradientGroups = makes_dv + makes_dk;  // of wgmma: [GEMM 5] and [GEMM 6]
-  // A register for the lane is worth 3 to 5 % of a step where there is one to spare, and costs 1 to 2 % elsewhere.
+  // Keeping the lane in a register makes a step 3 to 5 % faster where one is to spare, and 1 to 2 % slower elsewhere.
   static constexpr bool kKeepsLane = kHoldsK && !kIsPacked;
 
   const BackwardParams& params;
@@ -69,7 +69,7 @@ struct Consumer {
   const Entry batch;
   const u32 index, thread, kept_lane;
   const bool elected;
-  const u32 first;  // of its keys
+  const u32 first;  // of its 64 keys, in the tile
   const int warp_key, lane_key;
   const u32 rows_k, rows_v;
   const float kept_scale;
@@ -77,7 +77,7 @@ struct Consumer {
 
   float dk[makes_dk ? kDim / 8 : 1][4], dv[makes_dv ? kDimV / 8 : 1][4];
   Fragment k_operand[kHoldsK ? kDim / 16 : 1];
-  Fragment p_operand[kBlockM / 16], ds_operand[kBlockM / 16];  // of the step before
+  Fragment p_operand[kBlockM / 16], ds_operand[kBlockM / 16];  // both of the step before
   Position<kNumStages> at;
   Position<kDsStages> ds_at;
   Position<kPStages> p_at;
@@ -85,7 +85,7 @@ struct Consumer {
   int stage_before = 0;
   LaneSums lane_sums;
   CapturedLane captured;
-  bool scores_are_small = false;  // of this step: see Score::cap
+  bool scores_are_small = false;  // in this step: see Score::cap
 
   CUFLASH_DEVICE Consumer(const BackwardParams& params_, const Shared& shared_, const Work& found, u32 index_)
       : params(params_),
@@ -128,7 +128,7 @@ struct Consumer {
     if constexpr (kHoldsK) load_fragments_chunked<kBlockN>(rows_k, warp_key, k_operand);
   }
 
-  // Waits for Q, and for dO unless its product is issued later. Clears rows past the last query for the same reason.
+  // Waits for Q, and for dO unless step() waits for it before [GEMM 2]. Clears rows past the last query, too.
   CUFLASH_DEVICE void wait_for_queries(u32 s_q, u32 s_do) {
     shared.q_ring.full(at).wait(at.parity);
     if constexpr (!kIssuesDpEarly) shared.do_ring.full(at).wait(at.parity);
@@ -167,12 +167,12 @@ struct Consumer {
     issue_rows<kDimV, kBlockN, kBlockM>(ds, rows_v, s_do);
   }
 
-  // [GEMM 5] dV += P' dO and [GEMM 6] dK += dS' Q, of the step before. They replace the sums unless it `adds`. With
-  // `nothing` before it, any operands do, because the next step does not add to what this one makes.
+  // [GEMM 5] dV += P' dO and [GEMM 6] dK += dS' Q, of the step before. They replace the sums unless `adds`. `nothing`
+  // says that there is no step before. Then any operands will do, because the next step replaces these sums.
   CUFLASH_DEVICE void issue_gradients(bool adds, bool nothing) {
     const u64 dout = descriptor_of_transposed<kBlockM>(shared.dout + stage_before * kBytesDo);
     const u64 q = descriptor_of_transposed<kBlockM>(shared.q + stage_before * kBytesQ);
-    // dS' of the keys of this consumer. It wrote them last to the stage that is not the next one.
+    // dS' of the keys of this consumer. It last wrote them to the other of the two stages.
     const u64 ds = descriptor_of(nothing ? shared.q : shared.ds + (ds_at.stage ^ 1) * kBytesDs + first * kLineBytes);
     if constexpr (kDkFromShared) ptx::sync_named(kConsumer + index, 128);
     ptx::fence_operand(dv);
@@ -190,7 +190,7 @@ struct Consumer {
     ptx::wgmma_wait<0>();
     ptx::fence_operand(dv);
     ptx::fence_operand(dk);
-    // A product that is done does not tell that all threads have read the statistics, so they meet here. The consumer
+    // A finished product does not mean that all threads have read the statistics, so they synchronise here. A consumer
     // that makes dS' need not: the next tile is loaded only once each of its warps has arrived at ds_full.
     if constexpr (!makes_dk) ptx::sync_named(kConsumer + index, 128);
     if (elected && frees) {
@@ -206,7 +206,7 @@ struct Consumer {
 #pragma unroll
     for (int k = 0; k < kBlockM / 16; ++k) to_operand(value, k, operand[k]);
   }
-  // The weights that dV is made of: none that dropout has marked.
+  // Makes operands of the weights that dV is made of. Those that dropout has marked become 0.
   template <int rows>
   CUFLASH_DEVICE void to_weights(const float (&p)[kQueryTiles][4], const u32 (&packed)[rows][2]) {
     if constexpr (kPacksWeights) {
@@ -228,7 +228,7 @@ struct Consumer {
     return ptx::to_float32(Float16{}, (u16)(packed[i / 2] >> i % 2 * 16));
   }
 
-  // Loads the mask bits of a tile, if it needs them, before the product is issued whose pairs they hide.
+  // Loads the mask bits of a tile, if it needs them. Called before the product whose pairs they hide is issued.
   CUFLASH_DEVICE u32 load_mask() const {
     if (!kMaskByBits || !walk.needs_mask(work.queries)) return ~0u;
     const int n_block = work.work.block * (kBlockN / kBitsBlock) + first / kBitsBlock;
@@ -253,7 +253,7 @@ struct Consumer {
     }
     wait_for<pending>(p);
     if constexpr (kPassesEarly) ping_pong.pass();
-    // Beside derivatives that are kept there are no registers for the coefficients of the shorter series.
+    // Where derivatives are kept, no registers are left for the coefficients of the shorter series of cap_near.
     scores_are_small = kPacksWeights ? weights.score.cap_near(products) : weights.score.cap(products);
     keep_derivatives(p, derivative);
     if constexpr (kAddsByTile) {
@@ -280,7 +280,7 @@ struct Consumer {
   }
 
 #if CUFLASH_HAS_SCORE_FUNCTION
-  // [3] The same where a function of the caller makes scores.
+  // [3] The same, where a function of the caller makes the scores.
   template <int pending, int rows>
   CUFLASH_DEVICE void make_p_by_function(const Functions& functions, float (&p)[kQueryTiles][4],
                                          u32 (&derivative)[rows][2], u32 s_stats, u32 shown) {
@@ -301,7 +301,7 @@ struct Consumer {
   CUFLASH_DEVICE u32 s_row_numbers() const { return shared.row_numbers + warp_index() * kBytesPoints; }
 #endif
 
-  // Keeps the derivatives of capped scores, of whose tanh `p` is made.
+  // Keeps the derivatives of capped scores, or their tanh, which `p` holds at this point.
   template <int rows>
   CUFLASH_DEVICE void keep_derivatives(const float (&p)[kQueryTiles][4], u32 (&derivative)[rows][2]) const {
     if constexpr (kNeedsDsoftcap) {
@@ -342,8 +342,8 @@ struct Consumer {
     if constexpr (!makes_dv) shared.p_ring.full(p_at).wait(p_at.parity);
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
-      // The other consumer is let in before the last n-tile. So the assembler moves most exponentials after that point;
-      // a ping-pong that passes after the exponentials costs more than it is worth.
+      // The other consumer is let in before the last n-tile. The assembler then moves most exponentials after that
+      // point; a ping-pong that passes only after the exponentials costs more than it gains.
       if (!kPassesEarly && n == kQueryTiles - 1) ping_pong.pass();
       float delta[2];
       ptx::load_shared_x2(s_stats + n * 64 + 8, delta);
@@ -361,14 +361,14 @@ struct Consumer {
     }
   }
 
-  // Where a thread keeps its scores until dS' is made, four neighbours at a place.
+  // Where a thread keeps its scores until dS' is made: the four of an n-tile are neighbours.
   CUFLASH_DEVICE u32 s_scores() const { return shared.scores + index * kBytesScores + thread * 16; }
   CUFLASH_DEVICE void keep_scores(const float (&value)[kQueryTiles][4]) const {
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) ptx::store_shared_f32x4(s_scores() + n * 128 * 16, value[n]);
   }
   CUFLASH_DEVICE KeySumsPlace sums() const { return {common, work, (int)(first + warp_key) / 16}; }
-  // At the end of a step of a query head. If it was the last step of this head, leaves what belongs to the head.
+  // Called at the end of a step of a query head. After its last step, leaves the sums that belong to the head.
   CUFLASH_DEVICE void leave_sums(int head, bool last) {
     if (walk.head == head && !last) return;
     if constexpr (kSumsScores) {
@@ -393,14 +393,14 @@ struct Consumer {
     ds_at.advance();
   }
 
-  // ---- A step: one tile of queries ------------------------------------------------------------------------------------
-  // The first step has nothing before it and makes products of it all the same, to which those of the second do not
-  // add: a first step apart from the loop takes twice the instructions, and more registers.
+  // ---- A step: one tile of queries ----------------------------------------------------------------------------------
+  // The first step, too, issues products of "the step before", and those of the second step replace their results. A
+  // first step apart from the loop would take twice the instructions, and more registers.
   CUFLASH_DEVICE void step(int number) {
     const u32 s_q = shared.q + at.stage * kBytesQ, s_do = shared.dout + at.stage * kBytesDo;
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     float p[kQueryTiles][4], ds[kQueryTiles][4];
-    // Two derivatives share a register, as float16; or two weights, see PackedWeights.
+    // Two derivatives share a register, as float16; or two weights do, see PackedWeights.
     [[maybe_unused]] u32 derivative[(kPacksWeights || kPacksDerivatives) && !kNeedsDsoftcap ? kQueryTiles : 1][2];
     [[maybe_unused]] const u32 shown = makes_dv ? load_mask() : 0;
 #if CUFLASH_HAS_SCORE_FUNCTION
@@ -431,7 +431,7 @@ struct Consumer {
     } else {
       finish_ds(p, ds, derivative, s_do, s_stats, number > 0);
       hand_over_ds();
-      // Nothing waits for the sums: dS' is on its way.
+      // These sums come last, because nothing waits for them: dS' is on its way.
       if constexpr (kSumsLate) add_to_sums(ds);
     }
     stage_before = at.stage;
@@ -441,8 +441,8 @@ struct Consumer {
     if constexpr (makes_dk && (kSumsScores || kSumsCaptured)) leave_sums(head, number + 1 == work.num_steps);
   }
 
-  // The second half of a step of a consumer that makes dS': makes it, and P' and it operands. These overwrite those of
-  // the products of the step before, which are finished first. With `frees`, gives back the tiles that they have read.
+  // The second half of a step of a consumer that makes dS'. P' and dS' become operands, in place of those of the step
+  // before. So its products are finished first; with `frees`, the tiles that they have read are given back.
   template <int rows>
   CUFLASH_DEVICE void finish_ds(float (&p)[kQueryTiles][4], float (&ds)[kQueryTiles][4],
                                 const u32 (&derivative)[rows][2], u32 s_do, u32 s_stats, bool frees) {
@@ -483,7 +483,7 @@ struct Consumer {
   }
 
   CUFLASH_DEVICE void run() {
-    // With shares of queries, or lists, it may meet no query of some head.
+    // With a share of the queries, or with lists, the block may meet no query of some head.
     if constexpr (makes_dk && kSumsScores && (kSplitsTail || kHasLists)) sums().leave_zeros();
     double dscale = 0;
     if (work.num_steps > 0) {
@@ -515,7 +515,7 @@ struct Consumer {
 
   // ---- The epilogue -------------------------------------------------------------------------------------------------
 
-  // Stores the sums of keys that several blocks share, for the kernel that adds them.
+  // Stores this block's sums of keys that several blocks share, for the kernel that adds them up.
   CUFLASH_DEVICE void store_partials() {
     Real* partials = work.partials(common, kSplitsRoles ? thread : ptx::thread_index());
     const auto store = [&](const auto& d) {
@@ -532,7 +532,7 @@ struct Consumer {
     if constexpr (makes_dv && kNeedsDv) store(dv);
   }
 
-  // Rounds dK and dV and stores them by way of the shared memory of these rows of K and V, which nothing reads again.
+  // Rounds dK and dV and stores them by way of shared memory: over their rows of K and V, which nothing reads again.
   CUFLASH_DEVICE void store_gradients() {
     if constexpr (makes_dv) store_fragments_chunked<kBlockN>(rows_v, warp_key, dv, kept_scale, kept_scale);
     if constexpr (makes_dk) store_fragments_chunked<kBlockN>(rows_k, warp_key, dk, common.scale, common.scale);

@@ -11,14 +11,15 @@
 // which take turns in one ring. Each of the two consumers owns 64 queries. They drift apart, so that the products of
 // one run during the exponentials of the other.
 //
-// Operands of float32 come split into bfloat16 parts (around/split_fp32.cu), and each product is the sum of those of
+// Operands of float32 come split into bfloat16 parts (around/split_fp32.cu), and each product is the sum of products of
 // parts (common/part_products.cuh), as in the main kernel.
 //
-//   barrier         one phase is over when             who waits
-//   full[i]         the operands of a product are in i  consumers, before the product
-//   empty[i]        every warp has used them            producer, before the next ones in i
-//   bias_full[i]    a tile of bias has arrived          consumers, before its first exponentials
-//   bias_empty[i]   every warp has its last ones        producer, before the next one in i
+//   barrier         one phase is over when                       who waits
+//   full[i]         the operands of a product are in stage i     consumers, before the product
+//   empty[i]        every consumer warp has used them            producer, before it loads the next ones there
+//   bias_full[i]    a tile of bias is in stage i                 consumers, before their first exponentials with it
+//   bias_empty[i]   every consumer warp has made its last        producer, before it loads the next tile there
+//                   exponentials with it
 #include "common/backward.cuh"
 #include "common/config.cuh"
 #include "common/dropout.cuh"
@@ -31,19 +32,19 @@
 #include "sm90/products.cuh"
 #include "sm90/tiles.cuh"
 
-constexpr int kBiasStages = CUFLASH_BIAS_STAGES;  // tiles of bias
+constexpr int kBiasStages = CUFLASH_BIAS_STAGES;  // of the ring of tiles of bias
 constexpr int kMaps = (CUFLASH_ARGUMENT_BYTES - CUFLASH_PARAMS_BYTES) / sizeof(TensorMap);
-constexpr int kBoxRows = 64, kBoxKeys = CUFLASH_BOX_KEYS;  // of queries, and of keys, that TMA brings at once
+constexpr int kBoxRows = 64, kBoxKeys = CUFLASH_BOX_KEYS;  // queries, and keys, in one box of TMA
 constexpr int kConsumers = kBlockM / 64, kNTiles = kBlockN / 8;
 static_assert(kNumWarps == 4 * (kConsumers + 1), "the consumers and a producer");
 static_assert(kBlockM == 64 * kConsumers && kBlockN % kBoxKeys == 0, "a consumer owns 64 queries; boxes are whole");
 static_assert(kBiasOfPairs && !kSumsQueries && !kSumsKeys, "the bias differs from pair to pair");
 static_assert(!kLooksUpMask && !kMaskByBits, "masks hide keys, or whole tiles and what the bounds hide");
 
-using Factor = Either<kWide, BFloat16, Element>::Type;  // what products are of
+using Factor = Either<kWide, BFloat16, Element>::Type;  // of the operands of products
 static_assert(!kWide || max_of(kDim, kDimV) <= kChunk, "the tensor cores cut sums off: each is of one chunk");
 
-// Shared memory: the ring of operands, tiles of bias, what is added to the scores of keys, barriers.
+// Shared memory: the ring of operands, the ring of tiles of bias, numbers that are added to scores of keys, barriers.
 constexpr u32 kPartA = chunked_bytes(kBlockM, max_of(kDim, kDimV)), kBytesA = kBf16Parts * kPartA;
 constexpr u32 kPartB = chunked_bytes(kBlockN, max_of(kDim, kDimV)), kBytesStage = kBytesA + kBf16Parts * kPartB;
 static_assert(kNumStages * (kBytesStage + kBytesNumbers) + kBiasStages * kBytesBias + Ring<kNumStages>::kBytes +
@@ -51,7 +52,7 @@ static_assert(kNumStages * (kBytesStage + kBytesNumbers) + kBiasStages * kBytesB
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
-// Registers of a thread after the producer has given up most of its own. Numbers of keys take more of them there.
+// Registers of a thread after the producer has given up most of its own. It keeps more where it makes numbers of keys.
 constexpr int kProducerRegisters = kHasKeyNumbers ? 40 : 24, kConsumerRegisters = kHasKeyNumbers ? 232 : 240;
 
 struct BiasParams {
@@ -83,7 +84,7 @@ struct Shared {
   }
 };
 
-// What a block takes: tiles of dbias as long as every block has one, then shares of those that are left.
+// The work of a block: whole tiles of dbias as long as every block gets one, then shares of the tiles that are left.
 struct ShareWalk {
   u32 index, whole, count;
 
@@ -96,11 +97,11 @@ struct ShareWalk {
   CUFLASH_DEVICE bool more() const { return index < count; }
   CUFLASH_DEVICE void advance(const Params& params) { index += params.resident_blocks; }
   CUFLASH_DEVICE bool is_share() const { return index >= whole; }
-  // The tile, or its place among those that are shared, and the share.
+  // For a share: the place of its tile among those that are shared, and the number of the share. `tile` is for both.
   CUFLASH_DEVICE u32 shared(const Params& params) const { return (index - whole) / params.score_splits; }
   CUFLASH_DEVICE int split(const Params& params) const { return (index - whole) % params.score_splits; }
   CUFLASH_DEVICE u32 tile(const Params& params) const { return is_share() ? whole + shared(params) : index; }
-  // The first of the tiles of pairs that are summed.
+  // The tiles of pairs that are summed, from the first one on.
   CUFLASH_DEVICE ScoreTiles first(const Params& params) const {
     ScoreTiles tiles(params, tile(params));
     tiles.take_share(params, is_share() ? split(params) : 0, is_share() ? params.score_splits : 1);
@@ -108,7 +109,7 @@ struct ShareWalk {
   }
 };
 
-// Asks for `rows` rows of a head, in boxes of `box_rows`.
+// Issues the loads of `rows` rows of a head, in boxes of `box_rows` rows.
 template <int rows, int box_rows, int columns>
 CUFLASH_DEVICE void load_boxes(u32 tile, const TensorMap& map, const Barrier& full, int first_row, int head,
                                int batch) {
@@ -120,7 +121,7 @@ CUFLASH_DEVICE void load_boxes(u32 tile, const TensorMap& map, const Barrier& fu
                        batch);
 }
 
-// The producer: one thread.
+// The producer, which is one thread.
 CUFLASH_DEVICE void produce(const BiasParams& params, const Shared& shared) {
   const Params& common = params.common;
   const TensorMap& bias_map = params.others[kMaps - 5];
@@ -163,7 +164,8 @@ CUFLASH_DEVICE void produce(const BiasParams& params, const Shared& shared) {
   }
 }
 
-// Another warp of the producer: what is added to the scores of each key, as exponents. It goes with K; with V nothing.
+// Another warp of the producer stores the numbers that are added to the scores of each key, as exponents. They go with
+// the stage of K. For the stage of V the warp only arrives.
 CUFLASH_DEVICE void produce_numbers(const Params& params, const Shared& shared) {
   Position<kNumStages> at;
   for (ShareWalk walk(params); walk.more(); walk.advance(params))
@@ -227,7 +229,7 @@ struct Consumer {
     });
   }
 
-  // [3] P in place of S, whose keys' numbers are in stage `stage`.
+  // [3] Replaces S by P. The numbers of its keys are in stage `stage`.
   template <class Hidden>
   CUFLASH_DEVICE void weigh(const Score& score, int row, int key, int stage, const float (&lse)[2], bool masked,
                             Hidden is_hidden) {
@@ -236,7 +238,7 @@ struct Consumer {
                                  shared.numbers + stage * kBytesNumbers + fragment_column() * 4);
     addends.visit<kNTiles>([&](int n, int i, auto plus_addend) {
       float& x = s[0][n][i];
-      if constexpr (kWide)  // rounded as in the other kernels, which made lse
+      if constexpr (kWide)  // rounded as in the kernels that made lse
         x = exponential(plus_addend(score.capped(x) * score.factor) - lse[i / 2]);
       else
         x = exponential(x * score.factor + plus_addend(-lse[i / 2]));
@@ -250,7 +252,7 @@ struct Consumer {
     }
   }
 
-  // A tile of pairs of one head. `last` says that it is the last one of the share.
+  // Adds a tile of pairs of one head. `first` and `last` say whether it is the first or the last one of the share.
   CUFLASH_DEVICE void step(const ScoreTiles& now, bool first, bool last) {
     const Entry batch = now.batch;
     const int head = now.head, key_stop = key_stop_of(common, batch);
@@ -285,7 +287,7 @@ struct Consumer {
     add(Dropout(common, batch, head), row, key, delta, masked, is_hidden);
   }
 
-  // [4] sum += P * (dP - delta). What is hidden may be multiplied by numbers that are none.
+  // [4] sum += P * (dP - delta). dP of hidden pairs may be NaN, so it is set to 0 before it is multiplied.
   template <class Hidden>
   CUFLASH_DEVICE void add(const Dropout& dropout, int row, int key, const float (&delta)[2], bool masked,
                           Hidden is_hidden) {
@@ -303,7 +305,7 @@ struct Consumer {
     }
   }
 
-  // Leaves the sums: in their place, or to the kernel that adds those of several blocks.
+  // Stores the sums: in dbias, or for the kernel that adds up those of several blocks.
   CUFLASH_DEVICE void store(const ShareWalk& walk) {
     const ScoreTiles tile(common, walk.tile(common));
     const int lane_row = warp_row + fragment_row(), lane_key = fragment_column();

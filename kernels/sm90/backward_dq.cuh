@@ -9,9 +9,9 @@
 #include "sm90/products.cuh"
 #include "sm90/tiles.cuh"
 
-// Warp. Loads the tiles of a block: K and V at the start, tiles of queries as stages become free. All lanes keep track
-// of the position, and one of them issues the loads. So the compiler knows that the coordinates are the same in all
-// lanes, as TMA requires.
+// Warp. Loads the tiles of a block: K and V at the start, and tiles of queries as stages become free. All lanes keep
+// track of the position, though only one of them issues the loads. So the compiler knows that the coordinates are the
+// same in all lanes, as TMA requires.
 struct Producer {
   const BackwardParams& params;
   const Shared& shared;
@@ -94,7 +94,8 @@ CUFLASH_DEVICE void keep_dq_order(const BackwardParams& params, const Shared& sh
   }
 }
 
-// [GEMM 7] dQ = dS K, of some columns of K. The first fragments of dS are in registers, the others in shared memory.
+// [GEMM 7] dQ = dS K, for kDqColumns columns of K. The first fragments of dS are in registers, the others in shared
+// memory.
 CUFLASH_DEVICE void issue_dq(float (&dq)[kDqColumns / 8][4], const Fragment (&ds)[kDqHeld], u64 a, u64 b) {
   issue(dq, [&]() __attribute__((always_inline)) {
 #pragma unroll
@@ -105,7 +106,8 @@ CUFLASH_DEVICE void issue_dq(float (&dq)[kDqColumns / 8][4], const Fragment (&ds
   });
 }
 
-// The warpgroup of dQ. It makes dQ of each tile of queries and these keys and adds it to the sum in memory.
+// The warpgroup of dQ. For each tile of queries it makes the part of dQ that is due to the block's keys, and adds it to
+// the sum in memory.
 CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& shared, const Work& found, u32 thread) {
   const Params& common = params.common;
   const BackwardWork tile(common, found);

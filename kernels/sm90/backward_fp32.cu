@@ -3,26 +3,26 @@
 //   P' = exp(K Q' - lse)    dP' = V dO'    dS' = P' * (dP' - delta)
 //   dV = P' dO              dK = dS' Q     dQ += dS K                       (X' is X transposed; rows of X' are keys)
 //
-// Factors come split into bfloat16 parts, three each or two (common/bf16_split.cuh), and each product is a sum of six,
-// or of three. The tensor cores cut off what they add up, instead of rounding it: so a chunk of 64 columns, or of the
-// 64 rows of a tile, is summed there, and chunks and tiles are added with rounding. Only scores are one sum, that of
-// the forward pass.
+// Each factor comes split into three or two bfloat16 parts (common/bf16_split.cuh), and each product is a sum of six
+// products of parts, or of three. The tensor cores truncate their sums instead of rounding them. So they sum only over
+// a chunk of 64 columns, or over the 64 rows of a tile, and chunks and tiles are added with rounding. Only scores are
+// one sum of the tensor cores, as in the forward pass.
 //
 // A block owns 64 keys of one key/value head and walks over the tiles of 64 queries, and over the query heads that
 // share its keys. Nothing is computed twice: the first warpgroup makes P' and dV and hands P' to the second, which
 // makes dS' and dK and hands dS' to the third, which makes dQ of the tile and adds it to memory. Two threads of the
 // last warpgroup are producers: they load tiles by TMA, chunk by chunk, as soon as a chunk of the tile before is free.
 //
-//   barrier         one phase is over when                    who waits
-//   k_full, v_full  K, or V, has arrived                      the warpgroups that multiply with it
-//   q_full[i]       a chunk of Q is in i, with the first one  P', dK
-//                   statistics and the bias of its pairs
-//   q_empty[i]      dK of it is computed, and so is P'        the producer of Q, late dQ
-//   do_full[i]      a chunk of dO is in i                     dP', dV
-//   do_empty[i]     dP' and dV of it are computed             the producer of dO
+//   barrier         one phase is over when                      who waits
+//   k_full, v_full  K, or V, has arrived                        the warpgroups that multiply with it
+//   q_full[i]       a chunk of Q is in i; with the first chunk  P', dK
+//                   also statistics and the bias of its pairs
+//   q_empty[i]      dK of the chunk is made, and so is P'       the producer of Q; dQ, if it is late (kDqLate)
+//   do_full[i]      a chunk of dO is in i                       dP', dV
+//   do_empty[i]     dP' and dV of the chunk are made            the producer of dO
 //   p_full[i]       P' is in buffer i                           dS'
 //   ds_full[i]      dS' has taken the place of P' in buffer i   dQ
-//   ds_empty[i]     dQ of it is computed                      P', before it is written there again
+//   ds_empty[i]     dQ of this dS' is made                      P', before it is written there again
 //   named: one for the warpgroup of dK
 #include "common/bf16_split.cuh"
 #include "common/config.cuh"
@@ -47,8 +47,8 @@ constexpr int kBuffers = CUFLASH_NUM_BUFFERS;  // for P' and dS'
 constexpr bool kDqLate = CUFLASH_DQ_LATE;
 static_assert(!kDqLate || kBuffers <= kNumStages, "dQ sees every phase of q_empty");
 
-// A tile is stored as chunks of 64 columns, and a chunk as its bfloat16 parts, one after the other. Products pass over
-// those columns of the last chunk that head dimensions, in multiples of 16, do not have.
+// A tile is stored as chunks of 64 columns, and a chunk as its bfloat16 parts, one after the other. Products skip the
+// columns of the last chunk that lie past the head dimension, rounded up to a multiple of 16.
 constexpr int kChunks = chunks_of(kDim), kChunksV = chunks_of(kDimV);
 constexpr u32 kBytesPart = chunked_bytes(kRows, kChunk);
 constexpr u32 kBytesChunk = kBf16Parts * kBytesPart;
@@ -60,8 +60,8 @@ static_assert((kNumStages + 1) * (kBytesK + kBytesV) + kBuffers * kBytesChunk +
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
-// Registers of a thread once each role has its own number of them. All together are at most what the block started
-// with.
+// Registers of a thread once each role has its own number of them. In all, they are at most as many as the block
+// started with.
 constexpr int kConsumerRegisters = 200, kDqRegisters = 80, kProducerRegisters = 32;
 
 constexpr u32 kDkWarpgroup = 1;  // named barrier
@@ -72,7 +72,7 @@ struct BackwardParams {
 };
 static_assert(sizeof(BackwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
-// The buffers in which P' and then dS' are handed on.
+// The barriers of the buffers in which P' and then dS' are handed on.
 struct BufferBarriers {
   u32 address;
 
@@ -81,7 +81,7 @@ struct BufferBarriers {
   CUFLASH_DEVICE Barrier ds_empty(const Position<kBuffers>& at) const { return {address + 24 * at.stage + 16}; }
 };
 
-// Chunks of tiles of queries on their way through shared memory.
+// The ring of tiles of Q, or of dO, with barriers for each chunk of a tile.
 template <int chunks>
 struct ChunkRing {
   static constexpr u32 kBytes = kNumStages * chunks * kBytesChunk;
@@ -136,7 +136,7 @@ CUFLASH_DEVICE void for_part_products(Multiply multiply) {
 }
 CUFLASH_DEVICE u64 part_of(u64 chunk, int part) { return chunk + part * (kBytesPart / 16); }
 
-// Issues d = a b', of the first columns of tiles stored by rows.
+// Issues d = a b', over the first `columns` columns of tiles stored by rows.
 template <int columns>
 CUFLASH_DEVICE void multiply_rows(float (&d)[kTileColumns][4], u32 a, u32 b) {
   const u64 rows_a = descriptor_of(a), rows_b = descriptor_of(b);
@@ -161,8 +161,8 @@ struct Operand {
   u32 word[kBf16Parts][kSteps][4];
 };
 
-// total += a b, b stored by rows; `arrives(c)` waits for chunk c of b, `release(c)` is told that it is not needed any
-// more, `meanwhile` is done while the first products run.
+// total += a b, with b stored by rows. `arrives(c)` waits for chunk c of b, `release(c)` gives the chunk back, and
+// `meanwhile` is called while the first products run.
 template <int n_tiles, class Arrives, class Meanwhile, class Release>
 CUFLASH_DEVICE void add_product(float (&total)[n_tiles][4], const Operand& a, u32 b, Arrives arrives,
                                 Meanwhile meanwhile, Release release) {
@@ -192,7 +192,7 @@ CUFLASH_DEVICE void add_product(float (&total)[n_tiles][4], const Operand& a, u3
   });
 }
 
-// Splits an accumulator into parts by `split_pair`, and returns the sum of what that returns.
+// Splits an accumulator into parts by `split_pair`, and returns the sum of the results of `split_pair`.
 template <class SplitPair>
 CUFLASH_DEVICE float to_operand(const float (&value)[kTileColumns][4], Operand& operand, SplitPair split_pair) {
   float sum = 0.0f;
@@ -208,10 +208,10 @@ CUFLASH_DEVICE float to_operand(const float (&value)[kTileColumns][4], Operand& 
   return sum;
 }
 
-// ---- Roles ------------------------------------------------------------------------------------------------------------
+// ---- Roles ----------------------------------------------------------------------------------------------------------
 
-// A producer: a thread that loads K and the tiles of Q as chunks get free, with what belongs to their rows and pairs; or V
-// and those of dO.
+// A producer is one thread. It loads K, and tiles of Q as chunks become free, with the statistics of their rows and the
+// bias of their pairs. Or it loads V, and tiles of dO.
 template <int chunks, bool of_queries>
 CUFLASH_DEVICE void produce(const BackwardParams& params, const Shared& shared, const TensorMap& keys, u32 s_keys,
                             const Barrier& keys_full, const TensorMap& queries, const ChunkRing<chunks>& ring) {
@@ -253,7 +253,7 @@ CUFLASH_DEVICE void produce(const BackwardParams& params, const Shared& shared, 
   }
 }
 
-// Stores dK or dV: rows of the result, or the part of this block where several blocks share the sums.
+// Stores dK or dV: as rows of the result, or as this block's part where several blocks share the sums.
 template <int head_dim, int n_tiles>
 CUFLASH_DEVICE void store_rows(const Params& params, const Tensor& result, const BackwardWork& tile, Real* partials,
                                u32 thread, const float (&value)[n_tiles][4], float factor) {
@@ -272,8 +272,8 @@ CUFLASH_DEVICE void store_rows(const Params& params, const Tensor& result, const
   }
 }
 
-// [3] P' = exp(S' - lse), in place of S'. The second warpgroup multiplies dP' - delta by what it gets: P' times the
-// derivative of the score in the scaled product. The sign says what dropout drops.
+// [3] P' = exp(S' - lse), in place of S'. The second warpgroup gets a factor for dP' - delta: P' times the derivative
+// of the score in the scaled product. Its sign marks the weights that dropout drops.
 CUFLASH_DEVICE void hand_over_p(float (&p)[kTileColumns][4], const Weights& weights, const Addends<true>& addends,
                                 const Dropout& dropout, bool masked, int lane_query, int lane_key, u32 s_stats,
                                 u32 s_p) {
@@ -311,7 +311,7 @@ CUFLASH_DEVICE void hand_over_p(float (&p)[kTileColumns][4], const Weights& weig
   }
 }
 
-// The first warpgroup: P', for the second one, and dV.
+// The first warpgroup makes P', which it hands to the second one, and dV.
 CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, u32 thread) {
   const Params& common = params.common;
   const BackwardWork tile(common);
@@ -329,8 +329,8 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
   for (int step = 0; step < tile.num_steps; ++step) {
     const int head = walk.head, m_block = walk.m_block, first_row = m_block * kRows;
     float p[kTileColumns][4];
-    // [GEMM 1] S' = K Q'. Scores are one sum of the tensor cores, as in the forward pass: then lse lacks what they cut off, just as S'
-    // does.
+    // [GEMM 1] S' = K Q'. Scores are one sum of the tensor cores, as in the forward pass: then lse lacks what they cut
+    // off, just as S' does.
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) shared.q_ring.full(at, c).wait(at.parity);
     multiply_rows<kDim>(p, shared.k, shared.q_ring.tile(at));
@@ -372,8 +372,7 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
   store_rows<kHeadDimV>(common, common.dv, tile, partials, thread, dv, kept_scale_of(common));
 }
 
-// [GEMM 2] dP' = V dO'. The tensor cores sum each chunk by itself, and chunks are added with rounding.
-// dP' of the sums of its chunks, which are added with rounding.
+// Makes dP' of the sums of its chunks. The tensor cores sum each chunk by itself, and chunks are added with rounding.
 CUFLASH_DEVICE void add_chunks(float (&ds)[kTileColumns][4], const float (&chunk_sum)[kChunksV][kTileColumns][4]) {
 #pragma unroll
   for (int n = 0; n < kTileColumns; ++n)
@@ -412,7 +411,7 @@ CUFLASH_DEVICE void split(const float (&ds)[kTileColumns][4], Operand& operand) 
   }
 }
 
-// Stores dS', rows of which are keys, from a lane's `line` on.
+// Stores dS', whose rows are keys, from the address `line` of this lane on.
 CUFLASH_DEVICE void store_ds(const Operand& operand, u32 line, u32 lane) {
 #pragma unroll
   for (int part = 0; part < kBf16Parts; ++part)
@@ -422,7 +421,7 @@ CUFLASH_DEVICE void store_ds(const Operand& operand, u32 line, u32 lane) {
                            operand.word[part][k]);
 }
 
-// The second warpgroup: dP', dS', for the third one, and dK.
+// The second warpgroup makes dP', then dS', which it hands to the third one, and dK.
 CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, u32 thread) {
   const Params& common = params.common;
   const BackwardWork tile(common);
@@ -460,7 +459,7 @@ CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, 
     Operand operand;
     split(ds, operand);
 
-    // Once all threads have read P', dS' is stored there, where rows are keys.
+    // Once all threads have read P', dS' is stored in its place. There, rows are keys.
     ptx::sync_named(kDkWarpgroup, 128);
     store_ds(operand, s_buffer + (warp_key + lane % 16) * kLineBytes, lane);
     add_product(  // [GEMM 6] dK += dS' Q
@@ -480,7 +479,7 @@ CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, 
   store_rows<kHeadDim>(common, common.dk, tile, tile.partials(common, thread), thread, dk, common.scale);
 }
 
-// The third warpgroup: dQ of each tile of queries and these keys, added to the sum in memory.
+// The third warpgroup makes dQ of each tile of queries and these keys, and adds it to the sum in memory.
 CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& shared, u32 thread) {
   const Params& common = params.common;
   const BackwardWork tile(common);
@@ -500,7 +499,8 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
       continue;
     }
     if constexpr (kDqLate) shared.q_ring.empty(at, 0).wait(at.parity);
-    // A chunk at a time. More columns would read dS' less often, and take more registers.
+    // dQ is made a chunk at a time. With more columns at once, dS' would be read less often, but registers would be
+    // needed for them.
     repeat<kChunks>([&](auto chunk) __attribute__((always_inline)) {
       constexpr int c = decltype(chunk)::value, kNTiles = min_of(kDim / 8 - c * kChunkTiles, kChunkTiles);
       const u64 columns = keys + c * (kBytesChunk / 16);

@@ -28,26 +28,27 @@ constexpr bool kSplitsRoles = kSchedule == Schedule::kSplitRoles;
 static_assert(kPairsStats, "a lane reads lse of two queries, and later their delta");
 constexpr int kConsumers = 2;
 constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
-// What a lane keeps of two neighbours in a register until dS' is made, where scores have derivatives by the products:
-// the weights, beside weights times derivatives; or else the derivatives. These it keeps beside dropout, which marks
-// weights by their sign; where the soft cap has addends behind it, which come between the two; and where the gradient of
-// such an addend is summed. Where gradients of the soft cap, or of arrays that a function of the caller reads, are
-// summed, the derivatives are made after dS' and need nothing that is kept here.
+// Where scores have derivatives by the products, a lane keeps one of two things until dS' is made, two neighbours in a
+// register. Either it keeps the weights, and multiplies P' by the derivatives; or it keeps the derivatives. It does the
+// latter where dropout marks weights by their sign; where addends follow the soft cap, because they come between the
+// tanh and the weights; and where the gradient of such an addend is summed. Where gradients of the soft cap, or of
+// arrays that a function of the caller reads, are summed, the derivatives are made after dS', and nothing is kept here.
 constexpr bool kPacksWeights =
     kHasDerivative && (kHasScoreFunction ? !kSumsCaptured : kFactorInExponent && !kNeedsDsoftcap && !kHasDropout);
 constexpr bool kPacksDerivatives = kHasDerivative && !kHasScoreFunction && !kPacksWeights;
 static_assert(!kPacksWeights || !kHasDropout, "weights are marked by their sign, which derivatives would change");
-// Numbers that a function of the caller reads of a row, and of a key: each warp of the consumers has those of a tile.
+// How many numbers a function of the caller reads of a row, and of a key. Each warp of the consumers has its own copy
+// of those that it needs of a tile.
 constexpr int kRowNumbers = CUFLASH_NUMBERS_OF_ROWS, kWarpKeyNumbers = CUFLASH_NUMBERS_OF_WARP_KEYS;
 // Whether consumers ping-pong: one goes from P' to dS' while the other waits, or does the rest of its own step. If they
 // ran side by side, each product would take twice as long, and then both would have only exponentials to do at the same
 // time. With split roles the first lets the second in once its products are issued. On an H200 ping-pong makes the
 // kernel 9 to 12 % faster at head_dim 128 from seqlen 4096 on, 4 % at 64, 2 to 3 % at 256, and with slopes 2 to 12 %.
-// But it is slower by 7 to 14 % where a function acts on the products, by 2 to 5 % with a bias of pairs, and by 4 %
-// with a bias of keys at head_dim 64. On an H100, scores of points make the pass 11 to 28 % faster without it; with
-// gradients of the points, from 6 % slower to 9 % faster.
-// A soft cap alone makes P' take so long that the other consumer is let in as soon as S' is there, which is 1 to 2 %
-// faster than no ping-pong; that from P' to dS' is slower by 3 to 11 %.
+// But the kernel is slower by 7 to 14 % where a function acts on the products, by 2 to 5 % with a bias of pairs, and by
+// 4 % with a bias of keys at head_dim 64. On an H100, the pass with scores of points is 11 to 28 % faster without
+// ping-pong; with gradients of the points, it is from 6 % slower to 9 % faster.
+// With a soft cap alone, P' takes so long that the other consumer is let in as soon as S' is there. This is 1 to 2 %
+// faster than no ping-pong, while a ping-pong from P' to dS' is 3 to 11 % slower.
 constexpr bool kPassesEarly = kPacksWeights && !kHasScoreFunction && !kSplitsRoles;
 constexpr bool kPingPong = (kRowNumbers + kWarpKeyNumbers == 0 || kSplitsRoles) && (!kHasDerivative || kPassesEarly) &&
                            !kHasDropout && !kBiasOfPairs && (!kHasKeyNumbers || kDkFromShared) &&
@@ -58,22 +59,25 @@ static_assert(kNumWarps == 4 * (kConsumers + 1 + kDqInOrder), "the consumers, dQ
 static_assert(kBlockN == 64 * kDsWriters, "a consumer, or both, own 64 keys");
 static_assert(kBlockM == 64, "dQ is one product of 64 rows");
 
-// Shared memory: K, V, the rings of Q, of dO, of dS' and of P', bias and statistics of queries, barriers.
+// Shared memory: K, V, the rings of Q, of dO, of dS' and of P', kept scores, bias and statistics of queries, sums of
+// steps, numbers that functions read, barriers.
 constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
 constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
 constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesDo = chunked_bytes(kBlockM, kDimV);
 constexpr u32 kBytesDs = chunked_bytes(kBlockN, kBlockM);
 constexpr u32 kBytesStats = kBlockM * 8;
-// Of a warp of the consumers.
+// Numbers of rows, and numbers of rows and keys, of one warp of the consumers.
 constexpr u32 kBytesRowNumbers = kRowNumbers * kBlockM * 4, kBytesPoints = kBytesRowNumbers + kWarpKeyNumbers * 64;
 constexpr int kDsStages = 2, kPStages = kSplitsRoles, kTurnStages = kDqInOrder ? 2 : 0;
 constexpr u32 kBytesP = 128 * kQueryTiles * 16;
-// Where the gradient of the cap is wanted, each thread of a consumer keeps the tanh of its scores there; or the products,
-// where derivatives of a function of the caller are made of them after dS'.
+// Whether each thread of a consumer keeps numbers of its own scores in shared memory until dS' is made (kKeepsScores):
+// their tanh, where the gradient of the cap is wanted; or the products, where derivatives of a function of the caller
+// are made of them after dS'.
 #if CUFLASH_NEEDS_CAPTURED
 constexpr bool kKeepsProducts = kDerivativesReadS;
-// Sums of steps that a warp leaves for a read of an array, by sm90/captured_sums.cuh, and those of all reads before one.
+// How many sums a warp leaves in a step for one read of an array (sm90/captured_sums.cuh), and how many for all reads
+// before that one.
 CUFLASH_DEVICE constexpr int step_sums_of(int read) {
   return kind_of_read(read) == kReadOfQuery ? kBlockM : kind_of_read(read) == kReadOfDiagonal ? kBlockM + 16 : 0;
 }
@@ -88,7 +92,7 @@ constexpr int kStepSums = 0;
 constexpr bool kKeepsScores = kNeedsDsoftcap || kKeepsProducts;
 constexpr u32 kBytesScores = kKeepsScores ? kBytesP : 0;
 static_assert(!kKeepsScores || !kSplitsRoles, "the consumer that makes dS' knows the scores");
-// In each stage of dS'.
+// Each stage of dS' also has the sums of its step, from all warps of the tile.
 constexpr int kSumWarpsOfTile = kBlockN / 16;
 constexpr u32 kBytesStepSums = kSumWarpsOfTile * kStepSums * 4;
 constexpr u32 kBytesBarriers = 8 * (2 + 4 * kNumStages + 2 * kDsStages + 2 * kPStages + 3 * kTurnStages);
@@ -98,12 +102,13 @@ static_assert(kBytesK + kBytesV + kNumStages * (kBytesQ + kBytesDo + kBytesBias 
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
-// Registers of a thread once each role has its own number of them. All together they are what the block started with.
-// Products in flight need more registers than their accumulators and operands take; with fewer, the compiler makes one
+// Registers of a thread once each role has its own number of them. In all, they are as many as the block started with.
+// Products in flight need more registers than their accumulators and operands take: with fewer, the compiler makes one
 // product wait for the other.
 constexpr int kOrderRegisters = kDqInOrder ? 24 : 0;
 constexpr bool kNeedsFewRegisters = kScaleInExponent || (kFactorInExponent && !kDkFromShared);
-// The warpgroup of dQ takes more where it adds sums of steps.
+// Whether consumers spare registers even where dQ is added in no order. The warpgroup of dQ needs more of them where it
+// adds sums of steps.
 constexpr bool kSparesRegisters =
     kFactorInExponent || kAddsByTile || (kHasScoreFunction && kDkFromShared) || kStepSums > 0;
 constexpr int kConsumerRegisters = kNeedsFewRegisters ? 208 : kDqInOrder || kSparesRegisters ? 216 : 224;
@@ -112,18 +117,18 @@ constexpr int kDqRegisters = (kDqInOrder ? 512 : 504) - kOrderRegisters - kConsu
 constexpr int kDqColumns = kDim % 32 != 0                                                  ? 16
                            : kSplitsRoles && kDim % 64 == 0 && 64 / 2 + 28 <= kDqRegisters ? 64
                                                                                            : 32;
-// The warpgroup of dQ holds so many fragments of dS', of 16 keys each, in registers for all of its columns. The
-// assembler keeps 28 registers for other things, used or not. Every product reads the fragments that do not fit beside
-// these and beside its own columns from shared memory. Reading all of dS' so makes the pass 8 % slower on an H200
-// (head_dim 128).
+// The warpgroup of dQ holds kDqHeld fragments of dS', of 16 keys each, in registers for all of its columns. The
+// assembler keeps 28 registers for other things, used or not. Every product reads from shared memory the fragments that
+// do not fit beside these registers and beside its own columns. Reading all of dS' from there makes the pass 8 % slower
+// on an H200 (head_dim 128).
 constexpr int kDsFragments = kBlockN / 16, kDqRoom = (kDqRegisters - 28 - kDqColumns / 2) / 4;
 constexpr int kDqHeld = kDqRoom < kDsFragments ? kDqRoom : kDsFragments;
 constexpr bool kDqHoldsDs = kDqHeld == kDsFragments;
 static_assert(kChunk % kDqColumns == 0, "columns of one chunk of K");
 
 // Whether the warpgroup of dQ loads the next tile while its last columns are made, and not after them. On an H200 this
-// is 2 to 7 % faster at head_dim 256, up to 1 % at 64; at 128, where products read the most from shared memory, up to 1
-// % slower.
+// is 2 to 7 % faster at head_dim 256, and up to 1 % at 64. At 128, where products read the most from shared memory, it
+// is up to 1 % slower.
 constexpr bool kLoadsEarly = !kDkFromShared;
 // Cycles that the warpgroup of dQ waits once dS' is there, so that the consumers issue their next products first. On an
 // H200, with dQ in order, 60 cycles are 1 to 4 % faster than none at head_dim 64, 100 are 1 to 8 % faster at 256, and
@@ -134,11 +139,11 @@ constexpr u32 kDqDelay = kDkFromShared                ? 0
                          : kIsPacked && !kSplitsRoles ? 30
                                                       : 0;
 
-// Named barriers: one per consumer, one for all of them, one for consumers and dQ at the end, one per consumer for the
-// ping-pong.
+// Named barriers: one per consumer, one for all consumers, one for consumers and dQ at the end, and one per consumer
+// for the ping-pong.
 constexpr u32 kConsumer = 1, kAll = kConsumer + kConsumers, kEnd = kAll + 1, kPingPongBarrier = kEnd + 1;
 
-// Of dk and dv TMA writes those that are wanted.
+// TMA writes those of dk and dv that are wanted, unless results are stored by rows.
 constexpr int kResultMaps = kStoresByRows ? 0 : kNeedsDk + kNeedsDv;
 struct BackwardParams {
   Params common;

@@ -4,12 +4,12 @@
 //   dscale = sum dS * f'(x) (k . q) = sum of K * dK over all elements, before dK is scaled
 //   dc = sum dS * df/dc
 //
-// f is the function, if any, that makes a score of the scaled product x, and c its parameter: common/score.cuh has
+// f is the function, if any, that makes a score of the scaled product x, and c is its parameter: common/score.cuh has
 // both.
 //
-// The sums stay in registers until the walk comes to the next query head; then they are left in memory for
-// around/scores_reduce.cu, which adds them. dscale needs no sum on the way: the consumer makes it of dK at the end, and
-// of K, which still lies in shared memory.
+// The sums stay in registers until the walk comes to the next query head. Then the consumer leaves them in memory for
+// around/scores_reduce.cu, which adds them up. dscale needs no sum on the way: the consumer makes it at the end, of dK
+// and of K, which still lies in shared memory.
 #pragma once
 #include "common/fragments.cuh"
 #include "common/key_sums.cuh"
@@ -20,11 +20,11 @@
 
 constexpr bool kSumsScores = kNeedsDalibiSlopes || kNeedsDbias;
 constexpr bool kMakesSums = kSumsScores || kNeedsDscale || kNeedsDsoftcap;
-// Where such a function is given, before gradients of scores become those of products. Otherwise they are the same, and
-// are summed when they are on their way to the warpgroup of dQ.
+// When a consumer sums. Where such a function f is given, it sums early, before gradients of scores become gradients of
+// products. Otherwise the two are the same, and it sums late, once dS' is on its way to the warpgroup of dQ.
 constexpr bool kSumsEarly = kSumsScores && kHasDerivative, kSumsLate = kSumsScores && !kHasDerivative;
 
-// What a lane sums for each of its two keys: over one query head (slope, bias), and over all heads (cap).
+// The sums of a lane for each of its two keys: over one query head (slope, bias), and over all heads (cap).
 struct LaneSums {
   float slope[2] = {0, 0}, bias[2] = {0, 0};
   float cap[2] = {0, 0};
@@ -34,8 +34,9 @@ struct LaneSums {
     if constexpr (kNeedsDalibiSlopes) slope[i / 2] -= ds * fabsf(distance + (float)(8 * n + i % 2 - i / 2 * 8));
     if constexpr (kNeedsDbias) bias[i / 2] += ds;
   }
-  // Adds what gradients of scores contribute to that of the cap, and makes them gradients of scaled products. A thread
-  // has left the tanh of its scores at `s_scores`; `small` is that of Score::derivative_by_softcap_of.
+  // Adds what the gradients `ds` of scores contribute to the gradient of the cap, and turns `ds` into gradients of
+  // scaled products. The thread has left the tanh of its scores at `s_scores`. `small` is for
+  // Score::derivative_by_softcap_of.
   template <int n_tiles, class Small>
   CUFLASH_DEVICE void add_cap(float (&ds)[n_tiles][4], u32 s_scores, Small small) {
 #pragma unroll
@@ -52,7 +53,7 @@ struct LaneSums {
   CUFLASH_DEVICE void start_head() { slope[0] = slope[1] = bias[0] = bias[1] = 0; }
 };
 
-// Where a warp of a consumer leaves what it summed of its 16 keys.
+// Where a warp of a consumer leaves its sums over its 16 keys.
 struct KeySumsPlace {
   const Params& params;
   const BackwardWork& work;
@@ -63,7 +64,7 @@ struct KeySumsPlace {
     return (float)(row + params.diagonal + work.own_diagonal - (work.first_key + 16 * warp + fragment_row()));
   }
 
-  // Warp. Leaves what belongs to one query head.
+  // Warp. Leaves the sums that belong to one query head.
   CUFLASH_DEVICE void leave(int head, const LaneSums& lane) const {
     const i64 part = key_part_of(params, head, work.work.batch, work.work.block, work.part);
     if constexpr (kNeedsDalibiSlopes) {
@@ -79,7 +80,7 @@ struct KeySumsPlace {
       }
     }
   }
-  // Warp. Leaves what belongs to all heads, and the warp's sum of dscale.
+  // Warp. Leaves the sums over all heads: that of the cap, and the warp's part of dscale.
   CUFLASH_DEVICE void leave(double scale, const LaneSums& lane) const {
     if (kNeedsDscale && lane_index() == 0) block_sums_of(params, false, ptx::block_index())[warp] = scale;
     if constexpr (kNeedsDsoftcap) {
@@ -88,7 +89,7 @@ struct KeySumsPlace {
     }
   }
 
-  // Warp. Leaves zeros in all places that this block has to fill: it may meet no query of some head.
+  // Warp. Leaves zeros in all places that this block has to fill, because it may meet no query of some head.
   CUFLASH_DEVICE void leave_zeros() const {
     if constexpr (kSumsScores) {
       const int first = work.part, stop = work.is_shared ? first + 1 : params.tail_splits;
@@ -112,8 +113,8 @@ CUFLASH_DEVICE void leave_nothing(const Params& params, const BackwardWork& work
   sums.leave(0.0, {});
 }
 
-// Warp. The sum of a lane's products of the elements of `value` with those of its 16 rows, from row `r` of a tile of
-// `rows` rows on.
+// Warp. Returns a lane's sum of products: its elements of `value` times the same elements of the 16 rows from row `r`
+// on, in a tile of `rows` rows.
 template <int rows, int n_tiles>
 CUFLASH_DEVICE float sum_of_products(u32 tile, int r, const float (&value)[n_tiles][4]) {
   float sum = 0;

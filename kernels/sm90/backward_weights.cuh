@@ -1,5 +1,5 @@
-// The weights of the backward pass on compute capability 9.0: P' = exp(S' - lse) of what a lane holds of a tile, whose
-// rows are keys.
+// The weights of the backward pass on compute capability 9.0: P' = exp(S' - lse) for the elements of a tile that a lane
+// holds. Rows of the tile are keys.
 #pragma once
 #include "common/config.cuh"
 #include "common/exponential.cuh"
@@ -7,15 +7,16 @@
 #include "common/mask_bits.cuh"
 #include "sm90/backward_layout.cuh"
 
-// Weights as 16-bit numbers, two in a word, which a lane keeps where P' itself is left times derivatives of scores.
+// Weights as 16-bit numbers, two in a word. A lane keeps them where P' is multiplied by derivatives of scores in place.
 struct PackedWeights {
-  // Four weights, neighbours in swapped order.
+  // Packs four weights. The two neighbours in a word have swapped places.
   CUFLASH_DEVICE static void pack(const float (&p)[4], u32 (&packed)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) packed[half] = ptx::pack(Element{}, p[2 * half + 1], p[2 * half]);
   }
-  // P' as an operand, once the products of the step before have read theirs. The change of order is an instruction after
-  // that wait: without one, the compiler writes the operand before it, and makes the products wait for each other.
+  // Makes operands of P', once the products of the step before have read theirs. Swapping the neighbours back is an
+  // instruction after that wait. Without one, the compiler writes the operands before the wait, and makes the products
+  // wait for each other.
   template <int rows>
   CUFLASH_DEVICE static void to_operands(const u32 (&packed)[rows][2], Fragment (&operand)[kBlockM / 16]) {
 #pragma unroll
@@ -28,7 +29,7 @@ struct PackedWeights {
   }
 };
 
-// Hides what bits of a mask hide.
+// Hides pairs whose bit of a mask is 0.
 CUFLASH_DEVICE void hide_by_bits(float (&score)[kQueryTiles][4], u32 shown) {
 #pragma unroll
   for (int n = 0; n < kQueryTiles; ++n)
@@ -37,8 +38,9 @@ CUFLASH_DEVICE void hide_by_bits(float (&score)[kQueryTiles][4], u32 shown) {
       if (!(shown >> bit_of(n, i) & 1)) score[n][i] = -ptx::infinity();
 }
 
-// Makes P' of scores, or of what exponent_scale makes exponents of. With kPacksWeights this is the tanh of a soft cap, and
-// P' is left times its derivative; `packed` gets P' itself. `s_stats` is the place of this lane's first query.
+// Turns `p` into P'. Before, it holds scores, or numbers that exponent_scale makes exponents of. With kPacksWeights
+// these are the tanh of a soft cap; then `p` becomes P' times the derivative of the cap, and `packed` gets P' itself.
+// `s_stats` is the address of the statistics of this lane's first query.
 template <int rows>
 CUFLASH_DEVICE void to_p(float (&p)[kQueryTiles][4], u32 (&packed)[rows][2], u32 s_stats, float exponent_scale) {
 #pragma unroll
@@ -50,7 +52,7 @@ CUFLASH_DEVICE void to_p(float (&p)[kQueryTiles][4], u32 (&packed)[rows][2], u32
     for (int i = 0; i < 4; ++i) p[n][i] = exponential(p[n][i] * exponent_scale - lse[i % 2]);
     if constexpr (kPacksWeights) {
       PackedWeights::pack(p[n], packed[n]);
-      // Hidden pairs have -inf in place of a tanh, and are to stay 0.
+      // Hidden pairs have -inf in place of a tanh. Saturation makes their derivative 0, so that they stay 0.
 #pragma unroll
       for (int i = 0; i < 4; ++i) p[n][i] *= ptx::fma_saturated(-tanh[i], tanh[i], 1.0f);
     }

@@ -2,10 +2,10 @@
 //
 //   P = exp(S - lse)        dS = P * (dP - delta)        dV = P' dO        dK = dS' Q        dQ = dS K
 //
-// Registers hold one of these, and not two beside each other, so each has a launch of its own, which makes the scores
-// again: eight products in place of five. But nothing is added to memory, so all of them are bitwise repeatable. Of more
-// columns than registers hold, two blocks have half each, and exchange what their columns add to the scores.
-// sm90/wide_ring.cuh says who does what.
+// Registers hold only one of these gradients, so each has a launch of its own, which makes the scores again: eight
+// products in place of five. But nothing is added to memory, so all gradients are bitwise repeatable. Where registers
+// do not hold all columns, the two blocks of a cluster have half of them each, and exchange what their columns add to
+// the scores. sm90/wide_ring.cuh says what each warpgroup does.
 #include "common/backward.cuh"
 #include "common/dropout.cuh"
 #include "common/operands.cuh"
@@ -13,15 +13,15 @@
 #include "sm90/backward_work.cuh"
 #include "sm90/wide_sums.cuh"
 
-// The pairs of a lane of warpgroup 2, of a tile, and the statistics of their queries.
+// The pairs of a tile that a lane of warpgroup 2 has, and the statistics of their queries.
 struct Lane {
   int query, key;     // of its first element
-  u32 s_stats;        // where rows are keys: of that query
+  u32 s_stats;        // where rows are keys: the address of those of that query
   float stats[2][2];  // where rows are queries: lse of both, delta of both
 
   CUFLASH_DEVICE int query_of(int n, int i) const { return query + (kRowsAreKeys ? 8 * n + i % 2 : i / 2 * 8); }
   CUFLASH_DEVICE int key_of(int n, int i) const { return key + (kRowsAreKeys ? i / 2 * 8 : 8 * n + i % 2); }
-  // lse (0) or delta (1) of the two queries of an n-tile, and of which of them an element is.
+  // Loads lse (0) or delta (1) of the lane's two queries in an n-tile. query_index says which of the two element i has.
   CUFLASH_DEVICE void load(int n, int which, float (&of_both)[2]) const {
     if constexpr (kRowsAreKeys)
       ptx::load_shared_x2(s_stats + n * 64 + which * 8, of_both);
@@ -31,7 +31,7 @@ struct Lane {
   CUFLASH_DEVICE static constexpr int query_index(int i) { return kRowsAreKeys ? i % 2 : i / 2; }
 };
 
-// Warpgroup 2, where two blocks divide columns: their parts of a product.
+// Warpgroup 2, where two blocks divide columns: exchanges their parts of a product.
 struct Parts {
   const Shared& shared;
   const u32 place = shared.part + ptx::thread_index() % 128 * 16;
@@ -63,7 +63,8 @@ struct Parts {
     }
   }
 };
-// Parts of S are sent when the first chunk of dP is under way, and added at this one, when exponentials begin.
+// A block sends its part of S while the first chunk of dP is under way, and adds the other block's part at this chunk,
+// where the exponentials begin.
 constexpr int kMeeting = kColumnBlocks > 1 ? kChunksOfDp / 2 : 0;
 CUFLASH_DEVICE constexpr int weighed_before(int chunk_of_dp) {
   return (chunk_of_dp - kMeeting) * kNTiles / max_of(kChunksOfDp - kMeeting, 1);
@@ -78,7 +79,7 @@ struct Differentiator : ScoreProducts {
 
   CUFLASH_DEVICE explicit Differentiator(const Shared& shared_) : ScoreProducts{shared_} {}
 
-  // [2] P = exp(S - lse), times the derivatives of the scores where dS is made of it: n-tiles from `first` on.
+  // [2] P = exp(S - lse), times the derivatives of the scores where dS is made of it, in n-tiles `first` to `stop` - 1.
   template <int first, int stop>
   CUFLASH_DEVICE void weigh(const Weights& weights, const Lane& lane, bool masked) {
 #pragma unroll
@@ -112,7 +113,7 @@ struct Differentiator : ScoreProducts {
     }
   }
 
-  // Factors of keys past the last one are 0, but made of what lies there, which may be NaN.
+  // Sets factors of keys past the last one to 0. They were made of whatever lies there, which may be NaN.
   CUFLASH_DEVICE void clear_keys(const Lane& lane, int key_stop) {
 #pragma unroll
     for (int n = 0; n < kNTiles; ++n)
@@ -174,22 +175,23 @@ struct Differentiator : ScoreProducts {
 static_assert(kRowBlocks == 1, "blocks of a cluster divide columns");
 CUFLASH_DEVICE u32 cluster_index() { return ptx::block_index() / kClusterBlocks; }
 
-// Thread. Loads the rows of a block, and of these the columns that it has.
+// Thread. Loads the rows of a block, only the columns that the block has.
 template <int columns>
 CUFLASH_DEVICE void load_rows(u32 tile, const TensorMap& map, const Barrier& full, int first_row, int head, int batch) {
   load_chunks<kRows, columns>(tile, map, full, first_row, head, batch, column_rank() * columns);
 }
 
-// Under a causal mask tiles of one axis differ in how many of the other one they meet. Those that meet the most start
-// first, and of as many heads as fill the device with half of their tiles. All of this half walk from the end that
-// every one of them sees to the diagonal, so that they are at the same tile at the same time, and L2 is asked once for
-// it. The shortest of them ends first and makes room for the longest of the other half, the next one for the next.
-// These walk from the diagonal to that end, and so they, too, are at the same tile at the same time, and end together.
+// Under a causal mask, tiles of one axis differ in how many tiles of the other axis they meet. Those that meet the most
+// start first, from as many heads as fill the device with half of their tiles. All tiles of this half walk from the end
+// that every one of them sees to the diagonal, so that they are at the same tile at the same time, and L2 is asked once
+// for it. The shortest of them ends first and makes room for the longest of the other half, the second shortest for the
+// second longest, and so on. The other half walks from the diagonal to that end. So its walks, too, are at the same
+// tile at the same time, and end together.
 constexpr bool kWalksToDiagonal = kHasRightBound && !kHasLeftBound && !kHasLists;
 
-// The rows are keys: dV or dK of those of a block, by all queries that see them.
+// The rows are keys: a block makes dV or dK of its keys, from all queries that see them.
 struct KeyRows : BackwardWork {
-  static constexpr bool kClears = false;  // behind the last query TMA brings zeros
+  static constexpr bool kClears = false;  // past the last query TMA brings zeros
 
   struct Step {
     Walk walk;
@@ -228,7 +230,7 @@ struct KeyRows : BackwardWork {
     load_rows<kOwnDim>(shared.own, params.k, full, first_key, head_kv, work.batch);
     if constexpr (kMakesDs) load_rows<kOwnDimV>(shared.own_v, params.v, full, first_key, head_kv, work.batch);
   }
-  // Warpgroup 2.
+  // Warpgroup 2. Clears rows past the last key.
   CUFLASH_DEVICE void clear_own(const Shared& shared, u32 thread) const {
     if (!kHidesLastKeys || key_stop - first_key >= kRows) return;
     const int valid = at_least_zero(key_stop - first_key);
@@ -262,10 +264,10 @@ struct KeyRows : BackwardWork {
       store_wide_row<kSum == WideSum::kDk ? kHeadDim : kHeadDimV>(g_row, sum, half, factor, first_column);
     }
   }
-  // For around/convert.cu, which adds the parts of blocks.
+  // Stores the block's part for around/convert.cu, which adds up the parts of blocks.
   template <int n_tiles>
   CUFLASH_DEVICE void store_part(const Params& common, const float (&sum)[n_tiles][4], int first_column) const {
-    constexpr int kQuads = 2 * kBlockN;  // of all keys, in an n-tile
+    constexpr int kQuads = 2 * kBlockN;  // groups of four numbers in an n-tile, of all keys
     Real* part = partials(common, ptx::thread_index() % 128, cluster_index());
     if constexpr (kSum == WideSum::kDv) part += kBlockN * kDim;
 #pragma unroll
@@ -275,7 +277,7 @@ struct KeyRows : BackwardWork {
   }
 };
 
-// The rows are queries: dQ of those of a block, by all keys that they see.
+// The rows are queries: a block makes dQ of its queries, from all keys that they see.
 struct QueryRows : QueryTile, OverKeys<QueryRows> {
   static constexpr bool kClears = kHidesLastKeys;
 
@@ -298,7 +300,7 @@ struct QueryRows : QueryTile, OverKeys<QueryRows> {
     load_rows<kOwnDim>(shared.own, params.q, full, first_row, work.head, work.batch);
     load_rows<kOwnDimV>(shared.own_v, params.dout, full, first_row, work.head, work.batch);
   }
-  CUFLASH_DEVICE static void clear_own(const Shared&, u32) {}  // behind the last query TMA brings zeros
+  CUFLASH_DEVICE static void clear_own(const Shared&, u32) {}  // past the last query TMA brings zeros
   CUFLASH_DEVICE Weights weights(const Params& common, const KeySteps&) const {
     return {common, work.batch, work.head, key_stop};
   }

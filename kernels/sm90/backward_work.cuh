@@ -6,7 +6,8 @@
 #include "common/query_walk.cuh"
 #include "common/schedule.cuh"
 
-// The tile of keys of a block, by its place in launch order, and which part of its queries is the block's share.
+// The tile of keys of a block, found by the block's place in launch order, and the part of the tile's steps that is the
+// block's share.
 struct Share {
   u32 tile;
   int part, parts;
@@ -20,18 +21,18 @@ struct Share {
   }
 };
 
-// The keys of a block, and what every role walks over.
+// The keys of a block, and the steps that every role walks over.
 struct BackwardWork {
   Work work;
   int num_n_blocks, num_m_blocks, split, head_kv, first_key, key_stop, first_head, stop_head, first_step, num_steps;
-  int part;          // this block's, of those that share the tile
+  int part;          // the number of this block among those that share the tile
   int own_diagonal;  // of the batch entry
-  bool walks_back;   // over the queries
-  bool is_shared;    // with other blocks
+  bool walks_back;   // from the last tile of queries to the first
+  bool is_shared;    // whether other blocks have the same keys
   QueryTiles queries;
 
   // Warp. Finds the tile. With packed sequences the block does so once, for all of its roles. The blocks of a cluster
-  // have one tile, and the number of the cluster in place of their own.
+  // share one tile, so there `block` is the number of the cluster.
   CUFLASH_DEVICE static Work find(const Params& params, u32 block = ptx::block_index()) {
     return find_keys(params, Share(params, block).tile, num_parts_of(params));
   }
@@ -75,13 +76,14 @@ struct BackwardWork {
   CUFLASH_DEVICE i64 index_of(const Params& params, const Walk& walk) const {
     return m_tile_of(params, num_m_blocks, work.batch, walk.head, walk.m_block);
   }
-  // How many of the tiles of keys that a tile of queries sees come before this one.
+  // This block's turn to add to dQ of a tile of queries: how many tiles of keys that these queries see come before its
+  // own.
   CUFLASH_DEVICE u32 turn(const Params& params, int m_block) const {
     const int first_row = m_block * kBlockM;
     const TileRange keys = key_tiles(params, work.batch, first_row, first_row + kBlockM - 1, key_stop);
     return kLastFirst && !walks_back ? keys.stop - 1 - work.block : work.block - keys.start;
   }
-  // Where a block that shares the tile leaves its part.
+  // Where a block that shares its tile leaves its part of the sums.
   CUFLASH_DEVICE Real* partials(const Params& params, u32 thread, u32 block = ptx::block_index()) const {
     if constexpr (kSplitsTail) return partials_at(params, block - params.whole_tiles, thread);
     return partials_at(params, first_part_of(params, num_n_blocks, work.batch, head_kv, work.block) + split, thread);

@@ -3,12 +3,12 @@
 //
 //   a place that depends on    is summed
 //   the head                   by each lane, until the walk comes to the next query head
-//   the key                    by each lane, for each of its two keys, until then
+//   the key                    by each lane, for each of its two keys, until then, too
 //   the query                  by each warp in every step, over its 16 keys
 //   i - j                      by each warp in every step, over its part of the diagonal
 //
-// What the first two have summed the consumer adds to memory (common/exact_sums.cuh). The other sums go to shared memory
-// with dS', and the warpgroup of dQ adds those of all warps, and then adds them to memory.
+// The consumer adds the first two kinds of sums to memory (common/exact_sums.cuh). The other two go to shared memory
+// with dS'. The warpgroup of dQ adds up those of all warps, and adds the totals to memory.
 #pragma once
 #include "common/captured_gradients.cuh"
 #include "common/config.cuh"
@@ -21,12 +21,12 @@
 #include "sm90/row_numbers.cuh"
 
 #if CUFLASH_NEEDS_CAPTURED
-// Warp. Sums over the keys of a warp, for each query of a tile, in a tree: of two n-tiles, then, a lane passes on one
-// and keeps the other.
+// Warp. Sums over the keys of a warp, for each query of a tile, in a tree: at each height, a lane keeps one of two
+// n-tiles and passes the other one on.
 struct QuerySums {
-  float half[3][2];  // of n-tiles whose neighbour is yet to come, at each height of the tree
+  float half[3][2];  // at each height of the tree, the n-tile whose neighbour is yet to come
 
-  // Takes what a lane has of n-tile `n`, of its two queries. Stores the sums at the end.
+  // Takes a lane's terms of its two queries in n-tile `n`. After the last n-tile, stores the sums.
   CUFLASH_DEVICE void add(int n, const float (&term)[2], u32 s_sums) {
     float value[2] = {term[0], term[1]};
 #pragma unroll
@@ -49,10 +49,10 @@ struct QuerySums {
   }
 };
 
-// Warp. Sums along the diagonals of 64 queries and the 16 keys of a warp: query - key is -16 to 63, of rows and keys
-// counted from the first.
+// Warp. Sums along the diagonals of 64 queries and the 16 keys of a warp. With both counted from their first one,
+// query - key is -16 to 63.
 struct DiagonalSums {
-  float above[2];  // of the n-tile before, of the upper key of a lane: its lower key adds in the next n-tile
+  float above[2];  // terms of a lane's first key in the n-tile before: those of its second key in this one join them
   float band[2];   // of the band of 8 diagonals before
 
   CUFLASH_DEVICE void add(int n, const float (&term)[4], u32 s_sums) {
@@ -68,9 +68,9 @@ struct DiagonalSums {
   }
 
  private:
-  // Stores the sums of the diagonals from 8m on. Before, a lane has of its query 2c + i and its key r what belongs to
-  // diagonal 8m + 2c + i - r in `band`, and to that of m + 1 in `next`; diagonals that would be negative are those of
-  // the next band.
+  // Stores the sums of diagonals 8m to 8m + 7. A lane has query 2c + i and key r. Its `band` is on diagonal
+  // 8m + 2c + i - r, and its `next` on diagonal 8(m + 1) + 2c + i - r. So where 2c + i < r, it is `next` that belongs
+  // to these diagonals.
   CUFLASH_DEVICE void store(int m, const float (&next)[2], u32 s_sums) {
     const u32 lane = lane_index();
     const int column = fragment_column(), row = fragment_row();
@@ -89,13 +89,13 @@ struct DiagonalSums {
   }
 };
 
-// Where a warp leaves the sums of a read, of its kind, in a stage.
+// Where a warp leaves its sums of a read, in the stage of sums at address `stage`.
 template <int read>
 CUFLASH_DEVICE u32 step_sums_at(u32 stage, u32 warp) {
   return stage + (first_step_sum(read) * kSumWarpsOfTile + warp * step_sums_of(read)) * 4;
 }
 
-// What a lane of a consumer has summed.
+// The sums of a lane of a consumer.
 struct CapturedLane {
   float sum[kNumReads][2];
 
@@ -105,8 +105,8 @@ struct CapturedLane {
     for (auto& of_read : sum) of_read[0] = of_read[1] = 0;
   }
 
-  // Warp. Adds the terms of a tile, of the gradients `ds` of its scores, and makes these gradients of the products.
-  // `s_scores` is where the thread has left products, `stage` that of the sums of steps.
+  // Warp. Adds the terms of a tile, made of the gradients `ds` of its scores, and turns `ds` into gradients of the
+  // products. The thread has left the products at `s_scores`; sums of steps go to the stage at `stage`.
   CUFLASH_DEVICE void add(const Functions& functions, float scale, int lane_query, int lane_key, u32 s_scores,
                           u32 s_row_numbers, u32 stage, u32 warp, float (&ds)[kQueryTiles][4]) {
     QuerySums queries[kNumReads];
@@ -116,7 +116,7 @@ struct CapturedLane {
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
       float product[4] = {0, 0, 0, 0};
-      // Gradients of scores alone are summed from -0 on: nothing is added to the first one.
+      // Sums of gradients of scores alone start with -0, which leaves the first gradient as it is, even -0.
       float own[kNumReads][4];
 #pragma unroll
       for (int read = 0; read < kNumReads; ++read)
@@ -152,7 +152,7 @@ struct CapturedLane {
       });
     }
   }
-  // Adds a gradient of a score times a derivative: nothing where the gradient is 0, whatever the derivative is.
+  // Adds a gradient of a score times a derivative. Where the gradient is 0 it adds nothing, whatever the derivative is.
   template <int read>
   CUFLASH_DEVICE static void add_product(float& sum, float ds, float derivative) {
     if constexpr (has_constant_derivative(read))
@@ -161,7 +161,7 @@ struct CapturedLane {
       sum = ds == 0 ? sum : sum + ds * derivative;
   }
 
-  // Warp. Adds to memory what belongs to the head.
+  // Warp. Adds the sums that belong to the head to memory.
   CUFLASH_DEVICE void leave(const Params& params, const Functions& functions, int lane_key) {
     repeat<kNumReads>([&](auto read) {
       constexpr int kRead = decltype(read)::value, kKind = kind_of_read(kRead), kArray = array_of_read(kRead);
@@ -186,7 +186,8 @@ struct CapturedLane {
   }
 };
 
-// Warpgroup. What warps have summed over a tile of queries and the keys of the block: by threads, for each read.
+// Warpgroup. The totals of all warps over a tile of queries and the keys of the block, for each read. Threads divide
+// the queries, or the diagonals.
 struct StepSums {
   static constexpr int kRounds = ceil_div(kBlockM + kBlockN, 128);
   float sum[kNumReads][kRounds];
@@ -232,7 +233,7 @@ struct StepSums {
   }
 
  private:
-  // Of a thread in a round, in the tile.
+  // The diagonal that a thread has in a round, counted in the tile.
   CUFLASH_DEVICE static int first_diagonal(u32 thread, int round) { return (int)thread + 128 * round - kBlockN; }
 };
 #else
