@@ -1,4 +1,4 @@
-// Fragments of operands: how shared memory becomes what one lane holds of a product's factors, for each element type.
+// Fragments of operands: how a lane gets its part of a product's factors from shared memory, for each element type.
 //
 // With g = lane / 4 and t = lane % 4, a lane holds of a 16 x 8 tile of an accumulator the rows g and g + 8, columns
 // 2t and 2t + 1: four Reals, in the layout of ptx::mma_m16n8k16, whatever the element type.
@@ -18,9 +18,9 @@
 
 // ---- From shared memory -------------------------------------------------------------------------------------------
 //
-// Four loaders, for A and B stored by rows ([m][k], [k][n]) or by columns ([k][m], [n][k]). Each is made of a shared
-// tile with rows of `row` bytes and of the place in it that stands for (0, 0), and fetches fragments: of A 16 rows m,
-// of B 16 columns n, kStep of k each. Columns of B are dealt to `warps` warps in turns of 16.
+// Four loaders, for A and B stored by rows ([m][k], [k][n]) or by columns ([k][m], [n][k]). Each is constructed from a
+// shared tile with rows of `row` bytes and the place in it that stands for (0, 0). It fetches fragments of kStep of k:
+// 16 rows m of A, or 16 columns n of B. Columns of B are dealt to `warps` warps in turns of 16.
 
 // Where a lane points ldmatrix within the 16 x 16 fragment at row `r`, column 16 `column_tile`. Two orders of the four
 // 8 x 8 matrices serve every operand: down first for A stored [m][k] and B stored [k][n], across first for B stored
