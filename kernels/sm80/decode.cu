@@ -240,7 +240,7 @@ CUFLASH_DEVICE void weigh_keys(const Params& params, const HeadWork& work, const
   sums.softmax.finish();
 }
 
-// Adds the sums of all teams to those of the first one: half of the teams hand over theirs, then half of the rest.
+// Adds the sums of all teams to those of the first one: half of the teams hand theirs over, then half of the rest.
 CUFLASH_DEVICE void merge(const Team& team, Sums& sums) {
   const auto place_of = [&](int other) {
     return team.ring + (other - team.index) * (int)kBytesTeam + warp_index() % kTeamWarps * kBytesSums;

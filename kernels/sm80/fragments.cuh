@@ -159,8 +159,8 @@ CUFLASH_DEVICE Loader shifted(Loader loader, u32 bytes) {
 
 // ---- Products -----------------------------------------------------------------------------------------------------
 //
-// `factor_of` makes of a fragment what the tensor cores take, once for all products it is in; multiply_add adds the
-// product of two factors to one n-tile of an accumulator: the one of the first or of the second 8 columns of B.
+// `factor_of` converts a fragment to what the tensor cores take, once for all products that it is in. `multiply_add`
+// adds the product of two factors to one n-tile of an accumulator: that of the first or of the second 8 columns of B.
 
 template <class E>
 CUFLASH_DEVICE void factor_of(const FragmentOf<E>& fragment, FragmentOf<E>& same) {
@@ -189,7 +189,7 @@ CUFLASH_DEVICE void factor_of(const FragmentOf<Float32>& fragment, FragmentOf<Fl
     for (int j = 0; j < 4; ++j)
       rounded.word[i][j] = kByLanes ? fragment.word[i][j] : ptx::round_to_tf32(fragment.word[i][j]);
 }
-// One product of operands rounded to TF32; where lanes multiply, of operands as they are.
+// One product of operands rounded to TF32. Where lanes multiply, the operands are not rounded.
 CUFLASH_DEVICE void multiply_add(float (&d)[4], const FragmentOf<Float32>& a, const FragmentOf<Float32>& b, int half) {
   if constexpr (kByLanes) {
     add_wide_lane_products(d, a.word, b.word, half);
@@ -200,15 +200,15 @@ CUFLASH_DEVICE void multiply_add(float (&d)[4], const FragmentOf<Float32>& a, co
 }
 
 // float32 to its full precision: each element is the sum of two TF32 numbers, but for 2^-24 of it. The product of two
-// small parts is about as small, and left out.
+// small parts is about as small, so it is left out.
 struct Tf32Split {
   FragmentOf<Float32> big, small;
 };
 
-// Rounded to nearest, big leaves a small part of 12 bits and either sign. An infinity goes to the small part and leaves
-// the largest number in the big one: where it meets a finite factor, no product is the difference of two infinities nor
-// that of an infinity and a small part which is zero. A NaN is in the small part as well, whatever becomes of the big
-// one.
+// The big part is rounded to nearest, so that the small part has 12 bits and either sign. Of an infinity, the small
+// part is the infinity and the big part is the largest number: with a finite factor, its product is then neither the
+// difference of two infinities nor that of an infinity and a small part which is zero. The small part of a NaN is NaN,
+// whatever becomes of the big one.
 CUFLASH_DEVICE void tf32_split(float x, float& big, float& small) {
   constexpr float kLargest = 3.4011621342146535e38f;  // of TF32
   const float rounded = ptx::float_of((ptx::bits_of(x) + 0x1000u) & 0xffffe000u);
@@ -221,7 +221,7 @@ CUFLASH_DEVICE void factor_of(const FragmentOf<Float32>& fragment, Tf32Split& pa
 #pragma unroll
     for (int j = 0; j < 4; ++j) tf32_split(fragment.word[i][j], parts.big.word[i][j], parts.small.word[i][j]);
 }
-// The tensor cores cut sums off. So the few products of one step are summed there, small ones first, and steps are
+// The tensor cores cut sums off, so only the few products of one step are summed there, small ones first. The steps are
 // added with rounding.
 CUFLASH_DEVICE void multiply_add(float (&d)[4], const Tf32Split& a, const Tf32Split& b, int half) {
   float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -232,7 +232,7 @@ CUFLASH_DEVICE void multiply_add(float (&d)[4], const Tf32Split& a, const Tf32Sp
   for (int i = 0; i < 4; ++i) d[i] += sum[i];
 }
 
-// What `factor_of` makes.
+// The type that `factor_of` makes.
 template <class E, bool splits>
 struct FactorOf {
   using Type = FragmentOf<E>;
