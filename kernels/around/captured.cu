@@ -1,5 +1,5 @@
 // Gradients of arrays that a score reads: clears the sums that sm80/backward_scores.cu or sm90/backward.cu adds to, or
-// makes results of them, as common/captured_gradients.cuh says.
+// converts them to results, as common/captured_gradients.cuh says.
 #include "common/backward.cuh"
 #include "common/captured_gradients.cuh"
 #include "common/config.cuh"
@@ -13,7 +13,7 @@ CUFLASH_DEVICE void clear(const Params& params, i64 first, i64 step) {
   for (i64 i = first; i <= kNumCaptured; i += step) captured_largest_of(params)[i] = 0;  // the most reads are the last
 }
 
-// The element of an array at a place among them in C's order.
+// The offset of the element of an array at place `place` in C order.
 CUFLASH_DEVICE i64 offset_of(const Captured& array, i64 place) {
   i64 offset = 0;
 #pragma unroll
@@ -40,7 +40,7 @@ CUFLASH_DEVICE void store(const Params& params, i64 first, i64 step) {
     if (gradient.data == nullptr) continue;
     const i64 sums = first_sum_of(params, array), count = elements_of(params.captured[array]);
     const u64 largest = captured_largest_of(params)[array];
-    // An infinite term, or one that is NaN, leaves nothing to tell of the others.
+    // If a term of an array is infinite or NaN, its sums tell nothing, and all of its gradients become NaN.
     const bool is_finite = largest < ptx::bits_of((double)ptx::infinity());
     for (i64 i = first; i < count; i += step)
       store_gradient(array, (void*)gradient.data, offset_of(gradient, i),

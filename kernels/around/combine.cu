@@ -1,5 +1,5 @@
-// out and lse from those of the blocks that share a head (common/key_splits.cuh), where none of these blocks makes them.
-// A warp has a row and some of its columns.
+// Makes out and lse from those of the blocks that share a head (common/key_splits.cuh), where none of these blocks does
+// it. A warp makes some of the columns of one row.
 #include "common/config.cuh"
 #include "common/fragments.cuh"
 #include "common/key_splits.cuh"

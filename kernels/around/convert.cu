@@ -1,5 +1,6 @@
-// dq, and dk and dv of tiles of keys that blocks share: what the kernel before added up, or left in parts, in the
-// fragment order of sm80/backward_warps.cuh, to rows of the element type. A block converts one tile of one of them.
+// Converts dq, and dk and dv of tiles of keys that blocks share, to rows of the element type. The kernel before added
+// them up, or left them in parts, in the fragment order of sm80/backward_warps.cuh. A block converts a tile of one of
+// them.
 #include "common/operands.cuh"
 #include "common/params.cuh"
 #include "common/schedule.cuh"
@@ -7,7 +8,7 @@
 #include "sm80/copy.cuh"
 #include "sm80/mma.cuh"
 
-// Warps that left a part of a tile of keys; what as many as those of a block left is converted by one.
+// The number of warps that left a part of a tile of keys. One block converts what kNumWarps of them left.
 constexpr int kPartWarps = CUFLASH_PART_WARPS;
 constexpr int kShares = kPartWarps / kNumWarps;
 constexpr int kKeys = kBlockN / kShares;
@@ -21,8 +22,8 @@ static_assert(max_of(kBytesOfKeys, kBytesOfQueries) == CUFLASH_SHARED_BYTES, "sh
 // type.
 constexpr bool kDqWide = CUFLASH_DQ_WIDE, kDkWide = CUFLASH_DK_WIDE, kDvWide = CUFLASH_DV_WIDE;
 
-// Block. `factor` times the sum of `count` parts that are `stride` apart, in their order, to rows [first_row, row_stop)
-// of a head of `result`. `quad_of(part, i)` is the i-th four elements that a thread has of a part.
+// Block. Stores `factor` times the sum of `count` parts, which are `stride` apart and are added in their order, to rows
+// [first_row, row_stop) of a head of `result`. `quad_of(part, i)` is the i-th four elements of a thread in a part.
 template <Order order, int rows, int columns, int warps_d, class QuadOf, class Result>
 CUFLASH_DEVICE void convert(const Real* part, int count, i64 stride, QuadOf quad_of, Real factor, Result* result,
                             i64 row_stride, int first_row, int row_stop) {
@@ -54,7 +55,7 @@ CUFLASH_DEVICE void convert(const Real* part, int count, i64 stride, QuadOf quad
   }
 }
 
-// The `index`-th of such tiles of dk and dv.
+// Converts share `index` of the tiles of dk and dv.
 CUFLASH_DEVICE void convert_keys(const Params& params, u32 index) {
   const bool is_dk = kNeedsDk && index % kResultsOfKeys == 0;
   const u32 share = index / kResultsOfKeys % kShares, tile = index / (kResultsOfKeys * kShares);

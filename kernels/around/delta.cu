@@ -1,7 +1,7 @@
-// What the backward pass needs of every query row: delta = rowsum(dout * out) (FlashAttention-2, Algorithm 2, line 4)
-// and lse as an exponent. The gradient with respect to lse is subtracted from delta: the derivative of lse by the
-// scores is P, so dS = P (dP - delta + dlse). Also clears accumulators of dq. A block serves the kBlockM rows of one
-// tile of queries.
+// Computes what the backward pass needs of every query row: delta = rowsum(dout * out) (FlashAttention-2, Algorithm 2,
+// line 4) and lse as an exponent. The gradient with respect to lse is subtracted from delta: the derivative of lse by
+// the scores is P, so dS = P (dP - delta + dlse). Also clears accumulators of dq. A block serves the kBlockM rows of
+// one tile of queries.
 #include "common/backward.cuh"
 #include "common/clear_dq.cuh"
 #include "common/exponential.cuh"

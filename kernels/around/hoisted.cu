@@ -1,12 +1,12 @@
-// Tables of parts of a score that take few values (cuflash/score/hoisting.py): a thread makes an entry. After the main
-// kernel, which has summed the gradients of entries, these are led on to the arrays that the parts read: a term is the
-// gradient of an entry times a derivative, and sums are exact (common/captured_gradients.cuh).
+// Fills the tables of parts of a score that take few values (cuflash/score/hoisting.py): a thread makes an entry. After
+// the main kernel, which sums the gradients of entries, it leads these on to the arrays that the parts read: a term is
+// the gradient of an entry times a derivative, and sums are exact (common/captured_gradients.cuh).
 #include "common/captured_gradients.cuh"
 #include "common/config.cuh"
 #include "common/params.cuh"
 
-// Calls `visit` with the number of a table, the table, and which of its entries the thread has, if it has one. Rows are
-// lines of 32 entries, so that a warp has entries of one row.
+// Calls `visit` with the number of a table, the table, and the index of the thread's entry in it, if the thread has
+// one. A row is whole lines of 32 entries, so that a warp has entries of one row.
 template <class Visit>
 CUFLASH_DEVICE void with_entry(const Params& params, Visit visit) {
   i64 index = (i64)ptx::block_index() * kNumThreads + ptx::thread_index();
@@ -34,7 +34,7 @@ CUFLASH_DEVICE void hoisted(const Params& params) {
 #if CUFLASH_NEEDS_CAPTURED
     constexpr int kArray = array_of_table(decltype(number)::value);
     if constexpr (has_sums(kArray)) {
-      // A sum to which an infinite term, or one that is NaN, was added is NaN, and so are those that it is led on to.
+      // If an infinite or NaN term was added for a table, its gradients are NaN, as are those they are led on to.
       const bool is_finite = captured_largest_of(params)[kArray] < ptx::bits_of((double)ptx::infinity());
       const i64* sum = captured_sums_of(params, 0) + (first_sum_of(params, kArray) + index) * kSumWords;
       const Real gradient = is_finite ? (Real)exact_sum(sum) : score_nan();

@@ -1,6 +1,6 @@
 // Lists which tiles of keys each tile of queries sees, or the other way round, from a block mask, a mask of bits, notes
-// of what a mask, a function or a bias leaves of tiles, and all that else is known of whole tiles: common/schedule.cuh
-// says how. A warp makes a list.
+// of what a mask, a function or a bias leaves of tiles, and everything else that is known of whole tiles.
+// common/schedule.cuh describes the lists. A warp makes a list.
 #include "common/config.cuh"
 #include "common/fragments.cuh"
 #include "common/mask.cuh"
@@ -43,7 +43,7 @@ CUFLASH_DEVICE void block_lists(const Params& params) {
                                      : query_tiles(params, batch, first, first + kBlockN - 1, key_stop);
   struct Found {
     Pairs pairs;
-    bool shown_whole;  // by masks, whatever bounds hide
+    bool shown_whole;  // masks show all of its pairs, even if bounds hide some
   };
   const auto pairs_with = [&](int other) -> Found {
     const int tile = min_of(other, range.stop - 1);

@@ -1,5 +1,6 @@
-// Packs all that hides pairs, a mask of pairs, blocks of a block mask that tiles cut, windows and lengths, into a bit a
-// pair, as common/mask_bits.cuh says, and notes what is visible of each block. A warp makes a block of 64 x 64 pairs.
+// Packs everything that hides pairs (a mask of pairs, blocks of a block mask that tiles cut, windows, lengths) into one
+// bit per pair, as common/mask_bits.cuh says, and notes what is visible of each block. A warp makes a block of 64 x 64
+// pairs.
 #include "common/config.cuh"
 #include "common/fragments.cuh"
 #include "common/mask.cuh"
@@ -9,7 +10,7 @@
 constexpr bool kTransposes = CUFLASH_TRANSPOSES_BITS;  // the lines of accumulators are keys, and not queries
 constexpr int kAtOnce = 8;                             // lines whose bytes are on their way together
 
-// What a lane holds of a block: the bits of lines `lane` and `lane` + 32, of 32 columns each.
+// The part of a block that a lane holds: the bits of lines `lane` and `lane` + 32, in words of 32 columns.
 using Lines = u32[2][2];
 
 // The mask of one head.
@@ -24,8 +25,8 @@ struct MaskBytes {
         key_stride(params.mask.key_stride),
         by_vectors(key_stride == 1 && ((u64)bytes | (u64)row_stride) % 16 == 0) {}
 
-  // A block of which so many lines, and all columns, are in the array. Four lanes read the 64 bytes of a line at once,
-  // so that a load of the warp touches 8 lines. Then they exchange what they have, and each has lines of its own.
+  // Reads a block of which `rows` lines and all columns are in the array. Four lanes read the 64 bytes of a line at
+  // once, so that a load of the warp touches 8 lines. Then these lanes exchange words, so that each has whole lines.
   CUFLASH_DEVICE void read_vectors(int first_row, int first_key, int rows, Lines& own) const {
     const int part = lane_index() % 4, first_line = lane_index() - part;
     const u8* upper = bytes + (first_row + first_line) * row_stride + first_key + 16 * part;
@@ -39,7 +40,7 @@ struct MaskBytes {
         if (32 * half + first_line + i < rows) vector[half][i] = *(const Bytes16*)(half == 0 ? upper : lower);
         (half == 0 ? upper : lower) += row_stride;
       }
-    u32 bits[4];  // by line, of both halves; after the exchange by the 16 keys that a part is
+    u32 bits[4];  // by line, both halves in a word; after the exchange, by the 16 keys of a part
 #pragma unroll
     for (int i = 0; i < 4; ++i) bits[i] = bits_of_vector(vector[0][i]) | bits_of_vector(vector[1][i]) << 16;
     exchange<2>(bits);
@@ -50,7 +51,7 @@ struct MaskBytes {
       for (int i = 0; i < 4; ++i) own[half][i / 2] |= (bits[i] >> 16 * half & 0xffff) << i % 2 * 16;
   }
 
-  // Any block: lanes read neighbouring keys of one line after the other.
+  // Reads any block: lanes read neighbouring keys, one line after another.
   CUFLASH_DEVICE void read_bytes(int first_row, int first_key, int rows, int keys, Lines& own) const {
     const int lane = lane_index();
 #pragma unroll 1
@@ -75,7 +76,7 @@ struct MaskBytes {
   }
 
  private:
-  // Warp. Element i of lane l and element i ^ step of lane l ^ step change places where bit `step` is set in one alone.
+  // Warp. Swaps element i of lane l with element i ^ step of lane l ^ step if bit `step` is set in just one of i and l.
   template <int step>
   CUFLASH_DEVICE static void exchange(u32 (&bits)[4]) {
     const bool is_upper = lane_index() & step;
@@ -87,7 +88,7 @@ struct MaskBytes {
     }
   }
 
-  // Which bytes are not 0, a bit each.
+  // One bit for each byte: whether it is not 0.
   CUFLASH_DEVICE static u32 bits_of_vector(const Bytes16& vector) {
     constexpr u32 kLow = 0x7f7f7f7f;
     u32 bits = 0;
@@ -100,7 +101,7 @@ struct MaskBytes {
   }
 };
 
-// Bits [start, stop) of 64, of which `start` and `stop` may lie outside.
+// Keeps bits [start, stop) of 64 and clears the others; `start` and `stop` may lie outside.
 CUFLASH_DEVICE void keep_columns(u32 (&line)[2], int start, int stop) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -110,7 +111,7 @@ CUFLASH_DEVICE void keep_columns(u32 (&line)[2], int start, int stop) {
   }
 }
 
-// Hides what windows, lengths and the block mask hide of the line of one query.
+// Clears the bits that windows, lengths and the block mask hide in the line of one query.
 CUFLASH_DEVICE void hide(const Mask& mask, int row, int first_key, u32 (&line)[2]) {
   int start = 0, stop = mask.key_stop;
   if constexpr (kHasRightBound) stop = min_of(stop, row + mask.right_offset + 1);
@@ -129,7 +130,7 @@ CUFLASH_DEVICE void hide(const Mask& mask, int row, int first_key, u32 (&line)[2
   }
 }
 
-// Warp. A matrix of 32 x 32 bits, a line a lane, with columns in place of lines.
+// Warp. Transposes a matrix of 32 x 32 bits, of which each lane has one line.
 CUFLASH_DEVICE u32 transpose(u32 line) {
   const u32 lane = lane_index();
   u32 low = 0x0000ffff;  // columns without the bit `step`

@@ -1,11 +1,11 @@
-// What a mask of pairs or of keys, or a function of the caller, leaves of each tile of pairs, for the lists that
-// around/lists.cu makes, or as notes for a kernel that has none. A warp bounds what a function gives over a tile; where
-// that decides nothing, and of masks, it looks at pairs until it has seen a hidden one and a visible one. Of small tiles
-// that a mask is looked at in it has several. Tiles that windows and lengths hide are not looked at.
+// Notes what a mask of pairs or of keys, or a function of the caller, leaves of each tile of pairs: for the lists that
+// around/lists.cu makes, or for a kernel that has no lists. A warp bounds the values of a function over a tile. Where
+// the bounds decide nothing, and for masks, it looks at pairs until it has seen a hidden one and a visible one. If
+// tiles of a mask are small, a warp has several of them. Tiles that windows and lengths hide are not looked at.
 //
-// Or what a bias of pairs leaves, which hides a tile that is -inf throughout: then the kernel is told of the bias, and
-// not of masks. Few biases hide any, so a warp has several tiles, of each of which one vector is loaded first. It looks
-// at those alone whose vector is -inf, one after the other, until it has seen another number.
+// Or it notes what a bias of pairs leaves: a tile that is -inf throughout is hidden. Then the kernel is told of the
+// bias, and not of masks. Few biases hide any tile, so a warp has several tiles, and loads one vector of each of them
+// first. It looks further only at tiles whose vector is -inf, one after another, until it has seen another number.
 #include "common/config.cuh"
 #include "common/fragments.cuh"
 #include "common/functions.cuh"
@@ -14,31 +14,31 @@
 #include "common/schedule.cuh"
 
 constexpr bool kLooksAtBias = kBiasBytes != 0;       // and at nothing else
-constexpr int kLanesOfTile = CUFLASH_LANES_OF_TILE;  // of the warp, a power of two: what is noted of a tile is theirs
-constexpr int kLanes = kLooksAtBias ? 32 : kLanesOfTile;  // that look at a tile together
+constexpr int kLanesOfTile = CUFLASH_LANES_OF_TILE;  // a power of two: this many lanes of a warp belong to each tile
+constexpr int kLanes = kLooksAtBias ? 32 : kLanesOfTile;  // lanes that look at a tile together
 constexpr bool kVotesEarly = kLanes == 32;  // lanes of several tiles do not come to a vote at the same time
 static_assert(kVotesEarly || !kHasMaskFunction, "a warp bounds a function");
 static_assert(!kLooksAtBias || (!kHasMask && !kHasMaskFunction), "notes are of a bias or of masks");
-constexpr int kVoteRows = 16;  // that are asked between two votes
+constexpr int kVoteRows = 16;  // rows that are asked between two votes
 constexpr int kVectorKeys = 16 / (kLooksAtBias ? kBiasBytes : 1);
 constexpr int kVectors = kBlockN / kVectorKeys;  // of a row of a tile
 constexpr int kAtOnce = 4;                       // rows, or vectors of a lane, that are on their way together
 
 CUFLASH_DEVICE int lane_of_tile() { return lane_index() % kLanes; }
 
-// Warp. Whether something holds in any of the lanes that have a tile.
+// Warp. Whether something holds in any of the lanes that look at this lane's tile.
 CUFLASH_DEVICE bool any_lane_of_tile(bool holds) {
   if constexpr (kLanes == 32) return ptx::any_lane(holds);
   constexpr u32 kEvery = (1u << kLanes % 32) - 1;
   return (ptx::ballot(holds) >> lane_index() / kLanes * kLanes & kEvery) != 0;
 }
 
-// The queries and keys of a tile that there are.
+// The queries and keys of a tile that exist.
 struct TileOfPairs {
   int first_row, stop_row, first_key, stop_key;
 };
 
-// What has been seen of a tile by a lane. All lanes of a warp come to a vote.
+// What a lane has seen of a tile. All lanes of a warp take part in a vote.
 struct Seen {
   bool any = false, all = true;
 
@@ -56,7 +56,7 @@ struct Seen {
   }
 };
 
-// Asks pair by pair, so many rows at once, with the lanes at neighbouring keys. `seen` is what is known before.
+// Asks pair by pair, `rows` rows at once; the lanes have neighbouring keys. `seen` is what was known before.
 template <int rows, class Shows>
 CUFLASH_DEVICE Seen seen_by_asking(const TileOfPairs& tile, Shows shows, Seen seen = {}) {
 #pragma unroll 1
@@ -72,8 +72,8 @@ CUFLASH_DEVICE Seen seen_by_asking(const TileOfPairs& tile, Shows shows, Seen se
 // Whether one of four bytes is 0.
 CUFLASH_DEVICE bool has_zero(u32 word) { return ((word - 0x01010101) & ~word & 0x80808080) != 0; }
 
-// Reads vectors, of which the tile has whole ones; `first` is the first byte of the tile, strides are in bytes.
-// `add(seen, vector)` adds what a vector shows to what has been seen.
+// Reads a tile that consists of whole vectors. `first` is its first byte, strides are in bytes. `add(seen, vector)`
+// adds what a vector shows to what has been seen.
 template <class Add>
 CUFLASH_DEVICE Seen seen_by_vectors(const u8* first, i64 row_stride, int rows, Add add, Seen seen = {}) {
   constexpr int kStep = kLanes * kAtOnce;
@@ -93,7 +93,7 @@ CUFLASH_DEVICE Seen seen_by_vectors(const u8* first, i64 row_stride, int rows, A
   return seen;
 }
 
-// What the mask leaves. Along axes that broadcast one row, or one key, is looked at.
+// What the mask leaves of a tile. Along axes that broadcast, it looks at one row or one key.
 CUFLASH_DEVICE Seen seen_of_mask(const Params& params, int batch, int head, TileOfPairs tile) {
   const u8* bytes = (const u8*)params.mask.data + batch * params.mask.batch_stride + head * params.mask.head_stride;
   const i64 row_stride = params.mask.row_stride, key_stride = params.mask.key_stride;
@@ -112,7 +112,7 @@ CUFLASH_DEVICE Seen seen_of_mask(const Params& params, int batch, int head, Tile
                                  [&](int row, int key) { return bytes[row * row_stride + key * key_stride] != 0; });
 }
 
-// A bias, of which a row is `row_stride` elements after the one before it.
+// A bias whose rows are `row_stride` elements apart.
 struct BiasOfPairs {
   using Number = Either<kBiasBytes == sizeof(Real), Real, Storage>::Type;
   const Number* numbers;  // of this head
@@ -135,14 +135,14 @@ struct BiasOfPairs {
     for (int j = 0; j < 4; ++j) hidden = hidden && vector.word[j] == word_of_hidden(j);
     return hidden;
   }
-  // The vectors of a tile, by its first byte; null where they are none.
+  // The first byte of a tile that consists of whole vectors; null for any other tile.
   CUFLASH_DEVICE const u8* vectors_of(const TileOfPairs& tile) const {
     const u8* first = (const u8*)(numbers + tile.first_row * row_stride + tile.first_key * key_stride);
     const bool are = key_stride == 1 && ((u64)first | (u64)(row_stride * kBiasBytes)) % 16 == 0 &&
                      tile.stop_key - tile.first_key == kBlockN;
     return are ? first : nullptr;
   }
-  // Whether a tile begins with -inf: its first vector or, without, its first number.
+  // Whether a tile begins with -inf: all of its first vector or, if it has no vectors, its first number.
   CUFLASH_DEVICE bool hides_first(const TileOfPairs& tile) const {
     if (const u8* first = vectors_of(tile)) return hides(*(const Bytes16*)first);
     return hides(tile.first_row, tile.first_key);
@@ -172,7 +172,7 @@ struct BiasOfPairs {
   }
 };
 
-// A tile of all that notes are made of, by its index, if there is one.
+// The tile with a given index among all tiles that get notes, if it exists.
 struct NotedTile {
   bool exists;
   int batch, head, m_block, n_block;
@@ -190,7 +190,7 @@ struct NotedTile {
     m_block = tile / num_n_blocks, n_block = tile % num_n_blocks;
   }
 
-  // The pairs that there are of the tile. Returns whether windows and lengths leave any of them.
+  // Finds the pairs of the tile that exist. Returns whether windows and lengths leave any of them.
   CUFLASH_DEVICE bool find(const Params& params, TileOfPairs& pairs) const {
     const int first_row = m_block * kBlockM, stop_row = min_of(first_row + kBlockM, params.seqlen_q);
     const int key_stop = exists ? key_stop_of(params, batch) : 0;
@@ -210,7 +210,7 @@ CUFLASH_DEVICE Pairs left_of(const Params& params, const NotedTile& noted) {
   if constexpr (kHasMask) {
     const Seen seen = looks ? seen_of_mask(params, noted.batch, noted.head, tile) : Seen{false, false};
     left = seen.pairs();
-    // What hides single keys is added to scores: kernels need not know of it.
+    // A mask of keys is added to scores where it hides single keys: kernels need not know of them.
     if (kMaskOfKeys && left == Pairs::kSome) left = Pairs::kAll;
   }
 #if CUFLASH_HAS_MASK_FUNCTION
@@ -226,8 +226,8 @@ CUFLASH_DEVICE Pairs left_of(const Params& params, const NotedTile& noted) {
   return left;
 }
 
-// Warp. What the bias leaves of the tile of each lane; `first` is that of the first lane. What is -inf in single pairs
-// is added to scores: kernels need not know of it.
+// Warp. What the bias leaves of each lane's tile; `first` is the index of the first lane's tile. A bias that is -inf in
+// single pairs is added to scores: kernels need not know of them.
 CUFLASH_DEVICE Pairs left_by_bias_of(const Params& params, const NotedTile& own, NotedTile::Index first) {
   TileOfPairs tile;
   bool hidden = true;

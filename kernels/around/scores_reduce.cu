@@ -1,8 +1,8 @@
-// The gradients of what scores are made of beside q and k, added up in a fixed order from the parts that blocks of
-// sm80/backward_scores.cu or sm90/backward_bias.cu left, or blocks of sm90/backward.cu, which leave them by tiles of
-// keys. For dbias a block serves as many elements of a tile, or keys, as it has threads, so that all parts are on their
-// way together; for the others it makes one number. Parts are added in float64, whatever the elements are: there are few
-// of them.
+// Adds up the gradients of the inputs of scores other than q and k, in a fixed order, from the parts that blocks of
+// sm80/backward_scores.cu, sm90/backward_bias.cu or sm90/backward.cu left (the last of these leaves parts by tiles of
+// keys). For dbias a block serves as many elements of a tile, or keys, as it has threads, so that all parts are on
+// their way together; for the other gradients it makes one number. Parts are added in float64, whatever the elements
+// are: there are few of them.
 #include "common/backward.cuh"
 #include "common/key_sums.cuh"
 #include "common/reduce.cuh"
@@ -25,7 +25,7 @@ CUFLASH_DEVICE void add_dbias(const Params& params) {
   store_dbias(params, tile, i, (Real)sum);
 }
 
-// The same where it differs from key to key only, and was summed by keys.
+// The same for a bias that differs from key to key only, whose gradient was summed by keys.
 CUFLASH_DEVICE void add_dbias_of_keys(const Params& params) {
   const int blocks = ceil_div(params.seqlen_k, kNumThreads), owner = ptx::block_index() / blocks;
   const int key = ptx::block_index() % blocks * kNumThreads + ptx::thread_index();
@@ -43,7 +43,7 @@ CUFLASH_DEVICE void add_dbias_of_keys(const Params& params) {
   store_dbias(params, first_batch, first_head, 0, key, (Real)sum);
 }
 
-// The first part of a slope, of a query head of one batch entry.
+// The first part of the slope of a query head in one batch entry.
 CUFLASH_DEVICE const Real* slope_parts_of(const Params& params, int head, Entry batch) {
   if constexpr (kByKeys) return slope_sums_of(params, key_part_of(params, head, batch, 0, 0));
   return sums_partials_of(params, kSumOfSlope, head, batch, 0);

@@ -1,4 +1,4 @@
-// Gradients of the sinks, from what around/delta.cu left of every row, in an order that is fixed:
+// Computes gradients of the sinks from what around/delta.cu left for every row, in a fixed order of additions:
 //
 //   dsink = -sum exp(sink - lse) (delta - dlse)        over all rows of a query head, of all batch entries
 //

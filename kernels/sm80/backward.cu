@@ -189,8 +189,8 @@ CUFLASH_DEVICE void backward(const Params& params) {
       if constexpr (kNeedsDk) add_product<kBlockM / kStep>(dk, a_ds, operand_q);
     }
 
-    // dQ of this tile pair; its dS is complete after the barrier that also ends the use of this stage when
-    // kOwnOperands, and is complete already otherwise.
+    // Adds dQ of this tile pair. With kOwnOperands, its dS is complete after the barrier that also ends the use of this
+    // stage; otherwise it is complete already.
     const auto add_dq = [&]() {
       if constexpr (kDqByReduction) {
         const int dq_warp_m = warp_index() / kDqWarpsD, dq_warp_d = warp_index() % kDqWarpsD;

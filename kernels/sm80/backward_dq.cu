@@ -26,7 +26,7 @@ constexpr u32 kBytesV = tile_bytes(kBlockN, kDimV);
 static_assert(kBytesQ + kBytesDo + kNumStages * (kBytesK + kBytesV) == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
-// dS = P * (dP - delta), in place of S, times the derivatives of scores in scaled products.
+// Replaces S by dS = P * (dP - delta), times the derivatives of the scores by the scaled products.
 template <class Masked>
 CUFLASH_DEVICE void make_ds(Real (&s)[kDqMTiles][kNTiles][4], const Real (&dp)[kDqMTiles][kNTiles][4],
                             const Weights& weights, const Dropout& dropout, int lane_row, int lane_key, Masked masked,
@@ -49,7 +49,8 @@ CUFLASH_DEVICE void make_ds(Real (&s)[kDqMTiles][kNTiles][4], const Real (&dp)[k
     }
 }
 
-// Rows of dq, through the shared memory of Q, or as they were summed, to be added to other parts of them.
+// Stores rows of dq: rounded, through the shared memory of Q; or as they were summed, to be added to other parts of
+// them.
 CUFLASH_DEVICE void store_dq(const Params& params, Entry batch, int head, u32 s_q, int warp_row, int warp_d,
                              const Real (&dq)[kDqMTiles][kDqNTiles][4], int first_row, int seqlen_q) {
   const auto scale = [factor = scale_of(params)](int, int) { return factor; };

@@ -1,5 +1,5 @@
-// Gradients of what makes scores of products, on mma.sync tensor cores (compute capability 8.0 and later), in an order
-// of additions that is fixed: that of the bias, or those that are sums over pairs.
+// Gradients of the inputs of scores other than q and k, on mma.sync tensor cores (compute capability 8.0 and later), in
+// a fixed order of additions: the gradient of the bias, or those that are sums over pairs.
 //
 //   P = exp(S - lse)    dP = dO V'    dS = P * (dP - delta)        (X' is X transposed)
 //   dbias = dS          dslope = -sum dS * |i + diagonal - j|
@@ -7,10 +7,11 @@
 //
 // f is the function, if any, that makes a score of X, and c its parameter: common/score.cuh has both.
 //
-// A block owns a tile of dbias and walks over all that broadcasts: batch entries, heads, tiles of queries, tiles of
-// keys. For the other gradients it owns a tile of queries of one head and walks over the keys. Where that makes few
-// blocks, several share a walk, and around/scores_reduce.cu adds what they leave. Gradients of arrays that a function of
-// the caller reads are made on the same walk, by sums that have no order (common/captured_gradients.cuh).
+// A block owns a tile of dbias and walks over all axes along which the bias broadcasts: batch entries, heads, tiles of
+// queries, tiles of keys. For the other gradients it owns a tile of queries of one head and walks over the keys. Where
+// that makes few blocks, several blocks share a walk, and around/scores_reduce.cu adds the parts that they leave.
+// Gradients of arrays that a function of the caller reads are made on the same walk, by sums that do not depend on the
+// order of additions (common/captured_gradients.cuh).
 #include "common/backward.cuh"
 #include "common/captured_gradients.cuh"
 #include "common/config.cuh"
@@ -31,7 +32,7 @@ constexpr int kRowV = row_bytes(kDimV);
 static_assert(kMTiles * 16 * kNumWarps == kBlockM, "every warp owns the same number of whole fragments");
 static_assert(kNumStages == 1 || kNumStages == 2, "at most one tile arrives while another is used");
 
-// Shared memory: the ring of Q, dO, K and V tiles; afterwards what is summed in rows of kResultPitch.
+// Shared memory: the ring of Q, dO, K and V tiles; after the walk, what a block has summed, in rows of kResultPitch.
 constexpr u32 kBytesQ = tile_bytes(kBlockM, kDim);
 constexpr u32 kBytesDo = tile_bytes(kBlockM, kDimV);
 constexpr u32 kBytesK = tile_bytes(kBlockN, kDim);
@@ -41,13 +42,13 @@ constexpr u32 kBytesResult = kBlockM * (kBlockN + 8) * sizeof(Real);
 static_assert(max_of((int)(kNumStages * kBytesStage), (int)kBytesResult) == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
-// What a lane sums.
+// The sums of a lane.
 struct Sums {
   Real dbias[kMTiles][kNTiles][4];
   double of[kNumSums];
 };
 
-// Leaves the tile of dbias: in its place, or to the kernel that adds those of several blocks.
+// Stores the tile of dbias: in its place, or for the kernel that adds the tiles of several blocks.
 CUFLASH_DEVICE void finish_dbias(const Params& params, const ScoreTiles& result, u32 index, int split, Sums& sums) {
   const u32 s_result = ptx::dynamic_shared();
   const int lane_row = warp_index() * 16 * kMTiles + fragment_row();
@@ -92,7 +93,7 @@ CUFLASH_DEVICE void finish_dbias(const Params& params, const ScoreTiles& result,
   }
 }
 
-// Leaves the sums of the block to the kernel that adds those of all.
+// Stores the sums of the block for the kernel that adds those of all blocks.
 CUFLASH_DEVICE void finish_sums(const Params& params, const ScoreTiles& result, int split, const Sums& sums) {
   const u32 s_sums = ptx::dynamic_shared();
   double warp[kNumSums];
@@ -114,7 +115,7 @@ CUFLASH_DEVICE void finish_sums(const Params& params, const ScoreTiles& result, 
   sums_partials_of(params, quantity, result.head, result.batch, result.m_block)[split] = sum;
 }
 
-// Loads what the pairs of a tile are made of.
+// Loads the tiles of Q, dO, K and V for one step of the walk.
 CUFLASH_DEVICE void load_tiles(const Params& params, const ScoreTiles& next, u32 s_stage) {
   const u32 s_q = s_stage, s_do = s_q + kBytesQ, s_k = s_do + kBytesDo, s_v = s_k + kBytesK;
   const Entry batch = next.batch;
@@ -131,7 +132,7 @@ CUFLASH_DEVICE void load_tiles(const Params& params, const ScoreTiles& next, u32
                                 key_stop);
 }
 
-// Statistics of this lane's rows. Those of the last tile that do not exist need not have any.
+// Loads the statistics of this lane's rows. Rows past the last query need not have any.
 CUFLASH_DEVICE void load_stats(const Params& params, const Entry& batch, int head, int lane_row,
                                Real (&exponent_lse)[kMTiles][2], Real (&delta)[kMTiles][2]) {
 #pragma unroll

@@ -2,7 +2,7 @@
 #pragma once
 #include "common/backward.cuh"
 
-// Whether the accumulators of the main kernel lie as they are, whatever the element type: products of bfloat16 parts
+// Whether the accumulators of the main kernel are in plain order, whatever the element type: products of bfloat16 parts
 // permute no rows or columns (sm80/fragments.cuh).
 constexpr bool kPlainFragments = CUFLASH_PLAIN_FRAGMENTS;
 
@@ -15,13 +15,13 @@ static_assert(kDqMTiles * 16 * kDqWarpsM == kBlockM && kDqNTiles * 8 * kDqWarpsD
 static_assert(kDqNTiles % 2 == 0, "columns come 16 at a time");
 static_assert((kDqMTiles & (kDqMTiles - 1)) == 0, "rows of a warp start at a multiple of their number");
 
-// The warps of the kernel that owns keys: along keys, and along the columns of dk and dv.
+// How the kernel that owns keys divides its warps: along keys, and along the columns of dk and dv.
 constexpr int kWarpsD = CUFLASH_WARPS_D;
 constexpr int kWarpsN = kNumWarps / kWarpsD;
 constexpr int kKeyTiles = kBlockN / (16 * kWarpsN);   // m-tiles of 16 keys of a warp
 constexpr int kColumnTiles = kDim / (8 * kWarpsD);    // n-tiles of 8 columns of dk of a warp
 constexpr int kColumnTilesV = kDimV / (8 * kWarpsD);  // and of dv
-// Along the queries of P' and dS', which they share through shared memory.
+// Warps along the queries of P' and dS', which they share through shared memory.
 constexpr int kWarpsQ = CUFLASH_WARPS_Q;
 
 // The accumulator of a tile keeps the fragments as the threads hold them, neighbours in a warp next to each other: four

@@ -1,10 +1,10 @@
-// Tiles between global and shared memory, by all threads of a block or by some of its warps.
+// Copies tiles between global and shared memory, by all threads of a block or by some of its warps.
 #pragma once
 #include "common/config.cuh"
 #include "common/pages.cuh"
 
-// A head is the address of its first row. Or rows have to be looked up one by one: then it has a function row(i), and
-// Stored is what they are made of.
+// A `Head` is the address of its first row. Where rows have to be looked up one by one, it has a function row(i)
+// instead, and Stored is the type of their elements.
 template <class Head>
 constexpr bool kIsStrided = false;
 template <class T>
@@ -30,18 +30,18 @@ CUFLASH_DEVICE auto row_of(const Head& head, i64 row_stride, int row) {
 }
 
 // Loads rows [first_row, first_row + rows) of a head into shared rows of row_bytes(padded columns), without waiting.
-// Rows at and past `row_stop` are never read and become zeros, as do the columns past the head dimension. So many
-// threads take part, whole warps, `thread` among them.
+// Rows at and past `row_stop` are never read and become zeros, as do the columns past the head dimension. `threads`
+// threads, which are whole warps, take part; `thread` is this one's number among them.
 //
 // Up to 8 neighbouring threads share a row and walk along it by constant steps, so that a thread needs one address for
 // each of its rows, not for each copy: a copy holds on to its address register until it is under way, and would stall
-// whoever writes the next address into it.
+// the instruction that writes the next address into it.
 template <int rows, int columns, int threads = kNumThreads, class Head>
 CUFLASH_DEVICE void load_tile(u32 tile, const Head& head, i64 row_stride, int first_row, int row_stop,
                               int thread = ptx::thread_index()) {
   constexpr int kBytes = kIsFloat8<Head> ? 1 : kElementBytes;  // of an element
   constexpr int kPadded = round_up(columns, CUFLASH_DIM_MULTIPLE);
-  // Of one byte two at a time at least, because shared memory takes two bytes.
+  // At least two one-byte elements at a time, because shared memory takes two bytes.
   constexpr int kVector = kBytes == 1 ? max_of(kLoadBytes / kElementBytes, 2) : kLoadBytes / kElementBytes;
   constexpr int kVectors = kPadded / kVector;  // of a row
   constexpr int kThreadsOfRow = kVectors % 8 == 0 ? 8 : kVectors % 4 == 0 ? 4 : 2;
@@ -53,7 +53,7 @@ CUFLASH_DEVICE void load_tile(u32 tile, const Head& head, i64 row_stride, int fi
   if constexpr (kIsStrided<Head>)
     source = head + (first_row + row) * row_stride + column;
   else
-    source = head.anywhere();  // of rows that do not exist, which nothing is read from
+    source = head.anywhere();  // for rows that do not exist: nothing is read from there
   const u32 destination = tile + row * kRow + ((column * kBytes) ^ row_swizzle<kRow, (kBytes > 2)>(row));
   static_assert(kRowsAtOnce % 4 == 0, "rows of a thread differ in the bits of `i` alone");
 

@@ -4,13 +4,14 @@
 //
 // All queries of the query heads that share a key/value head are rows of one product (common/head_work.cuh). As many
 // blocks as the device holds take equal shares of all keys (common/key_splits.cuh). A block that has a head to itself
-// stores its results; the others leave O and the sums of their keys in scratch memory, and the one of a head that is done
-// last combines them, unless around/combine.cu does.
+// stores its results. Blocks that share a head leave O and the sums of their keys in scratch memory; the last of them
+// to finish combines these, unless around/combine.cu does.
 //
-// A block is made of teams, which take its tiles of keys in turn. A team has a ring of its own in shared memory, so that
-// it waits for no other one before the head ends: its warps would all stand still as often as any of them waits for
-// memory. K and V of a tile are two steps of the ring; while one is used, the copies of 2 kNumStages - 1 others are on
-// their way. Of the warps of a team each owns 16 rows, or with kWarpsD above 1 a slice of the columns of O of these.
+// A block is made of teams of warps, which take its tiles of keys in turn. Each team has its own ring in shared memory,
+// so that no team waits for another one before the head ends: otherwise all warps would stand still as often as any of
+// them waits for memory. K and V of a tile are two steps of the ring; while one is used, the copies of 2 kNumStages - 1
+// others are on their way. Each warp of a team owns 16 rows; with kWarpsD above 1, kWarpsD warps share the 16 rows,
+// each with a slice of the columns of O.
 #include "common/config.cuh"
 #include "common/float8.cuh"
 #include "common/head_results.cuh"
@@ -33,8 +34,8 @@ constexpr int kColumnTiles = kDimV / (8 * kWarpsD);  // n-tiles of 8 columns of 
 static_assert(kTeams * kTeamWarps == kNumWarps, "whole teams");
 static_assert(!kIsPacked, "packed sequences are served by sm80/forward.cu");
 
-// Shared memory: Q, and for each team the stages of K, then those of V. At the end of a head, sums of its warps replace
-// these.
+// Shared memory: Q, and for each team the stages of K, then those of V. At the end of a head, the sums of the team's
+// warps replace the stages.
 using Sums = WarpSums<Element, kColumnTiles>;
 constexpr u32 kBytesQ = tile_bytes(kBlockM, kDim);
 constexpr u32 kBytesK = tile_bytes(kBlockN, kDim, sizeof(KeyStorage));
@@ -46,10 +47,10 @@ static_assert(kBytesQ + kTeams * kBytesTeam == CUFLASH_SHARED_BYTES, "shared mem
 
 // The team of a thread, and its place in it.
 struct Team {
-  int index;        // of the teams of the block
-  int thread;       // of those of the team
+  int index;        // among the teams of the block
+  int thread;       // among the threads of the team
   int row;          // the first of the 16 rows of the warp
-  int lane_row[2];  // those of which this lane holds parts
+  int lane_row[2];  // the two rows of which this lane holds parts
   int warp_d;       // which slice of the columns of O is the warp's
   u32 ring;         // in shared memory
 
@@ -71,11 +72,11 @@ struct Team {
   }
 };
 
-// The tiles of keys that a team takes, one of every kTeams places of its block, from the last place to the first.
+// The tiles of keys that a team takes. It takes every kTeams-th place of its block, from the last place to the first.
 //
 // Tiles that no row sees are left out. Where a block mask, or notes of what a mask or a function leaves of tiles, say
-// which these are, lanes look at 32 places at once. Visible tiles may gather anywhere among the keys, so neighbouring
-// places are tiles far from each other: then each block of a head has some of all.
+// which these are, the lanes look at 32 places at once. Visible tiles may gather anywhere among the keys, so
+// neighbouring places then stand for tiles far from each other, and each block of a head has some of every region.
 struct TileWalk {
   static constexpr int kNone = -1;
   static constexpr bool kLooks = kHasBlockMask || kHasNotes;
@@ -84,7 +85,7 @@ struct TileWalk {
   const HeadWork& work;
   int stride, steps;  // place i + steps j is tile stride i + j of the head
   int start, stop;    // places of the block
-  int place;          // of the team, the next one
+  int place;          // the next place of the team
   int looked_at = 0;  // the place that the first lane has looked at
   u32 seen = 0;       // which lanes have seen a visible tile that has not been given yet
 
@@ -97,7 +98,7 @@ struct TileWalk {
         stop(work.part_of(steps * stride, work.to)),
         place(stop - 1 - team) {}
 
-  // Whether the block has any.
+  // Whether the block has any places.
   CUFLASH_DEVICE bool has_any() const { return start < stop; }
 
   CUFLASH_DEVICE int next() {
@@ -123,7 +124,7 @@ struct TileWalk {
  private:
   CUFLASH_DEVICE int tile_at(int place) const { return work.first_tile + place % steps * stride + place / steps; }
 
-  // Whether a row may see some key of the tile, which need not exist.
+  // Whether some row may see a key of the tile. The tile need not exist.
   CUFLASH_DEVICE bool is_visible(int tile) const {
     if (tile >= work.first_tile + work.num_tiles) return false;
     bool any = false;
@@ -139,7 +140,7 @@ struct TileWalk {
   }
 };
 
-// Loads a tile of K or V by a team. Pages begin with a tile, or within one.
+// A team loads a tile of K or V. A page begins where a tile begins, or within a tile.
 template <int columns, class Head>
 CUFLASH_DEVICE void load_keys(u32 tile, const Head& head, i64 row_stride, int first_key, int key_stop, int thread) {
   constexpr int kPiece = kPageSize == 0 ? kBlockN : min_of(kBlockN, kPageSize);  // keys one stride from each other
@@ -239,7 +240,7 @@ CUFLASH_DEVICE void weigh_keys(const Params& params, const HeadWork& work, const
   sums.softmax.finish();
 }
 
-// Adds the sums of all teams to those of the first one: half of the teams hand over theirs, then half of the rest.
+// Adds the sums of all teams to those of the first one: half of the teams hand theirs over, then half of the rest.
 CUFLASH_DEVICE void merge(const Team& team, Sums& sums) {
   const auto place_of = [&](int other) {
     return team.ring + (other - team.index) * (int)kBytesTeam + warp_index() % kTeamWarps * kBytesSums;

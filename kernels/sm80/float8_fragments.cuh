@@ -1,8 +1,8 @@
-// Operands B of products from shared tiles of numbers of one byte, which become elements on the way to registers.
+// B operands of products, from shared tiles of one-byte numbers, which become elements on the way to registers.
 //
-// A lane loads two neighbours at a time. Of operands stored by columns these are two k of a column; of operands stored
-// by rows they belong to two columns, and as with wide elements (sm80/fragments.cuh), of the two n-tiles that a
-// fragment makes, one has the even columns of 16, the other the odd ones.
+// A lane loads two neighbouring numbers at a time. In operands stored by columns these are two k of one column. In
+// operands stored by rows they belong to two columns; as with wide elements (sm80/fragments.cuh), one of the two
+// n-tiles of a fragment then has the even columns of 16, the other the odd ones.
 #pragma once
 #include "common/float8.cuh"
 #include "sm80/fragments.cuh"
@@ -60,7 +60,7 @@ struct Float8RowMajorB {
   }
 };
 
-// K and V of the forward pass, of whichever elements, with so many columns.
+// The operands K and V of the forward pass, with `columns` columns of any element type.
 template <int columns, int warps>
 using KeysOperand = typename Either<kHasFloat8, Float8ColumnMajorB<row_bytes(columns, 1), warps>,
                                     ColumnMajorB<row_bytes(columns), warps>>::Type;

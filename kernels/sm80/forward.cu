@@ -154,7 +154,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
   };
 
   int n_block = tiles.stop - 1;
-  if constexpr (kWide) {  // whose products are long: one body of code for all tiles
+  if constexpr (kWide) {  // products of wide elements are long: one body of code serves all tiles
 #pragma unroll 1
     for (; n_block >= tiles.start; --n_block) step(n_block, n_block >= tiles.full_stop || n_block < tiles.full_start);
   } else {

@@ -1,4 +1,4 @@
-// Fragments of operands: how shared memory becomes what one lane holds of a product's factors, for each element type.
+// Fragments of operands: how a lane gets its part of a product's factors from shared memory, for each element type.
 //
 // With g = lane / 4 and t = lane % 4, a lane holds of a 16 x 8 tile of an accumulator the rows g and g + 8, columns
 // 2t and 2t + 1: four Reals, in the layout of ptx::mma_m16n8k16, whatever the element type.
@@ -18,9 +18,9 @@
 
 // ---- From shared memory -------------------------------------------------------------------------------------------
 //
-// Four loaders, for A and B stored by rows ([m][k], [k][n]) or by columns ([k][m], [n][k]). Each is made of a shared
-// tile with rows of `row` bytes and of the place in it that stands for (0, 0), and fetches fragments: of A 16 rows m,
-// of B 16 columns n, kStep of k each. Columns of B are dealt to `warps` warps in turns of 16.
+// Four loaders, for A and B stored by rows ([m][k], [k][n]) or by columns ([k][m], [n][k]). Each is constructed from a
+// shared tile with rows of `row` bytes and the place in it that stands for (0, 0). It fetches fragments of kStep of k:
+// 16 rows m of A, or 16 columns n of B. Columns of B are dealt to `warps` warps in turns of 16.
 
 // Where a lane points ldmatrix within the 16 x 16 fragment at row `r`, column 16 `column_tile`. Two orders of the four
 // 8 x 8 matrices serve every operand: down first for A stored [m][k] and B stored [k][n], across first for B stored
@@ -159,8 +159,8 @@ CUFLASH_DEVICE Loader shifted(Loader loader, u32 bytes) {
 
 // ---- Products -----------------------------------------------------------------------------------------------------
 //
-// `factor_of` makes of a fragment what the tensor cores take, once for all products it is in; multiply_add adds the
-// product of two factors to one n-tile of an accumulator: the one of the first or of the second 8 columns of B.
+// `factor_of` converts a fragment to what the tensor cores take, once for all products that it is in. `multiply_add`
+// adds the product of two factors to one n-tile of an accumulator: that of the first or of the second 8 columns of B.
 
 template <class E>
 CUFLASH_DEVICE void factor_of(const FragmentOf<E>& fragment, FragmentOf<E>& same) {
@@ -189,7 +189,7 @@ CUFLASH_DEVICE void factor_of(const FragmentOf<Float32>& fragment, FragmentOf<Fl
     for (int j = 0; j < 4; ++j)
       rounded.word[i][j] = kByLanes ? fragment.word[i][j] : ptx::round_to_tf32(fragment.word[i][j]);
 }
-// One product of operands rounded to TF32; where lanes multiply, of operands as they are.
+// One product of operands rounded to TF32. Where lanes multiply, the operands are not rounded.
 CUFLASH_DEVICE void multiply_add(float (&d)[4], const FragmentOf<Float32>& a, const FragmentOf<Float32>& b, int half) {
   if constexpr (kByLanes) {
     add_wide_lane_products(d, a.word, b.word, half);
@@ -200,15 +200,15 @@ CUFLASH_DEVICE void multiply_add(float (&d)[4], const FragmentOf<Float32>& a, co
 }
 
 // float32 to its full precision: each element is the sum of two TF32 numbers, but for 2^-24 of it. The product of two
-// small parts is about as small, and left out.
+// small parts is about as small, so it is left out.
 struct Tf32Split {
   FragmentOf<Float32> big, small;
 };
 
-// Rounded to nearest, big leaves a small part of 12 bits and either sign. An infinity goes to the small part and leaves
-// the largest number in the big one: where it meets a finite factor, no product is the difference of two infinities nor
-// that of an infinity and a small part which is zero. A NaN is in the small part as well, whatever becomes of the big
-// one.
+// The big part is rounded to nearest, so that the small part has 12 bits and either sign. Of an infinity, the small
+// part is the infinity and the big part is the largest number: with a finite factor, its product is then neither the
+// difference of two infinities nor that of an infinity and a small part which is zero. The small part of a NaN is NaN,
+// whatever becomes of the big one.
 CUFLASH_DEVICE void tf32_split(float x, float& big, float& small) {
   constexpr float kLargest = 3.4011621342146535e38f;  // of TF32
   const float rounded = ptx::float_of((ptx::bits_of(x) + 0x1000u) & 0xffffe000u);
@@ -221,7 +221,7 @@ CUFLASH_DEVICE void factor_of(const FragmentOf<Float32>& fragment, Tf32Split& pa
 #pragma unroll
     for (int j = 0; j < 4; ++j) tf32_split(fragment.word[i][j], parts.big.word[i][j], parts.small.word[i][j]);
 }
-// The tensor cores cut sums off. So the few products of one step are summed there, small ones first, and steps are
+// The tensor cores cut sums off, so only the few products of one step are summed there, small ones first. The steps are
 // added with rounding.
 CUFLASH_DEVICE void multiply_add(float (&d)[4], const Tf32Split& a, const Tf32Split& b, int half) {
   float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -232,7 +232,7 @@ CUFLASH_DEVICE void multiply_add(float (&d)[4], const Tf32Split& a, const Tf32Sp
   for (int i = 0; i < 4; ++i) d[i] += sum[i];
 }
 
-// What `factor_of` makes.
+// The type that `factor_of` makes.
 template <class E, bool splits>
 struct FactorOf {
   using Type = FragmentOf<E>;

@@ -1,11 +1,12 @@
-// Products of fragments by the lanes' own multiply-adds, where tensor cores do not take the elements: before compute
-// capability 8.0 all but float16 on 7.5. Lanes hand the factors around, a quarter of the columns of A at a time.
+// Products of fragments by the lanes' own multiply-adds, for elements that the tensor cores do not take: before compute
+// capability 8.0 these are all types but float16 on 7.5. Lanes exchange the factors, a quarter of the columns of A at a
+// time.
 //
-// The turns are loops, since the code would be so long otherwise that compiling it takes minutes.
+// The turns are loops that are not unrolled: unrolled code would be so long that compiling it takes minutes.
 //
-// Fragments are those of mma: with g = lane / 4 and t = lane % 4, a lane holds of A rows g and g + 8, of B column g, and
-// of the sums columns 2t and 2t + 1. So the columns of A that the lanes (g, t) hold come from the same group of four
-// lanes, and the rows of B that go with them from the lanes (2t, t) and (2t + 1, t).
+// Fragments are those of mma: with g = lane / 4 and t = lane % 4, a lane holds rows g and g + 8 of A, column g of B,
+// and columns 2t and 2t + 1 of the sums. So in a turn, a lane gets its part of A from the lane (g, turn) of its own
+// group of four, and the rows of B that go with it from the lanes (2t, turn) and (2t + 1, turn).
 #pragma once
 #include "common/fragments.cuh"
 
@@ -20,15 +21,15 @@ CUFLASH_DEVICE float value_of_lane(float value, u32 lane) {
   return ptx::float_of(ptx::shuffle(ptx::bits_of(value), lane));
 }
 
-// Which lanes have what this one needs in turn `turn` of 4: of A, and of the first of two columns of B. The lane of the
-// second column is 4 further on.
+// The lanes that have what this one needs in turn `turn` of 4: its rows of A, and the first of its two columns of B.
+// The lane with the second column is 4 further on.
 struct LanesOfTurn {
   u32 a, b;
 
   CUFLASH_DEVICE explicit LanesOfTurn(u32 turn) : a(lane_index() / 4 * 4 + turn), b(lane_index() % 4 * 8 + turn) {}
 };
 
-// d += a b, of 16 x 16 and 16 x 8 elements of 16 bits: two neighbouring k to a word.
+// d += a b, for 16 x 16 and 16 x 8 elements of 16 bits. A word has two neighbouring k.
 template <class E>
 CUFLASH_DEVICE void add_lane_products(E, float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   const u32 b[2] = {b0, b1};
@@ -49,7 +50,7 @@ CUFLASH_DEVICE void add_lane_products(E, float (&d)[4], const u32 (&a)[4], u32 b
   }
 }
 
-// The same of float32 or float64, with the n-tile `half` of a fragment of B.
+// The same for float32 or float64, with the n-tile `half` of a fragment of B.
 template <class T>
 CUFLASH_DEVICE void add_wide_lane_products(T (&d)[4], const T (&a)[kStep / 8][4], const T (&b)[kStep / 8][4],
                                            int half) {

@@ -45,7 +45,7 @@ CUFLASH_DEVICE void multiply_unrolled(Real (&d)[m_tiles][n_tiles][4], LoadA load
     }
   };
   if constexpr (kWide) {
-    // As a loop it is too long to be unrolled.
+    // As a loop it would be too long to be unrolled.
     repeat<kTotal>([&](auto i) __attribute__((always_inline)) { product(decltype(i)::value); });
   } else {
 #pragma unroll
@@ -53,11 +53,11 @@ CUFLASH_DEVICE void multiply_unrolled(Real (&d)[m_tiles][n_tiles][4], LoadA load
   }
 }
 
-// The same where both operands are in shared memory, which may be read at any step: long rows are a loop, since code for
-// all of their steps would take long to compile, and most of all for float32, of whose operands there are two parts.
+// The same where both operands are in shared memory, so that any step can be read at any time. Long rows become a loop:
+// code for all of their steps would take long to compile, above all for float32, whose operands have two parts.
 //
-// Tensor cores cut their sums off, once for every 8 columns on compute capability 7.5: there long rows are summed in parts
-// of them, which are then added and rounded.
+// Tensor cores cut their sums off, on compute capability 7.5 once for every 8 columns: there long rows are summed in
+// parts, which are then added with rounding.
 constexpr bool kLoopsEarly = kElementBytes == 4, kSumsInParts = CUFLASH_ARCH < 80 && !kWide && !kByLanes;
 constexpr int kUnrolledSteps = (kLoopsEarly || kSumsInParts ? 128 : 256) / kStep;
 constexpr int kStepsOfLoop = (kLoopsEarly ? 32 : kSumsInParts ? 128 : 64) / kStep;
@@ -93,9 +93,9 @@ CUFLASH_DEVICE void multiply(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB
   }
 }
 
-// The same for one of many products, of as many tiles. One sum over all of them, term by term, would lose a digit of
-// float64, or of float32 by single multiply-adds: there each product is summed by itself, 16 columns at a time, and then
-// added.
+// The same for one of many products that are added up, one for each tile. One running sum over all of them, term by
+// term, would lose a digit of float64, or of float32 by single multiply-adds. There each product is summed by itself,
+// 16 columns at a time, and then added.
 constexpr bool kSumsProductsApart = kElementBytes == 8 || (kElementBytes == 4 && kByLanes);
 template <int k_steps, int m_tiles, int n_tiles, class LoadA, class LoadB>
 CUFLASH_DEVICE void add_product(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB load_b) {
@@ -122,8 +122,8 @@ CUFLASH_DEVICE void add_product(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, Lo
   }
 }
 
-// How the rows and columns of an accumulator of wide elements lie, by the operands that it is a product of. (Those of
-// 16-bit elements always lie as they are, but for products of values of one byte, whose columns are paired.)
+// The order of the rows and columns of an accumulator of wide elements, by the operands of its product. (Accumulators
+// of 16-bit elements are always in plain order, except for products of one-byte values, whose columns are paired.)
 enum class Order {
   kPlain,              // RowMajorA, ColumnMajorB
   kPairedColumns,      // RowMajorA, RowMajorB
@@ -145,7 +145,7 @@ CUFLASH_DEVICE void store_fragments(u32 tile, int r, int warp, const Real (&valu
       for (int half = 0; half < 2; ++half) {
         const float f = factor(m, half);
         if constexpr (kHasFloat8 && order == Order::kPairedColumns) {
-          // Of four neighbours, the even n-tile has the first and the third.
+          // Of four neighbouring columns, the even n-tile has the first and the third.
           const u32 four =
               tile + (r + lane_row) * row + ((warp * 32 + fragment_column() * 4) ^ row_swizzle<row>(lane_row));
 #pragma unroll
@@ -187,8 +187,8 @@ CUFLASH_DEVICE void store_fragments(u32 tile, int r, int warp, const Real (&valu
   }
 }
 
-// Calls visit(column, left, right) for the pairs of neighbouring columns that a lane has of O in a row of an accumulator:
-// the upper or the lower `half` of its two.
+// Calls visit(column, left, right) for the pairs of neighbouring columns of O that a lane has in one row of an
+// accumulator: the upper or the lower `half` of its two rows.
 template <int warps, int n_tiles, class Visit>
 CUFLASH_DEVICE void visit_row_pairs(const Real (&value)[n_tiles][4], int warp, int half, Visit visit) {
 #pragma unroll
@@ -203,8 +203,8 @@ CUFLASH_DEVICE void visit_row_pairs(const Real (&value)[n_tiles][4], int warp, i
   }
 }
 
-// The same as they were summed, from fragments in the order of 16-bit elements to rows [first_row, row_stop) of a head
-// in global memory, to be added to other parts of them.
+// Stores sums, times `factor` of their row, without rounding them to the element type: from fragments in the order of
+// 16-bit elements, to rows [first_row, row_stop) of a head in global memory, to be added to other parts of them.
 template <int columns, int warps_d, int m_tiles, int n_tiles, class RowFactor>
 CUFLASH_DEVICE void store_sums(const Real (&sum)[m_tiles][n_tiles][4], int warp_row, int warp_d, RowFactor factor,
                                Real* result, i64 row_stride, int first_row, int row_stop) {

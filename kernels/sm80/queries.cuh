@@ -1,4 +1,4 @@
-// Tiles of queries, of elements or of one byte a number, from global to shared memory.
+// Loads tiles of queries, of elements or of one-byte numbers, from global to shared memory.
 #pragma once
 #include "common/float8.cuh"
 #include "common/operands.cuh"
@@ -7,7 +7,7 @@
 
 using QueryStorage = Either<kFloat8Queries, u8, Storage>::Type;
 
-// Loads queries as `load_tile` does. Those of one byte become elements on the way, and are stored when it returns.
+// Loads queries as `load_tile` does. One-byte queries become elements on the way, and have been stored when it returns.
 template <int rows, int columns, class E = Element, class Float8 = KeyElement, class Head>
 CUFLASH_DEVICE void load_queries(u32 tile, const Head& head, i64 row_stride, int first_row, int row_stop) {
   if constexpr (!kFloat8Queries) {

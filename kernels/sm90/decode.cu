@@ -3,10 +3,10 @@
 //
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
-// All queries of the query heads that share a key/value head fit into the 64 rows of one product: row
-// head_in_group * seqlen_q + query. The kernel is persistent: as many blocks as the device holds take equal shares of
-// all keys (common/key_splits.cuh). A block that has a head to itself stores its results; the others leave O and lse of
-// their keys in scratch memory, and the one of a head that is done last combines them, unless around/combine.cu does.
+// All queries of the query heads that share a key/value head fit into the 64 rows of one product: row head_in_group *
+// seqlen_q + query. The kernel is persistent: as many blocks as the device holds take equal shares of all keys
+// (common/key_splits.cuh). A block that has a head to itself stores its results. Blocks that share a head leave O and
+// the sums of their keys in scratch memory; the last of them to finish combines these, unless around/combine.cu does.
 //
 // One thread, the producer, loads tiles by TMA as far ahead as the rings allow: that many bytes have to be on their way
 // to keep memory busy. The other warps are the consumer warpgroup, which takes one tile after another. The rings run on
@@ -41,7 +41,7 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
 
   if (kCombines && thread == 0) prepare_arrivals(common);
 
-  // Rows that stand for no query are never loaded, but are multiplied like the others: they are cleared.
+  // Rows that stand for no query are never loaded but take part in the product, so they are cleared first.
   zero_rows<kBlockM, kDim>(shared.q, common.num_heads / common.num_heads_kv * common.seqlen_q, thread);
   ptx::fence_async_proxy();
   sync_consumer();
@@ -65,8 +65,8 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
     const auto multiply_o = [&](int n_block) {  // [GEMM 3] O += P V
       const u32 v = shared.v + at.stage * kBytesV;
       shared.v_ring.full(at).wait(at.parity);
-      // Values of keys past the last one are cleared: their weights are 0, but what lies there may be NaN, and 0 times
-      // NaN is NaN. Tensor maps may reach over more keys than there are (cuflash/launch.py says why).
+      // Rows of V past the last key are cleared: their weights are 0, but what lies there may be NaN, and 0 times NaN
+      // is NaN. Tensor maps may reach over more keys than there are (cuflash/launch.py says why).
       const int valid = work.key_stop - n_block * kBlockN;
       if (valid < kBlockN) {
         zero_rows<kBlockN, kDimV>(v, valid, thread);

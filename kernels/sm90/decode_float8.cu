@@ -1,14 +1,14 @@
 // Forward pass for few queries on compute capability 9.0, with keys and values of one byte a number.
 //
-// The producer, the rings and the shares of keys are those of sm90/decode.cu. The products are others: wgmma takes
-// numbers of 16 bits from shared memory alone, which would pass each byte through it three times: as it arrives, once
-// more to be converted, and as the two bytes that it has become. Here a warp loads bytes as fragments of mma and
+// The producer, the rings and the shares of keys are those of sm90/decode.cu, but the products differ. wgmma takes
+// 16-bit numbers from shared memory alone, so each byte would pass through shared memory three times: as it arrives,
+// once more to be converted, and as the two bytes that it becomes. Here a warp loads bytes as fragments of mma and
 // converts them in registers, so that memory is the only limit.
 //
-// Each warp of the consumer weighs kUnit keys of a tile at a time for 16 rows. Where all queries fit into 16 rows, each
-// warp has other keys of the tile; of 32 rows, two warps have each half; of more, a warp has all keys for its rows. A
-// warp has an online softmax and O of its own, so that no warp waits for another one until the end of a head. There
-// those of the same rows are merged.
+// Each warp of the consumer weighs kUnit keys of a tile at a time for 16 rows. If all queries fit into 16 rows, the
+// four warps divide the keys of a tile. If they fit into 32 rows, two warps have each half of the rows and divide the
+// keys. With more rows, each warp takes all keys for its own rows. Every warp has its own online softmax and O, so that
+// no warp waits for another one until the end of a head, where the sums of warps with the same rows are merged.
 //
 //   barrier      one phase is over when           who waits
 //   q_full       Q of a head has arrived          consumer, before it takes Q to registers
@@ -26,23 +26,24 @@
 #include "sm90/decode_work.cuh"
 #include "sm90/tiles.cuh"
 
-// What products are made of. Numbers of one byte are numbers of float16, and one instruction makes two of them.
+// The operand type of the products. Every one-byte number is a float16 number too; one instruction converts two.
 using Operand = Float16;
 constexpr bool kNarrowsQueries = !kFloat8Queries && !kIsFloat16<Element>;
 
-constexpr int kUnit = kDim + kDimV > 384 ? 16 : 32;  // keys: Q and O of wide heads leave few registers
+constexpr int kUnit = kDim + kDimV > 384 ? 16 : 32;  // keys at a time: Q and O of wide heads leave few registers
 constexpr int kUnitTiles = kUnit / 8, kSteps = kDim / 16;
 constexpr int kColumnBlock = 32;  // columns of V of which a lane loads four at once
 constexpr int kColumnBlocks = ceil_div(kDimV, kColumnBlock), kOutTiles = 4 * kColumnBlocks;
 static_assert(kBlockN % kUnit == 0, "tiles are cut into units");
 
-// Q is in registers while keys pass; at the end of a head its place holds O of two warps that hand theirs over to two
-// others. Behind the barriers are the statistics of these: of 16 rows, and a power of two.
+// Q is in registers while keys pass, so at the end of a head its shared memory is free: there two warps leave their O
+// for two others. The statistics of these two warps lie after the barriers: those of 16 rows, and a power of two.
 using Sums = WarpSums<Operand, kOutTiles>;
 constexpr u32 kBytesQ = max_of(chunked_bytes(kBlockM, kDim), 2 * Sums::kBytesOut);
 using Shared = DecodeShared<kBytesQ, 2 * Sums::kBytesStatistics>;
 
-// Row `row` of a tile of queries in lines of `columns` columns; `column` is the first of four.
+// The address of columns `column` to `column` + 3 in row `row` of a tile of queries, whose lines have `columns`
+// columns.
 template <int columns>
 CUFLASH_DEVICE u32 address_of(u32 tile, int row, u32 column) {
   const u32 within = column % columns * (kLineBytes / columns);
@@ -52,8 +53,8 @@ CUFLASH_DEVICE u32 address_of(u32 tile, int row, u32 column) {
 // How the warps of the consumer divide the rows of a head and the keys of a tile.
 struct Division {
   int parts;      // warps that have the same rows
-  int part;       // of them
-  int first_row;  // of 16
+  int part;       // which of them this warp is
+  int first_row;  // of the 16 rows of this warp
 
   CUFLASH_DEVICE explicit Division(int rows)
       : parts(rows <= 16   ? 4
@@ -63,11 +64,11 @@ struct Division {
         first_row(warp_index() / parts * 16) {}
 };
 
-// 16 rows of Q as operands, in the order in which lanes load keys: of each 16 columns four neighbours to a lane.
+// 16 rows of Q as operands, in the order in which lanes load keys: a lane has four neighbouring columns of every 16.
 struct Queries {
   u32 word[kSteps][4];
 
-  // Rows that stand for no query are zero, whatever lies there.
+  // Rows that stand for no query become zero, whatever lies there.
   CUFLASH_DEVICE void load(u32 tile, int first_row, int rows) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -90,9 +91,8 @@ struct Queries {
     }
   }
 
-  // Makes numbers of float16 of those of bfloat16: a row times the power of two that takes its largest number to the
-  // end of the range, so that what becomes less than a number is 2^39 times smaller than the largest. `inverse` takes
-  // the powers back.
+  // Converts bfloat16 to float16. Each row is multiplied by the power of two that brings its largest number to the top
+  // of the range, so that a number that underflows is 2^39 times smaller than the largest. `inverse` undoes the powers.
   CUFLASH_DEVICE void narrow(float (&inverse)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -117,7 +117,7 @@ struct Queries {
   }
 };
 
-// [GEMM 1] S = Q K^T, of the keys from row `first` of a tile on, a multiple of 8.
+// [GEMM 1] S = Q K^T, for the kUnit keys from row `first` of a tile on. `first` is a multiple of 8.
 CUFLASH_DEVICE void multiply_s(float (&s)[kUnitTiles][4], const Queries& q, u32 tile, int first) {
   const u32 g = fragment_row(), lane = (tile + (first + g) * kLineBytes + 2 * fragment_column()) ^ g * 16;
 #pragma unroll
@@ -134,15 +134,15 @@ CUFLASH_DEVICE void multiply_s(float (&s)[kUnitTiles][4], const Queries& q, u32 
     }
 }
 
-// [GEMM 3] O += P V, of the same keys. A lane loads four columns of four keys, which belong to four n-tiles of O: of
-// n-tile 4 b + j, column c is column 32 b + 4 c + j of V. Unless they are `whole`, rows from `valid` on count as zeros:
-// their weights are 0, but what lies there may be NaN, and 0 times NaN is NaN. Tensor maps may reach over more keys than
-// there are (cuflash/launch.py says why).
+// [GEMM 3] O += P V, for the same keys. A lane loads four columns of four keys, and each of the columns belongs to
+// another n-tile of O: column c of n-tile 4 b + j is column 32 b + 4 c + j of V. Unless the keys are `whole`, rows from
+// `valid` on count as zeros: their weights are 0, but what lies there may be NaN, and 0 times NaN is NaN. Tensor maps
+// may reach over more keys than there are (cuflash/launch.py says why).
 template <bool whole>
 CUFLASH_DEVICE void multiply_o(float (&o)[kOutTiles][4], const float (&s)[kUnitTiles][4], u32 tile, int first,
                                int valid) {
   const u32 g = fragment_row(), row = first + fragment_column();
-  // Of an even row and of the next one.
+  // Addresses in an even row and in the next one.
   const u32 even = (tile + row * kLineBytes + g % 4 * 4) ^ (g / 4 * 16 ^ fragment_column() * 16), odd = even ^ 16;
 #pragma unroll
   for (int k = 0; k < kUnit / 16; ++k) {
@@ -160,7 +160,7 @@ CUFLASH_DEVICE void multiply_o(float (&o)[kOutTiles][4], const float (&s)[kUnitT
       }
 #pragma unroll
       for (int j = 0; j < 4; j += 2) {
-        const u32 selector = j == 0 ? 0x5140 : 0x7362;  // of two keys, columns j and j + 1, by columns
+        const u32 selector = j == 0 ? 0x5140 : 0x7362;  // columns j and j + 1 of two keys, ordered by column
         u32 first_keys[2], last_keys[2];
         ptx::to_float16x4(KeyElement{}, ptx::permute_bytes(of_key[0], of_key[1], selector), first_keys[0],
                           first_keys[1]);
@@ -172,7 +172,7 @@ CUFLASH_DEVICE void multiply_o(float (&o)[kOutTiles][4], const float (&s)[kUnitT
   }
 }
 
-// Adds the sums of all parts to those of the first one: half of the parts hand over theirs, and half of the rest.
+// Adds the sums of all parts to those of the first one: half of the parts hand theirs over, then half of the rest.
 CUFLASH_DEVICE void merge(Sums& sums, const Division& division, const Shared& shared) {
   for (int half = division.parts / 2; half > 0; half /= 2) {
     const u32 pair = division.part % half + division.first_row / 16 * half;
@@ -242,7 +242,7 @@ struct Consumer {
   }
 
  private:
-  // Takes in kUnit keys of a tile, from row `first` of it on.
+  // Adds kUnit keys of a tile to the sums, from row `first` of the tile on.
   CUFLASH_DEVICE void weigh(const HeadWork& work, const LaneRows& rows, const HeadScales<kVScale>& v_scales,
                             const float (&q_scale)[1][2], int n_block, int first, Sums& sums) {
     const int valid = work.key_stop - n_block * kBlockN, first_key = n_block * kBlockN + first;

@@ -1,14 +1,14 @@
 // Forward pass for few queries with wide heads on compute capability 9.0.
 //
 // All queries of the query heads that share a key/value head are rows of one product, up to 64 a block, as in
-// sm90/decode.cu; sm90/wide_ring.cuh says who does what. The keys of all heads are cut into equal shares, one for each
-// cluster of blocks; around/combine.cu combines the results where clusters share a head.
+// sm90/decode.cu; sm90/wide_ring.cuh describes the roles of the warpgroups. The keys of all heads are cut into equal
+// shares, one for each cluster of blocks; around/combine.cu combines the results where clusters share a head.
 #include "common/head_work.cuh"
 #include "common/key_splits.cuh"
 #include "sm90/wide_sums.cuh"
 #include "sm90/wide_weights.cuh"
 
-// A head, and which rows of it this block has.
+// A head, and the rows of it that this block has.
 struct WideHead : HeadWork, OverKeys<WideHead> {
   static constexpr bool kClears = true;  // tensor maps may reach over more keys than there are
 
@@ -41,7 +41,7 @@ struct WideHead : HeadWork, OverKeys<WideHead> {
     ptx::sync_named(3, 128);
   }
 
-  // Which cluster of those of the head this is, and whether it is the only one.
+  // The clusters that share the head, the place of this one among them, and whether it is the only one.
   CUFLASH_DEVICE Partials partials() const { return {common, walk.shares, walk.head}; }
   CUFLASH_DEVICE static int place_in(const Partials& partials) {
     return (int)(ptx::block_index() / kClusterBlocks - partials.first_block);

@@ -1,4 +1,4 @@
-// What the kernels for few queries on compute capability 9.0 have in common: the producer that loads the keys of a block.
+// Shared by the kernels for few queries on compute capability 9.0: shared memory, and the producer that loads the keys.
 #pragma once
 #include "common/config.cuh"
 #include "common/float8.cuh"
@@ -15,7 +15,7 @@ constexpr int kConsumerThreads = 32 * kConsumerWarps;
 static_assert(kNumWarps == kConsumerWarps + 1, "the consumer and the producer");
 static_assert(kBlockM == 64, "the most rows of a head");
 
-// A line has 64 columns of Q, and of K and V, or 128 of one byte.
+// A line has 64 columns of Q, K or V in 16-bit types, or 128 columns of one-byte numbers.
 constexpr int kKeyChunk = kLineBytes / sizeof(KeyStorage);
 constexpr u32 kBytesK = ceil_div(kDim, kKeyChunk) * kBlockN * kLineBytes;
 constexpr u32 kBytesV = ceil_div(kDimV, kKeyChunk) * kBlockN * kLineBytes;
@@ -26,7 +26,7 @@ struct DecodeParams {
 };
 static_assert(sizeof(DecodeParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
-// Shared memory: Q, in so many bytes, the rings of K and V, barriers, and more bytes.
+// Shared memory: `bytes_q` of Q, the rings of K and V, the barriers, and `more_bytes` from `more` on.
 template <u32 bytes_q, u32 more_bytes = 0>
 struct DecodeShared : QkvShared<kNumStages> {
   static constexpr u32 kRings = kNumStages * (kBytesK + kBytesV), kBarriers = QkvBarriers<kNumStages>::kBytes;
@@ -39,7 +39,7 @@ struct DecodeShared : QkvShared<kNumStages> {
   }
 };
 
-// Loads the tiles of the heads of a block, by one thread.
+// One thread. Loads the tiles of all heads of a block.
 CUFLASH_DEVICE void produce(const DecodeParams& params, const QkvShared<kNumStages>& shared) {
   Position<kNumStages> at;
   Position<1> q_at;

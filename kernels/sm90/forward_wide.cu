@@ -2,8 +2,9 @@
 //
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
-// sm90/wide_ring.cuh says who does what. Blocks stay, and take one tile of queries after another; those of a cluster
-// take the same tile, 64 rows each. More than 512 columns of the output take several passes over the keys.
+// sm90/wide_ring.cuh describes the roles of the warpgroups. The kernel is persistent: a block takes one tile of queries
+// after another. The blocks of a cluster take the same tile, 64 rows each. More than 512 columns of the output take
+// several passes over the keys.
 #include "common/dropout.cuh"
 #include "common/key_splits.cuh"
 #include "common/operands.cuh"
@@ -67,7 +68,7 @@ struct WideTile : QueryTile, OverKeys<WideTile> {
     full.arrive_expect(kBytesOwn);
     load_chunks<kRows, kDim>(shared.own, params.q, full, first_own, work.head, work.batch);
   }
-  CUFLASH_DEVICE void clear_rows(u32, u32) const {}  // behind the last query TMA brings zeros
+  CUFLASH_DEVICE void clear_rows(u32, u32) const {}  // past the last query TMA fills in zeros
   CUFLASH_DEVICE Rows rows_of_lane(const Params& common, int row) const {
     return {common,
             work,

@@ -1,9 +1,9 @@
-// What the kernels for wide heads of compute capability 9.0 share: roles, shared memory, and the ring of boxes. Sums of
-// 64 rows and 512 columns take half of the registers of a multiprocessor, so a block has 64 rows and divides what others
-// leave to one consumer:
+// Shared by the kernels for wide heads of compute capability 9.0: roles, shared memory, and the ring of boxes. Sums of
+// 64 rows and 512 columns take half of the registers of a multiprocessor. So a block has 64 rows, and several
+// warpgroups divide the work that one consumer does in other kernels:
 //
 //   warpgroup 0, 1  add to the sums, half of the columns each
-//   warpgroup 2     makes scores, and of them the factor: what is multiplied by the last operand
+//   warpgroup 2     makes scores, and from them the factor: the left operand of the products that are summed
 //   warpgroup 3     one thread of it, the producer, loads by TMA
 //
 //   sum   rows     scores                           factor    sums
@@ -12,14 +12,15 @@
 //   kDk   keys     S' = K Q', then dP' = V dO'      dS'       dK += dS' Q
 //   kDq   queries  S = Q K', then dP = dO V'        dS        dQ += dS K         (X' is X transposed)
 //
-// A block keeps its rows in shared memory. What it meets streams by, in tiles of kTile rows, which come in boxes of 64
-// columns through one ring, in the order in which they are used: those for the scores of a tile beside those for the
-// sums of the tile before. The factor goes through shared memory, in the order of threads: the lane that makes an
-// element has the place in its warpgroup of those that need it.
+// A block keeps its own rows in shared memory. The rows that they meet stream by in tiles of kTile rows. A tile comes
+// in boxes of 64 columns through one ring, in the order of their use: the boxes for the scores of a tile alternate with
+// those for the sums of the tile before. The factor goes through shared memory in the order of threads: the elements
+// that a thread of warpgroup 2 makes are those that the same thread of warpgroups 0 and 1 needs.
 //
-// Two blocks of a cluster have other rows that see the same tiles. Each brings half of a box to both of them, so that
-// L2 is read once (kRowBlocks). Or they have the same rows, and half of the columns each: of what makes scores, and of
-// the sums (kColumnBlocks). Each then has a part of every score. They send each other their parts, and both add them.
+// Two blocks of a cluster either have different rows that meet the same tiles (kRowBlocks): each block loads half of a
+// box for both of them, so that L2 is read once. Or they have the same rows and half of the columns each, of the
+// products that make scores and of the sums (kColumnBlocks): each then has a part of every score. They send each other
+// their parts, and both add them.
 //
 //   barrier       one phase is over when                           who waits
 //   own_full      the rows of the block have arrived               warpgroup 2, before S
@@ -35,8 +36,8 @@
 //   part_empty    the other block has added this one's             warpgroup 2, before it sends the next one
 //   named: one for each warpgroup but the last
 //
-// Warpgroup 1 gets the factor only once the scores of the next tile are there: products of its half run while the next
-// factor is made, when the tensor cores would be idle otherwise.
+// Warpgroup 1 gets the factor only when the scores of the next tile are complete: the products of its half then run
+// while the next factor is made, when the tensor cores would be idle otherwise.
 #pragma once
 #include "common/config.cuh"
 #include "common/fragments.cuh"
@@ -60,13 +61,13 @@ static_assert((kRowsAreKeys ? kBlockN : kBlockM) == kRows * kRowBlocks, "a block
 static_assert(kRowBlocks == 1 || kColumnBlocks == 1, "blocks of a cluster divide rows or columns");
 constexpr int kNTiles = kTile / 8, kSteps = kTile / 16;
 
-// Which rows of the cluster, and which columns, a block has.
+// Which rows of the cluster, and which columns, this block has.
 CUFLASH_DEVICE u32 row_rank() { return kRowBlocks > 1 ? ptx::cluster_rank<kClusterBlocks>() : 0; }
 CUFLASH_DEVICE u32 column_rank() { return kColumnBlocks > 1 ? ptx::cluster_rank<kClusterBlocks>() : 0; }
 
-// Chunks of 64 columns of a block: of the products that make scores, and of the sums that a pass over the tiles makes.
-// A warpgroup has at most 4 of them, and of gradients, whose factors are small, the first one 5. Where blocks divide
-// columns, the last chunks may lie behind the last column: TMA brings zeros.
+// Chunks of 64 columns of a block: those of the products that make scores, and those of the sums of one pass over the
+// tiles. A warpgroup sums at most 4 chunks; for gradients, whose factors are small, the first one may have 5. Where
+// blocks divide columns, the last chunks may lie past the last column: TMA fills them with zeros.
 CUFLASH_DEVICE constexpr int chunks_of_block(int columns) { return ceil_div(chunks_of(columns), kColumnBlocks); }
 CUFLASH_DEVICE constexpr int columns_of_block(int columns) {
   return kColumnBlocks > 1 ? chunks_of_block(columns) * kChunk : columns;
@@ -83,12 +84,13 @@ CUFLASH_DEVICE int first_chunk_of_sums(int pass) { return (pass + column_rank())
 
 // Whether V is the first columns of K: then boxes come once, for scores, and stay for the sums.
 constexpr bool kVInK = CUFLASH_V_IN_K;
-constexpr int kChunksOfSums = kVInK ? 0 : kSumChunks;  // boxes of a step for sums alone
+constexpr int kChunksOfSums = kVInK ? 0 : kSumChunks;  // boxes of a step that only sums read
 static_assert(!kVInK || (kIsForward && kPasses == 1 && kSumChunks <= kChunksOfS && kNumStages >= 2 * kChunksOfS),
               "a ring of two tiles of keys, whose columns are those of one pass");
 
-// Registers of a thread of each warpgroup. All together they are what the block started with. A factor has kTile / 4 of
-// them. Gradients under a causal mask were measured with a few more for the sums, which make others up to 3 % slower.
+// Registers of a thread of each warpgroup; together they are what the block started with. A factor takes kTile / 4 of
+// them. Gradients under a causal mask were measured with a few more for the sums, which make other gradients up to 3 %
+// slower.
 struct Registers {
   int first_half, second_half, scores, producer;
 };
@@ -112,9 +114,9 @@ static_assert(sizeof(WideParams) == CUFLASH_ARGUMENT_BYTES, "the argument differ
 
 // ---- The ring of boxes ----------------------------------------------------------------------------------------------
 
-// Each of those that need boxes has its own barriers for them, whose phases count its own boxes alone. With one barrier
-// a stage it could wait for a box of its own before the box of another warpgroup has come to that stage, and would take
-// the phase before that one for its own: they have the same parity.
+// Each warpgroup that reads boxes has full barriers of its own, whose phases count its own boxes alone. With one
+// barrier per stage, a warpgroup could wait for its box before the box of another warpgroup has come to that stage, and
+// would mistake the earlier phase for its own, because both have the same parity.
 enum Reader { kFirstHalf, kSecondHalf, kScores, kReaders };
 struct BoxRing {
   static constexpr u32 kBytes = 8 * (kReaders + 1) * kNumStages;
@@ -130,9 +132,9 @@ struct BoxRing {
   }
 };
 
-// The order of boxes. A pass begins with those for the scores of the first tile. Then come steps: for the scores of the
-// next tile, while there is one, and for warpgroup 0 and the tile, one of each in turn; those for warpgroup 1 follow
-// last. These are places in a step that has so many boxes for scores.
+// The order of boxes. A pass begins with the boxes for the scores of the first tile. Then every step loads boxes for
+// the scores of the next tile, if there is one, in turn with boxes of its own tile for warpgroup 0; those for warpgroup
+// 1 come last. These functions give the place of a box in its step, which has `of_scores` boxes for scores.
 CUFLASH_DEVICE constexpr int place_of_score(int i) { return i + min_of(i, kFirstChunks); }
 template <Reader half>
 CUFLASH_DEVICE constexpr int place_of_sum(int i, int of_scores) {
@@ -203,7 +205,7 @@ struct Box : Position<kNumStages> {
   CUFLASH_DEVICE u32 address(const Shared& shared) const { return shared.boxes + stage * kBytesBox; }
 };
 
-// Warpgroup. The boxes that it needs, one after another.
+// Warpgroup. Waits for its boxes, one after another, and gives them back.
 template <Reader reader>
 struct Boxes {
   const Shared& shared;
@@ -225,7 +227,7 @@ struct Boxes {
   }
 };
 
-// Warpgroup. Leaves a factor as operands of the sums.
+// Warpgroup. Stores a factor to shared memory, as operands of the sums.
 CUFLASH_DEVICE void store_factor(const Shared& shared, u32 thread, const float (&value)[kNTiles][4]) {
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
@@ -266,7 +268,7 @@ struct OverKeys {
   CUFLASH_DEVICE Source for_sums(const WideParams& params, const KeySteps& step) const {
     return {kMakesDs ? params.k : params.v, own().tile_at(step.n_block) * kTile, own().head_kv};
   }
-  // How many keys of the tile exist, if fewer than it has.
+  // How many keys exist from the first key of the tile on: fewer than kTile if the tile is not whole.
   CUFLASH_DEVICE int valid(const KeySteps& step) const { return own().key_stop - own().tile_at(step.n_block) * kTile; }
 
  private:
@@ -274,7 +276,7 @@ struct OverKeys {
   CUFLASH_DEVICE const Work& own() const { return static_cast<const Work&>(*this); }
 };
 
-// One thread. A kernel's work says what its rows meet: step after step from `first()` on, each of them a tile.
+// One thread. `work` says which tiles its rows meet: one in each step from `first()` on.
 struct Producer {
   const WideParams& params;
   const Shared& shared;
@@ -342,25 +344,26 @@ struct Producer {
 
 // ---- Scores ---------------------------------------------------------------------------------------------------------
 
-// After every 16 columns, tensor cores cut off what lies behind the last bit of a sum. Of 576 columns that made lse less
-// exact than the oracle rule has it. The second half of them has a sum of its own, where there are registers for it.
+// After every 16 columns, tensor cores cut off the bits of a sum that are past its last one. With 576 columns that made
+// lse less exact than the oracle rule allows, so the second half of the columns has a sum of its own where there are
+// registers for it.
 constexpr int kChunksOfSum = kIsForward && kTile <= 64 && kChunksOfS > 5 ? ceil_div(kChunksOfS, 2) : kChunksOfS;
 constexpr bool kHasRest = kChunksOfSum < kChunksOfS;
 
-// Warpgroup 2: [GEMM 1] S, and where dS is made [GEMM 2] dP behind it.
+// Warpgroup 2: [GEMM 1] S, and then, where dS is made, [GEMM 2] dP.
 struct ScoreProducts {
   const Shared& shared;
   Boxes<kScores> boxes{shared};
   u32 count = 0;  // of boxes before this step
   float s[1][kNTiles][4], dp[kNTiles][4], rest[kNTiles][4];
 
-  // `meanwhile(Integer<i>)` is called where S is there and chunk i of dP is under way.
+  // Calls `meanwhile(Integer<i>)` when S is complete and the product of chunk i of dP is under way.
   template <class Meanwhile>
   CUFLASH_DEVICE void multiply(bool is_first, Meanwhile meanwhile) {
     const auto box_of = [&](int i) { return Box(count + (kVInK || is_first ? i : place_of_score(i))); };
     const auto release = [&](int i) {
       boxes.release(box_of(i));
-      if (kVInK && i >= kSumChunks) boxes.release(box_of(i));  // in place of a reader of sums
+      if (kVInK && i >= kSumChunks) boxes.release(box_of(i));  // for the sums, which do not read it
     };
     ptx::fence_operand(s[0]);
     if constexpr (kMakesDs) ptx::fence_operand(dp);

@@ -1,4 +1,4 @@
-// The sums of the kernels for wide heads of compute capability 9.0, how they are stored, and how roles go to warpgroups.
+// The sums of the kernels for wide heads of compute capability 9.0, how they are stored, and the roles of warpgroups.
 #pragma once
 #include "common/operands.cuh"
 #include "common/softmax.cuh"
@@ -32,7 +32,8 @@ struct Summer {
     message.advance();
   }
 
-  // `valid` rows of the tile exist. Others are cleared where anything may lie: their factors are 0, but 0 * NaN is NaN.
+  // `valid` rows of the tile exist. If `clears`, anything may lie in the others, so they are cleared: their factors are
+  // 0, but 0 * NaN is NaN.
   template <bool clears>
   CUFLASH_DEVICE void multiply(int of_scores, int valid) {
     const auto box_of = [&](int i) {
@@ -91,8 +92,8 @@ struct Summer {
 
 // ---- Stores ---------------------------------------------------------------------------------------------------------
 
-// Words of four neighbouring n-tiles, of which each lane of a quad has two columns, become those of one n-tile a lane,
-// in the order of columns: word i of lane j goes to lane i as its word j.
+// Transposes words within a quad. Before, each lane has two columns of four neighbouring n-tiles; afterwards it has all
+// columns of one n-tile, in order: word i of lane j goes to lane i as its word j.
 CUFLASH_DEVICE void gather_in_quad(u32 (&word)[4]) {
   const u32 lane = lane_index();
 #pragma unroll
@@ -108,8 +109,9 @@ CUFLASH_DEVICE void gather_in_quad(u32 (&word)[4]) {
   }
 }
 
-// A row of sums, `half` of the two that a lane has, times a factor goes to columns from `first` on of `row`, which has
-// `columns`, unless it is null. Called by whole warps. Rounded, 16 bytes a lane at a time,
+// Stores a row of sums, `half` of the two that a lane has, times `factor` to columns from `first` on of `row`, which
+// has `columns` columns. Nothing is stored if `row` is null. Called by whole warps. This one rounds, and stores 16
+// bytes a lane at a time.
 template <int columns, int n_tiles>
 CUFLASH_DEVICE void store_wide_row(Storage* row, const float (&sum)[n_tiles][4], int half, float factor, int first) {
 #pragma unroll
@@ -123,7 +125,7 @@ CUFLASH_DEVICE void store_wide_row(Storage* row, const float (&sum)[n_tiles][4],
     if (row && column < columns) *(Bytes16*)(row + column) = {word[0], word[1], word[2], word[3]};
   }
 }
-// or as they are, to be added to other parts of them.
+// The same without rounding: these sums are to be added to other parts of them.
 template <int columns, int n_tiles>
 CUFLASH_DEVICE void store_wide_row(float* row, const float (&sum)[n_tiles][4], int half, float factor, int first) {
   if (row) store_row<columns>(row, sum, half, factor, first);
@@ -131,7 +133,7 @@ CUFLASH_DEVICE void store_wide_row(float* row, const float (&sum)[n_tiles][4], i
 
 // ---- Roles ----------------------------------------------------------------------------------------------------------
 
-// What the kernels run: each role goes through the same work. `Weigher` is that of warpgroup 2.
+// The kernels run this: every role goes through the same work. `Weigher` is the role of warpgroup 2.
 template <class Walk, class Weigher>
 CUFLASH_DEVICE void take_all(const WideParams& params) {
   const Shared shared;

@@ -1,4 +1,4 @@
-// Warpgroup 2 in the forward kernels for wide heads of compute capability 9.0: scores, and weights of them.
+// Warpgroup 2 in the forward kernels for wide heads of compute capability 9.0 makes scores, and weights from them.
 #pragma once
 #include "common/scores.cuh"
 #include "common/softmax.cuh"
@@ -11,7 +11,7 @@ struct Weigher : ScoreProducts {
 
   CUFLASH_DEVICE explicit Weigher(const Shared& shared_) : ScoreProducts{shared_} {}
 
-  // [2] P = exp(S - m), for those that multiply by V, and what O is multiplied by before.
+  // [2] P = exp(S - m), for the warpgroups that multiply it by V, and the factors by which they rescale O before.
   template <class Rows>
   CUFLASH_DEVICE void weigh(const Rows& rows, int n_tile, bool masked) {
     float rescaling[1][2] = {{1.0f, 1.0f}};
@@ -31,7 +31,7 @@ struct Weigher : ScoreProducts {
   }
   CUFLASH_DEVICE void let_second_follow() const { arrive_as_warp(shared.ready[kSecondHalf]); }
 
-  // All keys of a piece of work. At the end O gets its last factor.
+  // Weighs all keys of a piece of work. At the end it hands over the last factors of O.
   template <class Work>
   CUFLASH_DEVICE void take(const WideParams& params, const Work& work, int pass) {
     const auto rows = work.rows_of_lane(params.common, thread / 32 * 16 + fragment_row());
