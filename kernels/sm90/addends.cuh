@@ -1,9 +1,9 @@
-// What is added to the scores of a tile, as exponents, by class of operand. Nothing here depends on which pairs are
+// The addends of the scores of a tile, as exponents, by class of operand. Nothing here depends on which pairs are
 // visible.
-//   - Slopes times a distance that is known but for a constant.
+//   - Slopes times a distance, which is a number of the lane plus a constant of the code.
 //   - A bias that differs from key to key only, or a mask that does: a number for each of this lane's keys.
 //   - A bias of pairs: a tile of it lies in shared memory, as TMA writes it.
-//   - What a function of the caller reads of a key: numbers, too, which are added to nothing.
+//   - What a function of the caller reads of a key: these are numbers of keys, too, but nothing adds them to scores.
 #pragma once
 #include "common/config.cuh"
 #include "common/fragments.cuh"
@@ -14,13 +14,13 @@
 
 constexpr bool kBiasOfPairs = CUFLASH_BIAS_OF_PAIRS;
 constexpr bool kBiasOfKeys = CUFLASH_BIAS_OF_KEYS;
-// Whether everything that is added to scores is added here. Otherwise each score looks up its bias, or is what a function
-// of the caller makes of it (common/score.cuh).
+// Whether this header adds everything that is added to scores. Otherwise each score looks up its bias, or a function of
+// the caller computes it (common/score.cuh).
 constexpr bool kAddsByTile =
     !kFactorInExponent && !kHasScoreFunction && (kBiasBytes == 0 || kBiasOfPairs || kBiasOfKeys);
 constexpr bool kHasKeyNumbers = kBiasOfKeys || kMaskOfKeys;
-// How many numbers of each key lie in shared memory. Those of a function are what it reads of a key, unless it reads them
-// itself.
+// How many numbers of each key lie in shared memory. With a function of the caller they are what it reads of a key, or
+// none where it reads them from global memory itself.
 constexpr int kKeyNumbers = kHasKeyNumbers ? 1 : CUFLASH_NUMBERS_OF_KEYS;
 constexpr u32 kBytesNumbers = kKeyNumbers * kBlockN * 4;
 static_assert(!kMaskOfKeys || kAddsByTile, "a mask of keys is added by tile");
@@ -31,7 +31,7 @@ static_assert(!kMaskByBits || kAddsByTile || kFactorInExponent || kHasScoreFunct
               "no bias is looked up beside a mask of bits");
 static_assert(!kMaskByBits || !kHasMaskFunction, "bits tell of masks alone");
 
-// What is added to all scores of a key of one head, or what a function reads of it.
+// The numbers of the keys of one head: what is added to all scores of a key, or what a function reads of it.
 struct KeyNumbers {
   const Score& score;
   const u8* mask;
@@ -49,7 +49,8 @@ struct KeyNumbers {
     return kBiasOfKeys ? score.addend_of_key(key) : 0.0f;
   }
 
-  // Writes those of a key to shared memory. The n-th numbers of a tile of keys follow all the ones before them.
+  // Writes the numbers of a key to shared memory. There the first numbers of all keys of a tile come before all second
+  // ones, and so on.
   CUFLASH_DEVICE void store(u32 at, int key) const {
 #if CUFLASH_HAS_SCORE_FUNCTION
     const OfKey of_key = score.functions.of_key(key);
@@ -61,8 +62,8 @@ struct KeyNumbers {
   }
 };
 
-// A warp of the producer, which walks over tiles of queries as the consumers do. It writes the numbers of a tile of keys
-// to its stage of `numbers` once `ring`, which says when a stage is free, lets it.
+// A warp of the producer. It walks over tiles of queries as the consumers do, and writes the numbers of a tile of keys
+// to a stage of `numbers` once the empty barrier of that stage in `ring` says that it is free.
 template <int stages, class Walk>
 CUFLASH_DEVICE void produce_numbers(const Params& params, Walk walk, const Ring<stages>& ring, u32 numbers) {
   Position<stages> key;
@@ -96,14 +97,14 @@ CUFLASH_DEVICE void load_bias(const Params& params, u32 tile, const TensorMap& m
                      params.bias.head_stride != 0 ? head : 0, params.bias.batch_stride != 0 ? batch : 0);
 }
 
-// The addends of what a lane holds of a tile, whose n-tiles run along the keys, or with `transposed` along the queries.
+// The addends of a lane's elements of a tile. Its n-tiles run along the keys, or with `transposed` along the queries.
 template <bool transposed>
 struct Addends {
   float slope;
   float distance[2];  // from the query to the key of the first element, and of the one 8 rows below it
   u32 pairs;          // in shared memory: the tile of bias, from the first row or, transposed, key of the warp on
-  u32 numbers;        // in shared memory: those of keys, from the first of this lane on
-  float of_keys[2];   // transposed: those of this lane's two keys
+  u32 numbers;        // in shared memory: the numbers of keys, from this lane's first key on
+  float of_keys[2];   // transposed: the numbers of this lane's two keys
 
   // `row` and `key` are those of the first element.
   CUFLASH_DEVICE Addends(const Score& score, int row, int key, u32 pairs_, u32 numbers_ = 0)
@@ -143,18 +144,18 @@ struct Addends {
   }
 
  private:
-  // float32 hides what a mask of keys hides whatever the score is, a NaN too.
+  // In float32 a mask of keys hides a pair whatever its score is, even a NaN.
   CUFLASH_DEVICE static float plus_number(float sum, float number) {
     if constexpr (!kWide || !kMaskOfKeys) return sum + number;
     const bool hidden = number == -ptx::infinity();
     if constexpr (kBiasOfKeys) sum += number;
     return hidden ? -ptx::infinity() : sum;
   }
-  // How far apart the two n-tiles are that `visit` takes at once. Of a bias of float32 two neighbouring rows keep an
-  // n-tile in the same banks, but n-tiles that are two apart in others.
+  // The distance of the two n-tiles that `visit` takes at once. With a float32 bias two neighbouring rows have the same
+  // n-tile in the same banks, but n-tiles that are two apart in different banks.
   static constexpr int kTilesApart = kBiasOfPairs && kBiasBytes == 4 && !transposed ? 2 : 1;
 
-  // The bias of the elements of two n-tiles.
+  // Loads the bias of the elements of two n-tiles.
   CUFLASH_DEVICE void load_bias_of(int k, float (&b)[2][4]) const {
     const u32 lane = lane_index();
     if constexpr (kBiasBytes == 2) {
@@ -174,7 +175,7 @@ struct Addends {
         ptx::load_shared(along_line(line, (lane / 4 + j / 2 % 2 * 8) * 4), b[j / 4][j % 4]);
       }
     } else {
-      // Of the two n-tiles odd rows load the second one first.
+      // Odd rows load the second of the two n-tiles first.
       const u32 odd = lane / 4 % 2;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -190,7 +191,7 @@ struct Addends {
       }
     }
   }
-  // The address so many bytes along a line, with the swizzle of TMA.
+  // The address `bytes` along a line, with the swizzle of TMA.
   CUFLASH_DEVICE static u32 along_line(u32 line, u32 bytes) {
     const u32 address = line + bytes;
     return address ^ address / kLineBytes % 8 * 16;

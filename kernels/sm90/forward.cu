@@ -22,10 +22,9 @@
 //   empty[i]     all of them have read it          scheduler, before the next in stage i
 //   named: one per consumer for the ping-pong; one per consumer for itself; one for all consumers
 //
-// A step takes the exponentials of a tile relative to the offset that its rows have had since their first tile, and
-// does not look for their maxima first. An offset that has become too small shows in a sum that is too large; only then
-// is the tile done again, with its maxima first (kLazyMaximum). Sums relative to one offset are exact, whatever the
-// offset is.
+// A step computes the exponentials of a tile relative to the offsets that its rows already have, without looking for
+// the maxima of the tile first. If an offset has become too small, a sum of exponentials is too large. Only then does
+// the warp do the tile again, maxima first (kLazyMaximum). Sums relative to one offset are exact, whatever it is.
 #include "common/config.cuh"
 #include "common/dropout.cuh"
 #include "common/mask_bits.cuh"
@@ -48,17 +47,17 @@ constexpr bool kPingPong = CUFLASH_PING_PONG;
 using ConsumerPingPong = PingPong<kPingPong, kConsumers, kPingPongBarrier>;
 constexpr int kQStages = CUFLASH_Q_STAGES;       // tiles of queries
 constexpr int kOutColumns = min_of(kDimV, 128);  // columns of the output that are stored at a time
-// Whether dropout waits until the product O of the tile before is done: then it can use the registers of that product's
-// weights.
+// Whether dropout waits until the product O of the previous tile is done. It can then use the registers of that
+// product's weights.
 constexpr bool kDropsLate = kDimV > 192;
-// Whether the maxima of a tile are computed only if a sum became too large. Where there are no registers to do a tile
-// again, they are always computed first.
+// Whether the maxima of a tile are computed only if a sum became too large. Where registers do not suffice for doing a
+// tile again, the maxima are always computed first.
 constexpr bool kLazyMaximum = kDimV <= 128 || (kFactorInExponent && !kHasDropout);
-// Whether that is so for tiles with hidden pairs, too: rows have no offset where these come first, at the diagonal.
+// Whether this holds for tiles with hidden pairs, too. Where these come first, at the diagonal, rows have no offset.
 constexpr bool kLazyWhereMasked = kMaskByBits || kHasLeftBound;
 constexpr int kNTiles = kBlockN / 8;
 
-// Shared memory: the ring of Q, a part of the output, the rings of K, V and what is added to their scores, barriers.
+// Shared memory: the ring of Q, a part of the output, the rings of K, V, bias and numbers of keys, and barriers.
 constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesOut = chunked_bytes(kBlockM, kOutColumns);
 constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
@@ -69,22 +68,22 @@ static_assert(kQStages * kBytesQ + kBytesOut + kNumStages * (kBytesK + kBytesV +
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
-// Registers of a thread after the producer has given up most of its own. All together they are at most what the block
-// started with. The varlen walk and numbers of keys take more of them in the producer warpgroup; it gets them where the
-// consumers can spare some.
+// Registers per thread after the producer has given up most of its own. Their sum over the block is at most what the
+// block started with. The producer warpgroup needs more of them for the varlen walk and for numbers of keys. It gets
+// them where the consumers can spare some.
 constexpr bool kProducerWantsMore = (kIsPacked || kKeyNumbers > 0) && (kConsumers == 4 || kDimV <= 192);
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : !kProducerWantsMore ? 24 : kConsumers == 4 ? 32 : 40;
 constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : kProducerWantsMore ? 232 : 240;
 
-// The largest sum of exponentials of a tile that needs no second look. Up to it weights fit the element type, and sums
-// and products fit float32.
+// The largest sum of exponentials of a tile for which the tile is not done again. Up to this sum, weights fit the
+// element type, and sums and products fit float32.
 CUFLASH_DEVICE constexpr float max_sum(Float16) { return 16384.0f; }
 CUFLASH_DEVICE constexpr float max_sum(BFloat16) { return 4294967296.0f; }
 constexpr float kMaxSum = max_sum(Element{});
 
 struct ForwardParams {
   Params common;
-  TensorMap q, k, v[1 + !kStoresByRows + kBiasOfPairs];  // v, and after it out, where TMA writes it, and the bias
+  TensorMap q, k, v[1 + !kStoresByRows + kBiasOfPairs];  // v; then out, where TMA writes it; then the bias
 };
 static_assert(sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
@@ -138,7 +137,8 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
   }
 }
 
-// A consumer warpgroup, `index` of kConsumers, at one tile of queries, of which it owns 64. Products are numbered:
+// One consumer warpgroup, number `index` of kConsumers, at work on one tile of queries, of which it owns 64. The steps
+// are numbered:
 //
 //   [GEMM 1] S = Q K^T        [2] P = exp(S - m), l += rowsum(P)        [GEMM 3] O += P V
 //
@@ -219,7 +219,7 @@ struct Consumer {
     issue_rows<kDim, kBlockM, kBlockN>(s[0], s_q, shared.k + key.stage * kBytesK);
   }
 
-  // The same again, for one warp alone.
+  // Computes S once more, for this warp alone.
   CUFLASH_DEVICE void multiply_s_again() {
     multiply_again<kDim, kBlockM, kBlockN>(s, s_q + warp_row * kLineBytes, shared.k + key.stage * kBytesK);
   }
@@ -230,14 +230,14 @@ struct Consumer {
     issue_weighted<kBlockN>(o[0], p, shared.v + at.stage * kBytesV);
   }
 
-  // What is added to the scores of the tile of keys in stage `key`.
+  // The addends of the scores of the tile of keys in stage `key`.
   CUFLASH_DEVICE Addends<false> addends(int n_block) const {
     const u32 pairs = shared.bias + key.stage * kBytesBias + (index * 64 + warp_row) * kLineBytes;
     return {score, lane_row, lane_key(n_block), pairs, numbers()};
   }
-  // Those of this lane's keys in the tile of keys in stage `key`, from its first one on.
+  // The address of the numbers of keys in stage `key`, from this lane's first key on.
   CUFLASH_DEVICE u32 numbers() const { return shared.numbers + key.stage * kBytesNumbers + fragment_column() * 4; }
-  // The mask is made anew for every tile. Kept from tile to tile, it would take registers, and with a block mask spill.
+  // The mask is made anew for every tile. If it were kept, it would take registers, and spill with a block mask.
   template <class AnyMask = Mask, class Masked>
   CUFLASH_DEVICE auto mask(Masked) const {
     if constexpr (IsLeftEdge<Masked>::value)
@@ -255,7 +255,7 @@ struct Consumer {
         return !mask.visible(row + i / 2 * 8, key + 8 * n + i % 2);
       };
   }
-  // Hides what the function of the caller hides, in a tile that it does not show as a whole.
+  // Hides the pairs that the caller's mask function hides. Where a list says that it hides none, it is not asked.
   CUFLASH_DEVICE void hide_by_function(int n_block) {
 #if CUFLASH_HAS_MASK_FUNCTION
     if (!tile.keys.ask_function_at(n_block)) return;
@@ -268,7 +268,7 @@ struct Consumer {
         if (!functions.shows(lane_row + i / 2 * 8, first_key + 8 * n + i % 2)) s[0][n][i] = -ptx::infinity();
 #endif
   }
-  // Makes scores of the products of an n-tile by the function of the caller; `first_key` is this lane's first one.
+  // Applies the caller's score function to the products of an n-tile. `first_key` is this lane's first key in it.
   CUFLASH_DEVICE void apply_function(int n, int first_key) {
 #if CUFLASH_HAS_SCORE_FUNCTION
     const Functions& functions = score.functions;
@@ -289,7 +289,7 @@ struct Consumer {
     }
 #endif
   }
-  // Makes scores of what Score::cap left.
+  // Turns the results of Score::cap into scores.
   template <class Masked>
   CUFLASH_DEVICE void complete_scores(int n_block, Masked masked) {
     const auto without_function = mask<MaskWithoutFunction>(masked);
@@ -320,7 +320,7 @@ struct Consumer {
     }
     if constexpr (Masked::value) hide_by_function(n_block);
   }
-  // Makes exponentials relative to the offsets that rows have already, and adds them up.
+  // Computes exponentials relative to the offsets that rows already have, and adds them to `sum`.
   template <class Masked>
   CUFLASH_DEVICE void exponentiate(int n_block, float (&sum)[1][2], Masked masked) {
     if constexpr (kAddsByTile) {
@@ -335,7 +335,7 @@ struct Consumer {
       softmax.exponentiate(s, scale_log2, sum);
     }
   }
-  // The same where all arguments of a soft cap are near 0: a short series makes the exponents. Returns whether it did.
+  // The same where all arguments of the soft cap are near 0: a short series gives exponents. Returns whether it did.
   template <class Masked>
   CUFLASH_DEVICE bool exponentiate_near(int n_block, float (&sum)[1][2], Masked) {
     if constexpr (!kHasSoftcap || !(kFactorInExponent || kAddsByTile) || Masked::value) return false;
@@ -356,7 +356,7 @@ struct Consumer {
     if constexpr (kHasDropout) dropout.drop(s[0], lane_row, lane_key(n_block));
   }
 
-  // [2] Makes exponentials of the products in `s`, and adds them to the sums of rows. Returns whether O must be
+  // [2] Turns the products in `s` into exponentials, and adds these to the sums of rows. Returns whether O must be
   // rescaled by `factor`.
   template <class Masked>
   CUFLASH_DEVICE bool weigh(int n_block, Masked masked) {
@@ -392,7 +392,7 @@ struct Consumer {
     for (int k = 0; k < kBlockN / 16; ++k) to_operand(s[0], k, p[k]);
   }
 
-  // Passes over a tile of keys that other consumers of the block need, but not the queries of this one.
+  // Skips a tile of keys that other consumers of the block need and this one does not.
   CUFLASH_DEVICE void skip() {
     ping_pong.wait();
     ping_pong.pass();
@@ -411,7 +411,7 @@ struct Consumer {
     issue_s();
     ping_pong.pass();
     wait_for<0>(s[0]);
-    // With a function of the caller the mask is always asked, so that there is one text less of the function.
+    // With a score function of the caller the mask is always asked, so that the function is compiled once less.
     if (kHasScoreFunction || n_block >= keys.full_stop || n_block < keys.full_start)
       weigh(n_block, Constant<true>{});
     else
@@ -429,7 +429,7 @@ struct Consumer {
     ping_pong.pass();
     wait_for<1>(s[0]);
     const bool grows = weigh(n_block, masked);
-    // With ping-pong the softmax has to stay beside the product O: the assembler would sink it past the wait.
+    // With ping-pong the softmax has to overlap the product O, but the assembler would sink it past the wait.
     if constexpr (kPingPong) ptx::keep_before(softmax.row_sum[0][0] + softmax.row_sum[0][1], shared.scratch);
     wait_for<0>(o[0]);
     release(shared.v_ring.empty(before));
@@ -437,7 +437,7 @@ struct Consumer {
     to_weights(n_block);
   }
 
-  // Walks over all tiles of keys that these queries see, from the last place to the first. Arriving at `empty` gives Q back.
+  // Walks over all tiles of keys that these queries see, from the last place to the first. Gives Q back at `empty`.
   CUFLASH_DEVICE void walk_keys(const TileRange& keys, const Barrier& empty) {
     int n_block = keys.stop - 1;
     first_step(n_block, keys);
@@ -457,8 +457,8 @@ struct Consumer {
     key.advance();
   }
 
-  // Clears rows of Q from `row_stop` on, where this sequence ends: rows of another one must not decide when sums are
-  // rescaled.
+  // Clears the rows of Q from `row_stop` on, where this sequence ends. Those rows belong to other sequences and must
+  // not decide when sums are rescaled.
   CUFLASH_DEVICE void clear_queries(int row_stop) const {
     if constexpr (kIsPacked) {
       if (row_stop > 0 && row_stop < 64) {
@@ -483,7 +483,8 @@ struct Consumer {
     }
   }
 
-  // The epilogue: O / l, rounded, to shared memory and from there by TMA, once it has read what was there before.
+  // The epilogue: rounds O / l and writes it to shared memory, once TMA has read what was there before. From there TMA,
+  // or store_first_rows, stores it.
   CUFLASH_DEVICE void store_out(const TensorMap& map, int row_stop) {
     const int head = tile.work.head, first_row = tile.first_row + index * 64;
     const Entry batch = tile.work.batch;
@@ -511,7 +512,7 @@ struct Consumer {
     });
   }
 
-  // O / l as it was summed, to be merged with that of other keys.
+  // Stores O / l in float32, to be merged with the results of other keys.
   CUFLASH_DEVICE void store_wide_out(int row_stop) const {
     const i64 stride = common.out.row_stride;
     float* g_out = row_numbers_of(common.out, tile.work.batch, tile.work.head) + lane_row * stride + fragment_column();
@@ -580,7 +581,7 @@ CUFLASH_DEVICE void forward(const ForwardParams& params) {
     ptx::decrease_registers<kProducerRegisters>();
     if (warp == 4 * kConsumers && ptx::elect_lane()) produce(params, shared);
     if constexpr (kKeyNumbers > 0) {
-      // It arrives when K does, in whose stage the numbers are.
+      // This warp arrives at k_full, as the load of K does, because the numbers are in the same stage.
       if (warp == 4 * kConsumers + 1)
         produce_numbers(params.common, walk_of<false>(params.common, shared.tiles), shared.k_ring, shared.numbers);
     }

@@ -3,13 +3,13 @@
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
 // The tensor cores multiply bfloat16. So Q, K and V come split into parts (around/split_fp32.cu), three each, or two
-// where the precision of TF32 is wanted. P is split in registers. Every product is the sum of six, or of three
-// (common/bf16_split.cuh). Tensor cores cut sums off instead of rounding them: so the P V of a tile of keys is summed
-// there by itself, small products first, and added to O with rounding.
+// where the precision of TF32 is wanted. P is split in registers. Every product is the sum of six products of parts, or
+// of three (common/bf16_split.cuh). Tensor cores cut sums off instead of rounding them. So they sum the P V of each
+// tile of keys by itself, small products first, and other instructions add it to O with rounding.
 //
-// Where few tiles of queries read K and V and rows are short, the producer splits operands itself, on their way to shared
-// memory (kSplitsOperands). That takes instructions for each of these tiles, but parts are neither written to memory nor
-// read.
+// Where few tiles of queries read K and V and rows are short, the producer splits operands itself, on their way to
+// shared memory (kSplitsOperands). That takes instructions for each tile of queries, but saves writing the parts to
+// global memory and reading them.
 //
 // The kernel is persistent: one block stays on each multiprocessor and takes one tile of queries after another. Its
 // last warpgroup, the producer, loads tiles by TMA. Each of the others, the consumers, owns 64 queries of the tile. The
@@ -50,13 +50,13 @@ using ConsumerPingPong = PingPong<kPingPong, kConsumers, kPingPongBarrier>;
 constexpr int kNTiles = kBlockN / 8;
 constexpr int kColumnTiles = kDimV / 8;
 
-// Shared memory: the parts of Q, the rings of those of K and V, what is added to the scores of a tile, barriers.
+// Shared memory: the parts of Q, the rings of the parts of K and of V, the addends of the scores of a tile, barriers.
 constexpr u32 kPartQ = chunked_bytes(kBlockM, kDim), kBytesQ = kBf16Parts * kPartQ;
 constexpr u32 kPartK = chunked_bytes(kBlockN, kDim), kBytesK = kBf16Parts * kPartK;
 constexpr u32 kPartV = chunked_bytes(kBlockN, kDimV), kBytesV = kBf16Parts * kPartV;
-constexpr int kSlots = kBf16Parts * kNumStages;  // of rings of parts, which come and go one by one
-// Whether what is added to scores comes to shared memory. It has one stage, because all consumers need it at the
-// beginning of their softmax only.
+constexpr int kSlots = kBf16Parts * kNumStages;  // of a ring of parts, which come and go one by one
+// Whether the addends of scores come to shared memory. They have one stage, because all consumers need them only at the
+// beginning of their softmax.
 constexpr bool kLoadsAddends = kBiasOfPairs || kHasKeyNumbers;
 using AddendRing = Ring<1>;
 constexpr u32 kBytesAddends = kBytesBias + kBytesNumbers;
@@ -64,14 +64,15 @@ constexpr u32 kBytesBarriers = QkvBarriers<kSlots>::kBytes + (kLoadsAddends ? Ad
 static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + kBytesAddends + kBytesBarriers == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
-// Registers of a thread after the producer has given up most of its own. All together they are at most what the block
-// started with.
+// Registers per thread after the producer has given up most of its own. Their sum over the block is at most what the
+// block started with.
 constexpr int kConsumerRegisters = kConsumers == 3 ? 152 : kSplitsOperands ? 200 : 232;
 constexpr int kProducerRegisters = (kConsumers == 3 ? 512 : 504) - kConsumers * kConsumerRegisters;
 static_assert(!kSplitsOperands || kConsumers == 2, "three consumers leave no registers for the producer");
 static_assert(!kSplitsOperands || max_of(kHeadDim, kHeadDimV) <= 32, "split tiles have at most 32 columns");
 
-// Tensor maps: of the parts of Q, K and V, those of all batch entries below each other; and of the bias.
+// The tensor maps of the parts of Q, K and V, and that of the bias. A map of parts has part i of batch entry b at batch
+// index i * batch + b.
 template <int maps>
 struct MappedParams {
   Params common;
@@ -97,13 +98,14 @@ struct Shared : QkvShared<kSlots> {
   }
 };
 
-// Parts of a tile come from the lowest to the highest: where the n-th of them lies, and which part it is.
+// Parts of a tile come from the lowest to the highest. `place_of` says where the n-th of them lies, and `part_at` which
+// part it is.
 CUFLASH_DEVICE Position<kSlots> place_of(const Position<kNumStages>& tile, int n) {
   return {tile.stage * kBf16Parts + n, tile.parity};
 }
 CUFLASH_DEVICE constexpr int part_at(int n) { return kBf16Parts - 1 - n; }
 
-// The stage of addends, as a consumer passes from tile to tile.
+// The position of a consumer in the ring of addends, which has one stage.
 struct AddendStage {
   const AddendRing& ring;
   Position<1> at;
@@ -163,8 +165,8 @@ CUFLASH_DEVICE void produce(const P& params, Shared& shared) {
   }
 }
 
-// The producer where it splits operands: all threads of its warpgroup. While a tile waits for its place, what a thread
-// splits of it is on its way to registers.
+// The producer where it splits operands: all threads of its warpgroup. While a thread waits for a free stage for a
+// tile, the loads of the first elements that it splits are in flight.
 template <class P>
 struct SplittingProducer {
   const P& params;
@@ -180,17 +182,17 @@ struct SplittingProducer {
   CUFLASH_DEVICE SplittingProducer(const P& params_, const Shared& shared_, u32 thread_)
       : params(params_), common(params_.common), shared(shared_), thread(thread_), q(thread_), k(thread_), v(thread_) {}
 
-  // Asks for a tile of keys, or of values,
+  // Begins to load a tile of keys, or of values.
   template <class Rows>
   CUFLASH_DEVICE void begin(Rows& rows, const Tensor& tensor, const QueryTile& tile, int n_block) {
     rows.begin(head_of(tensor, tile.work.batch, tile.head_kv), tensor.row_stride, tile.keys.at(n_block) * kBlockN,
                tile.key_stop);
   }
-  // the first one that is needed,
+  // Begins to load the first tile of keys of a tile of queries.
   CUFLASH_DEVICE void begin_first(const QueryTile& tile) {
     if (tile.keys.start < tile.keys.stop) begin(k, common.k, tile, tile.keys.stop - 1);
   }
-  // and puts it in its place in a ring, whose parts come from the lowest to the highest.
+  // Puts a tile in its place in a ring, once that is free. Its parts lie there from the lowest to the highest.
   template <class Rows>
   CUFLASH_DEVICE void finish(Rows& rows, const Ring<kSlots>& ring, u32 parts, u32 part_bytes) {
     for (int n = 0; n < kBf16Parts; ++n) ring.empty(place_of(key, n)).wait(key.parity ^ 1);
@@ -249,8 +251,8 @@ CUFLASH_DEVICE void produce_split(const P& params, const Shared& shared) {
   SplittingProducer<P>(params, shared, ptx::thread_index() % 128).run();
 }
 
-// [GEMM 1] S = Q K^T. The products with one part of K, as those with one of V, wait for that part. They are one group of
-// wgmma, for which release_parts waits.
+// [GEMM 1] S = Q K^T. The products with one part of K wait for that part. They are one group of wgmma, for which
+// release_parts waits. The same holds for the parts of V in issue_o.
 CUFLASH_DEVICE void issue_s(float (&s)[kNTiles][4], u32 s_q, const Shared& shared, const Position<kNumStages>& key) {
   const u64 a = descriptor_of(s_q);
   ptx::fence_operand(s);
@@ -291,8 +293,8 @@ CUFLASH_DEVICE void issue_o(float (&sum)[kColumnTiles][4], const u32 (&p)[kBlock
   }
 }
 
-// [2] Scores in place of products. `row` and `key` are those of this lane's first one; `masked` says whether some pair may
-// be hidden.
+// [2] Turns products into scores. `row` and `key` are those of this lane's first element; `masked` says whether some
+// pair may be hidden.
 template <class Masked>
 CUFLASH_DEVICE void make_scores(float (&s)[1][kNTiles][4], const Score& score, const Mask& mask, const Shared& shared,
                                 int row, int key, Masked masked) {
@@ -309,7 +311,8 @@ CUFLASH_DEVICE void make_scores(float (&s)[1][kNTiles][4], const Score& score, c
   }
 }
 
-// The same by one of two bodies of code, for which lists and a bias leave no registers.
+// The same by one of two versions of the code, with a mask and without. With lists and a bias there are no registers
+// for two, and one version asks whether to mask.
 CUFLASH_DEVICE void make_either_scores(float (&s)[1][kNTiles][4], const Score& score, const Mask& mask,
                                        const Shared& shared, int row, int key, bool masked) {
   if constexpr (kHasLists && kBiasBytes != 0)
@@ -320,7 +323,7 @@ CUFLASH_DEVICE void make_either_scores(float (&s)[1][kNTiles][4], const Score& s
     make_scores(s, score, mask, shared, row, key, Constant<false>{});
 }
 
-// P in parts.
+// Splits P into parts.
 CUFLASH_DEVICE void to_weights(const float (&s)[kNTiles][4], u32 (&p)[kBlockN / 16][kBf16Parts][4]) {
 #pragma unroll
   for (int k = 0; k < kBlockN / 16; ++k)
@@ -334,7 +337,7 @@ CUFLASH_DEVICE void to_weights(const float (&s)[kNTiles][4], u32 (&p)[kBlockN / 
     }
 }
 
-// O += sum, where rows of O take a factor first.
+// O becomes factor O + sum, with one factor for each row.
 CUFLASH_DEVICE void add_rescaled(float (&o)[1][kColumnTiles][4], const float (&factor)[1][2],
                                  const float (&sum)[kColumnTiles][4]) {
 #pragma unroll
@@ -343,7 +346,7 @@ CUFLASH_DEVICE void add_rescaled(float (&o)[1][kColumnTiles][4], const float (&f
     for (int i = 0; i < 4; ++i) o[0][n][i] = o[0][n][i] * factor[0][i / 2] + sum[n][i];
 }
 
-// The epilogue: O / l and lse.
+// The epilogue: stores O / l and lse.
 CUFLASH_DEVICE void store_rows(const Params& common, const Work& work, int lane_row, OnlineSoftmax<1>& softmax,
                                float (&o)[1][kColumnTiles][4]) {
   const int head = work.head, batch = work.batch;
@@ -360,7 +363,7 @@ CUFLASH_DEVICE void store_rows(const Params& common, const Work& work, int lane_
   store_lse(common, batch, head, lane_row, softmax);
 }
 
-// A consumer: the warpgroup of 64 queries, `consumer` of kConsumers.
+// A consumer warpgroup, number `consumer` of kConsumers, which owns 64 queries of each tile.
 CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 consumer) {
   const Params& common = params.common;
   const u32 thread = ptx::thread_index() % 128;
@@ -396,7 +399,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     };
     const auto lane_key_of = [&](int n_block) { return tile.keys.at(n_block) * kBlockN + fragment_column(); };
 
-    // Passes over a tile of keys that other consumers of the block need, but not the queries of this one.
+    // Skips a tile of keys that other consumers of the block need and this one does not.
     const auto skip = [&]() {
       for (int product = 0; product < 2; ++product) ping_pong.wait(), ping_pong.pass();
       for (int n = 0; n < kBf16Parts; ++n) {

@@ -9,19 +9,19 @@
 #include "sm90/row_numbers.cuh"
 
 #if CUFLASH_HAS_SCORE_FUNCTION
-// P' = exp(S' - lse) of what a lane holds of a tile, whose rows are keys.
+// P' = exp(S' - lse) for the elements that a lane holds of a tile, whose rows are keys.
 struct FunctionWeights {
   const Functions& functions;
   const Mask& mask;
   const OfKey (&of_keys)[2];
   float scale;
-  u32 s_stats, s_row_numbers;  // of this lane's first query; of the tile
+  u32 s_stats, s_row_numbers;  // from this lane's first query on; of the whole tile
   int lane_query, lane_key;    // of the first element
   u32 shown;                   // the mask bits, if there are any
 
-  // Makes P' of products. Where the derivatives of the score by the scaled product are not 1, P' is left times these,
-  // which may have any size, and `packed` gets P' itself. `masked` says whether some pair may be hidden or
-  // some row may not exist: such rows have no weight, whatever the function gives.
+  // Turns products into P'. With kPacksWeights it multiplies `p` by the derivatives of the score by the scaled product,
+  // which may have any size, and `packed` gets P' itself. `masked` says whether some pair may be hidden or some row may
+  // not exist. Such a row gets no weight, whatever the function returns.
   template <int rows, class Masked>
   CUFLASH_DEVICE void make(float (&p)[kQueryTiles][4], u32 (&packed)[rows][2], Masked masked) const {
 #pragma unroll

@@ -4,7 +4,7 @@
 #include "sm90/pipeline.cuh"
 #include "sm90/tiles.cuh"
 
-// Rows of a box: whole boxes make a page, and a tile.
+// Rows of a box. A page consists of whole boxes, and so does a tile.
 constexpr int kBoxRows = kPageSize != 0 && kPageSize < (kBlockN & -kBlockN) ? kPageSize : kBlockN & -kBlockN;
 constexpr int kBoxes = kPageSize == 0 ? 1 : kBlockN / kBoxRows;
 
@@ -12,12 +12,12 @@ struct KeyTile {
   int first_key, head, batch;  // in the arrays
   int page[kBoxes];            // of each box
 
-  // `key_start` is that of a packed sequence.
+  // `key_start` is the row where a packed sequence starts.
   CUFLASH_DEVICE KeyTile(const Params& params, int batch_, int head_, int n_block, int key_stop, int key_start = 0)
       : first_key(key_start + n_block * kBlockN), head(head_), batch(batch_) {
     if constexpr (kPageSize != 0) {
       const Pages pages(params, batch);
-      // The page of a box without keys is not looked up. The box gets a place outside of the pool, for which TMA brings
+      // The page of a box without keys is not looked up. The box gets a page outside of the pool, for which TMA brings
       // zeros.
 #pragma unroll
       for (int i = 0; i < kBoxes; ++i) {
@@ -27,8 +27,8 @@ struct KeyTile {
     }
   }
 
-  // Issues the load of the tile, of so many columns, `chunk` of them in a line. `full` expects its bytes, and
-  // `other_bytes` of loads that others issue.
+  // Issues the load of the tile, which has `columns` columns, `chunk` of them in a line. `full` then expects the bytes
+  // of this load, and `other_bytes` of loads that the caller issues.
   template <int columns, int chunk = kChunk>
   CUFLASH_DEVICE void load(u32 tile, const TensorMap& map, const Barrier& full, u32 other_bytes = 0) const {
     constexpr int kChunks = ceil_div(columns, chunk);

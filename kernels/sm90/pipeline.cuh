@@ -11,13 +11,13 @@ struct Barrier {
   CUFLASH_DEVICE void wait(u32 parity) const { ptx::barrier_wait(address, parity); }
 };
 
-// Warp. Its lanes count as one arrival, once all of them are here.
+// Warp. Arrives once for all of its lanes, when all of them have come here.
 CUFLASH_DEVICE void arrive_as_warp(const Barrier& barrier) {
   ptx::sync_warp();
   if (ptx::thread_index() % 32 == 0) barrier.arrive();
 }
 
-// The place of a tile in a ring of `stages`: tile i of a walk is in stage i % stages, for the i / stages-th time.
+// The place of a tile in a ring of `stages`: tile i of a walk is in stage i % stages, with parity i / stages % 2.
 template <int stages>
 struct Position {
   int stage = 0;
@@ -45,7 +45,7 @@ struct Ring {
   }
 };
 
-// The rings of tiles of queries, and of those of keys and values.
+// The rings of tiles of queries, of keys and of values.
 template <int stages, int q_stages = 1>
 struct QkvBarriers {
   static constexpr u32 kBytes = Ring<q_stages>::kBytes + 2 * Ring<stages>::kBytes;
@@ -58,7 +58,7 @@ struct QkvBarriers {
     v_ring = {address + Ring<q_stages>::kBytes + Ring<stages>::kBytes};
   }
   // Called by all threads of the block. The first three numbers say how many arrivals give back a tile of Q, of K and
-  // of V; `k_producers` arrivals announce that a tile of K is there, and `producers` one of Q, or of V.
+  // of V. `k_producers` arrivals announce a tile of K, and `producers` arrivals announce a tile of Q or of V.
   CUFLASH_DEVICE void make_barriers(u32 q_consumers, u32 k_consumers, u32 v_consumers, u32 k_producers = 1,
                                     u32 producers = 1) const {
     if (ptx::thread_index() == 0) {
@@ -71,7 +71,7 @@ struct QkvBarriers {
   }
 };
 
-// Shared memory where these are all that there is: Q, the ring of K, the ring of V, barriers.
+// Shared memory that holds, in this order: Q, the ring of K, the ring of V, barriers.
 template <int stages>
 struct QkvShared : QkvBarriers<stages> {
   u32 q, k, v;

@@ -5,8 +5,8 @@
 #include "sm80/mma.cuh"
 #include "sm90/tiles.cuh"
 
-// Warp. A product of 16 rows and the rows of another matrix, both as TMA lays them out, by mma.sync. Its loop is not
-// unrolled, because it rarely runs and needs registers.
+// Warp. Multiplies 16 rows by the rows of another matrix, both as TMA lays them out, with mma.sync. The loop rarely
+// runs, so it is not unrolled, which would take registers.
 template <int columns, int rows, int other_rows>
 CUFLASH_DEVICE void multiply_again(float (&s)[1][other_rows / 8][4], u32 tile, u32 other_tile) {
   const u32 lane = lane_index(), swizzle = lane % 8 * 16;

@@ -5,15 +5,15 @@
 #include "ptx/wgmma.cuh"
 #include "sm90/tiles.cuh"
 
-// The descriptor of an operand whose k runs along the lines; and of the same operand 16 `k` elements further along, in
-// a tile of `rows` rows.
+// `descriptor_of` is the descriptor of an operand whose k runs along the lines. `along_k` is that of the same operand,
+// which lies in a tile of `rows` rows, 16 `k` elements further along.
 CUFLASH_DEVICE u64 descriptor_of(u32 tile) { return ptx::descriptor(tile, 0, 8 * kLineBytes); }
 template <int rows>
 CUFLASH_DEVICE u64 along_k(u64 operand, int k) {
   return operand + (k / 4 * rows * kLineBytes + k % 4 * 32) / 16;
 }
 
-// The same of an operand whose k runs down the `rows` rows.
+// The same for an operand whose k runs down the `rows` rows.
 template <int rows>
 CUFLASH_DEVICE u64 descriptor_of_transposed(u32 tile) {
   return ptx::descriptor(tile, rows * kLineBytes, 8 * kLineBytes);
@@ -29,7 +29,7 @@ CUFLASH_DEVICE void issue(float (&d)[n_tiles][4], Products products) {
   ptx::wgmma_commit();
 }
 
-// Waits until at most `pending` groups are in flight. `d` is the accumulator of one that is not.
+// Waits until at most `pending` groups are in flight. `d` is the accumulator of a group that is then done.
 template <int pending, int n_tiles>
 CUFLASH_DEVICE void wait_for(float (&d)[n_tiles][4]) {
   ptx::wgmma_wait<pending>();
@@ -57,7 +57,7 @@ CUFLASH_DEVICE void issue_weighted(float (&d)[n_tiles][4], const FragmentOf<E> (
   });
 }
 
-// Multiplies by `a` in registers, or in shared memory with k along its lines.
+// Issues one wgmma, d = a b or d += a b. `a` is in registers, or in shared memory with k along its lines.
 template <int n_tiles>
 CUFLASH_DEVICE void multiply_any(float (&d)[n_tiles][4], const Fragment& a, u64 b, bool adds) {
   ptx::wgmma<true>(Element{}, d, a.word, b, adds);
@@ -67,9 +67,9 @@ CUFLASH_DEVICE void multiply_any(float (&d)[n_tiles][4], u64 a, u64 b, bool adds
   ptx::wgmma<false, true>(Element{}, d, a, b, adds);
 }
 
-// Issues d = a b as one group, or d += a b if it `adds`. `a(k)` is 16 columns in registers or a descriptor, b describes
-// a tile of `rows` rows. By 128 columns at a time: a product of more wants more registers than a thread of a large block
-// starts with. The caller has issued the fences, which are for several products.
+// Issues d = a b as one group, or d += a b if it `adds`. `a(k)` gives 16 columns, in registers or as a descriptor; b
+// describes a tile of `rows` rows. One wgmma computes at most 128 columns, because more would need more registers than
+// a thread of a large block starts with. The caller has issued the fences, which serve several products.
 template <int rows, int n_tiles, class A>
 CUFLASH_DEVICE void issue_columns(float (&d)[n_tiles][4], A a, u64 b, bool adds) {
   repeat<(n_tiles + 15) / 16>([&](auto part) {

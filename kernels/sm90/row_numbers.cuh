@@ -1,6 +1,7 @@
-// What a function of the caller reads of the rows of a tile of queries, and of the keys of a warp, in the backward pass
-// on compute capability 9.0, where each lane meets the queries of eight lanes: a warp of a consumer loads the numbers of
-// all 64 once, and keeps them in shared memory. There those of its 16 keys take no registers between P' and dS'.
+// The numbers that a function of the caller reads of queries and of keys, in the backward pass on compute capability
+// 9.0. Each lane needs those of a quarter of the queries of a tile. So a warp of a consumer loads the numbers of all 64
+// once, and keeps them in shared memory. It keeps those of its 16 keys there, too, so that they take no registers
+// between P' and dS'.
 #pragma once
 #include "common/config.cuh"
 #include "common/fragments.cuh"
@@ -11,13 +12,13 @@
 static_assert(kRowNumbers == 0 || kRowNumbers == kNumOfRow, "the plan has other numbers of rows than the function");
 static_assert(kWarpKeyNumbers == 0 || kWarpKeyNumbers == kNumOfKey, "the plan has other numbers of keys");
 
-// Warp. The numbers of two neighbouring queries lie side by side, the first one of both before the second one of both.
+// Warp. The numbers of two neighbouring queries are interleaved: first number 0 of both, then number 1 of both.
 struct RowNumbers {
   u32 s_numbers;
   OfRow own[kRowNumbers > 0 ? kBlockM / 32 : 1];  // of the queries of a lane, 32 apart
   OfKey own_key;                                  // of the key of a lane
 
-  // Loads those of a tile. It takes as long as a memory access, so something else should come before they are stored.
+  // Loads the numbers of a tile. This takes as long as a memory access, so other work should come before `store`.
   CUFLASH_DEVICE RowNumbers(const Functions& functions, u32 s_numbers_, int first_row, int first_key)
       : s_numbers(s_numbers_) {
     if constexpr (kWarpKeyNumbers > 0) own_key = functions.of_key(first_key + (int)lane_index() % 16);
@@ -26,7 +27,7 @@ struct RowNumbers {
       for (int i = 0; i < kBlockM / 32; ++i) own[i] = functions.of_row(first_row + 32 * i + (int)lane_index());
     }
   }
-  // Stores them once all lanes have read the ones before.
+  // Stores the numbers once all lanes have read the previous ones.
   CUFLASH_DEVICE void store() const {
     if constexpr (kRowNumbers + kWarpKeyNumbers > 0) {
       const u32 lane = lane_index(), place = s_numbers + (lane / 2 * kRowNumbers * 2 + lane % 2) * 4;
@@ -43,7 +44,7 @@ struct RowNumbers {
       ptx::sync_warp();
     }
   }
-  // Those of a lane's two keys, of which `key` is the first.
+  // Loads the numbers of a lane's two keys, of which `key` is the first.
   CUFLASH_DEVICE static void load_keys(const Functions& functions, u32 s_numbers, int key, OfKey (&of_keys)[2]) {
     if constexpr (kWarpKeyNumbers == 0) of_keys[0] = functions.of_key(key), of_keys[1] = functions.of_key(key + 8);
 #pragma unroll
@@ -53,7 +54,7 @@ struct RowNumbers {
       of_keys[0].x[x] = of_both[0], of_keys[1].x[x] = of_both[1];
     }
   }
-  // Those of a lane's two queries of n-tile `n`, of which `row` is the first.
+  // Loads the numbers of a lane's two queries of n-tile `n`, of which `row` is the first.
   CUFLASH_DEVICE static void load(const Functions& functions, u32 s_numbers, int n, int row, OfRow (&of_rows)[2]) {
     if constexpr (kRowNumbers == 0) {
       of_rows[0] = functions.of_row(row), of_rows[1] = functions.of_row(row + 1);

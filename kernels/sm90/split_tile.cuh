@@ -7,17 +7,17 @@
 #include "common/split_columns.cuh"
 #include "sm90/tiles.cuh"
 
-// `rows` rows of a head with `columns` columns, at most 32: vectors of eight columns, `kSlice` of a thread on their way
-// at once. `begin` asks for the first ones, so that other work hides the way of these.
+// `rows` rows of a head with `columns` columns, at most 32. A thread loads vectors of eight columns, `kSlice` of them
+// at a time. `begin` issues the first loads, so that other work hides their latency.
 template <int rows, int columns>
 struct SplitTile {
   static constexpr int kVectors = round_up(columns, CUFLASH_DIM_MULTIPLE) / 8;  // of a row
   static constexpr int kCount = ceil_div(rows * kVectors, 128), kSlice = min_of(kCount, 4);
 
   u32 thread;
-  const float* first;  // row of the head
+  const float* first;  // row of the tile
   i64 row_stride;
-  int num_rows;  // of the tile that are there; the others are zeros
+  int num_rows;  // rows of the tile that exist; the others are zeros
   float x[kSlice][8];
 
   CUFLASH_DEVICE explicit SplitTile(u32 thread_) : thread(thread_) {}
@@ -41,7 +41,7 @@ struct SplitTile {
       }
     }
     if (rests - rests == 0.0f) return;
-    // Some are not finite, which is rare: all of them again, with few registers.
+    // Some values are not finite, which is rare. All are split again, in a loop that takes few registers.
 #pragma unroll 1
     for (int i = 0; has(i); ++i) {
       load_vector(i, x[0]);
@@ -53,8 +53,8 @@ struct SplitTile {
 
  private:
   CUFLASH_DEVICE bool has(int i) const { return i * 128 + (int)thread < rows * kVectors; }
-  // Eight neighbouring lanes write vectors of rows that are so far apart that they meet in no bank: the swizzle tells
-  // eight rows apart.
+  // The rows that eight neighbouring lanes write are kVectors apart, so that no two lanes write to the same banks: the
+  // swizzle differs in each of eight rows.
   CUFLASH_DEVICE int row_of(int i) const {
     const int row = (i * 128 + thread) / kVectors, of_eight = row % 8;
     return row - of_eight + of_eight * kVectors % 8 + of_eight * kVectors / 8;

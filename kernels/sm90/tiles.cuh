@@ -1,5 +1,5 @@
-// Tiles in shared memory as TMA writes them and wgmma reads them: cut into chunks of 64 columns, each a
-// block of lines of 128 bytes, one a row, whose 16-byte vectors are permuted by the row number.
+// Tiles in shared memory as TMA writes them and wgmma reads them. A tile is cut into chunks of 64 columns. A chunk has
+// a line of 128 bytes for each row, whose 16-byte vectors are permuted by the row number (the swizzle).
 #pragma once
 #include "common/config.cuh"
 #include "common/fragments.cuh"
@@ -12,8 +12,8 @@ constexpr int kChunk = 64;  // columns of a line
 CUFLASH_DEVICE constexpr int chunks_of(int columns) { return (columns + kChunk - 1) / kChunk; }
 CUFLASH_DEVICE constexpr u32 chunked_bytes(int rows, int columns) { return chunks_of(columns) * rows * kLineBytes; }
 
-// Loads rows [first_row, first_row + rows) of a head, from column `first_column` on. Whole chunks arrive; outside of the
-// array they are zeros.
+// Loads rows [first_row, first_row + rows) of a head, from column `first_column` on. Whole chunks arrive, with zeros
+// outside of the array.
 template <int rows, int columns>
 CUFLASH_DEVICE void load_chunks(u32 tile, const TensorMap& map, const Barrier& full, int first_row, int head, int batch,
                                 int first_column = 0) {
@@ -23,7 +23,7 @@ CUFLASH_DEVICE void load_chunks(u32 tile, const TensorMap& map, const Barrier& f
                      batch);
 }
 
-// Stores 64 rows, from the first one of `tile` on, a tile of `rows` rows, as columns `first_column` and following.
+// Stores 64 rows of a tile of `rows` rows, from the row at `tile` on, as columns `first_column` and following.
 template <int rows, int columns>
 CUFLASH_DEVICE void store_chunks(const TensorMap& map, u32 tile, int first_row, int head, int batch,
                                  int first_column = 0) {
@@ -32,11 +32,11 @@ CUFLASH_DEVICE void store_chunks(const TensorMap& map, u32 tile, int first_row, 
     ptx::store_tensor(map, tile + c * rows * kLineBytes, first_column + c * kChunk, first_row, head, batch);
 }
 
-// The same for the first `count` of 64 rows, by the 128 threads of a warpgroup: where the rows after them, which TMA would
-// write too, belong to another sequence, or TMA cannot write rows that lie like these at all.
+// The same for the first `count` of 64 rows, by the 128 threads of a warpgroup. It is called where the
+// next rows belong to another sequence, and where TMA does not support the strides or the address of the array.
 template <int rows, int columns>
 CUFLASH_DEVICE void store_first_rows(Storage* first, i64 row_stride, u32 tile, int count, u32 thread) {
-  constexpr u32 kBytes = columns * 2 % kStoreBytes == 0 ? kStoreBytes : 2;  // that are stored at once
+  constexpr u32 kBytes = columns * 2 % kStoreBytes == 0 ? kStoreBytes : 2;  // of one store
   constexpr u32 kVectors = columns * 2 / kBytes;
 #pragma unroll 1
   for (u32 i = thread; i < count * kVectors; i += 128) {
@@ -55,22 +55,21 @@ CUFLASH_DEVICE void store_first_rows(Storage* first, i64 row_stride, u32 tile, i
   }
 }
 
-// The 16 rows of a warp, from row `r` of a tile of `rows` rows on, as operands in registers, 16 columns each: operand
-// `k`,
+// Loads operand `k` to registers: 16 columns of the 16 rows of a warp, which begin at row `r` of a tile of `rows` rows.
 template <int rows, class Operand>
 CUFLASH_DEVICE void load_fragment_chunked(u32 tile, int r, int k, Operand& operand) {
   const u32 lane = lane_index();
   const u32 line = tile + (r + lane % 16) * kLineBytes, swizzle = lane % 8 * 16;
   ptx::load_matrix_x4(operand.word, line + k / 4 * rows * kLineBytes + ((k % 4 * 32 + lane / 16 * 16) ^ swizzle));
 }
-// and all `count` of them.
+// Loads all `count` operands of these rows.
 template <int rows, int count>
 CUFLASH_DEVICE void load_fragments_chunked(u32 tile, int r, Fragment (&operand)[count]) {
 #pragma unroll
   for (int k = 0; k < count; ++k) load_fragment_chunked<rows>(tile, r, k, operand[k]);
 }
 
-// The same of the transposed chunk: from column `c` on, 16 columns by all rows.
+// Loads the 16 columns of a chunk from `c` on, transposed. Operand k has its rows [16 k, 16 k + 16) as columns.
 template <int count>
 CUFLASH_DEVICE void load_fragments_chunked_transposed(u32 chunk, int c, Fragment (&operand)[count]) {
   const u32 lane = lane_index();
@@ -98,8 +97,8 @@ CUFLASH_DEVICE void zero_last_of_64(u32 tile, int first, u32 thread) {
       ptx::store_shared_f32x4(tile + vector * 16, zeros);
 }
 
-// Rounds the 16 rows of a warp and stores them from row `r` of a tile of `rows` rows on: the first 8 times `upper`, the
-// others times `lower`.
+// Multiplies the first 8 of the 16 rows of a warp by `upper` and the others by `lower`, rounds them, and stores them
+// from row `r` of a tile of `rows` rows on.
 template <int rows, int n_tiles, class E = Element>
 CUFLASH_DEVICE void store_fragments_chunked(u32 tile, int r, float (&value)[n_tiles][4], float upper, float lower) {
   const u32 lane = lane_index();

@@ -19,8 +19,8 @@ struct TileRing : Ring<kTileStages> {
   }
 };
 
-// The units of work of a head, as EntryWalk has them, numbered through all sequences. Each lane keeps one of 32
-// sequences.
+// The units of work of a head, numbered through all sequences. As in EntryWalk, a unit is a tile of queries, or a pair
+// of them. Each lane keeps one of 32 sequences.
 struct SequenceUnits {
   static constexpr int kRows = kPairs ? 2 * kBlockM : kBlockM;  // of a unit
   const Params& params;
@@ -29,7 +29,7 @@ struct SequenceUnits {
   u32 first, end;  // the first unit of the 32 sequences, and the first one after them
   u32 count;       // of units
 
-  // If the starts of sequences make no sense, their sum may be any number: it is limited to the number of places.
+  // If the starts of sequences make no sense, the sum of units may be any number, so the number of places limits it.
   CUFLASH_DEVICE explicit SequenceUnits(const Params& params_) : params(params_) {
     look_at(0, 0);
     count = end;
@@ -66,7 +66,7 @@ struct SequenceUnits {
     own_first = units + sum - own_units;
     end = units + ptx::shuffle(sum, 31);
   }
-  // Units of the sequences from `sequence` on.
+  // Counts the units of the sequences from `sequence` on.
   CUFLASH_DEVICE u32 units_from(int sequence) const {
     u32 sum = 0;
 #pragma unroll 1
@@ -78,10 +78,10 @@ struct SequenceUnits {
   }
 };
 
-// Warp. The scheduler: hands over the tiles of this block, and after the last one a tile without a head.
+// Warp. The scheduler. It hands over the tiles of this block, and then a tile with head -1 as the end mark.
 CUFLASH_DEVICE void schedule_tiles(const Params& params, const TileRing& ring) {
   Position<kTileStages> at;
-  // One lane waits and writes: another lane might still wait for a phase when the next one is over.
+  // Only one lane waits and writes. If others waited, too, one might still wait for a phase when the next one is over.
   const auto put = [&](const Work& work) {
     if (ptx::thread_index() % 32 == 0) {
       const Entry batch = work.batch;
@@ -134,7 +134,7 @@ struct SequenceWalk {
   }
 };
 
-// The walk over tiles of queries, of whatever problem, by one thread or by a whole warp.
+// The walk over tiles of queries, of packed sequences or not, by one thread or by a whole warp.
 template <bool is_warp>
 CUFLASH_DEVICE auto walk_of(const Params& params, const TileRing& tiles) {
   if constexpr (kIsPacked)
