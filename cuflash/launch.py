@@ -114,7 +114,7 @@ def backward(
 ) -> tuple[Any, ...]:
     """The gradients `need` of CuPy arrays, in the order of `GRADIENTS`.
 
-    `arrays` are those of `forward` except a block table, dout, dlse (which may be None), and gradients to write to.
+    `arrays` are those of `forward` without a block table; also dout, dlse or None, and the gradients to write to.
     """
     return _call("backward", options, arrays, need, random)
 

@@ -73,7 +73,7 @@ def begin_to_agree(
     """Do work that gives a result and facts, and send the facts to the other ranks.
 
     Returns the result, the facts, and a function that waits for all ranks and returns their lasting facts by rank. If
-    the work fails, this function waits for the other ranks at once, and then raises.
+    the work fails, `begin_to_agree` itself waits for the other ranks, and then raises.
 
     Raises
     ------

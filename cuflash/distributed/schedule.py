@@ -42,7 +42,8 @@ STEPS = 2, 3  # the most steps for up to FEW bytes, and for more; LARGEST_STEP a
 # steps beside it. On four H100 both passes of 2^31 bytes took 227 ms and 8.0 GB in ten steps, 265 ms and 13.5 GB in
 # three.
 LARGEST_STEP = 2**28
-# How many times as long as the step before it a step is: to compute takes that much longer than to send, or more.
+# A longer step is this many times as long as a shorter one next to it: to compute takes that much longer than to send,
+# or more.
 GROWTH = 4
 
 
@@ -113,7 +114,7 @@ class Round:
         return tuple(joined([x for t in self.calls_of(rank) for x in t.met]) for rank in range(self.split.ranks))
 
     def held(self, rank: int) -> tuple[Span, ...]:
-        """The rows of the side that travels that the tiles of a rank meet."""
+        """The rows of the travelling side that the tiles of a rank meet."""
         return self._held[rank]
 
     def comes_whole(self, rank: int) -> bool:

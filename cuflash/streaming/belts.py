@@ -77,7 +77,7 @@ class Lane:
             device.copy(target, source, stream)
 
     def staged(self, number: int, span: Span) -> tuple[Host, Host]:
-        """A chunk in host memory and its staging buffer, as integers, because NumPy copies the bits of integers."""
+        """A chunk in host memory and its staging buffer, both as integers, which NumPy copies as they are."""
         bits = f"u{self.array.dtype.itemsize}"
         there = self.array[:, :, slice(*span)].transpose(self.order)
         return there.view(bits), self._lying(self.staging[number % 2], span).view(bits)

@@ -41,7 +41,7 @@ class StreamPlan:
     chunks : tuple of Chunk
         In the order of keys; chunks that no query sees are left out.
     ways : mapping of str to str
-        By pass, how keys get to the device that computes: "views", "pinned", "staged" or "mapped".
+        By pass, how keys get to where the pass computes: "views", "pinned", "staged" or "mapped".
     memory : mapping of str to (mapping of str to int)
         By pass and purpose, bytes of device memory that a call takes beside its arguments; the peak is their sum.
     pinned_bytes : mapping of str to int
