@@ -1,8 +1,8 @@
-"""What a call binds: from its arrays to the problem, the operands as kernels see them, the results, and the copies.
+"""A binding describes a call: it has the problem, the operands as kernels see them, the results, and the copies.
 
-Of an array only shape, strides, dtype and address count, so NumPy arrays, CuPy arrays and arrays that do not exist yet
-(`Contiguous`) bind alike. Calls, plans, tuning, the command line and the emulator all start from `bind`: so what is
-planned for some arrays is what runs on them.
+A binding depends only on shape, strides, dtype and address of each array, so NumPy arrays, CuPy arrays and arrays that
+do not exist yet (`Contiguous`) bind alike. Calls, plans, tuning, the command line and the emulator all start from
+`bind`, so the plan for some arrays is the plan that runs on them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OF_TERMS = {term.gradient: term for term in TERMS if term.part_of}
 
 
 class _Named(NamedTuple):
-    """A dtype of which only the name is known: NumPy knows bfloat16 by an array of it alone."""
+    """A dtype of which only name and size are known, because NumPy does not know bfloat16 by its name."""
 
     name: str
     itemsize: int
@@ -62,7 +62,7 @@ class Contiguous:
 
 
 class Layout(TypedDict, total=False):
-    """What `cuflash.planning.choose_plan` needs to know of the arrays of a pass, as keyword arguments."""
+    """The keyword arguments of `cuflash.planning.choose_plan` that describe the arrays of a pass."""
 
     load_bytes: int
     store_bytes: int
@@ -77,11 +77,11 @@ class Binding:
     pass_: Pass
     problem: Problem
     operands: Mapping[str, Operand]  # arrays of the pass that are not in the problem
-    results: tuple[str, ...]  # what the pass returns
-    allocated: tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...]  # results that the caller gives no array for
+    results: tuple[str, ...]  # names of what the pass returns
+    allocated: tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...]  # results for which the caller gives no array
     copied: tuple[str, ...]  # arrays over head dimensions whose rows are not contiguous: kernels get contiguous copies
-    load_bytes: int  # widest access that is aligned at every row of every array that is read
-    store_bytes: int  # the same of arrays that are written
+    load_bytes: int  # widest access that is aligned at every row of all arrays that the pass reads
+    store_bytes: int  # the same for arrays that the pass writes
 
     @property
     def layout(self) -> Layout:
@@ -108,18 +108,19 @@ def bind(
     options : Options
     arrays : Mapping
         By name: q, k, v and those of `cuflash.terms`, out and lse, and for the backward pass dout, dlse and the
-        gradients. None stands for an absent one. Absent results, and dout, out and lse of a backward pass that is only
-        planned, are taken as C-contiguous and aligned.
+        gradients. None stands for an absent one. If results are absent, or dout, out and lse of a backward pass that is
+        only planned, they are assumed to be C-contiguous and aligned.
     need : collection of str
         Gradients that the backward pass returns; those with an array are returned too.
     address_of : callable, optional
-        The address of the first element of an array; without it, all are taken as aligned to 16 bytes.
+        A function that gives the address of the first element of an array. Without it, all arrays are assumed to be
+        aligned to 16 bytes.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As `make_problem` does; and for an array whose shape or dtype does not follow from the problem, a result whose
-        elements share memory, and an array whose elements are not aligned to their size.
+        As `make_problem` does; also if the shape or dtype of an array does not follow from the problem, if elements of
+        a result share memory, or if the elements of an array are not aligned to their size.
     """
     given = {name: array for name, array in arrays.items() if array is not None}
     q, k, v = (given[name] for name in INPUTS)
@@ -174,9 +175,9 @@ def bind(
 
 
 def assumed(problem: Problem, pass_: Pass, given: Mapping[str, Operand]) -> dict[str, Operand]:
-    """The operands of a pass of which only the problem is known, and those that are `given`.
+    """The operands of a pass: those that are `given`, and assumed ones, for which only the problem is known.
 
-    The others are taken as contiguous, but for gradients of terms, which are taken to lie as their terms do.
+    Assumed operands are contiguous, except gradients of terms, which have the layout of their terms.
     """
     operands = dict(given)
     for name in (*_READ[pass_], *_WRITTEN[pass_]):
@@ -195,7 +196,7 @@ def assumed(problem: Problem, pass_: Pass, given: Mapping[str, Operand]) -> dict
 def widest_accesses(
     problem: Problem, pass_: Pass, operands: Mapping[str, Operand], need: Collection[str] = DEFAULT_NEED
 ) -> tuple[int, int]:
-    """The widest accesses that serve all that a pass reads, and all that it writes."""
+    """The widest accesses that are aligned for all arrays that a pass reads, and for all that it writes."""
     written = [name for name in _WRITTEN[pass_] if pass_ == "forward" or name in need]
     both = (_found(names, problem, operands) for names in (_READ[pass_], written))
     load, store = (access_bytes(found, *(operand.alignment for operand in found)) for found in both)
@@ -203,7 +204,7 @@ def widest_accesses(
 
 
 def is_in_k(k: Shaped, v: Shaped, of_k: int, of_v: int) -> bool:
-    """Whether v is the first columns of k, by where both begin."""
+    """Whether v is a view of the first columns of k; `of_k` and `of_v` are their addresses."""
     return of_k == of_v and k.strides == v.strides and v.shape[-1] <= k.shape[-1]
 
 
@@ -213,23 +214,23 @@ def over_head_dimensions(pass_: Pass) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def of_pass(pass_: Pass, arrays: Mapping[str, Any], options: Options) -> dict[str, Any]:
-    """The arrays that are arguments of one pass, of those of both."""
+    """Those of the arrays of both passes that are arguments of one pass."""
     own = ("out", "lse") if pass_ == "forward" else ("dout", "out", "lse", "dlse", *GRADIENTS, *gradient_names(options))
     return {name: array for name, array in arrays.items() if name in (*INPUTS, *NAMES, *names_of(options), *own)}
 
 
 @functools.lru_cache(maxsize=256)
 def planned_length(seqlen_k: int) -> int:
-    """The number of keys that a forward pass of so many is planned for: as many, or up to an eighth (or 127) more.
+    """The number of keys for which a forward pass of `seqlen_k` keys is planned: up to an eighth (or 127) more.
 
-    So a cache that grows by a key a call is planned anew once in 128 calls, or in more where it is long.
+    So a cache that grows by one key per call is planned anew once in 128 calls, or less often if it is long.
     """
     step = max(128, 1 << max(seqlen_k.bit_length() - 4, 0))
     return -(-seqlen_k // step) * step
 
 
 # The arrays of a forward pass whose axis of keys may be longer in the next call, that axis, the number of keys, and
-# what a plan depends on of this number.
+# those properties of the number that a plan depends on.
 Growing = tuple[tuple[str, ...], int, int, tuple[Any, ...]]
 FIXED: Growing = ((), 0, 0, ())
 _K_AND_V, _TABLE = ("k", "v"), ("block_table",)
@@ -237,10 +238,10 @@ _OVER_KEYS = tuple(term.name for term in TERMS if term.has_keys)
 
 
 def growing_keys(options: Options, arrays: Mapping[str, Any]) -> Growing:
-    """What may grow in a forward pass. It takes a tenth of a call as it is, so it leaves all checks to `bind`.
+    """What may grow in a forward pass. This takes a tenth of the time of a call, so it leaves all checks to `bind`.
 
-    The answer is `FIXED` where an array beside k, v and the block table has an axis of keys, where shapes do not fit,
-    and where the axis of keys has length 1: the stride of such an axis says nothing of longer ones.
+    The answer is `FIXED` if an array beside k, v and the block table has an axis of keys, if shapes do not fit, or if
+    the axis of keys has length 1, because the stride of such an axis says nothing about longer ones.
     """
     if options.score or options.mask_function:
         return FIXED
@@ -266,14 +267,14 @@ def growing_keys(options: Options, arrays: Mapping[str, Any]) -> Growing:
         return FIXED
     if options.window is None and options.causal != "top_left" and options.diagonal is None:
         return names, axis, seqlen_k, (planned_length(seqlen_k),)
-    # Whether a bound hides anything may depend on the number of keys.
+    # The number of keys may decide whether a bound hides anything.
     return names, axis, seqlen_k, (planned_length(seqlen_k), *window_of(options, seqlen_q, seqlen_k))
 
 
 def access_bytes(operands: tuple[Operand, ...], *addresses: int) -> int:
     """Widest access of 16, 8, 4 or 2 bytes that is aligned at every row of every operand, at these addresses.
 
-    Where k and v have numbers of one byte, an access of as many of them is aligned; 16 bytes mean 16 for these, too.
+    If k and v have numbers of one byte, an access of equally many of them is aligned; 16 bytes mean 16 for these, too.
     """
     of_float8 = [operand.dtype in FLOAT8 for operand in operands]
     if any(of_float8):
@@ -298,7 +299,7 @@ def _aligned_bytes(operands: tuple[Operand, ...], addresses: Iterable[int]) -> i
 
 
 def _found(names: Iterable[str], problem: Problem, operands: Mapping[str, Operand]) -> tuple[Operand, ...]:
-    """Operands of the pass or of the problem."""
+    """The operands of these names, from the pass or from the problem."""
     return tuple(operands.get(name) or getattr(problem, name) for name in names)
 
 
@@ -311,7 +312,7 @@ def _shape(name: str, problem: Problem) -> tuple[int, ...]:
 
 
 def _expected(name: str, problem: Problem, given: Mapping[str, Shaped]) -> tuple[tuple[int, ...], str]:
-    """Shape and dtype of an array that follow from the problem."""
+    """The shape and dtype that an array must have in this problem."""
     if name in _OVER_ROWS:
         return problem.lse_shape, problem.softmax_dtype
     if name in OF_NUMBERS:
@@ -323,7 +324,7 @@ def _expected(name: str, problem: Problem, given: Mapping[str, Shaped]) -> tuple
 
 
 def _check_captured_gradients(problem: Problem, names: Iterable[str]) -> None:
-    """Refuse gradients of arrays that the score reads and that are no real numbers."""
+    """Refuse gradients of arrays that the score reads if they do not hold real numbers."""
     for name in names:
         if problem.score is not None and name[1:] in problem.score.arrays and name not in problem.gradients:
             dtype = dict(problem.captured)[name[1:]].dtype
@@ -331,14 +332,14 @@ def _check_captured_gradients(problem: Problem, names: Iterable[str]) -> None:
 
 
 def _contiguous(name: str, problem: Problem, given: Mapping[str, Shaped]) -> Contiguous:
-    """An array that is not given. NumPy knows bfloat16 by an array of it, not by its name."""
+    """A stand-in for an array that is not given. NumPy does not know the name bfloat16, so q gives this dtype."""
     shape, dtype = _expected(name, problem, given)
     q = given["q"]
     return Contiguous(shape, q.dtype if dtype == q.dtype.name else numpy_dtype(dtype))
 
 
 def _steps(array: Shaped) -> list[int]:
-    """Bytes between neighbours, for each axis along which there are neighbours."""
+    """Bytes between neighbours, for each axis with more than one element."""
     return [abs(stride) for n, stride in zip(array.shape, array.strides, strict=True) if n > 1]
 
 
@@ -348,7 +349,7 @@ def _is_scattered(array: Shaped) -> bool:
 
 
 def _check_aligned(name: str, array: Shaped, address: int) -> None:
-    """Refuse an array whose elements do not lie at multiples of their size: no GPU reads such."""
+    """Refuse an array whose elements are not at multiples of their size, because no GPU can read it."""
     size = array.dtype.itemsize
     if math.prod(array.shape) and math.gcd(address, *_steps(array)) % size:
         got = f"address {address:#x} and strides {tuple(array.strides)} in bytes"

@@ -1,4 +1,4 @@
-"""From NumPy arrays to results, by the CPU path: what `cuflash.launch` is for CuPy arrays."""
+"""From NumPy arrays to results, by the CPU path: this module does for NumPy what `cuflash.launch` does for CuPy."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from cuflash.problem import Problem, check_pages
 from cuflash.terms import DEFAULT_NEED
 from cuflash.values import type_error, value_error
 
-MOST_KNOWN, MOST_ALIKE = 256, 16  # kinds of calls, by options and names of arrays, and calls of a kind
+MOST_KNOWN, MOST_ALIKE = 256, 16  # kinds of calls that are kept, by options and array names, and calls of one kind
 
 
 def forward(options: Options, given: dict[str, Any], random: tuple[int, int] = (0, 0)) -> tuple[Any, ...]:
-    """(out, lse) of NumPy arrays by name: q, k, v, and those of the terms, out and lse that there are.
+    """(out, lse) of NumPy arrays by name: q, k, v, and the terms, out and lse that are given.
 
     `random` is the seed and the offset of dropout.
     """
@@ -51,7 +51,7 @@ def backward(
 
 
 def plan(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> CpuPlan:
-    """What `forward` and `backward` would compute."""
+    """The plan of what `forward` and `backward` would compute."""
     first = _first(options, arrays)
     axes = first.axes
     if axes:
@@ -60,24 +60,24 @@ def plan(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAU
 
 
 def compile(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> None:
-    """Check the arguments: there is nothing to compile."""
+    """Check the arguments only, because there is nothing to compile."""
     first = _first(options, arrays)
     bound("forward", first.options, _given(first.arrays))
 
 
 def _first(options: Options, arrays: Mapping[str, Any]) -> FirstCall:
-    """The first forward pass that a call is made of."""
+    """The first of the forward passes that make up a call."""
     own = of_pass("forward", arrays, options)
     return first_call(options, own, ("out", "lse"), np, gives_parts=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CpuPlan:
-    """What `FlashAttention.plan` says of NumPy arrays."""
+    """The result of `FlashAttention.plan` for NumPy arrays."""
 
     problem: Problem
-    axes: str = ""  # how leading axes are gone through, where a call is not all that there is
-    note: str = ""  # what else there is to say of the call
+    axes: str = ""  # how the call goes through leading axes; empty if there are none
+    note: str = ""  # further remarks on the call
 
     def noted(self, note: str) -> CpuPlan:
         """The plan with a note."""
@@ -109,7 +109,7 @@ class CpuPlan:
 
 
 def bound(pass_: Pass, options: Options, given: Mapping[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> Binding:
-    """The binding of a call on NumPy arrays; what only arrays in host memory can tell is checked too."""
+    """The binding of a call on NumPy arrays; this also checks values, which only arrays in host memory allow."""
     shapes = tuple((name, x.shape, x.strides, x.dtype) for name, x in given.items())
     binding = bind_arrays_like(pass_, options, shapes, need)
     problem = binding.problem
@@ -128,7 +128,7 @@ def bound(pass_: Pass, options: Options, given: Mapping[str, Any], need: tuple[s
 
 
 def _given(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays that are given."""
+    """The arrays that are not None."""
     return {name: x for name, x in arrays.items() if x is not None}
 
 
@@ -143,7 +143,7 @@ def _check_apart(given: Mapping[str, Any], results: tuple[str, ...]) -> None:
 
 
 class _Like(NamedTuple):
-    """As much of a NumPy array as a binding is made of."""
+    """The properties of a NumPy array that a binding depends on."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -151,12 +151,12 @@ class _Like(NamedTuple):
 
 
 class _Repeatable(NamedTuple):
-    """Calls that differ in nothing but addresses, numbers in arrays, and the seed and the offset of dropout."""
+    """Calls that differ only in addresses, in numbers in arrays, and in the seed and the offset of dropout."""
 
     prepared: core.Prepared
     arrays: tuple[_Like, ...]  # those that are given
-    allocated: tuple[tuple[tuple[int, ...], Any], ...]  # results that the caller gives no array for: shapes, dtypes
-    places: tuple[int, ...]  # of results, among the arrays that are given and, behind them, the allocated ones
+    allocated: tuple[tuple[tuple[int, ...], Any], ...]  # shapes and dtypes of results without an array of the caller
+    places: tuple[int, ...]  # indices of the results among the given arrays, followed by the allocated ones
 
 
 class _Known(NamedTuple):
@@ -172,9 +172,9 @@ _known: dict[tuple[Any, ...], _Known] = {}
 def _repeated(
     pass_: Pass, options: Options, given: Mapping[str, Any], need: tuple[str, ...], random: tuple[int, int]
 ) -> tuple[Any, ...] | None:
-    """The results of a call of which all is known that is not in its arrays; None where there is more to look at.
+    """The results of a call, if the core computes it without a check of the values in arrays; else None.
 
-    So a small call takes half the time that it takes otherwise.
+    A small call takes half the time this way.
     """
     if core.why_not() is not None:
         return None
@@ -194,7 +194,7 @@ def _repeated(
 
 
 def _remembered(key: tuple[Any, ...], given: Mapping[str, Any]) -> _Repeatable | None:
-    """What calls like one that was not found have in common, from now on found. `key` is that of `_known`."""
+    """Prepare a call that was not found, and store it, so that it is found next time. `key` is that of `_known`."""
     pass_, options, need, *_ = key
     likes = tuple([(name, x.shape, x.strides, x.dtype) for name, x in given.items()])
     call = _repeatable(pass_, options, likes, need)
@@ -210,9 +210,9 @@ def _remembered(key: tuple[Any, ...], given: Mapping[str, Any]) -> _Repeatable |
 
 @functools.lru_cache(maxsize=256)
 def _repeatable(pass_: Pass, options: Options, likes: tuple[Any, ...], need: tuple[str, ...]) -> _Repeatable | None:
-    """What calls on arrays like these have in common, if the core computes them as they are.
+    """What calls on arrays like these have in common, if the core computes them as they are; else None.
 
-    None with leading axes, and where numbers in arrays have to be checked or scaled before.
+    It is None with leading axes, and if numbers in arrays have to be checked or scaled first.
     """
     arrays = {name: _Like(*like) for name, *like in likes}
     if axes_of(options, arrays, need):
@@ -231,7 +231,7 @@ def _repeatable(pass_: Pass, options: Options, likes: tuple[Any, ...], need: tup
 
 @functools.lru_cache(maxsize=256)
 def bind_arrays_like(pass_: Pass, options: Options, arrays: tuple[Any, ...], need: tuple[str, ...]) -> Binding:
-    """The binding of arrays by (name, shape, strides, dtype): to find it takes a tenth of making it."""
+    """The binding of arrays by (name, shape, strides, dtype), cached: a look-up takes a tenth of the time to bind."""
     likes = {name: _Like(*like) for name, *like in arrays}
     for name, (_, _, dtype) in likes.items():
         if not dtype.isnative:

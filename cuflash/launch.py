@@ -1,14 +1,15 @@
 """From CuPy arrays to kernel launches: pointers, scratch memory, stream, and the cache that makes a call cheap.
 
-The first call of a problem binds its arrays, plans it and compiles or loads its kernels. The result is a `_Launch`,
-kept under everything that it depends on: options, shapes, strides, dtypes, pointer alignment, device. Later calls look
-it up, fill in the pointers and launch, on CuPy's current stream of the arrays' device, without a synchronisation.
+The first call of a problem binds its arrays, plans it and compiles or loads its kernels. The result is a `_Launch`. Its
+key in the cache has everything that it depends on: options, shapes, strides, dtypes, pointer alignment, device. Later
+calls look it up, fill in the pointers and launch, on CuPy's current stream of the arrays' device, without a
+synchronisation.
 
 The number of keys is an exception. A forward pass whose k and v grow by a row with each call, as they do in decoding,
-finds the launch of the call before: a launch is kept under only what a plan depends on of that number, and each call
-fills in the number itself. Most of the time for that goes into new tensor maps. Maps stay the same where k and v are
-slices of a longer cache, so that memory goes on after them, and the kernel hides what lies past the last key: then they
-reach over as many keys as the launch serves.
+finds the launch of the call before: the key has only those properties of the number of keys that a plan depends on, and
+each call fills in the number itself. Most of the time for that goes into new tensor maps. Maps can stay the same if k
+and v are slices of a longer cache, so that their memory continues after them, and if the kernel hides all keys past the
+last one. Then the maps reach over as many keys as the launch serves.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from cuflash.tuning import candidates, tuned_plan
 from cuflash.values import value_error
 
 MEMORY_CLOCK_AND_WIDTH = (36, 37)  # cudaDevAttrMemoryClockRate in kHz, cudaDevAttrGlobalMemoryBusWidth in bits
-MAX_LAUNCHES = 1024  # so many launches are kept, each of which takes 10 KB
+MAX_LAUNCHES = 1024  # launches that are kept; each takes 10 KB
 OVERLAP_IN_GRAPHS = 12030  # from this CUDA version of the driver on, graphs can hold launches that overlap
 
 
@@ -63,45 +64,45 @@ class Plans(NamedTuple):
 
 class _Kernel(NamedTuple):
     function: Any  # cupy.cuda.Function, which keeps the module loaded
-    handle: int  # of the same
+    handle: int  # of the function
     grid: int
     threads: int
     shared_bytes: int
-    config_of: Callable[[int], Any] | None  # of a launch on a stream that overlaps the kernel before it; else None
+    config_of: Callable[[int], Any] | None  # from a stream to a launch that overlaps the kernel before; or None
 
 
 @dataclass(eq=False, slots=True)
 class _Launch:
-    """Everything about a call but its pointers, and but its number of keys where the plan serves several."""
+    """All that is known of a call except its pointers and, if the plan serves several, its number of keys."""
 
     plan: LaunchPlan
-    seqlen_k: int  # of the plan
-    any_length: bool  # it serves calls of other numbers of keys that are planned alike
+    seqlen_k: int  # the number of keys of the plan
+    any_length: bool  # whether it serves calls with other numbers of keys that are planned alike
     kernels: tuple[_Kernel, ...]
     run_overlapping: Callable[..., tuple[Any]]  # cuLaunchKernelEx
-    argument: Argument  # with pointers of the arrays of the call, of the results it allocates, of scratch arrays
-    # From an address and a number of rows to a tensor map; which of the pointers; how many rows, 0 for all keys.
+    argument: Argument  # with pointers of the arrays of the call, results that it allocates, and scratch arrays
+    # For each tensor map: a function of address and number of rows, the index of the pointer, the rows (0: all keys).
     maps: tuple[tuple[Callable[[int, int], bytes], int, int], ...]
     results: tuple[str, ...]
     allocated: tuple[tuple[int, tuple[int, ...], Any], ...]  # index, shape and dtype of results that the call allocates
-    copied: tuple[tuple[str, int], ...]  # arrays that kernels get copies of, and which of the pointers they are
+    copied: tuple[tuple[str, int], ...]  # arrays of which kernels get copies, and the indices of their pointers
     scratch: tuple[int, ...]  # first byte of each scratch array in one allocation
-    scratch_bytes: int  # of all of it
-    longest: int  # the most keys that it serves, where maps of k and v may be of these; else 0
-    of_longest: tuple[tuple[str, int], ...]  # k and v, and how many bytes after their pointer so many keys end
-    extents: tuple[tuple[int, int], ...]  # bytes that each array of the call reaches, relative to its pointer
-    given: tuple[tuple[str, int, int], ...]  # results that the call is given: which of these arrays, and which result
-    last_call: int = 0  # the number of the last call among all
+    scratch_bytes: int  # size of that allocation
+    longest: int  # the most keys that it serves, if maps of k and v may have so many; else 0
+    of_longest: tuple[tuple[str, int], ...]  # k and v, and the offset in bytes at which so many keys end
+    extents: tuple[tuple[int, int], ...]  # first and end byte of each array of the call, relative to its pointer
+    given: tuple[tuple[str, int, int], ...]  # results that the call is given, with indices of array and result
+    last_call: int = 0  # the number of its last call
 
 
 _launches: dict[tuple, _Launch] = {}
-# Every call has a number of its own, which kernels tell what they have written from what memory held before. They start
-# at a random place, so that memory holds one of them by no other cause than chance, and stay less than 2**48.
+# Every call has a number of its own, by which kernels tell what they have written from earlier contents of memory. The
+# numbers start at a random one, so that memory holds one of them only by chance, and stay below 2**48.
 _calls = itertools.count(secrets.randbits(47))
 
 
 def forward(options: Options, arrays: dict[str, Any], random: tuple[int, int] = (0, 0)) -> tuple[Any, ...]:
-    """(out, lse) of CuPy arrays by name: q, k, v, and all terms, out and lse, each of which may be None.
+    """(out, lse) of CuPy arrays by name: q, k, v, and all terms, out and lse, which may be None.
 
     `random` is the seed and the offset of dropout.
     """
@@ -113,13 +114,13 @@ def backward(
 ) -> tuple[Any, ...]:
     """The gradients `need` of CuPy arrays, in the order of `GRADIENTS`.
 
-    `arrays` are those of `forward` but a block table; dout, dlse or None; and of the gradients those to write to.
+    `arrays` are those of `forward` without a block table; also dout, dlse or None, and the gradients to write to.
     """
     return _call("backward", options, arrays, need, random)
 
 
 def plan(options: Options, arrays: dict[str, Any], need: Collection[str] = DEFAULT_NEED) -> Plans:
-    """What `forward` and `backward` would run, compiled, with the registers that the kernels take."""
+    """The plans of `forward` and `backward`; this compiles the kernels, to tell how many registers they take."""
 
     device = device_spec(arrays["q"].data.device_id)
 
@@ -135,10 +136,10 @@ def plan(options: Options, arrays: dict[str, Any], need: Collection[str] = DEFAU
 
 
 def compile(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> None:
-    """Compile and load the kernels of both passes, and let CuPy's pool of the current stream grow to what they take.
+    """Compile and load the kernels of both passes, and let CuPy's pool of the current stream grow to what they need.
 
-    A later call on arrays of these shapes and strides compiles nothing and takes no new memory from the device. Runs
-    both passes once on the given arrays, or the only one that there is.
+    A later call on arrays of these shapes and strides compiles nothing and takes no new memory from the device. This
+    runs both passes once on the given arrays, or only the forward pass if there is no backward pass.
     """
     with cupy.cuda.Device(arrays["q"].data.device_id):
         out, lse = forward(options, arrays)
@@ -149,7 +150,7 @@ def compile(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DE
 def trials(
     pass_: Pass, options: Options, arrays: dict[str, Any], random: tuple[int, int]
 ) -> tuple[tuple[LaunchPlan, ...], Callable[[LaunchPlan], Callable[[], tuple[Any, ...]]]]:
-    """The plans that tuning tries for a call, and a function that makes a plan into the call that runs it.
+    """The plans that tuning tries for a call, and a function that turns a plan into a call that runs it.
 
     `arrays` are those of `forward` or `backward`, without results; CuPy's current device is that of the arrays.
     """
@@ -167,13 +168,13 @@ def trials(
 
 
 def forget_launches() -> None:
-    """Later calls are planned again."""
+    """Forget all launches, so that later calls are planned again."""
     _launches.clear()
 
 
 @functools.cache
 def device_spec(device_id: int) -> DeviceSpec:
-    """The device's limits, as CUDA reports them; where `CUFLASH_ARCH` is set, with that compute capability."""
+    """The device's limits, as CUDA reports them; `CUFLASH_ARCH` overrides the compute capability if it is set."""
     properties = cupy.cuda.runtime.getDeviceProperties(device_id)
     spec = DeviceSpec(
         name=properties["name"].decode(),
@@ -189,7 +190,7 @@ def device_spec(device_id: int) -> DeviceSpec:
 
 
 def _bytes_per_s(device_id: int) -> float:
-    """Of device memory: two transfers a clock, over all of its wires."""
+    """The bandwidth of device memory: two transfers per clock, over the width of the bus."""
     clock_khz, bits = (cupy.cuda.runtime.deviceGetAttribute(x, device_id) for x in MEMORY_CLOCK_AND_WIDTH)
     return 2 * 1e3 * clock_khz * bits / 8
 
@@ -200,7 +201,7 @@ def _bytes_per_s(device_id: int) -> float:
 def _call(
     pass_: Pass, options: Options, arrays: dict[str, Any], results: tuple[str, ...], random: tuple[int, int]
 ) -> tuple[Any, ...]:
-    """Run one pass. What is done here takes as long on the host as a launch: it is written for speed."""
+    """Run one pass. This code takes as long on the host as a launch, so it is written for speed."""
     device_id = arrays["q"].data.device_id
     if device_id != cupy.cuda.runtime.getDevice():
         with cupy.cuda.Device(device_id):
@@ -234,7 +235,7 @@ def _call(
 
 
 def _keep(key: tuple, launch: _Launch) -> None:
-    """Remember a launch. Where there are too many, the half that was used last stays."""
+    """Remember a launch. If there are too many, only the half that was used last is kept."""
     if len(_launches) >= MAX_LAUNCHES:
         by_use = sorted(list(_launches.items()), key=lambda item: item[1].last_call)
         for old, _ in by_use[: MAX_LAUNCHES // 2]:
@@ -245,7 +246,7 @@ def _keep(key: tuple, launch: _Launch) -> None:
 def _start(
     launch: _Launch, arrays: Mapping[str, Any], pointers: list[int], random: tuple[int, int], seqlen_k: int
 ) -> tuple[Any, ...]:
-    """Launch on the current device. `pointers` are those of the arrays that are given."""
+    """Launch on the current device. `pointers` are those of the given arrays."""
     results: list[Any] = [None] * len(launch.results)
     for name, index, result in launch.given:
         _check_overlap(index, launch.extents, pointers, arrays)
@@ -285,7 +286,7 @@ def _maps(launch: _Launch, pointers: list[int], seqlen_k: int) -> list[bytes]:
 
 
 def _run(launch: _Launch, pointers: list[int], maps: list[bytes], random: tuple[int, int], seqlen_k: int) -> None:
-    """Launch with pointers of all arrays of the call, of the results it allocates, and of scratch arrays."""
+    """Launch. `pointers` are those of the given arrays, of the results that the call allocates, and of scratch."""
     launch.last_call = call = next(_calls)
     frame = launch.argument.frame(pointers, maps, random, seqlen_k, call)
     # On the host of an H200 this way of launching took 3.0 us, and cuda.bindings took 3.6 us; in another run that took
@@ -336,7 +337,7 @@ def _bind(pass_: Pass, options: Options, arrays: Mapping[str, Any], need: Collec
 
 
 def _launch_of(binding: Binding, plan: LaunchPlan, arrays: Mapping[str, Any], growing: Growing = FIXED) -> _Launch:
-    """Compile and load the kernels of a plan, for calls on arrays like these; the current device is theirs."""
+    """Compile and load the kernels of a plan, for calls on arrays like these, which are on the current device."""
     given = {name: array for name, array in arrays.items() if array is not None}
     layout = plan.scratch_layout
     pointers = (*given, *(name for name, _, _ in binding.allocated), *layout.names)
@@ -347,7 +348,7 @@ def _launch_of(binding: Binding, plan: LaunchPlan, arrays: Mapping[str, Any], gr
     def extent_of(name: str) -> tuple[int, int]:
         shape = list(given[name].shape)
         if any_length and name in names:
-            # As long as in the longest call that finds this launch.
+            # The extent is that of the longest call that finds this launch.
             shape[axis] = -(-planned_length(seqlen_k) * shape[axis] // seqlen_k)
         return extent(given[name], shape)
 
@@ -386,7 +387,7 @@ def _load(kernel: KernelSpec, device_id: int) -> _Kernel:
 
 
 def _overlapping_config(grid: int, threads: int, shared_bytes: int, stream: int) -> Any:
-    """How to launch a kernel whose blocks may start before the previous kernel has ended, and which waits for it."""
+    """The configuration of a PDL launch: blocks may start before the previous kernel has ended, and wait for it."""
     driver = _driver()
     attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

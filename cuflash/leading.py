@@ -1,13 +1,13 @@
-"""Leading axes: how any number of axes before the heads becomes the one batch axis that a pass has.
+"""Leading axes: how any number of axes before the heads becomes the one batch axis of a pass.
 
-The leading axes of q, k and v broadcast as those of `numpy.matmul` do, and those of all other arrays broadcast to what
-comes of that. Axes that every array steps through by one stride are one batch axis: a view. Where some array does not,
+The leading axes of q, k and v broadcast as those of `numpy.matmul` do, and those of all other arrays broadcast to the
+result. Axes that every array steps through by one stride become one batch axis, a view. If some array cannot do so,
 because it broadcasts along one of two axes or because its strides do not fit together, the longest run of axes that do
-merge is the batch of a call, and there is a call for each index of the others. Each call works on views. What a result
-is summed over is added in the order of the calls, in the dtype of the softmax.
+merge is the batch of a call, and there is a call for each index of the other axes. Each call works on views. If a
+result is a sum over several calls, their parts are added in the order of the calls, in the dtype of the softmax.
 
-Dropout and functions of the caller count batch entries, so they see all of them in one call, for which arrays that do
-not merge are copied. So are small terms, in place of making calls.
+Dropout and functions of the caller count batch entries, so one call has to see all entries, and arrays whose axes do
+not merge are copied for it. Small terms are copied, too, instead of making more calls.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from cuflash.values import counted, value_error
 
 Array = Any  # of NumPy or CuPy
 
-# Terms with a sixteenth of the elements of q, such as masks of keys, are copied in place of making calls.
+# Terms with at most a sixteenth of the elements of q, such as masks of keys, are copied to save calls.
 SMALL = 16
-# How many axes of an array are not leading ones; those of head dimensions may lack the first of these.
+# Numbers of axes that are not leading ones; arrays over head dimensions may lack the first of these.
 _OVER_HEAD_DIMENSIONS = (*INPUTS, "out", "dout", *DEFAULT_NEED)
 _OF_TERMS = {term.name: term.own_axes for term in TERMS if term.own_axes is not None}
 _BROADCAST = tuple(name for name, own in _OF_TERMS.items() if own > 1)
 _SHARED = tuple(term.name for term in TERMS if term.lacks_batch)
-# Terms of which a batch entry has a few numbers.
+# Terms that have only a few numbers for each batch entry.
 _SMALL = tuple(name for name, own in _OF_TERMS.items() if own < 2 and name not in _SHARED)
 _OWN_AXES = {
     **dict.fromkeys(_OVER_HEAD_DIMENSIONS, 3),
@@ -47,35 +47,35 @@ _OWN_AXES = {
 }
 _SUMMED_BY_PASS = tuple(term.name for term in TERMS if term.may_lack_batch)
 _FULL = {"out": 3, "dout": 3, "lse": 2, "dlse": 2}
-# Arrays that `is_plain` looks at beside q, k and v; those with None go with no leading axes.
+# Arrays that `is_plain` looks at beside q, k and v; those with None exclude leading axes.
 _OF_ENTRIES = {**_FULL, **{term.name: term.own_axes for term in TERMS if term.name not in _BROADCAST}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """How the leading axes of one call are gone through; axes are numbered from the first of the scores."""
+    """How a call goes through its leading axes; axes are numbered from the first leading axis of the scores."""
 
     lengths: tuple[int, ...]
-    inner: tuple[int, ...]  # the batch of each call
-    outer: tuple[int, ...]  # there is a call for each of their indices
-    blocking: tuple[str, ...]  # arrays that keep these from being one batch axis
-    copied: tuple[str, ...]  # arrays that calls get copies of
-    sums: tuple[str, ...]  # gradients that are added up outside of the passes
-    parts: tuple[str, ...]  # all results that a call does not write where they belong: these, and others that lie apart
+    inner: tuple[int, ...]  # axes that are the batch of each call
+    outer: tuple[int, ...]  # axes with a call for each of their indices
+    blocking: tuple[str, ...]  # arrays because of which there are outer axes
+    copied: tuple[str, ...]  # arrays of which calls get copies
+    sums: tuple[str, ...]  # gradients that are added up over calls or entries, outside of the passes
+    parts: tuple[str, ...]  # results that calls do not write in place: `sums`, and others without one batch stride
     shapes: Mapping[str, tuple[int, ...]]  # of out and lse
 
     @property
     def batch(self) -> int:
-        """Batch entries of a call."""
+        """How many batch entries a call has."""
         return math.prod(self.lengths[axis] for axis in self.inner)
 
     @property
     def calls(self) -> int:
-        """How many there are."""
+        """How many calls there are."""
         return math.prod(self.lengths[axis] for axis in self.outer)
 
     def describe(self) -> str:
-        """What a plan says of it."""
+        """The text of a plan on these axes."""
         text = f"leading axes {self.lengths}: {counted(self.calls, 'call')} with a batch of {self.batch}"
         if self.calls != 1:
             text += f", because {', '.join(self.blocking)} cannot step through all of them by one stride"
@@ -87,11 +87,11 @@ class Axes:
 
 
 def axes_of(options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> Axes | None:
-    """How the leading axes of a call become a batch; None where arrays have a batch axis at most, and all have it.
+    """How the leading axes of a call become a batch; None if one pass takes the arrays as they are.
 
-    `arrays` are those of a pass by name, None stands for an absent one; `results` are what it returns.
+    `arrays` are those of a pass by name, where None stands for an absent one; `results` are the names of its results.
 
-    Raises ValueError for leading axes that do not broadcast, and for arrays whose shape does not follow from the rest.
+    Raises ValueError if leading axes do not broadcast, or if the shape of an array does not follow from the others.
     """
     if is_plain(arrays):
         return None
@@ -101,7 +101,7 @@ def axes_of(options: Options, arrays: Mapping[str, Any], results: tuple[str, ...
 
 
 def is_plain(arrays: Mapping[str, Any]) -> bool:
-    """Whether all arrays that have a batch axis are what one pass takes. It takes 1 us of a call as it is."""
+    """Whether one pass takes all arrays with a batch axis as they are. This check takes 1 us of each call."""
     others = [(name, x.shape) for name, x in arrays.items() if x is not None and name in _OF_ENTRIES]
     q, k, v = arrays["q"].shape, arrays["k"].shape, arrays["v"].shape
     batch = q[0] if len(q) == 4 else 1
@@ -112,7 +112,7 @@ def is_plain(arrays: Mapping[str, Any]) -> bool:
             return True
         if name in _FULL:
             is_plain = is_plain and (len(q) < 4 or (len(shape) == 1 + own and shape[0] == batch))
-        elif len(shape) == 1 + own and shape[0] == 1:  # one pass takes such an axis where it is the batch
+        elif len(shape) == 1 + own and shape[0] == 1:  # one pass takes an axis of length 1 if that is the batch
             is_plain = is_plain and batch == 1 and name not in _SHARED
         elif name == "kv_lengths":
             is_plain = is_plain and len(shape) > 0
@@ -193,7 +193,7 @@ def _axes_of(
 
 
 def _broadcast(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """The leading axes of q, k and v together."""
+    """The lengths of the leading axes of q, k and v after broadcasting."""
     lengths: tuple[int, ...] = ()
     for name in INPUTS:
         if len(shapes[name]) < 2:
@@ -235,7 +235,7 @@ def _check(
     full: Mapping[str, tuple[int, ...]],
     results: tuple[str, ...],
 ) -> None:
-    """Check what the calls cannot, which see a part of the axes only."""
+    """Check the shapes that the calls cannot check, because each sees only a part of the axes."""
     heads = full["lse"][len(lengths) : -1] or (1,)
     seqlen_k = shapes["k"][_axis_of_rows(shapes["k"], layout)]
     for name, shape in shapes.items():
@@ -268,7 +268,7 @@ def _size(name: str, shape: tuple[int, ...]) -> int:
 
 
 def _steps(name: str, shape: tuple[int, ...], strides: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Strides along the leading axes, 0 along those that the array has not."""
+    """Strides along the leading axes; 0 along axes that the array does not have, or that have length 1 in it."""
     leading = max(len(shape) - _OWN_AXES.get(name, len(shape)), 0)
     own = tuple(0 if n == 1 else stride for n, stride in zip(shape[:leading], strides, strict=False))
     return (0,) * (count - leading) + own
@@ -278,21 +278,21 @@ def _steps(name: str, shape: tuple[int, ...], strides: tuple[int, ...], count: i
 
 
 class Calls:
-    """The calls that one call on arrays with leading axes is made of.
+    """The calls that make up one call on arrays with leading axes.
 
     Parameters
     ----------
     axes : Axes
     options : Options
     arrays : Mapping
-        Those of the pass by name, results to be written to among them; None stands for an absent one.
+        The arrays of the pass by name, including results to write to; None stands for an absent one.
     results : tuple of str
-        What the pass returns.
+        The names of what the pass returns.
     xp : module
         numpy or cupy.
     gives_parts : bool
-        Whether passes give dq, dk and dv in the dtype of the softmax (`Options.wide`). Otherwise arrays of 16 bits are
-        converted to it where such sums are wanted.
+        Whether passes can give dq, dk and dv in the dtype of the softmax (`Options.wide`). If they cannot, arrays of 16
+        bits are converted to this dtype before such gradients are summed.
     """
 
     def __init__(
@@ -327,21 +327,21 @@ class Calls:
                 self._widened = (*self._widened, "bias")
 
     def _dq_is_added_up(self) -> bool:
-        """Whether kernels add dq up in the dtype of the softmax, and do not make it of weights that they round."""
+        """Whether kernels add dq up in the dtype of the softmax, instead of computing it from rounded weights."""
         return not self.options.deterministic and any(name in self.results for name in ("dk", "dv"))
 
     def describe(self) -> str:
-        """What a plan says of them."""
+        """The text of a plan on these calls."""
         names = tuple(dict.fromkeys(name for name in self._widened if self._arrays.get(name) is not None))
         return self.axes.describe() + (f"; {', '.join(names)} converted to it" if names else "")
 
     def indices(self) -> Iterator[tuple[int, ...]]:
-        """Of each call: an index for every leading axis, 0 for those of its batch."""
+        """For each call, an index for every leading axis; it is 0 for the axes of the batch."""
         lengths = (n if axis in self.axes.outer else 1 for axis, n in enumerate(self.axes.lengths))
         return itertools.product(*map(range, lengths))
 
     def inputs(self, index: tuple[int, ...]) -> dict[str, Array]:
-        """The arrays of one call by name, but results."""
+        """The arrays of one call by name, without results."""
         found = {}
         for name, array in self._arrays.items():
             if array is not None:
@@ -353,7 +353,7 @@ class Calls:
         return found
 
     def run(self, call: Callable[[Options, dict[str, Array]], tuple[Array, ...]]) -> tuple[Array, ...]:
-        """The results of all calls together, in order; `call` makes one of them."""
+        """Make all calls in order, each by `call`, and return their results together."""
         found = {name: self._result(name) for name in self.results}
         totals = {
             name: self._xp.zeros(x.shape, self._wide) if name in self.axes.sums else x for name, x in found.items()
@@ -371,7 +371,7 @@ class Calls:
         return tuple(found.values())
 
     def _add(self, name: str, total: Array, part: Array, index: tuple[int, ...]) -> None:
-        """Put what one call gives to where it belongs."""
+        """Write the part that one call gave to its place in the result, or add it to the sum."""
         into = self._at(name, total, index, slice(None))
         if part.size != into.size:
             lengths = [self.axes.lengths[axis] for axis in self.axes.inner]
@@ -407,7 +407,7 @@ class Calls:
         return given
 
     def _with_heads(self, name: str, array: Array) -> Array:
-        """An array over head dimensions, or over rows, that has an axis of heads."""
+        """The array; one over head dimensions or rows gets an axis of heads if it has none."""
         if name in _OVER_HEAD_DIMENSIONS and array.ndim == 2:
             return array[:, None] if self.options.layout == "bshd" else array[None]
         return array[None] if name in ("lse", "dlse") and array.ndim == 1 else array
@@ -417,7 +417,7 @@ class Calls:
         return max(array.ndim - _OWN_AXES.get(name, array.ndim), 0)
 
     def _at(self, name: str, array: Array, index: tuple[int, ...], inner: Any) -> Array:
-        """A view at an index of the outer axes, and at 0, or all, of the inner ones."""
+        """A view at an index of the outer axes; `inner` indexes the inner ones: 0, or a slice of all."""
         array = self._with_heads(name, array)
         leading = self._leading(name, array)
         axes = range(len(self.axes.lengths) - leading, len(self.axes.lengths))
@@ -445,7 +445,7 @@ class Calls:
         return as_strided(part, (self.axes.batch, *part.shape), (stride, *part.strides))
 
     def _copy(self, name: str, array: Array, index: tuple[int, ...]) -> Array:
-        """The same as a copy that has all entries of the batch."""
+        """As `_view`, but a copy with all entries of the batch."""
         part = self._at(name, array, index, slice(None))
         own = part.shape[part.ndim - _OWN_AXES[name] :]
         lengths = tuple(self.axes.lengths[axis] for axis in self.axes.inner)
@@ -454,7 +454,7 @@ class Calls:
 
 
 class FirstCall(NamedTuple):
-    """Options and arrays of one call, and what a plan says of how it comes from another; empty where it does not."""
+    """Options and arrays of one call, and the text of a plan on its axes; empty if there are no leading axes."""
 
     options: Options
     arrays: dict[str, Array]
@@ -469,7 +469,7 @@ def first_call(
     *,
     gives_parts: bool,
 ) -> FirstCall:
-    """The first of the calls that a call is made of, or the call itself."""
+    """The first of the calls that make up a call, or the call itself."""
     names = tuple(results)
     axes = axes_of(options, arrays, names)
     if axes is None:

@@ -1,11 +1,11 @@
-"""Attention over keys that were split anywhere, from results of the parts, weighted by what `lse` says of each.
+"""Attention over keys that were split anywhere, from the results of the parts, weighted according to their lse.
 
-A part i of the keys has out_i and lse_i; its share of the sum of all exponentials is ``exp(lse_i - lse)``. So
+Part i of the keys has out_i and lse_i; its share of the sum of all exponentials is ``exp(lse_i - lse)``. So
 
     lse = log sum_i exp(lse_i),    out = sum_i exp(lse_i - lse) out_i
 
-which is the step of online softmax (Milakov and Gimelshein 2018) for any number of parts, in any order. It is done by
-plain operations on NumPy or CuPy arrays.
+which is the step of online softmax (Milakov and Gimelshein 2018) for any number of parts, in any order. `merge` and
+`merge_backward` use plain operations on NumPy or CuPy arrays.
 """
 
 from __future__ import annotations
@@ -24,54 +24,54 @@ from cuflash.operands import DTYPES, check_array
 from cuflash.options import LAYOUTS
 from cuflash.values import check_choice, type_error, value_error
 
-AT_ONCE = 16  # parts that a kernel merges: its argument is of 4 KiB at most
+AT_ONCE = 16  # parts that one kernel merges, because its arguments take at most 4 KiB
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one kind per call
 
 
 class MergeResult(NamedTuple):
-    """What `merge` returns."""
+    """The result of `merge`."""
 
     out: Array
     lse: Array
 
 
 class MergeGradients(NamedTuple):
-    """What `merge_backward` returns: a gradient for every part."""
+    """The result of `merge_backward`: gradients for every part."""
 
     douts: tuple[Array, ...]
     dlses: tuple[Array, ...]
 
 
 def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: Literal["bhsd", "bshd"] = "bhsd") -> MergeResult:
-    """Attention over all keys, from that over parts of them: ``out = sum_i exp(lse_i - lse) * out_i``.
+    """Attention over all keys from attention over parts of them: ``out = sum_i exp(lse_i - lse) * out_i``.
 
-    Exact, however the keys were split, and however long the parts are: over devices, calls, pages, or into keys that
-    many queries share and keys that they do not.
+    The result is exact for any split of the keys into parts of any lengths: over devices, calls or pages, or into keys
+    that many queries share and keys that they do not share.
 
     Parameters
     ----------
     outs : sequence of array
-        What `FlashAttention.forward` returned for each part: of one shape and dtype, and of one library.
+        The outs that `FlashAttention.forward` returned for the parts: of one shape, dtype and library.
     lses : sequence of array
-        As many, (..., num_heads, seqlen_q), float32 (float64 for float64). Where one is -inf, in rows that see no key
-        of that part, the part counts for nothing, whatever its out is.
+        One for each out: (..., num_heads, seqlen_q), float32 (float64 for float64). If the lse of a row is -inf,
+        because the row sees no key of the part, the part has no weight in this row, whatever its out is.
     layout : {"bhsd", "bshd"}, default "bhsd"
-        That of the outs.
+        The layout of the outs.
 
     Returns
     -------
     MergeResult
         ``out`` and ``lse``, arrays of the same shapes, dtypes and library. A row that sees no key of any part has
-        out = 0 and lse = -inf. Sums run in the dtype of lse, over the parts in order: bitwise repeatable.
+        out = 0 and lse = -inf. Sums are in the dtype of lse, over the parts in order, so they are bitwise repeatable.
 
     Raises
     ------
     TypeError, ValueError, ImportError
-        As `FlashAttention.forward` does; ``outs[1]`` is the name of the second one.
+        As `FlashAttention.forward` does; messages call the second out ``outs[1]``.
 
     Notes
     -----
-    A learnable sink is given to `FlashAttention.forward` for one of the parts, and for no other.
+    Give a learnable sink to `FlashAttention.forward` for one of the parts only.
 
     References
     ----------
@@ -119,7 +119,7 @@ def _merged(xp: Any, outs: Sequence[Array], lses: Sequence[Array], rows: _Rows) 
 
 
 def merge_into(outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: Array) -> None:
-    """The same of parts in the dtype of lse, of layout "bhsd", in one pass over memory; out may have any dtype."""
+    """Merge parts in the dtype of lse and layout "bhsd", in one pass over memory; out may have any dtype."""
     if isinstance(out, np.ndarray):
         with np.errstate(all="ignore"):
             out[...], lse[...] = _merged(np, outs, lses, _Rows(swapped=False))
@@ -143,7 +143,7 @@ def merge_backward(
     dlse: Array | None = None,
     layout: Literal["bhsd", "bshd"] = "bhsd",
 ) -> MergeGradients:
-    """Gradients of ``sum(dout * out) + sum(dlse * lse)`` with respect to what `merge` was given.
+    """Gradients of ``sum(dout * out) + sum(dlse * lse)`` with respect to the arguments of `merge`.
 
     They are what `FlashAttention.backward` of each part takes as dout and dlse::
 
@@ -161,12 +161,12 @@ def merge_backward(
     dlse : array, optional
         Gradient with respect to lse, of its shape and dtype, if anything was computed from lse.
     layout : {"bhsd", "bshd"}, default "bhsd"
-        That of dout, the outs and out.
+        The layout of dout, the outs and out.
 
     Returns
     -------
     MergeGradients
-        ``douts`` and ``dlses``, tuples of arrays like outs and lses. Where the lse of a part is -inf they are 0.
+        ``douts`` and ``dlses``, tuples of arrays like outs and lses. They are 0 where the lse of a part is -inf.
 
     Raises
     ------
@@ -175,8 +175,8 @@ def merge_backward(
 
     Notes
     -----
-    Where the parts are nothing but keys of one problem, there is a shorter way: `FlashAttention.backward` of each part
-    with the merged out and lse, and dout as it is, gives dk and dv of that part, and its share in dq.
+    If the parts are just the keys of one problem, there is a shorter way: `FlashAttention.backward` of each part with
+    the merged out and lse, and the unchanged dout, gives dk and dv of that part, and its share of dq.
 
     Examples
     --------
@@ -209,7 +209,7 @@ def merge_backward(
             weight = xp.where(part_lse == -np.inf, 0, weight)
             part_dout = xp.where(rows.across(weight == 0), 0, rows.across(weight) * dout.astype(lse.dtype))
             part_dout = part_dout.astype(dout.dtype)
-            # It is that of the gradient as it is rounded, so that delta of the part cancels against the same number.
+            # The sum takes the rounded gradient, so that delta of the part, which is the same number, cancels it.
             part_dlse = rows.sum(part_dout.astype(lse.dtype) * x.astype(lse.dtype)) - weight * delta
             part_dlse = xp.where(weight == 0, 0, part_dlse + weight * arrays.get("dlse", 0))
             douts.append(part_dout)
@@ -218,14 +218,14 @@ def merge_backward(
 
 
 class RunningMerge:
-    """Parts that are merged one after the other, as they come: the same sums, in the order of the parts.
+    """Merges parts one after the other, as they come: the same sums as in `merge`, in the order of the parts.
 
     Parameters
     ----------
     total : array
-        (batch, num_heads, seqlen_q, head_dim_v), dtype of lse, of any content: where parts of out are added.
+        (batch, num_heads, seqlen_q, head_dim_v), dtype of lse, any content: the array in which parts of out are added.
     scores : sequence of array, optional
-        (num_heads,) each, dtype of lse: of keys that every row sees, and whose values are zero.
+        (num_heads,) each, dtype of lse: scores of additional keys that every row sees, and whose values are zero.
     """
 
     def __init__(self, total: Array, scores: Sequence[Array] = ()) -> None:
@@ -240,7 +240,7 @@ class RunningMerge:
             self._weigh(slice(None), lse)
 
     def add(self, out: Array, lse: Array, rows: slice) -> None:
-        """Add a part, of some rows: in the dtype of lse."""
+        """Add a part of some rows, in the dtype of lse."""
         total = self.total[:, :, rows]
         factor, share = (x[..., None] for x in self._weigh(rows, lse))
         if self.xp is not np:
@@ -251,7 +251,7 @@ class RunningMerge:
             total += np.where(share == 0, 0, share * out)
 
     def _weigh(self, rows: slice, lse: Array) -> tuple[Array, Array]:
-        """What the sums are multiplied by, and what the part is that is added, now that its lse counts."""
+        """Take the lse of a part into account; returns the factors of the sum so far, and of the part."""
         largest, weight = self.largest[:, :, rows], self.weight[:, :, rows]
         if self.xp is not np:
             factor, share = self.xp.empty_like(lse), self.xp.empty_like(lse)
@@ -265,7 +265,7 @@ class RunningMerge:
         return factor, share
 
     def finish(self, out: Array, lse: Array) -> None:
-        """Write what all parts make: out of total's shape and of any dtype, lse without the last axis."""
+        """Write the merged results: out has the shape of total and any dtype, lse lacks the last axis."""
         with np.errstate(all="ignore"):
             lse[...] = self.largest + self.xp.log(self.weight)
             self.weight[self.weight == 0] = 1
@@ -274,7 +274,7 @@ class RunningMerge:
             out[...] = self.total
 
 
-# The same as operations of NumPy, in one pass over memory each.
+# The same operations as with NumPy, but each in one pass over memory.
 _KERNELS = {
     "weigh": (
         "T lse",
@@ -294,12 +294,12 @@ def _kernel(name: str) -> Any:
 
 
 class _Rows(NamedTuple):
-    """How arrays over rows, as lse is, and arrays over rows and columns, as out is, go together."""
+    """Conversions between the shapes of arrays over rows, as lse, and of arrays over rows and columns, as out."""
 
     swapped: bool  # out is (..., seqlen, heads, dim), lse (..., heads, seqlen)
 
     def across(self, rows: Any) -> Any:
-        """Numbers of rows in the shape of out, the same for all columns."""
+        """Numbers of rows, as an array that broadcasts to the shape of out."""
         return (rows.swapaxes(-1, -2) if self.swapped else rows)[..., None]
 
     def sum(self, x: Any) -> Any:
@@ -320,7 +320,7 @@ def _names_of_parts(outs: Sequence[Array], lses: Sequence[Array]) -> list[str]:
 
 
 def _check_parts(arrays: dict[str, Any], like: str, layout: str) -> _Rows:
-    """Check arrays by name against the one named `like`, an out, which the shapes of all follow from."""
+    """Check arrays by name against the one named `like`, an out, from which all shapes follow."""
     check_choice("layout", layout, LAYOUTS)
     dtype, shape = arrays[like].dtype.name, tuple(arrays[like].shape)
     if dtype not in DTYPES:
@@ -337,7 +337,7 @@ def _check_parts(arrays: dict[str, Any], like: str, layout: str) -> _Rows:
 
 @contextlib.contextmanager
 def _device_of(arrays: dict[str, Any]) -> Any:
-    """The module that computes on these arrays, NumPy or CuPy, on their device."""
+    """A context on the device of the arrays, which gives the module that computes on them, NumPy or CuPy."""
     first = next(iter(arrays.values()))
     if isinstance(first, np.ndarray):
         yield np

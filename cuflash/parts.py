@@ -1,7 +1,7 @@
 """Calls on some queries and some keys of a longer problem, by the functions that compute whole calls.
 
-What pairs are visible, which weights are dropped, how far a key is from a query and what functions of a caller say
-follow from the places that rows have in the whole. Everything is seen as (batch, heads, rows, ...) here.
+The visible pairs, the dropped weights, the distance of a key from a query, and the results of a caller's functions
+follow from the places of the rows in the whole problem. All arrays here are views as (batch, heads, rows, ...).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OF_BATCH = (*INPUTS, "dout", "out", "lse", "dlse", *DEFAULT_NEED)  # arrays wit
 
 
 def steps_of(options: Options, has_block_mask: bool) -> tuple[int, int]:
-    """Multiples at which calls on parts begin, in queries and in keys."""
+    """Calls on parts begin at multiples of these numbers of queries and of keys."""
     blocks = options.block_size if isinstance(options.block_size, tuple) else (options.block_size,) * 2
     random = ORIGIN_STEP if options.dropout else 1
     rows, keys = (math.lcm(random, block) if has_block_mask else random for block in blocks)
@@ -45,17 +45,17 @@ def steps_of(options: Options, has_block_mask: bool) -> tuple[int, int]:
 class Parts:
     """A problem that is computed part by part."""
 
-    options: Options  # those of the whole
-    band: Band  # which keys a query of the whole sees
-    problem: Problem  # the dtypes and heads of this one are those of the whole
+    options: Options  # of the whole problem
+    band: Band  # which keys a query of the whole problem sees
+    problem: Problem  # it has the dtypes and heads of the whole problem
     random: tuple[int, int]  # seed and offset of dropout
-    arrays: Mapping[str, Array]  # by name, None where there is none
-    is_fixed: bool = False  # calls get arrays that are to them as if they lay in memory in one way
-    starts: tuple[Array, Array] | None = None  # of packed sequences that are whole, cu_seqlens_q and cu_seqlens_k
-    zeros: tuple[int, int] = (0, 0)  # the query and the key that count as 0: those where a packed sequence starts
-    first_head: int = 0  # of calls, among all
-    first_entry: int = 0  # of the batch, or packed sequence
-    # See `wide_captured`: what was widened once, for all that are made of this one by `dataclasses.replace`.
+    arrays: Mapping[str, Array]  # by name; None for absent ones
+    is_fixed: bool = False  # calls get arrays of one memory layout, or of one that gives the same bits
+    starts: tuple[Array, Array] | None = None  # cu_seqlens_q and cu_seqlens_k of whole packed sequences
+    zeros: tuple[int, int] = (0, 0)  # the query and the key counted as 0: the start of a packed sequence
+    first_head: int = 0  # the first head of calls, among all heads
+    first_entry: int = 0  # the first batch entry, or packed sequence, of calls
+    # See `wide_captured`: arrays that were widened once; copies made by `dataclasses.replace` share them.
     _widened: dict[str, Array] = field(default_factory=dict, repr=False)
 
     @functools.cached_property
@@ -64,7 +64,7 @@ class Parts:
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether results are as precise as the arrays of a call are."""
+        """Whether calls run on the CPU, where results are as precise as the arrays of a call."""
         return self.xp is np
 
     @functools.cached_property
@@ -72,32 +72,32 @@ class Parts:
         return host if self.is_on_cpu else importlib.import_module("cuflash.launch")
 
     def options_of(self, queries: Span, keys: Span, wide: tuple[str, ...] = ()) -> Options:
-        """Those of a call on a part: its diagonal, and what dropout and functions count, are those of the whole."""
+        """The options of a call on a part, with the diagonal and the indices of dropout of the whole problem."""
         diagonal = None if self.starts is not None else queries[0] + self.band.diagonal - keys[0]
         bounds = (self.band.left, self.band.right)
         return _options_of(self.options, bounds, diagonal, self._origin(queries, keys), wide or self.options.wide)
 
     def _origin(self, queries: Span, keys: Span) -> Origin:
-        """Where a call begins, as dropout counts."""
+        """The indices at which a call begins, as dropout counts them."""
         if not self.options.dropout:
             return Origin()
         query, key, head, entry = self._place_of(queries, keys)
         return Origin(query, key, entry * self.problem.num_heads + head, self.problem.num_heads)
 
     def _place_of(self, queries: Span, keys: Span) -> tuple[int, int, int, int]:
-        """What the first query, key, head and batch entry of a call are among all; in a packed sequence, in this."""
+        """Indices of the first query, key, head and batch entry of a call; rows count from their packed sequence."""
         first = (0, 0) if self.starts is not None else (queries[0] - self.zeros[0], keys[0] - self.zeros[1])
         return (*first, self.first_head, self.first_entry)
 
     def forward(self, queries: Span, keys: Span, arrays: dict[str, Array]) -> dict[str, Array]:
-        """out and lse of a part; out in the dtype of the softmax if it has room in this dtype."""
+        """out and lse of a part; out has the dtype of the softmax if `arrays` has an out of this dtype."""
         options = self.options_of(queries, keys, self._wide(("out",), arrays))
         of_call = dict.fromkeys((*NAMES, "out", "lse")) | self.captured(options, queries, keys, arrays["q"]) | arrays
         found = self.backend.forward(options, self._packed(of_call), self.random)
         return self._unpacked(dict(zip(("out", "lse"), found, strict=True)))
 
     def backward(self, queries: Span, keys: Span, need: tuple[str, ...], arrays: dict[str, Array]) -> dict[str, Array]:
-        """The gradients `need` of a part; of dq, dk and dv those in the dtype of the softmax that have room in it."""
+        """The gradients `need` of a part; dq, dk and dv have the dtype of the softmax if `arrays` has them so."""
         options = self.options_of(queries, keys, self._wide(DEFAULT_NEED, arrays))
         absent: dict[str, Any] = dict.fromkeys((*NAMES, "dlse"))
         del absent["block_table"]
@@ -108,21 +108,21 @@ class Parts:
         return self._unpacked(dict(zip(ordered, found, strict=True)))
 
     def captured(self, options: Options, queries: Span, keys: Span, q: Array) -> dict[str, Array]:
-        """What the functions of a call read: whole arrays, of the dtype of q where that is one, and its place."""
+        """What the functions of a call read: whole arrays, as wide as q is, and the place of the call."""
         arrays = self.wide_captured if q.dtype.name != self.problem.dtype else self.arrays
         found = {name: arrays[name] for name in names_of(options) if name != ORIGIN}
         if ORIGIN in names_of(options):
             found[ORIGIN] = self.xp.empty(len(COUNTED), np.int32)
-            # One number at a time, each of which a captured graph keeps; nothing is copied from the host.
+            # One number at a time: a captured graph keeps each as an argument, and nothing is copied from the host.
             for axis, first in enumerate(self._place_of(queries, keys)):
                 found[ORIGIN][axis] = first
         return found
 
     @property
     def wide_captured(self) -> dict[str, Array]:
-        """The arrays that functions read, those of the dtype of the inputs in that of the softmax.
+        """The arrays that functions read; those of the dtype of the inputs are converted to that of the softmax.
 
-        Their gradients are of this dtype, too, so that they can be added up.
+        Then their gradients have this dtype, too, and can be added up.
         """
         for name in names_of(self.options):
             if name not in self._widened:
@@ -130,7 +130,7 @@ class Parts:
         return self._widened
 
     def _packed(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        """The arrays of a call as the backend takes them, of packed sequences without the axis of the batch."""
+        """The arrays of a call as the backend takes them: with packed sequences, without the axis of the batch."""
         if self.is_on_cpu:
             arrays = {name: x for name, x in arrays.items() if x is not None}
         if self.starts is None:
@@ -139,20 +139,20 @@ class Parts:
         return arrays | of_batch | dict(zip(("cu_seqlens_q", "cu_seqlens_k"), self.starts, strict=True))
 
     def _unpacked(self, results: dict[str, Array]) -> dict[str, Array]:
-        """The results of a call, with the axis of the batch again."""
+        """The results of a call as a part has them: with packed sequences, with an axis of the batch again."""
         if self.starts is None:
             return results
         return {name: x[None] if name in _OF_BATCH else x for name, x in results.items()}
 
     def _wide(self, names: Collection[str], arrays: Mapping[str, Array]) -> tuple[str, ...]:
-        """The option `wide` of a call that gives results as their rooms are."""
+        """The option `wide` of a call: the given results whose dtype is not that of q."""
         dtype = arrays["q"].dtype
         return tuple(name for name in names if arrays.get(name) is not None and arrays[name].dtype != dtype)
 
     def behind_queries(self, arrays: dict[str, Array], front: int, shared: Collection[str] = ()) -> dict[str, Array]:
-        """The arrays of a call that begins so many queries earlier, with rows that see nothing.
+        """The arrays of a call that begins `front` queries earlier, with rows that see no key.
 
-        Those of `BROADCAST` that are `shared` have no rows.
+        Bias or mask named in `shared` are the same for all queries and stay as they are.
         """
         if not front:
             return arrays
@@ -163,7 +163,7 @@ class Parts:
         return arrays | longer
 
     def behind_keys(self, arrays: dict[str, Array], front: int) -> dict[str, Array]:
-        """The arrays of a call that begins so many keys earlier, with keys that are hidden."""
+        """The arrays of a call that begins `front` keys earlier, with keys that a mask hides."""
         if not front:
             return arrays
         of_pairs = {name: x for name, x in arrays.items() if name in BROADCAST and x.shape[3] != 1}
@@ -173,7 +173,7 @@ class Parts:
         return arrays | longer | {name: self._behind(arrays[name], front, 2) for name in ("k", "v")}
 
     def _behind(self, array: Array, front: int, axis: int) -> Array:
-        """An array with so many zeros in front, along an axis."""
+        """An array with `front` zeros put before it, along an axis."""
         shape = list(array.shape)
         shape[axis] = front
         return self.xp.concatenate([self.xp.zeros(shape, array.dtype), array], axis=axis)
@@ -187,10 +187,10 @@ class Parts:
         front: int = 0,
         is_wide: bool = False,
     ) -> dict[str, Array]:
-        """Have a call fill some arrays: directly, or by a copy where it computes on copies, or on rows in front, too.
+        """Let a call fill `results`: directly, or through a copy if it computes on copies or on rows in front, too.
 
-        Copies lie in memory in one way, or, if the call `is_wide`, have the dtype of the softmax. What is as good as a
-        copy is not copied.
+        Copies have one memory layout or, if the call `is_wide`, the dtype of the softmax. An array that gives the same
+        bits as a copy is not copied.
         """
         is_wide = is_wide and self.problem.dtype != self.problem.softmax_dtype
         if not self.is_fixed and not is_wide and not front:
@@ -212,10 +212,10 @@ class Parts:
         return copy
 
     def _is_like_copy(self, name: str, array: Array) -> bool:
-        """Whether a call gives the same bits with an array as with a copy of it, in which the rows lie together.
+        """Whether a call gives the same bits with an array as with a contiguous copy of it.
 
-        Plans of a device depend on how wide accesses may be, and on what is the same along an axis; where rows lie,
-        strides say.
+        Plans of a device depend on how wide accesses may be, and on the axes along which an array is the same; kernels
+        find rows by strides.
         """
         if self.is_on_cpu or name not in _OF_BATCH:
             return bool(array.flags.c_contiguous)
@@ -231,20 +231,20 @@ class Parts:
 
     @property
     def softmax_dtype(self) -> np.dtype[Any]:
-        """The dtype of the softmax, in which parts are added."""
+        """The dtype of the softmax, in which parts are added up."""
         return numpy_dtype(self.problem.softmax_dtype)
 
     def widened(self, array: Array) -> Array:
-        """An array of the dtype of the inputs in that of the softmax; any other as it is."""
+        """An array of the dtype of the inputs, converted to that of the softmax; any other array as it is."""
         return array.astype(self.softmax_dtype) if array.dtype.name == self.problem.dtype else array
 
     def of_heads(self, q_heads: slice, *, of_softmax: bool) -> dict[str, Array]:
-        """The terms that have a number for each query head, those of the softmax if it is to have them."""
+        """The terms that have a number for each query head; those of the softmax only if `of_softmax`."""
         rows = (term for term in OF_HEADS if of_softmax or term.part_of != "softmax")
         return {x.name: self.arrays[x.name][..., q_heads] for x in rows if self.arrays.get(x.name) is not None}
 
     def of_blocks(self, queries: Span, keys: Span) -> dict[str, Array]:
-        """The block mask of queries and keys that begin where blocks do."""
+        """The block mask of some queries and keys, which have to begin where blocks begin."""
         if self.arrays.get("block_mask") is None:
             return {}
         rows, columns = (
@@ -254,7 +254,7 @@ class Parts:
         return {"block_mask": self.arrays["block_mask"][..., rows, columns]}
 
     def lengths(self, keys: Span) -> dict[str, Array]:
-        """How many keys of a span there are in each batch entry."""
+        """How many keys of a span each batch entry has."""
         lengths = self.arrays.get("kv_lengths")
         return {} if lengths is None else {"kv_lengths": lengths_in(keys, lengths)}
 
@@ -267,10 +267,10 @@ def _options_of(
     origin: Origin,
     wide: tuple[str, ...],
 ) -> Options:
-    """The options of a part: made once, because to make and to check them takes as long as a launch."""
+    """The options of a part, which are cached, because to make and check them takes as long as a launch."""
     score = None if whole.score is None else whole.score.of_part()
     mask = None if whole.mask_function is None else whole.mask_function.of_part()
     options = replace(whole, layout="bhsd", score=score, mask_function=mask, origin=origin, wide=wide)
-    if diagonal is None:  # of packed sequences, each of which has its own
+    if diagonal is None:  # packed sequences have a diagonal each
         return options
     return replace(options, causal=False, window=None if bounds == (None, None) else bounds, diagonal=diagonal)

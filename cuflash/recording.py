@@ -1,12 +1,12 @@
-"""Work that a device was given once, and gets again on other memory, without anything being planned again.
+"""Recordings of the work that a call gives a device, so that later calls repeat it on other memory without planning.
 
-A call over ranks gives a device tens of kernels, messages and waits. To find out which takes the host longer than the
-device computes. So the first call of a kind is recorded while it is made: every piece of work as a function of the
-addresses of its arrays, and each address as a place in an argument, in a result, or in memory that the call took. Later
-calls take as much memory and do the same.
+A call over ranks gives a device tens of kernels, messages and waits. The host needs more time to find out which ones
+than the device needs to compute. So the first call of a kind is recorded while it is made: each piece of work becomes a
+function of the addresses of its arrays, and each address a place in an argument, in a result, or in memory that the
+call allocated. Later calls allocate the same amount of memory and do the same work.
 
-What is done to arrays in other ways than by `work` is not recorded. So a recording counts only if all that is read was
-given, or written by work before, and if work fills the results.
+A recording holds only what goes through `work`. So it is valid only if everything that is read was an argument or was
+written by earlier work, and if work fills the results.
 """
 
 from __future__ import annotations
@@ -21,50 +21,50 @@ from typing import Any, Literal, NamedTuple
 from cuflash.operands import extent
 
 Array = Any
-MOST_BOUND = 64  # layers of a model, say, whose arrays lie in other places
-Act = Callable[[Any], object]  # something that is done for a call
+MOST_BOUND = 64  # sets of addresses that are kept, one for each layer of a model, for example
+Act = Callable[[Any], object]  # a piece of work, which takes the call that it is done for
 
 
 class _OfThread(threading.local):
-    recording: Recording | None = None  # the one that is made
+    recording: Recording | None = None  # the one that this thread is making
 
 
 of_thread = _OfThread()
 
 
-# Pools of calls that were recorded, with their device: what comes back to a pool of CuPy stays there, even without the
-# pool, and after a call that failed it comes back late.
+# Pools of recorded calls, with their device. Memory that comes back to a pool of CuPy stays allocated, even if nothing
+# refers to the pool any more; after a call that failed, it comes back late.
 _lent: list[tuple[int, Any]] = []
 
 
 def _take_back(device: int) -> None:
-    """Free what came back to pools of the current device, and let those go that lent nothing more."""
+    """Free the memory that came back to pools of the current device, and forget pools that have lent no more."""
     for entry in [entry for entry in _lent if entry[0] == device]:
         entry[1].free_all_blocks()
         if not entry[1].total_bytes():
-            with contextlib.suppress(ValueError):  # another thread was here
+            with contextlib.suppress(ValueError):  # another thread may have removed it
                 _lent.remove(entry)
 
 
 class _Step(NamedTuple):
-    """What a stream does: work, or a mark that others wait for, or such a wait."""
+    """One action of a stream: work, a mark that other streams wait for, or a wait for a mark."""
 
     kind: Literal["work", "mark", "wait"]
     stream: int
     event: Any = None
-    places: tuple[tuple[int, int], ...] = ()  # of each address, which block it is in, and how far behind its start
-    make: Callable[[list[int]], Act] | None = None  # from addresses to what is done
+    places: tuple[tuple[int, int], ...] = ()  # for each address, its block and its offset in the block
+    make: Callable[[list[int]], Act] | None = None  # makes the work from addresses
 
 
 class Recording:
-    """Use it as a context while a call is made that reads and fills some arrays of CuPy."""
+    """A context in which a call is made that reads some arrays of CuPy and fills others."""
 
     def __init__(self, cupy: Any, given: Sequence[Array], results: Sequence[Array]) -> None:
         self._cupy, self._device = cupy, cupy.cuda.Device().id
-        self._streams = [cupy.cuda.get_current_stream()]  # that of the call, and others
+        self._streams = [cupy.cuda.get_current_stream()]  # first that of the call
         self._pool, self._allocate = cupy.cuda.MemoryPool(self._block), cupy.cuda.get_allocator()
         arrays = (*given, *results)
-        # Of arrays, and then of memory: the address, and those where it begins and ends.
+        # For each array, and then for each allocation: its address, and the addresses where its memory begins and ends.
         self._blocks = [(x.data.ptr, *reach(x)) for x in arrays]
         self._given, self._arrays = len(given), len(arrays)
         self._together = [
@@ -74,11 +74,11 @@ class Recording:
             if self._blocks[i][1] < self._blocks[j][2] and self._blocks[j][1] < self._blocks[i][2]
         ]
         self._steps: list[_Step] = []
-        self._written: list[tuple[int, int]] = []  # of memory
-        self._missing = {self._given + i: x.size * x.itemsize for i, x in enumerate(results)}  # bytes by block
+        self._written: list[tuple[int, int]] = []  # ranges of allocated memory that work has written
+        self._missing = {self._given + i: x.size * x.itemsize for i, x in enumerate(results)}  # bytes to fill, by block
         self._filled: set[tuple[int, int, tuple[int, ...]]] = set()
-        self._is_known = True  # whether all that was read is known
-        self._bound: dict[tuple[Any, ...], list[Act]] = {}  # by addresses, those of the last calls
+        self._is_known = True  # whether the recording covers all that was read
+        self._bound: dict[tuple[Any, ...], list[Act]] = {}  # the work of the latest calls, by addresses
 
     # ---- a call that is recorded -------------------------------------------------------------------------------------
 
@@ -98,25 +98,25 @@ class Recording:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the same work gives the same results of other arrays."""
+        """Whether the recorded work computes the results from any other arrays."""
         return self._is_known and not any(self._missing.values())
 
     def spoil(self) -> None:
-        """Say that something is done that is not recorded."""
+        """Say that the call does something that is not recorded."""
         self._is_known = False
 
     def mark(self, stream: Any, event: Any) -> None:
-        """An event was recorded."""
+        """Record that a stream recorded an event."""
         self._steps.append(_Step("mark", self._number(stream), event))
 
     def wait(self, stream: Any, event: Any) -> None:
-        """A stream waits for such a one."""
+        """Record that a stream waits for an event."""
         self._steps.append(_Step("wait", self._number(stream), event))
 
     def work(
         self, make: Callable[[list[int]], Act], pointers: Sequence[int], reads: Sequence[int], writes: Sequence[Array]
     ) -> None:
-        """The current stream works with addresses: what it does with others `make` says; some of them it reads."""
+        """Record work of the current stream on addresses. `make` gives the same work for other addresses."""
         for pointer in reads:
             block, _ = self._place(pointer)
             if block >= self._arrays and not any(start <= pointer < stop for start, stop in self._written):
@@ -133,7 +133,7 @@ class Recording:
         self._steps.append(_Step("work", stream, places=places, make=make))
 
     def on_arrays(self, do: Callable[..., object], reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        """The current stream works with arrays: `do` takes a call, and arrays in the place of these."""
+        """Record work of the current stream on arrays. `do` takes a call, and arrays in the place of these."""
         arrays = (*reads, *writes)
         layouts = [(x.shape, x.dtype, x.strides, x.size * x.itemsize) for x in arrays]
         make = functools.partial(self._on_arrays, do, layouts)
@@ -147,14 +147,14 @@ class Recording:
         return lambda call: do(call, *arrays)
 
     def _take(self, nbytes: int) -> Any:
-        """Memory for the call, in which nothing is written yet."""
+        """Allocate memory for the call; from now on it counts as not written."""
         memory = self._pool.malloc(nbytes)
         start, stop = memory.ptr, memory.ptr + nbytes
         self._written = [x for x in self._written if x[1] <= start or stop <= x[0]]
         return memory
 
     def _block(self, nbytes: int) -> Any:
-        """Memory for the pool of the call, as that of the stream of the call, which waits for all others at the end."""
+        """Memory for the call's pool, allocated on the call's stream, because this waits for all others at the end."""
         current = self._cupy.cuda.get_current_stream()
         self._streams[0].use()
         try:
@@ -180,7 +180,7 @@ class Recording:
     # ---- calls that follow -------------------------------------------------------------------------------------------
 
     def repeat(self, call: Any, arrays: Sequence[Array]) -> bool:
-        """Do the same for a call on other arrays, if they lie in memory as those of the recorded call did."""
+        """Do the same work for a call on other arrays, if they overlap in memory as those of the recorded call did."""
         addresses = [x.data.ptr for x in arrays]
         if any(addresses[i] - addresses[j] != apart for i, j, apart in self._together):
             return False
@@ -197,7 +197,7 @@ class Recording:
             for act in acts:
                 act(call)
         except BaseException:
-            for stream in self._streams[1:]:  # which may still use the memory
+            for stream in self._streams[1:]:  # these streams may still use the memory
                 main.wait_event(stream.record())
             raise
         finally:
@@ -205,7 +205,7 @@ class Recording:
         return True
 
     def _acts(self, main: Any, addresses: Sequence[int]) -> list[Act]:
-        """What is done with blocks at some addresses."""
+        """The work, for blocks at some addresses."""
         streams, current = [main, *self._streams[1:]], None
         found: list[Act] = []
         for step in self._steps:
@@ -231,9 +231,9 @@ _MARKS: dict[str, Callable[[Any, Any, Any], None]] = {
 
 
 def _needed(steps: Sequence[_Step]) -> list[_Step]:
-    """Steps without waits for what a stream has waited for, and without waits and marks that nothing comes of."""
-    past: dict[int, set[int]] = defaultdict(set, {0: {-1}})  # by stream, which work comes before; -1 is the caller's
-    at: dict[int, frozenset[int]] = {}  # the same by event
+    """The steps, without waits for work that a stream has already waited for, and without unused waits and marks."""
+    past: dict[int, set[int]] = defaultdict(set, {0: {-1}})  # by stream, the work ordered before it; -1 is the caller's
+    at: dict[int, frozenset[int]] = {}  # by event, the work ordered before it
     found = []
     for number, step in enumerate(steps):
         own = past[step.stream]
@@ -246,7 +246,7 @@ def _needed(steps: Sequence[_Step]) -> list[_Step]:
         else:
             own |= at[id(step.event)]
         found.append(step)
-    needed, awaited, kept = {0}, set(), []  # streams of which something follows, and events
+    needed, awaited, kept = {0}, set(), []  # streams whose later steps are kept, and events that are waited for
     for step in reversed(found):
         if step.kind == "wait":
             if step.stream not in needed:
@@ -261,6 +261,6 @@ def _needed(steps: Sequence[_Step]) -> list[_Step]:
 
 
 def reach(array: Array) -> tuple[int, int]:
-    """The address of the first byte of an array, and that after its last one."""
+    """The address of the first byte of an array, and the address after its last byte."""
     low, high = extent(array)
     return array.data.ptr + low, array.data.ptr + high

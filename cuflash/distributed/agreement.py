@@ -1,4 +1,4 @@
-"""That all ranks make the same call, found out before anything travels: so a rank that errs stops all of them."""
+"""Ranks check that they all make the same call before anything travels, so that an error on one rank stops all."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ Result = TypeVar("Result")
 
 
 class Facts(NamedTuple):
-    """What a rank says of its call. Of names that begin with an underscore each rank may say something else."""
+    """What a rank says of its call. Facts must agree on all ranks unless their names begin with an underscore."""
 
     of_call: Mapping[str, str]
-    lasting: str = "{}"  # as JSON: the same whenever such a call is made
+    lasting: str = "{}"  # as JSON: facts that are the same whenever such a call is made again
 
 
 class Heard(Exception):
-    """What ranks said of a call while this one computed already, where that is not what it expected of them."""
+    """Raised while this rank already computes, because the ranks did not say of the call what it expected."""
 
     def __init__(self, error: Exception | None, lasting: tuple[str, ...] = ()) -> None:
-        """An error, of which the others know, or lasting facts that agree."""
+        """Either an error, which the other ranks know too, or lasting facts that agree but were not expected."""
         super().__init__(error or "other lasting facts")
         self.error, self.lasting = error, lasting
 
 
 class Pending:
-    """What all ranks say of a call, which is heard at the latest when something is to travel."""
+    """What all ranks say of a call. This rank waits for it at the latest before it sends or receives rows."""
 
     def __init__(self, hear: Callable[[], tuple[str, ...]], expected: tuple[str, ...]) -> None:
-        """`hear` waits for the lasting facts, and raises where ranks do not agree; they are expected to be some."""
+        """`hear` waits for the lasting facts and raises if ranks disagree; the facts should equal `expected`."""
         self._hear, self._expected = hear, expected
         self.is_over = False
 
     def hear(self) -> None:
-        """Wait for what ranks say, the first time.
+        """Wait for what the ranks say. Only the first call waits.
 
         Raises
         ------
         Heard
-            They do not agree, or on something else.
+            The ranks do not agree, or they agree on other facts than this rank expected.
         """
         if self.is_over:
             return
@@ -61,7 +61,7 @@ class Pending:
 
 
 def together(transport: Transport, timeout: float, work: Callable[[], Result]) -> Result:
-    """Do something that may fail on one rank, and fail on all of them if it does on any."""
+    """Do work that may fail on one rank; if it fails on any rank, this raises on all of them."""
     result, _, hear = begin_to_agree(transport, timeout, lambda: (work(), Facts({})))
     hear()
     return result
@@ -70,26 +70,26 @@ def together(transport: Transport, timeout: float, work: Callable[[], Result]) -
 def begin_to_agree(
     transport: Transport, timeout: float, work: Callable[[], tuple[Result, Facts]]
 ) -> tuple[Result, Facts, Callable[[], tuple[str, ...]]]:
-    """Do something that gives facts too, and tell the other ranks.
+    """Do work that gives a result and facts, and send the facts to the other ranks.
 
-    Its result, the facts, and a function that waits for all ranks and gives their lasting facts, by rank. Where the
-    work fails, this waits for them at once, too.
+    Returns the result, the facts, and a function that waits for all ranks and returns their lasting facts by rank. If
+    the work fails, `begin_to_agree` itself waits for the other ranks, and then raises.
 
     Raises
     ------
     Exception
         What `work` raises here.
     RuntimeError
-        It failed on another rank.
+        The work failed on another rank.
     ValueError
-        A fact of a rank is not that of rank 0.
+        A fact of some rank differs from that of rank 0.
     TimeoutError
         A rank did not call in time.
     """
     result, facts, failure = None, Facts({}), None
     try:
         result, facts = work()
-    except Exception as error:  # whatever it is, the others have to hear of it
+    except Exception as error:  # whatever it is, because the others have to hear of it
         failure = error
     of_call = json.dumps([failure and spelled(failure), facts.of_call])
     with telling(transport):
@@ -117,7 +117,7 @@ def begin_to_agree(
 
 @functools.lru_cache(maxsize=256)
 def facts_of(lasting: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
-    """The lasting facts by rank and name, which are alike."""
+    """The lasting facts by rank and name, after a check that they agree."""
     found = tuple(json.loads(text) for text in lasting)
     _check_alike(found)
     return found
@@ -133,15 +133,15 @@ def _check_alike(facts: Sequence[Mapping[str, Any]]) -> None:
 
 @contextlib.contextmanager
 def telling(transport: Transport) -> Iterator[None]:
-    """Let the other ranks know if this one fails, or hears of one that did."""
+    """Tell the other ranks if this one fails, or if it hears of another one that failed."""
     try:
         yield
     except RankFailed as error:
         transport.fail(error.rank, error.text)
         raise
-    except (TimeoutError, Heard):  # as the others find themselves
+    except (TimeoutError, Heard):  # the others notice these themselves
         raise
-    except BaseException as error:  # whatever it is, the others wait
+    except BaseException as error:  # whatever it is, because the others wait for this rank
         transport.fail(transport.rank, spelled(error))
         raise
 

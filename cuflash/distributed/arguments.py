@@ -1,4 +1,4 @@
-"""What `ContextParallel` is made of, checked: a communicator, splits and numbers."""
+"""Checks of the arguments that `ContextParallel` is made from: a communicator, splits and numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a call of one rank begins: its arguments checked, agreed upon with all ranks, and made into what is computed."""
+"""How a call begins on one rank: it checks the arguments, agrees on them with all ranks, and prepares the execution."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from cuflash.values import counted, value_error
 
 Result = TypeVar("Result")
 ALL_ROWS = "all"  # what an array without an axis of queries says instead of their number
-# Terms that all ranks have alike: those without axes of rows.
+# Terms that are the same on all ranks, because they have no axes of rows.
 _OF_ALL = tuple(term.name for term in TERMS if term.own_axes in (0, 1))
-# Options that are not served, and what serves instead.
+# Options that are not supported, and what to pass instead.
 _REMEDIES = {
     "block_table": "contiguous keys; each rank's pages gathered into them",
     "q_scale": "q of 16 bits a number or more",
@@ -49,35 +49,35 @@ _REMEDIES = {
 _COUNTED = frozenset(term.name for term in TERMS if term.part_of != "softmax")
 _STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 MAX_KNOWN = 256  # calls whose preparation is kept
-# Terms that functions are computed as, where they spell them out. Not a bias, of which each rank has other rows.
+# Terms that may replace a function that spells them out. A bias is not among them: each rank has other rows of it.
 _SPELLED = tuple(term.name for term in OF_HEADS if term.part_of == "scores")
 
 
 class Call(NamedTuple):
-    """What a rank knows of its own call before it knows that of others."""
+    """What a rank knows of its own call before it hears of the calls of the others."""
 
     borrowed: interop.Borrowed
-    given: dict[str, Any]  # the arrays that there are
+    given: dict[str, Any]  # the arrays that are not None
     need: tuple[str, ...]
     random: tuple[int, int]  # seed and offset
-    starts: tuple[tuple[int, ...], ...]  # of packed sequences, and the end of the last one; of q and of k
-    layouts: tuple[Any, ...]  # of the arrays
-    equivalent: Equivalent | None = None  # what functions spell out
+    starts: tuple[tuple[int, ...], ...]  # starts of packed sequences and the end of the last; for q, and for k
+    layouts: tuple[Any, ...]  # names, shapes, strides and dtypes of the arrays
+    equivalent: Equivalent | None = None  # the options and terms that functions spell out
 
     def empty(self, name: str, problem: Problem) -> Array:
-        """Room for a gradient."""
+        """A new array for a gradient."""
         given = self.given if self.equivalent is None else self.equivalent.arrays(self.given)
         xp, like = interop.module_of(given["q"]), given.get(name[1:])
-        if like is None:  # of a number
+        if like is None:  # the gradient of a number
             return xp.empty((), numpy_dtype(problem.softmax_dtype))
         return xp.empty(like.shape, like.dtype)
 
 
 class Prepared(NamedTuple):
-    """What calls alike have in common."""
+    """What similar calls have in common."""
 
     execution: Execution  # without arrays
-    equivalent: Equivalent | None  # what functions spell out
+    equivalent: Equivalent | None  # the options and terms that functions spell out
 
 
 @dataclass(kw_only=True)
@@ -85,24 +85,24 @@ class Calls:
     """What all calls of one `ContextParallel` have in common."""
 
     options: Options
-    splits: tuple[Any, Any]  # of queries and of keys, each a `Split` or its name
+    splits: tuple[Any, Any]  # for queries and for keys, each a `Split` or its name
     chunks: int
     steps: int | None
     timeout: float
     check: bool
     transport: Transport
     streams: StreamsOfDevice = field(default_factory=StreamsOfDevice)
-    count: int = field(default=0, init=False)  # of the calls that there were
-    # By what all ranks said of calls that fitted all of them: the last ones.
+    count: int = field(default=0, init=False)  # how many calls were made
+    # The latest kinds of calls on which all ranks agreed, by the lasting facts of all ranks.
     known: dict[tuple[str, ...], Prepared] = field(default_factory=dict, init=False)
-    # By what this rank said, what all ranks said together in the last such call.
+    # From this rank's lasting facts to those of all ranks in the last such call.
     _expected: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False)
-    # By what they follow from: lasting facts. Those of arrays on a device, whose values do not matter.
+    # Lasting facts by what they follow from; only for arrays on a device, because their values do not matter.
     _told: dict[Any, str] = field(default_factory=dict, init=False)
 
     @property
     def _of_all(self) -> tuple[str, ...]:
-        """The arrays that all ranks have alike."""
+        """The arrays that are the same on all ranks."""
         return (*_OF_ALL, "block_mask", *names_of(self.options))
 
     def carry_out(
@@ -115,10 +115,10 @@ class Calls:
         compute: Callable[[Call, Execution], Result],
         need_of: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda given: (),
     ) -> Result:
-        """Do what this rank is to do, if all ranks agree on the call.
+        """Do this rank's part of a call, if all ranks agree on the call.
 
-        Where it has made such a call before, and its transport goes on meanwhile, it begins with its own rows before it
-        hears of the others.
+        If this rank has made such a call before, and its transport can share while the rank computes, it begins with
+        its own rows before it hears of the others.
         """
         self.count += 1
         if interop.are_cupy(arrays, INPUTS) and interop.is_captured(arrays["q"]):
@@ -146,7 +146,7 @@ class Calls:
         return self._computed(call, self._found(method, call, facts, lasting), compute)
 
     def _found(self, method: str, call: Call, facts: Facts, lasting: tuple[str, ...]) -> Prepared:
-        """What such calls have in common, by the lasting facts of all ranks."""
+        """What such calls have in common, looked up by the lasting facts of all ranks."""
         prepared = self.known.get(lasting)
         if prepared is None:
             prepare = functools.partial(self._prepared, method, call, facts_of(lasting))
@@ -166,7 +166,7 @@ class Calls:
         compute: Callable[[Call, Execution], Result],
         agreement: Pending | None = None,
     ) -> Result:
-        """What this rank computes of the arrays of a call."""
+        """This rank's results for the arrays of a call."""
         run, own = prepared
         given = call.given if own is None else own.arrays(call.given)
         arrays = {name: self._seen(name, x) for name, x in given.items()}
@@ -178,7 +178,7 @@ class Calls:
             return result
 
     def _check_captured(self, terms: Mapping[str, Any]) -> None:
-        """Refuse a call whose host does what a CUDA graph does not replay."""
+        """Refuse a call in which the host does work that a CUDA graph would not replay."""
         captured = "while a CUDA graph is captured"
         if not self.transport.goes_into_graphs:
             got = f"{type(self.transport).__name__} {captured}"
@@ -196,7 +196,7 @@ class Calls:
         random: tuple[int | None, int | None],
         need_of: Callable[[Mapping[str, Any]], tuple[str, ...]],
     ) -> Call:
-        """This rank's arrays, as far as they can be checked without those of others."""
+        """This rank's call, with all checks that need no arrays of other ranks."""
         for name, remedy in _REMEDIES.items():
             if arrays.get(name) is not None:
                 raise not_served(name, type(arrays[name]).__name__, remedy)
@@ -224,7 +224,7 @@ class Calls:
         }
 
     def _facts(self, method: str, call: Call) -> Facts:
-        """What has to be the same on all ranks, and the numbers of rows; of arrays that fit each other."""
+        """What must agree on all ranks, and the numbers of rows; this checks that the arrays fit each other."""
         seed, offset = call.random
         of_call = {"call": str(self.count), "seed": str(seed), "offset": str(offset)}
         if call.borrowed.kind == "numpy" or call.starts:
@@ -266,7 +266,7 @@ class Calls:
         return json.dumps(facts)
 
     def _prepared(self, method: str, call: Call, facts: Sequence[dict[str, Any]]) -> Prepared:
-        """What this rank is to do in such calls, if all that it was given fits what other ranks have."""
+        """What this rank has to do in such calls; this checks that its arguments fit those of the other ranks."""
         splits = [
             split if isinstance(split, Split) else SPLITS[split](sum(fact[rows] for fact in facts), self.transport.size)
             for split, rows in zip(self.splits, ("_rows of q", "_rows of k"), strict=True)
@@ -281,7 +281,7 @@ class Calls:
         return Prepared(replace(self, options=own.options)._as_it_is(method, of_options, splits, facts), own)
 
     def _spelled_out(self, call: Call, splits: Sequence[Any]) -> Equivalent | None:
-        """What the call computes in place of functions: the same on all ranks."""
+        """The options and terms that the call computes instead of functions; they are the same on all ranks."""
         likes, axis = dict(call.given), _axis_of_rows(call.given["q"], self.options.layout)
         for name, split in zip(INPUTS, (splits[0], splits[1], splits[1]), strict=True):
             likes[name] = _longer(call.given[name], axis, split.seqlen)
@@ -290,7 +290,7 @@ class Calls:
         return equivalent(self.options, likes, _SPELLED)
 
     def _as_it_is(self, method: str, call: Call, splits: Sequence[Any], facts: Sequence[dict[str, Any]]) -> Execution:
-        """What this rank is to do, functions computed as such."""
+        """What this rank has to do if functions are computed as functions."""
         given, axis, (split_q, split_k) = call.given, _axis_of_rows(call.given["q"], self.options.layout), splits
         for name, argument, split in (("q", "split", split_q), ("k", "split_k", split_k)):
             if split.ranks != self.transport.size:
@@ -333,7 +333,7 @@ class Calls:
         )
 
     def _problem(self, method: str, call: Call, split_q: Split, split_k: Split) -> Problem:
-        """This rank's queries against the keys of all; to decode, all queries against this rank's keys."""
+        """This rank's queries against the keys of all ranks; in `decode`, all queries against this rank's keys."""
         given, axis = call.given, _axis_of_rows(call.given["q"], self.options.layout)
         of_all = {name: _longer(given[name], axis, split_k.seqlen) for name in ("k", "v")}
         if call.starts:
@@ -356,7 +356,7 @@ class Calls:
         return problem_of("backward" if method == "backward" else "forward", given | of_all)
 
     def _packed_problem(self, method: str, call: Call, split_q: Split, of_all: dict[str, Contiguous]) -> Problem:
-        """This rank's queries against the keys of all, checked as all queries are."""
+        """This rank's queries against the keys of all ranks, after a check of the problem with all queries."""
         given, axis = call.given, _axis_of_rows(call.given["q"], self.options.layout)
         if method == "decode":
             raise not_served("cu_seqlens_q", "packed sequences in decode", "forward, or a call for each sequence")
@@ -371,7 +371,7 @@ class Calls:
         return replace(problem, seqlen_q=split_q.rows(self.transport.rank))
 
     def _broadcasts_rows(self, name: str, split_q: Split, facts: Sequence[dict[str, Any]]) -> bool:
-        """Whether a bias or mask is the same for all queries of all ranks, by what each rank says of its rows."""
+        """Whether a bias or mask is the same for all queries of all ranks; the row counts of all ranks tell."""
         own = [split_q.rows(rank) for rank in range(self.transport.size)]
         rows = [fact[f"_rows of {name}"] for fact in facts]
         if rows[0] == ALL_ROWS and len(set(rows)) == 1:
@@ -388,7 +388,7 @@ class Calls:
         raise value_error(name, f"{rows} rows on the ranks", f"1 on all of them, or their queries, {own}")
 
     def _seen(self, name: str, array: Array) -> Array:
-        """An array with all four axes, of lse and dlse three, where it has axes of rows."""
+        """A view with all four axes (lse and dlse: three); arrays without axes of rows stay as they are."""
         if name in (*BROADCAST, "block_mask"):
             return of_pairs(array)
         if name in (*self._of_all, *_STARTS):
@@ -405,7 +405,7 @@ def of_pairs(array: Array) -> Array:
 
 
 def _longer(array: Array, axis: int, rows: int) -> Contiguous:
-    """An array that does not exist, with so many rows."""
+    """A stand-in for an array like the given one, but with another number of rows."""
     shape = list(array.shape)
     shape[axis] = rows
     return Contiguous(tuple(shape), array.dtype)

@@ -2,10 +2,12 @@
 
 The short story of a call:
 
-1. All ranks agree that they make the same call (`agreement`), and how many rows each of them has.
-2. Who computes what, and what travels for it, follows from these numbers and the options alone (`schedule`).
-3. Rows travel (`travel`, `transports`), while own ones and those that came before are computed with by the functions
-   that compute every other call (`execution`). Parts of results are merged and added before they are rounded (`sums`).
+1. All ranks check that they make the same call, and learn how many rows each of them has (`agreement`).
+2. The schedule, that is, which rank computes what and which rows travel for it, follows from these numbers and the
+   options alone (`schedule`).
+3. Rows travel (`travel`, `transports`) while the rank computes with its own rows and with those that came before, by
+   the functions that compute every other call (`execution`). Parts of results are merged and added before they are
+   rounded (`sums`).
 """
 
 from __future__ import annotations
@@ -33,48 +35,48 @@ _BACKWARD_INPUTS = (*INPUTS, "dout", "out", "lse")
 
 
 class ContextParallel:
-    """Exact attention over sequences of which each rank has a part, and its gradients.
+    """Exact attention and its gradients, for sequences of which each rank has a part.
 
     Parameters
     ----------
     comm : communicator
-        Of mpi4py, of NCCL (CuPy's ``cupy.cuda.nccl.NcclCommunicator`` or ``cupyx.distributed.NCCLBackend``, or
-        nccl4py's), one of `cuflash.distributed.threads`, or another `cuflash.distributed.Transport`. All ranks of it
+        One of mpi4py, of NCCL (CuPy's ``cupy.cuda.nccl.NcclCommunicator`` or ``cupyx.distributed.NCCLBackend``, or
+        nccl4py's), of `cuflash.distributed.threads`, or another `cuflash.distributed.Transport`. All of its ranks must
         make the same calls in the same order.
     split : "zigzag", "contiguous" or Split, default "zigzag"
         Which queries each rank holds: `cuflash.distributed.zigzag` gives all ranks equal work under a causal mask,
         `cuflash.distributed.contiguous` needs few transfers with a window, and a `Split` may be anything.
     split_k : "zigzag", "contiguous" or Split, optional
-        Which keys each rank holds; as `split` says, unless given.
+        Which keys each rank holds; by default the same as `split`.
     chunks : int, default 16
-        With ``deterministic=True``, into how many pieces both sequences are cut. Every span of a rank must consist of
-        whole ones: 16 do for zigzag splits over 1, 2, 4 and 8 ranks.
+        With ``deterministic=True``, the number of chunks into which both sequences are cut. Every span of a rank must
+        consist of whole chunks: 16 chunks suit zigzag splits over 1, 2, 4 and 8 ranks.
     steps : int, optional
-        In how many groups of key/value heads rows travel, at most; rows of a group are on their way while those of the
-        group before, and before all this rank's own, are computed with. More steps take less memory, and more time of
-        the host. By default there are up to 3, by how many bytes travel, and in a backward pass as many as leave 256
-        MiB to a group.
+        The most groups of key/value heads in which rows travel. The rows of a group travel while the rank computes with
+        those of the group before; the first group travels while it computes with its own rows. More steps take less
+        memory, and more time of the host. By default there are up to 3, depending on how many bytes travel, and in a
+        backward pass as many as leave 256 MiB to a group.
     timeout : float, default 60.0
-        Seconds after which a rank that waits for another one raises TimeoutError, where the communicator allows. Longer
-        than any rank computes in a step: in host memory ranks wait for one another that long.
+        Seconds after which a rank that waits for another one raises TimeoutError, where the communicator allows this.
+        It must be longer than any rank computes in a step, because in host memory ranks wait for one another that long.
     check : bool, default True
-        Whether each call begins by finding out that all ranks make the same one. Without, which needs two `Split`, a
-        call on CuPy arrays does not wait on the host, and ranks that disagree may hang.
+        Whether each call begins with a check that all ranks make the same call. ``check=False`` needs two `Split`: then
+        a call on CuPy arrays does not wait on the host, and ranks that disagree may hang.
     causal, window, layout : optional
-        As `cuflash.FlashAttention` takes them, of the whole sequences.
+        As `cuflash.FlashAttention` takes them, for the whole sequences.
     deterministic : bool, default False
-        Results are bitwise the same for any number of ranks and any splits into whole chunks, and run after run.
-        Each chunk is computed by calls of its own, with all that it meets.
+        If True, results are bitwise the same for any number of ranks, for any splits into whole chunks, and in every
+        run. Each chunk is computed by calls of its own, with all rows that it meets.
     precision : {"highest", "tf32"}, default "highest"
         As `cuflash.FlashAttention` takes it.
     dropout : float, default 0.0
-        As `cuflash.FlashAttention` takes it: what is dropped is what one device drops. Spans of ranks that begin at
+        As `cuflash.FlashAttention` takes it; the ranks drop the same weights as one device would. Spans that begin at
         multiples of 16, as ``cuflash.distributed.zigzag(seqlen, ranks, multiple=16)`` cuts them, save copies.
     block_size : int or (int, int), default (128, 128)
-        As `cuflash.FlashAttention` takes it. Spans that begin at multiples of it save copies, too.
+        As `cuflash.FlashAttention` takes it. Spans that begin at multiples of the block size save copies, too.
     score, mask : callable, optional
-        As `cuflash.FlashAttention` takes them: their indices are those of the whole problem. All ranks have functions
-        with the same expression.
+        As `cuflash.FlashAttention` takes them: their indices are those of the whole problem. All ranks must pass
+        functions with the same expression.
     **numbers : float, optional
         `scale`, and all other numbers that act on scores, as `cuflash.FlashAttention` takes them.
 
@@ -83,7 +85,7 @@ class ContextParallel:
     options : cuflash.options.Options
         The checked options.
     rank, size : int
-        The rank, and how many there are.
+        The number of this rank, and the number of ranks.
 
     Raises
     ------
@@ -92,13 +94,14 @@ class ContextParallel:
 
     Notes
     -----
-    out and lse are computed where the queries are, from own keys and then from those that travel; dk and dv where the
-    keys are, from own queries and then from those that travel. Parts are merged and added in the dtype of lse, in this
-    order, and rounded once. dq comes in parts from there, in the dtype of lse, and is added in the order of ranks. With
-    `deterministic`, or where other gradients than dq, dk and dv are needed, it is computed as out is, which makes seven
-    products in all where one device makes five. Gradients of numbers, of terms that have a number for each head, of
-    what the score reads, and of a bias that is the same for all queries are added in the dtype of lse, in the order of
-    queries.
+    Each rank computes out and lse of its queries, first from its own keys and then from those that it receives. It
+    computes dk and dv of its keys, first from its own queries and then from those that it receives. Parts are merged
+    and added in the dtype of lse, in this order, and rounded once. The calls for dk and dv also give parts of dq in the
+    dtype of lse, which travel back to the ranks of the queries and are added there in the order of ranks. With
+    `deterministic`, or where other gradients than dq, dk and dv are needed, dq is computed as out is; this takes seven
+    matrix products in all, where one device takes five. The gradients of numbers, of terms that have a number for each
+    head, of arrays that the score reads, and of a bias that is the same for all queries are added in the dtype of lse,
+    in the order of queries.
 
     Examples
     --------
@@ -145,9 +148,9 @@ class ContextParallel:
             precision=precision,
             dropout=dropout,
             block_size=block_size,
-            score=score,  # type: ignore[arg-type]  # a function becomes what it is traced to
+            score=score,  # type: ignore[arg-type]  # Options replaces a function by its trace
             mask_function=mask,  # type: ignore[arg-type]
-            shares_device=True,  # calls run beside each other, and beside rows on their way
+            shares_device=True,  # calls run beside each other, and while rows travel
             **checked("ContextParallel", OfNumbers, numbers),
         )
         check_names(self.options)
@@ -187,21 +190,21 @@ class ContextParallel:
         Parameters
         ----------
         q, k, v : array
-            This rank's rows, its spans one after the other, in shapes as `cuflash.FlashAttention.forward` takes them.
+            This rank's rows, its spans one after the other, in the shapes that `cuflash.FlashAttention.forward` takes.
         bias, mask : array, optional
-            Broadcast to (batch, num_heads, rows of this rank's queries, keys of all ranks). An axis of queries of
-            length 1 on all ranks, or none, stands for all queries of all of them, which then have the same array;
-            but where each rank has one query, an axis of length 1 is that query's.
+            Broadcast to (batch, num_heads, rows of this rank's queries, keys of all ranks). If the axis of queries is
+            missing or has length 1 on all ranks, the array is the same on all ranks and stands for all queries. But if
+            each rank has one query, an axis of length 1 belongs to that query.
         seed, offset : int, optional
             As `cuflash.FlashAttention.forward` takes them: the same on all ranks.
         cu_seqlens_q, cu_seqlens_k : array, optional
-            As `cuflash.FlashAttention.forward` takes them, of the rows of all ranks: the same on all of them. On the
-            GPU they are read, which waits for the device.
+            As `cuflash.FlashAttention.forward` takes them, for the rows of all ranks: the same on all of them. The host
+            reads them, so if they are on the GPU it waits for the device.
         block_table, q_scale, k_scale, v_scale : array, optional
             Not served.
         **terms : array, optional
-            Its other arrays, as `cuflash.FlashAttention.forward` takes them, of the whole problem: the same on all
-            ranks. What `score` and `mask` read is among them, and so is a block_mask.
+            The other arrays that `cuflash.FlashAttention.forward` takes, for the whole problem: the same on all ranks.
+            The arrays that `score` and `mask` read are among them, and so is a block_mask.
 
         Returns
         -------
@@ -211,11 +214,11 @@ class ContextParallel:
         Raises
         ------
         TypeError, ValueError, NotImplementedError, ImportError
-            As `cuflash.FlashAttention.forward` does; ValueError also where a rank makes another call than rank 0.
+            As `cuflash.FlashAttention.forward` does; ValueError also if a rank makes another call than rank 0.
         RuntimeError
-            The call is wrong on another rank, whose error the message has.
+            The call failed on another rank; the message holds its error.
         TimeoutError
-            A rank did not come in time. The communicator is then of no more use.
+            Another rank did not respond in time. After that the communicator cannot be used any more.
         """
         return self._forward("forward", {"q": q, "k": k, "v": v}, terms, (seed, offset))
 
@@ -258,9 +261,9 @@ class ContextParallel:
         Returns
         -------
         Gradients
-            As `cuflash.FlashAttention.backward` returns them: dq, dk, dv and dbias of this rank's part, and what
-            belongs to all ranks (the others, and dbias of a bias that is the same for all queries) in full and the same
-            on all of them.
+            As `cuflash.FlashAttention.backward` returns them: dq, dk, dv and dbias are those of this rank's part. All
+            other gradients, and dbias of a bias that is the same for all queries, are complete and the same on all
+            ranks.
 
         Raises
         ------
@@ -301,10 +304,10 @@ class ContextParallel:
         offset: int | None = None,
         **terms: Array,
     ) -> ForwardResult:
-        """Attention of queries that all ranks have over keys of which each has a part: for a few queries.
+        """Attention of a few queries, which all ranks have, over keys of which each rank has a part.
 
-        Each rank attends to its own keys, and what it finds goes to all others: keys and values stay where they are.
-        The parts are merged in the dtype of lse, in which they travel, in the order of keys.
+        Each rank attends to its own keys and sends its part of the result to all others; keys and values do not travel.
+        The parts travel and are merged in the dtype of lse, in the order of keys.
 
         Parameters
         ----------
@@ -334,9 +337,10 @@ class ContextParallel:
         return self._forward("decode", {"q": q, "k": k, "v": v}, terms, (seed, offset))
 
     def plan(self, q: Array, k: Array, v: Array, **terms: Array) -> Schedule:
-        """Who computes what in `forward` and `backward` of such arrays, and what travels for it.
+        """Which rank computes what in `forward` and `backward` of such arrays, and which rows travel for it.
 
-        All ranks call it, as all others. `cuflash.distributed.Schedule.describe` says it in words.
+        All ranks must call it, as they must call the other methods. `cuflash.distributed.Schedule.describe` gives the
+        schedule in words.
 
         Parameters
         ----------

@@ -1,6 +1,6 @@
-"""One call on one rank: what its schedule says, by the functions that compute calls on one device.
+"""One call on one rank: it follows the schedule and uses the functions that compute calls on one device.
 
-Everything is seen as (batch, heads, rows, ...) here.
+All arrays here are views of the layout (batch, heads, rows, ...).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cuflash.terms import BROADCAST, DEFAULT_NEED, OF_SOFTMAX
 
 Array = Any
 CACHE_BYTES = 3 * 2**23  # half of the L2 cache of an H100
-FULL_ROWS = 2**17  # keys of all heads of a call, whose blocks fill an H100 several times
+FULL_ROWS = 2**17  # keys over all heads of a call: the blocks of so many fill an H100 several times
 
 
 class Execution(Run):
@@ -69,7 +69,7 @@ class Execution(Run):
                     streams.keep(found)
 
     def backward(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
-        """Fill dq, dk and dv, with four axes, and all other gradients, as their arrays are."""
+        """Fill dq, dk and dv, which have four axes, and the other gradients, which have the axes of their arrays."""
         self.fill(tuple(results.values()), functools.partial(self._backward, need, results), self.zero_row())
 
     def _backward(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
@@ -106,7 +106,7 @@ class Execution(Run):
                 if own and not is_one:
                     pieces.add(tile, heads, own)
             streams.keep(of_calls)
-            with streams.returns():  # one after the other: calls of several steps add to one sum
+            with streams.returns():  # on one stream, because calls of several steps add to one sum
                 for tile, got in sorted(of_calls, key=lambda x: (x[0].piece, x[0].part)):
                     for name in sums.names:
                         if name in got:
@@ -120,7 +120,7 @@ class Execution(Run):
     def _add_complete(
         self, pieces: Pieces, walk: Walk, heads: Span, results: Mapping[str, Array], streams: Streams
     ) -> None:
-        """Add the parts of results of some heads, where all of them are there."""
+        """Add the parts of the results of some heads, for the pieces of which all parts are there."""
         split = self.schedule.split_q if walk.by == "queries" else self.schedule.split_k
         for piece, found in pieces.complete(heads):
             at = self.local(split, walk.pieces[self.rank][piece])
@@ -129,9 +129,9 @@ class Execution(Run):
             streams.keep(found)
 
     def _sums_dq(self, need: tuple[str, ...]) -> bool:
-        """Whether calls by keys give parts of dq too, in the dtype of the softmax, which saves two of seven products.
+        """Whether calls by keys also give parts of dq in the dtype of the softmax, which saves two of seven products.
 
-        The order in which parts are added follows from the ranks.
+        The order in which these parts are added depends on the ranks, so `is_fixed` excludes it.
         """
         return not self.is_fixed and "dq" in need and len(need) > 1 and set(need) <= set(DEFAULT_NEED)
 
@@ -139,7 +139,7 @@ class Execution(Run):
         walk, split = self.schedule.by_keys, self.schedule.split_k
         of_pairs = (name for name in BROADCAST if name not in self.broadcasts_rows)
         own = tuple(x for x in ("q", "dout", "out", "lse", "dlse", *of_pairs) if self.arrays.get(x) is not None)
-        # The same arrays wherever a call is made, where it is to have the same bits.
+        # With `is_fixed` a call gets the same arrays on every rank, so that it gives the same bits.
         names = own if self.is_fixed else (*(name for name in own if name not in ("out", "dlse")), "minus_delta")
         pieces, returns = Pieces(self, walk), Returns(self, results["dq"]) if "dq" in need else None
         of_keys: list[str] = [name for name in OF_KEYS if name in need]
@@ -147,7 +147,7 @@ class Execution(Run):
         of_calls: list[tuple[Tile, Array]] = []
         in_turn = self._is_beyond_cache(walk)
         for a_round, heads, held, streams in rows.steps(in_turn=in_turn):
-            streams.keep(of_calls)  # which travel while the calls of this step run
+            streams.keep(of_calls)  # they travel while the calls of this step run
             of_calls = []
             for number, tile in a_round.longest_first(self.rank):
                 at, is_one = self.local(split, tile.own_keys), pieces.is_one(tile)
@@ -156,7 +156,7 @@ class Execution(Run):
                     into = {name: self.xp.empty(x.shape, self.parts.softmax_dtype) for name, x in into.items()}
                 is_wide, room = self.parts.is_on_cpu and not (returns is None and is_one), {}
                 if returns is not None and not self.parts.is_on_cpu:
-                    room["dq"] = returns.room(a_round, tile, heads)  # kernels give it in this dtype then
+                    room["dq"] = returns.room(a_round, tile, heads)  # kernels write dq in the dtype of this array
                 with streams.of_call(0 if in_turn and self._is_full(tile, heads) else number):
                     if tile.queries[0] == tile.queries[1]:
                         for array in into.values():
@@ -178,23 +178,23 @@ class Execution(Run):
                     returns.finish()
 
     def _minus_delta(self) -> Array:
-        """All that a backward pass needs of out and dlse."""
+        """The one number for each row that a backward pass needs of out and dlse."""
         out, dout, dlse = (self.arrays.get(name) for name in ("out", "dout", "dlse"))
         return minus_delta(out, dout, dlse, self.parts.softmax_dtype)
 
     def decode(self, out: Array, lse: Array) -> None:
-        """Fill out, with four axes, and lse, with three, of queries that all ranks have."""
+        """Fill out, with four axes, and lse, with three, for queries that all ranks have."""
         self.fill((out, lse), functools.partial(self._decode, out, lse))
 
     def _decode(self, out: Array, lse: Array) -> None:
-        """Each rank sends what it finds in its keys to all others, and all merge these parts in the order of keys."""
+        """Each rank sends its part of the results to all others, and all merge these parts in the order of keys."""
         walk, others, queries = self.schedule.by_keys, self.others, (0, out.shape[2])
         seen = [[tile for tile in walk.calls_of(rank) if is_some(tile.queries)] for rank in range(self.transport.size)]
         order = sorted((tile.keys, rank, i) for rank, own in enumerate(seen) for i, tile in enumerate(own))
         if not order:
             seen[0], order = [Tile(0, 0, 0, queries, (0, 0), (queries,))], [((0, 0), 0, 0)]
         found = [Found.of(self, len(own), out, lse) for own in seen]
-        is_rounded = self.problem.has_float8  # to the dtype of q, which may be as precise
+        is_rounded = self.problem.has_float8  # calls round out to the dtype of q, if that is less precise
         for tile, part in zip(seen[self.rank], found[self.rank].parts, strict=True):
             arrays = self._of_keys(tile, queries, is_first=tile.keys == order[0][0])
             call = functools.partial(self.parts.forward, queries, tile.keys)
@@ -209,7 +209,7 @@ class Execution(Run):
         merging.merge_into(outs, lses, out, lse)
 
     def _of_keys(self, tile: Tile, queries: Span, *, is_first: bool) -> dict[str, Array]:
-        """The arrays of a call on all queries and some of this rank's keys; parts of the softmax go with the first."""
+        """The arrays of a call on all queries and some of this rank's keys; terms of the softmax go to the first."""
         at = self.local(self.schedule.split_k, tile.own_keys)
         found = {name: self.arrays[name][:, :, at] for name in ("k", "v")} | {"q": self.arrays["q"]}
         for name in BROADCAST:
@@ -221,7 +221,7 @@ class Execution(Run):
     # ---- calls -------------------------------------------------------------------------------------------------------
 
     def _of_tile(self, a_round: Round, tile: Tile, heads: Span, held: Held) -> dict[str, Array]:
-        """The arrays of a call: a piece of this rank's, and of what travels what it meets."""
+        """The arrays of a call: a piece of this rank's rows, and the travelling rows that this piece meets."""
         by_keys = a_round.by == "keys"
         own_split = self.schedule.split_k if by_keys else self.schedule.split_q
         names = ("k", "v") if by_keys else ("q", "out", "dout", "lse", "dlse")
@@ -232,7 +232,7 @@ class Execution(Run):
                 mine = slice(*heads) if name in ("k", "v") else q_heads
                 found[name] = self.arrays[name][:, mine, at]
         found |= held.rows(tile.met)
-        if "minus_delta" in found:  # what out, which did not travel, and dlse come down to
+        if "minus_delta" in found:  # it stands for out and dlse, which did not travel
             found["dlse"] = found.pop("minus_delta")
             found["out"] = self.xp.broadcast_to(self.zero_row(), found["dout"].shape)
         found |= self._of_pairs(tile, q_heads, found, by_keys=by_keys)
@@ -243,7 +243,7 @@ class Execution(Run):
         return found | self._terms(tile, q_heads, of_softmax=not by_keys and tile.part == 0)
 
     def _of_pairs(self, tile: Tile, q_heads: slice, found: Mapping[str, Array], *, by_keys: bool) -> dict[str, Array]:
-        """Bias and mask of a tile, without what is in front of it."""
+        """Bias and mask of a tile, without the rows and columns in front of its piece."""
         terms = {}
         for name in BROADCAST:
             array = self.arrays.get(name)
@@ -273,10 +273,11 @@ class Execution(Run):
     # ---- what travels ------------------------------------------------------------------------------------------------
 
     def _is_beyond_cache(self, walk: Walk) -> bool:
-        """Whether a call by keys meets more queries of a head than the device's cache holds, with what goes with them.
+        """Whether a call by keys meets more queries of a head, with dout and dq, than the device's cache holds.
 
-        Blocks read them and add to their dq side by side. Those of another call, in the gaps of this one, would be
-        somewhere else: without a mask that took half as long again on two H100, with 64k queries of 128 columns.
+        The blocks of one call read the same queries and add to their dq at the same time. The blocks of another call,
+        which would fill the gaps of this one, work on other queries: without a mask that took half as long again on two
+        H100, with 64k queries of 128 columns.
         """
         rows = max((tile.queries[1] - tile.queries[0] for tile in walk.calls_of(self.rank)), default=0)
         of_row = 2 * self.problem.head_dim * self.arrays["q"].dtype.itemsize
@@ -284,6 +285,6 @@ class Execution(Run):
         return rows * of_row > CACHE_BYTES
 
     def _is_full(self, tile: Tile, heads: Span) -> bool:
-        """Whether a call by keys leaves no gaps that another one should fill, but for a short while at its end."""
+        """Whether a call by keys fills the device until shortly before its end, so that no other should run beside."""
         count = self.arrays["k"].shape[0] * (heads[1] - heads[0])
         return count * (tile.keys[1] - tile.keys[0]) >= FULL_ROWS

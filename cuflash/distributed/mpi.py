@@ -1,7 +1,7 @@
 """MPI between processes, by mpi4py.
 
-MPI knows no streams, and moves rows while it is called. So a thread waits for rows to be there, sends and receives
-them, and copies those that have to pass through host memory, while the calling thread goes on to compute.
+MPI knows no streams, and it moves rows only while it is called. So a thread of its own waits until rows are computed,
+sends and receives them, and copies those that have to pass through host memory. Meanwhile the calling thread computes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Mpi(Transport):
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
-        It is duplicated, which is collective: messages of others are never taken for ours.
+        It is duplicated, so that messages of other users are never taken for ours. Duplication is a collective call.
     cuda_aware : bool, default False
-        Whether the MPI takes addresses of device memory. Otherwise CuPy arrays go through pinned host memory.
+        Whether this MPI takes addresses of device memory. Otherwise CuPy arrays go through pinned host memory.
 
     Raises
     ------
@@ -39,12 +39,12 @@ class Mpi(Transport):
         if not is_mpi(comm):
             raise type_error("comm", type(comm).__name__, "a communicator of mpi4py")
         mpi = importlib.import_module("mpi4py.MPI")
-        self._comm, self._alarm = comm.Dup(), comm.Dup()  # of rows, and of what ranks that fail say
+        self._comm, self._alarm = comm.Dup(), comm.Dup()  # for rows, and for messages of ranks that fail
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
         self._cuda_aware = cuda_aware
-        self._told: list[Any] = []  # messages that this rank has failed, on their way
+        self._told: list[Any] = []  # requests of messages that a rank has failed
         self._progress = Progress()
-        # Where only one thread may call MPI, that of the caller does, once it needs the rows.
+        # If only one thread may call MPI, the caller's thread moves the rows, when it needs them.
         self._has_threads = mpi.Query_thread() == mpi.THREAD_MULTIPLE
 
     def share(self, text: bytes, timeout: float) -> list[bytes]:
@@ -72,13 +72,13 @@ class Mpi(Transport):
         self._told += [self._alarm.isend((rank, text), other) for other in others]
 
     def _prepared(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[float | None], None]:
-        """What moves rows, called by any thread, with a timeout; when it returns they are there, for any stream."""
+        """A function that moves rows; any thread may call it, and once it returns, all streams may use the rows."""
         outgoing, incoming = ([(rank, _bytes(x)) for rank, x in messages] for messages in (sends, receives))
         others = [x for _, x in (*sends, *receives) if not isinstance(x, np.ndarray)]
         if not others:
             return functools.partial(self._move, outgoing, incoming)
         device, stream = self._staging
-        ready = device.mark(None)  # arrays are written, and nothing else needs their memory any more
+        ready = device.mark(None)  # the arrays to send are written, and those to receive into are free
         if self._cuda_aware:
             return functools.partial(self._move_when, ready, others[0].device, outgoing, incoming, ())
         device.follow(stream, ready)
@@ -93,7 +93,7 @@ class Mpi(Transport):
 
     @functools.cached_property
     def _staging(self) -> tuple[Cuda, Any]:
-        """The device, and the stream that copies to pinned memory and from it."""
+        """The device, and the stream for copies to and from pinned memory."""
         device = Cuda()
         return device, device.stream()
 
@@ -106,7 +106,7 @@ class Mpi(Transport):
         arriving: Sequence[tuple[Array, Array]],
         timeout: float | None,
     ) -> None:
-        """Move bytes once an event has come; of those `arriving` there is a place on the device, too."""
+        """Move bytes once an event has come, and copy those that are `arriving` from host memory to the device."""
         device, stream = self._staging
         with of_arrays:
             device.wait(ready)
@@ -122,7 +122,7 @@ class Mpi(Transport):
         self._wait(requests, "rows of other ranks", timeout)
 
     def _wait(self, requests: list[Any], what: str, timeout: float | None) -> None:
-        """Wait for messages; without a timeout, as long as anybody waits for this."""
+        """Wait for messages; without a timeout, until they come or the caller gives up."""
         start, pause = time.monotonic(), 1e-6
         waiting = list(requests)
         while True:
@@ -143,5 +143,5 @@ def _bytes(array: Array) -> Array:
 
 
 def is_mpi(comm: object) -> bool:
-    """Whether it is a communicator of mpi4py, which is not imported for that."""
+    """Whether `comm` is a communicator of mpi4py; the check does not import mpi4py."""
     return any(cls.__module__.partition(".")[0] == "mpi4py" for cls in type(comm).__mro__)

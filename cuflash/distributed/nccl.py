@@ -1,4 +1,4 @@
-"""NCCL between devices: by the communicators of CuPy, of `cupyx.distributed` and of nccl4py, whichever the user has."""
+"""NCCL between devices, by communicators of CuPy, of `cupyx.distributed` or of nccl4py."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import numpy as np
 from cuflash.distributed.transports import HIGHEST_PRIORITY, Array, Message, Transport, out_of_time
 from cuflash.streaming.cuda import Cuda
 
-_LENGTH = 8  # bytes that say how many follow
-_SHORT = 1e-3  # seconds for which the host asks again and again: a thread that sleeps comes back late
-_AT_ONCE = 8192  # bytes that ranks exchange first; most calls take no more to tell of
+_LENGTH = 8  # bytes of the number that says how many bytes follow
+_SHORT = 1e-3  # seconds for which the host polls without sleep, because a thread that sleeps wakes up late
+_AT_ONCE = 8192  # bytes that ranks exchange first; most calls need no more
 
 
 class _Room(NamedTuple):
-    """Memory for as many bytes of each rank: pinned, and on the device, there by rank, too."""
+    """Memory for equally many bytes of each rank: pinned, on the device, and the rows of the latter by rank."""
 
     host: Any
     on_device: Array
@@ -28,7 +28,7 @@ class _Room(NamedTuple):
 
 
 def is_nccl(comm: object) -> bool:
-    """Whether it is a communicator of NCCL; nothing is imported for that."""
+    """Whether `comm` is a communicator of NCCL; the check imports nothing."""
     names = {(cls.__module__.partition(".")[0], cls.__name__) for cls in type(comm).__mro__}
     known = {("nccl", "Communicator"), ("cupyx", "NCCLBackend")}
     known |= {(module, "NcclCommunicator") for module in ("cupy", "cupy_backends")}
@@ -36,11 +36,11 @@ def is_nccl(comm: object) -> bool:
 
 
 class Nccl(Transport):
-    """A rank of NCCL: CuPy arrays of the device that is current when it is made.
+    """A rank of NCCL, for CuPy arrays of the device that is current when it is made.
 
-    Rows travel on a stream of their own, after what the current stream did before and beside what it does until it
-    waits for them. The host waits for what ranks say of their calls, and for nothing else; where that does not come in
-    time the communicator is aborted.
+    Rows travel on a stream of their own: after the earlier work of the current stream, and beside its later work, until
+    it waits for them. The host waits only for what ranks say of their calls; if that does not come in time, it aborts
+    the communicator.
     """
 
     goes_into_graphs = True
@@ -50,10 +50,11 @@ class Nccl(Transport):
         self._cupy = cupy = importlib.import_module("cupy")
         self.rank, self.size, self._send, self._receive, self._group, self._abort = _functions(comm)
         self._device, self._cuda = cupy.cuda.Device(), Cuda()
-        # NCCL moves rows by blocks on multiprocessors. One that is free goes to them, and not to the next attention.
+        # NCCL moves rows by blocks on multiprocessors. The highest priority gives a free multiprocessor to these blocks
+        # before those of the next attention.
         self._stream = cupy.cuda.Stream(non_blocking=True, priority=HIGHEST_PRIORITY)
-        # What a rank says lies on the device while rows of an earlier call still travel. So it is sent right behind
-        # them: an attention that takes all multiprocessors, and lets none go before its end, comes later.
+        # This stream copies what a rank says to the device while rows of an earlier call still travel. So it is sent
+        # right after them, and before an attention that takes all multiprocessors until its end.
         self._words = cupy.cuda.Stream(non_blocking=True)
         self._room = self._room_for(_AT_ONCE)
 
@@ -104,10 +105,10 @@ class Nccl(Transport):
         return _Room(host, on_device, [on_device[rank] for rank in range(self.size)])
 
     def _begin_gathering(self, own: bytes, room: _Room) -> tuple[Any, _Room]:
-        """Begin to exchange as many bytes as others give: an event after that, and the room, which has to live.
+        """Begin to exchange equally many bytes of each rank: an event after that, and the room, which must stay alive.
 
-        What is computed meanwhile is not waited for, on the device or on the host. The host waits for each exchange
-        before the next one begins: so nothing uses the memory on the device that is written to at once.
+        Neither the device nor the host waits for what is computed meanwhile. The host waits for each exchange before
+        the next one begins, so nothing else uses the memory on the device, and it can be written to at once.
         """
         host, on_device, rows = room
         with self._device, self._stream:
@@ -120,7 +121,7 @@ class Nccl(Transport):
             return self._cuda.mark(self._stream), room
 
     def _gathered(self, gathering: tuple[Any, _Room], timeout: float) -> list[bytes]:
-        """What each rank gave, by rank."""
+        """The bytes of each rank, by rank; this waits for them."""
         arrived, room = gathering
         begun = time.monotonic()
         while not arrived.done:
@@ -137,7 +138,7 @@ def _bytes(array: Array) -> Array:
 
 
 def _functions(comm: Any) -> tuple[int, int, Callable, Callable, Callable, Callable]:
-    """Rank, size, and how to send, to receive, to do several of both at once, and to give up."""
+    """Rank, size, and functions that send, receive, group several of both, and abort."""
     if type(comm).__module__.partition(".")[0] == "nccl":
         group = importlib.import_module("nccl.core").group
 
@@ -150,7 +151,7 @@ def _functions(comm: Any) -> tuple[int, int, Callable, Callable, Callable, Calla
         return comm.rank, comm.nranks, send_by_nccl4py, receive_by_nccl4py, group, comm.abort
 
     nccl = importlib.import_module("cupy.cuda.nccl")
-    comm = getattr(comm, "_comm", comm)  # that of cupyx.distributed has CuPy's
+    comm = getattr(comm, "_comm", comm)  # cupyx.distributed wraps a communicator of CuPy
 
     def send(array: Array, peer: int, stream: Any) -> None:
         comm.send(array.data.ptr, array.size, nccl.NCCL_UINT8, peer, stream.ptr)

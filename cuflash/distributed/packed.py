@@ -1,7 +1,7 @@
 """Packed sequences over ranks: which queries and keys meet, and where spans are cut so that one call computes a piece.
 
-Each sequence is a problem of its own. A piece has whole sequences, which are a packed call, or rows of one sequence,
-which are a call with its diagonal, or rows that belong to none.
+Each sequence is a problem of its own. A piece holds whole sequences, which one packed call computes, or rows of one
+sequence, which one call with the diagonal of that sequence computes, or rows that belong to no sequence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ By = Literal["queries", "keys"]
 
 @dataclass(frozen=True)
 class Packing:
-    """Where packed sequences start, and where the last one ends, and what `causal` and `window` make of each."""
+    """Where packed sequences start, where the last one ends, and the bounds that `causal` and `window` set in each."""
 
     starts_q: tuple[int, ...]
     starts_k: tuple[int, ...]
@@ -32,20 +32,20 @@ class Packing:
         left, right = options.window or (None, None)
         if options.causal:
             right = 0 if right is None else min(right, 0)
-        # A diagonal that is given is that of i = j, in each sequence.
+        # A given diagonal is the line i = j of each sequence.
         return cls(starts_q, starts_k, left, right, options.causal == "top_left" or options.diagonal is not None)
 
     def starts(self, by: By) -> tuple[int, ...]:
         return self.starts_q if by == "queries" else self.starts_k
 
     def sequences_of(self, span: Span, by: By) -> Span:
-        """The sequences that have rows of a span, from the first on."""
+        """The sequences that have rows in a span: the first, and the one after the last."""
         starts = self.starts(by)
         start, stop = overlap(span, (0, starts[-1]))
         return (bisect_right(starts, start) - 1, bisect_left(starts, stop)) if start < stop else (0, 0)
 
     def cut(self, span: Span, by: By) -> list[Span]:
-        """The pieces of a span: what belongs to no sequence at its end, parts of sequences, and whole ones between."""
+        """The pieces of a span: parts of sequences, whole ones between them, and rows of no sequence at the end."""
         starts = self.starts(by)
         own = overlap(span, (0, starts[-1]))
         cuts = {*span, own[1]}
@@ -63,13 +63,13 @@ class Packing:
         return piece[0] >= self.starts(by)[-1]
 
     def band_of(self, sequence: int) -> Band:
-        """Which keys a query of a sequence sees, by the numbers that rows have among all."""
+        """Which keys a query of a sequence sees; rows are numbered over all sequences."""
         q, k = (x[sequence : sequence + 2] for x in (self.starts_q, self.starts_k))
         diagonal = 0 if self.is_top_left else (k[1] - k[0]) - (q[1] - q[0])
         return Band(k[0] - q[0] + diagonal, self.left, self.right)
 
     def met(self, piece: Span, by: By) -> Span:
-        """The span of what the rows of a piece see, or are seen by."""
+        """The span of the keys that the queries of a piece see, or of the queries that see the keys of a piece."""
         first, stop = self.sequences_of(piece, by)
         others = self.starts_k if by == "queries" else self.starts_q
         theirs = (others[first], others[stop])

@@ -1,4 +1,4 @@
-"""What a rank knows of one call, whatever it is about to do: who else there is, its arrays, what parts look like."""
+"""What every pass of one call needs on a rank: the transport, the arrays, the streams, and the layout of parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cuflash.recording import Recording, of_thread
 from cuflash.spans import Span
 
 Array = Any
-ALIGNMENT = 16  # bytes; what a call does depends on no more of an address
+ALIGNMENT = 16  # bytes; a call depends on an address only modulo this
 OF_KEYS = ("dk", "dv")  # results that have key/value heads
 
 
@@ -37,10 +37,10 @@ class Run:
     options: Options  # those of the whole call
     problem: Problem  # the queries of this rank against all keys
     random: tuple[int, int]  # seed and offset of dropout
-    arrays: Mapping[str, Array]  # by name, with four axes (of lse and dlse three), None where there is none
+    arrays: Mapping[str, Array]  # by name, with four axes (lse and dlse: three); None for absent ones
     broadcasts_rows: frozenset[str]  # which of bias and mask are the same for all queries
-    agreement: Pending | None = None  # of all ranks on this call, which has to come before anything travels
-    # Of such calls, by where their arrays lie; None of those that cannot be repeated.
+    agreement: Pending | None = None  # of all ranks on this call; rows travel only after it
+    # Recordings of such calls, by the alignment of their arrays; None for calls that cannot be repeated.
     recordings: dict[tuple[int, ...], Recording | None] = field(default_factory=dict)
     constants: dict[int | None, Array] = field(default_factory=dict)  # rows of zeros by device
 
@@ -54,7 +54,7 @@ class Run:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether calls get arrays that lie in memory in one way, however many ranks there are."""
+        """Whether calls get arrays of the same memory layout for any number of ranks."""
         return self.schedule.chunks is not None
 
     @cached_property
@@ -63,7 +63,7 @@ class Run:
 
     @cached_property
     def parts(self) -> Parts:
-        """The calls that tiles are computed by."""
+        """The calls that compute tiles."""
         return Parts(
             options=self.options,
             band=self.schedule.band,
@@ -74,7 +74,7 @@ class Run:
         )
 
     def parts_of(self, tile: Tile, heads: Span) -> Parts:
-        """The calls that a tile is computed by: of packed sequences those of one of them, or of some whole ones."""
+        """The calls that compute a tile; with packed sequences, those of one sequence or of several whole ones."""
         parts, packing = self.parts, self.schedule.packing
         if heads[0] and (self.options.dropout or self.problem.has_functions):
             parts = replace(parts, first_head=self.q_heads(heads).start)
@@ -92,7 +92,7 @@ class Run:
 
     @property
     def sums_bias(self) -> bool:
-        """Whether dbias is a sum over calls, so that these give parts of it in the dtype of the softmax."""
+        """Whether dbias is a sum over calls; then the calls give parts of it in the dtype of the softmax."""
         bias = self.arrays.get("bias")
         if bias is None:
             return False
@@ -106,11 +106,11 @@ class Run:
         return slice(heads[0] * self.problem.group_size, heads[1] * self.problem.group_size)
 
     def heads_of(self, name: str, heads: Span) -> slice:
-        """Those that a result has of some key/value heads."""
+        """The heads of a result that belong to some key/value heads."""
         return slice(*heads) if name in OF_KEYS else self.q_heads(heads)
 
     def some_heads(self, name: str, array: Array, held: Span, heads: Span) -> Array:
-        """A result of some key/value heads, of one that has those `held`."""
+        """The part of a result that belongs to `heads`, where the result has those of `held` (key/value heads)."""
         if held == heads:
             return array
         first, own = self.heads_of(name, held).start, self.heads_of(name, heads)
@@ -122,17 +122,17 @@ class Run:
     # ---- what travels ------------------------------------------------------------------------------------------------
 
     def room(self, a_round: Round, rank: int, rows: int, like: Array, dtype: Any) -> Array:
-        """Room for rows that a rank meets, or for what it sends back of them; but for their number as `like` is."""
+        """Memory for rows that a rank meets, or for their results on the way back: as `like`, but with `rows` rows."""
         if self._lies_as_it_is(a_round, rank):
             return self.xp.empty((*like.shape[:2], rows, *like.shape[3:]), dtype)
         return rows_third(self.xp.empty((rows, *like.shape[:2], *like.shape[3:]), dtype))
 
     def as_sent(self, a_round: Round, rank: int, array: Array) -> Array:
-        """Rows of such, in the order of axes in which they travel."""
+        """Rows in such memory, in the order of axes in which they travel."""
         return array if self._lies_as_it_is(a_round, rank) else rows_first(array)
 
     def _lies_as_it_is(self, a_round: Round, rank: int) -> bool:
-        """Whether what a rank meets travels in the layout (batch, heads, rows, ...)."""
+        """Whether the rows that a rank meets travel in the layout (batch, heads, rows, ...)."""
         return self.options.layout == "bhsd" and a_round.comes_whole(rank)
 
     @property
@@ -144,15 +144,15 @@ class Run:
         self.finish(self.start(sends, receives))
 
     def is_waiting(self) -> bool:
-        """Whether it is not known yet if all ranks make this call."""
+        """Whether this rank does not know yet that all ranks make this call."""
         return self.agreement is not None and not self.agreement.is_over
 
     def start(self, sends: list[Message], receives: list[Message]) -> UnderWay:
-        """Begin to exchange rows, once ranks have agreed."""
+        """Begin to exchange rows, after a wait until the ranks have agreed."""
         under_way = UnderWay()
         sends, receives = ([x for x in messages if x[1].size] for messages in (sends, receives))
         peers, arrays = ([x[i] for x in (*sends, *receives)] for i in (0, 1))
-        count = len(sends)  # what is recorded holds this, and no arrays
+        count = len(sends)  # the recorded function keeps this number, and no arrays
 
         def begin(run: Run, *arrays: Array) -> None:
             if run.agreement is not None:
@@ -177,7 +177,7 @@ class Run:
             of_thread.recording.on_arrays(end, (), ())
 
     def fill(self, results: Sequence[Array], fill: Callable[[], None], *constants: Array) -> None:
-        """Have results filled: on a device, as in a call before, whose arrays lay as those of this one do."""
+        """Fill results; on a device, repeat an earlier call if its arrays lay in memory as those of this one do."""
         given = [x for x in (*self.arrays.values(), *constants) if x is not None]
         if self.is_on_host:
             fill()
@@ -196,19 +196,19 @@ class Run:
         self.recordings[key] = recording if recording.is_complete else None
 
     def zero_row(self) -> Array:
-        """As many zeros as a row of out has."""
+        """A row of zeros, as long as a row of out."""
         like = self.arrays["dout"]
         device = None if self.is_on_host else like.data.device_id
         if device in self.constants:
             return self.constants[device]
         row = self.xp.zeros(like.shape[3], like.dtype)
-        if not is_captured(like):  # in a graph they are zeros when it runs
+        if not is_captured(like):  # a graph that is captured writes the zeros only when it runs
             self.constants[device] = row
         return row
 
 
 class UnderWay:
-    """What a transport began."""
+    """An exchange that a transport began."""
 
     pending: Any = None
 
@@ -219,10 +219,10 @@ def rows_first(array: Array) -> Array:
 
 
 def rows_third(array: Array) -> Array:
-    """What `rows_first` was given."""
+    """The inverse of `rows_first`: the first axis becomes the third."""
     return array.transpose(1, 2, 0, *range(3, array.ndim))
 
 
 def of_heads(array: Array, heads: slice, num_heads: int) -> Array:
-    """Some heads of an array over pairs, which may be the same for all of them."""
+    """Some heads of an array over pairs; an array that is the same for all heads stays as it is."""
     return array if array.shape[1] == 1 and num_heads != 1 else array[:, heads]

@@ -1,20 +1,22 @@
-"""Who computes which pairs of queries and keys, and which rows travel for it: pure data, from lengths and splits alone.
+"""Which rank computes which pairs of queries and keys, and which rows travel: pure data, from lengths and splits only.
 
 There are two walks over all pairs:
 
 - *By queries*: out, lse and dq of a piece of queries, from all keys that it sees. Keys and values travel.
-- *By keys*: dk and dv of a piece of keys, from all queries that see it. Queries and what belongs to them travel. dq may
-  come in parts from here instead, which travel back the same way.
+- *By keys*: dk and dv of a piece of keys, from all queries that see it. Queries and the arrays that belong to them
+  travel. These calls may also give parts of dq, which then travel back the same way and replace the dq of the other
+  walk.
 
-A piece belongs to the rank that holds its rows. A walk goes in rounds. In the first one a rank computes with what it
-holds, while rows travel; in the second one with what it received. Each call gives a part of the results of its piece;
-parts are neither rounded nor added to anything that was. Where results are to have the same bits whatever the number of
-ranks, there is one round, whose calls have all that a piece meets, and pieces are cut at the ends of global chunks.
+A piece belongs to the rank that holds its rows. A walk has rounds. In the first round a rank computes with rows that it
+holds, while other rows travel; in the second round it computes with the rows that it received. Each call gives a part
+of the results of its piece. The call does not round the part and does not add it to an earlier result. If results must
+have the same bits for any number of ranks, there is one round, whose calls have all rows that a piece meets, and pieces
+are cut at the ends of global chunks.
 
-What travels does so in steps of some key/value heads each, so that a step's rows are on their way while those of the
-step before are computed with. A first step that nothing is computed before is small; so is a last one behind which
-parts are added, or travel back. A step has calls, copies and transfers of its own, which the host begins one by one. So
-there are few, unless rows are many.
+Rows travel in steps of some key/value heads each, so that the rows of a step travel while the rank computes with those
+of the step before. A first step is small if nothing is computed before it; a last step is small if its parts are added
+or travel back after it. Each step has calls, copies and transfers of its own, which the host begins one by one. So
+there are few steps, unless there are many rows.
 """
 
 from __future__ import annotations
@@ -31,43 +33,45 @@ from cuflash.distributed.split import Split
 from cuflash.spans import Band, Span, cut, cut_evenly, is_some, joined
 from cuflash.values import counted, value_error
 
-# Bytes of rows of all ranks in a step, where there are up to FEW in all. On two H200 the forward pass of 2^28 bytes was
-# 5 % faster in two steps than in one, and both passes 10 %.
+# Bytes of rows of all ranks in a step, if there are up to FEW bytes in all. On two H200 the forward pass of 2^28 bytes
+# was 5 % faster in two steps than in one, and both passes 10 %.
 STEP_BYTES = 2**27
 FEW = 2**29
-STEPS = 2, 3  # at most, of few rows and of more; backward passes of more have as many as LARGEST_STEP says
-# Bytes of rows in a step of a backward pass, which sends back twice as many and has both in memory, as those of the
+STEPS = 2, 3  # the most steps for up to FEW bytes, and for more; LARGEST_STEP allows more in backward passes
+# Bytes of rows in a step of a backward pass. A step sends back twice as many, and both are in memory, with those of the
 # steps beside it. On four H100 both passes of 2^31 bytes took 227 ms and 8.0 GB in ten steps, 265 ms and 13.5 GB in
 # three.
 LARGEST_STEP = 2**28
-GROWTH = 4  # how many times as long as the step before a step is: to compute takes as much longer than to send, or more
+# A longer step is this many times as long as a shorter one next to it: to compute takes that much longer than to send,
+# or more.
+GROWTH = 4
 
 
 class Tile(NamedTuple):
-    """Queries and keys of one call. One of them is a piece of what the rank holds, the other rows that it meets.
+    """Queries and keys of one call. One side is a piece of the rank's own rows, the other side the rows that it meets.
 
-    Calls begin at multiples of some step, so that there may be queries, or keys, in front of the piece. What it meets
-    may be rows of several spans, which lie one after the other: these are numbered as if they stood next to each other
-    in the whole, too, in a way that bounds leave the same pairs visible.
+    Calls begin at multiples of some step, so there may be queries or keys in front of the piece. The piece may meet
+    rows of several spans, which lie one after the other in memory. These rows are numbered as if they were adjacent in
+    the whole, too, and in such a way that the bounds leave the same pairs visible.
     """
 
     rank: int
-    piece: int  # which of the rank's
-    part: int  # which of those that the results of the piece come in
+    piece: int  # its number among the pieces of the rank
+    part: int  # its number among the parts of the results of the piece
     queries: Span
     keys: Span
-    met: tuple[Span, ...]  # those of queries and keys that are no piece, by their places in the whole
-    sequences: Span | None = None  # of packed ones, those that it computes with, from the first on
-    front: tuple[int, int] = (0, 0)  # queries and keys before the piece; they are nobody's, and have no weight
+    met: tuple[Span, ...]  # the rows that the piece meets, by their places in the whole
+    sequences: Span | None = None  # the packed sequences that it computes with
+    front: tuple[int, int] = (0, 0)  # queries and keys in front of the piece; they have no results and no weight
 
     @property
     def own_queries(self) -> Span:
-        """Without those in front."""
+        """The queries without those in front of the piece."""
         return self.queries[0] + self.front[0], self.queries[1]
 
     @property
     def own_keys(self) -> Span:
-        """Without those in front."""
+        """The keys without those in front of the piece."""
         return self.keys[0] + self.front[1], self.keys[1]
 
 
@@ -81,23 +85,23 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """Calls on what ranks hold, or on what they receive, or on both together."""
+    """Calls on rows that ranks hold, on rows that they receive, or on both together."""
 
     by: By
-    calls: tuple[Tile, ...]  # in the order of ranks and their pieces
-    split: Split  # of what travels
+    calls: tuple[Tile, ...]  # ordered by rank and piece
+    split: Split  # of the rows that travel
     heads: tuple[Span, ...]  # key/value heads of each step
 
     def own(self, tile: Tile) -> Span:
-        """The piece of a tile: rows that its rank holds, and that results belong to."""
+        """The piece of a tile: rows that its rank holds and computes results for."""
         return tile.own_queries if self.by == "queries" else tile.own_keys
 
     def calls_of(self, rank: int) -> list[Tile]:
-        """Those of a rank."""
+        """The calls of a rank."""
         return [tile for tile in self.calls if tile.rank == rank]
 
     def longest_first(self, rank: int) -> list[tuple[int, Tile]]:
-        """The same with their numbers, those of most pairs first."""
+        """The calls of a rank with their numbers, those with the most pairs first."""
         return self._longest_first[rank]
 
     @cached_property
@@ -110,11 +114,11 @@ class Round:
         return tuple(joined([x for t in self.calls_of(rank) for x in t.met]) for rank in range(self.split.ranks))
 
     def held(self, rank: int) -> tuple[Span, ...]:
-        """The rows, of what travels, that the tiles of a rank meet."""
+        """The rows of the travelling side that the tiles of a rank meet."""
         return self._held[rank]
 
     def comes_whole(self, rank: int) -> bool:
-        """Whether all that the tiles of a rank meet comes from one rank, as rows of one span."""
+        """Whether all rows that the tiles of a rank meet come from one other rank, as one span."""
         return self._comes_whole[rank]
 
     @cached_property
@@ -124,7 +128,7 @@ class Round:
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """Rows on their way to the ranks that need them and do not hold them: the same in every step."""
+        """The rows that travel to ranks that need them and do not hold them: the same in every step."""
         found = []
         for target in range(self.split.ranks):
             for source in range(self.split.ranks):
@@ -137,7 +141,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Walk:
-    """One way to compute all pairs: by queries, whose keys travel, or by keys, whose queries do."""
+    """One way to compute all pairs: by queries, where keys travel, or by keys, where queries travel."""
 
     by: By
     pieces: tuple[tuple[Span, ...], ...]  # by rank
@@ -150,16 +154,16 @@ class Walk:
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """Those of all rounds."""
+        """The transfers of all rounds."""
         return tuple(transfer for a_round in self.rounds for transfer in a_round.transfers)
 
     def calls_of(self, rank: int) -> list[Tile]:
-        """Those of a rank in all rounds."""
+        """The calls of a rank in all rounds."""
         return [tile for a_round in self.rounds for tile in a_round.calls_of(rank)]
 
     @cached_property
     def parts(self) -> tuple[tuple[int, ...], ...]:
-        """By rank, in how many parts the results of each piece come."""
+        """By rank, the number of parts in which the results of each piece come."""
         of_ranks = (Counter(tile.piece for tile in self.calls_of(rank)) for rank in range(len(self.pieces)))
         return tuple(tuple(count[i] for i in range(len(own))) for count, own in zip(of_ranks, self.pieces, strict=True))
 
@@ -171,23 +175,23 @@ class Schedule:
     split_q: Split
     split_k: Split
     band: Band
-    chunks: int | None  # where pieces are cut, so that they are the same for any number of ranks; None: they are spans
+    chunks: int | None  # pieces are cut at their ends, alike for any number of ranks; None: pieces are spans
     step: tuple[int, int]  # calls begin at multiples of these, in queries and in keys
     num_heads_kv: int
-    steps: int | None  # at most; None: as many as what travels is worth
-    row_bytes: tuple[int, int]  # of what travels for a row and a key/value head, by queries and by keys
-    packing: Packing | None = None  # of packed sequences, each of which has a band of its own
+    steps: int | None  # the most steps; None: the number depends on how many bytes travel
+    row_bytes: tuple[int, int]  # bytes that travel for a row and a key/value head, by queries and by keys
+    packing: Packing | None = None  # packed sequences, each of which has a band of its own
     joins: bool = False  # whether a call may have rows of several spans, because nothing depends on their numbers
-    why_whole: str | None = None  # why there is one round, where there could be two
+    why_whole: str | None = None  # the reason for one round instead of two
 
     @cached_property
     def by_queries(self) -> Walk:
-        """Of the forward pass, of dq as a whole, and of gradients that are sums over pairs."""
+        """The walk of the forward pass, of dq as a whole, and of gradients that are sums over pairs."""
         return self._walk("queries")
 
     @cached_property
     def by_keys(self) -> Walk:
-        """Of dk and dv, and of parts of dq."""
+        """The walk of dk and dv, and of parts of dq."""
         return self._walk("keys")
 
     def _walk(self, by: By) -> Walk:
@@ -202,28 +206,28 @@ class Schedule:
         found: list[Round] = []
         for number, calls in enumerate(rounds):
             lengths = [1] * min(steps, 1) if self.why_whole is None and number == 0 else self._lengths(by, steps)
-            if calls or number > len(found):  # there is a round where nothing is computed, too
+            if calls or number > len(found):  # at least one round, even if nothing is computed
                 found.append(Round(by, tuple(calls), other, _shares(self.num_heads_kv, lengths)))
         return Walk(by, pieces, tuple(found))
 
     def _most_steps(self, by: By, rows: int) -> int:
-        """In how many steps so many rows travel. Those of all ranks count, so that it is the same for any number."""
+        """In how many steps the rows of all ranks travel. It does not depend on the number of ranks."""
         if self.steps is not None:
             return min(self.steps, self.num_heads_kv)
         total = rows * self.num_heads_kv * self.row_bytes[by == "keys"]
-        least = 1 if self.why_whole is None else 2  # so that not all of the rows come before anything is computed
+        least = 1 if self.why_whole is None else 2  # two, so that something is computed before all rows have come
         most = STEPS[total > FEW]
         if by == "keys" and total > FEW:
-            most = 2 + -(-total // LARGEST_STEP)  # the first and the last are small
+            most = 2 + -(-total // LARGEST_STEP)  # plus two, because the first and the last are small
         return min(max(-(-total // STEP_BYTES), least), most, self.num_heads_kv)
 
     def _lengths(self, by: By, steps: int) -> list[int]:
-        """How long steps are, relative to each other: the first one is small, and the last one, if it can be."""
+        """Relative lengths of the steps: the first is small, and so is the last unless lengths only grow."""
         only_up = by == "queries" and self.why_whole is not None
         return [GROWTH ** (i if only_up else min(i, steps - 1 - i, 1)) for i in range(steps)]
 
     def _pieces(self, split: Split, by: By) -> tuple[tuple[Span, ...], ...]:
-        """The spans of each rank, cut at the ends of chunks, and where packed sequences are."""
+        """The spans of each rank, cut at the ends of chunks, and as packed sequences require."""
         pieces = _pieces(split, self.chunks)
         if self.packing is None:
             return pieces
@@ -250,14 +254,14 @@ class Schedule:
         own = cut(met, split.spans[rank])
         others = cut(met, joined([x for i, spans in enumerate(split.spans) if i != rank for x in spans]))
         if sequences is not None and sequences[1] - sequences[0] > 1 and (others or len(own) > 1):
-            yield 1, call(met)  # of each sequence it has all keys, because diagonals follow from their number
+            yield 1, call(met)  # with all keys of each sequence, because diagonals depend on their number
             return
         for of_round, spans in enumerate((own, others)):
             for joint, of_call in self._joined(by, piece, spans):
                 yield of_round, call(joint, *of_call) if len(of_call) > 1 else call(joint)
 
     def _joined(self, by: By, piece: Span, spans: Sequence[Span]) -> list[tuple[Span, tuple[Span, ...]]]:
-        """Spans that a piece meets, those together that one call can have, with the numbers that their rows get."""
+        """The spans that a piece meets, joined where one call can have several, and the numbers that their rows get."""
         found: list[tuple[Span, tuple[Span, ...]]] = []
         for span in spans:
             together = (*found[-1][1], span) if found and self.joins else ()
@@ -273,7 +277,7 @@ class Schedule:
         return self.band if by == "queries" else self.band.transposed
 
     def zeros_of(self, sequences: Span | None) -> tuple[int, int] | tuple[None, None]:
-        """The query and the key that a call counts from; None for packed sequences that are whole, or none at all."""
+        """The query and the key that a call counts from; None if it has several whole packed sequences, or none."""
         if self.packing is None or sequences is None:
             return 0, 0
         first, stop = sequences
@@ -335,30 +339,31 @@ def make_schedule(
     Parameters
     ----------
     split_q, split_k : Split
-        Of queries, and of keys and values, over the same ranks.
+        The splits of queries, and of keys and values, over the same ranks.
     band : Band
-        What `causal` and `window` leave visible.
+        The pairs that `causal` and `window` leave visible.
     chunks : int, optional
-        Into how many global chunks pieces are cut.
+        The number of global chunks, at whose ends pieces are cut.
     num_heads_kv : int
-        The key/value heads.
+        How many key/value heads there are.
     steps : int, optional
-        How many groups of them there are to be at most; where it is None, `row_bytes` decides.
+        The most groups of key/value heads in which rows travel; if it is None, `row_bytes` decides.
     row_bytes : (int, int)
-        Bytes of what travels for a row and a key/value head, in the walk by queries and in that by keys.
+        Bytes that travel for a row and a key/value head, in the walk by queries and in that by keys.
     step : (int, int)
         Calls begin at multiples of these, in queries and in keys; those within a packed sequence count from its start.
     packing : Packing, optional
-        Of packed sequences, whose bands it has in the place of `band`.
+        The packed sequences; their bands then replace `band`.
     joins : bool
-        Whether calls may have rows of several spans as if these met: not where anything depends on numbers of rows.
+        Whether calls may have rows of several spans as if these were adjacent. They may not if anything depends on the
+        numbers of rows.
     why_whole : str, optional
-        Why all rows that a piece meets have to be in one call. There are other reasons, which are found here.
+        Why all rows that a piece meets have to be in one call. This function finds some reasons itself.
 
     Raises
     ------
     ValueError
-        Splits over different numbers of ranks, and spans that do not consist of whole chunks.
+        The splits have different numbers of ranks, or spans do not consist of whole chunks.
     """
     if split_q.ranks != split_k.ranks:
         raise value_error("split_k", counted(split_k.ranks, "rank"), f"{split_q.ranks} as split has")
@@ -405,7 +410,7 @@ def _pieces(split: Split, chunks: int | None) -> tuple[tuple[Span, ...], ...]:
 
 
 def _shares(count: int, lengths: Sequence[int]) -> tuple[Span, ...]:
-    """Parts about as long as `lengths` say, relative to each other: 1 at least. There is one for each part."""
+    """`count` heads cut into parts about in the ratio of `lengths`, none of them empty: there are enough heads."""
     ends = [0]
     for i, length in enumerate(lengths):
         left, later = count - ends[-1], len(lengths) - 1 - i
@@ -414,7 +419,7 @@ def _shares(count: int, lengths: Sequence[int]) -> tuple[Span, ...]:
 
 
 def _from_step(span: Span, step: int, zero: int | None) -> Span:
-    """A span with rows before it, so that it begins at a multiple of a step, counted from `zero`."""
+    """A span that is extended to the front, so that it begins at a multiple of a step, counted from `zero`."""
     if zero is None:
         return span
     return (span[0] - (span[0] - zero) % step, span[1]) if is_some(span) else (zero, zero)

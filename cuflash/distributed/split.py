@@ -20,8 +20,8 @@ class Split:
     Parameters
     ----------
     spans : sequence of sequences of (start, stop)
-        For each rank, its spans in increasing order. Every row is in one span of one rank. A rank may have no rows, and
-        spans may have any lengths. Spans that meet are joined to one.
+        For each rank, its spans in increasing order. Every row is in exactly one span of one rank. A rank may have no
+        rows, and spans may have any lengths. Adjacent spans of a rank are joined to one.
 
     Raises
     ------
@@ -59,7 +59,7 @@ class Split:
 
     @property
     def seqlen(self) -> int:
-        """Rows of all ranks."""
+        """How many rows all ranks hold together."""
         return max((stop for own in self.spans for _, stop in own), default=0)
 
     def rows(self, rank: int) -> int:
@@ -67,7 +67,7 @@ class Split:
         return sum(stop - start for start, stop in self.spans[rank])
 
     def local(self, rank: int, span: Span) -> slice:
-        """Where rows of one span of a rank lie in the array of that rank."""
+        """Where the rows of a span lie in the array of the rank that holds them."""
         first = 0
         for start, stop in self.spans[rank]:
             if start <= span[0] and span[1] <= stop:
@@ -76,7 +76,7 @@ class Split:
         raise value_error("span", span, f"rows of rank {rank}")
 
     def part(self, array: Array, rank: int, axis: int = -2) -> Array:
-        """The rows of a rank, of an array with those of all of them.
+        """The rows of one rank, taken from an array with the rows of all ranks.
 
         Parameters
         ----------
@@ -84,7 +84,7 @@ class Split:
             NumPy's or CuPy's.
         rank : int
         axis : int, default -2
-            That of the sequence: -2 of q, k, v and out in layout "bhsd", -3 in layout "bshd", -1 of lse.
+            The axis of the sequence: -2 for q, k, v and out in layout "bhsd", -3 in layout "bshd", -1 for lse.
         """
         rows = array.shape[axis]
         if rows != self.seqlen:
@@ -94,7 +94,7 @@ class Split:
         return module_of(array).concatenate(pieces).swapaxes(0, axis)
 
     def whole(self, parts: Sequence[Array], axis: int = -2) -> Array:
-        """The array with the rows of all ranks, of those that each of them holds: what `part` takes apart."""
+        """The array with the rows of all ranks, put together from the parts of the ranks: the inverse of `part`."""
         if len(parts) != self.ranks:
             raise value_error("parts", counted(len(parts), "array"), f"{self.ranks}, one for each rank")
         pieces = {}
@@ -109,9 +109,9 @@ class Split:
 
 
 def zigzag(seqlen: int, ranks: int, *, multiple: int = 1) -> Split:
-    """Two spans for each rank, one from the front and one from the back: under a causal mask all have equal work.
+    """Two spans for each rank, one from the front and one from the back, so that a causal mask gives equal work.
 
-    The sequence is cut into ``2 * ranks`` pieces as equal as they can be, of which rank r has those r and
+    The sequence is cut into ``2 * ranks`` pieces of nearly equal length. Rank r holds the pieces r and
     ``2 * ranks - 1 - r``::
 
         4 ranks:   0 1 2 3 3 2 1 0
@@ -120,12 +120,12 @@ def zigzag(seqlen: int, ranks: int, *, multiple: int = 1) -> Split:
     ----------
     seqlen, ranks : int
     multiple : int, default 1
-        Pieces begin at multiples of this: 16 with dropout.
+        Pieces begin at multiples of this; 16 suits dropout.
 
     Raises
     ------
     TypeError, ValueError
-        No integer, a negative number of rows, no rank, or a multiple below 1.
+        An argument that is no integer, a negative `seqlen`, `ranks` below 1, or `multiple` below 1.
 
     Examples
     --------
@@ -138,18 +138,18 @@ def zigzag(seqlen: int, ranks: int, *, multiple: int = 1) -> Split:
 
 
 def contiguous(seqlen: int, ranks: int, *, multiple: int = 1) -> Split:
-    """One span for each rank, in the order of ranks: with a window, few keys are needed from others.
+    """One span for each rank, in the order of ranks. With a window, a rank needs few keys from other ranks.
 
     Parameters
     ----------
     seqlen, ranks : int
     multiple : int, default 1
-        Spans begin at multiples of this: 16 with dropout.
+        Spans begin at multiples of this; 16 suits dropout.
 
     Raises
     ------
     TypeError, ValueError
-        No integer, a negative number of rows, no rank, or a multiple below 1.
+        An argument that is no integer, a negative `seqlen`, `ranks` below 1, or `multiple` below 1.
 
     Examples
     --------

@@ -1,10 +1,10 @@
-"""Calls of a rank side by side: on the multiprocessors that the last blocks of one leave idle, another one begins.
+"""Calls of a rank side by side: a call begins on the multiprocessors that the last blocks of another one leave idle.
 
-On a device each step has two streams, which its calls take in turns. What is of an earlier step goes before what is of
-a later one: so the small kernels behind a long one do not wait for another long one. Two more streams go before all of
-these: on one, rows are made ready to travel and are waited for, on the other, parts of results are added and travel
-back. Memory that was let go on a stream may be given out again on the same one only. So what a step takes lives until
-all streams have waited for what the step did, two steps later, when none has to wait long.
+On a device each step has two streams, which its calls take in turns. Work of an earlier step has a higher priority than
+work of a later one, so the small kernels after a long one do not wait for another long one. Two more streams have the
+highest priority: on one, rows are made ready to travel and are waited for; on the other, parts of results are added and
+travel back. The pool may reuse memory that was freed on a stream only on the same stream. So the memory of a step stays
+alive until all streams have waited for the work of the step: two steps later, when no stream has to wait long.
 """
 
 from __future__ import annotations
@@ -24,59 +24,59 @@ from cuflash.interop import module_of
 from cuflash.recording import of_thread
 
 Array = Any
-AT_ONCE = 8  # arrays that a kernel copies: the argument of a kernel is of 4 KiB at most
+AT_ONCE = 8  # arrays that one kernel copies, because the arguments of a kernel take at most 4 KiB
 STEPS_APART = 2  # how many steps one stream may be ahead of another
-OF_STEPS = (-4, -3, -2)  # priorities of the first steps, and of all after them
+OF_STEPS = (-4, -3, -2)  # priorities of the first two steps, and of all later ones
 
 
 class Streams:
-    """What a call does where there are no streams: one thing after the other."""
+    """A stand-in where there are no streams, as in host memory: all work runs in the order of the code."""
 
     goes_on = False  # whether a call runs while the host goes on
 
     def of_call(self, number: int) -> AbstractContextManager[Any]:
-        """Where the call of that number of a step is made."""
+        """The stream on which the call of that number in a step is made."""
         return contextlib.nullcontext()
 
     def rows(self) -> AbstractContextManager[Any]:
-        """Where rows are made ready to travel, and are waited for."""
+        """The stream on which rows are made ready to travel, and are waited for."""
         return contextlib.nullcontext()
 
     def arrived(self, *, in_turn: bool = False) -> None:
-        """Let the calls of a step come after what `rows` did until now; `in_turn`, after those of the step before."""
+        """Order the calls of a step after the work of `rows` so far; `in_turn`, also after those of the step before."""
 
     def returns(self) -> AbstractContextManager[Any]:
-        """Where parts of results are added, after the calls that there were, and travel."""
+        """The stream on which parts of results are added and travel, after the calls made so far."""
         return contextlib.nullcontext()
 
     def keep(self, *held: Any) -> None:
-        """Let memory of a step live for as long as anything of it may run."""
+        """Keep the memory of a step alive as long as any work of the step may run."""
 
     def next_step(self) -> None:
-        """Say that all calls of a step are made, and another step comes."""
+        """Say that all calls of a step are made, and that another step follows."""
 
     def end(self) -> None:
-        """Let what the current stream does from now on come after everything."""
+        """Order all later work of the current stream after all work so far."""
 
 
 class CudaStreams(Streams):
-    """Streams of the current device beside the current one."""
+    """Streams of the current device, beside the current stream."""
 
     goes_on = True
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
         self._calls = [[self._stream(priority) for _ in range(2)] for priority in OF_STEPS]
-        # What others wait for is little: it takes the first multiprocessors that are free.
+        # Their work is small and others wait for it, so it takes the first multiprocessors that are free.
         self._rows, self._returns = (self._stream(HIGHEST_PRIORITY) for _ in range(2))
         self._others = (*(stream for pair in self._calls for stream in pair), self._rows, self._returns)
         self._main: Any = None
         self._step = 0
-        self._kept: list[Any] = []  # by the step whose calls are made now
-        self._used: deque[Any] = deque()  # by those before, with an event after what they did
+        self._kept: list[Any] = []  # memory of the step whose calls are made now
+        self._used: deque[Any] = deque()  # memory of earlier steps, each with an event after its work
 
     def begin(self) -> CudaStreams:
-        """Let everything come after what the current stream did before."""
+        """Order all work on these streams after the earlier work of the current stream."""
         self._main = self._cupy.cuda.get_current_stream()
         self._step = 0
         self._wait(self._others, self._main)
@@ -104,7 +104,7 @@ class CudaStreams(Streams):
         self._kept += held
 
     def next_step(self) -> None:
-        # One stream waits for all others, so that each of them waits for one event later, and not for four.
+        # One stream waits for all others; then each of them later waits for one event instead of four.
         self._wait((self._returns,), *self._of_step, self._rows)
         self._used.append((self._mark(self._returns), self._kept))
         self._step, self._kept = self._step + 1, []
@@ -123,12 +123,12 @@ class CudaStreams(Streams):
         return self._streams_of(self._step)
 
     def _streams_of(self, step: int) -> Sequence[Any]:
-        """The streams of the calls of a step: those of the last priority are of all later steps, too, in turns."""
+        """The streams of the calls of a step. All later steps share those of the last priority, and alternate them."""
         first, second = self._calls[min(step, len(OF_STEPS) - 1)]
         return (first, second) if step % 2 == 0 else (second, first)
 
     def _wait(self, streams: Sequence[Any], *others: Any) -> None:
-        """Let streams wait for what others did until now."""
+        """Let streams wait for the work of others so far."""
         for mark in [self._mark(other) for other in others]:
             self._wait_for(streams, mark)
 
@@ -164,10 +164,11 @@ class StreamsOfDevice:
 
 
 def copy_all(copies: Sequence[tuple[Array, Array]]) -> None:
-    """Copy arrays to others of their shapes and dtypes: (target, source) of each.
+    """Copy arrays to others of the same shapes and dtypes, given as pairs (target, source).
 
-    On a device those of one shape are copied at once, and 16 bytes at a time where those of a row lie together. CuPy
-    has a thread for each element, and so many threads for numbers of 16 bits take several times as long as memory.
+    On a device one kernel copies several arrays of one shape, 16 bytes at a time if the elements of a row are adjacent.
+    CuPy starts a thread for each element; with elements of 16 bits, so many threads take several times as long as the
+    memory does.
     """
     at_once: dict[tuple[int, ...], list[tuple[Array, Array]]] = {}
     for target, source in copies:

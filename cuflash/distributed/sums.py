@@ -1,4 +1,4 @@
-"""Results that come in parts: merged, added, and sent back to where their rows are. Nothing of it is rounded before."""
+"""Results that come in parts are merged, added, and sent back to the ranks of their rows before they are rounded."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ Array = Any
 
 
 class Pieces:
-    """The parts of the results of pieces of a rank, until all of some heads are there."""
+    """Keeps the parts of the results of a rank's pieces until all parts of some heads are there."""
 
     def __init__(self, run: Run, walk: Walk) -> None:
         self.run, self.counts = run, walk.parts[run.rank]
         self._found: dict[int, dict[int, tuple[Span, dict[str, Array]]]] = defaultdict(dict)  # by piece and part
 
     def is_one(self, tile: Tile) -> bool:
-        """Whether a call gives all of the results of its piece."""
+        """Whether one call gives the whole results of its piece."""
         return self.counts[tile.piece] == 1
 
     def add(self, tile: Tile, heads: Span, arrays: Mapping[str, Array]) -> None:
-        """Keep what a call gave, with batch and heads in front."""
+        """Keep the results of a call, whose first axes are batch and heads."""
         self._found[tile.piece][tile.part] = heads, dict(arrays)
 
     def of(self, piece: int, heads: Span) -> list[dict[str, Array]]:
-        """What all calls gave for some heads, in the order of parts; nothing as long as some are missing."""
+        """The results of all calls for some heads, in the order of parts; an empty list while some are missing."""
         parts = self._found[piece]
         if len(parts) < self.counts[piece]:
             return []
@@ -46,7 +46,7 @@ class Pieces:
         return found
 
     def complete(self, heads: Span) -> Iterator[tuple[int, list[dict[str, Array]]]]:
-        """The pieces of which the parts of some heads are all there, and these parts."""
+        """The pieces for which all parts of some heads are there, and these parts."""
         for piece in list(self._found):
             parts = self.of(piece, heads)
             if parts:
@@ -54,14 +54,14 @@ class Pieces:
 
 
 class Found(NamedTuple):
-    """Parts of out and lse, in the dtype of the softmax, in one piece of memory that travels as it is."""
+    """Parts of out and lse in the dtype of the softmax, in one array that travels without copies."""
 
     memory: Array
     parts: list[dict[str, Array]]
 
     @classmethod
     def of(cls, run: Run, count: int, out: Array, lse: Array) -> Found:
-        """Room for so many parts, each of which begins where wide accesses may."""
+        """Memory for `count` parts, each of which is aligned for wide accesses."""
         dtype = run.parts.softmax_dtype
         ends = [-(-x.size * dtype.itemsize // WIDE) * WIDE // dtype.itemsize for x in (out, lse)]
         memory = run.xp.empty((count, sum(ends)), dtype)
@@ -74,7 +74,7 @@ class Found(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A part of dq, of the rows of some spans."""
+    """A part of dq, for the rows of some spans."""
 
     spans: tuple[Span, ...]
     heads: Span
@@ -82,27 +82,27 @@ class Share(NamedTuple):
 
 
 class Returns:
-    """dq in parts, of queries that travelled: sent back to where the queries are, and added there.
+    """Parts of dq for queries that travelled: they are sent back to the ranks of the queries, and added there.
 
-    Parts are of the dtype of the softmax. A rank adds its own, in the order of its calls, and then those of the others
-    in the order of ranks. They are on their way during the step after theirs.
+    Parts have the dtype of the softmax. A rank adds its own parts in the order of its calls, and then those of the
+    others in the order of ranks. The parts of a step travel during the next step.
     """
 
     def __init__(self, run: Run, dq: Array) -> None:
         self.run, self.dq = run, dq
-        self._own: list[Share] = []  # of rounds before
+        self._own: list[Share] = []  # parts of earlier rounds
         self._under_way: Callable[[], None] | None = None
 
     def room(self, a_round: Round, tile: Tile, heads: Span) -> Array:
-        """Room for the part of a call, which can travel as it is."""
+        """Memory for the part of a call, in which the part can travel without a copy."""
         rows = tile.queries[1] - tile.queries[0]
         like = self.dq[:, self.run.q_heads(heads)]
         return self.run.room(a_round, self.run.rank, rows, like, self.run.parts.softmax_dtype)
 
     def send(self, a_round: Round, of_calls: Sequence[tuple[Tile, Array]], heads: Span, *, is_last: bool) -> None:
-        """Let the parts of a step go to whom their rows belong, once those of the step before have come.
+        """Send the parts of a step to the ranks of their rows, after those of the step before have come.
 
-        In the last round these heads are then complete.
+        In the last round dq of these heads is complete once they have come; earlier rounds only keep their parts.
         """
         self.finish()
         run = self.run
@@ -133,13 +133,13 @@ class Returns:
         self._under_way = arrive
 
     def finish(self) -> None:
-        """Wait for what is on its way, and add it."""
+        """Wait for the parts that travel, and add them."""
         if self._under_way is not None:
             self._under_way()
         self._under_way = None
 
     def _message(self, a_round: Round, span: Span, shares: Sequence[Share], heads: Span) -> Array:
-        """What this rank has for rows of another one: the memory of a call, or the sum of several."""
+        """This rank's parts for rows of another rank: the memory of one call, or the sum of several calls."""
         run = self.run
         parts = self._parts(span, shares, heads) if _between_ends(span, shares) == [span] else []
         if len(parts) == 1:
@@ -153,7 +153,7 @@ class Returns:
         return run.as_sent(a_round, run.rank, into)
 
     def _parts(self, rows: Span, shares: Sequence[Share], heads: Span) -> list[Array]:
-        """What calls gave for rows, each of them for all of these or for none."""
+        """The parts of calls for `rows`; each call has a part for all of these rows or for none."""
         found = []
         for share in shares:
             at = places([rows], share.spans)
@@ -163,9 +163,9 @@ class Returns:
 
 
 class Sums:
-    """Gradients that are sums over queries of several calls, or rows of dbias that one rank holds.
+    """Gradients that are sums over the queries of several calls, or rows of dbias that one rank holds.
 
-    Parts of all pieces are added in the order of pieces, in the dtype of the softmax, by every rank alike.
+    Every rank adds the parts of all pieces in the order of pieces, in the dtype of the softmax.
     """
 
     def __init__(self, run: Run, names: list[str]) -> None:
@@ -183,7 +183,7 @@ class Sums:
         return () if array is None else tuple(array.shape)
 
     def _zeros(self, name: str, pieces: int | None = None) -> Array:
-        """Room for the parts of some pieces; of a gradient of this rank alone, for the whole."""
+        """Zeros for the parts of some pieces; for a gradient of this rank alone, zeros for the whole gradient."""
         run = self.run
         dtype = run.parts.softmax_dtype
         if name == "dbias" and not run.sums_bias:
@@ -192,7 +192,7 @@ class Sums:
         return run.xp.zeros((*count, *self._shape(name)), dtype)
 
     def add(self, name: str, part: Array, tile: Tile, heads: Span) -> None:
-        """Add what a call gave."""
+        """Add the result of a call."""
         run = self.run
         total = self.parts[name][0 if self._is_own(name) else tile.piece, ...]
         if name == "dbias":
@@ -229,21 +229,21 @@ class Sums:
 
 
 def of_sequences(array: Array, tile: Tile) -> Array:
-    """What an array has for the packed sequences of a tile; one without an axis of sequences is that of all."""
+    """The entries of an array for the packed sequences of a tile; an array without an axis of sequences serves all."""
     if array.ndim == 1:
         return array
     return array[slice(*(tile.sequences or (0, 1)))]
 
 
 def _between_ends(span: Span, shares: Sequence[Share]) -> list[Span]:
-    """Rows, each with the same parts: cut where one of the parts has an end."""
+    """A span, cut where a part begins or ends, so that the rows of each piece have the same parts."""
     ends = {*span, *(end for share in shares for part in cut(span, share.spans) for end in part)}
     ordered = sorted(ends)
     return list(itertools.pairwise(ordered))
 
 
 def add_up(target: Array, parts: Sequence[Array]) -> None:
-    """The sum of parts in their order, in their dtype, rounded once."""
+    """Write the sum of parts, added in their order and dtype, and rounded once."""
     if not parts:
         assign(target, 0)
     elif isinstance(target, np.ndarray):
@@ -256,7 +256,7 @@ def add_up(target: Array, parts: Sequence[Array]) -> None:
 
 
 def minus_delta(out: Array, dout: Array, dlse: Array | None, dtype: Any) -> Array:
-    """``dlse - rowsum(dout * out)``, all that a backward pass needs of out and of dlse."""
+    """``dlse - rowsum(dout * out)``, which is all that a backward pass needs of out and dlse."""
     if isinstance(out, np.ndarray):
         found = -(out.astype(dtype) * dout.astype(dtype)).sum(axis=-1)
         return found if dlse is None else dlse + found

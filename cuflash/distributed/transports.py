@@ -1,8 +1,9 @@
-"""How rows get from rank to rank: thin layers over engines that do it, with one protocol.
+"""How rows get from rank to rank: thin layers with one protocol over libraries that move data.
 
 All ranks call `share`, and then `start` and `finish`, in the same order. Between two ranks, arrays arrive in the order
-in which they were sent. Whatever does not arrive in time raises TimeoutError, and what a rank that failed was to send
-RuntimeError: after that nothing is known of the messages that are under way, and the communicator is of no more use.
+in which they were sent. A message that does not arrive in time raises TimeoutError, and one from a rank that failed
+raises RuntimeError. After that nothing is known of the messages under way, and the communicator cannot be used any
+more.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from cuflash.interop import module_of
 from cuflash.values import as_integer, value_error
 
-HIGHEST_PRIORITY = -100  # of a stream: CUDA takes the highest one that the device has
+HIGHEST_PRIORITY = -100  # of a stream; CUDA replaces it by the highest priority that the device has
 Array = Any
 Message = tuple[int, Array]  # the rank at the other end, and a C-contiguous array
 
@@ -38,19 +39,19 @@ class Transport(ABC):
         """What each rank says, by rank: a few bytes, through host memory."""
 
     def begin_sharing(self, text: bytes, timeout: float) -> Callable[[], list[bytes]]:
-        """Begin to do so; a function that waits for the rest."""
+        """Begin to `share`; returns a function that waits for the result."""
         return functools.partial(self.share, text, timeout)
 
     @abstractmethod
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
-        """Begin to send arrays, which stay as they are until `finish`, and to receive into others."""
+        """Begin to send arrays, which must not change until `finish`, and to receive into others."""
 
     @abstractmethod
     def finish(self, pending: Any, timeout: float) -> None:
-        """Wait for what `start` began: on CuPy arrays, let the current stream wait, and not the host, where it can."""
+        """Wait for what `start` began; with CuPy arrays, the current stream waits instead of the host, if it can."""
 
-    def fail(self, rank: int, text: str) -> None:  # noqa: B027 (others then wait until their time is over)
-        """Say that a rank has failed, this one or one that it heard of, so that others wait no longer."""
+    def fail(self, rank: int, text: str) -> None:  # noqa: B027 (without it the others wait until their timeout)
+        """Tell the others that this rank, or another one, has failed, so that they stop waiting."""
 
 
 def out_of_time(what: str, timeout: float) -> TimeoutError:
@@ -58,7 +59,7 @@ def out_of_time(what: str, timeout: float) -> TimeoutError:
 
 
 class RankFailed(RuntimeError):
-    """What a rank raises that hears of the failure of another one."""
+    """Raised on a rank that hears of the failure of another rank."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(f"rank {rank} failed: {text}")
@@ -66,18 +67,18 @@ class RankFailed(RuntimeError):
 
 
 class Progress:
-    """A thread that moves rows while the one that calls computes: one job after the other."""
+    """A thread that runs jobs one after the other: it moves rows while the calling thread computes."""
 
     def __init__(self) -> None:
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "cuflash")
-        self.is_over = threading.Event()  # nobody waits for the jobs any more
+        self.is_over = threading.Event()  # set once no thread waits for the jobs any more
 
     def run(self, job: Callable[..., Any], *args: Any) -> Any:
-        """Have a job done; those that wait for others look at `is_over`."""
+        """Run a job; a job that waits for other ranks has to look at `is_over`."""
         return self._pool.submit(job, *args)
 
     def result(self, pending: Any, what: str, timeout: float) -> Any:
-        """What a job returns, once it is done."""
+        """Wait for a job, and return its result."""
         try:
             return pending.result(timeout)
         except concurrent.futures.TimeoutError:
@@ -86,7 +87,7 @@ class Progress:
 
 
 class _Parcel(NamedTuple):
-    """An array on its way, and how its receiver says that it was copied."""
+    """An array under way, and a queue by which its receiver says that it has copied it."""
 
     array: Array
     ready: Any  # an event on the sender's stream; None in host memory
@@ -94,19 +95,19 @@ class _Parcel(NamedTuple):
 
 
 class _Switchboard:
-    """What the ranks of one process share."""
+    """The state that the ranks of one process share."""
 
     def __init__(self, size: int) -> None:
         self.changed = threading.Condition()
         self.said: dict[int, dict[int, bytes]] = {}  # by call and rank
-        self.heard: dict[int, int] = {}  # how many ranks have heard it
+        self.heard: dict[int, int] = {}  # by call, how many ranks have read all texts
         self.failed: dict[int, str] = {}  # by rank
         self.under_way: dict[tuple[int, int], deque[_Parcel]] = {
             (source, target): deque() for source in range(size) for target in range(size)
         }
 
     def wait(self, is_there: Callable[[], bool], what: str, timeout: float, over: threading.Event) -> None:
-        """Wait, with the lock held, until something is there, or no more is waited for."""
+        """Wait, with the lock held, until `is_there`, a rank has failed, or the wait is `over`."""
         if not self.changed.wait_for(lambda: is_there() or self.failed or over.is_set(), timeout):
             raise out_of_time(what, timeout)
         if not is_there():
@@ -116,8 +117,8 @@ class _Switchboard:
 class Threads(Transport):
     """A rank that is a thread of this process, with NumPy arrays, or with CuPy arrays on a device of its own.
 
-    Copies between devices are those of CUDA, directly where the devices are peers, on a stream of their own. They are
-    ordered by events: the device of neither rank is waited for.
+    CUDA copies between devices, directly if they are peers, on a stream for copies only. Events order the copies, so
+    the host waits for the device of neither rank.
     """
 
     def __init__(self, rank: int, size: int, switchboard: _Switchboard) -> None:
@@ -160,7 +161,7 @@ class Threads(Transport):
                     self._board.wait(taken, "a receiver", timeout, self._progress.is_over)
                 _wait_for(parcel.taken[0])
         except TimeoutError:
-            with self._board.changed:  # the other thread stops to wait
+            with self._board.changed:  # so that the thread of `Progress` stops waiting
                 self._progress.is_over.set()
                 self._board.changed.notify_all()
             raise
@@ -171,7 +172,7 @@ class Threads(Transport):
             self._board.changed.notify_all()
 
     def _receive(self, expected: list[tuple[int, Array, Any]]) -> list[Any]:
-        """Copy arrays as they are sent; what arrives, as events."""
+        """Copy arrays as they are sent; returns an event for each, after its copy."""
         found = []
         for source, array, is_free in expected:
             queue = self._board.under_way[source, self.rank]
@@ -187,7 +188,7 @@ class Threads(Transport):
         return found
 
     def _copy(self, parcel: _Parcel, array: Array, is_free: Any) -> Any:
-        """Copy between two ranks, where the array lies that is written to; an event after that."""
+        """Copy between two ranks, on the device of the receiver; returns an event after the copy."""
         if isinstance(array, np.ndarray):
             array[...] = parcel.array
             return None
@@ -203,7 +204,7 @@ class Threads(Transport):
 
 
 def threads(ranks: int) -> list[Threads]:
-    """Communicators for so many threads of this process, one for each.
+    """Communicators for ranks that are threads of this process, one for each thread.
 
     Parameters
     ----------
@@ -212,12 +213,12 @@ def threads(ranks: int) -> list[Threads]:
     Returns
     -------
     list of Threads
-        That of rank r at place r. Each is used by one thread.
+        The communicator of rank r is at index r. Only one thread may use it.
 
     Raises
     ------
     TypeError, ValueError
-        No integer, or no rank.
+        `ranks` is no integer, or below 1.
 
     Examples
     --------
@@ -233,7 +234,7 @@ def threads(ranks: int) -> list[Threads]:
 
 
 def _recorded(array: Array) -> Any:
-    """An event after what the current stream of the array's device does to it; None in host memory."""
+    """An event after the work so far on the current stream of the array's device; None in host memory."""
     if isinstance(array, np.ndarray):
         return None
     cupy = module_of(array)
@@ -244,7 +245,7 @@ def _recorded(array: Array) -> Any:
 
 
 def _wait_for(event: Any) -> None:
-    """Let the current stream of the current device wait for an event, of whichever device."""
+    """Let the current stream of the current device wait for an event of any device."""
     if event is not None:
         import cupy
 

@@ -1,8 +1,8 @@
-"""Rows on their way from rank to rank, a step's while those of the step before are computed with.
+"""Rows travel from rank to rank: those of a step while the rank computes with those of the step before.
 
-Rows come either in the layout (batch, heads, rows, ...), where all that a rank meets comes from one other rank, which
-may then send its own memory, or with their own axis first: then the rows of each sender are one piece of memory, which
-is received where it is needed.
+Rows travel in one of two layouts. If all rows that a rank meets come from one other rank, they have the layout (batch,
+heads, rows, ...), and the sender may send them from its own array. Otherwise the axis of rows comes first: then the
+rows of each sender are contiguous, and are received where they are needed.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ class Cargo(NamedTuple):
     """An array whose rows travel."""
 
     array: Array
-    has_columns: bool  # whether its last axis is keys, of which a rank needs its own
+    has_columns: bool  # whether its last axis is keys; a rank needs the columns of its own keys
 
 
 class Store(NamedTuple):
-    """Rows of some spans, one after the other, of arrays by name."""
+    """The rows of some spans, one after the other, for arrays by name."""
 
     spans: tuple[Span, ...]
     arrays: dict[str, Array]
 
 
 class Held(NamedTuple):
-    """Rows that the calls of a step meet."""
+    """The rows that the calls of a step meet."""
 
     stores: tuple[Store, ...]
 
     def rows(self, met: Sequence[Span]) -> dict[str, Array]:
-        """Those of spans that follow each other where they are held."""
+        """The rows of some spans, which have to lie one after the other in a store."""
         if not is_some(met[0]):
             return {name: x[:, :, :0] for name, x in self.stores[0].arrays.items()}
         for store in self.stores:
@@ -54,12 +54,12 @@ class Held(NamedTuple):
 
 @dataclass
 class _Journey:
-    """The rows of a step, ready to travel, and what comes of others."""
+    """The rows of a step that are ready to travel, and memory for those that come."""
 
     sends: list[Message]
     receives: list[Message]
     held: Held
-    pending: Any = None  # of the transport, once they travel
+    pending: Any = None  # the exchange, once it has begun
 
 
 class Rows:
@@ -73,7 +73,7 @@ class Rows:
         names: Sequence[str],
         makes: Mapping[str, Callable[[], Array]] | None = None,
     ) -> None:
-        """`own` are the arrays that calls get of this rank's rows, `names` those that travel, some made for that."""
+        """Calls on this rank's rows get the arrays `own`; the arrays `names` travel, some made by `makes` for that."""
         self.run, self.walk, self.own, self.names = run, walk, own, names
         self._makes = makes or {}
         self._made: dict[str, Array] = {}
@@ -85,7 +85,7 @@ class Rows:
         travelling = [number for number, (a_round, _) in enumerate(steps) if a_round.transfers]
         try:
             for number, (a_round, heads) in enumerate(steps):
-                # Where calls run behind the host, those on own rows are made before anything is made ready to travel.
+                # If the host runs ahead of calls, it makes those on own rows before it makes rows ready to travel.
                 if travelling and (a_round.transfers or not streams.goes_on):
                     with streams.rows():
                         self._send([i for i in travelling if i >= number][:STEPS_AHEAD], number)
@@ -102,7 +102,7 @@ class Rows:
             streams.end()
 
     def _send(self, upcoming: Sequence[int], step: int) -> None:
-        """Let the rows of some steps begin to travel, or, as long as ranks have not agreed, be ready to."""
+        """Let the rows of some steps begin to travel; while ranks have not agreed yet, only make them ready."""
         for number in upcoming:
             if number not in self._journeys:
                 self._journeys[number] = self._journey(*self.walk.steps[number])
@@ -112,13 +112,13 @@ class Rows:
                     journey.pending = self.run.start(journey.sends, journey.receives)
 
     def _mine(self, a_round: Round, heads: Span) -> tuple[Store, ...]:
-        """This rank's rows, as they lie."""
+        """This rank's rows, where they are in memory."""
         arrays = {name: self._cargo(name, heads) for name in self.own}
         mine = {name: self._columns(x, self.run.rank) for name, x in arrays.items()}
         return (Store(a_round.split.spans[self.run.rank], mine),)
 
     def _journey(self, a_round: Round, heads: Span) -> _Journey:
-        """Rows of a step, made ready to travel, and room for those that come."""
+        """The rows of a step, made ready to travel, and memory for those that come."""
         run, split, rank = self.run, a_round.split, self.run.rank
         cargo = {name: self._cargo(name, heads) for name in self.names}
         sends, copies = self._departing(a_round, cargo)
@@ -127,7 +127,7 @@ class Rows:
         coming = [transfer for transfer in a_round.transfers if transfer.target == rank]
         mine = {name: self._columns(x, rank) for name, x in cargo.items()}
         for of_store in [spans] if not any(cut(span, own) for span in spans) else [(span,) for span in spans]:
-            if places(of_store, own) is not None:  # nothing of it comes from others
+            if places(of_store, own) is not None:  # this rank holds all of it
                 stores.append(Store(of_store, {name: x[:, :, places(of_store, own)] for name, x in mine.items()}))
                 continue
             count = sum(stop - start for start, stop in of_store)
@@ -146,7 +146,7 @@ class Rows:
         return _Journey(sends, receives, Held(tuple(stores or [Store((), mine)])))
 
     def _departing(self, a_round: Round, cargo: dict[str, Cargo]) -> tuple[list[Message], list[tuple[Array, Array]]]:
-        """What this rank sends, and copies of rows that do not lie together."""
+        """The messages of this rank, and the copies that make rows contiguous for them."""
         run, sends, copies = self.run, [], []
         for transfer in a_round.transfers:
             if transfer.source == run.rank:
@@ -171,7 +171,7 @@ class Rows:
         return Cargo(array[:, slice(*heads) if name in ("k", "v") else run.q_heads(heads)], False)
 
     def _columns(self, x: Cargo, target: int) -> Array:
-        """The array, of pairs with the columns of the keys of a rank, one span after the other."""
+        """The array; if its columns are keys, only those of a rank's keys, one span after the other."""
         if not x.has_columns:
             return x.array
         spans = self.run.schedule.split_k.spans[target]

@@ -1,4 +1,4 @@
-"""Keys and values in host memory, which pass through the device chunk by chunk.
+"""Attention over keys and values in host memory, which pass through the device chunk by chunk.
 
 >>> import numpy as np, cuflash
 >>> q, k, v = np.random.default_rng(0).standard_normal((3, 8, 1000, 64), np.float32)

@@ -1,8 +1,8 @@
-"""How chunks get to the device and back: through two buffers for each array, by streams of their own.
+"""How chunks get to the device and back: through two buffers for each array, on streams for copies only.
 
-A chunk is on its way while the device computes with the one before it. Host memory that is pinned is copied from where
-it is. CUDA copies no other memory behind the host's back: threads bring it into two pinned buffers first, and results
-out of such. In host memory, chunks are views.
+A chunk is copied while the device computes with the one before it. Pinned host memory is copied directly. CUDA copies
+no other host memory asynchronously: threads copy it into two pinned buffers first, and results out of two such buffers.
+If the queries are in host memory, too, chunks are views.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from cuflash.spans import Span, cut_evenly
 
 Array = Any
 Host = np.ndarray[Any, Any]
-SMALLEST_BLOCK = 2**14  # bytes of host memory that are worth a copy of their own; smaller ones are staged
-MAX_THREADS = 8  # that copy from one place in host memory to another
+SMALLEST_BLOCK = 2**14  # bytes of contiguous host memory that are worth a copy of their own; smaller pieces are staged
+MAX_THREADS = 8  # threads that copy within host memory
 
 
 class Device(Protocol):
-    """What belts need of a device. A stream that is None is the one that computes."""
+    """The functions of a device that belts need. The stream None is the one that computes."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Device memory."""
 
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> Host:
-        """Host memory that can be copied from and to without the host's help."""
+        """Page-locked host memory, which the device can read and write by itself."""
 
     def is_pinned(self, array: Host) -> bool:
-        """Whether host memory is such."""
+        """Whether an array is in page-locked host memory."""
 
     def stream(self) -> Any:
         """A stream beside the one that computes."""
 
     def copy(self, target: Array, source: Array, stream: Any) -> None:
-        """Copy a contiguous array to another one, of which one is in host memory, in the order of a stream."""
+        """Copy a contiguous array to another one, on a stream; one of the two is in host memory."""
 
     def mark(self, stream: Any) -> Any:
-        """An event after all that a stream was given."""
+        """An event after all work that the stream has been given so far."""
 
     def follow(self, stream: Any, event: Any) -> None:
         """Let a stream wait for an event."""
@@ -52,7 +52,7 @@ class Device(Protocol):
 
 
 class Lane:
-    """One array in host memory, and room for two chunks of it on the device: its axes lie in memory as the array's."""
+    """One array in host memory, and two buffers for its chunks on the device, with the same order of axes in memory."""
 
     def __init__(self, device: Device, array: Host, longest: int) -> None:
         self.array = array  # (batch, heads, rows, dim)
@@ -63,32 +63,32 @@ class Lane:
         self.staging = [] if self.is_direct else [device.pinned(shape, array.dtype) for _ in range(2)]
 
     def in_buffer(self, number: int, span: Span) -> Array:
-        """Where a chunk is on the device, as (batch, heads, rows, dim)."""
+        """The view of a chunk on the device, as (batch, heads, rows, dim)."""
         return self._lying(self.buffers[number % 2], span).transpose(*np.argsort(self.order).tolist())
 
     def load(self, device: Device, number: int, span: Span, stream: Any) -> None:
-        """Bring a chunk to the device, from where it is staged if it has to be."""
+        """Copy a chunk to the device, from the staging buffer if there is one."""
         for target, source in self._blocks(number, span):
             device.copy(target, source, stream)
 
     def unload(self, device: Device, number: int, span: Span, stream: Any) -> None:
-        """Bring a chunk from the device, to where it is staged if it has to be."""
+        """Copy a chunk from the device, to the staging buffer if there is one."""
         for source, target in self._blocks(number, span):
             device.copy(target, source, stream)
 
     def staged(self, number: int, span: Span) -> tuple[Host, Host]:
-        """A chunk in host memory and where it is staged, as integers: NumPy copies these as they are."""
+        """A chunk in host memory and its staging buffer, both as integers, which NumPy copies as they are."""
         bits = f"u{self.array.dtype.itemsize}"
         there = self.array[:, :, slice(*span)].transpose(self.order)
         return there.view(bits), self._lying(self.staging[number % 2], span).view(bits)
 
     @property
     def rows_axis(self) -> int:
-        """Where the axis of rows lies."""
+        """The place of the axis of rows in the order of memory."""
         return self.order.index(2)
 
     def _blocks(self, number: int, span: Span) -> Iterator[tuple[Array, Host]]:
-        """Contiguous pieces of a chunk, on the device and in host memory."""
+        """The contiguous pieces of a chunk, as pairs of views on the device and in host memory."""
         on_device = self._lying(self.buffers[number % 2], span)
         if not self.is_direct:
             yield on_device, self._lying(self.staging[number % 2], span)
@@ -99,7 +99,7 @@ class Lane:
             yield on_device[index], there[index]
 
     def _shape(self, rows: int) -> tuple[int, ...]:
-        """Of a chunk, its axes as they lie in memory."""
+        """The shape of a chunk, its axes in the order of memory."""
         shape = (*self.array.shape[:2], rows, self.array.shape[3])
         return tuple(shape[axis] for axis in self.order)
 
@@ -119,7 +119,7 @@ class Workers:
         self.count = count
 
     def copy(self, device: Device, pairs: Sequence[tuple[Lane, Host, Host]], after: Any) -> list[Any]:
-        """Begin to copy, from the first array of each pair to the second one, once an event has come."""
+        """Begin to copy the first array of each pair to the second one, after an event."""
         assert self.pool is not None
 
         def work(lane: Lane, source: Host, target: Host, rows: Span) -> None:
@@ -140,9 +140,9 @@ class Workers:
 
 
 class Feed:
-    """Chunks of arrays on the device, one after the other; those of the next are on their way.
+    """Gives chunks of arrays on the device, one after the other, while the next chunk is being copied.
 
-    When it is left, host memory has been read.
+    When this context is left, all copies from host memory are done.
     """
 
     def __init__(self, device: Device, arrays: Mapping[str, Host], spans: Sequence[Span]) -> None:
@@ -152,9 +152,9 @@ class Feed:
         self.staged = [lane for lane in self.lanes.values() if not lane.is_direct]
         self.workers = Workers(self.staged)
         self.stream = device.stream()
-        self.arrived: list[Any] = [None, None]  # of both buffers: a chunk has come
-        self.used = [device.mark(None)] * 2  # nobody needs what is in them; memory may have been another's before
-        self.filled: list[list[Any]] = [[], []]  # copies to the staging buffers that are under way
+        self.arrived: list[Any] = [None, None]  # for each buffer, an event after the copy of its chunk
+        self.used = [device.mark(None)] * 2  # for each buffer, an event after its last use, by earlier owners, too
+        self.filled: list[list[Any]] = [[], []]  # for each staging buffer, the copies to it that are under way
 
     def __enter__(self) -> Feed:
         return self
@@ -176,13 +176,13 @@ class Feed:
             self._begin(number + 1)
 
     def _fill(self, number: int, after: Any) -> None:
-        """Begin to stage a chunk, once what was staged there before has gone."""
+        """Begin to stage a chunk, after the chunk before it has left the staging buffer."""
         if self.staged and number < len(self.spans):
             pairs = [(lane, *lane.staged(number, self.spans[number])) for lane in self.staged]
             self.filled[number % 2] = self.workers.copy(self.device, pairs, after)
 
     def _begin(self, number: int) -> None:
-        """Let a chunk come, once what was there before is used no more."""
+        """Let a chunk be copied to the device, after the last use of the chunk before it in the buffer."""
         if number >= len(self.spans):
             return
         self.device.follow(self.stream, self.used[number % 2])
@@ -195,7 +195,7 @@ class Feed:
 
 
 class Drain:
-    """Chunks of results on their way from the device, while the next are computed. When it is left, they have come."""
+    """Copies chunks of results to the host while the next are computed. When it is left, all copies are done."""
 
     def __init__(self, device: Device, arrays: Mapping[str, Host], spans: Sequence[Span]) -> None:
         longest = max((stop - start for start, stop in spans), default=0)
@@ -204,8 +204,8 @@ class Drain:
         self.staged = [lane for lane in self.lanes.values() if not lane.is_direct]
         self.workers = Workers(self.staged)
         self.stream = device.stream()
-        self.left: list[Any] = [None, None]  # of both buffers: a chunk has left it
-        self.emptied: list[list[Any]] = [[], []]  # copies out of the staging buffers that are under way
+        self.left: list[Any] = [None, None]  # for each buffer, an event after its chunk was copied out
+        self.emptied: list[list[Any]] = [[], []]  # for each staging buffer, the copies out of it that are under way
 
     def __enter__(self) -> Drain:
         return self
@@ -223,13 +223,13 @@ class Drain:
             self.workers.close()
 
     def room(self, number: int) -> dict[str, Array]:
-        """Where the results of a chunk go."""
+        """The device buffers for the results of a chunk."""
         if self.left[number % 2] is not None:
             self.device.follow(None, self.left[number % 2])
         return {name: lane.in_buffer(number, self.spans[number]) for name, lane in self.lanes.items()}
 
     def send(self, number: int) -> None:
-        """Let the results of a chunk go, which the device has been told to compute."""
+        """Begin to copy the results of a chunk, after the work that computes them and that is already launched."""
         span = self.spans[number]
         self.device.follow(self.stream, self.device.mark(None))
         for done in self.emptied[number % 2]:
@@ -243,12 +243,12 @@ class Drain:
 
 
 def lying(array: Host) -> list[int]:
-    """The axes of an array as they lie in memory, the last one last."""
+    """The axes of an array, ordered as they lie in memory; the last axis stays last."""
     return [*sorted(range(3), key=lambda axis: -abs(array.strides[axis]) if array.shape[axis] > 1 else 0), 3]
 
 
 def contiguous_axes(array: Host) -> int:
-    """How many of the last axes of an array are one piece of memory."""
+    """How many of the last axes of an array form one contiguous piece of memory."""
     expected = array.itemsize
     for count, (size, stride) in enumerate(zip(reversed(array.shape), reversed(array.strides), strict=True)):
         if size > 1 and stride != expected:
@@ -258,7 +258,7 @@ def contiguous_axes(array: Host) -> int:
 
 
 def is_direct(device: Device, array: Host) -> bool:
-    """Whether an array is copied from or to where it is: pinned, in pieces that are worth a copy."""
+    """Whether an array is copied without staging: it is pinned, and its contiguous pieces are worth a copy each."""
     there = array.transpose(lying(array))
     pieces = there.shape[there.ndim - contiguous_axes(there) :]
     block = int(np.prod(pieces)) * array.itemsize

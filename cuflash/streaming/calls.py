@@ -1,4 +1,4 @@
-"""Calls of `cuflash.FlashAttention` whose keys and values are streamed: checked, and computed."""
+"""Calls of `cuflash.FlashAttention` with streamed keys and values: how they are checked and computed."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from cuflash.terms import BROADCAST, NAMES
 from cuflash.values import type_error, value_error
 
 Array = Any
-# What a pass reads where the queries are, beside the terms, and what of it there has to be.
+# Arrays beside the terms that a pass reads, in the memory where the queries are, and those that are required.
 _READ: dict[Pass, tuple[str, ...]] = {"forward": ("q",), "backward": ("q", "dout", "out", "lse", "dlse")}
 _REQUIRED: dict[Pass, tuple[str, ...]] = {"forward": ("q",), "backward": ("q", "dout", "out", "lse")}
-# Options that are not served, and what serves instead.
+# Options that are not supported, and what to pass instead.
 _REMEDIES = {
     "block_table": "contiguous keys: the pages of each batch entry gathered into them",
     "cu_seqlens_q": "a call for each sequence, or sequences padded to one length as the entries of a batch",
@@ -44,16 +44,16 @@ _REMEDIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A call whose arguments fit each other."""
+    """A call whose arguments are checked against each other."""
 
     options: Options
-    equivalent: Equivalent | None  # what functions spell out
-    own: interop.Borrowed  # what is where the queries are
-    hosts: Mapping[str, Host]  # in host memory: k, v, and those of dk and dv that are given
+    equivalent: Equivalent | None  # the options and terms that functions spell out
+    own: interop.Borrowed  # the arrays in the memory where the queries are
+    hosts: Mapping[str, Host]  # arrays in host memory: k, v, and dk and dv if given
     problem: Problem
     band: Band
     length: int  # keys of a chunk
-    is_explicit: bool  # the caller says so
+    is_explicit: bool  # whether the caller chose it
     chunks: tuple[Chunk, ...]
 
     @property
@@ -66,7 +66,7 @@ class _Call:
         return interop.module_of(self.given["q"]).empty(shape, dtype) if given is None else given
 
     def host_result(self, name: str, device: Cuda | None) -> Host:
-        """The array in host memory that a result is written to: a new one is pinned where that of the keys is."""
+        """The array in host memory that a result is written to. A new one is pinned if its input (k or v) is."""
         if name in self.hosts:
             return self.hosts[name]
         like = self.hosts[name[1:]]
@@ -74,7 +74,7 @@ class _Call:
         return (device.pinned if device is not None and is_pinned else np.empty)(like.shape, like.dtype)
 
     def run(self, pass_: Pass, random: tuple[int, int] = (0, 0)) -> StreamedPass:
-        """What computes a pass."""
+        """The object that computes a pass."""
         device = device_of(self.own.kind)
         read = (*_READ[pass_], *NAMES, *names_of(self.options))
         arrays = {name: self.seen(name, x) for name, x in self.given.items() if name in read}
@@ -88,7 +88,7 @@ class _Call:
         return mapped if memory.may_be_mapped(mapped, device) else run
 
     def seen(self, name: str, array: Array) -> Array:
-        """An array with all axes, where it has axes of rows."""
+        """A view with all axes, if the array has axes of rows; else the array itself."""
         if name in BROADCAST or name == "dbias":
             return array[(None,) * (4 - array.ndim)]
         if name in ("lse", "dlse"):
@@ -97,7 +97,7 @@ class _Call:
 
 
 def forward(options: Options, arrays: Mapping[str, Any], random: tuple[int, int]) -> tuple[Array, ...]:
-    """(out, lse) of arrays by name as `FlashAttention.forward` has them, k or v of which is `Streamed`."""
+    """(out, lse) of arrays by name, as `FlashAttention.forward` gets them, where k or v is `Streamed`."""
     call = _checked("forward", options, arrays, _REQUIRED["forward"], ("out", "lse"))
     problem = call.problem
     with _on_device(call.given["q"]):
@@ -110,7 +110,7 @@ def forward(options: Options, arrays: Mapping[str, Any], random: tuple[int, int]
 def backward(
     options: Options, arrays: Mapping[str, Any], need: tuple[str, ...], random: tuple[int, int]
 ) -> tuple[Array, ...]:
-    """The gradients `need`, of arrays by name as `FlashAttention.backward` has them, those to write to among them."""
+    """The gradients `need` of arrays by name, as `FlashAttention.backward` gets them, with the arrays to write to."""
     call = _checked("backward", options, arrays, _REQUIRED["backward"], need)
     own_need = need if call.equivalent is None else call.equivalent.need(need)
     with _on_device(call.given["q"]):
@@ -132,7 +132,7 @@ def backward(
 
 
 def plan(options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> StreamPlan:
-    """What both passes would do: chunks, how they get to the device, and memory."""
+    """The plan of both passes: the chunks, how they get to the device, and the memory that this takes."""
     given = {"out": None, "lse": None, **arrays}
     call = _checked("backward", options, given, ("q",), need)
     with _on_device(call.given["q"]):
@@ -192,7 +192,7 @@ def _checked(
     rows, keys = steps_of(options, problem.block_mask is not None)
     length = chunk_of(problem, k.chunk, keys)
     chunks = chunks_of(band, *sizes, length, rows)
-    if pass_ == "backward" and sums_softmax(results):  # which the first call gives, of all queries
+    if pass_ == "backward" and sums_softmax(results):  # the first call gives these, for all queries
         keys_of_first = chunks[0].keys if chunks else (0, 0)
         chunks = (Chunk((0, sizes[0]), keys_of_first), *chunks[1:])
     return _Call(
@@ -217,7 +217,7 @@ def _check_apart(hosts: Mapping[str, Host], results: tuple[str, ...]) -> None:
 
 
 def device_of(kind: interop.Kind) -> Cuda | None:
-    """Where chunks go; None where they stay in host memory."""
+    """The device that chunks go to; None if they stay in host memory."""
     return Cuda() if kind == "cupy" else None
 
 

@@ -1,4 +1,4 @@
-"""Which keys are on the device when, and how much memory that takes: pure data."""
+"""The plan of streaming: which keys are on the device at which time, and how much memory that takes. Pure data."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from cuflash.problem import Problem
 from cuflash.spans import Band, Span, overlap
 from cuflash.values import value_error
 
-CHUNK_BYTES = 2**27  # of keys and values; a chunk of so many is on its way for 2.5 ms over PCIe 5
-CHUNK_STEP = 128  # keys; tiles of the kernels end at multiples of it
+CHUNK_BYTES = 2**27  # of keys and values in a chunk; to copy so many takes 2.5 ms over PCIe 5
+CHUNK_STEP = 128  # keys; default chunks have a multiple of it, because tiles of the kernels end at multiples of it
 WAYS = {
     "views": "chunks are views: queries are in host memory, too",
     "pinned": "chunks are copied from pinned memory by a stream of its own, through two buffers",
@@ -24,7 +24,7 @@ Way = Literal["views", "pinned", "staged", "mapped"]
 
 
 class Chunk(NamedTuple):
-    """Keys that are on the device together, and the queries that see any of them."""
+    """Keys that are on the device together, and the queries that see at least one of them."""
 
     queries: Span
     keys: Span
@@ -39,13 +39,13 @@ class StreamPlan:
     chunk : int
         The most keys that are computed with at a time.
     chunks : tuple of Chunk
-        In order; keys that no query sees are in none.
+        In the order of keys; chunks that no query sees are left out.
     ways : mapping of str to str
-        By pass, how keys come to where they are computed with: "views", "pinned", "staged" or "mapped".
+        By pass, how keys get to where the pass computes: "views", "pinned", "staged" or "mapped".
     memory : mapping of str to (mapping of str to int)
-        By pass, bytes of device memory that a call takes beside its arguments, by what for: its peak is their sum.
+        By pass and purpose, bytes of device memory that a call takes beside its arguments; the peak is their sum.
     pinned_bytes : mapping of str to int
-        By pass, bytes of pinned host memory that it takes.
+        By pass, bytes of pinned host memory that a call takes.
     note : str
         The functions of the call, and the options that they spell out.
     """
@@ -56,10 +56,10 @@ class StreamPlan:
     ways: Mapping[str, Way]
     memory: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     pinned_bytes: Mapping[str, int] = field(default_factory=dict)
-    note: str = ""  # what there is to say of functions
+    note: str = ""  # a description of the functions
 
     def device_bytes(self, pass_: str) -> int:
-        """The most device memory that a pass takes at a time beside its arguments: 0 in host memory."""
+        """The peak device memory that a pass takes beside its arguments; 0 if it runs in host memory."""
         return sum(self.memory.get(pass_, {}).values())
 
     def describe(self) -> str:
@@ -97,7 +97,7 @@ def bytes_of_key(problem: Problem) -> int:
 
 
 def chunk_of(problem: Problem, wanted: int | None, step: int) -> int:
-    """How many keys a chunk has: what the caller wants, or as many as fit into `CHUNK_BYTES`."""
+    """The number of keys in a chunk: what the caller wants, or as many as fit into `CHUNK_BYTES`."""
     if wanted is not None:
         if wanted % step and wanted < problem.seqlen_k:
             raise value_error("chunk", wanted, f"a multiple of {step}, because of dropout or a block_mask")
@@ -108,9 +108,9 @@ def chunk_of(problem: Problem, wanted: int | None, step: int) -> int:
 
 
 def chunks_of(band: Band, seqlen_q: int, seqlen_k: int, length: int, step: int) -> tuple[Chunk, ...]:
-    """The chunks that any query sees, each with the queries that see it, from a multiple of `step` on.
+    """The chunks that some query sees. Each has the queries that see it, beginning at a multiple of `step`.
 
-    A chunk that has all keys is the whole problem.
+    If one chunk can hold all keys, it is the whole problem, with all queries.
     """
     if seqlen_k <= length:
         return (Chunk((0, seqlen_q), (0, seqlen_k)),)

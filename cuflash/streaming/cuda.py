@@ -1,4 +1,4 @@
-"""What belts need of a device of CUDA, by CuPy."""
+"""The functions of a CUDA device that belts need, by CuPy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from cuflash.operands import extent
 
 Array = Any
 Host = np.ndarray[Any, Any]
-MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the addresses tell where memory is
-HOST_MEMORY = 1  # cudaMemoryTypeHost: page-locked, by whoever
+MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: CUDA finds from the addresses whether memory is on the host or the device
+HOST_MEMORY = 1  # cudaMemoryTypeHost: page-locked, by any library
 
 
 class Cuda:
@@ -72,7 +72,7 @@ class Cuda:
 
 
 def _bounds(array: Host) -> tuple[int, int]:
-    """The address of the lowest byte of an array, and that past its highest."""
+    """The address of the lowest byte of an array, and the address after its highest byte."""
     low, high = extent(array)
     return _address(array) + low, _address(array) + high
 

@@ -1,7 +1,7 @@
 """One pass over chunks of keys: parts of out are merged, parts of dq are added, dk and dv of a chunk are whole.
 
-Parts are of the dtype of the softmax where calls can give such, and sums always are. They are added in the order of
-the keys.
+Sums always have the dtype of the softmax; parts have it if calls can give them so. Parts are added in the order of the
+keys.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OF_KEYS = ("dk", "dv")
 
 
 class Part(NamedTuple):
-    """A chunk that has come, and where its gradients go."""
+    """A chunk that is on the device, and the arrays for its gradients."""
 
     number: int
     chunk: Chunk
@@ -41,7 +41,7 @@ class StreamedPass:
     chunks: tuple[Chunk, ...]
     keys: Mapping[str, Host]  # k and v, as (batch, heads, rows, dim)
     device: Cuda | None  # None: queries are in host memory, too
-    is_mapped: bool = False  # the one chunk is read where it is
+    is_mapped: bool = False  # kernels read the one chunk in host memory
 
     @property
     def arrays(self) -> Mapping[str, Array]:
@@ -76,7 +76,7 @@ class StreamedPass:
         merge.finish(out, lse)
 
     def backward(self, need: tuple[str, ...], results: Mapping[str, Array]) -> None:
-        """Fill dq, dk and dv, with four axes, dbias with four, and all other gradients, as their arrays are."""
+        """Fill dq, dk, dv and dbias, which have four axes, and the other gradients, shaped as their arrays are."""
         of_keys = {name: results[name] for name in OF_KEYS if name in need}
         self._clear_unseen(of_keys)
         sums = _Sums(self, [name for name in need if name not in OF_KEYS], results)
@@ -98,12 +98,12 @@ class StreamedPass:
         sums.finish()
 
     def _scores_of_heads(self) -> list[Array]:
-        """The terms that join the sum of exponentials, once."""
+        """The terms that add to the sum of exponentials, once for all chunks."""
         terms = self.parts.of_heads(slice(None), of_softmax=True)
         return [array for name, array in terms.items() if f"d{name}" in OF_SOFTMAX]
 
     def _walk(self, results: Mapping[str, Host]) -> Iterator[Part]:
-        """One chunk after the other; results of each go when the next one is asked for."""
+        """One chunk after the other. The results of a chunk are copied away when the next chunk is requested."""
         spans = [chunk.keys for chunk in self.chunks]
         if self.device is None:
             for number, chunk in enumerate(self.chunks):
@@ -122,7 +122,7 @@ class StreamedPass:
                 drain.send(number)
 
     def _clear_unseen(self, results: Mapping[str, Host]) -> None:
-        """Zeros where no query sees a key of a chunk."""
+        """Write zeros to the gradients of keys that are in no chunk, because no query sees them."""
         reached = 0
         for start, stop in (*(chunk.keys for chunk in self.chunks), (None, None)):
             for array in results.values():
@@ -143,13 +143,13 @@ class StreamedPass:
 
 
 class _Sums:
-    """Gradients that are sums over chunks, in the dtype of the softmax, or that each chunk has a part of."""
+    """Gradients that are sums over chunks, in the dtype of the softmax, or that consist of a part from each chunk."""
 
     def __init__(self, run: StreamedPass, names: Sequence[str], results: Mapping[str, Array]) -> None:
         self.run, self.names, self.results = run, names, results
         xp, dtype = run.parts.xp, run.parts.softmax_dtype
         self.totals = {}
-        # Columns of a bias that are the same for all keys get a sum.
+        # The gradient of a bias that is the same for all keys is a sum over chunks.
         self.adds_bias = "dbias" in names and run.arrays["bias"].shape[3] == 1 and not run.is_whole
         for name in names:
             array = results[name]
@@ -162,14 +162,14 @@ class _Sums:
             self.part_of_dq = xp.empty(results["dq"].shape, dtype)
 
     def room_of_dq(self, chunk: Chunk) -> Array:
-        """Where a call puts dq, or its part of dq."""
+        """The array that a call writes dq, or its part of dq, to."""
         if "dq" not in self.totals:
             return self.results["dq"]
         assert self.part_of_dq is not None
         return self.part_of_dq[:, :, slice(*chunk.queries)]
 
     def add(self, chunk: Chunk, got: Mapping[str, Array]) -> None:
-        """Add what a call gave."""
+        """Add the results of a call."""
         for name, total in self.totals.items():
             if name not in got:
                 continue
@@ -183,19 +183,19 @@ class _Sums:
             total += got[name]
 
     def finish(self) -> None:
-        """Round what has a narrower dtype."""
+        """Write the sums to the results, rounded if these have a narrower dtype."""
         for name, total in self.totals.items():
             if total is not self.results[name]:
                 self.results[name][...] = total
 
 
 def sums_softmax(need: Collection[str]) -> bool:
-    """Whether gradients are wanted of what joins the sum of exponentials."""
+    """Whether `need` has gradients of terms that add to the sum of exponentials."""
     return not set(OF_SOFTMAX).isdisjoint(need)
 
 
 def of_pairs(array: Array, queries: Span, keys: Span) -> Array:
-    """The part of an array over pairs, of axes of length 1 the whole."""
+    """The part of an array over pairs for some queries and keys; an axis of length 1 stays whole."""
     rows = slice(*queries) if array.shape[2] != 1 else slice(None)
     columns = slice(*keys) if array.shape[3] != 1 else slice(None)
     return array[:, :, rows, columns]

@@ -1,4 +1,4 @@
-"""How keys get to the device in each pass, and the memory that this takes."""
+"""How keys get to the device in each pass, and how much memory this takes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 Array = Any
 ROUNDING = 512  # bytes to which CuPy's pool rounds
-MAPPED_ROWS = 16  # queries of a head, up to which every kernel reads a key of its head once
-DECODING = ("sm80/decode", "sm90/decode")  # kernels that read a key once for all heads that share it
+MAPPED_ROWS = 16  # up to so many queries of a head, every kernel reads a key of its head once
+DECODING = ("sm80/decode", "sm90/decode")  # kernels that read a key only once for all query heads that share it
 
 
 def may_be_mapped(run: StreamedPass, device: Cuda) -> bool:
-    """Whether a forward pass of one chunk reads keys where they are in host memory: if it reads each of them once."""
+    """Whether a forward pass of one chunk reads the keys in host memory, which it does if it reads each key once."""
     arrays = list(run.keys.values())
     if not all(x.size and x.strides[3] == x.itemsize and min(x.strides) > 0 and device.is_pinned(x) for x in arrays):
         return False
@@ -46,7 +46,7 @@ def may_be_mapped(run: StreamedPass, device: Cuda) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _reads_keys_once(options: Options, likes: tuple[Any, ...], device_id: int) -> bool:
-    """Whether the kernels of a forward pass on such arrays do; a step of decoding should not wait for a plan."""
+    """Whether the kernels of a forward pass read each key once; cached, so that decoding does not wait for a plan."""
     launch = importlib.import_module("cuflash.launch")
     binding = host.bind_arrays_like("forward", options, likes, ("out", "lse"))
     plan = launch.tuned_plan(binding.problem, launch.device_spec(device_id), "forward", **binding.layout)
@@ -81,7 +81,7 @@ def _way(run: StreamedPass) -> Way:
 
 
 def _pinned_bytes(run: StreamedPass, need: Collection[str]) -> int:
-    """Of buffers through which chunks pass, and of results that lie as pinned keys do."""
+    """Bytes of staging buffers, and of results that are pinned because their keys or values are."""
     if run.is_mapped or run.device is None:
         return 0
     total = 0
@@ -138,13 +138,13 @@ def _backward_memory(run: StreamedPass, need: Collection[str], given: Mapping[st
 
 
 def _of_term(run: StreamedPass, name: str) -> int:
-    """Bytes of a gradient of a term or a number, as a sum."""
+    """Bytes of the gradient of a term or a number, in the dtype of sums."""
     array = run.arrays.get(name[1:])
     return _rounded((1 if array is None else array.size) * run.parts.softmax_dtype.itemsize)
 
 
 def _scratch(pass_: Pass, run: StreamedPass, need: Collection[str]) -> int:
-    """The most memory that calls take for their duration, copies of arrays among it."""
+    """The most memory that one call takes while it runs, including copies of arrays."""
     if run.is_mapped:
         return _takes(pass_, run, run.chunks[0], need, run.keys)
     shapes = {}
@@ -185,7 +185,7 @@ def _launch_plan(
 
 
 def _is_narrow(problem: Problem) -> bool:
-    """Whether results are rounded to another dtype than that in which they are added."""
+    """Whether results have another dtype than that of their sums, so that they are rounded."""
     return problem.dtype != problem.softmax_dtype
 
 

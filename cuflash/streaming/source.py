@@ -1,4 +1,4 @@
-"""What a caller wraps: keys and values that stay in host memory."""
+"""The wrappers by which a caller marks keys and values that stay in host memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Streamed:
     Attributes
     ----------
     array : numpy.ndarray
-        What was given, or a view of it.
+        The array that was given, or a view of it.
     chunk : int or None
-        Keys of a chunk, where the caller says.
+        Keys in a chunk, if the caller chose it.
     """
 
     __slots__ = ("array", "borrowed", "chunk")
@@ -28,32 +28,32 @@ class Streamed:
     def __init__(self, array: Any, chunk: int | None, borrowed: interop.Borrowed) -> None:
         self.array = array
         self.chunk = chunk
-        self.borrowed = borrowed  # whose library gradients are given back to
+        self.borrowed = borrowed  # gradients are returned as arrays of its library
 
     def __repr__(self) -> str:
         return f"Streamed({self.array.dtype.name} {tuple(self.array.shape)}, chunk={self.chunk})"
 
 
 class StreamedPair(NamedTuple):
-    """What `streamed` returns: the second and third argument of `cuflash.FlashAttention.forward`."""
+    """The result of `streamed`: the second and third argument of `cuflash.FlashAttention.forward`."""
 
     k: Streamed
     v: Streamed
 
 
 def streamed(k: Array, v: Array, *, chunk: int | None = None) -> StreamedPair:
-    """Keys and values that stay in host memory, for queries on a GPU, or in host memory, too.
+    """Wrap keys and values that stay in host memory, for queries on a GPU or in host memory.
 
     Parameters
     ----------
     k, v : array
-        In host memory: NumPy arrays, memory maps, pinned memory (``cupyx.empty_pinned``), or arrays of another library
-        with ``__dlpack__``; of two to four axes, in shapes as `cuflash.FlashAttention.forward` takes them. Read-only
-        ones will do.
+        Arrays in host memory: NumPy arrays, memory maps, pinned memory (``cupyx.empty_pinned``), or arrays of another
+        library with ``__dlpack__``. They have two to four axes, in the shapes that `cuflash.FlashAttention.forward`
+        takes, and may be read-only.
     chunk : int, optional
-        How many keys are on the device at a time, twice: those that are computed with, and those on their way. By
-        default as many as 128 MiB of k and v hold. With dropout a multiple of 16, with a `block_mask` one of the keys
-        of a block.
+        The number of keys in a chunk. Two chunks are on the device at a time: one that is computed with, and one that
+        is being copied. The default is as many keys as fit into 128 MiB of k and v. With dropout it must be a multiple
+        of 16, and with a `block_mask` a multiple of the keys of a block.
 
     Returns
     -------
@@ -64,17 +64,17 @@ def streamed(k: Array, v: Array, *, chunk: int | None = None) -> StreamedPair:
     Raises
     ------
     TypeError
-        No arrays in host memory; a chunk that is no integer.
+        `k` or `v` is no array in host memory, or `chunk` is no integer.
     ValueError
-        A chunk below 1.
+        `chunk` is below 1.
     NotImplementedError
-        Arrays of more axes than four, or of one byte a number.
+        `k` or `v` has more than four axes, or numbers of one byte.
 
     References
     ----------
     Milakov, Gimelshein: Online normalizer calculation for softmax (2018), https://arxiv.org/abs/1805.02867, section 3.
     Yao, Jacobs, Tanaka, Ruwase, Subramoni, Panda: Training ultra long context language model with fully pipelined
-    distributed transformer (2024), https://arxiv.org/abs/2408.16978 (chunks behind the compute).
+    distributed transformer (2024), https://arxiv.org/abs/2408.16978 (copies of chunks overlap with computation).
 
     Examples
     --------
@@ -102,7 +102,7 @@ def streamed(k: Array, v: Array, *, chunk: int | None = None) -> StreamedPair:
 def borrowed_from_host(
     arrays: Mapping[str, Any], *, required: tuple[str, ...] = (), written: tuple[str, ...] = ()
 ) -> interop.Borrowed:
-    """Arrays in host memory as NumPy's; TypeError for others, which names them."""
+    """Arrays in host memory, as NumPy arrays. Others raise a TypeError that names them."""
     for name, array in arrays.items():
         if isinstance(array, Streamed):
             raise type_error(name, "Streamed", "an array in host memory")
