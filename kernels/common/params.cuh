@@ -60,7 +60,7 @@ struct Params {
   void* dscale;  // one Real each, like dsoftcap
   void* dsoftcap;
   // Scratch memory, of Real.
-  // Packed sequences: these have one batch entry, with places of tiles (common/schedule.cuh) in place of tiles.
+  // Packed sequences: these arrays have one batch entry, and places of tiles (common/schedule.cuh) instead of tiles.
   void* row_stats;       // (batch, num_heads, stats_rows, 2): lse as an exponent, and delta - dlse
   void* dq_accumulator;  // (batch, num_heads, m blocks, block_m * padded head_dim), in fragment order
   void* dkv_partials;    // (batch, num_heads_kv, n blocks, group_splits, dk and dv of a tile), in fragment
@@ -78,7 +78,7 @@ struct Params {
   void* mask_blocks;     // bytes, the same without words: Pairs of each block, or what masks leave of each tile
   void* score_partials;  // (tiles of dbias, score_splits, elements of a tile)
   void* sums_partials;   // (3, num_heads, batch, m blocks, sums_splits): of dalibi_slopes, dscale, dsoftcap
-                         // If blocks that own keys write score_partials and sums_partials, see common/key_sums.cuh.
+                         // Where blocks that own keys write these two, common/key_sums.cuh says how they are laid out.
   u64 call;              // a number less than 2^48 that no other call of this process has
   i32 batch, num_heads, num_heads_kv, seqlen_q, seqlen_k;  // packed: the number of sequences, and the rows of all
   i32 diagonal;      // query i stands at key position i + diagonal; entries may add their own, see common/sequences.cuh

@@ -108,7 +108,7 @@ struct ListWalk {
       look_up(queries);
     }
   }
-  // Skips `steps` steps after `first`; there must be more.
+  // Skips the first `steps` steps, of which there must be more.
   CUFLASH_DEVICE void skip(const QueryLists& queries, int steps) {
     for (int length; steps >= (length = queries.of(head)[0]); head = queries.next_head(head + 1)) steps -= length;
     start_list(queries, steps);

@@ -23,7 +23,7 @@ struct OnlineSoftmax {
   // Takes in a tile of scores and replaces each by the exponential of exponent_scale score - offset.
   //
   // The offsets are raised to the maxima only when, in some row of the warp, the maximum exceeds the offset by more
-  // than kMaxGrowth. What was summed so far is then rescaled. Until then exponentials exceed 1, up to 2^kMaxGrowth,
+  // than kMaxGrowth. What was summed so far is then rescaled. Until then exponentials may exceed 1, up to 2^kMaxGrowth,
   // which no floating-point format minds, and both sums stay relative to the same offset, so the result is exact.
   template <int n_tiles, int out_tiles>
   CUFLASH_DEVICE void update(Real (&score)[m_tiles][n_tiles][4], Real (&out)[m_tiles][out_tiles][4],
