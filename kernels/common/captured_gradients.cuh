@@ -78,7 +78,7 @@ struct TermScale {
 struct CapturedSums {
   const Params& params;
   double largest[max_of(kNumReads, 1)];
-  int most_reads = 0;  // of a pair
+  int most_reads = 0;  // the largest number of reads of a pair
   i64 own[max_of(kNumReads, 1)][kTermWords];
   i64 own_place[max_of(kNumReads, 1)];
 

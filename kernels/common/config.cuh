@@ -102,7 +102,7 @@ constexpr bool kScaleInExponent = CUFLASH_SCALE_IN_EXPONENT && !kMaskOfKeys;
 constexpr bool kAddsToScore = kHasAlibi || kBiasBytes != 0 || kMaskOfKeys || kHasScoreFunction;
 constexpr bool kFactorInExponent = kScaleInExponent || (kHasDerivative && !kAddsToScore);
 
-// An element as a number to calculate with.
+// Converts an element to Real.
 template <class E>
 CUFLASH_DEVICE Real to_real(u16 element) {
   return ptx::to_float32(E{}, element);
@@ -148,8 +148,8 @@ CUFLASH_DEVICE constexpr u32 row_swizzle(u32 r) {
   return (wide ? r % 8 ^ r % 2 * 4 : row >= 128 ? r % 8 : row == 64 ? r / 2 % 4 : r / 4 % 2) * 16;
 }
 
-// `address` moved by `bytes` along its row: to another line by addition, within the line by exclusive or. `bytes` has
-// no bit in common with the offset of `address` in its line before the swizzle.
+// Moves `address` by `bytes` along its row: to another line by addition, within the line by exclusive or. `bytes` must
+// have no bit in common with the offset of `address` in its line before the swizzle.
 CUFLASH_DEVICE constexpr u32 along_row(u32 address, u32 bytes) { return (address ^ (bytes % 128)) + bytes / 128 * 128; }
 
 static_assert(kBlockM % 16 == 0 && kBlockN % 16 == 0, "tiles are made of 16 x 16 fragments");

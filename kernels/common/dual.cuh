@@ -83,7 +83,7 @@ template <class A>
 CUFLASH_DEVICE A abs(A x) {
   return score_abs(x);
 }
-// An integer, which can be an index.
+// The result is an integer, so it can be an index.
 CUFLASH_DEVICE int floor(Real x) { return score_floor(x); }
 CUFLASH_DEVICE int floor(Dual x) { return score_floor(x.value); }
 

@@ -92,7 +92,7 @@ CUFLASH_DEVICE double warp_exponential(double exponent) {
   constexpr double kRoundsToInteger = 6755399441055744.0;  // 1.5 * 2^52
   // log(2) / 32 in two parts; the product of the first with a number below 2^15 is exact.
   constexpr double kBig = 0.021660849392446835, kSmall = 5.145609244655338e-14;
-  constexpr u32 kLaneShift = 15;  // puts the 32nd parts of steps in front of the bits of the exponent of two
+  constexpr u32 kLaneShift = 15;  // the five bits of 32nd parts then lie just below the exponent of two
   const u32 lane = ptx::thread_index() % 32;
   const Reduced<double> of_lane(lane * kBig);
   const double rest_of_lane = of_lane.rest + (1.0 + of_lane.rest) * (lane * kSmall);

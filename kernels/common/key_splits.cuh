@@ -167,7 +167,7 @@ struct Partials {
     return all;
   }
 
-  // What a lane loads of kAhead blocks before it sums.
+  // The results of kAhead blocks, which a lane loads before it sums them.
   struct Loaded {
     Real out[kAhead][4];
     RowSum of_row[kAhead];

@@ -69,7 +69,7 @@ CUFLASH_DEVICE Pairs pairs_of(const Params& params, const BlockMask& blocks, int
       params, m_block, n_block, [&](int i, int j) { return blocks.has(i, j) ? Pairs::kAll : Pairs::kNone; });
 }
 
-// How many batch entries and heads have matrices of their own: of lists, of bits, or of notes of tiles.
+// How many batch entries and heads have matrices of their own. A matrix holds lists, bits, or notes of tiles.
 struct Matrices {
   int batches, heads;
 
@@ -84,7 +84,7 @@ CUFLASH_DEVICE Matrices biases_in(const Params& params) {
   return {params.bias.batch_stride == 0 ? 1 : params.batch, params.bias.head_stride == 0 ? 1 : params.num_heads};
 }
 
-// What around/mask_tiles.cu found of a tile of a matrix.
+// What is visible of a tile of a matrix, as around/mask_tiles.cu noted it.
 CUFLASH_DEVICE Pairs pairs_noted(const Params& params, const void* notes, i64 matrix, int m_block, int n_block) {
   const i64 row = matrix * ceil_div(params.seqlen_q, kBlockM) + m_block;
   return (Pairs)((const u8*)notes)[row * ceil_div(params.seqlen_k, kBlockN) + n_block];
@@ -120,7 +120,7 @@ CUFLASH_DEVICE bool is_chosen(const Params& params) {
 // only the left bound hides pairs.
 constexpr bool kHasEdges = kHasWindow && !kLooksUpMask && !kMaskByBits && !kHasBlockMask && !kHasMaskFunction;
 
-// The left bound of a window, asked pair by pair.
+// The left bound of a window, tested pair by pair.
 struct LeftBound {
   int left_offset;
 
@@ -135,7 +135,7 @@ struct IsLeftEdge<LeftEdge> : Constant<true> {};
 // The argument `masked` for tiles in front of those that are visible as a whole.
 using InFront = Either<kHasEdges, LeftEdge, Constant<true>>::Type;
 
-// The mask of one head, asked pair by pair.
+// The mask of one head, tested pair by pair.
 struct Mask {
   int key_stop;
   int seqlen_q;

@@ -7,7 +7,7 @@
 #include "common/params.cuh"
 #include "common/sequences.cuh"
 
-// The exponent of a pair is factor x + addend, where x is the product, or its tanh where there is a soft cap.
+// The exponent of a pair is factor x + addend, where x is the product, or its tanh if there is a soft cap.
 //
 // If nothing is added (kFactorInExponent), `of` returns x, and the code after it multiplies by `exponent_scale`;
 // otherwise `of` does it all and exponent_scale is 1. A function of the caller returns scores, and exponent_scale turns

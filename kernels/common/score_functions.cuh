@@ -58,7 +58,7 @@ struct StoredAs<u8> {
   using Type = u8;
 };
 
-// The entry of an axis that an index stands for.
+// The entry of an axis for an index: the nearest one if the index is outside.
 CUFLASH_DEVICE i64 score_entry(i64 size, i64 index) { return index < 0 ? 0 : index < size ? index : size - 1; }
 CUFLASH_DEVICE u32 score_entry(i64 size, u32 index) {
   const u32 last = size > 0xffffffffll ? 0xffffffffu : (u32)size - 1;
@@ -80,7 +80,7 @@ CUFLASH_DEVICE auto score_load(const Captured& array, Indices... indices) {
   return score_element(E{}, (const typename StoredAs<E>::Type*)array.data, score_offset<0>(array, indices...));
 }
 
-// Which element of an array, in C's order.
+// The place of an element among those of an array, in C order.
 template <int axis>
 CUFLASH_DEVICE i64 score_place(const Captured&, i64 place) {
   return place;

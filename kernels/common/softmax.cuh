@@ -53,7 +53,7 @@ struct OnlineSoftmax {
         for (int i = 0; i < 4; ++i) out[m][n][i] *= factor[m][i / 2];
   }
 
-  // Leaves the exponentials in place of the scores and adds this lane's to `sum`.
+  // Replaces scores by their exponentials and adds those of this lane to `sum`.
   template <int n_tiles>
   CUFLASH_DEVICE void exponentiate(Real (&score)[m_tiles][n_tiles][4], Real exponent_scale,
                                    Real (&sum)[m_tiles][2]) const {
@@ -75,7 +75,7 @@ struct OnlineSoftmax {
       }
   }
 
-  // Sums the lanes of each row.
+  // Adds up the sums of the lanes of each row.
   CUFLASH_DEVICE void finish() {
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)

@@ -12,7 +12,7 @@ struct Truth {
 struct Integers {
   i64 low, high;
 };
-// Both bounds are NaN where numbers may be NaN, infinite or of any size.
+// Both bounds are NaN if nothing is known: the numbers may be NaN, infinite or of any size.
 struct Reals {
   double low, high;
 };
