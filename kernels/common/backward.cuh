@@ -1,32 +1,32 @@
-// What the kernels of the backward pass agree on.
+// What all kernels of the backward pass share.
 #pragma once
 #include "common/config.cuh"
 #include "common/params.cuh"
 #include "common/schedule.cuh"
 
-// dq is the sum of contributions of all tiles of keys. Either blocks add them to an accumulator by reductions, in any
-// order (fast); or a kernel of its own recomputes them, in a fixed order (deterministic).
+// dq is the sum of contributions of all tiles of keys. Either blocks add them to an accumulator by atomic reductions,
+// in any order (fast), or a separate kernel recomputes them, in a fixed order (deterministic).
 constexpr bool kDqByReduction = CUFLASH_DQ_BY_REDUCTION;
-// Or blocks add to the accumulator in order: after the accumulators, each tile of queries has a counter of the blocks
-// that have added, and a block waits for its turn. Then the order is fixed as well (deterministic).
+// Or blocks add to the accumulator in order. Each tile of queries has a counter of the blocks that have added, which is
+// stored after the accumulators, and a block waits for its turn. Then the order is fixed as well (deterministic).
 constexpr bool kDqInOrder = CUFLASH_DQ_IN_ORDER;
 
-// dk and dv of one key/value head are sums over the queries of all heads of its group. Where tiles of keys alone are
-// too few to fill the device, params.group_splits blocks share the heads. Or params.tail_splits blocks share the
-// queries of each tile that comes, in launch order, after the first params.whole_tiles: these last tiles would leave
-// the device half empty. Blocks that share leave partial sums to a kernel that adds them.
+// dk and dv of one key/value head are sums over the queries of all heads of its group. If there are too few tiles of
+// keys to fill the device, params.group_splits blocks share the heads. Or params.tail_splits blocks share the queries
+// of each tile that comes, in launch order, after the first params.whole_tiles, because these last tiles would leave
+// the device half empty. Blocks that share write partial sums, which another kernel adds.
 constexpr bool kSplitsGroup = CUFLASH_SPLITS_GROUP;
 constexpr bool kSplitsTail = CUFLASH_SPLITS_TAIL;
 static_assert(!kSplitsGroup || !kSplitsTail, "tiles are shared in one way");
 
 CUFLASH_DEVICE int parts_of_group(const Params& params) { return kSplitsGroup ? params.group_splits : 1; }
-// The parts of all groups of a batch entry.
+// The number of parts of all groups of a batch entry.
 CUFLASH_DEVICE int num_parts_of(const Params& params) { return params.num_heads_kv * parts_of_group(params); }
 
-// Which of the two are wanted; what was left out of a kernel's sums is zero in its registers and goes nowhere.
+// Which of dk and dv are wanted. A gradient that is not wanted stays zero in registers and is not stored.
 constexpr bool kNeedsDk = CUFLASH_NEEDS_DK;
 constexpr bool kNeedsDv = CUFLASH_NEEDS_DV;
-// And of the gradients of what else scores are made of, those that this kernel makes, or adds the parts of.
+// The other gradients (of what scores are made of beside q and k) that this kernel computes, or whose parts it adds.
 constexpr bool kNeedsDbias = CUFLASH_NEEDS_DBIAS;
 constexpr bool kNeedsDalibiSlopes = CUFLASH_NEEDS_DALIBI_SLOPES;
 constexpr bool kNeedsDscale = CUFLASH_NEEDS_DSCALE;
@@ -39,33 +39,37 @@ struct alignas(16) Real4 {
   Real value[4];
 };
 
-// A part of the sums of a tile of keys: dk, then dv, four elements of a thread next to each other.
+// A partial sum of a tile of keys: dk, then dv. Four elements of a thread are next to each other.
 CUFLASH_DEVICE Real* partials_at(const Params& params, i64 index, u32 thread) {
   return (Real*)params.dkv_partials + index * kPartialElements + thread * 4;
 }
-// The first part of the blocks that share the heads of a group.
+// The index of the first partial sum of the blocks that share the heads of a group.
 CUFLASH_DEVICE i64 first_part_of(const Params& params, int num_n_blocks, Entry batch, int head_kv, int n_block) {
   i64 tile = ((i64)batch * params.num_heads_kv + head_kv) * num_n_blocks + n_block;
   if constexpr (kIsPacked) tile = (i64)head_kv * num_n_blocks + first_place_of_keys(batch, kBlockN) + n_block;
   return tile * params.group_splits;
 }
 
-// Tiles of keys start from the first to the last, and add to dq in that order where there is one: under a causal mask
-// the longest start first. Where dq has an order and tiles see no queries before a diagonal, or none after one, they
-// start from the last to the first. Under a causal mask each then first meets a tile of queries that those before it do
-// not see, and is one step later than they are at every other one: no block waits. But the longest tiles run alone at
-// the end. So, where that costs more than waiting does, one of kBackShare heads of each batch entry comes after all
-// others and starts with its longest tile; its tiles walk from the last query, which all of them see, back to the
-// diagonal. Which heads these are depends on the head alone: the sums of its dq are the same in any batch, and so are
-// those of dk and dv, except of tiles that blocks share.
+// Tiles of keys start from the first to the last, so that the longest start first under a causal mask. If dq is summed
+// in order, this is also the order in which they add to it.
+//
+// kLastFirst: if dq is summed in order and tiles see no queries before a diagonal, or none after one, tiles start from
+// the last to the first. Under a causal mask each tile then first meets a tile of queries that the tiles before it do
+// not see, and reaches every other tile of queries one step later than they do, so that no block waits. But the longest
+// tiles run alone at the end.
+//
+// kBackShare: where that costs more than waiting does, one of kBackShare heads of each batch entry comes after all
+// others and starts with its longest tile. Its tiles walk from the last query, which all of them see, back to the
+// diagonal. Which heads these are depends on the head alone, so that the sums of dq are the same in any batch. So are
+// those of dk and dv, except for tiles that blocks share.
 constexpr bool kLastFirst = kDqInOrder && (kHasRightBound || kHasLeftBound);
-constexpr int kBackShare = CUFLASH_BACK_SHARE;      // or 0: none
-constexpr u32 kBackSection = CUFLASH_BACK_SECTION;  // so many of these heads, which are at the same queries, interleave
+constexpr int kBackShare = CUFLASH_BACK_SHARE;      // 0: no such heads
+constexpr u32 kBackSection = CUFLASH_BACK_SECTION;  // how many of these heads, at the same queries, interleave
 static_assert(kBackShare == 0 || (kDqInOrder && kHasRightBound && !kHasLeftBound), "all heads start at the diagonal");
 
 CUFLASH_DEVICE int num_heads_back(int num_heads) { return kBackShare == 0 ? 0 : num_heads / kBackShare; }
 
-// Warp. The tile of keys that is at `index` in launch order.
+// Warp. The tile of keys at `index` in launch order.
 CUFLASH_DEVICE Work find_keys(const Params& params, u32 index, int num_heads) {
   const int num_back = num_heads_back(num_heads), num_ahead = num_heads - num_back;
   const u32 num_before = heads_in_all(params, num_ahead) * num_tiles_of(params, params.seqlen_k, kBlockN);
@@ -87,12 +91,12 @@ CUFLASH_DEVICE u32* dq_order_of(const Params& params, int num_m_blocks, i64 m_ti
   return (u32*)((Real*)params.dq_accumulator + num_tiles * (kBlockM * kDim)) + m_tile;
 }
 
-// After the counters, with packed sequences: whether some overlap, because their starts decrease. Then a turn might
-// never come, and no block may wait for it.
+// With packed sequences, a word after the counters says whether some sequences overlap because their starts decrease.
+// Then a turn might never come, and no block may wait for one.
 CUFLASH_DEVICE u32* overlap_of(const Params& params, int num_m_blocks) {
   return dq_order_of(params, num_m_blocks, (i64)params.num_heads * num_m_blocks);
 }
-// Warp.
+// Warp. Whether the starts of sequences decrease somewhere.
 CUFLASH_DEVICE bool sequences_overlap(const Params& params) {
   bool decrease = false;
   for (int batch = ptx::thread_index() % 32; batch <= params.batch; batch += 32) {
@@ -102,12 +106,12 @@ CUFLASH_DEVICE bool sequences_overlap(const Params& params) {
   return ptx::any_lane(decrease);
 }
 
-// Pairs (lse as an exponent, delta - dlse) of the rows of a head; rows past seqlen_q, up to a whole tile, have no
-// weights. Or, for every two rows, both lse before both delta: a lane that needs only one of the two reads it for two
-// rows at once.
+// The statistics of the rows of a head are pairs (lse as an exponent, delta - dlse). They give rows past seqlen_q, up
+// to a whole tile, no weights. With kPairsStats, every two rows have both lse before both delta: a lane that needs only
+// one of the two quantities reads it for two rows at once.
 constexpr bool kPairsStats = CUFLASH_PAIRS_STATS;
 
-// They are written, and have their places, by tiles of so many rows.
+// Statistics are written, and have their places, by tiles of kStatsBlock rows.
 constexpr int kStatsBlock = CUFLASH_STATS_BLOCK;
 
 // The statistics of all rows of a head.

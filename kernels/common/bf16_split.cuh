@@ -1,12 +1,12 @@
-// How a pair of float32 is split into bfloat16 parts (common/part_products.cuh).
+// Splits a pair of float32 numbers into bfloat16 parts (common/part_products.cuh).
 #pragma once
 #include "common/config.cuh"
 #include "common/part_products.cuh"
 
 static_assert(kBf16Parts == 2 || kBf16Parts == 3, "parts of TF32's precision, or of float32's");
 
-// The parts of a pair of finite numbers up to the largest of bfloat16, or of NaN. The result is finite only if these
-// are.
+// The parts of a pair of numbers that are NaN, or finite and at most the largest of bfloat16. The returned number is
+// finite only if both numbers are.
 CUFLASH_DEVICE float bf16_split_small(float x, float y, u32 (&part)[kBf16Parts]) {
 #pragma unroll
   for (int i = 0; i < kLast; ++i) {
@@ -18,9 +18,9 @@ CUFLASH_DEVICE float bf16_split_small(float x, float y, u32 (&part)[kBf16Parts])
   return x * y;
 }
 
-// The parts of a pair of any numbers. An infinity is in the last part, which meets the high part of the other factor
-// only, below a high part of one: where it meets a finite number, no product is the difference of two infinities nor
-// that of an infinity and a part which is zero.
+// The parts of a pair of any numbers. The high part of an infinity is 1 or -1, and the infinity is in the last part,
+// which is multiplied by the high part of the other factor only. So, if the other factor is finite, no sum is the
+// difference of two infinities, and no product is that of an infinity and a part that is zero.
 CUFLASH_DEVICE void bf16_split(float x, float y, u32 (&part)[kBf16Parts]) {
   constexpr float kLargest = 3.3895313892515355e38f;  // of bfloat16
   const float pair[2] = {x, y};

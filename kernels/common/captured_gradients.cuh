@@ -1,11 +1,11 @@
 // Gradients of arrays that a score reads: sums of integers, which do not depend on the order of additions.
 //
-// Where sm90/backward.cu makes the terms, the sums are exact (common/exact_sums.cuh). Elsewhere they are sums of fixed
-// point, to which every pair adds a term for each read: one launch finds the largest term of each array, and the most
-// reads of a pair, the next one adds terms as multiples of a power of two by which no sum overflows: 2^62 such units are
-// more than as many terms as there can be, of that size. So each term is off by at most half a unit, which is 2^-61 of
-// the largest term times the number of terms (of which each factor is rounded up to a power of two). For float64 a
-// second word has what the first one leaves of a term.
+// If sm90/backward.cu makes the terms, the sums are exact (common/exact_sums.cuh). Otherwise they are fixed-point sums,
+// to which every pair adds a term for each read. One launch finds the largest term of each array, and the largest
+// number of reads of a pair. The next one adds terms as multiples of a power of two, the unit, which is chosen so that
+// no sum overflows: 2^62 units are more than the largest possible number of terms of the largest size. So each term is
+// off by at most half a unit, which is 2^-61 of the largest term times the number of terms (of which each factor is
+// rounded up to a power of two). For float64, a second word holds the part of a term that the first one leaves out.
 #pragma once
 #include "common/config.cuh"
 #include "common/exact_sums.cuh"
@@ -19,13 +19,13 @@ constexpr bool kSumsCaptured = CUFLASH_NEEDS_CAPTURED == kAddsExactly;
 constexpr int kTermWords = sizeof(Real) == 8 ? 2 : 1;
 constexpr int kTermBits = 61;
 
-// What the place that a read has in its array depends on, beside the head: nothing, the key, the query, the difference
-// of both, or more than that. `kind_of_read` tells, of what cuflash/score/program.py writes.
+// What the place of a read in its array depends on, beside the head: nothing, the key, the query, the difference of
+// both, or more than that. `kind_of_read` returns it; cuflash/score/program.py writes that function.
 enum ReadKind { kReadOfHead, kReadOfKey, kReadOfQuery, kReadOfDiagonal, kReadOfPair };
 
 #if CUFLASH_NEEDS_CAPTURED
-// Elements of an array, and where its sums begin among those of all arrays that have sums: those whose gradients are
-// wanted, and tables that these are read by (cuflash/score/hoisting.py).
+// The number of elements of an array, and where its sums begin among those of all arrays that have sums. These are
+// arrays whose gradients are wanted, and tables through which such arrays are read (cuflash/score/hoisting.py).
 CUFLASH_DEVICE i64 elements_of(const Captured& array) {
   return array.size[0] * array.size[1] * array.size[2] * array.size[3];
 }
@@ -42,19 +42,19 @@ CUFLASH_DEVICE u64* captured_largest_of(const Params& params) { return (u64*)par
 CUFLASH_DEVICE u64* most_reads_of(const Params& params) { return captured_largest_of(params) + kNumCaptured; }
 
 CUFLASH_DEVICE int ceil_log2(int n) { return n > 1 ? 32 - (int)ptx::leading_zeros((u32)(n - 1)) : 0; }
-// Of how many terms there can be in a sum.
+// Base-2 logarithm, rounded up, of the number of terms that a sum can have.
 CUFLASH_DEVICE int term_count_log2(const Params& params) {
   return ceil_log2(kIsPacked ? 1 : params.batch) + ceil_log2(params.num_heads) + ceil_log2(params.seqlen_q) +
          ceil_log2(params.seqlen_k) + ceil_log2((int)*most_reads_of(params));
 }
 
-// How terms of an array become words.
+// Converts terms of an array to words, and sums of words back.
 struct TermScale {
-  double first, second;  // units of the first word in 1, and of the second word in one of these
+  double first, second;  // units of the first word per 1, and of the second word per unit of the first
 
   CUFLASH_DEVICE TermScale(const Params& params, int array) {
     const int count = term_count_log2(params);
-    const int exponent = (int)(captured_largest_of(params)[array] >> 52) - 1022;  // the largest is less than 2^it
+    const int exponent = (int)(captured_largest_of(params)[array] >> 52) - 1022;  // the largest term is below 2^this
     const int first_bits = kTermBits - count - exponent;
     first = power_of_two(first_bits > 1000 ? 1000 : first_bits < -1000 ? -1000 : first_bits);
     second = power_of_two(kTermBits > count ? kTermBits - count : 0);
@@ -72,12 +72,13 @@ struct TermScale {
   }
 };
 
-// What a lane has of the walk of its block, all of whose pairs are of one head: the largest terms of each way in which
-// the score reads an array; or sums, of reads that do not depend on the pair. Others are added term by term.
+// What a lane keeps during the walk of its block, all of whose pairs are of one head. It is the largest term of each
+// read of an array in the score; or, in the next launch, the sums of reads that do not depend on the pair. The terms of
+// other reads are added one by one.
 struct CapturedSums {
   const Params& params;
   double largest[max_of(kNumReads, 1)];
-  int most_reads = 0;  // of a pair
+  int most_reads = 0;  // the largest number of reads of a pair
   i64 own[max_of(kNumReads, 1)][kTermWords];
   i64 own_place[max_of(kNumReads, 1)];
 
@@ -91,7 +92,7 @@ struct CapturedSums {
     }
   }
 
-  // A pair with a weight, and the gradient of its score.
+  // Takes in a pair that has a weight; `ds` is the gradient of its score.
   CUFLASH_DEVICE void add(const Functions& functions, Real s, int row, int key, Real ds) {
     Real by_s;
     int reads = 0;
@@ -100,7 +101,7 @@ struct CapturedSums {
       const Real term = ds * (derivative * functions.factor_of_read(kRead));
       ++reads;
       if constexpr (CUFLASH_NEEDS_CAPTURED == kFindsLargest) {
-        // A NaN makes results NaN, as an infinity does.
+        // A NaN counts as an infinity: both make results NaN.
         const double magnitude = term == term ? (double)(term < 0 ? -term : term) : (double)ptx::infinity();
         if (magnitude > largest[kRead]) largest[kRead] = magnitude;
       } else {
@@ -149,7 +150,7 @@ CUFLASH_DEVICE void add_exactly(const Params& params, int array, i64 place, floa
   ExactTerm(term).add_to((u64*)captured_sums_of(params, 0) + (first_sum_of(params, array) + place) * kSumWords);
 }
 
-// Warp. The same of a term of each lane, which are added beforehand where all have the same place.
+// Warp. The same for one term of each lane. If all have the same place, the terms are added up first.
 CUFLASH_DEVICE void add_of_warp(const Params& params, int array, i64 place, float term) {
   const u32 low = (u32)place, high = (u32)(place >> 32), first_low = ptx::shuffle(low, 0),
             first_high = ptx::shuffle(high, 0);
@@ -158,7 +159,7 @@ CUFLASH_DEVICE void add_of_warp(const Params& params, int array, i64 place, floa
   if (lane_index() == 0) add_exactly(params, array, place, sum);
 }
 
-// The place of a read, which is that of every pair for which it is the same: this one need not exist.
+// The place of a read for a pair. It is also that of all pairs with the same place, so the pair itself need not exist.
 template <int read>
 CUFLASH_DEVICE i64 place_of_read(const Functions& functions, int row, int key) {
   i64 found = 0;

@@ -5,15 +5,16 @@
 #include "common/params.cuh"
 #include "common/schedule.cuh"
 
-// A kernel that only clears them takes as long as memory does, while stores take next to nothing from the products of
-// another kernel. So the blocks of the kernel that owns keys clear as they start: the blocks of a head, or of a part of
-// a group, share the accumulators of the head that comes params.clear_ahead places later in launch order. Their threads
-// count, and blocks wait for that count before they add. The accumulators of the first places are cleared by the kernel
-// before.
+// A kernel that only clears them takes as long as memory needs, while the stores cost next to nothing beside the
+// products of another kernel. So the blocks of the kernel that owns keys clear accumulators as they start. The blocks
+// of a head, or of a part of a group, share the accumulators of the head that comes params.clear_ahead places later in
+// launch order. Each of their threads then counts, and blocks wait for the count of all threads before they add. The
+// kernel before clears the accumulators of the first places.
 constexpr bool kClearsAhead = CUFLASH_CLEARS_AHEAD;
 static_assert(!kClearsAhead || kDqByReduction, "there are accumulators");
 
-// A part, and its place in launch order among those of all batch entries (find_keys). Packed sequences are one entry.
+// A part, and its place in launch order among the parts of all batch entries (find_keys). Packed sequences are in one
+// batch entry.
 struct Part {
   int index, batch;
 };
@@ -31,7 +32,7 @@ CUFLASH_DEVICE Part part_at(const Params& params, u32 place) {
 }
 CUFLASH_DEVICE u32 num_places(const Params& params) { return heads_in_all(params, num_parts_of(params)); }
 
-// The tiles of queries of a part are neighbours: how many, and the index of the first one.
+// The tiles of queries of a part are consecutive: their number, and the index of the first one.
 CUFLASH_DEVICE int m_tiles_of_part(const Params& params, int num_m_blocks) {
   return params.num_heads / num_parts_of(params) * num_m_blocks;
 }
@@ -39,25 +40,25 @@ CUFLASH_DEVICE i64 first_m_tile_of(const Params& params, int num_m_blocks, const
   return ((i64)part.batch * num_parts_of(params) + part.index) * m_tiles_of_part(params, num_m_blocks);
 }
 
-// Block or warpgroup.
+// Block or warpgroup. Clears the accumulator of a tile of queries.
 CUFLASH_DEVICE void clear_accumulator(const Params& params, i64 m_tile, u32 thread, u32 num_threads) {
   Bytes16* accumulator = (Bytes16*)((Real*)params.dq_accumulator + m_tile * (kBlockM * kDim));
 #pragma unroll 4
   for (u32 i = thread; i < kBlockM * kDim * sizeof(Real) / 16; i += num_threads) accumulator[i] = {0, 0, 0, 0};
 }
 
-// How many threads have cleared their share of the accumulators of a place. These counters come after those of the
-// order of dq, and after the word that tells of overlap.
+// Counts the threads that have cleared their share of the accumulators of a place. These counters are stored after
+// those of the order of dq, and after the word that says whether sequences overlap.
 CUFLASH_DEVICE u32* clears_of(const Params& params, int num_m_blocks, u32 place) {
   const i64 num_turns = kDqInOrder ? (i64)heads_in_all(params, params.num_heads) * num_m_blocks + kIsPacked : 0;
   return dq_order_of(params, num_m_blocks, num_turns + place);
 }
-constexpr u32 kClearThreads = 128;  // of a block
+constexpr u32 kClearThreads = 128;  // threads of a block that clear
 CUFLASH_DEVICE u32 clears_of_place(const Params& params) {
   return kClearThreads * num_tiles_of(params, params.seqlen_k, kBlockN);
 }
 
-// Block, one for each tile of queries: what the kernel before clears.
+// Block, one for each tile of queries, in the kernel before: clears the accumulators of the first places.
 CUFLASH_DEVICE void clear_before(const Params& params, int num_m_blocks, i64 m_tile, u32 thread) {
   if constexpr (!kClearsAhead) {
     clear_accumulator(params, m_tile, thread, kNumThreads);
@@ -73,7 +74,7 @@ CUFLASH_DEVICE void clear_before(const Params& params, int num_m_blocks, i64 m_t
     *clears_of(params, num_m_blocks, index) = index < num_before ? clears_of_place(params) : 0;
 }
 
-// Warpgroup, one for each tile of keys: its share of what those of its place clear.
+// Warpgroup, one for each tile of keys: clears its share of what the tiles of its place clear.
 CUFLASH_DEVICE void clear_ahead(const Params& params, int num_m_blocks, const Work& keys, u32 thread) {
   const u32 place = place_of(params, {keys.head, entry_of(keys.batch)}) + params.clear_ahead;
   if (place >= num_places(params)) return;
@@ -87,7 +88,7 @@ CUFLASH_DEVICE void clear_ahead(const Params& params, int num_m_blocks, const Wo
   ptx::add_to_count(clears_of(params, num_m_blocks, place));
 }
 
-// Thread. Until the accumulators of these keys' place are cleared.
+// Thread. Waits until the accumulators of the place of these keys are cleared.
 CUFLASH_DEVICE void wait_for_clears(const Params& params, int num_m_blocks, const Work& keys) {
   const u32 place = place_of(params, {keys.head, entry_of(keys.batch)});
   ptx::wait_for_count(clears_of(params, num_m_blocks, place), clears_of_place(params));

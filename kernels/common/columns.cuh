@@ -1,4 +1,4 @@
-// Eight columns of a row, as global memory has them.
+// Loads of eight columns of a row from global memory.
 #pragma once
 #include "common/config.cuh"
 
@@ -7,7 +7,7 @@ struct alignas(kLoadBytes) Loaded {
   Storage value[kLoadElements];
 };
 
-// Eight columns of a row of `columns`, zeros past its end.
+// Loads eight columns of a row of `columns` columns, with zeros past its end.
 template <int columns>
 CUFLASH_DEVICE void load_columns(const Storage* row, int column, Storage (&x)[8]) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// Copies of q, k, v and, in the backward pass, dout that TMA can read, of elements of two bytes:
+// Copies of q, k, v and, in the backward pass, dout, which TMA can read. Their elements have two bytes:
 //
 //   (parts, batch, heads, seqlen, head dimension rounded up to 8)
 //
@@ -9,19 +9,19 @@
 #include "common/params.cuh"
 #include "common/schedule.cuh"
 
-// Those that are copied, a bit each: q, k, v and dout.
+// Which arrays are copied, one bit each: q, k, v and dout.
 constexpr u32 kCopied = CUFLASH_COPIED;
 
-// Calls copy(place, x, part_stride) for each eight columns `x` of the rows of this block: `place` is where they go in the
-// first part, the others follow at multiples of `part_stride`. Rows of k and v that kv_lengths hides are not read, and
-// are zeros.
+// Calls copy(place, x, part_stride) for every eight columns `x` of the rows of this block: `place` is where they go in
+// the first part; the other parts follow at multiples of `part_stride`. Rows of k and v that kv_lengths hides are not
+// read; their copies are zeros.
 template <class Copy>
 struct Copying {
   const Params& params;
   Copy copy;
-  u32 index;  // of this block, among those of the arrays that are left
+  u32 index;  // of this block, among the blocks of this array and the ones after it
 
-  // Whether the array has this block.
+  // Copies the rows of this block if it is one of this array. Returns whether it is.
   template <bool of_keys, int columns>
   CUFLASH_DEVICE bool serve(u32 bit, const Tensor& source, void* copied) {
     if (!(kCopied & bit)) return false;

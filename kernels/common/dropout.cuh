@@ -1,11 +1,11 @@
-// Which weights dropout drops (FlashAttention, Algorithm 2). The random numbers, and what of them belongs to which
-// weight, are those of cuflash/dropout.py: a call of the generator serves rows i and i + 8 and columns j, j + 1, j + 8,
-// j + 9.
+// Which weights dropout drops (FlashAttention, Algorithm 2). The random numbers, and which of their bits belong to
+// which weight, are those of cuflash/dropout.py: a call of the generator serves rows i and i + 8 and columns j, j + 1,
+// j + 8, j + 9.
 #pragma once
 #include "common/fragments.cuh"
 #include "common/params.cuh"
 
-// Philox-4x32-7 (Salmon et al. 2011): the words of a counter, in its place.
+// Philox-4x32-7 (Salmon et al. 2011). Replaces a counter by its random words.
 CUFLASH_DEVICE void philox(u32 (&word)[4], u32 key_low, u32 key_high) {
 #pragma unroll
   for (int round = 0; round < 7; ++round) {
@@ -19,14 +19,14 @@ CUFLASH_DEVICE void philox(u32 (&word)[4], u32 key_low, u32 key_high) {
   }
 }
 
-// The bits of 8 weights: of those that a lane holds in two neighbouring n-tiles of an accumulator, whose
-// columns are keys, or, transposed, queries.
+// The random bits of the 8 weights that a lane holds in two neighbouring n-tiles of an accumulator. Its columns are
+// keys or, transposed, queries.
 template <bool transposed>
 struct KeptWeights {
   u32 word[4];
   u32 threshold;
 
-  // Whether element i of n-tile n, counted from an even one, is kept.
+  // Whether element i of n-tile n is kept. n counts from an even n-tile.
   CUFLASH_DEVICE bool keeps(int n, int i) const {
     const int down = i / 2, next_n_tile = n % 2;
     const u32 bits = word[2 * (i % 2) + (transposed ? down : next_n_tile)];
@@ -52,8 +52,8 @@ struct Dropout {
     return call(rows_of(query), columns_of(key) + 2 * later);
   }
 
-  // Warp. In an accumulator whose rows are keys: two calls serve two lanes with neighbouring keys, a half of each call
-  // each of them. So each makes one, and they swap halves.
+  // Warp. The same in an accumulator whose rows are keys. Two lanes with neighbouring keys share two calls, of each of
+  // which each lane needs one half. So each lane makes one call, and they swap halves.
   CUFLASH_DEVICE KeptWeights<true> transposed(int query, int key, int later = 0) const {
     const bool odd = key % 2 != 0;
     KeptWeights<true> kept = {{}, threshold};
@@ -76,7 +76,7 @@ struct Dropout {
       return of(query, key, later);
   }
 
-  // Puts zeros in the place of weights that are dropped. The bits of two rows share a word, and are compared at once.
+  // Replaces dropped weights by zeros. The bits of two rows share a word, and are compared at once.
   template <class T, int n_tiles>
   CUFLASH_DEVICE void drop(T (&weight)[n_tiles][4], int query, int key) const {
 #pragma unroll
@@ -93,8 +93,9 @@ struct Dropout {
     }
   }
 
-  // Warp. Marks them by their sign, in an accumulator whose rows are keys. Compared two at once, as above, the backward
-  // pass on an H100 is as fast at head_dim 64 and 10 % slower at 128 (453 TFLOP/s in place of 502).
+  // Warp. Marks dropped weights by their sign, in an accumulator whose rows are keys. If two were compared at once, as
+  // above, the backward pass on an H100 would be as fast at head_dim 64 and 10 % slower at 128 (453 TFLOP/s instead of
+  // 502).
   template <int n_tiles>
   CUFLASH_DEVICE void mark(float (&weight)[n_tiles][4], int query, int key) const {
 #pragma unroll
@@ -119,11 +120,11 @@ struct Dropout {
 
 CUFLASH_DEVICE bool is_dropped(float marked) { return (i32)ptx::bits_of(marked) < 0; }
 
-// The gradient of a score, dS = P (dP - delta): of a weight that dropout keeps or drops,
+// The gradient of a score, dS = P (dP - delta), from a weight and whether dropout keeps it.
 CUFLASH_DEVICE Real gradient_of(Real weight, Real dp, bool keeps, Real kept_scale, Real delta) {
   return weight * ((keeps ? dp : 0) * kept_scale - delta);
 }
-// and of a marked one.
+// The same from a marked weight.
 CUFLASH_DEVICE float gradient_of(float weight, float dp, float kept_scale, float delta) {
   if constexpr (!kHasDropout) return weight * (dp - delta);
   return fabsf(weight) * ((is_dropped(weight) ? 0.0f : dp) * kept_scale - delta);

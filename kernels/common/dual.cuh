@@ -1,14 +1,14 @@
-// What scores that a caller writes in CUDA are made of (cuflash/score/text.py, docs/score.md): dual numbers, functions
-// of them, and arrays whose entries are read as such. A score is a template over the type of its numbers: with Real it
-// is a value, with Dual a value and one derivative.
+// The library for scores that a caller writes in CUDA (cuflash/score/text.py, docs/score.md): dual numbers, functions
+// of them, and arrays whose entries are read as dual numbers. A score is a template over the type of its numbers: with
+// Real it returns a value, with Dual a value and one derivative.
 #pragma once
 #include "common/config.cuh"
 #include "common/score_functions.cuh"
 
 namespace score_text {
 
-// A number and its derivative by one quantity, the one whose tangent is 1. What does not depend on that has the tangent
-// 0, which stays 0 even where it is multiplied by an infinity or a NaN.
+// A number and its derivative (tangent) by one quantity, whose own tangent is 1. Numbers that do not depend on that
+// quantity have the tangent 0, which stays 0 even if it is multiplied by an infinity or a NaN.
 struct Dual {
   Real value, tangent;
 
@@ -44,11 +44,11 @@ CUFLASH_DEVICE Real infinity() { return score_infinity(); }
 CUFLASH_DEVICE Real value_of(Real x) { return x; }
 CUFLASH_DEVICE Real value_of(Dual x) { return x.value; }
 
-// A function of x, of which the value and the derivative at x are known.
+// A function of x, from its value and its derivative at x.
 CUFLASH_DEVICE Real chain(Real, Real value, Real) { return value; }
 CUFLASH_DEVICE Dual chain(Dual x, Real value, Real slope) { return {value, score_product(x.tangent, slope)}; }
 
-// Of 16-bit elements these are approximations, as those of traced functions are.
+// For 16-bit elements these are approximations, as they are in traced functions.
 CUFLASH_DEVICE Real exp(Real x) { return score_fast_exp(x); }
 CUFLASH_DEVICE Real log(Real x) { return score_fast_log(x); }
 CUFLASH_DEVICE Real sqrt(Real x) { return score_fast_sqrt(x); }
@@ -83,11 +83,11 @@ template <class A>
 CUFLASH_DEVICE A abs(A x) {
   return score_abs(x);
 }
-// An integer, which can be an index.
+// The result is an integer, so it can be an index.
 CUFLASH_DEVICE int floor(Real x) { return score_floor(x); }
 CUFLASH_DEVICE int floor(Dual x) { return score_floor(x.value); }
 
-// Of equal numbers it is the first, and so is the derivative. A NaN is both the smaller and the larger of two numbers.
+// If both are equal, the result is the first, with its derivative. If one is a NaN, the result is that NaN.
 template <class A, class B>
 CUFLASH_DEVICE auto min(A x, B y) {
   return x <= y || x != x ? x : y;
@@ -105,7 +105,7 @@ CUFLASH_DEVICE auto where(bool condition, A x, B y) {
   return condition ? x : y;
 }
 
-// The reads of one run of a score, of arrays whose gradients are wanted: how many there were, and where the one was
+// The reads, in one run of a score, of arrays whose gradients are wanted: how many there were, and where the read was
 // whose entry has the tangent 1.
 struct Reads {
   int seeded = -1;
@@ -131,7 +131,7 @@ constexpr bool kIsInteger<u32> = true;
 template <>
 constexpr bool kIsInteger<i64> = true;
 
-// An array as a score reads it: real numbers as T, others as they are.
+// An array as a score reads it: real numbers are read as T, others as they are.
 template <class T, class E, int array, int num_axes, bool is_wanted>
 struct GivenArray {
   const Captured& captured;
@@ -157,9 +157,8 @@ struct GivenArray {
   CUFLASH_DEVICE i64 size(int axis) const { return captured.size[axis]; }
 };
 
-// What runs of a score give. `run` takes the scaled product, a Real or a Dual, and Reads.
-//
-// The score of s, and the derivative by s, if that is used.
+// The score of s, and its derivative by s if that is used. `run` runs a score: it takes the scaled product, a Real or a
+// Dual, and Reads.
 template <class Run>
 CUFLASH_DEVICE Real score_of(Real s, Unused&, Run run) {
   Reads reads;
@@ -173,9 +172,9 @@ CUFLASH_DEVICE Real score_of(Real s, Real& by_s, Run run) {
   return score.value;
 }
 
-// The derivatives, by s and by the entry of each read of an array whose gradient is wanted, of which `visit` gets the
-// array, the place in it and the derivative. A run with the tangent at s counts the reads; each has a run with the
-// tangent at its entry.
+// The derivatives by s, and by the entry of each read of an array whose gradient is wanted: `visit` gets the array, the
+// place in it and the derivative. A run with the tangent 1 at s counts the reads; then each read has a run with the
+// tangent 1 at its entry.
 template <class Run, class Visit>
 CUFLASH_DEVICE void derivatives_of(Real s, Real& by_s, Run run, Visit visit) {
   Reads reads;

@@ -1,12 +1,13 @@
-// Sums of float32 that are exact, whatever the order of additions: a word of 64 bits for every 24 bits between the
-// smallest number and the largest. A number has 24 bits, so that it lies in two neighbouring words, to which integers
-// below 2^24 are added: 2^39 numbers fit.
+// Sums of float32 that are exact, whatever the order of additions. They have a 64-bit word for every 24 bits between
+// the smallest number and the largest. A number has 24 bits, so that it lies in two neighbouring words, to which
+// integers below 2^24 are added: 2^39 numbers can be added without overflow.
 #pragma once
 #include "common/config.cuh"
 
 constexpr int kSumWords = 12, kWordBits = 24, kLowestExponent = -149;
 
-// The position of the lowest bit of a finite number above the lowest bit that there is, and the number in units of it.
+// A finite number as an integer times a power of two: `position` is that of its lowest bit above the lowest bit of all
+// numbers, and `units` is the number in units of that bit.
 struct ExactTerm {
   u32 position;
   u64 units;
@@ -30,7 +31,7 @@ struct ExactTerm {
 // 2^n, for |n| < 1023.
 CUFLASH_DEVICE double power_of_two(int n) { return ptx::double_of((u64)(1023 + n) << 52); }
 
-// The sum that words hold, from the highest one down.
+// The sum that words hold, added up from the highest word down.
 CUFLASH_DEVICE double exact_sum(const i64* words) {
   double sum = 0;
 #pragma unroll

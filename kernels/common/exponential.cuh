@@ -1,14 +1,14 @@
 // Exponentials, logarithms and tanh, each as accurate as the element type needs.
 //
-// Softmax works on exponents. For 16-bit elements they are of base 2: 2^x is one instruction, whose error is below
-// the rounding of P. For wide elements they are natural, so that no rounded constant is folded into the scale.
+// The softmax works on exponents. For 16-bit elements their base is 2: 2^x is one instruction, whose error is below the
+// rounding of P. For wide elements their base is e, so that no rounded constant is folded into the scale.
 #pragma once
 #include "common/config.cuh"
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-constexpr Real kExponentOfE = kWide ? (Real)1 : (Real)kLog2e;  // a natural exponent times this is an exponent
+constexpr Real kExponentOfE = kWide ? (Real)1 : (Real)kLog2e;  // turns a natural exponent into an exponent
 
 // x = steps log 2 + r, with abs(r) at most log(2) / 2. abs(x) is below 2^10. The polynomials interpolate (e^r - 1 - r)
 // / r^2 at Chebyshev points; that leaves 0.02 (float32) and 0.15 (float64) units in the last place of e^r.
@@ -66,8 +66,9 @@ struct Reduced<double> {
 // The exponential of an exponent. Results below the smallest normal number are 0.
 CUFLASH_DEVICE float exponential(float exponent) { return ptx::exp2_approx(kWide ? exponent * kLog2e : exponent); }
 
-// Exponents whose exponentials are 0: below -708, -infinity included, never NaN; and infinity: above 709. Compared as
-// integers, which costs the units that the tensor cores need too nothing.
+// Vanishing exponents have the exponential 0: those below -708, with -infinity but never NaN. Overflowing ones have the
+// exponential infinity: those above 709. Both are found by comparing integers, which costs nothing on the units that
+// the tensor cores need too.
 CUFLASH_DEVICE bool is_vanishing(double exponent) {
   const u32 high = ptx::bits_of(exponent) >> 32;
   return high - 0xc0862001u <= 0xfff00000u - 0xc0862001u;
@@ -82,21 +83,21 @@ CUFLASH_DEVICE double exponential(double exponent) {
   return is_vanishing(exponent) ? 0.0 : is_overflowing(exponent) ? (double)ptx::infinity() : value;
 }
 
-// The same for all lanes of a warp at once, which all call it, with weights' exponents: none is above 709. In float64
-// 10 instructions, not 18, of the units that the tensor cores need too: x = (steps / 32) log 2 + r, abs(r) at most
-// log(2) / 64, where a polynomial of degree 5 differs from e^r by 2^-53 at most. Lane i keeps 2^(i / 32), rounded; that
-// makes the result one unit in the last place uncertain.
+// The same for the exponents of weights, none of which is above 709. All lanes of a warp must call it together. In
+// float64 it takes 10 instructions instead of 18 on the units that the tensor cores need too:
+// x = (steps / 32) log 2 + r, abs(r) at most log(2) / 64, where a polynomial of degree 5 differs from e^r by at most
+// 2^-53. Lane i holds 2^(i / 32), rounded; that makes the result uncertain by one unit in the last place.
 CUFLASH_DEVICE float warp_exponential(float exponent) { return exponential(exponent); }
 CUFLASH_DEVICE double warp_exponential(double exponent) {
   constexpr double kRoundsToInteger = 6755399441055744.0;  // 1.5 * 2^52
   // log(2) / 32 in two parts; the product of the first with a number below 2^15 is exact.
   constexpr double kBig = 0.021660849392446835, kSmall = 5.145609244655338e-14;
-  constexpr u32 kLaneShift = 15;  // puts the 32nd parts of steps in front of the bits of the exponent of two
+  constexpr u32 kLaneShift = 15;  // the five bits of 32nd parts then lie just below the exponent of two
   const u32 lane = ptx::thread_index() % 32;
   const Reduced<double> of_lane(lane * kBig);
   const double rest_of_lane = of_lane.rest + (1.0 + of_lane.rest) * (lane * kSmall);
   const double root = of_lane.power + of_lane.power * rest_of_lane;
-  // Less what the lane's part of the steps will add.
+  // The root, minus what the low five bits of the steps, which are the lane, will add to it.
   const double kept = ptx::double_of(ptx::bits_of(root) - ((u64)(lane << kLaneShift) << 32));
 
   const double shifted = exponent * 46.16624130844683 + kRoundsToInteger;
@@ -113,9 +114,9 @@ CUFLASH_DEVICE double warp_exponential(double exponent) {
   return is_vanishing(exponent) ? 0.0 : power + power * rest;
 }
 
-// tanh by e = e^(-2 abs(x)): (1 - e) / (1 + e), with 1 - e from the series near 0, where it keeps its relative
-// accuracy; and further out 1 - 2e / (1 + e), where rounding errors of the fraction count less. NaN and the infinities
-// as they should be.
+// tanh from e = e^(-2 abs(x)). Near 0 it is (1 - e) / (1 + e), with 1 - e from the series, so that it keeps its
+// relative accuracy. Further out it is 1 - 2e / (1 + e), where rounding errors of the fraction count less. NaN and the
+// infinities give the right results.
 template <class T>
 CUFLASH_DEVICE T accurate_tanh(T x) {
   const T magnitude = x < 0 ? -x : x;
@@ -128,7 +129,7 @@ CUFLASH_DEVICE T accurate_tanh(T x) {
   return x < 0 ? -t : t;
 }
 
-// tanh for abs(x) up to kTanhSeriesStop, to 2e-7 relatively: the polynomial of least relative error.
+// tanh for abs(x) up to kTanhSeriesStop, with a relative error of 2e-7: the polynomial of least relative error.
 constexpr float kTanhSeriesStop = 0.70710678f;
 CUFLASH_DEVICE float tanh_by_series(float x) {
   const float x2 = x * x;
@@ -141,16 +142,18 @@ CUFLASH_DEVICE float tanh_by_series(float x) {
   return x * series;
 }
 
-// tanh to 4e-7 relatively, for the scores of 16-bit elements: by the series where that serves, elsewhere through an
-// exponential, whose error would be large beside a small result. NaN and the infinities as they should be.
+// tanh with a relative error of 4e-7, for the scores of 16-bit elements: by the series for small arguments, elsewhere
+// by an exponential, whose error would be large compared with a small result. NaN and the infinities give the right
+// results.
 CUFLASH_DEVICE float fast_tanh(float x) {
   const float by_exponential = 1.0f - 2.0f * ptx::reciprocal_approx(1.0f + ptx::exp2_approx(x * (2.0f * kLog2e)));
   return fabsf(x) <= kTanhSeriesStop ? tanh_by_series(x) : by_exponential;
 }
 CUFLASH_DEVICE double fast_tanh(double x) { return accurate_tanh(x); }
 
-// times tanh(factor x), to 2e-7 relatively where abs(factor x) is at most kStop, by the polynomial of so many terms of
-// least relative error. Both numbers are in the coefficients, so that neither costs a multiplication.
+// times tanh(factor x), with a relative error of 2e-7 if abs(factor x) is at most kStop, by the polynomial of `terms`
+// terms of least relative error. `times` and `factor` are part of the coefficients, so that neither costs a
+// multiplication.
 template <int terms>
 struct NearTanh {
   static_assert(terms == 3 || terms == 4, "polynomials that are known");
@@ -165,12 +168,12 @@ struct NearTanh {
 #pragma unroll
     for (int i = 0; i < terms; ++i, power *= squared) coefficient[i] = power * kSeries[terms - 3][i];
   }
-  // Whether it serves numbers up to `largest`. None where coefficients leave the range of float32.
+  // Whether it is accurate for numbers up to `largest`. It is for none if coefficients leave the range of float32.
   CUFLASH_DEVICE bool serves(float largest) const {
     const float first = fabsf(coefficient[0]), last = fabsf(coefficient[terms - 1]);
     return largest * fabsf(factor) <= kStop & fminf(first, last) > 1e-37f & fmaxf(first, last) < 1e37f;
   }
-  // The same plus `addend`.
+  // times tanh(factor x) + addend.
   CUFLASH_DEVICE float of(float x, float addend = 0.0f) const {
     const float x2 = x * x;
     float series = coefficient[terms - 1];
@@ -180,7 +183,7 @@ struct NearTanh {
   }
 };
 
-// Natural logarithm of a positive normal number to one unit in the last place; infinity and NaN stay what they are.
+// Natural logarithm of a positive normal number, to one unit in the last place. Infinity and NaN stay as they are.
 CUFLASH_DEVICE double natural_log(double x) {
   // x = 2^steps m, m around 1; log m = 2 atanh(s), s = (m - 1) / (m + 1).
   const u64 bits = ptx::bits_of(x);
@@ -196,13 +199,14 @@ CUFLASH_DEVICE double natural_log(double x) {
   return x < (double)ptx::infinity() ? value : x;
 }
 
-// The natural logarithm of a sum of exponentials, which is relative to an exponent: -inf of nothing.
+// The natural logarithm of a sum of exponentials that is relative to the exponent `offset`; -inf if the sum is 0.
 CUFLASH_DEVICE Real log_sum_exp(Real offset, Real sum) {
   if (sum == 0) return -ptx::infinity();
   if constexpr (kWide) return (Real)(offset + natural_log(sum));
   return (offset + ptx::log2_approx(sum)) * kLn2;
 }
-// What a sum of exponentials relative to `offset` is multiplied by to be relative to a larger one; 0 where it is empty.
+// The factor that makes a sum of exponentials relative to `offset` relative to a larger exponent; 0 if the sum is
+// empty.
 CUFLASH_DEVICE Real relative(Real offset, Real larger) {
   return offset == -ptx::infinity() ? 0 : exponential(offset - larger);
 }

@@ -1,8 +1,8 @@
-// Queries, keys and values of one byte a number: as what products take, and what they are multiplied by.
+// Queries, keys and values with elements of one byte: their conversion for products, and their scales.
 //
-// A number of one byte is one of 16 bits too, exactly. Queries and keys are not multiplied by their scales, but scores
-// are; and not values, but weights, or the output where all values of a head share a scale. So nothing is rounded
-// before.
+// A number of one byte is exactly representable in 16 bits. The scales of queries and keys multiply the scores. The
+// scales of values multiply the weights or, if all values of a head share a scale, the output. So the operands are not
+// rounded by their scales.
 #pragma once
 #include "common/fragments.cuh"
 #include "common/pages.cuh"
@@ -17,19 +17,19 @@ CUFLASH_DEVICE u32 to_float16x2(Float8 type, u16 pair) {
   return ptx::to_float16x2(type, pair);
 }
 #else
-// Earlier devices have no instruction for it. Exponent and fraction are those of float16, moved, and less the
-// difference of the biases: 2^8.
+// Earlier devices have no instruction for it. Exponent and fraction are moved to their place in float16; the product
+// with 2^8 then corrects for the difference of the exponent biases.
 CUFLASH_DEVICE u32 to_float16x2(Float8E4M3, u16 pair) {
   const u32 apart = (pair & 0xffu) | (pair & 0xff00u) << 8;
   const u32 moved = (apart & 0x00800080u) << 8 | (apart & 0x007f007fu) << 7;
-  // All bits set are NaN: then the sum carries into bit 14, which becomes an exponent of all bits and a fraction.
+  // A NaN has all bits set. Then the sum carries into bit 14, which is turned into an exponent of ones and a fraction.
   const u32 is_nan = ((moved & 0x3f803f80u) + 0x00800080u) & 0x40004000u;
   return ptx::multiply_f16x2(moved, 0x5c005c00u) | is_nan | (is_nan - (is_nan >> 5));
 }
 CUFLASH_DEVICE u32 to_float16x2(Float8E5M2, u16 pair) { return (pair & 0xffu) << 8 | (pair & 0xff00u) << 16; }
 #endif
 
-// Two numbers of one byte as what operands of products are made of.
+// Converts two numbers of one byte to the elements of operands of products.
 template <class Float8>
 CUFLASH_DEVICE u32 to_elements(Float16, Float8 type, u16 pair) {
   return to_float16x2(type, pair);
@@ -48,10 +48,10 @@ CUFLASH_DEVICE void to_numbers(Float8 type, u16 pair, Real& first, Real& second)
 
 // ---- Scales ---------------------------------------------------------------------------------------------------------
 
-// What the keys, or the values, of one head are multiplied by. `kind` is kKScale or kVScale.
+// The scales of the keys, or of the values, of one head. `kind` is kKScale or kVScale.
 template <int kind>
 struct HeadScales {
-  const float* data;  // of the head; of pages: of all pages
+  const float* data;  // of the head; with pages: of the head in all pages
   i64 stride;         // from one block of keys to the next
   i64 page_stride;
   int shift;  // base-2 logarithm of the keys of a block
@@ -67,18 +67,18 @@ struct HeadScales {
         first(key_start_of(batch)),
         pages(params, kPageSize == 0 ? 0 : (int)batch) {}
 
-  // Of a key that exists.
+  // The scale of a key, which must exist.
   CUFLASH_DEVICE float of(int key) const {
     if constexpr (kPageSize == 0) return data[(i64)((first + key) >> shift) * stride];
     return data[pages.page_of(key) * page_stride + (Pages::row_in_page(key) >> shift) * stride];
   }
-  // Of all keys of the head, where they share it.
+  // The scale of all keys of the head, if they share one; otherwise 1.
   CUFLASH_DEVICE float of_head() const {
     if constexpr (kind == 1) return *data;
     return 1.0f;
   }
 
-  // Those of a tile that this lane holds columns of, `lane_key` the first; 0 for keys at and past `key_stop`.
+  // The scales of this lane's columns of a tile, whose first key is `lane_key`; 0 for keys at and past `key_stop`.
   template <int n_tiles>
   CUFLASH_DEVICE void load(float (&scale)[n_tiles][2], int lane_key, int key_stop) const {
     if constexpr (kind == 2) {
@@ -89,8 +89,8 @@ struct HeadScales {
     }
   }
 
-  // Those of a tile by lanes of a warp: each has one of every 32 keys. `gather` takes those of a lane's columns, two of
-  // each 8.
+  // Loads the scales of a tile by the lanes of a warp: each lane holds one of every 32 keys. `gather` then gets those
+  // of a lane's columns, two of each 8.
   template <int count>
   CUFLASH_DEVICE void load_by_lanes(float (&scale)[count], int first_key, int key_stop) const {
     if constexpr (kind == 2) {
@@ -113,13 +113,13 @@ struct HeadScales {
   CUFLASH_DEVICE float of_any(int key, int key_stop) const { return key < key_stop ? of(key) : 0.0f; }
 };
 
-// What the queries of one head are multiplied by.
+// The scales of the queries of one head.
 struct QueryScales {
   const float* data;
   i64 stride;  // from one block of queries to the next
   int shift;   // base-2 logarithm of the queries of a block
   int first;   // place of the first query among all rows
-  int last;    // of all rows
+  int last;    // the last of all rows
 
   CUFLASH_DEVICE QueryScales(const Params& params, Entry batch, int head)
       : data((const float*)params.q_scale.data + entry_of(batch) * params.q_scale.batch_stride +
@@ -129,14 +129,14 @@ struct QueryScales {
         first(query_start_of(batch)),
         last(params.seqlen_q - 1) {}
 
-  // Of a query, or of any other one for rows that stand for none.
+  // The scale of a query. Rows that stand for no query get that of some query.
   CUFLASH_DEVICE float of(int query) const {
     if constexpr (!kQScale) return 1.0f;
     return data[(min_of(first + query, last) >> shift) * stride];
   }
 };
 
-// Multiplies the rows of a tile, of which a lane has two of each 16, by numbers of their queries.
+// Multiplies rows of a tile by the scales of their queries. A lane has two of each 16 rows.
 template <int m_tiles, int n_tiles>
 CUFLASH_DEVICE void multiply_rows(Real (&x)[m_tiles][n_tiles][4], const float (&scale)[m_tiles][2]) {
 #pragma unroll
@@ -147,7 +147,7 @@ CUFLASH_DEVICE void multiply_rows(Real (&x)[m_tiles][n_tiles][4], const float (&
       for (int i = 0; i < 4; ++i) x[m][n][i] *= scale[m][i / 2];
 }
 
-// Multiplies the columns of a tile by numbers of their keys, or by that of the head.
+// Multiplies the columns of a tile by the scales of their keys, or by the scale of the head.
 template <int kind, int m_tiles, int n_tiles>
 CUFLASH_DEVICE void multiply_columns(Real (&x)[m_tiles][n_tiles][4], const float (&scale)[n_tiles][2], float of_head) {
   if constexpr (kind != 0) {
@@ -167,16 +167,16 @@ constexpr bool kIsFloat16<Float16> = true;
 
 CUFLASH_DEVICE float power_of_two(int n) { return ptx::float_of((u32)(n + 127) << 23); }
 
-// Weights times what values are multiplied by, as operands of 16 bits. In float16 they would leave its range where
-// scales are large or small, so they are divided by a power of two that is near the largest scale so far; the output is
-// relative to it.
+// Weights times the scales of values are operands of 16 bits. In float16 large or small scales would make them leave
+// its range, so the scales are divided by a power of two that is near the largest scale so far. The output is relative
+// to that power of two.
 template <class E>  // the operands
 struct ValueScales {
   static constexpr bool kIsRelative = kVScale == 2 && kIsFloat16<E>;
   static constexpr int kSmallest = -126, kLargest = 126;
   int exponent = kSmallest;  // of the power of two
 
-  // Warp. Takes in the scales of a tile, and divides them; rescales the output where the power of two grows.
+  // Warp. Takes in the scales of a tile and divides them. Rescales the output if the power of two grows.
   template <int m_tiles, int n_tiles, int out_tiles>
   CUFLASH_DEVICE void update(float (&scale)[n_tiles][2], Real (&out)[m_tiles][out_tiles][4]) {
     if constexpr (kIsRelative) {
@@ -201,8 +201,8 @@ struct ValueScales {
       for (int n = 0; n < n_tiles; ++n) scale[n][0] *= inverse, scale[n][1] *= inverse;
     }
   }
-  // What the output of a row is multiplied by: the inverse of its sum, times what values are relative to. A row that saw
-  // no key stays zero, whatever the scale of the head is.
+  // The factor of the output of a row: the inverse of its sum, times the scale of the head or the power of two. A row
+  // that saw no key stays zero, whatever the scale of the head is.
   CUFLASH_DEVICE Real row_factor(Real inverse_sum, Real of_head) const {
     if (kVScale == 0 || inverse_sum == 0) return inverse_sum;
     return inverse_sum * of_head * (kIsRelative ? power_of_two(exponent) : 1.0f);

@@ -1,7 +1,7 @@
-// What one lane holds of a matrix in registers: the layout of accumulators and of the operands that are made of them.
+// Which elements of a matrix a lane holds in registers: the layout of accumulators and of operands made from them.
 //
-// With g = lane / 4 and t = lane % 4, a lane holds of a 16 x 8 tile of an accumulator the rows g and g + 8, columns
-// 2t and 2t + 1: four Reals, in the layout of ptx::mma_m16n8k16, whatever the element type.
+// With g = lane / 4 and t = lane % 4, a lane holds rows g and g + 8, columns 2t and 2t + 1, of a 16 x 8 tile of an
+// accumulator: four Reals, in the layout of ptx::mma_m16n8k16, whatever the element type.
 #pragma once
 #include "common/config.cuh"
 
@@ -10,15 +10,15 @@ CUFLASH_DEVICE u32 warp_index() { return ptx::thread_index() / 32; }
 CUFLASH_DEVICE int fragment_row() { return lane_index() / 4; }
 CUFLASH_DEVICE int fragment_column() { return 2 * (lane_index() % 4); }
 
-// Products are taken in steps of this many k.
+// A step of a product covers this many k.
 constexpr int kStep = 16;
 
 template <class E>
 struct FragmentOf {
   u32 word[4];
 };
-// Four elements of every 8 k: of A rows g, g + 8, g, g + 8 at k = 2t, 2t, 2t + 1, 2t + 1; of B column g of the first
-// n-tile at k = 2t, 2t + 1, then of the second.
+// A lane holds four elements for every 8 k. Of A, these are rows g, g + 8, g, g + 8 at k = 2t, 2t, 2t + 1, 2t + 1. Of
+// B, they are column g of the first n-tile at k = 2t, 2t + 1, then the same of the second.
 template <>
 struct FragmentOf<Float32> {
   float word[kStep / 8][4];
@@ -31,7 +31,7 @@ using Fragment = FragmentOf<Element>;
 
 // ---- From an accumulator ------------------------------------------------------------------------------------------
 
-// The kStep columns from kStep k on of a row of n-tiles, as an operand A.
+// Turns columns kStep k to kStep (k + 1) - 1 of a row of n-tiles into an operand A.
 template <class E, int n_tiles>
 CUFLASH_DEVICE void to_operand(const float (&row)[n_tiles][4], int k, FragmentOf<E>& a) {
 #pragma unroll

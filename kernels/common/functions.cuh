@@ -1,4 +1,4 @@
-// The functions of the caller that make scores and hide pairs, of one head: what cuflash/score writes of them.
+// The functions of the caller that make scores and hide pairs, for one head. cuflash/score writes their code.
 #pragma once
 #include "common/config.cuh"
 #include "common/params.cuh"
@@ -15,7 +15,7 @@ struct Functions {
       : arrays(params.captured), head(head_), batch(batch_), of_head(read_of_head(params.captured, head_, batch_)) {}
 
 #if CUFLASH_HAS_SCORE_FUNCTION
-  // What the score reads of a row, and of a key.
+  // What the score reads for a row, and for a key.
   CUFLASH_DEVICE OfRow of_row(int row) const { return read_of_row(of_head, arrays, row, head, batch); }
   CUFLASH_DEVICE OfKey of_key(int key) const { return read_of_key(of_head, arrays, key, head, batch); }
   // The score of a pair whose scaled product is s, and its derivative by s: a Real, or Unused.
@@ -29,8 +29,8 @@ struct Functions {
   }
 #endif
 #if CUFLASH_NEEDS_CAPTURED
-  // Calls `visit` for each way in which the score reads an array whose gradient is wanted, with its number, the place
-  // in the array, and the derivative of the score by it but for the factor of the read.
+  // Calls `visit` for each read of an array whose gradient is wanted, with the number of the read, the place in the
+  // array, and the derivative of the score by that entry without the factor of the read.
   template <class Visit>
   CUFLASH_DEVICE void derivatives(Real s, int row, int key, Real& by_s, Visit visit) const {
     derivatives(s, row, key, of_row(row), of_key(key), by_s, visit);
@@ -40,7 +40,7 @@ struct Functions {
                                   Visit visit) const {
     score_derivatives(of_head, of_row, of_key, arrays, s, row, key, head, batch, by_s, visit);
   }
-  // What derivatives have as a factor for all pairs of the head, by the number of the read.
+  // The factor that derivatives by a read have for all pairs of the head.
   CUFLASH_DEVICE Real factor_of_read(int read) const {
     Real of_read[max_of(kNumReads, 1)];
     factors_of_reads(of_head, arrays, head, batch, of_read);
@@ -49,7 +49,7 @@ struct Functions {
 #endif
 #if CUFLASH_HAS_MASK_FUNCTION
   CUFLASH_DEVICE bool shows(int row, int key) const { return mask_function(of_head, arrays, row, key, head, batch); }
-  // What is known of all pairs of these rows and keys. By whole warps.
+  // Warp. Whether the function shows all pairs of these rows and keys, or none, as far as bounds tell.
   CUFLASH_DEVICE Truth shows(Integers rows, Integers keys) const {
     return mask_bounds(arrays, rows, keys, head, batch);
   }

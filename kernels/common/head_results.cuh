@@ -1,4 +1,4 @@
-// Few queries: where a block leaves its results of a head, and how the last block of a head combines those of all.
+// Few queries: where a block stores its results of a head, and how the last block of a head combines all of them.
 #pragma once
 #include "common/config.cuh"
 #include "common/head_work.cuh"
@@ -17,8 +17,8 @@ CUFLASH_DEVICE void prepare_arrivals(const Params& params) {
   }
 }
 
-// Combines the results of the heads with which this block is the last to be done, by so many warps of it, which have met
-// at a barrier since they stored all of their own results.
+// Combines the results of those heads whose last block this is. `warps` warps of the block do it; they must have met at
+// a barrier after they stored all of their own results.
 template <int warps>
 CUFLASH_DEVICE void combine_heads(const Params& params) {
 #pragma unroll 1
@@ -33,10 +33,9 @@ CUFLASH_DEVICE void combine_heads(const Params& params) {
   }
 }
 
-// The epilogue: O / l and lse, to the results or, where blocks share the head, to where they are combined. A lane holds
-// two rows, `half` of them each time: `factor(half)` is what O is multiplied by, and `visit_pairs(half, visit)` calls
-// visit(column, left, right) for its pairs of columns. Of warps that share rows, the first one stores what a row has
-// once.
+// The epilogue: stores O / l and lse or, if blocks share the head, partial results to be combined. A lane holds two
+// rows, half 0 and half 1: `factor(half)` is the factor of O, and `visit_pairs(half, visit)` calls visit(column, left,
+// right) for its pairs of columns. If warps share rows, the first warp (`is_first`) stores what a row has only once.
 template <class Softmax, int out_tiles, class Factor, class VisitPairs>
 CUFLASH_DEVICE void store_rows(const Params& common, const HeadWalk& walk, const HeadWork& work, const LaneRows& rows,
                                const int (&lane_row)[2], Softmax& softmax, Real (&o)[1][out_tiles][4], Factor factor,

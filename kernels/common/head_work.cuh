@@ -1,7 +1,8 @@
-// Few queries: what a block, or a cluster of blocks, has of the keys of all heads, and which queries its rows are.
+// Few queries: which keys of which heads a block, or a cluster of blocks, works on, and which queries its rows stand
+// for.
 //
 // All queries of the query heads that share a key/value head are rows of one product: row head_in_group * seqlen_q +
-// query. So keys are read once.
+// query. So keys are read only once.
 #pragma once
 #include "common/config.cuh"
 #include "common/dropout.cuh"
@@ -13,11 +14,11 @@
 
 constexpr bool kSplitsKeys = CUFLASH_SPLITS_KEYS;  // blocks share the keys of a head
 
-// The heads that a block has keys of, one after another. Blocks of a cluster have the same ones, and count as one.
+// Walks over the heads of which a block has keys. The blocks of a cluster have the same heads, and count as one block.
 struct HeadWalk {
   Shares shares;
-  u32 at, stop;  // places among all keys
-  u32 head;      // of the batch
+  u32 at, stop;  // places among the keys of all heads
+  u32 head;      // key/value head, among those of the whole batch
 
   CUFLASH_DEVICE explicit HeadWalk(const Params& params, u32 block = ptx::block_index()) : shares(params) {
     at = shares.start_of_block(block);
@@ -29,15 +30,15 @@ struct HeadWalk {
   CUFLASH_DEVICE void advance() { at = shares.start_of_head(++head); }
 };
 
-// What a block has of one head.
+// The share of one head that a block works on.
 struct HeadWork {
   int head_kv, batch;
   int group;  // query heads of the key/value head
-  int rows;   // of the product: those that stand for a query
+  int rows;   // rows of the product that stand for a query
   int key_stop;
-  int first_tile, num_tiles;  // of keys, of all blocks of the head together
-  u32 blocks, from, to;       // this block has steps [from, to) of so many
-  TileRange keys;             // its own; but `full_start` and `full_stop` are those of all blocks together
+  int first_tile, num_tiles;  // tiles of keys of the head, over all of its blocks
+  u32 blocks, from, to;       // this block has steps [from, to) of `blocks` steps
+  TileRange keys;             // this block's tiles; but `full_start` and `full_stop` are those of the whole head
 
   CUFLASH_DEVICE HeadWork(const Params& params, const HeadWalk& walk) {
     head_kv = walk.head % params.num_heads_kv;
@@ -54,7 +55,7 @@ struct HeadWork {
     keys.stop = first_tile + part_of(num_tiles, to);
   }
 
-  // Of `count` neighbours those before such a step: count * step / blocks, without a product that may be too large.
+  // How many of `count` tiles come before a step: count * step / blocks, without a product that may overflow.
   CUFLASH_DEVICE int part_of(u32 count, u32 step) const {
     return (int)(count / blocks * step + count % blocks * step / blocks);
   }
@@ -62,8 +63,8 @@ struct HeadWork {
   CUFLASH_DEVICE int first_head() const { return head_kv * group; }
 };
 
-// A lane holds parts of two rows of the product, which are row 0 and row 1 here. Each stands for a query of some head,
-// or for none: then nothing is looked up for it.
+// A lane holds parts of two rows of the product; here they are row 0 and row 1. Each stands for a query of some head,
+// or for no query: then nothing is looked up for it.
 struct LaneRows {
   Score score[2];
   Mask mask[2];
@@ -81,14 +82,14 @@ struct LaneRows {
     return work.first_head() + (row < work.rows ? row / params.seqlen_q : 0);
   }
 
-  // What q is multiplied by.
+  // Loads the scales of q.
   CUFLASH_DEVICE void load_scales(const Params& params, const HeadWork& work, const int (&row)[2],
                                   float (&scale)[2]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) scale[i] = QueryScales(params, work.batch, head_of(params, work, row[i])).of(query[i]);
   }
 
-  // What to_scores asks of a Score and of a Mask.
+  // The members of a Score and of a Mask that to_scores calls.
   CUFLASH_DEVICE Real of(Real product, int row, int key, Unused& derivative) const {
     return score[row].of(product, query[row], key, derivative);
   }
@@ -104,14 +105,14 @@ struct LaneDropout {
       : of_row{Dropout(params, work.batch, LaneRows::head_of(params, work, row[0])),
                Dropout(params, work.batch, LaneRows::head_of(params, work, row[1]))} {}
 
-  // Puts zeros in the place of those of a tile; `key` is this lane's first one.
+  // Replaces the dropped weights of a tile by zeros; `key` is this lane's first key.
   template <class T, int n_tiles>
   CUFLASH_DEVICE void drop(T (&weight)[n_tiles][4], const LaneRows& rows, int key) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int first = 0; first < n_tiles; first += 2) {
-        // A call serves a query and the one 8 further on.
+        // A call of the generator serves a query and the query 8 rows later.
         const int query = rows.query[half], lower = query / 8 % 2;
         const KeptWeights<false> kept = of_row[half].of(query, key, first);
 #pragma unroll
@@ -123,7 +124,7 @@ struct LaneDropout {
   }
 };
 
-// The queries of the rows, where they are loaded from.
+// Where the queries of the rows are loaded from.
 template <class T>
 struct GroupRows {
   using Stored = T;

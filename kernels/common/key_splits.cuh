@@ -3,19 +3,19 @@
 //
 //   l = sum_i l_i exp(m_i - m)        O = sum_i l_i exp(m_i - m) / l O_i        lse = m + log l
 //
-// A sink joins the sum of exponentials here, once, and has no part in O. The block of a head that is done last does it,
-// or around/combine.cu where the results, or the keys, are many.
+// A sink is added to the sum of exponentials here, once, and adds nothing to O. The last block of a head to finish
+// combines the results; if the results, or the keys, are many, around/combine.cu does.
 #pragma once
 #include "common/exponential.cuh"
 #include "common/fragments.cuh"
 #include "common/params.cuh"
 
-// The keys of all key/value heads of the batch, one head after the other, are cut into as many equal
-// shares as there are blocks. So a block has keys of one head or of neighbouring ones, and a head belongs to one block
-// or to neighbouring ones. A place among these keys is a number of steps; a head is as many of them long as there are
-// blocks.
+// The keys of all key/value heads of the batch, one head after the other, are cut into as many equal shares as there
+// are blocks. So a block has keys of one head or of neighbouring heads, and a head belongs to one block or to
+// neighbouring blocks. A place among these keys is counted in steps: a head is `blocks` steps long, and a share `heads`
+// steps.
 struct Shares {
-  u32 blocks, heads;  // whose product is less than 2^31
+  u32 blocks, heads;  // their product is less than 2^31
 
   CUFLASH_DEVICE explicit Shares(const Params& params)
       : blocks(params.resident_blocks), heads(params.batch * params.num_heads_kv) {}
@@ -31,7 +31,7 @@ CUFLASH_DEVICE Real* lse_of(const Params& params, int batch, int head, int query
          query * params.lse.row_stride;
 }
 
-// An element of out: of the dtype of q, or as it was summed, to be merged with that of other keys.
+// An element of out. It has the dtype of q, or that of the sums if out is to be merged with the results of other keys.
 template <bool is_wide>
 struct OutElement {
   using Type = Storage;
@@ -47,7 +47,7 @@ CUFLASH_DEVICE Out* out_of(const Params& params, int batch, int head, int query)
          query * params.out.row_stride;
 }
 
-// Rounds two neighbouring columns of a row of the output, the first of them an even one.
+// Rounds and stores two neighbouring columns of a row of the output. `column` is even.
 template <class E = Element>
 CUFLASH_DEVICE void store_pair(Out* g_row, int column, Real left, Real right) {
   struct alignas(2 * sizeof(Out)) Pair {
@@ -67,52 +67,53 @@ CUFLASH_DEVICE void store_pair(Out* g_row, int column, Real left, Real right) {
   }
 }
 
-// Which block of a head is done last: a count of those that are done, in scratch memory.
+// Finds out which block of a head finishes last: a counter in scratch memory counts the blocks that have finished.
 //
-// Memory may hold anything when a call starts, and to clear it first would take another launch. So counts start at a
-// number that the call has to itself (Params::call). The first block that finds something else puts it there; all of
-// them look before they count. A captured graph has the same number whenever it is replayed, and finds the count of all
-// blocks, which is something else too. Other memory is taken for a count only if it is one of `blocks` numbers of 64
-// bits by chance: calls are numbered from a random place on.
+// Scratch memory may hold anything when a call starts, and clearing it would take another launch. So counts start at a
+// number that no other call has (Params::call). Every block looks at the counter before it counts, and the first block
+// that finds no count below `blocks` there writes that number. A captured graph has the same number at every replay; it
+// finds the count of all blocks, which is replaced too. Other memory is mistaken for a count only if it happens to hold
+// one of `blocks` numbers of 64 bits; calls are numbered from a random start.
 //
-// Counts that are cleared once and kept for later calls would need no number, but a memory for each of the streams and
-// captured graphs that may run at the same time. Clusters can pass results on without memory, but a head may have more
-// blocks than a cluster. To add, other than to compare and swap, succeeds at once however many blocks count together.
+// Counters that are cleared once and kept for later calls would need no such number, but they would need memory for
+// each of the streams and captured graphs that may run at the same time. Clusters can pass on results without memory,
+// but a head may have more blocks than a cluster. Unlike compare-and-swap, an atomic addition succeeds at once however
+// many blocks count at the same time.
 struct Arrivals {
   u64* g_count;
-  u64 first;   // the count of none
+  u64 first;   // the count when no block has finished
   u32 blocks;  // of the head
 
-  // Both by the same thread of each block: before all else; and after its results are stored, whether it is the last.
+  // The same thread of each block calls both: `prepare` before all else, and `arrive` after the results of the block
+  // are stored. `arrive` returns whether the block is the last one.
   CUFLASH_DEVICE void prepare() const {
     const u64 count = ptx::load_arrivals(g_count);
-    if (count - first >= blocks) ptx::replace_arrivals(g_count, count, first);  // unless another block has
+    if (count - first >= blocks) ptx::replace_arrivals(g_count, count, first);  // unless another block has done so
   }
   CUFLASH_DEVICE bool arrive() const { return ptx::count_arrival(g_count) - first == blocks - 1; }
 };
 
-// Combining takes a warp for each row and kChunkColumns of its columns. A lane has four columns; lanes side by side
-// have neighbouring ones, and those beneath each other sum results of different blocks. So the order of additions is
-// fixed.
+// A warp combines kChunkColumns columns of a row. A lane has four columns: each group of kColumnLanes neighbouring
+// lanes has all columns, and the groups sum the results of different blocks. So the order of additions is fixed.
 constexpr int kChunkColumns = 32;
 constexpr int kChunks = (kDimV + kChunkColumns - 1) / kChunkColumns;
 constexpr int kColumnLanes = kChunkColumns / 4;
 constexpr int kAtOnce = 32 / kColumnLanes;  // blocks whose results are summed at once
-constexpr int kAhead = 8;                   // of them that a lane loads before it sums
+constexpr int kAhead = 8;                   // blocks whose results a lane loads before it sums them
 
-// The sum of the exponentials of a row over some keys, and the exponent that it is relative to. An exponent rounds less
-// than the logarithm of the sum would.
+// The sum of the exponentials of a row over some keys, and the exponent (offset) that it is relative to. Storing both
+// has a smaller rounding error than storing the logarithm of the sum.
 struct RowSum {
   Real offset, sum;
 };
 
-// Results of one head from the keys of each of its blocks alone. A row stands for a query of one of the query heads
-// that share the key/value head: row head_in_group * seqlen_q + query.
+// The partial results of one head: each of its blocks has one, from its own keys alone. A row stands for a query of one
+// of the query heads that share the key/value head: row head_in_group * seqlen_q + query.
 struct Partials {
-  u32 head;  // of key/value heads of the batch
+  u32 head;  // among the key/value heads of the batch
   u32 first_block;
-  int count;  // of blocks
-  int rows;   // of one block
+  int count;  // blocks of the head
+  int rows;   // of the result of one block
   Real* g_out;
   Real* g_sums;
 
@@ -126,11 +127,11 @@ struct Partials {
     g_sums = (Real*)params.partial_sums + first_row * 2;
   }
 
-  // The slots of a block's heads and of a head's blocks are neighbours: from one to the next, one of the two grows, or
-  // both.
+  // Where a partial result is stored. The heads of a block have consecutive slots, and so do the blocks of a head. No
+  // two results share a slot: from one result to the next, `block` or `head` grows, or both do.
   CUFLASH_DEVICE static u32 slot(u32 block, u32 head) { return block + head; }
 
-  // Row `row` of O, of kDimV columns, and its RowSum, by the head's `i`-th block.
+  // Row `row` of O, of kDimV columns, and its RowSum, in the result of the head's `i`-th block.
   CUFLASH_DEVICE Real* out(int i, int row) const { return g_out + ((i64)i * rows + row) * kDimV; }
   CUFLASH_DEVICE Real* sums(int i, int row) const { return g_sums + ((i64)i * rows + row) * 2; }
   template <class Softmax>
@@ -147,7 +148,7 @@ struct Partials {
     return {(u64*)params.arrivals + head, params.call << 16, (u32)count};  // less than 2^16 blocks
   }
 
-  // The sum over the blocks and the sink, whose score is an exponent here. By a warp: every lane gets the same.
+  // Warp. The sum over the blocks and the sink, which is an exponent here. Every lane gets the same result.
   CUFLASH_DEVICE RowSum combined_sum(int row, Real sink) const {
     RowSum own = {-ptx::infinity(), 0};  // of the blocks of this lane
     if (kHasSinks && lane_index() == 0 && sink != -ptx::infinity()) own = {sink, 1};
@@ -166,7 +167,7 @@ struct Partials {
     return all;
   }
 
-  // What a lane loads of kAhead blocks before it sums.
+  // The results of kAhead blocks, which a lane loads before it sums them.
   struct Loaded {
     Real out[kAhead][4];
     RowSum of_row[kAhead];
@@ -181,7 +182,7 @@ struct Partials {
     }
   }
 
-  // A row's out in the columns of a chunk, and with the first chunk its lse. By a warp.
+  // Warp. Stores the columns of a chunk of a row of out, and with the first chunk the lse of the row.
   CUFLASH_DEVICE void combine(const Params& params, int row, int chunk) const {
     const int group = params.num_heads / params.num_heads_kv;
     const int batch = head / params.num_heads_kv, query = row % params.seqlen_q;
@@ -189,7 +190,7 @@ struct Partials {
     const int lane = lane_index();
     const int column = chunk * kChunkColumns + lane % kColumnLanes * 4;
     int first = lane / kColumnLanes;
-    // The loads of the sum are on their way together with those of its weights: latency is what this takes.
+    // The loads of the results and of their sums are in flight together, because latency decides how long this takes.
     Loaded loaded;
     load(loaded, first, row, column);
     const RowSum total = combined_sum(row, kHasSinks ? sink_of(params, query_head) * kExponentOfE : 0);

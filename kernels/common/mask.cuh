@@ -1,4 +1,4 @@
-// Which pairs (query, key) are visible. See common/schedule.cuh for tiles that need no look at all.
+// Which pairs (query, key) are visible. common/schedule.cuh says which tiles are visible as a whole and need no test.
 #pragma once
 #include "common/config.cuh"
 #include "common/functions.cuh"
@@ -26,18 +26,18 @@ struct BlockMask {
 // What is visible of a tile, or of a block.
 enum class Pairs { kNone, kSome, kAll };
 
-// What two masks leave, of which each leaves so much.
+// What is visible through two masks together, given what is visible through each.
 CUFLASH_DEVICE Pairs both(Pairs a, Pairs b) {
   if (a == Pairs::kNone || b == Pairs::kNone) return Pairs::kNone;
   return a == Pairs::kAll ? b : Pairs::kSome;
 }
 
-// The most blocks, of so many rows or keys, that a tile lies over.
+// The largest number of blocks of `block` rows (or keys) that a tile of `tile` rows (or keys) can overlap.
 CUFLASH_DEVICE constexpr int most_over(int tile, int block) {
   return tile % block == 0 ? tile / block : block % tile == 0 ? 1 : (tile - 2) / block + 2;
 }
 
-// What is visible of a tile that lies over blocks of so many rows and keys; `of_block(i, j)` says it of a block.
+// What is visible of a tile that overlaps blocks of `rows` x `keys` pairs; `of_block(i, j)` gives it for one block.
 template <int rows, int keys, class OfBlock>
 CUFLASH_DEVICE Pairs pairs_over(const Params& params, int m_block, int n_block, OfBlock of_block) {
   const int first_row = m_block * kBlockM, last_row = min_of(first_row + kBlockM, params.seqlen_q) - 1;
@@ -50,7 +50,7 @@ CUFLASH_DEVICE Pairs pairs_over(const Params& params, int m_block, int n_block, 
   };
   constexpr int kRows = most_over(kBlockM, rows), kKeys = most_over(kBlockN, keys);
   if constexpr (kRows * kKeys <= 4) {
-    // Without branches, so that looks at all of them are on their way together; the last block is looked at again.
+    // There are no branches, so that all loads are in flight together. Past the end, the last block is read again.
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
@@ -69,11 +69,11 @@ CUFLASH_DEVICE Pairs pairs_of(const Params& params, const BlockMask& blocks, int
       params, m_block, n_block, [&](int i, int j) { return blocks.has(i, j) ? Pairs::kAll : Pairs::kNone; });
 }
 
-// How many batch entries and heads have matrices of their own: of lists, of bits, or of notes of tiles.
+// How many batch entries and heads have matrices of their own. A matrix holds lists, bits, or notes of tiles.
 struct Matrices {
   int batches, heads;
 
-  // Which one a head has.
+  // The index of the matrix of a head.
   CUFLASH_DEVICE i64 of(int batch, int head) const {
     return (batches == 1 ? 0 : (i64)batch * heads) + (heads == 1 ? 0 : head);
   }
@@ -84,7 +84,7 @@ CUFLASH_DEVICE Matrices biases_in(const Params& params) {
   return {params.bias.batch_stride == 0 ? 1 : params.batch, params.bias.head_stride == 0 ? 1 : params.num_heads};
 }
 
-// What around/mask_tiles.cu found of a tile of a matrix.
+// What is visible of a tile of a matrix, as around/mask_tiles.cu noted it.
 CUFLASH_DEVICE Pairs pairs_noted(const Params& params, const void* notes, i64 matrix, int m_block, int n_block) {
   const i64 row = matrix * ceil_div(params.seqlen_q, kBlockM) + m_block;
   return (Pairs)((const u8*)notes)[row * ceil_div(params.seqlen_k, kBlockN) + n_block];
@@ -93,8 +93,8 @@ CUFLASH_DEVICE Pairs left_by_masks(const Params& params, int batch, int head, in
   return pairs_noted(params, params.mask_blocks, masks_in(params).of(batch, head), m_block, n_block);
 }
 
-// What a bias leaves: how many tiles there are within bounds, in the lower half of a number, and how many of these are
-// hidden, in the upper half; and notes of all tiles.
+// What a bias leaves visible: a count and notes of all tiles. The lower half of the count is how many tiles lie within
+// bounds, the upper half how many of these are hidden.
 struct BiasBlocks {
   u64* count;
   u8* notes;
@@ -106,9 +106,9 @@ CUFLASH_DEVICE Pairs left_by_bias(const Params& params, int batch, int head, int
   return pairs_noted(params, BiasBlocks(params).notes, biases_in(params).of(batch, head), m_block, n_block);
 }
 
-// Whether a kernel is to run, of two that differ in that one has lists of what a bias leaves. To walk over lists takes 4
-// to 13 % of a pass on an H100 that hides nothing by them (16-bit types, 4096 queries and keys): the kernel that has
-// them runs where more than one in so many tiles is hidden.
+// Whether this kernel is the one of two that is to run: one walks over lists of what a bias leaves, the other does not.
+// Walking over lists costs 4 to 13 % of a pass in which they hide nothing (H100, 16-bit types, 4096 queries and keys),
+// so the kernel with lists runs only if more than one in kTilesToHidden tiles is hidden.
 constexpr u32 kTilesToHidden = 8;
 CUFLASH_DEVICE bool is_chosen(const Params& params) {
   if constexpr (!kIsChosen) return true;
@@ -116,26 +116,26 @@ CUFLASH_DEVICE bool is_chosen(const Params& params) {
   return ((u32)(count >> 32) > (u32)count / kTilesToHidden) == kHasLists;
 }
 
-// Whether nothing hides pairs but a window and the end of the keys. Then in tiles in front of those that the right bound
-// cuts the left bound is all that hides any.
+// Whether only a window and the end of the keys hide pairs. Then, in tiles in front of those that the right bound cuts,
+// only the left bound hides pairs.
 constexpr bool kHasEdges = kHasWindow && !kLooksUpMask && !kMaskByBits && !kHasBlockMask && !kHasMaskFunction;
 
-// The left bound of a window, asked pair by pair.
+// The left bound of a window, tested pair by pair.
 struct LeftBound {
   int left_offset;
 
   CUFLASH_DEVICE bool visible(int row, int key) const { return key >= row + left_offset; }
 };
-// In the place of Constant<true> for a tile that it alone cuts.
+// Replaces Constant<true> for a tile that only the left bound cuts.
 struct LeftEdge : Constant<true> {};
 template <class Masked>
 struct IsLeftEdge : Constant<false> {};
 template <>
 struct IsLeftEdge<LeftEdge> : Constant<true> {};
-// What tells of a tile in front of those that have every pair visible.
+// The argument `masked` for tiles in front of those that are visible as a whole.
 using InFront = Either<kHasEdges, LeftEdge, Constant<true>>::Type;
 
-// The mask of one head, asked pair by pair.
+// The mask of one head, tested pair by pair.
 struct Mask {
   int key_stop;
   int seqlen_q;
@@ -169,15 +169,15 @@ struct Mask {
   }
 
   CUFLASH_DEVICE bool visible(int row, int key) const { return within(row, key) && shows(row, key); }
-  // Whether a function shows the pair. Asked apart from all else, of whole tiles, the compiler reads what the function
-  // needs of a row, or of a key, once for all pairs of it; that takes registers.
+  // Whether a function of the caller shows the pair. If whole tiles are tested by it separately, the compiler loads
+  // what the function needs of a row, or of a key, once for all of its pairs; that takes registers.
   CUFLASH_DEVICE bool shows(int row, int key) const {
 #if CUFLASH_HAS_MASK_FUNCTION
     return functions.shows(row, key);
 #endif
     return true;
   }
-  // Whether all else does.
+  // Whether all else (bounds and masks) shows the pair.
   CUFLASH_DEVICE bool within(int row, int key) const {
     bool seen = key < key_stop;
     if constexpr (kHasRightBound) seen = seen && key <= row + right_offset;
@@ -188,7 +188,7 @@ struct Mask {
   }
 };
 
-// All of it but a function of the caller.
+// The whole mask except a function of the caller.
 struct MaskWithoutFunction : Mask {
   using Mask::Mask;
 

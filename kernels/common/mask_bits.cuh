@@ -1,5 +1,5 @@
-// A mask of pairs as around/mask_bits.cu leaves it for kernels that see it by tile: a bit a pair, in the order in which
-// accumulators hold pairs, and what is visible of each block of 64 x 64 pairs.
+// A mask of pairs as around/mask_bits.cu writes it for kernels that read it by tile: one bit per pair, in the order in
+// which accumulators hold pairs, and for each block of 64 x 64 pairs whether all, some or none are visible.
 #pragma once
 #include "common/config.cuh"
 #include "common/fragments.cuh"
@@ -7,10 +7,10 @@
 #include "common/params.cuh"
 
 constexpr int kBitsBlock = 64;                            // queries, and keys, of a block
-constexpr int kBitsWords = kBitsBlock * kBitsBlock / 32;  // of it
+constexpr int kBitsWords = kBitsBlock * kBitsBlock / 32;  // words of a block
 static_assert(!kMaskByBits || (kBlockM % kBitsBlock == 0 && kBlockN % kBitsBlock == 0), "tiles of whole blocks");
 
-// The blocks of all heads that have a mask of their own; tiles at the ends of the axes are whole.
+// The blocks of all heads that have a mask of their own. They cover whole tiles at the ends of the axes, too.
 struct MaskBits {
   int m_blocks, n_blocks;
   Matrices matrices;
@@ -21,7 +21,7 @@ struct MaskBits {
         matrices(masks_in(params)) {}
 
   CUFLASH_DEVICE u32 count() const { return matrices.batches * matrices.heads * m_blocks * n_blocks; }
-  // Place of a block among all.
+  // The place of a block among all blocks.
   CUFLASH_DEVICE i64 at(int batch, int head, int m_block, int n_block) const {
     return (matrices.of(batch, head) * m_blocks + m_block) * n_blocks + n_block;
   }
@@ -35,7 +35,8 @@ CUFLASH_DEVICE Pairs pairs_of(const Params& params, const MaskBits& bits, int ba
                                             [&](int i, int j) { return (Pairs)blocks[i * bits.n_blocks + j]; });
 }
 
-// What a lane holds of a row of blocks: the word of each belongs to 16 lines of the accumulator of a warp, 64 wide.
+// Where the words of a lane lie in a row of blocks. It has one word per block, for its elements of the 16 lines, 64
+// wide, of the accumulator of its warp.
 CUFLASH_DEVICE const u32* mask_words_of(const Params& params, const MaskBits& bits, int batch, int head, int m_block,
                                         int n_block) {
   const u32 thread = ptx::thread_index() % 128;
@@ -45,7 +46,7 @@ CUFLASH_DEVICE const u32* mask_words_of(const Params& params, const MaskBits& bi
 // The bit of element `i` of n-tile `n` of a block.
 CUFLASH_DEVICE constexpr int bit_of(int n, int i) { return n % 4 * 8 + n / 4 * 2 + i / 2 * 4 + i % 2; }
 
-// The word of a lane, of 64 bits a line: those of the lines that it holds elements of.
+// Makes the word of a lane from the 64 bits of each of the two lines of which it holds elements.
 CUFLASH_DEVICE u32 word_of(const u32 (&upper)[2], const u32 (&lower)[2]) {
   constexpr u32 kColumns = 0x03030303;
   const int column = fragment_column();

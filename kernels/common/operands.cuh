@@ -1,4 +1,4 @@
-// Where the rows of an operand lie in global memory, and how results of float32 get there.
+// Where the rows of an operand lie in global memory, and how float32 results are stored there.
 #pragma once
 #include "common/config.cuh"
 #include "common/fragments.cuh"
@@ -12,7 +12,7 @@ CUFLASH_DEVICE const T* head_of(const Tensor& tensor, int batch, int head) {
   return (const T*)tensor.data + batch * tensor.batch_stride + head * tensor.head_stride;
 }
 
-// The first of the queries, or of the keys, of batch entry `batch` in an operand that has a row for each of them. k and
+// The row of the first query, or of the first key, of batch entry `batch` in an operand that has a row for each. k and
 // v may lie in pages.
 template <class T = Storage>
 CUFLASH_DEVICE const T* queries_of(const Tensor& tensor, Entry batch, int head) {
@@ -24,19 +24,19 @@ CUFLASH_DEVICE auto keys_of(const Params& params, const Tensor& tensor, Entry ba
   else
     return PagedHead(params, tensor, batch, head);
 }
-// Likewise of lse, its gradient, and what else has one number for each query.
+// The same for arrays with one number for each query, such as lse and its gradient.
 CUFLASH_DEVICE Real* row_numbers_of(const Tensor& tensor, Entry batch, int head) {
   const i64 offset = query_start_of(batch) * tensor.row_stride;
   return (Real*)tensor.data + entry_of(batch) * tensor.batch_stride + head * tensor.head_stride + offset;
 }
-// And of a gradient of keys that has sums in place of elements.
+// The same for a gradient of keys that has sums instead of elements.
 CUFLASH_DEVICE Real* key_numbers_of(const Tensor& tensor, Entry batch, int head) {
   const i64 offset = key_start_of(batch) * tensor.row_stride;
   return (Real*)tensor.data + entry_of(batch) * tensor.batch_stride + head * tensor.head_stride + offset;
 }
 
-// Row `half` of the two that a lane has of n-tiles, the first of which has column `first`, times its factor, to a row of
-// float32 in global memory.
+// Stores row `half` of the two that a lane has of n-tiles, times its factor, to a row of float32 in global memory.
+// `first` is the first column of the n-tiles.
 template <int head_dim, int n_tiles>
 CUFLASH_DEVICE void store_row(float* row, const float (&value)[n_tiles][4], int half, float factor, int first = 0) {
   constexpr bool kByPairs = kStoreBytes >= 8 && head_dim % 2 == 0;

@@ -16,8 +16,8 @@ struct Pages {
         stride(params.block_table.page_stride),
         num_pages(params.num_pages) {}
 
-  // The page of a key that exists. Entries of the table after the last page are never read. Other entries that are no
-  // page have not been checked before; here they are moved to the nearest page.
+  // The page of a key, which must exist. Entries of the table after the last page are never read. Other entries have
+  // not been checked before; those that are no page are clamped to the nearest page here.
   CUFLASH_DEVICE int page_of(int key) const {
     const int page = table[(u32)key / kKeysOfPage * stride];
     return page < 0 ? 0 : page < num_pages ? page : num_pages - 1;

@@ -1,5 +1,5 @@
-// The walks of a block of the backward pass over the tiles of queries, heads outermost: over a range of them, or over
-// those that a block mask leaves.
+// How a block of the backward pass walks over the tiles of queries, heads outermost: over a range of tiles, or over the
+// lists of tiles that masks leave.
 #pragma once
 #include "common/backward.cuh"
 #include "common/config.cuh"
@@ -16,7 +16,7 @@ struct QueryRange : TileRange {
   CUFLASH_DEVICE int end() const { return backwards ? start - 1 : stop; }
 };
 
-// The lists of a tile of keys: one for each query head, or one for all.
+// The lists of a tile of keys: one for each query head, or one for all heads.
 struct QueryLists {
   const i32* lists;
   i64 head_stride;
@@ -30,7 +30,8 @@ struct QueryLists {
   }
 };
 
-// What query heads [first_head, stop_head) see of a tile of keys; returns how many tiles of queries in all.
+// Finds the tiles of queries of heads [first_head, stop_head) that see a tile of keys. Returns their number, over all
+// of these heads.
 CUFLASH_DEVICE int find_queries(const Params& params, const Work& work, int first_head, int stop_head, int key_stop,
                                 TileRange& tiles) {
   const int first_key = work.block * kBlockN;
@@ -51,7 +52,7 @@ CUFLASH_DEVICE int find_queries(const Params& params, const Work& work, int firs
 CUFLASH_DEVICE void set_direction(QueryRange& tiles, bool backwards) { tiles.backwards = backwards; }
 CUFLASH_DEVICE void set_direction(QueryLists&, bool) {}
 
-// The walk over (query head of the group, tile of queries), heads outermost.
+// The walk over (query head of the group, tile of queries) by ranges, heads outermost.
 struct RangeWalk {
   int head, m_block;
   CUFLASH_DEVICE bool needs_mask(const QueryRange& tiles) const {
@@ -70,7 +71,8 @@ struct RangeWalk {
   CUFLASH_DEVICE static RangeWalk first(const QueryRange& tiles, int head) { return {head, tiles.first()}; }
 };
 
-// Where a walk is in a list: by number, which takes fewer registers; but beside a function of the caller by address.
+// The position of a walk in a list: an index, which takes fewer registers, or, in kernels with a mask function of the
+// caller, an address.
 struct NumberInList {
   int place;
 
@@ -86,7 +88,7 @@ struct AddressInList {
   CUFLASH_DEVICE ListEntry entry(const i32*) const { return {(u32)*place}; }
 };
 
-// The same over lists.
+// The walk over (query head of the group, tile of queries) by lists.
 struct ListWalk {
   int head, m_block;
   ListEntry entry;
@@ -106,13 +108,13 @@ struct ListWalk {
       look_up(queries);
     }
   }
-  // From the first step on, fewer than there are.
+  // Skips the first `steps` steps, of which there must be more.
   CUFLASH_DEVICE void skip(const QueryLists& queries, int steps) {
     for (int length; steps >= (length = queries.of(head)[0]); head = queries.next_head(head + 1)) steps -= length;
     start_list(queries, steps);
   }
   CUFLASH_DEVICE bool needs_mask(const QueryLists&) const { return entry.needs_mask(); }
-  // Whether a function that hides pairs is to be asked, where a mask is needed.
+  // Whether a function that hides pairs must be called, if the tile needs a mask.
   CUFLASH_DEVICE bool asks_function() const { return entry.asks_function(); }
 
  private:

@@ -1,17 +1,17 @@
-// Sums over a warp and over a block, in an order that is fixed. They run in float64, whatever the elements are: there
-// are few numbers, or an addition costs nothing beside what makes each of them.
+// Sums over a warp and over a block, in a fixed order. They use float64, whatever the elements are: there are few
+// numbers, or an addition costs nothing beside the computation of each number.
 #pragma once
 #include "common/config.cuh"
 #include "common/fragments.cuh"
 
-// Warp. In every lane.
+// Warp. Every lane gets the sum.
 CUFLASH_DEVICE double warp_sum(double value) {
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) value += ptx::shuffle_xor(value, mask);
   return value;
 }
 
-// Block. In thread 0; the others get a part of it. Takes kBlockSumBytes of shared memory, from its start.
+// Block. Thread 0 gets the sum, the others a part of it. Uses the first kBlockSumBytes of shared memory.
 constexpr u32 kBlockSumBytes = kNumWarps * 16;
 CUFLASH_DEVICE double block_sum(double value) {
   double sum = warp_sum(value);

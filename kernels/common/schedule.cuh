@@ -1,4 +1,4 @@
-// Block index -> work, and which tiles of the other axis that work needs.
+// Which work a block index stands for, and which tiles of the other axis that work needs.
 #pragma once
 #include "common/config.cuh"
 #include "common/mask.cuh"
@@ -10,21 +10,21 @@ struct Work {
   int head;   // query head (or key/value head)
   Entry batch;
 };
-// The same before a packed sequence is found: `block` is then a place among the places of all sequences.
+// The same before the packed sequence is looked up: `block` is a place among those of all sequences.
 struct Place {
   int block;
   int head;
   int batch;
 };
 
-// Heads of all batch entries; packed sequences are one.
+// The number of heads of all batch entries. Packed sequences lie in one batch entry.
 CUFLASH_DEVICE u32 heads_in_all(const Params& params, int num_heads) {
   return kIsPacked ? num_heads : num_heads * params.batch;
 }
 
 // Work starts in the order of its index. Tiles of one head are neighbours, so that they share its operands in L2;
 // `section` heads are interleaved. With `last_first` the tiles run from the last to the first: under a causal mask the
-// last tiles of queries take the longest, and short ones fill the gaps at the end.
+// last tiles of queries take the longest, so that short tiles fill the gaps at the end.
 CUFLASH_DEVICE Place schedule(const Params& params, u32 index, int num_blocks, int num_heads, u32 section,
                               bool last_first) {
   const u32 heads = heads_in_all(params, num_heads);
@@ -36,22 +36,22 @@ CUFLASH_DEVICE Place schedule(const Params& params, u32 index, int num_blocks, i
   return {last_first ? num_blocks - 1 - block : block, (int)(head % num_heads), (int)(head / num_heads)};
 }
 
-// Tiles of `rows` rows of the `seqlen` rows of a head.
+// How many tiles of `rows` rows a head of `seqlen` rows has; packed: how many places of tiles.
 //
-// Packed: tile t of sequence b has place start(b) / rows + b + t. No two tiles share a place, since a sequence has at
-// most one tile more than the places by which it moves the next one. At most one place per sequence is empty. The
-// starts alone tell which tile has a place.
+// Packed: tile t of sequence b has place start(b) / rows + b + t. No two tiles share a place, because the places of a
+// sequence are at least as many as its tiles. At most one place per sequence is empty. The starts alone determine which
+// tile a place belongs to.
 CUFLASH_DEVICE int num_tiles_of(const Params& params, int seqlen, int rows) {
   return kIsPacked ? seqlen / rows + params.batch + 1 : ceil_div(seqlen, rows);
 }
 CUFLASH_DEVICE int first_place_of_queries(Entry batch, int rows) { return query_start_of(batch) / rows + batch; }
 CUFLASH_DEVICE int first_place_of_keys(Entry batch, int rows) { return key_start_of(batch) / rows + batch; }
 
-// Warp. The last lane for which `holds`, which it does for the first one.
+// Warp. The last lane for which `holds` is true; it must be true for the first lane.
 CUFLASH_DEVICE u32 last_lane(bool holds) { return 31 - ptx::leading_zeros(ptx::ballot(holds)); }
 
-// Warp. The sequence that has a place, and which of its tiles it is; that tile may not exist. The lanes look at 32
-// sequences at once. Where there are more, they first look at every 32nd, or at every 1024th.
+// Warp. Finds the sequence of a place, and which of its tiles the place stands for; that tile may not exist. The lanes
+// look at 32 sequences at once. If there are more, they first look at every 32nd, or at every 1024th.
 template <class FirstPlace>
 CUFLASH_DEVICE Work at_place(const Params& params, const Place& place, FirstPlace first_place) {
   const int lane = ptx::thread_index() % 32;
@@ -73,7 +73,7 @@ CUFLASH_DEVICE Work at_place_of_keys(const Params& params, const Place& place) {
   return at_place(params, place, [](const Sequence& batch) { return first_place_of_keys(batch, kBlockN); });
 }
 
-// Warp. Work on tiles of queries, or of keys.
+// Warp. The work at an index: a tile of queries, or of keys.
 CUFLASH_DEVICE Work schedule_queries(const Params& params, u32 index, int num_heads, bool last_first) {
   const int num_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
   const Place place = schedule(params, index, num_blocks, num_heads, params.head_section, last_first);
@@ -94,7 +94,7 @@ CUFLASH_DEVICE bool has_keys(const Params& params, const Work& work) {
   return !kIsPacked || work.block * kBlockN < seqlen_k_of(params, work.batch);
 }
 
-// Whether every tile is tested, because none is known to be visible as a whole.
+// Whether every tile needs the mask, because no tile is known to be visible as a whole.
 constexpr bool kTestsAllTiles = (kLooksUpMask || kHasMaskFunction || kMaskByBits) && !kHasLists;
 
 // A range of tiles [start, stop). Those in [full_start, full_stop) have every pair visible; the others need the mask.
@@ -149,18 +149,19 @@ CUFLASH_DEVICE TileRange query_tiles(const Params& params, Entry batch, int firs
   return {start, full_start, full_stop, stop};
 }
 
-// With a block mask, or a mask or a function that hides pairs, around/lists.cu lists for each tile of one axis the
-// tiles of the other axis that it meets: their number, the number of those with every pair visible, and their indices,
-// first of the fully visible ones, then of the others, each in rising order. A kernel then walks over places in the
-// list, and not over tiles.
+// With a block mask, or a mask or a function that hides pairs, around/lists.cu writes a list for each tile of one axis:
+// the number of tiles of the other axis that it meets, the number of those with every pair visible, and the indices of
+// the fully visible ones, then of the others, each in rising order. A kernel then walks over places in the list instead
+// of tiles.
 constexpr int kListHeader = 2;
 
-// An entry of a list: the index of a tile, and above it what else a walk asks of it, so that a step loads one number.
+// An entry of a list: the index of a tile in the low bits, and flags that a walk needs above it, so that a step loads
+// one number.
 struct ListEntry {
-  static constexpr u32 kIndexBits = 28;  // a tile has 16 rows at least, of 2^30
+  static constexpr u32 kIndexBits = 28;  // enough: a tile has at least 16 of at most 2^30 rows
   static constexpr u32 kIsLast = 1u << 31;
   static constexpr u32 kNeedsMask = 1u << 30;     // some pair is hidden
-  static constexpr u32 kAsksFunction = 1u << 29;  // and not by a diagonal or the last key alone, but by masks
+  static constexpr u32 kAsksFunction = 1u << 29;  // masks hide some pair, not only a diagonal or the last key
   u32 entry;
 
   CUFLASH_DEVICE int tile() const { return entry & ((1u << kIndexBits) - 1); }
@@ -169,21 +170,21 @@ struct ListEntry {
   CUFLASH_DEVICE bool asks_function() const { return (entry & kAsksFunction) != 0; }
 };
 
-// The list of tile `block` of `num_blocks` with room for `length` others.
+// The list of tile `block` of `num_blocks`. It has room for `length` entries.
 CUFLASH_DEVICE i32* list_of(const Params& params, void* lists, int batch, int head, int block, int num_blocks,
                             int length) {
   return (i32*)lists + (lists_in(params).of(batch, head) * num_blocks + block) * (kListHeader + length);
 }
 
-// Whether places lead away from the queries: from the tile of keys at the diagonal to the first one, and from the tile
-// after it to the last one. Slopes make the scores of near keys the largest, and kernels walk from the last place to the
-// first, so that the first maxima that rows have stay the largest ones and nothing is rescaled.
+// Whether a walk leads away from the queries: from the tile of keys at the diagonal to the first tile, and then from
+// the tile after the diagonal to the last one. Kernels walk from the last place to the first. Slopes (ALiBi) make the
+// scores of near keys the largest, so the first maxima of the rows stay the largest ones and nothing is rescaled.
 constexpr bool kWalksOutward = kHasAlibi && !kHasRightBound && !kHasLeftBound && !kHasLists;
 
 // The tiles of keys that a tile of queries sees: a range of places, and the tile at each.
 struct KeyTiles : TileRange {
   const i32* list;
-  int nearest;  // kWalksOutward: the tile at the diagonal, of those with every pair visible
+  int nearest;  // kWalksOutward: of the tiles with every pair visible, the one nearest to the diagonal
 
   CUFLASH_DEVICE KeyTiles(const Params& params, const Work& work, int key_stop) : list(nullptr), nearest(0) {
     const int first_row = work.block * kBlockM;
@@ -209,28 +210,33 @@ struct KeyTiles : TileRange {
     }
     return place;
   }
-  // Whether a function that hides pairs is to be asked about those of a tile that is not visible as a whole.
+  // Whether a function that hides pairs must be called for a tile that is not visible as a whole.
   CUFLASH_DEVICE bool ask_function_at(int place) const { return !kHasLists || entry_at(place).asks_function(); }
 
  private:
   CUFLASH_DEVICE ListEntry entry_at(int place) const { return {(u32)list[kListHeader + place]}; }
 };
 
-// The work of the blocks of a persistent kernel: each takes one unit of every `resident_blocks`. A unit is a tile of
-// queries. With kPairs, where later tiles see more keys, it is the n-th tile of a head from the end and the n-th from
-// the start, which together see as many keys as any other two. Where there are twice as many blocks as pairs, a block
-// has one tile, and the first half of the blocks have those from the end; not with pages, whose kernels have no register
-// to spare. With a window the tiles that see the whole of it are the first units, head by head. The shorter ones follow,
-// from the longest to the shortest, of many heads at once; and every other round goes through the blocks backwards. So
-// the sums of what blocks have differ little. With clusters of `cluster` blocks, each of which takes a unit together,
-// `resident_blocks` counts clusters.
+// The work of the blocks of a persistent kernel: of every `resident_blocks` units, each block takes one. A unit is a
+// tile of queries, or a pair of tiles.
+//
+// kPairs: later tiles see more keys, so a unit is the n-th tile of a head from the end and the n-th from the start.
+// Together they see as many keys as any other such pair. If there are twice as many blocks as pairs, each block takes
+// one tile: the first half of the blocks take the tiles from the end. Kernels with pages do not do this, because they
+// have no register to spare.
+//
+// kHasWindow: the tiles that see the whole window are the first units, head by head. The shorter tiles follow, from the
+// longest to the shortest, of many heads at once. Every other round goes through the blocks backwards, so that the
+// totals of the blocks differ little.
+//
+// Clusters: the `cluster` blocks of a cluster take a unit together, and `resident_blocks` counts clusters.
 template <int cluster>
 struct EntryWalkOf {
   static constexpr bool kMayPart = kPairs && kPageSize == 0;
 
   int num_m_blocks, units_of_head;
   u32 unit, num_units, step;
-  u32 two_rounds;  // kHasWindow: the units of a round and of one that goes backwards
+  u32 two_rounds;  // kHasWindow: the units of a round and of the backward round after it
   bool second;
 
   CUFLASH_DEVICE explicit EntryWalkOf(const Params& params)
@@ -267,7 +273,8 @@ struct EntryWalkOf {
  private:
   CUFLASH_DEVICE bool has_second() const { return 2 * (int)(unit % units_of_head) + 1 < num_m_blocks; }
 
-  // kHasWindow. Of the tiles of a head, `before` are cut off at the first key, and those from `stop` on at the last one.
+  // kHasWindow. The first key cuts the windows of the first `before` tiles of a head; the last key cuts those from
+  // `stop` on.
   CUFLASH_DEVICE Work longest_first(const Params& params) const {
     const int before = min_of(ceil_div(at_least_zero(-params.left_offset), kBlockM), num_m_blocks);
     const int uncut = at_least_zero(params.seqlen_k - params.right_offset) / kBlockM;
@@ -278,7 +285,7 @@ struct EntryWalkOf {
                                  params.num_heads, whole && !kBatchFirst ? 1 : params.head_section, false);
     int block = stop - 1 - place.block;
     if (!whole) {
-      // From both ends in turn, as long as there are tiles at both.
+      // Tiles come from both ends in turn as long as both ends have some.
       const int turns = min_of(before, after);
       const bool at_start = place.block < 2 * turns ? place.block % 2 == 0 : before > after;
       const int distance = place.block < 2 * turns ? place.block / 2 : place.block - turns;
@@ -287,7 +294,7 @@ struct EntryWalkOf {
     return work_of(params, block, place.head + place.batch * params.num_heads);
   }
 
-  // `head` counts those of all batch entries, in launch order.
+  // `head` is an index among the heads of all batch entries, in launch order.
   CUFLASH_DEVICE static Work work_of(const Params& params, int block, u32 head) {
     if constexpr (kBatchFirst) return {block, (int)(head / params.batch), (int)(head % params.batch)};
     return {block, (int)(head % params.num_heads), (int)(head / params.num_heads)};
@@ -296,7 +303,7 @@ struct EntryWalkOf {
 
 using EntryWalk = EntryWalkOf<1>;
 
-// A tile of queries: where it stands, and the tiles of keys that it sees.
+// A tile of queries, and the tiles of keys that it sees.
 struct QueryTile {
   Work work;
   int first_row, head_kv, key_stop;
@@ -318,7 +325,7 @@ struct QueryTile {
     if constexpr (!kHasLists) return key_tiles(params, work.batch, first, last, key_stop);
     TileRange own = keys;
     if constexpr (kHasRightBound && kBlockN < kBlockM) {
-      // The last places have the last of the tiles that a diagonal cuts.
+      // The last places of the list hold the last of the tiles that a diagonal cuts.
       const int key_end = last + right_offset_of(params, work.batch) + 1;
       while (own.stop > own.full_stop && keys.at(own.stop - 1) * kBlockN >= key_end) --own.stop;
     }

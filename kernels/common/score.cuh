@@ -1,5 +1,5 @@
-// From the product q.k to the score that the softmax sees, as an exponent: scale, softcap, slopes, bias; or what a
-// function of the caller makes of it.
+// Turns the product q.k into the score that the softmax sees, as an exponent: by scale, softcap, slopes and bias, or by
+// a function of the caller.
 #pragma once
 #include "common/config.cuh"
 #include "common/exponential.cuh"
@@ -7,15 +7,15 @@
 #include "common/params.cuh"
 #include "common/sequences.cuh"
 
-// The exponent of a pair is factor x + addend, where x is the product, or its tanh where there is a soft cap.
+// The exponent of a pair is factor x + addend, where x is the product, or its tanh if there is a soft cap.
 //
-// Where nothing is added (kFactorInExponent), `of` leaves x as it is and what follows multiplies by `exponent_scale`;
-// otherwise `of` does it all and exponent_scale is 1. A function of the caller gives scores, to which exponent_scale is
-// what makes exponents of them.
+// If nothing is added (kFactorInExponent), `of` returns x, and the code after it multiplies by `exponent_scale`;
+// otherwise `of` does it all and exponent_scale is 1. A function of the caller returns scores, and exponent_scale turns
+// them into exponents.
 struct Score {
   Real scale;
   Real softcap;
-  Real cap_factor;  // of a product, for the argument of tanh
+  Real cap_factor;  // a product times this is the argument of tanh
   Real factor;
   Real exponent_slope;
   int diagonal;
@@ -61,8 +61,8 @@ struct Score {
     return kHasScoreFunction ? kExponentOfE : kFactorInExponent ? factor : 1;
   }
 
-  // The score of (row, key), and the derivative of the capped score, or that of a function, in the scaled product
-  // (1 without): a Real, or Unused.
+  // The score of (row, key). `derivative`, a Real or Unused, becomes the derivative of the capped score, or of the
+  // caller's function, by the scaled product; it is 1 without either.
   template <class Slope>
   CUFLASH_DEVICE Real of(Real product, int row, int key, Slope& derivative) const {
     derivative = 1;
@@ -74,13 +74,13 @@ struct Score {
     return with_addend(x, row, key);
   }
 
-  // x of a product.
+  // The x of a product (see above).
   CUFLASH_DEVICE Real capped(Real product) const {
     if constexpr (!kHasSoftcap) return product;
     return kWide ? accurate_tanh(product * scale / softcap) : fast_tanh(product * cap_factor);
   }
 
-  // The same from x on.
+  // The same as `of` for an x that is known.
   CUFLASH_DEVICE Real with_addend(Real x, int row, int key) const {
     if constexpr (kFactorInExponent) return x;
     Real score = x * factor;
@@ -91,24 +91,24 @@ struct Score {
     return score;
   }
 
-  // Warp. The soft cap of 16-bit types for all elements that a lane holds: tanh in place of products. Where all
-  // arguments of a warp are small a series is enough, which spares the unit of the exponentials two results a score; its
-  // results are those of fast_tanh to the bit, whatever the other arguments are. Returns whether all are small.
+  // Warp. The soft cap of 16-bit types: replaces the products that a lane holds by tanh. If all arguments of a warp are
+  // small, a series is enough, which saves the unit of the exponentials two results per score. The results are those of
+  // fast_tanh to the bit, whatever the other arguments are. Returns whether all arguments are small.
   template <int m_tiles, int n_tiles>
   CUFLASH_DEVICE bool cap(float (&s)[m_tiles][n_tiles][4]) const {
     return kHasSoftcap && cap(s, largest_of(s));
   }
-  // The same by shorter series where arguments are smaller still. No argument may be of a pair that does not exist,
-  // because all decide on what each becomes.
+  // The same, with shorter series for arguments that are smaller still. All arguments must be of pairs that exist,
+  // because together they decide which series is used.
   template <int m_tiles, int n_tiles>
   CUFLASH_DEVICE bool cap_near(float (&s)[m_tiles][n_tiles][4]) const {
     if constexpr (!kHasSoftcap) return false;
     const float largest = largest_of(s);
     return cap_by<3>(s, largest) || cap_by<4>(s, largest) || cap(s, largest);
   }
-  // The largest magnitude of all elements, or a NaN. In one chain of maxima each would wait for the one before, so there
-  // are four. Numbers that are not negative are in the order of their bits, and of integers one instruction takes the
-  // largest of three.
+  // The largest magnitude of all elements, or a NaN. In one chain of maxima each would wait for the one before, so
+  // there are four. Maxima are of integers, because non-negative numbers have the order of their bits, and one
+  // instruction takes the maximum of three integers.
   template <int m_tiles, int n_tiles>
   CUFLASH_DEVICE static float largest_of(const float (&s)[m_tiles][n_tiles][4]) {
     u32 chain[4] = {};
@@ -130,7 +130,7 @@ struct Score {
       for_each(s, [](float& x) { x = tanh_by_series(x); });
       return true;
     }
-    // By n-tiles, in branches of their own: all at once take more registers than there are. What is 0 stays 0.
+    // Each n-tile has a branch of its own, because all at once would need too many registers. Zeros stay zero.
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
@@ -144,17 +144,17 @@ struct Score {
     return false;
   }
 
-  // What a bias that differs from key to key only adds.
+  // What a bias adds if it depends on the key only.
   CUFLASH_DEVICE Real addend_of_key(int key) const { return bias_at(0, key) * kExponentOfE; }
 
-  // What a slope is multiplied by.
+  // A slope is multiplied by this distance.
   CUFLASH_DEVICE Real distance(int row, int key) const {
     const int distance = row + diagonal - key;
     return (Real)(distance < 0 ? -distance : distance);
   }
 
-  // The derivative of softcap tanh(x), x = scale product / softcap, by softcap: tanh(x) - x (1 - tanh(x)^2). Near 0,
-  // where the two terms cancel, (sinh(2x) - 2x) / 2 (1 - tanh(x)^2), by the series of the first factor.
+  // The derivative of softcap tanh(x), x = scale product / softcap, by softcap: tanh(x) - x (1 - tanh(x)^2). Near 0 the
+  // two terms cancel, so it is (sinh(2x) - 2x) / 2 (1 - tanh(x)^2) there, with the first factor from its series.
   CUFLASH_DEVICE Real derivative_by_softcap(Real product) const {
     const Real x = product * scale / softcap, x2 = x * x;
     const Real t = kWide ? accurate_tanh(x) : fast_tanh(x), slope = 1 - t * t;
@@ -164,8 +164,8 @@ struct Score {
     for (int n = 18; n >= 4; n -= 2) series = 1 + 4 * x2 / (n * (n + 1)) * series;
     return x * x2 * (2 / (Real)3) * series * slope;
   }
-  // The same of t = tanh(x), as accurate as 16-bit types need: near 0 t^3 times the polynomial in t^2 of least relative
-  // error, which is 1.3e-4. `small`, a Constant, says that `cap` found all arguments so near.
+  // The same from t = tanh(x), as accurate as 16-bit types need. Near 0 it is t^3 times the polynomial in t^2 of least
+  // relative error, which is 1.3e-4. `small`, a Constant, says that `cap` found all arguments to be that near.
   template <class Small>
   CUFLASH_DEVICE static float derivative_by_softcap_of(float t, Small small) {
     constexpr float kStop = 0.60886f;  // tanh(kTanhSeriesStop), rounded up
@@ -179,13 +179,13 @@ struct Score {
   }
 
  private:
-  // The largest finite number in place of an infinity, whose product with 0 would be NaN.
+  // Replaces an infinity, whose product with 0 would be NaN, by the largest finite number.
   CUFLASH_DEVICE static Real finite(Real x) {
     constexpr float kLargest = 3.402823466e38f;
     return x > kLargest ? kLargest : x < -kLargest ? -kLargest : x;
   }
 
-  // By a series, if that serves all. Returns whether it does.
+  // Caps by a series if that is accurate for all elements. Returns whether it is.
   template <int terms, int m_tiles, int n_tiles>
   CUFLASH_DEVICE bool cap_by(float (&s)[m_tiles][n_tiles][4], float largest) const {
     const NearTanh<terms> near(cap_factor);
@@ -211,8 +211,8 @@ struct Score {
   }
 };
 
-// What a function of the caller reads of the two rows of a lane's scores, 8 apart. It is kept for all keys where it is
-// little: read for each tile of keys, it would come a memory access after the products.
+// What a function of the caller reads for the two rows, 8 apart, of a lane's scores. If it is little, it is kept for
+// all keys: if it were read for each tile of keys, it would arrive a memory access later than the products.
 struct RowsOfLane {
 #if CUFLASH_HAS_SCORE_FUNCTION
   static constexpr bool kKept = kNumOfRow <= 2;

@@ -1,5 +1,5 @@
-// What the functions of a caller are made of (cuflash/score/emission.py writes them): entries of captured arrays, and
-// functions of numbers as NumPy has them.
+// The library for functions of a caller, which cuflash/score/emission.py writes: entries of captured arrays, and
+// functions of numbers as in NumPy.
 #pragma once
 #include "common/config.cuh"
 #include "common/exponential.cuh"
@@ -13,7 +13,7 @@ struct Captured {
   i64 first;  // of a table (cuflash/score/tables.py), the place of its first entry
 };
 
-// Where an element is after the first one of an array. 32 bits are enough where no array reaches far, and none back.
+// The offset of an element from the first one of an array. 32 bits are enough if no array reaches far, and none back.
 template <bool narrow>
 struct Offsets {
   using Type = i64;
@@ -58,7 +58,7 @@ struct StoredAs<u8> {
   using Type = u8;
 };
 
-// The entry of an axis that an index stands for.
+// The entry of an axis for an index: the nearest one if the index is outside.
 CUFLASH_DEVICE i64 score_entry(i64 size, i64 index) { return index < 0 ? 0 : index < size ? index : size - 1; }
 CUFLASH_DEVICE u32 score_entry(i64 size, u32 index) {
   const u32 last = size > 0xffffffffll ? 0xffffffffu : (u32)size - 1;
@@ -80,7 +80,7 @@ CUFLASH_DEVICE auto score_load(const Captured& array, Indices... indices) {
   return score_element(E{}, (const typename StoredAs<E>::Type*)array.data, score_offset<0>(array, indices...));
 }
 
-// Which element of an array, in C's order.
+// The place of an element among those of an array, in C order.
 template <int axis>
 CUFLASH_DEVICE i64 score_place(const Captured&, i64 place) {
   return place;
@@ -91,13 +91,14 @@ CUFLASH_DEVICE i64 score_place(const Captured& array, i64 place, Index index, Re
   return score_place<axis + 1>(array, place * array.size[axis] + within, rest...);
 }
 
-// A table is over batch entries, heads and places; stride 0 and size 1 where they share a row. Where a row has place 0:
+// A table is over batch entries, heads and places. Its stride is 0 and its size 1 on an axis whose entries share a row.
+// Returns the address of place 0 of a row.
 template <class E>
 CUFLASH_DEVICE const typename StoredAs<E>::Type* row_of_table(const Captured& table, int batch, int head) {
   const i64 row = batch * table.stride[0] + head * table.stride[1];
   return (const typename StoredAs<E>::Type*)table.data + (row - table.first);
 }
-// Which entry of it.
+// The index of an entry among all entries of a table.
 CUFLASH_DEVICE i64 place_in_table(const Captured& table, int batch, int head, int place) {
   return (batch * table.size[1] + head) * table.size[2] + (place - table.first);
 }
@@ -129,12 +130,13 @@ CUFLASH_DEVICE double score_abs(double x) { return fabs(x); }
 CUFLASH_DEVICE int score_abs(int x) { return x < 0 ? -x : x; }
 CUFLASH_DEVICE i64 score_abs(i64 x) { return x < 0 ? -x : x; }
 
-// For numbers on whose last bits nothing turns, such as a comparison: of 16-bit elements as accurate as fast_tanh.
+// Functions for numbers whose last bits decide nothing, such as a comparison. For 16-bit elements they are as accurate
+// as fast_tanh.
 CUFLASH_DEVICE Real score_fast_exp(Real x) { return kWide ? score_exp(x) : (Real)ptx::exp2_approx((float)x * kLog2e); }
 CUFLASH_DEVICE Real score_fast_log(Real x) { return kWide ? score_log(x) : (Real)(ptx::log2_approx((float)x) * kLn2); }
 CUFLASH_DEVICE Real score_fast_sqrt(Real x) { return kWide ? score_sqrt(x) : (Real)ptx::sqrt_approx((float)x); }
 CUFLASH_DEVICE Real score_fast_tanh(Real x) { return kWide ? score_tanh(x) : fast_tanh(x); }
-// sin(x + quarters pi / 2), by polynomials around the nearest multiple of pi / 2; to 2^-22 for abs(x) up to 10^4.
+// sin(x + quarters pi / 2), by polynomials around the nearest multiple of pi / 2; within 2^-22 for abs(x) up to 10^4.
 CUFLASH_DEVICE float fast_wave(float x, u32 quarters) {
   constexpr float kRoundsToInteger = 12582912.0f;  // 1.5 * 2^23
   const float shifted = x * 0.63661977f + kRoundsToInteger, steps = shifted - kRoundsToInteger;
@@ -160,7 +162,7 @@ CUFLASH_DEVICE int score_floor(double x) {
   return x == x ? (int)floor(x) : 0;
 }
 
-// A NaN is both the smaller and the larger of two numbers.
+// If one is a NaN, so is the result.
 template <class A, class B>
 CUFLASH_DEVICE auto score_min(A a, B b) {
   return a < b || a != a ? a : b;
@@ -170,7 +172,7 @@ CUFLASH_DEVICE auto score_max(A a, B b) {
   return a > b || a != a ? a : b;
 }
 
-// Rounded to minus infinity; by zero, integers give zero.
+// Rounds to minus infinity. Integers divided by zero give zero.
 template <class A, class B>
 CUFLASH_DEVICE auto score_floordiv(A a, B b) {
   if constexpr (Integer<(A)0.5 != 0>::value) {
@@ -190,7 +192,7 @@ CUFLASH_DEVICE auto score_mod(A a, B b) {
   }
 }
 
-// A derivative times another: what a choice has left out stays 0, whatever it is multiplied by.
+// A derivative times a factor. A derivative of 0, such as that of a branch not taken, stays 0 whatever the factor is.
 CUFLASH_DEVICE Real score_product(Real derivative, Real factor) { return derivative == 0 ? 0 : derivative * factor; }
 
 CUFLASH_DEVICE Real score_infinity() { return (Real)ptx::infinity(); }

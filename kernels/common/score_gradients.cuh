@@ -1,4 +1,4 @@
-// What the kernels agree on that make the gradients of what scores are made of beside q and k.
+// What all kernels share that compute the gradients of the inputs of scores other than q and k.
 #pragma once
 #include "common/backward.cuh"
 #include "common/config.cuh"
@@ -7,27 +7,28 @@
 #include "common/schedule.cuh"
 #include "common/score.cuh"
 
-// The axes that a block sums over: those that dbias has not, or the keys for the other gradients.
+// The axes that a block sums over: those that dbias does not have, or the keys for the other gradients.
 constexpr bool kSumsBatch = CUFLASH_SUMS_BATCH;
 constexpr bool kSumsHeads = CUFLASH_SUMS_HEADS;
 constexpr bool kSumsQueries = CUFLASH_SUMS_QUERIES;
 constexpr bool kSumsKeys = CUFLASH_SUMS_KEYS;
 
-// A tile of dbias.
+// The size of a tile of dbias.
 constexpr int kResultRows = kSumsQueries ? 1 : kBlockM;
 constexpr int kResultColumns = kSumsKeys ? 1 : kBlockN;
 constexpr int kResultElements = kResultRows * kResultColumns;
 
 CUFLASH_DEVICE int splits_of(const Params& params) { return kNeedsDbias ? params.score_splits : params.sums_splits; }
 
-// A tile of pairs of one head, and the walk over those that are summed: keys innermost.
+// A tile of pairs of one head, and the walk over the tiles that are summed, keys innermost.
 struct ScoreTiles {
   int num_m_blocks, num_n_blocks;
   Entry batch;
   int head, m_block, n_block;
   i64 left;  // tiles to come, this one included
 
-  // All that belong to tile `result` of the result; the first one has zeros for what is summed over.
+  // Walks over all tiles that belong to tile `result` of the result. The indices of the first one are zero on axes that
+  // are summed over.
   CUFLASH_DEVICE ScoreTiles(const Params& params, u32 result)
       : num_m_blocks(num_tiles_of(params, params.seqlen_q, kBlockM)), num_n_blocks(ceil_div(params.seqlen_k, kBlockN)) {
     const auto owned = [&](bool sums, int count) {
@@ -40,7 +41,7 @@ struct ScoreTiles {
     m_block = owned(kSumsQueries, num_m_blocks);
     head = owned(kSumsHeads, params.num_heads);
     if constexpr (kIsPacked) {
-      // The place that was found, and the keys of its sequence: none, where it has no tile.
+      // The tile at this place, and the keys of its sequence; no keys if there is no tile at this place.
       const Work work = at_place_of_queries(params, {m_block, head, 0});
       m_block = work.block;
       batch = work.batch;
@@ -60,7 +61,7 @@ struct ScoreTiles {
            (kSumsKeys ? 1 : ceil_div(params.seqlen_k, kBlockN));
   }
 
-  // Only the share of one of `splits` blocks, and of that only tiles of which something is visible.
+  // Restricts the walk to the share of one of `splits` blocks, and to tiles of which something is visible.
   CUFLASH_DEVICE void take_share(const Params& params, int split, int splits) {
     const i64 first = left * split / splits;
     left = left * (split + 1) / splits - first;
@@ -118,14 +119,14 @@ struct ScoreTiles {
   }
 };
 
-// How many tiles of dbias have one block each. Blocks share those after them: of a persistent kernel those after whole
-// rounds of its blocks, of another one all.
+// How many tiles of dbias have one block each. Several blocks share each tile after them. In a persistent kernel these
+// are the tiles after whole rounds of its blocks, in another kernel all tiles.
 CUFLASH_DEVICE u32 num_whole_results(const Params& params) {
   const u32 count = ScoreTiles::count(params), resident = params.resident_blocks;
   return resident == 0 ? 0 : count - count % resident;
 }
 
-// What a block leaves of the tile of dbias that is `shared` places after those.
+// Where a block stores its part of the tile of dbias that is `shared` places after those.
 CUFLASH_DEVICE Real* score_partials_of(const Params& params, u32 shared, int split) {
   return (Real*)params.score_partials + ((i64)shared * params.score_splits + split) * kResultElements;
 }
@@ -133,8 +134,8 @@ CUFLASH_DEVICE Real* score_partials_of(const Params& params, u32 shared, int spl
 // The gradients that are sums over all pairs of a head, or of all heads.
 enum Sum { kSumOfSlope, kSumOfScale, kSumOfSoftcap, kNumSums };
 
-// Adds what a pair is of each that is wanted. `ds` is the gradient of its score, whose derivative in the scaled product
-// is `derivative`.
+// Adds the terms of a pair to the sums that are wanted. `ds` is the gradient of its score, whose derivative by the
+// scaled product is `derivative`.
 CUFLASH_DEVICE void add_to_sums(Real (&sums)[kNumSums], const Score& score, Real ds, Real derivative, Real product,
                                 int row, int key) {
   if constexpr (kNeedsDalibiSlopes) sums[kSumOfSlope] -= ds * score.distance(row, key);
@@ -142,8 +143,8 @@ CUFLASH_DEVICE void add_to_sums(Real (&sums)[kNumSums], const Score& score, Real
   if constexpr (kNeedsDsoftcap) sums[kSumOfSoftcap] += ds * score.derivative_by_softcap(product);
 }
 
-// Parts of one of these sums over a head. Those of the batch entries of a query head, of their tiles of queries, and of
-// the blocks that share these, are neighbours.
+// The partial sums of one of these gradients, over a head. Those of the batch entries of a query head are neighbours;
+// within them those of the tiles of queries, and within these those of the blocks that share a tile.
 CUFLASH_DEVICE Real* sums_partials_of(const Params& params, int quantity, int head, Entry batch, int m_block) {
   const int num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
   const i64 of_head = (i64)quantity * params.num_heads + head;
@@ -152,7 +153,7 @@ CUFLASH_DEVICE Real* sums_partials_of(const Params& params, int quantity, int he
   return (Real*)params.sums_partials + tile * params.sums_splits;
 }
 
-// An element of dbias, at the place of its first pair, where the array has it.
+// Stores an element of dbias, at the place of its first pair, if the array has that place.
 template <class T>
 CUFLASH_DEVICE void store_dbias(const Params& params, int batch, int head, int row, int key, T value) {
   if ((!kSumsQueries && row >= params.seqlen_q) || (!kSumsKeys && key >= params.seqlen_k)) return;
@@ -164,7 +165,7 @@ CUFLASH_DEVICE void store_dbias(const Params& params, int batch, int head, int r
   else
     ((u16*)dbias.data)[offset] = (u16)ptx::pack(Element{}, value, value);
 }
-// Element `index` of a tile.
+// Stores element `index` of a tile.
 template <class T>
 CUFLASH_DEVICE void store_dbias(const Params& params, const ScoreTiles& tile, int index, T value) {
   store_dbias(params, tile.batch, tile.head, tile.m_block * kBlockM + index / kResultColumns,

@@ -1,4 +1,4 @@
-// From products q.k to scores, and from scores to the weights of the backward pass, for all elements that a lane holds.
+// Turns products q.k into scores, and scores into the weights of the backward pass, for all elements that a lane holds.
 #pragma once
 #include "common/config.cuh"
 #include "common/exponential.cuh"
@@ -7,7 +7,7 @@
 #include "common/params.cuh"
 #include "common/score.cuh"
 
-// The score of one pair, as an exponent; -inf where the mask hides it. `masked` says whether it may.
+// The score of one pair, as an exponent; -inf if the mask hides it. `masked` says whether the mask may hide it.
 CUFLASH_DEVICE Real masked_score(const Score& score, const Mask& mask, Real product, int row, int key, bool masked,
                                  Real& derivative) {
   Real x = score.of(product, row, key, derivative);
@@ -15,10 +15,10 @@ CUFLASH_DEVICE Real masked_score(const Score& score, const Mask& mask, Real prod
   return x;
 }
 
-// Scores in place of products, in n-tiles whose rows are queries: `row_of(m, i)` is the query of an element, `lane_key`
-// the key of this lane's first one. `masked` says whether some pair may be hidden: a bool, or a Constant where that is
-// known beforehand. With `capped`, products went through Score::cap. Where rows are of several heads, `score` and `mask`
-// are of other types, and find out whose a row is.
+// Replaces products by scores, in n-tiles whose rows are queries: `row_of(m, i)` is the query of an element, `lane_key`
+// the key of this lane's first element. `masked` says whether some pair may be hidden: a bool, or a Constant if that is
+// known at compile time. With `capped`, products went through Score::cap. If rows belong to several heads, `score` and
+// `mask` have other types (LaneRows), which look up the head of a row.
 template <bool capped = false, class Scores, class Masks, int m_tiles, int n_tiles, class RowOf, class Masked>
 CUFLASH_DEVICE void to_scores(const Scores& score, const Masks& mask, Real (&s)[m_tiles][n_tiles][4], RowOf row_of,
                               int lane_key, Masked masked) {
@@ -31,7 +31,7 @@ CUFLASH_DEVICE void to_scores(const Scores& score, const Masks& mask, Real (&s)[
     if (masked && !mask.visible(row, key)) x = -ptx::infinity();
   };
   if constexpr (CUFLASH_HAS_FUNCTIONS) {
-    // By keys: registers hold what a function reads of rows, but not of all keys as well.
+    // Keys are outermost: registers can hold what a function reads of rows, but not also that of all keys.
 #pragma unroll
     for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
@@ -48,8 +48,8 @@ CUFLASH_DEVICE void to_scores(const Scores& score, const Masks& mask, Real (&s)[
   }
 }
 
-// The weight of an exponent, less lse as one. Where a function makes scores, rows that do not exist have no weight
-// whatever it gives, and what has no weight has no derivative.
+// The weight of a pair: `exponent` is its score minus lse, both as exponents. If a function makes scores, rows that do
+// not exist get no weight whatever it returns, and a pair without weight gets no derivative.
 CUFLASH_DEVICE Real weight_of(Real exponent, Real exponent_lse, Real& derivative) {
   Real weight = warp_exponential(exponent);
   if constexpr (kHasScoreFunction) {
@@ -59,7 +59,7 @@ CUFLASH_DEVICE Real weight_of(Real exponent, Real exponent_lse, Real& derivative
   return weight;
 }
 
-// What makes weights of products in the backward pass, for one head: P = exp(score - lse).
+// Turns products into weights in the backward pass, for one head: P = exp(score - lse).
 struct Weights {
   Score score;
   Mask mask;
@@ -72,14 +72,15 @@ struct Weights {
         mask(params, batch, head, key_stop, own_diagonal),
         exponent_scale(score.exponent_scale()) {}
 
-  // The weight of one pair, and the derivative of its score in the scaled product.
+  // The weight of one pair, and the derivative of its score by the scaled product.
   CUFLASH_DEVICE Real of(Real product, int row, int key, bool masked, Real exponent_lse, Real& derivative) const {
     const Real exponent = masked_score(score, mask, product, row, key, masked, derivative) * exponent_scale;
     return weight_of(exponent - exponent_lse, exponent_lse, derivative);
   }
 
-  // Hides elements at once, in branches of their own: scores, or products that are scores but for a positive factor.
-  // `row_of(n, i)` and `key_of(m, i)` are the pair of an element; a function of the caller is asked where `asks`.
+  // Hides elements of a whole tile, in branches of their own. The elements are scores, or products that are scores
+  // except for a positive factor. `row_of(n, i)` and `key_of(m, i)` are the pair of an element; a function of the
+  // caller is called only if `asks`.
   template <int m_tiles, int n_tiles, class RowOf, class KeyOf>
   CUFLASH_DEVICE void hide(Real (&s)[m_tiles][n_tiles][4], bool masked, bool asks, RowOf row_of, KeyOf key_of) const {
     const auto hide_unless = [&](auto visible) {
@@ -95,11 +96,11 @@ struct Weights {
     const bool asked = kHasMaskFunction && asks;
     if (kDim > 64 && asked) return hide_unless([&](int row, int key) { return mask.visible(row, key); });
     hide_unless([&](int row, int key) { return mask.within(row, key); });
-    // Apart, a function takes registers (Mask::shows), which dK and dV leave where heads are narrow.
+    // A separate test by the function takes registers (Mask::shows), which dK and dV leave free if heads are narrow.
     if (asked) hide_unless([&](int row, int key) { return mask.shows(row, key); });
   }
-  // The same where products are scores but for a positive factor, for `of_hidden`, which elsewhere hides score by
-  // score.
+  // The same for products before `of_hidden`, if they are scores except for a positive factor. Otherwise it does
+  // nothing, and `of_hidden` hides pair by pair.
   template <int m_tiles, int n_tiles, class RowOf, class KeyOf>
   CUFLASH_DEVICE void hide_products(Real (&product)[m_tiles][n_tiles][4], bool masked, RowOf row_of,
                                     KeyOf key_of) const {
@@ -112,7 +113,7 @@ struct Weights {
     derivative = 1;
     return warp_exponential(product * exponent_scale - exponent_lse);
   }
-  // The same where plus_addend(x) is x plus what is added to the score of this pair.
+  // The weight of one pair, where plus_addend(x) is x plus what is added to the score of this pair.
   template <class PlusAddend>
   CUFLASH_DEVICE Real of_added(Real product, int row, int key, bool masked, Real exponent_lse, Real& derivative,
                                PlusAddend plus_addend) const {

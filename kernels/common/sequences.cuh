@@ -1,15 +1,15 @@
 // What a batch entry is made of: its queries and keys, and how they line up.
 //
-// Packed sequences (varlen) lie one after the other in the only entry of the arrays. cu_seqlens_q and cu_seqlens_k have
-// the row that each one starts with, and the row after the last one. The kernels add one more sequence, number
-// params.batch, of the rows that are left: its queries see no keys, and no query sees its keys. Starts are clamped to
-// the rows that there are, so that nothing else is touched whatever the starts are.
+// Packed sequences (varlen) lie one after the other in the only batch entry of the arrays. cu_seqlens_q and
+// cu_seqlens_k hold the first row of each sequence and the row after the last sequence. The kernels add one more
+// sequence, number params.batch, which holds the remaining rows: its queries see no keys, and no query sees its keys.
+// Starts are clamped to the rows of the arrays, so that nothing else is accessed whatever the starts are.
 #pragma once
 #include "common/config.cuh"
 #include "common/params.cuh"
 
-// The first row of a packed sequence, of `total` rows; sequence params.batch + 1 starts at `total`. There are no
-// branches, so that loads of several starts do not wait for each other.
+// The first row of a packed sequence, where all sequences together have `total` rows; sequence params.batch + 1 starts
+// at `total`. There are no branches, so that loads of several starts do not wait for each other.
 CUFLASH_DEVICE int start_of(const Params& params, const void* cu_seqlens, i64 stride, int total, int sequence) {
   const int start = ((const i32*)cu_seqlens)[min_of(sequence, params.batch) * stride];
   return min_of(max_of(start, sequence > params.batch ? total : 0), sequence > 0 ? total : 0);
@@ -30,20 +30,20 @@ struct Sequence {
   CUFLASH_DEVICE operator int() const { return index; }
 };
 
-// Thread. Four loads, none of which waits for another.
+// Thread. The four loads do not wait for each other.
 CUFLASH_DEVICE Sequence sequence_at(const Params& params, int index) {
   const int query_start = query_start_at(params, index), query_stop = query_start_at(params, index + 1);
   const int key_start = key_start_at(params, index), key_stop = key_start_at(params, index + 1);
   return {index, query_start, key_start, at_least_zero(query_stop - query_start), at_least_zero(key_stop - key_start)};
 }
-// Warp. That of lane `lane`.
+// Warp. The sequence that lane `lane` holds.
 CUFLASH_DEVICE Sequence sequence_of_lane(const Sequence& own, u32 lane) {
   const auto of_lane = [&](int value) { return (int)ptx::shuffle((u32)value, lane); };
   return {of_lane(own.index), of_lane(own.query_start), of_lane(own.key_start), of_lane(own.seqlen_q),
           of_lane(own.seqlen_k)};
 }
 
-// A batch entry. Unless sequences are packed, its index says everything.
+// A batch entry. Unless sequences are packed, its index is enough.
 using Entry = Either<kIsPacked, Sequence, int>::Type;
 
 CUFLASH_DEVICE Entry entry_at(const Params& params, int index) {
@@ -60,12 +60,12 @@ CUFLASH_DEVICE int seqlen_q_of(const Params& params, int) { return params.seqlen
 CUFLASH_DEVICE int seqlen_q_of(const Params&, const Sequence& batch) { return batch.seqlen_q; }
 CUFLASH_DEVICE int seqlen_k_of(const Params& params, int) { return params.seqlen_k; }
 CUFLASH_DEVICE int seqlen_k_of(const Params&, const Sequence& batch) { return batch.seqlen_k; }
-// In which entry of the arrays it lies.
+// The batch entry of the arrays in which it lies.
 CUFLASH_DEVICE int entry_of(Entry batch) { return kIsPacked ? 0 : batch; }
-// Whether it is the rows that belong to no sequence.
+// Whether it stands for the rows that belong to no sequence.
 CUFLASH_DEVICE bool is_left_over(const Params& params, Entry batch) { return kIsPacked && batch == params.batch; }
 
-// Keys [0, key_stop) exist: all, or less where kv_lengths says so.
+// Keys [0, key_stop) exist: all keys, or fewer with kv_lengths.
 CUFLASH_DEVICE int key_stop_of(const Params& params, Entry batch) {
   if constexpr (kIsPacked) return is_left_over(params, batch) ? 0 : seqlen_k_of(params, batch);
   if constexpr (kKvLengthsBytes == 0) return params.seqlen_k;
@@ -76,12 +76,11 @@ CUFLASH_DEVICE int key_stop_of(const Params& params, Entry batch) {
     length = ((const i32*)params.kv_lengths)[batch * params.kv_lengths_stride];
   return length < 0 ? 0 : length < params.seqlen_k ? (int)length : params.seqlen_k;
 }
-// Whether tiles of keys may hold other rows after key_stop. Their weights are 0, but 0 times what lies there may be
-// NaN.
+// Whether tiles of keys may hold other rows after key_stop. Their weights are 0, but 0 times their values may be NaN.
 constexpr bool kHidesLastKeys = kKvLengthsBytes != 0 || kIsPacked;
 
-// What the diagonal of a batch entry adds to params.diagonal, right_offset and left_offset, which are those of seqlen_k
-// keys, or of no particular sequence.
+// What a batch entry adds to params.diagonal, right_offset and left_offset. These fields hold for seqlen_k keys, or for
+// no particular sequence.
 CUFLASH_DEVICE int own_diagonal_of(const Params& params, Entry batch) {
   if constexpr (kAlignsEnds) return seqlen_k_of(params, batch) - seqlen_q_of(params, batch);
   if constexpr (kFollowsLengths) return key_stop_of(params, batch) - params.seqlen_k;

@@ -2,15 +2,16 @@
 #pragma once
 #include "common/exponential.cuh"
 
-// How far a row's maximum may exceed the offset of its exponents. The exponential of a wide number around 0 is the most
-// accurate one: float32 follows the maximum at once, float64 before the rounding of exponents grows.
+// How far a row's maximum may exceed the offset of its exponents. For wide elements, exponentials are most accurate
+// around 0, so the offset of float32 follows the maximum at once, and that of float64 before the rounding of exponents
+// grows.
 constexpr float kMaxGrowth = kElementBytes == 8 ? 1.0f : kWide ? 0.0f : 8.0f;
 
 // Statistics of the 2 m_tiles rows that a lane holds.
 template <int m_tiles>
 struct OnlineSoftmax {
-  Real offset[m_tiles][2];   // what exponents are taken relative to; -inf while no key was visible
-  Real row_sum[m_tiles][2];  // of this lane's columns only, until `finish`
+  Real offset[m_tiles][2];   // exponents are relative to it; -inf until a key is visible
+  Real row_sum[m_tiles][2];  // sum over this lane's columns only, until `finish`
 
   CUFLASH_DEVICE OnlineSoftmax() {
 #pragma unroll
@@ -19,11 +20,11 @@ struct OnlineSoftmax {
       for (int half = 0; half < 2; ++half) offset[m][half] = -ptx::infinity(), row_sum[m][half] = 0;
   }
 
-  // Takes in a tile of scores and leaves the exponential of exponent_scale score - offset in its place.
+  // Takes in a tile of scores and replaces each by the exponential of exponent_scale score - offset.
   //
-  // The offset follows the row's maximum only when it falls behind by more than kMaxGrowth in some row of the warp;
-  // what was summed so far is then rescaled. Until then exponentials exceed 1, to 2^kMaxGrowth, which no floating-point
-  // format minds, and both sums stay relative to one offset, so the result is exact.
+  // The offsets are raised to the maxima only when, in some row of the warp, the maximum exceeds the offset by more
+  // than kMaxGrowth. What was summed so far is then rescaled. Until then exponentials may exceed 1, up to 2^kMaxGrowth,
+  // which no floating-point format minds, and both sums stay relative to the same offset, so the result is exact.
   template <int n_tiles, int out_tiles>
   CUFLASH_DEVICE void update(Real (&score)[m_tiles][n_tiles][4], Real (&out)[m_tiles][out_tiles][4],
                              Real exponent_scale) {
@@ -34,7 +35,8 @@ struct OnlineSoftmax {
     exponentiate(score, exponent_scale, row_sum);
   }
 
-  // The offsets of `update`, for an output that is still being summed: when true, `rescale` it by `factor` later.
+  // Updates the offsets only, because the output is still being summed. If it returns true, the output must later be
+  // rescaled by `factor` (`rescale`).
   template <int n_tiles>
   CUFLASH_DEVICE bool update(const Real (&score)[m_tiles][n_tiles][4], Real (&factor)[m_tiles][2],
                              Real exponent_scale) {
@@ -51,7 +53,7 @@ struct OnlineSoftmax {
         for (int i = 0; i < 4; ++i) out[m][n][i] *= factor[m][i / 2];
   }
 
-  // Leaves the exponentials in place of the scores and adds this lane's to `sum`.
+  // Replaces scores by their exponentials and adds those of this lane to `sum`.
   template <int n_tiles>
   CUFLASH_DEVICE void exponentiate(Real (&score)[m_tiles][n_tiles][4], Real exponent_scale,
                                    Real (&sum)[m_tiles][2]) const {
@@ -59,9 +61,9 @@ struct OnlineSoftmax {
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        // While nothing is visible, exponents are taken relative to 0, and are 0.
+        // While no key is visible, exponents are relative to 0, and exponentials are 0.
         const Real finite_offset = offset[m][half] == -ptx::infinity() ? 0 : offset[m][half];
-        Real tile_sum = 0;  // of wide elements: the fewer numbers are added in a row, the smaller the error
+        Real tile_sum = 0;  // wide elements: shorter chains of additions have smaller errors
 #pragma unroll
         for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
@@ -73,7 +75,7 @@ struct OnlineSoftmax {
       }
   }
 
-  // Sums the lanes of each row.
+  // Adds up the sums of the lanes of each row.
   CUFLASH_DEVICE void finish() {
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
@@ -84,7 +86,7 @@ struct OnlineSoftmax {
       }
   }
 
-  // Adds to each row, after `finish`, one more key whose value is zero, and whose score is the exponent sink(m, half).
+  // Adds one more key to each row, after `finish`: its value is zero, and its score, as an exponent, is sink(m, half).
   template <int out_tiles, typename Sink>
   CUFLASH_DEVICE void add_sinks(Real (&out)[m_tiles][out_tiles][4], Sink sink) {
     Real factor[m_tiles][2];
@@ -106,8 +108,8 @@ struct OnlineSoftmax {
   CUFLASH_DEVICE Real log_sum_exp(int m, int half) const { return ::log_sum_exp(offset[m][half], row_sum[m][half]); }
 
  private:
-  // Lets the offsets follow the maxima of a tile of scores, and says if they had to: then for every row what was summed
-  // before takes a factor, which `rescale_row(m, half, factor)` learns.
+  // Raises the offsets to the maxima of a tile of scores where that is needed, and returns whether it was. If so,
+  // `rescale_row(m, half, factor)` is called for every row with the factor of its earlier sums.
   template <int n_tiles, typename RescaleRow>
   CUFLASH_DEVICE bool raise_offsets(const Real (&score)[m_tiles][n_tiles][4], Real exponent_scale,
                                     RescaleRow rescale_row) {
@@ -136,7 +138,7 @@ struct OnlineSoftmax {
     return true;
   }
 
-  // Lets the offset of a row follow an exponent. What was summed before takes the factor that it returns.
+  // Raises the offset of a row to an exponent, if that is larger. Returns the factor of what was summed before.
   CUFLASH_DEVICE Real raise_offset(int m, int half, Real exponent) {
     const Real old = offset[m][half];
     offset[m][half] = max_of(old, exponent);

@@ -1,11 +1,11 @@
-// Eight columns of a row of float32 as bfloat16 parts (common/part_products.cuh).
+// Splits eight columns of a row of float32 into bfloat16 parts (common/part_products.cuh).
 #pragma once
 #include "common/bf16_split.cuh"
 #include "common/config.cuh"
 
 static_assert(kElementBytes == 4, "parts are those of float32");
 
-// The parts of eight columns by `split_pair`, and the sum of what that returns.
+// Splits eight columns by `split_pair`, and returns the sum of what that returns.
 template <class SplitPair>
 CUFLASH_DEVICE float split_columns(const float (&x)[8], Bytes16 (&parts)[kBf16Parts], SplitPair split_pair) {
   float sum = 0.0f;
@@ -18,7 +18,7 @@ CUFLASH_DEVICE float split_columns(const float (&x)[8], Bytes16 (&parts)[kBf16Pa
   }
   return sum;
 }
-// The parts of any numbers.
+// The same for any numbers.
 CUFLASH_DEVICE void split_columns(const float (&x)[8], Bytes16 (&parts)[kBf16Parts]) {
   split_columns(x, parts, [](float x, float y, u32(&word)[kBf16Parts]) {
     bf16_split(x, y, word);

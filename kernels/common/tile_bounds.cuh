@@ -1,17 +1,18 @@
-// Bounds of what a function of the caller gives while the query and the key run over those of a tile: what
-// cuflash/score/tile_bounds.py writes is made of these. Interval arithmetic, as in cuflash/score/intervals.py: bounds are
-// never too narrow, of real numbers rounded to float32 neither. Called by whole warps, all lanes of which get the same.
+// Bounds of what a function of the caller returns for all queries and keys of a tile. The code that
+// cuflash/score/tile_bounds.py writes is made of these functions. They are interval arithmetic, as in
+// cuflash/score/intervals.py: bounds are never too narrow, not even for real numbers that are rounded to float32. Whole
+// warps call them, and all lanes get the same result.
 #pragma once
 #include "common/score_functions.cuh"
 
-// A condition: it holds for all pairs, or for none.
+// A condition: whether it holds for all pairs, and whether it holds for none.
 struct Truth {
   bool always, never;
 };
 struct Integers {
   i64 low, high;
 };
-// Both bounds are NaN where numbers may be NaN, infinite or of any size.
+// Both bounds are NaN if nothing is known: the numbers may be NaN, infinite or of any size.
 struct Reals {
   double low, high;
 };
@@ -37,16 +38,16 @@ CUFLASH_DEVICE Bounds hull(Bounds a, Bounds b) {
   return {smaller(a.low, b.low), larger(a.high, b.high)};
 }
 
-// Integers of larger magnitude may have wrapped around; as real numbers the same bounds tell.
+// Integers of larger magnitude may have wrapped around; the same bounds as real numbers, about_*, show if they did.
 CUFLASH_DEVICE Integers unless_wrapped(i64 low, i64 high, double about_low, double about_high) {
   constexpr double kMost = 4611686018427387904.0;  // 2^62
   return fabs(about_low) <= kMost && fabs(about_high) <= kMost ? Integers{low, high} : any_integer();
 }
-// What is infinite may become NaN next, and is taken for it. The others get room for the rounding of float32.
+// Infinite bounds may become NaN next and are treated like NaN. Others are widened by the rounding of float32.
 CUFLASH_DEVICE Reals rounded(double low, double high) {
   constexpr double kRounding = 1.9073486328125e-6, kTiny = 1.1754943508222875e-38, kLarge = 1.7014118346046923e38;
   const double a = low - kRounding * fabs(low) - kTiny, b = high + kRounding * fabs(high) + kTiny;
-  return fabs(a) <= kLarge && fabs(b) <= kLarge ? Reals{a, b} : any_real();  // not so of a NaN
+  return fabs(a) <= kLarge && fabs(b) <= kLarge ? Reals{a, b} : any_real();  // false for a NaN
 }
 
 // ---- Conditions -----------------------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ CUFLASH_DEVICE Integers bounds_abs(Integers a) {
   const bool spans = a.low <= 0 && a.high >= 0;
   return {spans ? 0 : larger(a.low, other.low), larger(a.high, other.high)};
 }
-// By positive numbers alone; else nothing is known.
+// Bounds are known for positive divisors only.
 CUFLASH_DEVICE Integers bounds_floordiv(Integers a, Integers b) {
   if (b.low <= 0) return any_integer();
   const auto quotient = [](i64 x, i64 y) {
@@ -182,8 +183,8 @@ CUFLASH_DEVICE Reals bounds_sqrt(Reals a) { return rounded(sqrt(a.low), sqrt(a.h
 CUFLASH_DEVICE Reals bounds_tanh(Reals a) { return rounded(tanh(a.low), tanh(a.high)); }
 
 // ---- Entries of arrays ----------------------------------------------------------------------------------------------
-constexpr i64 kMostEntries = 4096;  // of an array that are looked at for a tile
-constexpr u32 kEntriesAtOnce = 8;   // of a lane, that are on their way together
+constexpr i64 kMostEntries = 4096;  // the most entries of an array that are read for a tile
+constexpr u32 kEntriesAtOnce = 8;   // loads of a lane that are in flight together
 
 CUFLASH_DEVICE i64 shuffle_xor_of(i64 value, u32 lanes) {
   const u32 other = ptx::thread_index() % 32 ^ lanes;
@@ -199,11 +200,11 @@ CUFLASH_DEVICE Reals bounds_of_entry(float x) { return rounded((double)x, (doubl
 CUFLASH_DEVICE Reals bounds_of_entry(double x) { return rounded(x, x); }
 CUFLASH_DEVICE Integers any_like(Integers) { return any_integer(); }
 CUFLASH_DEVICE Reals any_like(Reals) { return any_real(); }
-// Of a NaN both comparisons are false: it stays.
+// If either is a NaN, so is the hull.
 CUFLASH_DEVICE Integers hull_of_entries(Integers a, Integers b) { return hull(a, b); }
 CUFLASH_DEVICE Reals hull_of_entries(Reals a, Reals b) { return is_known(a) && is_known(b) ? hull(a, b) : any_real(); }
 
-// The entries of an array whose indices are within bounds, by the dtype E of the array.
+// The bounds of all entries of an array whose indices lie within bounds. E is the dtype of the array.
 template <class E, class... Indices>
 CUFLASH_DEVICE auto bounds_of_entries(const Captured& array, Indices... indices) {
   constexpr int kAxes = sizeof...(indices);
@@ -216,7 +217,7 @@ CUFLASH_DEVICE auto bounds_of_entries(const Captured& array, Indices... indices)
     count[axis] = score_entry(array.size[axis], within[axis].high) - first[axis] + 1;
     entries = entries > kMostEntries || count[axis] > kMostEntries ? kMostEntries + 1 : entries * count[axis];
   }
-  // Few entries: 32 bits count them. Divisions take far longer than what else there is to do.
+  // The entries are few enough for 32-bit indices. Divisions take far longer than everything else here.
   const auto entry = [&](u32 place) {
     i64 at = 0;
 #pragma unroll
@@ -228,7 +229,7 @@ CUFLASH_DEVICE auto bounds_of_entries(const Captured& array, Indices... indices)
     return bounds_of_entry(score_element(E{}, data, at));
   };
   if (entries > kMostEntries) return any_like(decltype(entry(0)){});
-  // A lane looks at several entries at once; past the last one it looks at that again.
+  // A lane reads several entries at once. Past the end it reads the last entry again.
   const u32 lane = ptx::thread_index() % 32, last = (u32)entries - 1;
   auto found = entry(smaller(lane, last));
 #pragma unroll 1

@@ -1,5 +1,5 @@
-// Sums over some of the keys by a warp that has 16 rows, and how those of other keys are added to them, by way of shared
-// memory.
+// The sums of a warp, which has 16 rows, over some of the keys, and how the sums of another warp over other keys are
+// added through shared memory.
 #pragma once
 #include "common/exponential.cuh"
 #include "common/float8.cuh"
@@ -18,17 +18,17 @@ CUFLASH_DEVICE void load_shared_four(u32 address, double (&value)[4]) {
   value[0] = first[0], value[1] = first[1], value[2] = second[0], value[3] = second[1];
 }
 
-// E are the operands that weights become.
+// E is the element type of the operands that weights become.
 template <class E, int out_tiles>
 struct WarpSums {
   static constexpr u32 kBytesOfFour = 4 * sizeof(Real), kBytesOut = out_tiles * 32 * kBytesOfFour;
-  static constexpr u32 kBytesStatistics = 16 * 2 * sizeof(Real) + 16;  // of 16 rows, and a power of two
+  static constexpr u32 kBytesStatistics = 16 * 2 * sizeof(Real) + 16;  // 16 rows, and an exponent (ValueScales)
 
   OnlineSoftmax<1> softmax;
   ValueScales<E> value_scales;
   Real out[1][out_tiles][4];
 
-  // Leaves them for another warp: O in the order of lanes at `place`.
+  // Writes the sums for another warp: O in the order of lanes at `place`, the rest at `statistics`.
   CUFLASH_DEVICE void hand_over(u32 place, u32 statistics) const {
 #pragma unroll
     for (int n = 0; n < out_tiles; ++n) store_shared_four(place + (n * 32 + lane_index()) * kBytesOfFour, out[0][n]);
@@ -38,7 +38,7 @@ struct WarpSums {
       ptx::store_shared_x2(row_of(statistics, half), {softmax.offset[0][half], softmax.row_sum[0][half]});
     if (lane_index() == 0) ptx::store_shared_b32(statistics + 16 * 2 * sizeof(Real), value_scales.exponent);
   }
-  // Adds those that another warp has left.
+  // Adds the sums that another warp has written.
   CUFLASH_DEVICE void take_in(u32 place, u32 statistics) {
     const int exponent = (int)ptx::load_shared_b32(statistics + 16 * 2 * sizeof(Real));
     const int of_both = max_of(value_scales.exponent, exponent);
