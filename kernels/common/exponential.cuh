@@ -66,9 +66,9 @@ struct Reduced<double> {
 // The exponential of an exponent. Results below the smallest normal number are 0.
 CUFLASH_DEVICE float exponential(float exponent) { return ptx::exp2_approx(kWide ? exponent * kLog2e : exponent); }
 
-// Vanishing exponents have the exponential 0: those below -708, with -infinity but never NaN. Overflowing ones have the
-// exponential infinity: those above 709. Both are found by comparing integers, which costs nothing on the units that
-// the tensor cores need too.
+// Vanishing exponents have the exponential 0: those below -708, with -infinity, but no NaN, because arithmetic sets the
+// highest bit of its fraction. Overflowing ones have the exponential infinity: those above 709. Both are found by
+// comparing integers, which costs nothing on the units that the tensor cores need too.
 CUFLASH_DEVICE bool is_vanishing(double exponent) {
   const u32 high = ptx::bits_of(exponent) >> 32;
   return high - 0xc0862001u <= 0xfff00000u - 0xc0862001u;
