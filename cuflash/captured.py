@@ -24,7 +24,7 @@ def names_of(options: Options) -> tuple[str, ...]:
 
 
 def gradient_names(options: Options) -> tuple[str, ...]:
-    """The gradients of those that the score reads; of integers and bools there is none."""
+    """The names of gradients, one for each array that the score reads, although integers and bools have none."""
     return () if options.score is None else tuple(f"d{name}" for name in options.score.arrays)
 
 
