@@ -24,7 +24,7 @@ class Origin(NamedTuple):
     """Where a part of a longer problem begins, as dropout counts.
 
     `query` and `key` are its first query and its first key, multiples of `ORIGIN_STEP`. `head` is its first head among
-    those of all batch entries. `num_heads` is how many an entry of the whole problem has, 0 for as many as the part.
+    those of all batch entries. `num_heads` is how many of these an entry of the whole has, 0 for as many as the part.
     """
 
     query: int = 0
