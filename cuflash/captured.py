@@ -83,7 +83,7 @@ def operands_of(
 
 
 def check_alone(options: Options, given: Iterable[str]) -> None:
-    """Raise NotImplementedError for what does not go with functions."""
+    """Raise NotImplementedError for arguments that cannot be combined with functions."""
     names = {*given, *(name for name in NUMBERS if getattr(options, name) is not None)}
     if options.score is not None:
         for name in OF_SCORE:  # what a function returns is the score

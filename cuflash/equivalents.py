@@ -36,7 +36,7 @@ class Equivalent:
     Attributes
     ----------
     options : Options
-        Those of the call, with options in place of functions.
+        The options of the call, with options in place of functions.
     places : mapping of str to (str, tuple)
         By the name of an array that the score reads, the term that it becomes, and the index that turns its axes into
         those of the term.

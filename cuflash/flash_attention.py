@@ -517,7 +517,7 @@ class FlashAttention(Preparation):
     def _backward(
         self, kind: interop.Kind, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int]
     ) -> Sequence[Any]:
-        """The gradients `need`, likewise."""
+        """The gradients `need`, of such arrays."""
         own = equivalent(self.options, arrays)
         if own is None:
             return _backend(kind).backward(self.options, arrays, need, random)  # type: ignore[no-any-return]

@@ -330,7 +330,7 @@ def _managed(capsule: object) -> _Managed | _ManagedVersioned | None:
 
 
 def _retype(managed: _Managed | _ManagedVersioned | None, old: int, new: int, bits: int = 16) -> bool:
-    """Change the type code of elements of so many bits from `old` to `new`; False if that is not what they are."""
+    """Change the type code of elements of so many bits from `old` to `new`; False if the elements are others."""
     if managed is None:
         return False
     dtype = managed.tensor.dtype

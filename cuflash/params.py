@@ -1,6 +1,6 @@
-"""The kernels' only argument, filled in; `cuflash.planning.argument` says what it has.
+"""The kernels' only argument, filled in; `cuflash.planning.argument` has its fields.
 
-Needs NumPy only, so that it can be filled for any backend that runs the kernels.
+This needs NumPy only, so that the argument can be filled for any backend that runs the kernels.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Frame:
 
 
 class Argument:
-    """What the arguments of all calls of one problem have in common, and frames, each of which holds one of them.
+    """The common part of the arguments of all calls of one problem, and frames, each of which holds one argument.
 
     `names` are the arrays of a call, scratch arrays among them. A call takes a frame, or makes one where all others are
     in use, and gives it back once its kernels are launched. It writes only what changes from call to call, mostly the

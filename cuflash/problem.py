@@ -83,7 +83,7 @@ class Problem(Given):
     block_size: tuple[int, int] = (0, 0)  # (rows, keys) of the blocks of the block mask; zeros without one
     score: ScoreFunction | None = None  # the caller's functions: one makes scores, the other hides pairs
     mask_function: Traced | None = None
-    captured: tuple[tuple[str, Operand], ...] = ()  # what they read, by name
+    captured: tuple[tuple[str, Operand], ...] = ()  # the arrays that they read, by name
     wide: tuple[str, ...] = ()  # those of out, dq, dk and dv that are given in the dtype of the softmax, to be added up
     shares_device: bool = False  # whether the device computes other things at the same time
 
@@ -245,7 +245,7 @@ class Problem(Given):
 
     @property
     def kept_scale(self) -> float:
-        """What a weight that dropout keeps is multiplied by."""
+        """The factor of a weight that dropout keeps."""
         return 1 / (1 - self.dropout)
 
     @property

@@ -184,7 +184,7 @@ def _why_not(tiles: Sequence[Tile], plan: LaunchPlan) -> str:
 
 
 class Runner(Protocol):
-    """What runs plans: a device, or whatever stands for one in a test."""
+    """It runs plans: on a device, or on whatever stands for one in a test."""
 
     def why_wrong(self, plan: LaunchPlan) -> str:
         """Run the plan and say how its results differ from those of the first plan that was run; "" if they agree."""
@@ -292,7 +292,7 @@ def tune(
     Raises
     ------
     CompileError, RuntimeError
-        The table's row does not compile, or its results are not what they were the first time.
+        The table's row does not compile, or its results differ from those of its first run.
     """
     spills = spills or _spills_of
     report = functools.partial(_reported, spills)

@@ -1,4 +1,4 @@
-"""Functions of a caller, traced: what they are before a call, and what a call makes of them."""
+"""Functions of a caller: `Traced` before a call, and the `Program` that a call makes of them."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class Program:
 
     @property
     def of_rows(self) -> tuple[Node, ...]:
-        """The numbers that the score reads for a row, whatever the key is, likewise."""
+        """The numbers that the score reads for a row, whatever the key is. Kernels may read them for a tile, too."""
         return self._of_points("i")
 
     def _of_points(self, index: str) -> tuple[Node, ...]:
