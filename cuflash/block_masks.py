@@ -125,7 +125,7 @@ def global_blocks(m: int, n: int, count: int) -> BlockMask:
 
 
 def random(m: int, n: int, count: int, seed: int) -> BlockMask:
-    """For each block of queries `count` different blocks of keys, any of them as likely as others::
+    """For each block of queries `count` different blocks of keys, all of them equally likely::
 
         random(5, 5, 2, seed=1)
 
@@ -142,7 +142,7 @@ def random(m: int, n: int, count: int, seed: int) -> BlockMask:
     count : int
         0 to n.
     seed : int
-        Of the random numbers, 0 or more: equal ones make equal masks.
+        Seed of the random numbers, 0 or more: equal seeds make equal masks.
 
     Returns
     -------
@@ -162,7 +162,7 @@ def random(m: int, n: int, count: int, seed: int) -> BlockMask:
 
 
 def from_mask(mask: Any, block_size: int | tuple[int, int] = (128, 128)) -> BlockMask:
-    """Blocks in which a mask of pairs shows any; give the mask itself beside it where a block is not whole::
+    """Blocks in which a mask shows any pair; where it hides other pairs of these blocks, give the mask itself, too::
 
         mask                block_size of 2, were it allowed
 

@@ -24,7 +24,7 @@ def names_of(options: Options) -> tuple[str, ...]:
 
 
 def gradient_names(options: Options) -> tuple[str, ...]:
-    """The gradients of those that the score reads; of integers and bools there is none."""
+    """The names of gradients, one for each array that the score reads, although integers and bools have none."""
     return () if options.score is None else tuple(f"d{name}" for name in options.score.arrays)
 
 
@@ -83,7 +83,7 @@ def operands_of(
 
 
 def check_alone(options: Options, given: Iterable[str]) -> None:
-    """Raise NotImplementedError for what does not go with functions."""
+    """Raise NotImplementedError for arguments that cannot be combined with functions."""
     names = {*given, *(name for name in NUMBERS if getattr(options, name) is not None)}
     if options.score is not None:
         for name in OF_SCORE:  # what a function returns is the score

@@ -41,7 +41,7 @@ from cuflash.values import type_error, value_error
 # -v makes ptxas report registers and spills. Line info lets profilers and sanitizers name source lines and leaves the
 # instructions as they are. No fast math, no flush-to-zero.
 # NVRTC before 13.1 takes generic lambdas for host functions unless every function is a device function.
-# With a driver, NVRTC keeps a cache of its own, and what comes out of it comes without ptxas's report.
+# With a driver, NVRTC keeps a cache of its own, and cubins from that cache come without ptxas's report.
 OPTIONS = (
     "--std=c++17",
     "--device-as-default-execution-space",
@@ -200,7 +200,7 @@ def compile_kernel(
     arch : str
         Architecture of the device: "sm_80", "sm_90a", "sm_120".
     headers : mapping of str to str, optional
-        Texts that it includes beside the kernels directory, by name.
+        Texts that the source includes beside the files of the kernels directory, by name.
     kernel_dir, cache_dir : path, optional
         Instead of `kernel_directory()` and `cache_directory()`.
 
@@ -244,7 +244,7 @@ def kernels_fingerprint() -> str:
 
 
 def with_resources(plan: LaunchPlan) -> LaunchPlan:
-    """The plan with the registers and spills of each of its kernels, compiled for this. Needs no device."""
+    """The plan with the registers and spills of each of its kernels, which are compiled for that. Needs no device."""
     reports = []
     for kernel in plan.kernels:
         resources = compile_spec(kernel).resources
@@ -285,7 +285,7 @@ class Compiler:
 
     @functools.cached_property
     def files_hash(self) -> str:
-        """Hash of all of them."""
+        """Hash of the names and contents of all these files."""
         digest = hashlib.sha256()
         for name, content in self._files.items():
             digest.update(b"%d %d " % (len(os.fsencode(name)), len(content)) + os.fsencode(name) + content)

@@ -2,7 +2,7 @@
 
 ``s - slopes[head] * abs(i - j)`` is ALiBi, ``s + pairs[head, i, j]`` a bias, ``c * tanh(s / c)`` a soft cap, and
 ``(i >= j) & (i - j < 256)`` a window. Kernels and the CPU path serve options faster than functions, because they know
-where what is added to a tile of scores lies and which tiles are hidden. What a call returns is what the functions say.
+where the terms of a tile of scores lie and which tiles are hidden. The results are those that the functions define.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cuflash.score import program_of
 from cuflash.score.nodes import Node
 from cuflash.terms import BY_NAME, GRADIENTS, NUMBER_ROWS, NUMBERS, OF_FUNCTIONS, OF_SCORE
 
-AXES = ("batch", "head", "i", "j")  # of a bias, by the inputs that index them
+AXES = ("batch", "head", "i", "j")  # the axes of a bias, named after the inputs that index them
 Index = tuple[slice | None, ...]
 Bounds = tuple[int | None, int | None]  # (left, right) of a window
 _ALL: Index = ()  # the array as it is
@@ -36,10 +36,10 @@ class Equivalent:
     Attributes
     ----------
     options : Options
-        Those of the call, with options in place of functions.
+        The options of the call, with options in place of functions.
     places : mapping of str to (str, tuple)
-        By the name of an array that the score reads, the term that it is, and the index that makes its axes those of
-        the term.
+        By the name of an array that the score reads, the term that it becomes, and the index that turns its axes into
+        those of the term.
     unread : tuple of str
         Arrays of the functions that nothing reads any more.
     """
@@ -49,7 +49,7 @@ class Equivalent:
     unread: tuple[str, ...]
 
     def arrays(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The arrays of a call, gradients that it writes to among them, by their new names."""
+        """The arrays of a call, with the gradients that it writes to, by their new names."""
         renamed = {name: x for name, x in given.items() if name not in self.places and name not in self.unread}
         for name, (term, index) in self.places.items():
             renamed[term] = given[name][index] if index else given[name]
@@ -65,7 +65,7 @@ class Equivalent:
         return tuple(name for name in (*GRADIENTS, *gradient_names(self.options)) if name in wanted)
 
     def gradients(self, computed: Sequence[Any], given: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
-        """What a call returns of the gradients that a pass computed, which are those that `need` gives."""
+        """The gradients that a call returns, made from those that a pass computed, which are those of `need`."""
         by_name = dict(zip(self.need(names), computed, strict=True))
         found = []
         for name in names:
@@ -82,7 +82,7 @@ class Equivalent:
         return f"d{term}"
 
     def describe(self, options: Options, given: Mapping[str, Any]) -> str:
-        """What a plan says of it, for the options and the arrays of the call."""
+        """The text about it in a plan, for the options and the arrays of the call."""
         cap = getattr(self.options, _CAP)
         numbers = [] if cap is None else [f"{_CAP} = {cap}"]
         terms = [f"{term} = {name}" for name, (term, _) in self.places.items()]
@@ -109,18 +109,18 @@ def equivalent(options: Options, arrays: Mapping[str, Any], served: tuple[str, .
 
 
 class _Call(NamedTuple):
-    """As much of a call as it takes to tell what its functions are equivalent to."""
+    """The part of a call that decides what its functions are equivalent to."""
 
     layout: str
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]
     is_packed: bool
-    window: Bounds  # around the diagonal, the causal mask in it
+    window: Bounds  # around the diagonal, including the causal mask
     diagonal: int | None  # None where sequences have their own
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The lengths of the axes of scores that there are, by the inputs that index them."""
+        """The lengths of the axes that the scores have, by the inputs that index them."""
         *batch, heads, seqlen_q, _ = _in_order(self.shapes["q"], self.layout)
         own = {"head": heads, "i": seqlen_q, "j": _in_order(self.shapes["k"], self.layout)[-2]}
         return own | ({"batch": batch[0]} if batch else {})
@@ -142,7 +142,7 @@ def _equivalent(
     if options.diagonal is not None or any(dtypes[name] in FLOAT8 for name in INPUTS):
         return None
     if set(given) - set(_PACKED) or any(name in OF_SCORE and getattr(options, name) is not None for name in NUMBERS):
-        return None  # which functions do not go with, and the call says so
+        return None  # functions do not go with these: the call raises an error that says so
     left, right = options.window or (None, None)
     window = (left, 0 if options.causal else right)
     diagonal: int | None = diagonal_of(options, *(_in_order(x, options.layout)[-2] for x in (q, k)))
@@ -175,7 +175,7 @@ def _equivalent(
 
 
 def _read_otherwise(options: Options) -> set[str]:
-    """The arrays that the mask reads, too."""
+    """The arrays that the mask reads, which therefore cannot become terms."""
     return set() if options.mask_function is None else set(options.mask_function.arrays)
 
 
@@ -193,7 +193,7 @@ def _in_order(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
 def _of_score(
     root: Node, call: _Call, served: tuple[str, ...]
 ) -> tuple[float | None, dict[str, tuple[str, Index]]] | None:
-    """The soft cap and the terms that a score is made of; None if there is more to it, or nothing at all."""
+    """The soft cap and the terms that a score is made of; None if it has other parts, or neither of these."""
     cap: float | None = None
     places: dict[str, tuple[str, Index]] = {}
     has_s = False
@@ -213,7 +213,7 @@ def _of_score(
 
 
 def _summands(at: Node, sign: int = 1) -> list[tuple[int, Node]]:
-    """What an expression is the sum of, each with the sign that it has."""
+    """The summands of an expression, each with its sign."""
     if at.op == "neg":
         return _summands(at.args[0], -sign)
     if at.op in ("add", "sub"):
@@ -242,7 +242,7 @@ def _number(at: Node) -> float | None:
 
 
 def _cap(at: Node, call: _Call) -> float | None:
-    """c of ``c * tanh(s / c)``, where the option may have that value."""
+    """c of ``c * tanh(s / c)``, if the option may have that value."""
     sign, factors = _factors(at)
     of_tanh = [x for x in factors if x.op == "tanh"]
     numbers = [_number(x) for x in factors if x.op != "tanh"]
@@ -289,7 +289,7 @@ def _bias(sign: int, at: Node, call: _Call) -> tuple[str, tuple[str, Index]] | N
 
 
 def _term(name: str, load: Node, call: _Call, index: Index) -> tuple[str, tuple[str, Index]] | None:
-    """An array as a term, where each of its axes is one of the scores and as long, or of length 1 in a bias."""
+    """An array as a term, if each of its axes is an axis of the scores and as long, or of length 1 in a bias."""
     array = str(load.payload)
     shape, sizes, term = call.shapes[array], call.sizes, BY_NAME[name]
     inputs = [str(x.payload) for x in load.args if x.op == "input"]
@@ -311,7 +311,7 @@ def _term(name: str, load: Node, call: _Call, index: Index) -> tuple[str, tuple[
 
 
 def _of_mask(root: Node, window: Bounds) -> Bounds | None:
-    """The window that a mask is, together with that of the options; None if there is more to it."""
+    """The window that a mask and the options make together; None if the mask is more than a window."""
     found = [window]
     for condition in _conditions(root):
         bounds = _window(condition)
@@ -319,7 +319,7 @@ def _of_mask(root: Node, window: Bounds) -> Bounds | None:
             return None
         found.append(bounds)
     left, right = (min((x for x in side if x is not None), default=None) for side in zip(*found, strict=True))
-    # A window of the options has the diagonal within it.
+    # A window as an option always includes the diagonal.
     return None if (left is not None and left < 0) or (right is not None and right < 0) else (left, right)
 
 
@@ -329,7 +329,7 @@ def _conditions(at: Node) -> list[Node]:
 
 
 def _window(at: Node) -> Bounds | None:
-    """The window that ``i - j < 5``, ``abs(i - j) <= 8`` and the like are."""
+    """The window that a condition such as ``i - j < 5`` or ``abs(i - j) <= 8`` makes; None if it makes none."""
     if at.op not in ("lt", "le"):
         return None
     smaller, larger = at.args

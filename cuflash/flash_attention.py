@@ -63,7 +63,7 @@ class FlashAttention(Preparation):
         ``2 ** 48``, with float64 arrays ``2 ** 384``, so that scores do not overflow.
     window : (int or None, int or None), optional
         (left, right): query i sees key j only if ``i + d - left <= j <= i + d + right``, d as above (that of ``True``
-        without `causal`). None on a side is no bound there. With `causal`, a right above 0 counts as 0::
+        without `causal`). None on a side sets no bound there. With `causal`, a right above 0 counts as 0::
 
             window=(1, 0), seqlen_q = seqlen_k = 4          window=(None, 1), seqlen_q = 3, seqlen_k = 4
 
@@ -73,9 +73,9 @@ class FlashAttention(Preparation):
               0 0 1 1
 
     softcap : float, optional
-        Positive c: scaled scores s become ``c * tanh(s / c)``. With float16 and bfloat16 arrays from ``2 ** -48`` to
-        ``2 ** 16``, on the GPU to ``1e-7 * c``; with float32 from ``2 ** -48`` to ``2 ** 48``, and with float64 from
-        ``2 ** -384`` to ``2 ** 384``.
+        Positive c: scaled scores s become ``c * tanh(s / c)``. With float16 and bfloat16 arrays, c is from ``2 ** -48``
+        to ``2 ** 16``, and the GPU computes this to ``1e-7 * c``. With float32, c is from ``2 ** -48`` to ``2 ** 48``,
+        and with float64 from ``2 ** -384`` to ``2 ** 384``.
     layout : {"bhsd", "bshd"}, default "bhsd"
         Order of the axes of q, k, v and out: (batch, heads, seqlen, head_dim) or (batch, seqlen, heads, head_dim).
         For the batch there may be any number of leading axes, which broadcast as those of `numpy.matmul` do. A 3-D
@@ -85,15 +85,15 @@ class FlashAttention(Preparation):
     precision : {"highest", "tf32"}, default "highest"
         Of products of float32 arrays on the GPU; nothing else changes. "highest": results are as close to the exact
         ones as those of the formula in float32. "tf32" is faster: products are at least as accurate as those of factors
-        rounded to TF32's 11 bits, to nearest, and are summed in float32. Each score is then off by up to
+        rounded to the nearest number of TF32's 11 bits, and are summed in float32. Each score is then off by up to
         ``2 ** -10 * abs(scale) * sum(abs(q[i]) * abs(k[j]))``, and each result, beside what that changes, by 2 ** -10
         of the sum of the absolute values of its terms. On compute capability 9.0, where `plan` says that arrays are
         split into two parts of bfloat16, which are 16 bits, both bounds are 2 ** -14; elsewhere factors are rounded to
         TF32. On the CPU "tf32" is computed as "highest" is.
     dropout : float, default 0.0
         Probability that a weight is dropped, from 0 up to, but not, 1; rounded to a multiple of 1 / 65536, and refused
-        where that is 1. `forward` and `backward` then take the `seed` and the `offset` that say which:
-        `cuflash.dropout_mask` has them all.
+        if that is 1. `forward` and `backward` then take a `seed` and an `offset`, which decide which weights are
+        dropped: `cuflash.dropout_mask` shows them all.
     block_size : int or (int, int), default (128, 128)
         Rows and keys of the blocks of a `block_mask`, without effect where none is given: multiples of 16 from 16 to
         1024, one number for both. Tiles of 128 rows and 128 keys are the fastest: where they cut blocks, pairs are
@@ -108,13 +108,13 @@ class FlashAttention(Preparation):
 
     score : callable or cuflash.Score, optional
         ``score(s, i, j, *, head, batch, ...)``: the score of query i and key j, made of the scaled product s. Of the
-        arguments after the ``*``, `head` and `batch` are integers, and all others arrays that the calls are given. It
+        arguments after the ``*``, `head` and `batch` are integers; all others are arrays that the calls are given. It
         is called once, with symbols, and returns an expression of these and of `cuflash.exp`, `cuflash.where` and so
-        on: docs/score.md has the rules. Not with softcap, bias and alibi_slopes, which it takes the place of. Or a
-        `cuflash.Score`, which is written in CUDA.
+        on: docs/score.md has the rules. It takes the place of softcap, bias and alibi_slopes, and cannot be combined
+        with them. A `cuflash.Score` is such a function written in CUDA.
     mask : callable, optional
-        ``mask(i, j, *, head, batch, ...)``: whether query i sees key j, as such an expression, beside all else that
-        hides keys.
+        ``mask(i, j, *, head, batch, ...)``: whether query i sees key j, as such an expression. It acts in addition to
+        all else that hides keys.
 
     Attributes
     ----------
@@ -142,13 +142,13 @@ class FlashAttention(Preparation):
 
         lse[i] = log(exp(sink) + sum_j exp(s)),   out[i] = sum_j exp(s - lse[i]) * v[j]
 
-    A query that sees no key has out = 0, lse = -inf (or the sink) and no part in the gradients of q, k and v. Of any
-    other, NaN and infinities in what it sees reach the output as in the formula.
+    A query that sees no key has out = 0, lse = -inf (or the sink) and no part in the gradients of q, k and v. For any
+    other query, NaN and infinities in what it sees reach the output as in the formula.
 
     With dropout, the weights of `out` are divided by ``1 - dropout`` where they are kept and zero elsewhere; `lse` is
-    that of the weights before. Which ones are kept depends on seed, offset and the place (batch entry, head, i, j)
-    only: it is the same on every device, and on the CPU. The random numbers are those of Philox-4x32-7, with the seed
-    as the key.
+    that of the weights before dropout. Whether a weight is kept depends only on seed, offset and its place (batch
+    entry, head, i, j): it is the same on every device, and on the CPU. The random numbers are those of Philox-4x32-7,
+    with the seed as the key.
 
     Instances hold no arrays, are cheap to make, and may be shared between threads. Those with equal options are equal.
 
@@ -259,8 +259,8 @@ class FlashAttention(Preparation):
         k : array
             (..., num_heads_kv, seqlen_k, head_dim), dtype of q, or float8_e4m3fn or float8_e5m2 (`ml_dtypes`, or what
             `cuflash.fp8` makes): then its numbers are these times `k_scale`. Query head h reads key/value head
-            ``h // (num_heads // num_heads_kv)``; num_heads_kv divides num_heads. What stays in host memory and
-            comes in chunks, beside q on a GPU, is what `cuflash.streamed` makes of k and v.
+            ``h // (num_heads // num_heads_kv)``; num_heads_kv divides num_heads. `cuflash.streamed` makes k and v stay
+            in host memory and come in chunks to a GPU, where q is.
         v : array
             (..., num_heads_kv, seqlen_k, head_dim_v), dtype of k.
         bias : array, optional
@@ -279,9 +279,9 @@ class FlashAttention(Preparation):
             lse includes it. A row that sees no other key has out = 0 and lse = the sink.
         block_mask : array, optional
             bool, (..., ceil(seqlen_q / rows), ceil(seqlen_k / keys)) for ``block_size=(rows, keys)``; the axes before
-            these broadcast to (batch, num_heads), without a copy. False hides all pairs of a block, whatever else says,
-            which are then neither loaded nor computed: time is that of the blocks that are left.
-            `cuflash.block_masks` makes them. Not with a `block_table`.
+            these broadcast to (batch, num_heads), without a copy. False hides all pairs of a block, whatever other
+            arguments say. Hidden blocks are neither loaded nor computed: the time is that of the blocks that are left.
+            `cuflash.block_masks` makes such masks. Not with a `block_table`.
         block_table : array, optional
             (batch, max_pages), int32: k and v are pools of pages that are shared by all batch entries, and key j of
             entry b is row ``j % page_size`` of page ``block_table[b, j // page_size]``. All arrays of heads are then
@@ -301,16 +301,16 @@ class FlashAttention(Preparation):
             the last sequence belong to none: out = 0, lse = -inf. Not together with bias, mask, block_mask,
             kv_lengths and block_table.
         q_scale, k_scale, v_scale : array, optional
-            float32: what the numbers of q, k and v are multiplied by where these are float8; without one, by 1. Each
+            float32: the factors of q, k and v where these are float8; a factor is 1 if it is not given. Each
             broadcasts to (batch, num_heads_kv, ceil(seqlen_k / block)), in every layout, where block is a power of two
             that the length of the last axis tells. So () is one number for the array, (num_heads_kv, 1) one for each
             head, and as many as keys are one for each key. With a `block_table` they are those of the pool:
             (num_pages, num_heads_kv, ceil(page_size / block)); with packed sequences, blocks are of all rows. That of q
             has num_heads and seqlen_q in their place.
         seed, offset : int, optional
-            Which weights dropout drops: needed with it, without effect elsewhere. 0 to ``2 ** 64 - 1`` and
-            ``2 ** 32 - 1``. Calls that differ in either drop others, say with the number of a layer as seed and that of
-            a step as offset. A CUDA graph keeps those that it was captured with.
+            They decide which weights dropout drops: needed with dropout, without effect otherwise. 0 to ``2 ** 64 - 1``
+            and 0 to ``2 ** 32 - 1``. Calls that differ in either drop other weights: the seed may be the number of a
+            layer, and the offset that of a step. A CUDA graph keeps those that it was captured with.
         out, lse : array, optional
             Written to and returned, as ``out=`` of NumPy's functions is: shape and dtype of the result, any strides,
             no memory in common with another argument.
@@ -458,14 +458,14 @@ class FlashAttention(Preparation):
             that no query sees get zero. ``dbias``, ``dalibi_slopes``: shapes and dtypes of bias and alibi_slopes, as
             they were given; pairs that are hidden, be it by a bias of -inf, count for nothing. ``dscale``,
             ``dsoftcap``: shape (), dtype of lse. ``dsinks``: shape and dtype of sinks. All but the first three are
-            summed in one order always.
+            always summed in the same order.
 
         Raises
         ------
         TypeError, ValueError, ImportError
             As `forward` does.
         NotImplementedError
-            Likewise, with a `block_table`, and where k and v have one byte a number.
+            As `forward` does, and also with a `block_table`, or if k and v have one byte a number.
         """
         if block_table is not None:
             raise NotImplementedError(
@@ -508,7 +508,7 @@ class FlashAttention(Preparation):
         return kind(*map(borrowed.give_back, computed, results.values()))
 
     def _forward(self, kind: interop.Kind, arrays: dict[str, Any], random: tuple[int, int]) -> Sequence[Any]:
-        """(out, lse) of arrays of NumPy or CuPy; of NumPy those that are given."""
+        """(out, lse) of arrays of NumPy or CuPy. For NumPy, `arrays` has only those that are given."""
         own = equivalent(self.options, arrays)
         if own is None:
             return _backend(kind).forward(self.options, arrays, random)  # type: ignore[no-any-return]
@@ -517,7 +517,7 @@ class FlashAttention(Preparation):
     def _backward(
         self, kind: interop.Kind, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int]
     ) -> Sequence[Any]:
-        """The gradients `need`, likewise."""
+        """The gradients `need`, of such arrays."""
         own = equivalent(self.options, arrays)
         if own is None:
             return _backend(kind).backward(self.options, arrays, need, random)  # type: ignore[no-any-return]

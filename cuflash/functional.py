@@ -11,7 +11,7 @@ from cuflash.options import BLOCK_SIZE
 
 ArrayT = TypeVar("ArrayT")
 _KEPT_TYPES = frozenset((bool, float, int, str, NoneType))
-# Attention with options of these types: to check them takes half as long as a small call.
+# Instances with options of these types are kept, because checking the options takes half as long as a small call.
 _kept = functools.lru_cache(maxsize=64, typed=True)(FlashAttention)
 
 

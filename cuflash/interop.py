@@ -6,14 +6,14 @@ array in host memory becomes a NumPy array, one in device memory a CuPy array, a
 its module along.
 
 Streams. `cupy.from_dlpack` makes CuPy's current stream wait for the producer's, and the library's own `from_dlpack`
-makes its stream wait for CuPy's; so a result given as `out=` crosses back too, though nobody looks at the new array.
+makes its stream wait for CuPy's; so a result given as `out=` crosses back too, although the new array is not used.
 
 Lazy bits. A PyTorch tensor may have other numbers than its memory holds: those of the other sign, for example. DLPack
-has no word for that and PyTorch's exporter does not look, so such tensors are refused.
+cannot express that and PyTorch's exporter does not check it, so such tensors are refused.
 
 bfloat16 on the host. NumPy neither exports nor imports it. Its bits cross as uint16, and the type code in the capsule,
-which belongs to the consumer alone, is rewritten on the way: a passage without a copy, in both directions. Numbers of
-one byte, which neither NumPy nor CuPy imports, cross as uint8, inwards.
+which belongs to the consumer alone, is rewritten on the way, without a copy, in both directions. Numbers of one byte,
+which neither NumPy nor CuPy imports, cross as uint8 on the way in.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cuflash.values import type_error, value_error
 HOST_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost (pinned)
 CUDA_DEVICES = (2, 13)  # kDLCUDA, kDLCUDAManaged
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-# Methods by which a PyTorch tensor says that its memory holds other numbers than it has, and what makes a plain one.
+# Methods by which a PyTorch tensor says that its memory holds other numbers than it has, and those that make it plain.
 LAZY_BITS = {"is_neg": "resolve_neg", "is_conj": "resolve_conj", "_is_zerotensor": "clone"}
 OVERLAP_WORK = 100_000  # candidate solutions tried before two interleaved arrays count as overlapping
 
@@ -41,9 +41,9 @@ Kind = Literal["numpy", "cupy"]
 
 
 def are_cupy(arrays: Mapping[str, object], required: Iterable[str]) -> bool:
-    """Whether all arguments are CuPy arrays (or absent, where they may be), those of one byte among them.
+    """Whether all arguments are CuPy arrays or arrays of one byte a number (or absent, where they may be).
 
-    The common case, decided first and fast.
+    This is the common case, decided first and fast.
     """
     cupy = sys.modules.get("cupy")
     if cupy is None:
@@ -61,9 +61,9 @@ def are_cupy(arrays: Mapping[str, object], required: Iterable[str]) -> bool:
 def numpy_arrays(
     arrays: Mapping[str, object], required: Iterable[str], written: Iterable[str] = ()
 ) -> dict[str, Any] | None:
-    """The arguments that are given, where these are plain NumPy arrays that `borrow` would take as they are.
+    """The arguments that are given, if these are plain NumPy arrays that `borrow` would take as they are.
 
-    The common case on the host; None elsewhere, be it that an argument is refused.
+    This is the common case on the host. None in any other case, even if an argument is to be refused.
     """
     array = np.ndarray
     given: dict[str, Any] = {}
@@ -90,7 +90,7 @@ class Borrowed(NamedTuple):
 
     @property
     def of_backend(self) -> dict[str, Any]:
-        """As what computes with them takes them: of NumPy arrays those that are given."""
+        """The arrays as a backend takes them: that of NumPy takes only those that are given."""
         return {name: x for name, x in self.arrays.items() if x is not None or self.kind != "numpy"}
 
     def give_back(self, result: Any, given: Any) -> Any:
@@ -158,7 +158,8 @@ def is_captured(array: Any) -> bool:
 def overlap(a: Any, b: Any) -> bool:
     """Whether two NumPy arrays, or two CuPy arrays, have an element in common.
 
-    Interleaved arrays, such as q, k and v packed into one, do not. Two too entangled to tell count as overlapping.
+    Interleaved arrays, such as q, k and v packed into one, do not. Two that are too entangled to tell count as
+    overlapping.
     """
     if not isinstance(a, np.ndarray):
         a, b = _host_stand_in(a), _host_stand_in(b)
@@ -319,7 +320,7 @@ _capsule_pointer.argtypes, _capsule_pointer.restype = (ctypes.py_object, ctypes.
 
 
 def _managed(capsule: object) -> _Managed | _ManagedVersioned | None:
-    """The struct inside a capsule that nobody has consumed yet; None if its version is unknown."""
+    """The struct inside a capsule that is not consumed yet; None if its version is unknown."""
     if _capsule_is_valid(capsule, b"dltensor"):
         return _Managed.from_address(_capsule_pointer(capsule, b"dltensor"))
     if _capsule_is_valid(capsule, b"dltensor_versioned"):
@@ -329,7 +330,7 @@ def _managed(capsule: object) -> _Managed | _ManagedVersioned | None:
 
 
 def _retype(managed: _Managed | _ManagedVersioned | None, old: int, new: int, bits: int = 16) -> bool:
-    """Change the type code of elements of so many bits from `old` to `new`; False if that is not what they are."""
+    """Change the type code of elements of so many bits from `old` to `new`; False if the elements are others."""
     if managed is None:
         return False
     dtype = managed.tensor.dtype
@@ -340,7 +341,7 @@ def _retype(managed: _Managed | _ManagedVersioned | None, old: int, new: int, bi
 
 
 class _Loan:
-    """Another library's array on its way in; with `retype`, bfloat16 passes as uint16. float8 does as uint8."""
+    """Another library's array on its way in. With `retype`, bfloat16 passes as uint16; float8 always does as uint8."""
 
     def __init__(self, array: Any, *, retype: bool) -> None:
         self.array = array

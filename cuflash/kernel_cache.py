@@ -1,9 +1,9 @@
 """The directory on disk that compiled kernels are kept in: where it is, what it holds, and what is removed from it.
 
-After a kernel is stored, those that were not used for the longest time are removed where all of them together take
-more than `cache_limit`. A lookup marks the files that it finds as used before it reads them, and nothing that was used
-within the last hour is removed: so a file does not vanish between its lookup and the moment at which a device loads it,
-which follows at once. What a lookup does not find any more is compiled again.
+After a kernel is stored, the least recently used ones are removed if all of them together take more than
+`cache_limit`. A lookup marks the files that it finds as used before it reads them, and nothing that was used within the
+last hour is removed: so a file does not vanish between its lookup and the moment at which a device loads it, which
+follows at once. A kernel that a lookup no longer finds is compiled again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-CACHE_BYTES = 1 << 30  # that the cache may take unless CUFLASH_CACHE_BYTES says otherwise
-KEPT_SECONDS: float = 3600  # for which a file that was used is kept whatever the limit is
-MARKED_SECONDS: float = 600  # for which a file counts as just used, so that most lookups write nothing
+CACHE_BYTES = 1 << 30  # the cache may take so many unless CUFLASH_CACHE_BYTES says otherwise
+KEPT_SECONDS: float = 3600  # a file that was used is kept for so long, whatever the limit is
+MARKED_SECONDS: float = 600  # a file counts as just used for so long, so that most lookups write nothing
 
 
 def cache_directory() -> Path:
@@ -44,7 +44,7 @@ def cache_directory() -> Path:
 def cache_limit() -> int:
     """Bytes that compiled kernels may take on disk: `CUFLASH_CACHE_BYTES` where that is set, else 1 GiB.
 
-    Where that is not a whole number, there is a RuntimeWarning, and it counts as not set.
+    If that is not a whole number, it counts as not set, with a RuntimeWarning.
     """
     chosen = os.environ.get("CUFLASH_CACHE_BYTES", "").strip()
     if re.fullmatch(r"\d{1,30}", chosen, re.ASCII):
@@ -68,7 +68,7 @@ class CachedFile:
 
 
 def cached_files(directory: Path) -> list[CachedFile]:
-    """What compiled kernels a cache directory holds: two files each, and what killed processes left of others."""
+    """The files of a cache directory: two for each compiled kernel, and what killed processes left of others."""
     found = []
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
@@ -82,8 +82,8 @@ def cached_files(directory: Path) -> list[CachedFile]:
 def trim_cache(directory: Path, limit: int, now: float) -> None:
     """Remove the files that were not used for the longest time until the others take at most `limit` bytes.
 
-    What was used within an hour before `now` is kept. That is the time of a file that was just stored: the clock of the
-    file system may differ from that of this machine.
+    A file that was used within an hour before `now` is kept. `now` is the time of a file that was just stored, because
+    the clock of the file system may differ from that of this machine.
     """
     files = sorted(cached_files(directory), key=lambda file: file.used)
     total = sum(file.size_bytes for file in files)

@@ -67,7 +67,7 @@ class Nvrtc:
         """The version of the wheel, from a directory's name.
 
         Importing the bindings and loading the library (140 MB) costs a warm process 50 to 300 ms, more than all the
-        rest. This costs 1 ms, and cannot lead to a wrong kernel: what is stored under a version was compiled by it.
+        rest. This costs 1 ms, and cannot lead to a wrong kernel: a kernel stored under a version was compiled by it.
         """
         return self._wheel_version
 
@@ -105,7 +105,7 @@ class Nvrtc:
             log = self._output(handle, "ProgramLog").rstrip(b"\0 \n").decode(errors="replace")
             if result.value == 0:
                 return self._output(handle, "CUBIN"), log
-            # Errors of ptxas count lines of the PTX, which nobody else sees.
+            # Errors of ptxas name lines of the PTX, which the caller does not see: the log quotes these lines.
             ptx = self._output(handle, "PTX").decode(errors="replace").splitlines()
             lines = dict.fromkeys(int(line) for line in re.findall(r"ptx input, line (\d+); error", log))
             quoted = [f"PTX line {line}: {ptx[line - 1].strip()}" for line in lines if line <= len(ptx)]

@@ -36,7 +36,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 class Shaped(Protocol):
-    """As much of an array, of any library, as a problem is made of; or of one that does not exist yet."""
+    """The attributes of an array that a problem is made from. It is of any library, or does not exist yet."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -55,8 +55,8 @@ class Operand:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
-    in_k: bool = False  # it is the first columns of k; said of v only
-    alignment: int = 16  # bytes that its address is a multiple of, up to 16; said of a bias and of those of `Layout`
+    in_k: bool = False  # it consists of the first columns of k; set for v only
+    alignment: int = 16  # bytes that its address is a multiple of, up to 16; set for a bias and the arrays of `Layout`
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +97,7 @@ def extent(array: Shaped, shape: Sequence[int] | None = None) -> tuple[int, int]
 def layout_of(array: Shaped, layout: str) -> Operand:
     """(batch, heads, seqlen, dim) shape and element strides of a 2-D to 4-D operand.
 
-    An axis of length 1 has stride 0: whatever stride it came with leads nowhere, and need not be aligned.
+    An axis of length 1 gets stride 0: the stride that it came with is never used, and need not be aligned.
     """
     itemsize = array.dtype.itemsize
     shape = list(array.shape)
@@ -156,7 +156,7 @@ def check_array(name: str, array: Shaped, shape: tuple[int, ...], dtype: str) ->
 
 
 def block_of_scales(count: int, keys: int) -> int:
-    """The power of two that is the length of `count` blocks of `keys` keys, at least two; 0 where there is none.
+    """The power of two whose blocks divide `keys` keys into `count` blocks, at least two; 0 if there is none.
 
     No other power of two makes as many blocks: half of it makes nearly twice as many.
     """

@@ -11,20 +11,20 @@ from cuflash.score import Score, ScoreFunction, Traced
 from cuflash.terms import NUMBER_ROWS, Numbers
 from cuflash.values import as_bool, as_integer, as_real, check_choice, type_error, typed, value_error
 
-Function = Callable[..., Any] | Traced  # that makes scores or hides pairs
+Function = Callable[..., Any] | Traced  # it makes scores or hides pairs
 LAYOUTS = ("bhsd", "bshd")
 PRECISIONS = ("highest", "tf32")
 ORIGIN_STEP = 16  # random bits belong to blocks of so many rows and columns
 MAX_BLOCK = 1024  # rows, or keys, of a block of a block mask
-BLOCK_SIZE = (128, 128)  # unless given: known to be right, because small calls take microseconds
+BLOCK_SIZE = (128, 128)  # the default; this object is not checked, because small calls take microseconds
 CAUSAL = "False, True (bottom-right aligned) or 'top_left'"
 
 
 class Origin(NamedTuple):
     """Where a part of a longer problem begins, as dropout counts.
 
-    Its first query and its first key, multiples of `ORIGIN_STEP`; its first head among those of all batch entries; and
-    how many of these an entry of the whole has, 0 for as many as the part.
+    `query` and `key` are its first query and its first key, multiples of `ORIGIN_STEP`. `head` is its first head among
+    those of all batch entries. `num_heads` is how many of these an entry of the whole has, 0 for as many as the part.
     """
 
     query: int = 0
@@ -44,16 +44,16 @@ class Options(Numbers):
     precision: str = "highest"
     dropout: float = 0.0
     block_size: int | tuple[int, int] = BLOCK_SIZE
-    # Of a part of a longer problem, which `cuflash.distributed` computes: query i stands at key position i + diagonal.
-    # None where `causal` says so. It is no keyword of `cuflash.FlashAttention`, which prints itself as its options.
+    # For a part of a longer problem, which `cuflash.distributed` computes: query i stands at key position i + diagonal.
+    # None if `causal` decides that. It is no keyword of `cuflash.FlashAttention`, which prints itself as its options.
     diagonal: int | None = field(default=None, repr=False)
-    # Functions, which are traced, or a text of CUDA. The second one is the argument `mask` of `cuflash.FlashAttention`.
+    # Traced functions, or a text of CUDA for the score. `mask_function` is the argument `mask` of
+    # `cuflash.FlashAttention`.
     score: ScoreFunction | None = field(default=None, repr=False)
     mask_function: Traced | None = field(default=None, repr=False)
-    # Likewise where it begins.
+    # Where such a part begins. It is no keyword either.
     origin: Origin = field(default=Origin(), repr=False)
-    # out, and gradients of q, k and v, that others are added to: on the GPU passes give them in the dtype of the
-    # softmax.
+    # Those of out, dq, dk and dv that others are added to: on the GPU, passes give them in the dtype of the softmax.
     wide: tuple[str, ...] = field(default=(), repr=False)
     # Whether the device computes other things at the same time, as it does for `cuflash.distributed`.
     shares_device: bool = field(default=False, repr=False)
@@ -107,11 +107,11 @@ class Options(Numbers):
         return self.origin._replace(num_heads=self.origin.num_heads or num_heads)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Made again where it is loaded: hashes of strings differ from process to process."""
+        """Options are made again when they are loaded, because hashes of strings differ from process to process."""
         return functools.partial(Options, **{own.name: getattr(self, own.name) for own in fields(self)}), ()
 
     def __hash__(self) -> int:
-        """Made once: every call looks its launch up by it."""
+        """The hash is computed once, because every call looks up its launch by it."""
         return self._hash  # type: ignore[attr-defined, no-any-return]
 
 
@@ -173,7 +173,7 @@ def _check_window_side(side: str, value: object) -> int | None:
 def window_of(options: Options, seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None]:
     """The bounds (left, right) of the window that `causal` and `window` make; None for one that hides nothing.
 
-    Of packed sequences, the longest that there may be are as long as all of them.
+    For packed sequences, the lengths are those of all of them together, because one of them may be as long.
     """
     left, right = options.window or (None, None)
     if options.causal:

@@ -1,6 +1,6 @@
-"""The kernels' only argument, filled in; `cuflash.planning.argument` says what it has.
+"""The kernels' only argument, filled in; `cuflash.planning.argument` has its fields.
 
-Needs NumPy only, so that it can be filled for any backend that runs the kernels.
+This needs NumPy only, so that the argument can be filled for any backend that runs the kernels.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from cuflash.problem import Problem
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.terms import NAMES, NUMBERS, OF_FLOAT8
 
-# As C lays a struct of these fields out.
+# The layout is that of a struct of these fields in C.
 PARAMS = np.dtype(
     [(name, kind, (count,)) if "strides" in name else (name, kind) for name, kind, count in FIELDS], align=True
 )
 
-# What follows it for each array that functions of the caller read.
+# One of these follows `PARAMS` for each array that functions of the caller read, and for its gradient.
 CAPTURED = np.dtype([("data", np.uint64), ("stride", np.int64, 4), ("size", np.int64, 4), ("first", np.int64)])
 if CAPTURED.itemsize != CAPTURED_BYTES:
     raise ValueError(f"CAPTURED: got {CAPTURED.itemsize} bytes, expected {CAPTURED_BYTES}")
 
 # Which 64-bit word of the struct holds the pointer of an array.
 POINTER_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in ARRAYS}  # type: ignore[index]
-# Which of these words holds the number of the call, after the word with the address of it all.
+# Which 64-bit word of a `Frame` holds the number of the call; its first word holds the address of the argument.
 _CALL = 1 + PARAMS.fields["call"][1] // 8  # type: ignore[index]
-# Where the numbers lie that follow the number of keys, four 32-bit words in a row: `length_numbers`.
+# Where the numbers lie that depend on the number of keys, four 32-bit words in a row: `length_numbers`.
 _LENGTH = PARAMS.fields["seqlen_k"][1]  # type: ignore[index]
 _PACK_LENGTH = struct.Struct("=4i").pack_into
-# Where the seed lies, two 32-bit words that are one of 64, and the offset after it.
+# Where the seed lies, as two 32-bit words that form one of 64 bits. The offset lies after it.
 _RANDOM = PARAMS.fields["seed_low"][1]  # type: ignore[index]
 
 
@@ -45,7 +45,7 @@ def parameters(
     """The argument for the kernels of `plan` as an array of one `PARAMS`, pointers left 0; `CAPTURED` may follow.
 
     `operands` gives the strides of everything that is not in the problem: out and lse, and for the backward pass dout,
-    its results but numbers, and dlse where there is one. `seed` and `offset` are those of dropout, `call` is the
+    its results other than numbers, and dlse if there is one. `seed` and `offset` are those of dropout, `call` is the
     number of the call.
     """
     problem = plan.problem
@@ -78,9 +78,9 @@ def parameters(
 
 
 def _with_captured(params: np.ndarray, plan: LaunchPlan, operands: Mapping[str, Operand]) -> np.ndarray:
-    """The argument with what functions of the caller read, and their gradients. Axes that an array has not are 1.
+    """The argument, with the arrays that functions of the caller read, and their gradients. Missing axes have length 1.
 
-    Tables that kernels fill follow the arrays; they are zeros where the plan has none.
+    Tables that kernels fill follow the arrays; their entries are zeros if the plan has none.
     """
     problem = plan.problem
     count = max(len(problem.hoisted.arrays), 1)
@@ -137,7 +137,7 @@ class Frame:
 
 
 class Argument:
-    """What the arguments of all calls of one problem have in common, and frames, each of which holds one of them.
+    """The common part of the arguments of all calls of one problem, and frames, each of which holds one argument.
 
     `names` are the arrays of a call, scratch arrays among them. A call takes a frame, or makes one where all others are
     in use, and gives it back once its kernels are launched. It writes only what changes from call to call, mostly the
@@ -162,8 +162,8 @@ class Argument:
     ) -> Frame:
         """The argument of a call.
 
-        `pointers` are in the order of `names`, `random` are the seed and the offset of dropout. `seqlen_k` may be
-        another than that of the plan's problem, where the plan serves it. `call` is a number of the call's own.
+        `pointers` are in the order of `names`, `random` are the seed and the offset of dropout. `seqlen_k` may differ
+        from that of the plan's problem, if the plan serves it. `call` is the number of the call.
         """
         try:
             frame = self._free.pop()

@@ -1,4 +1,4 @@
-"""What can be had before a call: its plan, its kernels compiled, and tiles tuned for it."""
+"""Methods that prepare a call: they give its plan, compile its kernels, and tune its tiles."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Preparation:
             Gradients that `backward` is to give.
         **arrays : array, optional
             The other arrays of `forward` and of `backward`, by the names of their arguments: bias, mask and so on, and
-            dout, out, dq and so on, which count as contiguous without it; and those that `score` and `mask` read. With
-            a block_table, and k and v of one byte a number, there is no backward pass.
+            dout, out, dq and so on, which count as contiguous if they are not given; and those that `score` and `mask`
+            read. With a block_table, or with k and v of one byte a number, there is no backward pass.
 
         Returns
         -------
@@ -83,11 +83,11 @@ class Preparation:
         need: Collection[str] = DEFAULT_NEED,
         **terms: Array,
     ) -> None:
-        """Have everything ready that `forward` and `backward` of such arrays need: later calls compile nothing.
+        """Make everything ready that `forward` and `backward` of such arrays need: later calls compile nothing.
 
-        Wanted before something is timed, or before a CUDA graph is captured: then within the memory pool of the graph's
-        own that the capture uses too, which a replay goes on writing to, scratch memory included. For arrays in host
-        memory the arguments are checked and there is nothing else to do.
+        Call it before something is timed, or before a CUDA graph is captured. Before a capture, call it within the
+        graph's own memory pool, which the capture uses too: a replay goes on writing to that memory, scratch memory
+        included. For arrays in host memory the arguments are checked and there is nothing else to do.
 
         Parameters
         ----------
@@ -131,15 +131,16 @@ class Preparation:
     ) -> Tuning | None:
         """Time tiles that might be faster for these arrays than those of the tables, and remember the fastest.
 
-        Takes seconds to minutes, most of them for compiling some tens of kernels, and memory for two sets of results;
-        shows a bar where standard error is a terminal. The results of each candidate are held against those of the
-        table's row before it is timed: the median of several runs, the L2 cache filled with other data before each.
+        This takes seconds to minutes, mostly to compile some tens of kernels, and memory for two sets of results. It
+        shows a bar if standard error is a terminal. The results of each candidate are compared with those of the
+        table's row before it is timed. Its time is the median of several runs, and the L2 cache is filled with other
+        data before each run.
 
-        What was found is remembered in a file beside the compiled kernels (``python -m cuflash info`` says where), for
-        this device, these sources, and problems of the same dtype, head dimensions, options, mask, alignment and size,
-        up to the next power of two. From then on `forward`, `backward` and `compile` use it, in this process and in
-        those that start later, and `plan` says so. Tiles of another size add up the same products in another order: the
-        bits of the results may differ from those before, errors stay within the same bounds.
+        The fastest tiles are remembered in a file beside the compiled kernels (``python -m cuflash info`` says where),
+        for this device, these sources, and problems of the same dtype, head dimensions, options, mask, alignment and
+        size, up to the next power of two. From then on `forward`, `backward` and `compile` use them, in this process
+        and in those that start later, and `plan` says so. Tiles of another size add up the same products in another
+        order: the bits of the results may differ from those before, but errors stay within the same bounds.
 
         Parameters
         ----------
@@ -150,7 +151,7 @@ class Preparation:
         seed, offset : int, optional
             Of dropout; 0 by default.
         passes : collection of str, default ("forward", "backward")
-            Which to tune.
+            The passes to tune.
         remember : bool, default True
             Whether to write the file. Without it nothing changes.
         forget : bool, default False
@@ -197,7 +198,7 @@ class Preparation:
 
 @functools.cache
 def _backend(kind: interop.Kind) -> ModuleType:
-    """The module that computes with arrays of one kind; importing that of CuPy's imports CuPy."""
+    """The module that computes with arrays of one kind; importing the one for CuPy's arrays imports CuPy."""
     if kind == "numpy":
         return host
     from cuflash import launch

@@ -10,7 +10,8 @@ form: row i sees key j where
 
 With a paged cache, `diagonal` is that of an entry with all seqlen_k keys; others have their own (`aligned_to`).
 
-Of packed sequences, each with its own diagonal, `batch` is the number; `seqlen_q` and `seqlen_k` are the rows of all.
+For packed sequences, each of which has its own diagonal, `batch` is their number; `seqlen_q` and `seqlen_k` are the
+rows of all of them together.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Unpack
 
-SMALLEST_SCALE = 2.0**-149  # in float32: what is closer to 0 rounds to it
+SMALLEST_SCALE = 2.0**-149  # in float32: a scale that is closer to 0 counts as 0
 MAX_SEQLEN = 2**30  # positions and their sums are 32-bit in the kernels
 PAGE_SIZES = (16, 32, 64, 128, 256)
 
@@ -68,7 +69,7 @@ class Problem(Given):
     seqlen_k: int
     head_dim: int
     head_dim_v: int
-    alignment: Literal["bottom_right", "top_left"]  # of the diagonal; it follows the lengths with the first alone
+    alignment: Literal["bottom_right", "top_left"]  # of the diagonal; only with the first does it depend on lengths
     diagonal: int  # 0 for packed sequences, each of which has its own
     window_left: int | None
     window_right: int | None
@@ -80,9 +81,9 @@ class Problem(Given):
     k: Operand
     v: Operand
     block_size: tuple[int, int] = (0, 0)  # (rows, keys) of the blocks of the block mask; zeros without one
-    score: ScoreFunction | None = None  # a function of the caller, and one that hides pairs
+    score: ScoreFunction | None = None  # the caller's functions: one makes scores, the other hides pairs
     mask_function: Traced | None = None
-    captured: tuple[tuple[str, Operand], ...] = ()  # what they read, by name
+    captured: tuple[tuple[str, Operand], ...] = ()  # the arrays that they read, by name
     wide: tuple[str, ...] = ()  # those of out, dq, dk and dv that are given in the dtype of the softmax, to be added up
     shares_device: bool = False  # whether the device computes other things at the same time
 
@@ -116,21 +117,22 @@ class Problem(Given):
 
     @property
     def program(self) -> Program:
-        """What these functions compute, for the dtypes of what they read."""
+        """The program of these functions, for the dtypes of the arrays that they read."""
         return program_of(self.score, self.mask_function, self._captured_kinds)
 
     @property
     def hoisted(self) -> Program:
-        """The same with tables in place of parts of the score that take few values; lengths make no difference to it.
+        """The program with tables in place of parts of the score that take few values. It does not depend on lengths.
 
-        Packed sequences share a row of a table, as long as all of them: how long each is only the device knows.
+        Packed sequences share a row of a table that is as long as all of them, because only the device knows how long
+        each is.
         """
         own = (self.score, self.mask_function, self._captured_kinds)
         return hoisted_program_of(*own, self.softmax_dtype, not self.is_packed)
 
     @property
     def unhoisted(self) -> Program:
-        """The same without tables, for the same argument."""
+        """The program without tables, for the argument of the one with tables."""
         return self.program.with_room_for(self.hoisted.tables)
 
     @property
@@ -154,7 +156,7 @@ class Problem(Given):
 
     @property
     def why_no_gradients(self) -> str | None:
-        """What keeps the problem from having a backward pass."""
+        """What keeps the problem from having a backward pass; None if it has one."""
         if self.block_table is not None:
             return "a block_table"
         if not self.has_float8:
@@ -168,13 +170,13 @@ class Problem(Given):
 
     @property
     def multiplies_float8(self) -> bool:
-        """Whether q has, too, times q_scale: out is then of bfloat16, and products may be of such numbers."""
+        """Whether q has one byte a number, too, times q_scale: out is then bfloat16, and products may be of bytes."""
         return self.q.dtype in FLOAT8
 
     def scale_block(self, name: str) -> int:
-        """Neighbouring keys, of a page where there are pages, that have one number of `k_scale` or `v_scale`.
+        """How many neighbouring keys, of a page if there are pages, share one number of `k_scale` or `v_scale`.
 
-        0 where all keys of a head have one, and without such an array. The same of queries and `q_scale`.
+        0 if all keys of a head share one, and without such an array. The same holds for queries and `q_scale`.
         """
         operand: Operand | None = getattr(self, name)
         if operand is None or operand.strides[2] == 0:
@@ -243,7 +245,7 @@ class Problem(Given):
 
     @property
     def kept_scale(self) -> float:
-        """What a weight that dropout keeps is multiplied by."""
+        """The factor of a weight that dropout keeps."""
         return 1 / (1 - self.dropout)
 
     @property
@@ -258,7 +260,7 @@ class Problem(Given):
 
     @property
     def has_window(self) -> bool:
-        """Whether queries see as many keys each, but for those near the first key or the last one."""
+        """Whether all queries see equally many keys, except for those near the first key or the last one."""
         return self.window_left is not None and self.window_right is not None
 
     def key_range(self, row: int) -> tuple[int, int]:
@@ -339,7 +341,7 @@ def make_problem(
     captured: Any = None,
     **terms: Unpack[Terms],
 ) -> Problem:
-    """Validate the inputs of one call against each other; `captured` maps names to what its functions read.
+    """Validate the inputs of one call against each other; `captured` maps names to the arrays that its functions read.
 
     Raises TypeError (a dtype), ValueError (a shape, a size) or NotImplementedError (a combination), naming the
     argument, what was got and what is expected. Values are not looked at.
@@ -437,7 +439,7 @@ def make_problem(
 
 
 def _check_axes(name: str, array: Shaped, other: str | None) -> None:
-    """Refuse more or fewer axes than one pass takes; `other` is a term that goes with no more of them."""
+    """Refuse more or fewer axes than one pass takes; `other` is a term that rules out any further leading axes."""
     count = len(array.shape)
     if count > 4 and other is not None:
         raise NotImplementedError(
@@ -520,14 +522,14 @@ def _numbers_in(dtype: str, softmax_dtype: str, options: Options, head_dim: int)
         smallest, largest, expected = row.range_of(dtype)
         if (number := numbers[row.name]) is not None and not smallest <= number <= largest:
             raise value_error(row.name, number, expected)
-    # Kernels treat a scale of 0 in their own way, and what they get is rounded to float32.
+    # Kernels treat a scale of 0 as a case of its own, and they get the scale rounded to float32.
     if softmax_dtype == "float32" and abs(numbers["scale"]) < SMALLEST_SCALE:
         numbers["scale"] = 0.0
     return numbers
 
 
 def _check_pool(block_table: Shaped, kv_lengths: Shaped | None, q: Shaped, k: Shaped, pool: Operand, batch: int) -> int:
-    """Check a block table and the shape of the pool that it leads into; the number of keys that it has room for."""
+    """Check a block table and the shape of its pool, and return the number of keys that the table has room for."""
     check_dtype("block_table", block_table, ("int32",))
     if len(block_table.shape) != 2 or block_table.shape[0] != batch:
         expected = f"(batch, max_pages), with batch = {batch}"
@@ -546,7 +548,7 @@ def _check_pool(block_table: Shaped, kv_lengths: Shaped | None, q: Shaped, k: Sh
 
 
 def check_pages(problem: Problem, block_table: NDArray[Any], kv_lengths: NDArray[Any]) -> None:
-    """Check the entries of a block table in host memory, those of keys that exist."""
+    """Check those entries of a block table in host memory that belong to keys that exist."""
     import numpy as np
 
     num_pages, first_keys = problem.k.shape[0], np.arange(0, problem.seqlen_k, problem.page_size)
@@ -572,7 +574,7 @@ def scales_of_rows(problem: Problem, name: str, scale: NDArray[Any] | None) -> N
 
 
 def _number_of_sequences(ndim: int, cu_seqlens_q: Shaped | None, cu_seqlens_k: Shaped | None) -> int:
-    """How many sequences packed arrays hold, from where these start."""
+    """The number of packed sequences, from the arrays that say where they start."""
     if cu_seqlens_q is None or cu_seqlens_k is None:
         names = ("cu_seqlens_q", "cu_seqlens_k")
         missing, other = names if cu_seqlens_q is None else reversed(names)

@@ -1,4 +1,4 @@
-"""What a call gives: named tuples, and which gradients and passes are asked for."""
+"""The results of a call, which are named tuples, and the gradients and passes that it is asked for."""
 
 from __future__ import annotations
 

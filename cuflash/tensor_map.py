@@ -1,4 +1,4 @@
-"""Tensor maps: what the TMA unit of compute capability 9.0 needs to know of an array (CUDA driver API, 6.29)."""
+"""Tensor maps, which describe arrays to the TMA unit of compute capability 9.0 (CUDA driver API, 6.29)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 from cuflash.operands import FLOAT8, ITEMSIZE, Operand
 
 BYTES = 128  # of a map
-LINE_BYTES = 128  # of a row of a box: the span of the swizzle
+LINE_BYTES = 128  # bytes of a row of a box: the span of the swizzle
 CHUNK = 64  # columns of a box of 16-bit elements
 _MAX_STRIDE_BYTES = 2**40
 
 
 @dataclass(frozen=True)
 class TensorMapSpec:
-    """A box of `heads` x `rows` x `columns` elements anywhere in an operand, but for the operand's address."""
+    """A box of `heads` x `rows` x `columns` elements anywhere in an operand: all of a map but the operand's address."""
 
     name: str
     dtype: str
@@ -27,16 +27,16 @@ class TensorMapSpec:
     strides_bytes: tuple[int, ...]  # of rows, heads, batch
     rows: int
     heads: int = 1
-    read_once: bool = False  # each element by one block: the cache need not fetch more than is asked for
+    read_once: bool = False  # one block reads each element: the cache need not fetch more than it asks for
 
     @property
     def columns(self) -> int:
-        """Bytes of a box."""
+        """Columns of a box: as many elements as `LINE_BYTES` hold."""
         return LINE_BYTES // ITEMSIZE[self.dtype]
 
     @property
     def of_any_rows(self) -> TensorMapSpec:
-        """The spec but for the number of rows, which is 0."""
+        """The spec with 0 in place of the operand's number of rows."""
         columns, _, heads, batch = self.shape
         return replace(self, shape=(columns, 0, heads, batch))
 
@@ -83,9 +83,10 @@ def why_not(name: str, operand: Operand, *, written: bool = False, broadcasts: b
 
 @functools.lru_cache(maxsize=512)
 def encoder(spec: TensorMapSpec) -> Callable[[int, int], bytes]:
-    """What makes the map of the array at an address, with so many rows, whatever the spec has.
+    """The function that makes the map of the array at an address, with so many rows, whatever the spec has.
 
-    It remembers the latest maps. Numbers that do not change are converted once, which would take longer than the rest.
+    It remembers the latest maps. Numbers that do not change are converted once, because converting them takes longer
+    than the rest.
     """
     driver, types, promotions, common = _driver()
     columns, _, *others = (driver.cuuint64_t(n) for n in spec.shape)

@@ -33,15 +33,15 @@ class Term:
     own_axes : int, optional
         How many of its axes are not leading ones. None where it goes with no leading axes.
     part_of : {"", "scores", "softmax"}
-        Whether it is a summand of the scores, or of the sum of exponentials, which lse has in it. Such a term has a
+        Whether it is a summand of the scores, or of the sum of exponentials whose logarithm is lse. Such a term has a
         gradient, of its own shape and dtype.
     goes_packed : bool
         Whether it may be given with packed sequences.
     has_keys : bool
         Whether one of its axes is as long as there are keys, or blocks of them.
     acts : int
-        In which place it acts on a score; the names of kernels list options in this order. 0 for a term that does not
-        act on scores, but says where arrays lie.
+        Its place in the order in which terms act on a score; the names of kernels list options in this order. 0 for a
+        term that does not act on scores.
     define : str
         The macro that tells kernels of it. It is 0 where the term is absent. Where the term is given it is 1, or the
         size of an element if its name ends with "_BYTES". Empty where kernels need to know more than that.
@@ -143,7 +143,7 @@ TERMS = (
 NAMES = tuple(term.name for term in TERMS)
 BY_NAME: Mapping[str, Term] = {term.name: term for term in TERMS}
 ACTING = tuple(term.name for term in sorted(TERMS, key=lambda term: term.acts) if term.acts)
-# Those over pairs of a query and a key, along which they broadcast.
+# The terms over pairs of a query and a key. They broadcast along these axes.
 BROADCAST = tuple(term.name for term in TERMS if term.broadcasts)
 # The terms that have a number for each query head: they act alike in every batch entry, or have an axis for these.
 OF_HEADS = tuple(term for term in TERMS if term.part_of and not term.broadcasts)
@@ -181,26 +181,26 @@ class Number:
 
 NUMBER_ROWS = (
     Number(name="scale"),
-    # The kernels of 16-bit dtypes compute the tanh to 1e-7, which softcap multiplies. Up to 2**16, the error hides
-    # behind the rounding of the weights.
+    # The kernels of 16-bit dtypes compute the tanh with an error of 1e-7, which softcap multiplies. Up to 2**16, the
+    # rounding of the weights hides the error.
     Number(name="softcap", is_positive=True, exponents={"float16": 16, "bfloat16": 16}),
 )
-# The first is always there. The others are where they are given, and are parameters of a function that acts on scaled
-# products, before the terms act.
+# The first always has a value. The others have one only if they are given. They are parameters of a function that acts
+# on scaled products, before the terms act.
 NUMBERS = tuple(number.name for number in NUMBER_ROWS)
 OF_FUNCTIONS = NUMBERS[1:]
-# What the numbers of q, k and v of one byte are multiplied by; their names begin with those of the arrays.
+# The factors of q, k and v of one byte a number; their names begin with those of the arrays.
 OF_FLOAT8 = ("q_scale", "k_scale", "v_scale")
 # Options that act on scores pair by pair, in the order in which they do: a kernel without scores knows none of them.
 OF_PAIRS = (
     *OF_FUNCTIONS,
     *(name for name in ACTING if BY_NAME[name].has_keys or BY_NAME[name].part_of == "scores"),
 )
-# Those of them that hide pairs, and do nothing else.
+# Those of `OF_PAIRS` that hide pairs, and do nothing else.
 MASKS = tuple(name for name in OF_PAIRS if name in BY_NAME and not BY_NAME[name].part_of)
-# And the others, which make the score: a function of the caller takes their place.
+# The others of `OF_PAIRS`, which make the score: a function of the caller takes their place.
 OF_SCORE = tuple(name for name in OF_PAIRS if name not in MASKS)
-# The macros that tell kernels whether they are given.
+# The macros that tell kernels whether an option is given.
 DEFINES: Mapping[str, str] = {
     **{name: f"CUFLASH_HAS_{name.upper()}" for name in OF_FUNCTIONS},
     **{term.name: term.define for term in TERMS if term.define},
@@ -232,7 +232,7 @@ class Numbers:
 
 @dataclass(frozen=True, kw_only=True)
 class Given(Numbers):
-    """What a problem has of the numbers, and of the terms as kernels see them."""
+    """The numbers of a problem, and its terms as kernels see them."""
 
     scale: float = field()
     bias: Operand | None = None
@@ -249,12 +249,12 @@ class Given(Numbers):
     v_scale: Operand | None = None
 
     def given(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The options that the problem has, of these names, which are of `NAMES` and `NUMBERS`."""
+        """Those of these names, which are of `NAMES` and `NUMBERS`, that the problem has."""
         return tuple(name for name in names if getattr(self, name) is not None)
 
     @property
     def has_added_terms(self) -> bool:
-        """Whether a term is added to the scores, be it large."""
+        """Whether a term is added to the scores, which may be large."""
         return bool(self.given(_ADDED))
 
     @property
@@ -315,7 +315,7 @@ class PassArrays(OfGradients, total=False):
 
 
 class NamedGradients(tuple[Any, ...]):
-    """Gradients by the names of those that were asked for, a named tuple; the others are no attributes."""
+    """A named tuple of the gradients that were asked for; the others are no attributes of it."""
 
     __slots__ = ()
 

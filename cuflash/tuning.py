@@ -2,13 +2,13 @@
 
 The rows of the tables were measured on few devices and problems. `candidates` has the plans that might be faster for a
 problem: the rows beside the one that the table gives, and rows that differ from it in one number. `tune` throws out
-those that do not compile or spill, holds the results of each other one against those of the table's row, and times it.
-The fastest is remembered in a file of its own beside the compiled kernels, and `tuned_plan` finds it there.
+those that do not compile or that spill, compares the results of every other one with those of the table's row, and
+times it. The fastest is remembered in a file of its own beside the compiled kernels, and `tuned_plan` finds it there.
 
 Every candidate computes the same sums of the same products, in tiles of other sizes and so in another order: results
 differ by rounding from those of the table's row, no more than these do from the exact ones.
 
-How a plan is run and timed is given by the caller, so that nothing here needs a device.
+The caller gives a `Runner`, which runs and times plans, so that nothing here needs a device.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ from cuflash.problem import Problem
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-MARGIN = 0.01  # by which a candidate has to be faster than the table's row: less is noise
+MARGIN = 0.01  # a candidate has to be faster than the table's row by more than this: less is noise
 
 # ---- What is tried ---------------------------------------------------------------------------------------------------
 
@@ -101,14 +101,14 @@ _ROWS: dict[type, tuple[Tile, ...]] = {
     ScoresTile: SCORES_TILES,
     BiasSm90Tile: (*BIAS_SM90_TILES, *BIAS_FLOAT32_SM90_TILES, *BIAS_TF32_SM90_TILES),
 }
-# The same of numbers of one byte.
+# The same for numbers of one byte.
 _ROWS_OF_FLOAT8: dict[type, tuple[Tile, ...]] = {
     ForwardTile: FLOAT8_TILES,
     DecodeTile: FLOAT8_TILES,
     DecodeFloat8Sm90Tile: DECODE_FLOAT8_SM90_TILES,
     ForwardFloat8Sm90Tile: FORWARD_FLOAT8_SM90_TILES,
 }
-_NEAR = 32  # keys, or a factor of two: of block_n only values near the row's are tried
+_NEAR = 32  # keys: only values of block_n that are so near to the row's are tried, and half and twice the row's
 
 
 def candidates(
@@ -132,8 +132,8 @@ def candidates(
 
 
 def _alternatives(plan: LaunchPlan) -> Iterator[tuple[Tile, ...]]:
-    """Rows beside those of the plan, and variations of these; what a plan with two rows changes is one of them."""
-    # In a deterministic backward pass other kernels have a row for dq too.
+    """The plan's tiles with one replaced, by another row or by a variation; a plan with two tiles keeps the other."""
+    # In a deterministic backward pass, other kernels have a row for dq, too.
     any_kind = plan.pass_ == "forward" or not plan.problem.deterministic
     for place, tile in enumerate(plan.tiles):
         for other in (*_rows(tile, plan.problem), *_variations(tile)):
@@ -142,7 +142,7 @@ def _alternatives(plan: LaunchPlan) -> Iterator[tuple[Tile, ...]]:
 
 
 def _rows(tile: Tile, problem: Problem) -> tuple[Tile, ...]:
-    """Those that compute the problem as this one does."""
+    """The rows that compute the problem as this one does."""
     of_this = Decode().table(problem) if isinstance(tile, DecodeTile) else ()
     return (*of_this, *(_ROWS_OF_FLOAT8 if problem.has_float8 else _ROWS)[type(tile)])
 
@@ -156,7 +156,7 @@ def _variations(tile: Tile) -> Iterator[Tile]:
                 continue
             try:
                 yield tile.changed(**{name: value}, origin=f"{name} {here} changed to {value}")
-            except ValueError:  # the row says that it cannot be
+            except ValueError:  # the row refuses this value
                 continue
 
 
@@ -184,13 +184,13 @@ def _why_not(tiles: Sequence[Tile], plan: LaunchPlan) -> str:
 
 
 class Runner(Protocol):
-    """What runs plans: a device, or whatever stands for one in a test."""
+    """It runs plans: on a device, or on whatever stands for one in a test."""
 
     def why_wrong(self, plan: LaunchPlan) -> str:
-        """Run the plan; how its results differ from those of the first plan that was run, "" where they agree."""
+        """Run the plan and say how its results differ from those of the first plan that was run; "" if they agree."""
 
     def seconds(self, plan: LaunchPlan) -> float:
-        """How long it takes."""
+        """How long a run of the plan takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +199,7 @@ class Trial:
 
     plan: LaunchPlan
     seconds: float = math.inf
-    why_not: str = ""  # it was not timed
+    why_not: str = ""  # why it was not timed
 
     @property
     def tflops(self) -> float:
@@ -214,13 +214,13 @@ class Trial:
         return "; ".join(_spelled(tile) for tile in self.plan.tiles)
 
 
-# Fields that every label has, and those that do not matter to a kernel.
+# Fields that every label shows, and fields that do not matter to a kernel.
 _IN_LABEL = ("block_m", "block_n", "num_warps", "num_stages", "min_blocks")
 _UNSAID = ("element_bytes", "max_dim", "serves", "origin")
 
 
 def _spelled(tile: Tile) -> str:
-    """The tile in words, with what its kind alone has."""
+    """The tile in words, with the fields that only its kind has."""
     others = {name: x for name, x in _values(tile).items() if name not in _IN_LABEL + _UNSAID}
     return ", ".join([tile.label, *(f"{name} {x}" for name, x in others.items())])
 
@@ -235,7 +235,7 @@ class PassTuning:
 
     @property
     def gain(self) -> float:
-        """By how much of its time the winner is faster than the table's row: 0.1 is 10 %."""
+        """How much faster the winner is than the table's row, as a part of the winner's time: 0.1 is 10 %."""
         return self.trials[0].seconds / self.winner.seconds - 1
 
     def describe(self) -> str:
@@ -279,7 +279,8 @@ def tune(
     Parameters
     ----------
     plans : sequence of LaunchPlan
-        That of the tables first: it is not thrown out for its spills, and others have to be as it is.
+        The plan of the tables first. It is not thrown out for its spills. The others may not spill more, and their
+        results must agree with its results.
     runner : Runner
     spills : callable, optional
         Bytes that the kernels of a plan spill; raises CompileError. By default the compiler's report.
@@ -291,7 +292,7 @@ def tune(
     Raises
     ------
     CompileError, RuntimeError
-        The table's row does not compile, or its results are not what they were the first time.
+        The table's row does not compile, or its results differ from those of its first run.
     """
     spills = spills or _spills_of
     report = functools.partial(_reported, spills)
@@ -342,7 +343,7 @@ def _try(plan: LaunchPlan, spilled: int | CompileError, allowed: int | CompileEr
 
 @dataclass(frozen=True, kw_only=True)
 class Winner:
-    """What a file says."""
+    """The content of a file."""
 
     tiles: tuple[Tile, ...]
     tflops: float
@@ -350,13 +351,13 @@ class Winner:
 
 
 _KINDS = {kind.__name__: kind for kind in (*_ROWS, *_ROWS_OF_FLOAT8)}
-_recalled: dict[Path, Winner | str | None] = {}  # of this process: what it has read of a file, or why it could not
+_recalled: dict[Path, Winner | str | None] = {}  # what this process has read from a file, or why it could not
 
 
 def tuned_plan(problem: Problem, device: DeviceSpec, pass_: Pass = "forward", **arrays: Unpack[Layout]) -> LaunchPlan:
     """The plan of the tiles that tuning found fastest, or that of the tables; parameters as those of `choose_plan`.
 
-    What other processes find out about a problem is not looked at again once a plan for it was made here.
+    Once a plan for a problem was made here, later findings of other processes about it are not looked at.
     """
     plan = choose_plan(problem, device, pass_, **arrays)
     path = _file_of(plan)
@@ -382,7 +383,7 @@ def tuned_plan(problem: Problem, device: DeviceSpec, pass_: Pass = "forward", **
 
 
 def forget(plan: LaunchPlan) -> bool:
-    """Remove what is remembered for the problem of a plan of the tables; whether there was something."""
+    """Remove what is remembered for the problem of a plan of the tables; True if there was something."""
     path = _file_of(plan)
     _recalled.pop(path, None)
     try:
@@ -398,7 +399,7 @@ def remembered() -> list[Path]:
 
 
 def forget_all() -> int:
-    """Remove what is remembered for all problems; of how many there was something."""
+    """Remove what is remembered for all problems, and return their number."""
     files = remembered()
     _recalled.clear()
     for path in files:
@@ -412,7 +413,7 @@ def size_class(size: int) -> int:
 
 
 class _Key(NamedTuple):
-    """What a measurement is good for: this device, these kernels, and problems of about this size.
+    """The range in which a measurement holds: this device, these kernels, and problems of about this size.
 
     The kernels of the table's row say all else: dtype, head dimensions, options, alignment, and the row itself.
     """
@@ -443,7 +444,7 @@ class _Key(NamedTuple):
         return self._asdict() | {"device": asdict(self.device), "sources": kernels_fingerprint()}
 
 
-_UNTIMED = tuple(SOFTMAX_KERNELS.values())  # whatever the tiles are, it takes the same time
+_UNTIMED = tuple(SOFTMAX_KERNELS.values())  # they take the same time, whatever the tiles are
 
 
 @functools.lru_cache(maxsize=1024)
@@ -461,7 +462,7 @@ def _directory() -> Path:
 
 
 def _remember(of_table: Trial, winner: Trial) -> str:
-    """Store the winner; what there is to say about it."""
+    """Store the winner, and return what there is to say about it."""
     path = _file_of(of_table.plan)
     found = Winner(tiles=winner.plan.tiles, tflops=winner.tflops, table_tflops=of_table.tflops)
     content = {
@@ -485,7 +486,7 @@ def _values(tile: Tile) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Winner | str | None:
-    """What a file says, or why it says nothing; None where there is no file."""
+    """The content of a file, or why it cannot be read; None if there is no file."""
     try:
         content = json.loads(path.read_bytes())
         tiles = tuple(_KINDS[tile.pop("kind")](**tile) for tile in content["tiles"])

@@ -1,4 +1,4 @@
-"""Single values that a caller gives: how they are checked and converted, and what is said where they are wrong."""
+"""Single values that a caller gives: how they are checked and converted, and the messages if they are wrong."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def _unwrapped(value: object) -> object:
-    """What a NumPy scalar, or an array without axes, holds; any other value as it is."""
+    """The value in a NumPy scalar or in an array without axes; any other value as it is."""
     import numpy as np
 
     return value.item() if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0 else value
@@ -85,7 +85,7 @@ def _converted(kind: type[N], types: tuple[type, ...], name: str, value: object,
 
 
 def check_choice(name: str, value: object, choices: tuple[str, str]) -> None:
-    """Check one of two words."""
+    """Check that a value is one of two words."""
     expected = f"{choices[0]!r} or {choices[1]!r}"
     if not isinstance(value, str):
         raise type_error(name, typed(value), expected)

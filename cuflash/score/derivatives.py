@@ -1,8 +1,8 @@
-"""Derivatives of expressions with kinds, as expressions: reverse mode, which shares what the value is made of.
+"""Derivatives of expressions with kinds, as expressions: reverse mode, which shares the subexpressions of the value.
 
-Where an expression has a kink its derivative is one-sided: `cuflash.score.functions` says which. What `where`,
-`minimum` and `maximum` do not take gives 0, also where its own derivative is infinite or NaN: from such a choice on,
-derivatives are multiplied by `product`, which is 0 wherever its first factor is 0.
+Where an expression has a kink its derivative is one-sided: `cuflash.score.functions` says which. An argument that
+`where`, `minimum` or `maximum` does not take has the derivative 0, even where its own derivative is infinite or NaN:
+below such a choice, derivatives are multiplied by `product`, which is 0 wherever its first factor is 0.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _scaled(adjoint: Node, factor: Node, is_chosen: bool) -> Node:
 
 
 def _local(at: Node) -> list[tuple[Node, Node | tuple[Node, bool]]]:
-    """The arguments of a node with the derivatives by them: expressions, or the condition under which it is 1, or 0."""
+    """The arguments of a node, each with its derivative: an expression, or (condition, takes), 1 where both agree."""
     if at.op in ("add", "sub"):
         return [(at.args[0], ONE), (at.args[1], ONE if at.op == "add" else real(-1))]
     if at.op == "neg":

@@ -1,6 +1,6 @@
 """Expressions with kinds as CUDA text: functions of a pair (query, key), for `Real`, which is float or double.
 
-Integers are 32-bit where bounds prove that they fit, for any lengths that there may be, and 64-bit elsewhere.
+An integer has 32 bits where bounds prove that it fits for any sequence lengths, and 64 bits elsewhere.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ FAST = (
     "sin",
     "cos",
     "div",
-)  # that approximations serve, as long as nothing turns on the last bits
-_TURNS = ("floor", "floordiv", "mod", *COMPARISONS)  # operations that jump, where their arguments do not
+)  # approximations compute these, unless their last bits may decide a result
+_TURNS = ("floor", "floordiv", "mod", *COMPARISONS)  # operations that jump where their arguments do not
 
 
 def deciding(roots: Sequence[Node]) -> set[Node]:
-    """The nodes on whose last bits it may turn what an expression is."""
+    """The nodes whose last bits may decide a result, because it follows from them by operations that jump."""
     found: set[Node] = set()
     for at in reversed(list(in_order(roots))):
         if at in found or at.op in _TURNS or at.kind == "bool":
@@ -69,15 +69,15 @@ class Writer:
     Parameters
     ----------
     roots : sequence of Node
-        What the body computes, all of it.
+        All nodes that the body computes.
     arrays : mapping of str to (int, str)
-        By name, which of the parameters an array is, and its dtype.
+        By the name of an array, its number among the parameters, and its dtype.
     known : mapping of Node to str
         Nodes that are computed already, and how they are written.
     tables : mapping of str to str
-        By name, how it is written where the row of a table has the place 0.
+        By the name of a table, the text of the pointer to place 0 of its row.
     exact : bool
-        Whether functions are computed without approximations, whatever turns on their last bits.
+        Whether no function is approximated, even where its last bits decide nothing.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Writer:
         raise AssertionError(at.op)
 
     def _sum_of_squares(self, at: Node) -> str | None:
-        """The sum of two squares and a constant that is no less than 0, in an order that takes multiply-adds alone."""
+        """The sum of two squares and a constant that is not negative, in an order that takes multiply-adds alone."""
         if at.op != "add" or at.kind != "float" or at in self.deciding or self.exact:
             return None
         rest, last = at.args
@@ -193,7 +193,7 @@ def _number(at: Node) -> Any:
 
 
 def of_head(roots: Sequence[Node]) -> list[Node]:
-    """What an expression reads of arrays that is the same for all pairs of a head, and what is computed of it alone."""
+    """The parts of expressions that read arrays and are the same for all pairs of a head, as large as they can be."""
     varies: dict[Node, bool] = {}
     reads: dict[Node, bool] = {}
     used: dict[Node, None] = dict.fromkeys(roots)
@@ -206,9 +206,9 @@ def of_head(roots: Sequence[Node]) -> list[Node]:
 
 
 def of_points(roots: Sequence[Node], known: Collection[Node], index: str) -> list[Node]:
-    """The real numbers of an expression that are read of arrays and follow from one `index` alone: "i" or "j".
+    """The real parts of expressions that read arrays and depend on one `index` alone: "i" or "j".
 
-    What is the same for all pairs of a head is `known`.
+    Parts that are the same for all pairs of a head are `known`, and left out.
     """
     others = {"s", "i", "j"} - {index}
     inputs: dict[Node, frozenset[str]] = {}

@@ -23,12 +23,12 @@ _UFUNCS: Mapping[str, Any] = {
 
 
 def clamped(index: Any, length: int) -> Any:
-    """An index of an axis, as an entry that there is: those outside count as the nearest one."""
+    """An index, clamped to its axis: an index outside counts as that of the nearest entry."""
     return np.clip(index, 0, length - 1)
 
 
 class Clamped:
-    """An array as functions see it that are called on NumPy arrays: every index is an entry that there is."""
+    """An array as a function sees it that is called on NumPy arrays: every index is clamped to its axis."""
 
     def __init__(self, array: Array) -> None:
         self._array = array
@@ -39,7 +39,7 @@ class Clamped:
 
 
 def as_captured(array: Array, dtype: DTypeLike) -> Any:
-    """An array as a function sees it, its real numbers in `dtype`; one without axes is its only number."""
+    """An array as a function sees it, with real numbers in `dtype`; an array without axes becomes its only number."""
     if array.dtype.kind not in "biu":
         array = array.astype(dtype)
     return Clamped(array) if array.ndim else array[()]

@@ -1,7 +1,7 @@
-"""What derivatives have as a factor that is the same for all pairs of a head.
+"""Factors of derivatives that are the same for all pairs of a head.
 
-Such a factor is multiplied with the sum over pairs, once, and not with each of its terms. Then reads of one array at a
-row and at a key, which a difference tells apart by their sign alone, have terms in common.
+Such a factor is multiplied once with the sum over pairs, and not with each term of it. Then reads of one array at a row
+and at a key have common terms where the score depends on their difference: their derivatives differ in sign alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Factored(NamedTuple):
 
 
 def factored(root: Node) -> Factored:
-    """An expression without such factors. Nothing is rounded otherwise but where the factor is multiplied."""
+    """An expression, split into such factors and the rest. Only the multiplication by the factor rounds otherwise."""
     done: dict[Node, Factored] = {}
     varies: dict[Node, bool] = {}
     for at in in_order([root]):
@@ -55,7 +55,7 @@ def _factored(at: Node, args: Sequence[Factored]) -> Factored | None:
         return args[0]._replace(constant=-args[0].constant)
     if at.op in ("mul", "product", "div"):
         x, y = args
-        if at.op == "div":  # of what divides, nothing can be told apart
+        if at.op == "div":  # the divisor stays in the rest as a whole
             return x._replace(rest=node("div", (x.rest, at.args[1]), None, "float"))
         rest = multiply(x.rest, y.rest)
         if at.op == "product" and ONE not in (x.rest, y.rest):

@@ -1,4 +1,4 @@
-"""The functions that a score or a mask is made of: of traced values, and of numbers and NumPy arrays alike."""
+"""The functions that scores and masks are made of. They take traced values, numbers and NumPy arrays alike."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from cuflash.score.tracing import Symbol, operation
 
-LARGEST_FLOOR = 2.0**31  # what floor gives stays within 32 bits
+LARGEST_FLOOR = 2.0**31  # results of floor stay within 32 bits
 
 
 def _apply(op: str, function: Any, *args: Any) -> Any:
@@ -62,7 +62,7 @@ def maximum(x: Any, y: Any) -> Any:
 
 
 def clip(x: Any, low: Any, high: Any) -> Any:
-    """The number of [low, high] next to `x`; at the bounds the derivative is that of `x`."""
+    """The number in [low, high] nearest to `x`; at the bounds the derivative is that of `x`."""
     return minimum(maximum(x, low), high)
 
 
@@ -72,7 +72,7 @@ def floor(x: Any) -> Any:
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
-    """`x` where the condition holds, else `y`; what is not taken has no part in derivatives, be it NaN or infinite."""
+    """`x` where the condition holds, else `y`; the other one has no part in derivatives, even if NaN or infinite."""
     return _apply("where", np.where, condition, x, y)
 
 

@@ -1,8 +1,9 @@
 """Parts of a score that take few values are hoisted out of the kernels: each becomes a table, read like an array.
 
-Such a part depends on i and j as i - j alone, on i alone or on j alone, and on no s. The largest parts are taken that
-cost more than to read a table does. What is the same for all pairs of a head is left outside of a part where it is only
-added to that or multiplied by it: then heads may share the table, and its gradient need not be known.
+Such a part depends on i - j alone, on i alone or on j alone, and never on s. Of these, the largest are taken that cost
+more than reading a table does. A number that is read from an array and is the same for all pairs of a head stays
+outside of a part that it is only added to or multiplied by: then heads may share the table, and its gradient need not
+be known.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from cuflash.score.places import counts_from_origin
 from cuflash.score.program import Program, ScoreFunction, Traced, program_of, with_derivatives
 from cuflash.score.tables import AXES, By, Loaded, Table, dtype_of
 
-# About as many instructions as the kernels of compute capability 9.0 have for an operation on a score; 1 for others. A
-# read of an array finds the nearest entry that there is, along each axis; a read of a table is one instruction.
+# About how many instructions the kernels of compute capability 9.0 need for an operation on a score; any other needs 1.
+# A read of an array finds the nearest entry along each axis; a read of a table is one instruction.
 COSTS: Mapping[str, int] = {
     "load": 5, "div": 3, "exp": 3, "log": 3, "sqrt": 3, "tanh": 6, "sin": 12, "cos": 12, "pow": 20, "floor": 8,
     "floordiv": 20, "mod": 20,
 }  # fmt: skip
-COST_BY_CONSTANT = 4  # of a quotient of integers, or a rest, by a constant
-# Of a part that is hoisted. Distances such as slope * abs(i - j) cost less, and so does a mere read of an array of
-# queries or of keys.
+COST_BY_CONSTANT = 4  # of an integer quotient or remainder by a constant
+# A part must cost at least this to be hoisted. Distances such as slope * abs(i - j) cost less, and so does a mere read
+# of an array of queries or of keys.
 LEAST_COST = 6
 MOST_TABLES = 3  # the costliest parts; each takes registers
 
 
 class Form(NamedTuple):
-    """How an integer follows from i and j: a multiple of each, and a rest. Other numbers are all rest."""
+    """How a number depends on i and j. An integer is a multiple of each plus a rest; any other number is all rest."""
 
     of_i: int
     of_j: int
@@ -43,7 +44,7 @@ class Form(NamedTuple):
 
     @property
     def inputs(self) -> frozenset[str]:
-        """What it depends on of a pair."""
+        """The inputs of a pair that the number depends on."""
         if self.of_i == -self.of_j:
             return self.rest | ({"i - j"} if self.of_i else set())
         return self.rest | ({"i"} if self.of_i else set()) | ({"j"} if self.of_j else set())
@@ -70,12 +71,12 @@ def _form(at: Node, args: Sequence[Form], bounds: Mapping[Node, Bounds]) -> Form
 
 
 def _are_exact(args: Sequence[Node], bounds: Mapping[Node, Bounds]) -> bool:
-    """Whether these are integers that cannot have wrapped around: then they compare as their difference does to 0."""
+    """Whether these are integers that cannot have wrapped around: then they compare like their difference and 0."""
     return all(arg.kind == "int" and all(abs(int(x)) < 2**62 for x in bounds[arg]) for arg in args)
 
 
 class _Parts:
-    """What there is to hoist in an expression."""
+    """The parts of an expression that are worth hoisting."""
 
     def __init__(self, root: Node, arrays: Mapping[str, str]) -> None:
         self.bounds = all_bounds(root, OF_INPUTS, lambda name, _: OF_DTYPES.get(arrays[name], (math.nan,) * 2))
@@ -83,7 +84,7 @@ class _Parts:
         for at in in_order([root]):
             forms[at] = _form(at, [forms[arg] for arg in at.args], self.bounds)
         self.inputs = {at: form.inputs for at, form in forms.items()}
-        self.reads: set[Node] = set()  # what arrays are read for
+        self.reads: set[Node] = set()  # nodes that depend on a read of an array
         for at in forms:
             if at.op == "load" or any(arg in self.reads for arg in at.args):
                 self.reads.add(at)
@@ -102,7 +103,7 @@ class _Parts:
         self.found = sorted(found, key=self.cost, reverse=True)[:MOST_TABLES]
 
     def by(self, at: Node) -> By | None:
-        """By what a table of the number has its places; None if it is no part that can be hoisted."""
+        """The index of a table of the number: "i", "j" or "i - j". None if the number cannot be hoisted."""
         if len(self.inputs[at]) != 1:
             return None
         (name,) = self.inputs[at]
@@ -113,7 +114,7 @@ class _Parts:
         return name  # type: ignore[return-value]
 
     def _part(self, at: Node) -> Node | None:
-        """The part at this node, without what is the same for all pairs of a head; None if there is none."""
+        """The part at this node, without outer terms and factors of the head that are read; None if there is none."""
         if self.by(at) is None:
             return None
         while at.kind == "float" and at.op in ("add", "sub", "mul", "neg"):
@@ -125,7 +126,7 @@ class _Parts:
         return at
 
     def cost(self, part: Node) -> int:
-        """Instructions that a pair has for it."""
+        """About how many instructions the part takes for each pair."""
         return sum(_cost(at) for at in in_order([part]) if at.args and self.inputs[at] and not counts_from_origin(at))
 
 
@@ -145,7 +146,7 @@ def hoisted_program_of(
 ) -> Program:
     """The program of functions as `program_of` gives it, with tables in place of parts that take few values.
 
-    Real numbers have the dtype `real`. Without `of_batch`, a part that differs between batch entries stays.
+    Real numbers have the dtype `real`. Without `of_batch`, a part that differs between batch entries is not hoisted.
     """
     program = program_of(score, mask, arrays)
     if program.score is None:
@@ -175,13 +176,13 @@ def hoisted_program_of(
     own = tuple((table.name, AXES, table.dtype) for table in tables.values())
     arrays = (*program.arrays, *own)
     made = with_derivatives(done[program.score], program.mask, arrays)
-    # An array that is read by tables alone has its gradient from theirs.
+    # An array that only tables read gets its gradient from theirs.
     loads = {name: made.loads.get(name, ()) for name, _, _ in arrays if name in program.loads or name in made.loads}
     return replace(made, loads=loads, tables=tuple(tables.values()))
 
 
 def _loads(part: Node) -> dict[str, tuple[Loaded, ...]]:
-    """How a part of real numbers reads arrays of real numbers, as far as it changes with them."""
+    """The reads of real arrays by a real part, except those by which its derivative is 0."""
     if part.kind != "float":
         return {}
     reads = [at for at in in_order([part]) if at.op == "load" and at.kind == "float"]

@@ -57,7 +57,7 @@ def all_bounds(root: Node, inputs: Mapping[str, Bounds], load: Load) -> dict[Nod
 
 
 def bounds_of_constant(at: Node) -> Bounds:
-    """A constant, and what it may be rounded to."""
+    """The bounds of a constant and of what it may be rounded to."""
     value: Any = at.payload
     if at.kind != "float" or not math.isfinite(value) or float(np.float32(value)) == value:
         return value, value
@@ -106,7 +106,7 @@ def _either(always: Any, never: Any) -> Bounds:
 
 
 def _zero(x: Bounds, wanted: bool) -> Any:
-    """Whether a number is always 0, or never."""
+    """Whether a number is always 0 (if `wanted`), or never 0 (if not)."""
     low, high = x
     return (low == 0) & (high == 0) if wanted else (low > 0) | (high < 0)
 
@@ -158,7 +158,7 @@ def _of_integers(op: str, args: list[Bounds]) -> Bounds:
         return _hull([a * c, a * d, b * c, b * d])
     is_positive = c > 0
     if op == "floordiv":
-        # By 0 it gives 0, and by what may be negative no more than the number itself.
+        # Division by 0 gives 0. A divisor that may be negative gives no larger magnitude than that of the dividend.
         safe_c, safe_d = np.where(is_positive, c, 1), np.where(is_positive, d, 1)
         low, high = _hull([a // safe_c, a // safe_d, b // safe_c, b // safe_d])
         most = np.maximum(np.abs(a), np.abs(b)) + 1
@@ -192,7 +192,7 @@ def _real(at: Node, args: list[Bounds]) -> Bounds:
         maybe = _is_unknown(args[1]) | _is_unknown(args[2])
         return np.where(maybe, np.nan, low), np.where(maybe, np.nan, high)
     low, high = _of_reals(at.op, [(np.asarray(x, float), np.asarray(y, float)) for x, y in args])
-    # What is infinite may become NaN next, and is taken for it.
+    # An infinite value may become NaN in the next operation, so that it counts as NaN.
     maybe = np.isnan(low) | np.isnan(high) | np.isinf(low) | np.isinf(high)
     for x in args:
         maybe = maybe | _is_unknown(x)
@@ -210,7 +210,7 @@ def _of_reals(op: str, args: list[Bounds]) -> Bounds:
     if op == "abs":
         return _magnitude(args[0])
     if op in _RISING:
-        return _RISING[op](args[0][0]), _RISING[op](args[0][1])  # NaN for a bound outside of where it is defined
+        return _RISING[op](args[0][0]), _RISING[op](args[0][1])  # NaN for a bound outside of the domain
     if op in ("sin", "cos"):
         return _wave(args[0], 0.0 if op == "sin" else math.pi / 2)
     (a, b), (c, d) = args
@@ -234,10 +234,10 @@ def _of_reals(op: str, args: list[Bounds]) -> Bounds:
 
 
 def _wave(x: Bounds, shift: float) -> Bounds:
-    """The sine of x + shift: within -1 and 1 where x runs over a crest, the larger and the smaller end elsewhere."""
+    """The bounds of sin(x + shift): 1 and -1 where x runs over a crest or a trough, elsewhere those of both ends."""
     low, high = x
     ends = np.sin(low + shift), np.sin(high + shift)
-    margin = 1e-5 * (1 + np.abs(low) + np.abs(high))  # of float32 numbers
+    margin = 1e-5 * (1 + np.abs(low) + np.abs(high))  # for the rounding of float32 numbers
 
     def has(crest: float) -> Any:
         return np.floor((high + shift + margin - crest) / (2 * math.pi)) != np.floor(
@@ -251,7 +251,7 @@ def _wave(x: Bounds, shift: float) -> Bounds:
 
 @dataclass
 class RangeTable:
-    """The least and the largest of any range of entries along the last axis of an array: a sparse table."""
+    """The least and the largest entry of any range along the last axis of an array: a sparse table."""
 
     lowest: list[Array]
     highest: list[Array]
@@ -290,7 +290,8 @@ class Tables:
     def load(self, name: str, indices: Sequence[Bounds]) -> Bounds:
         """The bounds of the entries of an array whose indices are within bounds.
 
-        Where two indices or more run over ranges, those of all entries: wider than need be, and true.
+        Where two indices or more run over ranges, it gives the bounds of all entries. They are wider than they need be,
+        but they hold.
         """
         array = self._arrays[name]
         kind = array.dtype.kind

@@ -8,7 +8,7 @@ from typing import NoReturn
 from cuflash.score.nodes import COMPARISONS, FUNCTIONS, LOGICAL, Kind, Node, in_order, node
 from cuflash.values import value_error
 
-MOST_PRODUCTS = 64  # an integer exponent up to this is a chain of products
+MOST_PRODUCTS = 64  # an integer exponent up to this becomes a chain of products
 OF_INPUTS: Mapping[str, Kind] = {"s": "float", "i": "int", "j": "int", "head": "int", "batch": "int"}
 _RANK = {"bool": 0, "int": 1, "float": 2}
 
@@ -19,9 +19,9 @@ def kind_of_dtype(dtype: str) -> Kind:
 
 
 def with_kinds(root: Node, arrays: Mapping[str, tuple[int, str]]) -> Node:
-    """The expression with kinds, where `arrays` have so many axes and such a dtype.
+    """The expression with kinds, where `arrays` has the number of axes and the dtype of each array.
 
-    Raises TypeError for an operation that there is not for these kinds, ValueError for an index of other axes.
+    Raises TypeError for an operation that these kinds do not have, and ValueError for a wrong number of indices.
     """
     done: dict[Node, Node] = {}
     for at in in_order([root]):
@@ -45,7 +45,7 @@ def real(value: float) -> Node:
 
 
 def power(x: Node, exponent: int) -> Node:
-    """A product of so many factors x, at least one."""
+    """The product of `exponent` factors x. The exponent is at least 1."""
     result, square = None, x
     while True:
         if exponent % 2:

@@ -1,7 +1,7 @@
 """Expressions as graphs of nodes. Equal nodes are one object, so that common subexpressions are shared.
 
-A traced expression has nodes without kinds: what an array holds is known once there is a call. `cuflash.score.kinds`
-makes nodes with kinds of it, which values, derivatives, intervals and CUDA text are made from.
+A traced expression has nodes without kinds, because the dtypes of arrays are known only in a call.
+`cuflash.score.kinds` makes nodes with kinds from it. Values, derivatives, intervals and CUDA text are made from those.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Kind = Literal["bool", "int", "float"]
 Constant = bool | int | float
 
 INPUTS = ("s", "i", "j", "head", "batch")
-# Operations by the numbers that they are made of, and how they are shown.
+# Functions of one number, and operations on two numbers with the signs that show them.
 FUNCTIONS = ("exp", "log", "sqrt", "tanh", "sin", "cos")
 INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%", "pow": "**",
@@ -85,7 +85,7 @@ def constant(value: Constant, kind: Kind | None = None) -> Node:
 
 
 def in_order(roots: Iterable[Node], known: Collection[Node] = ()) -> Iterator[Node]:
-    """All nodes that some are made of, each after those that it is made of; what those `known` are made of is not."""
+    """The roots and all nodes that they are made of, each after its arguments; the search stops at `known` nodes."""
     seen: set[Node] = set()
     pending: list[tuple[Node, bool]] = [(root, False) for root in reversed(list(roots))]
     while pending:
@@ -139,7 +139,7 @@ def _spelled(at: Node, args: list[str]) -> str:
 
 
 def _bare(text: str) -> str:
-    """Without the parentheses around all of it."""
+    """The text without the parentheses around all of it."""
     if not text.startswith("("):
         return text
     depth = 0

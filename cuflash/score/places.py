@@ -1,6 +1,6 @@
 """Functions of a part of a longer problem: their indices are those of the whole, whichever part a call computes.
 
-Where a part begins is an array that the functions read, so that all parts have one expression, and one kernel.
+The functions read from an array where the part begins, so that all parts have one expression, and one kernel.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 from cuflash.score.nodes import COMPARISONS, Node, constant, in_order, node
 
 ORIGIN = "part.origin"  # the name of that array; it is no identifier, so that no array of a caller has it
-COUNTED = ("i", "j", "head", "batch")  # what its entries are added to
-# Entries are no larger, so that 32 bits hold the sum of one and a row or a key; and sums with a head, no larger either.
+COUNTED = ("i", "j", "head", "batch")  # the inputs that its entries are added to
+# An entry is clamped to the first, so that 32 bits hold its sum with a row or a key. Its sum with a head or a batch
+# entry is clamped to the second.
 LARGEST_ORIGIN, LARGEST_SUM = 2**30 - 1, 2**31 - 1
 
 
@@ -32,7 +33,7 @@ def _of_whole(at: Node) -> Node:
 
 
 def _is_of_pair(at: Node) -> bool:
-    """Whether it subtracts or compares i and j. Kernels know it as what follows from their difference alone."""
+    """Whether the node subtracts or compares i and j. Kernels know that it depends on their difference alone."""
     inputs = [arg.payload for arg in at.args if arg.op == "input"]
     return at.op in ("sub", *COMPARISONS) and sorted(map(str, inputs)) == ["i", "j"]
 
@@ -45,7 +46,7 @@ def _difference(at: Node) -> Node:
 
 
 def counts_from_origin(at: Node) -> bool:
-    """Whether it adds to an index where the part begins."""
+    """Whether the node adds the beginning of the part to an index."""
     return at.op == "add" and any(_is_of_origin(arg) for arg in at.args)
 
 

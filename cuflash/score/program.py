@@ -1,4 +1,4 @@
-"""Functions of a caller, traced: what they are before a call, and what a call makes of them."""
+"""Functions of a caller: `Traced` before a call, and the `Program` that a call makes of them."""
 
 from __future__ import annotations
 
@@ -24,60 +24,60 @@ from cuflash.score.tracing import NAMED_INPUTS, trace
 Array = NDArray[Any]
 What = Literal["score", "mask"]
 
-FEW_TABLES = 2  # that tiles of every size leave registers for
-MOST_OF_POINTS = 4  # numbers of a row, and of a key, that a function gets; it reads all others itself
+FEW_TABLES = 2  # tiles of every size leave registers for so many tables
+MOST_OF_POINTS = 4  # a function gets so many numbers of a row, and of a key; it reads all others itself
 OF_HEAD = "const OfHead& of_head"  # in CUDA text
 PAIR = "const Captured* arrays, Real s, int i, int j, int head, int batch"
 OF_POINTS = "const OfRow& of_row, const OfKey& of_key"
 SCORE_FUNCTION = (
     f"template <class Slope>\nCUFLASH_DEVICE Real score_function({OF_HEAD}, {OF_POINTS}, {PAIR}, Slope& by_s)"
 )
-# What the places of a read follow from, by the class of its index: ReadKind of kernels/common/captured_gradients.cuh
-# has the same numbers. All other reads have the next number.
+# The number of the kind of a read, by the class of its index. ReadKind of kernels/common/captured_gradients.cuh has the
+# same numbers. All other reads have the next number.
 KINDS_OF_READS = {"head": 0, "j": 1, "i": 2, "i - j": 3}
 PAIR_READ = len(KINDS_OF_READS)
 POSITIONAL: Mapping[What, tuple[str, ...]] = {"score": ("s", "i", "j"), "mask": ("i", "j")}
 
 
 class ScoreFunction(Protocol):
-    """What makes scores: a traced function, or a text of CUDA, of which all that is known is what a run of it gives."""
+    """A function of scores: a traced function, or a text of CUDA, which is known only by the results of its runs."""
 
     def __hash__(self) -> int:
         """Equal ones are the same score."""
 
     @property
     def arrays(self) -> Sequence[str]:
-        """The arrays that it takes."""
+        """The names of the arrays that it takes."""
 
     @property
     def root(self) -> Node | None:
-        """The expression; None where there is nothing to look into."""
+        """The expression; None for a text."""
 
     def on_numpy(self) -> Traced:
-        """What computes NumPy arrays. Raises NotImplementedError where there is nothing."""
+        """The function for NumPy arrays. Raises NotImplementedError if there is none."""
 
     def of_part(self) -> ScoreFunction:
-        """That of a part of a longer problem, which reads the array `ORIGIN`, see `cuflash.score.places`."""
+        """The function for a part of a longer problem. It reads the array `ORIGIN`: see `cuflash.score.places`."""
 
     def program(self, mask: Node | None, arrays: tuple[tuple[str, int, str], ...]) -> Program:
-        """What a call computes of it, beside a mask with kinds, for the names, axes and dtypes of its arrays."""
+        """The program of it and of a mask with kinds, for arrays of these names, numbers of axes and dtypes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
     """A function of a score or a mask, as the expression that it returns.
 
-    Those with the same expression are equal. Pickled, it is the expression, without the function.
+    Traced functions with the same expression are equal. Pickling keeps the expression, and drops the function.
     """
 
     what: What
     root: Node
-    arrays: tuple[str, ...]  # that it takes
+    arrays: tuple[str, ...]  # the names of those that it takes
     function: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, function: Callable[..., Any], what: What) -> Traced:
-        """The function, traced. Raises TypeError, with the line, for what cannot be."""
+        """The function, traced. Raises TypeError, which names the line, if it cannot be traced."""
         root, arrays = trace(function, what, POSITIONAL[what])
         return cls(what=what, root=root, arrays=arrays, function=function)
 
@@ -92,7 +92,7 @@ class Traced:
         return self
 
     def of_part(self) -> Traced:
-        """That of a part; the same if nothing in it is counted."""
+        """The function for a part; the same function if it depends on no index."""
         if not self.depends_on(*COUNTED):
             return self
         return replace(self, root=of_part(self.root), arrays=(*self.arrays, ORIGIN), function=None)
@@ -106,7 +106,7 @@ class Traced:
         return any(at.op == "input" and at.payload in inputs for at in in_order([self.root]))
 
     def __call__(self, inputs: Mapping[str, Any], arrays: Mapping[str, Array], dtype: DTypeLike) -> Any:
-        """The function itself on NumPy arrays; where there is none any more, the expression."""
+        """Call the function itself on NumPy arrays, or evaluate the expression if there is no function any more."""
         if self.function is None:
             return evaluate([self.with_kinds(arrays)], inputs, arrays, dtype)[0]
         keywords = {name: as_captured(arrays[name], dtype) for name in self.arrays}
@@ -116,7 +116,7 @@ class Traced:
             return np.asarray(self.function(*(inputs[name] for name in POSITIONAL[self.what]), **keywords))
 
     def with_kinds(self, arrays: Mapping[str, Any]) -> Node:
-        """The expression for arrays of such axes and dtypes: of a real number, or of a condition."""
+        """The expression with kinds for these arrays: a real number for a score, a condition for a mask."""
         kinds = {name: (arrays[name].ndim, arrays[name].dtype.name) for name in self.arrays}
         return _with_kinds(self, tuple(kinds.items()))
 
@@ -137,20 +137,20 @@ def _with_kinds(traced: Traced, kinds: tuple[tuple[str, tuple[int, str]], ...]) 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What a call computes of its functions, for the dtypes of its arrays.
+    """The expressions that a call computes, for the dtypes of its arrays.
 
     Attributes
     ----------
     score, mask : Node or None
-        The score and whether a pair is visible, with kinds. None for a score that is no expression, too.
+        The score, and whether a pair is visible, with kinds. The score of a text is None, too.
     by_s : Node or None
         The derivative of the score by the scaled product.
     arrays : tuple of (str, int, str)
-        Name, number of axes and dtype of all that the functions read.
+        Name, number of axes and dtype of every array that the functions read.
     loads : mapping of str to tuple of Loaded
         By the name of an array of real numbers, how the score reads it.
     tables : tuple of Table
-        What kernels fill before the main one: the last ones of `arrays`.
+        The tables, which are filled before the main kernel runs. They are the last of `arrays`.
     """
 
     score: Node | None
@@ -162,7 +162,7 @@ class Program:
 
     @property
     def changes_slope(self) -> bool:
-        """Whether the derivative of the score by the scaled product is another than 1."""
+        """Whether the derivative of the score by the scaled product differs from 1."""
         return self.by_s is not None and self.by_s != ONE
 
     def derivatives_read_s(self, wanted: Collection[str]) -> bool:
@@ -172,7 +172,7 @@ class Program:
         return any(at.op == "input" and at.payload == "s" for at in in_order(roots))
 
     def on_numpy(self) -> Program:
-        """What computes NumPy arrays: expressions. Raises NotImplementedError where there are none."""
+        """The program for NumPy arrays, made of expressions. Raises NotImplementedError if there are none."""
         return self
 
     @property
@@ -186,7 +186,7 @@ class Program:
 
     @property
     def reads_pairs(self) -> bool:
-        """Whether the score reads arrays by the indices of rows or of keys, other than one table or two."""
+        """Whether the score reads arrays by indices of rows or of keys. Up to `FEW_TABLES` tables do not count."""
         reads = [at for at in in_order([] if self.score is None else [self.score]) if at.op == "load"]
         own = {table.name for table in self.tables} if len(self.tables) <= FEW_TABLES else ()
         return any(at.payload not in own and index_class(at) != "head" for at in reads)
@@ -199,12 +199,12 @@ class Program:
 
     @property
     def of_keys(self) -> tuple[Node, ...]:
-        """What the score reads of a key, whatever the query is: numbers that kernels may have read for a tile."""
+        """The numbers that the score reads for a key, whatever the query is. Kernels may read them for a tile."""
         return self._of_points("j")
 
     @property
     def of_rows(self) -> tuple[Node, ...]:
-        """What the score reads of a row, whatever the key is, likewise."""
+        """The numbers that the score reads for a row, whatever the key is. Kernels may read them for a tile, too."""
         return self._of_points("i")
 
     def _of_points(self, index: str) -> tuple[Node, ...]:
@@ -212,7 +212,7 @@ class Program:
         return tuple(of_points(roots, of_head(roots), index)[:MOST_OF_POINTS])
 
     def describe(self, tables: Sequence[Table] = ()) -> str:
-        """The expressions, a line each, and those that tables have in place of parts of them."""
+        """The expressions, one in a line, and the parts of them that the tables hold."""
         named = [] if self.score is None or self.by_s is None else [("score", self.score), ("d score / d s", self.by_s)]
         for loads in self.loads.values():
             for load in loads:
@@ -222,17 +222,17 @@ class Program:
         return shown([*named, *((table.spelled, table.of) for table in tables)])
 
     def summed(self, wanted: Collection[str]) -> tuple[str, ...]:
-        """The arrays and tables whose gradients those of the arrays that are `wanted` are made of."""
+        """The arrays and tables whose gradients are needed for those of the `wanted` arrays."""
         own = {table.name for table in self.tables if table.reads(wanted)}
         return tuple(name for name, loads in self.loads.items() if loads and (name in wanted or name in own))
 
     def with_room_for(self, tables: Sequence[Table]) -> Program:
-        """The program for an argument that has these tables, too, which it does not read."""
+        """The program for a kernel argument that also holds these tables, which the program does not read."""
         own = tuple((table.name, AXES, table.dtype) for table in tables)
         return replace(self, arrays=(*self.arrays, *own))
 
     def header(self, wanted: Collection[str] = ()) -> str:
-        """CUDA text: functions of a pair, of the arrays in their order; derivatives for those that are `wanted`."""
+        """CUDA text: functions of a pair and of the arrays in their order, with derivatives for `wanted` arrays."""
         arrays = {name: (index, dtype) for index, (name, _, dtype) in enumerate(self.arrays)}
         summed = self.summed(wanted)
         reads = [load for name in summed for load in self.loads.get(name, ())]
@@ -254,12 +254,12 @@ class Program:
 
     @property
     def _rows(self) -> dict[str, str]:
-        """How it is written where the rows of tables have the place 0."""
+        """By the name of a table, the text of the pointer to place 0 of its row."""
         first = len(self.arrays) - len(self.tables)
         return {table.name: f"of_head.table{array}" for array, table in enumerate(self.tables, first)}
 
     def _of_head(self, nodes: Sequence[Node], arrays: Mapping[str, tuple[int, str]]) -> str:
-        """What the functions read that is the same for all pairs of a head, and the function that reads it."""
+        """The struct of the numbers that all pairs of a head share, and the function that reads them."""
         own = [(table, arrays[table.name][0]) for table in self.tables]
         fields = [f"  {table.field(array)};\n" for table, array in own]
         rows = [table.row_of_head(array) for table, array in own]
@@ -273,7 +273,7 @@ class Program:
         return f"struct OfHead {{\n{''.join(fields)}}};\n{reads}{text}}}\n"
 
     def _points(self, arrays: Mapping[str, tuple[int, str]], known: Mapping[Node, str]) -> str:
-        """What the score reads of a row and of a key, and the functions that read it."""
+        """The structs of the numbers of a row and of a key, and the functions that read them."""
         text = ""
         for what, index, nodes in (("Row", "i", self.of_rows), ("Key", "j", self.of_keys)):
 
@@ -287,12 +287,12 @@ class Program:
         return text
 
     def _with_points(self, known: Mapping[Node, str]) -> dict[Node, str]:
-        """What is `known` where the numbers of a row and of a key are, too."""
+        """The `known` nodes, and those of the numbers of a row and of a key."""
         of_rows = {at: f"of_row.x[{n}]" for n, at in enumerate(self.of_rows)}
         return {**known, **of_rows} | {at: f"of_key.x[{n}]" for n, at in enumerate(self.of_keys)}
 
     def _scores(self, arrays: Mapping[str, tuple[int, str]], wanted: Collection[str], known: Mapping[Node, str]) -> str:
-        """The function of scores, and what it reads of a key."""
+        """The function of scores, after the structs of the numbers of a row and of a key."""
         if self.score is None or self.by_s is None:
             return ""
         value, slope = self.score, self.by_s
@@ -310,7 +310,7 @@ class Program:
         summed: Collection[str],
         known: Mapping[Node, str],
     ) -> str:
-        """The functions of gradients of arrays, those that are `wanted`, and of what is `summed` for them."""
+        """The functions for gradients of `wanted` arrays, which follow from those of `summed` arrays and tables."""
         reads = self._reads(arrays, summed)
         numbers, kinds, constant = (", ".join(str(int(read[n])) for read in reads) or "0" for n in range(3))
         has_sums = ", ".join(str(int(name in wanted or name in summed)) for name in arrays)
@@ -339,7 +339,7 @@ class Program:
         )
 
     def _reads(self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str]) -> list[tuple[int, int, bool]]:
-        """The reads of what is `summed`: array, kind, and whether the derivative is a constant."""
+        """For each read of a `summed` array: the array, the kind, and whether the derivative is a constant."""
         return [
             (
                 arrays[name][0],
@@ -351,7 +351,7 @@ class Program:
         ]
 
     def _visits(self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str], known: Mapping[Node, str]) -> str:
-        """The body of a function that makes the derivative by s, and visits those by the reads of what is `summed`."""
+        """The body of a function that computes the derivative by s and visits those by the reads of `summed` arrays."""
         reads = [(name, load) for name in summed for load in self.loads[name]]
         own = {table.name for table in self.tables}
         slope = ONE if self.by_s is None else self.by_s
@@ -373,7 +373,7 @@ class Program:
     def _factors(
         self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str], known: Mapping[Node, str]
     ) -> str:
-        """The body of a function that makes what the derivatives of each read are to be multiplied by."""
+        """The body of a function that computes, for each read, the factor of its derivatives."""
         factors = [factored(load.derivative).factor for name in summed for load in self.loads[name]]
         return body(
             factors,
@@ -386,9 +386,9 @@ class Program:
 
 @functools.lru_cache(maxsize=256)
 def program_of(score: ScoreFunction | None, mask: Traced | None, arrays: tuple[tuple[str, int, str], ...]) -> Program:
-    """The program of functions for arrays with such numbers of axes and dtypes.
+    """The program of functions for arrays with these numbers of axes and dtypes.
 
-    Raises TypeError and ValueError where they do not fit the functions.
+    Raises TypeError or ValueError if the arrays do not fit the functions.
     """
     visible = None if mask is None else _with_kinds(mask, _by_name(arrays))
     return with_derivatives(None, visible, arrays) if score is None else score.program(visible, arrays)
@@ -433,7 +433,7 @@ def _is_difference(at: Node) -> bool:
 
 
 def _inputs_outside(roots: Sequence[Node], apart: set[Node]) -> set[str]:
-    """The inputs that nodes are made of, but through the nodes `apart`."""
+    """The inputs that nodes depend on by other ways than through the nodes `apart`."""
     found, pending, seen = set(), list(roots), set()
     while pending:
         at = pending.pop()

@@ -14,9 +14,9 @@ from cuflash.score.emission import ELEMENTS, Writer, body
 from cuflash.score.nodes import Kind, Node, node
 
 By = Literal["i", "j", "i - j"]
-# Kernels ask for pairs of whole tiles: so many rows past the last one, and keys past the last key, may be read.
+# Kernels compute whole tiles of pairs: they may read so many rows past the last row, and keys past the last key.
 MARGIN = 256
-LINE = 32  # entries of a row of a table come in lines, each of which a warp makes
+LINE = 32  # a row of a table is made of lines of so many entries, and a warp fills each
 AXES = 3  # batch entries, heads and places
 _PLACE = "const Captured* arrays, int batch, int head, int place"  # in CUDA text
 
@@ -31,17 +31,17 @@ class Loaded:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """What a part of a score is for each i - j, each i or each j.
+    """The values of a part of a score, for each i - j, each i or each j.
 
     Attributes
     ----------
     name : str
-        As that of a captured array. It is no identifier, so that no array of a caller has it.
+        Used like the name of a captured array. It is no identifier, so that no array of a caller has it.
     of : Node
         The part, with kinds.
     by : {"i", "j", "i - j"}
     of_batch, of_head : bool
-        Whether it differs between batch entries, and between heads.
+        Whether the part differs between batch entries, and between heads.
     dtype : str
     loads : mapping of str to tuple of Loaded
         By the name of an array of real numbers, how the part reads it.
@@ -79,27 +79,27 @@ class Table:
         return any(name in names for name in self.loads)
 
     def field(self, array: int) -> str:
-        """CUDA text: where its row for a head has the place 0, as what is read once for a head has it."""
+        """CUDA text: the member of OfHead that points to place 0 of the table's row for a head."""
         return f"const StoredAs<{ELEMENTS[self.dtype]}>::Type* table{array}"
 
     def row_of_head(self, array: int) -> str:
-        """CUDA text: what that is, where the table is such an array."""
+        """CUDA text: the value of that member, where the table has this number among the arrays."""
         return f"row_of_table<{ELEMENTS[self.dtype]}>(arrays[{array}], batch, head)"
 
     @property
     def spelled(self) -> str:
-        """Its name, and by what it is indexed."""
+        """Its name and its indices."""
         axes = (("batch", self.of_batch), ("head", self.of_head), (self.by, True))
         return f"{self.name}[{', '.join(name for name, on in axes if on)}]"
 
 
 def dtype_of(kind: Kind, real: str) -> str:
-    """The dtype of a table of such numbers, where real ones have that of the softmax."""
+    """The dtype of a table of numbers of this kind; real numbers have the dtype of the softmax, `real`."""
     return {"bool": "bool", "int": "int32", "float": real}[kind]
 
 
 def filling_text(tables: Sequence[Table], arrays: Mapping[str, tuple[int, str]], wanted: Collection[str]) -> str:
-    """CUDA text: the functions that fill tables, and those that lead gradients of them on to what is `wanted`."""
+    """CUDA text: the functions that fill tables, and those that lead their gradients on to the `wanted` arrays."""
     numbers = ", ".join(str(arrays[table.name][0]) for table in tables)
     text = f"constexpr int kNumTables = {len(tables)};\n"
     text += f"CUFLASH_DEVICE constexpr int array_of_table(int table) {{ constexpr int of[] = {{{numbers}}}; "
@@ -133,6 +133,6 @@ def _leading_on(number: int, table: Table, arrays: Mapping[str, tuple[int, str]]
 
 
 def _pair(table: Table) -> str:
-    """A pair that the place of an entry belongs to."""
+    """CUDA text: i and j of a pair that the place of an entry belongs to."""
     pairs = {"i": "i = place, j = 0", "j": "i = 0, j = place", "i - j": "i = place > 0 ? place : 0, j = i - place"}
     return f"  const int {pairs[table.by]};\n  (void)i, (void)j;\n"

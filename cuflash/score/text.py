@@ -1,8 +1,8 @@
-"""Scores that a caller writes in CUDA: what traced functions have no words for, such as loops and branches.
+"""Scores that a caller writes in CUDA, for what traced functions cannot express, such as loops and branches.
 
-All that is known of a text is what its runs give. Derivatives are those of runs with dual numbers
-(`kernels/common/dual.cuh`), no part of it is hoisted, no option takes its place, and the places in arrays that it reads
-are those of pairs.
+A text is known only by the results of its runs. Its derivatives come from runs with dual numbers
+(`kernels/common/dual.cuh`). No part of it is hoisted, no option takes its place, and every place in an array that it
+reads counts as one that depends on the pair.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from cuflash.score.program import PAIR_READ, SCORE_FUNCTION, Program, Traced
 from cuflash.score.tables import Table
 from cuflash.values import type_error, typed, value_error
 
-FIRST_LINE = '#line 1 "score"'  # so that compilers count the lines of a text, and call it by its argument
+FIRST_LINE = '#line 1 "score"'  # compilers then count the lines of the text, and name it after its argument
 SIGNATURE = "template <class T> T score(T s, int i, int j, int head, int batch, const Given<T>& given)"
-# The text as a function of the scaled product, with or without a tangent, and of what is noted of reads.
+# The text as a function of the scaled product, with or without a tangent, and of the record of its reads.
 _RUN = """\
   const auto run = [&](auto s, score_text::Reads& reads) {{
     return score_text::score<decltype(s)>(s, {}, {{arrays, reads}});
@@ -38,12 +38,12 @@ class Score:
     ----------
     cuda : str
         The text of ``template <class T> T score(T s, int i, int j, int head, int batch, const Given<T>& given)``, and
-        of functions that it calls. T is float, or double for float64 arrays, or a dual number of these, by which
-        derivatives are made.
+        of functions that it calls. T is float, or double for float64 arrays, or a dual number of these, which gives
+        derivatives.
     arrays : sequence of str, optional
         The arrays that the text reads, as ``given.name(index, ...)``, and that the calls are given by these names.
     python : callable, optional
-        The same score as a function that is traced. It computes NumPy arrays, and is what tests hold the text to.
+        The same score as a function that is traced. It computes NumPy arrays, and tests compare the text with it.
 
     Examples
     --------
@@ -91,7 +91,7 @@ class Score:
         return None
 
     def of_part(self) -> Score:
-        """That of a part of a longer problem, as `cuflash.score.places` has it."""
+        """The score of a part of a longer problem: see `cuflash.score.places`."""
         python = self.python.of_part() if isinstance(self.python, Traced) else None
         return replace(self, arrays=(*self.arrays, ORIGIN), python=python)
 
@@ -115,7 +115,7 @@ def _listed(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TextProgram(Program):
-    """What a call computes of a text, beside the expression of a mask.
+    """The program of a text, with the expression of a mask.
 
     Attributes
     ----------
@@ -129,20 +129,20 @@ class TextProgram(Program):
     reads_points = False
 
     def on_numpy(self) -> Program:
-        """That of the function in Python."""
+        """The program of the function in Python."""
         return self.of.on_numpy().program(self.mask, self.arrays)
 
     @property
     def differentiable(self) -> tuple[str, ...]:
-        """Those of real numbers."""
+        """The arrays of real numbers that the text reads."""
         return tuple(name for name, _, dtype in self.arrays if name in self.of.arrays and dtype in REALS)
 
     def derivatives_read_s(self, wanted: Collection[str]) -> bool:
-        """They may."""
+        """True, because derivatives of a text may depend on s."""
         return True
 
     def classes(self, wanted: Collection[str]) -> list[str]:
-        """None of those of expressions."""
+        """One for each array. Unlike an expression, a text shows no index of its reads."""
         return ["known by running the text" for name in self.differentiable if name in wanted]
 
     def summed(self, wanted: Collection[str]) -> tuple[str, ...]:
@@ -166,13 +166,13 @@ class TextProgram(Program):
         made_of = "const Captured* arrays_, Reads& reads_"
         given = f"  CUFLASH_DEVICE Given({made_of}){' : ' if made else ''}{', '.join(made)} {{}}\n"
         given = f"namespace score_text {{\ntemplate <class T>\nstruct Given {{\n{members}{given}}};\n}}\n"
-        # Lines after the text count on, so that what is wrong for want of a brace is said of the text, too.
+        # Line numbers go on after the text, so that an error that a missing brace causes there names the text, too.
         text = f"{FIRST_LINE}\nnamespace score_text {{ {self.of.cuda}\n}}\n"
         body = f"{self._run(arrays)}  return score_text::score_of(s, by_s, run);\n"
         return self._points(arrays, known) + given + text + f"{SCORE_FUNCTION} {{\n{body}}}\n"
 
     def _reads(self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str]) -> list[tuple[int, int, bool]]:
-        """One for each array, which stands for all of it."""
+        """One read for each array, which stands for all reads of it."""
         return [(arrays[name][0], PAIR_READ, False) for name in summed]
 
     def _visits(self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str], known: Mapping[Node, str]) -> str:
@@ -186,7 +186,7 @@ class TextProgram(Program):
     def _factors(
         self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str], known: Mapping[Node, str]
     ) -> str:
-        """Nothing is known to be the same for all pairs."""
+        """Every factor is 1, because nothing is known to be the same for all pairs."""
         return "".join(f"  of_read[{read}] = 1;\n" for read, _ in enumerate(summed))
 
     def _run(self, arrays: Mapping[str, tuple[int, str]]) -> str:

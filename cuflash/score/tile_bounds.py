@@ -1,6 +1,6 @@
-"""CUDA text that says of a mask what it leaves of a tile of pairs, by interval arithmetic over the tile's indices.
+"""CUDA text that says whether a mask holds for all, some or no pairs of a tile, by interval arithmetic on its indices.
 
-`kernels/common/tile_bounds.cuh` has the operations, `cuflash.score.intervals` the same for NumPy arrays.
+`kernels/common/tile_bounds.cuh` has the operations. `cuflash.score.intervals` has the same ones for NumPy arrays.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cuflash.score.nodes import Kind, Node, in_order
 
 OF_KINDS: Mapping[Kind | None, str] = {"bool": "truth", "int": "integers", "float": "reals"}
 UNKNOWN: Mapping[Kind | None, str] = {"bool": "Truth{false, false}", "int": "any_integer()", "float": "any_real()"}
-# Operations that there are, by kind of their results.
+# The operations that tile_bounds.cuh has, by the kind of their results.
 SERVED: Mapping[Kind | None, tuple[str, ...]] = {
     "bool": ("not", "and", "or", "xor", "lt", "le", "eq", "ne", "where"),
     "int": ("neg", "abs", "add", "sub", "mul", "floordiv", "mod", "min", "max", "floor", "where"),
@@ -23,14 +23,14 @@ SERVED: Mapping[Kind | None, tuple[str, ...]] = {
 
 
 def bounds_text(mask: Node, arrays: Mapping[str, tuple[int, str]]) -> str:
-    """The function of a mask over the pairs of a range of rows and one of keys.
+    """The function that gives the bounds of a mask over a range of rows and a range of keys.
 
     Parameters
     ----------
     mask : Node
         With kinds.
     arrays : mapping of str to (int, str)
-        By name, which of the parameters an array is, and its dtype.
+        By the name of an array, its number among the parameters, and its dtype.
     """
     names: dict[Node, str] = {}
     lines: list[str] = []

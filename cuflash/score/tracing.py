@@ -108,7 +108,7 @@ class Symbol:
         return operation("not", self)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *args: object, **options: object) -> Symbol:
-        """NumPy's functions of symbols, those that there are."""
+        """Apply a NumPy function to symbols. Raises TypeError if expressions have no such operation."""
         if method == "__call__" and not options:
             if ufunc in _UFUNCS:
                 return operation(_UFUNCS[ufunc], *args)
