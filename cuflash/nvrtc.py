@@ -15,10 +15,6 @@ from typing import Any
 BINDINGS, NVRTC = "cuda-bindings", "nvidia-cuda-nvrtc"
 
 
-# What compiling takes, with or without a device; the extra `compile` is these two.
-BINDINGS, NVRTC = "cuda-bindings", "nvidia-cuda-nvrtc"
-
-
 class NvrtcNotFoundError(ImportError):
     """cuda-bindings or the NVRTC library is not installed."""
 
