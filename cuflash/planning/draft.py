@@ -31,7 +31,7 @@ LIST_HEADER = 2  # numbers in front of a list
 # at head_dim 128 and seqlen 4096. Without a mask, one head at a time makes better use of L2.
 CAUSAL_HEAD_SECTION = 16
 # A kernel looks at a mask beforehand where the forward pass has at least this many operations: by arithmetic, they take
-# a few times as long as two small kernels. Without it, the main kernel would read the mask for each head, pair by pair.
+# a few times as long as two small kernels. Otherwise the main kernel reads the mask for each head, pair by pair.
 LOOK_FLOPS = 1 << 31
 # A mask of keys that is added to scores costs only an instruction a score. So a look at it can only gain whole tiles,
 # and lists take the place of bounds that differ within a tile. It is looked at from this many keys on, where nothing
@@ -42,7 +42,7 @@ LOOK_KEYS = 2048
 # to 2 % longer.
 LOOK_BIAS_FLOPS = 1 << 38
 BIAS_HEADER_BYTES = 16  # in front of the notes of a bias: BiasBlocks of kernels/common/mask.cuh
-# Lanes of a warp that look at one tile of a bias: a warp has few tiles, because it looks at hidden ones one by one.
+# Lanes of a warp that look at one tile of a bias. So a warp has few tiles, since it looks at hidden ones one by one.
 BIAS_LANES = 8
 COUNTED_BY_DQ = "the order of dq counts them"  # why tiles that a mask hides are computed
 WRITTEN = ("out", "dq", "dk", "dv")  # results that kernels of compute capability 9.0 write 16 bytes at a time
@@ -223,7 +223,10 @@ class Draft:
         return {"CUFLASH_HAS_BIAS_NOTES": int(looks)}
 
     def _set_matrices(self, looks_at_bias: bool = False) -> int:
-        """Set how many batch entries and heads have their own lists, and notes of masks; return how many notes."""
+        """Set how many batch entries and heads have their own lists, and their own notes of masks.
+
+        Returns how many matrices of notes there are in all.
+        """
         problem, function = self.problem, self.problem.mask_function
         own = self.own_lists(problem.block_mask, problem.mask)
         if function is not None:
