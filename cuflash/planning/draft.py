@@ -247,7 +247,7 @@ class Draft:
         return problem.batch if of_batch else 1, problem.num_heads if of_head else 1
 
     def _add_mask_tiles(self, tile: Tile, tiles: int) -> None:
-        """Add the kernel that notes what a mask leaves of each of so many tiles."""
+        """Add the kernel that notes what a mask leaves of each tile, of `tiles` in all."""
         elements = -(-tiles // ITEMSIZE[self.problem.softmax_dtype])
         self.scratch["mask_blocks"] = max(self.scratch.get("mask_blocks", 0), elements)
         lanes = self._lanes_of_tile(tile)

@@ -46,7 +46,7 @@ class RunTime:
     group_splits: int = 1  # blocks that share the query heads of a key/value head (backward)
     whole_tiles: int = 0  # tiles of keys before those whose queries blocks share (backward)
     tail_splits: int = 1  # blocks that share the queries of each tile of keys after `whole_tiles` (backward)
-    resident_blocks: int = 0  # blocks of a kernel whose blocks take one tile after another
+    resident_blocks: int = 0  # blocks of a kernel, where each takes one tile after another
     list_batches: int = 1  # batch entries that have lists of tiles of their own
     list_heads: int = 1  # query heads that have them
     score_splits: int = 1  # blocks that share the sum of a tile of dbias

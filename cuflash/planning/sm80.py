@@ -1,4 +1,4 @@
-"""Kernels for every device from compute capability 8.0 on: their tiles, the tables of these, and where they serve.
+"""Kernels for every device from compute capability 7.0 on: their tiles, the tables of these, and where they serve.
 
 The first row of a table that serves the head dimensions, and whose shared memory fits, is taken.
 """

@@ -354,7 +354,7 @@ def _by_queries(plan: Plan) -> tuple[float, float, float]:
 
 
 def _keys_read(plan: Plan, tile: Tile, rows: list[int], in_all: float) -> float:
-    """Bytes of keys and values read where blocks own queries, each of which loads so many `rows` of them."""
+    """Bytes of keys and values that are read where blocks own queries, and load `rows` of them for each tile."""
     problem = plan.problem
     head_bytes = problem.mean_sequence.seqlen_k * sum(_row_bytes(problem))
     heads = problem.batch * problem.num_heads

@@ -187,7 +187,7 @@ def why_not_16_bit(
 
 
 def box_rows(problem: Problem, block_n: int) -> int:
-    """Keys in one box of TMA: a tile, or, with pages, the most of which pages and tiles are whole multiples."""
+    """Keys in one box of TMA: a tile or, with pages, the most that divide both a page and a tile."""
     return math.gcd(problem.page_size, block_n)
 
 

@@ -81,7 +81,7 @@ def bias_tile_bytes(rows: int, keys: int, pair_bytes: int) -> int:
 
 
 def takes_pairs(problem: Problem) -> bool:
-    """Whether tiles of queries are taken in pairs, of which one sees as many keys more as the other sees fewer."""
+    """Whether tiles of queries are taken in pairs: one sees as many keys more as the other sees fewer."""
     return problem.window_right is not None and problem.window_left is None
 
 

@@ -90,7 +90,7 @@ class ForwardSm90Tile(ScoredTile):
     def why_not(self, problem: Problem, device: DeviceSpec) -> str:
         by = bias_by(problem)
         tile = self.configured(problem)
-        # Numbers that a function reads of rows and keys take registers, of which smaller tiles leave more.
+        # Numbers that a function reads of rows and keys take registers, and smaller tiles leave more of them.
         by_tile = not tile.looks_up_pairs(problem) and not (problem.score is not None and problem.hoisted.reads_pairs)
         no_pairs = by_tile and by in ("nothing", "keys")
         has_lists = problem.block_mask is not None or problem.mask_function is not None
