@@ -27,12 +27,13 @@ ARRAYS = (
 )
 OF_LENGTH = ("seqlen_k", "diagonal", "right_offset", "left_offset")  # integers that follow the number of keys
 RUN_TIME = tuple(field.name for field in fields(RunTime))
-# Of these, what the struct has at its end, and the type: kernels read the others together, by 16 bytes.
+# Fields that are at the end of the struct, and their types: elsewhere kernels would read them in groups of 16 bytes,
+# which takes more registers.
 AT_END = {"bias_blocks": "Q", "mask_batches": "i", "mask_heads": "i"}
 
 
 def _fields() -> tuple[tuple[str, str, int], ...]:
-    """Name, type as the module `struct` spells it, and how many of it, of all fields in their order."""
+    """All fields in their order: name, type as the module `struct` spells it, and how many of that type."""
     layout: list[tuple[str, str, int]] = []
     for name, num_strides in ARRAYS:
         layout += [(name, "Q", 1), (f"{name}_strides", "q", num_strides)]
@@ -55,16 +56,16 @@ def _fields() -> tuple[tuple[str, str, int], ...]:
 
 
 FIELDS = _fields()
-# As C lays structs out: a struct ends at a multiple of its widest field.
+# C ends a struct at a multiple of its widest field, which is what "0Q" does here.
 PARAMS_BYTES = struct.calcsize("@" + "".join(f"{count}{kind}" for _, kind, count in FIELDS) + "0Q")
-CAPTURED_BYTES = 80  # of an array that functions read, in what follows the argument: it, and its gradient
+CAPTURED_BYTES = 80  # of each array that functions read, and as many of its gradient
 
 
 def params_bytes(problem: Problem) -> int:
     """Bytes of the struct.
 
-    With functions of the caller, its end are the arrays that these read, tables among them, their gradients, and two
-    scratch arrays.
+    With functions of the caller, it ends with the arrays that these read (tables among them), the gradients of these
+    arrays, and two scratch arrays.
     """
     if not problem.has_functions:
         return PARAMS_BYTES
@@ -72,5 +73,5 @@ def params_bytes(problem: Problem) -> int:
 
 
 def maps_offset(problem: Problem) -> int:
-    """Where tensor maps follow."""
+    """The offset of the tensor maps, which follow the struct."""
     return round_up(params_bytes(problem), 64)

@@ -28,21 +28,21 @@ from cuflash.terms import TERMS
 FAMILIES: tuple[BackwardFamily[Any], ...] = (BackwardFloat32(), BackwardWide(), Backward(), sm80.Backward())
 DQ_FAMILIES: tuple[DqFamily[Any], ...] = (DqWide(), sm80.Dq())
 
-# Where more blocks cost extra work, a grid should have so many times as many blocks as are resident at once: the first
-# number is for blocks of equal length, the second for a causal mask. Measured on an H200 with one key/value head for 16
-# query heads, seqlen 4096, in TFLOP/s by the number of blocks that share the head: head_dim 64, full: 2 blocks 549, 4
-# 542, 8 532, 3 516, 5 488; head_dim 128, causal: 2 blocks 416, 4 468, 8 475, 16 451, 5 391. Eight of these heads have
-# two waves of tiles: head_dim 128, causal: 1 block 522, 2 492, 4 473.
+# Where more blocks cost extra work, a grid should have this many times the number of blocks that are resident at once.
+# The first number is for blocks of equal length, the second for a causal mask. Measured on an H200 with one key/value
+# head for 16 query heads, seqlen 4096, in TFLOP/s by the number of blocks that share the head: head_dim 64, full: 2
+# blocks 549, 4 542, 8 532, 3 516, 5 488; head_dim 128, causal: 2 blocks 416, 4 468, 8 475, 16 451, 5 391. Eight of
+# these heads have two waves of tiles: head_dim 128, causal: 1 block 522, 2 492, 4 473.
 WAVES, CAUSAL_WAVES = 1.9, 4.0
-# What it costs to share a tile of keys, in units of one step from a tile of queries to the next. SHARE_STEPS is what
-# each block takes to begin and to end. SUM_STEPS, and SUM_STEPS_OF_PART for each part, is what the kernel takes that
-# adds the parts; SUM_STEPS counts twice where only the tiles after whole waves are shared, because their blocks do not
-# all end at the same time. On an H200 the numbers of blocks that follow from this are within 1 % of the best of 2 to 16
-# (2 heads of head_dim 256, seqlen 1024: 6 %). The pass is faster than without sharing by 2.9 % where 4 of 4096 tiles
-# are shared (head_dim 64, seqlen 16384), by 2.2 % with 68 of 2048 (head_dim 128), by 0.8 % at seqlen 4096, and by 43 %
-# with all of 64 tiles (causal, seqlen 4096, head_dim 64; 46 % at 128).
+# What it costs to share a tile of keys, in units of one step from a tile of queries to the next. Each block takes
+# SHARE_STEPS to begin and to end. The kernel that adds the parts takes SUM_STEPS, and SUM_STEPS_OF_PART for each part;
+# SUM_STEPS counts twice where only the tiles after whole waves are shared, because their blocks do not all end at the
+# same time. On an H200 the numbers of blocks that follow from this are within 1 % of the best of 2 to 16 (2 heads of
+# head_dim 256, seqlen 1024: 6 %). The pass is faster than without sharing by 2.9 % where 4 of 4096 tiles are shared
+# (head_dim 64, seqlen 16384), by 2.2 % with 68 of 2048 (head_dim 128), by 0.8 % at seqlen 4096, and by 43 % with all of
+# 64 tiles (causal, seqlen 4096, head_dim 64; 46 % at 128).
 SHARE_STEPS, SUM_STEPS, SUM_STEPS_OF_PART = 3, 6, 1
-SOFTMAX_WARPS = 16  # of kernels that make gradients of parts of the softmax
+SOFTMAX_WARPS = 16  # warps of a block of the kernels that make gradients of parts of the softmax
 _OF_KEYS = ("dk", "dv")
 SCORES_KERNEL = "sm80/backward_scores.cu"  # makes gradients of parts of the scores that no other kernel makes
 # The kernels that make the gradients of parts of the softmax, one each.
@@ -50,16 +50,16 @@ SOFTMAX_KERNELS = {term.gradient: f"around/{term.name}.cu" for term in TERMS if 
 
 
 class _Rows(NamedTuple):
-    """The family of the main kernel, which makes dk and dv, and mostly dq, with its row; the rows of the kernels beside
-    it, by `tiles.Role`; and what the main kernel sums."""
+    """The family and the row of the main kernel, the rows of the kernels beside it, by `tiles.Role`, and what the main
+    kernel sums. The main kernel makes dk and dv, and mostly dq."""
 
     family: BackwardFamily[Any] | None
     main: Any
     dq: Any
     scores: ScoresTile | None
     bias: BiasSm90Tile | None
-    summed: tuple[str, ...]  # gradients of parts of the scores
-    sums_captured: bool  # those of arrays that the score reads
+    summed: tuple[str, ...]  # gradients of parts of the scores that the main kernel sums
+    sums_captured: bool  # whether it also sums the gradients of arrays that the score reads
 
 
 def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
@@ -200,7 +200,7 @@ def _sums_captured(draft: Draft, family: BackwardFamily[Any] | None, main: Any) 
 
 
 def _summed_by_main(draft: Draft, family: BackwardFamily[Any] | None, main: Any) -> tuple[str, ...]:
-    """The gradients of parts of the scores that the main kernel makes: of each kind all that are wanted, or none."""
+    """The gradients of parts of the scores that the main kernel makes: for each kind, all that are wanted or none."""
     if family is None:
         return ()
     summed: list[str] = []
@@ -213,7 +213,7 @@ def _summed_by_main(draft: Draft, family: BackwardFamily[Any] | None, main: Any)
 
 
 def _add_dq(draft: Draft, dq: Any) -> None:
-    """The kernel of dq alone."""
+    """Add the kernel that makes dq alone."""
     m_blocks, is_wide = draft.heads * draft.tiles_of(draft.problem.seqlen_q, dq.block_m), _has_wide(draft, "dq")
     draft.add_lists(dq, "key_lists")
     makes, options = ("wide_dq",) if is_wide else (), {"CUFLASH_DQ_WIDE": int(is_wide)}
@@ -224,14 +224,14 @@ def _add_dq(draft: Draft, dq: Any) -> None:
 
 
 def _share_work(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int) -> None:
-    """Blocks share the query heads of a key/value head, or the queries of a tile of keys, where tiles are few."""
+    """Where tiles are few, let blocks share the query heads of a key/value head, or the queries of a tile of keys."""
     draft.set(group_splits=_group_splits(draft, family, main, n_blocks))
     if draft.run_time.group_splits == 1 and family.shares_tail and not _has_wide(draft, *_OF_KEYS):
         _share_tail(draft, main, n_blocks)
 
 
 def _group_splits(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int) -> int:
-    """How many blocks share the query heads of a key/value head, in equal parts, where tiles of keys are few."""
+    """Where tiles of keys are few: how many blocks share the query heads of a key/value head, in equal parts."""
     problem, resident = draft.problem, tiles_at_once(main, draft.device)
     waves = WAVES if n_blocks >= WAVES * resident or problem.window_right is None else CAUSAL_WAVES
     most = family.heads_of_block(draft, main)
@@ -241,11 +241,11 @@ def _group_splits(draft: Draft, family: BackwardFamily[Any], main: Tile, n_block
 
 
 def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
-    """Let blocks share tiles of keys that do not fill the device, all or those of the last wave, if that is faster."""
+    """Let blocks share the tiles of keys that do not fill the device (all, or the last wave), if that is faster."""
     problem, resident = draft.problem, tiles_at_once(main, draft.device)
     steps = steps_of_tile(draft, main)
     tiles = problem.batch * problem.num_heads_kv * -(-problem.mean_sequence.seqlen_k // main.block_n)
-    # Under a causal mask the longest start first, and what is left at the end is short.
+    # Under a causal mask the longest tiles start first, so that only short ones are left at the end.
     even = (problem.window_left is None) == (problem.window_right is None) and problem.block_mask is None
     rest = tiles % resident if even else tiles
     if rest == 0 or steps == 0:
@@ -261,7 +261,7 @@ def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
 
     splits = min(range(1, min(steps, resident) + 1), key=duration)
     if splits > 1:
-        # Of packed sequences, as large a fraction of the places of tiles is shared.
+        # Packed: the same fraction of the places is shared as of the tiles.
         draft.set(whole_tiles=n_blocks - n_blocks * rest // tiles, tail_splits=splits)
 
 
@@ -269,16 +269,16 @@ def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
 
 
 def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: Tile | None) -> Tile:
-    """Add the kernel of delta, from which all others read, and those of gradients of parts of the softmax.
+    """Add the kernel of delta, which all others read, and the kernels of gradients of parts of the softmax.
 
-    Returns the tile by whose fragments the kernels around the main one see memory.
+    Returns the tile whose fragments tell the kernels around the main one how memory is laid out.
     """
     problem = draft.problem
     first = draft.tiles[0] if draft.tiles else choose_row(SCORES_TILES, problem, draft.device)[0]
     owner = family if family is not None or dq is None else family_of(DQ_FAMILIES, dq)
     around = first if owner is None else owner.accumulator_layout(first)
     dims = {"CUFLASH_DIM_MULTIPLE": first.dim_multiple}
-    # delta runs over tiles of the kernels that read it, one block a tile.
+    # The kernel of delta has one block for each tile of the kernels that read delta.
     delta = around if dq is None else around.changed(block_m=max(around.block_m, dq.block_m))
     rows = draft.tiles_of(problem.seqlen_q, delta.block_m) * delta.block_m
     draft.set(stats_rows=rows)
@@ -309,13 +309,13 @@ def _add_main(
 def _add_convert(
     draft: Draft, family: BackwardFamily[Any], main: Tile, around: Tile, n_blocks: int, reduces_dq: bool
 ) -> None:
-    """Add the kernel that makes results of what the blocks of `main` have added up or left in parts."""
+    """Add the kernel that turns what the blocks of `main` have added up, or left in parts, into results."""
     problem, run_time = draft.problem, draft.run_time
     dim, dim_v = draft.padded_dims(main)
     blocks, shared_bytes = 0, 0
     parts = max(run_time.group_splits, run_time.tail_splits)
     results = len(set(draft.need) & {"dk", "dv"})
-    # How many warps leave a part of dk, or of dv: one for each 16 keys, or all warps, where these divide both.
+    # How many warps leave a part of dk, or of dv: all warps, where they divide both; otherwise one for each 16 keys.
     part_warps = around.num_warps if around is main else main.block_n // 16
     wide_keys = _has_wide(draft, *_OF_KEYS)
     if (parts > 1 or wide_keys) and results:
@@ -340,7 +340,7 @@ def _add_convert(
             draft.scratch["dq_accumulator"] += problem.array_batch * problem.num_heads_kv * run_time.group_splits
             draft.reasons.append(f"blocks clear accumulators of dq, {run_time.clear_ahead} heads in launch order ahead")
         if in_order and problem.is_packed:
-            draft.scratch["dq_accumulator"] += 1  # whether sequences overlap
+            draft.scratch["dq_accumulator"] += 1  # a word that says whether sequences overlap
         if in_order:
             draft.reasons.append("deterministic: tiles of keys add to dq in order")
     if shared_bytes:
@@ -352,5 +352,5 @@ def _add_convert(
 
 
 def _has_wide(draft: Draft, *names: str) -> bool:
-    """Whether one of these gradients is to have the dtype of sums, where the inputs have another one."""
+    """Whether one of these gradients is wanted in the dtype of sums, which is not the dtype of the inputs."""
     return any(name in draft.need and draft.arrays[name].dtype != draft.problem.dtype for name in names)

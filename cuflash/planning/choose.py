@@ -18,7 +18,7 @@ from cuflash.problem import Problem
 from cuflash.terms import DEFAULT_NEED, TERMS
 
 MAX_HEAD_DIM = 1024
-FAST_FLOAT64 = (70, 80, 90, 100)  # compute capabilities whose FP64 units are as many as half of the others
+FAST_FLOAT64 = (70, 80, 90, 100)  # compute capabilities with half as many FP64 units as FP32 units
 
 
 def choose_plan(
@@ -35,9 +35,9 @@ def choose_plan(
 ) -> LaunchPlan:
     """The plan for one pass. Pure: the same arguments give the same plan.
 
-    `load_bytes` and `store_bytes` are the widest aligned accesses that serve all operands; without them they follow
-    from the strides, pointers taken as 16-byte aligned. What is not in `operands` lies as `binding.assumed` says.
-    `need` has the gradients that the backward pass is for, names of `terms.GRADIENTS`.
+    `load_bytes` and `store_bytes` are the widest aligned accesses that serve all operands. If they are None, they
+    follow from the strides, with pointers taken as 16-byte aligned. Arrays that are not in `operands` lie as
+    `binding.assumed` says. `need` names the gradients, of `terms.GRADIENTS`, that the backward pass is to make.
     `tiles` overrides the tables: a row of the forward pass, or rows of the backward pass, at most one for each
     `tiles.Role`. `origin` says where they come from.
 
@@ -59,7 +59,7 @@ def choose_plan(
         )
     arrays |= {name: getattr(problem, name) for name in INPUTS}
     for names, width, widest in zip(over_head_dimensions(pass_), (load_bytes, store_bytes), accesses, strict=True):
-        if width < widest:  # by addresses of which nothing else is known
+        if width < widest:  # nothing else is known of the addresses
             arrays |= {name: replace(arrays[name], alignment=width) for name in names}
     if problem.bias is not None:
         arrays["bias"] = problem.bias
@@ -102,12 +102,12 @@ def choose_plan(
 
 
 def _has_keys_elsewhere(problem: Problem) -> bool:
-    """Whether another array than k, v and a block table has an axis of keys."""
+    """Whether an array other than k, v and a block table has an axis of keys."""
     return any(term.has_keys and getattr(problem, term.name) is not None for term in TERMS)
 
 
 def _without_parts_of_softmax(problem: Problem) -> Problem:
-    """The problem as the backward pass sees it: lse includes these terms, and only their own gradients need them."""
+    """The problem as the backward pass sees it: lse includes these parts, and only their own gradients need them."""
     absent: dict[str, Any] = {term.name: None for term in TERMS if term.part_of == "softmax"}
     return replace(problem, **absent)
 

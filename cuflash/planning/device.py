@@ -16,7 +16,7 @@ class DeviceSpec:
     shared_bytes_per_sm: int
     l2_bytes: int
     bytes_per_s: float  # of device memory; 0 where the driver does not tell
-    flops_16_bit: float = 0.0  # products of 16-bit matrices, in the vendor's words; 0 where they are not known
+    flops_16_bit: float = 0.0  # rate of products of 16-bit matrices that the vendor states; 0 where it is not known
     compiled_for: int | None = None  # the compute capability of the device itself, where `arch` is an earlier one
 
     @property
@@ -32,12 +32,12 @@ class DeviceSpec:
 
     @property
     def shared_bytes_reserved(self) -> int:
-        """That a resident block takes of a multiprocessor's shared memory beside its own."""
+        """Shared memory of a multiprocessor that each resident block takes beside its own."""
         return 1024 if self.arch >= 80 else 0
 
     @staticmethod
     def for_arch(arch: str) -> DeviceSpec:
-        """A device that need not be here, by its compute capability: "8.0", "80" or "sm_80"."""
+        """A device of a compute capability ("8.0", "80" or "sm_80"). It need not be here."""
         if _number(arch) not in _DEVICES:
             known = ", ".join(f"{a // 10}.{a % 10}" for a in _DEVICES)
             raise ValueError(f"arch: got {arch!r}, expected one of {known}")
@@ -45,7 +45,7 @@ class DeviceSpec:
 
 
 def _number(arch: str) -> int:
-    """90 of "9.0", "90" and "sm_90"; 0 of what is no compute capability."""
+    """90 for "9.0", "90" and "sm_90"; 0 for anything that is no compute capability."""
     digits = str(arch).removeprefix("sm_").replace(".", "")
     return int(digits) if digits.isdecimal() else 0
 

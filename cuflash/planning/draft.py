@@ -1,4 +1,4 @@
-"""A plan in the making, to which families of kernels add theirs."""
+"""A plan in the making, to which families add their kernels."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 from cuflash.terms import DEFINES, MASKS, OF_FUNCTIONS, OF_PAIRS, OF_SCORES, TERMS, Term
 
-TABLE_WARPS = 8  # of a block that fills tables
+TABLE_WARPS = 8  # warps of a block that fills tables
 # What a kernel does for gradients of arrays that the score reads: CUFLASH_NEEDS_CAPTURED of
 # kernels/common/captured_gradients.cuh.
 FINDS_LARGEST, ADDS_CAPTURED, SUMS_CAPTURED = 1, 2, 3
 VECTOR_OF_MASK = 16  # keys that are read at once
 LIST_WARPS = 4  # warps of a block that lists tiles; each makes one list
 LIST_HEADER = 2  # numbers in front of a list
-# Under a causal mask tiles differ in length; the long ones of so many heads start first. On an H200 that is worth 9 %
-# at head_dim 128 and seqlen 4096; without a mask, one head at a time serves L2 better.
+# Under a causal mask tiles differ in length, so the long ones of this many heads start first. On an H200 that gains 9 %
+# at head_dim 128 and seqlen 4096. Without a mask, one head at a time makes better use of L2.
 CAUSAL_HEAD_SECTION = 16
-# A kernel looks at a mask beforehand where the forward pass has so many operations: a few times as long as two small
-# kernels take, by arithmetic. What it reads of the mask, the main kernel reads for each head otherwise, pair by pair.
+# A kernel looks at a mask beforehand where the forward pass has at least this many operations: by arithmetic, they take
+# a few times as long as two small kernels. Otherwise the main kernel reads the mask for each head, pair by pair.
 LOOK_FLOPS = 1 << 31
-# A mask of keys that is added to scores costs an instruction a score, so that whole tiles are all there is to gain, and
-# lists take the place of bounds that differ within a tile. It is looked at from so many keys on, where tiles are not
-# bounded otherwise.
+# A mask of keys that is added to scores costs only an instruction a score. So a look at it can only gain whole tiles,
+# and lists take the place of bounds that differ within a tile. It is looked at from this many keys on, where nothing
+# else bounds tiles.
 LOOK_KEYS = 2048
-# A bias that hides no tile gains nothing by a look at it, and loses two small kernels and a launch. It is looked at
-# where the forward pass has so many operations, 0.7 ms at 400 TFLOP/s: on an H100 such a pass takes 0.7 to 2 % longer.
+# A look at a bias that hides no tile gains nothing, and costs two small kernels and a launch. A bias is looked at where
+# the forward pass has at least this many operations, 0.7 ms at 400 TFLOP/s: on an H100 the look makes such a pass 0.7
+# to 2 % longer.
 LOOK_BIAS_FLOPS = 1 << 38
 BIAS_HEADER_BYTES = 16  # in front of the notes of a bias: BiasBlocks of kernels/common/mask.cuh
-# Lanes of such a warp that have a tile: few tiles, because a warp looks at hidden ones one after the other.
+# Lanes of a warp that look at one tile of a bias. So a warp has few tiles, since it looks at hidden ones one by one.
 BIAS_LANES = 8
 COUNTED_BY_DQ = "the order of dq counts them"  # why tiles that a mask hides are computed
-WRITTEN = ("out", "dq", "dk", "dv")  # results of which kernels of compute capability 9.0 write 16 bytes at once
+WRITTEN = ("out", "dq", "dk", "dv")  # results that kernels of compute capability 9.0 write 16 bytes at a time
 
 
 @dataclass(kw_only=True)
@@ -57,9 +58,9 @@ class Draft:
     arrays: dict[str, Operand]
     defines: dict[str, str | int]
     need: tuple[str, ...]
-    origin: str  # of tiles that no table was asked for
+    origin: str  # where tiles come from that no table was asked for
     program: Program  # what kernels compute of functions of the caller
-    tables: tuple[FilledTable, ...] = ()  # that a kernel fills for it
+    tables: tuple[FilledTable, ...] = ()  # tables of the program, which a kernel fills
     tiles: tuple[Tile, ...] = ()
     kernels: list[KernelSpec] = field(default_factory=list)
     scratch: dict[str, int] = field(default_factory=dict)
@@ -68,13 +69,13 @@ class Draft:
     reasons: list[str] = field(default_factory=list)
     key_splits: int = 1
     hides_last_keys: bool = False
-    noted_bias: tuple[int, int] = (0, 0)  # queries and keys of a tile, of which it is noted what the bias hides
-    chosen_by_bias: bool = False  # whether main kernels that are added have lists if the bias hides enough tiles
+    noted_bias: tuple[int, int] = (0, 0)  # queries and keys of the tiles for which a kernel notes what the bias hides
+    chosen_by_bias: bool = False  # whether main kernels use lists only if the bias hides enough tiles
     run_time: RunTime = field(default_factory=RunTime)
 
     @property
     def captured_gradients(self) -> tuple[str, ...]:
-        """The gradients of arrays that the score reads which are wanted."""
+        """The wanted gradients of arrays that the score reads."""
         return tuple(name for name in self.need if name in self.problem.captured_gradients)
 
     @property
@@ -88,10 +89,10 @@ class Draft:
         return self.problem.array_batch * self.problem.num_heads
 
     def tiles_of(self, seqlen: int, rows: int) -> int:
-        """Tiles of so many rows of the queries, or keys, of a head.
+        """How many tiles of `rows` rows the queries, or keys, of a head have.
 
-        Packed sequences get places for tiles: tile t of sequence b has place start[b] // rows + b + t. At most one is
-        empty for each sequence, and one for the rows after the last sequence.
+        Packed: tile t of sequence b has place start[b] // rows + b + t. At most one place is empty for each sequence,
+        and one for the rows after the last sequence.
         """
         if self.problem.is_packed:
             return seqlen // rows + self.problem.batch + 1
@@ -109,7 +110,7 @@ class Draft:
     def map_tensors(
         self, rows: Mapping[str, int], heads: Mapping[str, int] | None = None, *, read_once: bool = False
     ) -> None:
-        """Make tensor maps of these arrays, or of copies, whose boxes have so many rows, and one head or so many."""
+        """Make tensor maps of these arrays, or of their copies. A box has `rows` rows of one head, or of `heads`."""
         heads = heads or {}
         seen = {
             name: (f"{name}_copy", self.copies[name]) if name in self.copies else (name, self.arrays[name])
@@ -121,7 +122,7 @@ class Draft:
         self.defines["CUFLASH_ARGUMENT_BYTES"] = maps_offset(self.problem) + len(rows) * TENSOR_MAP_BYTES
 
     def own_lists(self, *masks: Operand | None) -> tuple[int, int]:
-        """How many batch entries and heads have lists of tiles, or bits, of their own, where these masks make them."""
+        """How many batch entries and heads have their own lists of tiles, or bits, if these masks make them."""
         strides = [mask.strides for mask in masks if mask is not None]
         of_batch = self.problem.kv_lengths is not None or any(of_batch for of_batch, *_ in strides)
         of_head = any(of_head for _, of_head, *_ in strides)
@@ -135,8 +136,8 @@ class Draft:
         """With masks, or a bias, that hide tiles, add the kernel that lists visible tiles of keys for tiles of queries.
 
         "query_lists" are the other way round: tiles of queries for tiles of keys. `why_not_for_bias` says why the main
-        kernel has no lists for a bias alone. Where it has, it is launched twice, with lists and without, and one of the
-        two leaves at once: a bias may hide nothing, and to walk over lists takes time.
+        kernel has no lists for a bias alone. If it has them, it is launched twice, with and without lists, and one of
+        the two returns at once: a bias may hide nothing, and walking over lists takes time.
         """
         problem = self.problem
         by_bits = "mask_words" in self.scratch
@@ -178,9 +179,9 @@ class Draft:
     def add_main(
         self, source: str, tile: Tile, blocks: int, shared_bytes: int, makes: Collection[str] = (), /, **defines: int
     ) -> None:
-        """Add a kernel that walks over lists where there are some.
+        """Add a kernel that walks over lists if there are any.
 
-        Where the bias is to decide, that is two kernels: the one with lists is named so.
+        If the bias decides that, two kernels are added, and the name of one says that it is the one with lists.
         """
         if not self.chosen_by_bias:
             self.add(source, tile, blocks, shared_bytes, makes, **defines)
@@ -190,9 +191,9 @@ class Draft:
             self.add(source, tile, blocks, shared_bytes, (*makes, *["listed"] * lists), **chosen)
 
     def add_notes(self, tile: Tile) -> None:
-        """For a main kernel that has no lists: notes of what a mask, or a function that hides pairs, leaves of tiles.
+        """Add notes of what a mask, or a function that hides pairs, leaves of tiles, for a main kernel without lists.
 
-        Tiles that a block mask hides it finds itself.
+        That kernel finds the tiles that a block mask hides by itself.
         """
         problem = self.problem
         self.defines["CUFLASH_HAS_LISTS"] = 0
@@ -210,9 +211,9 @@ class Draft:
             self.reasons.append(f"tiles of {tile.block_n} keys that no query sees are not loaded")
 
     def add_bias_notes(self, tile: Tile) -> dict[str, int]:
-        """For a kernel of gradients that walks over tiles without lists: notes of which of them the bias hides.
+        """Add notes of which tiles the bias hides, for a kernel of gradients that walks over tiles without lists.
 
-        Returns what the kernel is to be compiled with.
+        Returns the macros that this kernel is to be compiled with.
         """
         looks = self._why_bias_is_not_looked_at() == ""
         if looks:
@@ -222,7 +223,10 @@ class Draft:
         return {"CUFLASH_HAS_BIAS_NOTES": int(looks)}
 
     def _set_matrices(self, looks_at_bias: bool = False) -> int:
-        """Set how many batch entries and heads have lists, and notes of masks, of their own; how many notes in all."""
+        """Set how many batch entries and heads have their own lists, and their own notes of masks.
+
+        Returns how many matrices of notes there are in all.
+        """
         problem, function = self.problem, self.problem.mask_function
         own = self.own_lists(problem.block_mask, problem.mask)
         if function is not None:
@@ -243,7 +247,7 @@ class Draft:
         return problem.batch if of_batch else 1, problem.num_heads if of_head else 1
 
     def _add_mask_tiles(self, tile: Tile, tiles: int) -> None:
-        """Add the kernel that notes what a mask leaves of each of so many tiles."""
+        """Add the kernel that notes what a mask leaves of each tile, of `tiles` in all."""
         elements = -(-tiles // ITEMSIZE[self.problem.softmax_dtype])
         self.scratch["mask_blocks"] = max(self.scratch.get("mask_blocks", 0), elements)
         lanes = self._lanes_of_tile(tile)
@@ -253,7 +257,7 @@ class Draft:
     def _add_bias_tiles(self, tile: Tile) -> None:
         """Add the kernel that notes which tiles the bias hides.
 
-        It tells of all keys that the arrays have, so that batch entries with other lengths share what it notes.
+        It notes tiles of all keys that the arrays have, so that batch entries of different lengths share its notes.
         """
         problem, size = self.problem, (tile.block_m, tile.block_n)
         if self.noted_bias == size:
@@ -279,7 +283,7 @@ class Draft:
         return why_not_for_bias
 
     def _why_bias_is_not_looked_at(self) -> str | None:
-        """Why no kernel looks which tiles a bias of pairs hides; "" if one does, None without such a bias."""
+        """Why no kernel finds out which tiles a bias of pairs hides; "" if one does, None without such a bias."""
         problem, bias = self.problem, self.problem.bias
         if bias is None or 0 in bias.strides[2:]:
             return None
@@ -290,9 +294,9 @@ class Draft:
         return ""
 
     def _lanes_of_tile(self, tile: Tile) -> int:
-        """How many lanes of a warp look at a tile: a power of two, each of them at a vector, or all at what there is.
+        """How many lanes of a warp look at a tile: one for each vector, rounded up to a power of two, and at most 32.
 
-        A call has few queries, or many: kernels for all lengths are compiled a few times.
+        Only calls of few queries differ in this, so that kernels for all lengths are compiled a few times.
         """
         problem = self.problem
         if problem.mask is None or problem.mask_function is not None:
@@ -302,7 +306,7 @@ class Draft:
         return int(min(32, 1 << (vectors - 1).bit_length()))
 
     def _say_computed(self, name: str, obstacle: str) -> None:
-        """Say why tiles that a term hides are computed, once a plan."""
+        """Say why tiles that a term hides are computed, once for each plan."""
         if not any(reason.startswith(f"{name}: tiles") for reason in self.reasons):
             self.reasons.append(f"{name}: tiles that it hides are computed: {obstacle}")
 
@@ -319,7 +323,7 @@ class Draft:
         return ""
 
     def add_tables(self, tile: Tile) -> None:
-        """Add the kernel that fills the tables of the program, before all that compute scores."""
+        """Add the kernel that fills the tables of the program, before all kernels that compute scores."""
         problem = self.problem
         sizes = (problem.array_batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
         self.tables = tuple(
@@ -351,9 +355,9 @@ class Draft:
         /,
         **defines: int,
     ) -> None:
-        """Add a kernel. `makes` are the results that it makes, which are in its name where a source has several.
+        """Add a kernel. `makes` are the results that it makes; they are in its name where a source makes several.
 
-        `told` are the options that it asks for, of those that most kernels around the main one do not ask for.
+        `told` are the options that it needs, of those that most kernels around the main one do not need.
         """
         check_blocks(blocks)
         untold = _untold(source, told)
@@ -367,7 +371,7 @@ class Draft:
         every |= {"CUFLASH_SHARED_BYTES": shared_bytes, "CUFLASH_KERNEL_NAME": name}
         headers: tuple[tuple[str, str], ...] = ()
         if every["CUFLASH_HAS_SCORE_FUNCTION"] or every["CUFLASH_HAS_MASK_FUNCTION"]:
-            # What adds the gradients of arrays pair by pair finds their places itself.
+            # Kernels that add the gradients of arrays pair by pair find the places themselves, without tables.
             by_pairs = every["CUFLASH_NEEDS_CAPTURED"] in (FINDS_LARGEST, ADDS_CAPTURED)
             program = self.problem.unhoisted if by_pairs else self.program
             header = functions_header(program, self.captured_gradients if every["CUFLASH_NEEDS_CAPTURED"] else ())
@@ -390,8 +394,8 @@ class Draft:
         )
 
 
-# Options that make no difference to the kernels around the main one, and the macros that tell of them. These kernels
-# are compiled without them, so that one compilation serves all combinations.
+# Options that make no difference to the kernels around the main one, and the macros that tell of them. Those kernels
+# are compiled without these options, so that one compilation serves all combinations.
 _UNTOLD: dict[str, tuple[str, ...]] = {
     **{name: (DEFINES[name],) for name in OF_PAIRS if name in DEFINES},
     "bias": (DEFINES["bias"], "CUFLASH_BIAS_OF_PAIRS", "CUFLASH_BIAS_OF_KEYS"),
@@ -405,7 +409,7 @@ _UNTOLD: dict[str, tuple[str, ...]] = {
     "score": ("CUFLASH_HAS_SCORE_FUNCTION", "CUFLASH_SCORE_CHANGES_SLOPE"),
     "mask_function": ("CUFLASH_HAS_MASK_FUNCTION",),
 }
-# Those of these options that some of the kernels around the main one need all the same.
+# Which of these options a kernel around the main one needs all the same.
 _TOLD = {
     "lists.cu": (*MASKS, "mask_function"),
     "mask_bits.cu": MASKS,
@@ -418,20 +422,20 @@ _TOLD = {
 
 
 def _untold(source: str, told: Collection[str] | None) -> tuple[str, ...]:
-    """Options that a source does not ask for."""
+    """Options that a source does not need."""
     folder, _, file = source.rpartition("/")
     told = _TOLD.get(file, ()) if told is None else told
     return tuple(name for name in _UNTOLD if name not in told) if folder == "around" else ()
 
 
 def functions_header(program: Program, gradients: Collection[str] = ()) -> tuple[str, str]:
-    """The name and the text of what kernels include of functions of the caller: equal texts have one name."""
+    """The name and the text of the header with functions of the caller. Equal texts have one name."""
     text = program.header([name[1:] for name in gradients])
     return f"functions_{hashlib.sha256(text.encode()).hexdigest()[:32]}.cuh", text
 
 
 def _is_narrow(operand: Operand) -> bool:
-    """Whether 32 bits say where an element of an array is after the first one."""
+    """Whether 32 bits hold how far after the first one each element of an array is."""
     axes = list(zip(operand.shape, operand.strides, strict=True))
     return all(stride >= 0 for _, stride in axes) and sum((n - 1) * stride for n, stride in axes) < 2**31
 
@@ -497,7 +501,7 @@ def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_
 
 
 def _kind_of_scale(problem: Problem, name: Literal["k_scale", "v_scale"]) -> int:
-    """How kernels see a scale of keys or values: 0 (there is none), 1 (all keys of a head share it), 2."""
+    """How kernels see a scale of keys or values: 0 (there is none), 1 (all keys of a head share it), 2 (others)."""
     operand: Operand | None = getattr(problem, name)
     if operand is None:
         return 0

@@ -19,9 +19,9 @@ class Family(ABC, Generic[Row]):
 
     kernel: ClassVar[str]
     tile: ClassVar[type[Tile]]
-    has_functions: ClassVar[bool] = False  # of the caller, as scores and masks
-    has_float8: ClassVar[bool] = False  # q, k and v may have numbers of one byte, which become wider ones
-    multiplies_float8: ClassVar[bool] = False  # all of them have, and are multiplied as they are
+    has_functions: ClassVar[bool] = False  # it serves functions of the caller, as scores and masks
+    has_float8: ClassVar[bool] = False  # q, k and v may have numbers of one byte, which it makes wider
+    multiplies_float8: ClassVar[bool] = False  # they all have numbers of one byte, which it multiplies as they are
 
     @property
     def source(self) -> str:
@@ -33,15 +33,15 @@ class Family(ABC, Generic[Row]):
         """The rows to choose from."""
 
     def accumulator_layout(self, main: Row) -> Tile:
-        """The tile by whose fragments the kernels around the main one see what it leaves in memory."""
+        """The tile whose fragments tell the kernels around the main one how its results are laid out in memory."""
         return main
 
     def why_not(self, draft: Draft) -> str | None:
-        """Why it does not serve a problem: None if it does, "" where nobody would expect it to."""
+        """Why it does not serve a problem: None if it does, "" if the plan need not tell."""
         return None
 
     def obstacle(self, draft: Draft) -> str | None:
-        """The same, functions of the caller included."""
+        """The same, including functions of the caller and numbers of one byte."""
         if draft.problem.has_functions and not self.has_functions:
             return "it knows no functions that make scores or hide pairs"
         if draft.problem.multiplies_float8 and not (self.has_float8 or self.multiplies_float8):
@@ -64,10 +64,10 @@ class BackwardFamily(Family[Row]):
     They make dk and dv, and most add to dq, unless it has a kernel of its own.
     """
 
-    makes_dq: ClassVar[bool] = True  # it adds to dq, if need be in a fixed order; else dq has a kernel of its own
-    makes_both: ClassVar[bool] = False  # it makes dk and dv, whichever is wanted
+    makes_dq: ClassVar[bool] = True  # whether it can add to dq; otherwise dq has a kernel of its own
+    makes_both: ClassVar[bool] = False  # it makes both dk and dv, even if only one is wanted
     shares_tail: ClassVar[bool] = False  # blocks may share the queries of the last tiles of keys
-    defines: ClassVar[dict[str, int]] = {}  # of all kernels of the pass, for how the main one sees memory
+    defines: ClassVar[dict[str, int]] = {}  # of all kernels of the pass: how the main one sees memory
 
     def configured(self, main: Row, draft: Draft) -> Row:
         """The row as this problem needs it."""
@@ -86,7 +86,7 @@ class BackwardFamily(Family[Row]):
         return draft.run_time.head_section
 
     def back_share(self, problem: Problem, main: Row) -> int:
-        """One head of so many walks back from the last query; 0: none does. kernels/common/backward.cuh says why."""
+        """One head of this many walks back from the last query; 0: none does. kernels/common/backward.cuh says why."""
         return 0
 
     def why_not_summed(self, draft: Draft, main: Row, name: str) -> str | None:
@@ -94,7 +94,7 @@ class BackwardFamily(Family[Row]):
         return ""
 
     def summing(self, main: Row, names: tuple[str, ...]) -> Row:
-        """The row as it sums these gradients of parts of the scores."""
+        """The row for a main kernel that sums these gradients of parts of the scores."""
         return main
 
     def why_not_captured(self, draft: Draft, main: Row) -> str | None:
@@ -102,14 +102,14 @@ class BackwardFamily(Family[Row]):
         return "it sums no gradients of arrays that the score reads"
 
     def summing_captured(self, draft: Draft, main: Row) -> Row:
-        """The row as it sums these."""
+        """The row for a main kernel that sums these."""
         return main
 
     def clear_ahead(self, draft: Draft, main: Row) -> int:
-        """How many heads later in launch order the head is whose accumulators of dq a block clears; 0: a kernel does.
+        """How many heads ahead in launch order a block clears accumulators of dq; 0: a kernel clears them.
 
-        At least as many as are side by side, or as there are parts of a group: then all blocks of a head have started
-        before the first one of the other.
+        At least as many as are side by side (parts of a group count as heads): then all blocks of a head have started
+        before the first block of the head whose accumulators they clear.
         """
         return 0
 
@@ -146,7 +146,7 @@ def choose_family(families: Sequence[F], draft: Draft) -> tuple[F, Any, str]:
             break
         if obstacle:
             obstacles.append(f"not {family.kernel}: {obstacle}")
-    # All that no other one serves, the last family does.
+    # The last family serves all that no other one does.
     tile, reason = choose_row(family.table(draft.problem), draft.problem, draft.device)
     if draft.problem.multiplies_float8 and not family.multiplies_float8:
         obstacles.append("q, k and v of one byte become numbers of 16 bits, exactly, which are multiplied")

@@ -12,9 +12,9 @@ from cuflash.planning.sm90.forward import Forward, ForwardFloat8, ForwardFloat32
 from cuflash.planning.tiles import Tile
 
 FAMILIES: tuple[ForwardFamily[Any], ...] = (
-    DecodeFloat8(),  # whose tiles are tiles of Decode, too
+    DecodeFloat8(),  # before Decode, because its tiles are tiles of Decode, too
     Decode(),
-    DecodeWide(),  # whose tiles are tiles of ForwardWide, too
+    DecodeWide(),  # before ForwardWide, because its tiles are tiles of ForwardWide, too
     sm80_decode.Decode(),
     ForwardFloat32(),
     ForwardFloat8(),

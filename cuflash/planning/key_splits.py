@@ -10,19 +10,19 @@ from cuflash.planning.draft import Draft, check_blocks
 from cuflash.planning.tiles import Tile, tiles_at_once
 from cuflash.problem import Problem
 
-DECODE_ROWS = 64  # the most queries of all heads that share keys which count as few
+DECODE_ROWS = 64  # up to this many queries, of all heads that share keys, count as few
 DECODE_MIN_SEQLEN_K = 512  # visible keys from which on sharing them pays
 MIN_TILES_OF_BLOCK = 2  # tiles of keys that a block takes at least
-COMBINE_TILES = 2  # where blocks share a head, each takes as much longer as so many tiles of keys take
+COMBINE_TILES = 2  # to share a head costs each block as much time as this many tiles of keys
 COMBINE_COLUMNS = 32  # columns of one row that a warp combines
-# Up to so many pieces of results of one head, a row and so many columns each, and so many bytes of keys and values, the
-# block that is done last combines them: that saves the host a launch, for which small problems wait. Its four warps
-# wait for L2 for each piece, so a kernel of its own takes less of the device's time: 8 us less with 131072 keys on an
-# H200.
+# The block of a head that is done last combines its results if these have at most COMBINE_PIECES pieces, of one row and
+# COMBINE_COLUMNS columns each, and keys and values at most COMBINE_KEY_BYTES bytes: that saves the host a launch, for
+# which small problems wait. But its four warps wait for L2 at each piece, so a kernel of its own takes less of the
+# device's time: 8 us less with 131072 keys on an H200.
 COMBINE_PIECES = 16
 COMBINE_KEY_BYTES = 2**26
 COMBINE_WARPS = 4
-MAX_SHARE_STEPS = 2**31 - 1  # blocks count the keys of all heads in steps: for each head as many as there are blocks
+MAX_SHARE_STEPS = 2**31 - 1  # of all heads: blocks count keys in steps, for each head as many as there are blocks
 
 
 def rows_of(problem: Problem) -> int:
@@ -50,8 +50,8 @@ def add_sharing_kernel(
 ) -> None:
     """Add a main kernel whose blocks take equal shares of the keys of all heads, and what combines their results.
 
-    A block, or a cluster of blocks, takes `block_n` keys at a time. Where `combines`, the last block of a head may
-    combine the results; else a kernel of its own always does.
+    A block, or a cluster of blocks, takes `block_n` keys at a time. With `combines`, the last block of a head may
+    combine the results; otherwise a kernel of its own always does.
     """
     problem = draft.problem
     heads, rows = problem.batch * problem.num_heads_kv, problem.group_size * problem.seqlen_q
@@ -84,10 +84,10 @@ def add_sharing_kernel(
 
 
 def _number_of_blocks(problem: Problem, resident: int, block_n: int) -> int:
-    """The number of blocks to share all keys evenly, so that the device is done first; of equals, the smallest.
+    """The number of blocks that share all keys evenly in the least time; of equals, the smallest.
 
-    As many as are resident leave no multiprocessor idle, but share heads, whose results have to be combined. A few less
-    may leave every head whole, or shared by as few blocks as the others.
+    As many blocks as are resident leave no multiprocessor idle, but they share heads, whose results must be combined.
+    With a few blocks less, every head may be whole, or all heads may be shared by the same number of blocks.
     """
     heads = problem.batch * problem.num_heads_kv
     check_blocks(heads)

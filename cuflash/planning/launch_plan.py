@@ -30,7 +30,7 @@ class KernelSpec:
     grid: int
     threads: int
     shared_bytes: int
-    overlaps_previous: bool  # programmatic dependent launch: it may start early, and waits by itself
+    overlaps_previous: bool  # programmatic dependent launch (PDL): it may start early, and waits by itself
     headers: tuple[tuple[str, str], ...] = ()  # names and texts of what it includes beside the sources
 
 
@@ -38,20 +38,20 @@ class KernelSpec:
 class RunTime:
     """Integers that kernels of one compilation get at run time.
 
-    Declared here once: `cuflash.params` puts these fields, in this order, into the kernels' argument.
+    They are declared here once: `cuflash.params` puts these fields, in this order, into the kernels' argument.
     """
 
     head_section: int = 1  # heads whose tiles are interleaved in the launch order
     stats_rows: int = 0  # rows of row_stats of one head, of all sequences where they are packed (backward)
     group_splits: int = 1  # blocks that share the query heads of a key/value head (backward)
-    whole_tiles: int = 0  # of keys, before those whose queries blocks share (backward)
-    tail_splits: int = 1  # blocks that share the queries of each of these (backward)
-    resident_blocks: int = 0  # of a kernel whose blocks take one tile after another
+    whole_tiles: int = 0  # tiles of keys before those whose queries blocks share (backward)
+    tail_splits: int = 1  # blocks that share the queries of each tile of keys after `whole_tiles` (backward)
+    resident_blocks: int = 0  # blocks of a kernel, where each takes one tile after another
     list_batches: int = 1  # batch entries that have lists of tiles of their own
     list_heads: int = 1  # query heads that have them
-    score_splits: int = 1  # blocks that share what is summed to a tile of dbias
+    score_splits: int = 1  # blocks that share the sum of a tile of dbias
     sums_splits: int = 1  # blocks that share the keys of a tile of queries, for sums of gradients of scores
-    clear_ahead: int = 0  # how many heads later the head is whose accumulators of dq a block clears; 0: none does
+    clear_ahead: int = 0  # how many heads ahead a block clears accumulators of dq; 0: no block does
     mask_batches: int = 1  # batch entries that have bits, or notes of what masks leave of tiles, of their own
     mask_heads: int = 1  # query heads that have them
 
@@ -66,7 +66,7 @@ class FilledTable:
 
     @property
     def strides(self) -> tuple[int, int, int]:
-        """In elements; 0 where all batch entries, or all heads, have one row."""
+        """Strides in elements; 0 where all batch entries, or all heads, share one row."""
         batch, heads, places = self.shape
         return heads * places if batch > 1 else 0, places if heads > 1 else 0, 1
 
@@ -110,12 +110,12 @@ class LaunchPlan:
     key_splits: int  # the most blocks that share the keys of a key/value head (forward, few queries)
     run_time: RunTime
     scratch: tuple[tuple[str, int], ...]  # arrays beside inputs and results, in elements of lse's dtype
-    tensor_maps: tuple[TensorMapSpec, ...]  # that follow the parameters
+    tensor_maps: tuple[TensorMapSpec, ...]  # they follow the parameters
     reason: str
     tables: tuple[FilledTable, ...] = ()  # what kernels read in place of parts of the score
     need: tuple[str, ...] = ()  # gradients that are computed (backward)
     any_length: bool = False  # it serves all numbers of keys that have the same `planned_length`
-    hides_last_keys: bool = False  # whatever lies after the last key: tensor maps of k and v may reach over it
+    hides_last_keys: bool = False  # it hides all after the last key: tensor maps of k and v may reach over it
     resources: tuple[str, ...] = ()  # registers and spills of each kernel, once compiled
 
     @property

@@ -1,4 +1,4 @@
-"""Gradients of what scores are made of beside q and k: sums of the main kernel, or kernels of their own."""
+"""Gradients of what scores are made of beside q and k: the main kernel sums them, or kernels of their own do."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from cuflash.planning.tiles import Tile
 from cuflash.terms import OF_HEADS, OF_SCORES, TERMS
 
 SCORES_REDUCE_WARPS = 8
-# What it costs to share a tile of dbias, in units of one of the tiles of pairs that are summed, which takes 1.4 us on
-# an H100 (head dimension 32, float16): for each block, to begin and to end; to add what they leave, and for each share
-# of all. By arithmetic: a launch takes 4 us, and 128 KiB that are written and read 0.04 us.
+# What it costs to share a tile of dbias, in units of the time of one summed tile of pairs, which is 1.4 us on an H100
+# (head dimension 32, float16). Each block takes SHARE_STEPS to begin and to end. To add what blocks leave takes
+# ADD_STEPS, and ADD_STEPS_OF_SHARE for each share of all tiles. By arithmetic: a launch takes 4 us, and 128 KiB that
+# are written and read 0.04 us.
 SHARE_STEPS, ADD_STEPS, ADD_STEPS_OF_SHARE = 2, 3, 0.03
 EXACT_WORDS = 12  # kSumWords of kernels/common/exact_sums.cuh
-# The gradient whose kernel stores tiles of gradients of scores, and the one that is a number for each head. The others
-# are one number.
+# The gradient whose kernel stores tiles of gradients of scores, and the one that is a number for each head. Each of
+# the others is one number.
 _STORED = next(term.gradient for term in TERMS if term.part_of == "scores" and term.broadcasts)
 _OF_HEADS = next(term.gradient for term in OF_HEADS if term.part_of == "scores")
 _AXES = ("BATCH", "HEADS", "QUERIES", "KEYS")
@@ -87,7 +88,7 @@ def add_sums(draft: Draft, tile: Tile, source: str, sums: Collection[str]) -> No
 
 
 def add_captured(draft: Draft, tile: Tile, source: str) -> None:
-    """The kernels of the gradients of arrays that the score reads: sums that have no order, scaled by largest terms."""
+    """Add the kernels of the gradients of arrays that the score reads: sums in any order, scaled by largest terms."""
     names, sizes = draft.captured_gradients, _sizes(draft, tile)
     m_blocks = math.prod(sizes[:3])
     splits = _shares(draft, tile, m_blocks, sizes[3])
@@ -105,7 +106,7 @@ def add_captured(draft: Draft, tile: Tile, source: str) -> None:
 
 
 def add_captured_around(draft: Draft, tile: Tile, step: int, *, stores: bool) -> None:
-    """The kernel that clears the sums of such gradients, or makes results of them."""
+    """Add the kernel that clears the sums of such gradients, or the one that makes results of them."""
     arrays = dict(draft.problem.captured)
     elements = sum(math.prod(arrays[name[1:]].shape) for name in draft.captured_gradients)
     if step == SUMS_CAPTURED:
@@ -114,7 +115,7 @@ def add_captured_around(draft: Draft, tile: Tile, step: int, *, stores: bool) ->
     of_64_bits = 8 // ITEMSIZE[draft.problem.softmax_dtype]
     draft.scratch["captured_sums"] = of_64_bits * elements * _words(draft, step)
     draft.scratch["captured_largest"] = of_64_bits * (len(draft.program.arrays) + 1)
-    blocks = draft.device.num_sms  # whatever the arrays are, so that no array compiles anything
+    blocks = draft.device.num_sms  # the same for all arrays, so that no array needs another compilation
     options = {"CUFLASH_NUM_WARPS": SCORES_REDUCE_WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_NEEDS_CAPTURED": step}
     options |= {"CUFLASH_CAPTURED_BLOCKS": blocks, "CUFLASH_STORES_CAPTURED": int(stores)}
     draft.add("around/captured.cu", tile, blocks, 0, ("stored",) if stores else ("cleared",), **options)
@@ -135,14 +136,14 @@ def _sizes(draft: Draft, tile: Tile) -> tuple[int, ...]:
 
 
 def _shares(draft: Draft, tile: Tile, owned: int, summed: int) -> int:
-    """How many blocks share each of the `owned` walks over `summed` tiles, so that all multiprocessors have some."""
+    """How many blocks share each of the `owned` walks over `summed` tiles, so that each multiprocessor has blocks."""
     return max(1, min(summed, draft.device.num_sms * tile.min_blocks // max(owned, 1)))
 
 
 def _tail_shares(draft: Draft, tile: Tile, shared: int, summed: int) -> int:
-    """How many blocks share each of the `shared` walks over `summed` tiles, of which all multiprocessors have some.
+    """How many persistent blocks share each of the `shared` walks over `summed` tiles: the number that is fastest.
 
-    By what it takes: rounds of blocks that stay, and the sums of what they leave.
+    The time is that of the rounds of blocks, and of adding what the blocks leave.
     """
     resident = draft.device.num_sms * tile.min_blocks
 

@@ -1,4 +1,4 @@
-"""Kernels for every device from compute capability 8.0 on: their tiles, the tables of these, and where they serve.
+"""Kernels for every device from compute capability 7.0 on: their tiles, the tables of these, and where they serve.
 
 The first row of a table that serves the head dimensions, and whose shared memory fits, is taken.
 """
@@ -28,7 +28,7 @@ from cuflash.problem import Problem
 
 @dataclass(frozen=True, kw_only=True)
 class Sm80Tile(Tile):
-    """What the rows of all tables here have: see `Tile`."""
+    """The fields that the rows of all tables here have: see `Tile`."""
 
     element_bytes: int = 2
     max_dim: int
@@ -46,7 +46,7 @@ class ForwardTile(Sm80Tile):
     """One way to cut the forward pass. A block owns block_m queries; warps_d warps share 16-row fragments of them."""
 
     warps_d: int = 1  # warps along the columns of the output
-    key_bytes: int = 0  # of an element of k and v, where that is not element_bytes
+    key_bytes: int = 0  # bytes of an element of k and v, where they are not element_bytes
 
     defined = ("warps_d",)
     variations: ClassVar = {"block_n": (16, 32, 64, 128), "num_stages": (1, 2), "min_blocks": (1, 2, 3)}
@@ -91,7 +91,7 @@ class BackwardTile(Sm80Tile):
 
     @property
     def warps_q(self) -> int:
-        """Warps along the queries of a fragment of keys: of the warps_d, as many as there are queries for."""
+        """Warps along the queries of a fragment of keys: as many of the warps_d as there are 16 queries for each."""
         return min(self.warps_d, self.block_m // 16)
 
     @property
@@ -117,7 +117,7 @@ class DqTile(Sm80Tile):
     role = "dq"
     defined = ("warps_d", "warps_q", "dq_warps_m")
     variations: ClassVar = {"block_n": (16, 32, 64), "num_stages": (1, 2)}
-    warps_d = warps_q = 1  # of dk and dv, which it has not
+    warps_d = warps_q = 1  # of dk and dv, which it does not make
 
     @property
     def dq_warps_m(self) -> int:
@@ -320,14 +320,15 @@ SCORES_TILES = (
 # fmt: on
 
 
-# With functions of the caller, whose numbers take registers, tiles of fewer keys: tests/compile counts what is spilled.
+# With functions of the caller, tiles have fewer keys, because their numbers take registers: tests/compile counts
+# spills.
 FUNCTION_TILES = tuple(
     row.changed(block_n=32 if row.element_bytes == 2 else 16, origin="of fewer keys, for functions; not measured")
     for row in FORWARD_TILES
 )
 
 
-# With keys and values of one byte, whose scales take registers too, likewise.
+# With keys and values of one byte, tiles have fewer keys, because the scales take registers too.
 FLOAT8_TILES = tuple(
     row.changed(
         key_bytes=1,
@@ -344,7 +345,7 @@ FLOAT8_TILES = tuple(
 
 
 class Forward(ForwardFamily[ForwardTile]):
-    """A block for each tile of queries."""
+    """Each tile of queries has a block."""
 
     kernel = "sm80/forward"
     has_functions = True
@@ -363,7 +364,7 @@ class Forward(ForwardFamily[ForwardTile]):
 
 
 class Backward(BackwardFamily[BackwardTile]):
-    """A block for each tile of keys, or several, for some of the query heads each."""
+    """Each tile of keys has a block, or several, each of which takes some of the query heads."""
 
     kernel = "sm80/backward"
     has_functions = True

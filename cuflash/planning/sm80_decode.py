@@ -1,8 +1,8 @@
 """Few queries against many keys, on every device: the keys are streamed past all queries that share them.
 
-Tiles follow from arithmetic. A multiprocessor has to have as many bytes on their way as its share of the bandwidth
-brings while one of them takes its way, 0.8 us: 26 KB on an H200, 15 KB on an A100, 6 KB on an RTX 4090. What waits in
-the rings of its teams is more than that in every row below.
+Tiles follow from arithmetic. A multiprocessor must have as many bytes in flight as its share of the bandwidth brings
+within the latency of memory, 0.8 us: 26 KB on an H200, 15 KB on an A100, 6 KB on an RTX 4090. In every row below, the
+rings of its teams hold more than that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DecodeTile(Sm80Tile):
 
     teams: int
     warps_d: int = 1  # warps along the columns of the output
-    key_bytes: int = 0  # of an element of k and v, where that is not element_bytes
+    key_bytes: int = 0  # bytes of an element of k and v, where they are not element_bytes
     num_warps: int = field(init=False)
 
     defined = ("warps_d",)
@@ -46,7 +46,7 @@ class DecodeTile(Sm80Tile):
 
     @property
     def team_warps(self) -> int:
-        """Warps of a team: 16 rows each, or columns of the output of these."""
+        """Warps of a team: each has 16 rows, or a share of the columns of the output of 16 rows."""
         return self.block_m // 16 * self.warps_d
 
     @property
@@ -70,9 +70,10 @@ class DecodeTile(Sm80Tile):
 
 _decode = maker(DecodeTile, "max_dim block_m block_n teams num_stages min_blocks warps_d fragments_ahead")
 
-# How many teams a block has, how many stages, and how many blocks a multiprocessor: the first that fits is taken. Two
-# blocks, so that one loads while the other merges its sums. Then 16-bit elements get as many stages as there is room
-# for; products of wide ones take so long that warps come first, two of which share a scheduler.
+# How many teams a block has, how many stages a team has, and how many blocks a multiprocessor has: the first that fits
+# is taken. Two blocks come first, because one then loads while the other merges its sums. After them, 16-bit elements
+# get as many stages as there is room for. Products of wide elements take so long that warps come first, two for each
+# scheduler.
 _LAST_SIZES = ((2, 2, 1), (3, 1, 1), (2, 1, 1), (1, 3, 1), (1, 2, 1), (1, 1, 1))
 _SIZES = ((4, 3, 2), (4, 2, 2), (4, 3, 1), (4, 2, 1), (2, 3, 1), (8, 1, 1), (6, 1, 1), (4, 1, 1), *_LAST_SIZES)
 _WIDE_SIZES = ((4, 3, 2), (4, 2, 2), (4, 1, 2), (8, 1, 1), (4, 3, 1), (4, 2, 1), (4, 1, 1), (2, 3, 1), *_LAST_SIZES)
@@ -136,7 +137,7 @@ class Decode(ForwardFamily[DecodeTile]):
             return "it knows no packed sequences"
         if all(row.why_not(problem, device) or why_too_large(row, problem, device) for row in self.table(problem)):
             return f"{rows_of(problem)} rows of such head dimensions have no room, nor has their output"
-        # Where each head has a block of its own on the device, and no two share keys, these are read once as well.
+        # Where each head has its own block on the device, and no two heads share keys, others read keys once as well.
         shares = problem.group_size > 1
         if device.arch == 90 and ITEMSIZE[problem.dtype] == 2 and not shares and 2 * draft.heads >= device.num_sms:
             return f"{draft.heads} heads fill the device, and no two share keys"

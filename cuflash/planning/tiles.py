@@ -25,8 +25,8 @@ COMMON_DEFINES = (
 )
 
 
-# The main kernel of a pass, and of the backward pass the kernels beside it: of dq alone, of gradients of parts of the
-# scores, and of the gradient of a bias of pairs.
+# Which kernel of a pass a tile is for: the main one or, in the backward pass, one beside it. Those make dq alone,
+# gradients of parts of the scores, or the gradient of a bias of pairs.
 Role = Literal["main", "dq", "scores", "bias"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -56,7 +56,7 @@ class Tile:
     """
 
     defined: ClassVar[tuple[str, ...]] = ()
-    # Which kernel of a pass the row is of. A plan has at most one row of each.
+    # Which kernel of a pass the row is for. A plan has at most one row of each.
     role: ClassVar[Role] = "main"
     # Values that tuning may change fields to, one at a time.
     variations: ClassVar[dict[str, tuple[int, ...]]] = {}
@@ -85,7 +85,7 @@ class Tile:
 
         @property
         def dim_multiple(self) -> int:
-            """What head dimensions are padded to a multiple of."""
+            """Head dimensions are padded to a multiple of this."""
 
         @property
         def origin(self) -> str:
@@ -93,7 +93,7 @@ class Tile:
 
     @property
     def cluster(self) -> int:
-        """The blocks that have a tile together, those of a cluster."""
+        """The number of blocks that share a tile: those of a cluster."""
         return 1
 
     @property
@@ -107,7 +107,7 @@ class Tile:
                 raise ValueError(f"{self}: expected {rule}")
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
-        """What must hold, in words."""
+        """Conditions that must hold, each with its words."""
         return ()
 
     def why_not(self, problem: Problem, device: DeviceSpec) -> str:
@@ -185,7 +185,7 @@ def choose_row(table: Iterable[Row], problem: Problem, device: DeviceSpec) -> tu
 
 
 def maker(kind: type[Row], fields: str) -> Callable[..., Row]:
-    """Makes rows of which these fields are given by position, so that a table of them can be read."""
+    """A function that makes rows from these fields by position, so that a table of rows is easy to read."""
 
     def make(*values: Any, **others: Any) -> Row:
         return kind(**dict(zip(fields.split(), values, strict=True)), **others)

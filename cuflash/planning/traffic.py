@@ -1,11 +1,12 @@
 """What a plan moves: tiles to multiprocessors, and bytes through device memory. A model, without a device.
 
-Two numbers that are easily confused. Blocks bring tiles to shared memory, mostly from L2: for N keys and queries of
-head dimension d, and M bytes of shared memory, that is the N^2 d^2 / M of the literature. Device memory sees less,
-because blocks that run side by side walk over the same operands, and the first of them brings these to L2 for all.
+Its two numbers are easily confused. Blocks bring tiles to shared memory, mostly from L2: for N keys and queries of head
+dimension d, and M bytes of shared memory, that is the N^2 d^2 / M of the literature. Device memory sees less, because
+blocks that run side by side walk over the same operands, and the first of them brings these to L2 for all.
 
-The first number is exact for problems whose visible tiles follow from shapes and windows. What masks, lengths in an
-array and block masks hide is taken as visible, packed sequences as equally long. The second rests on the rules below.
+The first number is exact for problems whose visible tiles follow from shapes and windows. Pairs that masks, lengths in
+an array and block masks hide are taken as visible, and packed sequences as equally long. The second number rests on the
+rules below.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from cuflash.problem import Problem
 from cuflash.terms import TERMS
 
 # The part of L2 that holds what blocks share: each of its two halves keeps a copy of what its multiprocessors read, as
-# the vendor describes it for compute capability 8.0 and 9.0. The rest of a half is what passes through; how much that
-# is was fitted to the counters of an H200.
+# the vendor describes it for compute capability 8.0 and 9.0. The rest of a half holds what passes through; its size was
+# fitted to the counters of an H200.
 L2_SHARE = 0.42
 LOOKS = ("around/mask_bits.cu", "around/mask_tiles.cu")  # kernels that read a mask once, for all others
 FORWARD, DECODE = ("sm80/forward.cu", "sm90/forward.cu"), ("sm80/decode.cu", "sm90/decode.cu")
@@ -29,7 +30,7 @@ BACKWARD, DQ = ("sm80/backward.cu", "sm90/backward.cu"), "sm80/backward_dq.cu"
 
 
 class Plan(Protocol):
-    """What is asked of a `LaunchPlan`."""
+    """What the model reads of a `LaunchPlan`."""
 
     @property
     def pass_(self) -> str: ...
@@ -59,7 +60,7 @@ class Traffic:
     added: int = 0  # to sums of dq, in L2 or memory
     read: int  # from device memory
     written: int  # to device memory
-    least: int  # of both, where nothing but inputs and results is moved, once
+    least: int  # from and to device memory, if only inputs and results are moved, each once
     flops: int
 
     @property
@@ -68,7 +69,7 @@ class Traffic:
         return self.read + self.written
 
     def describe(self, bytes_per_s: float, flops_per_s: float = 0) -> str:
-        """A line for a plan, with the roofs that such a memory and such products imply; 0 where they are not known."""
+        """A line for a plan, with the roofs that these rates of memory and products imply; 0 where one is not known."""
         intensity = self.flops / max(self.moved, 1)
         sums = f" and {_in_words(self.added)} of sums" if self.added else ""
         line = (
@@ -93,7 +94,7 @@ def _in_words(nbytes: float) -> str:
 
 
 def predict(plan: Plan) -> Traffic | None:
-    """The traffic of a plan; None where a kernel takes part whose tiles are not modelled."""
+    """The traffic of a plan; None if it has a kernel whose tiles are not modelled."""
     sources = {kernel.source for kernel in plan.kernels if not kernel.source.startswith("around/")}
     problem = plan.problem
     if not sources or not sources <= {*FORWARD, *DECODE, *BACKWARD, DQ} or not problem.visible_pairs:
@@ -111,7 +112,7 @@ def key_rows(problem: Problem, block_m: int, block_n: int) -> list[int]:
     rows = []
     for first in range(0, problem.seqlen_q, block_m):
         last = min(first + block_m, problem.seqlen_q) - 1
-        # Not from `key_range`, whose ends are no later than the last key, in whose tile they then seem to be.
+        # Not from `key_range`: it clips a start past the last key to the end of the keys, which may be within a tile.
         start = 0 if problem.window_left is None else max(0, first + problem.diagonal - problem.window_left)
         start = start // block_n * block_n
         stop = -(-problem.key_range(last)[1] // block_n) * block_n
@@ -134,7 +135,7 @@ def query_tiles(problem: Problem, block_m: int, block_n: int) -> list[range]:
 
 
 def _row_bytes(problem: Problem) -> tuple[int, int]:
-    """Of a row of q or k, and of v or dout."""
+    """Bytes of a row of q or k, and of a row of v or dout."""
     return problem.head_dim * ITEMSIZE[problem.dtype], problem.head_dim_v * ITEMSIZE[problem.dtype]
 
 
@@ -143,9 +144,9 @@ def _row_bytes(problem: Problem) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Walk:
-    """Blocks that walk over the operands of their heads, `at_once` side by side and then as many others, in launch
-    order: of `section` heads the first tile of each, then the second, and so on. Of tiles after the first `whole` ones
-    `sharers` blocks have a part each."""
+    """Blocks that walk over the operands of their heads, `at_once` of them side by side, and then as many others. In
+    launch order, the first tiles of `section` heads come first, then their second tiles, and so on. Each tile after the
+    first `whole` ones is shared by `sharers` blocks, which have a part each."""
 
     heads: int
     tiles_of_head: int
@@ -161,10 +162,9 @@ class Walk:
 
     @property
     def walks(self) -> int:
-        """How often a head is walked over, by the blocks of it that run side by side.
+        """How many walks over a head there are, for all heads. Blocks of a head that run side by side are one walk.
 
-        A wave may end within a section of heads, and then has blocks of the next one, too. The parts of a tile are one
-        walk together.
+        A wave may reach from one section of heads into the next one. The parts of a tile are one walk together.
         """
         parts = (self.heads * self.tiles_of_head - self.whole) * self.sharers
         walks = self.section * -(-parts // self.at_once)
@@ -178,10 +178,10 @@ class Walk:
         return walks
 
     def read(self, once: float, tiles: float, head_bytes: float, l2_bytes: float) -> float:
-        """Bytes of an operand that are read, of which `tiles` bytes are brought to the blocks in all.
+        """Bytes of an operand that are read from device memory, if blocks load `tiles` bytes of it in all.
 
-        Of what the heads under way need, `head_bytes` each, a part stays in L2. Each further walk reads the rest again,
-        and so does each half of L2: its blocks are too far from the other's to share what is soon gone.
+        The heads under way need `head_bytes` each, and a part of that stays in L2. Each further walk reads the rest
+        again. So does each half of L2: its blocks are too far from those of the other to share what is soon gone.
         """
         gone = max(0, 1 - L2_SHARE * l2_bytes / (self.heads_at_once * head_bytes))
         walked = tiles * self.walks / (self.heads * self.tiles_of_head)
@@ -191,7 +191,7 @@ class Walk:
 def _of_pairs(plan: Plan) -> float:
     """Bytes of terms of pairs beyond those that count once: each head reads what is broadcast to it.
 
-    Of a mask that a kernel has looked at beforehand, the others read nothing in tiles that are visible as a whole.
+    If a kernel has looked at a mask beforehand, the others do not read it in tiles that are visible as a whole.
     """
     problem, more = plan.problem, 0.0
     looked_at = any(kernel.source in LOOKS and dict(kernel.defines)["CUFLASH_HAS_MASK"] for kernel in plan.kernels)
@@ -261,10 +261,10 @@ def _backward(plan: Plan, sources: set[str]) -> Traffic:
     gradients["dv"] = heads_kv * one.seqlen_k * of_v
     results = sum(gradients.get(name, 0) for name in plan.need)
     inputs = problem.backward_bytes - sum(gradients.values())
-    if inputs + results + plan.extra_bytes <= L2_SHARE * plan.device.l2_bytes:  # all of it stays there
+    if inputs + results + plan.extra_bytes <= L2_SHARE * plan.device.l2_bytes:  # all of it stays in L2
         read, written = inputs, results
     else:
-        # A kernel before reads out, dout and lse, and leaves the statistics of rows; the parts have read q, k and v.
+        # An earlier kernel reads out, dout and lse, and leaves the statistics of rows. `parts` counts q, k and v.
         read += inputs - heads * one.seqlen_q * of_q - heads_kv * one.seqlen_k * (of_q + of_v)
         bits = plan.scratch_sizes.get("mask_words", 0)
         written += results + stats + (bits if bits > L2_SHARE * plan.device.l2_bytes else 0)
@@ -287,7 +287,7 @@ def _added(plan: Plan) -> int:
 
 
 def _by_keys(plan: Plan, added: int, *, every: bool) -> tuple[float, float, float]:
-    """Bytes of tiles, and read and written, where blocks own keys. With `every`, also keys that no query sees."""
+    """Bytes of tiles, bytes read and bytes written, where blocks own keys: with `every`, also those no query sees."""
     problem, device, run_time, tile = plan.problem, plan.device, plan.run_time, plan.tiles[0]
     one = problem.mean_sequence
     of_q, of_v = _row_bytes(problem)
@@ -327,10 +327,10 @@ def _by_keys(plan: Plan, added: int, *, every: bool) -> tuple[float, float, floa
     written: float = partials
     if added:
         sums = walked(accumulator, added)
-        # By a kernel before, or by blocks some heads ahead, and out of L2 since.
+        # An earlier kernel clears the sums, or blocks do so some heads ahead. Then the zeros may leave L2.
         cleared = 0 if run_time.clear_ahead and sums == accumulator else accumulator
         written += cleared + sums
-        read += cleared + sums  # the last time by the kernel that makes dq of them
+        read += cleared + sums  # the last read is that of the kernel that makes dq of them
     return of_queries + keys * (of_q + of_v), read, written
 
 
@@ -354,13 +354,13 @@ def _by_queries(plan: Plan) -> tuple[float, float, float]:
 
 
 def _keys_read(plan: Plan, tile: Tile, rows: list[int], in_all: float) -> float:
-    """Bytes of keys and values read where blocks own queries, each of which loads so many `rows` of them."""
+    """Bytes of keys and values that are read where blocks own queries, and load `rows` of them for each tile."""
     problem = plan.problem
     head_bytes = problem.mean_sequence.seqlen_k * sum(_row_bytes(problem))
     heads = problem.batch * problem.num_heads
     at_once = _blocks_at_once(plan, tile, heads * len(rows))
-    # Blocks that take tiles in pairs, from both ends, take head by head. So do those that stay and take tiles that see
-    # the whole of a window, which most tiles do.
+    # Blocks that take tiles in pairs, one from each end, take head by head. So do persistent blocks with tiles that see
+    # the whole of a window, as most tiles do.
     in_pairs = any(("CUFLASH_PAIRS", 1) in kernel.defines for kernel in plan.kernels)
     stay = plan.pass_ == "forward" and plan.run_time.resident_blocks > 0
     section = 1 if in_pairs or (stay and problem.has_window) else plan.run_time.head_section

@@ -28,13 +28,13 @@ from cuflash.terms import OF_FUNCTIONS
 
 # How many heads have their blocks side by side in launch order on compute capability 9.0. On an H200 eight are 1 %
 # slower than four (head_dim 128, seqlen 4096), and so they are with a window of 1024 keys at head_dim 64. Where
-# blocks add to dq in order, each block is a step later than the one before it of its head. Then so many heads are
-# side by side that, as blocks end, those of a head start two steps apart. Measured at head_dim 128, in us by number
-# of heads: seqlen 1024: 4 779, 8 738, 16 723, 32 739; and as a multiple of the time of dq in no order: seqlen 4096: 2
-# 1.11, 4 1.04, 8 1.05.
+# blocks add to dq in order, each block is one step later than the block before it of the same head. Then the number of
+# heads side by side is such that, as blocks end, the blocks of a head start two steps apart. Measured at head_dim 128,
+# in us by number of heads: seqlen 1024: 4 779, 8 738, 16 723, 32 739; and as a multiple of the time of dq in no order:
+# seqlen 4096: 2 1.11, 4 1.04, 8 1.05.
 BACKWARD_HEAD_SECTION = 4
 STEPS_APART = 2
-# Packed sequences have few and long heads, and a kernel before has to clear the accumulators of dq of those heads that
+# Packed sequences have few and long heads, and an earlier kernel must clear the accumulators of dq of those heads that
 # start side by side. On an H200 two heads in place of 4 to 16 are up to 4 % faster at head_dim 256 and up to 2 % at 64.
 # With dq in order under a causal mask four in place of 16 are up to 1 % faster, and two are 1 to 3 % slower than four
 # at head_dim 256.
@@ -42,18 +42,18 @@ PACKED_HEAD_SECTION, PACKED_IN_ORDER_SECTION = 2, 4
 # Under a causal mask the blocks of a head are at different queries, so Q, dO and dQ of all heads that blocks work on
 # should stay in L2. On an H200, with dq in order at seqlen 16384, 128 MiB of them cost 21 % more time than 16 MiB
 # (head_dim 128), and 44 % more than 32 MiB (head_dim 256). With dq in order, blocks are further apart the more heads of
-# a group they have gone through. So all heads of a group count; where more than two fit, blocks share a group, which is
-# 5 to 7 % faster (4 heads of head_dim 128, seqlen 8192, or head_dim 256, seqlen 4096).
+# a group they have gone through. So all heads of a group count. Blocks share a group that has more than two heads
+# and more than fit, which is 5 to 7 % faster (4 heads of head_dim 128, seqlen 8192, or head_dim 256, seqlen 4096).
 BACKWARD_L2_BYTES = 1 << 24
 MIN_HEADS_IN_ORDER = 2
-# Where blocks add to dq in order under a causal mask, the longest blocks run alone at the end, unless one of so many
+# Where blocks add to dq in order under a causal mask, the longest blocks run alone at the end, unless one of this many
 # heads starts with its longest blocks. On an H200 one head of 8 is 2 to 6 % faster than none at head_dim 256, and 1 to
 # 5 % slower at smaller ones. But groups of query heads make blocks longer: by arithmetic 20 % of the device waits for
 # the last blocks of 4 waves, and 13 % for those of 8.
 SPLIT_ROLES_BACK_SHARE, GROUPED_BACK_SHARE = 8, 4
-BACK_SECTION = 16  # so many of these heads are side by side
-# From so many waves of blocks on, blocks clear accumulators of dq for later blocks. On an H200 this makes the pass 2 to
-# 5 % shorter at seqlen 1024, and up to 1 % at 4096 (batch x heads x seqlen x head_dim of 2**25). Clearing for heads two
+BACK_SECTION = 16  # this many of these heads are side by side
+# From this many waves on, blocks clear accumulators of dq for later blocks. On an H200 this makes the pass 2 to 5 %
+# shorter at seqlen 1024, and up to 1 % at 4096 (batch x heads x seqlen x head_dim of 2**25). Clearing for heads two
 # sections ahead in place of one makes it 1 % longer. In a single wave, clearing makes it 3 % longer.
 CLEAR_WAVES = 2
 _OF_FUNCTIONS = frozenset(f"d{name}" for name in OF_FUNCTIONS)
@@ -210,7 +210,7 @@ class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
 
 
 def _mapped(draft: Draft) -> tuple[str, ...]:
-    """The arrays that are left to TMA."""
+    """The arrays that TMA reads or writes."""
     return ("q", "k", "v", "dout", *(name for name in ("dk", "dv") if name in draft.need))
 
 
@@ -227,7 +227,7 @@ def _seeing(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
 
 
 def _with_rows(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
-    """The tile with room for what a function reads of the rows of a tile of queries, and of keys, if that fits."""
+    """The tile with room for the numbers that a function reads of the rows, and of the keys, of a tile, if it fits."""
     if draft.problem.score is None:
         return main
     rows, keys = len(draft.program.of_rows), len(draft.program.of_keys)
@@ -254,7 +254,7 @@ def fragments_of_a_warpgroup(main: Tile) -> BackwardTile:
 
 
 def steps_of_tile(draft: Draft, main: Tile) -> int:
-    """The most tiles of queries, of all heads of a group, that a tile of keys meets; of packed sequences their mean."""
+    """The most tiles of queries, of all heads of a group, that a tile of keys meets. Packed: for the mean length."""
     problem = draft.problem.mean_sequence
     queries = problem.seqlen_q
     if problem.window_left is not None and problem.window_right is not None:
@@ -263,6 +263,6 @@ def steps_of_tile(draft: Draft, main: Tile) -> int:
 
 
 def _head_bytes(draft: Draft, main: BackwardSm90Tile) -> int:
-    """Bytes of Q, dO and dQ of one head. Of packed sequences their mean length counts: blocks work on few at once."""
+    """Bytes of Q, dO and dQ of one head. Packed: for the mean length, since blocks work on few sequences at once."""
     dim, dim_v = draft.padded_dims(main)
     return draft.problem.mean_sequence.seqlen_q * (main.element_bytes * (dim + dim_v) + 4 * dim)

@@ -20,7 +20,7 @@ from cuflash.problem import Problem
 
 SOURCE = "sm90/backward_bias.cu"
 _OPERANDS = ("q", "k", "v", "dout")
-_BOX = 64  # rows that TMA brings at once, where no other kernel of the pass says how many
+_BOX = 64  # rows of a box of TMA, where no other kernel of the pass sets their number
 
 
 def table_of(problem: Problem) -> tuple[BiasSm90Tile, ...]:
@@ -31,7 +31,7 @@ def table_of(problem: Problem) -> tuple[BiasSm90Tile, ...]:
 
 
 def choose_bias_tile(draft: Draft, main: Tile | None) -> BiasSm90Tile | None:
-    """The tile of the kernel beside the main one whose row this is, if it has one; None where it does not serve."""
+    """The tile of the kernel of this gradient; None if it does not serve. `main` is the main kernel's row, if any."""
     problem, table = draft.problem, table_of(draft.problem)
     if draft.device.arch != 90 or problem.dtype == "float64":
         return None
@@ -51,7 +51,7 @@ def choose_bias_tile(draft: Draft, main: Tile | None) -> BiasSm90Tile | None:
 
 
 def add_bias_gradient(draft: Draft, tile: BiasSm90Tile, main: Tile | None, stored: Collection[str]) -> None:
-    """The kernel that makes it, after the main kernel, whose tensor maps it shares."""
+    """Add the kernel that makes it, after the main kernel, whose tensor maps it shares."""
     if main is None:
         if tile.bf16_parts > 1:
             add_bf16_split(draft, tile, _OPERANDS)

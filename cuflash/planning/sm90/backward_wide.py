@@ -51,9 +51,10 @@ class BackwardWide(Wide[BackwardWideSm90Tile], BackwardFamily[BackwardWideSm90Ti
         return BACKWARD_WIDE_SM90_TILES
 
     def head_section(self, draft: Draft, main: BackwardWideSm90Tile) -> int:
-        """Under a causal mask as many heads as the device has blocks for half of their tiles.
+        """Under a causal mask, as many heads as the device has blocks for half of their tiles.
 
-        These see the most, and walk side by side; the other half follows them. Of more heads L2 does not hold the rows.
+        The half that sees the most rows walks side by side; the other half follows. L2 does not hold the rows of more
+        heads.
         """
         problem = draft.problem
         if problem.window_right is None or problem.window_left is not None:

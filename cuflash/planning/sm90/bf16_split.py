@@ -16,7 +16,7 @@ SPLIT_MIN_PAIRS: dict[Pass, int] = {"forward": 64, "backward": 42}
 
 
 def why_not_split(draft: Draft, table: tuple[Tile, ...]) -> str | None:
-    """Why not to split float32 into parts: None if that is the way to go, "" where nobody would expect it."""
+    """Why not to split float32 into parts: None if that is the way to go, "" if the plan need not tell."""
     problem = draft.problem
     if draft.device.arch != 90 or problem.dtype != "float32":
         return ""
@@ -48,7 +48,7 @@ def tell_of_bias(draft: Draft, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm9
 def add_bf16_split(
     draft: Draft, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile | BiasSm90Tile, names: tuple[str, ...]
 ) -> None:
-    """Add the kernel that splits these float32 arrays into scratch arrays of bfloat16, in place of which maps are."""
+    """Add the kernel that splits these float32 arrays into scratch arrays of bfloat16, which tensor maps describe."""
     add_copying_kernel(draft, tile, "around/split_fp32.cu", names, "bfloat16", tile.bf16_parts)
     tell_of_parts(draft, tile, names)
 

@@ -1,4 +1,4 @@
-"""Copies of arrays that TMA can read in place of these, and what it costs to make them."""
+"""Copies of arrays that TMA cannot read itself, and what it costs to make them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from cuflash.planning.tiles import Tile, round_up
 
 COPIED = ("q", "k", "v", "dout")  # in the order of the bits of CUFLASH_COPIED
 COPY_WARPS = 8
-# Eight columns that a block copies. Each of its threads has four at once under way.
+# Vectors of eight columns that a block copies. Each of its threads has four of them in flight at once.
 COPY_VECTORS = 4 * 32 * COPY_WARPS
-# The fewest pairs of a query and a key, for each row that is copied, and in all, for which it pays. By arithmetic: the
-# sm80 kernels lose 0.1 ps (head_dim 2) to 0.6 ps (128) a pair of the forward pass, and 1.2 to 2.1 ps of the backward
-# pass; a row of as many columns takes 8 to 200 ps, and a launch 2 us.
+# The fewest pairs of a query and a key, for each row that is copied, and in all, for which copying pays. By arithmetic:
+# the sm80 kernels lose 0.1 ps (head_dim 2) to 0.6 ps (128) a pair of the forward pass, and 1.2 to 2.1 ps of the
+# backward pass; a row of as many columns takes 8 to 200 ps, and a launch 2 us.
 COPY_MIN_PAIRS: dict[Pass, int] = {"forward": 341, "backward": 96}
 COPY_MIN_PAIRS_IN_ALL = 1 << 24
 
@@ -68,7 +68,7 @@ def add_copying_kernel(
     The copy of the array `name` is `name_copy`, with the parts of all batch entries along its first axis.
     """
     widths = {name: round_up(draft.arrays[name].shape[3], 8) for name in names}
-    # Blocks of narrow rows have as much to do as those of wide ones.
+    # Blocks have more rows where these are narrow, so that they have as much to do as with wide ones.
     block_m = max(64, COPY_VECTORS * 8 // max(widths.values()) // 64 * 64)
     blocks = 0
     for name, width in widths.items():

@@ -51,9 +51,9 @@ class Decode(ForwardFamily[DecodeSm90Tile]):
         terms += ["packed sequences"] if problem.is_packed else []
         if terms:
             return f"it knows no {' and no '.join(terms)}"
-        # Its one block on a multiprocessor waits for the numbers of a bias, which come to the threads that add them. On
-        # an H100, of 3.02 TB/s that a copy makes, it made 1.52 and 1.26 with a bias of keys and of pairs, sm80/decode
-        # 2.67 and 2.58.
+        # A multiprocessor has one block of this kernel, which waits while the threads that add a bias load it. On an
+        # H100, where a copy makes 3.02 TB/s, it made 1.52 and 1.26 with a bias of keys and of pairs, and sm80/decode
+        # made 2.67 and 2.58.
         if problem.bias is not None and not problem.has_float8 and sm80_decode.Decode().why_not(draft) is None:
             return "sm80/decode reads a bias faster"
         if problem.group_size == 1 and 2 * draft.heads >= device.num_sms and not problem.has_float8:

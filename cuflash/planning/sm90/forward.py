@@ -29,17 +29,17 @@ from cuflash.problem import Problem
 from cuflash.terms import OF_PAIRS
 
 MOST_ENTRIES_TOGETHER = 8  # batch entries that share a bias and are neighbours in launch order
-# To have a tile alone, and not a pair of them, costs 2 % (691 and 675 TFLOP/s on an H100). Up to so many blocks to a
-# resident one, by arithmetic, it gains more that the last ones end half a pair sooner.
+# Blocks that take one tile in place of a pair are 2 % slower (691 and 675 TFLOP/s on an H100, with pairs and without).
+# By arithmetic, up to this many blocks for each resident one, it gains more that the last ones end half a pair sooner.
 APART_WAVES = 16
-# Up to so many tiles of queries that read the same keys, blocks split float32 of up to so many columns themselves. On
-# an H100 they take 449 us where a kernel before takes 196 and the products after it 426 (head_dim 32, 3 tiles), and 417
-# us in place of 89 and 357 (8 tiles), but 779 in place of 90 and 678 (16 tiles). With head_dim 64 the same tiles have
-# twice as much to split: 1203 us in place of 360 and 716 (4 tiles), 601 in place of 94 and 281 (8 tiles). The tiles of
-# two parts have more keys, and no registers for it.
+# Where at most FEW_READERS tiles of queries read the same keys, of at most SPLIT_MAX_DIM columns, blocks split float32
+# themselves. On an H100 they take 449 us where an earlier kernel takes 196 and the products after it 426 (head_dim 32,
+# 3 tiles), and 417 us in place of 89 and 357 (8 tiles), but 779 in place of 90 and 678 (16 tiles). With head_dim 64 the
+# same tiles have twice as much to split: 1203 us in place of 360 and 716 (4 tiles), 601 in place of 94 and 281 (8
+# tiles). The tiles of two parts have more keys, and no registers left for it.
 FEW_READERS, SPLIT_MAX_DIM = 8, 32
 _SPLIT = ("q", "k", "v")  # of float32
-MAPPED = ("q", "k", "v", "out")  # arrays that are left to TMA
+MAPPED = ("q", "k", "v", "out")  # arrays that TMA reads or writes
 
 
 class Forward(ForwardFamily[ForwardSm90Tile]):
@@ -171,7 +171,7 @@ def why_not_16_bit(
 ) -> str | None:
     """Why kernels of 16-bit operands, which read and write these arrays by TMA, do not serve a problem.
 
-    With `copies` they may read copies, and store row by row.
+    With `copies`, they may read copies of these arrays, and store results row by row.
     """
     problem = draft.problem
     if draft.device.arch != 90 or ITEMSIZE[problem.dtype] != 2:
@@ -187,7 +187,7 @@ def why_not_16_bit(
 
 
 def box_rows(problem: Problem, block_n: int) -> int:
-    """Keys that TMA brings at once: a tile, or with pages as many as make whole pages and whole tiles."""
+    """Keys in one box of TMA: a tile or, with pages, the most that divide both a page and a tile."""
     return math.gcd(problem.page_size, block_n)
 
 
@@ -205,8 +205,8 @@ def _add_persistent(
 ) -> None:
     """Add a persistent kernel: as many blocks as are resident, each of which takes one tile of queries after another.
 
-    On a device that computes other things, too, some of them would begin late, and all would wait for these at the end.
-    There a block takes a pair of tiles or, where there are few, one, and leaves.
+    On a device that computes other things, too, some blocks would begin late, and all would wait for them at the end.
+    So there a block takes a pair of tiles, or one where they are few, and ends.
     Blocks of a cluster take a tile together, and count as one until they are launched.
     With a window, tiles that see the whole of it come first, head by head, and the shorter ones of many heads follow.
     With `batch_first` the batch entries of a head are neighbours in launch order: they share what it reads.
@@ -218,7 +218,7 @@ def _add_persistent(
     units = draft.heads * draft.tiles_of(problem.seqlen_q, 2 * tile.block_m) if pairs else m_blocks
     cluster = tile.cluster
     resident = draft.device.num_sms * tile.min_blocks // cluster
-    parts = not problem.is_packed and not problem.page_size  # whether pairs of tiles may be of two blocks
+    parts = not problem.is_packed and not problem.page_size  # whether two blocks may divide a pair of tiles
     stays = not (problem.shares_device and parts)
     blocks = min(units, resident) if stays else units
     draft.set(resident_blocks=blocks)
@@ -232,7 +232,7 @@ def _add_persistent(
     elif problem.has_window:  # tiles that see the whole of it come first, head by head
         draft.set(head_section=_heads_of_short_tiles(draft))
     if batch_first:
-        # They read a tile of a bias at the same time, so that all but one of them find it in L2.
+        # Batch entries read a tile of a bias at the same time, so that all but one of them find it in L2.
         draft.set(head_section=min(problem.batch, MOST_ENTRIES_TOGETHER))
     who = f"{blocks} blocks" if cluster == 1 else f"{blocks} clusters of {cluster} blocks"
     if stays:
@@ -245,9 +245,9 @@ def _add_persistent(
 
 
 def _heads_of_short_tiles(draft: Draft) -> int:
-    """How many heads have the tiles of queries that see less than a whole window side by side: equal parts of all.
+    """How many heads have their tiles of queries that see less than a whole window side by side.
 
-    The keys that these tiles see fit into L2.
+    All heads are divided into equal parts, such that the keys that these tiles of a part see fit into L2.
     """
     problem = draft.problem
     left, right = problem.window_left or 0, problem.window_right or 0

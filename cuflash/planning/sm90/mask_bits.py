@@ -1,4 +1,4 @@
-"""Masks of pairs as bits, packed before the kernels of compute capability 9.0 that see them by tile."""
+"""Masks of pairs as bits, packed by a kernel before those of compute capability 9.0 that see them by tile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK_BYTES = BITS_BLOCK * BITS_BLOCK // 8
 
 
 def add_mask_bits(draft: Draft, tile: ScoredTile, *, transposed: bool) -> None:
-    """Add the kernel that packs all that hides pairs to bits.
+    """Add the kernel that packs all that hides pairs into bits.
 
     The bits are in the order of accumulators whose lines are queries or, `transposed`, keys.
     """

@@ -1,4 +1,4 @@
-"""What tiles of compute capability 9.0 have in common whose kernels see bias and masks by tile."""
+"""What the tiles of kernels of compute capability 9.0 that see bias and masks by tile have in common."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cuflash.terms import TERMS
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-LONG_SEQLEN = 2048  # from which on larger tiles of keys, or of queries, pay
+LONG_SEQLEN = 2048  # from this length on, larger tiles of keys, or of queries, pay
 # How much longer a tile of queries takes than one of 128 x 128, measured on an H200 where all blocks had equally many.
 FOUR_CONSUMERS = 1.57  # 256 x 64, at head dimension 64
 THREE_CONSUMERS = 1.44  # 192 x 80, at head dimension 128
@@ -81,12 +81,12 @@ def bias_tile_bytes(rows: int, keys: int, pair_bytes: int) -> int:
 
 
 def takes_pairs(problem: Problem) -> bool:
-    """Whether tiles of queries are taken in pairs, of which one sees as many keys more as the other sees fewer."""
+    """Whether tiles of queries are taken in pairs: one sees as many keys more as the other sees fewer."""
     return problem.window_right is not None and problem.window_left is None
 
 
 def rounds(problem: Problem, device: DeviceSpec, block_m: int) -> int:
-    """How many tiles of queries, or pairs of them, a block that stays takes one after another."""
+    """How many tiles of queries, or pairs of them, a persistent block takes one after another."""
     heads, seqlen = problem.batch * problem.num_heads, problem.mean_sequence.seqlen_q
     units = heads * -(-seqlen // (2 * block_m if takes_pairs(problem) else block_m))
     return -(-units // device.num_sms)
@@ -97,10 +97,10 @@ class ScoredTile(Tile):
     """A tile whose kernel sees bias and masks by tile."""
 
     bias_of_pairs: int = 0  # bytes of an element, where tiles of a bias of pairs are loaded; else 0
-    bias_of_keys: bool = False  # it differs from key to key only
-    mask_of_keys: bool = False  # and so does the mask
-    mask_by_bits: bool = False  # a kernel before packs all that hides pairs
-    numbers_of_keys: int = 0  # that a function of the caller reads of each key
+    bias_of_keys: bool = False  # the bias differs from key to key only
+    mask_of_keys: bool = False  # the mask differs from key to key only
+    mask_by_bits: bool = False  # an earlier kernel packs all that hides pairs into bits
+    numbers_of_keys: int = 0  # numbers that a function of the caller reads of each key
 
     packs_masks: ClassVar[bool] = True  # whether the kernel sees masks of pairs as bits
 
@@ -130,17 +130,17 @@ class ScoredTile(Tile):
         return self.seeing(problem, 0)
 
     def looks_up_pairs(self, problem: Problem) -> bool:
-        """Whether the kernel looks for what hides a pair, pair by pair."""
+        """Whether the kernel looks up, pair by pair, what hides a pair."""
         hidden = self._hidden(problem)
         return hidden != "nothing" and not self.mask_of_keys and not self.mask_by_bits
 
     def asks_function_alone(self, problem: Problem) -> bool:
-        """Whether a mask is a function, beside no mask of keys, and no array is added to scores."""
+        """Whether there is a mask function, but no mask of keys, and no array that is added to scores."""
         added = any(term.part_of == "scores" and getattr(problem, term.name) is not None for term in TERMS)
         return problem.mask_function is not None and not self.mask_of_keys and not added
 
     def reads_points(self, problem: Problem) -> bool:
-        """Whether a score has numbers of keys beside it, reads nothing of pairs, and no pair is asked for."""
+        """Whether a score reads numbers of keys and nothing of pairs, and no mask is asked pair by pair."""
         asks = problem.mask_function is not None or self.looks_up_pairs(problem)
         return self.numbers_of_keys > 0 and not asks and problem.hoisted.reads_points
 
@@ -151,7 +151,7 @@ class ScoredTile(Tile):
             return "pairs"
         if problem.mask is None:
             return "nothing"
-        # What hides keys is added to scores, of which a function of the caller tells nothing.
+        # A mask of keys is added to scores, but nothing is added to the score that a function of the caller makes.
         return "keys" if problem.mask.strides[2] == 0 and problem.score is None else "pairs"
 
     @property

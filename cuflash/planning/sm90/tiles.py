@@ -33,13 +33,13 @@ WGMMA_COLUMNS = tuple(range(32, 257, 16))  # columns of a product that are worth
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardSm90Tile(ScoredTile):
-    """One way to cut the forward pass for compute capability 9.0. A warpgroup owns 64 of the block_m queries."""
+    """One way to cut the forward pass for compute capability 9.0. A consumer owns 64 of the block_m queries."""
 
     max_dim: int
     block_m: int
     block_n: int
     num_stages: int
-    ping_pong: bool  # consumers issue products one after another, and the softmax is kept beside a product
+    ping_pong: bool  # consumers take turns to issue products, and the softmax is kept beside a product
     q_stages: int  # tiles of queries in shared memory
     serves: Serves = "any"
     origin: str = field(compare=False)
@@ -69,13 +69,13 @@ class ForwardSm90Tile(ScoredTile):
         """The tile as it sees bias, mask and score of a problem."""
         bias = problem.bias if self.serves == "bias" and bias_by(problem) == "pairs" else None
         tile = self.seeing(problem, 0 if bias is None else ITEMSIZE[bias.dtype])
-        if problem.score is None or problem.is_packed:  # the warp that would read them finds tiles of packed sequences
+        if problem.score is None or problem.is_packed:  # packed: the warp that would read them finds tiles
             return tile
         return tile.changed(numbers_of_keys=len(problem.hoisted.of_keys))
 
     @property
     def num_warps(self) -> int:
-        """The warps of the consumers and of the producer."""
+        """Four warps for each consumer, and four for the producer."""
         return self.block_m // 16 + 4
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
@@ -90,7 +90,7 @@ class ForwardSm90Tile(ScoredTile):
     def why_not(self, problem: Problem, device: DeviceSpec) -> str:
         by = bias_by(problem)
         tile = self.configured(problem)
-        # Numbers that a function reads of rows and keys take registers, of which smaller tiles leave more.
+        # Numbers that a function reads of rows and keys take registers, and smaller tiles leave more of them.
         by_tile = not tile.looks_up_pairs(problem) and not (problem.score is not None and problem.hoisted.reads_pairs)
         no_pairs = by_tile and by in ("nothing", "keys")
         has_lists = problem.block_mask is not None or problem.mask_function is not None
@@ -125,7 +125,7 @@ class ForwardSm90Tile(ScoredTile):
 class ForwardFloat32Sm90Tile(ScoredTile):
     """One way to cut the forward pass of float32 for compute capability 9.0, of operands in parts of bfloat16.
 
-    A warpgroup owns 64 of the block_m queries.
+    A consumer owns 64 of the block_m queries.
     """
 
     packs_masks = False
@@ -134,9 +134,9 @@ class ForwardFloat32Sm90Tile(ScoredTile):
     block_m: int
     block_n: int
     num_stages: int
-    ping_pong: bool  # consumers issue products one after another
-    bf16_parts: int = 3  # that a float32 is split into; two are for TF32's precision
-    splits_operands: bool = False  # the producer does, and not a kernel before
+    ping_pong: bool  # consumers take turns to issue products
+    bf16_parts: int = 3  # parts that a float32 is split into; two are for TF32's precision
+    splits_operands: bool = False  # the producer splits operands, not an earlier kernel
     serves: Literal["any", "bias"] = "any"
     origin: str = field(compare=False)
 
@@ -162,7 +162,7 @@ class ForwardFloat32Sm90Tile(ScoredTile):
 
     @property
     def num_warps(self) -> int:
-        """The warps of the consumers and of the producer."""
+        """Four warps for each consumer, and four for the producer."""
         return self.block_m // 16 + 4
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
@@ -182,16 +182,16 @@ class ForwardFloat32Sm90Tile(ScoredTile):
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardFloat8Sm90Tile(Tile):
-    """One way to cut the forward pass of bytes for compute capability 9.0. A warpgroup owns 64 of its queries."""
+    """One way to cut the forward pass of bytes for compute capability 9.0. A consumer owns 64 of its queries."""
 
     max_dim: int
     block_m: int
     block_n: int
-    num_stages: int  # of keys, and of values with their keys next to each other
-    value_stages: int  # of values as they are in memory
+    num_stages: int  # stages of keys, and of transposed values
+    value_stages: int  # stages of values as they are in memory
     q_stages: int  # tiles of queries
     overlaps: bool  # a consumer has the scores of a tile and the output of the one before in flight at once
-    ping_pong: bool  # consumers make exponentials one after another
+    ping_pong: bool  # consumers take turns to make exponentials
     serves: Literal["any", "causal"] = "any"
     origin: str = field(compare=False)
 
@@ -210,12 +210,12 @@ class ForwardFloat8Sm90Tile(Tile):
 
     @property
     def num_warps(self) -> int:
-        """The warps of the consumers, of the producer and of those that transpose."""
+        """Four warps for each consumer, the producer, and the three transposers."""
         return self.block_m // 16 + 4
 
     @property
     def dim_multiple(self) -> int:
-        """The k of a product, or the columns that one makes where several in turn do."""
+        """The k of a product, or the columns of one where several products in turn make the output."""
         return 32 if self.max_dim <= 128 else 64
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
@@ -249,7 +249,7 @@ class DecodeSm90Tile(Tile):
 
     element_bytes = 2
     dim_multiple = 16
-    num_warps = 5  # those of the consumer, and the producer
+    num_warps = 5  # four for the consumer, and the producer
     fragments_ahead = 0
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
@@ -277,7 +277,7 @@ class DecodeFloat8Sm90Tile(DecodeSm90Tile):
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         keys = sum(-(-d // LINE_BYTES) * self.block_n * LINE_BYTES for d in (dim, dim_v))
-        out, statistics = -(-dim_v // 32) * 2048, 144  # that a warp hands over, of 16 rows
+        out, statistics = -(-dim_v // 32) * 2048, 144  # what a warp hands over of 16 rows
         q = max(chunked_bytes(self.block_m, dim), 2 * out)
         return q + self.num_stages * keys + 8 * (2 + 4 * self.num_stages) + 2 * statistics
 
@@ -292,11 +292,11 @@ class BackwardSm90Tile(ScoredTile):
     num_stages: int
     schedule: Literal["kHoldK", "kSharedDs", "kSplitRoles"]  # Schedule of kernels/sm90/backward_layout.cuh
     dq_in_order: bool = False  # blocks add to dq one after another, in a fixed order
-    keeps_scores: bool = False  # in shared memory, for gradients of the cap, or of arrays that a function reads
+    keeps_scores: bool = False  # shared memory keeps them for gradients of the cap, or of arrays that a function reads
     query_sums: int = 0  # reads of such arrays whose gradients are summed over the keys of a tile
-    diagonal_sums: int = 0  # and along its diagonals
-    numbers_of_rows: int = 0  # that a function reads of each row, and warps keep in shared memory
-    numbers_of_warp_keys: int = 0  # and of each key
+    diagonal_sums: int = 0  # reads whose gradients are summed along the diagonals of a tile
+    numbers_of_rows: int = 0  # numbers that a function reads of each row, which warps keep in shared memory
+    numbers_of_warp_keys: int = 0  # the same of each key
     # Columns of dq that one product makes. On an H100, 32 in place of 64 make the pass 28 % faster at head_dim 32, 17
     # to 20 % at 80 and 96, and 9 to 13 % at 160.
     dim_multiple: int = 32
@@ -318,7 +318,7 @@ class BackwardSm90Tile(ScoredTile):
 
     @property
     def splits_roles(self) -> bool:
-        """Whether one consumer makes P and dv, the other dS and dk, of the same keys."""
+        """Whether, for the same keys, one consumer makes P and dv, and the other dS and dk."""
         return self.schedule == "kSplitRoles"
 
     @property
@@ -327,7 +327,7 @@ class BackwardSm90Tile(ScoredTile):
 
     @property
     def num_warps(self) -> int:
-        """The warps of two consumers, of dq, and of the warpgroup that keeps the order of dq."""
+        """Four warps for each of two consumers, four for dq, and four that keep the order of dq if it has one."""
         return 16 if self.dq_in_order else 12
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
@@ -338,7 +338,7 @@ class BackwardSm90Tile(ScoredTile):
         bias = bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)
         barriers = 8 * (2 + 4 * self.num_stages + 4 + 2 * self.splits_roles + 6 * self.dq_in_order)
         scores = self.block_n * self.block_m * 4 if self.keeps_scores else 0
-        # Two stages of what each warp, of 16 keys, sums.
+        # Two stages of what each warp sums for its 16 keys.
         step = self.query_sums * self.block_m + self.diagonal_sums * (self.block_m + 16)
         sums = 2 * self.block_n // 16 * step * 4
         numbers = 8 * 4 * (self.block_m * self.numbers_of_rows + 16 * self.numbers_of_warp_keys)  # of 8 warps
@@ -353,16 +353,16 @@ class BiasSm90Tile(ScoredTile):
     block_m: int = 128
     block_n: int = 128
     bias_of_pairs: int  # bytes of an element of the bias that it serves
-    num_stages: int  # tiles of operands of a product
-    bias_stages: int  # tiles of bias
-    bf16_parts: int = 1  # that an element is split into: of float32 three, or two for TF32's precision
+    num_stages: int  # stages of the operands of a product
+    bias_stages: int  # stages of tiles of bias
+    bf16_parts: int = 1  # parts that an element is split into: three for float32, or two for TF32's precision
     origin: str = field(compare=False)
 
     role = "bias"
     defined = ("bias_stages", "bf16_parts")
     variations: ClassVar = {"num_stages": (2, 3, 4), "bias_stages": (1, 2)}
 
-    num_warps = 12  # those of two consumers and of the producer
+    num_warps = 12  # four for each of two consumers and for the producer
     dim_multiple = 16
     min_blocks = 1
     fragments_ahead = 0
@@ -404,16 +404,16 @@ class BackwardFloat32Sm90Tile(ScoredTile):
     block_m: int = 64
     block_n: int = 64
     num_stages: int
-    num_buffers: int  # in which weights and their gradients are handed from warpgroup to warpgroup
+    num_buffers: int  # buffers in which weights and their gradients are handed from warpgroup to warpgroup
     dq_late: bool  # dq of a tile waits for the first columns of its dk, which the next queries wait for
-    bf16_parts: int = 3  # that a float32 is split into; two are for TF32's precision
+    bf16_parts: int = 3  # parts that a float32 is split into; two are for TF32's precision
     origin: str = field(compare=False)
 
     defined = ("num_buffers", "dq_late", "bf16_parts")
     variations: ClassVar = {"num_stages": (1, 2, 3), "num_buffers": (1, 2)}
 
     element_bytes = 4
-    num_warps = 16  # those of dv, of dk, of dq and of the producers
+    num_warps = 16  # four each for dv, dk, dq and the producers
     dim_multiple = 16
     min_blocks = 1
     fragments_ahead = 0
@@ -530,8 +530,8 @@ FORWARD_FLOAT8_SM90_TILES = (
     _forward_float8_sm90(256, 128, 64,  3, 1, 1, False, False, "any", "for scales of blocks of keys; " + ARITHMETIC),
 )
 
-# Memory of an H200 brings a multiprocessor 36 bytes in a nanosecond, after a microsecond: 64 KiB and more must be on
-# their way, beside the tiles in use.
+# Memory of an H200 brings a multiprocessor 36 bytes in a nanosecond, after a microsecond: 64 KiB and more must be in
+# flight, beside the tiles in use.
 DECODE_SM90_TILES = (
     #       max_dim n   stages blocks
     _decode(64,  128, 2, 2, reads(3.95, "32 x 32/8", 3.75, "2 x 32/8")),
@@ -542,7 +542,7 @@ DECODE_SM90_TILES = (
     _decode(256, 64,  2, 1, reads(3.87, "8 x 32/8", 3.75, "1 x 16/4")),
 )
 
-# With keys and values of one byte as many bytes have to be on their way. The four warps of one block keep up with
+# With keys and values of one byte, as many bytes must be in flight. The four warps of one block keep up with
 # memory where lines are full, and a second block would leave more results to combine.
 DECODE_FLOAT8_SM90_TILES = (
     #              max_dim n   stages blocks
@@ -567,7 +567,7 @@ BACKWARD_SM90_TILES = (
                    h200("466 / 450, 394 / 301", "239 / 224, 227 / 181")),
 )
 
-# Two or three tiles of operands hide the way from L2 behind products.
+# Two or three tiles of operands hide the latency of L2 behind products.
 BIAS_SM90_TILES = (
     #          max_dim bytes stages of bias
     _bias_sm90(64,  2, 4, 2, "on an H100 0.84 ms beside 2.35 for the other gradients (8 heads, 512 rows of 512)"),
@@ -577,7 +577,7 @@ BIAS_SM90_TILES = (
     _bias_sm90(192, 2, 2, 1, ARITHMETIC),
 )
 
-# Of float32, tiles of 64 keys: the parts of larger ones leave no room for two stages.
+# For float32, tiles have 64 keys, because the parts of larger ones leave no room for two stages.
 BIAS_FLOAT32_SM90_TILES = (
     _bias_sm90(64, 4, 2, 1,
                "on an H100 0.81 ms beside 1.42 for the other gradients, sm80/backward_scores 2.53 (batch 384, 4 heads, "
@@ -586,7 +586,7 @@ BIAS_FLOAT32_SM90_TILES = (
 )
 BIAS_TF32_SM90_TILES = (_bias_sm90(64, 4, 3, 1, ARITHMETIC, block_n=64, bf16_parts=2),)
 
-# Tiles of 64 keys and 64 queries; the products of parts count as one.
+# Tiles have 64 keys and 64 queries. The products of parts count as one product.
 BACKWARD_FLOAT32_SM90_TILES = (
     #                     max_dim stages buffers late dq
     _backward_float32_sm90(64,  2, 2, False, float32("114 / 111", "34.1 / 31.1")),

@@ -11,7 +11,7 @@ from cuflash.planning.tiles import ARITHMETIC, Tile, chunked_bytes, maker
 from cuflash.problem import Problem
 from cuflash.tensor_map import CHUNK
 
-ONE_PASS_COLUMNS = 512  # of the output, whose sums registers hold
+ONE_PASS_COLUMNS = 512  # columns of the output whose sums registers hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class ForwardWideSm90Tile(Tile):
     defined: ClassVar[tuple[str, ...]] = ("wide_sum", "column_blocks")
     element_bytes = 2
     dim_multiple = 16
-    num_warps = 16  # those of the two halves of the output, of scores and of the producer
+    num_warps = 16  # four each for the two halves of the output, for scores and for the producer
     min_blocks = 1
     fragments_ahead = 0
     wide_sum = "kOut"
@@ -52,7 +52,7 @@ class ForwardWideSm90Tile(Tile):
         return chunked_bytes(64, dim) + boxes + weights + 16 + 32 * self.num_stages + 24
 
     def why_not(self, problem: Problem, device: DeviceSpec) -> str:
-        # Where queries see as many keys, blocks that read the same at the same time need no cluster to find it in L2.
+        # Where queries see equally many keys, blocks read the same at the same time, and L2 has it without a cluster.
         takes_two = problem.window_right is not None and problem.seqlen_q > 64
         if (self.cluster == 2) == takes_two:
             return ""
@@ -77,9 +77,9 @@ class DecodeWideSm90Tile(ForwardWideSm90Tile):
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardWideSm90Tile(Tile):
-    """One way to cut dv and dk of wide heads for compute capability 9.0, each by a kernel.
+    """One way to cut dv and dk of wide heads for compute capability 9.0, each of which has its own kernel.
 
-    A block owns block_n keys, and of their columns its share; blocks that share keys are a cluster.
+    A block owns block_n keys, and its share of their columns; blocks that share keys are a cluster.
     """
 
     max_dim: int
@@ -94,7 +94,7 @@ class BackwardWideSm90Tile(Tile):
     block_m = 64
     block_n = 64
     dim_multiple = 16
-    num_warps = 16  # those of the two halves of the sums, of scores and of the producer
+    num_warps = 16  # four each for the two halves of the sums, for scores and for the producer
     min_blocks = 1
     fragments_ahead = 0
 
@@ -113,7 +113,7 @@ class BackwardWideSm90Tile(Tile):
         return own + self.num_stages * (chunked_bytes(64, CHUNK) + 32) + 64 * 64 * 2 + statistics + part + 16 + 24
 
     def _bytes_own(self, dim: int) -> int:
-        """The rows of a block, of which it has whole chunks of columns."""
+        """Bytes of the rows of a block, of which it has whole chunks of columns."""
         return -(-chunked_bytes(1, dim) // chunked_bytes(1, CHUNK) // self.column_blocks) * chunked_bytes(64, CHUNK)
 
     def of_dv(self) -> BackwardWideSm90Tile:
@@ -123,7 +123,7 @@ class BackwardWideSm90Tile(Tile):
 
 @dataclass(frozen=True, kw_only=True)
 class DqWideSm90Tile(BackwardWideSm90Tile):
-    """The same of dq. A block owns block_m queries."""
+    """The same for dq. A block owns block_m queries."""
 
     wide_sum: str = "kDq"
 
@@ -142,7 +142,7 @@ def _h200(case: str, rates: str) -> str:
 
 
 # fmt: off
-# As many boxes as fit beside the queries.
+# A row has as many boxes as fit beside the queries.
 FORWARD_WIDE_SM90_TILES = (
     #            max_dim  m   n    boxes
     _forward_wide(320,  64,  128, 10, _h200("batch x heads 4 x 6, seqlen 4096", "623 TFLOP/s")),
@@ -180,7 +180,8 @@ DECODE_WIDE_SM90_TILES = (
 _backward_wide = maker(BackwardWideSm90Tile, "max_dim column_blocks num_stages dv_stages origin")
 
 
-# As many boxes as fit beside the rows of a block. More columns than registers hold sums of are those of two blocks.
+# A row has as many boxes as fit beside the rows of a block. Where registers do not hold the sums of all columns, two
+# blocks divide them.
 BACKWARD_WIDE_SM90_TILES = (
     #              max_dim blocks boxes of dv
     _backward_wide(320, 1, 16, 21, _h100("batch x heads 4 x 6, seqlen 4096, full / causal", "357 / 310 TFLOP/s")),
