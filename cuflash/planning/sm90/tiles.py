@@ -530,8 +530,8 @@ FORWARD_FLOAT8_SM90_TILES = (
     _forward_float8_sm90(256, 128, 64,  3, 1, 1, False, False, "any", "for scales of blocks of keys; " + ARITHMETIC),
 )
 
-# Memory of an H200 brings a multiprocessor 36 bytes in a nanosecond, after a microsecond: 64 KiB and more must be in
-# flight, beside the tiles in use.
+# Memory of an H200 brings a multiprocessor 36 bytes in a nanosecond, after a microsecond. So 36 KB must always be in
+# flight, and stages have 64 KiB and more, with the tiles in use.
 DECODE_SM90_TILES = (
     #       max_dim n   stages blocks
     _decode(64,  128, 2, 2, reads(3.95, "32 x 32/8", 3.75, "2 x 32/8")),
@@ -542,8 +542,8 @@ DECODE_SM90_TILES = (
     _decode(256, 64,  2, 1, reads(3.87, "8 x 32/8", 3.75, "1 x 16/4")),
 )
 
-# With keys and values of one byte, as many bytes must be in flight. The four warps of one block keep up with
-# memory where lines are full, and a second block would leave more results to combine.
+# With keys and values of one byte, as many bytes must be in flight. A second block does so and hides the conversion
+# of the first one, where both fit.
 DECODE_FLOAT8_SM90_TILES = (
     #              max_dim n   stages blocks
     _decode_float8(64,  128, 3, 2,
@@ -567,7 +567,7 @@ BACKWARD_SM90_TILES = (
                    h200("466 / 450, 394 / 301", "239 / 224, 227 / 181")),
 )
 
-# Two or three tiles of operands hide the latency of L2 behind products.
+# Two to four tiles of operands hide the latency of L2 behind products.
 BIAS_SM90_TILES = (
     #          max_dim bytes stages of bias
     _bias_sm90(64,  2, 4, 2, "on an H100 0.84 ms beside 2.35 for the other gradients (8 heads, 512 rows of 512)"),
