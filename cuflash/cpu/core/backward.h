@@ -260,8 +260,8 @@ template <class T> void dq_job(Work &work, char *memory, long job) {
     }
 }
 
-// Clears a head of dq, because jobs add to it. With lengths, it also clears dk, dv and dbias, and with packed sequences
-// dk and dv, because no job writes keys past the lengths.
+// Clears a head of dq and of its sums, because jobs add to them. With lengths, it also clears dk, dv and dbias, and with
+// packed sequences dk and dv, because no job writes keys past the lengths or outside of the sequences.
 template <class T> void clear_job(Work &work, char *, long job) {
     const Call &call = work.call;
     const long heads = larger(call.num_heads, call.num_heads_kv), b = job / heads, h = job % heads;

@@ -1,4 +1,4 @@
-// Gradients of the other operands of scores and of the softmax: slopes, scale, soft cap, sinks and bias.
+// Gradients of the other operands of scores and of the softmax: slopes, scale, soft cap, sink and bias.
 #pragma once
 
 #include "differentiate.h"

@@ -245,7 +245,7 @@ inline void for_vectors(const Call &call, const SmallBuffers<T> &buffers, const 
 
 // ---- forward ---------------------------------------------------------------------------------------------------------
 
-// Turns the scores of a vector of queries into weights, whose sums are 1, or less with sinks. Returns their lse.
+// Turns the scores of a vector of queries into weights, whose sums are 1, or less with a sink. Returns their lse.
 template <class T>
 inline Vector<T> weigh(const Scaling<T> &scaling, const Sight<T> &sight, Keys keys, T *s, long stride, const T *sinks) {
     const T infinity = T(__builtin_inf());
