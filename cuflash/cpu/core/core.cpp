@@ -66,7 +66,7 @@ const Kernels &kernels_for(const Call &call, int limit) {
 
 enum Status { DONE, OUT_OF_MEMORY, OTHER_LAYOUT, NO_THREAD, UNALIGNED, NOT_APART };
 
-// What follows the head that all Python objects have in an array object of NumPy, in all versions.
+// The fields of an array object of NumPy after the head that all Python objects have. All versions have these.
 struct ArrayObject {
     char *data;
     int num_axes;

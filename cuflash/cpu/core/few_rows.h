@@ -8,8 +8,8 @@
 
 namespace {
 
-// How many rows of a block, with many keys and with few, are few: their scores are dot products with rows of k as they
-// lie in memory.
+// The most rows of a block that count as few, with many keys and with few keys. Their scores are dot products with rows
+// of k as they lie in memory.
 constexpr long FEW_ROWS = 8, VERY_FEW_ROWS = 2;
 constexpr int FEW_KEYS = 4;  // whose products are summed at a time
 
