@@ -26,8 +26,8 @@ Dropout. The random bits of a weight take longer (13) than all the rest.
 Runs of blocks. With a block mask, a tile of rows is a row of blocks, a part of one, or a few of them. Of a tile of
 keys, only the blocks that some of these rows see are computed, a run of neighbours at a time.
 
-Hiding by bits. Scores that a mask hides are cleared by an integer "and" (0.3 with the conversion of the mask); `np.where`
-takes ten times as long where a mask is random.
+Hiding by bits. Scores that a mask hides are cleared by an integer "and" (0.3 with the conversion of the mask);
+`np.where` takes ten times as long where a mask is random.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ inline void add_bias(const Call &call, const Entry &entry, const Block &block, R
 }
 
 // C += A^T B for the keys of a tile: A is p or ds of the rows of a block, B their dout or q. If different rows see the
-// two halves of the tile, each half is multiplied by itself. With pairs, everything is transposed: C^T += B^T A.
+// two halves of the tile, each half is a product of its own. With pairs, everything is transposed: C^T += B^T A.
 template <class T>
 inline void add_to_keys(const Call &call, const SeenRows &seen, long count, const T *a, const T *b, long dim, T *c) {
     constexpr long STRIDE = SCORES_STRIDE<T>;
