@@ -46,8 +46,8 @@ def dropout_mask(
     seed, offset : int
         As `FlashAttention.forward` and `FlashAttention.backward` take them.
     batch, num_heads, seqlen_q, seqlen_k : int
-        Sizes of the problem. Larger ones begin with the mask of smaller ones, but for num_heads of several batch
-        entries.
+        Sizes of the problem. The mask of larger sizes begins with that of smaller ones, except for num_heads of
+        several batch entries.
     rate : float
         Probability that a weight is dropped, as `FlashAttention` takes it: rounded to a multiple of 1 / 65536.
 

@@ -1,8 +1,8 @@
 """Kernels of CuPy that make one array of several, number by number, in one pass over memory.
 
 Parts have the dtype of the softmax, and the result any dtype, to which it is rounded once. Where rows allow, a thread
-has four numbers: one for each takes several times as long as memory. bfloat16 goes as its bits, because not every
-version of CuPy has a type for it in such kernels.
+has four numbers, because a thread for each number takes several times as long as memory does. bfloat16 is passed as its
+bits, because not every version of CuPy has a type for it in such kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WIDE = 16  # bytes of the largest element that CuPy copies
 _TYPES = {8: np.complex64, WIDE: np.complex128}
 _NARROW = ("float16", "bfloat16")
 _HEADER = "#include <cuda_fp16.h>\n"  # CuPy includes it only where an argument is of float16
-# Numbers in the elements of the dtypes that CuPy has for 8 and 16 bytes.
+# Functions for the numbers in an element of 8 or 16 bytes, for which CuPy has complex dtypes.
 _HELPERS = """
 __device__ inline float cuflash_lane(const complex<double>& x, int i) {
   const unsigned long long bits = __double_as_longlong(i < 2 ? x.real() : x.imag());
@@ -48,7 +48,7 @@ __device__ inline double cuflash_two(float a, float b) {
 
 
 class Text(NamedTuple):
-    """What such a kernel is made of."""
+    """The source of such a kernel."""
 
     inputs: str
     output: str
@@ -61,7 +61,7 @@ class Formula(NamedTuple):
 
     name: str
     value: str
-    prepare: str = ""  # of a row, whose numbers are `r0` and so on
+    prepare: str = ""  # code for a row, whose numbers are `r0` and so on
     rows: int = 0  # how many numbers a row has
 
     def text(self, parts: int, dtype: str, *, is_wide: bool) -> Text:
@@ -89,7 +89,7 @@ class Formula(NamedTuple):
         return Text(", ".join(inputs), output, " ".join(code))
 
     def run(self, parts: Sequence[Array], rows: Sequence[Array], target: Array) -> None:
-        """Fill an array on a device of parts of its shape, and of numbers of rows."""
+        """Fill an array on a device from parts of its shape, and from numbers of rows."""
         dtype = target.dtype.name
         width = WIDE * target.itemsize // parts[0].itemsize if parts and parts[0].dtype == np.float32 else 0
         into = in_wide_elements(target, width) if width in _TYPES else None
@@ -130,7 +130,7 @@ def lse_of(parts: int) -> Formula:
 
 
 def _exponentials(parts: int) -> str:
-    """The largest lse of a row, unless none is a number, and the sum of exponentials of what they are less."""
+    """Code for the largest lse of a row, or 0 if all are -inf, and for the sum of exponentials of lse less that."""
     every = range(parts)
     code = ["{T} offset = r0;", *(f"if (r{i} > offset || r{i} != r{i}) offset = r{i};" for i in every[1:])]
     code += ["if (isinf(offset) && offset < 0) offset = 0;"]
@@ -155,7 +155,7 @@ def _row_products(dtype: str) -> Any:
 
 
 def products_text(dtype: str) -> str:
-    """A function that adds the products of the numbers in two elements."""
+    """The source of a function that adds the products of the numbers in two elements."""
     lanes = [f"cuflash_lane({{0}}, {i})" for i in range(LANES)]
     if dtype in _NARROW:
         bits = [f"__float_as_uint({lane})" for lane in lanes]
@@ -168,7 +168,7 @@ def products_text(dtype: str) -> str:
 
 
 def lengths_in(span: Span, lengths: Array) -> Array:
-    """How much of a span sequences of some lengths have."""
+    """How many rows of a span are within each of some lengths."""
     start, stop = span
     if isinstance(lengths, np.ndarray):
         return np.clip(lengths - start, 0, stop - start)
@@ -199,7 +199,7 @@ def assign(target: Array, source: Array | float) -> None:
 
 
 def in_wide_elements(array: Array, width: int) -> Array | None:
-    """An array on a device as elements of 8 or 16 bytes; None where it has no such."""
+    """An array on a device as elements of 8 or 16 bytes; None where its layout does not allow that."""
     layout = wide_layout(array.shape, array.strides, array.itemsize, array.data.ptr % width, width)
     if layout is None:
         return None
@@ -210,7 +210,7 @@ def in_wide_elements(array: Array, width: int) -> Array | None:
 def wide_layout(
     shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, address: int, width: int = WIDE
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Shape and strides of the same memory in elements of so many bytes; None where there are no such."""
+    """Shape and strides of the same memory in elements of `width` bytes; None where the layout does not allow that."""
     if not shape or 0 in shape or strides[-1] != itemsize:
         return None
     *others, last = shape

@@ -48,7 +48,7 @@ def encode(xp: Any, x: Any, dtype: np.dtype[Any]) -> Any:
     magnitude = xp.where(is_finite, magnitude, 0)
     _, exponent = xp.frexp(magnitude)  # magnitude = m * 2**exponent, with m from 1/2 to 1
     exponent = xp.where(magnitude > 0, exponent - 1, LEAST_EXPONENT[name])
-    # Larger exponents than those of the format only have to stay above its largest code.
+    # Exponents beyond those of the format only have to give codes above its largest one.
     step = xp.clip(exponent, LEAST_EXPONENT[name], 16)
     units = xp.rint(xp.ldexp(magnitude, FRACTION_BITS[name] - step)).astype(x.dtype)
     codes = xp.ldexp((step - LEAST_EXPONENT[name]).astype(x.dtype), FRACTION_BITS[name]) + units
@@ -145,7 +145,7 @@ def fp8(array: Any, dtype: Any) -> Any:
 
 
 def on_bits(function: Callable[[Any], Any], array: Any) -> Any:
-    """What a function makes of the bytes of an array of such numbers, as one of these; of another array, as it is."""
+    """Apply a function to the bytes of an array of such numbers, which it keeps, or to another array as it is."""
     if isinstance(array, Float8Array):
         return Float8Array(function(array.bits), array.dtype)
     if array.dtype.name in FLOAT8:

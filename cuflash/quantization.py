@@ -1,4 +1,4 @@
-"""Keys and values in numbers of one byte, with scales; and the rotation that spreads what is large over a head.
+"""Keys and values in numbers of one byte, with scales; and the rotation that spreads large channels over a head.
 
 `quantize` makes what attention takes as k and `k_scale`, or as v and `v_scale`; `dequantize` goes back. Both, and
 `rotate`, are plain operations on NumPy or CuPy arrays.
@@ -118,7 +118,7 @@ def dequantize(
     Returns
     -------
     array
-        NumPy or CuPy, shape of x. Products are made, and rows rotated, in float32, in float64 for that dtype.
+        NumPy or CuPy, shape of x. Products and rotations are computed in float32, or in float64 for that dtype.
     """
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     if name not in DTYPES:
@@ -205,7 +205,7 @@ def _largest(xp: Any, magnitude: Array, per: str, size: int) -> Array:
 
 
 def _max(x: Array, axis: int | tuple[int, ...] | None = None) -> Array:
-    """The maximum of what is not negative, 0 where there is nothing; the maximum of CuPy takes no initial value."""
+    """The maximum of numbers that are not negative, 0 of none. CuPy's maximum takes no initial value."""
     return x.max(axis=axis) if x.size else x.sum(axis=axis)
 
 
@@ -220,7 +220,7 @@ def _of_keys(scale: Array, keys: int) -> Array:
 
 
 def _broadcast_to_keys(scale: Array, shape: tuple[int, ...]) -> Array:
-    """Scales of a caller as they meet keys of this shape, checked."""
+    """Scales of a caller, checked, in a shape that broadcasts to keys of this shape."""
     count, (*heads, keys, _) = (scale.shape[-1] if scale.ndim else 1), shape
     by_heads = zip(reversed(scale.shape[:-1]), reversed(heads), strict=False)
     fits = scale.ndim < len(shape) and all(n in (1, m) for n, m in by_heads)

@@ -7,18 +7,18 @@ In the letters of Dao et al. (FlashAttention, 2022, section 2 and appendix B), f
     dV = (P o Z)^T dO,  dP = (dO V^T) o Z,  D = rowsum(dO o O),  dS = P o (dP - D + dL)
     dQ = scale dS K,  dK = scale dS^T Q
 
-Between scale Q K^T and S stands the softcap c: with X = scale Q K^T / c and T = tanh X, dS is multiplied by 1 - T^2 on
-its way to dQ and dK. What S is made of beside Q and K has gradients too, sums over what it is broadcast to:
+The softcap c stands between scale Q K^T and S: with X = scale Q K^T / c and T = tanh X, dS is multiplied by 1 - T^2 on
+its way to dQ and dK. The other operands of S, beside Q and K, have gradients too, sums over what they are broadcast to:
 
     dbias = dS,  dslope = -sum dS o |i + d - j|,
     dscale = sum dS o (1 - T^2) o Q K^T,  dc = sum dS o (T - X o (1 - T^2))
 
-Z is 1 without dropout; with it 0 where a weight is dropped and 1 / (1 - dropout) elsewhere.
+Without dropout, Z is 1. With it, Z is 0 where a weight is dropped and 1 / (1 - dropout) elsewhere.
 
 dL is the gradient with respect to L; the derivative of L by S is P. A sink z is the score of one more key, whose value
 is zero: L = log (exp z + sum exp S), P = exp(S - L), and dz = sum exp(z - L) (dL - D) over the rows of its head.
 Nothing is tiled and nothing is clever; one head's matrices are held at a time. The same lines run in a lower precision
-give "the plain formula in that dtype", whose error is the yardstick for everybody else's (`cuflash.testing`).
+give "the plain formula in that dtype", whose error is the yardstick for all others (`cuflash.testing`).
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class BroadcastSum:
         self.shape = shape
 
     def add(self, index: tuple[int, ...], part: Array) -> None:
-        """Add what belongs to `index`, the first axes, and to all of the others."""
+        """Add a part that has `index` on the first axes, and all of the others."""
         own = (slice(i, i + 1) if n > 1 else slice(None) for i, n in zip(index, self.view.shape, strict=False))
         place = (*own, ...)
         here = self.view[place]
@@ -199,7 +199,7 @@ class ScoreSums:
                 self.totals[term.gradient] = BroadcastSum(terms.get(term.name), shape, compute)
 
     def add(self, head: Head, dS: Array, of_scale: Array, power: int = 1) -> None:
-        """Add what one head has: dS times the derivatives, to a power, and what is summed to the gradient of scale."""
+        """Add the part of one head: dS times the derivatives, to a power, and the terms of the gradient of scale."""
         for name, derivative in head.derivatives.items():
             total = self.totals[name]
             total.add(head.index_scores[: len(total.shape)], dS * derivative**power)
@@ -225,8 +225,8 @@ class Head:
     Z: Array  # what dropout multiplies the weights by
     cap_slope: Array  # derivative of the scores by scale Q K^T: other than one through softcap, or a function
     QK: Array  # Q K^T
-    derivatives: dict[str, Array]  # of the scores by what else they are made of, by the names of its gradients
-    reads: list[tuple[str, Array, Array]]  # entries of arrays that a function reads: whose, which, derivatives by them
+    derivatives: dict[str, Array]  # of the scores by their other operands, by the names of these gradients
+    reads: list[tuple[str, Array, Array]]  # of arrays that a function reads: name, entries, derivatives by them
 
 
 def each_head(
@@ -284,7 +284,7 @@ def each_head(
             )
             S, cap_slope, reads = _by_functions(own, S, cap_slope, captured, b, h)
             P, P_sink, L = _softmax(S, sinks[h].astype(compute))
-            if problem.has_functions:  # what has no weight has no part, whatever its derivative is
+            if problem.has_functions:  # a pair without weight contributes nothing, whatever its derivative
                 cap_slope = _replace(np.broadcast_to(cap_slope, P.shape), P == 0, 0)
                 reads = [(name, entry, _replace(x, P == 0, 0)) for name, entry, x in reads]
         Z = np.ones((1, 1), P.dtype)
@@ -300,7 +300,7 @@ def each_head(
 
 
 def dequantised(problem: Problem, name: str, x: Array, terms: Mapping[str, Any]) -> Array:
-    """q, k or v, (batch, heads, rows, dim), as the numbers that they stand for: of one byte, times their scales."""
+    """q, k or v, (batch, heads, rows, dim), as the numbers it stands for: numbers of one byte times their scales."""
     if getattr(problem, name).dtype not in FLOAT8:
         return x
     with np.errstate(all="ignore"):
@@ -325,14 +325,14 @@ def pairs_of_blocks(problem: Problem, block_mask: Array) -> Array:
 
 
 def _gather(pool: Array, table: Array, length: int) -> Array:
-    """The first `length` rows of what the pages of a table make: of pages (num_pages, page_size, dim) of one head."""
+    """The first `length` rows of the pages of a table; `pool` has (num_pages, page_size, dim) of one head."""
     page_size, dim = pool.shape[1:]
     num_pages = -(-length // page_size)
     return pool[table[:num_pages]].reshape(num_pages * page_size, dim)[:length]
 
 
 def unit_of_scores(problem: Problem) -> float:
-    """What terms of scores are counted in, to judge their rounding: a softcap below 1, or 1."""
+    """The unit of terms of scores when their rounding is judged: a softcap below 1, or 1."""
     return min(1.0, problem.softcap or 1.0)
 
 
@@ -371,7 +371,7 @@ def _by_functions(
 ) -> tuple[Array, Array, list[tuple[str, Array, Array]]]:
     """Scores of one head as functions of the caller leave them, their derivative by S, and `Head.reads`.
 
-    Values are those of the function itself, called on NumPy arrays. S has -inf at what else hides.
+    Values are those of the function itself, called on NumPy arrays. S already has -inf where other options hide a pair.
     """
     i, j = np.arange(S.shape[0])[:, None], np.arange(S.shape[1])[None, :]
     inputs: dict[str, Any] = {"s": S, "i": i, "j": j, "head": head, "batch": batch}

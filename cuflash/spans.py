@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-Span = tuple[int, int]  # rows from the first on, up to, but not, the second
+Span = tuple[int, int]  # rows from the first number up to the second, which is not included
 
 
 class Band(NamedTuple):
@@ -32,9 +32,9 @@ class Band(NamedTuple):
         return Band(-self.diagonal, self.right, self.left)
 
     def joint(self, queries: Span, spans: Sequence[Span]) -> Span | None:
-        """Numbers for the keys of some spans, one after the other, by which the band shows the same pairs; or None.
+        """New numbers for the keys of some spans, laid one after the other, so that the band shows the same pairs.
 
-        All spans but one are seen as a whole by all queries, and keep their side of what a bound cuts.
+        None if there are none: all queries have to see all spans but one as a whole, before and after they are moved.
         """
         first, last = queries[0] + self.diagonal, queries[1] - 1 + self.diagonal
 
@@ -75,12 +75,12 @@ def overlap(a: Span, b: Span) -> Span:
 
 
 def cut(span: Span, spans: Sequence[Span]) -> list[Span]:
-    """What some spans have of one, in their order."""
+    """The parts of `span` that lie in some spans, in their order."""
     return [part for other in spans if is_some(part := overlap(span, other))]
 
 
 def places(rows: Sequence[Span], held: Sequence[Span]) -> slice | None:
-    """Where rows of spans that follow each other lie in those of some spans, one after the other; None if not there."""
+    """Where `rows` lie among the rows of `held`, laid one after the other; None if they are not one slice of these."""
     first = 0
     found: slice | None = None
     left = list(rows)
@@ -100,5 +100,5 @@ def is_some(span: Span) -> bool:
 
 
 def within(span: Span, held: Span) -> slice:
-    """Where rows lie in those of a span that has them."""
+    """Where the rows of `span` lie among those of `held`, which has them all."""
     return slice(span[0] - held[0], span[1] - held[0])

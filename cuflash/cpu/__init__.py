@@ -1,4 +1,4 @@
-"""Attention and its gradients on NumPy arrays: by the compiled core where it is, by NumPy where it is not."""
+"""Attention and its gradients on NumPy arrays: by the compiled core where there is one, else by NumPy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Array = NDArray[Any]
 
 
 def describe(problem: Problem | None = None) -> str:
-    """Which way computes a problem, or any, and why."""
+    """Which path computes a problem, or any problem, and why."""
     reason = core.why_not(problem)
     if reason is None:
         return f"compiled core, {core.processor()}"
@@ -132,7 +132,7 @@ def _run(
 def _run_with_wide_queries(
     problem: Problem, arrays: Mapping[str, Array | None], seed: int | None, offset: int | None
 ) -> None:
-    """The forward pass of q, k and v of one byte a number: q in float32, and out rounded at the end."""
+    """Compute the forward pass where q, k and v have one byte a number: q in float32, and out rounded at the end."""
     q, out = arrays["q"], arrays["out"]
     assert q is not None and out is not None
     scale = scales_of_rows(problem, "q_scale", arrays.get("q_scale"))
@@ -145,7 +145,7 @@ def _run_with_wide_queries(
 
 
 def _gradients_for(problem: Problem, need: Collection[str], given: Mapping[str, Array | None]) -> dict[str, Array]:
-    """Arrays for the gradients that are wanted, in order: those given, and new ones like what they are gradients of."""
+    """Arrays for the gradients that are wanted, in order: given ones, or new ones shaped like their operands."""
     wanted: dict[str, Array] = {}
     for name in problem.gradients:
         if name in need:

@@ -1,9 +1,9 @@
 """Attention and its gradients by NumPy where a function of the caller makes scores or hides pairs.
 
 A tile is ROWS queries by KEYS keys of one head, and a job is a row of tiles: nothing takes memory for all pairs. Tiles
-that the mask hides as a whole are skipped, by bounds of the mask over their indices. What jobs have in common (dk, dv,
-gradients of what the score reads) is added by the calling thread, in the order of the jobs: so results are the same,
-bit for bit, on any number of threads.
+that the mask hides as a whole are skipped, by bounds of the mask over their indices. The calling thread adds the parts
+of gradients that jobs share (dk, dv, gradients of what the score reads), in the order of the jobs, so results are the
+same, bit for bit, on any number of threads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cuflash.terms import DEFAULT_NEED, GRADIENTS
 Array = NDArray[Any]
 
 ROWS, KEYS = 128, 512
-SPREAD = 4  # sums over entries of an array are dense where they reach over at most so many times as many entries
+SPREAD = 4  # sums for entries of an array are dense where the entries range over at most SPREAD times as many as values
 
 
 class Call:
@@ -87,7 +87,7 @@ class Call:
         return self._shown[key]
 
     def tiles(self, batch: int, head: int, rows: range) -> Iterator[tuple[range, bool]]:
-        """The tiles of keys that some rows may see, and whether the mask has to be asked pair by pair."""
+        """The tiles of keys that some rows may see, and whether the mask has to be evaluated pair by pair."""
         first, stop = self.problem.key_range(rows[0])[0], self.problem.key_range(rows[-1])[1]
         stop = min(stop, self.num_keys(batch))
         for start in range(first // KEYS * KEYS, stop, KEYS):
@@ -101,7 +101,7 @@ class Call:
                 yield keys, asks
 
     def inputs(self, batch: int, head: int, rows: range, keys: range) -> dict[str, Any]:
-        """What functions of pairs are called with."""
+        """The inputs of functions of pairs."""
         i, j = np.arange(rows.start, rows.stop)[:, None], np.arange(keys.start, keys.stop)[None, :]
         return {"i": i, "j": j, "head": head, "batch": self.entry(batch)}
 
@@ -127,7 +127,7 @@ class Call:
         return part if scale is None else part * scale[batch, head, rows.start : rows.stop, None]
 
     def kept(self, batch: int, head: int, rows: range, keys: range) -> Array:
-        """What dropout multiplies weights by."""
+        """The factors by which dropout multiplies weights."""
         origin = self.problem.origin
         place = origin.head + self.entry(batch) * origin.num_heads + head
         rows, keys = (range(first + x.start, first + x.stop) for first, x in zip(origin[:2], (rows, keys), strict=True))
@@ -277,7 +277,7 @@ def _backward(call: Call, arrays: Mapping[str, Array], sums: Mapping[str, Array]
 
 
 class _Part:
-    """What some rows of one head have for the gradients that are wanted."""
+    """The contribution of some rows of one head to the gradients that are wanted."""
 
     def __init__(self, call: Call, wanted: Mapping[str, Array], batch: int, head: int, rows: range) -> None:
         self.call, self.wanted = call, wanted
@@ -285,7 +285,7 @@ class _Part:
         self.of_keys = head // call.problem.group_size
         self.dq: Array | None = None
         self.keys: list[tuple[range, Array | None, Array | None]] = []  # of dk and dv
-        self.entries: list[tuple[str, Any, Array]] = []  # sums for entries of what the score reads: which, and values
+        self.entries: list[tuple[str, Any, Array]] = []  # of arrays that the score reads: name, entries, and their sums
         self.dscale = self.dsink = 0.0
 
     def compute(self, dout: Array, out: Array, lse: Array, dlse: Array | None) -> None:
@@ -310,12 +310,12 @@ class _Part:
             s = products * call.dtype.type(problem.scale)
             scores, slope, derivatives = self.functions(s, inputs)
             call.hide(scores, *place, inputs, asks)
-            p = np.where(is_empty, 0, np.exp(scores - exponent))  # whatever a score is in a row without weights
+            p = np.where(is_empty, 0, np.exp(scores - exponent))  # a row without weights may have any scores
             kept = call.kept(*place, rows, keys) if problem.dropout else None
             dv = (p if kept is None else p * kept).T @ dO if "dv" in wanted else None
             dp = dO @ v.T
             ds = p * ((dp if kept is None else dp * kept) - delta)
-            seen = p != 0  # what has no weight has no part, whatever its derivative is
+            seen = p != 0  # a pair without weight contributes nothing, whatever its derivative is
             for name, load, derivative in derivatives:
                 self.read(name, load.at.args, inputs, ds * np.where(seen, derivative, 0))
             ds = ds * np.where(seen, slope, 0)
@@ -335,7 +335,7 @@ class _Part:
         nodes = [program.score, program.by_s, *(x.derivative for _, x in reads)]
         value, slope, *others = evaluate(nodes, {**inputs, "s": s}, call.captured, call.dtype)
         for number, (name, _) in enumerate(reads):
-            if f"d{name}" == cap.GRADIENT:  # whose terms nearly cancel
+            if f"d{name}" == cap.GRADIENT:  # its terms nearly cancel
                 x = s / call.captured[name]
                 others[number] = cap.derivative_by_softcap(x, np.tanh(x))
         return _full(value, s), slope, [(*read, x) for read, x in zip(reads, others, strict=True)]
@@ -358,7 +358,7 @@ class _Part:
             self.entries.append((name, found, np.bincount(inverse.reshape(-1), weights)))
 
     def add_to(self, sums: Mapping[str, Array], views: Mapping[str, Array]) -> None:
-        """Add to what jobs have in common."""
+        """Add this part to the sums that jobs share."""
         if self.dq is not None:
             views["dq"][self.batch, self.head, self.rows.start : self.rows.stop] = self.dq
         for keys, dk, dv in self.keys:

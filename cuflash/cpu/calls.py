@@ -1,4 +1,4 @@
-"""What a call of the NumPy path is made of, be it computed by stacks or by tiles."""
+"""The operands and results of a call of the NumPy path, whether stacks or tiles compute it."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Call:
     Attributes
     ----------
     k_scale, v_scale : Array or None
-        What keys and values of one byte are multiplied by: (batch or pages, heads of k and v, keys).
+        The scales of keys and values of one byte: (batch or pages, heads of k and v, keys).
     out, lse : Array
         Results of the forward pass, and operands of the backward pass; lse, as dlse, is (batch, heads, seqlen_q).
     dout, dlse : Array or None
-        None in the forward pass, and dlse where nothing was computed from lse.
+        None in the forward pass. dlse is None, too, where nothing was computed from lse.
     wanted : dict
         Gradients to be written, by name, in the order of `GRADIENTS` and in the shapes of the caller.
     unit : float
-        What scores are multiplied by before `EXPONENTIAL`. Added terms may be large and nearly cancel: they come before
-        a multiplication by `UNIT`.
+        The factor of scores while they are computed. Added terms may be large and nearly cancel, so with them it is 1,
+        and `exponential` multiplies by `UNIT` later.
     first_head : int
         Number of the first head for dropout, which counts the heads of all packed sequences.
     """

@@ -2,7 +2,7 @@
 
 The library (sources in `core/`) is built when the package is installed, if there is a C++ compiler. It has one plain C
 interface, and is called by ctypes, which lets other threads of Python run meanwhile. Threads of its own take part in
-calls that are worth it, and end when there was no call for a second.
+calls that are worth it, and end after a second without a call.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Array = NDArray[Any]
 
 LIBRARY = Path(__file__).parent / "core" / "libcuflash.so"
 MAX_HEAD_DIM = 1024  # tiles of larger ones do not fit into a cache
-# Work, in nanoseconds of one core, that is not worth a second thread, and that is worth each thread; and the time after
-# which Ctrl-C should have been looked for.
+# In nanoseconds of one core: the most work that is not worth a second thread, and the least work for each thread. Calls
+# that take longer than PATIENCE_NS look for Ctrl-C, every SLICE_MS milliseconds.
 SERIAL_NS = 60_000
 THREAD_NS = 20_000
 PATIENCE_NS = 20_000_000
 SLICE_MS = 50
 KEPT_BYTES = 2**20  # of memory for calls, in each thread of Python
-MOST_PREPARED = 64  # calls of one problem
+MOST_PREPARED = 64  # calls that are kept with one problem
 NO_BOUND = 2**40
 
 # How many axes a term is broadcast to: the first ones of the scores, up to its last one.
@@ -51,11 +51,11 @@ AXES = {
 DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD, UNALIGNED, NOT_APART = range(6)
 _TUPLE_HEAD = tuple.__basicsize__  # bytes before the addresses of its items, in CPython
 _CHANGING = struct.Struct("@4qPq2QP")  # `struct Changing` of `core/core.cpp`
-_WRITTEN = {False: ("out", "lse"), True: GRADIENTS}  # by a pass, by whether it is the backward pass
+_WRITTEN = {False: ("out", "lse"), True: GRADIENTS}  # what a pass writes, by whether it is the backward pass
 
 
 class _Kept(threading.local):
-    """Memory that a thread of Python keeps for its calls, none of which is within another."""
+    """Memory that a thread of Python keeps for its calls, which are never nested."""
 
     def __init__(self) -> None:
         self.memory = np.empty(KEPT_BYTES, np.uint8)
@@ -106,7 +106,7 @@ class _Like(ctypes.Structure):
 
 
 class _Library(NamedTuple):
-    """The library, and after how many bytes an array object has what is its own; -1 where objects do not show that."""
+    """The library, and how many bytes of an array object come before its own fields; -1 where that is not known."""
 
     functions: Any
     head_bytes: int
@@ -147,13 +147,13 @@ def _load() -> _Library | str:
 
 
 def _hash_of_sources() -> str:
-    """That of the sources beside the library, as setup.py computes it; empty where there are none, as in a wheel."""
+    """The hash of the sources beside the library, as in setup.py; empty where there are none, as in a wheel."""
     files = sorted(path for path in LIBRARY.parent.glob("*") if path.suffix in (".h", ".cpp"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest() if files else ""
 
 
 class _ArrayObject(ctypes.Structure):
-    """The end of the head of all objects, and what an array object has behind it, as NumPy's headers say."""
+    """The end of the head of all objects, and the fields of an array object after it, as NumPy's headers say."""
 
     _fields_ = (
         ("type", ctypes.c_void_p),
@@ -167,9 +167,10 @@ class _ArrayObject(ctypes.Structure):
 
 
 def _find_head_bytes() -> int:
-    """After how many bytes an array object has what is its own, in CPython; a tuple has its items after its own head.
+    """How many bytes of an array object come before its own fields, in CPython; -1 where that is not known.
 
-    To ask arrays for their addresses, shapes and strides takes longer than all the rest of a small call.
+    The core reads these fields itself, and finds the arrays in a tuple, whose items come after its own head. Asking
+    arrays for their addresses, shapes and strides in Python takes longer than all the rest of a small call.
     """
     if sys.implementation.name != "cpython":
         return -1
@@ -213,7 +214,7 @@ def _skipped_kinds() -> int:
 def run(
     problem: Problem, arrays: Mapping[str, Array | None], is_backward: bool, seed: int | None, offset: int | None
 ) -> None:
-    """Compute a pass: `arrays` are by name those of `AXES` that there are, results to be written among them.
+    """Compute a pass: `arrays` has those of `AXES` that there are, by name, and the results to be written among them.
 
     Raises MemoryError, and whatever a signal handler raises, such as KeyboardInterrupt: within a tenth of a second.
     """
@@ -227,9 +228,9 @@ def run(
 def compute(prepared: Prepared, arrays: tuple[Array, ...], random: tuple[int, int], *, are_apart: bool) -> int:
     """Compute a pass on arrays in the order in which they were prepared. Raises as `run` does.
 
-    Gives `DONE`, or why nothing was computed: `UNALIGNED`, elements of an array are not aligned to their size, or
-    `NOT_APART`, a result lies between the first and the last byte of another array, unless `are_apart` says that they
-    share no memory all the same.
+    Returns `DONE`, or why nothing was computed: `UNALIGNED` if elements of an array are not aligned to their size, or
+    `NOT_APART` if a result overlaps with the range from the first to the last byte of another array. `are_apart` says
+    that they share no memory all the same.
     """
     library = _load()
     if isinstance(library, str):
@@ -259,7 +260,10 @@ def compute(prepared: Prepared, arrays: tuple[Array, ...], random: tuple[int, in
 
 
 def table_of(calls: Sequence[Sequence[Shaped]]) -> bytes:
-    """What the arrays of some calls are like, for `find`: as many in each call. Their dtypes have to be kept."""
+    """Types, dtypes, shapes and strides of the arrays of some calls, for `find`.
+
+    Every call has as many arrays. The caller has to keep their dtypes alive.
+    """
     library = _load()
     head_bytes = -1 if isinstance(library, str) else library.head_bytes
     if head_bytes < 0:
@@ -306,7 +310,7 @@ def _run_on_threads(functions: Any, fixed: bytes, changing: bytes) -> int:
 
 
 def _prepared(problem: Problem, given: Mapping[str, Array], is_backward: bool) -> Prepared | None:
-    """What `prepare` gives, kept with the problem."""
+    """The result of `prepare`, kept with the problem."""
     kept: dict[Any, Prepared] = vars(problem).setdefault("_prepared_calls", {})
     key = (is_backward, *given, *[x.strides for x in given.values()])
     prepared = kept.get(key)
@@ -320,7 +324,7 @@ def _prepared(problem: Problem, given: Mapping[str, Array], is_backward: bool) -
 
 
 def prepare(problem: Problem, given: Mapping[str, Shaped], is_backward: bool) -> Prepared | None:
-    """What a call on arrays like these by name has in common with others; None where strides are no whole elements."""
+    """What calls on arrays like these, by name, have in common; None where strides are not whole elements."""
     library = _load()
     if isinstance(library, str):
         raise RuntimeError(f"there is no compiled core: {library}")

@@ -31,7 +31,7 @@ UNIT = math.log2(math.e) if EXPONENTIAL is np.exp2 else 1.0
 def exponential(scores: Array, unit: float, *, small: bool) -> None:
     """Exponentials of scores that have been multiplied by `unit`, in place.
 
-    They are zero where they would be less than LOWEST_WEIGHT; with `small`, none is.
+    They are zero where they would be less than LOWEST_WEIGHT. With `small`, the caller knows that none would be.
     """
     if unit != UNIT:
         scores *= UNIT / unit
@@ -46,8 +46,8 @@ def exponential(scores: Array, unit: float, *, small: bool) -> None:
 
 @cache
 def _one_exponential(function: np.ufunc, x: float, dtype: np.dtype[Any]) -> Any:
-    """That of x, computed among more than one, since a single number may go another way and be rounded otherwise.
+    """The exponential of x, computed with many others, since NumPy may compute and round a single number differently.
 
-    As an array, which NumPy subtracts from others in less time than it takes to convert a number.
+    It is returned as an array, which NumPy subtracts from others in less time than it takes to convert a number.
     """
     return np.array(function(np.full(64, x, dtype))[0])

@@ -119,7 +119,7 @@ def run(work: Callable[..., None], jobs: list[tuple[Any, ...]], threads: int, dt
 
     def work_off() -> None:
         workspace = Workspace(dtype)
-        with np.errstate(all="ignore"):  # belongs to a thread; infinities and NaN are results like others here
+        with np.errstate(all="ignore"):  # each thread has its own; infinities and NaN are results like others here
             while remaining:
                 try:
                     job = remaining.popleft()

@@ -31,7 +31,7 @@ def run(
 ) -> None:
     """Compute a pass, as `cuflash.cpu.core.run` does.
 
-    `sequence` is the number of one of packed sequences: it is computed beside others, and dropout counts them.
+    `sequence` is the number of a packed sequence, which dropout counts. It may be computed beside others.
     """
     if problem.is_packed:
         _run_sequences(problem, arrays, is_backward, seed, offset)

@@ -36,7 +36,7 @@ class Sequence:
         return array[part] if array.ndim == 3 and self.problem.layout == "bshd" else array[:, part]
 
     def of_terms(self, terms: Mapping[str, Array | None]) -> dict[str, Array]:
-        """The terms of this sequence: those over (sequences, heads) have a row for it, scales numbers of its keys."""
+        """The terms of this sequence: its row of those over (sequences, heads), and the scales of its keys."""
         given = {name: x for name, x in terms.items() if x is not None and not name.startswith("cu_seqlens")}
         of_keys = {name: given.pop(name)[..., self.keys] for name in ("k_scale", "v_scale") if name in given}
         return of_keys | {name: x if x.ndim == 1 else x[self.index] for name, x in given.items()}
@@ -79,7 +79,7 @@ def check_starts(problem: Problem, cu_seqlens_q: Array, cu_seqlens_k: Array) -> 
 def for_each(
     every: list[Sequence], work: Callable[[Sequence], None], is_short: Callable[[Problem], bool], threads: int
 ) -> None:
-    """Call `work` for every sequence; for short ones on as many threads."""
+    """Call `work` for every sequence, and for short ones side by side on `threads` threads."""
     short = []
     for sequence in every:
         if is_short(sequence.problem):

@@ -24,7 +24,7 @@ class Sink:
         return self._scores is not None
 
     def is_small(self, limit: float) -> bool:
-        """Whether none is farther from 0 than a limit, which is an exponent of 2."""
+        """Whether no score of a sink is farther from 0 than a limit, which is an exponent of 2."""
         return self._scores is None or bool(np.all(np.abs(self._scores) * math.log2(math.e) <= limit))
 
     def begin(self, head: int, m: Array, sums: Array) -> None:
@@ -36,13 +36,14 @@ class Sink:
         np.maximum(m, (self._scores[heads] * unit)[:, None], out=m)
 
     def add_weights(self, heads: slice, unit: float, m: Array, sums: Array) -> None:
-        """Add the weights to `sums`, after `raise_maxima` has raised m."""
+        """Add the weights of the sinks to `sums`, after `raise_maxima` has raised m."""
         sums += np.exp(((self._scores[heads] * unit)[:, None] - m) / unit)
 
     def join(self, heads: Array, unit: float, shift: Array, total: Array) -> Array:
-        """Add the weights to the last row of `total`, (heads, blocks, rows, queries), and nothing to the others.
+        """Add the weights of the sinks to the last row of `total`, (heads, blocks, rows, queries).
 
-        `shift` is what was added to scores times `unit`; m moves up to the sink first. Returns what it is then.
+        `shift` was added to scores times `unit`. The maximum m moves up to the sink first, which rescales `total`.
+        Returns the new shift.
         """
         sink = self._scores[heads].astype(total.dtype)[:, None, None]
         old = np.where(total[:, :, -1] == 0, -np.inf, -shift / unit)

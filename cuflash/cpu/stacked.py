@@ -54,7 +54,7 @@ def _forward_stack(call: Call, stack: Stack) -> None:
         hide(call, stack, scores, -math.inf)
     m = np.maximum.reduce(scores, 0)
     if plan.hides:
-        np.maximum(m, LOWEST[m.dtype], out=m)  # of a row that sees no key
+        np.maximum(m, LOWEST[m.dtype], out=m)  # for rows that see no key
     if call.sink:
         call.sink.raise_maxima(stack.of_queries[1], plan.unit, m.reshape(stack.rows_shape))
     small = weigh(stack, scores, m, plan.hides)
@@ -124,7 +124,7 @@ def _backward_stack(
     dk: Array | None = None,
     dv: Array | None = None,
 ) -> None:
-    """Put dq, dk and dv of a stack in their places, and add what it has to the sums."""
+    """Write dq, dk and dv of a stack, and add what the stack contributes to the sums."""
     plan, problem, lengths = stack.plan, call.problem, call.kv_lengths
     q, k, v = stack.queries("q", call.q), stack.keys("k", call.k, lengths), stack.keys("v", call.v, lengths)
     dout, out, row_lse = stack.queries("dout", call.dout), stack.queries("out", call.out), call.lse[stack.of_queries]
@@ -165,7 +165,7 @@ def _backward_stack(
 def _add_sums(
     call: Call, stack: Stack, sums: _Sums, q: Array, k: Array, tanh: Array | None, row_lse: Array, delta: Array
 ) -> None:
-    """What a stack has for gradients of what scores are made of beside q and k, and of the sink."""
+    """Add what a stack contributes to gradients of the other operands of scores, beside q and k, and of the sink."""
     of_heads, ds = sums.of_heads, stack.scores("ds")
     if sums.dbias is not None:
         pairs = stack.as_terms(ds).transpose(1, 2, 3, 0)

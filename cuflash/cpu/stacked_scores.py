@@ -40,7 +40,7 @@ def compute_scores(
 
 
 def part_of(term: Array, stack: Stack) -> Array:
-    """What a stack meets of a bias, of its gradient or of a mask: four axes, of length 1 where it is broadcast."""
+    """The part of a bias, of its gradient or of a mask for a stack: four axes, of length 1 where it is broadcast."""
     term = term[(None,) * (4 - term.ndim)]
     return term[tuple(x if n > 1 else slice(None) for x, n in zip(stack.of_queries, term.shape, strict=False))]
 
@@ -60,7 +60,7 @@ def distances(call: Call) -> Array:
 
 def hide(call: Call, stack: Stack, scores: Array, value: float) -> None:
     """Put `value` in the place of hidden scores, whatever they are."""
-    # Of a number and NaN np.fmin takes the number, and of two NaN it takes NaN: this leaves alone what is visible.
+    # np.fmin takes the number of a number and NaN, and NaN of two NaN: NaN leaves alone the scores that are visible.
     if stack.plan.has_window:
         window = stack.windows.get(value)
         if window is None:
@@ -80,8 +80,8 @@ def hide(call: Call, stack: Stack, scores: Array, value: float) -> None:
 def _window_of(problem: Problem, stack: Stack, scores: Array, value: float) -> Array:
     """NaN where the window lets a row see a key, else `value`.
 
-    (keys, columns) for a stack that is kept, since NumPy takes longer where rows of a head are few; else
-    (keys, 1, 1, queries).
+    It is (keys, columns) for a stack that is kept, since NumPy takes longer to broadcast where a head has few rows;
+    else it is (keys, 1, 1, queries).
     """
     left, right, here = problem.window_left, problem.window_right, problem.seqlen_k - 1 - problem.diagonal
     first = 0 if right is None else max(here - right, 0)
@@ -98,7 +98,7 @@ def _window_of(problem: Problem, stack: Stack, scores: Array, value: float) -> A
 def _window(num_keys: int, num_queries: int, first: int, stop: int, value: float, dtype: np.dtype[Any]) -> Array:
     """NaN where ``num_keys - 1 + i - j`` is in ``range(first, stop)``, else `value`: (keys, 1, 1, queries).
 
-    Made of few numbers, kept for later calls, and read-only.
+    It is a view of few numbers, kept for later calls, and read-only.
     """
     values = np.full(num_keys + num_queries - 1, value, dtype)
     values[first:stop] = math.nan
@@ -107,7 +107,7 @@ def _window(num_keys: int, num_queries: int, first: int, stop: int, value: float
 
 
 def kept_scores(call: Call, stack: Stack) -> Array:
-    """What dropout multiplies weights by, (keys, columns)."""
+    """The factors by which dropout multiplies weights, (keys, columns)."""
     problem = call.problem
     entries, heads = (np.arange(x.start, x.stop) for x in stack.of_queries)
     numbers = call.first_head + entries[:, None] * problem.origin.num_heads + heads
@@ -120,15 +120,15 @@ def kept_scores(call: Call, stack: Stack) -> Array:
 
 
 def weigh(stack: Stack, scores: Array, shift: Array, hidden: bool) -> bool:
-    """Put exponentials of scores less `shift`, a number for each column, in their place; whether none is zero.
+    """Replace scores by exponentials of scores less `shift`, a number for each column; return whether none is zero.
 
-    With `hidden` some of them are -inf, and no shift is.
+    With `hidden`, some scores are -inf, and no shift is.
     """
     plan = stack.plan
     np.subtract(scores, shift, scores)
     small = not hidden and bool(np.minimum.reduce(scores, None) >= plan.least)
     if not (small or hidden):
-        empty = shift == -math.inf  # all scores of such a row are: it sees no key
+        empty = shift == -math.inf  # a row that sees no key: all of its scores are -inf
         np.copyto(scores, -math.inf, where=empty)
         np.copyto(shift, 0, where=empty)
     exponential(scores, plan.unit, small=small)

@@ -39,18 +39,19 @@ STACK = 2**18  # scores in a stack: one MiB in float32, as in a tile of `cuflash
 STACK_ROWS = 2**21  # numbers in the rows of its operands
 HEAD_PRODUCT = 2**21  # multiplications in a product of a head: tiles are faster beyond
 TINY = 2**16  # scores and such numbers: surely too little work for threads
-KEPT = 2**17  # numbers, those in about as many arrays as a pass has, of a stack that is kept for the next call
+KEPT = 2**17  # numbers, about, in the arrays of a stack that is kept for the next call
 KEPT_STACKS = 4  # in each thread
 KEPT_BYTES = 2**20  # of each
 STACK_NS = 1_000_000  # the work of a stack, where there are threads to share stacks
-# Work too small to be worth a second thread, and what it takes to start one, to wait for it and for the interpreter's
-# lock: where operations are short, and where products are large enough for BLAS to share them among its own threads.
+# Work too small to be worth a second thread, and the time to start one and to wait for it and for the interpreter's
+# lock. The first number is for short operations, the second for products large enough for BLAS to share them among its
+# own threads.
 SERIAL_NS = (8_000_000, 5_000_000)
 THREAD_NS = (250_000, 100_000)
-MANY = 2**12  # numbers of rows that are worth looking at copying them
-COLUMNS = 40  # rows of a head that are worth a copy as columns; less if they are shorter
-SMALL_PRODUCT = 10**6  # multiplications: larger products are fast without that
-EINSUM_ROWS = 128  # of a stack, that are worth the longer call of np.einsum
+MANY = 2**12  # numbers in rows, at least, that a copy as columns is considered for
+COLUMNS = 40  # rows of a head, at least, for which a copy as columns pays; fewer if the rows are shorter
+SMALL_PRODUCT = 10**6  # multiplications: larger products are fast without a copy
+EINSUM_ROWS = 128  # rows of a stack, at least, for which np.einsum pays, although its call takes longer
 # Exponentials of scores above this have the same bits with `small` and without.
 LEAST = {dtype: math.log(weight) / 2 for dtype, weight in LOWEST_WEIGHT.items()}
 
@@ -58,8 +59,8 @@ LEAST = {dtype: math.log(weight) / 2 for dtype, weight in LOWEST_WEIGHT.items()}
 def serves(problem: Problem) -> bool:
     """Whether stacks are for this problem: small heads, all of their keys in one piece, and something to compute.
 
-    Small are heads whose products have at most HEAD_PRODUCT multiplications, and where those that share keys fit into a
-    stack. Tiles leave out what a block mask hides, follow a block table, and multiply k and v by scales.
+    Heads are small if their products have at most HEAD_PRODUCT multiplications, and if those that share keys fit into a
+    stack. Block masks, block tables, and scales of k and v are left to tiles.
     """
     scores, num_rows = problem.seqlen_q * problem.seqlen_k, problem.group_size * problem.seqlen_q
     dims = (problem.head_dim, problem.head_dim_v)
@@ -98,13 +99,13 @@ class Plan:
 
     What is in a stack, and whether products are cut, follows from the problem, and not from the machine. Where there is
     work for several threads, products are too small for BLAS to start threads of its own. Otherwise they are whole, as
-    in the formula, and BLAS may.
+    in the formula, and BLAS may start threads.
 
     Attributes
     ----------
     factor : Array
-        What products of q and k are multiplied by, as an array: NumPy takes longer to convert a number than to multiply
-        few scores by it.
+        The factor of products of q and k. It is an array because NumPy takes longer to convert a number than to
+        multiply few scores by it.
     product_limit : int or None
         Multiplications in one product, where others are computed at the same time: too few for BLAS to start threads.
     work : float
@@ -203,8 +204,8 @@ def _slices(length: int, at_most: int) -> list[slice]:
 class Stack:
     """Some heads of k and v of some batch entries, with the heads of q that share them, and memory for their scores.
 
-    Their scores are an array of two axes, (keys, columns), a column for every row of q. It is looked at in two other
-    ways: as terms and masks are, and as products are made.
+    Their scores are an array of two axes, (keys, columns), a column for every row of q. Two other views of it have the
+    axes of terms and masks, and the axes of products.
     """
 
     def __init__(self, plan: Plan, workspace: Workspace, number: int, entries: slice, heads: slice) -> None:
@@ -229,7 +230,7 @@ class Stack:
         return self.workspace.nbytes + sum(window.nbytes for window in self.windows.values())
 
     def scores(self, name: str) -> Array:
-        """Memory for scores, (keys, columns). Neighbours are those along the longer axis."""
+        """Memory for scores, (keys, columns). Neighbours lie along the longer axis."""
         scores = self._scores.get(name)
         if scores is None:
             num_keys, num_columns = self.product_shape[0], self.num_columns

@@ -1,4 +1,4 @@
-"""What makes scores beside functions, as a function: then a mask that is one needs no other path than scores do."""
+"""Terms of scores as a score function, so that a mask function beside them takes the same path as score functions."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _AXES = ("batch", "head", "i", "j")  # of scores
 
 
 def program_and_arrays(problem: Problem, arrays: Mapping[str, Array]) -> tuple[Program, dict[str, Array]]:
-    """What a call computes of its functions, and of the terms beside a mask function; and what these read, by name.
+    """The program of a call's functions and of the terms beside a mask function; and the arrays it reads, by name.
 
-    A term has its own name, so that its gradient has, too. Broadcasting is what an index outside of an axis means.
+    A term keeps its own name, so that its gradient does, too. An index outside of an axis is clamped, which broadcasts.
     """
     captured = {name: arrays[name] for name, _ in problem.captured}
     names = () if problem.score is not None else problem.given((_CAP, _SLOPES, "bias"))

@@ -16,7 +16,7 @@ from cuflash.cpu.jobs import Workspace, run
 from cuflash.problem import Problem
 
 Array = NDArray[Any]
-MAX_RANGES = 16  # of keys of a head, for as many threads; each takes the memory of a dq
+MAX_RANGES = 16  # ranges of keys of a head, for as many threads; each takes the memory of a dq
 
 
 def write(
@@ -26,11 +26,11 @@ def write(
     dk: Array | None = None,
     dv: Array | None = None,
 ) -> None:
-    """dq, dk and dv, those that there are arrays for."""
+    """Write those of dq, dk and dv that there are arrays for."""
     problem = call.problem
     groups = tiles.heads_by_length(problem, problem.num_heads_kv, call.kv_lengths)
     # A job is a range of keys of some heads: all keys, unless that leaves threads idle. Every range makes a dq of its
-    # own, and these are added in order: repeatable, and linear in memory.
+    # own, and these are added in order, which is repeatable, and linear in memory.
     bounds = _equal_key_ranges(problem, _count_ranges(threads, problem.batch * problem.num_heads_kv))
     partial_dqs: list[Array | None] = [dq] * (len(bounds) - 1)
     if dq is not None and len(bounds) > 2:
@@ -83,7 +83,7 @@ def _compute_keys(
     span: range,
     dq: Array | None,
 ) -> None:
-    """dk and dv of a span of the keys of some heads of k and v, and what that span contributes to dq."""
+    """Compute dk and dv of a span of the keys of some heads of k and v, and what that span contributes to dq."""
     problem = call.problem
     k, v = (call.stage(x, heads, span, ones=1) for x in (call.k, call.v))
     dk_sum = None if dk is None else np.zeros_like(k[:, :, :-1])
@@ -121,16 +121,16 @@ def _compute_keys(
 
 
 class BackwardQueries(tiles.Queries):
-    """A tile of rows of q and of what belongs to them.
+    """A tile of rows of q, and the operands of the backward pass that belong to them.
 
     Attributes
     ----------
     dout : (heads, blocks, queries, head_dim_v)
-        Where scores are small, times exp(-L), as dL is: weights and their gradients are linear in these, and S is more
-        exact than S - L.
+        Where scores are small, it is multiplied by exp(-L), and so is dL: weights and their gradients are linear in
+        these, and S is more exact than S - L.
     dout_t : (heads, blocks, head_dim_v + 1, queries)
-        Transposed; the last row, that meets the column of ones after V, is ``dL - D``, D = rowsum(dO o O), or 0 with
-        dropout, that comes between.
+        The same, transposed. The last row, which meets the column of ones after V, is ``dL - D``, D = rowsum(dO o O),
+        or 0 with dropout, which comes between.
     minus_delta : (heads, blocks, queries)
         ``dL - D``.
     dq_t : (heads, blocks, head_dim, queries)

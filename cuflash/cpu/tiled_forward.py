@@ -14,11 +14,11 @@ from cuflash.cpu.jobs import Workspace, run
 Array = NDArray[Any]
 
 TILES_PER_JOB = 4  # query tiles that share the conversion of a key tile
-SUM_LIMIT = 2.0  # mean weight of the keys of a tile: more says that the maximum has risen
+SUM_LIMIT = 2.0  # mean weight of the keys of a tile: a larger one says that the maximum has risen
 
 
 def write(call: tiles.Call) -> None:
-    """out and lse."""
+    """Write out and lse."""
     problem = call.problem
     threads = tiles.count_threads(problem.forward_flops)
     num_tiles = problem.batch * problem.num_heads * tiles.ceil_div(problem.seqlen_q, call.query_tile)
@@ -40,7 +40,7 @@ def write(call: tiles.Call) -> None:
 
 
 def _compute_rows(call: tiles.Call, workspace: Workspace, heads: tiles.Heads, rows: range) -> None:
-    """out and lse of some rows of some heads."""
+    """Compute out and lse of some rows of some heads."""
     call = call.aligned_to(heads.num_keys)
     head_dim_v = call.problem.head_dim_v
     starts = rows[:: call.query_tile]
@@ -109,7 +109,7 @@ def _add_tile(
 
 
 def _raise_maximum(call: tiles.Call, queries: tiles.Queries, scores: Array, total: Array) -> None:
-    """Subtract m after moving it up to the largest score of the tile, or to wherever that is in rows that are new."""
+    """Subtract m after moving it up to the largest score of the tile; in rows that saw no key yet, m is that score."""
     largest = scores.max(axis=(1, 3))
     unseen = total[:, :, -1] == 0
     m = np.where(unseen, largest, np.maximum(largest, -queries.shift))

@@ -1,4 +1,4 @@
-"""Gradients of what scores are made of beside q and k, and of the sink, by tiles of NumPy."""
+"""Gradients of the other operands of scores, beside q and k, and of the sink, by tiles of NumPy."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Array = NDArray[Any]
 
 
 def write(call: tiles.Call, threads: int) -> None:
-    """The gradients `terms.OF_SCORES`, those that are wanted.
+    """Write the gradients of `terms.OF_SCORES` that are wanted.
 
-    A job is a tile of rows of one head. What it has for things that other jobs share is added in the order of the jobs,
-    by this thread, while few are under way.
+    A job is a tile of rows of one head. As many jobs as threads are computed at a time; then this thread adds their
+    parts of gradients, in the order of the jobs.
     """
     problem, wanted = call.problem, call.wanted
     sums = {name: np.zeros(x.shape, call.dtype) for name, x in wanted.items()}
@@ -57,7 +57,7 @@ def _compute_rows(
     rows: range,
     part: dict[str, Array],
 ) -> None:
-    """What some rows of one head have for these gradients, summed over the axes that the bias has not."""
+    """Compute the part of some rows of one head in these gradients, summed over axes that the bias does not have."""
     problem, wanted = call.problem, call.wanted
     queries = BackwardQueries(call, heads, rows)
     shape = (len(rows), heads.num_keys)
@@ -98,7 +98,7 @@ def _compute_rows(
 
 
 def write_of_softmax(call: tiles.Call) -> None:
-    """The gradient of the sink of each head, if it is wanted."""
+    """Write the gradient of the sink of each head, if it is wanted."""
     result, dlse = call.wanted.get(sink.GRADIENT), call.dlse
     if result is None or not call.sink:
         return

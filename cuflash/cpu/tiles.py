@@ -1,15 +1,16 @@
 """Attention and its gradients by NumPy, where there is no compiled core: by tiles, in linear memory, on every core.
 
-Letters as in `cuflash.reference`. What is done differently here, and why; the numbers are nanoseconds per score on one
-core with AVX-512, float32, head_dim 64, of 2.2 in all:
+Letters are those of `cuflash.reference`. This is what is done differently here, and why. The numbers are nanoseconds
+per score on one core with AVX-512, float32, head_dim 64, out of 2.2 in all:
 
 Small products. A tile of scores lies in memory as (heads, key blocks, query blocks, keys, queries), and one `np.matmul`
 multiplies stacks of blocks, 64 x 64 scores each. A product so small is below the size at which a BLAS starts threads of
-its own: threads of this module run side by side without oversubscription, and nobody's settings are touched. It is also
-faster (0.9) than a large product (1.0), which BLAS repacks first. Sums over key blocks are a pass of their own (0.1).
+its own: threads of this module run side by side without oversubscription, and no settings of BLAS are touched. It is
+also faster (0.9) than a large product (1.0), which BLAS repacks first. Sums over key blocks are a pass of their own
+(0.1).
 
-Few passes. After V stands a column of ones, so that the sums of weights are part of P V; after K another, and below
-Q^T a row of -m, so that S - m is one product, and likewise dP - D. The exponential (0.2) is all that remains.
+Few passes. A column of ones follows V, so that the sums of weights are part of P V. Another follows K, and a row of -m
+is below Q^T, so that S - m is one product, and likewise dP - D. The exponential (0.2) is all that remains.
 
 A lazy maximum. Online softmax needs an m near the maximum of the row, not the maximum. It is taken from the first keys
 that a row sees (0.5) and moves only where a sum of weights says that it is too small; that tile is then computed again.
@@ -22,11 +23,11 @@ Base 2. `np.exp2` takes half the time of `np.exp`, where NumPy has it in AVX-512
 
 Dropout. The random bits of a weight take longer (13) than all the rest.
 
-Runs of blocks. With a block mask, a tile of rows is a row of blocks, or a part or a few of one, and of a tile of keys
-the blocks that some of its rows see are computed, a run of neighbours at a time.
+Runs of blocks. With a block mask, a tile of rows is a row of blocks, a part of one, or a few of them. Of a tile of
+keys, only the blocks that some of these rows see are computed, a run of neighbours at a time.
 
-Hiding by bits. Scores behind a mask are cleared by an integer "and" (0.3 with the conversion of the mask); `np.where`
-takes ten times as long where a mask is random.
+Hiding by bits. Scores that a mask hides are cleared by an integer "and" (0.3 with the conversion of the mask);
+`np.where` takes ten times as long where a mask is random.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class Call(calls.Call):
         self.slopes = None if self.slopes is None else np.broadcast_to(self.slopes, slopes_shape)
         dim = max(problem.head_dim, problem.head_dim_v)
         self.query_block = next(n for n in (64, 32, 16) if KEY_BLOCK * n * (dim + 1) <= PRODUCT_LIMIT or n == 16)
-        # What options do to q k^T comes before the shift.
+        # Options change q k^T before the shift is added.
         self.has_terms = problem.has_added_terms or has_cap(problem)
         self.tile = TILE * KEY_BLOCK // max(KEY_BLOCK, dim)
         self.query_tile = QUERY_TILE
@@ -139,7 +140,7 @@ class Call(calls.Call):
         if block_mask is not None:
             self.block_mask = np.broadcast_to(block_mask, (*slopes_shape, *block_mask.shape[-2:]))
             block_rows = problem.block_size[0]
-            whole = block_rows * ceil_div(QUERY_BLOCK, block_rows)  # rows of blocks
+            whole = block_rows * ceil_div(QUERY_BLOCK, block_rows)  # whole rows of blocks
             self.query_tile = ceil_div(whole, ceil_div(whole, QUERY_TILE))
         self._largest_keys: dict[tuple[int, int, int], float] = {}
 
@@ -167,7 +168,7 @@ class Call(calls.Call):
         return gathered[..., rows.start - first * size : rows.stop - first * size, :]
 
     def numbers_of(self, operand: Array, batch: Any, head: Any, rows: range) -> Array:
-        """The same as the numbers that they stand for."""
+        """These rows as the numbers that they stand for: times their scales, if there are any."""
         part = self.rows_of(operand, batch, head, rows)
         scale = self.k_scale if operand is self.k else self.v_scale if operand is self.v else None
         if scale is None:
@@ -212,15 +213,15 @@ class Call(calls.Call):
 
 
 class Queries:
-    """A tile of rows of q, of several heads: what the products with tiles of keys need of it.
+    """A tile of rows of q, of several heads, as products with tiles of keys need it.
 
     Attributes
     ----------
     rows : (heads, blocks, queries, head_dim)
         ``scale * q``. The last block ends with rows of zeros where the rows do not fill it.
     q_t : (heads, blocks, head_dim + 1, queries)
-        The same, transposed, times `Call.unit` or, with a cap, divided by that. Its last row, that meets the column of
-        ones after K, is for `shift`.
+        The same, transposed, times `Call.unit` or, with a cap, divided by the cap. Its last row, which meets the column
+        of ones after K, is for `shift`.
     shift : (heads, blocks, queries)
         What is added to scores times `Call.unit`: minus m in the forward pass, minus L in the backward pass.
     small : bool
@@ -277,7 +278,7 @@ class Keys:
         return Keys(self.start + first * self.block, self.start + max(first, stop) * self.block, self.block)
 
     def runs(self, call: Call, queries: Queries) -> Iterator[Keys]:
-        """The parts of them, neighbours together, in which a block mask leaves something to any of the queries."""
+        """Runs of neighbouring blocks in which a block mask leaves something to any of the queries."""
         if self.num_blocks == 0:
             return
         if call.block_mask is None:
@@ -312,7 +313,7 @@ def _largest_norm(rows: Array) -> float:
 
 
 def _part(term: Array, queries: Queries, keys: Keys, head: tuple[int, int]) -> Array:
-    """What a tile meets of a bias or mask: (rows, keys), or 1 in their place where it is broadcast."""
+    """The part of a bias or mask for a tile: (rows, keys), or 1 in their place where it is broadcast."""
     b, h = (0 if n == 1 else x for x, n in zip(head, term.shape, strict=False))
     rows = slice(queries.start, queries.start + queries.num_rows) if term.shape[2] > 1 else slice(None)
     columns = slice(keys.start, keys.stop) if term.shape[3] > 1 else slice(None)
@@ -382,7 +383,7 @@ def hide(scores: Array, visible: Array | bool, value: float) -> None:
 
 
 def kept_scores(call: Call, queries: Queries, keys: Keys, workspace: Workspace, shape: tuple[int, ...]) -> Array:
-    """What dropout multiplies the weights of a tile by."""
+    """The factors by which dropout multiplies the weights of a tile."""
     problem = call.problem
     factor = workspace.take("kept", *shape)
     i, j = problem.origin[:2]
@@ -406,7 +407,7 @@ def scores_of(
     tanh: Array | None = None,
     shifted: bool = True,
 ) -> None:
-    """Scores of a tile, hidden ones included; with a cap `tanh`, if it is given, gets that."""
+    """Compute scores of a tile, hidden ones included; with a cap, `tanh`, if given, gets the tanh."""
     shift_in_product = shifted and not call.has_terms
     queries.q_t[:, :, -1] = queries.shift if shift_in_product else 0
     np.matmul(k, queries.q_t[:, None], out=out)

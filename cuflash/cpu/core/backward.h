@@ -1,7 +1,7 @@
 // The backward pass: tiles of keys against blocks of queries, weights computed again (FlashAttention-2, algorithm 2).
 //
-// A job owns a tile of keys: its dk and dv. What it has for dq is added in the order of the tiles: a job waits, block by
-// block, for the one before it, which began earlier. So no sum depends on the number of threads.
+// A job owns a tile of keys and computes its dk and dv. Jobs add to dq in the order of the tiles: for each block, a job
+// waits for the job of the tile before, which began earlier. So no sum depends on the number of threads.
 #pragma once
 
 #include <sched.h>
@@ -36,7 +36,7 @@ struct Steps {
     }
 };
 
-// Waits until the job of the tile before has done so many steps; false if the call has been stopped.
+// Waits until job `before` has done `steps` steps. Returns false if the call has been stopped.
 inline bool wait_for(Work &work, long before, long steps) {
     if (before < 0) return true;
     for (long n = 0; work.progress[before].load(std::memory_order_acquire) < steps; ++n) {
@@ -48,7 +48,7 @@ inline bool wait_for(Work &work, long before, long steps) {
 
 inline bool sums_dq_apart(const Call &call) { return call.dtype == FLOAT16 || call.dtype == BFLOAT16; }
 
-// Where the sum of dq of a row of 16-bit numbers is.
+// Address of the sum of dq of a row, where dq itself has 16 bits.
 template <class T> inline T *dq_sum(const Work &work, const Entry &entry, Row row) {
     const Call &call = work.call;
     return (T *)work.shared +
@@ -73,7 +73,7 @@ inline void add_dq(const Work &work, const Entry &entry, const Block &block, Row
     }
 }
 
-// Adds what a block has for a bias whose gradient is a sum over heads or entries.
+// Adds ds of a block to dbias, where dbias is a sum over heads or entries.
 template <class T>
 inline void add_bias(const Call &call, const Entry &entry, const Block &block, RowRange range, long first, long count,
                      const T *ds) {
@@ -89,8 +89,8 @@ inline void add_bias(const Call &call, const Entry &entry, const Block &block, R
     }
 }
 
-// C += A^T B for the keys of a tile: A is what its rows have for each, B their operands. Halves have rows of their own.
-// With pairs all of these are transposed: C^T += B^T A.
+// C += A^T B for the keys of a tile: A is p or ds of the rows of a block, B their dout or q. If different rows see the
+// two halves of the tile, each half is a product of its own. With pairs, everything is transposed: C^T += B^T A.
 template <class T>
 inline void add_to_keys(const Call &call, const SeenRows &seen, long count, const T *a, const T *b, long dim, T *c) {
     constexpr long STRIDE = SCORES_STRIDE<T>;
@@ -114,7 +114,7 @@ inline void add_to_keys(const Call &call, const SeenRows &seen, long count, cons
     }
 }
 
-// What these keys have for dq of the rows of a block.
+// dq = ds K, or dq += ds K if `adds`, for the rows of a block and the keys of a tile.
 template <class T>
 inline void multiply_by_keys(const Call &call, const Entry &entry, const Block &block, RowRange range, long first,
                              long count, BackwardBuffers<T> &buffers, T *dq, bool adds) {
@@ -134,7 +134,7 @@ inline void multiply_by_keys(const Call &call, const Entry &entry, const Block &
     }
 }
 
-// Writes what a job of keys has summed up.
+// Writes the sums of a job of keys: dk and dv, and its partial sums for other gradients.
 template <class T>
 inline void finish_key_tile(const Work &work, const KeyTile &tile, long job, BackwardBuffers<T> &buffers) {
     const Call &call = work.call;
@@ -225,7 +225,7 @@ template <class T> void key_tile_job(Work &work, char *memory, long job) {
     finish_key_tile(work, tile, job, buffers);
 }
 
-// dq of a block by itself, where there is no room for its sums.
+// Computes dq of one block by itself, where sums of dq would need more than DQ_BYTES.
 template <class T> void dq_job(Work &work, char *memory, long job) {
     const Call &call = work.call;
     const Block &block = work.blocks[job];
@@ -260,8 +260,8 @@ template <class T> void dq_job(Work &work, char *memory, long job) {
     }
 }
 
-// Zeros in dq, dk, dv and dbias of a head of the arrays, where they are summed up, or not all of it is written: of keys
-// past the lengths.
+// Clears a head of dq and of its sums, because jobs add to them. With lengths, it also clears dk, dv and dbias, and with
+// packed sequences dk and dv, because no job writes keys past the lengths or outside of the sequences.
 template <class T> void clear_job(Work &work, char *, long job) {
     const Call &call = work.call;
     const long heads = larger(call.num_heads, call.num_heads_kv), b = job / heads, h = job % heads;
@@ -300,7 +300,8 @@ template <class T> void round_job(Work &work, char *, long job) {
 
 // ---- which jobs there are --------------------------------------------------------------------------------------------
 
-// The tiles of all heads: first the first of each, then the second of each, so that a job seldom waits for another.
+// Makes the tiles of all heads: the first tile of each head, then the second of each, so that a job seldom waits for
+// another.
 inline bool make_tiles(Work &work) {
     const Call &call = work.call;
     const long keys = work.keys_per_tile, num_heads = call.num_heads_kv;

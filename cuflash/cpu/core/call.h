@@ -12,7 +12,7 @@ enum Array {
 };
 // clang-format on
 
-constexpr int64_t NO_BOUND = INT64_C(1) << 40;  // of a window; larger than any length
+constexpr int64_t NO_BOUND = INT64_C(1) << 40;  // the bound of a window without one; larger than any length
 
 struct Call {
     int64_t bytes;  // of this struct, as a check
@@ -20,18 +20,18 @@ struct Call {
     int64_t dtype, kv_dtype, bias_dtype;
     int64_t batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
     int64_t diagonal, window_left, window_right;
-    int64_t is_bottom_right;  // packed sequences, and entries of a paged cache, have a diagonal of their own then
+    int64_t is_bottom_right;  // then packed sequences, and entries of a paged cache, have diagonals of their own
     int64_t page_size;        // 0 without pages
     int64_t block_rows, block_keys;
     int64_t lengths_are_64_bit;                    // kv_lengths
-    int64_t dropout_steps;                         // of 1 / 65536
+    int64_t dropout_steps;                         // the dropout probability, in steps of 1 / 65536
     int64_t dropout_row, dropout_column;           // of the first query and the first key
-    int64_t dropout_head, dropout_heads;           // of the first head; from one batch entry to the next
-    int64_t num_given;                             // arrays
+    int64_t dropout_head, dropout_heads;           // of the first head; the step from one batch entry to the next
+    int64_t num_given;                             // how many arrays are given
     double scale, softcap, kept_scale;             // softcap is 0 without one
     int64_t sizes[NUM_ARRAYS];                     // of an element in bytes; 0 where there is no array
     int64_t strides[NUM_ARRAYS][4];                // 0 on axes that are broadcast or of length 1
-    int64_t begins[NUM_ARRAYS], ends[NUM_ARRAYS];  // of memory of an array, in bytes from its address
+    int64_t begins[NUM_ARRAYS], ends[NUM_ARRAYS];  // of the memory of an array, in bytes from its address
     int64_t given[NUM_ARRAYS];                     // which arrays these are, in the order in which Python gives them
     // The rest changes from call to call.
     uint64_t seed, offset;

@@ -1,4 +1,4 @@
-// The soft cap, where there is one: scores of products of q and k, and what gradients need of it.
+// The soft cap: it turns products of q and k into scores. Gradients need its derivatives.
 #pragma once
 
 #include <type_traits>
@@ -10,7 +10,7 @@ namespace {
 
 inline double size_of_scale(const Call &call) { return call.scale < 0 ? -call.scale : call.scale; }
 
-// Scores in the place of products, of a row of whole vectors. `tanhs`, if it is given, gets what the cap is a factor of.
+// Replaces the products of a row, which is whole vectors, by scores softcap * tanh(x). `tanhs`, if given, gets tanh(x).
 template <class T> inline void apply_cap(const Call &call, long padded, T *s, T *tanhs) {
     const Vector<T> inner = splat(T(size_of_scale(call) / call.softcap));
     const Vector<T> outer = splat(T(call.softcap));
@@ -29,11 +29,11 @@ template <class T> inline void apply_cap(const Call &call, long padded, T *s, T 
     for (; j < padded; j += LANES<T>) apply(j, std::integral_constant<int, 1>());
 }
 
-// The derivative of softcap * tanh(x) by softcap * x, from the tangent.
+// The derivative of softcap * tanh(x) by softcap * x, given tanh(x).
 template <class T> inline Vector<T> slope_of_cap(Vector<T> tanh) { return splat(T(1)) - tanh * tanh; }
 
-// And by the cap: of softcap * tanh(x), x = scale * product / softcap: tanh(x) - x (1 - tanh(x)^2). Near 0, where the
-// terms cancel, (sinh(2 x) - 2 x) / 2 * (1 - tanh(x)^2) by the series of the first factor.
+// The derivative of softcap * tanh(x), x = scale * product / softcap, by softcap: tanh(x) - x (1 - tanh(x)^2). The terms
+// cancel near 0, so there it is computed as (sinh(2 x) - 2 x) / 2 * (1 - tanh(x)^2), by the series of the first factor.
 template <class T> inline Vector<T> derivative_by_softcap(const Call &call, Vector<T> product, Vector<T> tanh) {
     const Vector<T> x = product * splat(T(size_of_scale(call)) / T(call.softcap));
     const Vector<T> one = splat(T(1)), slope = slope_of_cap<T>(tanh), size = x < Vector<T>{} ? -x : x;

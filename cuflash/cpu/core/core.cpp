@@ -18,7 +18,7 @@ struct Kind {
 };
 
 #if defined(__x86_64__)
-// Whether there are tile registers, and the system lets this process have their state, for which it is asked once.
+// Whether there are tile registers, and the system lets this process use them. The system is asked once.
 bool has_tiles() {
 #if defined(MODEL_OF_TILES)
     return true;
@@ -32,7 +32,7 @@ bool has_tiles() {
 }
 #endif
 
-// Kinds of processors, the best one first; `limit` leaves out as many of them.
+// The best kind of kernels that this processor can run; the `limit` best of all kinds are left out.
 Kind kind_of_processor([[maybe_unused]] int limit) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -52,7 +52,8 @@ Kind kind_of_processor([[maybe_unused]] int limit) {
 #endif
 }
 
-// The kernels for a call: those with products of bfloat16 are for that, and for float16 where tile registers multiply it.
+// The kernels for a call. Those with products of bfloat16 serve calls of bfloat16 and, if they have tile registers, the
+// forward pass of float16.
 const Kernels &kernels_for(const Call &call, int limit) {
     const Kernels *kernels = kind_of_processor(limit).kernels;
 #if defined(__x86_64__)
@@ -65,7 +66,7 @@ const Kernels &kernels_for(const Call &call, int limit) {
 
 enum Status { DONE, OUT_OF_MEMORY, OTHER_LAYOUT, NO_THREAD, UNALIGNED, NOT_APART };
 
-// What an array object of NumPy has behind the head of all objects, in all versions.
+// The fields of an array object of NumPy after the head that all Python objects have. All versions have these.
 struct ArrayObject {
     char *data;
     int num_axes;
@@ -73,20 +74,20 @@ struct ArrayObject {
     const void *base, *dtype;
 };
 
-// What an array is like, as Python fills it in.
+// Type, dtype, shape and strides of an array, as Python fills them in.
 struct Like {
     const void *type, *dtype;  // the objects
     int64_t num_axes, shape[4], strides[4];
 };
 
-// What the arrays of some calls are like.
+// Types, dtypes, shapes and strides of the arrays of some calls.
 struct Table {
     int64_t num_calls, num_arrays, head_bytes;  // arrays of each call; the head of an object
     Like likes[];
 };
 
-// What changes from call to call: behind the rest of a `Call`, with Python objects or addresses in place of arrays.
-// All in one, because Python takes longer to hand over an argument than to pack it.
+// What changes from call to call, with Python objects or addresses in place of arrays: `load_call` adds it to the fixed
+// part of a `Call`. It is one struct, because Python takes longer to hand over an argument than to pack it.
 struct Changing {
     int64_t head_bytes;   // of an array object; if it is negative, addresses of data are given
     int64_t limit;        // how many of the best kinds of processors are left out
@@ -102,7 +103,7 @@ inline bool is_result(const Call &call, int64_t array) {
     return call.is_backward ? (array >= DQ && array <= DV) || array >= DBIAS : array == OUT || array == LSE;
 }
 
-// Whether memory of each result ends before that of any other array begins, or begins where it has ended.
+// Whether the memory of each result overlaps with that of no other array.
 bool are_apart(const Call &call) {
     for (int i = 0; i < call.num_given; ++i) {
         const int64_t one = call.given[i];
@@ -165,7 +166,8 @@ int end(Running *running) {
     return status;
 }
 
-// A call that up to `num_threads` of others take part in; null, and why, where that cannot be.
+// Prepares a call in which up to `num_threads` workers take part. If that fails, it returns null, and the reason in
+// `status`.
 Running *prepare_call(const void *fixed, const Changing *changing, long num_threads, int *status) {
     Running *running = (Running *)calloc(1, sizeof(Running) + num_threads * sizeof(Worker *));
     *status = OUT_OF_MEMORY;
@@ -181,7 +183,7 @@ Running *prepare_call(const void *fixed, const Changing *changing, long num_thre
     return nullptr;
 }
 
-// No more threads than jobs can be at work at a time.
+// At most as many threads as a phase has jobs: no more can be at work at a time.
 long most_threads(const Running &running, long num_threads) {
     long most = 1;
     for (int i = 0; i < running.work.num_phases; ++i)
@@ -193,19 +195,19 @@ long most_threads(const Running &running, long num_threads) {
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
-// Of what sources the library was built.
+// The sources that the library was built from.
 EXPORTED const char *cuflash_sources() { return SOURCES; }
 
 EXPORTED int64_t cuflash_call_bytes() { return sizeof(Call); }
 
-// About how long a call takes on one core beside its multiplications. Of the call only what is fixed is given.
+// About how long a call takes on one core beside its multiplications. Only the fixed part of the call is given.
 EXPORTED double cuflash_overhead_ns(const void *fixed) {
     Call call;
     memcpy((void *)&call, fixed, offsetof(Call, seed));
     return double(call.batch) * call.num_heads * overhead_of_head_ns(call);
 }
 
-// The kind of processor that the kernels are for; without the best `limit` kinds.
+// The kind of processor that the kernels are for; the `limit` best kinds are left out.
 EXPORTED const char *cuflash_processor(int limit) { return kind_of_processor(limit).name; }
 
 // A function of all numbers of an array, as the kernels compute it.
@@ -240,7 +242,7 @@ EXPORTED int cuflash_run(const void *fixed, const Changing *changing) {
     return end(running);
 }
 
-// Starts a call on threads of the pool. Null, and why, where that cannot be.
+// Starts a call on threads of the pool. If that fails, it returns null, and the reason in `status`.
 EXPORTED Running *cuflash_start(const void *fixed, const Changing *changing, int *status) {
     Running *running = prepare_call(fixed, changing, changing->num_threads, status);
     if (!running) return nullptr;
@@ -252,7 +254,7 @@ EXPORTED Running *cuflash_start(const void *fixed, const Changing *changing, int
     return nullptr;
 }
 
-// Whether the call is done, after at most so many milliseconds.
+// Waits for the call, at most `milliseconds`, and returns whether it is done.
 EXPORTED int cuflash_wait(Running *running, int milliseconds) {
     const timespec until = after_milliseconds(milliseconds);
     int error = 0;

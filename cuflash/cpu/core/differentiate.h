@@ -1,5 +1,5 @@
-// Weights of a block of queries and a tile of keys computed again, and the gradients of their scores: what every gradient
-// of the backward pass is made of.
+// Computes the weights of a block of queries and a tile of keys again, and the gradients of their scores. Every gradient
+// of the backward pass is made of these.
 #pragma once
 
 #include "forward.h"
@@ -7,20 +7,20 @@
 namespace {
 
 constexpr long BACKWARD_ROWS = HAS_TILES ? 128 : 120;  // of a block at most
-constexpr long DQ_BYTES = 32 << 20;                    // for sums of dq in float32, where dq has 16 bits
+constexpr long DQ_BYTES = 32 << 20;                    // at most, for sums of dq in float32, where dq has 16 bits
 
 inline bool is_wanted(const Call &call, Array array) { return call.arrays[array] != nullptr; }
 
-// Who makes dbias, which has an axis of each kind or is summed over it.
+// Which jobs compute dbias. It is summed over the axes that the bias does not have.
 enum class BiasGradient {
     NONE,
-    PAIRS,    // there is no sum: each job of keys writes what it has
+    PAIRS,    // there is no sum: each job of keys writes its part
     ORDERED,  // sums over heads or entries: jobs of the same keys add to it, one after the other
-    KEYS,     // sums over rows: each job of keys makes its own, which are added up afterwards
-    APART     // by jobs of its own, that compute weights once more
+    KEYS,     // sums over rows: each job of keys has sums of its own, which are added up afterwards
+    APART     // dbias has jobs of its own, which compute the weights once more
 };
 
-constexpr long BIAS_BYTES = 16 << 20;  // for the sums of jobs of keys
+constexpr long BIAS_BYTES = 16 << 20;  // at most, for the sums of jobs of keys
 
 inline long group_of(const Call &call) { return call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0; }
 
@@ -36,7 +36,7 @@ template <class T> inline BiasGradient bias_gradient(const Call &call, long rows
     if (has_entries && has_heads && has_rows && has_keys) return BiasGradient::PAIRS;
     if (!has_rows && strides[3])
         return bytes_of_bias_sums(call, sizeof(T)) <= BIAS_BYTES ? BiasGradient::KEYS : BiasGradient::APART;
-    // A job goes through the heads that share its keys: it adds to all rows once if these are in one block.
+    // A job goes through the heads that share its keys. It adds to each row once if one block has all of these heads.
     const long rows = rows_in_blocks(call, call.seqlen_q, rows_per_block), group = group_of(call);
     const bool is_once = has_heads || heads_in_blocks(call.seqlen_q, rows, group, rows_per_block) == group;
     const bool is_same = size_of(call.bias_dtype) == long(sizeof(T));  // sums are rounded once
@@ -49,9 +49,9 @@ template <class T> struct BackwardBuffers {
     Scratch scratch;
     Sizes<T> sizes;
     T *k, *k_t, *v_t, *dk, *dv, *q, *dout, *dq, *p, *ds, *tanhs, *products, *added, *lse, *delta, *total;
-    T *q_t, *dout_t, *ds_columns, *ds_rows;  // of pairs, where these are multiplied
+    T *q_t, *dout_t, *ds_columns, *ds_rows;  // as pairs, where products are of pairs
     unsigned char *kept;
-    long double *sums;  // of many rows
+    long double *sums;  // over many rows
     BiasGradient bias;
 
     BackwardBuffers(const Work &work, char *memory) : scratch{memory}, sizes(work.call) {
@@ -61,7 +61,7 @@ template <class T> struct BackwardBuffers {
         k = scratch.template take<T>(keys * larger(sizes.dim, sizes.dim_v));
         k_t = scratch.template take<T>(sizes.dim * SCORES_STRIDE<T>);
         v_t = scratch.template take<T>(sizes.dim_v * SCORES_STRIDE<T>);
-        // With pairs they are transposed.
+        // With pairs, dk and dv are transposed.
         const bool has_pairs = uses_pairs<T>(call);
         dk = scratch.template take<T>(has_pairs ? sizes.dim * SCORES_STRIDE<T> : keys * sizes.dim);
         dv = scratch.template take<T>(has_pairs ? sizes.dim_v * SCORES_STRIDE<T> : keys * sizes.dim_v);
@@ -87,7 +87,7 @@ template <class T> struct BackwardBuffers {
     }
 };
 
-// rowsum(dout o out) - dlse of a row; `dout` is what was loaded of it, `values` room for as much of out.
+// rowsum(dout o out) - dlse of a row. `dout` is its loaded row of dout, and `values` is room for its row of out.
 template <class T>
 inline T delta_of(const Call &call, const Entry &entry, Row row, T lse, const T *dout, long dim, T *values) {
     load_row(row_address(call, OUT, entry, row), call.dtype, call.strides[OUT][3], call.head_dim_v, values);
@@ -100,7 +100,7 @@ inline T delta_of(const Call &call, const Entry &entry, Row row, T lse, const T 
     return delta;
 }
 
-// q or dout of a block as pairs of neighbours, and transposed, where two rows make a pair.
+// Loads q or dout of a block twice: as rows of pairs of neighbours, and transposed, with pairs of two rows.
 template <class T>
 inline void load_query_pairs(const Call &call, Array array, const Entry &entry, const Block &block, long dim,
                              bool is_negative, T *out, T *transposed, T *staging) {
@@ -113,7 +113,7 @@ inline void load_query_pairs(const Call &call, Array array, const Entry &entry, 
     transpose(staging, padded, pairs_of(num_rows), padded, transposed, QUERY_PAIRS);
 }
 
-// q, dout, lse and delta of a block.
+// Loads q, dout, lse and delta of a block.
 template <class T>
 inline void load_queries(const Call &call, const Entry &entry, const Block &block, BackwardBuffers<T> &buffers) {
     const Sizes<T> &sizes = buffers.sizes;
@@ -136,12 +136,12 @@ inline void load_queries(const Call &call, const Entry &entry, const Block &bloc
         if (uses_pairs<T>(call))
             load_row(row_address(call, DOUT, entry, row), call.dtype, call.strides[DOUT][3], call.head_dim_v, numbers);
         buffers.delta[r] = delta_of(call, entry, row, lse, dout, sizes.dim_v, buffers.dq);
-        // A row that sees no key: its weights are exp(-inf).
+        // A row that sees no key gets an lse of inf, so that its weights are exp(-inf).
         buffers.lse[r] = lse == T(-__builtin_inf()) ? T(__builtin_inf()) : lse;
     }
 }
 
-// k and v of a tile: v transposed, k as it is and transposed.
+// Loads k and v of a tile: v transposed, k both as it is and transposed.
 template <class T>
 inline void load_key_tile(const Call &call, const Entry &entry, long head_kv, long first, long count,
                           BackwardBuffers<T> &buffers) {
@@ -159,7 +159,7 @@ inline void load_key_tile(const Call &call, const Entry &entry, long head_kv, lo
     transpose(buffers.k, sizes.dim, padded, sizes.dim, buffers.k_t, SCORES_STRIDE<T>);
 }
 
-// c = A B for rows of q or dout from r0 on, and k or v transposed.
+// c = A B, where A is the rows of q or dout from r0 on, and B is k or v, transposed.
 template <class T>
 inline void multiply_rows(const Call &call, const T *rows, long dim, const T *keys_t, long r0, long num_rows,
                           long num_keys, T *c) {
@@ -173,12 +173,12 @@ inline void multiply_rows(const Call &call, const T *rows, long dim, const T *ke
     product_of_rows(num_rows, num_keys, dim, rows + r0 * stride, stride, keys_t, SCORES_STRIDE<T>, c, SCORES_STRIDE<T>);
 }
 
-// Where the bias of a row begins, or its gradient, from a key on.
+// Address of the bias of a row, or of its gradient, at the key `first`.
 inline char *bias_address(const Call &call, Array array, const Entry &entry, Row row, long first) {
     return address(call, array, size_of(call.bias_dtype), entry.index, row.head, row.i, first);
 }
 
-// Zeros in dbias, for so many keys of a tile.
+// Clears dbias of a row, for `count` keys from `first` on.
 template <class T> inline void clear_bias(const Call &call, const Entry &entry, Row row, long first, long count) {
     const T zeros[MAX_KEYS] = {};
     if (count > 0)
@@ -193,14 +193,14 @@ struct RowRange {
     }
 };
 
-// The rows that see any key of a tile, and any of its halves.
+// The rows that see any key of a tile, and the rows that see any key of each of its halves.
 constexpr long HALF = MAX_KEYS / 2;
 struct SeenRows {
     RowRange all, halves[2];
 };
 
-// Weights p of a row and the gradients ds of its scores, in the place of these and of those of weights, with what dropout
-// makes of both. With tangents of the cap gradients become those of products.
+// Replaces the scores p of a row by weights, and the gradients ds of weights by those of scores. Dropout applies to both.
+// With `tanhs`, the tanh(x) of the cap, ds becomes the gradients of products.
 template <class T>
 inline void weigh_row(const Call &call, T scale, T lse, T delta, long columns, const unsigned char *kept,
                       const T *tanhs, T *p, T *ds) {
@@ -225,10 +225,10 @@ inline void weigh_row(const Call &call, T scale, T lse, T delta, long columns, c
     }
 }
 
-// Weights p, with what dropout makes of them, and the gradient ds of scores, of a block and a tile that are loaded; for
-// dbias that of scores with their bias, else that of scale q k^T. Gives the rows that see any of these keys; what lies
-// between them is zero. Adds to buffers.sums what there is for slopes by head, for scale and for the cap, and to
-// buffers.total, by head, what there is for a bias of keys.
+// Computes weights p, after dropout, and gradients ds, of a block and a tile that are loaded. If `for_bias`, ds is the
+// gradient of scores with their bias, else that of scale q k^T. Returns the rows that see any of these keys; hidden
+// scores among them have zeros in p and ds. Adds the gradients of slopes (by head), of the scale and of the cap to
+// buffers.sums, and the gradient of a bias of keys (by head) to buffers.total.
 template <class T>
 inline SeenRows differentiate(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
                               long first, long count, bool for_bias, BackwardBuffers<T> &buffers) {
@@ -240,7 +240,7 @@ inline SeenRows differentiate(const Call &call, const Scaling<T> &scaling, const
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     const bool writes_bias = !for_bias && buffers.bias == BiasGradient::PAIRS;
     const long next_bias = FEW_OF_GROUP * call.strides[BIAS][2];
-    // Unless something needs gradients of scores before they become those of products.
+    // Gradients become those of products at once, unless something needs the gradients of scores before.
     const bool slopes_at_once = has_cap(call) && !for_bias && !is_wanted(call, DBIAS) &&
                                 !is_wanted(call, DALIBI_SLOPES) && !is_wanted(call, DSOFTCAP);
     auto clear_scores = [&](long r, long begin, long end) {
@@ -319,7 +319,8 @@ inline SeenRows differentiate(const Call &call, const Scaling<T> &scaling, const
     return seen;
 }
 
-// Weights and gradients of scores as pairs: of two rows, in the place of p and in ds_columns, and of two keys.
+// Packs weights and gradients of scores as pairs of two rows, in the place of p and in ds_columns, and packs gradients
+// as pairs of two keys, too, in ds_rows.
 template <class T>
 inline void pack_scores(const Block &block, RowRange range, long count, BackwardBuffers<T> &buffers) {
     if constexpr (MAY_USE_PAIRS<T>) {

@@ -11,7 +11,7 @@ typedef uint16_t Draws __attribute__((vector_size(VECTOR_BYTES)));  // of 16 bit
 typedef int8_t KeptBytes __attribute__((vector_size(VECTOR_BYTES / 2)));
 constexpr int WORDS = VECTOR_BYTES / 8, AT_ONCE = 4, ROUNDS = 7;
 
-// Products of low halves: the high ones may hold anything.
+// Multiplies the low halves of lanes; the high halves may hold anything.
 inline Words multiply_words(Words x, uint64_t y) {
 #if defined(__AVX512F__)
     return (Words)_mm512_mul_epu32((__m512i)x, _mm512_set1_epi64(y));
@@ -33,9 +33,9 @@ inline KeptBytes bytes_above(Draws draws, uint16_t limit) {
 #endif
 }
 
-// Draws of the rows i and i + 8 for the columns of a vector of counters, of whose words c0 and c2 have the draws of two
-// neighbours, c1 and c3 those of the two that are eight columns further on. What four counters have comes in the order
-// of columns; of fewer, the first half are the neighbours and the second half those further on.
+// Draws of the rows i and i + 8 for the columns of a vector of counters. Words c0 and c2 of a counter have the draws of
+// two neighbouring columns, c1 and c3 those of the two that are eight columns further on. Draws of four counters come in
+// the order of columns; of fewer counters, the neighbours come in the first half and those further on in the second.
 struct DrawsOfRows {
     Draws upper, lower;
     DrawsOfRows(Words c0, Words c1, Words c2, Words c3) {
@@ -53,9 +53,9 @@ struct DrawsOfRows {
     }
 };
 
-// kept[row][column], bytes of ones where a weight is kept and of zeros elsewhere, for rows [first_row, first_row +
+// Writes kept[row][column], bytes of ones where a weight is kept and of zeros elsewhere, for rows [first_row, first_row +
 // num_rows) and columns [first_column, first_column + num_columns) of one head. first_column is a multiple of 16, and
-// `stride` one of VECTOR_BYTES that has room for all columns.
+// `stride` is a multiple of VECTOR_BYTES that has room for all columns.
 inline void kept_weights(uint64_t seed, uint64_t offset, uint64_t head, long steps, long first_row, long num_rows,
                          long first_column, long num_columns, unsigned char *kept, long stride) {
     constexpr uint64_t MULTIPLIER0 = 0xD2511F53, MULTIPLIER1 = 0xCD9E8D57;
@@ -69,9 +69,9 @@ inline void kept_weights(uint64_t seed, uint64_t offset, uint64_t head, long ste
     const long num_counters = (num_columns + 15) / 16 * 4;
     const uint64_t of_head = (head & 0xFFFFFFFF) * MULTIPLIER1;
     for (long x = 0; x < num_counters; x += AT_ONCE * WORDS) {
-        // What two rounds make of a counter follows from its column alone, but for words 2 and 3, where its row comes in
-        // by an exclusive or. So does one of the products of the third round. Several chains of multiplications at
-        // once, since each waits for its own results.
+        // After two rounds, a counter depends on its column alone, except for words 2 and 3, which its row enters by an
+        // exclusive or. One of the products of the third round depends on the column alone, too. Several chains of
+        // multiplications run at once, since each waits for its own results.
         Words by_column1[AT_ONCE], by_column2[AT_ONCE], product0[AT_ONCE], upper0[AT_ONCE];
         for (int u = 0; u < AT_ONCE; ++u) {
             const Words first = multiply_words(lanes + uint64_t(first_column / 4 + x + u * WORDS), MULTIPLIER0);
@@ -129,7 +129,7 @@ inline void kept_weights(uint64_t seed, uint64_t offset, uint64_t head, long ste
     }
 }
 
-// Numbers where `kept` has bytes of ones, zeros elsewhere.
+// x where `kept` has bytes of ones, zeros elsewhere.
 template <class T> inline Vector<T> drop(Vector<T> x, const unsigned char *kept) {
     Integers<T> mask;
 #if defined(__AVX2__) || (defined(__SSE2__) && !defined(__AVX__))

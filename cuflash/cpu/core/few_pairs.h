@@ -1,6 +1,6 @@
 // Few queries against many keys of 16 bits, where there are instructions for pairs of these. With tile registers, queries
-// that share keys are a tile of columns, and rows of k are multiplied by it where they lie; without, pairs are multiplied
-// in vectors. So it takes no longer, or not much, to compute with many numbers than to read them.
+// that share keys are a tile of columns, and rows of k are multiplied by it where they lie. Without them, pairs are
+// multiplied in vectors. So arithmetic takes no longer, or not much longer, than reading k and v.
 #pragma once
 
 #include "few_rows.h"
@@ -9,11 +9,11 @@
 namespace {
 
 #if HAS_TILES
-// Keys whose scores are multiplied at a time, and those whose values are: what is made of them stays in the first level
-// of the cache.
+// How many keys are multiplied at a time for scores, and how many for values: what is made of them stays in the first
+// level of the cache.
 constexpr long KEYS_OF_SCORES = 4 * TILE, KEYS_OF_VALUES = 2 * TILE;
 
-// q of a block as columns: where numbers are of two parts, upper ones, and below them the lower ones.
+// Loads q of a block as columns. Where numbers have two parts, the lower parts lie below the upper ones.
 inline void load_few_columns(const Call &call, const Entry &entry, const Block &block, float *rows, float *columns) {
     const long width = most_parts<float>(call) * pair_stride<float>(call.head_dim);
     if (call.dtype == BFLOAT16) {
@@ -24,8 +24,8 @@ inline void load_few_columns(const Call &call, const Entry &entry, const Block &
     transpose(rows, width, rows_of(block), width, columns, TILE);
 }
 
-// s = Q K^T. `rows` is room for rows of k, `s_t` for a tile of keys by queries. Where a number is not finite, neither
-// are its scores of two parts.
+// s = Q K^T. `rows` is room for rows of k, `s_t` for a tile of keys by queries. If numbers have two parts and one is not
+// finite, its scores are not finite either.
 inline void scores_of_few_pairs(const float *q_t, long dim, const KeyRows &k, long num_keys, int parts, Coming coming,
                                 float *rows, float *s_t, float *s) {
     const long width = pair_stride<float>(dim);
@@ -55,16 +55,16 @@ inline void scores_of_few_pairs(const float *q_t, long dim, const KeyRows &k, lo
     }
 }
 
-// Whether scores of so many rows are numbers.
+// Whether all scores of `num_rows` rows are finite.
 inline bool are_numbers(long num_rows, const float *s, long num_keys) {
     constexpr int N = LANES<float>;
-    Vector<float> sum = {};  // of zeros or NaN; there are zeros behind the keys
+    Vector<float> sum = {};  // of zeros or NaN; zeros follow the last key
     for (long r = 0; r < num_rows; ++r)
         for (long j = 0; j < num_keys; j += N) sum += load(s + r * SCORES_STRIDE<float> + j) * 0;
     return sum_of_lanes<float>(sum) == 0;
 }
 
-// o += P V, of one part: pairs of weights by pairs of keys. `interleaved` is room for these.
+// o += P V, where numbers have one part: pairs of weights times pairs of keys. `interleaved` is room for the latter.
 inline void add_values_of_few_pairs(const float *pairs, const KeyRows &v, long num_keys, long dim, Coming coming,
                                     float *interleaved, float *o) {
     for (long first = 0; first < num_keys; first += KEYS_OF_VALUES) {
@@ -82,8 +82,8 @@ inline void add_values_of_few_pairs(const float *pairs, const KeyRows &v, long n
 
 #endif
 
-// Whether queries, keys and weights of a block of few rows are multiplied as pairs, in vectors: keys lie as they are
-// wanted, and so many rows share them that memory waits otherwise.
+// Whether queries, keys and weights of a block of few rows are multiplied as pairs, in vectors. Keys have to lie in
+// memory as the product reads them, and enough rows have to share them that memory would wait for arithmetic otherwise.
 template <class T> inline bool multiplies_pairs_of_few(const Call &call, const Block &block) {
     return !HAS_TILES && rows_of(block) > VERY_FEW_ROWS && uses_pairs<T>(call) && call.dtype == BFLOAT16 &&
            call.strides[K][3] == 1 && call.strides[V][3] == 1 && call.head_dim % (2 * LANES<T>) == 0 &&
@@ -91,7 +91,7 @@ template <class T> inline bool multiplies_pairs_of_few(const Call &call, const B
 }
 
 #if defined(__AVX512BF16__) && !HAS_TILES
-// s = Q K^T of rows of q that are pairs.
+// s = Q K^T, where rows of q are pairs.
 inline void scores_of_pairs(long num_rows, const float *q, long dim, const KeyRows &k, long num_keys, Coming coming,
                             float *s) {
     const long width = pairs_of(dim);
@@ -132,7 +132,7 @@ __attribute__((noinline)) void add_products_of_pairs(const float *pairs, const K
     add_sums<float>(sums, o + d, o_stride);
 }
 
-// o += P V, of pairs of weights.
+// o += P V, where weights are pairs.
 inline void add_values_of_pairs(long num_rows, const float *pairs, const KeyRows &v, long num_keys, long dim,
                                 Coming coming, float *o) {
     for_few_rows<8>(num_rows, [&](long r, auto rows) {

@@ -1,14 +1,15 @@
 // Few queries against many keys, as in decoding: rows of k and v are read once, where they lie and in their own dtype,
-// and become numbers of the computation in registers. Memory never rests: rows of v are fetched while those of k are
-// computed with, and rows of k of the next tile while those of v are. Processors look ahead along a tile by themselves,
-// but not from one tile to the next.
+// and are converted in registers. Memory never rests: rows of v are fetched while scores are computed from k, and rows of
+// k of the next tile are fetched while values are added. Processors look ahead along a tile by themselves, but not from
+// one tile to the next.
 #pragma once
 
 #include "pairs.h"
 
 namespace {
 
-// Of a block, with many keys and with few: their scores are dot products with rows of k as they lie in memory.
+// The most rows of a block that count as few, with many keys and with few keys. Their scores are dot products with rows
+// of k as they lie in memory.
 constexpr long FEW_ROWS = 8, VERY_FEW_ROWS = 2;
 constexpr int FEW_KEYS = 4;  // whose products are summed at a time
 
@@ -22,7 +23,7 @@ struct Bfloat16 {
 struct Float16 {
     uint16_t bits;
 };
-struct Bfloat16Pair {  // neighbours, which are multiplied by two of q at once
+struct Bfloat16Pair {  // two neighbours, which are multiplied by two numbers of q at once
     uint32_t bits;
 };
 
@@ -45,7 +46,7 @@ template <class T> inline Vector<T> load_as(const Bfloat16Pair *p) {
     return *(const Anywhere *)p;
 }
 
-// sum + x y, where x is of S.
+// sum + x y, where x was loaded as S.
 template <class T, class S> inline Vector<T> multiply_add(Vector<T> sum, Vector<T> x, Vector<T> y) {
 #if defined(__AVX512BF16__)
     if constexpr (std::is_same_v<S, Bfloat16Pair>) return Pairs::add(sum, x, y);
@@ -61,7 +62,7 @@ struct KeyRows {
     const char *at[MAX_KEYS];
 };
 
-// Rows that are needed soon: `offset` bytes behind those of a tile.
+// Rows that are needed soon: they lie `offset` bytes after those of a tile.
 struct Coming {
     const KeyRows &rows;
     long offset;
@@ -72,7 +73,8 @@ struct Coming {
     }
 };
 
-// Those of the array, if they are whole vectors of neighbours, else copies; copies too of numbers of one byte.
+// Finds the rows of the array itself if they are whole vectors of neighbours. Other rows, and numbers of one byte, are
+// copied.
 template <class T>
 inline void find_key_rows(const Call &call, Array array, const Entry &entry, long head_kv, long first, long count,
                           long dim, T *copies, long copies_stride, KeyRows &rows) {
@@ -95,7 +97,7 @@ inline void find_key_rows(const Call &call, Array array, const Entry &entry, lon
     }
 }
 
-// Calls `run` with a null pointer to what rows are made of.
+// Calls `run` with a null pointer, whose type is that of the numbers of the rows.
 template <class T, class F> inline void with_numbers(const KeyRows &rows, F run) {
     if constexpr (sizeof(T) == 4) {
         if (rows.dtype == BFLOAT16) return run((const Bfloat16 *)nullptr);
@@ -104,8 +106,8 @@ template <class T, class F> inline void with_numbers(const KeyRows &rows, F run)
     run((const T *)nullptr);
 }
 
-// Sums, lane by lane, of products of R rows of q and FEW_KEYS rows of k; those of a row of q lie `stride` apart. A
-// function of its own, where they stay in registers.
+// Sums, lane by lane, of products of R rows of q and FEW_KEYS rows of k; those of a row of q lie `stride` apart. It is a
+// function of its own so that the sums stay in registers.
 template <class T, class S, int R>
 __attribute__((noinline)) void lanes_of_products(const T *q, long q_stride, long dim, const char *const *k, T *lanes,
                                                  long stride) {
@@ -132,7 +134,7 @@ __attribute__((noinline)) void lanes_of_products(const T *q, long q_stride, long
     }
 }
 
-// s[r][j] = dot(q[r], k[j]) for R rows; behind the last key, up to a whole vector, stand products of the last one.
+// s[r][j] = dot(q[r], k[j]) for R rows. The rest of the last vector gets products of the last key.
 template <class T, class S, int R>
 inline void dot_products(const T *q, long dim, const KeyRows &k, long num_keys, const Coming *coming, T *s) {
     constexpr int N = LANES<T>, GROUP_OF_KEYS = N > FEW_KEYS ? N : FEW_KEYS;
@@ -163,7 +165,7 @@ template <class T, int R, int N> inline void add_sums(const Vector<T> (&sums)[R]
         }
 }
 
-// o[r] += sum of s[r][j] v[j] for R rows and N vectors. The sum is made by itself before it is added.
+// o[r] += sum of s[r][j] v[j] for R rows and N vectors. The sum is complete before it is added to o.
 template <class T, class S, int R, int N>
 __attribute__((noinline)) void add_products(const T *s, const KeyRows &v, long num_keys, long d, const Coming *coming,
                                             T *o, long o_stride) {
@@ -199,7 +201,7 @@ inline void weighted_rows(const T *s, const KeyRows &v, long num_keys, long dim,
     run(std::integral_constant<int, 1>());
 }
 
-// Calls `run` with the first of each few rows, up to MOST, and their number, as a type.
+// Takes up to MOST rows at a time, and calls `run` with the first of them and with their number, as a type.
 template <int MOST, class F> inline void for_few_rows(long num_rows, F run) {
     long r = 0;
     for (; num_rows - r >= MOST; r += MOST) run(r, std::integral_constant<int, MOST>());
@@ -209,7 +211,7 @@ template <int MOST, class F> inline void for_few_rows(long num_rows, F run) {
     if (num_rows - r == 1) run(r, std::integral_constant<int, 1>());
 }
 
-// s = Q K^T; rows of q are `dim` long, a multiple of the lanes of a vector. What is coming is fetched meanwhile.
+// s = Q K^T; rows of q are `dim` long, a multiple of the lanes of a vector. The rows of `coming` are fetched meanwhile.
 template <class T>
 inline void scores_of_few(long num_rows, const T *q, long dim, const KeyRows &k, long num_keys, Coming coming, T *s) {
     with_numbers<T>(k, [&](auto *number) {

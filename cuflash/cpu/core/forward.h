@@ -5,9 +5,9 @@
 
 namespace {
 
-constexpr long ENOUGH_JOBS = 32;  // for all threads: with fewer blocks, several jobs share the keys of one
+constexpr long ENOUGH_JOBS = 32;  // enough for all threads; with fewer blocks, several jobs share the keys of a block
 constexpr long TILES_PER_PART = 4;
-// Threads seldom go at one speed: jobs that begin last are small ones, so that all threads end at about one time.
+// Threads seldom run at the same speed, so the jobs that begin last are small: all threads end at about the same time.
 constexpr long CUT_BLOCKS = 16, NUM_CUTS = 2, LEAST_CUT_ROWS = 72;
 constexpr long PARTS_BYTES = 32 << 20;
 
@@ -33,8 +33,8 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
     }
 }
 
-// The same of few rows. The keys of a job end with those that one of its rows sees: all of them are computed.
-// `columns` has what `load_few_columns` gives, if anything.
+// The same for few rows. The keys of a job end with the last one that any of its rows sees, and all of them are computed.
+// `columns` has the result of `load_few_columns`, or is null.
 template <class T>
 inline void forward_tile_of_few(const Work &work, const Block &block, const Entry &entry, const Scaling<T> &scaling,
                                 ForwardBuffers<T> &buffers, long first, long count, const T *columns) {
@@ -136,7 +136,7 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
     }
 }
 
-// Merges what the jobs that share the keys of a block have, in order.
+// Merges, in order, the results of the jobs that share the keys of a block.
 template <class T> void merge_job(Work &work, char *memory, long job) {
     const long first = job * work.blocks[0].num_parts;
     const Block &block = work.blocks[first];
@@ -164,7 +164,7 @@ template <class T> void merge_job(Work &work, char *memory, long job) {
 
 // ---- which blocks there are ------------------------------------------------------------------------------------------
 
-// How many rows and keys are computed at a time, so that their buffers stay in the cache.
+// Chooses how many rows and keys are computed at a time, so that their buffers stay in the cache.
 template <class T> inline void choose_tiles(Work &work, long most_rows) {
     const Sizes<T> sizes(work.call);
     const long bytes = larger(sizes.dim, sizes.dim_v) * long(sizeof(T));
@@ -178,7 +178,7 @@ template <class T> inline void choose_tiles(Work &work, long most_rows) {
         work.rows_per_block = smaller(work.rows_per_block, round_up(larger(call.seqlen_q * group, 1), GROUP));
 }
 
-// Heads of a block of an entry, which share their keys.
+// How many heads a block of an entry has; they share their keys.
 inline long heads_of_block(const Work &work, const Entry &entry) {
     const Call &call = work.call;
     const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0, most = work.rows_per_block;
@@ -201,7 +201,7 @@ struct BlockCount {
     }
 };
 
-// Cuts the last blocks in two, as far as both have enough rows.
+// Cuts each of the last blocks in two if it has enough rows.
 inline void cut_last_blocks(Work &work) {
     const long count = work.num_blocks;
     for (long i = larger(0, count - CUT_BLOCKS); i < count; ++i) {
@@ -214,7 +214,7 @@ inline void cut_last_blocks(Work &work) {
     }
 }
 
-// The blocks of all entries; those of the last rows, which may see the most keys, come first.
+// Makes the blocks of all entries. Those of the last rows, which may see the most keys, come first.
 inline bool make_blocks(Work &work, bool has_parts, long bytes_of_row) {
     const Call &call = work.call;
     const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0, most = work.rows_per_block;
@@ -257,7 +257,7 @@ inline bool make_blocks(Work &work, bool has_parts, long bytes_of_row) {
 
 template <class T> bool prepare_forward(Work &work) {
     if (!make_entries(work)) return false;
-    // Smaller blocks pack keys more often, which takes less time than to merge what shares of the keys give.
+    // Smaller blocks pack keys more often, but that takes less time than merging the results of jobs that share keys.
     for (long parts = 1; parts <= 3; ++parts) {
         choose_tiles<T>(work, BLOCK_ROWS / parts / GROUP * GROUP);
         if (BlockCount(work).all >= ENOUGH_JOBS) break;

@@ -1,5 +1,5 @@
-// The forward pass by products of pairs: scores of the next rows, and what values add to those before, are multiplied
-// while rows are weighed.
+// The forward pass by products of pairs. While the scores of one group of rows become weights, the scores of the next
+// group and the values of the group before are multiplied.
 #pragma once
 
 #include "key_tiles.h"
@@ -10,7 +10,7 @@ namespace {
 
 // Rows of a block, and the keys of a tile that they see.
 struct Group {
-    long r0, num_rows;  // no rows: none is left
+    long r0, num_rows;  // num_rows is 0 if no group is left
     Keys keys;
 };
 
@@ -45,7 +45,7 @@ inline void forward_tile_of_pairs(const Work &work, const Block &block, const En
                               s + group.keys.first,
                               STRIDE,
                               false};
-        if (parts == 2) {  // these are exact: all four
+        if (parts == 2) {  // q and k are split exactly, so all four products count
             scores.add(q + width, k_t);
             scores.add(q, k_t + width * STRIDE);
             scores.add(q + width, k_t + width * STRIDE);
@@ -81,7 +81,7 @@ inline void forward_tile_of_pairs(const Work &work, const Block &block, const En
                                 buffers.o + group.r0 * dim,
                                 dim,
                                 true};
-        if (parts == 2) {  // the product of both lower parts is below what weights are rounded by
+        if (parts == 2) {  // the product of both lower parts is below the rounding errors of weights
             values.add(pairs + KEY_PAIRS, v);
             values.add(pairs, tile.low_v + pair * dim);
         }

@@ -1,7 +1,7 @@
-// Rows of the forward pass: what a job has of them, and how their scores become weights.
+// Rows of the forward pass: the buffers that a job has for them, and how their scores become weights.
 //
-// The shift of a row is near its largest score so far, and moves only when that has risen by much: sums are rescaled a
-// few times in all.
+// The shift of a row is near its largest score so far. It moves only when that score has risen by much, so sums are
+// rescaled only a few times in all.
 #pragma once
 
 #include <cmath>
@@ -11,7 +11,7 @@
 namespace {
 
 constexpr long BLOCK_ROWS = HAS_TILES ? 384 : 192;  // at most
-constexpr long STEP_ROWS = 4;                       // between steps of products of pairs
+constexpr long STEP_ROWS = 4;                       // rows between two steps of products of pairs
 
 template <class T> struct ForwardBuffers {
     Scratch scratch;
@@ -21,14 +21,14 @@ template <class T> struct ForwardBuffers {
 
     ForwardBuffers(const Work &work, char *memory) : scratch{memory}, sizes(work.call) {
         const long rows_of_q = work.rows_per_block, keys = work.keys_per_tile;
-        // Pairs of numbers in two parts take as much room as numbers do, up to whole vectors of each part.
+        // Numbers in two parts take as much room as pairs as they do whole, rounded up to whole vectors of each part.
         const long parts = most_parts<T>(work.call),
                    dim = larger(sizes.dim, parts * pair_stride<T>(work.call.head_dim));
         q = scratch.template take<T>(rows_of_q * dim);
         o = scratch.template take<T>(rows_of_q * sizes.dim_v);
         shift = scratch.template take<T>(rows_of_q);
         l = scratch.template take<T>(rows_of_q * LANES<T>);
-        // With pairs scores of two groups of rows, and their weights: one is multiplied while the other is weighed.
+        // With pairs, there are scores and weights of two groups of rows: one is multiplied while the other is weighed.
         s = scratch.template take<T>((parts ? 2 : 1) * GROUP * SCORES_STRIDE<T>);
         p = scratch.template take<T>(2 * parts * GROUP * KEY_PAIRS);
         bias = scratch.template take<T>(work.call.arrays[BIAS] ? FEW_OF_GROUP * MAX_KEYS : 0);
@@ -39,8 +39,8 @@ template <class T> struct ForwardBuffers {
     }
 };
 
-// Moves the shift of a row to the largest lane, and with it sums so far. A function of its own: it is seldom called, and
-// the loops around it need all registers.
+// Moves the shift of a row to the largest lane, and rescales the sums so far. It is a function of its own because it is
+// seldom called, and the loops around it need all registers.
 template <class T> __attribute__((noinline)) void move_shift(T factor, Vector<T> most, T &shift, T *l, T *o, long dim) {
     const T top = largest_lane<T>(most);
     if (shift > T(-__builtin_inf())) {
@@ -139,13 +139,13 @@ template <class T> inline bool has_whole_rows(const Call &call, Array array, lon
            dim % LANES<T> == 0;
 }
 
-// Where a block whose keys are shared leaves what it has: o, shift and l of its rows.
+// Where a job that shares the keys of a block leaves its results: o, shift and l of the rows.
 template <class T> inline T *part_of(const Work &work, long job) {
     return (T *)work.shared + job * work.rows_per_block * (Sizes<T>(work.call).dim_v + 2);
 }
 
-// Scores s of rows become weights: those of `keys`, counted from the first key of the tile. With pairs they go there, in
-// so many parts, and `between` is called after each row.
+// Turns scores s of rows into weights, for `keys`, which are counted from the first key of the tile. With pairs, weights
+// go to `pairs`, in `parts` parts, and `between` is called after each row.
 template <class T, class F>
 inline void weigh_rows(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
                        ForwardBuffers<T> &buffers, long r0, long num_rows, long first, Keys keys, T *s, T *pairs,

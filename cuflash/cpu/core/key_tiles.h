@@ -1,4 +1,4 @@
-// Tiles of keys as products of the forward pass want them: k transposed, v as rows, or both as pairs.
+// Tiles of keys in the layout that products of the forward pass read: k transposed, v as rows, or both as pairs.
 #pragma once
 
 #include "forward_rows.h"
@@ -40,7 +40,7 @@ inline Tile<T> load_tile(const Work &work, const Entry &entry, long head_kv, lon
         load_keys(call, K, entry, head_kv, first, count, call.head_dim, rows, sizes.dim, padded);
     }
     transpose(k, k_stride, padded, sizes.dim, k_t, SCORES_STRIDE<T>);
-    // Rows that are far apart fall into the same few sets of the cache: those that are read again and again are copied.
+    // Rows that are far apart fall into the same few sets of the cache. They are read again and again, so they are copied.
     const long v_stride = call.strides[V][2];
     if (has_whole_rows<T>(call, V, call.head_dim_v) && (v_stride == call.head_dim_v || v_stride == -call.head_dim_v))
         return {k_t, (const T *)key_address(call, V, entry, head_kv, first), v_stride, nullptr};
@@ -49,7 +49,7 @@ inline Tile<T> load_tile(const Work &work, const Entry &entry, long head_kv, lon
 }
 
 // Fetches a share of the rows of k and v of the next tile into the second level of the cache, while there is work to do:
-// that of rows from `begin` to `end` of `rows`.
+// the share of rows `begin` to `end` among `rows` rows.
 inline void prefetch_next_keys(const Work &work, const Entry &entry, long head_kv, long first, long begin, long end,
                                long rows) {
     const Call &call = work.call;

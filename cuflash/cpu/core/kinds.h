@@ -6,7 +6,7 @@
 enum Function { EXP2, TANH, LOG };
 
 struct Kernels {
-    // Makes the phases of a call; false where memory runs out.
+    // Makes the phases of a call; returns false if memory runs out.
     bool (*prepare)(Work &work);
     // A function of all numbers of an array, for tests.
     void (*evaluate)(bool is_double, Function function, const void *in, void *out, long count);

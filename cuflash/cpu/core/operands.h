@@ -26,7 +26,7 @@ inline uint16_t to_bfloat16(float x) {
     return uint16_t((bits & 0x7FFFFFFF) > 0x7F800000 ? bits >> 16 | 0x40 : rounded);
 }
 
-// The exponent is moved by a multiplication, which makes normal numbers of subnormal ones.
+// A multiplication moves the exponent, because it also turns subnormal numbers into normal ones.
 inline float from_float16(uint16_t x) {
     uint32_t size = uint32_t(x & 0x7FFF) << 13, sign = uint32_t(x & 0x8000) << 16;
     uint32_t bits = to_bits(from_bits(size) * 0x1p112f);
@@ -34,7 +34,7 @@ inline float from_float16(uint16_t x) {
     return from_bits(bits | sign);
 }
 
-// Rounded to nearest even: of ordinary numbers by integers, of those that become subnormal by an addition.
+// Rounds to nearest even: ordinary numbers by integer arithmetic, those that become subnormal by an addition.
 inline uint16_t to_float16(float x) {
     uint32_t bits = to_bits(x), sign = bits >> 16 & 0x8000, size = bits & 0x7FFFFFFF;
     uint32_t ordinary = (size + 0xFFF + (size >> 13 & 1) - 0x38000000) >> 13;
@@ -45,7 +45,7 @@ inline uint16_t to_float16(float x) {
     return uint16_t(result | sign);
 }
 
-// Neighbours; there are instructions for as many as a vector has.
+// Loads neighbours; there are instructions for as many as a vector has.
 template <class T> inline void load_float16(const uint16_t *in, long count, T *out) {
     long i = 0;
 #if defined(__AVX512F__)
@@ -80,7 +80,7 @@ template <class T, class S, class F> inline void load_each(const S *in, long str
     }
 }
 
-// `count` numbers from `in` on, `stride` elements apart.
+// Loads `count` numbers from `in` on, `stride` elements apart.
 template <class T> inline void load_row(const char *in, int64_t dtype, long stride, long count, T *out) {
     if (dtype == (sizeof(T) == 4 ? FLOAT32 : FLOAT64) && stride == 1) {
         memcpy(out, in, count * sizeof(T));
@@ -125,8 +125,8 @@ template <class T> inline void store_row(const T *in, int64_t dtype, long stride
 
 template <class T> inline void clear(T *p, long count) { memset((void *)p, 0, count * sizeof(T)); }
 
-// out[column][row] = in[row][column], in whole squares: there are zeros behind the rows. The number of columns is a
-// multiple of the lanes of a vector.
+// out[column][row] = in[row][column], in whole squares: zeros follow the last row. The number of columns is a multiple of
+// the lanes of a vector.
 template <class T>
 inline void transpose(const T *in, long stride, long num_rows, long num_columns, T *out, long out_stride) {
     constexpr long N = LANES<T>;

@@ -1,6 +1,6 @@
-// Operands of products of bfloat16, where there are instructions for them: two neighbours along what a product sums over
-// lie in the 32 bits of one element, a pair. Products and sums are those of float32; weights, and gradients of scores, are
-// rounded to bfloat16 before they are multiplied, as on a GPU.
+// Operands of products of bfloat16, where there are instructions for them: two neighbours along the axis that a product
+// sums over lie in the 32 bits of one element, a pair. Products and sums are those of float32; weights, and gradients of
+// scores, are rounded to bfloat16 before they are multiplied, as on a GPU.
 #pragma once
 
 #include "tiles.h"
@@ -29,7 +29,7 @@ template <class T> inline long pair_stride(long dim) { return round_up(pairs_of(
 constexpr long KEY_PAIRS = MAX_KEYS / 2 + 16;  // how far apart rows of pairs of keys lie
 constexpr long MOST_DIM = 1024;
 
-// A row of bfloat16, and zeros up to `padded` of them.
+// Copies a row of bfloat16, and writes zeros after it, up to `padded` numbers.
 inline void load_bits(const char *in, long step, long dim, Bits *out, long padded) {
     if (step == 1) {
         memcpy((void *)out, in, dim * 2);
@@ -39,8 +39,8 @@ inline void load_bits(const char *in, long step, long dim, Bits *out, long padde
     memset((void *)(out + dim), 0, (padded - dim) * 2);
 }
 
-// Rows `first` and `second`, of which the latter may be missing, as pairs of what stands in one column. Whole vectors are
-// stored: what loads tile registers waits long for what was stored in smaller pieces.
+// Makes pairs of rows `first` and `second`, of which the latter may be missing: the two numbers of a column are a pair.
+// It stores whole vectors, because loads of tile registers wait long for what was stored in smaller pieces.
 inline void interleave(const char *first, const char *second, long step, long dim, float *out, long padded) {
     const Bits *x = (const Bits *)first, *y = (const Bits *)second;
     Bits rows[2][MOST_DIM];
@@ -64,7 +64,7 @@ template <class T> inline void negate_pairs(T *pairs, long count) {
     for (long x = 0; x < count; ++x) words[x] ^= 0x80008000;
 }
 
-// Rows of q or dout of a block, pairs of neighbours.
+// Loads rows of q or dout of a block as pairs of neighbours.
 template <class T>
 inline void load_row_pairs(const Call &call, Array array, const Entry &entry, const Block &block, long dim, T *out,
                            bool is_negative) {
@@ -75,8 +75,8 @@ inline void load_row_pairs(const Call &call, Array array, const Entry &entry, co
     if (is_negative) negate_pairs(out, rows_of(block) * stride);
 }
 
-// Rows of k or v, pairs of neighbours, transposed: of a pair those of all keys, up to a whole vector of them. Whole
-// vectors are read where they lie.
+// Loads rows of k or v as pairs of neighbours, transposed: each row of the result has one pair of every key, up to a
+// whole vector of keys. Rows that are whole vectors are read where they lie.
 template <class T>
 inline void load_key_pairs(const Call &call, Array array, const Entry &entry, long head_kv, long first, long count,
                            long dim, T *rows, T *transposed) {
@@ -91,7 +91,7 @@ inline void load_key_pairs(const Call &call, Array array, const Entry &entry, lo
     transpose(rows, stride, count, stride, transposed, SCORES_STRIDE<T>);
 }
 
-// Rows of k or v, pairs of neighbouring keys.
+// Loads rows of k or v as pairs of neighbouring keys.
 template <class T>
 inline void interleave_keys(const Call &call, Array array, const Entry &entry, long head_kv, long first, long count,
                             long dim, T *out) {
@@ -123,7 +123,7 @@ inline void round_to_pairs(const float *row, long count, float *out) {
     }
 }
 
-// Rounds two rows to pairs of what stands in one column. `out` may be the first of them.
+// Rounds two rows to pairs: the two numbers of a column are a pair. `out` may be the first row.
 inline void round_to_pairs(const float *first, const float *second, long count, float *out) {
     Bits order[32];
     for (int i = 0; i < 32; ++i) order[i] = uint16_t(i / 2 + i % 2 * 16);

@@ -15,7 +15,7 @@ template <class T> struct Numbers {
     static Vector<T> add(Vector<T> sum, Vector<T> x, Vector<T> y) { return sum + x * y; }
 };
 
-// R rows and N vectors of C. The sum of this product is made by itself before it is added to C, so that errors do not
+// Computes R rows and N vectors of C. The sum of this product is complete before it is added to C, so that errors do not
 // grow with the number of tiles.
 template <class T, int R, int N, Order ORDER, class M>
 inline void product_block(const T *a, long a_stride, const T *b, long b_stride, long length, T *c, long c_stride,
@@ -83,8 +83,8 @@ inline void product(long num_rows, long num_columns, long length, const T *a, lo
     run(std::integral_constant<int, 1>());
 }
 
-// The same, C = A B, two vectors at a time: the best shape where B is read again and again. Of long sums, those of
-// SUM_LENGTH terms are made by themselves, which keeps rounding errors down.
+// The same for C = A B, two vectors at a time, which is the best shape where B is read again and again. Long sums are
+// made of partial sums of at most SUM_LENGTH terms, which keeps rounding errors down.
 constexpr long SUM_LENGTH = 96;
 
 template <class T, class M = Numbers<T>>

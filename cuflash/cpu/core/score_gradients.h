@@ -1,15 +1,15 @@
-// Gradients of what scores and the softmax are made of beside q and k.
+// Gradients of the other operands of scores and of the softmax: slopes, scale, soft cap, sink and bias.
 #pragma once
 
 #include "differentiate.h"
 
 namespace {
 
-// The gradients of slopes, of the scale and of the soft cap: what the tiles have for them, in order.
+// Computes the gradients of slopes, of the scale and of the soft cap: it adds up the sums of the tiles, in order.
 template <class T> void sums_job(Work &work, char *, long) {
     const Call &call = work.call;
     const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0, width = group + 2;
-    // Those of all tiles of a head first: the first tile gets what the others have.
+    // First, the sums of all tiles of a head are added to those of its first tile.
     for (long t = work.num_tiles - 1; t >= 0; --t)
         if (work.tiles[t].before >= 0)
             for (long x = 0; x < width; ++x) work.sums[work.tiles[t].before * width + x] += work.sums[t * width + x];
@@ -55,13 +55,13 @@ template <class T> void sinks_job(Work &work, char *memory, long head) {
     number<T>(call, DSINKS, 0, head) = T(total);
 }
 
-// What a job of keys has for a bias of keys: of a head of q, from a key on.
+// Where a job of keys leaves its sums for a bias of keys: those of a head of q, from a key on.
 template <class T> inline T *bias_sums(const Work &work, long entry, long head, long key) {
     const Call &call = work.call;
     return (T *)work.bias_sums + (entry * call.num_heads + head) * round_up(call.seqlen_k, MAX_KEYS) + key;
 }
 
-// dbias of some keys, summed over the rows already: entries and heads in order.
+// Computes dbias of some keys. Their sums over the rows are there already; it adds up entries and heads, in order.
 template <class T> void bias_sums_job(Work &work, char *, long job) {
     const Call &call = work.call;
     const int64_t *strides = call.strides[DBIAS];
@@ -80,7 +80,7 @@ template <class T> void bias_sums_job(Work &work, char *, long job) {
               address(call, DBIAS, size_of(call.bias_dtype), own_entry, own_head, 0, first));
 }
 
-// The parts of the bias that belong to one job: an axis that the bias has is cut, others are summed over.
+// How dbias is cut into jobs: they share the axes that the bias has, and each job sums over the others.
 struct BiasJobs {
     long entries, heads, blocks, tiles;  // how many, 1 where they are summed over
     long rows, num_blocks, num_tiles;

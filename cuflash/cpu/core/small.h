@@ -1,8 +1,8 @@
-// Small heads, whole: all scores of a head at once, without tiles, blocks or a running maximum.
+// Small heads are computed whole: all scores of a head at once, without tiles, blocks or a running maximum.
 //
 // Scores are kept as s[key][query], so that a vector holds one key and many queries: maxima, sums, logarithms and
 // weights of many rows are computed side by side, and no lanes are summed up. Operands are read, and results written,
-// where they lie. A job takes many heads: with a few scores each, dispatch would take longer than arithmetic.
+// where they lie. A job takes many heads, because heads have few scores and dispatch would take longer than arithmetic.
 #pragma once
 
 #include "backward.h"
@@ -10,7 +10,8 @@
 
 namespace {
 
-// The work of a job, about, and the least of it where there is little, so that many threads have some.
+// About how long a job takes, and how long at least, where there is so little work that jobs are made shorter to give
+// many threads some.
 constexpr double SMALL_JOB_NS = 30e3, LEAST_JOB_NS = 8e3;
 constexpr long QUERIES_AT_ONCE = 64;  // where a window cuts their keys
 
@@ -49,7 +50,7 @@ template <class T> struct SmallArray {
         copies = scratch.template take<T>(count * length * padded);
     }
 
-    // Where the rows of a head are, or are to be copied.
+    // Where the rows of a head are, or where they are copied to.
     Rows<T> rows(const Call &call, const Entry &entry, long head, long place) const {
         if (lies_well) return {(T *)row(call, entry, head, 0), dim};
         return {copies + place * length * padded, padded};
@@ -64,14 +65,14 @@ template <class T> struct SmallArray {
         return {to.data, to.stride};
     }
 
-    // Puts rows that were computed in their places.
+    // Copies computed rows into the array, unless they were computed there.
     void write(const Call &call, const Entry &entry, long head, Range range) const {
         const Rows<T> from = rows(call, entry, head, 0);
         for (long i = range.first; i < range.stop && !lies_well; ++i)
             store_row(from.data + i * padded, call.dtype, call.strides[array][3], dim, row(call, entry, head, i));
     }
 
-    // The same of `count` rows, with zeros behind them.
+    // The same for `count` rows, followed by zeros.
     void write_padded(const Call &call, const Entry &entry, long head, long count) const {
         const Rows<T> from = rows(call, entry, head, 0);
         if (count < length) clear(from.data + count * from.stride, (length - count) * from.stride);
@@ -88,7 +89,7 @@ template <class T> struct SmallArray {
 template <class T> struct SmallBuffers {
     Scratch scratch;
     SmallArray<T> q, k, v, out, dout, dq, dk, dv;
-    long stride;  // of keys in scores
+    long stride;  // from key to key in scores
     T *columns_of_q, *columns_of_dout, *s, *ds, *lse, *delta, *sinks, *queries;
 
     SmallBuffers(const Call &call, char *memory)
@@ -98,9 +99,9 @@ template <class T> struct SmallBuffers {
           dout(call, scratch, DOUT, call.seqlen_q, call.head_dim_v),
           dq(call, scratch, DQ, call.seqlen_q, call.head_dim), dk(call, scratch, DK, call.seqlen_k, call.head_dim),
           dv(call, scratch, DV, call.seqlen_k, call.head_dim_v) {
-        // What is computed for a head goes up to a vector beyond it; the next head overwrites that. The stride is no
+        // Results of a head may extend up to a vector beyond it; the next head overwrites that part. The stride is no
         // power of two where there are many queries, so that keys do not share sets of the cache.
-        // Dot products go beyond the last key, from any key on.
+        // Dot products may extend beyond the last key, whichever key they begin with.
         const long length = call.seqlen_k + LANES<T>, heads = heads_at_once<T>(call);
         stride = round_up(heads * larger(call.seqlen_q, 1), LANES<T>);
         if (heads > 1 || stride > LANES<T>) stride += LANES<T>;
@@ -155,8 +156,8 @@ inline void dot_products_by_columns(Rows<const T> a, long num_rows, Rows<const T
     }
 }
 
-// Products of the rows of a head, a, with all keys, b: whole vectors of rows by their columns, which are copied first,
-// and so are those that are left, unless dot products take less time.
+// Products of the rows of a head, a, with all keys, b. Whole vectors of rows are multiplied by columns, which are copied
+// first. The rows that are left are multiplied in the same way, unless dot products take less time.
 template <class T> struct RowProducts {
     Rows<const T> a, b;
     long dim, by_columns, stride;
@@ -165,14 +166,14 @@ template <class T> struct RowProducts {
     void start(Rows<const T> rows, Range range, Rows<const T> keys, long num_keys, long length, T *to, long to_stride) {
         a = rows, b = keys, dim = length, columns = to, stride = to_stride;
         const long left = range.stop % LANES<T>, vectors = dim / LANES<T>;
-        // About how long both ways take.
+        // Compares about how long both ways take.
         const bool are_dots = left * num_keys * (vectors + 4) < vectors * (6 + num_keys) * LANES<T>;
         by_columns = are_dots ? range.stop - left : range.stop;
         transpose(a.from(range.first).data, a.stride, by_columns - range.first, dim, columns + range.first, stride);
     }
 
-    // s[j][i] = dot(b[j], a[i]) for keys from `first` to `stop` and rows from `begin` to `end`. Whole vectors of rows are
-    // before `begin`.
+    // s[j][i] = dot(b[j], a[i]) for keys from `first` to `stop` and rows from `begin` to `end`. The rows before `begin`
+    // are whole vectors.
     void compute(long begin, long end, long first, long stop, T *s) const {
         const Rows<const T> keys = b.from(first);
         const long middle = smaller(end, by_columns);
@@ -186,7 +187,7 @@ template <class T> struct RowProducts {
     }
 };
 
-// C = A B or C += A B, as `product` has it. Sums of one term need no blocks of C in registers.
+// C = A B or C += A B, like `product`. Sums of one term are computed apart, since they need no blocks of C in registers.
 template <class T, Order ORDER>
 inline void small_product(long num_rows, long num_columns, long length, const T *a, long a_stride, const T *b,
                           long b_stride, T *c, long c_stride, bool adds) {
@@ -203,7 +204,7 @@ inline void small_product(long num_rows, long num_columns, long length, const T 
 
 inline bool has_window(const Call &call) { return call.window_left < NO_BOUND || call.window_right < NO_BOUND; }
 
-// Which keys some neighbouring columns of scores see, as many as a vector has lanes.
+// Which keys a vector of neighbouring columns of scores sees.
 template <class T> struct Sight {
     Keys of_all;
     Vector<T> from, to;
@@ -231,8 +232,8 @@ template <class F> inline void for_queries(const Call &call, const Entry &entry,
     }
 }
 
-// Calls body(column, sight) for each vector of queries from `begin` to `end` of `heads` heads: more than one of them
-// only where all of their queries are among these.
+// Calls body(column, sight) for each vector of queries from `begin` to `end` of `heads` heads. There may be several heads
+// only if `begin` to `end` are all of their queries.
 template <class T, class F>
 inline void for_vectors(const Call &call, const SmallBuffers<T> &buffers, const Entry &entry, long heads, long begin,
                         long end, F body) {
@@ -244,7 +245,7 @@ inline void for_vectors(const Call &call, const SmallBuffers<T> &buffers, const 
 
 // ---- forward ---------------------------------------------------------------------------------------------------------
 
-// Scores of as many queries as there are lanes become weights, whose sums are 1. Gives their lse.
+// Turns the scores of a vector of queries into weights, whose sums are 1, or less with a sink. Returns their lse.
 template <class T>
 inline Vector<T> weigh(const Scaling<T> &scaling, const Sight<T> &sight, Keys keys, T *s, long stride, const T *sinks) {
     const T infinity = T(__builtin_inf());
@@ -343,7 +344,7 @@ inline void load_row_numbers(const Call &call, SmallBuffers<T> &buffers, const M
     }
 }
 
-// Scores s become weights, and the gradients ds of weights those of q k^T.
+// Replaces scores s by weights, and the gradients ds of weights by those of q k^T.
 template <class T>
 inline void differentiate(const Call &call, const Sight<T> &sight, Keys keys, const T *lse, const T *delta, T *s, T *ds,
                           long stride) {
@@ -357,8 +358,8 @@ inline void differentiate(const Call &call, const Sight<T> &sight, Keys keys, co
     }
 }
 
-// What queries from `begin` to `end` of a head, and keys that they see, have for its gradients. `p` and `ds` are those
-// of the first of them.
+// Computes dq of the queries from `begin` to `end` of a head, and adds their part to dk and dv of the keys that they see.
+// `p` and `ds` begin with the first of these queries and keys.
 template <class T>
 inline void add_gradients(const Call &call, SmallBuffers<T> &buffers, const Member<T> &member, long begin, long end,
                           Keys keys, const T *p, const T *ds) {
@@ -427,11 +428,11 @@ void backward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> 
 
 // ---- jobs ------------------------------------------------------------------------------------------------------------
 
-// What a job has: heads of q, or a part of the queries of one of few heads.
+// The work of a job: some heads of q or, where heads are few, a part of the queries of one head.
 struct SmallJobs {
     long heads, queries, parts = 1;
 
-    // Gradients of keys are sums over all queries of the heads that share them.
+    // A job of the backward pass has all heads that share keys, because gradients of keys are sums over their queries.
     SmallJobs(const Call &call, long lanes) : queries(call.seqlen_q) {
         const double products = call.is_backward ? 5 : 2, dim = larger(call.head_dim, call.head_dim_v);
         const double of_head = overhead_of_head_ns(call) + 0.02 * products * call.seqlen_q * call.seqlen_k * dim;

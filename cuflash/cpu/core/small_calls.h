@@ -1,4 +1,4 @@
-// Which calls are of small heads, that are computed whole, and what a head costs beside multiplications.
+// Which calls have small heads, which are computed whole, and what a head costs beside multiplications.
 #pragma once
 
 #include "call.h"

@@ -1,5 +1,5 @@
-// Numbers of float16 as sums of two of bfloat16, exactly, so that tile registers multiply them: the forward pass. What is
-// not finite has no such sum; calls with any of that are computed in float32.
+// For the forward pass, numbers of float16 are split exactly into sums of two numbers of bfloat16, so that tile registers
+// can multiply them. A number that is not finite has no such sum; calls with any such number are computed in float32.
 #pragma once
 
 #include "tile_products.h"
@@ -8,13 +8,13 @@ namespace {
 
 #if HAS_TILES
 
-constexpr long SPLIT_ROWS = 32;  // queries that are worth it
+constexpr long SPLIT_ROWS = 32;  // the fewest queries for which it is worth it
 
 inline bool is_float16(const Call &call) { return call.dtype == FLOAT16 && call.kv_dtype == FLOAT16; }
 
 inline bool may_split(const Call &call) { return is_float16(call) && call.seqlen_q >= SPLIT_ROWS; }
 
-// A row of floats, whose length is a multiple of 16, as pairs of neighbours: of the upper parts and of the lower ones.
+// Splits a row of floats, whose length is a multiple of 16, into pairs of neighbours: upper parts and lower parts.
 inline void split_to_pairs(const float *row, long count, float *high, float *low) {
     for (long j = 0; j < count; j += 16) {
         const __m512 x = (__m512)load(row + j);
@@ -26,8 +26,8 @@ inline void split_to_pairs(const float *row, long count, float *high, float *low
     }
 }
 
-// Two vectors of numbers of float16, as pairs of what stands in one lane: of the upper parts, which are cut off, and of
-// the lower ones, which have three bits.
+// Splits two vectors of numbers of float16 into pairs: the two numbers of a lane are a pair. The upper parts are the
+// numbers cut off after 16 bits; the lower parts are the rest, which has three bits.
 inline void split_lanes(__m512 x, __m512 y, float *high, float *low) {
     const __m512i mask = _mm512_set1_epi32(int(0xFFFF0000));
     auto join = [&](__m512 first, __m512 second) {
@@ -43,7 +43,8 @@ inline __m512 load_16_of_float16(const uint16_t *in) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)in));
 }
 
-// A row of float16, with zeros up to `width` pairs: of each 32 numbers the first and the 17th make a pair, and so on.
+// Splits a row of float16, with zeros up to `width` pairs. Of each 32 numbers, the first and the 17th make a pair, and so
+// on.
 inline void load_split(const char *in, long step, long dim, long width, float *high, float *low) {
     const uint16_t *row = (const uint16_t *)in;
     Bits copied[MOST_DIM + 32];
@@ -55,7 +56,7 @@ inline void load_split(const char *in, long step, long dim, long width, float *h
         split_lanes(load_16_of_float16(row + 2 * d), load_16_of_float16(row + 2 * d + 16), high + d, low + d);
 }
 
-// Two rows of float16, of which the second may be missing, as pairs of what stands in one column.
+// Splits two rows of float16, of which the second may be missing, into pairs: the two numbers of a column are a pair.
 inline void interleave_split(const char *first, const char *second, long step, long dim, long padded, float *high,
                              float *low) {
     const uint16_t *rows[2] = {(const uint16_t *)first, (const uint16_t *)second};
@@ -69,7 +70,7 @@ inline void interleave_split(const char *first, const char *second, long step, l
         split_lanes(load_16_of_float16(rows[0] + d), load_16_of_float16(rows[1] + d), high + d, low + d);
 }
 
-// Rows of q of a block: the upper parts of a row, and behind them the lower ones.
+// Loads rows of q of a block: the upper parts of a row, followed by its lower parts.
 inline void load_split_rows(const Call &call, const Entry &entry, const Block &block, float *out) {
     const long width = pair_stride<float>(call.head_dim);
     for (long r = 0; r < rows_of(block); ++r) {
@@ -80,7 +81,7 @@ inline void load_split_rows(const Call &call, const Entry &entry, const Block &b
     if (call.scale < 0) negate_pairs(out, 2 * rows_of(block) * width);
 }
 
-// Rows of k, transposed: all upper parts, and below them the lower ones.
+// Loads rows of k, transposed: all upper parts, and below them the lower ones.
 inline void load_split_keys(const Call &call, const Entry &entry, long head_kv, long first, long count, float *rows,
                             float *transposed) {
     const long width = pair_stride<float>(call.head_dim);
@@ -92,7 +93,7 @@ inline void load_split_keys(const Call &call, const Entry &entry, long head_kv, 
     transpose(rows, 2 * width, count, 2 * width, transposed, SCORES_STRIDE<float>);
 }
 
-// Rows of v, pairs of neighbouring keys: the upper parts of all, and the lower ones from `low` on.
+// Loads rows of v as pairs of neighbouring keys: the upper parts to `high`, the lower parts to `low`.
 inline void load_split_values(const Call &call, const Entry &entry, long head_kv, long first, long count, float *high,
                               float *low) {
     const long padded = round_up(call.head_dim_v, LANES<float>);
@@ -116,7 +117,7 @@ inline bool is_finite_row(const char *in, long step, long count) {
     return !found;
 }
 
-// Looks at q, k and v of a head of an entry.
+// Checks whether q, k and v of a head of an entry are finite.
 template <class T> void check_job(Work &work, char *, long job) {
     const Call &call = work.call;
     const Entry &entry = work.entries[job / call.num_heads];
@@ -132,7 +133,8 @@ template <class T> void check_job(Work &work, char *, long job) {
 
 #endif
 
-// How many numbers of bfloat16 make one in a call, at most, where products are of pairs; 0 where they are not.
+// How many numbers of bfloat16 a number of a call is split into, at most, where products are of pairs; 0 where they are
+// not.
 template <class T> inline int most_parts(const Call &call) {
     if (uses_pairs<T>(call)) return 1;
 #if HAS_TILES
@@ -141,7 +143,7 @@ template <class T> inline int most_parts(const Call &call) {
     return 0;
 }
 
-// How many they are now.
+// How many it is in this call, after its numbers have been checked.
 template <class T> inline int parts_of_numbers(const Work &work) {
     if (uses_pairs<T>(work.call)) return 1;
 #if HAS_TILES

@@ -1,5 +1,5 @@
-// The threads that compute calls. To start one takes longer than a small call, so it is kept for a second after its
-// last call, and for the first moments of that it looks for the next one without sleep.
+// The threads that compute calls. Starting a thread takes longer than a small call, so a thread is kept for a second
+// after its last call. In the first moments of that second it polls for the next call without sleeping.
 #pragma once
 
 #include <fenv.h>
@@ -15,11 +15,12 @@ namespace {
 constexpr long AWAKE_NS = 50'000;
 constexpr long KEPT_MS = 1000;
 constexpr long KEPT_BYTES = 4 << 20;  // of memory for jobs, between calls
-constexpr long FAN_OUT = 4;           // threads that one wakes: each takes a call of the system
+constexpr long FAN_OUT = 4;           // threads that one thread wakes: each takes a system call
 
 struct Running;
 
-// A thread of the pool. When it ends, this stays for the next one: a call that is over may still look at it.
+// A thread of the pool. When the thread ends, this struct is kept for the next thread, because a call that is over may
+// still look at it.
 struct Worker {
     pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t woken = PTHREAD_COND_INITIALIZER;
@@ -50,7 +51,7 @@ struct Running {
     pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
     std::atomic<bool> out_of_memory{false};
     std::atomic<long> left{0};  // workers that have taken part and are done
-    long num_idle = 0;          // of its workers, the first ones: those that have to be woken
+    long num_idle = 0;          // how many of its workers, the first ones, have to be woken
     long num_workers = 0;
     Worker *workers[];
 };
@@ -107,11 +108,11 @@ void stop(Running &running) {
     announce(running);
 }
 
-// Returns when `is_met`, of which every change is announced.
+// Returns when the condition is met. Every change of it is announced.
 template <class Condition> void wait_until(Running &running, Condition is_met) {
     const long sleep_at = nanoseconds_now() + AWAKE_NS;
     while (!is_met() && nanoseconds_now() < sleep_at) rest();
-    // The lock is taken where nothing is to be waited for, too: who announced may still hold it.
+    // The lock is taken even if there is nothing to wait for, because the announcing thread may still hold it.
     pthread_mutex_lock(&running.mutex);
     while (!is_met()) pthread_cond_wait(&running.changed, &running.mutex);
     pthread_mutex_unlock(&running.mutex);
@@ -153,7 +154,7 @@ void make_idle(Worker &worker) {
     pthread_mutex_unlock(&pool.mutex);
 }
 
-// Takes a worker out of the idle ones for good; false where a call has taken it meanwhile.
+// Removes a worker from the idle ones for good; returns false if a call has taken it meanwhile.
 bool retire(Worker &worker) {
     pthread_mutex_lock(&pool.mutex);
     Worker **at = &pool.idle;
@@ -174,7 +175,7 @@ void wake_from(const Running &running, long first) {
     for (long i = first; i < first + FAN_OUT && i < running.num_idle; ++i) wake(*running.workers[i]);
 }
 
-// The call that a worker was given, which nobody can take back from now on; null where there is none.
+// Accepts the call that a worker was given, so that `finish` can no longer take it back; null if there is none.
 Running *accept(Worker &worker) {
     Running *running = worker.given.load(std::memory_order_acquire);
     return running && worker.given.compare_exchange_strong(running, nullptr) ? running : nullptr;
@@ -208,7 +209,7 @@ bool has_scratch(Worker &worker, long bytes) {
     return worker.scratch;
 }
 
-// Computes jobs of a call on a thread of the pool, as the thread that called would.
+// Computes jobs of a call on a thread of the pool, on the cores and with the rounding of the thread that called.
 void take_part(Worker &worker, Running &running) {
     wake_from(running, FAN_OUT * (worker.place + 1));
 #if defined(__linux__)
@@ -231,7 +232,7 @@ void take_part(Worker &worker, Running &running) {
 
 void *run_worker(void *argument) {
     Worker &worker = *(Worker *)argument;
-    // Signals are for the threads of the program.
+    // Signals, except for faults, are left to the threads of the program.
     sigset_t signals;
     sigfillset(&signals);
     constexpr int FAULTS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
@@ -239,7 +240,7 @@ void *run_worker(void *argument) {
     pthread_sigmask(SIG_BLOCK, &signals, nullptr);
     while (Running *running = wait_for_call(worker)) {
         take_part(worker, *running);
-        make_idle(worker);  // before the call ends: the next one finds it
+        make_idle(worker);  // before the call ends, so that the next call finds it
         pthread_mutex_lock(&running->mutex);
         ++running->left;
         pthread_cond_broadcast(&running->changed);
@@ -271,7 +272,7 @@ bool start_thread(Worker &worker) {
     return error == 0;
 }
 
-// Gives a call to so many workers, or as many as there can be.
+// Gives a call to `wanted` workers, or to as many as there can be.
 void give(Running &running, long wanted) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, forget_threads_in_children);
@@ -305,7 +306,7 @@ void give(Running &running, long wanted) {
     }
 }
 
-// Ends a call: workers that have not begun are not to, and the others are waited for.
+// Ends a call: takes it back from workers that have not begun, and waits for the others.
 void finish(Running &running) {
     long num_begun = running.num_workers;
     if (!num_begun) return;

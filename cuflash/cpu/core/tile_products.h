@@ -1,5 +1,5 @@
 // Products of pairs by the tile registers of AMX: sixteen rows of A, of sixteen pairs each, by sixteen rows of B. Four
-// registers hold a block of C. What is no whole tile is left to vectors.
+// registers hold a block of C. What does not fill a whole tile is multiplied in vectors.
 //
 // MODEL_OF_TILES computes the same by loops, so that it is tested on processors without these registers.
 #pragma once
@@ -59,14 +59,14 @@ inline void begin_tiles() {
         config.row_bytes[i] = 64;
         config.rows[i] = TILE;
     }
-    // GCC 12 takes it that only the first eight bytes are read, and leaves out what writes the others.
+    // GCC 12 assumes that only the first eight bytes are read, and omits the stores to the others.
     asm volatile("" ::"r"(&config) : "memory");
     _tile_loadconfig(&config);
 }
 
 inline void end_tiles() { _tile_release(); }
 
-// One instruction each; intrinsics do not take the number of a register from a template.
+// Each is one instruction. Intrinsics do not take the number of a register from a template.
 #if defined(MODEL_OF_TILES)
 template <int N> inline void clear_tile() { memset(model_tiles[N], 0, sizeof model_tiles[N]); }
 template <int N> inline void load_tile(const float *from, long stride) { model_load(N, from, 4 * stride); }
@@ -85,7 +85,7 @@ template <int C, int A, int B> inline void multiply_tiles() {
 }
 #endif
 
-// Calls `run` with 0, 1, ... up to COUNT, as types.
+// Calls `run` with 0, 1, ..., COUNT - 1, as types.
 template <int COUNT, class F> inline void for_each_of(F run) {
     if constexpr (COUNT > 0) {
         for_each_of<COUNT - 1>(run);
@@ -95,8 +95,8 @@ template <int COUNT, class F> inline void for_each_of(F run) {
 
 #endif
 
-// C = A B or C += A B, of pairs, in steps that may come between other work: tile registers compute meanwhile.
-// num_columns is in whole vectors.
+// C = A B or C += A B, of pairs, in steps that other work may come between: tile registers compute meanwhile.
+// num_columns is a multiple of the lanes of a vector.
 struct ProductOfPairs {
     long num_rows = 0, num_columns = 0, length = 0;
     const float *a = nullptr;
@@ -115,9 +115,9 @@ struct ProductOfPairs {
 
     void add(const float *more_a, const float *more_b) { more[num_more++] = Term{more_a, more_b}; }
 
-    // The next four tiles of C, or what is left of them, if there are any: two by two, or four of a single column or row.
-    // All rows come before the next columns: what these need of B stays in the first cache.
-    // A function of its own: the loops around it need all registers.
+    // Computes the next four tiles of C, or what is left of them: two by two, or four of a single column or row.
+    // All rows come before the next columns, so that the part of B that they need stays in the first cache.
+    // It is a function of its own because the loops around it need all registers.
     __attribute__((noinline)) void step() {
 #if HAS_TILES
         const long rows = tile_rows();
@@ -141,7 +141,7 @@ struct ProductOfPairs {
 #endif
     }
 
-    // All steps that are left, and what is no whole tile.
+    // Does all steps that are left, and multiplies what does not fill a whole tile.
     void finish() {
         long first = 0;
 #if HAS_TILES
@@ -165,7 +165,7 @@ struct ProductOfPairs {
 #if HAS_TILES
     long tile_rows() const { return length >= TILE ? num_rows / TILE * TILE : 0; }
 
-    // R by S tiles of C, which stay in the first registers.
+    // Computes R by S tiles of C, which stay in the first registers.
     template <int R, int S> void multiply(long row, long column) const {
         auto for_tiles = [&](auto run) {
             for_each_of<R>([&](auto r) {

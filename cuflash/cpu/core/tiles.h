@@ -17,14 +17,14 @@ namespace {
 
 constexpr long MAX_KEYS = 128;               // of a tile
 constexpr long GROUP = HAS_TILES ? 64 : 12;  // rows whose scores are computed at a time
-constexpr long FEW_OF_GROUP = 16;            // that are finished and weighed at a time, while the first cache has them
+constexpr long FEW_OF_GROUP = 16;            // rows that are finished and weighed at a time, in the first cache
 
 inline long smaller(long x, long y) { return x < y ? x : y; }
 inline long larger(long x, long y) { return x > y ? x : y; }
 inline long ceil_div(long x, long y) { return (x + y - 1) / y; }
 inline long round_up(long x, long y) { return ceil_div(x, y) * y; }
 
-// Rows of scores lie apart by this: 64 bytes more than a power of two, so that those of a column of blocks do not fall
+// How far apart rows of scores lie: 64 bytes more than a power of two, so that the rows of a column of blocks do not fall
 // into the same sets of the cache.
 template <class T> constexpr long SCORES_STRIDE = MAX_KEYS + 64 / sizeof(T);
 
@@ -83,7 +83,7 @@ template <class T> inline T &number(const Call &call, Array array, long b, long 
     return *(T *)address(call, array, sizeof(T), b, h, i);
 }
 
-// Rows of a block, zeros behind each and below the last.
+// Loads rows of a block, with zeros after each row and below the last.
 template <class T>
 inline void load_rows(const Call &call, Array array, const Entry &entry, const Block &block, long dim, T *out,
                       long stride, long padded_rows) {
@@ -95,7 +95,7 @@ inline void load_rows(const Call &call, Array array, const Entry &entry, const B
     clear(out + num_rows * stride, (padded_rows - num_rows) * stride);
 }
 
-// Rows of k or v, likewise.
+// Loads rows of k or v, likewise.
 template <class T>
 inline void load_keys(const Call &call, Array array, const Entry &entry, long head_kv, long first, long count, long dim,
                       T *out, long stride, long padded_rows) {
@@ -137,7 +137,7 @@ inline Keys seen_by(const Call &call, const Entry &entry, long first, long last)
     return Keys{smaller(larger(begin, 0), stop), stop};
 }
 
-// And those that every one of them sees.
+// The keys that every one of these rows sees.
 inline Keys seen_by_all(const Call &call, const Entry &entry, long first, long last) {
     const long begin = last + entry.diagonal - call.window_left, end = first + entry.diagonal + call.window_right + 1;
     return Keys{larger(begin, 0), smaller(end, entry.seqlen_k)};
@@ -173,7 +173,7 @@ inline bool any_visible(const Call &call, const Entry &entry, const Block &block
     return true;
 }
 
-// How many rows of a block, from r0 on, are computed at a time: at most, and no further than rows of a block mask go.
+// How many rows of a block, from r0 on, are computed at a time: at most `most`, and none past a block of a block mask.
 inline long rows_of_group(const Call &call, const Block &block, long r0, long most) {
     const long n = smaller(most, rows_of(block) - r0);
     if (!call.arrays[BLOCK_MASK]) return n;
@@ -187,16 +187,16 @@ inline bool is_in_visible_block(const Call &call, const Entry &entry, const Bloc
         const Row row = row_of(block, r);
         if (*address(call, BLOCK_MASK, 1, entry.index, row.head, row.i / call.block_rows, key / call.block_keys))
             return true;
-        // The next row of other blocks: behind the last row of these, or the first row of the next head.
+        // Goes on to other blocks of the mask: to the row after the last one of these, or to the first of the next head.
         const long last = smaller(block.first_row + block.num_rows, (row.i / call.block_rows + 1) * call.block_rows);
         r += last - row.i;
     }
     return false;
 }
 
-// Of keys [first, first + count) those from the first to the last that window, length and block mask let any of some
-// neighbouring rows see, counted from `first`; they begin with a whole vector. None is an empty range. Blocks of a mask
-// are whole vectors, and tiles begin with a vector of them.
+// The keys of [first, first + count) from the first to the last that window, length and block mask let any of some
+// neighbouring rows see. They are counted from `first`, and begin with a whole vector; the range is empty if there are
+// none. Blocks of a mask are whole vectors, and tiles begin with a vector of them.
 template <class T>
 inline Keys keys_of_group(const Call &call, const Entry &entry, const Block &block, long r0, long num_rows, long first,
                           long count) {
@@ -214,14 +214,14 @@ inline Keys keys_of_group(const Call &call, const Entry &entry, const Block &blo
 
 // ---- scores ----------------------------------------------------------------------------------------------------------
 
-// The weight of a score s is 2^(factor * (s - shift)). Scores are products of q and k, which `factor` then scales, or,
-// where options do something to them or the factor would be 0, they are scaled first. The difference comes first: it is
-// exact where it matters, however large scores are.
+// The weight of a score s is 2^(factor * (s - shift)). Scores are products of q and k, which `factor` scales. Where
+// options change scores, or the factor would be 0, products are scaled before. The difference is computed before it is
+// scaled, because then it is exact where it matters, however large scores are.
 template <class T> struct Scaling {
     bool has_terms;
     T factor;
-    T rise;          // a shift is moved up if a score is above it by more than this: by a factor of 2^8 of its weight
-    double natural;  // a score times this, is an exponent of e
+    T rise;          // a shift moves up if a score is above it by more than this: by a factor of e^8 of its weight
+    double natural;  // a score times this is an exponent of e
     explicit Scaling(const Call &call) {
         has_terms = call.arrays[BIAS] || call.arrays[ALIBI_SLOPES] || has_cap(call) || call.scale == 0;
         natural = has_terms ? 1.0 : size_of_scale(call);
@@ -231,16 +231,16 @@ template <class T> struct Scaling {
     }
 };
 
-// How far apart rows of a bias lie once they are loaded: all rows of a block may have the same.
+// How far apart rows of a bias lie once they are loaded; 0 if all rows of a block have the same bias.
 inline long stride_of_bias(const Call &call, const Block &block) {
     const int64_t *strides = call.strides[BIAS];
     return strides[2] == 0 && (strides[1] == 0 || block.num_heads == 1) ? 0 : MAX_KEYS;
 }
 
-// Rows of scores, SCORES_STRIDE apart, of a block from r0 on, for keys [first, first + count): products of q and k become
-// scores, -inf where hidden. `padded` is count rounded up to whole vectors. Where the scale is negative, q came with its
-// sign changed. `bias` has what `load_bias` gives, which is added, if anything; `tanhs`, if it is given, gets what the cap
-// is a factor of.
+// Turns products of q and k into scores, -inf where hidden, for rows of a block from r0 on, SCORES_STRIDE apart, and keys
+// [first, first + count). `padded` is count rounded up to whole vectors. Where the scale is negative, q came with its
+// sign changed. `bias` is the result of `load_bias`, which is added unless it is null; `tanhs`, if given, gets the tanh(x)
+// that the cap multiplies.
 template <class T>
 inline void finish_scores(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block, long r0,
                           long num_rows, long first, long count, long padded, T *scores, const T *bias, T *tanhs) {
@@ -314,8 +314,8 @@ inline void finish_scores(const Call &call, const Scaling<T> &scaling, const Ent
         });
 }
 
-// The bias of some rows of a block; null where there is none. Rows lie far apart in memory: what reads them one after the
-// other waits for many at a time, and not for each. What is read next lies so many elements further on.
+// Loads the bias of some rows of a block; returns null if there is none. Rows lie far apart in memory. They are read one
+// right after the other, which waits for many at a time, and not for each. The next rows lie `next` elements further on.
 template <class T>
 inline const T *load_bias(const Call &call, const Entry &entry, const Block &block, long r0, long num_rows, long first,
                           long count, long next, T *out) {
@@ -325,7 +325,7 @@ inline const T *load_bias(const Call &call, const Entry &entry, const Block &blo
         const Row row = row_of(block, r0 + r);
         const char *p = address(call, BIAS, size, entry.index, row.head, row.i, first);
         load_row(p, call.bias_dtype, call.strides[BIAS][3], count, out + r * MAX_KEYS);
-        // No processor finds it by itself.
+        // No processor prefetches the next rows by itself.
         for (long x = 0; x < count * size; x += 64) __builtin_prefetch(p + next * size + x, 0, 2);
     }
     return out;
@@ -340,7 +340,7 @@ inline bool needs_finishing(const Call &call, const Scaling<T> &scaling, const E
     return seen.first > first || seen.stop < first + padded;
 }
 
-// What dropout keeps of the weights of a block.
+// Computes which weights of a block dropout keeps.
 inline void load_kept(const Call &call, const Entry &entry, const Block &block, long first, long count,
                       unsigned char *kept) {
     for (long h = 0; h < block.num_heads; ++h)
@@ -390,7 +390,7 @@ inline long rows_in_blocks(const Call &call, long seqlen_q, long most) {
     return smaller(round_up(ceil_div(larger(seqlen_q, 1), count), GROUP), most);
 }
 
-// Keys of a tile, at most so many: where it can be, tiles lie within blocks of a block mask.
+// Keys of a tile, at most `most`: where possible, tiles lie within blocks of a block mask.
 inline long keys_in_tiles(const Call &call, long most) {
     if (call.arrays[BLOCK_MASK])
         for (long keys = most; keys >= 48; keys -= 16)

@@ -1,4 +1,4 @@
-// Vectors of the widest kind that this file is compiled for, and the functions of them that attention is made of.
+// Vectors of the widest kind that this file is compiled for, and the functions of vectors that attention needs.
 #pragma once
 
 #include <cstdint>
@@ -127,7 +127,7 @@ template <class T> inline bool any_above(Vector<T> x, T limit) {
 #endif
 }
 
-// Lanes of x, and behind them of y, by number.
+// Picks lanes by number; the lanes of y are counted after those of x.
 template <class T> inline Vector<T> pick(Vector<T> x, Vector<T> y, Integers<T> from) {
 #if defined(__clang__)
     Vector<T> picked;
@@ -160,8 +160,8 @@ template <class T> inline Vector<T> iota() {
     return x;
 }
 
-// 2^n for integers that are floating-point numbers plus Vectors::ROUNDER, of which the shift leaves n: its own low bits
-// are zeros.
+// 2^n for an integer n, where `rounded` is n + Vectors::ROUNDER. The shift leaves n alone, because the low bits of
+// ROUNDER are zeros.
 template <class T> inline Vector<T> power_of_two(Vector<T> rounded) {
     return (Vector<T>)(((Integers<T>)rounded << Vectors<T>::MANTISSA) + (Integers<T>)splat(T(1)));
 }
@@ -174,7 +174,7 @@ template <class T> inline Vector<T> polynomial_exp2(Vector<T> rest) {
 }
 
 // 2^x to less than one unit in the last place, and 0 below LOWEST: subnormal weights would cost a hundred times what
-// others do, in products too. The power of two is a factor, and is not added to the exponent: NaN stays NaN.
+// others do, in products too. The power of two is a factor, and is not added to the exponent, so that NaN stays NaN.
 #if defined(__AVX512F__)
 // There are instructions for rounding and for multiplying by a power of two.
 template <class T> inline Vector<T> exp2(Vector<T> x) {
@@ -206,7 +206,8 @@ template <class T> inline Vector<T> exp2(Vector<T> x) {
 // x / y of ordinary numbers, to about half a unit in the last place.
 template <class T> inline Vector<T> quotient(Vector<T> x, Vector<T> y) {
 #if defined(__AVX512F__)
-    // A division takes as long as ten multiplications: an estimate of 1 / y of 14 bits, and what it leaves of x.
+    // A division takes as long as ten multiplications. Instead, x is multiplied by an estimate of 1 / y, which has 14
+    // bits at first, and the quotient is corrected by what it leaves of x.
     if constexpr (sizeof(T) == 4) {
         const __m512 estimate = _mm512_rcp14_ps((__m512)y), q = _mm512_mul_ps((__m512)x, estimate);
         return (Vector<T>)_mm512_fmadd_ps(_mm512_fnmadd_ps((__m512)y, q, (__m512)x), estimate, q);
@@ -221,8 +222,8 @@ template <class T> inline Vector<T> quotient(Vector<T> x, Vector<T> y) {
 #endif
 }
 
-// tanh(x) = t / (t + 1), t = (exp(2 x) - 1) / 2: exact to a few units in the last place near zero, too. Of several
-// vectors at once, step by step: one would wait for each of its own steps.
+// tanh(x) = t / (t + 1), t = (exp(2 x) - 1) / 2, is exact to a few units in the last place near zero, too. Several
+// vectors are computed at once, step by step, because one alone would wait for each of its own steps.
 template <class T, int COUNT> inline void tanh_of_each(Vector<T> (&x)[COUNT]) {
     const Vector<T> most = splat(Vectors<T>::TANH_IS_ONE), half = splat(T(0.5));
     Integers<T> sign[COUNT];
@@ -258,8 +259,8 @@ template <class T> inline Vector<T> tanh(Vector<T> x) {
     return one[0];
 }
 
-// log(x) of positive normal numbers, to about one unit in the last place: of x = 2^n m, m from 1/sqrt(2) to sqrt(2), as
-// 2 artanh(y), y = (m - 1) / (m + 1).
+// log(x) of positive normal numbers, to about one unit in the last place. With x = 2^n m, m from 1/sqrt(2) to sqrt(2),
+// it is n log(2) + 2 artanh(y), y = (m - 1) / (m + 1).
 template <class T> inline Vector<T> log(Vector<T> x) {
     constexpr T ROOT = T(0.7071067811865476);
     constexpr int MANTISSA = Vectors<T>::MANTISSA;
@@ -274,8 +275,8 @@ template <class T> inline Vector<T> log(Vector<T> x) {
     return n * splat(Vectors<T>::LN2_HIGH) + (less + rest) + (x - x);  // NaN stays NaN
 }
 
-// out[column][row] = in[row][column], a square of as many numbers a side as there are lanes, of which the rows from
-// `count` on are zeros: log2 perfect shuffles.
+// out[column][row] = in[row][column], for a square of as many numbers a side as there are lanes, whose rows from `count`
+// on are taken as zeros. It takes log2(N) perfect shuffles.
 template <class T> inline void transpose_square(const T *in, long stride, T *out, long out_stride, long count) {
     constexpr int N = LANES<T>;
     Vector<T> x[N], y[N];

@@ -17,8 +17,8 @@ struct Phase {
 
 // A batch entry or a packed sequence.
 struct Entry {
-    long batch;             // of q, k, v and what has their axes
-    long index;             // of bias, mask, slopes and blocks, and for dropout
+    long batch;             // index in q, k, v and the arrays that have their axes
+    long index;             // index in bias, mask, slopes and block arrays, and for dropout
     long first_q, first_k;  // rows and keys before its own
     long seqlen_q, seqlen_k;
     long diagonal;
@@ -44,11 +44,11 @@ struct Work {
     int num_phases = 0;
     Phase phases[MAX_PHASES];
     std::atomic<long> next[MAX_PHASES];  // the job that is taken next
-    std::atomic<long> done[MAX_PHASES];  // jobs that are
+    std::atomic<long> done[MAX_PHASES];  // how many jobs are done
     std::atomic<bool> stopped;
     long scratch_bytes = 0;             // of each thread
-    bool adds_dq = false;               // jobs of keys add what they have for dq
-    std::atomic<bool> is_finite{true};  // all numbers that were looked at
+    bool adds_dq = false;               // whether jobs of keys add their part of dq
+    std::atomic<bool> is_finite{true};  // whether all checked numbers are finite
 
     long num_entries = 0, num_blocks = 0, num_tiles = 0;
     Entry *entries = nullptr;
@@ -57,7 +57,7 @@ struct Work {
     std::atomic<long> *progress = nullptr;  // of tiles: how many of their steps have been added
     char *shared = nullptr;                 // partial results
     double *sums = nullptr;                 // partial sums of gradients that are numbers
-    char *bias_sums = nullptr;              // of a bias of keys, by entry and head
+    char *bias_sums = nullptr;              // partial sums for a bias of keys, by entry and head
     long rows_per_block = 0, keys_per_tile = 0, shared_bytes = 0;
     void *allocated[10] = {};
     int num_allocated = 0;
@@ -66,7 +66,7 @@ struct Work {
         for (int i = 0; i < num_allocated; ++i) free(allocated[i]);
     }
 
-    // Memory for the time of the call; null where there is none left.
+    // Allocates memory for the time of the call; returns false if there is none left.
     template <class T> bool allocate(T *&p, long count) {
         void *memory = nullptr;
         if (posix_memalign(&memory, 64, count > 0 ? count * sizeof(T) : 64)) return false;
