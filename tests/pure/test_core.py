@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import cuflash
@@ -177,6 +177,27 @@ def test_dq_of_16_bits_without_room_for_its_sums():
         middle = slice(100, 1900)
         got, expected = of_long[:, :, 70_000:72_000][:, :, middle], of_short[:, :, middle]
         np.testing.assert_allclose(got.astype("f4"), expected.astype("f4"), rtol=0.02, atol=0.02)
+
+
+@settings(max_examples=10)
+@given(st.integers(1, 130), st.sampled_from((1, 2)), st.sampled_from((None, 5.0)), st.sampled_from((32, 64)))
+@example(16, 1, None, 64)
+@example(48, 2, 5.0, 32)
+def test_dq_of_16_bits_of_few_keys_without_room_for_its_sums(seqlen_k, heads, softcap, head_dim):
+    """Rows of dq do not depend on each other: those of a part of the queries are the same, and have room."""
+    rows = (32 << 20) // (4 * heads * head_dim) + 1000
+    sizes = {"seqlen_q": rows, "seqlen_k": seqlen_k, "num_heads": heads, "num_heads_kv": 1, "head_dim": head_dim}
+    case = ct.Case(**sizes, softcap=softcap, dtype="float16")
+    arrays, attn = case.arrays(), cuflash.FlashAttention(**case.keywords)
+
+    def dq(first, stop):
+        own = {name: x if name in "kv" else np.ascontiguousarray(x[:, :, first:stop]) for name, x in arrays.items()}
+        out, lse = attn.forward(*ct.qkv(own))
+        return attn.backward(own["dout"], *ct.qkv(own), out, lse, need=("dq",)).dq.astype("f4")
+
+    whole = dq(0, rows)
+    for first in (0, rows // 2, rows - 700):
+        np.testing.assert_allclose(whole[:, :, first : first + 700], dq(first, first + 700), rtol=0.02, atol=0.02)
 
 
 NOT_OF_SMALL_HEADS = ("dscale", "dsoftcap")

@@ -234,8 +234,7 @@ template <class T> void dq_job(Work &work, char *memory, long job) {
     BackwardBuffers<T> buffers(work, memory);
     const Sizes<T> &sizes = buffers.sizes;
     load_queries(call, entry, block, buffers);
-    // Of what a job of keys has, only dk has room for as many sums; a block has no more rows than a tile has keys.
-    T *total = buffers.dk;
+    T *total = buffers.dq;  // a job of keys has the part of dq of a tile there; here it is the sum over all tiles
     clear(total, rows_of(block) * sizes.dim);
     const Keys seen = seen_by(call, entry, block.first_row, block.first_row + block.num_rows - 1);
     for (long first = seen.first / 16 * 16; first < seen.stop; first += work.keys_per_tile) {
