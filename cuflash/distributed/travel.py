@@ -92,8 +92,12 @@ class Rows:
                         if number in self._journeys:
                             journey = self._journeys.pop(number)
                             run.finish(journey.pending)
+                if a_round.transfers:
+                    held = journey.held
+                else:
+                    with streams.rows():  # calls wait for it, also where columns are put together
+                        held = Held(self._mine(a_round, heads))
                 streams.arrived(in_turn=in_turn)
-                held = journey.held if a_round.transfers else Held(self._mine(a_round, heads))
                 streams.keep(held)
                 yield a_round, heads, held, streams
                 if number < len(steps) - 1:

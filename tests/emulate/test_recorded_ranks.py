@@ -2,7 +2,9 @@
 
 import gc
 import sys
+import threading
 import weakref
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ import pytest
 import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash import recording
+from cuflash.distributed.streams import CudaStreams
 from cuflash.emulator import find_compiler
 from cuflash.recording import Recording
 from tests.emulate import device
@@ -209,3 +212,51 @@ def test_memory_of_a_call_that_fails_comes_back_by_the_next_one():
                 pass
         assert [is_alive() is None for is_alive in taken] == [True]
         assert not recording._lent
+
+
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_calls_come_after_what_puts_the_columns_of_their_keys_together(name, monkeypatch):
+    """Each call of a rank comes after all columns that the rank has put together so far, on whichever stream."""
+    pasts: dict[Any, set[int]] = defaultdict(set)  # by stream, the copies that its later work comes after
+    of_rank: dict[int, set[int]] = defaultdict(set)  # by thread, the copies of columns so far
+    calls, of_call = [], CudaStreams.of_call
+
+    def record(event, stream=None):
+        event.is_recorded, event.past = True, frozenset(pasts[stream or device.get_current_stream()])
+
+    def wait_event(stream, event):
+        pasts[stream] |= event.past
+
+    def checked(streams, number):
+        stream, copies = of_call(streams, number), of_rank[threading.get_ident()]
+        calls.append((len(copies), copies <= pasts[stream]))
+        return stream
+
+    terms: dict[str, Any] = {name: (101, 101)}
+    case = ct.Case(**ODD, dtype="float16", **terms)
+    split = cd.zigzag(101, 2)
+    x = Parts(Whole.of(case), split, split)
+
+    def work(comm):
+        arrays = {n: on_device(array) for n, array in x.of(comm.rank, x.whole_problem.arrays).items()}
+        attn: Any = cd.ContextParallel(comm, split=split, steps=2, **case.keywords)
+        compute(attn, OfRank(x.whole_problem), arrays, ("dq", "dk", "dv"))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(device.Event, "record", record)
+    monkeypatch.setattr(device.Stream, "wait_event", wait_event)
+    monkeypatch.setattr(CudaStreams, "of_call", checked)
+    with launcher("8.0", computes=False):
+        cupy: Any = sys.modules["cupy"]
+        extend(cupy)
+        concatenate = cupy.concatenate
+
+        def copied(*args, **keywords):
+            copy = sum(map(len, of_rank.values()))
+            of_rank[threading.get_ident()].add(copy)
+            pasts[device.get_current_stream()].add(copy)
+            return concatenate(*args, **keywords)
+
+        cupy.concatenate = copied
+        on_threads(2, work)
+    assert any(copies for copies, _ in calls)
+    assert all(is_after for _, is_after in calls)
