@@ -187,6 +187,8 @@ def _checked(
     else:
         likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in given.items())
         problem = host.bind_arrays_like(pass_, options, likes, results).problem
+        on_device = {name: x for name, x in given.items() if name not in hosts}
+        _check_apart(on_device, tuple(name for name in results if name in on_device))
     sizes = problem.seqlen_q, problem.seqlen_k
     band = Band(diagonal_of(options, *sizes), *window_of(options, *sizes))
     rows, keys = steps_of(options, problem.block_mask is not None)
@@ -208,11 +210,11 @@ def _checked(
     )
 
 
-def _check_apart(hosts: Mapping[str, Host], results: tuple[str, ...]) -> None:
-    """Refuse results in host memory that share memory with another array there."""
+def _check_apart(arrays: Mapping[str, Array], results: tuple[str, ...]) -> None:
+    """Refuse results that share memory with another array, all of them in host memory, or all on the device."""
     for result in results:
-        for name, x in hosts.items():
-            if name != result and interop.overlap(hosts[result], x):
+        for name, x in arrays.items():
+            if name != result and interop.overlap(arrays[result], x):
                 raise value_error(result, f"memory shared with {name}", "memory of its own")
 
 

@@ -1,7 +1,11 @@
 """Streamed keys and values against the oracle: on the CPU, and by way of a stand-in for a device."""
 
+import contextlib
+import sys
 import tracemalloc
+import types
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import array_api_strict
@@ -336,3 +340,42 @@ def test_a_device_that_overwrites_is_noticed(devices, monkeypatch):
         monkeypatch.setattr(device, "follow", lambda stream, event, device=device: stream or device.run(*event))
         with pytest.raises(AssertionError, match=r"overwritten|before they are computed"):
             results_of(CASE, 16)
+
+
+class OnDevice:
+    """As much of CuPy's array as checks of arguments ask for."""
+
+    def __init__(self, array):
+        for name in ("shape", "strides", "dtype", "ndim", "size", "itemsize", "nbytes"):
+            setattr(self, name, getattr(array, name))
+        self.data = SimpleNamespace(ptr=array.ctypes.data, device_id=0)
+        self.device = contextlib.nullcontext()
+        self.array = array  # keeps the memory
+
+
+@pytest.mark.parametrize("chunk", [16, 48])
+@pytest.mark.parametrize(
+    ("result", "other"),
+    [("out", "q"), ("lse", "q"), ("lse", "out"), ("dq", "q"), ("dq", "dout"), ("dsinks", "sinks"), ("dsinks", "dq")],
+)
+def test_results_on_the_device_have_memory_of_their_own(result, other, chunk, monkeypatch):
+    stream = SimpleNamespace(is_capturing=lambda: False)
+    cupy: Any = types.ModuleType("cupy")
+    cupy.__dict__.update(ndarray=OnDevice, cuda=SimpleNamespace(get_current_stream=lambda: stream))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    of_rows, of_heads = ("lse",), ("sinks", "dsinks")
+    shapes = dict.fromkeys(of_rows, (2, 48)) | dict.fromkeys(of_heads, (2,))
+    names = {"q", "sinks", result, other}
+    if result in ("dq", "dsinks"):
+        names |= {"dout", "out", "lse"}
+    hosts = {name: np.zeros(shapes.get(name, X.shape), "f4") for name in names}
+    hosts[result] = hosts[other].reshape(-1)[: hosts[result].size].reshape(hosts[result].shape)
+    arrays = {name: OnDevice(x) for name, x in hosts.items()}
+    attn: Any = cuflash.FlashAttention()
+    keys = cuflash.streamed(X, X, chunk=chunk)
+    with pytest.raises(ValueError, match=rf"^({result}|{other}): got memory shared with ({result}|{other}), expected"):
+        if result in ("out", "lse"):
+            attn.forward(arrays.pop("q"), *keys, **arrays)
+        else:
+            inputs = [arrays.pop(name) for name in ("dout", "q")]
+            attn.backward(*inputs, *keys, *(arrays.pop(n) for n in ("out", "lse")), need=("dq", "dsinks"), **arrays)
