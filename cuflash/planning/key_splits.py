@@ -32,7 +32,8 @@ def rows_of(problem: Problem) -> int:
 
 def are_few(problem: Problem) -> bool:
     """Whether there are few queries, and keys enough for blocks to share."""
-    return 0 < rows_of(problem) <= DECODE_ROWS and visible_keys(problem.mean_sequence) >= DECODE_MIN_SEQLEN_K
+    heads, keys = problem.batch * problem.num_heads_kv, visible_keys(problem.mean_sequence)
+    return heads > 0 and 0 < rows_of(problem) <= DECODE_ROWS and keys >= DECODE_MIN_SEQLEN_K
 
 
 def visible_keys(problem: Problem) -> int:

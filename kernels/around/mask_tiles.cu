@@ -184,7 +184,7 @@ struct NotedTile {
     const Matrices matrices = kLooksAtBias ? biases_in(params) : masks_in(params);
     const int num_n_blocks = ceil_div(params.seqlen_k, kBlockN);
     const Index num_tiles = (Index)ceil_div(params.seqlen_q, kBlockM) * num_n_blocks, matrix = index / num_tiles;
-    const int tile = index % num_tiles;
+    const Index tile = index % num_tiles;
     exists = matrix < (Index)matrices.batches * matrices.heads;
     batch = exists ? matrix / matrices.heads : 0, head = exists ? matrix % matrices.heads : 0;
     m_block = tile / num_n_blocks, n_block = tile % num_n_blocks;

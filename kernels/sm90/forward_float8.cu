@@ -498,7 +498,13 @@ struct Consumer {
         const int column = 8 * n + 2 * fragment_column();
         const auto value = [&](int i) { return o[0][n + i % 2][2 * half + i / 2] * factor; };
         const u64 four = ptx::pack(Element{}, value(0), value(1)) | (u64)ptx::pack(Element{}, value(2), value(3)) << 32;
-        if (column < kHeadDimV) *(u64*)(g_row + column) = four;
+        if (column >= kHeadDimV) continue;
+        if constexpr (kStoreBytes >= 8) {
+          *(u64*)(g_row + column) = four;
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) g_row[column + i] = (Storage)(four >> 16 * i);
+        }
       }
     }
   }

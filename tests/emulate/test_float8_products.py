@@ -91,6 +91,20 @@ def test_schedules_agree(schedule):
         np.testing.assert_array_equal(got, x)
 
 
+@pytest.mark.parametrize(("first", "more"), [(4, 12), (2, 8), (0, 1)])
+def test_out_of_any_alignment(first, more):
+    """Rows of out begin at column `first` of rows that are `more` columns wider."""
+    case = replace(CASE, seqlen_q=65, seqlen_k=64)
+
+    def place(array):
+        if array.dtype.name != "bfloat16":
+            return array.copy()
+        wide = np.zeros((*array.shape[:-1], array.shape[-1] + more), array.dtype)
+        return wide[..., first : first + array.shape[-1]]
+
+    assert_float8(case, *run(case, FORWARD_FLOAT8_SM90_TILES[0], place=place, sanitizer="undefined"))
+
+
 def test_out_is_a_mean_of_values():
     """Weights that round alike do not move it: where all values are equal, out is that value."""
     case = replace(PLAIN, seqlen_q=64, seqlen_k=1000, score_spread=0.1, num_heads=1, v_scale=None)

@@ -15,8 +15,10 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.binding import PASSES, bind
 from cuflash.emulator import SCHEDULES, find_compiler
+from cuflash.emulator.building import build
 from cuflash.emulator.memory import Scratch
 from cuflash.operands import numpy_dtype
+from cuflash.params import parameters
 from cuflash.planning import DeviceSpec
 from tests import expressions
 from tests.emulate import attention
@@ -180,6 +182,43 @@ def assert_listed(arch, problem, arrays, visible, keys, shown=None, *, schedule)
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 def test_the_tiles_with_a_visible_pair_are_listed(drawn, schedule):
     assert_listed(*drawn, schedule=schedule)
+
+
+PLACE_OF_TILE = """
+#include "around/mask_tiles.cu"
+
+struct PlaceParams {
+  Params common;
+  i64 index;
+  i32* place;
+};
+
+CUFLASH_DEVICE void find_place(const PlaceParams& params) {
+  const NotedTile tile(params.common, params.index);
+  if (ptx::thread_index() == 0)
+    params.place[0] = tile.exists, params.place[1] = tile.m_block, params.place[2] = tile.n_block;
+}
+
+CUFLASH_DEFINE_KERNEL(place_of_tile, PlaceParams, 32, 1, find_place)
+"""
+
+
+@pytest.mark.parametrize("index", [1, 2**31 - 1, 2**31, 2**32 + 7, 2**33 - 1])
+def test_a_head_may_have_more_tiles_than_31_bits_count(index, tmp_path):
+    """As with 8 million queries and as many keys."""
+    problem, arrays = attention.inputs_of(ct.Case(seqlen_q=64, seqlen_k=64, head_dim=16, dtype="float16", mask=(64, 1)))
+    plan = attention.plan_for(problem, "forward", arrays, "8.0")
+    kernel = next(kernel for kernel in plan.kernels if kernel.source == "around/mask_tiles.cu")
+    source = tmp_path / "place_of_tile.cu"
+    source.write_text(PLACE_OF_TILE)
+    tile, n_blocks = plan.tiles[0], 2**18
+    params = parameters(plan, bind("forward", problem.options, arrays).operands)
+    params["seqlen_q"], params["seqlen_k"] = 2**15 * tile.block_m, n_blocks * tile.block_n
+    place = np.zeros(3, np.int32)
+    own = np.array([index, place.ctypes.data], np.uint64)
+    argument = np.frombuffer(params.tobytes() + own.tobytes(), np.uint8)
+    build(source, dict(kernel.defines)).launch("place_of_tile", argument, grid=1, threads=32, shared_bytes=0)
+    assert place.tolist() == [1, *divmod(index, n_blocks)]
 
 
 # Functions whose bounds need every operation that there is, beside those of problems.
