@@ -200,6 +200,19 @@ def test_dq_of_16_bits_of_few_keys_without_room_for_its_sums(seqlen_k, heads, so
         np.testing.assert_allclose(whole[:, :, first : first + 700], dq(first, first + 700), rtol=0.02, atol=0.02)
 
 
+@settings(max_examples=20)
+@given(st.integers(1, 2), st.integers(1, 200), st.integers(1, 200), st.integers(2, 255), st.booleans())
+@example(1, 40, 40, 255, False)
+@example(1, 200, 200, 2, True)
+def test_true_of_a_mask_is_any_byte_but_zero(heads, rows, keys, byte, is_whole):
+    """Views of other bytes have such, and NumPy takes them as True."""
+    case = ct.Case(num_heads=heads, seqlen_q=rows, seqlen_k=keys, head_dim=16, mask=(rows, keys))
+    arrays = case.arrays()
+    mask = np.ones_like(arrays["mask"]) if is_whole else arrays["mask"]
+    seen = (mask * np.uint8(byte)).view(bool)
+    assert_same_bits(run(case, mask=seen), run(case, mask=mask))
+
+
 NOT_OF_SMALL_HEADS = ("dscale", "dsoftcap")
 SMALL_FEATURES = ("causal", "window", "gqa", "sinks", "kv_lengths", "dlse", "head_dim_v", "scale")
 
