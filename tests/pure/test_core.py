@@ -487,6 +487,25 @@ def test_elements_that_are_not_aligned():
     assert_same_bits({"out": out, "lse": lse}, {name: expected[name] for name in ("out", "lse")})
 
 
+@settings(max_examples=20)
+@given(st.tuples(*[st.integers(0, 2)] * 4), st.integers(0, 2), st.sampled_from((1, 3)), st.sampled_from(("f4", "f8")))
+@example((1, 2, 0, 3), 2, 1, "f4")
+@example((1, 2, 3, 0), 2, 3, "f4")
+@example((1, 0, 2, 2), 2, 1, "f8")
+def test_no_elements_that_are_not_aligned(sizes, head_dim, before, dtype):
+    """NumPy calls arrays without elements aligned, whatever their strides."""
+    batch, heads, rows, keys = sizes
+    record = np.dtype([("before", np.uint8, before), ("x", dtype)])
+    q, k = (np.ones((batch, heads, n, head_dim + 1), record)["x"] for n in (rows, keys))
+    attn = cuflash.FlashAttention()
+    out, lse = attn.forward(q, k, k)
+    gradients = attn.backward(out, q, k, k, out, lse)
+    expected_out, expected_lse = attn.forward(q.copy(), k.copy(), k.copy())
+    expected = attn.backward(expected_out, q.copy(), k.copy(), k.copy(), expected_out, expected_lse)
+    for x, y in zip((out, lse, *gradients[:3]), (expected_out, expected_lse, *expected[:3]), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_where_arrays_do_not_say_where_their_data_is(monkeypatch, unloaded):
     case = ct.Case(seqlen_q=20, seqlen_k=30, head_dim=8, bias=(20, 30))
     expected = run(case)
