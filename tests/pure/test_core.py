@@ -200,6 +200,19 @@ def test_dq_of_16_bits_of_few_keys_without_room_for_its_sums(seqlen_k, heads, so
         np.testing.assert_allclose(whole[:, :, first : first + 700], dq(first, first + 700), rtol=0.02, atol=0.02)
 
 
+@settings(max_examples=20)
+@given(st.integers(1, 2), st.integers(1, 200), st.integers(1, 200), st.integers(2, 255), st.booleans())
+@example(1, 40, 40, 255, False)
+@example(1, 200, 200, 2, True)
+def test_true_of_a_mask_is_any_byte_but_zero(heads, rows, keys, byte, is_whole):
+    """Views of other bytes have such, and NumPy takes them as True."""
+    case = ct.Case(num_heads=heads, seqlen_q=rows, seqlen_k=keys, head_dim=16, mask=(rows, keys))
+    arrays = case.arrays()
+    mask = np.ones_like(arrays["mask"]) if is_whole else arrays["mask"]
+    seen = (mask * np.uint8(byte)).view(bool)
+    assert_same_bits(run(case, mask=seen), run(case, mask=mask))
+
+
 NOT_OF_SMALL_HEADS = ("dscale", "dsoftcap")
 SMALL_FEATURES = ("causal", "window", "gqa", "sinks", "kv_lengths", "dlse", "head_dim_v", "scale")
 
@@ -472,6 +485,25 @@ def test_elements_that_are_not_aligned():
     out, lse = unaligned(expected["out"] * 0), unaligned(expected["lse"] * 0)
     cpu.forward(case.problem, *ct.qkv(moved), out=out, lse=lse)
     assert_same_bits({"out": out, "lse": lse}, {name: expected[name] for name in ("out", "lse")})
+
+
+@settings(max_examples=20)
+@given(st.tuples(*[st.integers(0, 2)] * 4), st.integers(0, 2), st.sampled_from((1, 3)), st.sampled_from(("f4", "f8")))
+@example((1, 2, 0, 3), 2, 1, "f4")
+@example((1, 2, 3, 0), 2, 3, "f4")
+@example((1, 0, 2, 2), 2, 1, "f8")
+def test_no_elements_that_are_not_aligned(sizes, head_dim, before, dtype):
+    """NumPy calls arrays without elements aligned, whatever their strides."""
+    batch, heads, rows, keys = sizes
+    record = np.dtype([("before", np.uint8, before), ("x", dtype)])
+    q, k = (np.ones((batch, heads, n, head_dim + 1), record)["x"] for n in (rows, keys))
+    attn = cuflash.FlashAttention()
+    out, lse = attn.forward(q, k, k)
+    gradients = attn.backward(out, q, k, k, out, lse)
+    expected_out, expected_lse = attn.forward(q.copy(), k.copy(), k.copy())
+    expected = attn.backward(expected_out, q.copy(), k.copy(), k.copy(), expected_out, expected_lse)
+    for x, y in zip((out, lse, *gradients[:3]), (expected_out, expected_lse, *expected[:3]), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_where_arrays_do_not_say_where_their_data_is(monkeypatch, unloaded):

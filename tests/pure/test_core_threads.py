@@ -9,9 +9,12 @@ import struct
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
@@ -42,6 +45,33 @@ def test_bits_depend_on_nothing_but_the_problem(case, monkeypatch):
     for threads in (2, 3, 8, 33):
         with cuflash.cpu_threads(threads):
             assert_same_bits(run(case), expected)
+
+
+@settings(max_examples=20)
+@given(
+    st.sampled_from(("float16", "float32", "float64")),
+    st.integers(1, 3),
+    st.integers(1, 300),
+    st.integers(1, 300),
+    st.sampled_from((16, 300)),
+    st.booleans(),
+)
+@example("float32", 2, 300, 300, 300, False)
+@example("float64", 2, 300, 300, 300, True)
+def test_gradients_of_a_long_call_are_zeros_where_no_query_sees_a_key(dtype, heads, rows, keys, head_dim, is_packed):
+    """There are no tiles of keys, but zeros have to be written."""
+    q, k = (np.ones((1, heads, n, head_dim)[is_packed:], dtype) for n in (rows, keys))
+    no_keys = {"cu_seqlens_q": np.array([0, rows], np.int32), "cu_seqlens_k": np.zeros(2, np.int32)}
+    terms: Any = no_keys if is_packed else {"kv_lengths": np.zeros(1, np.int32)}
+    attn = cuflash.FlashAttention()
+    out, lse = attn.forward(q, k, k, **terms)
+    gradients: Any = {name: np.full_like(x, np.nan) for name, x in (("dq", q), ("dk", k), ("dv", k))}
+    with pytest.MonkeyPatch.context() as patch:
+        much_work(patch)
+        patch.setattr(core, "PATIENCE_NS", -1)
+        attn.backward(q, q, k, k, out, lse, **terms, **gradients)
+    for name, x in gradients.items():
+        assert not x.any(), name
 
 
 def threads_of_large_call(monkeypatch):

@@ -162,7 +162,10 @@ inline bool any_visible(const Call &call, const Entry &entry, const Block &block
             for (long i = 0; i < rows; ++i) {
                 const char *p = address(call, MASK, 1, entry.index, block.first_head + h, block.first_row + i, first);
                 if (step == 1) {
-                    if (memchr(p, 1, count)) return true;
+                    // True may be any byte but 0, as in a view of other bytes.
+                    char any = 0;
+                    for (long j = 0; j < count; ++j) any |= p[j];
+                    if (any) return true;
                 } else {
                     for (long j = 0; j < (step ? count : 1); ++j)
                         if (p[j * step]) return true;

@@ -75,5 +75,8 @@ struct Work {
         return true;
     }
 
-    void add_phase(void (*run)(Work &, char *, long), long num_jobs) { phases[num_phases++] = Phase{run, num_jobs}; }
+    // Every phase has jobs, so that a call is done when its last phase is.
+    void add_phase(void (*run)(Work &, char *, long), long num_jobs) {
+        if (num_jobs > 0) phases[num_phases++] = Phase{run, num_jobs};
+    }
 };
