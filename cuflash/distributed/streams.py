@@ -150,17 +150,19 @@ class CudaStreams(Streams):
 
 
 class StreamsOfDevice:
-    """Makes the streams of the device of a rank, once."""
+    """Makes the streams of each device that a rank makes calls on, once."""
 
     def __init__(self) -> None:
-        self._streams: CudaStreams | None = None
+        self._of_device: dict[int, CudaStreams] = {}
 
     def begin(self, array: Array) -> Streams:
         """Streams for a call on arrays like this one, whose device is the current one."""
         if isinstance(array, np.ndarray):
             return Streams()
-        self._streams = self._streams or CudaStreams(module_of(array))
-        return self._streams.begin()
+        device = array.device.id
+        if device not in self._of_device:
+            self._of_device[device] = CudaStreams(module_of(array))
+        return self._of_device[device].begin()
 
 
 def copy_all(copies: Sequence[tuple[Array, Array]]) -> None:

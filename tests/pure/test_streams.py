@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cuflash.distributed import streams as distributed_streams
 from cuflash.distributed.streams import AT_ONCE, STEPS_APART, CudaStreams, StreamsOfDevice, copy_all
 from cuflash.elementwise import wide_layout
 
@@ -56,14 +57,16 @@ class Memory:
     pass
 
 
+CUPY = types.SimpleNamespace(
+    cuda=types.SimpleNamespace(Stream=Stream, Event=Event, get_current_stream=lambda: Stream.current)
+)
+
+
 def begun():
     """The caller's stream, and streams beside it."""
     Stream.current = main = Stream()
-    cupy = types.SimpleNamespace(
-        cuda=types.SimpleNamespace(Stream=Stream, Event=Event, get_current_stream=lambda: Stream.current)
-    )
     main.do("before")
-    return main, CudaStreams(cupy).begin()
+    return main, CudaStreams(CUPY).begin()
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=5))
@@ -166,6 +169,14 @@ def test_what_is_of_an_earlier_step_goes_before_what_is_of_a_later_one():
     for of_all in (streams.rows, streams.returns):
         with of_all():
             assert Stream.current.priority < priorities[0][0]
+
+
+def test_each_device_has_streams_of_its_own(monkeypatch):
+    monkeypatch.setattr(distributed_streams, "module_of", lambda array: CUPY)
+    Stream.current, of_devices = Stream(), StreamsOfDevice()
+    arrays = [types.SimpleNamespace(device=types.SimpleNamespace(id=device)) for device in (0, 1, 0)]
+    first, other, again = (of_devices.begin(array) for array in arrays)
+    assert first is again is not other
 
 
 def test_host_memory_has_no_streams():
