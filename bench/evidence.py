@@ -21,7 +21,7 @@ PARTS = ("memory", "runtime", "traffic", "training", "pathfinder")  # of the pag
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
     """How it is measured on a backend, and shown; `page` is the page of docs that shows it. Where this is not the page
-    of all evidence, `summary` is what stands there."""
+    of all evidence, `summary` is what stands there. `choose` takes the records to show of those of all runs."""
 
     about: str
     backends: tuple[str, ...]
@@ -30,6 +30,7 @@ class Evidence:
     draw: Callable[[Any, Sequence[Record], Path], None]
     page: str = "evidence.md"
     summary: Callable[[Sequence[Record]], str] = lambda records: ""
+    choose: Callable[[Sequence[Record]], list[Record]] = latest_run
 
 
 def _memory(backend: str, write: Write, scale: float) -> None:
@@ -91,6 +92,7 @@ EVIDENCE = {
         markdown=ranks.markdown,
         draw=ranks.draw,
         page="distributed.md",
+        choose=ranks.latest_rows,
     ),
 }
 
@@ -112,13 +114,13 @@ def run(name: str, backend: str, *, out: Path, revision: str | None = None, scal
 
 
 def runs(name: str, results: Path) -> dict[str, list[Record]]:
-    """The run to show on each backend that has one."""
+    """The records to show for each backend that has a run."""
     path = results / f"{name}.jsonl"
     records = load(path) if path.exists() else []
     found = {}
     for kind in KINDS:
         of_kind = {r["run"] for r in records if r["record"] == "run" and r["kind"] == kind}
-        if chosen := latest_run([r for r in records if r["run"] in of_kind]):
+        if chosen := EVIDENCE[name].choose([r for r in records if r["run"] in of_kind]):
             found[kind] = chosen
     return found
 

@@ -154,16 +154,37 @@ def _same_bits(problem: Problem, pass_: str, machine: Machine) -> bool:
 # ---- What is shown ---------------------------------------------------------------------------------------------------
 
 
+def latest_rows(records: Sequence[Record]) -> list[Record]:
+    """The latest record of each case, pass and number of ranks, and the runs they are of; the latest of these first.
+
+    Several devices are seldom there for as long as all cases take, so no run has to have all of them. Runs count if
+    they were made on such a device as the latest one.
+    """
+    runs = [r for r in records if r["record"] == "run"]
+    runs = [r for r in reversed(runs) if r["device"] == runs[-1]["device"]]
+    newest: dict[tuple[Any, ...], Record] = {}
+    for run in runs:
+        for row in _rows(records):
+            if row["run"] == run["run"]:
+                newest.setdefault((row["ranks"], row["case"], row["pass"]), row)
+    used = {row["run"] for row in newest.values()}
+    order = list(dict.fromkeys([problem.name for problem in PROBLEMS] + [row["case"] for row in newest.values()]))
+    rows = sorted(newest.values(), key=lambda row: (-row["ranks"], order.index(row["case"])))
+    return [run for run in runs if run["run"] in used] + rows
+
+
 def markdown(records: Sequence[Record]) -> str:
     """A row for each pass: times, speedups over one device, and rates."""
     rows = _rows(records)
+    revisions = {r["run"]: r["revision"] for r in records if r["record"] == "run"}
     ways = _ways(rows)
     heads = ["case", "pass", "ranks", "ms on one device", *(f"ms by {way}" for way in ways)]
-    heads += [*(f"speedup by {way}" for way in ways), "rate", "same bits as one rank"]
+    heads += [*(f"speedup by {way}" for way in ways), "rate", "same bits as one rank", "revision"]
     lines = [
         "A case has its tokens on each of the ranks; the rate is that of all ranks by the fastest way. One device has",
         "all of the problem, and so has each of the others at the same time: the slowest one is shown. Short calls are",
         f"timed in a row, up to {MOST_CALLS} of them. Ranks of NCCL are processes, `threads` are ranks of one process.",
+        "The head tells of the latest run; each row is of the last run that had it.",
         "",
     ]
     lines += ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
@@ -172,7 +193,8 @@ def markdown(records: Sequence[Record]) -> str:
         speedups = [f"{row['us'][ONE] / row['us'][way]:.3f}" if way in row["us"] else "-" for way in ways]
         bits = "-" if row["same_bits"] is None else "yes" if row["same_bits"] else "NO"
         name = "forward and backward" if row["pass"] == "both" else row["pass"]
-        lines.append(f"| {' | '.join((row['case'], name, str(row['ranks']), *times, *speedups, _rate(row), bits))} |")
+        cells = (row["case"], name, str(row["ranks"]), *times, *speedups, _rate(row), bits, revisions[row["run"]])
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -62,14 +62,33 @@ def test_each_pass_of_each_problem_is_measured(records):
 
 def test_what_is_shown_of_them(records):
     us = {"one device": 2000.0, "NCCL": 1000.0}
-    row = {**records[1], "flops": 10**9}
+    row = {**records[1], "run": "a", "flops": 10**9}
     decoding = {**row, "us": us, "flops": 0, "bytes": 10**9, "same_bits": None, "pass": "decode"}
-    text = ranks.markdown([{**row, "us": {**us, "NCCL in a graph": 800.0}}, decoding])
+    run = {"record": "run", "run": "a", "revision": "abc1234"}
+    text = ranks.markdown([run, {**row, "us": {**us, "NCCL in a graph": 800.0}}, decoding])
     assert (
         "| bf16-d8-h2kv1-t96-causal | forward and backward | 2 | 2 | 1 | 0.8 | 2.000 | 2.500 | 1 TFLOP/s | yes |"
-        in text
+        " abc1234 |" in text
     )
-    assert "| decode | 2 | 2 | 1 | - | 2.000 | - | 1.00 TB/s | - |" in text
+    assert "| decode | 2 | 2 | 1 | - | 2.000 | - | 1.00 TB/s | - | abc1234 |" in text
+
+
+def test_the_latest_row_of_each_case_is_shown():
+    def run(name, device, *rows):
+        head = {"record": "run", "run": name, "device": device}
+        return [head, *({"record": "ranks", "run": name, "ranks": n, "case": c, "pass": "both"} for n, c in rows)]
+
+    last_case = ranks.PROBLEMS[-1].name
+    records = [
+        *run("first", "A", (2, "other"), (4, last_case)),
+        *run("replaced", "A", (2, last_case)),
+        *run("elsewhere", "B", (2, "only there")),
+        *run("last", "A", (2, "other"), (2, last_case)),
+    ]
+    found = ranks.latest_rows(records)
+    assert [r["run"] for r in found if r["record"] == "run"] == ["last", "first"]
+    rows = [(r["run"], r["ranks"], r["case"]) for r in found if r["record"] == "ranks"]
+    assert rows == [("first", 4, last_case), ("last", 2, last_case), ("last", 2, "other")]
 
 
 def test_the_picture_is_drawn(records, tmp_path):
