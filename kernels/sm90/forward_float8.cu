@@ -182,7 +182,8 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, const Shared& shared) {
 //
 // Keys come out in the order in which a lane has weights of four of them: 0, 1, 8, 9, 2, 3, 10, 11, … of every 16. And
 // of 16 columns the even ones come first, so that eight neighbouring lines are written at once; `store_out` knows.
-CUFLASH_DEVICE void transpose(u32 target, u32 source, int columns, int valid) {
+template <class Ends>
+CUFLASH_DEVICE void transpose(u32 target, u32 source, u32 columns, int valid, Ends) {
   constexpr int kGroups = kBlockN / 32;
   const u32 lane = lane_index(), swizzle = lane % 8 * 16, matrix = lane / 8;
   const u32 from = source + (columns / 8 * kBlockN + lane) * kLineBytes + (columns % 8 * 16 ^ swizzle);
@@ -190,7 +191,7 @@ CUFLASH_DEVICE void transpose(u32 target, u32 source, int columns, int valid) {
   u32 pairs[kGroups][4];
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) ptx::load_matrix_x4_transposed(pairs[g], from + g * 32 * kLineBytes);
-  if (valid < kBlockN) {  // what lies behind the last key may be NaN
+  if constexpr (Ends::value) {  // what lies behind the last key may be NaN
 #pragma unroll
     for (int i = 0; i < 4 * kGroups; ++i) {
       const int left = valid - (8 * i + fragment_column());
@@ -207,7 +208,7 @@ CUFLASH_DEVICE void transpose(u32 target, u32 source, int columns, int valid) {
 }
 
 // A transposer, one warp of kTransposers.
-CUFLASH_DEVICE void transpose_values(const Params& params, const Shared& shared, int index) {
+CUFLASH_DEVICE void transpose_values(const Params& params, const Shared& shared, u32 index) {
   Position<kNumStages> key;
   Position<kValueStages> value;
   for (EntryWalk walk(params); walk.more(); walk.advance()) {
@@ -216,9 +217,15 @@ CUFLASH_DEVICE void transpose_values(const Params& params, const Shared& shared,
       const int valid = tile.key_stop - tile.keys.at(n_block) * kBlockN;
       shared.v_ring.full(value).wait(value.parity);
       shared.t_ring.empty(key).wait(key.parity ^ 1);
+      const auto transpose_all = [&](auto ends) {
 #pragma unroll 1
-      for (int columns = index; columns < kDimV / 16; columns += kTransposers)
-        transpose(shared.t + key.stage * kBytesT, shared.v + value.stage * kBytesV, columns, valid);
+        for (u32 columns = index; columns < kDimV / 16; columns += kTransposers)
+          transpose(shared.t + key.stage * kBytesT, shared.v + value.stage * kBytesV, columns, valid, ends);
+      };
+      if (valid < kBlockN)
+        transpose_all(Constant<true>{});
+      else
+        transpose_all(Constant<false>{});
       ptx::fence_async_proxy();
       arrive_as_warp(shared.v_ring.empty(value));
       arrive_as_warp(shared.t_ring.full(key));
@@ -290,20 +297,17 @@ struct Consumer {
     release(shared.k_ring.empty(key));
   }
 
-  // Hides pairs, and leaves products whose exponents are these times `factor`, which is positive.
-  template <class Masked>
-  CUFLASH_DEVICE void complete_scores(Scores& s, float (&factor)[2], int n_block, Masked) const {
+  // Hides pairs. Exponents are what it leaves times `factor`: a hidden one is -inf.
+  CUFLASH_DEVICE void hide(Scores& s, float (&factor)[2], int n_block) const {
     if (!(fminf(factor[0], factor[1]) > 0)) {
       for_each_score([&](int n, int i) { s[0][n][i] *= factor[i / 2]; });
       factor[0] = factor[1] = 1;
     }
-    if constexpr (Masked::value) {
-      const Mask mask(common, tile.work.batch, tile.work.head, tile.key_stop);
-      const int lane_key = tile.keys.at(n_block) * kBlockN + fragment_column();
-      for_each_score([&](int n, int i) {
-        if (!mask.visible(lane_row + i / 2 * 8, lane_key + 8 * n + i % 2)) s[0][n][i] = -ptx::infinity();
-      });
-    }
+    const Mask mask(common, tile.work.batch, tile.work.head, tile.key_stop);
+    const int lane_key = tile.keys.at(n_block) * kBlockN + fragment_column();
+    for_each_score([&](int n, int i) {
+      if (!mask.visible(lane_row + i / 2 * 8, lane_key + 8 * n + i % 2)) s[0][n][i] = -ptx::infinity();
+    });
   }
   template <class Visit>
   CUFLASH_DEVICE static void for_each_score(Visit visit) {
@@ -318,13 +322,17 @@ struct Consumer {
     float of_sums[1][2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      // A factor below 0 makes the smallest product the largest exponent. The sign alone is multiplied in here: if the
+      // factor were, the compiler would make these exponents for all tiles, few of which come here.
+      const float sign = factor[half] < 0 ? -1.0f : 1.0f;
       float largest = -ptx::infinity();
 #pragma unroll
-      for (int n = 0; n < kNTiles; ++n) largest = fmaxf(largest, fmaxf(s[0][n][2 * half], s[0][n][2 * half + 1]));
+      for (int n = 0; n < kNTiles; ++n)
+        largest = fmaxf(largest, fmaxf(sign * s[0][n][2 * half], sign * s[0][n][2 * half + 1]));
       largest = fmaxf(largest, ptx::shuffle_xor(largest, 1));
       largest = fmaxf(largest, ptx::shuffle_xor(largest, 2));
       float& offset = softmax.offset[0][half];
-      const float raised = fmaxf(largest * factor[half] - kHeadroom, offset);
+      const float raised = fmaxf(largest * fabsf(factor[half]) - kHeadroom, offset);
       of_sums[0][half] = raised == offset ? 1.0f : exponential(offset - raised);
       offset = raised;
     }
@@ -363,13 +371,13 @@ struct Consumer {
 
   // [2] P = exp(S - m).
   template <class Masked>
-  CUFLASH_DEVICE void weigh(Scores& s, int n_block, Masked masked) {
+  CUFLASH_DEVICE void weigh(Scores& s, int n_block, Masked) {
     float factor[2] = {row_factor[0], row_factor[1]};
     if constexpr (kKScale == 2) {
       const float of_keys = k_scales.of(tile.keys.at(n_block) * kBlockN);
       factor[0] *= of_keys, factor[1] *= of_keys;
     }
-    complete_scores(s, factor, n_block, masked);
+    if constexpr (Masked::value) hide(s, factor, n_block);
     turns.wait();
     bool raise = !all_started;
     if (!raise) raise = ptx::any_lane(round_weights(s, factor, Constant<kMixes>{}));

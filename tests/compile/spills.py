@@ -149,7 +149,7 @@ SPILLS_OF_FLOAT8 = {
     ("sm80/forward.cu", 4, 64, "128x16", 2): 16,
     ("sm80/forward.cu", 4, 128, "128x16", 2): 128,
     ("sm90/forward_float8.cu", 2, 128, "128x128", 1): 8,
-    ("sm90/forward_float8.cu", 2, 128, "192x96", 1): 8,
+    ("sm90/forward_float8.cu", 2, 128, "192x128", 1): 40,
     ("sm90/forward_float8.cu", 2, 256, "128x128", 1): 32,
     ("sm90/decode_float8.cu", 2, 256, "64x128", 1): 8,
 }

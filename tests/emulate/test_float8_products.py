@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning.sm90.tiles import FORWARD_FLOAT8_SM90_TILES
-from cuflash.testing.float8 import assert_float8
+from cuflash.testing.float8 import ROUNDING_BY_LINE, assert_float8
 from tests.emulate import attention
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
@@ -35,23 +35,24 @@ PLAIN = replace(CASE, causal=False, head_dim=128, q_scale="head")
 OF_POOL: dict[str, Any] = {"batch": 2, "k_scale": None, "v_scale": "tensor"}  # pages that a tile has several of
 # Name -> tile, case.
 CASES = {
-    "d 64": (0, CASE),
-    "d 128, causal": (1, replace(CASE, head_dim=128, batch=2, kv_lengths=(130, 0), sinks=True)),
-    "d 128": (2, replace(PLAIN, head_dim_v=96, layout="bshd", window=(None, 90))),
-    "d 128, blocks": (3, replace(PLAIN, kv_dtype="float8_e5m2", k_scale="block", v_scale="block", scale_block=64)),
-    "d 256": (4, replace(CASE, head_dim=256, seqlen_q=130, num_heads_kv=2, window=(140, 3))),
-    "d 256, blocks": (5, replace(PLAIN, head_dim=192, head_dim_v=256, v_scale="block", scale_block=128)),
-    "narrow": (0, replace(CASE, head_dim=48, head_dim_v=32, scale=-0.3, k_scale=None)),
-    "pages": (0, replace(CASE, **OF_POOL, page_size=16, seqlen_k=304, kv_lengths=(200, 275), head_dim=48)),
+    "d 64, full": (0, replace(CASE, causal=False)),
+    "d 64": (1, CASE),
+    "d 128, causal": (2, replace(CASE, head_dim=128, batch=2, kv_lengths=(130, 0), sinks=True)),
+    "d 128": (3, replace(PLAIN, head_dim_v=96, layout="bshd", window=(None, 90))),
+    "d 128, blocks": (4, replace(PLAIN, kv_dtype="float8_e5m2", k_scale="block", v_scale="block", scale_block=64)),
+    "d 256": (5, replace(CASE, head_dim=256, seqlen_q=130, num_heads_kv=2, window=(140, 3))),
+    "d 256, blocks": (6, replace(PLAIN, head_dim=192, head_dim_v=256, v_scale="block", scale_block=128)),
+    "narrow": (1, replace(CASE, head_dim=48, head_dim_v=32, scale=-0.3, k_scale=None)),
+    "pages": (1, replace(CASE, **OF_POOL, page_size=16, seqlen_k=304, kv_lengths=(200, 275), head_dim=48)),
     "pages, blocks": (
-        3,
+        4,
         replace(PLAIN, batch=2, page_size=128, seqlen_k=384, kv_lengths=(300, 5), v_scale="block", scale_block=64),
     ),
     "pages, many to a tile": (
-        2,
+        3,
         replace(PLAIN, **OF_POOL, page_size=64, seqlen_k=384, kv_lengths=(300, 5), causal=True),
     ),
-    "block mask": (2, replace(PLAIN, seqlen_k=600, block_mask=(1, 2), block_size=(192, 96))),
+    "block mask": (3, replace(PLAIN, seqlen_k=600, block_mask=(1, 2), block_size=(192, 128))),
 }
 
 
@@ -85,7 +86,7 @@ def test_any_lengths(tile, seqlen_q, seqlen_k, spread, q_scale, causal, seed):
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_schedules_agree(schedule):
     case = replace(CASE, seqlen_q=150, seqlen_k=260)
-    tile = FORWARD_FLOAT8_SM90_TILES[1].changed(max_dim=64)
+    tile = FORWARD_FLOAT8_SM90_TILES[2].changed(max_dim=64)
     expected = run(case, tile)
     for got, x in zip(run(case, tile, schedule=schedule), expected, strict=True):
         np.testing.assert_array_equal(got, x)
@@ -102,7 +103,7 @@ def test_out_of_any_alignment(first, more):
         wide = np.zeros((*array.shape[:-1], array.shape[-1] + more), array.dtype)
         return wide[..., first : first + array.shape[-1]]
 
-    assert_float8(case, *run(case, FORWARD_FLOAT8_SM90_TILES[0], place=place, sanitizer="undefined"))
+    assert_float8(case, *run(case, FORWARD_FLOAT8_SM90_TILES[1], place=place, sanitizer="undefined"))
 
 
 def test_out_is_a_mean_of_values():
@@ -112,7 +113,7 @@ def test_out_is_a_mean_of_values():
     arrays["v"][...] = arrays["v"][..., :1, :]
     arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
     problem = attention.problem_of(case, arrays)
-    out, _ = attention.forward(problem, arrays, tiles=(FORWARD_FLOAT8_SM90_TILES[2],), arch="9.0")
+    out, _ = attention.forward(problem, arrays, tiles=(FORWARD_FLOAT8_SM90_TILES[3],), arch="9.0")
     value = arrays["v"][..., :1, :].astype(np.float32)
     np.testing.assert_allclose(
         out.astype(np.float32), np.broadcast_to(value, out.shape), rtol=1e-3 + 2.0**-8, atol=1e-6
@@ -125,7 +126,7 @@ def forward_of_codes(case, codes):
     for name, array in codes.items():
         arrays[name] = array(arrays[name])
     problem = attention.problem_of(case, arrays)
-    return arrays, *attention.forward(problem, arrays, tiles=(FORWARD_FLOAT8_SM90_TILES[0],), arch="9.0")
+    return arrays, *attention.forward(problem, arrays, tiles=(FORWARD_FLOAT8_SM90_TILES[1],), arch="9.0")
 
 
 @pytest.mark.parametrize("apart", [24, 32, 44, 64, 448])
@@ -142,6 +143,23 @@ def test_scores_far_from_each_other(apart):
     values = arrays["v"].astype(np.float32)
     expected = np.broadcast_to(values[..., ::3, :].mean(axis=-2, keepdims=True), out.shape)
     np.testing.assert_allclose(out.astype(np.float32), expected, rtol=2.0**-8, atol=1e-3 * abs(values).max())
+
+
+@pytest.mark.parametrize("scale", [0.2, -0.2])
+def test_products_of_one_sign(scale):
+    """Below 0, a scale makes the smallest product the largest exponent; where all are positive, they are far apart."""
+    case = replace(CASE, seqlen_q=64, seqlen_k=256, num_heads=1, q_scale=None, k_scale=None, v_scale=None)
+    case = replace(case, causal=False, scale=scale)
+    arrays, out, lse = forward_of_codes(case, {"q": np.abs, "k": np.abs})
+    q, k, v = (arrays[name].astype(np.float64)[0, 0] for name in "qkv")
+    scores = scale * q @ k.T
+    largest = scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores - largest)
+    sums = weights.sum(axis=-1, keepdims=True)
+    # An error of 1 / 12 of every weight moves the mean by that part of the values' sizes, and the sum, too.
+    allowed = (2 * ROUNDING_BY_LINE * weights @ abs(v)) / sums + 2.0**-8 * abs(weights @ v) / sums
+    assert (abs(out[0, 0].astype(np.float64) - weights @ v / sums) <= allowed).all()
+    np.testing.assert_allclose(lse[0, 0], (largest + np.log(sums))[:, 0], atol=ROUNDING_BY_LINE)
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])

@@ -192,7 +192,7 @@ class ForwardFloat8Sm90Tile(Tile):
     q_stages: int  # tiles of queries
     overlaps: bool  # a consumer has the scores of a tile and the output of the one before in flight at once
     ping_pong: bool  # consumers take turns to make exponentials
-    serves: Literal["any", "causal"] = "any"
+    serves: Literal["any", "long full", "bounded"] = "any"
     origin: str = field(compare=False)
 
     defined = ("q_stages", "value_stages", "overlaps", "ping_pong")
@@ -228,8 +228,11 @@ class ForwardFloat8Sm90Tile(Tile):
         return self.q_stages * q + self.num_stages * (k + transposed) + self.value_stages * v + barriers
 
     def why_not(self, problem: Problem, device: DeviceSpec) -> str:
-        if self.serves == "causal" and problem.window_right is None:
+        is_full = problem.window_right is None
+        if self.serves == "bounded" and is_full:
             return "for problems with a right bound"
+        if self.serves == "long full" and not (is_full and problem.mean_sequence.seqlen_k >= LONG_SEQLEN):
+            return f"for {LONG_SEQLEN} keys or more without a right bound"
         whole = all(problem.scale_block(name) % self.block_n == 0 for name in ("k_scale", "v_scale"))
         return "" if whole else f"for scales of heads, or of multiples of {self.block_n} keys"
 
@@ -459,11 +462,9 @@ FORWARD_SM90_TILES = (
     _forward_sm90(64,     128, 128, 2,    True,  2, "few full",
                   "on an H200 12.4 and 17.3 us, 256 x 64 beside it 14.9 and 22.3 (16 heads, seqlen 512 and 1024)"),
     _forward_sm90(64,     128, 64,  3,    True,  2, "few bounded",
-                  "on an H200 12.5, 17.9 and 30.1 us, 256 x 64 beside it 18.0, 24.8 and 39.4 (16 heads, seqlen 512, "
-                  "1024 and 2048 causal)"),
+                  "on an H200 12.5, 17.9 and 30.1 us, 256 x 64 beside it 18.0, 24.8 and 39.4 (16 heads, 512 to 2048)"),
     _forward_sm90(64,     256, 64,  8,    False, 2, "window",
-                  "as many stages as fit, because consumers are up to 3 tiles of keys apart: on an H100 455 TFLOP/s, "
-                  "with 6, 4 and 3 stages 451, 443 and 428 (32 heads, seqlen 4096, 1024 keys)"),
+                  "consumers are up to 3 tiles apart: on an H100 455 TFLOP/s, with 6, 4 and 3 stages 451, 443 and 428"),
     _forward_sm90(64,     256, 64,  3,    False, 2, "no pairs",
                   h200("584 / 563, 541 / 412", "289 / 280, 287 / 216")),
     _forward_sm90(64,     256, 64,  2,    False, 2, "bias",
@@ -517,14 +518,13 @@ FORWARD_TF32_SM90_TILES = (
 
 FORWARD_FLOAT8_SM90_TILES = (
     #                    max_dim m   n   stages of v, Q  overl. pingp  serves
-    _forward_float8_sm90(64,  256, 64,  4, 4, 2, False, False, "any",
-                         "on an H100 683 / 605, 575 / 408 TFLOP/s (seqlen 4096, 1024), 192 x 128 696 / 543, 524 / 323"),
-    _forward_float8_sm90(128, 128, 128, 2, 2, 2, True,  False, "causal",
-                         "on an H100 817 TFLOP/s causal, 192 x 128 beside it 713 (16 heads, seqlen 4096)"),
-    _forward_float8_sm90(128, 192, 96,  3, 2, 2, False, False, "any",
-                         "on an H100 958 TFLOP/s, 192 x 128 beside it 955 (16 heads, seqlen 4096)"),
-    _forward_float8_sm90(128, 192, 64,  3, 3, 1, False, False, "any",
-                         "for scales of blocks of keys; on an H200 778 TFLOP/s (16 heads, seqlen 4096)"),
+    _forward_float8_sm90(64,  192, 128, 3, 3, 2, False, False, "long full",
+                         "on an H100 694 TFLOP/s, 256 x 64 beside it 669; of seqlen 1024 570 and 612"),
+    _forward_float8_sm90(64,  256, 64,  4, 4, 2, False, False, "any", "on an H100 625 TFLOP/s causal, 192 x 128 597"),
+    _forward_float8_sm90(128, 128, 128, 3, 2, 1, True,  False, "bounded",
+                         "on an H100 806 TFLOP/s causal, with 2 stages 773, 192 x 96 760 (16 heads, seqlen 4096)"),
+    _forward_float8_sm90(128, 192, 128, 3, 2, 1, False, False, "any", "on an H100 951 TFLOP/s, 192 x 96 beside it 933"),
+    _forward_float8_sm90(128, 192, 64,  3, 3, 1, False, False, "any", "for scales of blocks of keys; " + ARITHMETIC),
     _forward_float8_sm90(256, 128, 128, 2, 1, 1, False, True,  "any",
                          "on an H200 1020 / 910 TFLOP/s, without turns 994 / 870 (8 heads, seqlen 4096)"),
     _forward_float8_sm90(256, 128, 64,  3, 1, 1, False, False, "any", "for scales of blocks of keys; " + ARITHMETIC),

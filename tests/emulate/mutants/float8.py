@@ -81,7 +81,7 @@ MUTANTS = (
     mutant("half of a row is narrowed by its own largest", DECODE, "ptx::shuffle(largest, lane_index() ^ 2)", "largest",
            "decode float8 narrowed"),
     # ---- sm90/forward_float8.cu
-    mutant("values past the last key are not cleared", PRODUCTS, "if (valid < kBlockN) {", "if (false) {",
+    mutant("values past the last key are not cleared", PRODUCTS, "if (valid < kBlockN)\n", "if (false)\n",
            "products of bytes"),
     mutant("columns do not part", PRODUCTS, "pairs[g][1], 0x7531)", "pairs[g][1], 0x6420)", "products of bytes"),
     mutant("keys lie in order", PRODUCTS, "pairs[g][2], pairs[g][3], 0x6420)", "pairs[g][3], pairs[g][2], 0x6420)",
