@@ -31,8 +31,8 @@ def good_arrays():
         "alibi_slopes": normal(HEADS),
         "sinks": normal(HEADS),
         "block_mask": np.ones((BATCH, HEADS, 1, 1), bool),
-        "out": np.empty((BATCH, HEADS, SEQLEN_Q, DIM_V), np.float32),
-        "lse": np.empty((BATCH, HEADS, SEQLEN_Q), np.float32),
+        "out": np.zeros((BATCH, HEADS, SEQLEN_Q, DIM_V), np.float32),
+        "lse": np.zeros((BATCH, HEADS, SEQLEN_Q), np.float32),
     }
 
 
@@ -42,8 +42,8 @@ def good_backward_arrays():
     arrays["out"], arrays["lse"] = cuflash.FlashAttention(softcap=5.0).forward(**inputs)
     arrays["dout"], arrays["dlse"] = np.ones_like(arrays["out"]), np.ones_like(arrays["lse"])
     for name in ("q", "k", "v", "bias", "alibi_slopes", "sinks"):
-        arrays[f"d{name}"] = np.empty_like(arrays[name])
-    arrays["dscale"], arrays["dsoftcap"] = np.empty((), np.float32), np.empty((), np.float32)
+        arrays[f"d{name}"] = np.zeros_like(arrays[name])
+    arrays["dscale"], arrays["dsoftcap"] = np.zeros((), np.float32), np.zeros((), np.float32)
     return arrays
 
 
