@@ -41,6 +41,12 @@ from cuflash.planning.sm80 import (
     ScoresTile,
 )
 from cuflash.planning.sm80_decode import Decode, DecodeTile
+from cuflash.planning.sm90.decode_tiles import (
+    DECODE_FLOAT8_SM90_TILES,
+    DECODE_SM90_TILES,
+    DecodeFloat8Sm90Tile,
+    DecodeSm90Tile,
+)
 from cuflash.planning.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
@@ -48,8 +54,6 @@ from cuflash.planning.sm90.tiles import (
     BIAS_FLOAT32_SM90_TILES,
     BIAS_SM90_TILES,
     BIAS_TF32_SM90_TILES,
-    DECODE_FLOAT8_SM90_TILES,
-    DECODE_SM90_TILES,
     FORWARD_FLOAT8_SM90_TILES,
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
@@ -57,8 +61,6 @@ from cuflash.planning.sm90.tiles import (
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
     BiasSm90Tile,
-    DecodeFloat8Sm90Tile,
-    DecodeSm90Tile,
     ForwardFloat8Sm90Tile,
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,

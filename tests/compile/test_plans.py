@@ -17,19 +17,17 @@ import cuflash.testing as ct
 from cuflash.compiler import compile_spec, supported_archs
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.sm80 import BACKWARD_TILES, DQ_TILES, FLOAT8_TILES, FORWARD_TILES, DqTile, ForwardTile
+from cuflash.planning.sm90.decode_tiles import DECODE_FLOAT8_SM90_TILES, DECODE_SM90_TILES, DecodeSm90Tile
 from cuflash.planning.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
     BACKWARD_TF32_SM90_TILES,
-    DECODE_FLOAT8_SM90_TILES,
-    DECODE_SM90_TILES,
     FORWARD_FLOAT8_SM90_TILES,
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
     FORWARD_TF32_SM90_TILES,
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
-    DecodeSm90Tile,
     ForwardFloat8Sm90Tile,
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,

@@ -15,7 +15,7 @@ from cuflash.emulator import SCHEDULES, Schedule, Statistics, find_compiler
 from cuflash.emulator.memory import Scratch
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.key_splits import DECODE_ROWS
-from cuflash.planning.sm90.tiles import DECODE_SM90_TILES
+from cuflash.planning.sm90.decode_tiles import DECODE_SM90_TILES
 from tests.emulate import attention, few_queries
 from tests.emulate.attention import problem_of
 from tests.emulate.checks import bits

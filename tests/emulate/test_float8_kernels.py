@@ -13,12 +13,12 @@ from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.operands import FLOAT8, numpy_dtype
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.sm80 import FLOAT8_TILES
-from cuflash.planning.sm90.tiles import DECODE_FLOAT8_SM90_TILES
+from cuflash.planning.sm90.decode_tiles import DECODE_FLOAT8_SM90_TILES
 from tests.emulate import attention
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
-DECODE = replace(DECODE_FLOAT8_SM90_TILES[1], block_n=64, num_stages=2)
+DECODE = replace(DECODE_FLOAT8_SM90_TILES[2], block_n=64, num_stages=2)
 SM80 = replace(FLOAT8_TILES[0], max_dim=128, block_m=64)
 WIDE, WIDEST = (replace(next(x for x in FLOAT8_TILES if x.element_bytes == n), max_dim=128) for n in (4, 8))
 
@@ -132,7 +132,7 @@ def test_every_byte_is_the_number_that_it_stands_for(dtype, kv_dtype, arch):
     arrays = case.arrays()
     arrays["v"][...] = np.arange(256, dtype=np.uint8).view(numpy_dtype(kv_dtype))
     wide = next(x for x in FLOAT8_TILES if x.max_dim == 256 and x.element_bytes == (4 if dtype == "float32" else 2))
-    tiles = [wide] if arch == "8.0" or dtype == "float32" else [wide, DECODE_FLOAT8_SM90_TILES[2]]
+    tiles = [wide] if arch == "8.0" or dtype == "float32" else [wide, DECODE_FLOAT8_SM90_TILES[3]]
     for tile in tiles:
         out, _ = run(case, tile, arch, arrays=arrays)
         np.testing.assert_array_equal(out.astype(np.float32)[0, 0, 0], arrays["v"].astype(np.float32)[0, 0, 0])

@@ -12,7 +12,8 @@ import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.planning import DeviceSpec
 from cuflash.planning.sm80 import FORWARD_TILES
-from cuflash.planning.sm90.tiles import DECODE_SM90_TILES, FORWARD_SM90_TILES
+from cuflash.planning.sm90.decode_tiles import DECODE_SM90_TILES
+from cuflash.planning.sm90.tiles import FORWARD_SM90_TILES
 from cuflash.problem import make_problem
 from tests.emulate import attention
 

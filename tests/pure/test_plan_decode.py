@@ -19,7 +19,7 @@ from cuflash.planning.key_splits import (
     DECODE_ROWS,
     MIN_TILES_OF_BLOCK,
 )
-from cuflash.planning.sm90.tiles import DECODE_SM90_TILES, DecodeSm90Tile
+from cuflash.planning.sm90.decode_tiles import DECODE_SM90_TILES, DecodeSm90Tile
 from cuflash.tensor_map import tensor_map_spec
 from tests.problems import problem_of
 
@@ -73,6 +73,14 @@ def test_enough_bytes_are_on_their_way():
     for tile in DECODE_SM90_TILES:
         stage = tile.block_n * 2 * tile.max_dim * 2
         assert tile.min_blocks * (tile.num_stages - 1) * stage >= 64 * 1024
+
+
+@pytest.mark.parametrize(("batch", "seqlen_k", "blocks"), [(1, 8192, 1), (1, 65536, 1), (1, 131072, 2), (16, 8192, 2)])
+def test_short_caches_of_bytes_have_one_block_on_a_multiprocessor(batch, seqlen_k, blocks):
+    problem = decode_problem(batch=batch, seqlen_k=seqlen_k)
+    k, v = (replace(x, dtype="float8_e4m3fn") for x in (problem.k, problem.v))
+    (tile,) = choose_plan(replace(problem, k=k, v=v), H200).tiles
+    assert (type(tile).__name__, tile.min_blocks) == ("DecodeFloat8Sm90Tile", blocks)
 
 
 # ---- When ------------------------------------------------------------------------------------------------------------

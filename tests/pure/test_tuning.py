@@ -19,9 +19,9 @@ from cuflash.compiler import CompileError
 from cuflash.planning import DeviceSpec, backward, choose_plan, forward
 from cuflash.planning.sm80 import ForwardTile
 from cuflash.planning.sm80_decode import DecodeTile
+from cuflash.planning.sm90.decode_tiles import DecodeFloat8Sm90Tile
 from cuflash.planning.sm90.tiles import (
     BackwardFloat32Sm90Tile,
-    DecodeFloat8Sm90Tile,
     ForwardFloat8Sm90Tile,
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,

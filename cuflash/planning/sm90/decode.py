@@ -14,13 +14,13 @@ from cuflash.planning.key_splits import (
     rows_of,
     visible_keys,
 )
-from cuflash.planning.sm90.forward import MAPPED, box_rows, why_not_16_bit
-from cuflash.planning.sm90.tiles import (
+from cuflash.planning.sm90.decode_tiles import (
     DECODE_FLOAT8_SM90_TILES,
     DECODE_SM90_TILES,
     DecodeFloat8Sm90Tile,
     DecodeSm90Tile,
 )
+from cuflash.planning.sm90.forward import MAPPED, box_rows, why_not_16_bit
 from cuflash.planning.sm90.wide_tiles import (
     DECODE_WIDE_SM90_TILES,
     DecodeWideSm90Tile,

@@ -1,4 +1,4 @@
-"""Tiles of the kernels for compute capability 9.0, and their tables.
+"""Tiles of the kernels for many queries on compute capability 9.0, and their tables.
 
 The first row of a table that serves the problem, and whose shared memory fits, is taken.
 """
@@ -10,7 +10,6 @@ from typing import ClassVar, Literal
 
 from cuflash.operands import ITEMSIZE
 from cuflash.planning.device import DeviceSpec
-from cuflash.planning.key_splits import DECODE_ROWS
 from cuflash.planning.sm90.scored import (
     BIAS_BY_TMA,
     FOUR_CONSUMERS,
@@ -24,7 +23,7 @@ from cuflash.planning.sm90.scored import (
     bias_tile_bytes,
     rounds,
 )
-from cuflash.planning.tiles import ARITHMETIC, Tile, chunked_bytes, float32, h200, maker, reads
+from cuflash.planning.tiles import ARITHMETIC, Tile, chunked_bytes, float32, h200, maker
 from cuflash.problem import Problem
 from cuflash.tensor_map import CHUNK, LINE_BYTES
 
@@ -238,54 +237,6 @@ class ForwardFloat8Sm90Tile(Tile):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeSm90Tile(Tile):
-    """One way to stream the keys past few queries, for compute capability 9.0. One warpgroup owns all rows."""
-
-    max_dim: int
-    block_m: int = DECODE_ROWS
-    block_n: int
-    num_stages: int
-    min_blocks: int
-    origin: str = field(compare=False)
-
-    variations: ClassVar = {"block_n": (32, 64, 128), "num_stages": (2, 3, 4), "min_blocks": (1, 2)}
-
-    element_bytes = 2
-    dim_multiple = 16
-    num_warps = 5  # four for the consumer, and the producer
-    fragments_ahead = 0
-
-    def rules(self) -> tuple[tuple[bool, str], ...]:
-        return (
-            (self.block_m == DECODE_ROWS, "the rows of one product"),
-            (self.block_n % 16 == 0 and self.block_n <= 256, "a block_n that one product serves"),
-        )
-
-    def shared_bytes(self, dim: int, dim_v: int) -> int:
-        keys = sum(chunked_bytes(self.block_n, d) for d in (dim, dim_v))
-        return chunked_bytes(self.block_m, dim) + self.num_stages * keys + 8 * (2 + 4 * self.num_stages)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodeFloat8Sm90Tile(DecodeSm90Tile):
-    """The same with keys and values of one byte. Four warps divide the rows and keys, 16 rows and 32 keys at a time."""
-
-    variations: ClassVar = {"block_n": (32, 64, 128), "num_stages": (2, 3, 4, 6), "min_blocks": (1, 2)}
-
-    def rules(self) -> tuple[tuple[bool, str], ...]:
-        return (
-            (self.block_m == DECODE_ROWS, "16 rows for each warp"),
-            (self.block_n % 32 == 0 and self.block_n <= 256, "32 keys, or a multiple, that one box holds"),
-        )
-
-    def shared_bytes(self, dim: int, dim_v: int) -> int:
-        keys = sum(-(-d // LINE_BYTES) * self.block_n * LINE_BYTES for d in (dim, dim_v))
-        out, statistics = -(-dim_v // 32) * 2048, 144  # what a warp hands over of 16 rows
-        q = max(chunked_bytes(self.block_m, dim), 2 * out)
-        return q + self.num_stages * keys + 8 * (2 + 4 * self.num_stages) + 2 * statistics
-
-
-@dataclass(frozen=True, kw_only=True)
 class BackwardSm90Tile(ScoredTile):
     """One way to cut the backward pass for compute capability 9.0. A warpgroup, or two, own 64 of the block_n keys."""
 
@@ -446,8 +397,6 @@ _forward_float32_sm90 = maker(ForwardFloat32Sm90Tile, "max_dim block_m block_n n
 _forward_float8_sm90 = maker(
     ForwardFloat8Sm90Tile, "max_dim block_m block_n num_stages value_stages q_stages overlaps ping_pong serves origin"
 )
-_decode = maker(DecodeSm90Tile, "max_dim block_n num_stages min_blocks origin")
-_decode_float8 = maker(DecodeFloat8Sm90Tile, "max_dim block_n num_stages min_blocks origin")
 _backward_sm90 = maker(BackwardSm90Tile, "max_dim block_m block_n num_stages schedule origin")
 _bias_sm90 = maker(BiasSm90Tile, "max_dim bias_of_pairs num_stages bias_stages origin")
 _backward_float32_sm90 = maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_buffers dq_late origin")
@@ -519,39 +468,20 @@ FORWARD_TF32_SM90_TILES = (
 FORWARD_FLOAT8_SM90_TILES = (
     #                    max_dim m   n   stages of v, Q  overl. pingp  serves
     _forward_float8_sm90(64,  192, 128, 3, 3, 2, False, False, "long full",
-                         "on an H100 694 TFLOP/s, 256 x 64 beside it 669; of seqlen 1024 570 and 612"),
-    _forward_float8_sm90(64,  256, 64,  4, 4, 2, False, False, "any", "on an H100 625 TFLOP/s causal, 192 x 128 597"),
+                         "on an H100 666, 694 and 760 TFLOP/s (seqlen 2048, 4096, 16384), 256 x 64 646, 669 and 690; "
+                         "of 1024 570 and 612"),
+    _forward_float8_sm90(64,  256, 64,  4, 4, 2, False, False, "any",
+                         "on an H100 625 and 703 TFLOP/s causal (seqlen 4096, 16384), 192 x 128 597 and 693"),
     _forward_float8_sm90(128, 128, 128, 3, 2, 1, True,  False, "bounded",
-                         "on an H100 806 TFLOP/s causal, with 2 stages 773, 192 x 96 760 (16 heads, seqlen 4096)"),
-    _forward_float8_sm90(128, 192, 128, 3, 2, 1, False, False, "any", "on an H100 951 TFLOP/s, 192 x 96 beside it 933"),
+                         "on an H100 806 and 954 TFLOP/s causal (seqlen 4096, 16384), with 2 stages of keys and of "
+                         "queries 773 and 892, 192 x 96 760 and 859"),
+    _forward_float8_sm90(128, 192, 128, 3, 2, 1, False, False, "any",
+                         "on an H100 951 and 1008 TFLOP/s (seqlen 4096, 16384), with 2 stages of keys and of queries "
+                         "946 and 1003, 192 x 96 933 and 984"),
     _forward_float8_sm90(128, 192, 64,  3, 3, 1, False, False, "any", "for scales of blocks of keys; " + ARITHMETIC),
     _forward_float8_sm90(256, 128, 128, 2, 1, 1, False, True,  "any",
                          "on an H200 1020 / 910 TFLOP/s, without turns 994 / 870 (8 heads, seqlen 4096)"),
     _forward_float8_sm90(256, 128, 64,  3, 1, 1, False, False, "any", "for scales of blocks of keys; " + ARITHMETIC),
-)
-
-# Memory of an H200 brings a multiprocessor 36 bytes in a nanosecond, after a microsecond. So 36 KB must always be in
-# flight, and stages have 64 KiB and more, with the tiles in use.
-DECODE_SM90_TILES = (
-    #       max_dim n   stages blocks
-    _decode(64,  128, 2, 2, reads(3.95, "32 x 32/8", 3.75, "2 x 32/8")),
-    _decode(128, 128, 2, 1,
-            "on an H200 4.33 TB/s (batch x heads 16 x 32/8, 8192 keys, one query), 4.05, 4.11 and 4.03 (1 x 32/8, "
-            "131072 keys, 1, 4 and 16 queries); a copy 4.24"),
-    _decode(192, 64,  4, 1, ARITHMETIC),
-    _decode(256, 64,  2, 1, reads(3.87, "8 x 32/8", 3.75, "1 x 16/4")),
-)
-
-# With keys and values of one byte, as many bytes must be in flight. Where two blocks fit on a multiprocessor they were
-# faster than one.
-DECODE_FLOAT8_SM90_TILES = (
-    #              max_dim n   stages blocks
-    _decode_float8(64,  128, 3, 2,
-                   "on an H200 3.86 TB/s, one resident block 2.81 (batch x heads 16 x 32/8, 32768 keys)"),
-    _decode_float8(128, 128, 3, 2,
-                   "on an H200 0.52 and 0.56 of the time of bfloat16 (batch x heads 16 x 32/8, 32768 keys; 1 x 32/8, "
-                   "131072), one resident block 0.54 and 0.60"),
-    _decode_float8(256, 128, 2, 1, "on an H200 3.76 TB/s (batch x heads 8 x 16/4, 32768 keys)"),
 )
 
 BACKWARD_SM90_TILES = (

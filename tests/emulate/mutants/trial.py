@@ -14,12 +14,8 @@ from cuflash.options import Origin
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.sm80 import DqTile, ForwardTile
 from cuflash.planning.sm80_decode import DecodeTile
-from cuflash.planning.sm90.tiles import (
-    DecodeSm90Tile,
-    ForwardFloat8Sm90Tile,
-    ForwardFloat32Sm90Tile,
-    ForwardSm90Tile,
-)
+from cuflash.planning.sm90.decode_tiles import DecodeSm90Tile
+from cuflash.planning.sm90.tiles import ForwardFloat8Sm90Tile, ForwardFloat32Sm90Tile, ForwardSm90Tile
 from cuflash.planning.sm90.wide_tiles import (
     ForwardWideSm90Tile,
 )

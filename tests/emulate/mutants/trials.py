@@ -7,10 +7,10 @@ import cuflash.testing as ct
 from cuflash import emulator
 from cuflash.options import Origin
 from cuflash.planning.sm80 import BackwardTile, DqTile, ForwardTile, ScoresTile
+from cuflash.planning.sm90.decode_tiles import DecodeSm90Tile
 from cuflash.planning.sm90.tiles import (
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
-    DecodeSm90Tile,
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
 )

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import cuflash.testing as ct
 from cuflash.planning.sm80 import ForwardTile
-from cuflash.planning.sm90.tiles import FORWARD_FLOAT8_SM90_TILES, DecodeFloat8Sm90Tile
+from cuflash.planning.sm90.decode_tiles import DecodeFloat8Sm90Tile
+from cuflash.planning.sm90.tiles import FORWARD_FLOAT8_SM90_TILES
 from tests.emulate.mutants.trial import Trial
 
 _FLOAT8_TILES = (
