@@ -497,7 +497,7 @@ TARGETS = [
         for tile in FORWARD_FLOAT8_SM90_TILES
         for variant in ("float8 products", "float8 products, full")
     ),
-    *share(FLOAT8_PRODUCTS, 6),
+    *share(FLOAT8_PRODUCTS, 4),
 ]
 
 

@@ -34,6 +34,12 @@ class Memory:
         ctypes.memmove(self.ptr, source.ptr, nbytes)
 
 
+class Device(nullcontext[None]):
+    """The only device."""
+
+    id = 0
+
+
 class OnDevice:
     """CuPy's array. What NumPy's has, it has too, as arrays on the device."""
 
@@ -53,7 +59,7 @@ class OnDevice:
 
     @property
     def device(self) -> Any:
-        return nullcontext()
+        return Device()
 
     def get(self) -> np.ndarray:
         return self.host.copy()
