@@ -162,11 +162,8 @@ def latest_rows(records: Sequence[Record]) -> list[Record]:
     """
     runs = [r for r in records if r["record"] == "run"]
     runs = [r for r in reversed(runs) if r["device"] == runs[-1]["device"]]
-    newest: dict[tuple[Any, ...], Record] = {}
-    for run in runs:
-        for row in _rows(records):
-            if row["run"] == run["run"]:
-                newest.setdefault((row["ranks"], row["case"], row["pass"]), row)
+    alike = {run["run"] for run in runs}
+    newest = {(row["ranks"], row["case"], row["pass"]): row for row in _rows(records) if row["run"] in alike}
     used = {row["run"] for row in newest.values()}
     order = list(dict.fromkeys([problem.name for problem in PROBLEMS] + [row["case"] for row in newest.values()]))
     rows = sorted(newest.values(), key=lambda row: (-row["ranks"], order.index(row["case"])))

@@ -87,7 +87,7 @@ DECODE_SM90_TILES = (
 )
 
 # With keys and values of one byte, as many bytes must be in flight. Where two blocks fit on a multiprocessor they were
-# faster than one, but for short caches: one block begins once, and has half as many parts to merge.
+# faster than one for long caches, and slower for short ones.
 DECODE_FLOAT8_SM90_TILES = (
     #              max_dim n   stages blocks
     _decode_float8(64,  128, 3, 2,
