@@ -129,6 +129,9 @@ CUFLASH_DEVICE float shuffle_xor(float value, u32 lane_mask, Site site = Site::h
 CUFLASH_DEVICE double shuffle_xor(double value, u32 lane_mask, Site site = Site::here()) {
   return ::emulator::shuffle_xor(value, lane_mask, site);
 }
+CUFLASH_DEVICE float shuffle(float value, u32 lane, Site site = Site::here()) {
+  return ::emulator::shuffle(value, lane, site);
+}
 CUFLASH_DEVICE double shuffle(double value, u32 lane, Site site = Site::here()) {
   return ::emulator::shuffle(value, lane, site);
 }

@@ -5,6 +5,8 @@
 #include "common/key_splits.cuh"
 #include "common/params.cuh"
 
+constexpr int kChunkColumns = 32, kChunks = chunks_of_row(kChunkColumns);
+
 CUFLASH_DEVICE void combine(const Params& params) {
   const u32 rows = params.num_heads / params.num_heads_kv * params.seqlen_q;
   const u64 index = (u64)ptx::block_index() * kNumWarps + warp_index();
@@ -13,7 +15,7 @@ CUFLASH_DEVICE void combine(const Params& params) {
   if (head >= shares.heads) return;
   const Partials partials(params, shares, head);
   // A block that has a head to itself has stored its results.
-  if (partials.count > 1) partials.combine(params, of_head / kChunks, of_head % kChunks);
+  if (partials.count > 1) partials.combine<kChunkColumns>(params, of_head / kChunks, of_head % kChunks);
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, combine)

@@ -104,8 +104,7 @@ struct HeadScales {
 #pragma unroll
       for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-          scale[n][i] = ptx::float_of(ptx::shuffle(ptx::bits_of(by_lanes[n / 4]), 8 * n % 32 + fragment_column() + i));
+        for (int i = 0; i < 2; ++i) scale[n][i] = ptx::shuffle(by_lanes[n / 4], 8 * n % 32 + fragment_column() + i);
     }
   }
 

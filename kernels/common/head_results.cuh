@@ -17,6 +17,9 @@ CUFLASH_DEVICE void prepare_arrivals(const Params& params) {
   }
 }
 
+// Each chunk makes a warp wait for L2 once, and the warps of one block are few, so chunks are as wide as can be.
+constexpr int kCombinedColumns = 128, kChunks = chunks_of_row(kCombinedColumns);
+
 // Combines the results of those heads whose last block this is. `warps` warps of the block do it; they must have met at
 // a barrier after they stored all of their own results.
 template <int warps>
@@ -29,7 +32,7 @@ CUFLASH_DEVICE void combine_heads(const Params& params) {
     if (!ptx::sync_named_any(1, 32 * warps, arrives && partials.arrivals(params).arrive())) continue;
 #pragma unroll 1
     for (int i = warp_index(); i < partials.rows * kChunks; i += warps)
-      partials.combine(params, i / kChunks, i % kChunks);
+      partials.combine<kCombinedColumns>(params, i / kChunks, i % kChunks);
   }
 }
 

@@ -93,13 +93,12 @@ struct Arrivals {
   CUFLASH_DEVICE bool arrive() const { return ptx::count_arrival(g_count) - first == blocks - 1; }
 };
 
-// A warp combines kChunkColumns columns of a row. A lane has four columns: each group of kColumnLanes neighbouring
-// lanes has all columns, and the groups sum the results of different blocks. So the order of additions is fixed.
-constexpr int kChunkColumns = 32;
-constexpr int kChunks = (kDimV + kChunkColumns - 1) / kChunkColumns;
-constexpr int kColumnLanes = kChunkColumns / 4;
-constexpr int kAtOnce = 32 / kColumnLanes;  // blocks whose results are summed at once
-constexpr int kAhead = 8;                   // blocks whose results a lane loads before it sums them
+// A warp combines a chunk of some columns of a row. A lane has four of them. Where a chunk has fewer than 128 columns,
+// several groups of lanes have all of them, each for other blocks. The order of additions is fixed, and is the same for
+// all widths of chunks: each of kWays sums has every kWays-th block, and then the sums are added in pairs.
+constexpr int kWays = 4;
+constexpr int kAhead = 64 / sizeof(Real);  // blocks whose results a lane loads before it sums them, at most
+constexpr int chunks_of_row(int columns) { return (kDimV + columns - 1) / columns; }
 
 // The sum of the exponentials of a row over some keys, and the exponent (offset) that it is relative to. Storing both
 // has a smaller rounding error than storing the logarithm of the sum.
@@ -148,16 +147,21 @@ struct Partials {
     return {(u64*)params.arrivals + head, params.call << 16, (u32)count};  // less than 2^16 blocks
   }
 
-  // Warp. The sum over the blocks and the sink, which is an exponent here. Every lane gets the same result.
-  CUFLASH_DEVICE RowSum combined_sum(int row, Real sink) const {
-    RowSum own = {-ptx::infinity(), 0};  // of the blocks of this lane
-    if (kHasSinks && lane_index() == 0 && sink != -ptx::infinity()) own = {sink, 1};
-    for (int i = lane_index(); i < count; i += 32) {
-      const RowSum next = load_sum(i, row);
+  // Of block `i`, or of no keys if there is no such block.
+  CUFLASH_DEVICE RowSum sum_of_any(int i, int row) const {
+    return i < count ? load_sum(i, row) : RowSum{-ptx::infinity(), 0};
+  }
+
+  // Warp. The sum over the blocks and the sink, which is an exponent here; `own` is that of this lane's first block.
+  // Every lane gets the same result.
+  CUFLASH_DEVICE RowSum combined_sum(RowSum own, int row, Real sink) const {
+    const auto add = [&own](const RowSum& next) {
       const Real of_both = max_of(own.offset, next.offset);
       own.sum = own.sum * relative(own.offset, of_both) + next.sum * relative(next.offset, of_both);
       own.offset = of_both;
-    }
+    };
+    if (kHasSinks && lane_index() == 0 && sink != -ptx::infinity()) add({sink, 1});
+    for (int i = lane_index() + 32; i < count; i += 32) add(load_sum(i, row));
     RowSum all = own;
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) all.offset = max_of(all.offset, ptx::shuffle_xor(all.offset, mask));
@@ -167,57 +171,58 @@ struct Partials {
     return all;
   }
 
-  // The results of kAhead blocks, which a lane loads before it sums them.
-  struct Loaded {
-    Real out[kAhead][4];
-    RowSum of_row[kAhead];
-  };
-  CUFLASH_DEVICE void load(Loaded& loaded, int first, int row, int column) const {
-#pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-      const int i = first + j * kAtOnce;
-      if (i >= count || column >= kDimV) break;
-      ptx::load_of_blocks_x4(out(i, row) + column, loaded.out[j]);
-      loaded.of_row[j] = load_sum(i, row);
-    }
-  }
-
-  // Warp. Stores the columns of a chunk of a row of out, and with the first chunk the lse of the row.
+  // Warp. Stores a chunk of so many columns of a row of out, and with the first chunk the lse of the row.
+  template <int columns>
   CUFLASH_DEVICE void combine(const Params& params, int row, int chunk) const {
-    const int group = params.num_heads / params.num_heads_kv;
+    constexpr int kColumnLanes = columns / 4, kGroups = 32 / kColumnLanes, kSums = kWays / kGroups;
+    constexpr int kAhead = ::kAhead < 32 / kGroups ? ::kAhead : 32 / kGroups;
+    static_assert(kSums == 1 || kSums == 4, "sums are added in pairs, by shuffles or in a lane");
+    const int heads_of_group = params.num_heads / params.num_heads_kv;
     const int batch = head / params.num_heads_kv, query = row % params.seqlen_q;
-    const int query_head = head % params.num_heads_kv * group + row / params.seqlen_q;
-    const int lane = lane_index();
-    const int column = chunk * kChunkColumns + lane % kColumnLanes * 4;
-    int first = lane / kColumnLanes;
-    // The loads of the results and of their sums are in flight together, because latency decides how long this takes.
-    Loaded loaded;
-    load(loaded, first, row, column);
-    const RowSum total = combined_sum(row, kHasSinks ? sink_of(params, query_head) * kExponentOfE : 0);
-    if (chunk == 0 && lane == 0) *lse_of(params, batch, query_head, query) = log_sum_exp(total.offset, total.sum);
-
-    Real sum[4] = {};
-    const Real inverse = 1 / total.sum;
-#pragma unroll 1
-    while (total.sum != 0 && column < kDimV) {
+    const int query_head = head % params.num_heads_kv * heads_of_group + row / params.seqlen_q;
+    const int lane = lane_index(), group = lane / kColumnLanes;
+    const int column = chunk * columns + lane % kColumnLanes * 4;
+    Real loaded[kAhead][4];
+    const auto load = [&](int first) {
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) {
-        if (first + j * kAtOnce >= count) break;
-        const Real weight = loaded.of_row[j].sum * relative(loaded.of_row[j].offset, total.offset) * inverse;
-#pragma unroll
-        for (int k = 0; k < 4; ++k) sum[k] += weight * loaded.out[j][k];
+        const int i = first + j * kGroups + group;
+        if (i < count && column < kDimV) ptx::load_of_blocks_x4(out(i, row) + column, loaded[j]);
       }
-      first += kAtOnce * kAhead;
-      if (first >= count) break;
-      load(loaded, first, row, column);
+    };
+    // The loads of the sums and of the results are in flight together, because latency decides how long this takes.
+    RowSum of_lane = sum_of_any(lane, row);
+    load(0);
+    const RowSum total = combined_sum(of_lane, row, kHasSinks ? sink_of(params, query_head) * kExponentOfE : 0);
+    if (chunk == 0 && lane == 0) *lse_of(params, batch, query_head, query) = log_sum_exp(total.offset, total.sum);
+
+    Real sum[kSums][4] = {};
+    const Real inverse = 1 / total.sum;
+#pragma unroll 1
+    for (int first = 0; total.sum != 0 && first < count; first += kAhead * kGroups) {
+      if (first > 0) load(first);
+      if (first > 0 && first % 32 == 0) of_lane = sum_of_any(first + lane, row);
+      const Real weight = of_lane.sum * relative(of_lane.offset, total.offset) * inverse;
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const int i = first + j * kGroups + group;
+        const Real weight_of_block = ptx::shuffle(weight, i % 32);
+        if (i >= count || column >= kDimV) continue;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) sum[j % kSums][k] += weight_of_block * loaded[j][k];
+      }
     }
 #pragma unroll
     for (int mask = kColumnLanes; mask < 32; mask *= 2)
 #pragma unroll
-      for (int k = 0; k < 4; ++k) sum[k] += ptx::shuffle_xor(sum[k], mask);
-    if (lane >= kColumnLanes) return;
+      for (int k = 0; k < 4; ++k) sum[0][k] += ptx::shuffle_xor(sum[0][k], mask);
+    if constexpr (kSums == 4) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) sum[0][k] = (sum[0][k] + sum[1][k]) + (sum[2][k] + sum[3][k]);
+    }
+    if (group > 0) return;
     Out* g_out = out_of(params, batch, query_head, query);
 #pragma unroll
-    for (int k = 0; k < 4; k += 2) store_pair(g_out, column + k, sum[k], sum[k + 1]);
+    for (int k = 0; k < 4; k += 2) store_pair(g_out, column + k, sum[0][k], sum[0][k + 1]);
   }
 };

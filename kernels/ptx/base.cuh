@@ -170,6 +170,7 @@ CUFLASH_DEVICE double shuffle_xor(double value, u32 lane_mask) {
 }
 
 // Warp. shfl.sync.idx (9.7.9.6): the value of lane `lane` modulo 32.
+CUFLASH_DEVICE float shuffle(float value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
 CUFLASH_DEVICE double shuffle(double value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
 CUFLASH_DEVICE u32 shuffle(u32 value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
 

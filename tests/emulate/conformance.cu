@@ -251,6 +251,7 @@ CUFLASH_DEVICE void store_received(const Params& params) {
   const u32 thread = ptx::thread_index();
   destination_of<T>(params)[thread] = ptx::shuffle(source_of<T>(params)[thread], thread * params.count);
 }
+CUFLASH_DEFINE_KERNEL(shuffle_float, Params, kBlock, 1, store_received<float>)
 CUFLASH_DEFINE_KERNEL(shuffle_double, Params, kBlock, 1, store_received<double>)
 CUFLASH_DEFINE_KERNEL(shuffle_u32, Params, kBlock, 1, store_received<u32>)
 

@@ -247,6 +247,10 @@ def _check_shuffle(run, kernel, source):
         assert (got.reshape(-1, WARP) == source.reshape(-1, WARP)[:, lanes * factor % WARP]).all()
 
 
+def check_shuffle_float(run):
+    _check_shuffle(run, "shuffle_float", (np.arange(BLOCK) / 7).astype(np.float32))
+
+
 def check_shuffle_double(run):
     _check_shuffle(run, "shuffle_double", np.arange(BLOCK) / 7)
 

@@ -95,6 +95,7 @@ void arrive_named(u32 identifier, u32 threads, Site site);
 bool sync_named_any(u32 identifier, u32 threads, bool predicate, Site site);
 float shuffle_xor(float value, u32 lane_mask, Site site);
 double shuffle_xor(double value, u32 lane_mask, Site site);
+float shuffle(float value, u32 lane, Site site);
 double shuffle(double value, u32 lane, Site site);
 u32 shuffle(u32 value, u32 lane, Site site);
 bool any_lane(bool predicate, Site site);

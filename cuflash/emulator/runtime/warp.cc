@@ -275,6 +275,7 @@ void perform_wide_product(Warp& warp) {
 
 float shuffle_xor(float value, u32 lane_mask, Site site) { return exchange(value, lane_mask, site); }
 double shuffle_xor(double value, u32 lane_mask, Site site) { return exchange(value, lane_mask, site); }
+float shuffle(float value, u32 lane, Site site) { return receive("shuffle", value, lane % kWarpLanes, site); }
 double shuffle(double value, u32 lane, Site site) { return receive("shuffle", value, lane % kWarpLanes, site); }
 u32 shuffle(u32 value, u32 lane, Site site) { return receive("shuffle", value, lane % kWarpLanes, site); }
 
