@@ -293,8 +293,8 @@ def heading(records: Sequence[Record]) -> str:
 
 
 def _rate(x: float, digits: int = 0) -> str:
-    """A rate with so many digits after the point, or three that count where it is below 1."""
-    return f"{x:.{digits}f}" if x >= 1 else f"{x:.3g}"
+    """A rate with so many digits after the point, or three that count where it is below 10."""
+    return f"{x:.{digits}f}" if x >= 10 else f"{x:.3g}"
 
 
 def where_of(run: Record) -> str:
