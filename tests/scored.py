@@ -100,8 +100,8 @@ SCORES: dict[str, Callable[..., Any] | None] = {
 SCORES_AND_TEXTS = {**SCORES, **TEXTS}
 DRAWN = {"drawn": expressions.smooth_scores(), "hoistable": expressions.hoistable_scores()}
 # Without those whose functions of long distances, such as sines, are as exact as float32 has them and no more. And
-# without the gradient of a cap: where scores are small it is a difference of two numbers that are nearly equal. With few
-# pairs, luck then decides how exact it is, and how exact the plain formula's is.
+# without the gradient of a cap: where scores are small it is a difference of two numbers that are nearly equal. With
+# few pairs, luck then decides how exact it is, and how exact the plain formula's is.
 CONDITIONED = (*(name for name in SCORES if name != "capped"), "drawn")
 MASKS: dict[str, Callable[..., Any] | None] = {
     "documents": lambda i, j, *, kind_q, kind_k: kind_q[i] == kind_k[j],

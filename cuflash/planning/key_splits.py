@@ -17,9 +17,9 @@ COMBINE_TILES = 2  # to share a head costs each block as much time as this many 
 COMBINE_COLUMNS = 32  # columns of one row that a warp combines
 # The block of a head that is done last combines its results if these have at most COMBINE_PIECES pieces, of one row and
 # COMBINE_COLUMNS columns each, and keys and values at most COMBINE_KEY_BYTES bytes: that saves the host a launch, for
-# which small problems wait. But its warps are few, so where rows or blocks of a head are many, a kernel of its own takes
-# less of the device's time: on an H100 (bfloat16, 1 x 32/8 heads) 2.6 us less with 4 queries and 8192 keys, and 4 us
-# less with one query and 131072 keys.
+# which small problems wait. But its warps are few, so where rows or blocks of a head are many, a kernel of its own
+# takes less of the device's time: on an H100 (bfloat16, 1 x 32/8 heads) 2.6 us less with 4 queries and 8192 keys, and
+# 4 us less with one query and 131072 keys.
 COMBINE_PIECES = 16
 COMBINE_KEY_BYTES = 2**26
 COMBINE_WARPS = 4
