@@ -14,7 +14,7 @@ DECODE_ROWS = 64  # up to this many queries, of all heads that share keys, count
 DECODE_MIN_SEQLEN_K = 512  # visible keys from which on sharing them pays
 MIN_TILES_OF_BLOCK = 2  # tiles of keys that a block takes at least
 COMBINE_TILES = 2  # to share a head costs each block as much time as this many tiles of keys
-COMBINE_COLUMNS = 32  # columns of one row that a warp combines
+COMBINE_COLUMNS = 32  # columns of one row that a warp of around/combine.cu combines
 # The block of a head that is done last combines its results if these have at most COMBINE_PIECES pieces, of one row and
 # COMBINE_COLUMNS columns each, and keys and values at most COMBINE_KEY_BYTES bytes: that saves the host a launch, for
 # which small problems wait. But its warps are few, so where rows or blocks of a head are many, a kernel of its own

@@ -97,7 +97,6 @@ struct Arrivals {
 // several groups of lanes have all of them, each for other blocks. The order of additions is fixed, and is the same for
 // all widths of chunks: each of kWays sums has every kWays-th block, and then the sums are added in pairs.
 constexpr int kWays = 4;
-constexpr int kAhead = 64 / sizeof(Real);  // blocks whose results a lane loads before it sums them, at most
 constexpr int chunks_of_row(int columns) { return (kDimV + columns - 1) / columns; }
 
 // The sum of the exponentials of a row over some keys, and the exponent (offset) that it is relative to. Storing both
@@ -175,7 +174,8 @@ struct Partials {
   template <int columns>
   CUFLASH_DEVICE void combine(const Params& params, int row, int chunk) const {
     constexpr int kColumnLanes = columns / 4, kGroups = 32 / kColumnLanes, kSums = kWays / kGroups;
-    constexpr int kAhead = ::kAhead < 32 / kGroups ? ::kAhead : 32 / kGroups;
+    // Blocks whose results a lane loads before it sums them: as registers allow, and of no more than 32 together.
+    constexpr int kRoom = 64 / sizeof(Real), kAhead = kRoom < 32 / kGroups ? kRoom : 32 / kGroups;
     static_assert(kSums == 1 || kSums == 4, "sums are added in pairs, by shuffles or in a lane");
     const int heads_of_group = params.num_heads / params.num_heads_kv;
     const int batch = head / params.num_heads_kv, query = row % params.seqlen_q;

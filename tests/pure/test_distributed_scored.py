@@ -53,6 +53,12 @@ def test_bits_do_not_depend_on_the_number_of_ranks(data, case, ranks):
             assert x.tobytes() == expected[name].tobytes(), name
 
 
+def test_the_gradient_of_a_cap_is_summed_over_ranks():
+    """Of many pairs, with which luck does not decide (tests/scored.py)."""
+    case = case_of("capped")
+    judge(case, results_of(case, *[cd.zigzag(160, 3)] * 2))
+
+
 @pytest.mark.parametrize("score", ["t5", "with_pairs"])
 def test_gradients_of_arrays_of_16_bits_are_added_before_they_are_rounded(score):
     case, name = case_of(score, dtype="bfloat16"), "table" if score == "t5" else "pairs"

@@ -39,6 +39,15 @@ def test_any_chunks_of_any_functions_keep_the_oracle_rule(data, case, how):
         judge(case, results_of(case, chunk))
 
 
+def test_the_gradient_of_a_cap_is_summed_over_chunks():
+    """Of many pairs, with which luck does not decide (tests/scored.py)."""
+    random = np.random.default_rng(0)
+    arrays = {name: random.standard_normal((1, 2, 130, 8)).astype(np.float32) for name in ("q", "k", "v", "dout")}
+    arrays |= captured_of((SCORES["capped"],), (1, 2, 130, 130), "float32", 0)
+    case = Scored(cuflash.FlashAttention(score=SCORES["capped"]), arrays, {}, "")
+    judge(case, results_of(case, 48))
+
+
 def spelled(s, i, j, *, head, slopes, pairs):
     return 5 * cuflash.tanh(s / 5) - slopes[head] * cuflash.abs(i - j) + pairs[i, j]
 
