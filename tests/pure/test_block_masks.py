@@ -304,20 +304,19 @@ def test_small_blocks_have_the_tiles_of_masks_of_pairs():
 def test_what_other_kernels_serve_is_said():
     deterministic = plan_of("backward", deterministic=True)
     assert sources(deterministic).count("around/lists.cu") == 2
-    assert {"sm80/backward.cu", "sm80/backward_dq.cu"} <= set(sources(deterministic))
-    assert "not sm90/backward: the order of dq counts tiles that block_mask hides" in (deterministic.describe())
+    assert {"sm90/backward.cu", "sm80/backward_dq.cu"} <= set(sources(deterministic))
+    assert "dq has a kernel of its own that adds in a fixed order" in deterministic.describe()
     few_queries = plan_of(seqlen_q=1)
     assert "sm90/decode.cu" not in sources(few_queries)
     assert "not sm90/decode: it knows no block_mask" in few_queries.describe()
 
 
-def test_turns_are_refused():
-    tiles = plan_of("backward").tiles
-    problem = plan_of("backward", deterministic=True).problem
-    with pytest.raises(
-        NotImplementedError, match=r"^tiles: got a BackwardSm90Tile with deterministic=True and block_mask"
-    ):
-        choose_plan(problem, DeviceSpec.for_arch("9.0"), "backward", tiles=tiles)
+def test_blocks_do_not_add_to_dq_in_turn():
+    """Because turns count every tile of keys."""
+    chosen = plan_of("backward", deterministic=True)
+    given = choose_plan(chosen.problem, DeviceSpec.for_arch("9.0"), "backward", tiles=plan_of("backward").tiles)
+    assert given.tiles == chosen.tiles and not chosen.tiles[0].dq_in_order
+    assert sources(given) == sources(chosen) and "around/convert.cu" not in sources(chosen)
 
 
 def test_no_list_for_nothing():

@@ -73,21 +73,13 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
         problem = draft.problem
         if draft.device.arch != 90 or ITEMSIZE[problem.dtype] != 2:
             return ""
-        if problem.deterministic and "dq" in draft.need and draft.defines["CUFLASH_HAS_LISTS"]:
-            name = "mask" if problem.block_mask is None else "block_mask"
-            return f"the order of dq counts tiles that {name} hides"
         if problem.dropout and problem.score is not None and problem.program.changes_slope:
             return "dropout marks weights by their sign, which they lose with the derivatives of the score by s"
         return why_not_16_bit(draft, _mapped(draft), BACKWARD_SM90_TILES, copies=True)
 
     def configured(self, main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
-        in_order = draft.problem.deterministic and "dq" in draft.need
-        if in_order and draft.defines["CUFLASH_HAS_LISTS"]:
-            name = "mask" if draft.problem.block_mask is None else "block_mask"
-            raise NotImplementedError(
-                f"tiles: got a BackwardSm90Tile with deterministic=True and {name}, expected a BackwardTile and a "
-                "DqTile"
-            )
+        # The order of dq counts all tiles. So where lists leave some out, dq has a kernel of its own.
+        in_order = draft.problem.deterministic and "dq" in draft.need and not draft.defines["CUFLASH_HAS_LISTS"]
         return _with_rows(_seeing(replace(main, dq_in_order=in_order), draft), draft)
 
     def dq_in_order(self, main: BackwardSm90Tile) -> bool:
