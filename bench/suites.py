@@ -266,7 +266,7 @@ SUITES = {
             for name in FUNCTIONS
             for causal in (False, True)
         ),
-        peers=("cuflash-plain", "cuflash-gradients", "cuflash-packed", "flex"),
+        peers=("cuflash-plain", "cuflash-gradients", "cuflash-packed", "cuflash-deterministic", "flex"),
         about="scores and masks as functions beside the plain call and FlexAttention: "
         + "; ".join(f"{name}, {function.about}" for name, function in FUNCTIONS.items()),
     ),
