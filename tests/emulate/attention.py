@@ -33,6 +33,7 @@ __all__ = [
     "plan_for",
     "problem_of",
     "run",
+    "with_true_as",
 ]
 
 FAR = 2**28  # elements: 16 rows this far apart, and offsets cut to 32 bits land somewhere else
@@ -55,6 +56,12 @@ def far_apart(array: np.ndarray) -> np.ndarray:
     copy = np.ndarray(array.shape, array.dtype, storage, 0, strides)
     copy[...] = array
     return copy
+
+
+def with_true_as(byte: int, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays, with masks that have this byte where they are True: views of other bytes have any but 0."""
+    seen = {name: (arrays[name] * np.uint8(byte)).view(bool) for name in ("mask", "block_mask") if name in arrays}
+    return {**arrays, **seen}
 
 
 def packed_sizes(of_queries: Sequence[int], of_keys: Sequence[int], rest: int = 0) -> dict[str, Any]:

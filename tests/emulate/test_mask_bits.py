@@ -82,7 +82,8 @@ def test_oracle(name, data):
         assert isinstance(plan.tiles[0], ScoredTile) and plan.tiles[0].mask_by_bits
         listed = "around/lists.cu" in {kernel.source for kernel in plan.kernels}
         assert listed == (pass_ == "forward" or not problem.deterministic)
-    ct.assert_forward(case, *attention.forward(problem, arrays, **how))
+    seen = attention.with_true_as(data.draw(st.sampled_from([1, 2, 128, 255])), arrays)
+    ct.assert_forward(case, *attention.forward(problem, seen, **how))
     out, lse = attention.forward_by_oracle(problem, arrays, **case.random)
-    gradients = attention.backward(problem, arrays, out, lse, **how)
+    gradients = attention.backward(problem, seen, out, lse, **how)
     ct.assert_backward(case, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
