@@ -36,6 +36,7 @@ KERNELS: dict[str, tuple[str | DeviceSpec, dict[str, Any], dict[str, Any]]] = {
     "sm90 causal": ("9.0", {"dtype": "float16", "causal": True, "window": (90, None), **WHOLE}, {}),
     "sm90 terms": (FEW_SMS["9.0"], {"dtype": "float16", "softcap": 5.0, "mask": (200, 300), **SMALL}, {}),
     "sm90 deterministic": (FEW_SMS["9.0"], {"dtype": "float16", "causal": True, **WHOLE}, {"deterministic": True}),
+    "sm80 bits": (FEW_SMS["9.0"], {"dtype": "bfloat16", **SMALL}, {"deterministic": True}),
     "sm90_fp32": (FEW_SMS["9.0"], {"causal": True, "block_size": (128, 64)}, {}),
 }
 

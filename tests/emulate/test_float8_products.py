@@ -74,13 +74,15 @@ def test_oracle(row, case):
     st.integers(1, 400),
     st.sampled_from((1.0, 6.0)),
     st.sampled_from((None, "head", "token")),
+    st.sampled_from((None, 0.0, -0.25)),
     st.booleans(),
     st.integers(0, 99),
 )
-def test_any_lengths(tile, seqlen_q, seqlen_k, spread, q_scale, causal, seed):
+def test_any_lengths(tile, seqlen_q, seqlen_k, spread, q_scale, scale, causal, seed):
     """Scores of a large spread let weights outgrow their offsets."""
-    case = replace(CASE, seqlen_q=seqlen_q, seqlen_k=seqlen_k, score_spread=spread, q_scale=q_scale, causal=causal)
-    assert_float8(replace(case, seed=seed), *run(replace(case, seed=seed), tile))
+    of_scores: dict[str, Any] = {"score_spread": spread, "q_scale": q_scale, "scale": scale, "causal": causal}
+    case = replace(CASE, seqlen_q=seqlen_q, seqlen_k=seqlen_k, seed=seed, **of_scores)
+    assert_float8(case, *run(case, tile))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)

@@ -319,6 +319,16 @@ def test_blocks_do_not_add_to_dq_in_turn():
     assert sources(given) == sources(chosen) and "around/convert.cu" not in sources(chosen)
 
 
+@pytest.mark.parametrize("options", [{"block_size": (16, 16)}, {"mask": (1000, 1500)}], ids=["small blocks", "mask"])
+def test_pairs_that_are_bits_are_seen_by_no_kernel_of_dq(options):
+    few = plan_of("backward", deterministic=True, **options)
+    assert {"sm80/backward.cu", "sm80/backward_dq.cu"} <= set(sources(few))
+    assert "not sm90/backward: the order of dq counts tiles that block_mask hides" in few.describe()
+    tiles = plan_of("backward", **options).tiles
+    with pytest.raises(NotImplementedError, match=r"^tiles: got a BackwardSm90Tile with deterministic=True and pairs "):
+        choose_plan(few.problem, DeviceSpec.for_arch("9.0"), "backward", tiles=tiles)
+
+
 def test_no_list_for_nothing():
     assert all(kernel.grid == 0 for kernel in plan_of(seqlen_q=0).kernels)
     assert [

@@ -21,7 +21,7 @@ from cuflash.planning.sm90.tiles import (
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
 )
-from cuflash.planning.tiles import Tile, why_too_large
+from cuflash.planning.tiles import Tile, choose_row, why_too_large
 from cuflash.problem import Problem
 from cuflash.score import KINDS_OF_READS
 from cuflash.terms import OF_FUNCTIONS
@@ -75,12 +75,24 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
             return ""
         if problem.dropout and problem.score is not None and problem.program.changes_slope:
             return "dropout marks weights by their sign, which they lose with the derivatives of the score by s"
-        return why_not_16_bit(draft, _mapped(draft), BACKWARD_SM90_TILES, copies=True)
+        obstacle = why_not_16_bit(draft, _mapped(draft), BACKWARD_SM90_TILES, copies=True)
+        if obstacle is None and _needs_order(draft) and draft.defines["CUFLASH_HAS_LISTS"]:
+            tile, _ = choose_row(BACKWARD_SM90_TILES, problem, draft.device)
+            if _seeing(tile, draft).mask_by_bits:
+                return f"the order of dq counts tiles that {_hiding(problem)} hides, and no other kernel reads its bits"
+        return obstacle
 
     def configured(self, main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
         # The order of dq counts all tiles. So where lists leave some out, dq has a kernel of its own.
-        in_order = draft.problem.deterministic and "dq" in draft.need and not draft.defines["CUFLASH_HAS_LISTS"]
-        return _with_rows(_seeing(replace(main, dq_in_order=in_order), draft), draft)
+        has_lists = bool(draft.defines["CUFLASH_HAS_LISTS"])
+        tile = _seeing(replace(main, dq_in_order=_needs_order(draft) and not has_lists), draft)
+        if _needs_order(draft) and has_lists and tile.mask_by_bits:
+            name = _hiding(draft.problem)
+            raise NotImplementedError(
+                f"tiles: got a BackwardSm90Tile with deterministic=True and pairs that {name} hides one by one, "
+                "expected a BackwardTile and a DqTile"
+            )
+        return _with_rows(tile, draft)
 
     def dq_in_order(self, main: BackwardSm90Tile) -> bool:
         return main.dq_in_order
@@ -204,6 +216,16 @@ class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
 def _mapped(draft: Draft) -> tuple[str, ...]:
     """The arrays that TMA reads or writes."""
     return ("q", "k", "v", "dout", *(name for name in ("dk", "dv") if name in draft.need))
+
+
+def _needs_order(draft: Draft) -> bool:
+    """Whether dq has to be added up in a fixed order."""
+    return draft.problem.deterministic and "dq" in draft.need
+
+
+def _hiding(problem: Problem) -> str:
+    """The name of what lists come from."""
+    return "mask" if problem.block_mask is None else "block_mask"
 
 
 def _seeing(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
