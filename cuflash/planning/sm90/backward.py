@@ -76,20 +76,18 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
         if problem.dropout and problem.score is not None and problem.program.changes_slope:
             return "dropout marks weights by their sign, which they lose with the derivatives of the score by s"
         obstacle = why_not_16_bit(draft, _mapped(draft), BACKWARD_SM90_TILES, copies=True)
-        if obstacle is None and _needs_order(draft) and draft.defines["CUFLASH_HAS_LISTS"]:
+        if obstacle is None and _has_dq_apart(draft):
             tile, _ = choose_row(BACKWARD_SM90_TILES, problem, draft.device)
             if _seeing(tile, draft).mask_by_bits:
-                return f"the order of dq counts tiles that {_hiding(problem)} hides, and no other kernel reads its bits"
+                return "the order of dq counts tiles that block_mask hides, and no kernel of dq alone reads its bits"
         return obstacle
 
     def configured(self, main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
-        # The order of dq counts all tiles. So where lists leave some out, dq has a kernel of its own.
-        has_lists = bool(draft.defines["CUFLASH_HAS_LISTS"])
-        tile = _seeing(replace(main, dq_in_order=_needs_order(draft) and not has_lists), draft)
-        if _needs_order(draft) and has_lists and tile.mask_by_bits:
-            name = _hiding(draft.problem)
+        has_order = draft.problem.deterministic and "dq" in draft.need and not _has_dq_apart(draft)
+        tile = _seeing(replace(main, dq_in_order=has_order), draft)
+        if tile.mask_by_bits and _has_dq_apart(draft):
             raise NotImplementedError(
-                f"tiles: got a BackwardSm90Tile with deterministic=True and pairs that {name} hides one by one, "
+                "tiles: got a BackwardSm90Tile with deterministic=True and pairs that block_mask hides one by one, "
                 "expected a BackwardTile and a DqTile"
             )
         return _with_rows(tile, draft)
@@ -218,14 +216,9 @@ def _mapped(draft: Draft) -> tuple[str, ...]:
     return ("q", "k", "v", "dout", *(name for name in ("dk", "dv") if name in draft.need))
 
 
-def _needs_order(draft: Draft) -> bool:
-    """Whether dq has to be added up in a fixed order."""
-    return draft.problem.deterministic and "dq" in draft.need
-
-
-def _hiding(problem: Problem) -> str:
-    """The name of what lists come from."""
-    return "mask" if problem.block_mask is None else "block_mask"
+def _has_dq_apart(draft: Draft) -> bool:
+    """Whether dq has a kernel of its own: its order, where it has one, counts the tiles that lists leave out."""
+    return draft.problem.deterministic and "dq" in draft.need and bool(draft.defines["CUFLASH_HAS_LISTS"])
 
 
 def _seeing(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
