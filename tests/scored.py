@@ -33,6 +33,11 @@ def plane(s, i, j, *, head, pos_q, pos_k, gamma):  # type: ignore[no-untyped-def
     return s - gamma[head] * cuflash.sqrt(r2 + 1e-6)
 
 
+def gated(s, i, j, *, pos_q, pos_k, gate):  # type: ignore[no-untyped-def]
+    """Squared distances of points, each key with a weight of its own."""
+    return s - gate[j] ** 2 * ((pos_q[i, 0] - pos_k[j, 0]) ** 2 + (pos_q[i, 1] - pos_k[j, 1]) ** 2)
+
+
 def box(s, i, j, *, pos_q, pos_k, side):  # type: ignore[no-untyped-def]
     """The distance in a periodic box."""
     x = pos_q[i, 0] - pos_k[j, 0]
@@ -93,7 +98,7 @@ def of_rows(s, i, j, *, batch, head, temperature, pos_q, gate, kind_k, table):  
 SCORES: dict[str, Callable[..., Any] | None] = {
     f.__name__: f
     for f in (
-        *(distance, plane, box, capped, tempered, alibi, with_pairs, gathered, without_s, barrier),
+        *(distance, plane, gated, box, capped, tempered, alibi, with_pairs, gathered, without_s, barrier),
         *(t5, decay, fade, of_rows),
     )
 }

@@ -261,17 +261,19 @@ def test_functions_and_what_of_them_other_kernels_serve(functions, options, forw
         ((None, "documents"), {"window_left": 9}, 64, (128, 128)),
         ((None, "documents"), {"dropout": 0.1}, 64, (128, 128)),
         ((None, "documents"), {}, 128, (128, 128)),
-        (("plane", None), {}, 64, (192, 96)),
+        (("plane", None), {}, 64, (256, 64)),
         (("plane", None), {"window_right": 0}, 64, (256, 64)),
         (("plane", None), {"dropout": 0.1}, 64, (192, 64)),
+        (("gated", None), {}, 64, (256, 64)),
         (("plane", "documents"), {}, 64, (192, 64)),
-        (("box", None), {}, 64, (192, 96)),
+        (("box", None), {}, 64, (256, 64)),
         (("distance", None), {}, 64, (192, 64)),
         (("gathered", None), {}, 64, (192, 64)),
-        (("plane", None), {}, 128, (192, 64)),
-        (("box", None), {}, 128, (192, 64)),
-        (("box", None), {"window_right": 0}, 128, (128, 96)),
-        (("plane", None), {"dropout": 0.1}, 128, (128, 96)),
+        (("plane", None), {}, 128, (192, 80)),
+        (("box", None), {}, 128, (192, 80)),
+        (("box", None), {"window_right": 0}, 128, (128, 128)),
+        (("plane", None), {"dropout": 0.1}, 128, (128, 128)),
+        (("gated", None), {"window_right": 0}, 128, (128, 96)),
         (("box", "documents"), {}, 128, (128, 64)),
         (("distance", None), {}, 128, (128, 64)),
     ],
@@ -280,6 +282,14 @@ def test_tiles_of_functions_and_many_queries(functions, options, dim, tile):
     problem = replace(of_functions(functions, "bfloat16", dim, 2048), **options)
     (chosen,) = choose_plan(problem, replace(H200, num_sms=1)).tiles
     assert (chosen.block_m, chosen.block_n) == tile
+
+
+@pytest.mark.parametrize("options", [{}, {"window_right": 0}, {"dropout": 0.1}])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tiles_of_points_and_few_queries(options, dim):
+    problem = replace(of_functions(("plane", None), "bfloat16", dim, 2048), **options)
+    (chosen,) = choose_plan(problem, H200).tiles
+    assert (chosen.block_m, chosen.block_n) == (128, 128)
 
 
 def test_tensor_maps_of_a_plan():

@@ -177,7 +177,7 @@ def test_every_row_is_chosen_somewhere(table):
         for problem in (masked(dim), replace(plain, bias=odd), replace(plain, dropout=0.1), window):
             tiles = choose_plan(problem, h100).tiles
             chosen |= {tile.changed(mask_by_bits=False) for tile in tiles}
-        for functions in ((None, "documents"), ("plane", None)):
+        for functions in ((None, "documents"), ("plane", None), ("gated", None)):
             of_caller = of_functions(functions, "bfloat16", dim, 2048)
             bounded = replace(of_caller, window_right=0)
             for problem, device in itertools.product((of_caller, bounded), (h100, replace(h100, num_sms=1))):

@@ -32,8 +32,8 @@ Serves = Literal[
     "mask function",
     "lists",
     "points",
-    "plane",
-    "bounded plane",
+    "few points",
+    "space",
     "many points",
     "dropout",
 ]
@@ -54,8 +54,8 @@ SERVES: dict[Serves, str] = {
     "where smaller tiles of queries would not be done first",
     "lists": "block masks, masks of pairs and mask functions, without a bias of pairs",
     "points": "scores that read numbers of rows and keys alone, without a mask function, and pairs looked up",
-    "plane": "the same with two numbers of a key at most, without a right bound and dropout",
-    "bounded plane": "the same with a right bound",
+    "few points": "the same for few queries: larger tiles would leave multiprocessors idle",
+    "space": "the same with three numbers of a key at most, without dropout",
     "many points": "scores as of points without a right bound and dropout, where smaller tiles of queries would not be "
     "done first",
     "dropout": "dropout without a bias of pairs, and pairs that are hidden one by one",

@@ -94,7 +94,6 @@ class ForwardSm90Tile(ScoredTile):
         no_pairs = by_tile and by in ("nothing", "keys")
         has_lists = problem.block_mask is not None or problem.mask_function is not None
         of_points = tile.reads_points(problem)
-        is_plane = of_points and problem.dropout == 0 and tile.numbers_of_keys <= 2
         is_full = problem.window_right is None
         smallest, own, larger = (rounds(problem, device, rows) for rows in (128, self.block_m, 2 * self.block_m))
         is_long = problem.mean_sequence.seqlen_k >= LONG_SEQLEN and THREE_CONSUMERS * own <= smallest
@@ -111,8 +110,8 @@ class ForwardSm90Tile(ScoredTile):
             "mask function": no_pairs and is_plain and tile.asks_function_alone(problem),
             "lists": no_pairs and (has_lists or tile.mask_by_bits),
             "points": of_points,
-            "plane": is_plane and is_full,
-            "bounded plane": is_plane and not is_full,
+            "few points": of_points and is_few,
+            "space": of_points and problem.dropout == 0 and tile.numbers_of_keys <= 3,
             "many points": of_points and is_full and problem.dropout == 0 and THREE_CONSUMERS * own <= smallest,
             "bias": by_tile and by == "pairs",
             "dropout": no_pairs and problem.dropout > 0,
@@ -421,10 +420,11 @@ FORWARD_SM90_TILES = (
     _forward_sm90(64,     256, 64,  2,    False, 2, "bias",
                   "on an H200 430 / 413 TFLOP/s, 192 x 64 with 3 stages beside it 386 / 374 (32 heads, seqlen 4096)"),
     _forward_sm90(64,     192, 64,  2,    False, 2, "bias", "for a bias of float32; " + ARITHMETIC),
-    _forward_sm90(64,     192, 96,  2,    False, 2, "plane",
-                  "on an H100 318 and 335 TFLOP/s, 256 x 64 beside it 322 and 325 (distance, box; 4 x 32, 4096)"),
-    _forward_sm90(64,     256, 64,  3,    False, 2, "bounded plane",
-                  "on an H100 307 and 313 TFLOP/s, 192 x 96 beside it 294 and 307 (the same, causal)"),
+    _forward_sm90(64,     128, 128, 2,    True,  2, "few points",
+                  "on an H100 27.9 / 27.6 us, 256 x 64 beside it 36.2 / 34.5 (distance; 16 heads, seqlen 1024)"),
+    _forward_sm90(64,     256, 64,  3,    False, 2, "space",
+                  "on an H100 323 and 377 TFLOP/s, 192 x 96 beside it 319 and 356 (distance, box; 4 x 32, 4096), "
+                  "causal 304 and 350, 192 x 96 beside it 292 and 332 with ping-pong"),
     _forward_sm90(64,     192, 64,  3,    False, 2, "any", ARITHMETIC),
     _forward_sm90(128,    128, 96,  2,    True,  1, "dropout",
                   "on an H200 503 TFLOP/s, 192 x 80 beside it 427, 128 x 128 429 (16 heads, seqlen 4096, p = 0.1)"),
@@ -439,11 +439,12 @@ FORWARD_SM90_TILES = (
     _forward_sm90(128,    192, 64,  2,    True,  1, "bias",
                   "on an H200 595 / 504 TFLOP/s, 128 x 64 beside it 503 / 503 (16 heads, seqlen 4096)"),
     _forward_sm90(128,    128, 64,  2,    True,  1, "bias", "for a bias of float32; " + ARITHMETIC),
-    _forward_sm90(128,    192, 64,  2,    True,  1, "many points",
-                  "on an H100 512 TFLOP/s, with a floor 532, 128 x 96 beside it 444 and 504, 192 x 80 511 and 526 (as "
-                  "above, 16 heads)"),
-    _forward_sm90(128,    128, 96,  2,    True,  2, "points",
-                  "on an H100 441 / 415 TFLOP/s, 128 x 128 beside it 418 / 408, 128 x 64 389 / 375 (as above, 16)"),
+    _forward_sm90(128,    192, 80,  2,    True,  2, "many points",
+                  "on an H100 511 and 553 TFLOP/s, 192 x 64 beside it 489 and 529 (as above, 16 heads); with one stage "
+                  "of queries as fast with two numbers of a key, 3 % faster with one, 12 % slower with three"),
+    _forward_sm90(128,    128, 128, 2,    True,  2, "points",
+                  "on an H100 436 and 506 TFLOP/s causal, 128 x 96 beside it 397 and 465 (as above)"),
+    _forward_sm90(128,    128, 96,  2,    True,  2, "points", "for three numbers of a key; " + ARITHMETIC),
     _forward_sm90(128,    128, 64,  3,    True,  2, "any", ARITHMETIC),
     _forward_sm90(192,    128, 64,  2,    True,  1, "bias", ARITHMETIC),
     _forward_sm90(192,    128, 64,  2,    True,  1, "lists", ARITHMETIC),
