@@ -19,6 +19,7 @@
 
 // Functions that NVRTC knows without a header.
 extern "C" float fmaxf(float, float) noexcept;
+extern "C" float fmaf(float, float, float) noexcept;
 extern "C" float fabsf(float) noexcept;
 extern "C" float fminf(float, float) noexcept;
 extern "C" float expf(float) noexcept;
@@ -194,6 +195,7 @@ CUFLASH_DEVICE float reciprocal_approx(float x) { return ::emulator::reciprocal_
 CUFLASH_DEVICE float sqrt_approx(float x) { return ::emulator::sqrt_approx(x); }
 CUFLASH_DEVICE float log2_approx(float x) { return ::emulator::log2_approx(x); }
 CUFLASH_DEVICE int floor_to_int(float x) { return ::emulator::floor_to_int(x); }
+CUFLASH_DEVICE float floor_to_float(float x) { return ::emulator::floor_to_float(x); }
 template <class T>
 CUFLASH_DEVICE u32 pack(T type, float low, float high) {
   return ::emulator::from_float32(element_of(type), low) | (u32)::emulator::from_float32(element_of(type), high) << 16;

@@ -127,7 +127,7 @@ def _local(at: Node) -> list[tuple[Node, Node | tuple[Node, bool]]]:
 
 
 def _of_function(at: Node) -> list[tuple[Node, Node | tuple[Node, bool]]]:
-    if not at.args or at.op in ("floordiv", "load", "cast"):
+    if not at.args or at.op in ("floordiv", "load", "cast", "floor"):
         return []
     (x,) = at.args
     slopes = {

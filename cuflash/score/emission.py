@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from cuflash.score.intervals import EVERY_INTEGER, Bounds, all_bounds
-from cuflash.score.nodes import COMPARISONS, FUNCTIONS, INFIX, Node, in_order
+from cuflash.score.nodes import COMPARISONS, FUNCTIONS, INFIX, Node, constant, in_order, node
 
 INT32 = (-(2**31), 2**31 - 1)
 MOST_ROWS = 2**30  # of queries and of keys: `problem.MAX_SEQLEN`
@@ -138,12 +138,13 @@ class Writer:
             if own == "Real" and of.op == "abs":  # rounded the same either way, and abs of real numbers costs nothing
                 return f"score_abs((Real){self.names[of.args[0]]})"
             return f"{args[0]} != 0" if at.kind == "bool" else f"({own}){args[0]}"
-        if at.op in FAST and at not in self.deciding and not self.exact:
-            return f"score_fast_{at.op}({', '.join(args)})"
+        if at.kind == "float" and at.op in ("div", "floordiv", "mod") and (reciprocal := self._reciprocal(at.args[1])):
+            args.append(reciprocal)
+        is_fast = at.op in FAST and at not in self.deciding and not self.exact
+        if is_fast or at.op in ("floordiv", "mod") or (at.op == "div" and len(args) == 3):
+            return f"score_{'fast_' * is_fast}{at.op}({', '.join(args)})"
         if (parts := self._sum_of_squares(at)) is not None:
             return parts
-        if at.op in ("floordiv", "mod"):
-            return f"score_{at.op}({args[0]}, {args[1]})"
         if at.op == "pow":
             return f"score_pow({args[0]}, {args[1]})"
         if at.op in INFIX:
@@ -157,9 +158,17 @@ class Writer:
             return f"{args[0]} ? {args[1]} : {args[2]}"
         if at.op in ("min", "max"):
             return f"score_{at.op}({args[0]}, {args[1]})"
+        if at.op == "floor" and at.kind == "int":
+            return f"score_floor_to_int({args[0]})"
         if at.op in (*FUNCTIONS, "abs", "floor", "product"):
             return f"score_{at.op}({', '.join(args)})"
         raise AssertionError(at.op)
+
+    def _reciprocal(self, divisor: Node) -> str | None:
+        """The reciprocal of a real number, if it is known before any pair is."""
+        if divisor.op == "constant":
+            return f"1 / {self.names[divisor]}"
+        return self.names.get(reciprocal_of(divisor))
 
     def _sum_of_squares(self, at: Node) -> str | None:
         """The sum of two squares and a constant that is not negative, in an order that takes multiply-adds alone."""
@@ -203,6 +212,16 @@ def of_head(roots: Sequence[Node]) -> list[Node]:
         if varies[at]:
             used |= dict.fromkeys(at.args)
     return [at for at in used if reads[at] and not varies[at]]
+
+
+def reciprocal_of(divisor: Node) -> Node:
+    return node("div", (constant(1.0, "float"), divisor), None, "float")
+
+
+def divisors_of_head(roots: Sequence[Node], of_all: Sequence[Node]) -> list[Node]:
+    """Those of the numbers that are the same for all pairs of a head by which other real numbers are divided."""
+    divisions = [at for at in in_order(roots, of_all) if at.kind == "float" and at.op in ("div", "floordiv", "mod")]
+    return [at for at in of_all if any(at is division.args[1] for division in divisions)]
 
 
 def of_points(roots: Sequence[Node], known: Collection[Node], index: str) -> list[Node]:

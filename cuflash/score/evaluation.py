@@ -64,6 +64,8 @@ def evaluate(
                 values[at] = np.asarray(args[0]).astype(
                     real if at.kind == "float" else np.int64 if at.kind == "int" else bool
                 )
+            elif at.op == "floor" and at.kind == "float":
+                values[at] = np.floor(args[0])
             elif at.op == "product":
                 values[at] = np.where(args[0] == 0, real(0), args[0] * args[1])
             else:

@@ -67,7 +67,10 @@ def clip(x: Any, low: Any, high: Any) -> Any:
 
 
 def floor(x: Any) -> Any:
-    """The largest integer that is not above `x`, as an integer, so that it can be an index; the derivative is 0."""
+    """The largest integer that is not above `x`, as an integer, so that it can be an index; the derivative is 0.
+
+    An integer has 32 bits, and is 0 for a NaN. Where it meets a real number it is that of NumPy's floor.
+    """
     return _apply("floor", floor_of, x)
 
 

@@ -29,6 +29,7 @@ COSTS: Mapping[str, int] = {
     "floordiv": 20, "mod": 20,
 }  # fmt: skip
 COST_BY_CONSTANT = 4  # of an integer quotient or remainder by a constant
+COST_OF_REAL_FLOOR = 2  # of one that no index needs as an integer
 # A part must cost at least this to be hoisted. Distances such as slope * abs(i - j) cost less, and so does a mere read
 # of an array of queries or of keys.
 LEAST_COST = 6
@@ -133,6 +134,8 @@ class _Parts:
 def _cost(at: Node) -> int:
     if at.op in ("floordiv", "mod") and at.kind == "int" and at.args[1].op == "constant":
         return COST_BY_CONSTANT
+    if at.op == "floor" and at.kind == "float":
+        return COST_OF_REAL_FLOOR
     return COSTS.get(at.op, 1)
 
 

@@ -191,6 +191,8 @@ def _real(at: Node, args: list[Bounds]) -> Bounds:
         low, high = _chosen(args)
         maybe = _is_unknown(args[1]) | _is_unknown(args[2])
         return np.where(maybe, np.nan, low), np.where(maybe, np.nan, high)
+    if at.op == "floor":
+        return np.floor(args[0][0]), np.floor(args[0][1])
     low, high = _of_reals(at.op, [(np.asarray(x, float), np.asarray(y, float)) for x, y in args])
     # An infinite value may become NaN in the next operation, so that it counts as NaN.
     maybe = np.isnan(low) | np.isnan(high) | np.isinf(low) | np.isinf(high)

@@ -36,6 +36,8 @@ def cast(x: Node, kind: Kind) -> Node:
     if x.op == "constant" and x.payload is not None and not isinstance(x.payload, str):
         value = {"bool": bool, "int": int, "float": float}[kind](x.payload)
         return node("constant", (), value, kind)
+    if x.op == "floor" and kind == "float":  # which need not fit an integer, and converts nothing
+        return node("floor", x.args, None, kind, x.place)
     return node("cast", (x,), None, kind)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cuflash.score.derivatives import ONE, derivatives, loads_of
-from cuflash.score.emission import ELEMENTS, Writer, body, of_head, of_points
+from cuflash.score.emission import ELEMENTS, Writer, body, divisors_of_head, of_head, of_points, reciprocal_of
 from cuflash.score.evaluation import as_captured, evaluate
 from cuflash.score.factors import factored
 from cuflash.score.kinds import cast, with_kinds
@@ -240,9 +240,13 @@ class Program:
         for load in reads:
             made = factored(load.derivative)
             of_reads += [made.rest, made.factor]
-        of_all = of_head([*(root for root in (self.score, self.by_s, self.mask) if root is not None), *of_reads])
-        known = {at: f"of_head.x{n}" for n, at in enumerate(of_all)}
-        text = f"constexpr int kNumCaptured = {len(arrays)};\n" + self._of_head(of_all, arrays)
+        roots = [*(root for root in (self.score, self.by_s, self.mask) if root is not None), *of_reads]
+        of_all = of_head(roots)
+        divisors = divisors_of_head(roots, of_all)
+        reciprocals = {reciprocal_of(at): f"of_head.reciprocal{n}" for n, at in enumerate(divisors)}
+        of_all = [at for at in of_all if at not in reciprocals]
+        known = {at: f"of_head.x{n}" for n, at in enumerate(of_all)} | reciprocals
+        text = f"constexpr int kNumCaptured = {len(arrays)};\n" + self._of_head(of_all, divisors, arrays)
         text += self._scores(arrays, wanted, known)
         if self.mask is not None:
             visible = self.mask
@@ -258,7 +262,7 @@ class Program:
         first = len(self.arrays) - len(self.tables)
         return {table.name: f"of_head.table{array}" for array, table in enumerate(self.tables, first)}
 
-    def _of_head(self, nodes: Sequence[Node], arrays: Mapping[str, tuple[int, str]]) -> str:
+    def _of_head(self, nodes: Sequence[Node], divisors: Sequence[Node], arrays: Mapping[str, tuple[int, str]]) -> str:
         """The struct of the numbers that all pairs of a head share, and the function that reads them."""
         own = [(table, arrays[table.name][0]) for table in self.tables]
         fields = [f"  {table.field(array)};\n" for table, array in own]
@@ -266,7 +270,9 @@ class Program:
 
         def made(writer: Writer) -> list[str]:
             fields.extend(f"  {writer.type_of(at)} x{n};\n" for n, at in enumerate(nodes))
-            return [f"return {{{', '.join((*rows, *(writer.text(at) for at in nodes)))}}};"]
+            fields.extend(f"  Real reciprocal{n};\n" for n in range(len(divisors)))
+            numbers = (*(writer.text(at) for at in nodes), *(f"1 / {writer.text(at)}" for at in divisors))
+            return [f"return {{{', '.join((*rows, *numbers))}}};"]
 
         text = body(nodes, arrays, made)
         reads = "CUFLASH_DEVICE OfHead read_of_head(const Captured* arrays, int head, int batch) {\n"

@@ -54,6 +54,8 @@ def _expression(at: Node, args: list[str], arrays: Mapping[str, tuple[int, str]]
         return f"to_{OF_KINDS[at.kind]}({entries})"
     if at.op == "cast":
         return f"to_{OF_KINDS[at.kind]}({args[0]})"
+    if at.op == "floor" and at.kind == "float":
+        return f"bounds_real_floor({args[0]})"
     return f"bounds_{at.op}({', '.join(args)})" if at.op in SERVED[at.kind] else UNKNOWN[at.kind]
 
 

@@ -84,8 +84,8 @@ CUFLASH_DEVICE A abs(A x) {
   return score_abs(x);
 }
 // The result is an integer, so it can be an index.
-CUFLASH_DEVICE int floor(Real x) { return score_floor(x); }
-CUFLASH_DEVICE int floor(Dual x) { return score_floor(x.value); }
+CUFLASH_DEVICE int floor(Real x) { return score_floor_to_int(x); }
+CUFLASH_DEVICE int floor(Dual x) { return score_floor_to_int(x.value); }
 
 // If both are equal, the result is the first, with its derivative. If one is a NaN, the result is that NaN.
 template <class A, class B>

@@ -124,7 +124,8 @@ CUFLASH_DEVICE float score_cos(float x) { return cosf(x); }
 CUFLASH_DEVICE double score_cos(double x) { return cos(x); }
 CUFLASH_DEVICE float score_pow(float x, float y) { return powf(x, y); }
 CUFLASH_DEVICE double score_pow(double x, double y) { return pow(x, y); }
-CUFLASH_DEVICE Real score_floor_of(Real x) { return (Real)floor(x); }
+CUFLASH_DEVICE float score_floor(float x) { return ptx::floor_to_float(x); }
+CUFLASH_DEVICE double score_floor(double x) { return floor(x); }
 CUFLASH_DEVICE float score_abs(float x) { return fabsf(x); }
 CUFLASH_DEVICE double score_abs(double x) { return fabs(x); }
 CUFLASH_DEVICE int score_abs(int x) { return x < 0 ? -x : x; }
@@ -153,10 +154,21 @@ CUFLASH_DEVICE Real score_fast_cos(Real x) { return kWide ? score_cos(x) : (Real
 CUFLASH_DEVICE Real score_fast_div(Real x, Real y) {
   return kWide ? x / y : x * (Real)ptx::reciprocal_approx((float)y);
 }
+CUFLASH_DEVICE Real score_fast_div(Real x, Real y, Real reciprocal) { return kWide ? x / y : x * reciprocal; }
+
+// x / y, correctly rounded, from the correctly rounded reciprocal of y, in three instructions that need no branch:
+// Brisebarre, Muller and Raina, "Accelerating correctly rounded floating-point division when the divisor is known in
+// advance" (2004). The remainder of the first quotient is exact unless abs(x) is below 2^-101; then the result may be
+// one unit off. What has no finite remainder is as in IEEE arithmetic, but for divisors below 2^-128, which count as 0.
+CUFLASH_DEVICE float score_div(float x, float y, float reciprocal) {
+  const float quotient = x * reciprocal, remainder = fmaf(-quotient, y, x);
+  return fabsf(remainder) < ptx::infinity() ? fmaf(remainder, reciprocal, quotient) : quotient;
+}
+CUFLASH_DEVICE double score_div(double x, double y, double) { return x / y; }
 
 // The largest integer that is not above x, within 32 bits; 0 for a NaN.
-CUFLASH_DEVICE int score_floor(float x) { return ptx::floor_to_int(x); }
-CUFLASH_DEVICE int score_floor(double x) {
+CUFLASH_DEVICE int score_floor_to_int(float x) { return ptx::floor_to_int(x); }
+CUFLASH_DEVICE int score_floor_to_int(double x) {
   if (x >= 2147483648.0) return 2147483647;
   if (x <= -2147483648.0) return -2147483647 - 1;
   return x == x ? (int)floor(x) : 0;
@@ -172,11 +184,14 @@ CUFLASH_DEVICE auto score_max(A a, B b) {
   return a > b || a != a ? a : b;
 }
 
-// Rounds to minus infinity. Integers divided by zero give zero.
+// Rounds to minus infinity. Integers divided by zero give zero. Of real numbers, the third may be the reciprocal of the
+// divisor.
+CUFLASH_DEVICE Real score_floordiv(Real a, Real b, Real reciprocal) { return score_floor(score_div(a, b, reciprocal)); }
+CUFLASH_DEVICE Real score_mod(Real a, Real b, Real reciprocal) { return a - b * score_floordiv(a, b, reciprocal); }
 template <class A, class B>
 CUFLASH_DEVICE auto score_floordiv(A a, B b) {
   if constexpr (Integer<(A)0.5 != 0>::value) {
-    return score_floor_of(a / b);
+    return score_floor(a / b);
   } else {
     const auto quotient = b == 0 ? a * 0 : a / (b == 0 ? 1 : b);
     return quotient - (b != 0 && quotient * b != a && (a < 0) != (b < 0));
@@ -185,7 +200,7 @@ CUFLASH_DEVICE auto score_floordiv(A a, B b) {
 template <class A, class B>
 CUFLASH_DEVICE auto score_mod(A a, B b) {
   if constexpr (Integer<(A)0.5 != 0>::value) {
-    return a - b * score_floor_of(a / b);
+    return a - b * score_floor(a / b);
   } else {
     const auto rest = b == 0 ? a * 0 : a % (b == 0 ? 1 : b);
     return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;

@@ -95,6 +95,7 @@ CUFLASH_DEVICE Integers bounds_floor(Reals a) {
   const auto floor_of = [](double x) { return (i64)floor(smaller(larger(x, -2147483648.0), 2147483647.0)); };
   return {floor_of(a.low), floor_of(a.high)};
 }
+CUFLASH_DEVICE Reals bounds_real_floor(Reals a) { return {floor(a.low), floor(a.high)}; }
 
 // ---- Choices --------------------------------------------------------------------------------------------------------
 CUFLASH_DEVICE Truth bounds_where(Truth which, Truth a, Truth b) {

@@ -35,6 +35,14 @@ CUFLASH_DEVICE float log2_approx(float x) {
 }
 // Thread. cvt.rmi (9.7.9.22): the largest integer that is not above `x`, within 32 bits; 0 for a NaN.
 CUFLASH_DEVICE int floor_to_int(float x) { return __float2int_rd(x); }
+// Thread. mul.rm (9.7.3.4): the largest integer that is not above `x`; infinities and NaN stay. A product with 2^-149,
+// the least positive float32, is a multiple of it, so that rounding makes an integer of `x`. Conversions to integers
+// share the unit of the exponentials, products do not.
+CUFLASH_DEVICE float floor_to_float(float x) {
+  float y;
+  asm("mul.rm.f32 %0, %1, 0f00000001;" : "=f"(y) : "f"(x));
+  return y * 0x1p127f * 0x1p22f;
+}
 // Thread. mul.rn (9.7.3.4): the rounded product, never fused into a sum.
 CUFLASH_DEVICE float multiply(float x, float y) {
   float z;

@@ -345,6 +345,12 @@ CUFLASH_DEVICE void map_floor_to_int(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(floor_to_int, Params, kBlock, 1, map_floor_to_int)
 
+CUFLASH_DEVICE void map_floor_to_float(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  if (i < params.count) destination_of<float>(params)[i] = ptx::floor_to_float(source_of<float>(params)[i]);
+}
+CUFLASH_DEFINE_KERNEL(floor_to_float, Params, kBlock, 1, map_floor_to_float)
+
 CUFLASH_DEVICE void map_multiply(const Params& params) {
   const u32 i = global_thread_index(kBlock);
   const float* source = source_of<float>(params) + 3 * i;

@@ -39,12 +39,25 @@ def check_sqrt_approx(run):
     np.testing.assert_array_equal(got, expected)
 
 
-def check_floor_to_int(run):
+def with_floors():
+    """Numbers of all magnitudes, and those between which floors change."""
     rng = np.random.default_rng(9)
     magnitudes = np.concatenate([np.geomspace(1e-40, 2.0**30.9, 3000), np.arange(1000) / 4])
-    special = [0.0, 1e-45, 0.5, 2.0**23 - 0.5, 2.0**23, 2.0**31 - 128, 2.0**31, 2.0**31 + 256, 2.0**63, 3e38, np.inf]
+    special = [0.0, 1e-45, 0.5, 2.0**22 + 0.5, 2.0**23 - 0.5, 2.0**23, 2.0**24 - 1]
+    special += [2.0**31 - 128, 2.0**31, 2.0**31 + 256, 2.0**63, 3e38, np.inf]
     x = np.concatenate([magnitudes * rng.choice([-1, 1], len(magnitudes)), special, np.negative(special), [np.nan]])
-    x = x.astype(np.float32)
+    return x.astype(np.float32)
+
+
+def check_floor_to_float(run):
+    x = with_floors()
+    got = run("floor_to_float", source=x, destination=ones(np.float32, len(x)), **threads_of(x))
+    np.testing.assert_array_equal(got, np.floor(x))
+    np.testing.assert_array_equal(np.signbit(got[:-1]), np.signbit(np.floor(x[:-1])))  # zeros keep their signs
+
+
+def check_floor_to_int(run):
+    x = with_floors()
     expected = np.clip(np.floor(np.nan_to_num(x.astype(np.float64))), -(2.0**31), 2.0**31 - 1).astype(np.int32)
     got = run("floor_to_int", source=x, destination=ones(np.int32, len(x)), **threads_of(x))
     np.testing.assert_array_equal(got, expected)

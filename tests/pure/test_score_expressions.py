@@ -175,6 +175,7 @@ inline float exp2_approx(float x) { return std::exp2(x); }
 inline float log2_approx(float x) { return std::log2(x); }
 inline float sqrt_approx(float x) { return std::sqrt(x); }
 inline float reciprocal_approx(float x) { return 1 / x; }
+inline float floor_to_float(float x) { return std::floor(x); }
 inline int floor_to_int(float x) {
   return x != x ? 0 : x < -2147483648.0f ? -2147483647 - 1 : x >= 2147483648.0f ? 2147483647 : (int)std::floor(x);
 }
@@ -238,6 +239,71 @@ def captured(given, tables):
     return every
 
 
+def compiled(text, directory):
+    """The functions of a text that follows `PRELUDE`."""
+    (directory / "common").mkdir()
+    for name in ("config", "exponential"):
+        (directory / f"common/{name}.cuh").write_text("")
+    source, library = directory / "text.cc", directory / "text.so"
+    source.write_text(text)
+    command = [find_compiler() or "g++", "-std=c++17", "-O0", "-shared", "-fPIC", "-ffp-contract=off", f"-I{directory}"]
+    command += [f"-I{kernel_directory()}", str(source), "-o", str(library)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[:4000]
+    return ctypes.CDLL(str(library))
+
+
+QUOTIENTS = """
+#include "common/score_functions.cuh"
+extern "C" void quotients(const float* x, const float* y, float* quotient, int count) {
+  for (int i = 0; i < count; ++i) quotient[i] = score_div(x[i], y[i], 1 / y[i]);
+}
+"""
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no g++")
+def test_quotients_by_a_known_reciprocal_are_rounded_correctly(tmp_path):
+    functions = compiled(PRELUDE.replace("REAL", "float").replace("NARROW\n", "1\n") + QUOTIENTS, tmp_path)
+    random = np.random.default_rng(3)
+    special = np.array([0, 1, 3, 1 - 2.0**-24, 2 - 2.0**-23, 2.0**-100, 1e38, 3.4028235e38, np.inf, np.nan], np.float32)
+    special = np.concatenate([special, -special])
+    near = random.uniform(1, 2, (2, 10**6))
+    far = random.uniform(1, 2, (2, 10**5)) * 2.0 ** random.integers(-100, 128, (2, 10**5))
+    grid = np.stack([x.ravel() for x in np.meshgrid(special, special)])
+    x, y = np.concatenate([near, far, grid], axis=1).astype(np.float32)
+    got = np.empty_like(x)
+    functions.quotients(*(ctypes.c_void_p(array.ctypes.data) for array in (x, y, got)), len(x))
+    with np.errstate(all="ignore"):
+        expected = x / y
+    ordinary = (np.abs(expected) >= 2.0**-126) | (expected == 0) | ~np.isfinite(expected)
+    np.testing.assert_array_equal(got[ordinary], expected[ordinary])
+    np.testing.assert_allclose(got, expected, atol=2.0**-149)  # a unit of those that are not normal
+
+
+@pytest.mark.parametrize(
+    ("of", "text"),
+    [
+        (lambda s, i, j, *, side: cuflash.floor(s / side), "score_div(s, of_head.x0, of_head.reciprocal0)"),
+        (lambda s, i, j, *, side: s / side, "score_fast_div(s, of_head.x0, of_head.reciprocal0)"),
+        (lambda s, i, j, *, side: s % side, "score_mod(s, of_head.x0, of_head.reciprocal0)"),
+        (lambda s, i, j: s // 3.5, "score_floordiv(s, (Real)3.5, 1 / (Real)3.5)"),
+        (lambda s, i, j: 1 / s, "score_fast_div((Real)1.0, s)"),
+        (lambda s, i, j: cuflash.floor(1 / s), "(Real)1.0 / s"),
+    ],
+)
+def test_reciprocals_of_numbers_of_the_head_are_known(of, text):
+    arrays = {"side": np.array(2.0, np.float32)} if "side" in of.__code__.co_varnames else {}
+    assert f"= {text};" in program(of, None, arrays).header()
+
+
+@pytest.mark.parametrize("x", [0.5, -0.5, 3e9, -3e9, 1e20, np.inf, np.nan])
+def test_a_floor_that_meets_a_real_number_is_that_of_numpy(x):
+    made = program(lambda s, i, j: s - cuflash.floor(s * x), None, {})
+    (got,) = evaluate([made.score], inputs(np.ones_like(S)), {}, np.float64)
+    np.testing.assert_array_equal(got, 1 - np.floor(x))
+    assert "score_floor(" in made.header()
+
+
 @pytest.mark.skipif(find_compiler() is None, reason="no g++")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_emitted_text_is_the_expression(dtype, tmp_path):
@@ -260,16 +326,7 @@ def test_emitted_text_is_the_expression(dtype, tmp_path):
         text += f"namespace n{index} {{\n{one.header()}}}\n"
         loop = ((FILL if one.tables else "") + LOOP).replace("FUNCTION", f"f{index}").replace("NAME", f"n{index}")
         text += loop.replace("ROWS", str(SEQLEN_Q)).replace("KEYS", str(SEQLEN_K))
-    (tmp_path / "common").mkdir()
-    for name in ("config", "exponential"):
-        (tmp_path / f"common/{name}.cuh").write_text("")
-    source, library = tmp_path / "text.cc", tmp_path / "text.so"
-    source.write_text(text)
-    command = [find_compiler() or "g++", "-std=c++17", "-O0", "-shared", "-fPIC", "-ffp-contract=off", f"-I{tmp_path}"]
-    command += [f"-I{kernel_directory()}", str(source), "-o", str(library)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[:4000]
-    functions = ctypes.CDLL(str(library))
+    functions = compiled(text, tmp_path)
     s = S.astype(dtype)
     rounding = {np.float32: 2e-4, np.float64: 1e-11}[dtype]
     for index, one in enumerate(made):

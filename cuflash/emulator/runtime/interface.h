@@ -116,6 +116,7 @@ float reciprocal_approx(float x);
 float sqrt_approx(float x);
 float log2_approx(float x);
 int floor_to_int(float x);
+float floor_to_float(float x);
 u16 from_float32(Element type, float value);
 float to_float32(Element type, u16 bits);
 float round_to_tf32(float x);

@@ -374,6 +374,10 @@ int floor_to_int(float x) {
   const double whole = std::floor((double)x);
   return (int)std::fmin(std::fmax(whole, -2147483648.0), 2147483647.0);
 }
+float floor_to_float(float x) {
+  check_landed(x);
+  return std::floor(x);
+}
 
 u16 from_float32(Element type, float value) {
   check_landed(value);

@@ -19,8 +19,10 @@ PACKED_WEIGHTS = "sm90/backward_weights.cuh"
 # fmt: off
 MUTANTS = (
     # ---- common/score_functions.cuh
-    mutant("a floor is rounded to zero", LIBRARY, "return ptx::floor_to_int(x);", "return (int)x;",
+    mutant("a floor is rounded to zero", LIBRARY, "return ptx::floor_to_float(x);", "return (int)x;",
            "functions sm90 floors"),
+    mutant("a floor that is an index is that above", LIBRARY, "return ptx::floor_to_int(x);",
+           "return ptx::floor_to_int(x) + 1;", "functions sm90 tables"),
     mutant("axes have the stride of the first one", LIBRARY, "within * (Offset)array.stride[axis]",
            "within * (Offset)array.stride[0]", "functions"),
     mutant("gradients lie in the order of Fortran", LIBRARY, "place * array.size[axis] + within", "place + within",
@@ -140,8 +142,8 @@ MUTANTS = (
     mutant("the smaller one is the larger one", DUAL, "return x <= y || x != x ? x : y;",
            "return x >= y || x != x ? x : y;", "texts"),
     mutant("what a condition leaves is taken", DUAL, "return condition ? x : y;", "return condition ? y : x;", "texts"),
-    mutant("integers are those above", DUAL, "return score_floor(x.value);", "return score_floor(x.value) + 1;",
-           "texts of tables"),
+    mutant("integers are those above", DUAL, "return score_floor_to_int(x.value);",
+           "return score_floor_to_int(x.value) + 1;", "texts of tables"),
     mutant("all reads have the tangent", DUAL, "reads.count++ == reads.seeded", "reads.count++ >= 0 * reads.seeded",
            "texts of polynomials"),
     mutant("reads of a run follow those of the one before", DUAL, "reads.seeded = n, reads.count = 0;",
