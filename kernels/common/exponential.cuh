@@ -203,7 +203,7 @@ CUFLASH_DEVICE double natural_log(double x) {
 CUFLASH_DEVICE Real log_sum_exp(Real offset, Real sum) {
   if (sum == 0) return -ptx::infinity();
   if constexpr (kWide) return (Real)(offset + natural_log(sum));
-  return (offset + ptx::log2_approx(sum)) * kLn2;
+  return fmaf((float)offset, kLn2, ptx::log2_approx((float)sum) * kLn2);
 }
 // The factor that makes a sum of exponentials relative to `offset` relative to a larger exponent; 0 if the sum is
 // empty.
