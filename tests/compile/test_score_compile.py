@@ -15,12 +15,15 @@ SPILLS = {
     ("sm80/forward.cu", "alibi", "documents", 128): 16,
     # Larger tiles leave fewer registers, and are faster.
     **{("sm90/forward.cu", score, None, head_dim): 8 for score in ("plane", "box") for head_dim in (64, 128)},
+    ("sm90/forward.cu", "plane", "documents", 64): 276,
     ("sm80/backward.cu", "alibi", "documents", 128): 16,
     # The consumers hold weights beside their products with derivatives.
     ("sm90/backward.cu", "capped", None, 128): 280,
     # Lists of tiles take registers of the warpgroup of dQ.
     ("sm90/backward.cu", "alibi", "documents", 128): 192,
     ("sm90/backward.cu", None, "documents", 128): 72,
+    ("sm90/backward.cu", "plane", "documents", 64): 112,
+    ("sm90/backward.cu", "plane", "documents", 128): 212,
 }
 # The same of the backward kernel where it makes gradients of arrays, too: derivatives take registers beside dS, dK and
 # dV.
@@ -45,6 +48,7 @@ SPILLS_OF_ARRAYS = {
         *(("9.0", None, "documents", head_dim) for head_dim in (64, 128)),
         *(("9.0", "plane", None, head_dim) for head_dim in (64, 128)),
         *(("9.0", "box", None, head_dim) for head_dim in (64, 128)),
+        *(("9.0", "plane", "documents", head_dim) for head_dim in (64, 128)),
         ("9.0", "capped", None, 64),
         ("9.0", "capped", None, 128),
         ("8.0", "t5", None, 128),

@@ -72,6 +72,7 @@ def test_kernels_obey_the_oracle(arch, cases):
         (None, "near", 16, (256, 64)),
         ("plane", None, 16, (256, 64)),
         ("box", None, 16, (256, 64)),
+        ("box", "documents", 16, (256, 64)),
         ("plane", None, 72, (192, 80)),
         ("box", None, 72, (192, 80)),
     ],

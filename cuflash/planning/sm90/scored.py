@@ -53,11 +53,11 @@ SERVES: dict[Serves, str] = {
     "mask function": "mask functions without dropout, a left bound, slopes, and a bias and a mask of keys, likewise, "
     "where smaller tiles of queries would not be done first",
     "lists": "block masks, masks of pairs and mask functions, without a bias of pairs",
-    "points": "scores that read numbers of rows and keys alone, without a mask function, and pairs looked up",
+    "points": "scores that read numbers of rows and keys alone, without a block mask, and pairs looked up",
     "few points": "the same for few queries: larger tiles would leave multiprocessors idle",
     "space": "the same with three numbers of a key at most, without dropout",
-    "many points": "scores as of points without a right bound and dropout, where smaller tiles of queries would not be "
-    "done first",
+    "many points": "scores as of points without a right bound, a mask function and dropout, where smaller tiles of "
+    "queries would not be done first",
     "dropout": "dropout without a bias of pairs, and pairs that are hidden one by one",
 }
 BITS_BLOCK = 64  # queries, and keys, of a block of a mask of bits: kernels/common/mask_bits.cuh
@@ -140,9 +140,9 @@ class ScoredTile(Tile):
         return problem.mask_function is not None and not self.mask_of_keys and not added
 
     def reads_points(self, problem: Problem) -> bool:
-        """Whether a score reads numbers of keys and nothing of pairs, and no mask is asked pair by pair."""
-        asks = problem.mask_function is not None or self.looks_up_pairs(problem)
-        return self.numbers_of_keys > 0 and not asks and problem.hoisted.reads_points
+        """Whether a score reads numbers of keys and nothing of pairs, and there is no mask of blocks or of pairs."""
+        has_mask = problem.block_mask is not None or self.looks_up_pairs(problem)
+        return self.numbers_of_keys > 0 and not has_mask and problem.hoisted.reads_points
 
     def _hidden(self, problem: Problem) -> Literal["nothing", "keys", "pairs"]:
         """What masks hide beside whole tiles."""

@@ -96,7 +96,8 @@ class ForwardSm90Tile(ScoredTile):
         of_points = tile.reads_points(problem)
         is_full = problem.window_right is None
         smallest, own, larger = (rounds(problem, device, rows) for rows in (128, self.block_m, 2 * self.block_m))
-        is_long = problem.mean_sequence.seqlen_k >= LONG_SEQLEN and THREE_CONSUMERS * own <= smallest
+        is_large = THREE_CONSUMERS * own <= smallest
+        is_long = problem.mean_sequence.seqlen_k >= LONG_SEQLEN and is_large
         is_few = own < FOUR_CONSUMERS * larger
         is_plain = problem.dropout == 0 and problem.window_left is None and FOUR_CONSUMERS * own <= smallest
         suits = {
@@ -108,11 +109,11 @@ class ForwardSm90Tile(ScoredTile):
             "window": no_pairs and problem.has_window,
             "long window": no_pairs and problem.has_window and WINDOW_CONSUMERS * own <= smallest,
             "mask function": no_pairs and is_plain and tile.asks_function_alone(problem),
-            "lists": no_pairs and (has_lists or tile.mask_by_bits),
+            "lists": by in ("nothing", "keys") and (has_lists or tile.mask_by_bits),
             "points": of_points,
             "few points": of_points and is_few,
             "space": of_points and problem.dropout == 0 and tile.numbers_of_keys <= 3,
-            "many points": of_points and is_full and problem.dropout == 0 and THREE_CONSUMERS * own <= smallest,
+            "many points": of_points and is_full and problem.dropout == 0 and not has_lists and is_large,
             "bias": by_tile and by == "pairs",
             "dropout": no_pairs and problem.dropout > 0,
         }[self.serves]
@@ -405,6 +406,12 @@ FORWARD_SM90_TILES = (
     #            max_dim  m    n   stages pingp  Q  serves
     _forward_sm90(64,     256, 64,  3,    False, 2, "mask function",
                   "on an H100 424 / 255 TFLOP/s, 128 x 128 beside it 342 / 223 (8 documents of 512, 4 x 32 heads)"),
+    _forward_sm90(64,     128, 128, 2,    True,  2, "few points",
+                  "on an H100 27.9 / 27.6 us, 256 x 64 beside it 36.2 / 34.5 (distance; 16 heads, seqlen 1024)"),
+    _forward_sm90(64,     256, 64,  3,    False, 2, "space",
+                  "on an H100 323 and 377 TFLOP/s, 192 x 96 beside it 319 and 356 (distance, box; 4 x 32, 4096), "
+                  "causal 304 and 350, 192 x 96 beside it 292 and 332 with ping-pong; beside 8 documents of 512 271 "
+                  "and 297, 192 x 64 92 and 94"),
     _forward_sm90(64,     128, 128, 2,    True,  2, "lists",
                   "on an H200 497 TFLOP/s with all blocks of 128 x 128 kept, FlexAttention 270 (seqlen 16384)"),
     _forward_sm90(64,     128, 128, 2,    True,  2, "few full",
@@ -420,11 +427,6 @@ FORWARD_SM90_TILES = (
     _forward_sm90(64,     256, 64,  2,    False, 2, "bias",
                   "on an H200 430 / 413 TFLOP/s, 192 x 64 with 3 stages beside it 386 / 374 (32 heads, seqlen 4096)"),
     _forward_sm90(64,     192, 64,  2,    False, 2, "bias", "for a bias of float32; " + ARITHMETIC),
-    _forward_sm90(64,     128, 128, 2,    True,  2, "few points",
-                  "on an H100 27.9 / 27.6 us, 256 x 64 beside it 36.2 / 34.5 (distance; 16 heads, seqlen 1024)"),
-    _forward_sm90(64,     256, 64,  3,    False, 2, "space",
-                  "on an H100 323 and 377 TFLOP/s, 192 x 96 beside it 319 and 356 (distance, box; 4 x 32, 4096), "
-                  "causal 304 and 350, 192 x 96 beside it 292 and 332 with ping-pong"),
     _forward_sm90(64,     192, 64,  3,    False, 2, "any", ARITHMETIC),
     _forward_sm90(128,    128, 96,  2,    True,  1, "dropout",
                   "on an H200 503 TFLOP/s, 192 x 80 beside it 427, 128 x 128 429 (16 heads, seqlen 4096, p = 0.1)"),
