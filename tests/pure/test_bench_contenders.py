@@ -14,8 +14,7 @@ from bench.cases import OPTIONS, SUFFIXES, Case
 from bench.contender import Absent, Contender, refuse
 from bench.formula import Reference, make_inputs, softmax_rows
 from bench.functions import FUNCTIONS
-from bench.run import run_suite
-from bench.suites import SUITES, Suite
+from bench.suites import SUITES
 from cuflash.cpu.jobs import count_cores
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.problem import make_problem
@@ -520,25 +519,6 @@ def test_pallas_without_a_device_or_a_tile_is_absent(fake_jax, fake_cupy, monkey
     monkeypatch.setitem(sys.modules, "jax", None)
     with pytest.raises(Absent, match="jax: "):
         peers.jax_pallas(case, inputs)
-
-
-def test_block_masks(tmp_path):
-    case = Case(dtype="float32", head_dim=8, seqlen_q=300, batch=1, num_heads=2, blocks_kept=0.5)
-    suite = Suite(kind="cpu", cases=(case,), peers=("cuflash-mask", "cuflash-dense", "naive"), about="blocks")
-    records = run_suite("tiny", suite, out=tmp_path, seconds=1e-4, revision="abc")
-    results = [r for r in records if r["record"] == "result"]
-    status = {(r["contender"], r["pass"]): r["status"] for r in results}
-    for pass_ in ("forward", "backward"):
-        assert {status[f"cuflash{how}", pass_] for how in ("", "-mask", "-dense")} == {"ok"}
-        assert status["naive", pass_] == "absent"
-    text = report.markdown(records)
-    assert "| 50 % of blocks |" in text and "cuflash, no mask" in text and "cuflash, as a mask of pairs" in text
-    assert report.Table(records).unit == "microseconds"
-    inputs = make_inputs(np, case)
-    with pytest.raises(Absent, match="needs blocks"):
-        peers.ADAPTERS["cuflash-mask"](replace(case, blocks_kept=0.0), inputs)
-    unmasked = peers.cuflash(replace(case, blocks_kept=0.0), inputs)
-    assert Reference(case, inputs).errors("forward", unmasked.calls["forward"]())["out"].wrong
 
 
 def test_every_contender_has_a_title_and_suites_name_contenders():

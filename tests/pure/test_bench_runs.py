@@ -15,8 +15,8 @@ import cuflash.testing as ct
 from bench import ceiling, peers, report
 from bench.__main__ import ROOT, main
 from bench.cases import BLOCK, Case
-from bench.contender import Contender
-from bench.formula import make_inputs
+from bench.contender import Absent, Contender
+from bench.formula import Reference, make_inputs
 from bench.run import choose_cases, choose_contenders, failures, run_suite, share
 from bench.suites import SUITES, Suite
 from bench.timing import (
@@ -229,6 +229,25 @@ def test_a_run_on_some_of_the_cores(tmp_path):
     for count in (0, many):
         failed = subprocess.run([*command, str(count)], cwd=ROOT, capture_output=True, text=True)
         assert failed.returncode == 1 and f"--cores: got {count}, expected 1 to {many - 1}" in failed.stderr
+
+
+def test_block_masks(tmp_path):
+    case = Case(dtype="float32", head_dim=8, seqlen_q=300, batch=1, num_heads=2, blocks_kept=0.5)
+    suite = Suite(kind="cpu", cases=(case,), peers=("cuflash-mask", "cuflash-dense", "naive"), about="blocks")
+    records = run_suite("tiny", suite, out=tmp_path, seconds=1e-4, revision="abc")
+    results = [r for r in records if r["record"] == "result"]
+    status = {(r["contender"], r["pass"]): r["status"] for r in results}
+    for pass_ in ("forward", "backward"):
+        assert {status[f"cuflash{how}", pass_] for how in ("", "-mask", "-dense")} == {"ok"}
+        assert status["naive", pass_] == "absent"
+    text = report.markdown(records)
+    assert "| 50 % of blocks |" in text and "cuflash, no mask" in text and "cuflash, as a mask of pairs" in text
+    assert report.Table(records).unit == "microseconds"
+    inputs = make_inputs(np, case)
+    with pytest.raises(Absent, match="needs blocks"):
+        peers.ADAPTERS["cuflash-mask"](replace(case, blocks_kept=0.0), inputs)
+    unmasked = peers.cuflash(replace(case, blocks_kept=0.0), inputs)
+    assert Reference(case, inputs).errors("forward", unmasked.calls["forward"]())["out"].wrong
 
 
 def test_a_wrong_contender_is_recorded_and_not_timed(tmp_path, monkeypatch):
