@@ -220,7 +220,8 @@ def _repeatable(pass_: Pass, options: Options, likes: tuple[Any, ...], need: tup
     binding = bind_arrays_like(pass_, options, likes, need)
     problem = binding.problem
     looks_at_numbers = problem.is_packed or problem.kv_lengths is not None or problem.block_table is not None
-    if looks_at_numbers or problem.has_float8 or binding.results != need or core.why_not(problem) is not None:
+    not_alone = problem.has_float8 or problem.has_functions
+    if looks_at_numbers or not_alone or binding.results != need or core.why_not(problem) is not None:
         return None
     every: dict[str, Any] = {**arrays, **{name: Contiguous(shape, dtype) for name, shape, dtype in binding.allocated}}
     prepared = core.prepare(problem, every, pass_ == "backward")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.cpu import by_functions, core, numpy_path
+from cuflash.cpu import by_functions, core, functions_as_terms, numpy_path
 from cuflash.cpu.jobs import cpu_threads
 from cuflash.cpu.packed import clear_rows_of_no_sequence
 from cuflash.operands import layout_of, numpy_dtype, view_4d
@@ -23,9 +23,12 @@ Array = NDArray[Any]
 
 def describe(problem: Problem | None = None) -> str:
     """Which path computes a problem, or any problem, and why."""
-    reason = core.why_not(problem)
+    if problem is not None and problem.has_functions:
+        reason, others = functions_as_terms.why_not(problem), ", and NumPy for functions"
+    else:
+        reason, others = core.why_not(problem), ""
     if reason is None:
-        return f"compiled core, {core.processor()}"
+        return f"compiled core, {core.processor()}{others}"
     return f"NumPy, and not the compiled core: {reason}"
 
 
@@ -123,7 +126,11 @@ def _run(
         scales = {name: scales_of_rows(problem, name, arrays.get(name)) for name in OF_FLOAT8}
         arrays = {**arrays, **scales}
     if problem.has_functions:
-        by_functions.run(problem, arrays, is_backward, seed, offset)
+        wanted = [name for name in problem.gradients if is_backward and arrays.get(name) is not None]
+        if functions_as_terms.why_not(problem, wanted) is None:
+            functions_as_terms.run(problem, arrays, is_backward)
+        else:
+            by_functions.run(problem, arrays, is_backward, seed, offset)
         return
     way = numpy_path if core.why_not(problem) is not None else core
     way.run(problem, arrays, is_backward, seed, offset)

@@ -189,9 +189,7 @@ def _find_head_bytes() -> int:
 
 
 def why_not(problem: Problem | None = None) -> str | None:
-    """Why the core does not compute this problem, or any; None if it does."""
-    if problem is not None and problem.has_functions:
-        return "a function makes scores or hides pairs"
+    """Why the core does not compute this problem without its functions, or any; None if it does."""
     library = _load()
     if isinstance(library, str):
         return library
