@@ -63,7 +63,7 @@ def results_of(case):
 def test_results_obey_the_oracle_rule_however_a_call_is_cut(pairs, monkeypatch):
     if core.why_not() is not None:
         pytest.skip(f"no compiled core: {core.why_not()}")
-    for name, value in (("PAIRS", pairs), ("BLOCK", 16), ("KEYS", 32)):
+    for name, value in (("FEW_PAIRS", 0), ("PAIRS", pairs), ("BLOCK", 16), ("KEYS", 32)):
         monkeypatch.setattr(functions_as_terms, name, value)
 
     @settings(max_examples=30)
@@ -106,8 +106,9 @@ def test_without_the_core_results_are_the_same_within_the_rule(case):
     ],
 )
 def test_which_scores_are_sums(score, is_sum):
+    assert functions_as_terms.FEW_PAIRS < 8 * 40 * 40
     if core.why_not() is not None:
         pytest.skip(f"no compiled core: {core.why_not()}")
-    q = np.zeros((2, 4, 8), np.float32)
+    q = np.zeros((8, 40, 8), np.float32)
     described = cuflash.FlashAttention(score=score).plan(q, q, q).describe()
     assert ("no sum of the scaled product" not in described) == is_sum
