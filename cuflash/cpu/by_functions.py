@@ -8,7 +8,7 @@ same, bit for bit, on any number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -276,6 +276,21 @@ def _backward(call: Call, arrays: Mapping[str, Array], sums: Mapping[str, Array]
                 part.add_to(sums, views)
 
 
+def sums_of_entries(shape: tuple[int, ...], places: Sequence[Array], values: Array) -> tuple[Any, Array]:
+    """The places among all entries of an array that indices name, and the sums of the values for each."""
+    flat: Any = np.zeros((1,) * values.ndim, np.int64)
+    for index, length in zip(places, shape, strict=True):
+        flat = flat * length + clamped(index, length)
+    summed = tuple(axis for axis in range(values.ndim) if flat.shape[axis] == 1)
+    weights = values.sum(axis=summed, keepdims=True, dtype=np.float64) if summed else values
+    flat, weights = np.broadcast_to(flat, weights.shape).reshape(-1), weights.reshape(-1)
+    start, stop = int(flat.min()), int(flat.max()) + 1
+    if stop - start <= SPREAD * flat.size:
+        return slice(start, stop), np.bincount(flat - start, weights, stop - start)
+    found, inverse = np.unique(flat, return_inverse=True)
+    return found, np.bincount(inverse.reshape(-1), weights)
+
+
 class _Part:
     """The contribution of some rows of one head to the gradients that are wanted."""
 
@@ -344,18 +359,7 @@ class _Part:
         """Sum values for the entries of an array that pairs read."""
         array = self.call.captured[name]
         places = evaluate(indices, inputs, self.call.captured, self.call.dtype)
-        flat: Any = np.zeros((1, 1), np.int64)
-        for index, length in zip(places, array.shape, strict=True):
-            flat = flat * length + clamped(index, length)
-        summed = tuple(axis for axis in range(2) if np.shape(flat)[axis] == 1)
-        weights = values.sum(axis=summed, keepdims=True, dtype=np.float64) if summed else values
-        flat, weights = np.broadcast_to(flat, weights.shape).reshape(-1), weights.reshape(-1)
-        start, stop = int(flat.min()), int(flat.max()) + 1
-        if stop - start <= SPREAD * flat.size:
-            self.entries.append((name, slice(start, stop), np.bincount(flat - start, weights, stop - start)))
-        else:
-            found, inverse = np.unique(flat, return_inverse=True)
-            self.entries.append((name, found, np.bincount(inverse.reshape(-1), weights)))
+        self.entries.append((name, *sums_of_entries(array.shape, places, values)))
 
     def add_to(self, sums: Mapping[str, Array], views: Mapping[str, Array]) -> None:
         """Add this part to the sums that jobs share."""

@@ -2,19 +2,21 @@
 
 What a score adds to the scaled product is its bias, if that does not depend on the product. NumPy computes it, and what
 a mask function hides, once for all batch entries and heads that the functions do not tell apart. A part of a call has
-as many queries as take `PAIRS` numbers, so that memory is linear, and results do not depend on the number of threads.
-What parts add to dk and dv is summed in the dtype of the softmax, in their order.
+as many queries as take `PART_BYTES`, so that memory is linear, and results do not depend on the number of threads.
+What parts add to dk and dv is summed in the dtype of the softmax, in their order. Gradients of arrays that the score
+reads follow from that of the bias, in float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.cpu import core, jobs
+from cuflash.cpu.by_functions import sums_of_entries
 from cuflash.operands import ITEMSIZE, view_4d, view_rows
 from cuflash.options import Options
 from cuflash.problem import Problem, make_problem
@@ -28,7 +30,7 @@ Array = NDArray[Any]
 # With as many pairs, calls of NumPy take most of the time: one head of 64 queries and keys took 0.28 ms by tiles, and
 # 0.41 so.
 FEW_PAIRS = 2**13
-PAIRS = 2**21  # of a part
+PART_BYTES = 2**23  # of the bias of a part
 BLOCK = 128  # queries, and keys, that a mask may hide as a whole
 KEYS = 8 * BLOCK  # of which one job evaluates functions, for BLOCK queries
 LENGTHS = "kv_lengths"
@@ -54,7 +56,7 @@ def why_not(problem: Problem, wanted: Collection[str] = ()) -> str | None:
         return "a score that is a text"
     if program.score is not None and not _is_sum(program.score):
         return "a score that is no sum of the scaled product and a number"
-    others = [name for name in wanted if name not in DEFAULT_NEED]
+    others = [name for name in wanted if name not in (*DEFAULT_NEED, *problem.captured_gradients)]
     return f"gradients beside functions: {', '.join(others)}" if others else None
 
 
@@ -105,31 +107,35 @@ class _Call:
         self.problem, self.program = problem, problem.program.on_numpy()
         self.captured = {name: given[name] for name, _ in problem.captured}
         self.terms = {name: given[name] for name in BESIDE if name in given}
+        self.results = {name: x for name, x in given.items() if name in problem.gradients}
+        self.of_reads = {name: np.zeros(x.shape) for name, x in self.captured.items() if f"d{name}" in self.results}
         self.arrays = {
             name: view_rows(x) if name in ("lse", "dlse") else view_4d(x, problem.layout)
             for name, x in given.items()
-            if name not in self.captured and name not in BESIDE
+            if name not in (*self.captured, *BESIDE, *self.results)
         }
+        self.wide: np.dtype[Any] | None = None  # in place of the dtype of q, if it is another one
         self.tables = Tables(self.captured)
         roots = [root for root in (self.program.score, self.program.mask) if root is not None]
         inputs = {at.payload for at in in_order(roots) if at.op == "input"}
         self.by_batch, self.by_head = "batch" in inputs, "head" in inputs
 
     def parts(self) -> Iterator[_Part]:
-        """Parts whose functions take at most `PAIRS` numbers, or a block of rows, in a fixed order."""
+        """Parts whose bias takes at most `PART_BYTES`, or a block of rows, in a fixed order."""
         problem = self.problem
+        most = PART_BYTES // np.dtype(problem.softmax_dtype).itemsize
         group, every = problem.group_size, slice(None)
         batches, heads = [every], [(every, every)]
         seen = (problem.batch if self.by_batch else 1) * (problem.num_heads if self.by_head else 1)
         of_block = min(BLOCK, max(problem.seqlen_q, 1)) * max(problem.seqlen_k, 1)
-        if self.by_batch and seen * of_block > PAIRS:
+        if self.by_batch and seen * of_block > most:
             batches = [slice(b, b + 1) for b in range(problem.batch)]
             seen //= max(problem.batch, 1)
-        if self.by_head and seen * of_block > PAIRS:
+        if self.by_head and seen * of_block > most:
             kv_heads = range(problem.num_heads_kv)
             heads = [(slice(h * group, (h + 1) * group), slice(h, h + 1)) for h in kv_heads]
             seen = group
-        blocks = max(1, PAIRS // max(seen * BLOCK * problem.seqlen_k, 1))
+        blocks = max(1, most // max(seen * BLOCK * problem.seqlen_k, 1))
         for batch in batches:
             for of_q, of_kv in heads:
                 for first in range(0, problem.seqlen_q, blocks * BLOCK):
@@ -137,13 +143,19 @@ class _Call:
                     yield _Part(batch, of_q, of_kv, rows)
 
     def of_rows(self, part: _Part, names: Collection[str]) -> dict[str, Array]:
-        return {name: self.arrays[name][part.batches, part.heads, part.rows] for name in names if name in self.arrays}
+        place = (part.batches, part.heads, part.rows)
+        return {name: self.as_computed(self.arrays[name][place]) for name in names if name in self.arrays}
+
+    def as_computed(self, x: Array) -> Array:
+        return x if self.wide is None else x.astype(self.wide)
 
     def run(self, part: _Part, arrays: dict[str, Array], is_backward: bool) -> None:
         """Compute a part: `arrays` are those of a call but for q, k, v and terms."""
-        own = self.of_rows(part, ("q",)) | {x: self.arrays[x][part.batches, part.heads_kv] for x in ("k", "v")}
+        pairs = _Pairs(self, part)
+        own = self.of_rows(part, ("q",))
+        own |= {name: self.as_computed(self.arrays[name][part.batches, part.heads_kv]) for name in ("k", "v")}
         terms = {name: _cut(x, cast("int", core.AXES[name]), part) for name, x in self.terms.items()}
-        of_functions = self.functions(part)
+        of_functions = self.functions(pairs)
         if "mask" in terms and "mask" in of_functions:
             of_functions["mask"] = of_functions["mask"] & terms["mask"]
         terms |= of_functions
@@ -156,16 +168,19 @@ class _Call:
             block_size=BLOCK,
         )
         problem = make_problem(options, *own.values(), **terms)  # type: ignore[arg-type]
-        core.run(problem, {**own, **terms, **arrays}, is_backward, None, None)
+        of_bias = {"dbias": np.empty_like(terms["bias"])} if self.of_reads else {}
+        core.run(problem, {**own, **terms, **arrays, **of_bias}, is_backward, None, None)
+        if self.of_reads:
+            self.add_reads(pairs, of_bias["dbias"])
 
     def run_backward(self, parts: list[_Part]) -> None:
-        """Write gradients. Where several parts add to dk and dv, all are of the dtype of the softmax."""
+        """Write gradients. Where several parts add to dk and dv, all is computed in the dtype of the softmax."""
         dtype = np.dtype(self.problem.softmax_dtype)
-        results = {name: self.arrays.pop(name) for name in DEFAULT_NEED if name in self.arrays}
+        results = {name: view_4d(x, self.problem.layout) for name, x in self.results.items() if name in DEFAULT_NEED}
         is_split = len({part.rows.start for part in parts}) > 1
         if is_split and ITEMSIZE[self.problem.dtype] < dtype.itemsize:
-            self.arrays = {name: x.astype(dtype) for name, x in self.arrays.items()}
-        sums = {name: np.zeros(x.shape, self.arrays["q"].dtype) for name, x in results.items()}
+            self.wide = dtype
+        sums = {name: np.zeros(x.shape, self.wide or x.dtype) for name, x in results.items()}
         for part in parts:
             of_keys = (part.batches, part.heads_kv)
             own = {name: x[of_keys] for name, x in sums.items() if name != "dq"}
@@ -176,59 +191,113 @@ class _Call:
             if is_split:
                 for name, x in own.items():
                     x += added[name]
-        for name, x in results.items():
-            x[...] = sums[name]
+        with np.errstate(all="ignore"):
+            for name, x in results.items():
+                x[...] = sums[name]
+            for name, read in self.of_reads.items():
+                self.results[f"d{name}"][...] = read
 
-    def functions(self, part: _Part) -> dict[str, Array]:
+    def functions(self, pairs: _Pairs) -> dict[str, Array]:
         """The bias of a part, the mask of its pairs, and that of its blocks; those that there are."""
-        problem, program = self.problem, self.program
-        rows, dtype = range(part.rows.start, part.rows.stop), problem.softmax_dtype
-        batches, heads = np.arange(problem.batch)[part.batches], np.arange(problem.num_heads)[part.heads]
-        of_all = {"batch": batches if self.by_batch else batches[:1], "head": heads if self.by_head else heads[:1]}
-        inputs = {"batch": of_all["batch"][:, None, None, None], "head": of_all["head"][None, :, None, None]}
-        shape = (len(of_all["batch"]), len(of_all["head"]), len(rows), problem.seqlen_k)
+        program, rows, dtype = self.program, pairs.rows, self.problem.softmax_dtype
         terms: dict[str, Array] = {}
         if program.score is not None:
-            terms["bias"] = np.zeros(shape, dtype)
+            terms["bias"] = np.zeros(pairs.shape, dtype)
         if program.mask is not None:
-            always, sometimes = self.blocks(program.mask, rows, inputs)
-            terms |= {"block_mask": sometimes, "mask": np.ones(shape, bool)}
+            always, sometimes = self.blocks(program.mask, rows, pairs.of_all)
+            terms |= {"block_mask": sometimes, "mask": np.ones(pairs.shape, bool)}
 
-        def evaluate_block(_: jobs.Workspace, first_row: int, first_key: int) -> None:
-            stop_row, stop_key = min(first_row + BLOCK, rows.stop), min(first_key + KEYS, problem.seqlen_k)
-            at = {"i": np.arange(first_row, stop_row)[:, None], "j": np.arange(first_key, stop_key)}
-            at |= {**inputs, "s": np.zeros(1, dtype)}
-            place = (..., slice(first_row - rows.start, stop_row - rows.start), slice(first_key, stop_key))
+        def evaluate_tile(_: jobs.Workspace, first_row: int, first_key: int) -> None:
+            inputs, place = pairs.tile(first_row, first_key)
             if program.mask is not None:
+                stop_key = place[-1].stop
                 blocks = (..., (first_row - rows.start) // BLOCK, slice(first_key // BLOCK, -(-stop_key // BLOCK)))
                 if not sometimes[blocks].any():
                     return
                 if not always[blocks].all():
-                    terms["mask"][place] = evaluate([program.mask], at, self.captured, dtype)[0]
+                    terms["mask"][place] = evaluate([program.mask], inputs, self.captured, dtype)[0]
             if program.score is not None:
-                terms["bias"][place] = evaluate([program.score], at, self.captured, dtype)[0]
+                terms["bias"][place] = evaluate([program.score], inputs, self.captured, dtype)[0]
 
-        every = []
-        for first_row in range(rows.start, rows.stop, BLOCK):
-            first, stop = problem.key_range(first_row)[0], problem.key_range(min(first_row + BLOCK, rows.stop) - 1)[1]
-            every += [(first_row, first_key) for first_key in range(first // KEYS * KEYS, stop, KEYS)]
-        threads = jobs.count_cores() if len(every) > 1 else 1
-        jobs.run(evaluate_block, every, threads, np.dtype(dtype))
+        self.for_tiles(pairs, evaluate_tile)
         return terms
 
-    def blocks(self, mask: Node, rows: range, inputs: Mapping[str, Array]) -> tuple[Array, Array]:
+    def for_tiles(self, pairs: _Pairs, work: Callable[..., None]) -> None:
+        tiles = list(pairs.tiles(self.problem))
+        jobs.run(work, tiles, jobs.count_cores() if len(tiles) > 1 else 1, np.dtype(self.problem.softmax_dtype))
+
+    def add_reads(self, pairs: _Pairs, values: Array) -> None:
+        """Add to the gradients of arrays what follows from that of the bias, tile after tile."""
+        loads = [(name, load) for name in self.of_reads for load in self.program.loads[name]]
+        found: dict[tuple[int, int], list[tuple[str, Any, Array]]] = {at: [] for at in pairs.tiles(self.problem)}
+        dtype = self.problem.softmax_dtype
+
+        def sum_tile(_: jobs.Workspace, first_row: int, first_key: int) -> None:
+            inputs, place = pairs.tile(first_row, first_key)
+            own, entries = values[place], []
+            for name, load in loads:
+                (derivative,) = evaluate([load.derivative], inputs, self.captured, dtype)
+                # A pair that does not count has no part, whatever the derivative is.
+                terms = own * np.where(own == 0, 0, derivative)
+                places = evaluate(load.at.args, inputs, self.captured, dtype)
+                entries.append((name, *sums_of_entries(self.captured[name].shape, places, terms)))
+            found[first_row, first_key] = entries
+
+        self.for_tiles(pairs, sum_tile)
+        for entries in found.values():
+            for name, places, sums in entries:
+                self.of_reads[name].reshape(-1)[places] += sums
+
+    def blocks(self, mask: Node, rows: range, of_all: Mapping[str, Array]) -> tuple[Array, Array]:
         """For each block of some rows, whether the mask shows all its pairs, and whether it shows any."""
         ranges = []
         for whole in (rows, range(self.problem.seqlen_k)):
             first = np.arange(whole.start, whole.stop, BLOCK)
             ranges.append((first, np.minimum(first + BLOCK, whole.stop) - 1))
         (first_i, last_i), (first_j, last_j) = ranges
-        shape = (*np.broadcast_shapes(*(x.shape for x in inputs.values()))[:2], first_i.size, first_j.size)
+        shape = (of_all["batch"].size, of_all["head"].size, first_i.size, first_j.size)
         always, sometimes = np.empty((2, *shape), bool)
         for b, h in np.ndindex(shape[:2]):
-            own = {"batch": inputs["batch"][b].item(), "head": inputs["head"][0, h].item()}
-            bounds = {"i": (first_i[:, None], last_i[:, None]), "j": (first_j, last_j)}
+            own = {"batch": int(of_all["batch"].flat[b]), "head": int(of_all["head"].flat[h])}
+            bounds: dict[str, Any] = {"i": (first_i[:, None], last_i[:, None]), "j": (first_j, last_j)}
             bounds |= {name: (x, x) for name, x in own.items()}
             for result, found in zip((always, sometimes), bounds_of(mask, bounds, self.tables.load), strict=True):
                 result[b, h] = found == 1
         return always, sometimes
+
+
+class _Pairs:
+    """The pairs of a part, as functions see them.
+
+    Attributes
+    ----------
+    rows : range
+    of_all : dict of str to array
+        The batch entries and heads that functions tell apart, as axes 0 and 1 of four.
+    shape : tuple of int
+        Of the bias.
+    """
+
+    def __init__(self, call: _Call, part: _Part) -> None:
+        problem = call.problem
+        batches, heads = np.arange(problem.batch)[part.batches], np.arange(problem.num_heads)[part.heads]
+        batches, heads = batches if call.by_batch else batches[:1], heads if call.by_head else heads[:1]
+        self.rows = range(part.rows.start, part.rows.stop)
+        self.of_all = {"batch": batches[:, None, None, None], "head": heads[:, None, None]}
+        self.shape = (len(batches), len(heads), len(self.rows), problem.seqlen_k)
+        self.dtype = problem.softmax_dtype
+
+    def tiles(self, problem: Problem) -> Iterator[tuple[int, int]]:
+        """The first row and the first key of each tile of `BLOCK` rows and `KEYS` keys that bounds show."""
+        for first_row in range(self.rows.start, self.rows.stop, BLOCK):
+            last = min(first_row + BLOCK, self.rows.stop) - 1
+            first, stop = problem.key_range(first_row)[0], problem.key_range(last)[1]
+            for first_key in range(first // KEYS * KEYS, stop, KEYS):
+                yield first_row, first_key
+
+    def tile(self, first_row: int, first_key: int) -> tuple[dict[str, Array], tuple[Any, ...]]:
+        """The inputs of functions in a tile, and its place in the bias. The scaled product is 0."""
+        stop_row, stop_key = min(first_row + BLOCK, self.rows.stop), min(first_key + KEYS, self.shape[3])
+        inputs = {"i": np.arange(first_row, stop_row)[:, None], "j": np.arange(first_key, stop_key)}
+        place = (..., slice(first_row - self.rows.start, stop_row - self.rows.start), slice(first_key, stop_key))
+        return {**inputs, **self.of_all, "s": np.zeros(1, self.dtype)}, place

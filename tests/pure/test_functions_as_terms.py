@@ -8,18 +8,17 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash.cpu import core, functions_as_terms
 from cuflash.operands import numpy_dtype
+from cuflash.terms import DEFAULT_NEED
 from cuflash.testing.rule import measure, yardsticks
 from tests.scored import MASKS, SCORES, Scored, captured_of
 
-SUMS = (None, "distance", "plane", "gated", "box", "alibi", "t5", "decay", "fade")
-NEED = ("dq", "dk", "dv")
+SUMS = ("distance", "plane", "gated", "box", "alibi", "t5", "decay", "fade")
+FUNCTIONS = [*((score, None) for score in SUMS), *((None, mask) for mask in MASKS), ("fade", "prefix"), ("t5", "near")]
 
 
 @st.composite
-def summed(draw):
-    """A problem with a mask function, a score that is a sum, or both, beside options that these may have."""
-    score = draw(st.sampled_from(SUMS))
-    mask = draw(st.sampled_from([*MASKS] if score is None else [None, *MASKS]))
+def summed(draw, score, mask):
+    """A problem with functions of these names, beside options that they may have."""
     functions = (SCORES[score] if score else None, MASKS[mask] if mask else None)
     dtype = draw(st.sampled_from(("float32", "float64", "float16", "bfloat16")))
     batch, heads, group = draw(st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 2)))
@@ -52,24 +51,30 @@ def summed(draw):
     return Scored(cuflash.FlashAttention(score=functions[0], mask=functions[1], **options), arrays, {}, "")
 
 
+def is_served(problem):
+    return functions_as_terms.why_not(problem, (*DEFAULT_NEED, *problem.captured_gradients)) is None
+
+
 def results_of(case):
     out, lse = case.attention.forward(*case.inputs, **case.terms)
     again = {"dlse": case.arrays["dlse"], **case.terms}
-    gradients = case.attention.backward(case.arrays["dout"], *case.inputs, out, lse, need=NEED, **again)
+    need = (*DEFAULT_NEED, *case.problem.captured_gradients)
+    gradients = case.attention.backward(case.arrays["dout"], *case.inputs, out, lse, need=need, **again)
     return {"out": out, "lse": lse, **gradients._asdict()}
 
 
-@pytest.mark.parametrize("pairs", [2**21, 1500, 400])
-def test_results_obey_the_oracle_rule_however_a_call_is_cut(pairs, monkeypatch):
+@pytest.mark.parametrize(("score", "mask"), FUNCTIONS)
+def test_results_obey_the_oracle_rule_however_a_call_is_cut(score, mask, monkeypatch):
     if core.why_not() is not None:
         pytest.skip(f"no compiled core: {core.why_not()}")
-    for name, value in (("FEW_PAIRS", 0), ("PAIRS", pairs), ("BLOCK", 16), ("KEYS", 32)):
+    for name, value in (("FEW_PAIRS", 0), ("BLOCK", 16), ("KEYS", 32)):
         monkeypatch.setattr(functions_as_terms, name, value)
 
-    @settings(max_examples=30)
-    @given(summed())
-    def judge(case):
-        assert "kv_lengths" in case.arrays or functions_as_terms.why_not(case.problem, NEED) is None
+    @settings(max_examples=10)
+    @given(summed(score, mask), st.sampled_from((1600, 6000, 2**23)))
+    def judge(case, part_bytes):
+        monkeypatch.setattr(functions_as_terms, "PART_BYTES", part_bytes)
+        assert "kv_lengths" in case.arrays or is_served(case.problem)
         results = results_of(case)
         judges = yardsticks(case.problem, case.arrays)
         measured = [measure(name, x, judges[name]) for name, x in results.items()]
@@ -82,7 +87,7 @@ def test_results_obey_the_oracle_rule_however_a_call_is_cut(pairs, monkeypatch):
 
 
 @settings(max_examples=20)
-@given(summed())
+@given(st.sampled_from(FUNCTIONS).flatmap(lambda names: summed(*names)))
 def test_without_the_core_results_are_the_same_within_the_rule(case):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core, "why_not", lambda problem=None: "it is left out")
