@@ -23,12 +23,29 @@ from cuflash.operands import view_4d, view_rows
 from cuflash.problem import Problem
 from cuflash.score.evaluation import clamped, evaluate
 from cuflash.score.intervals import Tables, bounds_of
+from cuflash.score.nodes import Node
 from cuflash.terms import DEFAULT_NEED, GRADIENTS
 
 Array = NDArray[Any]
 
 ROWS, KEYS = 128, 512
 SPREAD = 4  # sums for entries of an array are dense where the entries range over at most SPREAD times as many as values
+
+
+def shown_blocks(
+    mask: Node, rows: range, keys: range, block: tuple[int, int], batch: int, head: int, tables: Tables
+) -> tuple[Array, Array]:
+    """For each block of pairs of a head whether the mask shows all of them, and whether it shows any."""
+    ranges = []
+    for whole, size in zip((rows, keys), block, strict=True):
+        first = np.arange(whole.start, whole.stop, size)
+        ranges.append((first, np.minimum(first + size, whole.stop) - 1))
+    (first_i, last_i), (first_j, last_j) = ranges
+    inputs: dict[str, Any] = {"i": (first_i[:, None], last_i[:, None]), "j": (first_j, last_j)}
+    inputs |= {"batch": (batch, batch), "head": (head, head)}
+    always, sometimes = bounds_of(mask, inputs, tables.load)
+    shape = (first_i.size, first_j.size)
+    return np.broadcast_to(always, shape) == 1, np.broadcast_to(sometimes, shape) == 1
 
 
 class Call:
@@ -74,16 +91,8 @@ class Call:
         entry = self.entry(batch) if function.depends_on("batch") else 0
         key = (entry, head if function.depends_on("head") else 0)
         if key not in self._shown:
-            ranges = []
-            for length, size in ((self.problem.seqlen_q, ROWS), (self.problem.seqlen_k, KEYS)):
-                first = np.arange(0, length, size)
-                ranges.append((first, np.minimum(first + size, length) - 1))
-            (first_i, last_i), (first_j, last_j) = ranges
-            inputs: dict[str, Any] = {"i": (first_i[:, None], last_i[:, None]), "j": (first_j, last_j)}
-            inputs |= {"batch": (key[0], key[0]), "head": (key[1], key[1])}
-            always, sometimes = bounds_of(self.program.mask, inputs, self._tables.load)
-            shape = (first_i.size, first_j.size)
-            self._shown[key] = (np.broadcast_to(always, shape) == 1, np.broadcast_to(sometimes, shape) == 1)
+            pairs = (range(self.problem.seqlen_q), range(self.problem.seqlen_k))
+            self._shown[key] = shown_blocks(self.program.mask, *pairs, (ROWS, KEYS), *key, self._tables)
         return self._shown[key]
 
     def tiles(self, batch: int, head: int, rows: range) -> Iterator[tuple[range, bool]]:

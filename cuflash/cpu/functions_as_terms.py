@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.cpu import core, jobs
-from cuflash.cpu.by_functions import sums_of_entries
+from cuflash.cpu.by_functions import shown_blocks, sums_of_entries
 from cuflash.operands import ITEMSIZE, view_4d, view_rows
 from cuflash.options import Options
 from cuflash.problem import Problem, make_problem
 from cuflash.score.evaluation import evaluate
-from cuflash.score.intervals import Tables, bounds_of
+from cuflash.score.intervals import Tables
 from cuflash.score.nodes import Node, in_order
 from cuflash.terms import DEFAULT_NEED, NAMES, TERMS
 
@@ -250,19 +250,11 @@ class _Call:
 
     def blocks(self, mask: Node, rows: range, of_all: Mapping[str, Array]) -> tuple[Array, Array]:
         """For each block of some rows, whether the mask shows all its pairs, and whether it shows any."""
-        ranges = []
-        for whole in (rows, range(self.problem.seqlen_k)):
-            first = np.arange(whole.start, whole.stop, BLOCK)
-            ranges.append((first, np.minimum(first + BLOCK, whole.stop) - 1))
-        (first_i, last_i), (first_j, last_j) = ranges
-        shape = (of_all["batch"].size, of_all["head"].size, first_i.size, first_j.size)
-        always, sometimes = np.empty((2, *shape), bool)
-        for b, h in np.ndindex(shape[:2]):
-            own = {"batch": int(of_all["batch"].flat[b]), "head": int(of_all["head"].flat[h])}
-            bounds: dict[str, Any] = {"i": (first_i[:, None], last_i[:, None]), "j": (first_j, last_j)}
-            bounds |= {name: (x, x) for name, x in own.items()}
-            for result, found in zip((always, sometimes), bounds_of(mask, bounds, self.tables.load), strict=True):
-                result[b, h] = found == 1
+        batches, heads = (of_all[name].reshape(-1).tolist() for name in ("batch", "head"))
+        keys = range(self.problem.seqlen_k)
+        blocks = (BLOCK, BLOCK)
+        shown = [[shown_blocks(mask, rows, keys, blocks, b, h, self.tables) for h in heads] for b in batches]
+        always, sometimes = (np.array([[found[n] for found in of_heads] for of_heads in shown]) for n in range(2))
         return always, sometimes
 
 

@@ -220,8 +220,9 @@ def reciprocal_of(divisor: Node) -> Node:
 
 def divisors_of_head(roots: Sequence[Node], of_all: Sequence[Node]) -> list[Node]:
     """Those of the numbers that are the same for all pairs of a head by which other real numbers are divided."""
-    divisions = [at for at in in_order(roots, of_all) if at.kind == "float" and at.op in ("div", "floordiv", "mod")]
-    return [at for at in of_all if any(at is division.args[1] for division in divisions)]
+    divisions = (at for at in in_order(roots, of_all) if at.kind == "float" and at.op in ("div", "floordiv", "mod"))
+    divisors = {at.args[1] for at in divisions}
+    return [at for at in of_all if at in divisors]
 
 
 def of_points(roots: Sequence[Node], known: Collection[Node], index: str) -> list[Node]:

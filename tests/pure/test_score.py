@@ -90,7 +90,7 @@ def test_memory_is_linear_and_hidden_tiles_cost_nothing(monkeypatch):
     gradients = attn.backward(dout, q, k, v, out, lse, need=("dq", "dk", "dv", "da"), **arrays)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    passes = 1 + (core.why_not() is not None)  # the core computes the forward pass, but no gradients of arrays
+    passes = 1 + (core.why_not() is not None)  # the core makes no gradient of a bias beside a mask function
     assert len(tiles) == passes * seqlen // by_functions.ROWS and set(tiles) == {(by_functions.ROWS, 512)}
     assert most < seqlen * seqlen and gradients.da.shape == (seqlen,)
     packed = np.arange(0, seqlen + 1, 512, dtype=np.int32)

@@ -3,7 +3,6 @@
 import ctypes
 import pickle
 import re
-import subprocess
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from cuflash.score.nodes import INFIX, Node, in_order
 from cuflash.testing import check_gradients
 from tests import expressions
 from tests.expressions import SEQLEN_K, SEQLEN_Q, hoistable_scores, scores
-from tests.pure.test_score_expressions import PRELUDE, S, captured, derivatives_along, inputs, program
+from tests.pure.test_score_expressions import PRELUDE, S, captured, compiled, derivatives_along, inputs, program
 from tests.scored import Scored, captured_of
 from tests.texts import HEAD, SOFTCAPPED, TEXTS
 
@@ -245,16 +244,7 @@ def test_dual_numbers_have_the_derivatives_of_traced_functions(dtype, tmp_path):
         text += f"namespace n{index} {{\n{duals}{header}}}\n"
         loop = LOOP.replace("FUNCTION", f"f{index}").replace("NAME", f"n{index}")
         text += loop.replace("ROWS", str(SEQLEN_Q)).replace("KEYS", str(SEQLEN_K))
-    (tmp_path / "common").mkdir()
-    for name in ("config", "exponential"):
-        (tmp_path / f"common/{name}.cuh").write_text("")
-    source, library = tmp_path / "text.cc", tmp_path / "text.so"
-    source.write_text(text)
-    command = [find_compiler() or "g++", "-std=c++17", "-O0", "-shared", "-fPIC", "-ffp-contract=off", f"-I{tmp_path}"]
-    command += [f"-I{kernel_directory()}", str(source), "-o", str(library)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[:4000]
-    functions = ctypes.CDLL(str(library))
+    functions = compiled(text, tmp_path)
     random, rounding = np.random.default_rng(3), {np.float32: 1e-3, np.float64: 1e-10}[dtype]
     s = S.astype(dtype)
     directions = {name: np.asarray(random.standard_normal(x.shape), dtype) for name, x in arrays.items()}

@@ -54,8 +54,8 @@ SERVES: dict[Serves, str] = {
     "where smaller tiles of queries would not be done first",
     "lists": "block masks, masks of pairs and mask functions, without a bias of pairs",
     "points": "scores that read numbers of rows and keys alone, without a block mask, and pairs looked up",
-    "few points": "the same for few queries: larger tiles would leave multiprocessors idle",
-    "space": "the same with three numbers of a key at most, without dropout",
+    "few points": "scores as of points and few queries: larger tiles would leave multiprocessors idle",
+    "space": "scores as of points with three numbers of a key at most, without dropout",
     "many points": "scores as of points without a right bound, a mask function and dropout, where smaller tiles of "
     "queries would not be done first",
     "dropout": "dropout without a bias of pairs, and pairs that are hidden one by one",
