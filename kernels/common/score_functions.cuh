@@ -154,7 +154,6 @@ CUFLASH_DEVICE Real score_fast_cos(Real x) { return kWide ? score_cos(x) : (Real
 CUFLASH_DEVICE Real score_fast_div(Real x, Real y) {
   return kWide ? x / y : x * (Real)ptx::reciprocal_approx((float)y);
 }
-CUFLASH_DEVICE Real score_fast_div(Real x, Real y, Real reciprocal) { return kWide ? x / y : x * reciprocal; }
 
 // x / y, correctly rounded, from the correctly rounded reciprocal of y, in three instructions that need no branch:
 // Brisebarre, Muller and Raina, "Accelerating correctly rounded floating-point division when the divisor is known in
@@ -165,6 +164,9 @@ CUFLASH_DEVICE float score_div(float x, float y, float reciprocal) {
   return fabsf(remainder) < ptx::infinity() ? fmaf(remainder, reciprocal, quotient) : quotient;
 }
 CUFLASH_DEVICE double score_div(double x, double y, double) { return x / y; }
+CUFLASH_DEVICE Real score_fast_div(Real x, Real y, Real reciprocal) {
+  return kWide ? score_div(x, y, reciprocal) : x * reciprocal;
+}
 
 // The largest integer that is not above x, within 32 bits; 0 for a NaN.
 CUFLASH_DEVICE int score_floor_to_int(float x) { return ptx::floor_to_int(x); }
