@@ -203,7 +203,13 @@ CUFLASH_DEVICE double natural_log(double x) {
 CUFLASH_DEVICE Real log_sum_exp(Real offset, Real sum) {
   if (sum == 0) return -ptx::infinity();
   if constexpr (kWide) return (Real)(offset + natural_log(sum));
-  return fmaf((float)offset, kLn2, ptx::log2_approx((float)sum) * kLn2);
+  // The instruction is off by 2^-22 times its result, which is up to 30 because offsets follow maxima late. So it gets
+  // sum = 2^steps m with m around 1.
+  const u32 bits = ptx::bits_of((float)sum), sqrt_half = 0x3f3504f3;
+  const i32 steps = (i32)(bits - sqrt_half) >> 23;
+  const float log_m = ptx::log2_approx(ptx::float_of(bits - ((u32)steps << 23))) * kLn2;
+  const float value = fmaf((float)offset, kLn2, fmaf((float)steps, kLn2, log_m));
+  return sum < ptx::infinity() ? value : sum;
 }
 // The factor that makes a sum of exponentials relative to `offset` relative to a larger exponent; 0 if the sum is
 // empty.
