@@ -128,7 +128,7 @@ def _run(
     if problem.has_functions:
         wanted = [name for name in problem.gradients if is_backward and arrays.get(name) is not None]
         if functions_as_terms.why_not(problem, wanted) is None:
-            functions_as_terms.run(problem, arrays, is_backward)
+            functions_as_terms.run(problem, arrays, is_backward, seed, offset)
         else:
             by_functions.run(problem, arrays, is_backward, seed, offset)
         return

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from cuflash.cpu import cap, jobs, sink
 from cuflash.cpu.packed import sequences
+from cuflash.cpu.part_products import product
 from cuflash.cpu.terms_as_score import program_and_arrays
 from cuflash.cpu.tiles import count_threads
 from cuflash.dropout import kept_weights
@@ -187,12 +188,10 @@ def _sequences(
     problem: Problem, arrays: Mapping[str, Array], seed: int | None, offset: int | None
 ) -> Iterator[tuple[Call, dict[str, Array]]]:
     """Each packed sequence as a call of its own, and its part of the arrays."""
-    captured = {name for name, _ in problem.captured}
-    of_rows = {"q", "k", "v", "out", "lse", "dout", "dlse", *DEFAULT_NEED}
+    captured = {name: arrays[name] for name, _ in problem.captured}
+    others = {name: x for name, x in arrays.items() if name not in captured}
     for one in sequences(problem, arrays["cu_seqlens_q"], arrays["cu_seqlens_k"]):
-        own = {name: one.of_rows(x, name) for name, x in arrays.items() if name in of_rows}
-        own |= {name: x for name, x in arrays.items() if name in captured}
-        own |= one.of_terms({name: x for name, x in arrays.items() if name not in own})
+        own = one.of_call(others) | captured
         yield Call(one.problem, own, seed, offset, one.index), own
 
 
@@ -214,7 +213,7 @@ def _forward_rows(call: Call, out: Array, lse: Array, batch: int, head: int, row
     for keys, asks in call.tiles(batch, head, rows):
         k, v = (call.rows_of(x, batch, of_keys, keys) for x in (call.k, call.v))
         inputs = call.inputs(batch, head, rows, keys)
-        scores = scaled @ k.T
+        scores = product(scaled, k.T)
         if call.program.score is not None:
             scores = _full(
                 evaluate([call.program.score], {**inputs, "s": scores}, call.captured, call.dtype)[0], scores
@@ -227,7 +226,7 @@ def _forward_rows(call: Call, out: Array, lse: Array, batch: int, head: int, row
         m, l = raised, l * factor + weights.sum(axis=1, keepdims=True)  # noqa: E741 (the paper's letter)
         if problem.dropout:
             weights *= call.kept(batch, head, rows, keys)
-        o = o * factor + weights @ v
+        o = o * factor + product(weights, v)
     place = (batch, head, slice(rows.start, rows.stop))
     out[place] = o / np.where(l == 0, 1, l)
     lse[place] = np.where(l == 0, -np.inf, m + np.log(l))[:, 0]
@@ -330,14 +329,14 @@ class _Part:
         for keys, asks in call.tiles(*place, rows):
             k, v = (call.rows_of(x, self.batch, self.of_keys, keys) for x in (call.k, call.v))
             inputs = call.inputs(*place, rows, keys)
-            products = q @ k.T
+            products = product(q, k.T)
             s = products * call.dtype.type(problem.scale)
             scores, slope, derivatives = self.functions(s, inputs)
             call.hide(scores, *place, inputs, asks)
             p = np.where(is_empty, 0, np.exp(scores - exponent))  # a row without weights may have any scores
             kept = call.kept(*place, rows, keys) if problem.dropout else None
-            dv = (p if kept is None else p * kept).T @ dO if "dv" in wanted else None
-            dp = dO @ v.T
+            dv = product((p if kept is None else p * kept).T, dO) if "dv" in wanted else None
+            dp = product(dO, v.T)
             ds = p * ((dp if kept is None else dp * kept) - delta)
             seen = p != 0  # a pair without weight contributes nothing, whatever its derivative is
             for name, load, derivative in derivatives:
@@ -347,8 +346,8 @@ class _Part:
                 self.dscale += float((ds * products).sum(dtype=np.float64))
             ds *= call.dtype.type(problem.scale)
             if self.dq is not None:
-                self.dq += ds @ k
-            self.keys.append((keys, ds.T @ q if "dk" in wanted else None, dv))
+                self.dq += product(ds, k)
+            self.keys.append((keys, product(ds.T, q) if "dk" in wanted else None, dv))
 
     def functions(self, s: Array, inputs: Mapping[str, Any]) -> tuple[Array, Array, list[tuple[str, Any, Array]]]:
         """Scores, their derivative by s, and those by entries that are wanted."""

@@ -1,25 +1,35 @@
 """Functions of the caller as a bias and masks, with which the compiled core computes some queries at a time.
 
-What a score adds to the scaled product is its bias, if that does not depend on the product. NumPy computes it, and what
-a mask function hides, once for all batch entries and heads that the functions do not tell apart. A part of a call has
-as many queries as take `PART_BYTES`, so that memory is linear, and results do not depend on the number of threads.
-What parts add to dk and dv is summed in the dtype of the softmax, in their order. Gradients of arrays that the score
-reads follow from that of the bias, in float64.
+What a score adds to the scaled product is its bias, if that does not depend on the product. Of any other score, the
+bias is all of it: NumPy multiplies q and k, and the core gets zeros in their places. NumPy computes the bias, and what
+a mask function hides, once for all batch entries and heads that the functions do not tell apart. What follows from
+i - j alone is computed once for each diagonal, and the rows of the bias are views of one line.
+
+A part of a call has as many queries, heads and batch entries as take `PART_BYTES`, so that memory is linear, and
+results do not depend on the number of threads. What parts add to dk and dv is summed in the dtype of the softmax, in
+their order. Gradients of arrays that a score reads, and of q and k where it is no sum, follow from that of the bias;
+those of arrays are summed in float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from cuflash.cpu import core, jobs
 from cuflash.cpu.by_functions import shown_blocks, sums_of_entries
+from cuflash.cpu.packed import sequences
+from cuflash.cpu.part_products import Products
+from cuflash.cpu.parts import BLOCK, Pairs, Part, Tile, parts, slices, sums_of_diagonals
 from cuflash.operands import ITEMSIZE, view_4d, view_rows
-from cuflash.options import Options
+from cuflash.options import Options, Origin
 from cuflash.problem import Problem, make_problem
+from cuflash.score import is_of_diagonals
 from cuflash.score.evaluation import evaluate
 from cuflash.score.intervals import Tables
 from cuflash.score.nodes import Node, in_order
@@ -31,9 +41,9 @@ Array = NDArray[Any]
 # 0.41 so.
 FEW_PAIRS = 2**13
 PART_BYTES = 2**23  # of the bias of a part
-BLOCK = 128  # queries, and keys, that a mask may hide as a whole
-KEYS = 8 * BLOCK  # of which one job evaluates functions, for BLOCK queries
+LINE = 2**16  # diagonals at a time
 LENGTHS = "kv_lengths"
+STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 _OF_SCORES = tuple(term.name for term in TERMS if term.part_of == "scores")
 BESIDE = ("mask", LENGTHS, *_OF_SCORES, *(term.name for term in TERMS if term.part_of == "softmax"))
 
@@ -42,25 +52,24 @@ def why_not(problem: Problem, wanted: Collection[str] = ()) -> str | None:
     """Why a call, or its gradients `wanted`, are not computed so; None if they are."""
     if (reason := core.why_not(problem)) is not None:
         return reason
-    terms = [name for name in problem.given(NAMES) if name not in BESIDE] + ["dropout"] * (problem.dropout > 0)
+    terms = [name for name in problem.given(NAMES) if name not in (*BESIDE, *STARTS)]
     is_bounded = (problem.window_left, problem.window_right) != (None, None)
     if terms or problem.has_float8:
         return f"functions beside {', '.join(terms) or 'numbers of one byte'}"
-    if problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k <= FEW_PAIRS:
+    one = problem.mean_sequence
+    if one.batch * one.num_heads * one.seqlen_q * one.seqlen_k <= FEW_PAIRS:
         return "functions of few pairs"
     if problem.given((LENGTHS,)) and (is_bounded or problem.given(_OF_SCORES)):
         return f"functions beside {LENGTHS} and what a diagonal decides"
     try:
-        program = problem.program.on_numpy()
+        problem.program.on_numpy()
     except NotImplementedError:
         return "a score that is a text"
-    if program.score is not None and not _is_sum(program.score):
-        return "a score that is no sum of the scaled product and a number"
     others = [name for name in wanted if name not in (*DEFAULT_NEED, *problem.captured_gradients)]
     return f"gradients beside functions: {', '.join(others)}" if others else None
 
 
-def _is_sum(score: Node) -> bool:
+def is_sum(score: Node) -> bool:
     """Whether a score is the scaled product and what does not depend on it."""
     while score.op in ("add", "sub"):
         own = [_reads_product(arg) for arg in score.args]
@@ -74,222 +83,249 @@ def _reads_product(at: Node) -> bool:
     return any(x.op == "input" and x.payload == "s" for x in in_order([at]))
 
 
-class _Part(NamedTuple):
-    """Some queries of some batch entries and heads."""
-
-    batches: slice
-    heads: slice
-    heads_kv: slice
-    rows: slice
-
-
-def _cut(term: Array, axes: int, part: _Part) -> Array:
-    """What a part sees of a term that is broadcast to the first axes of the scores."""
-    own = (part.batches, part.heads, part.rows, slice(None))[axes - term.ndim : axes]
-    return term[tuple(of if n > 1 else slice(None) for n, of in zip(term.shape, own, strict=True))]
-
-
-def run(problem: Problem, arrays: Mapping[str, Array | None], is_backward: bool) -> None:
+def run(
+    problem: Problem, arrays: Mapping[str, Array | None], is_backward: bool, seed: int | None, offset: int | None
+) -> None:
     """Compute a pass, as `cuflash.cpu.core.run` does."""
-    call = _Call(problem, {name: x for name, x in arrays.items() if x is not None})
-    parts = list(call.parts())
-    if not is_backward:
-        for part in parts:
-            call.run(part, call.of_rows(part, ("out", "lse")), False)
+    given = {name: x for name, x in arrays.items() if x is not None}
+    captured = {name: given.pop(name) for name, _ in problem.captured}
+    results = {name: given.pop(f"d{name}") for name in captured if f"d{name}" in given}
+    of_reads = {name: np.zeros(x.shape) for name, x in results.items()}
+    call_of = partial(_Call, captured, of_reads, (seed, offset))
+    if problem.is_packed:
+        for name in DEFAULT_NEED:
+            if name in given:
+                given[name][...] = 0  # rows and keys of no sequence
+        for one in sequences(problem, *(given[name] for name in STARTS)):
+            call_of(one.problem, one.of_call(given), one.index).run(is_backward)
     else:
-        call.run_backward(parts)
+        call_of(problem, given).run(is_backward)
+    with np.errstate(all="ignore"):
+        for name, x in results.items():
+            x[...] = of_reads[name]
 
 
 class _Call:
-    """One call whose arrays are (batch, heads, seqlen, dim)."""
+    """One call, or one packed sequence, whose arrays are (batch, heads, seqlen, dim).
 
-    def __init__(self, problem: Problem, given: dict[str, Array]) -> None:
-        self.problem, self.program = problem, problem.program.on_numpy()
-        self.captured = {name: given[name] for name, _ in problem.captured}
+    Attributes
+    ----------
+    of_reads : dict of str to array
+        What has been summed of the wanted gradients of captured arrays.
+    is_sum : bool
+        Whether the score is the scaled product and what does not depend on it.
+    has_diagonals : bool
+        Whether it is, and what it adds follows from i - j alone.
+    different : set of {"batch", "head"}
+        What functions, or products, tell apart.
+    wide : dtype or None
+        In place of the dtype of q, if it is another one.
+    """
+
+    def __init__(
+        self,
+        captured: dict[str, Array],
+        of_reads: dict[str, Array],
+        random: tuple[int | None, int | None],
+        problem: Problem,
+        given: Mapping[str, Array],
+        sequence: int = 0,
+    ) -> None:
+        self.captured, self.of_reads, self.random = captured, of_reads, random
+        self.problem, self.sequence = problem, sequence
+        self.dtype = np.dtype(problem.softmax_dtype)
         self.terms = {name: given[name] for name in BESIDE if name in given}
-        self.results = {name: x for name, x in given.items() if name in problem.gradients}
-        self.of_reads = {name: np.zeros(x.shape) for name, x in self.captured.items() if f"d{name}" in self.results}
+        self.results = {name: view_4d(given[name], problem.layout) for name in DEFAULT_NEED if name in given}
         self.arrays = {
             name: view_rows(x) if name in ("lse", "dlse") else view_4d(x, problem.layout)
             for name, x in given.items()
-            if name not in (*self.captured, *BESIDE, *self.results)
+            if name not in (*self.terms, *self.results, *STARTS)
         }
-        self.wide: np.dtype[Any] | None = None  # in place of the dtype of q, if it is another one
-        self.tables = Tables(self.captured)
-        roots = [root for root in (self.program.score, self.program.mask) if root is not None]
+        program = self.program = problem.program.on_numpy()
+        self.is_sum = program.score is not None and is_sum(program.score)
+        self.has_diagonals = self.is_sum and is_of_diagonals(cast("Node", program.score), program.arrays)
+        roots = [root for root in (program.score, program.mask) if root is not None]
         inputs = {at.payload for at in in_order(roots) if at.op == "input"}
-        self.by_batch, self.by_head = "batch" in inputs, "head" in inputs
+        multiplies = program.score is not None and not self.is_sum
+        self.different = {name for name in ("batch", "head") if multiplies or name in inputs}
+        self.tables = Tables(captured)
+        self.wide: np.dtype[Any] | None = None
+        self.workspace = jobs.Workspace(self.dtype)  # for arrays of pairs, from part to part
 
-    def parts(self) -> Iterator[_Part]:
-        """Parts whose bias takes at most `PART_BYTES`, or a block of rows, in a fixed order."""
-        problem = self.problem
-        most = PART_BYTES // np.dtype(problem.softmax_dtype).itemsize
-        group, every = problem.group_size, slice(None)
-        batches, heads = [every], [(every, every)]
-        seen = (problem.batch if self.by_batch else 1) * (problem.num_heads if self.by_head else 1)
-        of_block = min(BLOCK, max(problem.seqlen_q, 1)) * max(problem.seqlen_k, 1)
-        if self.by_batch and seen * of_block > most:
-            batches = [slice(b, b + 1) for b in range(problem.batch)]
-            seen //= max(problem.batch, 1)
-        if self.by_head and seen * of_block > most:
-            kv_heads = range(problem.num_heads_kv)
-            heads = [(slice(h * group, (h + 1) * group), slice(h, h + 1)) for h in kv_heads]
-            seen = group
-        blocks = max(1, most // max(seen * BLOCK * problem.seqlen_k, 1))
-        for batch in batches:
-            for of_q, of_kv in heads:
-                for first in range(0, problem.seqlen_q, blocks * BLOCK):
-                    rows = slice(first, min(first + blocks * BLOCK, problem.seqlen_q))
-                    yield _Part(batch, of_q, of_kv, rows)
+    def run(self, is_backward: bool) -> None:
+        """Write results, and add to those of captured arrays."""
+        problem, most = self.problem, PART_BYTES // self.dtype.itemsize
+        is_line = self.has_diagonals and self.program.mask is None and not self.of_reads
+        of_lines = problem.seqlen_q + problem.seqlen_k if is_line else None
+        every = list(parts(problem, self.different, most, of_lines))
+        if is_backward:
+            self.run_backward(every)
+            return
+        for part in every:
+            self.run_part(part, self.of_rows(part, ("out", "lse")), False)
 
-    def of_rows(self, part: _Part, names: Collection[str]) -> dict[str, Array]:
+    def run_backward(self, every: list[Part]) -> None:
+        """Write gradients. Where several parts add to dk and dv, all is computed in the dtype of the softmax."""
+        is_split = len({part.rows.start for part in every}) > 1
+        if is_split and ITEMSIZE[self.problem.dtype] < self.dtype.itemsize:
+            self.wide = self.dtype
+        sums = {name: np.zeros(x.shape, self.wide or x.dtype) for name, x in self.results.items()}
+        for part in every:
+            of_keys = (part.batches, part.heads_kv)
+            own = {name: x[of_keys] for name, x in sums.items() if name != "dq"}
+            added = {name: np.empty_like(x) for name, x in own.items()} if is_split else own
+            rows = {"dq": sums["dq"][part.batches, part.heads, part.rows]} if "dq" in sums else {}
+            given = self.of_rows(part, ("dout", "out", "lse", "dlse"))
+            self.run_part(part, given | rows | added, True)
+            if is_split:
+                for name, x in own.items():
+                    x += added[name]
+        with np.errstate(all="ignore"):
+            for name, x in self.results.items():
+                x[...] = sums[name]
+
+    def of_rows(self, part: Part, names: Collection[str]) -> dict[str, Array]:
         place = (part.batches, part.heads, part.rows)
         return {name: self.as_computed(self.arrays[name][place]) for name in names if name in self.arrays}
 
     def as_computed(self, x: Array) -> Array:
         return x if self.wide is None else x.astype(self.wide)
 
-    def run(self, part: _Part, arrays: dict[str, Array], is_backward: bool) -> None:
+    def run_part(self, part: Part, arrays: dict[str, Array], is_backward: bool) -> None:
         """Compute a part: `arrays` are those of a call but for q, k, v and terms."""
-        pairs = _Pairs(self, part)
+        pairs = Pairs(self.problem, part, self.different, self.sequence)
         own = self.of_rows(part, ("q",))
         own |= {name: self.as_computed(self.arrays[name][part.batches, part.heads_kv]) for name in ("k", "v")}
-        terms = {name: _cut(x, cast("int", core.AXES[name]), part) for name, x in self.terms.items()}
-        of_functions = self.functions(pairs)
+        products, of_products = None, dict[str, Array]()
+        if self.program.score is not None and not self.is_sum:
+            scaled = self.workspace.take("scaled", *pairs.shape)
+            products = Products(own["q"], own["k"], scaled, self.problem.scale)
+            of_products = {name: arrays.pop(name) for name in ("dq", "dk") if name in arrays}
+            own |= {name: np.zeros((*own[name].shape[:3], 1), own[name].dtype) for name in ("q", "k")}
+        terms = {name: part.of_term(x, cast("int", core.AXES[name])) for name, x in self.terms.items()}
+        of_functions = self.functions(pairs, products)
         if "mask" in terms and "mask" in of_functions:
             of_functions["mask"] = of_functions["mask"] & terms["mask"]
+        if "bias" in terms:
+            terms["bias"] = self.as_computed(terms["bias"])
         terms |= of_functions
+        of_bias = {"dbias": self.workspace.take("dbias", *pairs.shape)} if self.of_reads or of_products else {}
+        problem = make_problem(self.options(part), *own.values(), **terms)  # type: ignore[arg-type]
+        core.run(problem, {**own, **terms, **arrays, **of_bias}, is_backward, *self.random)
+        if self.of_reads:
+            self.add_reads(pairs, of_bias["dbias"], products)
+        if products is not None and of_products:
+            self.write_of_products(pairs, of_bias["dbias"], products, of_products)
+
+    def options(self, part: Part) -> Options:
+        """The options of a part."""
         whole = self.problem
-        window = (whole.window_left, whole.window_right)
-        options = Options(
+        window, origin = (whole.window_left, whole.window_right), whole.origin
+        head = ((part.batches.start or 0) + self.sequence) * origin.num_heads + (part.heads.start or 0)
+        return Options(
             **whole.numbers,
             window=None if window == (None, None) else window,
             diagonal=whole.diagonal + part.rows.start,
             block_size=BLOCK,
+            dropout=whole.dropout,
+            origin=Origin(origin.query + part.rows.start, origin.key, origin.head + head, origin.num_heads),
         )
-        problem = make_problem(options, *own.values(), **terms)  # type: ignore[arg-type]
-        of_bias = {"dbias": np.empty_like(terms["bias"])} if self.of_reads else {}
-        core.run(problem, {**own, **terms, **arrays, **of_bias}, is_backward, None, None)
-        if self.of_reads:
-            self.add_reads(pairs, of_bias["dbias"])
 
-    def run_backward(self, parts: list[_Part]) -> None:
-        """Write gradients. Where several parts add to dk and dv, all is computed in the dtype of the softmax."""
-        dtype = np.dtype(self.problem.softmax_dtype)
-        results = {name: view_4d(x, self.problem.layout) for name, x in self.results.items() if name in DEFAULT_NEED}
-        is_split = len({part.rows.start for part in parts}) > 1
-        if is_split and ITEMSIZE[self.problem.dtype] < dtype.itemsize:
-            self.wide = dtype
-        sums = {name: np.zeros(x.shape, self.wide or x.dtype) for name, x in results.items()}
-        for part in parts:
-            of_keys = (part.batches, part.heads_kv)
-            own = {name: x[of_keys] for name, x in sums.items() if name != "dq"}
-            added = {name: np.empty_like(x) for name, x in own.items()} if is_split else own
-            rows = {"dq": sums["dq"][part.batches, part.heads, part.rows]} if "dq" in sums else {}
-            given = self.of_rows(part, ("dout", "out", "lse", "dlse"))
-            self.run(part, given | rows | added, True)
-            if is_split:
-                for name, x in own.items():
-                    x += added[name]
-        with np.errstate(all="ignore"):
-            for name, x in results.items():
-                x[...] = sums[name]
-            for name, read in self.of_reads.items():
-                self.results[f"d{name}"][...] = read
+    def functions(self, pairs: Pairs, products: Products | None) -> dict[str, Array]:
+        """The bias of a part, the mask of its pairs, and that of its blocks; those that there are.
 
-    def functions(self, pairs: _Pairs) -> dict[str, Array]:
-        """The bias of a part, the mask of its pairs, and that of its blocks; those that there are."""
-        program, rows, dtype = self.program, pairs.rows, self.problem.softmax_dtype
-        terms: dict[str, Array] = {}
-        if program.score is not None:
-            terms["bias"] = np.zeros(pairs.shape, dtype)
+        The bias may be anything in tiles that bounds or the mask hide as a whole.
+        """
+        program, terms = self.program, dict[str, Array]()
+        if self.has_diagonals:
+            terms["bias"] = self.bias_of_diagonals(pairs)
+        elif program.score is not None:
+            terms["bias"] = self.workspace.take("bias", *pairs.shape)
         if program.mask is not None:
-            always, sometimes = self.blocks(program.mask, rows, pairs.of_all)
+            always, sometimes = self.blocks(program.mask, pairs)
             terms |= {"block_mask": sometimes, "mask": np.ones(pairs.shape, bool)}
+        elif self.has_diagonals:
+            return terms
 
-        def evaluate_tile(_: jobs.Workspace, first_row: int, first_key: int) -> None:
-            inputs, place = pairs.tile(first_row, first_key)
+        def evaluate_tile(_: jobs.Workspace, tile: Tile) -> None:
             if program.mask is not None:
-                stop_key = place[-1].stop
-                blocks = (..., (first_row - rows.start) // BLOCK, slice(first_key // BLOCK, -(-stop_key // BLOCK)))
-                if not sometimes[blocks].any():
+                if not sometimes[tile.blocks].any():
                     return
-                if not always[blocks].all():
-                    terms["mask"][place] = evaluate([program.mask], inputs, self.captured, dtype)[0]
-            if program.score is not None:
-                terms["bias"][place] = evaluate([program.score], inputs, self.captured, dtype)[0]
+                if not always[tile.blocks].all():
+                    (terms["mask"][tile.place],) = self.evaluate([program.mask], tile.inputs())
+            if products is not None:
+                products.write(tile)
+            if program.score is not None and not self.has_diagonals:
+                inputs = tile.inputs(None if products is None else products.scaled)
+                (terms["bias"][tile.place],) = self.evaluate([program.score], inputs)
 
         self.for_tiles(pairs, evaluate_tile)
         return terms
 
-    def for_tiles(self, pairs: _Pairs, work: Callable[..., None]) -> None:
-        tiles = list(pairs.tiles(self.problem))
-        jobs.run(work, tiles, jobs.count_cores() if len(tiles) > 1 else 1, np.dtype(self.problem.softmax_dtype))
+    def bias_of_diagonals(self, pairs: Pairs) -> Array:
+        """The bias of a part, whose rows are views of one line: each begins one number before the one above it."""
+        *outer, rows, keys = pairs.shape
+        line = np.empty((*outer, 1, max(rows + keys - 1, 0)), self.dtype)
+        for part in slices(line.shape[-1], LINE):
+            differences = pairs.rows[-1] - np.arange(part.start, part.stop)
+            (line[..., part],) = self.evaluate([cast("Node", self.program.score)], pairs.of_diagonals(differences))
+        *strides, _, step = line.strides
+        return as_strided(line[..., 0, rows - 1 :], pairs.shape, (*strides, -step, step), writeable=False)
 
-    def add_reads(self, pairs: _Pairs, values: Array) -> None:
+    def for_tiles(self, pairs: Pairs, work: Callable[[jobs.Workspace, Tile], None]) -> None:
+        tiles = [(tile,) for tile in pairs.tiles()]
+        jobs.run(work, tiles, jobs.count_cores() if len(tiles) > 1 else 1, self.dtype)
+
+    def add_reads(self, pairs: Pairs, dbias: Array, products: Products | None) -> None:
         """Add to the gradients of arrays what follows from that of the bias, tile after tile."""
         loads = [(name, load) for name in self.of_reads for load in self.program.loads[name]]
-        found: dict[tuple[int, int], list[tuple[str, Any, Array]]] = {at: [] for at in pairs.tiles(self.problem)}
-        dtype = self.problem.softmax_dtype
+        found: dict[tuple[int, int], list[tuple[str, Any, Array]]] = {}
 
-        def sum_tile(_: jobs.Workspace, first_row: int, first_key: int) -> None:
-            inputs, place = pairs.tile(first_row, first_key)
-            own, entries = values[place], []
+        def sum_tile(_: jobs.Workspace, tile: Tile) -> None:
+            own, entries = dbias[tile.place], []
+            if self.has_diagonals:
+                own, inputs = sums_of_diagonals(own), tile.of_diagonals()
+            else:
+                inputs = tile.inputs(None if products is None else products.scaled)
             for name, load in loads:
-                (derivative,) = evaluate([load.derivative], inputs, self.captured, dtype)
+                (derivative,) = self.evaluate([load.derivative], inputs)
                 # A pair that does not count has no part, whatever the derivative is.
                 terms = own * np.where(own == 0, 0, derivative)
-                places = evaluate(load.at.args, inputs, self.captured, dtype)
+                places = self.evaluate(load.at.args, inputs)
                 entries.append((name, *sums_of_entries(self.captured[name].shape, places, terms)))
-            found[first_row, first_key] = entries
+            found[tile.rows.start, tile.keys.start] = entries
 
         self.for_tiles(pairs, sum_tile)
-        for entries in found.values():
-            for name, places, sums in entries:
+        for at in sorted(found):
+            for name, places, sums in found[at]:
                 self.of_reads[name].reshape(-1)[places] += sums
 
-    def blocks(self, mask: Node, rows: range, of_all: Mapping[str, Array]) -> tuple[Array, Array]:
+    def write_of_products(self, pairs: Pairs, dbias: Array, products: Products, results: Mapping[str, Array]) -> None:
+        """Write gradients of q and k, which follow from that of the bias, tile after tile."""
+        found: dict[tuple[int, int], tuple[Tile, dict[str, Array]]] = {}
+
+        def multiply_tile(_: jobs.Workspace, tile: Tile) -> None:
+            own = dbias[tile.place]
+            (slope,) = self.evaluate([cast("Node", self.program.by_s)], tile.inputs(products.scaled))
+            own *= np.where(own == 0, 0, slope)
+            found[tile.rows.start, tile.keys.start] = (tile, products.gradients(tile, dbias, results))
+
+        self.for_tiles(pairs, multiply_tile)
+        sums = {name: np.zeros(x.shape, self.dtype) for name, x in results.items()}
+        for at in sorted(found):
+            tile, added = found[at]
+            for name, x in added.items():
+                sums[name][:, :, tile.own_rows if name == "dq" else tile.own_keys] += x
+        for name, x in results.items():
+            x[...] = sums[name]
+
+    def evaluate(self, roots: Collection[Node], inputs: Mapping[str, Array]) -> list[Array]:
+        return evaluate(list(roots), inputs, self.captured, self.dtype)
+
+    def blocks(self, mask: Node, pairs: Pairs) -> tuple[Array, Array]:
         """For each block of some rows, whether the mask shows all its pairs, and whether it shows any."""
-        batches, heads = (of_all[name].reshape(-1).tolist() for name in ("batch", "head"))
-        keys = range(self.problem.seqlen_k)
-        blocks = (BLOCK, BLOCK)
-        shown = [[shown_blocks(mask, rows, keys, blocks, b, h, self.tables) for h in heads] for b in batches]
+        batches, heads = (pairs.of_all[name].reshape(-1).tolist() for name in ("batch", "head"))
+        of = (pairs.rows, range(self.problem.seqlen_k), (BLOCK, BLOCK))
+        shown = [[shown_blocks(mask, *of, b, h, self.tables) for h in heads] for b in batches]
         always, sometimes = (np.array([[found[n] for found in of_heads] for of_heads in shown]) for n in range(2))
         return always, sometimes
-
-
-class _Pairs:
-    """The pairs of a part, as functions see them.
-
-    Attributes
-    ----------
-    rows : range
-    of_all : dict of str to array
-        The batch entries and heads that functions tell apart, as axes 0 and 1 of four.
-    shape : tuple of int
-        Of the bias.
-    """
-
-    def __init__(self, call: _Call, part: _Part) -> None:
-        problem = call.problem
-        batches, heads = np.arange(problem.batch)[part.batches], np.arange(problem.num_heads)[part.heads]
-        batches, heads = batches if call.by_batch else batches[:1], heads if call.by_head else heads[:1]
-        self.rows = range(part.rows.start, part.rows.stop)
-        self.of_all = {"batch": batches[:, None, None, None], "head": heads[:, None, None]}
-        self.shape = (len(batches), len(heads), len(self.rows), problem.seqlen_k)
-        self.dtype = problem.softmax_dtype
-
-    def tiles(self, problem: Problem) -> Iterator[tuple[int, int]]:
-        """The first row and the first key of each tile of `BLOCK` rows and `KEYS` keys that bounds show."""
-        for first_row in range(self.rows.start, self.rows.stop, BLOCK):
-            last = min(first_row + BLOCK, self.rows.stop) - 1
-            first, stop = problem.key_range(first_row)[0], problem.key_range(last)[1]
-            for first_key in range(first // KEYS * KEYS, stop, KEYS):
-                yield first_row, first_key
-
-    def tile(self, first_row: int, first_key: int) -> tuple[dict[str, Array], tuple[Any, ...]]:
-        """The inputs of functions in a tile, and its place in the bias. The scaled product is 0."""
-        stop_row, stop_key = min(first_row + BLOCK, self.rows.stop), min(first_key + KEYS, self.shape[3])
-        inputs = {"i": np.arange(first_row, stop_row)[:, None], "j": np.arange(first_key, stop_key)}
-        place = (..., slice(first_row - self.rows.start, stop_row - self.rows.start), slice(first_key, stop_key))
-        return {**inputs, **self.of_all, "s": np.zeros(1, self.dtype)}, place

@@ -16,9 +16,12 @@ from numpy.typing import NDArray
 
 from cuflash.operands import view_4d
 from cuflash.problem import Problem
+from cuflash.terms import DEFAULT_NEED
 from cuflash.values import value_error
 
 Array = NDArray[Any]
+
+_OF_ROWS = ("q", "k", "v", "out", "lse", "dout", "dlse", *DEFAULT_NEED)
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,11 @@ class Sequence:
         """The part of the 3-D array `name`, or of the 2-D array lse or dlse, that is this sequence's."""
         part = self.keys if name.removeprefix("d") in ("k", "v") else self.rows
         return array[part] if array.ndim == 3 and self.problem.layout == "bshd" else array[:, part]
+
+    def of_call(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """The part of a call's arrays, those that functions read left out, that is this sequence's."""
+        rows = {name: self.of_rows(x, name) for name, x in arrays.items() if name in _OF_ROWS}
+        return rows | self.of_terms({name: x for name, x in arrays.items() if name not in rows})
 
     def of_terms(self, terms: Mapping[str, Array | None]) -> dict[str, Array]:
         """The terms of this sequence: its row of those over (sequences, heads), and the scales of its keys."""

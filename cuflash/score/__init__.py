@@ -1,6 +1,6 @@
 """Scores and masks that callers write: Python functions, traced once, and texts of CUDA."""
 
-from cuflash.score.hoisting import hoisted_program_of
+from cuflash.score.hoisting import hoisted_program_of, is_of_diagonals
 from cuflash.score.places import COUNTED, ORIGIN
 from cuflash.score.program import KINDS_OF_READS, Program, ScoreFunction, Traced, index_class, program_of
 from cuflash.score.tables import Loaded, Table
@@ -19,5 +19,6 @@ __all__ = [
     "Traced",
     "hoisted_program_of",
     "index_class",
+    "is_of_diagonals",
     "program_of",
 ]

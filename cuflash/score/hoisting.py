@@ -76,14 +76,27 @@ def _are_exact(args: Sequence[Node], bounds: Mapping[Node, Bounds]) -> bool:
     return all(arg.kind == "int" and all(abs(int(x)) < 2**62 for x in bounds[arg]) for arg in args)
 
 
+def _bounds_and_forms(root: Node, arrays: Mapping[str, str]) -> tuple[Mapping[Node, Bounds], dict[Node, Form]]:
+    """Those of the nodes of an expression, for arrays of these names and dtypes."""
+    bounds = all_bounds(root, OF_INPUTS, lambda name, _: OF_DTYPES.get(arrays[name], (math.nan,) * 2))
+    forms: dict[Node, Form] = {}
+    for at in in_order([root]):
+        forms[at] = _form(at, [forms[arg] for arg in at.args], bounds)
+    return bounds, forms
+
+
+@functools.lru_cache(maxsize=256)
+def is_of_diagonals(root: Node, arrays: tuple[tuple[str, int, str], ...]) -> bool:
+    """Whether an expression has one value for each i - j, where the scaled product is a constant."""
+    _, forms = _bounds_and_forms(root, {name: dtype for name, _, dtype in arrays})
+    return forms[root].inputs - {"s"} == {"i - j"}
+
+
 class _Parts:
     """The parts of an expression that are worth hoisting."""
 
     def __init__(self, root: Node, arrays: Mapping[str, str]) -> None:
-        self.bounds = all_bounds(root, OF_INPUTS, lambda name, _: OF_DTYPES.get(arrays[name], (math.nan,) * 2))
-        forms: dict[Node, Form] = {}
-        for at in in_order([root]):
-            forms[at] = _form(at, [forms[arg] for arg in at.args], self.bounds)
+        self.bounds, forms = _bounds_and_forms(root, arrays)
         self.inputs = {at: form.inputs for at, form in forms.items()}
         self.reads: set[Node] = set()  # nodes that depend on a read of an array
         for at in forms:

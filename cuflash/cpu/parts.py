@@ -1,0 +1,158 @@
+"""Parts of a call with functions, and the tiles of pairs of a part, as functions see them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash.problem import Problem
+
+Array = NDArray[Any]
+
+BLOCK = 128  # queries, and keys, that a mask may hide as a whole
+KEYS = 8 * BLOCK  # of which one job evaluates functions, for BLOCK queries
+
+
+class Part(NamedTuple):
+    """Some queries of some batch entries and heads."""
+
+    batches: slice
+    heads: slice
+    heads_kv: slice
+    rows: slice
+
+    def of_term(self, term: Array, axes: int) -> Array:
+        """What the part sees of a term that is broadcast to the first axes of the scores."""
+        own = (self.batches, self.heads, self.rows, slice(None))[axes - term.ndim : axes]
+        return term[tuple(of if n > 1 else slice(None) for n, of in zip(term.shape, own, strict=True))]
+
+
+def slices(count: int, size: int) -> list[slice]:
+    """All of `count`, at most `size` at a time."""
+    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def parts(
+    problem: Problem, different: Collection[str], most: int, numbers_of_rows: int | None = None
+) -> Iterator[Part]:
+    """The parts of a call, in a fixed order.
+
+    Parameters
+    ----------
+    problem : Problem
+    different : collection of {"batch", "head"}
+        What functions tell apart: batch entries and heads that they do not tell apart share all numbers.
+    most : int
+        A part has at most so many numbers, or as many as belong to a block of rows and the heads of one key/value head.
+    numbers_of_rows : int, optional
+        How many numbers belong to all rows of a head, where that is not one for each pair: rows stay together.
+    """
+    whole = max(numbers_of_rows or problem.seqlen_q * problem.seqlen_k, 1)
+    group, every = problem.group_size, slice(None)
+    batches, heads, seen = [every], [(every, every)], problem.num_heads if "head" in different else 1
+    if "batch" in different:
+        size = min(max(most // (seen * whole), 1), max(problem.batch, 1))
+        batches, seen = slices(problem.batch, size), seen * size
+    if "head" in different and seen * whole > most:
+        size = min(max(most // (group * whole), 1), problem.num_heads_kv)
+        heads = [(slice(h.start * group, h.stop * group), h) for h in slices(problem.num_heads_kv, size)]
+        seen = group * size
+    blocks = max(1, most // max(seen * BLOCK * problem.seqlen_k, 1))
+    num_rows = problem.seqlen_q if numbers_of_rows else blocks * BLOCK
+    for batch in batches:
+        for of_q, of_kv in heads:
+            for rows in slices(problem.seqlen_q, max(num_rows, 1)):
+                yield Part(batch, of_q, of_kv, rows)
+
+
+class Pairs:
+    """The pairs of a part, as functions see them.
+
+    Attributes
+    ----------
+    rows : range
+    of_all : dict of str to array
+        The batch entries and heads that functions tell apart, as axes 0 and 1 of four.
+    shape : tuple of int
+        Of an array with a number for each pair.
+    """
+
+    def __init__(self, problem: Problem, part: Part, different: Collection[str], first_entry: int) -> None:
+        self._problem, self._dtype = problem, np.dtype(problem.softmax_dtype)
+        batches, heads = np.arange(problem.batch)[part.batches], np.arange(problem.num_heads)[part.heads]
+        batches, heads = (
+            every if name in different else every[:1] for name, every in (("batch", batches), ("head", heads))
+        )
+        self.rows = range(part.rows.start, part.rows.stop)
+        self.of_all = {"batch": first_entry + batches[:, None, None, None], "head": heads[:, None, None]}
+        self.shape = (len(batches), len(heads), len(self.rows), problem.seqlen_k)
+
+    def tiles(self) -> list[Tile]:
+        """Tiles of `BLOCK` rows and `KEYS` keys that bounds show."""
+        found = []
+        for own in slices(len(self.rows), BLOCK):
+            rows = self.rows[own]
+            first, stop = self._problem.key_range(rows[0])[0], self._problem.key_range(rows[-1])[1]
+            found += [Tile(self, rows, key) for key in range(first // KEYS * KEYS, stop, KEYS)]
+        return found
+
+    def inputs(self, i: Array, j: Array, s: Array | None = None) -> dict[str, Array]:
+        """The inputs of functions; without products s, these are 0."""
+        return {"i": i, "j": j, **self.of_all, "s": np.zeros(1, self._dtype) if s is None else s}
+
+    def of_diagonals(self, differences: Array) -> dict[str, Array]:
+        """The inputs of functions that follow from these differences i - j alone."""
+        return self.inputs(differences, np.zeros(1, np.int64))
+
+
+class Tile:
+    """Some rows and keys of a part."""
+
+    def __init__(self, pairs: Pairs, rows: range, first_key: int) -> None:
+        self._pairs, self.rows = pairs, rows
+        self.keys = range(first_key, min(first_key + KEYS, pairs.shape[3]))
+
+    @property
+    def own_rows(self) -> slice:
+        """Its rows, counted from the first one of the part."""
+        begin = self._pairs.rows.start
+        return slice(self.rows.start - begin, self.rows.stop - begin)
+
+    @property
+    def own_keys(self) -> slice:
+        return slice(self.keys.start, self.keys.stop)
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Its place in an array with a number for each pair of the part."""
+        return ..., self.own_rows, self.own_keys
+
+    @property
+    def blocks(self) -> tuple[Any, ...]:
+        """Its place in an array with a number for each block of `BLOCK` rows and keys."""
+        return ..., self.own_rows.start // BLOCK, slice(self.keys.start // BLOCK, -(-self.keys.stop // BLOCK))
+
+    def inputs(self, s: Array | None = None) -> dict[str, Array]:
+        """The inputs of functions of each pair. `s` are the products of all pairs of the part, if there are any."""
+        return self._pairs.inputs(
+            np.array(self.rows)[:, None], np.array(self.keys), None if s is None else s[self.place]
+        )
+
+    def of_diagonals(self) -> dict[str, Array]:
+        """The inputs of functions of each diagonal, from that of the first row and the last key on."""
+        return self._pairs.of_diagonals(
+            np.arange(self.rows.start - self.keys.stop + 1, self.rows.stop - self.keys.start)
+        )
+
+
+def sums_of_diagonals(x: Array) -> Array:
+    """The sum of each diagonal of matrices (rows, keys), in float64, as (1, diagonals), in the order of `Tile`."""
+    *outer, rows, keys = x.shape
+    # In rows that are one number longer than there are diagonals, which a view of them forgets, each begins one later.
+    shifted = np.zeros((*outer, rows, rows + keys), x.dtype)
+    shifted[..., :keys] = x[..., ::-1]
+    shifted = shifted.reshape(*outer, -1)[..., : rows * (rows + keys - 1)].reshape(*outer, rows, rows + keys - 1)
+    return cast("Array", shifted.sum(axis=-2, keepdims=True, dtype=np.float64))
