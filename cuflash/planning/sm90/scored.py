@@ -27,7 +27,6 @@ Serves = Literal[
     "long full",
     "few full",
     "few bounded",
-    "window",
     "long window",
     "mask function",
     "lists",
@@ -48,8 +47,8 @@ SERVES: dict[Serves, str] = {
     "few full": "few queries without a right bound, a bias of pairs, and pairs looked up: larger tiles would leave "
     "multiprocessors idle",
     "few bounded": "few queries with a right bound, likewise",
-    "window": "a window with both bounds, likewise without a bias of pairs, such a score, and pairs looked up",
-    "long window": "a window with both bounds, likewise, where smaller tiles of queries would not be done first",
+    "long window": "a window with both bounds, without a bias of pairs, such a score, and pairs looked up, where "
+    "smaller tiles of queries would not be done first",
     "mask function": "mask functions without dropout, a left bound, slopes, and a bias and a mask of keys, likewise, "
     "where smaller tiles of queries would not be done first",
     "lists": "block masks, masks of pairs and mask functions, without a bias of pairs",

@@ -106,7 +106,6 @@ class ForwardSm90Tile(ScoredTile):
             "long full": no_pairs and is_full and not problem.has_functions and is_long,
             "few full": no_pairs and is_full and is_few,
             "few bounded": no_pairs and not is_full and is_few,
-            "window": no_pairs and problem.has_window,
             "long window": no_pairs and problem.has_window and WINDOW_CONSUMERS * own <= smallest,
             "mask function": no_pairs and is_plain and tile.asks_function_alone(problem),
             "lists": by in ("nothing", "keys") and (has_lists or tile.mask_by_bits),
@@ -404,26 +403,27 @@ _backward_float32_sm90 = maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_
 # fmt: off
 FORWARD_SM90_TILES = (
     #            max_dim  m    n   stages pingp  Q  serves
-    _forward_sm90(64,     256, 64,  3,    False, 2, "mask function",
-                  "on an H100 424 / 255 TFLOP/s, 128 x 128 beside it 342 / 223 (8 documents of 512, 4 x 32 heads)"),
+    _forward_sm90(64,     256, 64,  6,    False, 2, "mask function",
+                  "on an H100 443 / 267 TFLOP/s, with 3 stages 432 / 260, with 8 445 / 270 (8 documents of 512, 4 x 32 "
+                  "heads), but 20 documents of other lengths causal 231 us with either, and 227 so"),
     _forward_sm90(64,     128, 128, 2,    True,  2, "few points",
                   "on an H100 27.9 / 27.6 us, 256 x 64 beside it 36.2 / 34.5 (distance; 16 heads, seqlen 1024)"),
     _forward_sm90(64,     256, 64,  3,    False, 2, "space",
                   "on an H100 323 and 377 TFLOP/s, 192 x 96 beside it 319 and 356 (distance, box; 4 x 32, 4096), "
                   "causal 304 and 350, 192 x 96 beside it 292 and 332 with ping-pong; beside 8 documents of 512 271 "
                   "and 297, 192 x 64 92 and 94"),
-    _forward_sm90(64,     128, 128, 2,    True,  2, "lists",
-                  "on an H200 497 TFLOP/s with all blocks of 128 x 128 kept, FlexAttention 270 (seqlen 16384)"),
+    _forward_sm90(64,     128, 128, 3,    True,  2, "lists",
+                  "on an H200 497 TFLOP/s with 2 stages and all blocks of 128 x 128 kept, FlexAttention 270 (seqlen "
+                  "16384); half of them on an H100 616 us, with 2 stages 624 (4 x 32 heads, seqlen 4096)"),
     _forward_sm90(64,     128, 128, 2,    True,  2, "few full",
                   "on an H200 12.4 and 17.3 us, 256 x 64 beside it 14.9 and 22.3 (16 heads, seqlen 512 and 1024)"),
     _forward_sm90(64,     128, 64,  3,    True,  2, "few bounded",
                   "on an H200 12.5, 17.9 and 30.1 us, 256 x 64 beside it 18.0, 24.8 and 39.4 (16 heads, seqlen 512, "
                   "1024 and 2048 causal)"),
-    _forward_sm90(64,     256, 64,  8,    False, 2, "window",
-                  "as many stages as fit, because consumers are up to 3 tiles of keys apart: on an H100 455 TFLOP/s, "
-                  "with 6, 4 and 3 stages 451, 443 and 428 (32 heads, seqlen 4096, 1024 keys)"),
-    _forward_sm90(64,     256, 64,  3,    False, 2, "no pairs",
-                  h200("584 / 563, 541 / 412", "289 / 280, 287 / 216")),
+    _forward_sm90(64,     256, 64,  8,    False, 2, "no pairs",
+                  h200("584 / 563, 541 / 412", "289 / 280, 287 / 216") + " with 3 stages. With 8, consumers may be "
+                  "tiles of keys apart: on an H100 sequences of 512 take 147 / 114 us where they took 151 / 119, of "
+                  "1024 256 / 165 where they took 256 / 171, and windows of 1024 make 455 TFLOP/s in place of 428"),
     _forward_sm90(64,     256, 64,  2,    False, 2, "bias",
                   "on an H200 430 / 413 TFLOP/s, 192 x 64 with 3 stages beside it 386 / 374 (32 heads, seqlen 4096)"),
     _forward_sm90(64,     192, 64,  2,    False, 2, "bias", "for a bias of float32; " + ARITHMETIC),
