@@ -40,10 +40,12 @@ inline Tile<T> load_tile(const Work &work, const Entry &entry, long head_kv, lon
         load_keys(call, K, entry, head_kv, first, count, call.head_dim, rows, sizes.dim, padded);
     }
     transpose(k, k_stride, padded, sizes.dim, k_t, SCORES_STRIDE<T>);
-    // Rows that are far apart fall into the same few sets of the cache. They are read again and again, so they are copied.
+    // They are read again and again, so they are copied where rows are far apart, which fall into the same few sets of
+    // the cache, or where their vectors straddle lines of the cache, of which each load then reads two.
     const long v_stride = call.strides[V][2];
-    if (has_whole_rows<T>(call, V, call.head_dim_v) && (v_stride == call.head_dim_v || v_stride == -call.head_dim_v))
-        return {k_t, (const T *)key_address(call, V, entry, head_kv, first), v_stride, nullptr};
+    const char *values = key_address(call, V, entry, head_kv, first);
+    const bool lie_well = (v_stride == call.head_dim_v || v_stride == -call.head_dim_v) && (uintptr_t)values % 64 == 0;
+    if (lie_well && has_whole_rows<T>(call, V, call.head_dim_v)) return {k_t, (const T *)values, v_stride, nullptr};
     load_keys(call, V, entry, head_kv, first, count, call.head_dim_v, v, sizes.dim_v, count);
     return {k_t, v, sizes.dim_v, nullptr};
 }
