@@ -369,6 +369,17 @@ SUITES = {
         about="NumPy arrays: each option beside the plain call; masks are random and show "
         f"{VISIBLE:.0%} of the pairs or keys",
     ),
+    "cpu-functions": Suite(
+        kind="cpu",
+        cases=tuple(
+            replace(_host(dtype, 64, 1024, causal), function=name)
+            for dtype in ("float32", "bfloat16")
+            for name in FUNCTIONS
+            for causal in (False, True)
+        ),
+        peers=("cuflash-plain", "cuflash-gradients"),
+        about="NumPy arrays: scores and masks as functions, those of the suite functions, beside the plain call",
+    ),
     "cpu-decode": Suite(
         kind="cpu",
         cases=(

@@ -60,11 +60,12 @@ def parts(
         size = min(max(most // (group * whole), 1), problem.num_heads_kv)
         heads = [(slice(h.start * group, h.stop * group), h) for h in slices(problem.num_heads_kv, size)]
         seen = group * size
-    blocks = max(1, most // max(seen * BLOCK * problem.seqlen_k, 1))
-    num_rows = problem.seqlen_q if numbers_of_rows else blocks * BLOCK
+    num_rows = max(1, most // max(seen * BLOCK * problem.seqlen_k, 1)) * BLOCK
+    if numbers_of_rows:
+        num_rows = max(1, problem.seqlen_q)
     for batch in batches:
         for of_q, of_kv in heads:
-            for rows in slices(problem.seqlen_q, max(num_rows, 1)):
+            for rows in slices(problem.seqlen_q, num_rows):
                 yield Part(batch, of_q, of_kv, rows)
 
 
