@@ -241,25 +241,27 @@ class _Call:
             terms["bias"] = self.bias_of_diagonals(pairs)
         elif program.score is not None:
             terms["bias"] = self.workspace.take("bias", *pairs.shape)
+        tiles = pairs.tiles()
         if program.mask is not None:
             always, sometimes = self.blocks(program.mask, pairs)
-            terms |= {"block_mask": sometimes, "mask": np.ones(pairs.shape, bool)}
-        elif self.has_diagonals:
-            return terms
+            terms["block_mask"], is_mixed = sometimes, sometimes & ~always
+            if is_mixed.any():
+                terms["mask"] = np.ones(pairs.shape, bool)
+            tiles = [tile for tile in tiles if sometimes[tile.blocks].any()]
 
-        def evaluate_tile(_: jobs.Workspace, tile: Tile) -> None:
-            if program.mask is not None:
-                if not sometimes[tile.blocks].any():
-                    return
-                if not always[tile.blocks].all():
-                    (terms["mask"][tile.place],) = self.evaluate([program.mask], tile.inputs())
+        def evaluate_mask(_: jobs.Workspace, tile: Tile) -> None:
+            (terms["mask"][tile.place],) = self.evaluate([cast("Node", program.mask)], tile.inputs())
+
+        def evaluate_score(_: jobs.Workspace, tile: Tile) -> None:
             if products is not None:
                 products.write(tile)
-            if program.score is not None and not self.has_diagonals:
-                inputs = tile.inputs(None if products is None else products.scaled)
-                (terms["bias"][tile.place],) = self.evaluate([program.score], inputs)
+            inputs = tile.inputs(None if products is None else products.scaled)
+            (terms["bias"][tile.place],) = self.evaluate([cast("Node", program.score)], inputs)
 
-        self.for_tiles(pairs, evaluate_tile)
+        if "mask" in terms:
+            self.for_each(evaluate_mask, [tile for tile in tiles if is_mixed[tile.blocks].any()])
+        if program.score is not None and not self.has_diagonals:
+            self.for_each(evaluate_score, tiles)
         return terms
 
     def bias_of_diagonals(self, pairs: Pairs) -> Array:
@@ -272,9 +274,8 @@ class _Call:
         *strides, _, step = line.strides
         return as_strided(line[..., 0, rows - 1 :], pairs.shape, (*strides, -step, step), writeable=False)
 
-    def for_tiles(self, pairs: Pairs, work: Callable[[jobs.Workspace, Tile], None]) -> None:
-        tiles = [(tile,) for tile in pairs.tiles()]
-        jobs.run(work, tiles, jobs.count_cores() if len(tiles) > 1 else 1, self.dtype)
+    def for_each(self, work: Callable[[jobs.Workspace, Tile], None], tiles: list[Tile]) -> None:
+        jobs.run(work, [(tile,) for tile in tiles], jobs.count_cores(), self.dtype)
 
     def add_reads(self, pairs: Pairs, dbias: Array, products: Products | None) -> None:
         """Add to the gradients of arrays what follows from that of the bias, tile after tile."""
@@ -295,7 +296,7 @@ class _Call:
                 entries.append((name, *sums_of_entries(self.captured[name].shape, places, terms)))
             found[tile.rows.start, tile.keys.start] = entries
 
-        self.for_tiles(pairs, sum_tile)
+        self.for_each(sum_tile, pairs.tiles())
         for at in sorted(found):
             for name, places, sums in found[at]:
                 self.of_reads[name].reshape(-1)[places] += sums
@@ -310,7 +311,7 @@ class _Call:
             own *= np.where(own == 0, 0, slope)
             found[tile.rows.start, tile.keys.start] = (tile, products.gradients(tile, dbias, results))
 
-        self.for_tiles(pairs, multiply_tile)
+        self.for_each(multiply_tile, pairs.tiles())
         sums = {name: np.zeros(x.shape, self.dtype) for name, x in results.items()}
         for at in sorted(found):
             tile, added = found[at]

@@ -13,7 +13,7 @@ from cuflash.problem import Problem
 Array = NDArray[Any]
 
 BLOCK = 128  # queries, and keys, that a mask may hide as a whole
-KEYS = 8 * BLOCK  # of which one job evaluates functions, for BLOCK queries
+KEYS = 8 * BLOCK  # at most, of which one job evaluates functions, for BLOCK queries
 
 
 class Part(NamedTuple):
@@ -92,12 +92,14 @@ class Pairs:
         self.shape = (len(batches), len(heads), len(self.rows), problem.seqlen_k)
 
     def tiles(self) -> list[Tile]:
-        """Tiles of `BLOCK` rows and `KEYS` keys that bounds show."""
+        """Tiles of at most `BLOCK` rows and `KEYS` keys, which hold all blocks of pairs that bounds show."""
         found = []
         for own in slices(len(self.rows), BLOCK):
             rows = self.rows[own]
             first, stop = self._problem.key_range(rows[0])[0], self._problem.key_range(rows[-1])[1]
-            found += [Tile(self, rows, key) for key in range(first // KEYS * KEYS, stop, KEYS)]
+            stop = min(-(-stop // BLOCK) * BLOCK, self.shape[3])
+            keys = range(first // BLOCK * BLOCK, stop)
+            found += [Tile(self, rows, keys[own]) for own in slices(len(keys), KEYS)]
         return found
 
     def inputs(self, i: Array, j: Array, s: Array | None = None) -> dict[str, Array]:
@@ -112,9 +114,8 @@ class Pairs:
 class Tile:
     """Some rows and keys of a part."""
 
-    def __init__(self, pairs: Pairs, rows: range, first_key: int) -> None:
-        self._pairs, self.rows = pairs, rows
-        self.keys = range(first_key, min(first_key + KEYS, pairs.shape[3]))
+    def __init__(self, pairs: Pairs, rows: range, keys: range) -> None:
+        self._pairs, self.rows, self.keys = pairs, rows, keys
 
     @property
     def own_rows(self) -> slice:

@@ -12,7 +12,7 @@ from cuflash.cpu import core, functions_as_terms, part_products, parts
 from cuflash.score.program import Traced
 from cuflash.terms import DEFAULT_NEED
 from cuflash.testing.rule import measure, yardsticks
-from tests.scored import DRAWN, SCORES, scored
+from tests.scored import DRAWN, MASKS, SCORES, Scored, captured_of, scored
 
 needs_core = pytest.mark.skipif(core.why_not() is not None, reason=f"no compiled core: {core.why_not()}")
 
@@ -67,6 +67,23 @@ def test_results_obey_the_oracle_rule_however_a_call_is_cut(score, monkeypatch):
                 np.testing.assert_array_equal(x, results[name])
 
     check()
+
+
+@needs_core
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("score", [None, "plane", "tempered", "alibi"])
+def test_a_mask_that_blocks_decide(score, causal):
+    """No pair is asked by itself."""
+    sizes = (1, 2, 4 * parts.BLOCK, 4 * parts.BLOCK)
+    random = np.random.default_rng(5)
+    arrays = {name: random.standard_normal((1, 2, sizes[2], 8)).astype(np.float32) for name in ("q", "k", "v", "dout")}
+    arrays["dlse"] = random.standard_normal((1, 2, sizes[2])).astype(np.float32)
+    functions = (SCORES[score] if score else None, MASKS["documents"])
+    arrays |= captured_of(functions, sizes, "float32", 5)
+    arrays["kind_q"] = arrays["kind_k"] = np.repeat([0, 1], 2 * parts.BLOCK)
+    case = Scored(cuflash.FlashAttention(score=functions[0], mask=functions[1], causal=causal), arrays, {}, "")
+    assert is_served(case)
+    judge(case, results_of(case))
 
 
 @settings(max_examples=20)
