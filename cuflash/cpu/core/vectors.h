@@ -203,6 +203,19 @@ template <class T> inline Vector<T> exp2(Vector<T> x) {
 }
 #endif
 
+#if defined(__AVX512BF16__)
+// 2^(x - 1/2) to two units in the last place, and 0 below LOWEST, for weights that are rounded to bfloat16. The half
+// makes the nearest integer of the exponent the integer below x, which the last instruction finds by itself.
+inline Vector<float> exp2_of_half_less(Vector<float> x) {
+    constexpr float SERIES[] = {0.70710671f, 0.49013323f, 0.16981424f, 0.03947517f, 0.006356423f, 0.0013276472f};
+    const __m512 number = (__m512)x, rest = _mm512_reduce_ps(number, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    const __mmask16 ordinary = _mm512_cmp_ps_mask(number, _mm512_set1_ps(Vectors<float>::LOWEST), _CMP_NLT_UQ);
+    Vector<float> p = splat(SERIES[5]);
+    for (int i = 4; i >= 0; --i) p = p * (Vector<float>)rest + splat(SERIES[i]);
+    return (Vector<float>)_mm512_maskz_scalef_ps(ordinary, (__m512)p, number);
+}
+#endif
+
 // x / y of ordinary numbers, to about half a unit in the last place.
 template <class T> inline Vector<T> quotient(Vector<T> x, Vector<T> y) {
 #if defined(__AVX512F__)
