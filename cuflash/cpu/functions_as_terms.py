@@ -203,7 +203,7 @@ class _Call:
             of_products = {name: arrays.pop(name) for name in ("dq", "dk") if name in arrays}
             own |= {name: np.zeros((*own[name].shape[:3], 1), own[name].dtype) for name in ("q", "k")}
         terms = {name: part.of_term(x, cast("int", core.AXES[name])) for name, x in self.terms.items()}
-        of_functions = self.functions(pairs, products)
+        of_functions, tiles = self.functions(pairs, products)
         if "mask" in terms and "mask" in of_functions:
             of_functions["mask"] = of_functions["mask"] & terms["mask"]
         if "bias" in terms:
@@ -213,9 +213,9 @@ class _Call:
         problem = make_problem(self.options(part), *own.values(), **terms)  # type: ignore[arg-type]
         core.run(problem, {**own, **terms, **arrays, **of_bias}, is_backward, *self.random)
         if self.of_reads:
-            self.add_reads(pairs, of_bias["dbias"], products)
+            self.add_reads(tiles, of_bias["dbias"], products)
         if products is not None and of_products:
-            self.write_of_products(pairs, of_bias["dbias"], products, of_products)
+            self.write_of_products(tiles, of_bias["dbias"], products, of_products)
 
     def options(self, part: Part) -> Options:
         """The options of a part."""
@@ -231,10 +231,10 @@ class _Call:
             origin=Origin(origin.query + part.rows.start, origin.key, origin.head + head, origin.num_heads),
         )
 
-    def functions(self, pairs: Pairs, products: Products | None) -> dict[str, Array]:
-        """The bias of a part, the mask of its pairs, and that of its blocks; those that there are.
+    def functions(self, pairs: Pairs, products: Products | None) -> tuple[dict[str, Array], list[Tile]]:
+        """The bias of a part, the mask of its pairs, and that of its blocks, those that there are; and its tiles.
 
-        The bias may be anything in tiles that bounds or the mask hide as a whole.
+        Tiles that bounds or the mask hide as a whole are not among these. The bias may be anything there.
         """
         program, terms = self.program, dict[str, Array]()
         if self.has_diagonals:
@@ -262,7 +262,7 @@ class _Call:
             self.for_each(evaluate_mask, [tile for tile in tiles if is_mixed[tile.blocks].any()])
         if program.score is not None and not self.has_diagonals:
             self.for_each(evaluate_score, tiles)
-        return terms
+        return terms, tiles
 
     def bias_of_diagonals(self, pairs: Pairs) -> Array:
         """The bias of a part, whose rows are views of one line: each begins one number before the one above it."""
@@ -277,7 +277,7 @@ class _Call:
     def for_each(self, work: Callable[[jobs.Workspace, Tile], None], tiles: list[Tile]) -> None:
         jobs.run(work, [(tile,) for tile in tiles], jobs.count_cores(), self.dtype)
 
-    def add_reads(self, pairs: Pairs, dbias: Array, products: Products | None) -> None:
+    def add_reads(self, tiles: list[Tile], dbias: Array, products: Products | None) -> None:
         """Add to the gradients of arrays what follows from that of the bias, tile after tile."""
         loads = [(name, load) for name in self.of_reads for load in self.program.loads[name]]
         found: dict[tuple[int, int], list[tuple[str, Any, Array]]] = {}
@@ -296,12 +296,14 @@ class _Call:
                 entries.append((name, *sums_of_entries(self.captured[name].shape, places, terms)))
             found[tile.rows.start, tile.keys.start] = entries
 
-        self.for_each(sum_tile, pairs.tiles())
+        self.for_each(sum_tile, tiles)
         for at in sorted(found):
             for name, places, sums in found[at]:
                 self.of_reads[name].reshape(-1)[places] += sums
 
-    def write_of_products(self, pairs: Pairs, dbias: Array, products: Products, results: Mapping[str, Array]) -> None:
+    def write_of_products(
+        self, tiles: list[Tile], dbias: Array, products: Products, results: Mapping[str, Array]
+    ) -> None:
         """Write gradients of q and k, which follow from that of the bias, tile after tile."""
         found: dict[tuple[int, int], tuple[Tile, dict[str, Array]]] = {}
 
@@ -311,7 +313,7 @@ class _Call:
             own *= np.where(own == 0, 0, slope)
             found[tile.rows.start, tile.keys.start] = (tile, products.gradients(tile, dbias, results))
 
-        self.for_each(multiply_tile, pairs.tiles())
+        self.for_each(multiply_tile, tiles)
         sums = {name: np.zeros(x.shape, self.dtype) for name, x in results.items()}
         for at in sorted(found):
             tile, added = found[at]
