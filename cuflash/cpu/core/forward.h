@@ -7,6 +7,11 @@ namespace {
 
 constexpr long ENOUGH_JOBS = 32;  // enough for all threads; with fewer blocks, several jobs share the keys of a block
 constexpr long TILES_PER_PART = 4;
+#if HAS_TILES
+constexpr long BLOCK_ROWS[] = {768, 384, 192, 128};  // at most: the first that makes enough jobs, else the last
+#else
+constexpr long BLOCK_ROWS[] = {192, 96, 60};
+#endif
 // Threads seldom run at the same speed, so the jobs that begin last are small: all threads end at about the same time.
 constexpr long CUT_BLOCKS = 16, NUM_CUTS = 2, LEAST_CUT_ROWS = 72;
 constexpr long PARTS_BYTES = 32 << 20;
@@ -258,8 +263,8 @@ inline bool make_blocks(Work &work, bool has_parts, long bytes_of_row) {
 template <class T> bool prepare_forward(Work &work) {
     if (!make_entries(work)) return false;
     // Smaller blocks pack keys more often, but that takes less time than merging the results of jobs that share keys.
-    for (long parts = 1; parts <= 3; ++parts) {
-        choose_tiles<T>(work, BLOCK_ROWS / parts / GROUP * GROUP);
+    for (const long rows : BLOCK_ROWS) {
+        choose_tiles<T>(work, rows);
         if (BlockCount(work).all >= ENOUGH_JOBS) break;
     }
     const long bytes_of_row = (Sizes<T>(work.call).dim_v + 2) * long(sizeof(T));

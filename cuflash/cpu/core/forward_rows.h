@@ -10,8 +10,7 @@
 
 namespace {
 
-constexpr long BLOCK_ROWS = HAS_TILES ? 384 : 192;  // at most
-constexpr long STEP_ROWS = 4;                       // rows between two steps of products of pairs
+constexpr long STEP_ROWS = 4;  // rows between two steps of products of pairs
 
 template <class T> struct ForwardBuffers {
     Scratch scratch;
