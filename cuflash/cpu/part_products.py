@@ -63,14 +63,17 @@ def product(a: Array, b: Array) -> Array:
     return found
 
 
-def multiply(a: Array, b: Array, product: Array) -> None:
-    """Write a product of matrices by stacks of products, each so small that a BLAS starts no threads for it."""
+def multiply(a: Array, b: Array, out: Array) -> None:
+    """Write a product of matrices by stacks of products, each so small that a BLAS starts no threads for it.
+
+    Jobs are threads already: on two cores, threads of both kinds made backward passes take 590 ms that take 170 so.
+    """
     for own, height in _blocks(a.shape[-2]):
         for of, width in _blocks(b.shape[-1]):
             for terms in slices(a.shape[-1], PRODUCT_DEPTH):
                 x = _split(a[..., own, terms], -2, height)[..., :, None, :, :]
                 y = _split(b[..., terms, of], -1, width).swapaxes(-3, -2)[..., None, :, :, :]
-                z = _split(_split(product[..., own, of], -1, width), -3, height).swapaxes(-3, -2)
+                z = _split(_split(out[..., own, of], -1, width), -3, height).swapaxes(-3, -2)
                 if terms.start == 0:
                     np.matmul(x, y, out=z)
                 else:

@@ -99,7 +99,7 @@ class Pairs:
             first, stop = self._problem.key_range(rows[0])[0], self._problem.key_range(rows[-1])[1]
             stop = min(-(-stop // BLOCK) * BLOCK, self.shape[3])
             keys = range(first // BLOCK * BLOCK, stop)
-            found += [Tile(self, rows, keys[own]) for own in slices(len(keys), KEYS)]
+            found += [Tile(self, rows, keys[some]) for some in slices(len(keys), KEYS)]
         return found
 
     def inputs(self, i: Array, j: Array, s: Array | None = None) -> dict[str, Array]:

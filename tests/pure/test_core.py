@@ -333,7 +333,7 @@ print(peak() - before, 2**26 + threads * 2**22)
 # ---- exponentials ----------------------------------------------------------------------------------------------------
 
 
-EXP2, TANH, LOG = range(3)
+EXP2, TANH, LOG, EXP2_OF_HALF_LESS = range(4)
 
 
 def evaluate(x, kind, name=EXP2):
@@ -367,6 +367,18 @@ def test_exponentials_of_all_exponents(kind):
     assert units(evaluate(x, kind), np.exp2(x.astype(np.longdouble))) <= most
     x = np.array([-np.inf, -961, np.inf, 1025, np.nan])
     np.testing.assert_array_equal(evaluate(x, kind), [0, 0, np.inf, np.inf, np.nan])
+
+
+def test_exponentials_of_weights_that_are_rounded(kind):
+    """2^(x - 1/2), where products of bfloat16 take pairs: at most 2.5 units in the last place."""
+    if dict((limit, name) for name, limit in KINDS)[kind] not in ("AVX-512 with bfloat16", "AMX"):
+        pytest.skip("no products of pairs")
+    rng = np.random.default_rng(0)
+    steps = np.arange(-100, 127, 0.5)[:, None] + np.r_[0.0, np.geomspace(1e-7, 0.5, 500), rng.random(500)]
+    x = np.concatenate([steps.ravel(), np.geomspace(1e-30, 1, 1000), -np.geomspace(1e-30, 1, 1000)]).astype(np.float32)
+    assert units(evaluate(x, kind, EXP2_OF_HALF_LESS), np.exp2(x.astype(np.float64) - 0.5)) <= 2.5
+    x = np.array([-np.inf, -1e30, -101, np.inf, 1e30, np.nan], np.float32)
+    np.testing.assert_array_equal(evaluate(x, kind, EXP2_OF_HALF_LESS), [0, 0, 0, np.inf, np.inf, np.nan])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -17,13 +17,20 @@ static bool prepare(Work &work) {
     return prepare_pass<float>(work);
 }
 
+template <class T> static Vector<T> value_of(Function function, Vector<T> x) {
+#if defined(__AVX512BF16__)
+    if constexpr (sizeof(T) == 4)
+        if (function == EXP2_OF_HALF_LESS) return exp2_of_half_less(x);
+#endif
+    return function == TANH ? tanh<T>(x) : function == LOG ? log<T>(x) : exp2<T>(x);
+}
+
 template <class T> static void evaluate_all(Function function, const T *in, T *out, long count) {
     for (long i = 0; i < count; i += LANES<T>) {
         const long n = smaller(LANES<T>, count - i);
         T values[LANES<T>] = {};
         memcpy(values, in + i, n * sizeof(T));
-        const Vector<T> x = load(values);
-        store(values, function == TANH ? tanh<T>(x) : function == LOG ? log<T>(x) : exp2<T>(x));
+        store(values, value_of<T>(function, load(values)));
         memcpy(out + i, values, n * sizeof(T));
     }
 }

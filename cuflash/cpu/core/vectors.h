@@ -204,7 +204,7 @@ template <class T> inline Vector<T> exp2(Vector<T> x) {
 #endif
 
 #if defined(__AVX512BF16__)
-// 2^(x - 1/2) to two units in the last place, and 0 below LOWEST, for weights that are rounded to bfloat16. The half
+// 2^(x - 1/2) to 2.5 units in the last place, and 0 below LOWEST, for weights that are rounded to bfloat16. The half
 // makes the nearest integer of the exponent the integer below x, which the last instruction finds by itself.
 inline Vector<float> exp2_of_half_less(Vector<float> x) {
     constexpr float SERIES[] = {0.70710671f, 0.49013323f, 0.16981424f, 0.03947517f, 0.006356423f, 0.0013276472f};
