@@ -86,22 +86,22 @@ inline void exponentials_as_pairs(Drops drops, const Scaling<float> &scaling, co
                                   float kept_scale, float *pairs) {
     constexpr int N = LANES<float>;
     raise_shift(scaling, s, num_keys, shift, l, o, dim);
-    const Vector<float> factor = splat(scaling.factor);
-    const Vector<float> half_less = splat(0.5f - (shift == -__builtin_inff() ? 0.0f : shift * scaling.factor));
+    const Vector<float> minus = splat(shift == -__builtin_inff() ? 0.0f : shift), factor = splat(scaling.factor);
+    const Vector<float> half = splat(0.5f);
     Vector<float> sums[2] = {};
     auto kept_of = [&](Vector<float> p, long j) { return drops ? drop<float>(p * splat(kept_scale), kept + j) : p; };
     long j = 0;
 #pragma GCC unroll 4
     for (; j + 2 * N <= num_keys; j += 2 * N) {
-        const Vector<float> p0 = exp2_of_half_less(load(s + j) * factor + half_less);
-        const Vector<float> p1 = exp2_of_half_less(load(s + j + N) * factor + half_less);
+        const Vector<float> p0 = exp2_of_half_less((load(s + j) - minus) * factor + half);
+        const Vector<float> p1 = exp2_of_half_less((load(s + j + N) - minus) * factor + half);
         sums[0] += p0;
         sums[1] += p1;
         const __m512bh both = _mm512_cvtne2ps_pbh((__m512)kept_of(p1, j + N), (__m512)kept_of(p0, j));
         store(pairs + j / 2, (Vector<float>)both);
     }
     if (j < num_keys) {
-        const Vector<float> p = exp2_of_half_less(load(s + j) * factor + half_less);
+        const Vector<float> p = exp2_of_half_less((load(s + j) - minus) * factor + half);
         sums[0] += p;
         const __m256bh rounded = _mm512_cvtneps_pbh((__m512)kept_of(p, j));
         memcpy((void *)(pairs + j / 2), &rounded, sizeof rounded);
