@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from cuflash.cpu import core, jobs
 from cuflash.cpu.by_functions import shown_blocks, sums_of_entries
-from cuflash.cpu.packed import sequences
+from cuflash.cpu.packed import clear_gradients_of_no_sequence, sequences
 from cuflash.cpu.part_products import Products
 from cuflash.cpu.parts import BLOCK, Pairs, Part, Tile, parts, slices, sums_of_diagonals
 from cuflash.operands import ITEMSIZE, view_4d, view_rows
@@ -93,9 +93,7 @@ def run(
     of_reads = {name: np.zeros(x.shape) for name, x in results.items()}
     call_of = partial(_Call, captured, of_reads, (seed, offset))
     if problem.is_packed:
-        for name in DEFAULT_NEED:
-            if name in given:
-                given[name][...] = 0  # rows and keys of no sequence
+        clear_gradients_of_no_sequence(problem, given)
         for one in sequences(problem, *(given[name] for name in STARTS)):
             call_of(one.problem, one.of_call(given), one.index).run(is_backward)
     else:

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from cuflash.cpu import stacked, stacks, tiled_backward, tiled_forward, tiled_terms, tiles
 from cuflash.cpu.calls import Call
-from cuflash.cpu.packed import Sequence, for_each, sequences
-from cuflash.operands import view_4d
+from cuflash.cpu.packed import Sequence, clear_gradients_of_no_sequence, for_each, sequences
 from cuflash.problem import Problem
 from cuflash.terms import DEFAULT_NEED, GRADIENTS, NAMES, OF_SCORES
 
@@ -66,14 +65,12 @@ def _run_sequences(
     parts = {name: np.zeros(heads if x.ndim else heads[:1], problem.softmax_dtype) for name, x in of_terms.items()}
 
     def run_one(one: Sequence) -> None:
-        own = {name: one.of_rows(x, name) for name, x in given.items()} | one.of_terms(terms)
+        own = one.of_call(given | terms)
         own |= {name: part[one.index, ...] for name, part in parts.items()}
         run(one.problem, own, is_backward, seed, offset, one.index)
 
     if is_backward:
-        for name in given.keys() & set(DEFAULT_NEED):
-            ends = terms["cu_seqlens_q" if name == "dq" else "cu_seqlens_k"]
-            view_4d(given[name], problem.layout)[:, :, int(ends[-1]) :] = 0
+        clear_gradients_of_no_sequence(problem, given | terms)
     num_products, flops = (5, _backward_flops) if is_backward else (2, _forward_flops)
 
     def is_short(own: Problem) -> bool:

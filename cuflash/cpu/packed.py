@@ -57,6 +57,13 @@ def clear_rows_of_no_sequence(problem: Problem, out: Array, lse: Array, cu_seqle
     view_4d(out, problem.layout)[:, :, last:] = 0
 
 
+def clear_gradients_of_no_sequence(problem: Problem, arrays: Mapping[str, Array]) -> None:
+    """Write what rows and keys after the last sequence get in those of dq, dk and dv that there are: zeros."""
+    for name in arrays.keys() & set(DEFAULT_NEED):
+        ends = arrays["cu_seqlens_q" if name == "dq" else "cu_seqlens_k"]
+        view_4d(arrays[name], problem.layout)[:, :, int(ends[-1]) :] = 0
+
+
 def sequences(problem: Problem, cu_seqlens_q: Array, cu_seqlens_k: Array) -> Iterator[Sequence]:
     """The packed sequences of a problem, in order."""
     rows, keys = (itertools.pairwise(cu.tolist()) for cu in (cu_seqlens_q, cu_seqlens_k))
