@@ -77,19 +77,26 @@ def test_several_tiles_on_several_threads(case):
             judge(case, run(case))
 
 
-@settings(max_examples=30)
+MANY_ROWS = st.tuples(st.sampled_from([(16, 16), (32, 4), (9, 1)]), st.integers(380, 600), st.integers(1, 200))
+MANY_KEYS = st.tuples(st.sampled_from([(32, 32), (32, 16), (12, 12)]), st.integers(1, 150), st.integers(380, 600))
+
+
+@settings(max_examples=60)
 @given(
-    st.sampled_from([(16, 16), (32, 4), (9, 1)]), st.integers(380, 600), st.integers(1, 200), st.sampled_from([5, 16]),
-    st.sampled_from(["float16", "bfloat16", "float32", "float64"]), st.booleans(),
-    st.sampled_from(["", "mask", "bias", "alibi_slopes", "dropout", "window"]),
+    MANY_ROWS | MANY_KEYS, st.sampled_from([5, 16]), st.sampled_from(["float16", "bfloat16", "float32", "float64"]),
+    st.booleans(), st.sampled_from(["", "mask", "block_mask", "bias", "alibi_slopes", "softcap", "dropout", "window"]),
 )  # fmt: skip
-def test_blocks_of_rows_that_are_cut(heads, seqlen_q, seqlen_k, head_dim, dtype, causal, more):
-    """Jobs that begin last have fewer rows than others."""
-    shapes = {"mask": (seqlen_q, seqlen_k), "bias": (heads[0], 1, seqlen_k), "alibi_slopes": (heads[0],)}
-    options: dict[str, Any] = {"dropout": 0.3, "window": (90, None if causal else 70), **shapes}
+def test_long_blocks_and_long_tiles(sizes, head_dim, dtype, causal, more):
+    """Many heads have blocks of more rows and tiles of more keys. Jobs that begin last have fewer rows."""
+    heads, seqlen_q, seqlen_k = sizes
+    options: dict[str, Any] = {
+        "mask": (seqlen_q, seqlen_k), "block_mask": (heads[0],), "bias": (heads[0], 1, seqlen_k),
+        "alibi_slopes": (heads[0],), "softcap": 3.0, "dropout": 0.3, "window": (90, None if causal else 70),
+    }  # fmt: skip
     case = ct.Case(
         num_heads=heads[0], num_heads_kv=heads[1], seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, dtype=dtype,
-        causal=causal, **{name: x for name, x in options.items() if name == more},
+        causal=causal, block_size=(64, 80), blocks_kept=0.5,
+        **{name: x for name, x in options.items() if name == more},
     )  # fmt: skip
     judge_on_threads(case)
 
@@ -309,12 +316,13 @@ def test_float16_that_is_not_finite(kind, name, value, rows):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the size of the process")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
-def test_memory_beside_inputs_and_results(dtype):
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_memory_beside_inputs_and_results(head_dim, dtype):
     code = f"""
 import numpy as np, ml_dtypes, cuflash
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
-q = np.ones((2, 200_000, 64), {"ml_dtypes.bfloat16" if dtype == "bfloat16" else f"np.{dtype}"})
+q = np.ones((2, {12_800_000 // head_dim}, {head_dim}), {"ml_dtypes.bfloat16" if dtype == "bfloat16" else f"np.{dtype}"})
 attn, threads = cuflash.FlashAttention(window=(30, 0)), 2
 out, lse = np.ones_like(q), np.ones(q.shape[:2], np.float64 if q.dtype == np.float64 else np.float32)
 dq, dk, dv = np.ones_like(q), np.ones_like(q), np.ones_like(q)

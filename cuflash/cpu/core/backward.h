@@ -75,24 +75,26 @@ inline void add_dq(const Work &work, const Entry &entry, const Block &block, Row
 
 // Adds ds of a block to dbias, where dbias is a sum over heads or entries.
 template <class T>
-inline void add_bias(const Call &call, const Entry &entry, const Block &block, RowRange range, long first, long count,
+inline void add_bias(const Call &call, const Entry &entry, const Block &block, const Seen &seen, long first, long count,
                      const T *ds) {
     const long step = call.strides[DBIAS][3];
-    for (long r = range.first; r < range.stop; ++r) {
+    const long stop = smaller(seen.keys.stop, count);
+    for (long r = seen.rows.first; r < seen.rows.stop; ++r) {
         T *to = (T *)bias_address(call, DBIAS, entry, row_of(block, r), first);
         const T *from = ds + r * SCORES_STRIDE<T>;
         if (step == 1) {
-            for (long j = 0; j < count; ++j) to[j] += from[j];
+            for (long j = seen.keys.first; j < stop; ++j) to[j] += from[j];
         } else {
-            for (long j = 0; j < count; ++j) to[j * step] += from[j];
+            for (long j = seen.keys.first; j < stop; ++j) to[j * step] += from[j];
         }
     }
 }
 
-// C += A^T B for the keys of a tile: A is p or ds of the rows of a block, B their dout or q. If different rows see the
-// two halves of the tile, each half is a product of its own. With pairs, everything is transposed: C^T += B^T A.
+// C += A^T B for the keys of a tile: A is p or ds of the rows of a block, B their dout or q. Neighbouring sections that
+// the same rows see are one product. With pairs, everything is transposed: C^T += B^T A.
 template <class T>
-inline void add_to_keys(const Call &call, const SeenRows &seen, long count, const T *a, const T *b, long dim, T *c) {
+inline void add_to_keys(const Call &call, const Seen &seen, long count, const T *a, const T *b, long dim, T *c,
+                        long keys_stride) {
     constexpr long STRIDE = SCORES_STRIDE<T>;
     auto add = [&](RowRange rows, long first, long stop) {
         if (rows.stop <= rows.first || stop <= first) return;
@@ -100,17 +102,16 @@ inline void add_to_keys(const Call &call, const SeenRows &seen, long count, cons
             if (uses_pairs<T>(call)) {
                 const long pair = rows.first / 2;
                 return product_of_pairs(dim, round_up(stop - first, LANES<T>), pairs_of(rows.stop) - pair, b + pair,
-                                        QUERY_PAIRS, a + pair * STRIDE + first, STRIDE, c + first, STRIDE, true);
+                                        QUERY_PAIRS, a + pair * STRIDE + first, STRIDE, c + first, keys_stride, true);
             }
         product<T, Order::COLUMNS>(stop - first, dim, rows.stop - rows.first, a + rows.first * STRIDE + first, STRIDE,
                                    b + rows.first * dim, dim, c + first * dim, dim, true);
     };
-    const RowRange *halves = seen.halves;
-    if (halves[0].first == halves[1].first && halves[0].stop == halves[1].stop) {
-        add(seen.all, 0, count);
-    } else {
-        add(halves[0], 0, smaller(count, HALF));
-        add(halves[1], HALF, count);
+    const long num_sections = ceil_div(count, SECTION_KEYS);
+    for (long x = 0, next; x < num_sections; x = next) {
+        const RowRange rows = seen.sections[x];
+        for (next = x + 1; next < num_sections && seen.sections[next] == rows;) ++next;
+        add(rows, x * SECTION_KEYS, smaller(count, next * SECTION_KEYS));
     }
 }
 
@@ -129,8 +130,14 @@ inline void multiply_by_keys(const Call &call, const Entry &entry, const Block &
                                  buffers.k + keys.first / 2 * dim, dim, dq + r0 * dim, dim, adds);
                 continue;
             }
-        product<T, Order::ROWS>(n, dim, here, buffers.ds + r0 * SCORES_STRIDE<T> + keys.first, SCORES_STRIDE<T>,
-                                buffers.k + keys.first * dim, dim, dq + r0 * dim, dim, adds);
+        // Long sums are made of partial sums, which keeps rounding errors down. Rows that see no key get zeros.
+        long j = keys.first;
+        do {
+            product<T, Order::ROWS>(n, dim, smaller(USUAL_KEYS, keys.stop - j), buffers.ds + r0 * SCORES_STRIDE<T> + j,
+                                    SCORES_STRIDE<T>, buffers.k + j * dim, dim, dq + r0 * dim, dim,
+                                    adds || j > keys.first);
+            j += USUAL_KEYS;
+        } while (j < keys.stop);
     }
 }
 
@@ -146,8 +153,8 @@ inline void finish_key_tile(const Work &work, const KeyTile &tile, long job, Bac
     if (uses_pairs<T>(call)) {
         const long padded = round_up(tile.num_keys, LANES<T>);
         all_dk = buffers.k_t, all_dv = buffers.v_t;
-        transpose(buffers.dk, SCORES_STRIDE<T>, sizes.dim, padded, all_dk, sizes.dim);
-        transpose(buffers.dv, SCORES_STRIDE<T>, sizes.dim_v, padded, all_dv, sizes.dim_v);
+        transpose(buffers.dk, buffers.keys_stride, sizes.dim, padded, all_dk, sizes.dim);
+        transpose(buffers.dv, buffers.keys_stride, sizes.dim_v, padded, all_dv, sizes.dim_v);
     }
     for (long j = 0; j < tile.num_keys; ++j) {
         T *dk = all_dk + j * sizes.dim, *dv = all_dv + j * sizes.dim_v;
@@ -183,8 +190,8 @@ template <class T> void key_tile_job(Work &work, char *memory, long job) {
     const bool begins_bias = adds_bias && tile.bias_before < 0;
     load_key_tile(call, entry, tile.head_kv, first, count, buffers);
     const bool has_pairs = uses_pairs<T>(call);
-    clear(buffers.dk, has_pairs ? sizes.dim * SCORES_STRIDE<T> : count * sizes.dim);
-    clear(buffers.dv, has_pairs ? sizes.dim_v * SCORES_STRIDE<T> : count * sizes.dim_v);
+    clear(buffers.dk, has_pairs ? sizes.dim * buffers.keys_stride : count * sizes.dim);
+    clear(buffers.dv, has_pairs ? sizes.dim_v * buffers.keys_stride : count * sizes.dim_v);
     clear(buffers.sums, call.num_heads + 2);
     if (buffers.bias == BiasGradient::KEYS) clear(buffers.total, steps.group * SCORES_STRIDE<T>);
     for (long step = 0; step < steps.count; ++step) {
@@ -197,23 +204,23 @@ template <class T> void key_tile_job(Work &work, char *memory, long job) {
             for (long r = 0; r < rows_of(block); ++r) clear_bias<T>(call, entry, row_of(block, r), first, count);
         if (is_hidden) continue;
         load_queries(call, entry, block, buffers);
-        const SeenRows seen = differentiate(call, scaling, entry, block, first, count, false, buffers);
-        if (seen.all.stop <= seen.all.first) continue;
-        if (has_pairs) pack_scores(block, seen.all, count, buffers);
+        const Seen seen = differentiate(call, scaling, entry, block, first, count, false, buffers);
+        if (seen.rows.stop <= seen.rows.first) continue;
+        if (has_pairs) pack_scores(block, seen, buffers);
         if (is_wanted(call, DV))
             add_to_keys(call, seen, count, buffers.p, has_pairs ? buffers.dout_t : buffers.dout, sizes.dim_v,
-                        buffers.dv);
+                        buffers.dv, buffers.keys_stride);
         if (is_wanted(call, DK))
             add_to_keys(call, seen, count, has_pairs ? buffers.ds_columns : buffers.ds,
-                        has_pairs ? buffers.q_t : buffers.q, sizes.dim, buffers.dk);
+                        has_pairs ? buffers.q_t : buffers.q, sizes.dim, buffers.dk, buffers.keys_stride);
         if (wants_dq) {
-            multiply_by_keys(call, entry, block, seen.all, first, count, buffers, buffers.dq, false);
+            multiply_by_keys(call, entry, block, seen.rows, first, count, buffers, buffers.dq, false);
             if (!wait_for(work, tile.before, step + 1)) return;
-            add_dq(work, entry, block, seen.all, buffers.dq, sizes.dim);
+            add_dq(work, entry, block, seen.rows, buffers.dq, sizes.dim);
         }
         if (adds_bias) {
             if (!wait_for(work, tile.bias_before, step + 1)) return;
-            add_bias(call, entry, block, seen.all, first, count, buffers.ds);
+            add_bias(call, entry, block, seen, first, count, buffers.ds);
         }
         if (work.progress) work.progress[job].store(step + 1, std::memory_order_release);
     }
@@ -236,21 +243,21 @@ template <class T> void dq_job(Work &work, char *memory, long job) {
     load_queries(call, entry, block, buffers);
     T *total = buffers.dq;  // a job of keys has the part of dq of a tile there; here it is the sum over all tiles
     clear(total, rows_of(block) * sizes.dim);
-    const Keys seen = seen_by(call, entry, block.first_row, block.first_row + block.num_rows - 1);
-    for (long first = seen.first / 16 * 16; first < seen.stop; first += work.keys_per_tile) {
+    const Keys keys = seen_by(call, entry, block.first_row, block.first_row + block.num_rows - 1);
+    for (long first = keys.first / 16 * 16; first < keys.stop; first += work.keys_per_tile) {
         if (work.stopped.load(std::memory_order_relaxed)) return;
         const long count = smaller(work.keys_per_tile, entry.seqlen_k - first);
         if (!any_visible(call, entry, block, first, count)) continue;
         load_key_tile(call, entry, block.head_kv, first, count, buffers);
-        const RowRange range = differentiate(call, scaling, entry, block, first, count, true, buffers).all;
+        const Seen seen = differentiate(call, scaling, entry, block, first, count, true, buffers);
         if (has_cap(call))
-            for (long r = range.first; r < range.stop; ++r)
-                for (long j = 0; j < count; ++j) {
+            for (long r = seen.rows.first; r < seen.rows.stop; ++r)
+                for (long j = seen.keys.first; j < seen.keys.stop; ++j) {
                     const T tanh = buffers.tanhs[r * SCORES_STRIDE<T> + j];
                     buffers.ds[r * SCORES_STRIDE<T> + j] *= 1 - tanh * tanh;
                 }
-        if (uses_pairs<T>(call)) pack_scores(block, range, count, buffers);
-        multiply_by_keys(call, entry, block, range, first, count, buffers, total, true);
+        if (uses_pairs<T>(call)) pack_scores(block, seen, buffers);
+        multiply_by_keys(call, entry, block, seen.rows, first, count, buffers, total, true);
     }
     for (long r = 0; r < rows_of(block); ++r) {
         for (long d = 0; d < call.head_dim; ++d) total[r * sizes.dim + d] *= T(call.scale);
@@ -299,22 +306,29 @@ template <class T> void round_job(Work &work, char *, long job) {
 
 // ---- which jobs there are --------------------------------------------------------------------------------------------
 
+// How many tiles all entries have, and how many one head has at most.
+struct TileCount {
+    long all = 0, in_head = 0;
+    explicit TileCount(const Work &work) {
+        for (long e = 0; e < work.num_entries; ++e) {
+            const long own = ceil_div(work.entries[e].seqlen_k, work.keys_per_tile);
+            all += own * work.call.num_heads_kv;
+            in_head = larger(in_head, own);
+        }
+    }
+};
+
 // Makes the tiles of all heads: the first tile of each head, then the second of each, so that a job seldom waits for
 // another.
 inline bool make_tiles(Work &work) {
     const Call &call = work.call;
     const long keys = work.keys_per_tile, num_heads = call.num_heads_kv;
-    long count = 0, most = 0;
-    for (long e = 0; e < work.num_entries; ++e) {
-        const long own = ceil_div(work.entries[e].seqlen_k, keys);
-        count += own * num_heads;
-        most = larger(most, own);
-    }
+    const TileCount tiles(work);
     long *last = nullptr;
-    if (!work.allocate(work.tiles, count) || !work.allocate(last, 2 * work.num_entries * num_heads)) return false;
+    if (!work.allocate(work.tiles, tiles.all) || !work.allocate(last, 2 * work.num_entries * num_heads)) return false;
     long *last_of_bias = last + work.num_entries * num_heads;
     for (long x = 0; x < work.num_entries * num_heads; ++x) last[x] = -1;
-    for (long j = 0; j < most; ++j) {
+    for (long j = 0; j < tiles.in_head; ++j) {
         for (long x = 0; x < work.num_entries * num_heads; ++x) last_of_bias[x] = -1;
         for (long e = 0; e < work.num_entries; ++e) {
             const long seqlen_k = work.entries[e].seqlen_k;
@@ -334,8 +348,13 @@ inline bool make_tiles(Work &work) {
 
 template <class T> bool prepare_backward(Work &work) {
     const Call &call = work.call;
-    choose_tiles<T>(work, BACKWARD_ROWS);
-    if (!make_entries(work) || !make_tiles(work)) return false;
+    if (!make_entries(work)) return false;
+    // Every tile loads all queries, and adds its part to dq in memory. So tiles are long, if they make enough jobs.
+    for (long keys = MAX_KEYS; keys >= USUAL_KEYS; keys /= 2) {
+        choose_tiles<T>(work, BACKWARD_ROWS, keys);
+        if (TileCount(work).all >= ENOUGH_JOBS) break;
+    }
+    if (!make_tiles(work)) return false;
     work.scratch_bytes = BackwardBuffers<T>(work, nullptr).scratch.used;
     const bool is_packed = call.arrays[CU_SEQLENS_Q], wants_dq = is_wanted(call, DQ);
     const long batch = is_packed ? 1 : call.batch;

@@ -48,23 +48,25 @@ constexpr long QUERY_PAIRS = BACKWARD_ROWS / 2 + 20;  // how far apart rows of p
 template <class T> struct BackwardBuffers {
     Scratch scratch;
     Sizes<T> sizes;
+    long keys_stride;
     T *k, *k_t, *v_t, *dk, *dv, *q, *dout, *dq, *p, *ds, *tanhs, *products, *added, *lse, *delta, *total;
     T *q_t, *dout_t, *ds_columns, *ds_rows;  // as pairs, where products are of pairs
     unsigned char *kept;
     long double *sums;  // over many rows
     BiasGradient bias;
 
-    BackwardBuffers(const Work &work, char *memory) : scratch{memory}, sizes(work.call) {
+    BackwardBuffers(const Work &work, char *memory)
+        : scratch{memory}, sizes(work.call), keys_stride(keys_stride_of<T>(work)) {
         const Call &call = work.call;
         const long rows = work.rows_per_block, keys = work.keys_per_tile, scores = rows * SCORES_STRIDE<T>;
         const bool has_products = is_wanted(call, DSCALE) || is_wanted(call, DSOFTCAP);
         k = scratch.template take<T>(keys * larger(sizes.dim, sizes.dim_v));
-        k_t = scratch.template take<T>(sizes.dim * SCORES_STRIDE<T>);
-        v_t = scratch.template take<T>(sizes.dim_v * SCORES_STRIDE<T>);
+        k_t = scratch.template take<T>(sizes.dim * keys_stride);
+        v_t = scratch.template take<T>(sizes.dim_v * keys_stride);
         // With pairs, dk and dv are transposed.
         const bool has_pairs = uses_pairs<T>(call);
-        dk = scratch.template take<T>(has_pairs ? sizes.dim * SCORES_STRIDE<T> : keys * sizes.dim);
-        dv = scratch.template take<T>(has_pairs ? sizes.dim_v * SCORES_STRIDE<T> : keys * sizes.dim_v);
+        dk = scratch.template take<T>(has_pairs ? sizes.dim * keys_stride : keys * sizes.dim);
+        dv = scratch.template take<T>(has_pairs ? sizes.dim_v * keys_stride : keys * sizes.dim_v);
         q_t = scratch.template take<T>(has_pairs ? sizes.dim * QUERY_PAIRS : 0);
         dout_t = scratch.template take<T>(has_pairs ? sizes.dim_v * QUERY_PAIRS : 0);
         ds_columns = scratch.template take<T>(has_pairs ? pairs_of(rows) * SCORES_STRIDE<T> : 0);
@@ -148,29 +150,31 @@ inline void load_key_tile(const Call &call, const Entry &entry, long head_kv, lo
     const Sizes<T> &sizes = buffers.sizes;
     const long padded = round_up(count, LANES<T>);
     if (uses_pairs<T>(call)) {
-        load_key_pairs(call, V, entry, head_kv, first, count, call.head_dim_v, buffers.k, buffers.v_t);
-        load_key_pairs(call, K, entry, head_kv, first, count, call.head_dim, buffers.k, buffers.k_t);
+        load_key_pairs(call, V, entry, head_kv, first, count, call.head_dim_v, buffers.k, buffers.v_t,
+                       buffers.keys_stride);
+        load_key_pairs(call, K, entry, head_kv, first, count, call.head_dim, buffers.k, buffers.k_t,
+                       buffers.keys_stride);
         interleave_keys(call, K, entry, head_kv, first, count, call.head_dim, buffers.k);
         return;
     }
     load_keys(call, V, entry, head_kv, first, count, call.head_dim_v, buffers.k, sizes.dim_v, padded);
-    transpose(buffers.k, sizes.dim_v, padded, sizes.dim_v, buffers.v_t, SCORES_STRIDE<T>);
+    transpose(buffers.k, sizes.dim_v, padded, sizes.dim_v, buffers.v_t, buffers.keys_stride);
     load_keys(call, K, entry, head_kv, first, count, call.head_dim, buffers.k, sizes.dim, padded);
-    transpose(buffers.k, sizes.dim, padded, sizes.dim, buffers.k_t, SCORES_STRIDE<T>);
+    transpose(buffers.k, sizes.dim, padded, sizes.dim, buffers.k_t, buffers.keys_stride);
 }
 
 // c = A B, where A is the rows of q or dout from r0 on, and B is k or v, transposed.
 template <class T>
-inline void multiply_rows(const Call &call, const T *rows, long dim, const T *keys_t, long r0, long num_rows,
-                          long num_keys, T *c) {
+inline void multiply_rows(const Call &call, const T *rows, long dim, const T *keys_t, long keys_stride, long r0,
+                          long num_rows, long num_keys, T *c) {
     if constexpr (MAY_USE_PAIRS<T>)
         if (uses_pairs<T>(call)) {
             const long stride = pair_stride<T>(dim);
-            return product_of_pairs(num_rows, num_keys, pairs_of(dim), rows + r0 * stride, stride, keys_t,
-                                    SCORES_STRIDE<T>, c, SCORES_STRIDE<T>, false);
+            return product_of_pairs(num_rows, num_keys, pairs_of(dim), rows + r0 * stride, stride, keys_t, keys_stride,
+                                    c, SCORES_STRIDE<T>, false);
         }
     const long stride = round_up(dim, LANES<T>);
-    product_of_rows(num_rows, num_keys, dim, rows + r0 * stride, stride, keys_t, SCORES_STRIDE<T>, c, SCORES_STRIDE<T>);
+    product_of_rows(num_rows, num_keys, dim, rows + r0 * stride, stride, keys_t, keys_stride, c, SCORES_STRIDE<T>);
 }
 
 // Address of the bias of a row, or of its gradient, at the key `first`.
@@ -191,12 +195,15 @@ struct RowRange {
         first = smaller(first, begin);
         stop = larger(stop, end);
     }
+    bool operator==(const RowRange &other) const { return first == other.first && stop == other.stop; }
 };
 
-// The rows that see any key of a tile, and the rows that see any key of each of its halves.
-constexpr long HALF = MAX_KEYS / 2;
-struct SeenRows {
-    RowRange all, halves[2];
+// What rows of a block see of a tile: keys, counted from its first, in whole sections and vectors; the rows that see any
+// of them, and the rows that see any key of each section. Other scores are not computed.
+constexpr long SECTION_KEYS = 64, MAX_SECTIONS = MAX_KEYS / SECTION_KEYS;
+struct Seen {
+    Keys keys;
+    RowRange rows, sections[MAX_SECTIONS];
 };
 
 // Replaces the scores p of a row by weights, and the gradients ds of weights by those of scores. Dropout applies to both.
@@ -226,12 +233,12 @@ inline void weigh_row(const Call &call, T scale, T lse, T delta, long columns, c
 }
 
 // Computes weights p, after dropout, and gradients ds, of a block and a tile that are loaded. If `for_bias`, ds is the
-// gradient of scores with their bias, else that of scale q k^T. Returns the rows that see any of these keys; hidden
-// scores among them have zeros in p and ds. Adds the gradients of slopes (by head), of the scale and of the cap to
-// buffers.sums, and the gradient of a bias of keys (by head) to buffers.total.
+// gradient of scores with their bias, else that of scale q k^T. Hidden scores of the rows and keys that it returns have
+// zeros in p and ds. Adds the gradients of slopes (by head), of the scale and of the cap to buffers.sums, and the
+// gradient of a bias of keys (by head) to buffers.total.
 template <class T>
-inline SeenRows differentiate(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
-                              long first, long count, bool for_bias, BackwardBuffers<T> &buffers) {
+inline Seen differentiate(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
+                          long first, long count, bool for_bias, BackwardBuffers<T> &buffers) {
     constexpr int N = LANES<T>;
     constexpr long STRIDE = SCORES_STRIDE<T>;
     const long num_rows = rows_of(block), padded = round_up(count, N);
@@ -243,14 +250,20 @@ inline SeenRows differentiate(const Call &call, const Scaling<T> &scaling, const
     // Gradients become those of products at once, unless something needs the gradients of scores before.
     const bool slopes_at_once = has_cap(call) && !for_bias && !is_wanted(call, DBIAS) &&
                                 !is_wanted(call, DALIBI_SLOPES) && !is_wanted(call, DSOFTCAP);
+    const RowRange none = {num_rows, 0};
+    Seen seen;
+    seen.rows = none;
+    for (RowRange &section : seen.sections) section = none;
+    const Keys of_block = seen_by(call, entry, block.first_row, block.first_row + block.num_rows - 1);
+    seen.keys.first = larger(of_block.first - first, 0) / SECTION_KEYS * SECTION_KEYS;
+    seen.keys.stop = smaller(round_up(larger(of_block.stop - first, 0), SECTION_KEYS), padded);
     auto clear_scores = [&](long r, long begin, long end) {
+        if (writes_bias) clear_bias<T>(call, entry, row_of(block, r), first + begin, smaller(end, count) - begin);
+        begin = larger(begin, seen.keys.first), end = smaller(end, seen.keys.stop);
         if (begin >= end) return;
         clear(buffers.p + r * STRIDE + begin, end - begin);
         clear(buffers.ds + r * STRIDE + begin, end - begin);
-        if (writes_bias) clear_bias<T>(call, entry, row_of(block, r), first + begin, smaller(end, count) - begin);
     };
-    const RowRange none = {num_rows, 0};
-    SeenRows seen = {none, {none, none}};
     for (long r0 = 0, n; r0 < num_rows; r0 += n) {
         n = rows_of_group(call, block, r0, GROUP);
         const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
@@ -261,11 +274,12 @@ inline SeenRows differentiate(const Call &call, const Scaling<T> &scaling, const
         }
         if (here <= 0) continue;
         T *p = buffers.p + r0 * STRIDE + keys.first, *ds = buffers.ds + r0 * STRIDE + keys.first;
-        seen.all.include(r0, r0 + n);
-        if (keys.first < HALF) seen.halves[0].include(r0, r0 + n);
-        if (keys.stop > HALF) seen.halves[1].include(r0, r0 + n);
-        multiply_rows(call, buffers.q, call.head_dim, buffers.k_t + keys.first, r0, n, columns, p);
-        multiply_rows(call, buffers.dout, call.head_dim_v, buffers.v_t + keys.first, r0, n, columns, ds);
+        seen.rows.include(r0, r0 + n);
+        for (long x = keys.first / SECTION_KEYS; x * SECTION_KEYS < keys.stop; ++x)
+            seen.sections[x].include(r0, r0 + n);
+        multiply_rows(call, buffers.q, call.head_dim, buffers.k_t + keys.first, buffers.keys_stride, r0, n, columns, p);
+        multiply_rows(call, buffers.dout, call.head_dim_v, buffers.v_t + keys.first, buffers.keys_stride, r0, n,
+                      columns, ds);
         for (long r = 0; r < n && has_products; ++r)
             memcpy(buffers.products + (r0 + r) * STRIDE + keys.first, p + r * STRIDE, columns * sizeof(T));
         for (long r = 0; r < n; ++r, p += STRIDE, ds += STRIDE) {
@@ -321,19 +335,18 @@ inline SeenRows differentiate(const Call &call, const Scaling<T> &scaling, const
 
 // Packs weights and gradients of scores as pairs of two rows, in the place of p and in ds_columns, and packs gradients
 // as pairs of two keys, too, in ds_rows.
-template <class T>
-inline void pack_scores(const Block &block, RowRange range, long count, BackwardBuffers<T> &buffers) {
+template <class T> inline void pack_scores(const Block &block, const Seen &seen, BackwardBuffers<T> &buffers) {
     if constexpr (MAY_USE_PAIRS<T>) {
         constexpr long STRIDE = SCORES_STRIDE<T>;
-        const long padded = round_up(count, LANES<T>);
+        const long at = seen.keys.first, count = seen.keys.stop - at;
         const T zeros[MAX_KEYS] = {};
-        for (long r = range.first / 2 * 2; r < range.stop; r += 2) {
+        for (long r = seen.rows.first / 2 * 2; r < seen.rows.stop; r += 2) {
             const bool has_second = r + 1 < rows_of(block);
-            T *p = buffers.p + r * STRIDE, *ds = buffers.ds + r * STRIDE;
-            round_to_pairs(p, has_second ? p + STRIDE : zeros, padded, buffers.p + r / 2 * STRIDE);
-            round_to_pairs(ds, has_second ? ds + STRIDE : zeros, padded, buffers.ds_columns + r / 2 * STRIDE);
-            round_to_pairs(ds, padded, buffers.ds_rows + r * KEY_PAIRS);
-            if (has_second) round_to_pairs(ds + STRIDE, padded, buffers.ds_rows + (r + 1) * KEY_PAIRS);
+            const T *p = buffers.p + r * STRIDE + at, *ds = buffers.ds + r * STRIDE + at;
+            round_to_pairs(p, has_second ? p + STRIDE : zeros, count, buffers.p + r / 2 * STRIDE + at);
+            round_to_pairs(ds, has_second ? ds + STRIDE : zeros, count, buffers.ds_columns + r / 2 * STRIDE + at);
+            for (long x = r; x <= r + has_second; ++x)
+                round_to_pairs(buffers.ds + x * STRIDE + at, count, buffers.ds_rows + x * KEY_PAIRS + at / 2);
         }
     }
 }

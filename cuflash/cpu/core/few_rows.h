@@ -10,11 +10,11 @@ namespace {
 
 // The most rows of a block that count as few, with many keys and with few keys. Their scores are dot products with rows
 // of k as they lie in memory.
-constexpr long FEW_ROWS = 8, VERY_FEW_ROWS = 2;
+constexpr long FEW_ROWS = 8, VERY_FEW_ROWS = 2, MANY_KEYS = 512;
 constexpr int FEW_KEYS = 4;  // whose products are summed at a time
 
 inline bool has_few_rows(const Entry &entry, const Block &block) {
-    return rows_of(block) <= (entry.seqlen_k > 4 * MAX_KEYS ? FEW_ROWS : VERY_FEW_ROWS);
+    return rows_of(block) <= (entry.seqlen_k > MANY_KEYS ? FEW_ROWS : VERY_FEW_ROWS);
 }
 
 struct Bfloat16 {

@@ -6,7 +6,9 @@
 namespace {
 
 constexpr long ENOUGH_JOBS = 32;  // enough for all threads; with fewer blocks, several jobs share the keys of a block
-constexpr long TILES_PER_PART = 4;
+constexpr long TILES_PER_PART = 4, KEYS_PER_PART = 512;     // either is enough for a job
+constexpr long TILE_BYTES = (HAS_TILES ? 256 : 128) << 10;  // of keys, at most
+constexpr long MAX_KEYS_OF_PAIRS = 256;  // of a tile in the forward pass; other products have USUAL_KEYS
 #if HAS_TILES
 constexpr long BLOCK_ROWS[] = {768, 384, 192, 128};  // at most: the first that makes enough jobs, else the last
 #else
@@ -31,7 +33,7 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
         prefetch_next_keys(work, entry, block.head_kv, first + work.keys_per_tile, r0, r0 + n, num_rows);
         T *s = buffers.s + keys.first, *o = buffers.o + r0 * dim_v;
         product_of_rows(n, round_up(here, LANES<T>), dim, buffers.q + r0 * buffers.sizes.dim, buffers.sizes.dim,
-                        tile.k_t + keys.first, SCORES_STRIDE<T>, s, SCORES_STRIDE<T>);
+                        tile.k_t + keys.first, buffers.keys_stride, s, SCORES_STRIDE<T>);
         weigh_rows<T>(call, scaling, entry, block, buffers, r0, n, first, keys, buffers.s, nullptr, 0, [] {});
         product<T, Order::ROWS>(n, dim_v, here, s, SCORES_STRIDE<T>, tile.v + keys.first * tile.v_stride, tile.v_stride,
                                 o, dim_v, true);
@@ -170,10 +172,11 @@ template <class T> void merge_job(Work &work, char *memory, long job) {
 // ---- which blocks there are ------------------------------------------------------------------------------------------
 
 // Chooses how many rows and keys are computed at a time, so that their buffers stay in the cache.
-template <class T> inline void choose_tiles(Work &work, long most_rows) {
+template <class T> inline void choose_tiles(Work &work, long most_rows, long most_keys) {
     const Sizes<T> sizes(work.call);
     const long bytes = larger(sizes.dim, sizes.dim_v) * long(sizeof(T));
-    work.keys_per_tile = keys_in_tiles(work.call, bytes <= 1024 ? MAX_KEYS : bytes <= 2048 ? 64 : 32);
+    while (most_keys > FEWEST_KEYS && most_keys * bytes > TILE_BYTES) most_keys /= 2;
+    work.keys_per_tile = keys_in_tiles(work.call, most_keys);
     work.rows_per_block = bytes <= 1024 ? most_rows : bytes <= 2048 ? most_rows / 2 : most_rows / 4;
     // Small problems have small buffers.
     const Call &call = work.call;
@@ -227,7 +230,8 @@ inline bool make_blocks(Work &work, bool has_parts, long bytes_of_row) {
     const long count = blocks.all;
     long num_parts = 1, tiles = ceil_div(call.seqlen_k, work.keys_per_tile);
     if (has_parts && count && count < ENOUGH_JOBS && !call.arrays[CU_SEQLENS_Q]) {
-        num_parts = smaller(ceil_div(ENOUGH_JOBS, count), tiles / TILES_PER_PART);
+        const long least = smaller(KEYS_PER_PART, TILES_PER_PART * work.keys_per_tile);
+        num_parts = smaller(ceil_div(ENOUGH_JOBS, count), call.seqlen_k / least);
         num_parts = larger(1, smaller(num_parts, PARTS_BYTES / (count * most * bytes_of_row)));
         const long tiles_of_part = ceil_div(tiles, num_parts);
         num_parts = ceil_div(larger(tiles, 1), larger(tiles_of_part, 1));
@@ -263,8 +267,9 @@ inline bool make_blocks(Work &work, bool has_parts, long bytes_of_row) {
 template <class T> bool prepare_forward(Work &work) {
     if (!make_entries(work)) return false;
     // Smaller blocks pack keys more often, but that takes less time than merging the results of jobs that share keys.
+    const long keys = HAS_TILES && uses_pairs<T>(work.call) ? MAX_KEYS_OF_PAIRS : USUAL_KEYS;
     for (const long rows : BLOCK_ROWS) {
-        choose_tiles<T>(work, rows);
+        choose_tiles<T>(work, rows, keys);
         if (BlockCount(work).all >= ENOUGH_JOBS) break;
     }
     const long bytes_of_row = (Sizes<T>(work.call).dim_v + 2) * long(sizeof(T));

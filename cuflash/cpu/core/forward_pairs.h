@@ -41,14 +41,14 @@ inline void forward_tile_of_pairs(const Work &work, const Block &block, const En
                               q,
                               q_stride,
                               k_t,
-                              STRIDE,
+                              buffers.keys_stride,
                               s + group.keys.first,
                               STRIDE,
                               false};
         if (parts == 2) {  // q and k are split exactly, so all four products count
             scores.add(q + width, k_t);
-            scores.add(q, k_t + width * STRIDE);
-            scores.add(q + width, k_t + width * STRIDE);
+            scores.add(q, k_t + width * buffers.keys_stride);
+            scores.add(q + width, k_t + width * buffers.keys_stride);
         }
         return scores;
     };

@@ -15,10 +15,12 @@ constexpr long STEP_ROWS = 4;  // rows between two steps of products of pairs
 template <class T> struct ForwardBuffers {
     Scratch scratch;
     Sizes<T> sizes;
+    long keys_stride;
     T *q, *o, *shift, *l, *s, *p, *bias, *rows, *k_t, *v;
     unsigned char *kept;
 
-    ForwardBuffers(const Work &work, char *memory) : scratch{memory}, sizes(work.call) {
+    ForwardBuffers(const Work &work, char *memory)
+        : scratch{memory}, sizes(work.call), keys_stride(keys_stride_of<T>(work)) {
         const long rows_of_q = work.rows_per_block, keys = work.keys_per_tile;
         // Numbers in two parts take as much room as pairs as they do whole, rounded up to whole vectors of each part.
         const long parts = most_parts<T>(work.call),
@@ -32,7 +34,7 @@ template <class T> struct ForwardBuffers {
         p = scratch.template take<T>(2 * parts * GROUP * KEY_PAIRS);
         bias = scratch.template take<T>(work.call.arrays[BIAS] ? FEW_OF_GROUP * MAX_KEYS : 0);
         rows = scratch.template take<T>(keys * dim);
-        k_t = scratch.template take<T>(dim * SCORES_STRIDE<T>);
+        k_t = scratch.template take<T>(dim * keys_stride);
         v = scratch.template take<T>(keys * sizes.dim_v);
         kept = scratch.template take<unsigned char>(work.call.dropout_steps ? rows_of_q * MAX_KEYS : 0);
     }

@@ -20,13 +20,13 @@ inline Tile<T> load_tile(const Work &work, const Entry &entry, long head_kv, lon
 #if HAS_TILES
     if (parts == 2) {
         T *low_v = v + work.keys_per_tile / 2 * sizes.dim_v;
-        load_split_keys(call, entry, head_kv, first, count, (float *)rows, (float *)k_t);
+        load_split_keys(call, entry, head_kv, first, count, (float *)rows, (float *)k_t, buffers.keys_stride);
         load_split_values(call, entry, head_kv, first, count, (float *)v, (float *)low_v);
         return {k_t, v, sizes.dim_v, low_v};
     }
 #endif
     if (parts == 1) {
-        load_key_pairs(call, K, entry, head_kv, first, count, call.head_dim, rows, k_t);
+        load_key_pairs(call, K, entry, head_kv, first, count, call.head_dim, rows, k_t, buffers.keys_stride);
         interleave_keys(call, V, entry, head_kv, first, count, call.head_dim_v, v);
         return {k_t, v, sizes.dim_v, nullptr};
     }
@@ -39,7 +39,7 @@ inline Tile<T> load_tile(const Work &work, const Entry &entry, long head_kv, lon
     } else {
         load_keys(call, K, entry, head_kv, first, count, call.head_dim, rows, sizes.dim, padded);
     }
-    transpose(k, k_stride, padded, sizes.dim, k_t, SCORES_STRIDE<T>);
+    transpose(k, k_stride, padded, sizes.dim, k_t, buffers.keys_stride);
     // They are read again and again, so they are copied where rows are far apart, which fall into the same few sets of
     // the cache, or where their vectors straddle lines of the cache, of which each load then reads two.
     const long v_stride = call.strides[V][2];

@@ -79,16 +79,16 @@ inline void load_row_pairs(const Call &call, Array array, const Entry &entry, co
 // whole vector of keys. Rows that are whole vectors are read where they lie.
 template <class T>
 inline void load_key_pairs(const Call &call, Array array, const Entry &entry, long head_kv, long first, long count,
-                           long dim, T *rows, T *transposed) {
+                           long dim, T *rows, T *transposed, long transposed_stride) {
     const long stride = pair_stride<T>(dim);
     const int64_t *strides = call.strides[array];
     const char *own = key_address(call, array, entry, head_kv, first);
     if (strides[3] == 1 && strides[2] % 2 == 0 && dim == 2 * stride && !call.page_size && (uintptr_t)own % 4 == 0)
-        return transpose((const T *)own, strides[2] / 2, count, stride, transposed, SCORES_STRIDE<T>);
+        return transpose((const T *)own, strides[2] / 2, count, stride, transposed, transposed_stride);
     for (long j = 0; j < count; ++j)
         load_bits(key_address(call, array, entry, head_kv, first + j), call.strides[array][3], dim,
                   (Bits *)(rows + j * stride), 2 * stride);
-    transpose(rows, stride, count, stride, transposed, SCORES_STRIDE<T>);
+    transpose(rows, stride, count, stride, transposed, transposed_stride);
 }
 
 // Loads rows of k or v as pairs of neighbouring keys.

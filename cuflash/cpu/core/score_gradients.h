@@ -139,21 +139,21 @@ template <class T> void bias_job(Work &work, char *memory, long job) {
                     block.num_heads = 1;
                     block.first_row = i * jobs.rows;
                     block.num_rows = smaller(jobs.rows, call.seqlen_q - i * jobs.rows);
-                    const Keys seen = seen_by(call, entry, block.first_row, block.first_row + block.num_rows - 1);
-                    if (seen.stop <= first || seen.first >= first + count) continue;
+                    const Keys keys = seen_by(call, entry, block.first_row, block.first_row + block.num_rows - 1);
+                    if (keys.stop <= first || keys.first >= first + count) continue;
                     if (!any_visible(call, entry, block, first, count)) continue;
                     if (!is_loaded) load_key_tile(call, entry, h / group, first, count, buffers);
                     is_loaded = true;
                     load_queries(call, entry, block, buffers);
-                    const RowRange range = differentiate(call, scaling, entry, block, first, count, true, buffers).all;
-                    for (long r = range.first; r < range.stop; ++r) {
+                    const Seen seen = differentiate(call, scaling, entry, block, first, count, true, buffers);
+                    for (long r = seen.rows.first; r < seen.rows.stop; ++r) {
                         const T *ds = buffers.ds + r * STRIDE;
                         T *to = total + (has_rows ? r : 0) * STRIDE;
                         if (has_keys) {
-                            for (long j = 0; j < count; ++j) to[j] += ds[j];
+                            for (long j = seen.keys.first; j < smaller(seen.keys.stop, count); ++j) to[j] += ds[j];
                         } else {
                             Vector<T> sum = {};
-                            for (long j = 0; j < round_up(count, LANES<T>); j += LANES<T>) sum += load(ds + j);
+                            for (long j = seen.keys.first; j < seen.keys.stop; j += LANES<T>) sum += load(ds + j);
                             to[0] += sum_of_lanes<T>(sum);
                         }
                     }

@@ -490,7 +490,7 @@ template <class T> bool prepare_small(Work &work) {
     work.scratch_bytes = SmallBuffers<T>(call, nullptr).scratch.used;
     work.add_phase(small_job<T>, SmallJobs(call, LANES<T>).count(call));
     if (is_wanted(call, DSINKS)) {
-        choose_tiles<T>(work, BACKWARD_ROWS);
+        choose_tiles<T>(work, BACKWARD_ROWS, USUAL_KEYS);
         work.scratch_bytes = larger(work.scratch_bytes, BackwardBuffers<T>(work, nullptr).scratch.used);
         work.add_phase(sinks_job<T>, call.num_heads);
     }

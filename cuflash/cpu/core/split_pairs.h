@@ -83,14 +83,14 @@ inline void load_split_rows(const Call &call, const Entry &entry, const Block &b
 
 // Loads rows of k, transposed: all upper parts, and below them the lower ones.
 inline void load_split_keys(const Call &call, const Entry &entry, long head_kv, long first, long count, float *rows,
-                            float *transposed) {
+                            float *transposed, long transposed_stride) {
     const long width = pair_stride<float>(call.head_dim);
     for (long j = 0; j < count; ++j) {
         float *to = rows + 2 * j * width;
         load_split(key_address(call, K, entry, head_kv, first + j), call.strides[K][3], call.head_dim, width, to,
                    to + width);
     }
-    transpose(rows, 2 * width, count, 2 * width, transposed, SCORES_STRIDE<float>);
+    transpose(rows, 2 * width, count, 2 * width, transposed, transposed_stride);
 }
 
 // Loads rows of v as pairs of neighbouring keys: the upper parts to `high`, the lower parts to `low`.

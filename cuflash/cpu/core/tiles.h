@@ -15,7 +15,9 @@ namespace {
 #define HAS_TILES 0
 #endif
 
-constexpr long MAX_KEYS = 128;               // of a tile
+// Keys of a tile: at most, where nothing is gained from more, and of the widest heads. Processors with tile registers
+// have large caches.
+constexpr long MAX_KEYS = HAS_TILES ? 512 : 256, USUAL_KEYS = 128, FEWEST_KEYS = 32;
 constexpr long GROUP = HAS_TILES ? 64 : 12;  // rows whose scores are computed at a time
 constexpr long FEW_OF_GROUP = 16;            // rows that are finished and weighed at a time, in the first cache
 
@@ -27,6 +29,9 @@ inline long round_up(long x, long y) { return ceil_div(x, y) * y; }
 // How far apart rows of scores lie: 64 bytes more than a power of two, so that the rows of a column of blocks do not fall
 // into the same sets of the cache.
 template <class T> constexpr long SCORES_STRIDE = MAX_KEYS + 64 / sizeof(T);
+
+// The same of tiles that are transposed, so that their columns are keys.
+template <class T> inline long keys_stride_of(const Work &work) { return work.keys_per_tile + 64 / long(sizeof(T)); }
 
 // Sizes of the buffers of a tile.
 template <class T> struct Sizes {
