@@ -8,7 +8,6 @@ namespace {
 constexpr long ENOUGH_JOBS = 32;  // enough for all threads; with fewer blocks, several jobs share the keys of a block
 constexpr long TILES_PER_PART = 4, KEYS_PER_PART = 512;     // either is enough for a job
 constexpr long TILE_BYTES = (HAS_TILES ? 256 : 128) << 10;  // of keys, at most
-constexpr long MAX_KEYS_OF_PAIRS = 256;  // of a tile in the forward pass; other products have USUAL_KEYS
 #if HAS_TILES
 constexpr long BLOCK_ROWS[] = {768, 384, 192, 128};  // at most: the first that makes enough jobs, else the last
 #else
@@ -267,9 +266,8 @@ inline bool make_blocks(Work &work, bool has_parts, long bytes_of_row) {
 template <class T> bool prepare_forward(Work &work) {
     if (!make_entries(work)) return false;
     // Smaller blocks pack keys more often, but that takes less time than merging the results of jobs that share keys.
-    const long keys = HAS_TILES && uses_pairs<T>(work.call) ? MAX_KEYS_OF_PAIRS : USUAL_KEYS;
     for (const long rows : BLOCK_ROWS) {
-        choose_tiles<T>(work, rows, keys);
+        choose_tiles<T>(work, rows, USUAL_KEYS);
         if (BlockCount(work).all >= ENOUGH_JOBS) break;
     }
     const long bytes_of_row = (Sizes<T>(work.call).dim_v + 2) * long(sizeof(T));

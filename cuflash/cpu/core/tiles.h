@@ -15,9 +15,8 @@ namespace {
 #define HAS_TILES 0
 #endif
 
-// Keys of a tile: at most, where nothing is gained from more, and of the widest heads. Processors with tile registers
-// have large caches.
-constexpr long MAX_KEYS = HAS_TILES ? 512 : 256, USUAL_KEYS = 128, FEWEST_KEYS = 32;
+// Keys of a tile: of the backward pass at most, of the forward pass, and of the widest heads.
+constexpr long MAX_KEYS = 256, USUAL_KEYS = 128, FEWEST_KEYS = 32;
 constexpr long GROUP = HAS_TILES ? 64 : 12;  // rows whose scores are computed at a time
 constexpr long FEW_OF_GROUP = 16;            // rows that are finished and weighed at a time, in the first cache
 
