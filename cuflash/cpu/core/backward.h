@@ -349,8 +349,8 @@ inline bool make_tiles(Work &work) {
 template <class T> bool prepare_backward(Work &work) {
     const Call &call = work.call;
     if (!make_entries(work)) return false;
-    // Every tile loads all queries, and adds its part to dq in memory. So tiles are long, if they make so
-    // many jobs that threads of different speeds end at about the same time.
+    // Every tile loads all queries, and adds its part to dq in memory. So tiles are long, if they make so many jobs that
+    // threads of different speeds end at about the same time.
     for (long keys = MAX_KEYS; keys >= USUAL_KEYS; keys /= 2) {
         choose_tiles<T>(work, BACKWARD_ROWS, keys);
         if (TileCount(work).all >= 2 * ENOUGH_JOBS) break;

@@ -6,7 +6,7 @@
 namespace {
 
 constexpr long ENOUGH_JOBS = 32;  // enough for all threads; with fewer blocks, several jobs share the keys of a block
-constexpr long TILES_PER_PART = 4, KEYS_PER_PART = 512;     // either is enough for a job
+constexpr long TILES_PER_PART = 4;
 constexpr long TILE_BYTES = (HAS_TILES ? 256 : 128) << 10;  // of keys, at most
 #if HAS_TILES
 constexpr long BLOCK_ROWS[] = {768, 384, 192, 128};  // at most: the first that makes enough jobs, else the last
@@ -229,8 +229,7 @@ inline bool make_blocks(Work &work, bool has_parts, long bytes_of_row) {
     const long count = blocks.all;
     long num_parts = 1, tiles = ceil_div(call.seqlen_k, work.keys_per_tile);
     if (has_parts && count && count < ENOUGH_JOBS && !call.arrays[CU_SEQLENS_Q]) {
-        const long least = smaller(KEYS_PER_PART, TILES_PER_PART * work.keys_per_tile);
-        num_parts = smaller(ceil_div(ENOUGH_JOBS, count), call.seqlen_k / least);
+        num_parts = smaller(ceil_div(ENOUGH_JOBS, count), tiles / TILES_PER_PART);
         num_parts = larger(1, smaller(num_parts, PARTS_BYTES / (count * most * bytes_of_row)));
         const long tiles_of_part = ceil_div(tiles, num_parts);
         num_parts = ceil_div(larger(tiles, 1), larger(tiles_of_part, 1));
