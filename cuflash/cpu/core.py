@@ -32,7 +32,7 @@ MAX_HEAD_DIM = 1024  # tiles of larger ones do not fit into a cache
 # In nanoseconds of one core: the most work that is not worth a second thread, and the least work for each thread. Calls
 # that take longer than PATIENCE_NS look for Ctrl-C, every SLICE_MS milliseconds.
 SERIAL_NS = 60_000
-THREAD_NS = 20_000
+THREAD_NS = 14_000
 PATIENCE_NS = 20_000_000
 SLICE_MS = 50
 KEPT_BYTES = 2**20  # of memory for calls, in each thread of Python

@@ -8,10 +8,13 @@ namespace {
 constexpr long ENOUGH_JOBS = 32;  // enough for all threads; with fewer blocks, several jobs share the keys of a block
 constexpr long TILES_PER_PART = 4;
 constexpr long TILE_BYTES = (HAS_TILES ? 256 : 128) << 10;  // of keys, at most
+constexpr long LEAST_ROWS = HAS_TILES ? 32 : 24;            // of a block, unless there are fewer
+// Rows of a block, at most: the first of these that makes enough jobs, else the last. Each block packs its keys, so the
+// smallest blocks are worth it only where some see fewer keys than others, and where threads would wait for the largest.
 #if HAS_TILES
-constexpr long BLOCK_ROWS[] = {768, 384, 192, 128};  // at most: the first that makes enough jobs, else the last
+constexpr long BLOCK_ROWS[] = {768, 384, 192, 128, 64, 32};
 #else
-constexpr long BLOCK_ROWS[] = {192, 96, 60};
+constexpr long BLOCK_ROWS[] = {192, 96, 60, 36, 24};
 #endif
 // Threads seldom run at the same speed, so the jobs that begin last are small: all threads end at about the same time.
 constexpr long CUT_BLOCKS = 16, NUM_CUTS = 2, LEAST_CUT_ROWS = 72;
@@ -176,7 +179,7 @@ template <class T> inline void choose_tiles(Work &work, long most_rows, long mos
     const long bytes = larger(sizes.dim, sizes.dim_v) * long(sizeof(T));
     while (most_keys > FEWEST_KEYS && most_keys * bytes > TILE_BYTES) most_keys /= 2;
     work.keys_per_tile = keys_in_tiles(work.call, most_keys);
-    work.rows_per_block = bytes <= 1024 ? most_rows : bytes <= 2048 ? most_rows / 2 : most_rows / 4;
+    work.rows_per_block = larger(LEAST_ROWS, bytes <= 1024 ? most_rows : bytes <= 2048 ? most_rows / 2 : most_rows / 4);
     // Small problems have small buffers.
     const Call &call = work.call;
     const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0;
@@ -265,7 +268,9 @@ inline bool make_blocks(Work &work, bool has_parts, long bytes_of_row) {
 template <class T> bool prepare_forward(Work &work) {
     if (!make_entries(work)) return false;
     // Smaller blocks pack keys more often, but that takes less time than merging the results of jobs that share keys.
+    const bool are_equal = work.call.window_right >= NO_BOUND;
     for (const long rows : BLOCK_ROWS) {
+        if (are_equal && rows <= LEAST_ROWS) break;
         choose_tiles<T>(work, rows, USUAL_KEYS);
         if (BlockCount(work).all >= ENOUGH_JOBS) break;
     }

@@ -442,7 +442,7 @@ struct SmallJobs {
         const double of_job = of_all > SMALL_JOB_NS ? SMALL_JOB_NS : of_all < LEAST_JOB_NS ? LEAST_JOB_NS : of_all;
         heads = shared * larger(1, long(of_job / (of_head * shared)));
         if (call.is_backward || all >= ENOUGH_JOBS || of_head <= of_job) return;
-        queries = smaller(round_up(larger(1, long(call.seqlen_q * of_job / of_head)), lanes), call.seqlen_q);
+        queries = smaller(round_up(ceil_div(call.seqlen_q, long(std::ceil(of_head / of_job))), lanes), call.seqlen_q);
         parts = ceil_div(call.seqlen_q, queries);
     }
 

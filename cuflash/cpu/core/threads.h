@@ -12,7 +12,7 @@
 
 namespace {
 
-constexpr long AWAKE_NS = 50'000;
+constexpr long AWAKE_NS = 200'000;  // about as far apart as threads end the jobs of one phase
 constexpr long KEPT_MS = 1000;
 constexpr long KEPT_BYTES = 4 << 20;  // of memory for jobs, between calls
 constexpr long FAN_OUT = 4;           // threads that one thread wakes: each takes a system call
@@ -295,7 +295,8 @@ void give(Running &running, long wanted) {
     }
     pthread_mutex_unlock(&pool.mutex);
     running.num_workers = count;
-    for (long i = 0; i < count; ++i) {
+    // Backwards, because a worker wakes others of higher places, which have to have been given the call by then.
+    for (long i = count - 1; i >= 0; --i) {
         running.workers[i]->place = i;
         running.workers[i]->given.store(&running, std::memory_order_release);
     }
