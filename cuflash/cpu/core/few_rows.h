@@ -47,11 +47,11 @@ template <class T> inline Vector<T> load_as(const Bfloat16Pair *p) {
 }
 
 // sum + x y, where x was loaded as S.
-template <class T, class S> inline Vector<T> multiply_add(Vector<T> sum, Vector<T> x, Vector<T> y) {
+template <class T, class S> inline Vector<T> add_product_as(Vector<T> sum, Vector<T> x, Vector<T> y) {
 #if defined(__AVX512BF16__)
     if constexpr (std::is_same_v<S, Bfloat16Pair>) return Pairs::add(sum, x, y);
 #endif
-    return sum + x * y;
+    return add_product(sum, x, y);
 }
 
 // Rows of k or v of a tile: where each begins, and what its numbers are.
@@ -119,10 +119,10 @@ __attribute__((noinline)) void lanes_of_products(const T *q, long q_stride, long
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
             const Vector<T> y = load(q + r * q_stride + d);
-            sums0[r] = multiply_add<T, S>(sums0[r], x0, y);
-            sums1[r] = multiply_add<T, S>(sums1[r], x1, y);
-            sums2[r] = multiply_add<T, S>(sums2[r], x2, y);
-            sums3[r] = multiply_add<T, S>(sums3[r], x3, y);
+            sums0[r] = add_product_as<T, S>(sums0[r], x0, y);
+            sums1[r] = add_product_as<T, S>(sums1[r], x1, y);
+            sums2[r] = add_product_as<T, S>(sums2[r], x2, y);
+            sums3[r] = add_product_as<T, S>(sums3[r], x3, y);
         }
     }
 #pragma GCC unroll 4

@@ -12,7 +12,7 @@ enum class Order { ROWS, COLUMNS };  // of A: a[row * stride + k], or a[k * stri
 // How an element of A is spread over a vector, and what is added to a sum of products.
 template <class T> struct Numbers {
     static Vector<T> spread(const T *p) { return splat(*p); }
-    static Vector<T> add(Vector<T> sum, Vector<T> x, Vector<T> y) { return multiply_add(x, y, sum); }
+    static Vector<T> add(Vector<T> sum, Vector<T> x, Vector<T> y) { return add_product(sum, x, y); }
 };
 
 // Computes R rows and N vectors of C. The sum of this product is complete before it is added to C, so that errors do not

@@ -87,32 +87,32 @@ template <class T> inline void store(T *p, Vector<T> x) { *(typename Vectors<T>:
 template <class T> inline Vector<T> splat(T x) { return x - Vector<T>{}; }  // minus zero stays that
 template <class T> inline Vector<T> larger(Vector<T> x, Vector<T> y) { return x > y ? x : y; }
 
-// x y + z, rounded once where there is an instruction for it. Compilers fuse most products and sums by themselves, but
-// not where a sum is used at several places, and how many there are depends on how they unrolled a loop. The bits of a
-// row would depend on how many others it is computed with.
+// sum + x y, rounded once where there is an instruction for it. Compilers fuse most products and sums by themselves, but
+// GCC 13 leaves out the last term of sums with an odd number of terms, in blocks of some shapes: the bits of a row would
+// depend on how many others it is computed with.
 #if defined(__AVX512F__)
-inline Vector<float> multiply_add(Vector<float> x, Vector<float> y, Vector<float> z) {
-    return (Vector<float>)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+inline Vector<float> add_product(Vector<float> sum, Vector<float> x, Vector<float> y) {
+    return (Vector<float>)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
 }
-inline Vector<double> multiply_add(Vector<double> x, Vector<double> y, Vector<double> z) {
-    return (Vector<double>)_mm512_fmadd_pd((__m512d)x, (__m512d)y, (__m512d)z);
+inline Vector<double> add_product(Vector<double> sum, Vector<double> x, Vector<double> y) {
+    return (Vector<double>)_mm512_fmadd_pd((__m512d)x, (__m512d)y, (__m512d)sum);
 }
 #elif defined(__FMA__)
-inline Vector<float> multiply_add(Vector<float> x, Vector<float> y, Vector<float> z) {
-    return (Vector<float>)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z);
+inline Vector<float> add_product(Vector<float> sum, Vector<float> x, Vector<float> y) {
+    return (Vector<float>)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sum);
 }
-inline Vector<double> multiply_add(Vector<double> x, Vector<double> y, Vector<double> z) {
-    return (Vector<double>)_mm256_fmadd_pd((__m256d)x, (__m256d)y, (__m256d)z);
+inline Vector<double> add_product(Vector<double> sum, Vector<double> x, Vector<double> y) {
+    return (Vector<double>)_mm256_fmadd_pd((__m256d)x, (__m256d)y, (__m256d)sum);
 }
 #elif defined(__aarch64__)
-inline Vector<float> multiply_add(Vector<float> x, Vector<float> y, Vector<float> z) {
-    return (Vector<float>)vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y);
+inline Vector<float> add_product(Vector<float> sum, Vector<float> x, Vector<float> y) {
+    return (Vector<float>)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)y);
 }
-inline Vector<double> multiply_add(Vector<double> x, Vector<double> y, Vector<double> z) {
-    return (Vector<double>)vfmaq_f64((float64x2_t)z, (float64x2_t)x, (float64x2_t)y);
+inline Vector<double> add_product(Vector<double> sum, Vector<double> x, Vector<double> y) {
+    return (Vector<double>)vfmaq_f64((float64x2_t)sum, (float64x2_t)x, (float64x2_t)y);
 }
 #else
-template <class V> inline V multiply_add(V x, V y, V z) { return x * y + z; }
+template <class V> inline V add_product(V sum, V x, V y) { return sum + x * y; }
 #endif
 
 // Folds a vector in halves, so that compilers need no loop over lanes.
