@@ -488,7 +488,7 @@ FLOAT8_PRODUCTS = [
 # Kernels of float32 and float64 are products of threads, unrolled: each takes seconds to compile.
 ROWS = [target for target in EVERY_ROW if target.tile.element_bytes == 2 or is_sm90(target.tile)]
 TARGETS = [
-    *share(ROWS, 4),
+    *share(ROWS, 8),
     *share([target for target in EVERY_ROW if target not in ROWS], 24),
     *share(OTHERS, 32),
     *share(FLOAT8, 12),

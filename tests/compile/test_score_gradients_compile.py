@@ -63,7 +63,7 @@ def resources_of(tile, arch, need, **options):
 
 PACKED = {"cu_seqlens_q": (0, 30, 64), "cu_seqlens_k": (0, 30, 64)}
 TARGETS = [
-    *((tile, arch_of(tile), ("dbias",), {"bias": (64, 64)}) for tile in share(SCORES_TILES, 4)),
+    *((tile, arch_of(tile), ("dbias",), {"bias": (64, 64)}) for tile in share(SCORES_TILES, 8)),
     *((first_of(size), "9.0", SUMS, {"alibi_slopes": (1,), "softcap": 5.0, "causal": True}) for size in DTYPES),
     (first_of(2), "9.0", ("dbias",), {"bias": (1, 64), "softcap": 5.0, "dropout": 0.1, "mask": (64, 64)}),
     (first_of(2), "9.0", ("dbias",), {"bias": (64, 64), "block_mask": (), "block_size": (16, 48)}),
