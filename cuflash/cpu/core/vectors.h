@@ -87,9 +87,9 @@ template <class T> inline void store(T *p, Vector<T> x) { *(typename Vectors<T>:
 template <class T> inline Vector<T> splat(T x) { return x - Vector<T>{}; }  // minus zero stays that
 template <class T> inline Vector<T> larger(Vector<T> x, Vector<T> y) { return x > y ? x : y; }
 
-// sum + x y, rounded once where there is an instruction for it. Compilers fuse most products and sums by themselves, but
-// GCC 13 does not in all blocks of a product that has an odd number of terms: the bits of a row would depend on how many
-// others it is computed with.
+// sum + x y, rounded once where there is an instruction for it. Compilers fuse most products and sums by themselves,
+// but GCC 13 does not in all blocks of a product that has an odd number of terms: the bits of a row would depend on how
+// many others it is computed with.
 #if defined(__AVX512F__)
 inline Vector<float> add_product(Vector<float> sum, Vector<float> x, Vector<float> y) {
     return (Vector<float>)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
