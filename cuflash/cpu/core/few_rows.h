@@ -17,29 +17,9 @@ inline bool has_few_rows(const Entry &entry, const Block &block) {
     return rows_of(block) <= (entry.seqlen_k > MANY_KEYS ? FEW_ROWS : VERY_FEW_ROWS);
 }
 
-struct Bfloat16 {
-    uint16_t bits;
-};
-struct Float16 {
-    uint16_t bits;
-};
 struct Bfloat16Pair {  // two neighbours, which are multiplied by two numbers of q at once
     uint32_t bits;
 };
-
-template <class T> inline Vector<T> load_as(const T *p) { return load(p); }
-
-template <class T> inline Vector<T> load_as(const Bfloat16 *p) {
-    typedef uint16_t Bits __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
-    typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
-    return (Vector<T>)(__builtin_convertvector(*(const Bits *)p, Words) << 16);
-}
-
-template <class T> inline Vector<T> load_as(const Float16 *p) {
-    T x[LANES<T>];
-    load_float16((const uint16_t *)p, LANES<T>, x);
-    return load(x);
-}
 
 template <class T> inline Vector<T> load_as(const Bfloat16Pair *p) {
     typedef T Anywhere __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));
@@ -95,15 +75,6 @@ inline void find_key_rows(const Call &call, Array array, const Entry &entry, lon
         const char *row = key_address(call, array, entry, head_kv, first + j);
         for (; j < stop; ++j, row += stride) rows.at[j] = row;
     }
-}
-
-// Calls `run` with a null pointer, whose type is that of the numbers of the rows.
-template <class T, class F> inline void with_numbers(const KeyRows &rows, F run) {
-    if constexpr (sizeof(T) == 4) {
-        if (rows.dtype == BFLOAT16) return run((const Bfloat16 *)nullptr);
-        if (rows.dtype == FLOAT16) return run((const Float16 *)nullptr);
-    }
-    run((const T *)nullptr);
 }
 
 // Sums, lane by lane, of products of R rows of q and FEW_KEYS rows of k; those of a row of q lie `stride` apart. It is a
@@ -214,7 +185,7 @@ template <int MOST, class F> inline void for_few_rows(long num_rows, F run) {
 // s = Q K^T; rows of q are `dim` long, a multiple of the lanes of a vector. The rows of `coming` are fetched meanwhile.
 template <class T>
 inline void scores_of_few(long num_rows, const T *q, long dim, const KeyRows &k, long num_keys, Coming coming, T *s) {
-    with_numbers<T>(k, [&](auto *number) {
+    with_numbers<T>(k.dtype, [&](auto *number) {
         using S = std::remove_const_t<std::remove_pointer_t<decltype(number)>>;
         for_few_rows<4>(num_rows, [&](long r, auto rows) {
             dot_products<T, S, decltype(rows)::value>(q + r * dim, dim, k, num_keys, r == 0 ? &coming : nullptr,
@@ -227,7 +198,7 @@ inline void scores_of_few(long num_rows, const T *q, long dim, const KeyRows &k,
 template <class T>
 inline void add_values_of_few(long num_rows, const T *s, const KeyRows &v, long num_keys, long dim, Coming coming,
                               T *o) {
-    with_numbers<T>(v, [&](auto *number) {
+    with_numbers<T>(v.dtype, [&](auto *number) {
         using S = std::remove_const_t<std::remove_pointer_t<decltype(number)>>;
         for_few_rows<NUM_REGISTERS == 32 ? 8 : 4>(num_rows, [&](long r, auto rows) {
             weighted_rows<T, S, decltype(rows)::value>(s + r * SCORES_STRIDE<T>, v, num_keys, dim,

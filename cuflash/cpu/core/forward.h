@@ -163,7 +163,7 @@ template <class T> void merge_job(Work &work, char *memory, long job) {
         clear(buffers.o, dim);
         for (long n = 0; n < block.num_parts; ++n) {
             const double shift = part(n)[dim] * natural;
-            const double factor = shift == -infinity ? 0 : std::exp(shift - top);
+            const double factor = shift == -infinity ? 0 : exp_of(shift - top);
             l += factor * part(n)[dim + 1];
             for (long d = 0; d < dim; ++d) buffers.o[d] += T(factor) * part(n)[d];
         }
@@ -269,9 +269,11 @@ template <class T> bool prepare_forward(Work &work) {
     if (!make_entries(work)) return false;
     // Smaller blocks pack keys more often, but that takes less time than merging the results of jobs that share keys.
     const bool are_equal = work.call.window_right >= NO_BOUND;
+    // Rows of a bias or a mask lie far apart, so they are read in long pieces.
+    const bool reads_pairs = work.call.arrays[BIAS] || work.call.arrays[MASK];
     for (const long rows : BLOCK_ROWS) {
         if (are_equal && rows <= LEAST_ROWS) break;
-        choose_tiles<T>(work, rows, USUAL_KEYS);
+        choose_tiles<T>(work, rows, reads_pairs ? MAX_KEYS : USUAL_KEYS);
         if (BlockCount(work).all >= ENOUGH_JOBS) break;
     }
     const long bytes_of_row = (Sizes<T>(work.call).dim_v + 2) * long(sizeof(T));

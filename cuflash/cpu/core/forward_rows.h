@@ -4,8 +4,6 @@
 // rescaled only a few times in all.
 #pragma once
 
-#include <cmath>
-
 #include "few_pairs.h"
 
 namespace {
@@ -119,11 +117,11 @@ inline void finish_row(const Call &call, const Entry &entry, Row row, const T *o
     if (call.arrays[SINKS]) {
         const double sink = number<T>(call, SINKS, 0, row.head), infinity = __builtin_inf();
         const double top = shift > sink ? shift : sink == -infinity ? 0 : sink;
-        shrinks = std::exp(shift - top);
-        l = l * shrinks + std::exp(sink - top);
+        shrinks = exp_of(shift - top);
+        l = l * shrinks + exp_of(sink - top);
         shift = top;
     }
-    number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i) = T(shift + double(std::log(T(l))));
+    number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i) = T(shift + double(log_of(T(l))));
     const T divisor = l == 0 ? T(1) : T(l), factor = T(shrinks);
     T values[MAX_KEYS];
     char *out = row_address(call, OUT, entry, row);
@@ -161,9 +159,13 @@ inline void weigh_rows(const Call &call, const Scaling<T> &scaling, const Entry 
         if (r % FEW_OF_GROUP == 0) {
             const long few = smaller(FEW_OF_GROUP, num_rows - r);
             const Span span = span_of(block, r0 + r, few);
-            if (needs_finishing(call, scaling, entry, span.first, span.last, first, columns))
+            if (needs_finishing(call, scaling, entry, span.first, span.last, first, columns)) {
+                BiasRows bias;
+                if (call.arrays[BIAS])
+                    find_bias(call, entry, block, r0 + r, few, first, here, columns, here, buffers.bias, bias);
                 finish_scores<T>(call, scaling, entry, block, r0 + r, few, first, here, columns, row,
-                                 load_bias(call, entry, block, r0 + r, few, first, here, here, buffers.bias), nullptr);
+                                 call.arrays[BIAS] ? &bias : nullptr, nullptr);
+            }
         }
         T &shift = buffers.shift[r0 + r], *l = buffers.l + (r0 + r) * LANES<T>, *o = buffers.o + (r0 + r) * dim;
         const unsigned char *kept = buffers.kept + (r0 + r) * MAX_KEYS + keys.first;

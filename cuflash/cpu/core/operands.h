@@ -60,6 +60,37 @@ template <class T> inline void load_float16(const uint16_t *in, long count, T *o
     for (; i < count; ++i) out[i] = T(from_float16(in[i]));
 }
 
+// Numbers of 16 bits, which are converted in registers.
+struct Bfloat16 {
+    uint16_t bits;
+};
+struct Float16 {
+    uint16_t bits;
+};
+
+template <class T> inline Vector<T> load_as(const T *p) { return load(p); }
+
+template <class T> inline Vector<T> load_as(const Bfloat16 *p) {
+    typedef uint16_t Bits __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
+    typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
+    return (Vector<T>)(__builtin_convertvector(*(const Bits *)p, Words) << 16);
+}
+
+template <class T> inline Vector<T> load_as(const Float16 *p) {
+    T x[LANES<T>];
+    load_float16((const uint16_t *)p, LANES<T>, x);
+    return load(x);
+}
+
+// Calls `run` with a null pointer to numbers of a dtype that `load_as` loads.
+template <class T, class F> inline void with_numbers(int64_t dtype, F run) {
+    if constexpr (sizeof(T) == 4) {
+        if (dtype == BFLOAT16) return run((const Bfloat16 *)nullptr);
+        if (dtype == FLOAT16) return run((const Float16 *)nullptr);
+    }
+    run((const T *)nullptr);
+}
+
 // Numbers of one byte. Those of float8_e5m2 are the upper halves of float16.
 inline float from_e4m3fn(uint8_t x) {
     uint32_t size = uint32_t(x & 0x7F) << 20, sign = uint32_t(x & 0x80) << 24;

@@ -49,7 +49,7 @@ template <class T> void sinks_job(Work &work, char *memory, long head) {
                      buffers.dout);
             clear(buffers.dout + call.head_dim_v, buffers.sizes.dim_v - call.head_dim_v);
             const T delta = delta_of(call, entry, row, lse, buffers.dout, buffers.sizes.dim_v, buffers.dq);
-            total -= std::exp(sink - lse) * double(delta);
+            total -= exp_of(sink - lse) * double(delta);
         }
     }
     number<T>(call, DSINKS, 0, head) = T(total);

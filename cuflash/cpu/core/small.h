@@ -269,8 +269,8 @@ inline Vector<T> weigh(const Scaling<T> &scaling, const Sight<T> &sight, Keys ke
     for (int i = 0; i < LANES<T> && sinks; ++i) {
         const double sink = sinks[i], top = sum[i] == 0 ? -__builtin_inf() : most[i] * scaling.natural;
         const double joined = top > sink ? top : sink, shifted = joined == -__builtin_inf() ? 0 : joined;
-        const double rest = std::exp(top - shifted), total = sum[i] * rest + std::exp(sink - shifted);
-        lse[i] = T(shifted + std::log(total));
+        const double rest = exp_of(top - shifted), total = sum[i] * rest + exp_of(sink - shifted);
+        lse[i] = T(shifted + log_of(total));
         shrinks[i] = T(rest / (total == 0 ? 1 : total));
     }
     for (long j = keys.first; j < keys.stop; ++j) store(s + j * stride, load(s + j * stride) * shrinks);

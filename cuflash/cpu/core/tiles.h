@@ -18,7 +18,7 @@ namespace {
 // Keys of a tile: of the backward pass at most, of the forward pass, and of the widest heads.
 constexpr long MAX_KEYS = 256, USUAL_KEYS = 128, FEWEST_KEYS = 32;
 constexpr long GROUP = HAS_TILES ? 64 : 12;  // rows whose scores are computed at a time
-constexpr long FEW_OF_GROUP = 16;            // rows that are finished and weighed at a time, in the first cache
+constexpr long FEW_OF_GROUP = 8;             // rows that are finished at a time, between steps of other products
 
 inline long smaller(long x, long y) { return x < y ? x : y; }
 inline long larger(long x, long y) { return x > y ? x : y; }
@@ -238,48 +238,76 @@ template <class T> struct Scaling {
     }
 };
 
-// How far apart rows of a bias lie once they are loaded; 0 if all rows of a block have the same bias.
-inline long stride_of_bias(const Call &call, const Block &block) {
+// The bias of some rows of a block: where each begins, and what its numbers are.
+struct BiasRows {
+    int64_t dtype;
+    const char *at[FEW_OF_GROUP];
+};
+
+// Finds the bias of rows from r0 on, of which there are at most FEW_OF_GROUP, for keys [first, first + count). It is read
+// where it lies if it has whole vectors of neighbours, and from `copies` otherwise. `padded` is count rounded up to whole
+// vectors. The next rows to come lie `next` elements further on.
+template <class T>
+inline void find_bias(const Call &call, const Entry &entry, const Block &block, long r0, long num_rows, long first,
+                      long count, long padded, long next, T *copies, BiasRows &rows) {
     const int64_t *strides = call.strides[BIAS];
-    return strides[2] == 0 && (strides[1] == 0 || block.num_heads == 1) ? 0 : MAX_KEYS;
+    const long size = size_of(call.bias_dtype);
+    const bool is_copied = strides[3] != 1 || count != padded || (size != long(sizeof(T)) && sizeof(T) == 8);
+    const bool is_shared = strides[2] == 0 && (strides[1] == 0 || block.num_heads == 1);
+    rows.dtype = is_copied ? int64_t(sizeof(T) == 4 ? FLOAT32 : FLOAT64) : call.bias_dtype;
+    for (long r = 0; r < num_rows; ++r) {
+        const Row row = row_of(block, r0 + r);
+        const char *p = address(call, BIAS, size, entry.index, row.head, row.i, first);
+        // Rows lie far apart in memory, and no processor fetches them by itself. All of these are asked for at once.
+        for (long x = 0; x < count * size && !is_shared; x += 64) {
+            __builtin_prefetch(p + x, 0, 3);
+            __builtin_prefetch(p + next * size + x, 0, 2);
+        }
+        T *copy = copies + (is_shared ? 0 : r) * MAX_KEYS;
+        if (is_copied && (r == 0 || !is_shared)) load_row(p, call.bias_dtype, strides[3], count, copy);
+        rows.at[r] = is_copied ? (const char *)copy : p;
+    }
 }
 
 // Turns products of q and k into scores, -inf where hidden, for rows of a block from r0 on, SCORES_STRIDE apart, and keys
 // [first, first + count). `padded` is count rounded up to whole vectors. Where the scale is negative, q came with its
-// sign changed. `bias` is the result of `load_bias`, which is added unless it is null; `tanhs`, if given, gets the tanh(x)
-// that the cap multiplies.
+// sign changed. `bias`, unless it is null, is added; `tanhs`, if given, gets the tanh(x) that the cap multiplies.
 template <class T>
-inline void finish_scores(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block, long r0,
-                          long num_rows, long first, long count, long padded, T *scores, const T *bias, T *tanhs) {
+__attribute__((noinline)) void finish_scores(const Call &call, const Scaling<T> &scaling, const Entry &entry,
+                                             const Block &block, long r0, long num_rows, long first, long count,
+                                             long padded, T *scores, const BiasRows *bias, T *tanhs) {
     constexpr int N = LANES<T>;
     constexpr long STRIDE = SCORES_STRIDE<T>;
-    const T minus_infinity = T(-__builtin_inf());
+    const Vector<T> hidden = splat(T(-__builtin_inf()));
     auto for_rows = [&](auto run) {
         for (long r = 0; r < num_rows; ++r) run(r, row_of(block, r0 + r), scores + r * STRIDE);
     };
-    const Vector<T> scale = splat(T(has_cap(call) ? 1 : size_of_scale(call)));
     if (has_cap(call))
         for_rows([&](long r, Row, T *s) { apply_cap(call, padded, s, tanhs ? tanhs + r * STRIDE : tanhs); });
-    if (bias) {
-        const long stride = stride_of_bias(call, block);
-        for_rows([&](long r, Row, T *s) {
-            for (long j = 0; j < padded; j += N) store(s + j, load(s + j) * scale + load(bias + r * stride + j));
-        });
-    } else if (scaling.has_terms && !has_cap(call)) {
-        for_rows([&](long, Row, T *s) {
-            for (long j = 0; j < padded; j += N) store(s + j, load(s + j) * scale);
-        });
-    }
-    if (call.arrays[ALIBI_SLOPES])
-        for_rows([&](long, Row row, T *s) {
-            const Vector<T> slope = splat(number<T>(call, ALIBI_SLOPES, entry.index, row.head));
+    const Vector<T> scale = splat(T(has_cap(call) ? 1 : size_of_scale(call)));
+    auto add = [&](auto has_slopes, auto add_bias) {
+        for_rows([&](long r, Row row, T *s) {
+            const Vector<T> slope = splat(has_slopes ? -number<T>(call, ALIBI_SLOPES, entry.index, row.head) : T(0));
             const Vector<T> start = splat(T(first - row.i - entry.diagonal)) + iota<T>();
             for (long j = 0; j < padded; j += N) {
-                Vector<T> distance = start + splat(T(j));
-                distance = distance < Vector<T>{} ? -distance : distance;
-                store(s + j, load(s + j) - slope * distance);
+                const Vector<T> x = add_bias(load(s + j), r, j);
+                store(s + j, has_slopes ? add_product(x, slope, size_of_each<T>(start + splat(T(j)))) : x);
             }
         });
+    };
+    auto add_to_scaled = [&](auto has_slopes) {
+        if (!bias) return add(has_slopes, [&](Vector<T> x, long, long) { return x * scale; });
+        with_numbers<T>(bias->dtype, [&](auto *numbers) {
+            add(has_slopes, [&](Vector<T> x, long r, long j) {
+                return add_product(load_as<T>(decltype(numbers)(bias->at[r]) + j), x, scale);
+            });
+        });
+    };
+    if (call.arrays[ALIBI_SLOPES]) {
+        add_to_scaled(std::true_type());
+    } else if (bias || (scaling.has_terms && !has_cap(call))) {
+        add_to_scaled(std::false_type());
+    }
     const Span span = span_of(block, r0, num_rows);
     const Keys all = seen_by_all(call, entry, span.first, span.last);
     if (all.first > first || all.stop < first + padded)
@@ -290,8 +318,8 @@ inline void finish_scores(const Call &call, const Scaling<T> &scaling, const Ent
             auto hide = [&](long from, long to) {
                 for (long j = from / N * N; j < to; j += N) {
                     const Vector<T> at = iota<T>() + splat(T(j));
-                    const Vector<T> x = at < splat(T(begin)) ? splat(minus_infinity) : load(s + j);
-                    store(s + j, at >= splat(T(end)) ? splat(minus_infinity) : x);
+                    const Vector<T> x = at < splat(T(begin)) ? hidden : load(s + j);
+                    store(s + j, at >= splat(T(end)) ? hidden : x);
                 }
             };
             hide(0, smaller(begin, padded));
@@ -302,9 +330,9 @@ inline void finish_scores(const Call &call, const Scaling<T> &scaling, const Ent
             const char *p = address(call, MASK, 1, entry.index, row.head, row.i, first);
             const long step = call.strides[MASK][3];
             if (step == 1) {
-                for (long j = 0; j < count; ++j) s[j] = p[j] ? s[j] : minus_infinity;
+                for (long j = 0; j < count; ++j) s[j] = p[j] ? s[j] : hidden[0];
             } else {
-                for (long j = 0; j < count; ++j) s[j] = p[j * step] ? s[j] : minus_infinity;
+                for (long j = 0; j < count; ++j) s[j] = p[j * step] ? s[j] : hidden[0];
             }
         });
     if (call.arrays[BLOCK_MASK])
@@ -315,27 +343,10 @@ inline void finish_scores(const Call &call, const Scaling<T> &scaling, const Ent
                 if (*address(call, BLOCK_MASK, 1, entry.index, row.head, row.i / call.block_rows, key_block)) {
                     j = stop;
                 } else {
-                    for (; j < stop; ++j) s[j] = minus_infinity;
+                    for (; j < stop; ++j) s[j] = hidden[0];
                 }
             }
         });
-}
-
-// Loads the bias of some rows of a block; returns null if there is none. Rows lie far apart in memory. They are read one
-// right after the other, which waits for many at a time, and not for each. The next rows lie `next` elements further on.
-template <class T>
-inline const T *load_bias(const Call &call, const Entry &entry, const Block &block, long r0, long num_rows, long first,
-                          long count, long next, T *out) {
-    if (!call.arrays[BIAS]) return nullptr;
-    const long size = size_of(call.bias_dtype), own_rows = stride_of_bias(call, block) ? num_rows : 1;
-    for (long r = 0; r < own_rows; ++r) {
-        const Row row = row_of(block, r0 + r);
-        const char *p = address(call, BIAS, size, entry.index, row.head, row.i, first);
-        load_row(p, call.bias_dtype, call.strides[BIAS][3], count, out + r * MAX_KEYS);
-        // No processor prefetches the next rows by itself.
-        for (long x = 0; x < count * size; x += 64) __builtin_prefetch(p + next * size + x, 0, 2);
-    }
-    return out;
 }
 
 // Whether `finish_scores` has anything to do for these rows and keys.

@@ -1,8 +1,10 @@
 // Vectors of the widest kind that this file is compiled for, and the functions of vectors that attention needs.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -86,6 +88,9 @@ template <class T> inline Vector<T> load(const T *p) { return *(const typename V
 template <class T> inline void store(T *p, Vector<T> x) { *(typename Vectors<T>::Unaligned *)p = x; }
 template <class T> inline Vector<T> splat(T x) { return x - Vector<T>{}; }  // minus zero stays that
 template <class T> inline Vector<T> larger(Vector<T> x, Vector<T> y) { return x > y ? x : y; }
+template <class T> inline Vector<T> size_of_each(Vector<T> x) {
+    return (Vector<T>)((Integers<T>)x & ~(Integers<T>)splat(T(-0.0)));
+}
 
 // sum + x y, rounded once where there is an instruction for it. Compilers fuse most products and sums by themselves,
 // but GCC 13 does not in all blocks of a product that has an odd number of terms: the bits of a row would depend on how
@@ -265,24 +270,31 @@ template <class T> inline Vector<T> quotient(Vector<T> x, Vector<T> y) {
 #endif
 }
 
+// The smaller of x and a limit; NaN stays NaN.
+template <class T> inline Vector<T> at_most(Vector<T> x, T limit) {
+#if defined(__AVX512F__)
+    // GCC makes two instructions of it where it knows the limit.
+    if constexpr (sizeof(T) == 4) return (Vector<T>)_mm512_min_ps(_mm512_set1_ps(limit), (__m512)x);
+    if constexpr (sizeof(T) == 8) return (Vector<T>)_mm512_min_pd(_mm512_set1_pd(limit), (__m512d)x);
+#else
+    return x > splat(limit) ? splat(limit) : x;
+#endif
+}
+
 // tanh(x) = t / (t + 1), t = (exp(2 x) - 1) / 2, is exact to a few units in the last place near zero, too. Several
 // vectors are computed at once, step by step, because one alone would wait for each of its own steps.
 template <class T, int COUNT> inline void tanh_of_each(Vector<T> (&x)[COUNT]) {
-    const Vector<T> most = splat(Vectors<T>::TANH_IS_ONE), half = splat(T(0.5));
-    Integers<T> sign[COUNT];
+    const Integers<T> sign = (Integers<T>)splat(T(-0.0));
+    const Vector<T> half = splat(T(0.5)), half_of_ln2 = splat(T(0.34657359027997264));
     Vector<T> size[COUNT], rounded[COUNT], r[COUNT], p[COUNT], t[COUNT];
     auto for_each = [](auto step) {
 #pragma GCC unroll 4
         for (int u = 0; u < COUNT; ++u) step(u);
     };
-    for_each([&](int u) { sign[u] = (Integers<T>)x[u] & (Integers<T>)splat(T(-0.0)); });
-    for_each([&](int u) { size[u] = (Vector<T>)((Integers<T>)x[u] ^ sign[u]); });
-    for_each([&](int u) { size[u] = size[u] > most ? most : size[u]; });
+    for_each([&](int u) { size[u] = at_most<T>(size_of_each<T>(x[u]), Vectors<T>::TANH_IS_ONE); });
     for_each([&](int u) { rounded[u] = size[u] * splat(T(2 * 1.4426950408889634)) + splat(Vectors<T>::ROUNDER); });
-    for_each([&](int u) {
-        const Vector<T> n = rounded[u] - splat(Vectors<T>::ROUNDER);
-        r[u] = (size[u] - n * splat(Vectors<T>::LN2_HIGH / 2)) - n * splat(Vectors<T>::LN2_LOW / 2);
-    });
+    // An error of the product matters the less the larger it is, for tanh has a small slope there.
+    for_each([&](int u) { r[u] = size[u] - (rounded[u] - splat(Vectors<T>::ROUNDER)) * half_of_ln2; });
     for_each([&](int u) { p[u] = splat(Vectors<T>::EXPM1[Vectors<T>::EXPM1_TERMS - 1]); });
 #pragma GCC unroll 16
     for (int i = Vectors<T>::EXPM1_TERMS - 2; i >= 0; --i)
@@ -293,7 +305,7 @@ template <class T, int COUNT> inline void tanh_of_each(Vector<T> (&x)[COUNT]) {
         t[u] = power * p[u] + (power * half - half);
     });
     for_each([&](int u) { t[u] = quotient<T>(t[u], t[u] + splat(T(1))); });
-    for_each([&](int u) { x[u] = (Vector<T>)((Integers<T>)t[u] | sign[u]); });
+    for_each([&](int u) { x[u] = (Vector<T>)((Integers<T>)t[u] | ((Integers<T>)x[u] & sign)); });
 }
 
 template <class T> inline Vector<T> tanh(Vector<T> x) {
@@ -316,6 +328,14 @@ template <class T> inline Vector<T> log(Vector<T> x) {
     // 2 y = less - less^2 / 2 + ..., of which the first terms are exact: 2 y = less - y less.
     const Vector<T> rest = y * (square * series - less) + n * splat(Vectors<T>::LN2_LOW);
     return n * splat(Vectors<T>::LN2_HIGH) + (less + rest) + (x - x);  // NaN stays NaN
+}
+
+// exp(x) and log(x) of one number. Those of the C library may be compiled for the first x86-64 processors, and wait for long
+// where wide registers were used before.
+inline double exp_of(double x) { return exp2<double>(splat(x * 1.4426950408889634))[0]; }
+template <class T> inline T log_of(T x) {
+    const bool is_normal = x >= std::numeric_limits<T>::min() && x <= std::numeric_limits<T>::max();
+    return is_normal ? log<T>(splat(x))[0] : std::log(x);
 }
 
 // out[column][row] = in[row][column], for a square of as many numbers a side as there are lanes, whose rows from `count`
