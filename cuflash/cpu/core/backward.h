@@ -12,7 +12,9 @@ namespace {
 
 // ---- dq, dk and dv ---------------------------------------------------------------------------------------------------
 
-// The blocks of the heads that share keys, in the order in which jobs go through them.
+// The blocks of the heads that share keys, in the order in which jobs go through them. The last rows of a head come first:
+// where a window is causal, the keys of later tiles are seen by rows that those of earlier tiles are not, so that jobs
+// which begin together do not wait for each other.
 struct Steps {
     long rows, heads, in_head, count, group;
     Steps(const Work &work, const Entry &entry) {
@@ -25,7 +27,7 @@ struct Steps {
     }
     Block block(const Entry &entry, const KeyTile &tile, long step) const {
         Block block = {};
-        const long head = step / in_head * heads, row = step % in_head * rows;
+        const long head = step / in_head * heads, row = (in_head - 1 - step % in_head) * rows;
         block.entry = tile.entry;
         block.head_kv = tile.head_kv;
         block.first_head = tile.head_kv * group + head;
@@ -36,15 +38,30 @@ struct Steps {
     }
 };
 
-// Waits until job `before` has done `steps` steps. Returns false if the call has been stopped.
-inline bool wait_for(Work &work, long before, long steps) {
-    if (before < 0) return true;
-    for (long n = 0; work.progress[before].load(std::memory_order_acquire) < steps; ++n) {
-        if (work.stopped.load(std::memory_order_relaxed)) return false;
-        if (n > 100) sched_yield();
+// The order in which jobs add to a sum: each after the job before it. `progress` of a job says how many steps it and all
+// jobs before it have done; or that it is done itself, and jobs before it say the rest.
+struct AddingOrder {
+    static constexpr long DONE = -1;
+    Work &work;
+    const long KeyTile::*before;  // null if there is no such sum
+
+    // How many steps all jobs before this one have done, unless there is none.
+    long steps_before(long job, long most) const {
+        while (before && (job = work.tiles[job].*before) >= 0) {
+            const long steps = work.progress[job].load(std::memory_order_acquire);
+            if (steps != DONE) return smaller(steps, most);
+        }
+        return most;
     }
-    return true;
-}
+    // Waits until they have done `steps`. Returns false if the call has been stopped.
+    bool wait(long job, long steps) const {
+        for (long n = 0; steps_before(job, steps) < steps; ++n) {
+            if (work.stopped.load(std::memory_order_relaxed)) return false;
+            if (n > 100) sched_yield();
+        }
+        return true;
+    }
+};
 
 inline bool sums_dq_apart(const Call &call) { return call.dtype == FLOAT16 || call.dtype == BFLOAT16; }
 
@@ -187,6 +204,9 @@ template <class T> void key_tile_job(Work &work, char *memory, long job) {
     const Steps steps(work, entry);
     const long first = tile.first_key, count = tile.num_keys;
     const bool wants_dq = work.adds_dq, adds_bias = buffers.bias == BiasGradient::ORDERED;
+    const AddingOrder order{work, wants_dq ? &KeyTile::before : nullptr};
+    const AddingOrder bias_order{work, adds_bias ? &KeyTile::bias_before : nullptr};
+    auto steps_before = [&](long most) { return order.steps_before(job, bias_order.steps_before(job, most)); };
     const bool begins_bias = adds_bias && tile.bias_before < 0;
     load_key_tile(call, entry, tile.head_kv, first, count, buffers);
     const bool has_pairs = uses_pairs<T>(call);
@@ -203,6 +223,8 @@ template <class T> void key_tile_job(Work &work, char *memory, long job) {
         if (begins_bias || (is_hidden && buffers.bias == BiasGradient::PAIRS))
             for (long r = 0; r < rows_of(block); ++r) clear_bias<T>(call, entry, row_of(block, r), first, count);
         if (is_hidden) continue;
+        // Hidden steps before this one count as done.
+        if (work.progress) work.progress[job].store(steps_before(step), std::memory_order_release);
         load_queries(call, entry, block, buffers);
         const Seen seen = differentiate(call, scaling, entry, block, first, count, false, buffers);
         if (seen.rows.stop <= seen.rows.first) continue;
@@ -215,20 +237,18 @@ template <class T> void key_tile_job(Work &work, char *memory, long job) {
                         has_pairs ? buffers.q_t : buffers.q, sizes.dim, buffers.dk, buffers.keys_stride);
         if (wants_dq) {
             multiply_by_keys(call, entry, block, seen.rows, first, count, buffers, buffers.dq, false);
-            if (!wait_for(work, tile.before, step + 1)) return;
+            if (!order.wait(job, step + 1)) return;
             add_dq(work, entry, block, seen.rows, buffers.dq, sizes.dim);
         }
         if (adds_bias) {
-            if (!wait_for(work, tile.bias_before, step + 1)) return;
+            if (!bias_order.wait(job, step + 1)) return;
             add_bias(call, entry, block, seen, first, count, buffers.ds);
         }
         if (work.progress) work.progress[job].store(step + 1, std::memory_order_release);
     }
-    if (work.progress) {
-        if (wants_dq && !wait_for(work, tile.before, steps.count)) return;
-        if (adds_bias && !wait_for(work, tile.bias_before, steps.count)) return;
-        work.progress[job].store(steps.count, std::memory_order_release);
-    }
+    if (work.progress)
+        work.progress[job].store(steps_before(steps.count) == steps.count ? steps.count : AddingOrder::DONE,
+                                 std::memory_order_release);
     finish_key_tile(work, tile, job, buffers);
 }
 
@@ -280,7 +300,9 @@ template <class T> void clear_job(Work &work, char *, long job) {
                 store_row(zero, dtype, step, smaller(MAX_KEYS, dim - d),
                           address(call, array, size, b, h, i) + d * step * size);
     };
-    clear_head(DQ, call.dtype, call.num_heads, call.seqlen_q, call.head_dim);
+    // Where dq is summed elsewhere, other jobs write all of its rows, except those outside of packed sequences.
+    if (!sums_dq_apart(call) || call.arrays[CU_SEQLENS_Q])
+        clear_head(DQ, call.dtype, call.num_heads, call.seqlen_q, call.head_dim);
     const bool is_first = (b == 0 || call.strides[DBIAS][0]) && (h == 0 || call.strides[DBIAS][1]);
     if (call.arrays[KV_LENGTHS] && is_first)
         clear_head(DBIAS, call.bias_dtype, call.num_heads, call.seqlen_q, call.seqlen_k);
