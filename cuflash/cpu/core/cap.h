@@ -14,19 +14,26 @@ inline double size_of_scale(const Call &call) { return call.scale < 0 ? -call.sc
 template <class T> inline void apply_cap(const Call &call, long padded, T *s, T *tanhs) {
     const Vector<T> inner = splat(T(size_of_scale(call) / call.softcap));
     const Vector<T> outer = splat(T(call.softcap));
-    auto apply = [&](long j, auto count) {
-        constexpr int COUNT = count;
-        Vector<T> x[COUNT];
-        for (int u = 0; u < COUNT; ++u) x[u] = load(s + j + u * LANES<T>) * inner;
-        tanh_of_each<T>(x);
-        for (int u = 0; u < COUNT; ++u) {
-            if (tanhs) store(tanhs + j + u * LANES<T>, x[u]);
-            store(s + j + u * LANES<T>, x[u] * outer);
-        }
+    auto cap = [&](auto tanh_of) {
+        auto apply = [&](long j, auto count) {
+            constexpr int COUNT = count;
+            Vector<T> x[COUNT];
+            for (int u = 0; u < COUNT; ++u) x[u] = load(s + j + u * LANES<T>) * inner;
+            tanh_of(x);
+            for (int u = 0; u < COUNT; ++u) {
+                if (tanhs) store(tanhs + j + u * LANES<T>, x[u]);
+                store(s + j + u * LANES<T>, x[u] * outer);
+            }
+        };
+        long j = 0;
+        for (; j + 4 * LANES<T> <= padded; j += 4 * LANES<T>) apply(j, std::integral_constant<int, 4>());
+        for (; j < padded; j += LANES<T>) apply(j, std::integral_constant<int, 1>());
     };
-    long j = 0;
-    for (; j + 4 * LANES<T> <= padded; j += 4 * LANES<T>) apply(j, std::integral_constant<int, 4>());
-    for (; j < padded; j += LANES<T>) apply(j, std::integral_constant<int, 1>());
+#if defined(__AVX512BF16__)
+    if constexpr (sizeof(T) == 4)
+        if (call.dtype == BFLOAT16) return cap([](auto &x) { rough_tanh_of_each(x); });
+#endif
+    cap([](auto &x) { tanh_of_each<T>(x); });
 }
 
 // The derivative of softcap * tanh(x) by softcap * x, given tanh(x).

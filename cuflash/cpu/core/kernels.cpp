@@ -18,11 +18,15 @@ static bool prepare(Work &work) {
 }
 
 template <class T> static Vector<T> value_of(Function function, Vector<T> x) {
+    Vector<T> values[] = {x};
 #if defined(__AVX512BF16__)
-    if constexpr (sizeof(T) == 4)
+    if constexpr (sizeof(T) == 4) {
         if (function == EXP2_OF_HALF_LESS) return exp2_of_half_less(x);
+        if (function == ROUGH_TANH) return rough_tanh_of_each(values), values[0];
+    }
 #endif
-    return function == TANH ? tanh<T>(x) : function == LOG ? log<T>(x) : exp2<T>(x);
+    if (function == TANH) return tanh_of_each<T>(values), values[0];
+    return function == LOG ? log<T>(x) : exp2<T>(x);
 }
 
 template <class T> static void evaluate_all(Function function, const T *in, T *out, long count) {

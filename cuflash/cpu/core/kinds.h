@@ -3,7 +3,7 @@
 
 #include "work.h"
 
-enum Function { EXP2, TANH, LOG, EXP2_OF_HALF_LESS };  // the last one where there are pairs
+enum Function { EXP2, TANH, LOG, EXP2_OF_HALF_LESS, ROUGH_TANH };  // the last two where there are pairs
 
 struct Kernels {
     // Makes the phases of a call; returns false if memory runs out.
