@@ -53,15 +53,19 @@ struct Coming {
     }
 };
 
-// Finds the rows of the array itself if they are whole vectors of neighbours. Other rows, and numbers of one byte, are
-// copied.
+// Whether rows of k or v are read where they lie: they are whole vectors of neighbours, and not of one byte a number.
+template <class T> inline bool are_read_in_place(const Call &call, Array array, long dim) {
+    return call.strides[array][3] == 1 && dim % LANES<T> == 0 && !has_float8(call);
+}
+
+// Finds the rows of the array itself if they are read in place; others are copied.
 template <class T>
 inline void find_key_rows(const Call &call, Array array, const Entry &entry, long head_kv, long first, long count,
                           long dim, T *copies, long copies_stride, KeyRows &rows) {
     const long size = size_of(call.kv_dtype);
     rows.dtype = call.kv_dtype;
     rows.bytes = dim * size;
-    if (call.strides[array][3] != 1 || dim % LANES<T> != 0 || has_float8(call)) {
+    if (!are_read_in_place<T>(call, array, dim)) {
         load_keys(call, array, entry, head_kv, first, count, dim, copies, copies_stride, count);
         rows.dtype = sizeof(T) == 4 ? FLOAT32 : FLOAT64;
         rows.stride = copies_stride * long(sizeof(T));

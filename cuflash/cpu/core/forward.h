@@ -43,19 +43,26 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
 }
 
 // The same for few rows. The keys of a job end with the last one that any of its rows sees, and all of them are computed.
-// `columns` has the result of `load_few_columns`, or is null.
+// `columns` has the result of `load_few_columns`, or is null. The tile after this one has `next_count` keys.
 template <class T>
 inline void forward_tile_of_few(const Work &work, const Block &block, const Entry &entry, const Scaling<T> &scaling,
-                                ForwardBuffers<T> &buffers, long first, long count, const T *columns) {
+                                ForwardBuffers<T> &buffers, long first, long count, long next_count, const T *columns) {
     const Call &call = work.call;
     const Sizes<T> &sizes = buffers.sizes;
     const long num_rows = rows_of(block);
-    KeyRows k, v;
+    KeyRows k, v, next_k;
     find_key_rows(call, K, entry, block.head_kv, first, count, call.head_dim, buffers.rows, sizes.dim, k);
     find_key_rows(call, V, entry, block.head_kv, first, count, call.head_dim_v, buffers.v, sizes.dim_v, v);
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
+    // In pages, rows of k of the next tile are found; elsewhere they lie as these do.
+    const bool finds_next = call.page_size && next_count > 0 && are_read_in_place<T>(call, K, call.head_dim);
+    if (finds_next) {
+        find_key_rows(call, K, entry, block.head_kv, first + count, next_count, call.head_dim, buffers.rows, sizes.dim,
+                      next_k);
+        for (long j = next_count; j < count; ++j) next_k.at[j] = next_k.at[0];
+    }
     const long next = call.page_size ? 0 : count * call.strides[K][2] * size_of(call.kv_dtype);
-    const Coming coming_v{v, 0}, coming_k{k, next};
+    const Coming coming_v{v, 0}, coming_k{finds_next ? next_k : k, next};
     bool has_scores = false, has_pairs = false;  // has_pairs: values are multiplied as pairs
 #if HAS_TILES
     if (columns && k.dtype == call.dtype && v.dtype == call.dtype) {
@@ -122,7 +129,8 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
         const long count = smaller(work.keys_per_tile, end - first);
         if (!any_visible(call, entry, block, first, count)) continue;
         if (has_few) {
-            forward_tile_of_few(work, block, entry, scaling, buffers, first, count, columns);
+            const long next_count = smaller(work.keys_per_tile, end - first - count);
+            forward_tile_of_few(work, block, entry, scaling, buffers, first, count, next_count, columns);
         } else if (parts) {
             if constexpr (MAY_USE_PAIRS<T>) forward_tile_of_pairs(work, block, entry, scaling, buffers, first, count);
         } else {
