@@ -10,11 +10,11 @@
 
 namespace {
 
-// ---- dq, dk and dv ---------------------------------------------------------------------------------------------------
+// ---- dq, dk and dv --------------------------------------------------------------------------------------------------
 
-// The blocks of the heads that share keys, in the order in which jobs go through them. The last rows of a head come first:
-// where a window is causal, the keys of later tiles are seen by rows that those of earlier tiles are not, so that jobs
-// which begin together do not wait for each other.
+// The blocks of the heads that share keys, in the order in which jobs go through them. The last rows of a head come
+// first: where a window is causal, the keys of later tiles are seen by rows that those of earlier tiles are not, so
+// that jobs which begin together do not wait for each other.
 struct Steps {
     long rows, heads, in_head, count, group;
     Steps(const Work &work, const Entry &entry) {
@@ -38,8 +38,8 @@ struct Steps {
     }
 };
 
-// The order in which jobs add to a sum: each after the job before it. `progress` of a job says how many steps it and all
-// jobs before it have done; or that it is done itself, and jobs before it say the rest.
+// The order in which jobs add to a sum: each after the job before it. `progress` of a job says how many steps it and
+// all jobs before it have done; or that it is done itself, and jobs before it say the rest.
 struct AddingOrder {
     static constexpr long DONE = -1;
     Work &work;
@@ -286,8 +286,8 @@ template <class T> void dq_job(Work &work, char *memory, long job) {
     }
 }
 
-// Clears a head of dq and of its sums, because jobs add to them. With lengths, it also clears dk, dv and dbias, and with
-// packed sequences dk and dv, because no job writes keys past the lengths or outside of the sequences.
+// Clears a head of dq and of its sums, because jobs add to them. With lengths, it also clears dk, dv and dbias, and
+// with packed sequences dk and dv, because no job writes keys past the lengths or outside of the sequences.
 template <class T> void clear_job(Work &work, char *, long job) {
     const Call &call = work.call;
     const long heads = larger(call.num_heads, call.num_heads_kv), b = job / heads, h = job % heads;
@@ -326,7 +326,7 @@ template <class T> void round_job(Work &work, char *, long job) {
     }
 }
 
-// ---- which jobs there are --------------------------------------------------------------------------------------------
+// ---- which jobs there are -------------------------------------------------------------------------------------------
 
 // How many tiles all entries have, and how many one head has at most.
 struct TileCount {
@@ -371,8 +371,8 @@ inline bool make_tiles(Work &work) {
 template <class T> bool prepare_backward(Work &work) {
     const Call &call = work.call;
     if (!make_entries(work)) return false;
-    // Every tile loads all queries, and adds its part to dq in memory. So tiles are long, if they make so many jobs that
-    // threads of different speeds end at about the same time.
+    // Every tile loads all queries, and adds its part to dq in memory. So tiles are long, if they make so many jobs
+    // that threads of different speeds end at about the same time.
     for (long keys = MAX_KEYS; keys >= USUAL_KEYS; keys /= 2) {
         choose_tiles<T>(work, BACKWARD_ROWS, keys);
         if (TileCount(work).all >= 2 * ENOUGH_JOBS) break;

@@ -39,8 +39,9 @@ template <class T> inline void apply_cap(const Call &call, long padded, T *s, T 
 // The derivative of softcap * tanh(x) by softcap * x, given tanh(x).
 template <class T> inline Vector<T> slope_of_cap(Vector<T> tanh) { return splat(T(1)) - tanh * tanh; }
 
-// The derivative of softcap * tanh(x), x = scale * product / softcap, by softcap: tanh(x) - x (1 - tanh(x)^2). The terms
-// cancel near 0, so there it is computed as (sinh(2 x) - 2 x) / 2 * (1 - tanh(x)^2), by the series of the first factor.
+// The derivative of softcap * tanh(x), x = scale * product / softcap, by softcap: tanh(x) - x (1 - tanh(x)^2). The
+// terms cancel near 0, so there it is computed as (sinh(2 x) - 2 x) / 2 * (1 - tanh(x)^2), by the series of the first
+// factor.
 template <class T> inline Vector<T> derivative_by_softcap(const Call &call, Vector<T> product, Vector<T> tanh) {
     const Vector<T> x = product * splat(T(size_of_scale(call)) / T(call.softcap));
     const Vector<T> one = splat(T(1)), slope = slope_of_cap<T>(tanh), size = x < Vector<T>{} ? -x : x;

@@ -1,5 +1,5 @@
-// Computes the weights of a block of queries and a tile of keys again, and the gradients of their scores. Every gradient
-// of the backward pass is made of these.
+// Computes the weights of a block of queries and a tile of keys again, and the gradients of their scores. Every
+// gradient of the backward pass is made of these.
 #pragma once
 
 #include "forward.h"
@@ -198,16 +198,16 @@ struct RowRange {
     bool operator==(const RowRange &other) const { return first == other.first && stop == other.stop; }
 };
 
-// What rows of a block see of a tile: keys, counted from its first, in whole sections and vectors; the rows that see any
-// of them, and the rows that see any key of each section. Other scores are not computed.
+// What rows of a block see of a tile: keys, counted from its first, in whole sections and vectors; the rows that see
+// any of them, and the rows that see any key of each section. Other scores are not computed.
 constexpr long SECTION_KEYS = 64, MAX_SECTIONS = MAX_KEYS / SECTION_KEYS;
 struct Seen {
     Keys keys;
     RowRange rows, sections[MAX_SECTIONS];
 };
 
-// Replaces the scores p of a row by weights, and the gradients ds of weights by those of scores. Dropout applies to both.
-// With `tanhs`, the tanh(x) of the cap, ds becomes the gradients of products.
+// Replaces the scores p of a row by weights, and the gradients ds of weights by those of scores. Dropout applies to
+// both. With `tanhs`, the tanh(x) of the cap, ds becomes the gradients of products.
 template <class T>
 inline void weigh_row(const Call &call, T scale, T lse, T delta, long columns, const unsigned char *kept,
                       const T *tanhs, T *p, T *ds) {

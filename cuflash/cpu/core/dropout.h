@@ -34,8 +34,8 @@ inline KeptBytes bytes_above(Draws draws, uint16_t limit) {
 }
 
 // Draws of the rows i and i + 8 for the columns of a vector of counters. Words c0 and c2 of a counter have the draws of
-// two neighbouring columns, c1 and c3 those of the two that are eight columns further on. Draws of four counters come in
-// the order of columns; of fewer counters, the neighbours come in the first half and those further on in the second.
+// two neighbouring columns, c1 and c3 those of the two that are eight columns further on. Draws of four counters come
+// in the order of columns; of fewer counters, the neighbours come in the first half and those further on in the second.
 struct DrawsOfRows {
     Draws upper, lower;
     DrawsOfRows(Words c0, Words c1, Words c2, Words c3) {
@@ -53,8 +53,8 @@ struct DrawsOfRows {
     }
 };
 
-// Writes kept[row][column], bytes of ones where a weight is kept and of zeros elsewhere, for rows [first_row, first_row +
-// num_rows) and columns [first_column, first_column + num_columns) of one head. first_column is a multiple of 16, and
+// Writes kept[row][column], bytes of ones where a weight is kept and of zeros elsewhere, for rows [first_row, first_row
+// + num_rows) and columns [first_column, first_column + num_columns) of one head. first_column is a multiple of 16, and
 // `stride` is a multiple of VECTOR_BYTES that has room for all columns.
 inline void kept_weights(uint64_t seed, uint64_t offset, uint64_t head, long steps, long first_row, long num_rows,
                          long first_column, long num_columns, unsigned char *kept, long stride) {

@@ -1,6 +1,6 @@
-// Few queries against many keys of 16 bits, where there are instructions for pairs of these. With tile registers, queries
-// that share keys are a tile of columns, and rows of k are multiplied by it where they lie. Without them, pairs are
-// multiplied in vectors. So arithmetic takes no longer, or not much longer, than reading k and v.
+// Few queries against many keys of 16 bits, where there are instructions for pairs of these. With tile registers,
+// queries that share keys are a tile of columns, and rows of k are multiplied by it where they lie. Without them, pairs
+// are multiplied in vectors. So arithmetic takes no longer, or not much longer, than reading k and v.
 #pragma once
 
 #include "few_rows.h"
@@ -24,8 +24,8 @@ inline void load_few_columns(const Call &call, const Entry &entry, const Block &
     transpose(rows, width, rows_of(block), width, columns, TILE);
 }
 
-// s = Q K^T. `rows` is room for rows of k, `s_t` for a tile of keys by queries. If numbers have two parts and one is not
-// finite, its scores are not finite either.
+// s = Q K^T. `rows` is room for rows of k, `s_t` for a tile of keys by queries. If numbers have two parts and one is
+// not finite, its scores are not finite either.
 inline void scores_of_few_pairs(const float *q_t, long dim, const KeyRows &k, long num_keys, int parts, Coming coming,
                                 float *rows, float *s_t, float *s) {
     const long width = pair_stride<float>(dim);

@@ -1,7 +1,7 @@
 // Few queries against many keys, as in decoding: rows of k and v are read once, where they lie and in their own dtype,
-// and are converted in registers. Memory never rests: rows of v are fetched while scores are computed from k, and rows of
-// k of the next tile are fetched while values are added. Processors look ahead along a tile by themselves, but not from
-// one tile to the next.
+// and are converted in registers. Memory never rests: rows of v are fetched while scores are computed from k, and rows
+// of k of the next tile are fetched while values are added. Processors look ahead along a tile by themselves, but not
+// from one tile to the next.
 #pragma once
 
 #include "pairs.h"
@@ -81,8 +81,8 @@ inline void find_key_rows(const Call &call, Array array, const Entry &entry, lon
     }
 }
 
-// Sums, lane by lane, of products of R rows of q and FEW_KEYS rows of k; those of a row of q lie `stride` apart. It is a
-// function of its own so that the sums stay in registers.
+// Sums, lane by lane, of products of R rows of q and FEW_KEYS rows of k; those of a row of q lie `stride` apart. It is
+// a function of its own so that the sums stay in registers.
 template <class T, class S, int R>
 __attribute__((noinline)) void lanes_of_products(const T *q, long q_stride, long dim, const char *const *k, T *lanes,
                                                  long stride) {

@@ -10,7 +10,8 @@ constexpr long TILES_PER_PART = 4;
 constexpr long TILE_BYTES = (HAS_TILES ? 256 : 128) << 10;  // of keys, at most
 constexpr long LEAST_ROWS = HAS_TILES ? 32 : 24;            // of a block, unless there are fewer
 // Rows of a block, at most: the first of these that makes enough jobs, else the last. Each block packs its keys, so the
-// smallest blocks are worth it only where some see fewer keys than others, and where threads would wait for the largest.
+// smallest blocks are worth it only where some see fewer keys than others, and where threads would wait for the
+// largest.
 #if HAS_TILES
 constexpr long BLOCK_ROWS[] = {768, 384, 192, 128, 64, 32};
 #else
@@ -42,8 +43,8 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
     }
 }
 
-// The same for few rows. The keys of a job end with the last one that any of its rows sees, and all of them are computed.
-// `columns` has the result of `load_few_columns`, or is null. The tile after this one has `next_count` keys.
+// The same for few rows. The keys of a job end with the last one that any of its rows sees, and all of them are
+// computed. `columns` has the result of `load_few_columns`, or is null. The tile after this one has `next_count` keys.
 template <class T>
 inline void forward_tile_of_few(const Work &work, const Block &block, const Entry &entry, const Scaling<T> &scaling,
                                 ForwardBuffers<T> &buffers, long first, long count, long next_count, const T *columns) {
@@ -179,7 +180,7 @@ template <class T> void merge_job(Work &work, char *memory, long job) {
     }
 }
 
-// ---- which blocks there are ------------------------------------------------------------------------------------------
+// ---- which blocks there are -----------------------------------------------------------------------------------------
 
 // Chooses how many rows and keys are computed at a time, so that their buffers stay in the cache.
 template <class T> inline void choose_tiles(Work &work, long most_rows, long most_keys) {

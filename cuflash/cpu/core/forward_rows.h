@@ -144,8 +144,8 @@ template <class T> inline T *part_of(const Work &work, long job) {
     return (T *)work.shared + job * work.rows_per_block * (Sizes<T>(work.call).dim_v + 2);
 }
 
-// Turns scores s of rows into weights, for `keys`, which are counted from the first key of the tile. With pairs, weights
-// go to `pairs`, in `parts` parts, and `between` is called after each row.
+// Turns scores s of rows into weights, for `keys`, which are counted from the first key of the tile. With pairs,
+// weights go to `pairs`, in `parts` parts, and `between` is called after each row.
 template <class T, class F>
 inline void weigh_rows(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
                        ForwardBuffers<T> &buffers, long r0, long num_rows, long first, Keys keys, T *s, T *pairs,

@@ -50,8 +50,8 @@ inline Tile<T> load_tile(const Work &work, const Entry &entry, long head_kv, lon
     return {k_t, v, sizes.dim_v, nullptr};
 }
 
-// Fetches a share of the rows of k and v of the next tile into the second level of the cache, while there is work to do:
-// the share of rows `begin` to `end` among `rows` rows.
+// Fetches a share of the rows of k and v of the next tile into the second level of the cache, while there is work to
+// do: the share of rows `begin` to `end` among `rows` rows.
 inline void prefetch_next_keys(const Work &work, const Entry &entry, long head_kv, long first, long begin, long end,
                                long rows) {
     const Call &call = work.call;

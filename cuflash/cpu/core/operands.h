@@ -156,8 +156,8 @@ template <class T> inline void store_row(const T *in, int64_t dtype, long stride
 
 template <class T> inline void clear(T *p, long count) { memset((void *)p, 0, count * sizeof(T)); }
 
-// out[column][row] = in[row][column], in whole squares: zeros follow the last row. The number of columns is a multiple of
-// the lanes of a vector.
+// out[column][row] = in[row][column], in whole squares: zeros follow the last row. The number of columns is a multiple
+// of the lanes of a vector.
 template <class T>
 inline void transpose(const T *in, long stride, long num_rows, long num_columns, T *out, long out_stride) {
     constexpr long N = LANES<T>;

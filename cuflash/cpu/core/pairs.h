@@ -1,6 +1,6 @@
 // Operands of products of bfloat16, where there are instructions for them: two neighbours along the axis that a product
-// sums over lie in the 32 bits of one element, a pair. Products and sums are those of float32; weights, and gradients of
-// scores, are rounded to bfloat16 before they are multiplied, as on a GPU.
+// sums over lie in the 32 bits of one element, a pair. Products and sums are those of float32; weights, and gradients
+// of scores, are rounded to bfloat16 before they are multiplied, as on a GPU.
 #pragma once
 
 #include "tiles.h"

@@ -15,8 +15,8 @@ template <class T> struct Numbers {
     static Vector<T> add(Vector<T> sum, Vector<T> x, Vector<T> y) { return add_product(sum, x, y); }
 };
 
-// Computes R rows and N vectors of C. The sum of this product is complete before it is added to C, so that errors do not
-// grow with the number of tiles.
+// Computes R rows and N vectors of C. The sum of this product is complete before it is added to C, so that errors do
+// not grow with the number of tiles.
 template <class T, int R, int N, Order ORDER, class M>
 inline void product_block(const T *a, long a_stride, const T *b, long b_stride, long length, T *c, long c_stride,
                           bool adds) {

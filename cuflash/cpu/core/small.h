@@ -118,7 +118,7 @@ template <class T> struct SmallBuffers {
     }
 };
 
-// ---- products of rows with rows --------------------------------------------------------------------------------------
+// ---- products of rows with rows -------------------------------------------------------------------------------------
 
 // s[j][i] = dot(b[j], a[i]), by dot products; writes up to whole vectors of queries and of keys.
 template <class T>
@@ -156,8 +156,8 @@ inline void dot_products_by_columns(Rows<const T> a, long num_rows, Rows<const T
     }
 }
 
-// Products of the rows of a head, a, with all keys, b. Whole vectors of rows are multiplied by columns, which are copied
-// first. The rows that are left are multiplied in the same way, unless dot products take less time.
+// Products of the rows of a head, a, with all keys, b. Whole vectors of rows are multiplied by columns, which are
+// copied first. The rows that are left are multiplied in the same way, unless dot products take less time.
 template <class T> struct RowProducts {
     Rows<const T> a, b;
     long dim, by_columns, stride;
@@ -187,7 +187,8 @@ template <class T> struct RowProducts {
     }
 };
 
-// C = A B or C += A B, like `product`. Sums of one term are computed apart, since they need no blocks of C in registers.
+// C = A B or C += A B, like `product`. Sums of one term are computed apart, since they need no blocks of C in
+// registers.
 template <class T, Order ORDER>
 inline void small_product(long num_rows, long num_columns, long length, const T *a, long a_stride, const T *b,
                           long b_stride, T *c, long c_stride, bool adds) {
@@ -200,7 +201,7 @@ inline void small_product(long num_rows, long num_columns, long length, const T 
             store(c + j, adds ? load(c + j) + splat(*a) * load(b + j) : splat(*a) * load(b + j));
 }
 
-// ---- what is visible -------------------------------------------------------------------------------------------------
+// ---- what is visible ------------------------------------------------------------------------------------------------
 
 inline bool has_window(const Call &call) { return call.window_left < NO_BOUND || call.window_right < NO_BOUND; }
 
@@ -232,8 +233,8 @@ template <class F> inline void for_queries(const Call &call, const Entry &entry,
     }
 }
 
-// Calls body(column, sight) for each vector of queries from `begin` to `end` of `heads` heads. There may be several heads
-// only if `begin` to `end` are all of their queries.
+// Calls body(column, sight) for each vector of queries from `begin` to `end` of `heads` heads. There may be several
+// heads only if `begin` to `end` are all of their queries.
 template <class T, class F>
 inline void for_vectors(const Call &call, const SmallBuffers<T> &buffers, const Entry &entry, long heads, long begin,
                         long end, F body) {
@@ -243,7 +244,7 @@ inline void for_vectors(const Call &call, const SmallBuffers<T> &buffers, const 
     }
 }
 
-// ---- forward ---------------------------------------------------------------------------------------------------------
+// ---- forward --------------------------------------------------------------------------------------------------------
 
 // Turns the scores of a vector of queries into weights, whose sums are 1, or less with a sink. Returns their lse.
 template <class T>
@@ -315,7 +316,7 @@ void forward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> *
     }
 }
 
-// ---- backward --------------------------------------------------------------------------------------------------------
+// ---- backward -------------------------------------------------------------------------------------------------------
 
 // lse of a head, with inf where a row sees no key, and delta: rowsum(dout o out) - dlse.
 template <class T>
@@ -358,8 +359,8 @@ inline void differentiate(const Call &call, const Sight<T> &sight, Keys keys, co
     }
 }
 
-// Computes dq of the queries from `begin` to `end` of a head, and adds their part to dk and dv of the keys that they see.
-// `p` and `ds` begin with the first of these queries and keys.
+// Computes dq of the queries from `begin` to `end` of a head, and adds their part to dk and dv of the keys that they
+// see. `p` and `ds` begin with the first of these queries and keys.
 template <class T>
 inline void add_gradients(const Call &call, SmallBuffers<T> &buffers, const Member<T> &member, long begin, long end,
                           Keys keys, const T *p, const T *ds) {
@@ -426,7 +427,7 @@ void backward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> 
     });
 }
 
-// ---- jobs ------------------------------------------------------------------------------------------------------------
+// ---- jobs -----------------------------------------------------------------------------------------------------------
 
 // The work of a job: some heads of q or, where heads are few, a part of the queries of one head.
 struct SmallJobs {

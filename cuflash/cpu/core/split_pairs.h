@@ -1,5 +1,6 @@
-// For the forward pass, numbers of float16 are split exactly into sums of two numbers of bfloat16, so that tile registers
-// can multiply them. A number that is not finite has no such sum; calls with any such number are computed in float32.
+// For the forward pass, numbers of float16 are split exactly into sums of two numbers of bfloat16, so that tile
+// registers can multiply them. A number that is not finite has no such sum; calls with any such number are computed in
+// float32.
 #pragma once
 
 #include "tile_products.h"
@@ -43,8 +44,8 @@ inline __m512 load_16_of_float16(const uint16_t *in) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)in));
 }
 
-// Splits a row of float16, with zeros up to `width` pairs. Of each 32 numbers, the first and the 17th make a pair, and so
-// on.
+// Splits a row of float16, with zeros up to `width` pairs. Of each 32 numbers, the first and the 17th make a pair, and
+// so on.
 inline void load_split(const char *in, long step, long dim, long width, float *high, float *low) {
     const uint16_t *row = (const uint16_t *)in;
     Bits copied[MOST_DIM + 32];

@@ -85,7 +85,7 @@ void *allocate_scratch(long bytes) {
     return posix_memalign(&memory, 64, bytes + 64) ? nullptr : memory;
 }
 
-// ---- a call ----------------------------------------------------------------------------------------------------------
+// ---- a call ---------------------------------------------------------------------------------------------------------
 
 inline bool is_past(const Work &work, int phase) {
     return work.done[phase].load(std::memory_order_acquire) >= work.phases[phase].num_jobs ||
@@ -135,7 +135,7 @@ void compute(Running &running, char *scratch) {
     running.kernels->end();
 }
 
-// ---- the pool --------------------------------------------------------------------------------------------------------
+// ---- the pool -------------------------------------------------------------------------------------------------------
 
 void push(Worker *&list, Worker &worker) {
     worker.next = list;

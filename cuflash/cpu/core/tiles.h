@@ -25,8 +25,8 @@ inline long larger(long x, long y) { return x > y ? x : y; }
 inline long ceil_div(long x, long y) { return (x + y - 1) / y; }
 inline long round_up(long x, long y) { return ceil_div(x, y) * y; }
 
-// How far apart rows of scores lie: 64 bytes more than a power of two, so that the rows of a column of blocks do not fall
-// into the same sets of the cache.
+// How far apart rows of scores lie: 64 bytes more than a power of two, so that the rows of a column of blocks do not
+// fall into the same sets of the cache.
 template <class T> constexpr long SCORES_STRIDE = MAX_KEYS + 64 / sizeof(T);
 
 // The same of tiles that are transposed, so that their columns are keys.
@@ -116,7 +116,7 @@ inline void load_keys(const Call &call, Array array, const Entry &entry, long he
     clear(out + count * stride, (padded_rows - count) * stride);
 }
 
-// ---- what is visible -------------------------------------------------------------------------------------------------
+// ---- what is visible ------------------------------------------------------------------------------------------------
 
 // From `first` to before `stop`.
 struct Range {
@@ -194,7 +194,8 @@ inline bool is_in_visible_block(const Call &call, const Entry &entry, const Bloc
         const Row row = row_of(block, r);
         if (*address(call, BLOCK_MASK, 1, entry.index, row.head, row.i / call.block_rows, key / call.block_keys))
             return true;
-        // Goes on to other blocks of the mask: to the row after the last one of these, or to the first of the next head.
+        // Goes on to other blocks of the mask: to the row after the last one of these, or to the first of the next
+        // head.
         const long last = smaller(block.first_row + block.num_rows, (row.i / call.block_rows + 1) * call.block_rows);
         r += last - row.i;
     }
@@ -219,7 +220,7 @@ inline Keys keys_of_group(const Call &call, const Entry &entry, const Block &blo
     return begin < end ? Keys{begin / LANES<T> * LANES<T>, end} : Keys{0, 0};
 }
 
-// ---- scores ----------------------------------------------------------------------------------------------------------
+// ---- scores ---------------------------------------------------------------------------------------------------------
 
 // The weight of a score s is 2^(factor * (s - shift)). Scores are products of q and k, which `factor` scales. Where
 // options change scores, or the factor would be 0, products are scaled before. The difference is computed before it is
@@ -244,9 +245,9 @@ struct BiasRows {
     const char *at[FEW_OF_GROUP];
 };
 
-// Finds the bias of rows from r0 on, of which there are at most FEW_OF_GROUP, for keys [first, first + count). It is read
-// where it lies if it has whole vectors of neighbours, and from `copies` otherwise. `padded` is count rounded up to whole
-// vectors. The next rows to come lie `next` elements further on.
+// Finds the bias of rows from r0 on, of which there are at most FEW_OF_GROUP, for keys [first, first + count). It is
+// read where it lies if it has whole vectors of neighbours, and from `copies` otherwise. `padded` is count rounded up
+// to whole vectors. The next rows to come lie `next` elements further on.
 template <class T>
 inline void find_bias(const Call &call, const Entry &entry, const Block &block, long r0, long num_rows, long first,
                       long count, long padded, long next, T *copies, BiasRows &rows) {
@@ -269,9 +270,9 @@ inline void find_bias(const Call &call, const Entry &entry, const Block &block, 
     }
 }
 
-// Turns products of q and k into scores, -inf where hidden, for rows of a block from r0 on, SCORES_STRIDE apart, and keys
-// [first, first + count). `padded` is count rounded up to whole vectors. Where the scale is negative, q came with its
-// sign changed. `bias`, unless it is null, is added; `tanhs`, if given, gets the tanh(x) that the cap multiplies.
+// Turns products of q and k into scores, -inf where hidden, for rows of a block from r0 on, SCORES_STRIDE apart, and
+// keys [first, first + count). `padded` is count rounded up to whole vectors. Where the scale is negative, q came with
+// its sign changed. `bias`, unless it is null, is added; `tanhs`, if given, gets the tanh(x) that the cap multiplies.
 template <class T>
 __attribute__((noinline)) void finish_scores(const Call &call, const Scaling<T> &scaling, const Entry &entry,
                                              const Block &block, long r0, long num_rows, long first, long count,
@@ -368,7 +369,7 @@ inline void load_kept(const Call &call, const Entry &entry, const Block &block, 
                      call.dropout_column + first, count, kept + h * block.num_rows * MAX_KEYS, MAX_KEYS);
 }
 
-// ---- entries and blocks ----------------------------------------------------------------------------------------------
+// ---- entries and blocks ---------------------------------------------------------------------------------------------
 
 inline bool make_entries(Work &work) {
     const Call &call = work.call;

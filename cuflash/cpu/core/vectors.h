@@ -309,8 +309,8 @@ template <class T, int COUNT> inline void tanh_of_each(Vector<T> (&x)[COUNT]) {
 }
 
 #if defined(__AVX512BF16__)
-// tanh(x) to 5 units in the last place, for scores whose weights are rounded to bfloat16. Up to 9, from where on it is 1,
-// tanh(x) / x is a quotient of polynomials of x^2 to 2.1e-8 of its size.
+// tanh(x) to 5 units in the last place, for scores whose weights are rounded to bfloat16. Up to 9, from where on it is
+// 1, tanh(x) / x is a quotient of polynomials of x^2 to 2.1e-8 of its size.
 template <int COUNT> inline void rough_tanh_of_each(Vector<float> (&x)[COUNT]) {
     constexpr float OVER[] = {1.0f, 0.13381026f, 0.0034955881f, 2.0609083e-5f, 1.3354662e-8f};
     constexpr float UNDER[] = {1.0f, 0.46714341f, 0.025876982f, 0.00032856349f, 7.7765585e-7f};
@@ -351,16 +351,16 @@ template <class T> inline Vector<T> log(Vector<T> x) {
     return n * splat(Vectors<T>::LN2_HIGH) + (less + rest) + (x - x);  // NaN stays NaN
 }
 
-// exp(x) and log(x) of one number. Those of the C library may be compiled for the first x86-64 processors, and wait for long
-// where wide registers were used before.
+// exp(x) and log(x) of one number. Those of the C library may be compiled for the first x86-64 processors, and wait for
+// long where wide registers were used before.
 inline double exp_of(double x) { return exp2<double>(splat(x * 1.4426950408889634))[0]; }
 template <class T> inline T log_of(T x) {
     const bool is_normal = x >= std::numeric_limits<T>::min() && x <= std::numeric_limits<T>::max();
     return is_normal ? log<T>(splat(x))[0] : std::log(x);
 }
 
-// out[column][row] = in[row][column], for a square of as many numbers a side as there are lanes, whose rows from `count`
-// on are taken as zeros. It takes log2(N) perfect shuffles.
+// out[column][row] = in[row][column], for a square of as many numbers a side as there are lanes, whose rows from
+// `count` on are taken as zeros. It takes log2(N) perfect shuffles.
 template <class T> inline void transpose_square(const T *in, long stride, T *out, long out_stride, long count) {
     constexpr int N = LANES<T>;
     Vector<T> x[N], y[N];
