@@ -488,9 +488,9 @@ FLOAT8_PRODUCTS = [
 # Kernels of float32 and float64 are products of threads, unrolled: each takes seconds to compile.
 ROWS = [target for target in EVERY_ROW if target.tile.element_bytes == 2 or is_sm90(target.tile)]
 TARGETS = [
-    *share(ROWS, 8),
-    *share([target for target in EVERY_ROW if target not in ROWS], 24),
-    *share(OTHERS, 32),
+    *share(ROWS, 12),
+    *share([target for target in EVERY_ROW if target not in ROWS], 36),
+    *share(OTHERS, 48),
     *share(FLOAT8, 12),
     *(
         Target(tile=tile, arch="9.0", variant=variant)

@@ -37,7 +37,7 @@ def of_9_0(head_dim: int, *scores: str) -> st.SearchStrategy[Scored]:
     return cases.filter(by_own_kernels)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "arch, cases",
     [
