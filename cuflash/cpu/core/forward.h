@@ -278,11 +278,14 @@ template <class T> bool prepare_forward(Work &work) {
     if (!make_entries(work)) return false;
     // Smaller blocks pack keys more often, but that takes less time than merging the results of jobs that share keys.
     const bool are_equal = work.call.window_right >= NO_BOUND;
-    // Rows of a bias or a mask lie far apart, so they are read in long pieces.
-    const bool reads_pairs = work.call.arrays[BIAS] || work.call.arrays[MASK];
+    // Rows of a bias or a mask lie far apart, so they are read in long pieces; and while many tile registers add to
+    // out, they are loaded and stored less often.
+    const Call &call = work.call;
+    const bool is_wide = HAS_TILES && uses_pairs<T>(call) && larger(call.head_dim, call.head_dim_v) > 64;
+    const long keys = call.arrays[BIAS] || call.arrays[MASK] || is_wide ? MAX_KEYS : USUAL_KEYS;
     for (const long rows : BLOCK_ROWS) {
         if (are_equal && rows <= LEAST_ROWS) break;
-        choose_tiles<T>(work, rows, reads_pairs ? MAX_KEYS : USUAL_KEYS);
+        choose_tiles<T>(work, rows, keys);
         if (BlockCount(work).all >= ENOUGH_JOBS) break;
     }
     const long bytes_of_row = (Sizes<T>(work.call).dim_v + 2) * long(sizeof(T));
