@@ -153,11 +153,13 @@ inline void weigh_rows(const Call &call, const Scaling<T> &scaling, const Entry 
     const long here = keys.stop - keys.first, columns = round_up(here, LANES<T>), dim = buffers.sizes.dim_v;
     const T kept_scale = T(call.kept_scale);
     auto with_dropout = [&](auto run) { call.dropout_steps ? run(std::true_type()) : run(std::false_type()); };
+    // A cap takes long, and steps of products come between rows only.
+    const long most = has_cap(call) ? FEW_OF_GROUP / 2 : FEW_OF_GROUP;
     first += keys.first;
     for (long r = 0; r < num_rows; ++r) {
         T *row = s + r * SCORES_STRIDE<T> + keys.first;
-        if (r % FEW_OF_GROUP == 0) {
-            const long few = smaller(FEW_OF_GROUP, num_rows - r);
+        if (r % most == 0) {
+            const long few = smaller(most, num_rows - r);
             const Span span = span_of(block, r0 + r, few);
             if (needs_finishing(call, scaling, entry, span.first, span.last, first, columns)) {
                 BiasRows bias;
