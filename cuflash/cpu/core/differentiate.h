@@ -289,13 +289,9 @@ inline Seen differentiate(const Call &call, const Scaling<T> &scaling, const Ent
             if (r % FEW_OF_GROUP == 0) {
                 const long few = smaller(FEW_OF_GROUP, n - r);
                 const Span span = span_of(block, r0 + r, few);
-                if (needs_finishing(call, scaling, entry, span.first, span.last, at, columns)) {
-                    BiasRows bias;
-                    if (call.arrays[BIAS])
-                        find_bias(call, entry, block, r0 + r, few, at, here, columns, next_bias, buffers.added, bias);
-                    finish_scores<T>(call, scaling, entry, block, r0 + r, few, at, here, columns, p,
-                                     call.arrays[BIAS] ? &bias : nullptr, tanhs);
-                }
+                if (needs_finishing(call, scaling, entry, span.first, span.last, at, columns))
+                    finish_scores<T>(call, scaling, entry, block, r0 + r, few, at, here, columns, next_bias, p,
+                                     buffers.added, tanhs);
             }
             const unsigned char *kept = buffers.kept + (r0 + r) * MAX_KEYS + keys.first;
             weigh_row(call, inner, buffers.lse[r0 + r], buffers.delta[r0 + r], columns, kept,

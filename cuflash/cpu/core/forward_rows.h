@@ -161,13 +161,9 @@ inline void weigh_rows(const Call &call, const Scaling<T> &scaling, const Entry 
         if (r % most == 0) {
             const long few = smaller(most, num_rows - r);
             const Span span = span_of(block, r0 + r, few);
-            if (needs_finishing(call, scaling, entry, span.first, span.last, first, columns)) {
-                BiasRows bias;
-                if (call.arrays[BIAS])
-                    find_bias(call, entry, block, r0 + r, few, first, here, columns, here, buffers.bias, bias);
-                finish_scores<T>(call, scaling, entry, block, r0 + r, few, first, here, columns, row,
-                                 call.arrays[BIAS] ? &bias : nullptr, nullptr);
-            }
+            if (needs_finishing(call, scaling, entry, span.first, span.last, first, columns))
+                finish_scores<T>(call, scaling, entry, block, r0 + r, few, first, here, columns, here, row,
+                                 buffers.bias, nullptr);
         }
         T &shift = buffers.shift[r0 + r], *l = buffers.l + (r0 + r) * LANES<T>, *o = buffers.o + (r0 + r) * dim;
         const unsigned char *kept = buffers.kept + (r0 + r) * MAX_KEYS + keys.first;

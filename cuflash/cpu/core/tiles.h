@@ -272,17 +272,21 @@ inline void find_bias(const Call &call, const Entry &entry, const Block &block, 
 
 // Turns products of q and k into scores, -inf where hidden, for rows of a block from r0 on, SCORES_STRIDE apart, and
 // keys [first, first + count). `padded` is count rounded up to whole vectors. Where the scale is negative, q came with
-// its sign changed. `bias`, unless it is null, is added; `tanhs`, if given, gets the tanh(x) that the cap multiplies.
+// its sign changed. `next` and `copies` are for `find_bias`; `tanhs`, if given, gets the tanh(x) that the cap
+// multiplies.
 template <class T>
 __attribute__((noinline)) void finish_scores(const Call &call, const Scaling<T> &scaling, const Entry &entry,
                                              const Block &block, long r0, long num_rows, long first, long count,
-                                             long padded, T *scores, const BiasRows *bias, T *tanhs) {
+                                             long padded, long next, T *scores, T *copies, T *tanhs) {
     constexpr int N = LANES<T>;
     constexpr long STRIDE = SCORES_STRIDE<T>;
     const Vector<T> hidden = splat(T(-__builtin_inf()));
     auto for_rows = [&](auto run) {
         for (long r = 0; r < num_rows; ++r) run(r, row_of(block, r0 + r), scores + r * STRIDE);
     };
+    BiasRows bias;
+    const bool has_bias = call.arrays[BIAS];
+    if (has_bias) find_bias(call, entry, block, r0, num_rows, first, count, padded, next, copies, bias);
     if (has_cap(call))
         for_rows([&](long r, Row, T *s) { apply_cap(call, padded, s, tanhs ? tanhs + r * STRIDE : tanhs); });
     const Vector<T> scale = splat(T(has_cap(call) ? 1 : size_of_scale(call)));
@@ -297,16 +301,16 @@ __attribute__((noinline)) void finish_scores(const Call &call, const Scaling<T> 
         });
     };
     auto add_to_scaled = [&](auto has_slopes) {
-        if (!bias) return add(has_slopes, [&](Vector<T> x, long, long) { return x * scale; });
-        with_numbers<T>(bias->dtype, [&](auto *numbers) {
+        if (!has_bias) return add(has_slopes, [&](Vector<T> x, long, long) { return x * scale; });
+        with_numbers<T>(bias.dtype, [&](auto *numbers) {
             add(has_slopes, [&](Vector<T> x, long r, long j) {
-                return add_product(load_as<T>(decltype(numbers)(bias->at[r]) + j), x, scale);
+                return add_product(load_as<T>(decltype(numbers)(bias.at[r]) + j), x, scale);
             });
         });
     };
     if (call.arrays[ALIBI_SLOPES]) {
         add_to_scaled(std::true_type());
-    } else if (bias || (scaling.has_terms && !has_cap(call))) {
+    } else if (has_bias || (scaling.has_terms && !has_cap(call))) {
         add_to_scaled(std::false_type());
     }
     const Span span = span_of(block, r0, num_rows);
