@@ -45,7 +45,7 @@ struct AddingOrder {
     Work &work;
     const long KeyTile::*before;  // null if there is no such sum
 
-    // How many steps all jobs before this one have done, unless there is none.
+    // How many steps all jobs before this one have done, and `most` if that is less or there are none.
     long steps_before(long job, long most) const {
         while (before && (job = work.tiles[job].*before) >= 0) {
             const long steps = work.progress[job].load(std::memory_order_acquire);

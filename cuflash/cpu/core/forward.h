@@ -278,8 +278,8 @@ template <class T> bool prepare_forward(Work &work) {
     if (!make_entries(work)) return false;
     // Smaller blocks pack keys more often, but that takes less time than merging the results of jobs that share keys.
     const bool are_equal = work.call.window_right >= NO_BOUND;
-    // Rows of a bias or a mask lie far apart, so they are read in long pieces; and while many tile registers add to
-    // out, they are loaded and stored less often.
+    // Long tiles read rows of a bias or a mask, which lie far apart, in longer pieces. And products that add to out in
+    // tile registers load and store it less often, which matters where out is wide.
     const Call &call = work.call;
     const bool is_wide = HAS_TILES && uses_pairs<T>(call) && larger(call.head_dim, call.head_dim_v) > 64;
     const long keys = call.arrays[BIAS] || call.arrays[MASK] || is_wide ? MAX_KEYS : USUAL_KEYS;

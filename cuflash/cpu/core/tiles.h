@@ -253,14 +253,14 @@ inline void find_bias(const Call &call, const Entry &entry, const Block &block, 
                       long count, long padded, long next, T *copies, BiasRows &rows) {
     const int64_t *strides = call.strides[BIAS];
     const long size = size_of(call.bias_dtype);
-    const bool is_copied = strides[3] != 1 || count != padded || (size != long(sizeof(T)) && sizeof(T) == 8);
+    const bool are_neighbours = strides[3] == 1, is_copied = !are_neighbours || count != padded;
     const bool is_shared = strides[2] == 0 && (strides[1] == 0 || block.num_heads == 1);
     rows.dtype = is_copied ? int64_t(sizeof(T) == 4 ? FLOAT32 : FLOAT64) : call.bias_dtype;
     for (long r = 0; r < num_rows; ++r) {
         const Row row = row_of(block, r0 + r);
         const char *p = address(call, BIAS, size, entry.index, row.head, row.i, first);
         // Rows lie far apart in memory, and no processor fetches them by itself. All of these are asked for at once.
-        for (long x = 0; x < count * size && !is_shared; x += 64) {
+        for (long x = 0; x < count * size && are_neighbours && !is_shared; x += 64) {
             __builtin_prefetch(p + x, 0, 3);
             __builtin_prefetch(p + next * size + x, 0, 2);
         }
