@@ -182,6 +182,8 @@ CUFLASH_DEVICE void mma_m16n8k16(double (&d)[4], const double (&a)[2][4], const 
 // ---- Arithmetic ---------------------------------------------------------------------------------------------------
 CUFLASH_DEVICE float multiply(float x, float y) { return x * y; }
 CUFLASH_DEVICE double multiply(double x, double y) { return x * y; }
+CUFLASH_DEVICE float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+CUFLASH_DEVICE double fused(double a, double b, double c) { return __builtin_fma(a, b, c); }
 CUFLASH_DEVICE float limit_magnitude(float x, float most) { return fmaxf(fminf(x, most), -most); }
 CUFLASH_DEVICE float exp2_approx(float x) { return ::emulator::exp2_approx(x); }
 CUFLASH_DEVICE void at_least_u16x2(u32 a, u32 b, u32& low, u32& high) {

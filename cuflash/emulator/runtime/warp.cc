@@ -167,18 +167,19 @@ struct MatrixProduct {
 };
 
 constexpr u32 kRows = 16, kColumns = 8, kDepth = 16;
-typedef float RowOfD __attribute__((vector_size(kColumns * sizeof(float))));
+typedef double RowOfD __attribute__((vector_size(kColumns * sizeof(double))));
 
 struct Operands {
   u16 a[kRows * kDepth];
   u16 b[kDepth * kColumns];
 };
 
-// product = a b, everything by rows.
+// product = a b, everything by rows. Sums are cut off as those of wgmma are: on a device of compute capability 9.0 both
+// give the same bits.
 template <float (*to_float)(u16)>
 inline __attribute__((always_inline)) void multiply(const Operands& operands, RowOfD (&product)[kRows]) {
-  float a[kRows * kDepth];
-  alignas(RowOfD) float b[kDepth * kColumns];
+  double a[kRows * kDepth];
+  alignas(RowOfD) double b[kDepth * kColumns];
   for (u32 i = 0; i < kRows * kDepth; ++i) a[i] = to_float(operands.a[i]);
   for (u32 i = 0; i < kDepth * kColumns; ++i) b[i] = to_float(operands.b[i]);
   for (u32 row = 0; row < kRows; ++row) {
@@ -218,7 +219,7 @@ void perform_matrix_product(Warp& warp) {
   for (u32 lane = 0; lane < kWarpLanes; ++lane) {
     float* d = argument_of<MatrixProduct>(warp, lane).d;
     const u32 group = lane / 4, pair = lane % 4 * 2;
-    for (u32 i = 0; i < 4; ++i) d[i] += product[group + i / 2 * 8][pair + i % 2];
+    for (u32 i = 0; i < 4; ++i) d[i] = cut_to_float32(d[i] + product[group + i / 2 * 8][pair + i % 2]);
   }
   ++block.statistics.matrix_products;
 }
