@@ -21,7 +21,7 @@ ARRAYS = (
         for name in (
             *("row_stats", "dq_accumulator", "dkv_partials", "partial_out", "partial_sums", "arrivals"),
             *("q_copy", "k_copy", "v_copy", "dout_copy", "key_lists", "query_lists", "mask_words", "mask_blocks"),
-            *("bias_blocks", "score_partials", "sums_partials"),
+            *("bias_blocks", "row_sums", "score_partials", "sums_partials"),
         )
     ),
 )
@@ -29,7 +29,7 @@ OF_LENGTH = ("seqlen_k", "diagonal", "right_offset", "left_offset")  # integers 
 RUN_TIME = tuple(field.name for field in fields(RunTime))
 # Fields that are at the end of the struct, and their types: elsewhere kernels would read them in groups of 16 bytes,
 # which takes more registers.
-AT_END = {"bias_blocks": "Q", "mask_batches": "i", "mask_heads": "i"}
+AT_END = {"bias_blocks": "Q", "mask_batches": "i", "mask_heads": "i", "row_sums": "Q"}
 
 
 def _fields() -> tuple[tuple[str, str, int], ...]:

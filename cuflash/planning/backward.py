@@ -42,6 +42,16 @@ WAVES, CAUSAL_WAVES = 1.9, 4.0
 # (head_dim 64, seqlen 16384), by 2.2 % with 68 of 2048 (head_dim 128), by 0.8 % at seqlen 4096, and by 43 % with all of
 # 64 tiles (causal, seqlen 4096, head_dim 64; 46 % at 128).
 SHARE_STEPS, SUM_STEPS, SUM_STEPS_OF_PART = 3, 6, 1
+# A kernel that looks up masks and biases pair by pair, whatever the main kernel does with them.
+LOOKED_UP = dict.fromkeys(
+    (
+        *("CUFLASH_BIAS_OF_PAIRS", "CUFLASH_BIAS_OF_KEYS", "CUFLASH_MASK_OF_KEYS", "CUFLASH_MASK_BY_BITS"),
+        *("CUFLASH_HAS_LISTS", "CUFLASH_HAS_NOTES", "CUFLASH_HAS_BIAS_NOTES", "CUFLASH_CHOSEN_BY_BIAS"),
+    ),
+    0,
+)
+# Warps of a multiprocessor that registers must allow in the kernel of delta. Products of float64 need more of these.
+DELTA_WARPS = {"float64": 16, "float32": 24, "others": 32}
 SOFTMAX_WARPS = 16  # warps of a block of the kernels that make gradients of parts of the softmax
 _OF_KEYS = ("dk", "dv")
 SCORES_KERNEL = "sm80/backward_scores.cu"  # makes gradients of parts of the scores that no other kernel makes
@@ -94,9 +104,6 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
         draft.set(head_section=family.head_section(draft, main))
         draft.set(clear_ahead=family.clear_ahead(draft, main) if reduces_dq else 0)
     draft.defines["CUFLASH_CLEARS_AHEAD"] = int(draft.run_time.clear_ahead > 0)
-    makes_scores = family is not None or dq is not None or any(x not in summed for x in score_gradients(draft))
-    if draft.tiles and makes_scores:
-        draft.add_tables(draft.tiles[0])
     around = _add_delta(draft, family, dq)
     stored, sums = by_kind([name for name in score_gradients(draft) if name not in summed])
     if scores is not None and stored and bias is None:
@@ -237,7 +244,7 @@ def _group_splits(draft: Draft, family: BackwardFamily[Any], main: Tile, n_block
     most = family.heads_of_block(draft, main)
     shares = (n for n in range(1, problem.group_size + 1) if problem.group_size % n == 0)
     enough = (n for n in shares if n * n_blocks >= waves * resident and n * most >= problem.group_size)
-    return next(enough, problem.group_size)
+    return next(enough, max(1, problem.group_size))  # without query heads, blocks clear dk and dv
 
 
 def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
@@ -275,6 +282,7 @@ def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: Tile | None
     """
     problem = draft.problem
     first = draft.tiles[0] if draft.tiles else choose_row(SCORES_TILES, problem, draft.device)[0]
+    draft.add_tables(first)
     owner = family if family is not None or dq is None else family_of(DQ_FAMILIES, dq)
     around = first if owner is None else owner.accumulator_layout(first)
     dims = {"CUFLASH_DIM_MULTIPLE": first.dim_multiple}
@@ -284,7 +292,13 @@ def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: Tile | None
     draft.set(stats_rows=rows)
     draft.defines["CUFLASH_STATS_BLOCK"] = delta.block_m
     draft.scratch["row_stats"] = draft.heads * rows * 2
-    draft.add("around/delta.cu", delta, draft.heads * (rows // delta.block_m), 0, **dims)
+    draft.scratch["row_sums"] = draft.heads * rows * 2
+    # Many warps have loads under way at a time; what rows of large lse need beyond these registers is spilled.
+    warps = DELTA_WARPS.get(problem.dtype, DELTA_WARPS["others"])
+    resident = {"CUFLASH_MIN_BLOCKS": max(1, warps // delta.num_warps)}
+    sums = {name: first.defines().get(name, 1) for name in ("CUFLASH_BF16_PARTS", "CUFLASH_COLUMN_BLOCKS")}
+    own = {**LOOKED_UP, **resident, **sums, "CUFLASH_LSE_HAS_SINKS": int(draft.has_sinks)}
+    draft.add("around/delta.cu", delta, draft.heads * (rows // delta.block_m), 0, **dims, **own)
     for source in (source for name, source in SOFTMAX_KERNELS.items() if name in draft.need):
         warps = {"CUFLASH_NUM_WARPS": SOFTMAX_WARPS, "CUFLASH_MIN_BLOCKS": 1}
         draft.add(source, delta, problem.num_heads, 16 * SOFTMAX_WARPS, **dims, **warps)

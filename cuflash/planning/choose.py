@@ -10,7 +10,7 @@ from cuflash.binding import INPUTS, Pass, assumed, over_head_dimensions, planned
 from cuflash.operands import ITEMSIZE, Operand
 from cuflash.planning.backward import draft_backward
 from cuflash.planning.device import DeviceSpec, why_by_lanes
-from cuflash.planning.draft import CAUSAL_HEAD_SECTION, Draft, common_defines
+from cuflash.planning.draft import CAUSAL_HEAD_SECTION, Draft, common_defines, has_natural_scores
 from cuflash.planning.forward import draft_forward
 from cuflash.planning.launch_plan import LaunchPlan, RunTime
 from cuflash.planning.tiles import Tile
@@ -69,7 +69,8 @@ def choose_plan(
         device=device,
         pass_=pass_,
         arrays=arrays,
-        defines=common_defines(seen, device, load_bytes, store_bytes),
+        defines=common_defines(seen, device, load_bytes, store_bytes, natural=has_natural_scores(problem)),
+        has_sinks=problem.sinks is not None,
         need=tuple(name for name in problem.gradients if name in need) if pass_ == "backward" else (),
         run_time=RunTime(head_section=1 if problem.window_right is None else CAUSAL_HEAD_SECTION),
         origin=origin,

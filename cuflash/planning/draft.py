@@ -18,7 +18,7 @@ from cuflash.problem import Problem
 from cuflash.score import Program
 from cuflash.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
-from cuflash.terms import DEFINES, MASKS, OF_FUNCTIONS, OF_PAIRS, OF_SCORES, TERMS, Term
+from cuflash.terms import DEFINES, MASKS, OF_FLOAT8, OF_FUNCTIONS, OF_PAIRS, OF_SCORES, TERMS, Term
 
 TABLE_WARPS = 8  # warps of a block that fills tables
 # What a kernel does for gradients of arrays that the score reads: CUFLASH_NEEDS_CAPTURED of
@@ -30,12 +30,15 @@ LIST_HEADER = 2  # numbers in front of a list
 # Under a causal mask tiles differ in length, so the long ones of this many heads start first. On an H200 that gains 9 %
 # at head_dim 128 and seqlen 4096. Without a mask, one head at a time makes better use of L2.
 CAUSAL_HEAD_SECTION = 16
+# The largest soft cap that is folded into exponents, and only without sinks. Rows have an lse below 1024 then, so that
+# none of them is large in the sense of kernels/common/backward.cuh.
+MOST_FOLDED_SOFTCAP = 512.0
 # A kernel looks at a mask beforehand where the forward pass has at least this many operations: by arithmetic, they take
 # a few times as long as two small kernels. Otherwise the main kernel reads the mask for each head, pair by pair.
 LOOK_FLOPS = 1 << 31
-# A mask of keys that is added to scores costs only an instruction a score. So a look at it can only gain whole tiles,
-# and lists take the place of bounds that differ within a tile. It is looked at from this many keys on, where nothing
-# else bounds tiles.
+# A mask of keys, as numbers beside scores, costs only an instruction a score. So a look at it can only gain whole
+# tiles, and lists take the place of bounds that differ within a tile. It is looked at from this many keys on, where
+# nothing else bounds tiles.
 LOOK_KEYS = 2048
 # A look at a bias that hides no tile gains nothing, and costs two small kernels and a launch. A bias is looked at where
 # the forward pass has at least this many operations, 0.7 ms at 400 TFLOP/s: on an H100 the look makes such a pass 0.7
@@ -69,6 +72,7 @@ class Draft:
     reasons: list[str] = field(default_factory=list)
     key_splits: int = 1
     hides_last_keys: bool = False
+    has_sinks: bool = False  # which the problem itself lacks in the backward pass
     noted_bias: tuple[int, int] = (0, 0)  # queries and keys of the tiles for which a kernel notes what the bias hides
     chosen_by_bias: bool = False  # whether main kernels use lists only if the bias hides enough tiles
     run_time: RunTime = field(default_factory=RunTime)
@@ -402,7 +406,7 @@ _UNTOLD: dict[str, tuple[str, ...]] = {
     "mask": (DEFINES["mask"], "CUFLASH_MASK_OF_KEYS", "CUFLASH_MASK_BY_BITS"),
     "block_mask": ("CUFLASH_MASK_BLOCK_M", "CUFLASH_MASK_BLOCK_N", "CUFLASH_HAS_LISTS", "CUFLASH_HAS_NOTES"),
     "dropout": ("CUFLASH_HAS_DROPOUT",),
-    "scale": ("CUFLASH_SCALE_IN_EXPONENT",),
+    "scale": ("CUFLASH_SCALE_IN_EXPONENT", "CUFLASH_NATURAL_SCORES"),
     "q_scale": ("CUFLASH_Q_SCALE", "CUFLASH_FLOAT8_QUERIES"),
     "k_scale": ("CUFLASH_K_SCALE",),
     "v_scale": ("CUFLASH_V_SCALE",),
@@ -414,6 +418,9 @@ _TOLD = {
     "lists.cu": (*MASKS, "mask_function"),
     "mask_bits.cu": MASKS,
     "scores_reduce.cu": ("bias",),
+    "combine.cu": ("scale",),
+    "sinks.cu": ("scale",),
+    "delta.cu": tuple(name for name in _UNTOLD if name != "dropout" and name not in OF_FLOAT8),
     "convert.cu": ("dropout",),
     "captured.cu": ("score",),
     "hoisted.cu": ("score",),
@@ -451,7 +458,9 @@ _DTYPE_TAGS = {
 }
 
 
-def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_bytes: int) -> dict[str, str | int]:
+def common_defines(
+    problem: Problem, device: DeviceSpec, load_bytes: int, store_bytes: int, *, natural: bool
+) -> dict[str, str | int]:
     changes_scores = any(name in OF_FUNCTIONS or f"d{name}" in OF_SCORES for name in problem.acting)
     changes_scores = changes_scores or problem.score is not None
     lists_function = problem.mask_function is not None and not problem.is_packed
@@ -481,6 +490,8 @@ def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_
         "CUFLASH_HAS_DROPOUT": int(problem.dropout > 0),
         "CUFLASH_PACKED": {"top_left": 1, "bottom_right": 2}[problem.alignment] if problem.is_packed else 0,
         "CUFLASH_SCALE_IN_EXPONENT": int(not changes_scores and problem.scale > 0),
+        "CUFLASH_NATURAL_SCORES": int(natural),
+        "CUFLASH_LSE_HAS_SINKS": 0,
         "CUFLASH_HAS_SCORE_FUNCTION": int(problem.score is not None),
         "CUFLASH_SCORE_CHANGES_SLOPE": int(problem.score is not None and problem.program.changes_slope),
         "CUFLASH_HAS_MASK_FUNCTION": int(problem.mask_function is not None),
@@ -498,6 +509,15 @@ def common_defines(problem: Problem, device: DeviceSpec, load_bytes: int, store_
         "CUFLASH_CHOSEN_BY_BIAS": 0,
         "CUFLASH_PLAIN_FRAGMENTS": 0,
     }
+
+
+def has_natural_scores(problem: Problem) -> bool:
+    """Whether kernels multiply products, or their tanh, by their factor before the softmax (common/config.cuh)."""
+    if problem.has_added_terms or problem.score is not None:
+        return True
+    if problem.softcap is None:
+        return problem.scale <= 0
+    return problem.softcap > MOST_FOLDED_SOFTCAP or problem.sinks is not None
 
 
 def _kind_of_scale(problem: Problem, name: Literal["k_scale", "v_scale"]) -> int:

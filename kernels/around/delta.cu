@@ -1,7 +1,8 @@
 // Computes what the backward pass needs of every query row: delta = rowsum(dout * out) (FlashAttention-2, Algorithm 2,
-// line 4) and lse as an exponent. The gradient with respect to lse is subtracted from delta: the derivative of lse by
-// the scores is P, so dS = P (dP - delta + dlse). Also clears accumulators of dq. A block serves the kBlockM rows of
-// one tile of queries.
+// line 4) and lse as an offset. The gradient with respect to lse is subtracted from delta: the derivative of lse by the
+// scores is P, so dS = P (dP - delta + dlse). Where lse is large, it finds the row max and the row sum again
+// (around/row_sums.cuh). Also clears accumulators of dq. A block serves the kBlockM rows of one tile of queries.
+#include "around/row_sums.cuh"
 #include "common/backward.cuh"
 #include "common/clear_dq.cuh"
 #include "common/exponential.cuh"
@@ -56,30 +57,28 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
   const Real* lse = row_numbers_of(params.lse, batch, head);
   const Real* dlse = params.dlse.data == nullptr ? nullptr : row_numbers_of(params.dlse, batch, head);
 
+  const int first = thread / 32 * 16;  // of the rows of this warp
+  const bool has_rows = first < kBlockM;
+  const LseStats lse_stats(params, batch, head, m_block * kBlockM + first, has_rows ? row_stop : 0);
 #pragma unroll 2
   for (int i = thread / kLanes; i < kBlockM; i += kRowsAtOnce) {
     const int row = m_block * kBlockM + i;
     Real delta = 0, row_dlse = 0;
-    // A row that saw no key, or that does not exist, has no weights: 2^(score - inf) = 0.
-    Real exponent_lse = ptx::infinity();
     if (row < row_stop) {
 #pragma unroll
       for (int c = lane * kVector; c < kHeadDimV; c += kLanes * kVector)
         delta += dot<Element>(out + row * params.out.row_stride + c, dout + row * params.dout.row_stride + c);
-      const Real value = lse[row * params.lse.row_stride];
-      if (value != -ptx::infinity()) {
-        exponent_lse = value * kExponentOfE;
-        if (dlse != nullptr) row_dlse = dlse[row * params.dlse.row_stride];
-      }
+      if (dlse != nullptr && lse[row * params.lse.row_stride] != -ptx::infinity())
+        row_dlse = dlse[row * params.dlse.row_stride];
     }
 #pragma unroll
     for (int mask = kLanes / 2; mask > 0; mask /= 2) delta += ptx::shuffle_xor(delta, mask);
-    if (lane == 0) {
-      Real* stats = row_stats(params, batch, head, row);
-      stats[0] = exponent_lse;
-      stats[kDelta] = delta - row_dlse;
-    }
+    if (lane == 0) row_stats(params, batch, head, row)[kDelta] = delta - row_dlse;
   }
+  if (has_rows) lse_stats.store();
+#pragma unroll 1
+  for (int i = first + kNumWarps * 16; i < kBlockM; i += kNumWarps * 16)
+    LseStats(params, batch, head, m_block * kBlockM + i, row_stop).store();
 
   if constexpr (kDqByReduction) {
     const i64 tile = m_tile_of(params, num_m_blocks, batch, head, m_block);

@@ -13,7 +13,7 @@ static_assert(kBlockSumBytes == CUFLASH_SHARED_BYTES, "shared memory differs fro
 
 CUFLASH_DEVICE void backward_sinks(const Params& params) {
   const int head = ptx::block_index(), thread = ptx::thread_index();
-  const Real exponent = sink_of(params, head) * kExponentOfE;
+  const Real sink = sink_of(params, head);
   // Packed: all places, also those without a row.
   const int rows = kIsPacked ? params.stats_rows : params.seqlen_q;
   const i64 num_rows = (i64)(kIsPacked ? 1 : params.batch) * rows;
@@ -22,9 +22,8 @@ CUFLASH_DEVICE void backward_sinks(const Params& params) {
   for (i64 i = thread; i < num_rows; i += kNumThreads) {
     const Entry batch = {(int)(i / rows)};
     const int row = i % rows;
-    const Real* stats = row_stats(params, batch, head, row);
-    const Real exponent_lse = stats[0], delta = stats[kDelta];
-    if (exponent_lse != ptx::infinity()) sum -= exponential(exponent - exponent_lse) * delta;
+    const RowStats own(params, batch, head, row);
+    if (own.exists()) sum -= exponential(own.exponent_of(sink, kExponentOfE)) * own.inverse * own.delta;
   }
   sum = block_sum(sum);
   if (thread == 0) ((Real*)params.dsinks)[head * params.dsinks_stride] = sum;

@@ -3,6 +3,7 @@
 #include "common/config.cuh"
 #include "common/params.cuh"
 #include "common/schedule.cuh"
+#include "common/scores.cuh"
 
 // dq is the sum of contributions of all tiles of keys. Either blocks add them to an accumulator by atomic reductions,
 // in any order (fast), or a separate kernel recomputes them, in a fixed order (deterministic).
@@ -106,21 +107,23 @@ CUFLASH_DEVICE bool sequences_overlap(const Params& params) {
   return ptx::any_lane(decrease);
 }
 
-// The statistics of the rows of a head are pairs (lse as an exponent, delta - dlse). They give rows past seqlen_q, up
-// to a whole tile, no weights. With kPairsStats, every two rows have both lse before both delta: a lane that needs only
+// The statistics of the rows of a head are pairs (lse as an exponent, delta - dlse). They give rows past seqlen_q, up to a
+// whole tile, no weights. With kPairsStats, every two rows have both lse before both delta: a lane that needs only
 // one of the two quantities reads it for two rows at once.
 constexpr bool kPairsStats = CUFLASH_PAIRS_STATS;
 
 // Statistics are written, and have their places, by tiles of kStatsBlock rows.
 constexpr int kStatsBlock = CUFLASH_STATS_BLOCK;
 
+// The index of the first row of a head among the rows that have statistics.
+CUFLASH_DEVICE i64 first_stats_row(const Params& params, Entry batch, int head) {
+  if constexpr (kIsPacked)
+    return (i64)head * params.stats_rows + (i64)first_place_of_queries(batch, kStatsBlock) * kStatsBlock;
+  return ((i64)batch * params.num_heads + head) * params.stats_rows;
+}
 // The statistics of all rows of a head.
 CUFLASH_DEVICE Real* stats_of(const Params& params, Entry batch, int head) {
-  if constexpr (kIsPacked) {
-    const i64 first_row = (i64)first_place_of_queries(batch, kStatsBlock) * kStatsBlock;
-    return (Real*)params.row_stats + ((i64)head * params.stats_rows + first_row) * 2;
-  }
-  return (Real*)params.row_stats + ((i64)batch * params.num_heads + head) * params.stats_rows * 2;
+  return (Real*)params.row_stats + first_stats_row(params, batch, head) * 2;
 }
 
 // The two numbers of one row: lse as an exponent is at [0], delta - dlse at [kDelta].
@@ -128,3 +131,44 @@ CUFLASH_DEVICE Real* row_stats(const Params& params, Entry batch, int head, int 
   return stats_of(params, batch, head) + (kPairsStats ? row / 2 * 4 + row % 2 : row * 2);
 }
 constexpr int kDelta = kPairsStats ? 2 : 1;
+
+// Where lse is large, one number does not hold both the row max and the logarithm of the row sum: rounding loses the
+// latter, and weights exp(S - lse) would not sum to 1. For such rows, around/delta.cu finds both again, and weights are
+// exp(S - row max) / row sum. Rows come in groups of 64. Where a row of a group is large, all its rows have -0 as a
+// statistic, and a RowSum; that of a row that is not large is (lse, 1). Other rows have no RowSum, and no statistic of
+// -0.
+constexpr Real kLargeLse = kWide ? 128 : 1024;
+constexpr int kGroupRows = 64;
+
+// Whether a statistic says so of its group.
+CUFLASH_DEVICE bool is_of_large(float lse) { return ptx::bits_of(lse) == 0x80000000u; }
+CUFLASH_DEVICE bool is_of_large(double lse) { return ptx::bits_of(lse) == 0x8000000000000000ull; }
+
+// The RowSums of all rows of a head.
+CUFLASH_DEVICE RowSum* row_sums_of(const Params& params, Entry batch, int head) {
+  return (RowSum*)params.row_sums + first_stats_row(params, batch, head);
+}
+
+// A row of either kind, and its delta - dlse. One that does not exist gets no weight.
+struct RowStats {
+  Real lse = ptx::infinity(), row_max = 0, inverse = 1, delta = 0;
+
+  CUFLASH_DEVICE RowStats() {}
+  CUFLASH_DEVICE RowStats(const Params& params, Entry batch, int head, int row) {
+    const Real* stats = row_stats(params, batch, head, row);
+    lse = stats[0], delta = stats[kDelta];
+    if (!is_of_large(lse)) return;
+    const RowSum sum = row_sums_of(params, batch, head)[row];
+    row_max = sum.row_max, inverse = sum.inverse;
+    if constexpr (!kNaturalOffsets) lse = row_max;
+  }
+
+  CUFLASH_DEVICE bool exists() const { return lse != ptx::infinity() && row_max != ptx::infinity(); }
+  // The weight is the exponential of this times the inverse.
+  CUFLASH_DEVICE Real exponent_of(Real score, Real exponent_scale) const {
+    return (kNaturalOffsets ? score - row_max : score) * exponent_scale - lse;
+  }
+  CUFLASH_DEVICE Real weight_of(Real score, Real exponent_scale) const {
+    return warp_exponential(exponent_of(score, exponent_scale)) * inverse;
+  }
+};

@@ -1,4 +1,4 @@
-// The constants that one compilation is specialised for: the CUFLASH_* defines of cuflash/plan.py and tiles.py, typed.
+// The constants that one compilation is specialised for: the CUFLASH_* defines of cuflash/planning/, typed.
 #pragma once
 #include "ptx/base.cuh"
 
@@ -70,7 +70,7 @@ constexpr bool kHasWindow = kHasLeftBound && kHasRightBound;
 constexpr bool kHasSoftcap = CUFLASH_HAS_SOFTCAP;
 constexpr bool kHasAlibi = CUFLASH_HAS_ALIBI;
 constexpr bool kHasMask = CUFLASH_HAS_MASK;
-constexpr bool kMaskOfKeys = CUFLASH_MASK_OF_KEYS;  // it hides keys from all queries, and is added to scores
+constexpr bool kMaskOfKeys = CUFLASH_MASK_OF_KEYS;  // it hides keys from all queries: a number for each key
 constexpr bool kMaskByBits = CUFLASH_MASK_BY_BITS;  // it and all else that hides pairs are read as bits
 constexpr bool kLooksUpMask = kHasMask && !kMaskOfKeys && !kMaskByBits;  // it is read pair by pair
 constexpr bool kHasBlockMask = CUFLASH_MASK_BLOCK_M > 0;
@@ -85,6 +85,7 @@ constexpr bool kHasNotes = CUFLASH_HAS_NOTES;           // notes of tiles, by ar
 constexpr bool kHasBiasNotes = CUFLASH_HAS_BIAS_NOTES;  // notes of what the bias leaves of tiles, for the kernel
 constexpr bool kIsChosen = CUFLASH_CHOSEN_BY_BIAS;      // whether the kernel runs depends on what the bias leaves
 constexpr bool kHasSinks = CUFLASH_HAS_SINKS;           // forward pass only: in the backward pass, lse includes them
+constexpr bool kLseHasSinks = CUFLASH_LSE_HAS_SINKS;    // whether it does
 constexpr bool kHasDropout = CUFLASH_HAS_DROPOUT;
 constexpr bool kIsPacked = CUFLASH_PACKED != 0;    // varlen: batch entries are packed sequences
 constexpr bool kAlignsEnds = CUFLASH_PACKED == 2;  // each has its own diagonal, which ends at the last key
@@ -97,10 +98,12 @@ constexpr bool kFollowsLengths = CUFLASH_FOLLOWS_LENGTHS;  // the diagonal of a 
 constexpr bool kHasDerivative = kHasSoftcap || kScoreChangesSlope;
 // The scale can be folded into the exponent only if it is positive and nothing comes between it and the softmax.
 constexpr bool kScaleInExponent = CUFLASH_SCALE_IN_EXPONENT && !kMaskOfKeys;
-// Whether something is added to scores; and, if nothing is, whether the factor (Score::factor) can be folded into the
-// exponent.
-constexpr bool kAddsToScore = kHasAlibi || kBiasBytes != 0 || kMaskOfKeys || kHasScoreFunction;
-constexpr bool kFactorInExponent = kScaleInExponent || (kHasDerivative && !kAddsToScore);
+// Whether scores stay without their factor (Score::factor), which is folded into the exponent: they do where it is
+// positive and nothing is added to scores. Otherwise scores are natural: exp(score - row max) is their weight. All
+// kernels of a plan agree on this, because statistics of rows have the same unit.
+constexpr bool kFactorInExponent = !CUFLASH_NATURAL_SCORES;
+// The row max and the lse of 16-bit types: natural where scores are, otherwise exponents of base 2.
+constexpr bool kNaturalOffsets = !kWide && !kFactorInExponent;
 
 // Converts an element to Real.
 template <class E>

@@ -2,6 +2,11 @@
 //
 // The softmax works on exponents. For 16-bit elements their base is 2: 2^x is one instruction, whose error is below the
 // rounding of P. For wide elements their base is e, so that no rounded constant is folded into the scale.
+//
+// The offset of a row (its running maximum) is an exponent, too, except for 16-bit elements with natural scores
+// (kNaturalOffsets): a finite bias near the end of float32 has no exponent of base 2 that is finite, and two scores that
+// are equal have the same weight only if each is rounded once. There the difference from the offset, which is exact
+// where it matters, becomes an exponent.
 #pragma once
 #include "common/config.cuh"
 
@@ -199,7 +204,22 @@ CUFLASH_DEVICE double natural_log(double x) {
   return x < (double)ptx::infinity() ? value : x;
 }
 
-// The natural logarithm of a sum of exponentials that is relative to the exponent `offset`; -inf if the sum is 0.
+// The exponent of a number whose natural logarithm is `natural`, as an offset.
+CUFLASH_DEVICE Real to_offset(Real natural) { return kNaturalOffsets ? natural : natural * kExponentOfE; }
+// The exponent of the quotient of two numbers, from their offsets.
+template <bool natural = kNaturalOffsets>
+CUFLASH_DEVICE Real exponent_of_difference(Real a, Real b) {
+  return natural ? (a - b) * kExponentOfE : a - b;
+}
+
+// The exponent of a score relative to an offset. `exponent_scale` is that of the score (Score::exponent_scale).
+template <bool natural = kNaturalOffsets>
+CUFLASH_DEVICE Real exponent_of(Real score, Real exponent_scale, Real offset) {
+  return natural ? exponent_of_difference<true>(score, offset) : score * exponent_scale - offset;
+}
+
+// The natural logarithm of a sum of exponentials that is relative to `offset`; -inf if the sum is 0.
+template <bool natural = kNaturalOffsets>
 CUFLASH_DEVICE Real log_sum_exp(Real offset, Real sum) {
   if (sum == 0) return -ptx::infinity();
   if constexpr (kWide) return (Real)(offset + natural_log(sum));
@@ -208,11 +228,11 @@ CUFLASH_DEVICE Real log_sum_exp(Real offset, Real sum) {
   const u32 bits = ptx::bits_of((float)sum), sqrt_half = 0x3f3504f3;
   const i32 steps = (i32)(bits - sqrt_half) >> 23;
   const float log_m = ptx::log2_approx(ptx::float_of(bits - ((u32)steps << 23))) * kLn2;
-  const float value = fmaf((float)offset, kLn2, fmaf((float)steps, kLn2, log_m));
+  const float value = fmaf((float)offset, natural ? 1.0f : kLn2, fmaf((float)steps, kLn2, log_m));
   return sum < ptx::infinity() ? value : sum;
 }
-// The factor that makes a sum of exponentials relative to `offset` relative to a larger exponent; 0 if the sum is
-// empty.
+// The factor that makes a sum of exponentials relative to `offset` relative to a larger offset; 0 if the sum is empty.
+template <bool natural = kNaturalOffsets>
 CUFLASH_DEVICE Real relative(Real offset, Real larger) {
-  return offset == -ptx::infinity() ? 0 : exponential(offset - larger);
+  return offset == -ptx::infinity() ? 0 : exponential(exponent_of_difference<natural>(offset, larger));
 }

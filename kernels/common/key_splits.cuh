@@ -101,7 +101,7 @@ constexpr int chunks_of_row(int columns) { return (kDimV + columns - 1) / column
 
 // The sum of the exponentials of a row over some keys, and the exponent (offset) that it is relative to. Storing both
 // has a smaller rounding error than storing the logarithm of the sum.
-struct RowSum {
+struct PartialSum {
   Real offset, sum;
 };
 
@@ -129,14 +129,14 @@ struct Partials {
   // two results share a slot: from one result to the next, `block` or `head` grows, or both do.
   CUFLASH_DEVICE static u32 slot(u32 block, u32 head) { return block + head; }
 
-  // Row `row` of O, of kDimV columns, and its RowSum, in the result of the head's `i`-th block.
+  // Row `row` of O, of kDimV columns, and its PartialSum, in the result of the head's `i`-th block.
   CUFLASH_DEVICE Real* out(int i, int row) const { return g_out + ((i64)i * rows + row) * kDimV; }
   CUFLASH_DEVICE Real* sums(int i, int row) const { return g_sums + ((i64)i * rows + row) * 2; }
   template <class Softmax>
   CUFLASH_DEVICE void store_sum(int i, int row, const Softmax& softmax, int half) const {
     ptx::store_for_blocks_x2(sums(i, row), {softmax.offset[0][half], softmax.row_sum[0][half]});
   }
-  CUFLASH_DEVICE RowSum load_sum(int i, int row) const {
+  CUFLASH_DEVICE PartialSum load_sum(int i, int row) const {
     Real loaded[2];
     ptx::load_of_blocks_x2(sums(i, row), loaded);
     return {loaded[0], loaded[1]};
@@ -147,21 +147,21 @@ struct Partials {
   }
 
   // Of block `i`, or of no keys if there is no such block.
-  CUFLASH_DEVICE RowSum sum_of_any(int i, int row) const {
-    return i < count ? load_sum(i, row) : RowSum{-ptx::infinity(), 0};
+  CUFLASH_DEVICE PartialSum sum_of_any(int i, int row) const {
+    return i < count ? load_sum(i, row) : PartialSum{-ptx::infinity(), 0};
   }
 
-  // Warp. The sum over the blocks and the sink, which is an exponent here; `own` is that of this lane's first block.
+  // Warp. The sum over the blocks and the sink, which is an offset here; `own` is that of this lane's first block.
   // Every lane gets the same result.
-  CUFLASH_DEVICE RowSum combined_sum(RowSum own, int row, Real sink) const {
-    const auto add = [&own](const RowSum& next) {
+  CUFLASH_DEVICE PartialSum combined_sum(PartialSum own, int row, Real sink) const {
+    const auto add = [&own](const PartialSum& next) {
       const Real of_both = max_of(own.offset, next.offset);
       own.sum = own.sum * relative(own.offset, of_both) + next.sum * relative(next.offset, of_both);
       own.offset = of_both;
     };
     if (kHasSinks && lane_index() == 0 && sink != -ptx::infinity()) add({sink, 1});
     for (int i = lane_index() + 32; i < count; i += 32) add(load_sum(i, row));
-    RowSum all = own;
+    PartialSum all = own;
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) all.offset = max_of(all.offset, ptx::shuffle_xor(all.offset, mask));
     all.sum *= relative(own.offset, all.offset);
@@ -191,9 +191,9 @@ struct Partials {
       }
     };
     // The loads of the sums and of the results are in flight together, because latency decides how long this takes.
-    RowSum of_lane = sum_of_any(lane, row);
+    PartialSum of_lane = sum_of_any(lane, row);
     load(0);
-    const RowSum total = combined_sum(of_lane, row, kHasSinks ? sink_of(params, query_head) * kExponentOfE : 0);
+    const PartialSum total = combined_sum(of_lane, row, kHasSinks ? to_offset(sink_of(params, query_head)) : 0);
     if (chunk == 0 && lane == 0) *lse_of(params, batch, query_head, query) = log_sum_exp(total.offset, total.sum);
 
     Real sum[kSums][4] = {};

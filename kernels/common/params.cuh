@@ -118,6 +118,7 @@ struct Params {
   void* bias_blocks;  // BiasBlocks of common/mask.cuh, with as many matrices as the bias has
   i32 mask_batches;   // batch entries with bits, or notes of what masks leave of tiles, of their own; of RunTime
   i32 mask_heads;     // query heads with bits or notes of their own
+  void* row_sums;     // (batch, num_heads, stats_rows, 2): RowSum of common/scores.cuh
 #if CUFLASH_HAS_FUNCTIONS
   // Scratch memory of i64, see common/captured_gradients.cuh: (words of a term, elements of all arrays whose gradients
   // are wanted). It comes first to set the alignment of the arrays after it: if they were read in groups of 16 bytes,

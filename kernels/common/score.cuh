@@ -1,5 +1,5 @@
-// Turns the product q.k into the score that the softmax sees, as an exponent: by scale, softcap, slopes and bias, or by
-// a function of the caller.
+// Turns the product q.k into the score that the softmax sees: by scale, softcap, slopes and bias, or by a function of the
+// caller.
 #pragma once
 #include "common/config.cuh"
 #include "common/exponential.cuh"
@@ -7,17 +7,14 @@
 #include "common/params.cuh"
 #include "common/sequences.cuh"
 
-// The exponent of a pair is factor x + addend, where x is the product, or its tanh if there is a soft cap.
-//
-// If nothing is added (kFactorInExponent), `of` returns x, and the code after it multiplies by `exponent_scale`;
-// otherwise `of` does it all and exponent_scale is 1. A function of the caller returns scores, and exponent_scale turns
-// them into exponents.
+// The score of a pair is factor x + addend, where x is the product, or its tanh if there is a soft cap. If nothing is
+// added (kFactorInExponent), `of` returns x alone. `exponent_scale` turns what `of` returns into an exponent.
 struct Score {
   Real scale;
   Real softcap;
   Real cap_factor;  // a product times this is the argument of tanh
   Real factor;
-  Real exponent_slope;
+  Real slope;
   int diagonal;
   int seqlen_q;
   int key_stop;
@@ -35,8 +32,8 @@ struct Score {
       : scale(scale_of(params)),
         softcap(softcap_of(params)),
         cap_factor(kHasSoftcap && !kWide ? finite(scale / softcap) : 0),
-        factor((kHasSoftcap ? softcap : scale) * kExponentOfE),
-        exponent_slope(0),
+        factor(kHasSoftcap ? softcap : scale),
+        slope(0),
         diagonal(params.diagonal + own_diagonal),
         seqlen_q(params.seqlen_q),
         key_stop(key_stop_),
@@ -48,8 +45,7 @@ struct Score {
 #endif
     if (kHasAlibi && !is_left_over(params, batch)) {
       const Tensor& slopes = params.alibi_slopes;
-      const Real* slope = (const Real*)slopes.data + batch * slopes.batch_stride + head * slopes.head_stride;
-      exponent_slope = *slope * kExponentOfE;
+      slope = ((const Real*)slopes.data)[batch * slopes.batch_stride + head * slopes.head_stride];
     }
     if constexpr (kBiasBytes != 0) {
       const i64 offset = batch * params.bias.batch_stride + head * params.bias.head_stride;
@@ -57,9 +53,7 @@ struct Score {
     }
   }
 
-  CUFLASH_DEVICE Real exponent_scale() const {
-    return kHasScoreFunction ? kExponentOfE : kFactorInExponent ? factor : 1;
-  }
+  CUFLASH_DEVICE Real exponent_scale() const { return kFactorInExponent ? factor * kExponentOfE : kExponentOfE; }
 
   // The score of (row, key). `derivative`, a Real or Unused, becomes the derivative of the capped score, or of the
   // caller's function, by the scaled product; it is 1 without either.
@@ -83,12 +77,16 @@ struct Score {
   // The same as `of` for an x that is known.
   CUFLASH_DEVICE Real with_addend(Real x, int row, int key) const {
     if constexpr (kFactorInExponent) return x;
-    Real score = x * factor;
-    if constexpr (kHasAlibi) score -= exponent_slope * distance(row, key);
-    if constexpr (kBiasBytes != 0) {
-      if (row < seqlen_q && key < key_stop) score += bias_at(row, key) * kExponentOfE;
-    }
-    return score;
+    const Real bias = kBiasBytes != 0 && row < seqlen_q && key < key_stop ? bias_at(row, key) : 0;
+    return with_terms<kBiasBytes != 0>(x, factor, slope, kHasAlibi ? distance(row, key) : 0, bias);
+  }
+  // factor x - slope distance + bias, rounded in the same way wherever it is computed: the same pair has the same score
+  // in all kernels and tiles.
+  template <bool has_bias>
+  CUFLASH_DEVICE static Real with_terms(Real x, Real factor, Real slope, Real distance, Real bias) {
+    if constexpr (!kHasAlibi) return has_bias ? ptx::fused(x, factor, bias) : ptx::multiply(x, factor);
+    const Real sloped = ptx::fused(-slope, distance, ptx::multiply(x, factor));
+    return has_bias ? sloped + bias : sloped;
   }
 
   // Warp. The soft cap of 16-bit types: replaces the products that a lane holds by tanh. If all arguments of a warp are
@@ -145,7 +143,7 @@ struct Score {
   }
 
   // What a bias adds if it depends on the key only.
-  CUFLASH_DEVICE Real addend_of_key(int key) const { return bias_at(0, key) * kExponentOfE; }
+  CUFLASH_DEVICE Real bias_of_key(int key) const { return bias_at(0, key); }
 
   // A slope is multiplied by this distance.
   CUFLASH_DEVICE Real distance(int row, int key) const {

@@ -7,7 +7,7 @@
 #include "common/params.cuh"
 #include "common/score.cuh"
 
-// The score of one pair, as an exponent; -inf if the mask hides it. `masked` says whether the mask may hide it.
+// The score of one pair; -inf if the mask hides it. `masked` says whether the mask may hide it.
 CUFLASH_DEVICE Real masked_score(const Score& score, const Mask& mask, Real product, int row, int key, bool masked,
                                  Real& derivative) {
   Real x = score.of(product, row, key, derivative);
@@ -48,12 +48,52 @@ CUFLASH_DEVICE void to_scores(const Scores& score, const Masks& mask, Real (&s)[
   }
 }
 
-// The weight of a pair: `exponent` is its score minus lse, both as exponents. If a function makes scores, rows that do
-// not exist get no weight whatever it returns, and a pair without weight gets no derivative.
-CUFLASH_DEVICE Real weight_of(Real exponent, Real exponent_lse, Real& derivative) {
-  Real weight = warp_exponential(exponent);
+// How the weights of a row follow from its scores in the backward pass: by lse, or, where that is large, by the row max
+// and the row sum, which around/delta.cu finds again (common/backward.cuh). Rows that do not exist have an lse, or a row
+// max, of infinity, which makes weights zeros.
+struct PlainRow {
+  Real lse;  // as an exponent
+
+  CUFLASH_DEVICE bool exists() const { return lse != ptx::infinity(); }
+  CUFLASH_DEVICE Real weight_of(Real score, Real exponent_scale) const {
+    return warp_exponential(score * exponent_scale - lse);
+  }
+};
+struct alignas(2 * sizeof(Real)) RowSum {
+  Real row_max;  // as an offset
+  Real inverse;  // of the row sum
+
+  CUFLASH_DEVICE bool exists() const { return row_max != ptx::infinity(); }
+  CUFLASH_DEVICE Real weight_of(Real score, Real exponent_scale) const {
+    return warp_exponential(exponent_of(score, exponent_scale, row_max)) * inverse;
+  }
+};
+
+// Replaces a score, by which a RowSum makes a weight, by one from which a PlainRow of 0 makes the same weight.
+struct RelativeScores {
+  Real exponent_scale, inverse_scale;
+
+  CUFLASH_DEVICE explicit RelativeScores(Real exponent_scale_)
+      : exponent_scale(exponent_scale_), inverse_scale(inverse_of(exponent_scale_)) {}
+
+  CUFLASH_DEVICE Real of(Real score, const RowSum& own) const {
+    return (exponent_of(score, exponent_scale, own.row_max) + log_of(own.inverse)) * inverse_scale;
+  }
+
+ private:
+  CUFLASH_DEVICE static float inverse_of(float x) { return ptx::reciprocal_approx(x); }
+  CUFLASH_DEVICE static double inverse_of(double x) { return 1 / x; }
+  CUFLASH_DEVICE static float log_of(float x) { return ptx::log2_approx(x) * (kWide ? kLn2 : 1.0f); }
+  CUFLASH_DEVICE static double log_of(double x) { return natural_log(x); }
+};
+
+// The weight of a pair from its score. If a function makes scores, rows that do not exist get no weight whatever it
+// returns, and a pair without weight gets no derivative.
+template <class Row>
+CUFLASH_DEVICE Real weight_of(Real score, Real exponent_scale, const Row& own, Real& derivative) {
+  Real weight = own.weight_of(score, exponent_scale);
   if constexpr (kHasScoreFunction) {
-    if (exponent_lse == ptx::infinity()) weight = 0;
+    if (!own.exists()) weight = 0;
     if (weight == 0) derivative = 0;
   }
   return weight;
@@ -72,10 +112,11 @@ struct Weights {
         mask(params, batch, head, key_stop, own_diagonal),
         exponent_scale(score.exponent_scale()) {}
 
-  // The weight of one pair, and the derivative of its score by the scaled product.
-  CUFLASH_DEVICE Real of(Real product, int row, int key, bool masked, Real exponent_lse, Real& derivative) const {
-    const Real exponent = masked_score(score, mask, product, row, key, masked, derivative) * exponent_scale;
-    return weight_of(exponent - exponent_lse, exponent_lse, derivative);
+  // The weight of one pair of row `own`, and the derivative of its score by the scaled product.
+  template <class Row>
+  CUFLASH_DEVICE Real of(Real product, int row, int key, bool masked, const Row& own, Real& derivative) const {
+    const Real x = masked_score(score, mask, product, row, key, masked, derivative);
+    return weight_of(x, exponent_scale, own, derivative);
   }
 
   // Hides elements of a whole tile, in branches of their own. The elements are scores, or products that are scores
@@ -107,20 +148,20 @@ struct Weights {
     if constexpr (kScaleInExponent) hide(product, masked, true, row_of, key_of);
   }
   // The weight of one pair whose product went through `hide_products`.
-  CUFLASH_DEVICE Real of_hidden(Real product, int row, int key, bool masked, Real exponent_lse,
-                                Real& derivative) const {
-    if constexpr (!kScaleInExponent) return of(product, row, key, masked, exponent_lse, derivative);
+  template <class Row>
+  CUFLASH_DEVICE Real of_hidden(Real product, int row, int key, bool masked, const Row& own, Real& derivative) const {
+    if constexpr (!kScaleInExponent) return of(product, row, key, masked, own, derivative);
     derivative = 1;
-    return warp_exponential(product * exponent_scale - exponent_lse);
+    return own.weight_of(product, exponent_scale);
   }
-  // The weight of one pair, where plus_addend(x) is x plus what is added to the score of this pair.
-  template <class PlusAddend>
-  CUFLASH_DEVICE Real of_added(Real product, int row, int key, bool masked, Real exponent_lse, Real& derivative,
-                               PlusAddend plus_addend) const {
-    const Real x = score.capped(product);
+  // The weight of one pair, where score_of(x) is the score of this pair, see Addends::visit.
+  template <class Row, class ScoreOf>
+  CUFLASH_DEVICE Real of_added(Real product, int row, int key, bool masked, const Row& own, Real& derivative,
+                               ScoreOf score_of) const {
+    Real x = score.capped(product);
     derivative = kHasSoftcap ? 1 - x * x : 1;
-    Real exponent = plus_addend(x * score.factor);
-    if (masked && !mask.visible(row, key)) exponent = -ptx::infinity();
-    return warp_exponential(exponent - exponent_lse);
+    x = score_of(x);
+    if (masked && !mask.visible(row, key)) x = -ptx::infinity();
+    return own.weight_of(x, exponent_scale);
   }
 };

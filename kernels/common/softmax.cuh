@@ -7,8 +7,8 @@
 // grows.
 constexpr float kMaxGrowth = kElementBytes == 8 ? 1.0f : kWide ? 0.0f : 8.0f;
 
-// Statistics of the 2 m_tiles rows that a lane holds.
-template <int m_tiles>
+// Statistics of the 2 m_tiles rows that a lane holds. `natural` says whether offsets are natural (kNaturalOffsets).
+template <int m_tiles, bool natural = kNaturalOffsets>
 struct OnlineSoftmax {
   Real offset[m_tiles][2];   // exponents are relative to it; -inf until a key is visible
   Real row_sum[m_tiles][2];  // sum over this lane's columns only, until `finish`
@@ -68,7 +68,7 @@ struct OnlineSoftmax {
         for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            score[m][n][i] = warp_exponential(score[m][n][i] * exponent_scale - finite_offset);
+            score[m][n][i] = warp_exponential(exponent_of<natural>(score[m][n][i], exponent_scale, finite_offset));
             (kWide ? tile_sum : sum[m][half]) += score[m][n][i];
           }
         if constexpr (kWide) sum[m][half] += tile_sum;
@@ -86,7 +86,7 @@ struct OnlineSoftmax {
       }
   }
 
-  // Adds one more key to each row, after `finish`: its value is zero, and its score, as an exponent, is sink(m, half).
+  // Adds one more key to each row, after `finish`: its value is zero, and its score, as an offset, is sink(m, half).
   template <int out_tiles, typename Sink>
   CUFLASH_DEVICE void add_sinks(Real (&out)[m_tiles][out_tiles][4], Sink sink) {
     Real factor[m_tiles][2];
@@ -94,9 +94,9 @@ struct OnlineSoftmax {
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const Real exponent = sink(m, half);
-        factor[m][half] = raise_offset(m, half, exponent);
-        if (exponent != -ptx::infinity()) row_sum[m][half] += exponential(exponent - offset[m][half]);
+        const Real own = sink(m, half);
+        factor[m][half] = raise_offset(m, half, own);
+        row_sum[m][half] += relative<natural>(own, offset[m][half]);
       }
     rescale(out, factor);
   }
@@ -105,7 +105,9 @@ struct OnlineSoftmax {
   CUFLASH_DEVICE Real inverse_sum(int m, int half) const { return row_sum[m][half] == 0 ? 0 : 1 / row_sum[m][half]; }
 
   // Natural logarithm of the sum of exponentials; -inf for a row that saw no key.
-  CUFLASH_DEVICE Real log_sum_exp(int m, int half) const { return ::log_sum_exp(offset[m][half], row_sum[m][half]); }
+  CUFLASH_DEVICE Real log_sum_exp(int m, int half) const {
+    return ::log_sum_exp<natural>(offset[m][half], row_sum[m][half]);
+  }
 
  private:
   // Raises the offsets to the maxima of a tile of scores where that is needed, and returns whether it was. If so,
@@ -124,8 +126,8 @@ struct OnlineSoftmax {
         for (int n = 1; n < n_tiles; ++n) max = max_of(max, max_of(score[m][n][2 * half], score[m][n][2 * half + 1]));
         max = max_of(max, ptx::shuffle_xor(max, 1));
         max = max_of(max, ptx::shuffle_xor(max, 2));
-        tile_max[m][half] = ptx::multiply(max, exponent_scale);
-        grows = grows || tile_max[m][half] > offset[m][half] + kMaxGrowth;
+        tile_max[m][half] = natural ? max : ptx::multiply(max, exponent_scale);
+        grows = grows || tile_max[m][half] > offset[m][half] + (natural ? kMaxGrowth * kLn2 : kMaxGrowth);
       }
     if (!ptx::any_lane(grows)) return false;
 #pragma unroll
@@ -138,11 +140,11 @@ struct OnlineSoftmax {
     return true;
   }
 
-  // Raises the offset of a row to an exponent, if that is larger. Returns the factor of what was summed before.
-  CUFLASH_DEVICE Real raise_offset(int m, int half, Real exponent) {
+  // Raises the offset of a row, if `other` is larger. Returns the factor of what was summed before.
+  CUFLASH_DEVICE Real raise_offset(int m, int half, Real other) {
     const Real old = offset[m][half];
-    offset[m][half] = max_of(old, exponent);
-    const Real factor = relative(old, offset[m][half]);
+    offset[m][half] = max_of(old, other);
+    const Real factor = relative<natural>(old, offset[m][half]);
     row_sum[m][half] *= factor;
     return factor;
   }

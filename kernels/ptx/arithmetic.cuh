@@ -54,6 +54,9 @@ CUFLASH_DEVICE double multiply(double x, double y) {
   asm("mul.rn.f64 %0, %1, %2;" : "=d"(z) : "d"(x), "d"(y));
   return z;
 }
+// Thread. fma.rn (9.7.3.6): a * b + c, rounded once.
+CUFLASH_DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+CUFLASH_DEVICE double fused(double a, double b, double c) { return __fma_rn(a, b, c); }
 // Thread. min.xorsign.abs (9.7.3.11): `x`, or where its magnitude is more, or it is a NaN, `most` with a sign: that of
 // `x`, which of a NaN may be either. Before sm_86, two instructions.
 CUFLASH_DEVICE float limit_magnitude(float x, float most) {

@@ -122,6 +122,12 @@ CUFLASH_DEVICE void backward(const Params& params) {
     const bool has_queries = kWarpsQ == kWarpsD || warp_d < kWarpsQ;
     Real p[kKeyTiles][kQueryTiles][4], ds[kKeyTiles][kQueryTiles][4];
     if (has_queries) {
+      const auto load_own = [&](int n, Real(&stats)[4]) {  // lse and delta of this lane's two queries
+        load_stats(s_stats + (column_of<kWarpsQ>(warp_d, n) + fragment_column()) * 2 * sizeof(Real), stats);
+      };
+      Real first[4];
+      load_own(0, first);
+      const bool large = is_of_large(first[0]);
       // P' and dP' before the softmax.
       set_zero(p);
       {
@@ -147,25 +153,48 @@ CUFLASH_DEVICE void backward(const Params& params) {
         const auto row_of = [&](int n, int i) { return lane_query + column_of<kWarpsQ>(warp_d, n) + i % 2; };
         const auto key_of = [&](int m, int i) { return lane_key + 16 * m + i / 2 * 8; };
         weights.hide_products(p, masked, row_of, key_of);
-        [[maybe_unused]] KeptWeights<true> kept[kKeyTiles];
+        const auto weigh = [&](auto by_row_sum) __attribute__((always_inline)) {
+          [[maybe_unused]] KeptWeights<true> kept[kKeyTiles];
+          const RowSum* row_sums = row_sums_of(params, batch, current.head);
 #pragma unroll
-        for (int n = 0; n < kQueryTiles; ++n) {
-          Real stats[4];  // lse and delta of this lane's two queries
-          load_stats(s_stats + (column_of<kWarpsQ>(warp_d, n) + fragment_column()) * 2 * sizeof(Real), stats);
+          for (int n = 0; n < kQueryTiles; ++n) {
+            Real stats[4];
+            load_own(n, stats);
 #pragma unroll
-          for (int m = 0; m < kKeyTiles; ++m) {
-            if (kHasDropout && n % 2 == 0) kept[m] = dropout.transposed(row_of(n, 0), key_of(m, 0));
+            for (int m = 0; m < kKeyTiles; ++m) {
+              if (kHasDropout && n % 2 == 0) kept[m] = dropout.transposed(row_of(n, 0), key_of(m, 0));
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const Real exponent_lse = stats[i % 2 * 2], delta = stats[i % 2 * 2 + 1];
-              const bool keeps = !kHasDropout || kept[m].keeps(n, i);
-              Real derivative;
-              p[m][n][i] = weights.of_hidden(p[m][n][i], row_of(n, i), key_of(m, i), masked, exponent_lse, derivative);
-              ds[m][n][i] = gradient_of(p[m][n][i], ds[m][n][i], keeps, kept_scale, delta) * derivative;
-              p[m][n][i] = keeps ? p[m][n][i] : 0;
+              for (int i = 0; i < 4; ++i) {
+                const int row = row_of(n, i), key = key_of(m, i);
+                const bool keeps = !kHasDropout || kept[m].keeps(n, i);
+                Real& x = p[m][n][i];
+                Real derivative;
+                if (by_row_sum)
+                  x = weights.of_hidden(x, row, key, masked, row_sums[row], derivative);
+                else
+                  x = weights.of_hidden(x, row, key, masked, PlainRow{stats[i % 2 * 2]}, derivative);
+                ds[m][n][i] = gradient_of(x, ds[m][n][i], keeps, kept_scale, stats[i % 2 * 2 + 1]) * derivative;
+                x = keeps ? x : 0;
+              }
             }
           }
+        };
+        // One body of code serves both where products are scores but for their factor.
+        if (large) {
+          if constexpr (!kScaleInExponent) {
+            weigh(Constant<true>{});
+          } else {
+            const RelativeScores relative(weights.exponent_scale);
+            const RowSum* row_sums = row_sums_of(params, batch, current.head);
+#pragma unroll
+            for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+              for (int n = 0; n < kQueryTiles; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) p[m][n][i] = relative.of(p[m][n][i], row_sums[row_of(n, i)]);
+          }
         }
+        if (kScaleInExponent || !large) weigh(Constant<false>{});
       }
     }
 

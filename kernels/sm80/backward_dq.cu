@@ -30,8 +30,7 @@ static_assert(kBytesQ + kBytesDo + kNumStages * (kBytesK + kBytesV) == CUFLASH_S
 template <class Masked>
 CUFLASH_DEVICE void make_ds(Real (&s)[kDqMTiles][kNTiles][4], const Real (&dp)[kDqMTiles][kNTiles][4],
                             const Weights& weights, const Dropout& dropout, int lane_row, int lane_key, Masked masked,
-                            const Real (&exponent_lse)[kDqMTiles][2], const Real (&delta)[kDqMTiles][2],
-                            Real kept_scale) {
+                            const RowStats (&stats)[kDqMTiles][2], Real kept_scale) {
   [[maybe_unused]] KeptWeights<false> kept;
 #pragma unroll
   for (int m = 0; m < kDqMTiles; ++m)
@@ -41,10 +40,11 @@ CUFLASH_DEVICE void make_ds(Real (&s)[kDqMTiles][kNTiles][4], const Real (&dp)[k
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = lane_row + 16 * m + i / 2 * 8, key = lane_key + 8 * n + i % 2;
+        const RowStats& own = stats[m][i / 2];
         Real derivative;
-        const Real p = weights.of(s[m][n][i], row, key, masked, exponent_lse[m][i / 2], derivative);
+        const Real p = weights.of(s[m][n][i], row, key, masked, own, derivative);
         const bool keeps = !kHasDropout || kept.keeps(n, i);
-        s[m][n][i] = gradient_of(p, dp[m][n][i], keeps, kept_scale, delta[m][i / 2]) * derivative;
+        s[m][n][i] = gradient_of(p, dp[m][n][i], keeps, kept_scale, own.delta) * derivative;
       }
     }
 }
@@ -99,15 +99,11 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
   const Real kept_scale = kept_scale_of(params);
   const int lane_row = first_row + warp_row + fragment_row();
 
-  Real exponent_lse[kDqMTiles][2], delta[kDqMTiles][2];
+  RowStats stats[kDqMTiles][2];
 #pragma unroll
   for (int m = 0; m < kDqMTiles; ++m)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const Real* stats = row_stats(params, batch, head, lane_row + 16 * m + 8 * half);
-      exponent_lse[m][half] = stats[0];
-      delta[m][half] = stats[kDelta];
-    }
+    for (int half = 0; half < 2; ++half) stats[m][half] = RowStats(params, batch, head, lane_row + 16 * m + 8 * half);
 
   const RowMajorA<kRow> operand_q(s_q, warp_row);
   const RowMajorA<kRowV> operand_do(s_do, warp_row);
@@ -133,7 +129,7 @@ CUFLASH_DEVICE void backward_dq(const Params& params) {
     multiply<kDimV / kStep>(dp, operand_do, columns_v);
 
     const int lane_key = tiles.at(n_block) * kBlockN + fragment_column();
-    make_ds(s, dp, weights, dropout, lane_row, lane_key, masked, exponent_lse, delta, kept_scale);
+    make_ds(s, dp, weights, dropout, lane_row, lane_key, masked, stats, kept_scale);
 
     add_product<kBlockN / kStep>(dq, [&](int m, int k, Fragment& a) { to_operand(s[m], k, a); }, rows_k);
     if constexpr (kNumStages == 2) {

@@ -134,16 +134,13 @@ CUFLASH_DEVICE void load_tiles(const Params& params, const ScoreTiles& next, u32
 
 // Loads the statistics of this lane's rows. Rows past the last query need not have any.
 CUFLASH_DEVICE void load_stats(const Params& params, const Entry& batch, int head, int lane_row,
-                               Real (&exponent_lse)[kMTiles][2], Real (&delta)[kMTiles][2]) {
+                               RowStats (&stats)[kMTiles][2]) {
 #pragma unroll
   for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = lane_row + 16 * m + 8 * half;
-      const Real* stats = row_stats(params, batch, head, row);
-      const bool exists = row < seqlen_q_of(params, batch);
-      exponent_lse[m][half] = exists ? stats[0] : ptx::infinity();
-      delta[m][half] = exists ? stats[kDelta] : 0;
+      if (row < seqlen_q_of(params, batch)) stats[m][half] = RowStats(params, batch, head, row);
     }
 }
 
@@ -184,8 +181,8 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
     const int lane_row = now.m_block * kBlockM + warp_row + fragment_row();
     const int lane_key = now.n_block * kBlockN + fragment_column();
 
-    Real exponent_lse[kMTiles][2], delta[kMTiles][2];
-    load_stats(params, batch, head, lane_row, exponent_lse, delta);
+    RowStats stats[kMTiles][2];
+    load_stats(params, batch, head, lane_row, stats);
 
     ptx::copy_async_wait<kNumStages - 1>();
     ptx::sync_block();
@@ -219,9 +216,10 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
           Real derivative;
           Real x = score.of(product, row, key, derivative);
           if (masked && !mask.visible(row, key)) x = -ptx::infinity();
-          const Real p = weight_of(x * exponent_scale - exponent_lse[m][i / 2], exponent_lse[m][i / 2], derivative);
+          const RowStats& own = stats[m][i / 2];
+          const Real p = weight_of(x, exponent_scale, own, derivative);
           const Real kept_dp = !kHasDropout || kept.keeps(n, i) ? dp[m][n][i] : 0;
-          const Real ds = p * (kept_dp * kept_scale - delta[m][i / 2]);
+          const Real ds = p * (kept_dp * kept_scale - own.delta);
 #if CUFLASH_NEEDS_CAPTURED
           if (p != 0) captured.add(score.functions, product * score.scale, row, key, ds);
 #endif

@@ -1,7 +1,7 @@
-// The addends of the scores of a tile, as exponents, by class of operand. Nothing here depends on which pairs are
-// visible.
+// What is added to the scores of a tile, by class of operand, and the mask of keys, which hides them.
 //   - Slopes times a distance, which is a number of the lane plus a constant of the code.
-//   - A bias that differs from key to key only, or a mask that does: a number for each of this lane's keys.
+//   - A bias that differs from key to key only, or a mask that does: a number for each of this lane's keys, -inf for a
+//     key that the mask hides.
 //   - A bias of pairs: a tile of it lies in shared memory, as TMA writes it.
 //   - What a function of the caller reads of a key: these are numbers of keys, too, but nothing adds them to scores.
 #pragma once
@@ -14,16 +14,16 @@
 
 constexpr bool kBiasOfPairs = CUFLASH_BIAS_OF_PAIRS;
 constexpr bool kBiasOfKeys = CUFLASH_BIAS_OF_KEYS;
-// Whether this header adds everything that is added to scores. Otherwise each score looks up its bias, or a function of
-// the caller computes it (common/score.cuh).
+// Whether this header makes scores of products: by what it adds to them, or by a mask of keys. Otherwise each score
+// looks up its bias, or a function of the caller computes it (common/score.cuh).
 constexpr bool kAddsByTile =
-    !kFactorInExponent && !kHasScoreFunction && (kBiasBytes == 0 || kBiasOfPairs || kBiasOfKeys);
+    (!kFactorInExponent || kMaskOfKeys) && !kHasScoreFunction && (kBiasBytes == 0 || kBiasOfPairs || kBiasOfKeys);
 constexpr bool kHasKeyNumbers = kBiasOfKeys || kMaskOfKeys;
 // How many numbers of each key lie in shared memory. With a function of the caller they are what it reads of a key, or
 // none where it reads them from global memory itself.
 constexpr int kKeyNumbers = kHasKeyNumbers ? 1 : CUFLASH_NUMBERS_OF_KEYS;
 constexpr u32 kBytesNumbers = kKeyNumbers * kBlockN * 4;
-static_assert(!kMaskOfKeys || kAddsByTile, "a mask of keys is added by tile");
+static_assert(!kMaskOfKeys || kAddsByTile, "a mask of keys is applied by tile");
 #if CUFLASH_HAS_SCORE_FUNCTION
 static_assert(kKeyNumbers == 0 || kKeyNumbers == kNumOfKey, "the plan has other numbers of keys than the function");
 #endif
@@ -46,7 +46,7 @@ struct KeyNumbers {
   CUFLASH_DEVICE float of(int key) const {
     if (key >= score.key_stop) return 0.0f;
     if (kMaskOfKeys && mask[key * stride] == 0) return -ptx::infinity();
-    return kBiasOfKeys ? score.addend_of_key(key) : 0.0f;
+    return kBiasOfKeys ? score.bias_of_key(key) : 0.0f;
   }
 
   // Writes the numbers of a key to shared memory. There the first numbers of all keys of a tile come before all second
@@ -97,10 +97,10 @@ CUFLASH_DEVICE void load_bias(const Params& params, u32 tile, const TensorMap& m
                      params.bias.head_stride != 0 ? head : 0, params.bias.batch_stride != 0 ? batch : 0);
 }
 
-// The addends of a lane's elements of a tile. Its n-tiles run along the keys, or with `transposed` along the queries.
+// What is added to a lane's elements of a tile. Its n-tiles run along the keys, or with `transposed` along the queries.
 template <bool transposed>
 struct Addends {
-  float slope;
+  float factor, slope;
   float distance[2];  // from the query to the key of the first element, and of the one 8 rows below it
   u32 pairs;          // in shared memory: the tile of bias, from the first row or, transposed, key of the warp on
   u32 numbers;        // in shared memory: the numbers of keys, from this lane's first key on
@@ -108,14 +108,15 @@ struct Addends {
 
   // `row` and `key` are those of the first element.
   CUFLASH_DEVICE Addends(const Score& score, int row, int key, u32 pairs_, u32 numbers_ = 0)
-      : slope(score.exponent_slope), distance{}, pairs(pairs_), numbers(numbers_), of_keys{} {
+      : factor(score.factor), slope(score.slope), distance{}, pairs(pairs_), numbers(numbers_), of_keys{} {
     if constexpr (kHasAlibi) {
       distance[0] = (float)(row + score.diagonal - key);
       distance[1] = distance[0] + (transposed ? -8.0f : 8.0f);
     }
   }
 
-  // Calls f(n, i, plus_addend) for all elements. plus_addend(x) is x plus what is added to the score of this element.
+  // Calls f(n, i, score_of) for all elements. score_of(x) is the score of this element, as Score::with_addend makes it of
+  // the product x, or of its tanh, and -inf for a key that the mask hides.
   template <int n_tiles, class Function>
   CUFLASH_DEVICE void visit(Function f) const {
 #pragma unroll
@@ -130,27 +131,20 @@ struct Addends {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const int n = first + j / 4 * kTilesApart, i = j % 4;
-        f(n, i, [&](float sum) {
-          if constexpr (kHasAlibi) {
-            const float steps = 8 * n + i % 2, from = distance[i / 2] + (transposed ? steps : -steps);
-            sum -= slope * fabsf(from);
-          }
-          if constexpr (kBiasOfPairs) sum += b[j / 4][i] * kExponentOfE;
-          if constexpr (kHasKeyNumbers) sum = plus_number(sum, transposed ? of_keys[i / 2] : of_key[j / 4][i % 2]);
-          return sum;
+        f(n, i, [&](float x) {
+          const float steps = 8 * n + i % 2, from = distance[i / 2] + (transposed ? steps : -steps);
+          const float number = !kHasKeyNumbers ? 0.0f : transposed ? of_keys[i / 2] : of_key[j / 4][i % 2];
+          if constexpr (!kFactorInExponent)
+            x = Score::with_terms < kBiasOfPairs ||
+                kBiasOfKeys > (x, factor, slope, fabsf(from), kBiasOfPairs ? b[j / 4][i] : number);
+          // A hidden pair is hidden whatever its score is, even a NaN.
+          return kMaskOfKeys && number == -ptx::infinity() ? -ptx::infinity() : x;
         });
       }
     }
   }
 
  private:
-  // In float32 a mask of keys hides a pair whatever its score is, even a NaN.
-  CUFLASH_DEVICE static float plus_number(float sum, float number) {
-    if constexpr (!kWide || !kMaskOfKeys) return sum + number;
-    const bool hidden = number == -ptx::infinity();
-    if constexpr (kBiasOfKeys) sum += number;
-    return hidden ? -ptx::infinity() : sum;
-  }
   // The distance of the two n-tiles that `visit` takes at once. With a float32 bias two neighbouring rows have the same
   // n-tile in the same banks, but n-tiles that are two apart in different banks.
   static constexpr int kTilesApart = kBiasOfPairs && kBiasBytes == 4 && !transposed ? 2 : 1;

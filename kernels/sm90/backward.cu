@@ -235,10 +235,16 @@ struct Consumer {
     return *mask_words_of(common, MaskBits(common), batch, walk.head, walk.m_block, n_block);
   }
 
+  // The RowSum of this lane's first query.
+  CUFLASH_DEVICE const RowSum* row_sums() const {
+    return row_sums_of(common, batch, walk.head) + walk.m_block * kBlockM + fragment_column();
+  }
+
   // [3] P' = exp(S' - lse), once at most `pending` groups of wgmma are in flight. `derivative` gets the derivatives of
   // the scores in the scaled products.
   template <int pending, int rows>
-  CUFLASH_DEVICE void make_p(float (&p)[kQueryTiles][4], u32 (&derivative)[rows][2], u32 s_stats, u32 shown) {
+  CUFLASH_DEVICE void make_p(float (&p)[kQueryTiles][4], u32 (&derivative)[rows][2], u32 s_stats, u32 shown,
+                             bool large) {
     const int head = walk.head, first_row = walk.m_block * kBlockM;
     const Weights weights(common, batch, head, work.key_stop, work.own_diagonal);
     const bool masked = walk.needs_mask(work.queries);
@@ -262,18 +268,23 @@ struct Consumer {
                             shared.bias + at.stage * kBytesBias + key / kBiasChunk * kBlockM * kLineBytes +
                                 key % kBiasChunk * kBiasBytes);
       if constexpr (kHasKeyNumbers) addends.of_keys[0] = of_keys[0], addends.of_keys[1] = of_keys[1];
-      addends.visit<kQueryTiles>(
-          [&](int n, int i, auto plus_addend) { p[n][i] = plus_addend(p[n][i] * weights.score.factor); });
+      addends.visit<kQueryTiles>([&](int n, int i, auto score_of) { p[n][i] = score_of(p[n][i]); });
     } else if constexpr (!kFactorInExponent) {
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) p[n][i] = weights.score.with_addend(p[n][i], row_of(n, i), key_of(0, i));
     }
-    if constexpr (!kMaskByBits) {
-      weights.hide(products, masked, walk.asks_function(), row_of, key_of);
-    } else if (masked) {
-      hide_by_bits(p, shown);
+    if (masked || large) {  // one branch, which few tiles take
+      if constexpr (!kMaskByBits) {
+        weights.hide(products, masked, walk.asks_function(), row_of, key_of);
+      } else if (masked) {
+        hide_by_bits(p, shown);
+      }
+      if (large) {
+#pragma unroll
+        for (int n = 0; n < kQueryTiles; ++n) make_relative(p[n], n, row_sums(), weights.exponent_scale);
+      }
     }
     to_p(p, derivative, s_stats, weights.exponent_scale);
     if constexpr (kHasDropout) Dropout(common, batch, head).mark(p, row_of(0, 0), lane_key);
@@ -283,16 +294,16 @@ struct Consumer {
   // [3] The same, where a function of the caller makes the scores.
   template <int pending, int rows>
   CUFLASH_DEVICE void make_p_by_function(const Functions& functions, float (&p)[kQueryTiles][4],
-                                         u32 (&derivative)[rows][2], u32 s_stats, u32 shown) {
+                                         u32 (&derivative)[rows][2], u32 s_stats, u32 shown, bool large) {
     const int first_row = walk.m_block * kBlockM, lane_query = first_row + fragment_column();
     const Mask mask(common, batch, walk.head, work.key_stop, work.own_diagonal);
     OfKey of_keys[2];
     RowNumbers::load_keys(functions, s_row_numbers(), lane_key, of_keys);
     wait_for<pending>(p);
     if constexpr (kKeepsProducts) keep_scores(p);
-    const FunctionWeights by_function = {functions,       mask,       of_keys,  common.scale, s_stats,
-                                         s_row_numbers(), lane_query, lane_key, shown};
-    if (walk.needs_mask(work.queries) || first_row + kBlockM > seqlen_q_of(common, batch))
+    const FunctionWeights by_function = {functions,  mask,     of_keys, common.scale, s_stats, s_row_numbers(),
+                                         lane_query, lane_key, shown,   row_sums(),   large};
+    if (large || walk.needs_mask(work.queries) || first_row + kBlockM > seqlen_q_of(common, batch))
       by_function.make(p, derivative, Constant<true>{});
     else
       by_function.make(p, derivative, Constant<false>{});
@@ -409,6 +420,9 @@ struct Consumer {
 #endif
 
     wait_for_queries(s_q, s_do);
+    // Whether rows of the tile are large is loaded here, because products should not wait for it. With
+    // kPacksWeightsOfCap no row is: such soft caps have natural scores (cuflash/planning/draft.py).
+    [[maybe_unused]] const bool large = makes_dv && !kPacksWeightsOfCap && has_large_rows(s_stats);
     ping_pong.wait();
     if constexpr (makes_dv) issue_s(p, s_q);
     if constexpr (kIssuesDpEarly) {
@@ -420,9 +434,9 @@ struct Consumer {
     constexpr int kPending = kGradientGroups + kIssuesDpEarly;
 #if CUFLASH_HAS_SCORE_FUNCTION
     if constexpr (makes_dv || kSumsCaptured) row_numbers.store();
-    if constexpr (makes_dv) make_p_by_function<kPending>(of_head, p, derivative, s_stats, shown);
+    if constexpr (makes_dv) make_p_by_function<kPending>(of_head, p, derivative, s_stats, shown, large);
 #else
-    if constexpr (makes_dv) make_p<kPending>(p, derivative, s_stats, shown);
+    if constexpr (makes_dv) make_p<kPending>(p, derivative, s_stats, shown, large);
 #endif
     if constexpr (!makes_dk) {
       finish_gradients(number > 0);

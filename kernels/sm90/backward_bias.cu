@@ -231,17 +231,14 @@ struct Consumer {
 
   // [3] Replaces S by P. The numbers of its keys are in stage `stage`.
   template <class Hidden>
-  CUFLASH_DEVICE void weigh(const Score& score, int row, int key, int stage, const float (&lse)[2], bool masked,
+  CUFLASH_DEVICE void weigh(const Score& score, int row, int key, int stage, const RowStats (&stats)[2], bool masked,
                             Hidden is_hidden) {
     if constexpr (!kWide) score.cap(s);
     const Addends<false> addends(score, row, key, shared.bias + bias_at.stage * kBytesBias + warp_row * kLineBytes,
                                  shared.numbers + stage * kBytesNumbers + fragment_column() * 4);
-    addends.visit<kNTiles>([&](int n, int i, auto plus_addend) {
+    addends.visit<kNTiles>([&](int n, int i, auto score_of) {
       float& x = s[0][n][i];
-      if constexpr (kWide)  // rounded as in the kernels that made lse
-        x = exponential(plus_addend(score.capped(x) * score.factor) - lse[i / 2]);
-      else
-        x = exponential(x * score.factor + plus_addend(-lse[i / 2]));
+      x = stats[i / 2].weight_of(score_of(kWide ? score.capped(x) : x), kExponentOfE);
     });
     if (masked) {
 #pragma unroll
@@ -257,14 +254,10 @@ struct Consumer {
     const Entry batch = now.batch;
     const int head = now.head, key_stop = key_stop_of(common, batch);
     const int row = now.m_block * kBlockM + warp_row + fragment_row(), key = now.n_block * kBlockN + fragment_column();
-    float lse[2], delta[2];
+    RowStats stats[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float* stats = row_stats(common, batch, head, row + 8 * half);
-      const bool exists = row + 8 * half < common.seqlen_q;  // rows of the last tile need not have statistics
-      lse[half] = exists ? stats[0] : ptx::infinity();
-      delta[half] = exists ? stats[kDelta] : 0.0f;
-    }
+    for (int half = 0; half < 2; ++half)  // rows of the last tile need not have statistics
+      if (row + 8 * half < common.seqlen_q) stats[half] = RowStats(common, batch, head, row + 8 * half);
     const Position<kNumStages> of_scores = at;
     issue_product<kDim>(s[0]);
     at.advance();
@@ -278,18 +271,18 @@ struct Consumer {
     const auto is_hidden = [&](int n, int i) { return !mask.visible(row + i / 2 * 8, key + 8 * n + i % 2); };
     if (first) shared.bias_ring.full(bias_at).wait(bias_at.parity);
     wait_for<1>(s[0]);
-    weigh(score, row, key, of_scores.stage, lse, masked, is_hidden);
+    weigh(score, row, key, of_scores.stage, stats, masked, is_hidden);
     arrive_as_warp(shared.ring.empty(of_scores));
     if (last) arrive_as_warp(shared.bias_ring.empty(bias_at));
     wait_for<0>(dp);
     arrive_as_warp(shared.ring.empty(at));
     at.advance();
-    add(Dropout(common, batch, head), row, key, delta, masked, is_hidden);
+    add(Dropout(common, batch, head), row, key, stats, masked, is_hidden);
   }
 
   // [4] sum += P * (dP - delta). dP of hidden pairs may be NaN, so it is set to 0 before it is multiplied.
   template <class Hidden>
-  CUFLASH_DEVICE void add(const Dropout& dropout, int row, int key, const float (&delta)[2], bool masked,
+  CUFLASH_DEVICE void add(const Dropout& dropout, int row, int key, const RowStats (&stats)[2], bool masked,
                           Hidden is_hidden) {
     const float kept_scale = kept_scale_of(common);
     [[maybe_unused]] KeptWeights<false> kept;
@@ -298,9 +291,9 @@ struct Consumer {
       if (kHasDropout && n % 2 == 0) kept = dropout.of(row, key, n);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (masked && is_hidden(n, i)) dp[n][i] = 0.0f;
+        if ((masked && is_hidden(n, i)) || (kMaskOfKeys && s[0][n][i] == 0.0f)) dp[n][i] = 0.0f;
         const bool keeps = !kHasDropout || kept.keeps(n, i);
-        sum[n][i] += gradient_of(s[0][n][i], dp[n][i], keeps, kept_scale, delta[i / 2]);
+        sum[n][i] += gradient_of(s[0][n][i], dp[n][i], keeps, kept_scale, stats[i / 2].delta);
       }
     }
   }

@@ -274,9 +274,11 @@ CUFLASH_DEVICE void store_rows(const Params& params, const Tensor& result, const
 
 // [3] P' = exp(S' - lse), in place of S'. The second warpgroup gets a factor for dP' - delta: P' times the derivative
 // of the score in the scaled product. Its sign marks the weights that dropout drops.
+// `row_of_query(query, lse)` is a row as weights take it.
+template <class Row>
 CUFLASH_DEVICE void hand_over_p(float (&p)[kTileColumns][4], const Weights& weights, const Addends<true>& addends,
-                                const Dropout& dropout, bool masked, int lane_query, int lane_key, u32 s_stats,
-                                u32 s_p) {
+                                const Dropout& dropout, bool masked, int lane_query, int lane_key, u32 s_stats, u32 s_p,
+                                Row row_of_query) {
   [[maybe_unused]] KeptWeights<true> kept;
   float stats[4], factor[4];  // lse and delta of this lane's two queries in an n-tile
   const auto start = [&](int n) __attribute__((always_inline)) {
@@ -289,11 +291,12 @@ CUFLASH_DEVICE void hand_over_p(float (&p)[kTileColumns][4], const Weights& weig
     if (i % 2 == 1) ptx::store_shared_x2(s_p + n * 2048 + i / 2 * 1024, {factor[i - 1], factor[i]});
   };
   if constexpr (kAddsByTile) {
-    addends.visit<kTileColumns>([&](int n, int i, auto plus_addend) __attribute__((always_inline)) {
+    addends.visit<kTileColumns>([&](int n, int i, auto score_of) __attribute__((always_inline)) {
       if (i == 0) start(n);
+      const int query = lane_query + 8 * n + i % 2;
       float derivative;
-      p[n][i] = weights.of_added(p[n][i], lane_query + 8 * n + i % 2, lane_key + i / 2 * 8, masked, stats[i % 2 * 2],
-                                 derivative, plus_addend);
+      p[n][i] = weights.of_added(p[n][i], query, lane_key + i / 2 * 8, masked, row_of_query(query, stats[i % 2 * 2]),
+                                 derivative, score_of);
       finish(n, i, derivative);
     });
   } else {
@@ -302,8 +305,9 @@ CUFLASH_DEVICE void hand_over_p(float (&p)[kTileColumns][4], const Weights& weig
       start(n);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
+        const int query = lane_query + 8 * n + i % 2;
         float derivative;
-        p[n][i] = weights.of_hidden(p[n][i], lane_query + 8 * n + i % 2, lane_key + i / 2 * 8, masked, stats[i % 2 * 2],
+        p[n][i] = weights.of_hidden(p[n][i], query, lane_key + i / 2 * 8, masked, row_of_query(query, stats[i % 2 * 2]),
                                     derivative);
         finish(n, i, derivative);
       }
@@ -333,6 +337,8 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
     // off, just as S' does.
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) shared.q_ring.full(at, c).wait(at.parity);
+    const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
+    const bool large = is_of_large(ptx::float_of(ptx::load_shared_b32(s_stats)));
     multiply_rows<kDim>(p, shared.k, shared.q_ring.tile(at));
 
     const Weights weights(common, batch, head, tile.key_stop);
@@ -348,11 +354,26 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
     }
     wait_for<0>(p);
     weights.hide_products((float (&)[1][kTileColumns][4])p, masked, row_of, key_of);
-    const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
     const u32 s_p = shared.buffer_of(buffer) + thread * 8;
     shared.handed.ds_empty(buffer).wait(buffer.parity ^ 1);
     const Dropout dropout(common, batch, head);
-    hand_over_p(p, weights, addends, dropout, masked, row_of(0, 0), lane_key, s_stats, s_p);
+    const auto hand_over = [&](auto row_of_query) __attribute__((always_inline)) {
+      hand_over_p(p, weights, addends, dropout, masked, row_of(0, 0), lane_key, s_stats, s_p, row_of_query);
+    };
+    // One body of code serves both where products are scores but for their factor.
+    if (large) {
+      const RowSum* row_sums = row_sums_of(common, batch, head);
+      if constexpr (!kScaleInExponent) {
+        hand_over([row_sums](int query, float) { return row_sums[query]; });
+      } else {
+        const RelativeScores relative(weights.exponent_scale);
+#pragma unroll
+        for (int n = 0; n < kTileColumns; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) p[n][i] = relative.of(p[n][i], row_sums[row_of(n, i)]);
+      }
+    }
+    if (kScaleInExponent || !large) hand_over([](int, float lse) { return PlainRow{lse}; });
     shared.handed.p_full(buffer).arrive();
 
     Operand operand;

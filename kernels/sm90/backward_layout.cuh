@@ -35,6 +35,7 @@ constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 // arrays that a function of the caller reads, are summed, the derivatives are made after dS', and nothing is kept here.
 constexpr bool kPacksWeights =
     kHasDerivative && (kHasScoreFunction ? !kSumsCaptured : kFactorInExponent && !kNeedsDsoftcap && !kHasDropout);
+constexpr bool kPacksWeightsOfCap = kPacksWeights && !kHasScoreFunction;
 constexpr bool kPacksDerivatives = kHasDerivative && !kHasScoreFunction && !kPacksWeights;
 static_assert(!kPacksWeights || !kHasDropout, "weights are marked by their sign, which derivatives would change");
 // How many numbers a function of the caller reads of a row, and of a key. Each warp of the consumers has its own copy

@@ -38,9 +38,19 @@ CUFLASH_DEVICE void hide_by_bits(float (&score)[kQueryTiles][4], u32 shown) {
       if (!(shown >> bit_of(n, i) & 1)) score[n][i] = -ptx::infinity();
 }
 
-// Turns `p` into P'. Before, it holds scores, or numbers that exponent_scale makes exponents of. With kPacksWeights
-// these are the tanh of a soft cap; then `p` becomes P' times the derivative of the cap, and `packed` gets P' itself.
-// `s_stats` is the address of the statistics of this lane's first query.
+// Whether the tile whose statistics begin at `s_stats`, or somewhere before, has large rows.
+CUFLASH_DEVICE bool has_large_rows(u32 s_stats) { return is_of_large(ptx::float_of(ptx::load_shared_b32(s_stats))); }
+
+// Makes the four scores of n-tile `n` relative (RelativeScores). `own` is the RowSum of this lane's first query in the tile.
+CUFLASH_DEVICE void make_relative(float (&score)[4], int n, const RowSum* own, float exponent_scale) {
+  const RelativeScores relative(exponent_scale);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) score[i] = relative.of(score[i], own[8 * n + i % 2]);
+}
+
+// Turns `p` into P'. Before, it holds scores, which exponent_scale makes exponents of. With kPacksWeights these are the
+// tanh of a soft cap; then `p` becomes P' times the derivative of the cap, and `packed` gets P' itself. `s_stats` is
+// the address of the statistics of this lane's first query.
 template <int rows>
 CUFLASH_DEVICE void to_p(float (&p)[kQueryTiles][4], u32 (&packed)[rows][2], u32 s_stats, float exponent_scale) {
 #pragma unroll

@@ -15,9 +15,11 @@
 
 // The pairs of a tile that a lane of warpgroup 2 has, and the statistics of their queries.
 struct Lane {
-  int query, key;     // of its first element
-  u32 s_stats;        // where rows are keys: the address of those of that query
-  float stats[2][2];  // where rows are queries: lse of both, delta of both
+  int query, key;                    // of its first element
+  u32 s_stats;                       // where rows are keys: the address of those of that query
+  float stats[2][2];                 // where rows are queries: lse of both, delta of both
+  const RowSum* row_sums = nullptr;  // of the head
+  bool large = false;                // whether rows of the tile are large
 
   CUFLASH_DEVICE int query_of(int n, int i) const { return query + (kRowsAreKeys ? 8 * n + i % 2 : i / 2 * 8); }
   CUFLASH_DEVICE int key_of(int n, int i) const { return key + (kRowsAreKeys ? i / 2 * 8 : 8 * n + i % 2); }
@@ -29,6 +31,7 @@ struct Lane {
       of_both[0] = stats[which][0], of_both[1] = stats[which][1];
   }
   CUFLASH_DEVICE static constexpr int query_index(int i) { return kRowsAreKeys ? i % 2 : i / 2; }
+  CUFLASH_DEVICE void find_large() { large = is_of_large(ptx::float_of(ptx::load_shared_b32(s_stats))); }
 };
 
 // Warpgroup 2, where two blocks divide columns: exchanges their parts of a product.
@@ -89,8 +92,12 @@ struct Differentiator : ScoreProducts {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float derivative;
-        const float p = weights.of(s[0][n][i], lane.query_of(n, i), lane.key_of(n, i), masked,
-                                   lse[Lane::query_index(i)], derivative);
+        const int query = lane.query_of(n, i), key = lane.key_of(n, i);
+        float p;
+        if (lane.large)
+          p = weights.of(s[0][n][i], query, key, masked, lane.row_sums[query], derivative);
+        else
+          p = weights.of(s[0][n][i], query, key, masked, PlainRow{lse[Lane::query_index(i)]}, derivative);
         s[0][n][i] = kMakesDs && kHasDerivative ? p * derivative : p;
       }
     }
@@ -133,9 +140,12 @@ struct Differentiator : ScoreProducts {
   template <class Work, class Step>
   CUFLASH_DEVICE void take_tile(const Params& common, const Work& work, const Step& step, Lane& lane) {
     const Weights weights = work.weights(common, step);
-    work.move(lane, step, shared.stats + stats_at.stage * kBytesStats);
+    work.move(common, lane, step, shared.stats + stats_at.stage * kBytesStats);
     const bool masked = work.is_masked(step);
-    if constexpr (kRowsAreKeys) shared.stats_ring.full(stats_at).wait(stats_at.parity);
+    if constexpr (kRowsAreKeys) {
+      shared.stats_ring.full(stats_at).wait(stats_at.parity);
+      lane.find_large();
+    }
     multiply(work.is_first(step), [&](auto chunk) {
       constexpr int i = decltype(chunk)::value;
       if constexpr (i == 0) parts.send(s[0]);
@@ -243,9 +253,10 @@ struct KeyRows : BackwardWork {
     return {common, work.batch, step.walk.head, key_stop, own_diagonal};
   }
   CUFLASH_DEVICE Lane lane(const Params&, int row) const { return {0, first_key + row, 0, {}}; }
-  CUFLASH_DEVICE void move(Lane& lane, const Step& step, u32 s_stats) const {
+  CUFLASH_DEVICE void move(const Params& common, Lane& lane, const Step& step, u32 s_stats) const {
     lane.query = step.walk.m_block * kTile + fragment_column();
     lane.s_stats = s_stats + fragment_column() * 8;
+    lane.row_sums = row_sums_of(common, work.batch, step.walk.head);
   }
 
   template <int n_tiles>
@@ -311,9 +322,11 @@ struct QueryRows : QueryTile, OverKeys<QueryRows> {
       const Real* stats = row_stats(common, work.batch, work.head, lane.query + 8 * half);
       lane.stats[0][half] = stats[0], lane.stats[1][half] = stats[kDelta];
     }
+    lane.row_sums = row_sums_of(common, work.batch, work.head);
+    lane.large = is_of_large(lane.stats[0][0]);
     return lane;
   }
-  CUFLASH_DEVICE void move(Lane& lane, const KeySteps& step, u32) const {
+  CUFLASH_DEVICE void move(const Params&, Lane& lane, const KeySteps& step, u32) const {
     lane.key = tile_at(step.n_block) * kTile + fragment_column();
   }
 

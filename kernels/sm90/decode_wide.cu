@@ -67,8 +67,7 @@ struct WideHead : HeadWork, OverKeys<WideHead> {
       softmax.finish();
       if (kHasSinks && is_alone(partials))
         softmax.add_sinks(ones, [&](int, int half) {
-          return row[half] < head.rows ? sink_of(common, LaneRows::head_of(common, head, row[half])) * kExponentOfE
-                                       : 0.0f;
+          return row[half] < head.rows ? to_offset(sink_of(common, LaneRows::head_of(common, head, row[half]))) : 0.0f;
         });
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

@@ -24,7 +24,8 @@
 //
 // A step computes the exponentials of a tile relative to the offsets that its rows already have, without looking for
 // the maxima of the tile first. If an offset has become too small, a sum of exponentials is too large. Only then does
-// the warp do the tile again, maxima first (kLazyMaximum). Sums relative to one offset are exact, whatever it is.
+// the warp do the tile again, maxima first (kLazyMaximum). Sums relative to one offset are exact, whatever it is. The
+// same is done where natural offsets are so large that an exponent of base 2 would be rounded too far (kFoldsOffset).
 #include "common/config.cuh"
 #include "common/dropout.cuh"
 #include "common/mask_bits.cuh"
@@ -56,6 +57,9 @@ constexpr bool kLazyMaximum = kDimV <= 128 || (kFactorInExponent && !kHasDropout
 // Whether this holds for tiles with hidden pairs, too. Where these come first, at the diagonal, rows have no offset.
 constexpr bool kLazyWhereMasked = kMaskByBits || kHasLeftBound;
 constexpr int kNTiles = kBlockN / 8;
+// The largest natural offset that is multiplied by log2(e) once for all exponents of its row, in one instruction with
+// the score. Rounded so, it moves all of them by at most 2^-13.5, less than what weights of 16 bits are rounded by.
+constexpr float kFoldsOffset = 1024.0f;
 
 // Shared memory: the ring of Q, a part of the output, the rings of K, V, bias and numbers of keys, and barriers.
 constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
@@ -163,7 +167,7 @@ struct Consumer {
   float factor[1][2];
   float s[1][kNTiles][4], o[1][kDimV / 8][4];
   Fragment p[kBlockN / 16];
-  bool all_started = false;                           // every row of the warp has seen a key
+  bool all_started = false;                           // rows of the warp have offsets that exponents may fold
   const u32* mask_words = nullptr;                    // of this lane, for the first tile of keys
   u32 shown[kMaskByBits ? kBlockN / kBitsBlock : 1];  // the mask bits of this step's tile
 
@@ -298,8 +302,8 @@ struct Consumer {
       if (masked && is_hidden(n, i)) s[0][n][i] = -ptx::infinity();
     };
     if constexpr (kAddsByTile) {
-      addends(n_block).visit<kNTiles>([&](int n, int i, auto plus_addend) {
-        s[0][n][i] = plus_addend(s[0][n][i] * score.factor);
+      addends(n_block).visit<kNTiles>([&](int n, int i, auto score_of) {
+        s[0][n][i] = score_of(s[0][n][i]);
         hide(n, i);
       });
     } else if constexpr (kHasScoreFunction) {
@@ -325,15 +329,28 @@ struct Consumer {
   CUFLASH_DEVICE void exponentiate(int n_block, float (&sum)[1][2], Masked masked) {
     if constexpr (kAddsByTile) {
       const auto is_hidden = hidden_in(n_block, mask(masked));
-      addends(n_block).visit<kNTiles>([&](int n, int i, auto plus_addend) {
-        s[0][n][i] = exponential(s[0][n][i] * score.factor + plus_addend(-softmax.offset[0][i / 2]));
+      const float offset[2] = {exponent_of_offset(0), exponent_of_offset(1)};
+      addends(n_block).visit<kNTiles>([&](int n, int i, auto score_of) {
+        s[0][n][i] = exponential(score_of(s[0][n][i]) * scale_log2 - offset[i / 2]);
         if (kLazyWhereMasked && masked && is_hidden(n, i)) s[0][n][i] = 0.0f;
         sum[0][i / 2] += s[0][n][i];
       });
     } else {
       complete_scores(n_block, typename Either<kLazyWhereMasked, Masked, Constant<false>>::Type{});
-      softmax.exponentiate(s, scale_log2, sum);
+      const float offset[2] = {exponent_of_offset(0), exponent_of_offset(1)};
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+          for (int i = 2 * half; i < 2 * half + 2; ++i) {
+            s[0][n][i] = exponential(s[0][n][i] * scale_log2 - offset[half]);
+            sum[0][half] += s[0][n][i];
+          }
     }
+  }
+  CUFLASH_DEVICE float exponent_of_offset(int half) const {
+    return kNaturalOffsets ? softmax.offset[0][half] * kLog2e : softmax.offset[0][half];
   }
   // The same where all arguments of the soft cap are near 0: a short series gives exponents. Returns whether it did.
   template <class Masked>
@@ -344,12 +361,25 @@ struct Consumer {
   }
   template <int terms>
   CUFLASH_DEVICE bool exponentiate_by(int n_block, float (&sum)[1][2], float largest) {
-    const NearTanh<terms> near(score.cap_factor, score.factor);
-    if (ptx::any_lane(!near.serves(largest))) return false;
-    addends(n_block).visit<kNTiles>([&](int n, int i, auto plus_addend) {
-      s[0][n][i] = exponential(near.of(s[0][n][i], plus_addend(-softmax.offset[0][i / 2])));
-      sum[0][i / 2] += s[0][n][i];
-    });
+    if constexpr (kAddsByTile) {
+      const NearTanh<terms> near(score.cap_factor);
+      if (ptx::any_lane(!near.serves(largest))) return false;
+#pragma unroll
+      for (auto& four : s[0])
+#pragma unroll
+        for (float& x : four) x = near.of(x);
+      exponentiate(n_block, sum, Constant<false>{});
+    } else {
+      const NearTanh<terms> near(score.cap_factor, scale_log2);
+      if (ptx::any_lane(!near.serves(largest))) return false;
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          s[0][n][i] = exponential(near.of(s[0][n][i], -softmax.offset[0][i / 2]));
+          sum[0][i / 2] += s[0][n][i];
+        }
+    }
     return true;
   }
   CUFLASH_DEVICE void drop(int n_block) {
@@ -378,7 +408,9 @@ struct Consumer {
       complete_scores(n_block, masked);
       grows = softmax.update(s, factor, scale_log2);
       softmax.exponentiate(s, scale_log2, sum);
-      all_started = !ptx::any_lane(fminf(softmax.offset[0][0], softmax.offset[0][1]) == -ptx::infinity());
+      all_started = !ptx::any_lane(
+          kNaturalOffsets ? !(fmaxf(fabsf(softmax.offset[0][0]), fabsf(softmax.offset[0][1])) <= kFoldsOffset)
+                          : fminf(softmax.offset[0][0], softmax.offset[0][1]) == -ptx::infinity());
     }
     release_by_warp(shared.k_ring.empty(key));
     softmax.row_sum[0][0] += sum[0][0];
@@ -558,7 +590,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 ind
     OnlineSoftmax<1>& softmax = consumer.softmax;
     softmax.finish();
     if (kHasSinks && !is_left_over(common, batch))
-      softmax.add_sinks(consumer.o, [&](int, int) { return sink_of(common, tile.work.head) * kExponentOfE; });
+      softmax.add_sinks(consumer.o, [&](int, int) { return to_offset(sink_of(common, tile.work.head)); });
     if constexpr (CUFLASH_OUT_WIDE)
       consumer.store_wide_out(row_stop);
     else

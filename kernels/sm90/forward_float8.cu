@@ -252,8 +252,8 @@ struct Consumer {
   const HeadScales<kVScale> v_scales;
   float row_factor[2];  // of a product, for its exponent: all of it but scales of blocks of keys
 
-  OnlineSoftmax<1> softmax;
-  float o[1][kDimV / 8 + 1][4];  // and behind it l
+  OnlineSoftmax<1, false> softmax;  // offsets are exponents, whatever factors products have
+  float o[1][kDimV / 8 + 1][4];     // and behind it l
   u32 p[kBlockN / 32][4];
   bool all_started = false;  // every row of the warp has seen a key
 
@@ -534,11 +534,10 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, const Shared& shared, u
     arrive_as_warp(shared.q_ring.empty(query));
     for (int n_block = min_of(keys.start, keys.stop) - 1; n_block >= tile.keys.start; --n_block) consumer.skip();
 
-    OnlineSoftmax<1>& softmax = consumer.softmax;
+    OnlineSoftmax<1, false>& softmax = consumer.softmax;
 #pragma unroll
     for (int half = 0; half < 2; ++half) softmax.row_sum[0][half] = consumer.o[0][kDimV / 8][2 * half];
-    if (kHasSinks)
-      softmax.add_sinks(consumer.o, [&](int, int) { return sink_of(common, tile.work.head) * kExponentOfE; });
+    if (kHasSinks) softmax.add_sinks(consumer.o, [&](int, int) { return sink_of(common, tile.work.head) * kLog2e; });
     consumer.store_out();
     store_lse(common, tile.work.batch, tile.work.head, consumer.lane_row, softmax);
   }

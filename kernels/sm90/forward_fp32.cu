@@ -301,9 +301,9 @@ CUFLASH_DEVICE void make_scores(float (&s)[1][kNTiles][4], const Score& score, c
   if constexpr (kAddsByTile) {
     const u32 pairs = shared.bias + warp_index() * 16 * kLineBytes;
     const Addends<false> addends(score, row, key, pairs, shared.numbers + fragment_column() * 4);
-    addends.visit<kNTiles>([&](int n, int i, auto plus_addend) {
+    addends.visit<kNTiles>([&](int n, int i, auto score_of) {
       float& x = s[0][n][i];
-      x = plus_addend(score.capped(x) * score.factor);
+      x = score_of(score.capped(x));
       if (masked && !mask.visible(row + i / 2 * 8, key + 8 * n + i % 2)) x = -ptx::infinity();
     });
   } else {
@@ -351,7 +351,7 @@ CUFLASH_DEVICE void store_rows(const Params& common, const Work& work, int lane_
                                float (&o)[1][kColumnTiles][4]) {
   const int head = work.head, batch = work.batch;
   softmax.finish();
-  if constexpr (kHasSinks) softmax.add_sinks(o, [&](int, int) { return sink_of(common, head) * kExponentOfE; });
+  if constexpr (kHasSinks) softmax.add_sinks(o, [&](int, int) { return to_offset(sink_of(common, head)); });
   const float kept_scale = kept_scale_of(common);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

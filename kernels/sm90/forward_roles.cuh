@@ -18,7 +18,8 @@ constexpr u32 kPingPongBarrier = 1, kConsumer = kPingPongBarrier + kConsumers, k
 CUFLASH_DEVICE void sync_consumer(u32 consumer) { ptx::sync_named(kConsumer + consumer, 128); }
 
 // Stores lse of rows `row` and `row` + 8, the two of a lane.
-CUFLASH_DEVICE void store_lse(const Params& params, Entry batch, int head, int row, const OnlineSoftmax<1>& softmax) {
+template <class Softmax>
+CUFLASH_DEVICE void store_lse(const Params& params, Entry batch, int head, int row, const Softmax& softmax) {
   float* g_lse = row_numbers_of(params.lse, batch, head);
   const int seqlen_q = seqlen_q_of(params, batch);
 #pragma unroll

@@ -18,10 +18,12 @@ struct FunctionWeights {
   u32 s_stats, s_row_numbers;  // from this lane's first query on; of the whole tile
   int lane_query, lane_key;    // of the first element
   u32 shown;                   // the mask bits, if there are any
+  const RowSum* row_sums;      // of this lane's first query
+  bool large;                  // whether some rows of the tile are large
 
   // Turns products into P'. With kPacksWeights it multiplies `p` by the derivatives of the score by the scaled product,
-  // which may have any size, and `packed` gets P' itself. `masked` says whether some pair may be hidden or some row may
-  // not exist. Such a row gets no weight, whatever the function returns.
+  // which may have any size, and `packed` gets P' itself. `masked` says whether some pair may be hidden, some row may be
+  // large or may not exist. Such a row gets no weight, whatever the function returns.
   template <int rows, class Masked>
   CUFLASH_DEVICE void make(float (&p)[kQueryTiles][4], u32 (&packed)[rows][2], Masked masked) const {
 #pragma unroll
@@ -33,12 +35,15 @@ struct FunctionWeights {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = lane_query + 8 * n + i % 2, key = lane_key + i / 2 * 8;
-        float exponent =
-            kExponentOfE * functions.score(p[n][i] * scale, row, key, of_rows[i % 2], of_keys[i / 2], derivative[i]);
+        p[n][i] = functions.score(p[n][i] * scale, row, key, of_rows[i % 2], of_keys[i / 2], derivative[i]);
         if (masked && !(kMaskByBits ? (bool)(shown >> bit_of(n, i) & 1) : mask.visible(row, key)))
-          exponent = -ptx::infinity();
-        p[n][i] = exponential(exponent - lse[i % 2]);
-        if (masked && lse[i % 2] == ptx::infinity()) p[n][i] = 0.0f;
+          p[n][i] = -ptx::infinity();
+      }
+      if (masked && large) make_relative(p[n], n, row_sums, kLog2e);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        p[n][i] = exponential(p[n][i] * kLog2e - lse[i % 2]);
+        if (masked && (lse[i % 2] == ptx::infinity() || (large && !row_sums[8 * n + i % 2].exists()))) p[n][i] = 0.0f;
       }
       if constexpr (kPacksWeights) {
         PackedWeights::pack(p[n], packed[n]);

@@ -264,15 +264,15 @@ def test_extra_memory_is_linear(arch, deterministic):
 
     for seqlen in (2**8, 2**11 + 77, 2**14, 2**17, 2**20):
         # Rounded up to tiles: statistics, dq, and dk and dv of every query head, in float32.
-        assert extra_bytes(seqlen) <= 2 * 4 * (seqlen + 256) * 4 * (2 + 128 + 128 + 128)
+        assert extra_bytes(seqlen) <= 2 * 4 * (seqlen + 256) * 4 * (4 + 128 + 128 + 128)
     # And the parts of the last tiles.
     parts = 2**27
-    assert extra_bytes(2**20) <= 2 * 4 * (2**20 + 256) * 4 * (2 + 128) + parts
+    assert extra_bytes(2**20) <= 2 * 4 * (2**20 + 256) * 4 * (4 + 128) + parts
     # And the parts of q, dout, k and v.
     split = 2 * (4 * 2 + 2) * 2**20 * 128 * 6 if arch == "9.0" and not deterministic else 0
-    assert extra_bytes(2**20, "float32") <= 2 * 4 * (2**20 + 256) * 4 * (2 + 128) + split + parts
+    assert extra_bytes(2**20, "float32") <= 2 * 4 * (2**20 + 256) * 4 * (4 + 128) + split + parts
     if arch != "7.5":  # whose shared memory is too small for it
-        assert extra_bytes(2**20, "float64") <= 2 * 4 * (2**20 + 256) * 8 * (2 + 128)
+        assert extra_bytes(2**20, "float64") <= 2 * 4 * (2**20 + 256) * 8 * (4 + 128)
 
 
 def test_tiles_of_the_caller_are_taken():
@@ -467,10 +467,10 @@ def test_kernels_around_the_main_one_are_compiled_once_for_many_options(arch, dt
         return {
             (kernel.source, kernel.name, tuple(define for define in kernel.defines if define[0] not in of_work))
             for kernel in kernels
-            if kernel.source.startswith("around/") and kernel.source not in of_masks
+            if kernel.source.startswith("around/") and kernel.source not in make_scores
         }
 
-    of_masks = ("around/mask_bits.cu", "around/mask_tiles.cu", "around/lists.cu")
+    make_scores = ("around/mask_bits.cu", "around/mask_tiles.cu", "around/lists.cu", "around/delta.cu")
 
     plain = problem_of(dtype=dtype)
     bias = biased(64, "float32").bias

@@ -1,0 +1,194 @@
+"""Scores that are large: what both passes have to keep of them, on any backend.
+
+A backend is a function `(options, arrays, need) -> (out, lse, gradients by name)` for NumPy arrays by name, `dout`
+among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from hypothesis import strategies as st
+
+from cuflash import FlashAttention
+from cuflash.operands import numpy_dtype
+from cuflash.options import Options
+
+Backend = Callable[[Options, dict[str, Any], tuple[str, ...]], tuple[Any, Any, Mapping[str, Any]]]
+
+# Values of a finite mask, up to the lowest number of float32.
+MASKED = (-1e4, -1e6, -1e7, -1e9, -2.5e38, float(np.finfo(np.float32).min))
+# How far a sum of weights may be from 1: rounding of weights and of dv to the dtype, and sums of exponentials.
+ROUNDED = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-19, "float64": 2.0**-47}
+
+
+def eps_of(dtype: str) -> float:
+    return float(ml_dtypes.finfo(numpy_dtype(dtype)).eps)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class Large:
+    """A problem with large scores.
+
+    Parameters
+    ----------
+    bias : float
+        Of all keys of every second query, or of every third key.
+    spread : float
+        Standard deviation of the scaled products.
+    """
+
+    dtype: str = "float32"
+    seqlen_q: int = 70
+    seqlen_k: int = 150
+    heads: int = 2
+    heads_kv: int = 1
+    head_dim: int = 32
+    bias: float | None = None
+    of: str = "queries"
+    spread: float = 1.0
+    terms: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    @property
+    def attention(self) -> FlashAttention:
+        return FlashAttention(**self.options)
+
+    def arrays(self) -> dict[str, Any]:
+        random = np.random.default_rng(self.seed)
+        dtype = numpy_dtype(self.dtype)
+        wide = np.float64 if self.dtype == "float64" else np.float32
+        factor = np.sqrt(self.spread)
+        q = random.standard_normal((1, self.heads, self.seqlen_q, self.head_dim)) * factor
+        k = random.standard_normal((1, self.heads_kv, self.seqlen_k, self.head_dim)) * factor
+        v = random.standard_normal((1, self.heads_kv, self.seqlen_k, self.head_dim))
+        arrays = {name: x.astype(dtype) for name, x in (("q", q), ("k", k), ("v", v))}
+        if self.bias is not None:
+            bias = random.standard_normal((1, self.heads, self.seqlen_q, self.seqlen_k))
+            if self.of == "queries":
+                bias[..., ::2, :] = self.bias
+            else:
+                bias[..., ::3] = self.bias
+            arrays["bias"] = bias.astype(wide)
+        if "bias of keys" in self.terms:
+            arrays["bias"] = np.full((1, 1, 1, self.seqlen_k), self.bias or 0.0, wide)
+        if "mask of keys" in self.terms:
+            arrays["mask"] = random.random((1, 1, 1, self.seqlen_k)) < 0.8
+        if "mask" in self.terms:
+            arrays["mask"] = random.random((1, 1, self.seqlen_q, self.seqlen_k)) < 0.8
+        if "slopes" in self.terms:
+            arrays["alibi_slopes"] = np.geomspace(0.5, 100.0, self.heads).astype(wide)
+        if "sinks" in self.terms:
+            arrays["sinks"] = np.full(self.heads, self.bias or 1.0, wide)
+        if "lengths" in self.terms:
+            arrays["kv_lengths"] = np.array([self.seqlen_k * 2 // 3])
+        arrays["dout"] = np.ones((1, self.heads, self.seqlen_q, self.head_dim), dtype)
+        return arrays
+
+
+def check_sums_of_weights(large: Large, backend: Backend) -> None:
+    """The weights of a row sum to one in the backward pass: dv of dout = 1 has all of them."""
+    arrays = large.arrays()
+    _, lse, gradients = backend(large.attention.options, arrays, ("dv",))
+    lse = np.asarray(lse, np.float64)
+    sees_keys = lse != -np.inf
+    assert np.isfinite(lse[sees_keys]).all()
+    of_keys = np.asarray(gradients["dv"], np.float64)[..., 0].sum(axis=-1)
+    rows = sees_keys.sum(axis=-1).reshape(1, large.heads_kv, -1).sum(axis=-1)
+    np.testing.assert_allclose(of_keys, rows, rtol=ROUNDED[large.dtype])
+
+
+def check_sinks(dtype: str, sink: float, backend: Backend) -> None:
+    """So do those of the row and of its sink, here one more key with the score that all keys have."""
+    large = Large(dtype=dtype, bias=sink, terms=("bias of keys", "sinks"))
+    arrays = large.arrays()
+    arrays["q"][...] = 0
+    out, _, gradients = backend(large.attention.options, arrays, ("dv", "dsinks"))
+    weight = 1 / (large.seqlen_k + 1)
+    of_keys = np.asarray(gradients["dv"], np.float64)[..., 0].sum(axis=-1)
+    np.testing.assert_allclose(of_keys, large.heads * large.seqlen_q * (1 - weight), rtol=ROUNDED[dtype])
+    expected = -weight * np.asarray(out, np.float64).sum(axis=(0, 2, 3))
+    # Rows whose lse is not large keep the rounding of lse as an error of their weights (kernels/common/backward.cuh).
+    rounded = 1e-5 if dtype in ("float32", "float64") else 2.0**-13
+    np.testing.assert_allclose(np.asarray(gradients["dsinks"], np.float64), expected, rtol=rounded)
+
+
+def check_mean(dtype: str, bias: float, backend: Backend) -> None:
+    """A finite bias on all keys is no -inf, whatever it is: with equal products, out is the mean of v."""
+    large = Large(dtype=dtype, bias=bias, terms=("bias of keys",))
+    arrays = large.arrays()
+    arrays["q"][...] = 0
+    out, lse, gradients = backend(large.attention.options, arrays, ("dv",))
+    v = np.asarray(arrays["v"], np.float64)
+    mean = v.mean(axis=2, keepdims=True)
+    eps = eps_of(dtype)
+    np.testing.assert_allclose(np.asarray(out, np.float64), np.broadcast_to(mean, out.shape), atol=2 * eps)
+    expected = bias + np.log(large.seqlen_k)
+    np.testing.assert_allclose(np.asarray(lse, np.float64), expected, rtol=2.0**-22)
+    np.testing.assert_allclose(
+        np.asarray(gradients["dv"], np.float64), large.heads * large.seqlen_q / large.seqlen_k, rtol=2 * eps
+    )
+
+
+def check_equal_scores(dtype: str, bias: float, seqlen_k: int, seed: int, backend: Backend) -> None:
+    """Keys with equal scores have equal weights, in whichever tile they are: out is the share of each kind of key."""
+    random = np.random.default_rng(seed)
+    wide = np.float64 if dtype == "float64" else np.float32
+    large = Large(dtype=dtype, seqlen_k=seqlen_k, heads=1)
+    arrays = large.arrays()
+    arrays["q"][...] = random.choice([0.5, 1.0, 2.0])
+    arrays["k"][...] = 0.5
+    kinds = random.integers(0, 4, seqlen_k)
+    arrays["v"][...] = 0
+    for kind in range(4):
+        arrays["v"][0, 0, kinds == kind, kind] = 1
+    arrays["bias"] = np.full((1, 1, large.seqlen_q, seqlen_k), bias, wide)
+    out, _, _ = backend(large.attention.options, arrays, ())
+    shares = np.bincount(kinds, minlength=4) / seqlen_k
+    expected = np.tile(shares, (large.seqlen_q, 1))
+    np.testing.assert_allclose(np.asarray(out, np.float64)[0, 0, :, :4], expected, atol=2 * eps_of(dtype))
+
+
+def check_hidden_nan(dtype: str, shape: tuple[int, ...], seed: int, backend: Backend, **terms: Any) -> None:
+    """A hidden pair is hidden whatever its score is: NaN and infinities of hidden keys change nothing."""
+    random = np.random.default_rng(seed)
+    sizes = {"seqlen_q": 64 if shape[2] == 1 else shape[2], "seqlen_k": shape[3]}
+    large = Large(dtype=dtype, **sizes, heads=shape[1], heads_kv=shape[1])
+    arrays = large.arrays() | terms
+    keys = random.random(shape[3]) < 0.3  # hidden from all queries
+    mask = random.random(shape) < 0.8
+    mask[..., keys] = False
+    arrays["mask"] = mask
+    plain = backend(large.attention.options, dict(arrays), ())
+    ends = random.choice([np.nan, np.inf, -np.inf], (int(keys.sum()), large.head_dim))
+    arrays["k"] = arrays["k"].copy()
+    arrays["k"][:, :, keys] = ends.astype(arrays["k"].dtype)
+    hidden = backend(large.attention.options, arrays, ())
+    for a, b in zip(plain[:2], hidden[:2], strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+larges = st.builds(
+    Large,
+    seqlen_q=st.integers(1, 140),
+    seqlen_k=st.integers(1, 300),
+    head_dim=st.sampled_from([8, 32, 40, 64]),
+    bias=st.none() | st.sampled_from(MASKED),
+    of=st.sampled_from(["queries", "keys"]),
+    spread=st.sampled_from([1.0, 1.0, 1e3, 1e5]),
+    terms=st.lists(st.sampled_from(["mask of keys", "mask", "slopes", "lengths"]), max_size=2, unique=True)
+    .filter(lambda terms: len({"mask", "mask of keys"} & {*terms}) < 2)
+    .map(tuple),
+    options=st.sampled_from(
+        [{}, {"causal": True}, {"window": (30, None)}, {"softcap": 60.0}, {"softcap": 2.0**14}, {"deterministic": True}]
+    ),
+    seed=st.integers(0, 2**16),
+)
