@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import numpy as np
 
 from cuflash.captured import gradient_names, names_of
+from cuflash.interop import check_distinct
 from cuflash.operands import (
     FLOAT8,
     ITEMSIZE,
@@ -135,11 +136,9 @@ def bind(
     for name, array in given.items():
         if name not in (*INPUTS, *NAMES, *captured):
             shape, dtype = _expected(name, problem, given)
-            check_array(name, array, shape, dtype)
-        # NumPy gives an array without elements strides of 0.
-        if name in results and 0 not in array.shape and 0 in _steps(array):
-            got = f"strides {tuple(array.strides)}"
-            raise value_error(name, got, "an array whose elements are all distinct in memory")
+            check_array(name, array, shape, dtype, is_read=name not in results)
+        if name in results:
+            check_distinct(name, array)
 
     allocated = {name: _contiguous(name, problem, given) for name in results if name not in given}
     read = {name: _contiguous(name, problem, given) for name in (*_READ[pass_], "lse") if name not in given | allocated}

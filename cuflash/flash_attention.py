@@ -254,7 +254,7 @@ class FlashAttention(Preparation):
             (..., num_heads, seqlen_q, head_dim) for layout "bhsd"; float16, bfloat16 (`ml_dtypes`), float32 or float64.
             Any strides, of this and every other array; on the GPU, q, k or v whose last axis is not contiguous is
             copied first. A float16, bfloat16 or float32 problem accumulates in float32. The leading axes of q, k and v
-            broadcast to those that "batch" stands for below, and so do those of all other arrays, which may be 1 or
+            broadcast to those that "batch" stands for below, and so do those of the optional arrays, which may be 1 or
             missing.
         k : array
             (..., num_heads_kv, seqlen_k, head_dim), dtype of q, or float8_e4m3fn or float8_e5m2 (`ml_dtypes`, or what
@@ -422,7 +422,8 @@ class FlashAttention(Preparation):
         Parameters
         ----------
         dout : array
-            Gradient with respect to out, of its shape and dtype.
+            Gradient with respect to out, of its shape and dtype. One entry does not stand for others here, nor in out,
+            lse and dlse: ``numpy.broadcast_to(dout, out.shape)`` says that it does.
         q, k, v : array
             As `forward` took them.
         out, lse : array

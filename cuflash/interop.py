@@ -21,13 +21,14 @@ from __future__ import annotations
 import ctypes
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from cuflash.float8 import Float8Array, fp8
+from cuflash.operands import Shaped
 from cuflash.values import type_error, value_error
 
 HOST_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost (pinned)
@@ -36,6 +37,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # Methods by which a PyTorch tensor says that its memory holds other numbers than it has, and those that make it plain.
 LAZY_BITS = {"is_neg": "resolve_neg", "is_conj": "resolve_conj", "_is_zerotensor": "clone"}
 OVERLAP_WORK = 100_000  # candidate solutions tried before two interleaved arrays count as overlapping
+ANY_ADDRESS = 2**61  # of arrays that exist for a comparison, with room on both sides
 
 Kind = Literal["numpy", "cupy"]
 
@@ -162,7 +164,48 @@ def overlap(a: Any, b: Any) -> bool:
     overlapping.
     """
     if not isinstance(a, np.ndarray):
-        a, b = _host_stand_in(a), _host_stand_in(b)
+        a, b = (_never_read(x.data.ptr, x.shape, x.strides, x.dtype.itemsize) for x in (a, b))
+    return _share(a, b)
+
+
+def check_distinct(name: str, array: Shaped) -> None:
+    """Refuse a result that is written to two of whose elements share memory."""
+    if overlaps_itself(array):
+        raise value_error(name, f"strides {tuple(array.strides)}", "an array whose elements are all distinct in memory")
+
+
+def overlaps_itself(array: Shaped) -> bool:
+    """Whether elements of an array of any library share memory with each other.
+
+    Steps along one axis that reach past all that smaller steps reach keep elements apart: so do those of nearly all
+    arrays. Other strides are looked at axis by axis: two elements whose first differing index is that of axis k share
+    memory if one of those after step k shares memory with one without that step. What is too entangled counts as
+    overlapping.
+    """
+    size = array.dtype.itemsize
+    axes = [(n, int(stride)) for n, stride in zip(array.shape, array.strides, strict=True) if n != 1]
+    if any(n == 0 for n, _ in axes):
+        return False
+    reach = size
+    for step, n in sorted((abs(stride), n) for n, stride in axes):
+        if step < reach:
+            break
+        reach += step * (n - 1)
+    else:
+        return False
+
+    def elements(axes: list[tuple[int, int]], first: int) -> np.ndarray[Any, Any]:
+        return _never_read(ANY_ADDRESS + first, [n for n, _ in axes], [stride for _, stride in axes], size)
+
+    for k, (n, stride) in enumerate(axes):
+        after, others = elements([(n - 1, stride), *axes[k + 1 :]], stride), elements(axes[k + 1 :], 0)
+        if _share(after, others):
+            return True
+    return False
+
+
+def _share(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+    """Whether two NumPy arrays have an element in common, or are too entangled to tell."""
     if not np.may_share_memory(a, b):
         return False
     try:
@@ -171,16 +214,16 @@ def overlap(a: Any, b: Any) -> bool:
         return True
 
 
-def _host_stand_in(array: Any) -> np.ndarray[Any, Any]:
-    """A NumPy array with the addresses of a CuPy array; only ever compared, never read."""
+def _never_read(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> np.ndarray[Any, Any]:
+    """A NumPy array of elements at such addresses; only ever compared."""
 
     class Addresses:
         __array_interface__ = {  # noqa: RUF012 (the protocol wants an attribute)
             "version": 3,
-            "shape": array.shape,
-            "strides": array.strides,
-            "typestr": f"|V{array.dtype.itemsize}",
-            "data": (array.data.ptr, True),
+            "shape": tuple(shape),
+            "strides": tuple(strides),
+            "typestr": f"|V{itemsize}",
+            "data": (address, True),
         }
 
     return np.asarray(Addresses())

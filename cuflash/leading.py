@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from cuflash.binding import INPUTS
 from cuflash.float8 import on_bits
-from cuflash.interop import overlap
-from cuflash.operands import check_array, numpy_dtype
+from cuflash.interop import check_distinct, overlap
+from cuflash.operands import broadcasts, check_array, check_shape, numpy_dtype
 from cuflash.options import Options
 from cuflash.terms import DEFAULT_NEED, OF_NUMBERS, TERMS
 from cuflash.values import counted, value_error
@@ -241,21 +241,19 @@ def _check(
     for name, shape in shapes.items():
         if name in results or name in INPUTS or name not in _OWN_AXES:
             continue
-        own = len(full[name]) - len(lengths) if name in full else _OWN_AXES[name]
-        lead = shape[: max(len(shape) - own, 0)]
         if name in full:
-            is_right = shape[len(shape) - own :] == full[name][len(lengths) :]
-            expected = f"{full[name]}, of which leading axes may be 1 or missing"
-        elif name in _BROADCAST:
+            check_shape(name, shape, full[name])
+            continue
+        own = _OWN_AXES[name]
+        lead = shape[: max(len(shape) - own, 0)]
+        if name in _BROADCAST:
             target = (*heads, full["lse"][-1], seqlen_k) if name in ("bias", "mask") else shape[len(lead) :]
-            is_right = all(n in (1, m) for n, m in zip(reversed(shape), reversed(target), strict=False))
+            is_right = broadcasts(shape[len(lead) :], target)
             expected = f"a shape that broadcasts to {(*lengths, *target)}"
         else:
             is_right = shape[len(shape) - own :] == heads[:own] and len(shape) >= own
             expected = f"{(*lengths, *heads[:own])}, of which leading axes may be 1 or missing"
-        fits = len(lead) <= len(lengths) and all(
-            n in (1, m) for n, m in zip(reversed(lead), reversed(lengths), strict=False)
-        )
+        fits = broadcasts(lead, lengths)
         if name in _SHARED and fits and any(n != 1 for n in lead):
             fits, expected = False, f"{heads}, and leading axes of size 1: a head has one {name.removesuffix('s')}"
         if not (is_right and fits):
@@ -397,10 +395,8 @@ class Calls:
         given = self._given[name]
         if given is None:
             return self._xp.empty(shape, dtype)
-        check_array(name, given, shape, dtype.name)
-        if any(n > 1 and stride == 0 for n, stride in zip(given.shape, given.strides, strict=True)):
-            got = f"strides {tuple(given.strides)}"
-            raise value_error(name, got, "an array whose elements are all distinct in memory")
+        check_array(name, given, shape, dtype.name, is_read=False)
+        check_distinct(name, given)
         for other, array in {**self._arrays, **self._given}.items():
             if array is not None and other != name and overlap(given, array):
                 raise value_error(name, f"memory shared with {other}", "memory of its own")

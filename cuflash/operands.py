@@ -126,13 +126,17 @@ def rows_of(array: Shaped) -> Operand:
     return Operand(shape=(1,) * missing + tuple(array.shape), strides=(0,) * missing + strides, dtype=array.dtype.name)
 
 
+def broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
+    """Whether NumPy broadcasts an array of this shape to the target."""
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(n in (1, m) for n, m in pairs)
+
+
 def broadcast_operand(
     name: str, array: Shaped, target: tuple[int, ...], axes: str = "(batch, num_heads, seqlen_q, seqlen_k)"
 ) -> Operand:
     """Shape and element strides of `array` broadcast to `target`, as NumPy broadcasts. `axes` are those of `target`."""
-    if len(array.shape) > len(target) or any(
-        n not in (1, m) for n, m in zip(reversed(array.shape), reversed(target), strict=False)
-    ):
+    if not broadcasts(array.shape, target):
         expected = f"a shape that broadcasts to {axes} = {target}"
         raise value_error(name, f"shape {tuple(array.shape)}", expected)
     missing = len(target) - len(array.shape)
@@ -147,12 +151,19 @@ def check_dtype(name: str, array: Shaped, expected: tuple[str, ...], why: str = 
         raise type_error(name, f"dtype {array.dtype}", " or ".join(expected) + why)
 
 
-def check_array(name: str, array: Shaped, shape: tuple[int, ...], dtype: str) -> None:
+def check_array(name: str, array: Shaped, shape: tuple[int, ...], dtype: str, *, is_read: bool = True) -> None:
     """Check an array whose shape and dtype follow from the problem: dout, out, lse and the `out=`-style results."""
     if array.dtype.name != dtype:
         raise type_error(name, f"dtype {array.dtype}", dtype)
-    if tuple(array.shape) != shape:
-        raise value_error(name, f"shape {tuple(array.shape)}", f"{shape}")
+    check_shape(name, tuple(array.shape), shape, is_read=is_read)
+
+
+def check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...], *, is_read: bool = True) -> None:
+    """Check the shape of such an array. Those that are read do not broadcast: an index too many would go unnoticed."""
+    if shape != expected:
+        may_broadcast = is_read and broadcasts(shape, expected)
+        remedy = f": numpy.broadcast_to({name}, {expected}), if that is meant" if may_broadcast else ""
+        raise value_error(name, f"shape {shape}", f"{expected}{remedy}")
 
 
 def block_of_scales(count: int, keys: int) -> int:

@@ -40,9 +40,9 @@ class Case(Numbers):
         Lengths of the leading axes of the scores, any number of them, in place of one for the batch: `batch` is set to
         their product, `ndim` to their number and 3.
     leading : tuple of (str, tuple of int)
-        The leading axes of q, k, v, dout, dlse, kv_lengths or sinks, by name, where these are not `axes`: some of them
-        are 1, or missing at the front. Those of bias, mask, block_mask and alibi_slopes are in their shapes. There are
-        as many `kv_lengths` as their axes have indices.
+        The leading axes of q, k, v, kv_lengths or sinks, by name, where these are not `axes`: some of them are 1, or
+        missing at the front. Those of bias, mask, block_mask and alibi_slopes are in their shapes. There are as many
+        `kv_lengths` as their axes have indices.
     layout, causal, window :
         As `cuflash.FlashAttention` takes them, as all numbers that act on scores.
     bias : tuple of int, optional

@@ -173,7 +173,7 @@ def over_axes(case: Case, choose: Callable[[Sequence[Any]], Any]) -> Case:
     def of_scores(shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
         return shape if shape is None or len(shape) < 3 else (*some(), *shape[-3:])
 
-    leading = {name: some() for name in ("q", "k", "dout", "dlse", "kv_lengths")}
+    leading = {name: some() for name in ("q", "k", "kv_lengths")}
     leading[choose(("q", "k"))] = axes
     leading |= {term.name: (1,) * choose((0, len(axes))) for term in OF_HEADS if term.lacks_batch}
     leading["v"] = choose((axes, leading["k"]))

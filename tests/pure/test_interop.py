@@ -6,12 +6,13 @@ import re
 import sys
 import weakref
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
@@ -437,6 +438,31 @@ def test_overlap_of_device_arrays_reads_nothing():
     base = np.zeros((4, 3, 8), BFLOAT16)
     assert interop.overlap(Memory(base), Memory(base[1:]))
     assert not interop.overlap(Memory(base[:, 0]), Memory(base[:, 2]))
+
+
+class Strided(NamedTuple):
+    """What an array of any library says of itself."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: Any
+
+
+@settings(max_examples=500)
+@given(st.data(), st.lists(st.tuples(st.integers(0, 4), st.integers(-9, 9)), max_size=4), st.sampled_from([1, 2, 4]))
+def test_overlap_with_itself_is_found_exactly(data, axes, itemsize):
+    shape, strides = [n for n, _ in axes], [step for _, step in axes]
+    starts = [sum(i * step for i, step in zip(index, strides, strict=True)) for index in np.ndindex(*shape)]
+    occupied = [start + byte for start in starts for byte in range(itemsize)]
+    array = Strided((*shape,), (*strides,), np.dtype(f"V{itemsize}"))
+    assert interop.overlaps_itself(array) == (len(set(occupied)) < len(occupied))
+
+
+def test_arrays_too_entangled_to_tell_overlap_with_themselves(monkeypatch):
+    array = Strided((7, 8, 9, 10), (331, 197, 101, 67), np.dtype(np.uint8))
+    monkeypatch.setattr(interop, "OVERLAP_WORK", 1)
+    assert interop.overlaps_itself(array)
+    assert not interop.overlaps_itself(Strided((2**20, 2**15, 2), (4, 2**23, 2**60), np.dtype(np.float32)))
 
 
 def test_arrays_too_entangled_to_tell_count_as_overlapping(monkeypatch):

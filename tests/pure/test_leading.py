@@ -63,8 +63,10 @@ def test_results_are_written_where_the_caller_says(case, strides):
     results = {name: room(x) for name, x in gradients.items()}
     keywords = ct.optional_backward(arrays) | case.random | results
     again = attn.backward(arrays["dout"], *ct.qkv(arrays), out, lse, need=(), **keywords)
-    for x, y, z in zip(gradients.values(), results.values(), again, strict=True):
-        assert y is z
+    assert all(x is y for x, y in zip(results.values(), again, strict=True))
+    # Where results lie decides which axes merge, and so how many calls the gradients of numbers are sums over.
+    ct.assert_backward(case, **results)
+    for x, y in zip(gradients.values(), results.values(), strict=True) if strides == "contiguous" else ():
         np.testing.assert_array_equal(x, y)
     np.testing.assert_array_equal(out, into["out"])
     np.testing.assert_array_equal(lse, into["lse"])
@@ -221,6 +223,36 @@ def test_refusals_say_what_the_caller_gave(name, value, message):
     with pytest.raises(ValueError) as raised:
         cuflash.FlashAttention().forward(**structures() | {name: value})
     assert str(raised.value).startswith(f"{name}: got {message}")
+
+
+@pytest.mark.parametrize("name", ["dout", "out", "lse", "dlse"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_backward_takes_an_array_for_every_entry(name, layout):
+    """An index too many is an error; who means it says so."""
+    q = structures(np.float64)["q"]
+    attn: Any = cuflash.FlashAttention(layout=layout)
+    out, lse = attn.forward(q, q, q)
+    arrays = {"dout": out + 1, "out": out, "lse": lse, "dlse": 2 * lse}
+    one = arrays[name][:1, 1:2]
+    whole = np.broadcast_to(one, arrays[name].shape)
+    for few in (one, one[0, 0]):
+        with pytest.raises(ValueError) as raised:
+            attn.backward(q=q, k=q, v=q, **arrays | {name: few})
+        assert str(raised.value) == (
+            f"{name}: got shape {few.shape}, expected {whole.shape}: numpy.broadcast_to({name}, {whole.shape}), "
+            "if that is meant"
+        )
+    got = attn.backward(q=q, k=q, v=q, **arrays | {name: whole})
+    for x, y in zip(got, attn.backward(q=q, k=q, v=q, **arrays | {name: whole.copy()}), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_results_whose_elements_share_memory_are_refused():
+    arrays = structures()
+    shape, strides = (2, 3, 2, 5, 8), (3840, 1280, 32, 32, 4)  # rows of one head begin where those of the other do
+    arrays["out"] = np.lib.stride_tricks.as_strided(np.zeros(2000, np.float32), shape, strides)
+    with pytest.raises(ValueError, match=r"^out: got strides \(3840, .*, expected an array whose elements are"):
+        cuflash.FlashAttention().forward(**arrays)
 
 
 @pytest.mark.parametrize("other", ["q", "bias", "lse"])
