@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from cuflash.operands import Operand, Shaped, as_it_is, check_dtype
+from cuflash.operands import Operand, Shaped, as_it_is, check_dtype, softmax_dtype_of
 from cuflash.options import Options
 from cuflash.terms import NUMBERS, OF_SCORE, PassArrays, checked
 from cuflash.values import value_error
@@ -66,12 +66,15 @@ def checked_with_captured(
     return checked(method, kind, own) | check_given(method, options, others, results)
 
 
-def operands_of(
-    options: Options, given: Mapping[str, Shaped], dtype: str, softmax_dtype: str
-) -> tuple[tuple[str, Operand], ...]:
+def captured_dtypes(dtype: str) -> tuple[str, ...]:
+    """The dtypes that the arrays may have beside q of a dtype."""
+    return tuple(dict.fromkeys((softmax_dtype_of(dtype), dtype, "int32", "int64", "bool")))
+
+
+def operands_of(options: Options, given: Mapping[str, Shaped], dtype: str) -> tuple[tuple[str, Operand], ...]:
     """The arrays as kernels see them, checked."""
     found = []
-    allowed = tuple(dict.fromkeys((softmax_dtype, dtype, "int32", "int64", "bool")))
+    allowed = captured_dtypes(dtype)
     for name in names_of(options):
         array = given[name]
         check_dtype(name, array, allowed, ", which the score or the mask reads")

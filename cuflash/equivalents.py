@@ -300,9 +300,7 @@ def _term(name: str, load: Node, call: _Call, index: Index) -> tuple[str, tuple[
     for axis, length in zip(inputs, shape, strict=True):
         if axis not in sizes or not (length == sizes[axis] or (length == 1 and term.broadcasts)):
             return None
-    dtype = call.dtypes["q"]
-    allowed = {"input": dtype, "softmax": "float64" if dtype == "float64" else "float32"}
-    if call.dtypes[array] not in (allowed[of] for of in term.dtypes):
+    if call.dtypes[array] not in term.dtypes_beside(call.dtypes["q"]):
         return None
     return array, (name, index)
 

@@ -246,7 +246,10 @@ class FlashAttention(Preparation):
         All arrays of a call are of one kind, and the results are of that kind: NumPy (computed on the CPU), CuPy
         (computed on their device, on CuPy's current stream, without a synchronisation), or another library's with
         ``__dlpack__`` (likewise, by the memory it is in; nothing is copied or moved). A class whose library has no
-        ``from_dlpack`` gets NumPy or CuPy arrays back.
+        ``from_dlpack`` gets NumPy or CuPy arrays back. Beside arrays of any kind, a scalar of Python or NumPy stands
+        for an array without axes: ``bias=0.0``, ``k_scale=1.0``, a parameter of a score. A Python float gets the dtype
+        of lse, and so does ``numpy.float64``, which is one; other NumPy scalars keep their dtype, or get one that holds
+        all its values.
 
         Parameters
         ----------
@@ -283,30 +286,30 @@ class FlashAttention(Preparation):
             arguments say. Hidden blocks are neither loaded nor computed: the time is that of the blocks that are left.
             `cuflash.block_masks` makes such masks. Not with a `block_table`.
         block_table : array, optional
-            (batch, max_pages), int32: k and v are pools of pages that are shared by all batch entries, and key j of
-            entry b is row ``j % page_size`` of page ``block_table[b, j // page_size]``. All arrays of heads are then
-            4-D, and k has shape (num_pages, num_heads_kv, page_size, head_dim), or for layout "bshd" (num_pages,
-            page_size, num_heads_kv, head_dim); v likewise. page_size is 16, 32, 64, 128 or 256, and seqlen_k is
-            ``max_pages * page_size``. `kv_lengths` are needed too, and the diagonal of entry b follows them: ``d =
-            kv_lengths[b] - seqlen_q`` (0 with "top_left"). A page may belong to several entries. Of the table only the
-            pages of keys that exist are looked up; they are in 0..num_pages - 1, which is checked on the CPU; on the
-            GPU others are clamped.
+            (batch, max_pages), int32, or int64, of which a copy is made: k and v are pools of pages that are shared by
+            all batch entries, and key j of entry b is row ``j % page_size`` of page ``block_table[b, j // page_size]``.
+            All arrays of heads are then 4-D, and k has shape (num_pages, num_heads_kv, page_size, head_dim), or for
+            layout "bshd" (num_pages, page_size, num_heads_kv, head_dim); v likewise. page_size is 16, 32, 64, 128 or
+            256, and seqlen_k is ``max_pages * page_size``. `kv_lengths` are needed too, and the diagonal of entry b
+            follows them: ``d = kv_lengths[b] - seqlen_q`` (0 with "top_left"). A page may belong to several entries. Of
+            the table only the pages of keys that exist are looked up; they are in 0..num_pages - 1, which is checked on
+            the CPU; on the GPU others are clamped.
         cu_seqlens_q, cu_seqlens_k : array, optional
-            (sequences + 1,), int32: q, k and v are 3-D and hold packed sequences, one after the other along the axis
-            of seqlen. Rows ``cu_seqlens_q[b]`` up to, but not, ``cu_seqlens_q[b + 1]`` of q see the keys from
-            ``cu_seqlens_k[b]`` up to, but not, ``cu_seqlens_k[b + 1]``, as a problem of their own: d is that of the
-            sequence, of which any may be empty, and (batch, ...) stands for (sequences, ...). They start with 0, do not
-            decrease, and end within the axis; on the GPU, where looking would be a synchronisation, nothing outside of
-            the arrays is touched whatever they are, and values that break the rule give undefined results. Rows after
-            the last sequence belong to none: out = 0, lse = -inf. Not together with bias, mask, block_mask,
-            kv_lengths and block_table.
+            (sequences + 1,), int32, or int64, of which a copy is made: q, k and v are 3-D and hold packed sequences,
+            one after the other along the axis of seqlen. Rows ``cu_seqlens_q[b]`` up to, but not, ``cu_seqlens_q[b +
+            1]`` of q see the keys from ``cu_seqlens_k[b]`` up to, but not, ``cu_seqlens_k[b + 1]``, as a problem of
+            their own: d is that of the sequence, of which any may be empty, and (batch, ...) stands for (sequences,
+            ...). They start with 0, do not decrease, and end within the axis; on the GPU, where looking would be a
+            synchronisation, nothing outside of the arrays is touched whatever they are, and values that break the rule
+            give undefined results. Rows after the last sequence belong to none: out = 0, lse = -inf. Not together with
+            bias, mask, block_mask, kv_lengths and block_table.
         q_scale, k_scale, v_scale : array, optional
-            float32: the factors of q, k and v where these are float8; a factor is 1 if it is not given. Each
+            float32: the factors of q, k and v, required where these are fp8: 1.0 if their numbers have none. Each
             broadcasts to (batch, num_heads_kv, ceil(seqlen_k / block)), in every layout, where block is a power of two
             that the length of the last axis tells. So () is one number for the array, (num_heads_kv, 1) one for each
-            head, and as many as keys are one for each key. With a `block_table` they are those of the pool:
-            (num_pages, num_heads_kv, ceil(page_size / block)); with packed sequences, blocks are of all rows. That of q
-            has num_heads and seqlen_q in their place.
+            head, and as many as keys are one for each key. With a `block_table` they are those of the pool: (num_pages,
+            num_heads_kv, ceil(page_size / block)); with packed sequences, blocks are of all rows. That of q has
+            num_heads and seqlen_q in their place.
         seed, offset : int, optional
             They decide which weights dropout drops: needed with dropout, without effect otherwise. 0 to ``2 ** 64 - 1``
             and 0 to ``2 ** 32 - 1``. Calls that differ in either drop other weights: the seed may be the number of a

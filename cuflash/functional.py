@@ -27,18 +27,18 @@ def attention(
     layout: Literal["bhsd", "bshd"] = "bhsd",
     precision: Literal["highest", "tf32"] = "highest",
     block_size: int | tuple[int, int] = BLOCK_SIZE,
-    bias: ArrayT | None = None,
-    mask: ArrayT | None = None,
-    kv_lengths: ArrayT | None = None,
+    bias: ArrayT | float | None = None,
+    mask: ArrayT | float | None = None,
+    kv_lengths: ArrayT | float | None = None,
     alibi_slopes: ArrayT | None = None,
     sinks: ArrayT | None = None,
     block_mask: ArrayT | None = None,
     block_table: ArrayT | None = None,
     cu_seqlens_q: ArrayT | None = None,
     cu_seqlens_k: ArrayT | None = None,
-    q_scale: ArrayT | None = None,
-    k_scale: ArrayT | None = None,
-    v_scale: ArrayT | None = None,
+    q_scale: ArrayT | float | None = None,
+    k_scale: ArrayT | float | None = None,
+    v_scale: ArrayT | float | None = None,
     out: ArrayT | None = None,
 ) -> ArrayT:
     """Exact attention, ``softmax(scale * q @ k.T) @ v`` of every head, in memory linear in the sequence length.
@@ -54,7 +54,7 @@ def attention(
     causal, scale, window, softcap, layout, precision, block_size :
         Options, as `FlashAttention` takes them.
     bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k :
-        Arrays, optional, as `FlashAttention.forward` takes them.
+        Arrays, optional, as `FlashAttention.forward` takes them; a scalar stands for an array without axes.
     q_scale, k_scale, v_scale, out :
         Arrays, optional, as `FlashAttention.forward` takes them.
 

@@ -29,6 +29,8 @@ import numpy as np
 
 from cuflash.float8 import Float8Array, fp8
 from cuflash.operands import Shaped
+from cuflash.scalars import array_of, is_scalar
+from cuflash.terms import NAMES, NARROWED, PassArrays
 from cuflash.values import type_error, value_error
 
 HOST_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost (pinned)
@@ -37,13 +39,15 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # Methods by which a PyTorch tensor says that its memory holds other numbers than it has, and those that make it plain.
 LAZY_BITS = {"is_neg": "resolve_neg", "is_conj": "resolve_conj", "_is_zerotensor": "clone"}
 OVERLAP_WORK = 100_000  # candidate solutions tried before two interleaved arrays count as overlapping
+_ARRAYS_ONLY = PassArrays.__annotations__.keys() - set(NAMES)  # results, and arrays that have those's shapes
 ANY_ADDRESS = 2**61  # of arrays that exist for a comparison, with room on both sides
 
 Kind = Literal["numpy", "cupy"]
 
 
 def are_cupy(arrays: Mapping[str, object], required: Iterable[str]) -> bool:
-    """Whether all arguments are CuPy arrays or arrays of one byte a number (or absent, where they may be).
+    """Whether all arguments are CuPy arrays or arrays of one byte a number (or absent, where they may be) that `borrow`
+    would take as they are.
 
     This is the common case, decided first and fast.
     """
@@ -54,10 +58,10 @@ def are_cupy(arrays: Mapping[str, object], required: Iterable[str]) -> bool:
     for x in arrays.values():
         if x is not None and type(x) is not array and type(x) is not Float8Array:
             return False
-    for name in required:  # noqa: SIM110 (any() of a generator doubles the time, and this runs before every launch)
+    for name in required:  # any() of a generator doubles the time, and this runs before every launch
         if arrays[name] is None:
             return False
-    return True
+    return not _has_wide_integers(arrays)
 
 
 def numpy_arrays(
@@ -80,7 +84,14 @@ def numpy_arrays(
     for name in written:
         if name in given and not given[name].flags.writeable:
             return None
-    return given
+    return None if _has_wide_integers(given) else given
+
+
+def _has_wide_integers(arrays: Mapping[str, Any]) -> bool:
+    for name in NARROWED:  # noqa: SIM110 (as above)
+        if (x := arrays.get(name)) is not None and x.dtype == np.int64:
+            return True
+    return False
 
 
 class Borrowed(NamedTuple):
@@ -107,23 +118,41 @@ class Borrowed(NamedTuple):
 def borrow(arrays: Mapping[str, Any], *, required: Iterable[str], written: Iterable[str] = ()) -> Borrowed:
     """View every argument of a call as a NumPy array, or every one as a CuPy array; None stays None.
 
+    Scalars become arrays without axes, and `NARROWED` arrays of int64 become int32, where q is.
+
     Raises, naming the argument, TypeError for anything that is no array, for arguments of more than one library or on
     both sides of the bus, for an array that its library does not lend, and for one whose memory holds other numbers;
-    ValueError for a read-only one among the `written`; ImportError for CUDA memory where CuPy is missing.
+    ValueError for a read-only one among the `written`, and for a scalar or an integer that is too large; ImportError
+    for CUDA memory where CuPy is missing.
     """
     for name in required:
         if arrays[name] is None:
             raise type_error(name, "None", "an array")
-    present = {name: x for name, x in arrays.items() if x is not None}
+    given = {name: x for name, x in arrays.items() if x is not None}
+    arrays_only = {*required, *written, *_ARRAYS_ONLY} if "q" in given else given.keys()
+    scalars = {name: x for name, x in given.items() if name not in arrays_only and is_scalar(x)}
+    own = _borrow_arrays({name: x for name, x in given.items() if name not in scalars}, written)
+    views = {**arrays, **own.arrays}
+    for name, x in scalars.items():
+        array = array_of(name, x, views["q"].dtype.name)
+        views[name] = array if own.kind == "numpy" else _on_device_of(views["q"], array)
+    narrowed: dict[int, Any] = {}  # one for each array: equal starts of queries and keys stay one object
+    for name in NARROWED:
+        if (x := views.get(name)) is not None and x.dtype == np.int64:
+            views[name] = narrowed.setdefault(id(x), _as_int32(name, x))
+    return own._replace(arrays=views)
+
+
+def _borrow_arrays(present: Mapping[str, Any], written: Iterable[str]) -> Borrowed:
     (first_name, first), *others = present.items()
     library = _library_of(first_name, first)
     for name, x in others:
         if _library_of(name, x) != library:
             raise type_error(name, _spell(x), f"an array of {library} as {first_name} is")
-    views: dict[str, Any] = dict(arrays)
+    views: dict[str, Any] = dict(present)
     if library == "numpy":
         for name, x in present.items():
-            views[name] = x.view(np.ndarray)  # of np.memmap, a subclass
+            views[name] = x if type(x) is np.ndarray else x.view(np.ndarray)  # of np.memmap, a subclass
             if name in written and not x.flags.writeable:
                 raise value_error(name, "a read-only array", "a writable one")
         return Borrowed("numpy", views, None)
@@ -140,6 +169,24 @@ def borrow(arrays: Mapping[str, Any], *, required: Iterable[str], written: Itera
         if name in written and read_only:
             raise value_error(name, f"a {library} array lent read-only", "a writable one")
     return Borrowed(kind, views, _importer_of(first))
+
+
+def _on_device_of(q: Any, array: np.ndarray[Any, Any]) -> Any:
+    """A CuPy array of the element of an array without axes. A kernel writes it: no copy from host memory is waited for,
+    and a CUDA graph repeats it."""
+    cupy = importlib.import_module("cupy")
+    with cupy.cuda.Device(q.data.device_id):
+        if array.dtype == BFLOAT16:  # which CuPy may not fill an array with
+            return cupy.full((), array.view(np.uint16).item(), np.uint16).view(BFLOAT16)
+        return cupy.full((), array.item(), array.dtype)
+
+
+def _as_int32(name: str, array: Any) -> Any:
+    """A copy of integers as kernels read them. On a GPU, where looking would be a synchronisation, none is checked."""
+    narrow = array.astype(np.int32)
+    if type(array) is np.ndarray and (wrong := narrow != array).any():
+        raise value_error(name, f"an entry {array[wrong][0]}", "integers of 32 bits")
+    return narrow
 
 
 def module_of(array: Any) -> Any:
@@ -231,10 +278,6 @@ def _never_read(address: int, shape: Sequence[int], strides: Sequence[int], item
 
 def _library_of(name: str, array: object) -> str:
     """'numpy', 'cupy', or the top-level module of another library whose arrays speak DLPack."""
-    if isinstance(array, np.ndarray):
-        if type(array) is not np.ndarray and type(array) is not np.memmap:
-            raise type_error(name, _spell(array), "a plain numpy.ndarray (what the subclass adds would be lost)")
-        return "numpy"
     cupy = sys.modules.get("cupy")
     if isinstance(array, Float8Array):
         return "cupy"
@@ -242,6 +285,12 @@ def _library_of(name: str, array: object) -> str:
         if type(array) is not cupy.ndarray:
             raise type_error(name, _spell(array), "a plain cupy.ndarray")
         return "cupy"
+    if isinstance(array, np.ndarray):
+        if type(array) is not np.ndarray and type(array) is not np.memmap:
+            raise type_error(
+                name, _spell(array), f"a plain numpy.ndarray: numpy.asarray({name}), without what else it is"
+            )
+        return "numpy"
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(array, jax.core.Tracer):
         remedy = "an array with values: within jax.jit, jax.vmap and the like call cuflash through jax.pure_callback"

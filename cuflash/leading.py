@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from cuflash.binding import INPUTS
 from cuflash.float8 import on_bits
 from cuflash.interop import check_distinct, overlap
-from cuflash.operands import broadcasts, check_array, check_shape, numpy_dtype
+from cuflash.operands import broadcasts, check_array, check_shape, numpy_dtype, softmax_dtype_of
 from cuflash.options import Options
 from cuflash.terms import DEFAULT_NEED, OF_NUMBERS, TERMS
 from cuflash.values import counted, value_error
@@ -310,7 +310,7 @@ class Calls:
         self._arrays = {name: x for name, x in arrays.items() if name not in results}
         self._given = {name: arrays.get(name) for name in results}
         q, bias = self._arrays["q"], self._arrays.get("bias")
-        self._wide = numpy_dtype("float64" if q.dtype.name == "float64" else "float32")
+        self._wide = numpy_dtype(softmax_dtype_of(q.dtype.name))
         self._widened: tuple[str, ...] = ()
         self._parts = axes.parts
         if q.dtype.itemsize == 2:

@@ -35,6 +35,11 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, name) if name in ("bfloat16", *FLOAT8) else name)
 
 
+def softmax_dtype_of(dtype: str) -> str:
+    """The dtype of scores, lse and delta for inputs of a dtype: float64 for float64, else float32."""
+    return "float64" if dtype == "float64" else "float32"
+
+
 class Shaped(Protocol):
     """The attributes of an array that a problem is made from. It is of any library, or does not exist yet."""
 

@@ -32,6 +32,7 @@ from cuflash.operands import (
     broadcast_operand,
     check_dtype,
     layout_of,
+    softmax_dtype_of,
     user_shape,
 )
 from cuflash.options import Options, Origin, check_block_size, diagonal_of, rounded_rate, window_of
@@ -232,7 +233,7 @@ class Problem(Given):
     @property
     def softmax_dtype(self) -> str:
         """dtype of scores, lse and delta: float64 for float64 inputs, else float32."""
-        return "float64" if self.dtype == "float64" else "float32"
+        return softmax_dtype_of(self.dtype)
 
     def dtype_of(self, name: str) -> str:
         """dtype of an array over head dimensions."""
@@ -382,17 +383,14 @@ def make_problem(
                 raise not_packed_error(name)
     check_alone(options, given)
     dtype = "bfloat16" if q4.dtype in FLOAT8 else q4.dtype
-    softmax_dtype = "float64" if dtype == "float64" else "float32"
+    softmax_dtype = softmax_dtype_of(dtype)
     sizes = {"batch": batch, "num_heads": num_heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     operands: dict[str, Any] = {
-        name: _term_operand(BY_NAME[name], array, dtype, softmax_dtype, sizes)
+        name: _term_operand(BY_NAME[name], array, dtype, sizes)
         for name, array in given.items()
         if name not in OF_FLOAT8
     }
-    for name, of in zip(OF_FLOAT8, (q4, k4, v4), strict=True):
-        if name in given:
-            paged = block_table is not None and of is not q4
-            operands[name] = _scale_operand(name, given[name], of, "num_pages" if paged else "batch")
+    operands |= _scale_operands(given, q4, k4, v4)
     block_size = (0, 0)
     if block_mask is not None:
         if block_table is not None:
@@ -432,7 +430,7 @@ def make_problem(
         **operands,
         score=options.score,
         mask_function=options.mask_function,
-        captured=operands_of(options, captured or {}, dtype, softmax_dtype),
+        captured=operands_of(options, captured or {}, dtype),
         wide=options.wide,
         shares_device=options.shares_device,
     )
@@ -475,10 +473,9 @@ def check_differentiable(problem: Problem) -> None:
         )
 
 
-def _term_operand(term: Term, array: Shaped, dtype: str, softmax_dtype: str, sizes: Mapping[str, int]) -> Operand:
+def _term_operand(term: Term, array: Shaped, dtype: str, sizes: Mapping[str, int]) -> Operand:
     """A term as kernels see it, checked against its row."""
-    spelled = {"input": dtype, "softmax": softmax_dtype}
-    check_dtype(term.name, array, tuple(dict.fromkeys(spelled.get(x, x) for x in term.dtypes)), term.hint)
+    check_dtype(term.name, array, term.dtypes_beside(dtype), term.hint)
     targets = [tuple(sizes[axis] for axis in shape) for shape in term.shapes]
     if term.shapes and not term.broadcasts and tuple(array.shape) not in targets:
         named = (f"({', '.join(shape)}{',' * (len(shape) == 1)})" for shape in term.shapes)
@@ -497,6 +494,19 @@ def _block_mask_operand(array: Shaped, block_size: tuple[int, int], sizes: Mappi
         raise value_error("block_mask", f"shape {tuple(array.shape)}", expected)
     target = (sizes["batch"], sizes["num_heads"], *num_blocks)
     return broadcast_operand("block_mask", array, target, "(batch, num_heads, blocks of q, blocks of k)")
+
+
+def _scale_operands(given: Mapping[str, Shaped], q: Operand, k: Operand, v: Operand) -> dict[str, Operand]:
+    """Those of `OF_FLOAT8` that are given, each of which an array of one byte a number requires."""
+    found = {}
+    for name, of in zip(OF_FLOAT8, (q, k, v), strict=True):
+        if name in given:
+            first = "num_pages" if "block_table" in given and of is not q else "batch"
+            found[name] = _scale_operand(name, given[name], of, first)
+        elif of.dtype in FLOAT8:
+            expected = f"the scale of {name[0]}, whose dtype is {of.dtype}: {name}=1.0 if its numbers have none"
+            raise value_error(name, "None", expected)
+    return found
 
 
 def _scale_operand(name: str, array: Shaped, of: Operand, first: str) -> Operand:
@@ -530,7 +540,7 @@ def _numbers_in(dtype: str, softmax_dtype: str, options: Options, head_dim: int)
 
 def _check_pool(block_table: Shaped, kv_lengths: Shaped | None, q: Shaped, k: Shaped, pool: Operand, batch: int) -> int:
     """Check a block table and the shape of its pool, and return the number of keys that the table has room for."""
-    check_dtype("block_table", block_table, ("int32",))
+    check_dtype("block_table", block_table, ("int32",), BY_NAME["block_table"].hint)
     if len(block_table.shape) != 2 or block_table.shape[0] != batch:
         expected = f"(batch, max_pages), with batch = {batch}"
         raise value_error("block_table", f"shape {tuple(block_table.shape)}", expected)
@@ -583,7 +593,7 @@ def _number_of_sequences(ndim: int, cu_seqlens_q: Shaped | None, cu_seqlens_k: S
     if ndim != 3:
         raise value_error("q", f"a {ndim}-D array", "a 3-D one, of packed sequences, since there is a cu_seqlens_q")
     for name, starts in both:
-        check_dtype(name, starts, ("int32",))
+        check_dtype(name, starts, ("int32",), BY_NAME[name].hint)
         if len(starts.shape) != 1 or starts.shape[0] < 1:
             raise value_error(name, f"shape {tuple(starts.shape)}", "(sequences + 1,)")
     (count_q,), (count_k,) = cu_seqlens_q.shape, cu_seqlens_k.shape

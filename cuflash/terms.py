@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
-from cuflash.operands import Operand
+from cuflash.operands import Operand, softmax_dtype_of
 
+_OR_INT64 = " or int64"
 SCORES = ("batch", "num_heads", "seqlen_q", "seqlen_k")
 
 
@@ -59,6 +60,11 @@ class Term:
     has_keys: bool = False
     acts: int = 0
     define: str = ""
+
+    def dtypes_beside(self, dtype: str) -> tuple[str, ...]:
+        """The dtypes that it may have beside q of a dtype."""
+        spelled = {"input": dtype, "softmax": softmax_dtype_of(dtype)}
+        return tuple(dict.fromkeys(spelled.get(x, x) for x in self.dtypes))
 
     @property
     def gradient(self) -> str:
@@ -133,9 +139,9 @@ TERMS = (
         acts=6,
         define="CUFLASH_HAS_SINKS",
     ),
-    Term(name="cu_seqlens_q", dtypes=("int32",), strides=1, goes_packed=True),
-    Term(name="cu_seqlens_k", dtypes=("int32",), strides=1, goes_packed=True),
-    Term(name="block_table", dtypes=("int32",), strides=2),
+    Term(name="cu_seqlens_q", dtypes=("int32",), hint=_OR_INT64, strides=1, goes_packed=True),
+    Term(name="cu_seqlens_k", dtypes=("int32",), hint=_OR_INT64, strides=1, goes_packed=True),
+    Term(name="block_table", dtypes=("int32",), hint=_OR_INT64, strides=2),
     Term(name="q_scale", dtypes=("float32",), strides=3, own_axes=2, goes_packed=True),
     Term(name="k_scale", dtypes=("float32",), strides=3, own_axes=2, goes_packed=True),
     Term(name="v_scale", dtypes=("float32",), strides=3, own_axes=2, goes_packed=True),
@@ -189,6 +195,8 @@ NUMBER_ROWS = (
 # on scaled products, before the terms act.
 NUMBERS = tuple(number.name for number in NUMBER_ROWS)
 OF_FUNCTIONS = NUMBERS[1:]
+# The terms of which kernels read int32 alone. Calls convert int64, which is NumPy's integer and that of its sums.
+NARROWED = tuple(term.name for term in TERMS if term.dtypes == ("int32",))
 # The factors of q, k and v of one byte a number; their names begin with those of the arrays.
 OF_FLOAT8 = ("q_scale", "k_scale", "v_scale")
 # Options that act on scores pair by pair, in the order in which they do: a kernel without scores knows none of them.

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.operands import Operand
+from cuflash.operands import FLOAT8, Operand
 from cuflash.options import Options
 from cuflash.planning import DeviceSpec
 from cuflash.problem import Problem, make_problem
@@ -25,7 +25,9 @@ def problem_of(
     dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     shapes = (heads, seqlen_q, dim), (heads_kv, seqlen_k, dim), (heads_kv, seqlen_k, dim_v)
     q, k, v = (contiguous((batch, *shape), dtype) for shape in shapes)
-    return make_problem(Options(**options), q, k, v)
+    one = np.ones((), np.float32)
+    scales = {"q_scale": one, "k_scale": one, "v_scale": one} if dtype.name in FLOAT8 else {}
+    return make_problem(Options(**options), q, k, v, **scales)
 
 
 def blocks_of(seqlen: int) -> Problem:

@@ -9,7 +9,7 @@ from dataclasses import fields
 
 from cuflash.binding import PASSES, Contiguous, Pass
 from cuflash.flash_attention import Causal
-from cuflash.operands import DTYPES, numpy_dtype, user_shape
+from cuflash.operands import DTYPES, numpy_dtype, softmax_dtype_of, user_shape
 from cuflash.options import LAYOUTS, PRECISIONS, Options
 from cuflash.problem import Problem, make_problem
 from cuflash.terms import NUMBERS, TERMS
@@ -116,14 +116,14 @@ def calls(args: argparse.Namespace) -> Iterator[tuple[Options, dict[str, Contigu
             )
         )
         sizes = {"batch": args.batch, "num_heads": args.num_heads, "seqlen_q": args.seqlen, "seqlen_k": seqlen_k}
-        spelled = {"softmax": "float64" if dtype_name == "float64" else "float32"}
+        softmax_dtype = softmax_dtype_of(dtype_name)
         shapes = {"q": q, "k": k, "v": v}
         for term in NAMED:
             if getattr(args, term.name):
                 blocks = tuple(-(-sizes[axis] // args.block_size) for axis in ("seqlen_q", "seqlen_k"))
                 shape = tuple(sizes[axis] for axis in term.shapes[0]) if term.shapes else blocks
-                dtype = "softmax" if "softmax" in term.dtypes else term.dtypes[0]
-                shapes[term.name] = Contiguous(shape, numpy_dtype(spelled.get(dtype, dtype)))
+                dtype = softmax_dtype if "softmax" in term.dtypes else term.dtypes[0]
+                shapes[term.name] = Contiguous(shape, numpy_dtype(dtype))
         yield options, shapes
 
 

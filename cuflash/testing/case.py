@@ -68,7 +68,8 @@ class Case(Numbers):
     q_float8 : bool
         q has it, too; `dtype` is that of out then, bfloat16.
     q_scale, k_scale, v_scale : {"tensor", "head", "block", "token"}, optional
-        What has a number of its own by which q, k and v are multiplied. After the lengths these are NaN.
+        What has a number of its own by which q, k and v are multiplied; where they are float8, None (default) is a 1
+        for all. After the lengths these are NaN.
     scale_block : int
         Keys, or queries, of such a block.
     alibi_slopes : tuple of int, optional
@@ -354,7 +355,10 @@ class Case(Numbers):
         values = {name: arrays[name] for name in "qkv"}
         for name in ("k", "v", "q"):
             per = getattr(self, f"{name}_scale")
-            if per is None or (name == "q" and not self.q_float8):
+            if name == "q" and not self.q_float8:
+                continue
+            if per is None:
+                values[f"{name}_scale"] = np.ones((), np.float32)
                 continue
             entries, heads, keys, _ = values[name].shape
             block = {"token": 1, "block": self.scale_block}.get(per, max(keys, 1))

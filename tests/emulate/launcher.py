@@ -4,7 +4,7 @@ import ctypes
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -46,6 +46,12 @@ class DeviceArray(np.ndarray):
     def data(self) -> Any:
         memory = SimpleNamespace(ptr=self.ctypes.data, size=0)  # nothing is known of what lies after an array
         return SimpleNamespace(ptr=self.ctypes.data, device_id=0, mem=memory)
+
+
+def filled(shape: tuple[int, ...], value: Any, dtype: Any) -> DeviceArray:
+    array = DeviceArray(shape, dtype)
+    array[...] = value
+    return array
 
 
 class Launcher:
@@ -106,7 +112,9 @@ def launcher(arch: str, *, computes: bool) -> Iterator[Launcher]:
     """`cuflash.launch`, which takes the emulator for a GPU of this compute capability."""
     cupy: Any = ModuleType("cupy")
     cupy.ndarray = cupy.empty = DeviceArray
+    cupy.full = filled
     cupy.cuda = SimpleNamespace(
+        Device=lambda device_id: nullcontext(),
         runtime=SimpleNamespace(getDevice=lambda: 0, driverGetVersion=lambda: 0),
         alloc=lambda nbytes: SimpleNamespace(memory=(memory := allocated(nbytes)), ptr=memory.ctypes.data),
         get_current_stream=lambda: SimpleNamespace(ptr=0),

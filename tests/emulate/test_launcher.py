@@ -1,21 +1,29 @@
 """The kernels that `plan` names are those that a call launches and those that the emulator runs, on any arrays."""
 
+import sys
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cuflash
 import cuflash.testing as ct
+from cuflash import flash_attention, preparation
 from cuflash.binding import PASSES
 from cuflash.emulator import Statistics, find_compiler, passes
+from cuflash.problem import make_problem
+from cuflash.scalars import array_of
 from tests.calls import calls, results_of, shifted
 from tests.emulate import attention
-from tests.emulate.launcher import launcher
+from tests.emulate.launcher import DeviceArray, launcher
 
 ARCHS = ("8.0", "9.0")
+CU = ("cu_seqlens_q", "cu_seqlens_k")
 NO_DROPOUT = (0, 0)  # seed and offset, of which plans know nothing
 
 
@@ -74,3 +82,44 @@ def test_a_call_computes_on_arrays_that_it_copies(arch, by):
     assert plan.kernels[0].source == f"sm{arch.replace('.', '')}/forward.cu"
     assert all(np.shares_memory(x, result) for x, result in zip(found, results.values(), strict=True))
     ct.assert_forward(case, *results.values())
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_scalars_and_wide_integers_beside_arrays_on_a_device(monkeypatch, arch, dtype):
+    """By the interface. Arrays of scalars are filled on the device, integers copied there: nothing waits for it."""
+
+    def score(s, i, j, *, gamma, slope):
+        return s - gamma * cuflash.abs(i - j) - slope * i
+
+    starts = (0, 7, 20)
+    case = ct.Case(seqlen_q=20, seqlen_k=20, head_dim=16, dtype=dtype, cu_seqlens_q=starts, cu_seqlens_k=starts)
+    arrays = {name: x for name, x in case.arrays().items() if not name.startswith("cu")}
+    slope = ml_dtypes.bfloat16(0.125) if dtype == "bfloat16" else np.float64(0.125)
+    scalars = {"gamma": 0.25, "slope": slope}
+    attn: Any = cuflash.FlashAttention(score=score)
+
+    def results(arrays, starts):
+        q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
+        terms = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, **scalars}
+        out, lse = attn.forward(q, k, v, **terms)
+        need = ("dq", "dk", "dv", "dgamma", "dslope")
+        attn.plan(q, k, v, **terms)
+        return {"out": out, "lse": lse, **attn.backward(dout, q, k, v, out, lse, need=need, **terms)._asdict()}
+
+    with launcher(arch, computes=True):
+        for module in (flash_attention, preparation):
+            monkeypatch.setattr(module, "_backend", {"cupy": sys.modules["cuflash.launch"]}.__getitem__)
+        on_device = {name: x.view(DeviceArray) for name, x in arrays.items()}
+        found = results(on_device, np.array(starts, np.int64).view(DeviceArray))
+        assert all(type(x) is DeviceArray for x in found.values())
+    given_arrays = {name: array_of(name, x, dtype) for name, x in scalars.items()}
+    problem = make_problem(
+        attn.options, *ct.qkv(arrays), captured=given_arrays, **dict.fromkeys(CU, np.array(starts, np.int32))
+    )
+    judges = ct.yardsticks(problem, arrays | dict.fromkeys(CU, np.array(starts, np.int32)) | given_arrays)
+    for name, x in found.items():
+        assert (x.shape, x.dtype) == ((), given_arrays[name[1:]].dtype) if name[1:] in scalars else x.ndim
+        measurement = ct.measure(name, x.view(np.ndarray), judges[name])
+        assert not measurement.failure, measurement

@@ -149,6 +149,6 @@ def test_a_cache_that_grows_is_read_to_its_end():
     q_device, k_device = cupy.asarray(q), cuflash.fp8(cupy.asarray(k8.view(np.uint8)), "e4m3")
     for n in (600, 601, 640, 641, 1299, 1300):
         keys = k_device[:, :, :n]
-        out = cuflash.attention(q_device, keys, keys, k_scale=cupy.asarray(k_scale)).get()
-        expected = cuflash.attention(q, k8[:, :, :n], k8[:, :, :n], k_scale=k_scale)
+        out = cuflash.attention(q_device, keys, keys, k_scale=cupy.asarray(k_scale), v_scale=1.0).get()
+        expected = cuflash.attention(q, k8[:, :, :n], k8[:, :, :n], k_scale=k_scale, v_scale=1.0)
         np.testing.assert_allclose(out.astype(np.float32), expected.astype(np.float32), atol=2, rtol=4e-3)

@@ -153,7 +153,7 @@ def test_quantizing_is_undone_but_for_rounding(case, per, block, dtype, rotates)
     smallest = np.abs(exact).max(initial=0) * 2.0**-17
     error = np.abs(rounded - exact)
     assert (error <= 2.0**-digits * np.abs(exact) * (1 + 1e-6) + smallest).all()
-    make_problem(Options(layout=case.layout), case.arrays()["q"].astype(np.float32), k8, k8, k_scale=scale)
+    make_problem(Options(layout=case.layout), case.arrays()["q"].astype(np.float32), k8, k8, k_scale=scale, v_scale=ONE)
 
 
 @pytest.mark.parametrize(("per", "shape"), [("tensor", ()), ("head", (2, 3, 1)), ("block", (2, 3, 3)), ("token", None)])
@@ -237,7 +237,13 @@ def test_cupy_arrays_are_quantised_to_the_same_bytes(dtype, layout, fake_cupy, m
 def test_bytes_of_cupy_take_part_in_a_call(fake_cupy):
     """As far as a launch: they bind, and are taken beside CuPy arrays only."""
     k = Float8Array(np.arange(2 * 64 * 16, dtype=np.uint8).reshape(1, 2, 64, 16), numpy_dtype("float8_e5m2"))
-    arrays: dict[str, Any] = {"q": np.zeros((1, 2, 3, 16), np.float16), "k": k, "v": k[:, :, :, :8], "mask": None}
+    arrays: dict[str, Any] = {
+        "q": np.zeros((1, 2, 3, 16), np.float16),
+        "k": k,
+        "v": k[:, :, :, :8],
+        "mask": None,
+        **ONES,
+    }
     binding = bind("forward", Options(), arrays)
     assert (binding.problem.k.dtype, binding.problem.k.strides[2]) == ("float8_e5m2", 16)
     assert binding.load_bytes == 16 and not binding.copied
@@ -260,7 +266,7 @@ def test_accesses_are_of_as_many_numbers_as_are_aligned(offset, row, size, load_
     q = np.zeros((1, 1, 3, 64), {2: np.float16, 4: np.float32}[size])
     k = np.zeros((1, 1, 9, row), ml_dtypes.float8_e5m2)[..., :64]
     where = {id(k): offset}
-    binding = bind("forward", Options(), {"q": q, "k": k, "v": k}, address_of=lambda x: where.get(id(x), 0))
+    binding = bind("forward", Options(), {"q": q, "k": k, "v": k, **ONES}, address_of=lambda x: where.get(id(x), 0))
     assert binding.load_bytes == load_bytes
 
 
@@ -288,7 +294,8 @@ def test_other_libraries_lend_numbers_of_one_byte(code, dtype):
     k8, scale = cuflash.quantize(k, dtype)
     lent = [Lent(q), *(Lent(k8.view(np.uint8), code) for _ in range(2))]
     np.testing.assert_array_equal(
-        cuflash.attention(*lent, k_scale=Lent(scale)), cuflash.attention(q, k8, k8, k_scale=scale)
+        cuflash.attention(*lent, k_scale=Lent(scale), v_scale=1.0),
+        cuflash.attention(q, k8, k8, k_scale=scale, v_scale=1.0),
     )
 
 
@@ -306,14 +313,18 @@ def test_what_is_no_number_of_one_byte_is_refused():
 Q, K = np.zeros((1, 4, 5, 8), np.float32), np.zeros((1, 2, 100, 8), ml_dtypes.float8_e4m3fn)
 
 
+ONE = np.ones((), np.float32)
+ONES: dict[str, Any] = {"k_scale": ONE, "v_scale": ONE}
+
+
 def scales(*shape, dtype=np.float32):
     return {"k_scale": np.ones(shape, dtype)}
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (100,), (4,), (2, 1), (2, 7), (1, 2, 100), (1, 1, 50), (1, 1, 1)])
 def test_shapes_of_scales(shape):
-    plain = cuflash.attention(Q, K, K)
-    np.testing.assert_array_equal(cuflash.attention(Q, K, K, **scales(*shape)), plain)
+    plain = cuflash.attention(Q, K, K, k_scale=1.0, v_scale=1.0)
+    np.testing.assert_array_equal(cuflash.attention(Q, K, K, **scales(*shape), v_scale=1), plain)
 
 
 @pytest.mark.parametrize(
@@ -326,6 +337,30 @@ def test_shapes_of_scales(shape):
             scales(3, 1),
             ValueError,
             "k_scale: got shape (3, 1), expected a shape that broadcasts to (batch, num",
+        ),
+        (
+            Q,
+            K,
+            K,
+            {},
+            ValueError,
+            "k_scale: got None, expected the scale of k, whose dtype is float8_e4m3fn: k_scale=1.0 if",
+        ),
+        (
+            Q,
+            K,
+            K,
+            scales(),
+            ValueError,
+            "v_scale: got None, expected the scale of v, whose dtype is float8_e4m3fn: v_sca",
+        ),
+        (
+            K,
+            K,
+            K,
+            ONES,
+            ValueError,
+            "q_scale: got None, expected the scale of q, whose dtype is float8_e4m3fn: q_scale=",
         ),
         (Q, K, K, scales(3), ValueError, "k_scale: got shape (3,), expected a shape that broadcasts to (batch, num_he"),
         (Q, K, K, scales(1, 2, 0), ValueError, "k_scale: got shape (1, 2, 0), expected"),
@@ -361,23 +396,24 @@ def test_shapes_of_scales(shape):
             Q,
             K,
             K,
-            {"q_scale": np.ones((), np.float32)},
+            {"q_scale": np.ones((), np.float32), **ONES},
             ValueError,
             "q_scale: got an array, expected None, since q has dtype",
         ),
     ],
 )
 def test_messages(q, k, v, terms, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        cuflash.attention(q, k, v, **terms)
+    for call in (cuflash.attention, cuflash.FlashAttention().plan, cuflash.FlashAttention().compile):
+        with pytest.raises(error, match=re.escape(message)):
+            call(q, k, v, **terms)
 
 
 def test_gradients_are_refused_with_the_reason():
-    out, lse = cuflash.FlashAttention().forward(Q, K, K)
+    out, lse = cuflash.FlashAttention().forward(Q, K, K, **ONES)
     with pytest.raises(
         NotImplementedError, match="k: got dtype float8_e4m3fn for the backward pass, expected numbers of at"
     ):
-        cuflash.FlashAttention().backward(out, Q, K, K, out, lse)
+        cuflash.FlashAttention().backward(out, Q, K, K, out, lse, **ONES)
 
 
 @pytest.mark.parametrize(

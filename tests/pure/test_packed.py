@@ -139,7 +139,9 @@ STARTS = np.array([0, 3, 8], np.int32)
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cu_seqlens_k": None}, ValueError, "cu_seqlens_k: got None"),
     ({"cu_seqlens_q": None}, ValueError, "cu_seqlens_q: got None"),
-    ({"cu_seqlens_q": STARTS.astype(np.int64)}, TypeError, "cu_seqlens_q: got dtype int64, expected int32"),
+    ({"cu_seqlens_q": STARTS.astype(np.uint64)}, TypeError, "cu_seqlens_q: got dtype uint64, expected int32 or int64"),
+    ({"cu_seqlens_q": np.array([0, 2**32, 8])}, ValueError, "cu_seqlens_q: got an entry 4294967296, expected integers"),
+    ({"cu_seqlens_q": 3}, ValueError, "cu_seqlens_q: got shape (), expected (sequences + 1,)"),
     ({"cu_seqlens_k": STARTS[:0]}, ValueError, "cu_seqlens_k: got shape (0,)"),
     ({"cu_seqlens_k": STARTS[None]}, ValueError, "cu_seqlens_k: got shape (1, 3)"),
     ({"cu_seqlens_k": STARTS[:2]}, ValueError, "cu_seqlens_k: got shape (2,), expected (3,)"),

@@ -247,7 +247,16 @@ POOLS = {size: np.zeros((4, 2, size, 8), np.float32) for size in (0, 8, 17, 512)
     ("arrays", "error", "message"),
     [
         ({"block_table": np.zeros((2, 3))}, TypeError, "block_table: got dtype float64, expected int32"),
-        ({"block_table": np.zeros((2, 3), np.int64)}, TypeError, "block_table: got dtype int64, expected int32"),
+        (
+            {"block_table": np.zeros((2, 3), np.int16)},
+            TypeError,
+            "block_table: got dtype int16, expected int32 or int64",
+        ),
+        (
+            {"block_table": np.full((2, 3), 2**40)},
+            ValueError,
+            "block_table: got an entry 1099511627776, expected integers",
+        ),
         ({"block_table": np.zeros(2, np.int32)}, ValueError, "block_table: got shape (2,), expected (batch, max"),
         ({"block_table": np.zeros((3, 3), np.int32)}, ValueError, "block_table: got shape (3, 3), expected (batch,"),
         ({"block_table": np.full((2, 3), -1, np.int32)}, ValueError, "block_table: got an entry -1, expected 0 to"),
