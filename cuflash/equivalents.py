@@ -116,7 +116,7 @@ class _Call(NamedTuple):
     dtypes: Mapping[str, str]
     is_packed: bool
     window: Bounds  # around the diagonal, including the causal mask
-    diagonal: int | None  # None where sequences have their own
+    diagonal: int | None  # None where sequences or batch entries have their own
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -148,6 +148,8 @@ def _equivalent(
     diagonal: int | None = diagonal_of(options, *(_in_order(x, options.layout)[-2] for x in (q, k)))
     if given and not is_square:
         diagonal = 0 if options.causal == "top_left" else None
+    elif options.causal == "lengths" and not given:
+        diagonal = None
     if window == (None, None):
         diagonal = 0  # nothing depends on it
     call = _Call(options.layout, shapes, dtypes, bool(given), window, diagonal)

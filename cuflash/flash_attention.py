@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from cuflash.terms import OfGradients, OfThreeGradients
 
-Causal = bool | Literal["top_left"]
+Causal = bool | Literal["top_left", "lengths"]
 Window = tuple[int | None, int | None]
 
 _BACKWARD_INPUTS = (*INPUTS, "dout", "out", "lse")
@@ -43,11 +43,13 @@ class FlashAttention(Preparation):
 
     Parameters
     ----------
-    causal : bool or "top_left", default False
+    causal : bool, "top_left" or "lengths", default False
         Query i sees key j only if ``j <= i + d``. ``True`` aligns the diagonal to the bottom right, the last query with
         the last key: ``d = seqlen_k - seqlen_q``. ``"top_left"`` aligns the first query with the first key: ``d = 0``.
-        The two agree for square problems; `kv_lengths` moves neither, but with a `block_table` the first is ``d =
-        kv_lengths[b] - seqlen_q`` in batch entry b. Visible pairs are 1::
+        The two agree for square problems, and `kv_lengths` moves neither. ``"lengths"`` aligns the last query with the
+        last key that exists, ``d = kv_lengths[b] - seqlen_q`` in batch entry b: this is for queries that are the newest
+        tokens of a KV cache with room for more, and needs `kv_lengths`. With a `block_table`, and of packed sequences,
+        ``True`` means the same. Queries before the first key see nothing. Visible pairs are 1::
 
             seqlen_q = 2, seqlen_k = 5                      seqlen_q = 5, seqlen_k = 2
 
@@ -273,7 +275,9 @@ class FlashAttention(Preparation):
             bool, True takes part; broadcasts likewise.
         kv_lengths : array, optional
             (batch,), int32 or int64: only the first ``kv_lengths[b]`` keys of entry b exist, the rest is never read.
-            Within 0..seqlen_k; on the GPU, where looking would be a synchronisation, clamped to it.
+            Within 0..seqlen_k; on the GPU, where looking would be a synchronisation, clamped to it. It does not move
+            the diagonal of ``causal=True``, which ends at key seqlen_k - 1: if the queries are the newest tokens of a
+            KV cache, ``causal="lengths"`` is meant.
         alibi_slopes : array, optional
             (num_heads,) or (batch, num_heads), dtype of lse: ``slope * abs(i + d - j)`` is subtracted from the scores.
         sinks : array, optional

@@ -17,7 +17,7 @@ PRECISIONS = ("highest", "tf32")
 ORIGIN_STEP = 16  # random bits belong to blocks of so many rows and columns
 MAX_BLOCK = 1024  # rows, or keys, of a block of a block mask
 BLOCK_SIZE = (128, 128)  # the default; this object is not checked, because small calls take microseconds
-CAUSAL = "False, True (bottom-right aligned) or 'top_left'"
+CAUSAL = "False, True (bottom-right aligned), 'top_left' or 'lengths'"
 
 
 class Origin(NamedTuple):
@@ -37,7 +37,7 @@ class Origin(NamedTuple):
 class Options(Numbers):
     """The static options of `cuflash.FlashAttention`, checked; see there for their meaning."""
 
-    causal: bool | Literal["top_left"] = False
+    causal: bool | Literal["top_left", "lengths"] = False
     window: tuple[int | None, int | None] | None = None
     layout: str = "bhsd"
     deterministic: bool = False
@@ -64,7 +64,7 @@ class Options(Numbers):
             checked["block_size"] = check_block_size(self.block_size)
         if not isinstance(self.causal, str):
             checked["causal"] = as_bool("causal", self.causal, CAUSAL)
-        elif self.causal != "top_left":
+        elif self.causal not in ("top_left", "lengths"):
             raise value_error("causal", repr(self.causal), CAUSAL)
         for row in NUMBER_ROWS:
             if (value := getattr(self, row.name)) is not None:
@@ -187,7 +187,7 @@ def window_of(options: Options, seqlen_q: int, seqlen_k: int) -> tuple[int | Non
 
 
 def diagonal_of(options: Options, seqlen_q: int, seqlen_k: int) -> int:
-    """The position of the first query among the keys."""
+    """The position of the first query among the keys; if it follows `kv_lengths`, that of an entry with all keys."""
     if options.diagonal is not None:
         return options.diagonal
     return 0 if options.causal == "top_left" else seqlen_k - seqlen_q

@@ -35,6 +35,11 @@ _OF_BATCH = (*INPUTS, "dout", "out", "lse", "dlse", *DEFAULT_NEED)  # arrays wit
 
 def steps_of(options: Options, has_block_mask: bool) -> tuple[int, int]:
     """Calls on parts begin at multiples of these numbers of queries and of keys."""
+    if options.causal == "lengths":  # parts have one diagonal for all entries
+        raise NotImplementedError(
+            "causal: got 'lengths', which goes neither with ranks nor with streamed keys; expected True, 'top_left' or "
+            "a mask function such as lambda i, j, *, batch, n: j <= i + n[batch] - seqlen_q, with n = kv_lengths"
+        )
     blocks = options.block_size if isinstance(options.block_size, tuple) else (options.block_size,) * 2
     random = ORIGIN_STEP if options.dropout else 1
     rows, keys = (math.lcm(random, block) if has_block_mask else random for block in blocks)

@@ -8,7 +8,8 @@ form: row i sees key j where
     and j < kv_lengths[batch] and mask[batch, head, i, j]
     and block_mask[batch, head, i // block_size[0], j // block_size[1]].
 
-With a paged cache, `diagonal` is that of an entry with all seqlen_k keys; others have their own (`aligned_to`).
+Where the diagonal follows `kv_lengths`, `diagonal` is that of an entry with all seqlen_k keys; others have their own
+(`aligned_to`).
 
 For packed sequences, each of which has its own diagonal, `batch` is their number; `seqlen_q` and `seqlen_k` are the
 rows of all of them together.
@@ -17,7 +18,7 @@ rows of all of them together.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -70,7 +71,8 @@ class Problem(Given):
     seqlen_k: int
     head_dim: int
     head_dim_v: int
-    alignment: Literal["bottom_right", "top_left"]  # of the diagonal; only with the first does it depend on lengths
+    # Of the diagonal: it ends at the last key, begins at the first one, or ends at the last key that exists.
+    alignment: Literal["bottom_right", "top_left", "lengths"]
     diagonal: int  # 0 for packed sequences, each of which has its own
     window_left: int | None
     window_right: int | None
@@ -94,8 +96,9 @@ class Problem(Given):
         window = (self.window_left, self.window_right)
         is_fixed, hides_later = self.alignment == "top_left", self.window_right == 0 or self.seqlen_k <= 1
         is_top_left = is_fixed and self.diagonal == 0 and hides_later
+        follows = self.follows_lengths and self.block_table is None  # with a block table it does so without a word
         return Options(
-            causal="top_left" if is_top_left else False,
+            causal="top_left" if is_top_left else "lengths" if follows else False,
             window=None if window == (None, None) else window,
             layout=self.layout,  # type: ignore[arg-type]
             deterministic=self.deterministic,
@@ -153,7 +156,7 @@ class Problem(Given):
     @property
     def follows_lengths(self) -> bool:
         """Whether the diagonal of entry b is kv_lengths[b] - seqlen_q."""
-        return self.block_table is not None and self.alignment == "bottom_right"
+        return self.alignment == "lengths"
 
     @property
     def why_no_gradients(self) -> str | None:
@@ -401,7 +404,6 @@ def make_problem(
         block_size = check_block_size(options.block_size)
         operands["block_mask"] = _block_mask_operand(block_mask, block_size, sizes)
 
-    is_fixed = options.causal == "top_left" or options.diagonal is not None
     left, right = window_of(options, seqlen_q, seqlen_k)
     return Problem(
         dtype=dtype,
@@ -414,7 +416,7 @@ def make_problem(
         seqlen_k=seqlen_k,
         head_dim=head_dim,
         head_dim_v=v4.shape[3],
-        alignment="top_left" if is_fixed else "bottom_right",
+        alignment=_alignment(options, given, batch),
         diagonal=0 if is_packed else diagonal_of(options, seqlen_q, seqlen_k),
         window_left=left,
         window_right=right,
@@ -434,6 +436,17 @@ def make_problem(
         wide=options.wide,
         shares_device=options.shares_device,
     )
+
+
+def _alignment(options: Options, given: Collection[str], batch: int) -> Literal["bottom_right", "top_left", "lengths"]:
+    """How the diagonal lies. Packed sequences have no other keys than those that exist."""
+    is_packed, by_lengths = "cu_seqlens_q" in given, options.causal == "lengths"
+    if by_lengths and not is_packed and "kv_lengths" not in given:
+        expected = f"lengths of shape (batch,) = ({batch},), which causal='lengths' needs"
+        raise value_error("kv_lengths", "None", expected)
+    if options.causal == "top_left" or options.diagonal is not None:
+        return "top_left"
+    return "lengths" if "block_table" in given or (by_lengths and not is_packed) else "bottom_right"
 
 
 def _check_axes(name: str, array: Shaped, other: str | None) -> None:

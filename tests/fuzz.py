@@ -183,6 +183,8 @@ def _case(rng: random.Random, fixed: dict[str, Any]) -> ct.Case:
     if fixed["right"]:
         causal = rng.choice((True, True, "top_left", False))
         right = None if causal else rng.randint(0, max(0, min(lengths) - 2))
+        if fixed["kv_lengths"] == "int64":  # a group has one kind of diagonal that depends on lengths, or none
+            causal, right = "lengths", None
     case = ct.Case(
         **{name: fixed[name] for name in ("dtype", "head_dim", "head_dim_v", "strides", "score_spread", "dropout")},
         **{name: fixed[name] for name in OF_BYTES if name in fixed},

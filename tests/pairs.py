@@ -53,7 +53,7 @@ class Option:
 
 OPTIONS = (
     Option("dtype", tuple({"dtype": x} for x in ("bfloat16", "float16", "float32", "float64")), always=True),
-    Option("causal", ({"causal": True}, {"causal": "top_left"})),
+    Option("causal", ({"causal": True}, {"causal": "top_left"}, {"causal": "lengths"})),
     Option("scale", ({"scale": -0.2},)),
     Option("window", ({"window": (40, 9)}, {"window": (70, None)})),
     Option("softcap", ({"softcap": 5.0},)),

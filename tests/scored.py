@@ -227,8 +227,12 @@ def scored(
     packs: bool = True,
     head_dims: tuple[int, ...] = (8, 16),
     min_seqlen: int = 1,
+    follows_lengths: bool = False,
 ) -> Scored:
-    """Problems with a score, a mask or both, and options that go with them."""
+    """Problems with a score, a mask or both, and options that go with them.
+
+    Their diagonals may follow the lengths of keys only with `follows_lengths`, which parts of problems have not.
+    """
     pick = st.sampled_from
     score = draw(pick([*scores, None]))
     mask = draw(pick([*MASKS, None] if score else [*MASKS]))
@@ -254,8 +258,11 @@ def scored(
         "v": normal(*lead, heads_kv, seqlen_k, head_dim), "dout": normal(*lead, heads, seqlen_q, head_dim),
         "dlse": normal(*lead, heads, seqlen_q, of="float64" if dtype == "float64" else "float32"),
     }  # fmt: skip
-    options: dict[str, Any] = {"score": functions[0], "mask": functions[1]}
-    options["causal"] = draw(pick([False, True, "top_left"]))
+    options: dict[str, Any] = {
+        "score": functions[0],
+        "mask": functions[1],
+        "causal": draw(pick([False, True, "top_left"])),
+    }
     options["window"] = draw(pick([None, (50, 30), (200, None)]))
     options["dropout"] = draw(pick([0.0, 0.0, 0.3]))
     options["scale"] = draw(pick([None, 0.7]))
@@ -268,6 +275,7 @@ def scored(
     else:
         if draw(st.booleans()):
             arrays["kv_lengths"] = random.integers(0, seqlen_k + 1, batch)
+            options |= {"causal": "lengths"} if follows_lengths and draw(st.booleans()) else {}
         if draw(st.booleans()):
             arrays["mask"] = random.random((1, heads, seqlen_q, seqlen_k)) < 0.8
         if draw(st.booleans()):

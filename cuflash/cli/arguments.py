@@ -14,7 +14,7 @@ from cuflash.options import LAYOUTS, PRECISIONS, Options
 from cuflash.problem import Problem, make_problem
 from cuflash.terms import NUMBERS, TERMS
 
-CAUSAL: dict[str, Causal] = {"no": False, "yes": True, "top_left": "top_left"}
+CAUSAL: dict[str, Causal] = {"no": False, "yes": True, "top_left": "top_left", "lengths": "lengths"}
 
 
 # Terms that are named alone: their shapes follow from the sizes, or from them and the block size.
@@ -75,7 +75,7 @@ def add_problem_arguments(
         nargs="*",
         choices=CAUSAL,
         default=["no"],
-        help="alone it means yes; default: no",
+        help="alone it means yes; lengths brings --kv-lengths along; default: no",
     )
     group.add_argument("--batch", type=positive, default=1, help="default: 1")
     group.add_argument("--seqlen", type=positive, default=seqlen, help=f"queries, and keys (default: {seqlen})")
@@ -119,7 +119,7 @@ def calls(args: argparse.Namespace) -> Iterator[tuple[Options, dict[str, Contigu
         softmax_dtype = softmax_dtype_of(dtype_name)
         shapes = {"q": q, "k": k, "v": v}
         for term in NAMED:
-            if getattr(args, term.name):
+            if getattr(args, term.name) or (term.name == "kv_lengths" and causal == "lengths"):
                 blocks = tuple(-(-sizes[axis] // args.block_size) for axis in ("seqlen_q", "seqlen_k"))
                 shape = tuple(sizes[axis] for axis in term.shapes[0]) if term.shapes else blocks
                 dtype = softmax_dtype if "softmax" in term.dtypes else term.dtypes[0]

@@ -85,6 +85,10 @@ class Call:
             return self.problem.seqlen_k
         return min(max(int(self.kv_lengths[batch]), 0), self.problem.seqlen_k)
 
+    def aligned(self, batch: int) -> Problem:
+        """The problem with the diagonal of a batch entry."""
+        return self.problem.aligned_to(self.num_keys(batch))
+
     def shown(self, batch: int, head: int) -> tuple[Array, Array]:
         """For each tile of a head whether the mask shows all its pairs, and whether it shows any."""
         function = self.problem.mask_function
@@ -98,8 +102,8 @@ class Call:
 
     def tiles(self, batch: int, head: int, rows: range) -> Iterator[tuple[range, bool]]:
         """The tiles of keys that some rows may see, and whether the mask has to be evaluated pair by pair."""
-        first, stop = self.problem.key_range(rows[0])[0], self.problem.key_range(rows[-1])[1]
-        stop = min(stop, self.num_keys(batch))
+        own, num_keys = self.aligned(batch), self.num_keys(batch)
+        first, stop = own.key_range(rows[0])[0], min(own.key_range(rows[-1])[1], num_keys)
         for start in range(first // KEYS * KEYS, stop, KEYS):
             keys, asks = range(max(start, first), min(start + KEYS, stop)), False
             if self.problem.mask_function is not None:
@@ -117,7 +121,7 @@ class Call:
 
     def hide(self, scores: Array, batch: int, head: int, inputs: Mapping[str, Any], asks: bool) -> None:
         """Put -inf in the place of hidden scores."""
-        problem, i, j = self.problem, inputs["i"], inputs["j"]
+        problem, i, j = self.aligned(batch), inputs["i"], inputs["j"]
         hidden = np.zeros(scores.shape, bool)
         if problem.window_right is not None:
             hidden |= j > i + problem.diagonal + problem.window_right

@@ -72,7 +72,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("bytes", "is_backward", "dtype", "kv_dtype", "bias_dtype")),
         *((name, ctypes.c_int64) for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k")),
         *((name, ctypes.c_int64) for name in ("head_dim", "head_dim_v")),
-        *((name, ctypes.c_int64) for name in ("diagonal", "window_left", "window_right", "is_bottom_right")),
+        *((name, ctypes.c_int64) for name in ("diagonal", "window_left", "window_right", "has_own_diagonals")),
         *((name, ctypes.c_int64) for name in ("page_size", "block_rows", "block_keys", "lengths_are_64_bit")),
         *(
             (name, ctypes.c_int64)
@@ -341,7 +341,7 @@ def prepare(problem: Problem, given: Mapping[str, Shaped], is_backward: bool) ->
         diagonal=problem.diagonal,
         window_left=NO_BOUND if problem.window_left is None else problem.window_left,
         window_right=NO_BOUND if problem.window_right is None else problem.window_right,
-        is_bottom_right=problem.alignment == "bottom_right",
+        has_own_diagonals=problem.follows_lengths or (problem.is_packed and problem.alignment == "bottom_right"),
         page_size=problem.page_size,
         block_rows=problem.block_size[0],
         block_keys=problem.block_size[1],

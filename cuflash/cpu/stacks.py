@@ -60,7 +60,7 @@ def serves(problem: Problem) -> bool:
     """Whether stacks are for this problem: small heads, all of their keys in one piece, and something to compute.
 
     Heads are small if their products have at most HEAD_PRODUCT multiplications, and if those that share keys fit into a
-    stack. Block masks, block tables, and scales of k and v are left to tiles.
+    stack. Block masks, block tables, diagonals of batch entries, and scales of k and v are left to tiles.
     """
     scores, num_rows = problem.seqlen_q * problem.seqlen_k, problem.group_size * problem.seqlen_q
     dims = (problem.head_dim, problem.head_dim_v)
@@ -71,6 +71,7 @@ def serves(problem: Problem) -> bool:
         and problem.batch * problem.num_heads > 0
         and problem.block_mask is None
         and problem.block_table is None
+        and not problem.follows_lengths
         and not problem.has_float8
     )
 

@@ -17,7 +17,8 @@ Array = NDArray[Any]
 
 (_CAP,) = OF_FUNCTIONS
 (_SLOPES,) = (term.name for term in OF_HEADS if term.part_of == "scores")
-_DIAGONAL = "own.diagonal"  # of the call, or of the packed sequence; no array of a caller has such a name
+# Of the call, of the packed sequence, or of each batch entry; no array of a caller has such a name.
+_DIAGONAL = "own.diagonal"
 _AXES = ("batch", "head", "i", "j")  # of scores
 
 
@@ -35,6 +36,8 @@ def program_and_arrays(problem: Problem, arrays: Mapping[str, Array]) -> tuple[P
         captured[_CAP] = np.array(getattr(problem, _CAP), problem.softmax_dtype)
     if _SLOPES in names:
         captured[_DIAGONAL] = np.array(problem.diagonal)
+        if problem.follows_lengths:
+            captured[_DIAGONAL] = np.clip(arrays["kv_lengths"], 0, problem.seqlen_k) - problem.seqlen_q
     root = _score({name: x.ndim for name, x in captured.items()}, names)
     kinds = tuple((name, x.ndim, x.dtype.name) for name, x in captured.items())
     return program_of(Traced(what="score", root=root, arrays=names), problem.mask_function, kinds), captured
@@ -51,7 +54,7 @@ def _score(axes: Mapping[str, int], names: tuple[str, ...]) -> Node:
         cap = load(_CAP, ())
         score = node("mul", (cap, node("tanh", (node("div", (score, cap)),))))
     if _SLOPES in names:
-        distance = node("abs", (node("sub", (node("add", (inputs["i"], load(_DIAGONAL, ()))), inputs["j"])),))
+        distance = node("abs", (node("sub", (node("add", (inputs["i"], load(_DIAGONAL, _AXES[:1]))), inputs["j"])),))
         score = node("sub", (score, node("mul", (load(_SLOPES, _AXES[:2]), distance))))
     if "bias" in names:
         score = node("add", (score, load("bias", _AXES)))

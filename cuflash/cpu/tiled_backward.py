@@ -84,6 +84,7 @@ def _compute_keys(
     dq: Array | None,
 ) -> None:
     """Compute dk and dv of a span of the keys of some heads of k and v, and what that span contributes to dq."""
+    call = call.aligned_to(heads.num_keys)
     problem = call.problem
     k, v = (call.stage(x, heads, span, ones=1) for x in (call.k, call.v))
     dk_sum = None if dk is None else np.zeros_like(k[:, :, :-1])

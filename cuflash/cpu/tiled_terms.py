@@ -58,6 +58,7 @@ def _compute_rows(
     part: dict[str, Array],
 ) -> None:
     """Compute the part of some rows of one head in these gradients, summed over axes that the bias does not have."""
+    call = call.aligned_to(heads.num_keys)
     problem, wanted = call.problem, call.wanted
     queries = BackwardQueries(call, heads, rows)
     shape = (len(rows), heads.num_keys)

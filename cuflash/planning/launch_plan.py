@@ -181,6 +181,7 @@ def option_names(problem: Problem) -> list[str]:
             ("right_bound", problem.window_right is not None),
             ("left_bound", problem.window_left is not None),
             *((name, True) for name in problem.acting),
+            ("lengths_diagonal", problem.follows_lengths and problem.page_size == 0),
             (f"pages{problem.page_size}", problem.page_size > 0),
             ("packed", problem.is_packed and problem.alignment == "bottom_right"),
             ("packed_top_left", problem.is_packed and problem.alignment == "top_left"),

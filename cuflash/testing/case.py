@@ -55,7 +55,7 @@ class Case(Numbers):
         Shape of the boolean mask, broadcast likewise. Some of its rows are all False; of more than one block of 64 x 64
         pairs, some are all True or all False.
     kv_lengths : tuple of int, optional
-        Number of keys of each batch entry. What lies after them is NaN.
+        Number of keys of each batch entry; all of them with ``causal="lengths"``. What lies after them is NaN.
     kv_lengths_dtype : {"int32", "int64"}
     page_size : int
         k and v are pools of pages of so many keys, 4-D, and there is a block table. `seqlen_k` is a multiple of it;
@@ -112,7 +112,7 @@ class Case(Numbers):
     axes: tuple[int, ...] | None = None
     leading: tuple[tuple[str, tuple[int, ...]], ...] = ()
     layout: str = "bhsd"
-    causal: bool | Literal["top_left"] = False
+    causal: bool | Literal["top_left", "lengths"] = False
     window: tuple[int | None, int | None] | None = None
     bias: tuple[int, ...] | None = None
     bias_dtype: str = "softmax"
@@ -149,7 +149,8 @@ class Case(Numbers):
             object.__setattr__(self, "ndim", len(self.axes) + 3)
         if self.page_size and self.seqlen_k % self.page_size:
             raise ValueError(f"page_size: got {self.page_size}, expected a divisor of seqlen_k = {self.seqlen_k}")
-        if self.page_size and self.kv_lengths is None:
+        follows_lengths = self.causal == "lengths" and self.cu_seqlens_q is None
+        if (self.page_size or follows_lengths) and self.kv_lengths is None:
             object.__setattr__(self, "kv_lengths", (self.seqlen_k,) * self.batch)
         if self.cu_seqlens_q is not None:
             object.__setattr__(self, "batch", len(self.cu_seqlens_q) - 1)
@@ -506,6 +507,7 @@ def self_test_cases(seed: int = 0, *, quick: bool = False) -> Iterator[tuple[str
     }
     options: dict[str, dict[str, Any]] = {
         'causal="top_left"': {"causal": "top_left"},
+        'causal="lengths"': {"causal": "lengths", "kv_lengths": (60, 170)},
         "causal, 203 queries, 113 keys": {"seqlen_q": 203, "seqlen_k": 113, "causal": True},
         "window": {"window": (20, 5)},
         "causal, window": {"window": (20, None), "causal": True},

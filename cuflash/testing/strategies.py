@@ -59,8 +59,8 @@ def cases(
     features : collection of str
         Which of `FEATURES` and `MORE_FEATURES` may be present; each is absent about half of the time. And "dropout",
         for implementations that drop what `cuflash.dropout_mask` says, "pages" for those that take a block table,
-        "packed" for those of packed sequences, and "float8" for those of k and v of one byte a number, in cases that
-        have no gradients.
+        "packed" for those of packed sequences, "lengths" for those of ``causal="lengths"``, and "float8" for those of k
+        and v of one byte a number, in cases that have no gradients.
     max_seqlen, max_head_dim : int
         Largest lengths, in elements.
     max_scores : int
@@ -114,6 +114,7 @@ def cases(
         cuts = sorted(draw(st.lists(st.integers(0, seqlen), min_size=batch, max_size=batch)))
         return (0, *cuts[:-1], draw(st.sampled_from((seqlen, cuts[-1])))) if batch else (0,)
 
+    follows_lengths = not is_packed and has("lengths")
     side = st.none() | st.integers(0, max(seqlen_k, 1)) | st.integers(0, 3)
     return Case(
         batch=batch,
@@ -127,7 +128,7 @@ def cases(
         **(draw(FLOAT8_ARRAYS) if has("float8") else {}),
         ndim=ndim,
         layout=pick(layouts),
-        causal=pick([True, "top_left"]) if has("causal") else False,
+        causal="lengths" if follows_lengths else pick([True, "top_left"]) if has("causal") else False,
         scale=pick([0.0, -0.25, 0.125, 1.0]) if has("scale") else None,
         window=draw(st.tuples(side, side)) if has("window") else None,
         **{name: pick([0.5, 5.0, 50.0]) for name in OF_FUNCTIONS if has(name)},
@@ -136,7 +137,7 @@ def cases(
         bias_holes=draw(st.booleans()),
         mask=broadcast_shape() if not is_packed and has("mask") else None,
         kv_lengths=tuple(draw(st.integers(0, seqlen_k)) for _ in range(batch))
-        if page_size or (not is_packed and has("kv_lengths"))
+        if page_size or follows_lengths or (not is_packed and has("kv_lengths"))
         else None,
         kv_lengths_dtype=pick(["int32", "int64"]),
         page_size=page_size,

@@ -1,6 +1,7 @@
 """Scores and masks of a caller in the kernels, against the oracle."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,8 @@ def sums_arrays(case: Scored) -> bool:
 
 def of_9_0(head_dim: int, *scores: str) -> st.SearchStrategy[Scored]:
     """Problems for which compute capability 9.0 has kernels of its own."""
-    cases = scored(dtypes=("float16", "bfloat16"), max_seqlen=130, min_seqlen=40, head_dims=(head_dim,), scores=scores)
+    sizes: dict[str, Any] = {"max_seqlen": 130, "min_seqlen": 40, "head_dims": (head_dim,)}
+    cases = scored(dtypes=("float16", "bfloat16"), scores=scores, follows_lengths=True, **sizes)
     return cases.filter(by_own_kernels)
 
 
@@ -41,7 +43,7 @@ def of_9_0(head_dim: int, *scores: str) -> st.SearchStrategy[Scored]:
 @pytest.mark.parametrize(
     "arch, cases",
     [
-        ("8.0", scored(max_seqlen=130)),
+        ("8.0", scored(max_seqlen=130, follows_lengths=True)),
         ("9.0", of_9_0(16, "drawn", "distance", "tempered").filter(sums_arrays)),
         ("9.0", of_9_0(72, "drawn", "distance", "box").filter(sums_arrays)),
         ("9.0", of_9_0(72, "with_pairs")),

@@ -87,13 +87,14 @@ class Subclass(np.ndarray):
 
 ARRAY = "a NumPy or CuPy array, or one with __dlpack__"
 DTYPES = "float16, bfloat16, float32 or float64"
-CAUSAL = "False, True (bottom-right aligned) or 'top_left'"
+CAUSAL = "False, True (bottom-right aligned), 'top_left' or 'lengths'"
 SCORES = "a shape that broadcasts to (batch, num_heads, seqlen_q, seqlen_k) = (2, 4, 5, 6)"
 IS_BOOL = "bool (True takes part; additive terms go into bias)"
 
 # Argument, a bad value of it, the error, what was got, what is expected.
 BAD_OPTIONS = [
     ("causal", "bottom_right", ValueError, "'bottom_right'", CAUSAL),
+    ("causal", "length", ValueError, "'length'", CAUSAL),
     ("causal", 1, TypeError, "int 1", CAUSAL),
     ("causal", np.ones(2, bool), TypeError, "ndarray array([ True, True])", CAUSAL),
     ("causal", None, TypeError, "None", CAUSAL),

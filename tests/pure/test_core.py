@@ -20,7 +20,7 @@ from tests.compiled import assert_same_bits, functions, judge, much_work, run, r
 if core.why_not() is not None:
     pytest.skip(f"no compiled core: {core.why_not()}", allow_module_level=True)
 
-FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "pages", "packed")
+FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "pages", "packed", "lengths")
 
 
 def kinds():
@@ -221,7 +221,7 @@ def test_true_of_a_mask_is_any_byte_but_zero(heads, rows, keys, byte, is_whole):
 
 
 NOT_OF_SMALL_HEADS = ("dscale", "dsoftcap")
-SMALL_FEATURES = ("causal", "window", "gqa", "sinks", "kv_lengths", "dlse", "head_dim_v", "scale")
+SMALL_FEATURES = ("causal", "window", "gqa", "sinks", "kv_lengths", "lengths", "dlse", "head_dim_v", "scale")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])

@@ -74,6 +74,13 @@ def test_every_option_and_shape(dtype):
 
 
 @every_way
+@settings(max_examples=60)
+@given(ct.cases(min_seqlen=0, features=(*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "lengths")))
+def test_diagonals_that_follow_lengths(case):
+    judge(case, run(case, every=True))
+
+
+@every_way
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("sink", [-np.inf, -200.0, -30.0, 0.0, 30.0, 70.0])
 def test_sinks_of_any_size(sink, dtype):

@@ -231,6 +231,7 @@ def test_what_decides_beside_the_function():
     assert not kept(shorter, causal="top_left") and kept(shorter, causal=True) and kept(shorter, window=(3, 3))
     assert not kept(arrays, score=lambda s, i, j, *, head, slopes: s - slopes[head] * (i - j), causal=True)
     assert kept(arrays | {"slopes": arrays["slopes"].astype("f8")}) and kept(arrays | {"slopes": arrays["slopes"][:2]})
+    assert kept(arrays | {"kv_lengths": np.array([3, 40])}, causal="lengths")
     starts = np.array([0, 10, 40], np.int32)
     packed = {name: x[0] if name in "qkvdout" else x for name, x in arrays.items()}
     packed |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts.copy()}

@@ -87,7 +87,7 @@ def test_a_mask_that_blocks_decide(score, causal):
 
 
 @settings(max_examples=20)
-@given(scored(max_seqlen=130))
+@given(scored(max_seqlen=130, follows_lengths=True))
 def test_without_the_core_results_are_the_same_within_the_rule(case):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core, "why_not", lambda problem=None: "it is left out")

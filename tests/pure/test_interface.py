@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
+import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.host import CpuPlan
 from cuflash.terms import GRADIENTS, NAMES, PassArrays, Terms, checked
@@ -36,7 +38,9 @@ def test_plain_matrices_are_the_formula():
 
 
 @settings(max_examples=150)
-@given(ct.cases(max_seqlen=65, max_head_dim=40, max_scores=2**13, features=(*ct.FEATURES, *ct.MORE_FEATURES)))
+@given(
+    ct.cases(max_seqlen=65, max_head_dim=40, max_scores=2**13, features=(*ct.FEATURES, *ct.MORE_FEATURES, "lengths"))
+)
 def test_forward_and_backward_obey_the_oracle(case):
     attn = cuflash.FlashAttention(**case.keywords)
     arrays = case.arrays()
@@ -70,6 +74,56 @@ def test_mask_and_lengths_do_not_move_the_diagonal():
     q = k = v = np.eye(4)
     _, lse = cuflash.FlashAttention(causal=True, scale=0).forward(q, k, v, kv_lengths=np.array([2]))
     np.testing.assert_allclose(np.exp(lse), [1, 2, 2, 2])
+
+
+def test_lengths_move_the_diagonal_if_they_are_told_to():
+    """The last query meets the last key that exists, in a cache that is longer, and queries before it see nothing."""
+    q, k, v, dout = normal(5, 2, 3, 4), normal(5, 1, 9, 4), normal(5, 1, 9, 4, seed=1), normal(5, 2, 3, 4, seed=2)
+    lengths, slopes = np.array([9, 5, 3, 2, 0]), np.array([0.5, 0.1])
+    for window in (None, (2, None)):
+        attn: Any = cuflash.FlashAttention(causal="lengths", window=window)
+        causal: Any = cuflash.FlashAttention(causal=True, window=window)
+        out, lse = attn.forward(q, k, v, kv_lengths=lengths, alibi_slopes=slopes)
+        dq, dk, dv = attn.backward(dout, q, k, v, out, lse, kv_lengths=lengths, alibi_slopes=slopes)
+        for b, n in enumerate(lengths):
+            own = q[b], k[b, :, :n], v[b, :, :n]
+            expected = causal.forward(*own, alibi_slopes=slopes)
+            np.testing.assert_allclose(out[b], expected.out, rtol=1e-12, atol=1e-14)
+            np.testing.assert_allclose(lse[b], expected.lse, rtol=1e-12)
+            gradients = causal.backward(dout[b], *own, *expected, alibi_slopes=slopes)
+            for x, y in zip((dq[b], dk[b, :, :n], dv[b, :, :n]), gradients, strict=True):
+                np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-14)
+            assert not dk[b, :, n:].any() and not dv[b, :, n:].any()
+
+
+def test_a_diagonal_that_follows_lengths_needs_them():
+    q = normal(2, 5, 4)
+    attn: Any = cuflash.FlashAttention(causal="lengths")
+    for call in (attn.forward, attn.plan, attn.compile, lambda *x: attn.backward(q, *x, q, q[..., 0])):
+        with pytest.raises(
+            ValueError, match=r"^kv_lengths: got None, expected lengths of shape .* causal='lengths' needs"
+        ):
+            call(q, q, q)
+
+
+def test_packed_sequences_have_no_keys_but_those_that_exist():
+    q, starts = normal(2, 10, 4), np.array([0, 3, 10])
+    both = cuflash.FlashAttention(causal="lengths"), cuflash.FlashAttention(causal=True)
+    a, b = (attn.forward(q, q, q, cu_seqlens_q=starts, cu_seqlens_k=starts // 2) for attn in both)
+    np.testing.assert_array_equal(a.out, b.out)
+
+
+@pytest.mark.parametrize("where", ["streamed", "ranks"])
+def test_parts_of_keys_have_no_diagonal_that_follows_lengths(where):
+    q, lengths = normal(1, 2, 5, 4), np.array([3])
+    with pytest.raises(
+        NotImplementedError, match=r"^causal: got 'lengths', which goes neither with ranks nor with str"
+    ):
+        if where == "streamed":
+            cuflash.FlashAttention(causal="lengths").forward(q, *cuflash.streamed(q, q), kv_lengths=lengths)
+        else:
+            attn = cd.ContextParallel(cd.threads(1)[0], split="contiguous", causal="lengths")  # type: ignore[arg-type]
+            attn.forward(q, q, q, kv_lengths=lengths)
 
 
 def test_lse_is_the_natural_logarithm():
@@ -280,7 +334,9 @@ def test_elements_that_are_not_aligned():
 
 
 @settings(max_examples=60)
-@given(ct.cases(max_seqlen=40, max_head_dim=20, max_scores=2**11, features=(*ct.FEATURES, *ct.MORE_FEATURES)))
+@given(
+    ct.cases(max_seqlen=40, max_head_dim=20, max_scores=2**11, features=(*ct.FEATURES, *ct.MORE_FEATURES, "lengths"))
+)
 def test_repeated_calls(case):
     """A call on arrays that lie as those of an earlier call do takes nothing but this from it."""
     attn = cuflash.FlashAttention(**case.keywords)

@@ -12,7 +12,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.cpu import core
 
-FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout")
+FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "lengths")
 
 
 def gradients_by_name(case, attn, arrays, **results):

@@ -184,6 +184,8 @@ def test_kernels(changes, source):
     assert (defines["CUFLASH_PAGE_SIZE"], defines["CUFLASH_FOLLOWS_LENGTHS"]) == (64, 1)
     assert "pages64" in kernel.name
     assert dict(planned(**changes | {"causal": "top_left"}).kernels[0].defines)["CUFLASH_FOLLOWS_LENGTHS"] == 0
+    by_lengths = planned(**changes | {"causal": "lengths"})
+    assert by_lengths.problem == planned(**changes | {"causal": True}).problem
 
 
 def test_the_plan_says_why_float32_is_not_split():

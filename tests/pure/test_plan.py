@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cuflash import compiler
 from cuflash.binding import PASSES, access_bytes
 from cuflash.operands import Operand
+from cuflash.options import Options
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.planning.choose import MAX_HEAD_DIM
 from cuflash.planning.launch_plan import SCRATCH_ALIGNMENT
@@ -26,8 +27,9 @@ from cuflash.planning.sm90.tiles import (
     FORWARD_SM90_TILES,
 )
 from cuflash.planning.tiles import Tile, round_up
+from cuflash.problem import make_problem
 from cuflash.terms import DEFAULT_NEED
-from tests.problems import ARCHS, SIZES_OF_SHARED, biased, blocks_of, is_served, masked, problem_of
+from tests.problems import ARCHS, SIZES_OF_SHARED, biased, blocks_of, contiguous, is_served, masked, problem_of
 from tests.scored import of_functions
 
 
@@ -456,6 +458,19 @@ def test_kernels_are_told_all_that_they_ask_for():
                     given |= {name for name, _ in kernel.defines}
                     assert kernel.source in text
     assert given == read
+
+
+@pytest.mark.parametrize("arch", ["8.0", "9.0"])
+@pytest.mark.parametrize("pass_", PASSES)
+def test_kernels_of_diagonals_that_follow_lengths_have_names_of_their_own(arch, pass_):
+    q, lengths = contiguous((2, 4, 1024, 64), np.dtype(ml_dtypes.bfloat16)), np.zeros(2, np.int32)
+    problems = [make_problem(Options(causal=causal), q, q, q, kv_lengths=lengths) for causal in (True, "lengths")]
+    fixed, following = (choose_plan(problem, DeviceSpec.for_arch(arch), pass_).kernels for problem in problems)
+    for kernel, other in zip(fixed, following, strict=True):
+        defines, others = dict(kernel.defines), dict(other.defines)
+        assert (defines.pop("CUFLASH_FOLLOWS_LENGTHS"), others.pop("CUFLASH_FOLLOWS_LENGTHS")) == (0, 1)
+        assert others.pop("CUFLASH_KERNEL_NAME") == other.name != kernel.name == defines.pop("CUFLASH_KERNEL_NAME")
+        assert "lengths_diagonal" in other.name and others == defines
 
 
 @pytest.mark.parametrize("arch", ["8.0", "9.0"])

@@ -306,3 +306,20 @@ def test_a_problem_has_options_that_make_it_again(lengths, causal, window, diago
     assert problem.diagonal == diagonal or diagonal is None
     options = {field.name: getattr(problem.options, field.name) for field in dataclasses.fields(Options)}
     assert problem_of(*lengths, **options) == problem
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.none() | st.tuples(SIDES, SIDES), st.data())
+def test_diagonals_that_follow_lengths(seqlen_q, seqlen_k, window, data):
+    """Each batch entry is as the problem of its own keys; and options make the problem again."""
+    arrays = [np.empty((2, 1, n, 4), np.float32) for n in (seqlen_q, seqlen_k, seqlen_k)]
+    lengths = np.array(data.draw(st.lists(st.integers(0, seqlen_k), min_size=2, max_size=2)))
+    problem = make_problem(Options(causal="lengths", window=window), *arrays, kv_lengths=lengths)
+    assert problem.follows_lengths and problem.diagonal == seqlen_k - seqlen_q
+    assert make_problem(problem.options, *arrays, kv_lengths=lengths) == problem
+    for length in lengths:
+        own = problem.aligned_to(int(length))
+        visible = formula(seqlen_q, int(length), True, window)
+        for row in range(seqlen_q):
+            first, stop = own.key_range(row)
+            stop = min(stop, int(length))
+            assert visible[row].nonzero()[0].tolist() == list(range(first, max(first, stop)))

@@ -40,12 +40,14 @@ def by_loops(case):
     mask = np.broadcast_to(arrays.get("mask", True), scores_shape).tolist()
     slopes = np.broadcast_to(arrays.get("alibi_slopes", 0), scores_shape[:2]).astype(np.float64).tolist()
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    diagonal = 0 if case.causal == "top_left" else p.seqlen_k - p.seqlen_q
     left, right = case.window or (None, None)
     out, lse = np.zeros((*scores_shape[:3], p.head_dim_v)), np.full(scores_shape[:3], -np.inf)
     for b, h, i in np.ndindex(scores_shape[:3]):
         scores = {}
-        for j in range(p.seqlen_k if case.kv_lengths is None else case.kv_lengths[b]):
+        num_keys = p.seqlen_k if case.kv_lengths is None else case.kv_lengths[b]
+        last = num_keys if case.causal == "lengths" else p.seqlen_k
+        diagonal = 0 if case.causal == "top_left" else last - p.seqlen_q
+        for j in range(num_keys):
             beyond = j - (i + diagonal)
             too_early = left is not None and beyond < -left
             too_late = (right is not None and beyond > right) or (case.causal and beyond > 0)
@@ -65,7 +67,7 @@ def by_loops(case):
     return out, lse
 
 
-@given(ct.cases(dtypes=["float64", "float32", "bfloat16"], **SMALL))
+@given(ct.cases(dtypes=["float64", "float32", "bfloat16"], features=(*ct.FEATURES, "lengths"), **SMALL))
 def test_equals_loops_over_scalars(case):
     out, lse = run(case)[:2]
     expected_out, expected_lse = by_loops(case)
@@ -76,7 +78,11 @@ def test_equals_loops_over_scalars(case):
 
 
 @settings(max_examples=25)
-@given(ct.cases(dtypes=["float64"], score_spreads=[1.0, 3.0], features=(*ct.FEATURES, *ct.MORE_FEATURES), **SMALL))
+@given(
+    ct.cases(
+        dtypes=["float64"], score_spreads=[1.0, 3.0], features=(*ct.FEATURES, *ct.MORE_FEATURES, "lengths"), **SMALL
+    )
+)
 def test_gradients_equal_finite_differences(case):
     gradients = run(case)[2:]
     arrays = case.arrays()

@@ -22,7 +22,7 @@ def judged(case: Scored, results):
 
 
 @settings(max_examples=25)
-@given(scored())
+@given(scored(follows_lengths=True))
 def test_results_are_those_of_the_formula(case):
     attn, arrays = case.attention, case.arrays
     out, lse = attn.forward(*case.inputs, **case.terms, **case.random)

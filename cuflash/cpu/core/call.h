@@ -20,8 +20,8 @@ struct Call {
     int64_t dtype, kv_dtype, bias_dtype;
     int64_t batch, num_heads, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
     int64_t diagonal, window_left, window_right;
-    int64_t is_bottom_right;  // then packed sequences, and entries of a paged cache, have diagonals of their own
-    int64_t page_size;        // 0 without pages
+    int64_t has_own_diagonals;  // of packed sequences, or of entries by kv_lengths: each ends at its own last key
+    int64_t page_size;          // 0 without pages
     int64_t block_rows, block_keys;
     int64_t lengths_are_64_bit;                    // kv_lengths
     int64_t dropout_steps;                         // the dropout probability, in steps of 1 / 65536

@@ -389,13 +389,13 @@ inline bool make_entries(Work &work) {
             entry.first_k = start(CU_SEQLENS_K, b);
             entry.seqlen_q = start(CU_SEQLENS_Q, b + 1) - entry.first_q;
             entry.seqlen_k = start(CU_SEQLENS_K, b + 1) - entry.first_k;
-            entry.diagonal = call.is_bottom_right ? entry.seqlen_k - entry.seqlen_q : 0;
+            entry.diagonal = call.has_own_diagonals ? entry.seqlen_k - entry.seqlen_q : 0;
         }
         if (call.arrays[KV_LENGTHS]) {
             const char *p = address(call, KV_LENGTHS, call.lengths_are_64_bit ? 8 : 4, b);
             const long length = call.lengths_are_64_bit ? long(*(const int64_t *)p) : long(*(const int32_t *)p);
             entry.seqlen_k = smaller(larger(length, 0), call.seqlen_k);
-            if (call.page_size && call.is_bottom_right) entry.diagonal = entry.seqlen_k - call.seqlen_q;
+            if (call.has_own_diagonals) entry.diagonal = entry.seqlen_k - call.seqlen_q;
         }
     }
     return true;
