@@ -21,6 +21,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -40,6 +41,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LAZY_BITS = {"is_neg": "resolve_neg", "is_conj": "resolve_conj", "_is_zerotensor": "clone"}
 OVERLAP_WORK = 100_000  # candidate solutions tried before two interleaved arrays count as overlapping
 _ARRAYS_ONLY = PassArrays.__annotations__.keys() - set(NAMES)  # results, and arrays that have those's shapes
+LONGEST_REASON = 100  # characters of an error of another library within a message
 ANY_ADDRESS = 2**61  # of arrays that exist for a comparison, with room on both sides
 
 Kind = Literal["numpy", "cupy"]
@@ -287,9 +289,8 @@ def _library_of(name: str, array: object) -> str:
         return "cupy"
     if isinstance(array, np.ndarray):
         if type(array) is not np.ndarray and type(array) is not np.memmap:
-            raise type_error(
-                name, _spell(array), f"a plain numpy.ndarray: numpy.asarray({name}), without what else it is"
-            )
+            expected = f"a plain numpy.ndarray: numpy.asarray({name}), which leaves out what the subclass adds"
+            raise type_error(name, _spell(array), expected)
         return "numpy"
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(array, jax.core.Tracer):
@@ -297,8 +298,22 @@ def _library_of(name: str, array: object) -> str:
         raise type_error(name, f"{_spell(array)}, which JAX traces and which has no values yet", remedy)
     if isinstance(array, type) or not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
         value = f" {array!r}" if isinstance(array, (bool, int, float, complex, str)) else ""
-        raise type_error(name, f"{_spell(array)}{value}", "a NumPy or CuPy array, or one with __dlpack__")
+        expected = f"a NumPy or CuPy array, or one with __dlpack__{_how_to_convert(name, array)}"
+        raise type_error(name, f"{_spell(array)}{value}", expected)
     return type(array).__module__.partition(".")[0]
+
+
+def _how_to_convert(name: str, array: object) -> str:
+    """What a message adds on something that is no array, but could become one."""
+    if {"array", "scale"} <= set(getattr(array, "_fields", ())):  # of `cuflash.quantize`
+        return f": {name}.array, and {name}_scale={name}.scale"
+    if isinstance(array, type) or hasattr(array, "_fields"):
+        return ""
+    if hasattr(array, "toarray"):  # a sparse matrix, of which numpy.asarray makes an array of one object
+        return f": {name}.toarray()"
+    protocols = ("__array__", "__array_interface__", "__buffer__")
+    is_like = isinstance(array, (list, tuple, memoryview)) or any(hasattr(array, way) for way in protocols)
+    return f": numpy.asarray({name})" if is_like else ""
 
 
 def _spell(array: object) -> str:
@@ -362,7 +377,8 @@ def _refused(name: str, array: Any, error: Exception) -> TypeError:
     if getattr(array, "requires_grad", False):
         remedy += f": {name}.detach() (gradients come from FlashAttention.backward)"
     dtype = f" of dtype {array.dtype}" if hasattr(array, "dtype") else ""
-    return type_error(name, f"{_spell(array)}{dtype}, which is not lent through DLPack ({error})", remedy)
+    reason = textwrap.shorten(str(error), LONGEST_REASON, placeholder=" ...")
+    return type_error(name, f"{_spell(array)}{dtype}, which is not lent through DLPack ({reason})", remedy)
 
 
 # ---- DLPack capsules: only the element type is ever touched ---------------------------------------------------------

@@ -23,7 +23,14 @@ from typing import Any, NamedTuple
 from cuflash.binding import INPUTS
 from cuflash.float8 import on_bits
 from cuflash.interop import check_distinct, overlap
-from cuflash.operands import broadcasts, check_array, check_shape, numpy_dtype, softmax_dtype_of
+from cuflash.operands import (
+    broadcasts,
+    check_array,
+    check_shape,
+    how_to_give_keys,
+    numpy_dtype,
+    softmax_dtype_of,
+)
 from cuflash.options import Options
 from cuflash.terms import DEFAULT_NEED, OF_NUMBERS, TERMS
 from cuflash.values import counted, value_error
@@ -197,7 +204,8 @@ def _broadcast(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     lengths: tuple[int, ...] = ()
     for name in INPUTS:
         if len(shapes[name]) < 2:
-            raise value_error(name, f"{len(shapes[name])}-D shape {shapes[name]}", "an array of two axes or more")
+            expected = "an array of two axes or more, (..., heads, seqlen, head_dim)"
+            raise value_error(name, f"{len(shapes[name])}-D shape {shapes[name]}", expected)
         own = shapes[name][:-3]
         count = max(len(own), len(lengths))
         pairs = list(zip(_aligned(own, count), _aligned(lengths, count), strict=True))
@@ -249,7 +257,8 @@ def _check(
         if name in _BROADCAST:
             target = (*heads, full["lse"][-1], seqlen_k) if name in ("bias", "mask") else shape[len(lead) :]
             is_right = broadcasts(shape[len(lead) :], target)
-            expected = f"a shape that broadcasts to {(*lengths, *target)}"
+            whole = (*lengths, *target)
+            expected = f"a shape that broadcasts to {whole}{how_to_give_keys(name, shape, whole)}"
         else:
             is_right = shape[len(shape) - own :] == heads[:own] and len(shape) >= own
             expected = f"{(*lengths, *heads[:own])}, of which leading axes may be 1 or missing"

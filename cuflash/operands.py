@@ -142,13 +142,21 @@ def broadcast_operand(
 ) -> Operand:
     """Shape and element strides of `array` broadcast to `target`, as NumPy broadcasts. `axes` are those of `target`."""
     if not broadcasts(array.shape, target):
-        expected = f"a shape that broadcasts to {axes} = {target}"
+        expected = f"a shape that broadcasts to {axes} = {target}{how_to_give_keys(name, array.shape, target)}"
         raise value_error(name, f"shape {tuple(array.shape)}", expected)
     missing = len(target) - len(array.shape)
     strides = [0] * missing + [
         0 if n == 1 else s // array.dtype.itemsize for n, s in zip(array.shape, array.strides, strict=True)
     ]
     return Operand(shape=target, strides=tuple(strides), dtype=array.dtype.name)
+
+
+def how_to_give_keys(name: str, shape: Sequence[int], target: tuple[int, ...]) -> str:
+    """What a message on an array over scores adds if it has an axis for the batch and one for keys, and no others."""
+    if tuple(shape) != (*target[:-3], target[-1]):
+        return ""
+    index = ", ".join([":"] * len(target[:-3]) + ["None, None, :"])
+    return f": {name}[{index}], if it is one of keys"
 
 
 def check_dtype(name: str, array: Shaped, expected: tuple[str, ...], why: str = "") -> None:

@@ -377,7 +377,7 @@ def make_problem(
         if seqlen > MAX_SEQLEN:
             raise value_error(name, f"seqlen {seqlen}", f"at most {MAX_SEQLEN}")
     if num_heads % num_heads_kv if num_heads_kv else num_heads:
-        raise value_error("k", counted(num_heads_kv, "head"), f"a divisor of the {counted(num_heads, 'head')} of q")
+        raise value_error("k", counted(num_heads_kv, "head"), _divisors(options.layout, q4, k4))
 
     if is_packed:
         batch = _number_of_sequences(len(q.shape), given.get("cu_seqlens_q"), given.get("cu_seqlens_k"))
@@ -438,6 +438,16 @@ def make_problem(
     )
 
 
+def _divisors(layout: str, q: Operand, k: Operand) -> str:
+    """What a message expects as the number of heads of k."""
+    (_, heads, seqlen_q, _), (_, heads_kv, seqlen_k, _) = q.shape, k.shape
+    expected = f"a divisor of the {counted(heads, 'head')} of q"
+    if 0 < seqlen_k < heads_kv and seqlen_q < heads and seqlen_q % seqlen_k == 0:
+        other = "bshd" if layout == "bhsd" else "bhsd"
+        expected += f"; with layout={other!r} q has {counted(seqlen_q, 'head')}, and k {seqlen_k}"
+    return expected
+
+
 def _alignment(options: Options, given: Collection[str], batch: int) -> Literal["bottom_right", "top_left", "lengths"]:
     """How the diagonal lies. Packed sequences have no other keys than those that exist."""
     is_packed, by_lengths = "cu_seqlens_q" in given, options.causal == "lengths"
@@ -458,18 +468,24 @@ def _check_axes(name: str, array: Shaped, other: str | None) -> None:
             "them; reshape them to a batch, as one axis"
         )
     if not 2 <= count <= 4:
-        raise value_error(name, f"{count}-D shape {tuple(array.shape)}", "a 2-D, 3-D or 4-D array")
+        expected = "an array of two axes or more, (..., heads, seqlen, head_dim)" if count < 2 else "at most 4 axes"
+        raise value_error(name, f"{count}-D shape {tuple(array.shape)}", expected)
 
 
 def _check_dtypes_and_axes(q: Shaped, k: Shaped, v: Shaped, other: str | None) -> None:
     """Check dtypes and numbers of axes, of each array and against each other; `other` is as in `_check_axes`."""
-    for name, array in (("q", q), ("k", k), ("v", v)):
+    given = {"q": q, "k": k, "v": v}
+    for name, array in given.items():
         if array.dtype.name not in (*DTYPES, *FLOAT8):
-            expected = f"float16, bfloat16, float32 or float64, or {' or '.join(FLOAT8)}"
-            raise type_error(name, f"dtype {array.dtype}", expected)
+            allowed = f"float16, bfloat16, float32 or float64, or {' or '.join(FLOAT8)}"
+            if name != "q":  # which is one of these
+                allowed = str(q.dtype) if q.dtype.name in FLOAT8 else f"{q.dtype} as q has, or {' or '.join(FLOAT8)}"
+            remedy = f": cuflash.fp8({name}, 'e4m3') for bytes that are fp8" if array.dtype.name == "uint8" else ""
+            raise type_error(name, f"dtype {array.dtype}", allowed + remedy)
         _check_axes(name, array, other)
     model, expected = ("k", k.dtype) if k.dtype.name in FLOAT8 and q.dtype.name not in FLOAT8 else ("q", q.dtype)
-    for name, array in (("k", k), ("v", v)):
+    for name in ("k", "v"):
+        array = given[name]
         if array.dtype != expected:
             raise type_error(name, f"dtype {array.dtype}", f"{expected} as {model} has")
         if len(array.shape) != len(q.shape):

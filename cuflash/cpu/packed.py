@@ -77,9 +77,9 @@ def sequences(problem: Problem, cu_seqlens_q: Array, cu_seqlens_k: Array) -> Ite
 
 def check_starts(problem: Problem, cu_seqlens_q: Array, cu_seqlens_k: Array) -> None:
     """Raise ValueError unless both begin with 0, never decrease, and stay within the rows that there are."""
-    for name, cu, total in (
-        ("cu_seqlens_q", cu_seqlens_q, problem.seqlen_q),
-        ("cu_seqlens_k", cu_seqlens_k, problem.seqlen_k),
+    for name, cu, total, heads in (
+        ("cu_seqlens_q", cu_seqlens_q, problem.seqlen_q, problem.num_heads),
+        ("cu_seqlens_k", cu_seqlens_k, problem.seqlen_k, problem.num_heads_kv),
     ):
         if cu[0] != 0:
             raise value_error(name, f"a first entry {cu[0]}", "0")
@@ -88,7 +88,11 @@ def check_starts(problem: Problem, cu_seqlens_q: Array, cu_seqlens_k: Array) -> 
             at = int(falls[0])
             raise value_error(name, f"an entry {cu[at + 1]} behind {cu[at]}", "entries that do not decrease")
         if cu[-1] > total:
-            raise value_error(name, f"a last entry {cu[-1]}", f"at most {total}, the length of the axis of sequences")
+            expected = f"at most {total}, the length of the axis of sequences in layout {problem.layout!r}"
+            if cu[-1] <= heads:
+                other = "bshd" if problem.layout == "bhsd" else "bhsd"
+                expected += f"; with layout={other!r} that axis has length {heads}"
+            raise value_error(name, f"a last entry {cu[-1]}", expected)
 
 
 def for_each(

@@ -85,8 +85,27 @@ class Subclass(np.ndarray):
     pass
 
 
+class Frame:
+    """A table, as those of pandas."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array
+
+
+class Sparse:
+    """A sparse matrix, as those of SciPy."""
+
+    def toarray(self):
+        raise NotImplementedError
+
+
 ARRAY = "a NumPy or CuPy array, or one with __dlpack__"
+PLAIN = "a plain numpy.ndarray: numpy.asarray("
 DTYPES = "float16, bfloat16, float32 or float64"
+OF_Q = "float32 as q has, or float8_e4m3fn or float8_e5m2"
 CAUSAL = "False, True (bottom-right aligned), 'top_left' or 'lengths'"
 SCORES = "a shape that broadcasts to (batch, num_heads, seqlen_q, seqlen_k) = (2, 4, 5, 6)"
 IS_BOOL = "bool (True takes part; additive terms go into bias)"
@@ -149,22 +168,30 @@ BAD_OPTIONS = [
 BAD_INPUTS = [
     # No array, or not one that means what it says.
     ("q", None, TypeError, "None", "an array"),
-    ("q", lambda x: x.tolist(), TypeError, "list", ARRAY),
-    ("k", (1, 2), TypeError, "tuple", ARRAY),
+    ("q", lambda x: x.tolist(), TypeError, "list", f"{ARRAY}: numpy.asarray(q)"),
+    ("k", (1, 2), TypeError, "tuple", f"{ARRAY}: numpy.asarray(k)"),
+    ("v", lambda x: Frame(x), TypeError, "test_bad_inputs.Frame", f"{ARRAY}: numpy.asarray(v)"),
+    ("q", lambda x: memoryview(x), TypeError, "memoryview", f"{ARRAY}: numpy.asarray(q)"),
+    ("k", lambda x: Sparse(), TypeError, "test_bad_inputs.Sparse", f"{ARRAY}: k.toarray()"),
+    ("k", lambda x: cuflash.quantize(x), TypeError, "cuflash.Quantized", f"{ARRAY}: k.array, and k_scale=k.scale"),
     ("v", 1.0, TypeError, "float 1.0", ARRAY),
     ("q", np.float32(1), TypeError, "numpy.float32", ARRAY),
     ("k", "k", TypeError, "str 'k'", ARRAY),
     ("v", np.ndarray, TypeError, "type", ARRAY),
     ("q", Halfway(), TypeError, "test_bad_inputs.Halfway", ARRAY),
     ("v", Elsewhere(), TypeError, "test_bad_inputs.Elsewhere", "an array of numpy as q is"),
-    ("q", np.ma.asarray, TypeError, "numpy.MaskedArray", "a plain numpy.ndarray"),
-    ("k", lambda x: x[0, 0].view(np.matrix), TypeError, "numpy.matrix", "a plain numpy.ndarray"),
-    ("v", lambda x: x.view(Subclass), TypeError, "test_bad_inputs.Subclass", "a plain numpy.ndarray"),
+    ("q", np.ma.asarray, TypeError, "numpy.MaskedArray", f"{PLAIN}q), which leaves out what the subclass adds"),
+    ("k", lambda x: x[0, 0].view(np.matrix), TypeError, "numpy.matrix", f"{PLAIN}k)"),
+    ("v", lambda x: x.view(Subclass), TypeError, "test_bad_inputs.Subclass", f"{PLAIN}v)"),
+    ("mask", np.ma.asarray, TypeError, "numpy.MaskedArray", f"{PLAIN}mask)"),
     # dtypes
     ("q", lambda x: x.astype(object), TypeError, "dtype object", DTYPES),
     ("q", lambda x: x.astype(np.int64), TypeError, "dtype int64", DTYPES),
-    ("k", lambda x: x > 0, TypeError, "dtype bool", DTYPES),
-    ("v", lambda x: x.astype(np.complex64), TypeError, "dtype complex64", DTYPES),
+    ("k", lambda x: x > 0, TypeError, "dtype bool", OF_Q),
+    ("k", lambda x: x.astype(np.int32), TypeError, "dtype int32", OF_Q),
+    ("v", lambda x: x.astype(np.complex64), TypeError, "dtype complex64", OF_Q),
+    ("k", lambda x: x.view(np.uint8), TypeError, "dtype uint8", f"{OF_Q}: cuflash.fp8(k, 'e4m3') for bytes that are fp8"),
+    ("q", lambda x: x.view(np.uint8), TypeError, "dtype uint8", f"{DTYPES}, or float8_e4m3fn or float8_e5m2: cuflash.fp8(q"),
     ("v", lambda x: x.astype(ml_dtypes.float8_e4m3fn), TypeError, "dtype float8_e4m3fn", "float32 as q has"),
     ("q", lambda x: x.view(np.dtype([("x", np.float32)])), TypeError, "dtype [('x', '<f4')]", DTYPES),
     ("q", lambda x: x.astype(">f4"), TypeError, "dtype >f4", "native byte order: q.astype('float32')"),
@@ -204,6 +231,7 @@ BAD_INPUTS = [
     ("mask", lambda x: x.astype(np.uint8), TypeError, "dtype uint8", IS_BOOL),
     ("mask", lambda x: x.T, ValueError, "shape (6, 5)", SCORES),
     ("mask", lambda x: np.ones((4, 2, 1, 1), bool), ValueError, "shape (4, 2, 1, 1)", SCORES),
+    ("mask", np.ones((2, 6), bool), ValueError, "shape (2, 6)", f"{SCORES}: mask[:, None, None, :], if it is one of keys"),
     # kv_lengths
     ("kv_lengths", [6, 2], TypeError, "list", ARRAY),
     ("kv_lengths", 6.0, TypeError, "dtype float64", "int32 or int64"),
@@ -429,6 +457,30 @@ def test_heads_that_do_not_divide(heads, heads_kv):
     of_q = "1 head" if heads == 1 else f"{heads} heads"
     complaint = (ValueError, "k", f"{heads_kv} heads", f"a divisor of the {of_q} of q")
     assert_complains(lambda: cuflash.attention(q, k, k), *complaint)
+
+
+def test_vectors_are_no_matrices():
+    q = np.ones(4)
+    expected = "an array of two axes or more, (..., heads, seqlen, head_dim)"
+    for arrays in ((q, q, q), (q, np.ones((3, 4)), np.ones((3, 4)))):
+        complaint = (ValueError, "q", "1-D shape (4,)", expected)
+        assert_complains(lambda arrays=arrays: cuflash.attention(*arrays), *complaint)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_arrays_in_the_other_layout(layout):
+    """Where the numbers of rows and heads tell."""
+    other = "bshd" if layout == "bhsd" else "bhsd"
+    q, k, same = (np.ones((n, heads, 8)) for n, heads in ((100, 4), (70, 2), (100, 4)))
+    q, k, same = (x.swapaxes(0, 1) if layout == "bshd" else x for x in (q, k, same))
+    expected = f"a divisor of the 100 heads of q; with layout='{other}' q has 4 heads, and k 2"
+    complaint = (ValueError, "k", "70 heads", expected)
+    assert_complains(lambda: cuflash.attention(q, k, k, layout=layout), *complaint)
+    starts = np.array([0, 40, 70])
+    keywords = {"layout": layout, "cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    expected = f"at most 4, the length of the axis of sequences in layout '{layout}'; with layout='{other}' that axis has"
+    complaint = (ValueError, "cu_seqlens_q", "a last entry 70", expected)
+    assert_complains(lambda: cuflash.attention(q, same, same, **keywords), *complaint)
 
 
 def test_sequence_beyond_32_bit_positions():

@@ -187,7 +187,7 @@ def test_torch_parameters_and_other_subclasses(torch):
         (lambda t, x: t.complex(x, x).conj().imag, r"torch\.Tensor with is_neg\(\) True", r".*: k\.resolve_neg\(\)"),
         (lambda t, x: t.complex(x, x).conj(), r"torch\.Tensor with is_conj\(\) True", r".*: k\.resolve_conj\(\)"),
         (lambda t, x: t._efficientzerotensor((3, 4)), r"torch\.Tensor with _is_zerotensor\(\) True", r".*k\.clone\(\)"),
-        (lambda t, x: x.int(), "dtype int32", "float16, bfloat16, float32 or float64"),
+        (lambda t, x: x.int(), "dtype int32", "float32 as q has, or float8_e4m3fn or float8_e5m2"),
         (lambda t, x: x.double(), "dtype float64", "float32 as q has"),
         (lambda t, x: x.numpy(), r"numpy\.ndarray", "an array of torch as q is"),
         (lambda t, x: x.tolist(), "list", "a NumPy or CuPy array"),
@@ -303,6 +303,13 @@ class LentNegative(LentVersioned):
         return True
 
 
+class LentWithAStory(Lent):
+    """A library whose errors are long."""
+
+    def __dlpack__(self, *, stream=None, **how):
+        raise BufferError("it is not to be had, " * 30)
+
+
 class LentByAProperty(LentVersioned):
     """Another library's word of the same name."""
 
@@ -350,6 +357,13 @@ def test_results_written_to_what_was_lent():
     out.flags.writeable = False
     with pytest.raises(ValueError, match=r"^out: got a .* array lent read-only, expected a writable one"):
         cuflash.attention(*[LentVersioned(q)] * 3, out=given_out)
+
+
+def test_a_long_error_of_another_library_is_cut_between_words():
+    q = LentWithAStory(normal(5, 4))
+    message = r"through DLPack \(it is not to be had, [\w, ]+ \.\.\.\), expected an array that can be lent$"
+    with pytest.raises(TypeError, match=message):
+        cuflash.attention(q, q, q)
 
 
 def test_overlap_of_what_was_lent():
