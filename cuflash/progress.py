@@ -27,14 +27,18 @@ class Bar:
     def advance(self) -> None:
         """One more is done."""
         self.done += 1
-        if sys.stderr.isatty() and time.perf_counter() - self.start > 1:
+        if _is_on_terminal() and time.perf_counter() - self.start > 1:
             filled = WIDTH * self.done // self.total
             print(f"\r[{'#' * filled}{'.' * (WIDTH - filled)}]", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         """Remove the line."""
-        if sys.stderr.isatty():
+        if _is_on_terminal():
             print(f"\r{' ' * (WIDTH + 2)}\r", end="", file=sys.stderr, flush=True)
+
+
+def _is_on_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 def bar(total: int) -> Callable[[], None]:

@@ -27,6 +27,12 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer or 0")
+    return int(text)
+
+
 def number(text: str) -> float:
     try:
         return float(text)

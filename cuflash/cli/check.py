@@ -7,12 +7,11 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cuflash import FlashAttention, reference
+from cuflash import FlashAttention, reference, testing
 from cuflash.cli import here
-from cuflash.cli.arguments import add_backend_argument, add_problem_arguments, passes, problems
+from cuflash.cli.arguments import add_backend_argument, add_problem_arguments, natural, passes, problems
 from cuflash.cli.here import Failure
 from cuflash.cli.numbers import in_seconds
 from cuflash.cli.plans import compiled
@@ -22,13 +21,10 @@ from cuflash.emulator.launching import ORDERS
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.terms import DEFAULT_NEED, OF_SOFTMAX
 
-if TYPE_CHECKING:
-    from cuflash.testing import Case
-
 
 def add_check_arguments(command: argparse.ArgumentParser) -> None:
     add_backend_argument(command)
-    command.add_argument("--seed", type=int, default=0, help="of the random inputs (default: 0)")
+    command.add_argument("--seed", type=natural, default=0, help="of the random inputs (default: 0)")
     command.add_argument("--quick", action="store_true", help="a few kinds of problem only: seconds, not minutes")
     command.add_argument(
         "--emulate",
@@ -50,14 +46,13 @@ def check(args: argparse.Namespace) -> int:
     if args.emulate:
         return check_emulated(args)
     xp = here.array_module(args.backend)
-    testing = import_testing()
     print(f"on {here.describe_here(xp)}", flush=True)
     counts = {"passed": 0, "FAILED": 0, "not served": 0}
     cases = list(testing.self_test_cases(args.seed, quick=args.quick))
     width = max(len(name) for name, _ in cases) + 2
     for name, case in cases:
         try:
-            forward, gradients = calls_of(testing, case)
+            forward, gradients = calls_of(case)
             report = testing.check(forward, case, gradients=gradients, convert=xp.asarray)
         except AssertionError as error:
             verdict, detail = "FAILED", str(error)
@@ -72,7 +67,7 @@ def check(args: argparse.Namespace) -> int:
     return 1 if counts["FAILED"] or not counts["passed"] else 0
 
 
-def calls_of(testing: ModuleType, case: Case) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def calls_of(case: testing.Case) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """What `testing.check` calls for the results, and for the gradients, of a case."""
     attn, random = FlashAttention(**case.keywords), case.random
 
@@ -89,27 +84,14 @@ def calls_of(testing: ModuleType, case: Case) -> tuple[Callable[..., Any], Calla
 
 def refuse_stray_arguments(args: argparse.Namespace) -> None:
     """Arguments that the kind of check does not look at are mistakes."""
-    parser = argparse.ArgumentParser()
-    add_check_arguments(parser)
-    defaults = vars(parser.parse_args([]))
-    stray = {"backend", "quick"} if args.emulate else defaults.keys() - {"backend", "quick", "seed", "emulate"}
-    for name in sorted(name for name in stray if getattr(args, name) != defaults[name]):
+    others = {"backend", "quick"}
+    stray = args.given & others if args.emulate else args.given - others - {"seed", "emulate"}
+    for name in sorted(stray):
         option = "--" + {"passes": "pass"}.get(name, name.replace("_", "-"))
         raise Failure(f"{option} goes {'without' if args.emulate else 'with'} --emulate")
 
 
-def import_testing() -> ModuleType:
-    try:
-        from cuflash import testing
-    except ImportError as error:
-        raise Failure(
-            f'the self-test needs what the tests need, which is missing here ({error}): pip install "cuflash[test]"'
-        ) from error
-    return testing
-
-
 def check_emulated(args: argparse.Namespace) -> int:
-    testing = import_testing()
     if building.find_compiler() is None:
         raise Failure("the emulator compiles the kernels with g++, which is not on the path")
     schedules = [replace(s, seed=s.seed + args.seed) for s in SCHEDULES if s.order in args.schedule]

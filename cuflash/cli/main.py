@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from cuflash import __version__
 from cuflash.cli.arguments import add_problem_arguments
@@ -31,9 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         try:
-            return run_command(make_parser().parse_args(argv))
+            return run_command(make_parser(), argv)
         finally:
-            sys.stdout.flush()  # a closed pipe shows here, and not when Python ends, which would complain of it
+            if sys.stdout is not None:  # as it is in a process that was started without one
+                sys.stdout.flush()  # a closed pipe shows here, and not when Python ends, which would complain of it
     except BrokenPipeError:
         # What is still to be written goes nowhere. (An output that is no file, as in tests, needs nothing.)
         with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
@@ -44,8 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def run_command(args: argparse.Namespace) -> int:
-    """Run it; what is known to go wrong is said in one line."""
+def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
+    """Run the command that is named, or show which there are; what is known to go wrong is said in one line."""
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
     try:
         run: Callable[[argparse.Namespace], int] = args.run
         return run(args)
@@ -59,7 +65,27 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in the last line, and in place of all arguments how they are shown."""
+    """Says what is wrong in the last line, and in place of all arguments how they are shown.
+
+    What it returns has `given`: the names of the arguments that are on the command line, be their values the defaults
+    or not.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:  # here, and not by the parser of all commands, which does not know the arguments of one
+            self.error(f"unknown arguments: {' '.join(unknown)}{self._meant(unknown)}")
+        if not hasattr(found, "given"):  # of the parser of a command, which comes first
+            absent = object()
+            again, _ = super().parse_known_args(args, argparse.Namespace(**dict.fromkeys(vars(found), absent)))
+            found.given = {name for name, value in vars(again).items() if value is not absent}
+        return found, unknown
+
+    def _meant(self, unknown: Sequence[str]) -> str:
+        """Which arguments the unknown ones may be misspelt."""
+        names = [name for name in self._option_string_actions if name.startswith("--")]
+        meant = [x for word in unknown for x in difflib.get_close_matches(word.partition("=")[0], names, 1)]
+        return f"; did you mean {' '.join(meant)}?" if meant else ""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog} --help shows all arguments\n{self.prog}: {message}\n")
@@ -71,7 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m cuflash", description="Exact attention and its gradients for CuPy and NumPy arrays."
     )
     parser.add_argument("--version", action="version", version=f"cuflash {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (run, add_arguments, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         command.set_defaults(run=run)

@@ -1,8 +1,9 @@
 """Property-based tests of anybody's attention: cases, strategies that draw them, and the rule that judges results.
 
-    from hypothesis import given
+    from hypothesis import given, settings
     import cuflash.testing as ct
 
+    @settings(deadline=None)
     @given(ct.cases(dtypes=["float32"]))
     def test_mine(case):
         ct.check(my_attention, case)
@@ -14,6 +15,10 @@ The oracle rule: on the same inputs, the largest error against the oracle (`cufl
 double for float64) is at most twice the error of the plain formula computed in the dtype of the inputs (once, for
 float32), plus one unit in the last place of the result's scale. `Yardstick` has the definitions.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from cuflash.operands import numpy_dtype
 from cuflash.testing.arrays import STRIDES, lay_out, through_dlpack, to_numpy
@@ -38,7 +43,9 @@ from cuflash.testing.rule import (
     measure,
     yardsticks,
 )
-from cuflash.testing.strategies import FEATURES, MORE_FEATURES, cases, over_axes, with_axes
+
+if TYPE_CHECKING:
+    from cuflash.testing.strategies import FEATURES, MORE_FEATURES, cases, over_axes, with_axes
 
 __all__ = [
     "FEATURES",
@@ -70,3 +77,16 @@ __all__ = [
     "with_axes",
     "yardsticks",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What draws cases is imported when it is asked for, because it alone needs hypothesis."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from cuflash.testing import strategies
+    except ImportError as error:
+        raise ImportError(
+            f"cuflash.testing.{name} draws cases with hypothesis: pip install hypothesis ({error})"
+        ) from error
+    return getattr(strategies, name)

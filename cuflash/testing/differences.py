@@ -10,6 +10,7 @@ import numpy as np
 
 from cuflash.captured import gradient_names
 from cuflash.interop import module_of
+from cuflash.scalars import array_of, is_scalar
 from cuflash.terms import DEFAULT_NEED, OF_OPTIONS
 from cuflash.values import value_error
 
@@ -71,6 +72,8 @@ def check_gradients(
     if q.dtype != np.float64:
         raise value_error("q", f"dtype {q.dtype}", "float64, of which differences leave enough digits")
     random = {name: arrays.pop(f"dropout_{name}") for name in ("seed", "offset") if f"dropout_{name}" in arrays}
+    for name in [name for name, x in arrays.items() if is_scalar(x)]:
+        arrays[name] = module_of(q).asarray(array_of(name, arrays[name], "float64"))
     given = {"q": q, "k": k, "v": v, **arrays}
     if need is None:
         of_terms = [gradient for gradient, name in OF_OPTIONS.items() if name in arrays]

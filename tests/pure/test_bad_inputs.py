@@ -190,8 +190,20 @@ BAD_INPUTS = [
     ("k", lambda x: x > 0, TypeError, "dtype bool", OF_Q),
     ("k", lambda x: x.astype(np.int32), TypeError, "dtype int32", OF_Q),
     ("v", lambda x: x.astype(np.complex64), TypeError, "dtype complex64", OF_Q),
-    ("k", lambda x: x.view(np.uint8), TypeError, "dtype uint8", f"{OF_Q}: cuflash.fp8(k, 'e4m3') for bytes that are fp8"),
-    ("q", lambda x: x.view(np.uint8), TypeError, "dtype uint8", f"{DTYPES}, or float8_e4m3fn or float8_e5m2: cuflash.fp8(q"),
+    (
+        "k",
+        lambda x: x.view(np.uint8),
+        TypeError,
+        "dtype uint8",
+        f"{OF_Q}: cuflash.fp8(k, 'e4m3') for bytes that are fp8",
+    ),
+    (
+        "q",
+        lambda x: x.view(np.uint8),
+        TypeError,
+        "dtype uint8",
+        f"{DTYPES}, or float8_e4m3fn or float8_e5m2: cuflash.fp8(q",
+    ),
     ("v", lambda x: x.astype(ml_dtypes.float8_e4m3fn), TypeError, "dtype float8_e4m3fn", "float32 as q has"),
     ("q", lambda x: x.view(np.dtype([("x", np.float32)])), TypeError, "dtype [('x', '<f4')]", DTYPES),
     ("q", lambda x: x.astype(">f4"), TypeError, "dtype >f4", "native byte order: q.astype('float32')"),
@@ -231,7 +243,13 @@ BAD_INPUTS = [
     ("mask", lambda x: x.astype(np.uint8), TypeError, "dtype uint8", IS_BOOL),
     ("mask", lambda x: x.T, ValueError, "shape (6, 5)", SCORES),
     ("mask", lambda x: np.ones((4, 2, 1, 1), bool), ValueError, "shape (4, 2, 1, 1)", SCORES),
-    ("mask", np.ones((2, 6), bool), ValueError, "shape (2, 6)", f"{SCORES}: mask[:, None, None, :], if it is one of keys"),
+    (
+        "mask",
+        np.ones((2, 6), bool),
+        ValueError,
+        "shape (2, 6)",
+        f"{SCORES}: mask[:, None, None, :], if it is one of keys",
+    ),
     # kv_lengths
     ("kv_lengths", [6, 2], TypeError, "list", ARRAY),
     ("kv_lengths", 6.0, TypeError, "dtype float64", "int32 or int64"),
@@ -478,7 +496,9 @@ def test_arrays_in_the_other_layout(layout):
     assert_complains(lambda: cuflash.attention(q, k, k, layout=layout), *complaint)
     starts = np.array([0, 40, 70])
     keywords = {"layout": layout, "cu_seqlens_q": starts, "cu_seqlens_k": starts}
-    expected = f"at most 4, the length of the axis of sequences in layout '{layout}'; with layout='{other}' that axis has"
+    expected = (
+        f"at most 4, the length of the axis of sequences in layout '{layout}'; with layout='{other}' that axis has"
+    )
     complaint = (ValueError, "cu_seqlens_q", "a last entry 70", expected)
     assert_complains(lambda: cuflash.attention(q, same, same, **keywords), *complaint)
 

@@ -1,5 +1,7 @@
 """Gradients against differences."""
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,34 @@ def test_gradients_of_options_are_those_of_differences():
     found = ct.check_gradients(attn, *inputs(1), dropout_seed=5, dropout_offset=2, **arrays)
     assert set(found) == {"dq", "dk", "dv", "dbias", "dsinks"}
     assert set(ct.check_gradients(attn, *inputs(1), need=("dk",), dropout_seed=5, dropout_offset=2, **arrays)) == {"dk"}
+
+
+def test_gradients_of_scalars_are_those_of_differences():
+    attn: Any = cuflash.FlashAttention(
+        score=lambda s, i, j, *, gamma, shift: s - gamma * cuflash.abs(i - j) + shift * s
+    )
+    found = ct.check_gradients(attn, *inputs(4), gamma=0.25, shift=np.float32(0.5))
+    assert set(found) == {"dq", "dk", "dv", "dgamma", "dshift"}
+
+
+def test_it_needs_no_hypothesis():
+    code = """if True:
+        import sys
+        sys.modules["hypothesis"] = None
+        import numpy as np, cuflash, cuflash.testing as ct
+        q, k, v = np.random.default_rng(0).standard_normal((3, 2, 9, 4))
+        ct.check_gradients(cuflash.FlashAttention(causal=True), q, k, v)
+        try:
+            ct.cases
+        except ImportError as error:
+            print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("cuflash.testing.cases draws cases with hypothesis: pip install hypothesis"), (
+        done.stderr
+    )
+    with pytest.raises(AttributeError, match="has no attribute 'case_of'"):
+        ct.case_of  # noqa: B018 (what is tested)
 
 
 def test_a_wrong_gradient_is_named(monkeypatch):

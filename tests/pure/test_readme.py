@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import cuflash
+import cuflash.testing
 from bench.__main__ import parser as bench_parser
 from bench.examples import PICTURES
 from cuflash.cli.main import COMMANDS, make_parser
@@ -104,6 +105,13 @@ def test_no_other_kind_of_example():
         "sh",
         "text",
     }
+
+
+def test_no_example_has_a_deadline():
+    """Hypothesis gives each example 200 ms, which a busy machine does not keep."""
+    texts = [*PAGES.values(), cuflash.testing.__doc__ or ""]
+    drawn = [code for text in texts for code in re.findall(r"(?:^ *@.*\n)*^ *@given\(.*\n", text, re.MULTILINE)]
+    assert len(drawn) == 2 and all("deadline=None" in code for code in drawn)
 
 
 def test_the_readme_is_short():
