@@ -19,7 +19,6 @@ import os
 import re
 import threading
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from cuflash.kernel_cache import (
     cache_directory,
     cache_limit,
     marked_as_used,
-    private_directory,
+    private_instead,
     trim_cache,
     write_atomically,
 )
@@ -391,15 +390,8 @@ class Compiler:
     def _store_privately(
         self, request: Mapping[str, Any], cubin: bytes, resources: Resources, error: OSError
     ) -> CompiledKernel:
-        private = private_directory()
-        if private not in self._places:
-            warnings.warn(
-                f"cuflash cannot store compiled kernels in {self._places[0]} ({error}); every process compiles them "
-                "again. Set CUFLASH_CACHE_DIR to a directory that can be written.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            self._places.append(private)
+        if len(self._places) == 1:
+            self._places.append(private_instead(self._places[0], error))
         return self._store(request, cubin, resources)
 
 

@@ -129,6 +129,17 @@ def marked_as_used(path: Path) -> Path:
     return path
 
 
+def private_instead(directory: Path, error: OSError) -> Path:
+    """The directory of this process alone, in place of one that cannot be written, with a warning that says so."""
+    warnings.warn(
+        f"cuflash cannot store compiled kernels in {directory} ({error}); every process compiles them again. Set "
+        "CUFLASH_CACHE_DIR to a directory that can be written.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return private_directory()
+
+
 @functools.cache
 def private_directory() -> Path:
     """A directory of this process alone, removed when it ends."""

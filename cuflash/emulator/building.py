@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,49 @@ def build(
     """
     kernels = kernel_directory() if kernels is None else kernels
     cache = cache_directory() if cache is None else cache
+    try:
+        return _built_in(_private.get(cache, cache), source, defines, headers or {}, sanitizer, kernels)
+    except _UnusableError as error:
+        _private[cache] = kernel_cache.private_instead(cache, error.reason) / "emulated"
+    return _built_in(_private[cache], source, defines, headers or {}, sanitizer, kernels)
+
+
+class _UnusableError(Exception):
+    """Nothing can be stored in a directory of modules, or looked up there."""
+
+    def __init__(self, reason: OSError) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+# Directories of modules that cannot be used, and those of this process that are used in their place.
+_private: dict[Path, Path] = {}
+
+
+@contextlib.contextmanager
+def _in_cache() -> Iterator[None]:
+    """Tells errors of the directory of modules from those of other files."""
+    try:
+        yield
+    except OSError as error:
+        raise _UnusableError(error) from error
+
+
+def _built_in(
+    cache: Path,
+    source: Path,
+    defines: Mapping[str, object] | None,
+    headers: Mapping[str, str],
+    sanitizer: str | None,
+    kernels: Path,
+) -> Module:
+    """The module, compiled into a directory or taken from it."""
     texts = cache / "headers"
-    for name, text in (headers or {}).items():
-        if not (texts / name).exists():
-            texts.mkdir(parents=True, exist_ok=True)
-            kernel_cache.write_atomically(texts / name, text.encode())
+    for name, text in headers.items():
+        with _in_cache():
+            if not (texts / name).exists():
+                texts.mkdir(parents=True, exist_ok=True)
+                kernel_cache.write_atomically(texts / name, text.encode())
     request = (kernels / source, tuple(sorted((defines or {}).items())), sanitizer, kernels, cache)
     key = (find_compiler(), *request)
     module, of_files = _built.get(key, (None, {}))
@@ -152,7 +190,7 @@ def _included_files(sources: Sequence[Path], folders: Sequence[Path]) -> list[Pa
 @functools.cache
 def _includes(path: Path, folders: tuple[Path, ...], _size: int, _time: int) -> list[Path]:
     """The files that a file, of this size and time, includes itself: each build asks for those of all its headers."""
-    names = re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.MULTILINE)
+    names = re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text("utf-8"), re.MULTILINE)
     return [folder / name for name in names for folder in (path.parent, *folders) if (folder / name).is_file()]
 
 
@@ -169,28 +207,34 @@ def _compile(name: str, flags: Sequence[str], files: Sequence[Path], arguments: 
     for place, path in sorted(("/".join(path.parts[-2:]), path) for path in files):
         key.update(place.encode() + path.read_bytes())
     library = cache / f"{name}-{key.hexdigest()[:24]}.so"
-    if library.exists():
-        return library
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+    with contextlib.ExitStack() as stack:
+        with _in_cache():
+            if library.exists():
+                return library
+            cache.mkdir(parents=True, exist_ok=True)
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=cache))
         unfinished = Path(scratch) / library.name
-        command = [compiler, *flags, *arguments, "-o", str(unfinished)]
-        result = subprocess.run(command, capture_output=True, text=True)
+        result = _run([compiler, *flags, *arguments, "-o", str(unfinished)])
         if result.returncode:
             raise EmulationError(name, f"does not compile:\n{result.stderr[:8000]}")
         os.replace(unfinished, library)
     return library
 
 
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """What a command prints, which need not be text in the encoding of the locale."""
+    return subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
+
+
 @functools.cache
 def _compiler_version(compiler: str) -> str:
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    return _run([compiler, "--version"]).stdout
 
 
 def sanitizer_environment() -> dict[str, str]:
     """The environment of a process that can load modules built with ``sanitizer="address"``."""
     compiler = find_compiler() or "g++"
-    library = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    library = _run([compiler, "-print-file-name=libasan.so"]).stdout.strip()
     settings = {"LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0"}
     return {**os.environ, **settings}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import os
 import re
 import shutil
 import subprocess
@@ -220,12 +221,12 @@ def _aligned_copy(content: bytes, alignment: int = 128) -> np.ndarray:
 
 
 def _error(kernel: str, report: _Report) -> EmulationError:
-    message = report.message.decode()
+    message = os.fsdecode(report.message)
     if not report.has_thread:
         return EmulationError(kernel, message)
-    file, line = report.file.decode(), report.line
+    file, line = os.fsdecode(report.file), report.line
     if report.fault_module:
-        found = _source_line(report.fault_module.decode(), report.fault_offset)
+        found = _source_line(os.fsdecode(report.fault_module), report.fault_offset)
         if found:
             file, line = found
         elif file:
@@ -238,6 +239,6 @@ def _source_line(module: str, offset: int) -> tuple[str, int] | None:
     tool = shutil.which("addr2line")
     if tool is None:
         return None
-    output = subprocess.run([tool, "-e", module, hex(offset)], capture_output=True, text=True).stdout
+    output = os.fsdecode(subprocess.run([tool, "-e", module, hex(offset)], capture_output=True).stdout)
     match = re.match(r"(.+):(\d+)", output)
     return (match[1], int(match[2])) if match else None

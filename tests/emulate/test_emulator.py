@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from cuflash import emulator
 from cuflash.compiler import kernel_directory
 from cuflash.emulator import SCHEDULES, EmulationError, Schedule, Scratch, build, find_compiler, guarded_array
 from cuflash.emulator.building import HERE as EMULATOR
+from cuflash.kernel_cache import private_directory
 from cuflash.planning import ScratchLayout
 
 HERE = Path(__file__).resolve().parent
@@ -333,6 +335,35 @@ def test_build_is_cached_by_content(tmp_path):
     with pytest.raises(EmulationError, match=r"does not compile(.|\n)*static assertion failed"):
         build(source, {"VALUE": 1})
     assert build(source, {"VALUE": 2}).library != library
+
+
+def test_a_cache_that_cannot_be_made_warns_once_and_works(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("not a directory")
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    source = tmp_path / "kernel.cu"
+    source.write_text('#include "ptx/base.cuh"\n#include "own.cuh"\nstatic_assert(kOwn == VALUE, "");\n')
+    with pytest.warns(RuntimeWarning, match="CUFLASH_CACHE_DIR") as caught:
+        first = build(source, {"VALUE": 1}, headers={"own.cuh": "constexpr int kOwn = VALUE;\n"})
+        build(source, {"VALUE": 2}, headers={"own.cuh": "constexpr int kOwn = VALUE;\n"})
+    assert len(caught) == 1 and str(tmp_path / "file") in str(caught[0].message)
+    assert first.library.is_file() and first.library.is_relative_to(private_directory())
+
+
+def test_sources_are_read_in_any_locale():
+    """They are UTF-8, and three have signs that ASCII has not."""
+    code = """if True:
+        from cuflash.compiler import kernel_directory
+        from cuflash.emulator import building
+        folder = kernel_directory()
+        sources = sorted(folder.glob("sm*/*.cu"))
+        print(len(building._included_files([*sources, building.HERE / "ptx_emulated.h"], [folder, building.HERE])))
+        print(building._run(["printf", r"\\xe2\\x80\\xa6 \\xff"]).stdout.encode("ascii", "backslashreplace").decode())
+    """
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    count, printed = done.stdout.splitlines()
+    assert int(count) > 50 and printed == r"\u2026 \ufffd"
 
 
 def test_build_without_a_compiler_says_so(monkeypatch):
