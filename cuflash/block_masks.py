@@ -26,7 +26,14 @@ from numpy.typing import NDArray
 from cuflash.options import check_block_size
 from cuflash.values import as_integer, type_error, value_error
 
+__all__ = ["from_mask", "global_blocks", "local", "random", "strided"]
+
 BlockMask = NDArray[np.bool_]
+
+
+def __dir__() -> list[str]:
+    """What completion shows: the masks, and nothing that is imported for them."""
+    return list(__all__)
 
 
 def local(m: int, n: int, width: int) -> BlockMask:

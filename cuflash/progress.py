@@ -28,13 +28,14 @@ class Bar:
         """One more is done."""
         self.done += 1
         if _is_on_terminal() and time.perf_counter() - self.start > 1:
-            filled = WIDTH * self.done // self.total
-            print(f"\r[{'#' * filled}{'.' * (WIDTH - filled)}]", end="", file=sys.stderr, flush=True)
+            filled, percent = WIDTH * self.done // self.total, 100 * self.done // self.total
+            line = f"\r[{'#' * filled}{'.' * (WIDTH - filled)}] {percent:>3} %"
+            print(line, end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         """Remove the line."""
         if _is_on_terminal():
-            print(f"\r{' ' * (WIDTH + 2)}\r", end="", file=sys.stderr, flush=True)
+            print(f"\r{' ' * (WIDTH + len('[] 100 %'))}\r", end="", file=sys.stderr, flush=True)
 
 
 def _is_on_terminal() -> bool:

@@ -448,3 +448,8 @@ def test_usual_biases_are_not_looked_at():
         for pass_ in ("forward", "backward"):
             plan = plan_of(pass_, **sizes, block_mask=None, bias=bias)
             assert not {*LOOKS} & set(sources(plan))
+
+
+def test_completion_shows_masks_only():
+    assert sorted(dir(block_masks)) == sorted(block_masks.__all__)
+    assert all(callable(getattr(block_masks, name)) for name in block_masks.__all__)

@@ -495,8 +495,8 @@ def test_the_bar_is_shown_on_a_terminal_and_goes_away(monkeypatch):
     for _ in range(4):
         advance()
     shown = terminal.getvalue()
-    assert f"\r[{'#' * 20}{'.' * 20}]" in shown
-    assert shown.endswith(f"\r{' ' * 42}\r")
+    assert f"\r[{'#' * 20}{'.' * 20}]  50 %" in shown
+    assert shown.endswith(f"\r{' ' * 48}\r")
 
 
 def test_an_interrupted_bar_goes_away(monkeypatch):
@@ -506,7 +506,7 @@ def test_an_interrupted_bar_goes_away(monkeypatch):
         bar.advance()
         raise KeyboardInterrupt
     assert "\r[####" in terminal.getvalue()
-    assert terminal.getvalue().endswith(f"\r{' ' * 42}\r")
+    assert terminal.getvalue().endswith(f"\r{' ' * 48}\r")
 
 
 def test_no_bar_in_a_file(monkeypatch):
