@@ -197,7 +197,17 @@ def test_sums_of_float64_are_within_twice_the_plain_formula(cupy, head_dim, caus
     assert all(measurement.error <= measurement.strict_tolerance for measurement in report), report
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"kv_lengths": (200, 700)}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"kv_lengths": (200, 700)},
+        {"causal": "lengths", "kv_lengths": (200, 700)},
+        {"softcap": 3.0},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("strides", ["contiguous", "padded"])
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 128])
 def test_both_kernels_of_float32(cupy, head_dim, strides, options):

@@ -138,7 +138,17 @@ def test_the_kernel_of_all_devices(cupy, head_dim, causal):
         ct.assert_forward(case, *attn.forward(*arrays))
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"kv_lengths": (200, 2100)}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"kv_lengths": (200, 2100)},
+        {"causal": "lengths", "kv_lengths": (200, 2100)},
+        {"softcap": 3.0},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 128])
 @pytest.mark.parametrize("seqlen_q", [30, 700])
 def test_both_kernels_of_float32(cupy, seqlen_q, head_dim, options):
@@ -326,6 +336,7 @@ def test_decoding_of_other_heads(cupy, head_dim, head_dim_v, layout):
         {"kv_lengths": (0, 1, 4095, MANY_KEYS)},
         {"kv_lengths": (64, 65, 130, 8191), "causal": True},
         {"causal": "top_left", "kv_lengths": (2, 3, 4, 5)},
+        {"causal": "lengths", "kv_lengths": (2, 65, 4095, MANY_KEYS), "window": (2000, None)},
         {"window": (1000, None)},
         {"window": (2000, 0), "kv_lengths": (MANY_KEYS, 100, 7000, 0)},
         {"score_spread": 30.0},

@@ -10,6 +10,7 @@ import pytest
 
 import cuflash
 import cuflash.testing as ct
+from cuflash.scalars import array_of
 from tests.pure import test_peer_bugs as peer_bugs
 
 pytestmark = pytest.mark.gpu
@@ -76,6 +77,46 @@ def test_results_have_names_and_given_ones_come_back(cupy):
     assert all(x is y for x, y in zip(gradients, given_gradients.values(), strict=True))
     out = cupy.empty_like(q)
     assert cuflash.attention(q, k, v, causal=True, out=out) is out
+
+
+def test_scalars_stand_for_arrays_without_axes(cupy):
+    """Also bfloat16, with which an array is filled by its bits; and in a graph, which keeps the number."""
+    q = normal(cupy, 2, 4, 65, DIM, dtype="bfloat16")
+    attn = cuflash.FlashAttention(
+        score=lambda s, i, j, *, gamma, shift, far: s - gamma * cuflash.abs(i - j) + shift * far
+    )
+    scalars = {"gamma": 0.25, "shift": ct.numpy_dtype("bfloat16").type(0.5), "far": 3}
+    arrays = {name: cupy.asarray(array_of(name, x, "bfloat16").reshape(1))[0] for name, x in scalars.items()}
+    need = ("dq", "dgamma", "dshift")
+    found = []
+    for terms in (scalars, arrays):
+        out, lse = attn.forward(q, q, q, **terms)
+        found.append((out, lse, *attn.backward(out, q, q, q, out, lse, need=need, **terms)))
+    for x, y in zip(*found, strict=True):
+        np.testing.assert_array_equal(host(x), host(y))
+    assert [x.shape for x in found[0][3:]] == [(), ()] and found[0][4].dtype == q.dtype
+    stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.using_allocator(pool.malloc), stream:
+        attn.compile(q, q, q, **scalars, need=need)
+        stream.begin_capture()
+        out = attn.forward(q, q, q, **scalars).out
+        graph = stream.end_capture()
+        graph.launch()
+        stream.synchronize()
+        np.testing.assert_array_equal(host(out), host(found[0][0]))
+
+
+def test_integers_of_64_bits_are_taken(cupy):
+    q, starts = normal(cupy, 4, 65, DIM), cupy.asarray([0, 20, 65])
+    attn = cuflash.FlashAttention(causal=True)
+    found = [attn.forward(q, q, q, cu_seqlens_q=x, cu_seqlens_k=x).out for x in (starts, starts.astype(np.int32))]
+    np.testing.assert_array_equal(*map(host, found))
+    pools, table = normal(cupy, 8, 4, 16, DIM), cupy.asarray([[5, 2, 7], [1, 0, 3]])
+    terms = {"kv_lengths": cupy.asarray([40, 33]), "causal": True}
+    queries = normal(cupy, 2, 4, 3, DIM)
+    found = [cuflash.attention(queries, pools, pools, block_table=x, **terms) for x in (table, table.astype(np.int32))]
+    np.testing.assert_array_equal(*map(host, found))
 
 
 def test_results_of_any_strides(cupy):
