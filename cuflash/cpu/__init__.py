@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.cpu import by_functions, core, functions_as_terms, numpy_path
+from cuflash.cpu import core, fallback, functions_as_terms
 from cuflash.cpu.jobs import cpu_threads
 from cuflash.cpu.packed import clear_rows_of_no_sequence
 from cuflash.operands import layout_of, numpy_dtype, view_4d
@@ -130,9 +130,9 @@ def _run(
         if functions_as_terms.why_not(problem, wanted) is None:
             functions_as_terms.run(problem, arrays, is_backward, seed, offset)
         else:
-            by_functions.run(problem, arrays, is_backward, seed, offset)
+            fallback.run(problem, arrays, is_backward, seed, offset)
         return
-    way = numpy_path if core.why_not(problem) is not None else core
+    way = fallback if core.why_not(problem) is not None else core
     way.run(problem, arrays, is_backward, seed, offset)
 
 

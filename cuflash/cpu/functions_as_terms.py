@@ -13,16 +13,17 @@ those of arrays are summed in float64.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from cuflash.cpu import core, jobs
-from cuflash.cpu.by_functions import shown_blocks, sums_of_entries
+from cuflash.cpu.fallback import shown_blocks, sums_of_entries
 from cuflash.cpu.packed import clear_gradients_of_no_sequence, sequences
 from cuflash.cpu.part_products import Products
 from cuflash.cpu.parts import BLOCK, Pairs, Part, Tile, parts, slices, sums_of_diagonals
@@ -36,6 +37,7 @@ from cuflash.score.nodes import Node, in_order
 from cuflash.terms import DEFAULT_NEED, NAMES, TERMS
 
 Array = NDArray[Any]
+Result = TypeVar("Result")
 
 # With as many pairs, calls of NumPy take most of the time: one head of 64 queries and keys took 0.28 ms by tiles, and
 # 0.41 so.
@@ -103,6 +105,20 @@ def run(
             x[...] = of_reads[name]
 
 
+class _Workspace:
+    """Memory for arrays of pairs, kept from part to part: fresh memory has to be mapped page by page."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self.dtype = dtype
+        self._memory: dict[str, Array] = {}
+
+    def take(self, name: str, *shape: int) -> Array:
+        size = math.prod(shape)
+        if name not in self._memory or self._memory[name].size < size:
+            self._memory[name] = np.empty(size, self.dtype)
+        return self._memory[name][:size].reshape(shape)
+
+
 class _Call:
     """One call, or one packed sequence, whose arrays are (batch, heads, seqlen, dim).
 
@@ -148,7 +164,7 @@ class _Call:
         self.different = {name for name in ("batch", "head") if multiplies or name in inputs}
         self.tables = Tables(captured)
         self.wide: np.dtype[Any] | None = None
-        self.workspace = jobs.Workspace(self.dtype)  # for arrays of pairs, from part to part
+        self.workspace = _Workspace(self.dtype)
 
     def run(self, is_backward: bool) -> None:
         """Write results, and add to those of captured arrays."""
@@ -247,10 +263,10 @@ class _Call:
                 terms["mask"] = np.ones(pairs.shape, bool)
             tiles = [tile for tile in tiles if sometimes[tile.blocks].any()]
 
-        def evaluate_mask(_: jobs.Workspace, tile: Tile) -> None:
+        def evaluate_mask(tile: Tile) -> None:
             (terms["mask"][tile.place],) = self.evaluate([cast("Node", program.mask)], tile.inputs())
 
-        def evaluate_score(_: jobs.Workspace, tile: Tile) -> None:
+        def evaluate_score(tile: Tile) -> None:
             if products is not None:
                 products.write(tile)
             inputs = tile.inputs(None if products is None else products.scaled)
@@ -272,15 +288,16 @@ class _Call:
         *strides, _, step = line.strides
         return as_strided(line[..., 0, rows - 1 :], pairs.shape, (*strides, -step, step), writeable=False)
 
-    def for_each(self, work: Callable[[jobs.Workspace, Tile], None], tiles: list[Tile]) -> None:
-        jobs.run(work, [(tile,) for tile in tiles], jobs.count_cores(), self.dtype)
+    def for_each(
+        self, work: Callable[[Tile], Result], tiles: list[Tile], take: Callable[[Result], object] = lambda result: None
+    ) -> None:
+        jobs.run(work, tiles, jobs.count_cores(), take)
 
     def add_reads(self, tiles: list[Tile], dbias: Array, products: Products | None) -> None:
         """Add to the gradients of arrays what follows from that of the bias, tile after tile."""
         loads = [(name, load) for name in self.of_reads for load in self.program.loads[name]]
-        found: dict[tuple[int, int], list[tuple[str, Any, Array]]] = {}
 
-        def sum_tile(_: jobs.Workspace, tile: Tile) -> None:
+        def sum_tile(tile: Tile) -> list[tuple[str, Any, Array]]:
             own, entries = dbias[tile.place], []
             if self.has_diagonals:
                 own, inputs = sums_of_diagonals(own), tile.of_diagonals()
@@ -292,31 +309,34 @@ class _Call:
                 terms = own * np.where(own == 0, 0, derivative)
                 places = self.evaluate(load.at.args, inputs)
                 entries.append((name, *sums_of_entries(self.captured[name].shape, places, terms)))
-            found[tile.rows.start, tile.keys.start] = entries
+            return entries
 
-        self.for_each(sum_tile, tiles)
-        for at in sorted(found):
-            for name, places, sums in found[at]:
+        def add(entries: list[tuple[str, Any, Array]]) -> None:
+            for name, places, sums in entries:
                 self.of_reads[name].reshape(-1)[places] += sums
+
+        self.for_each(sum_tile, tiles, add)
 
     def write_of_products(
         self, tiles: list[Tile], dbias: Array, products: Products, results: Mapping[str, Array]
     ) -> None:
         """Write gradients of q and k, which follow from that of the bias, tile after tile."""
-        found: dict[tuple[int, int], tuple[Tile, dict[str, Array]]] = {}
+        sums = {name: np.zeros(x.shape, self.dtype) for name, x in results.items()}
 
-        def multiply_tile(_: jobs.Workspace, tile: Tile) -> None:
+        def multiply_tile(tile: Tile) -> list[tuple[Array, Array]]:
             own = dbias[tile.place]
             (slope,) = self.evaluate([cast("Node", self.program.by_s)], tile.inputs(products.scaled))
             own *= np.where(own == 0, 0, slope)
-            found[tile.rows.start, tile.keys.start] = (tile, products.gradients(tile, dbias, results))
+            found = products.gradients(tile, dbias, results)
+            return [
+                (sums[name][:, :, tile.own_rows if name == "dq" else tile.own_keys], x) for name, x in found.items()
+            ]
 
-        self.for_each(multiply_tile, tiles)
-        sums = {name: np.zeros(x.shape, self.dtype) for name, x in results.items()}
-        for at in sorted(found):
-            tile, added = found[at]
-            for name, x in added.items():
-                sums[name][:, :, tile.own_rows if name == "dq" else tile.own_keys] += x
+        def add(found: list[tuple[Array, Array]]) -> None:
+            for total, x in found:
+                total += x
+
+        self.for_each(multiply_tile, tiles, add)
         for name, x in results.items():
             x[...] = sums[name]
 

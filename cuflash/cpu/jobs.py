@@ -1,27 +1,18 @@
-"""Jobs on NumPy arrays, dealt to threads: how many threads there are, and what each of them keeps."""
+"""Jobs on NumPy arrays, dealt to threads, and how many threads there are."""
 
 from __future__ import annotations
 
-import math
 import os
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cuflash.values import as_integer, value_error
-
-Array = NDArray[Any]
-
-KEPT_BYTES = 2**22  # of a workspace between calls, in each thread
-PRODUCT_LIMIT = 400_000  # multiplications in one product of a job: OpenBLAS takes a second thread from 2**19 on
-
 
 _threads: ContextVar[int | None] = ContextVar("cuflash_cpu_threads", default=None)
 
@@ -72,71 +63,37 @@ def count_cores() -> int:
     return max(1, min(cores, int(wanted))) if wanted.isdecimal() else cores
 
 
-class Workspace:
-    """Memory for the arrays of a job, kept from job to job by one thread."""
-
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self.dtype = dtype
-        self._memory: dict[str, Array] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self._memory.values())
-
-    def take(self, name: str, *shape: int) -> Array:
-        memory = self._memory.get(name)
-        if memory is None:
-            memory = self._memory[name] = np.empty(shape, self.dtype)
-        if memory.shape == shape:
-            return memory
-        size = math.prod(shape)
-        if memory.size < size:
-            memory = self._memory[name] = np.empty(size, self.dtype)
-        return memory.reshape(-1)[:size].reshape(shape)
+Job = TypeVar("Job")
+Result = TypeVar("Result")
 
 
-_kept = threading.local()
+def run(
+    work: Callable[[Job], Result],
+    jobs: Iterable[Job],
+    threads: int,
+    take: Callable[[Result], object] = lambda result: None,
+) -> None:
+    """Compute jobs on so many threads, or on this one if that is one; this one takes the results in their order.
 
-
-def take_workspace(dtype: np.dtype[Any]) -> Workspace:
-    """The workspace that this thread keeps for its next call, or a new one.
-
-    Fresh memory has to be mapped page by page, which takes as long as a small call. A call within the call, as from a
-    signal handler, finds no workspace kept and makes its own.
+    Jobs are made as they are needed, and few results wait. When this ends, by an exception too, all threads have ended.
     """
-    return vars(_kept).pop(dtype.char, None) or Workspace(dtype)
 
-
-def keep_workspace(workspace: Workspace) -> None:
-    """Keep it for the next call of this thread, if it is small."""
-    if workspace.nbytes <= KEPT_BYTES:
-        vars(_kept)[workspace.dtype.char] = workspace
-
-
-def run(work: Callable[..., None], jobs: list[tuple[Any, ...]], threads: int, dtype: np.dtype[Any]) -> None:
-    """Call ``work(workspace, *job)`` for the jobs in order, on this thread and on others."""
-    remaining = deque(jobs)
-
-    def work_off() -> None:
-        workspace = Workspace(dtype)
+    def compute(job: Job) -> Result:
         with np.errstate(all="ignore"):  # each thread has its own; infinities and NaN are results like others here
-            while remaining:
-                try:
-                    job = remaining.popleft()
-                except IndexError:  # another thread was faster
-                    return
-                try:
-                    work(workspace, *job)
-                except BaseException:
-                    remaining.clear()
-                    raise
+            return work(job)
 
-    others = min(threads, len(jobs)) - 1
-    if others < 1:
-        work_off()
-        return
-    with ThreadPoolExecutor(others) as pool:
-        futures = [pool.submit(work_off) for _ in range(others)]
-        work_off()
-    for future in futures:
-        future.result()
+    with np.errstate(all="ignore"):
+        if threads == 1:
+            for job in jobs:
+                take(work(job))
+            return
+        pool, waiting = ThreadPoolExecutor(threads), deque[Future[Result]]()
+        try:
+            for job in jobs:
+                waiting.append(pool.submit(compute, job))
+                if len(waiting) > 2 * threads:
+                    take(waiting.popleft().result())
+            while waiting:
+                take(waiting.popleft().result())
+        finally:
+            pool.shutdown(cancel_futures=True)

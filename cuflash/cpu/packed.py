@@ -6,8 +6,7 @@ The CPU path computes one sequence on all cores where it is long enough for that
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,22 +92,3 @@ def check_starts(problem: Problem, cu_seqlens_q: Array, cu_seqlens_k: Array) -> 
                 other = "bshd" if problem.layout == "bhsd" else "bhsd"
                 expected += f"; with layout={other!r} that axis has length {heads}"
             raise value_error(name, f"a last entry {cu[-1]}", expected)
-
-
-def for_each(
-    every: list[Sequence], work: Callable[[Sequence], None], is_short: Callable[[Problem], bool], threads: int
-) -> None:
-    """Call `work` for every sequence, and for short ones side by side on `threads` threads."""
-    short = []
-    for sequence in every:
-        if is_short(sequence.problem):
-            short.append(sequence)
-        else:
-            work(sequence)
-    if threads == 1 or len(short) < 2:
-        for sequence in short:
-            work(sequence)
-        return
-    with ThreadPoolExecutor(min(threads, len(short))) as pool:
-        for _ in pool.map(work, short):
-            pass

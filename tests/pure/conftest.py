@@ -8,8 +8,21 @@ import numpy as np
 import pytest
 
 from bench import ceiling
+from cuflash.cpu import core
 from tests.fakes import FakeEvent, FakeMemory, raw_memory
 from tests.toolchain import FILES, write_files
+from tests.ways import CORE, FALLBACK
+
+
+@pytest.fixture
+def way(request, monkeypatch):
+    """The way in which calls on NumPy arrays go, the fallback unless a test asks for another one."""
+    way = getattr(request, "param", FALLBACK)
+    if way != CORE:
+        monkeypatch.setattr(core, "why_not", lambda problem=None: "a test of the fallback")
+    elif core.why_not() is not None:
+        pytest.skip(f"no compiled core: {core.why_not()}")
+    return way
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash import block_masks, reference
 from cuflash.block_masks import from_mask, global_blocks, local, random, strided
-from cuflash.cpu import core, tiles
+from cuflash.cpu import fallback
 from cuflash.planning import DeviceSpec, choose_plan, draft
 from cuflash.planning.draft import LOOK_FLOPS, LOOK_KEYS
 from cuflash.problem import make_problem
@@ -227,17 +227,17 @@ def test_hidden_blocks_take_no_part():
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("way")
 def test_only_blocks_that_are_left_are_computed(monkeypatch):
     """Scores of tiles, counted: those of blocks that are on, and no others."""
     computed = []
-    scores = tiles.scores_of
+    scores = fallback._Job.scores
 
-    def counted(call, queries, keys, *args, **keywords):
-        computed.append(queries.heads.count * queries.num_rows * (keys.stop - keys.start))
-        scores(call, queries, keys, *args, **keywords)
+    def counted(job, tile):
+        computed.append(job.heads.size * len(job.rows) * len(tile.keys))
+        return scores(job, tile)
 
-    monkeypatch.setattr(tiles, "scores_of", counted)
-    monkeypatch.setattr(core, "why_not", lambda problem=None: "a test of tiles of NumPy")
+    monkeypatch.setattr(fallback._Job, "scores", counted)
     q = np.random.default_rng(0).standard_normal((1, 2048, 16)).astype(np.float32)
     block_mask, attn = random(16, 16, 2, 0), cuflash.FlashAttention()
     out, lse = attn.forward(q, q, q, block_mask=block_mask)

@@ -1,13 +1,11 @@
-"""The CPU path against the oracle, and what is particular to its tiles: threads, exponentials, memory.
-
-Small problems go by tiles here too, unless a test asks for both ways. `test_stacks.py` has more on the other one.
-"""
+"""The CPU path against the oracle, by NumPy and by the core; and jobs, tiles, threads and memory of the fallback."""
 
 import dataclasses
-import math
 import threading
 import tracemalloc
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -16,27 +14,14 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash import cpu
-from cuflash.cpu import core, exponentials, jobs, stacks, tiles
+from cuflash.cpu import fallback, jobs, part_products
 from cuflash.operands import user_shape
+from tests.ways import every_way
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
-@pytest.fixture(autouse=True)
-def way(request, monkeypatch):
-    """By tiles of NumPy, by stacks where heads are small enough for that, or by the compiled core."""
-    way = getattr(request, "param", "tiles")
-    if way == "core" and core.why_not() is not None:
-        pytest.skip(f"no compiled core: {core.why_not()}")
-    if way != "core":
-        monkeypatch.setattr(core, "why_not", lambda problem=None: "a test of another way")
-    if way == "tiles":
-        monkeypatch.setattr(stacks, "serves", lambda problem: False)
-    return way
-
-
-both_ways = pytest.mark.parametrize("way", ["tiles", "stacks"], indirect=True)
-every_way = pytest.mark.parametrize("way", ["tiles", "stacks", "core"], indirect=True)
+pytestmark = pytest.mark.usefixtures("way")
 
 
 def run(case, every=False, **replaced):
@@ -56,8 +41,9 @@ def judge(case, results):
 
 
 def assert_same_bits(results, expected):
-    for name, x in expected.items():
-        assert np.array_equal(results[name].view(np.uint8), x.view(np.uint8)), name
+    for name, y in expected.items():
+        x, y = (np.ascontiguousarray(value).reshape(-1) for value in (results[name], y))
+        assert np.array_equal(x.view(np.uint8), y.view(np.uint8)), name
 
 
 # ---- against the oracle ----------------------------------------------------------------------------------------------
@@ -166,29 +152,46 @@ def test_results_have_the_layout_of_the_caller(ndim, layout):
     judge(case, results)
 
 
-# ---- tiles and threads -----------------------------------------------------------------------------------------------
+# ---- jobs, tiles and threads -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25)
-@given(ct.cases(dtypes=["float32", "bfloat16"], features=["causal", "window", "mask", "gqa", "bias", "kv_lengths"]))
-def test_any_tiles_do(case):
+def cut_small(patch, pairs=2**10, rows=16, keys=32):
+    """Have small tiles, several jobs and small products."""
+    patch.setattr(fallback, "SERIAL_FLOPS", -1)
+    patch.setattr(fallback, "PAIRS", pairs)
+    patch.setattr(fallback, "ROWS", rows)
+    patch.setattr(fallback, "LEAST_KEYS", keys)
+    patch.setattr(fallback, "BLOCK", keys)
+    patch.setattr(part_products, "PRODUCT_BLOCK", 24)
+    patch.setattr(part_products, "PRODUCT_DEPTH", 5)
+
+
+SOME_FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "packed")
+
+
+@settings(max_examples=60)
+@given(
+    ct.cases(features=SOME_FEATURES, max_scores=2**13, max_head_dim=32),
+    st.sampled_from((1, 2**8, 2**12)),
+    st.sampled_from((1, 16, 48)),
+    st.sampled_from((1, 40)),
+)
+def test_any_jobs_and_tiles_do(case, pairs, rows, keys):
     with pytest.MonkeyPatch.context() as patch:
-        for tile, query_tile, key_block in ((2**12, 64, 16), (2**10, 48, 8), (2**14, 16, 64)):
-            patch.setattr(tiles, "TILE", tile)
-            patch.setattr(tiles, "QUERY_TILE", query_tile)
-            patch.setattr(tiles, "KEY_BLOCK", key_block)
-            judge(case, run(case))
+        cut_small(patch, pairs, rows, keys)
+        judge(case, run(case, every=True))
 
 
-@settings(max_examples=20)
-@given(ct.cases(dtypes=["float32", "float16"], max_seqlen=512))
-def test_any_number_of_threads_does(case):
+@settings(max_examples=40)
+@given(ct.cases(features=SOME_FEATURES, max_scores=2**13, max_head_dim=32))
+def test_the_number_of_threads_changes_no_bit(case):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "SERIAL_FLOPS", -1)
-        for threads in (1, 3):
-            patch.setattr(tiles, "count_threads", lambda flops, threads=threads: threads)
-            patch.setattr(tiles, "TILE", 2**12)
-            judge(case, run(case))
+        cut_small(patch)
+        with jobs.cpu_threads(1):
+            expected = run(case, every=True)
+        for threads in (2, 5):
+            with jobs.cpu_threads(threads):
+                assert_same_bits(run(case, every=True), expected)
 
 
 CASES_OF_SEVERAL_JOBS = [
@@ -202,47 +205,122 @@ CASES_OF_SEVERAL_JOBS = [
 @every_way
 @pytest.mark.parametrize("case", CASES_OF_SEVERAL_JOBS)
 def test_results_are_bitwise_the_same_run_after_run(case, monkeypatch):
-    monkeypatch.setattr(tiles, "count_threads", lambda flops: 4)
-    expected = run(case)
-    judge(case, expected)
-    for _ in range(3):
-        assert_same_bits(run(case), expected)
+    with jobs.cpu_threads(4):
+        expected = run(case)
+        judge(case, expected)
+        for _ in range(3):
+            assert_same_bits(run(case), expected)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 3000), (3000, 1), (2, 900), (900, 2), (64, 64), (128, 128)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@every_way
+def test_few_queries_and_few_keys(sizes, dtype):
+    alignments: tuple[tuple[int, Literal[False, "top_left"]], ...] = ((1, False), (6, "top_left"))
+    for num_heads, causal in alignments:
+        case = ct.Case(
+            seqlen_q=sizes[0], seqlen_k=sizes[1], head_dim=16, num_heads=num_heads, num_heads_kv=num_heads // 3 or 1,
+            batch=2, dtype=dtype, causal=causal, alibi_slopes=(num_heads,), bias=(1, num_heads, 1, sizes[1]), dlse=True,
+        )  # fmt: skip
+        judge(case, run(case, every=True))
+
+
+@settings(max_examples=60)
+@given(
+    ct.cases(
+        ndims=[4],
+        features=["causal", "window", "softcap", "gqa", "sinks", "dropout"],
+        max_scores=2**13,
+        score_spreads=[1.0],
+    )
+)
+def test_what_other_heads_hold_changes_no_bit(case):
+    """Large scores, or none that is a number, beside ordinary ones; in the same jobs, since these heads are small."""
+    case = dataclasses.replace(case, batch=case.batch + 1)
+    arrays, expected = case.arrays(), run(case)
+    for factor in (1000.0, np.nan):
+        others = {name: arrays[name].copy() for name in ("q", "k", "v", "dout")}
+        for x in others.values():
+            x[1:] *= np.asarray(factor, x.dtype)
+        changed = run(case, **others)
+        assert_same_bits({name: changed[name][0] for name in NAMES}, {name: expected[name][0] for name in NAMES})
+
+
+@every_way
+@pytest.mark.parametrize(
+    "need", [("dv",), ("dq",), ("dk", "dsinks"), ("dbias",), ("dscale", "dsoftcap"), ("dalibi_slopes",)]
+)
+def test_each_gradient_alone_is_the_same(need):
+    case = ct.Case(
+        batch=2, num_heads=4, num_heads_kv=2, seqlen_q=20, seqlen_k=33, head_dim=8, causal=True, softcap=3.0,
+        sinks=True, bias=(4, 1, 33), alibi_slopes=(2, 4), dropout=0.3, dlse=True, kv_lengths=(33, 20),
+    )  # fmt: skip
+    arrays, expected = case.arrays(), run(case, every=True)
+    inputs, terms = ct.qkv(arrays), {**ct.optional_backward(arrays), **case.random, "need": need}
+    gradients = cpu.backward(case.problem, arrays["dout"], *inputs, expected["out"], expected["lse"], **terms)
+    assert len(gradients) == len(need)
+    assert_same_bits(dict(zip(need, gradients, strict=True)), {name: expected[name] for name in need})
 
 
 def test_large_problems_use_every_core_and_small_ones_none(monkeypatch):
-    assert tiles.count_threads(10**6) == 1
-    assert tiles.count_threads(10**12) >= 1
-    monkeypatch.setattr(jobs, "ThreadPoolExecutor", lambda n: pytest.fail("a thread for nothing"))
-    run(ct.Case(seqlen_q=64, seqlen_k=64, head_dim=8))
+    started = []
+
+    def start(count):
+        started.append(count)
+        return ThreadPoolExecutor(count)
+
+    monkeypatch.setattr(jobs, "ThreadPoolExecutor", start)
+    with jobs.cpu_threads(3):
+        run(ct.Case(batch=4, num_heads=4, seqlen_q=64, seqlen_k=64, head_dim=8))
+        assert not started
+        run(ct.Case(batch=64, num_heads=16, seqlen_q=64, seqlen_k=64, head_dim=16))
+    assert started == [3, 3]
 
 
-def test_an_exception_in_a_thread_reaches_the_caller(monkeypatch):
-    monkeypatch.setattr(tiles, "count_threads", lambda flops: 4)
-    main = threading.get_ident()
+@pytest.mark.parametrize("is_in_thread", [True, False])
+def test_an_exception_reaches_the_caller_when_all_threads_have_ended(is_in_thread, monkeypatch):
+    """Of a job, or of this thread while it adds results up."""
+    computed = []
 
     def fail(*args, **keywords):
-        if threading.get_ident() != main:
-            raise MemoryError("in a thread")
-        return visible(*args, **keywords)
+        computed.append(args)
+        if len(computed) > 5:
+            raise MemoryError("for a test")
+        return original(*args, **keywords)
 
-    visible = tiles.visible_scores
-    monkeypatch.setattr(tiles, "visible_scores", fail)
-    threads = threading.active_count()
-    with pytest.raises(MemoryError, match="in a thread"):
-        for _ in range(100):  # a thread that starts late finds nothing to do
-            run(ct.Case(num_heads=64, seqlen_q=600, seqlen_k=300, head_dim=8))
-    assert threading.active_count() == threads
+    room, name = (fallback._Job, "scores") if is_in_thread else (fallback._Sums, "add")
+    case = ct.Case(num_heads=64, seqlen_q=600, seqlen_k=300, head_dim=8)
+    threads, arrays = threading.active_count(), case.arrays()
+    results = cpu.forward(case.problem, *ct.qkv(arrays))
+    original = getattr(room, name)
+    monkeypatch.setattr(room, name, fail)
+    with pytest.raises(MemoryError, match="for a test") as caught, jobs.cpu_threads(4):
+        cpu.backward(case.problem, arrays["dout"], *ct.qkv(arrays), *results)
+    assert threading.active_count() == threads and caught  # while the traceback, and so all frames, are still there
+
+
+def test_products_are_small(monkeypatch):
+    """Too small for a BLAS to start threads of its own beside those of the jobs."""
+    sizes, matmul = [], np.matmul
+
+    def measured(a, b, **keywords):
+        sizes.append(a.shape[-2] * a.shape[-1] * b.shape[-1])
+        return matmul(a, b, **keywords)
+
+    monkeypatch.setattr(np, "matmul", measured)
+    run(ct.Case(num_heads=2, seqlen_q=300, seqlen_k=300, head_dim=200))
+    assert sizes and max(sizes) <= part_products.PRODUCT_LIMIT
 
 
 def test_tiles_that_nobody_sees_are_skipped(monkeypatch):
     computed = []
-    scores = tiles.scores_of
+    scores = fallback._Job.scores
 
-    def count(call, queries, keys, *args, **keywords):
-        computed.append(queries.padded * (keys.stop - keys.start))
-        scores(call, queries, keys, *args, **keywords)
+    def counted(job, tile):
+        computed.append(len(job.rows) * len(tile.keys))
+        return scores(job, tile)
 
-    monkeypatch.setattr(tiles, "scores_of", count)
+    monkeypatch.setattr(fallback._Job, "scores", counted)
 
     def share(mask=None, **options):
         computed.clear()
@@ -253,8 +331,8 @@ def test_tiles_that_nobody_sees_are_skipped(monkeypatch):
         return sum(computed) / 2048**2
 
     assert share() == 1
-    assert share(causal=True) < 0.63
-    assert share(window=(100, 0)) < 0.25
+    assert share(causal=True) < 0.54
+    assert share(window=(100, 0)) < 0.12
     assert share(kv_lengths=(512,)) == 0.25
     assert share(kv_lengths=(0,)) == 0
     assert share(mask=np.arange(2048) < 640) <= 0.5
@@ -290,45 +368,24 @@ def test_memory_is_linear_in_the_sequence_length():
     assert long < naive / 10
 
 
-# ---- exponentials ----------------------------------------------------------------------------------------------------
-
-
-@both_ways
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_without_a_fast_exp2(dtype, monkeypatch):
-    monkeypatch.setattr(exponentials, "EXPONENTIAL", np.exp)
-    monkeypatch.setattr(exponentials, "UNIT", 1.0)
-
-    @settings(max_examples=40)
-    @given(ct.cases(dtypes=[dtype]))
-    def every_case(case):
-        judge(case, run(case))
-
-    every_case()
+# ---- online softmax --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("function, unit", [(np.exp2, math.log2(math.e)), (np.exp, 1.0)])
-def test_exponentials_are_exact_or_zero(dtype, function, unit, monkeypatch):
-    monkeypatch.setattr(exponentials, "EXPONENTIAL", function)
-    monkeypatch.setattr(exponentials, "UNIT", unit)
-    x = np.concatenate([-np.geomspace(1e-3, 1e4, 5000), [0, -np.inf, np.nan, 5.0]]).astype(dtype)
-    got = x * dtype(unit)
-    exponentials.exponential(got, unit, small=False)
-    expected = np.exp(x)
-    lowest = exponentials.LOWEST_WEIGHT[np.dtype(dtype)]
-    ordinary = expected > lowest * 2**60
-    np.testing.assert_allclose(got[ordinary], expected[ordinary], rtol=2000 * np.finfo(dtype).eps)
-    tiny = expected < lowest * (1 - 1e-4)
-    assert tiny.sum() > 500 and not got[tiny].any()
-    assert np.isnan(got[-2]) and got[-3] == 0
+def test_no_weight_is_a_subnormal_number(dtype):
+    """They would slow products down a hundredfold; the rule counts them as zeros."""
+    x = np.concatenate([-np.linspace(0, 1000, 5000), [0, -np.inf, np.nan]]).astype(dtype)
+    got = fallback._exponentials(x.copy(), np.zeros((), dtype))
+    least = fallback.LEAST_WEIGHT[np.dtype(dtype)]
+    np.testing.assert_array_equal(got, np.where(np.exp(x) < least, 0, np.exp(x)))
+    assert np.isnan(got[-1]) and got[-2] == 0 and np.min(got[:-1], where=got[:-1] > 0, initial=1) < 2 * least
 
 
 @every_way
 @pytest.mark.parametrize("order", ["rising", "falling", "one at the end", "one at the start"])
 @pytest.mark.parametrize("size", [3.0, 30.0, 3000.0])
 def test_a_maximum_that_moves(order, size, monkeypatch):
-    monkeypatch.setattr(tiles, "TILE", 2**12)
+    cut_small(monkeypatch, 2**12)
     case = ct.Case(seqlen_q=100, seqlen_k=1000, head_dim=2, scale=1.0, seed=5)
     arrays = case.arrays()
     course = {
@@ -351,7 +408,7 @@ def test_a_maximum_that_moves(order, size, monkeypatch):
 @pytest.mark.parametrize("level", [-1000.0, -100.0, 100.0])
 def test_rows_that_see_their_first_key_late(level, monkeypatch):
     """Their m comes from another tile than that of their neighbours; it is not zero until then."""
-    monkeypatch.setattr(tiles, "TILE", 2**12)
+    cut_small(monkeypatch, 2**12)
     case = ct.Case(seqlen_q=500, seqlen_k=500, head_dim=1, scale=1.0, window=(30, 0))
     arrays = case.arrays()
     arrays["q"][:] = 1

@@ -14,13 +14,13 @@ import cuflash
 import cuflash.testing as ct
 from cuflash import interop, reference
 from cuflash.binding import bind
-from cuflash.cpu import core
 from cuflash.float8 import LARGEST, Float8Array, encode
 from cuflash.operands import FLOAT8, block_of_scales, numpy_dtype
 from cuflash.options import Options
 from cuflash.problem import make_problem
 from cuflash.quantization import PER
 from cuflash.testing import Case
+from tests.ways import every_way
 
 FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "pages", "packed", "float8")
 every_dtype = pytest.mark.parametrize("dtype", FLOAT8)
@@ -52,13 +52,9 @@ def run(case, arrays=None):
 # ---- Attention -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["numpy", "core"])
-def test_attention_is_that_of_the_numbers_that_bytes_stand_for(way, monkeypatch):
-    if way == "numpy":
-        monkeypatch.setattr(core, "why_not", lambda problem=None: "a test of another way")
-    elif core.why_not() is not None:
-        pytest.skip(f"no compiled core: {core.why_not()}")
-
+@every_way
+@pytest.mark.usefixtures("way")
+def test_attention_is_that_of_the_numbers_that_bytes_stand_for():
     @settings(max_examples=60)
     @given(float8_cases(min_seqlen=0))
     def every_case(case):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash.cpu import core
+from tests.ways import every_way
 
 FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "lengths")
 
@@ -25,20 +25,18 @@ def gradients_by_name(case, attn, arrays, **results):
     return out, lse, dict(zip(need, found, strict=True))
 
 
-@pytest.mark.parametrize("way", ["core", "numpy"])
+@every_way
+@pytest.mark.usefixtures("way")
 @settings(max_examples=30)
 @given(ct.with_axes(ct.cases(ndims=(4,), features=FEATURES, max_seqlen=40, max_head_dim=24, max_scores=2**13)))
-def test_results_are_those_of_arrays_with_every_axis(way, case):
-    with pytest.MonkeyPatch.context() as patch:
-        if way == "numpy":
-            patch.setattr(core, "why_not", lambda problem=None: "a test asks for NumPy")
-        arrays = case.arrays()
-        out, lse, gradients = gradients_by_name(case, cuflash.FlashAttention(**case.keywords), arrays)
-        ct.assert_forward(case, out, lse)
-        ct.assert_backward(case, **gradients)
-        for name, x in gradients.items():
-            model = arrays.get(name[1:])
-            assert (x.shape, x.dtype) == (((), lse.dtype) if model is None else (model.shape, model.dtype))
+def test_results_are_those_of_arrays_with_every_axis(case):
+    arrays = case.arrays()
+    out, lse, gradients = gradients_by_name(case, cuflash.FlashAttention(**case.keywords), arrays)
+    ct.assert_forward(case, out, lse)
+    ct.assert_backward(case, **gradients)
+    for name, x in gradients.items():
+        model = arrays.get(name[1:])
+        assert (x.shape, x.dtype) == (((), lse.dtype) if model is None else (model.shape, model.dtype))
 
 
 @settings(max_examples=40)

@@ -19,6 +19,7 @@ from cuflash.params import parameters
 from cuflash.planning import DeviceSpec, choose_plan
 from cuflash.problem import PAGE_SIZES, make_problem
 from cuflash.testing import Case
+from tests.ways import every_way
 
 FEATURES = ("causal", "window", "softcap", "bias", "mask", "alibi_slopes", "gqa", "head_dim_v", "sinks", "dropout")
 
@@ -67,13 +68,17 @@ def test_the_oracle_is_that_of_each_entry_by_itself(case):
         np.testing.assert_array_equal(lse[b : b + 1], expected[1])
 
 
+@every_way
+@pytest.mark.usefixtures("way")
 @given(paged_cases())
 def test_cpu(case):
     ct.assert_forward(case, *run(case))
 
 
+@every_way
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.usefixtures("way")
 def test_bits_are_those_of_keys_in_one_piece(layout, page_size):
     lengths = (1239, 1536, 7)  # a tile may start within a page
     case = Case(batch=3, num_heads=4, num_heads_kv=2, seqlen_q=70, seqlen_k=1536, head_dim=24, kv_lengths=lengths)
@@ -83,6 +88,8 @@ def test_bits_are_those_of_keys_in_one_piece(layout, page_size):
         np.testing.assert_array_equal(paged, contiguous)
 
 
+@every_way
+@pytest.mark.usefixtures("way")
 def test_entries_behind_the_lengths_are_never_looked_up():
     case = Case(batch=2, seqlen_q=3, seqlen_k=64, head_dim=4, kv_lengths=(16, 17), page_size=16)
     arrays = case.arrays()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 import cuflash
-from cuflash.cpu import by_functions, core
+from cuflash.cpu import core, fallback
 from cuflash.problem import make_problem
 from cuflash.testing.rule import gradients_of, measure, yardsticks
 from tests.scored import Scored, scored
@@ -78,20 +78,20 @@ def test_memory_is_linear_and_hidden_tiles_cost_nothing(monkeypatch):
     )
     arrays = {"a": np.zeros(seqlen, np.float32), "doc": np.arange(seqlen) // 512}
     tiles = []
-    hide = by_functions.Call.hide
+    scores = fallback._Job.scores
 
-    def counted(self, scores, *args):
-        tiles.append(scores.shape)
-        hide(self, scores, *args)
+    def counted(job, tile):
+        tiles.append((len(job.rows), len(tile.keys)))
+        return scores(job, tile)
 
-    monkeypatch.setattr(by_functions.Call, "hide", counted)
+    monkeypatch.setattr(fallback._Job, "scores", counted)
     tracemalloc.start()
     out, lse = attn.forward(q, k, v, **arrays)
     gradients = attn.backward(dout, q, k, v, out, lse, need=("dq", "dk", "dv", "da"), **arrays)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     passes = 1 + (core.why_not() is not None)  # the core makes no gradient of a bias beside a mask function
-    assert len(tiles) == passes * seqlen // by_functions.ROWS and set(tiles) == {(by_functions.ROWS, 512)}
+    assert len(tiles) == passes * seqlen // fallback.ROWS and set(tiles) == {(fallback.ROWS, 512)}
     assert most < seqlen * seqlen and gradients.da.shape == (seqlen,)
     packed = np.arange(0, seqlen + 1, 512, dtype=np.int32)
     expected = cuflash.FlashAttention().forward(q, k, v, cu_seqlens_q=packed, cu_seqlens_k=packed)

@@ -1,0 +1,576 @@
+"""Attention and its gradients by NumPy alone: without the compiled core, and for what the core leaves out.
+
+Letters are those of `cuflash.reference`, and the algorithm is that of FlashAttention-2: online softmax over tiles of
+keys. A job is some rows of one key/value head, with all query heads that share it, or as many small heads as make up a
+tile. Nothing takes memory for all pairs. Tiles that are masked as a whole are left out; of a mask function, bounds over
+the indices tell which these are.
+
+Jobs do not depend on the number of threads, and the calling thread adds what jobs share (dk, dv, and gradients of bias
+terms and of what functions read) in the order of the jobs. So results are the same, bit for bit, on any number of
+threads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash.cpu import jobs
+from cuflash.cpu.packed import clear_gradients_of_no_sequence, sequences
+from cuflash.cpu.part_products import product
+from cuflash.cpu.parts import slices
+from cuflash.dropout import kept_weights
+from cuflash.operands import view_4d, view_rows
+from cuflash.problem import Problem
+from cuflash.score.evaluation import clamped, evaluate
+from cuflash.score.intervals import Tables, bounds_of
+from cuflash.score.nodes import Node
+from cuflash.terms import DEFAULT_NEED
+
+Array = NDArray[Any]
+Random = tuple[int | None, int | None]
+
+PAIRS = 2**16  # in a tile: 256 KiB in float32
+ROWS = 128  # in a tile, of all query heads that share its keys
+ELEMENTS = 2**18  # of the keys of a tile
+LEAST_KEYS = 64  # in a tile, if there are as many
+BLOCK = 128  # keys that a mask function may hide as a whole
+SERIAL_FLOPS = 1e8  # too little work for several threads
+SPREAD = 4  # sums for entries of an array are dense where the entries range over at most SPREAD times as many as values
+LARGE_LSE = 128.0  # see `_Job.row_max_and_sum`
+# Smaller weights count as zero: subnormal numbers slow products down a hundredfold.
+LEAST_WEIGHT = {np.dtype(np.float32): 2.0**-100, np.dtype(np.float64): 2.0**-960}
+
+
+def run(
+    problem: Problem, arrays: Mapping[str, Array | None], is_backward: bool, seed: int | None, offset: int | None
+) -> None:
+    """Compute a pass, as `cuflash.cpu.core.run` does."""
+    given = {name: x for name, x in arrays.items() if x is not None}
+    flops = problem.backward_flops if is_backward else problem.forward_flops
+    threads = 1 if flops < SERIAL_FLOPS else jobs.count_cores()
+    if not is_backward:
+        jobs.run(_Job.forward, _jobs(problem, given, (seed, offset)), threads)
+        return
+    sums = _Sums(problem, {name: given.pop(name) for name in problem.gradients if name in given})
+    given |= sums.of_rows
+    if problem.is_packed:
+        clear_gradients_of_no_sequence(problem, given)
+    backward = functools.partial(_Job.backward, wanted=sums.wanted)
+    jobs.run(backward, _jobs(problem, given, (seed, offset)), threads, sums.add)
+    sums.write()
+
+
+def _jobs(problem: Problem, arrays: Mapping[str, Array], random: Random) -> Iterator[_Job]:
+    for call in _calls(problem, arrays, random):
+        yield from call.jobs()
+
+
+def _calls(problem: Problem, arrays: Mapping[str, Array], random: Random) -> Iterator[_Call]:
+    """The call itself, or its packed sequences, or its batch entries with the keys that each has."""
+    if problem.is_packed:
+        captured = {name: arrays[name] for name, _ in problem.captured}
+        others = {name: x for name, x in arrays.items() if name not in captured}
+        for one in sequences(problem, arrays["cu_seqlens_q"], arrays["cu_seqlens_k"]):
+            yield _Call(one.problem, one.of_call(others) | captured, random, one.index)
+        return
+    call, lengths = _Call(problem, arrays, random), arrays.get("kv_lengths")
+    if lengths is None:
+        yield call
+        return
+    for entry, length in enumerate(np.clip(lengths, 0, problem.seqlen_k).tolist()):
+        yield call.of_entry(entry, length)
+
+
+class _Call:
+    """The arrays of a call, of a packed sequence, or of a batch entry.
+
+    Attributes
+    ----------
+    arrays : dict of str to array
+        Those with rows are (batch, heads of k and v, query heads that share one, rows, ...), and what bias terms and
+        masks have is broadcast to such axes. Those with keys are (batch, heads of k and v, keys, ...).
+    entry : int
+        Number of the first batch entry, or of the packed sequence.
+    """
+
+    def __init__(self, problem: Problem, arrays: Mapping[str, Array], random: Random, entry: int = 0) -> None:
+        self.problem, self.random, self.entry = problem, random, entry
+        self.dtype = np.dtype(problem.softmax_dtype)
+        self.program = problem.program.on_numpy()
+        self.captured = {name: arrays[name] for name, _ in problem.captured}
+        self.bounds = Tables(self.captured)
+        self.block_table = arrays.get("block_table")
+        heads = (problem.batch, problem.num_heads)
+        pairs = (*heads, problem.seqlen_q, problem.seqlen_k)
+        shapes = {"bias": pairs, "mask": pairs, "alibi_slopes": heads, "sinks": heads}
+        if "block_mask" in arrays:
+            shapes["block_mask"] = (*heads, *arrays["block_mask"].shape[-2:])
+
+        def views(*names: str) -> dict[str, Array]:
+            return {name: view_4d(arrays[name], problem.layout) for name in names if name in arrays}
+
+        by_heads = views("q", "out", "dout", "dq")
+        by_heads |= {name: view_rows(arrays[name]) for name in ("lse", "dlse") if name in arrays}
+        by_heads |= {name: np.broadcast_to(arrays[name], shape) for name, shape in shapes.items() if name in arrays}
+        split = (problem.num_heads_kv, problem.group_size)
+        self.arrays = {name: x.reshape(len(x), *split, *x.shape[2:]) for name, x in by_heads.items()}
+        self.arrays |= views("k", "v", "dk", "dv")
+        self.arrays |= {name: arrays[name] for name in ("k_scale", "v_scale") if name in arrays}
+
+    def of_entry(self, entry: int, length: int) -> _Call:
+        """One batch entry, which has so many keys."""
+        own, one = copy(self), slice(entry, entry + 1)
+        own.entry, own.arrays = entry, {}
+        own.problem = replace(self.problem.aligned_to(length), batch=1, seqlen_k=length)
+        for name, x in self.arrays.items():
+            if name in ("k", "v", "dk", "dv", "k_scale", "v_scale"):
+                own.arrays[name] = self._gathered(x, entry, length) if self.block_table is not None else x[one]
+                own.arrays[name] = own.arrays[name][:, :, :length]
+            else:
+                own.arrays[name] = x[one, ..., :length] if name in ("bias", "mask") else x[one]
+        return own
+
+    def _gathered(self, pool: Array, entry: int, length: int) -> Array:
+        """The pages of an entry that has so many keys, in one piece: (1, heads, keys, ...)."""
+        assert self.block_table is not None
+        size = self.problem.page_size
+        pages = pool[self.block_table[entry, : -(-length // size)]]
+        return pages.swapaxes(0, 1).reshape(1, pool.shape[1], len(pages) * size, *pool.shape[3:])
+
+    def jobs(self) -> Iterator[_Job]:
+        problem, group = self.problem, self.problem.group_size
+        if not problem.batch * problem.num_heads * problem.seqlen_q:
+            return
+        num_heads, num_rows = PAIRS // max(group * problem.seqlen_q * problem.seqlen_k, 1), problem.seqlen_q
+        if num_heads < 2:
+            num_heads, num_rows = 1, max(1, ROWS // group)
+        num_heads = min(num_heads, problem.batch * problem.num_heads_kv)
+        dim = max(problem.head_dim, problem.head_dim_v)
+        num_keys = min(PAIRS // (num_heads * group * num_rows), ELEMENTS // (num_heads * dim))
+        for batches in slices(problem.batch, max(1, num_heads // problem.num_heads_kv)):
+            for heads in slices(problem.num_heads_kv, num_heads):
+                for rows in slices(problem.seqlen_q, num_rows):
+                    yield _Job(self, batches, heads, range(rows.start, rows.stop), max(num_keys, LEAST_KEYS))
+
+
+class _Tile(NamedTuple):
+    """Some keys of a job."""
+
+    keys: range
+    inputs: dict[str, Any]  # of functions of pairs
+    visible: Array | None  # which pairs are visible, (batch, heads of k and v, query heads, rows, keys); None: all
+
+    @property
+    def columns(self) -> slice:
+        return slice(self.keys.start, self.keys.stop)
+
+
+class _OnlineSoftmax:
+    """The row max m of scores, and the row sum of exp(S - m), over the sink and the tiles so far."""
+
+    def __init__(self, sinks: Array) -> None:
+        self.row_max, self.row_sum = sinks, (sinks != -np.inf).astype(sinks.dtype)
+
+    def step(self, scores: Array) -> tuple[Array, Array]:
+        """exp(S - m) of a tile, in place of its scores; and the factor of what tiles before this one have summed."""
+        row_max = np.maximum(self.row_max, scores.max(axis=-1, keepdims=True))
+        base = np.where(row_max == -np.inf, 0, row_max)
+        weights, factor = _exponentials(scores, base), np.exp(self.row_max - base)
+        self.row_max, self.row_sum = row_max, self.row_sum * factor + weights.sum(axis=-1, keepdims=True)
+        return weights, factor
+
+
+def _exponentials(scores: Array, base: Array) -> Array:
+    """exp(scores - base), in place of scores, without weights that count as zero."""
+    scores -= base
+    np.exp(scores, out=scores)
+    scores *= scores >= LEAST_WEIGHT[scores.dtype]  # NaN stays NaN
+    return scores
+
+
+class _Job:
+    """Some rows of some heads, over all of their keys.
+
+    Arrays of rows are (batch, heads of k and v, rows of all query heads that share one, ...), as products need them.
+    Arrays of pairs are so, too, or have an axis for these query heads: (batch, heads of k and v, query heads, rows,
+    keys), as bias terms and functions need them. `folded` goes from these to those.
+    """
+
+    def __init__(self, call: _Call, batches: slice, heads: slice, rows: range, num_keys: int) -> None:
+        self.call, self.problem, self.dtype = call, call.problem, call.dtype
+        self.rows, self.num_keys = rows, num_keys
+        self.at_heads, self.at_rows = (batches, heads), (batches, heads, slice(None), slice(rows.start, rows.stop))
+        group = self.problem.group_size
+        self.batches = np.arange(batches.start, batches.stop) + call.entry
+        self.heads = np.arange(heads.start * group, heads.stop * group).reshape(-1, group)
+        self.shape = (*self.batches.shape, *self.heads.shape, len(rows))
+
+    def of_rows(self, name: str) -> Array:
+        x = self.call.arrays[name][self.at_rows]
+        return x.astype(self.dtype, order="C").reshape(*self.shape[:2], self.shape[2] * self.shape[3], -1)
+
+    def of_keys(self, name: str, tile: _Tile) -> Array:
+        place = (*self.at_heads, tile.columns)
+        x, scale = self.call.arrays[name][place], self.call.arrays.get(f"{name}_scale")
+        x = x.astype(self.dtype, order="C", copy=False)  # NumPy multiplies rows that are not contiguous without BLAS
+        return x if scale is None else x * scale[place][..., None]
+
+    def of_pairs(self, name: str, keys: range) -> Array:
+        place = (*self.at_rows, slice(keys.start, keys.stop))
+        return self.call.arrays[name][place]
+
+    def folded(self, x: Array) -> Array:
+        return x.reshape(*self.shape[:2], self.shape[2] * self.shape[3], x.shape[-1])
+
+    def write(self, name: str, x: Array) -> None:
+        result = self.call.arrays[name][self.at_rows]
+        result[...] = x.reshape(result.shape)
+
+    @functools.cached_property
+    def scaled_q(self) -> Array:
+        return self.of_rows("q") * self.dtype.type(self.problem.scale)
+
+    @property
+    def sinks(self) -> Array:
+        """The sink of each row, -inf without one."""
+        sinks = np.full(self.shape, -np.inf, self.dtype)
+        if "sinks" in self.call.arrays:
+            sinks[...] = self.call.arrays["sinks"][self.at_heads][..., None]
+        return self.folded(sinks[..., None])
+
+    # ---- tiles -------------------------------------------------------------------------------------------------------
+
+    def tiles(self) -> Iterator[_Tile]:
+        """The tiles with a visible pair."""
+        first, stop = self.problem.key_range(self.rows[0])[0], self.problem.key_range(self.rows[-1])[1]
+        may_show, evaluates = self.shown_keys(range(first, stop))
+        edges = np.flatnonzero(np.diff(may_show, prepend=False, append=False)) + first
+        for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+            for own in slices(end - begin, self.num_keys):
+                keys = range(begin + own.start, begin + own.stop)
+                inputs = self.inputs(keys)
+                visible = self.visible(inputs, keys, bool(evaluates[keys.start - first : keys.stop - first].any()))
+                if visible is None or visible.any():
+                    yield _Tile(keys, inputs, visible)
+
+    def shown_keys(self, keys: range) -> tuple[Array, Array]:
+        """Of each key, whether block mask and mask function may show it, and whether the function may hide it."""
+        may_show, evaluates = np.ones(len(keys), bool), np.zeros(len(keys), bool)
+        if "block_mask" in self.call.arrays:
+            rows, columns = self.problem.block_size
+            place = (*self.at_heads, slice(None), slice(self.rows.start // rows, self.rows[-1] // rows + 1))
+            blocks = np.asarray(self.call.arrays["block_mask"][place].any(axis=(0, 1, 2, 3)))
+            may_show = blocks[np.arange(keys.start, keys.stop) // columns]
+        mask, function = self.call.program.mask, self.problem.mask_function
+        if mask is not None and function is not None:
+            batches = self.batches if function.depends_on("batch") else self.batches[:1]
+            heads = self.heads.reshape(-1) if function.depends_on("head") else self.heads.reshape(-1)[:1]
+            if len(batches) * len(heads) > self.problem.group_size:  # many small heads
+                return may_show, ~evaluates
+            blocks_of = functools.partial(shown_blocks, mask, self.rows, keys, (len(self.rows), BLOCK))
+            every = [blocks_of(b, h, self.call.bounds) for b in batches.tolist() for h in heads.tolist()]
+            always, sometimes = (np.array(x)[:, 0].repeat(BLOCK, axis=1) for x in zip(*every, strict=True))
+            evaluates = ~np.logical_and.reduce(always)[: len(keys)]
+            may_show = may_show & np.logical_or.reduce(sometimes)[: len(keys)]
+        return may_show, evaluates
+
+    def inputs(self, keys: range) -> dict[str, Any]:
+        i, j = np.arange(self.rows.start, self.rows.stop)[:, None], np.arange(keys.start, keys.stop)
+        return {"i": i, "j": j, "head": self.heads[..., None, None], "batch": self.batches[:, None, None, None, None]}
+
+    def visible(self, inputs: Mapping[str, Any], keys: range, evaluates: bool) -> Array | None:
+        """Which pairs are visible; None where all are."""
+        problem, i, j = self.problem, inputs["i"], inputs["j"]
+        diagonal, right, left = problem.diagonal, problem.window_right, problem.window_left
+        found: list[Array] = []
+        if right is not None and keys[-1] > self.rows[0] + diagonal + right:
+            found.append(j <= i + (diagonal + right))
+        if left is not None and keys[0] < self.rows[-1] + diagonal - left:
+            found.append(j >= i + (diagonal - left))
+        if "mask" in self.call.arrays:
+            found.append(self.of_pairs("mask", keys))
+        if "block_mask" in self.call.arrays:
+            rows, columns = problem.block_size
+            found.append(self.call.arrays["block_mask"][self.at_heads][..., i // rows, j // columns])
+        if evaluates and self.call.program.mask is not None:
+            found += evaluate([self.call.program.mask], inputs, self.call.captured, self.dtype)
+        if not found:
+            return None
+        return np.broadcast_to(functools.reduce(np.logical_and, found), (*self.shape, len(keys)))
+
+    def scores(self, tile: _Tile) -> tuple[Array, Array]:
+        """Scaled products of a tile, and its scores, -inf for pairs that are not visible; both may be one array."""
+        problem, call = self.problem, self.call
+        s = product(self.scaled_q, self.of_keys("k", tile).swapaxes(2, 3)).reshape(*self.shape, len(tile.keys))
+        scores = s
+        if call.program.score is not None:
+            (scores,) = evaluate([call.program.score], {**tile.inputs, "s": s}, call.captured, self.dtype)
+        if problem.softcap is not None:
+            cap = self.dtype.type(problem.softcap)
+            scores = np.tanh(s / cap) * cap
+        if "alibi_slopes" in call.arrays:
+            scores = scores - call.arrays["alibi_slopes"][self.at_heads][..., None, None] * self.distances(tile)
+        if "bias" in call.arrays:
+            scores = scores + self.of_pairs("bias", tile.keys).astype(self.dtype, copy=False)
+        if tile.visible is not None:
+            scores = np.where(tile.visible, scores, self.dtype.type(-np.inf))
+        if scores.shape != s.shape or scores.dtype != s.dtype:
+            scores = np.broadcast_to(scores, s.shape).astype(s.dtype)
+        return s, scores
+
+    def distances(self, tile: _Tile) -> Array:
+        return np.abs(tile.inputs["i"] + self.problem.diagonal - tile.inputs["j"]).astype(self.dtype)
+
+    def kept(self, tile: _Tile) -> Array:
+        """The factors by which dropout multiplies weights."""
+        origin = self.problem.origin
+        heads = origin.head + self.batches[:, None, None] * origin.num_heads + self.heads
+        rows, keys = (
+            range(first + x.start, first + x.stop) for first, x in zip(origin[:2], (self.rows, tile.keys), strict=True)
+        )
+        kept = kept_weights(self.problem.dropout, *self.call.random, heads, rows, keys)
+        return self.folded(kept) * self.dtype.type(self.problem.kept_scale)
+
+    # ---- forward -----------------------------------------------------------------------------------------------------
+
+    def forward(self) -> None:
+        """Write out and lse."""
+        softmax = _OnlineSoftmax(self.sinks)
+        o = np.zeros((*self.scaled_q.shape[:3], self.problem.head_dim_v), self.dtype)
+        for tile in self.tiles():
+            weights, factor = softmax.step(self.folded(self.scores(tile)[1]))
+            if self.problem.dropout:
+                weights *= self.kept(tile)
+            o = o * factor + product(weights, self.of_keys("v", tile))
+        self.write("out", o / np.where(softmax.row_sum == 0, 1, softmax.row_sum))
+        self.write("lse", softmax.row_max + np.log(softmax.row_sum))
+
+    # ---- backward ----------------------------------------------------------------------------------------------------
+
+    def row_max_and_sum(self, lse: Array) -> tuple[Array, Array | None]:
+        """What makes weights of scores: ``exp(S - first) / second``, or ``exp(S - first)`` if the second is None.
+
+        They are lse and None. But where lse = row_max + log(row_sum) is large, its rounding loses what log(row_sum)
+        says, and the weights of a row would not sum to 1. There row max and row sum are computed again. They are used
+        if they explain lse: otherwise these keys are some of those that lse belongs to.
+        """
+        base = np.where(lse == -np.inf, np.inf, lse)
+        is_large = np.isfinite(lse) & (np.abs(lse) >= LARGE_LSE)
+        if not is_large.any():
+            return base, None
+        softmax = _OnlineSoftmax(self.sinks)
+        for tile in self.tiles():
+            softmax.step(self.folded(self.scores(tile)[1]))
+        difference = (softmax.row_max - lse) + np.log(softmax.row_sum)
+        explains = is_large & (np.abs(difference) <= 4 * np.spacing(np.abs(lse)))
+        return np.where(explains, softmax.row_max, base), np.where(explains, softmax.row_sum, 1)
+
+    def backward(self, wanted: Mapping[str, Array]) -> _Part:
+        """Write dq, if it is wanted, and return what the job adds to the other gradients."""
+        lse, dO, O = (self.of_rows(name) for name in ("lse", "dout", "out"))  # noqa: E741 (the paper's letter)
+        row_max, row_sum = self.row_max_and_sum(lse)
+        is_empty = lse == -np.inf
+        delta = (dO * O).sum(axis=-1, keepdims=True)
+        if "dlse" in self.call.arrays:
+            delta -= np.where(is_empty, 0, self.of_rows("dlse"))
+
+        def weights(scores: Array) -> Array:
+            p = _exponentials(scores, row_max)
+            if row_sum is not None:
+                p /= row_sum
+            if is_empty.any():
+                np.copyto(p, 0, where=is_empty)  # such a row may have any scores
+            return p
+
+        part = _Part(self, wanted)
+        dq = np.zeros(self.scaled_q.shape, self.dtype)  # over scale
+        for tile in self.tiles():
+            s, scores = self.scores(tile)
+            p = weights(self.folded(scores))
+            kept = self.kept(tile) if self.problem.dropout else None
+            if "dv" in wanted:
+                part.add_keys("dv", tile, product((p if kept is None else p * kept).swapaxes(2, 3), dO))
+            if part.is_of_values:
+                continue
+            ds = product(dO, self.of_keys("v", tile).swapaxes(2, 3))
+            if kept is not None:
+                ds *= kept
+            ds -= delta
+            ds *= p
+            if part.is_of_scores:
+                ds = self.folded(part.add_scores(tile, s, ds.reshape(s.shape), (p != 0).reshape(s.shape)))
+            if "dk" in wanted:
+                part.add_keys("dk", tile, product(ds.swapaxes(2, 3), self.scaled_q))
+            if "dq" in wanted or "dscale" in wanted:
+                dq += product(ds, self.of_keys("k", tile))
+        if "dscale" in wanted:
+            part.of_heads["dscale"] = self.sum_of_rows(dq * self.of_rows("q"))
+        if "dsinks" in wanted and "sinks" in self.call.arrays:
+            part.of_heads["dsinks"] = -self.sum_of_rows(weights(self.sinks) * delta)
+        if "dq" in wanted:
+            self.write("dq", dq * self.dtype.type(self.problem.scale))
+        return part
+
+    def sum_of_rows(self, x: Array) -> Array:
+        """The sum over rows, or over pairs, of each head: (batch, heads)."""
+        return x.reshape(self.shape[0], self.heads.size, -1).sum(axis=2, dtype=np.float64)
+
+
+class _Part:
+    """What a job adds to gradients that jobs share."""
+
+    def __init__(self, job: _Job, wanted: Mapping[str, Array]) -> None:
+        self.job, self.wanted = job, wanted
+        self.is_of_values = wanted.keys() <= {"dv"}
+        changes_slope = job.problem.softcap is not None or job.call.program.score is not None
+        self.is_of_scores = changes_slope or bool(wanted.keys() & {"dbias", "dalibi_slopes"})
+        self.of_keys: list[tuple[Array, Array]] = []  # views of sums, and what is added to them
+        self.of_heads: dict[str, Array] = {}  # by name, (batch, heads)
+        self.of_bias: list[tuple[tuple[slice, ...], Array]] = []  # where in dbias, and what
+        self.of_entries: list[tuple[str, Any, Array]] = []  # which array that the score reads, which entries, and what
+
+    def add_keys(self, name: str, tile: _Tile, x: Array) -> None:
+        """Add to dk or dv of the keys of a tile."""
+        place = (*self.job.at_heads, tile.columns)
+        self.of_keys.append((self.job.call.arrays[name][place], x))
+
+    def add_scores(self, tile: _Tile, s: Array, ds: Array, counts: Array) -> Array:
+        """Add to the gradients of what makes scores of the scaled products s; return the gradient of s.
+
+        `ds` is that of the scores. Only pairs with weight count: others add nothing, whatever a derivative is.
+        """
+        job, call, problem = self.job, self.job.call, self.job.problem
+        if "dbias" in self.wanted and "bias" in call.arrays:
+            self.add_bias(tile, ds)
+        if "dalibi_slopes" in self.wanted and "alibi_slopes" in call.arrays:
+            self.add_heads("dalibi_slopes", -ds * job.distances(tile))
+        if problem.softcap is not None:
+            x = s / job.dtype.type(problem.softcap)
+            tanh = np.tanh(x)
+            if "dsoftcap" in self.wanted:
+                self.add_heads("dsoftcap", ds * np.where(counts, derivative_by_softcap(x, tanh), 0))
+            ds = ds * np.where(counts, 1 - tanh * tanh, 0)
+        program = call.program
+        if program.score is not None and program.by_s is not None:
+            inputs = {**tile.inputs, "s": s}
+            reads = [(name, x) for name, loads in program.loads.items() if f"d{name}" in self.wanted for x in loads]
+            nodes = [program.by_s, *(load.derivative for _, load in reads)]
+            slope, *derivatives = evaluate(nodes, inputs, call.captured, job.dtype)
+            for (name, load), derivative in zip(reads, derivatives, strict=True):
+                indices = evaluate(load.at.args, inputs, call.captured, job.dtype)
+                own = sums_of_entries(call.captured[name].shape, indices, ds * np.where(counts, derivative, 0))
+                self.of_entries.append((name, *own))
+            ds = ds * np.where(counts, slope, 0)
+        return ds
+
+    def add_heads(self, name: str, x: Array) -> None:
+        self.of_heads[name] = self.of_heads.get(name, 0) + self.job.sum_of_rows(x)
+
+    def add_bias(self, tile: _Tile, ds: Array) -> None:
+        job, shape = self.job, _with_axes(self.wanted["dbias"], 4).shape
+        whole: tuple[Any, ...] = (job.batches, job.heads.reshape(-1), job.rows, tile.keys)
+        place = tuple(slice(x[0], x[-1] + 1) if n > 1 else slice(None) for x, n in zip(whole, shape, strict=True))
+        summed = tuple(axis for axis, n in enumerate(shape) if n == 1)
+        ds = ds.reshape([len(x) for x in whole])
+        self.of_bias.append((place, ds.sum(axis=summed, keepdims=True, dtype=np.float64) if summed else ds))
+
+
+class _Sums:
+    """The gradients that are wanted: sums of the parts of jobs.
+
+    Attributes
+    ----------
+    wanted : dict of str to array
+        The results.
+    of_rows : dict of str to array
+        dq itself, and the sums of dk and dv in the dtype of the softmax; those that are wanted.
+    """
+
+    def __init__(self, problem: Problem, wanted: dict[str, Array]) -> None:
+        self.wanted = wanted
+        self.of_rows, self._of_heads, self._of_entries = dict[str, Array](), dict[str, Array](), dict[str, Array]()
+        for name, x in wanted.items():
+            if name in DEFAULT_NEED:
+                self.of_rows[name] = x if name == "dq" else np.zeros(x.shape, problem.softmax_dtype)
+            elif name == "dbias" or name in problem.captured_gradients:
+                self._of_entries[name] = np.zeros(x.shape)
+            else:
+                self._of_heads[name] = np.zeros((problem.batch, problem.num_heads))
+
+    def add(self, part: _Part) -> None:
+        for total, x in part.of_keys:
+            total += x
+        for name, x in part.of_heads.items():
+            batches, heads = part.job.batches, part.job.heads.reshape(-1)
+            self._of_heads[name][batches[0] : batches[-1] + 1, heads[0] : heads[-1] + 1] += x
+        for place, x in part.of_bias:
+            _with_axes(self._of_entries["dbias"], 4)[place] += x
+        for name, entries, x in part.of_entries:
+            self._of_entries[f"d{name}"].reshape(-1)[entries] += x
+
+    def write(self) -> None:
+        """Round the sums to the results."""
+        with np.errstate(all="ignore"):
+            for name, x in (self.of_rows | self._of_entries).items():
+                if name != "dq":
+                    self.wanted[name][...] = x
+            for name, x in self._of_heads.items():
+                result = self.wanted[name]
+                result[...] = x.sum(axis=tuple(range(2 - result.ndim)))
+
+
+def _with_axes(x: Array, count: int) -> Array:
+    """A view with so many axes, the first ones of length 1."""
+    return x[(None,) * (count - x.ndim)]
+
+
+def shown_blocks(
+    mask: Node, rows: range, keys: range, block: tuple[int, int], batch: int, head: int, tables: Tables
+) -> tuple[Array, Array]:
+    """For each block of pairs of a head whether the mask shows all of them, and whether it shows any."""
+    ranges = []
+    for whole, size in zip((rows, keys), block, strict=True):
+        first = np.arange(whole.start, whole.stop, size)
+        ranges.append((first, np.minimum(first + size, whole.stop) - 1))
+    (first_i, last_i), (first_j, last_j) = ranges
+    inputs: dict[str, Any] = {"i": (first_i[:, None], last_i[:, None]), "j": (first_j, last_j)}
+    inputs |= {"batch": (batch, batch), "head": (head, head)}
+    always, sometimes = bounds_of(mask, inputs, tables.load)
+    shape = (first_i.size, first_j.size)
+    return np.broadcast_to(always, shape) == 1, np.broadcast_to(sometimes, shape) == 1
+
+
+def sums_of_entries(shape: tuple[int, ...], indices: Sequence[Array], values: Array) -> tuple[Any, Array]:
+    """Which entries of an array, all of them counted, the indices name, and the sums of the values for each."""
+    flat: Any = np.zeros((1,) * values.ndim, np.int64)
+    for index, length in zip(indices, shape, strict=True):
+        flat = flat * length + clamped(index, length)
+    summed = tuple(axis for axis in range(values.ndim) if flat.shape[axis] == 1)
+    weights = values.sum(axis=summed, keepdims=True, dtype=np.float64) if summed else values
+    flat, weights = np.broadcast_to(flat, weights.shape).reshape(-1), weights.reshape(-1)
+    start, stop = int(flat.min()), int(flat.max()) + 1
+    if stop - start <= SPREAD * flat.size:
+        return slice(start, stop), np.bincount(flat - start, weights, stop - start)
+    found, inverse = np.unique(flat, return_inverse=True)
+    return found, np.bincount(inverse.reshape(-1), weights)
+
+
+def derivative_by_softcap(x: Array, tanh: Array) -> Array:
+    """The derivative of ``softcap * tanh(x)``, x = score / softcap: ``tanh(x) - x * (1 - tanh(x) ** 2)``.
+
+    The terms cancel near 0. There it is ``(sinh(2 x) - 2 x) / 2 * (1 - tanh(x) ** 2)``, by the series of the first
+    factor.
+    """
+    slope, near = 1 - tanh * tanh, np.abs(x) < 0.5
+    x2 = np.where(near, x * x, 0)
+    series = np.ones_like(x)
+    for n in range(18, 3, -2):
+        series = 1 + 4 / (n * (n + 1)) * x2 * series
+    return np.where(near, 2 / 3 * x * x2 * series * slope, tanh - x * slope)
