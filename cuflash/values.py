@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
+import sys
 from collections.abc import Callable
 from decimal import Decimal
+from types import FrameType
 from typing import TypeVar
 
 FINITE = "a finite number that float64 holds"
 N = TypeVar("N", int, float)
 LONGEST_VALUE = 200  # characters of a value in a message
+PACKAGE = os.path.dirname(__file__) + os.sep
 
 
 def type_error(name: str, got: object, expected: str) -> TypeError:
@@ -91,3 +95,13 @@ def check_choice(name: str, value: object, choices: tuple[str, str]) -> None:
         raise type_error(name, typed(value), expected)
     if value not in choices:
         raise value_error(name, repr(value), expected)
+
+
+def callers_frame() -> tuple[FrameType, int]:
+    """The innermost frame of a caller, outside of this package and of NumPy; and its `stacklevel` for a warning."""
+    numpy = sys.modules.get("numpy")
+    inside = PACKAGE if numpy is None else (PACKAGE, os.path.dirname(str(numpy.__file__)) + os.sep)
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        frame, level = frame.f_back, level + 1
+    return frame, level

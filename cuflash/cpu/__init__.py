@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,6 +18,7 @@ from cuflash.cpu.packed import clear_rows_of_no_sequence
 from cuflash.operands import layout_of, numpy_dtype, view_4d
 from cuflash.problem import Problem, scales_of_rows
 from cuflash.terms import DEFAULT_NEED, OF_FLOAT8
+from cuflash.values import callers_frame
 
 __all__ = ["backward", "cpu_threads", "describe", "forward"]
 
@@ -127,13 +131,26 @@ def _run(
         arrays = {**arrays, **scales}
     if problem.has_functions:
         wanted = [name for name in problem.gradients if is_backward and arrays.get(name) is not None]
-        if functions_as_terms.why_not(problem, wanted) is None:
-            functions_as_terms.run(problem, arrays, is_backward, seed, offset)
-        else:
-            fallback.run(problem, arrays, is_backward, seed, offset)
-        return
-    way = fallback if core.why_not(problem) is not None else core
-    way.run(problem, arrays, is_backward, seed, offset)
+        way, reason = functions_as_terms.run, functions_as_terms.why_not(problem, wanted)
+    else:
+        way, reason = core.run, core.why_not(problem)
+    if reason is not None:
+        way = fallback.run
+        if reason == core.why_not():  # and not one of this problem
+            _warn_once(reason)
+    way(problem, arrays, is_backward, seed, offset)
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    """Say that there is no core, at the first call that would take it."""
+    if os.environ.get("CUFLASH_NO_CORE_WARNING", "0") in ("", "0"):
+        warnings.warn(
+            f"NumPy computes attention in place of the compiled core, several times slower: {reason}. Set "
+            "CUFLASH_NO_CORE_WARNING=1 if that is wanted.",
+            RuntimeWarning,
+            stacklevel=callers_frame()[1],
+        )
 
 
 def _run_with_wide_queries(

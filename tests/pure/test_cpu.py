@@ -12,11 +12,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import cuflash
 import cuflash.testing as ct
 from cuflash import cpu
-from cuflash.cpu import fallback, jobs, part_products
+from cuflash.cpu import core, fallback, jobs, part_products
 from cuflash.operands import user_shape
-from tests.ways import every_way
+from tests.ways import CORE, every_way
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -534,3 +535,38 @@ def test_no_query_heads_for_some_key_heads():
 def test_lengths_out_of_range_are_clamped():
     case = ct.Case(batch=2, seqlen_q=3, seqlen_k=5, head_dim=2, kv_lengths=(5, 0))
     assert_same_bits(run(case, kv_lengths=np.array([99, -7])), run(case))
+
+
+# ---- without the core ------------------------------------------------------------------------------------------------
+
+
+def warnings_of(calls):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cpu._warn_once.cache_clear()
+        for call in calls:
+            call()
+    return caught
+
+
+def test_the_first_call_without_the_core_warns(monkeypatch):
+    """Once, and names the line of the caller; the variable of the environment silences it."""
+    q = np.ones((2, 5, 4), np.float32)
+    score = cuflash.FlashAttention(score=lambda s, i, j: s - abs(i - j))
+    calls = [lambda: cuflash.attention(q, q, q), lambda: score.forward(q, q, q)]
+    monkeypatch.delenv("CUFLASH_NO_CORE_WARNING", raising=False)
+    for ordered in (calls, calls[::-1]):
+        (warning,) = warnings_of(ordered)
+        assert warning.category is RuntimeWarning and warning.filename == __file__
+        assert f"slower: {core.why_not()}. Set CUFLASH_NO_CORE_WARNING=1" in str(warning.message)
+    monkeypatch.setenv("CUFLASH_NO_CORE_WARNING", "1")
+    assert not warnings_of(calls)
+
+
+@pytest.mark.parametrize("way", [CORE], indirect=True)
+def test_a_problem_that_the_core_leaves_out_is_no_reason_to_warn(monkeypatch):
+    q = np.ones((2, 5, 4), np.float32)
+    score = cuflash.FlashAttention(score=lambda s, i, j: s - abs(i - j))
+    assert "NumPy, and not the compiled core" in score.plan(q, q, q).describe()
+    monkeypatch.delenv("CUFLASH_NO_CORE_WARNING", raising=False)
+    assert not warnings_of([lambda: score.forward(q, q, q)])
