@@ -5,7 +5,7 @@ import threading
 import tracemalloc
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -17,7 +17,8 @@ import cuflash.testing as ct
 from cuflash import cpu
 from cuflash.cpu import core, fallback, jobs, part_products
 from cuflash.operands import user_shape
-from tests.ways import CORE, every_way
+from cuflash.problem import make_problem
+from tests.ways import CORE, FALLBACK, every_way
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -529,6 +530,78 @@ def test_no_query_heads_for_some_key_heads():
     case = ct.Case(num_heads=0, num_heads_kv=2, seqlen_q=3, seqlen_k=4, head_dim=5)
     results = run(case)
     assert results["dk"].shape == (1, 2, 4, 5) and not results["dk"].any()
+
+
+@st.composite
+def empty_problems(draw):
+    """Options and arrays of problems, most of which have an axis of length 0."""
+    batch, heads_kv, rows, keys = (draw(st.sampled_from((0, 1, 2))) for _ in range(4))
+    heads = heads_kv * draw(st.sampled_from((0, 1, 2)))
+    random, dtype = np.random.default_rng(0), draw(st.sampled_from((np.float32, np.float64)))
+
+    def normal(*shape):
+        return random.standard_normal(shape).astype(dtype)
+
+    arrays = {"q": normal(batch, heads, rows, 3), "k": normal(batch, heads_kv, keys, 3)}
+    arrays |= {"v": normal(batch, heads_kv, keys, 2), "dout": normal(batch, heads, rows, 2)}
+    options = draw(st.sampled_from(({}, {"softcap": 2.0}, {"causal": True})))
+    if draw(st.booleans()):
+        options = {"score": lambda s, i, j, *, head, gamma: s * gamma[head]}
+        return options, arrays | {"gamma": normal(2)}
+    given = {
+        "bias": normal(*(n if draw(st.booleans()) else 1 for n in (batch, heads, rows, keys))),
+        "alibi_slopes": normal(heads) if draw(st.booleans()) else normal(batch, heads),
+        "sinks": normal(heads),
+        "kv_lengths": random.integers(0, keys + 1, batch),
+        "dlse": normal(batch, heads, rows),
+    }
+    return options, arrays | {name: x for name, x in given.items() if draw(st.booleans())}
+
+
+@settings(max_examples=300)
+@given(empty_problems())
+def test_every_result_of_empty_problems_is_written(problem):
+    """Of whatever lengths are 0: results are NaN before, and as the formula has them after."""
+    options, arrays = problem
+    attn: Any = cuflash.FlashAttention(**options)
+    terms = {name: x for name, x in arrays.items() if name not in ("q", "k", "v", "dout", "dlse")}
+    captured = {name: x for name, x in terms.items() if name == "gamma"}
+    own = {name: x for name, x in terms.items() if name not in captured}
+    inputs = [arrays[name] for name in ("q", "k", "v")]
+    of_problem = make_problem(attn.options, *inputs, captured=captured, **own)
+    out, lse = (np.full(shape, np.nan, inputs[0].dtype) for shape in (of_problem.out_shape, of_problem.lse_shape))
+    attn.forward(*inputs, **terms, out=out, lse=lse)
+    need = ct.gradients_of(of_problem)
+    results = {name: np.full_like(arrays.get(name[1:], np.zeros((), out.dtype)), np.nan) for name in need}
+    dlse = {"dlse": arrays["dlse"]} if "dlse" in arrays else {}
+    attn.backward(arrays["dout"], *inputs, out, lse, **terms, **dlse, **results, need=need)
+    judges = ct.yardsticks(of_problem, arrays)
+    measured = [ct.measure(name, x, judges[name]) for name, x in {"out": out, "lse": lse, **results}.items()]
+    assert not any(m.failure for m in measured), "\n".join(map(str, measured))
+
+
+@pytest.mark.parametrize(
+    ("way", "value"),
+    [*((FALLBACK, x) for x in (0.0, 1000.0, np.inf, np.nan)), *((CORE, x) for x in (0.0, 1000.0))],
+    indirect=["way"],
+)
+def test_rows_whose_lse_is_that_of_no_key_add_nothing(value):
+    """As ranks put in front of theirs for dropout: whatever their scores are, with and without a mask."""
+    case = ct.Case(seqlen_q=21, seqlen_k=30, num_heads=2, head_dim=8, softcap=3.0, sinks=True, alibi_slopes=(2,))
+    case = dataclasses.replace(case, bias=(21, 30), dlse=True)
+    for mask in (None, (1, 30)):
+        case = dataclasses.replace(case, mask=mask)
+        arrays, problem, need = case.arrays(), case.problem, ct.gradients_of(case.problem)
+        arrays["bias"][:5] = value
+        out, lse = cpu.forward(problem, *ct.qkv(arrays), **ct.optional(arrays))
+        out[..., :5, :], lse[..., :5], arrays["dout"][..., :5, :] = 0, -np.inf, 0
+        options = {**ct.optional_backward(arrays), "need": need}
+        found = cpu.backward(problem, arrays["dout"], *ct.qkv(arrays), out, lse, **options)
+        arrays["bias"][:5] = 0
+        expected = cpu.backward(problem, arrays["dout"], *ct.qkv(arrays), out, lse, **options)
+        for name, x, y in zip(need, found, expected, strict=True):
+            np.testing.assert_array_equal(x, y, err_msg=name)
+            assert np.isfinite(x).all() and (name not in ("dq", "dbias") or not x[..., :5, :].any())
 
 
 @every_way
