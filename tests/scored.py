@@ -95,6 +95,12 @@ def of_rows(s, i, j, *, batch, head, temperature, pos_q, gate, kind_k, table):  
     return s * own + cuflash.tanh(gate[j]) * own + table[head, (i - j) // 5 % 4 + kind_k[j]]
 
 
+def steep(s, i, j, *, head, pos, power, gamma):  # type: ignore[no-untyped-def]
+    """Distances of 0, whose roots and powers have infinite slopes or logarithms; it is drawn nowhere."""
+    r2 = (pos[i, 0] - pos[j, 0]) ** 2 + (pos[i, 1] - pos[j, 1]) ** 2
+    return s - gamma[head] * cuflash.sqrt(r2) - 0.1 * cuflash.abs(i - j) ** power[head]
+
+
 SCORES: dict[str, Callable[..., Any] | None] = {
     f.__name__: f
     for f in (

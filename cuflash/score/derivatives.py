@@ -3,12 +3,18 @@
 Where an expression has a kink its derivative is one-sided: `cuflash.score.functions` says which. An argument that
 `where`, `minimum` or `maximum` does not take has the derivative 0, even where its own derivative is infinite or NaN:
 below such a choice, derivatives are multiplied by `product`, which is 0 wherever its first factor is 0.
+
+In the chain rule 0 times infinity is 0, too. It is met where the slope of a root or a power is infinite, as in
+``a * sqrt(x)`` at a = 0 or in ``sqrt(x * x)`` at its kink, and where a finite value has an infinite part, as in
+``1 / (1 + exp(-x))`` when the exponential overflows, or in ``exp(-1 / (x * x))`` at 0. `cuflash.score.ranges` tells
+where that may be; elsewhere products are plain.
 """
 
 from __future__ import annotations
 
 from cuflash.score.kinds import cast, real
 from cuflash.score.nodes import Node, in_order, node
+from cuflash.score.ranges import Range, ranges
 
 ZERO, ONE = real(0), real(1)
 
@@ -67,25 +73,38 @@ def derivatives(root: Node, wanted: list[Node]) -> list[Node]:
     for at in order:
         if at.kind == "float" and any(arg in depends for arg in at.args):
             depends.add(at)
+    known = ranges(root)
     adjoint: dict[Node, Node] = {root: ONE}
-    chosen: set[Node] = set()  # nodes whose adjoint may be 0 by a choice
+    chosen: set[Node] = set()  # nodes whose adjoint may be 0 by a choice, or because a value is at its limit
+    steep: set[Node] = set()  # nodes whose adjoint may be infinite
     for at in reversed(order):
         if at not in depends or at not in adjoint or at in wanted:
             continue
-        own, is_chosen = adjoint[at], at in chosen
+        own = adjoint[at]
+        is_steep = at.op in ("sqrt", "pow") and not known[at.args[0]].is_positive
         for arg, factor in _local(at):
             if arg not in depends:
                 continue
             if isinstance(factor, Node):
-                part = _scaled(own, factor, is_chosen)
+                part = _scaled(own, factor, at in chosen)
+                if is_steep:
+                    part = _zero_where(own, part)
+                if at in steep:
+                    part = _zero_where(factor, part)
             else:
                 condition, takes = factor
                 part = choose(condition, own, ZERO) if takes else choose(condition, ZERO, own)
+            if at in chosen or not isinstance(factor, Node) or _is_at_limit(at, arg, known[arg]):
                 chosen.add(arg)
-            if is_chosen:
-                chosen.add(arg)
+            if at in steep or is_steep:
+                steep.add(arg)
             adjoint[arg] = add(adjoint[arg], part) if arg in adjoint else part
     return [adjoint.get(at, ZERO) for at in wanted]
+
+
+def _is_at_limit(at: Node, arg: Node, known: Range) -> bool:
+    """Whether the value of a node may be finite where an argument is infinite. Its derivative by this is 0 there."""
+    return known.may_be_infinite and (at.op in ("exp", "tanh", "pow") or (at.op == "div" and arg is at.args[1]))
 
 
 def _scaled(adjoint: Node, factor: Node, is_chosen: bool) -> Node:
@@ -94,8 +113,16 @@ def _scaled(adjoint: Node, factor: Node, is_chosen: bool) -> Node:
     return multiply(adjoint, factor)
 
 
+def _zero_where(x: Node, product: Node) -> Node:
+    """A product with x, 0 where x is, even if the other factor is infinite."""
+    return product if x.op == "constant" else choose(_condition("eq", x, ZERO), ZERO, product)
+
+
 def _local(at: Node) -> list[tuple[Node, Node | tuple[Node, bool]]]:
-    """The arguments of a node, each with its derivative: an expression, or (condition, takes), 1 where both agree."""
+    """The arguments of a node in order, each with its derivative: an expression, or (condition, takes).
+
+    With a condition it is 1 where that agrees with `takes`, else 0.
+    """
     if at.op in ("add", "sub"):
         return [(at.args[0], ONE), (at.args[1], ONE if at.op == "add" else real(-1))]
     if at.op == "neg":
@@ -117,8 +144,10 @@ def _local(at: Node) -> list[tuple[Node, Node | tuple[Node, bool]]]:
         return [(x, ONE), (y, negative(_made("floordiv", x, y)))]
     if at.op == "pow":
         x, y = at.args
-        of_base = _made("mul", y, _made("pow", x, _made("sub", y, ONE)))
-        return [(x, of_base), (y, _made("mul", at, _made("log", x)))]
+        below = _made("pow", x, _made("sub", y, ONE))
+        of_base = _zero_where(below, _zero_where(y, _made("mul", y, below)))
+        is_flat = _condition("and", _condition("eq", x, ZERO), _condition("le", ZERO, y))  # 0 ** y is, but at y = 0
+        return [(x, of_base), (y, choose(is_flat, ZERO, _zero_where(at, _made("mul", at, _made("log", x)))))]
     if at.op == "abs":
         (x,) = at.args
         sign = choose(_condition("lt", x, ZERO), real(-1), choose(_condition("lt", ZERO, x), ONE, ZERO))

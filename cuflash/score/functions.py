@@ -27,7 +27,7 @@ def log(x: Any) -> Any:
 
 
 def sqrt(x: Any) -> Any:
-    """The square root; its derivative at 0 is infinite."""
+    """The square root; its derivative at 0 is infinite, but that of ``sqrt(x * x)`` is 0."""
     return _apply("sqrt", np.sqrt, x)
 
 

@@ -7,8 +7,12 @@
 
 namespace score_text {
 
+// A product of the chain rule. A factor of 0 makes it 0, whatever the other one is: a tangent of what does not depend on
+// a quantity stays 0, and so does an infinite tangent of what has no weight in a value.
+CUFLASH_DEVICE Real chain_product(Real x, Real y) { return x == 0 || y == 0 ? 0 : x * y; }
+
 // A number and its derivative (tangent) by one quantity, whose own tangent is 1. Numbers that do not depend on that
-// quantity have the tangent 0, which stays 0 even if it is multiplied by an infinity or a NaN.
+// quantity have the tangent 0.
 struct Dual {
   Real value, tangent;
 
@@ -20,11 +24,11 @@ struct Dual {
   friend CUFLASH_DEVICE Dual operator+(Dual x, Dual y) { return {x.value + y.value, x.tangent + y.tangent}; }
   friend CUFLASH_DEVICE Dual operator-(Dual x, Dual y) { return {x.value - y.value, x.tangent - y.tangent}; }
   friend CUFLASH_DEVICE Dual operator*(Dual x, Dual y) {
-    return {x.value * y.value, score_product(x.tangent, y.value) + score_product(y.tangent, x.value)};
+    return {x.value * y.value, chain_product(x.tangent, y.value) + chain_product(y.tangent, x.value)};
   }
   friend CUFLASH_DEVICE Dual operator/(Dual x, Dual y) {
     const Real quotient = x.value / y.value, inverse = score_fast_div((Real)1, y.value);
-    return {quotient, score_product(x.tangent, inverse) - score_product(y.tangent, quotient * inverse)};
+    return {quotient, chain_product(x.tangent, inverse) - chain_product(y.tangent, quotient * inverse)};
   }
   CUFLASH_DEVICE Dual& operator+=(Dual y) { return *this = *this + y; }
   CUFLASH_DEVICE Dual& operator-=(Dual y) { return *this = *this - y; }
@@ -46,7 +50,7 @@ CUFLASH_DEVICE Real value_of(Dual x) { return x.value; }
 
 // A function of x, from its value and its derivative at x.
 CUFLASH_DEVICE Real chain(Real, Real value, Real) { return value; }
-CUFLASH_DEVICE Dual chain(Dual x, Real value, Real slope) { return {value, score_product(x.tangent, slope)}; }
+CUFLASH_DEVICE Dual chain(Dual x, Real value, Real slope) { return {value, chain_product(x.tangent, slope)}; }
 
 // For 16-bit elements these are approximations, as they are in traced functions.
 CUFLASH_DEVICE Real exp(Real x) { return score_fast_exp(x); }
@@ -74,7 +78,8 @@ CUFLASH_DEVICE Dual cos(Dual x) { return chain(x, cos(x.value), -sin(x.value)); 
 CUFLASH_DEVICE Dual pow(Dual x, Dual y) {
   const Real power = pow(x.value, y.value);
   const Real by_base = y.value == 0 ? 0 : y.value * pow(x.value, y.value - 1);
-  return {power, score_product(x.tangent, by_base) + score_product(y.tangent, power * log(x.value))};
+  const Real by_exponent = x.value == 0 && y.value >= 0 ? 0 : chain_product(power, log(x.value));
+  return {power, chain_product(x.tangent, by_base) + chain_product(y.tangent, by_exponent)};
 }
 
 // At 0 the derivative is 0.

@@ -14,7 +14,8 @@ from cuflash.emulator import Schedule, Statistics
 from cuflash.planning import DeviceSpec, choose_plan
 from tests.emulate import attention
 from tests.emulate.checks import judge_functions
-from tests.scored import MASKS, SCORES, Scored, captured_of, scored
+from tests.scored import MASKS, SCORES, Scored, captured_of, scored, steep
+from tests.texts import HEAD
 
 HOISTED = ("t5", "decay", "of_rows", "hoistable")
 
@@ -136,6 +137,28 @@ def test_derivatives_of_pairs_without_weight_do_not_count():
     arrays["q"] *= np.linspace(-1, 1, 70, dtype=np.float32)[:, None]
     arrays |= captured_of((SCORES["barrier"], None), (1, 1, 70, 70), "float32", 5)
     judge_functions(Scored(cuflash.FlashAttention(score=SCORES["barrier"]), arrays, {}, ""))
+
+
+STEEP = cuflash.Score(
+    cuda=f"""
+    {HEAD} {{
+      const T x = given.pos(i, 0) - given.pos(j, 0), y = given.pos(i, 1) - given.pos(j, 1);
+      return s - given.gamma(head) * sqrt(x * x + y * y) - T(0.1) * pow(T(i < j ? j - i : i - j), given.power(head));
+    }}
+    """,
+    arrays=["pos", "power", "gamma"],
+    python=steep,
+)
+
+
+@pytest.mark.parametrize("score", [steep, STEEP], ids=["traced", "text"])
+@pytest.mark.parametrize(("arch", "dtype"), [("8.0", "float32"), ("9.0", "float16")])
+def test_gradients_where_the_chain_rule_meets_0_times_infinity(arch, dtype, score):
+    random = np.random.default_rng(5)
+    arrays = {name: random.standard_normal((1, 2, 70, 16)).astype(dtype) for name in ("q", "k", "v", "dout")}
+    arrays["pos"] = random.standard_normal((70, 2)).astype(np.float32)
+    arrays |= {"power": np.array([1.5, 0.75], np.float32), "gamma": np.array([0.5, 0.0], np.float32)}
+    judge_functions(Scored(cuflash.FlashAttention(score=score), arrays, {}, ""), arch)
 
 
 def test_tiles_that_a_mask_hides_are_not_multiplied():

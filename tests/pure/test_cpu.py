@@ -1,10 +1,7 @@
-"""The CPU path against the oracle, by NumPy and by the core; and jobs, tiles, threads and memory of the fallback."""
+"""The CPU path against the oracle, by NumPy and by the core. `test_fallback.py` has more on the first."""
 
 import dataclasses
-import threading
-import tracemalloc
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +12,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash import cpu
-from cuflash.cpu import core, fallback, jobs, part_products
+from cuflash.cpu import fallback, jobs, part_products
 from cuflash.operands import user_shape
 from cuflash.problem import make_problem
 from tests.ways import CORE, FALLBACK, every_way
@@ -168,34 +165,6 @@ def cut_small(patch, pairs=2**10, rows=16, keys=32):
     patch.setattr(part_products, "PRODUCT_DEPTH", 5)
 
 
-SOME_FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "packed")
-
-
-@settings(max_examples=60)
-@given(
-    ct.cases(features=SOME_FEATURES, max_scores=2**13, max_head_dim=32),
-    st.sampled_from((1, 2**8, 2**12)),
-    st.sampled_from((1, 16, 48)),
-    st.sampled_from((1, 40)),
-)
-def test_any_jobs_and_tiles_do(case, pairs, rows, keys):
-    with pytest.MonkeyPatch.context() as patch:
-        cut_small(patch, pairs, rows, keys)
-        judge(case, run(case, every=True))
-
-
-@settings(max_examples=40)
-@given(ct.cases(features=SOME_FEATURES, max_scores=2**13, max_head_dim=32))
-def test_the_number_of_threads_changes_no_bit(case):
-    with pytest.MonkeyPatch.context() as patch:
-        cut_small(patch)
-        with jobs.cpu_threads(1):
-            expected = run(case, every=True)
-        for threads in (2, 5):
-            with jobs.cpu_threads(threads):
-                assert_same_bits(run(case, every=True), expected)
-
-
 CASES_OF_SEVERAL_JOBS = [
     ct.Case(num_heads=3, seqlen_q=700, seqlen_k=900, head_dim=16, causal=True),
     ct.Case(num_heads=4, num_heads_kv=1, seqlen_q=1300, seqlen_k=1100, head_dim=8, window=(200, 70)),
@@ -227,27 +196,6 @@ def test_few_queries_and_few_keys(sizes, dtype):
         judge(case, run(case, every=True))
 
 
-@settings(max_examples=60)
-@given(
-    ct.cases(
-        ndims=[4],
-        features=["causal", "window", "softcap", "gqa", "sinks", "dropout"],
-        max_scores=2**13,
-        score_spreads=[1.0],
-    )
-)
-def test_what_other_heads_hold_changes_no_bit(case):
-    """Large scores, or none that is a number, beside ordinary ones; in the same jobs, since these heads are small."""
-    case = dataclasses.replace(case, batch=case.batch + 1)
-    arrays, expected = case.arrays(), run(case)
-    for factor in (1000.0, np.nan):
-        others = {name: arrays[name].copy() for name in ("q", "k", "v", "dout")}
-        for x in others.values():
-            x[1:] *= np.asarray(factor, x.dtype)
-        changed = run(case, **others)
-        assert_same_bits({name: changed[name][0] for name in NAMES}, {name: expected[name][0] for name in NAMES})
-
-
 @every_way
 @pytest.mark.parametrize(
     "need", [("dv",), ("dq",), ("dk", "dsinks"), ("dbias",), ("dscale", "dsoftcap"), ("dalibi_slopes",)]
@@ -264,83 +212,6 @@ def test_each_gradient_alone_is_the_same(need):
     assert_same_bits(dict(zip(need, gradients, strict=True)), {name: expected[name] for name in need})
 
 
-def test_large_problems_use_every_core_and_small_ones_none(monkeypatch):
-    started = []
-
-    def start(count):
-        started.append(count)
-        return ThreadPoolExecutor(count)
-
-    monkeypatch.setattr(jobs, "ThreadPoolExecutor", start)
-    with jobs.cpu_threads(3):
-        run(ct.Case(batch=4, num_heads=4, seqlen_q=64, seqlen_k=64, head_dim=8))
-        assert not started
-        run(ct.Case(batch=64, num_heads=16, seqlen_q=64, seqlen_k=64, head_dim=16))
-    assert started == [3, 3]
-
-
-@pytest.mark.parametrize("is_in_thread", [True, False])
-def test_an_exception_reaches_the_caller_when_all_threads_have_ended(is_in_thread, monkeypatch):
-    """Of a job, or of this thread while it adds results up."""
-    computed = []
-
-    def fail(*args, **keywords):
-        computed.append(args)
-        if len(computed) > 5:
-            raise MemoryError("for a test")
-        return original(*args, **keywords)
-
-    room, name = (fallback._Job, "scores") if is_in_thread else (fallback._Sums, "add")
-    case = ct.Case(num_heads=64, seqlen_q=600, seqlen_k=300, head_dim=8)
-    threads, arrays = threading.active_count(), case.arrays()
-    results = cpu.forward(case.problem, *ct.qkv(arrays))
-    original = getattr(room, name)
-    monkeypatch.setattr(room, name, fail)
-    with pytest.raises(MemoryError, match="for a test") as caught, jobs.cpu_threads(4):
-        cpu.backward(case.problem, arrays["dout"], *ct.qkv(arrays), *results)
-    assert threading.active_count() == threads and caught  # while the traceback, and so all frames, are still there
-
-
-def test_products_are_small(monkeypatch):
-    """Too small for a BLAS to start threads of its own beside those of the jobs."""
-    sizes, matmul = [], np.matmul
-
-    def measured(a, b, **keywords):
-        sizes.append(a.shape[-2] * a.shape[-1] * b.shape[-1])
-        return matmul(a, b, **keywords)
-
-    monkeypatch.setattr(np, "matmul", measured)
-    run(ct.Case(num_heads=2, seqlen_q=300, seqlen_k=300, head_dim=200))
-    assert sizes and max(sizes) <= part_products.PRODUCT_LIMIT
-
-
-def test_tiles_that_nobody_sees_are_skipped(monkeypatch):
-    computed = []
-    scores = fallback._Job.scores
-
-    def counted(job, tile):
-        computed.append(len(job.rows) * len(tile.keys))
-        return scores(job, tile)
-
-    monkeypatch.setattr(fallback._Job, "scores", counted)
-
-    def share(mask=None, **options):
-        computed.clear()
-        case = ct.Case(seqlen_q=2048, seqlen_k=2048, head_dim=8, mask=None if mask is None else mask.shape, **options)
-        arrays = case.arrays()
-        terms = ct.optional(arrays) | ({} if mask is None else {"mask": mask})
-        cpu.forward(case.problem, *ct.qkv(arrays), **terms)
-        return sum(computed) / 2048**2
-
-    assert share() == 1
-    assert share(causal=True) < 0.54
-    assert share(window=(100, 0)) < 0.12
-    assert share(kv_lengths=(512,)) == 0.25
-    assert share(kv_lengths=(0,)) == 0
-    assert share(mask=np.arange(2048) < 640) <= 0.5
-    assert share(mask=np.zeros((1, 1), bool)) == 0
-
-
 @every_way
 def test_more_than_65535_heads():
     case = ct.Case(batch=2, num_heads=35_000, seqlen_q=2, seqlen_k=3, head_dim=1)
@@ -351,36 +222,7 @@ def test_more_than_65535_heads():
     np.testing.assert_allclose(results["out"], weights @ arrays["v"], rtol=1e-5, atol=1e-5)
 
 
-def test_memory_is_linear_in_the_sequence_length():
-    def peak(n, dtype):
-        case = ct.Case(num_heads=2, seqlen_q=n, seqlen_k=n, head_dim=16, dtype=dtype, causal=True)
-        arrays = case.arrays()
-        problem, inputs = case.problem, ct.qkv(arrays)
-        tracemalloc.start()
-        with jobs.cpu_threads(2):  # each has tiles of its own
-            out, lse = cpu.forward(problem, *inputs)
-            cpu.backward(problem, arrays["dout"], *inputs, out, lse)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        return peak, problem.naive_bytes
-
-    short, _ = peak(2048, "float16")
-    long, naive = peak(8192, "float16")
-    assert long < 4 * short
-    assert long < naive / 10
-
-
 # ---- online softmax --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_no_weight_is_a_subnormal_number(dtype):
-    """They would slow products down a hundredfold; the rule counts them as zeros."""
-    x = np.concatenate([-np.linspace(0, 1000, 5000), [0, -np.inf, np.nan]]).astype(dtype)
-    got = fallback._exponentials(x.copy(), np.zeros((), dtype))
-    least = fallback.LEAST_WEIGHT[np.dtype(dtype)]
-    np.testing.assert_array_equal(got, np.where(np.exp(x) < least, 0, np.exp(x)))
-    assert np.isnan(got[-1]) and got[-2] == 0 and np.min(got[:-1], where=got[:-1] > 0, initial=1) < 2 * least
 
 
 @every_way
@@ -608,38 +450,3 @@ def test_rows_whose_lse_is_that_of_no_key_add_nothing(value):
 def test_lengths_out_of_range_are_clamped():
     case = ct.Case(batch=2, seqlen_q=3, seqlen_k=5, head_dim=2, kv_lengths=(5, 0))
     assert_same_bits(run(case, kv_lengths=np.array([99, -7])), run(case))
-
-
-# ---- without the core ------------------------------------------------------------------------------------------------
-
-
-def warnings_of(calls):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        cpu._warn_once.cache_clear()
-        for call in calls:
-            call()
-    return caught
-
-
-def test_the_first_call_without_the_core_warns(monkeypatch):
-    """Once, and names the line of the caller; the variable of the environment silences it."""
-    q = np.ones((2, 5, 4), np.float32)
-    score = cuflash.FlashAttention(score=lambda s, i, j: s - abs(i - j))
-    calls = [lambda: cuflash.attention(q, q, q), lambda: score.forward(q, q, q)]
-    monkeypatch.delenv("CUFLASH_NO_CORE_WARNING", raising=False)
-    for ordered in (calls, calls[::-1]):
-        (warning,) = warnings_of(ordered)
-        assert warning.category is RuntimeWarning and warning.filename == __file__
-        assert f"slower: {core.why_not()}. Set CUFLASH_NO_CORE_WARNING=1" in str(warning.message)
-    monkeypatch.setenv("CUFLASH_NO_CORE_WARNING", "1")
-    assert not warnings_of(calls)
-
-
-@pytest.mark.parametrize("way", [CORE], indirect=True)
-def test_a_problem_that_the_core_leaves_out_is_no_reason_to_warn(monkeypatch):
-    q = np.ones((2, 5, 4), np.float32)
-    score = cuflash.FlashAttention(score=lambda s, i, j: s - abs(i - j))
-    assert "NumPy, and not the compiled core" in score.plan(q, q, q).describe()
-    monkeypatch.delenv("CUFLASH_NO_CORE_WARNING", raising=False)
-    assert not warnings_of([lambda: score.forward(q, q, q)])

@@ -28,7 +28,8 @@ FOLDERS = {
 # A module imports only modules to the left of it.
 ORDER = [
     "values", "spans", "score.nodes", "score.tracing", "score.functions", "score.kinds", "score.evaluation",
-    "score.derivatives", "score.factors", "score.intervals", "score.emission", "score.tile_bounds", "score.tables",
+    "score.ranges", "score.derivatives", "score.factors", "score.intervals", "score.emission", "score.tile_bounds",
+    "score.tables",
     "score.places", "score.program", "score.text", "score.hoisting", "score",
     "operands", "terms", "options", "captured", "problem", "block_masks", "dropout", "reference",
     "cpu.jobs", "cpu.packed", "cpu.parts", "cpu.part_products", "cpu.fallback", "cpu.core", "cpu.functions_as_terms",

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 import cuflash
 from cuflash.cpu import core, fallback
 from cuflash.problem import make_problem
+from cuflash.testing import check_gradients
 from cuflash.testing.rule import gradients_of, measure, yardsticks
-from tests.scored import Scored, scored
+from tests.scored import Scored, scored, steep
 
 
 def judged(case: Scored, results):
@@ -174,6 +175,14 @@ def test_infinite_scores_and_derivatives_behind_them_are_no_trouble():
     np.testing.assert_allclose(out, weights / weights.sum(axis=-1, keepdims=True) @ v, atol=1e-12)
     gradients = attn.backward(dout, q, k, v, out, lse, a=a)
     assert all(np.isfinite(x).all() for x in gradients)
+
+
+def test_gradients_where_the_chain_rule_meets_0_times_infinity():
+    """They are those of differences, also of points that are at one place, and of a head whose gamma is 0."""
+    attn, q, k, v, _ = problem_of(seqlen=30, score=steep)
+    arrays: dict[str, Any] = {"pos": np.random.default_rng(1).standard_normal((30, 2)), "power": np.array([1.5, 0.75])}
+    found = check_gradients(attn, q[None], k[None], v[None], **arrays, gamma=np.array([0.5, 0.0]))
+    assert {"dpos", "dpower", "dgamma"} < found.keys()
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,6 +83,96 @@ def test_derivatives_are_those_of_differences(score, name, seed):
             is_smooth = np.abs(right - left) <= 1e-4 * size  # no kink and no step between the two
             assert is_smooth.mean() > 0.2 or not np.isfinite(size).all()
             assert np.all((np.abs(got - (right + left) / 2) <= 1e-4 * size)[is_smooth])
+
+
+# ---- where the chain rule meets 0 times infinity ---------------------------------------------------------------------
+
+
+def of_two(function):
+    """A score of two numbers."""
+    return lambda s, i, j, *, a, b: s + function(a[i], b[i])
+
+
+LOG2 = np.log(2)
+# Functions of two numbers, with points and the derivatives there.
+AT_POINTS: list[tuple[Any, list[tuple[tuple[float, float], tuple[float, float]]]]] = [
+    (lambda a, b: a**b, [((0.0, 1.5), (0, 0)), ((0.0, 1.0), (1, 0)), ((0.0, 0.0), (0, 0)), ((2.0, 0.0), (0, LOG2))]),
+    (lambda a, b: (a * a) ** b, [((0.0, 0.75), (0, 0)), ((-2.0, 1.0), (-4, 8 * LOG2))]),
+    (lambda a, b: b * abs(a) ** b, [((0.0, 1.5), (0, 0)), ((-1.0, 2.0), (-4, 1))]),
+    (lambda a, b: b * cuflash.sqrt(a), [((0.0, 0.0), (0, 0)), ((4.0, 2.0), (0.5, 2))]),
+    (lambda a, b: cuflash.sqrt(a * a + b * b), [((0.0, 0.0), (0, 0)), ((3.0, -4.0), (0.6, -0.8))]),
+    (lambda a, b: cuflash.sqrt((a - b) ** 2), [((1.0, 1.0), (0, 0)), ((1.0, 2.0), (-1, 1))]),
+    (lambda a, b: b / (1 + cuflash.exp(-a)), [((-1000.0, 2.0), (0, 0)), ((0.0, 2.0), (0.5, 0.5))]),
+    (lambda a, b: cuflash.log(1 + cuflash.exp(a)) * b, [((-1000.0, 2.0), (0, 0)), ((0.0, 2.0), (1, LOG2))]),
+    (lambda a, b: cuflash.exp(-b / (a * a)), [((0.0, 2.0), (0, 0)), ((1.0, 0.0), (0, -1))]),
+    (lambda a, b: cuflash.exp(-cuflash.exp(a)) * b, [((1000.0, 2.0), (0, 0)), ((0.0, 2.0), (-2 / np.e, 1 / np.e))]),
+    (lambda a, b: cuflash.tanh(b / (a * a)), [((0.0, 2.0), (0, 0)), ((1.0, 0.0), (0, 1))]),
+    (lambda a, b: cuflash.where(a > 0, a**b * cuflash.log(a), 0), [((0.0, 0.5), (0, 0)), ((1.0, 2.0), (1, 0))]),
+    (lambda a, b: cuflash.maximum(a, 0) ** b, [((0.0, 1.5), (0, 0)), ((-1.0, 1.5), (0, 0)), ((1.0, 2.0), (2, 0))]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "points"), AT_POINTS)
+def test_derivatives_at_points_where_a_factor_is_infinite(function, points):
+    given = {name: np.array([point[n] for point, _ in points]) for n, name in enumerate("ab")}
+    made = program_of(Traced.of(of_two(function), "score"), None, (("a", 1, "float64"), ("b", 1, "float64")))
+    at = {"s": np.zeros((len(points), 1)), "i": np.arange(len(points))[:, None], "j": np.zeros((1, 1), int)}
+    for n, name in enumerate("ab"):
+        found = evaluate([load.derivative for load in made.loads[name]], at, given, np.float64)
+        total = np.broadcast_to(sum(found), (len(points), 1))[:, 0]
+        np.testing.assert_allclose(total, [derivatives[n] for _, derivatives in points], rtol=1e-12, atol=1e-300)
+
+
+# Smooth functions and kinks, with values and slopes that are 0 or infinite somewhere, but no poles.
+_STEEP = st.recursive(
+    st.sampled_from([lambda a, b: a, lambda a, b: b, lambda a, b: a * 2, lambda a, b: 1.0]),
+    lambda inner: st.one_of(
+        st.builds(
+            lambda f, x: lambda a, b: f(x(a, b)),
+            st.sampled_from([
+                lambda x: -x, abs, lambda x: x * x, cuflash.exp, cuflash.tanh, cuflash.sin,
+                lambda x: cuflash.sqrt(abs(x)), lambda x: cuflash.sqrt(x * x), lambda x: 1 / (1 + cuflash.exp(-x)),
+                lambda x: cuflash.log(1 + cuflash.exp(x)), lambda x: cuflash.exp(-1 / (x * x)), lambda x: abs(x) ** 1.5,
+                lambda x: x / (1 + x * x), lambda x: cuflash.where(x > 0, cuflash.sqrt(x) * cuflash.log(x), 0.0),
+            ]),
+            inner,
+        ),
+        st.builds(
+            lambda f, x, y: lambda a, b: f(x(a, b), y(a, b)),
+            st.sampled_from([
+                lambda x, y: x + y, lambda x, y: x * y, lambda x, y: cuflash.sqrt(x * x + y * y),
+                lambda x, y: abs(x) ** (1 + y * y), lambda x, y: x * cuflash.sqrt(abs(y)),
+                lambda x, y: x / (1 + cuflash.exp(y)),
+            ]),
+            inner, inner,
+        ),
+    ),
+    max_leaves=5,
+)  # fmt: skip
+_VALUES = st.sampled_from((0.0, 0.0, 1.0, -1.0, 0.5, -3.0, 1000.0, -1000.0))
+
+
+@settings(max_examples=400)
+@given(_STEEP, _VALUES, _VALUES)
+def test_derivatives_are_no_nan_where_there_are_differences(function, a, b):
+    """They are between those to the left and to the right."""
+    traced = Traced.of(of_two(function), "score")
+    made = program_of(traced, None, (("a", 1, "float64"), ("b", 1, "float64")))
+    at = {"s": np.zeros((1, 1)), "i": np.zeros((1, 1), int), "j": np.zeros((1, 1), int)}
+    for name in "ab":
+        point = {"a": np.array([a]), "b": np.array([b])}
+
+        def moved(step, name=name, point=point):
+            return float(np.reshape(traced(at, point | {name: point[name] + step}, np.float64), ()))
+
+        with np.errstate(all="ignore"):
+            found = float(np.sum([evaluate([x.derivative], at, point, np.float64) for x in made.loads.get(name, ())]))
+            here = moved(0.0)
+            sides = [(moved(step) - here) / step for step in (1e-6, -1e-6, 1e-5, -1e-5)]
+            change = np.ptp(sides[::2]) + np.ptp(sides[1::2])  # from step to step
+        if np.isfinite([here, *sides]).all() and change < 1e-2 * (1 + abs(here)):
+            room = 2 * change + 1e-3 * (1 + abs(here) + np.abs(sides).max())
+            assert min(sides) - room <= found <= max(sides) + room
 
 
 def derivatives_along(made, given, name, direction):

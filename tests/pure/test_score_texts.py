@@ -18,7 +18,17 @@ from cuflash.score.nodes import INFIX, Node, in_order
 from cuflash.testing import check_gradients
 from tests import expressions
 from tests.expressions import SEQLEN_K, SEQLEN_Q, hoistable_scores, scores
-from tests.pure.test_score_expressions import PRELUDE, S, captured, compiled, derivatives_along, inputs, program
+from tests.pure.test_score_expressions import (
+    AT_POINTS,
+    PRELUDE,
+    S,
+    captured,
+    compiled,
+    derivatives_along,
+    inputs,
+    of_two,
+    program,
+)
 from tests.scored import Scored, captured_of
 from tests.texts import HEAD, SOFTCAPPED, TEXTS
 
@@ -218,6 +228,43 @@ extern "C" void FUNCTION(const Captured* a, const Real* s, int head, int batch, 
 UNUSED = "struct Unused { template <class X> void operator=(X) {} };\n"
 
 
+def functions_of(programs, arrays, dtype, rows, keys, directory):
+    """The functions f0, f1, … of `LOOP` for the scores of programs."""
+    kinds = tuple((name, x.ndim, x.dtype.name) for name, x in arrays.items())
+    duals = (kernel_directory() / "common/dual.cuh").read_text()  # in the namespace of each score
+    duals = re.sub(r"^#(pragma once|include .*)$", "", duals, flags=re.MULTILINE)
+    real = "float" if dtype == np.float32 else "double"
+    text = PRELUDE.replace("REAL", real).replace("NARROW\n", "0\n").replace("static inline", "inline") + UNUSED
+    text = text.replace("i64 = int64_t", "i64 = long long")  # as the kernels have it
+    text += '#include "common/score_functions.cuh"\n'
+    for index, one in enumerate(programs):
+        own = program_of(Score(cuda=text_of(one.score), arrays=[*arrays]), None, kinds)
+        header = re.sub(r"^#line .*$", "", own.header(own.differentiable), flags=re.MULTILINE)
+        text += f"namespace n{index} {{\n{duals}{header}}}\n"
+        loop = LOOP.replace("FUNCTION", f"f{index}").replace("NAME", f"n{index}")
+        text += loop.replace("ROWS", str(rows)).replace("KEYS", str(keys))
+    return compiled(text, directory)
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no g++")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_dual_numbers_at_points_where_a_factor_is_infinite(dtype, tmp_path):
+    most = max(len(points) for _, points in AT_POINTS)
+    made = [program(of_two(function), given=dict.fromkeys("ab", np.zeros(most, dtype))) for function, _ in AT_POINTS]
+    functions = functions_of(made, dict.fromkeys("ab", np.zeros(most, dtype)), dtype, most, 1, tmp_path)
+    for index, (_, points) in enumerate(AT_POINTS):
+        points = [*points, *[points[-1]] * (most - len(points))]
+        arrays = {name: np.array([point[n] for point, _ in points], dtype) for n, name in enumerate("ab")}
+        for n in range(2):
+            directions = [np.full(most, float(m == n), dtype) for m in range(2)]
+            pointers = (ctypes.c_void_p * 2)(*(x.ctypes.data for x in directions))
+            s, *found = (np.zeros(most, dtype) for _ in range(4))
+            every = [ctypes.c_void_p(x.ctypes.data) for x in (s, *found)]
+            getattr(functions, f"f{index}")(captured(arrays, []), every[0], 0, 0, pointers, *every[1:])
+            expected = [derivatives[n] for _, derivatives in points]
+            np.testing.assert_allclose(found[2], expected, rtol=1e-5, atol=1e-30, err_msg=made[index].describe())
+
+
 @pytest.mark.skipif(find_compiler() is None, reason="no g++")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_dual_numbers_have_the_derivatives_of_traced_functions(dtype, tmp_path):
@@ -230,21 +277,8 @@ def test_dual_numbers_have_the_derivatives_of_traced_functions(dtype, tmp_path):
 
     draw()
     arrays = expressions.arrays(dtype=dtype)
-    kinds = tuple((name, x.ndim, x.dtype.name) for name, x in arrays.items())
     made = [program(score, given=arrays) for score in drawn]
-    duals = (kernel_directory() / "common/dual.cuh").read_text()
-    duals = re.sub(r"^#(pragma once|include .*)$", "", duals, flags=re.MULTILINE)
-    real = "float" if dtype == np.float32 else "double"
-    text = PRELUDE.replace("REAL", real).replace("NARROW\n", "0\n").replace("static inline", "inline") + UNUSED
-    text = text.replace("i64 = int64_t", "i64 = long long")  # as the kernels have it
-    text += '#include "common/score_functions.cuh"\n'
-    for index, one in enumerate(made):
-        own = program_of(Score(cuda=text_of(one.score), arrays=[*arrays]), None, kinds)
-        header = re.sub(r"^#line .*$", "", own.header(own.differentiable), flags=re.MULTILINE)
-        text += f"namespace n{index} {{\n{duals}{header}}}\n"
-        loop = LOOP.replace("FUNCTION", f"f{index}").replace("NAME", f"n{index}")
-        text += loop.replace("ROWS", str(SEQLEN_Q)).replace("KEYS", str(SEQLEN_K))
-    functions = compiled(text, tmp_path)
+    functions = functions_of(made, arrays, dtype, SEQLEN_Q, SEQLEN_K, tmp_path)
     random, rounding = np.random.default_rng(3), {np.float32: 1e-3, np.float64: 1e-10}[dtype]
     s = S.astype(dtype)
     directions = {name: np.asarray(random.standard_normal(x.shape), dtype) for name, x in arrays.items()}
