@@ -30,6 +30,7 @@ class Quantized(NamedTuple):
     scale: Array
 
 
+@np.errstate(all="ignore")
 def quantize(
     x: Array,
     dtype: Any = "float8_e4m3fn",
@@ -92,6 +93,7 @@ def quantize(
     return Quantized(codes.view(named) if xp is np else Float8Array(codes, named), scale)
 
 
+@np.errstate(all="ignore")
 def dequantize(
     x: Array,
     scale: Array | None = None,
@@ -134,6 +136,7 @@ def dequantize(
     return (_rotated(xp, wide) if as_bool("rotate", rotate) else wide).astype(numpy_dtype(name))
 
 
+@np.errstate(all="ignore")
 def rotate(x: Array) -> Array:
     """Rows of q or k times an orthogonal matrix, that of Walsh and Hadamard, which is its own inverse.
 

@@ -153,6 +153,7 @@ def _warn_once(reason: str) -> None:
         )
 
 
+@np.errstate(all="ignore")
 def _run_with_wide_queries(
     problem: Problem, arrays: Mapping[str, Array | None], seed: int | None, offset: int | None
 ) -> None:

@@ -159,6 +159,7 @@ class Calls:
         self._expected[facts.lasting] = lasting
         return prepared
 
+    @np.errstate(all="ignore")
     def _computed(
         self,
         call: Call,

@@ -59,8 +59,9 @@ def all_bounds(root: Node, inputs: Mapping[str, Bounds], load: Load) -> dict[Nod
 def bounds_of_constant(at: Node) -> Bounds:
     """The bounds of a constant and of what it may be rounded to."""
     value: Any = at.payload
-    if at.kind != "float" or not math.isfinite(value) or float(np.float32(value)) == value:
-        return value, value
+    with np.errstate(all="ignore"):
+        if at.kind != "float" or not math.isfinite(value) or float(np.float32(value)) == value:
+            return value, value
     return value - ROUNDING * abs(value) - TINY, value + ROUNDING * abs(value) + TINY
 
 

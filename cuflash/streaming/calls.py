@@ -96,6 +96,7 @@ class _Call:
         return view_4d(array, self.options.layout) if name in ("q", "out", "dout", "dq", *OF_KEYS) else array
 
 
+@np.errstate(all="ignore")
 def forward(options: Options, arrays: Mapping[str, Any], random: tuple[int, int]) -> tuple[Array, ...]:
     """(out, lse) of arrays by name, as `FlashAttention.forward` gets them, where k or v is `Streamed`."""
     call = _checked("forward", options, arrays, _REQUIRED["forward"], ("out", "lse"))
@@ -107,6 +108,7 @@ def forward(options: Options, arrays: Mapping[str, Any], random: tuple[int, int]
     return call.own.give_back(out, arrays["out"]), call.own.give_back(lse, arrays["lse"])
 
 
+@np.errstate(all="ignore")
 def backward(
     options: Options, arrays: Mapping[str, Any], need: tuple[str, ...], random: tuple[int, int]
 ) -> tuple[Array, ...]:

@@ -136,6 +136,7 @@ def yardsticks(problem: Problem, arrays: Mapping[str, Array], **random: Any) -> 
     return _yardsticks(problem, arrays, random, None)
 
 
+@np.errstate(all="ignore")
 def _yardsticks(
     problem: Problem, arrays: Mapping[str, Array], random: Mapping[str, Any], spread: Spread | None
 ) -> dict[str, Yardstick]:

@@ -1,0 +1,172 @@
+"""Whatever numbers arrays have, NumPy's settings for floating-point errors decide nothing, and stay what they were."""
+
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import cuflash
+import cuflash.distributed as cd
+import cuflash.testing as ct
+from cuflash.block_masks import local
+from cuflash.score import Traced, program_of
+from tests.scored import scored
+from tests.ways import every_way
+
+DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+
+
+def extreme(shape, dtype, seed=0):
+    """Numbers of every size that the dtype has, subnormal, infinite and NaN; tiny ones in all heads but the first."""
+    random, info = np.random.default_rng(seed), ml_dtypes.finfo(dtype)
+    special = [0.0, -0.0, 1.0, -3.0, float(info.max), -float(info.max), float(info.smallest_normal)]
+    special += [float(info.smallest_subnormal), np.inf, -np.inf, np.nan]
+    x = random.standard_normal(shape)
+    x = np.where(random.random(shape) < 0.3, random.choice(special, shape), x)
+    if x.ndim > 2:
+        x[..., 1:, :, :] = float(info.smallest_normal) * random.uniform(0, 4, x[..., 1:, :, :].shape)
+    return x.astype(dtype)
+
+
+def strictly(call):
+    """The results of a call where NumPy raises for every error, compared to those where it ignores them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with np.errstate(all="ignore"):
+            expected = call()
+        with np.errstate(all="raise"):
+            before = np.geterr()
+            found = call()
+            assert np.geterr() == before
+    for x, y in zip(found, expected, strict=True):
+        x, y = (np.ascontiguousarray(value).reshape(-1).view(np.uint8) for value in (x, y))
+        np.testing.assert_array_equal(x, y)
+    return found
+
+
+def both_passes(attn, q, k, v, *, random=None, need=("dq", "dk", "dv"), **terms):
+    random = random or {}
+    out, lse = attn.forward(q, k, v, **terms, **random)
+    return out, lse, *attn.backward(out, q, k, v, out, lse, **terms, **random, need=need)
+
+
+@every_way
+@every_dtype
+@pytest.mark.usefixtures("way")
+def test_attention(dtype):
+    real = np.float64 if dtype == np.float64 else np.float32
+    q, k, v = (extreme((2, 4, 30, 8), dtype, seed) for seed in range(3))
+    bias, slopes = extreme((4, 30, 30), real, 3), np.full(4, 0.5, real)
+    attn = cuflash.FlashAttention(softcap=3.0, causal=True, dropout=0.2)
+    need = ("dq", "dk", "dv", "dbias", "dalibi_slopes", "dscale", "dsoftcap")
+    terms: dict[str, Any] = {"bias": bias, "alibi_slopes": slopes, "random": {"seed": 1, "offset": 2}}
+    strictly(lambda: both_passes(attn, q, k, v, **terms, need=need))
+    strictly(lambda: both_passes(cuflash.FlashAttention(window=(5, 0)), q[:, 0], k[:, 0], v[:, 0]))
+    strictly(lambda: [cuflash.attention(q, k, v)])
+    # Leading axes of which one takes several passes, whose parts are added.
+    attn = cuflash.FlashAttention()
+    wide, narrow = extreme((2, 3, 4, 20, 8), dtype, 4), extreme((3, 1, 20, 8), dtype, 5)
+    bias = extreme((2, 1, 4, 20, 20), dtype, 6)
+    strictly(lambda: both_passes(attn, wide, narrow, narrow, bias=bias, need=("dq", "dk", "dv", "dbias")))
+    starts = np.array([0, 10, 10, 28], np.int32)
+    packed = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    strictly(lambda: both_passes(attn, q[0], k[0], v[0], **packed, sinks=extreme(4, real, 7), need=("dq", "dsinks")))
+    strictly(lambda: both_passes(attn, q, k, v, block_mask=local(1, 1, 1), kv_lengths=np.array([30, 5])))
+
+
+@every_way
+@every_dtype
+@pytest.mark.usefixtures("way")
+def test_functions_that_spell_out_options(dtype):
+    real = np.float64 if dtype == np.float64 else np.float32
+    q, k, v = (extreme((4, 30, 8), dtype, seed) for seed in range(3))
+
+    def spelled(s, i, j, *, head, slopes, pairs):
+        return 30 * cuflash.tanh(s / 30) - slopes[head] * cuflash.abs(i - j) + pairs[i, j]
+
+    terms = {"slopes": extreme(4, real, 4), "pairs": extreme((30, 30), dtype, 5)}
+    attn = cuflash.FlashAttention(score=spelled, mask=lambda i, j: i >= j)
+    strictly(lambda: both_passes(attn, q, k, v, **terms, need=("dq", "dslopes", "dpairs")))
+
+
+@every_way
+@pytest.mark.usefixtures("way")
+def test_functions():
+    @settings(max_examples=25)
+    @given(scored(max_seqlen=40))
+    def check(case):
+        arrays = {name: extreme(x.shape, x.dtype) for name, x in case.arrays.items() if name in ("q", "k", "v")}
+        terms = {n: extreme(x.shape, x.dtype) if x.dtype.kind not in "biu" else x for n, x in case.terms.items()}
+        need = ("dq", "dk", "dv", *case.problem.captured_gradients)
+        strictly(lambda: both_passes(case.attention, *arrays.values(), **terms, random=case.random, need=need))
+
+    check()
+
+
+@every_way
+@every_dtype
+@pytest.mark.parametrize("float8", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.usefixtures("way")
+def test_fp8(dtype, float8):
+    q, k, v = (extreme((2, 30, 16), dtype, seed) for seed in range(3))
+    for per in ("tensor", "head", "block", "token"):
+        for rotate in (False, True):
+            strictly(lambda per=per, rotate=rotate: cuflash.quantize(k, float8, per=per, block=4, rotate=rotate))
+    strictly(lambda: [cuflash.rotate(q)])
+    (k8, k_scale), (v8, v_scale), (q8, q_scale) = (cuflash.quantize(x, float8) for x in (k, v, q))
+    scales = {"k_scale": extreme(k_scale.shape, np.float32), "v_scale": v_scale}
+    strictly(lambda: [cuflash.dequantize(k8, scales["k_scale"], dtype=np.dtype(dtype).name, rotate=True)])
+    strictly(lambda: [cuflash.attention(q, k8, v8, **scales)])
+    strictly(lambda: [cuflash.attention(q8, k8, v8, q_scale=extreme(q_scale.shape, np.float32, 9), **scales)])
+
+
+@every_dtype
+def test_merging_streaming_and_ranks(dtype):
+    q, k, v, dout = (extreme((2, 30, 8), dtype, seed) for seed in range(4))
+    attn = cuflash.FlashAttention()
+    outs, lses = zip(*(attn.forward(q, k[:, keys], v[:, keys]) for keys in (slice(0, 9), slice(9, 30))), strict=True)
+    out, lse = strictly(lambda: cuflash.merge(outs, lses))
+    strictly(lambda: [x for group in cuflash.merge_backward(dout, outs, lses, out, lse, dlse=lse) for x in group])
+    strictly(lambda: both_passes(attn, q, *cuflash.streamed(k, v, chunk=8)))
+
+    def ranks():
+        here = np.geterr()  # each thread has settings of its own
+
+        def rank(comm):
+            split = cd.contiguous(30, 2)
+            own = [split.part(x, comm.rank) for x in (q, k, v)]
+            with np.errstate(**here):
+                return both_passes(cd.ContextParallel(comm, split=split, causal=True), *own)
+
+        with ThreadPoolExecutor(2) as pool:
+            return [x for results in pool.map(rank, cd.threads(2)) for x in results]
+
+    strictly(ranks)
+
+
+def test_constants_of_any_size():
+    mask = Traced.of(lambda i, j: (i * 1e300 < j) | (i < 1e-300) | (j < float("inf")), "mask")
+    score = Traced.of(lambda s, i, j: s * 1e-300 + 1e300 * i, "score")
+    strictly(lambda: [np.array(program_of(score, mask, ()).header())])
+
+
+@every_dtype
+def test_random_bits_and_the_oracle(dtype):
+    strictly(lambda: [cuflash.dropout_mask(2**64 - 1, 2**32 - 1, 2, 3, 40, 50, 0.3)])
+    name = np.dtype(dtype).name
+    case = ct.Case(seqlen_q=20, seqlen_k=30, head_dim=8, dtype=name, causal=True, softcap=2.0, score_spread=30.0)
+
+    def judged():
+        arrays = case.arrays()
+        results = both_passes(cuflash.FlashAttention(**case.keywords), *ct.qkv(arrays))
+        yardsticks = ct.yardsticks(case.problem, arrays | {"q": extreme(arrays["q"].shape, dtype)})
+        found = [x for yardstick in yardsticks.values() for x in (yardstick.expected, yardstick.tolerance)]
+        found.append(ct.measure("out", results[0], yardsticks["out"]).error)
+        return [np.asarray(x).astype(np.float64) for x in found]  # bytes of long doubles have gaps
+
+    strictly(judged)
