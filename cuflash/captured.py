@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cuflash.operands import Operand, Shaped, as_it_is, check_dtype, softmax_dtype_of
-from cuflash.options import Options
+from cuflash.options import Options, beside_score_error
 from cuflash.terms import NUMBERS, OF_SCORE, PassArrays, checked
 from cuflash.values import value_error
 
@@ -86,15 +86,12 @@ def operands_of(options: Options, given: Mapping[str, Shaped], dtype: str) -> tu
 
 
 def check_alone(options: Options, given: Iterable[str]) -> None:
-    """Raise NotImplementedError for arguments that cannot be combined with functions."""
-    names = {*given, *(name for name in NUMBERS if getattr(options, name) is not None)}
+    """Raise NotImplementedError for arrays that cannot be combined with functions."""
+    names = set(given)
     if options.score is not None:
-        for name in OF_SCORE:  # what a function returns is the score
+        for name in OF_SCORE:
             if name in names:
-                raise NotImplementedError(
-                    f"{name}: got it together with score, expected one of them; write it in the function: what that "
-                    "returns is the score"
-                )
+                raise beside_score_error(name)
     if (options.score or options.mask_function) and "block_table" in names:
         raise NotImplementedError(
             "block_table: got it together with a function as score or mask, expected one of them; gather the pages of "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from cuflash.score import Score, ScoreFunction, Traced
-from cuflash.terms import NUMBER_ROWS, Numbers
+from cuflash.terms import NUMBER_ROWS, OF_SCORE, Numbers
 from cuflash.values import as_bool, as_integer, as_real, check_choice, type_error, typed, value_error
 
 Function = Callable[..., Any] | Traced  # it makes scores or hides pairs
@@ -86,6 +86,10 @@ class Options(Numbers):
             checked["diagonal"] = as_integer("diagonal", self.diagonal)
         checked["score"] = self.score if isinstance(self.score, Score) else _traced("score", self.score)
         checked["mask_function"] = _traced("mask", self.mask_function)
+        if self.score is not None:
+            for name in OF_SCORE:
+                if getattr(self, name, None) is not None:
+                    raise beside_score_error(name)
         if min(self.origin) < 0 or any(place % ORIGIN_STEP for place in self.origin[:2]):
             raise value_error("origin", self.origin, f"multiples of {ORIGIN_STEP}, and numbers of heads, at least 0")
         for name, value in checked.items():
@@ -113,6 +117,14 @@ class Options(Numbers):
     def __hash__(self) -> int:
         """The hash is computed once, because every call looks up its launch by it."""
         return self._hash  # type: ignore[attr-defined, no-any-return]
+
+
+def beside_score_error(name: str) -> NotImplementedError:
+    """The error for an option that makes scores, together with a function that does."""
+    return NotImplementedError(
+        f"{name}: got it together with score, expected one of them; write it in the function: what that returns is the "
+        "score"
+    )
 
 
 def _traced(what: Literal["score", "mask"], function: Any) -> Traced | None:

@@ -6,6 +6,7 @@ import math
 import numbers
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from decimal import Decimal
 from types import FrameType
@@ -99,9 +100,20 @@ def check_choice(name: str, value: object, choices: tuple[str, str]) -> None:
 
 def callers_frame() -> tuple[FrameType, int]:
     """The innermost frame of a caller, outside of this package and of NumPy; and its `stacklevel` for a warning."""
-    numpy = sys.modules.get("numpy")
-    inside = PACKAGE if numpy is None else (PACKAGE, os.path.dirname(str(numpy.__file__)) + os.sep)
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+    while frame.f_back is not None and _is_inside(frame):
         frame, level = frame.f_back, level + 1
     return frame, level
+
+
+def callers_line(error: BaseException) -> str:
+    """File and line of a caller, likewise, where an exception comes from."""
+    every = list(traceback.walk_tb(error.__traceback__))
+    frame, line = next(((frame, line) for frame, line in reversed(every) if not _is_inside(frame)), every[-1])
+    return f"{frame.f_code.co_filename}:{line}"
+
+
+def _is_inside(frame: FrameType) -> bool:
+    numpy = sys.modules.get("numpy")
+    inside = PACKAGE if numpy is None else (PACKAGE, os.path.dirname(str(numpy.__file__)) + os.sep)
+    return frame.f_code.co_filename.startswith(inside)

@@ -19,7 +19,7 @@ from cuflash.score.nodes import COMPARISONS, Node, in_order, node, shown
 from cuflash.score.places import COUNTED, ORIGIN, of_part
 from cuflash.score.tables import AXES, Loaded, Table, filling_text
 from cuflash.score.tile_bounds import bounds_text
-from cuflash.score.tracing import NAMED_INPUTS, trace
+from cuflash.score.tracing import NAMED_INPUTS, number_as_mask, trace
 
 Array = NDArray[Any]
 What = Literal["score", "mask"]
@@ -132,7 +132,10 @@ def _asked(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _with_kinds(traced: Traced, kinds: tuple[tuple[str, tuple[int, str]], ...]) -> Node:
-    return cast(with_kinds(traced.root, dict(kinds)), "float" if traced.what == "score" else "bool")
+    root = with_kinds(traced.root, dict(kinds))
+    if traced.what == "mask" and root.kind != "bool":
+        raise number_as_mask(traced.root)
+    return cast(root, "float") if traced.what == "score" else root
 
 
 @dataclass(frozen=True, kw_only=True)

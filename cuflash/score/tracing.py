@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import inspect
 import numbers
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
-from cuflash.score.nodes import INPUTS, Node, node
-from cuflash.values import type_error, typed, value_error
+from cuflash.score.nodes import COMPARISONS, INPUTS, LOGICAL, Node, in_order, node, shown
+from cuflash.values import callers_frame, callers_line, type_error, typed, value_error
 
-HERE = str(Path(__file__).resolve().parent)
 NAMED_INPUTS = ("head", "batch")  # the inputs that a function may ask for by name
+AFTER_THE_STAR = "pass the array as an argument after the *"
 
 
 def place() -> str:
-    """File and line of the innermost frame outside of this package."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(HERE):
-        frame = frame.f_back
+    """File and line of a caller: of the innermost frame outside of this package and of NumPy."""
+    frame, _ = callers_frame()
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
@@ -32,13 +28,14 @@ def as_node(value: object) -> Node:
         return value.node
     if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:
         value = value.item()
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{place()}: got {typed(value)}, expected an integer of 64 bits, or a real number: float(...)")
     if isinstance(value, (bool, int, float)):
         return node("constant", (), value)
     if isinstance(value, numbers.Real):
         return node("constant", (), float(value))
     raise TypeError(
-        f"{place()}: got {typed(value)} in a traced expression, expected a number, a traced value or an array that the "
-        "function takes as a keyword argument"
+        f"{place()}: got {typed(value)} in a traced expression, expected a number or a traced value: {AFTER_THE_STAR}"
     )
 
 
@@ -67,8 +64,45 @@ _UFUNCS = {
     np.exp: "exp", np.log: "log", np.sqrt: "sqrt", np.tanh: "tanh", np.sin: "sin", np.cos: "cos", np.less: "lt",
     np.less_equal: "le", np.equal: "eq", np.not_equal: "ne", np.bitwise_and: "and", np.bitwise_or: "or",
     np.bitwise_xor: "xor", np.invert: "not", np.logical_and: "and", np.logical_or: "or", np.logical_not: "not",
+    np.floor: "floor", np.fabs: "abs", np.float_power: "pow",
 }  # fmt: skip
 _TURNED = {np.greater: "lt", np.greater_equal: "le"}
+# What to write in place of other functions of NumPy, by name.
+_REMEDIES = {
+    **dict.fromkeys(("round", "rint"), "cuflash.floor(x + 0.5)"),
+    "ceil": "-cuflash.floor(-x)", "exp2": "2.0**x", "expm1": "cuflash.exp(x) - 1",
+    "hypot": "cuflash.sqrt(x * x + y * y)", "isnan": "x != x", "log10": "cuflash.log(x) / math.log(10)",
+    "log1p": "cuflash.log(1 + x)",
+    "log2": "cuflash.log(x) / math.log(2)", "reciprocal": "1 / x", "select": "one cuflash.where in another",
+    "sign": "cuflash.where(x < 0, -1, cuflash.where(x > 0, 1, 0))", "square": "x * x",
+    "tan": "cuflash.sin(x) / cuflash.cos(x)",
+}  # fmt: skip
+_FUNCTIONS = "abs, clip, cos, exp, floor, log, maximum, minimum, sin, sqrt, tanh or where"
+
+
+def _not_traced(function: Any, remedy: str = "") -> TypeError:
+    name = function.__name__
+    remedy = remedy or _REMEDIES.get(name, f"a function of cuflash: {_FUNCTIONS}")
+    return TypeError(f"{place()}: got numpy.{name} of a traced value, expected {remedy}")
+
+
+def _clip(x: object, low: object = None, high: object = None, **bounds: object) -> Symbol:
+    """What `numpy.clip` makes of symbols: it has two names for each bound, of which one may be None."""
+    low, high = bounds.pop("min", low), bounds.pop("max", high)
+    low, high = bounds.pop("a_min", low), bounds.pop("a_max", high)
+    if bounds:
+        raise _not_traced(np.clip, "no arguments but bounds")
+    x = x if low is None else operation("max", x, low)
+    return Symbol(as_node(x if high is None else operation("min", x, high)))
+
+
+def _where(condition: object, *values: object) -> Symbol:
+    if len(values) != 2:
+        raise _not_traced(np.where, "cuflash.where(condition, x, y)")
+    return operation("where", condition, *values)
+
+
+_ARRAY_FUNCTIONS: dict[Any, Callable[..., Symbol]] = {np.where: _where, np.clip: _clip}
 
 
 class Symbol:
@@ -109,20 +143,34 @@ class Symbol:
 
     def __array_ufunc__(self, ufunc: Any, method: str, *args: object, **options: object) -> Symbol:
         """Apply a NumPy function to symbols. Raises TypeError if expressions have no such operation."""
-        if method == "__call__" and not options:
-            if ufunc in _UFUNCS:
-                return operation(_UFUNCS[ufunc], *args)
-            if ufunc in _TURNED:
-                return operation(_TURNED[ufunc], *reversed(args))
-        raise TypeError(f"{place()}: got numpy.{ufunc.__name__} of a traced value, expected a function of cuflash")
+        if ufunc not in _UFUNCS and ufunc not in _TURNED:
+            raise _not_traced(ufunc)
+        if method != "__call__" or options:
+            raise _not_traced(ufunc, "it as a function of values, without keyword arguments")
+        return operation(_UFUNCS[ufunc], *args) if ufunc in _UFUNCS else operation(_TURNED[ufunc], *reversed(args))
+
+    def __array_function__(self, function: Any, types: object, args: Any, options: Any) -> Symbol:
+        """Apply another NumPy function to symbols. Raises TypeError, which says what to write."""
+        if function not in _ARRAY_FUNCTIONS:
+            raise _not_traced(function)
+        return _ARRAY_FUNCTIONS[function](*args, **options)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # Python and NumPy ask for what a value can do
+            raise AttributeError(name)
+        expected = "operators and functions of cuflash"
+        if name in ("shape", "size", "ndim"):
+            expected = "lengths as integers from outside, or as arrays after the *"
+        raise AttributeError(f"{place()}: got .{name} of a traced value, which is one number, expected {expected}")
 
     __bool__ = _refused(
         "Python branches on a traced value", "use cuflash.where in place of if, and &, | and ~ for and, or and not"
     )
-    __int__ = __index__ = _refused("Python asks a traced value for an integer", "arrays are keyword arguments")
+    __int__ = __index__ = _refused("Python asks a traced value for an integer", f"for an index, {AFTER_THE_STAR}")
+    __array__ = _refused("NumPy makes an array of a traced value", f"if that is an index, {AFTER_THE_STAR}")
     __float__ = _refused("Python asks a traced value for a number", "functions such as sqrt are those of cuflash")
     __iter__ = __len__ = __contains__ = _refused("Python walks over a traced value", "it is one number")
-    __getitem__ = _refused("Python looks into a traced value", "only arrays, which are keyword arguments, have entries")
+    __getitem__ = _refused("Python looks into a traced value", f"only arrays have entries; {AFTER_THE_STAR}")
 
 
 class CapturedSymbol(Symbol):
@@ -152,7 +200,7 @@ def captured_names(function: Callable[..., Any], what: str, positional: tuple[st
         else:
             raise type_error(what, f"a function with {parameter}", "keyword-only arguments without defaults")
     if count != len(positional):
-        expected = f"{len(positional)}, ({', '.join(positional)}); all others behind a *"
+        expected = f"{len(positional)}, ({', '.join(positional)}), and all others after a *"
         raise type_error(what, f"a function of {count} positional arguments", expected)
     return tuple(names)
 
@@ -163,10 +211,49 @@ def trace(function: Callable[..., Any], what: str, positional: tuple[str, ...]) 
     arrays = tuple(name for name in names if name not in NAMED_INPUTS)
     inputs = {name: Symbol(node("input", (), name)) for name in INPUTS}
     keywords = {name: inputs[name] if name in NAMED_INPUTS else CapturedSymbol(name) for name in names}
-    result = function(*(inputs[name] for name in positional), **keywords)
+    try:
+        result = function(*(inputs[name] for name in positional), **keywords)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        line = callers_line(error)
+        if str(error).startswith(line):
+            raise (TypeError(str(error)) if isinstance(error, AttributeError) else error) from None
+        raise TypeError(
+            f"{line}: got {type(error).__name__} while the {what} was traced: {error}; expected operators and "
+            "functions of cuflash on traced values, and arrays as arguments after the *"
+        ) from error
     if not isinstance(result, (Symbol, bool, int, float, np.generic)):
         raise type_error(what, f"a function that returns {typed(result)}", "one that returns an expression")
     root = as_node(result)
     if not isinstance(result, Symbol) and what == "score":
         raise value_error(what, f"a function that returns {typed(result)}", "a score of s, i or j")
+    if what == "mask" and is_number(root):
+        raise number_as_mask(root)
     return root, arrays
+
+
+def is_number(root: Node) -> bool:
+    """Whether an expression is a number, and no condition, whatever the dtypes of arrays are."""
+    known: dict[Node, bool | None] = {}  # None for what depends on dtypes
+    for at in in_order([root]):
+        args = [known[arg] for arg in at.args]
+        if at.op == "load":
+            known[at] = None
+        elif at.op == "constant":
+            known[at] = not isinstance(at.payload, bool)
+        elif at.op in (*COMPARISONS, "not"):
+            known[at] = False
+        elif at.op in (*LOGICAL, "where"):
+            values = args[-2:]
+            known[at] = True if True in values else None if None in values else False
+        else:
+            known[at] = True
+    return known[root] is True
+
+
+def number_as_mask(root: Node) -> TypeError:
+    """The error for a mask function that returns a number."""
+    line = f"{root.place}: " if root.place else ""
+    return TypeError(
+        f"{line}mask: got a function that returns a number, {shown([('', root)])}, expected a condition, such as this "
+        "number >= 0 or != 0"
+    )

@@ -242,7 +242,7 @@ def test_what_decides_beside_the_function():
     assert kept(arrays, **by_pairs, mask=lambda i, j, *, pairs: pairs[i, j] > 0)
     assert kept(arrays | {"pairs": np.zeros((40, 40), np.int32)}, **by_pairs)
     assert kept(arrays | {"block_table": starts}, **by_pairs) and kept(arrays | {"bias": arrays["pairs"]}, **by_pairs)
-    assert kept(arrays, **by_pairs, softcap=3.0)
+    assert kept(arrays, score=None, mask=lambda i, j: i >= j, softcap=3.0)
 
 
 def test_plan_says_which_options():

@@ -152,8 +152,7 @@ def test_objects_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"score: got an array named k, expected another name"):
         cuflash.FlashAttention(mask=lambda i, j, *, k: k[i] > 0)
     with pytest.raises(NotImplementedError, match="softcap: got it together with score"):
-        attn, q, k, v, _ = problem_of(score=lambda s, i, j: s, softcap=3.0)
-        attn.forward(q, k, v)
+        cuflash.FlashAttention(score=lambda s, i, j: s, softcap=3.0)
     attn, q, k, v, dout = problem_of(score=weighted)
     out, lse = attn.forward(q, k, v, **arrays_of())
     with pytest.raises(ValueError, match="need: got dcount of an array of int64, expected gradients of real numbers"):

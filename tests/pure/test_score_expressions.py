@@ -4,7 +4,6 @@ import ctypes
 import pickle
 import subprocess
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -440,68 +439,7 @@ def test_emitted_text_is_the_expression(dtype, tmp_path):
         assert np.mean(shown == visible) >= (1.0 if dtype == np.float64 else 0.97), one.describe()
 
 
-# ---- what is refused, and classes of indices -------------------------------------------------------------------------
-
-
-def line_of(function, text):
-    lines = Path(__file__).read_text().splitlines()
-    start = function.__code__.co_firstlineno
-    return next(n for n in range(start, start + 9) if text in lines[n - 1])
-
-
-def branches(s, i, j):
-    t = s * 2
-    return t if i > j else s
-
-
-def chained(s, i, j):
-    return cuflash.where(0 < i < 5, s, 0)
-
-
-def asks_math(s, i, j):
-    import math
-
-    return math.sqrt(s)
-
-
-@pytest.mark.parametrize(
-    ("function", "text"), [(branches, "if i > j"), (chained, "0 < i < 5"), (asks_math, "math.sqrt(s)")]
-)
-def test_what_needs_a_value_is_refused_with_its_line(function, text):
-    with pytest.raises(TypeError, match=f"test_score_expressions.py:{line_of(function, text)}: Python"):
-        Traced.of(function, "score")
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda s, i: s, "score: got a function of 2 positional arguments, expected 3"),
-        (lambda s, i, j, *, a=1: s, "score: got a function with a=1, expected keyword-only arguments without defaults"),
-        (lambda s, i, j, **rest: s, r"score: got a function with \*\*rest"),
-        (lambda s, i, j: None, "score: got a function that returns None, expected one that returns an expression"),
-        (3, "score: got int 3, expected None or a function"),
-    ],
-)
-def test_functions_of_another_form_are_refused(function, message):
-    with pytest.raises(TypeError, match=message):
-        Traced.of(function, "score")
-
-
-def test_kinds_and_axes_are_checked_with_the_line():
-    of_table = Traced.of(lambda s, i, j, *, table: s + table[s * 2], "score")
-    with pytest.raises(TypeError, match=r"test_score_expressions.py:\d+: got a real number as an index of table"):
-        program_of(of_table, None, (("table", 1, "float32"),))
-    with pytest.raises(ValueError, match="table: got an array of 2 axes, expected 1 axes"):
-        program_of(of_table, None, (("table", 2, "float32"),))
-    of_floats = Traced.of(lambda s, i, j: s + ((s + 1) & (i + 1)), "score")
-    with pytest.raises(TypeError, match=r":\d+: got real numbers for 'and'"):
-        program_of(of_floats, None, ())
-
-
-def test_equal_expressions_are_equal_functions():
-    one = Traced.of(lambda s, i, j, *, a: s + a[i] * 2, "score")
-    assert one == Traced.of(lambda x, row, key, *, a: x + a[row] * 2, "score")
-    assert one != Traced.of(lambda s, i, j, *, a: s + a[j] * 2, "score")
+# ---- indices and choices ---------------------------------------------------------------------------------------------
 
 
 def test_classes_of_indices():
@@ -527,13 +465,3 @@ def test_what_a_choice_leaves_out_has_no_part_in_derivatives():
     by_s, *by_a = evaluate([made.by_s, *(x.derivative for x in made.loads["a"])], at, {"a": a}, np.float64)
     np.testing.assert_allclose(by_s, [[2, 2, 0.5]])
     np.testing.assert_allclose(np.broadcast_to(sum(by_a), (1, 3)), [[0, 0, 2 * (-1 / 16 + 1 / 4)]])
-
-
-def test_numpy_functions_of_symbols_are_those_of_cuflash():
-    mine = Traced.of(lambda s, i, j: cuflash.sqrt(cuflash.abs(s)) + cuflash.minimum(i, j), "score")
-    assert mine == Traced.of(lambda s, i, j: np.sqrt(np.abs(s)) + np.minimum(i, j), "score")
-    assert Traced.of(lambda i, j: np.float64(2) < i, "mask") == Traced.of(lambda i, j: i > 2.0, "mask")
-    with pytest.raises(TypeError, match=r"got numpy\.arctan of a traced value"):
-        Traced.of(lambda s, i, j: np.arctan(s), "score")
-    assert cuflash.clip(5, 0, 3) == 3 and cuflash.floor(np.float32(-1.5)) == -2
-    assert BATCH > 1
