@@ -7,7 +7,7 @@ from typing import Any
 
 from cuflash.operands import Operand, Shaped, as_it_is, check_dtype, softmax_dtype_of
 from cuflash.options import Options, beside_score_error
-from cuflash.terms import NUMBERS, OF_SCORE, PassArrays, checked
+from cuflash.terms import OF_SCORE, PassArrays, checked
 from cuflash.values import value_error
 
 MOST_AXES = 4

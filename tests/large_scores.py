@@ -160,8 +160,8 @@ def check_equal_scores(dtype: str, bias: float, seqlen_k: int, seed: int, backen
 def check_hidden_nan(dtype: str, shape: tuple[int, ...], seed: int, backend: Backend, **terms: Any) -> None:
     """A hidden pair is hidden whatever its score is: NaN and infinities of hidden keys change nothing."""
     random = np.random.default_rng(seed)
-    sizes = {"seqlen_q": 64 if shape[2] == 1 else shape[2], "seqlen_k": shape[3]}
-    large = Large(dtype=dtype, **sizes, heads=shape[1], heads_kv=shape[1])
+    seqlen_q = 64 if shape[2] == 1 else shape[2]
+    large = Large(dtype=dtype, seqlen_q=seqlen_q, seqlen_k=shape[3], heads=shape[1], heads_kv=shape[1])
     arrays = large.arrays() | terms
     keys = random.random(shape[3]) < 0.3  # hidden from all queries
     mask = random.random(shape) < 0.8

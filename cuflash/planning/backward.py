@@ -297,11 +297,11 @@ def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: Tile | None
     warps = DELTA_WARPS.get(problem.dtype, DELTA_WARPS["others"])
     resident = {"CUFLASH_MIN_BLOCKS": max(1, warps // delta.num_warps)}
     sums = {name: first.defines().get(name, 1) for name in ("CUFLASH_BF16_PARTS", "CUFLASH_COLUMN_BLOCKS")}
-    own = {**LOOKED_UP, **resident, **sums, "CUFLASH_LSE_HAS_SINKS": int(draft.has_sinks)}
-    draft.add("around/delta.cu", delta, draft.heads * (rows // delta.block_m), 0, **dims, **own)
+    own = {**dims, **LOOKED_UP, **resident, **sums, "CUFLASH_LSE_HAS_SINKS": int(draft.has_sinks)}
+    draft.add("around/delta.cu", delta, draft.heads * (rows // delta.block_m), 0, **own)
+    own = {**dims, "CUFLASH_NUM_WARPS": SOFTMAX_WARPS, "CUFLASH_MIN_BLOCKS": 1}
     for source in (source for name, source in SOFTMAX_KERNELS.items() if name in draft.need):
-        warps = {"CUFLASH_NUM_WARPS": SOFTMAX_WARPS, "CUFLASH_MIN_BLOCKS": 1}
-        draft.add(source, delta, problem.num_heads, 16 * SOFTMAX_WARPS, **dims, **warps)
+        draft.add(source, delta, problem.num_heads, 16 * SOFTMAX_WARPS, **own)
     return around
 
 

@@ -357,7 +357,7 @@ class Draft:
         makes: Collection[str] = (),
         told: Collection[str] | None = None,
         /,
-        **defines: int,
+        **defines: int | str,
     ) -> None:
         """Add a kernel. `makes` are the results that it makes; they are in its name where a source makes several.
 

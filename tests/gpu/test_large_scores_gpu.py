@@ -1,6 +1,7 @@
 """Scores that are large, on the device: weights that sum to one, equal weights of equal scores, and hidden NaN."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +28,7 @@ SOME = settings(max_examples=25)
 def backend(options, arrays, need):
     """Both passes on the device, results in host memory."""
     cupy = pytest.importorskip("cupy")
-    attn = cuflash.FlashAttention()
+    attn: Any = cuflash.FlashAttention()
     attn.options = options
     own = {name: cupy.asarray(x) for name, x in arrays.items()}
     dout = own.pop("dout")
