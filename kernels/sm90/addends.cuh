@@ -119,6 +119,7 @@ struct Addends {
   // the product x, or of its tanh, and -inf for a key that the mask hides.
   template <int n_tiles, class Function>
   CUFLASH_DEVICE void visit(Function f) const {
+    constexpr bool kHasBias = kBiasOfPairs || kBiasOfKeys;
 #pragma unroll
     for (int k = 0; k < n_tiles / 2; ++k) {
       const int first = kTilesApart == 2 ? k / 2 * 4 + k % 2 : 2 * k;
@@ -134,9 +135,8 @@ struct Addends {
         f(n, i, [&](float x) {
           const float steps = 8 * n + i % 2, from = distance[i / 2] + (transposed ? steps : -steps);
           const float number = !kHasKeyNumbers ? 0.0f : transposed ? of_keys[i / 2] : of_key[j / 4][i % 2];
-          if constexpr (!kFactorInExponent)
-            x = Score::with_terms < kBiasOfPairs ||
-                kBiasOfKeys > (x, factor, slope, fabsf(from), kBiasOfPairs ? b[j / 4][i] : number);
+          const float bias = kBiasOfPairs ? b[j / 4][i] : number;
+          if constexpr (!kFactorInExponent) x = Score::with_terms<kHasBias>(x, factor, slope, fabsf(from), bias);
           // A hidden pair is hidden whatever its score is, even a NaN.
           return kMaskOfKeys && number == -ptx::infinity() ? -ptx::infinity() : x;
         });

@@ -420,9 +420,7 @@ struct Consumer {
 #endif
 
     wait_for_queries(s_q, s_do);
-    // Whether rows of the tile are large is loaded here, because products should not wait for it. With
-    // kPacksWeightsOfCap no row is: such soft caps have natural scores (cuflash/planning/draft.py).
-    [[maybe_unused]] const bool large = makes_dv && !kPacksWeightsOfCap && has_large_rows(s_stats);
+    [[maybe_unused]] const bool large = makes_dv && has_large_rows(s_stats);  // early: products do not wait for it
     ping_pong.wait();
     if constexpr (makes_dv) issue_s(p, s_q);
     if constexpr (kIssuesDpEarly) {

@@ -85,22 +85,26 @@ struct Differentiator : ScoreProducts {
   // [2] P = exp(S - lse), times the derivatives of the scores where dS is made of it, in n-tiles `first` to `stop` - 1.
   template <int first, int stop>
   CUFLASH_DEVICE void weigh(const Weights& weights, const Lane& lane, bool masked) {
+    if (lane.large)
+      weigh_by<first, stop>(weights, lane, masked, [&](int n, int i) { return lane.row_sums[lane.query_of(n, i)]; });
+    else
+      weigh_by<first, stop>(weights, lane, masked, [&](int n, int i) {
+        float lse[2];
+        lane.load(n, 0, lse);
+        return PlainRow{lse[Lane::query_index(i)]};
+      });
+  }
+  template <int first, int stop, class RowOf>
+  CUFLASH_DEVICE void weigh_by(const Weights& weights, const Lane& lane, bool masked, const RowOf& row_of) {
 #pragma unroll
-    for (int n = first; n < stop; ++n) {
-      float lse[2];
-      lane.load(n, 0, lse);
+    for (int n = first; n < stop; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float derivative;
-        const int query = lane.query_of(n, i), key = lane.key_of(n, i);
-        float p;
-        if (lane.large)
-          p = weights.of(s[0][n][i], query, key, masked, lane.row_sums[query], derivative);
-        else
-          p = weights.of(s[0][n][i], query, key, masked, PlainRow{lse[Lane::query_index(i)]}, derivative);
+        const float p =
+            weights.of(s[0][n][i], lane.query_of(n, i), lane.key_of(n, i), masked, row_of(n, i), derivative);
         s[0][n][i] = kMakesDs && kHasDerivative ? p * derivative : p;
       }
-    }
   }
 
   // [3] dS = P * (dP - delta), or P without the weights that dropout drops; in place of P.

@@ -331,7 +331,7 @@ struct Consumer {
       const auto is_hidden = hidden_in(n_block, mask(masked));
       const float offset[2] = {exponent_of_offset(0), exponent_of_offset(1)};
       addends(n_block).visit<kNTiles>([&](int n, int i, auto score_of) {
-        s[0][n][i] = exponential(score_of(s[0][n][i]) * scale_log2 - offset[i / 2]);
+        s[0][n][i] = exponential(ptx::fused(score_of(s[0][n][i]), scale_log2, -offset[i / 2]));
         if (kLazyWhereMasked && masked && is_hidden(n, i)) s[0][n][i] = 0.0f;
         sum[0][i / 2] += s[0][n][i];
       });
@@ -344,7 +344,7 @@ struct Consumer {
         for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            s[0][n][i] = exponential(s[0][n][i] * scale_log2 - offset[half]);
+            s[0][n][i] = exponential(ptx::fused(s[0][n][i], scale_log2, -offset[half]));
             sum[0][half] += s[0][n][i];
           }
     }

@@ -3,6 +3,7 @@
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from cuflash.planning.tiles import Tile
 from cuflash.problem import Problem, make_problem
 from cuflash.terms import DEFAULT_NEED, NAMES, OF_SOFTMAX
 from cuflash.testing import Case, measure, optional, qkv, yardsticks
+from tests.large_scores import Backend
 
 __all__ = [
     "Place",
@@ -154,3 +156,17 @@ def assert_two_parts(problem: Problem, arrays: Mapping[str, Any], results: Mappi
         yardstick = replace(expected[name], tolerance=2.0 ** (24 - 16) * expected[name].tolerance)
         measurement = measure(name, x, yardstick)
         assert not measurement.failure, str(measurement)
+
+
+def on_kernels(arch: str, kernels: Path | None = None) -> Backend:
+    """Both passes by the kernels for a device, or by those of a folder."""
+
+    def backend(options: Options, arrays: dict[str, Any], need: tuple[str, ...]) -> tuple[Any, Any, Mapping[str, Any]]:
+        inputs = {name: x for name, x in arrays.items() if name != "dout"}
+        others = {name: x for name, x in inputs.items() if name not in ("q", "k", "v")}
+        problem = make_problem(options, arrays["q"], arrays["k"], arrays["v"], **others)
+        out, lse = forward(problem, inputs, arch=arch, kernels=kernels)
+        gradients = backward(problem, arrays, out, lse, arch=arch, need=need, kernels=kernels) if need else ()
+        return out, lse, dict(zip(need, gradients, strict=True))
+
+    return backend

@@ -7,8 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cuflash.emulator import find_compiler
-from cuflash.problem import make_problem
-from tests.emulate.attention import backward, forward
+from tests.emulate.attention import on_kernels
 from tests.large_scores import (
     MASKED,
     Large,
@@ -37,32 +36,18 @@ KERNELS = [
 FEW = settings(max_examples=3, suppress_health_check=[HealthCheck.too_slow])
 
 
-def on(arch):
-    """Both passes by the kernels for a device."""
-
-    def backend(options, arrays, need):
-        names = [name for name in arrays if name not in ("q", "k", "v", "dout")]
-        problem = make_problem(options, arrays["q"], arrays["k"], arrays["v"], **{name: arrays[name] for name in names})
-        given = {name: x for name, x in arrays.items() if name != "dout"}
-        out, lse = forward(problem, given, arch=arch)
-        gradients = backward(problem, arrays, out, lse, arch=arch, need=need) if need else ()
-        return out, lse, dict(zip(need, gradients, strict=True))
-
-    return backend
-
-
 @pytest.mark.parametrize(("arch", "dtype"), KERNELS)
 @pytest.mark.parametrize("masked", MASKED)
 @pytest.mark.parametrize("of", ["queries", "keys"])
 def test_masked_rows(arch, dtype, masked, of):
-    check_sums_of_weights(Large(dtype=dtype, bias=masked, of=of), on(arch))
+    check_sums_of_weights(Large(dtype=dtype, bias=masked, of=of), on_kernels(arch))
 
 
 @pytest.mark.parametrize(("arch", "dtype"), KERNELS)
 @FEW
 @given(large=larges)
 def test_sums_of_weights(arch, dtype, large):
-    check_sums_of_weights(replace(large, dtype=dtype), on(arch))
+    check_sums_of_weights(replace(large, dtype=dtype), on_kernels(arch))
 
 
 @pytest.mark.parametrize("head_dim", [128, 256, 288])
@@ -72,26 +57,27 @@ def test_sums_of_weights(arch, dtype, large):
 def test_each_schedule_of_the_backward_pass(dtype, head_dim, deterministic, spread):
     options = {"deterministic": deterministic}
     bias = -1e9 if spread == 1 else None
-    check_sums_of_weights(Large(dtype=dtype, head_dim=head_dim, bias=bias, spread=spread, options=options), on("9.0"))
+    large = Large(dtype=dtype, head_dim=head_dim, bias=bias, spread=spread, options=options)
+    check_sums_of_weights(large, on_kernels("9.0"))
 
 
 @pytest.mark.parametrize(("arch", "dtype"), KERNELS)
 @pytest.mark.parametrize("sink", [1e3, *MASKED])
 def test_sinks(arch, dtype, sink):
-    check_sinks(dtype, sink, on(arch))
+    check_sinks(dtype, sink, on_kernels(arch))
 
 
 @pytest.mark.parametrize(("arch", "dtype"), KERNELS)
 @pytest.mark.parametrize("bias", [1e9, *MASKED])
 def test_the_mean_of_keys_with_one_bias(arch, dtype, bias):
-    check_mean(dtype, bias, on(arch))
+    check_mean(dtype, bias, on_kernels(arch))
 
 
 @pytest.mark.parametrize(("arch", "dtype"), KERNELS)
 @FEW
 @given(bias=st.sampled_from([-3.0, *MASKED]), seqlen_k=st.integers(1, 400), seed=st.integers(0, 2**16))
 def test_equal_scores_have_equal_weights(arch, dtype, bias, seqlen_k, seed):
-    check_equal_scores(dtype, bias, seqlen_k, seed, on(arch))
+    check_equal_scores(dtype, bias, seqlen_k, seed, on_kernels(arch))
 
 
 SHAPES = [(1, 1, 1, 200), (1, 2, 1, 200), (1, 1, 70, 200)]
@@ -100,4 +86,4 @@ SHAPES = [(1, 1, 1, 200), (1, 2, 1, 200), (1, 1, 70, 200)]
 @pytest.mark.parametrize(("arch", "dtype"), KERNELS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_nan_of_hidden_keys(arch, dtype, shape):
-    check_hidden_nan(dtype, shape, 1, on(arch))
+    check_hidden_nan(dtype, shape, 1, on_kernels(arch))

@@ -5,6 +5,7 @@ from tests.emulate.mutants.planting import mutant
 COMBINE = "around/combine.cu"
 CONVERT = "around/convert.cu"
 DELTA = "around/delta.cu"
+ROW_SUMS = "around/row_sums.cuh"
 LISTS = "around/lists.cu"
 MASK_BITS = "around/mask_bits.cu"
 MASK_BITS_COMMON = "common/mask_bits.cuh"
@@ -55,10 +56,21 @@ MUTANTS = (
     mutant("sums of dK go to the first head", CONVERT, "key_numbers_of(result, batch, head_kv)",
            "key_numbers_of(result, batch, 0)", "backward sums of keys"),
     mutant("dV is stored as dK is", CONVERT, "Integer<kDvWide>{}", "Integer<kDkWide>{}", "backward sums of keys"),
+    # ---- around/row_sums.cuh
+    mutant("no lse is large", ROW_SUMS, "return magnitude_of(lse) >= kLargeLse && magnitude_of",
+           "return false && magnitude_of",
+           "large rows"),
+    mutant("sinks are no part of large rows", ROW_SUMS, "if (kLseHasSinks && !is_left_over",
+           "if (false && !is_left_over",
+           "large rows sinks"),
+    mutant("large rows of float32 are not split", ROW_SUMS, "i < kPartProducts;", "i < 1;", "large rows float32"),
+    mutant("the first keys of large rows alone", ROW_SUMS, "key < min_of(tiles.stop * kBlockN, key_stop)",
+           "key < min_of(16, key_stop)", "large rows sm80"),
     # ---- around/delta.cu
-    mutant("rows without keys have weights", DELTA, "if (value != -ptx::infinity()) {", "{", "backward terms"),
-    mutant("lse of the backward pass in natural units", DELTA, "exponent_lse = value * kExponentOfE;",
-           "exponent_lse = value;", "backward"),
+    mutant("rows without keys have weights", ROW_SUMS, "has_keys ? own_lse * kExponentOfE + 0 : ptx::infinity();",
+           "own_lse * kExponentOfE + 0;", "backward terms"),
+    mutant("lse of the backward pass in natural units", ROW_SUMS, "own_lse * kExponentOfE + 0 :",
+           "own_lse + 0 :", "backward"),
     mutant("delta misses a lane", DELTA, "mask > 0; mask /= 2", "mask > 1; mask /= 2", "backward"),
     mutant("dout by the stride of out", DELTA, "dout + row * params.dout.row_stride",
            "dout + row * params.out.row_stride", "backward narrow"),

@@ -70,7 +70,7 @@ MUTANTS = (
     mutant("one sink for all heads of a group", HEAD_RESULTS, "work.first_head() + lane_row[half] / common.seqlen_q;",
            "work.first_head();", "decode whole sinks"),
     mutant("sinks of rows that stand for no query", HEAD_RESULTS,
-           "lane_row[half] < work.rows ? sink_of", "true ? sink_of",
+           "lane_row[half] < work.rows ? to_offset", "true ? to_offset",
            "decode whole sinks"),
     mutant("every warp of a row stores its sum", HEAD_RESULTS, "is_first && fragment_column() == 0",
            "fragment_column() == 0", "few queries of columns", escapes="all store the same"),

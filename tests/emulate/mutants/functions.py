@@ -66,10 +66,10 @@ MUTANTS = (
     # ---- sm90/function_weights.cuh
     mutant("both keys of a lane are the first", WEIGHTS, "key = lane_key + i / 2 * 8;", "key = lane_key;",
            "functions sm90"),
-    mutant("what a function hides has weights", WEIGHTS, "          exponent = -ptx::infinity();\n", "          ;\n",
+    mutant("what a function hides has weights", WEIGHTS, "          p[n][i] = -ptx::infinity();\n", "          ;\n",
            "functions sm90"),
     mutant("rows that do not exist have weights", WEIGHTS,
-           "        if (masked && lse[i % 2] == ptx::infinity()) p[n][i] = 0.0f;\n", "", "functions sm90 without room"),
+           "masked && (lse[i % 2] == ptx::infinity() ||", "masked && (", "functions sm90 without room"),
     mutant("derivatives of pairs without weight count", WEIGHTS, "p[n][i] == 0.0f ? 0.0f : p[n][i] * derivative[i]",
            "p[n][i] * derivative[i]", "functions sm90 without room"),
     mutant("weights of neighbours stay swapped", PACKED_WEIGHTS, "word >> 16 | word << 16", "word", "functions sm90"),

@@ -86,7 +86,7 @@ MUTANTS = (
            "return !kSplitsKeys;", "wide few heads"),
     mutant("dP is read in flight", BACKWARD, "    if (!work.is_first(step)) let_second_follow();\n", "", "wide dk"),
     mutant("statistics are read before they are there", BACKWARD,
-           "    if constexpr (kRowsAreKeys) shared.stats_ring.full(stats_at).wait(stats_at.parity);\n", "", "wide dk"),
+           "      shared.stats_ring.full(stats_at).wait(stats_at.parity);\n", "", "wide dk"),
     mutant("statistics are replaced before they are read", RING,
            "      shared.stats_ring.empty(stats).wait(stats.parity ^ 1);\n", "", "wide dk"),
     mutant("statistics are given back unread", BACKWARD,

@@ -15,7 +15,7 @@ from cuflash.planning.sm90.tiles import (
     ForwardSm90Tile,
 )
 from tests.emulate import attention
-from tests.emulate.mutants import trials_bias, trials_few, trials_float8, trials_wide
+from tests.emulate.mutants import trials_bias, trials_few, trials_float8, trials_large, trials_wide
 from tests.emulate.mutants.trial import FunctionTrial, Trial
 
 
@@ -189,7 +189,7 @@ def _many_queries(tile: BackwardSm90Tile, **changes: Any) -> Trial:
     return Trial(case=replace(_GROUPED, seqlen_q=300, **changes), tiles=(tile,), num_sms=1)
 
 
-TRIALS: dict[str, Trial | FunctionTrial] = {
+TRIALS: dict[str, Trial | FunctionTrial | trials_large.LargeTrial] = {
     "forward": Trial(case=_GROUPED, tiles=_forward()),
     "forward window": Trial(case=_WINDOW, tiles=_forward(block_m=64)),
     "forward window spread": Trial(case=replace(_WINDOW, score_spread=30.0), tiles=_forward(block_m=64)),
@@ -210,7 +210,6 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "sm90 parts": Trial(case=replace(_GROUPED, head_dim_v=136), tiles=_sm90(q_stages=1), num_sms=1),
     "sm90 spread": Trial(case=replace(_GROUPED, seqlen_k=300, score_spread=30.0), tiles=_sm90(), num_sms=1),
     "sm90 causal": Trial(case=replace(_GROUPED, seqlen_k=170, causal=True), tiles=_sm90(num_stages=3), num_sms=1),
-    "sm90 whole tiles": Trial(case=replace(_SMALL, seqlen_k=128), tiles=_sm90(), num_sms=1),
     "sm90 window": Trial(case=replace(_WINDOW, head_dim=72, head_dim_v=24), tiles=_sm90(block_m=192), num_sms=1),
     "sm90 lengths": Trial(case=_LENGTHS, tiles=_sm90(ping_pong=False), num_sms=1),
     "sm90 wide lengths": Trial(case=replace(_LENGTHS, head_dim=24, head_dim_v=72), tiles=_sm90(block_n=80), num_sms=1),
@@ -237,8 +236,6 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     "sm90 softcap spread": Trial(
         case=replace(_GROUPED, seqlen_k=300, score_spread=30.0, softcap=100.0), tiles=_sm90(), num_sms=1
     ),
-    # Rows whose first key is the last of a tile: in the tile behind it, half of the rows of some lanes saw nothing.
-    "sm90 diagonal": Trial(case=replace(_SMALL, seqlen_q=150, seqlen_k=213, causal=True), tiles=_sm90(), num_sms=1),
     "sm90 no keys": Trial(
         case=replace(_SMALL, seqlen_q=150, seqlen_k=48, batch=3, num_heads=4, causal=True, kv_lengths=(48, 0, 48)),
         tiles=_sm90(),
@@ -576,6 +573,7 @@ TRIALS: dict[str, Trial | FunctionTrial] = {
     ),
     **trials_few.TRIALS,
     **trials_bias.TRIALS,
+    **trials_large.TRIALS,
     **trials_float8.TRIALS,
     **trials_wide.TRIALS,
     "functions": FunctionTrial(score="distance", mask="near"),
