@@ -1,12 +1,13 @@
 """Recordings of the work that a call gives a device, so that later calls repeat it on other memory without planning.
 
 A call over ranks gives a device tens of kernels, messages and waits. The host needs more time to find out which ones
-than the device needs to compute. So the first call of a kind is recorded while it is made: each piece of work becomes a
+than the device needs to compute. So a call of each kind is recorded while it is made: each piece of work becomes a
 function of the addresses of its arrays, and each address a place in an argument, in a result, or in memory that the
 call allocated. Later calls allocate the same amount of memory and do the same work.
 
-A recording holds only what goes through `work`. So it is valid only if everything that is read was an argument or was
-written by earlier work, and if work fills the results.
+A recording holds only what goes through `work`. So work can be repeated only if everything that is read was an argument
+or was written by earlier work, and if work fills the results. A call that cannot be repeated is made anew, in memory of
+the recorded sizes: in both cases all memory is there before the work begins.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import contextlib
 import functools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from cuflash.operands import extent
@@ -46,6 +47,18 @@ def _take_back(device: int) -> None:
                 _lent.remove(entry)
 
 
+@contextlib.contextmanager
+def _pool(cupy: Any, device: int, block: Callable[[int], Any]) -> Iterator[Any]:
+    """A pool for one call on the current device, made of blocks; what nobody refers to is free at the end."""
+    _take_back(device)
+    pool = cupy.cuda.MemoryPool(block)
+    try:
+        yield pool
+    finally:
+        _lent.append((device, pool))
+        _take_back(device)
+
+
 class _Step(NamedTuple):
     """One action of a stream: work, a mark that other streams wait for, or a wait for a mark."""
 
@@ -62,7 +75,6 @@ class Recording:
     def __init__(self, cupy: Any, given: Sequence[Array], results: Sequence[Array]) -> None:
         self._cupy, self._device = cupy, cupy.cuda.Device().id
         self._streams = [cupy.cuda.get_current_stream()]  # first that of the call
-        self._pool, self._allocate = cupy.cuda.MemoryPool(self._block), cupy.cuda.get_allocator()
         arrays = (*given, *results)
         # For each array, and then for each allocation: its address, and the addresses where its memory begins and ends.
         self._blocks = [(x.data.ptr, *reach(x)) for x in arrays]
@@ -83,18 +95,20 @@ class Recording:
     # ---- a call that is recorded -------------------------------------------------------------------------------------
 
     def __enter__(self) -> None:
-        _take_back(self._device)
-        self._allocator = self._cupy.cuda.using_allocator(self._take)
-        self._allocator.__enter__()
-        of_thread.recording = self
+        with contextlib.ExitStack() as stack:  # so that an exception on the way in leaves nothing behind
+            self._allocate = self._cupy.cuda.get_allocator()
+            self._pool = stack.enter_context(_pool(self._cupy, self._device, self._block))
+            stack.enter_context(self._cupy.cuda.using_allocator(self._take))
+            stack.callback(setattr, of_thread, "recording", None)
+            of_thread.recording = self
+            self._context = stack.pop_all()
 
-    def __exit__(self, *error: Any) -> None:
-        of_thread.recording = None
-        self._allocator.__exit__(*error)
-        _lent.append((self._device, self._pool))
-        _take_back(self._device)
-        del self._allocator, self._pool, self._allocate
-        self._steps = _needed(self._steps)
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        with self._context:
+            if error is not None:
+                self._join(self._streams[0])
+        del self._context, self._pool, self._allocate
+        self._steps = _needed(self._steps) if self.is_complete else []
 
     @property
     def is_complete(self) -> bool:
@@ -155,12 +169,7 @@ class Recording:
 
     def _block(self, nbytes: int) -> Any:
         """Memory for the call's pool, allocated on the call's stream, because this waits for all others at the end."""
-        current = self._cupy.cuda.get_current_stream()
-        self._streams[0].use()
-        try:
-            memory = self._allocate(nbytes)
-        finally:
-            current.use()
+        memory = _allocated(self._cupy.cuda, self._streams[0], self._allocate, nbytes)
         self._blocks.append((memory.ptr, memory.ptr, memory.ptr + nbytes))
         return memory
 
@@ -179,15 +188,15 @@ class Recording:
 
     # ---- calls that follow -------------------------------------------------------------------------------------------
 
-    def repeat(self, call: Any, arrays: Sequence[Array]) -> bool:
-        """Do the same work for a call on other arrays, if they overlap in memory as those of the recorded call did."""
+    def fits(self, arrays: Sequence[Array]) -> bool:
+        """Whether arrays overlap in memory as those of the recorded call did."""
         addresses = [x.data.ptr for x in arrays]
-        if any(addresses[i] - addresses[j] != apart for i, j, apart in self._together):
-            return False
-        cuda = self._cupy.cuda
-        main = cuda.get_current_stream()
-        memory = [cuda.alloc(stop - start) for _, start, stop in self._blocks[self._arrays :]]
-        key = (main, *addresses, *(x.ptr for x in memory))
+        return not any(addresses[i] - addresses[j] != apart for i, j, apart in self._together)
+
+    def repeat(self, call: Any, arrays: Sequence[Array]) -> None:
+        """Do the same work for a call on other arrays, which have to fit."""
+        main, memory = self._cupy.cuda.get_current_stream(), self._memory()
+        key = (main, *(x.data.ptr for x in arrays), *(x.ptr for x in memory))
         acts = self._bound.get(key)
         if acts is None:
             if len(self._bound) >= MOST_BOUND:
@@ -197,12 +206,39 @@ class Recording:
             for act in acts:
                 act(call)
         except BaseException:
-            for stream in self._streams[1:]:  # these streams may still use the memory
-                main.wait_event(stream.record())
+            self._join(main)
             raise
         finally:
             main.use()
-        return True
+
+    @contextlib.contextmanager
+    def room(self) -> Iterator[None]:
+        """A context in which a call like the recorded one is made anew, in memory that is there before it begins."""
+        cuda, found = self._cupy.cuda, self._memory()
+        main, allocate = cuda.get_current_stream(), cuda.get_allocator()
+        free = defaultdict(list)
+        for (_, start, stop), memory in zip(self._blocks[self._arrays :], found, strict=True):
+            free[stop - start].append(memory)
+        del found
+
+        def block(nbytes: int) -> Any:
+            return free[nbytes].pop() if free[nbytes] else _allocated(cuda, main, allocate, nbytes)
+
+        with _pool(self._cupy, self._device, block) as pool, cuda.using_allocator(pool.malloc):
+            try:
+                yield
+            except BaseException:
+                self._join(main)
+                raise
+
+    def _memory(self) -> list[Any]:
+        """As much memory as the recorded call took."""
+        return [self._cupy.cuda.alloc(stop - start) for _, start, stop in self._blocks[self._arrays :]]
+
+    def _join(self, main: Any) -> None:
+        """Order later work of a stream after that of all others, which may still use memory of a call that failed."""
+        for stream in self._streams[1:]:
+            main.wait_event(stream.record())
 
     def _acts(self, main: Any, addresses: Sequence[int]) -> list[Act]:
         """The work, for blocks at some addresses."""
@@ -218,6 +254,16 @@ class Recording:
                 current = step.stream
             found.append(step.make([addresses[block] + offset for block, offset in step.places]))
         return found
+
+
+def _allocated(cuda: Any, stream: Any, allocate: Callable[[int], Any], nbytes: int) -> Any:
+    """Memory that is allocated on a stream, whichever is the current one."""
+    current = cuda.get_current_stream()
+    stream.use()
+    try:
+        return allocate(nbytes)
+    finally:
+        current.use()
 
 
 def _use(stream: Any, call: Any) -> None:

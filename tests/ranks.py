@@ -73,7 +73,18 @@ class Parts:
         return found
 
 
-def compute(attn: Any, parts: Parts, arrays: Mapping[str, Any], need: Sequence[str] | None = None) -> dict[str, Any]:
+class OfRank(NamedTuple):
+    """The arrays of one rank, which has its rows already."""
+
+    whole_problem: Whole
+
+    def of(self, rank: int, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(arrays)
+
+
+def compute(
+    attn: Any, parts: Parts | OfRank, arrays: Mapping[str, Any], need: Sequence[str] | None = None
+) -> dict[str, Any]:
     """All results of both passes on one rank, or those gradients that are needed, of the arrays of all ranks."""
     problem, random = parts.whole_problem.problem, parts.whole_problem.random
     own = parts.of(attn.rank, arrays)

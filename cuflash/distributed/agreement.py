@@ -34,12 +34,26 @@ class Heard(Exception):
 
 
 class Pending:
-    """What all ranks say of a call. This rank waits for it at the latest before it sends or receives rows."""
+    """What a rank waits for before its first rows of a call travel, and after its last ones."""
 
-    def __init__(self, hear: Callable[[], tuple[str, ...]], expected: tuple[str, ...]) -> None:
-        """`hear` waits for the lasting facts and raises if ranks disagree; the facts should equal `expected`."""
-        self._hear, self._expected = hear, expected
-        self.is_over = False
+    def __init__(
+        self,
+        meet: Callable[[], None],
+        hear: Callable[[], tuple[str, ...]] | None = None,
+        expected: tuple[str, ...] = (),
+    ) -> None:
+        """`meet` waits for the ranks of this process, where they have to (`Transport.meet`).
+
+        `hear` waits for the lasting facts of all ranks, which should equal `expected`, and raises if ranks disagree; it
+        is None where this rank has heard them already, or never does.
+        """
+        self._meet, self._hear, self._expected = meet, hear, expected
+        self._may_travel = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this rank has not heard yet what all ranks say."""
+        return self._hear is not None
 
     def hear(self) -> None:
         """Wait for what the ranks say. Only the first call waits.
@@ -49,15 +63,27 @@ class Pending:
         Heard
             The ranks do not agree, or they agree on other facts than this rank expected.
         """
-        if self.is_over:
+        if self._hear is None:
             return
-        self.is_over = True
+        hear, self._hear = self._hear, None
         try:
-            lasting = self._hear()
+            lasting = hear()
         except Exception as error:
             raise Heard(error) from None
         if lasting != self._expected:
             raise Heard(None, lasting)
+
+    def before_rows(self) -> None:
+        """Wait until rows may travel. Only the first call waits."""
+        self.hear()
+        if not self._may_travel:
+            self._meet()
+            self._may_travel = True
+
+    def after_rows(self) -> None:
+        """Wait until all rows of the ranks of this process travel."""
+        self.before_rows()
+        self._meet()
 
 
 def together(transport: Transport, timeout: float, work: Callable[[], Result]) -> Result:
@@ -142,6 +168,18 @@ def telling(transport: Transport) -> Iterator[None]:
     except (TimeoutError, Heard):  # the others notice these themselves
         raise
     except BaseException as error:  # whatever it is, because the others wait for this rank
+        transport.fail(transport.rank, spelled(error))
+        raise
+
+
+@contextlib.contextmanager
+def telling_of_interrupts(transport: Transport) -> Iterator[None]:
+    """Tell the other ranks if this one is interrupted (KeyboardInterrupt, SystemExit), wherever it is in a call."""
+    try:
+        yield
+    except Exception:  # of these all ranks know, or `telling` tells
+        raise
+    except BaseException as error:
         transport.fail(transport.rank, spelled(error))
         raise
 

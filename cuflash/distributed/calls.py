@@ -16,7 +16,17 @@ from cuflash import host, interop
 from cuflash.binding import INPUTS, Contiguous, Pass
 from cuflash.captured import checked_with_captured, names_of
 from cuflash.cpu.packed import check_starts
-from cuflash.distributed.agreement import Facts, Heard, Pending, begin_to_agree, digest, facts_of, telling, together
+from cuflash.distributed.agreement import (
+    Facts,
+    Heard,
+    Pending,
+    begin_to_agree,
+    digest,
+    facts_of,
+    telling,
+    telling_of_interrupts,
+    together,
+)
 from cuflash.distributed.arguments import SPLITS, not_served
 from cuflash.distributed.execution import Execution
 from cuflash.distributed.packed import Packing
@@ -49,6 +59,7 @@ _REMEDIES = {
 _COUNTED = frozenset(term.name for term in TERMS if term.part_of != "softmax")
 _STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 MAX_KNOWN = 256  # calls whose preparation is kept
+WARM_UP = 600.0  # seconds by which ranks on devices wait longer for one another, while kernels may be compiled
 # Terms that may replace a function that spells them out. A bias is not among them: each rank has other rows of it.
 _SPELLED = tuple(term.name for term in OF_HEADS if term.part_of == "scores")
 
@@ -129,28 +140,47 @@ class Calls:
             call = self._own_call(arrays | own_terms, required, random, need_of)
             return call, self._facts(method, call)
 
-        if not self.check:
-            call, facts = own()
-            return self._computed(call, self._found(method, call, facts, (facts.lasting,)), compute)
-        call, facts, hear = begin_to_agree(self.transport, self.timeout, own)
-        expected = self._expected.get(facts.lasting)
-        if expected in self.known and self.transport.shares_meanwhile:
-            try:
-                return self._computed(call, self.known[expected], compute, Pending(hear, expected))
-            except Heard as heard:
-                if heard.error is not None:
-                    raise heard.error from None
-                lasting = heard.lasting
-        else:
-            lasting = hear()
-        return self._computed(call, self._found(method, call, facts, lasting), compute)
+        with telling_of_interrupts(self.transport):
+            if not self.check:
+                call, facts = own()
+                self.transport.meet(self.timeout)  # before any of them loads kernels
+                return self._computed(call, self._found(method, call, facts, (facts.lasting,), compute), compute)
+            call, facts, hear = begin_to_agree(self.transport, self.timeout, own)
+            expected = self._expected.get(facts.lasting)
+            if expected in self.known and self.transport.shares_meanwhile:
+                try:
+                    return self._computed(call, self.known[expected], compute, hear, expected)
+                except Heard as heard:
+                    if heard.error is not None:
+                        raise heard.error from None
+                    lasting = heard.lasting
+            else:
+                lasting = hear()
+            return self._computed(call, self._found(method, call, facts, lasting, compute), compute)
 
-    def _found(self, method: str, call: Call, facts: Facts, lasting: tuple[str, ...]) -> Prepared:
-        """What such calls have in common, looked up by the lasting facts of all ranks."""
+    def _found(
+        self,
+        method: str,
+        call: Call,
+        facts: Facts,
+        lasting: tuple[str, ...],
+        compute: Callable[[Call, Execution], Result],
+    ) -> Prepared:
+        """What such calls have in common, looked up by the lasting facts of all ranks.
+
+        If it is not known yet, ranks prepare it together: devices have loaded all kernels before any rows travel.
+        """
         prepared = self.known.get(lasting)
         if prepared is None:
-            prepare = functools.partial(self._prepared, method, call, facts_of(lasting))
-            prepared = together(self.transport, self.timeout, prepare) if self.check else prepare()
+
+            def prepare() -> Prepared:
+                found = self._prepared(method, call, facts_of(lasting))
+                of_call, run = self._run(call, found)
+                with _on_device(run.arrays["q"]):
+                    self._warm_up(of_call, run, compute)
+                return found
+
+            prepared = together(self.transport, self._patience(call), prepare) if self.check else prepare()
             self.known[lasting] = prepared
             if len(self.known) > MAX_KNOWN:
                 del self.known[next(iter(self.known))]
@@ -159,23 +189,45 @@ class Calls:
         self._expected[facts.lasting] = lasting
         return prepared
 
+    def _patience(self, call: Call) -> float:
+        """How long ranks wait for one that prepares such a call."""
+        return self.timeout + (0 if call.borrowed.kind == "numpy" else WARM_UP)
+
+    def _run(self, call: Call, prepared: Prepared) -> tuple[Call, Execution]:
+        """What this rank has to do in a call, and the call with what it computes instead of functions."""
+        run, own = prepared
+        given = call.given if own is None else own.arrays(call.given)
+        arrays = {name: self._seen(name, x) for name, x in given.items()}
+        return call._replace(equivalent=own), replace(run, arrays=arrays, random=call.random)
+
+    def _warm_up(self, call: Call, run: Execution, compute: Callable[[Call, Execution], Result]) -> None:
+        """Run the first call on such arrays of a device once without transfers, before any rows travel.
+
+        CUDA may wait for all work of a device while it loads a kernel or allocates memory, and hold a lock meanwhile.
+        If that work is to receive rows, and the rank that sends them needs the lock, neither comes to an end.
+        """
+        if not run.is_warm and not interop.is_captured(run.arrays["q"]):
+            compute(call, run.without_transfers())
+
     @np.errstate(all="ignore")
     def _computed(
         self,
         call: Call,
         prepared: Prepared,
         compute: Callable[[Call, Execution], Result],
-        agreement: Pending | None = None,
+        hear: Callable[[], tuple[str, ...]] | None = None,
+        expected: tuple[str, ...] = (),
     ) -> Result:
-        """This rank's results for the arrays of a call."""
-        run, own = prepared
-        given = call.given if own is None else own.arrays(call.given)
-        arrays = {name: self._seen(name, x) for name, x in given.items()}
-        run = replace(run, arrays=arrays, random=call.random, agreement=agreement)
-        with telling(self.transport), _on_device(arrays["q"]):
-            result = compute(call._replace(equivalent=own), run)
-            if agreement is not None:
+        """This rank's results for the arrays of a call; `hear` waits for what ranks say, if this one did not yet."""
+        meet = functools.partial(self.transport.meet, self._patience(call))
+        agreement = Pending(meet, hear, expected)
+        call, run = self._run(call, prepared)
+        with telling(self.transport), _on_device(run.arrays["q"]):
+            if not run.is_warm:  # arrays lie otherwise than in earlier calls
                 agreement.hear()
+                self._warm_up(call, run, compute)
+            result = compute(call, replace(run, agreement=agreement))
+            agreement.hear()
             return result
 
     def _check_captured(self, terms: Mapping[str, Any]) -> None:

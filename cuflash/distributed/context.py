@@ -59,6 +59,7 @@ class ContextParallel:
     timeout : float, default 60.0
         Seconds after which a rank that waits for another one raises TimeoutError, where the communicator allows this.
         It must be longer than any rank computes in a step, because in host memory ranks wait for one another that long.
+        On devices, ranks that compile kernels for a first call are waited for up to ten minutes longer.
     check : bool, default True
         Whether each call begins with a check that all ranks make the same call. ``check=False`` needs two `Split`: then
         a call on CuPy arrays does not wait on the host, and ranks that disagree may hang.

@@ -38,7 +38,7 @@ class Execution(Run):
 
     def forward(self, out: Array, lse: Array) -> None:
         """Fill out, with four axes, and lse, with three."""
-        self.fill((out, lse), functools.partial(self._forward, out, lse))
+        self.fill((out, lse), lambda run: run._forward(out, lse))
 
     def _forward(self, out: Array, lse: Array) -> None:
         walk = self.schedule.by_queries
@@ -70,7 +70,7 @@ class Execution(Run):
 
     def backward(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         """Fill dq, dk and dv, which have four axes, and the other gradients, which have the axes of their arrays."""
-        self.fill(tuple(results.values()), functools.partial(self._backward, need, results), self.zero_row())
+        self.fill(tuple(results.values()), lambda run: run._backward(need, results))
 
     def _backward(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         of_keys = need if self._sums_dq(need) else tuple(name for name in ("dk", "dv") if name in need)
@@ -184,7 +184,7 @@ class Execution(Run):
 
     def decode(self, out: Array, lse: Array) -> None:
         """Fill out, with four axes, and lse, with three, for queries that all ranks have."""
-        self.fill((out, lse), functools.partial(self._decode, out, lse))
+        self.fill((out, lse), lambda run: run._decode(out, lse))
 
     def _decode(self, out: Array, lse: Array) -> None:
         """Each rank sends its part of the results to all others, and all merge these parts in the order of keys."""

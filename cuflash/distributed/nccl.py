@@ -5,18 +5,30 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
+import secrets
+import threading
 import time
+import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash.distributed.transports import HIGHEST_PRIORITY, Array, Message, Transport, out_of_time
+from cuflash.distributed.transports import HIGHEST_PRIORITY, Array, Message, RankFailed, Transport, out_of_time
 from cuflash.streaming.cuda import Cuda
 
-_LENGTH = 8  # bytes of the number that says how many bytes follow
+_HEADER = 16  # bytes: the number of the exchange, and how many bytes of text a rank has
 _SHORT = 1e-3  # seconds for which the host polls without sleep, because a thread that sleeps wakes up late
-_AT_ONCE = 8192  # bytes that ranks exchange first; most calls need no more
+_AT_ONCE = 8192  # bytes that ranks exchange at a time; most calls need no more
+_LOOK = 1.0  # seconds to find out which ranks are silent
+
+_process = secrets.token_bytes(16)  # with its number, which a fork changes, it names this process
+_boards: weakref.WeakValueDictionary[bytes, Neighbours] = weakref.WeakValueDictionary()
+_boards_change = threading.Lock()
+# Memory that a device may still write to, because the communicator of its rank was aborted meanwhile.
+_abandoned: list[Any] = []
 
 
 class _Room(NamedTuple):
@@ -25,6 +37,41 @@ class _Room(NamedTuple):
     host: Any
     on_device: Array
     rows: list[Array]
+
+
+class Neighbours:
+    """Ranks of one communicator that are threads of one process, and how often each has come to a meeting."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._came: Counter[int] = Counter()
+        self.failed: dict[int, str] = {}  # by rank
+
+    def meet(self, rank: int, ranks: Sequence[int], timeout: float) -> None:
+        """Wait until all ranks have come as often as this one."""
+        with self._changed:
+            self._came[rank] += 1
+            count = self._came[rank]
+            self._changed.notify_all()
+
+            def missing() -> list[int]:
+                return [other for other in ranks if self._came[other] < count]
+
+            self._changed.wait_for(lambda: not missing() or self.failed, timeout)
+            self.check()
+            if missing():
+                raise out_of_time("ranks of this process", timeout, missing())
+
+    def check(self) -> None:
+        """Raise RankFailed if a rank has failed."""
+        if self.failed:
+            raise RankFailed(*next(iter(self.failed.items())))
+
+    def fail(self, rank: int, text: str) -> None:
+        """Let all ranks stop waiting."""
+        with self._changed:
+            self.failed[rank] = text
+            self._changed.notify_all()
 
 
 def is_nccl(comm: object) -> bool:
@@ -41,10 +88,15 @@ class Nccl(Transport):
     Rows travel on a stream of their own: after the earlier work of the current stream, and beside its later work, until
     it waits for them. The host waits only for what ranks say of their calls; if that does not come in time, it aborts
     the communicator.
+
+    A kernel of NCCL runs until the other rank has launched its own. Where both are threads of one process, a call of
+    CUDA that waits for the first kernel, such as loading a module or allocating memory, may hold a lock that the other
+    thread needs to launch: then both wait for ever. So such ranks `meet` before rows travel, and once all of them have
+    launched: between these points none of them loads or allocates. In processes of their own they have no lock in
+    common.
     """
 
     goes_into_graphs = True
-    shares_meanwhile = True
 
     def __init__(self, comm: Any) -> None:
         self._cupy = cupy = importlib.import_module("cupy")
@@ -56,23 +108,27 @@ class Nccl(Transport):
         # This stream copies what a rank says to the device while rows of an earlier call still travel. So it is sent
         # right after them, and before an attention that takes all multiprocessors until its end.
         self._words = cupy.cuda.Stream(non_blocking=True)
-        self._room = self._room_for(_AT_ONCE)
+        # One room serves all exchanges, because to allocate pinned memory may wait for the devices of other ranks.
+        host, on_device = (make((self.size, _AT_ONCE), np.uint8) for make in (self._cuda.pinned, cupy.empty))
+        self._room = _Room(host, on_device, [on_device[rank] for rank in range(self.size)])
+        self._exchanges, self._is_over = 0, False
+        self._token = secrets.token_bytes(16)
+        self._near: list[int] = []  # the ranks of this process, in order; unknown before the first exchange
+        self._neighbours = Neighbours()
 
     def share(self, text: bytes, timeout: float) -> list[bytes]:
         return self.begin_sharing(text, timeout)()
 
     def begin_sharing(self, text: bytes, timeout: float) -> Callable[[], list[bytes]]:
-        said = len(text).to_bytes(_LENGTH, "little") + text
-        first = self._begin_gathering(said[:_AT_ONCE].ljust(_AT_ONCE, b"\0"), self._room)
+        self.meet(timeout)
+        first = self._begin_gathering(text, 0)
 
         def heard() -> list[bytes]:
-            rows = self._gathered(first, timeout)
-            ends = [_LENGTH + int.from_bytes(row[:_LENGTH], "little") for row in rows]
-            if max(ends) > _AT_ONCE:
-                length = max(ends) - _AT_ONCE
-                rest = self._begin_gathering(said[_AT_ONCE:].ljust(length, b"\0"), self._room_for(length))
-                rows = [row + more for row, more in zip(rows, self._gathered(rest, timeout), strict=True)]
-            return [row[_LENGTH:end] for row, end in zip(rows, ends, strict=True)]
+            lengths, rows = self._gathered(first, timeout)
+            for start in range(_AT_ONCE - _HEADER, max(lengths), _AT_ONCE - _HEADER):
+                _, more = self._gathered(self._begin_gathering(text, start), timeout)
+                rows = [row + x for row, x in zip(rows, more, strict=True)]
+            return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
         return heard
 
@@ -88,8 +144,26 @@ class Nccl(Transport):
     def finish(self, pending: Any, timeout: float) -> None:
         self._cupy.cuda.get_current_stream().wait_event(pending[0])
 
+    def meet(self, timeout: float) -> None:
+        if len(self._near) == 1 or self._cupy.cuda.get_current_stream().is_capturing():  # then nothing runs
+            return
+        if not self._near:
+            self._find_neighbours(timeout)
+        self._neighbours.meet(self.rank, self._near, timeout)
+
     def fail(self, rank: int, text: str) -> None:
+        self._neighbours.fail(rank, text)
+        self._end()
+
+    def _end(self) -> None:
+        """Abort the communicator, if that is not done yet; what is on its way ends by that."""
+        if self._is_over:
+            return
+        self._is_over = True
+        _abandoned.append(self._room)
         self._abort()
+        # Later work of this rank may get the memory of what was on its way.
+        self._cupy.cuda.get_current_stream().wait_event(self._cuda.mark(self._stream))
 
     def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Send and receive arrays of bytes on the stream of the rows."""
@@ -99,38 +173,62 @@ class Nccl(Transport):
             for source, array in receives:
                 self._receive(array, source, self._stream)
 
-    def _room_for(self, length: int) -> _Room:
-        """Room for so many bytes of each rank."""
-        host, on_device = (make((self.size, length), np.uint8) for make in (self._cuda.pinned, self._cupy.empty))
-        return _Room(host, on_device, [on_device[rank] for rank in range(self.size)])
+    def _find_neighbours(self, timeout: float) -> None:
+        """Find out which ranks are of this process; this first exchange also makes the connections of NCCL."""
+        process = _process + os.getpid().to_bytes(8, "little")
+        _, said = self._gathered(self._begin_gathering(process + self._token, 0), timeout)
+        near = [rank for rank, text in enumerate(said) if text.startswith(process)]
+        with _boards_change:
+            self._neighbours = _boards.setdefault(said[near[0]][len(process) :][:16], self._neighbours)
+        self._near = near
+        self.shares_meanwhile = len(near) == 1
 
-    def _begin_gathering(self, own: bytes, room: _Room) -> tuple[Any, _Room]:
-        """Begin to exchange equally many bytes of each rank: an event after that, and the room, which must stay alive.
+    def _begin_gathering(self, text: bytes, start: int) -> Any:
+        """Begin to exchange a piece of a text with all ranks: an event after that.
 
         Neither the device nor the host waits for what is computed meanwhile. The host waits for each exchange before
         the next one begins, so nothing else uses the memory on the device, and it can be written to at once.
         """
-        host, on_device, rows = room
+        host, on_device, rows = self._room
+        self._exchanges += 1
+        piece = text[start : start + _AT_ONCE - _HEADER]
+        own = b"".join(number.to_bytes(8, "little") for number in (self._exchanges, len(text))) + piece
         with self._device, self._stream:
-            host[self.rank] = np.frombuffer(own, np.uint8)
+            host[self.rank] = np.frombuffer(own.ljust(_AT_ONCE, b"\0"), np.uint8)
             self._cuda.copy(rows[self.rank], host[self.rank], self._words)
             self._stream.wait_event(self._cuda.mark(self._words))
             others = [rank for rank in range(self.size) if rank != self.rank]
             self._exchange([(rank, rows[self.rank]) for rank in others], [(rank, rows[rank]) for rank in others])
             self._cuda.copy(host, on_device, self._stream)
-            return self._cuda.mark(self._stream), room
+            return self._cuda.mark(self._stream)
 
-    def _gathered(self, gathering: tuple[Any, _Room], timeout: float) -> list[bytes]:
-        """The bytes of each rank, by rank; this waits for them."""
-        arrived, room = gathering
+    def _gathered(self, arrived: Any, timeout: float) -> tuple[list[int], list[bytes]]:
+        """The length of the text of each rank, and the piece of it that was exchanged; this waits for them."""
+        if not self._comes(arrived, timeout):
+            silent = self._silent()
+            self._end()
+            raise out_of_time("what other ranks say", timeout, silent)
+        rows = [row.tobytes() for row in self._room.host]
+        return [int.from_bytes(row[8:_HEADER], "little") for row in rows], [row[_HEADER:] for row in rows]
+
+    def _comes(self, event: Any, timeout: float) -> bool:
+        """Whether an event comes in time; this waits for it."""
         begun = time.monotonic()
-        while not arrived.done:
+        while not event.done:
             waited = time.monotonic() - begun
             if waited > timeout:
-                self._abort()
-                raise out_of_time("what other ranks say", timeout)
+                return False
+            self._neighbours.check()
             time.sleep(0 if waited < _SHORT else 1e-5)
-        return [row.tobytes() for row in room.host]
+        return True
+
+    def _silent(self) -> list[int]:
+        """The ranks of which nothing has come in an exchange that does not end, as far as the device can tell."""
+        self._cuda.copy(self._room.host, self._room.on_device, self._words)
+        if not self._comes(self._cuda.mark(self._words), _LOOK):
+            return []
+        numbers = [int.from_bytes(row[:8].tobytes(), "little") for row in self._room.host]
+        return [rank for rank, number in enumerate(numbers) if number != self._exchanges]
 
 
 def _bytes(array: Array) -> Array:

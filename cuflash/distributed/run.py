@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from cuflash.distributed.agreement import Pending
 from cuflash.distributed.schedule import Round, Schedule, Tile
 from cuflash.distributed.split import Split
 from cuflash.distributed.streams import StreamsOfDevice
-from cuflash.distributed.transports import Message, Transport
+from cuflash.distributed.transports import Message, NoTransfers, Transport
 from cuflash.interop import is_captured, module_of
 from cuflash.options import Options
 from cuflash.parts import Parts
@@ -22,6 +23,7 @@ from cuflash.recording import Recording, of_thread
 from cuflash.spans import Span
 
 Array = Any
+R = TypeVar("R", bound="Run")
 ALIGNMENT = 16  # bytes; a call depends on an address only modulo this
 OF_KEYS = ("dk", "dv")  # results that have key/value heads
 
@@ -40,9 +42,9 @@ class Run:
     arrays: Mapping[str, Array]  # by name, with four axes (lse and dlse: three); None for absent ones
     broadcasts_rows: frozenset[str]  # which of bias and mask are the same for all queries
     agreement: Pending | None = None  # of all ranks on this call; rows travel only after it
-    # Recordings of such calls, by the alignment of their arrays; None for calls that cannot be repeated.
-    recordings: dict[tuple[int, ...], Recording | None] = field(default_factory=dict)
-    constants: dict[int | None, Array] = field(default_factory=dict)  # rows of zeros by device
+    # Warm-up runs of such calls, by the alignment of their arrays.
+    recordings: dict[tuple[int, ...], Recording] = field(default_factory=dict)
+    constants: dict[Any, Array] = field(default_factory=dict)  # arrays that all such calls read, by device and content
 
     @property
     def rank(self) -> int:
@@ -80,13 +82,11 @@ class Run:
             parts = replace(parts, first_head=self.q_heads(heads).start)
         if packing is None or tile.sequences is None:
             return parts
-        first, stop = tile.sequences
-        if stop - first == 1:
+        first, starts = tile.sequences[0], self._starts_of(tile)
+        if starts is None:
             zeros = (packing.starts_q[first], packing.starts_k[first])
             return replace(parts, band=packing.band_of(first), zeros=zeros, first_entry=first)
-        starts = (np.array(x[first : stop + 1], np.int32) - x[first] for x in (packing.starts_q, packing.starts_k))
-        starts_q, starts_k = map(self.xp.asarray, starts)
-        return replace(parts, starts=(starts_q, starts_k), first_entry=first)
+        return replace(parts, starts=starts, first_entry=first)
 
     # ---- heads, rows and parts ---------------------------------------------------------------------------------------
 
@@ -145,10 +145,10 @@ class Run:
 
     def is_waiting(self) -> bool:
         """Whether this rank does not know yet that all ranks make this call."""
-        return self.agreement is not None and not self.agreement.is_over
+        return self.agreement is not None and self.agreement.is_waiting
 
     def start(self, sends: list[Message], receives: list[Message]) -> UnderWay:
-        """Begin to exchange rows, after a wait until the ranks have agreed."""
+        """Begin to exchange rows, after a wait until the ranks have agreed, and are ready."""
         under_way = UnderWay()
         sends, receives = ([x for x in messages if x[1].size] for messages in (sends, receives))
         peers, arrays = ([x[i] for x in (*sends, *receives)] for i in (0, 1))
@@ -156,7 +156,7 @@ class Run:
 
         def begin(run: Run, *arrays: Array) -> None:
             if run.agreement is not None:
-                run.agreement.hear()
+                run.agreement.before_rows()
             messages = list(zip(peers, arrays, strict=True))
             under_way.pending = run.transport.start(messages[:count], messages[count:])
 
@@ -169,42 +169,92 @@ class Run:
         """Wait for what `start` began."""
 
         def end(run: Run) -> None:
-            run.transport.finish(under_way.pending, run.timeout)
-            under_way.pending = None
+            pending, under_way.pending = under_way.pending, None
+            run.transport.finish(pending, run.timeout)
 
         end(self)
         if of_thread.recording is not None:
             of_thread.recording.on_arrays(end, (), ())
 
-    def fill(self, results: Sequence[Array], fill: Callable[[], None], *constants: Array) -> None:
-        """Fill results; on a device, repeat an earlier call if its arrays lay in memory as those of this one do."""
-        given = [x for x in (*self.arrays.values(), *constants) if x is not None]
+    # ---- what is done before rows travel -----------------------------------------------------------------------------
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether all that a device needs for this call is there: kernels are loaded, and pools have the memory."""
         if self.is_on_host:
-            fill()
-            return
-        arrays = (*given, *results)
-        key = (given[0].data.device_id, *(x.data.ptr % ALIGNMENT for x in arrays))
-        known = self.recordings.get(key)
-        if known is not None and known.repeat(self, arrays):
-            return
-        if key in self.recordings and known is None:
-            fill()
-            return
-        recording = Recording(module_of(given[0]), given, results)
-        with recording:
-            fill()
-        self.recordings[key] = recording if recording.is_complete else None
+            return True
+        known = self.recordings.get(self._alignments)
+        return known is not None and known.fits(self._given)
+
+    def without_transfers(self: R) -> R:
+        """The warm-up run of this call: the same kernels and allocations, but no rows travel."""
+        return replace(self, transport=NoTransfers(self.rank, self.transport.size), agreement=None)
+
+    def fill(self: R, results: Sequence[Array], fill: Callable[[R], None]) -> None:
+        """Fill results. On a device, a warm-up run is recorded, and calls repeat what was recorded."""
+        if self.is_on_host:
+            fill(self)
+        elif isinstance(self.transport, NoTransfers):
+            recording = Recording(module_of(self._given[0]), self._given, results)
+            with recording:
+                fill(self)
+            self.recordings[self._alignments] = recording
+        elif not self.is_warm:  # in a graph that is captured without an earlier call
+            fill(self)
+        elif (known := self.recordings[self._alignments]).is_complete:
+            known.repeat(self, (*self._given, *results))
+        else:
+            with known.room():
+                fill(self)
+        if self.agreement is not None:
+            self.agreement.after_rows()
+
+    @cached_property
+    def _given(self) -> tuple[Array, ...]:
+        """The arrays that a call on a device reads."""
+        return (*(x for x in self.arrays.values() if x is not None), *self._constants())
+
+    @cached_property
+    def _alignments(self) -> tuple[int, ...]:
+        """What of the addresses a call depends on, and of which device they are."""
+        return (self._given[0].data.device_id, *(x.data.ptr % ALIGNMENT for x in self._given))
+
+    def _constants(self) -> list[Array]:
+        """Arrays that a call reads beside those that it is given; they are there before rows travel."""
+        tiles = [*self.schedule.by_queries.calls_of(self.rank), *self.schedule.by_keys.calls_of(self.rank)]
+        starts = [x for tile in tiles for x in self._starts_of(tile) or ()] if self.schedule.packing else []
+        return starts + ([self.zero_row()] if "dout" in self.arrays else [])
 
     def zero_row(self) -> Array:
         """A row of zeros, as long as a row of out."""
         like = self.arrays["dout"]
-        device = None if self.is_on_host else like.data.device_id
-        if device in self.constants:
-            return self.constants[device]
-        row = self.xp.zeros(like.shape[3], like.dtype)
-        if not is_captured(like):  # a graph that is captured writes the zeros only when it runs
-            self.constants[device] = row
-        return row
+        return self._constant("zeros", lambda: self.xp.zeros(like.shape[3], like.dtype))
+
+    def _starts_of(self, tile: Tile) -> tuple[Array, Array] | None:
+        """cu_seqlens_q and cu_seqlens_k of the whole packed sequences of a tile; None if it has one sequence, or none.
+
+        They come from the host, by memory that CuPy allocates for that: so they are kept.
+        """
+        packing = self.schedule.packing
+        if packing is None or tile.sequences is None or tile.sequences[1] - tile.sequences[0] < 2:
+            return None
+        first, stop = tile.sequences
+        starts = (np.array(x[first : stop + 1], np.int32) - x[first] for x in (packing.starts_q, packing.starts_k))
+        starts_q, starts_k = (
+            self._constant((side, *tile.sequences), functools.partial(self.xp.asarray, x))
+            for side, x in enumerate(starts)
+        )
+        return starts_q, starts_k
+
+    def _constant(self, content: Any, make: Callable[[], Array]) -> Array:
+        """An array that is made once for all such calls."""
+        key = (None if self.is_on_host else self.arrays["q"].data.device_id, content)
+        if key not in self.constants:
+            made = make()
+            if is_captured(made):  # a graph that is captured fills it only when it runs
+                return made
+            self.constants[key] = made
+        return self.constants[key]
 
 
 class UnderWay:

@@ -13,7 +13,7 @@ import functools
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,12 +50,23 @@ class Transport(ABC):
     def finish(self, pending: Any, timeout: float) -> None:
         """Wait for what `start` began; with CuPy arrays, the current stream waits instead of the host, if it can."""
 
+    def meet(self, timeout: float) -> None:  # noqa: B027 (most transports need no such wait)
+        """Wait for the ranks of this process, if rows on their way may make CUDA wait in a call of another rank.
+
+        Each rank calls this before its first `start` in a call, once it has loaded all kernels and allocated all
+        memory, and after its last one. So no rank does such things while rows of another one wait for its own.
+        """
+
     def fail(self, rank: int, text: str) -> None:  # noqa: B027 (without it the others wait until their timeout)
         """Tell the others that this rank, or another one, has failed, so that they stop waiting."""
 
 
-def out_of_time(what: str, timeout: float) -> TimeoutError:
-    return TimeoutError(f"{what}: got nothing within timeout={timeout:g} seconds; a rank may have failed or left")
+def out_of_time(what: str, timeout: float, silent: Iterable[int] = ()) -> TimeoutError:
+    """The error of a rank that waited in vain, with the silent ranks, if it knows them."""
+    ranks = sorted(set(silent))
+    named = f" from rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
+    who = "a rank" if not ranks else "it" if len(ranks) == 1 else "they"
+    return TimeoutError(f"{what}: got nothing{named} within timeout={timeout:g} seconds; {who} may have failed or left")
 
 
 class RankFailed(RuntimeError):
@@ -64,6 +75,22 @@ class RankFailed(RuntimeError):
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(f"rank {rank} failed: {text}")
         self.rank, self.text = rank, text
+
+
+class NoTransfers(Transport):
+    """The transport of a warm-up run: no rows travel."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def share(self, text: bytes, timeout: float) -> list[bytes]:
+        return [text] * self.size
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        pass
+
+    def finish(self, pending: Any, timeout: float) -> None:
+        pass
 
 
 class Progress:

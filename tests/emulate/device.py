@@ -27,7 +27,7 @@ class Memory:
     """An address, and what has to live for it."""
 
     def __init__(self, ptr: int, owner: Any) -> None:
-        self.ptr, self.owner, self.device_id = ptr, owner, 0
+        self.ptr, self.owner, self.device_id = ptr, owner, _of_thread.device
         self.mem = SimpleNamespace(ptr=ptr, size=0)
 
     def copy_from_device_async(self, source: "Memory", nbytes: int, stream: Any) -> None:
@@ -35,9 +35,11 @@ class Memory:
 
 
 class Device(nullcontext[None]):
-    """The only device."""
+    """The device of this thread."""
 
-    id = 0
+    @property
+    def id(self) -> int:
+        return _of_thread.device
 
 
 class OnDevice:
@@ -98,11 +100,11 @@ def _called(function: Any, owner: Any, *args: Any, **keywords: Any) -> Any:
 def _operator(name: str) -> Any:
     function = getattr(operator, name)
 
-    def method(self: OnDevice, other: Any = None) -> Any:
+    def method(self: OnDevice, *other: Any) -> Any:
         if name.startswith("__i"):
-            self.host = function(self.host, _host(other))
+            self.host = function(self.host, *map(_host, other))
             return self
-        return _called(function, self.owner, self, *([] if other is None else [other]))
+        return _called(function, self.owner, self, *other)
 
     return method
 
@@ -114,6 +116,7 @@ for _name in ("getitem", "add", "sub", "mul", "truediv", "neg", "eq", "and", "ia
 class _OfThread(threading.local):
     allocator: Any = None
     stream: Any = None
+    device = 0
 
 
 _of_thread = _OfThread()
@@ -288,6 +291,7 @@ def extend(cupy: Any) -> None:
 
     cupy.cuda.driver.launchKernel = one_at_a_time
     cupy.cuda.get_allocator = lambda: _of_thread.allocator or _memory
-    cupy.cuda.Device = lambda: SimpleNamespace(id=0)
+    cupy.cuda.Device = Device
+    cupy.cuda.runtime.getDevice = lambda: _of_thread.device
     cupy.cuda.UnownedMemory = lambda pointer, nbytes, owner, device: Memory(pointer, owner)
     cupy.cuda.MemoryPointer = lambda memory, offset: Memory(memory.ptr + offset, memory)

@@ -1,11 +1,9 @@
 """Ranks of NCCL, with a stand-in for CuPy and for its communicators: what is sent, when, and in which groups."""
 
-import collections
 import contextlib
-import ctypes
-import functools
 import sys
 import threading
+import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +14,8 @@ import pytest
 import cuflash.distributed as cd
 from cuflash import interop
 from cuflash.distributed.nccl import Nccl, is_nccl
+from cuflash.distributed.transports import RankFailed
+from tests.wires import Wires, communicators, memory
 
 
 class Event:
@@ -45,43 +45,11 @@ class Stream:
     def wait_event(self, event):
         pass
 
+    def is_capturing(self):
+        return False
+
 
 entered: list[Any] = []  # streams that were made current
-
-
-class Wires:
-    """What devices exchange: bytes by sender and receiver."""
-
-    def __init__(self):
-        self.changed = threading.Condition()
-        self.messages = collections.defaultdict(collections.deque)
-        self.group = threading.local()
-
-
-class NcclCommunicator:
-    """As CuPy's: what is asked for within a group happens at its end."""
-
-    __module__ = "cupy_backends.cuda.libs.nccl"
-
-    def __init__(self, rank, size, wires):
-        self.rank, self.ranks, self.wires, self.aborted = rank, size, wires, False
-
-    def rank_id(self):
-        return self.rank
-
-    def size(self):
-        return self.ranks
-
-    def abort(self):
-        self.aborted = True
-
-    def send(self, pointer, count, datatype, peer, stream):
-        assert (datatype, stream) == ("uint8", 7)
-        self.wires.group.calls.append(("send", self, pointer, count, peer))
-
-    def recv(self, pointer, count, datatype, peer, stream):
-        assert (datatype, stream) == ("uint8", 7)
-        self.wires.group.calls.append(("recv", self, pointer, count, peer))
 
 
 @pytest.fixture
@@ -93,25 +61,6 @@ def nccl(monkeypatch):
         @property
         def data(self):  # type: ignore[override]
             return types.SimpleNamespace(ptr=self.ctypes.data)
-
-    def memory(pointer, count):
-        return np.ctypeslib.as_array((ctypes.c_uint8 * count).from_address(pointer))
-
-    def start():
-        wires.group.calls = []
-
-    def end():
-        calls, wires.group.calls = wires.group.calls, None
-        with wires.changed:
-            for what, comm, pointer, count, peer in calls:
-                if what == "send":
-                    wires.messages[comm.rank, peer].append(memory(pointer, count).copy())
-            wires.changed.notify_all()
-            for what, comm, pointer, count, peer in calls:
-                if what == "recv":
-                    queue = wires.messages[peer, comm.rank]
-                    assert wires.changed.wait_for(functools.partial(bool, queue), timeout=10)
-                    memory(pointer, count)[...] = queue.popleft()
 
     fake: Any = types.ModuleType("cupy")
     fake.empty = lambda shape, dtype: np.empty(shape, dtype).view(Array)
@@ -128,12 +77,10 @@ def nccl(monkeypatch):
         alloc_pinned_memory=bytearray,
         runtime=types.SimpleNamespace(memcpyAsync=copy),
     )
-    groups: Any = types.ModuleType("cupy.cuda.nccl")
-    groups.groupStart, groups.groupEnd, groups.NCCL_UINT8 = start, end, "uint8"
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setitem(sys.modules, "cupy.cuda", fake.cuda)
-    monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", groups)
-    return lambda size: [NcclCommunicator(rank, size, wires) for rank in range(size)]
+    monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", wires.module())
+    return lambda size: communicators(size, wires)
 
 
 def on_ranks(comms, work):
@@ -141,14 +88,21 @@ def on_ranks(comms, work):
         return list(pool.map(work, comms))
 
 
-@pytest.mark.parametrize(("length", "rounds"), [(45, 1), (8184, 1), (8185, 2), (30000, 2)])
+@pytest.mark.parametrize(("length", "rounds"), [(45, 1), (8176, 1), (8177, 2), (30000, 4)])
 @pytest.mark.parametrize("size", [1, 3])
 def test_ranks_hear_what_each_of_them_says(nccl, size, length, rounds):
+    """In rounds, none of which allocates memory; the first one of all is to find out which ranks are of one process."""
+    import cupy
+
     texts = [(b"long " * length)[:length], b"", b"short"][:size]
+    transports = [Nccl(comm) for comm in nccl(size)]
     entered.clear()
-    heard = on_ranks(nccl(size), lambda comm: Nccl(comm).share(texts[comm.rank], 5.0))
-    assert heard == [texts] * size
-    assert len([stream for stream in entered if stream is not None]) == rounds * size  # of their own
+    cupy.empty = cupy.cuda.alloc_pinned_memory = None
+    for of_all in (1 + rounds, rounds):
+        heard = on_ranks(transports, lambda transport: transport.share(texts[transport.rank], 5.0))
+        assert heard == [texts] * size
+        assert len([stream for stream in entered if stream is not None]) == of_all * size  # of their own
+        entered.clear()
 
 
 def test_arrays_arrive_where_they_are_sent_to(nccl):
@@ -173,6 +127,89 @@ def test_a_rank_that_says_nothing_in_time_ends_the_communicator(nccl, monkeypatc
     with pytest.raises(TimeoutError, match=r"^what other ranks say: got nothing within timeout=0.05 seconds; "):
         Nccl(comm).share(b"", 0.05)
     assert comm.aborted
+
+
+def transports_of(comms):
+    """Those of ranks that know which of them are of one process."""
+    transports = [Nccl(comm) for comm in comms]
+    on_ranks(transports, lambda transport: transport.meet(5.0))
+    return transports
+
+
+def test_ranks_of_one_process_wait_for_one_another(nccl):
+    transports, log = transports_of(nccl(3)), []
+
+    def work(transport):
+        time.sleep(0.05 * transport.rank)
+        log.append(f"{transport.rank} comes")
+        transport.meet(5.0)
+        log.append(f"{transport.rank} goes")
+
+    on_ranks(transports, work)
+    assert log[:3] == ["0 comes", "1 comes", "2 comes"]
+    assert not any(transport.shares_meanwhile for transport in transports)
+
+
+def test_ranks_of_other_processes_do_not(nccl, monkeypatch):
+    ranks = threading.local()
+    monkeypatch.setattr("cuflash.distributed.nccl.os", types.SimpleNamespace(getpid=lambda: ranks.own))
+
+    def work(comm):
+        ranks.own = comm.rank
+        transport = Nccl(comm)
+        transport.meet(5.0)
+        return transport
+
+    for transport in on_ranks(nccl(3), work):
+        transport.meet(5.0)
+        assert transport.shares_meanwhile
+
+
+def test_a_graph_that_is_captured_waits_for_no_rank(nccl, monkeypatch):
+    first, _ = transports_of(nccl(2))
+    monkeypatch.setattr(Stream, "is_capturing", lambda stream: True)
+    first.meet(0.1)
+
+
+def test_a_rank_of_the_process_that_does_not_come_is_named(nccl):
+    first, _, third = transports_of(nccl(3))
+
+    def work(transport):
+        with pytest.raises(TimeoutError, match=r"^ranks of this process: got nothing from rank 1 within timeout=0.3 "):
+            transport.meet(0.3)
+
+    on_ranks([first, third], work)
+
+
+@pytest.mark.parametrize("waits", ["in a meeting", "for what others say"])
+def test_a_rank_that_fails_is_heard_of_by_those_of_its_process(waits, nccl, monkeypatch):
+    first, second = transports_of(nccl(2))
+    if waits == "for what others say":
+        monkeypatch.setattr(Event, "done", False)
+        first._near = [0]  # as if there were no meeting first
+
+    def work(transport):
+        if transport is second:
+            time.sleep(0.1)
+            transport.fail(1, "MemoryError: no room")
+            transport.fail(1, "MemoryError: no room")  # as where an interrupt follows
+            return
+        with pytest.raises(RankFailed, match=r"^rank 1 failed: MemoryError: no room$"):
+            transport._gathered(Event(), 5.0) if waits == "for what others say" else transport.meet(5.0)
+
+    on_ranks([first, second], work)
+
+
+def test_silent_ranks_are_named(nccl, monkeypatch):
+    """Those of which the device has got nothing."""
+    first, *_ = transports_of(nccl(3))
+    comes = iter([False, True])
+    monkeypatch.setattr(Nccl, "_comes", lambda *args: next(comes))
+    first._exchanges += 1
+    first._room.rows[1][:8] = np.frombuffer(first._exchanges.to_bytes(8, "little"), np.uint8)
+    first._room.rows[0][:8] = first._room.rows[1][:8]
+    with pytest.raises(TimeoutError, match=r"^what other ranks say: got nothing from rank 2 within timeout=5 sec"):
+        first._gathered(Event(), 5.0)
 
 
 def test_communicators_are_known_by_their_classes(nccl):
