@@ -1,10 +1,15 @@
 """Context parallel calls on devices: ranks that are threads, on one device or on several, and ranks of NCCL."""
 
-import concurrent.futures
+import contextlib
+import faulthandler
 import importlib.util
+import os
 import re
 import subprocess
 import sys
+import threading
+import time
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +23,7 @@ import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.distributed.sums import add_up, minus_delta
 from cuflash.merging import merge_into
-from tests.ranks import Parts, Whole, compute, judge
+from tests.ranks import OfRank, Parts, Whole, compute, judge
 from tests.scored import MASKS, SCORES, Scored, captured_of
 
 pytestmark = pytest.mark.gpu
@@ -40,6 +45,56 @@ CASES = (
 )
 
 
+# Seconds for all ranks of a test, in which some compile kernels; then for the test, after which the process ends.
+RANKS_LIMIT, LIMIT = 240, 400
+
+
+@pytest.fixture(autouse=True)
+def time_limit(request):
+    """A test that does not end is a failure: the process ends with the stacks of all threads, even from within CUDA."""
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
+        error_stream = os.dup(2)
+    faulthandler.dump_traceback_later(LIMIT, exit=True, file=error_stream)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    os.close(error_stream)
+
+
+def on_ranks(ranks, work, comms=()):
+    """What `work` gives for each rank, on as many threads.
+
+    If they do not end in time, this fails with the stack of each, and aborts the communicators, so that others may end.
+    """
+    found, errors = {}, {}
+
+    def watched(rank):
+        try:
+            found[rank] = work(rank)
+        except BaseException as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=watched, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + RANKS_LIMIT
+    for thread in threads:
+        thread.join(max(end - time.monotonic(), 0))
+    frames = sys._current_frames()
+    stacks = {
+        rank: "".join(traceback.format_stack(frames[thread.ident or 0]))
+        for rank, thread in enumerate(threads)
+        if thread.is_alive()
+    }
+    if stacks:
+        for comm in comms:
+            comm.abort()
+        pytest.fail("\n".join(f"rank {rank} did not end in {RANKS_LIMIT} s:\n{text}" for rank, text in stacks.items()))
+    for _, error in sorted(errors.items()):
+        raise error
+    return [found[rank] for rank in range(ranks)]
+
+
 def devices_for(ranks):
     """A device for each rank; skips where there are fewer."""
     import cupy
@@ -58,17 +113,18 @@ def results_of(case, comms, devices, need=None, calls=1, **options):
     import cupy
 
     split = cd.zigzag(case.seqlen_q, len(comms))
-    parts = Parts(Whole.of(case), split, split)
+    parts, all_ready = Parts(Whole.of(case), split, split), threading.Barrier(len(comms))
 
     def work(rank):
         with cupy.cuda.Device(devices[rank]):
-            attn = cd.ContextParallel(comms[rank], timeout=60, steps=3, **case.keywords, **options)
-            arrays = {name: cupy.asarray(x) for name, x in case.arrays().items()}
-            results = [compute(attn, parts, arrays, need) for _ in range(calls)][-1]
+            attn = cd.ContextParallel(comms[rank], split=split, timeout=60, steps=3, **case.keywords, **options)
+            own = {name: cupy.asarray(x) for name, x in parts.of(rank, case.arrays()).items()}
+            all_ready.wait(60)  # before the first call, ranks do not know that they are of one process
+            results = [compute(attn, OfRank(parts.whole_problem), own, need) for _ in range(calls)][-1]
             return {name: cupy.asnumpy(x) for name, x in results.items()}
 
-    with concurrent.futures.ThreadPoolExecutor(len(comms)) as pool:
-        return parts.whole(list(pool.map(work, range(len(comms)))))
+    is_of_nccl = not isinstance(comms[0], cd.Transport)
+    return parts.whole(on_ranks(len(comms), work, comms if is_of_nccl else ()))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -163,7 +219,7 @@ def test_a_graph_holds_the_calls_of_a_rank(ranks):
     case, devices, split = CASES[0], devices_for(ranks), cd.zigzag(300, ranks)
     comms = nccl.NcclCommunicator.initAll(devices)
     old, new = (replace(case, seed=seed).arrays() for seed in (1, 0))
-    parts = Parts(Whole.of(case), split, split)
+    parts, all_ready = Parts(Whole.of(case), split, split), threading.Barrier(ranks)
 
     def work(rank):
         with cupy.cuda.Device(devices[rank]):
@@ -178,19 +234,21 @@ def test_a_graph_holds_the_calls_of_a_rank(ranks):
                 return {"out": out, "lse": lse, **gradients._asdict()}
 
             with cupy.cuda.using_allocator(pool.malloc), stream:
+                all_ready.wait(60)
                 both_passes()
                 stream.begin_capture()
                 results = both_passes()
                 graph = stream.end_capture()
+                graph.upload(stream)
                 for name, x in contents.items():
                     own[name][...] = x
+                all_ready.wait(60)  # once rows travel, no rank may load or allocate
                 for _ in range(2):
                     graph.launch(stream)
                 stream.synchronize()
                 return {name: cupy.asnumpy(x) for name, x in results.items()}
 
-    with concurrent.futures.ThreadPoolExecutor(ranks) as pool:
-        judge(case, parts.whole(list(pool.map(work, range(ranks)))))
+    judge(case, parts.whole(on_ranks(ranks, work, comms)))
 
 
 def test_what_a_graph_does_not_replay_is_refused():
@@ -221,14 +279,15 @@ def test_functions_of_threads_on_one_device(score, mask, dtype):
     whole = Whole.of(case)
     parts = Parts(whole, split, split)
 
-    def work(comm):
+    comms = cd.threads(2)
+
+    def work(rank):
         with cupy.cuda.Device(0):
-            attn = cd.ContextParallel(comm, split=split, **whole.keywords)
+            attn = cd.ContextParallel(comms[rank], split=split, **whole.keywords)
             results = compute(attn, parts, {name: cupy.asarray(x) for name, x in arrays.items()})
             return {name: cupy.asnumpy(x) for name, x in results.items()}
 
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        judge(case, parts.whole(list(pool.map(work, cd.threads(2)))))
+    judge(case, parts.whole(on_ranks(2, work)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -237,18 +296,18 @@ def test_decoding_over_two_ranks(dtype):
     import cupy
 
     case = ct.Case(seqlen_q=1, seqlen_k=3000, num_heads=8, num_heads_kv=2, head_dim=64, dtype=dtype, kv_lengths=(2900,))
-    split, seeded = cd.contiguous(3000, 2), [replace(case, seed=seed) for seed in range(3)]
+    split, seeded, comms = cd.contiguous(3000, 2), [replace(case, seed=seed) for seed in range(3)], cd.threads(2)
 
-    def work(comm):
-        attn, found = cd.ContextParallel(comm, split_k=split), []
+    def work(rank):
+        comm, found = comms[rank], []
+        attn = cd.ContextParallel(comm, split=split)
         for one in seeded:
             arrays = {name: cupy.asarray(x) for name, x in one.arrays().items()}
             q, k, v = (arrays[name] if name == "q" else split.part(arrays[name], comm.rank) for name in "qkv")
             found.append([cupy.asnumpy(x) for x in attn.decode(q, k, v, kv_lengths=arrays["kv_lengths"])])
         return found
 
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        of_ranks = list(pool.map(work, cd.threads(2)))
+    of_ranks = on_ranks(2, work)
     for one, first, second in zip(seeded, *of_ranks, strict=True):
         ct.assert_forward(one, *first)
         for x, y in zip(first, second, strict=True):
