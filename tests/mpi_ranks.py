@@ -39,14 +39,14 @@ def disagreement(comm: MPI.Comm) -> None:
     """One rank has another option; all of them hear of it."""
     x = np.zeros((2, 4, 8))
     try:
-        cd.ContextParallel(comm, causal=comm.rank == 1, timeout=20).forward(x, x, x)
+        cd.ContextParallel(comm, split="zigzag", causal=comm.rank == 1, timeout=20).forward(x, x, x)
     except ValueError as error:
         print(f"rank {comm.rank}: {error}", flush=True)
 
 
 def absence(comm: MPI.Comm) -> None:
     """One rank does not come; the others stop waiting, and end all."""
-    attn, x = cd.ContextParallel(comm, timeout=0.5), np.zeros((2, 4, 8))
+    attn, x = cd.ContextParallel(comm, split="zigzag", timeout=0.5), np.zeros((2, 4, 8))
     if comm.rank == 1:
         time.sleep(30)
     start = time.monotonic()
@@ -70,7 +70,7 @@ def progress(comm: MPI.Comm) -> None:
 
 def failure(comm: MPI.Comm) -> None:
     """One rank fails on its way; the others hear of it at once."""
-    attn: Any = cd.ContextParallel(comm, timeout=60)
+    attn: Any = cd.ContextParallel(comm, split="zigzag", timeout=60)
     x = np.zeros((2, 4, 8))
     if comm.rank == 1:
         attn._calls.transport.start = no_room

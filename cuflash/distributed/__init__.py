@@ -2,7 +2,7 @@
 
 >>> import numpy as np, cuflash.distributed as cd
 >>> (comm,) = cd.threads(1)
->>> attn = cd.ContextParallel(comm, causal=True)
+>>> attn = cd.ContextParallel(comm, split="contiguous", causal=True)
 >>> q, k, v = np.random.default_rng(0).standard_normal((3, 8, 100, 64))
 >>> attn.forward(q, k, v).out.shape
 (8, 100, 64)

@@ -10,14 +10,22 @@ from cuflash.distributed.split import Split, contiguous, zigzag
 from cuflash.distributed.transports import Transport
 from cuflash.values import as_integer, type_error, typed, value_error
 
-SPLITS = {"zigzag": zigzag, "contiguous": contiguous}
+SPLITS = {"contiguous": contiguous, "zigzag": zigzag}
+
+
+_EXPECTED = (
+    "'contiguous' (rank r has the r-th span of rows), 'zigzag' (a span from the front and one from the back, which is "
+    "equal work under a causal mask) or a cuflash.distributed.Split (any spans)"
+)
 
 
 def checked_split(name: str, split: object) -> Any:
+    if split is None:
+        raise type_error(name, "nothing", f"which rows each rank has: {_EXPECTED}")
     if not isinstance(split, (str, Split)):
-        raise type_error(name, typed(split), "'zigzag', 'contiguous' or a cuflash.distributed.Split")
+        raise type_error(name, typed(split), _EXPECTED)
     if isinstance(split, str) and split not in SPLITS:
-        raise value_error(name, repr(split), "'zigzag', 'contiguous' or a cuflash.distributed.Split")
+        raise value_error(name, repr(split), _EXPECTED)
     return split
 
 

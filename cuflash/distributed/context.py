@@ -43,10 +43,12 @@ class ContextParallel:
         One of mpi4py, of NCCL (CuPy's ``cupy.cuda.nccl.NcclCommunicator`` or ``cupyx.distributed.NCCLBackend``, or
         nccl4py's), of `cuflash.distributed.threads`, or another `cuflash.distributed.Transport`. All of its ranks must
         make the same calls in the same order.
-    split : "zigzag", "contiguous" or Split, default "zigzag"
-        Which queries each rank holds: `cuflash.distributed.zigzag` gives all ranks equal work under a causal mask,
-        `cuflash.distributed.contiguous` needs few transfers with a window, and a `Split` may be anything.
-    split_k : "zigzag", "contiguous" or Split, optional
+    split : "contiguous", "zigzag" or Split
+        Which queries each rank holds, or in `decode` which keys. It has no default, because rows that are cut in another
+        way give wrong results. `cuflash.distributed.contiguous` is one span for each rank, in the order of ranks; it
+        needs few transfers with a window. `cuflash.distributed.zigzag` gives all ranks equal work under a causal mask.
+        A `Split` may be anything.
+    split_k : "contiguous", "zigzag" or Split, optional
         Which keys each rank holds; by default the same as `split`.
     chunks : int, default 16
         With ``deterministic=True``, the number of chunks into which both sequences are cut. Every span of a rank must
@@ -91,7 +93,8 @@ class ContextParallel:
     Raises
     ------
     TypeError, ValueError
-        An option of the wrong type or out of range; a communicator of no known kind; a function that cannot be traced.
+        No `split`; an option of the wrong type or out of range; a communicator of no known kind; a function that cannot
+        be traced.
 
     Notes
     -----
@@ -113,7 +116,7 @@ class ContextParallel:
     >>> split = cd.zigzag(100, 2)
     >>> def work(comm):
     ...     parts = [split.part(x, comm.rank) for x in (q, k, v)]
-    ...     return cd.ContextParallel(comm, causal=True).forward(*parts).out
+    ...     return cd.ContextParallel(comm, split=split, causal=True).forward(*parts).out
     >>> with concurrent.futures.ThreadPoolExecutor(2) as pool:
     ...     outs = list(pool.map(work, cd.threads(2)))
     >>> np.allclose(split.whole(outs), cuflash.attention(q, k, v, causal=True))
@@ -124,8 +127,8 @@ class ContextParallel:
         self,
         comm: Any,
         *,
-        split: Literal["zigzag", "contiguous"] | Split = "zigzag",
-        split_k: Literal["zigzag", "contiguous"] | Split | None = None,
+        split: Literal["contiguous", "zigzag"] | Split | None = None,
+        split_k: Literal["contiguous", "zigzag"] | Split | None = None,
         chunks: int = 16,
         steps: int | None = None,
         timeout: float = 60.0,

@@ -156,7 +156,7 @@ def test_decoding_keeps_the_oracle_rule(name, emulated):
 
     def work(comm):
         own = [SPLIT_K.part(arrays[n], comm.rank) for n in ("k", "v")]
-        ranks: Any = cd.ContextParallel(comm, split_k=SPLIT_K, **Whole.of(case).keywords)
+        ranks: Any = cd.ContextParallel(comm, split=SPLIT_K, **Whole.of(case).keywords)
         return ranks.decode(arrays["q"], *own, **captured, **case.random)._asdict()
 
     with launcher(name[:3], computes=True) as found:

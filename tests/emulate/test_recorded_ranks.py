@@ -148,7 +148,7 @@ def test_decoding_that_is_repeated_keeps_the_oracle_rule(name, repeated):
     seeded = [replace(case, seed=seed) for seed in range(3)]
 
     def work(comm):
-        attn: Any = cd.ContextParallel(comm, split_k=split, **case.keywords, **options)
+        attn: Any = cd.ContextParallel(comm, split=split, **case.keywords, **options)
         found = []
         for one in seeded:
             own = dict(one.arrays())

@@ -133,7 +133,7 @@ def test_decoding_keeps_the_oracle_rule(data, case, ranks, deterministic):
             for name in ("bias", "mask"):
                 if name in terms and terms[name].shape[-1] == case.seqlen_k != 1:
                     terms[name] = split.part(terms[name], comm.rank, -1)
-            attn = cd.ContextParallel(comm, split_k=split, deterministic=deterministic, timeout=30, **case.keywords)
+            attn = cd.ContextParallel(comm, split=split, deterministic=deterministic, timeout=30, **case.keywords)
             return attn.decode(arrays["q"], k, v, **terms, **case.random)
 
         results = on_threads(split.ranks, work)
@@ -151,7 +151,7 @@ def test_arrays_of_other_libraries_come_back_as_such():
 
     def work(comm):
         own = {name: array_api_strict.asarray(x) for name, x in parts.of(comm.rank, arrays).items()}
-        attn = cd.ContextParallel(comm, causal=True)
+        attn = cd.ContextParallel(comm, split="zigzag", causal=True)
         out, lse = attn.forward(*ct.qkv(own))
         dq, dk, dv = attn.backward(own["dout"], *ct.qkv(own), out, lse)
         return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
@@ -174,7 +174,7 @@ def test_rows_of_many_ranks_are_added_in_one_order(dtype):
 def test_results_that_are_not_asked_for_are_not_computed():
     def work(comm):
         own = Parts(Whole.of(CASE), **SPLITS).of(comm.rank, CASE.arrays())
-        attn = cd.ContextParallel(comm, causal=True)
+        attn = cd.ContextParallel(comm, split="zigzag", causal=True)
         results = attn.forward(*ct.qkv(own))
         return attn.backward(own["dout"], *ct.qkv(own), *results, need=("dv",))
 
@@ -193,7 +193,7 @@ def test_without_check_two_splits_say_all(deterministic, ranks):
 def test_the_plan_is_that_of_the_call():
     def work(comm):
         own = Parts(Whole.of(CASE), **SPLITS).of(comm.rank, CASE.arrays())
-        return cd.ContextParallel(comm, causal=True, steps=2).plan(*ct.qkv(own))
+        return cd.ContextParallel(comm, split="zigzag", causal=True, steps=2).plan(*ct.qkv(own))
 
     first, second = on_threads(2, work)
     assert first == second
@@ -309,7 +309,7 @@ def test_a_call_in_which_another_rank_has_other_rows_is_begun_again():
 
     def work(comm):
         comm.shares_meanwhile = True
-        attn = cd.ContextParallel(comm, causal=True)
+        attn = cd.ContextParallel(comm, split="zigzag", causal=True)
         return [attn.forward(*(cd.zigzag(n, 2).part(x, comm.rank) for x in arrays[n])).out for n in (10, 10, 9, 10)]
 
     assert cd.zigzag(10, 2).rows(0) == cd.zigzag(9, 2).rows(0)
@@ -412,7 +412,7 @@ def test_values_of_arrays_that_all_ranks_have_are_compared():
     def work(comm):
         x = np.zeros((2, 3, 4))
         try:
-            cd.ContextParallel(comm).forward(x, x, x, sinks=np.full(2, float(comm.rank)))
+            cd.ContextParallel(comm, split="zigzag").forward(x, x, x, sinks=np.full(2, float(comm.rank)))
         except ValueError as error:
             return str(error)
 
@@ -441,7 +441,7 @@ def test_a_rank_that_leaves_is_missed_in_time(leaves_after):
             comm.fail = lambda rank, text: None  # as a process that is gone
         x, began = np.zeros((2, 3, 4)), time.monotonic()
         try:
-            cd.ContextParallel(comm, timeout=0.3).forward(x, x, x)
+            cd.ContextParallel(comm, split="zigzag", timeout=0.3).forward(x, x, x)
         except (TimeoutError, KeyboardInterrupt) as error:
             return error, time.monotonic() - began
 
@@ -495,8 +495,15 @@ ONES = np.ones((1, 1), bool)
         ({}, {"block_table": ONES}, NotImplementedError, "^block_table: got ndarray, which is not served over ranks; "),
         ({}, {"k_scale": ONES}, NotImplementedError, "^k_scale: got ndarray, which is not served over ranks; "),
         ({}, {"nonsense": 1}, TypeError, r"^forward\(\) got an unexpected keyword argument 'nonsense'$"),
-        ({"split": 3}, {}, TypeError, "^split: got int 3, expected 'zigzag', 'contiguous' or a "),
-        ({"split": "zag"}, {}, ValueError, "^split: got 'zag', expected 'zigzag', 'contiguous' or a "),
+        (
+            {"split": None},
+            {},
+            TypeError,
+            r"^split: got nothing, expected which rows each rank has: 'contiguous' \(.*\), 'zigzag' \(.*\) or a cuflash.d",
+        ),
+        ({"split": 3}, {}, TypeError, "^split: got int 3, expected 'contiguous' "),
+        ({"split": "zag"}, {}, ValueError, "^split: got 'zag', expected 'contiguous' "),
+        ({"split_k": "zag"}, {}, ValueError, "^split_k: got 'zag', expected 'contiguous' "),
         ({"split": cd.zigzag(4, 2)}, {}, ValueError, "^split: got 2 ranks, expected 1 as comm has$"),
         ({"split": cd.zigzag(5, 1)}, {}, ValueError, "^q: got 4 rows, expected 5, which rank 0 has of 5$"),
         ({"split_k": cd.zigzag(5, 1)}, {}, ValueError, "^k: got 4 rows, expected 5, which rank 0 has of 5$"),
@@ -514,12 +521,12 @@ ONES = np.ones((1, 1), bool)
 def test_bad_arguments(options, terms, kind, message):
     (comm,) = cd.threads(1)
     with pytest.raises(kind, match=message):
-        cd.ContextParallel(comm, **options).forward(X, X, X, **terms)
+        cd.ContextParallel(comm, **{"split": "zigzag", **options}).forward(X, X, X, **terms)
 
 
 def test_what_is_no_communicator():
     with pytest.raises(TypeError, match=r"^comm: got int, expected one of threads"):
-        cd.ContextParallel(3)
+        cd.ContextParallel(3, split="zigzag")
     with pytest.raises(TypeError, match=r"^comm: got int, expected a communicator of mpi4py$"):
         cd.Mpi(3)
     with pytest.raises(ValueError, match=r"^ranks: got 0, expected an integer >= 1$"):
@@ -528,7 +535,7 @@ def test_what_is_no_communicator():
 
 def test_gradients_are_asked_for_as_of_one_device():
     (comm,) = cd.threads(1)
-    attn = cd.ContextParallel(comm)
+    attn = cd.ContextParallel(comm, split="zigzag")
     out, lse = attn.forward(X, X, X)
     with pytest.raises(ValueError, match=r"^need: got dbias without bias, expected the bias that forward took$"):
         attn.backward(X, X, X, X, out, lse, need=("dbias",))
@@ -539,5 +546,5 @@ def test_gradients_are_asked_for_as_of_one_device():
 def test_one_rank_is_one_device():
     arrays = CASE.arrays()
     (comm,) = cd.threads(1)
-    for attn in (cd.ContextParallel(comm, causal=True), cuflash.FlashAttention(causal=True)):
+    for attn in (cd.ContextParallel(comm, split="zigzag", causal=True), cuflash.FlashAttention(causal=True)):
         judge(CASE, dict(zip(("out", "lse"), attn.forward(*ct.qkv(arrays)), strict=True)))

@@ -75,7 +75,7 @@ def test_a_piece_has_whole_sequences_or_a_part_of_one(lengths_q, lengths_k, span
 def test_the_plan_counts_sequences():
     arrays = CASE.arrays()
     (comm,) = cd.threads(1)
-    attn = cd.ContextParallel(comm, causal=True)
+    attn = cd.ContextParallel(comm, split="contiguous", causal=True)
     starts = {name: arrays[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
     out, _ = attn.forward(*ct.qkv(arrays), **starts)
     assert out.shape == CASE.problem.out_shape
@@ -109,7 +109,7 @@ def test_what_packed_sequences_do_not_go_with(options, changes, method, kind, me
     (comm,) = cd.threads(1)
     given: dict[str, Any] = {name: arrays[name] for name in ("cu_seqlens_q", "cu_seqlens_k")} | changes
     with pytest.raises(kind, match=message):
-        getattr(cd.ContextParallel(comm, causal=True, **options), method)(*ct.qkv(arrays), **given)
+        getattr(cd.ContextParallel(comm, split="contiguous", causal=True, **options), method)(*ct.qkv(arrays), **given)
 
 
 def test_ranks_that_have_other_sequences_raise():

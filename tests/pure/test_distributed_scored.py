@@ -93,7 +93,7 @@ def test_decoding_keeps_the_oracle_rule(data, case, ranks):
         for name in ("bias", "mask"):
             if name in own and own[name].shape[-1] == split.seqlen != 1:
                 own[name] = split.part(own[name], comm.rank, -1)
-        attn = cd.ContextParallel(comm, split_k=split, **whole.keywords)
+        attn = cd.ContextParallel(comm, split=split, **whole.keywords)
         return attn.decode(own.pop("q"), own.pop("k"), own.pop("v"), **own, **whole.random)._asdict()
 
     first, *others = on_threads(ranks, work)
@@ -161,7 +161,7 @@ def test_packed_sequences_may_be_given_by_one_array_or_by_two(same):
     case = Scored(attn, arrays, {}, "")
     judge(case, results_of(case, *[cd.zigzag(40, 2)] * 2))
     (comm,) = cd.threads(1)
-    plan = cd.ContextParallel(comm, causal=True, mask=lambda i, j: i - j < 9).plan(
+    plan = cd.ContextParallel(comm, split="zigzag", causal=True, mask=lambda i, j: i - j < 9).plan(
         *(arrays[name] for name in ("q", "k", "v")), **{name: arrays[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
     )
     assert plan.packing is not None
@@ -233,4 +233,4 @@ def test_bad_arguments(options, terms, kind, message):
     (comm,) = cd.threads(1)
     x = np.zeros((2, 12, 8), np.float32)
     with pytest.raises(kind, match=message):
-        cd.ContextParallel(comm, **options).forward(x, x, x, **terms)
+        cd.ContextParallel(comm, split="zigzag", **options).forward(x, x, x, **terms)

@@ -219,7 +219,7 @@ def test_communicators_are_known_by_their_classes(nccl):
     assert all(map(is_nccl, (comm, backend, other)))
     assert not any(map(is_nccl, (3, cd.threads(1)[0])))
     for given in (comm, backend):
-        attn = cd.ContextParallel(given)
+        attn = cd.ContextParallel(given, split="zigzag")
         assert (attn.rank, attn.size) == (0, 1)
 
 
