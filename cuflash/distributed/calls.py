@@ -314,6 +314,9 @@ class Calls:
                 facts[name] = digest(_on_host(x))
             elif name in BROADCAST:
                 shape = [*(1,) * (4 - x.ndim), *x.shape]
+                if shape[3 if method == "decode" else 2] == 1:  # for all rows of all ranks, unless ranks have one each
+                    facts[f"_content of {name}"] = digest(x)
+                facts[f"_columns of {name}"] = shape[3]
                 facts[f"_rows of {name}"] = shape.pop(2) if x.ndim > 1 else ALL_ROWS
                 facts[name] = f"{x.dtype.name} {tuple(shape[: 2 if method == 'decode' else 3])} beside rows"
         return json.dumps(facts)
@@ -353,6 +356,14 @@ class Calls:
                 expected = f"{split.rows(self.transport.rank)}, which rank {self.transport.rank} has of {split.seqlen}"
                 raise value_error(name, counted(rows, "row"), expected)
         problem = self._problem(method, call, split_q, split_k)
+        shared = frozenset(
+            name for name in BROADCAST if name in given and self._is_shared(name, method, split_q, split_k, facts)
+        )
+        for name in shared:
+            for rank, fact in enumerate(facts):
+                own, first = fact[f"_content of {name}"], facts[0][f"_content of {name}"]
+                if own != first:
+                    raise value_error(name, f"{own} on rank {rank}", f"{first} as on rank 0")
         batch, num_heads_kv, *_ = view_4d(given["k"], self.options.layout).shape
         of_row = batch * (problem.head_dim + problem.head_dim_v) * given["k"].dtype.itemsize
         left, right = window_of(self.options, split_q.seqlen, split_k.seqlen)
@@ -378,11 +389,7 @@ class Calls:
             problem=problem,
             random=(0, 0),
             arrays={},
-            broadcasts_rows=frozenset(
-                name
-                for name in BROADCAST
-                if name in given and method != "decode" and self._broadcasts_rows(name, split_q, facts)
-            ),
+            broadcasts_rows=frozenset() if method == "decode" else shared,
         )
 
     def _problem(self, method: str, call: Call, split_q: Split, split_k: Split) -> Problem:
@@ -423,8 +430,16 @@ class Calls:
         check_starts(problem, *(np.array(starts, np.int32) for starts in call.starts))
         return replace(problem, seqlen_q=split_q.rows(self.transport.rank))
 
-    def _broadcasts_rows(self, name: str, split_q: Split, facts: Sequence[dict[str, Any]]) -> bool:
-        """Whether a bias or mask is the same for all queries of all ranks; the row counts of all ranks tell."""
+    def _is_shared(
+        self, name: str, method: str, split_q: Split, split_k: Split, facts: Sequence[dict[str, Any]]
+    ) -> bool:
+        """Whether a bias or mask is the same for all queries of all ranks, or in `decode` for all of their keys.
+
+        The numbers of rows of all ranks tell.
+        """
+        if method == "decode":
+            has_keys = any(split_k.rows(rank) > 1 for rank in range(self.transport.size))
+            return has_keys and all(fact[f"_columns of {name}"] == 1 for fact in facts)
         own = [split_q.rows(rank) for rank in range(self.transport.size)]
         rows = [fact[f"_rows of {name}"] for fact in facts]
         if rows[0] == ALL_ROWS and len(set(rows)) == 1:

@@ -44,10 +44,10 @@ class ContextParallel:
         nccl4py's), of `cuflash.distributed.threads`, or another `cuflash.distributed.Transport`. All of its ranks must
         make the same calls in the same order.
     split : "contiguous", "zigzag" or Split
-        Which queries each rank holds, or in `decode` which keys. It has no default, because rows that are cut in another
-        way give wrong results. `cuflash.distributed.contiguous` is one span for each rank, in the order of ranks; it
-        needs few transfers with a window. `cuflash.distributed.zigzag` gives all ranks equal work under a causal mask.
-        A `Split` may be anything.
+        Which queries each rank holds, or in `decode` which keys. It has no default, because a sequence that was cut in
+        another way gives wrong results. `cuflash.distributed.contiguous` is one span for each rank, in the order of
+        ranks; it needs few transfers with a window. `cuflash.distributed.zigzag` gives all ranks equal work under a
+        causal mask. A `Split` may be anything.
     split_k : "contiguous", "zigzag" or Split, optional
         Which keys each rank holds; by default the same as `split`.
     chunks : int, default 16

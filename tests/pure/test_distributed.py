@@ -420,6 +420,48 @@ def test_values_of_arrays_that_all_ranks_have_are_compared():
         assert message.startswith("sinks: got float64 (2,) with checksum ")
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.data(), st.sampled_from(["bias", "mask"]), st.sampled_from(["forward", "backward", "decode"]), st.booleans())
+def test_values_of_bias_and_mask_that_all_ranks_have_are_compared(data, name, method, is_same):
+    """Those without an axis of queries, or with one of length 1; in a step of decoding those without one of keys."""
+    lead = data.draw(st.sampled_from([(), (1,), (2,), (1, 2)]))
+    if method == "decode":
+        shape = (*data.draw(st.sampled_from([(), (1,), (*lead, 3)])), 1)
+    else:
+        shape = (*data.draw(st.sampled_from([(), (1,), (*lead, 1)])), data.draw(st.sampled_from([1, 12])))
+    values = np.ones(shape, bool) if name == "mask" else np.zeros(shape)
+    place = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    split = cd.contiguous(12, 3)
+
+    def work(comm):
+        own, x = values.copy(), np.ones((2, 4, 8))
+        if comm.rank == 2 and not is_same:
+            own[place] = not own[place]
+        attn = cd.ContextParallel(comm, split=split, timeout=5)
+        inputs = {"forward": (x,) * 3, "backward": (*(x,) * 5, x[..., 0]), "decode": (x[:, :3], x, x)}[method]
+        return getattr(attn, method)(*inputs, **{name: own})
+
+    if is_same:
+        on_threads(3, work)
+        return
+    message = rf"^{name}: got .* with checksum \w+ on rank 2, expected .* with checksum \w+ as on rank 0$"
+    with pytest.raises(ValueError, match=message):
+        on_threads(3, work)
+
+
+def test_columns_of_ranks_with_one_key_each_are_their_own():
+    """A last axis of length 1 is then that of the key."""
+    split, (q, k, v) = cd.contiguous(3, 3), np.random.default_rng(0).standard_normal((3, 2, 3, 8))
+    bias = np.random.default_rng(1).standard_normal((2, 3, 3))
+
+    def work(comm):
+        own_k, own_v, own_bias = split.part(k, comm.rank), split.part(v, comm.rank), split.part(bias, comm.rank, -1)
+        return cd.ContextParallel(comm, split=split).decode(q, own_k, own_v, bias=own_bias).out
+
+    for out in on_threads(3, work):
+        np.testing.assert_allclose(out, cuflash.attention(q, k, v, bias=bias), rtol=1e-12)
+
+
 @pytest.mark.parametrize("leaves_after", [0, 1, 2])
 def test_a_rank_that_leaves_is_missed_in_time(leaves_after):
     """Before the call, between what ranks say, and before its rows travel."""
@@ -499,7 +541,7 @@ ONES = np.ones((1, 1), bool)
             {"split": None},
             {},
             TypeError,
-            r"^split: got nothing, expected which rows each rank has: 'contiguous' \(.*\), 'zigzag' \(.*\) or a cuflash.d",
+            r"^split: got nothing, expected which rows each rank has: 'contiguous' \(.*\), 'zigzag' \(.*\) or a cuf",
         ),
         ({"split": 3}, {}, TypeError, "^split: got int 3, expected 'contiguous' "),
         ({"split": "zag"}, {}, ValueError, "^split: got 'zag', expected 'contiguous' "),
