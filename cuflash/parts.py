@@ -155,7 +155,7 @@ class Parts:
         return tuple(name for name in names if arrays.get(name) is not None and arrays[name].dtype != dtype)
 
     def behind_queries(self, arrays: dict[str, Array], front: int, shared: Collection[str] = ()) -> dict[str, Array]:
-        """The arrays of a call that begins `front` queries earlier, with rows that see no key.
+        """The arrays of a call that begins `front` queries earlier, with rows whose weights are exp(score - inf) = 0.
 
         Bias or mask named in `shared` are the same for all queries and stay as they are.
         """
@@ -164,7 +164,7 @@ class Parts:
         names = {*_OF_QUERIES, *BROADCAST} - set(shared)
         longer = {name: self._behind(x, front, 2) for name, x in arrays.items() if name in names}
         if "lse" in longer:
-            longer["lse"][:, :, :front] = -np.inf
+            longer["lse"][:, :, :front] = np.inf
         return arrays | longer
 
     def behind_keys(self, arrays: dict[str, Array], front: int) -> dict[str, Array]:

@@ -18,6 +18,7 @@ import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash import parts as parts_of_problems
+from cuflash.cpu import core
 from cuflash.distributed.execution import Execution
 from cuflash.distributed.streams import Streams
 from cuflash.spans import cut_evenly
@@ -54,6 +55,19 @@ def test_any_split_of_any_case_keeps_the_oracle_rule(data, case, ranks, steps, n
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Streams, "goes_on", goes_on)
         judge(case, results_of(case, split_q, split_k, need=need, steps=steps, calls=calls))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data(), ct.cases(**{**SMALL, "features": (*FEATURES, "gqa")}), st.integers(1, 4), NEEDS)
+def test_spans_within_blocks_keep_the_oracle_rule_without_the_compiled_core(data, case, ranks, need):
+    """Of dropout or a block mask: rows in front of a span have no weight in any sum."""
+    if case.block_mask is None or data.draw(st.booleans()):
+        case = replace(case, dropout=0.5)
+    split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
+    assume(is_clear(case, split_q))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core, "why_not", lambda problem=None: "a test of NumPy")
+        judge(case, results_of(case, split_q, split_k, need=need))
 
 
 @settings(max_examples=20, deadline=None)
