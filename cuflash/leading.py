@@ -24,6 +24,7 @@ from cuflash.binding import INPUTS
 from cuflash.float8 import on_bits
 from cuflash.interop import check_distinct, overlap
 from cuflash.operands import (
+    FLOAT8,
     broadcasts,
     check_array,
     check_shape,
@@ -32,7 +33,7 @@ from cuflash.operands import (
     softmax_dtype_of,
 )
 from cuflash.options import Options
-from cuflash.terms import DEFAULT_NEED, OF_NUMBERS, TERMS
+from cuflash.terms import BROADCAST, DEFAULT_NEED, OF_NUMBERS, TERMS
 from cuflash.values import counted, value_error
 
 Array = Any  # of NumPy or CuPy
@@ -361,6 +362,10 @@ class Calls:
 
     def run(self, call: Callable[[Options, dict[str, Array]], tuple[Array, ...]]) -> tuple[Array, ...]:
         """Make all calls in order, each by `call`, and return their results together."""
+        return self.collect(lambda index, results: call(self.options, self.inputs(index) | results))
+
+    def collect(self, call: Callable[[tuple[int, ...], dict[str, Array]], tuple[Array, ...]]) -> tuple[Array, ...]:
+        """The results of all calls together: each gets its index, and arrays for those results that it can fill."""
         found = {name: self._result(name) for name in self.results}
         totals = {
             name: self._xp.zeros(x.shape, self._wide) if name in self.axes.sums else x for name, x in found.items()
@@ -370,7 +375,7 @@ class Calls:
                 name: None if name in self._parts or x.size == 0 else self._view(name, x, index)
                 for name, x in totals.items()
             }
-            for name, part in zip(self.results, call(self.options, self.inputs(index) | own), strict=True):
+            for name, part in zip(self.results, call(index, own), strict=True):
                 if name in self._parts:
                     self._add(name, totals[name], part, index)
         for name in self.axes.sums:
@@ -398,7 +403,8 @@ class Calls:
         model = self._arrays.get(name[1:])
         q = self._arrays["q"]
         if name in ("out", "lse"):
-            shape, dtype = self.axes.shapes[name], q.dtype if name == "out" else self._wide
+            dtype = self._wide if name == "lse" else numpy_dtype("bfloat16") if q.dtype.name in FLOAT8 else q.dtype
+            shape = self.axes.shapes[name]
         else:
             shape, dtype = ((), self._wide) if model is None else (tuple(model.shape), model.dtype)
         given = self._given[name]
@@ -456,6 +462,25 @@ class Calls:
         lengths = tuple(self.axes.lengths[axis] for axis in self.axes.inner)
         whole = self._xp.broadcast_to(part, (*lengths, *own))
         return self._xp.ascontiguousarray(whole).reshape(self.axes.batch, *own)
+
+
+def as_one_call(
+    options: Options, arrays: Mapping[str, Array], results: Collection[str], xp: ModuleType
+) -> Calls | None:
+    """A single call with all leading axes as its batch, which gives all results as new arrays; None without such axes.
+
+    So all ranks make the same call, however their arrays lie in memory. Those that do not merge are copied. Axes of
+    queries and keys may have any lengths: a rank has a part of them.
+    """
+    if is_plain(arrays):
+        return None
+    likes = tuple(
+        (name, (*x.shape[:-2], *(1,) * min(x.ndim, 2)) if name in BROADCAST else tuple(x.shape), tuple(x.strides))
+        for name, x in arrays.items()
+        if x is not None
+    )
+    axes = _axes_of(options.layout, True, likes, tuple(results))
+    return Calls(replace(axes, parts=tuple(results)), options, arrays, tuple(results), xp, gives_parts=False)
 
 
 class FirstCall(NamedTuple):

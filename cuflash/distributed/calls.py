@@ -35,6 +35,8 @@ from cuflash.distributed.split import Split
 from cuflash.distributed.streams import StreamsOfDevice
 from cuflash.distributed.transports import Transport
 from cuflash.equivalents import Equivalent, equivalent
+from cuflash.leading import Calls as LeadingCalls
+from cuflash.leading import as_one_call
 from cuflash.operands import numpy_dtype, view_4d, view_rows
 from cuflash.options import Options, diagonal_of, window_of
 from cuflash.parts import steps_of
@@ -73,7 +75,14 @@ class Call(NamedTuple):
     random: tuple[int, int]  # seed and offset
     starts: tuple[tuple[int, ...], ...]  # starts of packed sequences and the end of the last; for q, and for k
     layouts: tuple[Any, ...]  # names, shapes, strides and dtypes of the arrays
+    leading: LeadingCalls | None = None  # the leading axes that are merged to the batch axis of the given arrays
     equivalent: Equivalent | None = None  # the options and terms that functions spell out
+
+    def give_back(self, results: Sequence[Array]) -> list[Array]:
+        """Results as arrays of the caller's library, with all leading axes."""
+        if self.leading is not None:
+            results = self.leading.collect(lambda *_: tuple(results))
+        return [self.borrowed.give_back(x, None) for x in results]
 
     def empty(self, name: str, problem: Problem) -> Array:
         """A new array for a gradient."""
@@ -141,9 +150,9 @@ class Calls:
             return call, self._facts(method, call)
 
         with telling_of_interrupts(self.transport):
+            self.transport.meet(self.timeout)  # before this rank loads kernels, to copy arrays or for a warm-up run
             if not self.check:
                 call, facts = own()
-                self.transport.meet(self.timeout)  # before any of them loads kernels
                 return self._computed(call, self._found(method, call, facts, (facts.lasting,), compute), compute)
             call, facts, hear = begin_to_agree(self.transport, self.timeout, own)
             expected = self._expected.get(facts.lasting)
@@ -255,9 +264,13 @@ class Calls:
                 raise not_served(name, type(arrays[name]).__name__, remedy)
         borrowed = interop.borrow(arrays, required=required)
         given = {name: x for name, x in borrowed.arrays.items() if x is not None}
+        need = need_of(given)
+        leading = as_one_call(self.options, given, need or ("out", "lse"), interop.module_of(given["q"]))
+        if leading is not None:
+            given = {name: x for name, x in leading.inputs((0,) * len(leading.axes.lengths)).items() if x is not None}
         layouts = tuple((name, x.shape, x.strides, x.dtype.name) for name, x in given.items())
         starts = tuple(tuple(_on_host(given[name]).tolist()) for name in _STARTS if name in given)
-        return Call(borrowed, given, need_of(given), self.options.random(*random), starts, layouts)
+        return Call(borrowed, given, need, self.options.random(*random), starts, layouts, leading)
 
     def _check(self, given: Mapping[str, Any]) -> None:
         """Refuse arrays that do not fit each other."""

@@ -294,7 +294,7 @@ class ContextParallel:
             found = list(results.values())
             if call.equivalent is not None:
                 found = call.equivalent.gradients(found, call.given, call.need)
-            return named_tuple_of(call.need)(*(call.borrowed.give_back(x, None) for x in found))
+            return named_tuple_of(call.need)(*call.give_back(found))
 
         return self._calls.carry_out("backward", arrays, terms, _BACKWARD_INPUTS, (seed, offset), compute, names)
 
@@ -376,6 +376,6 @@ class ContextParallel:
             lse = run.xp.empty(run.problem.lse_shape, numpy_dtype(run.problem.softmax_dtype))
             fill = run.decode if method == "decode" else run.forward
             fill(view_4d(out, self.options.layout), view_rows(lse))
-            return ForwardResult(*(call.borrowed.give_back(x, None) for x in (out, lse)))
+            return ForwardResult(*call.give_back((out, lse)))
 
         return self._calls.carry_out(method, arrays, terms, INPUTS, random, compute)

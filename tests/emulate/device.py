@@ -74,6 +74,11 @@ class OnDevice:
         return functools.partial(_called, found, self.owner) if callable(found) else found
 
 
+def as_strided(array: OnDevice, shape: Any, strides: Any) -> OnDevice:
+    """A view of the same memory."""
+    return OnDevice(shape, array.dtype, array.data, strides)
+
+
 def _host(x: Any) -> Any:
     if isinstance(x, OnDevice):
         return x.host
@@ -280,6 +285,7 @@ def extend(cupy: Any) -> None:
     cupy.ElementwiseKernel, cupy.ReductionKernel = ElementwiseKernel, ReductionKernel
     for name in ("zeros", "ones", "full", "concatenate", "ascontiguousarray", "broadcast_to", "clip", "asarray"):
         setattr(cupy, name, functools.partial(_called, getattr(np, name), None))
+    cupy.lib = SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=as_strided))
     cupy.broadcast_to = lambda x, shape: _called(np.broadcast_to, x.owner, x, shape)
     names = (alloc, using_allocator, MemoryPool, Stream, Event, get_current_stream)
     cupy.cuda.__dict__.update({x.__name__: x for x in names})

@@ -35,6 +35,12 @@ CASES = {
     "8.0 window": ct.Case(**ODD, causal=True, dtype="bfloat16", window=(20, 0), alibi_slopes=(4,)),
     "8.0 float32": ct.Case(**SIZES, causal=True, dtype="float32"),
     "8.0 lengths": ct.Case(**SIZES, dtype="float16", kv_lengths=(100,)),
+    "9.0 axes": ct.Case(
+        **{**SIZES, "seqlen_q": 64, "seqlen_k": 64},
+        dtype="bfloat16",
+        axes=(2, 1),
+        leading=(("k", (1, 1)), ("v", (1, 1))),
+    ),
     "9.0 packed": ct.Case(**ODD, causal=True, dtype="bfloat16", cu_seqlens_q=(0, 30, 101), cu_seqlens_k=(0, 40, 99)),
 }
 # Some of what these do is not recorded: nothing is repeated then.

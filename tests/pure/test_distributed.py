@@ -57,6 +57,21 @@ def test_any_split_of_any_case_keeps_the_oracle_rule(data, case, ranks, steps, n
         judge(case, results_of(case, split_q, split_k, need=need, steps=steps, calls=calls))
 
 
+AXES = ct.with_axes(ct.cases(**{**SMALL, "features": (*FEATURES, "gqa"), "max_scores": 2**11}, ndims=(4,)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), AXES, st.integers(1, 4), NEEDS)
+def test_leading_axes_keep_the_oracle_rule(data, case, ranks, need):
+    """They broadcast as those of one device do, and gradients are sums over what broadcasts."""
+    split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
+    assume(is_clear(case, split_q))
+    results = results_of(case, split_q, split_k, need=need)
+    arrays = case.arrays()
+    assert all(x.shape == arrays[name[1:]].shape for name, x in results.items() if name[1:] in arrays)
+    judge(case, results)
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.data(), ct.cases(**{**SMALL, "features": (*FEATURES, "gqa")}), st.integers(1, 4), NEEDS)
 def test_spans_within_blocks_keep_the_oracle_rule_without_the_compiled_core(data, case, ranks, need):
@@ -131,7 +146,7 @@ def test_bits_do_not_depend_on_the_number_of_ranks(data, case, ranks):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.data(), ct.cases(**{**SMALL, "max_scores": 2**11}), st.integers(1, 8), st.booleans())
+@given(st.data(), ct.cases(**{**SMALL, "max_scores": 2**11}) | AXES, st.integers(1, 8), st.booleans())
 def test_decoding_keeps_the_oracle_rule(data, case, ranks, deterministic):
     if deterministic:
         chosen = [data.draw(of_chunks(case.seqlen_k, ranks, 16)), cd.contiguous(case.seqlen_k, 1)]
