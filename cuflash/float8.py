@@ -144,6 +144,11 @@ def fp8(array: Any, dtype: Any) -> Any:
     return array.view(named) if is_numpy else Float8Array(array, named)
 
 
+def bits_of(array: Any) -> Any:
+    """The bytes of a `Float8Array`, or another array as it is."""
+    return array.bits if isinstance(array, Float8Array) else array
+
+
 def on_bits(function: Callable[[Any], Any], array: Any) -> Any:
     """Apply a function to the bytes of an array of such numbers, which it keeps, or to another array as it is."""
     if isinstance(array, Float8Array):

@@ -20,13 +20,14 @@ from cuflash import host
 from cuflash.binding import INPUTS
 from cuflash.captured import gradient_names, names_of
 from cuflash.elementwise import WIDE, assign, lengths_in, wide_layout
+from cuflash.float8 import Float8Array
 from cuflash.interop import module_of
-from cuflash.operands import numpy_dtype
+from cuflash.operands import FLOAT8, numpy_dtype
 from cuflash.options import ORIGIN_STEP, Options, Origin
 from cuflash.problem import Problem
 from cuflash.score import COUNTED, ORIGIN
 from cuflash.spans import Band, Span
-from cuflash.terms import BROADCAST, DEFAULT_NEED, GRADIENTS, NAMES, OF_HEADS
+from cuflash.terms import BROADCAST, DEFAULT_NEED, GRADIENTS, NAMES, OF_FLOAT8, OF_HEADS
 
 Array = Any
 _OF_QUERIES = ("q", "out", "dout", "lse", "dlse")
@@ -96,6 +97,7 @@ class Parts:
 
     def forward(self, queries: Span, keys: Span, arrays: dict[str, Array]) -> dict[str, Array]:
         """out and lse of a part; out has the dtype of the softmax if `arrays` has an out of this dtype."""
+        arrays = arrays | {name: self._as_float8(name, arrays[name]) for name in INPUTS}
         options = self.options_of(queries, keys, self._wide(("out",), arrays))
         of_call = dict.fromkeys((*NAMES, "out", "lse")) | self.captured(options, queries, keys, arrays["q"]) | arrays
         found = self.backend.forward(options, self._packed(of_call), self.random)
@@ -114,7 +116,8 @@ class Parts:
 
     def captured(self, options: Options, queries: Span, keys: Span, q: Array) -> dict[str, Array]:
         """What the functions of a call read: whole arrays, as wide as q is, and the place of the call."""
-        arrays = self.wide_captured if q.dtype.name != self.problem.dtype else self.arrays
+        is_widened = q.dtype.name not in (self.problem.dtype, *FLOAT8)
+        arrays = self.wide_captured if is_widened else self.arrays
         found = {name: arrays[name] for name in names_of(options) if name != ORIGIN}
         if ORIGIN in names_of(options):
             found[ORIGIN] = self.xp.empty(len(COUNTED), np.int32)
@@ -150,9 +153,14 @@ class Parts:
         return {name: x[None] if name in _OF_BATCH else x for name, x in results.items()}
 
     def _wide(self, names: Collection[str], arrays: Mapping[str, Array]) -> tuple[str, ...]:
-        """The option `wide` of a call: the given results whose dtype is not that of q."""
-        dtype = arrays["q"].dtype
-        return tuple(name for name in names if arrays.get(name) is not None and arrays[name].dtype != dtype)
+        """The option `wide` of a call: the given results whose dtype is not that of q, or of what q of float8 gives."""
+        dtype = self.problem.dtype if arrays["q"].dtype.name in FLOAT8 else arrays["q"].dtype.name
+        return tuple(name for name in names if arrays.get(name) is not None and arrays[name].dtype.name != dtype)
+
+    def _as_float8(self, name: str, array: Array) -> Array:
+        """An array as a call takes it: CuPy's arrays of float8 are bytes here, but not there."""
+        dtype = getattr(self.problem, name).dtype
+        return Float8Array(array, numpy_dtype(dtype)) if dtype in FLOAT8 and array.dtype == np.uint8 else array
 
     def behind_queries(self, arrays: dict[str, Array], front: int, shared: Collection[str] = ()) -> dict[str, Array]:
         """The arrays of a call that begins `front` queries earlier, with rows whose weights are exp(score - inf) = 0.
@@ -195,21 +203,24 @@ class Parts:
         """Let a call fill `results`: directly, or through a copy if it computes on copies or on rows in front, too.
 
         Copies have one memory layout or, if the call `is_wide`, the dtype of the softmax. An array that gives the same
-        bits as a copy is not copied.
+        bits as a copy is not copied. Calls on float8 round out, whatever dtype it has here.
         """
         is_wide = is_wide and self.problem.dtype != self.problem.softmax_dtype
-        if not self.is_fixed and not is_wide and not front:
-            return call(arrays | results)
-        if is_wide:
-            arrays = {name: self.widened(x) for name, x in arrays.items()}
-        given = {name: x if self._is_like_copy(name, x) else self._copy_of(x) for name, x in arrays.items()}
-        is_direct = not front and not is_wide and not self.is_on_cpu
-        fitting = {name: x for name, x in results.items() if is_direct and self._is_like_copy(name, x)}
-        got = call(given | fitting)
+        fitting = {name: x for name, x in results.items() if name != "out" or not self._is_rounded(x)}
+        if self.is_fixed or is_wide or front:
+            if is_wide:
+                arrays = {name: self.widened(x) for name, x in arrays.items()}
+            arrays = {name: x if self._is_like_copy(name, x) else self._copy_of(x) for name, x in arrays.items()}
+            is_direct = not front and not is_wide and not self.is_on_cpu
+            fitting = {name: x for name, x in fitting.items() if is_direct and self._is_like_copy(name, x)}
+        got = call(arrays | fitting)
         for name, into in results.items():
             if name not in fitting:
                 assign(into, got[name][:, :, front:])
         return got
+
+    def _is_rounded(self, out: Array) -> bool:
+        return self.problem.has_float8 and out.dtype.name != self.problem.dtype
 
     def _copy_of(self, array: Array) -> Array:
         copy = self.xp.empty(array.shape, array.dtype)
@@ -247,6 +258,12 @@ class Parts:
         """The terms that have a number for each query head; those of the softmax only if `of_softmax`."""
         rows = (term for term in OF_HEADS if of_softmax or term.part_of != "softmax")
         return {x.name: self.arrays[x.name][..., q_heads] for x in rows if self.arrays.get(x.name) is not None}
+
+    def scales(self, q_heads: slice, heads: slice) -> dict[str, Array]:
+        """The factors of q, k and v of float8, which are those of all rows, for some query and key/value heads."""
+        found = {name: self.arrays[name] for name in OF_FLOAT8 if self.arrays.get(name) is not None}
+        own = {name: q_heads if name == "q_scale" else heads for name in found}
+        return {name: x if x.ndim < 2 or x.shape[-2] == 1 else x[..., own[name], :] for name, x in found.items()}
 
     def of_blocks(self, queries: Span, keys: Span) -> dict[str, Array]:
         """The block mask of some queries and keys, which have to begin where blocks begin."""

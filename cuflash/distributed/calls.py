@@ -35,6 +35,7 @@ from cuflash.distributed.split import Split
 from cuflash.distributed.streams import StreamsOfDevice
 from cuflash.distributed.transports import Transport
 from cuflash.equivalents import Equivalent, equivalent
+from cuflash.float8 import bits_of
 from cuflash.leading import Calls as LeadingCalls
 from cuflash.leading import as_one_call
 from cuflash.operands import numpy_dtype, view_4d, view_rows
@@ -43,20 +44,13 @@ from cuflash.parts import steps_of
 from cuflash.problem import Problem, make_problem
 from cuflash.results import Array
 from cuflash.spans import Band
-from cuflash.terms import BROADCAST, OF_HEADS, TERMS, Terms
+from cuflash.terms import BROADCAST, OF_FLOAT8, OF_HEADS, TERMS, Terms
 from cuflash.values import counted, value_error
 
 Result = TypeVar("Result")
 ALL_ROWS = "all"  # what an array without an axis of queries says instead of their number
 # Terms that are the same on all ranks, because they have no axes of rows.
-_OF_ALL = tuple(term.name for term in TERMS if term.own_axes in (0, 1))
-# Options that are not supported, and what to pass instead.
-_REMEDIES = {
-    "block_table": "contiguous keys; each rank's pages gathered into them",
-    "q_scale": "q of 16 bits a number or more",
-    "k_scale": "k of 16 bits a number or more",
-    "v_scale": "v of 16 bits a number or more",
-}
+_OF_ALL = (*(term.name for term in TERMS if term.own_axes in (0, 1)), *OF_FLOAT8)
 # Terms that depend on the numbers of rows.
 _COUNTED = frozenset(term.name for term in TERMS if term.part_of != "softmax")
 _STARTS = ("cu_seqlens_q", "cu_seqlens_k")
@@ -141,7 +135,7 @@ class Calls:
         its own rows before it hears of the others.
         """
         self.count += 1
-        if interop.are_cupy(arrays, INPUTS) and interop.is_captured(arrays["q"]):
+        if interop.are_cupy(arrays, INPUTS) and interop.is_captured(bits_of(arrays["q"])):
             self._check_captured(terms)
 
         def own() -> tuple[Call, Facts]:
@@ -259,11 +253,15 @@ class Calls:
         need_of: Callable[[Mapping[str, Any]], tuple[str, ...]],
     ) -> Call:
         """This rank's call, with all checks that need no arrays of other ranks."""
-        for name, remedy in _REMEDIES.items():
-            if arrays.get(name) is not None:
-                raise not_served(name, type(arrays[name]).__name__, remedy)
+        if arrays.get("block_table") is not None:
+            got = type(arrays["block_table"]).__name__
+            raise not_served("block_table", got, "contiguous keys; each rank's pages gathered into them")
         borrowed = interop.borrow(arrays, required=required)
         given = {name: x for name, x in borrowed.arrays.items() if x is not None}
+        for name in OF_FLOAT8:
+            if name in given and given[name].shape[-1:] not in ((), (1,)):
+                got = f"shape {tuple(given[name].shape)}, factors of blocks of rows"
+                raise not_served(name, got, "one factor for the array, (), or for each head, (num_heads, 1)")
         need = need_of(given)
         leading = as_one_call(self.options, given, need or ("out", "lse"), interop.module_of(given["q"]))
         if leading is not None:
@@ -377,7 +375,7 @@ class Calls:
                 own, first = fact[f"_content of {name}"], facts[0][f"_content of {name}"]
                 if own != first:
                     raise value_error(name, f"{own} on rank {rank}", f"{first} as on rank 0")
-        batch, num_heads_kv, *_ = view_4d(given["k"], self.options.layout).shape
+        batch, num_heads_kv, *_ = view_4d(bits_of(given["k"]), self.options.layout).shape
         of_row = batch * (problem.head_dim + problem.head_dim_v) * given["k"].dtype.itemsize
         left, right = window_of(self.options, split_q.seqlen, split_k.seqlen)
         schedule = make_schedule(
@@ -469,12 +467,15 @@ class Calls:
         raise value_error(name, f"{rows} rows on the ranks", f"1 on all of them, or their queries, {own}")
 
     def _seen(self, name: str, array: Array) -> Array:
-        """A view with all four axes (lse and dlse: three); arrays without axes of rows stay as they are."""
+        """A view with all four axes (lse and dlse: three); arrays without axes of rows stay as they are.
+
+        CuPy's arrays of float8 are seen as bytes, as which they travel.
+        """
         if name in (*BROADCAST, "block_mask"):
             return of_pairs(array)
         if name in (*self._of_all, *_STARTS):
             return array
-        return view_rows(array) if name in ("lse", "dlse") else view_4d(array, self.options.layout)
+        return view_rows(array) if name in ("lse", "dlse") else view_4d(bits_of(array), self.options.layout)
 
 
 def _axis_of_rows(array: Array, layout: str) -> int:

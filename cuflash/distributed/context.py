@@ -204,8 +204,10 @@ class ContextParallel:
         cu_seqlens_q, cu_seqlens_k : array, optional
             As `cuflash.FlashAttention.forward` takes them, for the rows of all ranks: the same on all of them. The host
             reads them, so if they are on the GPU it waits for the device.
-        block_table, q_scale, k_scale, v_scale : array, optional
+        block_table : array, optional
             Not served.
+        q_scale, k_scale, v_scale : array, optional
+            One number for the array, or (..., num_heads, 1): the same on all ranks. Blocks of rows are not served.
         **terms : array, optional
             The other arrays that `cuflash.FlashAttention.forward` takes, for the whole problem: the same on all ranks.
             The arrays that `score` and `mask` read are among them, and so is a block_mask.
@@ -257,7 +259,7 @@ class ContextParallel:
             Gradients that are wanted, as `cuflash.FlashAttention.backward` takes it: the same on all ranks.
         seed, offset : int, optional
             As `forward` took them.
-        block_table, q_scale, k_scale, v_scale : array, optional
+        block_table : array, optional
             Not served.
         **terms : array, optional
             The other arrays, as `forward` took them.
@@ -323,7 +325,7 @@ class ContextParallel:
             Broadcast to (batch, num_heads, seqlen_q, rows of this rank's keys).
         seed, offset : int, optional
             As `forward` takes them.
-        block_table, cu_seqlens_q, cu_seqlens_k, q_scale, k_scale, v_scale : array, optional
+        block_table, cu_seqlens_q, cu_seqlens_k : array, optional
             Not served.
         **terms : array, optional
             The other arrays, as `forward` takes them.
@@ -372,7 +374,7 @@ class ContextParallel:
         """What `forward` and `decode` return."""
 
         def compute(call: Call, run: Execution) -> ForwardResult:
-            out = run.xp.empty(run.problem.out_shape, run.arrays["q"].dtype)
+            out = run.xp.empty(run.problem.out_shape, numpy_dtype(run.problem.dtype))
             lse = run.xp.empty(run.problem.lse_shape, numpy_dtype(run.problem.softmax_dtype))
             fill = run.decode if method == "decode" else run.forward
             fill(view_4d(out, self.options.layout), view_rows(lse))

@@ -194,14 +194,10 @@ class Execution(Run):
         if not order:
             seen[0], order = [Tile(0, 0, 0, queries, (0, 0), (queries,))], [((0, 0), 0, 0)]
         found = [Found.of(self, len(own), out, lse) for own in seen]
-        is_rounded = self.problem.has_float8  # calls round out to the dtype of q, if that is less precise
         for tile, part in zip(seen[self.rank], found[self.rank].parts, strict=True):
             arrays = self._of_keys(tile, queries, is_first=tile.keys == order[0][0])
             call = functools.partial(self.parts.forward, queries, tile.keys)
-            got = self.parts.into({} if is_rounded else part, arrays, call, is_wide=self.parts.is_on_cpu)
-            if is_rounded:
-                for name, into in part.items():
-                    assign(into, got[name])
+            self.parts.into(part, arrays, call, is_wide=self.parts.is_on_cpu)
         own = found[self.rank].memory
         self.exchange([(rank, own) for rank in others], [(rank, found[rank].memory) for rank in others])
         parts = [found[rank].parts[i] for _, rank, i in order]
@@ -216,6 +212,7 @@ class Execution(Run):
             if self.arrays.get(name) is not None:
                 found[name] = self.arrays[name] if self.arrays[name].shape[3] == 1 else self.arrays[name][..., at]
         terms = self.parts.of_heads(slice(None), of_softmax=is_first) | self.parts.of_blocks(queries, tile.keys)
+        terms |= self.parts.scales(slice(None), slice(None))
         return self.parts.behind_keys(found, tile.front[1]) | terms | self.parts.lengths(tile.keys)
 
     # ---- calls -------------------------------------------------------------------------------------------------------
@@ -240,7 +237,7 @@ class Execution(Run):
             found = self.parts.behind_keys(found, tile.front[1])
         else:
             found = self.parts.behind_queries(found, tile.front[0], self.broadcasts_rows)
-        return found | self._terms(tile, q_heads, of_softmax=not by_keys and tile.part == 0)
+        return found | self._terms(tile, q_heads, slice(*heads), of_softmax=not by_keys and tile.part == 0)
 
     def _of_pairs(self, tile: Tile, q_heads: slice, found: Mapping[str, Array], *, by_keys: bool) -> dict[str, Array]:
         """Bias and mask of a tile, without the rows and columns in front of its piece."""
@@ -261,14 +258,14 @@ class Execution(Run):
             terms["bias"] = self.parts.widened(terms["bias"])
         return terms
 
-    def _terms(self, tile: Tile, q_heads: slice, *, of_softmax: bool) -> dict[str, Array]:
-        """The other terms of a call on a tile."""
+    def _terms(self, tile: Tile, q_heads: slice, heads: slice, *, of_softmax: bool) -> dict[str, Array]:
+        """The other terms of a call on a tile, for some query heads and key/value heads."""
         numbers = self.parts.of_heads(q_heads, of_softmax=of_softmax)
         if self.schedule.packing is not None:
             numbers = {name: of_sequences(x, tile) for name, x in numbers.items()}
         blocks = self.parts.of_blocks(tile.queries, tile.keys)
         blocks = {name: of_heads(x, q_heads, self.problem.num_heads) for name, x in blocks.items()}
-        return numbers | blocks | self.parts.lengths(tile.keys)
+        return numbers | blocks | self.parts.scales(q_heads, heads) | self.parts.lengths(tile.keys)
 
     # ---- what travels ------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,10 @@ import cuflash.testing as ct
 from cuflash import recording
 from cuflash.distributed.streams import CudaStreams
 from cuflash.emulator import find_compiler
+from cuflash.float8 import Float8Array
+from cuflash.operands import FLOAT8
 from cuflash.recording import Recording
+from cuflash.testing.float8 import assert_float8
 from tests.emulate import device
 from tests.emulate.device import OnDevice, extend
 from tests.emulate.launcher import launcher
@@ -71,6 +74,8 @@ def repeated(monkeypatch):
 
 
 def on_device(x: Any) -> Any:
+    if x.dtype.name in FLOAT8:
+        return Float8Array(on_device(x.view(np.uint8)), x.dtype)
     array = OnDevice(x.shape, x.dtype)
     array[...] = x
     return array
@@ -172,6 +177,34 @@ def test_decoding_that_is_repeated_keeps_the_oracle_rule(name, repeated):
         ct.assert_forward(one, *first)
         for x, y in zip(first, second, strict=True):
             np.testing.assert_array_equal(x, y)
+    assert len(repeated) == 6  # three calls on two ranks
+
+
+@pytest.mark.parametrize("q_float8", [False, True])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("arch", ["8.0", "9.0"])
+def test_float8_travels_as_bytes(arch, layout, q_float8, repeated):
+    """Parts of out are rounded to its dtype before they are merged, because kernels of float8 give no other."""
+    sizes: dict[str, Any] = {**SIZES, "layout": layout, "dtype": "bfloat16", "causal": True}
+    case = ct.Case(**sizes, kv_dtype="float8_e4m3fn", k_scale="head", v_scale="tensor", q_float8=q_float8)
+    split = cd.zigzag(128, 2)
+    x = Parts(Whole.of(case), split, split)
+
+    def work(comm):
+        own = {n: on_device(array) for n, array in x.of(comm.rank, x.whole_problem.arrays).items()}
+        attn: Any = cd.ContextParallel(comm, split=split, steps=2, **case.keywords)
+        found = [attn.forward(*ct.qkv(own), **ct.optional(own)) for _ in range(2)]
+        own["q"] = on_device(x.whole_problem.arrays["q"])
+        found.append(attn.decode(*ct.qkv(own), **ct.optional(own)))
+        return [{"out": out.get(), "lse": lse.get()} for out, lse in found]
+
+    with launcher(arch, computes=True):
+        extend(sys.modules["cupy"])
+        of_ranks = on_threads(2, work)
+    *forward, decoded = zip(*of_ranks, strict=True)
+    judge_float8 = assert_float8 if q_float8 and arch == "9.0" else ct.assert_forward  # of products of bytes
+    for results in (*map(x.whole, forward), *decoded):
+        judge_float8(case, results["out"], results["lse"])
     assert len(repeated) == 6  # three calls on two ranks
 
 

@@ -564,7 +564,7 @@ ONES = np.ones((1, 1), bool)
             r"^block_mask: got shape \(1, 0\), expected \(..., ceil\(seqlen_q ",
         ),
         ({}, {"block_table": ONES}, NotImplementedError, "^block_table: got ndarray, which is not served over ranks; "),
-        ({}, {"k_scale": ONES}, NotImplementedError, "^k_scale: got ndarray, which is not served over ranks; "),
+        ({}, {"k_scale": ONES}, ValueError, "^k_scale: got an array, expected None, since k has dtype float64: "),
         ({}, {"nonsense": 1}, TypeError, r"^forward\(\) got an unexpected keyword argument 'nonsense'$"),
         (
             {"split": None},

@@ -101,7 +101,13 @@ def test_the_plan_counts_sequences():
             "^cu_seqlens_k: got ",
         ),
         ({}, {"kv_lengths": np.ones(4, np.int32)}, "forward", NotImplementedError, "^kv_lengths: got it together with"),
-        ({}, {"k_scale": np.ones(1, np.float32)}, "forward", NotImplementedError, "^k_scale: got ndarray, which is "),
+        (
+            {},
+            {"block_table": np.ones((1, 1), np.int32)},
+            "forward",
+            NotImplementedError,
+            "^block_table: got ndarray, w",
+        ),
     ],
 )
 def test_what_packed_sequences_do_not_go_with(options, changes, method, kind, message):
