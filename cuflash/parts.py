@@ -163,7 +163,7 @@ class Parts:
         return Float8Array(array, numpy_dtype(dtype)) if dtype in FLOAT8 and array.dtype == np.uint8 else array
 
     def behind_queries(self, arrays: dict[str, Array], front: int, shared: Collection[str] = ()) -> dict[str, Array]:
-        """The arrays of a call that begins `front` queries earlier, with rows whose weights are exp(score - inf) = 0.
+        """The arrays of a call that begins `front` queries earlier, with rows that have no weight.
 
         Bias or mask named in `shared` are the same for all queries and stay as they are.
         """
@@ -172,7 +172,8 @@ class Parts:
         names = {*_OF_QUERIES, *BROADCAST} - set(shared)
         longer = {name: self._behind(x, front, 2) for name, x in arrays.items() if name in names}
         if "lse" in longer:
-            longer["lse"][:, :, :front] = np.inf
+            # Weights are exp(score - inf) = 0. A function may make a score NaN there: -inf says that a row sees no key.
+            longer["lse"][:, :, :front] = -np.inf if self.problem.has_functions else np.inf
         return arrays | longer
 
     def behind_keys(self, arrays: dict[str, Array], front: int) -> dict[str, Array]:

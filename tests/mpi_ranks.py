@@ -61,9 +61,9 @@ def absence(comm: MPI.Comm) -> None:
 def progress(comm: MPI.Comm) -> None:
     """Rows come while a rank computes, and calls nothing of MPI."""
     transport, own, into = cd.Mpi(comm), np.full(2**24, comm.rank, np.uint8), np.empty(2**24, np.uint8)
-    pending = transport.start([(1 - comm.rank, own)], [(1 - comm.rank, into)])
+    moving, _ = pending = transport.start([(1 - comm.rank, own)], [(1 - comm.rank, into)])
     time.sleep(2)
-    print(f"rank {comm.rank}: rows are there is {pending.done()}", flush=True)
+    print(f"rank {comm.rank}: rows are there is {moving.done()}", flush=True)
     transport.finish(pending, 10)
     assert (into == 1 - comm.rank).all()
 

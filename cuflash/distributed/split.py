@@ -11,6 +11,7 @@ from cuflash.spans import Span, cut_evenly, joined
 from cuflash.values import as_integer, counted, type_error, typed, value_error
 
 Array = Any
+_AXES = ": axis is that of the sequence, -1 in lse, -3 in layout 'bshd'"  # what messages about a wrong length add
 
 
 @dataclass(frozen=True)
@@ -88,19 +89,29 @@ class Split:
         """
         rows = array.shape[axis]
         if rows != self.seqlen:
-            raise value_error("array", f"{counted(rows, 'row')} in axis {axis}", f"{self.seqlen} as the split has")
+            raise value_error(
+                "array", f"{counted(rows, 'row')} in axis {axis}", f"{self.seqlen} as the split has{_AXES}"
+            )
         moved = array.swapaxes(0, axis)
         pieces = [moved[start:stop] for start, stop in self.spans[rank]] or [moved[:0]]
         return module_of(array).concatenate(pieces).swapaxes(0, axis)
 
     def whole(self, parts: Sequence[Array], axis: int = -2) -> Array:
-        """The array with the rows of all ranks, put together from the parts of the ranks: the inverse of `part`."""
+        """The array with the rows of all ranks, put together from the parts of the ranks: the inverse of `part`.
+
+        Parameters
+        ----------
+        parts : sequence of array
+            The arrays of all ranks, in their order.
+        axis : int, default -2
+            The axis of the sequence, as `part` takes it: ``split.whole(lses, axis=-1)``.
+        """
         if len(parts) != self.ranks:
             raise value_error("parts", counted(len(parts), "array"), f"{self.ranks}, one for each rank")
         pieces = {}
         for rank, array in enumerate(parts):
             if array.shape[axis] != self.rows(rank):
-                expected = f"{self.rows(rank)} as rank {rank} has"
+                expected = f"{self.rows(rank)} as rank {rank} has{_AXES}"
                 raise value_error(f"parts[{rank}]", f"{counted(array.shape[axis], 'row')} in axis {axis}", expected)
             for span in self.spans[rank]:
                 pieces[span] = array.swapaxes(0, axis)[self.local(rank, span)]

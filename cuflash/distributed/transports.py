@@ -13,8 +13,9 @@ import functools
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -102,23 +103,46 @@ class Progress:
 
     def run(self, job: Callable[..., Any], *args: Any) -> Any:
         """Run a job; a job that waits for other ranks has to look at `is_over`."""
+        self.check()
         return self._pool.submit(job, *args)
 
-    def result(self, pending: Any, what: str, timeout: float) -> Any:
-        """Wait for a job, and return its result."""
+    def check(self) -> None:
+        """Raise RuntimeError after a failure."""
+        if self.is_over.is_set():
+            raise RuntimeError("comm: got a communicator after a call that failed, expected a new one")
+
+    def result(self, pending: Any, what: str, timeout: float, silent: Callable[[], Iterable[int]]) -> Any:
+        """Wait for a job, and return its result; `silent` tells which ranks it waits for."""
         try:
             return pending.result(timeout)
         except concurrent.futures.TimeoutError:
+            ranks = list(silent())
             self.is_over.set()
-            raise out_of_time(what, timeout) from None
+            raise out_of_time(what, timeout, ranks) from None
+
+    def stop(self) -> None:
+        """Let all jobs end, and wait until they have."""
+        self.is_over.set()
+        self._pool.shutdown(cancel_futures=True)
 
 
-class _Parcel(NamedTuple):
+@dataclass(eq=False)
+class _Parcel:
     """An array under way, and a queue by which its receiver says that it has copied it."""
 
+    target: int
     array: Array
     ready: Any  # an event on the sender's stream; None in host memory
     taken: deque[Any]
+    is_taken_out: bool = False  # whether the receiver has begun to copy it
+
+
+@dataclass(eq=False)
+class _Arrivals:
+    """Arrays that other ranks send, with events after their last use before, and events after the copies so far."""
+
+    expected: list[tuple[int, Array, Any]]
+    copied: list[Any]
 
 
 class _Switchboard:
@@ -133,12 +157,17 @@ class _Switchboard:
             (source, target): deque() for source in range(size) for target in range(size)
         }
 
-    def wait(self, is_there: Callable[[], bool], what: str, timeout: float, over: threading.Event) -> None:
-        """Wait, with the lock held, until `is_there`, a rank has failed, or the wait is `over`."""
-        if not self.changed.wait_for(lambda: is_there() or self.failed or over.is_set(), timeout):
-            raise out_of_time(what, timeout)
-        if not is_there():
-            raise RankFailed(*next(iter(self.failed.items()))) if self.failed else out_of_time(what, timeout)
+    def wait(self, silent: Callable[[], Collection[int]], what: str, timeout: float, over: threading.Event) -> None:
+        """Wait, with the lock held, until no rank is `silent`, a rank has failed, or the wait is `over`."""
+        self.changed.wait_for(lambda: not silent() or self.failed or over.is_set(), timeout)
+        self.check()
+        if ranks := silent():
+            raise out_of_time(what, timeout, ranks)
+
+    def check(self) -> None:
+        """Raise RankFailed if a rank has failed."""
+        if self.failed:
+            raise RankFailed(*next(iter(self.failed.items())))
 
 
 class Threads(Transport):
@@ -154,65 +183,101 @@ class Threads(Transport):
         self._calls = 0
         self._progress = Progress()
         self._stream: Any = None
+        self._parcels: list[_Parcel] = []  # those that were sent since the last `finish`
+        self._arrivals: list[_Arrivals] = []
 
     def share(self, text: bytes, timeout: float) -> list[bytes]:
         board, call = self._board, self._calls
+        board.check()
+        self._progress.check()
         self._calls += 1
         with board.changed:
             said = board.said.setdefault(call, {})
             said[self.rank] = text
             board.changed.notify_all()
-            board.wait(lambda: len(said) == self.size, "what other ranks say", timeout, self._progress.is_over)
+            board.wait(lambda: set(range(self.size)) - said.keys(), "what other ranks say", timeout, self._is_over)
             board.heard[call] = board.heard.get(call, 0) + 1
             if board.heard[call] == self.size:
                 del board.heard[call], board.said[call]
             return [said[rank] for rank in range(self.size)]
 
+    @property
+    def _is_over(self) -> threading.Event:
+        return self._progress.is_over
+
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
-        parcels = [(target, _Parcel(array, _recorded(array), deque())) for target, array in sends]
+        parcels = [_Parcel(target, array, _recorded(array), deque()) for target, array in sends]
+        arrivals = _Arrivals([(source, array, _recorded(array)) for source, array in receives], [])
+        self._parcels += parcels
+        self._arrivals.append(arrivals)
         with self._board.changed:
-            for target, parcel in parcels:
-                self._board.under_way[self.rank, target].append(parcel)
+            for parcel in parcels:
+                self._board.under_way[self.rank, parcel.target].append(parcel)
             self._board.changed.notify_all()
-        expected = [(source, array, _recorded(array)) for source, array in receives]
-        return [parcel for _, parcel in parcels], self._progress.run(self._receive, expected)
+        return parcels, arrivals, self._progress.run(self._receive, arrivals)
 
     def finish(self, pending: Any, timeout: float) -> None:
-        parcels, receiving = pending
+        parcels, arrivals, receiving = pending
         try:
-            for arrived in self._progress.result(receiving, "rows of other ranks", timeout):
+            self._progress.result(receiving, "rows of other ranks", timeout, lambda: self._silent_in(arrivals))
+            for arrived in arrivals.copied:
                 _wait_for(arrived)
-            for parcel in parcels:
-                with self._board.changed:
-                    taken = functools.partial(bool, parcel.taken)
-                    self._board.wait(taken, "a receiver", timeout, self._progress.is_over)
-                _wait_for(parcel.taken[0])
+            with self._board.changed:
+                self._board.wait(lambda: _waiting(parcels), "a receiver of rows", timeout, self._is_over)
         except TimeoutError:
-            with self._board.changed:  # so that the thread of `Progress` stops waiting
-                self._progress.is_over.set()
-                self._board.changed.notify_all()
+            self._end()
             raise
+        for parcel in parcels:
+            _wait_for(parcel.taken[0])
+            self._parcels.remove(parcel)
+        self._arrivals.remove(arrivals)
 
     def fail(self, rank: int, text: str) -> None:
         with self._board.changed:
-            self._board.failed[rank] = text
+            self._board.failed.setdefault(rank, text)
             self._board.changed.notify_all()
+        self._end()
 
-    def _receive(self, expected: list[tuple[int, Array, Any]]) -> list[Any]:
-        """Copy arrays as they are sent; returns an event for each, after its copy."""
-        found = []
-        for source, array, is_free in expected:
+    def _end(self) -> None:
+        """Give up what is under way: after that no thread and no device uses the arrays of this rank."""
+        with self._board.changed:
+            self._is_over.set()
+            for target in range(self.size):
+                self._board.under_way[self.rank, target].clear()
+            self._board.changed.notify_all()
+        self._progress.stop()
+        for parcel in self._parcels:
+            with self._board.changed:
+                if parcel.is_taken_out:
+                    self._board.changed.wait_for(functools.partial(bool, parcel.taken))
+            for event in parcel.taken:
+                _wait_for(event)
+        for arrivals in self._arrivals:
+            for event in arrivals.copied:
+                _wait_for(event)
+
+    def _silent_in(self, arrivals: _Arrivals) -> list[int]:
+        """The ranks that have not sent what this rank waits for."""
+        missing = arrivals.expected[len(arrivals.copied) :]
+        return [rank for source, *_ in missing for rank in _silent(source, self._board.under_way[source, self.rank])]
+
+    def _receive(self, arrivals: _Arrivals) -> None:
+        """Copy arrays as they are sent, and keep an event after each copy."""
+        for source, array, is_free in arrivals.expected:
             queue = self._board.under_way[source, self.rank]
+            silent = functools.partial(_silent, source, queue)
             with self._board.changed:
-                there = functools.partial(bool, queue)
-                self._board.wait(there, f"rows of rank {source}", threading.TIMEOUT_MAX, self._progress.is_over)
+                self._board.wait(silent, "rows of other ranks", threading.TIMEOUT_MAX, self._is_over)
                 parcel = queue.popleft()
-            arrived = self._copy(parcel, array, is_free)
-            found.append(arrived)
-            with self._board.changed:
-                parcel.taken.append(arrived)
-                self._board.changed.notify_all()
-        return found
+                parcel.is_taken_out = True
+            arrived = None
+            try:
+                arrived = self._copy(parcel, array, is_free)
+                arrivals.copied.append(arrived)
+            finally:  # the sender waits for it, also where this rank fails
+                with self._board.changed:
+                    parcel.taken.append(arrived)
+                    self._board.changed.notify_all()
 
     def _copy(self, parcel: _Parcel, array: Array, is_free: Any) -> Any:
         """Copy between two ranks, on the device of the receiver; returns an event after the copy."""
@@ -258,6 +323,16 @@ def threads(ranks: int) -> list[Threads]:
         raise value_error("ranks", ranks, "an integer >= 1")
     board = _Switchboard(size)
     return [Threads(rank, size, board) for rank in range(size)]
+
+
+def _silent(rank: int, queue: Collection[Any]) -> list[int]:
+    """The rank, if nothing is in the queue of what it sends."""
+    return [] if queue else [rank]
+
+
+def _waiting(parcels: Iterable[_Parcel]) -> list[int]:
+    """The ranks that have not copied what was sent to them."""
+    return [parcel.target for parcel in parcels if not parcel.taken]
 
 
 def _recorded(array: Array) -> Any:

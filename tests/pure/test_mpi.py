@@ -43,7 +43,7 @@ def test_ranks_compute_what_one_device_does_and_find_out_what_they_do_not_share(
 
 def test_a_rank_that_does_not_come_is_missed_in_time():
     done = run(2, "-m", "tests.mpi_ranks", "absence")
-    says(done, "rank 0 after 1 s: what other ranks say: got nothing within timeout=0.5 seconds")
+    says(done, "rank 0 after 1 s: what other ranks say: got nothing from rank 1 within timeout=0.5 seconds")
 
 
 def test_a_rank_that_fails_on_its_way_is_heard_of_at_once():
@@ -131,7 +131,7 @@ def test_rows_that_do_not_come_are_missed_in_time():
     from mpi4py import MPI
 
     transport, into = cd.Mpi(MPI.COMM_SELF), np.empty(3)
-    with pytest.raises(TimeoutError, match=r"^rows of other ranks: got nothing within timeout=0.2 seconds"):
+    with pytest.raises(TimeoutError, match=r"^rows of other ranks: got nothing from rank 0 within timeout=0.2 seco"):
         transport.finish(transport.start([], [(0, into)]), 0.2)
 
 

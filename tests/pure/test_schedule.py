@@ -392,3 +392,14 @@ def test_steps_grow_and_the_last_one_is_small_where_something_follows_it(heads, 
 
     assert lengths(chunks=2) == [[up], [up_and_down]]
     assert lengths() == [[[heads], up_and_down]] * 2
+
+
+def test_a_wrong_axis_of_the_sequence_is_named():
+    split, lse = cd.zigzag(111, 2), np.zeros((4, 111))
+    parts = [split.part(lse, rank, axis=-1) for rank in range(2)]
+    np.testing.assert_array_equal(split.whole(parts, axis=-1), lse)
+    remedy = ": axis is that of the sequence, -1 in lse, -3 in layout 'bshd'"
+    with pytest.raises(ValueError, match=rf"^parts\[0\]: got 4 rows in axis -2, expected 55 as rank 0 has{remedy}$"):
+        split.whole(parts)
+    with pytest.raises(ValueError, match=rf"^array: got 4 rows in axis -2, expected 111 as the split has{remedy}$"):
+        split.part(lse, 0)

@@ -103,8 +103,8 @@ def test_a_thread_that_is_waited_for_no_more_ends():
     (comm,) = cd.threads(1)
     pending = comm.start([], [(0, np.empty(3))])
     with pytest.raises(
-        TimeoutError, match=r"^rows of other ranks: got nothing within timeout=0.1 seconds; a rank may "
+        TimeoutError, match=r"^rows of other ranks: got nothing from rank 0 within timeout=0.1 seconds; it may "
     ):
         comm.finish(pending, 0.1)
-    _, receiving = pending
+    *_, receiving = pending
     assert isinstance(receiving.exception(10), TimeoutError)
