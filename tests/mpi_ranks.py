@@ -3,6 +3,7 @@
 mpiexec -n 3 python -m tests.mpi_ranks right_results disagreement
 """
 
+import signal
 import sys
 import time
 from typing import Any
@@ -12,6 +13,7 @@ from mpi4py import MPI
 
 import cuflash.distributed as cd
 import cuflash.testing as ct
+from cuflash.parts import Parts as Calls
 from tests.ranks import Parts, Whole, compute, judge
 
 SIZES: dict[str, Any] = {"seqlen_q": 61, "seqlen_k": 83, "num_heads": 4, "num_heads_kv": 2, "head_dim": 16}
@@ -80,6 +82,32 @@ def failure(comm: MPI.Comm) -> None:
     except (MemoryError, RuntimeError) as error:
         print(f"rank {comm.rank} soon {time.monotonic() - start < 10}: {error!r}", flush=True)
         time.sleep(1)  # so that all of them can say so
+        comm.Abort()
+
+
+def interruption(comm: MPI.Comm) -> None:
+    """One rank is interrupted while rows travel, and uses its arrays for something else; the others hear of it."""
+    attn: Any = cd.ContextParallel(comm, split="contiguous", timeout=60)
+    x, forward = np.ones((2, 1000, 16)), Calls.forward
+    calls: list[int] = []
+
+    def interrupted(self: Any, *args: Any) -> Any:
+        calls.append(1)
+        if comm.rank == 1 and len(calls) == 3:  # of the second call
+            signal.raise_signal(signal.SIGINT)
+        return forward(self, *args)
+
+    Calls.forward = interrupted  # type: ignore[method-assign, assignment]
+    start = time.monotonic()
+    try:
+        for _ in range(3):  # a rank that had all rows hears of it in the next call
+            attn.forward(x, x, x)
+    except (KeyboardInterrupt, RuntimeError) as error:
+        x[...] = np.nan
+        moving = [thread for thread in attn._calls.transport._progress._pool._threads if thread.is_alive()]
+        soon = time.monotonic() - start < 30
+        print(f"rank {comm.rank} soon {soon}, {len(moving)} threads: {error!r}", flush=True)
+        time.sleep(5)  # so that all of them can say so
         comm.Abort()
 
 

@@ -43,13 +43,14 @@ class Neighbours:
     """Ranks of one communicator that are threads of one process, and how often each has come to a meeting."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # Ctrl-C may come within the methods of a condition, but not within these
+        self._changed = threading.Condition(self._lock)
         self._came: Counter[int] = Counter()
         self.failed: dict[int, str] = {}  # by rank
 
     def meet(self, rank: int, ranks: Sequence[int], timeout: float) -> None:
         """Wait until all ranks have come as often as this one."""
-        with self._changed:
+        with self._lock:
             self._came[rank] += 1
             count = self._came[rank]
             self._changed.notify_all()
@@ -69,7 +70,7 @@ class Neighbours:
 
     def fail(self, rank: int, text: str) -> None:
         """Let all ranks stop waiting."""
-        with self._changed:
+        with self._lock:
             self.failed[rank] = text
             self._changed.notify_all()
 

@@ -149,7 +149,8 @@ class _Switchboard:
     """The state that the ranks of one process share."""
 
     def __init__(self, size: int) -> None:
-        self.changed = threading.Condition()
+        self.lock = threading.Lock()  # Ctrl-C may come within the methods of a condition, but not within these
+        self.changed = threading.Condition(self.lock)
         self.said: dict[int, dict[int, bytes]] = {}  # by call and rank
         self.heard: dict[int, int] = {}  # by call, how many ranks have read all texts
         self.failed: dict[int, str] = {}  # by rank
@@ -160,8 +161,8 @@ class _Switchboard:
     def wait(self, silent: Callable[[], Collection[int]], what: str, timeout: float, over: threading.Event) -> None:
         """Wait, with the lock held, until no rank is `silent`, a rank has failed, or the wait is `over`."""
         self.changed.wait_for(lambda: not silent() or self.failed or over.is_set(), timeout)
-        self.check()
         if ranks := silent():
+            self.check()
             raise out_of_time(what, timeout, ranks)
 
     def check(self) -> None:
@@ -191,7 +192,7 @@ class Threads(Transport):
         board.check()
         self._progress.check()
         self._calls += 1
-        with board.changed:
+        with board.lock:
             said = board.said.setdefault(call, {})
             said[self.rank] = text
             board.changed.notify_all()
@@ -210,7 +211,7 @@ class Threads(Transport):
         arrivals = _Arrivals([(source, array, _recorded(array)) for source, array in receives], [])
         self._parcels += parcels
         self._arrivals.append(arrivals)
-        with self._board.changed:
+        with self._board.lock:
             for parcel in parcels:
                 self._board.under_way[self.rank, parcel.target].append(parcel)
             self._board.changed.notify_all()
@@ -222,7 +223,7 @@ class Threads(Transport):
             self._progress.result(receiving, "rows of other ranks", timeout, lambda: self._silent_in(arrivals))
             for arrived in arrivals.copied:
                 _wait_for(arrived)
-            with self._board.changed:
+            with self._board.lock:
                 self._board.wait(lambda: _waiting(parcels), "a receiver of rows", timeout, self._is_over)
         except TimeoutError:
             self._end()
@@ -233,21 +234,21 @@ class Threads(Transport):
         self._arrivals.remove(arrivals)
 
     def fail(self, rank: int, text: str) -> None:
-        with self._board.changed:
+        with self._board.lock:
             self._board.failed.setdefault(rank, text)
             self._board.changed.notify_all()
         self._end()
 
     def _end(self) -> None:
         """Give up what is under way: after that no thread and no device uses the arrays of this rank."""
-        with self._board.changed:
+        with self._board.lock:
             self._is_over.set()
             for target in range(self.size):
                 self._board.under_way[self.rank, target].clear()
             self._board.changed.notify_all()
         self._progress.stop()
         for parcel in self._parcels:
-            with self._board.changed:
+            with self._board.lock:
                 if parcel.is_taken_out:
                     self._board.changed.wait_for(functools.partial(bool, parcel.taken))
             for event in parcel.taken:
@@ -266,7 +267,7 @@ class Threads(Transport):
         for source, array, is_free in arrivals.expected:
             queue = self._board.under_way[source, self.rank]
             silent = functools.partial(_silent, source, queue)
-            with self._board.changed:
+            with self._board.lock:
                 self._board.wait(silent, "rows of other ranks", threading.TIMEOUT_MAX, self._is_over)
                 parcel = queue.popleft()
                 parcel.is_taken_out = True
@@ -275,7 +276,7 @@ class Threads(Transport):
                 arrived = self._copy(parcel, array, is_free)
                 arrivals.copied.append(arrived)
             finally:  # the sender waits for it, also where this rank fails
-                with self._board.changed:
+                with self._board.lock:
                     parcel.taken.append(arrived)
                     self._board.changed.notify_all()
 

@@ -162,8 +162,10 @@ class Feed:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.workers.close()
-        self.device.wait(self.device.mark(self.stream))
+        try:
+            self.workers.close()
+        finally:
+            self.device.wait(self.device.mark(self.stream))
 
     def __iter__(self) -> Iterator[dict[str, Array]]:
         for number in range(min(2, len(self.spans))):
@@ -219,8 +221,10 @@ class Drain:
                     for done in copies:
                         done.result()
         finally:
-            self.device.wait(self.device.mark(self.stream))
-            self.workers.close()
+            try:
+                self.device.wait(self.device.mark(self.stream))
+            finally:
+                self.workers.close()
 
     def room(self, number: int) -> dict[str, Array]:
         """The device buffers for the results of a chunk."""

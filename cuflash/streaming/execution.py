@@ -113,8 +113,10 @@ class StreamedPass:
             return
         if self.is_mapped:
             mapped = {name: self.device.mapped(array) for name, array in self.keys.items()}
-            yield Part(0, self.chunks[0], mapped, {})
-            self.device.wait(self.device.mark(None))
+            try:
+                yield Part(0, self.chunks[0], mapped, {})
+            finally:  # kernels read the caller's memory
+                self.device.wait(self.device.mark(None))
             return
         with Drain(self.device, results, spans) as drain, Feed(self.device, self.keys, spans) as feed:
             for number, (chunk, keys) in enumerate(zip(self.chunks, feed, strict=True)):

@@ -141,8 +141,10 @@ def alloc(nbytes: int) -> Memory:
 @contextmanager
 def using_allocator(allocator: Any) -> Iterator[None]:
     before, _of_thread.allocator = _of_thread.allocator, allocator
-    yield
-    _of_thread.allocator = before
+    try:
+        yield
+    finally:
+        _of_thread.allocator = before
 
 
 class MemoryPool:

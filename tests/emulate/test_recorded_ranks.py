@@ -1,5 +1,7 @@
 """Calls of ranks that repeat what was recorded of a warm-up run, on a stand-in for a device, against the oracle."""
 
+import contextlib
+import functools
 import gc
 import sys
 import threading
@@ -10,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import cuflash.distributed as cd
 import cuflash.testing as ct
@@ -23,6 +27,7 @@ from cuflash.testing.float8 import assert_float8
 from tests.emulate import device
 from tests.emulate.device import OnDevice, extend
 from tests.emulate.launcher import launcher
+from tests.interrupts import Interrupt, of_package
 from tests.ranks import OfRank, Parts, Whole, compute, judge, on_threads
 
 pytestmark = [
@@ -288,3 +293,73 @@ def test_calls_come_after_what_puts_the_columns_of_their_keys_together(name, mon
         on_threads(2, work)
     assert any(copies for copies, _ in calls)
     assert all(is_after for _, is_after in calls)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**20),
+    st.sampled_from([("recording.py",), ("distributed/", "recording.py", "parts.py", "elementwise.py")]),
+    st.sampled_from(["9.0", "8.0 bias"]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_an_interrupt_at_any_line_leaves_streams_and_pools_as_they_were(line, names, name, is_first, is_backward):
+    """Later work of the caller's stream, which gets the memory of the call, comes after all that the call launched."""
+    case = (CASES | UNRECORDED)[name]
+    split = cd.zigzag(case.seqlen_q, 2)
+    pasts: dict[Any, set[object]] = defaultdict(set)  # by stream, the work that its later work comes after
+    x = Parts(Whole.of(case), split, split)
+    counted, interrupt = Interrupt(of_package(*names)), Interrupt(of_package(*names))
+
+    def record(event, stream=None):
+        event.is_recorded, event.past = True, frozenset(pasts[stream or device.get_current_stream()])
+
+    def launched(run):
+        def launch(*args, **how):
+            pasts[device.get_current_stream()].add(object())
+            return run(*args, **how)
+
+        return launch
+
+    def work(comm, interrupt):
+        main, device._of_thread.allocator = device.Stream(), None
+        main.use()
+        arrays = {n: on_device(array) for n, array in x.of(comm.rank, x.whole_problem.arrays).items()}
+        attn: Any = cd.ContextParallel(comm, split=split, steps=2, timeout=5, **case.keywords)
+        inputs, terms = ct.qkv(arrays), ct.optional(arrays)
+        out, lse = attn.forward(*inputs, **terms)
+
+        def call():
+            return (
+                attn.backward(arrays["dout"], *inputs, out, lse, **terms)
+                if is_backward
+                else attn.forward(*inputs, **terms)
+            )
+
+        held: Any = None
+        try:
+            if not is_first:
+                call()
+            with contextlib.ExitStack() as stack:
+                if comm.rank == 1:
+                    stack.enter_context(interrupt())
+                call()
+        except (KeyboardInterrupt, RuntimeError, TimeoutError) as error:
+            held = error  # with its traceback, and all that this refers to
+        assert held or comm.rank == 0 or not interrupt.where
+        assert device._of_thread.allocator is None
+        assert recording.of_thread.recording is None
+        assert device.get_current_stream() is main
+        own = [stream for stream in pasts if stream in attn._calls.streams._of_device.get(0, main)._others]
+        assert all(pasts[stream] <= pasts[main] for stream in own)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device.Event, "record", record)
+        patch.setattr(device.Stream, "wait_event", lambda stream, event: pasts[stream].update(event.past))
+        for one in (counted, interrupt):
+            with launcher(name[:3], computes=False):
+                cupy: Any = sys.modules["cupy"]
+                extend(cupy)
+                cupy.cuda.driver.launchKernel = launched(cupy.cuda.driver.launchKernel)
+                on_threads(2, functools.partial(work, interrupt=one))
+            interrupt.line = 1 + line % max(counted.lines, 1)

@@ -51,6 +51,12 @@ def test_a_rank_that_fails_on_its_way_is_heard_of_at_once():
     says(done, *(f"rank {rank} soon True: RankFailed('rank 1 failed: MemoryError: no room')" for rank in (0, 2)))
 
 
+def test_a_rank_that_is_interrupted_is_heard_of_at_once():
+    done = run(3, "-m", "tests.mpi_ranks", "interruption")
+    says(done, *(f"rank {rank} soon True, 0 threads: RankFailed('rank 1 failed: KeyboardInter" for rank in (0, 2)))
+    says(done, "rank 1 soon True, 0 threads: KeyboardInterrupt()")
+
+
 def test_rows_come_while_ranks_compute():
     done = run(2, "-m", "tests.mpi_ranks", "progress")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import threading
 import tracemalloc
 import types
 from dataclasses import replace
@@ -17,10 +18,12 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash import interop
+from cuflash.parts import Parts
 from cuflash.spans import Band
 from cuflash.streaming import calls
 from cuflash.streaming.chunks import Chunk, chunks_of
-from tests.fakes import FakeDevice
+from tests.fakes import FakeDevice, FakeStream
+from tests.interrupts import Interrupt, of_package
 
 FEATURES = (*(name for name in ct.FEATURES if name != "scale"), "sinks", "dlse", "dropout", "block_mask")
 SMALL: dict[str, Any] = {
@@ -379,3 +382,55 @@ def test_results_on_the_device_have_memory_of_their_own(result, other, chunk, mo
         else:
             inputs = [arrays.pop(name) for name in ("dout", "q")]
             attn.backward(*inputs, *keys, *(arrays.pop(n) for n in ("out", "lse")), need=("dq", "dsinks"), **arrays)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**20), st.booleans(), st.booleans(), st.sampled_from(["forward", "backward", "mapped"]))
+def test_an_interrupt_at_any_line_leaves_no_copy_under_way(line, late, pinned, method):
+    """As soon as it is raised, while its traceback still holds what the call made."""
+    is_mapped = method == "mapped"
+    arrays = replace(CASE, seqlen_q=1 if is_mapped else 13).arrays()
+    attn: Any = cuflash.FlashAttention(causal=True)
+    out, lse = attn.forward(*ct.qkv(arrays))
+    keys = cuflash.streamed(arrays["k"], arrays["v"], chunk=None if is_mapped else 16)
+    device, streams, log, held = FakeDevice(late=late, pinned=pinned), [], [], None
+    wait, forward = device.wait, Parts.forward
+
+    def stream():
+        streams.append(FakeStream())
+        return streams[-1]
+
+    def logged(what, function):
+        def call(*args):
+            log.append(what)
+            return function(*args)
+
+        return call
+
+    def call(interrupt):
+        with interrupt():
+            if method == "backward":
+                attn.backward(arrays["dout"], arrays["q"], *keys, out, lse)
+            else:
+                attn.forward(arrays["q"], *keys)
+
+    files, before = of_package("streaming/", "parts.py", "merging.py"), set(threading.enumerate())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "stream", stream)
+        patch.setattr(device, "wait", logged("waits", wait))
+        patch.setattr(Parts, "forward", logged("computes", forward))
+        patch.setattr(calls, "device_of", lambda kind: device)
+        patch.setattr("cuflash.streaming.memory.may_be_mapped", lambda run, device: is_mapped)
+        counted = Interrupt(files)
+        call(counted)
+        interrupt = Interrupt(files, 1 + line % counted.lines)
+        del streams[:], log[:]
+        try:
+            call(interrupt)
+        except KeyboardInterrupt as error:
+            held = error  # with its traceback
+        assert held is not None or not interrupt.where
+    assert all(one.done == len(one.to_do) for one in streams), interrupt.where
+    assert set(threading.enumerate()) <= before, interrupt.where
+    if "computes" in log:  # kernels may read the caller's memory
+        assert log[-1] == "waits", interrupt.where

@@ -1,0 +1,51 @@
+"""KeyboardInterrupt at any line of some files, as Ctrl-C may raise it there."""
+
+import linecache
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+
+class Interrupt:
+    """Counts the lines of this thread that are run in files, and raises KeyboardInterrupt at one of them."""
+
+    def __init__(self, files: Callable[[str], bool], line: int | None = None) -> None:
+        self.files, self.line = files, line
+        self.lines = 0
+        self._entered: dict[FrameType, set[int]] = {}  # lines by frame
+        self.where = ""  # the function that was interrupted
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        before = sys.gettrace()
+        sys.settrace(self._trace)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if not self.files(frame.f_code.co_filename):
+            return None
+        if event == "return":
+            self._entered.pop(frame, None)
+        if event == "line" and not self._leaves_context(frame):
+            self.lines += 1
+            if self.lines == self.line:
+                self.where = frame.f_code.co_name
+                raise KeyboardInterrupt
+        return self._trace
+
+    def _leaves_context(self, frame: FrameType) -> bool:
+        """Whether the line is that of a with statement again, which releases a lock, say, before any signal comes."""
+        entered = self._entered.setdefault(frame, set())
+        is_known, line = frame.f_lineno in entered, frame.f_lineno
+        entered.add(line)
+        return is_known and linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("with ")
+
+
+def of_package(*names: str) -> Callable[[str], bool]:
+    """Files of these modules and folders of the package."""
+    return lambda path: any(f"/cuflash/{name}" in path for name in names)
