@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from cuflash.binding import INPUTS
 from cuflash.float8 import on_bits
 from cuflash.interop import check_distinct, overlap
@@ -297,7 +299,7 @@ class Calls:
     results : tuple of str
         The names of what the pass returns.
     xp : module
-        numpy or cupy.
+        numpy or cupy, whose array q is.
     gives_parts : bool
         Whether passes can give dq, dk and dv in the dtype of the softmax (`Options.wide`). If they cannot, arrays of 16
         bits are converted to this dtype before such gradients are summed.
@@ -368,7 +370,8 @@ class Calls:
         """The results of all calls together: each gets its index, and arrays for those results that it can fill."""
         found = {name: self._result(name) for name in self.results}
         totals = {
-            name: self._xp.zeros(x.shape, self._wide) if name in self.axes.sums else x for name, x in found.items()
+            name: self._module(x).zeros(x.shape, self._wide) if name in self.axes.sums else x
+            for name, x in found.items()
         }
         for index in self.indices():
             own = {
@@ -398,6 +401,10 @@ class Calls:
 
     # ---- arrays
 
+    def _module(self, array: Array) -> ModuleType:
+        """NumPy for arrays in host memory, as streamed keys are beside queries on a device."""
+        return np if type(array) is np.ndarray else self._xp
+
     def _result(self, name: str) -> Array:
         """The array of a result, checked, or a new one."""
         model = self._arrays.get(name[1:])
@@ -409,11 +416,13 @@ class Calls:
             shape, dtype = ((), self._wide) if model is None else (tuple(model.shape), model.dtype)
         given = self._given[name]
         if given is None:
-            return self._xp.empty(shape, dtype)
+            return self._module(q if model is None else model).empty(shape, dtype)
         check_array(name, given, shape, dtype.name, is_read=False)
         check_distinct(name, given)
         for other, array in {**self._arrays, **self._given}.items():
-            if array is not None and other != name and overlap(given, array):
+            if array is None or other == name or self._module(array) is not self._module(given):
+                continue
+            if overlap(given, array):
                 raise value_error(name, f"memory shared with {other}", "memory of its own")
         return given
 
@@ -445,14 +454,14 @@ class Calls:
         array = self._with_heads(name, array)
         leading = self._leading(name, array)
         if 0 in array.shape[:leading]:
-            return self._xp.empty((0, *array.shape[leading:]), array.dtype)
+            return self._module(array).empty((0, *array.shape[leading:]), array.dtype)
         first = len(self.axes.lengths) - leading
         walked = [axis - first for axis in self.axes.inner if axis >= first and array.shape[axis - first] > 1]
         part = self._at(name, array, index, 0)
         if not walked and name.removeprefix("d") in _SUMMED_BY_PASS:
             return part
         stride = array.strides[walked[-1]] if walked else 0
-        as_strided = self._xp.lib.stride_tricks.as_strided
+        as_strided = self._module(array).lib.stride_tricks.as_strided
         return as_strided(part, (self.axes.batch, *part.shape), (stride, *part.strides))
 
     def _copy(self, name: str, array: Array, index: tuple[int, ...]) -> Array:
@@ -460,8 +469,9 @@ class Calls:
         part = self._at(name, array, index, slice(None))
         own = part.shape[part.ndim - _OWN_AXES[name] :]
         lengths = tuple(self.axes.lengths[axis] for axis in self.axes.inner)
-        whole = self._xp.broadcast_to(part, (*lengths, *own))
-        return self._xp.ascontiguousarray(whole).reshape(self.axes.batch, *own)
+        xp = self._module(array)
+        whole = xp.broadcast_to(part, (*lengths, *own))
+        return xp.ascontiguousarray(whole).reshape(self.axes.batch, *own)
 
 
 def as_one_call(

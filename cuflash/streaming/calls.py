@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from cuflash import host, interop
 from cuflash.binding import PASSES, Pass
 from cuflash.captured import names_of
 from cuflash.equivalents import Equivalent, equivalent
+from cuflash.leading import Calls, FirstCall, axes_of
 from cuflash.operands import numpy_dtype, view_4d, view_rows
 from cuflash.options import Options, diagonal_of, window_of
 from cuflash.parts import Parts, steps_of
@@ -67,11 +69,7 @@ class _Call:
 
     def host_result(self, name: str, device: Cuda | None) -> Host:
         """The array in host memory that a result is written to. A new one is pinned if its input (k or v) is."""
-        if name in self.hosts:
-            return self.hosts[name]
-        like = self.hosts[name[1:]]
-        is_pinned = device is not None and device.is_pinned(like)
-        return (device.pinned if device is not None and is_pinned else np.empty)(like.shape, like.dtype)
+        return self.hosts[name] if name in self.hosts else _host_result(self.hosts[name[1:]], device)
 
     def run(self, pass_: Pass, random: tuple[int, int] = (0, 0)) -> StreamedPass:
         """The object that computes a pass."""
@@ -99,6 +97,8 @@ class _Call:
 @np.errstate(all="ignore")
 def forward(options: Options, arrays: Mapping[str, Any], random: tuple[int, int]) -> tuple[Array, ...]:
     """(out, lse) of arrays by name, as `FlashAttention.forward` gets them, where k or v is `Streamed`."""
+    if axes := _over_axes("forward", options, arrays, ("out", "lse")):
+        return axes.run(functools.partial(forward, random=random))
     call = _checked("forward", options, arrays, _REQUIRED["forward"], ("out", "lse"))
     problem = call.problem
     with _on_device(call.given["q"]):
@@ -113,6 +113,8 @@ def backward(
     options: Options, arrays: Mapping[str, Any], need: tuple[str, ...], random: tuple[int, int]
 ) -> tuple[Array, ...]:
     """The gradients `need` of arrays by name, as `FlashAttention.backward` gets them, with the arrays to write to."""
+    if axes := _over_axes("backward", options, arrays, need):
+        return axes.run(functools.partial(backward, need=need, random=random))
     call = _checked("backward", options, arrays, _REQUIRED["backward"], need)
     own_need = need if call.equivalent is None else call.equivalent.need(need)
     with _on_device(call.given["q"]):
@@ -136,6 +138,10 @@ def backward(
 def plan(options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> StreamPlan:
     """The plan of both passes: the chunks, how they get to the device, and the memory that this takes."""
     given = {"out": None, "lse": None, **arrays}
+    if axes := _over_axes("backward", options, given, need):
+        first = axes.first()
+        found = plan(first.options, first.arrays, need)
+        return replace(found, note=f"{first.axes}\n{found.note}".strip())
     call = _checked("backward", options, given, ("q",), need)
     with _on_device(call.given["q"]):
         runs = {pass_: call.run(pass_) for pass_ in PASSES}
@@ -145,6 +151,78 @@ def plan(options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> 
         elif call.problem.has_functions:
             note = call.problem.program.describe()
         return replace(memory.plan_of(call.length, runs, own_need, call.given), note=note)
+
+
+@dataclass(frozen=True)
+class _OverAxes:
+    """A call with leading axes that are not one batch axis: several calls, or one on copies."""
+
+    calls: Calls
+    own: interop.Borrowed  # the arrays in the memory where the queries are
+    given: Mapping[str, Any]  # those of the caller
+    results: tuple[str, ...]
+
+    def run(self, call: Callable[..., tuple[Array, ...]]) -> tuple[Array, ...]:
+        """The results of all calls as arrays of the caller's libraries."""
+        found = self.calls.run(lambda options, arrays: call(options, self._streamed(arrays)))
+        wrapped = {f"d{name}": self.given[name].borrowed for name in ("k", "v")}
+        results = zip(self.results, found, strict=True)
+        return tuple(wrapped.get(name, self.own).give_back(x, self.given.get(name)) for name, x in results)
+
+    def first(self) -> FirstCall:
+        """The first call, for a plan."""
+        arrays = self.calls.inputs((0,) * len(self.calls.axes.lengths))
+        return FirstCall(self.calls.options, self._streamed(arrays), self.calls.describe())
+
+    def _streamed(self, arrays: dict[str, Array]) -> dict[str, Any]:
+        """The arrays of one call, with keys and values wrapped as the caller's are."""
+        wrapped = {name: self.given[name] for name in ("k", "v")}
+        return arrays | {name: Streamed(arrays[name], x.chunk, _of_numpy(arrays[name])) for name, x in wrapped.items()}
+
+
+def _of_numpy(array: Host) -> interop.Borrowed:
+    return interop.Borrowed("numpy", {"array": array}, None)
+
+
+def _over_axes(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> _OverAxes | None:
+    """How a call goes through leading axes that are not one batch axis; None of any other call, and of a wrong one."""
+    k, v = arrays["k"], arrays["v"]
+    if not (isinstance(k, Streamed) and isinstance(v, Streamed)) or any(
+        arrays.get(name) is not None for name in _REMEDIES
+    ):
+        return None
+    own = _borrowed(arrays, ("q",), results)
+    hosts = {"k": k.array, "v": v.array, **_written_to_host(arrays, results)}
+    given = {**own.arrays, **hosts}
+    axes = axes_of(options, given, results)
+    if axes is None:
+        return None
+    device = device_of(own.kind)
+    for name in OF_KEYS:
+        if name in results and name not in hosts:  # pinned, if its input is
+            given[name] = _host_result(hosts[name[1:]], device)
+    calls = Calls(axes, options, given, results, interop.module_of(own.arrays["q"]), gives_parts=False)
+    return _OverAxes(calls, own, arrays, results)
+
+
+def _borrowed(arrays: Mapping[str, Any], required: tuple[str, ...], results: tuple[str, ...]) -> interop.Borrowed:
+    """The arrays in the memory where the queries are."""
+    return interop.borrow(
+        {name: x for name, x in arrays.items() if name not in ("k", "v", *OF_KEYS)},
+        required=required,
+        written=[name for name in results if name not in OF_KEYS and arrays.get(name) is not None],
+    )
+
+
+def _written_to_host(arrays: Mapping[str, Any], results: tuple[str, ...]) -> dict[str, Host]:
+    """The arrays in host memory that results are written to."""
+    written = {name: arrays[name] for name in OF_KEYS if name in results and arrays.get(name) is not None}
+    return dict(borrowed_from_host(written, written=tuple(written)).arrays) if written else {}
+
+
+def _host_result(like: Host, device: Cuda | None) -> Host:
+    """A new array in host memory for the gradient of another one: pinned, if that is."""
+    return (device.pinned if device is not None and device.is_pinned(like) else np.empty)(like.shape, like.dtype)
 
 
 def _checked(
@@ -165,11 +243,7 @@ def _checked(
         if arrays.get(name) is not None:
             got = type(arrays[name]).__name__
             raise NotImplementedError(f"{name}: got {got}, which streamed keys do not go with; expected {remedy}")
-    own = interop.borrow(
-        {name: x for name, x in arrays.items() if name not in ("k", "v", *OF_KEYS)},
-        required=required,
-        written=[name for name in results if name not in OF_KEYS and arrays.get(name) is not None],
-    )
+    own = _borrowed(arrays, required, results)
     if interop.is_captured(own.arrays["q"]):
         raise NotImplementedError(
             "k: got streamed keys while a CUDA graph is captured, expected keys on the device: the host takes part in "
@@ -178,10 +252,8 @@ def _checked(
     spelled_out = equivalent(options, own.arrays | {"k": k.array, "v": v.array})
     if spelled_out is not None:
         options, own = spelled_out.options, own._replace(arrays=spelled_out.arrays(own.arrays))
-    written = {name: arrays[name] for name in OF_KEYS if name in results and arrays.get(name) is not None}
-    hosts = {"k": k.array, "v": v.array}
-    if written:
-        hosts |= borrowed_from_host(written, written=tuple(written)).arrays
+    written = _written_to_host(arrays, results)
+    hosts = {"k": k.array, "v": v.array, **written}
     _check_apart(hosts, tuple(written))
     given = {name: x for name, x in own.arrays.items() if x is not None} | hosts
     if own.kind == "numpy":

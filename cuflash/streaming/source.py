@@ -48,8 +48,7 @@ def streamed(k: Array, v: Array, *, chunk: int | None = None) -> StreamedPair:
     ----------
     k, v : array
         Arrays in host memory: NumPy arrays, memory maps, pinned memory (``cupyx.empty_pinned``), or arrays of another
-        library with ``__dlpack__``. They have two to four axes, in the shapes that `cuflash.FlashAttention.forward`
-        takes, and may be read-only.
+        library with ``__dlpack__``, in the shapes that `cuflash.FlashAttention.forward` takes. They may be read-only.
     chunk : int, optional
         The number of keys in a chunk. Two chunks are on the device at a time: one that is computed with, and one that
         is being copied. The default is as many keys as fit into 128 MiB of k and v. With dropout it must be a multiple
@@ -68,7 +67,7 @@ def streamed(k: Array, v: Array, *, chunk: int | None = None) -> StreamedPair:
     ValueError
         `chunk` is below 1.
     NotImplementedError
-        `k` or `v` has more than four axes, or numbers of one byte.
+        `k` or `v` has numbers of one byte.
 
     References
     ----------
@@ -90,9 +89,6 @@ def streamed(k: Array, v: Array, *, chunk: int | None = None) -> StreamedPair:
             raise value_error("chunk", chunk, "an integer >= 1")
     borrowed = borrowed_from_host({"k": k, "v": v}, required=("k", "v"))
     for name, array in borrowed.arrays.items():
-        if array.ndim > 4:
-            remedy = "two to four axes: streamed keys have one axis for the batch; reshape the leading axes to one"
-            raise NotImplementedError(f"{name}: got {array.ndim} axes, expected {remedy}")
         if array.dtype.name in FLOAT8:
             remedy = "numbers of the dtype of q: keys and values of one byte are not streamed"
             raise NotImplementedError(f"{name}: got dtype {array.dtype.name}, expected {remedy}")

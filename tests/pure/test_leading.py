@@ -1,5 +1,7 @@
 """Leading axes: any number of them, broadcasting as numpy.matmul does, on every way of the CPU path."""
 
+import functools
+import types
 from typing import Any
 
 import ml_dtypes
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
+from cuflash import host, leading
 from tests.ways import every_way
 
 FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "lengths")
@@ -281,3 +284,46 @@ def test_empty_axes_make_empty_results_and_gradients_of_zero(lengths):
     dq, dk, dscale = attn.backward(out, q, k, k, out, lse, need=("dq", "dk", "dscale"))
     assert out.shape == q.shape == dq.shape and lse.shape == q.shape[:-1]
     assert dk.shape == k.shape and not dk.any() and dscale == 0
+
+
+class OnDevice(np.ndarray):
+    """An array of another module than NumPy."""
+
+
+def on_device(x):
+    return np.ascontiguousarray(x).view(OnDevice)
+
+
+DEVICE: Any = types.SimpleNamespace(
+    empty=lambda shape, dtype: on_device(np.empty(shape, dtype)),
+    zeros=lambda shape, dtype: on_device(np.zeros(shape, dtype)),
+    broadcast_to=functools.partial(np.broadcast_to, subok=True),
+    ascontiguousarray=on_device,
+    lib=types.SimpleNamespace(
+        stride_tricks=types.SimpleNamespace(as_strided=functools.partial(np.lib.stride_tricks.as_strided, subok=True))
+    ),
+)
+
+
+@settings(max_examples=25)
+@given(ct.with_axes(ct.cases(ndims=(4,), features=("causal", "gqa", "dropout"), max_seqlen=17, max_scores=2**10)))
+def test_keys_in_host_memory_beside_queries_on_a_device_stay_there(case):
+    """As streamed keys do; and so do their gradients."""
+    arrays, attn = case.arrays(), cuflash.FlashAttention(**case.keywords)
+    out, lse = attn.forward(*ct.qkv(arrays), **case.random)
+    names, given = ("dq", "dk", "dv"), {**arrays, "out": out, "lse": lse}
+    given = {name: x if name in "kv" else on_device(x) for name, x in given.items() if name != "dlse"}
+    axes = leading.axes_of(attn.options, given, names)
+    if axes is None:
+        return
+    calls = leading.Calls(axes, attn.options, given, names, DEVICE, gives_parts=False)
+
+    def call(options, own):
+        for name, x in own.items():
+            assert x is None or (type(x) is np.ndarray) == (name in ("k", "v", "dk", "dv")), name
+        of_host = {name: x.view(np.ndarray) for name, x in own.items() if x is not None}
+        return host.backward(options, of_host, names, tuple(case.random.values()) or (0, 0))
+
+    found = dict(zip(names, calls.run(call), strict=True))
+    assert {name for name, x in found.items() if type(x) is np.ndarray} == {"dk", "dv"}
+    ct.assert_backward(case, **{name: x.view(np.ndarray) for name, x in found.items()})
