@@ -8,6 +8,7 @@ from typing import Literal, TypeVar, cast
 
 from cuflash.flash_attention import Causal, FlashAttention, Window
 from cuflash.options import BLOCK_SIZE
+from cuflash.streaming import takes_star
 
 ArrayT = TypeVar("ArrayT")
 _KEPT_TYPES = frozenset((bool, float, int, str, NoneType))
@@ -15,6 +16,7 @@ _KEPT_TYPES = frozenset((bool, float, int, str, NoneType))
 _kept = functools.lru_cache(maxsize=64, typed=True)(FlashAttention)
 
 
+@takes_star
 def attention(
     q: ArrayT,
     k: ArrayT,

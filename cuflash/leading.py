@@ -20,11 +20,9 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from cuflash.binding import INPUTS
 from cuflash.float8 import on_bits
-from cuflash.interop import check_distinct, overlap
+from cuflash.interop import check_distinct, module_of, overlap
 from cuflash.operands import (
     FLOAT8,
     broadcasts,
@@ -403,7 +401,7 @@ class Calls:
 
     def _module(self, array: Array) -> ModuleType:
         """NumPy for arrays in host memory, as streamed keys are beside queries on a device."""
-        return np if type(array) is np.ndarray else self._xp
+        return module_of(array) if type(array).__module__ == "numpy" else self._xp
 
     def _result(self, name: str) -> Array:
         """The array of a result, checked, or a new one."""

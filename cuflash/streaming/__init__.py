@@ -8,6 +8,8 @@
 
 from cuflash.streaming.calls import backward, forward, plan
 from cuflash.streaming.chunks import StreamPlan
-from cuflash.streaming.source import Streamed, StreamedPair, is_streamed, streamed
+from cuflash.streaming.source import Streamed, StreamedPair, is_streamed, streamed, takes_star
 
-__all__ = ["StreamPlan", "Streamed", "StreamedPair", "backward", "forward", "is_streamed", "plan", "streamed"]
+__all__ = [
+    "StreamPlan", "Streamed", "StreamedPair", "backward", "forward", "is_streamed", "plan", "streamed", "takes_star",
+]  # fmt: skip

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from cuflash import interop
 from cuflash.operands import FLOAT8
 from cuflash.values import as_integer, type_error, value_error
 
 Array = Any
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Streamed:
@@ -109,6 +112,28 @@ def borrowed_from_host(
     return borrowed
 
 
+def takes_star(function: Callable[P, R]) -> Callable[P, R]:
+    """The same function, with a remedy where a `StreamedPair` is given as k, and Python misses v."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **keywords: P.kwargs) -> R:
+        try:
+            return function(*args, **keywords)
+        except TypeError:
+            if any(isinstance(x, StreamedPair) for x in (*args, *keywords.values())):
+                raise _without_star("k") from None
+            raise
+
+    return call
+
+
+def _without_star(name: str) -> TypeError:
+    return type_error(name, "a StreamedPair", "*cuflash.streamed(k, v), with a star: it stands for k and v")
+
+
 def is_streamed(arrays: Mapping[str, Any]) -> bool:
     """Whether keys or values of a call are streamed."""
+    for name in ("k", "v"):
+        if isinstance(arrays[name], StreamedPair):
+            raise _without_star(name)
     return isinstance(arrays["k"], Streamed) or isinstance(arrays["v"], Streamed)

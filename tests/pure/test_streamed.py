@@ -464,3 +464,26 @@ def test_an_interrupt_at_any_line_leaves_no_copy_under_way(line, late, pinned, m
     assert set(threading.enumerate()) <= before, interrupt.where
     if "computes" in log:  # kernels may read the caller's memory
         assert log[-1] == "waits", interrupt.where
+
+
+def test_a_star_that_was_forgotten_is_named():
+    x = np.ones((2, 8, 4))
+    keys, attn, message = (
+        cuflash.streamed(x, x),
+        cuflash.FlashAttention(),
+        r"^k: got a StreamedPair, expected \*cuflash",
+    )
+    calls_without: list[Any] = [
+        lambda: cuflash.attention(x, keys),  # type: ignore[call-arg]
+        lambda: cuflash.attention(x, k=keys),  # type: ignore[call-arg]
+        lambda: cuflash.attention(x, keys, x),
+        lambda: attn.forward(x, keys, x),
+        lambda: attn.backward(x, x, keys, x, x, x),
+        lambda: attn.plan(x, keys, x),
+    ]
+    for call in calls_without:
+        with pytest.raises(TypeError, match=message) as error:
+            call()
+        assert error.value.__suppress_context__ or error.value.__context__ is None
+    with pytest.raises(TypeError, match=r"^attention\(\) missing 1 required positional argument: 'v'$"):
+        cuflash.attention(x, x)  # type: ignore[call-arg]
