@@ -21,6 +21,7 @@ CASES = (
     ct.Case(**SIZES, causal=True, dtype="float32"),
     ct.Case(**SIZES, batch=2, dtype="bfloat16", window=(20, 3), sinks=True, kv_lengths=(0, 70)),
     ct.Case(**SIZES, dtype="float64", causal=True, bias=(4, 61, 83), mask=(1, 83), alibi_slopes=(4,), dlse=True),
+    ct.Case(**SIZES, dtype="bfloat16", causal=True, axes=(2, 2), leading=(("k", (1, 2)), ("v", (1, 2)))),
 )
 
 

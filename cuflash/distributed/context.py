@@ -224,7 +224,8 @@ class ContextParallel:
         RuntimeError
             The call failed on another rank; the message holds its error.
         TimeoutError
-            Another rank did not respond in time. After that the communicator cannot be used any more.
+            A rank, which the message names, did not respond in time. After that the communicator cannot be used any
+            more.
         """
         return self._forward("forward", {"q": q, "k": k, "v": v}, terms, (seed, offset))
 
