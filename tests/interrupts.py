@@ -1,4 +1,4 @@
-"""KeyboardInterrupt at any line of some files, as Ctrl-C may raise it there."""
+"""Errors at any line of some files: KeyboardInterrupt, as Ctrl-C raises it there, and others."""
 
 import linecache
 import sys
@@ -9,10 +9,12 @@ from typing import Any
 
 
 class Interrupt:
-    """Counts the lines of this thread that are run in files, and raises KeyboardInterrupt at one of them."""
+    """Counts the lines of this thread that are run in files, and raises an error at one of them."""
 
-    def __init__(self, files: Callable[[str], bool], line: int | None = None) -> None:
-        self.files, self.line = files, line
+    def __init__(
+        self, files: Callable[[str], bool], line: int | None = None, kind: type[BaseException] = KeyboardInterrupt
+    ) -> None:
+        self.files, self.line, self.kind = files, line, kind
         self.lines = 0
         self._entered: dict[FrameType, set[int]] = {}  # lines by frame
         self.where = ""  # the function that was interrupted
@@ -35,7 +37,7 @@ class Interrupt:
             self.lines += 1
             if self.lines == self.line:
                 self.where = frame.f_code.co_name
-                raise KeyboardInterrupt
+                raise self.kind
         return self._trace
 
     def _leaves_context(self, frame: FrameType) -> bool:

@@ -25,12 +25,21 @@ class Facts(NamedTuple):
 
 
 class Heard(Exception):
-    """Raised while this rank already computes, because the ranks did not say of the call what it expected."""
+    """Raised when the ranks do not agree on a call, or do not say of it what this rank expected."""
 
     def __init__(self, error: Exception | None, lasting: tuple[str, ...] = ()) -> None:
         """Either an error, which the other ranks know too, or lasting facts that agree but were not expected."""
         super().__init__(error or "other lasting facts")
         self.error, self.lasting = error, lasting
+
+
+@contextlib.contextmanager
+def as_of_all() -> Iterator[None]:
+    """Errors in arguments that are not compared, which every rank finds in its own."""
+    try:
+        yield
+    except Exception as error:
+        raise Heard(error) from None
 
 
 class Pending:
@@ -66,10 +75,7 @@ class Pending:
         if self._hear is None:
             return
         hear, self._hear = self._hear, None
-        try:
-            lasting = hear()
-        except Exception as error:
-            raise Heard(error) from None
+        lasting = hear()
         if lasting != self._expected:
             raise Heard(None, lasting)
 
@@ -103,12 +109,9 @@ def begin_to_agree(
 
     Raises
     ------
-    Exception
-        What `work` raises here.
-    RuntimeError
-        The work failed on another rank.
-    ValueError
-        A fact of some rank differs from that of rank 0.
+    Heard
+        With an error of which all ranks know: what `work` raises here, RankFailed if it failed on another rank, or
+        ValueError if a fact of some rank differs from that of rank 0.
     TimeoutError
         A rank did not call in time.
     """
@@ -118,19 +121,17 @@ def begin_to_agree(
     except Exception as error:  # whatever it is, because the others have to hear of it
         failure = error
     of_call = json.dumps([failure and spelled(failure), facts.of_call])
-    with telling(transport):
-        listen = transport.begin_sharing(f"{of_call}\n{facts.lasting}".encode(), timeout)
+    listen = transport.begin_sharing(f"{of_call}\n{facts.lasting}".encode(), timeout)
 
     def hear() -> tuple[str, ...]:
-        with telling(transport):
-            heard = [text.decode().partition("\n") for text in listen()]
+        heard = [text.decode().partition("\n") for text in listen()]
         if failure is not None:
-            raise failure
+            raise Heard(failure)
         if any(text != of_call for text, *_ in heard):
             of_calls = [json.loads(text) for text, *_ in heard]
             for rank, (failed, _) in enumerate(of_calls):
                 if failed:
-                    raise RankFailed(rank, failed)
+                    raise Heard(RankFailed(rank, failed))
             _check_alike([found for _, found in of_calls])
         lasting = tuple(text for *_, text in heard)
         facts_of(lasting)
@@ -143,7 +144,7 @@ def begin_to_agree(
 
 @functools.lru_cache(maxsize=256)
 def facts_of(lasting: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
-    """The lasting facts by rank and name, after a check that they agree."""
+    """The lasting facts by rank and name, after a check that they agree, of whose failure all ranks know."""
     found = tuple(json.loads(text) for text in lasting)
     _check_alike(found)
     return found
@@ -154,12 +155,12 @@ def _check_alike(facts: Sequence[Mapping[str, Any]]) -> None:
         for name in (*facts[0], *other):
             got, wanted = other.get(name, "nothing"), facts[0].get(name, "nothing")
             if not name.startswith("_") and got != wanted:
-                raise value_error(name, f"{got} on rank {rank}", f"{wanted} as on rank 0")
+                raise Heard(value_error(name, f"{got} on rank {rank}", f"{wanted} as on rank 0"))
 
 
 @contextlib.contextmanager
 def telling(transport: Transport) -> Iterator[None]:
-    """Tell the other ranks if this one fails, or if it hears of another one that failed."""
+    """Tell the other ranks if this one fails or is interrupted, or if it hears of another one that failed."""
     try:
         yield
     except RankFailed as error:
@@ -168,18 +169,6 @@ def telling(transport: Transport) -> Iterator[None]:
     except (TimeoutError, Heard):  # the others notice these themselves
         raise
     except BaseException as error:  # whatever it is, because the others wait for this rank
-        transport.fail(transport.rank, spelled(error))
-        raise
-
-
-@contextlib.contextmanager
-def telling_of_interrupts(transport: Transport) -> Iterator[None]:
-    """Tell the other ranks if this one is interrupted (KeyboardInterrupt, SystemExit), wherever it is in a call."""
-    try:
-        yield
-    except Exception:  # of these all ranks know, or `telling` tells
-        raise
-    except BaseException as error:
         transport.fail(transport.rank, spelled(error))
         raise
 

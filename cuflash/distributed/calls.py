@@ -20,11 +20,11 @@ from cuflash.distributed.agreement import (
     Facts,
     Heard,
     Pending,
+    as_of_all,
     begin_to_agree,
     digest,
     facts_of,
     telling,
-    telling_of_interrupts,
     together,
 )
 from cuflash.distributed.arguments import SPLITS, not_served
@@ -143,23 +143,34 @@ class Calls:
             call = self._own_call(arrays | own_terms, required, random, need_of)
             return call, self._facts(method, call)
 
-        with telling_of_interrupts(self.transport):
-            self.transport.meet(self.timeout)  # before this rank loads kernels, to copy arrays or for a warm-up run
-            if not self.check:
+        try:
+            with telling(self.transport):
+                self.transport.meet(self.timeout)  # before this rank loads kernels, to copy arrays or for a warm-up run
+                return self._agreed(method, own, compute)
+        except Heard as heard:
+            assert heard.error is not None
+            raise heard.error from None
+
+    def _agreed(
+        self, method: str, own: Callable[[], tuple[Call, Facts]], compute: Callable[[Call, Execution], Result]
+    ) -> Result:
+        """This rank's results for a call, once all ranks agree on it."""
+        if not self.check:
+            with as_of_all():
                 call, facts = own()
-                return self._computed(call, self._found(method, call, facts, (facts.lasting,), compute), compute)
-            call, facts, hear = begin_to_agree(self.transport, self.timeout, own)
-            expected = self._expected.get(facts.lasting)
-            if expected in self.known and self.transport.shares_meanwhile:
-                try:
-                    return self._computed(call, self.known[expected], compute, hear, expected)
-                except Heard as heard:
-                    if heard.error is not None:
-                        raise heard.error from None
-                    lasting = heard.lasting
-            else:
-                lasting = hear()
-            return self._computed(call, self._found(method, call, facts, lasting, compute), compute)
+            return self._computed(call, self._found(method, call, facts, (facts.lasting,), compute), compute)
+        call, facts, hear = begin_to_agree(self.transport, self.timeout, own)
+        expected = self._expected.get(facts.lasting)
+        if expected in self.known and self.transport.shares_meanwhile:
+            try:
+                return self._computed(call, self.known[expected], compute, hear, expected)
+            except Heard as heard:
+                if heard.error is not None:
+                    raise
+                lasting = heard.lasting
+        else:
+            lasting = hear()
+        return self._computed(call, self._found(method, call, facts, lasting, compute), compute)
 
     def _found(
         self,
@@ -177,7 +188,8 @@ class Calls:
         if prepared is None:
 
             def prepare() -> Prepared:
-                found = self._prepared(method, call, facts_of(lasting))
+                with contextlib.nullcontext() if self.check else as_of_all():
+                    found = self._prepared(method, call, facts_of(lasting))
                 of_call, run = self._run(call, found)
                 with _on_device(run.arrays["q"]):
                     self._warm_up(of_call, run, compute)
@@ -225,7 +237,7 @@ class Calls:
         meet = functools.partial(self.transport.meet, self._patience(call))
         agreement = Pending(meet, hear, expected)
         call, run = self._run(call, prepared)
-        with telling(self.transport), _on_device(run.arrays["q"]):
+        with _on_device(run.arrays["q"]):
             if not run.is_warm:  # arrays lie otherwise than in earlier calls
                 agreement.hear()
                 self._warm_up(call, run, compute)
