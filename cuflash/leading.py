@@ -256,10 +256,12 @@ def _check(
         own = _OWN_AXES[name]
         lead = shape[: max(len(shape) - own, 0)]
         if name in _BROADCAST:
-            target = (*heads, full["lse"][-1], seqlen_k) if name in ("bias", "mask") else shape[len(lead) :]
+            of_scores = name in ("bias", "mask")
+            target = (*heads, full["lse"][-1], seqlen_k) if of_scores else shape[len(lead) :]
             is_right = broadcasts(shape[len(lead) :], target)
             whole = (*lengths, *target)
-            expected = f"a shape that broadcasts to {whole}{how_to_give_keys(name, shape, whole)}"
+            hint = how_to_give_keys(name, shape, whole) if of_scores else ""
+            expected = f"a shape that broadcasts to {whole}{hint}"
         else:
             is_right = shape[len(shape) - own :] == heads[:own] and len(shape) >= own
             expected = f"{(*lengths, *heads[:own])}, of which leading axes may be 1 or missing"

@@ -423,7 +423,8 @@ class Calls:
             return self._packed_problem(method, call, split_q, of_all)
         if "block_mask" in given:
             plain, q = replace(self.options, score=None, mask_function=None), _longer(given["q"], axis, split_q.seqlen)
-            block_size = make_problem(plain, q, *of_all.values(), block_mask=given["block_mask"]).block_size
+            terms = {name: given[name] for name in ("block_mask", *OF_FLOAT8) if name in given}
+            block_size = make_problem(plain, q, *of_all.values(), **terms).block_size
             others = call._replace(given={name: x for name, x in given.items() if name != "block_mask"})
             return replace(self._problem(method, others, split_q, split_k), block_size=block_size)
 

@@ -70,6 +70,7 @@ def test_decoding_keeps_the_oracle_rule(data, case, ranks):
 
 
 X = np.ones((2, 6, 8), ml_dtypes.float8_e4m3fn)
+NO_SCALES: dict[str, Any] = {"q_scale": 1.0, "k_scale": 1.0, "v_scale": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -95,13 +96,13 @@ X = np.ones((2, 6, 8), ml_dtypes.float8_e4m3fn)
 def test_scales_that_are_refused(terms, kind, message):
     (comm,) = cd.threads(1)
     with pytest.raises(kind, match=message):
-        cd.ContextParallel(comm, split="contiguous").forward(X, X, X, **terms)
+        cd.ContextParallel(comm, split="contiguous").forward(X, X, X, **NO_SCALES | terms)
 
 
 def test_scales_of_ranks_are_compared():
     def work(comm):
         scale = np.full((2, 1), 1 + comm.rank, np.float32)
-        cd.ContextParallel(comm, split="contiguous", timeout=5).forward(X, X, X, v_scale=scale)
+        cd.ContextParallel(comm, split="contiguous", timeout=5).forward(X, X, X, **NO_SCALES | {"v_scale": scale})
 
     with pytest.raises(ValueError, match=r"^v_scale: got float32 \(2, 1\) with checksum \w+ on rank 1, expected "):
         on_threads(2, work)
@@ -111,4 +112,4 @@ def test_gradients_are_refused():
     (comm,) = cd.threads(1)
     x, lse = X.astype(ml_dtypes.bfloat16), np.ones((2, 6), np.float32)
     with pytest.raises(NotImplementedError, match=r"^k: got dtype float8_e4m3fn for the backward pass, expected "):
-        cd.ContextParallel(comm, split="contiguous").backward(x, X, X, X, x, lse)
+        cd.ContextParallel(comm, split="contiguous").backward(x, X, X, X, x, lse, **NO_SCALES)
