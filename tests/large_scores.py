@@ -176,6 +176,30 @@ def check_hidden_nan(dtype: str, shape: tuple[int, ...], seed: int, backend: Bac
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+def check_ends_of_range(dtype: str, backend: Backend) -> None:
+    """Powers of two pass through: up to where weighted sums overflow, and down to where parts are subnormal."""
+    large = Large(dtype=dtype)
+    arrays, limits = large.arrays(), ml_dtypes.finfo(numpy_dtype(dtype))
+    most = int(np.log2(float(limits.max) / large.seqlen_k / np.abs(arrays["v"]).max().astype(np.float64)))
+    least = -100 if dtype in ("float32", "bfloat16") else int(np.log2(float(limits.smallest_normal))) // 2
+    smallest = float(limits.smallest_subnormal)
+    plain, plain_lse, _ = backend(large.attention.options, arrays, ())
+    for power in (most, least):
+        factor = np.float64(2.0) ** power
+        v = (arrays["v"].astype(np.float64) * factor).astype(arrays["v"].dtype)
+        out, lse, _ = backend(large.attention.options, arrays | {"v": v}, ())
+        expected = np.asarray(plain, np.float64) * factor
+        np.testing.assert_allclose(
+            np.asarray(out, np.float64), expected, rtol=2 * eps_of(dtype), atol=smallest * max(factor, 1)
+        )
+        np.testing.assert_array_equal(np.asarray(lse), np.asarray(plain_lse))
+    factor = np.float64(2.0) ** (-least // 2)
+    q = (arrays["q"].astype(np.float64) / factor).astype(arrays["q"].dtype)
+    k = (arrays["k"].astype(np.float64) * factor).astype(arrays["k"].dtype)
+    _, lse, _ = backend(large.attention.options, arrays | {"q": q, "k": k}, ())
+    np.testing.assert_allclose(np.asarray(lse, np.float64), np.asarray(plain_lse, np.float64), rtol=2.0**-20)
+
+
 larges = st.builds(
     Large,
     seqlen_q=st.integers(1, 140),

@@ -11,6 +11,7 @@ from tests.emulate.attention import on_kernels
 from tests.large_scores import (
     MASKED,
     Large,
+    check_ends_of_range,
     check_equal_scores,
     check_hidden_nan,
     check_mean,
@@ -78,6 +79,11 @@ def test_the_mean_of_keys_with_one_bias(arch, dtype, bias):
 @given(bias=st.sampled_from([-3.0, *MASKED]), seqlen_k=st.integers(1, 400), seed=st.integers(0, 2**16))
 def test_equal_scores_have_equal_weights(arch, dtype, bias, seqlen_k, seed):
     check_equal_scores(dtype, bias, seqlen_k, seed, on_kernels(arch))
+
+
+@pytest.mark.parametrize(("arch", "dtype"), KERNELS)
+def test_ends_of_range(arch, dtype):
+    check_ends_of_range(dtype, on_kernels(arch))
 
 
 SHAPES = [(1, 1, 1, 200), (1, 2, 1, 200), (1, 1, 70, 200)]

@@ -11,6 +11,7 @@ import cuflash
 from tests.large_scores import (
     MASKED,
     Large,
+    check_ends_of_range,
     check_equal_scores,
     check_hidden_nan,
     check_mean,
@@ -78,3 +79,8 @@ def test_equal_scores_have_equal_weights(dtype, bias, seqlen_k, seed):
 @pytest.mark.parametrize("shape", [(1, 1, 1, 200), (1, 2, 1, 3000), (1, 1, 70, 200), (1, 2, 300, 1000)], ids=str)
 def test_nan_of_hidden_keys(dtype, shape):
     check_hidden_nan(dtype, shape, 1, backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ends_of_range(dtype):
+    check_ends_of_range(dtype, backend)
