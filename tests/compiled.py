@@ -1,11 +1,13 @@
 """Calls of the compiled core of the CPU path, and its library."""
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import cuflash.testing as ct
 from cuflash import cpu
@@ -19,6 +21,35 @@ def functions():
     library = core._load()
     assert not isinstance(library, str), library
     return library.functions
+
+
+def kinds():
+    """The kinds of processors that there are kernels for here, by how many better ones are left out."""
+    if core.why_not() is not None:
+        return []
+    name = functions().cuflash_processor
+    named = {name(limit).decode(): limit for limit in reversed(range(5))}
+    return sorted(named.items(), key=lambda item: item[1])
+
+
+KINDS = kinds()
+NUMPY = ("NumPy", -1)  # a way like these
+
+
+def take_way(patch, way):
+    """Have calls computed by a kind of processor, or by NumPy."""
+    if way == NUMPY[1]:
+        patch.setattr(core, "why_not", lambda problem=None: "a test of NumPy")
+    else:
+        patch.setattr(core, "_skipped_kinds", lambda: way)
+
+
+@contextlib.contextmanager
+def way_taken(way):
+    """The same within a statement."""
+    with pytest.MonkeyPatch.context() as patch:
+        take_way(patch, way)
+        yield
 
 
 def run(case, without=(), **replaced):

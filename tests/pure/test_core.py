@@ -15,7 +15,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash import cpu
 from cuflash.cpu import core
-from tests.compiled import assert_same_bits, functions, judge, much_work, run, run_python
+from tests.compiled import KINDS, assert_same_bits, functions, judge, much_work, run, run_python, take_way
 
 if core.why_not() is not None:
     pytest.skip(f"no compiled core: {core.why_not()}", allow_module_level=True)
@@ -23,19 +23,9 @@ if core.why_not() is not None:
 FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "pages", "packed", "lengths")
 
 
-def kinds():
-    """The kinds of processors that there are kernels for here, by how many better ones are left out."""
-    name = functions().cuflash_processor
-    named = {name(limit).decode(): limit for limit in reversed(range(5))}
-    return sorted(named.items(), key=lambda item: item[1])
-
-
-KINDS = kinds()
-
-
 @pytest.fixture(params=[limit for _, limit in KINDS], ids=[name for name, _ in KINDS])
 def kind(request, monkeypatch):
-    monkeypatch.setattr(core, "_skipped_kinds", lambda: request.param)
+    take_way(monkeypatch, request.param)
     return request.param
 
 

@@ -225,7 +225,7 @@ template <class T> void key_tile_job(Work &work, char *memory, long job) {
         if (is_hidden) continue;
         // Hidden steps before this one count as done.
         if (work.progress) work.progress[job].store(steps_before(step), std::memory_order_release);
-        load_queries(call, entry, block, buffers);
+        load_queries(work, entry, block, buffers);
         const Seen seen = differentiate(call, scaling, entry, block, first, count, false, buffers);
         if (seen.rows.stop <= seen.rows.first) continue;
         if (has_pairs) pack_scores(block, seen, buffers);
@@ -260,7 +260,7 @@ template <class T> void dq_job(Work &work, char *memory, long job) {
     const Scaling<T> scaling(call);
     BackwardBuffers<T> buffers(work, memory);
     const Sizes<T> &sizes = buffers.sizes;
-    load_queries(call, entry, block, buffers);
+    load_queries(work, entry, block, buffers);
     T *total = buffers.dq;  // a job of keys has the part of dq of a tile there; here it is the sum over all tiles
     clear(total, rows_of(block) * sizes.dim);
     const Keys keys = seen_by(call, entry, block.first_row, block.first_row + block.num_rows - 1);
@@ -313,6 +313,10 @@ template <class T> void clear_job(Work &work, char *, long job) {
     if (work.shared && h < call.num_heads)
         clear((T *)work.shared + (b * call.num_heads + h) * call.seqlen_q * call.head_dim,
               call.seqlen_q * call.head_dim);
+}
+
+template <class T> void row_sums_job(Work &work, char *memory, long job) {
+    find_row_sums<T>(work, memory, work.blocks[job]);
 }
 
 // Rounds dq of a head to 16 bits.
@@ -388,6 +392,8 @@ template <class T> bool prepare_backward(Work &work) {
     const bool has_bias = bias != BiasGradient::NONE && bias != BiasGradient::APART;
     work.adds_dq = wants_dq && has_room;
     if (is_apart && has_room && !work.allocate(work.shared, dq_bytes)) return false;
+    if (!allocate_row_sums<T>(work)) return false;
+    if (((is_apart && !has_room) || work.row_sums) && !make_blocks(work, false, 0)) return false;
     if (has_sums && !work.allocate(work.sums, work.num_tiles * (group_of(call) + 2))) return false;
     if (bias == BiasGradient::KEYS && !work.allocate(work.bias_sums, bytes_of_bias_sums(call, sizeof(T)))) return false;
     if (work.adds_dq || bias == BiasGradient::ORDERED) {
@@ -395,19 +401,21 @@ template <class T> bool prepare_backward(Work &work) {
         for (long t = 0; t < work.num_tiles; ++t) work.progress[t] = 0;
     }
     work.add_phase(clear_job<T>, batch * larger(call.num_heads, call.num_heads_kv));
+    if (work.row_sums) work.add_phase(row_sums_job<T>, work.num_blocks);
     if (wants_dq || is_wanted(call, DK) || is_wanted(call, DV) || has_sums || has_bias)
         work.add_phase(key_tile_job<T>, work.num_tiles);
     if (is_apart && has_room) work.add_phase(round_job<T>, work.num_entries * call.num_heads);
-    if (is_apart && !has_room) {
-        if (!make_blocks(work, false, 0)) return false;
-        work.add_phase(dq_job<T>, work.num_blocks);
-    }
+    if (is_apart && !has_room) work.add_phase(dq_job<T>, work.num_blocks);
     if (has_sums) work.add_phase(sums_job<T>, 1);
     if (is_wanted(call, DSINKS)) work.add_phase(sinks_job<T>, call.num_heads);
     const BiasJobs jobs(work);
     if (bias == BiasGradient::KEYS)
         work.add_phase(bias_sums_job<T>, jobs.entries * jobs.heads * ceil_div(call.seqlen_k, MAX_KEYS));
-    if (bias == BiasGradient::APART) work.add_phase(bias_job<T>, jobs.entries * jobs.heads * jobs.blocks * jobs.tiles);
+    if (bias == BiasGradient::APART) {
+        if (HAS_TILES && work.row_sums)
+            work.add_phase(bias_row_sums_job<T>, call.batch * call.num_heads * jobs.num_blocks);
+        work.add_phase(bias_job<T>, jobs.entries * jobs.heads * jobs.blocks * jobs.tiles);
+    }
     return true;
 }
 

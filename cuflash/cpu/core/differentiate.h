@@ -2,7 +2,7 @@
 // gradient of the backward pass is made of these.
 #pragma once
 
-#include "forward.h"
+#include "row_sums.h"
 
 namespace {
 
@@ -53,6 +53,7 @@ template <class T> struct BackwardBuffers {
     T *q_t, *dout_t, *ds_columns, *ds_rows;  // as pairs, where products are of pairs
     unsigned char *kept;
     long double *sums;  // over many rows
+    RowSum<T> *row_sums;
     BiasGradient bias;
 
     BackwardBuffers(const Work &work, char *memory)
@@ -84,6 +85,7 @@ template <class T> struct BackwardBuffers {
             scratch.template take<T>(is_wanted(call, DBIAS) ? larger(scores, group_of(call) * SCORES_STRIDE<T>) : 0);
         lse = scratch.template take<T>(rows);
         delta = scratch.template take<T>(rows);
+        row_sums = scratch.template take<RowSum<T>>(rows);
         kept = scratch.template take<unsigned char>(call.dropout_steps ? rows * MAX_KEYS : 0);
         sums = scratch.template take<long double>(call.num_heads + 2);
     }
@@ -115,9 +117,10 @@ inline void load_query_pairs(const Call &call, Array array, const Entry &entry, 
     transpose(staging, padded, pairs_of(num_rows), padded, transposed, QUERY_PAIRS);
 }
 
-// Loads q, dout, lse and delta of a block.
+// Loads q, dout, lse, delta and sums of a block.
 template <class T>
-inline void load_queries(const Call &call, const Entry &entry, const Block &block, BackwardBuffers<T> &buffers) {
+inline void load_queries(const Work &work, const Entry &entry, const Block &block, BackwardBuffers<T> &buffers) {
+    const Call &call = work.call;
     const Sizes<T> &sizes = buffers.sizes;
     const long num_rows = rows_of(block);
     if (uses_pairs<T>(call)) {
@@ -140,6 +143,7 @@ inline void load_queries(const Call &call, const Entry &entry, const Block &bloc
         buffers.delta[r] = delta_of(call, entry, row, lse, dout, sizes.dim_v, buffers.dq);
         // A row that sees no key gets an lse of inf, so that its weights are exp(-inf).
         buffers.lse[r] = lse == T(-__builtin_inf()) ? T(__builtin_inf()) : lse;
+        buffers.row_sums[r] = work.row_sums ? row_sum<T>(work, entry, row) : NO_ROW_SUM<T>;
     }
 }
 
@@ -209,26 +213,36 @@ struct Seen {
 // Replaces the scores p of a row by weights, and the gradients ds of weights by those of scores. Dropout applies to
 // both. With `tanhs`, the tanh(x) of the cap, ds becomes the gradients of products.
 template <class T>
-inline void weigh_row(const Call &call, T scale, T lse, T delta, long columns, const unsigned char *kept,
-                      const T *tanhs, T *p, T *ds) {
-    auto weigh = [&](auto drops, auto has_tanhs) {
+inline void weigh_row(const Call &call, const Scaling<T> &scaling, T lse, const RowSum<T> &row_sum, T delta,
+                      long columns, const unsigned char *kept, const T *tanhs, T *p, T *ds) {
+    auto weigh = [&](auto weight_of, auto drops, auto has_tanhs) {
         auto kept_of = [&](Vector<T> x, long j) {
             return drops ? drop<T>(x * splat(T(call.kept_scale)), kept + j) : x;
         };
         for (long j = 0; j < columns; j += LANES<T>) {
-            const Vector<T> exponent = (load(p + j) * splat(scale) - splat(lse)) * splat(T(1.4426950408889634));
-            const Vector<T> weight = exp2<T>(exponent);
+            const Vector<T> weight = weight_of(load(p + j));
             store(p + j, kept_of(weight, j));
             const Vector<T> gradient = weight * (kept_of(load(ds + j), j) - splat(delta));
             store(ds + j, has_tanhs ? gradient * slope_of_cap<T>(load(tanhs + j)) : gradient);
         }
     };
-    const std::true_type yes;
-    const std::false_type no;
-    if (call.dropout_steps) {
-        tanhs ? weigh(yes, yes) : weigh(yes, no);
+    auto weigh_by = [&](auto weight_of) {
+        const std::true_type yes;
+        const std::false_type no;
+        if (call.dropout_steps) {
+            tanhs ? weigh(weight_of, yes, yes) : weigh(weight_of, yes, no);
+        } else {
+            tanhs ? weigh(weight_of, no, yes) : weigh(weight_of, no, no);
+        }
+    };
+    if (row_sum.is_found()) {
+        weigh_by([&](Vector<T> s) {
+            return exp2<T>((s - splat(row_sum.shift)) * splat(scaling.factor)) * splat(row_sum.inverse);
+        });
     } else {
-        tanhs ? weigh(no, yes) : weigh(no, no);
+        weigh_by([&](Vector<T> s) {
+            return exp2<T>((s * splat(T(scaling.natural)) - splat(lse)) * splat(T(1.4426950408889634)));
+        });
     }
 }
 
@@ -242,7 +256,6 @@ inline Seen differentiate(const Call &call, const Scaling<T> &scaling, const Ent
     constexpr int N = LANES<T>;
     constexpr long STRIDE = SCORES_STRIDE<T>;
     const long num_rows = rows_of(block), padded = round_up(count, N);
-    const T scale = T(size_of_scale(call)), inner = scaling.has_terms ? T(1) : scale;
     const bool has_products = !for_bias && (is_wanted(call, DSCALE) || is_wanted(call, DSOFTCAP));
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
     const bool writes_bias = !for_bias && buffers.bias == BiasGradient::PAIRS;
@@ -288,14 +301,12 @@ inline Seen differentiate(const Call &call, const Scaling<T> &scaling, const Ent
             T *tanhs = has_cap(call) ? buffers.tanhs + (r0 + r) * STRIDE + keys.first : nullptr;
             if (r % FEW_OF_GROUP == 0) {
                 const long few = smaller(FEW_OF_GROUP, n - r);
-                const Span span = span_of(block, r0 + r, few);
-                if (needs_finishing(call, scaling, entry, span.first, span.last, at, columns))
-                    finish_scores<T>(call, scaling, entry, block, r0 + r, few, at, here, columns, next_bias, p,
+                finish_few_scores<T>(call, scaling, entry, block, r0 + r, few, at, here, columns, next_bias, p,
                                      buffers.added, tanhs);
             }
             const unsigned char *kept = buffers.kept + (r0 + r) * MAX_KEYS + keys.first;
-            weigh_row(call, inner, buffers.lse[r0 + r], buffers.delta[r0 + r], columns, kept,
-                      slopes_at_once ? tanhs : nullptr, p, ds);
+            weigh_row(call, scaling, buffers.lse[r0 + r], buffers.row_sums[r0 + r], buffers.delta[r0 + r], columns,
+                      kept, slopes_at_once ? tanhs : nullptr, p, ds);
             if (for_bias) continue;
             if (writes_bias)
                 store_row(ds, call.bias_dtype, call.strides[DBIAS][3], smaller(columns, count - keys.first),
@@ -347,6 +358,52 @@ template <class T> inline void pack_scores(const Block &block, const Seen &seen,
             for (long x = r; x <= r + has_second; ++x)
                 round_to_pairs(buffers.ds + x * STRIDE + at, count, buffers.ds_rows + x * KEY_PAIRS + at / 2);
         }
+    }
+}
+
+// Finds the sums of those rows of a block whose lse is large.
+template <class T> inline void find_row_sums(Work &work, char *memory, const Block &block) {
+    const Call &call = work.call;
+    const Entry &entry = work.entries[block.entry];
+    const Scaling<T> scaling(call);
+    BackwardBuffers<T> buffers(work, memory);
+    const long num_rows = rows_of(block), next_bias = FEW_OF_GROUP * call.strides[BIAS][2];
+    T shifts[BACKWARD_ROWS];
+    double sums[BACKWARD_ROWS] = {};
+    for (long r = 0; r < num_rows; ++r) shifts[r] = T(-__builtin_inf());
+    load_queries(work, entry, block, buffers);
+    auto any_large = [&](long r0, long count) {
+        bool any = false;
+        for (long r = r0; r < r0 + count; ++r) any |= is_large(buffers.lse[r]);
+        return any;
+    };
+    if (!any_large(0, num_rows)) return;
+    const Keys seen = seen_by(call, entry, block.first_row, block.first_row + block.num_rows - 1);
+    for (long first = seen.first / 16 * 16; first < seen.stop; first += work.keys_per_tile) {
+        if (work.stopped.load(std::memory_order_relaxed)) return;
+        const long count = smaller(work.keys_per_tile, entry.seqlen_k - first);
+        if (!any_visible(call, entry, block, first, count)) continue;
+        load_key_tile(call, entry, block.head_kv, first, count, buffers);
+        for (long r0 = 0, n; r0 < num_rows; r0 += n) {
+            n = rows_of_group(call, block, r0, GROUP);
+            const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
+            const long here = keys.stop - keys.first, columns = round_up(here, LANES<T>), at = first + keys.first;
+            if (here <= 0 || !any_large(r0, n)) continue;
+            T *s = buffers.p + r0 * SCORES_STRIDE<T> + keys.first;
+            multiply_rows(call, buffers.q, call.head_dim, buffers.k_t + keys.first, buffers.keys_stride, r0, n, columns,
+                          s);
+            for (long r = 0; r < n; r += FEW_OF_GROUP)
+                finish_few_scores<T>(call, scaling, entry, block, r0 + r, smaller(FEW_OF_GROUP, n - r), at, here,
+                                     columns, next_bias, s + r * SCORES_STRIDE<T>, buffers.added, nullptr);
+            for (long r = 0; r < n; ++r)
+                if (is_large(buffers.lse[r0 + r]))
+                    add_exponentials(scaling, s + r * SCORES_STRIDE<T>, columns, shifts[r0 + r], sums[r0 + r]);
+        }
+    }
+    for (long r = 0; r < num_rows; ++r) {
+        const Row row = row_of(block, r);
+        if (is_large(buffers.lse[r]))
+            row_sum<T>(work, entry, row) = explained_sum(call, scaling, row.head, buffers.lse[r], shifts[r], sums[r]);
     }
 }
 

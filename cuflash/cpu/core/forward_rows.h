@@ -160,9 +160,7 @@ inline void weigh_rows(const Call &call, const Scaling<T> &scaling, const Entry 
         T *row = s + r * SCORES_STRIDE<T> + keys.first;
         if (r % most == 0) {
             const long few = smaller(most, num_rows - r);
-            const Span span = span_of(block, r0 + r, few);
-            if (needs_finishing(call, scaling, entry, span.first, span.last, first, columns))
-                finish_scores<T>(call, scaling, entry, block, r0 + r, few, first, here, columns, here, row,
+            finish_few_scores<T>(call, scaling, entry, block, r0 + r, few, first, here, columns, here, row,
                                  buffers.bias, nullptr);
         }
         T &shift = buffers.shift[r0 + r], *l = buffers.l + (r0 + r) * LANES<T>, *o = buffers.o + (r0 + r) * dim;

@@ -32,10 +32,11 @@ template <class T> void sums_job(Work &work, char *, long) {
     if (is_wanted(call, DSOFTCAP)) number<T>(call, DSOFTCAP, 0, 0) = T(cap);
 }
 
-// The gradient of the sink of a head: the sum of exp(sink - lse) (dlse - delta).
+// The gradient of the sink of a head: the sum of its weights times (dlse - delta).
 template <class T> void sinks_job(Work &work, char *memory, long head) {
     const Call &call = work.call;
     BackwardBuffers<T> buffers(work, memory);
+    const Scaling<T> scaling(call);
     const double sink = number<T>(call, SINKS, 0, head);
     double total = 0;
     for (long e = 0; e < work.num_entries; ++e) {
@@ -49,7 +50,12 @@ template <class T> void sinks_job(Work &work, char *memory, long head) {
                      buffers.dout);
             clear(buffers.dout + call.head_dim_v, buffers.sizes.dim_v - call.head_dim_v);
             const T delta = delta_of(call, entry, row, lse, buffers.dout, buffers.sizes.dim_v, buffers.dq);
-            total -= exp_of(sink - lse) * double(delta);
+            const RowSum<T> sum = work.row_sums ? row_sum<T>(work, entry, row) : NO_ROW_SUM<T>;
+            if (sum.is_found()) {
+                total -= weight_of_sink(scaling, sum, sink) * double(delta);
+            } else {
+                total -= exp_of(sink - lse) * double(delta);
+            }
         }
     }
     number<T>(call, DSINKS, 0, head) = T(total);
@@ -95,7 +101,26 @@ struct BiasJobs {
         blocks = strides[2] ? num_blocks : 1;
         tiles = strides[3] && !strides[2] ? num_tiles : 1;
     }
+    // Block i of a head of an entry.
+    Block block(const Call &call, long entry, long head, long i) const {
+        Block block = {};
+        block.entry = entry;
+        block.head_kv = head / group_of(call);
+        block.first_head = head;
+        block.num_heads = 1;
+        block.first_row = i * rows;
+        block.num_rows = smaller(rows, call.seqlen_q - i * rows);
+        return block;
+    }
 };
+
+// Finds the sums of the rows of a block of `bias_job`. Where tile registers multiply, the last bits of a score depend on
+// the rows that it is computed with, and the blocks of other jobs may have more of these.
+template <class T> void bias_row_sums_job(Work &work, char *memory, long job) {
+    const BiasJobs jobs(work);
+    const long heads = work.call.num_heads, i = job % jobs.num_blocks, head = job / jobs.num_blocks % heads;
+    find_row_sums<T>(work, memory, jobs.block(work.call, job / jobs.num_blocks / heads, head, i));
+}
 
 template <class T> void bias_job(Work &work, char *memory, long job) {
     const Call &call = work.call;
@@ -107,7 +132,6 @@ template <class T> void bias_job(Work &work, char *memory, long job) {
                own_entry = job / jobs.tiles / jobs.blocks / jobs.heads;
     const int64_t *strides = call.strides[DBIAS];
     const bool has_rows = strides[2] != 0, has_keys = strides[3] != 0;
-    const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 1;
     constexpr long STRIDE = SCORES_STRIDE<T>;
     T *total = buffers.total;
     const long first_row = own_block * jobs.rows;
@@ -132,19 +156,13 @@ template <class T> void bias_job(Work &work, char *memory, long job) {
                 bool is_loaded = false;
                 for (long i = own_block; i < (has_rows ? own_block + 1 : jobs.num_blocks); ++i) {
                     if (work.stopped.load(std::memory_order_relaxed)) return;
-                    Block block = {};
-                    block.entry = e;
-                    block.head_kv = h / group;
-                    block.first_head = h;
-                    block.num_heads = 1;
-                    block.first_row = i * jobs.rows;
-                    block.num_rows = smaller(jobs.rows, call.seqlen_q - i * jobs.rows);
+                    const Block block = jobs.block(call, e, h, i);
                     const Keys keys = seen_by(call, entry, block.first_row, block.first_row + block.num_rows - 1);
                     if (keys.stop <= first || keys.first >= first + count) continue;
                     if (!any_visible(call, entry, block, first, count)) continue;
-                    if (!is_loaded) load_key_tile(call, entry, h / group, first, count, buffers);
+                    if (!is_loaded) load_key_tile(call, entry, block.head_kv, first, count, buffers);
                     is_loaded = true;
-                    load_queries(call, entry, block, buffers);
+                    load_queries(work, entry, block, buffers);
                     const Seen seen = differentiate(call, scaling, entry, block, first, count, true, buffers);
                     for (long r = seen.rows.first; r < seen.rows.stop; ++r) {
                         const T *ds = buffers.ds + r * STRIDE;

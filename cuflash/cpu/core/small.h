@@ -345,18 +345,55 @@ inline void load_row_numbers(const Call &call, SmallBuffers<T> &buffers, const M
     }
 }
 
-// Replaces scores s by weights, and the gradients ds of weights by those of q k^T.
+// Whether any lane has a large lse.
+template <class T> inline bool any_large(Vector<T> lse) {
+    const Vector<T> size = size_of_each<T>(lse), most = splat(std::numeric_limits<T>::max());
+    return any_above<T>(size > most ? Vector<T>{} : size, std::nextafter(T(LARGE_LSE), T(0)));
+}
+
+// Finds the sums of those of a vector of queries whose lse is large.
 template <class T>
-inline void differentiate(const Call &call, const Sight<T> &sight, Keys keys, const T *lse, const T *delta, T *s, T *ds,
-                          long stride) {
-    const Vector<T> scale = splat(T(call.scale)), log2_e = splat(T(1.4426950408889634));
-    const Vector<T> of_rows = load(lse), deltas = load(delta);
-    for (long j = keys.first; j < keys.stop; ++j) {
-        const Vector<T> score = sight.hide(load(s + j * stride), j);
-        const Vector<T> weight = exp2<T>((score * scale - of_rows) * log2_e);
-        store(s + j * stride, weight);
-        store(ds + j * stride, weight * (load(ds + j * stride) - deltas) * scale);
+inline void find_row_sums(Work &work, const Sight<T> &sight, Keys keys, const Member<T> *members, long count,
+                          long first, const T *lse, const T *s, long stride, RowSum<T> *found) {
+    const Call &call = work.call;
+    const Scaling<T> scaling(call);
+    Vector<T> most = splat(-T(__builtin_inf())), sum = {};
+    for (long j = keys.first; j < keys.stop; ++j) most = larger<T>(sight.hide(load(s + j * stride), j), most);
+    const Vector<T> shift = most == -T(__builtin_inf()) ? Vector<T>{} : most;
+    for (long j = keys.first; j < keys.stop; ++j)
+        sum += exp2<T>((sight.hide(load(s + j * stride), j) - shift) * splat(scaling.factor));
+    const long num_rows = members[0].entry->seqlen_q;
+    for (long x = 0; x < LANES<T>; ++x) {
+        found[x] = NO_ROW_SUM<T>;
+        if (first + x >= count * num_rows) continue;
+        const Member<T> &member = members[(first + x) / num_rows];
+        if (is_large(lse[x])) found[x] = explained_sum(call, scaling, member.head, lse[x], most[x], double(sum[x]));
+        if (work.row_sums) row_sum<T>(work, *member.entry, Row{member.head, (first + x) % num_rows}) = found[x];
     }
+}
+
+// Replaces scores s by weights, and the gradients ds of weights by those of q k^T. `sums`, if given, are those of rows.
+template <class T>
+inline void differentiate(const Call &call, const Sight<T> &sight, Keys keys, const T *lse, const RowSum<T> *sums,
+                          const T *delta, T *s, T *ds, long stride) {
+    const Vector<T> scale = splat(T(call.scale)), deltas = load(delta);
+    auto weigh = [&](auto weight_of) {
+        for (long j = keys.first; j < keys.stop; ++j) {
+            const Vector<T> weight = weight_of(sight.hide(load(s + j * stride), j));
+            store(s + j * stride, weight);
+            store(ds + j * stride, weight * (load(ds + j * stride) - deltas) * scale);
+        }
+    };
+    const Vector<T> of_rows = load(lse), log2_e = splat(T(1.4426950408889634));
+    auto weight_by_lse = [&](Vector<T> score) { return exp2<T>((score * scale - of_rows) * log2_e); };
+    if (!sums) return weigh(weight_by_lse);
+    Vector<T> shift, inverse;
+    for (int x = 0; x < LANES<T>; ++x) shift[x] = sums[x].shift, inverse[x] = sums[x].inverse;
+    const Vector<T> factor = splat(Scaling<T>(call).factor);
+    weigh([&](Vector<T> score) {
+        const Vector<T> weight = exp2<T>((score - shift) * factor) * inverse, by_lse = weight_by_lse(score);
+        return inverse < Vector<T>{} ? by_lse : weight;
+    });
 }
 
 // Computes dq of the queries from `begin` to `end` of a head, and adds their part to dk and dv of the keys that they
@@ -398,8 +435,8 @@ inline void add_gradients(const Call &call, SmallBuffers<T> &buffers, const Memb
     if (is_wanted(call, DV)) buffers.dv.write_padded(call, entry, member.head_kv, entry.seqlen_k);
 }
 
-template <class T>
-void backward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> *members, long count) {
+template <class T> void backward_heads(Work &work, SmallBuffers<T> &buffers, const Member<T> *members, long count) {
+    const Call &call = work.call;
     const Entry &entry = *members[0].entry;  // like those of the other members
     const long num_rows = entry.seqlen_q, stride = buffers.stride;
     RowProducts<T> scores[LANES<T>], weights[LANES<T>];
@@ -417,8 +454,12 @@ void backward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> 
             weights[x].compute(begin, end, keys.first, keys.stop, buffers.ds + x * num_rows);
         }
         for_vectors<T>(call, buffers, entry, count, begin, end, [&](long x, const Sight<T> &sight) {
-            differentiate<T>(call, sight, keys, buffers.lse + x, buffers.delta + x, buffers.s + x, buffers.ds + x,
-                             stride);
+            const T *lse = buffers.lse + x;
+            const bool has_sums = any_large<T>(load(lse));
+            RowSum<T> sums[LANES<T>];
+            if (has_sums) find_row_sums(work, sight, keys, members, count, x, lse, buffers.s + x, stride, sums);
+            differentiate<T>(call, sight, keys, lse, has_sums ? sums : nullptr, buffers.delta + x, buffers.s + x,
+                             buffers.ds + x, stride);
         });
         for (long x = 0; x < count; ++x) {
             const long at = keys.first * stride + x * num_rows + begin;
@@ -478,7 +519,7 @@ template <class T> void small_job(Work &work, char *memory, long job) {
             if (head == call.num_heads) ++e, head = head_kv = 0;
         }
         if (call.is_backward) {
-            backward_heads(call, buffers, members, count);
+            backward_heads(work, buffers, members, count);
         } else {
             forward_heads(call, buffers, members, count);
         }
@@ -491,6 +532,7 @@ template <class T> bool prepare_small(Work &work) {
     work.scratch_bytes = SmallBuffers<T>(call, nullptr).scratch.used;
     work.add_phase(small_job<T>, SmallJobs(call, LANES<T>).count(call));
     if (is_wanted(call, DSINKS)) {
+        if (!allocate_row_sums<T>(work)) return false;
         choose_tiles<T>(work, BACKWARD_ROWS, USUAL_KEYS);
         work.scratch_bytes = larger(work.scratch_bytes, BackwardBuffers<T>(work, nullptr).scratch.used);
         work.add_phase(sinks_job<T>, call.num_heads);

@@ -363,6 +363,16 @@ inline bool needs_finishing(const Call &call, const Scaling<T> &scaling, const E
     return seen.first > first || seen.stop < first + padded;
 }
 
+// Finishes the scores of a few rows, which `finish_scores` describes, if there is anything to do.
+template <class T>
+inline void finish_few_scores(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
+                              long r0, long num_rows, long first, long count, long padded, long next, T *scores,
+                              T *copies, T *tanhs) {
+    const Span span = span_of(block, r0, num_rows);
+    if (needs_finishing(call, scaling, entry, span.first, span.last, first, padded))
+        finish_scores<T>(call, scaling, entry, block, r0, num_rows, first, count, padded, next, scores, copies, tanhs);
+}
+
 // Computes which weights of a block dropout keeps.
 inline void load_kept(const Call &call, const Entry &entry, const Block &block, long first, long count,
                       unsigned char *kept) {

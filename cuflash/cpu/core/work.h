@@ -39,7 +39,7 @@ struct KeyTile {
 };
 
 struct Work {
-    static constexpr int MAX_PHASES = 8;
+    static constexpr int MAX_PHASES = 10;
     Call call;
     int num_phases = 0;
     Phase phases[MAX_PHASES];
@@ -58,8 +58,9 @@ struct Work {
     char *shared = nullptr;                 // partial results
     double *sums = nullptr;                 // partial sums of gradients that are numbers
     char *bias_sums = nullptr;              // partial sums for a bias of keys, by entry and head
+    char *row_sums = nullptr;               // sums of rows, if lse of any of them is large
     long rows_per_block = 0, keys_per_tile = 0, shared_bytes = 0;
-    void *allocated[10] = {};
+    void *allocated[12] = {};
     int num_allocated = 0;
 
     ~Work() {

@@ -1,0 +1,104 @@
+// Row sums of the backward pass. lse is row max + log(row sum), rounded: of a row whose scores are all about -1e9, as a
+// finite mask makes them, nothing is left of the log of the number of its keys, and weights exp(s - lse) would sum to
+// that number. So rows of large lse get row max and row sum again, from the scores that their weights are made of. If
+// these explain lse, weights are exp(s - row max) / row sum. If not, other calls have the other keys of the row, and lse
+// is all that is known of these.
+#pragma once
+
+#include "forward.h"
+
+namespace {
+
+constexpr double LARGE_LSE = 128;  // of smaller ones, what is rounded off changes weights by 2^-18 at most
+// In the last place of lse, by which it may differ from what the scores say: those of the forward pass may be sums in
+// another order. Where they are, one row in a hundred differs by more than 4, at head dimensions up to 256.
+constexpr double UNITS_OF_LSE = 8;
+constexpr double TINY_WEIGHT = 1e-30;  // many of these beside a weight of 1 do not change it
+
+template <class T> inline bool is_large(T lse) {
+    const T size = lse < 0 ? -lse : lse;
+    return size >= T(LARGE_LSE) && size <= std::numeric_limits<T>::max();
+}
+
+// What the weights 2^(factor (s - shift)) * inverse of a row are made with, if its sum was found again.
+template <class T> struct RowSum {
+    T shift, inverse;
+    bool is_found() const { return inverse >= 0; }
+};
+template <class T> constexpr RowSum<T> NO_ROW_SUM = {0, -1};
+
+// Whether any row of the call has a large lse.
+template <class T> inline bool has_large_rows(const Call &call) {
+    const long batch = call.arrays[CU_SEQLENS_Q] ? 1 : call.batch, step = call.strides[LSE][2];
+    auto any_large = [](const T *lse, long count, long step) {
+        int any = 0;
+        for (long i = 0; i < count; ++i) any |= is_large(lse[i * step]);
+        return any;
+    };
+    for (long b = 0; b < batch; ++b)
+        for (long h = 0; h < call.num_heads; ++h) {
+            if (!call.seqlen_q) return false;
+            const T *lse = &number<T>(call, LSE, b, h);
+            if (step == 1 ? any_large(lse, call.seqlen_q, 1) : any_large(lse, call.seqlen_q, step)) return true;
+        }
+    return false;
+}
+
+// Makes room for the sums of all rows if one may need it; returns false if there is no memory.
+template <class T> inline bool allocate_row_sums(Work &work) {
+    const Call &call = work.call;
+    if (!has_large_rows<T>(call)) return true;
+    const long num_rows = (call.arrays[CU_SEQLENS_Q] ? 1 : call.batch) * call.num_heads * call.seqlen_q;
+    if (!work.allocate(work.row_sums, num_rows * long(sizeof(RowSum<T>)))) return false;
+    for (long r = 0; r < num_rows; ++r) ((RowSum<T> *)work.row_sums)[r] = NO_ROW_SUM<T>;
+    return true;
+}
+
+template <class T> inline RowSum<T> &row_sum(const Work &work, const Entry &entry, Row row) {
+    const Call &call = work.call;
+    const long first = (entry.batch * call.num_heads + row.head) * call.seqlen_q + entry.first_q;
+    return ((RowSum<T> *)work.row_sums)[first + row.i];
+}
+
+// The sum of a row, `sum` of 2^(factor (s - shift)) over its keys, if these and the sink of its head explain lse.
+template <class T>
+inline RowSum<T> explained_sum(const Call &call, const Scaling<T> &scaling, long head, T lse, T shift, double sum) {
+    const double infinity = __builtin_inf(), of_keys = double(shift) * scaling.natural;
+    double top = of_keys, rest = 1;
+    if (call.arrays[SINKS]) {
+        const double sink = number<T>(call, SINKS, 0, head);
+        top = of_keys > sink ? of_keys : sink;
+        rest = exp_of(of_keys - top);
+        sum = sum * rest + exp_of(sink - top);
+    }
+    const double unit = std::ldexp(double(std::numeric_limits<T>::epsilon()), std::ilogb(lse));
+    const double found = top - double(lse) + log_of(sum);
+    if (!(found <= UNITS_OF_LSE * unit && found >= -UNITS_OF_LSE * unit)) return NO_ROW_SUM<T>;
+    return {of_keys == -infinity ? T(0) : shift, T(rest / sum)};
+}
+
+// Adds the exponentials of a row's scores, which are whole vectors, to its sum, and moves its shift to its largest score.
+template <class T>
+inline void add_exponentials(const Scaling<T> &scaling, const T *s, long columns, T &shift, double &sum) {
+    constexpr int N = LANES<T>;
+    Vector<T> most = load(s);
+    for (long j = N; j < columns; j += N) most = larger<T>(most, load(s + j));
+    const T top = largest_lane<T>(most);
+    if (top > shift) {
+        sum *= exp_of((double(shift) - double(top)) * scaling.natural);
+        shift = top;
+    }
+    if (shift == T(-__builtin_inf())) return;
+    Vector<T> sums = {};
+    for (long j = 0; j < columns; j += N) sums += exp2<T>((load(s + j) - splat(shift)) * splat(scaling.factor));
+    sum += double(sum_of_lanes<T>(sums));
+}
+
+// The weight of the sink of a row whose sum was found.
+template <class T> inline double weight_of_sink(const Scaling<T> &scaling, const RowSum<T> &sum, double sink) {
+    const double inverse = sum.inverse;
+    // All weights of keys are tiny only beside a sink of 1.
+    return inverse < TINY_WEIGHT ? 1 : exp_of(sink - double(sum.shift) * scaling.natural) * inverse;
+}
+
+}  // namespace
