@@ -44,11 +44,12 @@ inline void scores_of_few_pairs(const float *q_t, long dim, const KeyRows &k, lo
                 load_bits(k.at[first + j], 1, dim, (Bits *)to, 2 * width);
             }
         }
-        ProductOfPairs scores{count, TILE, width, a, stride, q_t, TILE, s_t, TILE, false};
-        if (parts == 2) {
-            scores.add(a + width, q_t);
-            scores.add(a, q_t + width * TILE);
-            scores.add(a + width, q_t + width * TILE);
+        const float *low_a = parts == 2 ? a + width : a, *low_q_t = parts == 2 ? q_t + width * TILE : q_t;
+        ProductOfPairs scores{count, TILE, width, low_a, stride, low_q_t, TILE, s_t, TILE, false};
+        if (parts == 2) {  // large products come last, because their sums are rounded most
+            scores.add(low_a, q_t);
+            scores.add(a, low_q_t);
+            scores.add(a, q_t);
         }
         scores.finish();
         transpose(s_t, TILE, count, TILE, s + first, SCORES_STRIDE<float>);

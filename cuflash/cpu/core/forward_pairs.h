@@ -34,21 +34,22 @@ inline void forward_tile_of_pairs(const Work &work, const Block &block, const En
     };
     auto scores_of = [&](const Group &group, float *s) {
         const float *q = buffers.q + group.r0 * q_stride, *k_t = tile.k_t + group.keys.first;
+        const float *low_q = q + width, *low_k_t = k_t + width * buffers.keys_stride;
         const long columns = round_up(group.keys.stop - group.keys.first, LANES<float>);
         ProductOfPairs scores{group.num_rows,
                               columns,
                               parts == 1 ? pairs_of(call.head_dim) : width,
-                              q,
+                              parts == 1 ? q : low_q,
                               q_stride,
-                              k_t,
+                              parts == 1 ? k_t : low_k_t,
                               buffers.keys_stride,
                               s + group.keys.first,
                               STRIDE,
                               false};
-        if (parts == 2) {  // q and k are split exactly, so all four products count
-            scores.add(q + width, k_t);
-            scores.add(q, k_t + width * buffers.keys_stride);
-            scores.add(q + width, k_t + width * buffers.keys_stride);
+        if (parts == 2) {  // q and k are split exactly, so all four products count; sums of large ones are rounded most
+            scores.add(low_q, k_t);
+            scores.add(q, low_k_t);
+            scores.add(q, k_t);
         }
         return scores;
     };
