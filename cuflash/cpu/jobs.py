@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
 import os
+import re
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 import numpy as np
@@ -22,8 +28,8 @@ def cpu_threads(count: int) -> Iterator[None]:
     """Let calls on NumPy arrays use `count` threads, or one where that is all that the work is worth.
 
     It holds for calls within the ``with`` statement, in this thread or task. Without it they use as many threads as
-    there are cores that the process may use, or as the environment variable OMP_NUM_THREADS says, if that is less. No
-    result depends on it.
+    there are cores that the process may use, as the quota of its cgroup keeps busy, or as the environment variable
+    OMP_NUM_THREADS says, whichever is least. No result depends on it.
 
     Parameters
     ----------
@@ -58,9 +64,66 @@ def count_cores() -> int:
     if count is not None:
         return count
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # A quota may change while a process runs. To read it takes as long as a small call.
+    cores = int(min(cores, _cores_of_quota(int(time.monotonic()))))
     # OpenMP takes a list, too, a number for each level.
     wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return max(1, min(cores, int(wanted))) if wanted.isdecimal() else cores
+    if not wanted.isdecimal() or len(wanted.lstrip("0")) > 9:  # Python converts no text of thousands of digits
+        return cores
+    return max(1, min(cores, int(wanted[-9:])))
+
+
+@functools.lru_cache(maxsize=1)
+def _cores_of_quota(second: int) -> float:
+    """How many threads the quota of this process keeps busy; `second` says when it was read."""
+    cores = quota(Path("/proc/self"))
+    return cores if cores == math.inf else max(1, math.ceil(cores))
+
+
+def quota(process: Path) -> float:
+    """How many cores the cgroups of a process may use, by its directory in /proc; inf without a quota.
+
+    A process of a container has one, as from ``docker --cpus`` or a limit of Kubernetes. Groups around its own count,
+    too: the smallest quota holds.
+    """
+    least = math.inf
+    with contextlib.suppress(OSError, ValueError):
+        groups = [line.split(":", 2) for line in (process / "cgroup").read_text().splitlines()]
+        mounts = (process / "mountinfo").read_text().splitlines()
+        for _, controllers, path in groups:
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            for mount in mounts:
+                place = _place_of_group(mount, path, is_first_version=bool(controllers))
+                if place is not None:
+                    least = min(least, *map(_quota_of_group, place))
+    return least
+
+
+def _place_of_group(mount: str, path: str, *, is_first_version: bool) -> list[Path] | None:
+    """The directories of a group and of those around it, if a line of mountinfo mounts groups of this kind."""
+    of_place, _, of_kind = mount.partition(" - ")
+    root, mounted = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), x) for x in of_place.split()[3:5])
+    kind, _, options = of_kind.split(" ", 2)
+    if kind != ("cgroup" if is_first_version else "cgroup2"):
+        return None
+    if is_first_version and "cpu" not in options.split(","):
+        return None
+    below = PurePosixPath()
+    if PurePosixPath(path).is_relative_to(root) and ".." not in path:  # else nothing below the mount is to be seen
+        below = PurePosixPath(path).relative_to(root)
+    return [Path(mounted, *below.parts[:count]) for count in range(len(below.parts) + 1)]
+
+
+def _quota_of_group(group: Path) -> float:
+    """The quota of one group, in cores; inf without one."""
+    texts = []
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with contextlib.suppress(OSError):
+            texts = " ".join((group / name).read_text() for name in names).split()
+    if len(texts) != 2 or not all(text.isdecimal() for text in texts) or int(texts[1]) == 0:
+        return math.inf  # "max" and -1 stand for none
+    return int(texts[0]) / int(texts[1])
 
 
 Job = TypeVar("Job")

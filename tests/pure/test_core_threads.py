@@ -1,6 +1,7 @@
 """Threads of the compiled core: how many, whose cores and rounding they have, interruptions, fork and spawn."""
 
 import ctypes
+import math
 import multiprocessing
 import os
 import platform
@@ -91,6 +92,7 @@ def threads_of_large_call(monkeypatch):
 
 def test_the_number_of_threads(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    monkeypatch.setattr(jobs, "_cores_of_quota", lambda second: math.inf)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert threads_of_large_call(monkeypatch) == 6
     for value, count in (("3", 3), ("4,2", 4), ("99", 6), ("0", 1), ("many", 6), ("", 6)):
