@@ -71,15 +71,17 @@ def captured_dtypes(dtype: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((softmax_dtype_of(dtype), dtype, "int32", "int64", "bool")))
 
 
-def operands_of(options: Options, given: Mapping[str, Shaped], dtype: str) -> tuple[tuple[str, Operand], ...]:
-    """The arrays as kernels see them, checked."""
+def operands_of(
+    options: Options, given: Mapping[str, Shaped], dtype: str, *, has_pairs: bool
+) -> tuple[tuple[str, Operand], ...]:
+    """The arrays as kernels see them, checked. Where there are no pairs of a query and a key, nothing is read."""
     found = []
     allowed = captured_dtypes(dtype)
     for name in names_of(options):
         array = given[name]
         check_dtype(name, array, allowed, ", which the score or the mask reads")
         shape = tuple(array.shape)
-        if len(shape) > MOST_AXES or 0 in shape:
+        if len(shape) > MOST_AXES or (has_pairs and 0 in shape):
             raise value_error(name, f"shape {shape}", f"up to {MOST_AXES} axes, none of which is empty")
         found.append((name, as_it_is(array)))
     return tuple(found)

@@ -405,6 +405,7 @@ def make_problem(
         operands["block_mask"] = _block_mask_operand(block_mask, block_size, sizes)
 
     left, right = window_of(options, seqlen_q, seqlen_k)
+    has_pairs = all((batch, num_heads, seqlen_q, seqlen_k))
     return Problem(
         dtype=dtype,
         layout=layout,
@@ -432,7 +433,7 @@ def make_problem(
         **operands,
         score=options.score,
         mask_function=options.mask_function,
-        captured=operands_of(options, captured or {}, dtype),
+        captured=operands_of(options, captured or {}, dtype, has_pairs=has_pairs),
         wide=options.wide,
         shares_device=options.shares_device,
     )

@@ -285,11 +285,8 @@ def find(table: bytes, arrays: tuple[Array, ...]) -> int:
 def _run_on_copies(
     problem: Problem, given: dict[str, Array], is_backward: bool, seed: int | None, offset: int | None
 ) -> None:
-    """Compute a call on arrays some of whose elements are not aligned to their size: the core gets copies of these.
-
-    NumPy calls arrays without elements aligned, wherever they are and whatever their strides.
-    """
-    copies = {name: x if x.flags.aligned and x.size else x.copy() for name, x in given.items()}
+    """Compute a call on arrays some of whose elements are not aligned to their size: the core gets copies of these."""
+    copies = {name: x if x.flags.aligned else x.copy() for name, x in given.items()}
     run(problem, copies, is_backward, seed, offset)
     for name, x in given.items():
         if name in _WRITTEN[is_backward] and copies[name] is not x:
@@ -329,7 +326,8 @@ def prepare(problem: Problem, given: Mapping[str, Shaped], is_backward: bool) ->
     library = _load()
     if isinstance(library, str):
         raise RuntimeError(f"there is no compiled core: {library}")
-    steps = [(s, x.dtype.itemsize) for x in given.values() for n, s in zip(x.shape, x.strides, strict=True) if n > 1]
+    filled = [x for x in given.values() if 0 not in x.shape]
+    steps = [(s, x.dtype.itemsize) for x in filled for n, s in zip(x.shape, x.strides, strict=True) if n > 1]
     if any(stride % itemsize for stride, itemsize in steps):
         return None
     call = _Call(

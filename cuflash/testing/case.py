@@ -344,7 +344,7 @@ class Case(Numbers):
         if self.axes is not None:
             whole = np.broadcast_to(lengths.reshape(self._leading("kv_lengths")), self.axes)
             own = (*(1,) * (len(self.axes) - len(self._leading(name))), *self._leading(name))
-            lengths = whole.max(axis=tuple(axis for axis, n in enumerate(own) if n == 1), keepdims=True)
+            lengths = whole.max(axis=tuple(axis for axis, n in enumerate(own) if n == 1), keepdims=True, initial=0)
         return [int(n) for n in lengths.reshape(-1)]
 
     def _float8(self, arrays: Mapping[str, Array]) -> dict[str, Array]:

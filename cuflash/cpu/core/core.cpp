@@ -103,6 +103,9 @@ inline bool is_result(const Call &call, int64_t array) {
     return call.is_backward ? (array >= DQ && array <= DV) || array >= DBIAS : array == OUT || array == LSE;
 }
 
+// Whether an array has no elements.
+inline bool is_empty(const Call &call, int64_t array) { return call.begins[array] == call.ends[array]; }
+
 // Whether the memory of each result overlaps with that of no other array.
 bool are_apart(const Call &call) {
     for (int i = 0; i < call.num_given; ++i) {
@@ -143,6 +146,10 @@ int load_call(Work &work, const void *fixed, const Changing *changing) {
     for (int i = 0; i < work.call.num_given; ++i) {
         char *array = changing->arrays[i];
         const int64_t at = work.call.given[i];
+        if (is_empty(work.call, at)) {  // it may have any address and strides
+            if (!is_result(work.call, at)) work.call.arrays[at] = array;
+            continue;
+        }
         const bool is_object = changing->head_bytes >= 0;
         work.call.arrays[at] = is_object ? ((const ArrayObject *)(array + changing->head_bytes))->data : array;
         if ((uintptr_t)work.call.arrays[at] & (work.call.sizes[at] - 1)) return UNALIGNED;

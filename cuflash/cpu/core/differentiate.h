@@ -34,6 +34,7 @@ template <class T> inline BiasGradient bias_gradient(const Call &call, long rows
     const bool has_entries = strides[0] || call.batch == 1, has_heads = strides[1] || call.num_heads == 1;
     const bool has_rows = strides[2] || call.seqlen_q == 1, has_keys = strides[3] || call.seqlen_k == 1;
     if (has_entries && has_heads && has_rows && has_keys) return BiasGradient::PAIRS;
+    if (!call.batch || !call.num_heads) return BiasGradient::APART;  // nothing is summed, but zeros have to be written
     if (!has_rows && strides[3])
         return bytes_of_bias_sums(call, sizeof(T)) <= BIAS_BYTES ? BiasGradient::KEYS : BiasGradient::APART;
     // A job goes through the heads that share its keys. It adds to each row once if one block has all of these heads.
