@@ -12,7 +12,6 @@ import functools
 import hashlib
 import struct
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +34,6 @@ SERIAL_NS = 60_000
 THREAD_NS = 14_000
 PATIENCE_NS = 20_000_000
 SLICE_MS = 50
-KEPT_BYTES = 2**20  # of memory for calls, in each thread of Python
 MOST_PREPARED = 64  # calls that are kept with one problem
 NO_BOUND = 2**40
 
@@ -50,19 +48,8 @@ AXES = {
 }
 DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD, UNALIGNED, NOT_APART = range(6)
 _TUPLE_HEAD = tuple.__basicsize__  # bytes before the addresses of its items, in CPython
-_CHANGING = struct.Struct("@4qPq2QP")  # `struct Changing` of `core/core.cpp`
+_CHANGING = struct.Struct("@4q2QP")  # `struct Changing` of `core/core.cpp`
 _WRITTEN = {False: ("out", "lse"), True: GRADIENTS}  # what a pass writes, by whether it is the backward pass
-
-
-class _Kept(threading.local):
-    """Memory that a thread of Python keeps for its calls, which are never nested."""
-
-    def __init__(self) -> None:
-        self.memory = np.empty(KEPT_BYTES, np.uint8)
-        self.address = int(self.memory.ctypes.data)
-
-
-_kept = _Kept()
 
 
 class _Call(ctypes.Structure):
@@ -91,6 +78,12 @@ class _Call(ctypes.Structure):
         ("offset", ctypes.c_uint64),
         ("arrays", ctypes.c_void_p * len(AXES)),
     )
+
+
+class _LongCall(ctypes.Structure):
+    """`struct LongCall` of `core/core.cpp`."""
+
+    _fields_ = (("running", ctypes.c_void_p), ("status", ctypes.c_int))
 
 
 class _Like(ctypes.Structure):
@@ -135,10 +128,10 @@ def _load() -> _Library | str:
         return "it was built of other sources than these: install cuflash again"
     call: list[Any] = [ctypes.c_char_p, ctypes.c_char_p]
     functions.cuflash_run.argtypes = call
-    functions.cuflash_start.argtypes = [*call, ctypes.POINTER(ctypes.c_int)]
-    functions.cuflash_start.restype = ctypes.c_void_p
-    functions.cuflash_wait.argtypes = [ctypes.c_void_p, ctypes.c_int]
-    functions.cuflash_finish.argtypes = [ctypes.c_void_p]
+    of_long = ctypes.POINTER(_LongCall)
+    functions.cuflash_start.argtypes, functions.cuflash_start.restype = [*call, of_long], None
+    functions.cuflash_wait.argtypes = [of_long, ctypes.c_int]
+    functions.cuflash_finish.argtypes, functions.cuflash_finish.restype = [of_long], None
     functions.cuflash_find.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
     functions.cuflash_processor.restype = ctypes.c_char_p
     functions.cuflash_overhead_ns.argtypes = [ctypes.c_char_p]
@@ -244,8 +237,7 @@ def compute(prepared: Prepared, arrays: tuple[Array, ...], random: tuple[int, in
     else:
         addresses = (ctypes.c_void_p * len(arrays))(*[x.ctypes.data for x in arrays])
         places = ctypes.addressof(addresses)
-    limit, memory = _skipped_kinds(), _kept.address
-    changing = _CHANGING.pack(head_bytes, limit, threads, are_apart, memory, KEPT_BYTES, *random, places)
+    changing = _CHANGING.pack(head_bytes, _skipped_kinds(), threads, are_apart, *random, places)
     if is_long:
         status = _run_on_threads(functions, fixed, changing)
     if status == _NO_THREAD:
@@ -294,17 +286,25 @@ def _run_on_copies(
 
 
 def _run_on_threads(functions: Any, fixed: bytes, changing: bytes) -> int:
-    """Compute a long call on threads of the core. This one waits, and handles signals in between."""
-    status = ctypes.c_int()
-    running = functions.cuflash_start(fixed, changing, ctypes.byref(status))
-    if not running:
-        return status.value
+    """Compute a long call on threads of the core. This one waits, and handles signals in between.
+
+    A signal handler may raise as soon as the core has come back from any function. So the core itself writes down that
+    a call is running, and arrays live until it is not.
+    """
+    call, finish = _LongCall(), functions.cuflash_finish
+    own = ctypes.byref(call)
     try:
-        while not functions.cuflash_wait(running, SLICE_MS):
-            pass
+        try:
+            functions.cuflash_start(fixed, changing, own)
+            while not functions.cuflash_wait(own, SLICE_MS):
+                pass
+        finally:
+            finish(own)
     finally:
-        code: int = functions.cuflash_finish(running)
-    return code
+        # Until version 3.10 Python may run another handler before the first line of a `finally`.
+        finish(own)
+    status: int = call.status
+    return status
 
 
 def _prepared(problem: Problem, given: Mapping[str, Array], is_backward: bool) -> Prepared | None:

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.cpu import core, jobs
-from tests.compiled import assert_same_bits, judge, much_work, run, run_python
+from tests import sampling
+from tests.compiled import assert_same_bits, functions, judge, much_work, run, run_python
 
 if core.why_not() is not None:
     pytest.skip(f"no compiled core: {core.why_not()}", allow_module_level=True)
@@ -250,6 +251,147 @@ def test_ctrl_c_ends_a_long_call(which, threads):
     while num_threads() > before and time.perf_counter() < until:  # threads of others may end, too
         time.sleep(0.05)
     assert num_threads() <= before
+
+
+class Interrupted(Exception):
+    """What handlers of signals raise here."""
+
+
+def raise_interrupted(*args):
+    raise Interrupted
+
+
+@pytest.fixture
+def handler():
+    """A handler of SIGUSR1 that raises."""
+    before = signal.signal(signal.SIGUSR1, raise_interrupted)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def calls_of(heads, seqlen):
+    """Both passes, as functions of nothing, and the arrays that they write."""
+    q, attn = np.ones((heads, seqlen, 64), np.float32), cuflash.FlashAttention()
+    out, lse, dq = np.empty_like(q), np.empty(q.shape[:2], np.float32), np.empty_like(q)
+    lse_of_operands = np.zeros_like(lse)
+    return (
+        (lambda: attn.forward(q, q, q, out=out, lse=lse), (out, lse)),
+        (lambda: attn.backward(q, q, q, q, q, lse_of_operands, dq=dq, need=("dq",)), (dq,)),
+    )
+
+
+def assert_nothing_is_written(results, seconds):
+    for x in results:
+        x[...] = 7
+    time.sleep(seconds)
+    assert all((x == 7).all() for x in results), "threads compute after the exception"
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no such signal")
+@pytest.mark.parametrize("name", ["cuflash_start", "cuflash_wait", "cuflash_finish"])
+@pytest.mark.parametrize("number", [0, 1], ids=["forward", "backward"])
+def test_a_signal_between_any_two_steps_of_a_long_call(name, number, monkeypatch, handler):
+    """A handler that raises as soon as the core has come back: threads have ended before the exception is seen."""
+    function = getattr(functions(), name)
+
+    def interrupted(*args):
+        found = function(*args)
+        signal.raise_signal(signal.SIGUSR1)
+        return found
+
+    monkeypatch.setattr(functions(), name, interrupted)
+    monkeypatch.setattr(core, "PATIENCE_NS", -1)
+    call, results = calls_of(8, 1024)[number]
+    with pytest.raises(Interrupted):
+        call()
+    assert_nothing_is_written(results, 0.3)
+
+
+def test_a_second_exception_before_the_end_of_a_long_call(monkeypatch):
+    """Python 3.10 may run another handler when it goes on to the `finally` of the first exception."""
+    finish, calls = functions().cuflash_finish, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise Interrupted
+        finish(*args)
+
+    def wait(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(functions(), "cuflash_wait", wait)
+    monkeypatch.setattr(functions(), "cuflash_finish", interrupted)
+    monkeypatch.setattr(core, "PATIENCE_NS", -1)
+    call, results = calls_of(8, 1024)[0]
+    with pytest.raises(Interrupted):
+        call()
+    assert_nothing_is_written(results, 0.3)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers that send signals")
+@pytest.mark.parametrize("number", [0, 1], ids=["forward", "backward"])
+def test_signals_at_any_moment_of_long_calls(number, monkeypatch):
+    """Real ones, at times that are not chosen: before, within and after a call."""
+    monkeypatch.setattr(core, "PATIENCE_NS", -1)
+    call, results = calls_of(2, 256)[number]
+    random, interrupted = np.random.default_rng(0), 0
+    before = signal.signal(signal.SIGALRM, raise_interrupted)
+    try:
+        for _ in range(150):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 3e-3))
+                call()
+                time.sleep(1)
+            except Interrupted:
+                interrupted += 1
+            assert_nothing_is_written(results, 2e-3)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted == 150
+
+
+def test_the_interpreter_exits_while_a_daemon_thread_computes():
+    """What a call needs lives as long as the call, also where Python takes the thread's own memory away.
+
+    The main thread's own memory goes last, and takes its time.
+    """
+    code = """
+import threading, time, numpy as np, cuflash
+from cuflash.cpu import core
+core.SERIAL_NS = core.PATIENCE_NS = 10**15  # on the thread that calls
+q = np.ones((1, 16384, 64), np.float32)
+cuflash.attention(q[:, :300], q[:, :300], q[:, :300])
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.3)
+local = threading.local()
+local.slow = Slow()
+threading.Thread(target=lambda: cuflash.attention(q, q, q), daemon=True).start()
+time.sleep(0.2)
+"""
+    run_python(code, OPENBLAS_NUM_THREADS="1")
+
+
+def test_the_interpreter_exits_while_daemon_threads_compute():
+    """Short and long calls, at any moment."""
+    code = """
+import sys, threading, time
+import numpy as np, cuflash
+attn = cuflash.FlashAttention(causal=True)
+q, k, v = np.random.default_rng(0).standard_normal((3, 4, 700, 64)).astype(np.float32)
+out, lse = attn.forward(q, k, v)
+n = int(sys.argv[1])
+def work():
+    while True:
+        with cuflash.cpu_threads(n % 4 + 1):
+            attn.forward(q, k, v); attn.backward(q, q, k, v, out, lse)
+for _ in range(n % 3 + 1): threading.Thread(target=work, daemon=True).start()
+time.sleep((n * 37 % 100) / 330)
+"""
+    for n in range(60 if sampling.exhaustive else 6):
+        run_python(code, str(n))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

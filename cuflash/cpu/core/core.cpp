@@ -93,8 +93,6 @@ struct Changing {
     int64_t limit;        // how many of the best kinds of processors are left out
     int64_t num_threads;  // that the call may be computed on
     int64_t are_apart;    // results are known to share no memory with each other or with operands
-    char *memory;         // for the jobs of the calling thread: fresh memory has to be mapped page by page, which takes
-    int64_t bytes;        // longer than a small call
     uint64_t seed, offset;
     char *const *arrays;  // as many as are given
 };
@@ -173,6 +171,35 @@ int end(Running *running) {
     return status;
 }
 
+// Memory of a calling thread for its jobs. A part of it is kept between calls: fresh memory has to be mapped page by
+// page, which takes longer than a small call. It goes when the thread ends, and not while the thread computes, as memory
+// of Python's would when the interpreter exits.
+class CallerScratch {
+  public:
+    ~CallerScratch() { free(kept); }
+    // Memory for a call; null if there is none.
+    char *take(long bytes) {
+        if (bytes > CALLER_BYTES) return (char *)allocate_scratch(bytes);
+        if (!kept) kept = (char *)allocate_scratch(CALLER_BYTES);
+        return kept;
+    }
+    void give_back(char *memory) {
+        if (memory != kept) free(memory);
+    }
+
+  private:
+    static constexpr long CALLER_BYTES = 1 << 20;
+    char *kept = nullptr;
+};
+thread_local CallerScratch caller_scratch;
+
+// A long call under way, in memory of Python's: it knows of the call as soon as there is one, wherever an exception
+// comes from.
+struct LongCall {
+    Running *running;
+    int status;
+};
+
 // Prepares a call in which up to `num_threads` workers take part. If that fails, it returns null, and the reason in
 // `status`.
 Running *prepare_call(const void *fixed, const Changing *changing, long num_threads, int *status) {
@@ -235,44 +262,45 @@ EXPORTED int cuflash_run(const void *fixed, const Changing *changing) {
     const long num_others = changing->num_threads - 1;
     Running *running = prepare_call(fixed, changing, num_others, &status);
     if (!running) return status;
-    const bool fits = running->work.scratch_bytes + 64 <= changing->bytes;
-    void *scratch =
-        fits ? (void *)(((uintptr_t)changing->memory + 63) / 64 * 64) : allocate_scratch(running->work.scratch_bytes);
+    char *scratch = caller_scratch.take(running->work.scratch_bytes);
     if (scratch) {
         if (num_others) give(*running, most_threads(*running, num_others + 1) - 1);
-        compute(*running, (char *)scratch);
+        compute(*running, scratch);
         if (num_others) wait_until(*running, [&] { return is_done(*running); });
     } else {
         running->out_of_memory = true;
     }
-    if (!fits) free(scratch);
+    caller_scratch.give_back(scratch);
     return end(running);
 }
 
-// Starts a call on threads of the pool. If that fails, it returns null, and the reason in `status`.
-EXPORTED Running *cuflash_start(const void *fixed, const Changing *changing, int *status) {
-    Running *running = prepare_call(fixed, changing, changing->num_threads, status);
-    if (!running) return nullptr;
-    give(*running, most_threads(*running, changing->num_threads));
-    for (long i = 0; i < running->num_workers; ++i)
-        if (running->workers[i]->is_started) return running;
-    *status = NO_THREAD;
-    end(running);
-    return nullptr;
+// Starts a call on threads of the pool. If that fails, none is running, and the status says why.
+EXPORTED void cuflash_start(const void *fixed, const Changing *changing, LongCall *call) {
+    call->running = prepare_call(fixed, changing, changing->num_threads, &call->status);
+    if (!call->running) return;
+    Running &running = *call->running;
+    give(running, most_threads(running, changing->num_threads));
+    for (long i = 0; i < running.num_workers; ++i)
+        if (running.workers[i]->is_started) return;
+    end(call->running);
+    *call = LongCall{nullptr, NO_THREAD};
 }
 
-// Waits for the call, at most `milliseconds`, and returns whether it is done.
-EXPORTED int cuflash_wait(Running *running, int milliseconds) {
+// Waits for a call, at most `milliseconds`, and returns whether it is done or none is running.
+EXPORTED int cuflash_wait(const LongCall *call, int milliseconds) {
+    if (!call->running) return true;
+    Running &running = *call->running;
     const timespec until = after_milliseconds(milliseconds);
     int error = 0;
-    pthread_mutex_lock(&running->mutex);
-    while (!is_done(*running) && error == 0) error = pthread_cond_timedwait(&running->changed, &running->mutex, &until);
-    pthread_mutex_unlock(&running->mutex);
-    return is_done(*running);
+    pthread_mutex_lock(&running.mutex);
+    while (!is_done(running) && error == 0) error = pthread_cond_timedwait(&running.changed, &running.mutex, &until);
+    pthread_mutex_unlock(&running.mutex);
+    return is_done(running);
 }
 
-// Ends a call, done or not.
-EXPORTED int cuflash_finish(Running *running) {
-    stop(*running);
-    return end(running);
+// Ends a call, done or not, if one is running; the status says how.
+EXPORTED void cuflash_finish(LongCall *call) {
+    if (!call->running) return;
+    stop(*call->running);
+    *call = LongCall{nullptr, end(call->running)};
 }
