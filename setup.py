@@ -1,7 +1,8 @@
 """Builds the compiled core of the CPU path beside the package, where there is a C++ compiler.
 
 Everything else is said in pyproject.toml. Without a compiler, or where it fails, the install goes on without the core,
-and NumPy arrays are computed by NumPy. The core has no interface of Python's: one wheel serves all of its versions.
+and NumPy arrays are computed by NumPy; where it fails for a kind of processor, only kernels for that one are missing.
+The core has no interface of Python's: one wheel serves all of its versions.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Distribution, Extension, setup
@@ -21,6 +23,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 SOURCES = "cuflash/cpu/core"
+NOTE = "build.txt"  # beside the library: why there is none, or what it lacks
+MOST_SAID = 500  # characters of what a compiler said
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-ffp-contract=fast"]
 LINK_FLAGS = ["-shared", "-pthread", "-Wl,--gc-sections", "-s"]
 # Kernels are compiled once for each kind of processor, and chosen from where they run.
@@ -36,6 +40,8 @@ KINDS = {
     },
     "other": {"baseline": []},
 }
+# As `cuflash_processor` of the core says them.
+NAMES = {"avx2": "AVX2", "avx512": "AVX-512", "avx512_bfloat16": "AVX-512 with bfloat16", "amx": "AMX"}
 
 
 def hash_of_sources() -> str:
@@ -44,58 +50,126 @@ def hash_of_sources() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
+class NotBuiltError(Exception):
+    """Why there is no compiled core."""
+
+
+def _words_of(variable: str) -> list[str]:
+    """The words of an environment variable, as a shell splits them."""
+    text = os.environ.get(variable, "")
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise NotBuiltError(f"{variable}: got {text!r}, expected words of a command ({error})") from None
+
+
+def _failure_of(command: list[str]) -> str:
+    """Run a compiler; returns its command and what it said if it fails, and an empty text otherwise."""
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        return f"{command[0]} cannot be run: {error}"
+    sys.stderr.write(process.stderr)
+    if process.returncode == 0:
+        return ""
+    lines = [line.strip() for line in (process.stderr + process.stdout).splitlines() if line.strip()]
+    said = [line for line in lines if "error" in line.lower()] or lines or ["it said nothing"]
+    return f"{command[0]} failed ({process.returncode}): {' | '.join(said[:3])[:MOST_SAID]}"
+
+
 class BuildCore(build_ext):
-    """Compiles the sources with CXX, or c++, and CXXFLAGS, and never fails."""
+    """Compiles the sources with CXX, or c++, and CXXFLAGS, and never fails.
+
+    What is missing, and why, is shown, as by ``pip install --verbose``, and written to a note beside the library, from
+    which ``python -m cuflash info`` has it.
+    """
+
+    def run(self) -> None:
+        """As the original does, but without a compiler object, which fails where CXX is no command."""
+        in_place, self.inplace = self.inplace, False
+        for extension in self.extensions:
+            self.build_extension(extension)
+        self.inplace = in_place
+        if in_place:
+            self.copy_extensions_to_source()
 
     def build_extension(self, extension: Extension) -> None:
         target = Path(self.get_ext_fullpath(extension.name))
-        target.unlink(missing_ok=True)
-        compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
-        if shutil.which(compiler[0]) is None:
-            print(f"cuflash: no C++ compiler ({compiler[0]}): NumPy arrays will be computed by NumPy", file=sys.stderr)
-            return
+        note = target.with_name(NOTE)
+        for path in (target, note):
+            path.unlink(missing_ok=True)
         try:
             with tempfile.TemporaryDirectory() as directory:
-                self._compile(compiler, Path(directory), target)
-        except (OSError, subprocess.CalledProcessError) as error:
-            print(f"cuflash: no compiled core, NumPy arrays will be computed by NumPy: {error}", file=sys.stderr)
+                missing = self._compile(Path(directory), target)
+        except (OSError, NotBuiltError) as error:
+            missing = [str(error)]
+            self.warn(f"no compiled core, NumPy arrays will be computed by NumPy: {error}")
+        if missing:
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text("\n".join(missing) + "\n", encoding="utf-8")
 
-    def _compile(self, compiler: list[str], directory: Path, target: Path) -> None:
-        kinds = KINDS.get("x86_64" if platform.machine().lower() in ("x86_64", "amd64") else "other", {})
+    def _compile(self, directory: Path, target: Path) -> list[str]:
+        """Build the library; returns what is left out of it."""
+        compiler = _words_of("CXX") or ["c++"]
+        if shutil.which(compiler[0]) is None:
+            raise NotBuiltError(f"there was no C++ compiler ({compiler[0]})")
+        kinds = KINDS["x86_64" if platform.machine().lower() in ("x86_64", "amd64") else "other"]
         units = {f"{kind}.o": ["kernels.cpp", f"-DKIND={kind}", *flags] for kind, flags in kinds.items()}
         units["core.o"] = ["core.cpp", f'-DSOURCES="{hash_of_sources()}"']
-        own_flags = shlex.split(os.environ.get("CXXFLAGS", ""))
-        running = [
-            subprocess.Popen(
-                [*compiler, *FLAGS, *own_flags, *flags, "-c", f"{SOURCES}/{source}", "-o", str(directory / name)]
+        command = [*compiler, *FLAGS, *_words_of("CXXFLAGS")]
+        # The texts of compilers that run side by side do not mix, and each of these is waited for.
+        with ThreadPoolExecutor(len(units)) as pool:
+            failures = dict(
+                zip(
+                    units,
+                    pool.map(
+                        lambda name: _failure_of(
+                            [
+                                *command,
+                                *units[name][1:],
+                                "-c",
+                                f"{SOURCES}/{units[name][0]}",
+                                "-o",
+                                str(directory / name),
+                            ]
+                        ),
+                        units,
+                    ),
+                    strict=True,
+                )
             )
-            for name, (source, *flags) in units.items()
-        ]
-        # Every one of them is waited for: the directory goes when this function ends.
-        failed = [process for process in running if process.wait() != 0]
-        if failed:
-            raise subprocess.CalledProcessError(failed[0].returncode, compiler)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        objects = [str(directory / name) for name in units]
+        missing = []
+        for name, failure in failures.items():
+            if failure and name in ("baseline.o", "core.o"):
+                raise NotBuiltError(failure)
+            if failure:
+                missing.append(f"without {NAMES[name.removesuffix('.o')]}: {failure}")
+                self.warn(f"the compiled core is built {missing[-1]}")
+        objects = [str(directory / name) for name, failure in failures.items() if not failure]
         built = directory / "built.so"
-        subprocess.run([*compiler, *LINK_FLAGS, *objects, "-o", str(built)], check=True)
+        failure = _failure_of([*compiler, *LINK_FLAGS, *objects, "-o", str(built)])
+        if failure:
+            raise NotBuiltError(failure)
+        target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(built, target)
+        return missing
 
     def get_ext_filename(self, fullname: str) -> str:
         """Without the tag of a version of Python."""
         return f"{fullname.replace('.', '/')}.so"
 
     def get_outputs(self) -> list[str]:
-        return [path for path in super().get_outputs() if Path(path).exists()]
+        outputs = [one for path in super().get_outputs() for one in (path, str(Path(path).with_name(NOTE)))]
+        return [path for path in outputs if Path(path).exists()]
 
     def copy_extensions_to_source(self) -> None:
-        """For an editable install: the library goes beside its sources, if there is one."""
+        """For an editable install: the library, or the note, goes beside its sources, if there is one."""
         for extension in self.extensions:
-            built = Path(self.build_lib, self.get_ext_filename(extension.name))
-            beside = Path(self.get_ext_filename(extension.name))
-            beside.unlink(missing_ok=True)
-            if built.exists():
-                shutil.copy(built, beside)
+            library = Path(self.get_ext_filename(extension.name))
+            for beside in (library, library.with_name(NOTE)):
+                beside.unlink(missing_ok=True)
+                if Path(self.build_lib, beside).exists():
+                    shutil.copy(Path(self.build_lib, beside), beside)
 
 
 class Wheel(bdist_wheel):

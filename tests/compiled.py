@@ -83,7 +83,7 @@ def much_work(patch):
     patch.setattr(core, "THREAD_NS", 1e-3)
 
 
-def run_python(code, **environment):
-    command = [sys.executable, "-c", code]
+def run_python(code, *args, **environment):
+    command = [sys.executable, "-c", code, *args]
     env = {**os.environ, "PYTHONPATH": str(CHECKOUT), **environment}
     return subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=120).stdout

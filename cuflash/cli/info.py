@@ -14,6 +14,7 @@ from cuflash.cli import here
 from cuflash.cli.cache import cached_kernels
 from cuflash.cli.here import print_rows
 from cuflash.cli.numbers import in_bytes
+from cuflash.cpu import core
 from cuflash.cpu.jobs import count_cores
 from cuflash.nvrtc import NvrtcNotFoundError
 from cuflash.operands import DTYPES, numpy_dtype
@@ -29,6 +30,8 @@ def info(args: argparse.Namespace) -> int:
     rows.append(("Python", f"{platform.python_version()}, {platform.platform()}"))
     rows.extend((name, version) for name in PACKAGES if (version := version_of(name)))
     rows.append(("CPU", f"{count_cores()} threads, {cpu.describe()}"))
+    if core.why_not() is None and core.build_note():
+        rows.append(("", f"built {core.build_note()}"))
     try:
         found = f"{compiler.nvrtc_version()}, compiles for {' '.join(compiler.supported_archs())}"
     except NvrtcNotFoundError as error:

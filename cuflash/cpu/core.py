@@ -27,6 +27,7 @@ from cuflash.terms import DEFAULT_NEED, GRADIENTS, NUMBERS, OF_SCORES, OF_SOFTMA
 Array = NDArray[Any]
 
 LIBRARY = Path(__file__).parent / "core" / "libcuflash.so"
+NOTE = "build.txt"  # beside it, where something was not built
 MAX_HEAD_DIM = 1024  # tiles of larger ones do not fit into a cache
 # In nanoseconds of one core: the most work that is not worth a second thread, and the least work for each thread. Calls
 # that take longer than PATIENCE_NS look for Ctrl-C, every SLICE_MS milliseconds.
@@ -116,7 +117,7 @@ class Prepared(NamedTuple):
 def _load() -> _Library | str:
     """The library, or why there is none."""
     if not LIBRARY.exists():
-        return "it was not built when cuflash was installed: there was no C++ compiler"
+        return f"it was not built when cuflash was installed: {build_note() or 'nothing says why'}"
     try:
         functions = ctypes.CDLL(str(LIBRARY))
         functions.cuflash_call_bytes.restype = ctypes.c_int64
@@ -137,6 +138,14 @@ def _load() -> _Library | str:
     functions.cuflash_overhead_ns.argtypes = [ctypes.c_char_p]
     functions.cuflash_overhead_ns.restype = ctypes.c_double
     return _Library(functions, _find_head_bytes())
+
+
+def build_note() -> str:
+    """What the build of the library left out, and why: all of it, or kinds of instructions; empty if nothing."""
+    try:
+        return "; ".join(LIBRARY.with_name(NOTE).read_text(encoding="utf-8").splitlines())
+    except OSError:
+        return ""
 
 
 def _hash_of_sources() -> str:

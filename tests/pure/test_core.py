@@ -445,7 +445,10 @@ def unloaded():
 def test_without_a_library(monkeypatch, tmp_path, unloaded):
     monkeypatch.setattr(core, "LIBRARY", tmp_path / "none.so")
     q = np.ones((2, 5, 4), np.float32)
-    assert "no C++ compiler" in cuflash.FlashAttention().plan(q, q, q).describe()
+    assert (
+        "it was not built when cuflash was installed: nothing says why"
+        in cuflash.FlashAttention().plan(q, q, q).describe()
+    )
     np.testing.assert_allclose(cuflash.attention(q, q, q), 1, rtol=1e-6)
     assert core.processor() == ""
 

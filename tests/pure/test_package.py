@@ -1,12 +1,15 @@
 """The package as people get it: importable without CuPy and quickly, with its kernels however it was installed."""
 
+import functools
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -50,26 +53,47 @@ q = numpy.ones((2, 50, 8), numpy.float32)
 assert abs(cuflash.attention(q, q, q) - 1).max() < 1e-6
 print(core.why_not() or core.processor())
 """
+INFO = "import cuflash.cli.main as cli; cli.main(['info'])"
+
+
+class Built(NamedTuple):
+    """A built package: its source, the wheel, the directory with its content, and what the build has shown."""
+
+    source: Path
+    wheel: Path
+    unpacked: Path
+    shown: str
+
+
+def run_backend(kind, source, built, **environment):
+    """Build a wheel or an editable one, offline; returns what is shown."""
+    code = f"import setuptools.build_meta as backend; backend.build_{kind}({str(built)!r})"
+    env = os.environ | {"CXXFLAGS": "-O0"} | environment  # fast to compile
+    command = [sys.executable, "-c", code]
+    shown = subprocess.run(command, cwd=source, env=env, check=True, capture_output=True, text=True, timeout=300)
+    return shown.stdout + shown.stderr
 
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
-    """Builds a wheel or an editable one of a copy of the checkout, offline; gives the copy, the wheel, its content."""
+    """Builds a wheel or an editable one of a copy of the checkout, once; the copy is gone where it is a wheel."""
     pytest.importorskip("setuptools", minversion="77", reason="the wheel is built with setuptools 77 or later")
 
-    def build(kind, **environment):
+    @functools.cache
+    def build(kind, compiler=None):
         source, built, unpacked = (tmp_path_factory.mktemp(name) for name in ("source", "built", "unpacked"))
         for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
             shutil.copy(CHECKOUT / name, source)
+        without = shutil.ignore_patterns("__pycache__", "*.so", "build.txt")
         for name in ("cuflash", "kernels"):
-            shutil.copytree(CHECKOUT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-        code = f"import setuptools.build_meta as backend; backend.build_{kind}({str(built)!r})"
-        env = os.environ | {"CXXFLAGS": "-O0"} | environment  # fast to compile
-        subprocess.run([sys.executable, "-c", code], cwd=source, env=env, check=True, capture_output=True, timeout=300)
+            shutil.copytree(CHECKOUT / name, source / name, ignore=without)
+        shown = run_backend(kind, source, built, **({} if compiler is None else {"CXX": compiler}))
         (wheel,) = built.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(unpacked)
-        return source, wheel, unpacked
+        if kind == "wheel":
+            shutil.rmtree(source)
+        return Built(source, wheel, unpacked, shown)
 
     return build
 
@@ -82,8 +106,7 @@ def test_a_checkout_works_as_it_is(tmp_path):
 
 
 def test_a_wheel_works_elsewhere(build, tmp_path):
-    source, wheel, unpacked = build("wheel")
-    shutil.rmtree(source)
+    _, wheel, unpacked, _ = build("wheel")
     package, directory, *names = run_python(USE_IT, tmp_path, str(unpacked)).splitlines()
     assert Path(package).parent == unpacked / "cuflash"
     assert Path(directory) == unpacked / "cuflash" / "kernels"
@@ -98,8 +121,7 @@ def test_a_wheel_works_elsewhere(build, tmp_path):
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_a_wheel_has_the_core_and_serves_every_version_of_python(build, tmp_path):
-    source, wheel, unpacked = build("wheel")
-    shutil.rmtree(source)
+    _, wheel, unpacked, _ = build("wheel")
     *_, python, abi, platform = wheel.stem.split("-")
     assert (python, abi) == ("py3", "none") and platform != "any"
     names = {path.name for path in (unpacked / "cuflash" / "cpu" / "core").iterdir()}
@@ -107,18 +129,76 @@ def test_a_wheel_has_the_core_and_serves_every_version_of_python(build, tmp_path
     assert run_python(WHICH_CORE, tmp_path, str(unpacked)).strip() in PROCESSORS
 
 
-@pytest.mark.parametrize("compiler", ["false", "/no/such/compiler"])
-def test_a_wheel_without_a_compiler(build, tmp_path, compiler):
-    """An install goes on without the core, and says so."""
-    source, wheel, unpacked = build("wheel", CXX=compiler)
-    shutil.rmtree(source)
+FAILS = """#!/bin/sh
+echo "in some file, fatal error: the disk is full" >&2
+exit 3
+"""
+NOT_BUILT = {
+    "/no/such/compiler": "there was no C++ compiler (/no/such/compiler)",
+    "false": "false failed (1): it said nothing",
+    FAILS: "compiler failed (3): in some file, fatal error: the disk is full",
+    'c++ "-O0': "CXX: got 'c++ \"-O0', expected words of a command (No closing quotation)",
+    '"': "CXX: got '\"', expected words of a command (No closing quotation)",
+}
+
+
+def script(directory, text):
+    """A command that is such a script."""
+    path = directory / "compiler"
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize("compiler", NOT_BUILT, ids=["none", "false", "fails", "quote", "only a quote"])
+def test_a_wheel_without_a_core(build, tmp_path, compiler):
+    """An install goes on without the core; it says why, and so does `info`."""
+    command = script(tmp_path, compiler) if compiler.startswith("#!") else compiler
+    _, wheel, unpacked, shown = build("wheel", command)
     assert wheel.name.endswith("-py3-none-any.whl")
-    assert not (unpacked / "cuflash" / "cpu" / "core").exists()
+    assert files_of(unpacked / "cuflash" / "cpu" / "core") == ["build.txt"]
+    why = run_python(WHICH_CORE, tmp_path, str(unpacked))
+    assert why.startswith("it was not built when cuflash was installed: ")
+    for said in (why, run_python(INFO, tmp_path, str(unpacked)), shown):
+        assert NOT_BUILT[compiler] in " ".join(said.split()).replace(f"{tmp_path}/", "")
+
+
+KNOWS_NO_AMX = """#!/bin/sh
+for word in "$@"; do
+    case "$word" in -mamx-tile|-mavx512bf16)
+        echo "c++: error: unrecognized command-line option '$word'" >&2
+        exit 1
+    esac
+done
+exec c++ "$@"
+"""
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="one kind of instructions")
+def test_instructions_that_the_compiler_does_not_know_are_left_out(build, tmp_path):
+    """They alone, as by GCC 10; `info` says so."""
+    _, wheel, unpacked, shown = build("wheel", script(tmp_path, KNOWS_NO_AMX))
+    assert not wheel.name.endswith("-any.whl")
+    assert files_of(unpacked / "cuflash" / "cpu" / "core") == ["build.txt", "libcuflash.so"]
+    kind = run_python(WHICH_CORE, tmp_path, str(unpacked)).strip()
+    assert kind in PROCESSORS and kind not in ("AMX", "AVX-512 with bfloat16")
+    missing = "AMX: compiler failed (1): c++: error: unrecognized command-line option '-m"
+    for said in (run_python(INFO, tmp_path, str(unpacked)), shown):
+        assert missing in " ".join(said.split()).replace(f"{tmp_path}/", "")
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_a_build_forgets_what_an_earlier_one_left_out(build, tmp_path):
+    source, _, unpacked, _ = build("editable", "/no/such/compiler")
     assert "no C++ compiler" in run_python(WHICH_CORE, tmp_path, str(unpacked))
+    run_backend("editable", source, tmp_path)
+    assert run_python(WHICH_CORE, tmp_path, str(unpacked)).strip() in PROCESSORS
+    assert not (source / "cuflash" / "cpu" / "core" / "build.txt").exists()
 
 
 def test_an_editable_install_reads_the_checkout(build, tmp_path):
-    source, _, unpacked = build("editable")
+    source, _, unpacked, _ = build("editable")
     package, directory, *names = run_python(USE_IT, tmp_path, str(unpacked)).splitlines()
     assert Path(package).parent == source / "cuflash"
     assert Path(directory) == source / "kernels"
@@ -127,7 +207,7 @@ def test_an_editable_install_reads_the_checkout(build, tmp_path):
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_an_editable_install_builds_the_core_in_place(build, tmp_path):
-    source, _, unpacked = build("editable")
+    source, _, unpacked, _ = build("editable")
     assert run_python(WHICH_CORE, tmp_path, str(unpacked)).strip() in PROCESSORS
     (source / "cuflash" / "cpu" / "core" / "vectors.h").write_text("")
     assert "other sources" in run_python(WHICH_CORE, tmp_path, str(unpacked))

@@ -1,6 +1,9 @@
 // The interface to Python.
 #include <sys/syscall.h>
 #include <unistd.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include <cstddef>
 #include <cstdint>
@@ -18,31 +21,45 @@ struct Kind {
 };
 
 #if defined(__x86_64__)
-// Whether there are tile registers, and the system lets this process use them. The system is asked once.
-bool has_tiles() {
-#if defined(MODEL_OF_TILES)
-    return true;
-#else
+// What a processor has by leaf 7 of CPUID. Compilers that do not know instructions do not know their names either.
+struct Leaf7 {
+    bool has_bfloat16 = false, has_tiles = false;
+    Leaf7() {
+        unsigned a, b, c, d;
+        if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) has_tiles = (d >> 22 & 1) && (d >> 24 & 1);
+        if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) has_bfloat16 = a >> 5 & 1;
+    }
+};
+
+// Whether the system lets this process use tile registers. It is asked once.
+bool may_use_tiles() {
     constexpr long ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     static std::atomic<int> answer{0};            // 1 is yes, 2 is no
-    if (!__builtin_cpu_supports("amx-tile") || !__builtin_cpu_supports("amx-bf16")) return false;
     if (answer == 0) answer = syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0 ? 1 : 2;
     return answer == 1;
-#endif
 }
+
+#if defined(MODEL_OF_TILES)
+constexpr bool HAS_MODEL = true;
+#else
+constexpr bool HAS_MODEL = false;
+#endif
 #endif
 
-// The best kind of kernels that this processor can run; the `limit` best of all kinds are left out.
+// The best kind of kernels that there is and that this processor can run; the `limit` best of all kinds are left out.
 Kind kind_of_processor([[maybe_unused]] int limit) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
+    static const Leaf7 leaf;
     const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                             __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-    const bool has_bfloat16 = has_avx512 && __builtin_cpu_supports("avx512bf16");
-    if (has_bfloat16 && limit < 1 && has_tiles()) return Kind{"AMX", &kernels_amx};
-    if (has_bfloat16 && limit < 2) return Kind{"AVX-512 with bfloat16", &kernels_avx512_bfloat16};
-    if (has_avx512 && limit < 3) return Kind{"AVX-512", &kernels_avx512};
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && limit < 4)
+    const bool has_bfloat16 = has_avx512 && leaf.has_bfloat16;
+    if (&kernels_amx && has_bfloat16 && limit < 1 && (HAS_MODEL || (leaf.has_tiles && may_use_tiles())))
+        return Kind{"AMX", &kernels_amx};
+    if (&kernels_avx512_bfloat16 && has_bfloat16 && limit < 2)
+        return Kind{"AVX-512 with bfloat16", &kernels_avx512_bfloat16};
+    if (&kernels_avx512 && has_avx512 && limit < 3) return Kind{"AVX-512", &kernels_avx512};
+    if (&kernels_avx2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && limit < 4)
         return Kind{"AVX2", &kernels_avx2};
     return Kind{"SSE2", &kernels_baseline};
 #elif defined(__aarch64__)
@@ -59,7 +76,7 @@ const Kernels &kernels_for(const Call &call, int limit) {
 #if defined(__x86_64__)
     const bool is_only_bfloat16 = kernels == &kernels_amx || kernels == &kernels_avx512_bfloat16;
     const bool is_split = kernels == &kernels_amx && call.dtype == FLOAT16 && !call.is_backward;
-    if (is_only_bfloat16 && call.dtype != BFLOAT16 && !is_split) kernels = &kernels_avx512;
+    if (is_only_bfloat16 && call.dtype != BFLOAT16 && !is_split) kernels = kind_of_processor(2).kernels;
 #endif
     return *kernels;
 }
