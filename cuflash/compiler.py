@@ -27,9 +27,12 @@ from typing import Any, Protocol
 from cuflash.kernel_cache import (
     cache_directory,
     cache_limit,
+    make_own_directory,
     marked_as_used,
-    private_instead,
+    private_directory,
+    read_own,
     trim_cache,
+    warn_of_private_directory,
     write_atomically,
 )
 from cuflash.nvrtc import Nvrtc
@@ -95,6 +98,16 @@ class Resources:
     def warnings(self) -> tuple[str, ...]:
         """Lines of the log that warn, numbered performance advice of ptxas (C75xx) included."""
         return tuple(line for line in self.log.splitlines() if re.search(r"\bwarning( #|\s*:)|\(C7\d{3}\)", line))
+
+    @classmethod
+    def from_entry(cls, values: Mapping[str, Any]) -> Resources:
+        """Those that an entry of the cache has. TypeError for other fields, or for values of other types."""
+        resources = cls(**values)
+        for field in fields(cls):
+            value = getattr(resources, field.name)
+            if type(value).__name__ != field.type:
+                raise TypeError(f"{field.name}: got {value!r}, expected {field.type}")
+        return resources
 
     @classmethod
     def from_log(cls, log: str, name: str, seconds: float) -> Resources:
@@ -272,7 +285,8 @@ class Compiler:
 
     def __init__(self, kernel_dir: Path, cache_dir: Path, toolchain: Toolchain) -> None:
         self._kernel_dir = kernel_dir
-        self._places = [cache_dir]  # where cubins are looked for; the last one is where they are stored
+        self._cache_dir = cache_dir
+        self._stores_privately = False  # because the cache cannot be written, or may be others' work
         self._toolchain = toolchain
         self._locks: dict[str, threading.Lock] = {}
 
@@ -321,20 +335,25 @@ class Compiler:
             found = None if version == expected else self._find(request)
             return found or self._build(request, defines, options, texts or {})
 
+    @property
+    def _places(self) -> list[Path]:
+        """Where cubins are looked for; the last one is where they are stored."""
+        return [self._cache_dir, *([private_directory()] if self._stores_privately else [])]
+
     def _find(self, request: Mapping[str, Any]) -> CompiledKernel | None:
         """The kernel from the cache; None where it is missing or fails a check."""
         for place in self._places:
             try:
-                checksum, _, body = marked_as_used(place / f"{_key(request)}.entry").read_bytes().partition(b"\n")
+                checksum, _, body = read_own(marked_as_used(place / f"{_key(request)}.entry")).partition(b"\n")
                 if checksum != _sha256(body).encode():
                     continue
                 entry = json.loads(body)
-                path = marked_as_used(place / entry["cubin"])
-                if _sha256(path.read_bytes()) != entry["cubin_sha256"]:
+                path = marked_as_used(place / Path(entry["cubin"]).name)
+                if _sha256(read_own(path)) != entry["cubin_sha256"]:
                     continue
-            except OSError:
+                resources = Resources.from_entry(entry["resources"])
+            except (OSError, KeyError, RecursionError, TypeError, ValueError):
                 continue
-            resources = Resources(**entry["resources"])
             return CompiledKernel(name=request["name"], arch=request["arch"], path=path, resources=resources)
         return None
 
@@ -381,7 +400,7 @@ class Compiler:
         path = self._places[-1] / f"{request['name'][:100]}-{request['arch']}-{checksum[:32]}.cubin"
         entry = {"request": request, "cubin": path.name, "cubin_sha256": checksum, "resources": asdict(resources)}
         body = json.dumps(entry, indent=1).encode()
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_own_directory(path.parent)
         write_atomically(path, cubin)
         write_atomically(path.with_name(f"{_key(request)}.entry"), _sha256(body).encode() + b"\n" + body)
         trim_cache(path.parent, cache_limit(), path.stat().st_mtime)
@@ -390,8 +409,9 @@ class Compiler:
     def _store_privately(
         self, request: Mapping[str, Any], cubin: bytes, resources: Resources, error: OSError
     ) -> CompiledKernel:
-        if len(self._places) == 1:
-            self._places.append(private_instead(self._places[0], error))
+        if not self._stores_privately:
+            warn_of_private_directory(self._cache_dir, error)
+            self._stores_privately = True
         return self._store(request, cubin, resources)
 
 

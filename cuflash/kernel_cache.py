@@ -4,14 +4,19 @@ After a kernel is stored, the least recently used ones are removed if all of the
 `cache_limit`. A lookup marks the files that it finds as used before it reads them, and nothing that was used within the
 last hour is removed: so a file does not vanish between its lookup and the moment at which a device loads it, which
 follows at once. A kernel that a lookup no longer finds is compiled again.
+
+What is read runs on a device. So nothing is read that anybody but this user, or root, may have written: neither a file
+of others nor one in a directory of others, or in one that others may write to.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import re
+import stat
 import sys
 import time
 import warnings
@@ -28,17 +33,29 @@ def cache_directory() -> Path:
 
     `CUFLASH_CACHE_DIR` where that is set, else `$XDG_CACHE_HOME/cuflash`, else `~/.cache/cuflash`; on Windows
     `%LOCALAPPDATA%\\cuflash`. Without a home directory it is one of this process alone, removed when the process ends.
+    So it is, with a RuntimeWarning, where `CUFLASH_CACHE_DIR` begins with the home directory of nobody.
     """
     chosen = os.environ.get("CUFLASH_CACHE_DIR")
     if chosen:
-        return Path(chosen).expanduser().absolute()
+        with contextlib.suppress(RuntimeError):
+            path = Path(chosen).expanduser()
+            if path.is_absolute() or not chosen.startswith("~"):
+                return path.absolute()
+        warnings.warn(
+            f"CUFLASH_CACHE_DIR: got {chosen!r}, expected a directory: there is no such home directory; every process "
+            "compiles kernels again",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return private_directory()
     base = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
     if os.path.isabs(base):  # the XDG specification: a relative path is to be ignored
         return Path(base, "cuflash")
-    try:
-        return Path.home() / ".cache" / "cuflash"
-    except RuntimeError:
-        return private_directory()
+    with contextlib.suppress(RuntimeError):
+        home = Path.home()
+        if home.is_absolute():  # HOME may be any text, and a relative path leads elsewhere from each directory
+            return home / ".cache" / "cuflash"
+    return private_directory()
 
 
 def cache_limit() -> int:
@@ -111,11 +128,37 @@ def clear_cache(directory: Path) -> list[CachedFile]:
     return removed
 
 
+def check_own(path: Path, status: os.stat_result) -> None:
+    """Raise PermissionError if others than this user and root own a file or a directory, or may write to it."""
+    if not hasattr(os, "geteuid"):  # Windows says nothing of the kind by these numbers
+        return
+    if status.st_uid not in (os.geteuid(), 0):
+        raise PermissionError(errno.EPERM, f"it belongs to another user, of number {status.st_uid}", str(path))
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        why = f"others may write to it (mode {stat.S_IMODE(status.st_mode):03o}), which `chmod go-w` ends"
+        raise PermissionError(errno.EPERM, why, str(path))
+
+
+def make_own_directory(path: Path) -> None:
+    """Make a directory that nobody else may use. OSError if that fails, or if it is there and may be others' work."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_own(path, path.stat())
+
+
+def read_own(path: Path) -> bytes:
+    """The content of a file. OSError if it cannot be read, or if it or its directory may be others' work."""
+    with path.open("rb") as file:
+        for own, status in ((path.parent, path.parent.stat()), (path, os.fstat(file.fileno()))):
+            check_own(own, status)
+        return file.read()
+
+
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that any other process reads all of it or none."""
+    """Write a file so that any other process reads all of it or none, and nobody else may write it."""
     temporary = path.with_name(f".{os.urandom(8).hex()}.tmp")
     try:
-        temporary.write_bytes(content)
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(content)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -129,29 +172,31 @@ def marked_as_used(path: Path) -> Path:
     return path
 
 
-def private_instead(directory: Path, error: OSError) -> Path:
-    """The directory of this process alone, in place of one that cannot be written, with a warning that says so."""
+def warn_of_private_directory(directory: Path, error: OSError) -> None:
+    """Say that `private_directory` is used in place of one that cannot be written, or that may be others' work."""
     warnings.warn(
         f"cuflash cannot store compiled kernels in {directory} ({error}); every process compiles them again. Set "
-        "CUFLASH_CACHE_DIR to a directory that can be written.",
+        "CUFLASH_CACHE_DIR to a directory that you, and nobody else, can write to.",
         RuntimeWarning,
         stacklevel=3,
     )
-    return private_directory()
+
+
+def private_directory() -> Path:
+    """A directory of this process alone, removed when it ends. A child of fork gets another one."""
+    return _private_directory(os.getpid())
 
 
 @functools.cache
-def private_directory() -> Path:
-    """A directory of this process alone, removed when it ends."""
+def _private_directory(process: int) -> Path:
     import atexit
     import shutil
     import tempfile
 
     directory = Path(tempfile.mkdtemp(prefix="cuflash-"))
-    owner = os.getpid()
 
     def remove() -> None:
-        if os.getpid() == owner:  # a forked child must not take its parent's
+        if os.getpid() == process:  # a forked child must not take its parent's
             shutil.rmtree(directory, ignore_errors=True)
 
     atexit.register(remove)

@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args, get_origin, get_type_hints
 
 from cuflash.binding import Layout, Pass
 from cuflash.compiler import CompileError, compile_spec, kernels_fingerprint
-from cuflash.kernel_cache import cache_directory, write_atomically
+from cuflash.kernel_cache import cache_directory, make_own_directory, read_own, write_atomically
 from cuflash.planning import DeviceSpec, LaunchPlan, choose_plan
 from cuflash.planning.backward import SOFTMAX_KERNELS
 from cuflash.planning.sm80 import (
@@ -77,10 +77,12 @@ from cuflash.planning.sm90.wide_tiles import (
 )
 from cuflash.planning.tiles import Tile, serves_dims, why_too_large
 from cuflash.problem import Problem
+from cuflash.values import LONGEST_VALUE
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+MOST_IN_TILE = 2**16  # of rows, keys, warps and whatever else a tile counts
 MARGIN = 0.01  # a candidate has to be faster than the table's row by more than this: less is noise
 
 # ---- What is tried ---------------------------------------------------------------------------------------------------
@@ -476,7 +478,7 @@ def _remember(of_table: Trial, winner: Trial) -> str:
     }
     _recalled[path] = found
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_own_directory(path.parent)
         write_atomically(path, json.dumps(content, indent=1).encode())
     except OSError as error:
         return f"remembered by this process alone: {error}"
@@ -490,10 +492,31 @@ def _values(tile: Tile) -> dict[str, Any]:
 def _read(path: Path) -> Winner | str | None:
     """The content of a file, or why it cannot be read; None if there is no file."""
     try:
-        content = json.loads(path.read_bytes())
-        tiles = tuple(_KINDS[tile.pop("kind")](**tile) for tile in content["tiles"])
-        return Winner(tiles=tiles, tflops=float(content["tflops"]), table_tflops=float(content["table_tflops"]))
+        content = json.loads(read_own(path))
+        tiles = tuple(_tile_of(**values) for values in content["tiles"])
+        speeds = [float(content[name]) for name in ("tflops", "table_tflops")]
+        if not tiles or not all(map(math.isfinite, speeds)):
+            raise ValueError(f"{len(tiles)} tiles, {speeds} TFLOP/s")
+        return Winner(tiles=tiles, tflops=speeds[0], table_tflops=speeds[1])
     except FileNotFoundError:
         return None
-    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
-        return f"{path} cannot be read ({type(error).__name__}: {error})"
+    except (OSError, ArithmeticError, KeyError, RecursionError, TypeError, ValueError) as error:
+        said = " ".join(str(error).split())[:LONGEST_VALUE]
+        return f"{path} cannot be read ({type(error).__name__}: {said})"
+
+
+def _tile_of(kind: str, **values: Any) -> Tile:
+    """The tile that a file describes. KeyError, TypeError or ValueError where there is none."""
+    for field in fields(_KINDS[kind]):
+        value, expected = values.get(field.name), _types(kind)[field.name]
+        is_one = value in get_args(expected) if get_origin(expected) is Literal else type(value) is expected
+        if field.name in values and not (is_one and (type(value) is not int or 0 <= value <= MOST_IN_TILE)):
+            raise ValueError(f"{field.name}: got {value!r}, expected {expected}")
+    tile: Tile = _KINDS[kind](**values)
+    return tile
+
+
+@functools.cache
+def _types(kind: str) -> dict[str, Any]:
+    """The types of the fields of a kind of tiles."""
+    return get_type_hints(_KINDS[kind])

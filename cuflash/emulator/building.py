@@ -79,7 +79,8 @@ def build(
     try:
         return _built_in(_private.get(cache, cache), source, defines, headers or {}, sanitizer, kernels)
     except _UnusableError as error:
-        _private[cache] = kernel_cache.private_instead(cache, error.reason) / "emulated"
+        kernel_cache.warn_of_private_directory(cache, error.reason)
+        _private[cache] = kernel_cache.private_directory() / "emulated"
     return _built_in(_private[cache], source, defines, headers or {}, sanitizer, kernels)
 
 
@@ -116,8 +117,8 @@ def _built_in(
     texts = cache / "headers"
     for name, text in headers.items():
         with _in_cache():
+            kernel_cache.make_own_directory(texts)
             if not (texts / name).exists():
-                texts.mkdir(parents=True, exist_ok=True)
                 kernel_cache.write_atomically(texts / name, text.encode())
     request = (kernels / source, tuple(sorted((defines or {}).items())), sanitizer, kernels, cache)
     key = (find_compiler(), *request)
@@ -209,14 +210,16 @@ def _compile(name: str, flags: Sequence[str], files: Sequence[Path], arguments: 
     library = cache / f"{name}-{key.hexdigest()[:24]}.so"
     with contextlib.ExitStack() as stack:
         with _in_cache():
-            if library.exists():
+            kernel_cache.make_own_directory(cache)
+            with contextlib.suppress(FileNotFoundError):
+                kernel_cache.check_own(library, library.stat())
                 return library
-            cache.mkdir(parents=True, exist_ok=True)
             scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=cache))
         unfinished = Path(scratch) / library.name
         result = _run([compiler, *flags, *arguments, "-o", str(unfinished)])
         if result.returncode:
             raise EmulationError(name, f"does not compile:\n{result.stderr[:8000]}")
+        unfinished.chmod(0o700)
         os.replace(unfinished, library)
     return library
 

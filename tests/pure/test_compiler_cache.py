@@ -1,6 +1,8 @@
 """The cache of compiled kernels: its key, damage, processes and threads, and where it lies."""
 
+import hashlib
 import itertools
+import json
 import multiprocessing
 import os
 import shutil
@@ -304,6 +306,183 @@ def test_tests_leave_the_cache_of_the_user_alone(tmp_path):
     directory, files = done.stdout.splitlines()[-1].split()
     assert Path(directory) == ROOT / "tests" / ".cache" and int(files) > 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="names of POSIX directories")
+@pytest.mark.parametrize("chosen", ["~nosuchuser/x", "~nosuchuser", "~"])
+def test_a_cache_in_the_home_of_nobody(monkeypatch, tmp_path, chosen):
+    """Nothing but a warning, and nothing is made where the process happens to be."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", chosen)
+    monkeypatch.setenv("HOME", "relative")  # for the last one
+    with pytest.warns(RuntimeWarning, match=f"^CUFLASH_CACHE_DIR: got '{chosen}', expected a directory"):
+        directory = kernel_cache.cache_directory()
+    assert directory == kernel_cache.private_directory() and directory.is_dir()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="names of POSIX directories")
+def test_a_relative_home_is_none(monkeypatch, tmp_path):
+    """It would lead elsewhere from each directory."""
+    for variable in ("CUFLASH_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.chdir(tmp_path)
+    for home in ("relative", "./x", "x/../y"):
+        monkeypatch.setenv("HOME", home)
+        assert kernel_cache.cache_directory() == kernel_cache.private_directory()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_process_has_a_private_directory_of_its_own(kernel_dir, tmp_path):
+    """Its parent removes its own when it ends."""
+    (tmp_path / "file").write_text("not a directory")
+    unlucky = Compiler(kernel_dir, tmp_path / "file" / "cache", CountingToolchain())
+    with pytest.warns(RuntimeWarning, match="CUFLASH_CACHE_DIR"):
+        before = unlucky.compile("a.cu", "kernel", {"NUMBER": 1}, "sm_80")
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:  # pragma: no cover
+        shutil.rmtree(before.path.parent)  # as the parent does
+        kernel = unlucky.compile("a.cu", "kernel", {"NUMBER": 1}, "sm_80")
+        os.write(write, f"{kernel.path} {kernel.path.is_file()}".encode())
+        shutil.rmtree(kernel.path.parent)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    path, was_there = os.read(read, 10_000).decode().split()
+    assert was_there == "True" and Path(path).parent != before.path.parent
+    before.path.parent.mkdir(exist_ok=True)  # for the end of this process
+
+
+# ---- Whose work it is -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def to_others(monkeypatch):
+    """Gives files and directories to another user, or makes this process one of another user."""
+
+    def give(*paths):
+        if os.geteuid() == 0:
+            for path in paths:
+                os.chown(path, 12345, -1)
+        else:
+            monkeypatch.setattr(os, "geteuid", lambda: 12345)
+
+    return give
+
+
+def planted(kernel_dir, cache):
+    """A kernel in a cache, with bytes that no compiler made, and all checksums right."""
+
+    class Planting(CountingToolchain):
+        def compile(self, *args):
+            return b"planted" * 9, super().compile(*args)[1]
+
+    return compile_once(kernel_dir, cache, Planting())
+
+
+def assert_not_taken(kernel_dir, cache, words):
+    toolchain = CountingToolchain()
+    with pytest.warns(RuntimeWarning, match=words) as caught:
+        kernel = compile_once(kernel_dir, cache, toolchain)
+    assert len(caught) == 1 and str(cache) in str(caught[0].message)
+    assert toolchain.calls == 1 and b"planted" not in kernel.path.read_bytes()
+    assert kernel.path.parent == kernel_cache.private_directory()
+
+
+needs_owners = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners of files")
+
+
+@needs_owners
+def test_a_directory_is_made_for_this_user_alone(kernel_dir, tmp_path):
+    before = os.umask(0)
+    try:
+        kernel = compile_once(kernel_dir, tmp_path / "more" / "cache", CountingToolchain())
+    finally:
+        os.umask(before)
+    assert kernel.path.parent.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in kernel.path.parent.iterdir()} == {0o600}
+
+
+@needs_owners
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
+def test_a_directory_that_others_may_write_to_is_not_trusted(kernel_dir, tmp_path, mode):
+    cache = tmp_path / "cache"
+    planted(kernel_dir, cache)
+    cache.chmod(mode)
+    assert_not_taken(kernel_dir, cache, "others may write to it .*`chmod go-w` ends")
+    cache.chmod(0o755)
+    assert b"planted" in compile_once(kernel_dir, cache, CountingToolchain()).path.read_bytes()
+
+
+@needs_owners
+def test_a_directory_of_others_is_not_trusted(kernel_dir, tmp_path, to_others):
+    planted(kernel_dir, tmp_path / "cache")
+    to_others(tmp_path / "cache")
+    assert_not_taken(kernel_dir, tmp_path / "cache", "belongs to another user")
+
+
+@needs_owners
+@pytest.mark.parametrize("suffix", ["cubin", "entry"])
+@pytest.mark.parametrize("mode", [None, 0o620, 0o666])
+def test_files_of_others_are_compiled_again(kernel_dir, tmp_path, to_others, suffix, mode):
+    """Those that lie in a directory of one's own, as from a time when others could write to it."""
+    cache = tmp_path / "cache"
+    planted(kernel_dir, cache)
+    (file,) = cache.glob(f"*.{suffix}")
+    if mode is None and os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    to_others(file) if mode is None else file.chmod(mode)
+    toolchain = CountingToolchain()
+    kernel = compile_once(kernel_dir, cache, toolchain)
+    assert toolchain.calls == 1 and kernel.path.parent == cache and b"planted" not in kernel.path.read_bytes()
+    assert compile_once(kernel_dir, cache, toolchain) == kernel and toolchain.calls == 1
+
+
+@needs_owners
+def test_what_root_made_is_trusted(kernel_dir, tmp_path, monkeypatch):
+    """Root can do anything as it is, and may fill a cache for all users."""
+    planted(kernel_dir, tmp_path / "cache")
+    (tmp_path / "cache").chmod(0o755)
+    status = os.stat(tmp_path / "cache")
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    if status.st_uid == 0:
+        assert b"planted" in compile_once(kernel_dir, tmp_path / "cache", CountingToolchain()).path.read_bytes()
+    kernel_cache.check_own(tmp_path, os.stat_result((0o40755, 0, 0, 1, 0, 0, 0, 0, 0, 0)))
+    with pytest.raises(PermissionError, match="belongs to another user, of number 7"):
+        kernel_cache.check_own(tmp_path, os.stat_result((0o40755, 0, 0, 1, 7, 0, 0, 0, 0, 0)))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda own: st.lists(own, max_size=3) | st.dictionaries(st.text(max_size=5), own, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_entries_of_wrong_fields_are_compiled_again(data):
+    """Whatever an entry says whose checksum is right, as one of another program."""
+    toolchain = CountingToolchain()
+    with tempfile.TemporaryDirectory() as directory:
+        write_files(f"{directory}/kernels", FILES)
+        kernel = compile_once(f"{directory}/kernels", f"{directory}/cache", toolchain)
+        (entry,) = kernel.path.parent.glob("*.entry")
+        content = json.loads(entry.read_bytes().partition(b"\n")[2])
+        where = data.draw(st.sampled_from(("all", "cubin", "cubin_sha256", "resources", "of resources", "deep")))
+        if where == "all":
+            content = data.draw(JSON)
+        elif where == "of resources":
+            content["resources"][data.draw(st.sampled_from([*content["resources"], "more"]))] = data.draw(JSON)
+        else:
+            content[where] = data.draw(JSON)
+        body = b"[" * 100_000 if where == "deep" else json.dumps(content).encode()
+        entry.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+        repaired = compile_once(f"{directory}/kernels", f"{directory}/cache", toolchain)
+        assert repaired.path.read_bytes() == kernel.path.read_bytes()
+        registers = repaired.resources.registers
+        assert type(registers) is int and (registers == 40) == (toolchain.calls == 2 or where != "of resources" or
+               content["resources"]["registers"] == 40)  # fmt: skip
 
 
 def test_cache_directory_without_a_home(monkeypatch):

@@ -11,6 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import cuflash
 from cuflash import progress, tuning
@@ -360,6 +362,75 @@ def test_a_damaged_file_is_said_and_not_used(store, content):
     plan = tuned_plan(problem_of(), H200)
     assert plan.tiles == choose_plan(problem_of(), H200).tiles
     assert f"not tuned: {file} cannot be read" in plan.reason
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda own: st.lists(own, max_size=3) | st.dictionaries(st.text(max_size=5), own, max_size=3),
+    max_leaves=6,
+)
+
+
+def places_in(content, place=()):
+    """The places of all values within a JSON value."""
+    yield place
+    pairs = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in pairs:
+        yield from places_in(value, (*place, key))
+
+
+def test_whatever_a_file_says_there_is_a_plan(store):
+    """One value of a file is another one, or missing; or all bytes are others."""
+    problem, of_table = problem_of(), choose_plan(problem_of(), H200).tiles
+    remember_the_last(problem)
+    (file,) = store.iterdir()
+    good = file.read_bytes()
+
+    @settings(max_examples=300)
+    @given(st.data())
+    @example(None)
+    def every_content(data):
+        content = json.loads(good)
+        if data is None:
+            file.write_bytes(b"[" * 200_000)
+        elif data.draw(st.booleans()) and data.draw(st.booleans()):
+            file.write_bytes(data.draw(st.binary(max_size=50)))
+        else:
+            places = [
+                place for place in places_in(content) if not place or place[0] in ("tiles", "tflops", "table_tflops")
+            ]
+            *above, last = data.draw(st.sampled_from(places)) or ("tiles",)
+            at = functools.reduce(lambda value, key: value[key], above, content)
+            if data.draw(st.booleans()):
+                at[last] = data.draw(JSON)
+            elif isinstance(at, dict):
+                del at[last]
+            file.write_text(json.dumps(content))
+        tuning._recalled.clear()
+        plan = tuned_plan(problem, H200)
+        assert plan.tiles == of_table or "tuned:" in plan.reason
+        assert plan.kernels
+
+    every_content()
+    file.write_bytes(b'{"tiles": [], "tflops": 1' + b"0" * 400 + b', "table_tflops": 1}')
+    tuning._recalled.clear()
+    assert "OverflowError" in tuned_plan(problem, H200).reason
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners of files")
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_what_others_may_write_is_not_used(store, what):
+    remember_the_last(problem_of())
+    (file,) = store.iterdir()
+    assert store.stat().st_mode & 0o777 == 0o700 and file.stat().st_mode & 0o777 == 0o600
+    (store if what == "folder" else file).chmod(0o777)
+    tuning._recalled.clear()
+    plan = tuned_plan(problem_of(), H200)
+    assert plan.tiles == choose_plan(problem_of(), H200).tiles
+    assert f"not tuned: {file} cannot be read (PermissionError" in plan.reason and "others may write" in plan.reason
+    if what == "folder":
+        found = tune_quietly(candidates(problem_of(), H200), FakeDevice())
+        assert "remembered by this process alone: " in found.remembered and "others may write" in found.remembered
 
 
 def test_a_row_that_breaks_its_own_rules_is_not_used(store):
