@@ -28,7 +28,6 @@ Array = NDArray[Any]
 
 LIBRARY = Path(__file__).parent / "core" / "libcuflash.so"
 NOTE = "build.txt"  # beside it, where something was not built
-MAX_HEAD_DIM = 1024  # tiles of larger ones do not fit into a cache
 # In nanoseconds of one core: the most work that is not worth a second thread, and the least work for each thread. Calls
 # that take longer than PATIENCE_NS look for Ctrl-C, every SLICE_MS milliseconds.
 SERIAL_NS = 60_000
@@ -193,11 +192,7 @@ def _find_head_bytes() -> int:
 def why_not(problem: Problem | None = None) -> str | None:
     """Why the core does not compute this problem without its functions, or any; None if it does."""
     library = _load()
-    if isinstance(library, str):
-        return library
-    if problem is not None and max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
-        return f"head dimensions above {MAX_HEAD_DIM}"
-    return None
+    return library if isinstance(library, str) else None
 
 
 def processor() -> str:

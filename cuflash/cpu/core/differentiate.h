@@ -133,15 +133,16 @@ inline void load_queries(const Work &work, const Entry &entry, const Block &bloc
         if (call.scale < 0)
             for (long x = 0; x < num_rows * sizes.dim; ++x) buffers.q[x] = -buffers.q[x];
     }
-    T numbers[MOST_DIM];  // a row of dout, where pairs are loaded
-    clear(numbers, sizes.dim_v);
+    T *values = buffers.dq,
+      *numbers = buffers.dq + sizes.dim_v;  // a row of out, and one of dout where pairs are loaded
+    if (uses_pairs<T>(call)) clear(numbers, sizes.dim_v);
     for (long r = 0; r < num_rows; ++r) {
         const Row row = row_of(block, r);
         const T lse = number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i);
         const T *dout = uses_pairs<T>(call) ? numbers : buffers.dout + r * sizes.dim_v;
         if (uses_pairs<T>(call))
             load_row(row_address(call, DOUT, entry, row), call.dtype, call.strides[DOUT][3], call.head_dim_v, numbers);
-        buffers.delta[r] = delta_of(call, entry, row, lse, dout, sizes.dim_v, buffers.dq);
+        buffers.delta[r] = delta_of(call, entry, row, lse, dout, sizes.dim_v, values);
         // A row that sees no key gets an lse of inf, so that its weights are exp(-inf).
         buffers.lse[r] = lse == T(-__builtin_inf()) ? T(__builtin_inf()) : lse;
         buffers.row_sums[r] = work.row_sums ? row_sum<T>(work, entry, row) : NO_ROW_SUM<T>;

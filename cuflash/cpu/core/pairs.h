@@ -27,7 +27,7 @@ inline long pairs_of(long count) { return ceil_div(count, 2); }
 template <class T> inline long pair_stride(long dim) { return round_up(pairs_of(dim), LANES<T>); }
 
 constexpr long KEY_PAIRS = MAX_KEYS / 2 + 16;  // how far apart rows of pairs of keys lie
-constexpr long MOST_DIM = 1024;
+constexpr long PIECE = 512;                    // numbers of a row that are copied at a time
 
 // Copies a row of bfloat16, and writes zeros after it, up to `padded` numbers.
 inline void load_bits(const char *in, long step, long dim, Bits *out, long padded) {
@@ -39,16 +39,15 @@ inline void load_bits(const char *in, long step, long dim, Bits *out, long padde
     memset((void *)(out + dim), 0, (padded - dim) * 2);
 }
 
-// Makes pairs of rows `first` and `second`, of which the latter may be missing: the two numbers of a column are a pair.
-// It stores whole vectors, because loads of tile registers wait long for what was stored in smaller pieces.
-inline void interleave(const char *first, const char *second, long step, long dim, float *out, long padded) {
-    const Bits *x = (const Bits *)first, *y = (const Bits *)second;
-    Bits rows[2][MOST_DIM];
-    if (!second || step != 1 || dim != padded) {
-        load_bits(first, step, dim, rows[0], padded);
-        load_bits(second ? second : first, step, second ? dim : 0, rows[1], padded);
-        x = rows[0], y = rows[1];
-    }
+// Copies a part of a row of bfloat16: the numbers from d on that there are, and zeros up to `padded` numbers.
+inline void load_piece(const char *row, long step, long dim, long d, Bits *out, long padded) {
+    const long count = smaller(padded, larger(0, dim - d));
+    load_bits(row + d * step * 2, step, count, out, padded);
+}
+
+// Makes pairs of two rows that are whole vectors: the two numbers of a column are a pair. It stores whole vectors,
+// because loads of tile registers wait long for what was stored in smaller pieces.
+inline void interleave_whole(const Bits *x, const Bits *y, float *out, long padded) {
 #if defined(__AVX512F__)
     auto words = [](const Bits *p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); };
     for (long d = 0; d < padded; d += LANES<float>)
@@ -57,6 +56,19 @@ inline void interleave(const char *first, const char *second, long step, long di
     PairWord *words = (PairWord *)out;
     for (long d = 0; d < padded; ++d) words[d] = uint32_t(x[d]) | uint32_t(y[d]) << 16;
 #endif
+}
+
+// The same of any rows, of which the second may be missing.
+inline void interleave(const char *first, const char *second, long step, long dim, float *out, long padded) {
+    if (second && step == 1 && dim == padded)
+        return interleave_whole((const Bits *)first, (const Bits *)second, out, padded);
+    Bits rows[2][PIECE];
+    for (long d = 0, count; d < padded; d += count) {
+        count = smaller(PIECE, padded - d);
+        load_piece(first, step, dim, d, rows[0], count);
+        load_piece(second ? second : first, step, second ? dim : 0, d, rows[1], count);
+        interleave_whole(rows[0], rows[1], out + d, count);
+    }
 }
 
 template <class T> inline void negate_pairs(T *pairs, long count) {

@@ -47,28 +47,29 @@ inline __m512 load_16_of_float16(const uint16_t *in) {
 // Splits a row of float16, with zeros up to `width` pairs. Of each 32 numbers, the first and the 17th make a pair, and
 // so on.
 inline void load_split(const char *in, long step, long dim, long width, float *high, float *low) {
-    const uint16_t *row = (const uint16_t *)in;
-    Bits copied[MOST_DIM + 32];
-    if (step != 1 || dim != 2 * width) {
-        load_bits(in, step, dim, copied, 2 * width);
-        row = copied;
+    const bool is_whole = step == 1 && dim == 2 * width;
+    Bits copied[32];
+    for (long d = 0; d < width; d += 16) {
+        if (!is_whole) load_piece(in, step, dim, 2 * d, copied, 32);
+        const uint16_t *row = is_whole ? (const uint16_t *)in + 2 * d : copied;
+        split_lanes(load_16_of_float16(row), load_16_of_float16(row + 16), high + d, low + d);
     }
-    for (long d = 0; d < width; d += 16)
-        split_lanes(load_16_of_float16(row + 2 * d), load_16_of_float16(row + 2 * d + 16), high + d, low + d);
 }
 
 // Splits two rows of float16, of which the second may be missing, into pairs: the two numbers of a column are a pair.
 inline void interleave_split(const char *first, const char *second, long step, long dim, long padded, float *high,
                              float *low) {
-    const uint16_t *rows[2] = {(const uint16_t *)first, (const uint16_t *)second};
-    Bits copied[2][MOST_DIM];
-    for (int n = 0; n < 2; ++n)
-        if (step != 1 || dim != padded || !rows[n]) {
-            load_bits(rows[n] ? (const char *)rows[n] : first, step, rows[n] ? dim : 0, copied[n], padded);
-            rows[n] = copied[n];
+    const char *rows[2] = {first, second};
+    for (long d = 0; d < padded; d += 16) {
+        __m512 numbers[2];
+        for (int n = 0; n < 2; ++n) {
+            const bool is_whole = step == 1 && dim == padded && rows[n];
+            Bits copied[16];
+            if (!is_whole) load_piece(rows[n] ? rows[n] : first, step, rows[n] ? dim : 0, d, copied, 16);
+            numbers[n] = load_16_of_float16(is_whole ? (const uint16_t *)rows[n] + d : copied);
         }
-    for (long d = 0; d < padded; d += 16)
-        split_lanes(load_16_of_float16(rows[0] + d), load_16_of_float16(rows[1] + d), high + d, low + d);
+        split_lanes(numbers[0], numbers[1], high + d, low + d);
+    }
 }
 
 // Loads rows of q of a block: the upper parts of a row, followed by its lower parts.
