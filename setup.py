@@ -26,7 +26,7 @@ SOURCES = "cuflash/cpu/core"
 NOTE = "build.txt"  # beside the library: why there is none, or what it lacks
 MOST_SAID = 500  # characters of what a compiler said
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-ffp-contract=fast"]
-LINK_FLAGS = ["-shared", "-pthread", "-Wl,--gc-sections", "-s"]
+LINK_FLAGS = ["-shared", "-pthread", "-Wl,--gc-sections"]
 # Kernels are compiled once for each kind of processor, and chosen from where they run.
 AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
 BFLOAT16 = [*AVX512, "-mavx512bf16", "-DONLY_BFLOAT16"]
@@ -147,7 +147,8 @@ class BuildCore(build_ext):
                 self.warn(f"the compiled core is built {missing[-1]}")
         objects = [str(directory / name) for name, failure in failures.items() if not failure]
         built = directory / "built.so"
-        failure = _failure_of([*compiler, *LINK_FLAGS, *objects, "-o", str(built)])
+        strips = [] if any(word.startswith("-g") for word in command) else ["-s"]
+        failure = _failure_of([*compiler, *LINK_FLAGS, *strips, *objects, "-o", str(built)])
         if failure:
             raise NotBuiltError(failure)
         target.parent.mkdir(parents=True, exist_ok=True)

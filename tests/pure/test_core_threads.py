@@ -7,6 +7,7 @@ import os
 import platform
 import signal
 import struct
+import sys
 import threading
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
+from cuflash import cpu, host
 from cuflash.cpu import core, jobs
 from tests import sampling
 from tests.compiled import assert_same_bits, functions, judge, much_work, run, run_python
@@ -350,6 +352,78 @@ def test_signals_at_any_moment_of_long_calls(number, monkeypatch):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert interrupted == 150
+
+
+TRACED = {str(Path(module.__file__ or "")) for module in (core, host, jobs, cpu)}
+
+
+def run_until(step, call):
+    """Run a call until so many steps of the modules of the CPU path; returns whether it came so far.
+
+    A step is an instruction of the interpreter, after which a handler of a signal may run.
+    """
+    left = step
+
+    def trace(frame, event, argument):
+        nonlocal left
+        if frame.f_code.co_filename not in TRACED:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise Interrupted
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except Interrupted:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("is_long", [True, False])
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "new"])
+def test_an_exception_after_any_instruction(monkeypatch, is_long, is_known):
+    """Nothing computes afterwards, and the next call is as if there had been none."""
+    much_work(monkeypatch)
+    monkeypatch.setattr(core, "PATIENCE_NS", -1 if is_long else 10**15)
+    shape = (4, 400, 32) if is_known and is_long else (2, 60, 16)  # so that threads compute for a while, or not at all
+    q, attn, kept = np.random.default_rng(0).standard_normal(shape), cuflash.FlashAttention(), []
+    expected = attn.forward(q, q, q)
+    gradients = attn.backward(q, q, q, q, *expected, need=("dq",))
+    step, stride = 0, 1 if sampling.exhaustive or (is_known and is_long) else 7
+    with cuflash.cpu_threads(2):
+        while True:
+            out, lse, dq = np.empty_like(q), np.empty_like(expected.lse), np.empty_like(q)
+
+            def calls(out=out, lse=lse, dq=dq):
+                attn.forward(q, q, q, out=out, lse=lse)
+                attn.backward(q, q, q, q, out, lse, dq=dq, need=("dq",))
+
+            if is_known and step == 0:
+                calls()
+            elif not is_known:
+                host._known.clear()
+                host._repeatable.cache_clear()
+                host.bind_arrays_like.cache_clear()
+            if not run_until(step, calls):
+                break
+            for x in (out, lse, dq):
+                x[...] = 7
+            kept.append((out, lse, dq))
+            for x, y in zip(attn.forward(q, q, q), expected, strict=True):
+                np.testing.assert_array_equal(x, y)
+            step += stride
+    assert step > (300 if is_known else 1000)
+    np.testing.assert_array_equal(dq, gradients.dq)
+    time.sleep(0.1)
+    assert all((x == 7).all() for of_call in kept for x in of_call), "threads compute after the exception"
 
 
 def test_the_interpreter_exits_while_a_daemon_thread_computes():

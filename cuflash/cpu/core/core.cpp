@@ -191,24 +191,26 @@ int end(Running *running) {
 // Memory of a calling thread for its jobs. A part of it is kept between calls: fresh memory has to be mapped page by
 // page, which takes longer than a small call. It goes when the thread ends, and not while the thread computes, as memory
 // of Python's would when the interpreter exits.
-class CallerScratch {
-  public:
-    ~CallerScratch() { free(kept); }
-    // Memory for a call; null if there is none.
-    char *take(long bytes) {
-        if (bytes > CALLER_BYTES) return (char *)allocate_scratch(bytes);
-        if (!kept) kept = (char *)allocate_scratch(CALLER_BYTES);
-        return kept;
-    }
-    void give_back(char *memory) {
-        if (memory != kept) free(memory);
-    }
-
-  private:
+struct CallerScratch {
     static constexpr long CALLER_BYTES = 1 << 20;
-    char *kept = nullptr;
+    static inline pthread_key_t key;
+    static inline bool has_key = false;  // there may be too many of others
+    void *memory;                        // null if there is none
+    bool is_kept;
+
+    explicit CallerScratch(long bytes) {
+        static pthread_once_t once = PTHREAD_ONCE_INIT;
+        pthread_once(&once, [] { has_key = pthread_key_create(&key, free) == 0; });
+        memory = has_key && bytes <= CALLER_BYTES ? pthread_getspecific(key) : nullptr;
+        is_kept = memory;
+        if (is_kept) return;
+        memory = allocate_scratch(bytes < CALLER_BYTES ? CALLER_BYTES : bytes);
+        is_kept = memory && has_key && bytes <= CALLER_BYTES && pthread_setspecific(key, memory) == 0;
+    }
+    ~CallerScratch() {
+        if (!is_kept) free(memory);
+    }
 };
-thread_local CallerScratch caller_scratch;
 
 // A long call under way, in memory of Python's: it knows of the call as soon as there is one, wherever an exception
 // comes from.
@@ -279,15 +281,14 @@ EXPORTED int cuflash_run(const void *fixed, const Changing *changing) {
     const long num_others = changing->num_threads - 1;
     Running *running = prepare_call(fixed, changing, num_others, &status);
     if (!running) return status;
-    char *scratch = caller_scratch.take(running->work.scratch_bytes);
-    if (scratch) {
+    const CallerScratch scratch(running->work.scratch_bytes);
+    if (scratch.memory) {
         if (num_others) give(*running, most_threads(*running, num_others + 1) - 1);
-        compute(*running, scratch);
+        compute(*running, (char *)scratch.memory);
         if (num_others) wait_until(*running, [&] { return is_done(*running); });
     } else {
         running->out_of_memory = true;
     }
-    caller_scratch.give_back(scratch);
     return end(running);
 }
 
