@@ -1,12 +1,10 @@
-"""Threads of the CPU path: how many a call may use, and what becomes of jobs after an exception."""
+"""How many threads of the CPU path a call may use, and what becomes of its jobs after an exception."""
 
-import collections
 import math
 import os
 import threading
 import time
 
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -148,27 +146,32 @@ class Interrupted(BaseException):
     """What a handler of a signal raises."""
 
 
-@pytest.mark.parametrize("in_job", [True, False])
-def test_no_job_begins_after_an_exception(monkeypatch, in_job):
-    """Neither one of a job nor one between jobs lets other threads go on."""
-    done, main = [], threading.current_thread()
+@pytest.mark.parametrize("raised_in", ["job", "source", "results"])
+def test_no_job_begins_after_an_exception(raised_in):
+    """Neither one of a job, nor one of what makes jobs or takes results, lets other threads go on."""
+    done, threads = [], threading.active_count()
 
-    def work(workspace, number):
-        if threading.current_thread() is main and in_job:
+    def work(number):
+        if raised_in == "job" and number == 2:
             raise Interrupted
         time.sleep(0.02)
         done.append(number)
+        return number
 
-    class Jobs(collections.deque):
-        def popleft(self):
-            if threading.current_thread() is main and not in_job:
+    def numbers():
+        for number in range(1000):
+            if raised_in == "source" and number == 4:
                 raise Interrupted
-            return super().popleft()
+            yield number
 
-    monkeypatch.setattr(jobs, "deque", Jobs)
+    def take(number):
+        if raised_in == "results":
+            raise Interrupted
+
     with pytest.raises(Interrupted):
-        jobs.run(work, [(n,) for n in range(1000)], 3, np.dtype(np.float32))
-    assert len(done) < 10
+        jobs.run(work, numbers(), 3, take)
+    assert len(done) < 20
     count = len(done)
+    assert threading.active_count() == threads
     time.sleep(0.1)
     assert len(done) == count
