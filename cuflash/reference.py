@@ -428,6 +428,20 @@ def as_caller(problem: Problem, x: Array) -> Array:
     return np.ascontiguousarray(x.swapaxes(1, 2) if problem.layout == "bshd" else x).reshape(shape)
 
 
+def plain_errors(errors: Array, scale: Array, noise: Array) -> Array:
+    """What errors of the plain formula say of entries like them: what the largest of them would be in each entry.
+
+    An error is what rounding made of the scores, up to `noise`, and beyond that of all else, in proportion to `scale`.
+    The largest fraction of the noise, and the largest fraction of the scale, may be met with in any entry: which one
+    has them is luck. So no result is less than the error in the same place; where noise and scale are the same in all
+    entries it is the largest error; and the noise of one entry raises that of no other.
+    """
+    with np.errstate(all="ignore"):
+        of_noise = np.where(noise > 0, np.minimum(errors / noise, 1), 0).max(initial=0)
+        of_scale = np.where(errors > noise, (errors - noise) / scale, 0).max(initial=0)
+    return of_noise * noise + of_scale * scale
+
+
 def _round(x: Array, dtype: np.dtype[Any]) -> Array:
     """x rounded to dtype, in the dtype it had."""
     return x.astype(dtype).astype(x.dtype)

@@ -59,7 +59,7 @@ def check(args: argparse.Namespace) -> int:
         except NotImplementedError as error:
             verdict, detail = "not served", str(error)
         else:
-            worst = max(report, key=lambda m: m.error / m.tolerance if m.tolerance else 0)
+            worst = max(report, key=lambda m: m.ratio)
             verdict, detail = "passed", f"{worst.name} closest to its bound: {worst.error:.1e} of {worst.tolerance:.1e}"
         counts[verdict] += 1
         print(f"{verdict:<12}{case.dtype:<10}{name:<{width}}{detail}", flush=True)

@@ -45,11 +45,12 @@ from cuflash.testing.rule import (
 )
 
 if TYPE_CHECKING:
-    from cuflash.testing.strategies import FEATURES, MORE_FEATURES, cases, over_axes, with_axes
+    from cuflash.testing.strategies import FEATURES, MORE_FEATURES, REGIMES, cases, over_axes, with_axes
 
 __all__ = [
     "FEATURES",
     "MORE_FEATURES",
+    "REGIMES",
     "STRIDES",
     "Case",
     "Change",

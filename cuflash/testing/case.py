@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -51,6 +52,9 @@ class Case(Numbers):
         Its dtype: float32 (float64 for float64), or that of q.
     bias_holes : bool
         Some entries of the bias are -inf.
+    bias_mask : float
+        A finite number in place of some rows of the bias, and of some entries of others, as models mask by: -1e9, or
+        the lowest number. Cut to the range of the dtype of the bias. 0 (default): none.
     mask : tuple of int, optional
         Shape of the boolean mask, broadcast likewise. Some of its rows are all False; of more than one block of 64 x 64
         pairs, some are all True or all False.
@@ -96,6 +100,15 @@ class Case(Numbers):
         v is the first columns of k, in the same memory.
     score_spread : float
         Standard deviation of ``scale * q @ k.T``; large values make weights of zero and one.
+    score_mean : float
+        What one more column of q and k, in place of their first one, adds to all of these products.
+    distinct_keys : int
+        So many keys follow one another again and again: many scores are equal. 0 (default): all keys differ.
+    hidden_keys : {"", "nan", "inf", "-inf"}
+        With a mask, and without `axes` and pages: what is in the keys that it hides from all queries. Such a case has
+        no gradients, since 0 times that is NaN in those of q.
+    factors : tuple of (str, float)
+        By what q, k, v or dout, by name, are multiplied, up to the largest number of their dtype.
     seed : int
         Of the random numbers.
     """
@@ -117,6 +130,7 @@ class Case(Numbers):
     bias: tuple[int, ...] | None = None
     bias_dtype: str = "softmax"
     bias_holes: bool = False
+    bias_mask: float = 0.0
     mask: tuple[int, ...] | None = None
     kv_lengths: tuple[int, ...] | None = None
     kv_lengths_dtype: str = "int32"
@@ -139,6 +153,10 @@ class Case(Numbers):
     strides: str = "contiguous"
     v_in_k: bool = False
     score_spread: float = 1.0
+    score_mean: float = 0.0
+    distinct_keys: int = 0
+    hidden_keys: str = ""
+    factors: tuple[tuple[str, float], ...] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -267,6 +285,7 @@ class Case(Numbers):
             "v": normal(entries("v"), self.num_heads_kv, self.seqlen_k, self.head_dim_v),
             "dout": normal(entries("dout"), self.num_heads, self.seqlen_q, self.head_dim_v),
         }
+        self._shape_scores(values, scale)
         self._hide_keys(values)
         if self.page_size and self.cu_seqlens_q is not None:
             values["block_table"] = np.zeros((self.batch, 1), np.int32)  # nothing takes both
@@ -279,18 +298,18 @@ class Case(Numbers):
         for name in values.keys() & {"q", "k", "v", "dout"}:
             x = self._as_caller(name, values[name])
             of_bytes = self.kv_dtype and (name in "kv" or (name == "q" and self.q_float8))
+            if name in dict(self.factors):
+                x = _within(dtype, x.astype(np.float64) * dict(self.factors)[name])
             values[name] = x.astype(numpy_dtype(self.kv_dtype) if of_bytes else dtype)
         if self.bias is not None:
-            bias = normal(*self.bias)
-            if self.bias_holes:
-                bias[rng.random(self.bias) < 0.2] = -np.inf
-            if self.kv_lengths is not None and self.bias[-1:] == scores_shape[-1:] != (1,):
-                bias[..., max(self.kv_lengths, default=0) :] = np.nan
-            values["bias"] = bias.astype(dtype if self.bias_dtype == "input" else softmax_dtype)
+            bias_dtype = dtype if self.bias_dtype == "input" else softmax_dtype
+            values["bias"] = self._masked(normal(*self.bias), bias_dtype, rng)
         if self.mask is not None:
             mask = rng.random(self.mask) < 0.7
             mask[rng.random(self.mask[:-1]) < 0.2] = False
             values["mask"] = _with_whole_blocks(mask, rng)
+            if self.hidden_keys and self.axes is None and not self.page_size:
+                self._fill_hidden_keys(values)
         if self.kv_lengths is not None:
             values["kv_lengths"] = np.array(self.kv_lengths, self.kv_lengths_dtype)
             if self.axes is not None:
@@ -320,6 +339,34 @@ class Case(Numbers):
             for name in ("k", "v"):
                 for b, length in enumerate(self._lengths_of(name)):
                     values[name][b, :, length:] = np.nan
+
+    def _shape_scores(self, values: dict[str, Array], scale: float) -> None:
+        """Give the products of q and k the mean asked for, and let keys recur."""
+        if self.score_mean and scale:
+            column = math.sqrt(abs(self.score_mean) / scale)
+            values["q"][..., :1] = column
+            values["k"][..., :1] = math.copysign(column, self.score_mean * (self.scale or 1.0))
+        if self.distinct_keys:
+            values["k"] = values["k"][:, :, np.arange(self.seqlen_k) % self.distinct_keys]
+
+    def _masked(self, bias: Array, dtype: np.dtype[Any], rng: np.random.Generator) -> Array:
+        """The bias in its dtype, with what masks rows and keys; NaN where no key is."""
+        if self.bias_holes:
+            bias[rng.random(bias.shape) < 0.2] = -np.inf
+        if self.bias_mask:
+            is_masked = (rng.random(bias.shape) < 0.1) | (rng.random((*bias.shape[:-1], 1)) < 0.2)
+            bias = np.where(is_masked, _within(dtype, self.bias_mask), bias.astype(np.float64))
+        if self.kv_lengths is not None and bias.shape[-1:] == (self.seqlen_k,) != (1,):
+            bias[..., max(self.kv_lengths, default=0) :] = np.nan
+        return bias.astype(dtype)
+
+    def _fill_hidden_keys(self, values: dict[str, Array]) -> None:
+        """Fill keys that the mask hides from all queries with what is not finite."""
+        sees = np.broadcast_to(values["mask"], (self.batch, self.num_heads, self.seqlen_q, self.seqlen_k)).any(axis=2)
+        group = self.num_heads // max(self.num_heads_kv, 1)
+        of_group = sees.reshape(self.batch, self.num_heads_kv, group, self.seqlen_k).any(axis=2)
+        view_4d(values["k"], self.layout)[~of_group] = float(self.hidden_keys)
+        values.pop("dout", None)
 
     def _as_caller(self, name: str, x: Array) -> Array:
         """An array of four axes in the layout, and with the leading axes, that the caller gives it."""
@@ -410,6 +457,12 @@ def _with_whole_blocks(mask: NDArray[np.bool_], rng: np.random.Generator) -> NDA
     for axis, n in enumerate(mask.shape[-2:], start=mask.ndim - len(coarse)):
         drawn = drawn.repeat(64, axis).take(np.arange(n), axis)
     return np.where(drawn == 0, True, np.where(drawn == 1, False, mask))
+
+
+def _within(dtype: np.dtype[Any], x: Any) -> Any:
+    """Numbers cut to the range of a dtype."""
+    largest = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
+    return np.clip(x, -largest, largest)
 
 
 def _granularity(problem: Problem, name: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,74 +13,101 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cuflash import reference
-from cuflash.operands import numpy_dtype, view_4d, view_rows
+from cuflash.operands import numpy_dtype
 from cuflash.problem import Problem
-from cuflash.terms import DEFAULT_NEED, GRADIENTS, OF_FUNCTIONS, OF_OPTIONS, OF_SOFTMAX
+from cuflash.terms import DEFAULT_NEED, GRADIENTS, OF_OPTIONS, OF_SOFTMAX
 from cuflash.testing.arrays import to_numpy
 from cuflash.testing.case import Case, optional, optional_backward
 from cuflash.testing.leading import Spread
+from cuflash.testing.scales import Squares, scales_of, ulp
 
 Array = NDArray[Any]
-
-SMALLEST_WEIGHT = {"float32": 2.0**-100, "float64": 2.0**-960}  # by the dtype of the softmax
 
 
 @dataclass(frozen=True, kw_only=True)
 class Yardstick:
-    """What one result should be, and how far from it an implementation may be.
+    """What one result should be, and how far from it an implementation may be, entry by entry.
 
-    ``strict_tolerance = factor * plain_error + ulp * scale`` and
-    ``tolerance = strict_tolerance + softmax_ulp * noise * scale``, where
+    ``tolerance = factor * plain_error + ulp * scale + noise``, where
 
     factor
         1 for float32, which has no excuse to be worse than the plain formula; 2 for the others.
     plain_error
         Largest error of the plain formula computed in the dtype of the inputs (`cuflash.reference` in that dtype).
+        Largest errors are a matter of luck, more so where they are of few numbers. So it is not that of the entry: it
+        is that of the whole result, counted in what each entry allows by itself (`cuflash.reference.plain_errors`).
     ulp * scale
-        One unit in the last place of the result's scale. Scale is the largest absolute value of the result, or of the
-        root of the sum of squares of the terms that it is a sum of: what cancellation leaves of a gradient is no scale.
+        One unit in the last place of the scale. Scale is the largest absolute value of the entry, or of the root of the
+        sum of squares of the terms that it is a sum of: what cancellation leaves of a gradient is no scale. Of the
+        columns of a row of out, dq, dk or dv it is the largest.
         For lse it is at least 1. The unit is that of the dtype of the result; of gradients, which are made of out as it
         was rounded, that of the inputs; what is subnormal there counts as the smallest normal number, since its unit is
-        that of this number. A weight counts as at least ``SMALLEST_WEIGHT`` over a unit in the last place:
-        implementations may take smaller weights for zero, in out and in what is made of out, to stay clear of subnormal
-        numbers. The slope ``1 - tanh(x)**2`` of a soft cap counts as at least ``softmax_ulp`` over such a unit: it is a
-        difference from 1, with no digits beyond that.
-    softmax_ulp * noise
+        that of this number, in results as in the weights and gradients of scores that are rounded on the way. A
+        weight counts as at least ``SMALLEST_WEIGHT`` over a unit in the last place: implementations may take smaller
+        weights for zero, in out and in what is made of out, to stay clear of subnormal numbers. The slope
+        ``1 - tanh(x)**2`` of a soft cap counts as at least ``softmax_ulp`` over such a unit: it is a difference from 1,
+        with no digits beyond that.
+    noise
         What the order of summation, not quality, decides about a weight ``exp(S - lse)``: one unit in the last place of
-        the exponential, one of lse, and one of the terms of the scores, ``scale * abs(q) @ abs(k)`` (in units of a
-        soft cap below 1). Largest errors are a matter of luck, more so where results are few, and this keeps the rule
-        from being one: the strict tolerance holds on the average of several seeds, this one always. The difference is
-        next to nothing for 16-bit types, whose softmax runs in float32.
+        the exponential, one of lse or of the scores that the row is made of, whichever are larger, and one of the
+        terms of the scores: ``scale * abs(q) @ abs(k)`` (in units of a soft cap below 1) and slopes times distances.
+        Noise of an entry is the root of the sum of squares of what that changes in its terms. No weight changes by more
+        than 1, and no mean by more than its values differ. Where all scores that a row sees are equal, rounding moves
+        them alike, so that lse counts as at most ``LARGE_LSE``. Largest errors are a matter of luck, more so where
+        results are few, and this keeps the rule from being one. It is next to nothing for ordinary rows of 16-bit
+        types, whose softmax runs in float32.
+
+    So one row says nothing of others: not by its lse, not by its size. Entries of out, lse and dq are what their row
+    makes them, those of dk and dv what the rows that see the key do.
+
+    ``strict_tolerance`` has no noise. It is for the largest error of a result, which should not be above it on the
+    average of several seeds: ``factor`` times the largest error of the plain formula, and one unit in the last place of
+    the largest scale.
+
+    ``summed`` is of dv: its sums over the keys. They are sums of dout times what the weights of a row sum to, which is
+    1 (less what a sink has and dropout drops), however large lse is and whatever rounding makes of single weights.
     """
 
     name: str
     expected: Array  # float64, or longdouble for float64
     zero: Array  # where the result is exactly zero: rows that see no key, and keys that no row sees
-    plain_error: float
-    scale: float
+    plain_error: Array
+    scale: Array
+    tolerance: Array
     strict_tolerance: float
-    tolerance: float
+    summed: Summed | None = None
+
+    def looser(self, factor: float) -> Yardstick:
+        """The yardstick of a result that may be so many times as far from what it should be."""
+        summed = self.summed and replace(self.summed, of=self.summed.of.looser(factor))
+        return replace(self, tolerance=factor * self.tolerance, summed=summed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summed:
+    """The yardstick of the sums of a result along an axis."""
+
+    axis: int
+    of: Yardstick
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """How far one result was from the oracle, in the words of `Yardstick`."""
+    """How far one result was from the oracle, in the words of `Yardstick`, where it came closest to its tolerance."""
 
     name: str
+    at: tuple[int, ...] = ()
     error: float
     plain_error: float
-    strict_tolerance: float
     tolerance: float
+    ratio: float  # of error to tolerance
+    strict_tolerance: float
+    strict_ratio: float  # of the largest error to it: should not be above 1 on the average of several seeds
     failure: str | None = None
 
-    @property
-    def strict_ratio(self) -> float:
-        """Error over strict tolerance, whose average over several seeds should not be above 1."""
-        return self.error / self.strict_tolerance if self.error else 0.0
-
     def __str__(self) -> str:
-        numbers = f"max error {self.error:.3g}, plain formula {self.plain_error:.3g}, allowed {self.tolerance:.3g}"
-        return f"{self.name:<4} {numbers}" + (f"  FAILED: {self.failure}" if self.failure else "")
+        numbers = f"error {self.error:.3g}, plain formula {self.plain_error:.3g}, allowed {self.tolerance:.3g}"
+        return f"{self.name:<4} {numbers}" + (f"  FAILED at {self.at}: {self.failure}" if self.failure else "")
 
 
 class Report(tuple[Measurement, ...]):
@@ -99,33 +126,43 @@ def measure(name: str, got: Any, yardstick: Yardstick) -> Measurement:
 
     NaN and infinities must be where the oracle has them, and zeros where `Yardstick.zero` says.
     """
-    values = to_numpy(got)
-    expected = yardstick.expected
-    failure = None
-    error = math.nan
+    values, expected = to_numpy(got), yardstick.expected
     if values.shape != expected.shape:
         failure = f"got shape {values.shape}, expected {expected.shape}"
-    else:
-        values = values.astype(expected.dtype)
-        ordinary = np.isfinite(expected)
-        same = np.array_equal(values[~ordinary], expected[~ordinary], equal_nan=True)
-        differences = np.abs(values[ordinary] - expected[ordinary])
-        error = float(differences.max(initial=0))
-        if not same:
-            failure = "NaN or infinities are not where they should be"
-        elif not error <= yardstick.tolerance:  # NaN too
-            at = tuple(int(i) for i in np.argwhere(ordinary)[np.argmax(differences)])
-            failure = f"at {at} got {values[at]:.9g}, expected {expected[at]:.9g}"
-        elif np.any(values[yardstick.zero]):
-            failure = "a row that sees no key, or a key that no row sees, is not exactly zero"
-    return Measurement(
-        name=name,
-        error=error,
-        plain_error=yardstick.plain_error,
-        strict_tolerance=yardstick.strict_tolerance,
-        tolerance=yardstick.tolerance,
-        failure=failure,
-    )
+        nothing: dict[str, Any] = dict.fromkeys((field.name for field in fields(Measurement)), math.nan)
+        return Measurement(**nothing | {"name": name, "at": (), "failure": failure})
+    values = values.astype(expected.dtype)
+    measurement = _compare(name, values, yardstick)
+    if measurement.failure is None and np.any(values[yardstick.zero]):
+        failure = "a row that sees no key, or a key that no row sees, is not exactly zero"
+        measurement = replace(measurement, failure=failure)
+    if measurement.failure is None and yardstick.summed is not None:
+        with np.errstate(all="ignore"):
+            sums = values.sum(axis=yardstick.summed.axis, keepdims=True)
+        of_sums = _compare(f"{name} summed over keys", sums, yardstick.summed.of)
+        measurement = of_sums if of_sums.failure else measurement
+    return measurement
+
+
+def _compare(name: str, values: Array, yardstick: Yardstick) -> Measurement:
+    expected, ordinary = yardstick.expected, np.isfinite(yardstick.expected)
+    with np.errstate(all="ignore"):
+        errors = np.where(ordinary, np.abs(values - expected), 0)
+        ratios = np.where(errors == 0, 0, errors / yardstick.tolerance)
+    at = tuple(int(i) for i in np.unravel_index(np.argmax(ratios), ratios.shape)) if ratios.size else ()
+    here = {"error": errors, "ratio": ratios, "plain_error": yardstick.plain_error, "tolerance": yardstick.tolerance}
+    numbers: dict[str, Any] = {
+        of: float(np.broadcast_to(x, errors.shape)[at]) if errors.size else 0.0 for of, x in here.items()
+    }
+    failure = None
+    if not np.array_equal(values[~ordinary], expected[~ordinary], equal_nan=True):
+        failure = "NaN or infinities are not where they should be"
+    elif not numbers["ratio"] <= 1:  # NaN too
+        failure = f"got {values[at]:.9g}, expected {expected[at]:.9g}"
+    largest = float(errors.max(initial=0))
+    strict = yardstick.strict_tolerance
+    strict_ratio = largest / strict if largest else 0.0
+    return Measurement(name=name, at=at, strict_tolerance=strict, strict_ratio=strict_ratio, failure=failure, **numbers)
 
 
 def yardsticks(problem: Problem, arrays: Mapping[str, Array], **random: Any) -> dict[str, Yardstick]:
@@ -143,31 +180,68 @@ def _yardsticks(
     """Where problem and arrays are those of a `spread`, the yardsticks are of results for its natural arrays."""
     expected = _compute(problem, arrays, np.longdouble if problem.dtype == "float64" else np.float64, random)
     plain = _compute(problem, arrays, arrays["q"].dtype, random)
-    scales, zeros, noise = _scales(problem, arrays, expected, random, spread)
-    if spread is not None:
-        expected = {name: spread.fold(name, x) for name, x in expected.items()}
-        plain = {name: spread.rounded(name, spread.fold(name, x)) for name, x in plain.items()}
-        zeros = {name: spread.fold(name, (~x).astype(np.int64)) == 0 for name, x in zeros.items()}
-        scales = {name: max(scale, _max_finite(expected[name])) for name, scale in scales.items()}
-    with np.errstate(invalid="ignore"):  # -inf in both
-        plain_errors = {name: _max_finite(plain[name].astype(x.dtype) - x) for name, x in expected.items()}
-    factor = 1 if problem.dtype == "float32" else 2
-    softmax_ulp = _ulp(problem.softmax_dtype)
+    scales = scales_of(problem, arrays, expected, random)
+    dv_sums = scales.dv_sums and _at_first_key(problem, scales.dv_sums)
 
-    def yardstick(name: str) -> Yardstick:
-        ulp = softmax_ulp if name == "lse" else _ulp(arrays["q"].dtype)
-        strict = factor * plain_errors[name] + ulp * scales[name]
+    def folded(name: str, x: Array) -> Array:
+        return x if spread is None else spread.fold(name, x)
+
+    factor = 1 if problem.dtype == "float32" else 2
+
+    def yardstick(name: str, own: Array, of_plain: Array, squares: Squares, zero: Array | None = None) -> Yardstick:
+        unit = ulp(problem.softmax_dtype if name == "lse" else arrays["q"].dtype)
+        with np.errstate(invalid="ignore"):  # -inf in both
+            errors = np.abs(of_plain.astype(own.dtype) - own)
+        of_terms, noise = (np.sqrt(x).astype(np.float64) for x in (squares.terms, squares.noise))
+        scale = np.maximum(of_terms, _largest(name, own))
+        if name not in ("out", "lse"):  # equal rows are rounded alike: then what adds up is no random walk
+            noise = np.where(of_terms > 0, noise * scale / np.where(of_terms > 0, of_terms, 1), 0)
+        least = 1.0 if name == "lse" else float(ml_dtypes.finfo(arrays["q"].dtype).smallest_normal)
+        scale = np.maximum(scale, least)
+        errors = np.where(np.isfinite(errors), errors, 0)
+        plain_error = reference.plain_errors(errors, scale, noise)
         return Yardstick(
             name=name,
-            expected=expected[name],
-            zero=zeros[name],
-            plain_error=plain_errors[name],
-            scale=scales[name],
-            strict_tolerance=strict,
-            tolerance=strict + softmax_ulp * noise * (1 if name == "lse" else scales[name]),
+            expected=own,
+            zero=np.zeros(own.shape, bool) if zero is None else zero,
+            plain_error=plain_error,
+            scale=scale,
+            strict_tolerance=float(factor * errors.max(initial=0) + unit * scale.max(initial=0)),
+            tolerance=factor * plain_error + unit * scale + noise,
         )
 
-    return {name: yardstick(name) for name in expected}
+    found = {}
+    for name, x in expected.items():
+        own, of_plain = folded(name, x), folded(name, plain[name])
+        of_plain = of_plain if spread is None else spread.rounded(name, of_plain)
+        squares = Squares(*(folded(name, total) for total in vars(scales.squares[name]).values()))
+        zero = folded(name, (~scales.zeros[name]).astype(np.int64)) == 0
+        found[name] = yardstick(name, own, of_plain, squares, zero)
+        if name == "dv" and dv_sums is not None:
+            axis = -3 if problem.layout == "bshd" and own.ndim > 2 else -2
+            terms, noise = (folded(name, total).sum(axis=axis, keepdims=True) for total in vars(dv_sums).values())
+            terms = terms + (found[name].scale ** 2).sum(axis=axis, keepdims=True)  # each of them is rounded
+            sums = (total.sum(axis=axis, keepdims=True, dtype=own.dtype) for total in (own, of_plain))
+            summed = Summed(axis=axis, of=yardstick("dv", next(sums), next(sums), Squares(terms, noise)))
+            found[name] = replace(found[name], summed=summed)
+    return found
+
+
+def _largest(name: str, x: Array) -> Array:
+    """Absolute values; of a row of head_dim columns the largest."""
+    x = np.where(np.isfinite(x), np.abs(x), 0)
+    return x.max(axis=-1, keepdims=True, initial=0) if name in ("out", *DEFAULT_NEED) else x
+
+
+def _at_first_key(problem: Problem, sums: Squares) -> Squares:
+    """Sums over keys as a result of the shape of dv, in which the first key has all of them."""
+
+    def of_shape(x: Array) -> Array:
+        whole = np.zeros((*x.shape[:2], problem.seqlen_k, x.shape[3]))
+        whole[:, :, :1] = x.max(axis=-1, keepdims=True, initial=0)[:, :, : problem.seqlen_k]
+        return reference.as_caller(problem, whole)
+
+    return Squares(*(of_shape(x) for x in vars(sums).values()))
 
 
 def _compute(
@@ -195,97 +269,6 @@ def gradients_of(problem: Problem) -> tuple[str, ...]:
     """All gradients that a problem has, those of what its score reads last."""
     own = (name for name in GRADIENTS if name not in OF_OPTIONS or getattr(problem, OF_OPTIONS[name]) is not None)
     return (*own, *problem.captured_gradients)
-
-
-def _scales(
-    problem: Problem,
-    arrays: Mapping[str, Array],
-    expected: Mapping[str, Array],
-    random: Mapping[str, Any],
-    spread: Spread | None,
-) -> tuple[dict[str, float], dict[str, Array], float]:
-    """Scale of every result, where it is exactly zero, and the noise of the weights in units in the last place."""
-    q, k, v = arrays["q"], arrays["k"], arrays["v"]
-    dout = view_4d(arrays["dout"], problem.layout) if "dout" in arrays else None
-    dlse = view_rows(arrays["dlse"] if "dlse" in arrays else np.zeros(problem.lse_shape))
-    out = view_4d(expected["out"].astype(np.float64), problem.layout)
-    O2 = np.where(out != 0, np.maximum(np.abs(out), float(ml_dtypes.finfo(q.dtype).smallest_normal)), 0) ** 2
-    scales = {name: _max_finite(x) for name, x in expected.items()}
-    sees_something = np.zeros(out.shape[:3], bool)
-    is_seen = np.zeros((problem.array_batch, problem.num_heads_kv, problem.seqlen_k), bool)
-    dsinks2 = np.zeros(problem.num_heads)
-    of_scores = reference.ScoreSums(problem, arrays, np.dtype(np.float64))
-    has_part = reference.ScoreSums(problem, arrays, np.dtype(np.float64))
-    reads2 = {f"d{name}": np.zeros(operand.shape) for name, operand in problem.captured}
-    scores = 0.0
-    smallest = SMALLEST_WEIGHT[problem.softmax_dtype] / _ulp(problem.softmax_dtype)
-    least_slope = _ulp(problem.softmax_dtype) / _ulp(q.dtype) if problem.given(OF_FUNCTIONS) else 0.0
-
-    def grow(name: str, squares: Array) -> None:
-        scales[name] = max(scales[name], math.sqrt(_max_finite(squares)))
-
-    for head in reference.each_head(problem, q, k, v, np.float64, **random, **_read(problem, arrays)):
-        scores = max(scores, _slope_of(problem, head) * _max_finite(np.abs(head.Q) @ np.abs(head.K).T))
-        visible = head.P != 0
-        P2 = np.where(visible, np.maximum(head.P, smallest), 0) ** 2
-        P_sink2 = np.where(head.P_sink != 0, np.maximum(head.P_sink, smallest), 0) ** 2
-        lost2 = np.where(visible & (smallest > head.P), smallest, 0) ** 2  # of weights that may be missing from out
-        sees_something[head.index] = visible.any(axis=1)
-        is_seen[head.index_kv] |= visible.any(axis=0)
-        with np.errstate(all="ignore"):
-            V2, Z2 = head.V**2, head.Z**2
-            grow("out", (P2 * Z2) @ V2)
-            if dout is not None:
-                dO2 = dout[head.index].astype(np.float64) ** 2
-                D2 = (dO2 * (O2[head.index] + (lost2 * Z2) @ V2)).sum(axis=-1, keepdims=True)
-                dL2 = dlse[head.index].astype(np.float64)[:, None] ** 2
-                dS_bias2 = P2 * ((dO2 @ V2.T) * Z2 + D2 + dL2)
-                slope2 = np.maximum(np.abs(head.cap_slope), least_slope) ** 2
-                dS2 = problem.scale**2 * slope2 * dS_bias2
-                grow("dq", dS2 @ head.K**2)
-                grow("dk", dS2.T @ head.Q**2)
-                grow("dv", (P2 * Z2).T @ dO2)
-                dsinks2[head.index[1]] += (P_sink2 * (D2 + dL2)).sum()
-                of_scores.add(head, dS_bias2, dS_bias2 * slope2 * head.QK**2, power=2)
-                for name, entry, derivative in head.reads:
-                    np.add.at(reads2[f"d{name}"].reshape(-1), entry, dS_bias2 * derivative**2)
-                has_part.add(head, visible.astype(np.float64), np.ones(()), power=0)
-    sums = {name: total.value for name, total in of_scores.totals.items()}
-    for name, squares in {**sums, **reads2, "dsinks": dsinks2}.items():
-        if name in expected:
-            grow(name, squares if spread is None else spread.fold(name, squares))
-    noise = 1 + scales["lse"] + scores / reference.unit_of_scores(problem)
-    scales["lse"] = max(scales["lse"], 1.0)
-    zeros = _zeros(problem, expected, sees_something, is_seen, has_part.totals["dbias"].value == 0)
-    return scales, zeros, noise
-
-
-def _zeros(
-    problem: Problem, expected: Mapping[str, Array], sees_something: Array, is_seen: Array, has_no_part: Array
-) -> dict[str, Array]:
-    """Where every result is exactly zero."""
-    zeros = {name: np.zeros(x.shape, bool) for name, x in expected.items()}
-    if "dbias" in expected:
-        zeros["dbias"] = has_no_part
-    for name, nonzero in (("out", sees_something), ("dq", sees_something), ("dk", is_seen), ("dv", is_seen)):
-        if name in expected:
-            shape = (*nonzero.shape, view_4d(expected[name], problem.layout).shape[-1])
-            zeros[name] = reference.as_caller(problem, np.broadcast_to(~nonzero[..., None], shape))
-    return zeros
-
-
-def _slope_of(problem: Problem, head: reference.Head) -> float:
-    """How fast scores follow products of q and k: a soft cap counts in units of its own."""
-    return abs(problem.scale) * (1.0 if problem.score is None else max(1.0, _max_finite(head.cap_slope)))
-
-
-def _ulp(dtype: Any) -> float:
-    return float(ml_dtypes.finfo(dtype).eps)  # type: ignore[no-untyped-call]
-
-
-def _max_finite(x: Array) -> float:
-    x = np.abs(x)
-    return float(np.max(x, where=np.isfinite(x), initial=0))
 
 
 @lru_cache(maxsize=8)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 from hypothesis import strategies as st
 
-from cuflash.operands import DTYPES, FLOAT8
+from cuflash.operands import DTYPES, FLOAT8, numpy_dtype
 from cuflash.options import LAYOUTS
 from cuflash.terms import NUMBERS, OF_FUNCTIONS, OF_HEADS, Term
 from cuflash.testing.arrays import STRIDES
@@ -22,6 +23,11 @@ FEATURES = (
     *("gqa", "head_dim_v"),
 )
 MORE_FEATURES = (*(term.name for term in OF_HEADS if term.part_of == "softmax"), "dlse", "block_mask")
+# Values and sizes at which implementations fail that are right elsewhere, drawn when told to: fields of `Case`, and
+# "empty".
+REGIMES = ("bias_mask", "score_mean", "distinct_keys", "factors", "empty")
+BIAS_MASKS = (-1e4, -1e9, -2.5e38, -1.7e308, 1e9, 1.7e308)  # cut to the largest numbers of the dtype of the bias
+SCORE_MEANS = (-300.0, 3e3, -3e4)
 SEQLENS = (1, 2, 3, 5, 7, 8, 13, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 113, 127, 128, 129, 203, 255, 256, 257, 509)
 MOST_ENTRIES = 8  # of all leading axes
 HEAD_DIMS = (1, 2, 3, 7, 8, 13, 16, 17, 24, 31, 32, 40, 48, 64, 72, 80, 96, 113, 128, 160, 192, 255, 256)
@@ -60,7 +66,9 @@ def cases(
         Which of `FEATURES` and `MORE_FEATURES` may be present; each is absent about half of the time. And "dropout",
         for implementations that drop what `cuflash.dropout_mask` says, "pages" for those that take a block table,
         "packed" for those of packed sequences, "lengths" for those of ``causal="lengths"``, and "float8" for those of k
-        and v of one byte a number, in cases that have no gradients.
+        and v of one byte a number, in cases that have no gradients; "hidden_keys", which with a mask have none either. And `REGIMES`: rows and keys masked by
+        finite numbers, scores of large size, equal scores, numbers at both ends of the range of their dtype, and no
+        batch entries, no heads or no heads of q.
     max_seqlen, max_head_dim : int
         Largest lengths, in elements.
     max_scores : int
@@ -80,8 +88,11 @@ def cases(
     num_heads_kv = pick([1, 2, 3]) if ndim > 2 else 1
     num_heads = num_heads_kv * (pick([2, 3, 4]) if ndim > 2 and has("gqa") else 1)
     batch = pick([1, 2, 3]) if ndim == 4 else pick([1, 2, 3, 5, 0]) if is_packed else 1
+    if has("empty") and ndim > 2:
+        num_heads, num_heads_kv = pick([(num_heads, num_heads_kv), (0, 0), (0, num_heads_kv)])
+        batch = pick([batch, 0]) if ndim == 4 else batch
     lengths = [n for n in ((0,) if min_seqlen == 0 else ()) + SEQLENS if min_seqlen <= n <= max_seqlen]
-    longest = max_scores // (num_heads * (batch if ndim == 4 else 1))
+    longest = max_scores // max(num_heads * (batch if ndim == 4 else 1), 1)
     if longest >= 113 * 203 and max_seqlen >= 203 and draw(st.booleans()):
         seqlen_q, seqlen_k = pick([(113, 203), (203, 113)])
     else:
@@ -104,11 +115,9 @@ def cases(
         return pick(shapes) if len(shapes) > 1 else True
 
     def block_masks() -> dict[str, Any]:
-        return {
-            "block_mask": pick([(), (num_heads,), (1, num_heads), (batch, 1), (batch, num_heads)]),
-            "block_size": (pick([16, 48, 64, 128, 256]), pick([16, 32, 64, 80, 128])),
-            "blocks_kept": pick([0.5, 0.2, 0.8, 1.0, 0.0]),
-        }
+        shapes = [(), (num_heads,), (1, num_heads), (batch, 1), (batch, num_heads)]
+        size = (pick([16, 48, 64, 128, 256]), pick([16, 32, 64, 80, 128]))
+        return {"block_mask": pick(shapes), "block_size": size, "blocks_kept": pick([0.5, 0.2, 0.8, 1.0, 0.0])}
 
     def starts(seqlen: int) -> tuple[int, ...] | None:
         cuts = sorted(draw(st.lists(st.integers(0, seqlen), min_size=batch, max_size=batch)))
@@ -116,6 +125,8 @@ def cases(
 
     follows_lengths = not is_packed and has("lengths")
     side = st.none() | st.integers(0, max(seqlen_k, 1)) | st.integers(0, 3)
+    dtype = pick(dtypes)
+    shapes = {name: broadcast_shape() if not is_packed and has(name) else None for name in ("bias", "mask")}
     return Case(
         batch=batch,
         num_heads=num_heads,
@@ -124,7 +135,7 @@ def cases(
         seqlen_k=seqlen_k,
         head_dim=pick(head_dims),
         head_dim_v=pick(head_dims) if has("head_dim_v") else 0,
-        dtype=pick(dtypes),
+        dtype=dtype,
         **(draw(FLOAT8_ARRAYS) if has("float8") else {}),
         ndim=ndim,
         layout=pick(layouts),
@@ -132,10 +143,9 @@ def cases(
         scale=pick([0.0, -0.25, 0.125, 1.0]) if has("scale") else None,
         window=draw(st.tuples(side, side)) if has("window") else None,
         **{name: pick([0.5, 5.0, 50.0]) for name in OF_FUNCTIONS if has(name)},
-        bias=broadcast_shape() if not is_packed and has("bias") else None,
+        **shapes,
         bias_dtype=pick(["softmax", "input"]),
         bias_holes=draw(st.booleans()),
-        mask=broadcast_shape() if not is_packed and has("mask") else None,
         kv_lengths=tuple(draw(st.integers(0, seqlen_k)) for _ in range(batch))
         if page_size or follows_lengths or (not is_packed and has("kv_lengths"))
         else None,
@@ -149,8 +159,37 @@ def cases(
         **(block_masks() if not is_packed and has("block_mask") else {}),
         strides=pick(strides),
         score_spread=pick(score_spreads),
+        **_regimes(pick, has, dtype, shapes),
         seed=draw(st.integers(0, 2**16)),
     )
+
+
+def _regimes(
+    pick: Callable[[Collection[Any]], Any], has: Callable[[str], bool], dtype: str, given: dict[str, Any]
+) -> dict[str, Any]:
+    """Fields of `Case` for the `REGIMES` of values."""
+    choices: dict[str, Collection[Any]] = {
+        "bias_mask": BIAS_MASKS if given["bias"] is not None else (0.0,),
+        "score_mean": (0.0, *SCORE_MEANS),
+        "distinct_keys": (0, 1, 2, 7),
+        "hidden_keys": ("nan", "inf", "-inf") if given["mask"] is not None else ("",),
+        "factors": ((), *factors_of(dtype)),
+    }
+    return {name: pick(values) for name, values in choices.items() if has(name)}
+
+
+def factors_of(dtype: str) -> list[tuple[tuple[str, float], ...]]:
+    """`Case.factors` for numbers at the ends of the range of a dtype, whose products are ordinary, but with small q."""
+    finfo = ml_dtypes.finfo(numpy_dtype(dtype))  # type: ignore[no-untyped-call]
+    lowest, highest = max(-480, int(finfo.minexp)), min(480, int(finfo.maxexp))  # of float64, what squares of it have
+    large, below, middle = (2.0**n for n in (highest - 4, lowest - 3, highest // 2))
+    return [
+        (("v", large), ("dout", 1 / large)),
+        (("v", below), ("dout", middle)),
+        (("q", 2.0**lowest),),
+        (("q", large / 16), ("k", 16 / large)),
+        (("q", 16 / large), ("k", large / 16)),
+    ]
 
 
 @st.composite

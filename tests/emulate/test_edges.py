@@ -193,7 +193,7 @@ def test_sums_of_float64_are_within_twice_the_plain_formula(sizes, score_spread,
     results = all_results(case, deterministic=deterministic)
     report = (*ct.assert_forward(case, results["out"], results["lse"]),)
     report += (*ct.assert_backward(case, results["dq"], results["dk"], results["dv"]),)
-    assert all(measurement.error <= measurement.strict_tolerance for measurement in report), report
+    assert all(measurement.strict_ratio <= 1 for measurement in report), report
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -214,9 +214,10 @@ def test_tf32(head_dim, deterministic):
     plain = {"out": rounded @ v, "dv": rounded.T @ dout, "dq": ds @ k * head_dim**-0.5, "dk": ds.T @ q * head_dim**-0.5}
     for name, values in plain.items():
         right = expected[name].expected[0, 0]
-        allowed = 2 * np.abs(values - right).max() + 2.0**-11 * expected[name].scale
+        allowed = 2 * np.abs(values - right).max() + 2.0**-11 * expected[name].scale.max()
         error = np.abs(results[name][0, 0] - right).max()
-        assert expected[name].tolerance < error <= allowed, name  # as rough as it may be, and not the other precision
+        assert error <= allowed, name  # as rough as it may be
+        assert ct.measure(name, results[name], expected[name]).failure, name  # and not the other precision
 
 
 @either_kernel

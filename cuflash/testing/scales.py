@@ -1,0 +1,297 @@
+"""Of every entry of a result: its scale, the noise that rounding the scores makes of it, and whether it is zero.
+
+Both are sums over what contributes to the entry, in the letters of `cuflash.reference`: to out, lse and dq of a row the
+keys that the row sees; to dk and dv of a key the rows that see it; to dbias and gradients of what functions read the
+pairs of a query and a key that read the entry. So a row says nothing of entries that it does not contribute to.
+`cuflash.testing.Yardstick` says what is made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash import reference
+from cuflash.operands import view_4d, view_rows
+from cuflash.problem import Problem
+from cuflash.terms import OF_FUNCTIONS, OF_HEADS, OF_SOFTMAX
+from cuflash.testing.case import optional, qkv
+
+Array = NDArray[Any]
+
+SMALLEST_WEIGHT = {"float32": 2.0**-100, "float64": 2.0**-960}  # by the dtype of the softmax
+# Where lse of a row is at least so large, the backward pass finds the sum of its weights again and does not take it
+# from lse, whose unit in the last place changes all of them. By the dtype of the inputs.
+LARGE_LSE = {"float16": 1024.0, "bfloat16": 1024.0, "float32": 128.0, "float64": 128.0}
+# The backward pass finds the sum again where it explains lse to so many units in the last place of lse.
+EXPLAINED_UNITS = 4
+ROUNDINGS = 4  # of two scores that are equal but for the order in which the oracle adds up their products
+
+
+def ulp(dtype: Any) -> float:
+    """One unit in the last place of 1."""
+    return float(ml_dtypes.finfo(dtype).eps)  # type: ignore[no-untyped-call]
+
+
+@dataclass
+class Squares:
+    """Sums of squares, entry by entry of a result: of the terms that it is a sum of, and of their noise."""
+
+    terms: Array
+    noise: Array
+
+    @classmethod
+    def zeros(cls, *shape: int) -> Squares:
+        return cls(np.zeros(shape), np.zeros(shape))
+
+    def add(self, at: Any, terms: Array, noise: Array) -> None:
+        self.terms[at] += terms
+        self.noise[at] += noise
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Of all results by name; entries of one row of head_dim columns have the same numbers, or the largest of them."""
+
+    squares: dict[str, Squares]
+    zeros: dict[str, Array]
+    dv_sums: Squares | None  # of dv summed over keys: (batch, heads of k and v, 1, columns)
+
+
+def scales_of(
+    problem: Problem, arrays: Mapping[str, Array], expected: Mapping[str, Array], random: Mapping[str, Any]
+) -> Scales:
+    """The scales of results that are `expected` of NumPy `arrays`; with dropout, `random` says what is dropped."""
+    collector = _Collector(problem, arrays, expected)
+    read = {**optional(arrays), **{name: arrays[name] for name, _ in problem.captured}}
+    q, k, v = qkv(arrays)
+    for head in reference.each_head(problem, q, k, v, np.float64, **random, **read):
+        with np.errstate(all="ignore"):
+            collector.add(head)
+    return collector.scales()
+
+
+@dataclass(frozen=True)
+class _Noise:
+    """How much rounding the scores of one head may change its weights."""
+
+    rows: Array  # (rows, 1): of a weight, relative to it, where the weight counts in its row
+    weights: Array  # (rows, keys): of each weight
+    of_sink: Array  # (rows, 1): of the weight of the sink
+    sums: Array  # (rows, 1): of the sum of the weights
+    lse: Array  # (rows, 1)
+
+
+class _Collector:
+    """Adds up what contributes to every result, head by head."""
+
+    def __init__(self, problem: Problem, arrays: Mapping[str, Array], expected: Mapping[str, Array]) -> None:
+        self.problem, self.arrays, self.expected, self.dtype = problem, arrays, expected, arrays["q"].dtype
+        self.unit = ulp(problem.softmax_dtype)
+        self.smallest = SMALLEST_WEIGHT[problem.softmax_dtype] / self.unit
+        self.out = view_4d(expected["out"].astype(np.float64), problem.layout)
+        of_rows = (problem.array_batch, problem.num_heads, problem.seqlen_q)
+        of_keys = (problem.array_batch, problem.num_heads_kv, problem.seqlen_k)
+        self.squares = {"out": Squares.zeros(*of_rows, problem.head_dim_v), "lse": Squares.zeros(*of_rows, 1)}
+        self.squares["lse"].noise = self.squares["lse"].noise.astype(np.longdouble)  # in which squares of all lse fit
+        self.sees_something, self.is_seen = np.zeros(of_rows, bool), np.zeros(of_keys, bool)
+        self.has_gradients = "dout" in arrays
+        if self.has_gradients:
+            self.squares["dq"] = Squares.zeros(*of_rows, problem.head_dim)
+            self.squares["dk"] = Squares.zeros(*of_keys, problem.head_dim)
+            self.squares["dv"] = Squares.zeros(*of_keys, problem.head_dim_v)
+            self.squares |= {name: Squares.zeros(problem.num_heads) for name in OF_SOFTMAX}
+            self.rows_of_heads, self.rows_of_keys = np.zeros(problem.num_heads), np.zeros((*of_keys, 1))
+            self.squares |= {f"d{name}": Squares.zeros(*operand.shape) for name, operand in problem.captured}
+            self.dv_sums = Squares.zeros(*of_keys[:2], 1, problem.head_dim_v)
+            self.of_scores, self.noise_of_scores, self.has_part = (
+                reference.ScoreSums(problem, arrays, np.dtype(np.float64)) for _ in range(3)
+            )
+            self.dout = view_4d(arrays["dout"], problem.layout)
+            self.dlse = view_rows(arrays["dlse"] if "dlse" in arrays else np.zeros(problem.lse_shape))
+
+    def scales(self) -> Scales:
+        """What came together."""
+        squares = dict(self.squares)
+        if self.has_gradients:
+            of_heads = [(name, self.rows_of_heads) for name in OF_SOFTMAX]
+            for name, count in (("dk", self.rows_of_keys), ("dv", self.rows_of_keys), *of_heads):
+                of_order = self._of_order(count, squares[name].terms)
+                squares[name] = Squares(squares[name].terms, np.maximum(squares[name].noise, of_order))
+                if name == "dv":
+                    self.dv_sums.noise += of_order.sum(axis=2, keepdims=True)
+        with_columns = {"out": self.sees_something, "dq": self.sees_something, "dk": self.is_seen, "dv": self.is_seen}
+        zeros = {name: np.zeros(x.shape, bool) for name, x in self.expected.items()}
+        for name in with_columns.keys() & zeros.keys():
+            own = squares[name]
+            noise = own.noise if name == "out" else _largest(own.noise)  # each column of out has a span of its own
+            squares[name] = Squares(self._as_result(name, _largest(own.terms)), self._as_result(name, noise))
+            zeros[name] = self._as_result(name, ~with_columns[name][..., None])
+        squares["lse"] = Squares(*(x.reshape(self.problem.lse_shape) for x in vars(squares["lse"]).values()))
+        if not self.has_gradients:
+            return Scales(squares, zeros, None)
+        for name, total in self.of_scores.totals.items():
+            squares[name] = Squares(total.value, self.noise_of_scores.totals[name].value)
+        if "dbias" in zeros:
+            zeros["dbias"] = self.has_part.totals["dbias"].value == 0
+        return Scales(squares, zeros, self.dv_sums)
+
+    def _of_order(self, count: Array, terms: Array) -> Array:
+        """Squares of the noise that sums of so many rows have at least, where weights have none: those of single keys.
+
+        Half a unit in the last place of each sum on the way, which grows as the square root of the rows that it has.
+        """
+        return (self.unit / 2) ** 2 * count / 2 * terms
+
+    def _as_result(self, name: str, x: Array) -> Array:
+        """Numbers of entries, or of rows, in the shape of the result."""
+        columns = view_4d(self.expected[name], self.problem.layout).shape[-1]
+        return reference.as_caller(self.problem, np.broadcast_to(x, (*x.shape[:-1], columns)))
+
+    def add(self, head: reference.Head) -> None:
+        """Add what one head contributes."""
+        visible = head.P != 0
+        self.sees_something[head.index] = visible.any(axis=1)
+        self.is_seen[head.index_kv] |= visible.any(axis=0)
+        # Hidden keys have no part, and what is not finite has no scale.
+        Q, K, V = (np.where(np.isfinite(x), x, 0) for x in (head.Q, head.K, head.V))
+        QK, K = np.where(visible, head.QK, 0), np.where(visible.any(axis=0)[:, None], K, 0)
+        noise = self._noise(head, visible, abs(Q) @ abs(K).T, QK)
+        P = np.where(visible, np.maximum(head.P, self.smallest), 0)
+        self._add_forward(head, P, V, noise)
+        if self.has_gradients:
+            self._add_backward(head, P, Q, K, V, QK, noise)
+
+    # ---- Noise -------------------------------------------------------------------------------------------------------
+
+    def _noise(self, head: reference.Head, visible: Array, sizes: Array, QK: Array) -> _Noise:
+        """A unit in the last place of each: the exponential, lse or the scores, the terms that scores are sums of."""
+        problem, unit, P, P_sink = self.problem, self.unit, head.P, head.P_sink
+        slope = np.maximum(1, np.abs(head.cap_slope)) if problem.score is not None else 1.0
+        sizes = np.where(visible, abs(problem.scale) * slope * sizes, 0)
+        products = sizes.max(axis=1, keepdims=True, initial=0) / reference.unit_of_scores(problem)
+        distances = np.where(visible, self._distances(head), 0)  # times slopes
+        terms = products + (P * distances).sum(axis=1, keepdims=True)
+        lse = np.where(np.isfinite(head.L), head.L, 0)[:, None]
+
+        def score(weight: Array) -> Array:
+            return np.abs(lse + np.log(np.where(weight > 0, weight, 1)))
+
+        of_scores = (P * score(P)).sum(axis=1, keepdims=True) + P_sink * score(P_sink)
+        size, large = np.maximum(abs(lse), of_scores), LARGE_LSE[problem.dtype]
+        equal = self._are_equal(np.hstack([P, P_sink]), np.where(visible, problem.scale * QK, np.nan), size, terms)
+        reach = np.where(equal, np.minimum(size, large), size)
+
+        def moved(weight: Array, terms: Array) -> Array:
+            own = np.where(equal, 0, score(weight))
+            relative = np.expm1(unit * (1 + np.maximum(reach, own) + terms))
+            return np.where(weight > 0, np.fmin(relative * np.maximum(weight, self.smallest), 1), 0)
+
+        rows = np.expm1(unit * (1 + reach + terms))
+        kept, of_sink = P * head.Z, moved(P_sink, terms)
+        apart = rows * np.sqrt((kept**2).sum(axis=1, keepdims=True))
+        if problem.dropout:
+            apart = np.fmin(apart, problem.kept_scale)
+        else:  # the sum is found again; half a unit of lse is the least that one in its last place can be
+            apart = np.where((abs(lse) >= large) & (terms <= EXPLAINED_UNITS / 2 * abs(lse)), 0, apart)
+        together = unit * (1 + np.minimum(abs(lse), large)) * kept.sum(axis=1, keepdims=True)
+        return _Noise(
+            rows=rows,
+            weights=moved(P, products + distances),
+            of_sink=of_sink,
+            sums=np.sqrt(together**2 + apart**2 + of_sink**2),
+            lse=(unit * (1 + size + terms)).astype(np.longdouble),
+        )
+
+    def _distances(self, head: reference.Head) -> Array:
+        """What slopes take off the scores: a number of each head times the derivatives by it."""
+        total, of_heads = np.zeros((1, 1)), (self.problem.batch, self.problem.num_heads)
+        for term in OF_HEADS:
+            if term.gradient in head.derivatives:
+                slope = float(np.broadcast_to(self.arrays[term.name], of_heads)[head.index_scores])
+                total = total + np.abs(slope * head.derivatives[term.gradient])
+        return total
+
+    def _are_equal(self, weights: Array, products: Array, size: Array, terms: Array) -> Array:
+        """Whether the scores of a row are one number to the last digit of the oracle, so that rounding is no matter."""
+        oracle = ulp(np.longdouble if self.problem.dtype == "float64" else np.float64)
+        here = ulp(np.float64)
+        spread = _spread(np.log(np.where(weights > 0, weights, np.nan)))
+        of_products = _spread(products)
+        return (spread <= ROUNDINGS * here * (size + terms)) & (
+            of_products <= ROUNDINGS * (oracle * size + here * terms)
+        )
+
+    # ---- What contributes --------------------------------------------------------------------------------------------
+
+    def _add_forward(self, head: reference.Head, P: Array, V: Array, noise: _Noise) -> None:
+        terms = (P**2 * head.Z**2) @ V**2
+        out = np.where(np.isfinite(self.out[head.index]), self.out[head.index], 0)
+        scale = np.sqrt(np.maximum(terms, out**2).max(axis=1, keepdims=True, initial=0))
+        # Whatever the weights are, a mean stays between the smallest and the largest value.
+        values = V[(head.P != 0).any(axis=0)]
+        if self.problem.dropout or head.P_sink.any():
+            values = np.vstack([values * self.problem.kept_scale, np.zeros((1, V.shape[1]))])
+        span = values.max(axis=0) - values.min(axis=0) if len(values) else 0.0
+        self.squares["out"].add(head.index, terms, np.fmin(noise.rows * scale, span) ** 2)
+        self.squares["lse"].add(head.index, np.zeros(()), noise.lse**2)
+
+    def _add_backward(
+        self, head: reference.Head, P: Array, Q: Array, K: Array, V: Array, QK: Array, noise: _Noise
+    ) -> None:
+        problem, visible, scale2 = self.problem, P != 0, self.problem.scale**2
+        tiny = float(ml_dtypes.finfo(self.dtype).smallest_normal)  # type: ignore[no-untyped-call]
+        dO2 = self.dout[head.index].astype(np.float64) ** 2
+        dL2 = self.dlse[head.index].astype(np.float64)[:, None] ** 2
+        V2, Z2 = V**2, head.Z**2
+        out = self.out[head.index]
+        O2 = np.where(out != 0, np.maximum(np.abs(out), tiny), 0) ** 2
+        lost2 = np.where(visible & (self.smallest > head.P), self.smallest, 0) ** 2  # of weights that out may lack
+        D2 = (dO2 * (O2 + (lost2 * Z2) @ V2)).sum(axis=-1, keepdims=True)
+        each = (dO2 @ V2.T) * Z2 + D2 + dL2
+        least_slope = self.unit / ulp(self.dtype) if problem.given(OF_FUNCTIONS) else 0.0
+        slope2 = np.maximum(np.abs(head.cap_slope), least_slope) ** 2
+
+        def rounded(squares: Array) -> Array:
+            """Of numbers that are rounded to the dtype of the inputs."""
+            return np.where(visible, np.maximum(squares, tiny**2), 0)
+
+        moved2 = noise.weights**2
+        dS_bias, dS_bias_noise = rounded(P**2 * each), moved2 * each
+        dS, dS_noise = rounded(P**2 * each * slope2), moved2 * each * slope2
+        self.squares["dq"].add(head.index, scale2 * (dS @ K**2), scale2 * (dS_noise @ K**2))
+        self.squares["dk"].add(head.index_kv, scale2 * (dS.T @ Q**2), scale2 * (dS_noise.T @ Q**2))
+        self.squares["dv"].add(head.index_kv, (rounded(P**2) * Z2).T @ dO2, (moved2 * Z2).T @ dO2)
+        self.rows_of_keys[head.index_kv] += np.count_nonzero(visible, axis=0)[:, None]
+        whole2 = (P * head.Z).sum(axis=1) ** 2
+        self.dv_sums.add((*head.index_kv[:2], 0), whole2 @ dO2, noise.sums[:, 0] ** 2 @ dO2)
+        P_sink = np.where(head.P_sink != 0, np.maximum(head.P_sink, self.smallest), 0)
+        for name in OF_SOFTMAX:
+            terms, moved = ((weights**2 * (D2 + dL2)).sum() for weights in (P_sink, noise.of_sink))
+            self.squares[name].add(head.index[1], terms, moved)
+        self.rows_of_heads[head.index[1]] += np.count_nonzero(P_sink)
+        self.of_scores.add(head, dS_bias, dS * QK**2, power=2)
+        self.noise_of_scores.add(head, dS_bias_noise, dS_noise * QK**2, power=2)
+        self.has_part.add(head, visible.astype(np.float64), np.ones(()), power=0)
+        for name, entry, derivative in head.reads:
+            of_read = self.squares[f"d{name}"]
+            for total, squares in ((of_read.terms, dS_bias), (of_read.noise, dS_bias_noise)):
+                np.add.at(total.reshape(-1), entry, squares * derivative**2)
+
+
+def _largest(x: Array) -> Array:
+    """The largest number of all columns."""
+    return x.max(axis=-1, keepdims=True, initial=0)
+
+
+def _spread(x: Array) -> Array:
+    """The largest less the smallest number of each row, without NaN; 0 of none."""
+    seen = ~np.isnan(x)
+    most = np.where(seen, x, -np.inf).max(axis=1, keepdims=True, initial=-np.inf)
+    least = np.where(seen, x, np.inf).min(axis=1, keepdims=True, initial=np.inf)
+    return np.where(most >= least, most - least, 0)

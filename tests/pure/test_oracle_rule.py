@@ -1,0 +1,276 @@
+"""The oracle rule goes by row: what one row may be wrong by says nothing of others, and every row has its bounds.
+
+Each test plants an error that a rule of one number for a whole result does not see.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash.testing as ct
+from cuflash import reference
+from cuflash.options import Options
+from cuflash.problem import make_problem
+
+ROWS, KEYS, DIM = 30, 34, 16
+GRADIENTS = ("dq", "dk", "dv", "dbias")
+LARGE = {"float32": -1e9, "float16": -6e4, "bfloat16": -1e9, "float64": -1e18}
+
+
+def masked(dtype="float32", rows=(-1,), value=None, keys=slice(None), seed=0, **arrays):
+    """The arrays of a problem of one head in which a finite bias masks some rows, and its expected results."""
+    random = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return random.standard_normal((1, 1, *shape)).astype(ct.numpy_dtype(dtype))
+
+    real = "float64" if dtype == "float64" else "float32"
+    bias = np.zeros((1, 1, ROWS, KEYS), real)
+    every = {"q": normal(ROWS, DIM), "k": normal(KEYS, DIM), "v": normal(KEYS, DIM), "dout": normal(ROWS, DIM)}
+    every |= {"bias": bias} | arrays
+    for row in rows:
+        bias[0, 0, row, keys] = LARGE[dtype] if value is None else value
+    return make_problem(Options(), *ct.qkv(every), bias=bias), every
+
+
+def plain(problem, arrays, dtype=None):
+    """Results of the plain formula by name, in the dtype of the inputs."""
+    dtype = arrays["q"].dtype if dtype is None else dtype
+    inputs, terms = ct.qkv(arrays), ct.optional(arrays)
+    names = ("out", "lse", *GRADIENTS)
+    gradients = reference.backward(problem, arrays["dout"], *inputs, **terms, need=GRADIENTS, dtype=dtype)
+    return dict(zip(names, (*reference.forward(problem, *inputs, **terms, dtype=dtype), *gradients), strict=True))
+
+
+def failures(problem, arrays, results):
+    judges = ct.yardsticks(problem, arrays)
+    found = {name: ct.measure(name, x, judges[name]) for name, x in results.items()}
+    return {name: measurement for name, measurement in found.items() if measurement.failure}
+
+
+@pytest.mark.parametrize("dtype", LARGE)
+def test_a_masked_row_lets_no_other_row_be_wrong(dtype):
+    """Zeros, and rows that are off by a hundredth, in place of rows whose neighbour has scores of -1e9."""
+    problem, arrays = masked(dtype)
+    results = plain(problem, arrays)
+    assert not failures(problem, arrays, results)
+    for name in ("out", "lse", "dq"):
+        for wrong in (np.zeros_like(results[name]), results[name] * results[name].dtype.type(1.02)):
+            wrong[0, 0, -1] = results[name][0, 0, -1]
+            assert failures(problem, arrays, {name: wrong}), name
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(sorted(LARGE)),
+    value=st.sampled_from([-1e4, -1e7, -1e9, -2.5e38, 1e9, 3e38]),
+    some=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_tolerances_of_other_rows_are_those_without_it(dtype, value, some, seed):
+    """Of dk and dv too, as far as the row contributes nothing: its dout is zero."""
+    keys = slice(3, 20) if some else slice(None)
+    problem, arrays = masked(dtype, value=value, keys=keys, seed=seed)
+    arrays["dout"][..., -1, :] = 0
+    ordinary = arrays | {"bias": np.zeros_like(arrays["bias"])}
+    with_row, without = ct.yardsticks(problem, arrays), ct.yardsticks(problem, ordinary)
+    for name in ("out", "lse", "dq", "dk", "dv", "dbias"):
+        rows = slice(None) if name in ("dk", "dv") else slice(-1)
+        here = (0, 0, rows)
+        # Luck decides how much of its noise an error of the plain formula takes up, in any row: at most all of it.
+        noise = without[name].tolerance - without[name].plain_error
+        allowed = without[name].tolerance + 2 * noise
+        assert (with_row[name].tolerance[here] <= allowed[here] * (1 + 1e-9)).all(), name
+
+
+@pytest.mark.parametrize("dtype", LARGE)
+def test_a_large_row_lets_no_other_row_be_wrong(dtype):
+    """Nor do numbers that are large: of values in one head, of q and dout in one row."""
+    case = ct.Case(num_heads=2, seqlen_q=ROWS, seqlen_k=KEYS, head_dim=DIM, dtype=dtype)
+    arrays = case.arrays()
+    arrays["v"][0, 1] *= arrays["v"].dtype.type(1000)
+    arrays["dout"][0, 0, -1] *= arrays["dout"].dtype.type(1000)
+    problem = make_problem(Options(), *ct.qkv(arrays))
+    out, lse = reference.forward(problem, *ct.qkv(arrays), dtype=arrays["q"].dtype)
+    dq, *_ = reference.backward(problem, arrays["dout"], *ct.qkv(arrays), dtype=arrays["q"].dtype)
+    assert not failures(problem, arrays, {"out": out, "lse": lse, "dq": dq})
+    out[0, 0] *= out.dtype.type(1.1)
+    dq[0, 0, 0] *= dq.dtype.type(1.1)
+    assert failures(problem, arrays, {"out": out, "dq": dq}).keys() == {"out", "dq"}
+
+
+# ---- Rows of large lse themselves ------------------------------------------------------------------------------------
+
+
+def backward_by_lse(problem, arrays, rounded_lse=True):
+    """dv of weights ``exp(S - lse)`` with lse as one number of float32: of scores below -1e8 each weight is 1."""
+    q, k, bias, dout = (arrays[name][0, 0].astype(np.float32) for name in ("q", "k", "bias", "dout"))
+    scores = np.float32(problem.scale) * (q @ k.T) + bias
+    most = scores.max(axis=1, keepdims=True)
+    sums = np.exp(scores - most).sum(axis=1, keepdims=True)
+    weights = np.exp(scores - (most + np.log(sums))) if rounded_lse else np.exp(scores - most) / sums
+    return (weights.T @ dout)[None, None].astype(arrays["v"].dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("value", [-1e7, -1e9, float(np.finfo(np.float32).min)])
+@pytest.mark.parametrize("rows", [(-1,), range(ROWS)], ids=["one", "all"])
+def test_weights_that_do_not_sum_to_one_are_found(dtype, value, rows):
+    """Whatever rounding makes of single weights of such rows."""
+    problem, arrays = masked(dtype, rows=rows, value=value)
+    right, wrong = (backward_by_lse(problem, arrays, rounded) for rounded in (False, True))
+    assert not failures(problem, arrays, {"dv": right})
+    assert failures(problem, arrays, {"dv": wrong})
+
+
+@pytest.mark.parametrize("size", [30.0, 100.0])
+def test_weights_of_large_products_that_do_not_sum_to_one_are_found(size):
+    """lse of about 1e5, and weights that are neither one nor zero."""
+    case = ct.Case(seqlen_q=ROWS, seqlen_k=KEYS, head_dim=DIM, score_mean=1e3 * size, dtype="float32")
+    arrays = case.arrays() | {"bias": np.zeros((1, 1, ROWS, KEYS), np.float32)}
+    right, wrong = (backward_by_lse(case.problem, arrays, rounded) for rounded in (False, True))
+    del arrays["bias"]
+    assert not failures(case.problem, arrays, {"dv": right})
+    assert "dv" in failures(case.problem, arrays, {"dv": wrong})
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("value", [-1e9, -2.5e38])
+def test_equal_scores_with_unequal_weights_are_found(dtype, value):
+    """Half of the keys have twice the weight of the others, in rows of any lse."""
+    problem, arrays = masked(dtype, rows=range(ROWS), value=value)
+    arrays["k"][...] = arrays["k"][:, :, :1]
+    problem = make_problem(Options(), *ct.qkv(arrays), bias=arrays["bias"])
+    results = plain(problem, arrays)
+    assert not failures(problem, arrays, results)
+    weights = np.where(np.arange(KEYS) < KEYS // 2, 2.0, 1.0)[:, None]
+    weights /= weights.sum()
+    for name, right, wrong in (
+        ("out", arrays["v"], (weights * arrays["v"].astype(float)).sum(axis=2, keepdims=True)),
+        ("dv", None, weights * arrays["dout"].astype(float).sum(axis=2, keepdims=True)),
+    ):
+        assert right is None or right.shape == arrays["v"].shape
+        wrong = np.broadcast_to(wrong, results[name].shape).astype(results[name].dtype)
+        assert failures(problem, arrays, {name: wrong}), name
+
+
+@pytest.mark.parametrize("dtype", LARGE)
+def test_a_mean_stays_between_the_values(dtype):
+    """Where values of a column are one number, rounding of weights is no excuse, however large lse is."""
+    problem, arrays = masked(dtype, rows=range(ROWS))
+    arrays["v"][..., 3] = 1
+    results = plain(problem, arrays)
+    assert not failures(problem, arrays, results)
+    for factor in (0.9, 1.1):
+        wrong = results["out"].copy()
+        wrong[..., 3] *= wrong.dtype.type(factor)
+        assert failures(problem, arrays, {"out": wrong})
+
+
+def test_the_place_and_the_ratio_of_the_worst_entry():
+    case = ct.Case(seqlen_q=ROWS, seqlen_k=KEYS, head_dim=DIM)
+    yardstick = ct.yardsticks(case.problem, case.arrays())["out"]
+    got = yardstick.expected.copy()
+    got[0, 0, 7, 3] += 2.5 * yardstick.tolerance[0, 0, 7, 3]
+    measurement = ct.measure("out", got, yardstick)
+    assert measurement.at == (0, 0, 7, 3)
+    assert measurement.ratio == pytest.approx(2.5)
+    assert measurement.error == pytest.approx(2.5 * measurement.tolerance)
+    assert "FAILED at (0, 0, 7, 3): got" in str(measurement)
+    assert ct.measure("out", got, yardstick.looser(3)).failure is None
+
+
+def test_looser_yardsticks_of_sums_are_looser_too():
+    yardstick = ct.yardsticks(*masked(rows=range(ROWS)))["dv"]
+    assert yardstick.summed is not None
+    off = yardstick.expected + 1.5 * yardstick.summed.of.tolerance / KEYS
+    assert "summed over keys" in ct.measure("dv", off, yardstick.looser(1)).name
+    assert ct.measure("dv", off, yardstick.looser(2)).failure is None
+
+
+# ---- The plain formula's errors --------------------------------------------------------------------------------------
+
+SIZES = st.lists(st.tuples(*[st.floats(0, 1e3, allow_subnormal=False)] * 3), min_size=1, max_size=8)
+
+
+@given(SIZES)
+def test_plain_errors_are_no_less_than_those_in_the_same_place(entries):
+    errors, scale, noise = np.array(entries).T
+    found = reference.plain_errors(errors, scale + 1e-3, noise)
+    assert (found >= errors * (1 - 1e-12)).all()
+
+
+@given(SIZES, st.floats(1e-3, 1e3), st.floats(0, 1e3))
+def test_plain_errors_of_entries_alike_are_the_largest_one(entries, scale, noise):
+    errors = np.array(entries)[:, 0]
+    found = reference.plain_errors(errors, np.full(len(errors), scale), np.full(len(errors), noise))
+    np.testing.assert_allclose(found, errors.max(), rtol=1e-12, atol=1e-300)
+
+
+@given(SIZES, st.floats(0, 1), st.floats(0, 1e30))
+def test_plain_errors_that_noise_explains_raise_others_by_their_own_noise_at_most(entries, fraction, large):
+    errors, scale, noise = np.array(entries).T
+    scale = scale + 1e-3
+    before = reference.plain_errors(errors, scale, noise)
+    more = [np.append(x, y) for x, y in ((errors, fraction * large), (scale, 1.0), (noise, large))]
+    assert (reference.plain_errors(*more)[:-1] <= (before + noise) * (1 + 1e-12)).all()
+
+
+# ---- Cases that have such rows ---------------------------------------------------------------------------------------
+
+FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, *ct.REGIMES, "hidden_keys", "dropout")
+
+
+@settings(max_examples=150, deadline=None)
+@given(ct.cases(min_seqlen=0, features=FEATURES, max_scores=2**12))
+def test_the_plain_formula_is_within_the_rule(case):
+    arrays, problem = case.arrays(), case.problem
+    inputs, terms = ct.qkv(arrays), ct.optional(arrays) | case.random
+    results: dict[str, Any] = dict(
+        zip(("out", "lse"), reference.forward(problem, *inputs, **terms, dtype=inputs[0].dtype), strict=True)
+    )
+    if "dout" in arrays:
+        need, terms = ct.gradients_of(problem), ct.optional_backward(arrays) | case.random
+        found = reference.backward(problem, arrays["dout"], *inputs, **terms, need=need, dtype=inputs[0].dtype)
+        results |= zip(need, found, strict=True)
+    judges = ct.yardsticks(problem, arrays, **case.random)
+    measured = [ct.measure(name, x, judges[name]) for name, x in results.items()]
+    assert not any(m.failure for m in measured), "\n".join(map(str, measured))
+    assert all(np.isfinite(judges[name].tolerance).all() for name in judges)
+
+
+def test_cases_have_the_values_asked_for():
+    base = ct.Case(seqlen_q=40, seqlen_k=50, head_dim=8, bias=(40, 50), mask=(1, 1, 1, 50))
+    bias = dataclasses.replace(base, bias_mask=-1.7e308).arrays()["bias"]
+    is_lowest = bias == np.finfo(np.float32).min
+    assert is_lowest.all(axis=1).any() and (is_lowest.any(axis=1) & ~is_lowest.all(axis=1)).any()
+    bias = dataclasses.replace(base, bias_mask=-1e9, bias_dtype="input", dtype="float16").arrays()["bias"]
+    assert bias.min() == np.finfo(np.float16).min
+    arrays = dataclasses.replace(base, distinct_keys=1).arrays()
+    assert (arrays["k"] == arrays["k"][:, :, :1]).all()
+    for scale in (None, -0.3):
+        arrays = dataclasses.replace(base, score_mean=-3e3, scale=scale).arrays()
+        products = (8**-0.5 if scale is None else scale) * arrays["q"] @ arrays["k"].swapaxes(2, 3)
+        assert abs(products.mean() + 3e3) < 3 and products.std() < 3
+    arrays = dataclasses.replace(base, factors=(("v", 2.0**128), ("q", 2.0**-126))).arrays()
+    assert np.abs(arrays["v"]).max() == np.finfo(np.float32).max and np.abs(arrays["q"]).max() < 2.0**-120
+    arrays = dataclasses.replace(base, hidden_keys="nan").arrays()
+    assert np.array_equal(np.isnan(arrays["k"]).all(axis=3)[0, 0], ~arrays["mask"][0, 0, 0])
+    assert "dout" not in arrays and np.isnan(arrays["k"]).any()
+
+
+@pytest.mark.parametrize("regime", [*ct.REGIMES, "hidden_keys"])
+def test_regimes_are_drawn_when_told_to(regime):
+    from hypothesis import HealthCheck, Phase, find
+
+    conditions: dict[str, Any] = {"empty": lambda c: c.num_heads == 0 < c.num_heads_kv or c.batch == 0}
+    condition = conditions.get(regime, lambda c: getattr(c, regime))
+    quick = settings(
+        max_examples=2000, phases=[Phase.generate], derandomize=True, suppress_health_check=list(HealthCheck)
+    )
+    features = ("bias", "mask", regime)
+    assert condition(find(ct.cases(features=features, min_seqlen=0), condition, settings=quick))
