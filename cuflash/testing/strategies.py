@@ -126,7 +126,7 @@ def cases(
     follows_lengths = not is_packed and has("lengths")
     side = st.none() | st.integers(0, max(seqlen_k, 1)) | st.integers(0, 3)
     dtype = pick(dtypes)
-    shapes = {name: broadcast_shape() if not is_packed and has(name) else None for name in ("bias", "mask")}
+    arrays: dict[str, Any] = {x: broadcast_shape() if not is_packed and has(x) else None for x in ("bias", "mask")}
     return Case(
         batch=batch,
         num_heads=num_heads,
@@ -143,7 +143,7 @@ def cases(
         scale=pick([0.0, -0.25, 0.125, 1.0]) if has("scale") else None,
         window=draw(st.tuples(side, side)) if has("window") else None,
         **{name: pick([0.5, 5.0, 50.0]) for name in OF_FUNCTIONS if has(name)},
-        **shapes,
+        **arrays,
         bias_dtype=pick(["softmax", "input"]),
         bias_holes=draw(st.booleans()),
         kv_lengths=tuple(draw(st.integers(0, seqlen_k)) for _ in range(batch))
@@ -159,7 +159,7 @@ def cases(
         **(block_masks() if not is_packed and has("block_mask") else {}),
         strides=pick(strides),
         score_spread=pick(score_spreads),
-        **_regimes(pick, has, dtype, shapes),
+        **_regimes(pick, has, dtype, arrays),
         seed=draw(st.integers(0, 2**16)),
     )
 
