@@ -428,18 +428,18 @@ def as_caller(problem: Problem, x: Array) -> Array:
     return np.ascontiguousarray(x.swapaxes(1, 2) if problem.layout == "bshd" else x).reshape(shape)
 
 
-def plain_errors(errors: Array, scale: Array, noise: Array) -> Array:
-    """What errors of the plain formula say of entries like them: what the largest of them would be in each entry.
+def error_fractions(errors: Array, scale: Array, noise: Array) -> tuple[float, float]:
+    """The largest errors of a result as a fraction of the noise, and one of the scale, of each entry.
 
-    An error is what rounding made of the scores, up to `noise`, and beyond that of all else, in proportion to `scale`.
-    The largest fraction of the noise, and the largest fraction of the scale, may be met with in any entry: which one
-    has them is luck. So no result is less than the error in the same place; where noise and scale are the same in all
-    entries it is the largest error; and the noise of one entry raises that of no other.
+    What the noise of an entry explains of its error counts as noise, and the rest in proportion to the scale. Which
+    entries have the largest fractions is luck, so an error like these may be met with in any entry:
+    ``of_noise * noise + of_scale * scale``. That is no less than the error in the same place; where noise and scale are
+    the same in all entries it is the largest error; and an entry of large noise raises others by theirs at most.
     """
     with np.errstate(all="ignore"):
         of_noise = np.where(noise > 0, np.minimum(errors / noise, 1), 0).max(initial=0)
         of_scale = np.where(errors > noise, (errors - noise) / scale, 0).max(initial=0)
-    return of_noise * noise + of_scale * scale
+    return of_noise, of_scale
 
 
 def _round(x: Array, dtype: np.dtype[Any]) -> Array:

@@ -89,6 +89,11 @@ def fade(s, i, j, *, batch, head, temperature):  # type: ignore[no-untyped-def]
     return s + 3 * cuflash.exp(-cuflash.abs(temperature[batch, head] * (i - j)) / 20)
 
 
+def steps(s, i, j, *, head, gamma, gate):  # type: ignore[no-untyped-def]
+    """Arrays that decide branches alone: none has a derivative."""
+    return cuflash.where(gamma[head] * cuflash.abs(i - j) > 9, s - 1, s) + cuflash.floor(gate[j])
+
+
 def of_rows(s, i, j, *, batch, head, temperature, pos_q, gate, kind_k, table):  # type: ignore[no-untyped-def]
     """Parts of queries and of keys, and an index that is one of differences."""
     own = cuflash.exp(-cuflash.abs(pos_q[i, 0]) * temperature[batch, head])
@@ -105,7 +110,7 @@ SCORES: dict[str, Callable[..., Any] | None] = {
     f.__name__: f
     for f in (
         *(distance, plane, gated, box, capped, tempered, alibi, with_pairs, gathered, without_s, barrier),
-        *(t5, decay, fade, of_rows),
+        *(t5, decay, fade, steps, of_rows),
     )
 }
 SCORES_AND_TEXTS = {**SCORES, **TEXTS}

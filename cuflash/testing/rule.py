@@ -35,7 +35,7 @@ class Yardstick:
     plain_error
         Largest error of the plain formula computed in the dtype of the inputs (`cuflash.reference` in that dtype).
         Largest errors are a matter of luck, more so where they are of few numbers. So it is not that of the entry: it
-        is that of the whole result, counted in what each entry allows by itself (`cuflash.reference.plain_errors`).
+        is that of the whole result, counted in what each entry allows by itself (`cuflash.reference.error_fractions`).
     ulp * scale
         One unit in the last place of the scale. Scale is the largest absolute value of the entry, or of the root of the
         sum of squares of the terms that it is a sum of: what cancellation leaves of a gradient is no scale. Of the
@@ -189,6 +189,7 @@ def _yardsticks(
     factor = 1 if problem.dtype == "float32" else 2
 
     def yardstick(name: str, own: Array, of_plain: Array, squares: Squares, zero: Array | None = None) -> Yardstick:
+        """Of sums, errors of the result count too: the formula divides weights by their sum, so they have few."""
         unit = ulp(problem.softmax_dtype if name == "lse" else arrays["q"].dtype)
         with np.errstate(invalid="ignore"):  # -inf in both
             errors = np.abs(of_plain.astype(own.dtype) - own)
@@ -199,7 +200,9 @@ def _yardsticks(
         least = 1.0 if name == "lse" else float(ml_dtypes.finfo(arrays["q"].dtype).smallest_normal)
         scale = np.maximum(scale, least)
         errors = np.where(np.isfinite(errors), errors, 0)
-        plain_error = reference.plain_errors(errors, scale, noise)
+        found_here, before = reference.error_fractions(errors, scale, noise), fractions.get(name, (0.0, 0.0))
+        of_noise, of_scale = fractions[name] = (max(found_here[0], before[0]), max(found_here[1], before[1]))
+        plain_error = of_noise * noise + of_scale * scale
         return Yardstick(
             name=name,
             expected=own,
@@ -210,7 +213,7 @@ def _yardsticks(
             tolerance=factor * plain_error + unit * scale + noise,
         )
 
-    found = {}
+    found, fractions = {}, dict[str, tuple[float, float]]()
     for name, x in expected.items():
         own, of_plain = folded(name, x), folded(name, plain[name])
         of_plain = of_plain if spread is None else spread.rounded(name, of_plain)

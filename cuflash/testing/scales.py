@@ -94,7 +94,7 @@ class _Collector:
         self.problem, self.arrays, self.expected, self.dtype = problem, arrays, expected, arrays["q"].dtype
         self.unit = ulp(problem.softmax_dtype)
         self.smallest = SMALLEST_WEIGHT[problem.softmax_dtype] / self.unit
-        self.out = view_4d(expected["out"].astype(np.float64), problem.layout)
+        self.out = _finite(view_4d(expected["out"].astype(np.float64), problem.layout))
         of_rows = (problem.array_batch, problem.num_heads, problem.seqlen_q)
         of_keys = (problem.array_batch, problem.num_heads_kv, problem.seqlen_k)
         self.squares = {"out": Squares.zeros(*of_rows, problem.head_dim_v), "lse": Squares.zeros(*of_rows, 1)}
@@ -112,8 +112,8 @@ class _Collector:
             self.of_scores, self.noise_of_scores, self.has_part = (
                 reference.ScoreSums(problem, arrays, np.dtype(np.float64)) for _ in range(3)
             )
-            self.dout = view_4d(arrays["dout"], problem.layout)
-            self.dlse = view_rows(arrays["dlse"] if "dlse" in arrays else np.zeros(problem.lse_shape))
+            self.dout = _finite(view_4d(arrays["dout"], problem.layout).astype(np.float64))
+            self.dlse = _finite(view_rows(arrays["dlse"] if "dlse" in arrays else np.zeros(problem.lse_shape)))
 
     def scales(self) -> Scales:
         """What came together."""
@@ -158,8 +158,7 @@ class _Collector:
         visible = head.P != 0
         self.sees_something[head.index] = visible.any(axis=1)
         self.is_seen[head.index_kv] |= visible.any(axis=0)
-        # Hidden keys have no part, and what is not finite has no scale.
-        Q, K, V = (np.where(np.isfinite(x), x, 0) for x in (head.Q, head.K, head.V))
+        Q, K, V = map(_finite, (head.Q, head.K, head.V))  # hidden keys have no part
         QK, K = np.where(visible, head.QK, 0), np.where(visible.any(axis=0)[:, None], K, 0)
         noise = self._noise(head, visible, abs(Q) @ abs(K).T, QK)
         P = np.where(visible, np.maximum(head.P, self.smallest), 0)
@@ -177,7 +176,7 @@ class _Collector:
         products = sizes.max(axis=1, keepdims=True, initial=0) / reference.unit_of_scores(problem)
         distances = np.where(visible, self._distances(head), 0)  # times slopes
         terms = products + (P * distances).sum(axis=1, keepdims=True)
-        lse = np.where(np.isfinite(head.L), head.L, 0)[:, None]
+        lse = _finite(head.L)[:, None]
 
         def score(weight: Array) -> Array:
             return np.abs(lse + np.log(np.where(weight > 0, weight, 1)))
@@ -231,7 +230,7 @@ class _Collector:
 
     def _add_forward(self, head: reference.Head, P: Array, V: Array, noise: _Noise) -> None:
         terms = (P**2 * head.Z**2) @ V**2
-        out = np.where(np.isfinite(self.out[head.index]), self.out[head.index], 0)
+        out = self.out[head.index]
         scale = np.sqrt(np.maximum(terms, out**2).max(axis=1, keepdims=True, initial=0))
         # Whatever the weights are, a mean stays between the smallest and the largest value.
         values = V[(head.P != 0).any(axis=0)]
@@ -246,7 +245,7 @@ class _Collector:
     ) -> None:
         problem, visible, scale2 = self.problem, P != 0, self.problem.scale**2
         tiny = float(ml_dtypes.finfo(self.dtype).smallest_normal)  # type: ignore[no-untyped-call]
-        dO2 = self.dout[head.index].astype(np.float64) ** 2
+        dO2 = self.dout[head.index] ** 2
         dL2 = self.dlse[head.index].astype(np.float64)[:, None] ** 2
         V2, Z2 = V**2, head.Z**2
         out = self.out[head.index]
@@ -282,6 +281,11 @@ class _Collector:
             of_read = self.squares[f"d{name}"]
             for total, squares in ((of_read.terms, dS_bias), (of_read.noise, dS_bias_noise)):
                 np.add.at(total.reshape(-1), entry, squares * derivative**2)
+
+
+def _finite(x: Array) -> Array:
+    """What is not finite has no scale."""
+    return np.where(np.isfinite(x), x, 0)
 
 
 def _largest(x: Array) -> Array:

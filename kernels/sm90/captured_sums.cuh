@@ -21,6 +21,9 @@
 #include "sm90/row_numbers.cuh"
 
 #if CUFLASH_NEEDS_CAPTURED
+// Places for the sums of all reads. No read has a derivative where all of them decide a branch, or a floor.
+constexpr int kReadPlaces = max_of(kNumReads, 1);
+
 // Warp. Sums over the keys of a warp, for each query of a tile, in a tree: at each height, a lane keeps one of two
 // n-tiles and passes the other one on.
 struct QuerySums {
@@ -97,7 +100,7 @@ CUFLASH_DEVICE u32 step_sums_at(u32 stage, u32 warp) {
 
 // The sums of a lane of a consumer.
 struct CapturedLane {
-  float sum[kNumReads][2];
+  float sum[kReadPlaces][2];
 
   CUFLASH_DEVICE CapturedLane() { clear(); }
   CUFLASH_DEVICE void clear() {
@@ -109,15 +112,15 @@ struct CapturedLane {
   // products. The thread has left the products at `s_scores`; sums of steps go to the stage at `stage`.
   CUFLASH_DEVICE void add(const Functions& functions, float scale, int lane_query, int lane_key, u32 s_scores,
                           u32 s_row_numbers, u32 stage, u32 warp, float (&ds)[kQueryTiles][4]) {
-    QuerySums queries[kNumReads];
-    DiagonalSums diagonals[kNumReads];
+    QuerySums queries[kReadPlaces];
+    DiagonalSums diagonals[kReadPlaces];
     OfKey of_keys[2];
     RowNumbers::load_keys(functions, s_row_numbers, lane_key, of_keys);
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
       float product[4] = {0, 0, 0, 0};
       // Sums of gradients of scores alone start with -0, which leaves the first gradient as it is, even -0.
-      float own[kNumReads][4];
+      float own[kReadPlaces][4];
 #pragma unroll
       for (int read = 0; read < kNumReads; ++read)
 #pragma unroll
@@ -190,7 +193,7 @@ struct CapturedLane {
 // the queries, or the diagonals.
 struct StepSums {
   static constexpr int kRounds = ceil_div(kBlockM + kBlockN, 128);
-  float sum[kNumReads][kRounds];
+  float sum[kReadPlaces][kRounds];
 
   CUFLASH_DEVICE void load(u32 stage, u32 thread) {
     repeat<kNumReads>([&](auto read) {

@@ -89,6 +89,17 @@ def test_gradients_of_arrays_spill_little_and_let_products_run_on(score, mask, h
     assert_spills(main, SPILLS_OF_ARRAYS.get((score, mask, head_dim), 0))
 
 
+@pytest.mark.parametrize("arch, dtype", [("8.0", "float32"), ("9.0", "float16"), ("9.0", "bfloat16")])
+@pytest.mark.parametrize("score", ["steps", "t5"])
+@pytest.mark.parametrize("head_dim", [8, 72, 128, 256])
+def test_any_of_the_gradients_compile(arch, dtype, score, head_dim):
+    """Also of arrays that the score has no derivative by, and of none that it has one by."""
+    problem, device = of_functions((score, "near"), dtype, head_dim), DeviceSpec.for_arch(arch)
+    for need in (("dq", "dk", "dv", *problem.captured_gradients), problem.captured_gradients, ("dk",)):
+        kernels = choose_plan(problem, device, "backward", need=need).kernels
+        assert not [kernel.name for kernel in kernels if compile_spec(kernel).resources.warnings]
+
+
 def assert_spills(kernel, most):
     resources = compile_spec(kernel).resources
     spills = resources.spill_stores_bytes + resources.spill_loads_bytes
