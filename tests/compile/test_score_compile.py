@@ -89,14 +89,16 @@ def test_gradients_of_arrays_spill_little_and_let_products_run_on(score, mask, h
     assert_spills(main, SPILLS_OF_ARRAYS.get((score, mask, head_dim), 0))
 
 
-@pytest.mark.parametrize("arch, dtype", [("8.0", "float32"), ("9.0", "float16"), ("9.0", "bfloat16")])
-@pytest.mark.parametrize("score", ["steps", "t5"])
-@pytest.mark.parametrize("head_dim", [8, 72, 128, 256])
-def test_any_of_the_gradients_compile(arch, dtype, score, head_dim):
-    """Also of arrays that the score has no derivative by, and of none that it has one by."""
-    problem, device = of_functions((score, "near"), dtype, head_dim), DeviceSpec.for_arch(arch)
-    for need in (("dq", "dk", "dv", *problem.captured_gradients), problem.captured_gradients, ("dk",)):
-        kernels = choose_plan(problem, device, "backward", need=need).kernels
+@pytest.mark.parametrize(
+    "arch, dtype, head_dim",
+    [("8.0", "float32", 64), ("9.0", "float16", 72), ("9.0", "bfloat16", 128), ("9.0", "bfloat16", 256)],
+)
+@pytest.mark.parametrize("mask", [None, "near"])
+def test_gradients_of_arrays_without_a_derivative_compile(arch, dtype, head_dim, mask):
+    """On 9.0 kernels that sum the gradients of arrays have none to sum for these, which are zero."""
+    problem, device = of_functions(("steps", mask), dtype, head_dim), DeviceSpec.for_arch(arch)
+    for name in problem.captured_gradients:
+        kernels = choose_plan(problem, device, "backward", need=("dk", name)).kernels
         assert not [kernel.name for kernel in kernels if compile_spec(kernel).resources.warnings]
 
 
