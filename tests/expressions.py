@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 import cuflash
@@ -13,6 +14,7 @@ from cuflash.score.evaluation import Clamped
 
 Array = np.ndarray[Any, Any]
 Term = Callable[[dict[str, Any]], Any]
+T = TypeVar("T")
 
 SEQLEN_Q, SEQLEN_K, HEADS, BATCH = 9, 11, 3, 2
 
@@ -198,14 +200,39 @@ def hoistable_scores(draw: st.DrawFn) -> Callable[..., Any]:
 
 
 @st.composite
-def masks(draw: st.DrawFn) -> Callable[..., Any]:
+def masks(draw: st.DrawFn, of: st.SearchStrategy[Term] = reals) -> Callable[..., Any]:
     """A mask, of the same arrays."""
-    term = draw(_conditions_of(reals.filter(lambda _: True)))
+    term = draw(_conditions_of(of))
 
     def mask(i, j, *, head, batch, scalar, of_head, of_row, of_key, table, pairs, doc, flags):  # type: ignore[no-untyped-def]
         return term(locals() | {"s": scalar * 0.25, "term": None}) | (i < -1)
 
     return mask
+
+
+def exact_masks() -> st.SearchStrategy[Callable[..., Any]]:
+    """Masks of integers and flags, which rounding changes nothing of."""
+    return masks(integers)
+
+
+def drawn(strategy: st.SearchStrategy[T], number: int) -> T:
+    """What a strategy draws, always the same for a number."""
+    found: list[T] = []
+
+    @seed(number)
+    @settings(
+        max_examples=16,
+        phases=[Phase.generate],
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy)
+    def collect(x: T) -> None:
+        found.append(x)
+
+    collect()
+    return found[-1]  # the first ones are the simplest
 
 
 def on_numpy(given: dict[str, Array], dtype: Any) -> dict[str, Any]:

@@ -4,8 +4,10 @@
 
 runs the problems of one group, from the FIRST on, and prints a line of JSON before and after each. A group is what the
 same kernels serve, or nearly so: dtype, head dimensions, options, strides, and which gradients are wanted. There is one
-for every set of gradients, and some with pages or with numbers of one byte, which have none. In a group sizes, values,
-broadcast axes and the results that the caller gives arrays for differ from problem to problem.
+for every set of gradients; some with pages or with numbers of one byte, which have none; some with random functions as
+score or mask; and some that ranks compute, which are threads on one device. In a group sizes, values, broadcast axes
+and the results that the caller gives arrays for differ from problem to problem. Some problems have an axis of length 0,
+and some the values of `cuflash.testing.REGIMES`.
 
 A mistake in a kernel may leave the CUDA context of its process unusable. So `failures_of_group` runs a group in a
 process of its own, and where that ends too early, names the problem and goes on with the next one in another process.
@@ -13,35 +15,43 @@ process of its own, and where that ends too early, names the problem and goes on
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 import cuflash
+import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.operands import FLOAT8
 from cuflash.options import LAYOUTS
-from cuflash.terms import GRADIENTS
+from cuflash.problem import Problem, make_problem
+from cuflash.terms import DEFAULT_NEED, GRADIENTS
 from cuflash.testing.float8 import assert_float8
+from cuflash.testing.rule import yardsticks_of
+from cuflash.testing.strategies import BIAS_MASKS, SCORE_MEANS, factors_of
 from tests.pairs import judge
+from tests.ranks import Parts, Whole, compute, on_threads
+from tests.scored import Functions
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = tuple(itertools.chain(*(itertools.combinations(GRADIENTS, n) for n in range(1, len(GRADIENTS) + 1))))
-GROUPS_WITH_PAGES, GROUPS_OF_FLOAT8 = 25, 35
-GROUPS = len(NEEDS) + GROUPS_WITH_PAGES + GROUPS_OF_FLOAT8
+KINDS = {"gradients": len(NEEDS), "pages": 25, "float8": 35, "functions": 60, "ranks": 15}  # groups of each
+GROUPS = sum(KINDS.values())
 GRANULARITIES = (None, "tensor", "head", "block", "token")
-PROBLEMS = 12  # of a group
+PROBLEMS = 10  # of a group
 LONGEST, LONGEST_OF_ALL = 400, 3000  # queries, or keys: of most problems, and of one in ten
 MAX_SCORES = {"float16": 2**18, "bfloat16": 2**18, "float32": 2**18, "float64": 2**16}
 HEAD_DIMS = (64, 64, 64, 128, 128, 128, 1, 3, 8, 16, 17, 24, 32, 40, 48, 72, 80, 96, 113, 160, 192, 255, 256)
+WIDE_HEAD_DIMS = (264, 320, 512, 576, 704, 1024)  # of 16-bit dtypes
 OF_BYTES = ("kv_dtype", "q_float8", "q_scale", "k_scale", "v_scale", "scale_block")
 PAGE_SIZES = (16, 32, 64, 128)
 SECONDS = 300  # that a group may take
@@ -57,58 +67,137 @@ class Trial:
     precision: Literal["highest", "tf32"]
     need: tuple[str, ...]
     given: tuple[str, ...]  # results that the caller has arrays for
+    ranks: int = 0  # that compute it; 0: one call
+    functions: Functions | None = field(default=None, compare=False)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Of `cuflash.FlashAttention`."""
+        options = {**self.case.keywords, "deterministic": self.deterministic, "precision": self.precision}
+        if self.functions is None:
+            return options
+        return options | {"score": self.functions.score, "mask": self.functions.mask}
+
+    @functools.cached_property
+    def captured(self) -> dict[str, np.ndarray]:
+        """What the functions read; of some problems with strides below 0."""
+        case, functions = self.case, self.functions
+        if functions is None:
+            return {}
+        arrays = functions.arrays((case.batch, case.num_heads, case.seqlen_q, case.seqlen_k), case.dtype, case.seed)
+        return {name: ct.lay_out(x, "flipped", np.asarray) if case.seed % 3 == 0 else x for name, x in arrays.items()}
+
+    def arrays(self, convert: Callable[[Any], Any] = np.asarray) -> dict[str, Any]:
+        """All arrays of a call by name, those that functions read too."""
+        strides = "flipped" if self.case.seed % 3 == 0 else "contiguous"
+        return self.case.arrays(convert) | {n: ct.lay_out(x, strides, convert) for n, x in self.captured.items()}
+
+    @property
+    def problem(self) -> Problem:
+        """The problem of the NumPy arrays; with axes that of `Case.spread`."""
+        if self.case.axes is not None:
+            return self.case.problem
+        arrays, options = self.arrays(), cuflash.FlashAttention(**self.keywords).options
+        return make_problem(options, *ct.qkv(arrays), captured=self.captured, **ct.optional(arrays))
+
+    @functools.cached_property
+    def yardsticks(self) -> dict[str, ct.Yardstick]:
+        """Of all results."""
+        if self.functions is None:
+            return yardsticks_of(self.case)
+        return ct.yardsticks(self.problem, self.arrays(), **self.case.random)
 
     def __str__(self) -> str:
         default = ct.Case(seqlen_q=1, seqlen_k=1, head_dim=1)
         values = {field.name: getattr(self.case, field.name) for field in fields(self.case)}
         told = [f"{name}={x!r}" for name, x in values.items() if x != getattr(default, name)]
         told += [f"deterministic={self.deterministic}", f"precision={self.precision!r}", f"need={self.need}"]
+        told += [f"{name}={x}" for name, x in (("ranks", self.ranks), ("functions", self.functions)) if x]
         return f"{self.name}: {', '.join(told)}, given={self.given}"
 
 
 # ---- What is drawn ---------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def trials_of_group(number: int) -> list[Trial]:
     """The problems of a group: always the same."""
     rng = random.Random(number)
-    need = NEEDS[number] if number < len(NEEDS) else ()
-    after_pages = number - len(NEEDS) - GROUPS_WITH_PAGES
-    is_float8 = after_pages >= 0 or (not need and rng.random() < 0.5)
-    fixed = _fixed(rng, need, has_pages=not need and after_pages < 0, is_float8=is_float8)
+    kind = kind_of(number)
+    functions = Functions.drawn(number) if kind == "functions" else None
+    need = NEEDS[number] if kind == "gradients" else _need_of_ranks(rng) if kind == "ranks" else ()
+    is_float8 = kind == "float8" or (kind == "pages" and rng.random() < 0.5)
+    fixed = _fixed(rng, need, kind, is_float8=is_float8)
+    if functions is not None:
+        fixed |= _beside(functions)
+        need = _need_of_functions(rng, functions, fixed)
     precisions: tuple[Literal["highest", "tf32"], ...] = ("highest", "highest", "tf32")
     deterministic, precision = rng.random() < 0.4, rng.choice(precisions)
-    names = ("out", "lse", *need)
-    return [
-        Trial(
-            name=f"{number}-{index}",
-            case=_case(rng, fixed),
-            deterministic=deterministic,
-            precision=precision,
-            need=need,
-            given=tuple(name for name in names if rng.random() < 0.3),
-        )
-        for index in range(PROBLEMS)
-    ]
+    ranks = rng.choice((2, 3)) if kind == "ranks" else 0
+    trials: list[Trial] = []
+    for index in range(PROBLEMS):
+        keywords: dict[str, Any] = {"deterministic": deterministic and not ranks, "precision": precision}
+        case = _case(rng, fixed)
+        own = () if case.hidden_keys else need  # such a case has no gradients
+        names = () if ranks else ("out", "lse", *own)
+        given = tuple(name for name in names if rng.random() < 0.3)
+        keywords |= {"need": own, "given": given, "ranks": ranks, "functions": functions}
+        trials.append(Trial(name=f"{number}-{index}", case=case, **keywords))
+    return trials
 
 
-def _fixed(rng: random.Random, need: tuple[str, ...], *, has_pages: bool, is_float8: bool) -> dict[str, Any]:
+def kind_of(number: int) -> str:
+    """Which of the kinds of groups this is."""
+    for kind, count in KINDS.items():
+        if number < count:
+            return kind
+        number -= count
+    raise IndexError(number)
+
+
+def _need_of_functions(rng: random.Random, functions: Functions, fixed: Mapping[str, Any]) -> tuple[str, ...]:
+    """Any of the gradients that a score has, or none."""
+    case = ct.Case(seqlen_q=2, seqlen_k=2, head_dim=1, dtype=fixed["dtype"], sinks=fixed["sinks"])
+    options = cuflash.FlashAttention(score=functions.score, mask=functions.mask).options
+    arrays, captured = case.arrays(), functions.arrays((1, 1, 2, 2), case.dtype, 0)
+    names = ct.gradients_of(make_problem(options, *ct.qkv(arrays), captured=captured, **ct.optional(arrays)))
+    return tuple(name for name in names if rng.random() < 0.6) if rng.random() < 0.8 else ()
+
+
+def _need_of_ranks(rng: random.Random) -> tuple[str, ...]:
+    return rng.choice((DEFAULT_NEED, DEFAULT_NEED, ("dq", "dv"), ("dk",), (*DEFAULT_NEED, "dscale"), GRADIENTS))
+
+
+def _beside(functions: Functions) -> dict[str, Any]:
+    """What goes with functions: a score takes the place of what makes scores, and none has leading axes here."""
+    without = ("softcap", "alibi_slopes", "bias") if functions.score is not None else ()
+    return dict.fromkeys(without) | {"has_axes": False, "score_mean": False, "factors": False}
+
+
+def _fixed(rng: random.Random, need: tuple[str, ...], kind: str, *, is_float8: bool) -> dict[str, Any]:
     """What the problems of a group have in common: fields of `Case`, and a kind or True where values differ."""
 
     def maybe(value: Any, otherwise: Any = None, *, wanted_by: str = "", chance: float = 0.3) -> Any:
         return value if wanted_by in need or rng.random() < chance else otherwise
 
+    has_pages, goes_whole = kind == "pages", kind not in ("pages", "ranks")
     dtype = rng.choice(("bfloat16",) * (12 if is_float8 else 4) + ("float16",) * 4 + ("float32",) * 2 + ("float64",))
     dims = [n for n in HEAD_DIMS if dtype in ("bfloat16", "float16") or n <= 128 or rng.random() < 0.2]
-    is_packed = not has_pages and "dbias" not in need and rng.random() < 0.15
+    if dtype in ("bfloat16", "float16") and not is_float8 and rng.random() < 0.12:
+        dims = list(WIDE_HEAD_DIMS)
+    is_packed = goes_whole and "dbias" not in need and rng.random() < 0.15
     fixed = {
         "dtype": dtype,
         "head_dim": rng.choice(dims),
         "head_dim_v": maybe(rng.choice(dims), 0, chance=0.15),
+        "score_mean": not is_float8,
+        "factors": not is_float8,
+        "may_be_empty": kind != "ranks",
+        "may_hide_keys": kind in ("gradients", "functions"),
         "right": maybe(True, False, chance=0.5),
         "left": maybe(True, False),
         "softcap": maybe(True, False, wanted_by="dsoftcap"),
-        "scale": maybe(True, False),
+        "scale": kind != "ranks" and maybe(True, False),
         "dropout": maybe(rng.choice((0.1, 0.5, 0.9)), 0.0, chance=0.2),
         "alibi_slopes": maybe(True, False, wanted_by="dalibi_slopes"),
         "sinks": maybe(True, False, wanted_by="dsinks"),
@@ -129,7 +218,7 @@ def _fixed(rng: random.Random, need: tuple[str, ...], *, has_pages: bool, is_flo
         others = dict.fromkeys(others)
     if has_pages:
         others["block_size"] = None
-    others["has_axes"] = not is_packed and not has_pages and rng.random() < 0.2
+    others["has_axes"] = not is_packed and goes_whole and rng.random() < 0.2
     return fixed | others | (_float8(rng, fixed["dtype"], others["has_axes"]) if is_float8 else {})
 
 
@@ -158,13 +247,18 @@ def _case(rng: random.Random, fixed: dict[str, Any]) -> ct.Case:
     num_heads = num_heads_kv * (rng.choice((1, 1, 2, 4)) if ndim > 2 else 1)
     batch = rng.choice((1, 2, 3)) if ndim == 4 or is_packed else 1
     most = MAX_SCORES[fixed["dtype"]] // (num_heads * (batch if ndim == 4 else 1))
+    most //= 1 + fixed["head_dim"] // 256
     lengths = [rng.randint(1, LONGEST), rng.randint(1, LONGEST)]
     if rng.random() < 0.1:
         lengths[rng.randrange(2)] = rng.randint(LONGEST, LONGEST_OF_ALL)
+    if not fixed["may_be_empty"]:  # each rank has rows
+        lengths = [max(n, 32) for n in lengths]
     if "kv_dtype" in fixed and rng.random() < 0.4:  # as in decoding
         lengths = [rng.randint(1, 16), rng.randint(500, 1500)]
     while lengths[0] * lengths[1] > most:
         lengths[lengths.index(min(lengths))] = max(1, min(lengths) * 2 // 3)
+    if fixed["may_be_empty"] and rng.random() < 0.06:
+        num_heads, num_heads_kv, batch = _without_something(rng, lengths, num_heads, num_heads_kv, batch, ndim)
     seqlen_q, seqlen_k = lengths
     if page_size:
         seqlen_k = -(-seqlen_k // page_size) * page_size
@@ -215,18 +309,48 @@ def _case(rng: random.Random, fixed: dict[str, Any]) -> ct.Case:
         cu_seqlens_q=starts(seqlen_q) if is_packed else None,
         cu_seqlens_k=starts(seqlen_k) if is_packed else None,
         seed=rng.randrange(2**16),
+        **_values(rng, fixed),
     )
     return ct.over_axes(case, rng.choice) if fixed["has_axes"] else case
 
 
+def _without_something(
+    rng: random.Random, lengths: list[int], num_heads: int, num_heads_kv: int, batch: int, ndim: int
+) -> tuple[int, int, int]:
+    """The numbers of heads and of batch entries, of which one, or a length, became 0."""
+    what = rng.choice(("queries", "keys", "batch", "heads", "heads of q"))
+    if what in ("queries", "keys"):
+        lengths[what == "keys"] = 0
+    if what == "batch" and ndim == 4:
+        batch = 0
+    if what in ("heads", "heads of q") and ndim > 2:
+        num_heads, num_heads_kv = 0, num_heads_kv if what == "heads of q" else 0
+    return num_heads, num_heads_kv, batch
+
+
+def _values(rng: random.Random, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """Values at which kernels failed that were right elsewhere: each in few problems."""
+    drawn: dict[str, Any] = {
+        "bias_mask": rng.choice(BIAS_MASKS) if fixed["bias"] and rng.random() < 0.3 else 0.0,
+        "score_mean": rng.choice(SCORE_MEANS) if fixed["score_mean"] and rng.random() < 0.1 else 0.0,
+        "distinct_keys": rng.choice((1, 2, 7, 65)) if rng.random() < 0.1 else 0,
+        "factors": rng.choice(factors_of(fixed["dtype"])) if fixed["factors"] and rng.random() < 0.1 else (),
+    }
+    if fixed["mask"] and fixed["may_hide_keys"] and not fixed["has_axes"] and rng.random() < 0.2:
+        drawn["hidden_keys"] = rng.choice(("nan", "inf", "-inf"))
+    return drawn
+
+
+def scores_of(trial: Trial) -> int:
+    """How many scores a problem has."""
+    return trial.case.batch * trial.case.num_heads * trial.case.seqlen_q * trial.case.seqlen_k
+
+
 def sample(of: int) -> list[Trial]:
-    """Of every `of` problems the one with the fewest scores."""
+    """Of every `of` problems the one with the fewest scores, but some."""
     every = [trial for number in range(GROUPS) for trial in trials_of_group(number)]
-
-    def scores(trial: Trial) -> int:
-        return trial.case.batch * trial.case.num_heads * trial.case.seqlen_q * trial.case.seqlen_k
-
-    return [min(every[first : first + of], key=scores) for first in range(0, len(every), of)]
+    with_scores = [trial for trial in every if scores_of(trial)]
+    return [min(with_scores[first : first + of], key=scores_of) for first in range(0, len(with_scores), of)]
 
 
 # ---- What happens ----------------------------------------------------------------------------------------------------
@@ -234,29 +358,18 @@ def sample(of: int) -> list[Trial]:
 
 def failure_of(trial: Trial, convert: Callable[[Any], Any]) -> str | None:
     """What is wrong with the results of a problem by the public interface, on arrays that `convert` makes."""
-    case = trial.case
-    arrays = case.arrays(convert)
-    attn = cuflash.FlashAttention(**case.keywords, deterministic=trial.deterministic, precision=trial.precision)
-    inputs = ct.qkv(arrays)
-    given = {name: ct.lay_out(x, case.strides, convert) for name, x in _poisoned(trial).items()}
-    of_forward = {name: x for name, x in given.items() if name in ("out", "lse")}
-    results = attn.forward(*inputs, **ct.optional(arrays) | case.random | of_forward)._asdict()
-    if trial.need:
-        of_backward = {name: x for name, x in given.items() if name in trial.need}
-        terms = {**ct.optional_backward(arrays), **case.random, **of_backward}
-        out, lse = results["out"], results["lse"]
-        results |= attn.backward(arrays["dout"], *inputs, out, lse, **terms, need=trial.need)._asdict()
+    arrays = trial.arrays(convert)
+    given = {name: ct.lay_out(x, trial.case.strides, convert) for name, x in _poisoned(trial).items()}
+    results = _by_ranks(trial, arrays) if trial.ranks else _by_calls(trial, arrays, given)
     for name, x in given.items():
         if results[name] is not x:
             return f"{name}: another array than the given one came back"
-    for name, before in case.arrays().items():
+    for name, before in trial.arrays().items():
         if ct.to_numpy(arrays[name]).tobytes() != before.tobytes():
             return f"{name} was written to"
-    plan = attn.plan(*inputs, **ct.optional(arrays))
-    kernels = plan.forward.kernels if hasattr(plan, "forward") else ()  # of NumPy arrays there are none
     try:
-        if any(kernel.source == "sm90/forward_float8.cu" for kernel in kernels):
-            assert_float8(case, results["out"], results["lse"])
+        if not trial.ranks and _multiplies_float8(trial, arrays):
+            assert_float8(trial.case, results["out"], results["lse"])
         else:
             judge(trial, results)
     except AssertionError as error:
@@ -264,10 +377,48 @@ def failure_of(trial: Trial, convert: Callable[[Any], Any]) -> str | None:
     return None
 
 
+def _by_calls(trial: Trial, arrays: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The results of both passes by name."""
+    case, inputs = trial.case, ct.qkv(arrays)
+    attn = cuflash.FlashAttention(**trial.keywords)
+    read = {name: arrays[name] for name in trial.captured}
+    of_forward = {name: x for name, x in given.items() if name in ("out", "lse")}
+    results = attn.forward(*inputs, **ct.optional(arrays) | read | case.random | of_forward)._asdict()
+    if trial.need:
+        of_backward = {name: x for name, x in given.items() if name in trial.need}
+        terms = {**ct.optional_backward(arrays), **read, **case.random, **of_backward}
+        out, lse = results["out"], results["lse"]
+        results |= attn.backward(arrays["dout"], *inputs, out, lse, **terms, need=trial.need)._asdict()
+    return results
+
+
+def _by_ranks(trial: Trial, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The same by ranks that are threads, which have parts of the rows."""
+    case = trial.case
+    splits = [cd.zigzag(n, trial.ranks) for n in (case.seqlen_q, case.seqlen_k)]
+    parts = Parts(Whole(trial.problem, case.arrays(), trial.keywords, case.random), *splits)
+
+    def work(comm: cd.Transport) -> dict[str, Any]:
+        attn = cd.ContextParallel(comm, split=splits[0], split_k=splits[1], timeout=60, **trial.keywords)
+        return compute(attn, parts, arrays, trial.need)
+
+    return parts.whole(on_threads(trial.ranks, work))
+
+
+def _multiplies_float8(trial: Trial, arrays: Mapping[str, Any]) -> bool:
+    """Whether a kernel multiplies numbers of one byte as they are, which rounds the weights to one, too."""
+    attn = cuflash.FlashAttention(**trial.keywords)
+    read = {name: arrays[name] for name in trial.captured}
+    q, k, v = ct.qkv(arrays)
+    plan = attn.plan(q, k, v, **ct.optional(arrays), **read)
+    kernels = plan.forward.kernels if hasattr(plan, "forward") else ()  # of NumPy arrays there are none
+    return any(kernel.source == "sm90/forward_float8.cu" for kernel in kernels)
+
+
 def _poisoned(trial: Trial) -> dict[str, np.ndarray]:
     """Arrays full of NaN for the results that the caller gives."""
-    case, problem = trial.case, trial.case.problem
-    arrays = case.arrays()
+    case, problem = trial.case, trial.problem
+    arrays = trial.arrays()
     out_shape, lse_shape = problem.out_shape, problem.lse_shape
     if case.axes is not None:
         out_shape, lse_shape = (*case.axes, *out_shape[-3:]), (*case.axes, *lse_shape[-2:])

@@ -11,14 +11,13 @@ A new option is one more entry of `OPTIONS`.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import random
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -93,6 +92,11 @@ class Setting:
     def names(self) -> tuple[str, ...]:
         """Of its options."""
         return tuple(option.name for option in self.chosen)
+
+    @property
+    def yardsticks(self) -> dict[str, ct.Yardstick]:
+        """Of all results."""
+        return yardsticks_of(self.case)
 
     @classmethod
     def of(cls, chosen: dict[Option, dict[str, Any]]) -> Setting:
@@ -178,26 +182,23 @@ def unserved_pair(setting: Setting, pass_: str, run: Run) -> tuple[str, str] | N
 
 
 class Posed(Protocol):
-    """A case, and how precise its results are to be."""
+    """A problem, and how precise its results are to be."""
 
     @property
     def case(self) -> ct.Case: ...
     @property
     def precision(self) -> Literal["highest", "tf32"]: ...
+    @property
+    def yardsticks(self) -> Mapping[str, ct.Yardstick]: ...
 
 
 def judge(setting: Posed, results: dict[str, Any]) -> None:
     """Hold results against the oracle: where precision is TF32's, in units of a number of 11 bits, not 24."""
-    expected = _yardsticks(setting.case)
+    expected = setting.yardsticks
     bits = 24 - 11 if setting.precision == "tf32" and setting.case.dtype == "float32" else 0
     for name, x in results.items():
         measurement = ct.measure(name, x, expected[name].looser(2.0**bits))
         assert not measurement.failure, f"{setting}: {measurement}"
-
-
-@functools.lru_cache(maxsize=2)
-def _yardsticks(case: ct.Case) -> dict[str, ct.Yardstick]:
-    return yardsticks_of(case)
 
 
 def without(setting: Setting, name: str) -> Setting:

@@ -155,6 +155,43 @@ class Scored:
         return self.spelled
 
 
+@dataclass(frozen=True)
+class Functions:
+    """A score, a mask or both."""
+
+    score: Callable[..., Any] | None
+    mask: Callable[..., Any] | None
+
+    @classmethod
+    def drawn(cls, number: int) -> Functions:
+        """Those of a number: of a name, or random ones."""
+        random = np.random.default_rng(number)
+
+        def one(named: dict[str, Any], strategies: Sequence[Any], without: float) -> Callable[..., Any] | None:
+            kind = random.random()
+            if kind < without:
+                return None
+            if kind < (1 + without) / 2:
+                return expressions.drawn(strategies[int(random.integers(len(strategies)))], number)
+            return named[sorted(named)[int(random.integers(len(named)))]]
+
+        score = one(SCORES, [*DRAWN.values()], 0.15)
+        return cls(score, one(MASKS, [expressions.exact_masks()], 0.0 if score is None else 0.5))
+
+    def __str__(self) -> str:
+        options = cuflash.FlashAttention(score=self.score, mask=self.mask).options
+        return f"score {options.score!r}, mask {options.mask_function!r}"
+
+    def arrays(self, sizes: tuple[int, int, int, int], dtype: str, seed: int) -> dict[str, Array]:
+        """What they read, for (batch, heads, seqlen_q, seqlen_k)."""
+        functions = (self.score, self.mask)
+        every = captured_of(functions, sizes, dtype, seed)
+        if any(f is not None and "doc" in _names(f) for f in functions):  # drawn: indices are clamped, so any size does
+            every |= expressions.arrays(seed, "float64" if dtype == "float64" else "float32")
+        read = [name for f in functions if f is not None for name in _names(f)]
+        return {name: every[name] for name in read if name in every}
+
+
 def captured_of(
     functions: tuple[Callable[..., Any] | cuflash.Score | None, ...],
     sizes: tuple[int, int, int, int],

@@ -27,7 +27,7 @@ MORE_FEATURES = (*(term.name for term in OF_HEADS if term.part_of == "softmax"),
 # "empty".
 REGIMES = ("bias_mask", "score_mean", "distinct_keys", "factors", "empty")
 BIAS_MASKS = (-1e4, -1e9, -2.5e38, -1.7e308, 1e9, 1.7e308)  # cut to the largest numbers of the dtype of the bias
-SCORE_MEANS = (-300.0, 3e3, -3e4)
+SCORE_MEANS = (-300.0, 3e3, -3e4, 1e6)
 SEQLENS = (1, 2, 3, 5, 7, 8, 13, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 113, 127, 128, 129, 203, 255, 256, 257, 509)
 MOST_ENTRIES = 8  # of all leading axes
 HEAD_DIMS = (1, 2, 3, 7, 8, 13, 16, 17, 24, 31, 32, 40, 48, 64, 72, 80, 96, 113, 128, 160, 192, 255, 256)

@@ -10,25 +10,63 @@ import numpy as np
 import pytest
 
 from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.terms import GRADIENTS
 from tests import fuzz, pairs
+from tests.scored import SCORES
 
-EVERY = [trial for number in range(fuzz.GROUPS) for trial in fuzz.trials_of_group(number)]
+TRIALS = [fuzz.trials_of_group(number) for number in range(fuzz.GROUPS)]
+EVERY = [trial for trials in TRIALS for trial in trials]
 
 
 def test_there_are_thousands_and_always_the_same():
     assert len(EVERY) >= 3000
     assert len({trial.name for trial in EVERY}) == len(EVERY)
-    assert fuzz.trials_of_group(17) == fuzz.trials_of_group(17)
+    for number in (17, fuzz.GROUPS - 20):
+        assert [*map(str, fuzz.trials_of_group.__wrapped__(number))] == [*map(str, TRIALS[number])]
+
+
+def of_kind(kind):
+    return [trial for number in range(fuzz.GROUPS) if fuzz.kind_of(number) == kind for trial in TRIALS[number]]
 
 
 def test_every_set_of_gradients_is_wanted():
-    assert {trial.need for trial in EVERY} == {*fuzz.NEEDS, ()}
+    assert {trial.need for trial in of_kind("gradients")} == {*fuzz.NEEDS, ()}
+    assert all(trial.need or trial.case.hidden_keys for trial in of_kind("gradients"))
+    assert not any(trial.need for kind in ("pages", "float8") for trial in of_kind(kind))
     assert len(fuzz.NEEDS) == 255
+
+
+def test_functions_of_all_kinds_are_drawn_and_what_they_read_is_differentiated():
+    trials = of_kind("functions")
+    kinds = Counter((trial.functions.score is not None, trial.functions.mask is not None) for trial in trials)
+    assert set(kinds) == {(True, False), (True, True), (False, True)} and min(kinds.values()) >= 20
+    scores = {trial.functions.score for trial in trials}
+    assert len(scores & {*SCORES.values()}) >= 10 and len(scores - {*SCORES.values()}) >= 15
+    captured = [set(trial.need) - set(GRADIENTS) for trial in trials]
+    assert np.mean([bool(names) for names in captured]) > 0.3
+    without = [trial for trial in trials if trial.functions.score is SCORES["steps"] and trial.need]
+    assert without, "arrays that no derivative is by"
+
+
+def test_wide_heads_ranks_and_axes_of_length_0_are_drawn():
+    wide = [trial for trial in EVERY if trial.case.head_dim > 256]
+    assert {trial.case.head_dim for trial in wide} == {*fuzz.WIDE_HEAD_DIMS}
+    assert len(of_kind("ranks")) >= 100 and {trial.ranks for trial in of_kind("ranks")} == {2, 3}
+    sizes = ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k")
+    for name in sizes:
+        assert sum(getattr(trial.case, name) == 0 for trial in EVERY) >= 10, name
+    assert any(trial.case.num_heads == 0 < trial.case.num_heads_kv for trial in EVERY)
+
+
+@pytest.mark.parametrize("regime", ["bias_mask", "score_mean", "distinct_keys", "factors", "hidden_keys"])
+def test_values_that_hid_mistakes_are_drawn(regime):
+    dtypes = {trial.case.dtype for trial in EVERY if getattr(trial.case, regime)}
+    assert dtypes >= {"float16", "bfloat16", "float32"}
 
 
 def test_lengths_are_odd_ones_and_some_are_long():
     lengths = [n for trial in EVERY for n in (trial.case.seqlen_q, trial.case.seqlen_k)]
-    assert set(range(1, 257)) <= set(lengths)
+    assert set(range(257)) <= set(lengths)
     longest = [max(trial.case.seqlen_q, trial.case.seqlen_k) for trial in EVERY]
     assert 0.05 < np.mean([n > fuzz.LONGEST for n in longest]) < 0.2
     assert 2500 < max(longest) <= fuzz.LONGEST_OF_ALL + max(fuzz.PAGE_SIZES)
@@ -96,7 +134,8 @@ def test_the_cpu_path_agrees_with_the_oracle(trial):
 
 
 def test_a_mistake_is_found(monkeypatch):
-    trial = next(trial for trial in fuzz.sample(of=100) if "dbias" in trial.need and trial.case.bias_holes)
+    trials = (trial for trial in fuzz.sample(of=100) if "dbias" in trial.need and not trial.given)
+    trial = next(trial for trial in trials if trial.yardsticks["out"].expected.any())
     from cuflash import host
 
     forward = host.forward
@@ -112,7 +151,7 @@ def ended_after(count, *, fatal=None, failure=None):
 
     def run(command, **keywords):
         number, first = int(command[-2]), int(command[-1])
-        names = [trial.name for trial in fuzz.trials_of_group(number)][first:]
+        names = [trial.name for trial in TRIALS[number]][first:]
         lines = []
         for n, name in enumerate(names[:count], first):
             lines.append({"trial": name, "failure": failure if n == fatal else None, "is_fatal": n == fatal})
@@ -124,10 +163,10 @@ def ended_after(count, *, fatal=None, failure=None):
 
 
 def test_a_process_that_dies_names_the_problem_and_others_follow(monkeypatch):
-    monkeypatch.setattr(subprocess, "run", ended_after(5))
+    monkeypatch.setattr(subprocess, "run", ended_after(4))
     assert fuzz.failures_of_group(3) == [
-        "3-5: the process ended with status -11: Segmentation fault",
-        "3-11: the process ended with status -11: Segmentation fault",
+        "3-4: the process ended with status -11: Segmentation fault",
+        "3-9: the process ended with status -11: Segmentation fault",
     ]
 
 
@@ -137,10 +176,8 @@ def test_a_context_that_is_lost_names_the_problem_and_others_follow(monkeypatch)
 
 
 def test_a_process_that_hangs_is_named(monkeypatch):
-    monkeypatch.setattr(fuzz, "PROBLEMS", 1)
-
     def run(command, **keywords):
         raise subprocess.TimeoutExpired(command, fuzz.SECONDS)
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert fuzz.failures_of_group(3) == [f"3-0: no end after {fuzz.SECONDS} s"]
+    assert fuzz.failures_of_group(3) == [f"3-{n}: no end after {fuzz.SECONDS} s" for n in range(fuzz.PROBLEMS)]
