@@ -428,18 +428,18 @@ def as_caller(problem: Problem, x: Array) -> Array:
     return np.ascontiguousarray(x.swapaxes(1, 2) if problem.layout == "bshd" else x).reshape(shape)
 
 
-def error_fractions(errors: Array, scale: Array, noise: Array) -> tuple[float, float]:
-    """The largest errors of a result as a fraction of the noise, and one of the scale, of each entry.
+def error_fractions(errors: Array, unit: Array, noise: Array) -> tuple[float, float]:
+    """The largest errors of a result as a fraction of its unit in the last place, and as one of the noise.
 
-    What the noise of an entry explains of its error counts as noise, and the rest in proportion to the scale. Which
-    entries have the largest fractions is luck, so an error like these may be met with in any entry:
-    ``of_noise * noise + of_scale * scale``. That is no less than the error in the same place; where noise and scale are
-    the same in all entries it is the largest error; and an entry of large noise raises others by theirs at most.
+    An error counts as what is larger in its entry. Which entries have the largest fractions is luck, so errors like
+    these may be met with in any entry: ``of_unit * unit + of_noise * noise``. That is no less than the error in the
+    same place; where both are the same in all entries it is the largest error; and an entry of large noise raises
+    others in proportion to theirs.
     """
     with np.errstate(all="ignore"):
-        of_noise = np.where(noise > 0, np.minimum(errors / noise, 1), 0).max(initial=0)
-        of_scale = np.where(errors > noise, (errors - noise) / scale, 0).max(initial=0)
-    return of_noise, of_scale
+        of_unit = np.where((errors > 0) & (noise < unit), errors / unit, 0).max(initial=0)
+        of_noise = np.where((errors > 0) & (noise >= unit), errors / noise, 0).max(initial=0)
+    return of_unit, of_noise
 
 
 def _round(x: Array, dtype: np.dtype[Any]) -> Array:

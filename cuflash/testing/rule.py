@@ -200,17 +200,18 @@ def _yardsticks(
         least = 1.0 if name == "lse" else float(ml_dtypes.finfo(arrays["q"].dtype).smallest_normal)
         scale = np.maximum(scale, least)
         errors = np.where(np.isfinite(errors), errors, 0)
-        found_here, before = reference.error_fractions(errors, scale, noise), fractions.get(name, (0.0, 0.0))
-        of_noise, of_scale = fractions[name] = (max(found_here[0], before[0]), max(found_here[1], before[1]))
-        plain_error = of_noise * noise + of_scale * scale
+        units = np.broadcast_to(unit * scale, errors.shape)
+        own_fractions, before = reference.error_fractions(errors, units, noise), fractions.get(name, (0.0, 0.0))
+        of_unit, of_noise = fractions[name] = (max(own_fractions[0], before[0]), max(own_fractions[1], before[1]))
+        plain_error = of_unit * units + of_noise * noise
         return Yardstick(
             name=name,
             expected=own,
             zero=np.zeros(own.shape, bool) if zero is None else zero,
             plain_error=plain_error,
             scale=scale,
-            strict_tolerance=float(factor * errors.max(initial=0) + unit * scale.max(initial=0)),
-            tolerance=factor * plain_error + unit * scale + noise,
+            strict_tolerance=float(factor * errors.max(initial=0) + units.max(initial=0)),
+            tolerance=factor * plain_error + units + noise,
         )
 
     found, fractions = {}, dict[str, tuple[float, float]]()

@@ -182,13 +182,15 @@ def factors_of(dtype: str) -> list[tuple[tuple[str, float], ...]]:
     """`Case.factors` for numbers at the ends of the range of a dtype, whose products are ordinary, but with small q."""
     finfo = ml_dtypes.finfo(numpy_dtype(dtype))  # type: ignore[no-untyped-call]
     lowest, highest = max(-480, int(finfo.minexp)), min(480, int(finfo.maxexp))  # of float64, what squares of it have
-    large, below, middle = (2.0**n for n in (highest - 4, lowest - 3, highest // 2))
+    room = 4 if dtype == "float16" else 12  # for sums of values before they are divided by those of the weights
+    large, below, middle = (2.0**n for n in (highest - room, lowest - 3, highest // 2))
+    small = 2.0 ** min(20, highest // 4) / large  # so far from the smallest numbers that next to none is subnormal
     return [
-        (("v", large), ("dout", 1 / large)),
+        (("v", large), ("dout", small)),
         (("v", below), ("dout", middle)),
         (("q", 2.0**lowest),),
-        (("q", large / 16), ("k", 16 / large)),
-        (("q", 16 / large), ("k", large / 16)),
+        (("q", 1 / small), ("k", small)),
+        (("q", small), ("k", 1 / small)),
     ]
 
 

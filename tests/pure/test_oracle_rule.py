@@ -195,9 +195,9 @@ def test_looser_yardsticks_of_sums_are_looser_too():
 # ---- The plain formula's errors --------------------------------------------------------------------------------------
 
 
-def plain_errors(errors, scale, noise):
-    of_noise, of_scale = reference.error_fractions(errors, scale, noise)
-    return of_noise * noise + of_scale * scale
+def plain_errors(errors, unit, noise):
+    of_unit, of_noise = reference.error_fractions(errors, unit, noise)
+    return of_unit * unit + of_noise * noise
 
 
 SIZES = st.lists(st.tuples(*[st.floats(0, 1e3, allow_subnormal=False)] * 3), min_size=1, max_size=8)
@@ -205,25 +205,25 @@ SIZES = st.lists(st.tuples(*[st.floats(0, 1e3, allow_subnormal=False)] * 3), min
 
 @given(SIZES)
 def test_plain_errors_are_no_less_than_those_in_the_same_place(entries):
-    errors, scale, noise = np.array(entries).T
-    found = plain_errors(errors, scale + 1e-3, noise)
-    assert (found >= errors * (1 - 1e-12)).all()
+    errors, unit, noise = np.array(entries).T
+    assert (plain_errors(errors, unit + 1e-3, noise) >= errors * (1 - 1e-12)).all()
 
 
 @given(SIZES, st.floats(1e-3, 1e3), st.floats(0, 1e3))
-def test_plain_errors_of_entries_alike_are_the_largest_one(entries, scale, noise):
+def test_plain_errors_of_entries_alike_are_the_largest_one_if_noise_or_unit_is_all_there_is(entries, unit, noise):
     errors = np.array(entries)[:, 0]
-    found = plain_errors(errors, np.full(len(errors), scale), np.full(len(errors), noise))
-    np.testing.assert_allclose(found, errors.max(), rtol=1e-12, atol=1e-300)
+    found = plain_errors(errors, np.full(len(errors), unit), np.full(len(errors), noise))
+    assert (found >= errors.max() * (1 - 1e-12)).all()
+    assert (found <= errors.max() * (1 + min(unit, noise) / max(unit, noise)) * (1 + 1e-12)).all()
 
 
-@given(SIZES, st.floats(0, 1), st.floats(0, 1e30))
-def test_plain_errors_that_noise_explains_raise_others_by_their_own_noise_at_most(entries, fraction, large):
-    errors, scale, noise = np.array(entries).T
-    scale = scale + 1e-3
-    before = plain_errors(errors, scale, noise)
-    more = [np.append(x, y) for x, y in ((errors, fraction * large), (scale, 1.0), (noise, large))]
-    assert (plain_errors(*more)[:-1] <= (before + noise) * (1 + 1e-12)).all()
+@given(SIZES, st.floats(0, 3), st.floats(1, 1e30))
+def test_an_entry_of_large_noise_raises_others_in_proportion_to_theirs(entries, fraction, large):
+    errors, unit, noise = np.array(entries).T
+    unit = unit + 1e-3
+    more = [np.append(x, y) for x, y in ((errors, fraction * large), (unit, 1.0), (noise, large))]
+    allowed = plain_errors(errors, unit, noise) + fraction * noise
+    assert (plain_errors(*more)[:-1] <= allowed * (1 + 1e-12)).all()
 
 
 # ---- Cases that have such rows ---------------------------------------------------------------------------------------
