@@ -72,7 +72,7 @@ def demo(args: argparse.Namespace) -> int:
         sampled = sample_errors(options, arrays, bar)
     print_costs(problem, costs)
     print_errors(dtype.name, sampled)
-    if any(s.error > s.allowed for s in sampled.values()):
+    if not all(s.is_allowed for s in sampled.values()):
         raise Failure("a result is further from the oracle than the plain formula's error allows")
     return 0
 
@@ -128,8 +128,8 @@ def measure_on_gpu(run: Callable[[slice], None], parts: list[slice], bar: Bar) -
 
 
 def print_errors(dtype: str, sampled: dict[str, Sampled]) -> None:
-    print(f"Largest errors at {NUM_SAMPLES} sampled rows and {NUM_SAMPLES} sampled keys, against float64:")
+    print(f"Errors against float64 at {NUM_SAMPLES} sampled rows and keys, where they are most of what is allowed:")
     print(f"{'':<10}{'error':>12}{f'plain {dtype}':>16}{'allowed':>16}")
     for name, s in sampled.items():
-        verdict = "" if s.error <= s.allowed else "  FAILED"
-        print(f"{name:<10}{s.error:>12.2e}{s.plain_error:>16.2e}{s.allowed:>16.2e}{verdict}")
+        error, plain_error, allowed = s.worst
+        print(f"{name:<10}{error:>12.2e}{plain_error:>16.2e}{allowed:>16.2e}{'' if s.is_allowed else '  FAILED'}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ml_dtypes
@@ -14,6 +14,7 @@ from cuflash import reference
 from cuflash.options import Options
 from cuflash.problem import make_problem
 from cuflash.progress import Bar
+from cuflash.reference import error_fractions
 
 Array = NDArray[Any]
 
@@ -22,28 +23,39 @@ NUM_SAMPLES = 6  # rows, and keys, whose results are checked
 
 @dataclass
 class Sampled:
-    """Errors of one result at the sampled places, and those of the plain formula in the dtype of the inputs.
+    """Errors of one result at the sampled places, those of the plain formula, and what each place allows.
 
     The formula in float64 being the judge, its own error is that in float32 times the ratio of the rounding units.
     """
 
     name: str
     dtype: np.dtype[Any]
-    noise: float = 0.0  # what rounding lse, and scores of its size, does to lse and, relatively, to the weights
-    error: float = 0.0
-    plain_error: float = 0.0
-    scale: float = 0.0
+    places: list[tuple[float, float, float, float]] = field(default_factory=list)  # error, plain error, scale, noise
 
-    def add(self, got: Array, exact: Array, plain: Array) -> None:
-        self.error = max(self.error, largest(got - exact))
+    def add(self, got: Array, exact: Array, plain: Array, scale: float, noise: float) -> None:
+        """Add a place; `noise` is what rounding lse, and scores of its size, does to the result there."""
         plain_unit = epsilon(self.dtype) / epsilon(plain.dtype) if self.dtype == np.float64 else 1
-        self.plain_error = max(self.plain_error, plain_unit * largest(plain - exact))
-        self.scale = max(self.scale, largest(exact))
+        errors = largest(got - exact), plain_unit * largest(plain - exact)
+        self.places.append((*errors, max(scale, largest(exact)), noise))
 
     @property
-    def allowed(self) -> float:
-        unit = epsilon(self.dtype) * self.scale
-        return 2 * self.plain_error + unit + self.noise * (1 if self.name == "lse" else self.scale)
+    def worst(self) -> tuple[float, float, float]:
+        """Error, error of the plain formula, and what is allowed, of the place where the error is most of that.
+
+        As `cuflash.testing.Yardstick` has it, with the larger one of its factors.
+        """
+        errors, plain, scale, noise = np.array(self.places).T
+        unit = epsilon(self.dtype) * scale
+        of_unit, of_noise = error_fractions(plain, unit, noise)
+        plain = of_unit * unit + of_noise * noise
+        allowed = 2 * plain + unit + noise
+        at = int(np.argmax(np.where(errors > 0, errors / np.maximum(allowed, np.finfo(np.float64).tiny), 0)))
+        return float(errors[at]), float(plain[at]), float(allowed[at])
+
+    @property
+    def is_allowed(self) -> bool:
+        error, _, allowed = self.worst
+        return error <= allowed
 
 
 def epsilon(dtype: np.dtype[Any]) -> float:
@@ -66,17 +78,15 @@ def sample_errors(options: Options, arrays: dict[str, Any], bar: Bar) -> dict[st
     for place in (0, seqlen - 1, *map(int, rng.integers(seqlen, size=NUM_SAMPLES - 2))):
         index = int(rng.integers(num_heads))
         head = {name: to_numpy(x[index]) for name, x in arrays.items()}
-        noise = epsilon(sampled["lse"].dtype) * (1 + largest(head["lse"]))
+        units = epsilon(sampled["lse"].dtype) * (1 + np.abs(head["lse"].astype(np.float64)))  # of each row's weights
         rows = row_results(options, head, place, np.float64), row_results(options, head, place, plain_dtype)
         keys = key_results(head, place, np.float64), key_results(head, place, plain_dtype)
+        scales = scales_of(head, place, np.ones(seqlen)), scales_of(head, place, units)
         for exact, plain in (rows, keys):
             for name in exact:
-                sampled[name].add(head[name][place], exact[name], plain[name])
-                sampled[name].noise = max(sampled[name].noise, noise)
+                scale, noise = (own[name] for own in scales)
+                sampled[name].add(head[name][place], exact[name], plain[name], scale, noise)
             bar.advance()
-        dq_scale, dk_scale = gradient_scales(head, place)
-        sampled["dq"].scale = max(sampled["dq"].scale, dq_scale)
-        sampled["dk"].scale = max(sampled["dk"].scale, dk_scale)
     return sampled
 
 
@@ -102,17 +112,28 @@ def key_results(head: dict[str, Array], key: int, dtype: DTypeLike) -> dict[str,
     return {"dk": (q.shape[1] ** -0.5 * (dS.T @ q))[0].astype(dtype), "dv": (P.T @ dout)[0].astype(dtype)}
 
 
-def gradient_scales(head: dict[str, Array], place: int) -> tuple[float, float]:
-    """Sizes of dq of a row and dk of a key before anything cancels: roots of the sums of squares of what is summed."""
+def scales_of(head: dict[str, Array], place: int, units: Array) -> dict[str, float]:
+    """Sizes of the results at a place before anything cancels, each row's weights times its unit.
+
+    Roots of the sums of squares of what is summed; of out and lse, which are no sums of rows, the unit of the row.
+    """
 
     def scale(rows: slice, keys: slice, name: str) -> float:
         P, dP, delta = weights_of(head, rows, keys, np.float64)
-        squares = (P**2 * (dP**2 + delta**2)).reshape(-1)
+        factors = dP**2 + delta**2 if name in "kq" else np.ones(P.shape)
+        squares = ((units[rows, None] * P) ** 2 * factors).reshape(-1)
         others = head[name][keys if name == "k" else rows].astype(np.float64)
-        return math.sqrt(largest(squares @ others**2) / others.shape[1])
+        return math.sqrt(largest(squares @ others**2) / (others.shape[1] if name in "kq" else 1))
 
     before, after, here = slice(0, place + 1), slice(place, None), slice(place, place + 1)
-    return scale(here, before, "k"), scale(after, here, "q")
+    unit = float(units[place])
+    return {
+        "out": unit * largest(head["out"][place]),
+        "lse": unit,
+        "dq": scale(here, before, "k"),
+        "dk": scale(after, here, "q"),
+        "dv": scale(after, here, "dout"),
+    }
 
 
 def weights_of(head: dict[str, Array], rows: slice, keys: slice, dtype: DTypeLike) -> tuple[Array, Array, Array]:

@@ -11,9 +11,10 @@
 A `Case` is plain frozen data: an attention problem, the optional arrays that come with it, how the arrays lie in memory
 and a seed. It makes the arrays; `assert_forward` and `assert_backward` judge what an implementation made of them.
 
-The oracle rule: on the same inputs, the largest error against the oracle (`cuflash.reference` in float64, or in long
-double for float64) is at most twice the error of the plain formula computed in the dtype of the inputs (once, for
-float32), plus one unit in the last place of the result's scale. `Yardstick` has the definitions.
+The oracle rule: on the same inputs, the error against the oracle (`cuflash.reference` in float64, or in long double for
+float64) of each entry of a result is at most twice the error of the plain formula computed in the dtype of the inputs
+(once, for float32), plus one unit in the last place of the entry's scale, plus what rounding the scores of its rows
+costs anybody. `Yardstick` has the definitions.
 """
 
 from __future__ import annotations

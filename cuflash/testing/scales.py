@@ -94,6 +94,7 @@ class _Collector:
         self.problem, self.arrays, self.expected, self.dtype = problem, arrays, expected, arrays["q"].dtype
         self.unit = ulp(problem.softmax_dtype)
         self.smallest = SMALLEST_WEIGHT[problem.softmax_dtype] / self.unit
+        self.tiny = float(ml_dtypes.finfo(self.dtype).smallest_normal)  # type: ignore[no-untyped-call]
         self.out = _finite(view_4d(expected["out"].astype(np.float64), problem.layout))
         of_rows = (problem.array_batch, problem.num_heads, problem.seqlen_q)
         of_keys = (problem.array_batch, problem.num_heads_kv, problem.seqlen_k)
@@ -226,10 +227,14 @@ class _Collector:
             of_products <= ROUNDINGS * (oracle * size + here * terms)
         )
 
+    def _rounded(self, squares: Array) -> Array:
+        """Of numbers that are rounded to the dtype of the inputs: subnormal ones have the unit of its smallest one."""
+        return np.where(squares > 0, np.maximum(squares, self.tiny**2), 0)
+
     # ---- What contributes --------------------------------------------------------------------------------------------
 
     def _add_forward(self, head: reference.Head, P: Array, V: Array, noise: _Noise) -> None:
-        terms = (P**2 * head.Z**2) @ V**2
+        terms = (self._rounded(P**2) * head.Z**2) @ V**2
         out = self.out[head.index]
         scale = np.sqrt(np.maximum(terms, out**2).max(axis=1, keepdims=True, initial=0))
         # Whatever the weights are, a mean stays between the smallest and the largest value.
@@ -243,29 +248,23 @@ class _Collector:
     def _add_backward(
         self, head: reference.Head, P: Array, Q: Array, K: Array, V: Array, QK: Array, noise: _Noise
     ) -> None:
-        problem, visible, scale2 = self.problem, P != 0, self.problem.scale**2
-        tiny = float(ml_dtypes.finfo(self.dtype).smallest_normal)  # type: ignore[no-untyped-call]
+        problem, visible, scale2, rounded = self.problem, P != 0, self.problem.scale**2, self._rounded
         dO2 = self.dout[head.index] ** 2
         dL2 = self.dlse[head.index].astype(np.float64)[:, None] ** 2
         V2, Z2 = V**2, head.Z**2
         out = self.out[head.index]
-        O2 = np.where(out != 0, np.maximum(np.abs(out), tiny), 0) ** 2
+        O2 = np.where(out != 0, np.maximum(np.abs(out), self.tiny), 0) ** 2
         lost2 = np.where(visible & (self.smallest > head.P), self.smallest, 0) ** 2  # of weights that out may lack
         D2 = (dO2 * (O2 + (lost2 * Z2) @ V2)).sum(axis=-1, keepdims=True)
         each = (dO2 @ V2.T) * Z2 + D2 + dL2
         least_slope = self.unit / ulp(self.dtype) if problem.given(OF_FUNCTIONS) else 0.0
         slope2 = np.maximum(np.abs(head.cap_slope), least_slope) ** 2
-
-        def rounded(squares: Array) -> Array:
-            """Of numbers that are rounded to the dtype of the inputs."""
-            return np.where(visible, np.maximum(squares, tiny**2), 0)
-
-        moved2 = noise.weights**2
-        dS_bias, dS_bias_noise = rounded(P**2 * each), moved2 * each
-        dS, dS_noise = rounded(P**2 * each * slope2), moved2 * each * slope2
+        P2, moved2 = rounded(P**2), noise.weights**2
+        dS_bias, dS_bias_noise = rounded(P2 * each), moved2 * each
+        dS, dS_noise = rounded(P2 * each * slope2), moved2 * each * slope2
         self.squares["dq"].add(head.index, scale2 * (dS @ K**2), scale2 * (dS_noise @ K**2))
         self.squares["dk"].add(head.index_kv, scale2 * (dS.T @ Q**2), scale2 * (dS_noise.T @ Q**2))
-        self.squares["dv"].add(head.index_kv, (rounded(P**2) * Z2).T @ dO2, (moved2 * Z2).T @ dO2)
+        self.squares["dv"].add(head.index_kv, (P2 * Z2).T @ dO2, (moved2 * Z2).T @ dO2)
         self.rows_of_keys[head.index_kv] += np.count_nonzero(visible, axis=0)[:, None]
         whole2 = (P * head.Z).sum(axis=1) ** 2
         self.dv_sums.add((*head.index_kv[:2], 0), whole2 @ dO2, noise.sums[:, 0] ** 2 @ dO2)
