@@ -181,6 +181,10 @@ _FEW_VALUES = [
     lambda at, n: cuflash.where(n < 2, at["of_row"][cuflash.abs(n), 0], at["scalar"] / (n * n + at["batch"] + 1)),
     lambda at, n: at["table"][cuflash.floor(cuflash.log(cuflash.abs(n) + 1.0)) % 3, at["doc"][at["j"]]],
     lambda at, n: cuflash.where((n % 3 == 1) & (n // 4 < 1), at["pairs"][at["i"], at["j"]], -0.5),
+    # There is no derivative by what these read.
+    lambda at, n: cuflash.where(at["of_head"][at["head"]] * cuflash.abs(n) > 2, 1.0, -0.5),
+    lambda at, n: cuflash.where(at["table"][at["head"], cuflash.clip(n, -3, 3) + 3] > 0, 0.75, -1.0),
+    lambda at, n: 0.25 * (cuflash.floor(at["of_head"][at["head"]] * n) % 3),
 ]  # fmt: skip
 
 

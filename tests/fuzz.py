@@ -129,7 +129,7 @@ def trials_of_group(number: int) -> list[Trial]:
     is_float8 = kind == "float8" or (kind == "pages" and rng.random() < 0.5)
     fixed = _fixed(rng, need, kind, is_float8=is_float8)
     if functions is not None:
-        fixed |= _beside(functions)
+        fixed |= _beside(rng, functions)
         need = _need_of_functions(rng, functions, fixed)
     precisions: tuple[Literal["highest", "tf32"], ...] = ("highest", "highest", "tf32")
     deterministic, precision = rng.random() < 0.4, rng.choice(precisions)
@@ -161,17 +161,26 @@ def _need_of_functions(rng: random.Random, functions: Functions, fixed: Mapping[
     options = cuflash.FlashAttention(score=functions.score, mask=functions.mask).options
     arrays, captured = case.arrays(), functions.arrays((1, 1, 2, 2), case.dtype, 0)
     names = ct.gradients_of(make_problem(options, *ct.qkv(arrays), captured=captured, **ct.optional(arrays)))
-    return tuple(name for name in names if rng.random() < 0.6) if rng.random() < 0.8 else ()
+    always = rng.choice((("dq", "dk", "dv"), ("dk",), ()))
+    return tuple(name for name in names if name in always or rng.random() < 0.6) if rng.random() < 0.8 else ()
 
 
 def _need_of_ranks(rng: random.Random) -> tuple[str, ...]:
     return rng.choice((DEFAULT_NEED, DEFAULT_NEED, ("dq", "dv"), ("dk",), (*DEFAULT_NEED, "dscale"), GRADIENTS))
 
 
-def _beside(functions: Functions) -> dict[str, Any]:
-    """What goes with functions: a score takes the place of what makes scores, and none has leading axes here."""
+def _beside(rng: random.Random, functions: Functions) -> dict[str, Any]:
+    """What goes with functions: a score takes the place of what makes scores, and none has leading axes here.
+
+    Most groups are served by the kernels of compute capability 9.0, whose sums of gradients of arrays differ the most.
+    """
     without = ("softcap", "alibi_slopes", "bias") if functions.score is not None else ()
-    return dict.fromkeys(without) | {"has_axes": False, "score_mean": False, "factors": False}
+    found = dict.fromkeys(without) | {"has_axes": False, "score_mean": False, "factors": False}
+    if rng.random() < 0.7:
+        head_dim = rng.choice((64, 64, 128, 128, 8, 72, 256))
+        found |= {"dtype": rng.choice(("float16", "bfloat16")), "head_dim": head_dim, "strides": "contiguous"}
+        found |= {"head_dim_v": rng.choice((0, 0, 0, 72)), "dropout": 0.0}
+    return found
 
 
 def _fixed(rng: random.Random, need: tuple[str, ...], kind: str, *, is_float8: bool) -> dict[str, Any]:

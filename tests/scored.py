@@ -91,7 +91,7 @@ def fade(s, i, j, *, batch, head, temperature):  # type: ignore[no-untyped-def]
 
 def steps(s, i, j, *, head, gamma, gate):  # type: ignore[no-untyped-def]
     """Arrays that decide branches alone: none has a derivative."""
-    return cuflash.where(gamma[head] * cuflash.abs(i - j) > 9, s - 1, s) + cuflash.floor(gate[j])
+    return s - cuflash.where(gamma[head] * cuflash.abs(i - j) > 9, 1.0, 0.0) + cuflash.floor(gate[j])
 
 
 def of_rows(s, i, j, *, batch, head, temperature, pos_q, gate, kind_k, table):  # type: ignore[no-untyped-def]
