@@ -176,14 +176,18 @@ class _Collector:
         sizes = np.where(visible, abs(problem.scale) * slope * sizes, 0)
         products = sizes.max(axis=1, keepdims=True, initial=0) / reference.unit_of_scores(problem)
         distances = np.where(visible, self._distances(head), 0)  # times slopes
-        terms = products + (P * distances).sum(axis=1, keepdims=True)
-        lse = _finite(head.L)[:, None]
+        lse, of_keys = _finite(head.L)[:, None], P.sum(axis=1, keepdims=True)
+
+        def mean(x: Array) -> Array:
+            """Of the keys, by their weights: a sink has as much of the weight as it likes, and nothing of out."""
+            return (P * x).sum(axis=1, keepdims=True) / np.where(of_keys > 0, of_keys, 1)
+
+        terms = products + mean(distances)
 
         def score(weight: Array) -> Array:
             return np.abs(lse + np.log(np.where(weight > 0, weight, 1)))
 
-        of_scores = (P * score(P)).sum(axis=1, keepdims=True) + P_sink * score(P_sink)
-        size, large = np.maximum(abs(lse), of_scores), LARGE_LSE[problem.dtype]
+        size, large = np.maximum(abs(lse), mean(score(P))), LARGE_LSE[problem.dtype]
         equal = self._are_equal(np.hstack([P, P_sink]), np.where(visible, problem.scale * QK, np.nan), size, terms)
         reach = np.where(equal, np.minimum(size, large), size)
 
@@ -197,7 +201,7 @@ class _Collector:
         apart = rows * np.sqrt((kept**2).sum(axis=1, keepdims=True))
         if problem.dropout:
             apart = np.fmin(apart, problem.kept_scale)
-        else:  # the sum is found again; half a unit of lse is the least that one in its last place can be
+        else:  # the sum is found again, where a unit in the last place of lse, at least unit / 2 * lse, explains it
             apart = np.where((abs(lse) >= large) & (terms <= EXPLAINED_UNITS / 2 * abs(lse)), 0, apart)
         together = unit * (1 + np.minimum(abs(lse), large)) * kept.sum(axis=1, keepdims=True)
         return _Noise(
@@ -205,7 +209,7 @@ class _Collector:
             weights=moved(P, products + distances),
             of_sink=of_sink,
             sums=np.sqrt(together**2 + apart**2 + of_sink**2),
-            lse=(unit * (1 + size + terms)).astype(np.longdouble),
+            lse=(unit * (1 + abs(lse) + of_keys * (np.maximum(size - abs(lse), 0) + terms))).astype(np.longdouble),
         )
 
     def _distances(self, head: reference.Head) -> Array:
