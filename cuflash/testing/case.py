@@ -101,7 +101,8 @@ class Case(Numbers):
     score_spread : float
         Standard deviation of ``scale * q @ k.T``; large values make weights of zero and one.
     score_mean : float
-        What one more column of q and k, in place of their first one, adds to all of these products.
+        What their last column, in which all rows of q and of k are alike, adds to all of these products. Last, because
+        sums of products that begin with the largest one are rounded at its size in every step.
     distinct_keys : int
         So many keys follow one another again and again: many scores are equal. 0 (default): all keys differ.
     hidden_keys : {"", "nan", "inf", "-inf"}
@@ -344,8 +345,8 @@ class Case(Numbers):
         """Give the products of q and k the mean asked for, and let keys recur."""
         if self.score_mean and scale:
             column = math.sqrt(abs(self.score_mean) / scale)
-            values["q"][..., :1] = column
-            values["k"][..., :1] = math.copysign(column, self.score_mean * (self.scale or 1.0))
+            values["q"][..., -1:] = column
+            values["k"][..., -1:] = math.copysign(column, self.score_mean * (self.scale or 1.0))
         if self.distinct_keys:
             values["k"] = values["k"][:, :, np.arange(self.seqlen_k) % self.distinct_keys]
 

@@ -46,7 +46,7 @@ class Yardstick:
         weight counts as at least ``SMALLEST_WEIGHT`` over a unit in the last place: implementations may take smaller
         weights for zero, in out and in what is made of out, to stay clear of subnormal numbers. The slope
         ``1 - tanh(x)**2`` of a soft cap counts as at least ``softmax_ulp`` over such a unit: it is a difference from 1,
-        with no digits beyond that.
+        with no digits beyond that. So does the derivative by the cap, in units of x.
     noise
         What the order of summation, not quality, decides about a weight ``exp(S - lse)``: one unit in the last place of
         the exponential, one of lse or of the scores that the row is made of, whichever are larger, and one of the

@@ -9,7 +9,7 @@ pairs of a query and a key that read the entry. So a row says nothing of entries
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -235,6 +235,15 @@ class _Collector:
         """Of numbers that are rounded to the dtype of the inputs: subnormal ones have the unit of its smallest one."""
         return np.where(squares > 0, np.maximum(squares, self.tiny**2), 0)
 
+    def _counted(self, head: reference.Head, QK: Array) -> dict[str, Array]:
+        """The derivatives of scores: that by a cap is a difference of numbers of the size of the score in its units."""
+        found = dict(head.derivatives)
+        for name in OF_FUNCTIONS:
+            if f"d{name}" in found:
+                least = self.unit / ulp(self.dtype) * np.abs(self.problem.scale * QK / getattr(self.problem, name))
+                found[f"d{name}"] = np.maximum(np.abs(found[f"d{name}"]), least)
+        return found
+
     # ---- What contributes --------------------------------------------------------------------------------------------
 
     def _add_forward(self, head: reference.Head, P: Array, V: Array, noise: _Noise) -> None:
@@ -259,14 +268,17 @@ class _Collector:
         out = self.out[head.index]
         O2 = np.where(out != 0, np.maximum(np.abs(out), self.tiny), 0) ** 2
         lost2 = np.where(visible & (self.smallest > head.P), self.smallest, 0) ** 2  # of weights that out may lack
-        D2 = (dO2 * (O2 + (lost2 * Z2) @ V2)).sum(axis=-1, keepdims=True)
+        D2 = (dO2 * (O2 + (lost2 * Z2) @ V2)).sum(axis=-1, keepdims=True)  # one number for all keys of a row
         each = (dO2 @ V2.T) * Z2 + D2 + dL2
         least_slope = self.unit / ulp(self.dtype) if problem.given(OF_FUNCTIONS) else 0.0
         slope2 = np.maximum(np.abs(head.cap_slope), least_slope) ** 2
         P2, moved2 = rounded(P**2), noise.weights**2
         dS_bias, dS_bias_noise = rounded(P2 * each), moved2 * each
         dS, dS_noise = rounded(P2 * each * slope2), moved2 * each * slope2
-        self.squares["dq"].add(head.index, scale2 * (dS @ K**2), scale2 * (dS_noise @ K**2))
+        of_D = D2 * ((P * head.cap_slope) @ K) ** 2
+        self.squares["dq"].add(
+            head.index, scale2 * (dS @ K**2 + of_D), scale2 * (dS_noise @ K**2 + noise.rows**2 * of_D)
+        )
         self.squares["dk"].add(head.index_kv, scale2 * (dS.T @ Q**2), scale2 * (dS_noise.T @ Q**2))
         self.squares["dv"].add(head.index_kv, (P2 * Z2).T @ dO2, (moved2 * Z2).T @ dO2)
         self.rows_of_keys[head.index_kv] += np.count_nonzero(visible, axis=0)[:, None]
@@ -277,6 +289,7 @@ class _Collector:
             terms, moved = ((weights**2 * (D2 + dL2)).sum() for weights in (P_sink, noise.of_sink))
             self.squares[name].add(head.index[1], terms, moved)
         self.rows_of_heads[head.index[1]] += np.count_nonzero(P_sink)
+        head = replace(head, derivatives=self._counted(head, QK))
         self.of_scores.add(head, dS_bias, dS * QK**2, power=2)
         self.noise_of_scores.add(head, dS_bias_noise, dS_noise * QK**2, power=2)
         self.has_part.add(head, visible.astype(np.float64), np.ones(()), power=0)
