@@ -309,6 +309,15 @@ CUFLASH_DEVICE void map_multiply_double(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(multiply_double, Params, kBlock, 1, map_multiply_double)
 
+template <class Real>
+CUFLASH_DEVICE void map_fused(const Params& params) {
+  const u32 i = global_thread_index(kBlock);
+  const Real* source = source_of<Real>(params) + 3 * i;
+  if (i < params.count) destination_of<Real>(params)[i] = ptx::fused(source[0], source[1], source[2]);
+}
+CUFLASH_DEFINE_KERNEL(fused, Params, kBlock, 1, map_fused<float>)
+CUFLASH_DEFINE_KERNEL(fused_double, Params, kBlock, 1, map_fused<double>)
+
 CUFLASH_DEVICE void add_to_double_sums(const Params& params) {
   const double value = source_of<double>(params)[global_thread_index(kBlock)];
   for (u32 i = 0; i < params.count; ++i) ptx::reduce_add(destination_of<double>(params) + i, value * (i + 1));

@@ -122,6 +122,26 @@ def check_multiply_double(run):
     np.testing.assert_array_equal(got, 0)
 
 
+def check_fused(run):
+    _check_fused(run, "fused", np.float32, 2**11)
+
+
+def check_fused_double(run):
+    _check_fused(run, "fused_double", np.float64, 2**26)
+
+
+def _check_fused(run, kernel, dtype, smallest):
+    # Integers of which a product has more bits than the type, but less than twice as many: the sum is what rounding
+    # would lose, exactly.
+    factors = np.random.default_rng(0).integers(smallest, 2 * smallest, (1000, 2)) * 2 + 1
+    rounded = (factors[:, 0].astype(dtype) * factors[:, 1].astype(dtype)).astype(dtype)
+    exact = [int(x) * int(y) - int(z) for (x, y), z in zip(factors, rounded, strict=True)]
+    assert any(exact)
+    source = np.column_stack([factors.astype(dtype), -rounded])
+    got = run(kernel, source=source, destination=ones(dtype, len(source)), **threads_of(source))
+    np.testing.assert_array_equal(got, np.array(exact, dtype))
+
+
 def check_round_to_tf32(run):
     numbers = np.arange(0, 2**18, 61, dtype=np.uint32) << 13  # those of TF32, finite and not
     around = np.concatenate([numbers, numbers + 0xFFF, numbers + 0x1000, numbers + 0x1001])
