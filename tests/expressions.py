@@ -104,7 +104,7 @@ def _conditions_of(inner: st.SearchStrategy[Term]) -> st.SearchStrategy[Term]:
         st.builds(lambda f, x, y: _of(f, x, y), compare, inner, inner),
         st.just(lambda at: at["flags"][at["j"]]),
     )
-    joined = st.sampled_from([lambda x, y: x & y, lambda x, y: x | y, lambda x, y: x ^ y, lambda x, y: x & ~y])
+    joined = st.sampled_from([lambda x, y: x & y, lambda x, y: x | y, lambda x, y: x ^ y, lambda x, y: x & (y ^ True)])
     return st.one_of(simple, st.builds(lambda f, x, y: _of(f, x, y), joined, simple, simple))
 
 

@@ -202,6 +202,7 @@ def _fixed(rng: random.Random, need: tuple[str, ...], kind: str, *, is_float8: b
         "score_mean": not is_float8,
         "factors": not is_float8,
         "may_be_empty": kind != "ranks",
+        "follows_lengths": kind != "ranks",
         "may_hide_keys": kind in ("gradients", "functions"),
         "right": maybe(True, False, chance=0.5),
         "left": maybe(True, False),
@@ -264,8 +265,9 @@ def _case(rng: random.Random, fixed: dict[str, Any]) -> ct.Case:
         lengths = [max(n, 32) for n in lengths]
     if "kv_dtype" in fixed and rng.random() < 0.4:  # as in decoding
         lengths = [rng.randint(1, 16), rng.randint(500, 1500)]
-    while lengths[0] * lengths[1] > most:
-        lengths[lengths.index(min(lengths))] = max(1, min(lengths) * 2 // 3)
+    while lengths[0] * lengths[1] > max(most, 1):
+        cut = min(n for n in lengths if n > 1)
+        lengths[lengths.index(cut)] = cut * 2 // 3
     if fixed["may_be_empty"] and rng.random() < 0.06:
         num_heads, num_heads_kv, batch = _without_something(rng, lengths, num_heads, num_heads_kv, batch, ndim)
     seqlen_q, seqlen_k = lengths
@@ -286,7 +288,7 @@ def _case(rng: random.Random, fixed: dict[str, Any]) -> ct.Case:
     if fixed["right"]:
         causal = rng.choice((True, True, "top_left", False))
         right = None if causal else rng.randint(0, max(0, min(lengths) - 2))
-        if fixed["kv_lengths"] == "int64":  # a group has one kind of diagonal that depends on lengths, or none
+        if fixed["follows_lengths"] and fixed["kv_lengths"] == "int64":  # a group has one kind of diagonal that depends on lengths, or none
             causal, right = "lengths", None
     case = ct.Case(
         **{name: fixed[name] for name in ("dtype", "head_dim", "head_dim_v", "strides", "score_spread", "dropout")},

@@ -134,7 +134,7 @@ def test_the_cpu_path_agrees_with_the_oracle(trial):
 
 
 def test_a_mistake_is_found(monkeypatch):
-    trials = (trial for trial in fuzz.sample(of=100) if "dbias" in trial.need and not trial.given)
+    trials = (trial for trial in fuzz.sample(of=10) if "dbias" in trial.need and not trial.given)
     trial = next(trial for trial in trials if trial.yardsticks["out"].expected.any())
     from cuflash import host
 

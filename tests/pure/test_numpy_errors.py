@@ -165,7 +165,9 @@ def test_random_bits_and_the_oracle(dtype):
         arrays = case.arrays()
         results = both_passes(cuflash.FlashAttention(**case.keywords), *ct.qkv(arrays))
         yardsticks = ct.yardsticks(case.problem, arrays | {"q": extreme(arrays["q"].shape, dtype)})
-        found = [x for yardstick in yardsticks.values() for x in (yardstick.expected, yardstick.tolerance)]
+        found: list[object] = [
+            x for yardstick in yardsticks.values() for x in (yardstick.expected, yardstick.tolerance)
+        ]
         found.append(ct.measure("out", results[0], yardsticks["out"]).error)
         return [np.asarray(x).astype(np.float64) for x in found]  # bytes of long doubles have gaps
 
