@@ -265,14 +265,14 @@ class _Collector:
         dO2 = self.dout[head.index] ** 2
         dL2 = self.dlse[head.index].astype(np.float64)[:, None] ** 2
         V2, Z2 = V**2, head.Z**2
-        out = self.out[head.index]
-        O2 = np.where(out != 0, np.maximum(np.abs(out), self.tiny), 0) ** 2
+        out, P2 = self.out[head.index], rounded(P**2)
+        O2 = np.maximum(np.where(out != 0, np.maximum(np.abs(out), self.tiny), 0) ** 2, (P2 * Z2) @ V2)
         lost2 = np.where(visible & (self.smallest > head.P), self.smallest, 0) ** 2  # of weights that out may lack
         D2 = (dO2 * (O2 + (lost2 * Z2) @ V2)).sum(axis=-1, keepdims=True)  # one number for all keys of a row
         each = (dO2 @ V2.T) * Z2 + D2 + dL2
         least_slope = self.unit / ulp(self.dtype) if problem.given(OF_FUNCTIONS) else 0.0
         slope2 = np.maximum(np.abs(head.cap_slope), least_slope) ** 2
-        P2, moved2 = rounded(P**2), noise.weights**2
+        moved2 = noise.weights**2
         dS_bias, dS_bias_noise = rounded(P2 * each), moved2 * each
         dS, dS_noise = rounded(P2 * each * slope2), moved2 * each * slope2
         of_D = D2 * ((P * head.cap_slope) @ K) ** 2
@@ -290,8 +290,9 @@ class _Collector:
             self.squares[name].add(head.index[1], terms, moved)
         self.rows_of_heads[head.index[1]] += np.count_nonzero(P_sink)
         head = replace(head, derivatives=self._counted(head, QK))
-        self.of_scores.add(head, dS_bias, dS * QK**2, power=2)
-        self.noise_of_scores.add(head, dS_bias_noise, dS_noise * QK**2, power=2)
+        QK2 = np.where(visible, Q**2 @ (K**2).T, 0)  # of the terms of products
+        self.of_scores.add(head, dS_bias, dS * QK2, power=2)
+        self.noise_of_scores.add(head, dS_bias_noise, dS_noise * QK2, power=2)
         self.has_part.add(head, visible.astype(np.float64), np.ones(()), power=0)
         for name, entry, derivative in head.reads:
             of_read = self.squares[f"d{name}"]
