@@ -45,7 +45,7 @@ def cases(draw):
     else:
         options |= {"bias": of_scores(), "mask": of_scores(), "bias_dtype": pick("softmax", "input")}
         if has_axes:
-            options |= {"axes": axes, "leading": tuple((name, some(*axes)) for name in ("k", "v", "dout"))}
+            options |= {"axes": axes, "leading": tuple((name, some(*axes)) for name in ("k", "v"))}
             options["leading"] += (("kv_lengths", axes),)
         lengths = tuple(draw(st.integers(0, seqlen_k)) for _ in range(math.prod(axes)))
         options["kv_lengths"] = pick(None, lengths)
