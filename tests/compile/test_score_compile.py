@@ -15,29 +15,29 @@ SPILLS = {
     ("sm80/forward.cu", "alibi", "documents", 128): 16,
     # Larger tiles leave fewer registers, and are faster.
     ("sm90/forward.cu", "plane", None, 64): 8,
-    ("sm90/forward.cu", "plane", None, 128): 8,
-    ("sm90/forward.cu", "box", None, 64): 8,
+    ("sm90/forward.cu", "plane", None, 128): 16,
+    ("sm90/forward.cu", "box", None, 64): 16,
     ("sm90/forward.cu", "box", None, 128): 8,
     ("sm90/forward.cu", "plane", "documents", 64): 276,
     ("sm80/backward.cu", "alibi", "documents", 128): 16,
-    # The consumers hold weights beside their products with derivatives.
-    ("sm90/backward.cu", "capped", None, 128): 280,
+    # The consumers hold weights, and row sums of rows with a large lse, beside products with derivatives.
+    ("sm90/backward.cu", "capped", None, 128): 256,
+    ("sm90/backward.cu", "plane", None, 128): 64,
+    ("sm90/backward.cu", "box", None, 128): 32,
     # Lists of tiles take registers of the warpgroup of dQ.
-    ("sm90/backward.cu", "alibi", "documents", 128): 192,
+    ("sm90/backward.cu", "alibi", "documents", 128): 320,
     ("sm90/backward.cu", None, "documents", 128): 72,
     ("sm90/backward.cu", "plane", "documents", 64): 112,
-    ("sm90/backward.cu", "plane", "documents", 128): 212,
+    ("sm90/backward.cu", "plane", "documents", 128): 280,
 }
 # The same of the backward kernel where it makes gradients of arrays, too: derivatives take registers beside dS, dK and
 # dV.
 SPILLS_OF_ARRAYS = {
     ("alibi", None, 128): 24,
-    ("alibi", "documents", 128): 184,
-    ("distance", None, 64): 168,
-    ("distance", None, 128): 580,
-    ("tempered", None, 128): 48,
-    ("t5", None, 64): 56,
-    ("t5", None, 128): 100,
+    ("alibi", "documents", 128): 208,
+    ("distance", None, 64): 224,
+    ("distance", None, 128): 744,
+    ("t5", None, 128): 128,
 }
 
 

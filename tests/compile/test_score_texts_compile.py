@@ -17,11 +17,18 @@ from tests.texts import HEAD
 
 # Bytes that a thread spills at most, stores and loads: what NVRTC 13.5 reports, and a little room.
 SPILLS = {
-    ("8.0", "float32", "polynomial", "sm80/backward.cu"): 56,
-    ("9.0", "bfloat16", "polynomial", "sm90/backward.cu"): 80,
-    ("8.0", "float64", "branching", "sm80/forward.cu"): 16,
+    ("8.0", "bfloat16", "branching", "sm80/backward.cu"): 32,
+    ("8.0", "float32", "branching", "sm80/backward.cu"): 24,
     ("8.0", "float64", "branching", "sm80/backward.cu"): 40,
-    ("8.0", "float64", "polynomial", "sm80/backward.cu"): 40,
+    ("8.0", "float64", "polynomial", "sm80/backward.cu"): 16,
+    ("9.0", "bfloat16", "branching", "sm90/backward.cu"): 176,
+    # Where it finds the row sums of a large lse, which is rare.
+    ("7.5", "float16", "polynomial", "around/delta.cu"): 120,
+    ("8.0", "bfloat16", "polynomial", "around/delta.cu"): 200,
+    ("8.0", "float32", "polynomial", "around/delta.cu"): 240,
+    ("8.0", "float32", "branching", "around/delta.cu"): 288,
+    ("9.0", "bfloat16", "polynomial", "around/delta.cu"): 136,
+    ("9.0", "bfloat16", "branching", "around/delta.cu"): 40,
 }
 
 
