@@ -145,8 +145,9 @@ def broadcast_operand(
         expected = f"a shape that broadcasts to {axes} = {target}{how_to_give_keys(name, array.shape, target)}"
         raise value_error(name, f"shape {tuple(array.shape)}", expected)
     missing = len(target) - len(array.shape)
+    of_empty = int(0 in array.shape)  # whose strides are 0, though no axis is broadcast
     strides = [0] * missing + [
-        0 if n == 1 else s // array.dtype.itemsize for n, s in zip(array.shape, array.strides, strict=True)
+        0 if n == 1 else s // array.dtype.itemsize or of_empty for n, s in zip(array.shape, array.strides, strict=True)
     ]
     return Operand(shape=target, strides=tuple(strides), dtype=array.dtype.name)
 

@@ -73,7 +73,8 @@ def run(
     words = params.view(np.uint64)
     scratch = scratch or Scratch(plan.scratch_layout, fill)
     places = pointer_words(plan.problem)
-    pointers = {name: array.ctypes.data for name, array in arrays.items()}
+    # CuPy's arrays without elements have no address.
+    pointers = {name: array.ctypes.data if array.size else 0 for name, array in arrays.items()}
     pointers |= zip(scratch.layout.names, scratch.addresses, strict=True)
     for name, pointer in pointers.items():
         words[places[name]] = pointer
@@ -137,9 +138,9 @@ def _call(
     if not {"k", "v"} & set(copied) and is_in_k(k, v, k.ctypes.data, v.ctypes.data):
         every["v"] = every["k"][..., : v.shape[-1]]  # as one lies in the other
     for name, (shape, dtype) in results.items():
-        dtype = np.dtype(dtype)
-        size = int(np.prod(shape)) * dtype.itemsize
-        every[name] = place(np.full(size, fill, np.uint8).view(dtype).reshape(shape))
+        result = np.empty(shape, dtype)
+        result.reshape(-1).view(np.uint8)[:] = fill
+        every[name] = place(result)
     binding = _bind(pass_, problem, every, need)
     launches = run(_plan_of(binding, arch, tiles), binding, every, schedule, fill=fill, **options)
     if statistics is not None:

@@ -1,5 +1,6 @@
 """The edges of problems: empty and short ones, what hides everything, numbers at the end of their range."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,19 @@ def test_few_queries_of_no_head(options, sizes, arch):
     case = ct.Case(seqlen_q=1, seqlen_k=1024, head_dim=16, dtype="float16", **sizes | options)
     arrays = case.arrays()
     ct.assert_forward(case, *attention.forward(problem_of(case, arrays), arrays, arch=arch))
+
+
+@pytest.mark.parametrize("arch", ["8.0", "9.0"])
+@pytest.mark.parametrize("sizes", [{"num_heads": 0}, {"seqlen_k": 0}, {"batch": 0}], ids=str)
+def test_gradients_of_scores_without_elements(sizes, arch):
+    """No block stores an element of them; those that have elements are zero."""
+    case = ct.Case(**{"seqlen_q": 70, "seqlen_k": 40, "head_dim": 16, "dtype": "float16", "softcap": 5.0} | sizes)
+    case = replace(case, bias=(case.batch, case.num_heads, 70, case.seqlen_k), alibi_slopes=(case.num_heads,))
+    arrays = case.arrays()
+    problem, need = problem_of(case, arrays), ct.gradients_of(case.problem)
+    results = attention.forward(problem, arrays, arch=arch)
+    gradients = attention.backward(problem, arrays, *results, need=need, arch=arch)
+    ct.assert_backward(case, **dict(zip(need, gradients, strict=True)))
 
 
 @either_kernel

@@ -5,11 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
+from cuflash.binding import PASSES
+from cuflash.planning import DeviceSpec, choose_plan
 from tests.compiled import KINDS, way_taken
 from tests.scored import MASKS, SCORES, Scored, captured_of
 
@@ -79,6 +81,19 @@ def room_for(shape, dtype, beside):
         memory = beside[1:].view(np.uint8).view(dtype)
         return np.lib.stride_tricks.as_strided(memory, shape, (0,) * len(shape))  # NumPy's strides of such arrays
     return np.full(shape, np.nan, dtype)
+
+
+@settings(max_examples=200)
+@given(cases(), st.sampled_from(("8.0", "9.0")))
+@example(ct.Case(batch=0, seqlen_q=215, seqlen_k=145, head_dim=48, dtype="float32"), "9.0")
+def test_kernels_have_nothing_to_do_without_elements(case, arch):
+    """No map has an axis of length 0, which the driver refuses; where dbias has no elements, no block stores any."""
+    for pass_ in PASSES:
+        need = {"need": ct.gradients_of(case.problem)} if pass_ == "backward" else {}
+        plan = choose_plan(case.problem, DeviceSpec.for_arch(arch), pass_, **need)
+        assert not [spec for spec in plan.tensor_maps if 0 in spec.shape]
+        if case.bias is not None and 0 in case.bias:
+            assert not [x.name for x in plan.kernels if x.grid and dict(x.defines)["CUFLASH_NEEDS_DBIAS"]]
 
 
 @pytest.mark.parametrize("way", [way for _, way in WAYS], ids=[name for name, _ in WAYS])

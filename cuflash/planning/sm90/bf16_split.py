@@ -24,6 +24,8 @@ def why_not_split(draft: Draft, table: tuple[Tile, ...]) -> str | None:
         return "it would split all pages of the pool, whoever they belong to"
     if problem.is_packed:
         return "it knows no packed sequences"
+    if 0 in (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k):
+        return "there is nothing to compute"
     largest = max(row.max_dim for row in table)
     if max(problem.head_dim, problem.head_dim_v) > largest:
         return f"it serves head dimensions up to {largest}"
