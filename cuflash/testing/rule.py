@@ -45,8 +45,8 @@ class Yardstick:
         that of this number, in results as in the weights and gradients of scores that are rounded on the way. A
         weight counts as at least ``SMALLEST_WEIGHT`` over a unit in the last place: implementations may take smaller
         weights for zero, in out and in what is made of out, to stay clear of subnormal numbers. The slope
-        ``1 - tanh(x)**2`` of a soft cap counts as at least ``softmax_ulp`` over such a unit: it is a difference from 1,
-        with no digits beyond that. So does the derivative by the cap, in units of x.
+        ``1 - tanh(x)**2`` of a soft cap counts as at least ``2 * softmax_ulp`` over such a unit: it is a difference
+        from 1, with no digits beyond that. So does the derivative by the cap, in units of x.
     noise
         What the order of summation, not quality, decides about a weight ``exp(S - lse)``: one unit in the last place of
         the exponential, one of lse or of the scores that the row is made of, whichever are larger, and one of the
@@ -124,14 +124,20 @@ class Report(tuple[Measurement, ...]):
 def measure(name: str, got: Any, yardstick: Yardstick) -> Measurement:
     """Compare one result, of any library, with what it should be.
 
-    NaN and infinities must be where the oracle has them, and zeros where `Yardstick.zero` says.
+    NaN and infinities must be where the oracle has them, and zeros where `Yardstick.zero` says. A number that may be
+    beyond the largest one of its dtype may be infinite.
     """
     values, expected = to_numpy(got), yardstick.expected
     if values.shape != expected.shape:
         failure = f"got shape {values.shape}, expected {expected.shape}"
         nothing: dict[str, Any] = dict.fromkeys((field.name for field in fields(Measurement)), math.nan)
         return Measurement(**nothing | {"name": name, "at": (), "failure": failure})
+    largest = float(ml_dtypes.finfo(values.dtype).max)
     values = values.astype(expected.dtype)
+    with np.errstate(invalid="ignore"):
+        may_overflow = np.abs(expected) + yardstick.tolerance >= largest
+    overflows = np.isinf(values) & may_overflow & (np.sign(values) == np.sign(expected))
+    values = np.where(overflows, expected, values)
     measurement = _compare(name, values, yardstick)
     if measurement.failure is None and np.any(values[yardstick.zero]):
         failure = "a row that sees no key, or a key that no row sees, is not exactly zero"

@@ -248,15 +248,19 @@ class _Collector:
 
     def _add_forward(self, head: reference.Head, P: Array, V: Array, noise: _Noise) -> None:
         terms = (self._rounded(P**2) * head.Z**2) @ V**2
-        out = self.out[head.index]
-        scale = np.sqrt(np.maximum(terms, out**2).max(axis=1, keepdims=True, initial=0))
-        # Whatever the weights are, a mean stays between the smallest and the largest value.
+        self.squares["out"].add(head.index, terms, self._moved_out(head, terms, V, noise))
+        self.squares["lse"].add(head.index, np.zeros(()), noise.lse**2)
+
+    def _moved_out(self, head: reference.Head, terms: Array, V: Array, noise: _Noise) -> Array:
+        """Squares of how much out changes with its weights: a mean stays between the smallest and the largest value."""
+        scale = np.sqrt(np.maximum(terms, self.out[head.index] ** 2).max(axis=1, keepdims=True, initial=0))
         values = V[(head.P != 0).any(axis=0)]
         if self.problem.dropout or head.P_sink.any():
             values = np.vstack([values * self.problem.kept_scale, np.zeros((1, V.shape[1]))])
         span = values.max(axis=0) - values.min(axis=0) if len(values) else 0.0
-        self.squares["out"].add(head.index, terms, np.fmin(noise.rows * scale, span) ** 2)
-        self.squares["lse"].add(head.index, np.zeros(()), noise.lse**2)
+        # The keys that dropout keeps may be those of the lowest scores, which are larger than those that count in lse.
+        moved = np.maximum((noise.rows * scale) ** 2, (noise.weights**2 * head.Z**2) @ V**2)
+        return np.fmin(moved, span**2)
 
     def _add_backward(
         self, head: reference.Head, P: Array, Q: Array, K: Array, V: Array, QK: Array, noise: _Noise
@@ -266,15 +270,18 @@ class _Collector:
         dL2 = self.dlse[head.index].astype(np.float64)[:, None] ** 2
         V2, Z2 = V**2, head.Z**2
         out, P2 = self.out[head.index], rounded(P**2)
-        O2 = np.maximum(np.where(out != 0, np.maximum(np.abs(out), self.tiny), 0) ** 2, (P2 * Z2) @ V2)
+        of_out = (P2 * Z2) @ V2
+        O2 = np.maximum(np.where(out != 0, np.maximum(np.abs(out), self.tiny), 0) ** 2, of_out)
         lost2 = np.where(visible & (self.smallest > head.P), self.smallest, 0) ** 2  # of weights that out may lack
         D2 = (dO2 * (O2 + (lost2 * Z2) @ V2)).sum(axis=-1, keepdims=True)  # one number for all keys of a row
         each = (dO2 @ V2.T) * Z2 + D2 + dL2
-        least_slope = self.unit / ulp(self.dtype) if problem.given(OF_FUNCTIONS) else 0.0
+        # A unit in the last place of tanh(x) moves 1 - tanh(x)^2 by two.
+        least_slope = 2 * self.unit / ulp(self.dtype) if problem.given(OF_FUNCTIONS) else 0.0
         slope2 = np.maximum(np.abs(head.cap_slope), least_slope) ** 2
         moved2 = noise.weights**2
-        dS_bias, dS_bias_noise = rounded(P2 * each), moved2 * each
-        dS, dS_noise = rounded(P2 * each * slope2), moved2 * each * slope2
+        D_moved2 = (dO2 * self._moved_out(head, of_out, V, noise)).sum(axis=-1, keepdims=True)
+        dS_bias, dS_bias_noise = rounded(P2 * each), moved2 * (each + D_moved2) + P2 * D_moved2
+        dS, dS_noise = rounded(P2 * each * slope2), dS_bias_noise * slope2
         of_D = D2 * ((P * head.cap_slope) @ K) ** 2
         self.squares["dq"].add(
             head.index, scale2 * (dS @ K**2 + of_D), scale2 * (dS_noise @ K**2 + noise.rows**2 * of_D)

@@ -89,7 +89,7 @@ def room_for(shape, dtype, beside):
 def test_kernels_have_nothing_to_do_without_elements(case, arch):
     """No map has an axis of length 0, which the driver refuses; where dbias has no elements, no block stores any."""
     for pass_ in PASSES:
-        need = {"need": ct.gradients_of(case.problem)} if pass_ == "backward" else {}
+        need: dict[str, Any] = {"need": ct.gradients_of(case.problem)} if pass_ == "backward" else {}
         plan = choose_plan(case.problem, DeviceSpec.for_arch(arch), pass_, **need)
         assert not [spec for spec in plan.tensor_maps if 0 in spec.shape]
         if case.bias is not None and 0 in case.bias:

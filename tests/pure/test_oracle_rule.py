@@ -171,6 +171,33 @@ def test_a_mean_stays_between_the_values(dtype):
         assert failures(problem, arrays, {"out": wrong})
 
 
+def test_numbers_beyond_the_range_may_be_infinite():
+    problem, arrays = masked("float16", rows=())
+    arrays["bias"][..., 0] = 20.0  # then dv of the first key is the sum of all rows of dout
+    arrays["dout"][...] = np.clip(arrays["dout"], -2, 2) * np.float16(2e4)
+    dv = ct.yardsticks(problem, arrays)["dv"]
+    beyond = np.abs(dv.expected) > 65504 + dv.tolerance
+    assert beyond.any() and not beyond.all()
+    with np.errstate(over="ignore"):
+        got = dv.expected.astype(np.float16)
+    assert np.isinf(got[beyond]).all() and ct.measure("dv", got, dv).failure is None
+    for wrong in (-got, np.where(beyond, got, np.inf).astype(np.float16), np.where(beyond, 6e4, got)):
+        assert ct.measure("dv", wrong.astype(np.float16), dv).failure
+
+
+@pytest.mark.parametrize("factor, fails", [(1.0, False), (1.0 + 2.0**-21, False), (1.0 + 2.0**-17, True)])
+def test_what_cancels_is_no_scale(factor, fails):
+    """dscale is a sum of products of q and k, dk one of differences from D, which out is in: each may be next to 0."""
+    problem, arrays = masked(rows=())
+    arrays["k"][..., 1:] = -arrays["k"][..., :1] / (DIM - 1)
+    arrays["q"][...] = 1 + 1e-4 * arrays["q"]
+    expected = ct.yardsticks(problem, arrays)["dscale"]
+    of_terms = expected.scale
+    got = np.asarray(expected.expected + (factor - 1) * of_terms, np.float32)
+    assert abs(expected.expected) < 1e-2 * of_terms
+    assert bool(ct.measure("dscale", got, expected).failure) == fails
+
+
 def test_the_place_and_the_ratio_of_the_worst_entry():
     case = ct.Case(seqlen_q=ROWS, seqlen_k=KEYS, head_dim=DIM)
     yardstick = ct.yardsticks(case.problem, case.arrays())["out"]
