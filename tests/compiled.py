@@ -86,4 +86,6 @@ def much_work(patch):
 def run_python(code, *args, **environment):
     command = [sys.executable, "-c", code, *args]
     env = {**os.environ, "PYTHONPATH": str(CHECKOUT), **environment}
-    return subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=120).stdout
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, f"status {ended.returncode}\n{ended.stderr[-4000:]}"
+    return ended.stdout
