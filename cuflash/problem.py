@@ -210,6 +210,11 @@ class Problem(Given):
         return self.cu_seqlens_q is not None
 
     @property
+    def has_pairs(self) -> bool:
+        """Whether there is any pair of a query and a key; else arrays that functions read may have no elements."""
+        return all((self.batch, self.num_heads, self.seqlen_q, self.seqlen_k))
+
+    @property
     def array_batch(self) -> int:
         """Length of the batch axis of the arrays."""
         return 1 if self.is_packed else self.batch

@@ -158,7 +158,12 @@ def tensor_map(
 
 
 def guarded(array: np.ndarray) -> np.ndarray:
-    """A copy of `array`, strides and alignment kept, that ends at an inaccessible page; NaN between its elements."""
+    """A copy of `array`, strides and alignment kept, that ends at an inaccessible page; NaN between its elements.
+
+    Of an array without elements no byte is accessible: on a device its address is 0.
+    """
+    if array.size == 0:
+        return np.ndarray(array.shape, array.dtype, guarded_array(0, np.uint8), 0, array.strides)
     low = high = 0
     for size, stride in zip(array.shape, array.strides, strict=True):
         extent = (size - 1) * stride if size else 0

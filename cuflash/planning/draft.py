@@ -343,8 +343,11 @@ class Draft:
             self.reasons.append(f"score: parts that take few values are hoisted: kernels read {parts}")
 
     def add_around_tables(self, tile: Tile, makes: str, **defines: int) -> None:
-        """Add a kernel that has a thread for each entry of the tables."""
-        entries = sum(math.prod(filled.shape) for filled in self.tables) if self.heads else 0
+        """Add a kernel that has a thread for each entry of the tables.
+
+        It has no blocks where there are no pairs: the arrays that entries are made of may then have no elements.
+        """
+        entries = sum(math.prod(filled.shape) for filled in self.tables) if self.problem.has_pairs else 0
         warps = {"CUFLASH_NUM_WARPS": TABLE_WARPS, "CUFLASH_MIN_BLOCKS": 1}
         self.add("around/hoisted.cu", tile, -(-entries // (32 * TABLE_WARPS)), 0, (makes,), **warps, **defines)
 

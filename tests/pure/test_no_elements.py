@@ -1,5 +1,6 @@
 """Lengths of 0, one or several: results are written, whatever was in their memory, and nothing beside them is."""
 
+import itertools
 import math
 from typing import Any
 
@@ -12,10 +13,11 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.binding import PASSES
 from cuflash.planning import DeviceSpec, choose_plan
-from tests.compiled import KINDS, way_taken
+from cuflash.terms import DEFAULT_NEED
+from tests.compiled import KINDS, NUMPY, way_taken
 from tests.scored import MASKS, SCORES, Scored, captured_of
 
-WAYS = KINDS[:1]  # `tests.compiled.NUMPY` is another one
+WAYS = (*KINDS[:1], NUMPY)
 LENGTHS = {"batch": (1, 2), "num_heads_kv": (1, 2), "group": (1, 2), "seqlen_q": (1, 5, 40), "seqlen_k": (1, 6, 300)}
 
 
@@ -152,3 +154,19 @@ def test_functions_of_no_pairs(way):
             assert not x.any(), name
 
     every_case()
+
+
+@pytest.mark.parametrize("empty", LENGTHS)
+@pytest.mark.parametrize("score", ["gathered", "gated", "t5", "of_rows"])
+def test_no_kernel_fills_tables_of_no_pairs(score, empty):
+    """It would read arrays that have no elements."""
+    batch, heads_kv, group, rows, keys = (0 if name == empty else values[-1] for name, values in LENGTHS.items())
+    heads = heads_kv * group
+    q, k = (np.ones((batch, h, n, 8), np.float32) for h, n in ((heads, rows), (heads_kv, keys)))
+    captured = captured_of((SCORES[score],), (batch, heads, rows, keys), "float32", 0)
+    attn = cuflash.FlashAttention(score=SCORES[score])
+    problem = Scored(attn, {"q": q, "k": k, "v": k, **captured}, {}, "").problem
+    for arch, pass_ in itertools.product(("8.0", "9.0"), PASSES):
+        need = (*DEFAULT_NEED, *problem.captured_gradients) if pass_ == "backward" else DEFAULT_NEED
+        plan = choose_plan(problem, DeviceSpec.for_arch(arch), pass_, need=need)
+        assert not any(kernel.grid for kernel in plan.kernels if kernel.source == "around/hoisted.cu")
