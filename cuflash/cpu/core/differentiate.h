@@ -143,8 +143,7 @@ inline void load_queries(const Work &work, const Entry &entry, const Block &bloc
         if (uses_pairs<T>(call))
             load_row(row_address(call, DOUT, entry, row), call.dtype, call.strides[DOUT][3], call.head_dim_v, numbers);
         buffers.delta[r] = delta_of(call, entry, row, lse, dout, sizes.dim_v, values);
-        // A row that sees no key gets an lse of inf, so that its weights are exp(-inf).
-        buffers.lse[r] = lse == T(-__builtin_inf()) ? T(__builtin_inf()) : lse;
+        buffers.lse[r] = lse;
         buffers.row_sums[r] = work.row_sums ? row_sum<T>(work, entry, row) : NO_ROW_SUM<T>;
     }
 }
@@ -213,10 +212,15 @@ struct Seen {
 };
 
 // Replaces the scores p of a row by weights, and the gradients ds of weights by those of scores. Dropout applies to
-// both. With `tanhs`, the tanh(x) of the cap, ds becomes the gradients of products.
+// both. With `tanhs`, the tanh(x) of the cap, ds becomes the gradients of products. A row of lse -inf sees no key: it
+// has no weights, whatever its scores are, which a function may have made NaN.
 template <class T>
 inline void weigh_row(const Call &call, const Scaling<T> &scaling, T lse, const RowSum<T> &row_sum, T delta,
                       long columns, const unsigned char *kept, const T *tanhs, T *p, T *ds) {
+    if (lse == T(-__builtin_inf())) {
+        clear(p, columns);
+        return clear(ds, columns);
+    }
     auto weigh = [&](auto weight_of, auto drops, auto has_tanhs) {
         auto kept_of = [&](Vector<T> x, long j) {
             return drops ? drop<T>(x * splat(T(call.kept_scale)), kept + j) : x;

@@ -318,7 +318,7 @@ void forward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> *
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// lse of a head, with inf where a row sees no key, and delta: rowsum(dout o out) - dlse.
+// lse of a head, and delta: rowsum(dout o out) - dlse.
 template <class T>
 inline void load_row_numbers(const Call &call, SmallBuffers<T> &buffers, const Member<T> &member, long place) {
     const Entry &entry = *member.entry;
@@ -339,9 +339,9 @@ inline void load_row_numbers(const Call &call, SmallBuffers<T> &buffers, const M
     }
     for (long i = 0; i < num_rows; ++i) {
         const T of_row = number<T>(call, LSE, entry.batch, member.head, i);
-        const bool sees_any = of_row != T(-__builtin_inf());
-        lse[i] = sees_any ? of_row : -of_row;
-        if (call.arrays[DLSE] && sees_any) delta[i] -= number<T>(call, DLSE, entry.batch, member.head, i);
+        lse[i] = of_row;
+        if (call.arrays[DLSE] && of_row != T(-__builtin_inf()))
+            delta[i] -= number<T>(call, DLSE, entry.batch, member.head, i);
     }
 }
 
@@ -394,6 +394,17 @@ inline void differentiate(const Call &call, const Sight<T> &sight, Keys keys, co
         const Vector<T> weight = exp2<T>((score - shift) * factor) * inverse, by_lse = weight_by_lse(score);
         return inverse < Vector<T>{} ? by_lse : weight;
     });
+}
+
+// Clears weights s and gradients ds of those of a vector of queries whose lse is -inf: they see no key, whatever their
+// scores are.
+template <class T> inline void clear_rows_without_keys(Keys keys, Vector<T> lse, T *s, T *ds, long stride) {
+    if (!any_above<T>(-lse, std::numeric_limits<T>::max())) return;
+    const auto sees_none = lse == splat(-T(__builtin_inf()));
+    for (long j = keys.first; j < keys.stop; ++j) {
+        store(s + j * stride, sees_none ? Vector<T>{} : load(s + j * stride));
+        store(ds + j * stride, sees_none ? Vector<T>{} : load(ds + j * stride));
+    }
 }
 
 // Computes dq of the queries from `begin` to `end` of a head, and adds their part to dk and dv of the keys that they
@@ -460,6 +471,7 @@ template <class T> void backward_heads(Work &work, SmallBuffers<T> &buffers, con
             if (has_sums) find_row_sums(work, sight, keys, members, count, x, lse, buffers.s + x, stride, sums);
             differentiate<T>(call, sight, keys, lse, has_sums ? sums : nullptr, buffers.delta + x, buffers.s + x,
                              buffers.ds + x, stride);
+            clear_rows_without_keys<T>(keys, load(lse), buffers.s + x, buffers.ds + x, stride);
         });
         for (long x = 0; x < count; ++x) {
             const long at = keys.first * stride + x * num_rows + begin;
