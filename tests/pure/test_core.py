@@ -15,6 +15,8 @@ import cuflash
 import cuflash.testing as ct
 from cuflash import cpu
 from cuflash.cpu import core
+from cuflash.problem import make_problem
+from cuflash.testing import measure, yardsticks
 from tests.compiled import KINDS, assert_same_bits, functions, judge, much_work, run, run_python, take_way, way_taken
 
 if core.why_not() is not None:
@@ -242,6 +244,13 @@ def test_small_heads(dtype, kind):
     every_case()
 
 
+@pytest.mark.parametrize("seed", [0, 11, 23, 51])
+def test_small_heads_whose_values_cancel(kind, seed):
+    """What out has lost to cancellation, D has lost: so dk is off by more than its own size says."""
+    case = ct.Case(seqlen_q=2, seqlen_k=128, head_dim=1, batch=2, dtype="float32", seed=seed)
+    judge(case, run(case))
+
+
 def test_small_heads_whose_last_keys_are_seen(kind):
     """Keys are computed some at a time, from the first that is seen on: nothing is written behind the last."""
     for seqlen_q, seqlen_k, dtype in itertools.product((1, 2, 4), range(11, 18), ("float32", "float64")):
@@ -294,6 +303,20 @@ def test_parts_of_a_small_head_are_those_of_the_whole(seqlen_q, seqlen_k, head_d
         terms["kv_lengths"] = np.repeat(terms["kv_lengths"], many)
     of_many = attn.forward(*(np.repeat(x, many, axis=0) for x in ct.qkv(arrays)), **terms)
     assert (of_many.out[-1:] == out).all() and (of_many.lse[-1:] == lse).all()
+
+
+def test_the_gradient_of_a_sink_is_one_sum_of_all_rows(kind):
+    """After a row of a large term come thousands of terms that are each less than half a unit in its last place."""
+    q, v = np.ones((1, 1, 4000, 8)), np.ones((1, 1, 1, 8))
+    dout = np.full_like(q, 0.4 * 2.0**-54)
+    dout[:, :, 0] = 1
+    arrays = {"q": q, "k": v, "v": v, "dout": dout, "sinks": np.zeros(1)}
+    attn: Any = cuflash.FlashAttention(scale=0.0)
+    out, lse = attn.forward(q, v, v, sinks=arrays["sinks"])
+    (dsinks,) = attn.backward(dout, q, v, v, out, lse, sinks=arrays["sinks"], need=("dsinks",))
+    problem = make_problem(attn.options, q, v, v, sinks=arrays["sinks"])
+    measurement = measure("dsinks", dsinks, yardsticks(problem, arrays)["dsinks"])
+    assert measurement.failure is None, measurement
 
 
 def test_no_sequences():

@@ -32,13 +32,14 @@ template <class T> void sums_job(Work &work, char *, long) {
     if (is_wanted(call, DSOFTCAP)) number<T>(call, DSOFTCAP, 0, 0) = T(cap);
 }
 
-// The gradient of the sink of a head: the sum of its weights times (dlse - delta).
+// The gradient of the sink of a head: the sum of its weights times (dlse - delta). It is one sum over all rows, and in
+// double each row, however small its term is, would round off half a unit in the last place of the sum.
 template <class T> void sinks_job(Work &work, char *memory, long head) {
     const Call &call = work.call;
     BackwardBuffers<T> buffers(work, memory);
     const Scaling<T> scaling(call);
     const double sink = number<T>(call, SINKS, 0, head);
-    double total = 0;
+    long double total = 0;
     for (long e = 0; e < work.num_entries; ++e) {
         const Entry &entry = work.entries[e];
         for (long i = 0; i < entry.seqlen_q; ++i) {
