@@ -270,7 +270,7 @@ class _Collector:
         dL2 = self.dlse[head.index].astype(np.float64)[:, None] ** 2
         V2, Z2 = V**2, head.Z**2
         out, P2 = self.out[head.index], rounded(P**2)
-        of_out = (P2 * Z2) @ V2
+        of_out = (P2 * Z2) @ V2  # where values cancel, out has the digits of its terms
         O2 = np.maximum(np.where(out != 0, np.maximum(np.abs(out), self.tiny), 0) ** 2, of_out)
         lost2 = np.where(visible & (self.smallest > head.P), self.smallest, 0) ** 2  # of weights that out may lack
         D2 = (dO2 * (O2 + (lost2 * Z2) @ V2)).sum(axis=-1, keepdims=True)  # one number for all keys of a row

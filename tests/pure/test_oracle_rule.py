@@ -158,6 +158,24 @@ def test_equal_scores_with_unequal_weights_are_found(dtype, value):
         assert failures(problem, arrays, {name: wrong}), name
 
 
+@pytest.mark.parametrize("seed", [0, 11])
+def test_where_values_cancel_gradients_have_the_digits_that_out_has(seed):
+    """One column, whose mean nearly vanishes in some row: what is left of it says nothing of its error, which D has."""
+    case = ct.Case(seqlen_q=2, seqlen_k=128, head_dim=1, batch=2, dtype="float32", seed=seed)
+    arrays = case.arrays()
+    expected = ct.yardsticks(case.problem, arrays)
+    q, k, v, dout = (arrays[name].astype(np.float64) for name in ("q", "k", "v", "dout"))
+    scores = q @ k.swapaxes(-1, -2)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    for sign in (-1, 1):  # a unit in the last place of the root of the sum of squares of its terms
+        out = weights @ v + sign * 2.0**-23 * np.sqrt(weights**2 @ v**2)
+        of_scores = weights * (dout @ v.swapaxes(-1, -2) - (dout * out).sum(axis=-1, keepdims=True))
+        for name, x in (("dq", of_scores @ k), ("dk", of_scores.swapaxes(-1, -2) @ q)):
+            measurement = ct.measure(name, x, expected[name])
+            assert measurement.failure is None, measurement
+
+
 @pytest.mark.parametrize("dtype", LARGE)
 def test_a_mean_stays_between_the_values(dtype):
     """Where values of a column are one number, rounding of weights is no excuse, however large lse is."""
