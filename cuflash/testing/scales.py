@@ -297,7 +297,7 @@ class _Collector:
             self.squares[name].add(head.index[1], terms, moved)
         self.rows_of_heads[head.index[1]] += np.count_nonzero(P_sink)
         head = replace(head, derivatives=self._counted(head, QK))
-        QK2 = np.where(visible, Q**2 @ (K**2).T, 0)  # of the terms of products
+        QK2 = np.maximum(QK**2, np.where(visible, Q**2 @ K.T**2, 0))  # where products cancel, QK has their digits
         self.of_scores.add(head, dS_bias, dS * QK2, power=2)
         self.noise_of_scores.add(head, dS_bias_noise, dS_noise * QK2, power=2)
         self.has_part.add(head, visible.astype(np.float64), np.ones(()), power=0)

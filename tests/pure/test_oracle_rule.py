@@ -176,6 +176,21 @@ def test_where_values_cancel_gradients_have_the_digits_that_out_has(seed):
             assert measurement.failure is None, measurement
 
 
+def test_where_products_cancel_dscale_has_the_digits_that_they_have():
+    """One pair, whose q k^T nearly vanishes."""
+    case = ct.Case(seqlen_q=1, seqlen_k=1, head_dim=16, dtype="float32", dlse=True)
+    arrays = case.arrays()
+    q, k = (arrays[name].astype(np.float64) for name in ("q", "k"))
+    arrays["q"] = (q - (q * k).sum() / (k * k).sum() * k).astype(np.float32)
+    q = arrays["q"].astype(np.float64)
+    unit = 2.0**-23 * np.sqrt((q * k) ** 2 @ np.ones(16)).item()
+    expected = ct.yardsticks(case.problem, arrays)["dscale"]
+    for sign in (-1, 1):
+        products = (q * k).sum() + sign * unit
+        measurement = ct.measure("dscale", np.array(arrays["dlse"].item() * products), expected)
+        assert measurement.failure is None, measurement
+
+
 @pytest.mark.parametrize("dtype", LARGE)
 def test_a_mean_stays_between_the_values(dtype):
     """Where values of a column are one number, rounding of weights is no excuse, however large lse is."""
