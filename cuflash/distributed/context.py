@@ -24,6 +24,7 @@ from cuflash.distributed.schedule import Schedule
 from cuflash.distributed.split import Split
 from cuflash.operands import numpy_dtype, view_4d, view_rows
 from cuflash.options import BLOCK_SIZE, Function, Options
+from cuflash.parts import steps_of
 from cuflash.results import Array, ForwardResult, Gradients, named_tuple_of, needed
 from cuflash.terms import DEFAULT_NEED, GRADIENTS, NamedGradients, OfNumbers, checked
 from cuflash.values import as_real, type_error, typed, value_error
@@ -66,7 +67,7 @@ class ContextParallel:
         Whether each call begins with a check that all ranks make the same call. ``check=False`` needs two `Split`: then
         a call on CuPy arrays does not wait on the host, and ranks that disagree may hang.
     causal, window, layout : optional
-        As `cuflash.FlashAttention` takes them, for the whole sequences.
+        As `cuflash.FlashAttention` takes them, for the whole sequences, but for ``causal="lengths"``.
     deterministic : bool, default False
         If True, results are bitwise the same for any number of ranks, for any splits into whole chunks, and in every
         run. Each chunk is computed by calls of its own, with all rows that it meets.
@@ -158,6 +159,7 @@ class ContextParallel:
             **checked("ContextParallel", OfNumbers, numbers),
         )
         check_names(self.options)
+        steps_of(self.options, has_block_mask=False)  # refuses what goes with no ranks
         splits = checked_split("split", split), checked_split("split_k", split if split_k is None else split_k)
         chunks, steps = positive("chunks", chunks), None if steps is None else positive("steps", steps)
         seconds = as_real("timeout", timeout)
