@@ -56,7 +56,7 @@ def plan(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAU
     axes = first.axes
     if axes:
         axes = first_call(options, of_pass("backward", arrays, options), need, np, gives_parts=False).axes
-    return CpuPlan(problem=bound("forward", first.options, _given(first.arrays)).problem, axes=axes)
+    return CpuPlan(problem=bound("forward", first.options, _given(first.arrays)).problem, need=need, axes=axes)
 
 
 def compile(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> None:
@@ -76,6 +76,7 @@ class CpuPlan:
     """The result of `FlashAttention.plan` for NumPy arrays."""
 
     problem: Problem
+    need: tuple[str, ...] = DEFAULT_NEED  # the gradients that are wanted
     axes: str = ""  # how the call goes through leading axes; empty if there are none
     note: str = ""  # further remarks on the call
 
@@ -92,14 +93,16 @@ class CpuPlan:
         backward = f"{p.backward_flops / 1e9:.3g} GFLOP backward"
         if p.why_no_gradients is not None:
             backward = f"no backward pass with {p.why_no_gradients}"
-        keys = f", {p.k.dtype} in k and v" if p.has_float8 else ""
+        dtypes = f"{p.dtype} in and out" + (f", {p.k.dtype} in k and v" if p.has_float8 else "")
+        if p.multiplies_float8:
+            dtypes = f"{p.q.dtype} in q, k and v, {p.dtype} out"
         return "\n".join(
             (
                 "CPU path: tiled online softmax on NumPy arrays, because the arguments are in host memory",
-                f"  computed  by {cpu.describe(p)}",
+                f"  computed  by {cpu.describe(p, self.need)}",
                 f"  problem   batch {p.batch}, {heads}, {sizes}, layout {p.layout}",
                 *((f"  axes      {self.axes}",) if self.axes else ()),
-                f"  precision {p.dtype} in and out{keys}, {p.softmax_dtype} inside",
+                f"  precision {dtypes}, {p.softmax_dtype} inside",
                 f"  work      {p.forward_flops / 1e9:.3g} GFLOP forward, {backward}",
                 f"  memory    linear in seqlen; the plain formula's scores would take {p.naive_bytes / 2**20:.4g} MiB",
                 *(f"  {line}" for line in (p.program.on_numpy().describe().splitlines() if p.has_functions else ())),

@@ -25,14 +25,19 @@ __all__ = ["backward", "cpu_threads", "describe", "forward"]
 Array = NDArray[Any]
 
 
-def describe(problem: Problem | None = None) -> str:
-    """Which path computes a problem, or any problem, and why."""
-    if problem is not None and problem.has_functions:
-        reason, others = functions_as_terms.why_not(problem), ", and NumPy for functions"
-    else:
-        reason, others = core.why_not(problem), ""
-    if reason is None:
-        return f"compiled core, {core.processor()}{others}"
+def describe(problem: Problem | None = None, need: Collection[str] = ()) -> str:
+    """Which path computes a problem and its gradients `need`, or any problem, and why."""
+    if problem is None or not problem.has_functions:
+        reason = core.why_not(problem)
+        return f"compiled core, {core.processor()}" if reason is None else _by_numpy(reason)
+    reason, of_gradients = (functions_as_terms.why_not(problem, wanted) for wanted in ((), need))
+    if reason is not None:
+        return _by_numpy(reason)
+    way = f"compiled core, {core.processor()}, and NumPy for functions"
+    return way if of_gradients is None else f"{way}; backward by {_by_numpy(of_gradients)}"
+
+
+def _by_numpy(reason: str) -> str:
     return f"NumPy, and not the compiled core: {reason}"
 
 

@@ -57,7 +57,7 @@ def why_not(problem: Problem, wanted: Collection[str] = ()) -> str | None:
     terms = [name for name in problem.given(NAMES) if name not in (*BESIDE, *STARTS)]
     is_bounded = (problem.window_left, problem.window_right) != (None, None)
     if terms or problem.has_float8:
-        return f"functions beside {', '.join(terms) or 'numbers of one byte'}"
+        return f"functions beside {', '.join(terms) or 'fp8'}"
     one = problem.mean_sequence
     if one.batch * one.num_heads * one.seqlen_q * one.seqlen_k <= FEW_PAIRS:
         return "functions of few pairs"

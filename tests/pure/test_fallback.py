@@ -5,7 +5,9 @@ import threading
 import tracemalloc
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,7 +18,7 @@ import cuflash.testing as ct
 from cuflash import cpu
 from cuflash.cpu import core, fallback, jobs, part_products
 from tests.pure.test_cpu import NAMES, assert_same_bits, cut_small, judge, run
-from tests.ways import CORE
+from tests.ways import CORE, FALLBACK
 
 pytestmark = pytest.mark.usefixtures("way")
 
@@ -209,3 +211,37 @@ def test_a_problem_that_the_core_leaves_out_is_no_reason_to_warn(monkeypatch):
     assert "NumPy, and not the compiled core" in score.plan(q, q, q).describe()
     monkeypatch.delenv("CUFLASH_NO_CORE_WARNING", raising=False)
     assert not warnings_of([lambda: score.forward(q, q, q)])
+
+
+def lines_of(plan, first):
+    """Those lines of a plan that begin with a word, without it."""
+    return [line.split(maxsplit=1)[1] for line in plan.describe().splitlines() if line.split()[0] == first]
+
+
+@pytest.mark.parametrize("way", [CORE, FALLBACK], indirect=True)
+def test_plans_say_which_path_computes_each_pass(way):
+    """The fallback has one way for all options; of the core, gradients beside those of functions are not."""
+    q = np.ones((1, 2, 100, 4), np.float32)
+    mask: dict[str, Any] = {"mask": lambda i, j: (i + j) % 3 > 0}
+    bias = np.ones((100, 100), np.float32)
+    of_core, of_fallback = f"compiled core, {core.processor()}", "NumPy, and not the compiled core: "
+    of_functions = f"{of_core}, and NumPy for functions"
+    of_bias = f"{of_functions}; backward by {of_fallback}gradients beside functions: dbias"
+    for functions, need, expected in (
+        ({}, ("dq", "dbias"), of_core),
+        (mask, ("dq",), of_functions),
+        (mask, ("dq", "dbias"), of_bias),
+    ):
+        plan = cuflash.FlashAttention(**functions).plan(q, q, q, bias=bias, need=need)
+        expected = expected if way == CORE else f"{of_fallback}a test of the fallback"
+        assert lines_of(plan, "computed") == [f"by {expected}"]
+
+
+@pytest.mark.parametrize("way", [CORE, FALLBACK], indirect=True)
+def test_plans_say_the_dtypes_of_fp8(way):
+    q, k = (x.astype(ml_dtypes.float8_e4m3fn) for x in np.ones((2, 1, 20, 16), np.float32))
+    one = {"k_scale": np.float32(1), "v_scale": np.float32(1)}
+    plan = cuflash.FlashAttention().plan(q, k, k, q_scale=np.float32(1), **one)
+    assert lines_of(plan, "precision") == ["float8_e4m3fn in q, k and v, bfloat16 out, float32 inside"]
+    plan = cuflash.FlashAttention().plan(q.astype(np.float16), k, k, **one)
+    assert lines_of(plan, "precision") == ["float16 in and out, float8_e4m3fn in k and v, float32 inside"]
