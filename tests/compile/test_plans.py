@@ -53,6 +53,7 @@ from tests.compile.spills import (
     SPILLS_OF_OPTIONS,
     SPILLS_OF_PACKED,
     SPILLS_OF_PAGES,
+    SPILLS_OF_ROW_SUMS,
 )
 from tests.sampling import share
 
@@ -553,7 +554,8 @@ def test_row(target):
         if target.variant.startswith("float8"):
             ceilings = SPILLS_OF_FLOAT8
         row = (kernel.source, tile.element_bytes, tile.max_dim, f"{tile.block_m}x{tile.block_n}", tile.min_blocks)
-        assert resources.spill_stores_bytes <= ceilings.get(row, 0), row
+        otherwise = SPILLS_OF_ROW_SUMS if kernel.source == "around/delta.cu" else 0
+        assert resources.spill_stores_bytes <= ceilings.get(row, otherwise), row
         # What lies in local memory is spilled: no array is, as it would be if a loop over registers were not unrolled.
         assert resources.stack_bytes <= resources.spill_stores_bytes + 16, row
 
