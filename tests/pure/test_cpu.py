@@ -49,16 +49,6 @@ def assert_same_bits(results, expected):
 
 
 @every_way
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_every_option_and_shape(dtype):
-    @given(ct.cases(dtypes=[dtype], min_seqlen=0, features=(*ct.FEATURES, *ct.MORE_FEATURES, "dropout")))
-    def every_case(case):
-        judge(case, run(case, every=True))
-
-    every_case()
-
-
-@every_way
 @settings(max_examples=60)
 @given(ct.cases(min_seqlen=0, features=(*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "lengths")))
 def test_diagonals_that_follow_lengths(case):
