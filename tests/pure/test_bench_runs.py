@@ -218,7 +218,9 @@ def test_a_run_on_the_cpu(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no choice of cores")
 def test_a_run_on_some_of_the_cores(tmp_path):
     """All of the process has these: threads of libraries that have begun before, too."""
-    command = [sys.executable, "-m", "bench", "run", "--suite", "small", "--case", "fp32-d16-b1-h1-", "--peers", "none"]
+    small = "import sys; from bench import __main__, ceiling; ceiling.HOST_PRODUCT_SIZE = 64; "
+    small += "ceiling.HOST_COPY_BYTES = 4096; sys.exit(__main__.main())"
+    command = [sys.executable, "-c", small, "run", "--suite", "small", "--case", "fp32-d16-b1-h1-", "--peers", "none"]
     command += ["--pass", "forward", "--seconds", "0.01", "--out", str(tmp_path), "--revision", "abc", "--cores"]
     subprocess.run([*command, "1"], cwd=ROOT, check=True, capture_output=True)
     start, result, end = report.load(tmp_path / "small.jsonl")
