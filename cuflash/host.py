@@ -40,7 +40,13 @@ def forward(options: Options, given: dict[str, Any], random: tuple[int, int] = (
 def backward(
     options: Options, given: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
 ) -> tuple[Any, ...]:
-    """The gradients `need` of NumPy arrays, in the order of `GRADIENTS`."""
+    """The gradients `need` of NumPy arrays, in the order of `GRADIENTS`.
+
+    `given` may have row sums (`cuflash.row_sums`) where q, k and v are a part of a problem.
+    """
+    if "row_sums" in given:
+        problem = bound("backward", options, {name: x for name, x in given.items() if name != "row_sums"}, need).problem
+        return cpu.backward(problem, need=need, **given, seed=random[0], offset=random[1])
     if results := _repeated("backward", options, given, need, random):
         return results
     if axes := axes_of(options, given, need):
@@ -48,6 +54,15 @@ def backward(
         return calls.run(lambda own, arrays: backward(own, _given(arrays), need, random))
     problem = bound("backward", options, given, need).problem
     return cpu.backward(problem, need=need, **given, seed=random[0], offset=random[1])
+
+
+def row_sums(options: Options, given: dict[str, Any]) -> Any:
+    """Row max and row sum of rows whose lse is large, over the keys that are given (`cuflash.row_sums`).
+
+    lse is that of these keys, or of all keys of which these are a part. There is one batch axis, and the layout "bhsd".
+    """
+    problem = bound("forward", options, {name: x for name, x in given.items() if name != "lse"}).problem
+    return cpu.row_sums(problem, **given)
 
 
 def plan(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> CpuPlan:

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from cuflash import interop
+from cuflash import interop, row_sums
 from cuflash.elementwise import lse_of, merged_of
 from cuflash.operands import DTYPES, check_array
 from cuflash.options import LAYOUTS
@@ -118,11 +118,22 @@ def _merged(xp: Any, outs: Sequence[Array], lses: Sequence[Array], rows: _Rows) 
     return out, lse
 
 
-def merge_into(outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: Array) -> None:
-    """Merge parts in the dtype of lse and layout "bhsd", in one pass over memory; out may have any dtype."""
+def merge_into(
+    outs: Sequence[Array],
+    lses: Sequence[Array],
+    out: Array,
+    lse: Array,
+    sums: Sequence[Array | None] = (),
+) -> None:
+    """Merge parts in the dtype of lse and layout "bhsd", in one pass over memory; out may have any dtype.
+
+    `sums` are the row sums of parts in which lse of some row is large (`cuflash.row_sums`).
+    """
     if isinstance(out, np.ndarray):
         with np.errstate(all="ignore"):
             out[...], lse[...] = _merged(np, outs, lses, _Rows(swapped=False))
+            if any(x is not None for x in sums):
+                _merge_large(outs, lses, out, lse, sums)
         return
     outs, lses = list(outs), list(lses)
     while len(outs) > AT_ONCE:
@@ -131,6 +142,25 @@ def merge_into(outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: Ar
         outs[:AT_ONCE], lses[:AT_ONCE] = both[:1], both[1:]
     merged_of(len(outs)).run(outs, lses, out)
     lse_of(len(lses)).run((), lses, lse)
+
+
+def _merge_large(
+    outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: Array, sums: Sequence[Array | None]
+) -> None:
+    """Merge the rows again in which the lse of some part is large."""
+    rows = np.logical_or.reduce([row_sums.is_large(x) for x in lses])
+    rows &= np.logical_and.reduce([x < np.inf for x in lses])  # other ones are infinite, or NaN
+    parts = [
+        row_sums.of_part(None if own is None else own[rows], x[rows]) for own, x in zip(sums, lses, strict=True)
+    ]
+    found, weights = row_sums.merged(parts)
+    out[rows] = sum(_weighted(weight, x[rows]) for weight, x in zip(weights, outs, strict=True))
+    lse[rows] = row_sums.lse_of(found)
+
+
+def _weighted(weights: Array, out: Array) -> Array:
+    """A part of out, in float64; one without weight counts for nothing, whatever it is."""
+    return np.where(weights[..., None] == 0, 0, weights[..., None] * out)
 
 
 def merge_backward(
@@ -272,6 +302,40 @@ class RunningMerge:
             self.xp.divide(self.total, self.weight[..., None], out=self.total)
         if out is not self.total:
             out[...] = self.total
+
+
+class LargeRows:
+    """Merges parts once more, in the rows whose merged lse is large, as they come.
+
+    Parameters
+    ----------
+    lse : array
+        (batch, num_heads, seqlen_q), in host memory: that of all parts.
+    head_dim_v : int
+    scores : sequence of array, optional
+        As `RunningMerge` takes them, in host memory.
+    """
+
+    def __init__(self, lse: Array, head_dim_v: int, scores: Sequence[Array] = ()) -> None:
+        self.is_large = row_sums.is_large(lse)
+        self.total = np.zeros((*lse.shape, head_dim_v))
+        self.sums = row_sums.to_fill(lse)
+        for of_heads in scores:
+            self.sums = row_sums.with_score(self.sums, of_heads)
+
+    def add(self, sums: Array, rows: slice, out: Array | None = None) -> None:
+        """Add a part of some rows: the row sums that it has of large rows, and its out."""
+        large = self.is_large[:, :, rows]
+        so_far, total = self.sums[:, :, rows], self.total[:, :, rows]
+        found, (factor, weight) = row_sums.merged([so_far[large], sums[large]])
+        so_far[large] = found
+        if out is not None:
+            total[large] = _weighted(factor, total[large]) + _weighted(weight, out[large])
+
+    def finish(self, out: Array, lse: Array) -> None:
+        """Write these rows to the merged results."""
+        out[self.is_large] = self.total[self.is_large]
+        lse[self.is_large] = row_sums.lse_of(self.sums[self.is_large])
 
 
 # The same operations as with NumPy, but each in one pass over memory.

@@ -30,8 +30,8 @@ from cuflash.spans import Band, Span
 from cuflash.terms import BROADCAST, DEFAULT_NEED, GRADIENTS, NAMES, OF_FLOAT8, OF_HEADS
 
 Array = Any
-_OF_QUERIES = ("q", "out", "dout", "lse", "dlse")
-_OF_BATCH = (*INPUTS, "dout", "out", "lse", "dlse", *DEFAULT_NEED)  # arrays with an axis of the batch, and of rows
+_OF_QUERIES = ("q", "out", "dout", "lse", "dlse", "row_sums")
+_OF_BATCH = (*INPUTS, "dout", "out", "lse", "dlse", "row_sums", *DEFAULT_NEED)  # arrays with an axis of the batch, and of rows
 
 
 def steps_of(options: Options, has_block_mask: bool) -> tuple[int, int]:
@@ -114,6 +114,13 @@ class Parts:
         found = self.backend.backward(options, self._packed(of_call | results), ordered, self.random)
         return self._unpacked(dict(zip(ordered, found, strict=True)))
 
+    def row_sums(self, queries: Span, keys: Span, arrays: dict[str, Array]) -> dict[str, Array]:
+        """Row max and row sum, over the keys of a part, of rows whose given lse is large (`cuflash.row_sums`)."""
+        arrays = arrays | {name: self._as_float8(name, arrays[name]) for name in INPUTS}
+        options = self.options_of(queries, keys)
+        of_call = dict.fromkeys(NAMES) | self.captured(options, queries, keys, arrays["q"]) | arrays
+        return self._unpacked({"row_sums": self.backend.row_sums(options, self._packed(of_call))})
+
     def captured(self, options: Options, queries: Span, keys: Span, q: Array) -> dict[str, Array]:
         """What the functions of a call read: whole arrays, as wide as q is, and the place of the call."""
         is_widened = q.dtype.name not in (self.problem.dtype, *FLOAT8)
@@ -174,6 +181,8 @@ class Parts:
         if "lse" in longer:
             # Weights are exp(score - inf) = 0. A function may make a score NaN there: -inf says that a row sees no key.
             longer["lse"][:, :, :front] = -np.inf if self.problem.has_functions else np.inf
+        if "row_sums" in longer:
+            longer["row_sums"][:, :, :front, 1] = -1  # none
         return arrays | longer
 
     def behind_keys(self, arrays: dict[str, Array], front: int) -> dict[str, Array]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cuflash import row_sums as of_rows
 from cuflash.cpu import core, fallback, functions_as_terms
 from cuflash.cpu.jobs import cpu_threads
 from cuflash.cpu.packed import clear_rows_of_no_sequence
@@ -20,7 +21,7 @@ from cuflash.problem import Problem, scales_of_rows
 from cuflash.terms import DEFAULT_NEED, OF_FLOAT8
 from cuflash.values import callers_frame
 
-__all__ = ["backward", "cpu_threads", "describe", "forward"]
+__all__ = ["backward", "cpu_threads", "describe", "forward", "row_sums"]
 
 Array = NDArray[Any]
 
@@ -108,7 +109,8 @@ def backward(
     need : collection of str, optional
         The gradients that are wanted, names of `terms.GRADIENTS`; without it dq, dk, dv.
     **others : numpy.ndarray, optional
-        The terms, as `forward` takes them; dlse, the gradient with respect to lse; and arrays for gradients by name,
+        The terms, as `forward` takes them; dlse, the gradient with respect to lse; row_sums, if q, k and v are a part
+        of a problem (`cuflash.row_sums`); and arrays for gradients by name,
         which are written to and returned if wanted: shapes and dtypes of q, k, v, bias and so on, shape () and dtype of
         lse where it is that of a number; any strides.
 
@@ -125,6 +127,17 @@ def backward(
     return tuple(results.values())
 
 
+def row_sums(problem: Problem, q: Array, k: Array, v: Array, lse: Array, **terms: Any) -> Array:
+    """Row max and row sum of rows whose lse is large, over the keys of a part, in layout "bhsd" (`cuflash.row_sums`)."""
+    found = of_rows.to_fill(lse)
+    if problem.has_float8:  # which have no backward pass
+        return _row_sums_of_float8(problem, q, k, v, lse, found, terms)
+    way, unit, _ = _way_of(problem, ())
+    way(problem, {"q": q, "k": k, "v": v, "lse": lse, "row_sums": found[..., :2], **terms}, True, None, None)
+    found[..., 2] = unit
+    return found
+
+
 def _run(
     problem: Problem, arrays: Mapping[str, Array | None], is_backward: bool, seed: int | None, offset: int | None
 ) -> None:
@@ -134,16 +147,22 @@ def _run(
     if problem.has_float8:
         scales = {name: scales_of_rows(problem, name, arrays.get(name)) for name in OF_FLOAT8}
         arrays = {**arrays, **scales}
+    wanted = [name for name in problem.gradients if is_backward and arrays.get(name) is not None]
+    way, unit, reason = _way_of(problem, wanted)
+    if reason is not None and reason == core.why_not():  # and not one of this problem
+        _warn_once(reason)
+    if (sums := arrays.get("row_sums")) is not None:
+        arrays = {**arrays, "row_sums": of_rows.in_units(sums, unit, problem.softmax_dtype)}
+    way(problem, arrays, is_backward, seed, offset)
+
+
+def _way_of(problem: Problem, wanted: Collection[str]) -> tuple[Callable[..., None], float, str | None]:
+    """The function that computes a pass, its unit of row maxima, and why the core does not compute it."""
     if problem.has_functions:
-        wanted = [name for name in problem.gradients if is_backward and arrays.get(name) is not None]
         way, reason = functions_as_terms.run, functions_as_terms.why_not(problem, wanted)
     else:
         way, reason = core.run, core.why_not(problem)
-    if reason is not None:
-        way = fallback.run
-        if reason == core.why_not():  # and not one of this problem
-            _warn_once(reason)
-    way(problem, arrays, is_backward, seed, offset)
+    return (way, core.unit_of(problem), None) if reason is None else (fallback.run, 1.0, reason)
 
 
 @functools.cache
@@ -165,13 +184,30 @@ def _run_with_wide_queries(
     """Compute the forward pass where q, k and v have one byte a number: q in float32, and out rounded at the end."""
     q, out = arrays["q"], arrays["out"]
     assert q is not None and out is not None
-    scale = scales_of_rows(problem, "q_scale", arrays.get("q_scale"))
-    wide = view_4d(q, problem.layout).astype(np.float32) * (np.float32(1) if scale is None else scale[..., None])
-    wide = (wide.swapaxes(1, 2) if problem.layout == "bshd" else wide).reshape(q.shape)
-    of_float32 = replace(problem, dtype="float32", q=layout_of(wide, problem.layout), q_scale=None)
+    of_float32, wide = _with_wide_queries(problem, q, arrays.get("q_scale"))
     sums = out.astype(np.float32)  # rows of no sequence are not written to
     _run(of_float32, {**arrays, "q": wide, "q_scale": None, "out": sums}, False, seed, offset)
     out[...] = sums
+
+
+def _with_wide_queries(problem: Problem, q: Array, scale: Array | None) -> tuple[Problem, Array]:
+    """The problem with q in float32, and that q."""
+    scale = scales_of_rows(problem, "q_scale", scale)
+    wide = view_4d(q, problem.layout).astype(np.float32) * (np.float32(1) if scale is None else scale[..., None])
+    wide = (wide.swapaxes(1, 2) if problem.layout == "bshd" else wide).reshape(q.shape)
+    return replace(problem, dtype="float32", q=layout_of(wide, problem.layout), q_scale=None), wide
+
+
+@np.errstate(all="ignore")
+def _row_sums_of_float8(
+    problem: Problem, q: Array, k: Array, v: Array, lse: Array, found: Array, terms: dict[str, Any]
+) -> Array:
+    if problem.multiplies_float8:
+        problem, q = _with_wide_queries(problem, q, terms.pop("q_scale", None))
+    terms |= {name: scales_of_rows(problem, name, terms.get(name)) for name in OF_FLOAT8}
+    arrays = {"q": q, "k": k, "v": v, "lse": lse, "row_sums": found[..., :2], **terms}
+    fallback.run(problem, arrays, True, None, None)
+    return found
 
 
 def _gradients_for(problem: Problem, need: Collection[str], given: Mapping[str, Array | None]) -> dict[str, Array]:

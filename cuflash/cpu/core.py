@@ -44,6 +44,7 @@ AXES = {
     **dict.fromkeys(("q", "k", "v", "out", "dout", *DEFAULT_NEED), "q"),
     **dict.fromkeys(("lse", "dlse"), 3),
     **_AXES_OF_TERMS,
+    "row_sums": 4,
     **{name: _AXES_OF_TERMS.get(name[1:], 0) for name in (*OF_SCORES, *OF_SOFTMAX)},
 }
 DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD, UNALIGNED, NOT_APART = range(6)
@@ -56,7 +57,8 @@ class _Call(ctypes.Structure):
     """`struct Call` of `core/call.h`."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("bytes", "is_backward", "dtype", "kv_dtype", "bias_dtype")),
+        *((name, ctypes.c_int64) for name in ("bytes", "is_backward", "finds_row_sums")),
+        *((name, ctypes.c_int64) for name in ("dtype", "kv_dtype", "bias_dtype")),
         *((name, ctypes.c_int64) for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k")),
         *((name, ctypes.c_int64) for name in ("head_dim", "head_dim_v")),
         *((name, ctypes.c_int64) for name in ("diagonal", "window_left", "window_right", "has_own_diagonals")),
@@ -206,10 +208,18 @@ def _skipped_kinds() -> int:
     return 0
 
 
+def unit_of(problem: Problem) -> float:
+    """What a row max of the core times this is an exponent of e, as `Scaling` of `core/tiles.h` says."""
+    terms = problem.given(("bias", "alibi_slopes")) or problem.softcap is not None or problem.scale == 0
+    return 1.0 if terms or problem.score is not None else abs(problem.scale)
+
+
 def run(
     problem: Problem, arrays: Mapping[str, Array | None], is_backward: bool, seed: int | None, offset: int | None
 ) -> None:
     """Compute a pass: `arrays` has those of `AXES` that there are, by name, and the results to be written among them.
+
+    A backward pass without dout finds row sums only; other ones may be given these (`cuflash.row_sums.in_units`).
 
     Raises MemoryError, and whatever a signal handler raises, such as KeyboardInterrupt: within a tenth of a second.
     """
@@ -337,6 +347,7 @@ def prepare(problem: Problem, given: Mapping[str, Shaped], is_backward: bool) ->
     call = _Call(
         bytes=ctypes.sizeof(_Call),
         is_backward=is_backward,
+        finds_row_sums=is_backward and "dout" not in given,
         dtype=DTYPES.index(problem.dtype),
         kv_dtype=(*DTYPES, *FLOAT8).index(problem.k.dtype),
         bias_dtype=0 if problem.bias is None else DTYPES.index(problem.bias.dtype),

@@ -28,6 +28,7 @@ from cuflash.cpu.parts import slices
 from cuflash.dropout import kept_weights
 from cuflash.operands import view_4d, view_rows
 from cuflash.problem import Problem
+from cuflash.row_sums import is_large
 from cuflash.score.evaluation import clamped, evaluate
 from cuflash.score.intervals import Tables, bounds_of
 from cuflash.score.nodes import Node
@@ -43,7 +44,6 @@ LEAST_KEYS = 64  # in a tile, if there are as many
 BLOCK = 128  # keys that a mask function may hide as a whole
 SERIAL_FLOPS = 1e8  # too little work for several threads
 SPREAD = 4  # sums for entries of an array are dense where the entries range over at most SPREAD times as many as values
-LARGE_LSE = 128.0  # see `_Job.row_max_and_sum`
 # Smaller weights count as zero: subnormal numbers slow products down a hundredfold.
 LEAST_WEIGHT = {np.dtype(np.float32): 2.0**-100, np.dtype(np.float64): 2.0**-960}
 
@@ -57,6 +57,9 @@ def run(
     threads = 1 if flops < SERIAL_FLOPS else jobs.count_cores()
     if not is_backward:
         jobs.run(_Job.forward, _jobs(problem, given, (seed, offset)), threads)
+        return
+    if "dout" not in given:
+        jobs.run(_Job.find_row_sums, _jobs(problem, given, (seed, offset)), threads)
         return
     sums = _Sums(problem, {name: given.pop(name) for name in problem.gradients if name in given})
     given |= sums.of_rows
@@ -118,6 +121,7 @@ class _Call:
 
         by_heads = views("q", "out", "dout", "dq")
         by_heads |= {name: view_rows(arrays[name]) for name in ("lse", "dlse") if name in arrays}
+        by_heads |= {name: view_4d(arrays[name], "bhsd") for name in ("row_sums",) if name in arrays}
         by_heads |= {name: np.broadcast_to(arrays[name], shape) for name, shape in shapes.items() if name in arrays}
         split = (problem.num_heads_kv, problem.group_size)
         self.arrays = {name: x.reshape(len(x), *split, *x.shape[2:]) for name, x in by_heads.items()}
@@ -354,6 +358,23 @@ class _Job:
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
+    def softmax(self) -> _OnlineSoftmax:
+        """Row max and row sum over all keys."""
+        softmax = _OnlineSoftmax(self.sinks)
+        for tile in self.tiles():
+            softmax.step(self.folded(self.scores(tile)[1]))
+        return softmax
+
+    def find_row_sums(self) -> None:
+        """Write row max and row sum of rows whose lse is large, whatever lse is: other calls may have other keys."""
+        large = is_large(self.of_rows("lse"))
+        if not large.any():
+            return
+        softmax = self.softmax()
+        result = self.call.arrays["row_sums"][self.at_rows]
+        found = np.concatenate([softmax.row_max, softmax.row_sum], axis=-1, dtype=np.float64)
+        result[...] = np.where(large.reshape(*result.shape[:-1], 1), found.reshape(result.shape), result)
+
     def row_max_and_sum(self, lse: Array) -> tuple[Array, Array | None]:
         """What makes weights of scores: ``exp(S - first) / second``, or ``exp(S - first)`` if the second is None.
 
@@ -362,14 +383,15 @@ class _Job:
         if they explain lse: otherwise these keys are some of those that lse belongs to.
         """
         base = np.where(lse == -np.inf, np.inf, lse)
-        is_large = np.isfinite(lse) & (np.abs(lse) >= LARGE_LSE)
-        if not is_large.any():
+        if "row_sums" in self.call.arrays:
+            row_max, inverse = np.split(self.of_rows("row_sums"), 2, axis=-1)
+            return np.where(inverse < 0, base, row_max), 1 / np.where(inverse < 0, 1, inverse)
+        large = is_large(lse)
+        if not large.any():
             return base, None
-        softmax = _OnlineSoftmax(self.sinks)
-        for tile in self.tiles():
-            softmax.step(self.folded(self.scores(tile)[1]))
+        softmax = self.softmax()
         difference = (softmax.row_max - lse) + np.log(softmax.row_sum)
-        explains = is_large & (np.abs(difference) <= 4 * np.spacing(np.abs(lse)))
+        explains = large & (np.abs(difference) <= 4 * np.spacing(np.abs(lse)))
         return np.where(explains, softmax.row_max, base), np.where(explains, softmax.row_sum, 1)
 
     def backward(self, wanted: Mapping[str, Array]) -> _Part:

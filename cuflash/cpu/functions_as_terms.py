@@ -172,6 +172,10 @@ class _Call:
         is_line = self.has_diagonals and self.program.mask is None and not self.of_reads
         of_lines = problem.seqlen_q + problem.seqlen_k if is_line else None
         every = list(parts(problem, self.different, most, of_lines))
+        if is_backward and "dout" not in self.arrays:
+            for part in every:
+                self.run_part(part, self.of_rows(part, ("lse", "row_sums")), True)
+            return
         if is_backward:
             self.run_backward(every)
             return
@@ -189,7 +193,7 @@ class _Call:
             own = {name: x[of_keys] for name, x in sums.items() if name != "dq"}
             added = {name: np.empty_like(x) for name, x in own.items()} if is_split else own
             rows = {"dq": sums["dq"][part.batches, part.heads, part.rows]} if "dq" in sums else {}
-            given = self.of_rows(part, ("dout", "out", "lse", "dlse"))
+            given = self.of_rows(part, ("dout", "out", "lse", "dlse", "row_sums"))
             self.run_part(part, given | rows | added, True)
             if is_split:
                 for name, x in own.items():
@@ -203,7 +207,8 @@ class _Call:
         return {name: self.as_computed(self.arrays[name][place]) for name in names if name in self.arrays}
 
     def as_computed(self, x: Array) -> Array:
-        return x if self.wide is None else x.astype(self.wide)
+        is_narrow = x.dtype.itemsize < self.dtype.itemsize
+        return x.astype(self.wide) if self.wide is not None and is_narrow else x
 
     def run_part(self, part: Part, arrays: dict[str, Array], is_backward: bool) -> None:
         """Compute a part: `arrays` are those of a call but for q, k, v and terms."""

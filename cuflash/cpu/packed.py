@@ -20,7 +20,7 @@ from cuflash.values import value_error
 
 Array = NDArray[Any]
 
-_OF_ROWS = ("q", "k", "v", "out", "lse", "dout", "dlse", *DEFAULT_NEED)
+_OF_ROWS = ("q", "k", "v", "out", "lse", "dout", "dlse", "row_sums", *DEFAULT_NEED)
 
 
 @dataclass(frozen=True)

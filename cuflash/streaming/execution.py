@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from cuflash import merging
+from cuflash import merging, row_sums
 from cuflash.parts import Parts
 from cuflash.spans import Span
 from cuflash.streaming.belts import Drain, Feed, Host
@@ -20,7 +20,7 @@ from cuflash.streaming.cuda import Cuda
 from cuflash.terms import BROADCAST, OF_SOFTMAX
 
 Array = Any
-OF_ROWS = ("q", "dout", "out", "lse", "dlse")
+OF_ROWS = ("q", "dout", "out", "lse", "dlse", "row_sums")
 OF_KEYS = ("dk", "dv")
 
 
@@ -74,9 +74,46 @@ class StreamedPass:
             got = self.parts.into(results, arrays, call, is_wide=self.parts.is_on_cpu)
             merge.add(got["out"], got["lse"], rows)
         merge.finish(out, lse)
+        if row_sums.has_large(lse):
+            self._merge_large(out, lse)
+
+    def _merge_large(self, out: Array, lse: Array) -> None:
+        """Merge chunks again, in rows whose lse is so large that it does not say what a chunk weighs."""
+        merge = merging.LargeRows(lse, out.shape[3], self._scores_of_heads())
+        for part in self._walk({}):
+            call = functools.partial(self.parts.forward, *part.chunk)
+            got = self.parts.into({}, self.arrays_of(part, of_softmax=False), call, is_wide=True)
+            merge.add(self._row_sums_of(part, lse), slice(*part.chunk.queries), got["out"])
+        merge.finish(out, lse)
+
+    def _row_sums(self) -> Array:
+        """The row sums over all chunks, where lse is large."""
+        lse = self.arrays["lse"]
+        merge = merging.LargeRows(lse, 0, self._scores_of_heads())
+        for part in self._walk({}):
+            merge.add(self._row_sums_of(part, lse), slice(*part.chunk.queries))
+        return merge.sums
+
+    def _row_sums_of(self, part: Part, lse: Array) -> Array:
+        """The row sums over a chunk, of rows whose lse is large."""
+        arrays = {
+            name: x
+            for name, x in self.arrays_of(part, of_softmax=False).items()
+            if name not in OF_ROWS or name == "q"
+        }
+        arrays["lse"] = lse[:, :, slice(*part.chunk.queries)]
+        call = functools.partial(self.parts.row_sums, *part.chunk)
+        return self.parts.into({}, arrays, call, is_wide=True)["row_sums"]
 
     def backward(self, need: tuple[str, ...], results: Mapping[str, Array]) -> None:
         """Fill dq, dk, dv and dbias, which have four axes, and the other gradients, shaped as their arrays are."""
+        if not self.is_whole and row_sums.has_large(self.arrays["lse"]):
+            arrays = {**self.arrays, "row_sums": self._row_sums()}
+            replace(self, parts=replace(self.parts, arrays=arrays))._backward(need, results)
+        else:
+            self._backward(need, results)
+
+    def _backward(self, need: tuple[str, ...], results: Mapping[str, Array]) -> None:
         of_keys = {name: results[name] for name in OF_KEYS if name in need}
         self._clear_unseen(of_keys)
         sums = _Sums(self, [name for name in need if name not in OF_KEYS], results)

@@ -372,15 +372,29 @@ inline bool make_tiles(Work &work) {
     return true;
 }
 
-template <class T> bool prepare_backward(Work &work) {
-    const Call &call = work.call;
-    if (!make_entries(work)) return false;
-    // Every tile loads all queries, and adds its part to dq in memory. So tiles are long, if they make so many jobs
-    // that threads of different speeds end at about the same time.
+// Every tile loads all queries, and adds its part to dq in memory. So tiles are long, if they make so many jobs that
+// threads of different speeds end at about the same time.
+template <class T> void choose_backward_tiles(Work &work) {
     for (long keys = MAX_KEYS; keys >= USUAL_KEYS; keys /= 2) {
         choose_tiles<T>(work, BACKWARD_ROWS, keys);
         if (TileCount(work).all >= 2 * ENOUGH_JOBS) break;
     }
+}
+
+// Finds the sums of rows of large lse, and nothing else, with the tiles of the backward pass.
+template <class T> bool prepare_row_sums(Work &work) {
+    if (!make_entries(work)) return false;
+    choose_backward_tiles<T>(work);
+    work.scratch_bytes = BackwardBuffers<T>(work, nullptr).scratch.used;
+    if (!make_blocks(work, false, 0)) return false;
+    work.add_phase(row_sums_job<T>, work.num_blocks);
+    return true;
+}
+
+template <class T> bool prepare_backward(Work &work) {
+    const Call &call = work.call;
+    if (!make_entries(work)) return false;
+    choose_backward_tiles<T>(work);
     if (!make_tiles(work)) return false;
     work.scratch_bytes = BackwardBuffers<T>(work, nullptr).scratch.used;
     const bool is_packed = call.arrays[CU_SEQLENS_Q], wants_dq = is_wanted(call, DQ);
@@ -401,7 +415,8 @@ template <class T> bool prepare_backward(Work &work) {
         for (long t = 0; t < work.num_tiles; ++t) work.progress[t] = 0;
     }
     work.add_phase(clear_job<T>, batch * larger(call.num_heads, call.num_heads_kv));
-    if (work.row_sums) work.add_phase(row_sums_job<T>, work.num_blocks);
+    const bool finds_row_sums = work.row_sums && !call.arrays[ROW_SUMS];
+    if (finds_row_sums) work.add_phase(row_sums_job<T>, work.num_blocks);
     if (wants_dq || is_wanted(call, DK) || is_wanted(call, DV) || has_sums || has_bias)
         work.add_phase(key_tile_job<T>, work.num_tiles);
     if (is_apart && has_room) work.add_phase(round_job<T>, work.num_entries * call.num_heads);
@@ -412,7 +427,7 @@ template <class T> bool prepare_backward(Work &work) {
     if (bias == BiasGradient::KEYS)
         work.add_phase(bias_sums_job<T>, jobs.entries * jobs.heads * ceil_div(call.seqlen_k, MAX_KEYS));
     if (bias == BiasGradient::APART) {
-        if (HAS_TILES && work.row_sums)
+        if (HAS_TILES && finds_row_sums)
             work.add_phase(bias_row_sums_job<T>, call.batch * call.num_heads * jobs.num_blocks);
         work.add_phase(bias_job<T>, jobs.entries * jobs.heads * jobs.blocks * jobs.tiles);
     }

@@ -115,6 +115,7 @@ struct Changing {
 };
 
 inline bool is_result(const Call &call, int64_t array) {
+    if (array == ROW_SUMS) return call.finds_row_sums;
     return call.is_backward ? (array >= DQ && array <= DV) || array >= DBIAS : array == OUT || array == LSE;
 }
 

@@ -124,12 +124,15 @@ inline void load_queries(const Work &work, const Entry &entry, const Block &bloc
     const Call &call = work.call;
     const Sizes<T> &sizes = buffers.sizes;
     const long num_rows = rows_of(block);
+    const bool has_dout = !call.finds_row_sums;
     if (uses_pairs<T>(call)) {
         load_query_pairs(call, Q, entry, block, call.head_dim, call.scale < 0, buffers.q, buffers.q_t, buffers.dq);
-        load_query_pairs(call, DOUT, entry, block, call.head_dim_v, false, buffers.dout, buffers.dout_t, buffers.dq);
+        if (has_dout)
+            load_query_pairs(call, DOUT, entry, block, call.head_dim_v, false, buffers.dout, buffers.dout_t,
+                             buffers.dq);
     } else {
         load_rows(call, Q, entry, block, call.head_dim, buffers.q, sizes.dim, num_rows);
-        load_rows(call, DOUT, entry, block, call.head_dim_v, buffers.dout, sizes.dim_v, num_rows);
+        if (has_dout) load_rows(call, DOUT, entry, block, call.head_dim_v, buffers.dout, sizes.dim_v, num_rows);
         if (call.scale < 0)
             for (long x = 0; x < num_rows * sizes.dim; ++x) buffers.q[x] = -buffers.q[x];
     }
@@ -140,9 +143,9 @@ inline void load_queries(const Work &work, const Entry &entry, const Block &bloc
         const Row row = row_of(block, r);
         const T lse = number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i);
         const T *dout = uses_pairs<T>(call) ? numbers : buffers.dout + r * sizes.dim_v;
-        if (uses_pairs<T>(call))
+        if (uses_pairs<T>(call) && has_dout)
             load_row(row_address(call, DOUT, entry, row), call.dtype, call.strides[DOUT][3], call.head_dim_v, numbers);
-        buffers.delta[r] = delta_of(call, entry, row, lse, dout, sizes.dim_v, values);
+        if (has_dout) buffers.delta[r] = delta_of(call, entry, row, lse, dout, sizes.dim_v, values);
         buffers.lse[r] = lse;
         buffers.row_sums[r] = work.row_sums ? row_sum<T>(work, entry, row) : NO_ROW_SUM<T>;
     }
@@ -408,7 +411,10 @@ template <class T> inline void find_row_sums(Work &work, char *memory, const Blo
     }
     for (long r = 0; r < num_rows; ++r) {
         const Row row = row_of(block, r);
-        if (is_large(buffers.lse[r]))
+        if (!is_large(buffers.lse[r])) continue;
+        if (call.finds_row_sums)
+            write_row_sum(call, scaling, entry, row, shifts[r], sums[r]);
+        else
             row_sum<T>(work, entry, row) = explained_sum(call, scaling, row.head, buffers.lse[r], shifts[r], sums[r]);
     }
 }

@@ -6,6 +6,7 @@
 #define NAMED(a, b) JOINED(a, b)
 
 template <class T> static bool prepare_pass(Work &work) {
+    if (work.call.finds_row_sums) return prepare_row_sums<T>(work);
     if (is_small(work.call)) return prepare_small<T>(work);
     return work.call.is_backward ? prepare_backward<T>(work) : prepare_forward<T>(work);
 }

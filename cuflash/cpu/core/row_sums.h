@@ -44,13 +44,26 @@ template <class T> inline bool has_large_rows(const Call &call) {
     return false;
 }
 
+// Row max, in units of scores, and row sum of a row in ROW_SUMS if they are wanted; the inverse of the row sum, negative
+// if there is none, if they are given. These are those of all keys of a row, of which a call may have some.
+inline double *numbers_of_row(const Call &call, long batch, long head, long row) {
+    return &number<double>(call, ROW_SUMS, batch, head, row);
+}
+
 // Makes room for the sums of all rows if one may need it; returns false if there is no memory.
 template <class T> inline bool allocate_row_sums(Work &work) {
     const Call &call = work.call;
-    if (!has_large_rows<T>(call)) return true;
+    if (!call.arrays[ROW_SUMS] && !has_large_rows<T>(call)) return true;
     const long num_rows = (call.arrays[CU_SEQLENS_Q] ? 1 : call.batch) * call.num_heads * call.seqlen_q;
     if (!work.allocate(work.row_sums, num_rows * long(sizeof(RowSum<T>)))) return false;
-    for (long r = 0; r < num_rows; ++r) ((RowSum<T> *)work.row_sums)[r] = NO_ROW_SUM<T>;
+    RowSum<T> *sums = (RowSum<T> *)work.row_sums;
+    for (long r = 0; r < num_rows; ++r) {
+        sums[r] = NO_ROW_SUM<T>;
+        if (!call.arrays[ROW_SUMS]) continue;
+        const long head = r / call.seqlen_q;
+        const double *given = numbers_of_row(call, head / call.num_heads, head % call.num_heads, r % call.seqlen_q);
+        sums[r] = {T(given[0]), T(given[1])};
+    }
     return true;
 }
 
@@ -75,6 +88,22 @@ inline RowSum<T> explained_sum(const Call &call, const Scaling<T> &scaling, long
     const double found = top - double(lse) + log_of(sum);
     if (!(found <= UNITS_OF_LSE * unit && found >= -UNITS_OF_LSE * unit)) return NO_ROW_SUM<T>;
     return {of_keys == -infinity ? T(0) : shift, T(rest / sum)};
+}
+
+// Writes the sum of a row and, if there is one, of its sink, whatever lse is: other calls may have other keys of it.
+template <class T>
+inline void write_row_sum(const Call &call, const Scaling<T> &scaling, const Entry &entry, Row row, T shift,
+                          double sum) {
+    double *to = numbers_of_row(call, entry.batch, row.head, entry.first_q + row.i);
+    to[0] = shift, to[1] = sum;
+    if (!call.arrays[SINKS]) return;
+    const double sink = number<T>(call, SINKS, 0, row.head), of_keys = double(shift) * scaling.natural;
+    if (sink > of_keys) {
+        to[0] = sink / scaling.natural;
+        to[1] = sum * exp_of(of_keys - sink) + 1;
+    } else if (sum > 0) {
+        to[1] += exp_of(sink - of_keys);
+    }
 }
 
 // Adds the exponentials of a row's scores, which are whole vectors, to its sum, and moves its shift to its largest score.

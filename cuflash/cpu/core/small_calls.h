@@ -11,7 +11,7 @@ constexpr int64_t MANY_ROWS = 5;       // queries that are worth a vector, where
 constexpr int64_t SINGLE_KEYS = 16;
 
 inline bool is_small(const Call &call) {
-    constexpr Array NOT_SERVED[] = {BIAS, MASK, BLOCK_MASK, BLOCK_TABLE, ALIBI_SLOPES, CU_SEQLENS_Q, DSCALE};
+    constexpr Array NOT_SERVED[] = {BIAS, MASK, BLOCK_MASK, BLOCK_TABLE, ALIBI_SLOPES, CU_SEQLENS_Q, DSCALE, ROW_SUMS};
     for (Array array : NOT_SERVED)
         if (call.sizes[array]) return false;
     return !has_cap(call) && !has_float8(call) && call.scale > 0 && !call.dropout_steps && call.num_heads > 0 &&

@@ -1,0 +1,102 @@
+"""Row max and row sum of rows whose lse is large, for problems whose keys are computed in parts.
+
+lse = row max + log(row sum) is rounded: of a row whose scores are all about -1e9, as a finite mask makes them, nothing
+is left of the log of the row sum. So where lse is large, the parts of a problem are weighted by row maxima and sums,
+and backward passes of parts make weights by those of all keys.
+
+Such an array has three numbers for each row, on its last axis: the row max, the row sum of exp(score - row max), and
+the unit of the row max, because backends keep maxima of products that are not scaled yet, and rounded products would
+not cancel. A row sum below 0 says that the row has none, because its lse is not large. A row that sees no key has a row
+max of -inf, and a row sum of 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Array = Any
+NUMBERS = 3  # of a row: row max, row sum, unit
+# Of smaller ones, what is rounded off changes weights by 2^-18 at most; the backends have the same bound.
+LARGE_LSE = 128.0
+
+
+def is_large(lse: Array) -> Array:
+    """Which rows have an lse that says too little of their row sums."""
+    return np.isfinite(lse) & (np.abs(lse) >= LARGE_LSE)
+
+
+def has_large(lse: Array) -> bool:
+    """Whether there is such a row, in host memory."""
+    return bool(is_large(lse).any())
+
+
+def absent(shape: tuple[int, ...]) -> Array:
+    """An array that has no row sum, for rows of this shape."""
+    return np.broadcast_to(np.array([0.0, -1.0, 1.0]), (*shape, NUMBERS)).copy()
+
+
+def to_fill(lse: Array) -> Array:
+    """An array for the row sums of rows whose lse is large; until it is filled, these see no key."""
+    found = absent(lse.shape)
+    found[is_large(lse), :2] = -np.inf, 0
+    return found
+
+
+def of_lse(lse: Array) -> Array:
+    """Row sums that say no more than lse does."""
+    lse = np.asarray(lse, np.float64)
+    return np.stack([lse, np.where(lse == -np.inf, 0.0, 1.0), np.ones_like(lse)], axis=-1)
+
+
+def of_part(row_sums: Array | None, lse: Array) -> Array:
+    """The row sums of a part, of all rows: where the lse of a part is not large, it says enough."""
+    plain = of_lse(lse)
+    return plain if row_sums is None else np.where(row_sums[..., 1:2] < 0, plain, row_sums)
+
+
+def merged(parts: Sequence[Array]) -> tuple[Array, list[Array]]:
+    """The row sums of all keys, and what part of the sum each of some parts of the keys has.
+
+    A row has no sum if it has none in some part.
+    """
+    unit = parts[0][..., 2]
+    for part in parts[1:]:  # the unit of a row that has a sum of its own, if there is one
+        unit = np.where(unit == 1, part[..., 2], unit)
+    maxima = [part[..., 0] if (part[..., 2] == unit).all() else part[..., 0] * (part[..., 2] / unit) for part in parts]
+    row_max = np.maximum.reduce(maxima)
+    base = np.where(row_max == -np.inf, 0, row_max)
+    sums = [
+        np.where(part[..., 1] == 0, 0, part[..., 1] * np.exp((own - base) * unit))
+        for part, own in zip(parts, maxima, strict=True)
+    ]
+    row_sum = sum(sums)
+    total = np.where(row_sum == 0, 1, row_sum)
+    is_absent = np.logical_or.reduce([part[..., 1] < 0 for part in parts])
+    found = np.stack([row_max, row_sum, unit], axis=-1)
+    found[is_absent] = 0, -1, 1
+    return found, [x / total for x in sums]
+
+
+def with_score(row_sums: Array, scores: Array) -> Array:
+    """Row sums with one more key, which has a score for each head."""
+    of_key = np.broadcast_to(of_lse(scores)[:, None], row_sums.shape)
+    return np.where(row_sums[..., 1:2] < 0, row_sums, merged([row_sums, of_key])[0])
+
+
+def lse_of(row_sums: Array) -> Array:
+    """The lse of rows that have sums."""
+    row_max, row_sum, unit = np.moveaxis(row_sums, -1, 0)
+    return row_max * unit + np.log(row_sum)
+
+
+def in_units(row_sums: Array, unit: float, dtype: Any) -> Array:
+    """Row max in a backend's unit and dtype, and the inverse of the row sum, negative where there is none."""
+    row_max, row_sum, own = np.moveaxis(row_sums, -1, 0)
+    converted = np.where(own == unit, row_max, row_max * (own / unit))
+    largest = np.finfo(dtype).max
+    rounded = np.clip(converted, -largest, largest).astype(dtype).astype(np.float64)
+    inverse = np.exp((rounded - converted) * unit) / row_sum
+    return np.stack([rounded, np.where(row_sum < 0, -1, inverse)], axis=-1)
