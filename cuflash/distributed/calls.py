@@ -43,6 +43,7 @@ from cuflash.options import Options, diagonal_of, window_of
 from cuflash.parts import steps_of
 from cuflash.problem import Problem, make_problem
 from cuflash.results import Array
+from cuflash.row_sums import has_large
 from cuflash.spans import Band
 from cuflash.terms import BROADCAST, OF_FLOAT8, OF_HEADS, TERMS, Terms
 from cuflash.values import counted, value_error
@@ -54,6 +55,7 @@ _OF_ALL = (*(term.name for term in TERMS if term.own_axes in (0, 1)), *OF_FLOAT8
 # Terms that depend on the numbers of rows.
 _COUNTED = frozenset(term.name for term in TERMS if term.part_of != "softmax")
 _STARTS = ("cu_seqlens_q", "cu_seqlens_k")
+_LARGE_ROWS = "_large rows"
 MAX_KNOWN = 256  # calls whose preparation is kept
 WARM_UP = 600.0  # seconds by which ranks on devices wait longer for one another, while kernels may be compiled
 # Terms that may replace a function that spells them out. A bias is not among them: each rank has other rows of it.
@@ -342,6 +344,8 @@ class Calls:
                 facts[f"_columns of {name}"] = shape[3]
                 facts[f"_rows of {name}"] = shape.pop(2) if x.ndim > 1 else ALL_ROWS
                 facts[name] = f"{x.dtype.name} {tuple(shape[: 2 if method == 'decode' else 3])} beside rows"
+        if "lse" in call.given and isinstance(call.given["lse"], np.ndarray) and has_large(call.given["lse"]):
+            facts[_LARGE_ROWS] = True  # then ranks find row sums first, all of them
         return json.dumps(facts)
 
     def _prepared(self, method: str, call: Call, facts: Sequence[dict[str, Any]]) -> Prepared:
@@ -413,6 +417,7 @@ class Calls:
             random=(0, 0),
             arrays={},
             broadcasts_rows=frozenset() if method == "decode" else shared,
+            has_large_rows=method == "backward" and any(fact.get(_LARGE_ROWS) for fact in facts),
         )
 
     def _problem(self, method: str, call: Call, split_q: Split, split_k: Split) -> Problem:

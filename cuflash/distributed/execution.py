@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from cuflash import merging
+from cuflash import merging, row_sums
 from cuflash.distributed.run import OF_KEYS, Run, of_heads
 from cuflash.distributed.schedule import Round, Tile, Walk
 from cuflash.distributed.streams import Streams
 from cuflash.distributed.sums import Found, Pieces, Returns, Sums, add_up, minus_delta, of_sequences
 from cuflash.distributed.travel import Held, Rows
 from cuflash.elementwise import assign
+from cuflash.parts import Parts
 from cuflash.spans import Span, is_some
 from cuflash.terms import BROADCAST, DEFAULT_NEED, OF_SOFTMAX
 
@@ -59,13 +61,15 @@ class Execution(Run):
                     call = functools.partial(calls.forward, tile.queries, tile.keys)
                     is_wide = not is_one and calls.is_on_cpu
                     calls.into(results, arrays, call, front=tile.front[0], is_wide=is_wide)
+                    if is_wide and row_sums.has_large(results["lse"]):
+                        results["row_sums"] = self._row_sums_of(calls, tile, arrays, results["lse"])
                 if not is_one:
                     pieces.add(tile, heads, results)
             with streams.returns():
                 for piece, found in pieces.complete(heads):
                     at = self.local(split, walk.pieces[self.rank][piece])
-                    outs, lses = ([part[name] for part in found] for name in ("out", "lse"))
-                    merging.merge_into(outs, lses, out[:, q_heads, at], lse[:, q_heads, at])
+                    outs, lses, sums = ([part.get(name) for part in found] for name in ("out", "lse", "row_sums"))
+                    merging.merge_into(outs, lses, out[:, q_heads, at], lse[:, q_heads, at], sums)
                     streams.keep(found)
 
     def backward(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
@@ -73,12 +77,42 @@ class Execution(Run):
         self.fill(tuple(results.values()), lambda run: run._backward(need, results))
 
     def _backward(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
+        if self.has_large_rows:
+            with_sums = replace(self, arrays={**self.arrays, "row_sums": self._row_sums()}, has_large_rows=False)
+            with_sums._backward(need, results)
+            return
         of_keys = need if self._sums_dq(need) else tuple(name for name in ("dk", "dv") if name in need)
         of_queries = tuple(name for name in need if name not in of_keys)
         if of_queries:
             self._backward_by_queries(of_queries, results)
         if of_keys:
             self._backward_by_keys(of_keys, results)
+
+    def _row_sums(self) -> Array:
+        """The row sums of this rank's queries over the keys of all ranks, where lse is large."""
+        walk, split, lse = self.schedule.by_queries, self.schedule.split_q, self.arrays["lse"]
+        pieces, found = Pieces(self, walk), row_sums.absent(lse.shape)
+        for a_round, heads, held, streams in Rows(self, walk, ("k", "v"), ("k", "v")).steps():
+            q_heads = self.q_heads(heads)
+            for number, tile in a_round.longest_first(self.rank):
+                of_tile = lse[:, q_heads, self.local(split, tile.own_queries)]
+                sums = row_sums.to_fill(of_tile)
+                if not self._is_left_over(tile):
+                    arrays = self._of_tile(a_round, tile, heads, held)
+                    with streams.of_call(number):
+                        sums = self._row_sums_of(self.parts_of(tile, heads), tile, arrays, of_tile)
+                pieces.add(tile, heads, {"row_sums": sums})
+            for piece, parts in pieces.complete(heads):
+                at = self.local(split, walk.pieces[self.rank][piece])
+                found[:, q_heads, at] = row_sums.merged([part["row_sums"] for part in parts])[0]
+        return found
+
+    def _row_sums_of(self, calls: Parts, tile: Tile, arrays: Mapping[str, Array], lse: Array) -> Array:
+        """The row sums over the keys of a tile, of rows whose lse is large; `arrays` have rows in front, lse has not."""
+        given = {name: x for name, x in arrays.items() if name not in ("out", "dout", "dlse", "row_sums")}
+        given["lse"] = calls.behind_queries({"lse": lse}, tile.front[0])["lse"]
+        call = functools.partial(calls.row_sums, tile.queries, tile.keys)
+        return calls.into({}, given, call, is_wide=True)["row_sums"][:, :, tile.front[0] :]
 
     def _backward_by_queries(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         walk, split = self.schedule.by_queries, self.schedule.split_q
@@ -138,7 +172,8 @@ class Execution(Run):
     def _backward_by_keys(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         walk, split = self.schedule.by_keys, self.schedule.split_k
         of_pairs = (name for name in BROADCAST if name not in self.broadcasts_rows)
-        own = tuple(x for x in ("q", "dout", "out", "lse", "dlse", *of_pairs) if self.arrays.get(x) is not None)
+        of_rows = ("q", "dout", "out", "lse", "dlse", "row_sums")
+        own = tuple(x for x in (*of_rows, *of_pairs) if self.arrays.get(x) is not None)
         # With `is_fixed` a call gets the same arrays on every rank, so that it gives the same bits.
         names = own if self.is_fixed else (*(name for name in own if name not in ("out", "dlse")), "minus_delta")
         pieces, returns = Pieces(self, walk), Returns(self, results["dq"]) if "dq" in need else None
@@ -197,12 +232,15 @@ class Execution(Run):
         for tile, part in zip(seen[self.rank], found[self.rank].parts, strict=True):
             arrays = self._of_keys(tile, queries, is_first=tile.keys == order[0][0])
             call = functools.partial(self.parts.forward, queries, tile.keys)
-            self.parts.into(part, arrays, call, is_wide=self.parts.is_on_cpu)
+            results = {name: part[name] for name in ("out", "lse")}
+            self.parts.into(results, arrays, call, is_wide=self.parts.is_on_cpu)
+            if "row_sums" in part:
+                part["row_sums"][...] = self._row_sums_of(self.parts, tile, arrays, part["lse"])
         own = found[self.rank].memory
         self.exchange([(rank, own) for rank in others], [(rank, found[rank].memory) for rank in others])
         parts = [found[rank].parts[i] for _, rank, i in order]
-        outs, lses = ([part[name] for part in parts] for name in ("out", "lse"))
-        merging.merge_into(outs, lses, out, lse)
+        outs, lses, sums = ([part.get(name) for part in parts] for name in ("out", "lse", "row_sums"))
+        merging.merge_into(outs, lses, out, lse, sums if any(map(_has_sums, sums)) else ())
 
     def _of_keys(self, tile: Tile, queries: Span, *, is_first: bool) -> dict[str, Array]:
         """The arrays of a call on all queries and some of this rank's keys; terms of the softmax go to the first."""
@@ -221,7 +259,7 @@ class Execution(Run):
         """The arrays of a call: a piece of this rank's rows, and the travelling rows that this piece meets."""
         by_keys = a_round.by == "keys"
         own_split = self.schedule.split_k if by_keys else self.schedule.split_q
-        names = ("k", "v") if by_keys else ("q", "out", "dout", "lse", "dlse")
+        names = ("k", "v") if by_keys else ("q", "out", "dout", "lse", "dlse", "row_sums")
         at, q_heads = self.local(own_split, a_round.own(tile)), self.q_heads(heads)
         found = {}
         for name in names:
@@ -285,3 +323,7 @@ class Execution(Run):
         """Whether a call by keys fills the device until shortly before its end, so that no other should run beside."""
         count = self.arrays["k"].shape[0] * (heads[1] - heads[0])
         return count * (tile.keys[1] - tile.keys[0]) >= FULL_ROWS
+
+
+def _has_sums(sums: Array | None) -> bool:
+    return sums is not None and bool((sums[..., 1] >= 0).any())

@@ -41,6 +41,7 @@ class Run:
     random: tuple[int, int]  # seed and offset of dropout
     arrays: Mapping[str, Array]  # by name, with four axes (lse and dlse: three); None for absent ones
     broadcasts_rows: frozenset[str]  # which of bias and mask are the same for all queries
+    has_large_rows: bool = False  # whether lse of some row of some rank is large (`cuflash.row_sums`), in backward
     agreement: Pending | None = None  # of all ranks on this call; rows travel only after it
     # Warm-up runs of such calls, by the alignment of their arrays.
     recordings: dict[tuple[int, ...], Recording] = field(default_factory=dict)

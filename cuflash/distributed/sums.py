@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 from cuflash.distributed.run import Run, of_heads
 from cuflash.distributed.schedule import Round, Tile, Walk
 from cuflash.elementwise import WIDE, assign, minus_row_products, sum_of
+from cuflash.row_sums import NUMBERS
 from cuflash.spans import Span, cut, places
 from cuflash.terms import GRADIENTS, OF_NUMBERS
 
@@ -61,15 +63,18 @@ class Found(NamedTuple):
 
     @classmethod
     def of(cls, run: Run, count: int, out: Array, lse: Array) -> Found:
-        """Memory for `count` parts, each of which is aligned for wide accesses."""
-        dtype = run.parts.softmax_dtype
-        ends = [-(-x.size * dtype.itemsize // WIDE) * WIDE // dtype.itemsize for x in (out, lse)]
-        memory = run.xp.empty((count, sum(ends)), dtype)
-        places = {"out": (0, out), "lse": (ends[0], lse)}
-        parts = [
-            {name: memory[i, at : at + like.size].reshape(like.shape) for name, (at, like) in places.items()}
-            for i in range(count)
-        ]
+        """Memory for `count` parts, each of which is aligned for wide accesses; in host memory, with row sums."""
+        dtype, wide = run.parts.softmax_dtype, np.dtype(np.float64)
+        places = {"out": (out.shape, dtype), "lse": (lse.shape, dtype)}
+        if isinstance(out, np.ndarray):
+            places["row_sums"] = (*lse.shape, NUMBERS), wide
+        sizes = [-(-math.prod(shape) * own.itemsize // WIDE) * WIDE // dtype.itemsize for shape, own in places.values()]
+        memory = run.xp.empty((count, sum(sizes)), dtype)
+        parts: list[dict[str, Array]] = [{} for _ in range(count)]
+        for (name, (shape, own)), first in zip(places.items(), itertools.accumulate(sizes, initial=0), strict=False):
+            stop = first + math.prod(shape) * own.itemsize // dtype.itemsize
+            for i, part in enumerate(parts):
+                part[name] = (memory[i, first:stop].view(own) if own != dtype else memory[i, first:stop]).reshape(shape)
         return cls(memory, parts)
 
 
