@@ -73,6 +73,10 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: Literal["bhsd
     -----
     Give a learnable sink to `FlashAttention.forward` for one of the parts only.
 
+    lse is all that says what a part weighs, and it is rounded: in rows of large lse the weights of parts have the error
+    of half a unit in its last place, 2^-10 at an lse of 3e4 in float32, and at -1e9, as where a finite mask hides all
+    keys, n parts weigh 1 each. `ContextParallel` and streamed keys, which have the keys, weigh their parts exactly.
+
     References
     ----------
     Milakov, Gimelshein: Online normalizer calculation for softmax (2018), https://arxiv.org/abs/1805.02867, section 3.
@@ -150,9 +154,7 @@ def _merge_large(
     """Merge the rows again in which the lse of some part is large."""
     rows = np.logical_or.reduce([row_sums.is_large(x) for x in lses])
     rows &= np.logical_and.reduce([x < np.inf for x in lses])  # other ones are infinite, or NaN
-    parts = [
-        row_sums.of_part(None if own is None else own[rows], x[rows]) for own, x in zip(sums, lses, strict=True)
-    ]
+    parts = [row_sums.of_part(None if own is None else own[rows], x[rows]) for own, x in zip(sums, lses, strict=True)]
     found, weights = row_sums.merged(parts)
     out[rows] = sum(_weighted(weight, x[rows]) for weight, x in zip(weights, outs, strict=True))
     lse[rows] = row_sums.lse_of(found)
@@ -205,6 +207,8 @@ def merge_backward(
 
     Notes
     -----
+    In rows of large lse, weights of parts have the error that `merge` has.
+
     If the parts are just the keys of one problem, there is a shorter way: `FlashAttention.backward` of each part with
     the merged out and lse, and the unchanged dout, gives dk and dv of that part, and its share of dq.
 

@@ -31,7 +31,15 @@ from cuflash.terms import BROADCAST, DEFAULT_NEED, GRADIENTS, NAMES, OF_FLOAT8, 
 
 Array = Any
 _OF_QUERIES = ("q", "out", "dout", "lse", "dlse", "row_sums")
-_OF_BATCH = (*INPUTS, "dout", "out", "lse", "dlse", "row_sums", *DEFAULT_NEED)  # arrays with an axis of the batch, and of rows
+_OF_BATCH = (
+    *INPUTS,
+    "dout",
+    "out",
+    "lse",
+    "dlse",
+    "row_sums",
+    *DEFAULT_NEED,
+)  # arrays with an axis of the batch, and of rows
 
 
 def steps_of(options: Options, has_block_mask: bool) -> tuple[int, int]:

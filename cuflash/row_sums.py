@@ -19,6 +19,7 @@ import numpy as np
 
 Array = Any
 NUMBERS = 3  # of a row: row max, row sum, unit
+ABSENT, EMPTY = np.array([0.0, -1.0, 1.0]), np.array([-np.inf, 0.0, 1.0])  # no row sum; that of no key
 # Of smaller ones, what is rounded off changes weights by 2^-18 at most; the backends have the same bound.
 LARGE_LSE = 128.0
 
@@ -33,15 +34,15 @@ def has_large(lse: Array) -> bool:
     return bool(is_large(lse).any())
 
 
-def absent(shape: tuple[int, ...]) -> Array:
-    """An array that has no row sum, for rows of this shape."""
-    return np.broadcast_to(np.array([0.0, -1.0, 1.0]), (*shape, NUMBERS)).copy()
+def full(shape: tuple[int, ...], numbers: Array) -> Array:
+    """An array of the same numbers for each row."""
+    return np.broadcast_to(numbers, (*shape, NUMBERS)).copy()
 
 
 def to_fill(lse: Array) -> Array:
     """An array for the row sums of rows whose lse is large; until it is filled, these see no key."""
-    found = absent(lse.shape)
-    found[is_large(lse), :2] = -np.inf, 0
+    found = full(lse.shape, ABSENT)
+    found[is_large(lse)] = EMPTY
     return found
 
 
@@ -76,7 +77,7 @@ def merged(parts: Sequence[Array]) -> tuple[Array, list[Array]]:
     total = np.where(row_sum == 0, 1, row_sum)
     is_absent = np.logical_or.reduce([part[..., 1] < 0 for part in parts])
     found = np.stack([row_max, row_sum, unit], axis=-1)
-    found[is_absent] = 0, -1, 1
+    found[is_absent] = ABSENT
     return found, [x / total for x in sums]
 
 

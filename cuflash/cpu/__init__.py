@@ -128,7 +128,7 @@ def backward(
 
 
 def row_sums(problem: Problem, q: Array, k: Array, v: Array, lse: Array, **terms: Any) -> Array:
-    """Row max and row sum of rows whose lse is large, over the keys of a part, in layout "bhsd" (`cuflash.row_sums`)."""
+    """Row max and row sum, over the keys of a part, of rows whose lse is large, in layout "bhsd" (see `of_rows`)."""
     found = of_rows.to_fill(lse)
     if problem.has_float8:  # which have no backward pass
         return _row_sums_of_float8(problem, q, k, v, lse, found, terms)

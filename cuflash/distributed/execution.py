@@ -20,7 +20,7 @@ from cuflash.distributed.sums import Found, Pieces, Returns, Sums, add_up, minus
 from cuflash.distributed.travel import Held, Rows
 from cuflash.elementwise import assign
 from cuflash.parts import Parts
-from cuflash.spans import Span, is_some
+from cuflash.spans import Span, is_some, places
 from cuflash.terms import BROADCAST, DEFAULT_NEED, OF_SOFTMAX
 
 Array = Any
@@ -62,7 +62,9 @@ class Execution(Run):
                     is_wide = not is_one and calls.is_on_cpu
                     calls.into(results, arrays, call, front=tile.front[0], is_wide=is_wide)
                     if is_wide and row_sums.has_large(results["lse"]):
-                        results["row_sums"] = self._row_sums_of(calls, tile, arrays, results["lse"])
+                        of_rows = calls.behind_queries({"lse": results["lse"]}, tile.front[0])
+                        sums = self._row_sums_of(calls, tile, arrays | of_rows)
+                        results["row_sums"] = sums[:, :, tile.front[0] :]
                 if not is_one:
                     pieces.add(tile, heads, results)
             with streams.returns():
@@ -78,7 +80,7 @@ class Execution(Run):
 
     def _backward(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         if self.has_large_rows:
-            with_sums = replace(self, arrays={**self.arrays, "row_sums": self._row_sums()}, has_large_rows=False)
+            with_sums = replace(self, arrays={**self.arrays, "row_sums": self._row_sums(need)}, has_large_rows=False)
             with_sums._backward(need, results)
             return
         of_keys = need if self._sums_dq(need) else tuple(name for name in ("dk", "dv") if name in need)
@@ -88,31 +90,47 @@ class Execution(Run):
         if of_keys:
             self._backward_by_keys(of_keys, results)
 
-    def _row_sums(self) -> Array:
-        """The row sums of this rank's queries over the keys of all ranks, where lse is large."""
-        walk, split, lse = self.schedule.by_queries, self.schedule.split_q, self.arrays["lse"]
-        pieces, found = Pieces(self, walk), row_sums.absent(lse.shape)
-        for a_round, heads, held, streams in Rows(self, walk, ("k", "v"), ("k", "v")).steps():
-            q_heads = self.q_heads(heads)
-            for number, tile in a_round.longest_first(self.rank):
-                of_tile = lse[:, q_heads, self.local(split, tile.own_queries)]
-                sums = row_sums.to_fill(of_tile)
-                if not self._is_left_over(tile):
-                    arrays = self._of_tile(a_round, tile, heads, held)
-                    with streams.of_call(number):
-                        sums = self._row_sums_of(self.parts_of(tile, heads), tile, arrays, of_tile)
-                pieces.add(tile, heads, {"row_sums": sums})
-            for piece, parts in pieces.complete(heads):
-                at = self.local(split, walk.pieces[self.rank][piece])
-                found[:, q_heads, at] = row_sums.merged([part["row_sums"] for part in parts])[0]
-        return found
+    def _row_sums(self, need: tuple[str, ...]) -> Array:
+        """The row sums of this rank's queries over the keys of all ranks, where lse is large.
 
-    def _row_sums_of(self, calls: Parts, tile: Tile, arrays: Mapping[str, Array], lse: Array) -> Array:
-        """The row sums over the keys of a tile, of rows whose lse is large; `arrays` have rows in front, lse has not."""
-        given = {name: x for name, x in arrays.items() if name not in ("out", "dout", "dlse", "row_sums")}
-        given["lse"] = calls.behind_queries({"lse": lse}, tile.front[0])["lse"]
+        Calls are those that make dk and dv, because sums of weights are 1 only if these have the very same scores.
+        """
+        walk, split, lse = self.schedule.by_keys, self.schedule.split_q, self.arrays["lse"]
+        of_all = (*lse.shape[:2], split.seqlen)
+        own = row_sums.full((len(walk.pieces[self.rank]), *of_all), row_sums.EMPTY)
+        of_pairs = (name for name in BROADCAST if name not in self.broadcasts_rows)
+        names = tuple(name for name in ("q", "lse", *of_pairs) if self.arrays.get(name) is not None)
+        pieces = Pieces(self, walk)
+        for a_round, heads, held, streams in Rows(self, walk, names, names).steps():
+            for number, tile in a_round.longest_first(self.rank):
+                if not is_some(tile.queries):
+                    continue
+                arrays, calls = self._of_tile(a_round, tile, heads, held), self.parts_of(tile, heads)
+                is_wide = self._sums_dq(need) or not pieces.is_one(tile)
+                with streams.of_call(number):
+                    sums = self._row_sums_of(calls, tile, arrays, is_wide=is_wide)
+                for span in tile.met:
+                    own[tile.piece][:, self.q_heads(heads), slice(*span)] = sums[:, :, places([span], tile.met)]
+        found = [np.empty((len(of_rank), *lse.shape, row_sums.NUMBERS)) for of_rank in walk.pieces]
+        found[self.rank][...] = self._of_queries(own, self.rank)
+        sends = [(rank, self._of_queries(own, rank)) for rank in self.others]
+        self.exchange(sends, [(rank, found[rank]) for rank in self.others])
+        order = sorted((piece, rank, i) for rank, of_rank in enumerate(walk.pieces) for i, piece in enumerate(of_rank))
+        merged = row_sums.merged([found[rank][i] for _, rank, i in order])[0]
+        if self.arrays.get("sinks") is not None:
+            merged = row_sums.with_score(merged, self.arrays["sinks"])
+        merged[~row_sums.is_large(lse)] = row_sums.ABSENT
+        return merged
+
+    def _of_queries(self, sums: Array, rank: int) -> Array:
+        """The row sums of the queries of a rank, of those of all queries."""
+        spans = self.schedule.split_q.spans[rank]
+        return np.concatenate([sums[..., slice(*span), :] for span in (*spans, (0, 0))], axis=-2)
+
+    def _row_sums_of(self, calls: Parts, tile: Tile, arrays: dict[str, Array], is_wide: bool = True) -> Array:
+        """The row sums over the keys of a tile, of rows whose lse is large."""
         call = functools.partial(calls.row_sums, tile.queries, tile.keys)
-        return calls.into({}, given, call, is_wide=True)["row_sums"][:, :, tile.front[0] :]
+        return calls.into({}, arrays, call, is_wide=is_wide)["row_sums"]
 
     def _backward_by_queries(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         walk, split = self.schedule.by_queries, self.schedule.split_q
@@ -235,7 +253,7 @@ class Execution(Run):
             results = {name: part[name] for name in ("out", "lse")}
             self.parts.into(results, arrays, call, is_wide=self.parts.is_on_cpu)
             if "row_sums" in part:
-                part["row_sums"][...] = self._row_sums_of(self.parts, tile, arrays, part["lse"])
+                part["row_sums"][...] = self._row_sums_of(self.parts, tile, arrays | {"lse": part["lse"]})
         own = found[self.rank].memory
         self.exchange([(rank, own) for rank in others], [(rank, found[rank].memory) for rank in others])
         parts = [found[rank].parts[i] for _, rank, i in order]

@@ -97,9 +97,7 @@ class StreamedPass:
     def _row_sums_of(self, part: Part, lse: Array) -> Array:
         """The row sums over a chunk, of rows whose lse is large."""
         arrays = {
-            name: x
-            for name, x in self.arrays_of(part, of_softmax=False).items()
-            if name not in OF_ROWS or name == "q"
+            name: x for name, x in self.arrays_of(part, of_softmax=False).items() if name not in OF_ROWS or name == "q"
         }
         arrays["lse"] = lse[:, :, slice(*part.chunk.queries)]
         call = functools.partial(self.parts.row_sums, *part.chunk)
