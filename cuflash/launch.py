@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import math
 import os
 import secrets
 from collections.abc import Callable, Collection, Mapping
@@ -24,12 +25,14 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cupy
+import numpy as np
 
+from cuflash import row_sums as of_rows
 from cuflash.binding import FIXED, INPUTS, Binding, Growing, Pass, bind, growing_keys, of_pass, planned_length
 from cuflash.compiler import compile_spec, with_resources
 from cuflash.interop import overlap
 from cuflash.leading import Calls, axes_of, first_call
-from cuflash.operands import FLOAT8, extent
+from cuflash.operands import FLOAT8, extent, numpy_dtype
 from cuflash.options import Options
 from cuflash.params import Argument
 from cuflash.planning import DeviceSpec, KernelSpec, LaunchPlan
@@ -116,7 +119,23 @@ def backward(
 
     `arrays` are those of `forward` without a block table; also dout, dlse or None, and the gradients to write to.
     """
-    return _call("backward", options, arrays, need, random)
+    if "row_sums" not in arrays:
+        return _call("backward", options, arrays, need, random)
+    others = {name: x for name, x in arrays.items() if name != "row_sums"}
+    return _call("backward", options, others, need, random, PartSums(arrays["q"], arrays["lse"], arrays["row_sums"]))
+
+
+def row_sums(options: Options, arrays: dict[str, Any]) -> Any:
+    """Row max and row sum of rows whose lse is large, in host memory (`cuflash.row_sums`), over the keys of a call.
+
+    lse is that of these keys. There is one batch axis, and the layout "bhsd".
+    """
+    q, v, lse = (arrays[name] for name in ("q", "v", "lse"))
+    zeros = cupy.broadcast_to(cupy.zeros(v.shape[-1], q.dtype), (*q.shape[:-1], v.shape[-1]))
+    sums = PartSums(q, lse)
+    of_call = {**arrays, "out": zeros, "dout": zeros, "dlse": None, "dk": None, "dv": None}
+    _call("backward", options, of_call, ("dk", "dv"), (0, 0), sums)
+    return sums.found
 
 
 def plan(options: Options, arrays: dict[str, Any], need: Collection[str] = DEFAULT_NEED) -> Plans:
@@ -199,13 +218,18 @@ def _bytes_per_s(device_id: int) -> float:
 
 
 def _call(
-    pass_: Pass, options: Options, arrays: dict[str, Any], results: tuple[str, ...], random: tuple[int, int]
+    pass_: Pass,
+    options: Options,
+    arrays: dict[str, Any],
+    results: tuple[str, ...],
+    random: tuple[int, int],
+    sums: PartSums | None = None,
 ) -> tuple[Any, ...]:
     """Run one pass. This code takes as long on the host as a launch, so it is written for speed."""
     device_id = arrays["q"].data.device_id
     if device_id != cupy.cuda.runtime.getDevice():
         with cupy.cuda.Device(device_id):
-            return _call(pass_, options, arrays, results, random)
+            return _call(pass_, options, arrays, results, random, sums)
     names, axis, seqlen_k, alike = growing = growing_keys(options, arrays) if pass_ == "forward" else FIXED
     key: list[Any] = [pass_, options, results, alike]
     pointers: list[int] = []
@@ -231,7 +255,7 @@ def _call(
         plan = tuned_plan(binding.problem, device_spec(device_id), pass_, **binding.layout)
         launch = _launch_of(binding, plan, arrays, growing)
         _keep(of_any if launch.any_length or not names else (of_any, seqlen_k), launch)
-    return _start(launch, arrays, pointers, random, seqlen_k or launch.seqlen_k)
+    return _start(launch, arrays, pointers, random, seqlen_k or launch.seqlen_k, sums)
 
 
 def _keep(key: tuple, launch: _Launch) -> None:
@@ -244,7 +268,12 @@ def _keep(key: tuple, launch: _Launch) -> None:
 
 
 def _start(
-    launch: _Launch, arrays: Mapping[str, Any], pointers: list[int], random: tuple[int, int], seqlen_k: int
+    launch: _Launch,
+    arrays: Mapping[str, Any],
+    pointers: list[int],
+    random: tuple[int, int],
+    seqlen_k: int,
+    sums: PartSums | None = None,
 ) -> tuple[Any, ...]:
     """Launch on the current device. `pointers` are those of the given arrays."""
     results: list[Any] = [None] * len(launch.results)
@@ -272,9 +301,12 @@ def _start(
         memory = arrays[name].data
         if memory.ptr + end > memory.mem.ptr + memory.mem.size:
             mapped = seqlen_k
-    _run(launch, pointers, _maps(launch, pointers, mapped), random, seqlen_k)
+    if sums is None:
+        _run(launch, pointers, _maps(launch, pointers, mapped), random, seqlen_k)
+    else:
+        sums.run(launch, pointers, _maps(launch, pointers, mapped), random, scratch)
     if of_thread.recording is not None:
-        _record(of_thread.recording, launch, arrays, results, pointers, seqlen_k)
+        _record(of_thread.recording, launch, arrays, results, pointers, seqlen_k, sums)
     for name, copy in copies.items():
         if name in launch.results:
             arrays[name][...] = copy
@@ -289,18 +321,71 @@ def _run(launch: _Launch, pointers: list[int], maps: list[bytes], random: tuple[
     """Launch. `pointers` are those of the given arrays, of the results that the call allocates, and of scratch."""
     launch.last_call = call = next(_calls)
     frame = launch.argument.frame(pointers, maps, random, seqlen_k, call)
+    _launch_kernels(launch, launch.kernels, frame.address)
+    launch.argument.give_back(frame)
+
+
+def _launch_kernels(launch: _Launch, kernels: tuple[_Kernel, ...], kernel_params: int) -> None:
     # On the host of an H200 this way of launching took 3.0 us, and cuda.bindings took 3.6 us; in another run that took
     # 3.9 us, and CuPy's kernel object 5.3 us.
-    run, kernel_params = cupy.cuda.driver.launchKernel, frame.address
+    run = cupy.cuda.driver.launchKernel
     stream = cupy.cuda.get_current_stream().ptr
-    for _, handle, grid, threads, shared_bytes, config_of in launch.kernels:
+    for _, handle, grid, threads, shared_bytes, config_of in kernels:
         if config_of is None:
             run(handle, grid, 1, 1, threads, 1, 1, shared_bytes, stream, kernel_params, 0)
         else:
             (error,) = launch.run_overlapping(config_of(stream), handle, kernel_params, 0)
             if error.value:
                 raise RuntimeError(f"cuLaunchKernelEx returned {error.name}")
-    launch.argument.give_back(frame)
+
+
+class PartSums:
+    """The row sums of a backward pass over some keys of a problem (`cuflash.row_sums`), which its first kernels find.
+
+    They are read there; or those of all keys are put in their place, before the other kernels read them. Packed
+    sequences are whole, so that the kernels find all there is to find.
+    """
+
+    def __init__(self, q: Any, lse: Any, given: Any = None) -> None:
+        self.lse, self.given = lse, given
+        self.is_large = of_rows.is_large(of_rows.on_host(lse), of_rows.bound_of(q.dtype, on_device=True))
+        self.found = of_rows.full(lse.shape, of_rows.ABSENT)
+
+    def run(
+        self, launch: _Launch, pointers: list[int], maps: list[bytes], random: tuple[int, int], scratch: Any
+    ) -> None:
+        """Launch the kernels of a pass, or only those that find row sums."""
+        kernels = [spec for spec in launch.plan.kernels if spec.grid]
+        at = next((i for i, spec in enumerate(kernels) if spec.source.endswith("delta.cu")), None)
+        first = 0 if at is None else at + 1
+        launch.last_call = call = next(_calls)
+        frame = launch.argument.frame(pointers, maps, random, launch.seqlen_k, call)
+        _launch_kernels(launch, launch.kernels[:first], frame.address)
+        if at is not None and not launch.plan.problem.is_packed:
+            self._exchange(launch, dict(kernels[at].defines), scratch)
+        if self.given is not None:
+            _launch_kernels(launch, launch.kernels[first:], frame.address)
+        launch.argument.give_back(frame)
+
+    def _exchange(self, launch: _Launch, defines: Mapping[str, Any], scratch: Any) -> None:
+        plan, layout = launch.plan, launch.plan.scratch_layout
+        is_natural = plan.problem.dtype in ("float32", "float64") or defines["CUFLASH_NATURAL_SCORES"]
+        unit, dtype = 1.0 if is_natural else math.log(2), numpy_dtype(plan.problem.softmax_dtype)
+        shape = (*self.lse.shape[:2], plan.run_time.stats_rows, 2)
+        there = _in_scratch(scratch, layout.offsets[layout.names.index("row_sums")], shape, dtype)
+        there = there[:, :, : self.lse.shape[2]]
+        if self.given is None:
+            row_max, inverse = np.moveaxis(of_rows.on_host(there).astype(np.float64), -1, 0)
+            found = np.stack([row_max, 1 / inverse, np.full_like(row_max, unit)], axis=-1)
+            self.found[self.is_large] = found[self.is_large]
+        else:
+            given = of_rows.in_units(self.given, unit, dtype)
+            has_sum = self.is_large & (given[..., 1] >= 0)
+            there[...] = cupy.where(cupy.asarray(has_sum[..., None]), cupy.asarray(given.astype(dtype)), there)
+
+
+def _in_scratch(scratch: Any, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
+    return cupy.ndarray(shape, dtype, scratch + offset)
 
 
 def _record(
@@ -310,6 +395,7 @@ def _record(
     results: list[Any],
     pointers: list[int],
     seqlen_k: int,
+    sums: PartSums | None,
 ) -> None:
     """Record a launch, so that it can be repeated with other pointers."""
 
@@ -317,7 +403,7 @@ def _record(
         maps = _maps(launch, pointers, seqlen_k)
         return lambda call: _run(launch, pointers, maps, call.random, seqlen_k)
 
-    if launch.copied:
+    if launch.copied or sums is not None:
         recording.spoil()
     given = (name for name, array in arrays.items() if array is not None)
     reads = [pointer for name, pointer in zip(given, pointers, strict=False) if name not in launch.results]

@@ -314,18 +314,23 @@ class LargeRows:
     Parameters
     ----------
     lse : array
-        (batch, num_heads, seqlen_q), in host memory: that of all parts.
+        (batch, num_heads, seqlen_q): that of all parts.
+    bound : float
+        From which |lse| on rows are large.
     head_dim_v : int
     scores : sequence of array, optional
-        As `RunningMerge` takes them, in host memory.
+        As `RunningMerge` takes them.
+
+    Such rows are rare, so that all of this is in host memory.
     """
 
-    def __init__(self, lse: Array, head_dim_v: int, scores: Sequence[Array] = ()) -> None:
-        self.is_large = row_sums.is_large(lse)
+    def __init__(self, lse: Array, bound: float, head_dim_v: int, scores: Sequence[Array] = ()) -> None:
+        lse = row_sums.on_host(lse)
+        self.is_large = row_sums.is_large(lse, bound)
         self.total = np.zeros((*lse.shape, head_dim_v))
-        self.sums = row_sums.to_fill(lse)
+        self.sums = row_sums.to_fill(lse, bound)
         for of_heads in scores:
-            self.sums = row_sums.with_score(self.sums, of_heads)
+            self.sums = row_sums.with_score(self.sums, row_sums.on_host(of_heads))
 
     def add(self, sums: Array, rows: slice, out: Array | None = None) -> None:
         """Add a part of some rows: the row sums that it has of large rows, and its out."""
@@ -334,12 +339,14 @@ class LargeRows:
         found, (factor, weight) = row_sums.merged([so_far[large], sums[large]])
         so_far[large] = found
         if out is not None:
-            total[large] = _weighted(factor, total[large]) + _weighted(weight, out[large])
+            total[large] = _weighted(factor, total[large]) + _weighted(weight, row_sums.on_host(out)[large])
 
     def finish(self, out: Array, lse: Array) -> None:
         """Write these rows to the merged results."""
-        out[self.is_large] = self.total[self.is_large]
-        lse[self.is_large] = row_sums.lse_of(self.sums[self.is_large])
+        for target, found in ((out, self.total), (lse, row_sums.lse_of(self.sums))):
+            wide = row_sums.on_host(target.astype(lse.dtype))
+            wide[self.is_large] = found[self.is_large]
+            target[...] = interop.module_of(target).asarray(wide)
 
 
 # The same operations as with NumPy, but each in one pass over memory.

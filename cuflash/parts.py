@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import host
+from cuflash import host, row_sums
 from cuflash.binding import INPUTS
 from cuflash.captured import gradient_names, names_of
 from cuflash.elementwise import WIDE, assign, lengths_in, wide_layout
@@ -31,15 +31,8 @@ from cuflash.terms import BROADCAST, DEFAULT_NEED, GRADIENTS, NAMES, OF_FLOAT8, 
 
 Array = Any
 _OF_QUERIES = ("q", "out", "dout", "lse", "dlse", "row_sums")
-_OF_BATCH = (
-    *INPUTS,
-    "dout",
-    "out",
-    "lse",
-    "dlse",
-    "row_sums",
-    *DEFAULT_NEED,
-)  # arrays with an axis of the batch, and of rows
+_ARRAYS = (*INPUTS, "dout", "out", "lse", "dlse", "row_sums")
+_OF_BATCH = (*_ARRAYS, *DEFAULT_NEED)  # arrays with an axis of the batch, and of rows
 
 
 def steps_of(options: Options, has_block_mask: bool) -> tuple[int, int]:
@@ -80,6 +73,11 @@ class Parts:
     def is_on_cpu(self) -> bool:
         """Whether calls run on the CPU, where results are as precise as the arrays of a call."""
         return self.xp is np
+
+    @property
+    def large_lse(self) -> float:
+        """From which |lse| on parts of rows need row sums."""
+        return row_sums.bound_of(self.arrays["q"].dtype, on_device=not self.is_on_cpu)
 
     @functools.cached_property
     def backend(self) -> ModuleType:
@@ -127,6 +125,7 @@ class Parts:
         arrays = arrays | {name: self._as_float8(name, arrays[name]) for name in INPUTS}
         options = self.options_of(queries, keys)
         of_call = dict.fromkeys(NAMES) | self.captured(options, queries, keys, arrays["q"]) | arrays
+        del of_call["block_table"]
         return self._unpacked({"row_sums": self.backend.row_sums(options, self._packed(of_call))})
 
     def captured(self, options: Options, queries: Span, keys: Span, q: Array) -> dict[str, Array]:

@@ -22,16 +22,27 @@ NUMBERS = 3  # of a row: row max, row sum, unit
 ABSENT, EMPTY = np.array([0.0, -1.0, 1.0]), np.array([-np.inf, 0.0, 1.0])  # no row sum; that of no key
 # Of smaller ones, what is rounded off changes weights by 2^-18 at most; the backends have the same bound.
 LARGE_LSE = 128.0
+LARGE_ON_DEVICE = 1024.0  # where numbers have 16 bits
 
 
-def is_large(lse: Array) -> Array:
+def is_large(lse: Array, bound: float = LARGE_LSE) -> Array:
     """Which rows have an lse that says too little of their row sums."""
-    return np.isfinite(lse) & (np.abs(lse) >= LARGE_LSE)
+    return (abs(lse) >= bound) & (abs(lse) < np.inf)
 
 
-def has_large(lse: Array) -> bool:
-    """Whether there is such a row, in host memory."""
-    return bool(is_large(lse).any())
+def has_large(lse: Array, bound: float = LARGE_LSE) -> bool:
+    """Whether there is such a row; on a device, this waits for lse."""
+    return bool(is_large(lse, bound).any())
+
+
+def bound_of(dtype: Any, *, on_device: bool) -> float:
+    """From which |lse| on rows are large, for queries of a dtype."""
+    return LARGE_ON_DEVICE if on_device and dtype.itemsize < 4 else LARGE_LSE
+
+
+def on_host(array: Array) -> Array:
+    """An array in host memory."""
+    return np.asarray(array if isinstance(array, np.ndarray) else array.get())
 
 
 def full(shape: tuple[int, ...], numbers: Array) -> Array:
@@ -39,10 +50,10 @@ def full(shape: tuple[int, ...], numbers: Array) -> Array:
     return np.broadcast_to(numbers, (*shape, NUMBERS)).copy()
 
 
-def to_fill(lse: Array) -> Array:
+def to_fill(lse: Array, bound: float = LARGE_LSE) -> Array:
     """An array for the row sums of rows whose lse is large; until it is filled, these see no key."""
     found = full(lse.shape, ABSENT)
-    found[is_large(lse)] = EMPTY
+    found[is_large(lse, bound)] = EMPTY
     return found
 
 

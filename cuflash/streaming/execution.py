@@ -74,38 +74,56 @@ class StreamedPass:
             got = self.parts.into(results, arrays, call, is_wide=self.parts.is_on_cpu)
             merge.add(got["out"], got["lse"], rows)
         merge.finish(out, lse)
-        if row_sums.has_large(lse):
+        if row_sums.has_large(lse, self.parts.large_lse):
             self._merge_large(out, lse)
 
     def _merge_large(self, out: Array, lse: Array) -> None:
         """Merge chunks again, in rows whose lse is so large that it does not say what a chunk weighs."""
-        merge = merging.LargeRows(lse, out.shape[3], self._scores_of_heads())
+        merge = merging.LargeRows(lse, self.parts.large_lse, out.shape[3], self._scores_of_heads())
         for part in self._walk({}):
-            call = functools.partial(self.parts.forward, *part.chunk)
-            got = self.parts.into({}, self.arrays_of(part, of_softmax=False), call, is_wide=True)
-            merge.add(self._row_sums_of(part, lse), slice(*part.chunk.queries), got["out"])
+            got = self._forward_of(part)
+            merge.add(self._row_sums_of(part, lse, got["lse"]), slice(*part.chunk.queries), got["out"])
         merge.finish(out, lse)
 
     def _row_sums(self) -> Array:
         """The row sums over all chunks, where lse is large."""
         lse = self.arrays["lse"]
-        merge = merging.LargeRows(lse, 0, self._scores_of_heads())
+        merge = merging.LargeRows(lse, self.parts.large_lse, 0, self._scores_of_heads())
         for part in self._walk({}):
-            merge.add(self._row_sums_of(part, lse), slice(*part.chunk.queries))
+            # Kernels find the row sums only of the lse of a chunk.
+            own_lse = None if self.parts.is_on_cpu else self._forward_of(part)["lse"]
+            merge.add(self._row_sums_of(part, lse, own_lse), slice(*part.chunk.queries))
         return merge.sums
 
-    def _row_sums_of(self, part: Part, lse: Array) -> Array:
-        """The row sums over a chunk, of rows whose lse is large."""
-        arrays = {
-            name: x for name, x in self.arrays_of(part, of_softmax=False).items() if name not in OF_ROWS or name == "q"
-        }
-        arrays["lse"] = lse[:, :, slice(*part.chunk.queries)]
-        call = functools.partial(self.parts.row_sums, *part.chunk)
-        return self.parts.into({}, arrays, call, is_wide=True)["row_sums"]
+    def _forward_of(self, part: Part) -> dict[str, Array]:
+        """out and lse of a chunk, in the dtype of the softmax."""
+        parts, arrays = self.parts, self._inputs_of(part)
+        if not parts.is_on_cpu:
+            *shape, length = arrays["q"].shape[:3]
+            of_out = (*shape, length, arrays["v"].shape[3])
+            arrays |= {
+                "out": parts.xp.empty(of_out, parts.softmax_dtype),
+                "lse": parts.xp.empty(of_out[:3], parts.softmax_dtype),
+            }
+        return parts.into({}, arrays, functools.partial(parts.forward, *part.chunk), is_wide=parts.is_on_cpu)
+
+    def _row_sums_of(self, part: Part, lse: Array, own_lse: Array | None) -> Array:
+        """The row sums over a chunk, of rows whose lse is large; on a device, those that its own lse does not say."""
+        parts, arrays = self.parts, self._inputs_of(part)
+        arrays["lse"] = lse[:, :, slice(*part.chunk.queries)] if parts.is_on_cpu else own_lse
+        found = parts.into({}, arrays, functools.partial(parts.row_sums, *part.chunk), is_wide=parts.is_on_cpu)[
+            "row_sums"
+        ]
+        return found if parts.is_on_cpu else row_sums.of_part(found, row_sums.on_host(own_lse))
+
+    def _inputs_of(self, part: Part) -> dict[str, Array]:
+        """The arrays of a call that finds the weights of a chunk."""
+        found = self.arrays_of(part, of_softmax=False)
+        return {name: x for name, x in found.items() if name not in OF_ROWS or name == "q"}
 
     def backward(self, need: tuple[str, ...], results: Mapping[str, Array]) -> None:
         """Fill dq, dk, dv and dbias, which have four axes, and the other gradients, shaped as their arrays are."""
-        if not self.is_whole and row_sums.has_large(self.arrays["lse"]):
+        if not self.is_whole and row_sums.has_large(self.arrays["lse"], self.parts.large_lse):
             arrays = {**self.arrays, "row_sums": self._row_sums()}
             replace(self, parts=replace(self.parts, arrays=arrays))._backward(need, results)
         else:

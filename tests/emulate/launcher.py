@@ -1,6 +1,7 @@
 """`cuflash.launch` on the emulator: as much of CuPy and of the driver as the launcher asks for."""
 
 import ctypes
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -107,12 +108,21 @@ def encoder(spec: TensorMapSpec) -> Callable[[int, int], bytes]:
     ).tobytes()
 
 
+def in_scratch(scratch: Any, offset: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    found: np.ndarray = scratch.memory[offset : offset + nbytes].view(dtype).reshape(shape)
+    return found
+
+
 @contextmanager
 def launcher(arch: str, *, computes: bool) -> Iterator[Launcher]:
     """`cuflash.launch`, which takes the emulator for a GPU of this compute capability."""
     cupy: Any = ModuleType("cupy")
     cupy.ndarray = cupy.empty = DeviceArray
     cupy.full = filled
+    cupy.zeros = lambda shape, dtype: filled(shape if isinstance(shape, tuple) else (shape,), 0, dtype)
+    cupy.broadcast_to = functools.partial(np.broadcast_to, subok=True)
+    cupy.where, cupy.asarray = np.where, np.asarray
     cupy.cuda = SimpleNamespace(
         Device=lambda device_id: nullcontext(),
         runtime=SimpleNamespace(getDevice=lambda: 0, driverGetVersion=lambda: 0),
@@ -128,6 +138,7 @@ def launcher(arch: str, *, computes: bool) -> Iterator[Launcher]:
         module.device_spec = lambda device_id: DeviceSpec.for_arch(arch)
         module.with_resources = lambda plan: plan  # which compiles for a GPU
         module.encoder = encoder
+        module._in_scratch = in_scratch
         module._function = found.load
         module._driver = lambda: SimpleNamespace(cuLaunchKernelEx=None)
         yield found

@@ -49,7 +49,11 @@ class EmulatedParts(Parts):
         def call(pass_: str, options: Any, arrays: Any, *others: Any) -> Any:
             with _one_at_a_time:
                 self.module.forget_launches()
-                given = {name: None if x is None else x.view(DeviceArray) for name, x in arrays.items()}
+                given = {
+                    name: x if x is None or name == "row_sums" else x.view(DeviceArray) for name, x in arrays.items()
+                }
                 return getattr(self.module, pass_)(options, given, *others)
 
-        return SimpleNamespace(**{pass_: functools.partial(call, pass_) for pass_ in ("forward", "backward")})
+        return SimpleNamespace(
+            **{pass_: functools.partial(call, pass_) for pass_ in ("forward", "backward", "row_sums")}
+        )

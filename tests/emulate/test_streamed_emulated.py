@@ -123,6 +123,42 @@ def test_chunks_by_the_kernels_keep_the_oracle_rule(name, how, emulated):
     ct.assert_backward(case, **{name: x.view(np.ndarray) for name, x in gradients._asdict().items()})
 
 
+LARGE = {
+    "9.0": ct.Case(**SIZES, causal=True, dtype="bfloat16", sinks=True, bias=(300,)),
+    "9.0 products": ct.Case(**SIZES, dtype="float16", score_mean=-3e4),
+    "8.0": ct.Case(**SIZES, dtype="float16", bias=(70, 300), kv_lengths=(170,)),
+    "8.0 float32": ct.Case(**SIZES, dtype="float32", window=(40, 40), bias=(300,)),
+    "8.0 products": ct.Case(**SIZES, dtype="float32", score_mean=-3e4),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_chunks_weigh_what_their_keys_do_where_scores_are_large(name, emulated):
+    """A finite mask of all keys, or products around -3e4: lse, rounded, does not say what a chunk weighs."""
+    case = LARGE[name]
+    arrays: dict[str, Any] = case.arrays()
+    q, k, v = ct.qkv(arrays)
+    if case.bias is not None:
+        arrays["bias"][...] = -1e9
+    if case.sinks:
+        arrays["sinks"][...] = -1e9
+    attn: Any = cuflash.FlashAttention(**case.keywords)
+    with launcher(name[:3], computes=True) as found:
+        emulated(found._module, late=True, pinned=False)
+        keys, terms = cuflash.streamed(k, v, chunk=128), ct.optional(arrays)
+        out, lse = (x.view(np.ndarray) for x in attn.forward(q, *keys, **terms))
+        need = ("dq", "dk", "dv", *(["dsinks"] if case.sinks else []))
+        gradients = attn.backward(arrays["dout"], q, *keys, out, lse, need=need, **terms)
+        dv = attn.backward(np.ones_like(out), q, *keys, out, lse, need=("dv",), **terms).dv.view(np.ndarray)
+    judges = ct.yardsticks(case.problem, arrays, **case.random)
+    results = {"out": out, "lse": lse, **gradients._asdict()}
+    measured = [ct.measure(n, x.view(np.ndarray), judges[n]) for n, x in results.items()]
+    assert not any(m.failure for m in measured), "\n".join(map(str, measured))
+    if not case.sinks:  # the weights of a row sum to 1
+        close = 2.0**-8 if case.dtype == "float16" else 2.0**-14
+        np.testing.assert_allclose(dv[..., 0].astype(np.float64).sum(), 140, rtol=close)
+
+
 SCORED = {
     "9.0": ("t5", None, "bfloat16"),
     "9.0 pairs": ("with_pairs", "documents", "float16"),
