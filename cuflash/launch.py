@@ -122,7 +122,7 @@ def backward(
     if "row_sums" not in arrays:
         return _call("backward", options, arrays, need, random)
     others = {name: x for name, x in arrays.items() if name != "row_sums"}
-    return _call("backward", options, others, need, random, PartSums(arrays["q"], arrays["lse"], arrays["row_sums"]))
+    return _call("backward", options, others, need, random, PartSums(arrays, arrays["row_sums"]))
 
 
 def row_sums(options: Options, arrays: dict[str, Any]) -> Any:
@@ -130,9 +130,9 @@ def row_sums(options: Options, arrays: dict[str, Any]) -> Any:
 
     lse is that of these keys. There is one batch axis, and the layout "bhsd".
     """
-    q, v, lse = (arrays[name] for name in ("q", "v", "lse"))
+    q, v = arrays["q"], arrays["v"]
     zeros = cupy.broadcast_to(cupy.zeros(v.shape[-1], q.dtype), (*q.shape[:-1], v.shape[-1]))
-    sums = PartSums(q, lse)
+    sums = PartSums(arrays)
     of_call = {**arrays, "out": zeros, "dout": zeros, "dlse": None, "dk": None, "dv": None}
     _call("backward", options, of_call, ("dk", "dv"), (0, 0), sums)
     return sums.found
@@ -342,14 +342,14 @@ def _launch_kernels(launch: _Launch, kernels: tuple[_Kernel, ...], kernel_params
 class PartSums:
     """The row sums of a backward pass over some keys of a problem (`cuflash.row_sums`), which its first kernels find.
 
-    They are read there; or those of all keys are put in their place, before the other kernels read them. Packed
-    sequences are whole, so that the kernels find all there is to find.
+    They are read there; or those of all keys are put in their place, before the other kernels read them.
     """
 
-    def __init__(self, q: Any, lse: Any, given: Any = None) -> None:
-        self.lse, self.given = lse, given
-        self.is_large = of_rows.is_large(of_rows.on_host(lse), of_rows.bound_of(q.dtype, on_device=True))
-        self.found = of_rows.full(lse.shape, of_rows.ABSENT)
+    def __init__(self, arrays: Mapping[str, Any], given: Any = None) -> None:
+        q, self.lse, self.given = arrays["q"], arrays["lse"], given
+        self.starts = None if arrays.get("cu_seqlens_q") is None else of_rows.on_host(arrays["cu_seqlens_q"])
+        self.is_large = of_rows.is_large(of_rows.on_host(self.lse), of_rows.bound_of(q.dtype, on_device=True))
+        self.found = of_rows.full(self.lse.shape, of_rows.ABSENT)
 
     def run(
         self, launch: _Launch, pointers: list[int], maps: list[bytes], random: tuple[int, int], scratch: Any
@@ -361,27 +361,36 @@ class PartSums:
         launch.last_call = call = next(_calls)
         frame = launch.argument.frame(pointers, maps, random, launch.seqlen_k, call)
         _launch_kernels(launch, launch.kernels[:first], frame.address)
-        if at is not None and not launch.plan.problem.is_packed:
-            self._exchange(launch, dict(kernels[at].defines), scratch)
+        if at is not None:
+            self._exchange(launch.plan, dict(kernels[at].defines), scratch)
         if self.given is not None:
             _launch_kernels(launch, launch.kernels[first:], frame.address)
         launch.argument.give_back(frame)
 
-    def _exchange(self, launch: _Launch, defines: Mapping[str, Any], scratch: Any) -> None:
-        plan, layout = launch.plan, launch.plan.scratch_layout
+    def _exchange(self, plan: LaunchPlan, defines: Mapping[str, Any], scratch: Any) -> None:
+        layout, dtype = plan.scratch_layout, numpy_dtype(plan.problem.softmax_dtype)
         is_natural = plan.problem.dtype in ("float32", "float64") or defines["CUFLASH_NATURAL_SCORES"]
-        unit, dtype = 1.0 if is_natural else math.log(2), numpy_dtype(plan.problem.softmax_dtype)
-        shape = (*self.lse.shape[:2], plan.run_time.stats_rows, 2)
+        unit = 1.0 if is_natural else math.log(2)
+        shape = (*self.lse.shape[:-1], plan.run_time.stats_rows, 2)
         there = _in_scratch(scratch, layout.offsets[layout.names.index("row_sums")], shape, dtype)
-        there = there[:, :, : self.lse.shape[2]]
+        places = self._places(defines["CUFLASH_STATS_BLOCK"])
+        large, at = self.is_large[..., : len(places)], (..., cupy.asarray(places), slice(None))
         if self.given is None:
-            row_max, inverse = np.moveaxis(of_rows.on_host(there).astype(np.float64), -1, 0)
+            row_max, inverse = np.moveaxis(of_rows.on_host(there[at]).astype(np.float64), -1, 0)
             found = np.stack([row_max, 1 / inverse, np.full_like(row_max, unit)], axis=-1)
-            self.found[self.is_large] = found[self.is_large]
+            self.found[..., : len(places), :][large] = found[large]
         else:
-            given = of_rows.in_units(self.given, unit, dtype)
-            has_sum = self.is_large & (given[..., 1] >= 0)
-            there[...] = cupy.where(cupy.asarray(has_sum[..., None]), cupy.asarray(given.astype(dtype)), there)
+            given = of_rows.in_units(of_rows.on_host(self.given), unit, dtype)[..., : len(places), :]
+            has_sum = cupy.asarray((large & (given[..., 1] >= 0))[..., None])
+            there[at] = cupy.where(has_sum, cupy.asarray(given.astype(dtype)), there[at])
+
+    def _places(self, block: int) -> Any:
+        """Where the kernels keep the rows: each packed sequence begins a block (common/schedule.cuh)."""
+        if self.starts is None:
+            return np.arange(self.lse.shape[-1])
+        starts, counts = self.starts[:-1], np.diff(self.starts)
+        firsts = (starts // block + np.arange(len(starts))) * block - starts
+        return np.arange(self.starts[-1]) + np.repeat(firsts, counts)
 
 
 def _in_scratch(scratch: Any, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:

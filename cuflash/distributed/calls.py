@@ -43,7 +43,7 @@ from cuflash.options import Options, diagonal_of, window_of
 from cuflash.parts import steps_of
 from cuflash.problem import Problem, make_problem
 from cuflash.results import Array
-from cuflash.row_sums import has_large
+from cuflash.row_sums import bound_of, has_large
 from cuflash.spans import Band
 from cuflash.terms import BROADCAST, OF_FLOAT8, OF_HEADS, TERMS, Terms
 from cuflash.values import counted, value_error
@@ -305,19 +305,31 @@ class Calls:
         """What must agree on all ranks, and the numbers of rows; this checks that the arrays fit each other."""
         seed, offset = call.random
         of_call = {"call": str(self.count), "seed": str(seed), "offset": str(offset)}
+        large = self._has_large_rows(call)
         if call.borrowed.kind == "numpy" or call.starts:
             self._check(call.given)
-            return Facts(of_call, self._lasting_facts(method, call))
-        key = (method, call.need, call.borrowed.kind, call.layouts)
+            return Facts(of_call, self._lasting_facts(method, call, large))
+        key = (method, call.need, call.borrowed.kind, call.layouts, large)
         lasting = self._told.get(key)
         if lasting is None:
             self._check(call.given)
             if len(self._told) >= MAX_KNOWN:
                 self._told.clear()
-            self._told[key] = lasting = self._lasting_facts(method, call)
+            self._told[key] = lasting = self._lasting_facts(method, call, large)
         return Facts(of_call, lasting)
 
-    def _lasting_facts(self, method: str, call: Call) -> str:
+    def _has_large_rows(self, call: Call) -> bool:
+        """Whether lse of some row is so large that ranks find row sums; on a device, this waits for lse.
+
+        Ranks that do not hear of each other cannot find them together.
+        """
+        if "lse" not in call.given or not self.check:
+            return False
+        on_device = call.borrowed.kind != "numpy"
+        with _on_device(call.given["q"]):
+            return has_large(call.given["lse"], bound_of(call.given["q"].dtype, on_device=on_device))
+
+    def _lasting_facts(self, method: str, call: Call, has_large_rows: bool) -> str:
         axis = _axis_of_rows(call.given["q"], self.options.layout)
         facts: dict[str, Any] = {
             "method": method,
@@ -344,7 +356,7 @@ class Calls:
                 facts[f"_columns of {name}"] = shape[3]
                 facts[f"_rows of {name}"] = shape.pop(2) if x.ndim > 1 else ALL_ROWS
                 facts[name] = f"{x.dtype.name} {tuple(shape[: 2 if method == 'decode' else 3])} beside rows"
-        if "lse" in call.given and isinstance(call.given["lse"], np.ndarray) and has_large(call.given["lse"]):
+        if has_large_rows:
             facts[_LARGE_ROWS] = True  # then ranks find row sums first, all of them
         return json.dumps(facts)
 

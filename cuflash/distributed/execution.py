@@ -108,19 +108,30 @@ class Execution(Run):
                 arrays, calls = self._of_tile(a_round, tile, heads, held), self.parts_of(tile, heads)
                 is_wide = self._sums_dq(need) or not pieces.is_one(tile)
                 with streams.of_call(number):
-                    sums = self._row_sums_of(calls, tile, arrays, is_wide=is_wide)
+                    if not calls.is_on_cpu:
+                        arrays |= {"lse": self._lse_of(calls, tile, arrays)}
+                    sums = self._row_sums_of(calls, tile, arrays, is_wide=is_wide and calls.is_on_cpu)
                 for span in tile.met:
                     own[tile.piece][:, self.q_heads(heads), slice(*span)] = sums[:, :, places([span], tile.met)]
-        found = [np.empty((len(of_rank), *lse.shape, row_sums.NUMBERS)) for of_rank in walk.pieces]
-        found[self.rank][...] = self._of_queries(own, self.rank)
-        sends = [(rank, self._of_queries(own, rank)) for rank in self.others]
+        found = [self.xp.empty((len(of_rank), *lse.shape, row_sums.NUMBERS), np.float64) for of_rank in walk.pieces]
+        sends = [(rank, self.xp.asarray(self._of_queries(own, rank))) for rank in self.others]
         self.exchange(sends, [(rank, found[rank]) for rank in self.others])
         order = sorted((piece, rank, i) for rank, of_rank in enumerate(walk.pieces) for i, piece in enumerate(of_rank))
-        merged = row_sums.merged([found[rank][i] for _, rank, i in order])[0]
+        parts = [row_sums.on_host(x) for x in found]
+        parts[self.rank] = self._of_queries(own, self.rank)
+        merged = row_sums.merged([parts[rank][i] for _, rank, i in order])[0]
         if self.arrays.get("sinks") is not None:
-            merged = row_sums.with_score(merged, self.arrays["sinks"])
-        merged[~row_sums.is_large(lse)] = row_sums.ABSENT
-        return merged
+            merged = row_sums.with_score(merged, row_sums.on_host(self.arrays["sinks"]))
+        merged[~row_sums.is_large(row_sums.on_host(lse), self.parts.large_lse)] = row_sums.ABSENT
+        return self.xp.asarray(merged)
+
+    def _lse_of(self, calls: Parts, tile: Tile, arrays: Mapping[str, Array]) -> Array:
+        """The lse of the keys of a tile."""
+        shape = (*arrays["q"].shape[:3], arrays["v"].shape[3])
+        results = {"out": self.xp.empty(shape, arrays["q"].dtype), "lse": self.xp.empty(shape[:3], calls.softmax_dtype)}
+        inputs = {name: x for name, x in arrays.items() if name not in ("lse", "out", "dout", "dlse")}
+        call = functools.partial(calls.forward, tile.queries, tile.keys)
+        return calls.into({}, inputs | results, call)["lse"]
 
     def _of_queries(self, sums: Array, rank: int) -> Array:
         """The row sums of the queries of a rank, of those of all queries."""
@@ -128,9 +139,10 @@ class Execution(Run):
         return np.concatenate([sums[..., slice(*span), :] for span in (*spans, (0, 0))], axis=-2)
 
     def _row_sums_of(self, calls: Parts, tile: Tile, arrays: dict[str, Array], is_wide: bool = True) -> Array:
-        """The row sums over the keys of a tile, of rows whose lse is large."""
+        """The row sums over the keys of a tile, of rows whose lse is large; on a device, with the own lse of a tile."""
         call = functools.partial(calls.row_sums, tile.queries, tile.keys)
-        return calls.into({}, arrays, call, is_wide=is_wide)["row_sums"]
+        found = calls.into({}, arrays, call, is_wide=is_wide)["row_sums"]
+        return found if calls.is_on_cpu else row_sums.of_part(found, row_sums.on_host(arrays["lse"]))
 
     def _backward_by_queries(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         walk, split = self.schedule.by_queries, self.schedule.split_q
