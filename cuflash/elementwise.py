@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash.recording import of_thread
+from cuflash.row_sums import LARGE_LSE
 from cuflash.spans import Span
 
 Array = Any
@@ -63,13 +64,15 @@ class Formula(NamedTuple):
     value: str
     prepare: str = ""  # code for a row, whose numbers are `r0` and so on
     rows: int = 0  # how many numbers a row has
+    has_pairs: bool = False  # whether these are pairs, as complex numbers
 
     def text(self, parts: int, dtype: str, *, is_wide: bool) -> Text:
         """The kernel for so many parts and a result of a dtype."""
         of_part = "complex128" if is_wide else "T"
-        inputs = [*(f"{of_part} x{i}" for i in range(parts)), *(f"T r{i}" for i in range(self.rows))]
+        of_row = "C" if self.has_pairs else "T"
+        inputs = [*(f"{of_part} x{i}" for i in range(parts)), *(f"{of_row} r{i}" for i in range(self.rows))]
         if is_wide:
-            inputs = [x.replace("T ", "float32 ") for x in inputs]
+            inputs = [x.replace("T ", "float32 ").replace("C ", "complex64 ") for x in inputs]
         prepare = self.prepare.format(T="T")
         if not is_wide:
             value = self.value.format(T="T", **{f"x{i}": f"x{i}" for i in range(parts)})
@@ -135,6 +138,51 @@ def _exponentials(parts: int) -> str:
     code = ["{T} offset = r0;", *(f"if (r{i} > offset || r{i} != r{i}) offset = r{i};" for i in every[1:])]
     code += ["if (isinf(offset) && offset < 0) offset = 0;"]
     return " ".join([*code, f"{{T}} total = {' + '.join(f'exp(r{i} - offset)' for i in every)};"])
+
+
+# The same of pairs of lse and what its rounding leaves of it, which rows have as complex numbers. Where lse is large,
+# the weight of a part depends on the latter; elsewhere it is 0.
+
+
+@functools.lru_cache(maxsize=64)
+def merged_of_pairs(parts: int) -> Formula:
+    """Parts of attention weighted by their lse."""
+    plain, prepare = merged_of(parts), _exponentials_of_pairs(parts)
+    weights = [f"const auto w{i} = exp({_relative(i)}) / total;" for i in range(parts)]
+    prepare = " ".join([prepare, "if (total == 0) total = 1;", *weights])
+    return Formula("merge_pairs", plain.value, prepare, parts, has_pairs=True)
+
+
+@functools.lru_cache(maxsize=64)
+def lse_of_pairs(parts: int) -> Formula:
+    """The lse of all parts."""
+    return Formula("lse_of_pairs", "offset + log(total)", _exponentials_of_pairs(parts), parts, has_pairs=True)
+
+
+@functools.lru_cache(maxsize=64)
+def pairs_of(parts: int) -> Formula:
+    """The lse of all parts, and what its rounding leaves."""
+    prepare = f"{_exponentials_of_pairs(parts)} const auto lse = offset + log(total);"
+    prepare += f" const auto rest = abs(lse) >= {LARGE_LSE} && !isinf(lse) ? (offset - lse) + log(total) : lse - lse;"
+    return Formula("pairs", "C(lse, isinf(lse) ? 0 : rest)", prepare, parts, has_pairs=True)
+
+
+def as_pairs(array: Array) -> Array:
+    """Pairs of numbers, on the last axis, as complex numbers."""
+    return array.view(np.complex64 if array.dtype == np.float32 else np.complex128)[..., 0]
+
+
+def _relative(part: int) -> str:
+    return f"(r{part}.real() - offset) + r{part}.imag()"
+
+
+def _exponentials_of_pairs(parts: int) -> str:
+    """As `_exponentials`; the sum is relative to the largest lse."""
+    every = range(parts)
+    code = ["auto offset = r0.real();"]
+    code += [f"if (r{i}.real() > offset || r{i}.real() != r{i}.real()) offset = r{i}.real();" for i in every[1:]]
+    code += ["if (isinf(offset) && offset < 0) offset = 0;"]
+    return " ".join([*code, f"auto total = {' + '.join(f'exp({_relative(i)})' for i in every)};"])
 
 
 def minus_row_products(x: Array, y: Array, dtype: Any) -> Array:

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from cuflash import interop, row_sums
-from cuflash.elementwise import lse_of, merged_of
+from cuflash.elementwise import Formula, as_pairs, lse_of, lse_of_pairs, merged_of, merged_of_pairs, pairs_of
 from cuflash.operands import DTYPES, check_array
 from cuflash.options import LAYOUTS
 from cuflash.values import check_choice, type_error, value_error
@@ -131,8 +131,12 @@ def merge_into(
 ) -> None:
     """Merge parts in the dtype of lse and layout "bhsd", in one pass over memory; out may have any dtype.
 
-    `sums` are the row sums of parts in which lse of some row is large (`cuflash.row_sums`).
+    `sums` are the row sums of parts in which lse of some row is large (`cuflash.row_sums`). `lses` may be pairs of lse
+    and what its rounding leaves, on a last axis, as kernels store them.
     """
+    has_pairs = lses[0].ndim > lse.ndim
+    if has_pairs and isinstance(out, np.ndarray):  # in tests
+        lses, sums = [x[..., 0] for x in lses], [row_sums.of_pairs(x) for x in lses]
     if isinstance(out, np.ndarray):
         with np.errstate(all="ignore"):
             out[...], lse[...] = _merged(np, outs, lses, _Rows(swapped=False))
@@ -142,10 +146,22 @@ def merge_into(
     outs, lses = list(outs), list(lses)
     while len(outs) > AT_ONCE:
         both = [interop.module_of(out).empty(x.shape, x.dtype) for x in (outs[0], lses[0])]
-        merge_into(outs[:AT_ONCE], lses[:AT_ONCE], *both)
+        if has_pairs:
+            _merge_pairs(outs[:AT_ONCE], lses[:AT_ONCE], both[0], pairs_of(AT_ONCE), as_pairs(both[1]))
+        else:
+            merge_into(outs[:AT_ONCE], lses[:AT_ONCE], *both)
         outs[:AT_ONCE], lses[:AT_ONCE] = both[:1], both[1:]
+    if has_pairs:
+        _merge_pairs(outs, lses, out, lse_of_pairs(len(lses)), lse)
+        return
     merged_of(len(outs)).run(outs, lses, out)
     lse_of(len(lses)).run((), lses, lse)
+
+
+def _merge_pairs(outs: Sequence[Array], pairs: Sequence[Array], out: Array, lse_by: Formula, lse: Array) -> None:
+    rows = [as_pairs(x) for x in pairs]
+    merged_of_pairs(len(outs)).run(outs, rows, out)
+    lse_by.run((), rows, lse)
 
 
 def _merge_large(

@@ -53,7 +53,8 @@ class Options(Numbers):
     mask_function: Traced | None = field(default=None, repr=False)
     # Where such a part begins. It is no keyword either.
     origin: Origin = field(default=Origin(), repr=False)
-    # Those of out, dq, dk and dv that others are added to: on the GPU, passes give them in the dtype of the softmax.
+    # Those of out, dq, dk and dv that others are added to: on the GPU, passes give them in the dtype of the softmax. Of
+    # lse, they give what its rounding leaves, too, in the element after each one.
     wide: tuple[str, ...] = field(default=(), repr=False)
     # Whether the device computes other things at the same time, as it does for `cuflash.distributed`.
     shares_device: bool = field(default=False, repr=False)

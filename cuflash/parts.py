@@ -102,9 +102,15 @@ class Parts:
         return (*first, self.first_head, self.first_entry)
 
     def forward(self, queries: Span, keys: Span, arrays: dict[str, Array]) -> dict[str, Array]:
-        """out and lse of a part; out has the dtype of the softmax if `arrays` has an out of this dtype."""
+        """out and lse of a part; out has the dtype of the softmax if `arrays` has an out of this dtype.
+
+        On a device, `arrays` may have room for the pairs of lse and what its rounding leaves, in place of lse.
+        """
         arrays = arrays | {name: self._as_float8(name, arrays[name]) for name in INPUTS}
-        options = self.options_of(queries, keys, self._wide(("out",), arrays))
+        wide, pairs = self._wide(("out",), arrays), arrays.pop("lse_pairs", None)
+        if pairs is not None:
+            arrays["lse"], wide = pairs[..., 0], (*wide, "lse")
+        options = self.options_of(queries, keys, wide)
         of_call = dict.fromkeys((*NAMES, "out", "lse")) | self.captured(options, queries, keys, arrays["q"]) | arrays
         found = self.backend.forward(options, self._packed(of_call), self.random)
         return self._unpacked(dict(zip(("out", "lse"), found, strict=True)))

@@ -32,7 +32,8 @@ def is_large(lse: Array, bound: float = LARGE_LSE) -> Array:
 
 def has_large(lse: Array, bound: float = LARGE_LSE) -> bool:
     """Whether there is such a row; on a device, this waits for lse."""
-    return bool(is_large(lse, bound).any())
+    found = is_large(lse, bound).any()
+    return bool(found if isinstance(lse, np.ndarray) else found.get())
 
 
 def bound_of(dtype: Any, *, on_device: bool) -> float:
@@ -61,6 +62,12 @@ def of_lse(lse: Array) -> Array:
     """Row sums that say no more than lse does."""
     lse = np.asarray(lse, np.float64)
     return np.stack([lse, np.where(lse == -np.inf, 0.0, 1.0), np.ones_like(lse)], axis=-1)
+
+
+def of_pairs(pairs: Array) -> Array:
+    """Row sums of pairs of lse and what its rounding leaves."""
+    lse, rest = np.moveaxis(np.asarray(pairs, np.float64), -1, 0)
+    return np.stack([lse, np.where(lse == -np.inf, 0, np.exp(rest)), np.ones_like(lse)], axis=-1)
 
 
 def of_part(row_sums: Array | None, lse: Array) -> Array:

@@ -6,7 +6,7 @@ All arrays here are views of the layout (batch, heads, rows, ...).
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,35 +44,41 @@ class Execution(Run):
 
     def _forward(self, out: Array, lse: Array) -> None:
         walk = self.schedule.by_queries
-        pieces, split, dtype = Pieces(self, walk), self.schedule.split_q, self.parts.softmax_dtype
+        pieces, split = Pieces(self, walk), self.schedule.split_q
         for a_round, heads, held, streams in Rows(self, walk, ("k", "v"), ("k", "v")).steps():
             q_heads = self.q_heads(heads)
             for number, tile in a_round.longest_first(self.rank):
                 at, is_one = self.local(split, tile.own_queries), pieces.is_one(tile)
-                results = {"out": out[:, q_heads, at], "lse": lse[:, q_heads, at]}
-                if not is_one:
-                    results = {name: self.xp.empty(x.shape, dtype) for name, x in results.items()}
+                whole = {"out": out[:, q_heads, at], "lse": lse[:, q_heads, at]}
+                results, pairs = (whole, {}) if is_one else self._room_of_part(whole)
                 with streams.of_call(number):
                     if self._is_left_over(tile):
                         assign(results["out"], 0)
-                        assign(results["lse"], -np.inf)
+                        assign({**results, **pairs}["lse_pairs" if pairs else "lse"], -np.inf)
                         continue
                     arrays, calls = self._of_tile(a_round, tile, heads, held), self.parts_of(tile, heads)
                     call = functools.partial(calls.forward, tile.queries, tile.keys)
                     is_wide = not is_one and calls.is_on_cpu
-                    calls.into(results, arrays, call, front=tile.front[0], is_wide=is_wide)
+                    calls.into(results, arrays | pairs, call, front=tile.front[0], is_wide=is_wide)
                     if is_wide and row_sums.has_large(results["lse"]):
                         of_rows = calls.behind_queries({"lse": results["lse"]}, tile.front[0])
                         sums = self._row_sums_of(calls, tile, arrays | of_rows)
                         results["row_sums"] = sums[:, :, tile.front[0] :]
                 if not is_one:
-                    pieces.add(tile, heads, results)
+                    pieces.add(tile, heads, results | pairs)
             with streams.returns():
                 for piece, found in pieces.complete(heads):
                     at = self.local(split, walk.pieces[self.rank][piece])
-                    outs, lses, sums = ([part.get(name) for part in found] for name in ("out", "lse", "row_sums"))
-                    merging.merge_into(outs, lses, out[:, q_heads, at], lse[:, q_heads, at], sums)
+                    _merge(found, out[:, q_heads, at], lse[:, q_heads, at])
                     streams.keep(found)
+
+    def _room_of_part(self, whole: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Arrays for out and lse of a part; kernels say more than lse, whose rounding changes weights."""
+        shapes, dtype = {name: x.shape for name, x in whole.items()}, self.parts.softmax_dtype
+        if self.parts.is_on_cpu:
+            return {name: self.xp.empty(shape, dtype) for name, shape in shapes.items()}, {}
+        pairs = self.xp.empty((*shapes["lse"], 2), dtype)
+        return {"out": self.xp.empty(shapes["out"], dtype)}, {"lse_pairs": pairs}
 
     def backward(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         """Fill dq, dk and dv, which have four axes, and the other gradients, which have the axes of their arrays."""
@@ -262,15 +268,14 @@ class Execution(Run):
         for tile, part in zip(seen[self.rank], found[self.rank].parts, strict=True):
             arrays = self._of_keys(tile, queries, is_first=tile.keys == order[0][0])
             call = functools.partial(self.parts.forward, queries, tile.keys)
-            results = {name: part[name] for name in ("out", "lse")}
-            self.parts.into(results, arrays, call, is_wide=self.parts.is_on_cpu)
+            pairs = {name: x for name, x in part.items() if name == "lse_pairs"}
+            results: dict[str, Array] = {name: x for name, x in part.items() if name in ("out", "lse")}
+            self.parts.into(results, arrays | pairs, call, is_wide=self.parts.is_on_cpu)
             if "row_sums" in part:
                 part["row_sums"][...] = self._row_sums_of(self.parts, tile, arrays | {"lse": part["lse"]})
         own = found[self.rank].memory
         self.exchange([(rank, own) for rank in others], [(rank, found[rank].memory) for rank in others])
-        parts = [found[rank].parts[i] for _, rank, i in order]
-        outs, lses, sums = ([part.get(name) for part in parts] for name in ("out", "lse", "row_sums"))
-        merging.merge_into(outs, lses, out, lse, sums if any(map(_has_sums, sums)) else ())
+        _merge([found[rank].parts[i] for _, rank, i in order], out, lse)
 
     def _of_keys(self, tile: Tile, queries: Span, *, is_first: bool) -> dict[str, Array]:
         """The arrays of a call on all queries and some of this rank's keys; terms of the softmax go to the first."""
@@ -355,5 +360,10 @@ class Execution(Run):
         return count * (tile.keys[1] - tile.keys[0]) >= FULL_ROWS
 
 
-def _has_sums(sums: Array | None) -> bool:
-    return sums is not None and bool((sums[..., 1] >= 0).any())
+def _merge(parts: Sequence[Mapping[str, Array]], out: Array, lse: Array) -> None:
+    """Merge the results of calls."""
+    outs = [part["out"] for part in parts]
+    lses = [part["lse_pairs"] if "lse_pairs" in part else part["lse"] for part in parts]
+    sums = [part.get("row_sums") for part in parts]
+    has_sums = any(x is not None and (x[..., 1] >= 0).any() for x in sums)
+    merging.merge_into(outs, lses, out, lse, sums if has_sums else ())

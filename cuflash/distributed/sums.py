@@ -63,11 +63,16 @@ class Found(NamedTuple):
 
     @classmethod
     def of(cls, run: Run, count: int, out: Array, lse: Array) -> Found:
-        """Memory for `count` parts, each of which is aligned for wide accesses; in host memory, with row sums."""
+        """Memory for `count` parts, each of which is aligned for wide accesses.
+
+        They have what rounding leaves of lse, too: kernels store it with lse, and in host memory it is in row sums.
+        """
         dtype, wide = run.parts.softmax_dtype, np.dtype(np.float64)
-        places = {"out": (out.shape, dtype), "lse": (lse.shape, dtype)}
-        if isinstance(out, np.ndarray):
-            places["row_sums"] = (*lse.shape, NUMBERS), wide
+        places = {"out": (out.shape, dtype)}
+        if run.parts.is_on_cpu:
+            places |= {"lse": (lse.shape, dtype), "row_sums": ((*lse.shape, NUMBERS), wide)}
+        else:
+            places |= {"lse_pairs": ((*lse.shape, 2), dtype)}
         sizes = [-(-math.prod(shape) * own.itemsize // WIDE) * WIDE // dtype.itemsize for shape, own in places.values()]
         memory = run.xp.empty((count, sum(sizes)), dtype)
         parts: list[dict[str, Array]] = [{} for _ in range(count)]

@@ -34,6 +34,7 @@ def draft_forward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     draft.tiles = (tile,)
     is_wide = draft.arrays["out"].dtype != draft.problem.dtype
     draft.defines["CUFLASH_OUT_WIDE"] = int(is_wide)
+    draft.defines["CUFLASH_LSE_WIDE"] = int("lse" in draft.problem.wide)
     if is_wide:
         if draft.problem.has_float8:
             got = f"dtype {draft.problem.softmax_dtype} with k and v of one byte a number"

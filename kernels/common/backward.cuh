@@ -137,7 +137,6 @@ constexpr int kDelta = kPairsStats ? 2 : 1;
 // exp(S - row max) / row sum. Rows come in groups of 64. Where a row of a group is large, all its rows have -0 as a
 // statistic, and a RowSum; that of a row that is not large is (lse, 1). Other rows have no RowSum, and no statistic of
 // -0.
-constexpr Real kLargeLse = kWide ? 128 : 1024;
 constexpr int kGroupRows = 64;
 
 // Whether a statistic says so of its group.

@@ -13,6 +13,8 @@
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
+constexpr Real kLargeLse = kWide ? 128 : 1024;  // what rounding leaves of such an lse is no longer negligible
+
 constexpr Real kExponentOfE = kWide ? (Real)1 : (Real)kLog2e;  // turns a natural exponent into an exponent
 
 // x = steps log 2 + r, with abs(r) at most log(2) / 2. abs(x) is below 2^10. The polynomials interpolate (e^r - 1 - r)

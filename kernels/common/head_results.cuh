@@ -59,7 +59,7 @@ CUFLASH_DEVICE void store_rows(const Params& common, const HeadWalk& walk, const
     const bool stores_sum = is_first && fragment_column() == 0;
     if (is_alone) {
       const int head = work.first_head() + row / common.seqlen_q;
-      if (stores_sum) *lse_of(common, work.batch, head, rows.query[half]) = softmax.log_sum_exp(0, half);
+      if (stores_sum) store_lse(lse_of(common, work.batch, head, rows.query[half]), softmax, 0, half);
       Out* g_out = out_of(common, work.batch, head, rows.query[half]);
       visit_pairs(half,
                   [&](int column, Real left, Real right) { store_pair(g_out, column, left * of_out, right * of_out); });

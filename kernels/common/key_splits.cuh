@@ -9,6 +9,7 @@
 #include "common/exponential.cuh"
 #include "common/fragments.cuh"
 #include "common/params.cuh"
+#include "common/store_lse.cuh"
 
 // The keys of all key/value heads of the batch, one head after the other, are cut into as many equal shares as there
 // are blocks. So a block has keys of one head or of neighbouring heads, and a head belongs to one block or to
@@ -194,7 +195,7 @@ struct Partials {
     PartialSum of_lane = sum_of_any(lane, row);
     load(0);
     const PartialSum total = combined_sum(of_lane, row, kHasSinks ? to_offset(sink_of(params, query_head)) : 0);
-    if (chunk == 0 && lane == 0) *lse_of(params, batch, query_head, query) = log_sum_exp(total.offset, total.sum);
+    if (chunk == 0 && lane == 0) store_lse(lse_of(params, batch, query_head, query), total.offset, total.sum);
 
     Real sum[kSums][4] = {};
     const Real inverse = 1 / total.sum;

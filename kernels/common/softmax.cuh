@@ -104,11 +104,6 @@ struct OnlineSoftmax {
   // Factor of the output row: 1 / sum; 0 for a row that saw no key.
   CUFLASH_DEVICE Real inverse_sum(int m, int half) const { return row_sum[m][half] == 0 ? 0 : 1 / row_sum[m][half]; }
 
-  // Natural logarithm of the sum of exponentials; -inf for a row that saw no key.
-  CUFLASH_DEVICE Real log_sum_exp(int m, int half) const {
-    return ::log_sum_exp<natural>(offset[m][half], row_sum[m][half]);
-  }
-
  private:
   // Raises the offsets to the maxima of a tile of scores where that is needed, and returns whether it was. If so,
   // `rescale_row(m, half, factor)` is called for every row with the factor of its earlier sums.

@@ -14,6 +14,7 @@
 #include "common/schedule.cuh"
 #include "common/scores.cuh"
 #include "common/softmax.cuh"
+#include "common/store_lse.cuh"
 #include "sm80/copy.cuh"
 #include "sm80/float8_fragments.cuh"
 #include "sm80/mma.cuh"
@@ -194,7 +195,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
     for (int half = 0; half < 2; ++half) {
       const int row = lane_row + 16 * m + 8 * half;
       if (warp_d == 0 && fragment_column() == 0 && row < seqlen_q)
-        g_lse[row * params.lse.row_stride] = softmax.log_sum_exp(m, half);
+        store_lse(g_lse + row * params.lse.row_stride, softmax, m, half);
     }
 }
 

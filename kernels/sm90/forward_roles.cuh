@@ -6,6 +6,7 @@
 #include "common/operands.cuh"
 #include "common/params.cuh"
 #include "common/softmax.cuh"
+#include "common/store_lse.cuh"
 #include "ptx/tma.cuh"
 
 constexpr int kConsumers = kBlockM / 64;
@@ -26,6 +27,6 @@ CUFLASH_DEVICE void store_lse(const Params& params, Entry batch, int head, int r
   for (int half = 0; half < 2; ++half) {
     const int half_row = row + 8 * half;
     if (fragment_column() == 0 && half_row < seqlen_q)
-      g_lse[half_row * params.lse.row_stride] = softmax.log_sum_exp(0, half);
+      store_lse(g_lse + half_row * params.lse.row_stride, softmax, 0, half);
   }
 }

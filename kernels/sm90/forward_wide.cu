@@ -9,6 +9,7 @@
 #include "common/key_splits.cuh"
 #include "common/operands.cuh"
 #include "common/schedule.cuh"
+#include "common/store_lse.cuh"
 #include "sm90/wide_sums.cuh"
 #include "sm90/wide_weights.cuh"
 
@@ -40,7 +41,7 @@ struct Rows {
       const int own = row + 8 * half;
       factor[half] = ones[0][0][2 * half] * softmax.inverse_sum(0, half) * kept_scale_of(common);
       if (pass == 0 && fragment_column() == 0 && own < common.seqlen_q)
-        g_lse[own * common.lse.row_stride] = softmax.log_sum_exp(0, half);
+        store_lse(g_lse + own * common.lse.row_stride, softmax, 0, half);
     }
   }
 };

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import operator
 import subprocess
+import sys
 import tempfile
 import threading
 import weakref
@@ -114,7 +115,7 @@ def _operator(name: str) -> Any:
     return method
 
 
-for _name in ("getitem", "add", "sub", "mul", "truediv", "neg", "eq", "and", "iadd", "imul"):
+for _name in ("getitem", "add", "sub", "mul", "truediv", "neg", "abs", "eq", "ge", "lt", "and", "iadd", "imul"):
     setattr(OnDevice, f"__{_name}__", _operator(f"__{_name}__"))
 
 
@@ -229,8 +230,8 @@ class ElementwiseKernel:
         width = shape[-1] if axis == -1 else 1
         flat = [np.ascontiguousarray(np.broadcast_to(x, shape)) for x in hosts[: self.count]]
         flat += [np.empty(x.shape, x.dtype) for x in hosts[self.count :]]
-        kinds = [x.dtype for x, (kind, _) in zip(hosts, self.params, strict=True) if kind == "T"]
-        text = self._text("double" if kinds and kinds[0] == np.float64 else "float")
+        kinds = [x.dtype for x, (kind, _) in zip(hosts, self.params, strict=True) if kind in ("T", "C")]
+        text = self._text("double" if kinds and kinds[0] in (np.float64, np.complex128) else "float")
         with _one_at_a_time:
             run = _compiled(text)
         pointers = (ctypes.c_void_p * len(flat))(*(x.ctypes.data for x in flat))
@@ -243,7 +244,7 @@ class ElementwiseKernel:
             f"{kind}& {name} = (({kind}*)at[{number}])[{self._index(number)}];"
             for number, (kind, name) in enumerate(self.params)
         ]
-        return f"""{CUDA} using T = {real}; {self.preamble}
+        return f"""{CUDA} using T = {real}; using C = complex<T>; {self.preamble}
             extern "C" void run(void** at, long count, long width) {{
               for (long i = 0; i < count; ++i) {{ {self._loop(places)} }} }}"""
 
@@ -285,13 +286,16 @@ def extend(cupy: Any) -> None:
     """Make the stand-in for CuPy of `launcher` one that ranks can use."""
     cupy.ndarray, cupy.empty = OnDevice, OnDevice
     cupy.ElementwiseKernel, cupy.ReductionKernel = ElementwiseKernel, ReductionKernel
-    for name in ("zeros", "ones", "full", "concatenate", "ascontiguousarray", "broadcast_to", "clip", "asarray"):
+    for name in ("zeros", "ones", "full", "concatenate", "ascontiguousarray", "clip", "asarray", "where"):
         setattr(cupy, name, functools.partial(_called, getattr(np, name), None))
     cupy.lib = SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=as_strided))
     cupy.broadcast_to = lambda x, shape: _called(np.broadcast_to, x.owner, x, shape)
     names = (alloc, using_allocator, MemoryPool, Stream, Event, get_current_stream)
     cupy.cuda.__dict__.update({x.__name__: x for x in names})
     launch = cupy.cuda.driver.launchKernel
+    sys.modules["cuflash.launch"].__dict__["_in_scratch"] = lambda scratch, offset, shape, dtype: OnDevice(
+        shape, dtype, Memory(scratch.ptr + offset, scratch)
+    )
 
     def one_at_a_time(*args: Any) -> None:
         with _one_at_a_time:

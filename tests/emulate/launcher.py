@@ -110,8 +110,7 @@ def encoder(spec: TensorMapSpec) -> Callable[[int, int], bytes]:
 
 def in_scratch(scratch: Any, offset: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    found: np.ndarray = scratch.memory[offset : offset + nbytes].view(dtype).reshape(shape)
-    return found
+    return np.ndarray(shape, dtype, (ctypes.c_char * nbytes).from_address(scratch.ptr + offset))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from cuflash.operands import numpy_dtype
 from cuflash.spans import Band
 from tests.emulate.launcher import allocated, launcher
 from tests.emulate.parts import EmulatedParts
-from tests.ranks import Whole, judge, on_threads, results_of
+from tests.ranks import Parts, Whole, compute, judge, on_threads, results_of
 from tests.scored import MASKS, SCORES, SCORES_AND_TEXTS, Scored, captured_of
 
 pytestmark = [
@@ -67,6 +67,68 @@ def test_spans_that_begin_where_blocks_do_come_in_parts(name, need, emulated):
     with launcher(name[:3], computes=True) as found:
         emulated(found._module)
         judge(CASES[name], results_of(CASES[name], *splits, need=need))
+
+
+LARGE = {
+    "9.0": ct.Case(**SIZES, causal=True, dtype="bfloat16", sinks=True, bias=(140,)),
+    "9.0 products": ct.Case(**SIZES, dtype="float16", score_mean=-3e4),
+    "9.0 packed": ct.Case(**SIZES, **PACKED, dtype="float16", score_mean=-3e4),
+    "9.0 float32": ct.Case(**SIZES, dtype="float32", bias=(140,)),
+    "8.0": ct.Case(**SIZES, dtype="float16", bias=(140,), layout="bshd"),
+    "8.0 products": ct.Case(**SIZES, dtype="float32", window=(40, 40), score_mean=-3e4),
+    "8.0 float64": ct.Case(**SIZES, dtype="float64", bias=(140,)),
+}
+
+
+@pytest.mark.parametrize("need", [None, ("dq", "dk", "dv")], ids=["all", "dq in parts"])
+@pytest.mark.parametrize("name", LARGE)
+def test_parts_weigh_what_their_keys_do_where_scores_are_large(name, need, emulated):
+    """A finite mask of all keys, or products around -3e4: lse, rounded, does not say what a part weighs."""
+    case = LARGE[name]
+    whole = masked(case)
+    parts = Parts(whole, SPLIT_Q, SPLIT_K)
+
+    def work(comm):
+        attn = cd.ContextParallel(comm, split=SPLIT_Q, split_k=SPLIT_K, timeout=300, steps=3, **case.keywords)
+        return compute(attn, parts, whole.arrays, need)
+
+    with launcher(name[:3], computes=True) as found:
+        emulated(found._module)
+        results = parts.whole(on_threads(2, work))
+    judges = ct.yardsticks(case.problem, whole.arrays)
+    measured = [ct.measure(n, x.view(np.ndarray), judges[n]) for n, x in results.items()]
+    assert not any(m.failure for m in measured), "\n".join(map(str, measured))
+
+
+def masked(case: ct.Case) -> Whole:
+    """The problem of a case, where bias and sinks are -1e9."""
+    arrays = case.arrays()
+    for name in ("bias", "sinks"):
+        if name in arrays:
+            arrays[name][...] = -1e9
+    return Whole(case.problem, arrays, case.keywords, case.random)
+
+
+@pytest.mark.parametrize("arch", ["9.0", "8.0"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_parts_of_decoding_weigh_what_their_keys_do(arch, dtype, emulated):
+    case = ct.Case(seqlen_q=2, seqlen_k=300, num_heads=4, num_heads_kv=1, head_dim=64, dtype=dtype, bias=(300,))
+    whole, split = masked(case), cd.Split([[(0, 110), (250, 300)], [(110, 250)]])
+
+    def work(comm):
+        own = {
+            name: split.part(whole.arrays[name], comm.rank, axis) for name, axis in (("k", -2), ("v", -2), ("bias", -1))
+        }
+        attn = cd.ContextParallel(comm, split=split, timeout=300)
+        return attn.decode(whole.arrays["q"], own["k"], own["v"], bias=own["bias"])
+
+    with launcher(arch, computes=True) as found:
+        emulated(found._module)
+        results = on_threads(2, work)
+    judges = ct.yardsticks(case.problem, whole.arrays)
+    for result in results:
+        measured = [ct.measure(name, np.asarray(x), judges[name]) for name, x in result._asdict().items()]
+        assert not any(m.failure for m in measured), "\n".join(map(str, measured))
 
 
 SCORED: dict[str, Any] = {

@@ -13,7 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuflash import merging
-from cuflash.elementwise import _HELPERS, LANES, lse_of, merged_of, products_text, sum_of
+from cuflash.elementwise import (
+    _HELPERS,
+    LANES,
+    as_pairs,
+    lse_of,
+    lse_of_pairs,
+    merged_of,
+    merged_of_pairs,
+    pairs_of,
+    products_text,
+    sum_of,
+)
 from cuflash.emulator import find_compiler
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
@@ -65,8 +76,13 @@ def run(folder, formula, parts, rows, target):
     text = formula.text(len(parts), target.dtype.name, is_wide=is_wide)
     each = LANES if is_wide else 1
     names = [*text.inputs.split(", "), text.output]
-    of_type = "double" if target.dtype == np.float64 else "float"
-    code = [CUDA, f"using T = {of_type};", text.preamble, 'extern "C" void run(void** at, long rows, long columns) {']
+    of_type = "double" if target.dtype in (np.float64, np.complex128) else "float"
+    code = [
+        CUDA,
+        f"using T = {of_type}; using C = complex<{of_type}>;",
+        text.preamble,
+        'extern "C" void run(void** at, long rows, long columns) {',
+    ]
     code.append(f"for (long i = 0; i < rows; ++i) for (long j = 0; j < columns / {each}; ++j) {{")
     for number, name in enumerate(names):
         kind, variable = name.split()
@@ -127,6 +143,32 @@ def test_parts_are_merged_as_numpy_does(folder, seed, count, shape, dtype, hides
     got = run(folder, merged_of(count), outs, lses, np.empty(shape, DTYPES[dtype]))
     resolution = ml_dtypes.finfo(DTYPES[dtype]).eps
     np.testing.assert_allclose(got.astype(np.float64), out, rtol=2 * float(resolution), atol=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(0, 2**32), st.integers(2, 3), SHAPES, st.sampled_from(list(DTYPES)), st.sampled_from([0, -3e4, -1e9])
+)
+def test_pairs_say_what_parts_weigh_where_lse_is_large(folder, seed, count, shape, dtype, level):
+    """Pairs of lse and what its rounding leaves; also where they are merged to a pair first."""
+    of_sums = np.float64 if dtype == "float64" else np.float32
+    random = np.random.default_rng(seed)
+    outs = [random.standard_normal(shape).astype(of_sums) for _ in range(count)]
+    exact = [level + np.log(random.integers(1, 50, shape[0])) for _ in range(count)]
+    pairs = [np.stack([x.astype(of_sums), x - x.astype(of_sums)], axis=-1).astype(of_sums) for x in exact]
+    top = np.max(exact, axis=0)
+    weights = [np.exp(x - top) for x in exact]
+    expected = sum(w[:, None] * x for w, x in zip(weights, outs, strict=True)) / sum(weights)[:, None]
+    rows = [as_pairs(x) for x in pairs]
+    got = run(folder, merged_of_pairs(count), outs, rows, np.empty(shape, DTYPES[dtype]))
+    close = max(2 * float(ml_dtypes.finfo(DTYPES[dtype]).eps), 2e-15 * abs(level))
+    np.testing.assert_allclose(got.astype(np.float64), expected, rtol=close, atol=max(1e-6, close))
+    lse = top + np.log(sum(weights))
+    got_lse = run(folder, lse_of_pairs(count), (), rows, np.empty((shape[0], 1), of_sums))[:, 0]
+    np.testing.assert_allclose(got_lse, lse, rtol=1e-6)
+    both = np.empty((shape[0], 1, 2), of_sums)
+    run(folder, pairs_of(count), (), rows, as_pairs(both))
+    np.testing.assert_allclose(both.astype(np.float64).sum(axis=(1, 2)), lse, atol=1e-5 + 2e-15 * abs(level))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

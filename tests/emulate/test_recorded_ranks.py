@@ -118,6 +118,14 @@ def test_repeated_calls_keep_the_oracle_rule(name, deterministic, repeated):
     assert len(repeated) == 12  # three calls of two passes on two ranks
 
 
+@pytest.mark.parametrize("name", ["9.0", "8.0 float32"])
+def test_rows_of_large_scores_keep_the_oracle_rule(name, repeated):
+    """The host takes part in their backward passes, which are not repeated."""
+    dtype = "float32" if "float32" in name else "float16"
+    judge_calls(name, ct.Case(**ODD, dtype=dtype, score_mean=-3e4))
+    assert len(repeated) == 6
+
+
 def test_keys_and_values_of_one_array_are_told_apart(repeated):
     judge_calls("9.0", CASES["9.0"], together=True)
     assert len(repeated) == 12
