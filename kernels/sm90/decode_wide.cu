@@ -74,8 +74,8 @@ struct WideHead : HeadWork, OverKeys<WideHead> {
         factor[half] = ones[0][0][2 * half] * softmax.inverse_sum(0, half);
         if (pass > 0 || fragment_column() != 0 || row[half] >= head.rows) continue;
         if (is_alone(partials))
-          store_lse(lse_of(common, head.batch, LaneRows::head_of(common, head, row[half]), lane.query[half]), softmax, 0,
-                    half);
+          store_lse(lse_of(common, head.batch, LaneRows::head_of(common, head, row[half]), lane.query[half]), softmax,
+                    0, half);
         else
           partials.store_sum(place_in(partials), row[half], softmax, half);
       }
