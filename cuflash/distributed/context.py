@@ -65,8 +65,8 @@ class ContextParallel:
         On devices, ranks that compile kernels for a first call are waited for up to ten minutes longer.
     check : bool, default True
         Whether each call begins with a check that all ranks make the same call. ``check=False`` needs two `Split`: then
-        a call on CuPy arrays does not wait on the host, ranks that disagree may hang, and `backward` goes by the rounded
-        lse of rows whose scores are large (docs/distributed.md).
+        a call on CuPy arrays does not wait on the host, ranks that disagree may hang, and `backward` goes by the
+        rounded lse of rows whose scores are large (docs/distributed.md).
     causal, window, layout : optional
         As `cuflash.FlashAttention` takes them, for the whole sequences, but for ``causal="lengths"``.
     deterministic : bool, default False
