@@ -15,6 +15,7 @@ SCORE = "common/score.cuh"
 SCORES = "common/scores.cuh"
 SEQUENCES = "common/sequences.cuh"
 SOFTMAX = "common/softmax.cuh"
+STORE_LSE = "common/store_lse.cuh"
 
 # fmt: off
 MUTANTS = (
@@ -366,5 +367,12 @@ MUTANTS = (
            "nearest - steps : full_start + steps - 1;", "sm90 slopes outward"),
     mutant("tiles before the nearest are left out", SCHEDULE, "steps <= before ? nearest - steps",
            "steps < before ? nearest - steps", "sm90 slopes"),
+    # ---- common/store_lse.cuh
+    mutant("lse of a part is all there is", STORE_LSE, "to[1] = rest_of_lse<natural>(lse, offset, sum);", "to[1] = 0;",
+           "large lse of parts"),
+    mutant("what rounding leaves lacks the row sum", STORE_LSE, "return (offset - lse) + log_of_sum;",
+           "return offset - lse;", "large lse of parts sm80"),
+    mutant("a row max of products is natural", STORE_LSE, "fmaf((float)offset, kLn2,", "fmaf((float)offset, 1.0f,",
+           "large lse of parts by products"),
 )
 # fmt: on

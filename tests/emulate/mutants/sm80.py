@@ -216,7 +216,7 @@ MUTANTS = (
            "1.0f, v_scale", "forward"),
     mutant("lse of rows that do not exist", FORWARD, "fragment_column() == 0 && row < seqlen_q",
            "fragment_column() == 0", "forward"),
-    mutant("lse without its stride", FORWARD, "g_lse[row * params.lse.row_stride]", "g_lse[row]", "forward far"),
+    mutant("lse without its stride", FORWARD, "g_lse + row * params.lse.row_stride", "g_lse + row", "forward far"),
     mutant("rows of out up to seqlen_k", FORWARD, "first_row,\n                                   seqlen_q);",
            "first_row,\n                                   params.seqlen_k);", "forward"),
     mutant("V is read past kv_lengths", FORWARD, "                                  key_stop);",

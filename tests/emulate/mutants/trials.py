@@ -189,7 +189,7 @@ def _many_queries(tile: BackwardSm90Tile, **changes: Any) -> Trial:
     return Trial(case=replace(_GROUPED, seqlen_q=300, **changes), tiles=(tile,), num_sms=1)
 
 
-TRIALS: dict[str, Trial | FunctionTrial | trials_large.LargeTrial] = {
+TRIALS: dict[str, Trial | FunctionTrial | trials_large.LargeTrial | trials_large.PairTrial] = {
     "forward": Trial(case=_GROUPED, tiles=_forward()),
     "forward window": Trial(case=_WINDOW, tiles=_forward(block_m=64)),
     "forward window spread": Trial(case=replace(_WINDOW, score_spread=30.0), tiles=_forward(block_m=64)),

@@ -1,10 +1,19 @@
-"""Trials of large scores: what tests/large_scores.py checks, by the kernels with a mistake."""
+"""Trials of large scores: what tests/large_scores.py checks, by the kernels with a mistake, and lse of parts."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
+
+from cuflash.binding import bind
+from cuflash.emulator import SCHEDULES
+from cuflash.emulator.passes import run
+from cuflash.options import Options
+from cuflash.planning import DeviceSpec, choose_plan
 from tests.emulate.attention import on_kernels
 from tests.large_scores import (
     Backend,
@@ -29,9 +38,36 @@ class LargeTrial:
         self.check(on_kernels(self.arch, kernels))
 
 
+@dataclass(frozen=True, kw_only=True)
+class PairTrial:
+    """lse of a part, and what its rounding leaves, where each of 100 keys has the same score of about -2^23."""
+
+    arch: str
+    by_products: bool  # and not by a bias
+
+    def run(self, kernels: Path | None = None) -> None:
+        """Raise AssertionError where a kernel of the folder stores another number."""
+        score, keys = -(2.0**23), 100
+        q, k = (np.zeros((1, 1, rows, 64), ml_dtypes.bfloat16) for rows in (20, keys))
+        out, pairs = np.full(q.shape, np.nan, q.dtype), np.full((1, 1, 20, 2), np.nan, np.float32)
+        arrays = {"q": q, "k": k, "v": k, "out": out, "lse": pairs[..., 0]}
+        if self.by_products:
+            q[..., 0], k[..., 0] = 2.0**11, -(2.0**12)
+            score *= math.log(2)
+        else:
+            arrays["bias"] = np.full((1, 1, 20, keys), score, np.float32)
+        # Then a product is the exponent of base 2: no factor is rounded, by which lse would be off, too.
+        options = Options(scale=math.log(2), wide=("lse",))
+        binding = bind("forward", options, arrays, need=(), address_of=lambda array: array.ctypes.data)
+        plan = choose_plan(binding.problem, DeviceSpec.for_arch(self.arch), "forward", **binding.layout)
+        run(plan, binding, arrays, SCHEDULES[0], kernels=kernels)
+        found = pairs.astype(np.float64).sum(axis=-1) - score
+        assert np.abs(found - np.log(keys)).max() < 1e-3, found
+
+
 _ROWS, _WIDE_ROWS = Large(dtype="bfloat16", bias=-1e9), Large(dtype="float32", spread=1e5)
 
-TRIALS = {
+TRIALS: dict[str, LargeTrial | PairTrial] = {
     "large rows": LargeTrial(check=partial(check_sums_of_weights, _ROWS)),
     "large rows float32": LargeTrial(check=partial(check_sums_of_weights, _WIDE_ROWS)),
     "large rows sm80": LargeTrial(check=partial(check_sums_of_weights, _ROWS), arch="8.0"),
@@ -39,4 +75,7 @@ TRIALS = {
     "equal scores": LargeTrial(check=partial(check_equal_scores, "bfloat16", -3e7, 400, 0)),
     "lowest bias": LargeTrial(check=partial(check_mean, "bfloat16", -2.5e38)),
     "NaN of hidden keys": LargeTrial(check=partial(check_hidden_nan, "bfloat16", (1, 1, 1, 200), 1)),
+    "large lse of parts": PairTrial(arch="9.0", by_products=False),
+    "large lse of parts by products": PairTrial(arch="9.0", by_products=True),
+    "large lse of parts sm80": PairTrial(arch="8.0", by_products=False),
 }
