@@ -74,7 +74,7 @@ class StreamedPass:
             got = self.parts.into(results, arrays, call, is_wide=self.parts.is_on_cpu)
             merge.add(got["out"], got["lse"], rows)
         merge.finish(out, lse)
-        if row_sums.has_large(lse, self.parts.large_lse):
+        if row_sums.has_large(row_sums.on_host(lse), self.parts.large_lse):
             self._merge_large(out, lse)
 
     def _merge_large(self, out: Array, lse: Array) -> None:
@@ -123,7 +123,7 @@ class StreamedPass:
 
     def backward(self, need: tuple[str, ...], results: Mapping[str, Array]) -> None:
         """Fill dq, dk, dv and dbias, which have four axes, and the other gradients, shaped as their arrays are."""
-        if not self.is_whole and row_sums.has_large(self.arrays["lse"], self.parts.large_lse):
+        if not self.is_whole and row_sums.has_large(row_sums.on_host(self.arrays["lse"]), self.parts.large_lse):
             arrays = {**self.arrays, "row_sums": self._row_sums()}
             replace(self, parts=replace(self.parts, arrays=arrays))._backward(need, results)
         else:
