@@ -24,8 +24,6 @@ def why_not_split(draft: Draft, table: tuple[Tile, ...]) -> str | None:
         return "it would split all pages of the pool, whoever they belong to"
     if problem.is_packed:
         return "it knows no packed sequences"
-    if 0 in (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k):
-        return "there is nothing to compute"
     largest = max(row.max_dim for row in table)
     if max(problem.head_dim, problem.head_dim_v) > largest:
         return f"it serves head dimensions up to {largest}"
@@ -36,7 +34,7 @@ def why_not_split(draft: Draft, table: tuple[Tile, ...]) -> str | None:
     fewest = SPLIT_MIN_PAIRS[draft.pass_]
     if problem.num_heads * problem.seqlen_q * keys < fewest * max(rows, 1):
         return f"for fewer than {fewest} scores to each row of q, k and v, splitting these takes too long"
-    return None
+    return "there is nothing to compute" if problem.batch == 0 else None
 
 
 def tell_of_bias(draft: Draft, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile) -> None:
