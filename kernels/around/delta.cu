@@ -75,10 +75,21 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
     for (int mask = kLanes / 2; mask > 0; mask /= 2) delta += ptx::shuffle_xor(delta, mask);
     if (lane == 0) row_stats(params, batch, head, row)[kDelta] = delta - row_dlse;
   }
-  if (has_rows) lse_stats.store();
+  bool any_large = false;
+  const auto store = [&](const LseStats& stats) {
+    stats.store();
+    any_large = any_large || stats.has_large();
+  };
+  if (has_rows) store(lse_stats);
 #pragma unroll 1
   for (int i = first + kNumWarps * 16; i < kBlockM; i += kNumWarps * 16)
-    LseStats(params, batch, head, m_block * kBlockM + i, row_stop).store();
+    store(LseStats(params, batch, head, m_block * kBlockM + i, row_stop));
+  // A loop of its own, because the code for large rows is long, and this is its only place.
+#pragma unroll 1
+  for (int i = first; any_large && i < kBlockM; i += kNumWarps * 16) {
+    const LseStats stats(params, batch, head, m_block * kBlockM + i, row_stop);
+    if (stats.has_large()) stats.store_large();
+  }
 
   if constexpr (kDqByReduction) {
     const i64 tile = m_tile_of(params, num_m_blocks, batch, head, m_block);

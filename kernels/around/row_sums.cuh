@@ -145,6 +145,9 @@ struct LseStats {
     return row < row_stop ? row_numbers_of(params.lse, batch, head)[row * params.lse.row_stride] : -ptx::infinity();
   }
 
+  // Whether some of the 16 rows are large: then `store_large` follows `store`.
+  CUFLASH_DEVICE bool has_large() const { return ptx::any_lane(is_large(own_lse)); }
+
   CUFLASH_DEVICE void store() const {
     RowSum* row_sums = row_sums_of(params, batch, head);
     bool large_in_group = false;
@@ -159,11 +162,10 @@ struct LseStats {
       row_stats(params, batch, head, row)[0] = large_in_group ? (Real)-0.0f : lse;
       if (large_in_group) row_sums[row] = {has_keys ? to_offset(own_lse) : ptx::infinity(), 1};
     }
-    if (ptx::any_lane(is_large(own_lse))) store_large(row_sums);
   }
 
- private:
-  CUFLASH_DEVICE void store_large(RowSum* row_sums) const {
+  CUFLASH_DEVICE void store_large() const {
+    RowSum* row_sums = row_sums_of(params, batch, head);
     OnlineSoftmax<1> softmax;
     sum_rows(params, batch, head, first_row, row_stop, softmax);
     ptx::sync_warp();  // what is stored above comes before what is stored below
