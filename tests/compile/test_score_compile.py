@@ -89,6 +89,7 @@ def test_gradients_of_arrays_spill_little_and_let_products_run_on(score, mask, h
     assert_spills(main, SPILLS_OF_ARRAYS.get((score, mask, head_dim), 0))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "arch, dtype, head_dim",
     [("8.0", "float32", 64), ("9.0", "float16", 72), ("9.0", "bfloat16", 128), ("9.0", "bfloat16", 256)],

@@ -23,7 +23,7 @@ from tests.emulate.few_queries import combined
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(6),
+    pytest.mark.one_in(12),
 ]
 
 H200 = DeviceSpec.for_arch("9.0")

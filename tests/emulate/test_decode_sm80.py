@@ -22,7 +22,7 @@ from tests.scored import MASKS, SCORES, Scored, captured_of
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(8),
+    pytest.mark.one_in(16),
 ]
 
 # By blocks of one of them, how the 4 heads of CASE fall to blocks.

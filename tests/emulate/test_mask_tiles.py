@@ -76,7 +76,7 @@ def cases(draw, arch, shape, options):
     return case, draw(st.sampled_from(SCHEDULES))
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(20)
 @pytest.mark.parametrize("name", CASES)
 @given(data=st.data())
 @few
@@ -311,7 +311,7 @@ def with_holes(bias, rng, kept):
     return np.where(hidden, np.array(-np.inf, bias.dtype), bias)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("hides", [True, False])
 @pytest.mark.parametrize("name", BIASES)
 @given(data=st.data())

@@ -15,7 +15,10 @@ from cuflash.planning.sm80 import BackwardTile, ForwardTile
 from cuflash.planning.sm90.tiles import BackwardSm90Tile, ForwardSm90Tile
 from tests.emulate.mutants.trial import Trial
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+pytestmark = [
+    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
+    pytest.mark.one_in(3),
+]
 
 _SM80 = ForwardTile(
     element_bytes=2,

@@ -24,7 +24,7 @@ def test_without_a_mistake_the_trial_passes(trial):
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_mistakes_in_the_kernels_as_they_are(mutant):
-    assert mutant.plant()
+    assert mutant.text != (KERNELS / mutant.file).read_text()
 
 
 @pytest.mark.parametrize("mutant", PLANTED, ids=lambda mutant: f"{mutant.file}: {mutant.what}")

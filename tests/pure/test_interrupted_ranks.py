@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.distributed as cd
+from tests import sampling
 from tests.interrupts import Interrupt, of_package
 
 FILES = of_package("distributed/", "parts.py", "merging.py", "recording.py")
@@ -83,7 +84,7 @@ def lines():
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 if sampling.exhaustive else 20, deadline=None)
 @given(data=st.data(), kind=st.sampled_from([KeyboardInterrupt, MemoryError]))
 def test_an_error_at_any_line_is_heard_of_and_leaves_nothing(method, data, kind, lines):
     interrupt = Interrupt(FILES, data.draw(st.integers(1, lines[method])), kind)
