@@ -489,16 +489,16 @@ FLOAT8_PRODUCTS = [
 # Kernels of float32 and float64 are products of threads, unrolled: each takes seconds to compile.
 ROWS = [target for target in EVERY_ROW if target.tile.element_bytes == 2 or is_sm90(target.tile)]
 TARGETS = [
-    *share(ROWS, 12),
-    *share([target for target in EVERY_ROW if target not in ROWS], 36),
-    *share(OTHERS, 48),
-    *share(FLOAT8, 12),
+    *share(ROWS, 24),
+    *share([target for target in EVERY_ROW if target not in ROWS], 72),
+    *share(OTHERS, 96),
+    *share(FLOAT8, 24),
     *(
         Target(tile=tile, arch="9.0", variant=variant)
         for tile in FORWARD_FLOAT8_SM90_TILES
         for variant in ("float8 products", "float8 products, full")
     ),
-    *share(FLOAT8_PRODUCTS, 4),
+    *share(FLOAT8_PRODUCTS, 8),
 ]
 
 
