@@ -70,7 +70,7 @@ def streamed(k: Array, v: Array, *, chunk: int | None = None) -> StreamedPair:
     ValueError
         `chunk` is below 1.
     NotImplementedError
-        `k` or `v` has numbers of one byte.
+        `k` or `v` is fp8.
 
     References
     ----------

@@ -65,10 +65,10 @@ def cases(
     features : collection of str
         Which of `FEATURES` and `MORE_FEATURES` may be present; each is absent about half of the time. And "dropout",
         for implementations that drop what `cuflash.dropout_mask` says, "pages" for those that take a block table,
-        "packed" for those of packed sequences, "lengths" for those of ``causal="lengths"``, and "float8" for those of k
-        and v of one byte a number, in cases that have no gradients; "hidden_keys", which with a mask have none either.
-        And `REGIMES`: rows and keys masked by finite numbers, scores of large size, equal scores, numbers at both ends
-        of the range of their dtype, and no batch entries, no heads or no heads of q.
+        "packed" for those of packed sequences, "lengths" for those of ``causal="lengths"``, and "float8" for those of
+        fp8 k and v, in cases that have no gradients; "hidden_keys", which with a mask have none either. And `REGIMES`:
+        rows and keys masked by finite numbers, scores of large size, equal scores, numbers at both ends of the range of
+        their dtype, and no batch entries, no heads or no heads of q.
     max_seqlen, max_head_dim : int
         Largest lengths, in elements.
     max_scores : int

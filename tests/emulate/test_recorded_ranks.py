@@ -215,7 +215,7 @@ def test_float8_travels_as_bytes(arch, layout, q_float8, repeated):
         extend(sys.modules["cupy"])
         of_ranks = on_threads(2, work)
     *forward, decoded = zip(*of_ranks, strict=True)
-    judge_float8 = assert_float8 if q_float8 and arch == "9.0" else ct.assert_forward  # of products of bytes
+    judge_float8 = assert_float8 if q_float8 and arch == "9.0" else ct.assert_forward  # of fp8 products
     for results in (*map(x.whole, forward), *decoded):
         judge_float8(case, results["out"], results["lse"])
     assert len(repeated) == 6  # three calls on two ranks
