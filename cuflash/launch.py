@@ -291,6 +291,7 @@ def _start(
     for index, shape, dtype in launch.allocated:
         results[index] = array = cupy.ndarray(shape, dtype)
         pointers.append(array.data.ptr)
+    scratch = None
     if launch.scratch:
         scratch = cupy.cuda.alloc(launch.scratch_bytes)  # goes back to the pool in stream order
         first = scratch.ptr
