@@ -4,7 +4,7 @@
 
 runs the problems of one group, from the FIRST on, and prints a line of JSON before and after each. A group is what the
 same kernels serve, or nearly so: dtype, head dimensions, options, strides, and which gradients are wanted. There is one
-for every set of gradients; some with pages or with numbers of one byte, which have none; some with random functions as
+for every set of gradients; some with pages or with fp8 arrays, which have none; some with random functions as
 score or mask; and some that ranks compute, which are threads on one device. In a group sizes, values, broadcast axes
 and the results that the caller gives arrays for differ from problem to problem. Some problems have an axis of length 0,
 and some the values of `cuflash.testing.REGIMES`.
@@ -425,7 +425,7 @@ def _by_ranks(trial: Trial, arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _multiplies_float8(trial: Trial, arrays: Mapping[str, Any]) -> bool:
-    """Whether a kernel multiplies numbers of one byte as they are, which rounds the weights to one, too."""
+    """Whether a kernel multiplies fp8 q, k and v without widening them, which rounds the weights to fp8, too."""
     attn = cuflash.FlashAttention(**trial.keywords)
     read = {name: arrays[name] for name in trial.captured}
     q, k, v = ct.qkv(arrays)
