@@ -13,7 +13,7 @@ from cuflash.planning.device import DeviceSpec, why_by_lanes
 from cuflash.planning.draft import CAUSAL_HEAD_SECTION, Draft, common_defines, has_natural_scores
 from cuflash.planning.forward import draft_forward
 from cuflash.planning.launch_plan import LaunchPlan, RunTime
-from cuflash.planning.tiles import Tile
+from cuflash.planning.tiles import Tile, why_too_large
 from cuflash.problem import Problem
 from cuflash.terms import DEFAULT_NEED, TERMS
 
@@ -80,6 +80,9 @@ def choose_plan(
         draft_forward(draft, tiles)
     else:
         draft_backward(draft, tiles)
+    for tile in draft.tiles:  # rows of the tables were asked; tiles of a caller may grow where they load a bias
+        if excess := why_too_large(tile, draft.problem, device):
+            raise NotImplementedError(f"tiles: got {tile.label}, expected one that fits {device.name}: {excess}")
     if problem.dtype == "float64" and device.arch not in FAST_FLOAT64:
         draft.reasons.append(f"float64 is slow here: compute capability {device.arch / 10:.1f} has few FP64 units")
     if obstacle := why_by_lanes(problem.dtype, device):

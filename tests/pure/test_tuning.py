@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import cuflash
+import cuflash.testing as ct
 from cuflash import progress, tuning
 from cuflash.cli.main import main
 from cuflash.compiler import CompileError
@@ -36,6 +37,15 @@ from tests.problems import problem_of
 
 H200 = DeviceSpec.for_arch("9.0")
 PASSES = ("forward", "backward")
+PADDED = {
+    "batch": 3,
+    "num_heads": 4,
+    "num_heads_kv": 4,
+    "seqlen_q": 300,
+    "seqlen_k": 300,
+    "head_dim": 64,
+    "dtype": "bfloat16",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -149,6 +159,16 @@ def test_candidates_begin_with_the_table_and_fit(pass_, arch, dtype, determinist
                 shared = tile.shared_bytes(*(round_up(dim, tile.dim_multiple),) * 2)
                 assert shared <= device.shared_bytes_per_block
                 assert tile.min_blocks * (shared + device.shared_bytes_reserved) <= device.shared_bytes_per_sm
+
+
+@settings(max_examples=30)
+@given(ct.cases(ndims=(4,), features=("bias", "mask", "kv_lengths", "softcap")), st.sampled_from(PASSES))
+@example(
+    Case(bias=(1, 4, 300, 300), mask=(3, 1, 1, 300), **PADDED), "forward"
+)  # its tiles of bias leave 256 x 64 no room
+def test_kernels_of_candidates_fit(case, pass_):
+    for plan in candidates(case.problem, H200, pass_):
+        assert all(kernel.shared_bytes <= H200.shared_bytes_per_block for kernel in plan.kernels), plan.describe()
 
 
 @pytest.mark.parametrize("pass_", PASSES)
