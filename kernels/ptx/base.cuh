@@ -339,7 +339,7 @@ CUFLASH_DEVICE void mma_m16n8k16(double (&d)[4], const double (&a)[2][4], const 
 namespace ptx {
 
 // ---- Reductions in global memory ----------------------------------------------------------------------------------
-// Thread. red.global.add.f32 (9.7.13.7): order between threads is not defined.
+// Thread. red.global.add.f32 (9.7.13.7): order between threads is not defined; subnormal numbers become zeros.
 CUFLASH_DEVICE void reduce_add(float* address, float value) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
 }

@@ -314,6 +314,12 @@ def _check_reduction(run, kernel, dtype=np.float32):
     sums = np.arange(4, dtype=dtype)
     got = run(kernel, source=values, destination=sums.copy(), count=4, grid=3)
     assert (got == sums + values.sum() * np.arange(1, 5)).all()
+    # Subnormal float32 are flushed as they are added; what is normal again, 4 * 2**-128 here, is not.
+    few = np.zeros(BLOCK, dtype)
+    few[0] = 2.0**-128
+    got = run(kernel, source=few, destination=np.zeros(4, dtype), count=4, grid=1)
+    expected = few[0] * np.arange(1, 5, dtype=dtype)
+    assert (got == (expected * (expected >= np.finfo(np.float32).tiny) if dtype == np.float32 else expected)).all()
 
 
 def check_reduce_add(run):

@@ -36,8 +36,31 @@ SUBNORMAL = fuzz.Trial(
     need=("dk", "dbias", "dalibi_slopes", "dsinks"),
     given=(),
 )
+FLUSHED = fuzz.Trial(
+    name="parts of dq that are subnormal",
+    case=ct.Case(
+        softcap=50.0,
+        seqlen_q=371,
+        seqlen_k=170,
+        head_dim=40,
+        num_heads=2,
+        num_heads_kv=2,
+        ndim=3,
+        kv_lengths=(153,),
+        alibi_slopes=(1, 2),
+        dropout=0.9,
+        block_mask=(2,),
+        blocks_kept=0.9,
+        factors=(("q", 2.0**96), ("k", 2.0**-96)),
+        seed=61252,
+    ),
+    deterministic=False,
+    precision="highest",
+    need=("dq",),
+    given=(),
+)
 DRAWN = [trial for trial in fuzz.sample(of=250) if not trial.ranks]
-TRIALS = list(zip((SUBNORMAL, *DRAWN), itertools.cycle(("9.0", "8.0"))))
+TRIALS = [(SUBNORMAL, "9.0"), (FLUSHED, "9.0"), *zip(DRAWN, itertools.cycle(("8.0", "9.0")))]
 
 
 @pytest.mark.parametrize(("trial", "arch"), TRIALS, ids=lambda x: getattr(x, "name", x))

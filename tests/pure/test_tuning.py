@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ from tests.problems import problem_of
 
 H200 = DeviceSpec.for_arch("9.0")
 PASSES = ("forward", "backward")
-PADDED = {
+PADDED: dict[str, Any] = {
     "batch": 3,
     "num_heads": 4,
     "num_heads_kv": 4,

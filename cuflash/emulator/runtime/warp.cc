@@ -390,6 +390,11 @@ float to_float32(Element type, u16 bits) { return element_to_float32(type, bits)
 float round_to_tf32(float x) { return rounded_to_tf32(x); }
 
 namespace {
+// Additions of float32 to global memory take subnormal numbers, and make them, zeros (PTX ISA, atom).
+float flushed(float x) { return x != 0 && x > -0x1p-126f && x < 0x1p-126f ? __builtin_copysignf(0, x) : x; }
+double flushed(double x) { return x; }
+u64 flushed(u64 x) { return x; }
+
 template <class T>
 void reduce(T* address, const T* values, u32 count, Site site) {
   Thread& self = *block.current;
@@ -397,7 +402,7 @@ void reduce(T* address, const T* values, u32 count, Site site) {
   if ((unsigned long)address % (count * sizeof(T)))
     fail(self, site, "misaligned reduction: %p is not a multiple of %zu bytes", (void*)address, count * sizeof(T));
   if (!std::is_same<T, u64>::value) check_turn(self, site);  // integers add up to the same in any order
-  for (u32 i = 0; i < count; ++i) address[i] += values[i];
+  for (u32 i = 0; i < count; ++i) address[i] = flushed(flushed(address[i]) + flushed(values[i]));
   block.statistics.bytes_added += count * sizeof(T);
 }
 }  // namespace
