@@ -76,7 +76,9 @@ struct Dropout {
       return of(query, key, later);
   }
 
-  // Replaces dropped weights by zeros. The bits of two rows share a word, and are compared at once.
+  // Replaces dropped weights by zeros. The bits of two rows share a word, and are compared at once. Not so where halves
+  // of other registers are numbers, too, as of keys and values of one byte: ptxas of CUDA 13.0 lets the instruction that
+  // compares two halves write over a register of which a half is still to be read.
   template <class T, int n_tiles>
   CUFLASH_DEVICE void drop(T (&weight)[n_tiles][4], int query, int key) const {
 #pragma unroll
@@ -85,8 +87,9 @@ struct Dropout {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         T(&four)[4] = weight[first + j / 2];
-        u32 keeps_upper, keeps_lower;
-        ptx::at_least_u16x2(kept.word[2 * (j % 2) + j / 2], threshold | threshold >> 16, keeps_upper, keeps_lower);
+        u32 keeps_upper = kept.keeps(j / 2, j % 2), keeps_lower = kept.keeps(j / 2, j % 2 + 2);
+        if constexpr (!kHasFloat8)
+          ptx::at_least_u16x2(kept.word[2 * (j % 2) + j / 2], threshold | threshold >> 16, keeps_upper, keeps_lower);
         four[j % 2] = keeps_upper != 0 ? four[j % 2] : 0;
         four[j % 2 + 2] = keeps_lower != 0 ? four[j % 2 + 2] : 0;
       }
