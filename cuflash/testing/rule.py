@@ -25,6 +25,7 @@ Array = NDArray[Any]
 
 FLUSHED = 2.0**-125  # at most what an addition to memory loses: of its two terms, or of the sum, what is subnormal
 FEWEST_KEYS = 16  # of a tile
+MOST_READS = 8  # of a pair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,9 @@ class Yardstick:
         What the order of summation, not quality, decides about a weight ``exp(S - lse)``: one unit in the last place of
         the exponential, one of lse or of the scores that the row is made of, whichever are larger, and one of the
         terms of the scores: ``scale * abs(q) @ abs(k)`` (in units of a soft cap below 1) and slopes times distances.
+        Tensor cores cut off sums of products of 16-bit dtypes every 16 columns: above head dimensions of 256 the sum of
+        the sizes of these sums counts where it is larger. lse of 16-bit dtypes has a unit of the difference of the
+        row's scores, too, of at most log(2^32) (log(2^14) for float16), by which offsets of exponents stay behind.
         Noise of an entry is the root of the sum of squares of what that changes in its terms. No weight changes by more
         than 1, and no mean by more than its values differ. Where all scores that a row sees are equal, rounding moves
         them alike, so that lse counts as at most ``LARGE_LSE``. Largest errors are a matter of luck, more so where
@@ -63,6 +67,9 @@ class Yardstick:
 
     To dq of float32 and bfloat16 comes ``2**-125 * scale`` for each 16 keys: where GPUs add parts of dq to memory, in
     tiles of no fewer keys, subnormal numbers become zeros.
+
+    To gradients of arrays that a score reads come the units of their sums in fixed point on GPUs, half of one for a
+    term, by the root of the number of pairs (docs/score.md). Those of float64 have a second word.
 
     So one row says nothing of others: not by its lse, not by its size. Entries of out, lse and dq are what their row
     makes them, those of dk and dv what the rows that see the key do.
@@ -217,9 +224,13 @@ def _yardsticks(
         own_fractions, before = reference.error_fractions(errors, units, noise), fractions.get(name, (0.0, 0.0))
         of_unit, of_noise = fractions[name] = (max(own_fractions[0], before[0]), max(own_fractions[1], before[1]))
         plain_error = of_unit * units + of_noise * noise
-        flushed = 0.0
+        beside = 0.0
         if name == "dq" and problem.dtype in ("float32", "bfloat16"):
-            flushed = FLUSHED * abs(problem.scale) * -(-problem.seqlen_k // FEWEST_KEYS)
+            beside = FLUSHED * abs(problem.scale) * -(-problem.seqlen_k // FEWEST_KEYS)
+        if name[1:] in dict(problem.captured) and problem.dtype != "float64":
+            lengths = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+            units_of_sums = MOST_READS * math.prod(2.0 ** math.ceil(math.log2(max(1, n))) for n in lengths) * 2.0**-61
+            beside = units_of_sums / 2 * math.sqrt(math.prod(lengths)) * float(scale.max(initial=0))
         return Yardstick(
             name=name,
             expected=own,
@@ -227,7 +238,7 @@ def _yardsticks(
             plain_error=plain_error,
             scale=scale,
             strict_tolerance=float(factor * errors.max(initial=0) + units.max(initial=0)),
-            tolerance=factor * plain_error + units + noise + flushed,
+            tolerance=factor * plain_error + units + noise + beside,
         )
 
     found, fractions = {}, dict[str, tuple[float, float]]()

@@ -8,6 +8,7 @@ pairs of a query and a key that read the entry. So a row says nothing of entries
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +31,12 @@ SMALLEST_WEIGHT = {"float32": 2.0**-100, "float64": 2.0**-960}  # by the dtype o
 LARGE_LSE = {"float16": 1024.0, "bfloat16": 1024.0, "float32": 128.0, "float64": 128.0}
 # The backward pass finds the sum again where it explains lse to so many units in the last place of lse.
 EXPLAINED_UNITS = 4
+# How far the offset of a row's exponents may stay below its largest score on GPUs (kMaxSum of kernels/sm90/forward.cu).
+# Exponents are of that size then, and so is what rounding them moves in lse.
+OFFSET_LAG = {"float16": 14 * math.log(2), "bfloat16": 32 * math.log(2), "float32": 0.0, "float64": 0.0}
+# Tensor cores cut off sums of products of 16-bit numbers every so many columns. Where head dimensions are larger than
+# the limit, that is more than a unit in the last place of the sum of sizes.
+COLUMNS_OF_PRODUCT, CUT_OFF_DIM = 16, 256
 ROUNDINGS = 4  # of two scores that are equal but for the order in which the oracle adds up their products
 
 
@@ -161,7 +168,7 @@ class _Collector:
         self.is_seen[head.index_kv] |= visible.any(axis=0)
         Q, K, V = map(_finite, (head.Q, head.K, head.V))  # hidden keys have no part
         QK, K = np.where(visible, head.QK, 0), np.where(visible.any(axis=0)[:, None], K, 0)
-        noise = self._noise(head, visible, abs(Q) @ abs(K).T, QK)
+        noise = self._noise(head, visible, self._sizes(Q, K), QK)
         P = np.where(visible, np.maximum(head.P, self.smallest), 0)
         self._add_forward(head, P, V, noise)
         if self.has_gradients:
@@ -204,13 +211,27 @@ class _Collector:
         else:  # the sum is found again, where a unit in the last place of lse, at least unit / 2 * lse, explains it
             apart = np.where((abs(lse) >= large) & (terms <= EXPLAINED_UNITS / 2 * abs(lse)), 0, apart)
         together = unit * (1 + np.minimum(abs(lse), large)) * kept.sum(axis=1, keepdims=True)
+        lag = np.minimum(_spread(np.log(np.where(P > 0, P, np.nan))), OFFSET_LAG[problem.dtype])
+        of_lse = unit * (1 + abs(lse) + of_keys * (np.maximum(size - abs(lse), 0) + terms + lag))
         return _Noise(
             rows=rows,
             weights=moved(P, products + distances),
             of_sink=of_sink,
             sums=np.sqrt(together**2 + apart**2 + of_sink**2),
-            lse=(unit * (1 + abs(lse) + of_keys * (np.maximum(size - abs(lse), 0) + terms))).astype(np.longdouble),
+            lse=of_lse.astype(np.longdouble),
         )
+
+    def _sizes(self, Q: Array, K: Array) -> Array:
+        """What products are sums of; a unit in its last place is what their order, or cutting off, changes in them."""
+        sizes = abs(Q) @ abs(K).T
+        if self.problem.softmax_dtype == self.problem.dtype or Q.shape[1] <= CUT_OFF_DIM:
+            return sizes
+        sums, cut_off = np.zeros_like(sizes), np.zeros_like(sizes)
+        for first in range(0, Q.shape[1], COLUMNS_OF_PRODUCT):
+            columns = slice(first, first + COLUMNS_OF_PRODUCT)
+            sums += Q[:, columns] @ K[:, columns].T
+            cut_off += np.abs(sums)
+        return np.maximum(sizes, cut_off)
 
     def _distances(self, head: reference.Head) -> Array:
         """What slopes take off the scores: a number of each head times the derivatives by it."""

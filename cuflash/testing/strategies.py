@@ -182,7 +182,8 @@ def factors_of(dtype: str) -> list[tuple[tuple[str, float], ...]]:
     """`Case.factors` for numbers at the ends of the range of a dtype, whose products are ordinary, but with small q."""
     finfo = ml_dtypes.finfo(numpy_dtype(dtype))  # type: ignore[no-untyped-call]
     lowest, highest = max(-200, int(finfo.minexp)), min(200, int(finfo.maxexp))  # of float64, what squares of it have
-    room = 8 if dtype == "float16" else 12  # for what dropout makes of values, and for sums of them in float32
+    # For what dropout makes of values, and for their sums in float32, where weights of bfloat16 are up to 2^32.
+    room = {"float16": 8, "bfloat16": 44}.get(dtype, 12)
     large, below, middle = (2.0**n for n in (highest - room, lowest - 3, highest // 2))
     small = 2.0 ** min(20, highest // 4) / large  # so far from the smallest numbers that next to none is subnormal
     return [
