@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from cuflash.arrays.array_info import numpy_dtype
 from cuflash.block_masks import random
-from cuflash.operands import numpy_dtype
 
 from .functions import DOCUMENTS, FUNCTIONS
 

@@ -5,8 +5,8 @@ dS = P * (dP - rowsum(P * dP)), dQ = scale dS K, dK = scale dS^T Q.
 With dropout, P in the products O and dV, and dP, are multiplied by Z, which is 0 or 1 / (1 - rate); with a soft cap, dS
 is multiplied by its derivative.
 
-`cuflash.reference` is the oracle, on the CPU. What is timed is checked on the device, where whole heads take seconds;
-the tests hold the two together.
+`cuflash.testing.reference` is the oracle, on the CPU. What is timed is checked on the device, where whole heads take
+seconds; the tests hold the two together.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cuflash.dropout import kept_weights
-from cuflash.operands import numpy_dtype
-from cuflash.options import rounded_rate
-from cuflash.reference import product
+from cuflash.arrays.array_info import numpy_dtype
+from cuflash.spec.dropout import kept_weights
+from cuflash.spec.options import rounded_rate
+from cuflash.testing.reference import product
 
 from .cases import BLOCK, VISIBLE, Case
 from .functions import DOCUMENTS, FUNCTIONS

@@ -18,8 +18,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from cuflash.binding import PASSES
-from cuflash.operands import numpy_dtype
+from cuflash.arrays.array_info import numpy_dtype
+from cuflash.spec.binding import PASSES
 
 from . import environment, peers_float8, peers_torch
 from .cases import BLOCK, OPTIONS, THREADS, Case
@@ -135,8 +135,9 @@ def cuflash_as(case: Case, inputs: Inputs, *, arch: str) -> Contender:
     refuse(case, *(OPTIONS.keys() - {"lengths", "function"}))
     if inputs.xp.__name__ != "cupy":
         raise Absent("needs CuPy arrays")
-    from cuflash import FlashAttention, launch
-    from cuflash.planning import choose_plan
+    from cuflash import FlashAttention
+    from cuflash.gpu import backend as gpu_backend
+    from cuflash.plan import choose_plan
 
     attn = FlashAttention(
         causal=case.causal,
@@ -151,18 +152,18 @@ def cuflash_as(case: Case, inputs: Inputs, *, arch: str) -> Contender:
     arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, **terms}
     random = RANDOM["seed"], RANDOM["offset"]
 
-    (first, *_), _ = launch.trials("forward", attn.options, arrays, random)
+    (first, *_), _ = gpu_backend.trials("forward", attn.options, arrays, random)
     plans = {pass_: choose_plan(first.problem, first.device.as_arch(arch), pass_) for pass_ in PASSES}
 
     @functools.cache
     def forward() -> Callable[[], tuple[Any, ...]]:
-        return launch.trials("forward", attn.options, arrays, random)[1](plans["forward"])
+        return gpu_backend.trials("forward", attn.options, arrays, random)[1](plans["forward"])
 
     @functools.cache
     def backward() -> Callable[[], tuple[Any, ...]]:
         out, lse = forward()()
         given = {"dout": inputs.dout, "out": out, "lse": lse, **arrays}
-        return launch.trials("backward", attn.options, given, random)[1](plans["backward"])
+        return gpu_backend.trials("backward", attn.options, given, random)[1](plans["backward"])
 
     return Contender(
         {"forward": lambda: forward()()[:1], "backward": lambda: backward()()},

@@ -30,7 +30,7 @@ def cudnn(case: Case, inputs: Inputs) -> Contender:
     except ImportError as error:
         raise Absent(f"nvidia-cudnn-frontend: {error}") from None
     from cuflash import quantize
-    from cuflash.float8 import decode, float8_dtype
+    from cuflash.arrays.fp8 import decode, float8_dtype
 
     kinds = library.data_type
     handle = library.create_handle()

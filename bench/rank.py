@@ -17,7 +17,7 @@ import numpy as np
 
 import cuflash.distributed as cd
 from cuflash import FlashAttention
-from cuflash.operands import numpy_dtype
+from cuflash.arrays.array_info import numpy_dtype
 
 from .cases import SHORT, Case
 

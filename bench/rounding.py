@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash import attention, dequantize, quantize, rotate
-from cuflash.operands import numpy_dtype
+from cuflash.arrays.array_info import numpy_dtype
 from cuflash.quantization import PER
 
 from .formula import on_host, softmax_rows

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import FlashAttention, streamed
-from cuflash.operands import numpy_dtype
+from cuflash.arrays.array_info import numpy_dtype
 
 from .cases import SHORT
 from .memory import DeviceMeter, Meter

@@ -107,9 +107,10 @@ def of_several_sizes(plans: Sequence[Any]) -> list[Any]:
 
 def plans_of(case: Case, pass_: str) -> tuple[list[Any], Callable[[Any], Callable[[], object]], Any]:
     """Plans out of those that tuning would try, compiled; what makes calls of them, and the inputs."""
-    from cuflash import FlashAttention, launch
-    from cuflash.compiler import compile_spec
-    from cuflash.options import Options
+    from cuflash import FlashAttention
+    from cuflash.gpu import backend as gpu_backend
+    from cuflash.gpu.compiler import compile_spec
+    from cuflash.spec.options import Options
 
     cupy = importlib.import_module("cupy")
     inputs = make_inputs(cupy, case)
@@ -118,7 +119,7 @@ def plans_of(case: Case, pass_: str) -> tuple[list[Any], Callable[[Any], Callabl
     if pass_ == "backward":
         out, lse = FlashAttention(causal=case.causal).forward(**arrays)
         arrays |= {"dout": inputs.dout, "out": out, "lse": lse}
-    plans, call_by = launch.trials(pass_, options, arrays, (0, 0))  # type: ignore[arg-type]
+    plans, call_by = gpu_backend.trials(pass_, options, arrays, (0, 0))  # type: ignore[arg-type]
     chosen = of_several_sizes(plans)
     with ThreadPoolExecutor() as pool:
         list(pool.map(compile_spec, [kernel for plan in chosen for kernel in plan.kernels]))

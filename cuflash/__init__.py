@@ -7,16 +7,16 @@
 """
 
 from cuflash import block_masks
+from cuflash.arrays.fp8 import fp8
 from cuflash.cpu import cpu_threads
-from cuflash.dropout import dropout_mask
 from cuflash.flash_attention import FlashAttention
-from cuflash.float8 import fp8
 from cuflash.functional import attention
-from cuflash.merging import MergeGradients, MergeResult, merge, merge_backward
 from cuflash.quantization import Quantized, dequantize, quantize, rotate
-from cuflash.results import ForwardResult, Gradients
-from cuflash.score import Score
-from cuflash.score.functions import abs, clip, cos, exp, floor, log, maximum, minimum, sin, sqrt, tanh, where
+from cuflash.score_mod import Score
+from cuflash.score_mod.functions import abs, clip, cos, exp, floor, log, maximum, minimum, sin, sqrt, tanh, where
+from cuflash.shards.merge import MergeGradients, MergeResult, merge, merge_backward
+from cuflash.spec.dropout import dropout_mask
+from cuflash.spec.results import ForwardResult, Gradients
 from cuflash.streaming import streamed
 
 __version__ = "0.2.0"

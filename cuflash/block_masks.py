@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.options import check_block_size
-from cuflash.values import as_integer, type_error, value_error
+from cuflash.arrays.checks import as_integer, type_error, value_error
+from cuflash.spec.options import check_block_size
 
 __all__ = ["from_mask", "global_blocks", "local", "random", "strided"]
 

@@ -2,12 +2,12 @@
 
 The short story of a call:
 
-1. Whose arrays are these? (`interop`) NumPy and CuPy arrays are taken as they are, others are viewed through DLPack.
-2. What is to be computed? (`problem`) Shapes, dtypes and options are checked against each other, once.
-3. Computation follows the data. NumPy arrays (`host`): the tiled algorithm on the CPU (`cpu`). CuPy arrays (`launch`):
-   a plan is chosen (`planning`), its kernels compiled or found in the cache (`compiler`) and started on CuPy's current
-   stream, without a synchronisation. All that is remembered per problem: a repeated call costs little more than a
-   launch.
+1. Whose arrays are these? (`spec.borrowing`) NumPy and CuPy arrays are taken as they are, others viewed by DLPack.
+2. What is to be computed? (`spec.binding`) Shapes, dtypes and options are checked against each other, once.
+3. Computation follows the data. NumPy arrays (`cpu.backend`): the tiled algorithm on the CPU. CuPy arrays
+   (`gpu.backend`): a plan is chosen (`plan`), its kernels compiled or found in the cache (`gpu.compiler`) and started
+   on CuPy's current stream, without a synchronisation. All that is remembered per problem: a repeated call costs little
+   more than a launch.
 4. The results are arrays of the library that the arguments came from.
 """
 
@@ -17,20 +17,22 @@ import inspect
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from cuflash import interop, streaming
-from cuflash.binding import INPUTS
-from cuflash.captured import check_given, check_names, gradient_names
-from cuflash.equivalents import equivalent
-from cuflash.options import BLOCK_SIZE, Function, Options
+from cuflash import streaming
+from cuflash.arrays import dlpack
 from cuflash.preparation import Preparation, _backend
-from cuflash.results import Array, ForwardResult, Gradients, named_tuple_of, needed
-from cuflash.score import Score
-from cuflash.terms import DEFAULT_NEED, NamedGradients
+from cuflash.score_mod import Score
+from cuflash.spec import borrowing
+from cuflash.spec.binding import INPUTS
+from cuflash.spec.inputs import DEFAULT_NEED, NamedGradients
+from cuflash.spec.options import BLOCK_SIZE, Function, Options
+from cuflash.spec.results import Array, ForwardResult, Gradients, named_tuple_of, needed
+from cuflash.spec.rewrites import equivalent
+from cuflash.spec.score_args import check_given, check_names, gradient_names
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from cuflash.terms import OfGradients, OfThreeGradients
+    from cuflash.spec.inputs import OfGradients, OfThreeGradients
 
 Causal = bool | Literal["top_left", "lengths"]
 Window = tuple[int | None, int | None]
@@ -120,7 +122,7 @@ class FlashAttention(Preparation):
 
     Attributes
     ----------
-    options : cuflash.options.Options
+    options : cuflash.spec.options.Options
         The checked options.
 
     Raises
@@ -352,13 +354,13 @@ class FlashAttention(Preparation):
         if captured or self.options.score or self.options.mask_function:
             arrays |= check_given("forward", self.options, captured)
         random = self.options.random(seed, offset)
-        if interop.are_cupy(arrays, INPUTS):
+        if borrowing.are_cupy(arrays, INPUTS):
             return ForwardResult(*self._forward("cupy", arrays, random))
-        if own := interop.numpy_arrays(arrays, INPUTS, ("out", "lse")):
+        if own := borrowing.numpy_arrays(arrays, INPUTS, ("out", "lse")):
             return ForwardResult(*self._forward("numpy", own, random))
         if streaming.is_streamed(arrays):
             return ForwardResult(*streaming.forward(self.options, arrays, random))
-        borrowed = interop.borrow(arrays, required=INPUTS, written=("out", "lse"))
+        borrowed = borrowing.borrow(arrays, required=INPUTS, written=("out", "lse"))
         computed = self._forward(borrowed.kind, borrowed.of_backend, random)
         return ForwardResult(*map(borrowed.give_back, computed, (out, lse)))
 
@@ -505,17 +507,17 @@ class FlashAttention(Preparation):
         arrays |= results
         need = tuple(results)
         random = self.options.random(seed, offset)
-        if interop.are_cupy(arrays, _BACKWARD_INPUTS):
+        if borrowing.are_cupy(arrays, _BACKWARD_INPUTS):
             return kind(*self._backward("cupy", arrays, need, random))
-        if own := interop.numpy_arrays(arrays, _BACKWARD_INPUTS, results):
+        if own := borrowing.numpy_arrays(arrays, _BACKWARD_INPUTS, results):
             return kind(*self._backward("numpy", own, need, random))
         if streaming.is_streamed(arrays):
             return kind(*streaming.backward(self.options, arrays, need, random))
-        borrowed = interop.borrow(arrays, required=_BACKWARD_INPUTS, written=results)
+        borrowed = borrowing.borrow(arrays, required=_BACKWARD_INPUTS, written=results)
         computed = self._backward(borrowed.kind, borrowed.of_backend, need, random)
         return kind(*map(borrowed.give_back, computed, results.values()))
 
-    def _forward(self, kind: interop.Kind, arrays: dict[str, Any], random: tuple[int, int]) -> Sequence[Any]:
+    def _forward(self, kind: dlpack.Kind, arrays: dict[str, Any], random: tuple[int, int]) -> Sequence[Any]:
         """(out, lse) of arrays of NumPy or CuPy. For NumPy, `arrays` has only those that are given."""
         own = equivalent(self.options, arrays)
         if own is None:
@@ -523,7 +525,7 @@ class FlashAttention(Preparation):
         return _backend(kind).forward(own.options, own.arrays(arrays), random)  # type: ignore[no-any-return]
 
     def _backward(
-        self, kind: interop.Kind, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int]
+        self, kind: dlpack.Kind, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int]
     ) -> Sequence[Any]:
         """The gradients `need`, of such arrays."""
         own = equivalent(self.options, arrays)

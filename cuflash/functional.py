@@ -7,7 +7,7 @@ from types import NoneType
 from typing import Literal, TypeVar, cast
 
 from cuflash.flash_attention import Causal, FlashAttention, Window
-from cuflash.options import BLOCK_SIZE
+from cuflash.spec.options import BLOCK_SIZE
 from cuflash.streaming import takes_star
 
 ArrayT = TypeVar("ArrayT")

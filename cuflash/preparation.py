@@ -7,18 +7,22 @@ from collections.abc import Collection
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from cuflash import host, interop, progress, streaming
-from cuflash.binding import INPUTS, PASSES
-from cuflash.captured import checked_with_captured, gradient_names
-from cuflash.equivalents import equivalent
-from cuflash.options import Options
-from cuflash.results import Array, checked_passes, needed
-from cuflash.terms import DEFAULT_NEED, GRADIENTS, PassArrays, Terms
+from cuflash import streaming
+from cuflash.arrays import dlpack
+from cuflash.cpu import backend as cpu_backend
+from cuflash.gpu import progress
+from cuflash.spec import borrowing
+from cuflash.spec.binding import INPUTS, PASSES
+from cuflash.spec.inputs import DEFAULT_NEED, GRADIENTS, PassArrays, Terms
+from cuflash.spec.options import Options
+from cuflash.spec.results import Array, checked_passes, needed
+from cuflash.spec.rewrites import equivalent
+from cuflash.spec.score_args import checked_with_captured, gradient_names
 
 if TYPE_CHECKING:
-    from cuflash.host import CpuPlan
-    from cuflash.launch import Plans
-    from cuflash.tuning import Tuning
+    from cuflash.cpu.backend import CpuPlan
+    from cuflash.gpu.backend import Plans
+    from cuflash.gpu.tuning import Tuning
 
 
 class Preparation:
@@ -52,7 +56,7 @@ class Preparation:
 
         Returns
         -------
-        CpuPlan, cuflash.launch.Plans or cuflash.streaming.StreamPlan
+        CpuPlan, cuflash.gpu.backend.Plans or cuflash.streaming.StreamPlan
             For arrays in host memory, on a GPU, or of `cuflash.streamed`; ``describe()`` of each says it in words.
 
         Raises
@@ -66,7 +70,7 @@ class Preparation:
         need = needed(need, given | self.options.numbers, results, of_functions)
         if streaming.is_streamed(given):
             return streaming.plan(self.options, given, need)
-        borrowed = interop.borrow(given, required=INPUTS)
+        borrowed = borrowing.borrow(given, required=INPUTS)
         own = equivalent(self.options, borrowed.arrays)
         if own is None:
             plans: CpuPlan | Plans = _backend(borrowed.kind).plan(self.options, borrowed.arrays, need)
@@ -108,7 +112,7 @@ class Preparation:
         of_functions = gradient_names(self.options)
         absent = dict.fromkeys((*GRADIENTS, *of_functions))
         need = needed(need, arrays | self.options.numbers, absent, of_functions)
-        borrowed = interop.borrow(arrays, required=INPUTS)
+        borrowed = borrowing.borrow(arrays, required=INPUTS)
         own = equivalent(self.options, borrowed.arrays)
         if own is None:
             _backend(borrowed.kind).compile(self.options, borrowed.arrays, need)
@@ -162,7 +166,7 @@ class Preparation:
 
         Returns
         -------
-        cuflash.tuning.Tuning or None
+        cuflash.gpu.tuning.Tuning or None
             ``forward`` and ``backward`` have the candidates, the winner and its gain, and ``describe()`` says it in
             words. None with `forget`.
 
@@ -178,29 +182,29 @@ class Preparation:
         if arrays.get("block_table") is not None and "forward" in wanted:
             wanted = ("forward",)
         random = self.options.random(*((0 if x is None else x) for x in (seed, offset)))
-        borrowed = interop.borrow(arrays, required=INPUTS)
+        borrowed = borrowing.borrow(arrays, required=INPUTS)
         own = equivalent(self.options, borrowed.arrays)
         options, arrays = self.options, borrowed.arrays
         if own is not None:
             options, arrays = own.options, own.arrays(arrays)
         if borrowed.kind != "cupy":
-            host.compile(options, {name: x for name, x in arrays.items() if name != "dout"})
+            cpu_backend.compile(options, {name: x for name, x in arrays.items() if name != "dout"})
             raise NotImplementedError(
                 "q: got an array in host memory, expected one on a GPU: the CPU path has no tiles to tune"
             )
-        from cuflash import stopwatch
+        from cuflash.gpu import timing
 
         if forget:
-            stopwatch.forget(options, arrays, wanted)
+            timing.forget(options, arrays, wanted)
             return None
-        return stopwatch.tune(options, arrays, random=random, passes=wanted, remember=remember, bar=progress.bar)
+        return timing.tune(options, arrays, random=random, passes=wanted, remember=remember, bar=progress.bar)
 
 
 @functools.cache
-def _backend(kind: interop.Kind) -> ModuleType:
+def _backend(kind: dlpack.Kind) -> ModuleType:
     """The module that computes with arrays of one kind; importing the one for CuPy's arrays imports CuPy."""
     if kind == "numpy":
-        return host
-    from cuflash import launch
+        return cpu_backend
+    from cuflash.gpu import backend as gpu_backend
 
-    return launch
+    return gpu_backend

@@ -11,11 +11,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from cuflash import interop
-from cuflash.float8 import LARGEST, Float8Array, decode, encode, float8_dtype
-from cuflash.operands import DTYPES, FLOAT8, block_of_scales, numpy_dtype
-from cuflash.options import LAYOUTS
-from cuflash.values import as_bool, as_integer, check_choice, type_error, value_error
+from cuflash.arrays import dlpack
+from cuflash.arrays.array_info import DTYPES, FLOAT8, block_of_scales, numpy_dtype
+from cuflash.arrays.checks import as_bool, as_integer, check_choice, type_error, value_error
+from cuflash.arrays.fp8 import LARGEST, Float8Array, decode, encode, float8_dtype
+from cuflash.spec import borrowing
+from cuflash.spec.options import LAYOUTS
 
 Array = Any  # a NumPy or CuPy array, or a `Float8Array`
 
@@ -61,7 +62,7 @@ def quantize(
     Returns
     -------
     Quantized
-        ``array``: shape of x; of CuPy arrays a `cuflash.float8.Float8Array`. ``scale``: float32, shape () per tensor,
+        ``array``: shape of x; of CuPy arrays a `cuflash.arrays.fp8.Float8Array`. ``scale``: float32, () per tensor,
         or (..., heads, 1), (..., heads, ceil(keys / block)) or (..., heads, keys) in every layout. The largest finite
         number of what has a scale becomes the largest number of the dtype; a scale is at least 2 ** -126, and 1 where
         all numbers are 0. NaN stays NaN; an infinity becomes NaN in float8_e4m3fn, which has none.
@@ -165,9 +166,9 @@ def _taken(name: str, x: Array, layout: str | None = None, dtypes: tuple[str, ..
     if layout is not None:
         check_choice("layout", layout, LAYOUTS)
     if isinstance(x, Float8Array):
-        kind: interop.Kind = "cupy"
+        kind: dlpack.Kind = "cupy"
     else:
-        borrowed = interop.borrow({name: x}, required=[name])
+        borrowed = borrowing.borrow({name: x}, required=[name])
         if borrowed.from_dlpack is not None:
             raise type_error(name, f"{type(x).__module__}.{type(x).__name__}", "a NumPy or CuPy array")
         kind, x = borrowed.kind, borrowed.arrays[name]

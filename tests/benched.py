@@ -9,10 +9,10 @@ import numpy as np
 from bench.cases import Case
 from bench.functions import FUNCTIONS
 from bench.suites import FA2, SUITES, Suite
-from cuflash.operands import numpy_dtype
-from cuflash.options import Options
-from cuflash.problem import make_problem
-from cuflash.score import Traced
+from cuflash.arrays.array_info import numpy_dtype
+from cuflash.score_mod import Traced
+from cuflash.spec.options import Options
+from cuflash.spec.problem import make_problem
 
 SMALL = Case(head_dim=8, head_dim_v=12, seqlen_q=24, batch=2, num_heads=4, num_heads_kv=2, causal=True, dtype="float32")
 PLAIN = Case(head_dim=8, seqlen_q=24, batch=2, num_heads=2, dtype="float32")

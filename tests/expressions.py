@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash.score.evaluation import Clamped
+from cuflash.score_mod.evaluation import Clamped
 
 Array = np.ndarray[Any, Any]
 Term = Callable[[dict[str, Any]], Any]

@@ -31,10 +31,10 @@ import numpy as np
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
-from cuflash.operands import FLOAT8
-from cuflash.options import LAYOUTS
-from cuflash.problem import Problem, make_problem
-from cuflash.terms import DEFAULT_NEED, GRADIENTS
+from cuflash.arrays.array_info import FLOAT8
+from cuflash.spec.inputs import DEFAULT_NEED, GRADIENTS
+from cuflash.spec.options import LAYOUTS
+from cuflash.spec.problem import Problem, make_problem
 from cuflash.testing.float8 import assert_float8
 from cuflash.testing.rule import yardsticks_of
 from cuflash.testing.strategies import BIAS_MASKS, SCORE_MEANS, factors_of

@@ -15,8 +15,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from cuflash import FlashAttention
-from cuflash.operands import numpy_dtype
-from cuflash.options import Options
+from cuflash.arrays.array_info import numpy_dtype
+from cuflash.spec.options import Options
 
 Backend = Callable[[Options, dict[str, Any], tuple[str, ...]], tuple[Any, Any, Mapping[str, Any]]]
 

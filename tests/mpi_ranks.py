@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import cuflash.distributed as cd
 import cuflash.testing as ct
-from cuflash.parts import Parts as Calls
+from cuflash.shards.slices import Parts as Calls
 from tests.ranks import Parts, Whole, compute, judge
 
 SIZES: dict[str, Any] = {"seqlen_q": 61, "seqlen_k": 83, "num_heads": 4, "num_heads_kv": 2, "head_dim": 16}

@@ -7,10 +7,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.operands import FLOAT8, Operand
-from cuflash.options import Options
-from cuflash.planning import DeviceSpec
-from cuflash.problem import Problem, make_problem
+from cuflash.arrays.array_info import FLOAT8, Operand
+from cuflash.plan import DeviceSpec
+from cuflash.spec.options import Options
+from cuflash.spec.problem import Problem, make_problem
 
 ARCHS = ("7.0", "7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")
 SIZES_OF_SHARED = ("7.5", "7.0", "8.6", "8.0", "9.0")  # one for each

@@ -10,7 +10,7 @@ import numpy as np
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
-from cuflash.problem import Problem
+from cuflash.spec.problem import Problem
 from tests.scored import Scored
 
 OF_PAIRS = ("bias", "mask")

@@ -11,11 +11,11 @@ import numpy as np
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash.operands import numpy_dtype
-from cuflash.problem import Problem, make_problem
-from cuflash.score.program import Traced
-from cuflash.score.tracing import captured_names
-from cuflash.terms import NAMES
+from cuflash.arrays.array_info import numpy_dtype
+from cuflash.score_mod.program import Traced
+from cuflash.score_mod.tracing import captured_names
+from cuflash.spec.inputs import NAMES
+from cuflash.spec.problem import Problem, make_problem
 from tests import expressions
 from tests.texts import TEXTS
 

@@ -4,7 +4,7 @@ import hashlib
 import time
 from pathlib import Path
 
-from cuflash.compiler import Compiler
+from cuflash.gpu.compiler import Compiler
 
 FILES = {"a.cu": b'#include "b.cuh"\n', "b.cuh": b"#pragma once\n", "sub/c.cuh": b""}
 

@@ -7,12 +7,12 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import fields
 
-from cuflash.binding import PASSES, Contiguous, Pass
+from cuflash.arrays.array_info import DTYPES, numpy_dtype, softmax_dtype_of, user_shape
 from cuflash.flash_attention import Causal
-from cuflash.operands import DTYPES, numpy_dtype, softmax_dtype_of, user_shape
-from cuflash.options import LAYOUTS, PRECISIONS, Options
-from cuflash.problem import Problem, make_problem
-from cuflash.terms import NUMBERS, TERMS
+from cuflash.spec.binding import PASSES, Contiguous, Pass
+from cuflash.spec.inputs import NUMBERS, TERMS
+from cuflash.spec.options import LAYOUTS, PRECISIONS, Options
+from cuflash.spec.problem import Problem, make_problem
 
 CAUSAL: dict[str, Causal] = {"no": False, "yes": True, "top_left": "top_left", "lengths": "lengths"}
 

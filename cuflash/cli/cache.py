@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from cuflash import kernel_cache, tuning
+from cuflash.arrays.checks import counted
 from cuflash.cli.here import Failure, print_rows
 from cuflash.cli.numbers import in_bytes
 from cuflash.emulator import building
-from cuflash.values import counted
+from cuflash.gpu import kernel_cache, tuning
 
 
 def add_cache_arguments(command: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from cuflash import FlashAttention, reference, testing
+from cuflash import FlashAttention, testing
 from cuflash.cli import here
 from cuflash.cli.arguments import add_backend_argument, add_problem_arguments, natural, passes, problems
 from cuflash.cli.here import Failure
@@ -18,8 +18,9 @@ from cuflash.cli.plans import compiled
 from cuflash.emulator import SCHEDULES, EmulationError, building
 from cuflash.emulator import passes as emulated
 from cuflash.emulator.launching import ORDERS
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.terms import DEFAULT_NEED, OF_SOFTMAX
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.spec.inputs import DEFAULT_NEED, OF_SOFTMAX
+from cuflash.testing import reference
 
 
 def add_check_arguments(command: argparse.ArgumentParser) -> None:

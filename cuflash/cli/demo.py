@@ -13,15 +13,15 @@ from typing import NamedTuple
 import numpy as np
 
 from cuflash import FlashAttention
+from cuflash.arrays.array_info import DTYPES, numpy_dtype
 from cuflash.cli import here
 from cuflash.cli.arguments import add_backend_argument, positive
 from cuflash.cli.here import Failure
 from cuflash.cli.numbers import in_bytes, in_flops, in_seconds
 from cuflash.cli.sampled import NUM_SAMPLES, Sampled, sample_errors
-from cuflash.operands import DTYPES, numpy_dtype
-from cuflash.options import Options
-from cuflash.problem import Problem, make_problem
-from cuflash.progress import Bar
+from cuflash.gpu.progress import Bar
+from cuflash.spec.options import Options
+from cuflash.spec.problem import Problem, make_problem
 
 
 def add_demo_arguments(command: argparse.ArgumentParser) -> None:

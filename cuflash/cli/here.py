@@ -8,7 +8,7 @@ from types import ModuleType
 
 import numpy as np
 
-from cuflash.planning import DeviceSpec
+from cuflash.plan import DeviceSpec
 
 NO_GPU = "there is no GPU here"
 NAME_ONE = "for one that is elsewhere give its compute capability, such as --arch 9.0"
@@ -46,9 +46,9 @@ def local_device() -> DeviceSpec | None:
     cupy, _ = find_gpu()
     if cupy is None:
         return None
-    from cuflash import launch
+    from cuflash.gpu import backend as gpu_backend
 
-    return launch.device_spec(cupy.cuda.Device().id)
+    return gpu_backend.device_spec(cupy.cuda.Device().id)
 
 
 def devices(args: argparse.Namespace) -> list[DeviceSpec]:

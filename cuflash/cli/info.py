@@ -8,19 +8,20 @@ import re
 from importlib import metadata
 from types import ModuleType
 
-from cuflash import compiler, cpu, kernel_cache
-from cuflash.binding import Contiguous
+from cuflash import cpu
+from cuflash.arrays.array_info import DTYPES, numpy_dtype
 from cuflash.cli import here
 from cuflash.cli.cache import cached_kernels
 from cuflash.cli.here import print_rows
 from cuflash.cli.numbers import in_bytes
 from cuflash.cpu import core
 from cuflash.cpu.jobs import count_cores
-from cuflash.nvrtc import NvrtcNotFoundError
-from cuflash.operands import DTYPES, numpy_dtype
-from cuflash.options import Options
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.problem import make_problem
+from cuflash.gpu import compiler, kernel_cache
+from cuflash.gpu.nvrtc import NvrtcNotFoundError
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.spec.binding import Contiguous
+from cuflash.spec.options import Options
+from cuflash.spec.problem import make_problem
 
 PACKAGES = ("numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "cuda-bindings")
 
@@ -57,11 +58,11 @@ def version_of(package: str) -> str | None:
 
 
 def describe_device(cupy: ModuleType, index: int) -> str:
-    from cuflash import launch
+    from cuflash.gpu import backend as gpu_backend
 
-    p = cupy.cuda.runtime.getDeviceProperties(index)
+    p, spec = cupy.cuda.runtime.getDeviceProperties(index), gpu_backend.device_spec(index)
     return (
-        f"{p['name'].decode()}, compute capability {p['major']}.{p['minor']} ({served(launch.device_spec(index))}), "
+        f"{p['name'].decode()}, compute capability {p['major']}.{p['minor']} ({served(spec)}), "
         f"{in_bytes(p['totalGlobalMem'])}, {p['multiProcessorCount']} multiprocessors, "
         f"{p['sharedMemPerBlockOptin']} bytes of shared memory a block and {p['sharedMemPerMultiprocessor']} a "
         f"multiprocessor, L2 {in_bytes(p['l2CacheSize'])}"

@@ -19,7 +19,7 @@ from cuflash.cli.here import Failure
 from cuflash.cli.info import info
 from cuflash.cli.plans import fill_cache, plan
 from cuflash.cli.tune import add_tune_arguments, tune
-from cuflash.compiler import CompileError
+from cuflash.gpu.compiler import CompileError
 
 INTERRUPTED, PIPE_CLOSED = 128 + 2, 128 + 13  # exit codes, as shells give them to what these signals end
 

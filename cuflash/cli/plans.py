@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import itertools
 
-from cuflash import compiler, kernel_cache
 from cuflash.cli import here
 from cuflash.cli.arguments import passes, problems
 from cuflash.cli.here import NAME_ONE, NO_GPU, Failure
-from cuflash.host import CpuPlan
-from cuflash.nvrtc import NvrtcNotFoundError
-from cuflash.planning import KernelSpec, LaunchPlan
-from cuflash.tuning import tuned_plan
+from cuflash.cpu.backend import CpuPlan
+from cuflash.gpu import compiler, kernel_cache
+from cuflash.gpu.nvrtc import NvrtcNotFoundError
+from cuflash.gpu.tuning import tuned_plan
+from cuflash.plan import KernelSpec, LaunchPlan
 
 
 def plan(args: argparse.Namespace) -> int:

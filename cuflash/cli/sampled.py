@@ -10,11 +10,11 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from cuflash import reference
-from cuflash.options import Options
-from cuflash.problem import make_problem
-from cuflash.progress import Bar
-from cuflash.reference import error_fractions
+from cuflash.gpu.progress import Bar
+from cuflash.spec.options import Options
+from cuflash.spec.problem import make_problem
+from cuflash.testing import reference
+from cuflash.testing.reference import error_fractions
 
 Array = NDArray[Any]
 

@@ -8,13 +8,14 @@ from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
-from cuflash import FlashAttention, tuning
-from cuflash.binding import Contiguous
+from cuflash import FlashAttention
 from cuflash.cli import here
 from cuflash.cli.arguments import add_problem_arguments, calls, passes, problems
 from cuflash.cli.here import NAME_ONE, NO_GPU, Failure
-from cuflash.problem import make_problem
-from cuflash.terms import BY_NAME
+from cuflash.gpu import tuning
+from cuflash.spec.binding import Contiguous
+from cuflash.spec.inputs import BY_NAME
+from cuflash.spec.problem import make_problem
 
 
 def add_tune_arguments(command: argparse.ArgumentParser) -> None:

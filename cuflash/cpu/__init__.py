@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash import row_sums as of_rows
+from cuflash.arrays.array_info import layout_of, numpy_dtype, view_4d
+from cuflash.arrays.checks import callers_frame
 from cuflash.cpu import core, fallback, functions_as_terms
 from cuflash.cpu.jobs import cpu_threads
 from cuflash.cpu.packed import clear_rows_of_no_sequence
-from cuflash.operands import layout_of, numpy_dtype, view_4d
-from cuflash.problem import Problem, scales_of_rows
-from cuflash.terms import DEFAULT_NEED, OF_FLOAT8
-from cuflash.values import callers_frame
+from cuflash.spec import row_sums as of_rows
+from cuflash.spec.inputs import DEFAULT_NEED, OF_FLOAT8
+from cuflash.spec.problem import Problem, scales_of_rows
 
 __all__ = ["backward", "cpu_threads", "describe", "forward", "row_sums"]
 
@@ -59,7 +59,7 @@ def forward(
     Parameters
     ----------
     problem : Problem
-        From `cuflash.problem.make_problem` on the same arrays.
+        From `cuflash.spec.problem.make_problem` on the same arrays.
     q, k, v : numpy.ndarray
         As `cuflash.attention` takes them, validated, of any strides.
     out, lse : numpy.ndarray, optional
@@ -68,7 +68,7 @@ def forward(
     seed, offset : int, optional
         With dropout: which weights are dropped, as `cuflash.dropout_mask` says.
     **terms : numpy.ndarray, optional
-        Those of `cuflash.terms`, as `cuflash.attention` takes them. `kv_lengths` is clamped to 0..seqlen_k.
+        Those of `cuflash.spec.inputs`, as `cuflash.attention` takes them. `kv_lengths` is clamped to 0..seqlen_k.
 
     Returns
     -------
@@ -107,17 +107,17 @@ def backward(
     dout, out, lse : numpy.ndarray
         The gradient with respect to out, and what `forward` returned.
     need : collection of str, optional
-        The gradients that are wanted, names of `terms.GRADIENTS`; without it dq, dk, dv.
+        The gradients that are wanted, names of `inputs.GRADIENTS`; without it dq, dk, dv.
     **others : numpy.ndarray, optional
         The terms, as `forward` takes them; dlse, the gradient with respect to lse; row_sums, if q, k and v are a part
-        of a problem (`cuflash.row_sums`); and arrays for gradients by name,
+        of a problem (`cuflash.spec.row_sums`); and arrays for gradients by name,
         which are written to and returned if wanted: shapes and dtypes of q, k, v, bias and so on, shape () and dtype of
         lse where it is that of a number; any strides.
 
     Returns
     -------
     tuple of numpy.ndarray
-        The gradients that are wanted, in the order of `terms.GRADIENTS`. In dk and dv, keys that no query sees, those
+        The gradients that are wanted, in the order of `inputs.GRADIENTS`. In dk and dv, keys that no query sees, those
         past `kv_lengths` and those of no sequence among them, get zero.
     """
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}

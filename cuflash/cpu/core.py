@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cuflash.arrays.array_info import DTYPES, FLOAT8, Shaped, extent, layout_of
 from cuflash.cpu.jobs import count_cores
-from cuflash.operands import DTYPES, FLOAT8, Shaped, extent, layout_of
-from cuflash.problem import Problem
-from cuflash.terms import DEFAULT_NEED, GRADIENTS, NUMBERS, OF_SCORES, OF_SOFTMAX, SCORES, TERMS
+from cuflash.spec.inputs import DEFAULT_NEED, GRADIENTS, NUMBERS, OF_SCORES, OF_SOFTMAX, SCORES, TERMS
+from cuflash.spec.problem import Problem
 
 Array = NDArray[Any]
 
@@ -219,7 +219,7 @@ def run(
 ) -> None:
     """Compute a pass: `arrays` has those of `AXES` that there are, by name, and the results to be written among them.
 
-    A backward pass without dout finds row sums only; other ones may be given these (`cuflash.row_sums.in_units`).
+    A backward pass without dout finds row sums only; other ones may be given these (`cuflash.spec.row_sums.in_units`).
 
     Raises MemoryError, and whatever a signal handler raises, such as KeyboardInterrupt: within a tenth of a second.
     """

@@ -1,9 +1,9 @@
 """Attention and its gradients by NumPy alone: without the compiled core, and for what the core leaves out.
 
-Letters are those of `cuflash.reference`, and the algorithm is that of FlashAttention-2: online softmax over tiles of
-keys. A job is some rows of one key/value head, with all query heads that share it, or as many small heads as make up a
-tile. Nothing takes memory for all pairs. Tiles that are masked as a whole are left out; of a mask function, bounds over
-the indices tell which these are.
+Letters are those of `cuflash.testing.reference`, and the algorithm is that of FlashAttention-2: online softmax over
+tiles of keys. A job is some rows of one key/value head, with all query heads that share it, or as many small heads as
+make up a tile. Nothing takes memory for all pairs. Tiles that are masked as a whole are left out; of a mask function,
+bounds over the indices tell which these are.
 
 Jobs do not depend on the number of threads, and the calling thread adds what jobs share (dk, dv, and gradients of bias
 terms and of what functions read) in the order of the jobs. So results are the same, bit for bit, on any number of
@@ -21,18 +21,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cuflash.arrays.array_info import view_4d, view_rows
 from cuflash.cpu import jobs
 from cuflash.cpu.packed import clear_gradients_of_no_sequence, sequences
 from cuflash.cpu.part_products import product
 from cuflash.cpu.parts import slices
-from cuflash.dropout import kept_weights
-from cuflash.operands import view_4d, view_rows
-from cuflash.problem import Problem
-from cuflash.row_sums import is_large
-from cuflash.score.evaluation import clamped, evaluate
-from cuflash.score.intervals import Tables, bounds_of
-from cuflash.score.nodes import Node
-from cuflash.terms import DEFAULT_NEED
+from cuflash.score_mod.evaluation import clamped, evaluate
+from cuflash.score_mod.intervals import Tables, bounds_of
+from cuflash.score_mod.nodes import Node
+from cuflash.spec.dropout import kept_weights
+from cuflash.spec.inputs import DEFAULT_NEED
+from cuflash.spec.problem import Problem
+from cuflash.spec.row_sums import is_large
 
 Array = NDArray[Any]
 Random = tuple[int | None, int | None]

@@ -22,19 +22,19 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from cuflash.arrays.array_info import ITEMSIZE, view_4d, view_rows
 from cuflash.cpu import core, jobs
 from cuflash.cpu.fallback import shown_blocks, sums_of_entries
 from cuflash.cpu.packed import clear_gradients_of_no_sequence, sequences
 from cuflash.cpu.part_products import Products
 from cuflash.cpu.parts import BLOCK, Pairs, Part, Tile, parts, slices, sums_of_diagonals
-from cuflash.operands import ITEMSIZE, view_4d, view_rows
-from cuflash.options import Options, Origin
-from cuflash.problem import Problem, make_problem
-from cuflash.score import is_of_diagonals
-from cuflash.score.evaluation import evaluate
-from cuflash.score.intervals import Tables
-from cuflash.score.nodes import Node, in_order
-from cuflash.terms import DEFAULT_NEED, NAMES, TERMS
+from cuflash.score_mod import is_of_diagonals
+from cuflash.score_mod.evaluation import evaluate
+from cuflash.score_mod.intervals import Tables
+from cuflash.score_mod.nodes import Node, in_order
+from cuflash.spec.inputs import DEFAULT_NEED, NAMES, TERMS
+from cuflash.spec.options import Options, Origin
+from cuflash.spec.problem import Problem, make_problem
 
 Array = NDArray[Any]
 Result = TypeVar("Result")

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from cuflash.values import as_integer, value_error
+from cuflash.arrays.checks import as_integer, value_error
 
 _threads: ContextVar[int | None] = ContextVar("cuflash_cpu_threads", default=None)
 

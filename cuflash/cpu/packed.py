@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.operands import view_4d
-from cuflash.problem import Problem
-from cuflash.terms import DEFAULT_NEED
-from cuflash.values import value_error
+from cuflash.arrays.array_info import view_4d
+from cuflash.arrays.checks import value_error
+from cuflash.spec.inputs import DEFAULT_NEED
+from cuflash.spec.problem import Problem
 
 Array = NDArray[Any]
 

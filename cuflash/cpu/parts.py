@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.problem import Problem
+from cuflash.spec.problem import Problem
 
 Array = NDArray[Any]
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from cuflash.arrays.checks import value_error
 from cuflash.distributed.transports import RankFailed, Transport
-from cuflash.values import value_error
 
 Result = TypeVar("Result")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from cuflash.arrays.checks import as_integer, type_error, typed, value_error
 from cuflash.distributed.mpi import Mpi, is_mpi
 from cuflash.distributed.nccl import Nccl, is_nccl
 from cuflash.distributed.split import Split, contiguous, zigzag
 from cuflash.distributed.transports import Transport
-from cuflash.values import as_integer, type_error, typed, value_error
 
 SPLITS = {"contiguous": contiguous, "zigzag": zigzag}
 

@@ -12,9 +12,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from cuflash import host, interop
-from cuflash.binding import INPUTS, Contiguous, Pass
-from cuflash.captured import checked_with_captured, names_of
+from cuflash.arrays import dlpack
+from cuflash.arrays.array_info import numpy_dtype, view_4d, view_rows
+from cuflash.arrays.checks import counted, value_error
+from cuflash.arrays.fp8 import bits_of
+from cuflash.arrays.memory_ranges import Band
+from cuflash.cpu import backend as cpu_backend
 from cuflash.cpu.packed import check_starts
 from cuflash.distributed.agreement import (
     Facts,
@@ -34,19 +37,18 @@ from cuflash.distributed.schedule import make_schedule
 from cuflash.distributed.split import Split
 from cuflash.distributed.streams import StreamsOfDevice
 from cuflash.distributed.transports import Transport
-from cuflash.equivalents import Equivalent, equivalent
-from cuflash.float8 import bits_of
-from cuflash.leading import Calls as LeadingCalls
-from cuflash.leading import as_one_call
-from cuflash.operands import numpy_dtype, view_4d, view_rows
-from cuflash.options import Options, diagonal_of, window_of
-from cuflash.parts import steps_of
-from cuflash.problem import Problem, make_problem
-from cuflash.results import Array
-from cuflash.row_sums import bound_of, has_large
-from cuflash.spans import Band
-from cuflash.terms import BROADCAST, OF_FLOAT8, OF_HEADS, TERMS, Terms
-from cuflash.values import counted, value_error
+from cuflash.shards.slices import steps_of
+from cuflash.spec import borrowing
+from cuflash.spec.batch_axes import Calls as LeadingCalls
+from cuflash.spec.batch_axes import as_one_call
+from cuflash.spec.binding import INPUTS, Contiguous, Pass
+from cuflash.spec.inputs import BROADCAST, OF_FLOAT8, OF_HEADS, TERMS, Terms
+from cuflash.spec.options import Options, diagonal_of, window_of
+from cuflash.spec.problem import Problem, make_problem
+from cuflash.spec.results import Array
+from cuflash.spec.rewrites import Equivalent, equivalent
+from cuflash.spec.row_sums import bound_of, has_large
+from cuflash.spec.score_args import checked_with_captured, names_of
 
 Result = TypeVar("Result")
 ALL_ROWS = "all"  # what an array without an axis of queries says instead of their number
@@ -65,7 +67,7 @@ _SPELLED = tuple(term.name for term in OF_HEADS if term.part_of == "scores")
 class Call(NamedTuple):
     """What a rank knows of its own call before it hears of the calls of the others."""
 
-    borrowed: interop.Borrowed
+    borrowed: dlpack.Borrowed
     given: dict[str, Any]  # the arrays that are not None
     need: tuple[str, ...]
     random: tuple[int, int]  # seed and offset
@@ -83,7 +85,7 @@ class Call(NamedTuple):
     def empty(self, name: str, problem: Problem) -> Array:
         """A new array for a gradient."""
         given = self.given if self.equivalent is None else self.equivalent.arrays(self.given)
-        xp, like = interop.module_of(given["q"]), given.get(name[1:])
+        xp, like = dlpack.module_of(given["q"]), given.get(name[1:])
         if like is None:  # the gradient of a number
             return xp.empty((), numpy_dtype(problem.softmax_dtype))
         return xp.empty(like.shape, like.dtype)
@@ -137,7 +139,7 @@ class Calls:
         its own rows before it hears of the others.
         """
         self.count += 1
-        if interop.are_cupy(arrays, INPUTS) and interop.is_captured(bits_of(arrays["q"])):
+        if borrowing.are_cupy(arrays, INPUTS) and dlpack.is_captured(bits_of(arrays["q"])):
             self._check_captured(terms)
 
         def own() -> tuple[Call, Facts]:
@@ -223,7 +225,7 @@ class Calls:
         CUDA may wait for all work of a device while it loads a kernel or allocates memory, and hold a lock meanwhile.
         If that work is to receive rows, and the rank that sends them needs the lock, neither comes to an end.
         """
-        if not run.is_warm and not interop.is_captured(run.arrays["q"]):
+        if not run.is_warm and not dlpack.is_captured(run.arrays["q"]):
             compute(call, run.without_transfers())
 
     @np.errstate(all="ignore")
@@ -270,14 +272,14 @@ class Calls:
         if arrays.get("block_table") is not None:
             got = type(arrays["block_table"]).__name__
             raise not_served("block_table", got, "contiguous keys; each rank's pages gathered into them")
-        borrowed = interop.borrow(arrays, required=required)
+        borrowed = borrowing.borrow(arrays, required=required)
         given = {name: x for name, x in borrowed.arrays.items() if x is not None}
         for name in OF_FLOAT8:
             if name in given and given[name].shape[-1:] not in ((), (1,)):
                 got = f"shape {tuple(given[name].shape)}, factors of blocks of rows"
                 raise not_served(name, got, "one factor for the array, (), or for each head, (num_heads, 1)")
         need = need_of(given)
-        leading = as_one_call(self.options, given, need or ("out", "lse"), interop.module_of(given["q"]))
+        leading = as_one_call(self.options, given, need or ("out", "lse"), dlpack.module_of(given["q"]))
         if leading is not None:
             given = {name: x for name, x in leading.inputs((0,) * len(leading.axes.lengths)).items() if x is not None}
         layouts = tuple((name, x.shape, x.strides, x.dtype.name) for name, x in given.items())
@@ -447,9 +449,9 @@ class Calls:
 
         def problem_of(pass_: Pass, arrays: Mapping[str, Any]) -> Problem:
             if call.borrowed.kind == "numpy":
-                return host.bound(pass_, self.options, arrays, call.need).problem
+                return cpu_backend.bound(pass_, self.options, arrays, call.need).problem
             likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in arrays.items())
-            return host.bind_arrays_like(pass_, self.options, likes, call.need).problem
+            return cpu_backend.bind_arrays_like(pass_, self.options, likes, call.need).problem
 
         if method == "decode":
             problem_of("forward", {name: given[name] for name in ("q", *self._of_all) if name in given} | of_all)
@@ -467,7 +469,7 @@ class Calls:
                 of_all[name] = _longer(given[name], rows, split_q.seqlen)
         likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in (given | of_all).items())
         pass_: Pass = "backward" if method == "backward" else "forward"
-        problem = host.bind_arrays_like(pass_, self.options, likes, call.need).problem
+        problem = cpu_backend.bind_arrays_like(pass_, self.options, likes, call.need).problem
         check_starts(problem, *(np.array(starts, np.int32) for starts in call.starts))
         return replace(problem, seqlen_q=split_q.rows(self.transport.rank))
 

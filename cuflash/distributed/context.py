@@ -5,9 +5,9 @@ The short story of a call:
 1. All ranks check that they make the same call, and learn how many rows each of them has (`agreement`).
 2. The schedule, that is, which rank computes what and which rows travel for it, follows from these numbers and the
    options alone (`schedule`).
-3. Rows travel (`travel`, `transports`) while the rank computes with its own rows and with those that came before, by
+3. Rows travel (`exchange`, `transports`) while the rank computes with its own rows and with those that came before, by
    the functions that compute every other call (`execution`). Parts of results are merged and added before they are
-   rounded (`sums`).
+   rounded (`reduce`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from cuflash.binding import INPUTS
-from cuflash.captured import check_names, gradient_names
+from cuflash.arrays.array_info import numpy_dtype, view_4d, view_rows
+from cuflash.arrays.checks import as_real, type_error, typed, value_error
 from cuflash.distributed.arguments import checked_split, positive, transport_of
 from cuflash.distributed.calls import Call, Calls, of_pairs
 from cuflash.distributed.execution import Execution
 from cuflash.distributed.schedule import Schedule
 from cuflash.distributed.split import Split
-from cuflash.operands import numpy_dtype, view_4d, view_rows
-from cuflash.options import BLOCK_SIZE, Function, Options
-from cuflash.parts import steps_of
-from cuflash.results import Array, ForwardResult, Gradients, named_tuple_of, needed
-from cuflash.terms import DEFAULT_NEED, GRADIENTS, NamedGradients, OfNumbers, checked
-from cuflash.values import as_real, type_error, typed, value_error
+from cuflash.shards.slices import steps_of
+from cuflash.spec.binding import INPUTS
+from cuflash.spec.inputs import DEFAULT_NEED, GRADIENTS, NamedGradients, OfNumbers, checked
+from cuflash.spec.options import BLOCK_SIZE, Function, Options
+from cuflash.spec.results import Array, ForwardResult, Gradients, named_tuple_of, needed
+from cuflash.spec.score_args import check_names, gradient_names
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -87,7 +87,7 @@ class ContextParallel:
 
     Attributes
     ----------
-    options : cuflash.options.Options
+    options : cuflash.spec.options.Options
         The checked options.
     rank, size : int
         The number of this rank, and the number of ranks.

@@ -12,16 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import merging, row_sums
-from cuflash.distributed.run import OF_KEYS, Run, of_heads
+from cuflash.arrays.memory_ranges import Span, is_some, places
+from cuflash.distributed.exchange import Held, Rows
+from cuflash.distributed.rank import OF_KEYS, Run, of_heads
+from cuflash.distributed.reduce import Found, Pieces, Returns, Sums, add_up, minus_delta, of_sequences
 from cuflash.distributed.schedule import Round, Tile, Walk
 from cuflash.distributed.streams import Streams
-from cuflash.distributed.sums import Found, Pieces, Returns, Sums, add_up, minus_delta, of_sequences
-from cuflash.distributed.travel import Held, Rows
-from cuflash.elementwise import assign
-from cuflash.parts import Parts
-from cuflash.spans import Span, is_some, places
-from cuflash.terms import BROADCAST, DEFAULT_NEED, OF_SOFTMAX
+from cuflash.gpu.elementwise import assign
+from cuflash.shards.merge import merge_into
+from cuflash.shards.slices import Parts
+from cuflash.spec import row_sums
+from cuflash.spec.inputs import BROADCAST, DEFAULT_NEED, OF_SOFTMAX
 
 Array = Any
 CACHE_BYTES = 3 * 2**23  # half of the L2 cache of an H100
@@ -366,4 +367,4 @@ def _merge(parts: Sequence[Mapping[str, Array]], out: Array, lse: Array) -> None
     lses = [part["lse_pairs"] if "lse_pairs" in part else part["lse"] for part in parts]
     sums = [part.get("row_sums") for part in parts]
     has_sums = any(x is not None and (x[..., 1] >= 0).any() for x in sums)
-    merging.merge_into(outs, lses, out, lse, sums if has_sums else ())
+    merge_into(outs, lses, out, lse, sums if has_sums else ())

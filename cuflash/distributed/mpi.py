@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from cuflash.arrays.checks import type_error
 from cuflash.distributed.transports import Array, Message, Progress, RankFailed, Transport, out_of_time
-from cuflash.streaming.cuda import Cuda
-from cuflash.values import type_error
+from cuflash.shards.cuda import Cuda
 
 _TEXT, _ROWS = 1, 2  # tags of messages
 Request = tuple[int, Any]  # the rank at the other end, and a request of MPI

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash.distributed.transports import HIGHEST_PRIORITY, Array, Message, RankFailed, Transport, out_of_time
-from cuflash.streaming.cuda import Cuda
+from cuflash.shards.cuda import Cuda
 
 _HEADER = 16  # bytes: the number of the exchange, and how many bytes of text a rank has
 _SHORT = 1e-3  # seconds for which the host polls without sleep, because a thread that sleeps wakes up late

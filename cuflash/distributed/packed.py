@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from cuflash.options import Options
-from cuflash.spans import Band, Span, is_some, overlap
+from cuflash.arrays.memory_ranges import Band, Span, is_some, overlap
+from cuflash.spec.options import Options
 
 By = Literal["queries", "keys"]
 

@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from cuflash.arrays.checks import counted, value_error
+from cuflash.arrays.memory_ranges import Band, Span, cut, cut_evenly, is_some, joined
 from cuflash.distributed.packed import By, Packing
 from cuflash.distributed.split import Split
-from cuflash.spans import Band, Span, cut, cut_evenly, is_some, joined
-from cuflash.values import counted, value_error
 
 # Bytes of rows of all ranks in a step, if there are up to FEW bytes in all. On two H200 the forward pass of 2^28 bytes
 # was 5 % faster in two steps than in one, and both passes 10 %.

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cuflash.interop import module_of
-from cuflash.spans import Span, cut_evenly, joined
-from cuflash.values import as_integer, counted, type_error, typed, value_error
+from cuflash.arrays.checks import as_integer, counted, type_error, typed, value_error
+from cuflash.arrays.dlpack import module_of
+from cuflash.arrays.memory_ranges import Span, cut_evenly, joined
 
 Array = Any
 _AXES = ": axis is that of the sequence, -1 in lse, -3 in layout 'bshd'"  # what messages about a wrong length add

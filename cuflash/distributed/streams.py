@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from cuflash.arrays.dlpack import module_of
 from cuflash.distributed.transports import HIGHEST_PRIORITY
-from cuflash.elementwise import WIDE, apply, assign, in_wide_elements
-from cuflash.interop import module_of
-from cuflash.recording import of_thread
+from cuflash.gpu.elementwise import WIDE, apply, assign, in_wide_elements
+from cuflash.gpu.replay import of_thread
 
 Array = Any
 AT_ONCE = 8  # arrays that one kernel copies, because the arguments of a kernel take at most 4 KiB

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.interop import module_of
-from cuflash.values import as_integer, value_error
+from cuflash.arrays.checks import as_integer, value_error
+from cuflash.arrays.dlpack import module_of
 
 HIGHEST_PRIORITY = -100  # of a stream; CUDA replaces it by the highest priority that the device has
 Array = Any

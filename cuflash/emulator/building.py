@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cuflash import kernel_cache
-from cuflash.compiler import kernel_directory
 from cuflash.emulator.launching import EmulationError, Module
+from cuflash.gpu import kernel_cache
+from cuflash.gpu.compiler import kernel_directory
 
 HERE = Path(__file__).resolve().parent
 RUNTIME = HERE / "runtime"
@@ -67,7 +67,7 @@ def build(
         Texts that it includes beside the files of `kernels`, by names that tell them apart.
     sanitizer : {None, "undefined", "address"}
     kernels, cache : Path, optional
-        Instead of `cuflash.compiler.kernel_directory()` and `cache_directory()`.
+        Instead of `cuflash.gpu.compiler.kernel_directory()` and `cache_directory()`.
 
     Raises
     ------

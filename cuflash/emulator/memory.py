@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from cuflash.emulator.launching import EmulationError
-from cuflash.planning import ScratchLayout
+from cuflash.plan import ScratchLayout
 
 _GUARD_ALIGNMENT = 16
 
@@ -52,13 +52,13 @@ class Scratch:
 
     Parameters
     ----------
-    layout : cuflash.planning.ScratchLayout
+    layout : cuflash.plan.ScratchLayout
     fill : int
         The byte that all of them are full of.
 
     Attributes
     ----------
-    layout : cuflash.planning.ScratchLayout
+    layout : cuflash.plan.ScratchLayout
     addresses : list of int
     """
 

@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.binding import Binding, Pass, bind, is_in_k
+from cuflash.arrays.array_info import ITEMSIZE, numpy_dtype
 from cuflash.emulator.building import build
 from cuflash.emulator.launching import SCHEDULES, Schedule, Statistics
 from cuflash.emulator.memory import Scratch, guarded, tensor_map
-from cuflash.operands import ITEMSIZE, numpy_dtype
-from cuflash.params import parameters, pointer_words
-from cuflash.planning import DeviceSpec, LaunchPlan, choose_plan
-from cuflash.planning.argument import maps_offset
-from cuflash.planning.tiles import Tile
-from cuflash.problem import Problem
-from cuflash.tensor_map import TensorMapSpec
-from cuflash.terms import DEFAULT_NEED, OF_NUMBERS, OF_SOFTMAX
+from cuflash.gpu.params import parameters, pointer_words
+from cuflash.plan import DeviceSpec, LaunchPlan, choose_plan
+from cuflash.plan.argument import maps_offset
+from cuflash.plan.tensor_map import TensorMapSpec
+from cuflash.plan.tiles import Tile
+from cuflash.spec.binding import Binding, Pass, bind, is_in_k
+from cuflash.spec.inputs import DEFAULT_NEED, OF_NUMBERS, OF_SOFTMAX
+from cuflash.spec.problem import Problem
 
 Place = Callable[[np.ndarray], np.ndarray]
 
@@ -109,7 +109,7 @@ def run(
 
 
 def _tensor_map(spec: TensorMapSpec, pointer: int, rows: int) -> bytes:
-    """What `cuflash.tensor_map.encoder` makes for a device; 0 rows are those of the spec."""
+    """What `cuflash.plan.tensor_map.encoder` makes for a device; 0 rows are those of the spec."""
     columns, of_spec, heads, batch = spec.shape
     shape, box = (columns, rows or of_spec, heads, batch), (spec.columns, spec.rows, spec.heads, 1)
     return tensor_map(pointer, ITEMSIZE[spec.dtype], shape, spec.strides_bytes, box).tobytes()

@@ -10,24 +10,26 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import host, interop
-from cuflash.binding import PASSES, Pass
-from cuflash.captured import names_of
-from cuflash.equivalents import Equivalent, equivalent
-from cuflash.leading import Calls, FirstCall, axes_of
-from cuflash.operands import numpy_dtype, view_4d, view_rows
-from cuflash.options import Options, diagonal_of, window_of
-from cuflash.parts import Parts, steps_of
-from cuflash.problem import Problem
-from cuflash.spans import Band
+from cuflash.arrays import dlpack
+from cuflash.arrays.array_info import numpy_dtype, view_4d, view_rows
+from cuflash.arrays.checks import type_error, value_error
+from cuflash.arrays.memory_ranges import Band
+from cuflash.cpu import backend as cpu_backend
+from cuflash.shards.cuda import Cuda
+from cuflash.shards.slices import Parts, steps_of
+from cuflash.spec import borrowing
+from cuflash.spec.batch_axes import Calls, FirstCall, axes_of
+from cuflash.spec.binding import PASSES, Pass
+from cuflash.spec.inputs import BROADCAST, NAMES
+from cuflash.spec.options import Options, diagonal_of, window_of
+from cuflash.spec.problem import Problem
+from cuflash.spec.rewrites import Equivalent, equivalent
+from cuflash.spec.score_args import names_of
 from cuflash.streaming import memory
-from cuflash.streaming.belts import Host
 from cuflash.streaming.chunks import Chunk, StreamPlan, chunk_of, chunks_of
-from cuflash.streaming.cuda import Cuda
+from cuflash.streaming.copy_pipeline import Host
 from cuflash.streaming.execution import OF_KEYS, StreamedPass, sums_softmax
 from cuflash.streaming.source import Streamed, borrowed_from_host
-from cuflash.terms import BROADCAST, NAMES
-from cuflash.values import type_error, value_error
 
 Array = Any
 # Arrays beside the terms that a pass reads, in the memory where the queries are, and those that are required.
@@ -50,7 +52,7 @@ class _Call:
 
     options: Options
     equivalent: Equivalent | None  # the options and terms that functions spell out
-    own: interop.Borrowed  # the arrays in the memory where the queries are
+    own: dlpack.Borrowed  # the arrays in the memory where the queries are
     hosts: Mapping[str, Host]  # arrays in host memory: k, v, and dk and dv if given
     problem: Problem
     band: Band
@@ -65,7 +67,7 @@ class _Call:
     def result(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """The array that a result is written to."""
         given = self.own.arrays.get(name)
-        return interop.module_of(self.given["q"]).empty(shape, dtype) if given is None else given
+        return dlpack.module_of(self.given["q"]).empty(shape, dtype) if given is None else given
 
     def host_result(self, name: str, device: Cuda | None) -> Host:
         """The array in host memory that a result is written to. A new one is pinned if its input (k or v) is."""
@@ -158,7 +160,7 @@ class _OverAxes:
     """A call with leading axes that are not one batch axis: several calls, or one on copies."""
 
     calls: Calls
-    own: interop.Borrowed  # the arrays in the memory where the queries are
+    own: dlpack.Borrowed  # the arrays in the memory where the queries are
     given: Mapping[str, Any]  # those of the caller
     results: tuple[str, ...]
 
@@ -180,8 +182,8 @@ class _OverAxes:
         return arrays | {name: Streamed(arrays[name], x.chunk, _of_numpy(arrays[name])) for name, x in wrapped.items()}
 
 
-def _of_numpy(array: Host) -> interop.Borrowed:
-    return interop.Borrowed("numpy", {"array": array}, None)
+def _of_numpy(array: Host) -> dlpack.Borrowed:
+    return dlpack.Borrowed("numpy", {"array": array}, None)
 
 
 def _over_axes(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> _OverAxes | None:
@@ -201,13 +203,13 @@ def _over_axes(pass_: Pass, options: Options, arrays: Mapping[str, Any], results
     for name in OF_KEYS:
         if name in results and name not in hosts:  # pinned, if its input is
             given[name] = _host_result(hosts[name[1:]], device)
-    calls = Calls(axes, options, given, results, interop.module_of(own.arrays["q"]), gives_parts=False)
+    calls = Calls(axes, options, given, results, dlpack.module_of(own.arrays["q"]), gives_parts=False)
     return _OverAxes(calls, own, arrays, results)
 
 
-def _borrowed(arrays: Mapping[str, Any], required: tuple[str, ...], results: tuple[str, ...]) -> interop.Borrowed:
+def _borrowed(arrays: Mapping[str, Any], required: tuple[str, ...], results: tuple[str, ...]) -> dlpack.Borrowed:
     """The arrays in the memory where the queries are."""
-    return interop.borrow(
+    return borrowing.borrow(
         {name: x for name, x in arrays.items() if name not in ("k", "v", *OF_KEYS)},
         required=required,
         written=[name for name in results if name not in OF_KEYS and arrays.get(name) is not None],
@@ -244,7 +246,7 @@ def _checked(
             got = type(arrays[name]).__name__
             raise NotImplementedError(f"{name}: got {got}, which streamed keys do not go with; expected {remedy}")
     own = _borrowed(arrays, required, results)
-    if interop.is_captured(own.arrays["q"]):
+    if dlpack.is_captured(own.arrays["q"]):
         raise NotImplementedError(
             "k: got streamed keys while a CUDA graph is captured, expected keys on the device: the host takes part in "
             "every copy of a chunk, and a graph replays without it"
@@ -257,10 +259,10 @@ def _checked(
     _check_apart(hosts, tuple(written))
     given = {name: x for name, x in own.arrays.items() if x is not None} | hosts
     if own.kind == "numpy":
-        problem = host.bound(pass_, options, given, results).problem
+        problem = cpu_backend.bound(pass_, options, given, results).problem
     else:
         likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in given.items())
-        problem = host.bind_arrays_like(pass_, options, likes, results).problem
+        problem = cpu_backend.bind_arrays_like(pass_, options, likes, results).problem
         on_device = {name: x for name, x in given.items() if name not in hosts}
         _check_apart(on_device, tuple(name for name in results if name in on_device))
     sizes = problem.seqlen_q, problem.seqlen_k
@@ -288,11 +290,11 @@ def _check_apart(arrays: Mapping[str, Array], results: tuple[str, ...]) -> None:
     """Refuse results that share memory with another array, all of them in host memory, or all on the device."""
     for result in results:
         for name, x in arrays.items():
-            if name != result and interop.overlap(arrays[result], x):
+            if name != result and dlpack.overlap(arrays[result], x):
                 raise value_error(result, f"memory shared with {name}", "memory of its own")
 
 
-def device_of(kind: interop.Kind) -> Cuda | None:
+def device_of(kind: dlpack.Kind) -> Cuda | None:
     """The device that chunks go to; None if they stay in host memory."""
     return Cuda() if kind == "cupy" else None
 

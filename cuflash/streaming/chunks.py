@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from cuflash.operands import ITEMSIZE
-from cuflash.problem import Problem
-from cuflash.spans import Band, Span, overlap
-from cuflash.values import value_error
+from cuflash.arrays.array_info import ITEMSIZE
+from cuflash.arrays.checks import value_error
+from cuflash.arrays.memory_ranges import Band, Span, overlap
+from cuflash.spec.problem import Problem
 
 CHUNK_BYTES = 2**27  # of keys and values in a chunk; to copy so many takes 2.5 ms over PCIe 5
 CHUNK_STEP = 128  # keys; default chunks have a multiple of it, because tiles of the kernels end at multiples of it

@@ -11,13 +11,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from cuflash import merging, row_sums
-from cuflash.parts import Parts
-from cuflash.spans import Span
-from cuflash.streaming.belts import Drain, Feed, Host
+from cuflash.arrays.memory_ranges import Span
+from cuflash.shards.cuda import Cuda
+from cuflash.shards.merge import LargeRows, RunningMerge
+from cuflash.shards.slices import Parts
+from cuflash.spec import row_sums
+from cuflash.spec.inputs import BROADCAST, OF_SOFTMAX
 from cuflash.streaming.chunks import Chunk
-from cuflash.streaming.cuda import Cuda
-from cuflash.terms import BROADCAST, OF_SOFTMAX
+from cuflash.streaming.copy_pipeline import Drain, Feed, Host
 
 Array = Any
 OF_ROWS = ("q", "dout", "out", "lse", "dlse", "row_sums")
@@ -62,7 +63,7 @@ class StreamedPass:
             return
         xp, dtype = self.parts.xp, self.parts.softmax_dtype
         total = out if out.dtype == dtype else xp.empty(out.shape, dtype)
-        merge = merging.RunningMerge(total, self._scores_of_heads())
+        merge = RunningMerge(total, self._scores_of_heads())
         room = {}
         if not self.parts.is_on_cpu:
             room = {"out": xp.empty(out.shape, dtype), "lse": xp.empty(lse.shape, lse.dtype)}
@@ -79,7 +80,7 @@ class StreamedPass:
 
     def _merge_large(self, out: Array, lse: Array) -> None:
         """Merge chunks again, in rows whose lse is so large that it does not say what a chunk weighs."""
-        merge = merging.LargeRows(lse, self.parts.large_lse, out.shape[3], self._scores_of_heads())
+        merge = LargeRows(lse, self.parts.large_lse, out.shape[3], self._scores_of_heads())
         for part in self._walk({}):
             got = self._forward_of(part)
             merge.add(self._row_sums_of(part, lse, got["lse"]), slice(*part.chunk.queries), got["out"])
@@ -88,7 +89,7 @@ class StreamedPass:
     def _row_sums(self) -> Array:
         """The row sums over all chunks, where lse is large."""
         lse = self.arrays["lse"]
-        merge = merging.LargeRows(lse, self.parts.large_lse, 0, self._scores_of_heads())
+        merge = LargeRows(lse, self.parts.large_lse, 0, self._scores_of_heads())
         for part in self._walk({}):
             # Kernels find the row sums only of the lse of a chunk.
             own_lse = None if self.parts.is_on_cpu else self._forward_of(part)["lse"]

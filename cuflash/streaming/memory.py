@@ -9,19 +9,19 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cuflash import host
-from cuflash.binding import Contiguous, Pass, bind
-from cuflash.captured import gradient_names, names_of
-from cuflash.options import Options
-from cuflash.problem import Problem
-from cuflash.score import ORIGIN
-from cuflash.streaming.belts import is_direct
+from cuflash.cpu import backend as cpu_backend
+from cuflash.score_mod import ORIGIN
+from cuflash.shards.cuda import Cuda
+from cuflash.spec.binding import Contiguous, Pass, bind
+from cuflash.spec.options import Options
+from cuflash.spec.problem import Problem
+from cuflash.spec.score_args import gradient_names, names_of
 from cuflash.streaming.chunks import Chunk, StreamPlan, Way
-from cuflash.streaming.cuda import Cuda
+from cuflash.streaming.copy_pipeline import is_direct
 from cuflash.streaming.execution import OF_KEYS, Part, StreamedPass, sums_softmax
 
 if TYPE_CHECKING:
-    from cuflash.planning import LaunchPlan
+    from cuflash.plan import LaunchPlan
 
 Array = Any
 ROUNDING = 512  # bytes to which CuPy's pool rounds
@@ -47,8 +47,8 @@ def may_be_mapped(run: StreamedPass, device: Cuda) -> bool:
 @functools.lru_cache(maxsize=256)
 def _reads_keys_once(options: Options, likes: tuple[Any, ...], device_id: int) -> bool:
     """Whether the kernels of a forward pass read each key once; cached, so that decoding does not wait for a plan."""
-    launch = importlib.import_module("cuflash.launch")
-    binding = host.bind_arrays_like("forward", options, likes, ("out", "lse"))
+    launch = importlib.import_module("cuflash.gpu.backend")
+    binding = cpu_backend.bind_arrays_like("forward", options, likes, ("out", "lse"))
     plan = launch.tuned_plan(binding.problem, launch.device_spec(device_id), "forward", **binding.layout)
     return any(kernel.source.startswith(DECODING) for kernel in plan.kernels)
 
@@ -178,7 +178,7 @@ def _launch_plan(
     if not run.is_whole and _is_narrow(run.parts.problem):
         options = replace(options, wide=tuple(name for name in ("out", "dq") if name in need))
     binding = bind(pass_, options, arrays, need=need)
-    launch = importlib.import_module("cuflash.launch")
+    launch = importlib.import_module("cuflash.gpu.backend")
     device = launch.device_spec(run.arrays["q"].data.device_id)
     plan: LaunchPlan = launch.tuned_plan(binding.problem, device, pass_, **binding.layout)
     return plan, sum(_rounded(arrays[name].nbytes) for name in binding.copied)

@@ -6,9 +6,10 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from cuflash import interop
-from cuflash.operands import FLOAT8
-from cuflash.values import as_integer, type_error, value_error
+from cuflash.arrays import dlpack
+from cuflash.arrays.array_info import FLOAT8
+from cuflash.arrays.checks import as_integer, type_error, value_error
+from cuflash.spec import borrowing
 
 Array = Any
 P = ParamSpec("P")
@@ -28,7 +29,7 @@ class Streamed:
 
     __slots__ = ("array", "borrowed", "chunk")
 
-    def __init__(self, array: Any, chunk: int | None, borrowed: interop.Borrowed) -> None:
+    def __init__(self, array: Any, chunk: int | None, borrowed: dlpack.Borrowed) -> None:
         self.array = array
         self.chunk = chunk
         self.borrowed = borrowed  # gradients are returned as arrays of its library
@@ -100,12 +101,12 @@ def streamed(k: Array, v: Array, *, chunk: int | None = None) -> StreamedPair:
 
 def borrowed_from_host(
     arrays: Mapping[str, Any], *, required: tuple[str, ...] = (), written: tuple[str, ...] = ()
-) -> interop.Borrowed:
+) -> dlpack.Borrowed:
     """Arrays in host memory, as NumPy arrays. Others raise a TypeError that names them."""
     for name, array in arrays.items():
         if isinstance(array, Streamed):
             raise type_error(name, "Streamed", "an array in host memory")
-    borrowed = interop.borrow(arrays, required=required, written=written)
+    borrowed = borrowing.borrow(arrays, required=required, written=written)
     if borrowed.kind != "numpy":
         name = next(name for name, x in arrays.items() if x is not None)
         raise type_error(name, "an array in device memory", "one in host memory: those on the device need no streaming")

@@ -11,17 +11,17 @@
 A `Case` is plain frozen data: an attention problem, the optional arrays that come with it, how the arrays lie in memory
 and a seed. It makes the arrays; `assert_forward` and `assert_backward` judge what an implementation made of them.
 
-The oracle rule: on the same inputs, the error against the oracle (`cuflash.reference` in float64, or in long double for
-float64) of each entry of a result is at most twice the error of the plain formula computed in the dtype of the inputs
-(once, for float32), plus one unit in the last place of the entry's scale, plus what rounding the scores of its rows
-costs anybody. `Yardstick` has the definitions.
+The oracle rule: on the same inputs, the error against the oracle (`cuflash.testing.reference` in float64, or in long
+double for float64) of each entry of a result is at most twice the error of the plain formula computed in the dtype of
+the inputs (once, for float32), plus one unit in the last place of the entry's scale, plus what rounding the scores of
+its rows costs anybody. `Yardstick` has the definitions.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cuflash.operands import numpy_dtype
+from cuflash.arrays.array_info import numpy_dtype
 from cuflash.testing.arrays import STRIDES, lay_out, through_dlpack, to_numpy
 from cuflash.testing.case import (
     Case,

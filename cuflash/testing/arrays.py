@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash import interop
-from cuflash.float8 import Float8Array, fp8
-from cuflash.operands import FLOAT8
+from cuflash.arrays import dlpack
+from cuflash.arrays.array_info import FLOAT8
+from cuflash.arrays.fp8 import Float8Array, fp8
+from cuflash.spec import borrowing
 
 Array = NDArray[Any]
 
@@ -48,7 +49,7 @@ def _by_bytes(convert: Callable[[Any], Any], dtype: np.dtype[Any]) -> Callable[[
 
 def through_dlpack(from_dlpack: Callable[[Any], Any]) -> Callable[[Array], Any]:
     """The `convert` of another library by its ``from_dlpack``; bfloat16, which NumPy does not lend, included."""
-    return lambda array: interop.Borrowed("numpy", {}, from_dlpack).give_back(array, None)
+    return lambda array: dlpack.Borrowed("numpy", {}, from_dlpack).give_back(array, None)
 
 
 def to_numpy(array: Any) -> Array:
@@ -56,6 +57,6 @@ def to_numpy(array: Any) -> Array:
     if isinstance(array, Float8Array):
         return to_numpy(array.bits).view(array.dtype)
     array = array.detach() if hasattr(array, "detach") else array
-    borrowed = interop.borrow({"array": array}, required=["array"])
+    borrowed = borrowing.borrow({"array": array}, required=["array"])
     view = borrowed.arrays["array"]
     return np.asarray(view.get() if borrowed.kind == "cupy" else view)

@@ -12,12 +12,12 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash import reference
-from cuflash.float8 import LARGEST
-from cuflash.operands import DTYPES, numpy_dtype, user_shape, view_4d
-from cuflash.options import Options
-from cuflash.problem import Problem, make_problem
-from cuflash.terms import NAMES, OF_FLOAT8, OF_FUNCTIONS, Numbers
+from cuflash.arrays.array_info import DTYPES, numpy_dtype, user_shape, view_4d
+from cuflash.arrays.fp8 import LARGEST
+from cuflash.spec.inputs import NAMES, OF_FLOAT8, OF_FUNCTIONS, Numbers
+from cuflash.spec.options import Options
+from cuflash.spec.problem import Problem, make_problem
+from cuflash.testing import reference
 from cuflash.testing.arrays import lay_out
 from cuflash.testing.leading import Spread
 

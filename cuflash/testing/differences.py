@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash.captured import gradient_names
-from cuflash.interop import module_of
-from cuflash.scalars import array_of, is_scalar
-from cuflash.terms import DEFAULT_NEED, OF_OPTIONS
-from cuflash.values import value_error
+from cuflash.arrays.checks import value_error
+from cuflash.arrays.dlpack import module_of
+from cuflash.spec.inputs import DEFAULT_NEED, OF_OPTIONS
+from cuflash.spec.scalars import array_of, is_scalar
+from cuflash.spec.score_args import gradient_names
 
 STEP = 1e-5  # of each element, times a number of a normal distribution
 

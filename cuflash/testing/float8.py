@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash import reference
-from cuflash.operands import view_4d, view_rows
+from cuflash.arrays.array_info import view_4d, view_rows
+from cuflash.testing import reference
 from cuflash.testing.arrays import to_numpy
 from cuflash.testing.case import Case, optional, qkv
 

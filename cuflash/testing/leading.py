@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.terms import BY_NAME, TERMS
+from cuflash.spec.inputs import BY_NAME, TERMS
 
 Array = NDArray[Any]
 

@@ -12,10 +12,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from cuflash import reference
-from cuflash.operands import numpy_dtype
-from cuflash.problem import Problem
-from cuflash.terms import DEFAULT_NEED, GRADIENTS, OF_OPTIONS, OF_SOFTMAX
+from cuflash.arrays.array_info import numpy_dtype
+from cuflash.spec.inputs import DEFAULT_NEED, GRADIENTS, OF_OPTIONS, OF_SOFTMAX
+from cuflash.spec.problem import Problem
+from cuflash.testing import reference
 from cuflash.testing.arrays import to_numpy
 from cuflash.testing.case import Case, optional, optional_backward
 from cuflash.testing.leading import Spread
@@ -37,9 +37,10 @@ class Yardstick:
     factor
         1 for float32, which has no excuse to be worse than the plain formula; 2 for the others.
     plain_error
-        Largest error of the plain formula computed in the dtype of the inputs (`cuflash.reference` in that dtype).
-        Largest errors are a matter of luck, more so where they are of few numbers. So it is not that of the entry: it
-        is that of the whole result, counted in what each entry allows by itself (`cuflash.reference.error_fractions`).
+        Largest error of the plain formula computed in the dtype of the inputs (`cuflash.testing.reference` in that
+        dtype). Largest errors are a matter of luck, more so where they are of few numbers. So it is not that of the
+        entry: it is that of the whole result, counted in what each entry allows by itself
+        (`cuflash.testing.reference.error_fractions`).
     ulp * scale
         One unit in the last place of the scale. Scale is the largest absolute value of the entry, or of the root of the
         sum of squares of the terms that it is a sum of: what cancellation leaves of a gradient is no scale. So it is of
@@ -335,7 +336,7 @@ def assert_backward(
 ) -> Report:
     """Judge gradients of ``sum(dout * out)``, those given, as `assert_forward` judges the output; dlse counts.
 
-    Those beside the four have the names of `cuflash.terms.GRADIENTS`.
+    Those beside the four have the names of `cuflash.spec.inputs.GRADIENTS`.
     """
     given = {"dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks} | others
     for name in given:

@@ -1,9 +1,9 @@
 """Of every entry of a result: its scale, the noise that rounding the scores makes of it, and whether it is zero.
 
-Both are sums over what contributes to the entry, in the letters of `cuflash.reference`: to out, lse and dq of a row the
-keys that the row sees; to dk and dv of a key the rows that see it; to dbias and gradients of what functions read the
-pairs of a query and a key that read the entry. So a row says nothing of entries that it does not contribute to.
-`cuflash.testing.Yardstick` says what is made of them.
+Both are sums over what contributes to the entry, in the letters of `cuflash.testing.reference`: to out, lse and dq of a
+row the keys that the row sees; to dk and dv of a key the rows that see it; to dbias and gradients of what functions
+read the pairs of a query and a key that read the entry. So a row says nothing of entries that it does not contribute
+to. `cuflash.testing.Yardstick` says what is made of them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash import reference
-from cuflash.operands import view_4d, view_rows
-from cuflash.problem import Problem
-from cuflash.terms import OF_FUNCTIONS, OF_HEADS, OF_SOFTMAX
+from cuflash.arrays.array_info import view_4d, view_rows
+from cuflash.spec.inputs import OF_FUNCTIONS, OF_HEADS, OF_SOFTMAX
+from cuflash.spec.problem import Problem
+from cuflash.testing import reference
 from cuflash.testing.case import optional, qkv
 
 Array = NDArray[Any]

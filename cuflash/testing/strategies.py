@@ -10,9 +10,9 @@ from typing import Any
 import ml_dtypes
 from hypothesis import strategies as st
 
-from cuflash.operands import DTYPES, FLOAT8, numpy_dtype
-from cuflash.options import LAYOUTS
-from cuflash.terms import NUMBERS, OF_FUNCTIONS, OF_HEADS, Term
+from cuflash.arrays.array_info import DTYPES, FLOAT8, numpy_dtype
+from cuflash.spec.inputs import NUMBERS, OF_FUNCTIONS, OF_HEADS, Term
+from cuflash.spec.options import LAYOUTS
 from cuflash.testing.arrays import STRIDES
 from cuflash.testing.case import Case
 

@@ -1,4 +1,4 @@
-// Fills the tables of parts of a score that take few values (cuflash/score/hoisting.py): a thread makes an entry. After
+// Fills the tables of parts of a score that take few values (cuflash/score_mod/hoisting.py): a thread makes an entry. After
 // the main kernel, which sums the gradients of entries, it leads these on to the arrays that the parts read: a term is
 // the gradient of an entry times a derivative, and sums are exact (common/captured_gradients.cuh).
 #include "common/captured_gradients.cuh"

@@ -20,12 +20,12 @@ constexpr int kTermWords = sizeof(Real) == 8 ? 2 : 1;
 constexpr int kTermBits = 61;
 
 // What the place of a read in its array depends on, beside the head: nothing, the key, the query, the difference of
-// both, or more than that. `kind_of_read` returns it; cuflash/score/program.py writes that function.
+// both, or more than that. `kind_of_read` returns it; cuflash/score_mod/program.py writes that function.
 enum ReadKind { kReadOfHead, kReadOfKey, kReadOfQuery, kReadOfDiagonal, kReadOfPair };
 
 #if CUFLASH_NEEDS_CAPTURED
 // The number of elements of an array, and where its sums begin among those of all arrays that have sums. These are
-// arrays whose gradients are wanted, and tables through which such arrays are read (cuflash/score/hoisting.py).
+// arrays whose gradients are wanted, and tables through which such arrays are read (cuflash/score_mod/hoisting.py).
 CUFLASH_DEVICE i64 elements_of(const Captured& array) {
   return array.size[0] * array.size[1] * array.size[2] * array.size[3];
 }

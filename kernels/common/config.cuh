@@ -1,4 +1,4 @@
-// The constants that one compilation is specialised for: the CUFLASH_* defines of cuflash/planning/, typed.
+// The constants that one compilation is specialised for: the CUFLASH_* defines of cuflash/plan/, typed.
 #pragma once
 #include "ptx/base.cuh"
 

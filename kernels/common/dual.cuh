@@ -1,4 +1,4 @@
-// The library for scores that a caller writes in CUDA (cuflash/score/text.py, docs/score.md): dual numbers, functions
+// The library for scores that a caller writes in CUDA (cuflash/score_mod/cuda_source.py, docs/score.md): dual numbers, functions
 // of them, and arrays whose entries are read as dual numbers. A score is a template over the type of its numbers: with
 // Real it returns a value, with Dual a value and one derivative.
 #pragma once

@@ -1,12 +1,12 @@
-// The one argument of every kernel. Python fills it (cuflash/params.py) from its own list of the same fields
-// (cuflash/planning/argument.py); the sizes of both must agree.
+// The one argument of every kernel. Python fills it (cuflash/gpu/params.py) from its own list of the same fields
+// (cuflash/plan/argument.py); the sizes of both must agree.
 #pragma once
 #include "common/config.cuh"
 #if CUFLASH_HAS_FUNCTIONS
 #include "common/dual.cuh"
 #include "common/score_functions.cuh"
 #include "common/tile_bounds.cuh"
-#include CUFLASH_FUNCTIONS  // written by cuflash/score/program.py
+#include CUFLASH_FUNCTIONS  // written by cuflash/score_mod/program.py
 #endif
 
 // An operand whose last axis is contiguous. Strides are in elements.
@@ -37,7 +37,7 @@ struct BlockTable {
 struct Params {
   Tensor q, k, v, out, dout, dq, dk, dv;
   Tensor lse, dlse;  // row_stride is the stride between queries; dlse may be absent: null
-  // The terms of cuflash/terms.py, in its order.
+  // The terms of cuflash/spec/inputs.py, in its order.
   ScoreTensor bias;        // added to the score
   ScoreTensor mask;        // bytes: 0 hides the key
   ScoreTensor block_mask;  // bytes, over (batch, head, block of queries, block of keys): 0 hides the block
@@ -84,7 +84,7 @@ struct Params {
   i32 diagonal;      // query i stands at key position i + diagonal; entries may add their own, see common/sequences.cuh
   i32 right_offset;  // query i sees keys up to i + right_offset
   i32 left_offset;   // query i sees keys from i + left_offset on
-  // The fields of RunTime (cuflash/planning/launch_plan.py).
+  // The fields of RunTime (cuflash/plan/launch_plan.py).
   i32 head_section;     // heads whose blocks are interleaved in the launch order
   i32 stats_rows;       // seqlen_q, rounded up to whole tiles; packed: the rows of all places of tiles
   i32 group_splits;     // blocks that share the query heads of a key/value head

@@ -1,4 +1,4 @@
-// The library for functions of a caller, which cuflash/score/emission.py writes: entries of captured arrays, and
+// The library for functions of a caller, which cuflash/score_mod/codegen.py writes: entries of captured arrays, and
 // functions of numbers as in NumPy.
 #pragma once
 #include "common/config.cuh"
@@ -10,7 +10,7 @@ struct Captured {
   const void* data;
   i64 stride[4];
   i64 size[4];
-  i64 first;  // of a table (cuflash/score/tables.py), the place of its first entry
+  i64 first;  // of a table (cuflash/score_mod/tables.py), the place of its first entry
 };
 
 // The offset of an element from the first one of an array. 32 bits are enough if no array reaches far, and none back.

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cuflash import compiler, kernel_cache
-from cuflash.compiler import CompileError, Compiler, compile_kernel, nvrtc_version, supported_archs
-from cuflash.nvrtc import Nvrtc
+from cuflash.gpu import compiler, kernel_cache
+from cuflash.gpu.compiler import CompileError, Compiler, compile_kernel, nvrtc_version, supported_archs
+from cuflash.gpu.nvrtc import Nvrtc
 from tests.compile.test_plans import SERIALIZED
 
 SCALE = """\
@@ -202,7 +202,10 @@ def test_the_reproduction_reproduces(kernels):
         kernels("f.cu", "f", {"TEXT": "'a' + \"b\"", "WIDTH": 3}, "sm_80", **{"f.cu": text})
     (line,) = [line for line in str(caught.value).splitlines() if line.startswith("To reproduce")]
     with pytest.raises(CompileError) as again:
-        exec(line[line.index("cuflash.compiler.") + len("cuflash.compiler.") :], {"compile_kernel": compile_kernel})
+        exec(
+            line[line.index("cuflash.gpu.compiler.") + len("cuflash.gpu.compiler.") :],
+            {"compile_kernel": compile_kernel},
+        )
     assert str(again.value) == str(caught.value)
 
 
@@ -260,13 +263,13 @@ def test_a_warm_process_does_not_load_nvrtc(kernels):
         pytest.skip("NVRTC is not a wheel here: its version is known after loading it only")
     kernel = kernels("scale.cu", "scale", {"NUM_THREADS": 64}, "sm_80")
     program = (
-        "import sys\nfrom cuflash.compiler import compile_kernel\n"
+        "import sys\nfrom cuflash.gpu.compiler import compile_kernel\n"
         "kernel = compile_kernel('scale.cu', 'scale', {'NUM_THREADS': 64}, 'sm_80', kernel_dir=sys.argv[1],"
         " cache_dir=sys.argv[2])\n"
         "print(kernel.path, 'cuda.bindings.nvrtc' in sys.modules)"
     )
     command = [sys.executable, "-c", program, str(kernels.directory), str(kernels.cache)]
-    root = Path(compiler.__file__).parents[1]
+    root = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"{kernel.path} False"
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 import cuflash.testing as ct
-from cuflash.compiler import compile_spec, supported_archs
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.sm80_decode import DECODE_TILES, DecodeTile
-from cuflash.planning.tiles import round_up
+from cuflash.gpu.compiler import compile_spec, supported_archs
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.sm80.decode import DECODE_TILES, DecodeTile
+from cuflash.plan.tiles import round_up
 from tests.compile.test_plans import REGISTERS_OF_SM
 from tests.sampling import share
 from tests.scored import of_functions

@@ -3,11 +3,11 @@
 import pytest
 
 import cuflash.testing as ct
-from cuflash.binding import PASSES
-from cuflash.compiler import compile_spec
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.problem import make_problem
-from cuflash.terms import DEFAULT_NEED
+from cuflash.gpu.compiler import compile_spec
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.spec.binding import PASSES
+from cuflash.spec.inputs import DEFAULT_NEED
+from cuflash.spec.problem import make_problem
 from tests.compile.test_plans import SERIALIZED
 
 # Bytes that a thread spills at most, by pass: what NVRTC 13.0 reports, and a little room. Without lists, the kernels of
@@ -45,7 +45,7 @@ def test_kernels_that_walk_over_what_masks_leave_spill_little(arch, dtype, head_
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("arch, dtype, head_dim, ceilings", BIASED_ROWS)
 def test_kernels_that_walk_over_what_a_bias_leaves_spill_little(arch, dtype, head_dim, ceilings, monkeypatch):
-    monkeypatch.setattr("cuflash.planning.draft.LOOK_BIAS_FLOPS", 0)
+    monkeypatch.setattr("cuflash.plan.draft.LOOK_BIAS_FLOPS", 0)
     case = ct.Case(
         seqlen_q=512, seqlen_k=512, num_heads=2, head_dim=head_dim, dtype=dtype, bias=(2, 512, 512), bias_dtype="input"
     )

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 import cuflash.testing as ct
-from cuflash.compiler import compile_spec, supported_archs
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.sm80 import BACKWARD_TILES, DQ_TILES, FLOAT8_TILES, FORWARD_TILES, DqTile, ForwardTile
-from cuflash.planning.sm90.decode_tiles import DECODE_FLOAT8_SM90_TILES, DECODE_SM90_TILES, DecodeSm90Tile
-from cuflash.planning.sm90.tiles import (
+from cuflash.gpu.compiler import compile_spec, supported_archs
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.sm80.tiles import BACKWARD_TILES, DQ_TILES, FLOAT8_TILES, FORWARD_TILES, DqTile, ForwardTile
+from cuflash.plan.sm90.decode_tiles import DECODE_FLOAT8_SM90_TILES, DECODE_SM90_TILES, DecodeSm90Tile
+from cuflash.plan.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
     BACKWARD_TF32_SM90_TILES,
@@ -32,7 +32,7 @@ from cuflash.planning.sm90.tiles import (
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
 )
-from cuflash.planning.sm90.wide_tiles import (
+from cuflash.plan.sm90.wide_tiles import (
     BACKWARD_WIDE_SM90_TILES,
     DECODE_WIDE_SM90_TILES,
     DQ_WIDE_SM90_TILES,
@@ -41,8 +41,8 @@ from cuflash.planning.sm90.wide_tiles import (
     DecodeWideSm90Tile,
     ForwardWideSm90Tile,
 )
-from cuflash.planning.tiles import Tile, round_up, serves_dims, why_too_large
-from cuflash.problem import make_problem
+from cuflash.plan.tiles import Tile, round_up, serves_dims, why_too_large
+from cuflash.spec.problem import make_problem
 from tests.compile.spills import (
     SPILLS,
     SPILLS_OF_ADDENDS,

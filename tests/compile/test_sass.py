@@ -14,10 +14,10 @@ from importlib import metadata
 import pytest
 
 import cuflash.testing as ct
-from cuflash.compiler import Compiler, compile_spec, kernel_directory, supported_archs
-from cuflash.nvrtc import Nvrtc
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.sm90.tiles import FORWARD_SM90_TILES
+from cuflash.gpu.compiler import Compiler, compile_spec, kernel_directory, supported_archs
+from cuflash.gpu.nvrtc import Nvrtc
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.sm90.tiles import FORWARD_SM90_TILES
 from tests.compile.test_plans import SERIALIZED
 from tests.sampling import share
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from cuflash.binding import PASSES
-from cuflash.compiler import compile_spec
-from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.gpu.compiler import compile_spec
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.spec.binding import PASSES
 from tests.compile.test_plans import SERIALIZED
 from tests.scored import of_functions
 

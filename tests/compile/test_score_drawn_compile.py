@@ -8,11 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash.binding import PASSES
-from cuflash.compiler import compile_spec
-from cuflash.operands import numpy_dtype
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.problem import Problem
+from cuflash.arrays.array_info import numpy_dtype
+from cuflash.gpu.compiler import compile_spec
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.spec.binding import PASSES
+from cuflash.spec.problem import Problem
 from tests import expressions, sampling
 from tests.scored import MASKS, SCORES, Functions, Scored
 

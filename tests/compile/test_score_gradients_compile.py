@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 
 import cuflash.testing as ct
-from cuflash.compiler import compile_spec, supported_archs
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.sm80 import BACKWARD_TILES, SCORES_TILES
-from cuflash.planning.sm90.tiles import (
+from cuflash.gpu.compiler import compile_spec, supported_archs
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.sm80.tiles import BACKWARD_TILES, SCORES_TILES
+from cuflash.plan.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
     BIAS_FLOAT32_SM90_TILES,
     BIAS_SM90_TILES,
     BIAS_TF32_SM90_TILES,
 )
-from cuflash.planning.tiles import round_up
-from cuflash.problem import make_problem
+from cuflash.plan.tiles import round_up
+from cuflash.spec.problem import make_problem
 from tests.compile.test_plans import REGISTERS_OF_SM, SERIALIZED, fits
 from tests.sampling import share
 

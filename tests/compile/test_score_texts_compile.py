@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash.binding import PASSES
-from cuflash.compiler import CompileError, TextError, compile_spec
-from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.gpu.compiler import CompileError, TextError, compile_spec
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.spec.binding import PASSES
 from tests.compile.test_plans import SERIALIZED
 from tests.pure.test_score_texts import case_of
 from tests.scored import Scored, of_functions

@@ -8,16 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import reference
 from cuflash.emulator import Schedule, guarded
 from cuflash.emulator.passes import Place, backward, forward, plan_for, run
-from cuflash.leading import Calls, axes_of, is_plain
-from cuflash.options import Options
-from cuflash.planning import DeviceSpec, LaunchPlan, choose_plan
-from cuflash.planning.tiles import Tile
-from cuflash.problem import Problem, make_problem
-from cuflash.terms import DEFAULT_NEED, NAMES, OF_SOFTMAX
-from cuflash.testing import Case, measure, optional, qkv, yardsticks
+from cuflash.plan import DeviceSpec, LaunchPlan, choose_plan
+from cuflash.plan.tiles import Tile
+from cuflash.spec.batch_axes import Calls, axes_of, is_plain
+from cuflash.spec.inputs import DEFAULT_NEED, NAMES, OF_SOFTMAX
+from cuflash.spec.options import Options
+from cuflash.spec.problem import Problem, make_problem
+from cuflash.testing import Case, measure, optional, qkv, reference, yardsticks
 from tests.large_scores import Backend
 
 __all__ = [

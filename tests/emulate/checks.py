@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES
-from cuflash.planning import DeviceSpec
-from cuflash.planning.tiles import round_up
+from cuflash.plan import DeviceSpec
+from cuflash.plan.tiles import round_up
 from tests.emulate import attention
 from tests.emulate.attention import problem_of
 from tests.emulate.specialisations import poison

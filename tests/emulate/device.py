@@ -293,7 +293,7 @@ def extend(cupy: Any) -> None:
     names = (alloc, using_allocator, MemoryPool, Stream, Event, get_current_stream)
     cupy.cuda.__dict__.update({x.__name__: x for x in names})
     launch = cupy.cuda.driver.launchKernel
-    sys.modules["cuflash.launch"].__dict__["_in_scratch"] = lambda scratch, offset, shape, dtype: OnDevice(
+    sys.modules["cuflash.gpu.backend"].__dict__["_in_scratch"] = lambda scratch, offset, shape, dtype: OnDevice(
         shape, dtype, Memory(scratch.ptr + offset, scratch)
     )
 

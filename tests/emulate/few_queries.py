@@ -21,4 +21,4 @@ CASE = ct.Case(
 
 def combined(*, by_blocks):
     """Plans let the last block of a head combine the results, however many, or around/combine.cu, however few."""
-    return mock.patch("cuflash.planning.key_splits.COMBINE_PIECES", 2**20 if by_blocks else 0)
+    return mock.patch("cuflash.plan.key_splits.COMBINE_PIECES", 2**20 if by_blocks else 0)

@@ -1,4 +1,4 @@
-"""`cuflash.launch` on the emulator: as much of CuPy and of the driver as the launcher asks for."""
+"""`cuflash.gpu.backend` on the emulator: as much of CuPy and of the driver as the launcher asks for."""
 
 import ctypes
 import functools
@@ -12,16 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import elementwise, merging
-from cuflash.binding import Pass
+from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.emulator.building import build
 from cuflash.emulator.memory import tensor_map
-from cuflash.operands import ITEMSIZE
-from cuflash.options import Options
-from cuflash.planning import DeviceSpec, KernelSpec, LaunchPlan
-from cuflash.planning.argument import maps_offset
-from cuflash.tensor_map import BYTES, TensorMapSpec
-from cuflash.terms import GRADIENTS, NAMES
+from cuflash.gpu import elementwise
+from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan
+from cuflash.plan.argument import maps_offset
+from cuflash.plan.tensor_map import BYTES, TensorMapSpec
+from cuflash.shards import merge as merging
+from cuflash.spec.binding import Pass
+from cuflash.spec.inputs import GRADIENTS, NAMES
+from cuflash.spec.options import Options
 
 ALIGNMENT = 256  # bytes, of an allocation on a device
 OF_PASS: dict[Pass, tuple[str, ...]] = {
@@ -57,7 +58,7 @@ def filled(shape: tuple[int, ...], value: Any, dtype: Any) -> DeviceArray:
 
 
 class Launcher:
-    """What `cuflash.launch` plans and launches. Kernels that it `launched` have run only if it `computes`."""
+    """What `cuflash.gpu.backend` plans and launches. Kernels that it `launched` have run only if it `computes`."""
 
     def __init__(self, module: Any, computes: bool) -> None:
         self._module, self._computes = module, computes
@@ -101,7 +102,7 @@ class Launcher:
 
 
 def encoder(spec: TensorMapSpec) -> Callable[[int, int], bytes]:
-    """As that of `cuflash.tensor_map`."""
+    """As that of `cuflash.plan.tensor_map`."""
     columns, _, heads, batch = spec.shape
     size, box = ITEMSIZE[spec.dtype], (spec.columns, spec.rows, spec.heads, 1)
     return lambda address, rows: tensor_map(
@@ -116,7 +117,7 @@ def in_scratch(scratch: Any, offset: int, shape: tuple[int, ...], dtype: Any) ->
 
 @contextmanager
 def launcher(arch: str, *, computes: bool) -> Iterator[Launcher]:
-    """`cuflash.launch`, which takes the emulator for a GPU of this compute capability."""
+    """`cuflash.gpu.backend`, which takes the emulator for a GPU of this compute capability."""
     cupy: Any = ModuleType("cupy")
     cupy.ndarray = cupy.empty = DeviceArray
     cupy.full = filled
@@ -129,11 +130,11 @@ def launcher(arch: str, *, computes: bool) -> Iterator[Launcher]:
         alloc=lambda nbytes: SimpleNamespace(memory=(memory := allocated(nbytes)), ptr=memory.ctypes.data),
         get_current_stream=lambda: SimpleNamespace(ptr=0),
     )
-    before = {name: sys.modules.pop(name, None) for name in ("cupy", "cuflash.launch")}
+    before = {name: sys.modules.pop(name, None) for name in ("cupy", "cuflash.gpu.backend")}
     sys.modules["cupy"] = cupy
     forget_kernels()
     try:
-        module: Any = importlib.import_module("cuflash.launch")
+        module: Any = importlib.import_module("cuflash.gpu.backend")
         found = Launcher(module, computes)
         cupy.cuda.driver = SimpleNamespace(launchKernel=found.run)
         module.device_spec = lambda device_id: DeviceSpec.for_arch(arch)

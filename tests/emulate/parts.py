@@ -1,4 +1,4 @@
-"""Parts of problems whose calls are those of devices: by `cuflash.launch` on the emulator."""
+"""Parts of problems whose calls are those of devices: by `cuflash.gpu.backend` on the emulator."""
 
 import functools
 import threading
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.parts import Parts
+from cuflash.shards.slices import Parts
 from tests.emulate.launcher import DeviceArray
 
 _one_at_a_time = threading.Lock()  # the stand-in for the driver knows one launch
@@ -35,7 +35,7 @@ CUPY = SimpleNamespace(
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedParts(Parts):
-    module: Any = None  # cuflash.launch
+    module: Any = None  # cuflash.gpu.backend
 
     @property
     def xp(self) -> Any:

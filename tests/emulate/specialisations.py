@@ -8,14 +8,14 @@ import numpy as np
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.planning import DeviceSpec
-from cuflash.planning.sm80 import BACKWARD_TILES, DQ_TILES, FORWARD_TILES, BackwardTile, DqTile, ForwardTile
-from cuflash.planning.sm90.tiles import (
+from cuflash.plan import DeviceSpec
+from cuflash.plan.sm80.tiles import BACKWARD_TILES, DQ_TILES, FORWARD_TILES, BackwardTile, DqTile, ForwardTile
+from cuflash.plan.sm90.tiles import (
     FORWARD_FLOAT32_SM90_TILES,
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
 )
-from cuflash.planning.tiles import Tile, round_up
+from cuflash.plan.tiles import Tile, round_up
 from tests.emulate.attention import problem_of
 
 ARCHS = ("7.0", "7.5", "8.0", "9.0", "12.0")

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, Statistics, find_compiler
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.sm80 import BACKWARD_TILES, DQ_TILES, FORWARD_TILES
-from cuflash.planning.sm90.forward import SPLIT_MAX_DIM
-from cuflash.planning.sm90.tiles import (
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.sm80.tiles import BACKWARD_TILES, DQ_TILES, FORWARD_TILES
+from cuflash.plan.sm90.forward import SPLIT_MAX_DIM
+from cuflash.plan.sm90.tiles import (
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
     ForwardSm90Tile,

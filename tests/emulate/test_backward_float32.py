@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
-from cuflash.planning import DeviceSpec
-from cuflash.planning.sm90.tiles import BACKWARD_FLOAT32_SM90_TILES, FORWARD_FLOAT32_SM90_TILES
+from cuflash.plan import DeviceSpec
+from cuflash.plan.sm90.tiles import BACKWARD_FLOAT32_SM90_TILES, FORWARD_FLOAT32_SM90_TILES
 from tests.emulate import attention, checks
 from tests.emulate.attention import forward_by_oracle, problem_of
 from tests.emulate.checks import EDGES, FEW

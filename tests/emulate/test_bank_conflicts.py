@@ -7,10 +7,10 @@ import pytest
 
 from cuflash import emulator
 from cuflash.emulator import find_compiler
-from cuflash.options import Options
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.tiles import round_up
-from cuflash.problem import make_problem
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.tiles import round_up
+from cuflash.spec.options import Options
+from cuflash.spec.problem import make_problem
 
 HERE = Path(__file__).resolve().parent
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash import emulator
+from cuflash.arrays.array_info import layout_of, view_4d
 from cuflash.emulator import SCHEDULES, find_compiler
-from cuflash.operands import layout_of, view_4d
-from cuflash.params import POINTER_WORD, parameters
-from cuflash.planning.sm90.copies import COPIED, COPY_WARPS
-from cuflash.planning.tiles import round_up
-from cuflash.problem import make_problem
+from cuflash.gpu.params import POINTER_WORD, parameters
+from cuflash.plan.sm90.copies import COPIED, COPY_WARPS
+from cuflash.plan.tiles import round_up
+from cuflash.spec.problem import make_problem
 from tests.emulate import attention
 from tests.emulate.checks import FEW, bits
 
@@ -128,7 +128,7 @@ def test_the_producer_splits_as_the_kernel_before_does(dims, strides, kv_lengths
         arrays[name][tuple(rng.integers(arrays[name].shape))] = number
     results = []
     for few_readers in (0, 99):
-        with mock.patch("cuflash.planning.sm90.forward.FEW_READERS", few_readers):
+        with mock.patch("cuflash.plan.sm90.forward.FEW_READERS", few_readers):
             plan = attention.plan_for(problem, "forward", arrays, "9.0", None)
             assert [kernel.source for kernel in plan.kernels][-1] == "sm90/forward_fp32.cu"
             assert len(plan.kernels) == (1 if few_readers else 2)

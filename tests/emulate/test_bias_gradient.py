@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
-from cuflash.planning import DeviceSpec
+from cuflash.plan import DeviceSpec
 from tests.emulate import attention
 from tests.emulate.attention import forward_by_oracle, inputs_of
 from tests.emulate.checks import FEW, bits
@@ -51,7 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def blocks_share_short_walks(monkeypatch):
     for name in ("SHARE_STEPS", "ADD_STEPS", "ADD_STEPS_OF_SHARE"):
-        monkeypatch.setattr(f"cuflash.planning.scores.{name}", 0)
+        monkeypatch.setattr(f"cuflash.plan.scores.{name}", 0)
 
 
 def case_of(kind, **changes):

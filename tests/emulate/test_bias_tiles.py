@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.binding import PASSES
 from cuflash.emulator import SCHEDULES, find_compiler
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.sm90.scored import ScoredTile, bias_by
-from cuflash.planning.sm90.tiles import BACKWARD_FLOAT32_SM90_TILES, FORWARD_FLOAT32_SM90_TILES
-from cuflash.planning.tiles import serves_dims
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.sm90.scored import ScoredTile, bias_by
+from cuflash.plan.sm90.tiles import BACKWARD_FLOAT32_SM90_TILES, FORWARD_FLOAT32_SM90_TILES
+from cuflash.plan.tiles import serves_dims
+from cuflash.spec.binding import PASSES
 from tests.emulate import attention
 from tests.emulate.checks import bits
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
-from cuflash.planning import DeviceSpec
+from cuflash.plan import DeviceSpec
 from cuflash.testing.rule import yardsticks_of
 from tests.emulate import attention
 from tests.emulate.attention import forward_by_oracle, inputs_of

@@ -7,11 +7,11 @@ import pytest
 
 import cuflash.testing as ct
 from cuflash.emulator import find_compiler
-from cuflash.planning import DeviceSpec
-from cuflash.planning.sm80 import BACKWARD_TILES, DQ_TILES, FORWARD_TILES
-from cuflash.planning.sm80_decode import DECODE_TILES
-from cuflash.planning.sm90.tiles import FORWARD_SM90_TILES
-from cuflash.tuning import candidates
+from cuflash.gpu.tuning import candidates
+from cuflash.plan import DeviceSpec
+from cuflash.plan.sm80.decode import DECODE_TILES
+from cuflash.plan.sm80.tiles import BACKWARD_TILES, DQ_TILES, FORWARD_TILES
+from cuflash.plan.sm90.tiles import FORWARD_SM90_TILES
 from tests.emulate import attention
 from tests.emulate.attention import forward_by_oracle, problem_of
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
-from cuflash.planning import backward, choose, sm90
-from cuflash.planning.sm90.tiles import BACKWARD_SM90_TILES
-from cuflash.planning.tiles import Tile
+from cuflash.plan import backward, choose, sm90
+from cuflash.plan.sm90.tiles import BACKWARD_SM90_TILES
+from cuflash.plan.tiles import Tile
 from tests.emulate import attention
 
 pytestmark = [

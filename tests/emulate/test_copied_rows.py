@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash.emulator import find_compiler
-from cuflash.planning.sm90.tiles import BACKWARD_SM90_TILES, FORWARD_SM90_TILES
-from cuflash.planning.sm90.wide_tiles import FORWARD_WIDE_SM90_TILES
+from cuflash.plan.sm90.tiles import BACKWARD_SM90_TILES, FORWARD_SM90_TILES
+from cuflash.plan.sm90.wide_tiles import FORWARD_WIDE_SM90_TILES
 from tests.emulate import attention
 from tests.emulate.attention import problem_of
 from tests.emulate.checks import FEW, FEW_SMS, all_results, assert_results, bits, schedules

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash.emulator import Statistics, find_compiler
-from cuflash.planning import LaunchPlan, backward
-from cuflash.planning.sm90.tiles import BACKWARD_SM90_TILES
+from cuflash.plan import LaunchPlan, backward
+from cuflash.plan.sm90.tiles import BACKWARD_SM90_TILES
 from tests.emulate import attention
 from tests.emulate.attention import problem_of
 from tests.emulate.checks import FEW_SMS

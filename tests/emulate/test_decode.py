@@ -13,9 +13,9 @@ import cuflash.testing as ct
 from cuflash import emulator
 from cuflash.emulator import SCHEDULES, Schedule, Statistics, find_compiler
 from cuflash.emulator.memory import Scratch
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.key_splits import DECODE_ROWS
-from cuflash.planning.sm90.decode_tiles import DECODE_SM90_TILES
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.key_splits import DECODE_ROWS
+from cuflash.plan.sm90.decode_tiles import DECODE_SM90_TILES
 from tests.emulate import attention, few_queries
 from tests.emulate.attention import problem_of
 from tests.emulate.checks import bits
@@ -202,7 +202,7 @@ def test_many_blocks_share_a_head(num_heads_kv, head_dim_v):
 
 
 @pytest.mark.parametrize(("seqlen_q", "launches"), [(1, 1), (5, 2)])
-@mock.patch("cuflash.planning.key_splits.COMBINE_PIECES", 32)
+@mock.patch("cuflash.plan.key_splits.COMBINE_PIECES", 32)
 def test_the_plan_takes_the_kernels_by_itself(seqlen_q, launches):
     """4 rows of 256 columns are 32 pieces, and as many as one block is left to combine."""
     case = replace(CASE, seqlen_q=seqlen_q, seqlen_k=1200, kv_lengths=(1200, 1199), head_dim_v=256)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
+from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.emulator import SCHEDULES, Statistics, find_compiler
-from cuflash.operands import ITEMSIZE
-from cuflash.planning import DeviceSpec
-from cuflash.planning.sm80_decode import DECODE_FLOAT8_TILES, DECODE_TILES, MOST_WARPS, DecodeTile
+from cuflash.plan import DeviceSpec
+from cuflash.plan.sm80.decode import DECODE_FLOAT8_TILES, DECODE_TILES, MOST_WARPS, DecodeTile
 from tests.emulate import attention
 from tests.emulate.attention import problem_of
 from tests.emulate.checks import bits, judge
@@ -309,7 +309,7 @@ def test_a_mask_is_looked_at_where_that_pays(monkeypatch, rows, keys):
     problem = problem_of(case, arrays)
     found = []
     for flops in (2**62, 0):
-        monkeypatch.setattr("cuflash.planning.draft.LOOK_FLOPS", flops)
+        monkeypatch.setattr("cuflash.plan.draft.LOOK_FLOPS", flops)
         launches: list[Statistics] = []
         out, lse = attention.forward(problem, arrays, tiles=(fitting(case),), arch="8.0", statistics=launches)
         judge(problem, arrays, {"out": out, "lse": lse})

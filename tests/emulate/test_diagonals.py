@@ -8,9 +8,9 @@ import pytest
 
 import cuflash
 import cuflash.testing as ct
-from cuflash.dropout import kept_weights
 from cuflash.emulator import find_compiler
-from cuflash.options import Origin
+from cuflash.spec.dropout import kept_weights
+from cuflash.spec.options import Origin
 from tests.emulate import attention
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")

@@ -1,4 +1,4 @@
-"""Ranks whose calls are those of devices: by `cuflash.launch` on the emulator, against the oracle."""
+"""Ranks whose calls are those of devices: by `cuflash.gpu.backend` on the emulator, against the oracle."""
 
 import functools
 from dataclasses import replace
@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
-from cuflash import interop, merging
-from cuflash.distributed import run
+from cuflash.arrays import dlpack
+from cuflash.arrays.array_info import numpy_dtype
+from cuflash.arrays.memory_ranges import Band
+from cuflash.distributed import rank
 from cuflash.emulator import find_compiler
-from cuflash.operands import numpy_dtype
-from cuflash.spans import Band
+from cuflash.shards import merge as merging
 from tests.emulate.launcher import allocated, launcher
 from tests.emulate.parts import EmulatedParts
 from tests.ranks import Parts, Whole, compute, judge, on_threads, results_of
@@ -47,8 +48,8 @@ def emulated(monkeypatch):
     monkeypatch.setattr(
         merging, "merge", lambda outs, lses: merge(*([x.view(np.ndarray) for x in y] for y in (outs, lses)))
     )
-    monkeypatch.setattr(interop.Borrowed, "give_back", lambda self, result, given: result.view(np.ndarray))
-    return lambda module: monkeypatch.setattr(run, "Parts", functools.partial(EmulatedParts, module=module))
+    monkeypatch.setattr(dlpack.Borrowed, "give_back", lambda self, result, given: result.view(np.ndarray))
+    return lambda module: monkeypatch.setattr(rank, "Parts", functools.partial(EmulatedParts, module=module))
 
 
 @pytest.mark.parametrize("need", [None, ("dq", "dk", "dv")], ids=["all", "dq in parts"])

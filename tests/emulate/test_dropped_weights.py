@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
-from cuflash.planning import DeviceSpec
-from cuflash.planning.sm80 import BACKWARD_TILES, DQ_TILES, FORWARD_TILES
-from cuflash.planning.sm90.tiles import (
+from cuflash.plan import DeviceSpec
+from cuflash.plan.sm80.tiles import BACKWARD_TILES, DQ_TILES, FORWARD_TILES
+from cuflash.plan.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
     BACKWARD_TF32_SM90_TILES,

@@ -8,7 +8,7 @@ import pytest
 
 import cuflash.testing as ct
 from cuflash.emulator import find_compiler
-from cuflash.planning.sm90.tiles import (
+from cuflash.plan.sm90.tiles import (
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
 )

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuflash import merging
-from cuflash.elementwise import (
+from cuflash.emulator import find_compiler
+from cuflash.gpu.elementwise import (
     _HELPERS,
     LANES,
     as_pairs,
@@ -25,7 +25,7 @@ from cuflash.elementwise import (
     products_text,
     sum_of,
 )
-from cuflash.emulator import find_compiler
+from cuflash.shards import merge as merging
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 # What CUDA and CuPy have for such code.

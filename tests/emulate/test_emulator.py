@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuflash import emulator
-from cuflash.compiler import kernel_directory
 from cuflash.emulator import SCHEDULES, EmulationError, Schedule, Scratch, build, find_compiler, guarded_array
 from cuflash.emulator.building import HERE as EMULATOR
-from cuflash.kernel_cache import private_directory
-from cuflash.planning import ScratchLayout
+from cuflash.gpu.compiler import kernel_directory
+from cuflash.gpu.kernel_cache import private_directory
+from cuflash.plan import ScratchLayout
 
 HERE = Path(__file__).resolve().parent
 KERNELS = kernel_directory()
@@ -352,7 +352,7 @@ def test_a_cache_that_cannot_be_made_warns_once_and_works(monkeypatch, tmp_path)
 def test_sources_are_read_in_any_locale():
     """They are UTF-8, and three have signs that ASCII has not."""
     code = """if True:
-        from cuflash.compiler import kernel_directory
+        from cuflash.gpu.compiler import kernel_directory
         from cuflash.emulator import building
         folder = kernel_directory()
         sources = sorted(folder.glob("sm*/*.cu"))

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuflash.compiler import kernel_directory
 from cuflash.emulator import SCHEDULES, EmulationError, build, find_compiler, guarded_array, tensor_map
 from cuflash.emulator.building import HERE as EMULATOR
+from cuflash.gpu.compiler import kernel_directory
 
 HERE = Path(__file__).resolve().parent
 KERNELS = kernel_directory()

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
+from cuflash.arrays.array_info import FLOAT8, numpy_dtype
 from cuflash.emulator import SCHEDULES, find_compiler
-from cuflash.operands import FLOAT8, numpy_dtype
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.sm80 import FLOAT8_TILES
-from cuflash.planning.sm90.decode_tiles import DECODE_FLOAT8_SM90_TILES
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.sm80.tiles import FLOAT8_TILES
+from cuflash.plan.sm90.decode_tiles import DECODE_FLOAT8_SM90_TILES
 from tests.emulate import attention
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")

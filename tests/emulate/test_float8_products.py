@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
-from cuflash.planning.sm90.tiles import FORWARD_FLOAT8_SM90_TILES
+from cuflash.plan.sm90.tiles import FORWARD_FLOAT8_SM90_TILES
 from cuflash.testing.float8 import ROUNDING_BY_LINE, assert_float8
 from tests.emulate import attention
 

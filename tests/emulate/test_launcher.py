@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash import flash_attention, preparation
-from cuflash.binding import PASSES
 from cuflash.emulator import Statistics, find_compiler, passes
-from cuflash.problem import make_problem
-from cuflash.scalars import array_of
+from cuflash.spec.binding import PASSES
+from cuflash.spec.problem import make_problem
+from cuflash.spec.scalars import array_of
 from tests.calls import calls, results_of, shifted
 from tests.emulate import attention
 from tests.emulate.launcher import DeviceArray, launcher
@@ -110,7 +110,7 @@ def test_scalars_and_wide_integers_beside_arrays_on_a_device(monkeypatch, arch, 
 
     with launcher(arch, computes=True):
         for module in (flash_attention, preparation):
-            monkeypatch.setattr(module, "_backend", {"cupy": sys.modules["cuflash.launch"]}.__getitem__)
+            monkeypatch.setattr(module, "_backend", {"cupy": sys.modules["cuflash.gpu.backend"]}.__getitem__)
         on_device = {name: x.view(DeviceArray) for name, x in arrays.items()}
         found = results(on_device, np.array(starts, np.int64).view(DeviceArray))
         assert all(type(x) is DeviceArray for x in found.values())

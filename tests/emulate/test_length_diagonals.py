@@ -9,7 +9,7 @@ import pytest
 import cuflash
 import cuflash.testing as ct
 from cuflash.emulator import find_compiler
-from cuflash.planning.sm90.tiles import BACKWARD_FLOAT32_SM90_TILES, FORWARD_FLOAT32_SM90_TILES
+from cuflash.plan.sm90.tiles import BACKWARD_FLOAT32_SM90_TILES, FORWARD_FLOAT32_SM90_TILES
 from cuflash.testing.float8 import assert_float8
 from tests.emulate import attention
 from tests.emulate.checks import all_results, assert_results, bits, judge_functions

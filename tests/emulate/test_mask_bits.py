@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.binding import PASSES
 from cuflash.emulator import SCHEDULES, find_compiler
-from cuflash.planning import DeviceSpec
-from cuflash.planning.sm90.scored import ScoredTile
+from cuflash.plan import DeviceSpec
+from cuflash.plan.sm90.scored import ScoredTile
+from cuflash.spec.binding import PASSES
 from tests.emulate import attention
 
 pytestmark = [

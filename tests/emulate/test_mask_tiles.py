@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash.binding import PASSES, bind
+from cuflash.arrays.array_info import numpy_dtype
 from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.emulator.building import build
 from cuflash.emulator.memory import Scratch
-from cuflash.operands import numpy_dtype
-from cuflash.params import parameters
-from cuflash.planning import DeviceSpec
+from cuflash.gpu.params import parameters
+from cuflash.plan import DeviceSpec
+from cuflash.spec.binding import PASSES, bind
 from tests import expressions
 from tests.emulate import attention
 from tests.scored import MASKS, Scored, captured_of
@@ -47,8 +47,8 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def small_masks_are_looked_at(monkeypatch):
-    monkeypatch.setattr("cuflash.planning.draft.LOOK_FLOPS", 0)
-    monkeypatch.setattr("cuflash.planning.draft.LOOK_KEYS", 0)
+    monkeypatch.setattr("cuflash.plan.draft.LOOK_FLOPS", 0)
+    monkeypatch.setattr("cuflash.plan.draft.LOOK_KEYS", 0)
 
 
 def sizes(draw, multiple, least):
@@ -301,7 +301,7 @@ HIDDEN, NO_NUMBERS = slice(64, 288), slice(128, 256)
 
 @pytest.fixture
 def small_biases_are_looked_at(monkeypatch):
-    monkeypatch.setattr("cuflash.planning.draft.LOOK_BIAS_FLOPS", 0)
+    monkeypatch.setattr("cuflash.plan.draft.LOOK_BIAS_FLOPS", 0)
 
 
 def with_holes(bias, rng, kept):
@@ -361,7 +361,7 @@ def test_tiles_that_a_bias_hides_are_not_computed(name, hides, data):
         assert name.split(",")[0] in {source.partition("/")[0] for source in sources}
         assert set(LISTS) <= set(sources)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cuflash.planning.draft.LOOK_BIAS_FLOPS", 1 << 60)
+        patch.setattr("cuflash.plan.draft.LOOK_BIAS_FLOPS", 1 << 60)
         expected = results_of(arrays)
     yardsticks = ct.yardsticks(problem, arrays)
     nowhere = {x: arrays[x].copy() for x in "kv"}

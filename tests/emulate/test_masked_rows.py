@@ -11,8 +11,8 @@ import pytest
 
 import cuflash.testing as ct
 from cuflash.emulator import find_compiler
-from cuflash.planning.sm80 import BackwardTile, ForwardTile
-from cuflash.planning.sm90.tiles import BackwardSm90Tile, ForwardSm90Tile
+from cuflash.plan.sm80.tiles import BackwardTile, ForwardTile
+from cuflash.plan.sm90.tiles import BackwardSm90Tile, ForwardSm90Tile
 from tests.emulate.mutants.trial import Trial
 
 pytestmark = [

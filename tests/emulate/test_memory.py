@@ -11,13 +11,13 @@ import pytest
 import cuflash.testing as ct
 from cuflash import emulator
 from cuflash.emulator import Statistics, find_compiler
-from cuflash.planning.sm80 import BACKWARD_TILES, DqTile, ForwardTile
-from cuflash.planning.sm90.tiles import (
+from cuflash.plan.sm80.tiles import BACKWARD_TILES, DqTile, ForwardTile
+from cuflash.plan.sm90.tiles import (
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,
     ForwardSm90Tile,
 )
-from cuflash.planning.tiles import Tile
+from cuflash.plan.tiles import Tile
 from tests.emulate import attention
 from tests.emulate.attention import forward_by_oracle, problem_of
 from tests.emulate.checks import (

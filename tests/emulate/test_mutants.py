@@ -2,8 +2,8 @@
 
 import pytest
 
-from cuflash.compiler import kernel_directory
 from cuflash.emulator import find_compiler
+from cuflash.gpu.compiler import kernel_directory
 from tests.emulate import mutants
 from tests.emulate.mutants import MUTANTS, SHARE_TO_CATCH, TRIALS
 from tests.sampling import share

@@ -7,8 +7,8 @@ import pytest
 
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
-from cuflash.options import Options
-from cuflash.problem import make_problem
+from cuflash.spec.options import Options
+from cuflash.spec.problem import make_problem
 from tests.emulate import attention
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
-from cuflash.planning import DeviceSpec
-from cuflash.problem import make_problem
+from cuflash.plan import DeviceSpec
+from cuflash.spec.problem import make_problem
 from tests.emulate import attention
 
 pytestmark = [

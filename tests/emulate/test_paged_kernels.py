@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
-from cuflash.planning import DeviceSpec
-from cuflash.planning.sm80 import FORWARD_TILES
-from cuflash.planning.sm90.decode_tiles import DECODE_SM90_TILES
-from cuflash.planning.sm90.tiles import FORWARD_SM90_TILES
-from cuflash.problem import make_problem
+from cuflash.plan import DeviceSpec
+from cuflash.plan.sm80.tiles import FORWARD_TILES
+from cuflash.plan.sm90.decode_tiles import DECODE_SM90_TILES
+from cuflash.plan.sm90.tiles import FORWARD_SM90_TILES
+from cuflash.spec.problem import make_problem
 from tests.emulate import attention
 
 pytestmark = [

@@ -142,7 +142,7 @@ def driver(monkeypatch):
 
 
 def standing_in(monkeypatch):
-    """A driver, which CuPy and `cuflash.launch` use once they are `driven`."""
+    """A driver, which CuPy and `cuflash.gpu.backend` use once they are `driven`."""
     driver, streams = Driver(), itertools.count(1)
     called = device._called
 

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 import cuflash.distributed as cd
 import cuflash.testing as ct
-from cuflash import recording
+from cuflash.arrays.array_info import FLOAT8
+from cuflash.arrays.fp8 import Float8Array
 from cuflash.distributed.streams import CudaStreams
 from cuflash.emulator import find_compiler
-from cuflash.float8 import Float8Array
-from cuflash.operands import FLOAT8
-from cuflash.recording import Recording
+from cuflash.gpu import replay
+from cuflash.gpu.replay import Recording
 from cuflash.testing.float8 import assert_float8
 from tests.emulate import device
 from tests.emulate.device import OnDevice, extend
@@ -70,9 +70,9 @@ def repeated(monkeypatch):
     """The recordings that calls repeated; the stand-in launches one kernel at a time."""
     found, repeat = [], Recording.repeat
 
-    def logged(recording, *args):
-        found.append(recording)
-        repeat(recording, *args)
+    def logged(replay, *args):
+        found.append(replay)
+        repeat(replay, *args)
 
     monkeypatch.setattr(Recording, "repeat", logged)
     return found
@@ -252,7 +252,7 @@ def test_memory_of_a_call_that_fails_comes_back_by_the_next_one():
             with Recording(cupy, (), ()):
                 pass
         assert [is_alive() is None for is_alive in taken] == [True]
-        assert not recording._lent
+        assert not replay._lent
 
 
 @pytest.mark.parametrize("name", ["bias", "mask"])
@@ -356,7 +356,7 @@ def test_an_interrupt_at_any_line_leaves_streams_and_pools_as_they_were(line, na
             held = error  # with its traceback, and all that this refers to
         assert held or comm.rank == 0 or not interrupt.where
         assert device._of_thread.allocator is None
-        assert recording.of_thread.recording is None
+        assert replay.of_thread.recording is None
         assert device.get_current_stream() is main
         own = [stream for stream in pasts if stream in attn._calls.streams._of_device.get(0, main)._others]
         assert all(pasts[stream] <= pasts[main] for stream in own)

@@ -8,8 +8,8 @@ import pytest
 
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
-from cuflash.planning.sm80 import BACKWARD_TILES, DQ_TILES, FORWARD_TILES
-from cuflash.planning.sm90.tiles import (
+from cuflash.plan.sm80.tiles import BACKWARD_TILES, DQ_TILES, FORWARD_TILES
+from cuflash.plan.sm90.tiles import (
     BACKWARD_SM90_TILES,
     FORWARD_FLOAT32_SM90_TILES,
     FORWARD_SM90_TILES,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, EmulationError, find_compiler
-from cuflash.planning import DeviceSpec
-from cuflash.terms import GRADIENTS
+from cuflash.plan import DeviceSpec
+from cuflash.spec.inputs import GRADIENTS
 from tests.emulate import attention
 from tests.emulate.attention import forward_by_oracle, inputs_of
 
@@ -170,6 +170,6 @@ def test_scratch_arrays_are_aligned_for_those_that_follow_an_odd_one(dtype, monk
     need = ("dq", "dk", "dv", "dsoftcap")
     gradients = attention.backward(case.problem, arrays, out, lse, need=need)
     ct.assert_backward(case, **dict(zip(need, gradients, strict=True)))
-    monkeypatch.setattr("cuflash.planning.launch_plan.SCRATCH_ALIGNMENT", 4)
+    monkeypatch.setattr("cuflash.plan.launch_plan.SCRATCH_ALIGNMENT", 4)
     with pytest.raises(EmulationError, match="misaligned reduction"):
         attention.backward(case.problem, arrays, out, lse, need=need)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash.binding import PASSES
 from cuflash.emulator import Schedule, Statistics
-from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.spec.binding import PASSES
 from tests.emulate import attention
 from tests.emulate.checks import judge_functions
 from tests.scored import MASKS, SCORES, Scored, captured_of, scored, steep

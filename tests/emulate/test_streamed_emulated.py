@@ -1,4 +1,4 @@
-"""Streamed keys by the kernels: chunks through a stand-in for a device, calls by `cuflash.launch` on the emulator.
+"""Streamed keys by the kernels: chunks through a stand-in for a device, calls by `cuflash.gpu.backend` on the emulator.
 
 The stand-in copies as late as it may, or as early; parts are merged by the text that CuPy compiles.
 """
@@ -17,11 +17,12 @@ import pytest
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import interop, merging
+from cuflash.arrays import dlpack
+from cuflash.arrays.array_info import numpy_dtype
 from cuflash.emulator import find_compiler
-from cuflash.operands import numpy_dtype
+from cuflash.shards import merge as merging
+from cuflash.spec.inputs import DEFAULT_NEED
 from cuflash.streaming import calls, memory
-from cuflash.terms import DEFAULT_NEED
 from cuflash.testing.rule import gradients_of
 from tests.emulate.launcher import ALIGNMENT, DeviceArray, launcher
 from tests.emulate.parts import CUPY, EmulatedParts
@@ -93,7 +94,7 @@ def emulated(monkeypatch):
 
         monkeypatch.setattr(calls, "device_of", lambda kind: device)
         monkeypatch.setattr(calls, "Parts", parts)
-        monkeypatch.setattr(interop, "module_of", lambda array: CUPY)
+        monkeypatch.setattr(dlpack, "module_of", lambda array: CUPY)
         monkeypatch.setattr(sys.modules["cupy"], "ElementwiseKernel", ElementwiseKernel, raising=False)
         clear()
         return device

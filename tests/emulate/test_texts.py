@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 
 import cuflash
+from cuflash.arrays.array_info import DTYPES
 from cuflash.emulator import Schedule
-from cuflash.operands import DTYPES
 from tests.emulate import attention
 from tests.emulate.checks import judge_functions
 from tests.emulate.test_scored import by_own_kernels

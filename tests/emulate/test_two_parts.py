@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.binding import PASSES
 from cuflash.emulator import SCHEDULES, find_compiler
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.sm90.scored import ScoredTile
-from cuflash.planning.sm90.tiles import BACKWARD_TF32_SM90_TILES, FORWARD_TF32_SM90_TILES
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.sm90.scored import ScoredTile
+from cuflash.plan.sm90.tiles import BACKWARD_TF32_SM90_TILES, FORWARD_TF32_SM90_TILES
+from cuflash.spec.binding import PASSES
 from tests.emulate import attention, checks
 from tests.emulate.attention import forward_by_oracle, problem_of
 from tests.emulate.checks import FEW

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, Statistics, find_compiler
-from cuflash.planning import DeviceSpec
-from cuflash.planning.key_splits import DECODE_ROWS, rows_of
-from cuflash.planning.sm90.wide_tiles import DECODE_WIDE_SM90_TILES
+from cuflash.plan import DeviceSpec
+from cuflash.plan.key_splits import DECODE_ROWS, rows_of
+from cuflash.plan.sm90.wide_tiles import DECODE_WIDE_SM90_TILES
 from tests import wide
 from tests.emulate import attention
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
-from cuflash.planning import DeviceSpec
-from cuflash.planning.sm90.wide_tiles import BACKWARD_WIDE_SM90_TILES, DQ_WIDE_SM90_TILES
+from cuflash.plan import DeviceSpec
+from cuflash.plan.sm90.wide_tiles import BACKWARD_WIDE_SM90_TILES, DQ_WIDE_SM90_TILES
 from tests import wide
 from tests.emulate import attention
 from tests.emulate.checks import bits

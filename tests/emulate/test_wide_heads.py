@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
-from cuflash.planning import DeviceSpec
-from cuflash.planning.sm90.wide_tiles import (
+from cuflash.plan import DeviceSpec
+from cuflash.plan.sm90.wide_tiles import (
     FORWARD_WIDE_SM90_TILES,
     DecodeWideSm90Tile,
     ForwardWideSm90Tile,

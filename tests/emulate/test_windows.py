@@ -7,8 +7,8 @@ import pytest
 
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
-from cuflash.planning import DeviceSpec
-from cuflash.planning.sm90.tiles import BACKWARD_SM90_TILES, FORWARD_SM90_TILES
+from cuflash.plan import DeviceSpec
+from cuflash.plan.sm90.tiles import BACKWARD_SM90_TILES, FORWARD_SM90_TILES
 from tests.emulate import attention
 from tests.emulate.attention import packed_sizes, problem_of
 from tests.emulate.checks import FEW_SMS, all_results, assert_results, bits

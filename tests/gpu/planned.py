@@ -5,25 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cuflash import FlashAttention
-from cuflash.binding import Pass
-from cuflash.planning import LaunchPlan
-from cuflash.tuning import PassTuning, Tuning
+from cuflash.gpu.tuning import PassTuning, Tuning
+from cuflash.plan import LaunchPlan
+from cuflash.spec.binding import Pass
 
 if TYPE_CHECKING:
-    from cuflash.launch import Plans
+    from cuflash.gpu.backend import Plans
 
 
 def is_sm90() -> bool:
     """Whether calls get the kernels of compute capability 9.0: not where `CUFLASH_ARCH` names an earlier one."""
     import cupy
 
-    from cuflash.launch import device_spec
+    from cuflash.gpu.backend import device_spec
 
     return device_spec(cupy.cuda.Device().id).arch == 90
 
 
 def plans_of(attn: FlashAttention, *arrays: Any, **options: Any) -> Plans:
-    from cuflash.launch import Plans
+    from cuflash.gpu.backend import Plans
 
     q, k, v = arrays
     plans = attn.plan(q, k, v, **options)

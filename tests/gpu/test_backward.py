@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash.binding import Pass
+from cuflash.spec.binding import Pass
 from tests import addends, wide
 from tests.gpu.planned import is_sm90, plan_of
 

@@ -21,8 +21,8 @@ import pytest
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
-from cuflash.distributed.sums import add_up, minus_delta
-from cuflash.merging import merge_into
+from cuflash.distributed.reduce import add_up, minus_delta
+from cuflash.shards.merge import merge_into
 from tests.ranks import OfRank, Parts, Whole, compute, judge
 from tests.scored import MASKS, SCORES, Scored, captured_of
 

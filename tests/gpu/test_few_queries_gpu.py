@@ -56,11 +56,11 @@ def cupy():
 @pytest.fixture
 def of_every_device(cupy, monkeypatch):
     """Plans are for compute capability 8.0, or that of the device if it is an earlier one."""
-    from cuflash import launch
+    from cuflash.gpu import backend as gpu_backend
 
     def plan_anew():
-        launch.device_spec.cache_clear()
-        launch.forget_launches()
+        gpu_backend.device_spec.cache_clear()
+        gpu_backend.forget_launches()
 
     if int(cupy.cuda.Device().compute_capability) >= 80:
         monkeypatch.setenv("CUFLASH_ARCH", "8.0")

@@ -8,7 +8,7 @@ import pytest
 
 import cuflash
 import cuflash.testing as ct
-from cuflash.float8 import Float8Array
+from cuflash.arrays.fp8 import Float8Array
 from cuflash.testing.arrays import lay_out, to_numpy
 from cuflash.testing.float8 import assert_float8
 from tests.gpu.planned import is_sm90, plans_of

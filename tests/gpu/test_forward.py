@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash.problem import make_problem
+from cuflash.spec.problem import make_problem
 from tests import addends, wide
 from tests.gpu.planned import is_sm90, plan_of
 

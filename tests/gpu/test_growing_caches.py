@@ -7,8 +7,8 @@ import pytest
 
 import cuflash
 import cuflash.testing as ct
-from cuflash.problem import make_problem
-from cuflash.tuning import tuned_plan
+from cuflash.gpu.tuning import tuned_plan
+from cuflash.spec.problem import make_problem
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +23,7 @@ def cupy():
 @pytest.fixture
 def plans(cupy, monkeypatch):
     """Plans that are made, and no launches of tests before."""
-    from cuflash import launch
+    from cuflash.gpu import backend as gpu_backend
 
     made = []
 
@@ -31,8 +31,8 @@ def plans(cupy, monkeypatch):
         made.append(tuned_plan(*args, **layout))
         return made[-1]
 
-    monkeypatch.setattr(launch, "tuned_plan", choose)
-    launch.forget_launches()
+    monkeypatch.setattr(gpu_backend, "tuned_plan", choose)
+    gpu_backend.forget_launches()
     return made
 
 
@@ -107,9 +107,9 @@ def test_pages_of_a_growing_table(cupy, plans):
 
 def test_launches_that_are_kept_are_few(cupy, plans, monkeypatch):
     """The ones that were used last stay."""
-    from cuflash import launch
+    from cuflash.gpu import backend as gpu_backend
 
-    monkeypatch.setattr(launch, "MAX_LAUNCHES", 8)
+    monkeypatch.setattr(gpu_backend, "MAX_LAUNCHES", 8)
     attn = cuflash.FlashAttention()
     usual = cupy.asarray(np.random.default_rng(0).standard_normal((1, 2, 40, 16), np.float32))
     right = attn.forward(usual, usual, usual).out
@@ -117,7 +117,7 @@ def test_launches_that_are_kept_are_few(cupy, plans, monkeypatch):
         q = cupy.ones((1, 2, seqlen, 16), np.float32)
         attn.forward(q, q, q)
         np.testing.assert_array_equal(attn.forward(usual, usual, usual).out.get(), right.get())
-        assert len(launch._launches) <= 8
+        assert len(gpu_backend._launches) <= 8
     assert len(plans) == 1 + 30
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import cuflash
 import cuflash.testing as ct
-from cuflash.scalars import array_of
+from cuflash.spec.scalars import array_of
 from tests.pure import test_peer_bugs as peer_bugs
 
 pytestmark = pytest.mark.gpu

@@ -7,7 +7,7 @@ import pytest
 
 import cuflash
 import cuflash.testing as ct
-from cuflash.problem import PAGE_SIZES
+from cuflash.spec.problem import PAGE_SIZES
 from tests.gpu.planned import plans_of
 
 pytestmark = pytest.mark.gpu

@@ -35,15 +35,15 @@ def moved(cupy, array, steps):
 
 def kernels_of_calls():
     """Those of the launches that were made since they were forgotten last."""
-    from cuflash import launch
+    from cuflash.gpu import backend as gpu_backend
 
-    return [made.plan.kernels for made in launch._launches.values()]
+    return [made.plan.kernels for made in gpu_backend._launches.values()]
 
 
 @settings(max_examples=60, deadline=None)
 @given(case=ct.cases(features=FEATURES, max_scores=2**12, max_seqlen=130), data=st.data())
 def test_the_kernels_of_a_plan_are_those_that_run(case, data, cupy):
-    from cuflash import launch
+    from cuflash.gpu import backend as gpu_backend
 
     case = replace(case, block_mask=None) if case.page_size else case
     options = {"deterministic": data.draw(st.booleans()), "precision": data.draw(st.sampled_from(("highest", "tf32")))}
@@ -59,12 +59,12 @@ def test_the_kernels_of_a_plan_are_those_that_run(case, data, cupy):
     if data.draw(st.booleans()):
         terms["out"] = cupy.zeros(problem.out_shape, arrays["q"].dtype)
     need = tuple(data.draw(st.lists(st.sampled_from(ct.gradients_of(problem)), min_size=1, unique=True)))
-    launch.forget_launches()
+    gpu_backend.forget_launches()
     out, lse = attn.forward(*inputs, **terms | case.random)
     assert kernels_of_calls() == [plan_of("forward", attn, *inputs, **terms).kernels]
     if case.page_size:
         return
-    launch.forget_launches()
+    gpu_backend.forget_launches()
     rest = ct.optional_backward(arrays)
     attn.backward(arrays["dout"], *inputs, out, lse, **rest | case.random, need=need)
     planned = plan_of("backward", attn, *inputs, **rest, dout=arrays["dout"], out=out, lse=lse, need=need)

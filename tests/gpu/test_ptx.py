@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cuflash.compiler import compile_kernel, kernel_directory
+from cuflash.gpu.compiler import compile_kernel, kernel_directory
 from tests.emulate import conformance, conformance_arithmetic, conformance_sm90
 
 pytestmark = pytest.mark.gpu

@@ -7,12 +7,13 @@ import pytest
 
 import cuflash
 import cuflash.testing as ct
-from cuflash.binding import PASSES
+from cuflash.spec.binding import PASSES
 from tests.gpu.planned import both_passes, plan_of
 
 pytest.importorskip("cupy")
 
-from cuflash import launch, tuning
+from cuflash.gpu import backend as gpu_backend
+from cuflash.gpu import tuning
 
 pytestmark = pytest.mark.gpu
 
@@ -29,15 +30,15 @@ def store(monkeypatch, tmp_path):
     """A store of this test alone; and compiled kernels, which the next test compiles again."""
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuning, "_recalled", {})
-    launch.forget_launches()
+    gpu_backend.forget_launches()
     yield tmp_path / "tuned"
-    launch.forget_launches()
+    gpu_backend.forget_launches()
 
 
 def new_process():
     """What this one remembers is gone, what is on disk stays."""
     tuning._recalled.clear()
-    launch.forget_launches()
+    gpu_backend.forget_launches()
 
 
 def results(attn, case, arrays):
@@ -84,7 +85,7 @@ def test_every_candidate_is_as_right_as_the_first(cupy):
             if not trial.why_not:
                 winner = tuning.Winner(tiles=trial.plan.tiles, tflops=1.0, table_tflops=1.0)
                 tuning._recalled[tuning._file_of(tuned.trials[0].plan)] = winner
-                launch.forget_launches()
+                gpu_backend.forget_launches()
                 out, lse, *gradients = results(attn, case, arrays)
                 ct.assert_forward(case, out, lse)
                 ct.assert_backward(case, *gradients)
@@ -122,11 +123,11 @@ def test_one_pass_and_forgetting(cupy, store):
 
 
 def test_a_plan_with_other_results_is_not_timed(cupy):
-    from cuflash import stopwatch
+    from cuflash.gpu import timing
 
     arrays = CASE.arrays(cupy.asarray)
     options = cuflash.FlashAttention().options
-    plans, call_by = launch.trials("forward", options, {name: arrays[name] for name in "qkv"}, (0, 0))
+    plans, call_by = gpu_backend.trials("forward", options, {name: arrays[name] for name in "qkv"}, (0, 0))
     calls = [0]
 
     def spoiled(plan):
@@ -139,6 +140,6 @@ def test_a_plan_with_other_results_is_not_timed(cupy):
 
         return run
 
-    watch = stopwatch.Stopwatch(spoiled)
+    watch = timing.Stopwatch(spoiled)
     assert watch.why_wrong(plans[0]) == ""
     assert "out differs by" in watch.why_wrong(plans[0])

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 import cuflash
 import cuflash.testing as ct
-from cuflash.planning.key_splits import DECODE_ROWS
+from cuflash.plan.key_splits import DECODE_ROWS
 from tests import wide
 from tests.gpu.planned import is_sm90, plan_of
 

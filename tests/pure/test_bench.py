@@ -11,8 +11,8 @@ from bench.cases import Case
 from bench.formula import RANDOM, Inputs, Reference, make_inputs, one_group
 from bench.functions import DOCUMENTS
 from bench.suites import FA2, GROUPED, SUITES
-from cuflash import reference
-from cuflash.operands import numpy_dtype
+from cuflash.arrays.array_info import numpy_dtype
+from cuflash.testing import reference
 from tests.benched import ALL_CASES, BIASED, OPTIONAL, PLAIN, SMALL, abstract, problem_of
 
 # Cases

@@ -16,8 +16,8 @@ from bench.formula import Reference, make_inputs, softmax_rows
 from bench.functions import FUNCTIONS
 from bench.suites import SUITES
 from cuflash.cpu.jobs import count_cores
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.problem import make_problem
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.spec.problem import make_problem
 from tests.benched import BIASED, OPTIONAL, PLAIN, SMALL, abstract
 
 BESIDE_PEERS = [case for case in OPTIONAL if not {"dropout", "sinks", "kv_lengths"} & set(case.options)] + [
@@ -128,10 +128,10 @@ def test_contenders_by_the_kernels_for_another_device(name, fake_cupy, monkeypat
 
         return (plan,), call_by
 
-    launch: Any = types.ModuleType("cuflash.launch")
+    launch: Any = types.ModuleType("cuflash.gpu.backend")
     launch.trials = trials
-    monkeypatch.setitem(sys.modules, "cuflash.launch", launch)
-    monkeypatch.setattr(cuflash, "launch", launch, raising=False)
+    monkeypatch.setitem(sys.modules, "cuflash.gpu.backend", launch)
+    monkeypatch.setattr(cuflash.gpu, "backend", launch, raising=False)
     contender = peers.ADAPTERS[name](case, make_inputs(fake_cupy, case))
     assert bound == [] and list(contender.plans) == ["forward", "backward"]
     for _ in range(2):

@@ -30,8 +30,8 @@ from bench.timing import (
     time_host,
     time_interleaved,
 )
-from cuflash.options import Options
-from cuflash.problem import make_problem
+from cuflash.spec.options import Options
+from cuflash.spec.problem import make_problem
 from tests.benched import OPTIONAL, PLAIN, SMALL, by_contender, tiny_suite
 from tests.fakes import FakeEvent
 

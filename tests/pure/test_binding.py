@@ -9,12 +9,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.binding import FIXED, Contiguous, bind, growing_keys, planned_length
-from cuflash.operands import ITEMSIZE
-from cuflash.options import Options
-from cuflash.planning import DeviceSpec, ScratchLayout, choose_plan
-from cuflash.planning.launch_plan import SCRATCH_ALIGNMENT
-from cuflash.terms import DEFAULT_NEED
+from cuflash.arrays.array_info import ITEMSIZE
+from cuflash.plan import DeviceSpec, ScratchLayout, choose_plan
+from cuflash.plan.launch_plan import SCRATCH_ALIGNMENT
+from cuflash.spec.binding import FIXED, Contiguous, bind, growing_keys, planned_length
+from cuflash.spec.inputs import DEFAULT_NEED
+from cuflash.spec.options import Options
 from tests.calls import address, calls
 from tests.problems import is_served
 

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import block_masks, reference
+from cuflash import block_masks
 from cuflash.block_masks import from_mask, global_blocks, local, random, strided
 from cuflash.cpu import fallback
-from cuflash.planning import DeviceSpec, choose_plan, draft
-from cuflash.planning.draft import LOOK_FLOPS, LOOK_KEYS
-from cuflash.problem import make_problem
+from cuflash.plan import DeviceSpec, choose_plan, draft
+from cuflash.plan.draft import LOOK_FLOPS, LOOK_KEYS
+from cuflash.spec.problem import make_problem
+from cuflash.testing import reference
 
 counts = st.integers(0, 9)
 LOOKS = ("around/mask_tiles.cu", "around/lists.cu")  # in this order

@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import FlashAttention, __version__, compiler, kernel_cache, testing, tuning
+from cuflash import FlashAttention, __version__, testing
 from cuflash.cli import demo, here, info
 from cuflash.cli.main import COMMANDS, main
 from cuflash.cli.numbers import in_bytes, in_flops, in_seconds
 from cuflash.emulator import EmulationError, building, passes
-from cuflash.planning import DeviceSpec
-from cuflash.progress import Bar
+from cuflash.gpu import compiler, kernel_cache, tuning
+from cuflash.gpu.progress import Bar
+from cuflash.plan import DeviceSpec
 
 NO_GPU = here.find_gpu()[0] is None
 ROOT = Path(cuflash.__file__).parents[1]
@@ -201,7 +202,7 @@ def test_info_of_a_device(capsys, monkeypatch):
     )
     launch = SimpleNamespace(device_spec=lambda index: DeviceSpec.for_arch("9.0"))
     monkeypatch.setattr(here, "find_gpu", lambda: (SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)), ""))
-    monkeypatch.setattr(cuflash, "launch", launch, raising=False)
+    monkeypatch.setattr(cuflash.gpu, "backend", launch, raising=False)
     code, output, _ = run(capsys, "info")
     assert code == 0
     assert re.search(
@@ -369,7 +370,7 @@ def test_check_notices_wrong_results(capsys, monkeypatch):
 
 
 def test_the_self_test_has_every_option_and_dtype():
-    from cuflash.terms import NAMES
+    from cuflash.spec.inputs import NAMES
 
     cases = [case for _, case in testing.self_test_cases()]
     assert {case.dtype for case in cases} == {"float16", "bfloat16", "float32", "float64"}

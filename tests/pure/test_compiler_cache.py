@@ -18,11 +18,11 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from cuflash import compiler, kernel_cache
-from cuflash.compiler import CompileError, Compiler
+from cuflash.gpu import compiler, kernel_cache
+from cuflash.gpu.compiler import CompileError, Compiler
 from tests.toolchain import FILES, CountingToolchain, compile_once, write_files
 
-ROOT = Path(compiler.__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 # ---- The key --------------------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def test_a_cache_that_cannot_be_written_warns_once_and_works(kernel_dir, tmp_pat
 
 
 def test_a_private_directory_ends_with_its_process():
-    program = "from cuflash.kernel_cache import private_directory as made; assert made().is_dir(); print(made())"
+    program = "from cuflash.gpu.kernel_cache import private_directory as made; assert made().is_dir(); print(made())"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not Path(done.stdout.strip()).exists()
 
@@ -296,7 +296,7 @@ def test_tests_leave_the_cache_of_the_user_alone(tmp_path):
     program = (
         "import sys, pytest\n"
         "code = pytest.main(['-q', '-p', 'no:cacheprovider', 'tests/pure/test_cli.py::test_plan_of_one_pass'])\n"
-        "from cuflash import kernel_cache\n"
+        "from cuflash.gpu import kernel_cache\n"
         "print(kernel_cache.cache_directory(), len(kernel_cache.cached_files(kernel_cache.cache_directory())))\n"
         "sys.exit(code)"
     )
@@ -504,15 +504,12 @@ def test_cache_directory_without_a_home(monkeypatch):
 def test_kernel_directory(tmp_path, place, is_found):
     """A stranger's package named kernels beside an installed cuflash is not taken for ours."""
     package = tmp_path / "site" / "cuflash"
-    sources = Path(compiler.__file__).parent
-    modules = [path.name for path in sources.glob("*.py")]
-    write_files(package, {name: (sources / name).read_bytes() for name in modules})
-    for folder in ("planning", "score"):
-        shutil.copytree(sources / folder, package / folder)
+    for folder in ("arrays", "score_mod", "spec", "plan", "gpu"):
+        shutil.copytree(ROOT / "cuflash" / folder, package / folder)
     write_files(package, {"__init__.py": b""})
     write_files(tmp_path / "site" / "kernels", {"__init__.py": b""})
     write_files(tmp_path / place, {"ptx/base.cuh": b""})
-    program = "from cuflash import compiler; print(compiler.kernel_directory())"
+    program = "from cuflash.gpu import compiler; print(compiler.kernel_directory())"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path / "site", capture_output=True, text=True)
     if is_found:
         assert Path(done.stdout.strip()) == (tmp_path / place).resolve()

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from cuflash import compiler, nvrtc
-from cuflash.compiler import CompileError, Resources
-from cuflash.nvrtc import Nvrtc, NvrtcNotFoundError
+from cuflash.gpu import nvrtc
+from cuflash.gpu.compiler import CompileError, Resources
+from cuflash.gpu.nvrtc import Nvrtc, NvrtcNotFoundError
 from tests.toolchain import LOG, CountingToolchain, compile_once
 
-ROOT = Path(compiler.__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -181,6 +181,8 @@ def test_expected_version_of_nvrtc(monkeypatch, tmp_path, distributions, expecte
 
 
 def test_importing_the_compiler_imports_no_cuda():
-    program = "import sys, cuflash.compiler; print([name for name in ('cuda.bindings', 'cupy') if name in sys.modules])"
+    program = (
+        "import sys, cuflash.gpu.compiler; print([name for name in ('cuda.bindings', 'cupy') if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuflash.binding import PASSES
-from cuflash.operands import Operand
-from cuflash.planning import choose_plan
-from cuflash.planning.sm90.copies import COPY_MIN_PAIRS, COPY_MIN_PAIRS_IN_ALL
+from cuflash.arrays.array_info import Operand
+from cuflash.plan import choose_plan
+from cuflash.plan.sm90.copies import COPY_MIN_PAIRS, COPY_MIN_PAIRS_IN_ALL
+from cuflash.spec.binding import PASSES
 from tests.problems import H200, biased, problem_of
 
 LONG = {"seqlen_q": 4096, "seqlen_k": 4096}

@@ -15,7 +15,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash import cpu
 from cuflash.cpu import core
-from cuflash.problem import make_problem
+from cuflash.spec.problem import make_problem
 from cuflash.testing import measure, yardsticks
 from tests.compiled import KINDS, assert_same_bits, functions, judge, much_work, run, run_python, take_way, way_taken
 

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import cpu, host
+from cuflash import cpu
+from cuflash.cpu import backend as cpu_backend
 from cuflash.cpu import core, jobs
 from tests import sampling
 from tests.compiled import assert_same_bits, functions, judge, much_work, run, run_python
@@ -354,7 +355,7 @@ def test_signals_at_any_moment_of_long_calls(number, monkeypatch):
     assert interrupted == 150
 
 
-TRACED = {str(Path(module.__file__ or "")) for module in (core, host, jobs, cpu)}
+TRACED = {str(Path(module.__file__ or "")) for module in (core, cpu_backend, jobs, cpu)}
 
 
 def run_until(step, call):
@@ -409,9 +410,9 @@ def test_an_exception_after_any_instruction(monkeypatch, is_long, is_known):
             if is_known and step == 0:
                 calls()
             elif not is_known:
-                host._known.clear()
-                host._repeatable.cache_clear()
-                host.bind_arrays_like.cache_clear()
+                cpu_backend._known.clear()
+                cpu_backend._repeatable.cache_clear()
+                cpu_backend.bind_arrays_like.cache_clear()
             if not run_until(step, calls):
                 break
             for x in (out, lse, dq):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash import cpu
+from cuflash.arrays.array_info import user_shape
 from cuflash.cpu import fallback, jobs, part_products
-from cuflash.operands import user_shape
-from cuflash.problem import make_problem
+from cuflash.spec.problem import make_problem
 from tests.ways import CORE, FALLBACK, every_way
 
 NAMES = ("out", "lse", "dq", "dk", "dv")

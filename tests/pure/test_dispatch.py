@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import flash_attention, host, preparation
+from cuflash import flash_attention, preparation
+from cuflash.cpu import backend as cpu_backend
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Stand-ins for the modules cupy and cuflash.launch, and a record of what was asked of them."""
+    """Stand-ins for the modules cupy and cuflash.gpu.backend, and a record of what was asked of them."""
 
     class DeviceArray:
         def __dlpack__(self, **how):
@@ -31,7 +32,7 @@ def gpu(monkeypatch):
         return call
 
     cupy: Any = ModuleType("cupy")
-    launch: Any = ModuleType("cuflash.launch")
+    launch: Any = ModuleType("cuflash.gpu.backend")
     cupy.ndarray = DeviceArray
     cupy.from_dlpack = lambda x: (x.__dlpack__(stream=7), DeviceArray())[1]
     launch.forward = record("forward", lambda arrays: (arrays["out"] or "out", arrays["lse"] or "lse"))
@@ -39,9 +40,9 @@ def gpu(monkeypatch):
     launch.plan = record("plan", "plans")
     launch.compile = record("compile", "nothing")
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setitem(sys.modules, "cuflash.launch", launch)
-    monkeypatch.setattr(cuflash, "launch", launch, raising=False)
-    backends = {"cupy": launch, "numpy": host}
+    monkeypatch.setitem(sys.modules, "cuflash.gpu.backend", launch)
+    monkeypatch.setattr(cuflash.gpu, "backend", launch, raising=False)
+    backends = {"cupy": launch, "numpy": cpu_backend}
     for module in (flash_attention, preparation):
         monkeypatch.setattr(module, "_backend", backends.__getitem__)
     return SimpleNamespace(calls=calls, Array=DeviceArray, launch=launch)

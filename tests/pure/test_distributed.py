@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
-from cuflash import parts as parts_of_problems
+from cuflash.arrays.memory_ranges import cut_evenly
 from cuflash.cpu import core
 from cuflash.distributed.execution import Execution
 from cuflash.distributed.streams import Streams
-from cuflash.spans import cut_evenly
+from cuflash.shards import slices as parts_of_problems
 from tests.pure.test_schedule import of_chunks, splits
 from tests.ranks import Parts, Whole, judge, on_threads, results_of
 

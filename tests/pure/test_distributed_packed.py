@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.distributed.packed import Packing
-from cuflash.options import Options
+from cuflash.spec.options import Options
 from tests.pure.test_schedule import of_chunks, splits
 from tests.ranks import judge, results_of
 

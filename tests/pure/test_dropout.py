@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import reference
-from cuflash.dropout import kept_weights, philox
-from cuflash.options import Options, rounded_rate
-from cuflash.problem import make_problem
+from cuflash.spec.dropout import kept_weights, philox
+from cuflash.spec.options import Options, rounded_rate
+from cuflash.spec.problem import make_problem
+from cuflash.testing import reference
 
 WORDS = st.integers(0, 2**32 - 1)
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash.equivalents import equivalent
-from cuflash.operands import numpy_dtype
+from cuflash.arrays.array_info import numpy_dtype
+from cuflash.spec.rewrites import equivalent
 from cuflash.testing.rule import gradients_of, measure, yardsticks
 from tests.scored import Scored
 

@@ -18,9 +18,9 @@ from bench.formula import make_inputs
 from bench.peers import ADAPTERS
 from bench.report import begin_of
 from bench.suites import RUNTIME
-from cuflash.options import Options
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.problem import make_problem
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.spec.options import Options
+from cuflash.spec.problem import make_problem
 from tests.benched import synthetic
 from tests.benched import write as write_records
 

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import interop, reference
-from cuflash.binding import bind
-from cuflash.float8 import LARGEST, Float8Array, encode
-from cuflash.operands import FLOAT8, block_of_scales, numpy_dtype
-from cuflash.options import Options
-from cuflash.problem import make_problem
+from cuflash.arrays import dlpack
+from cuflash.arrays.array_info import FLOAT8, block_of_scales, numpy_dtype
+from cuflash.arrays.fp8 import LARGEST, Float8Array, encode
 from cuflash.quantization import PER
-from cuflash.testing import Case
+from cuflash.spec import borrowing
+from cuflash.spec.binding import bind
+from cuflash.spec.options import Options
+from cuflash.spec.problem import make_problem
+from cuflash.testing import Case, reference
 from tests.ways import every_way
 
 FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "pages", "packed", "float8")
@@ -222,7 +223,7 @@ def test_cupy_arrays_are_quantised_to_the_same_bytes(dtype, layout, fake_cupy, m
     options: dict[str, Any] = {"per": "block", "block": 16, "layout": layout, "rotate": True}
     expected, expected_scale = cuflash.quantize(k, dtype, **options)
     expected_back = cuflash.dequantize(expected, expected_scale, layout=layout, rotate=True)
-    monkeypatch.setattr(interop, "_library_of", lambda name, array: "cupy")
+    monkeypatch.setattr(dlpack, "_library_of", lambda name, array: "cupy")
     k8, scale = cuflash.quantize(k.view(fake_cupy.ndarray), dtype, **options)
     assert isinstance(k8, Float8Array) and k8.dtype == expected.dtype
     np.testing.assert_array_equal(k8.bits, expected.view(np.uint8))
@@ -250,7 +251,7 @@ def test_bytes_of_cupy_take_part_in_a_call(fake_cupy):
     with pytest.raises(TypeError, match="array: got Float8Array, expected a NumPy or CuPy array of uint8"):
         cuflash.fp8(k, "e5m2")
     fake_cupy.ndarray = np.ndarray
-    assert interop.are_cupy(arrays, ("q", "k", "v"))
+    assert borrowing.are_cupy(arrays, ("q", "k", "v"))
 
 
 @pytest.mark.parametrize(
@@ -277,7 +278,7 @@ class Lent:
 
     def __dlpack__(self, *, stream=None, **how):
         capsule = self.array.__dlpack__(stream=stream, **how)
-        managed = interop._managed(capsule)
+        managed = dlpack._managed(capsule)
         assert managed is not None
         managed.tensor.dtype.code = self.code or managed.tensor.dtype.code
         return capsule

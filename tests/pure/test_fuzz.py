@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.terms import GRADIENTS
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.spec.inputs import GRADIENTS
 from tests import fuzz, pairs
 from tests.scored import SCORES
 
@@ -136,10 +136,12 @@ def test_the_cpu_path_agrees_with_the_oracle(trial):
 def test_a_mistake_is_found(monkeypatch):
     trials = (trial for trial in fuzz.sample(of=10) if "dbias" in trial.need and not trial.given)
     trial = next(trial for trial in trials if trial.yardsticks["out"].expected.any())
-    from cuflash import host
+    from cuflash.cpu import backend as cpu_backend
 
-    forward = host.forward
-    monkeypatch.setattr(host, "forward", lambda *args, **keywords: tuple(2 * x for x in forward(*args, **keywords)))
+    forward = cpu_backend.forward
+    monkeypatch.setattr(
+        cpu_backend, "forward", lambda *args, **keywords: tuple(2 * x for x in forward(*args, **keywords))
+    )
     assert "got" in str(fuzz.failure_of(trial, np.asarray))
 
 

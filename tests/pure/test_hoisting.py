@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.score import KINDS_OF_READS, Traced, hoisted_program_of, index_class, program_of
-from cuflash.score.evaluation import clamped, evaluate
-from cuflash.score.nodes import Node, in_order, node
-from cuflash.score.tables import MARGIN
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.score_mod import KINDS_OF_READS, Traced, hoisted_program_of, index_class, program_of
+from cuflash.score_mod.evaluation import clamped, evaluate
+from cuflash.score_mod.nodes import Node, in_order, node
+from cuflash.score_mod.tables import MARGIN
 from tests import expressions
 from tests.expressions import BATCH, HEADS, SEQLEN_K, SEQLEN_Q, hoistable_scores, scores
 from tests.scored import SCORES, of_functions

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
-from cuflash.host import CpuPlan
-from cuflash.terms import GRADIENTS, NAMES, PassArrays, Terms, checked
+from cuflash.cpu.backend import CpuPlan
+from cuflash.spec.inputs import GRADIENTS, NAMES, PassArrays, Terms, checked
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

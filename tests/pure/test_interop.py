@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import interop
-from cuflash.host import CpuPlan
+from cuflash.arrays import dlpack
+from cuflash.cpu.backend import CpuPlan
+from cuflash.spec import borrowing
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -88,7 +89,7 @@ def test_torch_tensors_obey_the_oracle(case):
 @pytest.mark.parametrize("view", [lambda x: x, lambda x: x.mT, lambda x: x[::2, 1:, 1::2], lambda x: x[:0]])
 def test_a_loan_is_no_copy(torch, dtype, view):
     x = view(torch.arange(5 * 6 * 7).reshape(5, 6, 7).to(getattr(torch, dtype)))
-    borrowed = interop.borrow({"x": x}, required=["x"])
+    borrowed = borrowing.borrow({"x": x}, required=["x"])
     array = borrowed.arrays["x"]
     assert borrowed.kind == "numpy"
     assert array.dtype == (BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype))
@@ -108,7 +109,7 @@ def test_a_loan_is_no_copy(torch, dtype, view):
 def test_memory_outlives_whoever_lent_it(torch, dtype):
     x = torch.full((1000, 1000), 3.0, dtype=getattr(torch, dtype))
     alive = weakref.ref(x)
-    array = interop.borrow({"x": x}, required=["x"]).arrays["x"]
+    array = borrowing.borrow({"x": x}, required=["x"]).arrays["x"]
     del x
     gc.collect()
     others = [torch.zeros(1000, 1000, dtype=getattr(torch, dtype)) for _ in range(4)]
@@ -290,7 +291,7 @@ class LentPinned(Lent):
 
 class LentBfloat16(Lent):
     def __dlpack__(self, *, stream=None, **how):
-        return interop._Bfloat16Export(self.array).__dlpack__(stream=stream, **how)
+        return dlpack._Bfloat16Export(self.array).__dlpack__(stream=stream, **how)
 
 
 class LentNegative(LentVersioned):
@@ -322,7 +323,7 @@ def test_a_class_with_nothing_but_dlpack_gets_numpy_arrays(kind):
     out, lse = cuflash.FlashAttention().forward(kind(q), kind(k), kind(v))
     assert type(out) is type(lse) is np.ndarray
     np.testing.assert_array_equal(out, cuflash.attention(q, k, v))
-    arrays = interop.borrow({"q": kind(q), "k": None}, required=["q"]).arrays
+    arrays = borrowing.borrow({"q": kind(q), "k": None}, required=["q"]).arrays
     assert arrays["q"].ctypes.data == q.ctypes.data
     assert arrays["k"] is None
 
@@ -433,14 +434,14 @@ def test_a_refused_call_frees_its_loans():
 
 def test_overlap_by_address():
     x = np.zeros((4, 5, 3, 8), np.float32)
-    assert interop.overlap(x, x)
-    assert interop.overlap(x[:2], x[1:])
-    assert not interop.overlap(x[:2], x[2:])
-    assert not interop.overlap(x[:, :, 0], x[:, :, 1])
-    assert interop.overlap(x[:, :, :2], x[:, ::-1, 1:])
-    assert not interop.overlap(x[..., ::2], x[..., 1::2])
-    assert not interop.overlap(x[:0], x)
-    assert not interop.overlap(x, np.zeros_like(x))
+    assert dlpack.overlap(x, x)
+    assert dlpack.overlap(x[:2], x[1:])
+    assert not dlpack.overlap(x[:2], x[2:])
+    assert not dlpack.overlap(x[:, :, 0], x[:, :, 1])
+    assert dlpack.overlap(x[:, :, :2], x[:, ::-1, 1:])
+    assert not dlpack.overlap(x[..., ::2], x[..., 1::2])
+    assert not dlpack.overlap(x[:0], x)
+    assert not dlpack.overlap(x, np.zeros_like(x))
 
 
 def test_overlap_of_device_arrays_reads_nothing():
@@ -450,8 +451,8 @@ def test_overlap_of_device_arrays_reads_nothing():
             self.data = type("Pointer", (), {"ptr": 4096 + x.ctypes.data - base.ctypes.data})
 
     base = np.zeros((4, 3, 8), BFLOAT16)
-    assert interop.overlap(Memory(base), Memory(base[1:]))
-    assert not interop.overlap(Memory(base[:, 0]), Memory(base[:, 2]))
+    assert dlpack.overlap(Memory(base), Memory(base[1:]))
+    assert not dlpack.overlap(Memory(base[:, 0]), Memory(base[:, 2]))
 
 
 class Strided(NamedTuple):
@@ -469,18 +470,18 @@ def test_overlap_with_itself_is_found_exactly(data, axes, itemsize):
     starts = [sum(i * step for i, step in zip(index, strides, strict=True)) for index in np.ndindex(*shape)]
     occupied = [start + byte for start in starts for byte in range(itemsize)]
     array = Strided((*shape,), (*strides,), np.dtype(f"V{itemsize}"))
-    assert interop.overlaps_itself(array) == (len(set(occupied)) < len(occupied))
+    assert dlpack.overlaps_itself(array) == (len(set(occupied)) < len(occupied))
 
 
 def test_arrays_too_entangled_to_tell_overlap_with_themselves(monkeypatch):
     array = Strided((7, 8, 9, 10), (331, 197, 101, 67), np.dtype(np.uint8))
-    monkeypatch.setattr(interop, "OVERLAP_WORK", 1)
-    assert interop.overlaps_itself(array)
-    assert not interop.overlaps_itself(Strided((2**20, 2**15, 2), (4, 2**23, 2**60), np.dtype(np.float32)))
+    monkeypatch.setattr(dlpack, "OVERLAP_WORK", 1)
+    assert dlpack.overlaps_itself(array)
+    assert not dlpack.overlaps_itself(Strided((2**20, 2**15, 2), (4, 2**23, 2**60), np.dtype(np.float32)))
 
 
 def test_arrays_too_entangled_to_tell_count_as_overlapping(monkeypatch):
-    monkeypatch.setattr(interop, "OVERLAP_WORK", 1)
+    monkeypatch.setattr(dlpack, "OVERLAP_WORK", 1)
     memory = np.zeros(10_000, np.uint8)
     views = [np.lib.stride_tricks.as_strided(memory[start:], (7, 8, 9, 10), (331, 197, 101, 67)) for start in (0, 13)]
-    assert interop.overlap(*views)
+    assert dlpack.overlap(*views)

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from cuflash import compiler, kernel_cache
+from cuflash.gpu import compiler, kernel_cache
 from tests.toolchain import CountingToolchain, store
 
 

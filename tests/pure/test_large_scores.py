@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash.operands import numpy_dtype
+from cuflash.arrays.array_info import numpy_dtype
 from tests.ways import FALLBACK
 
 PATHS = (FALLBACK,)  # the ways in which NumPy arrays are computed that hold to this, of those in tests/ways.py

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
-from cuflash import row_sums
-from cuflash.operands import numpy_dtype
+from cuflash.arrays.array_info import numpy_dtype
+from cuflash.spec import row_sums
 from cuflash.testing.strategies import BIAS_MASKS, SCORE_MEANS
 from tests.fakes import FakeDevice
 from tests.pure.test_distributed import is_clear

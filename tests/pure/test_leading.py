@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import host, leading
+from cuflash.cpu import backend as cpu_backend
+from cuflash.spec import batch_axes
 from tests.ways import every_way
 
 FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "lengths")
@@ -313,16 +314,16 @@ def test_keys_in_host_memory_beside_queries_on_a_device_stay_there(case):
     out, lse = attn.forward(*ct.qkv(arrays), **case.random)
     names, given = ("dq", "dk", "dv"), {**arrays, "out": out, "lse": lse}
     given = {name: x if name in "kv" else on_device(x) for name, x in given.items() if name != "dlse"}
-    axes = leading.axes_of(attn.options, given, names)
+    axes = batch_axes.axes_of(attn.options, given, names)
     if axes is None:
         return
-    calls = leading.Calls(axes, attn.options, given, names, DEVICE, gives_parts=False)
+    calls = batch_axes.Calls(axes, attn.options, given, names, DEVICE, gives_parts=False)
 
     def call(options, own):
         for name, x in own.items():
             assert x is None or (type(x) is np.ndarray) == (name in ("k", "v", "dk", "dv")), name
         of_host = {name: x.view(np.ndarray) for name, x in own.items() if x is not None}
-        return host.backward(options, of_host, names, tuple(case.random.values()) or (0, 0))
+        return cpu_backend.backward(options, of_host, names, tuple(case.random.values()) or (0, 0))
 
     found = dict(zip(names, calls.run(call), strict=True))
     assert {name for name, x in found.items() if type(x) is np.ndarray} == {"dk", "dv"}

@@ -11,8 +11,8 @@ import pytest
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import host
-from cuflash.planning import DeviceSpec
+from cuflash.cpu import backend as cpu_backend
+from cuflash.plan import DeviceSpec
 
 ROWS: dict[str, Any] = {"axes": (2, 3), "bias": (2, 1, 2, 20, 30), "mask": (2, 3, 1, 1, 30)}
 CASE = ct.Case(
@@ -34,7 +34,7 @@ def as_device_array(x):
 
 @pytest.fixture
 def launch(monkeypatch):
-    """`cuflash.launch`, whose launches are calls of the CPU path; and a record of the problems that it launches."""
+    """`cuflash.gpu.backend`, whose launches are calls of the CPU path; and the problems that it launches."""
 
     def made(name):
         return lambda *args, **kwargs: getattr(np, name)(*args, **kwargs).view(DeviceArray)
@@ -58,8 +58,8 @@ def launch(monkeypatch):
 
     cupy.cuda = SimpleNamespace(Device=Device, runtime=SimpleNamespace(getDevice=lambda: 0))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.delitem(sys.modules, "cuflash.launch", raising=False)
-    module: Any = importlib.import_module("cuflash.launch")
+    monkeypatch.delitem(sys.modules, "cuflash.gpu.backend", raising=False)
+    module: Any = importlib.import_module("cuflash.gpu.backend")
     module.launched = []
 
     def start(launch, arrays, pointers, random, seqlen_k, sums=None):
@@ -69,10 +69,10 @@ def launch(monkeypatch):
         plain = {name: x.view(np.ndarray) for name, x in arrays.items() if x is not None}
         options = binding.problem.options
         if launch.plan.pass_ == "forward":
-            found = host.forward(options, plain, random)
+            found = cpu_backend.forward(options, plain, random)
         else:
             narrow = {name: x for name, x in plain.items() if name not in binding.problem.wide}
-            found = host.backward(replace(options, wide=()), narrow, binding.results, random)
+            found = cpu_backend.backward(replace(options, wide=()), narrow, binding.results, random)
             found = tuple(
                 x.astype(np.float32) if name in binding.problem.wide else x
                 for name, x in zip(binding.results, found, strict=True)
@@ -91,7 +91,7 @@ def launch(monkeypatch):
     monkeypatch.setattr(module, "with_resources", lambda plan: plan)
     monkeypatch.setattr("cuflash.flash_attention._backend", lambda kind: module)
     yield module
-    sys.modules.pop("cuflash.launch", None)
+    sys.modules.pop("cuflash.gpu.backend", None)
 
 
 def test_calls_are_launched_and_added_up(launch):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import merging
+from cuflash.shards import merge as merging
 
 FEATURES = ("causal", "window", "softcap", "scale", "bias", "mask", "gqa", "head_dim_v", "dlse")
 PLAIN: dict[str, Any] = {"ndims": [4], "layouts": ["bhsd"], "features": FEATURES, "max_seqlen": 70, "max_head_dim": 40}

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import cuflash.distributed as cd
-from cuflash import interop
+from cuflash.arrays import dlpack
 from cuflash.distributed.nccl import Nccl, is_nccl
 from cuflash.distributed.transports import RankFailed
+from cuflash.spec import borrowing
 from tests.wires import Wires, communicators, memory
 
 
@@ -226,8 +227,8 @@ def test_communicators_are_known_by_their_classes(nccl):
 @pytest.fixture
 def captured(monkeypatch):
     """Arrays whose calls are recorded in a graph."""
-    monkeypatch.setattr(interop, "are_cupy", lambda arrays, required: True)
-    monkeypatch.setattr(interop, "is_captured", lambda array: True)
+    monkeypatch.setattr(borrowing, "are_cupy", lambda arrays, required: True)
+    monkeypatch.setattr(dlpack, "is_captured", lambda array: True)
 
 
 STARTS = np.array([0, 4], np.int32)

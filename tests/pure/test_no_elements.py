@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash.binding import PASSES
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.terms import DEFAULT_NEED
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.spec.binding import PASSES
+from cuflash.spec.inputs import DEFAULT_NEED
 from tests.compiled import KINDS, NUMPY, way_taken
 from tests.scored import MASKS, SCORES, Scored, captured_of
 

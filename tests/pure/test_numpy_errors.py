@@ -13,7 +13,7 @@ import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.block_masks import local
-from cuflash.score import Traced, program_of
+from cuflash.score_mod import Traced, program_of
 from tests.scored import scored
 from tests.ways import every_way
 

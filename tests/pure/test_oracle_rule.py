@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash import reference
-from cuflash.options import Options
-from cuflash.problem import make_problem
+from cuflash.spec.options import Options
+from cuflash.spec.problem import make_problem
+from cuflash.testing import reference
 
 ROWS, KEYS, DIM = 30, 34, 16
 GRADIENTS = ("dq", "dk", "dv", "dbias")

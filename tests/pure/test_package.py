@@ -25,10 +25,10 @@ KERNELS = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.glob("*/
 PROCESSORS = ("AMX", "AVX-512 with bfloat16", "AVX-512", "AVX2", "SSE2", "NEON", "generic")
 
 USE_IT = """
-import cuflash, cuflash.compiler, numpy
+import cuflash, cuflash.gpu.compiler, numpy
 q, k, v = numpy.ones((3, 2, 5, 4), numpy.float32)
 assert abs(cuflash.attention(q, k, v) - 1).max() < 1e-6
-directory = cuflash.compiler.kernel_directory()
+directory = cuflash.gpu.compiler.kernel_directory()
 kernels = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*.cu*"))
 print(cuflash.__file__, directory, *kernels, sep="\\n")
 """

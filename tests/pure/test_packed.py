@@ -9,10 +9,11 @@ from hypothesis import given, settings
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import cpu, reference
+from cuflash import cpu
 from cuflash.cpu.packed import sequences
-from cuflash.problem import make_problem
-from cuflash.terms import NAMES
+from cuflash.spec.inputs import NAMES
+from cuflash.spec.problem import make_problem
+from cuflash.testing import reference
 
 FEATURES = ("causal", "window", "softcap", "scale", "alibi_slopes", "gqa", "head_dim_v", "sinks", "dlse", "packed")
 packed = ct.cases(features=FEATURES, ndims=(3,), max_scores=2**14, min_seqlen=0).filter(lambda c: c.cu_seqlens_q)

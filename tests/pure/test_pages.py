@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import reference
-from cuflash.options import Options
-from cuflash.params import parameters
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.problem import PAGE_SIZES, make_problem
-from cuflash.testing import Case
+from cuflash.gpu.params import parameters
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.spec.options import Options
+from cuflash.spec.problem import PAGE_SIZES, make_problem
+from cuflash.testing import Case, reference
 from tests.ways import every_way
 
 FEATURES = ("causal", "window", "softcap", "bias", "mask", "alibi_slopes", "gqa", "head_dim_v", "sinks", "dropout")

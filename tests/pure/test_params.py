@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.compiler import kernel_directory
-from cuflash.operands import layout_of, rows_of
-from cuflash.options import Options
-from cuflash.params import PARAMS, POINTER_WORD, Argument, Frame, parameters, pointer_words
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.argument import PARAMS_BYTES, maps_offset
-from cuflash.planning.sm90.backward import BACKWARD_HEAD_SECTION
-from cuflash.problem import make_problem
-from cuflash.score.program import Traced
+from cuflash.arrays.array_info import layout_of, rows_of
+from cuflash.gpu.compiler import kernel_directory
+from cuflash.gpu.params import PARAMS, POINTER_WORD, Argument, Frame, parameters, pointer_words
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.argument import PARAMS_BYTES, maps_offset
+from cuflash.plan.sm90.backward import BACKWARD_HEAD_SECTION
+from cuflash.score_mod.program import Traced
+from cuflash.spec.options import Options
+from cuflash.spec.problem import make_problem
 
 SCALARS = {
     "i32": np.int32,

@@ -10,25 +10,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuflash import compiler
-from cuflash.binding import PASSES, access_bytes
-from cuflash.operands import Operand
-from cuflash.options import Options
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.choose import MAX_HEAD_DIM
-from cuflash.planning.launch_plan import SCRATCH_ALIGNMENT
-from cuflash.planning.sm80 import (
+from cuflash.arrays.array_info import Operand
+from cuflash.gpu import compiler
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.choose import MAX_HEAD_DIM
+from cuflash.plan.launch_plan import SCRATCH_ALIGNMENT
+from cuflash.plan.sm80.tiles import (
     BACKWARD_TILES,
     DQ_TILES,
     FORWARD_TILES,
 )
-from cuflash.planning.sm90.backward import BACKWARD_HEAD_SECTION, GROUPED_BACK_SHARE
-from cuflash.planning.sm90.tiles import (
+from cuflash.plan.sm90.backward import BACKWARD_HEAD_SECTION, GROUPED_BACK_SHARE
+from cuflash.plan.sm90.tiles import (
     FORWARD_SM90_TILES,
 )
-from cuflash.planning.tiles import Tile, round_up
-from cuflash.problem import make_problem
-from cuflash.terms import DEFAULT_NEED
+from cuflash.plan.tiles import Tile, round_up
+from cuflash.spec.binding import PASSES, access_bytes
+from cuflash.spec.inputs import DEFAULT_NEED
+from cuflash.spec.options import Options
+from cuflash.spec.problem import make_problem
 from tests.problems import ARCHS, SIZES_OF_SHARED, biased, blocks_of, contiguous, is_served, masked, problem_of
 from tests.scored import of_functions
 

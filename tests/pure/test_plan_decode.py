@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuflash.binding import planned_length
-from cuflash.operands import Operand
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.key_splits import (
+from cuflash.arrays.array_info import Operand
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.key_splits import (
     COMBINE_COLUMNS,
     COMBINE_KEY_BYTES,
     COMBINE_PIECES,
@@ -19,8 +18,9 @@ from cuflash.planning.key_splits import (
     DECODE_ROWS,
     MIN_TILES_OF_BLOCK,
 )
-from cuflash.planning.sm90.decode_tiles import DECODE_SM90_TILES, DecodeSm90Tile
-from cuflash.tensor_map import tensor_map_spec
+from cuflash.plan.sm90.decode_tiles import DECODE_SM90_TILES, DecodeSm90Tile
+from cuflash.plan.tensor_map import tensor_map_spec
+from cuflash.spec.binding import planned_length
 from tests.problems import problem_of
 
 H200 = DeviceSpec.for_arch("9.0")

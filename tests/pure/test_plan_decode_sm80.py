@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.binding import planned_length
-from cuflash.operands import ITEMSIZE, Operand
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.key_splits import (
+from cuflash.arrays.array_info import ITEMSIZE, Operand
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.key_splits import (
     COMBINE_COLUMNS,
     COMBINE_KEY_BYTES,
     COMBINE_PIECES,
@@ -20,8 +19,9 @@ from cuflash.planning.key_splits import (
     DECODE_ROWS,
     MIN_TILES_OF_BLOCK,
 )
-from cuflash.planning.sm80_decode import DECODE_FLOAT8_TILES, DECODE_TILES, MOST_WARPS, DecodeTile
-from cuflash.planning.tiles import why_too_large
+from cuflash.plan.sm80.decode import DECODE_FLOAT8_TILES, DECODE_TILES, MOST_WARPS, DecodeTile
+from cuflash.plan.tiles import why_too_large
+from cuflash.spec.binding import planned_length
 from tests.problems import ARCHS, is_served, problem_of
 
 LATENCY_S = 0.8e-6  # from asking memory for bytes until they are there

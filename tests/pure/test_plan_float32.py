@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuflash.binding import PASSES
-from cuflash.operands import Operand
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.sm90.forward import FEW_READERS, SPLIT_MAX_DIM
-from cuflash.planning.sm90.tiles import (
+from cuflash.arrays.array_info import Operand
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.sm90.forward import FEW_READERS, SPLIT_MAX_DIM
+from cuflash.plan.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BackwardFloat32Sm90Tile,
     ForwardFloat32Sm90Tile,
 )
+from cuflash.spec.binding import PASSES
 from tests.problems import problem_of
 
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuflash.operands import Operand
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.draft import CAUSAL_HEAD_SECTION
-from cuflash.terms import DEFAULT_NEED, OF_SCORES
+from cuflash.arrays.array_info import Operand
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.draft import CAUSAL_HEAD_SECTION
+from cuflash.spec.inputs import DEFAULT_NEED, OF_SCORES
 from tests.problems import problem_of
 
 # ---- Some of the gradients -------------------------------------------------------------------------------------------

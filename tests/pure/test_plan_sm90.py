@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuflash.operands import Operand
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.argument import maps_offset
-from cuflash.planning.sm90.scored import FOUR_CONSUMERS, LONG_SEQLEN, THREE_CONSUMERS, rounds
-from cuflash.tensor_map import TensorMapSpec, tensor_map_spec, why_not
+from cuflash.arrays.array_info import Operand
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.argument import maps_offset
+from cuflash.plan.sm90.scored import FOUR_CONSUMERS, LONG_SEQLEN, THREE_CONSUMERS, rounds
+from cuflash.plan.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 from tests.problems import ARCHS, H200, problem_of
 from tests.scored import of_functions
 

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash.operands import ITEMSIZE, Operand, check_array, user_shape, view_4d, view_rows
-from cuflash.options import Options, Origin
-from cuflash.params import parameters
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.problem import make_problem
+from cuflash.arrays.array_info import ITEMSIZE, Operand, check_array, user_shape, view_4d, view_rows
+from cuflash.gpu.params import parameters
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.spec.options import Options, Origin
+from cuflash.spec.problem import make_problem
 
 
 def problem_of(seqlen_q, seqlen_k, head_dim=4, head_dim_v=4, batch=1, heads=1, heads_kv=1, dtype=np.float32, **options):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash.operands import view_4d, view_rows
+from cuflash.arrays.array_info import view_4d, view_rows
 
 PROPERTIES = settings(max_examples=60)
 

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuflash.recording import _needed, _Step, reach
+from cuflash.gpu.replay import _needed, _Step, reach
 
 STREAMS = 4
 KINDS = st.sampled_from(["work", "mark", "wait"])

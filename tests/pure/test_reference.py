@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 
 import cuflash.testing as ct
-from cuflash import reference
-from cuflash.operands import view_4d, view_rows
-from cuflash.options import Options
-from cuflash.problem import make_problem
+from cuflash.arrays.array_info import view_4d, view_rows
+from cuflash.spec.options import Options
+from cuflash.spec.problem import make_problem
+from cuflash.testing import reference
 
 SMALL: dict[str, Any] = {"max_seqlen": 8, "max_head_dim": 3, "max_scores": 128, "min_seqlen": 0}
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
-from cuflash.operands import DTYPES, softmax_dtype_of
-from cuflash.scalars import array_of
+from cuflash.arrays.array_info import DTYPES, softmax_dtype_of
+from cuflash.spec.scalars import array_of
 from tests.ranks import on_threads
 
 SEQLEN, DIM = 40, 8

@@ -8,8 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import cuflash.distributed as cd
+from cuflash.arrays.memory_ranges import Band, cut, cut_evenly, is_some, joined, places
 from cuflash.distributed.schedule import FEW, LARGEST_STEP, STEP_BYTES, make_schedule
-from cuflash.spans import Band, cut, cut_evenly, is_some, joined, places
 
 ANY: Any = cd  # for calls that a type checker refuses
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 import cuflash
 from cuflash.cpu import core, fallback
-from cuflash.problem import make_problem
+from cuflash.spec.problem import make_problem
 from cuflash.testing import check_gradients
 from cuflash.testing.rule import gradients_of, measure, yardsticks
 from tests.scored import Scored, scored, steep

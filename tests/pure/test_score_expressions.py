@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash.compiler import kernel_directory
 from cuflash.emulator import find_compiler
-from cuflash.score import Traced, hoisted_program_of, index_class, program_of
-from cuflash.score.derivatives import loads_of
-from cuflash.score.evaluation import clamped, evaluate
-from cuflash.score.factors import factored
-from cuflash.score.intervals import Tables, bounds_of
+from cuflash.gpu.compiler import kernel_directory
+from cuflash.score_mod import Traced, hoisted_program_of, index_class, program_of
+from cuflash.score_mod.derivatives import loads_of
+from cuflash.score_mod.evaluation import clamped, evaluate
+from cuflash.score_mod.factors import factored
+from cuflash.score_mod.intervals import Tables, bounds_of
 from tests import expressions
 from tests.expressions import BATCH, HEADS, SEQLEN_K, SEQLEN_Q, hoistable_scores, masks, scores
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash.score import COUNTED, KINDS_OF_READS, ORIGIN, Traced, hoisted_program_of, index_class, program_of
-from cuflash.score.evaluation import evaluate
-from cuflash.score.places import LARGEST_ORIGIN
+from cuflash.score_mod import COUNTED, KINDS_OF_READS, ORIGIN, Traced, hoisted_program_of, index_class, program_of
+from cuflash.score_mod.evaluation import evaluate
+from cuflash.score_mod.indexing import LARGEST_ORIGIN
 from tests import expressions
 from tests.expressions import hoistable_scores, masks, scores
 from tests.scored import SCORES, captured_of

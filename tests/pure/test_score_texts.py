@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash.compiler import kernel_directory
 from cuflash.emulator import find_compiler
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.score import Score, Traced, program_of
-from cuflash.score.nodes import INFIX, Node, in_order
+from cuflash.gpu.compiler import kernel_directory
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.score_mod import Score, Traced, program_of
+from cuflash.score_mod.nodes import INFIX, Node, in_order
 from cuflash.testing import check_gradients
 from tests import expressions
 from tests.expressions import SEQLEN_K, SEQLEN_Q, hoistable_scores, scores

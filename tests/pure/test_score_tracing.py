@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash.score import Traced, program_of
-from cuflash.score.evaluation import evaluate
+from cuflash.score_mod import Traced, program_of
+from cuflash.score_mod.evaluation import evaluate
 from tests.pure.test_score_expressions import inputs, program
 
 

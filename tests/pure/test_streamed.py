@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import interop
-from cuflash.parts import Parts
-from cuflash.spans import Band
+from cuflash.arrays import dlpack
+from cuflash.arrays.memory_ranges import Band
+from cuflash.shards.slices import Parts
 from cuflash.streaming import calls
 from cuflash.streaming.chunks import Chunk, chunks_of
 from tests.fakes import FakeDevice, FakeStream
@@ -344,7 +344,7 @@ def test_arguments_that_do_not_fit():
 
 
 def test_a_call_cannot_be_captured(monkeypatch):
-    monkeypatch.setattr(interop, "is_captured", lambda array: True)
+    monkeypatch.setattr(dlpack, "is_captured", lambda array: True)
     with pytest.raises(NotImplementedError, match=r"^k: got streamed keys while a CUDA graph is captured, expected "):
         cuflash.FlashAttention().forward(X, *cuflash.streamed(X, X))
 

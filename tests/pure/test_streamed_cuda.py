@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuflash.streaming.belts import Drain, Feed, is_direct
-from cuflash.streaming.cuda import Cuda
+from cuflash.shards.cuda import Cuda
+from cuflash.streaming.copy_pipeline import Drain, Feed, is_direct
 from tests.emulate.launcher import DeviceArray
 
 MEMCPY_DEFAULT, UNREGISTERED, HOST = 4, 0, 1
@@ -86,7 +86,7 @@ def host_array(how, device):
 
 @pytest.mark.parametrize("how", ["pinned", "rows first", "pageable"])
 def test_chunks_come_and_go(how, cupy, monkeypatch):
-    monkeypatch.setattr("cuflash.streaming.belts.SMALLEST_BLOCK", 512)
+    monkeypatch.setattr("cuflash.streaming.copy_pipeline.SMALLEST_BLOCK", 512)
     device = Cuda()
     array, result = (host_array(how, device) for _ in range(2))
     assert device.is_pinned(array) == (how != "pageable")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cuflash.distributed import streams as distributed_streams
 from cuflash.distributed.streams import AT_ONCE, STEPS_APART, CudaStreams, StreamsOfDevice, copy_all
-from cuflash.elementwise import wide_layout
+from cuflash.gpu.elementwise import wide_layout
 
 
 class Stream:

@@ -7,9 +7,9 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from cuflash import tensor_map
-from cuflash.operands import Operand
-from cuflash.tensor_map import encoder, tensor_map_spec
+from cuflash.arrays.array_info import Operand
+from cuflash.plan import tensor_map
+from cuflash.plan.tensor_map import encoder, tensor_map_spec
 
 OPERAND = Operand(shape=(2, 3, 300, 72), strides=(65_000, 21_600, 80, 1), dtype="bfloat16")
 

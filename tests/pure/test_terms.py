@@ -8,8 +8,7 @@ import pytest
 import cuflash
 import cuflash.testing as ct
 from cuflash.cli.main import make_parser
-from cuflash.problem import Problem
-from cuflash.terms import (
+from cuflash.spec.inputs import (
     ACTING,
     BY_NAME,
     DEFAULT_NEED,
@@ -25,6 +24,7 @@ from cuflash.terms import (
     PassArrays,
     Terms,
 )
+from cuflash.spec.problem import Problem
 
 
 def parameters(function):

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import reference
-from cuflash.options import Options
-from cuflash.problem import Problem, make_problem
-from cuflash.terms import NAMES
+from cuflash.spec.inputs import NAMES
+from cuflash.spec.options import Options
+from cuflash.spec.problem import Problem, make_problem
+from cuflash.testing import reference
 
 BASE = ct.Case(batch=2, num_heads=4, num_heads_kv=2, seqlen_q=23, seqlen_k=37, head_dim=24, head_dim_v=16)
 

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuflash.binding import PASSES
-from cuflash.operands import Operand
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.choose import MAX_HEAD_DIM
-from cuflash.planning.sm80 import (
+from cuflash.arrays.array_info import Operand
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.choose import MAX_HEAD_DIM
+from cuflash.plan.sm80.tiles import (
     BACKWARD_TILES,
     DQ_TILES,
     FORWARD_TILES,
@@ -22,7 +21,7 @@ from cuflash.planning.sm80 import (
     ForwardTile,
     ScoresTile,
 )
-from cuflash.planning.sm90.tiles import (
+from cuflash.plan.sm90.tiles import (
     BACKWARD_FLOAT32_SM90_TILES,
     BACKWARD_SM90_TILES,
     BACKWARD_TF32_SM90_TILES,
@@ -38,8 +37,9 @@ from cuflash.planning.sm90.tiles import (
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
 )
-from cuflash.planning.tiles import round_up, tile_bytes
-from cuflash.terms import DEFAULT_NEED
+from cuflash.plan.tiles import round_up, tile_bytes
+from cuflash.spec.binding import PASSES
+from cuflash.spec.inputs import DEFAULT_NEED
 from tests.problems import ARCHS, SIZES_OF_SHARED, biased, blocks_of, is_served, masked, problem_of
 from tests.scored import of_functions
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
-from cuflash.options import Options
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.traffic import L2_SHARE, Walk, key_rows, query_tiles
-from cuflash.problem import make_problem
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.traffic import L2_SHARE, Walk, key_rows, query_tiles
+from cuflash.spec.options import Options
+from cuflash.spec.problem import make_problem
 
 H200 = DeviceSpec.for_arch("9.0")
 HUGE, NONE = replace(H200, l2_bytes=2**60), replace(H200, l2_bytes=0)
@@ -205,7 +205,7 @@ def test_a_mask_is_read_once_where_a_kernel_looks_at_it(pass_, monkeypatch):
     q = view(np.zeros((), ct.numpy_dtype("bfloat16")), (2, 16, 8192, 64))
     problem, device = make_problem(Options(), q, q, q, mask=mask), DeviceSpec.for_arch("8.0")
     looked_at = traffic_of(problem, device, pass_)
-    monkeypatch.setattr("cuflash.planning.draft.LOOK_FLOPS", 2**63)
+    monkeypatch.setattr("cuflash.plan.draft.LOOK_FLOPS", 2**63)
     looked_up = traffic_of(problem, device, pass_)
     assert looked_up.read - looked_at.read == (2 * 16 - 1) * 8192**2
     assert (looked_up.tiles, looked_up.written) == (looked_at.tiles, looked_at.written)

@@ -17,23 +17,23 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash import progress, tuning
 from cuflash.cli.main import main
-from cuflash.compiler import CompileError
-from cuflash.planning import DeviceSpec, backward, choose_plan, forward
-from cuflash.planning.sm80 import ForwardTile
-from cuflash.planning.sm80_decode import DecodeTile
-from cuflash.planning.sm90.decode_tiles import DecodeFloat8Sm90Tile
-from cuflash.planning.sm90.tiles import (
+from cuflash.gpu import progress, tuning
+from cuflash.gpu.compiler import CompileError
+from cuflash.gpu.tuning import MARGIN, candidates, size_class, tune, tuned_plan
+from cuflash.plan import DeviceSpec, backward, choose_plan, forward
+from cuflash.plan.sm80.decode import DecodeTile
+from cuflash.plan.sm80.tiles import ForwardTile
+from cuflash.plan.sm90.decode_tiles import DecodeFloat8Sm90Tile
+from cuflash.plan.sm90.tiles import (
     BackwardFloat32Sm90Tile,
     ForwardFloat8Sm90Tile,
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
 )
-from cuflash.planning.sm90.wide_tiles import DecodeWideSm90Tile
-from cuflash.planning.tiles import round_up
+from cuflash.plan.sm90.wide_tiles import DecodeWideSm90Tile
+from cuflash.plan.tiles import round_up
 from cuflash.testing import Case
-from cuflash.tuning import MARGIN, candidates, size_class, tune, tuned_plan
 from tests.problems import problem_of
 
 H200 = DeviceSpec.for_arch("9.0")
@@ -351,7 +351,7 @@ def test_other_kernels_forget(monkeypatch):
 def test_sinks_that_have_a_gradient_or_not_are_one_problem(store):
     sinks = np.zeros(4, np.float32)
     q = np.zeros((1, 4, 64, 64), np.float16)
-    problem = cuflash.problem.make_problem(cuflash.options.Options(), q, q, q, sinks=sinks)
+    problem = cuflash.spec.problem.make_problem(cuflash.spec.options.Options(), q, q, q, sinks=sinks)
     plans = candidates(problem, H200, "backward", operands={})
     tune_quietly(plans, FakeDevice([2.0, 1.0]))
     assert tuned_plan(problem, H200, "backward").tiles == plans[1].tiles

@@ -1,4 +1,4 @@
-// Which weights dropout keeps: the bits of Philox-4x32-7, as `cuflash/dropout.py` describes them.
+// Which weights dropout keeps: the bits of Philox-4x32-7, as `cuflash/spec/dropout.py` describes them.
 #pragma once
 
 #include "vectors.h"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cuflash import emulator
-from cuflash.compiler import kernel_directory
+from cuflash.gpu.compiler import kernel_directory
 from tests.emulate.mutants.trials import TRIALS
 
 KERNELS = kernel_directory()

@@ -10,17 +10,17 @@ import numpy as np
 import cuflash.testing as ct
 from cuflash import emulator
 from cuflash.emulator.memory import Scratch
-from cuflash.options import Origin
-from cuflash.planning import DeviceSpec, choose_plan
-from cuflash.planning.sm80 import DqTile, ForwardTile
-from cuflash.planning.sm80_decode import DecodeTile
-from cuflash.planning.sm90.decode_tiles import DecodeSm90Tile
-from cuflash.planning.sm90.tiles import ForwardFloat8Sm90Tile, ForwardFloat32Sm90Tile, ForwardSm90Tile
-from cuflash.planning.sm90.wide_tiles import (
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.sm80.decode import DecodeTile
+from cuflash.plan.sm80.tiles import DqTile, ForwardTile
+from cuflash.plan.sm90.decode_tiles import DecodeSm90Tile
+from cuflash.plan.sm90.tiles import ForwardFloat8Sm90Tile, ForwardFloat32Sm90Tile, ForwardSm90Tile
+from cuflash.plan.sm90.wide_tiles import (
     ForwardWideSm90Tile,
 )
-from cuflash.planning.tiles import Tile
-from cuflash.terms import DEFAULT_NEED
+from cuflash.plan.tiles import Tile
+from cuflash.spec.inputs import DEFAULT_NEED
+from cuflash.spec.options import Origin
 from cuflash.testing.float8 import assert_float8
 from tests.emulate import attention
 from tests.emulate.checks import judge_functions
@@ -53,9 +53,9 @@ class Trial:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
         names = ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_OF_PART", "WAVES", "CAUSAL_WAVES") if self.shares else ()
         with (
-            mock.patch("cuflash.planning.key_splits.COMBINE_PIECES", 2**20 if self.combines else 0),
-            mock.patch.dict("cuflash.planning.backward.__dict__", dict.fromkeys(names, 0)),
-            mock.patch.dict("cuflash.planning.draft.__dict__", {"LOOK_BIAS_FLOPS": 0} if self.hides else {}),
+            mock.patch("cuflash.plan.key_splits.COMBINE_PIECES", 2**20 if self.combines else 0),
+            mock.patch.dict("cuflash.plan.backward.__dict__", dict.fromkeys(names, 0)),
+            mock.patch.dict("cuflash.plan.draft.__dict__", {"LOOK_BIAS_FLOPS": 0} if self.hides else {}),
         ):
             self._run(kernels)
 

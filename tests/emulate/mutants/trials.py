@@ -5,15 +5,15 @@ from typing import Any
 
 import cuflash.testing as ct
 from cuflash import emulator
-from cuflash.options import Origin
-from cuflash.planning.sm80 import BackwardTile, DqTile, ForwardTile, ScoresTile
-from cuflash.planning.sm90.decode_tiles import DecodeSm90Tile
-from cuflash.planning.sm90.tiles import (
+from cuflash.plan.sm80.tiles import BackwardTile, DqTile, ForwardTile, ScoresTile
+from cuflash.plan.sm90.decode_tiles import DecodeSm90Tile
+from cuflash.plan.sm90.tiles import (
     BackwardFloat32Sm90Tile,
     BackwardSm90Tile,
     ForwardFloat32Sm90Tile,
     ForwardSm90Tile,
 )
+from cuflash.spec.options import Origin
 from tests.emulate import attention
 from tests.emulate.mutants import trials_bias, trials_few, trials_float8, trials_large, trials_wide
 from tests.emulate.mutants.trial import FunctionTrial, Trial

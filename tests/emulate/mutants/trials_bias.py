@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import cuflash.testing as ct
-from cuflash.planning.sm90.tiles import BiasSm90Tile
+from cuflash.plan.sm90.tiles import BiasSm90Tile
 from tests.emulate.mutants.trial import Trial
 
 _CASE = ct.Case(

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from cuflash import emulator
-from cuflash.planning.sm80_decode import DecodeTile
+from cuflash.plan.sm80.decode import DecodeTile
 from tests.emulate.few_queries import CASE
 from tests.emulate.mutants.trial import Trial
 

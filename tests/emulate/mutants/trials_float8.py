@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import cuflash.testing as ct
-from cuflash.planning.sm80 import ForwardTile
-from cuflash.planning.sm90.decode_tiles import DecodeFloat8Sm90Tile
-from cuflash.planning.sm90.tiles import FORWARD_FLOAT8_SM90_TILES
+from cuflash.plan.sm80.tiles import ForwardTile
+from cuflash.plan.sm90.decode_tiles import DecodeFloat8Sm90Tile
+from cuflash.plan.sm90.tiles import FORWARD_FLOAT8_SM90_TILES
 from tests.emulate.mutants.trial import Trial
 
 _FLOAT8_TILES = (

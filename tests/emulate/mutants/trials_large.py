@@ -9,11 +9,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from cuflash.binding import bind
 from cuflash.emulator import SCHEDULES
 from cuflash.emulator.passes import run
-from cuflash.options import Options
-from cuflash.planning import DeviceSpec, choose_plan
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.spec.binding import bind
+from cuflash.spec.options import Options
 from tests.emulate.attention import on_kernels
 from tests.large_scores import (
     Backend,

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import cuflash.testing as ct
-from cuflash.planning.sm90.wide_tiles import (
+from cuflash.plan.sm90.wide_tiles import (
     BackwardWideSm90Tile,
     DecodeWideSm90Tile,
     DqWideSm90Tile,

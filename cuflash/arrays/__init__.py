@@ -1,0 +1,1 @@
+"""What arrays are: dtypes, strides, memory, DLPack, fp8."""

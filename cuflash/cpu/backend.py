@@ -1,0 +1,260 @@
+"""The backend of NumPy arrays, the CPU path: what `cuflash.gpu.backend` is for CuPy arrays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuflash import cpu
+from cuflash.arrays.checks import type_error, value_error
+from cuflash.arrays.dlpack import overlap
+from cuflash.cpu import core
+from cuflash.cpu.packed import check_starts
+from cuflash.spec.batch_axes import Calls, FirstCall, axes_of, first_call
+from cuflash.spec.binding import Binding, Contiguous, Pass, bind, of_pass
+from cuflash.spec.inputs import DEFAULT_NEED
+from cuflash.spec.options import Options
+from cuflash.spec.problem import Problem, check_pages
+
+MOST_KNOWN, MOST_ALIKE = 256, 16  # kinds of calls that are kept, by options and array names, and calls of one kind
+
+
+def forward(options: Options, given: dict[str, Any], random: tuple[int, int] = (0, 0)) -> tuple[Any, ...]:
+    """(out, lse) of NumPy arrays by name: q, k, v, and the terms, out and lse that are given.
+
+    `random` is the seed and the offset of dropout.
+    """
+    if results := _repeated("forward", options, given, ("out", "lse"), random):
+        return results
+    if axes := axes_of(options, given, ("out", "lse")):
+        calls = Calls(axes, options, given, ("out", "lse"), np, gives_parts=False)
+        return calls.run(lambda own, arrays: forward(own, _given(arrays), random))
+    problem = bound("forward", options, given).problem
+    return cpu.forward(problem, **given, seed=random[0], offset=random[1])
+
+
+def backward(
+    options: Options, given: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
+) -> tuple[Any, ...]:
+    """The gradients `need` of NumPy arrays, in the order of `GRADIENTS`.
+
+    `given` may have row sums (`cuflash.spec.row_sums`) where q, k and v are a part of a problem.
+    """
+    if "row_sums" in given:
+        problem = bound("backward", options, {name: x for name, x in given.items() if name != "row_sums"}, need).problem
+        return cpu.backward(problem, need=need, **given, seed=random[0], offset=random[1])
+    if results := _repeated("backward", options, given, need, random):
+        return results
+    if axes := axes_of(options, given, need):
+        calls = Calls(axes, options, given, need, np, gives_parts=False)
+        return calls.run(lambda own, arrays: backward(own, _given(arrays), need, random))
+    problem = bound("backward", options, given, need).problem
+    return cpu.backward(problem, need=need, **given, seed=random[0], offset=random[1])
+
+
+def row_sums(options: Options, given: dict[str, Any]) -> Any:
+    """Row max and row sum of rows whose lse is large, over the keys that are given (`cuflash.spec.row_sums`).
+
+    lse is that of these keys, or of all keys of which these are a part. There is one batch axis, and the layout "bhsd".
+    """
+    problem = bound("forward", options, {name: x for name, x in given.items() if name != "lse"}).problem
+    return cpu.row_sums(problem, **given)
+
+
+def plan(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> CpuPlan:
+    """The plan of what `forward` and `backward` would compute."""
+    first = _first(options, arrays)
+    axes = first.axes
+    if axes:
+        axes = first_call(options, of_pass("backward", arrays, options), need, np, gives_parts=False).axes
+    return CpuPlan(problem=bound("forward", first.options, _given(first.arrays)).problem, need=need, axes=axes)
+
+
+def compile(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> None:
+    """Check the arguments only, because there is nothing to compile."""
+    first = _first(options, arrays)
+    bound("forward", first.options, _given(first.arrays))
+
+
+def _first(options: Options, arrays: Mapping[str, Any]) -> FirstCall:
+    """The first of the forward passes that make up a call."""
+    own = of_pass("forward", arrays, options)
+    return first_call(options, own, ("out", "lse"), np, gives_parts=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuPlan:
+    """The result of `FlashAttention.plan` for NumPy arrays."""
+
+    problem: Problem
+    need: tuple[str, ...] = DEFAULT_NEED  # the gradients that are wanted
+    axes: str = ""  # how the call goes through leading axes; empty if there are none
+    note: str = ""  # further remarks on the call
+
+    def noted(self, note: str) -> CpuPlan:
+        """The plan with a note."""
+        return replace(self, note=note)
+
+    def describe(self) -> str:
+        """The plan in words, several lines."""
+        p = self.problem
+        heads = f"{p.num_heads} heads" + (f" over {p.num_heads_kv} key/value heads" if p.group_size > 1 else "")
+        sizes = f"seqlen {p.seqlen_q} x {p.seqlen_k}, head_dim {p.head_dim}, head_dim_v {p.head_dim_v}"
+        sizes += " (packed: seqlen of all, work as of equal lengths)" if p.is_packed else ""
+        backward = f"{p.backward_flops / 1e9:.3g} GFLOP backward"
+        if p.why_no_gradients is not None:
+            backward = f"no backward pass with {p.why_no_gradients}"
+        dtypes = f"{p.dtype} in and out" + (f", {p.k.dtype} in k and v" if p.has_float8 else "")
+        if p.multiplies_float8:
+            dtypes = f"{p.q.dtype} in q, k and v, {p.dtype} out"
+        return "\n".join(
+            (
+                "CPU path: tiled online softmax on NumPy arrays, because the arguments are in host memory",
+                f"  computed  by {cpu.describe(p, self.need)}",
+                f"  problem   batch {p.batch}, {heads}, {sizes}, layout {p.layout}",
+                *((f"  axes      {self.axes}",) if self.axes else ()),
+                f"  precision {dtypes}, {p.softmax_dtype} inside",
+                f"  work      {p.forward_flops / 1e9:.3g} GFLOP forward, {backward}",
+                f"  memory    linear in seqlen; the plain formula's scores would take {p.naive_bytes / 2**20:.4g} MiB",
+                *(f"  {line}" for line in (p.program.on_numpy().describe().splitlines() if p.has_functions else ())),
+                *(f"  {line}" for line in self.note.splitlines()),
+            )
+        )
+
+
+def bound(pass_: Pass, options: Options, given: Mapping[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> Binding:
+    """The binding of a call on NumPy arrays; this also checks values, which only arrays in host memory allow."""
+    shapes = tuple((name, x.shape, x.strides, x.dtype) for name, x in given.items())
+    binding = bind_arrays_like(pass_, options, shapes, need)
+    problem = binding.problem
+    if problem.is_packed:
+        check_starts(problem, given["cu_seqlens_q"], given["cu_seqlens_k"])
+    if problem.kv_lengths is not None:
+        lengths = given["kv_lengths"]
+        outside = lengths[(lengths < 0) | (lengths > problem.seqlen_k)]
+        if outside.size:
+            raise value_error("kv_lengths", f"an entry {outside[0]}", f"0 to seqlen_k = {problem.seqlen_k}")
+    if problem.block_table is not None:
+        check_pages(problem, given["block_table"], given["kv_lengths"])
+    if len(binding.allocated) < len(binding.results):
+        _check_apart(given, binding.results)
+    return binding
+
+
+def _given(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays that are not None."""
+    return {name: x for name, x in arrays.items() if x is not None}
+
+
+def _check_apart(given: Mapping[str, Any], results: tuple[str, ...]) -> None:
+    """Refuse results that share memory with another array."""
+    others = {name: x for name, x in given.items() if name not in results}
+    for result in (name for name in results if name in given):
+        for name, x in others.items():
+            if overlap(given[result], x):
+                raise value_error(result, f"memory shared with {name}", "memory of its own")
+        others[result] = given[result]
+
+
+class _Like(NamedTuple):
+    """The properties of a NumPy array that a binding depends on."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: Any
+
+
+class _Repeatable(NamedTuple):
+    """Calls that differ only in addresses, in numbers in arrays, and in the seed and the offset of dropout."""
+
+    prepared: core.Prepared
+    arrays: tuple[_Like, ...]  # those that are given
+    allocated: tuple[tuple[tuple[int, ...], Any], ...]  # shapes and dtypes of results without an array of the caller
+    places: tuple[int, ...]  # indices of the results among the given arrays, followed by the allocated ones
+
+
+class _Known(NamedTuple):
+    """Calls with the same options on arrays of the same names, the latest one first."""
+
+    table: bytes
+    calls: tuple[_Repeatable, ...]
+
+
+_known: dict[tuple[Any, ...], _Known] = {}
+
+
+def _repeated(
+    pass_: Pass, options: Options, given: Mapping[str, Any], need: tuple[str, ...], random: tuple[int, int]
+) -> tuple[Any, ...] | None:
+    """The results of a call, if the core computes it without a check of the values in arrays; else None.
+
+    A small call takes half the time this way.
+    """
+    if core.why_not() is not None:
+        return None
+    key, arrays = (pass_, options, need, *given), tuple(given.values())
+    known = _known.get(key)
+    number = core.find(known.table, arrays) if known is not None else -1
+    call = known.calls[number] if known is not None and number >= 0 else _remembered(key, given)
+    if call is None:
+        return None
+    if call.allocated:
+        arrays += tuple([np.empty(shape, dtype) for shape, dtype in call.allocated])
+    status = core.compute(call.prepared, arrays, random, are_apart=False)
+    if status == core.NOT_APART:
+        _check_apart(given, need)
+        status = core.compute(call.prepared, arrays, random, are_apart=True)
+    return tuple([arrays[place] for place in call.places]) if status == core.DONE else None
+
+
+def _remembered(key: tuple[Any, ...], given: Mapping[str, Any]) -> _Repeatable | None:
+    """Prepare a call that was not found, and store it, so that it is found next time. `key` is that of `_known`."""
+    pass_, options, need, *_ = key
+    likes = tuple([(name, x.shape, x.strides, x.dtype) for name, x in given.items()])
+    call = _repeatable(pass_, options, likes, need)
+    known = _known.get(key)
+    calls = known.calls if known else ()
+    if call is not None and not any(call is one for one in calls):
+        if len(_known) >= MOST_KNOWN:
+            _known.clear()
+        calls = (call, *calls[: MOST_ALIKE - 1])
+        _known[key] = _Known(core.table_of([one.arrays for one in calls]), calls)
+    return call
+
+
+@functools.lru_cache(maxsize=256)
+def _repeatable(pass_: Pass, options: Options, likes: tuple[Any, ...], need: tuple[str, ...]) -> _Repeatable | None:
+    """What calls on arrays like these have in common, if the core computes them as they are; else None.
+
+    It is None with leading axes, and if numbers in arrays have to be checked or scaled first.
+    """
+    arrays = {name: _Like(*like) for name, *like in likes}
+    if axes_of(options, arrays, need):
+        return None
+    binding = bind_arrays_like(pass_, options, likes, need)
+    problem = binding.problem
+    looks_at_numbers = problem.is_packed or problem.kv_lengths is not None or problem.block_table is not None
+    not_alone = problem.has_float8 or problem.has_functions
+    if looks_at_numbers or not_alone or binding.results != need or core.why_not(problem) is not None:
+        return None
+    every: dict[str, Any] = {**arrays, **{name: Contiguous(shape, dtype) for name, shape, dtype in binding.allocated}}
+    prepared = core.prepare(problem, every, pass_ == "backward")
+    allocated = tuple((shape, dtype) for _, shape, dtype in binding.allocated)
+    places = tuple(map(list(every).index, binding.results))
+    return prepared and _Repeatable(prepared, tuple(arrays.values()), allocated, places)
+
+
+@functools.lru_cache(maxsize=256)
+def bind_arrays_like(pass_: Pass, options: Options, arrays: tuple[Any, ...], need: tuple[str, ...]) -> Binding:
+    """The binding of arrays by (name, shape, strides, dtype), cached: a look-up takes a tenth of the time to bind."""
+    likes = {name: _Like(*like) for name, *like in arrays}
+    for name, (_, _, dtype) in likes.items():
+        if not dtype.isnative:
+            raise type_error(name, f"dtype {dtype.str}", f"native byte order: {name}.astype({dtype.name!r})")
+    binding = bind(pass_, options, likes, need=need)
+    binding.problem.program.on_numpy()  # refuses a score that only a GPU computes
+    return binding

@@ -1,0 +1,183 @@
+"""Rows travel from rank to rank: those of a step while the rank computes with those of the step before.
+
+Rows travel in one of two layouts. If all rows that a rank meets come from one other rank, they have the layout (batch,
+heads, rows, ...), and the sender may send them from its own array. Otherwise the axis of rows comes first: then the
+rows of each sender are contiguous, and are received where they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cuflash.arrays.memory_ranges import Span, cut, is_some, places
+from cuflash.distributed.rank import Run, of_heads
+from cuflash.distributed.schedule import Round, Walk
+from cuflash.distributed.streams import Streams, copy_all
+from cuflash.distributed.transports import Message
+from cuflash.spec.inputs import BROADCAST
+
+Array = Any
+STEPS_AHEAD = 2  # steps whose rows are under way at the same time
+
+
+class Cargo(NamedTuple):
+    """An array whose rows travel."""
+
+    array: Array
+    has_columns: bool  # whether its last axis is keys; a rank needs the columns of its own keys
+
+
+class Store(NamedTuple):
+    """The rows of some spans, one after the other, for arrays by name."""
+
+    spans: tuple[Span, ...]
+    arrays: dict[str, Array]
+
+
+class Held(NamedTuple):
+    """The rows that the calls of a step meet."""
+
+    stores: tuple[Store, ...]
+
+    def rows(self, met: Sequence[Span]) -> dict[str, Array]:
+        """The rows of some spans, which have to lie one after the other in a store."""
+        if not is_some(met[0]):
+            return {name: x[:, :, :0] for name, x in self.stores[0].arrays.items()}
+        for store in self.stores:
+            at = places(met, store.spans)
+            if at is not None:
+                return {name: x[:, :, at] for name, x in store.arrays.items()}
+        raise AssertionError(f"rows {met} of {[store.spans for store in self.stores]}")
+
+
+@dataclass
+class _Journey:
+    """The rows of a step that are ready to travel, and memory for those that come."""
+
+    sends: list[Message]
+    receives: list[Message]
+    held: Held
+    pending: Any = None  # the exchange, once it has begun
+
+
+class Rows:
+    """The rows that the calls of a walk meet, step by step."""
+
+    def __init__(
+        self,
+        run: Run,
+        walk: Walk,
+        own: Sequence[str],
+        names: Sequence[str],
+        makes: Mapping[str, Callable[[], Array]] | None = None,
+    ) -> None:
+        """Calls on this rank's rows get the arrays `own`; the arrays `names` travel, some made by `makes` for that."""
+        self.run, self.walk, self.own, self.names = run, walk, own, names
+        self._makes = makes or {}
+        self._made: dict[str, Array] = {}
+        self._journeys: dict[int, _Journey] = {}  # by step, those that are not over
+
+    def steps(self, *, in_turn: bool = False) -> Iterator[tuple[Round, Span, Held, Streams]]:
+        """The round and the key/value heads of each step, and the rows that its calls meet."""
+        run, steps, streams = self.run, self.walk.steps, self.run.streams.begin(self.run.arrays["q"])
+        travelling = [number for number, (a_round, _) in enumerate(steps) if a_round.transfers]
+        try:
+            for number, (a_round, heads) in enumerate(steps):
+                # If the host runs ahead of calls, it makes those on own rows before it makes rows ready to travel.
+                if travelling and (a_round.transfers or not streams.goes_on):
+                    with streams.rows():
+                        self._send([i for i in travelling if i >= number][:STEPS_AHEAD], number)
+                        if number in self._journeys:
+                            journey = self._journeys.pop(number)
+                            run.finish(journey.pending)
+                if a_round.transfers:
+                    held = journey.held
+                else:
+                    with streams.rows():  # calls wait for it, also where columns are put together
+                        held = Held(self._mine(a_round, heads))
+                streams.arrived(in_turn=in_turn)
+                streams.keep(held)
+                yield a_round, heads, held, streams
+                if number < len(steps) - 1:
+                    streams.next_step()
+        finally:
+            streams.end()
+
+    def _send(self, upcoming: Sequence[int], step: int) -> None:
+        """Let the rows of some steps begin to travel; while ranks have not agreed yet, only make them ready."""
+        for number in upcoming:
+            if number not in self._journeys:
+                self._journeys[number] = self._journey(*self.walk.steps[number])
+        if step in self._journeys or not self.run.is_waiting():
+            for journey in self._journeys.values():
+                if journey.pending is None:
+                    journey.pending = self.run.start(journey.sends, journey.receives)
+
+    def _mine(self, a_round: Round, heads: Span) -> tuple[Store, ...]:
+        """This rank's rows, where they are in memory."""
+        arrays = {name: self._cargo(name, heads) for name in self.own}
+        mine = {name: self._columns(x, self.run.rank) for name, x in arrays.items()}
+        return (Store(a_round.split.spans[self.run.rank], mine),)
+
+    def _journey(self, a_round: Round, heads: Span) -> _Journey:
+        """The rows of a step, made ready to travel, and memory for those that come."""
+        run, split, rank = self.run, a_round.split, self.run.rank
+        cargo = {name: self._cargo(name, heads) for name in self.names}
+        sends, copies = self._departing(a_round, cargo)
+        stores, receives = [], []
+        own, spans = split.spans[rank], a_round.held(rank)
+        coming = [transfer for transfer in a_round.transfers if transfer.target == rank]
+        mine = {name: self._columns(x, rank) for name, x in cargo.items()}
+        for of_store in [spans] if not any(cut(span, own) for span in spans) else [(span,) for span in spans]:
+            if places(of_store, own) is not None:  # this rank holds all of it
+                stores.append(Store(of_store, {name: x[:, :, places(of_store, own)] for name, x in mine.items()}))
+                continue
+            count = sum(stop - start for start, stop in of_store)
+            store = Store(of_store, {name: run.room(a_round, rank, count, x, x.dtype) for name, x in mine.items()})
+            stores.append(store)
+            for span in of_store:
+                for part in cut(span, own):
+                    at, local = places([part], of_store), split.local(rank, part)
+                    copies += [(store.arrays[name][:, :, at], x[:, :, local]) for name, x in mine.items()]
+            for transfer in coming:
+                at = places([transfer.rows], of_store)
+                if at is not None:
+                    found = (store.arrays[name][:, :, at] for name in cargo)
+                    receives += [(transfer.source, run.as_sent(a_round, rank, x)) for x in found]
+        copy_all(copies)
+        return _Journey(sends, receives, Held(tuple(stores or [Store((), mine)])))
+
+    def _departing(self, a_round: Round, cargo: dict[str, Cargo]) -> tuple[list[Message], list[tuple[Array, Array]]]:
+        """The messages of this rank, and the copies that make rows contiguous for them."""
+        run, sends, copies = self.run, [], []
+        for transfer in a_round.transfers:
+            if transfer.source == run.rank:
+                local = a_round.split.local(run.rank, transfer.rows)
+                for x in cargo.values():
+                    mine = self._columns(x, transfer.target)[:, :, local]
+                    message = run.as_sent(a_round, transfer.target, mine)
+                    if not message.flags.c_contiguous:
+                        packed = run.room(a_round, transfer.target, mine.shape[2], mine, mine.dtype)
+                        copies.append((packed, mine))
+                        message = run.as_sent(a_round, transfer.target, packed)
+                    sends.append((transfer.target, message))
+        return sends, copies
+
+    def _cargo(self, name: str, heads: Span) -> Cargo:
+        run = self.run
+        if name in self._makes and name not in self._made:
+            self._made[name] = self._makes[name]()
+        array = self._made[name] if name in self._made else run.arrays[name]
+        if name in BROADCAST:
+            return Cargo(of_heads(array, run.q_heads(heads), run.problem.num_heads), array.shape[3] != 1)
+        return Cargo(array[:, slice(*heads) if name in ("k", "v") else run.q_heads(heads)], False)
+
+    def _columns(self, x: Cargo, target: int) -> Array:
+        """The array; if its columns are keys, only those of a rank's keys, one span after the other."""
+        if not x.has_columns:
+            return x.array
+        spans = self.run.schedule.split_k.spans[target]
+        pieces = [x.array[..., slice(*span)] for span in spans] or [x.array[..., :0]]
+        return self.run.xp.concatenate(pieces, axis=-1)

@@ -1,0 +1,1 @@
+"""The GPU: compiling, launching, timing and tuning plans."""

@@ -1,0 +1,521 @@
+"""From CuPy arrays to kernel launches: pointers, scratch memory, stream, and the cache that makes a call cheap.
+
+The first call of a problem binds its arrays, plans it and compiles or loads its kernels. The result is a `_Launch`. Its
+key in the cache has everything that it depends on: options, shapes, strides, dtypes, pointer alignment, device. Later
+calls look it up, fill in the pointers and launch, on CuPy's current stream of the arrays' device, without a
+synchronisation.
+
+The number of keys is an exception. A forward pass whose k and v grow by a row with each call, as they do in decoding,
+finds the launch of the call before: the key has only those properties of the number of keys that a plan depends on, and
+each call fills in the number itself. Most of the time for that goes into new tensor maps. Maps can stay the same if k
+and v are slices of a longer cache, so that their memory continues after them, and if the kernel hides all keys past the
+last one. Then the maps reach over as many keys as the launch serves.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import math
+import os
+import secrets
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+
+from cuflash.arrays.array_info import FLOAT8, extent, numpy_dtype
+from cuflash.arrays.checks import value_error
+from cuflash.arrays.dlpack import overlap
+from cuflash.gpu.compiler import compile_spec, with_resources
+from cuflash.gpu.params import Argument
+from cuflash.gpu.replay import Recording, of_thread
+from cuflash.gpu.tuning import candidates, tuned_plan
+from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan
+from cuflash.plan.tensor_map import encoder
+from cuflash.spec import row_sums as of_rows
+from cuflash.spec.batch_axes import Calls, axes_of, first_call
+from cuflash.spec.binding import FIXED, INPUTS, Binding, Growing, Pass, bind, growing_keys, of_pass, planned_length
+from cuflash.spec.inputs import DEFAULT_NEED
+from cuflash.spec.options import Options
+
+MEMORY_CLOCK_AND_WIDTH = (36, 37)  # cudaDevAttrMemoryClockRate in kHz, cudaDevAttrGlobalMemoryBusWidth in bits
+MAX_LAUNCHES = 1024  # launches that are kept; each takes 10 KB
+OVERLAP_IN_GRAPHS = 12030  # from this CUDA version of the driver on, graphs can hold launches that overlap
+
+
+class Plans(NamedTuple):
+    """The plans of both passes of one problem."""
+
+    forward: LaunchPlan
+    backward: LaunchPlan | None  # None for a problem that has no gradients
+
+    def describe(self) -> str:
+        """Both plans in words."""
+        if self.backward is None:
+            return self.forward.describe() + f"\nno backward pass with {self.forward.problem.why_no_gradients}"
+        return self.forward.describe() + "\n" + self.backward.describe()
+
+    def noted(self, note: str) -> Plans:
+        """The plans with a note before their reasons."""
+        forward, backward = (plan and replace(plan, reason=f"{note}\n{plan.reason}") for plan in self)
+        return Plans(forward or self.forward, backward)
+
+
+class _Kernel(NamedTuple):
+    function: Any  # cupy.cuda.Function, which keeps the module loaded
+    handle: int  # of the function
+    grid: int
+    threads: int
+    shared_bytes: int
+    config_of: Callable[[int], Any] | None  # from a stream to a launch that overlaps the kernel before; or None
+
+
+@dataclass(eq=False, slots=True)
+class _Launch:
+    """All that is known of a call except its pointers and, if the plan serves several, its number of keys."""
+
+    plan: LaunchPlan
+    seqlen_k: int  # the number of keys of the plan
+    any_length: bool  # whether it serves calls with other numbers of keys that are planned alike
+    kernels: tuple[_Kernel, ...]
+    run_overlapping: Callable[..., tuple[Any]]  # cuLaunchKernelEx
+    argument: Argument  # with pointers of the arrays of the call, results that it allocates, and scratch arrays
+    # For each tensor map: a function of address and number of rows, the index of the pointer, the rows (0: all keys).
+    maps: tuple[tuple[Callable[[int, int], bytes], int, int], ...]
+    results: tuple[str, ...]
+    allocated: tuple[tuple[int, tuple[int, ...], Any], ...]  # index, shape and dtype of results that the call allocates
+    copied: tuple[tuple[str, int], ...]  # arrays of which kernels get copies, and the indices of their pointers
+    scratch: tuple[int, ...]  # first byte of each scratch array in one allocation
+    scratch_bytes: int  # size of that allocation
+    longest: int  # the most keys that it serves, if maps of k and v may have so many; else 0
+    of_longest: tuple[tuple[str, int], ...]  # k and v, and the offset in bytes at which so many keys end
+    extents: tuple[tuple[int, int], ...]  # first and end byte of each array of the call, relative to its pointer
+    given: tuple[tuple[str, int, int], ...]  # results that the call is given, with indices of array and result
+    last_call: int = 0  # the number of its last call
+
+
+_launches: dict[tuple, _Launch] = {}
+# Every call has a number of its own, by which kernels tell what they have written from earlier contents of memory. The
+# numbers start at a random one, so that memory holds one of them only by chance, and stay below 2**48.
+_calls = itertools.count(secrets.randbits(47))
+
+
+def forward(options: Options, arrays: dict[str, Any], random: tuple[int, int] = (0, 0)) -> tuple[Any, ...]:
+    """(out, lse) of CuPy arrays by name: q, k, v, and all terms, out and lse, which may be None.
+
+    `random` is the seed and the offset of dropout.
+    """
+    return _call("forward", options, arrays, ("out", "lse"), random)
+
+
+def backward(
+    options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
+) -> tuple[Any, ...]:
+    """The gradients `need` of CuPy arrays, in the order of `GRADIENTS`.
+
+    `arrays` are those of `forward` without a block table; also dout, dlse or None, and the gradients to write to.
+    """
+    if "row_sums" not in arrays:
+        return _call("backward", options, arrays, need, random)
+    others = {name: x for name, x in arrays.items() if name != "row_sums"}
+    return _call("backward", options, others, need, random, PartSums(arrays, arrays["row_sums"]))
+
+
+def row_sums(options: Options, arrays: dict[str, Any]) -> Any:
+    """Row max and row sum of rows whose lse is large, in host memory (`cuflash.spec.row_sums`), over the keys of a
+    call.
+
+    lse is that of these keys. There is one batch axis, and the layout "bhsd".
+    """
+    q, v = arrays["q"], arrays["v"]
+    zeros = cupy.broadcast_to(cupy.zeros(v.shape[-1], q.dtype), (*q.shape[:-1], v.shape[-1]))
+    sums = PartSums(arrays)
+    of_call = {**arrays, "out": zeros, "dout": zeros, "dlse": None, "dk": None, "dv": None}
+    _call("backward", options, of_call, ("dk", "dv"), (0, 0), sums)
+    return sums.found
+
+
+def plan(options: Options, arrays: dict[str, Any], need: Collection[str] = DEFAULT_NEED) -> Plans:
+    """The plans of `forward` and `backward`; this compiles the kernels, to tell how many registers they take."""
+
+    device = device_spec(arrays["q"].data.device_id)
+
+    def plan_of(pass_: Pass) -> LaunchPlan:
+        results = tuple(need) if pass_ == "backward" else ("out", "lse")
+        first = first_call(options, of_pass(pass_, arrays, options), results, cupy, gives_parts=True)
+        binding = _bind(pass_, first.options, first.arrays, need)
+        plan = with_resources(tuned_plan(binding.problem, device, pass_, **binding.layout))
+        return replace(plan, reason=f"{first.axes}\n{plan.reason}") if first.axes else plan
+
+    forward = plan_of("forward")
+    return Plans(forward, None if forward.problem.why_no_gradients is not None else plan_of("backward"))
+
+
+def compile(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> None:
+    """Compile and load the kernels of both passes, and let CuPy's pool of the current stream grow to what they need.
+
+    A later call on arrays of these shapes and strides compiles nothing and takes no new memory from the device. This
+    runs both passes once on the given arrays, or only the forward pass if there is no backward pass.
+    """
+    with cupy.cuda.Device(arrays["q"].data.device_id):
+        out, lse = forward(options, arrays)
+        if arrays.get("block_table") is None and arrays["k"].dtype.name not in FLOAT8:
+            backward(options, arrays | {"dout": cupy.zeros_like(out), "out": out, "lse": lse}, need)
+
+
+def trials(
+    pass_: Pass, options: Options, arrays: dict[str, Any], random: tuple[int, int]
+) -> tuple[tuple[LaunchPlan, ...], Callable[[LaunchPlan], Callable[[], tuple[Any, ...]]]]:
+    """The plans that tuning tries for a call, and a function that turns a plan into a call that runs it.
+
+    `arrays` are those of `forward` or `backward`, without results; CuPy's current device is that of the arrays.
+    """
+    results = DEFAULT_NEED if pass_ == "backward" else ("out", "lse")
+    options, arrays, _ = first_call(options, arrays, results, cupy, gives_parts=True)
+    binding = _bind(pass_, options, arrays, DEFAULT_NEED)
+    pointers = [array.data.ptr for array in arrays.values() if array is not None]
+
+    def call_by(plan: LaunchPlan) -> Callable[[], tuple[Any, ...]]:
+        launch = _launch_of(binding, plan, arrays)
+        return lambda: _start(launch, arrays, list(pointers), random, plan.problem.seqlen_k)
+
+    device = device_spec(arrays["q"].data.device_id)
+    return candidates(binding.problem, device, pass_, **binding.layout), call_by
+
+
+def forget_launches() -> None:
+    """Forget all launches, so that later calls are planned again."""
+    _launches.clear()
+
+
+@functools.cache
+def device_spec(device_id: int) -> DeviceSpec:
+    """The device's limits, as CUDA reports them; `CUFLASH_ARCH` overrides the compute capability if it is set."""
+    properties = cupy.cuda.runtime.getDeviceProperties(device_id)
+    spec = DeviceSpec(
+        name=properties["name"].decode(),
+        arch=10 * properties["major"] + properties["minor"],
+        num_sms=properties["multiProcessorCount"],
+        shared_bytes_per_block=properties["sharedMemPerBlockOptin"],
+        shared_bytes_per_sm=properties["sharedMemPerMultiprocessor"],
+        l2_bytes=properties["l2CacheSize"],
+        bytes_per_s=_bytes_per_s(device_id),
+    )
+    wanted = os.environ.get("CUFLASH_ARCH")
+    return spec.as_arch(wanted) if wanted else spec
+
+
+def _bytes_per_s(device_id: int) -> float:
+    """The bandwidth of device memory: two transfers per clock, over the width of the bus."""
+    clock_khz, bits = (cupy.cuda.runtime.deviceGetAttribute(x, device_id) for x in MEMORY_CLOCK_AND_WIDTH)
+    return 2 * 1e3 * clock_khz * bits / 8
+
+
+# ---- A call ----------------------------------------------------------------------------------------------------------
+
+
+def _call(
+    pass_: Pass,
+    options: Options,
+    arrays: dict[str, Any],
+    results: tuple[str, ...],
+    random: tuple[int, int],
+    sums: PartSums | None = None,
+) -> tuple[Any, ...]:
+    """Run one pass. This code takes as long on the host as a launch, so it is written for speed."""
+    device_id = arrays["q"].data.device_id
+    if device_id != cupy.cuda.runtime.getDevice():
+        with cupy.cuda.Device(device_id):
+            return _call(pass_, options, arrays, results, random, sums)
+    names, axis, seqlen_k, alike = growing = growing_keys(options, arrays) if pass_ == "forward" else FIXED
+    key: list[Any] = [pass_, options, results, alike]
+    pointers: list[int] = []
+    for name, array in arrays.items():
+        if array is not None:
+            memory, shape = array.data, array.shape
+            pointer = memory.ptr
+            pointers.append(pointer)
+            if name in names:
+                key += (shape[:axis], shape[axis + 1 :])
+            else:
+                key.append(shape)
+            key += (name, array.strides, array.dtype, pointer & 15, memory.device_id)
+    key.append(arrays["k"].data.ptr == arrays["v"].data.ptr)  # then v may be the first columns of k
+    of_any = tuple(key)
+    launch = _launches.get(of_any) or _launches.get((of_any, seqlen_k))
+    if launch is None:
+        axes = axes_of(options, arrays, results)
+        if axes is not None:
+            call = functools.partial(_call, pass_, results=results, random=random)
+            return Calls(axes, options, arrays, results, cupy, gives_parts=True).run(call)
+        binding = _bind(pass_, options, arrays, results)
+        plan = tuned_plan(binding.problem, device_spec(device_id), pass_, **binding.layout)
+        launch = _launch_of(binding, plan, arrays, growing)
+        _keep(of_any if launch.any_length or not names else (of_any, seqlen_k), launch)
+    return _start(launch, arrays, pointers, random, seqlen_k or launch.seqlen_k, sums)
+
+
+def _keep(key: tuple, launch: _Launch) -> None:
+    """Remember a launch. If there are too many, only the half that was used last is kept."""
+    if len(_launches) >= MAX_LAUNCHES:
+        by_use = sorted(list(_launches.items()), key=lambda item: item[1].last_call)
+        for old, _ in by_use[: MAX_LAUNCHES // 2]:
+            _launches.pop(old, None)
+    _launches[key] = launch
+
+
+def _start(
+    launch: _Launch,
+    arrays: Mapping[str, Any],
+    pointers: list[int],
+    random: tuple[int, int],
+    seqlen_k: int,
+    sums: PartSums | None = None,
+) -> tuple[Any, ...]:
+    """Launch on the current device. `pointers` are those of the given arrays."""
+    results: list[Any] = [None] * len(launch.results)
+    for name, index, result in launch.given:
+        _check_overlap(index, launch.extents, pointers, arrays)
+        results[result] = arrays[name]
+
+    copies = {}
+    for name, index in launch.copied:
+        array = arrays[name].bits if arrays[name].dtype.name in FLOAT8 else arrays[name]
+        copies[name] = copy = cupy.empty(array.shape, array.dtype)
+        pointers[index] = copy.data.ptr
+        if name not in launch.results:
+            copy[...] = array
+    for index, shape, dtype in launch.allocated:
+        results[index] = array = cupy.ndarray(shape, dtype)
+        pointers.append(array.data.ptr)
+    scratch = None
+    if launch.scratch:
+        scratch = cupy.cuda.alloc(launch.scratch_bytes)  # goes back to the pool in stream order
+        first = scratch.ptr
+        for offset in launch.scratch:
+            pointers.append(first + offset)
+    mapped = launch.longest or seqlen_k
+    for name, end in launch.of_longest:
+        memory = arrays[name].data
+        if memory.ptr + end > memory.mem.ptr + memory.mem.size:
+            mapped = seqlen_k
+    if sums is None:
+        _run(launch, pointers, _maps(launch, pointers, mapped), random, seqlen_k)
+    else:
+        sums.run(launch, pointers, _maps(launch, pointers, mapped), random, scratch)
+    if of_thread.recording is not None:
+        _record(of_thread.recording, launch, arrays, results, pointers, seqlen_k, sums)
+    for name, copy in copies.items():
+        if name in launch.results:
+            arrays[name][...] = copy
+    return tuple(results)
+
+
+def _maps(launch: _Launch, pointers: list[int], seqlen_k: int) -> list[bytes]:
+    return [map_of(pointers[index], rows or seqlen_k) for map_of, index, rows in launch.maps]
+
+
+def _run(launch: _Launch, pointers: list[int], maps: list[bytes], random: tuple[int, int], seqlen_k: int) -> None:
+    """Launch. `pointers` are those of the given arrays, of the results that the call allocates, and of scratch."""
+    launch.last_call = call = next(_calls)
+    frame = launch.argument.frame(pointers, maps, random, seqlen_k, call)
+    _launch_kernels(launch, launch.kernels, frame.address)
+    launch.argument.give_back(frame)
+
+
+def _launch_kernels(launch: _Launch, kernels: tuple[_Kernel, ...], kernel_params: int) -> None:
+    # On the host of an H200 this way of launching took 3.0 us, and cuda.bindings took 3.6 us; in another run that took
+    # 3.9 us, and CuPy's kernel object 5.3 us.
+    run = cupy.cuda.driver.launchKernel
+    stream = cupy.cuda.get_current_stream().ptr
+    for _, handle, grid, threads, shared_bytes, config_of in kernels:
+        if config_of is None:
+            run(handle, grid, 1, 1, threads, 1, 1, shared_bytes, stream, kernel_params, 0)
+        else:
+            (error,) = launch.run_overlapping(config_of(stream), handle, kernel_params, 0)
+            if error.value:
+                raise RuntimeError(f"cuLaunchKernelEx returned {error.name}")
+
+
+class PartSums:
+    """The row sums of a backward pass over some keys of a problem (`cuflash.spec.row_sums`), which its first kernels
+    find.
+
+    They are read there; or those of all keys are put in their place, before the other kernels read them.
+    """
+
+    def __init__(self, arrays: Mapping[str, Any], given: Any = None) -> None:
+        q, self.lse, self.given = arrays["q"], arrays["lse"], given
+        self.starts = None if arrays.get("cu_seqlens_q") is None else of_rows.on_host(arrays["cu_seqlens_q"])
+        self.is_large = of_rows.is_large(of_rows.on_host(self.lse), of_rows.bound_of(q.dtype, on_device=True))
+        self.found = of_rows.full(self.lse.shape, of_rows.ABSENT)
+
+    def run(
+        self, launch: _Launch, pointers: list[int], maps: list[bytes], random: tuple[int, int], scratch: Any
+    ) -> None:
+        """Launch the kernels of a pass, or only those that find row sums."""
+        kernels = [spec for spec in launch.plan.kernels if spec.grid]
+        at = next((i for i, spec in enumerate(kernels) if spec.source.endswith("delta.cu")), None)
+        first = 0 if at is None else at + 1
+        launch.last_call = call = next(_calls)
+        frame = launch.argument.frame(pointers, maps, random, launch.seqlen_k, call)
+        _launch_kernels(launch, launch.kernels[:first], frame.address)
+        if at is not None:
+            self._exchange(launch.plan, dict(kernels[at].defines), scratch)
+        if self.given is not None:
+            _launch_kernels(launch, launch.kernels[first:], frame.address)
+        launch.argument.give_back(frame)
+
+    def _exchange(self, plan: LaunchPlan, defines: Mapping[str, Any], scratch: Any) -> None:
+        layout, dtype = plan.scratch_layout, numpy_dtype(plan.problem.softmax_dtype)
+        is_natural = plan.problem.dtype in ("float32", "float64") or defines["CUFLASH_NATURAL_SCORES"]
+        unit = 1.0 if is_natural else math.log(2)
+        shape = (*self.lse.shape[:-1], plan.run_time.stats_rows, 2)
+        there = _in_scratch(scratch, layout.offsets[layout.names.index("row_sums")], shape, dtype)
+        places = self._places(defines["CUFLASH_STATS_BLOCK"])
+        large, at = self.is_large[..., : len(places)], (..., cupy.asarray(places), slice(None))
+        if self.given is None:
+            row_max, inverse = np.moveaxis(of_rows.on_host(there[at]).astype(np.float64), -1, 0)
+            found = np.stack([row_max, 1 / inverse, np.full_like(row_max, unit)], axis=-1)
+            self.found[..., : len(places), :][large] = found[large]
+        else:
+            given = of_rows.in_units(of_rows.on_host(self.given), unit, dtype)[..., : len(places), :]
+            has_sum = cupy.asarray((large & (given[..., 1] >= 0))[..., None])
+            there[at] = cupy.where(has_sum, cupy.asarray(given.astype(dtype)), there[at])
+
+    def _places(self, block: int) -> Any:
+        """Where the kernels keep the rows: each packed sequence begins a block (common/schedule.cuh)."""
+        if self.starts is None:
+            return np.arange(self.lse.shape[-1])
+        starts, counts = self.starts[:-1], np.diff(self.starts)
+        firsts = (starts // block + np.arange(len(starts))) * block - starts
+        return np.arange(self.starts[-1]) + np.repeat(firsts, counts)
+
+
+def _in_scratch(scratch: Any, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
+    return cupy.ndarray(shape, dtype, scratch + offset)
+
+
+def _record(
+    recording: Recording,
+    launch: _Launch,
+    arrays: Mapping[str, Any],
+    results: list[Any],
+    pointers: list[int],
+    seqlen_k: int,
+    sums: PartSums | None,
+) -> None:
+    """Record a launch, so that it can be repeated with other pointers."""
+
+    def make(pointers: list[int]) -> Callable[[Any], None]:
+        maps = _maps(launch, pointers, seqlen_k)
+        return lambda call: _run(launch, pointers, maps, call.random, seqlen_k)
+
+    if launch.copied or sums is not None:
+        recording.spoil()
+    given = (name for name, array in arrays.items() if array is not None)
+    reads = [pointer for name, pointer in zip(given, pointers, strict=False) if name not in launch.results]
+    recording.work(make, list(pointers), reads, results)
+
+
+# ---- What is prepared once -------------------------------------------------------------------------------------------
+
+
+def _bind(pass_: Pass, options: Options, arrays: Mapping[str, Any], need: Collection[str]) -> Binding:
+    """The binding of arrays that are all on one device."""
+    device_id = arrays["q"].data.device_id
+    for name, array in arrays.items():
+        if array is not None and array.data.device_id != device_id:
+            raise value_error(name, f"an array on device {array.data.device_id}", f"device {device_id}, where q is")
+    return bind(pass_, options, arrays, need=need, address_of=lambda array: array.data.ptr)
+
+
+def _launch_of(binding: Binding, plan: LaunchPlan, arrays: Mapping[str, Any], growing: Growing = FIXED) -> _Launch:
+    """Compile and load the kernels of a plan, for calls on arrays like these, which are on the current device."""
+    given = {name: array for name, array in arrays.items() if array is not None}
+    layout = plan.scratch_layout
+    pointers = (*given, *(name for name, _, _ in binding.allocated), *layout.names)
+    any_length = plan.any_length and not binding.copied
+    names, axis, seqlen_k, _ = growing
+    keeps_maps = any_length and plan.hides_last_keys and names == INPUTS[1:]
+
+    def extent_of(name: str) -> tuple[int, int]:
+        shape = list(given[name].shape)
+        if any_length and name in names:
+            # The extent is that of the longest call that finds this launch.
+            shape[axis] = -(-planned_length(seqlen_k) * shape[axis] // seqlen_k)
+        return extent(given[name], shape)
+
+    return _Launch(
+        plan=plan,
+        seqlen_k=plan.problem.seqlen_k,
+        any_length=any_length,
+        kernels=tuple(_load(kernel, arrays["q"].data.device_id) for kernel in plan.kernels if kernel.grid),
+        run_overlapping=_driver().cuLaunchKernelEx,
+        argument=Argument(plan, binding.operands, pointers),
+        maps=tuple(
+            (encoder(spec.of_any_rows), pointers.index(spec.name), 0 if spec.name in names else spec.shape[1])
+            for spec in plan.tensor_maps
+        ),
+        results=binding.results,
+        allocated=tuple((binding.results.index(name), shape, dtype) for name, shape, dtype in binding.allocated),
+        copied=tuple((name, pointers.index(name)) for name in binding.copied),
+        longest=planned_length(seqlen_k) if keeps_maps else 0,
+        of_longest=tuple((name, extent_of(name)[1]) for name in names) if keeps_maps else (),
+        scratch=layout.offsets,
+        scratch_bytes=layout.nbytes,
+        extents=tuple(map(extent_of, given)),
+        given=tuple(
+            (name, index, binding.results.index(name)) for index, name in enumerate(given) if name in binding.results
+        ),
+    )
+
+
+def _load(kernel: KernelSpec, device_id: int) -> _Kernel:
+    function = _function(kernel, device_id)
+    config_of = None
+    if kernel.overlaps_previous and cupy.cuda.runtime.driverGetVersion() >= OVERLAP_IN_GRAPHS:
+        sizes = kernel.grid, kernel.threads, kernel.shared_bytes
+        config_of = functools.lru_cache(maxsize=64)(functools.partial(_overlapping_config, *sizes))
+    return _Kernel(function, function.ptr, kernel.grid, kernel.threads, kernel.shared_bytes, config_of)
+
+
+def _overlapping_config(grid: int, threads: int, shared_bytes: int, stream: int) -> Any:
+    """The configuration of a PDL launch: blocks may start before the previous kernel has ended, and wait for it."""
+    driver = _driver()
+    attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.hStream = shared_bytes, stream
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
+
+
+def _driver() -> Any:
+    return importlib.import_module("cuda.bindings.driver")
+
+
+@functools.cache
+def _function(spec: KernelSpec, device_id: int) -> Any:
+    """A kernel, compiled and loaded on the current device, which is `device_id`."""
+    kernel = cupy.RawModule(path=str(compile_spec(spec).path)).get_function(spec.name)
+    kernel.max_dynamic_shared_size_bytes = spec.shared_bytes
+    return kernel.kernel
+
+
+def _check_overlap(
+    index: int, extents: tuple[tuple[int, int], ...], pointers: list[int], arrays: Mapping[str, Any]
+) -> None:
+    """Refuse a result, the `index`-th array, that shares memory with another array of the call."""
+    low, high = pointers[index] + extents[index][0], pointers[index] + extents[index][1]
+    for other, (start, stop) in enumerate(extents):
+        if other != index and low < pointers[other] + stop and pointers[other] + start < high:
+            given = [(name, array) for name, array in arrays.items() if array is not None]
+            if overlap(given[index][1], given[other][1]):
+                raise value_error(given[index][0], f"memory shared with {given[other][0]}", "memory of its own")

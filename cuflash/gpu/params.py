@@ -1,0 +1,192 @@
+"""The kernels' only argument, filled in; `cuflash.plan.argument` has its fields.
+
+This needs NumPy only, so that the argument can be filled for any backend that runs the kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from cuflash.arrays.array_info import Operand
+from cuflash.plan import LaunchPlan
+from cuflash.plan.argument import ARRAYS, CAPTURED_BYTES, FIELDS, OF_LENGTH, PARAMS_BYTES, RUN_TIME, maps_offset
+from cuflash.plan.tensor_map import BYTES as TENSOR_MAP_BYTES
+from cuflash.spec.inputs import NAMES, NUMBERS, OF_FLOAT8
+from cuflash.spec.problem import Problem
+
+# The layout is that of a struct of these fields in C.
+PARAMS = np.dtype(
+    [(name, kind, (count,)) if "strides" in name else (name, kind) for name, kind, count in FIELDS], align=True
+)
+
+# One of these follows `PARAMS` for each array that functions of the caller read, and for its gradient.
+CAPTURED = np.dtype([("data", np.uint64), ("stride", np.int64, 4), ("size", np.int64, 4), ("first", np.int64)])
+if CAPTURED.itemsize != CAPTURED_BYTES:
+    raise ValueError(f"CAPTURED: got {CAPTURED.itemsize} bytes, expected {CAPTURED_BYTES}")
+
+# Which 64-bit word of the struct holds the pointer of an array.
+POINTER_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in ARRAYS}  # type: ignore[index]
+# Which 64-bit word of a `Frame` holds the number of the call; its first word holds the address of the argument.
+_CALL = 1 + PARAMS.fields["call"][1] // 8  # type: ignore[index]
+# Where the numbers lie that depend on the number of keys, four 32-bit words in a row: `length_numbers`.
+_LENGTH = PARAMS.fields["seqlen_k"][1]  # type: ignore[index]
+_PACK_LENGTH = struct.Struct("=4i").pack_into
+# Where the seed lies, as two 32-bit words that form one of 64 bits. The offset lies after it.
+_RANDOM = PARAMS.fields["seed_low"][1]  # type: ignore[index]
+
+
+def parameters(
+    plan: LaunchPlan, operands: Mapping[str, Operand], seed: int = 0, offset: int = 0, call: int = 0
+) -> np.ndarray:
+    """The argument for the kernels of `plan` as an array of one `PARAMS`, pointers left 0; `CAPTURED` may follow.
+
+    `operands` gives the strides of everything that is not in the problem: out and lse, and for the backward pass dout,
+    its results other than numbers, and dlse if there is one. `seed` and `offset` are those of dropout, `call` is the
+    number of the call.
+    """
+    problem = plan.problem
+    inputs = {name: getattr(problem, name) for name in ("q", "k", "v", *NAMES)}
+    params = np.zeros(1, PARAMS)
+    for name, operand in {**inputs, **operands}.items():
+        if operand is not None and name not in problem.captured_gradients:
+            strides = params[f"{name}_strides"][0]
+            # Kernels get no stride of the last axis of q, k and so on, which is contiguous.
+            strides[:] = (operand.strides + (0,) * len(strides))[: len(strides)]
+    for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q"):
+        params[name] = getattr(problem, name)
+    for name, number in zip(OF_LENGTH, length_numbers(problem), strict=True):
+        params[name] = number
+    for name in problem.given(NUMBERS):
+        params[name] = params[f"{name}_float64"] = getattr(problem, name)
+    params["seed_low"], params["seed_high"], params["offset"] = seed & 0xFFFFFFFF, seed >> 32, offset
+    params["call"] = call
+    params["dropout_threshold"] = round(65536 * problem.dropout)
+    origin = problem.origin
+    params["dropout_rows"], params["dropout_columns"] = origin.query // 2, origin.key // 4
+    params["dropout_head"], params["dropout_heads"] = origin.head, origin.num_heads
+    params["kept_scale"] = params["kept_scale_float64"] = problem.kept_scale
+    for name in RUN_TIME:
+        params[name] = getattr(plan.run_time, name)
+    params["num_pages"] = problem.k.shape[0] if problem.block_table is not None else 0
+    for name in OF_FLOAT8:
+        params[f"{name}_shift"] = max(problem.scale_block(name).bit_length() - 1, 0)
+    return _with_captured(params, plan, operands) if problem.has_functions else params
+
+
+def _with_captured(params: np.ndarray, plan: LaunchPlan, operands: Mapping[str, Operand]) -> np.ndarray:
+    """The argument, with the arrays that functions of the caller read, and their gradients. Missing axes have length 1.
+
+    Tables that kernels fill follow the arrays; their entries are zeros if the plan has none.
+    """
+    problem = plan.problem
+    count = max(len(problem.hoisted.arrays), 1)
+    captured = np.zeros(2 * count, CAPTURED)
+    for n, filled in enumerate(plan.tables, len(problem.captured)):
+        captured[n]["stride"][:3], captured[n]["size"] = filled.strides, (*filled.shape, 1)
+        captured[n]["first"] = filled.first
+    for n, (name, operand) in enumerate(problem.captured):
+        for own, array in ((captured[n], operand), (captured[count + n], operands.get(f"d{name}", operand))):
+            own["size"] = 1
+            own["stride"][: len(array.strides)] = array.strides
+            own["size"][: len(array.shape)] = array.shape
+    pointer = bytes(8)
+    return np.frombuffer(params.tobytes() + pointer + captured.tobytes() + pointer, np.uint64).copy()
+
+
+def pointer_words(problem: Problem) -> dict[str, int]:
+    """Which 64-bit word of the argument holds the pointer of an array."""
+    if not problem.has_functions:
+        return POINTER_WORD
+    arrays = problem.hoisted.arrays
+    count, first, step = max(len(arrays), 1), 1 + PARAMS_BYTES // 8, CAPTURED_BYTES // 8
+    words = dict(POINTER_WORD)
+    for n, (name, _, _) in enumerate(arrays):
+        words |= {name: first + n * step, f"d{name}": first + (count + n) * step}
+    return words | {"captured_sums": first - 1, "captured_largest": first + 2 * count * step}
+
+
+def length_numbers(problem: Problem) -> tuple[int, int, int, int]:
+    """The parameters `OF_LENGTH` of a problem; bounds that do not exist are 0."""
+    diagonal, left, right = problem.diagonal, problem.window_left, problem.window_right
+    return (
+        problem.seqlen_k,
+        diagonal,
+        0 if right is None else diagonal + right,
+        0 if left is None else diagonal - left,
+    )
+
+
+class Frame:
+    """The argument of one call in memory, after a word with its address: a launch wants the address of that word."""
+
+    __slots__ = ("address", "bytes", "maps", "random", "seqlen_k", "words")
+
+    def __init__(self, content: bytes, seqlen_k: int) -> None:
+        memory = ctypes.create_string_buffer(bytes(8) + content, 8 + len(content))
+        self.address = ctypes.addressof(memory)
+        self.bytes = memoryview(memory).cast("B")
+        self.words = self.bytes.cast("Q")
+        self.words[0] = self.address + 8
+        self.maps: list[bytes] = []
+        self.random = (0, 0)
+        self.seqlen_k = seqlen_k
+
+
+class Argument:
+    """The common part of the arguments of all calls of one problem, and frames, each of which holds one argument.
+
+    `names` are the arrays of a call, scratch arrays among them. A call takes a frame, or makes one where all others are
+    in use, and gives it back once its kernels are launched. It writes only what changes from call to call, mostly the
+    addresses of arrays.
+    """
+
+    def __init__(self, plan: LaunchPlan, operands: Mapping[str, Operand], names: Sequence[str]) -> None:
+        self._content = parameters(plan, operands).tobytes()
+        self._maps_start = 8 + maps_offset(plan.problem)
+        if plan.tensor_maps:
+            length = maps_offset(plan.problem) + TENSOR_MAP_BYTES * len(plan.tensor_maps)
+            self._content = self._content.ljust(length, b"\0")
+        words = pointer_words(plan.problem)
+        self._words = tuple(1 + words[name] for name in names)
+        self._seqlen_k, self._numbers = plan.problem.seqlen_k, length_numbers(plan.problem)
+        longer = length_numbers(plan.problem.of_length(self._seqlen_k + 1))
+        self._step = tuple(b - a for a, b in zip(self._numbers, longer, strict=True))
+        self._free: list[Frame] = []
+
+    def frame(
+        self, pointers: Sequence[int], maps: list[bytes], random: tuple[int, int], seqlen_k: int, call: int
+    ) -> Frame:
+        """The argument of a call.
+
+        `pointers` are in the order of `names`, `random` are the seed and the offset of dropout. `seqlen_k` may differ
+        from that of the plan's problem, if the plan serves it. `call` is the number of the call.
+        """
+        try:
+            frame = self._free.pop()
+        except IndexError:
+            frame = Frame(self._content, self._seqlen_k)
+        words = frame.words
+        for word, pointer in zip(self._words, pointers):  # noqa: B905 (a tenth of this function)
+            words[word] = pointer
+        words[_CALL] = call
+        if frame.seqlen_k != seqlen_k:
+            more, (a, b, c, d), (of_a, of_b, of_c, of_d) = seqlen_k - self._seqlen_k, self._numbers, self._step
+            numbers = a + more * of_a, b + more * of_b, c + more * of_c, d + more * of_d
+            _PACK_LENGTH(frame.bytes, 8 + _LENGTH, *numbers)
+            frame.seqlen_k = seqlen_k
+        if frame.random != random:
+            struct.pack_into("=QI", frame.bytes, 8 + _RANDOM, *random)
+            frame.random = random
+        if frame.maps != maps:
+            start = self._maps_start
+            frame.bytes[start : start + TENSOR_MAP_BYTES * len(maps)] = b"".join(maps)
+            frame.maps = maps
+        return frame
+
+    def give_back(self, frame: Frame) -> None:
+        """Say that the kernels are launched, and that another call may write to the frame."""
+        self._free.append(frame)

@@ -1,0 +1,124 @@
+"""Plans on a device, for `cuflash.gpu.tuning`: whether their results agree, and how long they take."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import cupy
+import numpy as np
+
+from cuflash.gpu import backend as gpu_backend
+from cuflash.gpu import tuning
+from cuflash.plan import LaunchPlan
+from cuflash.spec.binding import Pass
+from cuflash.spec.options import Options
+
+REPEATS = 11  # of which the median counts
+FLUSH_ROWS = 1024  # of the data that fill the L2 cache; one block or more reduces each
+FLUSH_BYTES = 2**28
+RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
+# In units in the last place of the largest result, by the size of an element: what is right differs by fewer, a mistake
+# by more. Sums of wide elements are of rounded terms too, and cancel.
+AGREEMENT = {2: 8, 4: 64, 8: 64}
+# Between lse of two plans that multiply bytes: each rounds weights, which moves lse by less than half of it.
+LSE_OF_BYTES = 0.13
+
+
+class Stopwatch:
+    """Runs and times the plans of one call: `cuflash.gpu.tuning.Runner`."""
+
+    def __init__(self, call_by: Callable[[LaunchPlan], Callable[[], tuple[Any, ...]]]) -> None:
+        self._call_by = call_by
+        self._first: tuple[Any, ...] | None = None
+        l2_bytes = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["l2CacheSize"]
+        columns = max(FLUSH_BYTES, 4 * l2_bytes) // (4 * FLUSH_ROWS)
+        self._others = cupy.zeros((FLUSH_ROWS, columns), np.uint32)
+        self._largest = cupy.zeros(FLUSH_ROWS, np.uint32)
+
+    def why_wrong(self, plan: LaunchPlan) -> str:
+        """How the results differ from those of the first plan."""
+        results = self._call_by(plan)()
+        if self._first is None:
+            self._first = results
+        for name, got, right in zip(RESULTS[plan.pass_], results, self._first, strict=True):
+            of_bytes = name == "lse" and plan.kernels[-1].source == "sm90/forward_float8.cu"
+            difference = _difference(got, right, LSE_OF_BYTES if of_bytes else 0.0)
+            if difference:
+                return f"{name} {difference}"
+        return ""
+
+    def seconds(self, plan: LaunchPlan) -> float:
+        """The median of several runs, each after the L2 cache was filled with other data by reading."""
+        call = self._call_by(plan)
+        call()
+        times = []
+        for _ in range(REPEATS):
+            self._others.max(axis=1, out=self._largest)
+            start, end = cupy.cuda.Event(), cupy.cuda.Event()
+            start.record()
+            call()
+            end.record()
+            times.append((start, end))
+        end.synchronize()
+        return statistics.median(cupy.cuda.get_elapsed_time(*pair) for pair in times) / 1e3
+
+
+def _difference(got: Any, right: Any, allowed: float) -> str:
+    """How a result differs from another by more than the order of sums explains, and more than `allowed`; else ""."""
+    import ml_dtypes
+
+    ulps = AGREEMENT[right.dtype.itemsize] * float(ml_dtypes.finfo(right.dtype).eps)
+    wide = cupy.float64 if right.dtype.itemsize == 8 else cupy.float32
+    got, right = got.astype(wide), right.astype(wide)
+    finite = cupy.isfinite(right)
+    if bool((cupy.isfinite(got) != finite).any()):
+        return "has NaN or infinities where that of the table's row has none, or none where it has some"
+    if not bool(finite.any()):
+        return ""
+    scale = float(cupy.abs(cupy.where(finite, right, 0)).max())
+    error = float(cupy.abs(cupy.where(finite, got - right, 0)).max())
+    if error <= max(ulps * scale, allowed):
+        return ""
+    return f"differs by {error:.3g} from that of the table's row, which is up to {scale:.3g}"
+
+
+def tune(
+    options: Options,
+    arrays: dict[str, Any],
+    *,
+    random: tuple[int, int],
+    passes: tuple[Pass, ...],
+    remember: bool,
+    bar: Callable[[int], Callable[[], None]],
+) -> tuning.Tuning:
+    """Tune the passes of a call of CuPy arrays: what `FlashAttention.tune` does.
+
+    `arrays` are those of `forward`, and dout or None. `bar` makes a function to be called as often as it is told.
+    """
+    found: dict[str, tuning.PassTuning | None] = {"forward": None, "backward": None}
+    inputs = {name: array for name, array in arrays.items() if name != "dout"}
+    with cupy.cuda.Device(arrays["q"].data.device_id):
+        for pass_ in passes:
+            if pass_ == "backward":
+                out, lse = gpu_backend.forward(options, inputs, random)
+                dout = out if arrays["dout"] is None else arrays["dout"]
+                inputs = {"dout": dout, "out": out, "lse": lse, **inputs}
+            plans, call_by = gpu_backend.trials(pass_, options, inputs, random)
+            found[pass_] = tuning.tune(plans, Stopwatch(call_by), advance=bar(2 * len(plans)), remember=remember)
+    gpu_backend.forget_launches()
+    return tuning.Tuning(forward=found["forward"], backward=found["backward"])
+
+
+def forget(options: Options, arrays: dict[str, Any], passes: tuple[Pass, ...]) -> None:
+    """Forget what tuning of such a call found."""
+    inputs = {name: array for name, array in arrays.items() if name != "dout"}
+    with cupy.cuda.Device(arrays["q"].data.device_id):
+        for pass_ in passes:
+            if pass_ == "backward":
+                out, lse = gpu_backend.forward(options, inputs)
+                inputs = {"dout": out, "out": out, "lse": lse, **inputs}
+            plans, _ = gpu_backend.trials(pass_, options, inputs, (0, 0))
+            tuning.forget(plans[0])
+    gpu_backend.forget_launches()

@@ -1,0 +1,522 @@
+"""Which tiles are fastest for a problem on this device: what is tried, how it is judged, and what is remembered of it.
+
+The rows of the tables were measured on few devices and problems. `candidates` has the plans that might be faster for a
+problem: the rows beside the one that the table gives, and rows that differ from it in one number. `tune` throws out
+those that do not compile or that spill, compares the results of every other one with those of the table's row, and
+times it. The fastest is remembered in a file of its own beside the compiled kernels, and `tuned_plan` finds it there.
+
+Every candidate computes the same sums of the same products, in tiles of other sizes and so in another order: results
+differ by rounding from those of the table's row, no more than these do from the exact ones.
+
+The caller gives a `Runner`, which runs and times plans, so that nothing here needs a device.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args, get_origin, get_type_hints
+
+from cuflash.arrays.checks import LONGEST_VALUE
+from cuflash.gpu.compiler import CompileError, compile_spec, kernels_fingerprint
+from cuflash.gpu.kernel_cache import cache_directory, make_own_directory, read_own, write_atomically
+from cuflash.plan import DeviceSpec, LaunchPlan, choose_plan
+from cuflash.plan.backward import SOFTMAX_KERNELS
+from cuflash.plan.sm80.decode import Decode, DecodeTile
+from cuflash.plan.sm80.tiles import (
+    BACKWARD_TILES,
+    DQ_TILES,
+    FLOAT8_TILES,
+    FORWARD_TILES,
+    SCORES_TILES,
+    BackwardTile,
+    DqTile,
+    ForwardTile,
+    ScoresTile,
+)
+from cuflash.plan.sm90.decode_tiles import (
+    DECODE_FLOAT8_SM90_TILES,
+    DECODE_SM90_TILES,
+    DecodeFloat8Sm90Tile,
+    DecodeSm90Tile,
+)
+from cuflash.plan.sm90.tiles import (
+    BACKWARD_FLOAT32_SM90_TILES,
+    BACKWARD_SM90_TILES,
+    BACKWARD_TF32_SM90_TILES,
+    BIAS_FLOAT32_SM90_TILES,
+    BIAS_SM90_TILES,
+    BIAS_TF32_SM90_TILES,
+    FORWARD_FLOAT8_SM90_TILES,
+    FORWARD_FLOAT32_SM90_TILES,
+    FORWARD_SM90_TILES,
+    FORWARD_TF32_SM90_TILES,
+    BackwardFloat32Sm90Tile,
+    BackwardSm90Tile,
+    BiasSm90Tile,
+    ForwardFloat8Sm90Tile,
+    ForwardFloat32Sm90Tile,
+    ForwardSm90Tile,
+)
+from cuflash.plan.sm90.wide_tiles import (
+    BACKWARD_WIDE_SM90_TILES,
+    DECODE_WIDE_SM90_TILES,
+    DQ_WIDE_SM90_TILES,
+    FORWARD_WIDE_SM90_TILES,
+    BackwardWideSm90Tile,
+    DecodeWideSm90Tile,
+    DqWideSm90Tile,
+    ForwardWideSm90Tile,
+)
+from cuflash.plan.tiles import Tile, serves_dims, why_too_large
+from cuflash.spec.binding import Layout, Pass
+from cuflash.spec.problem import Problem
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+MOST_IN_TILE = 2**16  # of rows, keys, warps and whatever else a tile counts
+MARGIN = 0.01  # a candidate has to be faster than the table's row by more than this: less is noise
+
+# ---- What is tried ---------------------------------------------------------------------------------------------------
+
+# Rows that compute a problem as a row of this kind does: from the same products, in the same precision.
+_ROWS: dict[type, tuple[Tile, ...]] = {
+    ForwardTile: FORWARD_TILES,
+    DecodeTile: FORWARD_TILES,  # and those of its table that hold as many queries
+    ForwardSm90Tile: (*FORWARD_SM90_TILES, *FORWARD_TILES),
+    DecodeWideSm90Tile: (*DECODE_WIDE_SM90_TILES, *FORWARD_WIDE_SM90_TILES),
+    ForwardWideSm90Tile: (*FORWARD_WIDE_SM90_TILES, *FORWARD_TILES),
+    DecodeSm90Tile: (*DECODE_SM90_TILES, *FORWARD_SM90_TILES),
+    ForwardFloat32Sm90Tile: (*FORWARD_FLOAT32_SM90_TILES, *FORWARD_TF32_SM90_TILES),
+    BackwardTile: BACKWARD_TILES,
+    BackwardSm90Tile: (*BACKWARD_SM90_TILES, *BACKWARD_TILES),
+    BackwardFloat32Sm90Tile: (*BACKWARD_FLOAT32_SM90_TILES, *BACKWARD_TF32_SM90_TILES),
+    BackwardWideSm90Tile: BACKWARD_WIDE_SM90_TILES,
+    DqTile: DQ_TILES,
+    DqWideSm90Tile: DQ_WIDE_SM90_TILES,
+    ScoresTile: SCORES_TILES,
+    BiasSm90Tile: (*BIAS_SM90_TILES, *BIAS_FLOAT32_SM90_TILES, *BIAS_TF32_SM90_TILES),
+}
+# The same for numbers of one byte.
+_ROWS_OF_FLOAT8: dict[type, tuple[Tile, ...]] = {
+    ForwardTile: FLOAT8_TILES,
+    DecodeTile: FLOAT8_TILES,
+    DecodeFloat8Sm90Tile: DECODE_FLOAT8_SM90_TILES,
+    ForwardFloat8Sm90Tile: FORWARD_FLOAT8_SM90_TILES,
+}
+_NEAR = 32  # keys: only values of block_n that are so near to the row's are tried, and half and twice the row's
+
+
+def candidates(
+    problem: Problem, device: DeviceSpec, pass_: Pass = "forward", **arrays: Unpack[Layout]
+) -> tuple[LaunchPlan, ...]:
+    """Plans to try for one pass, that of the tables first; `arrays` are the keyword arguments of `choose_plan`.
+
+    Those that do not fit into shared memory are not among them.
+    """
+    plan = choose_plan(problem, device, pass_, **arrays)
+    found = {plan.kernels: plan}
+    for tiles in _alternatives(plan):
+        if _why_not(tiles, plan):
+            continue
+        try:
+            other = choose_plan(problem, device, pass_, tiles=tiles, origin="a candidate", **arrays)
+        except NotImplementedError:
+            continue
+        found.setdefault(other.kernels, other)
+    return tuple(found.values())
+
+
+def _alternatives(plan: LaunchPlan) -> Iterator[tuple[Tile, ...]]:
+    """The plan's tiles with one replaced, by another row or by a variation; a plan with two tiles keeps the other."""
+    # In a deterministic backward pass, other kernels have a row for dq, too.
+    any_kind = plan.pass_ == "forward" or not plan.problem.deterministic
+    for place, tile in enumerate(plan.tiles):
+        for other in (*_rows(tile, plan.problem), *_variations(tile)):
+            if any_kind or type(other) is type(tile):
+                yield (*plan.tiles[:place], other, *plan.tiles[place + 1 :])
+
+
+def _rows(tile: Tile, problem: Problem) -> tuple[Tile, ...]:
+    """The rows that compute the problem as this one does."""
+    of_this = Decode().table(problem) if isinstance(tile, DecodeTile) else ()
+    return (*of_this, *(_ROWS_OF_FLOAT8 if problem.has_float8 else _ROWS)[type(tile)])
+
+
+def _variations(tile: Tile) -> Iterator[Tile]:
+    for name, values in tile.variations.items():
+        here = getattr(tile, name)
+        for value in values:
+            near = value in (here // 2, 2 * here) or abs(value - here) <= _NEAR
+            if value == here or (name == "block_n" and not near):
+                continue
+            try:
+                yield tile.changed(**{name: value}, origin=f"{name} {here} changed to {value}")
+            except ValueError:  # the row refuses this value
+                continue
+
+
+def _why_not(tiles: Sequence[Tile], plan: LaunchPlan) -> str:
+    """Why these tiles cannot stand for those of a plan of the tables; "" where they can."""
+    if len(tiles) != len(plan.tiles):
+        return f"{len(tiles)} tiles for a plan of {len(plan.tiles)}"
+    for tile, of_table in zip(tiles, plan.tiles, strict=True):
+        kinds = {type(row) for row in _rows(of_table, plan.problem)}
+        if type(tile) not in kinds or getattr(tile, "bf16_parts", None) != getattr(of_table, "bf16_parts", None):
+            return f"{tile.label} computes other products than {of_table.label}"
+        if not serves_dims(tile, plan.problem):
+            return f"{tile.label} is not for these head dimensions"
+        if isinstance(tile, ForwardFloat8Sm90Tile | DecodeTile | DecodeWideSm90Tile) and tile.why_not(
+            plan.problem, plan.device
+        ):
+            return f"{tile.label} is {tile.why_not(plan.problem, plan.device)}"
+        excess = why_too_large(tile, plan.problem, plan.device)
+        if excess:
+            return excess
+    return ""
+
+
+# ---- How it is judged ------------------------------------------------------------------------------------------------
+
+
+class Runner(Protocol):
+    """It runs plans: on a device, or on whatever stands for one in a test."""
+
+    def why_wrong(self, plan: LaunchPlan) -> str:
+        """Run the plan and say how its results differ from those of the first plan that was run; "" if they agree."""
+
+    def seconds(self, plan: LaunchPlan) -> float:
+        """How long a run of the plan takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One candidate, and what became of it."""
+
+    plan: LaunchPlan
+    seconds: float = math.inf
+    why_not: str = ""  # why it was not timed
+
+    @property
+    def tflops(self) -> float:
+        """How fast the products over visible pairs were made, in 1e12 floating-point operations a second."""
+        problem = self.plan.problem
+        flops = problem.forward_flops if self.plan.pass_ == "forward" else problem.backward_flops
+        return flops / self.seconds / 1e12
+
+    @property
+    def label(self) -> str:
+        """Its tiles in words."""
+        return "; ".join(_spelled(tile) for tile in self.plan.tiles)
+
+
+# Fields that every label shows, and fields that do not matter to a kernel.
+_IN_LABEL = ("block_m", "block_n", "num_warps", "num_stages", "min_blocks")
+_UNSAID = ("element_bytes", "max_dim", "serves", "origin")
+
+
+def _spelled(tile: Tile) -> str:
+    """The tile in words, with the fields that only its kind has."""
+    others = {name: x for name, x in _values(tile).items() if name not in _IN_LABEL + _UNSAID}
+    return ", ".join([tile.label, *(f"{name} {x}" for name, x in others.items())])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassTuning:
+    """What tuning of one pass found: the table's row first among `trials`."""
+
+    trials: tuple[Trial, ...]
+    winner: Trial
+    remembered: str  # the file, or why there is none
+
+    @property
+    def gain(self) -> float:
+        """How much faster the winner is than the table's row, as a part of the winner's time: 0.1 is 10 %."""
+        return self.trials[0].seconds / self.winner.seconds - 1
+
+    def describe(self) -> str:
+        """A table of the candidates, the fastest first, the winner and the gain."""
+        plan = self.trials[0].plan
+        lines = [f"{plan.pass_} pass on {plan.device.name}: {len(self.trials)} candidates"]
+        for trial in sorted(self.trials, key=lambda trial: trial.seconds):
+            mark = "*" if trial is self.winner else " "
+            told = f"{trial.tflops:8.1f} TFLOP/s {1e3 * trial.seconds:10.4f} ms"
+            row = " (the table's row)" if trial is self.trials[0] else ""
+            lines.append(f"{mark} {trial.why_not or told}  {trial.label}{row}")
+        if self.winner is self.trials[0]:
+            lines.append(f"the table's row stays: nothing is more than {MARGIN:.0%} faster")
+        else:
+            lines.append(f"winner: {self.winner.label}, {self.gain:.1%} faster than the table's row")
+        return "\n".join([*lines, self.remembered])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What `FlashAttention.tune` found, by pass; None for a pass that was not asked for."""
+
+    forward: PassTuning | None
+    backward: PassTuning | None
+
+    def describe(self) -> str:
+        """Both passes in words."""
+        return "\n\n".join(tuned.describe() for tuned in (self.forward, self.backward) if tuned is not None)
+
+
+def tune(
+    plans: Sequence[LaunchPlan],
+    runner: Runner,
+    *,
+    spills: Callable[[LaunchPlan], int] | None = None,
+    advance: Callable[[], None] = lambda: None,
+    remember: bool = True,
+) -> PassTuning:
+    """Compile, check and time the plans of `candidates`, and remember the fastest.
+
+    Parameters
+    ----------
+    plans : sequence of LaunchPlan
+        The plan of the tables first. It is not thrown out for its spills. The others may not spill more, and their
+        results must agree with its results.
+    runner : Runner
+    spills : callable, optional
+        Bytes that the kernels of a plan spill; raises CompileError. By default the compiler's report.
+    advance : callable
+        Called twice for every plan: when it is compiled, and when it is timed.
+    remember : bool
+        Store what was found, for `tuned_plan`.
+
+    Raises
+    ------
+    CompileError, RuntimeError
+        The table's row does not compile, or its results differ from those of its first run.
+    """
+    spills = spills or _spills_of
+    report = functools.partial(_reported, spills)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        reports = []
+        for spilled in pool.map(report, plans):
+            reports.append(spilled)
+            advance()
+    if isinstance(reports[0], CompileError):
+        raise reports[0]
+    trials = []
+    for plan, spilled in zip(plans, reports, strict=True):
+        trials.append(_try(plan, spilled, reports[0], runner))
+        advance()
+    if trials[0].why_not:
+        raise RuntimeError(f"the plan of the tables cannot be tuned: {trials[0].why_not}")
+    fastest = min(trials, key=lambda trial: trial.seconds)
+    winner = fastest if fastest.seconds * (1 + MARGIN) < trials[0].seconds else trials[0]
+    told = _remember(trials[0], winner) if remember else "not remembered"
+    return PassTuning(trials=tuple(trials), winner=winner, remembered=told)
+
+
+def _spills_of(plan: LaunchPlan) -> int:
+    resources = [compile_spec(kernel).resources for kernel in plan.kernels]
+    return sum(r.spill_stores_bytes + r.spill_loads_bytes for r in resources)
+
+
+def _reported(spills: Callable[[LaunchPlan], int], plan: LaunchPlan) -> int | CompileError:
+    try:
+        return spills(plan)
+    except CompileError as error:
+        return error
+
+
+def _try(plan: LaunchPlan, spilled: int | CompileError, allowed: int | CompileError, runner: Runner) -> Trial:
+    if isinstance(spilled, CompileError) or isinstance(allowed, CompileError):
+        return Trial(plan=plan, why_not="does not compile")
+    if spilled > allowed:
+        return Trial(plan=plan, why_not=f"spills {spilled} bytes")
+    wrong = runner.why_wrong(plan)
+    if wrong:
+        return Trial(plan=plan, why_not=wrong)
+    return Trial(plan=plan, seconds=runner.seconds(plan))
+
+
+# ---- What is remembered ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Winner:
+    """The content of a file."""
+
+    tiles: tuple[Tile, ...]
+    tflops: float
+    table_tflops: float
+
+
+_KINDS = {kind.__name__: kind for kind in (*_ROWS, *_ROWS_OF_FLOAT8)}
+_recalled: dict[Path, Winner | str | None] = {}  # what this process has read from a file, or why it could not
+
+
+def tuned_plan(problem: Problem, device: DeviceSpec, pass_: Pass = "forward", **arrays: Unpack[Layout]) -> LaunchPlan:
+    """The plan of the tiles that tuning found fastest, or that of the tables; parameters as those of `choose_plan`.
+
+    Once a plan for a problem was made here, later findings of other processes about it are not looked at.
+    """
+    plan = choose_plan(problem, device, pass_, **arrays)
+    path = _file_of(plan)
+    if path not in _recalled:
+        _recalled[path] = _read(path)
+    winner = _recalled[path]
+    if winner is None:
+        return plan
+    if isinstance(winner, str):
+        return replace(plan, reason=f"{plan.reason}\nnot tuned: {winner}")
+    labels = ["; ".join(tile.label for tile in tiles) for tiles in (winner.tiles, plan.tiles)]
+    if winner.tiles == plan.tiles:
+        told = f"tuned: {winner.tflops:.1f} TFLOP/s on {device.name}, the table's row is the fastest"
+        return replace(plan, reason=f"{plan.reason}\n{told}")
+    obstacle = _why_not(winner.tiles, plan)
+    if obstacle:
+        return replace(plan, reason=f"{plan.reason}\nnot the tuned {labels[0]}: {obstacle}")
+    told = (
+        f"{labels[0]}: tuned: {winner.tflops:.1f} TFLOP/s on {device.name}, the table's row {winner.table_tflops:.1f} "
+        f"({labels[1]})"
+    )
+    return choose_plan(problem, device, pass_, tiles=winner.tiles, origin=told, **arrays)
+
+
+def forget(plan: LaunchPlan) -> bool:
+    """Remove what is remembered for the problem of a plan of the tables; True if there was something."""
+    path = _file_of(plan)
+    _recalled.pop(path, None)
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def remembered() -> list[Path]:
+    """The files of all problems for which something is remembered."""
+    return sorted(_directory().glob("*.json"))
+
+
+def forget_all() -> int:
+    """Remove what is remembered for all problems, and return their number."""
+    files = remembered()
+    _recalled.clear()
+    for path in files:
+        path.unlink(missing_ok=True)
+    return len(files)
+
+
+def size_class(size: int) -> int:
+    """The power of two that is not smaller; 0 for 0."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+class _Key(NamedTuple):
+    """The range in which a measurement holds: this device, these kernels, and problems of about this size.
+
+    The kernels of the table's row say all else: dtype, head dimensions, options, alignment, and the row itself.
+    """
+
+    device: DeviceSpec
+    pass_: Pass
+    seqlen: tuple[int, int]
+    heads: tuple[int, int]
+    window: tuple[int | None, ...]
+    deterministic: bool
+    kernels: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, plan: LaunchPlan) -> _Key:
+        p = plan.problem
+        return cls(
+            device=plan.device,
+            pass_=plan.pass_,
+            seqlen=(size_class(p.seqlen_q), size_class(p.seqlen_k)),
+            heads=(size_class(p.batch * p.num_heads), p.group_size),
+            window=tuple(None if side is None else size_class(abs(side)) for side in (p.window_left, p.window_right)),
+            deterministic=p.deterministic,
+            kernels=tuple((kernel.source, kernel.defines) for kernel in plan.kernels if kernel.source not in _UNTIMED),
+        )
+
+    def described(self) -> dict[str, Any]:
+        """The key as a file has it."""
+        return self._asdict() | {"device": asdict(self.device), "sources": kernels_fingerprint()}
+
+
+_UNTIMED = tuple(SOFTMAX_KERNELS.values())  # they take the same time, whatever the tiles are
+
+
+@functools.lru_cache(maxsize=1024)
+def _file_name(key: _Key) -> str:
+    digest = hashlib.sha256(json.dumps(key.described(), sort_keys=True).encode()).hexdigest()
+    return f"{digest[:32]}.json"
+
+
+def _file_of(plan: LaunchPlan) -> Path:
+    return _directory() / _file_name(_Key.of(plan))
+
+
+def _directory() -> Path:
+    return cache_directory() / "tuned"
+
+
+def _remember(of_table: Trial, winner: Trial) -> str:
+    """Store the winner, and return what there is to say about it."""
+    path = _file_of(of_table.plan)
+    found = Winner(tiles=winner.plan.tiles, tflops=winner.tflops, table_tflops=of_table.tflops)
+    content = {
+        "key": _Key.of(of_table.plan).described(),
+        "problem": of_table.plan.describe().splitlines()[1].strip(),
+        "tflops": found.tflops,
+        "table_tflops": found.table_tflops,
+        "tiles": [{"kind": type(tile).__name__, **_values(tile)} for tile in found.tiles],
+    }
+    _recalled[path] = found
+    try:
+        make_own_directory(path.parent)
+        write_atomically(path, json.dumps(content, indent=1).encode())
+    except OSError as error:
+        return f"remembered by this process alone: {error}"
+    return f"remembered in {path}"
+
+
+def _values(tile: Tile) -> dict[str, Any]:
+    return {field.name: getattr(tile, field.name) for field in fields(tile)}
+
+
+def _read(path: Path) -> Winner | str | None:
+    """The content of a file, or why it cannot be read; None if there is no file."""
+    try:
+        content = json.loads(read_own(path))
+        tiles = tuple(_tile_of(**values) for values in content["tiles"])
+        speeds = [float(content[name]) for name in ("tflops", "table_tflops")]
+        if not tiles or not all(map(math.isfinite, speeds)):
+            raise ValueError(f"{len(tiles)} tiles, {speeds} TFLOP/s")
+        return Winner(tiles=tiles, tflops=speeds[0], table_tflops=speeds[1])
+    except FileNotFoundError:
+        return None
+    except (OSError, ArithmeticError, KeyError, RecursionError, TypeError, ValueError) as error:
+        said = " ".join(str(error).split())[:LONGEST_VALUE]
+        return f"{path} cannot be read ({type(error).__name__}: {said})"
+
+
+def _tile_of(kind: str, **values: Any) -> Tile:
+    """The tile that a file describes. KeyError, TypeError or ValueError where there is none."""
+    for field in fields(_KINDS[kind]):
+        value, expected = values.get(field.name), _types(kind)[field.name]
+        is_one = value in get_args(expected) if get_origin(expected) is Literal else type(value) is expected
+        if field.name in values and not (is_one and (type(value) is not int or 0 <= value <= MOST_IN_TILE)):
+            raise ValueError(f"{field.name}: got {value!r}, expected {expected}")
+    tile: Tile = _KINDS[kind](**values)
+    return tile
+
+
+@functools.cache
+def _types(kind: str) -> dict[str, Any]:
+    """The types of the fields of a kind of tiles."""
+    return get_type_hints(_KINDS[kind])

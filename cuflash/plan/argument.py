@@ -1,0 +1,77 @@
+"""The fields of the kernels' only argument, as `Params` in kernels/common/params.cuh declares them, and its size."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import fields
+
+from cuflash.plan.launch_plan import RunTime
+from cuflash.plan.tiles import round_up
+from cuflash.spec.inputs import NUMBERS, OF_FLOAT8, OF_NUMBERS, TERMS
+from cuflash.spec.problem import Problem
+
+# Arrays in the order of the struct, with the number of strides that follow each pointer.
+ARRAYS = (
+    *((name, 3) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "lse", "dlse")),
+    *((term.name, term.strides) for term in TERMS),
+    *((term.gradient, term.strides) for term in TERMS if term.part_of),
+    *((name, 0) for name in OF_NUMBERS),
+    *(
+        (name, 0)
+        for name in (
+            *("row_stats", "dq_accumulator", "dkv_partials", "partial_out", "partial_sums", "arrivals"),
+            *("q_copy", "k_copy", "v_copy", "dout_copy", "key_lists", "query_lists", "mask_words", "mask_blocks"),
+            *("bias_blocks", "row_sums", "score_partials", "sums_partials"),
+        )
+    ),
+)
+OF_LENGTH = ("seqlen_k", "diagonal", "right_offset", "left_offset")  # integers that follow the number of keys
+RUN_TIME = tuple(field.name for field in fields(RunTime))
+# Fields that are at the end of the struct, and their types: elsewhere kernels would read them in groups of 16 bytes,
+# which takes more registers.
+AT_END = {"bias_blocks": "Q", "mask_batches": "i", "mask_heads": "i", "row_sums": "Q"}
+
+
+def _fields() -> tuple[tuple[str, str, int], ...]:
+    """All fields in their order: name, type as the module `struct` spells it, and how many of that type."""
+    layout: list[tuple[str, str, int]] = []
+    for name, num_strides in ARRAYS:
+        layout += [(name, "Q", 1), (f"{name}_strides", "q", num_strides)]
+    return (
+        *(field for field in layout if field[2] and field[0] not in AT_END),
+        ("call", "Q", 1),
+        *(
+            (name, "i", 1)
+            for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q", *OF_LENGTH, *RUN_TIME)
+            if name not in AT_END
+        ),
+        *((name, "f", 1) for name in NUMBERS),
+        *((name, "I", 1) for name in ("seed_low", "seed_high", "offset", "dropout_threshold")),
+        *((name, "I", 1) for name in ("dropout_rows", "dropout_columns", "dropout_head", "dropout_heads")),
+        ("kept_scale", "f", 1),
+        *((name, "i", 1) for name in ("num_pages", *(f"{name}_shift" for name in OF_FLOAT8))),
+        *((f"{name}_float64", "d", 1) for name in (*NUMBERS, "kept_scale")),
+        *((name, kind, 1) for name, kind in AT_END.items()),
+    )
+
+
+FIELDS = _fields()
+# C ends a struct at a multiple of its widest field, which is what "0Q" does here.
+PARAMS_BYTES = struct.calcsize("@" + "".join(f"{count}{kind}" for _, kind, count in FIELDS) + "0Q")
+CAPTURED_BYTES = 80  # of each array that functions read, and as many of its gradient
+
+
+def params_bytes(problem: Problem) -> int:
+    """Bytes of the struct.
+
+    With functions of the caller, it ends with the arrays that these read (tables among them), the gradients of these
+    arrays, and two scratch arrays.
+    """
+    if not problem.has_functions:
+        return PARAMS_BYTES
+    return PARAMS_BYTES + 2 * CAPTURED_BYTES * max(len(problem.hoisted.arrays), 1) + 16
+
+
+def maps_offset(problem: Problem) -> int:
+    """The offset of the tensor maps, which follow the struct."""
+    return round_up(params_bytes(problem), 64)

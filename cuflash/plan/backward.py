@@ -1,0 +1,370 @@
+"""The backward pass: which kernels compute which gradients, in which order, and how their blocks share the work."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from cuflash.plan.draft import SUMS_CAPTURED, Draft
+from cuflash.plan.families import BackwardFamily, DqFamily, choose_family, family_of
+from cuflash.plan.scores import (
+    add_captured,
+    add_captured_around,
+    add_key_sums,
+    add_stored,
+    add_sums,
+    by_kind,
+    needs,
+    score_gradients,
+)
+from cuflash.plan.sm80 import backward as sm80_backward
+from cuflash.plan.sm80.tiles import SCORES_TILES, ScoresTile
+from cuflash.plan.sm90.backward import BACK_SECTION, Backward, BackwardFloat32, steps_of_tile
+from cuflash.plan.sm90.backward_bias import add_bias_gradient, choose_bias_tile
+from cuflash.plan.sm90.backward_wide import BackwardWide, DqWide
+from cuflash.plan.sm90.tiles import BiasSm90Tile
+from cuflash.plan.tiles import ROLES, Role, Tile, choose_row, tile_bytes, tiles_at_once
+from cuflash.spec.inputs import TERMS
+
+FAMILIES: tuple[BackwardFamily[Any], ...] = (BackwardFloat32(), BackwardWide(), Backward(), sm80_backward.Backward())
+DQ_FAMILIES: tuple[DqFamily[Any], ...] = (DqWide(), sm80_backward.Dq())
+
+# Where more blocks cost extra work, a grid should have this many times the number of blocks that are resident at once.
+# The first number is for blocks of equal length, the second for a causal mask. Measured on an H200 with one key/value
+# head for 16 query heads, seqlen 4096, in TFLOP/s by the number of blocks that share the head: head_dim 64, full: 2
+# blocks 549, 4 542, 8 532, 3 516, 5 488; head_dim 128, causal: 2 blocks 416, 4 468, 8 475, 16 451, 5 391. Eight of
+# these heads have two waves of tiles: head_dim 128, causal: 1 block 522, 2 492, 4 473.
+WAVES, CAUSAL_WAVES = 1.9, 4.0
+# What it costs to share a tile of keys, in units of one step from a tile of queries to the next. Each block takes
+# SHARE_STEPS to begin and to end. The kernel that adds the parts takes SUM_STEPS, and SUM_STEPS_OF_PART for each part;
+# SUM_STEPS counts twice where only the tiles after whole waves are shared, because their blocks do not all end at the
+# same time. On an H200 the numbers of blocks that follow from this are within 1 % of the best of 2 to 16 (2 heads of
+# head_dim 256, seqlen 1024: 6 %). The pass is faster than without sharing by 2.9 % where 4 of 4096 tiles are shared
+# (head_dim 64, seqlen 16384), by 2.2 % with 68 of 2048 (head_dim 128), by 0.8 % at seqlen 4096, and by 43 % with all of
+# 64 tiles (causal, seqlen 4096, head_dim 64; 46 % at 128).
+SHARE_STEPS, SUM_STEPS, SUM_STEPS_OF_PART = 3, 6, 1
+# A kernel that looks up masks and biases pair by pair, whatever the main kernel does with them.
+LOOKED_UP = dict.fromkeys(
+    (
+        *("CUFLASH_BIAS_OF_PAIRS", "CUFLASH_BIAS_OF_KEYS", "CUFLASH_MASK_OF_KEYS", "CUFLASH_MASK_BY_BITS"),
+        *("CUFLASH_HAS_LISTS", "CUFLASH_HAS_NOTES", "CUFLASH_HAS_BIAS_NOTES", "CUFLASH_CHOSEN_BY_BIAS"),
+    ),
+    0,
+)
+# Warps of a multiprocessor that registers must allow in the kernel of delta. Products of float64 need more of these.
+DELTA_WARPS = {"float64": 16, "float32": 24, "others": 32}
+SOFTMAX_WARPS = 16  # warps of a block of the kernels that make gradients of parts of the softmax
+_OF_KEYS = ("dk", "dv")
+SCORES_KERNEL = "sm80/backward_scores.cu"  # makes gradients of parts of the scores that no other kernel makes
+# The kernels that make the gradients of parts of the softmax, one each.
+SOFTMAX_KERNELS = {term.gradient: f"around/{term.name}.cu" for term in TERMS if term.part_of == "softmax"}
+
+
+class _Rows(NamedTuple):
+    """The family and the row of the main kernel, the rows of the kernels beside it, by `tiles.Role`, and what the main
+    kernel sums. The main kernel makes dk and dv, and mostly dq."""
+
+    family: BackwardFamily[Any] | None
+    main: Any
+    dq: Any
+    scores: ScoresTile | None
+    bias: BiasSm90Tile | None
+    summed: tuple[str, ...]  # gradients of parts of the scores that the main kernel sums
+    sums_captured: bool  # whether it also sums the gradients of arrays that the score reads
+
+
+def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
+    """Add the kernels of the backward pass, with the tiles that are given, or those of the tables."""
+    problem = draft.problem
+    family, main, dq, scores, bias, summed, sums_captured = _rows(draft, tiles)
+    draft.tiles = tuple(tile for tile in (main, dq, scores, bias) if tile is not None)
+    reduces_dq = "dq" in draft.need and dq is None
+    n_blocks = 0
+    if family is not None and main is not None:
+        n_blocks = problem.array_batch * problem.num_heads_kv * draft.tiles_of(problem.seqlen_k, main.block_n)
+        if n_blocks:
+            _share_work(draft, family, main, n_blocks)
+    run_time = draft.run_time
+    draft.defines |= {
+        "CUFLASH_PAIRS_STATS": 0,
+        "CUFLASH_DQ_BY_REDUCTION": int(reduces_dq),
+        "CUFLASH_DQ_IN_ORDER": int(family is not None and family.dq_in_order(main)),
+        "CUFLASH_BACK_SHARE": 0 if family is None else family.back_share(problem, main),
+        "CUFLASH_BACK_SECTION": BACK_SECTION,
+        "CUFLASH_NEEDS_DK": int("dk" in draft.need or main is None),
+        "CUFLASH_NEEDS_DV": int("dv" in draft.need or main is None),
+        "CUFLASH_SPLITS_GROUP": int(run_time.group_splits > 1 or _has_wide(draft, *_OF_KEYS)),
+        "CUFLASH_SPLITS_TAIL": int(run_time.tail_splits > 1),
+        **needs(()),
+        **({} if family is None else family.defines),
+    }
+    if not draft.tiles and not SOFTMAX_KERNELS.keys() & set(draft.need):
+        return
+
+    if family is not None:
+        draft.set(head_section=family.head_section(draft, main))
+        draft.set(clear_ahead=family.clear_ahead(draft, main) if reduces_dq else 0)
+    draft.defines["CUFLASH_CLEARS_AHEAD"] = int(draft.run_time.clear_ahead > 0)
+    around = _add_delta(draft, family, dq)
+    stored, sums = by_kind([name for name in score_gradients(draft) if name not in summed])
+    if scores is not None and stored and bias is None:
+        add_stored(draft, scores, SCORES_KERNEL, stored)
+    if scores is not None and sums:
+        add_sums(draft, scores, SCORES_KERNEL, sums)
+    if scores is not None and draft.captured_gradients and not sums_captured:
+        add_captured(draft, scores, SCORES_KERNEL)
+    if family is not None and main is not None:
+        if sums_captured:
+            add_captured_around(draft, around, SUMS_CAPTURED, stores=False)
+        blocks = _add_main(draft, family, main, n_blocks, summed, sums_captured)
+        if summed:
+            add_key_sums(draft, around, blocks, summed)
+        if sums_captured:
+            if any(filled.table.name in draft.summed_captured for filled in draft.tables):
+                draft.add_around_tables(around, "led_on", CUFLASH_NEEDS_CAPTURED=SUMS_CAPTURED)
+            add_captured_around(draft, around, SUMS_CAPTURED, stores=True)
+            names = ", ".join(draft.captured_gradients)
+            draft.reasons.append(f"{names}: summed by the main kernel: exact sums, whose order does not matter")
+    if bias is not None:
+        add_bias_gradient(draft, bias, main, stored)
+    if dq is not None:
+        _add_dq(draft, dq)
+        if family is not None and family.makes_dq:
+            draft.reasons.append(
+                "deterministic: dq has a kernel of its own that adds in a fixed order and recomputes the weights"
+            )
+    if family is not None and main is not None:
+        _add_convert(draft, family, main, around, n_blocks, reduces_dq)
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _rows(draft: Draft, tiles: tuple[Tile, ...] | None) -> _Rows:
+    """Choose the rows."""
+    problem, device, need = draft.problem, draft.device, draft.need
+    given: dict[Role, Any] = {tile.role: tile for tile in tiles or ()}
+    main, dq, scores, bias = (given.get(role) for role in ROLES)
+    family = None
+    if tiles:
+        draft.reasons.append(draft.origin)
+        family = None if main is None else family_of(FAMILIES, main)
+    elif set(need) & {"dk", "dv"} or ("dq" in need and FAMILIES[0].obstacle(draft) is None):
+        family, main, reason = choose_family(FAMILIES, draft)
+        draft.reasons.append(reason)
+    if not set(need) & {"dq", "dk", "dv"}:
+        family = main = None
+    if family is not None:
+        main = family.configured(main, draft)
+        missing = " and ".join(name for name in ("dk", "dv") if name not in need)
+        if missing and family.makes_both:
+            draft.reasons.append(f"{missing}: not stored, but computed; that kernel makes the products of both")
+
+    in_order = family is not None and family.dq_in_order(main)
+    makes_dq = family is not None and family.makes_dq and (in_order or not problem.deterministic)
+    if "dq" not in need or makes_dq:
+        dq = None
+    elif dq is None:
+        _, dq, reason = choose_family(DQ_FAMILIES, draft)
+        draft.reasons.append(reason)
+    if dq is not None and main is None:
+        draft.reasons.append("dq alone has a kernel of its own, which makes three products and not five")
+    summed = _summed_by_main(draft, family, main) if scores is None else ()
+    sums_captured = scores is None and _sums_captured(draft, family, main)
+    if family is not None:
+        main = family.summing(main, summed)
+        main = family.summing_captured(draft, main) if sums_captured else main
+    stored, sums = by_kind([name for name in score_gradients(draft) if name not in summed])
+    if not stored:
+        bias = None
+    elif bias is not None:
+        bias = bias.configured(problem)
+    elif scores is None:
+        bias = choose_bias_tile(draft, main)
+    if not sums and (not stored or bias is not None) and (not draft.captured_gradients or sums_captured):
+        scores = None
+    elif scores is None:
+        scores, reason = choose_row(SCORES_TILES, problem, device)
+        draft.reasons.append(reason)
+    return _Rows(family, main, dq, scores, bias, summed, sums_captured)
+
+
+def _sums_captured(draft: Draft, family: BackwardFamily[Any] | None, main: Any) -> bool:
+    """Whether the main kernel sums the wanted gradients of arrays that the score reads."""
+    if family is None or not draft.captured_gradients:
+        return False
+    obstacle = family.why_not_captured(draft, main)
+    hoisted, unhoisted = draft.program, draft.problem.unhoisted
+    if hoisted.tables and (obstacle is not None or hoisted.reads_pairs):
+        draft.program = unhoisted
+        if family.why_not_captured(draft, main) is None:
+            why = obstacle or "numbers of rows and keys, and sums of gradients, leave few registers for tables"
+            draft.reasons.append(f"score: nothing is hoisted where its gradients are summed: {why}")
+            return True
+        draft.program = hoisted
+    if obstacle is not None:
+        draft.reasons.append(f"{', '.join(draft.captured_gradients)}: not by {family.kernel}: {obstacle}")
+    return obstacle is None
+
+
+def _summed_by_main(draft: Draft, family: BackwardFamily[Any] | None, main: Any) -> tuple[str, ...]:
+    """The gradients of parts of the scores that the main kernel makes: for each kind, all that are wanted or none."""
+    if family is None:
+        return ()
+    summed: list[str] = []
+    for names in by_kind(score_gradients(draft)):
+        obstacles = {name: family.why_not_summed(draft, main, name) for name in names}
+        if all(obstacle is None for obstacle in obstacles.values()):
+            summed += names
+        draft.reasons += [f"{name}: not by {family.kernel}: {why}" for name, why in obstacles.items() if why]
+    return tuple(summed)
+
+
+def _add_dq(draft: Draft, dq: Any) -> None:
+    """Add the kernel that makes dq alone."""
+    m_blocks, is_wide = draft.heads * draft.tiles_of(draft.problem.seqlen_q, dq.block_m), _has_wide(draft, "dq")
+    draft.add_lists(dq, "key_lists")
+    makes, options = ("wide_dq",) if is_wide else (), {"CUFLASH_DQ_WIDE": int(is_wide)}
+    family_of(DQ_FAMILIES, dq).add(draft, dq, m_blocks, makes, options)
+
+
+# ---- how blocks share the work ---------------------------------------------------------------------------------------
+
+
+def _share_work(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int) -> None:
+    """Where tiles are few, let blocks share the query heads of a key/value head, or the queries of a tile of keys."""
+    draft.set(group_splits=_group_splits(draft, family, main, n_blocks))
+    if draft.run_time.group_splits == 1 and family.shares_tail and not _has_wide(draft, *_OF_KEYS):
+        _share_tail(draft, main, n_blocks)
+
+
+def _group_splits(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int) -> int:
+    """Where tiles of keys are few: how many blocks share the query heads of a key/value head, in equal parts."""
+    problem, resident = draft.problem, tiles_at_once(main, draft.device)
+    waves = WAVES if n_blocks >= WAVES * resident or problem.window_right is None else CAUSAL_WAVES
+    most = family.heads_of_block(draft, main)
+    shares = (n for n in range(1, problem.group_size + 1) if problem.group_size % n == 0)
+    enough = (n for n in shares if n * n_blocks >= waves * resident and n * most >= problem.group_size)
+    return next(enough, max(1, problem.group_size))  # without query heads, blocks clear dk and dv
+
+
+def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
+    """Let blocks share the tiles of keys that do not fill the device (all, or the last wave), if that is faster."""
+    problem, resident = draft.problem, tiles_at_once(main, draft.device)
+    steps = steps_of_tile(draft, main)
+    tiles = problem.batch * problem.num_heads_kv * -(-problem.mean_sequence.seqlen_k // main.block_n)
+    # Under a causal mask the longest tiles start first, so that only short ones are left at the end.
+    even = (problem.window_left is None) == (problem.window_right is None) and problem.block_mask is None
+    rest = tiles % resident if even else tiles
+    if rest == 0 or steps == 0:
+        return
+
+    def duration(splits: int) -> float:
+        waves, longest = -(-rest * splits // resident), steps / splits
+        walks = waves * longest if even else max(longest, rest * steps / 2 / resident)
+        if splits == 1:
+            return waves * SHARE_STEPS + walks
+        sums = SUM_STEPS * (1 if rest == tiles else 2) + SUM_STEPS_OF_PART * splits
+        return waves * SHARE_STEPS + walks + sums
+
+    splits = min(range(1, min(steps, resident) + 1), key=duration)
+    if splits > 1:
+        # Packed: the same fraction of the places is shared as of the tiles.
+        draft.set(whole_tiles=n_blocks - n_blocks * rest // tiles, tail_splits=splits)
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: Tile | None) -> Tile:
+    """Add the kernel of delta, which all others read, and the kernels of gradients of parts of the softmax.
+
+    Returns the tile whose fragments tell the kernels around the main one how memory is laid out.
+    """
+    problem = draft.problem
+    first = draft.tiles[0] if draft.tiles else choose_row(SCORES_TILES, problem, draft.device)[0]
+    draft.add_tables(first)
+    owner = family if family is not None or dq is None else family_of(DQ_FAMILIES, dq)
+    around = first if owner is None else owner.accumulator_layout(first)
+    dims = {"CUFLASH_DIM_MULTIPLE": first.dim_multiple}
+    # The kernel of delta has one block for each tile of the kernels that read delta.
+    delta = around if dq is None else around.changed(block_m=max(around.block_m, dq.block_m))
+    rows = draft.tiles_of(problem.seqlen_q, delta.block_m) * delta.block_m
+    draft.set(stats_rows=rows)
+    draft.defines["CUFLASH_STATS_BLOCK"] = delta.block_m
+    draft.scratch["row_stats"] = draft.heads * rows * 2
+    draft.scratch["row_sums"] = draft.heads * rows * 2
+    # Many warps have loads under way at a time; what rows of large lse need beyond these registers is spilled.
+    warps = DELTA_WARPS.get(problem.dtype, DELTA_WARPS["others"])
+    resident = {"CUFLASH_MIN_BLOCKS": max(1, warps // delta.num_warps)}
+    sums = {name: first.defines().get(name, 1) for name in ("CUFLASH_BF16_PARTS", "CUFLASH_COLUMN_BLOCKS")}
+    own = {**dims, **LOOKED_UP, **resident, **sums, "CUFLASH_LSE_HAS_SINKS": int(draft.has_sinks)}
+    draft.add("around/delta.cu", delta, draft.heads * (rows // delta.block_m), 0, **own)
+    own = {**dims, "CUFLASH_NUM_WARPS": SOFTMAX_WARPS, "CUFLASH_MIN_BLOCKS": 1}
+    for source in (source for name, source in SOFTMAX_KERNELS.items() if name in draft.need):
+        draft.add(source, delta, problem.num_heads, 16 * SOFTMAX_WARPS, **own)
+    return around
+
+
+def _add_main(
+    draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int, summed: tuple[str, ...], sums_captured: bool
+) -> int:
+    """Add the kernel whose blocks own keys, and return how many blocks it has."""
+    family.prepare(draft, main)
+    draft.add_lists(main, "query_lists")
+    run_time = draft.run_time
+    shared = (n_blocks - run_time.whole_tiles) * run_time.group_splits * run_time.tail_splits
+    blocks = shared + run_time.whole_tiles
+    makes = (*summed, "captured") if sums_captured else summed
+    options = needs(summed) | {"CUFLASH_NEEDS_CAPTURED": SUMS_CAPTURED if sums_captured else 0}
+    family.add(draft, main, blocks, makes, options)
+    return blocks
+
+
+def _add_convert(
+    draft: Draft, family: BackwardFamily[Any], main: Tile, around: Tile, n_blocks: int, reduces_dq: bool
+) -> None:
+    """Add the kernel that turns what the blocks of `main` have added up, or left in parts, into results."""
+    problem, run_time = draft.problem, draft.run_time
+    dim, dim_v = draft.padded_dims(main)
+    blocks, shared_bytes = 0, 0
+    parts = max(run_time.group_splits, run_time.tail_splits)
+    results = len(set(draft.need) & {"dk", "dv"})
+    # How many warps leave a part of dk, or of dv: all warps, where they divide both; otherwise one for each 16 keys.
+    part_warps = around.num_warps if around is main else main.block_n // 16
+    wide_keys = _has_wide(draft, *_OF_KEYS)
+    if (parts > 1 or wide_keys) and results:
+        shared = n_blocks - run_time.whole_tiles
+        shares = part_warps // around.num_warps
+        blocks += shared * shares * results
+        shared_bytes = tile_bytes(main.block_n // shares, max(dim, dim_v), main.element_bytes)
+        draft.scratch["dkv_partials"] = shared * parts * main.block_n * (dim + dim_v)
+        what = "query heads of a key/value head" if run_time.group_splits > 1 else "queries of a tile of keys"
+        last = "the last " if run_time.whole_tiles else ""
+        if parts > 1:
+            draft.reasons.append(f"{parts} blocks share the {what}: {last}{shared} tiles of keys are few")
+        if wide_keys:
+            draft.reasons.append("dk and dv leave blocks as sums: not all of them are rounded to the dtype of k and v")
+    if reduces_dq:
+        m_blocks = draft.heads * (run_time.stats_rows // main.block_m)
+        blocks += m_blocks
+        shared_bytes = max(shared_bytes, tile_bytes(main.block_m, dim, main.element_bytes))
+        in_order = family.dq_in_order(main)
+        draft.scratch["dq_accumulator"] = draft.heads * run_time.stats_rows * dim + (m_blocks if in_order else 0)
+        if run_time.clear_ahead:
+            draft.scratch["dq_accumulator"] += problem.array_batch * problem.num_heads_kv * run_time.group_splits
+            draft.reasons.append(f"blocks clear accumulators of dq, {run_time.clear_ahead} heads in launch order ahead")
+        if in_order and problem.is_packed:
+            draft.scratch["dq_accumulator"] += 1  # a word that says whether sequences overlap
+        if in_order:
+            draft.reasons.append("deterministic: tiles of keys add to dq in order")
+    if shared_bytes:
+        defines = {"CUFLASH_DIM_MULTIPLE": main.dim_multiple, "CUFLASH_PART_WARPS": part_warps}
+        wide = tuple(name for name in ("dq", *_OF_KEYS) if _has_wide(draft, name))
+        defines |= {f"CUFLASH_{name.upper()}_WIDE": int(name in wide) for name in ("dq", *_OF_KEYS)}
+        makes = tuple(f"wide_{name}" for name in wide)
+        draft.add("around/convert.cu", around, blocks, shared_bytes, makes, **defines)
+
+
+def _has_wide(draft: Draft, *names: str) -> bool:
+    """Whether one of these gradients is wanted in the dtype of sums, which is not the dtype of the inputs."""
+    return any(name in draft.need and draft.arrays[name].dtype != draft.problem.dtype for name in names)

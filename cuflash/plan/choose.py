@@ -1,0 +1,138 @@
+"""The plan for a pass of a problem on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from cuflash.arrays.array_info import ITEMSIZE, Operand
+from cuflash.plan.backward import draft_backward
+from cuflash.plan.device import DeviceSpec, why_by_lanes
+from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft, common_defines, has_natural_scores
+from cuflash.plan.forward import draft_forward
+from cuflash.plan.launch_plan import LaunchPlan, RunTime
+from cuflash.plan.tiles import Tile, why_too_large
+from cuflash.spec.binding import INPUTS, Pass, assumed, over_head_dimensions, planned_length, widest_accesses
+from cuflash.spec.inputs import DEFAULT_NEED, TERMS
+from cuflash.spec.problem import Problem
+
+MAX_HEAD_DIM = 1024
+FAST_FLOAT64 = (70, 80, 90, 100)  # compute capabilities with half as many FP64 units as FP32 units
+
+
+def choose_plan(
+    problem: Problem,
+    device: DeviceSpec,
+    pass_: Pass = "forward",
+    *,
+    load_bytes: int | None = None,
+    store_bytes: int | None = None,
+    operands: Mapping[str, Operand] | None = None,
+    tiles: tuple[Tile, ...] | None = None,
+    origin: str = "tiles given by the caller",
+    need: Collection[str] = DEFAULT_NEED,
+) -> LaunchPlan:
+    """The plan for one pass. Pure: the same arguments give the same plan.
+
+    `load_bytes` and `store_bytes` are the widest aligned accesses that serve all operands. If they are None, they
+    follow from the strides, with pointers taken as 16-byte aligned. Arrays that are not in `operands` lie as
+    `binding.assumed` says. `need` names the gradients, of `inputs.GRADIENTS`, that the backward pass is to make.
+    `tiles` overrides the tables: a row of the forward pass, or rows of the backward pass, at most one for each
+    `tiles.Role`. `origin` says where they come from.
+
+    Raises NotImplementedError for what no kernel serves, ValueError for arrays that are not aligned to their elements.
+    """
+    check_served(problem, device)
+    if pass_ == "backward" and problem.block_table is not None:
+        raise NotImplementedError(
+            "block_table: got one for the backward pass, expected None: gradients are not given in pages; gather "
+            "the pages of each batch entry into contiguous k and v"
+        )
+    arrays = assumed(problem, pass_, operands or {})
+    accesses = widest_accesses(problem, pass_, arrays, need)
+    load_bytes, store_bytes = load_bytes or accesses[0], store_bytes or accesses[1]
+    if min(load_bytes, store_bytes) < ITEMSIZE[problem.dtype]:
+        raise ValueError(
+            f"q: got arrays at multiples of {min(load_bytes, store_bytes)} bytes, expected all of them at multiples of "
+            f"the {ITEMSIZE[problem.dtype]} bytes of a {problem.dtype}"
+        )
+    arrays |= {name: getattr(problem, name) for name in INPUTS}
+    for names, width, widest in zip(over_head_dimensions(pass_), (load_bytes, store_bytes), accesses, strict=True):
+        if width < widest:  # nothing else is known of the addresses
+            arrays |= {name: replace(arrays[name], alignment=width) for name in names}
+    if problem.bias is not None:
+        arrays["bias"] = problem.bias
+    seen = _without_parts_of_softmax(problem) if pass_ == "backward" else _of_planned_length(problem)
+    draft = Draft(
+        problem=seen,
+        device=device,
+        pass_=pass_,
+        arrays=arrays,
+        defines=common_defines(seen, device, load_bytes, store_bytes, natural=has_natural_scores(problem)),
+        has_sinks=problem.sinks is not None,
+        need=tuple(name for name in problem.gradients if name in need) if pass_ == "backward" else (),
+        run_time=RunTime(head_section=1 if problem.window_right is None else CAUSAL_HEAD_SECTION),
+        origin=origin,
+        program=seen.hoisted,
+    )
+    if pass_ == "forward":
+        draft_forward(draft, tiles)
+    else:
+        draft_backward(draft, tiles)
+    for tile in draft.tiles:  # rows of the tables were asked; tiles of a caller may grow where they load a bias
+        if excess := why_too_large(tile, draft.problem, device):
+            raise NotImplementedError(f"tiles: got {tile.label}, expected one that fits {device.name}: {excess}")
+    if problem.dtype == "float64" and device.arch not in FAST_FLOAT64:
+        draft.reasons.append(f"float64 is slow here: compute capability {device.arch / 10:.1f} has few FP64 units")
+    if obstacle := why_by_lanes(problem.dtype, device):
+        draft.reasons.append(obstacle)
+    return LaunchPlan(
+        pass_=pass_,
+        problem=problem,
+        device=device,
+        tiles=draft.tiles,
+        kernels=tuple(draft.kernels),
+        run_time=draft.run_time,
+        key_splits=draft.key_splits,
+        scratch=tuple(draft.scratch.items()),
+        tensor_maps=draft.tensor_maps,
+        tables=draft.tables,
+        reason="\n".join(draft.reasons),
+        need=draft.need,
+        any_length=pass_ == "forward" and not _has_keys_elsewhere(problem) and not draft.copies.keys() & {"k", "v"},
+        hides_last_keys=draft.hides_last_keys,
+    )
+
+
+def _has_keys_elsewhere(problem: Problem) -> bool:
+    """Whether an array other than k, v and a block table has an axis of keys."""
+    return any(term.has_keys and getattr(problem, term.name) is not None for term in TERMS)
+
+
+def _without_parts_of_softmax(problem: Problem) -> Problem:
+    """The problem as the backward pass sees it: lse includes these parts, and only their own gradients need them."""
+    absent: dict[str, Any] = {term.name: None for term in TERMS if term.part_of == "softmax"}
+    return replace(problem, **absent)
+
+
+def _of_planned_length(problem: Problem) -> Problem:
+    """The problem with as many keys as its forward pass is planned for: a few more than there are."""
+    if _has_keys_elsewhere(problem):
+        return problem
+    return problem.of_length(planned_length(problem.seqlen_k))
+
+
+def check_served(problem: Problem, device: DeviceSpec) -> None:
+    """Raise NotImplementedError, with the limit and the remedy, for a problem that no kernel serves on `device`."""
+    if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+        name, got = ("q", problem.head_dim) if problem.head_dim > MAX_HEAD_DIM else ("v", problem.head_dim_v)
+        raise NotImplementedError(
+            f"{name}: got head dimension {got}, expected at most {MAX_HEAD_DIM} on the GPU; NumPy arrays of any head "
+            "dimension are served on the CPU"
+        )
+    if device.arch < 70:
+        raise NotImplementedError(
+            f"device: got compute capability {device.arch / 10:.1f}, expected 7.0 or later; NumPy arrays are served on "
+            "the CPU"
+        )

@@ -1,0 +1,547 @@
+"""A plan in the making, to which families add their kernels."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from cuflash.arrays.array_info import ITEMSIZE, Operand
+from cuflash.plan.argument import PARAMS_BYTES, maps_offset, params_bytes
+from cuflash.plan.device import DeviceSpec
+from cuflash.plan.launch_plan import FilledTable, KernelSpec, RunTime, option_names
+from cuflash.plan.tensor_map import BYTES as TENSOR_MAP_BYTES
+from cuflash.plan.tensor_map import TensorMapSpec, tensor_map_spec, why_not
+from cuflash.plan.tiles import Tile, round_up
+from cuflash.score_mod import Program
+from cuflash.spec.binding import Pass
+from cuflash.spec.inputs import DEFINES, MASKS, OF_FLOAT8, OF_FUNCTIONS, OF_PAIRS, OF_SCORES, TERMS, Term
+from cuflash.spec.problem import Problem
+
+TABLE_WARPS = 8  # warps of a block that fills tables
+# What a kernel does for gradients of arrays that the score reads: CUFLASH_NEEDS_CAPTURED of
+# kernels/common/captured_gradients.cuh.
+FINDS_LARGEST, ADDS_CAPTURED, SUMS_CAPTURED = 1, 2, 3
+VECTOR_OF_MASK = 16  # keys that are read at once
+LIST_WARPS = 4  # warps of a block that lists tiles; each makes one list
+LIST_HEADER = 2  # numbers in front of a list
+# Under a causal mask tiles differ in length, so the long ones of this many heads start first. On an H200 that gains 9 %
+# at head_dim 128 and seqlen 4096. Without a mask, one head at a time makes better use of L2.
+CAUSAL_HEAD_SECTION = 16
+# The largest soft cap that is folded into exponents, and only without sinks. Rows have an lse below 1024 then, so that
+# none of them is large in the sense of kernels/common/backward.cuh.
+MOST_FOLDED_SOFTCAP = 512.0
+# A kernel looks at a mask beforehand where the forward pass has at least this many operations: by arithmetic, they take
+# a few times as long as two small kernels. Otherwise the main kernel reads the mask for each head, pair by pair.
+LOOK_FLOPS = 1 << 31
+# A mask of keys, as numbers beside scores, costs only an instruction a score. So a look at it can only gain whole
+# tiles, and lists take the place of bounds that differ within a tile. It is looked at from this many keys on, where
+# nothing else bounds tiles.
+LOOK_KEYS = 2048
+# A look at a bias that hides no tile gains nothing, and costs two small kernels and a launch. A bias is looked at where
+# the forward pass has at least this many operations, 0.7 ms at 400 TFLOP/s: on an H100 the look makes such a pass 0.7
+# to 2 % longer.
+LOOK_BIAS_FLOPS = 1 << 38
+BIAS_HEADER_BYTES = 16  # in front of the notes of a bias: BiasBlocks of kernels/common/mask.cuh
+# Lanes of a warp that look at one tile of a bias. So a warp has few tiles, since it looks at hidden ones one by one.
+BIAS_LANES = 8
+COUNTED_BY_DQ = "the order of dq counts them"  # why tiles that a mask hides are computed
+WRITTEN = ("out", "dq", "dk", "dv")  # results that kernels of compute capability 9.0 write 16 bytes at a time
+
+
+@dataclass(kw_only=True)
+class Draft:
+    """A plan in the making."""
+
+    problem: Problem
+    device: DeviceSpec
+    pass_: Pass
+    arrays: dict[str, Operand]
+    defines: dict[str, str | int]
+    need: tuple[str, ...]
+    origin: str  # where tiles come from that no table was asked for
+    program: Program  # what kernels compute of functions of the caller
+    tables: tuple[FilledTable, ...] = ()  # tables of the program, which a kernel fills
+    tiles: tuple[Tile, ...] = ()
+    kernels: list[KernelSpec] = field(default_factory=list)
+    scratch: dict[str, int] = field(default_factory=dict)
+    tensor_maps: tuple[TensorMapSpec, ...] = ()
+    copies: dict[str, Operand] = field(default_factory=dict)  # scratch arrays that TMA reads in place of these
+    reasons: list[str] = field(default_factory=list)
+    key_splits: int = 1
+    hides_last_keys: bool = False
+    has_sinks: bool = False  # which the problem itself lacks in the backward pass
+    noted_bias: tuple[int, int] = (0, 0)  # queries and keys of the tiles for which a kernel notes what the bias hides
+    chosen_by_bias: bool = False  # whether main kernels use lists only if the bias hides enough tiles
+    run_time: RunTime = field(default_factory=RunTime)
+
+    @property
+    def captured_gradients(self) -> tuple[str, ...]:
+        """The wanted gradients of arrays that the score reads."""
+        return tuple(name for name in self.need if name in self.problem.captured_gradients)
+
+    @property
+    def summed_captured(self) -> tuple[str, ...]:
+        """The arrays and tables whose gradients a kernel sums for these."""
+        return self.program.summed([name[1:] for name in self.captured_gradients])
+
+    @property
+    def heads(self) -> int:
+        """Query heads of all entries of the arrays' batch axis."""
+        return self.problem.array_batch * self.problem.num_heads
+
+    def tiles_of(self, seqlen: int, rows: int) -> int:
+        """How many tiles of `rows` rows the queries, or keys, of a head have.
+
+        Packed: tile t of sequence b has place start[b] // rows + b + t. At most one place is empty for each sequence,
+        and one for the rows after the last sequence.
+        """
+        if self.problem.is_packed:
+            return seqlen // rows + self.problem.batch + 1
+        return -(-seqlen // rows)
+
+    def padded_dims(self, tile: Tile) -> tuple[int, int]:
+        """Head dimensions as a kernel of this row sees them."""
+        return tile.padded_dims(self.problem)
+
+    def why_not_mapped(self, names: Iterable[str]) -> str | None:
+        """Why TMA cannot read these arrays, or write those that are results; None if it can."""
+        obstacles = (why_not(name, self.arrays[name], written=name in WRITTEN) for name in names)
+        return next(filter(None, obstacles), None)
+
+    def map_tensors(
+        self, rows: Mapping[str, int], heads: Mapping[str, int] | None = None, *, read_once: bool = False
+    ) -> None:
+        """Make tensor maps of these arrays, or of their copies. A box has `rows` rows of one head, or of `heads`."""
+        heads = heads or {}
+        seen = {
+            name: (f"{name}_copy", self.copies[name]) if name in self.copies else (name, self.arrays[name])
+            for name in rows
+        }
+        self.tensor_maps = tuple(
+            tensor_map_spec(*seen[name], n, heads.get(name, 1), read_once=read_once) for name, n in rows.items()
+        )
+        self.defines["CUFLASH_ARGUMENT_BYTES"] = maps_offset(self.problem) + len(rows) * TENSOR_MAP_BYTES
+
+    def own_lists(self, *masks: Operand | None) -> tuple[int, int]:
+        """How many batch entries and heads have their own lists of tiles, or bits, if these masks make them."""
+        strides = [mask.strides for mask in masks if mask is not None]
+        of_batch = self.problem.kv_lengths is not None or any(of_batch for of_batch, *_ in strides)
+        of_head = any(of_head for _, of_head, *_ in strides)
+        return self.problem.batch if of_batch else 1, self.problem.num_heads if of_head else 1
+
+    def set(self, **integers: int) -> None:
+        """Set fields of `run_time`."""
+        self.run_time = replace(self.run_time, **integers)
+
+    def add_lists(self, tile: Tile, name: Literal["key_lists", "query_lists"], *, why_not_for_bias: str = "") -> None:
+        """With masks, or a bias, that hide tiles, add the kernel that lists visible tiles of keys for tiles of queries.
+
+        "query_lists" are the other way round: tiles of queries for tiles of keys. `why_not_for_bias` says why the main
+        kernel has no lists for a bias alone. If it has them, it is launched twice, with and without lists, and one of
+        the two returns at once: a bias may hide nothing, and walking over lists takes time.
+        """
+        problem = self.problem
+        by_bits = "mask_words" in self.scratch
+        if not self.defines["CUFLASH_HAS_LISTS"] and not by_bits and problem.mask is not None:
+            self.defines["CUFLASH_HAS_LISTS"] = int(not self._why_not_looked_at(tile))
+        why_not_bias = self._why_bias_is_not_listed(why_not_for_bias)
+        looks_at_bias = why_not_bias == ""
+        self.chosen_by_bias = looks_at_bias and not self.defines["CUFLASH_HAS_LISTS"]
+        if why_not_bias:
+            self._say_computed("bias", why_not_bias)
+        if not self.defines["CUFLASH_HAS_LISTS"] and not looks_at_bias:
+            if problem.mask is not None:
+                self._say_computed("mask", self._why_not_looked_at(tile))
+            return
+        m_blocks, n_blocks = -(-problem.seqlen_q // tile.block_m), -(-problem.seqlen_k // tile.block_n)
+        lists, length = (m_blocks, n_blocks) if name == "key_lists" else (n_blocks, m_blocks)
+        of_masks = self._set_matrices(looks_at_bias)
+        lists *= self.run_time.list_batches * self.run_time.list_heads if self.heads else 0
+        elements = -(-lists * (LIST_HEADER + length) * ITEMSIZE["int32"] // ITEMSIZE[problem.softmax_dtype])
+        self.scratch[name] = round_up(elements, 4)
+        of_keys = name == "key_lists"
+        if problem.mask_function is not None or (problem.mask is not None and not by_bits):
+            self._add_mask_tiles(tile, of_masks * m_blocks * n_blocks)
+        if looks_at_bias:
+            self._add_bias_tiles(tile)
+        options = {"CUFLASH_LISTS_KEYS": int(of_keys), "CUFLASH_HAS_BIAS_NOTES": int(looks_at_bias)}
+        options |= {"CUFLASH_HAS_LISTS": 1, "CUFLASH_CHOSEN_BY_BIAS": int(self.chosen_by_bias)}
+        options |= {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1}
+        self.add("around/lists.cu", tile, -(-lists // LIST_WARPS), 0, **options)
+        has_mask = problem.mask is not None or problem.mask_function is not None
+        hiding = ["mask" if has_mask else "block_mask"] if has_mask or problem.block_mask is not None else []
+        hiding += ["bias"] if looks_at_bias else []
+        self.reasons.append(
+            f"{' and '.join(hiding)}: tiles of {'keys' if of_keys else 'queries'} are listed, "
+            f"{tile.block_m} queries x {tile.block_n} keys each; hidden ones are neither loaded nor computed"
+            + (", unless they are so few that the kernel without lists takes less time" if self.chosen_by_bias else "")
+        )
+
+    def add_main(
+        self, source: str, tile: Tile, blocks: int, shared_bytes: int, makes: Collection[str] = (), /, **defines: int
+    ) -> None:
+        """Add a kernel that walks over lists if there are any.
+
+        If the bias decides that, two kernels are added, and the name of one says that it is the one with lists.
+        """
+        if not self.chosen_by_bias:
+            self.add(source, tile, blocks, shared_bytes, makes, **defines)
+            return
+        for lists in (0, 1):
+            chosen = defines | {"CUFLASH_HAS_LISTS": lists, "CUFLASH_CHOSEN_BY_BIAS": 1}
+            self.add(source, tile, blocks, shared_bytes, (*makes, *["listed"] * lists), **chosen)
+
+    def add_notes(self, tile: Tile) -> None:
+        """Add notes of what a mask, or a function that hides pairs, leaves of tiles, for a main kernel without lists.
+
+        That kernel finds the tiles that a block mask hides by itself.
+        """
+        problem = self.problem
+        self.defines["CUFLASH_HAS_LISTS"] = 0
+        matrices = self._set_matrices()
+        obstacle = self._why_not_looked_at(tile)
+        looks = problem.mask is not None and not obstacle
+        if problem.mask is not None and obstacle:
+            self._say_computed("mask", obstacle)
+        if problem.mask_function is not None or looks:
+            self.defines["CUFLASH_HAS_NOTES"] = 1
+            tiles = -(-problem.seqlen_q // tile.block_m) * -(-problem.seqlen_k // tile.block_n)
+            self._add_mask_tiles(tile, matrices * tiles)
+            self.reasons.append(f"mask: what it leaves of tiles of {tile.block_n} keys is noted")
+        if problem.mask_function is not None or looks or problem.block_mask is not None:
+            self.reasons.append(f"tiles of {tile.block_n} keys that no query sees are not loaded")
+
+    def add_bias_notes(self, tile: Tile) -> dict[str, int]:
+        """Add notes of which tiles the bias hides, for a kernel of gradients that walks over tiles without lists.
+
+        Returns the macros that this kernel is to be compiled with.
+        """
+        looks = self._why_bias_is_not_looked_at() == ""
+        if looks:
+            self._add_bias_tiles(tile)
+            note = f"bias: which tiles of {tile.block_m} queries x {tile.block_n} keys it hides is noted for these"
+            self.reasons += [note] if note not in self.reasons else []
+        return {"CUFLASH_HAS_BIAS_NOTES": int(looks)}
+
+    def _set_matrices(self, looks_at_bias: bool = False) -> int:
+        """Set how many batch entries and heads have their own lists, and their own notes of masks.
+
+        Returns how many matrices of notes there are in all.
+        """
+        problem, function = self.problem, self.problem.mask_function
+        own = self.own_lists(problem.block_mask, problem.mask)
+        if function is not None:
+            own = (
+                problem.batch if function.depends_on("batch") else own[0],
+                problem.num_heads if function.depends_on("head") else own[1],
+            )
+        self.set(mask_batches=own[0], mask_heads=own[1])
+        of_bias = self._own_biases if looks_at_bias else (1, 1)
+        self.set(list_batches=max(own[0], of_bias[0]), list_heads=max(own[1], of_bias[1]))
+        return math.prod(own) if self.heads else 0
+
+    @property
+    def _own_biases(self) -> tuple[int, int]:
+        """How many batch entries and heads have a bias of their own."""
+        problem, bias = self.problem, self.problem.bias
+        of_batch, of_head, *_ = (0, 0) if bias is None else bias.strides
+        return problem.batch if of_batch else 1, problem.num_heads if of_head else 1
+
+    def _add_mask_tiles(self, tile: Tile, tiles: int) -> None:
+        """Add the kernel that notes what a mask leaves of each tile, of `tiles` in all."""
+        elements = -(-tiles // ITEMSIZE[self.problem.softmax_dtype])
+        self.scratch["mask_blocks"] = max(self.scratch.get("mask_blocks", 0), elements)
+        lanes = self._lanes_of_tile(tile)
+        warps = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_LANES_OF_TILE": lanes}
+        self.add("around/mask_tiles.cu", tile, -(-tiles * lanes // (32 * LIST_WARPS)), 0, **warps)
+
+    def _add_bias_tiles(self, tile: Tile) -> None:
+        """Add the kernel that notes which tiles the bias hides.
+
+        It notes tiles of all keys that the arrays have, so that batch entries of different lengths share its notes.
+        """
+        problem, size = self.problem, (tile.block_m, tile.block_n)
+        if self.noted_bias == size:
+            return
+        self.noted_bias = size
+        tiles = -(-problem.seqlen_q // tile.block_m) * -(-problem.seqlen_k // tile.block_n)
+        tiles *= math.prod(self._own_biases) if self.heads else 0
+        elements = -(-(BIAS_HEADER_BYTES + tiles) // ITEMSIZE[problem.softmax_dtype])
+        self.scratch["bias_blocks"] = max(self.scratch.get("bias_blocks", 0), elements)
+        options = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_LANES_OF_TILE": BIAS_LANES}
+        options["CUFLASH_KV_LENGTHS_BYTES"] = 0
+        self.add("around/mask_tiles.cu", tile, -(-tiles * BIAS_LANES // (32 * LIST_WARPS)), 0, (), ("bias",), **options)
+
+    def _why_bias_is_not_listed(self, why_not_for_bias: str) -> str | None:
+        """Why lists do not leave out tiles that a bias of pairs hides; "" if they do, None without such a bias."""
+        obstacle = self._why_bias_is_not_looked_at()
+        if obstacle != "":
+            return obstacle
+        if self.defines.get("CUFLASH_DQ_IN_ORDER"):
+            return COUNTED_BY_DQ
+        if self.defines["CUFLASH_HAS_LISTS"]:
+            return ""
+        return why_not_for_bias
+
+    def _why_bias_is_not_looked_at(self) -> str | None:
+        """Why no kernel finds out which tiles a bias of pairs hides; "" if one does, None without such a bias."""
+        problem, bias = self.problem, self.problem.bias
+        if bias is None or 0 in bias.strides[2:]:
+            return None
+        if problem.page_size:
+            return "with pages each entry has bounds of its own"
+        if problem.forward_flops < LOOK_BIAS_FLOPS:
+            return f"a look at it beforehand pays from {LOOK_BIAS_FLOPS / 1e9:.3g} GFLOP on"
+        return ""
+
+    def _lanes_of_tile(self, tile: Tile) -> int:
+        """How many lanes of a warp look at a tile: one for each vector, rounded up to a power of two, and at most 32.
+
+        Only calls of few queries differ in this, so that kernels for all lengths are compiled a few times.
+        """
+        problem = self.problem
+        if problem.mask is None or problem.mask_function is not None:
+            return 32  # a warp bounds a function over a tile
+        rows = 1 if problem.mask.strides[2] == 0 else min(tile.block_m, problem.seqlen_q)
+        vectors = max(1, rows * tile.block_n // VECTOR_OF_MASK)
+        return int(min(32, 1 << (vectors - 1).bit_length()))
+
+    def _say_computed(self, name: str, obstacle: str) -> None:
+        """Say why tiles that a term hides are computed, once for each plan."""
+        if not any(reason.startswith(f"{name}: tiles") for reason in self.reasons):
+            self.reasons.append(f"{name}: tiles that it hides are computed: {obstacle}")
+
+    def _why_not_looked_at(self, tile: Tile) -> str:
+        """Why no kernel looks beforehand at what a mask leaves of tiles; "" if one does."""
+        problem = self.problem
+        if self.defines.get("CUFLASH_DQ_IN_ORDER"):
+            return COUNTED_BY_DQ
+        if problem.forward_flops < LOOK_FLOPS:
+            return f"a look at it beforehand pays from {LOOK_FLOPS / 1e9:.3g} GFLOP on"
+        bounds = (problem.window_left, problem.window_right) != (None, None)
+        if tile.defines().get("CUFLASH_MASK_OF_KEYS") and (bounds or problem.seqlen_k < LOOK_KEYS):
+            return f"a mask of keys is looked at beforehand from {LOOK_KEYS} keys on, without causal and window"
+        return ""
+
+    def add_tables(self, tile: Tile) -> None:
+        """Add the kernel that fills the tables of the program, before all kernels that compute scores."""
+        problem = self.problem
+        sizes = (problem.array_batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+        self.tables = tuple(
+            FilledTable(table=table, shape=table.size(*sizes), first=table.first(problem.seqlen_k))
+            for table in self.program.tables
+        )
+        for filled in self.tables:
+            elements = -(-filled.nbytes // ITEMSIZE[problem.softmax_dtype])
+            self.scratch[filled.table.name] = elements if self.heads else 0
+        if self.tables:
+            self.add_around_tables(tile, "filled")
+            parts = ", ".join(filled.table.spelled for filled in self.tables)
+            self.reasons.append(f"score: parts that take few values are hoisted: kernels read {parts}")
+
+    def add_around_tables(self, tile: Tile, makes: str, **defines: int) -> None:
+        """Add a kernel that has a thread for each entry of the tables.
+
+        It has no blocks where there are no pairs: the arrays that entries are made of may then have no elements.
+        """
+        entries = sum(math.prod(filled.shape) for filled in self.tables) if self.problem.has_pairs else 0
+        warps = {"CUFLASH_NUM_WARPS": TABLE_WARPS, "CUFLASH_MIN_BLOCKS": 1}
+        self.add("around/hoisted.cu", tile, -(-entries // (32 * TABLE_WARPS)), 0, (makes,), **warps, **defines)
+
+    def add(
+        self,
+        source: str,
+        tile: Tile,
+        blocks: int,
+        shared_bytes: int,
+        makes: Collection[str] = (),
+        told: Collection[str] | None = None,
+        /,
+        **defines: int | str,
+    ) -> None:
+        """Add a kernel. `makes` are the results that it makes; they are in its name where a source makes several.
+
+        `told` are the options that it needs, of those that most kernels around the main one do not need.
+        """
+        check_blocks(blocks)
+        untold = _untold(source, told)
+        name = "_".join((_symbol(source, self.problem, tile, untold), *makes))
+        # Launches overlap from compute capability 9.0 on; kernels without blocks are not launched.
+        overlaps = self.device.arch >= 90 and any(kernel.grid for kernel in self.kernels)
+        every = self.defines | tile.defines() | defines | {"CUFLASH_OVERLAPS_PREVIOUS": int(overlaps)}
+        every |= dict.fromkeys((define for option in untold for define in _UNTOLD[option]), 0)
+        if source.startswith("around/"):
+            every.pop("CUFLASH_ARGUMENT_BYTES", None)  # they have no tensor maps
+        every |= {"CUFLASH_SHARED_BYTES": shared_bytes, "CUFLASH_KERNEL_NAME": name}
+        headers: tuple[tuple[str, str], ...] = ()
+        if every["CUFLASH_HAS_SCORE_FUNCTION"] or every["CUFLASH_HAS_MASK_FUNCTION"]:
+            # Kernels that add the gradients of arrays pair by pair find the places themselves, without tables.
+            by_pairs = every["CUFLASH_NEEDS_CAPTURED"] in (FINDS_LARGEST, ADDS_CAPTURED)
+            program = self.problem.unhoisted if by_pairs else self.program
+            header = functions_header(program, self.captured_gradients if every["CUFLASH_NEEDS_CAPTURED"] else ())
+            headers = (header,)
+            every |= {"CUFLASH_FUNCTIONS": f'"{header[0]}"', "CUFLASH_PARAMS_BYTES": params_bytes(self.problem)}
+            every["CUFLASH_NARROW_CAPTURED"] = int(all(_is_narrow(operand) for _, operand in self.problem.captured))
+        self.kernels.append(
+            KernelSpec(
+                source=source,
+                name=name,
+                # Kernels for compute capability 9.0 need instructions that no other one has.
+                target=self.device.target + ("a" if source.startswith("sm90/") else ""),
+                defines=tuple(sorted(every.items())),
+                grid=blocks,
+                threads=32 * int(every["CUFLASH_NUM_WARPS"]),
+                shared_bytes=shared_bytes,
+                overlaps_previous=overlaps,
+                headers=headers,
+            )
+        )
+
+
+# Options that make no difference to the kernels around the main one, and the macros that tell of them. Those kernels
+# are compiled without these options, so that one compilation serves all combinations.
+_UNTOLD: dict[str, tuple[str, ...]] = {
+    **{name: (DEFINES[name],) for name in OF_PAIRS if name in DEFINES},
+    "bias": (DEFINES["bias"], "CUFLASH_BIAS_OF_PAIRS", "CUFLASH_BIAS_OF_KEYS"),
+    "mask": (DEFINES["mask"], "CUFLASH_MASK_OF_KEYS", "CUFLASH_MASK_BY_BITS"),
+    "block_mask": ("CUFLASH_MASK_BLOCK_M", "CUFLASH_MASK_BLOCK_N", "CUFLASH_HAS_LISTS", "CUFLASH_HAS_NOTES"),
+    "dropout": ("CUFLASH_HAS_DROPOUT",),
+    "scale": ("CUFLASH_SCALE_IN_EXPONENT", "CUFLASH_NATURAL_SCORES"),
+    "q_scale": ("CUFLASH_Q_SCALE", "CUFLASH_FLOAT8_QUERIES"),
+    "k_scale": ("CUFLASH_K_SCALE",),
+    "v_scale": ("CUFLASH_V_SCALE",),
+    "score": ("CUFLASH_HAS_SCORE_FUNCTION", "CUFLASH_SCORE_CHANGES_SLOPE"),
+    "mask_function": ("CUFLASH_HAS_MASK_FUNCTION",),
+}
+# Which of these options a kernel around the main one needs all the same.
+_TOLD = {
+    "lists.cu": (*MASKS, "mask_function"),
+    "mask_bits.cu": MASKS,
+    "scores_reduce.cu": ("bias",),
+    "combine.cu": ("scale",),
+    "sinks.cu": ("scale",),
+    "delta.cu": tuple(name for name in _UNTOLD if name != "dropout" and name not in OF_FLOAT8),
+    "convert.cu": ("dropout",),
+    "captured.cu": ("score",),
+    "hoisted.cu": ("score",),
+    "mask_tiles.cu": ("mask", "mask_function"),
+}
+
+
+def _untold(source: str, told: Collection[str] | None) -> tuple[str, ...]:
+    """Options that a source does not need."""
+    folder, _, file = source.rpartition("/")
+    told = _TOLD.get(file, ()) if told is None else told
+    return tuple(name for name in _UNTOLD if name not in told) if folder == "around" else ()
+
+
+def functions_header(program: Program, gradients: Collection[str] = ()) -> tuple[str, str]:
+    """The name and the text of the header with functions of the caller. Equal texts have one name."""
+    text = program.header([name[1:] for name in gradients])
+    return f"functions_{hashlib.sha256(text.encode()).hexdigest()[:32]}.cuh", text
+
+
+def _is_narrow(operand: Operand) -> bool:
+    """Whether 32 bits hold how far after the first one each element of an array is."""
+    axes = list(zip(operand.shape, operand.strides, strict=True))
+    return all(stride >= 0 for _, stride in axes) and sum((n - 1) * stride for n, stride in axes) < 2**31
+
+
+def check_blocks(blocks: int) -> None:
+    if blocks > 2**31 - 1:
+        raise NotImplementedError(f"q: got {blocks} tiles, expected at most 2**31 - 1 in one launch; split the batch")
+
+
+_DTYPE_TAGS = {
+    **{"float16": "Float16", "bfloat16": "BFloat16", "float32": "Float32", "float64": "Float64"},
+    **{"float8_e4m3fn": "Float8E4M3", "float8_e5m2": "Float8E5M2"},
+}
+
+
+def common_defines(
+    problem: Problem, device: DeviceSpec, load_bytes: int, store_bytes: int, *, natural: bool
+) -> dict[str, str | int]:
+    changes_scores = any(name in OF_FUNCTIONS or f"d{name}" in OF_SCORES for name in problem.acting)
+    changes_scores = changes_scores or problem.score is not None
+    lists_function = problem.mask_function is not None and not problem.is_packed
+    terms = {term.define: _define_of(getattr(problem, term.name), term) for term in TERMS if term.define}
+    numbers = {DEFINES[name]: int(getattr(problem, name) is not None) for name in OF_FUNCTIONS}
+    return {
+        **terms,
+        **numbers,
+        "CUFLASH_ARCH": device.arch,
+        "CUFLASH_DTYPE": _DTYPE_TAGS[problem.dtype],
+        "CUFLASH_KV_DTYPE": _DTYPE_TAGS[problem.k.dtype],
+        "CUFLASH_FLOAT8_QUERIES": int(problem.multiplies_float8),
+        "CUFLASH_Q_SCALE": int(problem.q_scale is not None),
+        "CUFLASH_K_SCALE": _kind_of_scale(problem, "k_scale"),
+        "CUFLASH_V_SCALE": _kind_of_scale(problem, "v_scale"),
+        "CUFLASH_ROUNDS_TO_TF32": int("tf32" in option_names(problem)),
+        "CUFLASH_HEAD_DIM": problem.head_dim,
+        "CUFLASH_HEAD_DIM_V": problem.head_dim_v,
+        "CUFLASH_LOAD_BYTES": load_bytes,
+        "CUFLASH_STORE_BYTES": store_bytes,
+        "CUFLASH_STORES_BY_ROWS": 0,
+        "CUFLASH_V_IN_K": 0,
+        "CUFLASH_HAS_RIGHT_BOUND": int(problem.window_right is not None),
+        "CUFLASH_HAS_LEFT_BOUND": int(problem.window_left is not None),
+        "CUFLASH_MASK_BLOCK_M": problem.block_size[0],
+        "CUFLASH_MASK_BLOCK_N": problem.block_size[1],
+        "CUFLASH_HAS_DROPOUT": int(problem.dropout > 0),
+        "CUFLASH_PACKED": {"top_left": 1, "bottom_right": 2}[problem.alignment] if problem.is_packed else 0,
+        "CUFLASH_SCALE_IN_EXPONENT": int(not changes_scores and problem.scale > 0),
+        "CUFLASH_NATURAL_SCORES": int(natural),
+        "CUFLASH_LSE_HAS_SINKS": 0,
+        "CUFLASH_HAS_SCORE_FUNCTION": int(problem.score is not None),
+        "CUFLASH_SCORE_CHANGES_SLOPE": int(problem.score is not None and problem.program.changes_slope),
+        "CUFLASH_HAS_MASK_FUNCTION": int(problem.mask_function is not None),
+        "CUFLASH_NEEDS_CAPTURED": 0,
+        "CUFLASH_PAGE_SIZE": problem.page_size,
+        "CUFLASH_FOLLOWS_LENGTHS": int(problem.follows_lengths),
+        "CUFLASH_PARAMS_BYTES": PARAMS_BYTES,
+        "CUFLASH_PAIRS": 0,
+        "CUFLASH_BATCH_FIRST": 0,
+        "CUFLASH_MASK_OF_KEYS": 0,
+        "CUFLASH_MASK_BY_BITS": 0,
+        "CUFLASH_HAS_LISTS": int(problem.block_mask is not None or lists_function),
+        "CUFLASH_HAS_NOTES": 0,
+        "CUFLASH_HAS_BIAS_NOTES": 0,
+        "CUFLASH_CHOSEN_BY_BIAS": 0,
+        "CUFLASH_PLAIN_FRAGMENTS": 0,
+    }
+
+
+def has_natural_scores(problem: Problem) -> bool:
+    """Whether kernels multiply products, or their tanh, by their factor before the softmax (common/config.cuh)."""
+    if problem.has_added_terms or problem.score is not None:
+        return True
+    if problem.softcap is None:
+        return problem.scale <= 0
+    return problem.softcap > MOST_FOLDED_SOFTCAP or problem.sinks is not None
+
+
+def _kind_of_scale(problem: Problem, name: Literal["k_scale", "v_scale"]) -> int:
+    """How kernels see a scale of keys or values: 0 (there is none), 1 (all keys of a head share it), 2 (others)."""
+    operand: Operand | None = getattr(problem, name)
+    if operand is None:
+        return 0
+    of_page, _, of_keys = operand.strides
+    return 1 if of_keys == 0 and (problem.block_table is None or of_page == 0) else 2
+
+
+def _define_of(operand: Operand | None, term: Term) -> int:
+    """What the macro of a term is defined as."""
+    if operand is None:
+        return 0
+    return ITEMSIZE[operand.dtype] if term.define.endswith("_BYTES") else 1
+
+
+def _symbol(source: str, problem: Problem, tile: Tile, untold: Collection[str]) -> str:
+    """The kernel's symbol spells its source and its configuration, for profilers."""
+    dims = f"d{problem.head_dim}" + (f"x{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
+    file = source.removesuffix(".cu").replace("/", "_")
+    options = [name for name in option_names(problem) if name not in untold]
+    return "_".join([file, problem.dtype, dims, f"{tile.block_m}x{tile.block_n}", *options])

@@ -1,0 +1,153 @@
+"""Families of kernels: each serves some problems on some devices, says why not others, and adds its kernels to a plan.
+
+`cuflash.plan.forward` and `cuflash.plan.backward` list the families, the one to prefer first.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
+
+from cuflash.plan.draft import Draft
+from cuflash.plan.tiles import Row, Tile, choose_row
+from cuflash.spec.problem import Problem
+
+
+class Family(ABC, Generic[Row]):
+    """A way to compute a pass: a main kernel, named `kernel`, with tiles of type `tile`, and the kernels around it."""
+
+    kernel: ClassVar[str]
+    tile: ClassVar[type[Tile]]
+    has_functions: ClassVar[bool] = False  # it serves functions of the caller, as scores and masks
+    has_float8: ClassVar[bool] = False  # q, k and v may have numbers of one byte, which it makes wider
+    multiplies_float8: ClassVar[bool] = False  # they all have numbers of one byte, which it multiplies as they are
+
+    @property
+    def source(self) -> str:
+        """The file of the main kernel."""
+        return f"{self.kernel}.cu"
+
+    @abstractmethod
+    def table(self, problem: Problem) -> tuple[Row, ...]:
+        """The rows to choose from."""
+
+    def accumulator_layout(self, main: Row) -> Tile:
+        """The tile whose fragments tell the kernels around the main one how its results are laid out in memory."""
+        return main
+
+    def why_not(self, draft: Draft) -> str | None:
+        """Why it does not serve a problem: None if it does, "" if the plan need not tell."""
+        return None
+
+    def obstacle(self, draft: Draft) -> str | None:
+        """The same, including functions of the caller and numbers of one byte."""
+        if draft.problem.has_functions and not self.has_functions:
+            return "it knows no functions that make scores or hide pairs"
+        if draft.problem.multiplies_float8 and not (self.has_float8 or self.multiplies_float8):
+            return ""
+        obstacle = self.why_not(draft)
+        if obstacle is None and draft.problem.has_float8 and not (self.has_float8 or self.multiplies_float8):
+            return "it knows no keys and values of one byte"
+        return obstacle
+
+
+class ForwardFamily(Family[Row]):
+    @abstractmethod
+    def draft(self, draft: Draft, tile: Row) -> None:
+        """Add the kernels of the pass."""
+
+
+class BackwardFamily(Family[Row]):
+    """A family of the backward pass, whose blocks own keys.
+
+    They make dk and dv, and most add to dq, unless it has a kernel of its own.
+    """
+
+    makes_dq: ClassVar[bool] = True  # whether it can add to dq; otherwise dq has a kernel of its own
+    makes_both: ClassVar[bool] = False  # it makes both dk and dv, even if only one is wanted
+    shares_tail: ClassVar[bool] = False  # blocks may share the queries of the last tiles of keys
+    defines: ClassVar[dict[str, int]] = {}  # of all kernels of the pass: how the main one sees memory
+
+    def configured(self, main: Row, draft: Draft) -> Row:
+        """The row as this problem needs it."""
+        return main
+
+    def dq_in_order(self, main: Row) -> bool:
+        """Whether blocks add to dq in a fixed order."""
+        return False
+
+    def heads_of_block(self, draft: Draft, main: Row) -> int:
+        """The most query heads of a group that a block should go through."""
+        return draft.problem.group_size
+
+    def head_section(self, draft: Draft, main: Row) -> int:
+        """How many heads have their blocks side by side in the launch order."""
+        return draft.run_time.head_section
+
+    def back_share(self, problem: Problem, main: Row) -> int:
+        """One head of this many walks back from the last query; 0: none does. kernels/common/backward.cuh says why."""
+        return 0
+
+    def why_not_summed(self, draft: Draft, main: Row, name: str) -> str | None:
+        """Why its main kernel does not sum the gradient `name` of a part of the scores: None if it does."""
+        return ""
+
+    def summing(self, main: Row, names: tuple[str, ...]) -> Row:
+        """The row for a main kernel that sums these gradients of parts of the scores."""
+        return main
+
+    def why_not_captured(self, draft: Draft, main: Row) -> str | None:
+        """Why its main kernel does not sum the wanted gradients of arrays that the score reads: None if it does."""
+        return "it sums no gradients of arrays that the score reads"
+
+    def summing_captured(self, draft: Draft, main: Row) -> Row:
+        """The row for a main kernel that sums these."""
+        return main
+
+    def clear_ahead(self, draft: Draft, main: Row) -> int:
+        """How many heads ahead in launch order a block clears accumulators of dq; 0: a kernel clears them.
+
+        At least as many as are side by side (parts of a group count as heads): then all blocks of a head have started
+        before the first block of the head whose accumulators they clear.
+        """
+        return 0
+
+    def prepare(self, draft: Draft, main: Row) -> None:
+        """Add what the main kernel needs: tensor maps, and kernels that make its operands."""
+
+    def add(self, draft: Draft, main: Row, blocks: int, makes: Collection[str], options: Mapping[str, int]) -> None:
+        """Add the main kernel, which makes these gradients of parts of the scores, too."""
+        draft.add_main(self.source, main, blocks, main.shared_bytes(*draft.padded_dims(main)), makes, **options)
+
+
+class DqFamily(Family[Row]):
+    """A family of kernels that make dq alone, in a fixed order. Their blocks own queries."""
+
+    @abstractmethod
+    def add(self, draft: Draft, tile: Row, blocks: int, makes: Collection[str], options: Mapping[str, int]) -> None:
+        """Add the kernel."""
+
+
+F = TypeVar("F", bound=Family[Any])
+
+
+def family_of(families: Sequence[F], tile: Tile) -> F:
+    """The family whose row this is."""
+    return next(family for family in families if isinstance(tile, family.tile))
+
+
+def choose_family(families: Sequence[F], draft: Draft) -> tuple[F, Any, str]:
+    """The first family that serves the problem, the row of its table, and the story of the choice."""
+    obstacles: list[str] = []
+    for family in families:
+        obstacle = family.obstacle(draft)
+        if obstacle is None:
+            break
+        if obstacle:
+            obstacles.append(f"not {family.kernel}: {obstacle}")
+    # The last family serves all that no other one does.
+    tile, reason = choose_row(family.table(draft.problem), draft.problem, draft.device)
+    if draft.problem.multiplies_float8 and not family.multiplies_float8:
+        obstacles.append("q, k and v of one byte become numbers of 16 bits, exactly, which are multiplied")
+    return family, tile, "\n".join([reason, *obstacles])

@@ -1,0 +1,199 @@
+"""What runs for a pass: kernels, what they are launched with, and scratch memory. Plain data."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from cuflash.arrays.array_info import ITEMSIZE
+from cuflash.plan.device import DeviceSpec, why_by_lanes
+from cuflash.plan.tensor_map import TensorMapSpec
+from cuflash.plan.tiles import Tile, round_up
+from cuflash.plan.traffic import Traffic, predict
+from cuflash.score_mod import Table
+from cuflash.spec.binding import Pass
+from cuflash.spec.inputs import DEFAULT_NEED
+from cuflash.spec.problem import Problem
+
+SCRATCH_ALIGNMENT = 256  # bytes, of each scratch array: what an allocation of its own would have
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSpec:
+    """One compilation of one kernel source, and how to launch it. Hashable."""
+
+    source: str
+    name: str
+    target: str
+    defines: tuple[tuple[str, str | int], ...]
+    grid: int
+    threads: int
+    shared_bytes: int
+    overlaps_previous: bool  # programmatic dependent launch (PDL): it may start early, and waits by itself
+    headers: tuple[tuple[str, str], ...] = ()  # names and texts of what it includes beside the sources
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTime:
+    """Integers that kernels of one compilation get at run time.
+
+    They are declared here once: `cuflash.gpu.params` puts these fields, in this order, into the kernels' argument.
+    """
+
+    head_section: int = 1  # heads whose tiles are interleaved in the launch order
+    stats_rows: int = 0  # rows of row_stats of one head, of all sequences where they are packed (backward)
+    group_splits: int = 1  # blocks that share the query heads of a key/value head (backward)
+    whole_tiles: int = 0  # tiles of keys before those whose queries blocks share (backward)
+    tail_splits: int = 1  # blocks that share the queries of each tile of keys after `whole_tiles` (backward)
+    resident_blocks: int = 0  # blocks of a kernel, where each takes one tile after another
+    list_batches: int = 1  # batch entries that have lists of tiles of their own
+    list_heads: int = 1  # query heads that have them
+    score_splits: int = 1  # blocks that share the sum of a tile of dbias
+    sums_splits: int = 1  # blocks that share the keys of a tile of queries, for sums of gradients of scores
+    clear_ahead: int = 0  # how many heads ahead a block clears accumulators of dq; 0: no block does
+    mask_batches: int = 1  # batch entries that have bits, or notes of what masks leave of tiles, of their own
+    mask_heads: int = 1  # query heads that have them
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilledTable:
+    """A table that a kernel fills before those that compute scores."""
+
+    table: Table
+    shape: tuple[int, int, int]  # batch entries, heads and places
+    first: int  # the place of the first entry
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """Strides in elements; 0 where all batch entries, or all heads, share one row."""
+        batch, heads, places = self.shape
+        return heads * places if batch > 1 else 0, places if heads > 1 else 0, 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return math.prod(self.shape) * ITEMSIZE[self.table.dtype]
+
+
+@dataclass(frozen=True)
+class ScratchLayout:
+    """Where the scratch arrays of a call lie in one allocation, in bytes."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """One array after the other, each aligned."""
+        return tuple(itertools.accumulate(self._rounded[:-1], initial=0)) if self.sizes else ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the allocation."""
+        return sum(self._rounded)
+
+    @property
+    def _rounded(self) -> list[int]:
+        return [round_up(size, SCRATCH_ALIGNMENT) for size in self.sizes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """What runs for one pass of one problem: kernels in order, scratch memory, and why."""
+
+    pass_: Pass
+    problem: Problem
+    device: DeviceSpec
+    tiles: tuple[Tile, ...]
+    kernels: tuple[KernelSpec, ...]
+    key_splits: int  # the most blocks that share the keys of a key/value head (forward, few queries)
+    run_time: RunTime
+    scratch: tuple[tuple[str, int], ...]  # arrays beside inputs and results, in elements of lse's dtype
+    tensor_maps: tuple[TensorMapSpec, ...]  # they follow the parameters
+    reason: str
+    tables: tuple[FilledTable, ...] = ()  # what kernels read in place of parts of the score
+    need: tuple[str, ...] = ()  # gradients that are computed (backward)
+    any_length: bool = False  # it serves all numbers of keys that have the same `planned_length`
+    hides_last_keys: bool = False  # it hides all after the last key: tensor maps of k and v may reach over it
+    resources: tuple[str, ...] = ()  # registers and spills of each kernel, once compiled
+
+    @property
+    def scratch_layout(self) -> ScratchLayout:
+        """Where the scratch arrays lie."""
+        size = ITEMSIZE[self.problem.softmax_dtype]
+        return ScratchLayout(
+            tuple(name for name, _ in self.scratch), tuple(size * elements for _, elements in self.scratch)
+        )
+
+    @property
+    def extra_bytes(self) -> int:
+        """Device memory taken for the duration of a call beside inputs and results."""
+        return self.scratch_layout.nbytes
+
+    @property
+    def scratch_sizes(self) -> dict[str, int]:
+        """Bytes of each scratch array."""
+        layout = self.scratch_layout
+        return dict(zip(layout.names, layout.sizes, strict=True))
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """Bytes that the pass moves, by the model of `cuflash.plan.traffic`; None where it has none."""
+        return predict(self)
+
+    def describe(self) -> str:
+        """The plan in words, a line a fact."""
+        p = self.problem
+        as_arch = "as if it had " if self.device.compiled_for else ""
+        wanted = "" if self.need in ((), DEFAULT_NEED) else f" for {', '.join(self.need)}"
+        lines = [
+            f"{self.pass_} pass{wanted} on {self.device.name} ({as_arch}compute capability "
+            f"{self.device.arch / 10:.1f})",
+            f"  problem: {p.dtype}, batch {p.batch}, heads {p.num_heads}/{p.num_heads_kv}, seqlen {p.seqlen_q} x "
+            f"{p.seqlen_k}, head_dim {p.head_dim}/{p.head_dim_v}; {', '.join(option_names(p)) or 'no options'}",
+        ]
+        for i, kernel in enumerate(self.kernels):
+            resources = f", {self.resources[i]}" if self.resources else ""
+            lines.append(
+                f"  kernel {kernel.name}: grid {kernel.grid}, {kernel.threads} threads, "
+                f"{kernel.shared_bytes} bytes of shared memory{resources}"
+            )
+        if p.has_functions:
+            tables = [filled.table for filled in self.tables]
+            lines.extend(f"  {line}" for line in p.program.describe(tables).splitlines())
+        for filled in self.tables:
+            lines.append(f"  {filled.table.name}: a table of {filled.nbytes} bytes, which a kernel fills")
+        lines.append(f"  extra memory: {self.extra_bytes} bytes")
+        if traffic := self.traffic:
+            in_16_bits = not why_by_lanes(p.dtype, self.device) and ITEMSIZE[p.dtype] == 2
+            flops_per_s = self.device.flops_16_bit if in_16_bits else 0
+            lines.append(f"  {traffic.describe(self.device.bytes_per_s, flops_per_s)}")
+        lines.extend(f"  {line}" for line in self.reason.splitlines())
+        return "\n".join(lines)
+
+
+def option_names(problem: Problem) -> list[str]:
+    """Names of what makes the kernels of this problem differ from plain attention."""
+    return [
+        name
+        for name, on in (
+            ("right_bound", problem.window_right is not None),
+            ("left_bound", problem.window_left is not None),
+            *((name, True) for name in problem.acting),
+            ("lengths_diagonal", problem.follows_lengths and problem.page_size == 0),
+            (f"pages{problem.page_size}", problem.page_size > 0),
+            ("packed", problem.is_packed and problem.alignment == "bottom_right"),
+            ("packed_top_left", problem.is_packed and problem.alignment == "top_left"),
+            (problem.k.dtype, problem.has_float8),
+            ("of_bytes", problem.multiplies_float8),
+            ("q_scale", problem.q_scale is not None),
+            ("k_scale", problem.k_scale is not None),
+            ("v_scale", problem.v_scale is not None),
+            ("dropout", problem.dropout > 0),
+            ("score", problem.score is not None),
+            ("mask_function", problem.mask_function is not None),
+            ("tf32", problem.dtype == "float32" and problem.precision == "tf32"),
+        )
+        if on
+    ]

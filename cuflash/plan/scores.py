@@ -1,0 +1,203 @@
+"""Gradients of what scores are made of beside q and k: the main kernel sums them, or kernels of their own do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from cuflash.arrays.array_info import ITEMSIZE
+from cuflash.plan.draft import ADDS_CAPTURED, FINDS_LARGEST, SUMS_CAPTURED, Draft, check_blocks
+from cuflash.plan.tiles import Tile
+from cuflash.spec.inputs import OF_HEADS, OF_SCORES, TERMS
+
+SCORES_REDUCE_WARPS = 8
+# What it costs to share a tile of dbias, in units of the time of one summed tile of pairs, which is 1.4 us on an H100
+# (head dimension 32, float16). Each block takes SHARE_STEPS to begin and to end. To add what blocks leave takes
+# ADD_STEPS, and ADD_STEPS_OF_SHARE for each share of all tiles. By arithmetic: a launch takes 4 us, and 128 KiB that
+# are written and read 0.04 us.
+SHARE_STEPS, ADD_STEPS, ADD_STEPS_OF_SHARE = 2, 3, 0.03
+EXACT_WORDS = 12  # kSumWords of kernels/common/exact_sums.cuh
+# The gradient whose kernel stores tiles of gradients of scores, and the one that is a number for each head. Each of
+# the others is one number.
+_STORED = next(term.gradient for term in TERMS if term.part_of == "scores" and term.broadcasts)
+_OF_HEADS = next(term.gradient for term in OF_HEADS if term.part_of == "scores")
+_AXES = ("BATCH", "HEADS", "QUERIES", "KEYS")
+_AXES_WORDS = ("batch entries", "heads", "tiles of queries", "tiles of keys")
+
+
+def score_gradients(draft: Draft) -> tuple[str, ...]:
+    """The gradients of parts of the scores that are wanted."""
+    return tuple(name for name in draft.need if name in OF_SCORES)
+
+
+def by_kind(names: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """These gradients by kind: the one that is stored, and those that are sums. One kernel makes all of a kind."""
+    return tuple(x for x in names if x == _STORED), tuple(x for x in names if x != _STORED)
+
+
+def is_of_keys(draft: Draft) -> bool:
+    """Whether the gradient that is stored differs from key to key only."""
+    *_, of_row, of_key = draft.arrays[_STORED].strides
+    return of_row == 0 and of_key != 0
+
+
+def needs(names: Collection[str]) -> dict[str, int]:
+    """The macros that tell a kernel which gradients of parts of the scores it makes."""
+    return {f"CUFLASH_NEEDS_{name.upper()}": int(name in names) for name in OF_SCORES}
+
+
+def add_stored(
+    draft: Draft, tile: Tile, source: str, stored: Collection[str], *, persistent: bool = False, **defines: int
+) -> None:
+    """Add the kernel of the gradient that is stored. Each block owns a tile of it or, if `persistent`, several."""
+    sizes, axes = _sizes(draft, tile), _axes_of_stored(draft)
+    owned = math.prod(n for n, summed in zip(sizes, axes, strict=True) if not summed)
+    summed_tiles, resident = math.prod(sizes) // max(owned, 1), draft.device.num_sms * tile.min_blocks
+    shared = owned % resident if persistent else owned
+    splits = (_tail_shares if persistent else _shares)(draft, tile, shared, summed_tiles)
+    blocks = owned + shared * (splits - 1)
+    draft.set(score_splits=splits)
+    if persistent:
+        check_blocks(blocks)
+        blocks = min(blocks, resident)
+        draft.set(resident_blocks=blocks)
+    options = needs(stored) | _sums(axes) | draft.add_bias_notes(tile) | defines
+    draft.add(source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), stored, **options)
+    words = ", ".join(f"{n} {x}" for x, n, summed in zip(_AXES_WORDS, sizes, axes, strict=True) if summed and n > 1)
+    draft.reasons.append(f"{_STORED}: {owned} tiles of pairs" + (f", each a sum over {words}" if words else ""))
+    if splits > 1:
+        rows, columns = (1 if axes[2] else tile.block_m), (1 if axes[3] else tile.block_n)
+        draft.scratch["score_partials"] = shared * splits * rows * columns
+        adders = shared * -(-rows * columns // (32 * SCORES_REDUCE_WARPS))
+        _add_reduce(draft, tile, adders, stored, axes, by_keys=False)
+        last = f", of the last {shared} tiles" if shared < owned else ""
+        draft.reasons[-1] += f" that {splits} blocks share{last}: tiles are few"
+
+
+def add_sums(draft: Draft, tile: Tile, source: str, sums: Collection[str]) -> None:
+    """Add the kernels of all gradients that are sums. Their blocks own tiles of queries."""
+    sizes = _sizes(draft, tile)
+    m_blocks = math.prod(sizes[:3])
+    splits = _shares(draft, tile, m_blocks, sizes[3])
+    draft.set(sums_splits=splits)
+    options = needs(sums) | _sums((False, False, False, True)) | draft.add_bias_notes(tile)
+    draft.add(source, tile, m_blocks * splits, tile.shared_bytes(*draft.padded_dims(tile)), sums, **options)
+    draft.scratch["sums_partials"] = (len(OF_SCORES) - 1) * m_blocks * splits
+    _add_reduce(draft, tile, _numbers(draft, sums), sums, _axes_of_heads(draft), by_keys=False)
+    draft.reasons.append(f"{', '.join(sums)}: sums by {m_blocks * splits} blocks, added in a fixed order")
+
+
+def add_captured(draft: Draft, tile: Tile, source: str) -> None:
+    """Add the kernels of the gradients of arrays that the score reads: sums in any order, scaled by largest terms."""
+    names, sizes = draft.captured_gradients, _sizes(draft, tile)
+    m_blocks = math.prod(sizes[:3])
+    splits = _shares(draft, tile, m_blocks, sizes[3])
+    draft.set(sums_splits=splits)
+    add_captured_around(draft, tile, ADDS_CAPTURED, stores=False)
+    shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
+    options = needs(()) | _sums((False, False, False, True))
+    for step, what in ((FINDS_LARGEST, "largest"), (ADDS_CAPTURED, "added")):
+        draft.add(source, tile, m_blocks * splits, shared_bytes, (what,), **options, CUFLASH_NEEDS_CAPTURED=step)
+    add_captured_around(draft, tile, ADDS_CAPTURED, stores=True)
+    draft.reasons.append(
+        f"{', '.join(names)}: by {source.removesuffix('.cu')}, which makes the weights again: sums in fixed point, "
+        f"whose order does not matter, in {8 * _words(draft, ADDS_CAPTURED)} bytes"
+    )
+
+
+def add_captured_around(draft: Draft, tile: Tile, step: int, *, stores: bool) -> None:
+    """Add the kernel that clears the sums of such gradients, or the one that makes results of them."""
+    arrays = dict(draft.problem.captured)
+    elements = sum(math.prod(arrays[name[1:]].shape) for name in draft.captured_gradients)
+    if step == SUMS_CAPTURED:
+        summed = draft.summed_captured
+        elements += sum(math.prod(filled.shape) for filled in draft.tables if filled.table.name in summed)
+    of_64_bits = 8 // ITEMSIZE[draft.problem.softmax_dtype]
+    draft.scratch["captured_sums"] = of_64_bits * elements * _words(draft, step)
+    draft.scratch["captured_largest"] = of_64_bits * (len(draft.program.arrays) + 1)
+    blocks = draft.device.num_sms  # the same for all arrays, so that no array needs another compilation
+    options = {"CUFLASH_NUM_WARPS": SCORES_REDUCE_WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_NEEDS_CAPTURED": step}
+    options |= {"CUFLASH_CAPTURED_BLOCKS": blocks, "CUFLASH_STORES_CAPTURED": int(stores)}
+    draft.add("around/captured.cu", tile, blocks, 0, ("stored",) if stores else ("cleared",), **options)
+
+
+def _words(draft: Draft, step: int) -> int:
+    """How many numbers of 64 bits a sum of such a gradient takes."""
+    if step == SUMS_CAPTURED:
+        return EXACT_WORDS
+    return 2 if draft.problem.softmax_dtype == "float64" else 1
+
+
+def _sizes(draft: Draft, tile: Tile) -> tuple[int, ...]:
+    """Batch entries, heads, tiles of queries and tiles of keys of a sequence."""
+    problem = draft.problem
+    n_blocks = -(-problem.mean_sequence.seqlen_k // tile.block_n)
+    return problem.array_batch, problem.num_heads, draft.tiles_of(problem.seqlen_q, tile.block_m), n_blocks
+
+
+def _shares(draft: Draft, tile: Tile, owned: int, summed: int) -> int:
+    """How many blocks share each of the `owned` walks over `summed` tiles, so that each multiprocessor has blocks."""
+    return max(1, min(summed, draft.device.num_sms * tile.min_blocks // max(owned, 1)))
+
+
+def _tail_shares(draft: Draft, tile: Tile, shared: int, summed: int) -> int:
+    """How many persistent blocks share each of the `shared` walks over `summed` tiles: the number that is fastest.
+
+    The time is that of the rounds of blocks, and of adding what the blocks leave.
+    """
+    resident = draft.device.num_sms * tile.min_blocks
+
+    def duration(splits: int) -> float:
+        walks = -(-shared * splits // resident) * (-(-summed // splits) + SHARE_STEPS)
+        return walks + (ADD_STEPS + ADD_STEPS_OF_SHARE * shared * splits if splits > 1 else 0)
+
+    return min(range(1, min(summed, resident) + 1), key=duration)
+
+
+def add_key_sums(draft: Draft, tile: Tile, blocks: int, made: Collection[str]) -> None:
+    """Add the kernels that add up what `blocks` of the main kernel, which own tiles of keys, have summed."""
+    problem = draft.problem
+    key_parts = draft.heads * draft.tiles_of(problem.seqlen_k, tile.block_n) * draft.run_time.tail_splits
+    warps = tile.block_n // 16
+    stored, sums = by_kind(made)
+    if stored:
+        axes = _axes_of_stored(draft)
+        owners = math.prod(n for n, summed in zip((problem.batch, problem.num_heads), axes, strict=False) if not summed)
+        grid = owners * -(-problem.seqlen_k // (32 * SCORES_REDUCE_WARPS))
+        draft.scratch["score_partials"] = key_parts * tile.block_n
+        _add_reduce(draft, tile, grid, stored, axes, by_keys=True)
+    if sums:
+        of_heads = key_parts if _OF_HEADS in sums else 0
+        draft.scratch["sums_partials"] = warps * (of_heads + blocks * len(set(sums) - {_OF_HEADS}))
+        _add_reduce(draft, tile, _numbers(draft, sums), sums, _axes_of_heads(draft), by_keys=True)
+    draft.reasons.append(f"{', '.join(made)}: summed by the main kernel, by tiles of keys, and added in a fixed order")
+
+
+def _add_reduce(
+    draft: Draft, tile: Tile, blocks: int, names: Collection[str], axes: Sequence[bool], *, by_keys: bool
+) -> None:
+    """Add the kernel that adds up parts of sums."""
+    options = needs(names) | _sums(axes) | {"CUFLASH_SUMS_BY_KEYS": int(by_keys)}
+    warps = {"CUFLASH_NUM_WARPS": SCORES_REDUCE_WARPS, "CUFLASH_MIN_BLOCKS": 1}
+    draft.add("around/scores_reduce.cu", tile, blocks, 16 * SCORES_REDUCE_WARPS, names, **options, **warps)
+
+
+def _sums(axes: Sequence[bool]) -> dict[str, int]:
+    return {f"CUFLASH_SUMS_{x}": int(on) for x, on in zip(_AXES, axes, strict=True)}
+
+
+def _axes_of_stored(draft: Draft) -> tuple[bool, ...]:
+    """Which axes the gradient that is stored is summed over."""
+    return tuple(stride == 0 for stride in draft.arrays[_STORED].strides)
+
+
+def _axes_of_heads(draft: Draft) -> tuple[bool, ...]:
+    """Which axes the gradient that is a number for each head is summed over, if it is wanted."""
+    return (_OF_HEADS in draft.arrays and draft.arrays[_OF_HEADS].strides[0] == 0, False, False, True)
+
+
+def _numbers(draft: Draft, sums: Collection[str]) -> int:
+    """How many numbers these gradients have together, all of which are sums."""
+    problem = draft.problem
+    of_heads = problem.num_heads * (1 if _axes_of_heads(draft)[0] else problem.batch) if _OF_HEADS in sums else 0
+    return of_heads + len(set(sums) - {_OF_HEADS})

@@ -1,0 +1,1 @@
+"""Kernels for compute capability 7.0 and later."""

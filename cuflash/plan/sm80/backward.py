@@ -1,0 +1,33 @@
+"""The backward pass on every device from compute capability 7.0 on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from cuflash.plan.draft import Draft
+from cuflash.plan.families import BackwardFamily, DqFamily
+from cuflash.plan.sm80.tiles import BACKWARD_TILES, DQ_TILES, BackwardTile, DqTile
+from cuflash.spec.problem import Problem
+
+
+class Backward(BackwardFamily[BackwardTile]):
+    """Each tile of keys has a block, or several, each of which takes some of the query heads."""
+
+    kernel = "sm80/backward"
+    has_functions = True
+    tile = BackwardTile
+
+    def table(self, problem: Problem) -> tuple[BackwardTile, ...]:
+        return BACKWARD_TILES
+
+
+class Dq(DqFamily[DqTile]):
+    kernel = "sm80/backward_dq"
+    has_functions = True
+    tile = DqTile
+
+    def table(self, problem: Problem) -> tuple[DqTile, ...]:
+        return DQ_TILES
+
+    def add(self, draft: Draft, tile: DqTile, blocks: int, makes: Collection[str], options: Mapping[str, int]) -> None:
+        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), makes, **options)

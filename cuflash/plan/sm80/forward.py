@@ -1,0 +1,27 @@
+"""The forward pass on every device from compute capability 7.0 on."""
+
+from __future__ import annotations
+
+from cuflash.plan.draft import Draft
+from cuflash.plan.families import ForwardFamily
+from cuflash.plan.sm80.tiles import FLOAT8_TILES, FORWARD_TILES, FUNCTION_TILES, ForwardTile
+from cuflash.spec.problem import Problem
+
+
+class Forward(ForwardFamily[ForwardTile]):
+    """Each tile of queries has a block."""
+
+    kernel = "sm80/forward"
+    has_functions = True
+    has_float8 = True
+    tile = ForwardTile
+
+    def table(self, problem: Problem) -> tuple[ForwardTile, ...]:
+        if problem.has_float8:
+            return FLOAT8_TILES
+        return FUNCTION_TILES if problem.has_functions else FORWARD_TILES
+
+    def draft(self, draft: Draft, tile: ForwardTile) -> None:
+        draft.add_lists(tile, "key_lists")
+        blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
+        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))

@@ -1,0 +1,337 @@
+"""Tiles of the kernels for every device from compute capability 7.0 on, and their tables.
+
+The first row of a table that serves the head dimensions, and whose shared memory fits, is taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from cuflash.plan.tiles import (
+    ARITHMETIC,
+    MEDIUM,
+    MEDIUM_OR_SMALL,
+    SMALL,
+    TINY,
+    Tile,
+    float64,
+    h200,
+    maker,
+    tile_bytes,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sm80Tile(Tile):
+    """The fields that the rows of all tables here have: see `Tile`."""
+
+    element_bytes: int = 2
+    max_dim: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    min_blocks: int
+    fragments_ahead: int = 0
+    origin: str = field(compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardTile(Sm80Tile):
+    """One way to cut the forward pass. A block owns block_m queries; warps_d warps share 16-row fragments of them."""
+
+    warps_d: int = 1  # warps along the columns of the output
+    key_bytes: int = 0  # bytes of an element of k and v, where they are not element_bytes
+
+    defined = ("warps_d",)
+    variations: ClassVar = {"block_n": (16, 32, 64, 128), "num_stages": (1, 2), "min_blocks": (1, 2, 3)}
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.num_warps % self.warps_d == 0, "warps_d divides num_warps"),
+            (self.block_m * self.warps_d % (16 * self.num_warps) == 0, "whole fragments for every warp"),
+        )
+
+    @property
+    def dim_multiple(self) -> int:
+        """Head dimensions are padded so that every warp gets the same number of 16-wide fragments of their columns."""
+        return 16 * self.warps_d
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        size = self.element_bytes
+        q = tile_bytes(self.block_m, max(dim, dim_v), size)
+        keys = (tile_bytes(self.block_n, d, self.key_bytes or size) for d in (dim, dim_v))
+        return q + self.num_stages * sum(keys)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardTile(Sm80Tile):
+    """One way to cut the backward pass. A block owns block_n keys; warps_d warps share the rows of 16-row fragments."""
+
+    warps_d: int  # warps along the columns of dk and dv
+    dq_warps_m: int  # warps along the rows of dq; the others share its columns
+
+    defined = ("warps_d", "warps_q", "dq_warps_m")
+    variations: ClassVar = {"block_m": (16, 32, 64), "block_n": (16, 32, 64, 128), "num_stages": (1, 2)}
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        warps_n = self.num_warps // self.warps_d
+        return (
+            (warps_n * self.warps_d == self.num_warps, "warps_d divides num_warps"),
+            (self.block_n % (16 * warps_n) == 0, "whole fragments of keys for every warp"),
+            (self.block_m % (16 * self.warps_q) == 0, "whole pairs of 8 queries for every warp"),
+            (self.num_warps % self.dq_warps_m == 0, "dq_warps_m divides num_warps"),
+            (self.block_m % (16 * self.dq_warps_m) == 0, "whole fragments of dq for every warp"),
+        )
+
+    @property
+    def warps_q(self) -> int:
+        """Warps along the queries of a fragment of keys: as many of the warps_d as there are 16 queries for each."""
+        return min(self.warps_d, self.block_m // 16)
+
+    @property
+    def dim_multiple(self) -> int:
+        """Head dimensions are padded so that every warp gets the same number of 16-wide fragments of their columns."""
+        return 16 * max(self.warps_d, self.num_warps // self.dq_warps_m)
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        size = self.element_bytes
+        keys = tile_bytes(self.block_n, dim, size) + tile_bytes(self.block_n, dim_v, size)
+        stats = self.block_m * 2 * max(size, 4)
+        queries = tile_bytes(self.block_m, dim, size) + tile_bytes(self.block_m, dim_v, size) + stats
+        return keys + self.num_stages * queries + 2 * tile_bytes(self.block_n, self.block_m, size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DqTile(Sm80Tile):
+    """One way to cut the kernel that computes dq in a fixed order. A block owns block_m queries."""
+
+    num_stages: int = 2
+    dq_warps_d: int = 1  # warps along the columns of dq
+
+    role = "dq"
+    defined = ("warps_d", "warps_q", "dq_warps_m")
+    variations: ClassVar = {"block_n": (16, 32, 64), "num_stages": (1, 2)}
+    warps_d = warps_q = 1  # of dk and dv, which it does not make
+
+    @property
+    def dq_warps_m(self) -> int:
+        """Warps along the rows of dq."""
+        return self.num_warps // self.dq_warps_d
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.num_warps % self.dq_warps_d == 0, "dq_warps_d divides num_warps"),
+            (self.block_m * self.dq_warps_d % (16 * self.num_warps) == 0, "whole fragments for every warp"),
+        )
+
+    @property
+    def dim_multiple(self) -> int:
+        """Head dimensions are padded so that every warp gets the same number of 16-wide fragments of their columns."""
+        return 16 * self.dq_warps_d
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        size = self.element_bytes
+        keys = tile_bytes(self.block_n, dim, size) + tile_bytes(self.block_n, dim_v, size)
+        queries = tile_bytes(self.block_m, dim, size) + tile_bytes(self.block_m, dim_v, size)
+        return queries + self.num_stages * keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoresTile(Sm80Tile):
+    """One way to cut the gradients `inputs.OF_SCORES`. Blocks take tiles of block_m x block_n pairs, in num_stages."""
+
+    role = "scores"
+    variations: ClassVar = {"block_n": (16, 32, 64), "num_stages": (1, 2)}
+
+    dim_multiple = 16
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return ((self.block_m % (16 * self.num_warps) == 0, "whole fragments for every warp"),)
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        size, rows = self.element_bytes, (self.block_m, self.block_n)
+        stage = sum(tile_bytes(n, d, size) for n in rows for d in (dim, dim_v))
+        result = self.block_m * (self.block_n + 8) * max(size, 4)
+        return max(self.num_stages * stage, result)
+
+
+_forward = maker(ForwardTile, "max_dim block_m block_n num_warps num_stages min_blocks fragments_ahead origin")
+_backward = maker(
+    BackwardTile,
+    "max_dim block_m block_n num_warps num_stages min_blocks warps_d dq_warps_m fragments_ahead origin",
+)
+_dq = maker(DqTile, "max_dim block_m block_n num_warps min_blocks origin")
+_scores = maker(ScoresTile, "max_dim block_m block_n num_warps num_stages min_blocks origin")
+
+# Rows serve elements of `element_bytes`: 2 unless they say otherwise. Registers hold half or a quarter as many wide
+# elements, so these get smaller tiles, and at large head dimensions several warps to a row.
+# fmt: off
+FORWARD_TILES = (
+    #        max_dim  m    n  warps stages blocks ahead
+    _forward(64,  128, 64,  4, 1, 3, 2, h200("331 / 314, 320 / 253", "296 / 278, 287 / 215")),
+    _forward(96,  128, 64,  4, 1, 2, 2, h200("379 / 342, 340 / 263", "344 / 310, 317 / 248")),
+    _forward(128, 128, 64,  4, 1, 2, 2, h200("384 / 376, 372 / 291", "334 / 295, 328 / 249")),
+    _forward(128, 128, 32,  4, 1, 2, 2, SMALL),
+    _forward(128, 64,  32,  4, 1, 2, 2, TINY),
+    _forward(192, 128, 128, 8, 1, 1, 0, h200("348 / 307, 317 / 245", "321 / 276, 293 / 227")),
+    _forward(192, 64,  64,  4, 1, 1, 2, SMALL),
+    _forward(256, 128, 128, 8, 1, 1, 0, h200("342 / 329, 318 / 258", "317 / 281, 307 / 249")),
+    _forward(256, 128, 64,  8, 1, 1, 0, h200("323 / 279, 300 / 229", "326 / 284, 306 / 246")),
+    _forward(256, 64,  32,  4, 1, 1, 2, SMALL),
+    _forward(512, 64,  32,  8, 1, 1, 0, ARITHMETIC, warps_d=2),
+    _forward(512, 32,  16,  4, 1, 1, 0, SMALL, warps_d=2),
+    _forward(1024, 32, 16,  8, 1, 1, 0, ARITHMETIC, warps_d=4),
+    _forward(1024, 16, 16,  4, 1, 1, 0, SMALL, warps_d=4),
+
+    _forward(64,  128, 32,  4, 2, 2, 1, ARITHMETIC, element_bytes=4),
+    _forward(64,  64,  64,  4, 1, 1, 1, SMALL, element_bytes=4),
+    _forward(128, 128, 32,  4, 1, 2, 1, ARITHMETIC, element_bytes=4),
+    _forward(128, 64,  32,  4, 1, 1, 1, MEDIUM_OR_SMALL, element_bytes=4),
+    _forward(192, 64,  32,  4, 1, 1, 1, ARITHMETIC, element_bytes=4),
+    _forward(256, 64,  16,  4, 1, 1, 1, ARITHMETIC, element_bytes=4),
+    _forward(256, 32,  16,  2, 1, 1, 1, TINY, element_bytes=4),
+    _forward(512, 32,  16,  4, 1, 1, 1, ARITHMETIC, element_bytes=4, warps_d=2),
+    _forward(512, 16,  16,  2, 1, 1, 1, SMALL, element_bytes=4, warps_d=2),
+    _forward(1024, 16, 16,  4, 1, 1, 1, ARITHMETIC, element_bytes=4, warps_d=4),
+
+    _forward(64,  128, 48,  8, 1, 1, 0, float64(38.5, 12.3), element_bytes=8),
+    _forward(64,  64,  32,  4, 1, 1, 0, SMALL, element_bytes=8),
+    _forward(128, 128, 32,  8, 1, 1, 0, float64(42.2, 20.6), element_bytes=8),
+    _forward(128, 64,  16,  4, 1, 1, 0, SMALL, element_bytes=8),
+    _forward(192, 64,  16,  8, 1, 1, 0, ARITHMETIC, element_bytes=8, warps_d=2),
+    _forward(192, 32,  16,  4, 1, 1, 0, SMALL, element_bytes=8, warps_d=2),
+    _forward(256, 64,  16,  8, 1, 1, 0, ARITHMETIC, element_bytes=8, warps_d=2),
+    _forward(256, 32,  16,  4, 1, 1, 0, MEDIUM, element_bytes=8, warps_d=2),
+    _forward(256, 16,  16,  2, 1, 1, 0, SMALL, element_bytes=8, warps_d=2),
+    _forward(512, 16,  16,  4, 1, 1, 0, ARITHMETIC, element_bytes=8, warps_d=4),
+)
+
+BACKWARD_TILES = (
+    #         max_dim m   n  warps stages blocks warps_d dq_warps_m ahead
+    _backward(64,  32, 128, 4, 2, 2, 1, 1, 2, h200("329 / 313, 300 / 232", "271 / 243, 243 / 184")),
+    _backward(64,  32, 128, 4, 2, 1, 1, 1, 2, SMALL),
+    _backward(96,  64, 128, 8, 2, 1, 2, 4, 0, h200("285 / 261, 255 / 198", "291 / 241, 255 / 180")),
+    _backward(96,  32, 64,  4, 2, 1, 1, 2, 0, SMALL),
+    _backward(128, 64, 128, 8, 2, 1, 2, 2, 0, h200("323 / 301, 289 / 224", "297 / 271, 261 / 205")),
+    _backward(128, 32, 64,  4, 2, 1, 1, 1, 0, SMALL),
+    _backward(192, 64, 64,  8, 2, 1, 4, 2, 0, h200("246 / 231, 223 / 185", "254 / 245, 224 / 190")),
+    _backward(192, 32, 64,  8, 2, 1, 2, 2, 0, MEDIUM),
+    _backward(192, 32, 32,  4, 2, 1, 2, 2, 0, SMALL),
+    _backward(256, 64, 64,  8, 2, 1, 4, 4, 0, h200("255 / 250, 231 / 201", "253 / 228, 225 / 180")),
+    _backward(256, 32, 64,  8, 2, 1, 2, 1, 0, MEDIUM),
+    _backward(256, 32, 32,  4, 1, 1, 2, 2, 0, SMALL),
+    _backward(256, 16, 32,  4, 1, 1, 2, 1, 0, TINY),
+    _backward(512, 32, 32,  8, 1, 1, 4, 2, 0, ARITHMETIC),
+    _backward(512, 16, 16,  4, 1, 1, 4, 1, 0, SMALL),
+    _backward(1024, 16, 16, 8, 1, 1, 8, 1, 0, ARITHMETIC),
+
+    _backward(64,  32, 64,  4, 2, 2, 1, 2, 1, ARITHMETIC, element_bytes=4),
+    _backward(64,  32, 64,  4, 2, 1, 1, 2, 1, SMALL, element_bytes=4),
+    _backward(128, 32, 64,  8, 2, 1, 2, 2, 1, ARITHMETIC, element_bytes=4),
+    _backward(128, 32, 32,  4, 1, 1, 2, 2, 1, SMALL, element_bytes=4),
+    _backward(192, 32, 64,  8, 1, 1, 2, 2, 1, ARITHMETIC, element_bytes=4),
+    _backward(192, 32, 16,  2, 1, 1, 2, 2, 1, SMALL, element_bytes=4),
+    _backward(256, 32, 64,  8, 1, 1, 2, 2, 1, ARITHMETIC, element_bytes=4),
+    _backward(256, 32, 32,  4, 1, 1, 2, 2, 1, MEDIUM, element_bytes=4),
+    _backward(256, 16, 16,  2, 1, 1, 2, 1, 1, SMALL + "; for 64 KiB up to head_dim 224", element_bytes=4),
+    _backward(512, 16, 16,  8, 1, 1, 8, 1, 1, ARITHMETIC, element_bytes=4),
+
+    _backward(64,  16, 64,  4, 2, 1, 1, 1, 0, float64(39.4, 28.5), element_bytes=8),
+    _backward(64,  32, 32,  4, 1, 1, 2, 2, 0, SMALL, element_bytes=8),
+    _backward(128, 32, 64,  8, 1, 1, 2, 2, 0, float64(36.5, 41.4), element_bytes=8),
+    _backward(128, 32, 32,  4, 1, 1, 2, 2, 0, MEDIUM, element_bytes=8),
+    _backward(192, 16, 16,  4, 1, 1, 4, 1, 0, ARITHMETIC, element_bytes=8),
+    _backward(192, 16, 16,  2, 1, 1, 2, 1, 0, SMALL + ", up to head_dim 160", element_bytes=8),
+    _backward(256, 16, 32,  8, 1, 1, 4, 1, 0, ARITHMETIC, element_bytes=8),
+    _backward(256, 16, 16,  4, 1, 1, 4, 1, 0, MEDIUM, element_bytes=8),
+    _backward(384, 16, 16,  8, 1, 1, 8, 1, 0, ARITHMETIC, element_bytes=8),
+)
+
+# The numbers are those of the whole deterministic backward pass.
+DQ_TILES = (
+    #   max_dim m    n  warps blocks
+    _dq(64,  128, 64, 4, 2, h200("272 / 261, 259 / 204", "271 / 243, 243 / 184")),
+    _dq(64,  64,  64, 4, 2, SMALL),
+    _dq(128, 128, 32, 4, 1, h200("260 / 251, 246 / 197", "297 / 271, 261 / 205")),
+    _dq(192, 64,  32, 4, 2, "two blocks of 96 KiB; by arithmetic, not measured"),
+    _dq(192, 64,  32, 4, 1, SMALL),
+    _dq(256, 128, 32, 8, 1, h200("213 / 208, 198 / 173", "253 / 228, 225 / 180")),
+    _dq(256, 64,  32, 4, 1, MEDIUM),
+    _dq(256, 32,  16, 2, 1, SMALL),
+    _dq(512, 32,  32, 8, 1, ARITHMETIC, dq_warps_d=4, num_stages=1),
+    _dq(512, 16,  16, 4, 1, SMALL, dq_warps_d=4, num_stages=1),
+    _dq(1024, 16, 16, 8, 1, ARITHMETIC, dq_warps_d=8, num_stages=1),
+
+    _dq(64,  64,  32, 4, 1, ARITHMETIC, element_bytes=4, fragments_ahead=1),
+    _dq(128, 64,  16, 4, 1, ARITHMETIC, element_bytes=4, fragments_ahead=1),
+    _dq(192, 64,  16, 4, 1, ARITHMETIC, element_bytes=4, fragments_ahead=1),
+    _dq(192, 32,  16, 2, 1, SMALL, element_bytes=4, fragments_ahead=1),
+    _dq(256, 64,  16, 4, 1, ARITHMETIC, element_bytes=4, fragments_ahead=1),
+    _dq(256, 32,  16, 2, 1, MEDIUM, element_bytes=4, fragments_ahead=1),
+    _dq(256, 32,  16, 2, 1, SMALL, element_bytes=4, fragments_ahead=1, num_stages=1),
+    _dq(256, 16,  16, 2, 1, TINY, element_bytes=4, fragments_ahead=1, num_stages=1, dq_warps_d=2),
+    _dq(512, 16,  16, 8, 1, ARITHMETIC, element_bytes=4, fragments_ahead=1, num_stages=1, dq_warps_d=8),
+
+    _dq(64,  64,  16, 4, 1, ARITHMETIC, element_bytes=8),
+    _dq(128, 64,  16, 4, 1, ARITHMETIC, element_bytes=8),
+    _dq(128, 32,  16, 4, 1, MEDIUM, element_bytes=8, dq_warps_d=2),
+    _dq(128, 16,  16, 2, 1, SMALL, element_bytes=8, dq_warps_d=2),
+    _dq(192, 32,  16, 4, 1, ARITHMETIC, element_bytes=8, dq_warps_d=2),
+    _dq(192, 16,  16, 2, 1, SMALL, element_bytes=8, dq_warps_d=2, num_stages=1),
+    _dq(256, 16,  16, 4, 1, ARITHMETIC, element_bytes=8, dq_warps_d=4),
+    _dq(256, 16,  16, 4, 1, MEDIUM, element_bytes=8, dq_warps_d=4, num_stages=1),
+    _dq(384, 16,  16, 8, 1, ARITHMETIC, element_bytes=8, dq_warps_d=8, num_stages=1),
+)
+
+SCORES_TILES = (
+    #       max_dim m    n  warps stages blocks
+    _scores(64,  128, 64, 8, 2, 1, ARITHMETIC),
+    _scores(128, 128, 64, 8, 2, 1, ARITHMETIC),
+    _scores(128, 64,  32, 4, 2, 1, SMALL),
+    _scores(256, 64,  32, 4, 2, 1, ARITHMETIC),
+    _scores(256, 64,  32, 4, 1, 1, SMALL),
+    _scores(256, 32,  32, 2, 1, 1, TINY),
+    _scores(512, 32,  32, 2, 1, 1, ARITHMETIC),
+    _scores(512, 16,  16, 1, 1, 1, SMALL),
+    _scores(1024, 16, 16, 1, 1, 1, ARITHMETIC),
+
+    _scores(64,  64,  32, 4, 2, 1, ARITHMETIC, element_bytes=4, fragments_ahead=1),
+    _scores(128, 64,  32, 4, 2, 1, ARITHMETIC, element_bytes=4, fragments_ahead=1),
+    _scores(128, 64,  32, 4, 1, 1, SMALL, element_bytes=4, fragments_ahead=1),
+    _scores(256, 64,  32, 4, 1, 1, ARITHMETIC, element_bytes=4, fragments_ahead=1),
+    _scores(256, 32,  16, 2, 1, 1, SMALL, element_bytes=4, fragments_ahead=1),
+    _scores(256, 16,  16, 1, 1, 1, TINY, element_bytes=4, fragments_ahead=1),
+    _scores(512, 16,  16, 1, 1, 1, ARITHMETIC, element_bytes=4, fragments_ahead=1),
+
+    _scores(64,  64,  16, 4, 2, 1, ARITHMETIC, element_bytes=8),
+    _scores(64,  64,  16, 4, 1, 1, SMALL, element_bytes=8),
+    _scores(128, 64,  16, 4, 1, 1, ARITHMETIC, element_bytes=8),
+    _scores(128, 32,  16, 2, 1, 1, SMALL, element_bytes=8),
+    _scores(256, 32,  16, 2, 1, 1, ARITHMETIC, element_bytes=8),
+    _scores(256, 16,  16, 1, 1, 1, MEDIUM, element_bytes=8),
+    _scores(384, 16,  16, 1, 1, 1, ARITHMETIC, element_bytes=8),
+)
+# fmt: on
+
+
+# With functions of the caller, tiles have fewer keys, because their numbers take registers: tests/compile counts
+# spills.
+FUNCTION_TILES = tuple(
+    row.changed(block_n=32 if row.element_bytes == 2 else 16, origin="of fewer keys, for functions; not measured")
+    for row in FORWARD_TILES
+)
+
+
+# With keys and values of one byte, tiles have fewer keys, because the scales take registers too.
+FLOAT8_TILES = tuple(
+    row.changed(
+        key_bytes=1,
+        block_n=min(row.block_n, 32 if row.element_bytes == 2 else 16),
+        min_blocks=min(row.min_blocks, 2),
+        fragments_ahead=0,
+        origin="of fewer keys, for scales; not measured",
+    )
+    for row in FORWARD_TILES
+)

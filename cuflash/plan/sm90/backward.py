@@ -1,0 +1,275 @@
+"""The backward pass on compute capability 9.0: 16-bit operands as they are, float32 in parts of bfloat16."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from cuflash.arrays.array_info import ITEMSIZE
+from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft
+from cuflash.plan.families import BackwardFamily
+from cuflash.plan.scores import is_of_keys
+from cuflash.plan.sm80.tiles import BackwardTile
+from cuflash.plan.sm90.bf16_split import add_bf16_split, tell_of_bias, why_not_split
+from cuflash.plan.sm90.copies import add_copies
+from cuflash.plan.sm90.forward import why_not_16_bit
+from cuflash.plan.sm90.mask_bits import add_mask_bits
+from cuflash.plan.sm90.tiles import (
+    BACKWARD_FLOAT32_SM90_TILES,
+    BACKWARD_SM90_TILES,
+    BACKWARD_TF32_SM90_TILES,
+    BackwardFloat32Sm90Tile,
+    BackwardSm90Tile,
+)
+from cuflash.plan.tiles import Tile, choose_row, why_too_large
+from cuflash.score_mod import KINDS_OF_READS
+from cuflash.spec.inputs import OF_FUNCTIONS
+from cuflash.spec.problem import Problem
+
+# How many heads have their blocks side by side in launch order on compute capability 9.0. On an H200 eight are 1 %
+# slower than four (head_dim 128, seqlen 4096), and so they are with a window of 1024 keys at head_dim 64. Where
+# blocks add to dq in order, each block is one step later than the block before it of the same head. Then the number of
+# heads side by side is such that, as blocks end, the blocks of a head start two steps apart. Measured at head_dim 128,
+# in us by number of heads: seqlen 1024: 4 779, 8 738, 16 723, 32 739; and as a multiple of the time of dq in no order:
+# seqlen 4096: 2 1.11, 4 1.04, 8 1.05.
+BACKWARD_HEAD_SECTION = 4
+STEPS_APART = 2
+# Packed sequences have few and long heads, and an earlier kernel must clear the accumulators of dq of those heads that
+# start side by side. On an H200 two heads in place of 4 to 16 are up to 4 % faster at head_dim 256 and up to 2 % at 64.
+# With dq in order under a causal mask four in place of 16 are up to 1 % faster, and two are 1 to 3 % slower than four
+# at head_dim 256.
+PACKED_HEAD_SECTION, PACKED_IN_ORDER_SECTION = 2, 4
+# Under a causal mask the blocks of a head are at different queries, so Q, dO and dQ of all heads that blocks work on
+# should stay in L2. On an H200, with dq in order at seqlen 16384, 128 MiB of them cost 21 % more time than 16 MiB
+# (head_dim 128), and 44 % more than 32 MiB (head_dim 256). With dq in order, blocks are further apart the more heads of
+# a group they have gone through. So all heads of a group count. Blocks share a group that has more than two heads
+# and more than fit, which is 5 to 7 % faster (4 heads of head_dim 128, seqlen 8192, or head_dim 256, seqlen 4096).
+BACKWARD_L2_BYTES = 1 << 24
+MIN_HEADS_IN_ORDER = 2
+# Where blocks add to dq in order under a causal mask, the longest blocks run alone at the end, unless one of this many
+# heads starts with its longest blocks. On an H200 one head of 8 is 2 to 6 % faster than none at head_dim 256, and 1 to
+# 5 % slower at smaller ones. But groups of query heads make blocks longer: by arithmetic 20 % of the device waits for
+# the last blocks of 4 waves, and 13 % for those of 8.
+SPLIT_ROLES_BACK_SHARE, GROUPED_BACK_SHARE = 8, 4
+BACK_SECTION = 16  # this many of these heads are side by side
+# From this many waves on, blocks clear accumulators of dq for later blocks. On an H200 this makes the pass 2 to 5 %
+# shorter at seqlen 1024, and up to 1 % at 4096 (batch x heads x seqlen x head_dim of 2**25). Clearing for heads two
+# sections ahead in place of one makes it 1 % longer. In a single wave, clearing makes it 3 % longer.
+CLEAR_WAVES = 2
+_OF_FUNCTIONS = frozenset(f"d{name}" for name in OF_FUNCTIONS)
+
+
+class Backward(BackwardFamily[BackwardSm90Tile]):
+    kernel = "sm90/backward"
+    has_functions = True
+    tile = BackwardSm90Tile
+    makes_both = shares_tail = True
+    defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1}
+
+    def table(self, problem: Problem) -> tuple[BackwardSm90Tile, ...]:
+        return BACKWARD_SM90_TILES
+
+    def why_not(self, draft: Draft) -> str | None:
+        problem = draft.problem
+        if draft.device.arch != 90 or ITEMSIZE[problem.dtype] != 2:
+            return ""
+        if problem.dropout and problem.score is not None and problem.program.changes_slope:
+            return "dropout marks weights by their sign, which they lose with the derivatives of the score by s"
+        obstacle = why_not_16_bit(draft, _mapped(draft), BACKWARD_SM90_TILES, copies=True)
+        if obstacle is None and _has_dq_apart(draft):
+            tile, _ = choose_row(BACKWARD_SM90_TILES, problem, draft.device)
+            if _seeing(tile, draft).mask_by_bits:
+                return "the order of dq counts tiles that block_mask hides, and no kernel of dq alone reads its bits"
+        return obstacle
+
+    def configured(self, main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
+        has_order = draft.problem.deterministic and "dq" in draft.need and not _has_dq_apart(draft)
+        tile = _seeing(replace(main, dq_in_order=has_order), draft)
+        if tile.mask_by_bits and _has_dq_apart(draft):
+            raise NotImplementedError(
+                "tiles: got a BackwardSm90Tile with deterministic=True and pairs that block_mask hides one by one, "
+                "expected a BackwardTile and a DqTile"
+            )
+        return _with_rows(tile, draft)
+
+    def dq_in_order(self, main: BackwardSm90Tile) -> bool:
+        return main.dq_in_order
+
+    def accumulator_layout(self, main: BackwardSm90Tile) -> BackwardTile:
+        return fragments_of_a_warpgroup(main)
+
+    def heads_of_block(self, draft: Draft, main: BackwardSm90Tile) -> int:
+        if not main.dq_in_order or draft.problem.window_right is None:
+            return draft.problem.group_size
+        return max(BACKWARD_L2_BYTES // max(_head_bytes(draft, main), 1), MIN_HEADS_IN_ORDER)
+
+    def head_section(self, draft: Draft, main: BackwardSm90Tile) -> int:
+        problem = draft.problem
+        if main.dq_in_order and problem.window_right is None:
+            resident, steps = (
+                draft.device.num_sms * main.min_blocks,
+                steps_of_tile(draft, main) // draft.run_time.group_splits,
+            )
+            return max(BACKWARD_HEAD_SECTION, STEPS_APART * resident // max(steps, 1))
+        most = CAUSAL_HEAD_SECTION
+        if problem.window_right is None or (problem.has_window and not main.dq_in_order):
+            most = BACKWARD_HEAD_SECTION
+        if problem.is_packed:
+            most = PACKED_IN_ORDER_SECTION if main.dq_in_order else PACKED_HEAD_SECTION
+        if problem.window_right is None:
+            return most
+        heads = problem.group_size // draft.run_time.group_splits if main.dq_in_order else 1
+        section = min(BACKWARD_L2_BYTES // max(heads * _head_bytes(draft, main), 1), most)
+        return max(section, 1 if main.dq_in_order else 2)
+
+    def back_share(self, problem: Problem, main: BackwardSm90Tile) -> int:
+        if not main.dq_in_order or problem.window_right is None or problem.window_left is not None:
+            return 0
+        if problem.group_size > 1:
+            return GROUPED_BACK_SHARE
+        return SPLIT_ROLES_BACK_SHARE if main.splits_roles else 0
+
+    def why_not_summed(self, draft: Draft, main: BackwardSm90Tile, name: str) -> str | None:
+        if name == "dscale":
+            return None
+        if main.splits_roles and (names := draft.problem.given(OF_FUNCTIONS)):
+            return f"where roles are split the derivative of {names[0]} is in the weights that are handed over"
+        if name in _OF_FUNCTIONS:
+            return why_too_large(self.summing(main, (name,)), draft.problem, draft.device) or None
+        if name == "dbias" and not is_of_keys(draft):
+            return "only what differs from key to key, and not from query to query, is summed by keys"
+        return None
+
+    def summing(self, main: BackwardSm90Tile, names: tuple[str, ...]) -> BackwardSm90Tile:
+        return replace(main, keeps_scores=not _OF_FUNCTIONS.isdisjoint(names))
+
+    def why_not_captured(self, draft: Draft, main: BackwardSm90Tile) -> str | None:
+        program, summed = draft.program, draft.summed_captured
+        for name in summed:
+            for found in program.classes((name,)):
+                if found not in KINDS_OF_READS:
+                    return f"a place in {name} belongs to a pair [{found}], each of which adds to memory"
+        if main.splits_roles and program.derivatives_read_s(summed):
+            return "where roles are split the consumer that makes dS does not know s, which derivatives are made of"
+        return why_too_large(self.summing_captured(draft, main), draft.problem, draft.device) or None
+
+    def summing_captured(self, draft: Draft, main: BackwardSm90Tile) -> BackwardSm90Tile:
+        summed = draft.summed_captured
+        classes = draft.program.classes(summed)
+        summing = replace(
+            main,
+            keeps_scores=draft.program.derivatives_read_s(summed),
+            query_sums=classes.count("i"),
+            diagonal_sums=classes.count("i - j"),
+        )
+        return _with_rows(summing, draft)
+
+    def clear_ahead(self, draft: Draft, main: BackwardSm90Tile) -> int:
+        problem, run_time = draft.problem, draft.run_time
+        ahead = max(run_time.head_section, BACK_SECTION if self.back_share(problem, main) else 0)
+        places = problem.array_batch * problem.num_heads_kv * run_time.group_splits
+        blocks = places * draft.tiles_of(problem.seqlen_k, main.block_n)
+        is_large = blocks >= CLEAR_WAVES * draft.device.num_sms * main.min_blocks
+        return ahead if ahead < places and is_large else 0
+
+    def prepare(self, draft: Draft, main: BackwardSm90Tile) -> None:
+        m, n = main.block_m, main.block_n
+        add_copies(draft, main, _mapped(draft))
+        by_rows = draft.defines["CUFLASH_STORES_BY_ROWS"]
+        results: dict[str, int] = {name: 64 for name in ("dk", "dv") if name in draft.need and not by_rows}
+        bias = {"bias": m} if main.bias_of_pairs else {}
+        draft.map_tensors({"q": m, "k": n, "v": n, "dout": m, **results, **bias})
+        if main.mask_by_bits:
+            add_mask_bits(draft, main, transposed=True)
+
+
+class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
+    kernel = "sm90/backward_fp32"
+    tile = BackwardFloat32Sm90Tile
+    makes_both = shares_tail = True
+    defines: ClassVar = {"CUFLASH_PLAIN_FRAGMENTS": 1}
+
+    def table(self, problem: Problem) -> tuple[BackwardFloat32Sm90Tile, ...]:
+        return {"highest": BACKWARD_FLOAT32_SM90_TILES, "tf32": BACKWARD_TF32_SM90_TILES}[problem.precision]
+
+    def why_not(self, draft: Draft) -> str | None:
+        obstacle = why_not_split(draft, self.table(draft.problem))
+        if obstacle is None and draft.problem.deterministic and "dq" in draft.need:
+            return "it adds to dq in no fixed order"
+        return obstacle
+
+    def configured(self, main: BackwardFloat32Sm90Tile, draft: Draft) -> BackwardFloat32Sm90Tile:
+        return main.loading_bias(draft.problem, draft.device)
+
+    def accumulator_layout(self, main: BackwardFloat32Sm90Tile) -> BackwardTile:
+        return fragments_of_a_warpgroup(main)
+
+    def prepare(self, draft: Draft, main: BackwardFloat32Sm90Tile) -> None:
+        add_bf16_split(draft, main, ("q", "k", "v", "dout"))
+        boxes = dict.fromkeys(("q", "k", "v", "dout"), 64)
+        draft.map_tensors(boxes | ({"bias": main.block_m} if main.bias_of_pairs else {}))
+        tell_of_bias(draft, main)
+
+
+def _mapped(draft: Draft) -> tuple[str, ...]:
+    """The arrays that TMA reads or writes."""
+    return ("q", "k", "v", "dout", *(name for name in ("dk", "dv") if name in draft.need))
+
+
+def _has_dq_apart(draft: Draft) -> bool:
+    """Whether dq has a kernel of its own: its order, where it has one, counts the tiles that lists leave out."""
+    return draft.problem.deterministic and "dq" in draft.need and bool(draft.defines["CUFLASH_HAS_LISTS"])
+
+
+def _seeing(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
+    """The tile for the bias and the masks of a problem.
+
+    A bias of pairs is loaded by tile if that fits into shared memory, if need be with fewer stages.
+    """
+    for stages in range(main.num_stages, 1, -1):
+        staged = replace(main, num_stages=stages).loading_bias(draft.problem, draft.device)
+        if staged.bias_of_pairs:
+            return staged
+    return main.seeing(draft.problem, 0)
+
+
+def _with_rows(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
+    """The tile with room for the numbers that a function reads of the rows, and of the keys, of a tile, if it fits."""
+    if draft.problem.score is None:
+        return main
+    rows, keys = len(draft.program.of_rows), len(draft.program.of_keys)
+    with_numbers = replace(main, numbers_of_rows=rows, numbers_of_warp_keys=keys)
+    too_large = why_too_large(with_numbers, draft.problem, draft.device)
+    return replace(main, numbers_of_rows=0, numbers_of_warp_keys=0) if too_large else with_numbers
+
+
+def fragments_of_a_warpgroup(main: Tile) -> BackwardTile:
+    """A tile whose fragments are those of the warps of one warpgroup, one below the other."""
+    return BackwardTile(
+        element_bytes=main.element_bytes,
+        max_dim=main.max_dim,
+        block_m=main.block_m,
+        block_n=main.block_n,
+        num_warps=4,
+        num_stages=1,
+        min_blocks=1,
+        warps_d=1,
+        dq_warps_m=4,
+        fragments_ahead=0,
+        origin=main.origin,
+    )
+
+
+def steps_of_tile(draft: Draft, main: Tile) -> int:
+    """The most tiles of queries, of all heads of a group, that a tile of keys meets. Packed: for the mean length."""
+    problem = draft.problem.mean_sequence
+    queries = problem.seqlen_q
+    if problem.window_left is not None and problem.window_right is not None:
+        queries = min(queries, problem.window_left + problem.window_right + main.block_n)
+    return -(-queries // main.block_m) * problem.group_size
+
+
+def _head_bytes(draft: Draft, main: BackwardSm90Tile) -> int:
+    """Bytes of Q, dO and dQ of one head. Packed: for the mean length, since blocks work on few sequences at once."""
+    dim, dim_v = draft.padded_dims(main)
+    return draft.problem.mean_sequence.seqlen_q * (main.element_bytes * (dim + dim_v) + 4 * dim)

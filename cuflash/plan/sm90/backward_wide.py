@@ -1,0 +1,105 @@
+"""The backward pass of wide heads on compute capability 9.0: a kernel for each of dv, dk and dq."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import ClassVar
+
+from cuflash.plan.draft import Draft
+from cuflash.plan.families import BackwardFamily, DqFamily, Family
+from cuflash.plan.sm80.tiles import BackwardTile
+from cuflash.plan.sm90.backward import fragments_of_a_warpgroup
+from cuflash.plan.sm90.forward import why_not_16_bit
+from cuflash.plan.sm90.tiles import BACKWARD_SM90_TILES
+from cuflash.plan.sm90.wide_tiles import (
+    BACKWARD_WIDE_SM90_TILES,
+    DQ_WIDE_SM90_TILES,
+    BackwardWideSm90Tile,
+    DqWideSm90Tile,
+)
+from cuflash.plan.tiles import Row, tiles_at_once
+from cuflash.spec.problem import Problem
+
+GRADIENTS = ("dq", "dk", "dv")
+
+
+class Wide(Family[Row]):
+    """What the kernels of the three gradients have in common."""
+
+    kernel = "sm90/backward_wide"
+
+    def why_not(self, draft: Draft) -> str | None:
+        problem = draft.problem
+        if max(problem.head_dim, problem.head_dim_v) <= max(row.max_dim for row in BACKWARD_SM90_TILES):
+            return ""
+        if problem.is_packed:
+            return "it knows no packed sequences"
+        mapped = ("q", "k", "v", "dout", *(name for name in GRADIENTS if name in draft.need))
+        return why_not_16_bit(draft, mapped, BACKWARD_WIDE_SM90_TILES)
+
+    def accumulator_layout(self, main: Row) -> BackwardTile:
+        return fragments_of_a_warpgroup(main)
+
+
+class BackwardWide(Wide[BackwardWideSm90Tile], BackwardFamily[BackwardWideSm90Tile]):
+    tile = BackwardWideSm90Tile
+    makes_dq = False
+    shares_tail = True
+    defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1}
+
+    def table(self, problem: Problem) -> tuple[BackwardWideSm90Tile, ...]:
+        return BACKWARD_WIDE_SM90_TILES
+
+    def head_section(self, draft: Draft, main: BackwardWideSm90Tile) -> int:
+        """Under a causal mask, as many heads as the device has blocks for half of their tiles.
+
+        The half that sees the most rows walks side by side; the other half follows. L2 does not hold the rows of more
+        heads.
+        """
+        problem = draft.problem
+        if problem.window_right is None or problem.window_left is not None:
+            return super().head_section(draft, main)
+        tiles = draft.tiles_of(problem.seqlen_k, main.block_n)
+        return max(1, 2 * tiles_at_once(main, draft.device) // max(1, tiles))
+
+    def prepare(self, draft: Draft, main: BackwardWideSm90Tile) -> None:
+        _map_tensors(draft)
+        draft.reasons.append(
+            "each gradient has a kernel of its own, which makes scores again: registers hold the sums of one"
+        )
+
+    def add(
+        self,
+        draft: Draft,
+        main: BackwardWideSm90Tile,
+        blocks: int,
+        makes: Collection[str],
+        options: Mapping[str, int],
+    ) -> None:
+        for name, tile in (("dv", main.of_dv()), ("dk", main)):
+            if name in draft.need:
+                _add(draft, tile, blocks, (name, *makes), {**options, "CUFLASH_DQ_WIDE": 0})
+
+
+class DqWide(Wide[DqWideSm90Tile], DqFamily[DqWideSm90Tile]):
+    tile = DqWideSm90Tile
+
+    def table(self, problem: Problem) -> tuple[DqWideSm90Tile, ...]:
+        return DQ_WIDE_SM90_TILES
+
+    def add(
+        self, draft: Draft, tile: DqWideSm90Tile, blocks: int, makes: Collection[str], options: Mapping[str, int]
+    ) -> None:
+        _map_tensors(draft)
+        _add(draft, tile, blocks, ("dq", *makes), options)
+
+
+def _map_tensors(draft: Draft) -> None:
+    draft.map_tensors(dict.fromkeys(("q", "k", "v", "dout"), BackwardWideSm90Tile.block_m))
+
+
+def _add(
+    draft: Draft, tile: BackwardWideSm90Tile, clusters: int, makes: Collection[str], options: Mapping[str, int]
+) -> None:
+    shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
+    draft.add_main(f"{Wide.kernel}.cu", tile, clusters * tile.cluster, shared_bytes, makes, **options)

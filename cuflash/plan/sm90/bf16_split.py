@@ -1,0 +1,71 @@
+"""float32 for compute capability 9.0: operands are split into parts of bfloat16, whose products tensor cores make."""
+
+from __future__ import annotations
+
+from cuflash.plan.draft import Draft
+from cuflash.plan.sm90.copies import add_copying_kernel
+from cuflash.plan.sm90.scored import bias_by
+from cuflash.plan.sm90.tiles import BackwardFloat32Sm90Tile, BiasSm90Tile, ForwardFloat32Sm90Tile
+from cuflash.plan.tiles import Tile
+from cuflash.spec.binding import Pass
+
+# The fewest pairs of a query and a key, for each row that is split, for which splitting pays. On an H200 it catches up
+# with the sm80 kernels at seqlen 192 in the forward pass (head_dim 64; sooner at 128), and is ahead of them from seqlen
+# 128 on in the backward pass.
+SPLIT_MIN_PAIRS: dict[Pass, int] = {"forward": 64, "backward": 42}
+
+
+def why_not_split(draft: Draft, table: tuple[Tile, ...]) -> str | None:
+    """Why not to split float32 into parts: None if that is the way to go, "" if the plan need not tell."""
+    problem = draft.problem
+    if draft.device.arch != 90 or problem.dtype != "float32":
+        return ""
+    if problem.block_table is not None:
+        return "it would split all pages of the pool, whoever they belong to"
+    if problem.is_packed:
+        return "it knows no packed sequences"
+    largest = max(row.max_dim for row in table)
+    if max(problem.head_dim, problem.head_dim_v) > largest:
+        return f"it serves head dimensions up to {largest}"
+    rows = problem.num_heads * problem.seqlen_q + 2 * problem.num_heads_kv * problem.seqlen_k
+    keys = problem.seqlen_k
+    if problem.window_left is not None and problem.window_right is not None:
+        keys = min(keys, max(0, problem.window_left + problem.window_right + 1))
+    fewest = SPLIT_MIN_PAIRS[draft.pass_]
+    if problem.num_heads * problem.seqlen_q * keys < fewest * max(rows, 1):
+        return f"for fewer than {fewest} scores to each row of q, k and v, splitting these takes too long"
+    return "there is nothing to compute" if problem.batch == 0 else None
+
+
+def tell_of_bias(draft: Draft, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile) -> None:
+    """Say why the pairs of a bias are looked up one by one, where they are."""
+    by = bias_by(draft.problem)
+    if by == "elements" or (by == "pairs" and not tile.bias_of_pairs):
+        why = "TMA cannot read tiles of it" if by == "elements" else "no tile of it fits into shared memory"
+        draft.reasons.append(f"bias: looked up pair by pair: {why}")
+
+
+def add_bf16_split(
+    draft: Draft, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile | BiasSm90Tile, names: tuple[str, ...]
+) -> None:
+    """Add the kernel that splits these float32 arrays into scratch arrays of bfloat16, which tensor maps describe."""
+    add_copying_kernel(draft, tile, "around/split_fp32.cu", names, "bfloat16", tile.bf16_parts)
+    tell_of_parts(draft, tile, names)
+
+
+def tell_of_parts(
+    draft: Draft,
+    tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile | BiasSm90Tile,
+    names: tuple[str, ...],
+    when: str = "",
+) -> None:
+    """Say which arrays are split into how many parts, and what comes of that."""
+    listed = ", ".join(names[:-1]) + " and " + names[-1]
+    draft.reasons.append(
+        f"{listed} are split into {tile.bf16_parts} parts of bfloat16{when}: "
+        + (
+            "the six largest products of parts count"
+            if tile.bf16_parts == 3
+            else "the three largest products of parts count, which are more accurate than one of TF32"
+        )
+    )

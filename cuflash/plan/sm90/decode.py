@@ -1,0 +1,123 @@
+"""Few queries against many keys, on compute capability 9.0: the keys are streamed past all queries that share them."""
+
+from __future__ import annotations
+
+from cuflash.arrays.array_info import ITEMSIZE
+from cuflash.plan.draft import Draft
+from cuflash.plan.families import ForwardFamily
+from cuflash.plan.key_splits import (
+    DECODE_MIN_SEQLEN_K,
+    DECODE_ROWS,
+    add_sharing_kernel,
+    are_few,
+    rows_of,
+    visible_keys,
+)
+from cuflash.plan.sm80 import decode as sm80_decode
+from cuflash.plan.sm90.decode_tiles import (
+    DECODE_FLOAT8_SM90_TILES,
+    DECODE_SM90_TILES,
+    DecodeFloat8Sm90Tile,
+    DecodeSm90Tile,
+)
+from cuflash.plan.sm90.forward import MAPPED, box_rows, why_not_16_bit
+from cuflash.plan.sm90.wide_tiles import (
+    DECODE_WIDE_SM90_TILES,
+    DecodeWideSm90Tile,
+)
+from cuflash.spec.inputs import MASKS
+from cuflash.spec.problem import Problem
+
+
+class Decode(ForwardFamily[DecodeSm90Tile]):
+    kernel = "sm90/decode"
+    tile = DecodeSm90Tile
+
+    def table(self, problem: Problem) -> tuple[DecodeSm90Tile, ...]:
+        return DECODE_SM90_TILES
+
+    def obstacle(self, draft: Draft) -> str | None:
+        return super().obstacle(draft) if draft.problem.has_float8 == self.has_float8 else ""
+
+    def why_not(self, draft: Draft) -> str | None:
+        problem, device = draft.problem, draft.device
+        if device.arch != 90 or ITEMSIZE[problem.dtype] != 2 or not are_few(problem) or draft.why_not_mapped(MAPPED):
+            return ""
+        largest = max(row.max_dim for row in self.table(problem))
+        if max(problem.head_dim, problem.head_dim_v) > largest:
+            return f"it serves head dimensions up to {largest}"
+        terms = [*problem.given(MASKS)]
+        terms += ["dropout"] if problem.dropout else []
+        terms += ["packed sequences"] if problem.is_packed else []
+        if terms:
+            return f"it knows no {' and no '.join(terms)}"
+        # A multiprocessor has one block of this kernel, which waits while the threads that add a bias load it. On an
+        # H100, where a copy makes 3.02 TB/s, it made 1.52 and 1.26 with a bias of keys and of pairs, and sm80/decode
+        # made 2.67 and 2.58.
+        if problem.bias is not None and not problem.has_float8 and sm80_decode.Decode().why_not(draft) is None:
+            return "sm80/decode reads a bias faster"
+        if problem.group_size == 1 and 2 * draft.heads >= device.num_sms and not problem.has_float8:
+            return f"{draft.heads} heads fill the device, and no two share keys"
+        return None
+
+    def draft(self, draft: Draft, tile: DecodeSm90Tile) -> None:
+        problem = draft.problem
+        box = box_rows(problem, tile.block_n)
+        draft.hides_last_keys = True
+        boxes = {"q": problem.seqlen_q, "k": box, "v": box}
+        draft.map_tensors(boxes, {"q": problem.group_size}, read_once=True)
+        add_sharing_kernel(draft, self.source, tile, block_n=tile.block_n)
+
+
+class DecodeFloat8(Decode):
+    kernel = "sm90/decode_float8"
+    tile = DecodeFloat8Sm90Tile
+    has_float8 = True
+
+    def table(self, problem: Problem) -> tuple[DecodeSm90Tile, ...]:
+        return DECODE_FLOAT8_SM90_TILES
+
+
+class DecodeWide(ForwardFamily[DecodeWideSm90Tile]):
+    """Wide heads."""
+
+    kernel = "sm90/decode_wide"
+    tile = DecodeWideSm90Tile
+
+    def table(self, problem: Problem) -> tuple[DecodeWideSm90Tile, ...]:
+        return DECODE_WIDE_SM90_TILES
+
+    def why_not(self, draft: Draft) -> str | None:
+        problem = draft.problem
+        rows = rows_of(problem)
+        if max(problem.head_dim, problem.head_dim_v) <= max(row.max_dim for row in DECODE_SM90_TILES):
+            return ""
+        if why_not_16_bit(draft, MAPPED, DECODE_WIDE_SM90_TILES) is not None or not 0 < rows <= 2 * DECODE_ROWS:
+            return ""
+        if visible_keys(problem.mean_sequence) < DECODE_MIN_SEQLEN_K:
+            return ""
+        if rows > DECODE_ROWS and (problem.seqlen_q > DECODE_ROWS or DECODE_ROWS % problem.seqlen_q):
+            return f"{problem.seqlen_q} queries of whole heads do not make {DECODE_ROWS} rows"
+        terms = [*problem.given(MASKS)]
+        terms += ["dropout"] if problem.dropout else []
+        terms += ["packed sequences"] if problem.is_packed else []
+        terms += ["pages"] if problem.page_size else []
+        if terms:
+            return f"it knows no {' and no '.join(terms)}"
+        if problem.group_size == 1 and 2 * draft.heads >= draft.device.num_sms:
+            return f"{draft.heads} heads fill the device, and no two share keys"
+        return None
+
+    def draft(self, draft: Draft, tile: DecodeWideSm90Tile) -> None:
+        problem = draft.problem
+        box = tile.block_n // tile.cluster
+        draft.hides_last_keys = True
+        boxes = {"q": problem.seqlen_q, "k": box, "v": box}
+        draft.map_tensors(boxes, {"q": min(problem.group_size, DECODE_ROWS // problem.seqlen_q)}, read_once=True)
+        if tile.v_in_k:
+            if not problem.v.in_k:
+                raise NotImplementedError(
+                    "tiles: got a row for values in keys, expected v to be the first columns of k"
+                )
+            draft.reasons.append("v is the first columns of k, and not loaded again")
+        add_sharing_kernel(draft, self.source, tile, block_n=tile.block_n, cluster=tile.cluster, combines=False)

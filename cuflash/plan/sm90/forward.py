@@ -1,0 +1,259 @@
+"""The forward pass on compute capability 9.0: 16-bit operands as they are, float32 in parts of bfloat16."""
+
+from __future__ import annotations
+
+import math
+
+from cuflash.arrays.array_info import ITEMSIZE
+from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft, check_blocks
+from cuflash.plan.families import ForwardFamily
+from cuflash.plan.sm90.bf16_split import add_bf16_split, tell_of_bias, tell_of_parts, why_not_split
+from cuflash.plan.sm90.copies import add_copies, why_not_copied
+from cuflash.plan.sm90.mask_bits import add_mask_bits
+from cuflash.plan.sm90.scored import ScoredTile, takes_pairs
+from cuflash.plan.sm90.tiles import (
+    FORWARD_FLOAT8_SM90_TILES,
+    FORWARD_FLOAT32_SM90_TILES,
+    FORWARD_SM90_TILES,
+    FORWARD_TF32_SM90_TILES,
+    ForwardFloat8Sm90Tile,
+    ForwardFloat32Sm90Tile,
+    ForwardSm90Tile,
+)
+from cuflash.plan.sm90.wide_tiles import (
+    FORWARD_WIDE_SM90_TILES,
+    ForwardWideSm90Tile,
+)
+from cuflash.plan.tiles import Tile
+from cuflash.spec.inputs import OF_PAIRS
+from cuflash.spec.problem import Problem
+
+MOST_ENTRIES_TOGETHER = 8  # batch entries that share a bias and are neighbours in launch order
+# Blocks that take one tile in place of a pair are 2 % slower (691 and 675 TFLOP/s on an H100, with pairs and without).
+# By arithmetic, up to this many blocks for each resident one, it gains more that the last ones end half a pair sooner.
+APART_WAVES = 16
+# Where at most FEW_READERS tiles of queries read the same keys, of at most SPLIT_MAX_DIM columns, blocks split float32
+# themselves. On an H100 they take 449 us where an earlier kernel takes 196 and the products after it 426 (head_dim 32,
+# 3 tiles), and 417 us in place of 89 and 357 (8 tiles), but 779 in place of 90 and 678 (16 tiles). With head_dim 64 the
+# same tiles have twice as much to split: 1203 us in place of 360 and 716 (4 tiles), 601 in place of 94 and 281 (8
+# tiles). The tiles of two parts have more keys, and no registers left for it.
+FEW_READERS, SPLIT_MAX_DIM = 8, 32
+_SPLIT = ("q", "k", "v")  # of float32
+MAPPED = ("q", "k", "v", "out")  # arrays that TMA reads or writes
+
+
+class Forward(ForwardFamily[ForwardSm90Tile]):
+    kernel = "sm90/forward"
+    has_functions = True
+    tile = ForwardSm90Tile
+
+    def table(self, problem: Problem) -> tuple[ForwardSm90Tile, ...]:
+        return tuple(tile.configured(problem) for tile in FORWARD_SM90_TILES)
+
+    def why_not(self, draft: Draft) -> str | None:
+        return why_not_16_bit(draft, MAPPED, FORWARD_SM90_TILES, copies=True)
+
+    def draft(self, draft: Draft, tile: ForwardSm90Tile) -> None:
+        tile = tile.configured(draft.problem)
+        draft.tiles = (tile,)
+        add_copies(draft, tile, MAPPED)
+        if tile.mask_by_bits:
+            add_mask_bits(draft, tile, transposed=False)
+        draft.add_lists(tile, "key_lists")
+        box = box_rows(draft.problem, tile.block_n)
+        results = {} if draft.defines["CUFLASH_STORES_BY_ROWS"] else {"out": 64}
+        bias = {"bias": tile.block_m} if tile.bias_of_pairs else {}
+        draft.map_tensors({"q": tile.block_m, "k": box, "v": box, **results, **bias})
+        _add_persistent(draft, tile, self.source, batch_first=_shares_bias(draft.problem, tile))
+
+
+class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
+    kernel = "sm90/forward_fp32"
+    tile = ForwardFloat32Sm90Tile
+
+    def table(self, problem: Problem) -> tuple[ForwardFloat32Sm90Tile, ...]:
+        return {"highest": FORWARD_FLOAT32_SM90_TILES, "tf32": FORWARD_TF32_SM90_TILES}[problem.precision]
+
+    def why_not(self, draft: Draft) -> str | None:
+        return why_not_split(draft, self.table(draft.problem))
+
+    def draft(self, draft: Draft, tile: ForwardFloat32Sm90Tile) -> None:
+        tile = tile.loading_bias(draft.problem, draft.device)
+        readers = draft.problem.group_size * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
+        is_narrow = max(draft.problem.head_dim, draft.problem.head_dim_v) <= SPLIT_MAX_DIM
+        has_registers = tile.block_m == 128 and tile.bf16_parts == 3
+        tile = tile.changed(splits_operands=readers <= FEW_READERS and is_narrow and has_registers)
+        draft.tiles = (tile,)
+        draft.add_lists(tile, "key_lists")
+        boxes: dict[str, int] = {}
+        if tile.splits_operands:
+            tell_of_parts(draft, tile, _SPLIT, " as they are loaded")
+        else:
+            add_bf16_split(draft, tile, _SPLIT)
+            boxes = {"q": tile.block_m, "k": tile.block_n, "v": tile.block_n}
+        draft.map_tensors(boxes | ({"bias": tile.block_m} if tile.bias_of_pairs else {}))
+        tell_of_bias(draft, tile)
+        _add_persistent(draft, tile, self.source, batch_first=_shares_bias(draft.problem, tile))
+
+
+class ForwardFloat8(ForwardFamily[ForwardFloat8Sm90Tile]):
+    """Products of numbers of one byte."""
+
+    kernel = "sm90/forward_float8"
+    multiplies_float8 = True
+    tile = ForwardFloat8Sm90Tile
+
+    def table(self, problem: Problem) -> tuple[ForwardFloat8Sm90Tile, ...]:
+        return FORWARD_FLOAT8_SM90_TILES
+
+    def why_not(self, draft: Draft) -> str | None:
+        problem = draft.problem
+        if not problem.multiplies_float8:
+            return ""
+        if draft.device.arch != 90:
+            return "products of numbers of one byte need compute capability 9.0"
+        obstacle = draft.why_not_mapped(("q", "k", "v"))
+        if obstacle is not None:
+            return f"{obstacle}, which TMA cannot serve"
+        terms = [name for name in problem.given(OF_PAIRS) if name != "block_mask"]
+        terms += ["dropout"] if problem.dropout else []
+        terms += ["packed sequences"] if problem.is_packed else []
+        if terms:
+            return f"it knows no {' and no '.join(terms)}"
+        if problem.head_dim_v % 8:
+            return f"a row of out has {problem.head_dim_v} elements, not a multiple of 8"
+        rows = FORWARD_FLOAT8_SM90_TILES
+        if max(problem.head_dim, problem.head_dim_v) > max(row.max_dim for row in rows):
+            return f"it serves head dimensions up to {max(row.max_dim for row in rows)}"
+        for name in ("k_scale", "v_scale"):
+            block = problem.scale_block(name)
+            if block % min(row.block_n for row in rows):
+                return f"it knows no {name} of {block} keys each, but of heads and of multiples of 64 keys"
+        return None
+
+    def draft(self, draft: Draft, tile: ForwardFloat8Sm90Tile) -> None:
+        draft.add_lists(tile, "key_lists")
+        box = box_rows(draft.problem, tile.block_n)
+        draft.map_tensors({"q": tile.block_m, "k": box, "v": box})
+        draft.reasons.append("sums of each tile of keys are added in float32, since tensor cores keep 14 bits of them")
+        _add_persistent(draft, tile, self.source)
+
+
+class ForwardWide(ForwardFamily[ForwardWideSm90Tile]):
+    """Wide heads of 16-bit types."""
+
+    kernel = "sm90/forward_wide"
+    tile = ForwardWideSm90Tile
+
+    def table(self, problem: Problem) -> tuple[ForwardWideSm90Tile, ...]:
+        return FORWARD_WIDE_SM90_TILES
+
+    def why_not(self, draft: Draft) -> str | None:
+        problem = draft.problem
+        if max(problem.head_dim, problem.head_dim_v) <= max(row.max_dim for row in FORWARD_SM90_TILES):
+            return ""
+        terms = ["packed sequences"] if problem.is_packed else []
+        terms += ["pages"] if problem.page_size else []
+        if terms:
+            return f"it knows no {' and no '.join(terms)}"
+        return why_not_16_bit(draft, MAPPED, FORWARD_WIDE_SM90_TILES, copies=True)
+
+    def draft(self, draft: Draft, tile: ForwardWideSm90Tile) -> None:
+        add_copies(draft, tile, MAPPED)
+        draft.add_lists(tile, "key_lists", why_not_for_bias="lists beside it take more registers than there are")
+        box = tile.block_n // tile.cluster
+        draft.map_tensors({"q": 64, "k": box, "v": box})
+        _add_persistent(draft, tile, self.source)
+
+
+def why_not_16_bit(
+    draft: Draft, mapped: tuple[str, ...], table: tuple[Tile, ...], *, copies: bool = False
+) -> str | None:
+    """Why kernels of 16-bit operands, which read and write these arrays by TMA, do not serve a problem.
+
+    With `copies`, they may read copies of these arrays, and store results row by row.
+    """
+    problem = draft.problem
+    if draft.device.arch != 90 or ITEMSIZE[problem.dtype] != 2:
+        return ""
+    obstacle = draft.why_not_mapped(mapped)
+    why = why_not_copied(draft, mapped) if copies else ""
+    if obstacle is not None and why is not None:
+        return f"{obstacle}, which TMA cannot serve" + (f"; {why}" if why else "")
+    largest = max(row.max_dim for row in table)
+    if max(problem.head_dim, problem.head_dim_v) > largest:
+        return f"it serves head dimensions up to {largest}"
+    return None
+
+
+def box_rows(problem: Problem, block_n: int) -> int:
+    """Keys in one box of TMA: a tile or, with pages, the most that divide both a page and a tile."""
+    return math.gcd(problem.page_size, block_n)
+
+
+def _shares_bias(problem: Problem, tile: ScoredTile) -> bool:
+    """Whether batch entries share a bias of pairs whose tiles are loaded."""
+    return tile.bias_of_pairs > 0 and problem.bias is not None and problem.bias.strides[0] == 0
+
+
+def _add_persistent(
+    draft: Draft,
+    tile: ForwardSm90Tile | ForwardFloat32Sm90Tile | ForwardFloat8Sm90Tile | ForwardWideSm90Tile,
+    source: str,
+    *,
+    batch_first: bool = False,
+) -> None:
+    """Add a persistent kernel: as many blocks as are resident, each of which takes one tile of queries after another.
+
+    On a device that computes other things, too, some blocks would begin late, and all would wait for them at the end.
+    So there a block takes a pair of tiles, or one where they are few, and ends.
+    Blocks of a cluster take a tile together, and count as one until they are launched.
+    With a window, tiles that see the whole of it come first, head by head, and the shorter ones of many heads follow.
+    With `batch_first` the batch entries of a head are neighbours in launch order: they share what it reads.
+    """
+    problem = draft.problem
+    m_blocks = draft.heads * draft.tiles_of(problem.seqlen_q, tile.block_m)
+    check_blocks(m_blocks)
+    pairs = takes_pairs(problem)
+    units = draft.heads * draft.tiles_of(problem.seqlen_q, 2 * tile.block_m) if pairs else m_blocks
+    cluster = tile.cluster
+    resident = draft.device.num_sms * tile.min_blocks // cluster
+    parts = not problem.is_packed and not problem.page_size  # whether two blocks may divide a pair of tiles
+    stays = not (problem.shares_device and parts)
+    blocks = min(units, resident) if stays else units
+    draft.set(resident_blocks=blocks)
+    apart = pairs and parts and 2 * units <= resident * (1 if stays else APART_WAVES)
+    blocks *= 2 if apart else 1
+    what = f"{m_blocks} tiles of queries"
+    if problem.is_packed:
+        # Sequences of different lengths are then spread evenly over the blocks.
+        draft.set(head_section=CAUSAL_HEAD_SECTION)
+        what = f"the tiles of queries of {problem.batch} packed sequences, at most {m_blocks},"
+    elif problem.has_window:  # tiles that see the whole of it come first, head by head
+        draft.set(head_section=_heads_of_short_tiles(draft))
+    if batch_first:
+        # Batch entries read a tile of a bias at the same time, so that all but one of them find it in L2.
+        draft.set(head_section=min(problem.batch, MOST_ENTRIES_TOGETHER))
+    who = f"{blocks} blocks" if cluster == 1 else f"{blocks} clusters of {cluster} blocks"
+    if stays:
+        draft.reasons.append(f"{who} stay and take {what} {'both of a pair at once' if apart else 'one after another'}")
+    else:
+        each = "a pair" if pairs and not apart else "one"
+        draft.reasons.append(f"{who} take {what}, {each} each, and leave: the device computes other things, too")
+    order = {"CUFLASH_PAIRS": int(pairs), "CUFLASH_BATCH_FIRST": int(batch_first)}
+    draft.add_main(source, tile, blocks * cluster, tile.shared_bytes(*draft.padded_dims(tile)), **order)
+
+
+def _heads_of_short_tiles(draft: Draft) -> int:
+    """How many heads have their tiles of queries that see less than a whole window side by side.
+
+    All heads are divided into equal parts, such that the keys that these tiles of a part see fit into L2.
+    """
+    problem = draft.problem
+    left, right = problem.window_left or 0, problem.window_right or 0
+    ends = (problem.diagonal < left) + (problem.diagonal + problem.seqlen_q + right > problem.seqlen_k)
+    keys = min(problem.seqlen_k, ends * max(left + right + 1, 0))
+    row_bytes = ITEMSIZE[draft.arrays["k"].dtype] * (problem.head_dim + problem.head_dim_v)
+    most = draft.device.l2_bytes * problem.group_size // max(keys * row_bytes, 1)
+    parts = -(-draft.heads // max(most, 1))
+    return -(-draft.heads // max(parts, 1)) or 1

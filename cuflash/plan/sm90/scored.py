@@ -1,0 +1,168 @@
+"""What the tiles of kernels of compute capability 9.0 that see bias and masks by tile have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from cuflash.arrays.array_info import ITEMSIZE
+from cuflash.plan.device import DeviceSpec
+from cuflash.plan.tensor_map import LINE_BYTES, why_not
+from cuflash.plan.tiles import Tile, why_too_large
+from cuflash.spec.inputs import TERMS
+from cuflash.spec.problem import Problem
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+LONG_SEQLEN = 2048  # from this length on, larger tiles of keys, or of queries, pay
+# How much longer a tile of queries takes than one of 128 x 128, measured on an H200 where all blocks had equally many.
+FOUR_CONSUMERS = 1.57  # 256 x 64, at head dimension 64
+THREE_CONSUMERS = 1.44  # 192 x 80, at head dimension 128
+WINDOW_CONSUMERS = 1.3  # 192 x 64, at head dimension 128, with a window: by arithmetic from 1.11 of the speed
+Serves = Literal[
+    "any",
+    "no pairs",
+    "bias",
+    "long full",
+    "few full",
+    "few bounded",
+    "long window",
+    "mask function",
+    "lists",
+    "points",
+    "few points",
+    "space",
+    "many points",
+    "dropout",
+]
+BIAS_BY_TMA = "a bias of pairs that TMA can read"
+# What `ForwardSm90Tile.serves` means, in words.
+SERVES: dict[Serves, str] = {
+    "any": "any problem",
+    "no pairs": "problems without a bias of pairs, a score that reads rows or keys, and pairs that are looked up",
+    "bias": f"{BIAS_BY_TMA}, without pairs that are hidden one by one and looked up",
+    "long full": f"{LONG_SEQLEN} keys or more, without a right bound, a bias of pairs, functions, and pairs looked up, "
+    "where smaller tiles of queries would not be done first",
+    "few full": "few queries without a right bound, a bias of pairs, and pairs looked up: larger tiles would leave "
+    "multiprocessors idle",
+    "few bounded": "few queries with a right bound, likewise",
+    "long window": "a window with both bounds, without a bias of pairs, such a score, and pairs looked up, where "
+    "smaller tiles of queries would not be done first",
+    "mask function": "mask functions without dropout, a left bound, slopes, and a bias and a mask of keys, likewise, "
+    "where smaller tiles of queries would not be done first",
+    "lists": "block masks, masks of pairs and mask functions, without a bias of pairs",
+    "points": "scores that read numbers of rows and keys alone, without a block mask, and pairs looked up",
+    "few points": "scores as of points and few queries: larger tiles would leave multiprocessors idle",
+    "space": "scores as of points with three numbers of a key at most, without dropout",
+    "many points": "scores as of points without a right bound, a mask function and dropout, where smaller tiles of "
+    "queries would not be done first",
+    "dropout": "dropout without a bias of pairs, and pairs that are hidden one by one",
+}
+BITS_BLOCK = 64  # queries, and keys, of a block of a mask of bits: kernels/common/mask_bits.cuh
+
+
+def bias_by(problem: Problem) -> Literal["nothing", "keys", "pairs", "elements"]:
+    """How kernels of compute capability 9.0 may see the bias: see kernels/sm90/addends.cuh."""
+    bias = problem.bias
+    if bias is None:
+        return "nothing"
+    *_, of_row, of_key = bias.strides
+    if of_row == 0:
+        return "keys"
+    by_tma = of_key == 1 and why_not("bias", bias, broadcasts=True) is None
+    return "pairs" if by_tma else "elements"
+
+
+def bias_tile_bytes(rows: int, keys: int, pair_bytes: int) -> int:
+    """Shared memory of a tile of a bias of pairs, in lines of 128 bytes."""
+    return -(-keys * pair_bytes // LINE_BYTES) * rows * LINE_BYTES
+
+
+def takes_pairs(problem: Problem) -> bool:
+    """Whether tiles of queries are taken in pairs: one sees as many keys more as the other sees fewer."""
+    return problem.window_right is not None and problem.window_left is None
+
+
+def rounds(problem: Problem, device: DeviceSpec, block_m: int) -> int:
+    """How many tiles of queries, or pairs of them, a persistent block takes one after another."""
+    heads, seqlen = problem.batch * problem.num_heads, problem.mean_sequence.seqlen_q
+    units = heads * -(-seqlen // (2 * block_m if takes_pairs(problem) else block_m))
+    return -(-units // device.num_sms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredTile(Tile):
+    """A tile whose kernel sees bias and masks by tile."""
+
+    bias_of_pairs: int = 0  # bytes of an element, where tiles of a bias of pairs are loaded; else 0
+    bias_of_keys: bool = False  # the bias differs from key to key only
+    mask_of_keys: bool = False  # the mask differs from key to key only
+    mask_by_bits: bool = False  # an earlier kernel packs all that hides pairs into bits
+    numbers_of_keys: int = 0  # numbers that a function of the caller reads of each key
+
+    packs_masks: ClassVar[bool] = True  # whether the kernel sees masks of pairs as bits
+
+    def seeing(self, problem: Problem, bias_of_pairs: int) -> Self:
+        """The tile as it sees bias and masks of a problem."""
+        by, hidden = bias_by(problem), self._hidden(problem)
+        by_tile = by in ("nothing", "keys") or bias_of_pairs > 0
+        whole_blocks = self.block_m % BITS_BLOCK == 0 and self.block_n % BITS_BLOCK == 0
+        whole_blocks = whole_blocks and problem.mask_function is None  # bits tell of masks alone
+        seen = {
+            "bias_of_pairs": bias_of_pairs,
+            "bias_of_keys": by == "keys",
+            "mask_of_keys": by_tile and hidden == "keys",
+            "mask_by_bits": self.packs_masks and by_tile and hidden == "pairs" and whole_blocks,
+        }
+        # Every plan asks this of every row of a table, and most problems have neither.
+        return self if all(getattr(self, name) == x for name, x in seen.items()) else self.changed(**seen)
+
+    def loading_bias(self, problem: Problem, device: DeviceSpec) -> Self:
+        """The tile as it sees bias and masks of a problem: a bias of pairs comes by tile if that fits."""
+        if bias_by(problem) == "pairs" and problem.bias is not None:
+            itemsize = ITEMSIZE[problem.bias.dtype]
+            if self.block_n * itemsize % LINE_BYTES == 0:
+                loading = self.seeing(problem, itemsize)
+                if not why_too_large(loading, problem, device):
+                    return loading
+        return self.seeing(problem, 0)
+
+    def looks_up_pairs(self, problem: Problem) -> bool:
+        """Whether the kernel looks up, pair by pair, what hides a pair."""
+        hidden = self._hidden(problem)
+        return hidden != "nothing" and not self.mask_of_keys and not self.mask_by_bits
+
+    def asks_function_alone(self, problem: Problem) -> bool:
+        """Whether there is a mask function, but no mask of keys, and no array that is added to scores."""
+        added = any(term.part_of == "scores" and getattr(problem, term.name) is not None for term in TERMS)
+        return problem.mask_function is not None and not self.mask_of_keys and not added
+
+    def reads_points(self, problem: Problem) -> bool:
+        """Whether a score reads numbers of keys and nothing of pairs, and there is no mask of blocks or of pairs."""
+        has_mask = problem.block_mask is not None or self.looks_up_pairs(problem)
+        return self.numbers_of_keys > 0 and not has_mask and problem.hoisted.reads_points
+
+    def _hidden(self, problem: Problem) -> Literal["nothing", "keys", "pairs"]:
+        """What masks hide beside whole tiles."""
+        rows, keys = problem.block_size
+        if rows % self.block_m != 0 or keys % self.block_n != 0:
+            return "pairs"
+        if problem.mask is None:
+            return "nothing"
+        # A mask of keys is added to scores, but nothing is added to the score that a function of the caller makes.
+        return "keys" if problem.mask.strides[2] == 0 and problem.score is None else "pairs"
+
+    @property
+    def key_numbers(self) -> int:
+        """How many numbers of each key lie in shared memory."""
+        return self.numbers_of_keys or int(self.bias_of_keys or self.mask_of_keys)
+
+    def defines(self) -> dict[str, str | int]:
+        return super().defines() | {
+            "CUFLASH_BIAS_OF_PAIRS": int(self.bias_of_pairs > 0),
+            "CUFLASH_BIAS_OF_KEYS": int(self.bias_of_keys),
+            "CUFLASH_MASK_OF_KEYS": int(self.mask_of_keys),
+            "CUFLASH_MASK_BY_BITS": int(self.mask_by_bits),
+            "CUFLASH_NUMBERS_OF_KEYS": self.numbers_of_keys,
+        }

@@ -1,0 +1,537 @@
+"""Tiles of the kernels for many queries on compute capability 9.0, and their tables.
+
+The first row of a table that serves the problem, and whose shared memory fits, is taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from cuflash.arrays.array_info import ITEMSIZE
+from cuflash.plan.device import DeviceSpec
+from cuflash.plan.sm90.scored import (
+    BIAS_BY_TMA,
+    FOUR_CONSUMERS,
+    LONG_SEQLEN,
+    SERVES,
+    THREE_CONSUMERS,
+    WINDOW_CONSUMERS,
+    ScoredTile,
+    Serves,
+    bias_by,
+    bias_tile_bytes,
+    rounds,
+)
+from cuflash.plan.tensor_map import CHUNK, LINE_BYTES
+from cuflash.plan.tiles import ARITHMETIC, Tile, chunked_bytes, float32, h200, maker
+from cuflash.spec.problem import Problem
+
+WGMMA_COLUMNS = tuple(range(32, 257, 16))  # columns of a product that are worth trying
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardSm90Tile(ScoredTile):
+    """One way to cut the forward pass for compute capability 9.0. A consumer owns 64 of the block_m queries."""
+
+    max_dim: int
+    block_m: int
+    block_n: int
+    num_stages: int
+    ping_pong: bool  # consumers take turns to issue products, and the softmax is kept beside a product
+    q_stages: int  # tiles of queries in shared memory
+    serves: Serves = "any"
+    origin: str = field(compare=False)
+
+    defined = ("ping_pong", "q_stages")
+    variations: ClassVar = {
+        "block_m": (128, 192),
+        "block_n": WGMMA_COLUMNS,
+        "num_stages": (2, 3),
+        "q_stages": (1, 2),
+        "ping_pong": (False, True),
+    }
+
+    element_bytes = 2
+    dim_multiple = 16
+    min_blocks = 1
+    fragments_ahead = 0
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.block_m in (128, 192, 256), "64 queries for each of two to four consumers"),
+            (self.block_n % 16 == 0 and self.block_n <= 256, "a block_n that one product serves"),
+            (self.block_n * self.bias_of_pairs % LINE_BYTES == 0, "whole lines of a bias of pairs"),
+        )
+
+    def configured(self, problem: Problem) -> ForwardSm90Tile:
+        """The tile as it sees bias, mask and score of a problem."""
+        bias = problem.bias if self.serves == "bias" and bias_by(problem) == "pairs" else None
+        tile = self.seeing(problem, 0 if bias is None else ITEMSIZE[bias.dtype])
+        if problem.score is None or problem.is_packed:  # packed: the warp that would read them finds tiles
+            return tile
+        return tile.changed(numbers_of_keys=len(problem.hoisted.of_keys))
+
+    @property
+    def num_warps(self) -> int:
+        """Four warps for each consumer, and four for the producer."""
+        return self.block_m // 16 + 4
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        q, out = (chunked_bytes(self.block_m, d) for d in (dim, min(dim_v, 128)))
+        k, v = (chunked_bytes(self.block_n, d) for d in (dim, dim_v))
+        barriers = 8 * (2 * self.q_stages + 4 * self.num_stages) + 16
+        next_tiles = 2 * (16 + 32)  # of packed sequences
+        bias = bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)
+        bias += 4 * self.block_n * self.key_numbers
+        return self.q_stages * q + out + self.num_stages * (k + v + bias) + barriers + next_tiles
+
+    def why_not(self, problem: Problem, device: DeviceSpec) -> str:
+        by = bias_by(problem)
+        tile = self.configured(problem)
+        # Numbers that a function reads of rows and keys take registers, and smaller tiles leave more of them.
+        by_tile = not tile.looks_up_pairs(problem) and not (problem.score is not None and problem.hoisted.reads_pairs)
+        no_pairs = by_tile and by in ("nothing", "keys")
+        has_lists = problem.block_mask is not None or problem.mask_function is not None
+        of_points = tile.reads_points(problem)
+        is_full = problem.window_right is None
+        smallest, own, larger = (rounds(problem, device, rows) for rows in (128, self.block_m, 2 * self.block_m))
+        is_large = THREE_CONSUMERS * own <= smallest
+        is_long = problem.mean_sequence.seqlen_k >= LONG_SEQLEN and is_large
+        is_few = own < FOUR_CONSUMERS * larger
+        is_plain = problem.dropout == 0 and problem.window_left is None and FOUR_CONSUMERS * own <= smallest
+        suits = {
+            "any": True,
+            "no pairs": no_pairs,
+            "long full": no_pairs and is_full and not problem.has_functions and is_long,
+            "few full": no_pairs and is_full and is_few,
+            "few bounded": no_pairs and not is_full and is_few,
+            "long window": no_pairs and problem.has_window and WINDOW_CONSUMERS * own <= smallest,
+            "mask function": no_pairs and is_plain and tile.asks_function_alone(problem),
+            "lists": by in ("nothing", "keys") and (has_lists or tile.mask_by_bits),
+            "points": of_points,
+            "few points": of_points and is_few,
+            "space": of_points and problem.dropout == 0 and tile.numbers_of_keys <= 3,
+            "many points": of_points and is_full and problem.dropout == 0 and not has_lists and is_large,
+            "bias": by_tile and by == "pairs",
+            "dropout": no_pairs and problem.dropout > 0,
+        }[self.serves]
+        return "" if suits else f"for {SERVES[self.serves]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardFloat32Sm90Tile(ScoredTile):
+    """One way to cut the forward pass of float32 for compute capability 9.0, of operands in parts of bfloat16.
+
+    A consumer owns 64 of the block_m queries.
+    """
+
+    packs_masks = False
+
+    max_dim: int
+    block_m: int
+    block_n: int
+    num_stages: int
+    ping_pong: bool  # consumers take turns to issue products
+    bf16_parts: int = 3  # parts that a float32 is split into; two are for TF32's precision
+    splits_operands: bool = False  # the producer splits operands, not an earlier kernel
+    serves: Literal["any", "bias"] = "any"
+    origin: str = field(compare=False)
+
+    defined = ("ping_pong", "bf16_parts", "splits_operands")
+    variations: ClassVar = {
+        "block_m": (128, 192),
+        "block_n": WGMMA_COLUMNS,
+        "num_stages": (1, 2),
+        "ping_pong": (False, True),
+    }
+
+    element_bytes = 4
+    dim_multiple = 16
+    min_blocks = 1
+    fragments_ahead = 0
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.block_m in (128, 192), "64 queries for each of two or three consumers"),
+            (self.bf16_parts in (2, 3), "two or three parts"),
+            (self.block_n % 16 == 0 and self.block_n <= 256, "a block_n that one product serves"),
+        )
+
+    @property
+    def num_warps(self) -> int:
+        """Four warps for each consumer, and four for the producer."""
+        return self.block_m // 16 + 4
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        q, k, v = (
+            chunked_bytes(self.block_m, dim),
+            chunked_bytes(self.block_n, dim),
+            chunked_bytes(self.block_n, dim_v),
+        )
+        parts = self.bf16_parts * (q + self.num_stages * (k + v)) + 8 * (2 + 4 * self.bf16_parts * self.num_stages)
+        addends = bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs) + 4 * self.block_n * self.key_numbers
+        return parts + (addends + 16 if addends else 0)
+
+    def why_not(self, problem: Problem, device: DeviceSpec) -> str:
+        suits = self.serves == "any" or bias_by(problem) == "pairs"
+        return "" if suits else f"for {BIAS_BY_TMA}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardFloat8Sm90Tile(Tile):
+    """One way to cut the forward pass of bytes for compute capability 9.0. A consumer owns 64 of its queries."""
+
+    max_dim: int
+    block_m: int
+    block_n: int
+    num_stages: int  # stages of keys, and of transposed values
+    value_stages: int  # stages of values as they are in memory
+    q_stages: int  # tiles of queries
+    overlaps: bool  # a consumer has the scores of a tile and the output of the one before in flight at once
+    ping_pong: bool  # consumers take turns to make exponentials
+    serves: Literal["any", "long full", "bounded"] = "any"
+    origin: str = field(compare=False)
+
+    defined = ("q_stages", "value_stages", "overlaps", "ping_pong")
+    variations: ClassVar = {"block_m": (128, 192), "num_stages": (2, 3), "value_stages": (1, 2), "q_stages": (1, 2)}
+
+    element_bytes = 2  # of out
+    min_blocks = 1
+    fragments_ahead = 0
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.block_m in (128, 192, 256), "64 queries for each of two to four consumers"),
+            (self.block_n in (64, 96, 128), "a block_n that one product serves, and one line holds"),
+        )
+
+    @property
+    def num_warps(self) -> int:
+        """Four warps for each consumer, the producer, and the three transposers."""
+        return self.block_m // 16 + 4
+
+    @property
+    def dim_multiple(self) -> int:
+        """The k of a product, or the columns of one where several products in turn make the output."""
+        return 32 if self.max_dim <= 128 else 64
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        q, k, v = (
+            -(-d // LINE_BYTES) * rows * LINE_BYTES
+            for rows, d in ((self.block_m, dim), (self.block_n, dim), (self.block_n, dim_v))
+        )
+        transposed = (dim_v + 8) * LINE_BYTES
+        barriers = 16 * (self.q_stages + 2 * self.num_stages + self.value_stages)
+        return self.q_stages * q + self.num_stages * (k + transposed) + self.value_stages * v + barriers
+
+    def why_not(self, problem: Problem, device: DeviceSpec) -> str:
+        is_full = problem.window_right is None
+        if self.serves == "bounded" and is_full:
+            return "for problems with a right bound"
+        if self.serves == "long full" and not (is_full and problem.mean_sequence.seqlen_k >= LONG_SEQLEN):
+            return f"for {LONG_SEQLEN} keys or more without a right bound"
+        whole = all(problem.scale_block(name) % self.block_n == 0 for name in ("k_scale", "v_scale"))
+        return "" if whole else f"for scales of heads, or of multiples of {self.block_n} keys"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardSm90Tile(ScoredTile):
+    """One way to cut the backward pass for compute capability 9.0. A warpgroup, or two, own 64 of the block_n keys."""
+
+    max_dim: int
+    block_m: int
+    block_n: int
+    num_stages: int
+    schedule: Literal["kHoldK", "kSharedDs", "kSplitRoles"]  # Schedule of kernels/sm90/backward_layout.cuh
+    dq_in_order: bool = False  # blocks add to dq one after another, in a fixed order
+    keeps_scores: bool = False  # shared memory keeps them for gradients of the cap, or of arrays that a function reads
+    query_sums: int = 0  # reads of such arrays whose gradients are summed over the keys of a tile
+    diagonal_sums: int = 0  # reads whose gradients are summed along the diagonals of a tile
+    numbers_of_rows: int = 0  # numbers that a function reads of each row, which warps keep in shared memory
+    numbers_of_warp_keys: int = 0  # the same of each key
+    # Columns of dq that one product makes. On an H100, 32 in place of 64 make the pass 28 % faster at head_dim 32, 17
+    # to 20 % at 80 and 96, and 9 to 13 % at 160.
+    dim_multiple: int = 32
+    origin: str = field(compare=False)
+
+    defined = ("schedule", "numbers_of_rows", "numbers_of_warp_keys")
+    variations: ClassVar = {"num_stages": (2, 3)}
+
+    element_bytes = 2
+    min_blocks = 1
+    fragments_ahead = 0
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        keys = 64 if self.splits_roles else 128
+        return (
+            (self.block_n == keys, "64 keys for two consumers, or for each of them"),
+            (self.block_m == 64, "64 queries for one product"),
+        )
+
+    @property
+    def splits_roles(self) -> bool:
+        """Whether, for the same keys, one consumer makes P and dv, and the other dS and dk."""
+        return self.schedule == "kSplitRoles"
+
+    @property
+    def maps_bias(self) -> bool:
+        return self.bias_of_pairs > 0
+
+    @property
+    def num_warps(self) -> int:
+        """Four warps for each of two consumers, four for dq, and four that keep the order of dq if it has one."""
+        return 16 if self.dq_in_order else 12
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        keys = chunked_bytes(self.block_n, dim) + chunked_bytes(self.block_n, dim_v)
+        queries = chunked_bytes(self.block_m, dim) + chunked_bytes(self.block_m, dim_v) + self.block_m * 8
+        ds = 2 * chunked_bytes(self.block_n, self.block_m)
+        p = self.block_n * self.block_m * 4 if self.splits_roles else 0
+        bias = bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)
+        barriers = 8 * (2 + 4 * self.num_stages + 4 + 2 * self.splits_roles + 6 * self.dq_in_order)
+        scores = self.block_n * self.block_m * 4 if self.keeps_scores else 0
+        # Two stages of what each warp sums for its 16 keys.
+        step = self.query_sums * self.block_m + self.diagonal_sums * (self.block_m + 16)
+        sums = 2 * self.block_n // 16 * step * 4
+        numbers = 8 * 4 * (self.block_m * self.numbers_of_rows + 16 * self.numbers_of_warp_keys)  # of 8 warps
+        return keys + self.num_stages * (queries + bias) + ds + p + scores + sums + numbers + barriers
+
+
+@dataclass(frozen=True, kw_only=True)
+class BiasSm90Tile(ScoredTile):
+    """One way to cut the gradient of a bias of pairs for compute capability 9.0. A warpgroup owns 64 queries."""
+
+    max_dim: int
+    block_m: int = 128
+    block_n: int = 128
+    bias_of_pairs: int  # bytes of an element of the bias that it serves
+    num_stages: int  # stages of the operands of a product
+    bias_stages: int  # stages of tiles of bias
+    bf16_parts: int = 1  # parts that an element is split into: three for float32, or two for TF32's precision
+    origin: str = field(compare=False)
+
+    role = "bias"
+    defined = ("bias_stages", "bf16_parts")
+    variations: ClassVar = {"num_stages": (2, 3, 4), "bias_stages": (1, 2)}
+
+    num_warps = 12  # four for each of two consumers and for the producer
+    dim_multiple = 16
+    min_blocks = 1
+    fragments_ahead = 0
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.block_m == 128 and self.block_n in (64, 128), "128 queries for two consumers, and 64 or 128 keys"),
+            (self.bf16_parts in (1, 2, 3), "one part, two or three"),
+        )
+
+    @property
+    def element_bytes(self) -> int:
+        return 2 if self.bf16_parts == 1 else 4
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        operands = chunked_bytes(self.block_m, max(dim, dim_v)) + chunked_bytes(self.block_n, max(dim, dim_v))
+        numbers = 4 * self.block_n * self.key_numbers
+        bias = bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)
+        barriers = 16 * (self.num_stages + self.bias_stages)
+        return self.num_stages * (self.bf16_parts * operands + numbers) + self.bias_stages * bias + barriers
+
+    def configured(self, problem: Problem) -> BiasSm90Tile:
+        """The tile as it sees the mask of a problem."""
+        return self.changed(mask_of_keys=self.seeing(problem, self.bias_of_pairs).mask_of_keys)
+
+    def why_not(self, problem: Problem, device: DeviceSpec) -> str:
+        if problem.bias is None or bias_by(problem) != "pairs" or ITEMSIZE[problem.bias.dtype] != self.bias_of_pairs:
+            return f"for {BIAS_BY_TMA}, of {self.bias_of_pairs} bytes an element"
+        return "masks that hide pairs one by one are looked up" if self.looks_up_pairs(problem) else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardFloat32Sm90Tile(ScoredTile):
+    """One way to cut the backward pass of float32 for compute capability 9.0. Warpgroups own the same 64 keys."""
+
+    packs_masks = False
+
+    max_dim: int
+    block_m: int = 64
+    block_n: int = 64
+    num_stages: int
+    num_buffers: int  # buffers in which weights and their gradients are handed from warpgroup to warpgroup
+    dq_late: bool  # dq of a tile waits for the first columns of its dk, which the next queries wait for
+    bf16_parts: int = 3  # parts that a float32 is split into; two are for TF32's precision
+    origin: str = field(compare=False)
+
+    defined = ("num_buffers", "dq_late", "bf16_parts")
+    variations: ClassVar = {"num_stages": (1, 2, 3), "num_buffers": (1, 2)}
+
+    element_bytes = 4
+    num_warps = 16  # four each for dv, dk, dq and the producers
+    dim_multiple = 16
+    min_blocks = 1
+    fragments_ahead = 0
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.block_m == 64 and self.block_n == 64, "64 keys and 64 queries for one product"),
+            (self.bf16_parts in (2, 3), "two or three parts"),
+            (not self.dq_late or self.num_buffers <= self.num_stages, "late dq no further behind than dk"),
+        )
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        tile = self.bf16_parts * (chunked_bytes(64, dim) + chunked_bytes(64, dim_v))
+        buffers = self.num_buffers * self.bf16_parts * chunked_bytes(64, CHUNK)
+        chunks = -(-dim // CHUNK) - (-dim_v // CHUNK)
+        barriers = 8 * (2 + 2 * self.num_stages * chunks + 3 * self.num_buffers)
+        queries = self.block_m * 8 + bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)
+        return (self.num_stages + 1) * tile + buffers + self.num_stages * queries + barriers
+
+    @property
+    def maps_bias(self) -> bool:
+        return self.bias_of_pairs > 0
+
+
+_forward_sm90 = maker(ForwardSm90Tile, "max_dim block_m block_n num_stages ping_pong q_stages serves origin")
+_forward_float32_sm90 = maker(ForwardFloat32Sm90Tile, "max_dim block_m block_n num_stages ping_pong origin")
+_forward_float8_sm90 = maker(
+    ForwardFloat8Sm90Tile, "max_dim block_m block_n num_stages value_stages q_stages overlaps ping_pong serves origin"
+)
+_backward_sm90 = maker(BackwardSm90Tile, "max_dim block_m block_n num_stages schedule origin")
+_bias_sm90 = maker(BiasSm90Tile, "max_dim bias_of_pairs num_stages bias_stages origin")
+_backward_float32_sm90 = maker(BackwardFloat32Sm90Tile, "max_dim num_stages num_buffers dq_late origin")
+
+# fmt: off
+FORWARD_SM90_TILES = (
+    #            max_dim  m    n   stages pingp  Q  serves
+    _forward_sm90(64,     256, 64,  6,    False, 2, "mask function",
+                  "on an H100 443 / 267 TFLOP/s, with 3 stages 432 / 260, with 8 445 / 270 (8 documents of 512, 4 x 32 "
+                  "heads), but 20 documents of other lengths causal 231 us with either, and 227 so"),
+    _forward_sm90(64,     128, 128, 2,    True,  2, "few points",
+                  "on an H100 27.9 / 27.6 us, 256 x 64 beside it 36.2 / 34.5 (distance; 16 heads, seqlen 1024)"),
+    _forward_sm90(64,     256, 64,  3,    False, 2, "space",
+                  "on an H100 323 and 377 TFLOP/s, 192 x 96 beside it 319 and 356 (distance, box; 4 x 32, 4096), "
+                  "causal 304 and 350, 192 x 96 beside it 292 and 332 with ping-pong; beside 8 documents of 512 271 "
+                  "and 297, 192 x 64 92 and 94"),
+    _forward_sm90(64,     128, 128, 3,    True,  2, "lists",
+                  "on an H200 497 TFLOP/s with 2 stages and all blocks of 128 x 128 kept, FlexAttention 270 (seqlen "
+                  "16384); half of them on an H100 616 us, with 2 stages 624 (4 x 32 heads, seqlen 4096)"),
+    _forward_sm90(64,     128, 128, 2,    True,  2, "few full",
+                  "on an H200 12.4 and 17.3 us, 256 x 64 beside it 14.9 and 22.3 (16 heads, seqlen 512 and 1024)"),
+    _forward_sm90(64,     128, 64,  3,    True,  2, "few bounded",
+                  "on an H200 12.5, 17.9 and 30.1 us, 256 x 64 beside it 18.0, 24.8 and 39.4 (16 heads, seqlen 512, "
+                  "1024 and 2048 causal)"),
+    _forward_sm90(64,     256, 64,  8,    False, 2, "no pairs",
+                  h200("584 / 563, 541 / 412", "289 / 280, 287 / 216") + " with 3 stages. With 8, consumers may be "
+                  "tiles of keys apart: on an H100 sequences of 512 take 147 / 114 us where they took 151 / 119, of "
+                  "1024 256 / 165 where they took 256 / 171, and windows of 1024 make 455 TFLOP/s in place of 428"),
+    _forward_sm90(64,     256, 64,  2,    False, 2, "bias",
+                  "on an H200 430 / 413 TFLOP/s, 192 x 64 with 3 stages beside it 386 / 374 (32 heads, seqlen 4096)"),
+    _forward_sm90(64,     192, 64,  2,    False, 2, "bias", "for a bias of float32; " + ARITHMETIC),
+    _forward_sm90(64,     192, 64,  3,    False, 2, "any", ARITHMETIC),
+    _forward_sm90(128,    128, 96,  2,    True,  1, "dropout",
+                  "on an H200 503 TFLOP/s, 192 x 80 beside it 427, 128 x 128 429 (16 heads, seqlen 4096, p = 0.1)"),
+    _forward_sm90(128,    192, 64,  4,    False, 1, "long window",
+                  "on an H100 555 TFLOP/s, 128 x 128 beside it 518, on an H200 589 and 530 (64 heads, seqlen 4096, "
+                  "1024 keys)"),
+    _forward_sm90(128,    192, 80,  2,    True,  2, "long full",
+                  "on an H200 788 and 753 TFLOP/s, 128 x 128 beside it 778 and 724 (seqlen 4096 and 16384 full)"),
+    _forward_sm90(128,    128, 128, 2,    True,  2, "no pairs",
+                  "on an H200 694 TFLOP/s causal at seqlen 4096, 674 / 495 full / causal at 1024, FlashAttention-2 "
+                  "beside it 297, 332 / 247"),
+    _forward_sm90(128,    192, 64,  2,    True,  1, "bias",
+                  "on an H200 595 / 504 TFLOP/s, 128 x 64 beside it 503 / 503 (16 heads, seqlen 4096)"),
+    _forward_sm90(128,    128, 64,  2,    True,  1, "bias", "for a bias of float32; " + ARITHMETIC),
+    _forward_sm90(128,    192, 80,  2,    True,  2, "many points",
+                  "on an H100 511 and 553 TFLOP/s, 192 x 64 beside it 489 and 529 (as above, 16 heads); with one stage "
+                  "of queries as fast with two numbers of a key, 3 % faster with one, 12 % slower with three"),
+    _forward_sm90(128,    128, 128, 2,    True,  2, "points",
+                  "on an H100 436 and 506 TFLOP/s causal, 128 x 96 beside it 397 and 465 (as above)"),
+    _forward_sm90(128,    128, 96,  2,    True,  2, "points",
+                  "for three numbers of a key: on an H100 311 TFLOP/s causal, 192 x 64 beside it 292 (a box in space)"),
+    _forward_sm90(128,    128, 64,  3,    True,  2, "any", ARITHMETIC),
+    _forward_sm90(192,    128, 64,  2,    True,  1, "bias", ARITHMETIC),
+    _forward_sm90(192,    128, 64,  2,    True,  1, "lists", ARITHMETIC),
+    _forward_sm90(192,    128, 96,  2,    True,  1, "any",
+                  "on an H200 817 / 728, 689 / 502 TFLOP/s, 128 x 112 with the output in the buffer of Q beside it "
+                  "786 / 703, 620 / 461 (seqlen 4096 full / causal, 1024 full / causal; 10 heads)"),
+    _forward_sm90(256,    128, 64,  2,    True,  1, "any",
+                  h200("798 / 745, 718 / 544", "296 / 271, 307 / 249")),
+)
+
+FORWARD_FLOAT32_SM90_TILES = (
+    #                    max_dim m   n   stages ping_pong
+    _forward_float32_sm90(64,  128, 128, 1,    False, float32("121 / 110", "33.2 / 30.2")),
+    _forward_float32_sm90(128, 128, 64, 1,     True,  float32("123 / 112", "44.0 / 42.1")),
+)
+
+# The same for precision="tf32".
+FORWARD_TF32_SM90_TILES = (
+    _forward_float32_sm90(64,  128, 192, 1,    False, float32("209 / 183", "33.2 / 30.2"), bf16_parts=2),
+    _forward_float32_sm90(128, 128, 96, 1,     True,  ARITHMETIC, bf16_parts=2, serves="bias"),
+    _forward_float32_sm90(128, 128, 112, 1,    True,  float32("221 / 193", "44.0 / 42.1"), bf16_parts=2),
+)
+
+FORWARD_FLOAT8_SM90_TILES = (
+    #                    max_dim m   n   stages of v, Q  overl. pingp  serves
+    _forward_float8_sm90(64,  192, 128, 3, 3, 2, False, False, "long full",
+                         "on an H100 666, 694 and 760 TFLOP/s (seqlen 2048, 4096, 16384), 256 x 64 646, 669 and 690; "
+                         "of 1024 570 and 612"),
+    _forward_float8_sm90(64,  256, 64,  4, 4, 2, False, False, "any",
+                         "on an H100 625 and 703 TFLOP/s causal (seqlen 4096, 16384), 192 x 128 597 and 693"),
+    _forward_float8_sm90(128, 128, 128, 3, 2, 1, True,  False, "bounded",
+                         "on an H100 806 and 954 TFLOP/s causal (seqlen 4096, 16384), with 2 stages of keys and of "
+                         "queries 773 and 892, 192 x 96 760 and 859"),
+    _forward_float8_sm90(128, 192, 128, 3, 2, 1, False, False, "any",
+                         "on an H100 951 and 1008 TFLOP/s (seqlen 4096, 16384), with 2 stages of keys and of queries "
+                         "946 and 1003, 192 x 96 933 and 984"),
+    _forward_float8_sm90(128, 192, 64,  3, 3, 1, False, False, "any",
+                         "for scales of blocks of keys; on an H200 778 TFLOP/s (16 heads, seqlen 4096)"),
+    _forward_float8_sm90(256, 128, 128, 2, 1, 1, False, True,  "any",
+                         "on an H200 1020 / 910 TFLOP/s, without turns 994 / 870 (8 heads, seqlen 4096)"),
+    _forward_float8_sm90(256, 128, 64,  3, 1, 1, False, False, "any", "for scales of blocks of keys; " + ARITHMETIC),
+)
+
+BACKWARD_SM90_TILES = (
+    #             max_dim m   n   stages schedule
+    _backward_sm90(16,  64, 128, 3,     "kHoldK",
+                   "on an H100 232 / 206 TFLOP/s, padded to 64 columns 160 / 142 (128 heads, seqlen 4096)",
+                   dim_multiple=16),
+    _backward_sm90(64,  64, 128, 3,     "kHoldK",
+                   h200("579 / 526, 478 / 348", "258 / 235, 243 / 186")),
+    _backward_sm90(128, 64, 128, 3,     "kSharedDs",
+                   h200("608 / 579, 512 / 371", "266 / 259, 255 / 208")),
+    _backward_sm90(256, 64, 64,  2,     "kSplitRoles",
+                   h200("466 / 450, 394 / 301", "239 / 224, 227 / 181")),
+)
+
+# Two to four tiles of operands hide the latency of L2 behind products.
+BIAS_SM90_TILES = (
+    #          max_dim bytes stages of bias
+    _bias_sm90(64,  2, 4, 2, "on an H100 0.84 ms beside 2.35 for the other gradients (8 heads, 512 rows of 512)"),
+    _bias_sm90(64,  4, 4, 1, ARITHMETIC),
+    _bias_sm90(128, 2, 3, 1, ARITHMETIC),
+    _bias_sm90(128, 4, 2, 1, ARITHMETIC),
+    _bias_sm90(192, 2, 2, 1, ARITHMETIC),
+)
+
+# For float32, tiles have 64 keys, because the parts of larger ones leave no room for two stages.
+BIAS_FLOAT32_SM90_TILES = (
+    _bias_sm90(64, 4, 2, 1,
+               "on an H100 0.81 ms beside 1.42 for the other gradients, sm80/backward_scores 2.53 (batch 384, 4 heads, "
+               "384 rows of 384, head_dim 32); 0.89 and 2.80 (256, 4, 512, head_dim 64)",
+               block_n=64, bf16_parts=3),
+)
+BIAS_TF32_SM90_TILES = (_bias_sm90(64, 4, 3, 1, ARITHMETIC, block_n=64, bf16_parts=2),)
+
+# Tiles have 64 keys and 64 queries. The products of parts count as one product.
+BACKWARD_FLOAT32_SM90_TILES = (
+    #                     max_dim stages buffers late dq
+    _backward_float32_sm90(64,  2, 2, False, float32("114 / 111", "34.1 / 31.1")),
+    _backward_float32_sm90(128, 1, 1, True,  float32("121 / 114", "35.7 / 34.2")),
+)
+
+BACKWARD_TF32_SM90_TILES = (
+    _backward_float32_sm90(64,  3, 2, False, float32("175 / 162", "34.1 / 31.1"), bf16_parts=2),
+    _backward_float32_sm90(128, 2, 2, True,  float32("199 / 184", "35.7 / 34.2"), bf16_parts=2),
+)
+# fmt: on

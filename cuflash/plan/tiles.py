@@ -1,0 +1,227 @@
+"""Tiles: what the rows of all tables have in common, and how one of them is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast, get_args
+
+from cuflash.arrays.array_info import ITEMSIZE
+from cuflash.plan.device import DeviceSpec
+from cuflash.plan.tensor_map import CHUNK
+from cuflash.spec.problem import Problem
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+COMMON_DEFINES = (
+    "block_m",
+    "block_n",
+    "num_warps",
+    "num_stages",
+    "min_blocks",
+    "dim_multiple",
+    "fragments_ahead",
+)
+
+
+# Which kernel of a pass a tile is for: the main one or, in the backward pass, one beside it. Those make dq alone,
+# gradients of parts of the scores, or the gradient of a bias of pairs.
+Role = Literal["main", "dq", "scores", "bias"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def tile_bytes(rows: int, columns: int, element_bytes: int) -> int:
+    """Shared memory of a tile, in lines of 128 bytes or parts of one; kernels/common/config.cuh has the same."""
+    row = columns * element_bytes
+    if element_bytes > 2 or row > 64:
+        return rows * round_up(row, 128)
+    return rows * (64 if row > 32 else 32)
+
+
+def chunked_bytes(rows: int, columns: int) -> int:
+    """Shared memory of a tile in chunks of `CHUNK` columns; kernels/sm90/tiles.cuh has the same."""
+    return -(-columns // CHUNK) * rows * CHUNK * 2
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A way to cut a pass into tiles: a row of a table, which serves head dimensions up to its `max_dim`.
+
+    What all rows have is declared here; a row says in `defined` which of its other fields kernels get as defines.
+    """
+
+    defined: ClassVar[tuple[str, ...]] = ()
+    # Which kernel of a pass the row is for. A plan has at most one row of each.
+    role: ClassVar[Role] = "main"
+    # Values that tuning may change fields to, one at a time.
+    variations: ClassVar[dict[str, tuple[int, ...]]] = {}
+
+    if TYPE_CHECKING:
+
+        @property
+        def element_bytes(self) -> int: ...
+        @property
+        def max_dim(self) -> int: ...
+        @property
+        def block_m(self) -> int: ...
+        @property
+        def block_n(self) -> int: ...
+        @property
+        def num_warps(self) -> int: ...
+        @property
+        def num_stages(self) -> int: ...
+        @property
+        def min_blocks(self) -> int:
+            """Blocks that must be resident on one multiprocessor."""
+
+        @property
+        def fragments_ahead(self) -> int:
+            """Fragments of B that are loaded ahead of the product that needs them."""
+
+        @property
+        def dim_multiple(self) -> int:
+            """Head dimensions are padded to a multiple of this."""
+
+        @property
+        def origin(self) -> str:
+            """The measurement or the arithmetic that put the row here."""
+
+    @property
+    def cluster(self) -> int:
+        """The number of blocks that share a tile: those of a cluster."""
+        return 1
+
+    @property
+    def maps_bias(self) -> bool:
+        """Whether the kernel loads a bias of pairs by TMA."""
+        return False
+
+    def __post_init__(self) -> None:
+        for holds, rule in self.rules():
+            if not holds:
+                raise ValueError(f"{self}: expected {rule}")
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        """Conditions that must hold, each with its words."""
+        return ()
+
+    def why_not(self, problem: Problem, device: DeviceSpec) -> str:
+        """Why the row is not meant for a problem whose head dimensions it serves; "" where it is."""
+        return ""
+
+    def changed(self, **changes: Any) -> Self:
+        """The row with other values of some fields."""
+        copy: Any = replace(cast("Any", self), **changes)
+        return copy  # type: ignore[no-any-return]
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        """Shared memory of a block, for padded head dimensions."""
+        raise NotImplementedError
+
+    def padded_dims(self, problem: Problem) -> tuple[int, int]:
+        """Head dimensions as the kernel sees them."""
+        return round_up(problem.head_dim, self.dim_multiple), round_up(problem.head_dim_v, self.dim_multiple)
+
+    def defines(self) -> dict[str, str | int]:
+        """What the kernel is compiled with: numbers, and names of enumerators."""
+        values = {name: getattr(self, name) for name in (*COMMON_DEFINES, *self.defined)}
+        return {f"CUFLASH_{name.upper()}": x if isinstance(x, str) else int(x) for name, x in values.items()}
+
+    @property
+    def label(self) -> str:
+        """The tile in words."""
+        return (
+            f"{type(self).__name__} {self.block_m} x {self.block_n}, {self.num_warps} warps, "
+            f"{self.num_stages} stages, {self.min_blocks} resident blocks"
+        )
+
+
+Row = TypeVar("Row", bound=Tile)
+
+
+def serves_dims(tile: Tile, problem: Problem) -> bool:
+    """Whether the tile is of elements of this size and large enough for the head dimensions."""
+    return tile.element_bytes == ITEMSIZE[problem.dtype] and max(tile.padded_dims(problem)) <= tile.max_dim
+
+
+def tiles_at_once(tile: Tile, device: DeviceSpec, cluster: int | None = None) -> int:
+    """How many tiles a device computes at the same time: one at least, even if it is smaller than a cluster."""
+    return max(1, device.num_sms // (cluster or tile.cluster)) * tile.min_blocks
+
+
+def why_too_large(tile: Tile, problem: Problem, device: DeviceSpec) -> str:
+    """Why as many blocks as the tile promises do not fit on a multiprocessor; "" where they do."""
+    shared = tile.shared_bytes(*tile.padded_dims(problem))
+    needed = tile.min_blocks * (shared + device.shared_bytes_reserved)
+    if shared <= device.shared_bytes_per_block and needed <= device.shared_bytes_per_sm:
+        return ""
+    return f"{shared} bytes for each exceed the {device.shared_bytes_per_sm} bytes of shared memory of a multiprocessor"
+
+
+def choose_row(table: Iterable[Row], problem: Problem, device: DeviceSpec) -> tuple[Row, str]:
+    """The first row that serves the head dimensions and fits the device, and the story of the choice."""
+    rejected = []
+    for tile in table:
+        if not serves_dims(tile, problem):
+            continue
+        obstacle = tile.why_not(problem, device) or why_too_large(tile, problem, device)
+        if obstacle:
+            rejected.append(f"not {tile.label}: {obstacle}")
+            continue
+        return tile, "\n".join([f"{tile.label}: {tile.origin}", *rejected])
+    raise NotImplementedError(
+        f"device: no tile of {problem.dtype} at head dimensions {problem.head_dim} and {problem.head_dim_v} fits "
+        f"{device.name}, got {device.shared_bytes_per_block} bytes of shared memory a block, expected more; NumPy "
+        "arrays are served on the CPU"
+    )
+
+
+# ---- rows of tables, and the measurements behind them ----------------------------------------------------------------
+
+
+def maker(kind: type[Row], fields: str) -> Callable[..., Row]:
+    """A function that makes rows from these fields by position, so that a table of rows is easy to read."""
+
+    def make(*values: Any, **others: Any) -> Row:
+        return kind(**dict(zip(fields.split(), values, strict=True)), **others)
+
+    return make
+
+
+def h200(here: str, flash_attention_2: str) -> str:
+    return (
+        f"on an H200 {here} TFLOP/s, FlashAttention-2 beside it {flash_attention_2} (seqlen 4096 full / causal, 1024 "
+        "full / causal; bfloat16, batch x seqlen 16384, heads x head_dim 2048)"
+    )
+
+
+def reads(one_query: float, heads: str, many: float, heads_of_many: str) -> str:
+    return (
+        f"on an H200 {one_query} TB/s (batch x heads {heads}, 8192 keys, one query) and {many} ({heads_of_many}, "
+        "131072 keys, 16 queries), while the L2 cache wrote back what others had left"
+    )
+
+
+def float32(here: str, torch: str) -> str:
+    return (
+        f"on an H200 {here} TFLOP/s, PyTorch's efficient attention {torch} (batch 2, heads 16, seqlen 4096, full / "
+        "causal)"
+    )
+
+
+def float64(here: float, torch: float) -> str:
+    return (
+        f"on an H200 {here} TFLOP/s, PyTorch's N x N formula {torch} (batch 2, heads 16, seqlen 2048, head_dim max_dim)"
+    )
+
+
+SMALL = "for 100 KiB of shared memory; by arithmetic, not measured"
+MEDIUM = "for 164 KiB of shared memory; by arithmetic, not measured"
+MEDIUM_OR_SMALL = "for 164 or 100 KiB of shared memory; by arithmetic, not measured"
+TINY = "for 64 KiB of shared memory; by arithmetic, not measured"
+ARITHMETIC = "by arithmetic, not measured"

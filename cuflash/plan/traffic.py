@@ -1,0 +1,376 @@
+"""What a plan moves: tiles to multiprocessors, and bytes through device memory. A model, without a device.
+
+Its two numbers are easily confused. Blocks bring tiles to shared memory, mostly from L2: for N keys and queries of head
+dimension d, and M bytes of shared memory, that is the N^2 d^2 / M of the literature. Device memory sees less, because
+blocks that run side by side walk over the same operands, and the first of them brings these to L2 for all.
+
+The first number is exact for problems whose visible tiles follow from shapes and windows. Pairs that masks, lengths in
+an array and block masks hide are taken as visible, and packed sequences as equally long. The second number rests on the
+rules below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from cuflash.arrays.array_info import ITEMSIZE
+from cuflash.plan.device import DeviceSpec
+from cuflash.plan.tiles import Tile
+from cuflash.spec.inputs import TERMS
+from cuflash.spec.problem import Problem
+
+# The part of L2 that holds what blocks share: each of its two halves keeps a copy of what its multiprocessors read, as
+# the vendor describes it for compute capability 8.0 and 9.0. The rest of a half holds what passes through; its size was
+# fitted to the counters of an H200.
+L2_SHARE = 0.42
+LOOKS = ("around/mask_bits.cu", "around/mask_tiles.cu")  # kernels that read a mask once, for all others
+FORWARD, DECODE = ("sm80/forward.cu", "sm90/forward.cu"), ("sm80/decode.cu", "sm90/decode.cu")
+BACKWARD, DQ = ("sm80/backward.cu", "sm90/backward.cu"), "sm80/backward_dq.cu"
+
+
+class Plan(Protocol):
+    """What the model reads of a `LaunchPlan`."""
+
+    @property
+    def pass_(self) -> str: ...
+    @property
+    def problem(self) -> Problem: ...
+    @property
+    def device(self) -> DeviceSpec: ...
+    @property
+    def tiles(self) -> tuple[Tile, ...]: ...
+    @property
+    def kernels(self) -> tuple[Any, ...]: ...
+    @property
+    def run_time(self) -> Any: ...
+    @property
+    def need(self) -> tuple[str, ...]: ...
+    @property
+    def scratch_sizes(self) -> dict[str, int]: ...
+    @property
+    def extra_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes that a pass moves."""
+
+    tiles: int  # of operands and row statistics, from L2 or memory to shared memory
+    added: int = 0  # to sums of dq, in L2 or memory
+    read: int  # from device memory
+    written: int  # to device memory
+    least: int  # from and to device memory, if only inputs and results are moved, each once
+    flops: int
+
+    @property
+    def moved(self) -> int:
+        """Bytes through device memory, both ways."""
+        return self.read + self.written
+
+    def describe(self, bytes_per_s: float, flops_per_s: float = 0) -> str:
+        """A line for a plan, with the roofs that these rates of memory and products imply; 0 where one is not known."""
+        intensity = self.flops / max(self.moved, 1)
+        sums = f" and {_in_words(self.added)} of sums" if self.added else ""
+        line = (
+            f"memory, by model: {_in_words(self.read)} read, {_in_words(self.written)} written, "
+            f"{_in_words(self.least)} in the least; {_in_words(self.tiles)} of tiles{sums} by L2; "
+            f"{intensity:.0f} operations a byte"
+        )
+        if bytes_per_s:
+            line += f", a roof of {intensity * bytes_per_s / 1e12:.4g} TFLOP/s at {bytes_per_s / 1e12:.4g} TB/s"
+        if bytes_per_s and flops_per_s:
+            seconds = max(self.flops / flops_per_s, self.moved / bytes_per_s)
+            line += f"; {seconds * 1e3:.3g} ms in the least, with products at {flops_per_s / 1e12:.4g} TFLOP/s"
+        return line
+
+
+def _in_words(nbytes: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.4g} TB"
+
+
+def predict(plan: Plan) -> Traffic | None:
+    """The traffic of a plan; None if it has a kernel whose tiles are not modelled."""
+    sources = {kernel.source for kernel in plan.kernels if not kernel.source.startswith("around/")}
+    problem = plan.problem
+    if not sources or not sources <= {*FORWARD, *DECODE, *BACKWARD, DQ} or not problem.visible_pairs:
+        return None
+    if problem.has_float8 or "captured_sums" in plan.scratch_sizes:
+        return None
+    return _forward(plan) if plan.pass_ == "forward" else _backward(plan, sources)
+
+
+# ---- Tiles that are visible ------------------------------------------------------------------------------------------
+
+
+def key_rows(problem: Problem, block_m: int, block_n: int) -> list[int]:
+    """Rows of keys that each tile of queries of a head loads."""
+    rows = []
+    for first in range(0, problem.seqlen_q, block_m):
+        last = min(first + block_m, problem.seqlen_q) - 1
+        # Not from `key_range`: it clips a start past the last key to the end of the keys, which may be within a tile.
+        start = 0 if problem.window_left is None else max(0, first + problem.diagonal - problem.window_left)
+        start = start // block_n * block_n
+        stop = -(-problem.key_range(last)[1] // block_n) * block_n
+        rows.append(max(0, min(stop, problem.seqlen_k) - start))
+    return rows
+
+
+def query_tiles(problem: Problem, block_m: int, block_n: int) -> list[range]:
+    """Tiles of queries that each tile of keys of a head meets."""
+    ranges = []
+    for first in range(0, problem.seqlen_k, block_n):
+        start, stop = 0, -(-problem.seqlen_q // block_m)
+        if problem.window_right is not None:
+            start = max(0, first - problem.diagonal - problem.window_right) // block_m
+        if problem.window_left is not None:
+            last = first + block_n - 1
+            stop = min(stop, -(-max(0, last - problem.diagonal + problem.window_left + 1) // block_m))
+        ranges.append(range(min(start, stop), stop))
+    return ranges
+
+
+def _row_bytes(problem: Problem) -> tuple[int, int]:
+    """Bytes of a row of q or k, and of a row of v or dout."""
+    return problem.head_dim * ITEMSIZE[problem.dtype], problem.head_dim_v * ITEMSIZE[problem.dtype]
+
+
+# ---- Device memory ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Walk:
+    """Blocks that walk over the operands of their heads, `at_once` of them side by side, and then as many others. In
+    launch order, the first tiles of `section` heads come first, then their second tiles, and so on. Each tile after the
+    first `whole` ones is shared by `sharers` blocks, which have a part each."""
+
+    heads: int
+    tiles_of_head: int
+    section: int
+    at_once: int
+    whole: int
+    sharers: int = 1
+
+    @property
+    def heads_at_once(self) -> int:
+        """Heads under way."""
+        return min(self.heads, max(self.section, -(-self.at_once // self.tiles_of_head)))
+
+    @property
+    def walks(self) -> int:
+        """How many walks over a head there are, for all heads. Blocks of a head that run side by side are one walk.
+
+        A wave may reach from one section of heads into the next one. The parts of a tile are one walk together.
+        """
+        parts = (self.heads * self.tiles_of_head - self.whole) * self.sharers
+        walks = self.section * -(-parts // self.at_once)
+        for start in range(0, self.whole, self.at_once):
+            stop, of_section = min(start + self.at_once, self.whole), self.section * self.tiles_of_head
+            first, last = start // of_section, (stop - 1) // of_section
+            if first < last:
+                walks += min((first + 1) * of_section - start, self.section) + (last - first - 1) * self.section
+                start = last * of_section
+            walks += min(stop - start, self.section, self.heads - last * self.section)
+        return walks
+
+    def read(self, once: float, tiles: float, head_bytes: float, l2_bytes: float) -> float:
+        """Bytes of an operand that are read from device memory, if blocks load `tiles` bytes of it in all.
+
+        The heads under way need `head_bytes` each, and a part of that stays in L2. Each further walk reads the rest
+        again. So does each half of L2: its blocks are too far from those of the other to share what is soon gone.
+        """
+        gone = max(0, 1 - L2_SHARE * l2_bytes / (self.heads_at_once * head_bytes))
+        walked = tiles * self.walks / (self.heads * self.tiles_of_head)
+        return max(once, min(tiles, once + gone * (2 * walked - once)))
+
+
+def _of_pairs(plan: Plan) -> float:
+    """Bytes of terms of pairs beyond those that count once: each head reads what is broadcast to it.
+
+    If a kernel has looked at a mask beforehand, the others do not read it in tiles that are visible as a whole.
+    """
+    problem, more = plan.problem, 0.0
+    looked_at = any(kernel.source in LOOKS and dict(kernel.defines)["CUFLASH_HAS_MASK"] for kernel in plan.kernels)
+    for term in TERMS:
+        operand = getattr(problem, term.name)
+        if operand is None or (term.name == "mask" and looked_at):
+            continue
+        if term.broadcasts and operand.nbytes > L2_SHARE * plan.device.l2_bytes:
+            more += max(0, problem.visible_pairs * ITEMSIZE[operand.dtype] - operand.nbytes)
+    return more
+
+
+def _blocks_at_once(plan: Plan, tile: Tile, blocks: int) -> int:
+    return max(1, min(blocks, plan.device.num_sms * tile.min_blocks))
+
+
+def _forward(plan: Plan) -> Traffic:
+    problem, tile = plan.problem, plan.tiles[0]
+    one = problem.mean_sequence
+    of_q, of_v = _row_bytes(problem)
+    heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
+    if any(kernel.source in DECODE for kernel in plan.kernels):
+        tiles, keys = _decoding(plan)
+    else:
+        rows = key_rows(one, tile.block_m, tile.block_n)
+        in_all = heads * sum(rows) * (of_q + of_v)
+        tiles, keys = in_all + heads * one.seqlen_q * of_q, _keys_read(plan, tile, rows, in_all)
+    results = heads * one.seqlen_q * (of_v + ITEMSIZE[problem.softmax_dtype])
+    others = problem.forward_bytes - results - heads_kv * one.seqlen_k * (of_q + of_v)
+    scratch = plan.extra_bytes if plan.extra_bytes > L2_SHARE * plan.device.l2_bytes else 0
+    return Traffic(
+        tiles=tiles,
+        read=round(others + keys + scratch + _of_pairs(plan)),
+        written=results + scratch,
+        least=problem.forward_bytes,
+        flops=problem.forward_flops,
+    )
+
+
+def _decoding(plan: Plan) -> tuple[int, float]:
+    """Bytes of tiles, and of keys and values read, where blocks take equal shares of the keys of all heads."""
+    problem, tile, blocks = plan.problem, plan.tiles[0], plan.run_time.resident_blocks
+    of_q, of_v = _row_bytes(problem)
+    heads = problem.batch * problem.num_heads_kv
+    (rows,) = key_rows(problem, problem.seqlen_q, tile.block_n)
+    tiles_of_head = -(-rows // tile.block_n)
+    cuts = (part * heads * tiles_of_head // blocks for part in range(1, blocks))
+    loads_of_q = heads + sum(cut % tiles_of_head != 0 for cut in cuts)
+    keys = heads * rows * (of_q + of_v)
+    return keys + loads_of_q * problem.group_size * problem.seqlen_q * of_q, keys
+
+
+def _backward(plan: Plan, sources: set[str]) -> Traffic:
+    problem, one = plan.problem, plan.problem.mean_sequence
+    of_q, of_v = _row_bytes(problem)
+    heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
+    stats = plan.scratch_sizes["row_stats"]
+    added = _added(plan) if "dq_accumulator" in plan.scratch_sizes else 0
+    parts = []
+    if sources & set(BACKWARD):
+        parts.append(_by_keys(plan, added, every="sm80/backward.cu" in sources))
+    if DQ in sources:
+        parts.append(_by_queries(plan))
+    tiles, read, written = (sum(column) for column in zip(*parts, strict=True))
+
+    gradients = {"dq": heads * one.seqlen_q * of_q, "dk": heads_kv * one.seqlen_k * of_q}
+    gradients["dv"] = heads_kv * one.seqlen_k * of_v
+    results = sum(gradients.get(name, 0) for name in plan.need)
+    inputs = problem.backward_bytes - sum(gradients.values())
+    if inputs + results + plan.extra_bytes <= L2_SHARE * plan.device.l2_bytes:  # all of it stays in L2
+        read, written = inputs, results
+    else:
+        # An earlier kernel reads out, dout and lse, and leaves the statistics of rows. `parts` counts q, k and v.
+        read += inputs - heads * one.seqlen_q * of_q - heads_kv * one.seqlen_k * (of_q + of_v)
+        bits = plan.scratch_sizes.get("mask_words", 0)
+        written += results + stats + (bits if bits > L2_SHARE * plan.device.l2_bytes else 0)
+    return Traffic(
+        tiles=round(tiles),
+        added=added,
+        read=round(read + _of_pairs(plan)),
+        written=round(written),
+        least=inputs + results,
+        flops=problem.backward_flops,
+    )
+
+
+def _added(plan: Plan) -> int:
+    """Bytes that blocks which own keys add to sums of dq: whole tiles of queries, for each tile of keys."""
+    problem, tile = plan.problem, plan.tiles[0]
+    steps = sum(map(len, query_tiles(problem.mean_sequence, tile.block_m, tile.block_n)))
+    row_bytes = tile.padded_dims(problem)[0] * ITEMSIZE[problem.softmax_dtype]
+    return problem.batch * problem.num_heads * steps * tile.block_m * row_bytes
+
+
+def _by_keys(plan: Plan, added: int, *, every: bool) -> tuple[float, float, float]:
+    """Bytes of tiles, bytes read and bytes written, where blocks own keys: with `every`, also those no query sees."""
+    problem, device, run_time, tile = plan.problem, plan.device, plan.run_time, plan.tiles[0]
+    one = problem.mean_sequence
+    of_q, of_v = _row_bytes(problem)
+    number = ITEMSIZE[problem.softmax_dtype]
+    heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
+    sizes = plan.scratch_sizes
+    met = query_tiles(one, tile.block_m, tile.block_n)
+    steps = sum(map(len, met))
+    rows = sum(min(r.stop * tile.block_m, one.seqlen_q) - r.start * tile.block_m for r in met if r)
+    of_queries = heads * (rows * (of_q + of_v) + steps * tile.block_m * 2 * number)
+    key_starts = [n * tile.block_n for n, r in enumerate(met) if every or r]
+    keys = sum(min(tile.block_n, one.seqlen_k - start) for start in key_starts)
+    n_blocks = heads_kv * len(met)
+    shared = range(run_time.whole_tiles, n_blocks) if run_time.tail_splits > 1 else range(0)
+    keys = heads_kv * run_time.group_splits * keys
+    for index in shared:  # each block that has queries loads its keys
+        block = _block_at(index, len(met), heads_kv, run_time.head_section)
+        sharers = min(run_time.tail_splits, len(met[block]) * problem.group_size)
+        keys += min(tile.block_n, one.seqlen_k - block * tile.block_n) * max(0, sharers - 1)
+    splits = run_time.group_splits
+    walk = Walk(
+        heads=heads_kv * splits,
+        tiles_of_head=len(met),
+        section=min(run_time.head_section, heads_kv) * splits,
+        at_once=_blocks_at_once(plan, tile, n_blocks * splits),
+        whole=n_blocks * splits - len(shared),
+        sharers=run_time.tail_splits,
+    )
+    accumulator, partials = sizes.get("dq_accumulator", 0), sizes.get("dkv_partials", 0)
+    head_bytes = one.seqlen_q * (of_q + of_v + 2 * number) + accumulator / heads
+
+    def walked(once: float, in_all: float) -> float:
+        return walk.read(once, in_all, head_bytes, device.l2_bytes)
+
+    read = walked(heads * one.seqlen_q * (of_q + of_v) + sizes["row_stats"], of_queries)
+    read += heads_kv * one.seqlen_k * (of_q + of_v) + partials
+    written: float = partials
+    if added:
+        sums = walked(accumulator, added)
+        # An earlier kernel clears the sums, or blocks do so some heads ahead. Then the zeros may leave L2.
+        cleared = 0 if run_time.clear_ahead and sums == accumulator else accumulator
+        written += cleared + sums
+        read += cleared + sums  # the last read is that of the kernel that makes dq of them
+    return of_queries + keys * (of_q + of_v), read, written
+
+
+def _block_at(index: int, blocks_of_head: int, heads: int, section: int) -> int:
+    """Which tile of its head is at a place in launch order; kernels/common/schedule.cuh has the same."""
+    first = index // (blocks_of_head * section) * section
+    return (index - first * blocks_of_head) // min(heads - first, section)
+
+
+def _by_queries(plan: Plan) -> tuple[float, float, float]:
+    """The same where blocks own queries, for dq alone."""
+    problem, tile = plan.problem, plan.tiles[-1]
+    one = problem.mean_sequence
+    of_q, of_v = _row_bytes(problem)
+    heads = problem.batch * problem.num_heads
+    rows = key_rows(one, tile.block_m, tile.block_n)
+    in_all = heads * sum(rows) * (of_q + of_v)
+    of_queries = heads * one.seqlen_q * (of_q + of_v)
+    read = _keys_read(plan, tile, rows, in_all) + of_queries + plan.scratch_sizes["row_stats"]
+    return in_all + of_queries, read, 0
+
+
+def _keys_read(plan: Plan, tile: Tile, rows: list[int], in_all: float) -> float:
+    """Bytes of keys and values that are read where blocks own queries, and load `rows` of them for each tile."""
+    problem = plan.problem
+    head_bytes = problem.mean_sequence.seqlen_k * sum(_row_bytes(problem))
+    heads = problem.batch * problem.num_heads
+    at_once = _blocks_at_once(plan, tile, heads * len(rows))
+    # Blocks that take tiles in pairs, one from each end, take head by head. So do persistent blocks with tiles that see
+    # the whole of a window, as most tiles do.
+    in_pairs = any(("CUFLASH_PAIRS", 1) in kernel.defines for kernel in plan.kernels)
+    stay = plan.pass_ == "forward" and plan.run_time.resident_blocks > 0
+    section = 1 if in_pairs or (stay and problem.has_window) else plan.run_time.head_section
+    units = -(-len(rows) // 2) if in_pairs else len(rows)
+    # Query heads that share keys are neighbours.
+    walk = Walk(
+        heads=heads // problem.group_size,
+        tiles_of_head=units * problem.group_size,
+        section=max(1, min(section, heads) // problem.group_size),
+        at_once=at_once,
+        whole=heads * units,
+    )
+    return walk.read(problem.batch * problem.num_heads_kv * head_bytes, in_all, head_bytes, plan.device.l2_bytes)

@@ -1,0 +1,24 @@
+"""Scores and masks that callers write: Python functions, traced once, and texts of CUDA."""
+
+from cuflash.score_mod.cuda_source import FIRST_LINE, Score
+from cuflash.score_mod.hoisting import hoisted_program_of, is_of_diagonals
+from cuflash.score_mod.indexing import COUNTED, ORIGIN
+from cuflash.score_mod.program import KINDS_OF_READS, Program, ScoreFunction, Traced, index_class, program_of
+from cuflash.score_mod.tables import Loaded, Table
+
+__all__ = [
+    "COUNTED",
+    "FIRST_LINE",
+    "KINDS_OF_READS",
+    "ORIGIN",
+    "Loaded",
+    "Program",
+    "Score",
+    "ScoreFunction",
+    "Table",
+    "Traced",
+    "hoisted_program_of",
+    "index_class",
+    "is_of_diagonals",
+    "program_of",
+]

@@ -1,0 +1,79 @@
+"""Expressions with kinds, evaluated on NumPy arrays: integers in 64 bits, real numbers in the dtype asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from cuflash.score_mod.functions import floor_of
+from cuflash.score_mod.nodes import Node, in_order
+
+Array = NDArray[Any]
+
+_UFUNCS: Mapping[str, Any] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.true_divide, "floordiv": np.floor_divide,
+    "mod": np.remainder, "pow": np.power, "neg": np.negative, "abs": np.abs, "min": np.minimum, "max": np.maximum,
+    "exp": np.exp, "log": np.log, "sqrt": np.sqrt, "tanh": np.tanh, "sin": np.sin, "cos": np.cos, "lt": np.less,
+    "le": np.less_equal, "eq": np.equal, "ne": np.not_equal, "and": np.bitwise_and, "or": np.bitwise_or,
+    "xor": np.bitwise_xor, "not": np.logical_not, "where": np.where, "floor": floor_of,
+}  # fmt: skip
+
+
+def clamped(index: Any, length: int) -> Any:
+    """An index, clamped to its axis: an index outside counts as that of the nearest entry."""
+    return np.clip(index, 0, length - 1)
+
+
+class Clamped:
+    """An array as a function sees it that is called on NumPy arrays: every index is clamped to its axis."""
+
+    def __init__(self, array: Array) -> None:
+        self._array = array
+
+    def __getitem__(self, index: Any) -> Any:
+        indices = index if isinstance(index, tuple) else (index,)
+        return self._array[tuple(map(clamped, indices, self._array.shape))]
+
+
+def as_captured(array: Array, dtype: DTypeLike) -> Any:
+    """An array as a function sees it, with real numbers in `dtype`; an array without axes becomes its only number."""
+    if array.dtype.kind not in "biu":
+        array = array.astype(dtype)
+    return Clamped(array) if array.ndim else array[()]
+
+
+def evaluate(
+    roots: Sequence[Node], inputs: Mapping[str, Any], arrays: Mapping[str, Array], dtype: DTypeLike
+) -> list[Array]:
+    """The values of expressions, in the shapes that those of the inputs broadcast to. `s` is of `dtype`."""
+    real: Any = np.dtype(dtype).type
+    values: dict[Node, Any] = {}
+    with np.errstate(all="ignore"):
+        for at in in_order(roots):
+            args = [values[arg] for arg in at.args]
+            if at.op == "constant":
+                values[at] = real(at.payload) if at.kind == "float" else at.payload
+            elif at.op == "input":
+                values[at] = inputs[str(at.payload)]
+            elif at.op == "load":
+                values[at] = _entries(arrays[str(at.payload)], args, real)
+            elif at.op == "cast":
+                values[at] = np.asarray(args[0]).astype(
+                    real if at.kind == "float" else np.int64 if at.kind == "int" else bool
+                )
+            elif at.op == "floor" and at.kind == "float":
+                values[at] = np.floor(args[0])
+            elif at.op == "product":
+                values[at] = np.where(args[0] == 0, real(0), args[0] * args[1])
+            else:
+                values[at] = _UFUNCS[at.op](*args)
+    return [np.asarray(values[root]) for root in roots]
+
+
+def _entries(array: Array, indices: Sequence[Any], real: Any) -> Any:
+    found = array[tuple(map(clamped, indices, array.shape))]
+    kind = array.dtype.kind
+    return np.asarray(found).astype(bool if kind == "b" else np.int64 if kind in "iu" else real)

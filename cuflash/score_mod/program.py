@@ -1,0 +1,455 @@
+"""Functions of a caller: `Traced` before a call, and the `Program` that a call makes of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from cuflash.score_mod.codegen import ELEMENTS, Writer, body, divisors_of_head, of_head, of_points, reciprocal_of
+from cuflash.score_mod.derivatives import ONE, derivatives, loads_of
+from cuflash.score_mod.evaluation import as_captured, evaluate
+from cuflash.score_mod.factors import factored
+from cuflash.score_mod.indexing import COUNTED, ORIGIN, of_part
+from cuflash.score_mod.nodes import COMPARISONS, Node, in_order, node, shown
+from cuflash.score_mod.tables import AXES, Loaded, Table, filling_text
+from cuflash.score_mod.tile_bounds import bounds_text
+from cuflash.score_mod.tracing import NAMED_INPUTS, number_as_mask, trace
+from cuflash.score_mod.types import cast, with_kinds
+
+Array = NDArray[Any]
+What = Literal["score", "mask"]
+
+FEW_TABLES = 2  # tiles of every size leave registers for so many tables
+MOST_OF_POINTS = 4  # a function gets so many numbers of a row, and of a key; it reads all others itself
+OF_HEAD = "const OfHead& of_head"  # in CUDA text
+PAIR = "const Captured* arrays, Real s, int i, int j, int head, int batch"
+OF_POINTS = "const OfRow& of_row, const OfKey& of_key"
+SCORE_FUNCTION = (
+    f"template <class Slope>\nCUFLASH_DEVICE Real score_function({OF_HEAD}, {OF_POINTS}, {PAIR}, Slope& by_s)"
+)
+# The number of the kind of a read, by the class of its index. ReadKind of kernels/common/captured_gradients.cuh has the
+# same numbers. All other reads have the next number.
+KINDS_OF_READS = {"head": 0, "j": 1, "i": 2, "i - j": 3}
+PAIR_READ = len(KINDS_OF_READS)
+POSITIONAL: Mapping[What, tuple[str, ...]] = {"score": ("s", "i", "j"), "mask": ("i", "j")}
+
+
+class ScoreFunction(Protocol):
+    """A function of scores: a traced function, or a text of CUDA, which is known only by the results of its runs."""
+
+    def __hash__(self) -> int:
+        """Equal ones are the same score."""
+
+    @property
+    def arrays(self) -> Sequence[str]:
+        """The names of the arrays that it takes."""
+
+    @property
+    def root(self) -> Node | None:
+        """The expression; None for a text."""
+
+    def on_numpy(self) -> Traced:
+        """The function for NumPy arrays. Raises NotImplementedError if there is none."""
+
+    def of_part(self) -> ScoreFunction:
+        """The function for a part of a longer problem. It reads the array `ORIGIN` (`cuflash.score_mod.indexing`)."""
+
+    def program(self, mask: Node | None, arrays: tuple[tuple[str, int, str], ...]) -> Program:
+        """The program of it and of a mask with kinds, for arrays of these names, numbers of axes and dtypes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A function of a score or a mask, as the expression that it returns.
+
+    Traced functions with the same expression are equal. Pickling keeps the expression, and drops the function.
+    """
+
+    what: What
+    root: Node
+    arrays: tuple[str, ...]  # the names of those that it takes
+    function: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], what: What) -> Traced:
+        """The function, traced. Raises TypeError, which names the line, if it cannot be traced."""
+        root, arrays = trace(function, what, POSITIONAL[what])
+        return cls(what=what, root=root, arrays=arrays, function=function)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return functools.partial(Traced, what=self.what, root=self.root, arrays=self.arrays), ()
+
+    def __repr__(self) -> str:
+        return f"<{self.what} {shown([('', self.root)])!r}>".replace("\\n", "; ")
+
+    def on_numpy(self) -> Traced:
+        """The same: an expression computes arrays of every kind."""
+        return self
+
+    def of_part(self) -> Traced:
+        """The function for a part; the same function if it depends on no index."""
+        if not self.depends_on(*COUNTED):
+            return self
+        return replace(self, root=of_part(self.root), arrays=(*self.arrays, ORIGIN), function=None)
+
+    def program(self, mask: Node | None, arrays: tuple[tuple[str, int, str], ...]) -> Program:
+        """See `ScoreFunction`."""
+        return with_derivatives(_with_kinds(self, _by_name(arrays)), mask, arrays)
+
+    def depends_on(self, *inputs: str) -> bool:
+        """Whether any of these inputs is in the expression."""
+        return any(at.op == "input" and at.payload in inputs for at in in_order([self.root]))
+
+    def __call__(self, inputs: Mapping[str, Any], arrays: Mapping[str, Array], dtype: DTypeLike) -> Any:
+        """Call the function itself on NumPy arrays, or evaluate the expression if there is no function any more."""
+        if self.function is None:
+            return evaluate([self.with_kinds(arrays)], inputs, arrays, dtype)[0]
+        keywords = {name: as_captured(arrays[name], dtype) for name in self.arrays}
+        asked = _asked(self.function)
+        keywords |= {name: inputs[name] for name in NAMED_INPUTS if name in asked}
+        with np.errstate(all="ignore"):
+            return np.asarray(self.function(*(inputs[name] for name in POSITIONAL[self.what]), **keywords))
+
+    def with_kinds(self, arrays: Mapping[str, Any]) -> Node:
+        """The expression with kinds for these arrays: a real number for a score, a condition for a mask."""
+        kinds = {name: (arrays[name].ndim, arrays[name].dtype.name) for name in self.arrays}
+        return _with_kinds(self, tuple(kinds.items()))
+
+
+def _by_name(arrays: tuple[tuple[str, int, str], ...]) -> tuple[tuple[str, tuple[int, str]], ...]:
+    return tuple((name, (num_axes, dtype)) for name, num_axes, dtype in arrays)
+
+
+def _asked(function: Callable[..., Any]) -> tuple[str, ...]:
+    import inspect
+
+    return tuple(inspect.signature(function).parameters)
+
+
+def _with_kinds(traced: Traced, kinds: tuple[tuple[str, tuple[int, str]], ...]) -> Node:
+    root = with_kinds(traced.root, dict(kinds))
+    if traced.what == "mask" and root.kind != "bool":
+        raise number_as_mask(traced.root)
+    return cast(root, "float") if traced.what == "score" else root
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """The expressions that a call computes, for the dtypes of its arrays.
+
+    Attributes
+    ----------
+    score, mask : Node or None
+        The score, and whether a pair is visible, with kinds. The score of a text is None, too.
+    by_s : Node or None
+        The derivative of the score by the scaled product.
+    arrays : tuple of (str, int, str)
+        Name, number of axes and dtype of every array that the functions read.
+    loads : mapping of str to tuple of Loaded
+        By the name of an array of real numbers, how the score reads it.
+    tables : tuple of Table
+        The tables, which are filled before the main kernel runs. They are the last of `arrays`.
+    """
+
+    score: Node | None
+    mask: Node | None
+    by_s: Node | None
+    arrays: tuple[tuple[str, int, str], ...]
+    loads: Mapping[str, tuple[Loaded, ...]]
+    tables: tuple[Table, ...] = ()
+
+    @property
+    def changes_slope(self) -> bool:
+        """Whether the derivative of the score by the scaled product differs from 1."""
+        return self.by_s is not None and self.by_s != ONE
+
+    def derivatives_read_s(self, wanted: Collection[str]) -> bool:
+        """Whether the derivatives by s, and by the arrays that are `wanted`, depend on s."""
+        roots = [] if self.by_s is None else [self.by_s]
+        roots += [load.derivative for name in wanted for load in self.loads.get(name, ())]
+        return any(at.op == "input" and at.payload == "s" for at in in_order(roots))
+
+    def on_numpy(self) -> Program:
+        """The program for NumPy arrays, made of expressions. Raises NotImplementedError if there are none."""
+        return self
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        """The arrays that the score has derivatives by."""
+        return tuple(self.loads)
+
+    def classes(self, wanted: Collection[str]) -> list[str]:
+        """The classes of the indices by which the score reads these arrays, one for each read."""
+        return [index_class(load.at) for name, loads in self.loads.items() if name in wanted for load in loads]
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether the score reads arrays by indices of rows or of keys. Up to `FEW_TABLES` tables do not count."""
+        reads = [at for at in in_order([] if self.score is None else [self.score]) if at.op == "load"]
+        own = {table.name for table in self.tables} if len(self.tables) <= FEW_TABLES else ()
+        return any(at.payload not in own and index_class(at) != "head" for at in reads)
+
+    @property
+    def reads_points(self) -> bool:
+        """Whether all that the score reads belongs to the head, a row or a key, such as coordinates of points."""
+        reads = [at for at in in_order([] if self.score is None else [self.score]) if at.op == "load"]
+        return all(index_class(at) in ("head", "i", "j") for at in reads)
+
+    @property
+    def of_keys(self) -> tuple[Node, ...]:
+        """The numbers that the score reads for a key, whatever the query is. Kernels may read them for a tile."""
+        return self._of_points("j")
+
+    @property
+    def of_rows(self) -> tuple[Node, ...]:
+        """The numbers that the score reads for a row, whatever the key is. Kernels may read them for a tile, too."""
+        return self._of_points("i")
+
+    def _of_points(self, index: str) -> tuple[Node, ...]:
+        roots = [root for root in (self.score, self.by_s) if root is not None]
+        return tuple(of_points(roots, of_head(roots), index)[:MOST_OF_POINTS])
+
+    def describe(self, tables: Sequence[Table] = ()) -> str:
+        """The expressions, one in a line, and the parts of them that the tables hold."""
+        named = [] if self.score is None or self.by_s is None else [("score", self.score), ("d score / d s", self.by_s)]
+        for loads in self.loads.values():
+            for load in loads:
+                named.append((f"d score / d {shown([('', load.at)])} [{index_class(load.at)}]", load.derivative))
+        if self.mask is not None:
+            named.append(("mask", self.mask))
+        return shown([*named, *((table.spelled, table.of) for table in tables)])
+
+    def summed(self, wanted: Collection[str]) -> tuple[str, ...]:
+        """The arrays and tables whose gradients are needed for those of the `wanted` arrays."""
+        own = {table.name for table in self.tables if table.reads(wanted)}
+        return tuple(name for name, loads in self.loads.items() if loads and (name in wanted or name in own))
+
+    def with_room_for(self, tables: Sequence[Table]) -> Program:
+        """The program for a kernel argument that also holds these tables, which the program does not read."""
+        own = tuple((table.name, AXES, table.dtype) for table in tables)
+        return replace(self, arrays=(*self.arrays, *own))
+
+    def header(self, wanted: Collection[str] = ()) -> str:
+        """CUDA text: functions of a pair and of the arrays in their order, with derivatives for `wanted` arrays."""
+        arrays = {name: (index, dtype) for index, (name, _, dtype) in enumerate(self.arrays)}
+        summed = self.summed(wanted)
+        reads = [load for name in summed for load in self.loads.get(name, ())]
+        of_reads = [index for load in reads for index in load.at.args]
+        for load in reads:
+            made = factored(load.derivative)
+            of_reads += [made.rest, made.factor]
+        roots = [*(root for root in (self.score, self.by_s, self.mask) if root is not None), *of_reads]
+        of_all = of_head(roots)
+        divisors = divisors_of_head(roots, of_all)
+        reciprocals = {reciprocal_of(at): f"of_head.reciprocal{n}" for n, at in enumerate(divisors)}
+        of_all = [at for at in of_all if at not in reciprocals]
+        known = {at: f"of_head.x{n}" for n, at in enumerate(of_all)} | reciprocals
+        text = f"constexpr int kNumCaptured = {len(arrays)};\n" + self._of_head(of_all, divisors, arrays)
+        text += self._scores(arrays, wanted, known)
+        if self.mask is not None:
+            visible = self.mask
+            text += f"CUFLASH_DEVICE bool mask_function({OF_HEAD}, {PAIR.replace('Real s, ', '')}) {{\n"
+            text += body([visible], arrays, lambda writer: [f"return {writer.text(visible)};"], known) + "}\n"
+            text += bounds_text(visible, arrays)
+        text += self._derivatives(arrays, wanted, summed, known) if wanted else ""
+        return text + filling_text(self.tables, arrays, wanted) if self.tables else text
+
+    @property
+    def _rows(self) -> dict[str, str]:
+        """By the name of a table, the text of the pointer to place 0 of its row."""
+        first = len(self.arrays) - len(self.tables)
+        return {table.name: f"of_head.table{array}" for array, table in enumerate(self.tables, first)}
+
+    def _of_head(self, nodes: Sequence[Node], divisors: Sequence[Node], arrays: Mapping[str, tuple[int, str]]) -> str:
+        """The struct of the numbers that all pairs of a head share, and the function that reads them."""
+        own = [(table, arrays[table.name][0]) for table in self.tables]
+        fields = [f"  {table.field(array)};\n" for table, array in own]
+        rows = [table.row_of_head(array) for table, array in own]
+
+        def made(writer: Writer) -> list[str]:
+            fields.extend(f"  {writer.type_of(at)} x{n};\n" for n, at in enumerate(nodes))
+            fields.extend(f"  Real reciprocal{n};\n" for n in range(len(divisors)))
+            numbers = (*(writer.text(at) for at in nodes), *(f"1 / {writer.text(at)}" for at in divisors))
+            return [f"return {{{', '.join((*rows, *numbers))}}};"]
+
+        text = body(nodes, arrays, made)
+        reads = "CUFLASH_DEVICE OfHead read_of_head(const Captured* arrays, int head, int batch) {\n"
+        return f"struct OfHead {{\n{''.join(fields)}}};\n{reads}{text}}}\n"
+
+    def _points(self, arrays: Mapping[str, tuple[int, str]], known: Mapping[Node, str]) -> str:
+        """The structs of the numbers of a row and of a key, and the functions that read them."""
+        text = ""
+        for what, index, nodes in (("Row", "i", self.of_rows), ("Key", "j", self.of_keys)):
+
+            def made(writer: Writer, nodes: Sequence[Node] = nodes) -> list[str]:
+                return [f"return {{{{{', '.join(map(writer.text, nodes)) or '0'}}}}};"]
+
+            text += f"constexpr int kNumOf{what} = {len(nodes)};\n"
+            text += f"struct Of{what} {{\n  Real x[{max(len(nodes), 1)}];\n}};\n"
+            text += f"CUFLASH_DEVICE Of{what} read_of_{what.lower()}({OF_HEAD}, const Captured* arrays, int {index}, "
+            text += "int head, int batch) {\n" + body(nodes, arrays, made, known, tables=self._rows) + "}\n"
+        return text
+
+    def _with_points(self, known: Mapping[Node, str]) -> dict[Node, str]:
+        """The `known` nodes, and those of the numbers of a row and of a key."""
+        of_rows = {at: f"of_row.x[{n}]" for n, at in enumerate(self.of_rows)}
+        return {**known, **of_rows} | {at: f"of_key.x[{n}]" for n, at in enumerate(self.of_keys)}
+
+    def _scores(self, arrays: Mapping[str, tuple[int, str]], wanted: Collection[str], known: Mapping[Node, str]) -> str:
+        """The function of scores, after the structs of the numbers of a row and of a key."""
+        if self.score is None or self.by_s is None:
+            return ""
+        value, slope = self.score, self.by_s
+
+        def both(writer: Writer) -> list[str]:
+            return [f"by_s = {writer.text(slope)};", f"return {writer.text(value)};"]
+
+        lines = body([value, slope], arrays, both, self._with_points(known), tables=self._rows)
+        return self._points(arrays, known) + f"{SCORE_FUNCTION} {{\n{lines}}}\n"
+
+    def _derivatives(
+        self,
+        arrays: Mapping[str, tuple[int, str]],
+        wanted: Collection[str],
+        summed: Collection[str],
+        known: Mapping[Node, str],
+    ) -> str:
+        """The functions for gradients of `wanted` arrays, which follow from those of `summed` arrays and tables."""
+        reads = self._reads(arrays, summed)
+        numbers, kinds, constant = (", ".join(str(int(read[n])) for read in reads) or "0" for n in range(3))
+        has_sums = ", ".join(str(int(name in wanted or name in summed)) for name in arrays)
+        of_array = "CUFLASH_DEVICE constexpr {} {}(int read) {{ constexpr int of[] = {{{}}}; return of[read]; }}\n"
+        cases = "".join(
+            f"  if (array == {arrays[name][0]}) score_put({ELEMENTS[arrays[name][1]]}(), data, at, value);\n"
+            for name in self.differentiable
+            if name in wanted
+        )
+        return (
+            f"constexpr int kNumReads = {len(reads)};\n"
+            + of_array.format("int", "array_of_read", numbers)
+            + of_array.format("int", "kind_of_read", kinds)
+            + of_array.format("bool", "has_constant_derivative", constant)
+            + of_array.format("bool", "has_sums", has_sums).replace("read", "array")
+            + f"constexpr bool kDerivativesReadS = {str(self.derivatives_read_s(summed)).lower()};\n"
+            + f"template <class Visit>\nCUFLASH_DEVICE void score_derivatives({OF_HEAD}, {OF_POINTS}, {PAIR}, "
+            + "Real& by_s, Visit visit) {\n"
+            + self._visits(arrays, summed, known)
+            + f"}}\nCUFLASH_DEVICE void factors_of_reads({OF_HEAD}, const Captured* arrays, int head, int batch, "
+            + "Real* of_read) {\n"
+            + self._factors(arrays, summed, known)
+            + "}\nCUFLASH_DEVICE void store_gradient(int array, void* data, i64 at, Real value) {\n"
+            + cases
+            + "}\n"
+        )
+
+    def _reads(self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str]) -> list[tuple[int, int, bool]]:
+        """For each read of a `summed` array: the array, the kind, and whether the derivative is a constant."""
+        return [
+            (
+                arrays[name][0],
+                KINDS_OF_READS.get(index_class(load.at), PAIR_READ),
+                factored(load.derivative).rest is ONE,
+            )
+            for name in summed
+            for load in self.loads[name]
+        ]
+
+    def _visits(self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str], known: Mapping[Node, str]) -> str:
+        """The body of a function that computes the derivative by s and visits those by the reads of `summed` arrays."""
+        reads = [(name, load) for name in summed for load in self.loads[name]]
+        own = {table.name for table in self.tables}
+        slope = ONE if self.by_s is None else self.by_s
+
+        def visits(writer: Writer) -> list[str]:
+            lines = [f"by_s = {writer.text(slope)};"]
+            for number, (name, load) in enumerate(reads):
+                array, indices = f"arrays[{arrays[name][0]}]", writer.indices(load.at)
+                place = f"score_place<0>({array}, (i64)0{indices})"
+                if name in own:
+                    place = f"place_in_table({array}{indices})"
+                lines.append(f"visit(Integer<{number}>{{}}, {place}, {writer.text(rests[number])});")
+            return lines
+
+        rests = [factored(load.derivative).rest for _, load in reads]
+        roots = [slope, *(index for _, load in reads for index in load.at.args), *rests]
+        return body(roots, arrays, visits, self._with_points(known), tables=self._rows)
+
+    def _factors(
+        self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str], known: Mapping[Node, str]
+    ) -> str:
+        """The body of a function that computes, for each read, the factor of its derivatives."""
+        factors = [factored(load.derivative).factor for name in summed for load in self.loads[name]]
+        return body(
+            factors,
+            arrays,
+            lambda writer: [f"of_read[{n}] = {writer.text(factor)};" for n, factor in enumerate(factors)],
+            known,
+            tables=self._rows,
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def program_of(score: ScoreFunction | None, mask: Traced | None, arrays: tuple[tuple[str, int, str], ...]) -> Program:
+    """The program of functions for arrays with these numbers of axes and dtypes.
+
+    Raises TypeError or ValueError if the arrays do not fit the functions.
+    """
+    visible = None if mask is None else _with_kinds(mask, _by_name(arrays))
+    return with_derivatives(None, visible, arrays) if score is None else score.program(visible, arrays)
+
+
+def with_derivatives(score: Node | None, mask: Node | None, arrays: tuple[tuple[str, int, str], ...]) -> Program:
+    """The program of expressions with kinds."""
+    by_s = None
+    loads: dict[str, tuple[Loaded, ...]] = {}
+    if score is not None:
+        by_name = {name: [at for at in loads_of(score, name) if at.kind == "float"] for name, _, _ in arrays}
+        reads = [at for found in by_name.values() for at in found]
+        by_s, *slopes = derivatives(score, [node("input", (), "s", "float"), *reads])
+        of_load = dict(zip(reads, slopes, strict=True))
+        loads = {
+            name: tuple(Loaded(at=at, derivative=of_load[at]) for at in found)
+            for name, found in by_name.items()
+            if found
+        }
+    return Program(score=score, mask=mask, by_s=by_s, arrays=arrays, loads=loads)
+
+
+def index_class(load: Node) -> str:
+    """How an array is read: "head" (or batch, or a constant), "i", "j", "i - j", "i, j" or "gather"."""
+    by_difference = {at for at in in_order(load.args) if _is_difference(at)}
+    used = _inputs_outside(load.args, by_difference)
+    if "s" in used:
+        return "gather"
+    if not used & {"i", "j"}:
+        return "i - j" if by_difference else "head"
+    if by_difference or used >= {"i", "j"}:
+        direct = [arg for arg in load.args if arg.op == "input" and arg.payload in ("i", "j")]
+        others = [arg for arg in load.args if arg not in direct]
+        of_others = {at.payload for at in in_order(others) if at.op == "input"}
+        return "i, j" if len(direct) == 2 and not of_others & {"i", "j"} else "gather"
+    return "i" if "i" in used else "j"
+
+
+def _is_difference(at: Node) -> bool:
+    names = [arg.payload for arg in at.args if arg.op == "input"]
+    return at.op in ("sub", *COMPARISONS) and sorted(map(str, names)) == ["i", "j"]
+
+
+def _inputs_outside(roots: Sequence[Node], apart: set[Node]) -> set[str]:
+    """The inputs that nodes depend on by other ways than through the nodes `apart`."""
+    found, pending, seen = set(), list(roots), set()
+    while pending:
+        at = pending.pop()
+        if at in apart or at in seen:
+            continue
+        seen.add(at)
+        if at.op == "input":
+            found.add(str(at.payload))
+        pending += at.args
+    return found

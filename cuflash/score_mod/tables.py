@@ -1,0 +1,138 @@
+"""Tables of parts of a score that take few values, and their CUDA text: each is filled before the main kernel.
+
+A part that follows from i - j alone, from i or from j, and from the head and the batch entry, has a value for each
+diagonal, query or key. `cuflash.score_mod.hoisting` finds such parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cuflash.score_mod.codegen import ELEMENTS, Writer, body
+from cuflash.score_mod.nodes import Kind, Node, node
+
+By = Literal["i", "j", "i - j"]
+# Kernels compute whole tiles of pairs: they may read so many rows past the last row, and keys past the last key.
+MARGIN = 256
+LINE = 32  # a row of a table is made of lines of so many entries, and a warp fills each
+AXES = 3  # batch entries, heads and places
+_PLACE = "const Captured* arrays, int batch, int head, int place"  # in CUDA text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """One way in which an expression reads an array of real numbers: the node, and the derivative by it."""
+
+    at: Node
+    derivative: Node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """The values of a part of a score, for each i - j, each i or each j.
+
+    Attributes
+    ----------
+    name : str
+        Used like the name of a captured array. It is no identifier, so that no array of a caller has it.
+    of : Node
+        The part, with kinds.
+    by : {"i", "j", "i - j"}
+    of_batch, of_head : bool
+        Whether the part differs between batch entries, and between heads.
+    dtype : str
+    loads : mapping of str to tuple of Loaded
+        By the name of an array of real numbers, how the part reads it.
+    """
+
+    name: str
+    of: Node
+    by: By
+    of_batch: bool
+    of_head: bool
+    dtype: str
+    loads: Mapping[str, tuple[Loaded, ...]]
+
+    @property
+    def load(self) -> Node:
+        """How the score reads it."""
+        i, j, head, batch = (node("input", (), name, "int") for name in ("i", "j", "head", "batch"))
+        zero = node("constant", (), 0, "int")
+        place = {"i": i, "j": j, "i - j": node("sub", (i, j), None, "int")}[self.by]
+        indices = (batch if self.of_batch else zero, head if self.of_head else zero, place)
+        return node("load", indices, self.name, self.of.kind)
+
+    def size(self, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int, int]:
+        """Batch entries, heads and places that it has for such a problem."""
+        rows, keys = seqlen_q + MARGIN, seqlen_k + MARGIN
+        places = {"i": rows, "j": keys, "i - j": rows + keys}[self.by]
+        return batch if self.of_batch else 1, num_heads if self.of_head else 1, -(-places // LINE) * LINE
+
+    def first(self, seqlen_k: int) -> int:
+        """The place of its first entry."""
+        return -(seqlen_k + MARGIN) if self.by == "i - j" else 0
+
+    def reads(self, names: Collection[str]) -> bool:
+        """Whether it changes with real numbers of any of these arrays."""
+        return any(name in names for name in self.loads)
+
+    def field(self, array: int) -> str:
+        """CUDA text: the member of OfHead that points to place 0 of the table's row for a head."""
+        return f"const StoredAs<{ELEMENTS[self.dtype]}>::Type* table{array}"
+
+    def row_of_head(self, array: int) -> str:
+        """CUDA text: the value of that member, where the table has this number among the arrays."""
+        return f"row_of_table<{ELEMENTS[self.dtype]}>(arrays[{array}], batch, head)"
+
+    @property
+    def spelled(self) -> str:
+        """Its name and its indices."""
+        axes = (("batch", self.of_batch), ("head", self.of_head), (self.by, True))
+        return f"{self.name}[{', '.join(name for name, on in axes if on)}]"
+
+
+def dtype_of(kind: Kind, real: str) -> str:
+    """The dtype of a table of numbers of this kind; real numbers have the dtype of the softmax, `real`."""
+    return {"bool": "bool", "int": "int32", "float": real}[kind]
+
+
+def filling_text(tables: Sequence[Table], arrays: Mapping[str, tuple[int, str]], wanted: Collection[str]) -> str:
+    """CUDA text: the functions that fill tables, and those that lead their gradients on to the `wanted` arrays."""
+    numbers = ", ".join(str(arrays[table.name][0]) for table in tables)
+    text = f"constexpr int kNumTables = {len(tables)};\n"
+    text += f"CUFLASH_DEVICE constexpr int array_of_table(int table) {{ constexpr int of[] = {{{numbers}}}; "
+    text += "return of[table]; }\n"
+    for number, table in enumerate(tables):
+        text += _filling(number, table, arrays)
+        text += _leading_on(number, table, arrays, wanted) if table.reads(wanted) else ""
+    return text
+
+
+def _filling(number: int, table: Table, arrays: Mapping[str, tuple[int, str]]) -> str:
+    of = table.of
+    head = f"CUFLASH_DEVICE void fill_table(Integer<{number}>, void* data, i64 at, {_PLACE}) {{\n{_pair(table)}"
+    stored = f"((StoredAs<{ELEMENTS[table.dtype]}>::Type*)data)[at]"
+    return head + body([of], arrays, lambda writer: [f"{stored} = {writer.text(of)};"], exact=True) + "}\n"
+
+
+def _leading_on(number: int, table: Table, arrays: Mapping[str, tuple[int, str]], wanted: Collection[str]) -> str:
+    reads = [(name, load) for name, loads in table.loads.items() if name in wanted for load in loads]
+    head = f"template <class Visit>\nCUFLASH_DEVICE void lead_on(Integer<{number}>, {_PLACE}, Visit visit) {{\n"
+    roots = [*(index for _, load in reads for index in load.at.args), *(load.derivative for _, load in reads)]
+
+    def visits(writer: Writer) -> list[str]:
+        lines = []
+        for name, load in reads:
+            place = f"score_place<0>(arrays[{arrays[name][0]}], (i64)0{writer.indices(load.at)})"
+            lines.append(f"visit({arrays[name][0]}, {place}, {writer.text(load.derivative)});")
+        return lines
+
+    return head + _pair(table) + body(roots, arrays, visits, exact=True) + "}\n"
+
+
+def _pair(table: Table) -> str:
+    """CUDA text: i and j of a pair that the place of an entry belongs to."""
+    pairs = {"i": "i = place, j = 0", "j": "i = 0, j = place", "i - j": "i = place > 0 ? place : 0, j = i - place"}
+    return f"  const int {pairs[table.by]};\n  (void)i, (void)j;\n"

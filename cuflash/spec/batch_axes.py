@@ -1,0 +1,518 @@
+"""Leading axes: how any number of axes before the heads becomes the one batch axis of a pass.
+
+The leading axes of q, k and v broadcast as those of `numpy.matmul` do, and those of all other arrays broadcast to the
+result. Axes that every array steps through by one stride become one batch axis, a view. If some array cannot do so,
+because it broadcasts along one of two axes or because its strides do not fit together, the longest run of axes that do
+merge is the batch of a call, and there is a call for each index of the other axes. Each call works on views. If a
+result is a sum over several calls, their parts are added in the order of the calls, in the dtype of the softmax.
+
+Dropout and functions of the caller count batch entries, so one call has to see all entries, and arrays whose axes do
+not merge are copied for it. Small terms are copied, too, instead of making more calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from cuflash.arrays.array_info import (
+    FLOAT8,
+    broadcasts,
+    check_array,
+    check_shape,
+    how_to_give_keys,
+    numpy_dtype,
+    softmax_dtype_of,
+)
+from cuflash.arrays.checks import counted, value_error
+from cuflash.arrays.dlpack import check_distinct, module_of, overlap
+from cuflash.arrays.fp8 import on_bits
+from cuflash.spec.binding import INPUTS
+from cuflash.spec.inputs import BROADCAST, DEFAULT_NEED, OF_NUMBERS, TERMS
+from cuflash.spec.options import Options
+
+Array = Any  # of NumPy or CuPy
+
+# Terms with at most a sixteenth of the elements of q, such as masks of keys, are copied to save calls.
+SMALL = 16
+# Numbers of axes that are not leading ones; arrays over head dimensions may lack the first of these.
+_OVER_HEAD_DIMENSIONS = (*INPUTS, "out", "dout", *DEFAULT_NEED)
+_OF_TERMS = {term.name: term.own_axes for term in TERMS if term.own_axes is not None}
+_BROADCAST = tuple(name for name, own in _OF_TERMS.items() if own > 1)
+_SHARED = tuple(term.name for term in TERMS if term.lacks_batch)
+# Terms that have only a few numbers for each batch entry.
+_SMALL = tuple(name for name, own in _OF_TERMS.items() if own < 2 and name not in _SHARED)
+_OWN_AXES = {
+    **dict.fromkeys(_OVER_HEAD_DIMENSIONS, 3),
+    **dict.fromkeys(("lse", "dlse"), 2),
+    **_OF_TERMS,
+    **{term.gradient: _OF_TERMS[term.name] for term in TERMS if term.part_of},
+}
+_SUMMED_BY_PASS = tuple(term.name for term in TERMS if term.may_lack_batch)
+_FULL = {"out": 3, "dout": 3, "lse": 2, "dlse": 2}
+# Arrays that `is_plain` looks at beside q, k and v; those with None exclude leading axes.
+_OF_ENTRIES = {**_FULL, **{term.name: term.own_axes for term in TERMS if term.name not in _BROADCAST}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """How a call goes through its leading axes; axes are numbered from the first leading axis of the scores."""
+
+    lengths: tuple[int, ...]
+    inner: tuple[int, ...]  # axes that are the batch of each call
+    outer: tuple[int, ...]  # axes with a call for each of their indices
+    blocking: tuple[str, ...]  # arrays because of which there are outer axes
+    copied: tuple[str, ...]  # arrays of which calls get copies
+    sums: tuple[str, ...]  # gradients that are added up over calls or entries, outside of the passes
+    parts: tuple[str, ...]  # results that calls do not write in place: `sums`, and others without one batch stride
+    shapes: Mapping[str, tuple[int, ...]]  # of out and lse
+
+    @property
+    def batch(self) -> int:
+        """How many batch entries a call has."""
+        return math.prod(self.lengths[axis] for axis in self.inner)
+
+    @property
+    def calls(self) -> int:
+        """How many calls there are."""
+        return math.prod(self.lengths[axis] for axis in self.outer)
+
+    def describe(self) -> str:
+        """The text of a plan on these axes."""
+        text = f"leading axes {self.lengths}: {counted(self.calls, 'call')} with a batch of {self.batch}"
+        if self.calls != 1:
+            text += f", because {', '.join(self.blocking)} cannot step through all of them by one stride"
+        if self.copied:
+            text += f"; {', '.join(self.copied)} copied with all entries of the batch"
+        if self.sums:
+            text += f"; {', '.join(self.sums)} added up over what broadcasts, in the dtype of lse"
+        return text
+
+
+def axes_of(options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> Axes | None:
+    """How the leading axes of a call become a batch; None if one pass takes the arrays as they are.
+
+    `arrays` are those of a pass by name, where None stands for an absent one; `results` are the names of its results.
+
+    Raises ValueError if leading axes do not broadcast, or if the shape of an array does not follow from the others.
+    """
+    if is_plain(arrays):
+        return None
+    likes = tuple((name, tuple(x.shape), tuple(x.strides)) for name, x in arrays.items() if x is not None)
+    counts_entries = bool(options.dropout or options.score or options.mask_function)
+    return _axes_of(options.layout, counts_entries, likes, results)
+
+
+def is_plain(arrays: Mapping[str, Any]) -> bool:
+    """Whether one pass takes all arrays with a batch axis as they are. This check takes 1 us of each call."""
+    others = [(name, x.shape) for name, x in arrays.items() if x is not None and name in _OF_ENTRIES]
+    q, k, v = arrays["q"].shape, arrays["k"].shape, arrays["v"].shape
+    batch = q[0] if len(q) == 4 else 1
+    is_plain = len(q) == len(k) == len(v) <= 4 and (len(q) < 4 or batch == k[0] == v[0])
+    for name, shape in others:
+        own = _OF_ENTRIES[name]
+        if own is None:
+            return True
+        if name in _FULL:
+            is_plain = is_plain and (len(q) < 4 or (len(shape) == 1 + own and shape[0] == batch))
+        elif len(shape) == 1 + own and shape[0] == 1:  # one pass takes an axis of length 1 if that is the batch
+            is_plain = is_plain and batch == 1 and name not in _SHARED
+        elif name == "kv_lengths":
+            is_plain = is_plain and len(shape) > 0
+    return is_plain
+
+
+@functools.lru_cache(maxsize=256)
+def _axes_of(
+    layout: str,
+    counts_entries: bool,
+    likes: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...],
+    results: tuple[str, ...],
+) -> Axes:
+    shapes = {name: shape for name, shape, _ in likes}
+    lengths = _broadcast(shapes)
+    full = _full_shapes(shapes, layout, lengths)
+    _check(shapes, layout, lengths, full, results)
+    long = [axis for axis, n in enumerate(lengths) if n != 1]
+    steps = {
+        name: _steps(name, shape, strides, len(lengths))
+        for name, shape, strides in likes
+        if name in _OWN_AXES and name not in results
+    }
+    given_results = {
+        name: _steps(name, shape, strides, len(lengths)) for name, shape, strides in likes if name in results
+    }
+
+    def merges(own: tuple[int, ...], a: int, b: int) -> bool:
+        return own[a] == own[b] * lengths[b]
+
+    of_q = math.prod(shapes["q"][-3:])
+    small = {
+        name for name in steps if name in _SMALL or (name in _BROADCAST and _size(name, shapes[name]) * SMALL <= of_q)
+    }
+    if counts_entries or 0 in lengths:
+        runs = [long]
+    else:
+        walking = [own for name, own in (steps | given_results).items() if name not in small]
+        runs = [long[:1]]
+        for a, b in itertools.pairwise(long):
+            if all(merges(own, a, b) for own in walking):
+                runs[-1].append(b)
+            else:
+                runs.append([b])
+    inner = max(reversed(runs), key=lambda run: math.prod(lengths[axis] for axis in run))
+    outer = [axis for axis in long if axis not in inner]
+    apart = [(a, b) for a, b in itertools.pairwise(long) if a in outer or b in outer]
+    within = list(itertools.pairwise(inner))
+    blocking = tuple(
+        name
+        for name, own in (steps | given_results).items()
+        if name not in small and any(not merges(own, a, b) for a, b in apart)
+    )
+    copied = tuple(name for name, own in steps.items() if any(not merges(own, a, b) for a, b in within))
+    scattered = {name for name, own in given_results.items() if any(not merges(own, a, b) for a, b in within)}
+
+    def is_sum(name: str) -> bool:
+        model = name[1:]
+        if name in full or (model not in steps and name not in OF_NUMBERS):
+            return False
+        leading = len(shapes[model]) - _OWN_AXES[model] if model in shapes else 0
+        own = _aligned(shapes[model][:leading] if leading > 0 else (), len(lengths))
+        by_call = any(own[axis] == 1 for axis in outer)
+        by_entry = model in INPUTS or model in copied
+        return by_call or (by_entry and any(own[axis] == 1 for axis in inner))
+
+    sums = tuple(name for name in results if is_sum(name))
+    return Axes(
+        lengths=lengths,
+        inner=tuple(inner),
+        outer=tuple(outer),
+        blocking=blocking,
+        copied=copied,
+        sums=sums,
+        parts=tuple(name for name in results if name in sums or name in scattered or name[1:] in copied),
+        shapes=full,
+    )
+
+
+def _broadcast(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """The lengths of the leading axes of q, k and v after broadcasting."""
+    lengths: tuple[int, ...] = ()
+    for name in INPUTS:
+        if len(shapes[name]) < 2:
+            expected = "an array of two axes or more, (..., heads, seqlen, head_dim)"
+            raise value_error(name, f"{len(shapes[name])}-D shape {shapes[name]}", expected)
+        own = shapes[name][:-3]
+        count = max(len(own), len(lengths))
+        pairs = list(zip(_aligned(own, count), _aligned(lengths, count), strict=True))
+        if any(a != b and 1 not in (a, b) for a, b in pairs):
+            expected = f"leading axes that broadcast with {lengths}, which those before it have"
+            raise value_error(name, f"leading axes {own} in shape {shapes[name]}", expected)
+        lengths = tuple(b if a == 1 else a for a, b in pairs)
+    return lengths
+
+
+def _aligned(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
+    return (1,) * (count - len(shape)) + shape
+
+
+def _axis_of_rows(shape: tuple[int, ...], layout: str) -> int:
+    return -3 if layout == "bshd" and len(shape) > 2 else -2
+
+
+def _full_shapes(
+    shapes: Mapping[str, tuple[int, ...]], layout: str, lengths: tuple[int, ...]
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of out and lse, and of their gradients."""
+    q, has_heads = shapes["q"], max(len(shapes[name]) for name in INPUTS) > 2
+    heads = (q[-2 if layout == "bshd" else -3] if len(q) > 2 else 1,) if has_heads else ()
+    seqlen = q[_axis_of_rows(q, layout)]
+    order = (seqlen, *heads) if layout == "bshd" else (*heads, seqlen)
+    out, lse = (*lengths, *order, shapes["v"][-1]), (*lengths, *heads, seqlen)
+    return {"out": out, "dout": out, "lse": lse, "dlse": lse}
+
+
+def _check(
+    shapes: Mapping[str, tuple[int, ...]],
+    layout: str,
+    lengths: tuple[int, ...],
+    full: Mapping[str, tuple[int, ...]],
+    results: tuple[str, ...],
+) -> None:
+    """Check the shapes that the calls cannot check, because each sees only a part of the axes."""
+    heads = full["lse"][len(lengths) : -1] or (1,)
+    seqlen_k = shapes["k"][_axis_of_rows(shapes["k"], layout)]
+    for name, shape in shapes.items():
+        if name in results or name in INPUTS or name not in _OWN_AXES:
+            continue
+        if name in full:
+            check_shape(name, shape, full[name])
+            continue
+        own = _OWN_AXES[name]
+        lead = shape[: max(len(shape) - own, 0)]
+        if name in _BROADCAST:
+            of_scores = name in ("bias", "mask")
+            target = (*heads, full["lse"][-1], seqlen_k) if of_scores else shape[len(lead) :]
+            is_right = broadcasts(shape[len(lead) :], target)
+            whole = (*lengths, *target)
+            hint = how_to_give_keys(name, shape, whole) if of_scores else ""
+            expected = f"a shape that broadcasts to {whole}{hint}"
+        else:
+            is_right = shape[len(shape) - own :] == heads[:own] and len(shape) >= own
+            expected = f"{(*lengths, *heads[:own])}, of which leading axes may be 1 or missing"
+        fits = broadcasts(lead, lengths)
+        if name in _SHARED and fits and any(n != 1 for n in lead):
+            fits, expected = False, f"{heads}, and leading axes of size 1: a head has one {name.removesuffix('s')}"
+        if not (is_right and fits):
+            raise value_error(name, f"shape {shape}", expected)
+
+
+def _size(name: str, shape: tuple[int, ...]) -> int:
+    """Elements of an array for one index of the leading axes."""
+    return math.prod(shape[max(len(shape) - _OWN_AXES[name], 0) :])
+
+
+def _steps(name: str, shape: tuple[int, ...], strides: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Strides along the leading axes; 0 along axes that the array does not have, or that have length 1 in it."""
+    leading = max(len(shape) - _OWN_AXES.get(name, len(shape)), 0)
+    own = tuple(0 if n == 1 else stride for n, stride in zip(shape[:leading], strides, strict=False))
+    return (0,) * (count - leading) + own
+
+
+# ---- Calls -----------------------------------------------------------------------------------------------------------
+
+
+class Calls:
+    """The calls that make up one call on arrays with leading axes.
+
+    Parameters
+    ----------
+    axes : Axes
+    options : Options
+    arrays : Mapping
+        The arrays of the pass by name, including results to write to; None stands for an absent one.
+    results : tuple of str
+        The names of what the pass returns.
+    xp : module
+        numpy or cupy, whose array q is.
+    gives_parts : bool
+        Whether passes can give dq, dk and dv in the dtype of the softmax (`Options.wide`). If they cannot, arrays of 16
+        bits are converted to this dtype before such gradients are summed.
+    """
+
+    def __init__(
+        self,
+        axes: Axes,
+        options: Options,
+        arrays: Mapping[str, Array],
+        results: tuple[str, ...],
+        xp: ModuleType,
+        *,
+        gives_parts: bool,
+    ) -> None:
+        self.axes = axes
+        self.options = options
+        self.results = results
+        self._xp = xp
+        self._arrays = {name: x for name, x in arrays.items() if name not in results}
+        self._given = {name: arrays.get(name) for name in results}
+        q, bias = self._arrays["q"], self._arrays.get("bias")
+        self._wide = numpy_dtype(softmax_dtype_of(q.dtype.name))
+        self._widened: tuple[str, ...] = ()
+        self._parts = axes.parts
+        if q.dtype.itemsize == 2:
+            captured = tuple(name for name in self._arrays if name not in _OWN_AXES)
+            sums = tuple(name for name in DEFAULT_NEED if name in axes.sums)
+            if sums and gives_parts and ("dq" not in sums or self._dq_is_added_up()):
+                self.options = replace(options, wide=sums)
+            elif sums:
+                self._widened = (*_OVER_HEAD_DIMENSIONS, "bias", *captured)
+                self._parts = tuple(x for x in results if x in axes.parts or x[1:] in self._widened)
+            if "dbias" in axes.sums and bias is not None and bias.dtype.itemsize == 2:
+                self._widened = (*self._widened, "bias")
+
+    def _dq_is_added_up(self) -> bool:
+        """Whether kernels add dq up in the dtype of the softmax, instead of computing it from rounded weights."""
+        return not self.options.deterministic and any(name in self.results for name in ("dk", "dv"))
+
+    def describe(self) -> str:
+        """The text of a plan on these calls."""
+        names = tuple(dict.fromkeys(name for name in self._widened if self._arrays.get(name) is not None))
+        return self.axes.describe() + (f"; {', '.join(names)} converted to it" if names else "")
+
+    def indices(self) -> Iterator[tuple[int, ...]]:
+        """For each call, an index for every leading axis; it is 0 for the axes of the batch."""
+        lengths = (n if axis in self.axes.outer else 1 for axis, n in enumerate(self.axes.lengths))
+        return itertools.product(*map(range, lengths))
+
+    def inputs(self, index: tuple[int, ...]) -> dict[str, Array]:
+        """The arrays of one call by name, without results."""
+        found = {}
+        for name, array in self._arrays.items():
+            if array is not None:
+                take = self._copy if name in self.axes.copied else self._view
+                array = on_bits(functools.partial(take, name, index=index), array)
+                if name in self._widened and array.dtype.itemsize == 2:
+                    array = array.astype(self._wide)
+            found[name] = array
+        return found
+
+    def run(self, call: Callable[[Options, dict[str, Array]], tuple[Array, ...]]) -> tuple[Array, ...]:
+        """Make all calls in order, each by `call`, and return their results together."""
+        return self.collect(lambda index, results: call(self.options, self.inputs(index) | results))
+
+    def collect(self, call: Callable[[tuple[int, ...], dict[str, Array]], tuple[Array, ...]]) -> tuple[Array, ...]:
+        """The results of all calls together: each gets its index, and arrays for those results that it can fill."""
+        found = {name: self._result(name) for name in self.results}
+        totals = {
+            name: self._module(x).zeros(x.shape, self._wide) if name in self.axes.sums else x
+            for name, x in found.items()
+        }
+        for index in self.indices():
+            own = {
+                name: None if name in self._parts or x.size == 0 else self._view(name, x, index)
+                for name, x in totals.items()
+            }
+            for name, part in zip(self.results, call(index, own), strict=True):
+                if name in self._parts:
+                    self._add(name, totals[name], part, index)
+        for name in self.axes.sums:
+            found[name][...] = totals[name]
+        return tuple(found.values())
+
+    def _add(self, name: str, total: Array, part: Array, index: tuple[int, ...]) -> None:
+        """Write the part that one call gave to its place in the result, or add it to the sum."""
+        into = self._at(name, total, index, slice(None))
+        if part.size != into.size:
+            lengths = [self.axes.lengths[axis] for axis in self.axes.inner]
+            first = len(self.axes.lengths) - self._leading(name, total)
+            own = [total.shape[axis - first] if axis >= first else 1 for axis in self.axes.inner]
+            short = tuple(i for i, n in enumerate(own) if n == 1)
+            part = part.reshape(*lengths, *part.shape[1:]).sum(axis=short)
+        if name in self.axes.sums:
+            into += part.reshape(into.shape)
+        else:
+            into[...] = part.reshape(into.shape)
+
+    # ---- arrays
+
+    def _module(self, array: Array) -> ModuleType:
+        """NumPy for arrays in host memory, as streamed keys are beside queries on a device."""
+        return module_of(array) if type(array).__module__ == "numpy" else self._xp
+
+    def _result(self, name: str) -> Array:
+        """The array of a result, checked, or a new one."""
+        model = self._arrays.get(name[1:])
+        q = self._arrays["q"]
+        if name in ("out", "lse"):
+            dtype = self._wide if name == "lse" else numpy_dtype("bfloat16") if q.dtype.name in FLOAT8 else q.dtype
+            shape = self.axes.shapes[name]
+        else:
+            shape, dtype = ((), self._wide) if model is None else (tuple(model.shape), model.dtype)
+        given = self._given[name]
+        if given is None:
+            return self._module(q if model is None else model).empty(shape, dtype)
+        check_array(name, given, shape, dtype.name, is_read=False)
+        check_distinct(name, given)
+        for other, array in {**self._arrays, **self._given}.items():
+            if array is None or other == name or self._module(array) is not self._module(given):
+                continue
+            if overlap(given, array):
+                raise value_error(name, f"memory shared with {other}", "memory of its own")
+        return given
+
+    def _with_heads(self, name: str, array: Array) -> Array:
+        """The array; one over head dimensions or rows gets an axis of heads if it has none."""
+        if name in _OVER_HEAD_DIMENSIONS and array.ndim == 2:
+            return array[:, None] if self.options.layout == "bshd" else array[None]
+        return array[None] if name in ("lse", "dlse") and array.ndim == 1 else array
+
+    def _leading(self, name: str, array: Array) -> int:
+        """How many leading axes an array has."""
+        return max(array.ndim - _OWN_AXES.get(name, array.ndim), 0)
+
+    def _at(self, name: str, array: Array, index: tuple[int, ...], inner: Any) -> Array:
+        """A view at an index of the outer axes; `inner` indexes the inner ones: 0, or a slice of all."""
+        array = self._with_heads(name, array)
+        leading = self._leading(name, array)
+        axes = range(len(self.axes.lengths) - leading, len(self.axes.lengths))
+        places = [
+            inner if axis in self.axes.inner else index[axis] if n > 1 else 0
+            for axis, n in zip(axes, array.shape[:leading], strict=True)
+        ]
+        return array[tuple([*places, ...])]
+
+    def _view(self, name: str, array: Array, index: tuple[int, ...]) -> Array:
+        """The part of an array that one call sees, with the batch of the call before its own axes."""
+        if name not in _OWN_AXES:
+            return array
+        array = self._with_heads(name, array)
+        leading = self._leading(name, array)
+        if 0 in array.shape[:leading]:
+            return self._module(array).empty((0, *array.shape[leading:]), array.dtype)
+        first = len(self.axes.lengths) - leading
+        walked = [axis - first for axis in self.axes.inner if axis >= first and array.shape[axis - first] > 1]
+        part = self._at(name, array, index, 0)
+        if not walked and name.removeprefix("d") in _SUMMED_BY_PASS:
+            return part
+        stride = array.strides[walked[-1]] if walked else 0
+        as_strided = self._module(array).lib.stride_tricks.as_strided
+        return as_strided(part, (self.axes.batch, *part.shape), (stride, *part.strides))
+
+    def _copy(self, name: str, array: Array, index: tuple[int, ...]) -> Array:
+        """As `_view`, but a copy with all entries of the batch."""
+        part = self._at(name, array, index, slice(None))
+        own = part.shape[part.ndim - _OWN_AXES[name] :]
+        lengths = tuple(self.axes.lengths[axis] for axis in self.axes.inner)
+        xp = self._module(array)
+        whole = xp.broadcast_to(part, (*lengths, *own))
+        return xp.ascontiguousarray(whole).reshape(self.axes.batch, *own)
+
+
+def as_one_call(
+    options: Options, arrays: Mapping[str, Array], results: Collection[str], xp: ModuleType
+) -> Calls | None:
+    """A single call with all leading axes as its batch, which gives all results as new arrays; None without such axes.
+
+    So all ranks make the same call, however their arrays lie in memory. Those that do not merge are copied. Axes of
+    queries and keys may have any lengths: a rank has a part of them.
+    """
+    if is_plain(arrays):
+        return None
+    likes = tuple(
+        (name, (*x.shape[:-2], *(1,) * min(x.ndim, 2)) if name in BROADCAST else tuple(x.shape), tuple(x.strides))
+        for name, x in arrays.items()
+        if x is not None
+    )
+    axes = _axes_of(options.layout, True, likes, tuple(results))
+    return Calls(replace(axes, parts=tuple(results)), options, arrays, tuple(results), xp, gives_parts=False)
+
+
+class FirstCall(NamedTuple):
+    """Options and arrays of one call, and the text of a plan on its axes; empty if there are no leading axes."""
+
+    options: Options
+    arrays: dict[str, Array]
+    axes: str
+
+
+def first_call(
+    options: Options,
+    arrays: Mapping[str, Array],
+    results: Collection[str],
+    xp: ModuleType,
+    *,
+    gives_parts: bool,
+) -> FirstCall:
+    """The first of the calls that make up a call, or the call itself."""
+    names = tuple(results)
+    axes = axes_of(options, arrays, names)
+    if axes is None:
+        return FirstCall(options, dict(arrays), "")
+    calls = Calls(axes, options, arrays, names, xp, gives_parts=gives_parts)
+    return FirstCall(calls.options, calls.inputs((0,) * len(axes.lengths)), calls.describe())

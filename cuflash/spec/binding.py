@@ -1,0 +1,364 @@
+"""A binding describes a call: it has the problem, the operands as kernels see them, the results, and the copies.
+
+A binding depends only on shape, strides, dtype and address of each array, so NumPy arrays, CuPy arrays and arrays that
+do not exist yet (`Contiguous`) bind alike. Calls, plans, tuning, the command line and the emulator all start from
+`bind`, so the plan for some arrays is the plan that runs on them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypedDict
+
+import numpy as np
+
+from cuflash.arrays.array_info import (
+    FLOAT8,
+    ITEMSIZE,
+    Operand,
+    Shaped,
+    as_it_is,
+    check_array,
+    layout_of,
+    numpy_dtype,
+    rows_of,
+    user_shape,
+)
+from cuflash.arrays.checks import value_error
+from cuflash.arrays.dlpack import check_distinct
+from cuflash.spec.inputs import DEFAULT_NEED, GRADIENTS, NAMES, OF_FLOAT8, OF_NUMBERS, TERMS
+from cuflash.spec.options import Options, window_of
+from cuflash.spec.problem import Problem, check_differentiable, gradient_operand, make_problem
+from cuflash.spec.score_args import gradient_names, names_of
+
+Pass = Literal["forward", "backward"]
+
+PASSES: tuple[Pass, ...] = ("forward", "backward")
+INPUTS = ("q", "k", "v")
+# Arrays over head dimensions that a pass reads, and that it writes.
+_READ: dict[Pass, tuple[str, ...]] = {"forward": INPUTS, "backward": (*INPUTS, "out", "dout")}
+_WRITTEN: dict[Pass, tuple[str, ...]] = {"forward": ("out",), "backward": DEFAULT_NEED}
+_OVER_HEAD_DIMENSIONS = (*INPUTS, "out", "dout", *DEFAULT_NEED)
+_OVER_ROWS = ("lse", "dlse")
+_OF_TERMS = {term.gradient: term for term in TERMS if term.part_of}
+
+
+class _Named(NamedTuple):
+    """A dtype of which only name and size are known, because NumPy does not know bfloat16 by its name."""
+
+    name: str
+    itemsize: int
+
+
+class Contiguous:
+    """Shape, strides and dtype of a C-contiguous array that does not exist yet."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.strides = tuple(math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape)))
+
+
+class Layout(TypedDict, total=False):
+    """The keyword arguments of `cuflash.plan.choose_plan` that describe the arrays of a pass."""
+
+    load_bytes: int
+    store_bytes: int
+    operands: Mapping[str, Operand]
+    need: Collection[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """One pass of one problem, and how its arrays lie in memory."""
+
+    pass_: Pass
+    problem: Problem
+    operands: Mapping[str, Operand]  # arrays of the pass that are not in the problem
+    results: tuple[str, ...]  # names of what the pass returns
+    allocated: tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...]  # results for which the caller gives no array
+    copied: tuple[str, ...]  # arrays over head dimensions whose rows are not contiguous: kernels get contiguous copies
+    load_bytes: int  # widest access that is aligned at every row of all arrays that the pass reads
+    store_bytes: int  # the same for arrays that the pass writes
+
+    @property
+    def layout(self) -> Layout:
+        """Keyword arguments of `cuflash.plan.choose_plan`."""
+        layout = Layout(load_bytes=self.load_bytes, store_bytes=self.store_bytes, operands=self.operands)
+        if self.pass_ == "backward":
+            layout["need"] = self.results
+        return layout
+
+
+def bind(
+    pass_: Pass,
+    options: Options,
+    arrays: Mapping[str, Shaped | None],
+    *,
+    need: Collection[str] = DEFAULT_NEED,
+    address_of: Callable[[Any], int] | None = None,
+) -> Binding:
+    """Validate the arrays of one pass against each other, and find how they lie in memory.
+
+    Parameters
+    ----------
+    pass_ : {"forward", "backward"}
+    options : Options
+    arrays : Mapping
+        By name: q, k, v and those of `cuflash.spec.inputs`, out and lse, and for the backward pass dout, dlse and the
+        gradients. None stands for an absent one. If results are absent, or dout, out and lse of a backward pass that is
+        only planned, they are assumed to be C-contiguous and aligned.
+    need : collection of str
+        Gradients that the backward pass returns; those with an array are returned too.
+    address_of : callable, optional
+        A function that gives the address of the first element of an array. Without it, all arrays are assumed to be
+        aligned to 16 bytes.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `make_problem` does; also if the shape or dtype of an array does not follow from the problem, if elements of
+        a result share memory, or if the elements of an array are not aligned to their size.
+    """
+    given = {name: array for name, array in arrays.items() if array is not None}
+    q, k, v = (given[name] for name in INPUTS)
+    captured = {name: given[name] for name in names_of(options)}
+    problem = make_problem(options, q, k, v, captured=captured, **{name: given.get(name) for name in NAMES})
+    if pass_ == "backward":
+        check_differentiable(problem)
+    results: tuple[str, ...] = ("out", "lse")
+    if pass_ == "backward":
+        results = tuple(name for name in problem.gradients if name in need or name in given)
+        _check_captured_gradients(problem, (*need, *given))
+    for name, array in given.items():
+        if name not in (*INPUTS, *NAMES, *captured):
+            shape, dtype = _expected(name, problem, given)
+            check_array(name, array, shape, dtype, is_read=name not in results)
+        if name in results:
+            check_distinct(name, array)
+
+    allocated = {name: _contiguous(name, problem, given) for name in results if name not in given}
+    read = {name: _contiguous(name, problem, given) for name in (*_READ[pass_], "lse") if name not in given | allocated}
+    lying = read | allocated | given
+    addresses = {name: 0 for name in lying}
+    if address_of is not None:
+        addresses |= {name: address_of(array) for name, array in given.items()}
+        for name in given:
+            _check_aligned(name, given[name], addresses[name])
+    copied = tuple(name for name in _OVER_HEAD_DIMENSIONS if name in given and _is_scattered(given[name]))
+    for name in copied:
+        lying[name], addresses[name] = Contiguous(tuple(given[name].shape), given[name].dtype), 0
+    apart = (*NAMES, *OF_NUMBERS, *captured)
+    operands = {name: _operand(name, x, problem) for name, x in lying.items() if name not in apart}
+    for name in operands.keys() & set(_OVER_HEAD_DIMENSIONS):
+        operands[name] = replace(operands[name], alignment=math.gcd(16, addresses[name]))
+    if address_of is not None and not {"k", "v"} & set(copied):
+        operands["v"] = replace(operands["v"], in_k=is_in_k(k, v, addresses["k"], addresses["v"]))
+    problem = replace(problem, q=operands.pop("q"), k=operands.pop("k"), v=operands.pop("v"))
+    if problem.bias is not None:
+        problem = replace(problem, bias=replace(problem.bias, alignment=math.gcd(16, addresses["bias"])))
+    load_bytes, store_bytes = widest_accesses(problem, pass_, operands, results)
+    return Binding(
+        pass_=pass_,
+        problem=problem,
+        operands=operands,
+        results=results,
+        allocated=tuple((name, array.shape, array.dtype) for name, array in allocated.items()),
+        copied=copied,
+        load_bytes=load_bytes,
+        store_bytes=store_bytes,
+    )
+
+
+def assumed(problem: Problem, pass_: Pass, given: Mapping[str, Operand]) -> dict[str, Operand]:
+    """The operands of a pass: those that are `given`, and assumed ones, for which only the problem is known.
+
+    Assumed operands are contiguous, except gradients of terms, which have the layout of their terms.
+    """
+    operands = dict(given)
+    for name in (*_READ[pass_], *_WRITTEN[pass_]):
+        if name not in INPUTS and name not in operands:
+            dtype = problem.dtype_of(name)
+            array = Contiguous(_shape(name, problem), _Named(dtype, ITEMSIZE[dtype]))
+            operands[name] = layout_of(array, problem.layout)
+    for name, term in _OF_TERMS.items():
+        if name not in operands:
+            operand = getattr(problem, term.name)
+            if operand is not None:
+                operands[name] = operand
+    return operands
+
+
+def widest_accesses(
+    problem: Problem, pass_: Pass, operands: Mapping[str, Operand], need: Collection[str] = DEFAULT_NEED
+) -> tuple[int, int]:
+    """The widest accesses that are aligned for all arrays that a pass reads, and for all that it writes."""
+    written = [name for name in _WRITTEN[pass_] if pass_ == "forward" or name in need]
+    both = (_found(names, problem, operands) for names in (_READ[pass_], written))
+    load, store = (access_bytes(found, *(operand.alignment for operand in found)) for found in both)
+    return load, store
+
+
+def is_in_k(k: Shaped, v: Shaped, of_k: int, of_v: int) -> bool:
+    """Whether v is a view of the first columns of k; `of_k` and `of_v` are their addresses."""
+    return of_k == of_v and k.strides == v.strides and v.shape[-1] <= k.shape[-1]
+
+
+def over_head_dimensions(pass_: Pass) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Arrays over head dimensions that a pass reads, and that it may write."""
+    return _READ[pass_], _WRITTEN[pass_]
+
+
+def of_pass(pass_: Pass, arrays: Mapping[str, Any], options: Options) -> dict[str, Any]:
+    """Those of the arrays of both passes that are arguments of one pass."""
+    own = ("out", "lse") if pass_ == "forward" else ("dout", "out", "lse", "dlse", *GRADIENTS, *gradient_names(options))
+    return {name: array for name, array in arrays.items() if name in (*INPUTS, *NAMES, *names_of(options), *own)}
+
+
+@functools.lru_cache(maxsize=256)
+def planned_length(seqlen_k: int) -> int:
+    """The number of keys for which a forward pass of `seqlen_k` keys is planned: up to an eighth (or 127) more.
+
+    So a cache that grows by one key per call is planned anew once in 128 calls, or less often if it is long.
+    """
+    step = max(128, 1 << max(seqlen_k.bit_length() - 4, 0))
+    return -(-seqlen_k // step) * step
+
+
+# The arrays of a forward pass whose axis of keys may be longer in the next call, that axis, the number of keys, and
+# those properties of the number that a plan depends on.
+Growing = tuple[tuple[str, ...], int, int, tuple[Any, ...]]
+FIXED: Growing = ((), 0, 0, ())
+_K_AND_V, _TABLE = ("k", "v"), ("block_table",)
+_OVER_KEYS = tuple(term.name for term in TERMS if term.has_keys)
+
+
+def growing_keys(options: Options, arrays: Mapping[str, Any]) -> Growing:
+    """What may grow in a forward pass. This takes a tenth of the time of a call, so it leaves all checks to `bind`.
+
+    The answer is `FIXED` if an array beside k, v and the block table has an axis of keys, if shapes do not fit, or if
+    the axis of keys has length 1, because the stride of such an axis says nothing about longer ones.
+    """
+    if options.score or options.mask_function:
+        return FIXED
+    for name in _OVER_KEYS:
+        if arrays[name] is not None:
+            return FIXED
+    for name in OF_FLOAT8:
+        scale = arrays.get(name)
+        if scale is not None and scale.shape[-1:] not in ((), (1,)):
+            return FIXED
+    q, k, v, table = arrays["q"].shape, arrays["k"].shape, arrays["v"].shape, arrays["block_table"]
+    axis = len(k) - (3 if len(k) > 2 and options.layout == "bshd" else 2)
+    if not 2 <= len(q) == len(k) == len(v) or k[axis] != v[axis]:
+        return FIXED
+    names: tuple[str, ...] = _K_AND_V
+    seqlen_q, seqlen_k = q[axis], k[axis]
+    if table is not None:
+        table = table.shape
+        if len(table) != 2 or table[1] < 2:
+            return FIXED
+        names, axis, seqlen_k = _TABLE, 1, table[1] * seqlen_k
+    elif seqlen_k < 2:
+        return FIXED
+    if options.window is None and options.causal != "top_left" and options.diagonal is None:
+        return names, axis, seqlen_k, (planned_length(seqlen_k),)
+    # The number of keys may decide whether a bound hides anything.
+    return names, axis, seqlen_k, (planned_length(seqlen_k), *window_of(options, seqlen_q, seqlen_k))
+
+
+def access_bytes(operands: tuple[Operand, ...], *addresses: int) -> int:
+    """Widest access of 16, 8, 4 or 2 bytes that is aligned at every row of every operand, at these addresses.
+
+    If k and v have numbers of one byte, an access of equally many of them is aligned; 16 bytes mean 16 for these, too.
+    """
+    of_float8 = [operand.dtype in FLOAT8 for operand in operands]
+    if any(of_float8):
+        size = max(2, *(ITEMSIZE[operand.dtype] for operand in operands))  # out has 2 bytes at least
+        kinds: list[int] = []
+        for kind in (True, False):
+            some = tuple(x for x, is_of_it in zip(operands, of_float8, strict=True) if is_of_it == kind)
+            places = [x for x, is_of_it in zip(addresses, of_float8, strict=False) if is_of_it == kind]
+            kinds.append(_aligned_bytes(some, places))
+        narrow, others = kinds
+        return min(others, narrow if narrow == 16 else min(8, narrow * size))
+    return _aligned_bytes(operands, addresses)
+
+
+def _aligned_bytes(operands: tuple[Operand, ...], addresses: Iterable[int]) -> int:
+    alignment = math.gcd(16, *addresses)
+    for operand in operands:
+        for size, stride in zip(operand.shape[:3], operand.strides[:3], strict=True):
+            if size > 1:
+                alignment = math.gcd(alignment, abs(stride) * ITEMSIZE[operand.dtype])
+    return alignment
+
+
+def _found(names: Iterable[str], problem: Problem, operands: Mapping[str, Operand]) -> tuple[Operand, ...]:
+    """The operands of these names, from the pass or from the problem."""
+    return tuple(operands.get(name) or getattr(problem, name) for name in names)
+
+
+def _shape(name: str, problem: Problem) -> tuple[int, ...]:
+    """Shape of an array over head dimensions that is not an input, as the caller sees it."""
+    if name in ("out", "dout"):
+        return problem.out_shape
+    batch, heads, seqlen, dim = getattr(problem, name.removeprefix("d")).shape
+    return user_shape(batch, heads, seqlen, dim, problem.ndim, problem.layout)
+
+
+def _expected(name: str, problem: Problem, given: Mapping[str, Shaped]) -> tuple[tuple[int, ...], str]:
+    """The shape and dtype that an array must have in this problem."""
+    if name in _OVER_ROWS:
+        return problem.lse_shape, problem.softmax_dtype
+    if name in OF_NUMBERS:
+        return (), problem.softmax_dtype
+    if name in _OF_TERMS or name in problem.captured_gradients:
+        model = given[name[1:]]
+        return tuple(model.shape), model.dtype.name
+    return _shape(name, problem), problem.dtype_of(name)
+
+
+def _check_captured_gradients(problem: Problem, names: Iterable[str]) -> None:
+    """Refuse gradients of arrays that the score reads if they do not hold real numbers."""
+    for name in names:
+        if problem.score is not None and name[1:] in problem.score.arrays and name not in problem.gradients:
+            dtype = dict(problem.captured)[name[1:]].dtype
+            raise value_error("need", f"{name} of an array of {dtype}", "gradients of real numbers")
+
+
+def _contiguous(name: str, problem: Problem, given: Mapping[str, Shaped]) -> Contiguous:
+    """A stand-in for an array that is not given. NumPy does not know the name bfloat16, so q gives this dtype."""
+    shape, dtype = _expected(name, problem, given)
+    q = given["q"]
+    return Contiguous(shape, q.dtype if dtype == q.dtype.name else numpy_dtype(dtype))
+
+
+def _steps(array: Shaped) -> list[int]:
+    """Bytes between neighbours, for each axis with more than one element."""
+    return [abs(stride) for n, stride in zip(array.shape, array.strides, strict=True) if n > 1]
+
+
+def _is_scattered(array: Shaped) -> bool:
+    """Whether neighbours along the last axis are not neighbours in memory."""
+    return math.prod(array.shape) > 0 and array.shape[-1] > 1 and array.strides[-1] != array.dtype.itemsize
+
+
+def _check_aligned(name: str, array: Shaped, address: int) -> None:
+    """Refuse an array whose elements are not at multiples of their size, because no GPU can read it."""
+    size = array.dtype.itemsize
+    if math.prod(array.shape) and math.gcd(address, *_steps(array)) % size:
+        got = f"address {address:#x} and strides {tuple(array.strides)} in bytes"
+        raise value_error(name, got, f"multiples of the {size} bytes of a {array.dtype.name}")
+
+
+def _operand(name: str, array: Shaped, problem: Problem) -> Operand:
+    """An array of the pass as kernels see it."""
+    if name in problem.captured_gradients:
+        return as_it_is(array)
+    if name in _OF_TERMS:
+        return gradient_operand(_OF_TERMS[name], problem, array)
+    return rows_of(array) if name in _OVER_ROWS else layout_of(array, problem.layout)

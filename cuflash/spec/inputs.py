@@ -1,0 +1,353 @@
+"""The optional arrays of a call, and the numbers that act on scores: a row for each.
+
+A row says what its array or number may be, how kernels see it and whether it has a gradient. Validation, operands, the
+kernels' argument, `need`, the interface and test strategies walk over the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
+
+from cuflash.arrays.array_info import Operand, softmax_dtype_of
+
+_OR_INT64 = " or int64"
+SCORES = ("batch", "num_heads", "seqlen_q", "seqlen_k")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """One optional array, named as the argument of `cuflash.FlashAttention.forward`.
+
+    Attributes
+    ----------
+    dtypes : tuple of str
+        The dtypes that it may have; "input" stands for that of q, "softmax" for that of lse.
+    hint : str
+        What a message about a wrong dtype adds.
+    shapes : tuple
+        The shapes that it may have, as names of axes. With `broadcasts` there is one, to which the array is broadcast.
+        Empty where the shape follows from more than the sizes of the problem: then `cuflash.spec.problem` checks it.
+    strides : int
+        How many strides the kernels get.
+    own_axes : int, optional
+        How many of its axes are not leading ones. None where it goes with no leading axes.
+    part_of : {"", "scores", "softmax"}
+        Whether it is a summand of the scores, or of the sum of exponentials whose logarithm is lse. Such a term has a
+        gradient, of its own shape and dtype.
+    goes_packed : bool
+        Whether it may be given with packed sequences.
+    has_keys : bool
+        Whether one of its axes is as long as there are keys, or blocks of them.
+    acts : int
+        Its place in the order in which terms act on a score; the names of kernels list options in this order. 0 for a
+        term that does not act on scores.
+    define : str
+        The macro that tells kernels of it. It is 0 where the term is absent. Where the term is given it is 1, or the
+        size of an element if its name ends with "_BYTES". Empty where kernels need to know more than that.
+    """
+
+    name: str
+    dtypes: tuple[str, ...]
+    hint: str = ""
+    shapes: tuple[tuple[str, ...], ...] = ()
+    broadcasts: bool = False
+    strides: int
+    own_axes: int | None = None
+    part_of: Literal["", "scores", "softmax"] = ""
+    goes_packed: bool = False
+    has_keys: bool = False
+    acts: int = 0
+    define: str = ""
+
+    def dtypes_beside(self, dtype: str) -> tuple[str, ...]:
+        """The dtypes that it may have beside q of a dtype."""
+        spelled = {"input": dtype, "softmax": softmax_dtype_of(dtype)}
+        return tuple(dict.fromkeys(spelled.get(x, x) for x in self.dtypes))
+
+    @property
+    def gradient(self) -> str:
+        """The name of its gradient; empty where it has none."""
+        return f"d{self.name}" if self.part_of else ""
+
+    @property
+    def may_lack_batch(self) -> bool:
+        """Whether a pass takes it without an axis for the batch, and then sums its gradient over the batch."""
+        return bool(self.own_axes)
+
+    @property
+    def lacks_batch(self) -> bool:
+        """Whether a pass takes it in no other way: all batch entries share one array."""
+        return self.may_lack_batch and bool(self.shapes) and not any("batch" in shape for shape in self.shapes)
+
+
+TERMS = (
+    Term(
+        name="bias",
+        dtypes=("input", "softmax"),
+        shapes=(SCORES,),
+        broadcasts=True,
+        strides=4,
+        own_axes=3,
+        part_of="scores",
+        has_keys=True,
+        acts=2,
+        define="CUFLASH_BIAS_BYTES",
+    ),
+    Term(
+        name="mask",
+        dtypes=("bool",),
+        hint=" (True takes part; additive terms go into bias)",
+        shapes=(SCORES,),
+        broadcasts=True,
+        strides=4,
+        own_axes=3,
+        has_keys=True,
+        acts=3,
+        define="CUFLASH_HAS_MASK",
+    ),
+    Term(name="block_mask", dtypes=("bool",), hint=" (True takes part)", strides=4, own_axes=3, has_keys=True, acts=4),
+    Term(
+        name="alibi_slopes",
+        dtypes=("softmax",),
+        shapes=(("num_heads",), ("batch", "num_heads")),
+        strides=3,
+        own_axes=1,
+        part_of="scores",
+        goes_packed=True,
+        acts=1,
+        define="CUFLASH_HAS_ALIBI",
+    ),
+    Term(
+        name="kv_lengths",
+        dtypes=("int32", "int64"),
+        shapes=(("batch",),),
+        strides=1,
+        own_axes=0,
+        acts=5,
+        define="CUFLASH_KV_LENGTHS_BYTES",
+    ),
+    Term(
+        name="sinks",
+        dtypes=("softmax",),
+        shapes=(("num_heads",),),
+        strides=1,
+        own_axes=1,
+        part_of="softmax",
+        goes_packed=True,
+        acts=6,
+        define="CUFLASH_HAS_SINKS",
+    ),
+    Term(name="cu_seqlens_q", dtypes=("int32",), hint=_OR_INT64, strides=1, goes_packed=True),
+    Term(name="cu_seqlens_k", dtypes=("int32",), hint=_OR_INT64, strides=1, goes_packed=True),
+    Term(name="block_table", dtypes=("int32",), hint=_OR_INT64, strides=2),
+    Term(name="q_scale", dtypes=("float32",), strides=3, own_axes=2, goes_packed=True),
+    Term(name="k_scale", dtypes=("float32",), strides=3, own_axes=2, goes_packed=True),
+    Term(name="v_scale", dtypes=("float32",), strides=3, own_axes=2, goes_packed=True),
+)
+NAMES = tuple(term.name for term in TERMS)
+BY_NAME: Mapping[str, Term] = {term.name: term for term in TERMS}
+ACTING = tuple(term.name for term in sorted(TERMS, key=lambda term: term.acts) if term.acts)
+# The terms over pairs of a query and a key. They broadcast along these axes.
+BROADCAST = tuple(term.name for term in TERMS if term.broadcasts)
+# The terms that have a number for each query head: they act alike in every batch entry, or have an axis for these.
+OF_HEADS = tuple(term for term in TERMS if term.part_of and not term.broadcasts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    """One option that is a number, named as the argument of `cuflash.FlashAttention`. It has a gradient.
+
+    The passes multiply products of q and k by the numbers, by the inverses of those that are positive, and by log2(e),
+    in the dtype of the softmax. So that no ordinary product overflows on the way, each of these factors is at most a
+    power of two: 2**48 in float32, 2**384 in float64. Two of them take three quarters of the exponents of the dtype,
+    and leave room for products up to 2**31 in float32.
+
+    Attributes
+    ----------
+    is_positive : bool
+        Whether it has to be greater than 0.
+    exponents : Mapping
+        A lower exponent of the largest number, for inputs of these dtypes.
+    """
+
+    name: str
+    is_positive: bool = False
+    exponents: Mapping[str, int] = field(default_factory=dict)
+
+    def range_of(self, dtype: str) -> tuple[float, float, str]:
+        """The smallest number and the largest one for inputs of a dtype, and the same in words."""
+        lowest = 384 if dtype == "float64" else 48
+        highest = self.exponents.get(dtype, lowest)
+        if self.is_positive:
+            return 2.0**-lowest, 2.0**highest, f"2**-{lowest} to 2**{highest} for {dtype} arrays"
+        return -(2.0**highest), 2.0**highest, f"-2**{highest} to 2**{highest} for {dtype} arrays"
+
+
+NUMBER_ROWS = (
+    Number(name="scale"),
+    # The kernels of 16-bit dtypes compute the tanh with an error of 1e-7, which softcap multiplies. Up to 2**16, the
+    # rounding of the weights hides the error.
+    Number(name="softcap", is_positive=True, exponents={"float16": 16, "bfloat16": 16}),
+)
+# The first always has a value. The others have one only if they are given. They are parameters of a function that acts
+# on scaled products, before the terms act.
+NUMBERS = tuple(number.name for number in NUMBER_ROWS)
+OF_FUNCTIONS = NUMBERS[1:]
+# The terms of which kernels read int32 alone. Calls convert int64, which is NumPy's integer and that of its sums.
+NARROWED = tuple(term.name for term in TERMS if term.dtypes == ("int32",))
+# The factors of q, k and v of one byte a number; their names begin with those of the arrays.
+OF_FLOAT8 = ("q_scale", "k_scale", "v_scale")
+# Options that act on scores pair by pair, in the order in which they do: a kernel without scores knows none of them.
+OF_PAIRS = (
+    *OF_FUNCTIONS,
+    *(name for name in ACTING if BY_NAME[name].has_keys or BY_NAME[name].part_of == "scores"),
+)
+# Those of `OF_PAIRS` that hide pairs, and do nothing else.
+MASKS = tuple(name for name in OF_PAIRS if name in BY_NAME and not BY_NAME[name].part_of)
+# The others of `OF_PAIRS`, which make the score: a function of the caller takes their place.
+OF_SCORE = tuple(name for name in OF_PAIRS if name not in MASKS)
+# The macros that tell kernels whether an option is given.
+DEFINES: Mapping[str, str] = {
+    **{name: f"CUFLASH_HAS_{name.upper()}" for name in OF_FUNCTIONS},
+    **{term.name: term.define for term in TERMS if term.define},
+}
+# The gradients that `backward` gives unless it is told otherwise; those that are sums of gradients of scores; those of
+# parts of the softmax; and all of them, in the order in which `backward` gives them.
+DEFAULT_NEED = ("dq", "dk", "dv")
+OF_NUMBERS = tuple(f"d{name}" for name in NUMBERS)
+OF_SCORES = (*(term.gradient for term in TERMS if term.part_of == "scores"), *OF_NUMBERS)
+OF_SOFTMAX = tuple(term.gradient for term in TERMS if term.part_of == "softmax")
+GRADIENTS = (*DEFAULT_NEED, *OF_SCORES, *OF_SOFTMAX)
+_ADDED = tuple(term.name for term in TERMS if term.part_of == "scores")
+# Gradients that only a problem with a certain option has, and that option.
+OF_OPTIONS = {f"d{name}": name for name in OF_FUNCTIONS} | {term.gradient: term.name for term in TERMS if term.part_of}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """The numbers as options, None for those that are not given."""
+
+    scale: float | None = None
+    softcap: float | None = None
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The numbers by name."""
+        return {name: getattr(self, name) for name in NUMBERS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given(Numbers):
+    """The numbers of a problem, and its terms as kernels see them."""
+
+    scale: float = field()
+    bias: Operand | None = None
+    mask: Operand | None = None
+    kv_lengths: Operand | None = None
+    alibi_slopes: Operand | None = None
+    sinks: Operand | None = None
+    block_mask: Operand | None = None
+    block_table: Operand | None = None  # k and v are then pools of pages: (num_pages, num_heads_kv, page_size, dim)
+    cu_seqlens_q: Operand | None = None
+    cu_seqlens_k: Operand | None = None
+    q_scale: Operand | None = None  # over the first two axes of q, as (batch, heads, ...), and blocks of its rows
+    k_scale: Operand | None = None  # likewise of k
+    v_scale: Operand | None = None
+
+    def given(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those of these names, which are of `NAMES` and `NUMBERS`, that the problem has."""
+        return tuple(name for name in names if getattr(self, name) is not None)
+
+    @property
+    def has_added_terms(self) -> bool:
+        """Whether a term is added to the scores, which may be large."""
+        return bool(self.given(_ADDED))
+
+    @property
+    def acting(self) -> tuple[str, ...]:
+        """The options that act on scores, in the order in which they do."""
+        return self.given((*OF_FUNCTIONS, *ACTING))
+
+
+class OfNumbers(TypedDict, total=False):
+    """The numbers as keyword arguments."""
+
+    scale: float | None
+    softcap: float | None
+
+
+class Terms(TypedDict, total=False):
+    """The terms as keyword arguments."""
+
+    bias: Any
+    mask: Any
+    kv_lengths: Any
+    alibi_slopes: Any
+    sinks: Any
+    block_mask: Any
+    block_table: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    q_scale: Any
+    k_scale: Any
+    v_scale: Any
+
+
+class OfThreeGradients(Terms, total=False):
+    """The arrays of a backward pass that gives `DEFAULT_NEED`, as keyword arguments."""
+
+    dlse: Any
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+class OfGradients(OfThreeGradients, total=False):
+    """The arrays of any backward pass, as keyword arguments."""
+
+    dbias: Any
+    dalibi_slopes: Any
+    dscale: Any
+    dsoftcap: Any
+    dsinks: Any
+
+
+class PassArrays(OfGradients, total=False):
+    """All arrays of both passes beside q, k and v, as keyword arguments."""
+
+    dout: Any
+    out: Any
+    lse: Any
+
+
+class NamedGradients(tuple[Any, ...]):
+    """A named tuple of the gradients that were asked for; the others are no attributes of it."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+        _fields: ClassVar[tuple[str, ...]]
+
+        def _asdict(self) -> dict[str, Any]: ...
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any
+    dalibi_slopes: Any
+    dscale: Any
+    dsoftcap: Any
+    dsinks: Any
+
+
+def checked(method: str, kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All arrays of a typed dictionary by name, None for those that a method was not given as keyword arguments.
+
+    Raises TypeError for other keywords, as Python itself does.
+    """
+    for name in given:
+        if name not in kind.__annotations__:
+            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
+    return {name: given.get(name) for name in kind.__annotations__}

@@ -1,0 +1,642 @@
+"""What is to be computed: shapes, dtypes, strides and the mask of one attention problem, validated once.
+
+A `Problem` is plain data, made from the static `Options` and from anything with `shape`, `strides` and `dtype` (NumPy
+and CuPy arrays alike). Everything downstream (the oracle, the CPU path, plans, kernels) reads the mask from it in one
+form: row i sees key j where
+
+    i + diagonal - window_left <= j <= i + diagonal + window_right        (a bound that is None does not exist)
+    and j < kv_lengths[batch] and mask[batch, head, i, j]
+    and block_mask[batch, head, i // block_size[0], j // block_size[1]].
+
+Where the diagonal follows `kv_lengths`, `diagonal` is that of an entry with all seqlen_k keys; others have their own
+(`aligned_to`).
+
+For packed sequences, each of which has its own diagonal, `batch` is their number; `seqlen_q` and `seqlen_k` are the
+rows of all of them together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from cuflash.arrays.array_info import (
+    DTYPES,
+    FLOAT8,
+    ITEMSIZE,
+    Operand,
+    Shaped,
+    block_of_scales,
+    broadcast_operand,
+    check_dtype,
+    layout_of,
+    softmax_dtype_of,
+    user_shape,
+)
+from cuflash.arrays.checks import counted, type_error, value_error
+from cuflash.score_mod import Program, ScoreFunction, Traced, hoisted_program_of, program_of
+from cuflash.spec.inputs import BY_NAME, GRADIENTS, NAMES, NUMBER_ROWS, OF_FLOAT8, Given, Term, Terms
+from cuflash.spec.options import Options, Origin, check_block_size, diagonal_of, rounded_rate, window_of
+from cuflash.spec.score_args import check_alone, operands_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from typing_extensions import Unpack
+
+SMALLEST_SCALE = 2.0**-149  # in float32: a scale that is closer to 0 counts as 0
+MAX_SEQLEN = 2**30  # positions and their sums are 32-bit in the kernels
+PAGE_SIZES = (16, 32, 64, 128, 256)
+
+
+def not_packed_error(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{name}: got it together with cu_seqlens_q, expected one of them; for {name}, pad the sequences to one length "
+        "and make them the entries of a batch"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem(Given):
+    """One attention problem; the fields follow the names of docs/design.md. Frozen and hashable: it keys plans."""
+
+    dtype: str
+    layout: str
+    ndim: int
+    batch: int
+    num_heads: int
+    num_heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    # Of the diagonal: it ends at the last key, begins at the first one, or ends at the last key that exists.
+    alignment: Literal["bottom_right", "top_left", "lengths"]
+    diagonal: int  # 0 for packed sequences, each of which has its own
+    window_left: int | None
+    window_right: int | None
+    deterministic: bool
+    precision: str
+    dropout: float  # a multiple of 1 / 65536
+    origin: Origin  # of what dropout counts; zeros without dropout
+    q: Operand
+    k: Operand
+    v: Operand
+    block_size: tuple[int, int] = (0, 0)  # (rows, keys) of the blocks of the block mask; zeros without one
+    score: ScoreFunction | None = None  # the caller's functions: one makes scores, the other hides pairs
+    mask_function: Traced | None = None
+    captured: tuple[tuple[str, Operand], ...] = ()  # the arrays that they read, by name
+    wide: tuple[str, ...] = ()  # those of out, dq, dk and dv that are given in the dtype of the softmax, to be added up
+    shares_device: bool = False  # whether the device computes other things at the same time
+
+    @property
+    def options(self) -> Options:
+        """Options with which the same arrays make this problem again."""
+        window = (self.window_left, self.window_right)
+        is_fixed, hides_later = self.alignment == "top_left", self.window_right == 0 or self.seqlen_k <= 1
+        is_top_left = is_fixed and self.diagonal == 0 and hides_later
+        follows = self.follows_lengths and self.block_table is None  # with a block table it does so without a word
+        return Options(
+            causal="top_left" if is_top_left else "lengths" if follows else False,
+            window=None if window == (None, None) else window,
+            layout=self.layout,  # type: ignore[arg-type]
+            deterministic=self.deterministic,
+            precision=self.precision,
+            dropout=self.dropout,
+            block_size=self.block_size if self.block_mask is not None else Options.block_size,
+            diagonal=self.diagonal if is_fixed and not is_top_left else None,
+            score=self.score,
+            mask_function=self.mask_function,
+            **self.numbers,
+            origin=self.origin,
+            wide=self.wide,
+            shares_device=self.shares_device,
+        )
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether a function of the caller makes scores or hides pairs."""
+        return self.score is not None or self.mask_function is not None
+
+    @property
+    def program(self) -> Program:
+        """The program of these functions, for the dtypes of the arrays that they read."""
+        return program_of(self.score, self.mask_function, self._captured_kinds)
+
+    @property
+    def hoisted(self) -> Program:
+        """The program with tables in place of parts of the score that take few values. It does not depend on lengths.
+
+        Packed sequences share a row of a table that is as long as all of them, because only the device knows how long
+        each is.
+        """
+        own = (self.score, self.mask_function, self._captured_kinds)
+        return hoisted_program_of(*own, self.softmax_dtype, not self.is_packed)
+
+    @property
+    def unhoisted(self) -> Program:
+        """The program without tables, for the argument of the one with tables."""
+        return self.program.with_room_for(self.hoisted.tables)
+
+    @property
+    def _captured_kinds(self) -> tuple[tuple[str, int, str], ...]:
+        return tuple((name, len(operand.shape), operand.dtype) for name, operand in self.captured)
+
+    @property
+    def captured_gradients(self) -> tuple[str, ...]:
+        """The gradients of arrays that the score reads."""
+        return tuple(f"d{name}" for name in self.program.differentiable) if self.score is not None else ()
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The names of all gradients, in the order in which `backward` gives them."""
+        return (*GRADIENTS, *self.captured_gradients)
+
+    @property
+    def follows_lengths(self) -> bool:
+        """Whether the diagonal of entry b is kv_lengths[b] - seqlen_q."""
+        return self.alignment == "lengths"
+
+    @property
+    def why_no_gradients(self) -> str | None:
+        """What keeps the problem from having a backward pass; None if it has one."""
+        if self.block_table is not None:
+            return "a block_table"
+        if not self.has_float8:
+            return None
+        return f"{'q, k' if self.multiplies_float8 else 'k'} and v of one byte a number"
+
+    @property
+    def has_float8(self) -> bool:
+        """Whether k and v have one byte a number, times k_scale and v_scale."""
+        return self.k.dtype in FLOAT8
+
+    @property
+    def multiplies_float8(self) -> bool:
+        """Whether q has one byte a number, too, times q_scale: out is then bfloat16, and products may be of bytes."""
+        return self.q.dtype in FLOAT8
+
+    def scale_block(self, name: str) -> int:
+        """How many neighbouring keys, of a page if there are pages, share one number of `k_scale` or `v_scale`.
+
+        0 if all keys of a head share one, and without such an array. The same holds for queries and `q_scale`.
+        """
+        operand: Operand | None = getattr(self, name)
+        if operand is None or operand.strides[2] == 0:
+            return self.page_size if operand is not None and operand.strides[0] and name != "q_scale" else 0
+        return block_of_scales(operand.shape[2], getattr(self, name[0]).shape[2])
+
+    @property
+    def page_size(self) -> int:
+        """Keys of a page; 0 where the keys of an entry lie in one piece."""
+        return self.k.shape[2] if self.block_table is not None else 0
+
+    def aligned_to(self, length: int) -> Problem:
+        """The problem with the diagonal of an entry that has so many keys."""
+        return replace(self, diagonal=length - self.seqlen_q) if self.follows_lengths else self
+
+    def of_length(self, seqlen_k: int) -> Problem:
+        """The problem with so many keys, and the same bounds of the window."""
+        if seqlen_k == self.seqlen_k:
+            return self
+        keeps_diagonal = self.is_packed or self.alignment == "top_left"
+        diagonal = self.diagonal if keeps_diagonal else self.diagonal + seqlen_k - self.seqlen_k
+        return replace(self, seqlen_k=seqlen_k, diagonal=diagonal)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the arrays hold packed sequences, one after the other."""
+        return self.cu_seqlens_q is not None
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether there is any pair of a query and a key; else arrays that functions read may have no elements."""
+        return all((self.batch, self.num_heads, self.seqlen_q, self.seqlen_k))
+
+    @property
+    def array_batch(self) -> int:
+        """Length of the batch axis of the arrays."""
+        return 1 if self.is_packed else self.batch
+
+    def of_sequence(self, seqlen_q: int, seqlen_k: int) -> Problem:
+        """The problem of one packed sequence of these lengths, with the strides of all of them."""
+        return replace(
+            self,
+            batch=1,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            diagonal=seqlen_k - seqlen_q if self.alignment == "bottom_right" else 0,
+            cu_seqlens_q=None,
+            cu_seqlens_k=None,
+        )
+
+    @property
+    def mean_sequence(self) -> Problem:
+        """The problem itself, or one packed sequence of mean length, rounded up: plans are made for that."""
+        if not self.is_packed:
+            return self
+        return self.of_sequence(*(-(-n // max(self.batch, 1)) for n in (self.seqlen_q, self.seqlen_k)))
+
+    @property
+    def softmax_dtype(self) -> str:
+        """dtype of scores, lse and delta: float64 for float64 inputs, else float32."""
+        return softmax_dtype_of(self.dtype)
+
+    def dtype_of(self, name: str) -> str:
+        """dtype of an array over head dimensions."""
+        return self.softmax_dtype if name in self.wide else self.dtype
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_heads_kv if self.num_heads_kv else 1
+
+    @property
+    def kept_scale(self) -> float:
+        """The factor of a weight that dropout keeps."""
+        return 1 / (1 - self.dropout)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of out and dout as the caller sees them."""
+        return user_shape(self.batch, self.num_heads, self.seqlen_q, self.head_dim_v, self.ndim, self.layout)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """Shape of lse as the caller sees it: (..., heads, seqlen_q) in every layout."""
+        return (self.batch, self.num_heads, self.seqlen_q)[4 - self.ndim :]
+
+    @property
+    def has_window(self) -> bool:
+        """Whether all queries see equally many keys, except for those near the first key or the last one."""
+        return self.window_left is not None and self.window_right is not None
+
+    def key_range(self, row: int) -> tuple[int, int]:
+        """First and one past the last key that the window lets query `row` see, within [0, seqlen_k]."""
+        first = 0 if self.window_left is None else row + self.diagonal - self.window_left
+        stop = self.seqlen_k if self.window_right is None else row + self.diagonal + self.window_right + 1
+        stop = min(max(stop, 0), self.seqlen_k)
+        return min(max(first, 0), stop), stop
+
+    @property
+    def visible_pairs(self) -> int:
+        """Query-key pairs inside the window, over all heads; masks and `kv_lengths` are not looked into.
+
+        Packed sequences are taken as equally long.
+        """
+        import numpy as np
+
+        if self.is_packed:
+            return self.batch * self.mean_sequence.visible_pairs
+        rows = np.arange(self.seqlen_q, dtype=np.int64) + self.diagonal
+        first = np.zeros_like(rows) if self.window_left is None else np.clip(rows - self.window_left, 0, self.seqlen_k)
+        stop = np.full_like(rows, self.seqlen_k)
+        if self.window_right is not None:
+            stop = np.clip(rows + self.window_right + 1, 0, self.seqlen_k)
+        return int(np.maximum(stop - first, 0).sum()) * self.batch * self.num_heads
+
+    @property
+    def forward_flops(self) -> int:
+        """Floating-point operations of the two products of the forward pass over visible pairs."""
+        return 2 * self.visible_pairs * (self.head_dim + self.head_dim_v)
+
+    @property
+    def backward_flops(self) -> int:
+        """Floating-point operations of the five products of the backward pass over visible pairs."""
+        return 2 * self.visible_pairs * (3 * self.head_dim + 2 * self.head_dim_v)
+
+    @property
+    def forward_bytes(self) -> int:
+        """Fewest bytes the forward pass moves through device memory: inputs read once, out and lse written once."""
+        inputs = [self.q, *(getattr(self, name) for name in NAMES), *(operand for _, operand in self.captured)]
+        keys_bytes = self.k.nbytes + self.v.nbytes
+        if self.block_table is not None:  # pages of others are not read
+            rows = self.batch * self.num_heads_kv * self.seqlen_k
+            keys_bytes = rows * (self.head_dim + self.head_dim_v) * ITEMSIZE[self.k.dtype]
+        return sum(x.nbytes for x in inputs if x is not None) + keys_bytes + self._out_bytes + self._lse_bytes
+
+    @property
+    def backward_bytes(self) -> int:
+        """Fewest bytes the backward pass moves: its inputs, out, dout and lse read once, dq, dk and dv written once."""
+        gradients = self.q.nbytes + self.k.nbytes + self.v.nbytes
+        return self.forward_bytes + self._out_bytes + gradients
+
+    @property
+    def naive_bytes(self) -> int:
+        """Bytes of one seqlen_q x seqlen_k matrix of scores over all heads, which the plain formula stores.
+
+        Packed sequences are taken as equally long.
+        """
+        if self.is_packed:
+            return self.batch * self.mean_sequence.naive_bytes
+        return self.batch * self.num_heads * self.seqlen_q * self.seqlen_k * ITEMSIZE[self.softmax_dtype]
+
+    @property
+    def _out_bytes(self) -> int:
+        return math.prod(self.out_shape) * ITEMSIZE[self.dtype]
+
+    @property
+    def _lse_bytes(self) -> int:
+        return math.prod(self.lse_shape) * ITEMSIZE[self.softmax_dtype]
+
+
+def make_problem(
+    options: Options,
+    q: Shaped,
+    k: Shaped,
+    v: Shaped,
+    *,
+    captured: Any = None,
+    **terms: Unpack[Terms],
+) -> Problem:
+    """Validate the inputs of one call against each other; `captured` maps names to the arrays that its functions read.
+
+    Raises TypeError (a dtype), ValueError (a shape, a size) or NotImplementedError (a combination), naming the
+    argument, what was got and what is expected. Values are not looked at.
+    """
+    given = {name: cast("Shaped", array) for name in NAMES if (array := terms.get(name)) is not None}
+    block_table, block_mask = given.get("block_table"), given.get("block_mask")
+    is_packed = "cu_seqlens_q" in given or "cu_seqlens_k" in given
+    if block_table is not None and is_packed:
+        raise not_packed_error("block_table")
+    _check_dtypes_and_axes(q, k, v, "cu_seqlens_q" if is_packed else None if block_table is None else "block_table")
+    layout = options.layout
+    q4, k4, v4 = layout_of(q, layout), layout_of(k, layout), layout_of(v, layout)
+    batch, num_heads, seqlen_q, head_dim = q4.shape
+    _, num_heads_kv, seqlen_k, _ = k4.shape
+    as_q, as_k = [("k", k4, 0, "batch"), ("v", v4, 0, "batch")], [(1, "num_heads_kv"), (2, "seqlen_k")]
+    if block_table is not None:
+        seqlen_k = _check_pool(block_table, given.get("kv_lengths"), q, k, k4, batch)
+        as_q, as_k = [], [(0, "num_pages"), (1, "num_heads_kv"), (2, "page_size")]
+    for name, operand, axis, what in (*as_q, ("k", k4, 3, "head_dim")):
+        if operand.shape[axis] != q4.shape[axis]:
+            raise value_error(name, f"{what} {operand.shape[axis]}", f"{what} {q4.shape[axis]} as q has")
+    for axis, what in as_k:
+        if v4.shape[axis] != k4.shape[axis]:
+            raise value_error("v", f"{what} {v4.shape[axis]}", f"{what} {k4.shape[axis]} as k has")
+    for name, operand in (("q", q4), ("v", v4)):
+        if operand.shape[3] < 1:
+            raise value_error(name, f"last axis of length {operand.shape[3]}", "a head dimension of at least 1")
+    for name, seqlen in (("q", seqlen_q), ("k" if block_table is None else "block_table", seqlen_k)):
+        if seqlen > MAX_SEQLEN:
+            raise value_error(name, f"seqlen {seqlen}", f"at most {MAX_SEQLEN}")
+    if num_heads % num_heads_kv if num_heads_kv else num_heads:
+        raise value_error("k", counted(num_heads_kv, "head"), _divisors(options.layout, q4, k4))
+
+    if is_packed:
+        batch = _number_of_sequences(len(q.shape), given.get("cu_seqlens_q"), given.get("cu_seqlens_k"))
+        for name in given:
+            if not BY_NAME[name].goes_packed:
+                raise not_packed_error(name)
+    check_alone(options, given)
+    dtype = "bfloat16" if q4.dtype in FLOAT8 else q4.dtype
+    softmax_dtype = softmax_dtype_of(dtype)
+    sizes = {"batch": batch, "num_heads": num_heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    operands: dict[str, Any] = {
+        name: _term_operand(BY_NAME[name], array, dtype, sizes)
+        for name, array in given.items()
+        if name not in OF_FLOAT8
+    }
+    operands |= _scale_operands(given, q4, k4, v4)
+    block_size = (0, 0)
+    if block_mask is not None:
+        if block_table is not None:
+            raise NotImplementedError(
+                "block_mask: got it together with block_table, expected one of them; give the pairs of its blocks as a "
+                "boolean mask"
+            )
+        block_size = check_block_size(options.block_size)
+        operands["block_mask"] = _block_mask_operand(block_mask, block_size, sizes)
+
+    left, right = window_of(options, seqlen_q, seqlen_k)
+    has_pairs = all((batch, num_heads, seqlen_q, seqlen_k))
+    return Problem(
+        dtype=dtype,
+        layout=layout,
+        ndim=len(q.shape),
+        batch=batch,
+        num_heads=num_heads,
+        num_heads_kv=num_heads_kv,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        head_dim=head_dim,
+        head_dim_v=v4.shape[3],
+        alignment=_alignment(options, given, batch),
+        diagonal=0 if is_packed else diagonal_of(options, seqlen_q, seqlen_k),
+        window_left=left,
+        window_right=right,
+        deterministic=options.deterministic,
+        precision=options.precision,
+        dropout=rounded_rate(options.dropout),
+        origin=options.origin_of(num_heads),
+        q=q4,
+        k=k4,
+        v=v4,
+        block_size=block_size,
+        **_numbers_in(dtype, softmax_dtype, options, head_dim),
+        **operands,
+        score=options.score,
+        mask_function=options.mask_function,
+        captured=operands_of(options, captured or {}, dtype, has_pairs=has_pairs),
+        wide=options.wide,
+        shares_device=options.shares_device,
+    )
+
+
+def _divisors(layout: str, q: Operand, k: Operand) -> str:
+    """What a message expects as the number of heads of k."""
+    (_, heads, seqlen_q, _), (_, heads_kv, seqlen_k, _) = q.shape, k.shape
+    expected = f"a divisor of the {counted(heads, 'head')} of q"
+    if 0 < seqlen_k < heads_kv and seqlen_q < heads and seqlen_q % seqlen_k == 0:
+        other = "bshd" if layout == "bhsd" else "bhsd"
+        expected += f"; with layout={other!r} q has {counted(seqlen_q, 'head')}, and k {seqlen_k}"
+    return expected
+
+
+def _alignment(options: Options, given: Collection[str], batch: int) -> Literal["bottom_right", "top_left", "lengths"]:
+    """How the diagonal lies. Packed sequences have no other keys than those that exist."""
+    is_packed, by_lengths = "cu_seqlens_q" in given, options.causal == "lengths"
+    if by_lengths and not is_packed and "kv_lengths" not in given:
+        expected = f"lengths of shape (batch,) = ({batch},), which causal='lengths' needs"
+        raise value_error("kv_lengths", "None", expected)
+    if options.causal == "top_left" or options.diagonal is not None:
+        return "top_left"
+    return "lengths" if "block_table" in given or (by_lengths and not is_packed) else "bottom_right"
+
+
+def _check_axes(name: str, array: Shaped, other: str | None) -> None:
+    """Refuse more or fewer axes than one pass takes; `other` is a term that rules out any further leading axes."""
+    count = len(array.shape)
+    if count > 4 and other is not None:
+        raise NotImplementedError(
+            f"{name}: got {count - 3} leading axes before that of the heads together with {other}, expected one of "
+            "them; reshape them to a batch, as one axis"
+        )
+    if not 2 <= count <= 4:
+        expected = "an array of two axes or more, (..., heads, seqlen, head_dim)" if count < 2 else "at most 4 axes"
+        raise value_error(name, f"{count}-D shape {tuple(array.shape)}", expected)
+
+
+def _check_dtypes_and_axes(q: Shaped, k: Shaped, v: Shaped, other: str | None) -> None:
+    """Check dtypes and numbers of axes, of each array and against each other; `other` is as in `_check_axes`."""
+    given = {"q": q, "k": k, "v": v}
+    for name, array in given.items():
+        if array.dtype.name not in (*DTYPES, *FLOAT8):
+            allowed = f"float16, bfloat16, float32 or float64, or {' or '.join(FLOAT8)}"
+            if name != "q":  # which is one of these
+                allowed = str(q.dtype) if q.dtype.name in FLOAT8 else f"{q.dtype} as q has, or {' or '.join(FLOAT8)}"
+            remedy = f": cuflash.fp8({name}, 'e4m3') for bytes that are fp8" if array.dtype.name == "uint8" else ""
+            raise type_error(name, f"dtype {array.dtype}", allowed + remedy)
+        _check_axes(name, array, other)
+    model, expected = ("k", k.dtype) if k.dtype.name in FLOAT8 and q.dtype.name not in FLOAT8 else ("q", q.dtype)
+    for name in ("k", "v"):
+        array = given[name]
+        if array.dtype != expected:
+            raise type_error(name, f"dtype {array.dtype}", f"{expected} as {model} has")
+        if len(array.shape) != len(q.shape):
+            raise value_error(name, f"{len(array.shape)}-D shape {tuple(array.shape)}", f"{len(q.shape)}-D as q is")
+
+
+def check_differentiable(problem: Problem) -> None:
+    """Refuse the backward pass of numbers of one byte."""
+    if problem.has_float8:
+        raise NotImplementedError(
+            f"k: got dtype {problem.k.dtype} for the backward pass, expected numbers of at least 16 bits: gradients of "
+            f"k and v would be rounded to numbers of one byte, to 2 or 3 digits of base 2; give cuflash.dequantize(k, "
+            f"k_scale), and the others likewise, to forward and backward"
+        )
+
+
+def _term_operand(term: Term, array: Shaped, dtype: str, sizes: Mapping[str, int]) -> Operand:
+    """A term as kernels see it, checked against its row."""
+    check_dtype(term.name, array, term.dtypes_beside(dtype), term.hint)
+    targets = [tuple(sizes[axis] for axis in shape) for shape in term.shapes]
+    if term.shapes and not term.broadcasts and tuple(array.shape) not in targets:
+        named = (f"({', '.join(shape)}{',' * (len(shape) == 1)})" for shape in term.shapes)
+        expected = " or ".join(f"{axes} = {target}" for axes, target in zip(named, targets, strict=True))
+        raise value_error(term.name, f"shape {tuple(array.shape)}", expected)
+    return broadcast_operand(term.name, array, targets[-1] if targets else tuple(array.shape))
+
+
+def _block_mask_operand(array: Shaped, block_size: tuple[int, int], sizes: Mapping[str, int]) -> Operand:
+    """A block mask over (batch, heads, blocks of q, blocks of k)."""
+    num_blocks = (-(-sizes["seqlen_q"] // block_size[0]), -(-sizes["seqlen_k"] // block_size[1]))
+    # The last two axes are blocks: broadcast, they would be a mask of other blocks.
+    if tuple(array.shape[-2:]) != num_blocks:
+        expected = f"(..., ceil(seqlen_q / {block_size[0]}), ceil(seqlen_k / {block_size[1]})) = (..., "
+        expected += f"{num_blocks[0]}, {num_blocks[1]}), for block_size={block_size}"
+        raise value_error("block_mask", f"shape {tuple(array.shape)}", expected)
+    target = (sizes["batch"], sizes["num_heads"], *num_blocks)
+    return broadcast_operand("block_mask", array, target, "(batch, num_heads, blocks of q, blocks of k)")
+
+
+def _scale_operands(given: Mapping[str, Shaped], q: Operand, k: Operand, v: Operand) -> dict[str, Operand]:
+    """Those of `OF_FLOAT8` that are given, each of which an array of one byte a number requires."""
+    found = {}
+    for name, of in zip(OF_FLOAT8, (q, k, v), strict=True):
+        if name in given:
+            first = "num_pages" if "block_table" in given and of is not q else "batch"
+            found[name] = _scale_operand(name, given[name], of, first)
+        elif of.dtype in FLOAT8:
+            expected = f"the scale of {name[0]}, whose dtype is {of.dtype}: {name}=1.0 if its numbers have none"
+            raise value_error(name, "None", expected)
+    return found
+
+
+def _scale_operand(name: str, array: Shaped, of: Operand, first: str) -> Operand:
+    """One of `OF_FLOAT8` over the first two axes of q, k or v and blocks of its rows."""
+    if of.dtype not in FLOAT8:
+        raise value_error(name, "an array", f"None, since {name[0]} has dtype {of.dtype}: multiply by it instead")
+    check_dtype(name, array, BY_NAME[name].dtypes)
+    keys = of.shape[2]
+    count = array.shape[-1] if array.shape else 1
+    heads, rows = ("num_heads", "queries") if name[0] == "q" else ("num_heads_kv", "keys")
+    axes = f"({first}, {heads}, ceil({rows} / block)), where block is a power of two and {rows} = {keys}"
+    if count not in (1, keys) and not block_of_scales(count, keys):
+        raise value_error(name, f"shape {tuple(array.shape)}", f"a shape that broadcasts to {axes}")
+    return broadcast_operand(name, array, (*of.shape[:2], count), axes)
+
+
+def _numbers_in(dtype: str, softmax_dtype: str, options: Options, head_dim: int) -> dict[str, Any]:
+    """The numbers of a problem by name, checked to be in the ranges of its dtype; None for those that are not given."""
+    numbers = options.numbers
+    if numbers["scale"] is None:
+        numbers["scale"] = head_dim**-0.5
+    for row in NUMBER_ROWS:
+        smallest, largest, expected = row.range_of(dtype)
+        if (number := numbers[row.name]) is not None and not smallest <= number <= largest:
+            raise value_error(row.name, number, expected)
+    # Kernels treat a scale of 0 as a case of its own, and they get the scale rounded to float32.
+    if softmax_dtype == "float32" and abs(numbers["scale"]) < SMALLEST_SCALE:
+        numbers["scale"] = 0.0
+    return numbers
+
+
+def _check_pool(block_table: Shaped, kv_lengths: Shaped | None, q: Shaped, k: Shaped, pool: Operand, batch: int) -> int:
+    """Check a block table and the shape of its pool, and return the number of keys that the table has room for."""
+    check_dtype("block_table", block_table, ("int32",), BY_NAME["block_table"].hint)
+    if len(block_table.shape) != 2 or block_table.shape[0] != batch:
+        expected = f"(batch, max_pages), with batch = {batch}"
+        raise value_error("block_table", f"shape {tuple(block_table.shape)}", expected)
+    if kv_lengths is None:
+        raise value_error("kv_lengths", "None", f"lengths of shape (batch,) = ({batch},), which a block_table needs")
+    if len(q.shape) != 4:
+        raise value_error("q", f"{len(q.shape)}-D shape {tuple(q.shape)}", "a 4-D array, which a block_table needs")
+    num_pages, _, page_size, _ = pool.shape
+    if num_pages < 1:
+        raise value_error("k", f"shape {tuple(k.shape)}", "a pool of at least one page, which a block_table needs")
+    if page_size not in PAGE_SIZES:
+        expected = f"{', '.join(map(str, PAGE_SIZES[:-1]))} or {PAGE_SIZES[-1]} keys a page"
+        raise value_error("k", f"{counted(page_size, 'key')} a page in shape {tuple(k.shape)}", expected)
+    return int(block_table.shape[1]) * page_size
+
+
+def check_pages(problem: Problem, block_table: NDArray[Any], kv_lengths: NDArray[Any]) -> None:
+    """Check those entries of a block table in host memory that belong to keys that exist."""
+    import numpy as np
+
+    num_pages, first_keys = problem.k.shape[0], np.arange(0, problem.seqlen_k, problem.page_size)
+    pages = block_table[first_keys < kv_lengths[:, None]]
+    outside = pages[(pages < 0) | (pages >= num_pages)]
+    if outside.size:
+        expected = f"0 to num_pages - 1 = {num_pages - 1}, where kv_lengths say that there are keys"
+        raise value_error("block_table", f"an entry {outside[0]}", expected)
+
+
+def scales_of_rows(problem: Problem, name: str, scale: NDArray[Any] | None) -> NDArray[Any] | None:
+    """One of `OF_FLOAT8` as (batch or pages, heads, rows of q, k or v), a view where no two rows share one."""
+    import numpy as np
+
+    operand: Operand | None = getattr(problem, name)
+    if scale is None or operand is None:
+        return None
+    block, rows = problem.scale_block(name), getattr(problem, name[0]).shape[2]
+    whole = np.broadcast_to(scale, operand.shape)
+    if block > 1:
+        return whole.repeat(block, axis=2)[:, :, :rows]
+    return whole if block else np.broadcast_to(whole[:, :, :1], (*operand.shape[:2], rows))
+
+
+def _number_of_sequences(ndim: int, cu_seqlens_q: Shaped | None, cu_seqlens_k: Shaped | None) -> int:
+    """The number of packed sequences, from the arrays that say where they start."""
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        names = ("cu_seqlens_q", "cu_seqlens_k")
+        missing, other = names if cu_seqlens_q is None else reversed(names)
+        raise value_error(missing, "None", f"an array, which {other} needs beside it")
+    both = (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
+    if ndim != 3:
+        raise value_error("q", f"a {ndim}-D array", "a 3-D one, of packed sequences, since there is a cu_seqlens_q")
+    for name, starts in both:
+        check_dtype(name, starts, ("int32",), BY_NAME[name].hint)
+        if len(starts.shape) != 1 or starts.shape[0] < 1:
+            raise value_error(name, f"shape {tuple(starts.shape)}", "(sequences + 1,)")
+    (count_q,), (count_k,) = cu_seqlens_q.shape, cu_seqlens_k.shape
+    if count_q != count_k:
+        raise value_error("cu_seqlens_k", f"shape ({count_k},)", f"({count_q},) as cu_seqlens_q has")
+    return int(count_q) - 1
+
+
+def gradient_operand(term: Term, problem: Problem, array: Shaped) -> Operand:
+    """The gradient of a term as kernels see it: stride 0 on the axes that it is summed over."""
+    return broadcast_operand(term.gradient, array, tuple(getattr(problem, axis) for axis in term.shapes[-1]))

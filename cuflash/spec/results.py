@@ -1,0 +1,75 @@
+"""The results of a call, which are named tuples, and the gradients and passes that it is asked for."""
+
+from __future__ import annotations
+
+import functools
+from collections import namedtuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from cuflash.arrays.checks import type_error, typed, value_error
+from cuflash.spec.binding import PASSES, Pass
+from cuflash.spec.inputs import GRADIENTS, NUMBERS, OF_OPTIONS, NamedGradients
+
+Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one kind per call
+
+
+class ForwardResult(NamedTuple):
+    """What `FlashAttention.forward` returns."""
+
+    out: Array
+    lse: Array
+
+
+class Gradients(NamedTuple):
+    """What `FlashAttention.backward` returns, unless it is asked for other gradients: then a tuple with their names."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+
+
+@functools.cache
+def named_tuple_of(names: tuple[str, ...]) -> Callable[..., Gradients | NamedGradients]:
+    """The named tuple of some gradients."""
+    if names == Gradients._fields:
+        return Gradients
+    return type("Gradients", (namedtuple("Gradients", names), NamedGradients), {"__slots__": ()})
+
+
+def checked_passes(passes: Collection[str]) -> tuple[Pass, ...]:
+    """The passes that are wanted, in order."""
+    if isinstance(passes, str) or not isinstance(passes, Collection):
+        raise type_error("passes", typed(passes), "a collection of 'forward' and 'backward'")
+    for name in passes:
+        if name not in PASSES:
+            raise value_error("passes", repr(name), "'forward' or 'backward'")
+    if not passes:
+        raise value_error("passes", repr(passes), "'forward', 'backward' or both")
+    return tuple(name for name in PASSES if name in passes)
+
+
+def needed(
+    need: Collection[str],
+    given: Mapping[str, Any],
+    results: Mapping[str, Array | None],
+    captured: tuple[str, ...] = (),
+) -> tuple[str, ...]:
+    """The gradients that are wanted, in their order: those that are needed, or have an array to be written to.
+
+    `captured` are those of arrays that the score reads.
+    """
+    if isinstance(need, str) or not isinstance(need, Collection):
+        raise type_error("need", typed(need), "a collection of names of gradients")
+    every = (*GRADIENTS, *captured)
+    for name in need:
+        if name not in every:
+            listed = ", ".join(map(repr, every[:-1])) + f" or {every[-1]!r}"
+            raise value_error("need", repr(name), listed)
+    wanted = tuple(name for name in every if name in need or results.get(name) is not None)
+    for gradient, name in OF_OPTIONS.items():
+        if gradient in wanted and given.get(name) is None:
+            argument = "need" if results[gradient] is None else gradient
+            expected = f"FlashAttention({name}=...)" if name in NUMBERS else f"the {name} that forward took"
+            raise value_error(argument, f"{gradient} without {name}", expected)
+    return wanted

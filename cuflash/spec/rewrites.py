@@ -1,0 +1,359 @@
+"""Functions that spell out options: a call computes these options in place of the functions.
+
+``s - slopes[head] * abs(i - j)`` is ALiBi, ``s + pairs[head, i, j]`` a bias, ``c * tanh(s / c)`` a soft cap, and
+``(i >= j) & (i - j < 256)`` a window. Kernels and the CPU path serve options faster than functions, because they know
+where the terms of a tile of scores lie and which tiles are hidden. The results are those that the functions define.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from cuflash.arrays.array_info import FLOAT8
+from cuflash.score_mod import program_of
+from cuflash.score_mod.nodes import Node
+from cuflash.spec.binding import INPUTS
+from cuflash.spec.inputs import BY_NAME, GRADIENTS, NUMBER_ROWS, NUMBERS, OF_FUNCTIONS, OF_SCORE
+from cuflash.spec.options import Options, diagonal_of
+from cuflash.spec.score_args import gradient_names, names_of
+
+AXES = ("batch", "head", "i", "j")  # the axes of a bias, named after the inputs that index them
+Index = tuple[slice | None, ...]
+Bounds = tuple[int | None, int | None]  # (left, right) of a window
+_ALL: Index = ()  # the array as it is
+(_CAP,) = OF_FUNCTIONS  # c of ``c * tanh(s / c)``
+_PACKED = ("cu_seqlens_q", "cu_seqlens_k")
+_LOOKED_AT = (*_PACKED, "block_table", *OF_SCORE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equivalent:
+    """What a call computes in place of its functions.
+
+    Attributes
+    ----------
+    options : Options
+        The options of the call, with options in place of functions.
+    places : mapping of str to (str, tuple)
+        By the name of an array that the score reads, the term that it becomes, and the index that turns its axes into
+        those of the term.
+    unread : tuple of str
+        Arrays of the functions that nothing reads any more.
+    """
+
+    options: Options
+    places: Mapping[str, tuple[str, Index]]
+    unread: tuple[str, ...]
+
+    def arrays(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arrays of a call, with the gradients that it writes to, by their new names."""
+        renamed = {name: x for name, x in given.items() if name not in self.places and name not in self.unread}
+        for name, (term, index) in self.places.items():
+            renamed[term] = given[name][index] if index else given[name]
+            gradient = given.get(f"d{name}")
+            renamed.pop(f"d{name}", None)
+            if gradient is not None:
+                renamed[f"d{term}"] = gradient[index] if index else gradient
+        return renamed
+
+    def need(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The gradients of these names by their new names, in the order in which the passes return them."""
+        wanted = {self._gradient(name) for name in names}
+        return tuple(name for name in (*GRADIENTS, *gradient_names(self.options)) if name in wanted)
+
+    def gradients(self, computed: Sequence[Any], given: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
+        """The gradients that a call returns, made from those that a pass computed, which are those of `need`."""
+        by_name = dict(zip(self.need(names), computed, strict=True))
+        found = []
+        for name in names:
+            gradient = by_name[self._gradient(name)]
+            if given.get(name) is not None:
+                gradient = given[name]
+            elif name[1:] in self.places:
+                gradient = gradient.reshape(given[name[1:]].shape)
+            found.append(gradient)
+        return found
+
+    def _gradient(self, name: str) -> str:
+        term, _ = self.places.get(name[1:], (name[1:], _ALL))
+        return f"d{term}"
+
+    def describe(self, options: Options, given: Mapping[str, Any]) -> str:
+        """The text about it in a plan, for the options and the arrays of the call."""
+        cap = getattr(self.options, _CAP)
+        numbers = [] if cap is None else [f"{_CAP} = {cap}"]
+        terms = [f"{term} = {name}" for name, (term, _) in self.places.items()]
+        bounds = [f"window = {self.options.window}"] if options.mask_function and not self.options.mask_function else []
+        kinds = tuple((name, given[name].ndim, given[name].dtype.name) for name in names_of(options))
+        program = program_of(options.score, options.mask_function, kinds)
+        said = f"functions computed as the options that they spell out: {', '.join((*numbers, *terms, *bounds))}"
+        return f"{said}\n{program.describe()}"
+
+
+def equivalent(options: Options, arrays: Mapping[str, Any], served: tuple[str, ...] = OF_SCORE) -> Equivalent | None:
+    """What a call computes in place of its functions; None where they are computed as functions.
+
+    `arrays` are those of the call by name, None stands for an absent one. A function is replaced as a whole or not at
+    all, by options that are `served`. It takes 2 us of a call that has functions.
+    """
+    if not (options.score or options.mask_function):
+        return None
+    names = names_of(options)
+    likes = tuple((name, tuple(arrays[name].shape), arrays[name].dtype.name) for name in (*INPUTS, *names))
+    given = tuple(name for name in _LOOKED_AT if arrays.get(name) is not None)
+    is_square = arrays.get("cu_seqlens_q") is arrays.get("cu_seqlens_k")
+    return _equivalent(options, likes, given, is_square, served)
+
+
+class _Call(NamedTuple):
+    """The part of a call that decides what its functions are equivalent to."""
+
+    layout: str
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, str]
+    is_packed: bool
+    window: Bounds  # around the diagonal, including the causal mask
+    diagonal: int | None  # None where sequences or batch entries have their own
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The lengths of the axes that the scores have, by the inputs that index them."""
+        *batch, heads, seqlen_q, _ = _in_order(self.shapes["q"], self.layout)
+        own = {"head": heads, "i": seqlen_q, "j": _in_order(self.shapes["k"], self.layout)[-2]}
+        return own | ({"batch": batch[0]} if batch else {})
+
+
+@functools.lru_cache(maxsize=256)
+def _equivalent(
+    options: Options,
+    likes: tuple[tuple[str, tuple[int, ...], str], ...],
+    given: tuple[str, ...],
+    is_square: bool,
+    served: tuple[str, ...],
+) -> Equivalent | None:
+    shapes = {name: shape for name, shape, _ in likes}
+    dtypes = {name: dtype for name, _, dtype in likes}
+    q, k, v = (shapes[name] for name in INPUTS)
+    if not 3 <= len(q) == len(k) == len(v) <= 4 or (len(q) == 4 and not q[0] == k[0] == v[0]):
+        return None
+    if options.diagonal is not None or any(dtypes[name] in FLOAT8 for name in INPUTS):
+        return None
+    if set(given) - set(_PACKED) or any(name in OF_SCORE and getattr(options, name) is not None for name in NUMBERS):
+        return None  # functions do not go with these: the call raises an error that says so
+    left, right = options.window or (None, None)
+    window = (left, 0 if options.causal else right)
+    diagonal: int | None = diagonal_of(options, *(_in_order(x, options.layout)[-2] for x in (q, k)))
+    if given and not is_square:
+        diagonal = 0 if options.causal == "top_left" else None
+    elif options.causal == "lengths" and not given:
+        diagonal = None
+    if window == (None, None):
+        diagonal = 0  # nothing depends on it
+    call = _Call(options.layout, shapes, dtypes, bool(given), window, diagonal)
+    changed: dict[str, Any] = {}
+    if options.mask_function is not None and diagonal == 0:
+        bounds = _of_mask(options.mask_function.root, window)
+        if bounds is not None:
+            call = call._replace(window=bounds)
+            changed |= {"mask_function": None, "causal": False, "window": bounds, "diagonal": 0}
+    places: dict[str, tuple[str, Index]] = {}
+    if options.score is not None and options.score.root is not None:
+        as_terms = _of_score(options.score.root, call, served)
+        if as_terms is not None and not set(as_terms[1]) & _read_otherwise(options):
+            cap, places = as_terms
+            changed |= {"score": None, _CAP: cap}
+            if "alibi_slopes" in {term for term, _ in places.values()} and call.window == (None, None):
+                changed["diagonal"] = 0
+    if not changed:
+        return None
+    remaining = replace(options, **changed)
+    kept = (*names_of(remaining), *places)
+    return Equivalent(
+        options=remaining, places=places, unread=tuple(name for name in names_of(options) if name not in kept)
+    )
+
+
+def _read_otherwise(options: Options) -> set[str]:
+    """The arrays that the mask reads, which therefore cannot become terms."""
+    return set() if options.mask_function is None else set(options.mask_function.arrays)
+
+
+def _in_order(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    """(..., heads, seqlen, dim)."""
+    if layout == "bhsd":
+        return shape
+    *batch, seqlen, heads, dim = shape
+    return (*batch, heads, seqlen, dim)
+
+
+# ---- Scores ----------------------------------------------------------------------------------------------------------
+
+
+def _of_score(
+    root: Node, call: _Call, served: tuple[str, ...]
+) -> tuple[float | None, dict[str, tuple[str, Index]]] | None:
+    """The soft cap and the terms that a score is made of; None if it has other parts, or neither of these."""
+    cap: float | None = None
+    places: dict[str, tuple[str, Index]] = {}
+    has_s = False
+    for sign, summand in _summands(root):
+        own_cap = _cap(summand, call)
+        if sign > 0 and not has_s and (_is_input(summand, "s") or own_cap is not None):
+            has_s, cap = True, own_cap
+            continue
+        term = _alibi_slopes(sign, summand, call) or _bias(sign, summand, call)
+        if term is None or term[1][0] not in served:
+            return None
+        name, place = term
+        if name in places or any(place[0] == other for other, _ in places.values()):
+            return None
+        places[name] = place
+    return (cap, places) if has_s and (cap is not None or places) else None
+
+
+def _summands(at: Node, sign: int = 1) -> list[tuple[int, Node]]:
+    """The summands of an expression, each with its sign."""
+    if at.op == "neg":
+        return _summands(at.args[0], -sign)
+    if at.op in ("add", "sub"):
+        return _summands(at.args[0], sign) + _summands(at.args[1], -sign if at.op == "sub" else sign)
+    return [(sign, at)]
+
+
+def _factors(at: Node) -> tuple[int, list[Node]]:
+    """The sign of a product, and its factors."""
+    if at.op == "neg":
+        sign, factors = _factors(at.args[0])
+        return -sign, factors
+    if at.op == "mul":
+        (one, some), (other, others) = map(_factors, at.args)
+        return one * other, some + others
+    return 1, [at]
+
+
+def _is_input(at: Node, name: str) -> bool:
+    return at.op == "input" and at.payload == name
+
+
+def _number(at: Node) -> float | None:
+    is_number = at.op == "constant" and isinstance(at.payload, (int, float)) and not isinstance(at.payload, bool)
+    return float(at.payload) if is_number else None  # type: ignore[arg-type]
+
+
+def _cap(at: Node, call: _Call) -> float | None:
+    """c of ``c * tanh(s / c)``, if the option may have that value."""
+    sign, factors = _factors(at)
+    of_tanh = [x for x in factors if x.op == "tanh"]
+    numbers = [_number(x) for x in factors if x.op != "tanh"]
+    if sign < 0 or len(of_tanh) != 1 or len(numbers) != 1 or numbers[0] is None:
+        return None
+    cap, inner = numbers[0], of_tanh[0].args[0]
+    if inner.op != "div" or not _is_input(inner.args[0], "s") or _number(inner.args[1]) != cap:
+        return None
+    (row,) = (row for row in NUMBER_ROWS if row.name == _CAP)
+    low, high, _ = row.range_of(call.dtypes["q"])
+    return cap if low <= cap <= high else None
+
+
+def _alibi_slopes(sign: int, at: Node, call: _Call) -> tuple[str, tuple[str, Index]] | None:
+    """The slopes of ``-slopes[head] * abs(i - j)``, or under a causal mask without the ``abs``."""
+    if call.diagonal != 0:
+        return None
+    own_sign, factors = _factors(at)
+    loads = [x for x in factors if x.op == "load"]
+    others = [x for x in factors if x.op != "load"]
+    if len(loads) != 1 or len(others) != 1:
+        return None
+    is_abs = others[0].op == "abs"
+    form = _linear(others[0].args[0] if is_abs else others[0])
+    if form not in ((1, -1, 0), (-1, 1, 0)) or not (is_abs or call.window[1] == 0):  # there may be pairs with i < j
+        return None
+    of_distance = 1 if is_abs or form == (1, -1, 0) else -1
+    if sign * own_sign * of_distance > 0:
+        return None
+    return _term("alibi_slopes", loads[0], call, _ALL)
+
+
+def _bias(sign: int, at: Node, call: _Call) -> tuple[str, tuple[str, Index]] | None:
+    """A bias of pairs, of keys or of queries."""
+    if sign < 0 or at.op != "load" or call.is_packed:
+        return None
+    inputs = [str(x.payload) if x.op == "input" else "" for x in at.args]
+    if not set(inputs) & {"i", "j"}:
+        return None
+    index: Index = tuple(slice(None) if axis in inputs else None for axis in AXES)
+    while index[0] is None:
+        index = index[1:]
+    return _term("bias", at, call, _ALL if None not in index else index)
+
+
+def _term(name: str, load: Node, call: _Call, index: Index) -> tuple[str, tuple[str, Index]] | None:
+    """An array as a term, if each of its axes is an axis of the scores and as long, or of length 1 in a bias."""
+    array = str(load.payload)
+    shape, sizes, term = call.shapes[array], call.sizes, BY_NAME[name]
+    inputs = [str(x.payload) for x in load.args if x.op == "input"]
+    if not len(load.args) == len(inputs) == len(shape) or inputs != [axis for axis in AXES if axis in inputs]:
+        return None
+    if name == "alibi_slopes" and inputs not in (["head"], ["batch", "head"]):
+        return None
+    for axis, length in zip(inputs, shape, strict=True):
+        if axis not in sizes or not (length == sizes[axis] or (length == 1 and term.broadcasts)):
+            return None
+    if call.dtypes[array] not in term.dtypes_beside(call.dtypes["q"]):
+        return None
+    return array, (name, index)
+
+
+# ---- Masks -----------------------------------------------------------------------------------------------------------
+
+
+def _of_mask(root: Node, window: Bounds) -> Bounds | None:
+    """The window that a mask and the options make together; None if the mask is more than a window."""
+    found = [window]
+    for condition in _conditions(root):
+        bounds = _window(condition)
+        if bounds is None:
+            return None
+        found.append(bounds)
+    left, right = (min((x for x in side if x is not None), default=None) for side in zip(*found, strict=True))
+    # A window as an option always includes the diagonal.
+    return None if (left is not None and left < 0) or (right is not None and right < 0) else (left, right)
+
+
+def _conditions(at: Node) -> list[Node]:
+    """The conditions that all have to hold."""
+    return [x for arg in at.args for x in _conditions(arg)] if at.op == "and" else [at]
+
+
+def _window(at: Node) -> Bounds | None:
+    """The window that a condition such as ``i - j < 5`` or ``abs(i - j) <= 8`` makes; None if it makes none."""
+    if at.op not in ("lt", "le"):
+        return None
+    smaller, larger = at.args
+    strict = int(at.op == "lt")
+    inner, most = _linear(smaller.args[0] if smaller.op == "abs" else smaller), _linear(larger)
+    if inner is None or most is None:
+        return None
+    if smaller.op == "abs":
+        side = most[2] - strict
+        return (side, side) if inner in ((1, -1, 0), (-1, 1, 0)) and most[:2] == (0, 0) else None
+    of_i, of_j, rest = (x - y for x, y in zip(inner, most, strict=True))
+    side = -rest - strict  # the most that of_i * i + of_j * j may be
+    return {(1, -1): (side, None), (-1, 1): (None, side)}.get((of_i, of_j))
+
+
+def _linear(at: Node) -> tuple[int, int, int] | None:
+    """(a, b, c) of an expression that is a * i + b * j + c."""
+    if at.op == "input" and at.payload in ("i", "j"):
+        return (1, 0, 0) if at.payload == "i" else (0, 1, 0)
+    if at.op == "constant":
+        return (0, 0, at.payload) if type(at.payload) is int else None
+    forms = [_linear(arg) for arg in at.args] if at.op in ("add", "sub", "neg") else [None]
+    if any(form is None for form in forms):
+        return None
+    signs = {"add": (1, 1), "sub": (1, -1), "neg": (-1,)}[at.op]
+    a, b, c = (sum(sign * form[place] for sign, form in zip(signs, forms, strict=True) if form) for place in range(3))
+    return a, b, c

@@ -1,0 +1,101 @@
+"""The arrays that functions of a caller read: which there are, how kernels see them, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from cuflash.arrays.array_info import Operand, Shaped, as_it_is, check_dtype, softmax_dtype_of
+from cuflash.arrays.checks import value_error
+from cuflash.spec.inputs import OF_SCORE, PassArrays, checked
+from cuflash.spec.options import Options, beside_score_error
+
+MOST_AXES = 4
+# Names that a function cannot give to its arrays, because the passes have arguments of these names.
+RESERVED = frozenset(
+    (*PassArrays.__annotations__, "q", "k", "v", "need", "seed", "offset", "passes", "remember", "forget")
+)
+
+
+def names_of(options: Options) -> tuple[str, ...]:
+    """The arrays that the functions of a call read, in order."""
+    functions = (options.score, options.mask_function)
+    return tuple(dict.fromkeys(name for function in functions if function for name in function.arrays))
+
+
+def gradient_names(options: Options) -> tuple[str, ...]:
+    """The names of gradients, one for each array that the score reads, although integers and bools have none."""
+    return () if options.score is None else tuple(f"d{name}" for name in options.score.arrays)
+
+
+def check_names(options: Options) -> None:
+    """Raise ValueError for names of arrays that are names of other arguments."""
+    for name in names_of(options):
+        for used in (name, f"d{name}"):
+            if used in RESERVED:
+                raise value_error("score", f"an array named {name}", f"another name: {used} is an argument of its own")
+    taken = set(names_of(options))
+    for gradient in gradient_names(options):
+        if gradient in taken:
+            raise value_error(
+                "score", f"arrays named {gradient[1:]} and {gradient}", "names that differ by more than a d"
+            )
+
+
+def check_given(method: str, options: Options, given: Mapping[str, Any], results: Iterable[str] = ()) -> dict[str, Any]:
+    """The arrays of a call's functions, and of their gradients, by name; None for results that are not given.
+
+    Raises TypeError for keywords that no function has, and for arrays that are missing, as Python does.
+    """
+    names = names_of(options)
+    for name in given:
+        if name not in names and name not in results:
+            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
+    missing = [name for name in names if given.get(name) is None]
+    if missing:
+        raise TypeError(f"{method}() missing keyword argument {missing[0]!r}, which the score or the mask reads")
+    return {name: given[name] for name in names} | {name: given.get(name) for name in results}
+
+
+def checked_with_captured(
+    method: str, kind: type, options: Options, given: Mapping[str, Any], results: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The arrays of a typed dictionary, and those of a call's functions, by name; None for those that are not given."""
+    own = {name: x for name, x in given.items() if name in kind.__annotations__}
+    others = {name: x for name, x in given.items() if name not in own}
+    return checked(method, kind, own) | check_given(method, options, others, results)
+
+
+def captured_dtypes(dtype: str) -> tuple[str, ...]:
+    """The dtypes that the arrays may have beside q of a dtype."""
+    return tuple(dict.fromkeys((softmax_dtype_of(dtype), dtype, "int32", "int64", "bool")))
+
+
+def operands_of(
+    options: Options, given: Mapping[str, Shaped], dtype: str, *, has_pairs: bool
+) -> tuple[tuple[str, Operand], ...]:
+    """The arrays as kernels see them, checked. Where there are no pairs of a query and a key, nothing is read."""
+    found = []
+    allowed = captured_dtypes(dtype)
+    for name in names_of(options):
+        array = given[name]
+        check_dtype(name, array, allowed, ", which the score or the mask reads")
+        shape = tuple(array.shape)
+        if len(shape) > MOST_AXES or (has_pairs and 0 in shape):
+            raise value_error(name, f"shape {shape}", f"up to {MOST_AXES} axes, none of which is empty")
+        found.append((name, as_it_is(array)))
+    return tuple(found)
+
+
+def check_alone(options: Options, given: Iterable[str]) -> None:
+    """Raise NotImplementedError for arrays that cannot be combined with functions."""
+    names = set(given)
+    if options.score is not None:
+        for name in OF_SCORE:
+            if name in names:
+                raise beside_score_error(name)
+    if (options.score or options.mask_function) and "block_table" in names:
+        raise NotImplementedError(
+            "block_table: got it together with a function as score or mask, expected one of them; gather the pages of "
+            "each batch entry into contiguous k and v"
+        )
