@@ -116,7 +116,8 @@ def check_sinks(dtype: str, sink: float, backend: Backend) -> None:
     of_keys = np.asarray(gradients["dv"], np.float64)[..., 0].sum(axis=-1)
     np.testing.assert_allclose(of_keys, large.heads * large.seqlen_q * (1 - weight), rtol=ROUNDED[dtype])
     expected = -weight * np.asarray(out, np.float64).sum(axis=(0, 2, 3))
-    # Rows whose lse is not large keep the rounding of lse as an error of their weights (kernels/common/backward.cuh).
+    # Rows whose lse is not large keep the rounding of lse as an error of their weights
+    # (kernels/common/softmax/backward.cuh).
     rounded = 1e-5 if dtype in ("float32", "float64") else 2.0**-13
     np.testing.assert_allclose(np.asarray(gradients["dsinks"], np.float64), expected, rtol=rounded)
 

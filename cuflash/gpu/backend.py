@@ -359,7 +359,7 @@ class PartSums:
     ) -> None:
         """Launch the kernels of a pass, or only those that find row sums."""
         kernels = [spec for spec in launch.plan.kernels if spec.grid]
-        at = next((i for i, spec in enumerate(kernels) if spec.source.endswith("delta.cu")), None)
+        at = next((i for i, spec in enumerate(kernels) if spec.source == "helpers/backward_preprocess.cu"), None)
         first = 0 if at is None else at + 1
         launch.last_call = call = next(_calls)
         frame = launch.argument.frame(pointers, maps, random, launch.seqlen_k, call)
@@ -388,7 +388,7 @@ class PartSums:
             there[at] = cupy.where(has_sum, cupy.asarray(given.astype(dtype)), there[at])
 
     def _places(self, block: int) -> Any:
-        """Where the kernels keep the rows: each packed sequence begins a block (common/schedule.cuh)."""
+        """Where the kernels keep the rows: each packed sequence begins a block (common/schedule/schedule.cuh)."""
         if self.starts is None:
             return np.arange(self.lse.shape[-1])
         starts, counts = self.starts[:-1], np.diff(self.starts)

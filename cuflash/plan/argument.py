@@ -1,4 +1,4 @@
-"""The fields of the kernels' only argument, as `Params` in kernels/common/params.cuh declares them, and its size."""
+"""The fields of the kernels' only argument, as `Params` in kernels/common/io/params.cuh declares them, and its size."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ SOFTMAX_WARPS = 16  # warps of a block of the kernels that make gradients of par
 _OF_KEYS = ("dk", "dv")
 SCORES_KERNEL = "sm80/backward_scores.cu"  # makes gradients of parts of the scores that no other kernel makes
 # The kernels that make the gradients of parts of the softmax, one each.
-SOFTMAX_KERNELS = {term.gradient: f"around/{term.name}.cu" for term in TERMS if term.part_of == "softmax"}
+SOFTMAX_KERNELS = {term.gradient: f"helpers/{term.name}.cu" for term in TERMS if term.part_of == "softmax"}
 
 
 class _Rows(NamedTuple):
@@ -298,7 +298,7 @@ def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: Tile | None
     resident = {"CUFLASH_MIN_BLOCKS": max(1, warps // delta.num_warps)}
     sums = {name: first.defines().get(name, 1) for name in ("CUFLASH_BF16_PARTS", "CUFLASH_COLUMN_BLOCKS")}
     own = {**dims, **LOOKED_UP, **resident, **sums, "CUFLASH_LSE_HAS_SINKS": int(draft.has_sinks)}
-    draft.add("around/delta.cu", delta, draft.heads * (rows // delta.block_m), 0, **own)
+    draft.add("helpers/backward_preprocess.cu", delta, draft.heads * (rows // delta.block_m), 0, **own)
     own = {**dims, "CUFLASH_NUM_WARPS": SOFTMAX_WARPS, "CUFLASH_MIN_BLOCKS": 1}
     for source in (source for name, source in SOFTMAX_KERNELS.items() if name in draft.need):
         draft.add(source, delta, problem.num_heads, 16 * SOFTMAX_WARPS, **own)
@@ -362,7 +362,7 @@ def _add_convert(
         wide = tuple(name for name in ("dq", *_OF_KEYS) if _has_wide(draft, name))
         defines |= {f"CUFLASH_{name.upper()}_WIDE": int(name in wide) for name in ("dq", *_OF_KEYS)}
         makes = tuple(f"wide_{name}" for name in wide)
-        draft.add("around/convert.cu", around, blocks, shared_bytes, makes, **defines)
+        draft.add("helpers/backward_postprocess.cu", around, blocks, shared_bytes, makes, **defines)
 
 
 def _has_wide(draft: Draft, *names: str) -> bool:

@@ -22,7 +22,7 @@ from cuflash.spec.problem import Problem
 
 TABLE_WARPS = 8  # warps of a block that fills tables
 # What a kernel does for gradients of arrays that the score reads: CUFLASH_NEEDS_CAPTURED of
-# kernels/common/captured_gradients.cuh.
+# kernels/common/score/score_args_gradients.cuh.
 FINDS_LARGEST, ADDS_CAPTURED, SUMS_CAPTURED = 1, 2, 3
 VECTOR_OF_MASK = 16  # keys that are read at once
 LIST_WARPS = 4  # warps of a block that lists tiles; each makes one list
@@ -31,7 +31,7 @@ LIST_HEADER = 2  # numbers in front of a list
 # at head_dim 128 and seqlen 4096. Without a mask, one head at a time makes better use of L2.
 CAUSAL_HEAD_SECTION = 16
 # The largest soft cap that is folded into exponents, and only without sinks. Rows have an lse below 1024 then, so that
-# none of them is large in the sense of kernels/common/backward.cuh.
+# none of them is large in the sense of kernels/common/softmax/backward.cuh.
 MOST_FOLDED_SOFTCAP = 512.0
 # A kernel looks at a mask beforehand where the forward pass has at least this many operations: by arithmetic, they take
 # a few times as long as two small kernels. Otherwise the main kernel reads the mask for each head, pair by pair.
@@ -44,7 +44,7 @@ LOOK_KEYS = 2048
 # the forward pass has at least this many operations, 0.7 ms at 400 TFLOP/s: on an H100 the look makes such a pass 0.7
 # to 2 % longer.
 LOOK_BIAS_FLOPS = 1 << 38
-BIAS_HEADER_BYTES = 16  # in front of the notes of a bias: BiasBlocks of kernels/common/mask.cuh
+BIAS_HEADER_BYTES = 16  # in front of the notes of a bias: BiasBlocks of kernels/common/score/mask.cuh
 # Lanes of a warp that look at one tile of a bias. So a warp has few tiles, since it looks at hidden ones one by one.
 BIAS_LANES = 8
 COUNTED_BY_DQ = "the order of dq counts them"  # why tiles that a mask hides are computed
@@ -170,7 +170,7 @@ class Draft:
         options = {"CUFLASH_LISTS_KEYS": int(of_keys), "CUFLASH_HAS_BIAS_NOTES": int(looks_at_bias)}
         options |= {"CUFLASH_HAS_LISTS": 1, "CUFLASH_CHOSEN_BY_BIAS": int(self.chosen_by_bias)}
         options |= {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1}
-        self.add("around/lists.cu", tile, -(-lists // LIST_WARPS), 0, **options)
+        self.add("helpers/block_index.cu", tile, -(-lists // LIST_WARPS), 0, **options)
         has_mask = problem.mask is not None or problem.mask_function is not None
         hiding = ["mask" if has_mask else "block_mask"] if has_mask or problem.block_mask is not None else []
         hiding += ["bias"] if looks_at_bias else []
@@ -256,7 +256,7 @@ class Draft:
         self.scratch["mask_blocks"] = max(self.scratch.get("mask_blocks", 0), elements)
         lanes = self._lanes_of_tile(tile)
         warps = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_LANES_OF_TILE": lanes}
-        self.add("around/mask_tiles.cu", tile, -(-tiles * lanes // (32 * LIST_WARPS)), 0, **warps)
+        self.add("helpers/mask_tiles.cu", tile, -(-tiles * lanes // (32 * LIST_WARPS)), 0, **warps)
 
     def _add_bias_tiles(self, tile: Tile) -> None:
         """Add the kernel that notes which tiles the bias hides.
@@ -273,7 +273,9 @@ class Draft:
         self.scratch["bias_blocks"] = max(self.scratch.get("bias_blocks", 0), elements)
         options = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_LANES_OF_TILE": BIAS_LANES}
         options["CUFLASH_KV_LENGTHS_BYTES"] = 0
-        self.add("around/mask_tiles.cu", tile, -(-tiles * BIAS_LANES // (32 * LIST_WARPS)), 0, (), ("bias",), **options)
+        self.add(
+            "helpers/mask_tiles.cu", tile, -(-tiles * BIAS_LANES // (32 * LIST_WARPS)), 0, (), ("bias",), **options
+        )
 
     def _why_bias_is_not_listed(self, why_not_for_bias: str) -> str | None:
         """Why lists do not leave out tiles that a bias of pairs hides; "" if they do, None without such a bias."""
@@ -349,7 +351,7 @@ class Draft:
         """
         entries = sum(math.prod(filled.shape) for filled in self.tables) if self.problem.has_pairs else 0
         warps = {"CUFLASH_NUM_WARPS": TABLE_WARPS, "CUFLASH_MIN_BLOCKS": 1}
-        self.add("around/hoisted.cu", tile, -(-entries // (32 * TABLE_WARPS)), 0, (makes,), **warps, **defines)
+        self.add("helpers/hoisted.cu", tile, -(-entries // (32 * TABLE_WARPS)), 0, (makes,), **warps, **defines)
 
     def add(
         self,
@@ -373,7 +375,7 @@ class Draft:
         overlaps = self.device.arch >= 90 and any(kernel.grid for kernel in self.kernels)
         every = self.defines | tile.defines() | defines | {"CUFLASH_OVERLAPS_PREVIOUS": int(overlaps)}
         every |= dict.fromkeys((define for option in untold for define in _UNTOLD[option]), 0)
-        if source.startswith("around/"):
+        if source.startswith("helpers/"):
             every.pop("CUFLASH_ARGUMENT_BYTES", None)  # they have no tensor maps
         every |= {"CUFLASH_SHARED_BYTES": shared_bytes, "CUFLASH_KERNEL_NAME": name}
         headers: tuple[tuple[str, str], ...] = ()
@@ -418,14 +420,14 @@ _UNTOLD: dict[str, tuple[str, ...]] = {
 }
 # Which of these options a kernel around the main one needs all the same.
 _TOLD = {
-    "lists.cu": (*MASKS, "mask_function"),
+    "block_index.cu": (*MASKS, "mask_function"),
     "mask_bits.cu": MASKS,
     "scores_reduce.cu": ("bias",),
-    "combine.cu": ("scale",),
+    "split_combine.cu": ("scale",),
     "sinks.cu": ("scale",),
-    "delta.cu": tuple(name for name in _UNTOLD if name != "dropout" and name not in OF_FLOAT8),
-    "convert.cu": ("dropout",),
-    "captured.cu": ("score",),
+    "backward_preprocess.cu": tuple(name for name in _UNTOLD if name != "dropout" and name not in OF_FLOAT8),
+    "backward_postprocess.cu": ("dropout",),
+    "score_args_gradients.cu": ("score",),
     "hoisted.cu": ("score",),
     "mask_tiles.cu": ("mask", "mask_function"),
 }
@@ -435,7 +437,7 @@ def _untold(source: str, told: Collection[str] | None) -> tuple[str, ...]:
     """Options that a source does not need."""
     folder, _, file = source.rpartition("/")
     told = _TOLD.get(file, ()) if told is None else told
-    return tuple(name for name in _UNTOLD if name not in told) if folder == "around" else ()
+    return tuple(name for name in _UNTOLD if name not in told) if folder == "helpers" else ()
 
 
 def functions_header(program: Program, gradients: Collection[str] = ()) -> tuple[str, str]:

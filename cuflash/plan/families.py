@@ -86,7 +86,7 @@ class BackwardFamily(Family[Row]):
         return draft.run_time.head_section
 
     def back_share(self, problem: Problem, main: Row) -> int:
-        """One head of this many walks back from the last query; 0: none does. kernels/common/backward.cuh says why."""
+        """One head of this many walks back from the last query, 0: none (kernels/common/softmax/backward.cuh)."""
         return 0
 
     def why_not_summed(self, draft: Draft, main: Row, name: str) -> str | None:

@@ -1,6 +1,6 @@
 """Few queries: how blocks share the keys of all heads, and what combines their results.
 
-kernels/common/key_splits.cuh has the same for blocks.
+kernels/common/schedule/key_splits.cuh has the same for blocks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ DECODE_ROWS = 64  # up to this many queries, of all heads that share keys, count
 DECODE_MIN_SEQLEN_K = 512  # visible keys from which on sharing them pays
 MIN_TILES_OF_BLOCK = 2  # tiles of keys that a block takes at least
 COMBINE_TILES = 2  # to share a head costs each block as much time as this many tiles of keys
-COMBINE_COLUMNS = 32  # columns of one row that a warp of around/combine.cu combines
+COMBINE_COLUMNS = 32  # columns of one row that a warp of helpers/split_combine.cu combines
 # The block of a head that is done last combines its results if these have at most COMBINE_PIECES pieces, of one row and
 # COMBINE_COLUMNS columns each, and keys and values at most COMBINE_KEY_BYTES bytes: that saves the host a launch, for
 # which small problems wait. But its warps are few, so where rows or blocks of a head are many, a kernel of its own
@@ -78,7 +78,9 @@ def add_sharing_kernel(
         draft.scratch["arrivals"] = heads * 8 // ITEMSIZE[problem.softmax_dtype]  # words of 64 bits
         combined = "the last one combines their results"
     else:
-        draft.add("around/combine.cu", tile, -(-heads * pieces // COMBINE_WARPS), 0, CUFLASH_NUM_WARPS=COMBINE_WARPS)
+        draft.add(
+            "helpers/split_combine.cu", tile, -(-heads * pieces // COMBINE_WARPS), 0, CUFLASH_NUM_WARPS=COMBINE_WARPS
+        )
         combined = "another kernel combines their results"
     draft.reasons.append(
         f"{who} take equal shares of the keys, up to {draft.key_splits} of them those of one head: {combined}"

@@ -16,7 +16,7 @@ SCORES_REDUCE_WARPS = 8
 # ADD_STEPS, and ADD_STEPS_OF_SHARE for each share of all tiles. By arithmetic: a launch takes 4 us, and 128 KiB that
 # are written and read 0.04 us.
 SHARE_STEPS, ADD_STEPS, ADD_STEPS_OF_SHARE = 2, 3, 0.03
-EXACT_WORDS = 12  # kSumWords of kernels/common/exact_sums.cuh
+EXACT_WORDS = 12  # kSumWords of kernels/common/softmax/exact_sums.cuh
 # The gradient whose kernel stores tiles of gradients of scores, and the one that is a number for each head. Each of
 # the others is one number.
 _STORED = next(term.gradient for term in TERMS if term.part_of == "scores" and term.broadcasts)
@@ -118,7 +118,7 @@ def add_captured_around(draft: Draft, tile: Tile, step: int, *, stores: bool) ->
     blocks = draft.device.num_sms  # the same for all arrays, so that no array needs another compilation
     options = {"CUFLASH_NUM_WARPS": SCORES_REDUCE_WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_NEEDS_CAPTURED": step}
     options |= {"CUFLASH_CAPTURED_BLOCKS": blocks, "CUFLASH_STORES_CAPTURED": int(stores)}
-    draft.add("around/captured.cu", tile, blocks, 0, ("stored",) if stores else ("cleared",), **options)
+    draft.add("helpers/score_args_gradients.cu", tile, blocks, 0, ("stored",) if stores else ("cleared",), **options)
 
 
 def _words(draft: Draft, step: int) -> int:
@@ -179,7 +179,7 @@ def _add_reduce(
     """Add the kernel that adds up parts of sums."""
     options = needs(names) | _sums(axes) | {"CUFLASH_SUMS_BY_KEYS": int(by_keys)}
     warps = {"CUFLASH_NUM_WARPS": SCORES_REDUCE_WARPS, "CUFLASH_MIN_BLOCKS": 1}
-    draft.add("around/scores_reduce.cu", tile, blocks, 16 * SCORES_REDUCE_WARPS, names, **options, **warps)
+    draft.add("helpers/scores_reduce.cu", tile, blocks, 16 * SCORES_REDUCE_WARPS, names, **options, **warps)
 
 
 def _sums(axes: Sequence[bool]) -> dict[str, int]:

@@ -24,7 +24,7 @@ from cuflash.spec.problem import Problem
 # the vendor describes it for compute capability 8.0 and 9.0. The rest of a half holds what passes through; its size was
 # fitted to the counters of an H200.
 L2_SHARE = 0.42
-LOOKS = ("around/mask_bits.cu", "around/mask_tiles.cu")  # kernels that read a mask once, for all others
+LOOKS = ("helpers/mask_bits.cu", "helpers/mask_tiles.cu")  # kernels that read a mask once, for all others
 FORWARD, DECODE = ("sm80/forward.cu", "sm90/forward.cu"), ("sm80/decode.cu", "sm90/decode.cu")
 BACKWARD, DQ = ("sm80/backward.cu", "sm90/backward.cu"), "sm80/backward_dq.cu"
 
@@ -95,7 +95,7 @@ def _in_words(nbytes: float) -> str:
 
 def predict(plan: Plan) -> Traffic | None:
     """The traffic of a plan; None if it has a kernel whose tiles are not modelled."""
-    sources = {kernel.source for kernel in plan.kernels if not kernel.source.startswith("around/")}
+    sources = {kernel.source for kernel in plan.kernels if not kernel.source.startswith("helpers/")}
     problem = plan.problem
     if not sources or not sources <= {*FORWARD, *DECODE, *BACKWARD, DQ} or not problem.visible_pairs:
         return None
@@ -335,7 +335,7 @@ def _by_keys(plan: Plan, added: int, *, every: bool) -> tuple[float, float, floa
 
 
 def _block_at(index: int, blocks_of_head: int, heads: int, section: int) -> int:
-    """Which tile of its head is at a place in launch order; kernels/common/schedule.cuh has the same."""
+    """Which tile of its head is at a place in launch order; kernels/common/schedule/schedule.cuh has the same."""
     first = index // (blocks_of_head * section) * section
     return (index - first * blocks_of_head) // min(heads - first, section)
 

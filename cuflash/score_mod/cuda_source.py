@@ -1,8 +1,8 @@
 """Scores that a caller writes in CUDA, for what traced functions cannot express, such as loops and branches.
 
 A text is known only by the results of its runs. Its derivatives come from runs with dual numbers
-(`kernels/common/dual.cuh`). No part of it is hoisted, no option takes its place, and every place in an array that it
-reads counts as one that depends on the pair.
+(`kernels/common/score/dual.cuh`). No part of it is hoisted, no option takes its place, and every place in an array that
+it reads counts as one that depends on the pair.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ OF_POINTS = "const OfRow& of_row, const OfKey& of_key"
 SCORE_FUNCTION = (
     f"template <class Slope>\nCUFLASH_DEVICE Real score_function({OF_HEAD}, {OF_POINTS}, {PAIR}, Slope& by_s)"
 )
-# The number of the kind of a read, by the class of its index. ReadKind of kernels/common/captured_gradients.cuh has the
-# same numbers. All other reads have the next number.
+# The number of the kind of a read, by the class of its index. ReadKind of kernels/common/score/score_args_gradients.cuh
+# has the same numbers. All other reads have the next number.
 KINDS_OF_READS = {"head": 0, "j": 1, "i": 2, "i - j": 3}
 PAIR_READ = len(KINDS_OF_READS)
 POSITIONAL: Mapping[What, tuple[str, ...]] = {"score": ("s", "i", "j"), "mask": ("i", "j")}

@@ -1,6 +1,7 @@
 """CUDA text that says whether a mask holds for all, some or no pairs of a tile, by interval arithmetic on its indices.
 
-`kernels/common/tile_bounds.cuh` has the operations. `cuflash.score_mod.intervals` has the same ones for NumPy arrays.
+`kernels/common/score/tile_bounds.cuh` has the operations. `cuflash.score_mod.intervals` has the same ones for NumPy
+arrays.
 """
 
 from __future__ import annotations

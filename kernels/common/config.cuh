@@ -76,12 +76,12 @@ constexpr bool kLooksUpMask = kHasMask && !kMaskOfKeys && !kMaskByBits;  // it i
 constexpr bool kHasBlockMask = CUFLASH_MASK_BLOCK_M > 0;
 constexpr int kMaskBlockM = kHasBlockMask ? CUFLASH_MASK_BLOCK_M : 1;  // queries per block of the block mask
 constexpr int kMaskBlockN = kHasBlockMask ? CUFLASH_MASK_BLOCK_N : 1;  // keys per block
-constexpr bool kHasScoreFunction = CUFLASH_HAS_SCORE_FUNCTION;         // see common/functions.cuh
+constexpr bool kHasScoreFunction = CUFLASH_HAS_SCORE_FUNCTION;         // see common/score/functions.cuh
 constexpr bool kHasMaskFunction = CUFLASH_HAS_MASK_FUNCTION;
 constexpr bool kScoreChangesSlope = CUFLASH_SCORE_CHANGES_SLOPE;  // d score / d scaled product is not 1
 #define CUFLASH_HAS_FUNCTIONS (CUFLASH_HAS_SCORE_FUNCTION || CUFLASH_HAS_MASK_FUNCTION)
-constexpr bool kHasLists = CUFLASH_HAS_LISTS;           // lists of tiles, by around/lists.cu
-constexpr bool kHasNotes = CUFLASH_HAS_NOTES;           // notes of tiles, by around/mask_tiles.cu, for the main kernel
+constexpr bool kHasLists = CUFLASH_HAS_LISTS;           // lists of tiles, by helpers/block_index.cu
+constexpr bool kHasNotes = CUFLASH_HAS_NOTES;           // notes of tiles, by helpers/mask_tiles.cu, for the main kernel
 constexpr bool kHasBiasNotes = CUFLASH_HAS_BIAS_NOTES;  // notes of what the bias leaves of tiles, for the kernel
 constexpr bool kIsChosen = CUFLASH_CHOSEN_BY_BIAS;      // whether the kernel runs depends on what the bias leaves
 constexpr bool kHasSinks = CUFLASH_HAS_SINKS;           // forward pass only: in the backward pass, lse includes them

@@ -9,12 +9,12 @@
 // then share the rows, each with a slice of the queries of P' and dS' (some with none if the tile has too few) and a
 // slice of the columns of dK and dV, and both P' and dS' go through shared memory.
 #include "common/config.cuh"
-#include "common/dropout.cuh"
-#include "common/operands.cuh"
-#include "common/params.cuh"
-#include "common/query_walk.cuh"
-#include "common/schedule.cuh"
-#include "common/scores.cuh"
+#include "common/score/dropout.cuh"
+#include "common/io/operands.cuh"
+#include "common/io/params.cuh"
+#include "common/schedule/query_walk.cuh"
+#include "common/schedule/schedule.cuh"
+#include "common/score/scores.cuh"
 #include "sm80/backward_warps.cuh"
 #include "sm80/copy.cuh"
 #include "sm80/mma.cuh"

@@ -4,11 +4,11 @@
 //
 //   P = exp(Q K' - lse)    dP = dO V'    dS = P * (dP - delta)    dQ = dS K        (X' is X transposed)
 #include "common/config.cuh"
-#include "common/dropout.cuh"
-#include "common/operands.cuh"
-#include "common/params.cuh"
-#include "common/schedule.cuh"
-#include "common/scores.cuh"
+#include "common/score/dropout.cuh"
+#include "common/io/operands.cuh"
+#include "common/io/params.cuh"
+#include "common/schedule/schedule.cuh"
+#include "common/score/scores.cuh"
 #include "sm80/backward_warps.cuh"
 #include "sm80/copy.cuh"
 #include "sm80/mma.cuh"

@@ -5,23 +5,23 @@
 //   dbias = dS          dslope = -sum dS * |i + diagonal - j|
 //   dscale = sum dS * f'(X) * (Q K')        dc = sum dS * df/dc        (X = scale Q K')
 //
-// f is the function, if any, that makes a score of X, and c its parameter: common/score.cuh has both.
+// f is the function, if any, that makes a score of X, and c its parameter: common/score/score.cuh has both.
 //
 // A block owns a tile of dbias and walks over all axes along which the bias broadcasts: batch entries, heads, tiles of
 // queries, tiles of keys. For the other gradients it owns a tile of queries of one head and walks over the keys. Where
-// that makes few blocks, several blocks share a walk, and around/scores_reduce.cu adds the parts that they leave.
+// that makes few blocks, several blocks share a walk, and helpers/scores_reduce.cu adds the parts that they leave.
 // Gradients of arrays that a function of the caller reads are made on the same walk, by sums that do not depend on the
-// order of additions (common/captured_gradients.cuh).
-#include "common/backward.cuh"
-#include "common/captured_gradients.cuh"
+// order of additions (common/score/score_args_gradients.cuh).
+#include "common/softmax/backward.cuh"
+#include "common/score/score_args_gradients.cuh"
 #include "common/config.cuh"
-#include "common/dropout.cuh"
-#include "common/operands.cuh"
-#include "common/params.cuh"
-#include "common/reduce.cuh"
-#include "common/schedule.cuh"
-#include "common/score_gradients.cuh"
-#include "common/scores.cuh"
+#include "common/score/dropout.cuh"
+#include "common/io/operands.cuh"
+#include "common/io/params.cuh"
+#include "common/softmax/reduce.cuh"
+#include "common/schedule/schedule.cuh"
+#include "common/score/score_gradients.cuh"
+#include "common/score/scores.cuh"
 #include "sm80/copy.cuh"
 #include "sm80/mma.cuh"
 

@@ -1,6 +1,6 @@
 // How the backward kernels on mma.sync, and those around them, deal their tiles to warps.
 #pragma once
-#include "common/backward.cuh"
+#include "common/softmax/backward.cuh"
 
 // Whether the accumulators of the main kernel are in plain order, whatever the element type: products of bfloat16 parts
 // permute no rows or columns (sm80/fragments.cuh).

@@ -1,7 +1,7 @@
 // Copies tiles between global and shared memory, by all threads of a block or by some of its warps.
 #pragma once
 #include "common/config.cuh"
-#include "common/pages.cuh"
+#include "common/io/pages.cuh"
 
 // A `Head` is the address of its first row. Where rows have to be looked up one by one, it has a function row(i)
 // instead, and Stored is the type of their elements.

@@ -2,10 +2,10 @@
 //
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
-// All queries of the query heads that share a key/value head are rows of one product (common/head_work.cuh). As many
-// blocks as the device holds take equal shares of all keys (common/key_splits.cuh). A block that has a head to itself
+// All queries of the query heads that share a key/value head are rows of one product (common/schedule/head_work.cuh). As many
+// blocks as the device holds take equal shares of all keys (common/schedule/key_splits.cuh). A block that has a head to itself
 // stores its results. Blocks that share a head leave O and the sums of their keys in scratch memory; the last of them
-// to finish combines these, unless around/combine.cu does.
+// to finish combines these, unless helpers/split_combine.cu does.
 //
 // A block is made of teams of warps, which take its tiles of keys in turn. Each team has its own ring in shared memory,
 // so that no team waits for another one before the head ends: otherwise all warps would stand still as often as any of
@@ -13,14 +13,14 @@
 // others are on their way. Each warp of a team owns 16 rows; with kWarpsD above 1, kWarpsD warps share the 16 rows,
 // each with a slice of the columns of O.
 #include "common/config.cuh"
-#include "common/float8.cuh"
-#include "common/head_results.cuh"
-#include "common/head_work.cuh"
-#include "common/mask.cuh"
-#include "common/operands.cuh"
-#include "common/params.cuh"
-#include "common/scores.cuh"
-#include "common/warp_sums.cuh"
+#include "common/io/float8.cuh"
+#include "common/io/head_results.cuh"
+#include "common/schedule/head_work.cuh"
+#include "common/score/mask.cuh"
+#include "common/io/operands.cuh"
+#include "common/io/params.cuh"
+#include "common/score/scores.cuh"
+#include "common/softmax/warp_sums.cuh"
 #include "sm80/copy.cuh"
 #include "sm80/float8_fragments.cuh"
 #include "sm80/mma.cuh"

@@ -4,7 +4,7 @@
 // operands stored by rows they belong to two columns; as with wide elements (sm80/fragments.cuh), one of the two
 // n-tiles of a fragment then has the even columns of 16, the other the odd ones.
 #pragma once
-#include "common/float8.cuh"
+#include "common/io/float8.cuh"
 #include "sm80/fragments.cuh"
 
 template <int row, int warps>

@@ -13,7 +13,7 @@
 // a fragment of B makes, one has the even columns of 16, the other the odd ones. store_fragments (sm80/mma.cuh) undoes
 // both.
 #pragma once
-#include "common/fragments.cuh"
+#include "common/io/fragments.cuh"
 #include "sm80/lane_products.cuh"
 
 // ---- From shared memory -------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@
 // and columns 2t and 2t + 1 of the sums. So in a turn, a lane gets its part of A from the lane (g, turn) of its own
 // group of four, and the rows of B that go with it from the lanes (2t, turn) and (2t + 1, turn).
 #pragma once
-#include "common/fragments.cuh"
+#include "common/io/fragments.cuh"
 
 template <class E>
 constexpr int kArchOfProducts = 80;  // the first compute capability whose tensor cores take these elements

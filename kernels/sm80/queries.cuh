@@ -1,7 +1,7 @@
 // Loads tiles of queries, of elements or of one-byte numbers, from global to shared memory.
 #pragma once
-#include "common/float8.cuh"
-#include "common/operands.cuh"
+#include "common/io/float8.cuh"
+#include "common/io/operands.cuh"
 #include "sm80/copy.cuh"
 #include "sm80/fragments.cuh"
 

@@ -6,16 +6,16 @@
 //   - What a function of the caller reads of a key: these are numbers of keys, too, but nothing adds them to scores.
 #pragma once
 #include "common/config.cuh"
-#include "common/fragments.cuh"
-#include "common/schedule.cuh"
-#include "common/score.cuh"
+#include "common/io/fragments.cuh"
+#include "common/schedule/schedule.cuh"
+#include "common/score/score.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/tiles.cuh"
 
 constexpr bool kBiasOfPairs = CUFLASH_BIAS_OF_PAIRS;
 constexpr bool kBiasOfKeys = CUFLASH_BIAS_OF_KEYS;
 // Whether this header makes scores of products: by what it adds to them, or by a mask of keys. Otherwise each score
-// looks up its bias, or a function of the caller computes it (common/score.cuh).
+// looks up its bias, or a function of the caller computes it (common/score/score.cuh).
 constexpr bool kAddsByTile =
     (!kFactorInExponent || kMaskOfKeys) && !kHasScoreFunction && (kBiasBytes == 0 || kBiasOfPairs || kBiasOfKeys);
 constexpr bool kHasKeyNumbers = kBiasOfKeys || kMaskOfKeys;

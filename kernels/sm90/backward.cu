@@ -10,7 +10,7 @@
 //     them makes everything for 64 keys of its own. Or, where registers hold only one of dV and dK, both have the same
 //     64 keys: the first makes P' and dV, the second dS' and dK, and P' is handed over in shared memory.
 //   - The warpgroup of dQ reads dS' from shared memory, makes dQ of the tile, and adds it to memory, at its own pace.
-//     It first clears what later blocks add to (common/clear_dq.cuh). One of its warps is the producer.
+//     It first clears what later blocks add to (common/io/clear_dq.cuh). One of its warps is the producer.
 //   - Where blocks add to dQ in order, three warps of a last warpgroup each do what takes as long as a memory access:
 //     load tiles (once dQ is done with a step, to keep out of its way), wait for this block's turn, and end the turn.
 // Consumers issue dV and dK of a tile of queries right after S' of the next one (after dP' where they make no S'), so
@@ -29,14 +29,14 @@
 //   added[i]      dQ of the tile has been added       the thread that ends the turn
 //   ended[i]      the turn has been ended             the thread that waits for turns, before the turn after next
 //   named: per consumer, one for itself and one for the ping-pong; one for all consumers; one for consumers and dQ
-#include "common/clear_dq.cuh"
+#include "common/io/clear_dq.cuh"
 #include "common/config.cuh"
-#include "common/dropout.cuh"
-#include "common/fragments.cuh"
-#include "common/mask_bits.cuh"
-#include "common/operands.cuh"
-#include "common/params.cuh"
-#include "common/scores.cuh"
+#include "common/score/dropout.cuh"
+#include "common/io/fragments.cuh"
+#include "common/score/mask_bits.cuh"
+#include "common/io/operands.cuh"
+#include "common/io/params.cuh"
+#include "common/score/scores.cuh"
 #include "sm90/addends.cuh"
 #include "sm90/backward_dq.cuh"
 #include "sm90/backward_layout.cuh"

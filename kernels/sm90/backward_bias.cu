@@ -5,14 +5,14 @@
 // The kernel is persistent: a block takes one tile of dbias after another, and walks over the batch entries and heads
 // that see this tile of the bias. The bias is loaded once for all of them, and the sums stay in registers: dbias is
 // written once, in an order of additions that is fixed. Where fewer tiles are left than there are blocks, blocks share
-// their walks, and around/scores_reduce.cu adds what they leave.
+// their walks, and helpers/scores_reduce.cu adds what they leave.
 //
 // The last warpgroup, the producer, loads tiles by TMA: of Q and K for a product S, and of dO and V for a product dP,
 // which take turns in one ring. Each of the two consumers owns 64 queries. They drift apart, so that the products of
 // one run during the exponentials of the other.
 //
-// Operands of float32 come split into bfloat16 parts (around/split_fp32.cu), and each product is the sum of products of
-// parts (common/part_products.cuh), as in the main kernel.
+// Operands of float32 come split into bfloat16 parts (helpers/split_fp32.cu), and each product is the sum of products of
+// parts (common/io/part_products.cuh), as in the main kernel.
 //
 //   barrier         one phase is over when                       who waits
 //   full[i]         the operands of a product are in stage i     consumers, before the product
@@ -20,13 +20,13 @@
 //   bias_full[i]    a tile of bias is in stage i                 consumers, before their first exponentials with it
 //   bias_empty[i]   every consumer warp has made its last        producer, before it loads the next tile there
 //                   exponentials with it
-#include "common/backward.cuh"
+#include "common/softmax/backward.cuh"
 #include "common/config.cuh"
-#include "common/dropout.cuh"
-#include "common/params.cuh"
-#include "common/part_products.cuh"
-#include "common/score_gradients.cuh"
-#include "common/scores.cuh"
+#include "common/score/dropout.cuh"
+#include "common/io/params.cuh"
+#include "common/io/part_products.cuh"
+#include "common/score/score_gradients.cuh"
+#include "common/score/scores.cuh"
 #include "sm90/addends.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"

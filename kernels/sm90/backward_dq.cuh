@@ -1,7 +1,7 @@
 // The warpgroups of sm90/backward.cu beside the consumers: the producer, dQ, and the order in which blocks add to dQ.
 #pragma once
-#include "common/clear_dq.cuh"
-#include "common/operands.cuh"
+#include "common/io/clear_dq.cuh"
+#include "common/io/operands.cuh"
 #include "sm90/backward_layout.cuh"
 #include "sm90/backward_work.cuh"
 #include "sm90/captured_sums.cuh"

@@ -3,7 +3,7 @@
 //   P' = exp(K Q' - lse)    dP' = V dO'    dS' = P' * (dP' - delta)
 //   dV = P' dO              dK = dS' Q     dQ += dS K                       (X' is X transposed; rows of X' are keys)
 //
-// Each factor comes split into three or two bfloat16 parts (common/bf16_split.cuh), and each product is a sum of six
+// Each factor comes split into three or two bfloat16 parts (common/io/bf16_split.cuh), and each product is a sum of six
 // products of parts, or of three. The tensor cores truncate their sums instead of rounding them. So they sum only over
 // a chunk of 64 columns, or over the 64 rows of a tile, and chunks and tiles are added with rounding. Only scores are
 // one sum of the tensor cores, as in the forward pass.
@@ -24,12 +24,12 @@
 //   ds_full[i]      dS' has taken the place of P' in buffer i   dQ
 //   ds_empty[i]     dQ of this dS' is made                      P', before it is written there again
 //   named: one for the warpgroup of dK
-#include "common/bf16_split.cuh"
+#include "common/io/bf16_split.cuh"
 #include "common/config.cuh"
-#include "common/dropout.cuh"
-#include "common/operands.cuh"
-#include "common/params.cuh"
-#include "common/scores.cuh"
+#include "common/score/dropout.cuh"
+#include "common/io/operands.cuh"
+#include "common/io/params.cuh"
+#include "common/score/scores.cuh"
 #include "sm90/addends.cuh"
 #include "sm90/backward_work.cuh"
 #include "sm90/pipeline.cuh"

@@ -1,9 +1,9 @@
 // What the roles of sm90/backward.cu share: the schedule, the layout of shared memory, registers and named barriers.
 #pragma once
-#include "common/backward.cuh"
-#include "common/captured_gradients.cuh"
+#include "common/softmax/backward.cuh"
+#include "common/score/score_args_gradients.cuh"
 #include "common/config.cuh"
-#include "common/params.cuh"
+#include "common/io/params.cuh"
 #include "sm90/addends.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/tiles.cuh"

@@ -4,17 +4,17 @@
 //   dscale = sum dS * f'(x) (k . q) = sum of K * dK over all elements, before dK is scaled
 //   dc = sum dS * df/dc
 //
-// f is the function, if any, that makes a score of the scaled product x, and c is its parameter: common/score.cuh has
+// f is the function, if any, that makes a score of the scaled product x, and c is its parameter: common/score/score.cuh has
 // both.
 //
 // The sums stay in registers until the walk comes to the next query head. Then the consumer leaves them in memory for
-// around/scores_reduce.cu, which adds them up. dscale needs no sum on the way: the consumer makes it at the end, of dK
+// helpers/scores_reduce.cu, which adds them up. dscale needs no sum on the way: the consumer makes it at the end, of dK
 // and of K, which still lies in shared memory.
 #pragma once
-#include "common/fragments.cuh"
-#include "common/key_sums.cuh"
-#include "common/reduce.cuh"
-#include "common/score.cuh"
+#include "common/io/fragments.cuh"
+#include "common/score/key_sums.cuh"
+#include "common/softmax/reduce.cuh"
+#include "common/score/score.cuh"
 #include "sm90/backward_work.cuh"
 #include "sm90/tiles.cuh"
 

@@ -2,9 +2,9 @@
 // holds. Rows of the tile are keys.
 #pragma once
 #include "common/config.cuh"
-#include "common/exponential.cuh"
-#include "common/fragments.cuh"
-#include "common/mask_bits.cuh"
+#include "common/softmax/exponential.cuh"
+#include "common/io/fragments.cuh"
+#include "common/score/mask_bits.cuh"
 #include "sm90/backward_layout.cuh"
 
 // Weights as 16-bit numbers, two in a word. A lane keeps them where P' is multiplied by derivatives of scores in place.

@@ -6,10 +6,10 @@
 // products in place of five. But nothing is added to memory, so all gradients are bitwise repeatable. Where registers
 // do not hold all columns, the two blocks of a cluster have half of them each, and exchange what their columns add to
 // the scores. sm90/wide_ring.cuh says what each warpgroup does.
-#include "common/backward.cuh"
-#include "common/dropout.cuh"
-#include "common/operands.cuh"
-#include "common/scores.cuh"
+#include "common/softmax/backward.cuh"
+#include "common/score/dropout.cuh"
+#include "common/io/operands.cuh"
+#include "common/score/scores.cuh"
 #include "sm90/backward_work.cuh"
 #include "sm90/wide_sums.cuh"
 
@@ -279,7 +279,7 @@ struct KeyRows : BackwardWork {
       store_wide_row<kSum == WideSum::kDk ? kHeadDim : kHeadDimV>(g_row, sum, half, factor, first_column);
     }
   }
-  // Stores the block's part for around/convert.cu, which adds up the parts of blocks.
+  // Stores the block's part for helpers/backward_postprocess.cu, which adds up the parts of blocks.
   template <int n_tiles>
   CUFLASH_DEVICE void store_part(const Params& common, const float (&sum)[n_tiles][4], int first_column) const {
     constexpr int kQuads = 2 * kBlockN;  // groups of four numbers in an n-tile, of all keys

@@ -1,10 +1,10 @@
 // The keys of a block of the backward pass on compute capability 9.0, and the tiles of queries that it walks over.
 #pragma once
-#include "common/backward.cuh"
+#include "common/softmax/backward.cuh"
 #include "common/config.cuh"
-#include "common/params.cuh"
-#include "common/query_walk.cuh"
-#include "common/schedule.cuh"
+#include "common/io/params.cuh"
+#include "common/schedule/query_walk.cuh"
+#include "common/schedule/schedule.cuh"
 
 // The tile of keys of a block, found by the block's place in launch order, and the part of the tile's steps that is the
 // block's share.

@@ -7,15 +7,15 @@
 //   the query                  by each warp in every step, over its 16 keys
 //   i - j                      by each warp in every step, over its part of the diagonal
 //
-// The consumer adds the first two kinds of sums to memory (common/exact_sums.cuh). The other two go to shared memory
+// The consumer adds the first two kinds of sums to memory (common/softmax/exact_sums.cuh). The other two go to shared memory
 // with dS'. The warpgroup of dQ adds up those of all warps, and adds the totals to memory.
 #pragma once
-#include "common/captured_gradients.cuh"
+#include "common/score/score_args_gradients.cuh"
 #include "common/config.cuh"
-#include "common/fragments.cuh"
-#include "common/functions.cuh"
-#include "common/params.cuh"
-#include "common/reduce.cuh"
+#include "common/io/fragments.cuh"
+#include "common/score/functions.cuh"
+#include "common/io/params.cuh"
+#include "common/softmax/reduce.cuh"
 #include "sm90/backward_layout.cuh"
 #include "sm90/backward_work.cuh"
 #include "sm90/row_numbers.cuh"

@@ -5,8 +5,8 @@
 //
 // All queries of the query heads that share a key/value head fit into the 64 rows of one product: row head_in_group *
 // seqlen_q + query. The kernel is persistent: as many blocks as the device holds take equal shares of all keys
-// (common/key_splits.cuh). A block that has a head to itself stores its results. Blocks that share a head leave O and
-// the sums of their keys in scratch memory; the last of them to finish combines these, unless around/combine.cu does.
+// (common/schedule/key_splits.cuh). A block that has a head to itself stores its results. Blocks that share a head leave O and
+// the sums of their keys in scratch memory; the last of them to finish combines these, unless helpers/split_combine.cu does.
 //
 // One thread, the producer, loads tiles by TMA as far ahead as the rings allow: that many bytes have to be on their way
 // to keep memory busy. The other warps are the consumer warpgroup, which takes one tile after another. The rings run on
@@ -21,9 +21,9 @@
 //   v_full[i]    V has arrived in stage i         consumer, before O
 //   v_empty[i]   every warp has its O             producer, before the next V in stage i
 //   named: one for the consumer
-#include "common/fragments.cuh"
-#include "common/scores.cuh"
-#include "common/softmax.cuh"
+#include "common/io/fragments.cuh"
+#include "common/score/scores.cuh"
+#include "common/softmax/softmax.cuh"
 #include "sm90/decode_work.cuh"
 #include "sm90/products.cuh"
 #include "sm90/tiles.cuh"

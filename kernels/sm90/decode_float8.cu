@@ -18,11 +18,11 @@
 //                           S, or its O
 //   named: one for the consumer
 #include "common/config.cuh"
-#include "common/float8.cuh"
-#include "common/fragments.cuh"
-#include "common/scores.cuh"
-#include "common/softmax.cuh"
-#include "common/warp_sums.cuh"
+#include "common/io/float8.cuh"
+#include "common/io/fragments.cuh"
+#include "common/score/scores.cuh"
+#include "common/softmax/softmax.cuh"
+#include "common/softmax/warp_sums.cuh"
 #include "sm90/decode_work.cuh"
 #include "sm90/tiles.cuh"
 

@@ -2,9 +2,9 @@
 //
 // All queries of the query heads that share a key/value head are rows of one product, up to 64 a block, as in
 // sm90/decode.cu; sm90/wide_ring.cuh describes the roles of the warpgroups. The keys of all heads are cut into equal
-// shares, one for each cluster of blocks; around/combine.cu combines the results where clusters share a head.
-#include "common/head_work.cuh"
-#include "common/key_splits.cuh"
+// shares, one for each cluster of blocks; helpers/split_combine.cu combines the results where clusters share a head.
+#include "common/schedule/head_work.cuh"
+#include "common/schedule/key_splits.cuh"
 #include "sm90/wide_sums.cuh"
 #include "sm90/wide_weights.cuh"
 

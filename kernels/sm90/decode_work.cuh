@@ -1,11 +1,11 @@
 // Shared by the kernels for few queries on compute capability 9.0: shared memory, and the producer that loads the keys.
 #pragma once
 #include "common/config.cuh"
-#include "common/float8.cuh"
-#include "common/fragments.cuh"
-#include "common/head_results.cuh"
-#include "common/head_work.cuh"
-#include "common/params.cuh"
+#include "common/io/float8.cuh"
+#include "common/io/fragments.cuh"
+#include "common/io/head_results.cuh"
+#include "common/schedule/head_work.cuh"
+#include "common/io/params.cuh"
 #include "sm90/key_tile.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/tiles.cuh"

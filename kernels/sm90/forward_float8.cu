@@ -24,12 +24,12 @@
 //   t_empty[i]   every consumer has its O            transposers, before the next one in stage i
 //   named: one per consumer for its turn at exponentials; one per consumer for itself
 #include "common/config.cuh"
-#include "common/float8.cuh"
-#include "common/operands.cuh"
-#include "common/params.cuh"
-#include "common/schedule.cuh"
-#include "common/scores.cuh"
-#include "common/softmax.cuh"
+#include "common/io/float8.cuh"
+#include "common/io/operands.cuh"
+#include "common/io/params.cuh"
+#include "common/schedule/schedule.cuh"
+#include "common/score/scores.cuh"
+#include "common/softmax/softmax.cuh"
 #include "sm90/forward_roles.cuh"
 #include "sm90/key_tile.cuh"
 #include "sm90/ping_pong.cuh"

@@ -2,9 +2,9 @@
 //
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
-// The tensor cores multiply bfloat16. So Q, K and V come split into parts (around/split_fp32.cu), three each, or two
+// The tensor cores multiply bfloat16. So Q, K and V come split into parts (helpers/split_fp32.cu), three each, or two
 // where the precision of TF32 is wanted. P is split in registers. Every product is the sum of six products of parts, or
-// of three (common/bf16_split.cuh). Tensor cores cut sums off instead of rounding them. So they sum the P V of each
+// of three (common/io/bf16_split.cuh). Tensor cores cut sums off instead of rounding them. So they sum the P V of each
 // tile of keys by itself, small products first, and other instructions add it to O with rounding.
 //
 // Where few tiles of queries read K and V and rows are short, the producer splits operands itself, on their way to
@@ -26,15 +26,15 @@
 //   addends_full   bias, or numbers of keys, are there   consumers, before they make scores
 //   addends_empty  every warp has its scores             producer, before the next bias, or numbers
 //   named: one per consumer for the ping-pong; one per consumer for itself
-#include "common/bf16_split.cuh"
+#include "common/io/bf16_split.cuh"
 #include "common/config.cuh"
-#include "common/dropout.cuh"
-#include "common/fragments.cuh"
-#include "common/operands.cuh"
-#include "common/params.cuh"
-#include "common/schedule.cuh"
-#include "common/scores.cuh"
-#include "common/softmax.cuh"
+#include "common/score/dropout.cuh"
+#include "common/io/fragments.cuh"
+#include "common/io/operands.cuh"
+#include "common/io/params.cuh"
+#include "common/schedule/schedule.cuh"
+#include "common/score/scores.cuh"
+#include "common/softmax/softmax.cuh"
 #include "sm90/addends.cuh"
 #include "sm90/forward_roles.cuh"
 #include "sm90/ping_pong.cuh"

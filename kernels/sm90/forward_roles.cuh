@@ -2,11 +2,11 @@
 // queries of a tile, and a producer warpgroup, the last one.
 #pragma once
 #include "common/config.cuh"
-#include "common/fragments.cuh"
-#include "common/operands.cuh"
-#include "common/params.cuh"
-#include "common/softmax.cuh"
-#include "common/store_lse.cuh"
+#include "common/io/fragments.cuh"
+#include "common/io/operands.cuh"
+#include "common/io/params.cuh"
+#include "common/softmax/softmax.cuh"
+#include "common/softmax/store_lse.cuh"
 #include "ptx/tma.cuh"
 
 constexpr int kConsumers = kBlockM / 64;

@@ -5,11 +5,11 @@
 // sm90/wide_ring.cuh describes the roles of the warpgroups. The kernel is persistent: a block takes one tile of queries
 // after another. The blocks of a cluster take the same tile, 64 rows each. More than 512 columns of the output take
 // several passes over the keys.
-#include "common/dropout.cuh"
-#include "common/key_splits.cuh"
-#include "common/operands.cuh"
-#include "common/schedule.cuh"
-#include "common/store_lse.cuh"
+#include "common/score/dropout.cuh"
+#include "common/schedule/key_splits.cuh"
+#include "common/io/operands.cuh"
+#include "common/schedule/schedule.cuh"
+#include "common/softmax/store_lse.cuh"
 #include "sm90/wide_sums.cuh"
 #include "sm90/wide_weights.cuh"
 

@@ -1,9 +1,9 @@
 // The weights of the backward pass on compute capability 9.0 where a function of the caller makes scores.
 #pragma once
 #include "common/config.cuh"
-#include "common/fragments.cuh"
-#include "common/mask_bits.cuh"
-#include "common/scores.cuh"
+#include "common/io/fragments.cuh"
+#include "common/score/mask_bits.cuh"
+#include "common/score/scores.cuh"
 #include "sm90/backward_layout.cuh"
 #include "sm90/backward_weights.cuh"
 #include "sm90/row_numbers.cuh"

@@ -1,6 +1,6 @@
 // A tile of keys, or of their values, for TMA: contiguous, or in boxes that each lie in one page.
 #pragma once
-#include "common/pages.cuh"
+#include "common/io/pages.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/tiles.cuh"
 

@@ -1,7 +1,7 @@
 // A product of tiles in shared memory that a warp computes once more, alone.
 #pragma once
 #include "common/config.cuh"
-#include "common/fragments.cuh"
+#include "common/io/fragments.cuh"
 #include "sm80/mma.cuh"
 #include "sm90/tiles.cuh"
 

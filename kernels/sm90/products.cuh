@@ -1,7 +1,7 @@
 // Products of a warpgroup: operands in shared memory as descriptors, and how groups of wgmma are issued and waited for.
 #pragma once
 #include "common/config.cuh"
-#include "common/fragments.cuh"
+#include "common/io/fragments.cuh"
 #include "ptx/wgmma.cuh"
 #include "sm90/tiles.cuh"
 

@@ -4,8 +4,8 @@
 // between P' and dS'.
 #pragma once
 #include "common/config.cuh"
-#include "common/fragments.cuh"
-#include "common/functions.cuh"
+#include "common/io/fragments.cuh"
+#include "common/score/functions.cuh"
 #include "sm90/backward_layout.cuh"
 
 #if CUFLASH_HAS_SCORE_FUNCTION

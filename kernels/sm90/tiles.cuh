@@ -2,7 +2,7 @@
 // a line of 128 bytes for each row, whose 16-byte vectors are permuted by the row number (the swizzle).
 #pragma once
 #include "common/config.cuh"
-#include "common/fragments.cuh"
+#include "common/io/fragments.cuh"
 #include "ptx/tma.cuh"
 #include "sm90/pipeline.cuh"
 

@@ -3,8 +3,8 @@
 // no other warp waits for the starts of sequences.
 #pragma once
 #include "common/config.cuh"
-#include "common/params.cuh"
-#include "common/schedule.cuh"
+#include "common/io/params.cuh"
+#include "common/schedule/schedule.cuh"
 #include "sm90/pipeline.cuh"
 
 // The ring: barriers, and a tile in each stage.

@@ -40,8 +40,8 @@
 // while the next factor is made, when the tensor cores would be idle otherwise.
 #pragma once
 #include "common/config.cuh"
-#include "common/fragments.cuh"
-#include "common/params.cuh"
+#include "common/io/fragments.cuh"
+#include "common/io/params.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
 #include "sm90/tiles.cuh"

@@ -1,7 +1,7 @@
 // The sums of the kernels for wide heads of compute capability 9.0, how they are stored, and the roles of warpgroups.
 #pragma once
-#include "common/operands.cuh"
-#include "common/softmax.cuh"
+#include "common/io/operands.cuh"
+#include "common/softmax/softmax.cuh"
 #include "sm90/wide_ring.cuh"
 
 // Warpgroups 0 and 1, `half` of the columns each: [GEMM 3].

@@ -1,7 +1,7 @@
 // Warpgroup 2 in the forward kernels for wide heads of compute capability 9.0 makes scores, and weights from them.
 #pragma once
-#include "common/scores.cuh"
-#include "common/softmax.cuh"
+#include "common/score/scores.cuh"
+#include "common/softmax/softmax.cuh"
 #include "sm90/wide_ring.cuh"
 
 struct Weigher : ScoreProducts {

@@ -64,7 +64,7 @@ SPILLS = {
     ("sm90/forward_wide.cu", 2, 768, "128x128", 1): 16,
     ("sm90/forward_wide.cu", 2, 1024, "128x128", 1): 16,
 }
-# Of around/delta.cu, whatever its row is: where it finds the row sums of a large lse.
+# Of helpers/backward_preprocess.cu, whatever its row is: where it finds the row sums of a large lse.
 SPILLS_OF_ROW_SUMS = 48
 # The same on compute capability 10.0 and later, where the compiler loads fragments of wide elements further ahead.
 SPILLS_OF_LATER_ARCHS = SPILLS | {

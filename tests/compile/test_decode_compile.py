@@ -130,4 +130,4 @@ def test_functions(score, mask, dtype):
     kernels = choose_plan(problem, DeviceSpec.for_arch("8.0")).kernels
     (kernel,) = (kernel for kernel in kernels if kernel.source == "sm80/decode.cu")
     assert compile_spec(kernel).resources.spill_stores_bytes == 0
-    assert ("around/mask_tiles.cu" in {kernel.source for kernel in kernels}) == (mask is not None)
+    assert ("helpers/mask_tiles.cu" in {kernel.source for kernel in kernels}) == (mask is not None)

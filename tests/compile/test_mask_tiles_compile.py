@@ -63,9 +63,9 @@ def assert_spills_little(problem, arch, ceilings, need=DEFAULT_NEED):
         reading = [kernel for kernel in kernels if any(dict(kernel.defines)[name] for name in of_lists)]
         # The kernel that lists, the main one, and the one that makes the gradient of the bias.
         assert len(reading) == 2 + ("dbias" in wanted.get("need", ()))
-        for kernel in (*reading, *(kernel for kernel in kernels if kernel.source == "around/mask_tiles.cu")):
+        for kernel in (*reading, *(kernel for kernel in kernels if kernel.source == "helpers/mask_tiles.cu")):
             resources = compile_spec(kernel).resources
             spilled = resources.spill_stores_bytes
-            allowed = 0 if kernel.source.startswith("around/") else ceiling
+            allowed = 0 if kernel.source.startswith("helpers/") else ceiling
             assert spilled <= allowed, f"{kernel.name}: {spilled} bytes"
             assert resources.warnings == () and SERIALIZED not in resources.log

@@ -124,7 +124,7 @@ class Target:
             return [kernel for kernel in kernels if kernel.source == "sm80/backward_dq.cu"]
         # Those around the main one take as many whatever the row, but for the bytes of an element.
         is_first = self.tile is first_of_its_kind(self.tile)
-        return [kernel for kernel in kernels if is_first or not kernel.source.startswith("around/")]
+        return [kernel for kernel in kernels if is_first or not kernel.source.startswith("helpers/")]
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -554,7 +554,7 @@ def test_row(target):
         if target.variant.startswith("float8"):
             ceilings = SPILLS_OF_FLOAT8
         row = (kernel.source, tile.element_bytes, tile.max_dim, f"{tile.block_m}x{tile.block_n}", tile.min_blocks)
-        otherwise = SPILLS_OF_ROW_SUMS if kernel.source == "around/delta.cu" else 0
+        otherwise = SPILLS_OF_ROW_SUMS if kernel.source == "helpers/backward_preprocess.cu" else 0
         assert resources.spill_stores_bytes <= ceilings.get(row, otherwise), row
         # What lies in local memory is spilled: no array is, as it would be if a loop over registers were not unrolled.
         assert resources.stack_bytes <= resources.spill_stores_bytes + 16, row

@@ -129,7 +129,7 @@ def test_kernels_of_tables_spill_nothing(arch, dtype):
     device = DeviceSpec.for_arch(arch)
     need = ("dq", "dk", "dv", *problem.captured_gradients)
     kernels = [kernel for pass_ in PASSES for kernel in choose_plan(problem, device, pass_, need=need).kernels]
-    of_tables = [kernel for kernel in kernels if kernel.source == "around/hoisted.cu"]
+    of_tables = [kernel for kernel in kernels if kernel.source == "helpers/hoisted.cu"]
     assert len(of_tables) == (3 if arch == "9.0" and dtype == "bfloat16" else 2)
     for kernel in of_tables:
         assert_spills(kernel, 0)

@@ -122,7 +122,7 @@ def test_sums_by_keys(dim, name, deterministic):
     problem = replace(case.problem, deterministic=deterministic)
     plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), "backward", need=("dq", "dk", "dv", name))
     assert ("sm80/backward_scores.cu" in {x.source for x in plan.kernels}) == (dim == 256 and name == "dsoftcap")
-    for kernel in (x for x in plan.kernels if x.source in ("sm90/backward.cu", "around/scores_reduce.cu")):
+    for kernel in (x for x in plan.kernels if x.source in ("sm90/backward.cu", "helpers/scores_reduce.cu")):
         resources = compile_spec(kernel).resources
         assert resources.warnings == ()
         assert SERIALIZED not in resources.log

@@ -23,12 +23,12 @@ SPILLS = {
     ("8.0", "float64", "polynomial", "sm80/backward.cu"): 16,
     ("9.0", "bfloat16", "branching", "sm90/backward.cu"): 176,
     # Where it finds the row sums of a large lse, which is rare.
-    ("7.5", "float16", "polynomial", "around/delta.cu"): 120,
-    ("8.0", "bfloat16", "polynomial", "around/delta.cu"): 200,
-    ("8.0", "float32", "polynomial", "around/delta.cu"): 240,
-    ("8.0", "float32", "branching", "around/delta.cu"): 288,
-    ("9.0", "bfloat16", "polynomial", "around/delta.cu"): 136,
-    ("9.0", "bfloat16", "branching", "around/delta.cu"): 40,
+    ("7.5", "float16", "polynomial", "helpers/backward_preprocess.cu"): 120,
+    ("8.0", "bfloat16", "polynomial", "helpers/backward_preprocess.cu"): 200,
+    ("8.0", "float32", "polynomial", "helpers/backward_preprocess.cu"): 240,
+    ("8.0", "float32", "branching", "helpers/backward_preprocess.cu"): 288,
+    ("9.0", "bfloat16", "polynomial", "helpers/backward_preprocess.cu"): 136,
+    ("9.0", "bfloat16", "branching", "helpers/backward_preprocess.cu"): 40,
 }
 
 

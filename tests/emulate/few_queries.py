@@ -20,5 +20,5 @@ CASE = ct.Case(
 
 
 def combined(*, by_blocks):
-    """Plans let the last block of a head combine the results, however many, or around/combine.cu, however few."""
+    """Plans let the last block of a head combine results, however many, or helpers/split_combine.cu, however few."""
     return mock.patch("cuflash.plan.key_splits.COMBINE_PIECES", 2**20 if by_blocks else 0)

@@ -43,7 +43,7 @@ def split(case, arrays, count=3, schedule=SCHEDULES[0]):
         parts[name] = emulator.guarded_array((count, batch, heads, seqlen, round_up(columns, 8)), ml_dtypes.bfloat16)
         words[POINTER_WORD[f"{name}_copy"]] = parts[name].ctypes.data
         blocks += batch * heads * -(-seqlen // SPLIT_ROWS)
-    module = emulator.build(Path("around/split_fp32.cu"), defines)
+    module = emulator.build(Path("helpers/split_fp32.cu"), defines)
     threads = 32 * COPY_WARPS
     module.launch(plan.kernels[0].name, params, grid=blocks, threads=threads, shared_bytes=0, schedule=schedule)
     found = {name: x.astype(np.float64)[..., : arrays[name].shape[-1]] for name, x in parts.items()}

@@ -55,7 +55,7 @@ def check(case, kernel, arch, options, schedule, arrays=None):
             if suffix == "" or (pass_, suffix) == ("forward", "dq")
             else (f"{folder}/{pass_}_{suffix}.cu")
         )
-        assert {"around/lists.cu", name} <= sources
+        assert {"helpers/block_index.cu", name} <= sources
     out, lse = attention.forward(problem, arrays, arch=arch, schedule=schedule)
     ct.assert_forward(case, out, lse)
     out, lse = forward_by_oracle(problem, own)

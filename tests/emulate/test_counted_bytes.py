@@ -59,7 +59,7 @@ def cases(draw, options):
 def counted(plan: LaunchPlan, launches: list[Statistics]) -> tuple[int, int, int]:
     """Bytes that the main kernels have loaded, stored and added to."""
     launched = [kernel for kernel in plan.kernels if kernel.grid]
-    of_main = [x for kernel, x in zip(launched, launches, strict=True) if not kernel.source.startswith("around/")]
+    of_main = [x for kernel, x in zip(launched, launches, strict=True) if not kernel.source.startswith("helpers/")]
     columns = zip(*((x.bytes_loaded, x.bytes_stored, x.bytes_added) for x in of_main), strict=True)
     return tuple(map(sum, columns))  # type: ignore[return-value]
 

@@ -1,4 +1,4 @@
-"""The kernels for few queries, sm90/decode.cu and around/combine.cu, run on the CPU against the oracle."""
+"""The kernels for few queries, sm90/decode.cu and helpers/split_combine.cu, run on the CPU against the oracle."""
 
 from dataclasses import replace
 from typing import Any

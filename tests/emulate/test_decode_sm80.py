@@ -132,7 +132,7 @@ def test_cases(name, num_sms):
 def test_how_the_cases_share_keys(name, blocks, of_a_head):
     plan = plan_of(CASE, num_sms=DEVICES[name])
     assert (plan.run_time.resident_blocks, plan.key_splits) == (blocks, of_a_head)
-    assert [kernel.source for kernel in plan.kernels] == ["sm80/decode.cu", "around/combine.cu"]
+    assert [kernel.source for kernel in plan.kernels] == ["sm80/decode.cu", "helpers/split_combine.cu"]
     with combined(by_blocks=True):
         assert [kernel.source for kernel in plan_of(CASE, num_sms=DEVICES[name]).kernels] == ["sm80/decode.cu"]
 

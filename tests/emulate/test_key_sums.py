@@ -137,7 +137,7 @@ def test_sums_by_keys(what, data):
         plan = attention.plan_for(problem, "backward", arrays | {"out": out}, device, None, what.need)
         sources = [kernel.source for kernel in plan.kernels]
         assert "sm90/backward.cu" in sources
-        assert "around/scores_reduce.cu" in sources
+        assert "helpers/scores_reduce.cu" in sources
         assert "sm80/backward_scores.cu" not in sources
         event(f"{plan.run_time.group_splits > 1} {plan.run_time.tail_splits > 1} {plan.run_time.whole_tiles > 0}")
         runs = [

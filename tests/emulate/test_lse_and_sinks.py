@@ -104,7 +104,7 @@ FORWARD: dict[str, tuple[str | DeviceSpec, dict[str, Any]]] = {
     "sm90/decode shared": ("9.0", {"dtype": "float16", "seqlen_q": 3, "seqlen_k": 700, "kv_lengths": (40,)}),
     "sm80/decode": ("8.0", {"dtype": "float32", "seqlen_q": 3, "seqlen_k": 700, "kv_lengths": (40,)}),
     "sm80/decode float64": ("9.0", {"dtype": "float64", "seqlen_q": 1, "seqlen_k": 700, "batch": 2}),
-    "around/combine": (
+    "helpers/split_combine": (
         "9.0",
         {"dtype": "float16", "seqlen_q": 16, "seqlen_k": 700, "num_heads_kv": 1, "head_dim_v": 256},
     ),

@@ -26,8 +26,8 @@ from tests.scored import MASKS, Scored, captured_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
-LISTS = ("around/mask_tiles.cu", "around/lists.cu")
-# An entry of a list: ListEntry of kernels/common/schedule.cuh.
+LISTS = ("helpers/mask_tiles.cu", "helpers/block_index.cu")
+# An entry of a list: ListEntry of kernels/common/schedule/schedule.cuh.
 IS_LAST, NEEDS_MASK, ASKS_FUNCTION, INDEX = 1 << 31, 1 << 30, 1 << 29, (1 << 28) - 1
 
 # The device, the axes of the mask, and what the problem has beside it.
@@ -133,7 +133,7 @@ def assert_listed(arch, problem, arrays, visible, keys, shown=None, *, schedule)
 
     With a bias, `shown` are the pairs of which it is not -inf: without any, a tile is not listed.
     """
-    noting = {"around/mask_bits.cu", *LISTS}
+    noting = {"helpers/mask_bits.cu", *LISTS}
     results = {"out": arrays["dout"], "lse": np.empty(problem.lse_shape, problem.softmax_dtype)}
     results |= {f"d{name}": arrays[name] for name in "qkv"}
     for pass_, name in zip(PASSES, ("key_lists", "query_lists"), strict=True):
@@ -186,7 +186,7 @@ def test_the_tiles_with_a_visible_pair_are_listed(drawn, schedule):
 
 
 PLACE_OF_TILE = """
-#include "around/mask_tiles.cu"
+#include "helpers/mask_tiles.cu"
 
 struct PlaceParams {
   Params common;
@@ -209,7 +209,7 @@ def test_a_head_may_have_more_tiles_than_31_bits_count(index, tmp_path):
     """As with 8 million queries and as many keys."""
     problem, arrays = attention.inputs_of(ct.Case(seqlen_q=64, seqlen_k=64, head_dim=16, dtype="float16", mask=(64, 1)))
     plan = attention.plan_for(problem, "forward", arrays, "8.0")
-    kernel = next(kernel for kernel in plan.kernels if kernel.source == "around/mask_tiles.cu")
+    kernel = next(kernel for kernel in plan.kernels if kernel.source == "helpers/mask_tiles.cu")
     source = tmp_path / "place_of_tile.cu"
     source.write_text(PLACE_OF_TILE)
     tile, n_blocks = plan.tiles[0], 2**18

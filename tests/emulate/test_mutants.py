@@ -43,7 +43,7 @@ def test_the_list_is_long_and_wide_enough():
     assert len({(mutant.file, mutant.what) for mutant in MUTANTS}) == len(MUTANTS)
     assert {trial for mutant in MUTANTS for trial in mutant.trials} == set(TRIALS)
     without_code = {
-        "common/params.cuh",
+        "common/io/params.cuh",
         "sm90/backward_layout.cuh",
         *(f"ptx/{name}.cuh" for name in ("arithmetic", "base", "tma", "wgmma")),
     }
@@ -52,6 +52,8 @@ def test_the_list_is_long_and_wide_enough():
 
 
 def test_a_mutant_whose_text_is_gone_is_an_error():
-    mutant = mutants.Mutant(what="nothing", file="common/mask.cuh", old="no such text", new="", trials=("forward",))
-    with pytest.raises(ValueError, match=r"nothing: common/mask.cuh has the text 0 times: 'no such text'"):
+    mutant = mutants.Mutant(
+        what="nothing", file="common/score/mask.cuh", old="no such text", new="", trials=("forward",)
+    )
+    with pytest.raises(ValueError, match=r"nothing: common/score/mask.cuh has the text 0 times: 'no such text'"):
         mutant.plant()

@@ -123,7 +123,7 @@ SUBSETS = [
     ("sm90/backward_fp32", "9.0", {"num_heads_kv": 1}, True, ("dv",)),
     ("sm80/backward_dq", "9.0", {"dtype": "bfloat16", "block_mask": (4,), "block_size": (32, 48)}, False, ("dq",)),
     ("sm90/backward", "9.0", {"dtype": "bfloat16", "block_mask": (4,), "block_size": (32, 48)}, True, ("dk", "dv")),
-    ("around/sinks", "9.0", {"sinks": True, "dtype": "bfloat16"}, False, ("dsinks",)),
+    ("helpers/sinks", "9.0", {"sinks": True, "dtype": "bfloat16"}, False, ("dsinks",)),
 ]
 
 
@@ -139,7 +139,7 @@ def test_only_what_is_needed(kernel, arch, changes, deterministic, need):
     assert f"{kernel}.cu" in sources
     assert plan.need == need
     scratch = dict(plan.scratch)
-    assert bool({"dq_accumulator", "dkv_partials"} & scratch.keys()) == ("around/convert.cu" in sources)
+    assert bool({"dq_accumulator", "dkv_partials"} & scratch.keys()) == ("helpers/backward_postprocess.cu" in sources)
     assert "dq" in need or ("dq_accumulator" not in scratch and "sm80/backward_dq.cu" not in sources)
     assert set(need) & {"dk", "dv"} or "dkv_partials" not in scratch
     found = attention.backward(problem, arrays, out, lse, need=need, arch=arch)

@@ -146,5 +146,5 @@ def test_what_lies_behind_the_last_key_is_not_seen():
 def test_what_it_does_not_serve(changes, reason):
     problem, arrays = attention.inputs_of(replace(CASE, **changes))
     plan = attention.plan_for(problem, "backward", arrays, "9.0")
-    assert {kernel.source.split("/")[0] for kernel in plan.kernels} == {"around", "sm80"}
+    assert {kernel.source.split("/")[0] for kernel in plan.kernels} == {"helpers", "sm80"}
     assert reason in plan.reason

@@ -157,7 +157,7 @@ def test_both_kernels_of_float32(cupy, seqlen_q, head_dim, options):
     case = ct.Case(**sizes, head_dim=head_dim, dtype="float32", **options)
     qkv, terms = arrays_of(cupy, case)
     attn = cuflash.FlashAttention(**case.keywords)
-    many = ["around/split_fp32.cu", "sm90/forward_fp32.cu"] if is_sm90() else ["sm80/forward.cu"]
+    many = ["helpers/split_fp32.cu", "sm90/forward_fp32.cu"] if is_sm90() else ["sm80/forward.cu"]
     for arrays in (qkv, [off_by_one(cupy, x) for x in qkv]):
         sources = [kernel.source for kernel in plan_of("forward", attn, *arrays, **terms).kernels]
         assert sources == (many if seqlen_q > 64 else ["sm80/decode.cu", *sources[1:]])

@@ -20,7 +20,7 @@ from cuflash.spec.problem import make_problem
 from cuflash.testing import reference
 
 counts = st.integers(0, 9)
-LOOKS = ("around/mask_tiles.cu", "around/lists.cu")  # in this order
+LOOKS = ("helpers/mask_tiles.cu", "helpers/block_index.cu")  # in this order
 
 
 # ---- builders --------------------------------------------------------------------------------------------------------
@@ -269,10 +269,10 @@ def sources(plan):
 def test_lists_come_before_the_kernels_that_walk_over_them(arch, dtype):
     for pass_ in ("forward", "backward"):
         with_blocks, plain = (sources(plan_of(pass_, arch, dtype=dtype, block_mask=x)) for x in ((4,), None))
-        assert with_blocks.count("around/lists.cu") == 1 and "around/lists.cu" not in plain
-        assert [x for x in with_blocks if x != "around/lists.cu"] == plain
+        assert with_blocks.count("helpers/block_index.cu") == 1 and "helpers/block_index.cu" not in plain
+        assert [x for x in with_blocks if x != "helpers/block_index.cu"] == plain
         main = next(i for i, x in enumerate(with_blocks) if re.match(rf"sm\d+/{pass_}(_fp32)?\.cu", x))
-        assert with_blocks.index("around/lists.cu") < main
+        assert with_blocks.index("helpers/block_index.cu") < main
 
 
 def test_scratch_memory_of_lists_is_stated():
@@ -299,12 +299,12 @@ def test_tiles_do_not_cut_blocks_where_they_need_not(head_dim, block_size):
 def test_small_blocks_have_the_tiles_of_masks_of_pairs():
     plan = plan_of(block_size=(16, 16))
     assert plan.tiles == plan_of(block_mask=None, mask=(1000, 1500)).tiles
-    assert plan.tiles[0].mask_by_bits and "around/mask_bits.cu" in sources(plan)
+    assert plan.tiles[0].mask_by_bits and "helpers/mask_bits.cu" in sources(plan)
 
 
 def test_what_other_kernels_serve_is_said():
     deterministic = plan_of("backward", deterministic=True)
-    assert sources(deterministic).count("around/lists.cu") == 2
+    assert sources(deterministic).count("helpers/block_index.cu") == 2
     assert {"sm90/backward.cu", "sm80/backward_dq.cu"} <= set(sources(deterministic))
     assert "dq has a kernel of its own that adds in a fixed order" in deterministic.describe()
     few_queries = plan_of(seqlen_q=1)
@@ -317,7 +317,7 @@ def test_blocks_do_not_add_to_dq_in_turn():
     chosen = plan_of("backward", deterministic=True)
     given = choose_plan(chosen.problem, DeviceSpec.for_arch("9.0"), "backward", tiles=plan_of("backward").tiles)
     assert given.tiles == chosen.tiles and not chosen.tiles[0].dq_in_order
-    assert sources(given) == sources(chosen) and "around/convert.cu" not in sources(chosen)
+    assert sources(given) == sources(chosen) and "helpers/backward_postprocess.cu" not in sources(chosen)
 
 
 @pytest.mark.parametrize("options", [{"block_size": (16, 16)}, {"mask": (1000, 1500)}], ids=["small blocks", "mask"])
@@ -333,7 +333,7 @@ def test_pairs_that_are_bits_are_seen_by_no_kernel_of_dq(options):
 def test_no_list_for_nothing():
     assert all(kernel.grid == 0 for kernel in plan_of(seqlen_q=0).kernels)
     assert [
-        kernel.grid for kernel in plan_of("backward", seqlen_k=0).kernels if kernel.source == "around/lists.cu"
+        kernel.grid for kernel in plan_of("backward", seqlen_k=0).kernels if kernel.source == "helpers/block_index.cu"
     ] == [0]
 
 
@@ -359,21 +359,24 @@ def test_masks_are_looked_at_where_that_pays(arch, dtype, pass_, heads, keys, ax
     in_order = pass_ == "backward" and deterministic
     by_tile = (arch, dtype) == ("9.0", "float16")
     if by_tile and axes[2]:
-        assert "around/mask_bits.cu" in found and "around/mask_tiles.cu" not in found
-        assert ("around/lists.cu" in found) == (not in_order)
+        assert "helpers/mask_bits.cu" in found and "helpers/mask_tiles.cu" not in found
+        assert ("helpers/block_index.cu" in found) == (not in_order)
         assert ("mask: tiles that it hides are computed: the order of dq counts them" in text) == in_order
         return
     pays = plan.problem.forward_flops >= LOOK_FLOPS
     if by_tile:
         pays = pays and not in_order and not causal and keys >= LOOK_KEYS
-    assert ("around/mask_tiles.cu" in found) == pays
+    assert ("helpers/mask_tiles.cu" in found) == pays
     assert ("mask: tiles that it hides are computed: " in text) == (not pays)
     assert ("mask: tiles of keys are listed, " in text) == (pays and (pass_ == "forward" or in_order))
     if not pays:
-        assert "around/lists.cu" not in found
+        assert "helpers/block_index.cu" not in found
         return
     walks = [i for i, x in enumerate(found) if re.match(rf"sm\d+/{pass_}(_fp32|_dq)?\.cu", x)]
-    assert [found[i - 2 : i] for i in walks[-1:]] in ([list(LOOKS)], [["around/lists.cu", "around/split_fp32.cu"]])
+    assert [found[i - 2 : i] for i in walks[-1:]] in (
+        [list(LOOKS)],
+        [["helpers/block_index.cu", "helpers/split_fp32.cu"]],
+    )
     assert found.count(LOOKS[0]) == found.count(LOOKS[1]) == len(walks)
     assert all(dict(plan.kernels[i].defines)["CUFLASH_HAS_LISTS"] for i in walks)
     own = (plan.run_time.list_batches, plan.run_time.list_heads)
@@ -407,7 +410,7 @@ def test_biases_are_looked_at_where_that_pays(arch, dtype, pass_, axes, head_dim
     if not axes[2] or not axes[3]:
         assert "bias: tiles" not in text and "bias_blocks" not in plan.scratch_sizes
         return
-    main = next(kernel for kernel in reversed(plan.kernels) if not kernel.source.startswith("around/"))
+    main = next(kernel for kernel in reversed(plan.kernels) if not kernel.source.startswith("helpers/"))
     # Kernels that add masks of keys to scores have no lists for them beside bounds.
     adds_mask = (arch, dtype) == ("9.0", "float16") and mask == (2, 1, 1, 2100)
     has_lists = "block_mask" in options or (mask is not None and not (adds_mask and "causal" in options))
@@ -431,7 +434,7 @@ def test_biases_are_looked_at_where_that_pays(arch, dtype, pass_, axes, head_dim
     assert has_lists or [dict(kernel.defines)["CUFLASH_HAS_LISTS"] for kernel in twice] == [0, 1] * (len(twice) // 2)
     assert has_lists or len(twice) in (2, 4)  # dq has a kernel of its own where it is made in order
     assert len({kernel.name for kernel in twice}) == len(twice)
-    assert "around/lists.cu" in sources(plan)
+    assert "helpers/block_index.cu" in sources(plan)
     assert re.search(r"^  (mask and |block_mask and )?bias: tiles of (keys|queries) are listed, ", text, re.MULTILINE)
     own = (plan.run_time.list_batches, plan.run_time.list_heads)
     of_masks = (plan.run_time.mask_batches, plan.run_time.mask_heads)

@@ -15,7 +15,10 @@ from tests.problems import H200, biased, problem_of
 
 LONG = {"seqlen_q": 4096, "seqlen_k": 4096}
 READ = {"forward": "qkv", "backward": ("q", "k", "v", "dout")}
-ALONE = {"forward": ["sm90/forward.cu"], "backward": ["around/delta.cu", "sm90/backward.cu", "around/convert.cu"]}
+ALONE = {
+    "forward": ["sm90/forward.cu"],
+    "backward": ["helpers/backward_preprocess.cu", "sm90/backward.cu", "helpers/backward_postprocess.cu"],
+}
 
 
 def sources(plan):
@@ -35,8 +38,8 @@ def test_rows_of_any_number_of_columns(pass_, dim, dim_v):
     widths = {"q": dim, "k": dim, "v": dim_v, "dout": dim_v}
     odd = {name: widths[name] for name in READ[pass_] if widths[name] % 8}
     assert copied(plan) == {name: -(-width // 8) * 16 for name, width in odd.items()}
-    assert [x for x in sources(plan) if x != "around/copy_rows.cu"] == ALONE[pass_]
-    assert ("around/copy_rows.cu" in sources(plan)) == bool(odd)
+    assert [x for x in sources(plan) if x != "helpers/copy_rows.cu"] == ALONE[pass_]
+    assert ("helpers/copy_rows.cu" in sources(plan)) == bool(odd)
     by_rows = dim_v % 8 > 0 or (pass_ == "backward" and dim % 8 > 0)
     main = next(kernel for kernel in plan.kernels if kernel.source.startswith("sm90/"))
     assert dict(main.defines)["CUFLASH_STORES_BY_ROWS"] == by_rows
@@ -71,7 +74,7 @@ def test_only_what_tma_refuses_is_copied(pass_, name, axis, data):
 def test_memory_and_blocks_of_copies(pass_, dim):
     problem = problem_of(**LONG, dim=dim, dim_v=dim, batch=3, heads=6, heads_kv=2)
     plan = choose_plan(problem, H200, pass_)
-    kernel = next(kernel for kernel in plan.kernels if kernel.source == "around/copy_rows.cu")
+    kernel = next(kernel for kernel in plan.kernels if kernel.source == "helpers/copy_rows.cu")
     width, block_m = -(-dim // 8) * 8, int(dict(kernel.defines)["CUFLASH_BLOCK_M"])
     rows = {"q": 6, "k": 2, "v": 2, "dout": 6}
     bytes_of = {f"{name}_copy": 2 * 3 * rows[name] * 4096 * width for name in READ[pass_]}
@@ -86,7 +89,7 @@ def test_few_pairs_are_not_worth_copies(pass_):
     """Either for each row, or in all."""
     long = problem_of(**LONG, dim=3, dim_v=3)
     short = [problem_of(64, 64, 3, 3, batch=512), problem_of(1024, 1024, 3, 3, batch=1, heads=1, heads_kv=1)]
-    assert "around/copy_rows.cu" in sources(choose_plan(long, H200, pass_))
+    assert "helpers/copy_rows.cu" in sources(choose_plan(long, H200, pass_))
     for problem in short:
         plan = choose_plan(problem, H200, pass_)
         assert f"sm80/{pass_}.cu" in sources(plan)
@@ -121,13 +124,13 @@ def test_the_gradient_of_a_bias_reads_the_copies(need):
     problem = replace(biased(64, "bfloat16"), batch=2)
     q = replace(problem.q, alignment=4)
     plan = choose_plan(replace(problem, q=q, num_heads=64), H200, "backward", need=need)
-    assert sources(plan).count("around/copy_rows.cu") <= 1
+    assert sources(plan).count("helpers/copy_rows.cu") <= 1
     assert list(copied(plan)) == (["q"] if "sm90/backward_bias.cu" in sources(plan) else [])
 
 
 @pytest.mark.parametrize(("dim", "dim_v"), [(258, 258), (1001, 333), (576, 511)])
 def test_wide_heads_in_the_forward_pass(dim, dim_v):
     plan = choose_plan(problem_of(**LONG, dim=dim, dim_v=dim_v), H200)
-    assert sources(plan) == ["around/copy_rows.cu", "sm90/forward_wide.cu"]
+    assert sources(plan) == ["helpers/copy_rows.cu", "sm90/forward_wide.cu"]
     assert set(copied(plan)) == ({"v"} if dim == 576 else {"q", "k", "v"})
     assert dict(plan.kernels[1].defines)["CUFLASH_STORES_BY_ROWS"]

@@ -165,7 +165,7 @@ def test_a_plan_names_tables_and_their_memory(arch):
     places = plan.tables[0].shape[2]
     assert places >= 2 * (1000 + MARGIN)
     assert plan.scratch_sizes["hoisted.0"] == 4 * 2 * places
-    assert plan.kernels[0].source == "around/hoisted.cu" and plan.kernels[0].grid == -(-2 * places // 256)
+    assert plan.kernels[0].source == "helpers/hoisted.cu" and plan.kernels[0].grid == -(-2 * places // 256)
     assert "hoisted.0[head, i - j] = table[head, " in plan.describe()
     assert f"hoisted.0: a table of {8 * places} bytes, which a kernel fills" in plan.describe()
 
@@ -191,7 +191,7 @@ def test_kernels_of_gradients_of_what_tables_read(score, arch, head_dim, sources
     assert ("nothing is hoisted" in plan.reason) == (score == "decay")
     # The kernel of delta may make scores again, whatever is needed.
     alone = choose_plan(problem, DeviceSpec.for_arch(arch), "backward", need=need[3:])
-    assert [kernel.source for kernel in alone.kernels[:2]] == ["around/hoisted.cu", "around/delta.cu"]
+    assert [kernel.source for kernel in alone.kernels[:2]] == ["helpers/hoisted.cu", "helpers/backward_preprocess.cu"]
 
 
 def test_scores_without_such_parts_have_no_tables():

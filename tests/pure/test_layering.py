@@ -23,7 +23,7 @@ FOLDERS = {
     "common": {"ptx"},
     "sm80": {"ptx", "common"},
     "sm90": {"ptx", "common", "sm80"},
-    "around": {"ptx", "common", "sm80"},
+    "helpers": {"ptx", "common", "sm80"},
 }
 
 # What the modules of a folder may import besides each other. "" are those at the root, the public face; `cli` may

@@ -169,4 +169,4 @@ def test_no_kernel_fills_tables_of_no_pairs(score, empty):
     for arch, pass_ in itertools.product(("8.0", "9.0"), PASSES):
         need = (*DEFAULT_NEED, *problem.captured_gradients) if pass_ == "backward" else DEFAULT_NEED
         plan = choose_plan(problem, DeviceSpec.for_arch(arch), pass_, need=need)
-        assert not any(kernel.grid for kernel in plan.kernels if kernel.source == "around/hoisted.cu")
+        assert not any(kernel.grid for kernel in plan.kernels if kernel.source == "helpers/hoisted.cu")

@@ -20,7 +20,7 @@ import cuflash
 CHECKOUT = Path(__file__).parents[2]
 DEPENDENCIES = sorted({str(Path(module.__path__[0]).parent) for module in (np, ml_dtypes)})
 FOLDER = CHECKOUT / "kernels"
-KERNELS = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.glob("*/*.cu*"))
+KERNELS = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.cu*"))
 
 PROCESSORS = ("AMX", "AVX-512 with bfloat16", "AVX-512", "AVX2", "SSE2", "NEON", "generic")
 

@@ -1,4 +1,4 @@
-"""The kernels' argument: the description in Python against kernels/common/params.cuh, and what is filled in."""
+"""The kernels' argument: the description in Python against kernels/common/io/params.cuh, and what is filled in."""
 
 import ctypes
 import re
@@ -45,7 +45,7 @@ def structs_of(text):
     return structs
 
 
-STRUCTS = structs_of((kernel_directory() / "common/params.cuh").read_text())
+STRUCTS = structs_of((kernel_directory() / "common/io/params.cuh").read_text())
 
 
 def laid_out(fields, start=0):

@@ -104,7 +104,11 @@ def test_grids_cover_the_problem():
             assert grids["sm80/backward_dq.cu"] == 3 * 6 * -(-1000 // plan.tiles[1].block_m)
             assert plan.run_time.stats_rows % tile.block_m == plan.run_time.stats_rows % plan.tiles[1].block_m == 0
         else:
-            assert grids["around/convert.cu"] == grids["around/delta.cu"] == 3 * 6 * -(-1000 // tile.block_m)
+            assert (
+                grids["helpers/backward_postprocess.cu"]
+                == grids["helpers/backward_preprocess.cu"]
+                == 3 * 6 * -(-1000 // tile.block_m)
+            )
 
 
 def test_blocks_add_in_order_where_sums_must_not_depend_on_luck():
@@ -241,7 +245,10 @@ def test_blocks_share_the_queries_of_the_last_tiles(sizes, causal, tail, determi
         shared = n_blocks - plan.run_time.whole_tiles if plan.run_time.tail_splits > 1 else 0
         assert grids["sm90/backward.cu"] == n_blocks + shared * (plan.run_time.tail_splits - 1)
         m_blocks = plan.run_time.stats_rows // plan.tiles[0].block_m
-        assert grids["around/convert.cu"] == sizes["batch"] * sizes["heads"] * m_blocks + 2 * (len(need) - 1) * shared
+        assert (
+            grids["helpers/backward_postprocess.cu"]
+            == sizes["batch"] * sizes["heads"] * m_blocks + 2 * (len(need) - 1) * shared
+        )
         elements = shared * plan.run_time.tail_splits * plan.tiles[0].block_n * 256
         assert dict(plan.scratch).get("dkv_partials", 0) == elements
 
@@ -372,7 +379,7 @@ def test_dropout_is_an_option_of_the_same_kernels(deterministic, arch, pass_, dt
     assert dropping.scratch == plain.scratch
     for with_it, without in zip(dropping.kernels, plain.kernels, strict=True):
         assert with_it.source == without.source
-        told = not with_it.source.startswith("around/") or with_it.source == "around/convert.cu"
+        told = not with_it.source.startswith("helpers/") or with_it.source == "helpers/backward_postprocess.cu"
         assert [dict(kernel.defines)["CUFLASH_HAS_DROPOUT"] for kernel in (with_it, without)] == [int(told), 0]
         assert ("_dropout" in with_it.name) == told
         assert "_dropout" not in without.name
@@ -482,10 +489,15 @@ def test_kernels_around_the_main_one_are_compiled_once_for_many_options(arch, dt
         return {
             (kernel.source, kernel.name, tuple(define for define in kernel.defines if define[0] not in of_work))
             for kernel in kernels
-            if kernel.source.startswith("around/") and kernel.source not in make_scores
+            if kernel.source.startswith("helpers/") and kernel.source not in make_scores
         }
 
-    make_scores = ("around/mask_bits.cu", "around/mask_tiles.cu", "around/lists.cu", "around/delta.cu")
+    make_scores = (
+        "helpers/mask_bits.cu",
+        "helpers/mask_tiles.cu",
+        "helpers/block_index.cu",
+        "helpers/backward_preprocess.cu",
+    )
 
     plain = problem_of(dtype=dtype)
     bias = biased(64, "float32").bias

@@ -38,7 +38,7 @@ def sources(plan):
 
 
 DECODE = ["sm90/decode.cu"]
-DECODE_AND_COMBINE = ["sm90/decode.cu", "around/combine.cu"]
+DECODE_AND_COMBINE = ["sm90/decode.cu", "helpers/split_combine.cu"]
 FORWARD = ["sm90/forward.cu"]
 
 
@@ -122,8 +122,8 @@ def test_kernels(changes, expected):
     ("term", "shape", "expected"),
     [
         ("alibi_slopes", (1, 32), DECODE_AND_COMBINE),
-        ("bias", (1, 32, 4, 8192), ["sm80/decode.cu", "around/combine.cu"]),
-        ("mask", (1, 32, 4, 8192), ["sm80/decode.cu", "around/combine.cu"]),
+        ("bias", (1, 32, 4, 8192), ["sm80/decode.cu", "helpers/split_combine.cu"]),
+        ("mask", (1, 32, 4, 8192), ["sm80/decode.cu", "helpers/split_combine.cu"]),
     ],
 )
 def test_kernels_where_something_acts_on_scores(term, shape, expected):
@@ -156,7 +156,7 @@ def test_the_plan_says_why():
 
 
 def shares(heads, blocks):
-    """head -> the blocks that have keys of it, as kernels/common/key_splits.cuh counts them."""
+    """head -> the blocks that have keys of it, as kernels/common/schedule/key_splits.cuh counts them."""
     owners: dict[int, set[int]] = {head: set() for head in range(heads)}
     for block in range(blocks):
         for head in range(block * heads // blocks, -(-(block + 1) * heads // blocks)):

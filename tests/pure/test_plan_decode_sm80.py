@@ -40,7 +40,7 @@ def plan_of(arch="8.0", **changes):
 
 def main_of(plan):
     """The kernel that makes scores."""
-    return next(kernel.source for kernel in plan.kernels if not kernel.source.startswith("around/"))
+    return next(kernel.source for kernel in plan.kernels if not kernel.source.startswith("helpers/"))
 
 
 DECODE, FORWARD = "sm80/decode.cu", "sm80/forward.cu"

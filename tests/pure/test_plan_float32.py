@@ -35,7 +35,7 @@ def test_float32_is_split_into_pieces_where_that_pays():
         plan = choose_plan(problem, device)
         return [kernel.source for kernel in plan.kernels], plan
 
-    both = ["around/split_fp32.cu", "sm90/forward_fp32.cu"]
+    both = ["helpers/split_fp32.cu", "sm90/forward_fp32.cu"]
     for options in ({}, {"causal": True}, {"dim": 61, "dim_v": 7}, {"dim_v": 64}, {"softcap": 3.0}):
         found, plan = sources(**options)
         assert found == both
@@ -93,7 +93,7 @@ def test_float32_is_split_by_the_kernel_that_multiplies_it_where_few_tiles_read_
     assert isinstance(tile, ForwardFloat32Sm90Tile)
     few = precise and max(dims) <= SPLIT_MAX_DIM and group * -(-seqlen_q // tile.block_m) <= FEW_READERS
     assert tile.splits_operands == few
-    before = [] if few else ["around/split_fp32.cu"]
+    before = [] if few else ["helpers/split_fp32.cu"]
     assert [kernel.source for kernel in plan.kernels] == [*before, "sm90/forward_fp32.cu"]
     assert len(plan.scratch) == len(plan.tensor_maps) == (0 if few else 3)
     assert ("as they are loaded" in plan.reason) == few
@@ -157,7 +157,12 @@ def test_gradients_of_float32_by_parts():
         problem = problem_of(seqlen_q, seqlen_k, dim, dim_v, dtype="float32", **options)
         return choose_plan(problem, device, "backward")
 
-    around = ["around/delta.cu", "around/split_fp32.cu", "sm90/backward_fp32.cu", "around/convert.cu"]
+    around = [
+        "helpers/backward_preprocess.cu",
+        "helpers/split_fp32.cu",
+        "sm90/backward_fp32.cu",
+        "helpers/backward_postprocess.cu",
+    ]
     for options in ({}, {"causal": True}, {"dim": 61, "dim_v": 7}, {"dim": 64, "dim_v": 65}, {"softcap": 3.0}):
         plan = plan_of(**options)
         assert [kernel.source for kernel in plan.kernels] == around

@@ -29,9 +29,9 @@ def test_only_the_kernels_and_the_memory_of_what_is_needed(dtype, arch, determin
     assert choose_plan(problem, device, "backward", need=["dv", "dq", "dk"]) == every
     for need in (("dk", "dv"), ("dk",), ("dv",)):
         plan = choose_plan(problem, device, "backward", need=need)
-        assert set(sources_of(plan)) <= set(sources_of(every)) | {"around/split_fp32", "sm90/backward_fp32"}
+        assert set(sources_of(plan)) <= set(sources_of(every)) | {"helpers/split_fp32", "sm90/backward_fp32"}
         parts = max(plan.run_time.group_splits, plan.run_time.tail_splits)
-        assert ("around/convert" in sources_of(plan)) == (parts > 1)
+        assert ("helpers/backward_postprocess" in sources_of(plan)) == (parts > 1)
         assert "sm80/backward_dq" not in sources_of(plan)
         assert "dq_accumulator" not in dict(plan.scratch)
         (main,) = [kernel for kernel in plan.kernels if kernel.source.endswith(("/backward.cu", "/backward_fp32.cu"))]
@@ -42,7 +42,7 @@ def test_only_the_kernels_and_the_memory_of_what_is_needed(dtype, arch, determin
         assert ("not stored, but computed" in plan.reason) == only_one
     plan = choose_plan(problem, device, "backward", need=("dq",))
     if dtype != "float32" or arch == "8.0" or deterministic:
-        assert sources_of(plan) == ["around/delta", "sm80/backward_dq"]
+        assert sources_of(plan) == ["helpers/backward_preprocess", "sm80/backward_dq"]
         assert [name for name, _ in plan.scratch] == ["row_stats", "row_sums"]
     assert "dkv_partials" not in dict(plan.scratch)
     assert choose_plan(problem, device, "backward", need=()).kernels == ()
@@ -103,7 +103,7 @@ def test_memory_of_dbias_is_that_of_the_bias_and_of_the_device(axes, tiles, summ
         assert (kernel.source, kernel.grid) == ("sm80/backward_scores.cu", blocks)
         assert splits == 1 or resident / 2 < blocks <= resident
     assert f"dbias: {tiles} tiles of pairs" + (f", each a sum over {summed}" if summed else "") in plan.reason
-    assert sources_of(plan)[2:] == (["around/scores_reduce"] if splits > 1 else [])
+    assert sources_of(plan)[2:] == (["helpers/scores_reduce"] if splits > 1 else [])
     tile = math.prod(n if on else 1 for n, on in zip((128, columns), axes[2:], strict=True))
     assert dict(plan.scratch).get("score_partials", 0) == (splits > 1) * shared * splits * tile
     sums = choose_plan(replace(problem, softcap=5.0), device, "backward", need=("dscale", "dsoftcap", "dbias", "dq"))
@@ -131,7 +131,7 @@ def test_blocks_share_the_last_tiles_of_dbias_where_that_ends_sooner(num_sms, ba
     assert 1 <= splits <= batch
     if splits > 1:  # by more steps than the launch takes that adds the shares
         assert -(-rest * splits // num_sms) * -(-batch // splits) < batch - 3
-        (adds,) = [kernel for kernel in plan.kernels if kernel.source == "around/scores_reduce.cu"]
+        (adds,) = [kernel for kernel in plan.kernels if kernel.source == "helpers/scores_reduce.cu"]
         assert adds.grid == rest * 128 * 128 // 256
         assert (f"share, of the last {rest} tiles" in plan.reason) == (tiles > num_sms)
     elif rest:  # two blocks, or as many as there are, would not end much sooner
@@ -157,7 +157,7 @@ def test_memory_of_sums_by_keys_is_that_of_tiles_of_keys(dim, need):
     ).items()
     parts = plain.batch * plain.num_heads * 1024 // 128 * plan.run_time.tail_splits
     numbers = len(set(need) & {"dscale", "dsoftcap"})
-    scratch, grids = dict(plan.scratch), [x.grid for x in plan.kernels if x.source == "around/scores_reduce.cu"]
+    scratch, grids = dict(plan.scratch), [x.grid for x in plan.kernels if x.source == "helpers/scores_reduce.cu"]
     assert scratch.get("score_partials", 0) == (128 * parts if "dbias" in need else 0)
     assert scratch.get("sums_partials", 0) == 8 * (numbers * main.grid + ("dalibi_slopes" in need) * parts)
     of_sums = numbers + plain.num_heads * ("dalibi_slopes" in need)
@@ -186,7 +186,7 @@ def test_sinks(dtype, arch):
     assert dict(set(delta.defines) - set(without.kernels[0].defines)) == {"CUFLASH_LSE_HAS_SINKS": 1}
     backward = choose_plan(problem, device, "backward", need=("dsinks", "dq", "dk", "dv"))
     sinks_kernel = backward.kernels[1]
-    assert (sinks_kernel.source, sinks_kernel.grid) == ("around/sinks.cu", plain.num_heads)
+    assert (sinks_kernel.source, sinks_kernel.grid) == ("helpers/sinks.cu", plain.num_heads)
     assert [*backward.kernels[2:]] == others
     assert backward.scratch == without.scratch
     assert "for dq, dk, dv, dsinks" in backward.describe()

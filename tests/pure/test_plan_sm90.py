@@ -338,7 +338,7 @@ def test_whose_kernel_makes_gradients_of_arrays(score, head_dim, why):
     names = problem.captured_gradients
     plan = choose_plan(problem, H200, "backward", need=("dq", "dk", "dv", *names))
     sources = [kernel.source for kernel in plan.kernels]
-    assert sources.count("around/captured.cu") == 2  # before and after the sums
+    assert sources.count("helpers/score_args_gradients.cu") == 2  # before and after the sums
     assert sources.count("sm80/backward_scores.cu") == (0 if why is None else 2)
     (main,) = (kernel for kernel in plan.kernels if kernel.source == "sm90/backward.cu")
     assert dict(main.defines)["CUFLASH_NEEDS_CAPTURED"] == (3 if why is None else 0)

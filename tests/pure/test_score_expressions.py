@@ -331,8 +331,8 @@ def captured(given, tables):
 
 def compiled(text, directory):
     """The functions of a text that follows `PRELUDE`."""
-    (directory / "common").mkdir()
-    for name in ("config", "exponential"):
+    (directory / "common/softmax").mkdir(parents=True)
+    for name in ("config", "softmax/exponential"):
         (directory / f"common/{name}.cuh").write_text("")
     source, library = directory / "text.cc", directory / "text.so"
     source.write_text(text)
@@ -344,7 +344,7 @@ def compiled(text, directory):
 
 
 QUOTIENTS = """
-#include "common/score_functions.cuh"
+#include "common/score/score_functions.cuh"
 extern "C" void quotients(const float* x, const float* y, float* quotient, int count) {
   for (int i = 0; i < count; ++i) quotient[i] = score_div(x[i], y[i], 1 / y[i]);
 }
@@ -411,7 +411,10 @@ def test_emitted_text_is_the_expression(dtype, tmp_path):
     assert sum(bool(one.tables) for one in emitted) >= 10
     real = "float" if dtype == np.float32 else "double"
     is_narrow = str(int(dtype == np.float32))  # each kind of offsets once
-    text = PRELUDE.replace("REAL", real).replace("NARROW\n", f"{is_narrow}\n") + '#include "common/tile_bounds.cuh"\n'
+    text = (
+        PRELUDE.replace("REAL", real).replace("NARROW\n", f"{is_narrow}\n")
+        + '#include "common/score/tile_bounds.cuh"\n'
+    )
     for index, one in enumerate(emitted):
         text += f"namespace n{index} {{\n{one.header()}}}\n"
         loop = ((FILL if one.tables else "") + LOOP).replace("FUNCTION", f"f{index}").replace("NAME", f"n{index}")

@@ -146,7 +146,7 @@ def test_plans_show_texts_and_look_into_none(name, arch):
         assert "score in CUDA:" in described and "hoisted" not in described and not plan.tables
         assert all(f"  {line}" in described for line in TEXTS[name].cuda.splitlines() if line)
         assert any(kernel.source.startswith(family) for kernel in plan.kernels)
-        assert all(kernel.source.startswith((family, "around/", "sm80/backward_scores")) for kernel in plan.kernels)
+        assert all(kernel.source.startswith((family, "helpers/", "sm80/backward_scores")) for kernel in plan.kernels)
     if arch == "9.0":
         assert "belongs to a pair [known by running the text]" in backward.reason
     assert problem.hoisted == problem.program
@@ -231,12 +231,12 @@ UNUSED = "struct Unused { template <class X> void operator=(X) {} };\n"
 def functions_of(programs, arrays, dtype, rows, keys, directory):
     """The functions f0, f1, … of `LOOP` for the scores of programs."""
     kinds = tuple((name, x.ndim, x.dtype.name) for name, x in arrays.items())
-    duals = (kernel_directory() / "common/dual.cuh").read_text()  # in the namespace of each score
+    duals = (kernel_directory() / "common/score/dual.cuh").read_text()  # in the namespace of each score
     duals = re.sub(r"^#(pragma once|include .*)$", "", duals, flags=re.MULTILINE)
     real = "float" if dtype == np.float32 else "double"
     text = PRELUDE.replace("REAL", real).replace("NARROW\n", "0\n").replace("static inline", "inline") + UNUSED
     text = text.replace("i64 = int64_t", "i64 = long long")  # as the kernels have it
-    text += '#include "common/score_functions.cuh"\n'
+    text += '#include "common/score/score_functions.cuh"\n'
     for index, one in enumerate(programs):
         own = program_of(Score(cuda=text_of(one.score), arrays=[*arrays]), None, kinds)
         header = re.sub(r"^#line .*$", "", own.header(own.differentiable), flags=re.MULTILINE)

@@ -49,7 +49,7 @@ def add_bf16_split(
     draft: Draft, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile | BiasSm90Tile, names: tuple[str, ...]
 ) -> None:
     """Add the kernel that splits these float32 arrays into scratch arrays of bfloat16, which tensor maps describe."""
-    add_copying_kernel(draft, tile, "around/split_fp32.cu", names, "bfloat16", tile.bf16_parts)
+    add_copying_kernel(draft, tile, "helpers/split_fp32.cu", names, "bfloat16", tile.bf16_parts)
     tell_of_parts(draft, tile, names)
 
 

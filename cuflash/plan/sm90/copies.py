@@ -53,7 +53,7 @@ def add_copies(draft: Draft, tile: Tile, names: Collection[str]) -> None:
         draft.reasons.append(
             f"{_listed(copied)}: copied to rows that begin at multiples of 16 bytes: {draft.why_not_mapped(copied)}"
         )
-        add_copying_kernel(draft, tile, "around/copy_rows.cu", copied, draft.problem.dtype)
+        add_copying_kernel(draft, tile, "helpers/copy_rows.cu", copied, draft.problem.dtype)
     results = [name for name in lost if name in WRITTEN]
     if results:
         draft.defines["CUFLASH_STORES_BY_ROWS"] = 1
@@ -63,7 +63,7 @@ def add_copies(draft: Draft, tile: Tile, names: Collection[str]) -> None:
 def add_copying_kernel(
     draft: Draft, tile: Tile, source: str, names: Collection[str], dtype: str, parts: int = 1
 ) -> None:
-    """Add a kernel that makes scratch arrays of these, which tensor maps then describe: kernels/common/copies.cuh.
+    """Add a kernel that makes scratch arrays of these, which tensor maps then describe: kernels/common/io/copies.cuh.
 
     The copy of the array `name` is `name_copy`, with the parts of all batch entries along its first axis.
     """

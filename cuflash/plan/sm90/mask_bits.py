@@ -29,7 +29,7 @@ def add_mask_bits(draft: Draft, tile: ScoredTile, *, transposed: bool) -> None:
     draft.scratch["mask_words"] = blocks * BLOCK_BYTES // itemsize
     draft.scratch["mask_blocks"] = -(-blocks // itemsize)
     warps = {"CUFLASH_NUM_WARPS": WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_TRANSPOSES_BITS": int(transposed)}
-    draft.add("around/mask_bits.cu", tile, -(-blocks // WARPS), 0, **warps)
+    draft.add("helpers/mask_bits.cu", tile, -(-blocks // WARPS), 0, **warps)
     draft.reasons.append("pairs that are hidden one by one are packed beforehand, a bit each")
     if not draft.defines["CUFLASH_HAS_LISTS"]:
         draft.reasons.append(f"mask: tiles that it hides are computed: {COUNTED_BY_DQ}")

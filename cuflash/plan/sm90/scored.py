@@ -59,7 +59,7 @@ SERVES: dict[Serves, str] = {
     "queries would not be done first",
     "dropout": "dropout without a bias of pairs, and pairs that are hidden one by one",
 }
-BITS_BLOCK = 64  # queries, and keys, of a block of a mask of bits: kernels/common/mask_bits.cuh
+BITS_BLOCK = 64  # queries, and keys, of a block of a mask of bits: kernels/common/score/mask_bits.cuh
 
 
 def bias_by(problem: Problem) -> Literal["nothing", "keys", "pairs", "elements"]:

@@ -2,22 +2,22 @@
 
 from tests.emulate.mutants.planting import mutant
 
-COMBINE = "around/combine.cu"
-CONVERT = "around/convert.cu"
-DELTA = "around/delta.cu"
-ROW_SUMS = "around/row_sums.cuh"
-LISTS = "around/lists.cu"
-MASK_BITS = "around/mask_bits.cu"
-MASK_BITS_COMMON = "common/mask_bits.cuh"
-SCORES_REDUCE = "around/scores_reduce.cu"
-REDUCE = "common/reduce.cuh"
-SINKS = "around/sinks.cu"
-SCORE_GRADIENTS = "common/score_gradients.cuh"
-BACKWARD_COMMON = "common/backward.cuh"
+COMBINE = "helpers/split_combine.cu"
+CONVERT = "helpers/backward_postprocess.cu"
+DELTA = "helpers/backward_preprocess.cu"
+ROW_SUMS = "helpers/row_sums.cuh"
+LISTS = "helpers/block_index.cu"
+MASK_BITS = "helpers/mask_bits.cu"
+MASK_BITS_COMMON = "common/score/mask_bits.cuh"
+SCORES_REDUCE = "helpers/scores_reduce.cu"
+REDUCE = "common/softmax/reduce.cuh"
+SINKS = "helpers/sinks.cu"
+SCORE_GRADIENTS = "common/score/score_gradients.cuh"
+BACKWARD_COMMON = "common/softmax/backward.cuh"
 
 # fmt: off
 MUTANTS = (
-    # ---- around/combine.cu
+    # ---- helpers/split_combine.cu
     mutant("heads as long as rows", COMBINE, "index / (rows * kChunks), of_head = index % (rows * kChunks)",
            "index / rows, of_head = index % rows", "decode afterwards"),
     mutant("whole heads are combined", COMBINE, "if (partials.count > 1) partials", "partials",
@@ -26,7 +26,7 @@ MUTANTS = (
            "decode odd afterwards"),
     mutant("each row's first columns alone", COMBINE, "of_head / kChunks, of_head % kChunks);",
            "of_head / kChunks, 0);", "decode afterwards"),
-    # ---- around/convert.cu
+    # ---- helpers/backward_postprocess.cu
     mutant("the last part is not added", CONVERT, "part, parts, kPartial", "part, parts - 1, kPartial",
            "backward split"),
     mutant("dV of the part of dK", CONVERT, "part + kBlockN * kDim,", "part,", "backward split"),
@@ -56,7 +56,7 @@ MUTANTS = (
     mutant("sums of dK go to the first head", CONVERT, "key_numbers_of(result, batch, head_kv)",
            "key_numbers_of(result, batch, 0)", "backward sums of keys"),
     mutant("dV is stored as dK is", CONVERT, "Integer<kDvWide>{}", "Integer<kDkWide>{}", "backward sums of keys"),
-    # ---- around/row_sums.cuh
+    # ---- helpers/row_sums.cuh
     mutant("no lse is large", ROW_SUMS, "return magnitude_of(lse) >= kLargeLse && magnitude_of",
            "return false && magnitude_of",
            "large rows"),
@@ -66,7 +66,7 @@ MUTANTS = (
     mutant("large rows of float32 are not split", ROW_SUMS, "i < kPartProducts;", "i < 1;", "large rows float32"),
     mutant("the first keys of large rows alone", ROW_SUMS, "key < min_of(tiles.stop * kBlockN, key_stop)",
            "key < min_of(16, key_stop)", "large rows sm80"),
-    # ---- around/delta.cu
+    # ---- helpers/backward_preprocess.cu
     mutant("rows without keys have weights", ROW_SUMS, "has_keys ? own_lse * kExponentOfE + 0 : ptx::infinity();",
            "own_lse * kExponentOfE + 0;", "backward terms"),
     mutant("lse of the backward pass in natural units", ROW_SUMS, "own_lse * kExponentOfE + 0 :",
@@ -84,7 +84,7 @@ MUTANTS = (
            "backward sinks"),
     mutant("rows that are left have weights", DELTA, "is_left_over(params, batch) ? 0 : seqlen_q_of(params, batch);",
            "seqlen_q_of(params, batch);", "packed backward", escapes="they see no keys, and their lse is -inf"),
-    # ---- around/lists.cu
+    # ---- helpers/block_index.cu
     mutant("lists of 128 tiles at most", LISTS, "+ (int)lane_index(); own += 32 * kAtOnce)",
            "+ (int)lane_index(); own += 320 * kAtOnce)", "forward many blocks"),
     mutant("lanes look at their first tile again", LISTS, "pairs_with(own + 32 * i)", "pairs_with(own)",
@@ -101,7 +101,7 @@ MUTANTS = (
            "backward sm90 blocks"),
     mutant("a function is asked of no tile", LISTS, "found[i].shown_whole ? 0 : ListEntry::kAsksFunction", "0",
            "functions sm90"),
-    # ---- around/mask_bits.cu
+    # ---- helpers/mask_bits.cu
     mutant("vectors reach over the last key", MASK_BITS, "mask.by_vectors && keys >= kBitsBlock", "mask.by_vectors",
            "sm90 bits"),
     mutant("the last byte of a word is left out", MASK_BITS, "0x00204081", "0x00204080", "sm90 bits"),
@@ -130,11 +130,11 @@ MUTANTS = (
     mutant("the first lines of all strips", MASK_BITS, "strip % 2 * 16 + half * 8", "half * 8", "sm90 bits"),
     mutant("bits of the first head", MASK_BITS, "head = matrix % bits.matrices.heads;", "head = 0;",
            "sm90 bits"),
-    # ---- common/mask_bits.cuh
+    # ---- common/score/mask_bits.cuh
     mutant("the upper lines for the lower ones", MASK_BITS_COMMON, "(lower[0] >> column & kColumns) << 4",
            "(upper[0] >> column & kColumns) << 4", "sm90 bits"),
     mutant("bits of the next n-tile", MASK_BITS_COMMON, "return n % 4 * 8", "return (n + 1) % 4 * 8", "sm90 bits"),
-    # ---- around/scores_reduce.cu
+    # ---- helpers/scores_reduce.cu
     mutant("slopes of the next sequence too", SCORES_REDUCE, "entry_at(params, batch + 1)) - parts",
            "entry_at(params, batch + 2)) - parts", "packed sums"),
     mutant("the first share alone", SCORES_REDUCE, "split < params.score_splits", "split < 1", "dbias shared"),
@@ -142,7 +142,7 @@ MUTANTS = (
            "sums of heads"),
     mutant("dscale and dsoftcap change places", SCORES_REDUCE, "of_scale ? kSumOfScale : kSumOfSoftcap",
            "of_scale ? kSumOfSoftcap : kSumOfScale", "sums"),
-    # ---- around/sinks.cu
+    # ---- helpers/sinks.cu
     mutant("the gradient of a sink has the other sign", SINKS, "sum -= exponential", "sum += exponential",
            "backward sinks"),
     mutant("rows of the first batch entry alone", SINKS, "(i64)(kIsPacked ? 1 : params.batch) * rows", "rows",
@@ -153,7 +153,7 @@ MUTANTS = (
     mutant("half of the lanes of a warp", REDUCE, "int mask = 16;", "int mask = 8;", "backward sinks"),
     mutant("the first warp alone", REDUCE, "int warp = 1;", "int warp = kNumWarps;", "backward sinks"),
     mutant("no barrier before the sums of warps are read", REDUCE, "  ptx::sync_block();\n", "", "backward sinks"),
-    # ---- common/score_gradients.cuh
+    # ---- common/score/score_gradients.cuh
     mutant("hidden tiles are not skipped", SCORE_GRADIENTS, "n_block < tiles.start || n_block >= tiles.stop", "false",
            "dbias shared", escapes="the mask makes zeros of them"),
     mutant("tiles that a block mask cuts are skipped", SCORE_GRADIENTS, "pairs_left(params) == Pairs::kNone",

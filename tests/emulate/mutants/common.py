@@ -3,25 +3,25 @@
 from tests.emulate.mutants.planting import mutant
 
 CONFIG = "common/config.cuh"
-DROPOUT = "common/dropout.cuh"
+DROPOUT = "common/score/dropout.cuh"
 ADDENDS = "sm90/addends.cuh"
-EXPONENTIAL = "common/exponential.cuh"
-FRAGMENTS = "common/fragments.cuh"
-MASK = "common/mask.cuh"
-OPERANDS = "common/operands.cuh"
-PAGES = "common/pages.cuh"
-SCHEDULE = "common/schedule.cuh"
-SCORE = "common/score.cuh"
-SCORES = "common/scores.cuh"
-SEQUENCES = "common/sequences.cuh"
-SOFTMAX = "common/softmax.cuh"
-STORE_LSE = "common/store_lse.cuh"
+EXPONENTIAL = "common/softmax/exponential.cuh"
+FRAGMENTS = "common/io/fragments.cuh"
+MASK = "common/score/mask.cuh"
+OPERANDS = "common/io/operands.cuh"
+PAGES = "common/io/pages.cuh"
+SCHEDULE = "common/schedule/schedule.cuh"
+SCORE = "common/score/score.cuh"
+SCORES = "common/score/scores.cuh"
+SEQUENCES = "common/schedule/sequences.cuh"
+SOFTMAX = "common/softmax/softmax.cuh"
+STORE_LSE = "common/softmax/store_lse.cuh"
 
 # fmt: off
 MUTANTS = (
     # ---- common/config.cuh
     mutant("half of the banks are used", CONFIG, "row >= 128 ? r % 8 :", "row >= 128 ? r % 4 :", "forward"),
-    # ---- common/dropout.cuh
+    # ---- common/score/dropout.cuh
     mutant("six rounds", DROPOUT, "round < 7;", "round < 6;", "dropout"),
     mutant("half of the key stays", DROPOUT, "    key_high += 0xbb67ae85u;\n", "", "dropout"),
     mutant("the words of the seed change places", DROPOUT, "philox(kept.word, seed_low, seed_high);",
@@ -56,7 +56,7 @@ MUTANTS = (
     mutant("marked weights are negative", DROPOUT, "return fabsf(weight) *", "return weight *",
            "dropout backward sm90 roles"),
     mutant("dP is not dropped", DROPOUT, "(is_dropped(weight) ? 0.0f : dp)", "dp", "dropout backward parts"),
-    # ---- common/exponential.cuh
+    # ---- common/softmax/exponential.cuh
     mutant("the exponential to nine terms", EXPONENTIAL, "double series = 2.5100424157005067e-08;",
            "double series = 0;", "forward float64"),
     mutant("the exponent of two is off by one", EXPONENTIAL, "ptx::bits_of(shifted) + 1023)",
@@ -71,7 +71,7 @@ MUTANTS = (
            "forward float64"),
     mutant("tanh near 0 by a difference from 1", EXPONENTIAL, "const bool near = magnitude < (T)0.5;",
            "const bool near = false;", "forward float64", escapes="softcap times an error of 2^-53 is within the rule"),
-    # ---- common/fragments.cuh
+    # ---- common/io/fragments.cuh
     mutant("P in the wrong fragment order", FRAGMENTS, "row[2 * k + i / 2][i % 2 * 2],",
            "row[2 * k + i % 2][i / 2 * 2],", "forward"),
     mutant("accumulators are cleared but for the last", FRAGMENTS, "i < 4; ++i) tile[m][n][i] = 0;",
@@ -79,7 +79,7 @@ MUTANTS = (
     mutant("pairs of A in the order of the manual", FRAGMENTS,
            "word[i][j] = row[k * (kStep / 8) + i][j / 2 + j % 2 * 2];", "word[i][j] = row[k * (kStep / 8) + i][j];",
            "forward float32"),
-    # ---- common/mask.cuh
+    # ---- common/score/mask.cuh
     mutant("one key past the last is visible", MASK, "bool seen = key < key_stop;", "bool seen = key <= key_stop;",
            "forward"),
     mutant("the diagonal is hidden", MASK, "key <= row + right_offset", "key < row + right_offset", "forward window"),
@@ -99,10 +99,10 @@ MUTANTS = (
            "blocks.has(row / kMaskBlockN, key / kMaskBlockM)", "forward blocks"),
     mutant("the mask of the diagonal of all keys", MASK, "params.right_offset + own_diagonal", "params.right_offset",
            "forward pages"),
-    # ---- common/operands.cuh
+    # ---- common/io/operands.cuh
     mutant("32-bit offsets of heads", OPERANDS, "head * tensor.head_stride;", "(int)(head * tensor.head_stride);",
            "forward far"),
-    # ---- common/pages.cuh
+    # ---- common/io/pages.cuh
     mutant("all entries have the first table", PAGES, " + batch * params.block_table.batch_stride),", "),",
            "forward pages"),
     mutant("pages are looked up side by side", PAGES, "kKeysOfPage * stride];", "kKeysOfPage];",
@@ -119,7 +119,7 @@ MUTANTS = (
            "),\n        page_stride", "forward pages"),
     mutant("32-bit offsets of pages", PAGES, "pages.page_of(key) * page_stride",
            "pages.page_of(key) * (int)page_stride", "forward far pages"),
-    # ---- common/schedule.cuh
+    # ---- common/schedule/schedule.cuh
     mutant("the last tile of the diagonal is left out", SCHEDULE, "last_row + right_offset + 1), kBlockN)",
            "last_row + right_offset), kBlockN)", "forward window", "deterministic window"),
     mutant("tiles on the diagonal are taken for full", SCHEDULE,
@@ -213,7 +213,7 @@ MUTANTS = (
            "const int right_offset = params.right_offset;\n    stop =", "forward pages"),
     mutant("the first queries skip what the last see", SCHEDULE, "* kBlockN >= key_end",
            "* kBlockN >= key_end - kBlockN", "sm90 causal blocks"),
-    # ---- common/score.cuh
+    # ---- common/score/score.cuh
     mutant("softcap is not multiplied back", SCORE, "factor(kHasSoftcap ? softcap : scale),",
            "factor(scale),", "forward terms"),
     mutant("the derivative of softcap without its square", SCORE, "derivative = 1 - x * x;",
@@ -286,7 +286,7 @@ MUTANTS = (
     mutant("the series of dsoftcap is half of itself", SCORE, "(2 / (Real)3)", "(1 / (Real)3)", "sums of heads"),
     mutant("slopes from the diagonal of all keys", SCORE, "params.diagonal + own_diagonal", "params.diagonal",
            "forward top left pages", "forward strided pages"),
-    # ---- common/scores.cuh
+    # ---- common/score/scores.cuh
     mutant("hidden pairs keep their scores", SCORES, "derivative);\n    if (masked && !mask.visible(row, key)) x =",
            "derivative);\n    if (false) x =", "forward terms"),
     mutant("hidden pairs keep their weights", SCORES,
@@ -300,7 +300,7 @@ MUTANTS = (
            "backward sm90 in order window", "backward parts window"),
     mutant("weights without their lse", SCORES, "warp_exponential(score * exponent_scale - lse);",
            "warp_exponential(score * exponent_scale);", "backward"),
-    # ---- common/sequences.cuh
+    # ---- common/schedule/sequences.cuh
     mutant("kv_lengths are not clamped", SEQUENCES, "length < params.seqlen_k ? (int)length : params.seqlen_k;",
            "(int)length;", "forward wild lengths"),
     mutant("64-bit lengths are read as 32-bit ones", SEQUENCES, "((const i64*)params.kv_lengths)",
@@ -329,7 +329,7 @@ MUTANTS = (
            "return 0;", "forward pages"),
     mutant("the diagonal follows lengths that are aligned to the top left", SEQUENCES,
            "if constexpr (kFollowsLengths) return", "if constexpr (kPageSize != 0) return", "forward top left pages"),
-    # ---- common/softmax.cuh
+    # ---- common/softmax/softmax.cuh
     mutant("sums are not rescaled", SOFTMAX, "    row_sum[m][half] *= factor;\n", "", "forward spread"),
     mutant("half of O is not rescaled", SOFTMAX, ", out[m][n][2 * half + 1] *= factor;", ";", "forward spread"),
     mutant("the maximum misses two lanes", SOFTMAX, "        max = max_of(max, ptx::shuffle_xor(max, 2));\n", "",
@@ -362,12 +362,12 @@ MUTANTS = (
     mutant("the sink relative to zero", SOFTMAX, "relative<natural>(own, offset[m][half]);",
            "relative<natural>(own, 0);",
            "forward sinks"),
-    # ---- common/schedule.cuh, outward
+    # ---- common/schedule/schedule.cuh, outward
     mutant("tiles after the nearest begin with it", SCHEDULE, "nearest - steps : full_start + steps;",
            "nearest - steps : full_start + steps - 1;", "sm90 slopes outward"),
     mutant("tiles before the nearest are left out", SCHEDULE, "steps <= before ? nearest - steps",
            "steps < before ? nearest - steps", "sm90 slopes"),
-    # ---- common/store_lse.cuh
+    # ---- common/softmax/store_lse.cuh
     mutant("lse of a part is all there is", STORE_LSE, "to[1] = rest_of_lse<natural>(lse, offset, sum);", "to[1] = 0;",
            "large lse of parts"),
     mutant("what rounding leaves lacks the row sum", STORE_LSE, "return (offset - lse) + log_of_sum;",

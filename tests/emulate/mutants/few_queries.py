@@ -4,15 +4,15 @@ from tests.emulate.mutants.planting import mutant
 
 COPY = "sm80/copy.cuh"
 DECODE = "sm80/decode.cu"
-HEAD_RESULTS = "common/head_results.cuh"
-HEAD_WORK = "common/head_work.cuh"
-KEY_SPLITS = "common/key_splits.cuh"
+HEAD_RESULTS = "common/io/head_results.cuh"
+HEAD_WORK = "common/schedule/head_work.cuh"
+KEY_SPLITS = "common/schedule/key_splits.cuh"
 MMA = "sm80/mma.cuh"
-WARP_SUMS = "common/warp_sums.cuh"
+WARP_SUMS = "common/softmax/warp_sums.cuh"
 
 # fmt: off
 MUTANTS = (
-    # ---- common/head_work.cuh
+    # ---- common/schedule/head_work.cuh
     mutant("rows taken for queries", HEAD_WORK, "row[0] < work.rows ? row[0] % params.seqlen_q : params.seqlen_q",
            "row[0]", "decode"),
     mutant("lower rows taken for queries", HEAD_WORK,
@@ -51,7 +51,7 @@ MUTANTS = (
            "few queries"),
     mutant("a row has the queries of a batch entry", HEAD_WORK, "i % seqlen_q * row_stride; }", "i * row_stride; }",
            "few queries"),
-    # ---- common/head_results.cuh
+    # ---- common/io/head_results.cuh
     mutant("rows of no query are stored", HEAD_RESULTS, "    if (row >= work.rows) continue;\n", "", "decode"),
     mutant("whole heads are left to be combined", HEAD_RESULTS, "!kSplitsKeys || partials.count == 1;", "!kSplitsKeys;",
            "decode few"),
@@ -74,7 +74,7 @@ MUTANTS = (
            "decode whole sinks"),
     mutant("every warp of a row stores its sum", HEAD_RESULTS, "is_first && fragment_column() == 0",
            "fragment_column() == 0", "few queries of columns", escapes="all store the same"),
-    # ---- common/key_splits.cuh
+    # ---- common/schedule/key_splits.cuh
     mutant("columns past the head are stored", KEY_SPLITS, "    if (column < kHeadDimV) *(Pair*)", "    *(Pair*)",
            "decode narrow"),
     mutant("the first block of a head is the one behind", KEY_SPLITS,
@@ -129,7 +129,7 @@ MUTANTS = (
            "g_sums = (Real*)((float*)params.partial_sums + first_row * 2);", "few queries float64"),
     mutant("a column past an odd head is stored", KEY_SPLITS, "    if (column + 1 < kHeadDimV) g_row", "    g_row",
            "few queries odd"),
-    # ---- common/warp_sums.cuh
+    # ---- common/softmax/warp_sums.cuh
     mutant("both rows have the statistics of one", WARP_SUMS, "(fragment_row() + 8 * half) * 2 *",
            "fragment_row() * 2 *", "decode float8"),
     mutant("sums are added as they are", WARP_SUMS, "others[half] = relative(handed[0], offset);",

@@ -3,14 +3,14 @@
 from tests.emulate.mutants.planting import mutant
 
 DECODE = "sm90/decode_float8.cu"
-FLOAT8 = "common/float8.cuh"
+FLOAT8 = "common/io/float8.cuh"
 FRAGMENTS = "sm80/float8_fragments.cuh"
 PRODUCTS = "sm90/forward_float8.cu"
 QUERIES = "sm80/queries.cuh"
 
 # fmt: off
 MUTANTS = (
-    # ---- common/float8.cuh
+    # ---- common/io/float8.cuh
     mutant("every key has a scale of its own", FLOAT8, "data[(i64)((first + key) >> shift) * stride]",
            "data[(i64)(first + key) * stride]", "forward float8"),
     mutant("scales count from the start of a sequence", FLOAT8, "(first + key) >> shift", "key >> shift",

@@ -3,24 +3,24 @@ in the kernels that multiply its parts."""
 
 from tests.emulate.mutants.planting import mutant
 
-COPIES = "common/copies.cuh"
-COLUMNS = "common/columns.cuh"
-COPY_ROWS = "around/copy_rows.cu"
-SPLIT_FP32 = "around/split_fp32.cu"
-SPLIT_COLUMNS = "common/split_columns.cuh"
+COPIES = "common/io/copies.cuh"
+COLUMNS = "common/io/columns.cuh"
+COPY_ROWS = "helpers/copy_rows.cu"
+SPLIT_FP32 = "helpers/split_fp32.cu"
+SPLIT_COLUMNS = "common/io/split_columns.cuh"
 TILES = "sm90/tiles.cuh"
 FORWARD = "sm90/forward.cu"
 BACKWARD = "sm90/backward.cu"
-BF16_SPLIT = "common/bf16_split.cuh"
-PART_PRODUCTS = "common/part_products.cuh"
+BF16_SPLIT = "common/io/bf16_split.cuh"
+PART_PRODUCTS = "common/io/part_products.cuh"
 SPLIT_TILE = "sm90/split_tile.cuh"
 BACKWARD_FP32 = "sm90/backward_fp32.cu"
 FORWARD_FP32 = "sm90/forward_fp32.cu"
-OPERANDS = "common/operands.cuh"
+OPERANDS = "common/io/operands.cuh"
 
 # fmt: off
 MUTANTS = (
-    # ---- common/copies.cuh
+    # ---- common/io/copies.cuh
     mutant("hidden keys are split too", COPIES, "row_stop = key_stop_of(params, entry_at(params, batch));", ";",
            "float32 sm90 lengths"),
     mutant("parts of one batch entry over those of another", COPIES, "x, heads * head_elements);",
@@ -35,11 +35,11 @@ MUTANTS = (
            "float32 sm90 narrow"),
     mutant("a block for an array that is not copied", COPIES, "if (!(kCopied & bit)) return false;", "",
            "sm90 narrow values"),
-    # ---- around/split_fp32.cu, common/split_columns.cuh
+    # ---- helpers/split_fp32.cu, common/io/split_columns.cuh
     mutant("parts of float32 over each other", SPLIT_FP32, "(place + part * part_stride)", "(place)", "float32 sm90"),
     mutant("parts of all pairs in the place of one", SPLIT_COLUMNS, "parts[part].word[pair] = word[part];",
            "parts[part].word[0] = word[part];", "float32 sm90"),
-    # ---- around/copy_rows.cu
+    # ---- helpers/copy_rows.cu
     mutant("the second of two columns is that of the next pair", COPY_ROWS, "x[2 * pair + 1] << 16",
            "x[(2 * pair + 3) % 8] << 16", "sm90 narrow", "sm90 narrow backward"),
     # ---- rows that TMA cannot write
@@ -49,14 +49,14 @@ MUTANTS = (
            "sm90 narrow"),
     mutant("rows of other keys are stored", BACKWARD, "min_of(at_least_zero(rows), 64), thread);",
            "at_least_zero(rows), thread);", "sm90 narrow backward"),
-    # ---- common/part_products.cuh
+    # ---- common/io/part_products.cuh
     mutant("a middle part is forgotten", PART_PRODUCTS, "{kMiddle, kMiddle}, ", "{kLow, kMiddle}, ", "float32 sm90"),
     mutant("a low part is forgotten", PART_PRODUCTS, "{kLow, kHigh}, ", "{kLow, kLow}, ", "float32 sm90"),
     mutant("a middle part of two is forgotten", PART_PRODUCTS, "{{kHigh, kMiddle}, {kMiddle, kHigh}, ",
            "{{kHigh, kMiddle}, {kMiddle, kMiddle}, ", "float32 sm90 two parts", "backward two parts"),
     mutant("the largest product of two parts is forgotten", PART_PRODUCTS, "kBf16Parts * (kBf16Parts + 1) / 2;",
            "kBf16Parts == 2 ? 2 : 6;", "float32 sm90 two parts", "backward two parts"),
-    # ---- common/bf16_split.cuh
+    # ---- common/io/bf16_split.cuh
     mutant("the last of two parts is split like the first of three", BF16_SPLIT, "if constexpr (kBf16Parts == 3) {",
            "if constexpr (true) {", "float32 sm90 two parts", "backward two parts"),
     mutant("the second of a pair keeps bits of the first", BF16_SPLIT, "y -= ptx::float_of(part[i] & 0xffff0000u);",
@@ -140,8 +140,8 @@ MUTANTS = (
            "backward parts bias"),
     mutant("numbers of the first of two keys of float32 for both", BACKWARD_FP32, "numbers.of(lane_key + 8)",
            "numbers.of(lane_key)", "backward parts bias"),
-    mutant("derivatives of scores with addends are left out", "common/scores.cuh", "kHasSoftcap ? 1 - x * x : 1;", "1;",
-           "backward parts bias"),
+    mutant("derivatives of scores with addends are left out", "common/score/scores.cuh",
+           "kHasSoftcap ? 1 - x * x : 1;", "1;", "backward parts bias"),
     # ---- sm90/forward_fp32.cu
     mutant("parts of float32 by the batch entry alone", FORWARD_FP32,
            "tile.work.head,\n                                   i * all_batch + batch);",

@@ -2,23 +2,23 @@
 
 from tests.emulate.mutants.planting import mutant
 
-CAPTURED = "around/captured.cu"
-FUNCTIONS = "common/functions.cuh"
-HOISTED = "around/hoisted.cu"
+CAPTURED = "helpers/score_args_gradients.cu"
+FUNCTIONS = "common/score/functions.cuh"
+HOISTED = "helpers/hoisted.cu"
 CAPTURED_SUMS = "sm90/captured_sums.cuh"
-DUAL = "common/dual.cuh"
-EXACT = "common/exact_sums.cuh"
-GRADIENTS = "common/captured_gradients.cuh"
-LIBRARY = "common/score_functions.cuh"
-MASK_TILES = "around/mask_tiles.cu"
-BOUNDS = "common/tile_bounds.cuh"
+DUAL = "common/score/dual.cuh"
+EXACT = "common/softmax/exact_sums.cuh"
+GRADIENTS = "common/score/score_args_gradients.cuh"
+LIBRARY = "common/score/score_functions.cuh"
+MASK_TILES = "helpers/mask_tiles.cu"
+BOUNDS = "common/score/tile_bounds.cuh"
 ROW_NUMBERS = "sm90/row_numbers.cuh"
 WEIGHTS = "sm90/function_weights.cuh"
 PACKED_WEIGHTS = "sm90/backward_weights.cuh"
 
 # fmt: off
 MUTANTS = (
-    # ---- common/score_functions.cuh
+    # ---- common/score/score_functions.cuh
     mutant("a floor is rounded to zero", LIBRARY, "return ptx::floor_to_float(x);", "return (int)x;",
            "functions sm90 floors"),
     mutant("a floor that is an index is that above", LIBRARY, "return ptx::floor_to_int(x);",
@@ -38,7 +38,7 @@ MUTANTS = (
            "batch * table.stride[0];", "functions sm90 tables"),
     mutant("entries of all batch entries are those of one", LIBRARY, "(batch * table.size[1] + head)", "head",
            "functions sm90 tables of entries"),
-    # ---- around/hoisted.cu
+    # ---- helpers/hoisted.cu
     mutant("the second table has no entries", HOISTED, "    index -= count;\n", "    index -= 2 * count;\n",
            "functions tables"),
     mutant("entries are those of the next place", HOISTED, "table.size[2] + table.first)",
@@ -49,7 +49,7 @@ MUTANTS = (
            "functions sm90 tables"),
     mutant("infinite terms are led on as sums", HOISTED, "is_finite ? (Real)", "true ? (Real)", "functions sm90 tables",
            escapes="no trial has an infinite term of a table"),
-    # ---- common/functions.cuh
+    # ---- common/score/functions.cuh
     mutant("scores are those of head 0", FUNCTIONS, "of_row, of_key, arrays, s, row, key, head, batch, by_s);",
            "of_row, of_key, arrays, s, row, key, 0, batch, by_s);", "functions"),
     mutant("rows and keys change places", FUNCTIONS, "mask_function(of_head, arrays, row, key, head,",
@@ -59,8 +59,8 @@ MUTANTS = (
     # ---- sm90/forward.cu
     mutant("both rows of a lane have the score of the upper one", "sm90/forward.cu",
            "* score.scale, lane_row + i / 2 * 8,", "* score.scale, lane_row,", "functions sm90"),
-    # ---- common/score.cuh
-    mutant("both rows of a lane have the numbers of the upper one", "common/score.cuh",
+    # ---- common/score/score.cuh
+    mutant("both rows of a lane have the numbers of the upper one", "common/score/score.cuh",
            "kept[1] = score.functions.of_row(row + 8)", "kept[1] = score.functions.of_row(row)",
            "functions sm90 floors"),
     # ---- sm90/function_weights.cuh
@@ -75,7 +75,7 @@ MUTANTS = (
     mutant("weights of neighbours stay swapped", PACKED_WEIGHTS, "word >> 16 | word << 16", "word", "functions sm90"),
     mutant("weights of dv have the derivatives, too", WEIGHTS, "        PackedWeights::pack(p[n], packed[n]);\n",
            "        p[n][0] *= derivative[0];\n        PackedWeights::pack(p[n], packed[n]);\n", "functions sm90"),
-    # ---- around/mask_tiles.cu
+    # ---- helpers/mask_tiles.cu
     mutant("a tile with a visible pair is whole", MASK_TILES, "hides ? Pairs::kSome : Pairs::kAll",
            "Pairs::kAll", "functions of pairs"),
     mutant("a tile with a hidden pair is hidden", MASK_TILES, "!shows ? Pairs::kNone",
@@ -88,10 +88,10 @@ MUTANTS = (
     mutant("the first vector of a bias tells of all", MASK_TILES, "hidden = hides;", "hidden = true;", "hiding bias"),
     mutant("the last vectors of a bias tell of all", MASK_TILES, "seen.any = seen.any || !hides(vector);",
            "seen.any = !hides(vector);", "hiding bias"),
-    mutant("the biases of all heads hide what that of the first does", "common/mask.cuh",
+    mutant("the biases of all heads hide what that of the first does", "common/score/mask.cuh",
            "params.bias.head_stride == 0 ? 1 : params.num_heads", "1", "hiding bias"),
-    mutant("both of two kernels compute", "common/mask.cuh", "if constexpr (!kIsChosen) return true;", "return true;",
-           "hiding bias backward"),
+    mutant("both of two kernels compute", "common/score/mask.cuh", "if constexpr (!kIsChosen) return true;",
+           "return true;", "hiding bias backward"),
     mutant("the least number tells of all", BOUNDS, "return {known && a.high < b.low, known && a.low >= b.high};",
            "return {known && a.low < b.low, known && a.low >= b.high};", "functions"),
     mutant("entries of the first lane alone", BOUNDS, "  for (u32 lanes = 16; lanes > 0; lanes /= 2)\n"
@@ -114,9 +114,9 @@ MUTANTS = (
     mutant("the mask of the first head", MASK_TILES, " + head * params.mask.head_stride", "", "looked at",
            "looked at by bytes"),
     mutant("the mask of the first batch entry", MASK_TILES, " + batch * params.mask.batch_stride", "", "looked at"),
-    mutant("lists know nothing of masks", "around/lists.cu", "(kHasMask && !kMaskByBits) || kHasMaskFunction",
+    mutant("lists know nothing of masks", "helpers/block_index.cu", "(kHasMask && !kMaskByBits) || kHasMaskFunction",
            "kHasMaskFunction", "looked at"),
-    # ---- common/dual.cuh
+    # ---- common/score/dual.cuh
     mutant("products grow with their second factor alone", DUAL, "chain_product(y.tangent, x.value)};",
            "chain_product(y.tangent, y.value)};", "texts of loops"),
     mutant("quotients fall as their inverses", DUAL, "chain_product(y.tangent, quotient * inverse)",
@@ -156,7 +156,7 @@ MUTANTS = (
            "const Dual score = run(Dual(s, 0), reads);", "texts sm90"),
     mutant("entries have derivatives of the product, too", DUAL, "run(Dual(s), reads).tangent",
            "run(Dual(s, 1), reads).tangent", "texts of polynomials"),
-    # ---- common/captured_gradients.cuh
+    # ---- common/score/score_args_gradients.cuh
     mutant("sums of arrays lie on each other", GRADIENTS,
            "if (has_sums(i)) first += elements_of(params.captured[i]);", ";", "functions"),
     mutant("the largest term is not looked for", GRADIENTS, "if (largest[kRead] > 0) ptx::reduce_max",
@@ -168,7 +168,7 @@ MUTANTS = (
            "functions"),
     mutant("lanes add before all have the same place", GRADIENTS, "(float)warp_sum(term)", "term",
            "functions sm90 arrays"),
-    # ---- common/exact_sums.cuh
+    # ---- common/softmax/exact_sums.cuh
     mutant("negative terms are added", EXACT, "is_negative ? 0 - part[i] : part[i]", "part[i]",
            "functions sm90 arrays"),
     mutant("upper parts of terms are lost", EXACT, "for (int i = 0; i < 2; ++i)", "for (int i = 0; i < 1; ++i)",
@@ -206,7 +206,7 @@ MUTANTS = (
     mutant("sums of steps before their stage is free", "sm90/backward.cu",
            "    if constexpr (kStepSums > 0) shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);\n", "",
            "functions sm90 arrays"),
-    # ---- around/captured.cu
+    # ---- helpers/score_args_gradients.cu
     mutant("the largest term begins with what lay there", CAPTURED, "captured_largest_of(params)[i] = 0;", ";",
            "functions"),
     mutant("gradients of the first array alone", CAPTURED, "array < kNumCaptured; ++array)", "array < 1; ++array)",

@@ -2,9 +2,9 @@
 
 from tests.emulate.mutants.planting import mutant
 
-SCORES = "common/scores.cuh"
-SCORE_GRADIENTS = "common/score_gradients.cuh"
-QUERY_WALK = "common/query_walk.cuh"
+SCORES = "common/score/scores.cuh"
+SCORE_GRADIENTS = "common/score/score_gradients.cuh"
+QUERY_WALK = "common/schedule/query_walk.cuh"
 BACKWARD = "sm80/backward.cu"
 BACKWARD_DQ = "sm80/backward_dq.cu"
 BACKWARD_SCORES = "sm80/backward_scores.cu"

@@ -2,22 +2,22 @@
 
 from tests.emulate.mutants.planting import mutant
 
-BACKWARD_COMMON = "common/backward.cuh"
-CLEAR_DQ = "common/clear_dq.cuh"
-QUERY_WALK = "common/query_walk.cuh"
+BACKWARD_COMMON = "common/softmax/backward.cuh"
+CLEAR_DQ = "common/io/clear_dq.cuh"
+QUERY_WALK = "common/schedule/query_walk.cuh"
 BACKWARD = "sm90/backward.cu"
 BACKWARD_WORK = "sm90/backward_work.cuh"
 WEIGHTS = "sm90/backward_weights.cuh"
 BACKWARD_DQ = "sm90/backward_dq.cuh"
 PRODUCTS = "sm90/products.cuh"
 BACKWARD_SUMS = "sm90/backward_sums.cuh"
-KEY_SUMS = "common/key_sums.cuh"
-SCORE = "common/score.cuh"
-SCORES_REDUCE = "around/scores_reduce.cu"
+KEY_SUMS = "common/score/key_sums.cuh"
+SCORE = "common/score/score.cuh"
+SCORES_REDUCE = "helpers/scores_reduce.cu"
 
 # fmt: off
 MUTANTS = (
-    # ---- common/backward.cuh
+    # ---- common/softmax/backward.cuh
     mutant("parts overwrite each other", BACKWARD_COMMON, "return tile * params.group_splits;", "return tile;",
            "backward split"),
     mutant("heads that walk back are counted from the first", BACKWARD_COMMON, "  if (back) work.head += num_ahead;\n",
@@ -30,7 +30,7 @@ MUTANTS = (
            "packed backward split"),
     mutant("overlap is not noticed", BACKWARD_COMMON, "return ptx::any_lane(decrease);", "return false;",
            "packed wild"),
-    # ---- common/clear_dq.cuh
+    # ---- common/io/clear_dq.cuh
     mutant("dq starts from what was there", CLEAR_DQ, "accumulator[i] = {0, 0, 0, 0};", ";", "backward"),
     mutant("accumulators beforehand are not cleared", CLEAR_DQ,
            "    clear_accumulator(params, first + index % tiles_of_part, thread, kNumThreads);\n", ";\n",
@@ -63,7 +63,7 @@ MUTANTS = (
            "packed backward sm90 clears"),
     mutant("half of dq starts from what was there", CLEAR_DQ, "i < kBlockM * kDim * sizeof(Real) / 16;",
            "i < kBlockM * kDim * sizeof(Real) / 32;", "backward"),
-    # ---- common/query_walk.cuh
+    # ---- common/schedule/query_walk.cuh
     mutant("a part begins behind the end of a list", QUERY_WALK, "steps >= (length", "steps > (length",
            "backward sm90 tail blocks"),
     mutant("empty lists are walked", QUERY_WALK, "    while (head < stop_head && of(head)[0] == 0) ++head;\n", "",
@@ -80,7 +80,7 @@ MUTANTS = (
            "(kBlockN / kBitsBlock);", "backward sm90 bits"),
     mutant("bits of the first head of a group", BACKWARD, "MaskBits(common), batch, walk.head, walk.m_block, n_block",
            "MaskBits(common), batch, work.first_head, walk.m_block, n_block", "backward sm90 bits"),
-    mutant("tiles in order are not tested", "common/schedule.cuh",
+    mutant("tiles in order are not tested", "common/schedule/schedule.cuh",
            "(kLooksUpMask || kHasMaskFunction || kMaskByBits) && !kHasLists", "kLooksUpMask && !kHasLists",
            "backward sm90 bits in order"),
     mutant("nobody waits for accumulators to be cleared", BACKWARD_DQ,
@@ -247,7 +247,7 @@ MUTANTS = (
            "key_stop = params.seqlen_k;", "backward parts lengths"),
     mutant("overlap waits all the same", BACKWARD_WORK, "if (*overlap_of(params, num_m_blocks)) num_steps = 0;", "",
            "packed wild"),
-    # ---- sums by keys: sm90/backward.cu, sm90/backward_sums.cuh, common/key_sums.cuh and what adds them
+    # ---- sums by keys: sm90/backward.cu, sm90/backward_sums.cuh, common/score/key_sums.cuh and what adds them
     mutant("a slope pulls the other way by keys", BACKWARD_SUMS, "slope[i / 2] -= ds", "slope[i / 2] += ds",
            "key sums"),
     mutant("distances without a sign's care", BACKWARD_SUMS, "ds * fabsf(distance", "ds * (distance", "key sums"),

@@ -40,9 +40,9 @@ MUTANTS = (
     mutant("every block sums the first share", BIAS, "is_share() ? split(params) : 0, is", "0, is",
            "dbias sm90 shared"),
     mutant("whole tiles are shared, too", BIAS, "return index >= whole;", "return whole < count;", "dbias sm90 rest"),
-    mutant("the last tiles are the first ones", "around/scores_reduce.cu", "num_whole_results(params) + shared",
+    mutant("the last tiles are the first ones", "helpers/scores_reduce.cu", "num_whole_results(params) + shared",
            "shared", "dbias sm90 rest"),
-    mutant("no tile is left for all blocks", "common/score_gradients.cuh", "count - count % resident", "count",
+    mutant("no tile is left for all blocks", "common/score/score_gradients.cuh", "count - count % resident", "count",
            "dbias sm90 rest"),
     mutant("blocks leave tiles out", BIAS, "index += params.resident_blocks;", "index += params.resident_blocks + 1;",
            "dbias sm90"),
@@ -50,7 +50,7 @@ MUTANTS = (
            "(part + half * kBlockN + 8 * n)", "dbias sm90 shared"),
     mutant("rows behind the last one are stored", BIAS, "is_whole && dbias.key_stride", "dbias.key_stride",
            "dbias sm90"),
-    mutant("tiles of one head", "common/score_gradients.cuh",
+    mutant("tiles of one head", "common/score/score_gradients.cuh",
            "(kSumsHeads ? 1 : params.num_heads) *\n           (kSums", "(kSums", "dbias sm90"),
 )
 # fmt: on

@@ -1,0 +1,196 @@
+// Which pairs (query, key) are visible. common/schedule/schedule.cuh says which tiles are visible as a whole and need no test.
+#pragma once
+#include "common/config.cuh"
+#include "common/score/functions.cuh"
+#include "common/io/params.cuh"
+#include "common/schedule/sequences.cuh"
+
+// The block mask of one head.
+struct BlockMask {
+  const u8* bytes;
+  i64 row_stride;
+  i64 key_stride;
+
+  CUFLASH_DEVICE BlockMask(const Params& params, int batch, int head)
+      : bytes(nullptr), row_stride(params.block_mask.row_stride), key_stride(params.block_mask.key_stride) {
+    if constexpr (kHasBlockMask)
+      bytes = (const u8*)params.block_mask.data + batch * params.block_mask.batch_stride +
+              head * params.block_mask.head_stride;
+  }
+
+  CUFLASH_DEVICE bool has(int m_block, int n_block) const {
+    return bytes[m_block * row_stride + n_block * key_stride] != 0;
+  }
+};
+
+// What is visible of a tile, or of a block.
+enum class Pairs { kNone, kSome, kAll };
+
+// What is visible through two masks together, given what is visible through each.
+CUFLASH_DEVICE Pairs both(Pairs a, Pairs b) {
+  if (a == Pairs::kNone || b == Pairs::kNone) return Pairs::kNone;
+  return a == Pairs::kAll ? b : Pairs::kSome;
+}
+
+// The largest number of blocks of `block` rows (or keys) that a tile of `tile` rows (or keys) can overlap.
+CUFLASH_DEVICE constexpr int most_over(int tile, int block) {
+  return tile % block == 0 ? tile / block : block % tile == 0 ? 1 : (tile - 2) / block + 2;
+}
+
+// What is visible of a tile that overlaps blocks of `rows` x `keys` pairs; `of_block(i, j)` gives it for one block.
+template <int rows, int keys, class OfBlock>
+CUFLASH_DEVICE Pairs pairs_over(const Params& params, int m_block, int n_block, OfBlock of_block) {
+  const int first_row = m_block * kBlockM, last_row = min_of(first_row + kBlockM, params.seqlen_q) - 1;
+  const int first_key = n_block * kBlockN, last_key = min_of(first_key + kBlockN, params.seqlen_k) - 1;
+  bool any = false, all = true;
+  const auto look_at = [&](int i, int j) {
+    const Pairs pairs = of_block(i, j);
+    any = any || pairs != Pairs::kNone;
+    all = all && pairs == Pairs::kAll;
+  };
+  constexpr int kRows = most_over(kBlockM, rows), kKeys = most_over(kBlockN, keys);
+  if constexpr (kRows * kKeys <= 4) {
+    // There are no branches, so that all loads are in flight together. Past the end, the last block is read again.
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kKeys; ++j)
+        look_at(min_of(first_row / rows + i, last_row / rows), min_of(first_key / keys + j, last_key / keys));
+  } else {
+    for (int i = first_row / rows; i <= last_row / rows; ++i)
+      for (int j = first_key / keys; j <= last_key / keys; ++j) look_at(i, j);
+  }
+  return all ? Pairs::kAll : any ? Pairs::kSome : Pairs::kNone;
+}
+
+// What the block mask leaves of a tile.
+CUFLASH_DEVICE Pairs pairs_of(const Params& params, const BlockMask& blocks, int m_block, int n_block) {
+  return pairs_over<kMaskBlockM, kMaskBlockN>(
+      params, m_block, n_block, [&](int i, int j) { return blocks.has(i, j) ? Pairs::kAll : Pairs::kNone; });
+}
+
+// How many batch entries and heads have matrices of their own. A matrix holds lists, bits, or notes of tiles.
+struct Matrices {
+  int batches, heads;
+
+  // The index of the matrix of a head.
+  CUFLASH_DEVICE i64 of(int batch, int head) const {
+    return (batches == 1 ? 0 : (i64)batch * heads) + (heads == 1 ? 0 : head);
+  }
+};
+CUFLASH_DEVICE Matrices lists_in(const Params& params) { return {params.list_batches, params.list_heads}; }
+CUFLASH_DEVICE Matrices masks_in(const Params& params) { return {params.mask_batches, params.mask_heads}; }
+CUFLASH_DEVICE Matrices biases_in(const Params& params) {
+  return {params.bias.batch_stride == 0 ? 1 : params.batch, params.bias.head_stride == 0 ? 1 : params.num_heads};
+}
+
+// What is visible of a tile of a matrix, as helpers/mask_tiles.cu noted it.
+CUFLASH_DEVICE Pairs pairs_noted(const Params& params, const void* notes, i64 matrix, int m_block, int n_block) {
+  const i64 row = matrix * ceil_div(params.seqlen_q, kBlockM) + m_block;
+  return (Pairs)((const u8*)notes)[row * ceil_div(params.seqlen_k, kBlockN) + n_block];
+}
+CUFLASH_DEVICE Pairs left_by_masks(const Params& params, int batch, int head, int m_block, int n_block) {
+  return pairs_noted(params, params.mask_blocks, masks_in(params).of(batch, head), m_block, n_block);
+}
+
+// What a bias leaves visible: a count and notes of all tiles. The lower half of the count is how many tiles lie within
+// bounds, the upper half how many of these are hidden.
+struct BiasBlocks {
+  u64* count;
+  u8* notes;
+
+  CUFLASH_DEVICE explicit BiasBlocks(const Params& params)
+      : count((u64*)params.bias_blocks), notes((u8*)params.bias_blocks + sizeof(Bytes16)) {}
+};
+CUFLASH_DEVICE Pairs left_by_bias(const Params& params, int batch, int head, int m_block, int n_block) {
+  return pairs_noted(params, BiasBlocks(params).notes, biases_in(params).of(batch, head), m_block, n_block);
+}
+
+// Whether this kernel is the one of two that is to run: one walks over lists of what a bias leaves, the other does not.
+// Walking over lists costs 4 to 13 % of a pass in which they hide nothing (H100, 16-bit types, 4096 queries and keys),
+// so the kernel with lists runs only if more than one in kTilesToHidden tiles is hidden.
+constexpr u32 kTilesToHidden = 8;
+CUFLASH_DEVICE bool is_chosen(const Params& params) {
+  if constexpr (!kIsChosen) return true;
+  const u64 count = *BiasBlocks(params).count;
+  return ((u32)(count >> 32) > (u32)count / kTilesToHidden) == kHasLists;
+}
+
+// Whether only a window and the end of the keys hide pairs. Then, in tiles in front of those that the right bound cuts,
+// only the left bound hides pairs.
+constexpr bool kHasEdges = kHasWindow && !kLooksUpMask && !kMaskByBits && !kHasBlockMask && !kHasMaskFunction;
+
+// The left bound of a window, tested pair by pair.
+struct LeftBound {
+  int left_offset;
+
+  CUFLASH_DEVICE bool visible(int row, int key) const { return key >= row + left_offset; }
+};
+// Replaces Constant<true> for a tile that only the left bound cuts.
+struct LeftEdge : Constant<true> {};
+template <class Masked>
+struct IsLeftEdge : Constant<false> {};
+template <>
+struct IsLeftEdge<LeftEdge> : Constant<true> {};
+// The argument `masked` for tiles in front of those that are visible as a whole.
+using InFront = Either<kHasEdges, LeftEdge, Constant<true>>::Type;
+
+// The mask of one head, tested pair by pair.
+struct Mask {
+  int key_stop;
+  int seqlen_q;
+  int right_offset;
+  int left_offset;
+  const u8* bytes;  // of this head
+  i64 row_stride;
+  i64 key_stride;
+  BlockMask blocks;
+#if CUFLASH_HAS_MASK_FUNCTION
+  Functions functions;
+#endif
+
+  CUFLASH_DEVICE Mask(const Params& params, Entry batch, int head, int key_stop_)
+      : Mask(params, batch, head, key_stop_, own_diagonal_of(params, batch)) {}
+
+  CUFLASH_DEVICE Mask(const Params& params, Entry batch, int head, int key_stop_, int own_diagonal)
+      : key_stop(key_stop_),
+        seqlen_q(params.seqlen_q),
+        right_offset(params.right_offset + own_diagonal),
+        left_offset(params.left_offset + own_diagonal),
+        bytes(nullptr),
+        row_stride(params.mask.row_stride),
+        key_stride(params.mask.key_stride),
+        blocks(params, batch, head) {
+#if CUFLASH_HAS_MASK_FUNCTION
+    functions = Functions(params, batch, head);
+#endif
+    if constexpr (kLooksUpMask)
+      bytes = (const u8*)params.mask.data + batch * params.mask.batch_stride + head * params.mask.head_stride;
+  }
+
+  CUFLASH_DEVICE bool visible(int row, int key) const { return within(row, key) && shows(row, key); }
+  // Whether a function of the caller shows the pair. If whole tiles are tested by it separately, the compiler loads
+  // what the function needs of a row, or of a key, once for all of its pairs; that takes registers.
+  CUFLASH_DEVICE bool shows(int row, int key) const {
+#if CUFLASH_HAS_MASK_FUNCTION
+    return functions.shows(row, key);
+#endif
+    return true;
+  }
+  // Whether all else (bounds and masks) shows the pair.
+  CUFLASH_DEVICE bool within(int row, int key) const {
+    bool seen = key < key_stop;
+    if constexpr (kHasRightBound) seen = seen && key <= row + right_offset;
+    if constexpr (kHasLeftBound) seen = seen && key >= row + left_offset;
+    if constexpr (kLooksUpMask) seen = seen && row < seqlen_q && bytes[row * row_stride + key * key_stride] != 0;
+    if constexpr (kHasBlockMask) seen = seen && row < seqlen_q && blocks.has(row / kMaskBlockM, key / kMaskBlockN);
+    return seen;
+  }
+};
+
+// The whole mask except a function of the caller.
+struct MaskWithoutFunction : Mask {
+  using Mask::Mask;
+
+  CUFLASH_DEVICE bool visible(int row, int key) const { return within(row, key); }
+};

@@ -1,0 +1,146 @@
+// The online softmax over the rows of an accumulator tile (Milakov and Gimelshein 2018; FlashAttention, Algorithm 1).
+#pragma once
+#include "common/softmax/exponential.cuh"
+
+// How far a row's maximum may exceed the offset of its exponents. For wide elements, exponentials are most accurate
+// around 0, so the offset of float32 follows the maximum at once, and that of float64 before the rounding of exponents
+// grows.
+constexpr float kMaxGrowth = kElementBytes == 8 ? 1.0f : kWide ? 0.0f : 8.0f;
+
+// Statistics of the 2 m_tiles rows that a lane holds. `natural` says whether offsets are natural (kNaturalOffsets).
+template <int m_tiles, bool natural = kNaturalOffsets>
+struct OnlineSoftmax {
+  Real offset[m_tiles][2];   // exponents are relative to it; -inf until a key is visible
+  Real row_sum[m_tiles][2];  // sum over this lane's columns only, until `finish`
+
+  CUFLASH_DEVICE OnlineSoftmax() {
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) offset[m][half] = -ptx::infinity(), row_sum[m][half] = 0;
+  }
+
+  // Takes in a tile of scores and replaces each by the exponential of exponent_scale score - offset.
+  //
+  // The offsets are raised to the maxima only when, in some row of the warp, the maximum exceeds the offset by more
+  // than kMaxGrowth. What was summed so far is then rescaled. Until then exponentials may exceed 1, up to 2^kMaxGrowth,
+  // which no floating-point format minds, and both sums stay relative to the same offset, so the result is exact.
+  template <int n_tiles, int out_tiles>
+  CUFLASH_DEVICE void update(Real (&score)[m_tiles][n_tiles][4], Real (&out)[m_tiles][out_tiles][4],
+                             Real exponent_scale) {
+    raise_offsets(score, exponent_scale, [&](int m, int half, Real factor) {
+#pragma unroll
+      for (int n = 0; n < out_tiles; ++n) out[m][n][2 * half] *= factor, out[m][n][2 * half + 1] *= factor;
+    });
+    exponentiate(score, exponent_scale, row_sum);
+  }
+
+  // Updates the offsets only, because the output is still being summed. If it returns true, the output must later be
+  // rescaled by `factor` (`rescale`).
+  template <int n_tiles>
+  CUFLASH_DEVICE bool update(const Real (&score)[m_tiles][n_tiles][4], Real (&factor)[m_tiles][2],
+                             Real exponent_scale) {
+    return raise_offsets(score, exponent_scale, [&](int m, int half, Real f) { factor[m][half] = f; });
+  }
+
+  template <int out_tiles>
+  CUFLASH_DEVICE static void rescale(Real (&out)[m_tiles][out_tiles][4], const Real (&factor)[m_tiles][2]) {
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int n = 0; n < out_tiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[m][n][i] *= factor[m][i / 2];
+  }
+
+  // Replaces scores by their exponentials and adds those of this lane to `sum`.
+  template <int n_tiles>
+  CUFLASH_DEVICE void exponentiate(Real (&score)[m_tiles][n_tiles][4], Real exponent_scale,
+                                   Real (&sum)[m_tiles][2]) const {
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // While no key is visible, exponents are relative to 0, and exponentials are 0.
+        const Real finite_offset = offset[m][half] == -ptx::infinity() ? 0 : offset[m][half];
+        Real tile_sum = 0;  // wide elements: shorter chains of additions have smaller errors
+#pragma unroll
+        for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+          for (int i = 2 * half; i < 2 * half + 2; ++i) {
+            score[m][n][i] = warp_exponential(exponent_of<natural>(score[m][n][i], exponent_scale, finite_offset));
+            (kWide ? tile_sum : sum[m][half]) += score[m][n][i];
+          }
+        if constexpr (kWide) sum[m][half] += tile_sum;
+      }
+  }
+
+  // Adds up the sums of the lanes of each row.
+  CUFLASH_DEVICE void finish() {
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        row_sum[m][half] += ptx::shuffle_xor(row_sum[m][half], 1);
+        row_sum[m][half] += ptx::shuffle_xor(row_sum[m][half], 2);
+      }
+  }
+
+  // Adds one more key to each row, after `finish`: its value is zero, and its score, as an offset, is sink(m, half).
+  template <int out_tiles, typename Sink>
+  CUFLASH_DEVICE void add_sinks(Real (&out)[m_tiles][out_tiles][4], Sink sink) {
+    Real factor[m_tiles][2];
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Real own = sink(m, half);
+        factor[m][half] = raise_offset(m, half, own);
+        row_sum[m][half] += relative<natural>(own, offset[m][half]);
+      }
+    rescale(out, factor);
+  }
+
+  // Factor of the output row: 1 / sum; 0 for a row that saw no key.
+  CUFLASH_DEVICE Real inverse_sum(int m, int half) const { return row_sum[m][half] == 0 ? 0 : 1 / row_sum[m][half]; }
+
+ private:
+  // Raises the offsets to the maxima of a tile of scores where that is needed, and returns whether it was. If so,
+  // `rescale_row(m, half, factor)` is called for every row with the factor of its earlier sums.
+  template <int n_tiles, typename RescaleRow>
+  CUFLASH_DEVICE bool raise_offsets(const Real (&score)[m_tiles][n_tiles][4], Real exponent_scale,
+                                    RescaleRow rescale_row) {
+    Real tile_max[m_tiles][2];
+    bool grows = false;
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Real max = max_of(score[m][0][2 * half], score[m][0][2 * half + 1]);
+#pragma unroll
+        for (int n = 1; n < n_tiles; ++n) max = max_of(max, max_of(score[m][n][2 * half], score[m][n][2 * half + 1]));
+        max = max_of(max, ptx::shuffle_xor(max, 1));
+        max = max_of(max, ptx::shuffle_xor(max, 2));
+        tile_max[m][half] = natural ? max : ptx::multiply(max, exponent_scale);
+        grows = grows || tile_max[m][half] > offset[m][half] + (natural ? kMaxGrowth * kLn2 : kMaxGrowth);
+      }
+    if (!ptx::any_lane(grows)) return false;
+#pragma unroll
+    for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Real factor = raise_offset(m, half, tile_max[m][half]);
+        rescale_row(m, half, factor);
+      }
+    return true;
+  }
+
+  // Raises the offset of a row, if `other` is larger. Returns the factor of what was summed before.
+  CUFLASH_DEVICE Real raise_offset(int m, int half, Real other) {
+    const Real old = offset[m][half];
+    offset[m][half] = max_of(old, other);
+    const Real factor = relative<natural>(old, offset[m][half]);
+    row_sum[m][half] *= factor;
+    return factor;
+  }
+};

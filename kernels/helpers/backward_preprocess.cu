@@ -1,0 +1,107 @@
+// Computes what the backward pass needs of every query row: delta = rowsum(dout * out) (FlashAttention-2, Algorithm 2,
+// line 4) and lse as an offset. The gradient with respect to lse is subtracted from delta: the derivative of lse by the
+// scores is P, so dS = P (dP - delta + dlse). Where lse is large, it finds the row max and the row sum again
+// (helpers/row_sums.cuh). Also clears accumulators of dq. A block serves the kBlockM rows of one tile of queries.
+#include "helpers/row_sums.cuh"
+#include "common/softmax/backward.cuh"
+#include "common/io/clear_dq.cuh"
+#include "common/softmax/exponential.cuh"
+#include "common/io/operands.cuh"
+#include "common/io/params.cuh"
+#include "common/schedule/schedule.cuh"
+
+// Lanes that share a row, and elements that one of them reads at once.
+constexpr int kOf16Bytes = 16 / kElementBytes;
+constexpr int kVector = kLoadBytes == 16 && kHeadDimV % kOf16Bytes == 0 ? kOf16Bytes : 1;
+constexpr int kLanes = kHeadDimV > 16 * kVector ? 32 : kHeadDimV > 8 * kVector ? 16 : 8;
+constexpr int kRowsAtOnce = kNumThreads / kLanes;
+static_assert(kBlockM % (32 / kLanes) == 0, "a warp stays together");
+
+// The sum of kVector products. Vectors of 16-bit elements are taken apart as words: it takes fewer instructions.
+template <class E>
+CUFLASH_DEVICE float dot(const u16* a, const u16* b) {
+  float sum = 0.0f;
+  if constexpr (kVector == 8) {
+    const Bytes16 x = *(const Bytes16*)a, y = *(const Bytes16*)b;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const u16 low = x.word[i / 2] >> (16 * (i % 2)), high = y.word[i / 2] >> (16 * (i % 2));
+      sum += ptx::to_float32(E{}, low) * ptx::to_float32(E{}, high);
+    }
+  } else {
+    sum = ptx::to_float32(E{}, *a) * ptx::to_float32(E{}, *b);
+  }
+  return sum;
+}
+template <class E>
+CUFLASH_DEVICE Real dot(const Real* a, const Real* b) {
+  struct alignas(kVector * sizeof(Real)) Vector {
+    Real element[kVector];
+  };
+  const Vector x = *(const Vector*)a, y = *(const Vector*)b;
+  Real sum = 0;
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) sum += x.element[i] * y.element[i];
+  return sum;
+}
+
+CUFLASH_DEVICE void backward_delta(const Params& params) {
+  const int num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
+  const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, false);
+  const int m_block = work.block, head = work.head;
+  const Entry batch = work.batch;
+  const int thread = ptx::thread_index(), lane = thread % kLanes;
+  const int row_stop = is_left_over(params, batch) ? 0 : seqlen_q_of(params, batch);
+  const Storage* out = queries_of(params.out, batch, head);
+  const Storage* dout = queries_of(params.dout, batch, head);
+  const Real* lse = row_numbers_of(params.lse, batch, head);
+  const Real* dlse = params.dlse.data == nullptr ? nullptr : row_numbers_of(params.dlse, batch, head);
+
+  const int first = thread / 32 * 16;  // of the rows of this warp
+  const bool has_rows = first < kBlockM;
+  const LseStats lse_stats(params, batch, head, m_block * kBlockM + first, has_rows ? row_stop : 0);
+#pragma unroll 2
+  for (int i = thread / kLanes; i < kBlockM; i += kRowsAtOnce) {
+    const int row = m_block * kBlockM + i;
+    Real delta = 0, row_dlse = 0;
+    if (row < row_stop) {
+#pragma unroll
+      for (int c = lane * kVector; c < kHeadDimV; c += kLanes * kVector)
+        delta += dot<Element>(out + row * params.out.row_stride + c, dout + row * params.dout.row_stride + c);
+      if (dlse != nullptr && lse[row * params.lse.row_stride] != -ptx::infinity())
+        row_dlse = dlse[row * params.dlse.row_stride];
+    }
+#pragma unroll
+    for (int mask = kLanes / 2; mask > 0; mask /= 2) delta += ptx::shuffle_xor(delta, mask);
+    if (lane == 0) row_stats(params, batch, head, row)[kDelta] = delta - row_dlse;
+  }
+  bool any_large = false;
+  const auto store = [&](const LseStats& stats) {
+    stats.store();
+    any_large = any_large || stats.has_large();
+  };
+  if (has_rows) store(lse_stats);
+#pragma unroll 1
+  for (int i = first + kNumWarps * 16; i < kBlockM; i += kNumWarps * 16)
+    store(LseStats(params, batch, head, m_block * kBlockM + i, row_stop));
+  // A loop of its own, because the code for large rows is long, and this is its only place.
+#pragma unroll 1
+  for (int i = first; any_large && i < kBlockM; i += kNumWarps * 16) {
+    const LseStats stats(params, batch, head, m_block * kBlockM + i, row_stop);
+    if (stats.has_large()) stats.store_large();
+  }
+
+  if constexpr (kDqByReduction) {
+    const i64 tile = m_tile_of(params, num_m_blocks, batch, head, m_block);
+    clear_before(params, num_m_blocks, tile, thread);
+    if (kDqInOrder && thread == 0) *dq_order_of(params, num_m_blocks, tile) = 0;
+    if constexpr (kDqInOrder && kIsPacked) {
+      if (ptx::block_index() == 0 && thread < 32) {
+        const bool overlap = sequences_overlap(params);
+        if (thread == 0) *overlap_of(params, num_m_blocks) = overlap;
+      }
+    }
+  }
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, backward_delta)

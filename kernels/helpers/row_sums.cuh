@@ -1,0 +1,183 @@
+// The row max and the row sum of rows whose lse is large (common/softmax/backward.cuh), found again by the scores that the
+// backward pass makes. A warp serves 16 rows. Such rows are rare, so this takes little shared memory and few registers
+// rather than little time: fragments of Q and K come from global memory.
+#pragma once
+#include "common/softmax/backward.cuh"
+#if CUFLASH_BF16_PARTS > 1
+#include "common/io/bf16_split.cuh"
+#endif
+#include "common/softmax/exponential.cuh"
+#include "common/io/operands.cuh"
+#include "common/io/params.cuh"
+#include "common/schedule/schedule.cuh"
+#include "common/score/scores.cuh"
+#include "common/softmax/softmax.cuh"
+#include "sm80/mma.cuh"
+
+constexpr int kColumnBlocks = CUFLASH_COLUMN_BLOCKS;  // that divide the columns of q and k in the main kernel
+
+// How far the logarithm of the sum may be from lse, relative to it, where lse is that of these keys: by what rounding a
+// few times makes of it. If it is further away, these are only some of the keys that lse is of.
+constexpr Real kRoundedLse = kElementBytes == 8 ? 0x1p-50 : 0x1p-21f;
+
+CUFLASH_DEVICE Real magnitude_of(Real x) { return x < 0 ? -x : x; }
+CUFLASH_DEVICE bool is_large(Real lse) { return magnitude_of(lse) >= kLargeLse && magnitude_of(lse) < ptx::infinity(); }
+
+// Rows of a head of q or k as fragments of operands: zeros from row `stop` and from column kHeadDim on.
+struct RowFragments {
+  const Storage* head;
+  i64 row_stride;
+  int stop;
+
+  CUFLASH_DEVICE Storage at(int row, int column) const {
+    return row < stop && column < kHeadDim ? head[row * row_stride + column] : Storage{};
+  }
+  // 16 rows of A, or 16 columns of B, from `first` on, and step `k` of their columns. The two kinds differ in the order
+  // of the four parts of a lane (sm80/fragments.cuh).
+  template <bool of_a, class F>
+  CUFLASH_DEVICE void load(int first, int k, F& fragment) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = first + fragment_row() + (of_a ? i % 2 : i / 2) * 8;
+      const int part = of_a ? i / 2 : i % 2;
+      if constexpr (kWide) {
+#pragma unroll
+        for (int j = 0; j < kStep / 8; ++j) fragment.word[j][i] = at(row, k * kStep + 8 * j + fragment_column() + part);
+      } else {
+        const int column = k * kStep + 8 * part + fragment_column();
+        fragment.word[i] = (u16)at(row, column) | (u32)(u16)at(row, column + 1) << 16;
+      }
+    }
+  }
+};
+
+// Warp. S = Q K^T of 16 queries and 16 keys, to the bit as the main kernel makes it: the tensor cores cut sums off, so
+// that the order of additions decides the last bits, and the weights of large scores are sensitive to these.
+CUFLASH_DEVICE void multiply_rows(const RowFragments& q, const RowFragments& k, int first_row, int first_key,
+                                  Real (&s)[1][2][4]) {
+  set_zero(s);
+#if CUFLASH_BF16_PARTS > 1
+  const auto load = [](auto of_a, const RowFragments& rows, int first, int step, int part,
+                       FragmentOf<BFloat16>& fragment) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = first + fragment_row() + (of_a ? i % 2 : i / 2) * 8;
+      const int column = step * kStep + 8 * (of_a ? i / 2 : i % 2) + fragment_column();
+      u32 parts[kBf16Parts];
+      bf16_split(rows.at(row, column), rows.at(row, column + 1), parts);
+#pragma unroll
+      for (int j = 0; j < kBf16Parts; ++j)
+        if (j == part) fragment.word[i] = parts[j];
+    }
+  };
+#pragma unroll 1
+  for (int i = 0; i < kPartProducts; ++i)
+#pragma unroll 1
+    for (int step = 0; step < kDim / kStep; ++step) {
+      FragmentOf<BFloat16> a, b;
+      load(Constant<true>{}, q, first_row, step, part_product(i).a, a);
+      load(Constant<false>{}, k, first_key, step, part_product(i).b, b);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) ptx::mma_m16n8k16(BFloat16{}, s[0][n], a.word, b.word[2 * n], b.word[2 * n + 1]);
+    }
+#else
+  // Where blocks divide columns, each has its own sum.
+  constexpr int kSteps = kDim / kStep;
+  constexpr int kStepsOfBlock = kColumnBlocks > 1 ? ceil_div(ceil_div(kDim, 64), kColumnBlocks) * (64 / kStep) : kSteps;
+#pragma unroll 1
+  for (int first = 0; first < kSteps; first += kStepsOfBlock) {
+    Real of_block[1][2][4];
+    set_zero(of_block);
+#pragma unroll 1
+    for (int step = first; step < min_of(first + kStepsOfBlock, kSteps); ++step)
+      multiply<1>(
+          of_block, [&](int, int, Fragment& a) { q.load<true>(first_row, step, a); },
+          [&](int, int, Fragment& b) { k.load<false>(first_key, step, b); });
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[0][n][i] += of_block[0][n][i];
+  }
+#endif
+}
+
+// Warp. Adds the scores of 16 rows from `first_row` on, and the sink, to the sums.
+CUFLASH_DEVICE void sum_rows(const Params& params, Entry batch, int head, int first_row, int row_stop,
+                             OnlineSoftmax<1>& softmax) {
+  const int head_kv = head / (params.num_heads / params.num_heads_kv), key_stop = key_stop_of(params, batch);
+  const RowFragments q = {queries_of(params.q, batch, head), params.q.row_stride, row_stop};
+  const RowFragments k = {keys_of(params, params.k, batch, head_kv), params.k.row_stride, key_stop};
+  const Score score(params, batch, head, key_stop);
+  const Mask mask(params, batch, head, key_stop);
+  const TileRange tiles = key_tiles(params, batch, first_row, min_of(first_row + 16, row_stop) - 1, key_stop);
+  const int lane_row = first_row + fragment_row();
+#pragma unroll 1
+  for (int key = tiles.start * kBlockN; key < min_of(tiles.stop * kBlockN, key_stop); key += 16) {
+    Real s[1][2][4], factor[1][2];
+    multiply_rows(q, k, first_row, key, s);
+    to_scores(score, mask, s, [&](int, int i) { return lane_row + i / 2 * 8; }, key + fragment_column(), true);
+    softmax.update(s, factor, score.exponent_scale());
+    softmax.exponentiate(s, score.exponent_scale(), softmax.row_sum);
+  }
+  softmax.finish();
+  if (kLseHasSinks && !is_left_over(params, batch)) {
+    Real nothing[1][1][4] = {};
+    softmax.add_sinks(nothing, [&](int, int) { return to_offset(sink_of(params, head)); });
+  }
+}
+
+// Warp. The first statistic of 16 rows from `first_row` on, and their RowSums. What they are made of is loaded at once,
+// and stored later.
+struct LseStats {
+  const Params& params;
+  const Entry batch;
+  const int head, first_row, row_stop;
+  Real own_lse, of_group[kGroupRows / 32];
+
+  CUFLASH_DEVICE LseStats(const Params& params_, Entry batch_, int head_, int first_row_, int row_stop_)
+      : params(params_), batch(batch_), head(head_), first_row(first_row_), row_stop(row_stop_) {
+    const int lane = lane_index(), first_of_group = first_row / kGroupRows * kGroupRows;
+    own_lse = lse_of(first_row + lane % 16);
+#pragma unroll
+    for (int i = 0; i < kGroupRows / 32; ++i) of_group[i] = lse_of(first_of_group + i * 32 + lane);
+  }
+  CUFLASH_DEVICE Real lse_of(int row) const {
+    return row < row_stop ? row_numbers_of(params.lse, batch, head)[row * params.lse.row_stride] : -ptx::infinity();
+  }
+
+  // Whether some of the 16 rows are large: then `store_large` follows `store`.
+  CUFLASH_DEVICE bool has_large() const { return ptx::any_lane(is_large(own_lse)); }
+
+  CUFLASH_DEVICE void store() const {
+    RowSum* row_sums = row_sums_of(params, batch, head);
+    bool large_in_group = false;
+#pragma unroll
+    for (const Real lse : of_group) large_in_group = large_in_group || is_large(lse);
+    large_in_group = ptx::any_lane(large_in_group);
+    if (lane_index() < 16) {
+      const int row = first_row + (int)lane_index();
+      // A row that saw no key, or that does not exist, has no weights: exp(score - inf) = 0.
+      const bool has_keys = own_lse != -ptx::infinity();
+      const Real lse = has_keys ? own_lse * kExponentOfE + 0 : ptx::infinity();  // never -0
+      row_stats(params, batch, head, row)[0] = large_in_group ? (Real)-0.0f : lse;
+      if (large_in_group) row_sums[row] = {has_keys ? to_offset(own_lse) : ptx::infinity(), 1};
+    }
+  }
+
+  CUFLASH_DEVICE void store_large() const {
+    RowSum* row_sums = row_sums_of(params, batch, head);
+    OnlineSoftmax<1> softmax;
+    sum_rows(params, batch, head, first_row, row_stop, softmax);
+    ptx::sync_warp();  // what is stored above comes before what is stored below
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + fragment_row() + 8 * half;
+      const Real lse = lse_of(row), row_max = softmax.offset[0][half], sum = softmax.row_sum[0][half];
+      if (fragment_column() != 0 || !is_large(lse)) continue;
+      // lse is close to the row max, so that their difference is exact.
+      const Real natural = kWide || kNaturalOffsets ? row_max : row_max * kLn2;
+      const Real difference = (natural - lse) + log_sum_exp<true>(0, sum);
+      if (magnitude_of(difference) <= kRoundedLse * magnitude_of(lse)) row_sums[row] = {row_max, 1 / sum};
+    }
+  }
+};
