@@ -131,7 +131,9 @@ def candidates(
             other = choose_plan(problem, device, pass_, tiles=tiles, origin="a candidate", **arrays)
         except NotImplementedError:
             continue
-        found.setdefault(other.kernels, other)
+        # Rows may have grown as they were configured for a bias, a mask or a score.
+        if not any(why_too_large(tile, problem, device) for tile in other.tiles):
+            found.setdefault(other.kernels, other)
     return tuple(found.values())
 
 
