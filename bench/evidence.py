@@ -69,7 +69,7 @@ EVIDENCE = {
         draw=pathfinder.draw,
     ),
     "rounding": Evidence(
-        about="errors of attention of numbers of one byte (float8_e4m3fn), relative to out by root mean squares; 64 "
+        about="errors of attention in fp8 (float8_e4m3fn), relative to out by root mean squares; 64 "
         "queries, two heads of 128",
         backends=("gpu", "cpu"),
         measure=lambda backend, write, scale: rounding.measure(write, backend),

@@ -183,7 +183,7 @@ def _by_bytes(xp: Any, x: Any) -> tuple[Any, Any]:
 
 
 def cuflash_float8(case: Case, inputs: Inputs, *, names: str) -> Contender:
-    """cuflash on arrays of one byte a number, those of `names`; what is rounded before is not timed.
+    """cuflash on fp8 arrays, those of `names`; what is rounded before is not timed.
 
     The check is against the numbers before they were rounded to 4 digits of base 2 where bfloat16 has 8.
     """

@@ -1,4 +1,4 @@
-"""A contender that multiplies numbers of one byte: cuDNN, by its own Python interface, which PyTorch does not reach."""
+"""A contender that multiplies in fp8: cuDNN, by its own Python interface, which PyTorch does not reach."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ COARSER = 2.0**3  # of rounding numbers to 4 digits of base 2, beside 8 of bfloa
 
 
 def cudnn(case: Case, inputs: Inputs) -> Contender:
-    """cuDNN's fused attention of numbers of one byte, with one scale for each array, as it knows them.
+    """cuDNN's fused attention in fp8, with one scale for each array, as it knows them.
 
-    On compute capability 9.0 its output has one byte a number, too: it is multiplied by what makes the largest value
+    On compute capability 9.0 its output is fp8, too: it is multiplied by what makes the largest value
     the largest number, since no mean of values is larger.
     """
     refuse(case)

@@ -1,4 +1,4 @@
-"""What rounding q, k and v to numbers of one byte does to attention: over lengths, outliers, scales and rotations.
+"""What rounding q, k and v to fp8 does to attention: over lengths, outliers, scales and rotations.
 
 Numbers are drawn in bfloat16, by NumPy on every backend. An error is the root mean square of what a result of a head is
 off, over that of the result: from float64 attention of the numbers as they were drawn, and from that of what the
@@ -51,7 +51,7 @@ class Way:
 WAYS = (
     Way(),
     *(Way(names="kv", per=per, rotates=rotates) for rotates in (False, True) for per in PER),
-    # A product of bytes takes blocks of 64 keys or more.
+    # An fp8 product takes blocks of 64 keys or more.
     *(Way(names="qkv", per=per, rotates=rotates) for rotates in (False, True) for per in ("tensor", "head", "block")),
 )
 

@@ -87,7 +87,7 @@ def _options(full: Case) -> tuple[Case, ...]:
 
 
 def _structure(seqlen: int, num_heads: int, head_dim: int, dtype: str = "bfloat16") -> Case:
-    """Triangle attention: as many rows as residues, which share a bias of pairs, and a mask of keys for each row."""
+    """Triangle attention: as many rows as residues, which share a per-pair bias, and a mask of keys for each row."""
     return Case(
         head_dim=head_dim,
         seqlen_q=seqlen,
@@ -255,7 +255,7 @@ SUITES = {
             _structure(384, 4, 32, "float32"),
         ),
         peers=("cuflash-dbias", "cuequivariance", "cudnn", "efficient", "efficient-dbias"),
-        about="models of structures: rows that share a bias of pairs, each with a mask of keys; cuDNN and the efficient"
+        about="models of structures: rows that share a per-pair bias, each with a mask of keys; cuDNN and the efficient"
         " kernel get both as one array of all rows",
     ),
     "functions": Suite(
@@ -287,7 +287,7 @@ SUITES = {
         cases=tuple(_decode(b, n, m) for b, n in ((16, 8192), (1, 131072)) for m in (1, 4, 16)),
         peers=("cudnn", "fa2"),
         passes=("forward",),
-        about="few queries against a long cache; read the bytes per second",
+        about="decode: few queries against a long KV cache; read the bytes per second",
     ),
     "decode-wide": Suite(
         kind="gpu",
@@ -318,15 +318,15 @@ SUITES = {
         cases=tuple(_row(d, n, causal) for d in (64, 128, 256) for n in (4096, 16384) for causal in (False, True)),
         peers=("cuflash-fp8", "cudnn-fp8"),
         passes=("forward",),
-        about="products of q, k and v of one byte a number (float8_e4m3fn), with scales of heads, beside bfloat16; out "
-        "of cuDNN has one byte, too, and its scales are of whole arrays",
+        about="products of fp8 q, k and v (float8_e4m3fn), with scales of heads, beside bfloat16; out "
+        "of cuDNN is fp8, too, and its scales are of whole arrays",
     ),
     "float8-decode": Suite(
         kind="gpu",
         cases=tuple(_decode(batch, n, 1) for batch in (1, 16) for n in (8192, 32768, 131072)),
         peers=("cuflash-fp8-cache", "cuflash-fp8"),
         passes=("forward",),
-        about="one query against a cache of one byte a number (float8_e4m3fn), with scales of heads, beside bfloat16",
+        about="one query against an fp8 cache (float8_e4m3fn), with scales of heads, beside bfloat16",
     ),
     "packed": Suite(
         kind="gpu",

@@ -444,7 +444,7 @@ class FlashAttention(Preparation):
         cu_seqlens_q, cu_seqlens_k : array, optional
             As `forward` took them.
         q_scale, k_scale, v_scale : array, optional
-            Not served: there are no gradients of k and v of one byte.
+            Not served: there are no gradients of fp8 k and v.
         dlse : array, optional
             Gradient with respect to lse, of its shape and dtype, if anything was computed from lse. Rows whose lse is
             -inf get nothing from it.
@@ -475,7 +475,7 @@ class FlashAttention(Preparation):
         TypeError, ValueError, ImportError
             As `forward` does.
         NotImplementedError
-            As `forward` does, and also with a `block_table`, or if k and v have one byte a number.
+            As `forward` does, and also with a `block_table`, or if k and v are fp8.
         """
         if block_table is not None:
             raise NotImplementedError(

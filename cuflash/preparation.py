@@ -52,7 +52,7 @@ class Preparation:
         **arrays : array, optional
             The other arrays of `forward` and of `backward`, by the names of their arguments: bias, mask and so on, and
             dout, out, dq and so on, which count as contiguous if they are not given; and those that `score` and `mask`
-            read. With a block_table, or with k and v of one byte a number, there is no backward pass.
+            read. With a block_table, or with fp8 k and v, there is no backward pass.
 
         Returns
         -------
@@ -101,7 +101,7 @@ class Preparation:
             Gradients that `backward` is to give.
         **terms : array, optional
             bias, mask and so on, as `forward` takes them, and what `score` and `mask` read. With a block_table, and
-            k and v of one byte a number, there is no backward pass.
+            fp8 k and v, there is no backward pass.
 
         Raises
         ------
@@ -162,7 +162,7 @@ class Preparation:
             Instead of tuning, remove what is remembered for such arrays.
         **terms : array, optional
             bias, mask and so on, as `forward` takes them, and what `score` and `mask` read. With a block_table, and
-            k and v of one byte a number, there is no backward pass.
+            fp8 k and v, there is no backward pass.
 
         Returns
         -------

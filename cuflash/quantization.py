@@ -1,4 +1,4 @@
-"""Keys and values in numbers of one byte, with scales; and the rotation that spreads large channels over a head.
+"""Keys and values in fp8, with scales; and the rotation that spreads large channels over a head.
 
 `quantize` makes what attention takes as k and `k_scale`, or as v and `v_scale`; `dequantize` goes back. Both, and
 `rotate`, are plain operations on NumPy or CuPy arrays.
@@ -41,7 +41,7 @@ def quantize(
     layout: Literal["bhsd", "bshd"] = "bhsd",
     rotate: bool = False,
 ) -> Quantized:
-    """Keys or values as numbers of one byte, times scales.
+    """Keys or values in fp8, times scales.
 
     Parameters
     ----------
@@ -142,7 +142,7 @@ def rotate(x: Array) -> Array:
     """Rows of q or k times an orthogonal matrix, that of Walsh and Hadamard, which is its own inverse.
 
     ``rotate(q) @ rotate(k).T`` is ``q @ k.T``, but what is large in few channels is spread over all. Rounding k to
-    numbers of one byte gives a score an error of about ``e * sqrt(sum((q[i] * k[j]) ** 2))``, with e = 2 ** -5 or
+    fp8 numbers gives a score an error of about ``e * sqrt(sum((q[i] * k[j]) ** 2))``, with e = 2 ** -5 or
     2 ** -4; of rotated rows it is about ``e * norm(q[i]) * norm(k[j]) / sqrt(head_dim)``, which is less where a channel
     is large in both. Where head_dim is no power of two, 2 ** n is the largest that divides it, and each 2 ** n
     neighbouring channels are rotated among themselves.

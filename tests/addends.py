@@ -9,7 +9,7 @@ import cuflash.testing as ct
 def cases_of_float32(draw, longest: int = 700) -> ct.Case:
     """float32 that is split into parts on compute capability 9.0.
 
-    A bias of pairs that TMA can read, or cannot, a bias of keys, a mask of keys, slopes.
+    A per-pair bias that TMA can read, or cannot, a bias of keys, a mask of keys, slopes.
     """
     sizes = {"batch": draw(st.integers(1, 2)), "num_heads": 2}
     seqlen_q, seqlen_k = (draw(st.integers(256, longest)) for _ in "qk")

@@ -236,7 +236,7 @@ def _fixed(rng: random.Random, need: tuple[str, ...], kind: str, *, is_float8: b
 
 
 def _float8(rng: random.Random, dtype: str, has_axes: bool) -> dict[str, Any]:
-    """What numbers of one byte have in common in a group. `cuflash.testing.float8` knows bounds of q without axes."""
+    """What fp8 numbers have in common in a group. `cuflash.testing.float8` knows bounds of q without axes."""
     q_float8 = dtype == "bfloat16" and not has_axes and rng.random() < 0.7
     few: dict[str, Any] = {}
     if q_float8 and rng.random() < 0.6:  # the options with which bytes are multiplied

@@ -38,7 +38,7 @@ def blocks_of(seqlen: int) -> Problem:
 
 
 def biased(dim: int, bias_dtype: str) -> Problem:
-    """Such a problem with a bias of pairs."""
+    """Such a problem with a per-pair bias."""
     bias = Operand(shape=(2, 4, 1024, 1024), strides=(0, 1024**2, 1024, 1), dtype=bias_dtype)
     return replace(problem_of(dim=dim, dim_v=dim), bias=bias)
 

@@ -12,7 +12,7 @@ Lazy bits. A PyTorch tensor may have other numbers than its memory holds: those 
 cannot express that and PyTorch's exporter does not check it, so such tensors are refused.
 
 bfloat16 on the host. NumPy neither exports nor imports it. Its bits cross as uint16, and the type code in the capsule,
-which belongs to the consumer alone, is rewritten on the way, without a copy, in both directions. Numbers of one byte,
+which belongs to the consumer alone, is rewritten on the way, without a copy, in both directions. fp8 numbers,
 which neither NumPy nor CuPy imports, cross as uint8 on the way in.
 """
 

@@ -1,4 +1,4 @@
-"""Numbers of one byte: the two formats, rounding to them, and arrays of them where the library has no such dtype.
+"""fp8 numbers: the two formats, rounding to them, and arrays of them where the library has no such dtype.
 
     format          sign, exponent, fraction bits   largest   smallest   beyond the largest
     float8_e4m3fn   1, 4, 3                         448       2**-9      NaN; there is no infinity
@@ -70,7 +70,7 @@ def _numbers(name: str) -> NDArray[Any]:
 
 @dataclass(frozen=True, eq=False)
 class Float8Array:
-    """A CuPy array of bytes that are numbers of one byte, as `cuflash.fp8` makes it. Slices are views.
+    """A CuPy array of bytes that are fp8 numbers, as `cuflash.fp8` makes it. Slices are views.
 
     Attributes
     ----------
@@ -114,7 +114,7 @@ class Float8Array:
 
 
 def fp8(array: Any, dtype: Any) -> Any:
-    """Bytes as the numbers of one byte that they are: a view, as attention takes it for k and v.
+    """Bytes as the fp8 numbers that they are: a view, as attention takes it for k and v.
 
     Parameters
     ----------

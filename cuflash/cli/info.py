@@ -63,9 +63,9 @@ def describe_device(cupy: ModuleType, index: int) -> str:
     p, spec = cupy.cuda.runtime.getDeviceProperties(index), gpu_backend.device_spec(index)
     return (
         f"{p['name'].decode()}, compute capability {p['major']}.{p['minor']} ({served(spec)}), "
-        f"{in_bytes(p['totalGlobalMem'])}, {p['multiProcessorCount']} multiprocessors, "
+        f"{in_bytes(p['totalGlobalMem'])}, {p['multiProcessorCount']} SMs, "
         f"{p['sharedMemPerBlockOptin']} bytes of shared memory a block and {p['sharedMemPerMultiprocessor']} a "
-        f"multiprocessor, L2 {in_bytes(p['l2CacheSize'])}"
+        f"SM, L2 {in_bytes(p['l2CacheSize'])}"
     )
 
 

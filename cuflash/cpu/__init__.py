@@ -181,7 +181,7 @@ def _warn_once(reason: str) -> None:
 def _run_with_wide_queries(
     problem: Problem, arrays: Mapping[str, Array | None], seed: int | None, offset: int | None
 ) -> None:
-    """Compute the forward pass where q, k and v have one byte a number: q in float32, and out rounded at the end."""
+    """Compute the forward pass where q, k and v are fp8: q in float32, and out rounded at the end."""
     q, out = arrays["q"], arrays["out"]
     assert q is not None and out is not None
     of_float32, wide = _with_wide_queries(problem, q, arrays.get("q_scale"))

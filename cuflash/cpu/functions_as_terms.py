@@ -1,4 +1,4 @@
-"""Functions of the caller as a bias and masks, with which the compiled core computes some queries at a time.
+"""score_mod and mask_mod as a bias and masks, with which the compiled core computes some queries at a time.
 
 What a score adds to the scaled product is its bias, if that does not depend on the product. Of any other score, the
 bias is all of it: NumPy multiplies q and k, and the core gets zeros in their places. NumPy computes the bias, and what

@@ -103,11 +103,11 @@ class Nccl(Transport):
         self._cupy = cupy = importlib.import_module("cupy")
         self.rank, self.size, self._send, self._receive, self._group, self._abort = _functions(comm)
         self._device, self._cuda = cupy.cuda.Device(), Cuda()
-        # NCCL moves rows by blocks on multiprocessors. The highest priority gives a free multiprocessor to these blocks
+        # NCCL moves rows by blocks on SMs. The highest priority gives a free SM to these blocks
         # before those of the next attention.
         self._stream = cupy.cuda.Stream(non_blocking=True, priority=HIGHEST_PRIORITY)
         # This stream copies what a rank says to the device while rows of an earlier call still travel. So it is sent
-        # right after them, and before an attention that takes all multiprocessors until its end.
+        # right after them, and before an attention that takes all SMs until its end.
         self._words = cupy.cuda.Stream(non_blocking=True)
         # One room serves all exchanges, because to allocate pinned memory may wait for the devices of other ranks.
         host, on_device = (make((self.size, _AT_ONCE), np.uint8) for make in (self._cuda.pinned, cupy.empty))

@@ -1,4 +1,4 @@
-"""Calls of a rank side by side: a call begins on the multiprocessors that the last blocks of another one leave idle.
+"""Calls of a rank side by side: a call begins on the SMs that the last blocks of another one leave idle.
 
 On a device each step has two streams, which its calls take in turns. Work of an earlier step has a higher priority than
 work of a later one, so the small kernels after a long one do not wait for another long one. Two more streams have the
@@ -67,7 +67,7 @@ class CudaStreams(Streams):
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
         self._calls = [[self._stream(priority) for _ in range(2)] for priority in OF_STEPS]
-        # Their work is small and others wait for it, so it takes the first multiprocessors that are free.
+        # Their work is small and others wait for it, so it takes the first SMs that are free.
         self._rows, self._returns = (self._stream(HIGHEST_PRIORITY) for _ in range(2))
         self._others = (*(stream for pair in self._calls for stream in pair), self._rows, self._returns)
         self._main: Any = None

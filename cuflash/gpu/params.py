@@ -23,7 +23,7 @@ PARAMS = np.dtype(
     [(name, kind, (count,)) if "strides" in name else (name, kind) for name, kind, count in FIELDS], align=True
 )
 
-# One of these follows `PARAMS` for each array that functions of the caller read, and for its gradient.
+# One of these follows `PARAMS` for each array that score_mod and mask_mod read, and for its gradient.
 CAPTURED = np.dtype([("data", np.uint64), ("stride", np.int64, 4), ("size", np.int64, 4), ("first", np.int64)])
 if CAPTURED.itemsize != CAPTURED_BYTES:
     raise ValueError(f"CAPTURED: got {CAPTURED.itemsize} bytes, expected {CAPTURED_BYTES}")
@@ -78,7 +78,7 @@ def parameters(
 
 
 def _with_captured(params: np.ndarray, plan: LaunchPlan, operands: Mapping[str, Operand]) -> np.ndarray:
-    """The argument, with the arrays that functions of the caller read, and their gradients. Missing axes have length 1.
+    """The argument, with the arrays that score_mod and mask_mod read, and their gradients. Missing axes have length 1.
 
     Tables that kernels fill follow the arrays; their entries are zeros if the plan has none.
     """

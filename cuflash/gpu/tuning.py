@@ -105,7 +105,7 @@ _ROWS: dict[type, tuple[Tile, ...]] = {
     ScoresTile: SCORES_TILES,
     BiasSm90Tile: (*BIAS_SM90_TILES, *BIAS_FLOAT32_SM90_TILES, *BIAS_TF32_SM90_TILES),
 }
-# The same for numbers of one byte.
+# The same for fp8 numbers.
 _ROWS_OF_FLOAT8: dict[type, tuple[Tile, ...]] = {
     ForwardTile: FLOAT8_TILES,
     DecodeTile: FLOAT8_TILES,

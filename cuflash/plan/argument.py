@@ -64,7 +64,7 @@ CAPTURED_BYTES = 80  # of each array that functions read, and as many of its gra
 def params_bytes(problem: Problem) -> int:
     """Bytes of the struct.
 
-    With functions of the caller, it ends with the arrays that these read (tables among them), the gradients of these
+    With score_mod and mask_mod, it ends with the arrays that these read (tables among them), the gradients of these
     arrays, and two scratch arrays.
     """
     if not problem.has_functions:

@@ -50,7 +50,7 @@ LOOKED_UP = dict.fromkeys(
     ),
     0,
 )
-# Warps of a multiprocessor that registers must allow in the kernel of delta. Products of float64 need more of these.
+# Warps of an SM that registers must allow in the kernel of delta. Products of float64 need more of these.
 DELTA_WARPS = {"float64": 16, "float32": 24, "others": 32}
 SOFTMAX_WARPS = 16  # warps of a block of the kernels that make gradients of parts of the softmax
 _OF_KEYS = ("dk", "dv")

@@ -32,7 +32,7 @@ class DeviceSpec:
 
     @property
     def shared_bytes_reserved(self) -> int:
-        """Shared memory of a multiprocessor that each resident block takes beside its own."""
+        """Shared memory of an SM that each resident block takes beside its own."""
         return 1024 if self.arch >= 80 else 0
 
     @staticmethod
@@ -81,7 +81,7 @@ def _device(
 
 
 # Representatives of the compute capabilities, from the CUDA C++ Programming Guide (technical specifications per compute
-# capability) and the vendor's pages for the number of multiprocessors, L2, the bandwidth of device memory and the rate
+# capability) and the vendor's pages for the number of SMs, L2, the bandwidth of device memory and the rate
 # of dense products of 16-bit matrices with float32 sums.
 _DEVICES = {
     spec.arch: spec

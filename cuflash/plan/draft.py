@@ -62,7 +62,7 @@ class Draft:
     defines: dict[str, str | int]
     need: tuple[str, ...]
     origin: str  # where tiles come from that no table was asked for
-    program: Program  # what kernels compute of functions of the caller
+    program: Program  # what kernels compute of score_mod and mask_mod
     tables: tuple[FilledTable, ...] = ()  # tables of the program, which a kernel fills
     tiles: tuple[Tile, ...] = ()
     kernels: list[KernelSpec] = field(default_factory=list)
@@ -278,7 +278,7 @@ class Draft:
         )
 
     def _why_bias_is_not_listed(self, why_not_for_bias: str) -> str | None:
-        """Why lists do not leave out tiles that a bias of pairs hides; "" if they do, None without such a bias."""
+        """Why lists do not leave out tiles that a per-pair bias hides; "" if they do, None without such a bias."""
         obstacle = self._why_bias_is_not_looked_at()
         if obstacle != "":
             return obstacle
@@ -289,7 +289,7 @@ class Draft:
         return why_not_for_bias
 
     def _why_bias_is_not_looked_at(self) -> str | None:
-        """Why no kernel finds out which tiles a bias of pairs hides; "" if one does, None without such a bias."""
+        """Why no kernel finds out which tiles a per-pair bias hides; "" if one does, None without such a bias."""
         problem, bias = self.problem, self.problem.bias
         if bias is None or 0 in bias.strides[2:]:
             return None
@@ -302,7 +302,7 @@ class Draft:
     def _lanes_of_tile(self, tile: Tile) -> int:
         """How many lanes of a warp look at a tile: one for each vector, rounded up to a power of two, and at most 32.
 
-        Only calls of few queries differ in this, so that kernels for all lengths are compiled a few times.
+        Only decode differs in this, so that kernels for all lengths are compiled a few times.
         """
         problem = self.problem
         if problem.mask is None or problem.mask_function is not None:
@@ -441,7 +441,7 @@ def _untold(source: str, told: Collection[str] | None) -> tuple[str, ...]:
 
 
 def functions_header(program: Program, gradients: Collection[str] = ()) -> tuple[str, str]:
-    """The name and the text of the header with functions of the caller. Equal texts have one name."""
+    """The name and the text of the header with score_mod and mask_mod. Equal texts have one name."""
     text = program.header([name[1:] for name in gradients])
     return f"functions_{hashlib.sha256(text.encode()).hexdigest()[:32]}.cuh", text
 

@@ -19,9 +19,9 @@ class Family(ABC, Generic[Row]):
 
     kernel: ClassVar[str]
     tile: ClassVar[type[Tile]]
-    has_functions: ClassVar[bool] = False  # it serves functions of the caller, as scores and masks
-    has_float8: ClassVar[bool] = False  # q, k and v may have numbers of one byte, which it makes wider
-    multiplies_float8: ClassVar[bool] = False  # they all have numbers of one byte, which it multiplies as they are
+    has_functions: ClassVar[bool] = False  # it serves score_mod and mask_mod
+    has_float8: ClassVar[bool] = False  # q, k and v may be fp8, which it makes wider
+    multiplies_float8: ClassVar[bool] = False  # they are all fp8, which it multiplies as they are
 
     @property
     def source(self) -> str:
@@ -41,14 +41,14 @@ class Family(ABC, Generic[Row]):
         return None
 
     def obstacle(self, draft: Draft) -> str | None:
-        """The same, including functions of the caller and numbers of one byte."""
+        """The same, including score_mod and mask_mod and fp8 numbers."""
         if draft.problem.has_functions and not self.has_functions:
             return "it knows no functions that make scores or hide pairs"
         if draft.problem.multiplies_float8 and not (self.has_float8 or self.multiplies_float8):
             return ""
         obstacle = self.why_not(draft)
         if obstacle is None and draft.problem.has_float8 and not (self.has_float8 or self.multiplies_float8):
-            return "it knows no keys and values of one byte"
+            return "it knows no fp8 keys and values"
         return obstacle
 
 
@@ -149,5 +149,5 @@ def choose_family(families: Sequence[F], draft: Draft) -> tuple[F, Any, str]:
     # The last family serves all that no other one does.
     tile, reason = choose_row(family.table(draft.problem), draft.problem, draft.device)
     if draft.problem.multiplies_float8 and not family.multiplies_float8:
-        obstacles.append("q, k and v of one byte become numbers of 16 bits, exactly, which are multiplied")
+        obstacles.append("fp8 q, k and v become numbers of 16 bits, exactly, which are multiplied")
     return family, tile, "\n".join([reason, *obstacles])

@@ -38,7 +38,7 @@ def draft_forward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     draft.defines["CUFLASH_LSE_WIDE"] = int("lse" in draft.problem.wide)
     if is_wide:
         if draft.problem.has_float8:
-            got = f"dtype {draft.problem.softmax_dtype} with k and v of one byte a number"
+            got = f"dtype {draft.problem.softmax_dtype} with fp8 k and v"
             raise NotImplementedError(f"out: got {got}, expected dtype {draft.problem.dtype}")
         draft.reasons.append("out is not rounded to the dtype of q: it is merged with other parts of it")
     draft.add_tables(tile)

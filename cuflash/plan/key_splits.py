@@ -1,4 +1,4 @@
-"""Few queries: how blocks share the keys of all heads, and what combines their results.
+"""Split-KV for decode: how blocks split the keys of all heads, and what combines their results.
 
 kernels/common/schedule/key_splits.cuh has the same for blocks.
 """
@@ -32,7 +32,7 @@ def rows_of(problem: Problem) -> int:
 
 
 def are_few(problem: Problem) -> bool:
-    """Whether there are few queries, and keys enough for blocks to share."""
+    """Whether this is decode: few queries, and keys enough to split."""
     heads, keys = problem.batch * problem.num_heads_kv, visible_keys(problem.mean_sequence)
     return heads > 0 and 0 < rows_of(problem) <= DECODE_ROWS and keys >= DECODE_MIN_SEQLEN_K
 
@@ -90,7 +90,7 @@ def add_sharing_kernel(
 def _number_of_blocks(problem: Problem, resident: int, block_n: int) -> int:
     """The number of blocks that share all keys evenly in the least time; of equals, the smallest.
 
-    As many blocks as are resident leave no multiprocessor idle, but they share heads, whose results must be combined.
+    As many blocks as are resident leave no SM idle, but they share heads, whose results must be combined.
     With a few blocks less, every head may be whole, or all heads may be shared by the same number of blocks.
     """
     heads = problem.batch * problem.num_heads_kv

@@ -107,7 +107,7 @@ class LaunchPlan:
     device: DeviceSpec
     tiles: tuple[Tile, ...]
     kernels: tuple[KernelSpec, ...]
-    key_splits: int  # the most blocks that share the keys of a key/value head (forward, few queries)
+    key_splits: int  # split-KV: the most blocks that split the keys of a KV head (decode)
     run_time: RunTime
     scratch: tuple[tuple[str, int], ...]  # arrays beside inputs and results, in elements of lse's dtype
     tensor_maps: tuple[TensorMapSpec, ...]  # they follow the parameters

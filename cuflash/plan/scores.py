@@ -136,7 +136,7 @@ def _sizes(draft: Draft, tile: Tile) -> tuple[int, ...]:
 
 
 def _shares(draft: Draft, tile: Tile, owned: int, summed: int) -> int:
-    """How many blocks share each of the `owned` walks over `summed` tiles, so that each multiprocessor has blocks."""
+    """How many blocks share each of the `owned` walks over `summed` tiles, so that each SM has blocks."""
     return max(1, min(summed, draft.device.num_sms * tile.min_blocks // max(owned, 1)))
 
 

@@ -26,7 +26,7 @@ COMMON_DEFINES = (
 
 
 # Which kernel of a pass a tile is for: the main one or, in the backward pass, one beside it. Those make dq alone,
-# gradients of parts of the scores, or the gradient of a bias of pairs.
+# gradients of parts of the scores, or the gradient of a per-pair bias.
 Role = Literal["main", "dq", "scores", "bias"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -77,7 +77,7 @@ class Tile:
         def num_stages(self) -> int: ...
         @property
         def min_blocks(self) -> int:
-            """Blocks that must be resident on one multiprocessor."""
+            """Blocks that must be resident on one SM."""
 
         @property
         def fragments_ahead(self) -> int:
@@ -98,7 +98,7 @@ class Tile:
 
     @property
     def maps_bias(self) -> bool:
-        """Whether the kernel loads a bias of pairs by TMA."""
+        """Whether the kernel loads a per-pair bias by TMA."""
         return False
 
     def __post_init__(self) -> None:
@@ -155,12 +155,12 @@ def tiles_at_once(tile: Tile, device: DeviceSpec, cluster: int | None = None) ->
 
 
 def why_too_large(tile: Tile, problem: Problem, device: DeviceSpec) -> str:
-    """Why as many blocks as the tile promises do not fit on a multiprocessor; "" where they do."""
+    """Why as many blocks as the tile promises do not fit on an SM; "" where they do."""
     shared = tile.shared_bytes(*tile.padded_dims(problem))
     needed = tile.min_blocks * (shared + device.shared_bytes_reserved)
     if shared <= device.shared_bytes_per_block and needed <= device.shared_bytes_per_sm:
         return ""
-    return f"{shared} bytes for each exceed the {device.shared_bytes_per_sm} bytes of shared memory of a multiprocessor"
+    return f"{shared} bytes for each exceed the {device.shared_bytes_per_sm} bytes of shared memory of an SM"
 
 
 def choose_row(table: Iterable[Row], problem: Problem, device: DeviceSpec) -> tuple[Row, str]:

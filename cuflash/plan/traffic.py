@@ -1,4 +1,4 @@
-"""What a plan moves: tiles to multiprocessors, and bytes through device memory. A model, without a device.
+"""What a plan moves: tiles to SMs, and bytes through device memory. A model, without a device.
 
 Its two numbers are easily confused. Blocks bring tiles to shared memory, mostly from L2: for N keys and queries of head
 dimension d, and M bytes of shared memory, that is the N^2 d^2 / M of the literature. Device memory sees less, because
@@ -20,7 +20,7 @@ from cuflash.plan.tiles import Tile
 from cuflash.spec.inputs import TERMS
 from cuflash.spec.problem import Problem
 
-# The part of L2 that holds what blocks share: each of its two halves keeps a copy of what its multiprocessors read, as
+# The part of L2 that holds what blocks share: each of its two halves keeps a copy of what its SMs read, as
 # the vendor describes it for compute capability 8.0 and 9.0. The rest of a half holds what passes through; its size was
 # fitted to the counters of an H200.
 L2_SHARE = 0.42

@@ -273,7 +273,7 @@ def growing_keys(options: Options, arrays: Mapping[str, Any]) -> Growing:
 def access_bytes(operands: tuple[Operand, ...], *addresses: int) -> int:
     """Widest access of 16, 8, 4 or 2 bytes that is aligned at every row of every operand, at these addresses.
 
-    If k and v have numbers of one byte, an access of equally many of them is aligned; 16 bytes mean 16 for these, too.
+    If k and v are fp8, an access of equally many of them is aligned; 16 bytes mean 16 for these, too.
     """
     of_float8 = [operand.dtype in FLOAT8 for operand in operands]
     if any(of_float8):

@@ -19,7 +19,7 @@ _ARRAYS_ONLY = PassArrays.__annotations__.keys() - set(NAMES)  # results, and ar
 
 
 def are_cupy(arrays: Mapping[str, object], required: Iterable[str]) -> bool:
-    """Whether all arguments are CuPy arrays or arrays of one byte a number (or absent, where they may be) that `borrow`
+    """Whether all arguments are CuPy arrays or fp8 arrays (or absent, where they may be) that `borrow`
     would take as they are.
 
     This is the common case, decided first and fast.

@@ -197,7 +197,7 @@ NUMBERS = tuple(number.name for number in NUMBER_ROWS)
 OF_FUNCTIONS = NUMBERS[1:]
 # The terms of which kernels read int32 alone. Calls convert int64, which is NumPy's integer and that of its sums.
 NARROWED = tuple(term.name for term in TERMS if term.dtypes == ("int32",))
-# The factors of q, k and v of one byte a number; their names begin with those of the arrays.
+# The factors of fp8 q, k and v; their names begin with those of the arrays.
 OF_FLOAT8 = ("q_scale", "k_scale", "v_scale")
 # Options that act on scores pair by pair, in the order in which they do: a kernel without scores knows none of them.
 OF_PAIRS = (
@@ -206,7 +206,7 @@ OF_PAIRS = (
 )
 # Those of `OF_PAIRS` that hide pairs, and do nothing else.
 MASKS = tuple(name for name in OF_PAIRS if name in BY_NAME and not BY_NAME[name].part_of)
-# The others of `OF_PAIRS`, which make the score: a function of the caller takes their place.
+# The others of `OF_PAIRS`, which make the score: a score_mod takes their place.
 OF_SCORE = tuple(name for name in OF_PAIRS if name not in MASKS)
 # The macros that tell kernels whether an option is given.
 DEFINES: Mapping[str, str] = {

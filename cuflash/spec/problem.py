@@ -116,7 +116,7 @@ class Problem(Given):
 
     @property
     def has_functions(self) -> bool:
-        """Whether a function of the caller makes scores or hides pairs."""
+        """Whether a score_mod makes scores or hides pairs."""
         return self.score is not None or self.mask_function is not None
 
     @property
@@ -165,16 +165,16 @@ class Problem(Given):
             return "a block_table"
         if not self.has_float8:
             return None
-        return f"{'q, k' if self.multiplies_float8 else 'k'} and v of one byte a number"
+        return f"fp8 {'q, k' if self.multiplies_float8 else 'k'} and v"
 
     @property
     def has_float8(self) -> bool:
-        """Whether k and v have one byte a number, times k_scale and v_scale."""
+        """Whether k and v are fp8, times k_scale and v_scale."""
         return self.k.dtype in FLOAT8
 
     @property
     def multiplies_float8(self) -> bool:
-        """Whether q has one byte a number, too, times q_scale: out is then bfloat16, and products may be of bytes."""
+        """Whether q is fp8, too, times q_scale: out is then bfloat16, and products may be fp8."""
         return self.q.dtype in FLOAT8
 
     def scale_block(self, name: str) -> int:
@@ -499,11 +499,11 @@ def _check_dtypes_and_axes(q: Shaped, k: Shaped, v: Shaped, other: str | None) -
 
 
 def check_differentiable(problem: Problem) -> None:
-    """Refuse the backward pass of numbers of one byte."""
+    """Refuse the backward pass of fp8 numbers."""
     if problem.has_float8:
         raise NotImplementedError(
             f"k: got dtype {problem.k.dtype} for the backward pass, expected numbers of at least 16 bits: gradients of "
-            f"k and v would be rounded to numbers of one byte, to 2 or 3 digits of base 2; give cuflash.dequantize(k, "
+            f"k and v would be rounded to fp8, to 3 or 4 significant bits; give cuflash.dequantize(k, "
             f"k_scale), and the others likewise, to forward and backward"
         )
 
@@ -532,7 +532,7 @@ def _block_mask_operand(array: Shaped, block_size: tuple[int, int], sizes: Mappi
 
 
 def _scale_operands(given: Mapping[str, Shaped], q: Operand, k: Operand, v: Operand) -> dict[str, Operand]:
-    """Those of `OF_FLOAT8` that are given, each of which an array of one byte a number requires."""
+    """Those of `OF_FLOAT8` that are given, each of which an fp8 array requires."""
     found = {}
     for name, of in zip(OF_FLOAT8, (q, k, v), strict=True):
         if name in given:

@@ -278,7 +278,7 @@ def _alibi_slopes(sign: int, at: Node, call: _Call) -> tuple[str, tuple[str, Ind
 
 
 def _bias(sign: int, at: Node, call: _Call) -> tuple[str, tuple[str, Index]] | None:
-    """A bias of pairs, of keys or of queries."""
+    """A per-pair bias, of keys or of queries."""
     if sign < 0 or at.op != "load" or call.is_packed:
         return None
     inputs = [str(x.payload) if x.op == "input" else "" for x in at.args]

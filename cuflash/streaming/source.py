@@ -94,7 +94,7 @@ def streamed(k: Array, v: Array, *, chunk: int | None = None) -> StreamedPair:
     borrowed = borrowed_from_host({"k": k, "v": v}, required=("k", "v"))
     for name, array in borrowed.arrays.items():
         if array.dtype.name in FLOAT8:
-            remedy = "numbers of the dtype of q: keys and values of one byte are not streamed"
+            remedy = "numbers of the dtype of q: fp8 keys and values are not streamed"
             raise NotImplementedError(f"{name}: got dtype {array.dtype.name}, expected {remedy}")
     return StreamedPair(*(Streamed(borrowed.arrays[name], chunk, borrowed) for name in ("k", "v")))
 

@@ -21,7 +21,7 @@ STRIDES = ("contiguous", "padded", "transposed", "flipped")
 def lay_out(values: Array, strides: str, convert: Callable[[Array], Any]) -> Any:
     """The values as a view with the strides asked for, made of a contiguous buffer.
 
-    Numbers of one byte are converted as bytes: no library but NumPy takes them from it.
+    fp8 numbers are converted as bytes: no library but NumPy takes them from it.
     """
     if values.dtype.name in FLOAT8:
         convert = _by_bytes(convert, values.dtype)

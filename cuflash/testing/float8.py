@@ -1,4 +1,4 @@
-"""How far products of numbers of one byte may be from the oracle of what the numbers stand for."""
+"""How far fp8 products may be from the oracle of what the numbers stand for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEVIATIONS = 5.0  # standard deviations that the largest of many random errors m
 
 
 def bounds(case: Case, arrays: Mapping[str, Array]) -> tuple[Array, Array, Array, Array]:
-    """out and lse in float64 of a case whose q, k and v are of one byte, and how far from them results may be.
+    """out and lse in float64 of a case whose q, k and v are fp8, and how far from them results may be.
 
     A weight w becomes w (1 + e). Rounding makes e at most ``ROUNDING``, or ``ROUNDING_BY_LINE``, and a score whose sum
     was cut off moves the weight, too; small weights lose at most ``SMALLEST`` of the largest. Since out is divided by
@@ -61,7 +61,7 @@ def bounds(case: Case, arrays: Mapping[str, Array]) -> tuple[Array, Array, Array
 
 
 def assert_float8(case: Case, got_out: Any, got_lse: Any) -> float:
-    """Results of products of one byte are as near to the oracle as `bounds` says; the largest error over its bound."""
+    """Results of fp8 products are as near to the oracle as `bounds` says; the largest error over its bound."""
     arrays = case.arrays()
     out, lse, far, far_lse = bounds(case, arrays)
     got = view_4d(to_numpy(got_out), case.layout).astype(np.float64)

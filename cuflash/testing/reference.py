@@ -241,7 +241,7 @@ def each_head(
 ) -> Iterator[Head]:
     """Softmax weights of every head, with operands converted to the `compute` dtype.
 
-    `arrays` are the terms, and what functions of the caller read.
+    `arrays` are the terms, and what score_mod and mask_mod read.
     """
     terms: Terms = {name: x for name, x in arrays.items() if name in NAMES}  # type: ignore[assignment]
     q, k, v = (view_4d(x, problem.layout) for x in (q, k, v))
@@ -300,7 +300,7 @@ def each_head(
 
 
 def dequantised(problem: Problem, name: str, x: Array, terms: Mapping[str, Any]) -> Array:
-    """q, k or v, (batch, heads, rows, dim), as the numbers it stands for: numbers of one byte times their scales."""
+    """q, k or v, (batch, heads, rows, dim), as the numbers it stands for: fp8 numbers times their scales."""
     if getattr(problem, name).dtype not in FLOAT8:
         return x
     with np.errstate(all="ignore"):
@@ -369,7 +369,7 @@ def _scores(
 def _by_functions(
     problem: Problem, S: Array, slope: Array, captured: Mapping[str, Array], batch: int, head: int
 ) -> tuple[Array, Array, list[tuple[str, Array, Array]]]:
-    """Scores of one head as functions of the caller leave them, their derivative by S, and `Head.reads`.
+    """Scores of one head as score_mod and mask_mod leave them, their derivative by S, and `Head.reads`.
 
     Values are those of the function itself, called on NumPy arrays. S already has -inf where other options hide a pair.
     """

@@ -30,7 +30,7 @@ struct TypesOf<Float8E5M2> {
   using Storage = u8;
   using Real = float;
 };
-using KeyElement = CUFLASH_KV_DTYPE;  // the tag of k and v: Element, or a type of one byte
+using KeyElement = CUFLASH_KV_DTYPE;  // the tag of k and v: Element, or an fp8 type
 using KeyStorage = TypesOf<KeyElement>::Storage;
 using Storage = TypesOf<Element>::Storage;
 using Real = TypesOf<Element>::Real;
@@ -42,7 +42,7 @@ constexpr bool kHasFloat8 = sizeof(KeyStorage) == 1;
 constexpr int kKScale = CUFLASH_K_SCALE;
 constexpr int kVScale = CUFLASH_V_SCALE;
 constexpr bool kQScale = CUFLASH_Q_SCALE;                // whether queries have scales
-constexpr bool kFloat8Queries = CUFLASH_FLOAT8_QUERIES;  // q has elements of one byte, too
+constexpr bool kFloat8Queries = CUFLASH_FLOAT8_QUERIES;  // q has fp8 elements, too
 constexpr bool kRoundsToTf32 = CUFLASH_ROUNDS_TO_TF32;   // float32 with precision="tf32"
 
 constexpr int kHeadDim = CUFLASH_HEAD_DIM;     // head dimension of q and k, unpadded
@@ -51,7 +51,7 @@ constexpr int kBlockM = CUFLASH_BLOCK_M;       // queries of a tile
 constexpr int kBlockN = CUFLASH_BLOCK_N;       // keys of a tile
 constexpr int kNumWarps = CUFLASH_NUM_WARPS;
 constexpr int kNumStages = CUFLASH_NUM_STAGES;            // stages of the ring of the streamed operands
-constexpr int kMinBlocks = CUFLASH_MIN_BLOCKS;            // blocks per multiprocessor that registers must allow
+constexpr int kMinBlocks = CUFLASH_MIN_BLOCKS;            // blocks per SM that registers must allow
 constexpr int kFragmentsAhead = CUFLASH_FRAGMENTS_AHEAD;  // how many ldmatrix of B are issued ahead of their product
 constexpr int kLoadBytes = CUFLASH_LOAD_BYTES;  // widest access for which every operand that is read is aligned
 constexpr int kStoreBytes = CUFLASH_STORE_BYTES;

@@ -1,9 +1,9 @@
-// Notes what a mask of pairs or of keys, or a function of the caller, leaves of each tile of pairs: for the lists that
+// Notes what a mask of pairs or of keys, or a mask_mod, leaves of each tile of pairs: for the lists that
 // helpers/block_index.cu makes, or for a kernel that has no lists. A warp bounds the values of a function over a tile. Where
 // the bounds decide nothing, and for masks, it looks at pairs until it has seen a hidden one and a visible one. If
 // tiles of a mask are small, a warp has several of them. Tiles that windows and lengths hide are not looked at.
 //
-// Or it notes what a bias of pairs leaves: a tile that is -inf throughout is hidden. Then the kernel is told of the
+// Or it notes what a per-pair bias leaves: a tile that is -inf throughout is hidden. Then the kernel is told of the
 // bias, and not of masks. Few biases hide any tile, so a warp has several tiles, and loads one vector of each of them
 // first. It looks further only at tiles whose vector is -inf, one after another, until it has seen another number.
 #include "common/config.cuh"

@@ -112,7 +112,7 @@ CUFLASH_DEVICE float to_float32(Float16, u16 bits) {
 }
 CUFLASH_DEVICE float to_float32(BFloat16, u16 bits) { return __uint_as_float((u32)bits << 16); }
 #if __CUDA_ARCH__ >= 890
-// Thread. cvt.rn.f16x2 (9.7.9.22): two numbers of one byte as float16, exactly. From compute capability 8.9 on.
+// Thread. cvt.rn.f16x2 (9.7.9.22): two fp8 numbers as float16, exactly. From compute capability 8.9 on.
 CUFLASH_DEVICE u32 to_float16x2(Float8E4M3, u16 pair) {
   u32 bits;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(bits) : "h"(pair));
@@ -136,7 +136,7 @@ CUFLASH_DEVICE void to_float16x4(Float8E5M2, u32 bytes, u32& low, u32& high) {
       : "=r"(low), "=r"(high)
       : "r"(bytes));
 }
-// Thread. cvt.rn.satfinite (9.7.9.22): two float32 as numbers of one byte, `low` in the lower one; the largest number
+// Thread. cvt.rn.satfinite (9.7.9.22): two float32 as fp8 numbers, `low` in the lower one; the largest number
 // stands for what is beyond it.
 CUFLASH_DEVICE u16 to_float8x2(Float8E4M3, float low, float high) {
   u16 pair;

@@ -44,14 +44,14 @@ static_assert(CUFLASH_ARCH >= 70, "kernels use instructions of 7.0");
 #define CUFLASH_WAIT_FOR_PREVIOUS
 #endif
 
-// Defines the kernel `name`: `body(params)`, `threads` threads a block, at least `min_blocks` blocks a multiprocessor.
+// Defines the kernel `name`: `body(params)`, `threads` threads a block, at least `min_blocks` blocks an SM.
 #define CUFLASH_DEFINE_KERNEL(name, Params, threads, min_blocks, body)                                       \
   extern "C" __global__ void __launch_bounds__(threads, min_blocks) name(const __grid_constant__ Params params) { \
     CUFLASH_WAIT_FOR_PREVIOUS                                                                           \
     body(params);                                                                                            \
   }
 
-// The same of kernels whose blocks come in clusters, one block a multiprocessor.
+// The same of kernels whose blocks come in clusters, one block an SM.
 #define CUFLASH_DEFINE_CLUSTER_KERNEL(name, Params, threads, blocks, body)                                   \
   extern "C" __global__ void __cluster_dims__(blocks, 1, 1) __launch_bounds__(threads, 1)                            \
       name(const __grid_constant__ Params params) {                                                            \
@@ -364,7 +364,7 @@ CUFLASH_DEVICE void reduce_add_x4(float* address, const float (&value)[4]) {
 #endif
 }
 
-// Thread. At least so many cycles of its multiprocessor's clock (10, %clock).
+// Thread. At least so many cycles of its SM's clock (10, %clock).
 template <u32 cycles>
 CUFLASH_DEVICE void pause() {
   if constexpr (cycles > 0) {

@@ -1,6 +1,6 @@
 // Products of a warpgroup (128 threads) on the tensor cores of compute capability 9.0: wgmma (PTX ISA 9.7.15).
 //
-//   d += a b        a is 64 x k, b is k x n, d is 64 x n in float32;  k is 16, or 32 of one byte an element
+//   d += a b        a is 64 x k, b is k x n, d is 64 x n in float32;  k is 16, or 32 in fp8
 //
 // A product is issued and runs by itself. Its operands in registers, its accumulator and its tiles in shared memory
 // must be left alone until wgmma_wait. The accumulator is float[n / 8][4] in a thread: warp w of the warpgroup holds
@@ -121,7 +121,7 @@ CUFLASH_WGMMA(14, "224", "%112", "%113", "%114", "%115", "%116", "%117", "%118")
 CUFLASH_WGMMA(15, "240", "%120", "%121", "%122", "%123", "%124", "%125", "%126")
 CUFLASH_WGMMA(16, "256", "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 
-// The same of elements of one byte: wgmma_k32(type of a, type of b, d, a, b, accumulate). Operands in shared memory lie
+// The same of fp8 elements: wgmma_k32(type of a, type of b, d, a, b, accumulate). Operands in shared memory lie
 // with their k elements next to each other; a[4] in registers has four elements each, those of k = 4t to 4t + 3 where
 // 16-bit elements have k = 2t and 2t + 1, and 16 further along where these have 8. Sums keep about 14 bits: they are cut
 // off there, tile after tile.

@@ -10,7 +10,7 @@
 // A block owns a tile of dbias and walks over all axes along which the bias broadcasts: batch entries, heads, tiles of
 // queries, tiles of keys. For the other gradients it owns a tile of queries of one head and walks over the keys. Where
 // that makes few blocks, several blocks share a walk, and helpers/scores_reduce.cu adds the parts that they leave.
-// Gradients of arrays that a function of the caller reads are made on the same walk, by sums that do not depend on the
+// Gradients of arrays that a score_mod or mask_mod reads are made on the same walk, by sums that do not depend on the
 // order of additions (common/score/score_args_gradients.cuh).
 #include "common/softmax/backward.cuh"
 #include "common/score/score_args_gradients.cuh"

@@ -19,7 +19,7 @@ struct PointerOf<const T*> {
   using Type = const T*;
 };
 template <class Head>
-constexpr bool kIsFloat8 = sizeof(*typename PointerOf<Head>::Type{}) == 1;  // elements of one byte
+constexpr bool kIsFloat8 = sizeof(*typename PointerOf<Head>::Type{}) == 1;  // fp8 elements
 
 template <class Head>
 CUFLASH_DEVICE auto row_of(const Head& head, i64 row_stride, int row) {

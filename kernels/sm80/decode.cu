@@ -1,4 +1,4 @@
-// Forward pass for few queries on every device, in every type: reads K and V once, as fast as memory allows.
+// Decode (a forward pass of few queries) on every device, in every type: reads K and V once, as fast as memory allows.
 //
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //

@@ -2,8 +2,8 @@
 //   - Slopes times a distance, which is a number of the lane plus a constant of the code.
 //   - A bias that differs from key to key only, or a mask that does: a number for each of this lane's keys, -inf for a
 //     key that the mask hides.
-//   - A bias of pairs: a tile of it lies in shared memory, as TMA writes it.
-//   - What a function of the caller reads of a key: these are numbers of keys, too, but nothing adds them to scores.
+//   - A per-pair bias: a tile of it lies in shared memory, as TMA writes it.
+//   - What a score_mod or mask_mod reads of a key: these are numbers of keys, too, but nothing adds them to scores.
 #pragma once
 #include "common/config.cuh"
 #include "common/io/fragments.cuh"
@@ -15,11 +15,11 @@
 constexpr bool kBiasOfPairs = CUFLASH_BIAS_OF_PAIRS;
 constexpr bool kBiasOfKeys = CUFLASH_BIAS_OF_KEYS;
 // Whether this header makes scores of products: by what it adds to them, or by a mask of keys. Otherwise each score
-// looks up its bias, or a function of the caller computes it (common/score/score.cuh).
+// looks up its bias, or a score_mod or mask_mod computes it (common/score/score.cuh).
 constexpr bool kAddsByTile =
     (!kFactorInExponent || kMaskOfKeys) && !kHasScoreFunction && (kBiasBytes == 0 || kBiasOfPairs || kBiasOfKeys);
 constexpr bool kHasKeyNumbers = kBiasOfKeys || kMaskOfKeys;
-// How many numbers of each key lie in shared memory. With a function of the caller they are what it reads of a key, or
+// How many numbers of each key lie in shared memory. With a score_mod they are what it reads of a key, or
 // none where it reads them from global memory itself.
 constexpr int kKeyNumbers = kHasKeyNumbers ? 1 : CUFLASH_NUMBERS_OF_KEYS;
 constexpr u32 kBytesNumbers = kKeyNumbers * kBlockN * 4;
@@ -82,7 +82,7 @@ CUFLASH_DEVICE void produce_numbers(const Params& params, Walk walk, const Ring<
   }
 }
 
-// A tile of a bias of pairs: lines of 128 bytes, each with the pairs of one query and kBiasChunk keys.
+// A tile of a per-pair bias: lines of 128 bytes, each with the pairs of one query and kBiasChunk keys.
 constexpr int kBiasChunk = kBiasOfPairs ? kLineBytes / kBiasBytes : 1;
 constexpr int kBiasChunks = kBlockN / kBiasChunk;
 constexpr u32 kBytesBias = kBiasOfPairs ? kBiasChunks * kBlockM * kLineBytes : 0;

@@ -291,7 +291,7 @@ struct Consumer {
   }
 
 #if CUFLASH_HAS_SCORE_FUNCTION
-  // [3] The same, where a function of the caller makes the scores.
+  // [3] The same, where a score_mod makes the scores.
   template <int pending, int rows>
   CUFLASH_DEVICE void make_p_by_function(const Functions& functions, float (&p)[kQueryTiles][4],
                                          u32 (&derivative)[rows][2], u32 s_stats, u32 shown, bool large) {

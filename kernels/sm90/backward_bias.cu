@@ -1,4 +1,4 @@
-// The gradient of a bias of pairs on compute capability 9.0 (Hopper), with wgmma and TMA.
+// The gradient of a per-pair bias on compute capability 9.0 (Hopper), with wgmma and TMA.
 //
 //   P = exp(S - lse)    dP = dO V'    dbias = sum of P * (dP - delta) over what the bias broadcasts along
 //

@@ -32,20 +32,20 @@ constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 // register. Either it keeps the weights, and multiplies P' by the derivatives; or it keeps the derivatives. It does the
 // latter where dropout marks weights by their sign; where addends follow the soft cap, because they come between the
 // tanh and the weights; and where the gradient of such an addend is summed. Where gradients of the soft cap, or of
-// arrays that a function of the caller reads, are summed, the derivatives are made after dS', and nothing is kept here.
+// arrays that a score_mod or mask_mod reads, are summed, the derivatives are made after dS', and nothing is kept here.
 constexpr bool kPacksWeights =
     kHasDerivative && (kHasScoreFunction ? !kSumsCaptured : kFactorInExponent && !kNeedsDsoftcap && !kHasDropout);
 constexpr bool kPacksWeightsOfCap = kPacksWeights && !kHasScoreFunction;
 constexpr bool kPacksDerivatives = kHasDerivative && !kHasScoreFunction && !kPacksWeights;
 static_assert(!kPacksWeights || !kHasDropout, "weights are marked by their sign, which derivatives would change");
-// How many numbers a function of the caller reads of a row, and of a key. Each warp of the consumers has its own copy
+// How many numbers a score_mod or mask_mod reads of a row, and of a key. Each warp of the consumers has its own copy
 // of those that it needs of a tile.
 constexpr int kRowNumbers = CUFLASH_NUMBERS_OF_ROWS, kWarpKeyNumbers = CUFLASH_NUMBERS_OF_WARP_KEYS;
 // Whether consumers ping-pong: one goes from P' to dS' while the other waits, or does the rest of its own step. If they
 // ran side by side, each product would take twice as long, and then both would have only exponentials to do at the same
 // time. With split roles the first lets the second in once its products are issued. On an H200 ping-pong makes the
 // kernel 9 to 12 % faster at head_dim 128 from seqlen 4096 on, 4 % at 64, 2 to 3 % at 256, and with slopes 2 to 12 %.
-// But the kernel is slower by 7 to 14 % where a function acts on the products, by 2 to 5 % with a bias of pairs, and by
+// But the kernel is slower by 7 to 14 % where a function acts on the products, by 2 to 5 % with a per-pair bias, and by
 // 4 % with a bias of keys at head_dim 64. On an H100, the pass with scores of points is 11 to 28 % faster without
 // ping-pong; with gradients of the points, it is from 6 % slower to 9 % faster.
 // With a soft cap alone, P' takes so long that the other consumer is let in as soon as S' is there. This is 1 to 2 %
@@ -73,7 +73,7 @@ constexpr u32 kBytesRowNumbers = kRowNumbers * kBlockM * 4, kBytesPoints = kByte
 constexpr int kDsStages = 2, kPStages = kSplitsRoles, kTurnStages = kDqInOrder ? 2 : 0;
 constexpr u32 kBytesP = 128 * kQueryTiles * 16;
 // Whether each thread of a consumer keeps numbers of its own scores in shared memory until dS' is made (kKeepsScores):
-// their tanh, where the gradient of the cap is wanted; or the products, where derivatives of a function of the caller
+// their tanh, where the gradient of the cap is wanted; or the products, where derivatives of a score_mod
 // are made of them after dS'.
 #if CUFLASH_NEEDS_CAPTURED
 constexpr bool kKeepsProducts = kDerivativesReadS;

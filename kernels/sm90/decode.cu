@@ -1,4 +1,4 @@
-// Forward pass for few queries on compute capability 9.0, in 16-bit types: reads K and V once, as fast as memory
+// Decode (a forward pass of few queries) on compute capability 9.0, in 16-bit types: reads K and V once, as fast as memory
 // allows.
 //
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
@@ -10,7 +10,7 @@
 //
 // One thread, the producer, loads tiles by TMA as far ahead as the rings allow: that many bytes have to be on their way
 // to keep memory busy. The other warps are the consumer warpgroup, which takes one tile after another. The rings run on
-// from one head to the next. Where two blocks share a multiprocessor, the products of one run during the softmax of the
+// from one head to the next. Where two blocks share an SM, the products of one run during the softmax of the
 // other.
 //
 //   barrier      one phase is over when           who waits

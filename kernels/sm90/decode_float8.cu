@@ -1,4 +1,4 @@
-// Forward pass for few queries on compute capability 9.0, with keys and values of one byte a number.
+// Decode with an fp8 KV cache on compute capability 9.0.
 //
 // The producer, the rings and the shares of keys are those of sm90/decode.cu, but the products differ. wgmma takes
 // 16-bit numbers from shared memory alone, so each byte would pass through shared memory three times: as it arrives,

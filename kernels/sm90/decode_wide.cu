@@ -1,4 +1,4 @@
-// Forward pass for few queries with wide heads on compute capability 9.0.
+// Decode of wide heads on compute capability 9.0.
 //
 // All queries of the query heads that share a key/value head are rows of one product, up to 64 a block, as in
 // sm90/decode.cu; sm90/wide_ring.cuh describes the roles of the warpgroups. The keys of all heads are cut into equal

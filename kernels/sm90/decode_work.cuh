@@ -1,4 +1,4 @@
-// Shared by the kernels for few queries on compute capability 9.0: shared memory, and the producer that loads the keys.
+// Shared by the decode kernels for compute capability 9.0: shared memory, and the producer that loads the keys.
 #pragma once
 #include "common/config.cuh"
 #include "common/io/float8.cuh"

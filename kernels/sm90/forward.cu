@@ -2,7 +2,7 @@
 //
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
-// The kernel is persistent: one block stays on each multiprocessor and takes one tile of queries after another. Its
+// The kernel is persistent: one block stays on each SM and takes one tile of queries after another. Its
 // last warpgroup, the producer, loads tiles by TMA. Each of the others, the consumers, owns 64 queries of the tile.
 // Three things overlap:
 //   - the loads of later tiles, also across the end of a tile of queries;
@@ -443,7 +443,7 @@ struct Consumer {
     issue_s();
     ping_pong.pass();
     wait_for<0>(s[0]);
-    // With a score function of the caller the mask is always asked, so that the function is compiled once less.
+    // With a score_mod the mask is always asked, so that the function is compiled once less.
     if (kHasScoreFunction || n_block >= keys.full_stop || n_block < keys.full_start)
       weigh(n_block, Constant<true>{});
     else

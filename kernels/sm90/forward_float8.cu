@@ -1,13 +1,13 @@
-// Forward pass of q, k and v of one byte a number on compute capability 9.0, with wgmma and TMA.
+// Forward pass of fp8 q, k and v on compute capability 9.0, with wgmma and TMA.
 //
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
 // The kernel is persistent, with consumers that own 64 queries each, as sm90/forward.cu is. What differs:
-//   - Products of bytes read both operands along k, so the keys of V must be neighbours in memory. The first warp of
+//   - fp8 products read both operands along k, so the keys of V must be neighbours in memory. The first warp of
 //     the last warpgroup is the producer; its other three, the transposers, transpose each tile of V in shared memory.
 //   - Weights are rounded to float8_e4m3, which has 3 bits behind the first and ends at 448. Offsets of exponents keep
 //     them near 2^kHeadroom, where what is far below the largest still has all bits.
-//   - Tensor cores keep 14 bits of sums of products of bytes. So each tile of keys has a product of its own, and the
+//   - Tensor cores keep 14 bits of sums of fp8 products. So each tile of keys has a product of its own, and the
 //     kernel adds these to O in float32.
 //   - l is the sum of the rounded weights: V has a column of ones after its last one. So O / l is a mean of values,
 //     whatever the rounding does.

@@ -11,7 +11,7 @@
 // shared memory (kSplitsOperands). That takes instructions for each tile of queries, but saves writing the parts to
 // global memory and reading them.
 //
-// The kernel is persistent: one block stays on each multiprocessor and takes one tile of queries after another. Its
+// The kernel is persistent: one block stays on each SM and takes one tile of queries after another. Its
 // last warpgroup, the producer, loads tiles by TMA. Each of the others, the consumers, owns 64 queries of the tile. The
 // products of one consumer run during the softmax of another, for which consumers may issue them in ping-pong
 // (kPingPong).

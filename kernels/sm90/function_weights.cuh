@@ -1,4 +1,4 @@
-// The weights of the backward pass on compute capability 9.0 where a function of the caller makes scores.
+// The weights of the backward pass on compute capability 9.0 where a score_mod makes scores.
 #pragma once
 #include "common/config.cuh"
 #include "common/io/fragments.cuh"

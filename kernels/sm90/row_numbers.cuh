@@ -1,4 +1,4 @@
-// The numbers that a function of the caller reads of queries and of keys, in the backward pass on compute capability
+// The numbers that a score_mod or mask_mod reads of queries and of keys, in the backward pass on compute capability
 // 9.0. Each lane needs those of a quarter of the queries of a tile. So a warp of a consumer loads the numbers of all 64
 // once, and keeps them in shared memory. It keeps those of its 16 keys there, too, so that they take no registers
 // between P' and dS'.

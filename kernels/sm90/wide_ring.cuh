@@ -1,5 +1,5 @@
 // Shared by the kernels for wide heads of compute capability 9.0: roles, shared memory, and the ring of boxes. Sums of
-// 64 rows and 512 columns take half of the registers of a multiprocessor. So a block has 64 rows, and several
+// 64 rows and 512 columns take half of the registers of an SM. So a block has 64 rows, and several
 // warpgroups divide the work that one consumer does in other kernels:
 //
 //   warpgroup 0, 1  add to the sums, half of the columns each

@@ -143,7 +143,7 @@ SPILLS_OF_PAGES = SPILLS_OF_OPTIONS | {
     ("sm80/forward.cu", 4, 64, "128x32", 2): 176,
     ("sm90/forward.cu", 2, 192, "128x96", 1): 64,
 }
-# With numbers of one byte, and a scale for each key and each value.
+# With fp8 numbers, and a scale for each key and each value.
 SPILLS_OF_FLOAT8 = {
     ("sm80/forward.cu", 2, 96, "128x32", 2): 16,
     ("sm80/forward.cu", 2, 192, "128x32", 1): 32,

@@ -21,7 +21,7 @@ ROWS = [
 ]
 
 
-# The same with a bias of pairs that is looked at, in which the passes differ from those without lists by few bytes, but
+# The same with a per-pair bias that is looked at, in which the passes differ from those without lists by few bytes, but
 # for 24 and 72 at head_dim 256. The gradient of the bias is made, too, where heads are no wider.
 BIASED_ROWS = [
     ("8.0", "float16", 64, (432, 24)),

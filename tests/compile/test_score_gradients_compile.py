@@ -131,7 +131,7 @@ def test_sums_by_keys(dim, name, deterministic):
         assert resources.spill_stores_bytes <= ceiling, kernel.source
 
 
-# The gradient of a bias of pairs spills a little beside numbers of keys, and where every option acts at once.
+# The gradient of a per-pair bias spills a little beside numbers of keys, and where every option acts at once.
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "tile",

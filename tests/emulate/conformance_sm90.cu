@@ -307,7 +307,7 @@ PRODUCTS(144) PRODUCTS(160) PRODUCTS(176) PRODUCTS(192) PRODUCTS(208) PRODUCTS(2
   CUFLASH_DEFINE_KERNEL(product_registers_##n##_b, Params, kWarpgroup, 1, (multiply_tiles<n, true, false, true>))
 TRANSPOSED_PRODUCTS(32) TRANSPOSED_PRODUCTS(64) TRANSPOSED_PRODUCTS(96) TRANSPOSED_PRODUCTS(256)
 
-// The same of elements of one byte, whose k are along the lines.
+// The same of fp8 elements, whose k are along the lines.
 template <int n, class A, class B, bool a_in_registers>
 CUFLASH_DEVICE void multiply_bytes(const Params& params) {
   multiply_lines<n>(params, 2 * 64, 2 * n,

@@ -290,7 +290,7 @@ def check_product_rounding(run):
 
 
 def check_products_of_bytes(run):
-    """Sums of small integers fit into the 14 bits that are kept of sums of products of bytes."""
+    """Sums of small integers fit into the 14 bits that are kept of sums of fp8 products."""
     for columns in (8, 40, 64, 72, 96, 104, 128, 136):
         for kinds in ("shared_e4m3_e4m3", "shared_e5m2_e5m2", "registers_e4m3_e4m3", "registers_e4m3_e5m2"):
             _, *names = kinds.split("_")

@@ -243,7 +243,7 @@ def _specialisation(deal, tiles, *, plain):
         }
     is_sm90 = isinstance(tiles[0], ForwardSm90Tile | ForwardFloat32Sm90Tile)
     arch = "9.0" if is_sm90 else deal("arch", *ARCHS)
-    # Of few multiprocessors, each takes several tiles of queries.
+    # Of few SMs, each takes several tiles of queries.
     num_sms = deal("num_sms", 1, 2, 132) if is_sm90 else 132 if plain else deal("num_sms", 1, 132)
     return Specialisation(
         tiles=tiles,

@@ -1,4 +1,4 @@
-"""The gradient of a bias of pairs on compute capability 9.0, by the kernel that makes nothing else."""
+"""The gradient of a per-pair bias on compute capability 9.0, by the kernel that makes nothing else."""
 
 from dataclasses import replace
 from typing import Any

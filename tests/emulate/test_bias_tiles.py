@@ -71,7 +71,7 @@ KEYS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-# The same of a mask, beside a bias of pairs or without.
+# The same of a mask, beside a per-pair bias or without.
 MASKS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "batch": (("batch", "one", "one", "k"), {}),
     "heads, bias, causal": (("one", "heads", "one", "k"), {"causal": True}),

@@ -84,7 +84,7 @@ CASES: dict[str, dict[str, Any]] = {
     "slopes": {"alibi_slopes": (8,)},
     "slopes of entries": {"alibi_slopes": (2, 8), "causal": False, "kv_lengths": (300, 77), "softcap": 4.0},
     "slopes of a head to itself": {"alibi_slopes": (2, 8), "num_heads_kv": 8, "window": (200, None)},
-    "bias of pairs": {"bias": (8, 5, 300)},
+    "per-pair bias": {"bias": (8, 5, 300)},
     "bias of heads": {"bias": (2, 8, 1, 300), "bias_dtype": "input", "kv_lengths": (299, 0), "causal": False},
     "bias of keys": {"bias": (300,), "bias_dtype": "input", "alibi_slopes": (2, 8), "seqlen_q": 3},
     "bias of queries": {"bias": (5, 1), "num_heads_kv": 8, "softcap": 4.0, "window": (200, None)},

@@ -91,7 +91,7 @@ CASES: dict[str, dict[str, Any]] = {
     "flipped": {"strides": "flipped", "dtype": "float32"},
     "softcap": {"softcap": 2.0, "score_spread": 8.0},
     "slopes": {"alibi_slopes": (2, 8), "causal": False},
-    "bias of pairs": {"bias": (8, 3, 300)},
+    "per-pair bias": {"bias": (8, 3, 300)},
     "bias of keys": {"bias": (300,), "bias_dtype": "input", "alibi_slopes": (2, 8)},
     "mask of pairs": {"mask": (2, 8, 3, 300)},
     "mask of keys": {"mask": (2, 1, 1, 300), "bias": (3, 1)},
@@ -158,7 +158,7 @@ ROWS = {
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=lambda row: f"{row.element_bytes}B{row.max_dim}x{row.block_m}")
 def test_rows_of_the_table(row):
-    """At the largest head dimensions whose sums and keys the emulated multiprocessor has room for."""
+    """At the largest head dimensions whose sums and keys the emulated SM has room for."""
     dtype = {2: "float16", 4: "float32", 8: "float64"}[row.element_bytes]
     kinds = FLOAT8 if row.key_bytes else {}
     case = replace(CASE, **kinds, dtype=dtype, head_dim=row.max_dim, head_dim_v=row.max_dim, seqlen_k=90, batch=1)
@@ -239,7 +239,7 @@ def test_any_case(data, case):
         ct.assert_forward(case, *run(case, tile, arch=arch, num_sms=num_sms, schedule=schedule))
 
 
-# ---- Functions of the caller -----------------------------------------------------------------------------------------
+# ---- score_mod and mask_mod -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_sms", [1, 5])

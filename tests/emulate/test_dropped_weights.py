@@ -95,7 +95,7 @@ def test_bits_of_the_backward_pass(tile):
     case = replace(case_of(tile, seqlen_q=n, seqlen_k=tile.block_n + 37, head_dim_v=n), num_heads_kv=1)
     arrays = case.arrays()
     mask = cuflash.dropout_mask(**case.random, batch=2, num_heads=2, seqlen_q=n, seqlen_k=case.seqlen_k, rate=0.4)
-    # Of one multiprocessor, or of many, where blocks share the query heads.
+    # Of one SM, or of many, where blocks share the query heads.
     device = replace(DeviceSpec.for_arch("9.0"), num_sms=1 + BACKWARD.index(tile) % 2 * 131)
     problem = problem_of(case, arrays, precision=precision_of(tile))
     out, lse = forward_by_oracle(problem, arrays, **case.random)

@@ -1,4 +1,4 @@
-"""The forward kernels on keys and values of one byte, run on the CPU against the oracle."""
+"""The forward kernels on fp8 keys and values, run on the CPU against the oracle."""
 
 from dataclasses import replace
 from typing import Any
@@ -101,7 +101,7 @@ def test_cases(arch, tile, case):
 @settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_case(tile, case, data):
-    """That the same kernel serves, and of q of one byte."""
+    """That the same kernel serves, and of fp8 q."""
     if data.draw(st.booleans()):
         q_scale = data.draw(st.sampled_from(["token", "tensor", "head", "block"]))
         case = replace(case, dtype="bfloat16", q_float8=True, q_scale=q_scale)
@@ -186,9 +186,9 @@ def test_plans_say_what_is_served():
     ]
     assert sources == ["sm90/decode_float8.cu", "sm80/forward.cu"]
     plan = choose_plan(many.problem, DeviceSpec.for_arch("9.0"), "forward")
-    assert "not sm90/forward: it knows no keys and values of one byte" in plan.reason
+    assert "not sm90/forward: it knows no fp8 keys and values" in plan.reason
     assert "float8_e4m3fn" in plan.kernels[0].name
-    # q of one byte, too: products of bytes where they have all options, and else the same two kernels.
+    # fp8 q, too: fp8 products where they have all options, and else the same two kernels.
     few, long = (replace(case, dtype="bfloat16", q_float8=True, q_scale="token") for case in (few, many))
     whole = replace(long, k_scale="head", v_scale="head")
     others: dict[str, tuple[dict[str, Any], str]] = {
@@ -205,7 +205,7 @@ def test_plans_say_what_is_served():
     for changes, why in others.values():
         plan = choose_plan(replace(whole, **changes).problem, DeviceSpec.for_arch("9.0"), "forward")
         assert plan.kernels[-1].source == "sm80/forward.cu" and f"not sm90/forward_float8: {why}" in plan.reason
-        assert "q, k and v of one byte become numbers of 16 bits" in plan.reason
+        assert "fp8 q, k and v become numbers of 16 bits" in plan.reason
     for case, arch, source in (
         (whole, "9.0", "sm90/forward_float8.cu"),
         (few, "9.0", "sm90/decode_float8.cu"),

@@ -1,4 +1,4 @@
-"""The forward kernel of q, k and v of one byte a number, run on the CPU, against the oracle of what the numbers are."""
+"""The forward kernel of fp8 q, k and v, run on the CPU, against the oracle of what the numbers are."""
 
 from dataclasses import replace
 from typing import Any
@@ -123,7 +123,7 @@ def test_out_is_a_mean_of_values():
 
 
 def forward_of_codes(case, codes):
-    """The forward pass of a case with other numbers of one byte: of the arrays' names, what `codes` makes of each."""
+    """The forward pass of a case with other fp8 numbers: of the arrays' names, what `codes` makes of each."""
     arrays = case.arrays()
     for name, array in codes.items():
         arrays[name] = array(arrays[name])

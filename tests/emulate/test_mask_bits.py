@@ -29,7 +29,7 @@ CASES: dict[str, tuple[tuple[str, ...] | None, dict[str, Any]]] = {
     "every head, causal": (("batch", "heads", "q", "k"), {"causal": True, "num_heads_kv": 1}),
     "heads, lengths, window": (("one", "heads", "q", "k"), {"kv_lengths": (1, 150), "window": (90, 20)}),
     "batch, soft cap, slopes": (("batch", "one", "q", "k"), {"softcap": 5.0, "alibi_slopes": (2,), "dtype": "float16"}),
-    "bias of pairs": (("one", "one", "q", "k"), {"bias": ("one", "heads", "q", "k")}),
+    "per-pair bias": (("one", "one", "q", "k"), {"bias": ("one", "heads", "q", "k")}),
     "bias of keys": (("one", "one", "q", "k"), {"bias": ("batch", "one", "one", "k")}),
     "queries": (("batch", "heads", "q", "one"), {}),
     "wide, scale below 0": (("one", "one", "q", "k"), {"head_dim": 128, "scale": -0.2, "causal": True}),

@@ -24,7 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lengths": {"kv_lengths": (150, 77)},
     "slopes": {"alibi_slopes": (2,)},
     "bias": {"bias": (150,)},
-    "bias of pairs": {"bias": (140, 150), "bias_dtype": "input"},
+    "per-pair bias": {"bias": (140, 150), "bias_dtype": "input"},
     "dropout": {"dropout": 0.3},
 }
 

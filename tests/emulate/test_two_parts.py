@@ -88,7 +88,7 @@ def test_forward(what, data):
 @FEW
 @given(data=st.data())
 def test_what_is_added_by_tile(head_dim, data):
-    """A bias of pairs and a mask of keys, where the bias fits."""
+    """A per-pair bias and a mask of keys, where the bias fits."""
     seqlen_q, seqlen_k = data.draw(st.integers(2, 150)), 4 * data.draw(st.integers(1, 60))
     case = ct.Case(
         seqlen_q=seqlen_q,

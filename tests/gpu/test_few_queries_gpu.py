@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 9.0},
     "slopes": {"alibi_slopes": (2, 8), "causal": True},
     "bias of keys": {"bias": (3000,)},
-    "bias of pairs": {"bias": (2, 8, 2, 3000), "bias_dtype": "input"},
+    "per-pair bias": {"bias": (2, 8, 2, 3000), "bias_dtype": "input"},
     "mask of keys": {"mask": (2, 1, 1, 3000)},
     "mask of pairs": {"mask": (8, 2, 3000)},
     "blocks": {"block_mask": (2, 8), "block_size": (16, 128), "blocks_kept": 0.2},

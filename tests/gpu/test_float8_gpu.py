@@ -1,4 +1,4 @@
-"""Keys and values of one byte on the device: against the oracle, in arrays of bytes that say what they are."""
+"""fp8 keys and values on the device: against the oracle, in arrays of bytes that say what they are."""
 
 from dataclasses import replace
 from typing import Any
@@ -68,7 +68,7 @@ def test_oracle(changes):
     out, lse = attn.forward(q, k, v, **ct.optional(arrays), **case.random)
     ct.assert_forward(case, out, lse)
     plans = plans_of(attn, q, k, v, **ct.optional(arrays))
-    of_bytes = "q, k and v of one byte a number" if case.q_float8 else "k and v of one byte a number"
+    of_bytes = "fp8 q, k and v" if case.q_float8 else "fp8 k and v"
     why = "a block_table" if "block_table" in arrays else of_bytes
     assert plans.backward is None and plans.describe().endswith(f"no backward pass with {why}")
     few = case.seqlen_q <= 16
@@ -94,7 +94,7 @@ PRODUCTS = {
 def test_products(changes):
     cupy = pytest.importorskip("cupy")
     if not is_sm90():
-        pytest.skip("products of numbers of one byte need compute capability 9.0")
+        pytest.skip("fp8 products need compute capability 9.0")
     sizes = {"seqlen_q": 130, "seqlen_k": 2048, "batch": 2, "num_heads": 4, "num_heads_kv": 2, "scale_block": 64}
     case = ct.Case(**sizes | {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn", "q_float8": True} | changes)
     arrays = case.arrays(cupy.asarray)
@@ -111,7 +111,7 @@ def test_rows_of_products_that_see_nan(name, code):
     """They have NaN, whatever its sign, and no others have."""
     cupy = pytest.importorskip("cupy")
     if not is_sm90():
-        pytest.skip("products of numbers of one byte need compute capability 9.0")
+        pytest.skip("fp8 products need compute capability 9.0")
     sizes: dict[str, Any] = {"seqlen_q": 1000, "seqlen_k": 1000, "num_heads": 2, "num_heads_kv": 2, "head_dim": 128}
     case = ct.Case(**sizes, **OF_BYTES, causal=True, dtype="bfloat16", kv_dtype="float8_e4m3fn", k_scale="head")
     arrays = case.arrays()

@@ -1,4 +1,4 @@
-"""The suites of numbers of one byte: contenders, what is said of them, and the errors that roundings make."""
+"""The suites of fp8 numbers: contenders, what is said of them, and the errors that roundings make."""
 
 import sys
 import types
@@ -46,7 +46,7 @@ def test_contenders_of_one_byte_need_bfloat16_and_their_device(name):
 
 
 def test_what_a_plan_says_is_of_the_passes_that_there_are():
-    """On a GPU a problem of one byte a number has no plan of a backward pass."""
+    """On a GPU an fp8 problem has no plan of a backward pass."""
     said = types.SimpleNamespace(describe=lambda: "said")
     attn = types.SimpleNamespace(plan=lambda *_: types.SimpleNamespace(forward=said, backward=None))
     assert peers._describe(attn, None, None, None) == {"forward": "said"}

@@ -375,7 +375,7 @@ def test_the_self_test_has_every_option_and_dtype():
     cases = [case for _, case in testing.self_test_cases()]
     assert {case.dtype for case in cases} == {"float16", "bfloat16", "float32", "float64"}
     used = {name for case in cases for name in case.keywords} | {name for case in cases for name in case.arrays()}
-    # q of one byte, with its q_scale, is rounded as no other is: tests/gpu/test_float8_gpu.py judges it.
+    # fp8 q, with its q_scale, is rounded as no other is: tests/gpu/test_float8_gpu.py judges it.
     assert used >= {"causal", "scale", "window", "softcap", "layout", "dropout", "dlse", *NAMES} - {"q_scale"}
 
 

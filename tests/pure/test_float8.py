@@ -1,4 +1,4 @@
-"""Keys and values of one byte a number: formats, scales, rotation, and attention of what they stand for."""
+"""fp8 keys and values: formats, scales, rotation, and attention of what they stand for."""
 
 import dataclasses
 import re
@@ -37,7 +37,7 @@ def float8_cases(**options):
 
 
 def of_bytes(case, q_float8, q_scale):
-    """The case with k and v of one byte a number, and q too where out is of bfloat16."""
+    """The case with fp8 k and v, and q too where out is of bfloat16."""
     case = dataclasses.replace(case, kv_dtype=case.kv_dtype or "float8_e4m3fn", dlse=False)
     if not q_float8 or case.dtype != "bfloat16":
         return case
@@ -259,7 +259,7 @@ def test_bytes_of_cupy_take_part_in_a_call(fake_cupy):
     [(0, 64, 2, 16), (8, 64, 2, 8), (4, 64, 2, 8), (2, 64, 2, 4), (1, 64, 2, 2), (0, 68, 2, 8), (0, 65, 4, 4)],
 )
 def test_accesses_are_of_as_many_numbers_as_are_aligned(offset, row, size, load_bytes):
-    """Two of float16 beside two of one byte, and so on; 16 bytes are promised for both."""
+    """Two of float16 beside two of fp8, and so on; 16 bytes are promised for both."""
     q = np.zeros((1, 1, 3, 64), {2: np.float16, 4: np.float32}[size])
     k = np.zeros((1, 1, 9, row), ml_dtypes.float8_e5m2)[..., :64]
     where = {id(k): offset}
@@ -268,7 +268,7 @@ def test_accesses_are_of_as_many_numbers_as_are_aligned(offset, row, size, load_
 
 
 class Lent:
-    """An array of another library, whose numbers of one byte have the type codes of DLPack 1.1."""
+    """An array of another library, whose fp8 numbers have the type codes of DLPack 1.1."""
 
     def __init__(self, array, code=0):
         self.array, self.code = array, code

@@ -55,7 +55,7 @@ def test_every_argument_of_the_interface_is_among_them():
         "dout",
         "out",
         "lse",
-        "q_scale",  # of q of one byte, whose dtype is no other: tests/pure/test_float8.py
+        "q_scale",  # of fp8 q, whose dtype is no other: tests/pure/test_float8.py
         "dq",
         "dk",
         "dv",
@@ -166,7 +166,7 @@ def test_the_readme_has_the_table():
     text, found = pairs.README.read_text(), pairs.recorded()
     assert pairs.in_readme(text, found) == text, "python -m tests.pairs writes it"
     table = text[text.index(pairs.BEGIN) : text.index(pairs.END)]
-    # Functions have problems of their own, tests/scored.py, and so have products of bytes.
+    # Functions have problems of their own, tests/scored.py, and so have fp8 products.
     rows = set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE))
     assert rows == found["options"].keys() | {"score", "q_scale"}
 

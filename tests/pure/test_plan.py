@@ -427,7 +427,7 @@ def test_description(pass_):
         assert f"{type(tile).__name__} {tile.block_m} x {tile.block_n}" in plan.reason
     for line in plan.reason.splitlines():
         assert line in text
-    assert "not " in plan.reason and "exceed the 102400 bytes of shared memory of a multiprocessor" in plan.reason
+    assert "not " in plan.reason and "exceed the 102400 bytes of shared memory of an SM" in plan.reason
     assert "no options" in choose_plan(problem_of(), device, pass_).describe()
     with_resources = replace(plan, resources=tuple(f"{n} registers" for n in range(len(plan.kernels))))
     assert ", 0 registers\n" in with_resources.describe()

@@ -69,7 +69,7 @@ def test_rows_go_from_small_to_large_and_each_is_chosen():
 
 
 def test_enough_bytes_are_on_their_way():
-    """64 KiB for every multiprocessor, with one tile of every block in use."""
+    """64 KiB for every SM, with one tile of every block in use."""
     for tile in DECODE_SM90_TILES:
         stage = tile.block_n * 2 * tile.max_dim * 2
         assert tile.min_blocks * (tile.num_stages - 1) * stage >= 64 * 1024

@@ -132,7 +132,7 @@ def test_pointers_that_are_not_aligned(widths):
 @pytest.mark.parametrize("num_sms", [1, 2, 132])
 @pytest.mark.parametrize("seqlen_q", [65, 256, 257, 900, 2**18])
 def test_blocks_that_stay(seqlen_q, num_sms, causal):
-    """As many as there are multiprocessors, or units of work: under a causal mask a pair of tiles of queries, unless
+    """As many as there are SMs, or units of work: under a causal mask a pair of tiles of queries, unless
     both tiles of all pairs can start at once."""
     problem = problem_of(seqlen_q, 2**18, batch=2, heads=3, heads_kv=3, causal=causal)
     plan = choose_plan(problem, replace(H200, num_sms=num_sms))
@@ -184,7 +184,7 @@ def test_kernels_start_behind_those_that_are_launched(sizes, arch, dtype):
     num_sms=st.sampled_from([16, 78, 132]),
 )
 def test_no_multiprocessor_idles_while_smaller_tiles_would_fill_it(heads, seqlen, dim, causal, num_sms):
-    """Tiles of 128 queries have a multiprocessor each where there are enough; otherwise no choice of rows leaves more
+    """Tiles of 128 queries have an SM each where there are enough; otherwise no choice of rows leaves more
     than a quarter of the time to fewer tiles than the best one does."""
     problem = problem_of(seqlen, seqlen, dim, dim, heads=heads, heads_kv=heads, batch=1, causal=causal)
     device = replace(H200, num_sms=num_sms)

@@ -40,6 +40,6 @@ struct Call {
     char *arrays[NUM_ARRAYS];  // null where there is none
 };
 
-// Whether k and v have numbers of one byte.
+// Whether k and v are fp8.
 inline bool has_float8(const Call &call) { return call.kv_dtype >= FLOAT8_E4M3FN; }
 inline bool has_cap(const Call &call) { return call.softcap != 0; }

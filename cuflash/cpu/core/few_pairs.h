@@ -1,4 +1,4 @@
-// Few queries against many keys of 16 bits, where there are instructions for pairs of these. With tile registers,
+// Decode on 16-bit keys, where there are instructions for pairs of these. With tile registers,
 // queries that share keys are a tile of columns, and rows of k are multiplied by it where they lie. Without them, pairs
 // are multiplied in vectors. So arithmetic takes no longer, or not much longer, than reading k and v.
 #pragma once

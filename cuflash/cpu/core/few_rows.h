@@ -1,4 +1,4 @@
-// Few queries against many keys, as in decoding: rows of k and v are read once, where they lie and in their own dtype,
+// Decode, few queries against many keys: rows of k and v are read once, where they lie and in their own dtype,
 // and are converted in registers. Memory never rests: rows of v are fetched while scores are computed from k, and rows
 // of k of the next tile are fetched while values are added. Processors look ahead along a tile by themselves, but not
 // from one tile to the next.
@@ -53,7 +53,7 @@ struct Coming {
     }
 };
 
-// Whether rows of k or v are read where they lie: they are whole vectors of neighbours, and not of one byte a number.
+// Whether rows of k or v are read where they lie: they are whole vectors of neighbours, and not fp8.
 template <class T> inline bool are_read_in_place(const Call &call, Array array, long dim) {
     return call.strides[array][3] == 1 && dim % LANES<T> == 0 && !has_float8(call);
 }

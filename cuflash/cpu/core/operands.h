@@ -91,7 +91,7 @@ template <class T, class F> inline void with_numbers(int64_t dtype, F run) {
     run((const T *)nullptr);
 }
 
-// Numbers of one byte. Those of float8_e5m2 are the upper halves of float16.
+// fp8 numbers. Those of float8_e5m2 are the upper halves of float16.
 inline float from_e4m3fn(uint8_t x) {
     uint32_t size = uint32_t(x & 0x7F) << 20, sign = uint32_t(x & 0x80) << 24;
     uint32_t bits = (x & 0x7F) == 0x7F ? 0x7FC00000 : to_bits(from_bits(size) * 0x1p120f);

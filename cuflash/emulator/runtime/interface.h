@@ -25,7 +25,7 @@ struct Kernel {
   void (*thread_body)(const void* params);
   u64 params_bytes;
   u32 max_threads;
-  u32 min_blocks;  // resident blocks that a multiprocessor has to have room for
+  u32 min_blocks;  // resident blocks that an SM has to have room for
   u32 cluster;     // blocks of a cluster, which run together
 };
 

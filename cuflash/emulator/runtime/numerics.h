@@ -103,7 +103,7 @@ inline float cut_to_float32(double value) {
   memcpy(&cut, &bits, 8);
   return cut != cut ? std::fabs((float)cut) : (float)cut;
 }
-// The same after 14 bits: what products of elements of one byte keep of their sums (DeepSeek-V3, arXiv 2412.19437,
+// The same after 14 bits: what products in fp8 keep of their sums (DeepSeek-V3, arXiv 2412.19437,
 // 3.3.2).
 inline float cut_to_14_bits(double value) { return float_of(bits_of(cut_to_float32(value)) & 0xfffffc00u); }
 

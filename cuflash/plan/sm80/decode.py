@@ -1,6 +1,6 @@
-"""Few queries against many keys, on every device: the keys are streamed past all queries that share them.
+"""Decode on every device: the KV cache is streamed past all queries that share a KV head.
 
-Tiles follow from arithmetic. A multiprocessor must have as many bytes in flight as its share of the bandwidth brings
+Tiles follow from arithmetic. An SM must have as many bytes in flight as its share of the bandwidth brings
 within the latency of memory, 0.8 us: 26 KB on an H200, 15 KB on an A100, 6 KB on an RTX 4090. In every row below, the
 rings of its teams hold more than that.
 """
@@ -70,7 +70,7 @@ class DecodeTile(Sm80Tile):
 
 _decode = maker(DecodeTile, "max_dim block_m block_n teams num_stages min_blocks warps_d fragments_ahead")
 
-# How many teams a block has, how many stages a team has, and how many blocks a multiprocessor has: the first that fits
+# How many teams a block has, how many stages a team has, and how many blocks an SM has: the first that fits
 # is taken. Two blocks come first, because one then loads while the other merges its sums. After them, 16-bit elements
 # get as many stages as there is room for. Products of wide elements take so long that warps come first, two for each
 # scheduler.

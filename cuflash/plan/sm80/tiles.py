@@ -316,7 +316,7 @@ SCORES_TILES = (
 # fmt: on
 
 
-# With functions of the caller, tiles have fewer keys, because their numbers take registers: tests/compile counts
+# With score_mod and mask_mod, tiles have fewer keys, because their numbers take registers: tests/compile counts
 # spills.
 FUNCTION_TILES = tuple(
     row.changed(block_n=32 if row.element_bytes == 2 else 16, origin="of fewer keys, for functions; not measured")
@@ -324,7 +324,7 @@ FUNCTION_TILES = tuple(
 )
 
 
-# With keys and values of one byte, tiles have fewer keys, because the scales take registers too.
+# With fp8 keys and values, tiles have fewer keys, because the scales take registers too.
 FLOAT8_TILES = tuple(
     row.changed(
         key_bytes=1,

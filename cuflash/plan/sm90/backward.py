@@ -224,7 +224,7 @@ def _has_dq_apart(draft: Draft) -> bool:
 def _seeing(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
     """The tile for the bias and the masks of a problem.
 
-    A bias of pairs is loaded by tile if that fits into shared memory, if need be with fewer stages.
+    A per-pair bias is loaded by tile if that fits into shared memory, if need be with fewer stages.
     """
     for stages in range(main.num_stages, 1, -1):
         staged = replace(main, num_stages=stages).loading_bias(draft.problem, draft.device)

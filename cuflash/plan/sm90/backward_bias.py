@@ -1,4 +1,4 @@
-"""The gradient of a bias of pairs on compute capability 9.0."""
+"""The gradient of a per-pair bias on compute capability 9.0."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def choose_bias_tile(draft: Draft, main: Tile | None) -> BiasSm90Tile | None:
         try:
             tile, reason = choose_row(rows, problem, draft.device)
         except NotImplementedError:
-            obstacle = "it serves a bias of pairs that TMA can read, and masks that hide keys or whole tiles"
+            obstacle = "it serves a per-pair bias that TMA can read, and masks that hide keys or whole tiles"
     draft.reasons.append(reason if tile is not None else f"not {SOURCE.removesuffix('.cu')}: {obstacle}")
     return tile
 

@@ -1,4 +1,4 @@
-"""Few queries against many keys, on compute capability 9.0: the keys are streamed past all queries that share them."""
+"""Decode on compute capability 9.0: the KV cache is streamed past all queries that share a KV head."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Decode(ForwardFamily[DecodeSm90Tile]):
         terms += ["packed sequences"] if problem.is_packed else []
         if terms:
             return f"it knows no {' and no '.join(terms)}"
-        # A multiprocessor has one block of this kernel, which waits while the threads that add a bias load it. On an
+        # An SM has one block of this kernel, which waits while the threads that add a bias load it. On an
         # H100, where a copy makes 3.02 TB/s, it made 1.52 and 1.26 with a bias of keys and of pairs, and sm80/decode
         # made 2.67 and 2.58.
         if problem.bias is not None and not problem.has_float8 and sm80_decode.Decode().why_not(draft) is None:

@@ -1,4 +1,4 @@
-"""Tiles of the kernels for few queries on compute capability 9.0, and their tables."""
+"""Tiles of the decode kernels for compute capability 9.0, and their tables."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from cuflash.plan.tensor_map import LINE_BYTES
 from cuflash.plan.tiles import ARITHMETIC, Tile, chunked_bytes, maker, reads
 from cuflash.spec.problem import Problem
 
-SHORT_BYTES = 2**20  # of keys and values, for each multiprocessor
+SHORT_BYTES = 2**20  # of keys and values, for each SM
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeSm90Tile(Tile):
-    """One way to stream the keys past few queries, for compute capability 9.0. One warpgroup owns all rows."""
+    """One way to stream a KV cache past the queries, for compute capability 9.0. One warpgroup owns all rows."""
 
     max_dim: int
     block_m: int = DECODE_ROWS
@@ -45,7 +45,7 @@ class DecodeSm90Tile(Tile):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeFloat8Sm90Tile(DecodeSm90Tile):
-    """The same with keys and values of one byte. Four warps divide the rows and keys, 16 rows and 32 keys at a time."""
+    """The same with fp8 keys and values. Four warps divide the rows and keys, 16 rows and 32 keys at a time."""
 
     serves: Literal["any", "short"] = "any"
 
@@ -67,14 +67,14 @@ class DecodeFloat8Sm90Tile(DecodeSm90Tile):
         row_bytes = problem.head_dim + problem.head_dim_v
         key_bytes = problem.batch * problem.num_heads_kv * problem.seqlen_k * row_bytes
         suits = self.serves == "any" or key_bytes <= SHORT_BYTES * device.num_sms
-        return "" if suits else f"for at most {SHORT_BYTES >> 10} KiB of keys and values for each multiprocessor"
+        return "" if suits else f"for at most {SHORT_BYTES >> 10} KiB of keys and values for each SM"
 
 
 _decode = maker(DecodeSm90Tile, "max_dim block_n num_stages min_blocks origin")
 _decode_float8 = maker(DecodeFloat8Sm90Tile, "max_dim block_n num_stages min_blocks origin")
 
 # fmt: off
-# Memory of an H200 brings a multiprocessor 36 bytes in a nanosecond, after a microsecond. So 36 KB must always be in
+# Memory of an H200 brings an SM 36 bytes in a nanosecond, after a microsecond. So 36 KB must always be in
 # flight, and stages have 64 KiB and more, with the tiles in use.
 DECODE_SM90_TILES = (
     #       max_dim n   stages blocks
@@ -86,7 +86,7 @@ DECODE_SM90_TILES = (
     _decode(256, 64,  2, 1, reads(3.87, "8 x 32/8", 3.75, "1 x 16/4")),
 )
 
-# With keys and values of one byte, as many bytes must be in flight. Where two blocks fit on a multiprocessor they were
+# With fp8 keys and values, as many bytes must be in flight. Where two blocks fit on an SM they were
 # faster than one for long caches, and slower for short ones.
 DECODE_FLOAT8_SM90_TILES = (
     #              max_dim n   stages blocks

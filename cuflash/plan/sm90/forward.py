@@ -97,7 +97,7 @@ class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
 
 
 class ForwardFloat8(ForwardFamily[ForwardFloat8Sm90Tile]):
-    """Products of numbers of one byte."""
+    """Products in fp8."""
 
     kernel = "sm90/forward_float8"
     multiplies_float8 = True
@@ -111,7 +111,7 @@ class ForwardFloat8(ForwardFamily[ForwardFloat8Sm90Tile]):
         if not problem.multiplies_float8:
             return ""
         if draft.device.arch != 90:
-            return "products of numbers of one byte need compute capability 9.0"
+            return "fp8 products need compute capability 9.0"
         obstacle = draft.why_not_mapped(("q", "k", "v"))
         if obstacle is not None:
             return f"{obstacle}, which TMA cannot serve"
@@ -192,7 +192,7 @@ def box_rows(problem: Problem, block_n: int) -> int:
 
 
 def _shares_bias(problem: Problem, tile: ScoredTile) -> bool:
-    """Whether batch entries share a bias of pairs whose tiles are loaded."""
+    """Whether batch entries share a per-pair bias whose tiles are loaded."""
     return tile.bias_of_pairs > 0 and problem.bias is not None and problem.bias.strides[0] == 0
 
 

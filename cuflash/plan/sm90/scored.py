@@ -36,28 +36,26 @@ Serves = Literal[
     "many points",
     "dropout",
 ]
-BIAS_BY_TMA = "a bias of pairs that TMA can read"
+BIAS_BY_TMA = "a per-pair bias that TMA can read"
+PER_PAIR = "per-pair bias or mask"
+WOULD_IDLE = "larger tiles would leave SMs idle"
+UNLESS_EARLIER = "unless smaller query tiles finish earlier"
 # What `ForwardSm90Tile.serves` means, in words.
 SERVES: dict[Serves, str] = {
     "any": "any problem",
-    "no pairs": "problems without a bias of pairs, a score that reads rows or keys, and pairs that are looked up",
-    "bias": f"{BIAS_BY_TMA}, without pairs that are hidden one by one and looked up",
-    "long full": f"{LONG_SEQLEN} keys or more, without a right bound, a bias of pairs, functions, and pairs looked up, "
-    "where smaller tiles of queries would not be done first",
-    "few full": "few queries without a right bound, a bias of pairs, and pairs looked up: larger tiles would leave "
-    "multiprocessors idle",
-    "few bounded": "few queries with a right bound, likewise",
-    "long window": "a window with both bounds, without a bias of pairs, such a score, and pairs looked up, where "
-    "smaller tiles of queries would not be done first",
-    "mask function": "mask functions without dropout, a left bound, slopes, and a bias and a mask of keys, likewise, "
-    "where smaller tiles of queries would not be done first",
-    "lists": "block masks, masks of pairs and mask functions, without a bias of pairs",
-    "points": "scores that read numbers of rows and keys alone, without a block mask, and pairs looked up",
-    "few points": "scores as of points and few queries: larger tiles would leave multiprocessors idle",
-    "space": "scores as of points with three numbers of a key at most, without dropout",
-    "many points": "scores as of points without a right bound, a mask function and dropout, where smaller tiles of "
-    "queries would not be done first",
-    "dropout": "dropout without a bias of pairs, and pairs that are hidden one by one",
+    "no pairs": f"no {PER_PAIR}, and no score_mod that reads rows or keys",
+    "bias": f"{BIAS_BY_TMA}, without masks that are looked up pair by pair",
+    "long full": f"{LONG_SEQLEN} keys or more, not causal; no {PER_PAIR}, score_mod or mask_mod; {UNLESS_EARLIER}",
+    "few full": f"few query tiles, not causal; no {PER_PAIR}: {WOULD_IDLE}",
+    "few bounded": f"few query tiles, causal; no {PER_PAIR}: {WOULD_IDLE}",
+    "long window": f"a sliding window; no {PER_PAIR}, and no score_mod that reads rows or keys; {UNLESS_EARLIER}",
+    "mask function": f"a mask_mod without dropout, window_left, ALiBi, bias or key mask; {UNLESS_EARLIER}",
+    "lists": "block masks, per-pair masks and mask_mod, without a per-pair bias",
+    "points": "a score_mod that reads per-row and per-key values alone; no block mask or per-pair mask",
+    "few points": f"a score_mod of per-row and per-key values, few query tiles: {WOULD_IDLE}",
+    "space": "a score_mod of per-row values and up to three per-key values, without dropout",
+    "many points": f"a score_mod of per-row and per-key values, not causal, no mask_mod or dropout; {UNLESS_EARLIER}",
+    "dropout": "dropout without a per-pair bias and per-pair masks",
 }
 BITS_BLOCK = 64  # queries, and keys, of a block of a mask of bits: kernels/common/score/mask_bits.cuh
 
@@ -75,7 +73,7 @@ def bias_by(problem: Problem) -> Literal["nothing", "keys", "pairs", "elements"]
 
 
 def bias_tile_bytes(rows: int, keys: int, pair_bytes: int) -> int:
-    """Shared memory of a tile of a bias of pairs, in lines of 128 bytes."""
+    """Shared memory of a tile of a per-pair bias, in lines of 128 bytes."""
     return -(-keys * pair_bytes // LINE_BYTES) * rows * LINE_BYTES
 
 
@@ -95,11 +93,11 @@ def rounds(problem: Problem, device: DeviceSpec, block_m: int) -> int:
 class ScoredTile(Tile):
     """A tile whose kernel sees bias and masks by tile."""
 
-    bias_of_pairs: int = 0  # bytes of an element, where tiles of a bias of pairs are loaded; else 0
+    bias_of_pairs: int = 0  # bytes of an element, where tiles of a per-pair bias are loaded; else 0
     bias_of_keys: bool = False  # the bias differs from key to key only
     mask_of_keys: bool = False  # the mask differs from key to key only
     mask_by_bits: bool = False  # an earlier kernel packs all that hides pairs into bits
-    numbers_of_keys: int = 0  # numbers that a function of the caller reads of each key
+    numbers_of_keys: int = 0  # numbers that a score_mod or mask_mod reads of each key
 
     packs_masks: ClassVar[bool] = True  # whether the kernel sees masks of pairs as bits
 
@@ -119,7 +117,7 @@ class ScoredTile(Tile):
         return self if all(getattr(self, name) == x for name, x in seen.items()) else self.changed(**seen)
 
     def loading_bias(self, problem: Problem, device: DeviceSpec) -> Self:
-        """The tile as it sees bias and masks of a problem: a bias of pairs comes by tile if that fits."""
+        """The tile as it sees bias and masks of a problem: a per-pair bias comes by tile if that fits."""
         if bias_by(problem) == "pairs" and problem.bias is not None:
             itemsize = ITEMSIZE[problem.bias.dtype]
             if self.block_n * itemsize % LINE_BYTES == 0:
@@ -150,7 +148,7 @@ class ScoredTile(Tile):
             return "pairs"
         if problem.mask is None:
             return "nothing"
-        # A mask of keys is added to scores, but nothing is added to the score that a function of the caller makes.
+        # A mask of keys is added to scores, but nothing is added to the score that a score_mod makes.
         return "keys" if problem.mask.strides[2] == 0 and problem.score is None else "pairs"
 
     @property

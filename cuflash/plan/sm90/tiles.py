@@ -61,7 +61,7 @@ class ForwardSm90Tile(ScoredTile):
         return (
             (self.block_m in (128, 192, 256), "64 queries for each of two to four consumers"),
             (self.block_n % 16 == 0 and self.block_n <= 256, "a block_n that one product serves"),
-            (self.block_n * self.bias_of_pairs % LINE_BYTES == 0, "whole lines of a bias of pairs"),
+            (self.block_n * self.bias_of_pairs % LINE_BYTES == 0, "whole lines of a per-pair bias"),
         )
 
     def configured(self, problem: Problem) -> ForwardSm90Tile:
@@ -180,7 +180,7 @@ class ForwardFloat32Sm90Tile(ScoredTile):
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardFloat8Sm90Tile(Tile):
-    """One way to cut the forward pass of bytes for compute capability 9.0. A consumer owns 64 of its queries."""
+    """One way to cut the fp8 forward pass for compute capability 9.0. A consumer owns 64 of its queries."""
 
     max_dim: int
     block_m: int
@@ -228,9 +228,9 @@ class ForwardFloat8Sm90Tile(Tile):
     def why_not(self, problem: Problem, device: DeviceSpec) -> str:
         is_full = problem.window_right is None
         if self.serves == "bounded" and is_full:
-            return "for problems with a right bound"
+            return "for causal problems"
         if self.serves == "long full" and not (is_full and problem.mean_sequence.seqlen_k >= LONG_SEQLEN):
-            return f"for {LONG_SEQLEN} keys or more without a right bound"
+            return f"for {LONG_SEQLEN} keys or more, not causal"
         whole = all(problem.scale_block(name) % self.block_n == 0 for name in ("k_scale", "v_scale"))
         return "" if whole else f"for scales of heads, or of multiples of {self.block_n} keys"
 
@@ -300,7 +300,7 @@ class BackwardSm90Tile(ScoredTile):
 
 @dataclass(frozen=True, kw_only=True)
 class BiasSm90Tile(ScoredTile):
-    """One way to cut the gradient of a bias of pairs for compute capability 9.0. A warpgroup owns 64 queries."""
+    """One way to cut the gradient of a per-pair bias for compute capability 9.0. A warpgroup owns 64 queries."""
 
     max_dim: int
     block_m: int = 128

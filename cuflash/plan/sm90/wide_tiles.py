@@ -56,12 +56,16 @@ class ForwardWideSm90Tile(Tile):
         takes_two = problem.window_right is not None and problem.seqlen_q > 64
         if (self.cluster == 2) == takes_two:
             return ""
-        return "for more than 64 queries, under a causal mask" if self.cluster == 2 else "for few queries, or all keys"
+        return (
+            "for more than 64 queries, under a causal mask"
+            if self.cluster == 2
+            else "for up to 64 queries, or without a causal mask"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeWideSm90Tile(ForwardWideSm90Tile):
-    """The same for few queries of all heads that share keys, up to 64 of them a block."""
+    """The decode tile: up to 64 queries of all heads that share a KV head, in one block."""
 
     v_in_k: bool = False  # tiles of keys hold the values, too: they are loaded once, and stay
 

@@ -1,6 +1,6 @@
-// Queries, keys and values with elements of one byte: their conversion for products, and their scales.
+// fp8 queries, keys and values: their conversion for products, and their scales.
 //
-// A number of one byte is exactly representable in 16 bits. The scales of queries and keys multiply the scores. The
+// An fp8 number is exactly representable in 16 bits. The scales of queries and keys multiply the scores. The
 // scales of values multiply the weights or, if all values of a head share a scale, the output. So the operands are not
 // rounded by their scales.
 #pragma once
@@ -29,7 +29,7 @@ CUFLASH_DEVICE u32 to_float16x2(Float8E4M3, u16 pair) {
 CUFLASH_DEVICE u32 to_float16x2(Float8E5M2, u16 pair) { return (pair & 0xffu) << 8 | (pair & 0xff00u) << 16; }
 #endif
 
-// Converts two numbers of one byte to the elements of operands of products.
+// Converts two fp8 numbers to the elements of operands of products.
 template <class Float8>
 CUFLASH_DEVICE u32 to_elements(Float16, Float8 type, u16 pair) {
   return to_float16x2(type, pair);

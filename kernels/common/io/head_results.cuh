@@ -1,4 +1,4 @@
-// Few queries: where a block stores its results of a head, and how the last block of a head combines all of them.
+// Split-KV decode: where a block stores its results of a head, and how the last block of a head combines all of them.
 #pragma once
 #include "common/config.cuh"
 #include "common/schedule/head_work.cuh"

@@ -124,7 +124,7 @@ struct Params {
   // are wanted). It comes first to set the alignment of the arrays after it: if they were read in groups of 16 bytes,
   // they would take more registers.
   void* captured_sums;
-  Captured captured[max_of(kNumCaptured, 1)];   // arrays that functions of the caller read; missing axes have size 1
+  Captured captured[max_of(kNumCaptured, 1)];   // arrays that score_mod and mask_mod read; missing axes have size 1
   Captured gradients[max_of(kNumCaptured, 1)];  // their gradients; null where not wanted
   void* captured_largest;                       // scratch memory of u64: for each array the bits of a double, then the
                                                 // largest number of reads of a pair

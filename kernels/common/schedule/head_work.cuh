@@ -1,4 +1,4 @@
-// Few queries: which keys of which heads a block, or a cluster of blocks, works on, and which queries its rows stand
+// Split-KV decode: which keys of which heads a block, or a cluster of blocks, works on, and which queries its rows stand
 // for.
 //
 // All queries of the query heads that share a key/value head are rows of one product: row head_in_group * seqlen_q +

@@ -1,4 +1,4 @@
-// How the blocks of the kernels for few queries share the keys, and how the results of those that share a head are
+// Split-KV: how the blocks of the decode kernels split the keys, and how the results of those that share a head are
 // combined: each one's O weighs as much as its share of the sum of exponentials.
 //
 //   l = sum_i l_i exp(m_i - m)        O = sum_i l_i exp(m_i - m) / l O_i        lse = m + log l

@@ -77,7 +77,7 @@ struct Dropout {
   }
 
   // Replaces dropped weights by zeros. The bits of two rows share a word, and are compared at once. Not so where halves
-  // of other registers are numbers, too, as of keys and values of one byte: ptxas of CUDA 13.0 lets the instruction that
+  // of other registers are numbers, too, as of fp8 keys and values: ptxas of CUDA 13.0 lets the instruction that
   // compares two halves write over a register of which a half is still to be read.
   template <class T, int n_tiles>
   CUFLASH_DEVICE void drop(T (&weight)[n_tiles][4], int query, int key) const {

@@ -1,4 +1,4 @@
-// The functions of the caller that make scores and hide pairs, for one head. cuflash/score_mod writes their code.
+// score_mod and mask_mod, for one head. cuflash/score_mod writes their code.
 #pragma once
 #include "common/config.cuh"
 #include "common/io/params.cuh"

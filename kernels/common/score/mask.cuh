@@ -169,7 +169,7 @@ struct Mask {
   }
 
   CUFLASH_DEVICE bool visible(int row, int key) const { return within(row, key) && shows(row, key); }
-  // Whether a function of the caller shows the pair. If whole tiles are tested by it separately, the compiler loads
+  // Whether a mask_mod shows the pair. If whole tiles are tested by it separately, the compiler loads
   // what the function needs of a row, or of a key, once for all of its pairs; that takes registers.
   CUFLASH_DEVICE bool shows(int row, int key) const {
 #if CUFLASH_HAS_MASK_FUNCTION
@@ -188,7 +188,7 @@ struct Mask {
   }
 };
 
-// The whole mask except a function of the caller.
+// The whole mask except a mask_mod.
 struct MaskWithoutFunction : Mask {
   using Mask::Mask;
 

@@ -209,7 +209,7 @@ struct Score {
   }
 };
 
-// What a function of the caller reads for the two rows, 8 apart, of a lane's scores. If it is little, it is kept for
+// What a score_mod or mask_mod reads for the two rows, 8 apart, of a lane's scores. If it is little, it is kept for
 // all keys: if it were read for each tile of keys, it would arrive a memory access later than the products.
 struct RowsOfLane {
 #if CUFLASH_HAS_SCORE_FUNCTION

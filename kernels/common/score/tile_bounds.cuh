@@ -1,4 +1,4 @@
-// Bounds of what a function of the caller returns for all queries and keys of a tile. The code that
+// Bounds of what a score_mod or mask_mod returns for all queries and keys of a tile. The code that
 // cuflash/score_mod/tile_bounds.py writes is made of these functions. They are interval arithmetic, as in
 // cuflash/score_mod/intervals.py: bounds are never too narrow, not even for real numbers that are rounded to float32. Whole
 // warps call them, and all lanes get the same result.

@@ -1,4 +1,4 @@
-"""Mistakes planted in the project's kernels, one at a time, and whether the emulator or the oracle notices.
+"""Mutants of the project's kernels, one at a time, and whether the emulator or the oracle notices.
 
     python -m tests.emulate.mutants [words]
 
@@ -7,12 +7,12 @@ text has to occur there exactly once, so that the table follows the kernels.
 """
 
 from tests.emulate.mutants import (
-    around,
     common,
-    few_queries,
+    decode,
     float8,
     fp32,
     functions,
+    helpers,
     sm80,
     sm90_backward,
     sm90_bias,
@@ -25,14 +25,14 @@ from tests.emulate.mutants.trials import TRIALS
 
 MUTANTS = (
     *common.MUTANTS,
-    *few_queries.MUTANTS,
+    *decode.MUTANTS,
     *sm80.MUTANTS,
     *sm90_forward.MUTANTS,
     *sm90_wide.MUTANTS,
     *sm90_backward.MUTANTS,
     *sm90_bias.MUTANTS,
     *fp32.MUTANTS,
-    *around.MUTANTS,
+    *helpers.MUTANTS,
     *functions.MUTANTS,
     *float8.MUTANTS,
 )

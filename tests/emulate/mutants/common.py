@@ -1,4 +1,4 @@
-"""Mistakes in what all kernels share: scores, masks, the softmax, schedules, operands."""
+"""Mutants of what all kernels share: scores, masks, the softmax, schedules, operands."""
 
 from tests.emulate.mutants.planting import mutant
 

@@ -1,4 +1,4 @@
-"""Mistakes in what compute capability 9.0 copies first: rows that TMA cannot read, and float32 split into bfloat16; and
+"""Mutants of what compute capability 9.0 copies first: rows that TMA cannot read, and float32 split into bfloat16; and
 in the kernels that multiply its parts."""
 
 from tests.emulate.mutants.planting import mutant

@@ -1,4 +1,4 @@
-"""Mistakes in how kernels compute scores and masks that are functions of the caller."""
+"""Mutants of how kernels compute score_mod and mask_mod."""
 
 from tests.emulate.mutants.planting import mutant
 

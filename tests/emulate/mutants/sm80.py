@@ -1,4 +1,4 @@
-"""Mistakes in the kernels on mma.sync."""
+"""Mutants of the kernels on mma.sync."""
 
 from tests.emulate.mutants.planting import mutant
 

@@ -1,4 +1,4 @@
-"""Mistakes in the backward kernel of compute capability 9.0, and in what blocks agree on about dq."""
+"""Mutants of the backward kernel of compute capability 9.0, and in what blocks agree on about dq."""
 
 from tests.emulate.mutants.planting import mutant
 

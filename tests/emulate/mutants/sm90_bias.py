@@ -1,4 +1,4 @@
-"""Mistakes in the gradient of a bias of pairs on compute capability 9.0."""
+"""Mutants of the gradient of a per-pair bias on compute capability 9.0."""
 
 from tests.emulate.mutants.planting import mutant
 

@@ -1,4 +1,4 @@
-"""Mistakes in the forward kernels of compute capability 9.0, and in what their roles are made of."""
+"""Mutants of the forward kernels of compute capability 9.0, and in what their roles are made of."""
 
 from tests.emulate.mutants.planting import mutant
 

@@ -1,4 +1,4 @@
-"""Mistakes in the kernels of wide heads."""
+"""Mutants of the kernels of wide heads."""
 
 from tests.emulate.mutants.planting import mutant
 

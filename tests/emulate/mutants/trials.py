@@ -15,7 +15,7 @@ from cuflash.plan.sm90.tiles import (
 )
 from cuflash.spec.options import Origin
 from tests.emulate import attention
-from tests.emulate.mutants import trials_bias, trials_few, trials_float8, trials_large, trials_wide
+from tests.emulate.mutants import trials_bias, trials_decode, trials_float8, trials_large, trials_wide
 from tests.emulate.mutants.trial import FunctionTrial, Trial
 
 
@@ -571,7 +571,7 @@ TRIALS: dict[str, Trial | FunctionTrial | trials_large.LargeTrial | trials_large
     "looked at by bytes": Trial(
         case=replace(_LOOKED_AT, seqlen_k=171, mask=(4, 230, 171), num_heads_kv=1), tiles=_backward(), num_sms=1
     ),
-    **trials_few.TRIALS,
+    **trials_decode.TRIALS,
     **trials_bias.TRIALS,
     **trials_large.TRIALS,
     **trials_float8.TRIALS,

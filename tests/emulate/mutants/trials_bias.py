@@ -1,4 +1,4 @@
-"""The trials of mistakes in the gradient of a bias of pairs on compute capability 9.0."""
+"""Trials of the mutants of the gradient of a per-pair bias on compute capability 9.0."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The trials of numbers of one byte: of keys and values in storage, and of products."""
+"""The trials of fp8 numbers: of keys and values in storage, and of products."""
 
 from dataclasses import replace
 
@@ -92,19 +92,19 @@ TRIALS = {
     "decode float8 queries": Trial(
         case=replace(_QUERIES, head_dim=80, seqlen_q=13), tiles=_FLOAT8_DECODE_TILES, num_sms=3
     ),
-    "products of bytes": Trial(case=_BYTES, tiles=FORWARD_FLOAT8_SM90_TILES[1:2], num_sms=1),
-    "products of bytes on a line": Trial(
+    "fp8 products": Trial(case=_BYTES, tiles=FORWARD_FLOAT8_SM90_TILES[1:2], num_sms=1),
+    "fp8 products on a line": Trial(
         case=replace(_BYTES, score_spread=4.0, k_scale="head", v_scale="block"),
         tiles=FORWARD_FLOAT8_SM90_TILES[1:2],
         num_sms=1,
     ),
-    "products of bytes in parts": Trial(
+    "fp8 products in parts": Trial(
         case=replace(_BYTES, head_dim=48, head_dim_v=192, score_spread=8.0, seqlen_q=100, v_scale="block"),
         tiles=FORWARD_FLOAT8_SM90_TILES[6:],
         num_sms=1,
     ),
-    "products of bytes in turn": Trial(
+    "fp8 products in turn": Trial(
         case=replace(_BYTES, head_dim=48, head_dim_v=192, seqlen_q=200), tiles=FORWARD_FLOAT8_SM90_TILES[5:6], num_sms=1
     ),
-    "products of bytes ahead": Trial(case=_BYTES, tiles=FORWARD_FLOAT8_SM90_TILES[2:3], num_sms=1),
+    "fp8 products ahead": Trial(case=_BYTES, tiles=FORWARD_FLOAT8_SM90_TILES[2:3], num_sms=1),
 }

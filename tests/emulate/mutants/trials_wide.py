@@ -1,4 +1,4 @@
-"""The trials of mistakes in the kernels of wide heads."""
+"""Trials of the mutants of the kernels of wide heads."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Mistakes in what kernels for few queries share: work and results of blocks, and how results come together."""
+"""Mutants of what kernels for few queries share: work and results of blocks, and how results come together."""
 
 from tests.emulate.mutants.planting import mutant
 

@@ -1,4 +1,4 @@
-"""The trials of mistakes in the kernel of every device for few queries."""
+"""Trials of the mutants of the kernel of every device for few queries."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Mistakes in the kernels before and behind the main one: delta, sinks, lists, sums, results of several blocks."""
+"""Mutants of the kernels before and behind the main one: delta, sinks, lists, sums, results of several blocks."""
 
 from tests.emulate.mutants.planting import mutant
 
