@@ -4,8 +4,11 @@ import linecache
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import cuflash
 
 
 class Interrupt:
@@ -50,4 +53,7 @@ class Interrupt:
 
 def of_package(*names: str) -> Callable[[str], bool]:
     """Files of these modules and folders of the package."""
+    package = Path(cuflash.__file__).parent
+    missing = [name for name in names if not (package / name).exists()]
+    assert not missing, f"of the package, {missing} do not exist"
     return lambda path: any(f"/cuflash/{name}" in path for name in names)

@@ -13,7 +13,7 @@ import cuflash.distributed as cd
 from tests import sampling
 from tests.interrupts import Interrupt, of_package
 
-FILES = of_package("distributed/", "parts.py", "merging.py", "recording.py")
+FILES = of_package("distributed/", "shards/", "gpu/replay.py")
 # The lines around a call: a rank that is interrupted there does not come to it, or has done its part.
 AROUND = ("carry_out", "forward", "backward", "decode", "_forward", "telling", "__init__")
 SPLIT = cd.zigzag(24, 3)
