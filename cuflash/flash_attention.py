@@ -2,7 +2,7 @@
 
 The short story of a call:
 
-1. Whose arrays are these? (`spec.borrowing`) NumPy and CuPy arrays are taken as they are, others viewed by DLPack.
+1. Whose arrays are these? (`spec.call`) NumPy and CuPy arrays are taken as they are, others viewed by DLPack.
 2. What is to be computed? (`spec.binding`) Shapes, dtypes and options are checked against each other, once.
 3. Computation follows the data. NumPy arrays (`cpu.backend`): the tiled algorithm on the CPU. CuPy arrays
    (`gpu.backend`): a plan is chosen (`plan`), its kernels compiled or found in the cache (`gpu.compiler`) and started
@@ -14,19 +14,17 @@ The short story of a call:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Literal, overload
 
 from cuflash import streaming
-from cuflash.arrays import dlpack
-from cuflash.preparation import Preparation, _backend
+from cuflash.preparation import Preparation, backend_of
 from cuflash.score_mod import Score
-from cuflash.spec import borrowing
 from cuflash.spec.binding import INPUTS
+from cuflash.spec.call import OUTPUTS, prepare
 from cuflash.spec.inputs import DEFAULT_NEED, NamedGradients
 from cuflash.spec.options import BLOCK_SIZE, Function, Options
 from cuflash.spec.results import Array, ForwardResult, Gradients, named_tuple_of, needed
-from cuflash.spec.rewrites import equivalent
 from cuflash.spec.score_args import check_given, check_names, gradient_names
 
 if TYPE_CHECKING:
@@ -354,15 +352,11 @@ class FlashAttention(Preparation):
         if captured or self.options.score or self.options.mask_function:
             arrays |= check_given("forward", self.options, captured)
         random = self.options.random(seed, offset)
-        if borrowing.are_cupy(arrays, INPUTS):
-            return ForwardResult(*self._forward("cupy", arrays, random))
-        if own := borrowing.numpy_arrays(arrays, INPUTS, ("out", "lse")):
-            return ForwardResult(*self._forward("numpy", own, random))
-        if streaming.is_streamed(arrays):
+        call = prepare(self.options, arrays, INPUTS, OUTPUTS, OUTPUTS, streaming.is_streamed)
+        if call is None:
             return ForwardResult(*streaming.forward(self.options, arrays, random))
-        borrowed = borrowing.borrow(arrays, required=INPUTS, written=("out", "lse"))
-        computed = self._forward(borrowed.kind, borrowed.of_backend, random)
-        return ForwardResult(*map(borrowed.give_back, computed, (out, lse)))
+        computed = backend_of(call.kind).forward(call.options, call.arrays, random)
+        return ForwardResult(*call.give_back(computed, arrays))
 
     # fmt: off
     @overload
@@ -507,29 +501,8 @@ class FlashAttention(Preparation):
         arrays |= results
         need = tuple(results)
         random = self.options.random(seed, offset)
-        if borrowing.are_cupy(arrays, _BACKWARD_INPUTS):
-            return kind(*self._backward("cupy", arrays, need, random))
-        if own := borrowing.numpy_arrays(arrays, _BACKWARD_INPUTS, results):
-            return kind(*self._backward("numpy", own, need, random))
-        if streaming.is_streamed(arrays):
+        call = prepare(self.options, arrays, _BACKWARD_INPUTS, need, need, streaming.is_streamed)
+        if call is None:
             return kind(*streaming.backward(self.options, arrays, need, random))
-        borrowed = borrowing.borrow(arrays, required=_BACKWARD_INPUTS, written=results)
-        computed = self._backward(borrowed.kind, borrowed.of_backend, need, random)
-        return kind(*map(borrowed.give_back, computed, results.values()))
-
-    def _forward(self, kind: dlpack.Kind, arrays: dict[str, Any], random: tuple[int, int]) -> Sequence[Any]:
-        """(out, lse) of arrays of NumPy or CuPy. For NumPy, `arrays` has only those that are given."""
-        own = equivalent(self.options, arrays)
-        if own is None:
-            return _backend(kind).forward(self.options, arrays, random)  # type: ignore[no-any-return]
-        return _backend(kind).forward(own.options, own.arrays(arrays), random)  # type: ignore[no-any-return]
-
-    def _backward(
-        self, kind: dlpack.Kind, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int]
-    ) -> Sequence[Any]:
-        """The gradients `need`, of such arrays."""
-        own = equivalent(self.options, arrays)
-        if own is None:
-            return _backend(kind).backward(self.options, arrays, need, random)  # type: ignore[no-any-return]
-        computed = _backend(kind).backward(own.options, own.arrays(arrays), own.need(need), random)
-        return own.gradients(computed, arrays, need)
+        computed = backend_of(call.kind).backward(call.options, call.arrays, call.need, random)
+        return kind(*call.give_back(computed, arrays))

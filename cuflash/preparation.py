@@ -11,12 +11,11 @@ from cuflash import streaming
 from cuflash.arrays import dlpack
 from cuflash.cpu import backend as cpu_backend
 from cuflash.gpu import progress
-from cuflash.spec import borrowing
 from cuflash.spec.binding import INPUTS, PASSES
+from cuflash.spec.call import prepare
 from cuflash.spec.inputs import DEFAULT_NEED, GRADIENTS, PassArrays, Terms
 from cuflash.spec.options import Options
 from cuflash.spec.results import Array, checked_passes, needed
-from cuflash.spec.rewrites import equivalent
 from cuflash.spec.score_args import checked_with_captured, gradient_names
 
 if TYPE_CHECKING:
@@ -68,15 +67,11 @@ class Preparation:
         given = {"q": q, "k": k, "v": v} | checked_with_captured("plan", PassArrays, self.options, arrays, of_functions)
         results = {name: given.get(name) for name in (*GRADIENTS, *of_functions)}
         need = needed(need, given | self.options.numbers, results, of_functions)
-        if streaming.is_streamed(given):
+        call = prepare(self.options, given, INPUTS, need, (), streaming.is_streamed)
+        if call is None:
             return streaming.plan(self.options, given, need)
-        borrowed = borrowing.borrow(given, required=INPUTS)
-        own = equivalent(self.options, borrowed.arrays)
-        if own is None:
-            plans: CpuPlan | Plans = _backend(borrowed.kind).plan(self.options, borrowed.arrays, need)
-            return plans
-        plans = _backend(borrowed.kind).plan(own.options, own.arrays(borrowed.arrays), own.need(need))
-        return plans.noted(own.describe(self.options, borrowed.arrays))
+        plans: CpuPlan | Plans = backend_of(call.kind).plan(call.options, call.arrays, call.need)
+        return plans if call.rewrite is None else plans.noted(call.rewrite.describe(self.options, call.given))
 
     def compile(
         self,
@@ -112,12 +107,11 @@ class Preparation:
         of_functions = gradient_names(self.options)
         absent = dict.fromkeys((*GRADIENTS, *of_functions))
         need = needed(need, arrays | self.options.numbers, absent, of_functions)
-        borrowed = borrowing.borrow(arrays, required=INPUTS)
-        own = equivalent(self.options, borrowed.arrays)
-        if own is None:
-            _backend(borrowed.kind).compile(self.options, borrowed.arrays, need)
-        else:
-            _backend(borrowed.kind).compile(own.options, own.arrays(borrowed.arrays), own.need(need))
+        call = prepare(self.options, arrays, INPUTS, need, (), streaming.is_streamed)
+        if call is None:
+            streaming.compile(self.options, arrays, need)
+            return
+        backend_of(call.kind).compile(call.options, call.arrays, call.need)
 
     def tune(
         self,
@@ -182,26 +176,22 @@ class Preparation:
         if arrays.get("block_table") is not None and "forward" in wanted:
             wanted = ("forward",)
         random = self.options.random(*((0 if x is None else x) for x in (seed, offset)))
-        borrowed = borrowing.borrow(arrays, required=INPUTS)
-        own = equivalent(self.options, borrowed.arrays)
-        options, arrays = self.options, borrowed.arrays
-        if own is not None:
-            options, arrays = own.options, own.arrays(arrays)
-        if borrowed.kind != "cupy":
-            cpu_backend.compile(options, {name: x for name, x in arrays.items() if name != "dout"})
+        call = prepare(self.options, arrays, INPUTS, DEFAULT_NEED)
+        if call.kind != "cupy":
+            cpu_backend.compile(call.options, {name: x for name, x in call.arrays.items() if name != "dout"})
             raise NotImplementedError(
                 "q: got an array in host memory, expected one on a GPU: the CPU path has no tiles to tune"
             )
         from cuflash.gpu import timing
 
         if forget:
-            timing.forget(options, arrays, wanted)
+            timing.forget(call.options, call.arrays, wanted)
             return None
-        return timing.tune(options, arrays, random=random, passes=wanted, remember=remember, bar=progress.bar)
+        return timing.tune(call.options, call.arrays, random=random, passes=wanted, remember=remember, bar=progress.bar)
 
 
 @functools.cache
-def _backend(kind: dlpack.Kind) -> ModuleType:
+def backend_of(kind: dlpack.Kind) -> ModuleType:
     """The module that computes with arrays of one kind; importing the one for CuPy's arrays imports CuPy."""
     if kind == "numpy":
         return cpu_backend

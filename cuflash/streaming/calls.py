@@ -155,6 +155,15 @@ def plan(options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> 
         return replace(memory.plan_of(call.length, runs, own_need, call.given), note=note)
 
 
+def compile(options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> None:
+    """Compile what both passes over these keys need, by running them once; of arrays in host memory only check them."""
+    given = {**dict.fromkeys(("out", "lse", "dlse", *need)), **arrays}
+    if set(plan(options, given, need).ways.values()) == {"views"}:  # nothing moves to a device
+        return
+    out, lse = forward(options, given, (0, 0))
+    backward(options, {**given, "dout": out, "out": out, "lse": lse}, need, (0, 0))
+
+
 @dataclass(frozen=True)
 class _OverAxes:
     """A call with leading axes that are not one batch axis: several calls, or one on copies."""

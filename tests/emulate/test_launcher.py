@@ -110,7 +110,7 @@ def test_scalars_and_wide_integers_beside_arrays_on_a_device(monkeypatch, arch, 
 
     with launcher(arch, computes=True):
         for module in (flash_attention, preparation):
-            monkeypatch.setattr(module, "_backend", {"cupy": sys.modules["cuflash.gpu.backend"]}.__getitem__)
+            monkeypatch.setattr(module, "backend_of", {"cupy": sys.modules["cuflash.gpu.backend"]}.__getitem__)
         on_device = {name: x.view(DeviceArray) for name, x in arrays.items()}
         found = results(on_device, np.array(starts, np.int64).view(DeviceArray))
         assert all(type(x) is DeviceArray for x in found.values())

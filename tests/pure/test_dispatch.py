@@ -44,7 +44,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(cuflash.gpu, "backend", launch, raising=False)
     backends = {"cupy": launch, "numpy": cpu_backend}
     for module in (flash_attention, preparation):
-        monkeypatch.setattr(module, "_backend", backends.__getitem__)
+        monkeypatch.setattr(module, "backend_of", backends.__getitem__)
     return SimpleNamespace(calls=calls, Array=DeviceArray, launch=launch)
 
 

@@ -338,9 +338,11 @@ def test_arguments_that_do_not_fit():
         attn.backward(X, X, *keys, out, lse, dk=np.empty((2, 47, 16), "f4"))
     with pytest.raises(TypeError, match=r"^q: got None, expected an array$"):
         attn.forward(None, *keys)
-    for method in (attn.compile, attn.tune):
-        with pytest.raises(TypeError, match=r"^k: got "):
-            method(X, *keys)
+    with pytest.raises(TypeError, match=r"^k: got "):
+        attn.tune(X, *keys)
+    attn.compile(X, *keys)
+    with pytest.raises(ValueError, match=r"^v: got "):
+        attn.compile(X, *cuflash.streamed(X, X[:, 1:]))
 
 
 def test_a_call_cannot_be_captured(monkeypatch):

@@ -1,0 +1,83 @@
+"""A call, from the arrays of a caller to what a backend computes.
+
+`prepare` is the only door of `FlashAttention.forward`, `backward`, `plan`, `compile` and `tune`: it finds out whose
+arrays these are, and replaces functions by the options that they spell out. Backends bind what comes out of it
+(`cuflash.spec.binding`), and split leading axes (`cuflash.spec.batch_axes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, overload
+
+from cuflash.arrays.dlpack import Borrowed, Kind
+from cuflash.spec.borrowing import are_cupy, borrow, numpy_arrays
+from cuflash.spec.options import Options
+from cuflash.spec.rewrites import Equivalent, equivalent
+
+OUTPUTS = ("out", "lse")  # of the forward pass, in its order
+
+
+class Call(NamedTuple):
+    """What a backend computes for a call, and the way back."""
+
+    kind: Kind  # whose backend
+    options: Options
+    arrays: dict[str, Any]  # by name; for NumPy only those that are given
+    need: tuple[str, ...]  # names of the results, in the order in which the backend returns them
+    wanted: tuple[str, ...]  # names of the results of the caller
+    given: dict[str, Any]  # the arrays by the names of the caller
+    rewrite: Equivalent | None
+    borrowed: Borrowed | None  # None where the arrays of the caller are those of the backend
+
+    def give_back(self, computed: Sequence[Any], own: Mapping[str, Any]) -> Sequence[Any]:
+        """Results of a backend as those of the caller, whose arrays by name are `own`: in order, shape and library."""
+        if self.need != self.wanted and self.rewrite is not None:
+            computed = self.rewrite.gradients(computed, self.given, self.wanted)
+        if self.borrowed is None:
+            return computed
+        return [self.borrowed.give_back(x, own[name]) for name, x in zip(self.wanted, computed, strict=True)]
+
+
+# fmt: off
+@overload
+def prepare(
+    options: Options, arrays: dict[str, Any], required: Sequence[str], wanted: tuple[str, ...],
+    written: Sequence[str] = ...,
+) -> Call: ...
+@overload
+def prepare(
+    options: Options, arrays: dict[str, Any], required: Sequence[str], wanted: tuple[str, ...],
+    written: Sequence[str], unless: Callable[[Mapping[str, Any]], bool],
+) -> Call | None: ...
+# fmt: on
+
+
+def prepare(
+    options: Options,
+    arrays: dict[str, Any],
+    required: Sequence[str],
+    wanted: tuple[str, ...],
+    written: Sequence[str] = (),
+    unless: Callable[[Mapping[str, Any]], bool] | None = None,
+) -> Call | None:
+    """The call that computes the results `wanted` of a pass; None where `unless` says so of arrays of other kinds.
+
+    `arrays` are those of the caller by name, where None stands for an absent one; `written` names those among them
+    that results are written to, `required` those that have to be there. Raises as `borrow` does.
+    """
+    borrowed, given = None, arrays
+    if are_cupy(arrays, required):
+        kind: Kind = "cupy"
+    elif own := numpy_arrays(arrays, required, written):
+        kind, given = "numpy", own
+    elif unless is not None and unless(arrays):
+        return None
+    else:
+        borrowed = borrow(arrays, required=required, written=written)
+        kind, given = borrowed.kind, borrowed.of_backend
+    rewrite = equivalent(options, given)
+    if rewrite is None:
+        return Call(kind, options, given, wanted, wanted, given, None, borrowed)
+    need = wanted if wanted == OUTPUTS else rewrite.need(wanted)
+    return Call(kind, rewrite.options, rewrite.arrays(given), need, wanted, given, rewrite, borrowed)
