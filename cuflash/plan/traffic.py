@@ -71,17 +71,17 @@ class Traffic:
     def describe(self, bytes_per_s: float, flops_per_s: float = 0) -> str:
         """A line for a plan, with the roofs that these rates of memory and products imply; 0 where one is not known."""
         intensity = self.flops / max(self.moved, 1)
-        sums = f" and {_in_words(self.added)} of sums" if self.added else ""
+        sums = f" and {_in_words(self.added)} of dq sums" if self.added else ""
         line = (
-            f"memory, by model: {_in_words(self.read)} read, {_in_words(self.written)} written, "
-            f"{_in_words(self.least)} in the least; {_in_words(self.tiles)} of tiles{sums} by L2; "
-            f"{intensity:.0f} operations a byte"
+            f"memory model: {_in_words(self.read)} read, {_in_words(self.written)} written (at least "
+            f"{_in_words(self.least)}); {_in_words(self.tiles)} of tile loads{sums} through L2; "
+            f"{intensity:.0f} FLOP/byte"
         )
         if bytes_per_s:
-            line += f", a roof of {intensity * bytes_per_s / 1e12:.4g} TFLOP/s at {bytes_per_s / 1e12:.4g} TB/s"
+            line += f", roofline {intensity * bytes_per_s / 1e12:.4g} TFLOP/s at {bytes_per_s / 1e12:.4g} TB/s"
         if bytes_per_s and flops_per_s:
             seconds = max(self.flops / flops_per_s, self.moved / bytes_per_s)
-            line += f"; {seconds * 1e3:.3g} ms in the least, with products at {flops_per_s / 1e12:.4g} TFLOP/s"
+            line += f"; at least {seconds * 1e3:.3g} ms with products at {flops_per_s / 1e12:.4g} TFLOP/s"
         return line
 
 
