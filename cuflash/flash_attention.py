@@ -356,7 +356,7 @@ class FlashAttention(Preparation):
         if call is None:
             return ForwardResult(*streaming.forward(self.options, arrays, random))
         computed = backend_of(call.kind).forward(call.options, call.arrays, random)
-        return ForwardResult(*call.give_back(computed, arrays))
+        return ForwardResult(*(computed if call.is_direct else call.give_back(computed, arrays)))
 
     # fmt: off
     @overload
@@ -505,4 +505,4 @@ class FlashAttention(Preparation):
         if call is None:
             return kind(*streaming.backward(self.options, arrays, need, random))
         computed = backend_of(call.kind).backward(call.options, call.arrays, call.need, random)
-        return kind(*call.give_back(computed, arrays))
+        return kind(*(computed if call.is_direct else call.give_back(computed, arrays)))

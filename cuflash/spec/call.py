@@ -29,6 +29,7 @@ class Call(NamedTuple):
     given: dict[str, Any]  # the arrays by the names of the caller
     rewrite: Equivalent | None
     borrowed: Borrowed | None  # None where the arrays of the caller are those of the backend
+    is_direct: bool  # what the backend computes are the results of the caller
 
     def give_back(self, computed: Sequence[Any], own: Mapping[str, Any]) -> Sequence[Any]:
         """Results of a backend as those of the caller, whose arrays by name are `own`: in order, shape and library."""
@@ -78,6 +79,6 @@ def prepare(
         kind, given = borrowed.kind, borrowed.of_backend
     rewrite = equivalent(options, given)
     if rewrite is None:
-        return Call(kind, options, given, wanted, wanted, given, None, borrowed)
+        return Call(kind, options, given, wanted, wanted, given, None, borrowed, borrowed is None)
     need = wanted if wanted == OUTPUTS else rewrite.need(wanted)
-    return Call(kind, rewrite.options, rewrite.arrays(given), need, wanted, given, rewrite, borrowed)
+    return Call(kind, rewrite.options, rewrite.arrays(given), need, wanted, given, rewrite, borrowed, False)
