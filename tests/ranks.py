@@ -13,7 +13,7 @@ import cuflash.testing as ct
 from cuflash.spec.problem import Problem
 from tests.scored import Scored
 
-OF_PAIRS = ("bias", "mask")
+PAIR_OPTIONS = ("bias", "mask")
 NO_TERMS = ("q", "k", "v", "out", "lse", "dout", "dlse")
 
 
@@ -45,7 +45,7 @@ class Parts:
         self.places = {name: (split_q, axis) for name in ("q", "dout", "out", "dq")}
         self.places |= {name: (split_k, axis) for name in ("k", "v", "dk", "dv")}
         self.places |= {name: (split_q, -1) for name in ("lse", "dlse")}
-        for name in OF_PAIRS:
+        for name in PAIR_OPTIONS:
             shape: tuple[int, ...] = arrays[name].shape if name in arrays else ()
             if len(shape) > 1 and (shape[-2] != 1 or problem.seqlen_q == 1):
                 self.places |= {name: (split_q, -2), f"d{name}": (split_q, -2)}

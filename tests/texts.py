@@ -103,7 +103,7 @@ def of_functions(s, i, j, *, head, gate, cap, gamma, pairs, kind_q):  # type: ig
     return 0.5 * bounded + 0.2 * rooted + y ** (1 + cuflash.sin(pairs[i, j])) + 0.1 * smooth
 
 
-OF_FUNCTIONS = f"""
+CAPS = f"""
 // The logarithm of 1 + exp(x), with the derivative that it is known to have.
 template <class T> T softplus(T x) {{
   const auto of = value_of(x), e = exp(-abs(of));
@@ -128,6 +128,6 @@ TEXTS = {
         (INTERPOLATED, ["table", "pos_q", "pos_k", "side"], interpolated),
         (BRANCHING, ["slopes", "kind_q", "kind_k", "gate", "pairs"], branching),
         (COUNTED, ["kind_q", "kind_k", "table", "gamma"], counted),
-        (OF_FUNCTIONS, ["gate", "cap", "gamma", "pairs", "kind_q"], of_functions),
+        (CAPS, ["gate", "cap", "gamma", "pairs", "kind_q"], of_functions),
     )
 }

@@ -19,7 +19,7 @@ from cuflash.emulator import SCHEDULES, EmulationError, building
 from cuflash.emulator import passes as emulated
 from cuflash.emulator.launching import ORDERS
 from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.spec.inputs import DEFAULT_NEED, OF_SOFTMAX
+from cuflash.spec.inputs import DEFAULT_NEED, SOFTMAX_GRADIENTS
 from cuflash.testing import reference
 
 
@@ -77,7 +77,7 @@ def calls_of(case: testing.Case) -> tuple[Callable[..., Any], Callable[..., Any]
 
     def gradients(dout: Any, q: Any, k: Any, v: Any, **keywords: Any) -> tuple[Any, ...]:
         out, lse = attn.forward(q, k, v, **testing.optional(keywords), **random)
-        need = (*DEFAULT_NEED, *(name for name in OF_SOFTMAX if name[1:] in keywords))
+        need = (*DEFAULT_NEED, *(name for name in SOFTMAX_GRADIENTS if name[1:] in keywords))
         return attn.backward(dout, q, k, v, out, lse, **testing.optional_backward(keywords), **random, need=need)
 
     return forward, gradients

@@ -18,7 +18,7 @@ from cuflash.cpu import core, fallback, functions_as_terms
 from cuflash.cpu.jobs import cpu_threads
 from cuflash.cpu.packed import clear_rows_of_no_sequence
 from cuflash.spec import row_sums as of_rows
-from cuflash.spec.inputs import DEFAULT_NEED, OF_FLOAT8
+from cuflash.spec.inputs import DEFAULT_NEED, FP8_SCALES
 from cuflash.spec.problem import Problem, scales_of_rows
 
 __all__ = ["backward", "cpu_threads", "describe", "forward", "row_sums"]
@@ -145,7 +145,7 @@ def _run(
         _run_with_wide_queries(problem, arrays, seed, offset)
         return
     if problem.has_float8:
-        scales = {name: scales_of_rows(problem, name, arrays.get(name)) for name in OF_FLOAT8}
+        scales = {name: scales_of_rows(problem, name, arrays.get(name)) for name in FP8_SCALES}
         arrays = {**arrays, **scales}
     wanted = [name for name in problem.gradients if is_backward and arrays.get(name) is not None]
     way, unit, reason = _way_of(problem, wanted)
@@ -204,7 +204,7 @@ def _row_sums_of_float8(
 ) -> Array:
     if problem.multiplies_float8:
         problem, q = _with_wide_queries(problem, q, terms.pop("q_scale", None))
-    terms |= {name: scales_of_rows(problem, name, terms.get(name)) for name in OF_FLOAT8}
+    terms |= {name: scales_of_rows(problem, name, terms.get(name)) for name in FP8_SCALES}
     arrays = {"q": q, "k": k, "v": v, "lse": lse, "row_sums": found[..., :2], **terms}
     fallback.run(problem, arrays, True, None, None)
     return found

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from cuflash.arrays.array_info import DTYPES, FLOAT8, Shaped, extent, layout_of
 from cuflash.cpu.jobs import count_cores
-from cuflash.spec.inputs import DEFAULT_NEED, GRADIENTS, NUMBERS, OF_SCORES, OF_SOFTMAX, SCORES, TERMS
+from cuflash.spec.inputs import DEFAULT_NEED, GRADIENTS, NUMBERS, SCORE_GRADIENTS, SCORES, SOFTMAX_GRADIENTS, TERMS
 from cuflash.spec.problem import Problem
 
 Array = NDArray[Any]
@@ -45,7 +45,7 @@ AXES = {
     **dict.fromkeys(("lse", "dlse"), 3),
     **_AXES_OF_TERMS,
     "row_sums": 4,
-    **{name: _AXES_OF_TERMS.get(name[1:], 0) for name in (*OF_SCORES, *OF_SOFTMAX)},
+    **{name: _AXES_OF_TERMS.get(name[1:], 0) for name in (*SCORE_GRADIENTS, *SOFTMAX_GRADIENTS)},
 }
 DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD, UNALIGNED, NOT_APART = range(6)
 _TUPLE_HEAD = tuple.__basicsize__  # bytes before the addresses of its items, in CPython

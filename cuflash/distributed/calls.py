@@ -42,7 +42,7 @@ from cuflash.spec import borrowing
 from cuflash.spec.batch_axes import Calls as LeadingCalls
 from cuflash.spec.batch_axes import as_one_call
 from cuflash.spec.binding import INPUTS, Contiguous, Pass
-from cuflash.spec.inputs import BROADCAST, OF_FLOAT8, OF_HEADS, TERMS, Terms
+from cuflash.spec.inputs import BROADCAST, FP8_SCALES, PER_HEAD_INPUTS, TERMS, Terms
 from cuflash.spec.options import Options, diagonal_of, window_of
 from cuflash.spec.problem import Problem, make_problem
 from cuflash.spec.results import Array
@@ -53,7 +53,7 @@ from cuflash.spec.score_args import checked_with_captured, names_of
 Result = TypeVar("Result")
 ALL_ROWS = "all"  # what an array without an axis of queries says instead of their number
 # Terms that are the same on all ranks, because they have no axes of rows.
-_OF_ALL = (*(term.name for term in TERMS if term.own_axes in (0, 1)), *OF_FLOAT8)
+_OF_ALL = (*(term.name for term in TERMS if term.own_axes in (0, 1)), *FP8_SCALES)
 # Terms that depend on the numbers of rows.
 _COUNTED = frozenset(term.name for term in TERMS if term.part_of != "softmax")
 _STARTS = ("cu_seqlens_q", "cu_seqlens_k")
@@ -61,7 +61,7 @@ _LARGE_ROWS = "_large rows"
 MAX_KNOWN = 256  # calls whose preparation is kept
 WARM_UP = 600.0  # seconds by which ranks on devices wait longer for one another, while kernels may be compiled
 # Terms that may replace a function that spells them out. A bias is not among them: each rank has other rows of it.
-_SPELLED = tuple(term.name for term in OF_HEADS if term.part_of == "scores")
+_SPELLED = tuple(term.name for term in PER_HEAD_INPUTS if term.part_of == "scores")
 
 
 class Call(NamedTuple):
@@ -274,7 +274,7 @@ class Calls:
             raise not_served("block_table", got, "contiguous keys; each rank's pages gathered into them")
         borrowed = borrowing.borrow(arrays, required=required)
         given = {name: x for name, x in borrowed.arrays.items() if x is not None}
-        for name in OF_FLOAT8:
+        for name in FP8_SCALES:
             if name in given and given[name].shape[-1:] not in ((), (1,)):
                 got = f"shape {tuple(given[name].shape)}, factors of blocks of rows"
                 raise not_served(name, got, "one factor for the array, (), or for each head, (num_heads, 1)")
@@ -442,7 +442,7 @@ class Calls:
             return self._packed_problem(method, call, split_q, of_all)
         if "block_mask" in given:
             plain, q = replace(self.options, score=None, mask_function=None), _longer(given["q"], axis, split_q.seqlen)
-            terms = {name: given[name] for name in ("block_mask", *OF_FLOAT8) if name in given}
+            terms = {name: given[name] for name in ("block_mask", *FP8_SCALES) if name in given}
             block_size = make_problem(plain, q, *of_all.values(), **terms).block_size
             others = call._replace(given={name: x for name, x in given.items() if name != "block_mask"})
             return replace(self._problem(method, others, split_q, split_k), block_size=block_size)

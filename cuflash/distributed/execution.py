@@ -22,7 +22,7 @@ from cuflash.gpu.elementwise import assign
 from cuflash.shards.merge import merge_into
 from cuflash.shards.slices import Parts
 from cuflash.spec import row_sums
-from cuflash.spec.inputs import BROADCAST, DEFAULT_NEED, OF_SOFTMAX
+from cuflash.spec.inputs import BROADCAST, DEFAULT_NEED, SOFTMAX_GRADIENTS
 
 Array = Any
 CACHE_BYTES = 3 * 2**23  # half of the L2 cache of an H100
@@ -162,7 +162,7 @@ class Execution(Run):
                 own = {"dq": results["dq"][:, self.q_heads(heads), at]} if "dq" in need else {}
                 if not is_one:
                     own = {name: self.xp.empty(x.shape, self.parts.softmax_dtype) for name, x in own.items()}
-                wanted = tuple(name for name in need if tile.part == 0 or name not in OF_SOFTMAX)
+                wanted = tuple(name for name in need if tile.part == 0 or name not in SOFTMAX_GRADIENTS)
                 with streams.of_call(number):
                     if self._is_left_over(tile):
                         for array in own.values():

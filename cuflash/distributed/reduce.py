@@ -14,7 +14,7 @@ from cuflash.arrays.memory_ranges import Span, cut, places
 from cuflash.distributed.rank import Run, of_heads
 from cuflash.distributed.schedule import Round, Tile, Walk
 from cuflash.gpu.elementwise import WIDE, assign, minus_row_products, sum_of
-from cuflash.spec.inputs import GRADIENTS, OF_NUMBERS
+from cuflash.spec.inputs import GRADIENTS, NUMBER_GRADIENTS
 from cuflash.spec.row_sums import NUMBERS
 
 Array = Any
@@ -211,7 +211,7 @@ class Sums:
                 total = total[:, :, run.local(run.schedule.split_q, tile.own_queries)]
                 part = part[:, :, tile.front[0] :]
             total = total if total.shape[3] == 1 else total[..., slice(*tile.keys)]
-        elif name in GRADIENTS and name not in OF_NUMBERS:
+        elif name in GRADIENTS and name not in NUMBER_GRADIENTS:
             total = total[..., run.q_heads(heads)]
             if run.schedule.packing is not None:
                 total = of_sequences(total, tile)

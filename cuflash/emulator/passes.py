@@ -18,7 +18,7 @@ from cuflash.plan.argument import maps_offset
 from cuflash.plan.tensor_map import TensorMapSpec
 from cuflash.plan.tiles import Tile
 from cuflash.spec.binding import Binding, Pass, bind, is_in_k
-from cuflash.spec.inputs import DEFAULT_NEED, OF_NUMBERS, OF_SOFTMAX
+from cuflash.spec.inputs import DEFAULT_NEED, NUMBER_GRADIENTS, SOFTMAX_GRADIENTS
 from cuflash.spec.problem import Problem
 
 Place = Callable[[np.ndarray], np.ndarray]
@@ -192,11 +192,11 @@ def backward(
     `arrays` holds dout too, and maybe dlse. Other parameters are those of `forward`.
     """
     if need is None:
-        need = (*DEFAULT_NEED, *(name for name in OF_SOFTMAX if arrays.get(name[1:]) is not None))
+        need = (*DEFAULT_NEED, *(name for name in SOFTMAX_GRADIENTS if arrays.get(name[1:]) is not None))
     every: dict[str, Any] = {
         name: (arrays[name[1:]].shape, arrays[name[1:]].dtype) for name in need if name[1:] in arrays
     }
-    every |= {name: ((), problem.softmax_dtype) for name in OF_NUMBERS}
+    every |= {name: ((), problem.softmax_dtype) for name in NUMBER_GRADIENTS}
     every |= {name: (arrays[name[1:]].shape, problem.softmax_dtype) for name in problem.wide}
     results = {name: every[name] for name in problem.gradients if name in need}
     return _call("backward", problem, {**arrays, "out": out, "lse": lse}, results, **options)

@@ -15,7 +15,7 @@ from cuflash.arrays.array_info import Operand
 from cuflash.plan import LaunchPlan
 from cuflash.plan.argument import ARRAYS, CAPTURED_BYTES, FIELDS, OF_LENGTH, PARAMS_BYTES, RUN_TIME, maps_offset
 from cuflash.plan.tensor_map import BYTES as TENSOR_MAP_BYTES
-from cuflash.spec.inputs import NAMES, NUMBERS, OF_FLOAT8
+from cuflash.spec.inputs import FP8_SCALES, NAMES, NUMBERS
 from cuflash.spec.problem import Problem
 
 # The layout is that of a struct of these fields in C.
@@ -72,7 +72,7 @@ def parameters(
     for name in RUN_TIME:
         params[name] = getattr(plan.run_time, name)
     params["num_pages"] = problem.k.shape[0] if problem.block_table is not None else 0
-    for name in OF_FLOAT8:
+    for name in FP8_SCALES:
         params[f"{name}_shift"] = max(problem.scale_block(name).bit_length() - 1, 0)
     return _with_captured(params, plan, operands) if problem.has_functions else params
 

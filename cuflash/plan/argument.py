@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from cuflash.plan.launch_plan import RunTime
 from cuflash.plan.tiles import round_up
-from cuflash.spec.inputs import NUMBERS, OF_FLOAT8, OF_NUMBERS, TERMS
+from cuflash.spec.inputs import FP8_SCALES, NUMBER_GRADIENTS, NUMBERS, TERMS
 from cuflash.spec.problem import Problem
 
 # Arrays in the order of the struct, with the number of strides that follow each pointer.
@@ -15,7 +15,7 @@ ARRAYS = (
     *((name, 3) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "lse", "dlse")),
     *((term.name, term.strides) for term in TERMS),
     *((term.gradient, term.strides) for term in TERMS if term.part_of),
-    *((name, 0) for name in OF_NUMBERS),
+    *((name, 0) for name in NUMBER_GRADIENTS),
     *(
         (name, 0)
         for name in (
@@ -49,7 +49,7 @@ def _fields() -> tuple[tuple[str, str, int], ...]:
         *((name, "I", 1) for name in ("seed_low", "seed_high", "offset", "dropout_threshold")),
         *((name, "I", 1) for name in ("dropout_rows", "dropout_columns", "dropout_head", "dropout_heads")),
         ("kept_scale", "f", 1),
-        *((name, "i", 1) for name in ("num_pages", *(f"{name}_shift" for name in OF_FLOAT8))),
+        *((name, "i", 1) for name in ("num_pages", *(f"{name}_shift" for name in FP8_SCALES))),
         *((f"{name}_float64", "d", 1) for name in (*NUMBERS, "kept_scale")),
         *((name, kind, 1) for name, kind in AT_END.items()),
     )

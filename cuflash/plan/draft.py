@@ -17,7 +17,7 @@ from cuflash.plan.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 from cuflash.plan.tiles import Tile, round_up
 from cuflash.score_mod import Program
 from cuflash.spec.binding import Pass
-from cuflash.spec.inputs import DEFINES, MASKS, OF_FLOAT8, OF_FUNCTIONS, OF_PAIRS, OF_SCORES, TERMS, Term
+from cuflash.spec.inputs import CAPS, DEFINES, FP8_SCALES, MASKS, PAIR_OPTIONS, SCORE_GRADIENTS, TERMS, Term
 from cuflash.spec.problem import Problem
 
 TABLE_WARPS = 8  # warps of a block that fills tables
@@ -406,7 +406,7 @@ class Draft:
 # Options that make no difference to the kernels around the main one, and the macros that tell of them. Those kernels
 # are compiled without these options, so that one compilation serves all combinations.
 _UNTOLD: dict[str, tuple[str, ...]] = {
-    **{name: (DEFINES[name],) for name in OF_PAIRS if name in DEFINES},
+    **{name: (DEFINES[name],) for name in PAIR_OPTIONS if name in DEFINES},
     "bias": (DEFINES["bias"], "CUFLASH_BIAS_OF_PAIRS", "CUFLASH_BIAS_OF_KEYS"),
     "mask": (DEFINES["mask"], "CUFLASH_MASK_OF_KEYS", "CUFLASH_MASK_BY_BITS"),
     "block_mask": ("CUFLASH_MASK_BLOCK_M", "CUFLASH_MASK_BLOCK_N", "CUFLASH_HAS_LISTS", "CUFLASH_HAS_NOTES"),
@@ -425,7 +425,7 @@ _TOLD = {
     "scores_reduce.cu": ("bias",),
     "split_combine.cu": ("scale",),
     "sinks.cu": ("scale",),
-    "backward_preprocess.cu": tuple(name for name in _UNTOLD if name != "dropout" and name not in OF_FLOAT8),
+    "backward_preprocess.cu": tuple(name for name in _UNTOLD if name != "dropout" and name not in FP8_SCALES),
     "backward_postprocess.cu": ("dropout",),
     "score_args_gradients.cu": ("score",),
     "hoisted.cu": ("score",),
@@ -466,11 +466,11 @@ _DTYPE_TAGS = {
 def common_defines(
     problem: Problem, device: DeviceSpec, load_bytes: int, store_bytes: int, *, natural: bool
 ) -> dict[str, str | int]:
-    changes_scores = any(name in OF_FUNCTIONS or f"d{name}" in OF_SCORES for name in problem.acting)
+    changes_scores = any(name in CAPS or f"d{name}" in SCORE_GRADIENTS for name in problem.acting)
     changes_scores = changes_scores or problem.score is not None
     lists_function = problem.mask_function is not None and not problem.is_packed
     terms = {term.define: _define_of(getattr(problem, term.name), term) for term in TERMS if term.define}
-    numbers = {DEFINES[name]: int(getattr(problem, name) is not None) for name in OF_FUNCTIONS}
+    numbers = {DEFINES[name]: int(getattr(problem, name) is not None) for name in CAPS}
     return {
         **terms,
         **numbers,

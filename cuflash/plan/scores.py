@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan.draft import ADDS_CAPTURED, FINDS_LARGEST, SUMS_CAPTURED, Draft, check_blocks
 from cuflash.plan.tiles import Tile
-from cuflash.spec.inputs import OF_HEADS, OF_SCORES, TERMS
+from cuflash.spec.inputs import SCORE_GRADIENTS
 
 SCORES_REDUCE_WARPS = 8
 # What it costs to share a tile of dbias, in units of the time of one summed tile of pairs, which is 1.4 us on an H100
@@ -17,33 +17,29 @@ SCORES_REDUCE_WARPS = 8
 # are written and read 0.04 us.
 SHARE_STEPS, ADD_STEPS, ADD_STEPS_OF_SHARE = 2, 3, 0.03
 EXACT_WORDS = 12  # kSumWords of kernels/common/softmax/exact_sums.cuh
-# The gradient whose kernel stores tiles of gradients of scores, and the one that is a number for each head. Each of
-# the others is one number.
-_STORED = next(term.gradient for term in TERMS if term.part_of == "scores" and term.broadcasts)
-_OF_HEADS = next(term.gradient for term in OF_HEADS if term.part_of == "scores")
 _AXES = ("BATCH", "HEADS", "QUERIES", "KEYS")
 _AXES_WORDS = ("batch entries", "heads", "tiles of queries", "tiles of keys")
 
 
 def score_gradients(draft: Draft) -> tuple[str, ...]:
     """The gradients of parts of the scores that are wanted."""
-    return tuple(name for name in draft.need if name in OF_SCORES)
+    return tuple(name for name in draft.need if name in SCORE_GRADIENTS)
 
 
 def by_kind(names: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """These gradients by kind: the one that is stored, and those that are sums. One kernel makes all of a kind."""
-    return tuple(x for x in names if x == _STORED), tuple(x for x in names if x != _STORED)
+    return tuple(x for x in names if x == "dbias"), tuple(x for x in names if x != "dbias")
 
 
 def is_of_keys(draft: Draft) -> bool:
     """Whether the gradient that is stored differs from key to key only."""
-    *_, of_row, of_key = draft.arrays[_STORED].strides
+    *_, of_row, of_key = draft.arrays["dbias"].strides
     return of_row == 0 and of_key != 0
 
 
 def needs(names: Collection[str]) -> dict[str, int]:
     """The macros that tell a kernel which gradients of parts of the scores it makes."""
-    return {f"CUFLASH_NEEDS_{name.upper()}": int(name in names) for name in OF_SCORES}
+    return {f"CUFLASH_NEEDS_{name.upper()}": int(name in names) for name in SCORE_GRADIENTS}
 
 
 def add_stored(
@@ -64,7 +60,7 @@ def add_stored(
     options = needs(stored) | _sums(axes) | draft.add_bias_notes(tile) | defines
     draft.add(source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), stored, **options)
     words = ", ".join(f"{n} {x}" for x, n, summed in zip(_AXES_WORDS, sizes, axes, strict=True) if summed and n > 1)
-    draft.reasons.append(f"{_STORED}: {owned} tiles of pairs" + (f", each a sum over {words}" if words else ""))
+    draft.reasons.append(f"dbias: {owned} tiles of pairs" + (f", each a sum over {words}" if words else ""))
     if splits > 1:
         rows, columns = (1 if axes[2] else tile.block_m), (1 if axes[3] else tile.block_n)
         draft.scratch["score_partials"] = shared * splits * rows * columns
@@ -82,7 +78,7 @@ def add_sums(draft: Draft, tile: Tile, source: str, sums: Collection[str]) -> No
     draft.set(sums_splits=splits)
     options = needs(sums) | _sums((False, False, False, True)) | draft.add_bias_notes(tile)
     draft.add(source, tile, m_blocks * splits, tile.shared_bytes(*draft.padded_dims(tile)), sums, **options)
-    draft.scratch["sums_partials"] = (len(OF_SCORES) - 1) * m_blocks * splits
+    draft.scratch["sums_partials"] = (len(SCORE_GRADIENTS) - 1) * m_blocks * splits
     _add_reduce(draft, tile, _numbers(draft, sums), sums, _axes_of_heads(draft), by_keys=False)
     draft.reasons.append(f"{', '.join(sums)}: sums by {m_blocks * splits} blocks, added in a fixed order")
 
@@ -167,8 +163,8 @@ def add_key_sums(draft: Draft, tile: Tile, blocks: int, made: Collection[str]) -
         draft.scratch["score_partials"] = key_parts * tile.block_n
         _add_reduce(draft, tile, grid, stored, axes, by_keys=True)
     if sums:
-        of_heads = key_parts if _OF_HEADS in sums else 0
-        draft.scratch["sums_partials"] = warps * (of_heads + blocks * len(set(sums) - {_OF_HEADS}))
+        of_heads = key_parts if "dalibi_slopes" in sums else 0
+        draft.scratch["sums_partials"] = warps * (of_heads + blocks * len(set(sums) - {"dalibi_slopes"}))
         _add_reduce(draft, tile, _numbers(draft, sums), sums, _axes_of_heads(draft), by_keys=True)
     draft.reasons.append(f"{', '.join(made)}: summed by the main kernel, by tiles of keys, and added in a fixed order")
 
@@ -188,16 +184,16 @@ def _sums(axes: Sequence[bool]) -> dict[str, int]:
 
 def _axes_of_stored(draft: Draft) -> tuple[bool, ...]:
     """Which axes the gradient that is stored is summed over."""
-    return tuple(stride == 0 for stride in draft.arrays[_STORED].strides)
+    return tuple(stride == 0 for stride in draft.arrays["dbias"].strides)
 
 
 def _axes_of_heads(draft: Draft) -> tuple[bool, ...]:
     """Which axes the gradient that is a number for each head is summed over, if it is wanted."""
-    return (_OF_HEADS in draft.arrays and draft.arrays[_OF_HEADS].strides[0] == 0, False, False, True)
+    return ("dalibi_slopes" in draft.arrays and draft.arrays["dalibi_slopes"].strides[0] == 0, False, False, True)
 
 
 def _numbers(draft: Draft, sums: Collection[str]) -> int:
     """How many numbers these gradients have together, all of which are sums."""
     problem = draft.problem
-    of_heads = problem.num_heads * (1 if _axes_of_heads(draft)[0] else problem.batch) if _OF_HEADS in sums else 0
-    return of_heads + len(set(sums) - {_OF_HEADS})
+    of_heads = problem.num_heads * (1 if _axes_of_heads(draft)[0] else problem.batch) if "dalibi_slopes" in sums else 0
+    return of_heads + len(set(sums) - {"dalibi_slopes"})

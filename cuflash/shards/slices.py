@@ -25,7 +25,7 @@ from cuflash.gpu.elementwise import WIDE, assign, lengths_in, wide_layout
 from cuflash.score_mod import COUNTED, ORIGIN
 from cuflash.spec import row_sums
 from cuflash.spec.binding import INPUTS
-from cuflash.spec.inputs import BROADCAST, DEFAULT_NEED, GRADIENTS, NAMES, OF_FLOAT8, OF_HEADS
+from cuflash.spec.inputs import BROADCAST, DEFAULT_NEED, FP8_SCALES, GRADIENTS, NAMES, PER_HEAD_INPUTS
 from cuflash.spec.options import ORIGIN_STEP, Options, Origin
 from cuflash.spec.problem import Problem
 from cuflash.spec.score_args import gradient_names, names_of
@@ -280,12 +280,12 @@ class Parts:
 
     def of_heads(self, q_heads: slice, *, of_softmax: bool) -> dict[str, Array]:
         """The terms that have a number for each query head; those of the softmax only if `of_softmax`."""
-        rows = (term for term in OF_HEADS if of_softmax or term.part_of != "softmax")
+        rows = (term for term in PER_HEAD_INPUTS if of_softmax or term.part_of != "softmax")
         return {x.name: self.arrays[x.name][..., q_heads] for x in rows if self.arrays.get(x.name) is not None}
 
     def scales(self, q_heads: slice, heads: slice) -> dict[str, Array]:
         """The factors of q, k and v of float8, which are those of all rows, for some query and key/value heads."""
-        found = {name: self.arrays[name] for name in OF_FLOAT8 if self.arrays.get(name) is not None}
+        found = {name: self.arrays[name] for name in FP8_SCALES if self.arrays.get(name) is not None}
         own = {name: q_heads if name == "q_scale" else heads for name in found}
         return {name: x if x.ndim < 2 or x.shape[-2] == 1 else x[..., own[name], :] for name, x in found.items()}
 

@@ -33,7 +33,7 @@ from cuflash.arrays.checks import counted, value_error
 from cuflash.arrays.dlpack import check_distinct, module_of, overlap
 from cuflash.arrays.fp8 import on_bits
 from cuflash.spec.binding import INPUTS
-from cuflash.spec.inputs import BROADCAST, DEFAULT_NEED, OF_NUMBERS, TERMS
+from cuflash.spec.inputs import BROADCAST, DEFAULT_NEED, NUMBER_GRADIENTS, TERMS
 from cuflash.spec.options import Options
 
 Array = Any  # of NumPy or CuPy
@@ -179,7 +179,7 @@ def _axes_of(
 
     def is_sum(name: str) -> bool:
         model = name[1:]
-        if name in full or (model not in steps and name not in OF_NUMBERS):
+        if name in full or (model not in steps and name not in NUMBER_GRADIENTS):
             return False
         leading = len(shapes[model]) - _OWN_AXES[model] if model in shapes else 0
         own = _aligned(shapes[model][:leading] if leading > 0 else (), len(lengths))

@@ -29,7 +29,7 @@ from cuflash.arrays.array_info import (
 )
 from cuflash.arrays.checks import value_error
 from cuflash.arrays.dlpack import check_distinct
-from cuflash.spec.inputs import DEFAULT_NEED, GRADIENTS, NAMES, OF_FLOAT8, OF_NUMBERS, TERMS
+from cuflash.spec.inputs import DEFAULT_NEED, FP8_SCALES, GRADIENTS, NAMES, NUMBER_GRADIENTS, TERMS
 from cuflash.spec.options import Options, window_of
 from cuflash.spec.problem import Problem, check_differentiable, gradient_operand, make_problem
 from cuflash.spec.score_args import gradient_names, names_of
@@ -151,7 +151,7 @@ def bind(
     copied = tuple(name for name in _OVER_HEAD_DIMENSIONS if name in given and _is_scattered(given[name]))
     for name in copied:
         lying[name], addresses[name] = Contiguous(tuple(given[name].shape), given[name].dtype), 0
-    apart = (*NAMES, *OF_NUMBERS, *captured)
+    apart = (*NAMES, *NUMBER_GRADIENTS, *captured)
     operands = {name: _operand(name, x, problem) for name, x in lying.items() if name not in apart}
     for name in operands.keys() & set(_OVER_HEAD_DIMENSIONS):
         operands[name] = replace(operands[name], alignment=math.gcd(16, addresses[name]))
@@ -247,7 +247,7 @@ def growing_keys(options: Options, arrays: Mapping[str, Any]) -> Growing:
     for name in _OVER_KEYS:
         if arrays[name] is not None:
             return FIXED
-    for name in OF_FLOAT8:
+    for name in FP8_SCALES:
         scale = arrays.get(name)
         if scale is not None and scale.shape[-1:] not in ((), (1,)):
             return FIXED
@@ -314,7 +314,7 @@ def _expected(name: str, problem: Problem, given: Mapping[str, Shaped]) -> tuple
     """The shape and dtype that an array must have in this problem."""
     if name in _OVER_ROWS:
         return problem.lse_shape, problem.softmax_dtype
-    if name in OF_NUMBERS:
+    if name in NUMBER_GRADIENTS:
         return (), problem.softmax_dtype
     if name in _OF_TERMS or name in problem.captured_gradients:
         model = given[name[1:]]

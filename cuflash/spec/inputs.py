@@ -152,7 +152,7 @@ ACTING = tuple(term.name for term in sorted(TERMS, key=lambda term: term.acts) i
 # The terms over pairs of a query and a key. They broadcast along these axes.
 BROADCAST = tuple(term.name for term in TERMS if term.broadcasts)
 # The terms that have a number for each query head: they act alike in every batch entry, or have an axis for these.
-OF_HEADS = tuple(term for term in TERMS if term.part_of and not term.broadcasts)
+PER_HEAD_INPUTS = tuple(term for term in TERMS if term.part_of and not term.broadcasts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,38 +191,37 @@ NUMBER_ROWS = (
     # rounding of the weights hides the error.
     Number(name="softcap", is_positive=True, exponents={"float16": 16, "bfloat16": 16}),
 )
-# The first always has a value. The others have one only if they are given. They are parameters of a function that acts
-# on scaled products, before the terms act.
+# The first always has a value. The others have one only if they are given.
 NUMBERS = tuple(number.name for number in NUMBER_ROWS)
-OF_FUNCTIONS = NUMBERS[1:]
+CAPS = ("softcap",)  # parameters of a function that acts on scaled products, before the terms act
 # The terms of which kernels read int32 alone. Calls convert int64, which is NumPy's integer and that of its sums.
 NARROWED = tuple(term.name for term in TERMS if term.dtypes == ("int32",))
 # The factors of fp8 q, k and v; their names begin with those of the arrays.
-OF_FLOAT8 = ("q_scale", "k_scale", "v_scale")
+FP8_SCALES = ("q_scale", "k_scale", "v_scale")
 # Options that act on scores pair by pair, in the order in which they do: a kernel without scores knows none of them.
-OF_PAIRS = (
-    *OF_FUNCTIONS,
+PAIR_OPTIONS = (
+    *CAPS,
     *(name for name in ACTING if BY_NAME[name].has_keys or BY_NAME[name].part_of == "scores"),
 )
-# Those of `OF_PAIRS` that hide pairs, and do nothing else.
-MASKS = tuple(name for name in OF_PAIRS if name in BY_NAME and not BY_NAME[name].part_of)
-# The others of `OF_PAIRS`, which make the score: a score_mod takes their place.
-OF_SCORE = tuple(name for name in OF_PAIRS if name not in MASKS)
+# Those of `PAIR_OPTIONS` that hide pairs, and do nothing else.
+MASKS = tuple(name for name in PAIR_OPTIONS if name in BY_NAME and not BY_NAME[name].part_of)
+# The others of `PAIR_OPTIONS`, which make the score: a score_mod takes their place.
+SCORE_OPTIONS = tuple(name for name in PAIR_OPTIONS if name not in MASKS)
 # The macros that tell kernels whether an option is given.
 DEFINES: Mapping[str, str] = {
-    **{name: f"CUFLASH_HAS_{name.upper()}" for name in OF_FUNCTIONS},
+    **{name: f"CUFLASH_HAS_{name.upper()}" for name in CAPS},
     **{term.name: term.define for term in TERMS if term.define},
 }
 # The gradients that `backward` gives unless it is told otherwise; those that are sums of gradients of scores; those of
 # parts of the softmax; and all of them, in the order in which `backward` gives them.
 DEFAULT_NEED = ("dq", "dk", "dv")
-OF_NUMBERS = tuple(f"d{name}" for name in NUMBERS)
-OF_SCORES = (*(term.gradient for term in TERMS if term.part_of == "scores"), *OF_NUMBERS)
-OF_SOFTMAX = tuple(term.gradient for term in TERMS if term.part_of == "softmax")
-GRADIENTS = (*DEFAULT_NEED, *OF_SCORES, *OF_SOFTMAX)
+NUMBER_GRADIENTS = tuple(f"d{name}" for name in NUMBERS)
+SCORE_GRADIENTS = (*(term.gradient for term in TERMS if term.part_of == "scores"), *NUMBER_GRADIENTS)
+SOFTMAX_GRADIENTS = tuple(term.gradient for term in TERMS if term.part_of == "softmax")
+GRADIENTS = (*DEFAULT_NEED, *SCORE_GRADIENTS, *SOFTMAX_GRADIENTS)
 _ADDED = tuple(term.name for term in TERMS if term.part_of == "scores")
 # Gradients that only a problem with a certain option has, and that option.
-OF_OPTIONS = {f"d{name}": name for name in OF_FUNCTIONS} | {term.gradient: term.name for term in TERMS if term.part_of}
+INPUT_OF_GRADIENT = {f"d{name}": name for name in CAPS} | {term.gradient: term.name for term in TERMS if term.part_of}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +267,7 @@ class Given(Numbers):
     @property
     def acting(self) -> tuple[str, ...]:
         """The options that act on scores, in the order in which they do."""
-        return self.given((*OF_FUNCTIONS, *ACTING))
+        return self.given((*CAPS, *ACTING))
 
 
 class OfNumbers(TypedDict, total=False):

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from cuflash.arrays.checks import as_bool, as_integer, as_real, check_choice, type_error, typed, value_error
 from cuflash.score_mod import Score, ScoreFunction, Traced
-from cuflash.spec.inputs import NUMBER_ROWS, OF_SCORE, Numbers
+from cuflash.spec.inputs import NUMBER_ROWS, SCORE_OPTIONS, Numbers
 
 Function = Callable[..., Any] | Traced  # it makes scores or hides pairs
 LAYOUTS = ("bhsd", "bshd")
@@ -88,7 +88,7 @@ class Options(Numbers):
         checked["score"] = self.score if isinstance(self.score, Score) else _traced("score", self.score)
         checked["mask_function"] = _traced("mask", self.mask_function)
         if self.score is not None:
-            for name in OF_SCORE:
+            for name in SCORE_OPTIONS:
                 if getattr(self, name, None) is not None:
                     raise beside_score_error(name)
         if min(self.origin) < 0 or any(place % ORIGIN_STEP for place in self.origin[:2]):

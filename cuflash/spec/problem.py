@@ -37,7 +37,7 @@ from cuflash.arrays.array_info import (
 )
 from cuflash.arrays.checks import counted, type_error, value_error
 from cuflash.score_mod import Program, ScoreFunction, Traced, hoisted_program_of, program_of
-from cuflash.spec.inputs import BY_NAME, GRADIENTS, NAMES, NUMBER_ROWS, OF_FLOAT8, Given, Term, Terms
+from cuflash.spec.inputs import BY_NAME, FP8_SCALES, GRADIENTS, NAMES, NUMBER_ROWS, Given, Term, Terms
 from cuflash.spec.options import Options, Origin, check_block_size, diagonal_of, rounded_rate, window_of
 from cuflash.spec.score_args import check_alone, operands_of
 
@@ -396,7 +396,7 @@ def make_problem(
     operands: dict[str, Any] = {
         name: _term_operand(BY_NAME[name], array, dtype, sizes)
         for name, array in given.items()
-        if name not in OF_FLOAT8
+        if name not in FP8_SCALES
     }
     operands |= _scale_operands(given, q4, k4, v4)
     block_size = (0, 0)
@@ -532,9 +532,9 @@ def _block_mask_operand(array: Shaped, block_size: tuple[int, int], sizes: Mappi
 
 
 def _scale_operands(given: Mapping[str, Shaped], q: Operand, k: Operand, v: Operand) -> dict[str, Operand]:
-    """Those of `OF_FLOAT8` that are given, each of which an fp8 array requires."""
+    """Those of `FP8_SCALES` that are given, each of which an fp8 array requires."""
     found = {}
-    for name, of in zip(OF_FLOAT8, (q, k, v), strict=True):
+    for name, of in zip(FP8_SCALES, (q, k, v), strict=True):
         if name in given:
             first = "num_pages" if "block_table" in given and of is not q else "batch"
             found[name] = _scale_operand(name, given[name], of, first)
@@ -545,7 +545,7 @@ def _scale_operands(given: Mapping[str, Shaped], q: Operand, k: Operand, v: Oper
 
 
 def _scale_operand(name: str, array: Shaped, of: Operand, first: str) -> Operand:
-    """One of `OF_FLOAT8` over the first two axes of q, k or v and blocks of its rows."""
+    """One of `FP8_SCALES` over the first two axes of q, k or v and blocks of its rows."""
     if of.dtype not in FLOAT8:
         raise value_error(name, "an array", f"None, since {name[0]} has dtype {of.dtype}: multiply by it instead")
     check_dtype(name, array, BY_NAME[name].dtypes)
@@ -605,7 +605,7 @@ def check_pages(problem: Problem, block_table: NDArray[Any], kv_lengths: NDArray
 
 
 def scales_of_rows(problem: Problem, name: str, scale: NDArray[Any] | None) -> NDArray[Any] | None:
-    """One of `OF_FLOAT8` as (batch or pages, heads, rows of q, k or v), a view where no two rows share one."""
+    """One of `FP8_SCALES` as (batch or pages, heads, rows of q, k or v), a view where no two rows share one."""
     import numpy as np
 
     operand: Operand | None = getattr(problem, name)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from cuflash.arrays.checks import type_error, typed, value_error
 from cuflash.spec.binding import PASSES, Pass
-from cuflash.spec.inputs import GRADIENTS, NUMBERS, OF_OPTIONS, NamedGradients
+from cuflash.spec.inputs import GRADIENTS, INPUT_OF_GRADIENT, NUMBERS, NamedGradients
 
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one kind per call
 
@@ -67,7 +67,7 @@ def needed(
             listed = ", ".join(map(repr, every[:-1])) + f" or {every[-1]!r}"
             raise value_error("need", repr(name), listed)
     wanted = tuple(name for name in every if name in need or results.get(name) is not None)
-    for gradient, name in OF_OPTIONS.items():
+    for gradient, name in INPUT_OF_GRADIENT.items():
         if gradient in wanted and given.get(name) is None:
             argument = "need" if results[gradient] is None else gradient
             expected = f"FlashAttention({name}=...)" if name in NUMBERS else f"the {name} that forward took"

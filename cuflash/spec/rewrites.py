@@ -16,7 +16,7 @@ from cuflash.arrays.array_info import FLOAT8
 from cuflash.score_mod import program_of
 from cuflash.score_mod.nodes import Node
 from cuflash.spec.binding import INPUTS
-from cuflash.spec.inputs import BY_NAME, GRADIENTS, NUMBER_ROWS, NUMBERS, OF_FUNCTIONS, OF_SCORE
+from cuflash.spec.inputs import BY_NAME, GRADIENTS, NUMBER_ROWS, NUMBERS, SCORE_OPTIONS
 from cuflash.spec.options import Options, diagonal_of
 from cuflash.spec.score_args import gradient_names, names_of
 
@@ -24,9 +24,8 @@ AXES = ("batch", "head", "i", "j")  # the axes of a bias, named after the inputs
 Index = tuple[slice | None, ...]
 Bounds = tuple[int | None, int | None]  # (left, right) of a window
 _ALL: Index = ()  # the array as it is
-(_CAP,) = OF_FUNCTIONS  # c of ``c * tanh(s / c)``
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k")
-_LOOKED_AT = (*_PACKED, "block_table", *OF_SCORE)
+_LOOKED_AT = (*_PACKED, "block_table", *SCORE_OPTIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +82,8 @@ class Equivalent:
 
     def describe(self, options: Options, given: Mapping[str, Any]) -> str:
         """The text about it in a plan, for the options and the arrays of the call."""
-        cap = getattr(self.options, _CAP)
-        numbers = [] if cap is None else [f"{_CAP} = {cap}"]
+        cap = self.options.softcap
+        numbers = [] if cap is None else [f"softcap = {cap}"]
         terms = [f"{term} = {name}" for name, (term, _) in self.places.items()]
         bounds = [f"window = {self.options.window}"] if options.mask_function and not self.options.mask_function else []
         kinds = tuple((name, given[name].ndim, given[name].dtype.name) for name in names_of(options))
@@ -93,7 +92,9 @@ class Equivalent:
         return f"{said}\n{program.describe()}"
 
 
-def equivalent(options: Options, arrays: Mapping[str, Any], served: tuple[str, ...] = OF_SCORE) -> Equivalent | None:
+def equivalent(
+    options: Options, arrays: Mapping[str, Any], served: tuple[str, ...] = SCORE_OPTIONS
+) -> Equivalent | None:
     """What a call computes in place of its functions; None where they are computed as functions.
 
     `arrays` are those of the call by name, None stands for an absent one. A function is replaced as a whole or not at
@@ -141,7 +142,9 @@ def _equivalent(
         return None
     if options.diagonal is not None or any(dtypes[name] in FLOAT8 for name in INPUTS):
         return None
-    if set(given) - set(_PACKED) or any(name in OF_SCORE and getattr(options, name) is not None for name in NUMBERS):
+    if set(given) - set(_PACKED) or any(
+        name in SCORE_OPTIONS and getattr(options, name) is not None for name in NUMBERS
+    ):
         return None  # functions do not go with these: the call raises an error that says so
     left, right = options.window or (None, None)
     window = (left, 0 if options.causal else right)
@@ -164,7 +167,7 @@ def _equivalent(
         as_terms = _of_score(options.score.root, call, served)
         if as_terms is not None and not set(as_terms[1]) & _read_otherwise(options):
             cap, places = as_terms
-            changed |= {"score": None, _CAP: cap}
+            changed |= {"score": None, "softcap": cap}
             if "alibi_slopes" in {term for term, _ in places.values()} and call.window == (None, None):
                 changed["diagonal"] = 0
     if not changed:
@@ -253,7 +256,7 @@ def _cap(at: Node, call: _Call) -> float | None:
     cap, inner = numbers[0], of_tanh[0].args[0]
     if inner.op != "div" or not _is_input(inner.args[0], "s") or _number(inner.args[1]) != cap:
         return None
-    (row,) = (row for row in NUMBER_ROWS if row.name == _CAP)
+    (row,) = (row for row in NUMBER_ROWS if row.name == "softcap")
     low, high, _ = row.range_of(call.dtypes["q"])
     return cap if low <= cap <= high else None
 

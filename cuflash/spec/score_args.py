@@ -7,7 +7,7 @@ from typing import Any
 
 from cuflash.arrays.array_info import Operand, Shaped, as_it_is, check_dtype, softmax_dtype_of
 from cuflash.arrays.checks import value_error
-from cuflash.spec.inputs import OF_SCORE, PassArrays, checked
+from cuflash.spec.inputs import SCORE_OPTIONS, PassArrays, checked
 from cuflash.spec.options import Options, beside_score_error
 
 MOST_AXES = 4
@@ -91,7 +91,7 @@ def check_alone(options: Options, given: Iterable[str]) -> None:
     """Raise NotImplementedError for arrays that cannot be combined with functions."""
     names = set(given)
     if options.score is not None:
-        for name in OF_SCORE:
+        for name in SCORE_OPTIONS:
             if name in names:
                 raise beside_score_error(name)
     if (options.score or options.mask_function) and "block_table" in names:

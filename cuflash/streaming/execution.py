@@ -16,7 +16,7 @@ from cuflash.shards.cuda import Cuda
 from cuflash.shards.merge import LargeRows, RunningMerge
 from cuflash.shards.slices import Parts
 from cuflash.spec import row_sums
-from cuflash.spec.inputs import BROADCAST, OF_SOFTMAX
+from cuflash.spec.inputs import BROADCAST, SOFTMAX_GRADIENTS
 from cuflash.streaming.chunks import Chunk
 from cuflash.streaming.copy_pipeline import Drain, Feed, Host
 
@@ -135,7 +135,7 @@ class StreamedPass:
         self._clear_unseen(of_keys)
         sums = _Sums(self, [name for name in need if name not in OF_KEYS], results)
         for part in self._walk(of_keys):
-            wanted = tuple(name for name in need if name not in OF_SOFTMAX or part.number == 0)
+            wanted = tuple(name for name in need if name not in SOFTMAX_GRADIENTS or part.number == 0)
             if not wanted:
                 break
             into = dict(part.room)
@@ -154,7 +154,7 @@ class StreamedPass:
     def _scores_of_heads(self) -> list[Array]:
         """The terms that add to the sum of exponentials, once for all chunks."""
         terms = self.parts.of_heads(slice(None), of_softmax=True)
-        return [array for name, array in terms.items() if f"d{name}" in OF_SOFTMAX]
+        return [array for name, array in terms.items() if f"d{name}" in SOFTMAX_GRADIENTS]
 
     def _walk(self, results: Mapping[str, Host]) -> Iterator[Part]:
         """One chunk after the other. The results of a chunk are copied away when the next chunk is requested."""
@@ -247,7 +247,7 @@ class _Sums:
 
 def sums_softmax(need: Collection[str]) -> bool:
     """Whether `need` has gradients of terms that add to the sum of exponentials."""
-    return not set(OF_SOFTMAX).isdisjoint(need)
+    return not set(SOFTMAX_GRADIENTS).isdisjoint(need)
 
 
 def of_pairs(array: Array, queries: Span, keys: Span) -> Array:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cuflash.arrays.array_info import DTYPES, numpy_dtype, user_shape, view_4d
 from cuflash.arrays.fp8 import LARGEST
-from cuflash.spec.inputs import NAMES, OF_FLOAT8, OF_FUNCTIONS, Numbers
+from cuflash.spec.inputs import CAPS, FP8_SCALES, NAMES, Numbers
 from cuflash.spec.options import Options
 from cuflash.spec.problem import Problem, make_problem
 from cuflash.testing import reference
@@ -215,7 +215,7 @@ class Case(Numbers):
             q_scale=_granularity(problem, "q_scale"),
             k_scale=_granularity(problem, "k_scale"),
             v_scale=_granularity(problem, "v_scale"),
-            scale_block=max([2, *(problem.scale_block(x) for x in OF_FLOAT8 if _granularity(problem, x) == "block")]),
+            scale_block=max([2, *(problem.scale_block(x) for x in FP8_SCALES if _granularity(problem, x) == "block")]),
             alibi_slopes=None if slopes is None else slopes if slopes == scores_shape[:2] else (problem.num_heads,),
             sinks=problem.sinks is not None,
             cu_seqlens_q=(0, *_spread_lengths(problem.batch, problem.seqlen_q)) if problem.is_packed else None,
@@ -485,7 +485,7 @@ def gather_pages(arrays: Mapping[str, Any], layout: str = "bhsd") -> dict[str, A
         batch, _, heads, _, dim = pages.shape
         rows = pages.swapaxes(1, 2).reshape(batch, heads, -1, dim)
         gathered[name] = np.ascontiguousarray(rows.swapaxes(1, 2) if layout == "bshd" else rows)
-    for name in gathered.keys() & set(OF_FLOAT8):
+    for name in gathered.keys() & set(FP8_SCALES):
         if gathered[name].ndim:
             scales = gathered[name][table].swapaxes(1, 2)  # batch, heads, page, blocks of a page
             gathered[name] = scales.reshape(*scales.shape[:2], -1)
@@ -565,7 +565,7 @@ def self_test_cases(seed: int = 0, *, quick: bool = False) -> Iterator[tuple[str
         "causal, 203 queries, 113 keys": {"seqlen_q": 203, "seqlen_k": 113, "causal": True},
         "window": {"window": (20, 5)},
         "causal, window": {"window": (20, None), "causal": True},
-        **{name: {name: 1.5} for name in OF_FUNCTIONS},
+        **{name: {name: 1.5} for name in CAPS},
         "scale": {"scale": -0.1},
         "alibi_slopes": {"alibi_slopes": (6,)},
         "bias": {"bias": (1, 6, 113, 203), "bias_holes": True},
@@ -586,7 +586,7 @@ def self_test_cases(seed: int = 0, *, quick: bool = False) -> Iterator[tuple[str
         "everything": {
             "causal": True,
             "window": (100, None),
-            **dict.fromkeys(OF_FUNCTIONS, 5.0),
+            **dict.fromkeys(CAPS, 5.0),
             "alibi_slopes": (2, 6),
             "bias": (203,),
             "mask": (113, 203),

@@ -189,7 +189,7 @@ class BroadcastSum:
 
 
 class ScoreSums:
-    """The gradients `inputs.OF_SCORES`: gradients of scores, times derivatives of the scores, summed over all heads."""
+    """`inputs.SCORE_GRADIENTS`: gradients of scores, times derivatives of the scores, summed over all heads."""
 
     def __init__(self, problem: Problem, terms: Mapping[str, Any], compute: np.dtype[Any]) -> None:
         self.totals = {f"d{name}": BroadcastSum(None, (), compute) for name in NUMBERS}

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cuflash.arrays.array_info import numpy_dtype
-from cuflash.spec.inputs import DEFAULT_NEED, GRADIENTS, OF_OPTIONS, OF_SOFTMAX
+from cuflash.spec.inputs import DEFAULT_NEED, GRADIENTS, INPUT_OF_GRADIENT, SOFTMAX_GRADIENTS
 from cuflash.spec.problem import Problem
 from cuflash.testing import reference
 from cuflash.testing.arrays import to_numpy
@@ -299,7 +299,11 @@ def _read(problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Any]:
 
 def gradients_of(problem: Problem) -> tuple[str, ...]:
     """All gradients that a problem has, those of what its score reads last."""
-    own = (name for name in GRADIENTS if name not in OF_OPTIONS or getattr(problem, OF_OPTIONS[name]) is not None)
+    own = (
+        name
+        for name in GRADIENTS
+        if name not in INPUT_OF_GRADIENT or getattr(problem, INPUT_OF_GRADIENT[name]) is not None
+    )
     return (*own, *problem.captured_gradients)
 
 
@@ -312,7 +316,7 @@ def yardsticks_of(case: Case) -> dict[str, Yardstick]:
 
 
 def _always_given(arrays: Mapping[str, Any]) -> tuple[str, ...]:
-    return (*DEFAULT_NEED, *(name for name in OF_SOFTMAX if OF_OPTIONS[name] in arrays))
+    return (*DEFAULT_NEED, *(name for name in SOFTMAX_GRADIENTS if INPUT_OF_GRADIENT[name] in arrays))
 
 
 def _judge(case: Case, results: Mapping[str, Any]) -> Report:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.arrays.array_info import view_4d, view_rows
-from cuflash.spec.inputs import OF_FUNCTIONS, OF_HEADS, OF_SOFTMAX
+from cuflash.spec.inputs import CAPS, PER_HEAD_INPUTS, SOFTMAX_GRADIENTS
 from cuflash.spec.problem import Problem
 from cuflash.testing import reference
 from cuflash.testing.case import optional, qkv
@@ -113,7 +113,7 @@ class _Collector:
             self.squares["dq"] = Squares.zeros(*of_rows, problem.head_dim)
             self.squares["dk"] = Squares.zeros(*of_keys, problem.head_dim)
             self.squares["dv"] = Squares.zeros(*of_keys, problem.head_dim_v)
-            self.squares |= {name: Squares.zeros(problem.num_heads) for name in OF_SOFTMAX}
+            self.squares |= {name: Squares.zeros(problem.num_heads) for name in SOFTMAX_GRADIENTS}
             self.rows_of_heads, self.rows_of_keys = np.zeros(problem.num_heads), np.zeros((*of_keys, 1))
             self.squares |= {f"d{name}": Squares.zeros(*operand.shape) for name, operand in problem.captured}
             self.dv_sums = Squares.zeros(*of_keys[:2], 1, problem.head_dim_v)
@@ -127,7 +127,7 @@ class _Collector:
         """What came together."""
         squares = dict(self.squares)
         if self.has_gradients:
-            of_heads = [(name, self.rows_of_heads) for name in OF_SOFTMAX]
+            of_heads = [(name, self.rows_of_heads) for name in SOFTMAX_GRADIENTS]
             for name, count in (("dk", self.rows_of_keys), ("dv", self.rows_of_keys), *of_heads):
                 of_order = self._of_order(count, squares[name].terms)
                 squares[name] = Squares(squares[name].terms, np.maximum(squares[name].noise, of_order))
@@ -236,7 +236,7 @@ class _Collector:
     def _distances(self, head: reference.Head) -> Array:
         """What slopes take off the scores: a number of each head times the derivatives by it."""
         total, of_heads = np.zeros((1, 1)), (self.problem.batch, self.problem.num_heads)
-        for term in OF_HEADS:
+        for term in PER_HEAD_INPUTS:
             if term.gradient in head.derivatives:
                 slope = float(np.broadcast_to(self.arrays[term.name], of_heads)[head.index_scores])
                 total = total + np.abs(slope * head.derivatives[term.gradient])
@@ -259,7 +259,7 @@ class _Collector:
     def _counted(self, head: reference.Head, QK: Array) -> dict[str, Array]:
         """The derivatives of scores: that by a cap is a difference of numbers of the size of the score in its units."""
         found = dict(head.derivatives)
-        for name in OF_FUNCTIONS:
+        for name in CAPS:
             if f"d{name}" in found:
                 least = self.unit / ulp(self.dtype) * np.abs(self.problem.scale * QK / getattr(self.problem, name))
                 found[f"d{name}"] = np.maximum(np.abs(found[f"d{name}"]), least)
@@ -297,7 +297,7 @@ class _Collector:
         D2 = (dO2 * (O2 + (lost2 * Z2) @ V2)).sum(axis=-1, keepdims=True)  # one number for all keys of a row
         each = (dO2 @ V2.T) * Z2 + D2 + dL2
         # A unit in the last place of tanh(x) moves 1 - tanh(x)^2 by two.
-        least_slope = 2 * self.unit / ulp(self.dtype) if problem.given(OF_FUNCTIONS) else 0.0
+        least_slope = 2 * self.unit / ulp(self.dtype) if problem.given(CAPS) else 0.0
         slope2 = np.maximum(np.abs(head.cap_slope), least_slope) ** 2
         moved2 = noise.weights**2
         D_moved2 = (dO2 * self._moved_out(head, of_out, V, noise)).sum(axis=-1, keepdims=True)
@@ -313,7 +313,7 @@ class _Collector:
         whole2 = (P * head.Z).sum(axis=1) ** 2
         self.dv_sums.add((*head.index_kv[:2], 0), whole2 @ dO2, noise.sums[:, 0] ** 2 @ dO2)
         P_sink = np.where(head.P_sink != 0, np.maximum(head.P_sink, self.smallest), 0)
-        for name in OF_SOFTMAX:
+        for name in SOFTMAX_GRADIENTS:
             terms, moved = ((weights**2 * (D2 + dL2)).sum() for weights in (P_sink, noise.of_sink))
             self.squares[name].add(head.index[1], terms, moved)
         self.rows_of_heads[head.index[1]] += np.count_nonzero(P_sink)

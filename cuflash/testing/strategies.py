@@ -11,7 +11,7 @@ import ml_dtypes
 from hypothesis import strategies as st
 
 from cuflash.arrays.array_info import DTYPES, FLOAT8, numpy_dtype
-from cuflash.spec.inputs import NUMBERS, OF_FUNCTIONS, OF_HEADS, Term
+from cuflash.spec.inputs import CAPS, NUMBERS, PER_HEAD_INPUTS, Term
 from cuflash.spec.options import LAYOUTS
 from cuflash.testing.arrays import STRIDES
 from cuflash.testing.case import Case
@@ -19,10 +19,10 @@ from cuflash.testing.case import Case
 # What `cases` draws unless told otherwise, and what it draws only when told to.
 FEATURES = (
     *("causal", "window", *NUMBERS, "bias", "mask", "kv_lengths"),
-    *(term.name for term in OF_HEADS if term.part_of == "scores"),
+    *(term.name for term in PER_HEAD_INPUTS if term.part_of == "scores"),
     *("gqa", "head_dim_v"),
 )
-MORE_FEATURES = (*(term.name for term in OF_HEADS if term.part_of == "softmax"), "dlse", "block_mask")
+MORE_FEATURES = (*(term.name for term in PER_HEAD_INPUTS if term.part_of == "softmax"), "dlse", "block_mask")
 # Values and sizes at which implementations fail that are right elsewhere, drawn when told to: fields of `Case`, and
 # "empty".
 REGIMES = ("bias_mask", "score_mean", "distinct_keys", "factors", "empty")
@@ -142,7 +142,7 @@ def cases(
         causal="lengths" if follows_lengths else pick([True, "top_left"]) if has("causal") else False,
         scale=pick([0.0, -0.25, 0.125, 1.0]) if has("scale") else None,
         window=draw(st.tuples(side, side)) if has("window") else None,
-        **{name: pick([0.5, 5.0, 50.0]) for name in OF_FUNCTIONS if has(name)},
+        **{name: pick([0.5, 5.0, 50.0]) for name in CAPS if has(name)},
         **arrays,
         bias_dtype=pick(["softmax", "input"]),
         bias_holes=draw(st.booleans()),
@@ -151,7 +151,7 @@ def cases(
         else None,
         kv_lengths_dtype=pick(["int32", "int64"]),
         page_size=page_size,
-        **{term.name: of_heads(term) for term in OF_HEADS if has(term.name)},
+        **{term.name: of_heads(term) for term in PER_HEAD_INPUTS if has(term.name)},
         cu_seqlens_q=starts(seqlen_q) if is_packed else None,
         cu_seqlens_k=starts(seqlen_k) if is_packed else None,
         dlse=has("dlse"),
@@ -218,9 +218,9 @@ def over_axes(case: Case, choose: Callable[[Sequence[Any]], Any]) -> Case:
 
     leading = {name: some() for name in ("q", "k", "kv_lengths")}
     leading[choose(("q", "k"))] = axes
-    leading |= {term.name: (1,) * choose((0, len(axes))) for term in OF_HEADS if term.lacks_batch}
+    leading |= {term.name: (1,) * choose((0, len(axes))) for term in PER_HEAD_INPUTS if term.lacks_batch}
     leading["v"] = choose((axes, leading["k"]))
-    given = [term.name for term in OF_HEADS if not term.lacks_batch and getattr(case, term.name) is not None]
+    given = [term.name for term in PER_HEAD_INPUTS if not term.lacks_batch and getattr(case, term.name) is not None]
     of_heads: dict[str, Any] = {name: (*some(), case.num_heads) for name in given}
     lengths = range(case.seqlen_k + 1)
     return replace(

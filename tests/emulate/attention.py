@@ -13,7 +13,7 @@ from cuflash.emulator.passes import Place, backward, forward, plan_for, run
 from cuflash.plan import DeviceSpec, LaunchPlan, choose_plan
 from cuflash.plan.tiles import Tile
 from cuflash.spec.batch_axes import Calls, axes_of, is_plain
-from cuflash.spec.inputs import DEFAULT_NEED, NAMES, OF_SOFTMAX
+from cuflash.spec.inputs import DEFAULT_NEED, NAMES, SOFTMAX_GRADIENTS
 from cuflash.spec.options import Options
 from cuflash.spec.problem import Problem, make_problem
 from cuflash.testing import Case, measure, optional, qkv, reference, yardsticks
@@ -103,7 +103,7 @@ def by_calls(
         of_spread = spread.arrays
         out, lse = forward_by_oracle(problem_of(case, of_spread), of_spread, **case.random)
         given |= {"out": spread.fold("out", out), "lse": spread.fold("lse", lse)}
-        names = tuple(need) or (*DEFAULT_NEED, *(name for name in OF_SOFTMAX if name[1:] in arrays))
+        names = tuple(need) or (*DEFAULT_NEED, *(name for name in SOFTMAX_GRADIENTS if name[1:] in arrays))
     axes = axes_of(static, given, names)
 
     def call(own: Options, given: dict[str, Any]) -> tuple[np.ndarray, ...]:

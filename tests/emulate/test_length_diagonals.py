@@ -31,18 +31,18 @@ CASE = ct.Case(
     seed=1,
 )
 FEW = replace(CASE, seqlen_q=3, seqlen_k=1100, num_heads=4, kv_lengths=(1100, 517, 2, 0))
-OF_PAIRS: dict[str, Any] = {"mask": (4, 1, 75, 260), "bias": (2, 75, 260), "softcap": 5.0}
+PAIR_OPTIONS: dict[str, Any] = {"mask": (4, 1, 75, 260), "bias": (2, 75, 260), "softcap": 5.0}
 # Name -> compute capability, the main kernels of both passes ("" where a pass is not run), case.
 CASES: dict[str, tuple[str, str, str, ct.Case]] = {
     "8.0": ("8.0", "sm80/forward.cu", "sm80/backward.cu", CASE),
     "8.0, window": ("8.0", "sm80/forward.cu", "sm80/backward.cu", replace(CASE, window=(50, None), dtype="float32")),
-    "8.0, pairs": ("8.0", "sm80/forward.cu", "sm80/backward.cu", replace(CASE, dtype="float16", **OF_PAIRS)),
+    "8.0, pairs": ("8.0", "sm80/forward.cu", "sm80/backward.cu", replace(CASE, dtype="float16", **PAIR_OPTIONS)),
     "8.0, slopes": ("8.0", "sm80/forward.cu", "sm80/backward.cu", replace(CASE, alibi_slopes=(2,), dlse=True)),
     "8.0, few": ("8.0", "sm80/decode.cu", "", FEW),
     "8.0, few, window": ("8.0", "sm80/decode.cu", "", replace(FEW, window=(700, None), dtype="float32")),
     "9.0": ("9.0", "sm90/forward.cu", "sm90/backward.cu", CASE),
     "9.0, window": ("9.0", "sm90/forward.cu", "sm90/backward.cu", replace(CASE, window=(90, None), head_dim=128)),
-    "9.0, pairs": ("9.0", "sm90/forward.cu", "sm90/backward.cu", replace(CASE, dtype="float16", **OF_PAIRS)),
+    "9.0, pairs": ("9.0", "sm90/forward.cu", "sm90/backward.cu", replace(CASE, dtype="float16", **PAIR_OPTIONS)),
     "9.0, slopes": ("9.0", "sm90/forward.cu", "sm90/backward.cu", replace(CASE, alibi_slopes=(4, 2))),
     "9.0, blocks": (
         *("9.0", "sm90/forward.cu", "sm90/backward.cu"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cuflash.arrays.array_info import Operand
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.draft import CAUSAL_HEAD_SECTION
-from cuflash.spec.inputs import DEFAULT_NEED, OF_SCORES
+from cuflash.spec.inputs import DEFAULT_NEED, SCORE_GRADIENTS
 from tests.problems import problem_of
 
 # ---- Some of the gradients -------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def test_memory_of_sums_by_keys_is_that_of_tiles_of_keys(dim, need):
     plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), "backward", need=("dk", *need))
     (main,) = [kernel for kernel in plan.kernels if kernel.source == "sm90/backward.cu"]
     assert "sm80/backward_scores" not in sources_of(plan)
-    assert {f"CUFLASH_NEEDS_{name.upper()}": int(name in need) for name in OF_SCORES}.items() <= dict(
+    assert {f"CUFLASH_NEEDS_{name.upper()}": int(name in need) for name in SCORE_GRADIENTS}.items() <= dict(
         main.defines
     ).items()
     parts = plain.batch * plain.num_heads * 1024 // 128 * plan.run_time.tail_splits

@@ -12,11 +12,11 @@ from cuflash.spec.inputs import (
     ACTING,
     BY_NAME,
     DEFAULT_NEED,
+    FP8_SCALES,
     GRADIENTS,
+    INPUT_OF_GRADIENT,
     NAMES,
     NUMBERS,
-    OF_FLOAT8,
-    OF_OPTIONS,
     TERMS,
     NamedGradients,
     OfGradients,
@@ -49,7 +49,7 @@ def test_every_signature_has_every_gradient():
 
 def test_the_command_line_names_every_term_but_those_of_other_shapes():
     given = vars(make_parser().parse_args(["plan"]))
-    assert set(NAMES) - given.keys() == {"block_table", "cu_seqlens_q", "cu_seqlens_k", *OF_FLOAT8}
+    assert set(NAMES) - given.keys() == {"block_table", "cu_seqlens_q", "cu_seqlens_k", *FP8_SCALES}
 
 
 def test_terms_act_one_after_another():
@@ -59,7 +59,7 @@ def test_terms_act_one_after_another():
 @pytest.mark.parametrize("term", TERMS, ids=lambda term: term.name)
 def test_a_row_agrees_with_itself(term):
     assert (term.gradient in GRADIENTS) == bool(term.part_of)
-    assert OF_OPTIONS.get(term.gradient, "") == (term.name if term.part_of else "")
+    assert INPUT_OF_GRADIENT.get(term.gradient, "") == (term.name if term.part_of else "")
     assert not (term.has_keys and term.goes_packed), "no array over all keys is one over those of a sequence"
     assert not term.define or term.acts, "kernels are told of what they do"
     assert not term.broadcasts or len(term.shapes) == 1

@@ -23,7 +23,7 @@ from cuflash.plan.sm90.tiles import (
 )
 from cuflash.plan.tiles import Tile, choose_row, why_too_large
 from cuflash.score_mod import KINDS_OF_READS
-from cuflash.spec.inputs import OF_FUNCTIONS
+from cuflash.spec.inputs import CAPS
 from cuflash.spec.problem import Problem
 
 # How many heads have their blocks side by side in launch order on compute capability 9.0. On an H200 eight are 1 %
@@ -56,7 +56,7 @@ BACK_SECTION = 16  # this many of these heads are side by side
 # shorter at seqlen 1024, and up to 1 % at 4096 (batch x heads x seqlen x head_dim of 2**25). Clearing for heads two
 # sections ahead in place of one makes it 1 % longer. In a single wave, clearing makes it 3 % longer.
 CLEAR_WAVES = 2
-_OF_FUNCTIONS = frozenset(f"d{name}" for name in OF_FUNCTIONS)
+_OF_FUNCTIONS = frozenset(f"d{name}" for name in CAPS)
 
 
 class Backward(BackwardFamily[BackwardSm90Tile]):
@@ -132,7 +132,7 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
     def why_not_summed(self, draft: Draft, main: BackwardSm90Tile, name: str) -> str | None:
         if name == "dscale":
             return None
-        if main.splits_roles and (names := draft.problem.given(OF_FUNCTIONS)):
+        if main.splits_roles and (names := draft.problem.given(CAPS)):
             return f"where roles are split the derivative of {names[0]} is in the weights that are handed over"
         if name in _OF_FUNCTIONS:
             return why_too_large(self.summing(main, (name,)), draft.problem, draft.device) or None

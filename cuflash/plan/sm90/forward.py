@@ -25,7 +25,7 @@ from cuflash.plan.sm90.wide_tiles import (
     ForwardWideSm90Tile,
 )
 from cuflash.plan.tiles import Tile
-from cuflash.spec.inputs import OF_PAIRS
+from cuflash.spec.inputs import PAIR_OPTIONS
 from cuflash.spec.problem import Problem
 
 MOST_ENTRIES_TOGETHER = 8  # batch entries that share a bias and are neighbours in launch order
@@ -115,7 +115,7 @@ class ForwardFloat8(ForwardFamily[ForwardFloat8Sm90Tile]):
         obstacle = draft.why_not_mapped(("q", "k", "v"))
         if obstacle is not None:
             return f"{obstacle}, which TMA cannot serve"
-        terms = [name for name in problem.given(OF_PAIRS) if name != "block_mask"]
+        terms = [name for name in problem.given(PAIR_OPTIONS) if name != "block_mask"]
         terms += ["dropout"] if problem.dropout else []
         terms += ["packed sequences"] if problem.is_packed else []
         if terms:
