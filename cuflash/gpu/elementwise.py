@@ -1,4 +1,4 @@
-"""Kernels of CuPy that make one array of several, number by number, in one pass over memory.
+"""Elementwise kernels of CuPy: one array of several, in one pass over memory.
 
 Parts have the dtype of the softmax, and the result any dtype, to which it is rounded once. Where rows allow, a thread
 has four numbers, because a thread for each number takes several times as long as memory does. bfloat16 is passed as its

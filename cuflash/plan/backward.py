@@ -352,7 +352,7 @@ def _add_convert(
         draft.scratch["dq_accumulator"] = draft.heads * run_time.stats_rows * dim + (m_blocks if in_order else 0)
         if run_time.clear_ahead:
             draft.scratch["dq_accumulator"] += problem.array_batch * problem.num_heads_kv * run_time.group_splits
-            draft.reasons.append(f"blocks clear accumulators of dq, {run_time.clear_ahead} heads in launch order ahead")
+            draft.reasons.append(f"blocks clear the dq accumulator {run_time.clear_ahead} heads ahead of its use")
         if in_order and problem.is_packed:
             draft.scratch["dq_accumulator"] += 1  # a word that says whether sequences overlap
         if in_order:

@@ -56,7 +56,7 @@ class Options(Numbers):
     # Those of out, dq, dk and dv that others are added to: on the GPU, passes give them in the dtype of the softmax. Of
     # lse, they give what its rounding leaves, too, in the element after each one.
     wide: tuple[str, ...] = field(default=(), repr=False)
-    # Whether the device computes other things at the same time, as it does for `cuflash.distributed`.
+    # Whether other kernels run on the device at the same time, as they do for `cuflash.distributed`.
     shares_device: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -88,7 +88,7 @@ class Problem(Given):
     mask_function: Traced | None = None
     captured: tuple[tuple[str, Operand], ...] = ()  # the arrays that they read, by name
     wide: tuple[str, ...] = ()  # those of out, dq, dk and dv that are given in the dtype of the softmax, to be added up
-    shares_device: bool = False  # whether the device computes other things at the same time
+    shares_device: bool = False  # whether other kernels run at the same time, as transfers of ranks do
 
     @property
     def options(self) -> Options:

@@ -142,8 +142,8 @@ def test_blocks_that_stay(seqlen_q, num_sms, causal):
     assert plan.run_time.resident_blocks == min(num_sms, units)
     assert kernel.grid == (2 * units if causal and 2 * units <= num_sms else min(num_sms, units))
     assert dict(kernel.defines)["CUFLASH_PAIRS"] == int(causal)
-    how = "both of a pair at once" if kernel.grid > plan.run_time.resident_blocks else "one after another"
-    assert f"{kernel.grid} blocks stay and take {m_blocks} tiles of queries {how}" in plan.reason
+    how = ", both of a pair at once" if kernel.grid > plan.run_time.resident_blocks else ""
+    assert f"{kernel.grid} blocks, persistent, over {m_blocks} query tiles{how}" in plan.reason.splitlines()
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -159,7 +159,7 @@ def test_blocks_that_leave_on_a_device_that_computes_other_things(seqlen_q, caus
     assert plan.run_time.resident_blocks == units
     assert kernel.grid == (2 * units if apart else units)
     each = "a pair" if causal and not apart else "one"
-    assert f"{kernel.grid} blocks take {m_blocks} tiles of queries, {each} each, and leave: " in plan.reason
+    assert f"{kernel.grid} blocks, not persistent, {each} each of {m_blocks} query tiles: " in plan.reason
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])

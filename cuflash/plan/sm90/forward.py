@@ -224,11 +224,11 @@ def _add_persistent(
     draft.set(resident_blocks=blocks)
     apart = pairs and parts and 2 * units <= resident * (1 if stays else APART_WAVES)
     blocks *= 2 if apart else 1
-    what = f"{m_blocks} tiles of queries"
+    what = f"{m_blocks} query tiles"
     if problem.is_packed:
         # Sequences of different lengths are then spread evenly over the blocks.
         draft.set(head_section=CAUSAL_HEAD_SECTION)
-        what = f"the tiles of queries of {problem.batch} packed sequences, at most {m_blocks},"
+        what = f"the query tiles of {problem.batch} packed sequences, at most {m_blocks}"
     elif problem.has_window:  # tiles that see the whole of it come first, head by head
         draft.set(head_section=_heads_of_short_tiles(draft))
     if batch_first:
@@ -236,10 +236,10 @@ def _add_persistent(
         draft.set(head_section=min(problem.batch, MOST_ENTRIES_TOGETHER))
     who = f"{blocks} blocks" if cluster == 1 else f"{blocks} clusters of {cluster} blocks"
     if stays:
-        draft.reasons.append(f"{who} stay and take {what} {'both of a pair at once' if apart else 'one after another'}")
+        draft.reasons.append(f"{who}, persistent, over {what}{', both of a pair at once' if apart else ''}")
     else:
         each = "a pair" if pairs and not apart else "one"
-        draft.reasons.append(f"{who} take {what}, {each} each, and leave: the device computes other things, too")
+        draft.reasons.append(f"{who}, not persistent, {each} each of {what}: other kernels run at the same time")
     order = {"CUFLASH_PAIRS": int(pairs), "CUFLASH_BATCH_FIRST": int(batch_first)}
     draft.add_main(source, tile, blocks * cluster, tile.shared_bytes(*draft.padded_dims(tile)), **order)
 
