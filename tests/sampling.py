@@ -1,4 +1,4 @@
-"""Which cases of a long list run: a share of them, or all with `pytest --exhaustive`."""
+"""Which cases of a long list, and how many examples, run: a share of them, or all with `pytest --exhaustive`."""
 
 import zlib
 from collections.abc import Iterable, Sequence
@@ -18,6 +18,11 @@ def share(cases: Iterable[Case], one_in: int) -> Sequence[Case]:
     chosen = [case for case in cases if exhaustive or is_chosen(str(case), one_in)]
     assert chosen, f"none of {len(cases)} cases is in the share of one in {one_in}"
     return chosen
+
+
+def examples(count: int) -> int:
+    """How many examples of hypothesis run of so many: a third."""
+    return count if exhaustive else -(-count // 3)
 
 
 def is_chosen(name: str, one_in: int) -> bool:

@@ -489,9 +489,9 @@ FLOAT8_PRODUCTS = [
 # Kernels of float32 and float64 are products of threads, unrolled: each takes seconds to compile.
 ROWS = [target for target in EVERY_ROW if target.tile.element_bytes == 2 or is_sm90(target.tile)]
 TARGETS = [
-    *share(ROWS, 24),
-    *share([target for target in EVERY_ROW if target not in ROWS], 72),
-    *share(OTHERS, 96),
+    *share(ROWS, 40),
+    *share([target for target in EVERY_ROW if target not in ROWS], 120),
+    *share(OTHERS, 160),
     *share(FLOAT8, 24),
     *(
         Target(tile=tile, arch="9.0", variant=variant)

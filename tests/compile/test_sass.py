@@ -70,7 +70,7 @@ def exponentials(code):
         yield tuple(sum("MUFU.EX2" in text for text in part) for part in (step[:wait_for_o], step[wait_for_o:]))
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize(
     "options", [{}, {"causal": True}, {"causal": True, "window": (30, None)}], ids=["full", "causal", "window"]
 )

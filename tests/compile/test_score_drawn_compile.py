@@ -62,7 +62,7 @@ def problems(draw: st.DrawFn, dtype: str) -> tuple[Problem, tuple[str, ...]]:
     return problem, tuple(name for name in names if name in need)
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize(
     "arch, dtype",
     [("9.0", "bfloat16"), ("9.0", "float16"), ("9.0", "float32"), ("8.0", "float16"), ("8.0", "float64")],

@@ -32,7 +32,7 @@ SPILLS = {
 }
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("text", ["polynomial", "branching"])
 @pytest.mark.parametrize(
     "arch, dtype",

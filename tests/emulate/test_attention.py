@@ -39,7 +39,7 @@ from tests.emulate.specialisations import (
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(32),
+    pytest.mark.one_in(64),
 ]
 
 

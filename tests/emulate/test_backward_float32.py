@@ -20,7 +20,7 @@ from tests.emulate.specialisations import Specialisation
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(10),
+    pytest.mark.one_in(20),
 ]
 
 NARROW, WIDE = BACKWARD_FLOAT32_SM90_TILES

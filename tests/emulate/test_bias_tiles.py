@@ -23,7 +23,7 @@ from tests.emulate.checks import bits
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(8),
+    pytest.mark.one_in(16),
 ]
 few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 

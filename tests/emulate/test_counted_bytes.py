@@ -16,8 +16,12 @@ from tests.emulate.attention import problem_of
 from tests.emulate.checks import FEW_SMS
 from tests.emulate.test_decode import CASE, SHORT_TILES
 from tests.emulate.test_decode_sm80 import fitting
+from tests.sampling import examples
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+pytestmark = [
+    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
+    pytest.mark.one_in(3),
+]
 
 WINDOWED: dict[str, Any] = {"causal": "top_left", "window": (90, None)}
 
@@ -107,7 +111,7 @@ def test_tiles_of_keys_that_blocks_share(monkeypatch, num_sms, whole, splits):
 
 
 @pytest.mark.parametrize("kernel", ["sm80", "sm90"])
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(data=st.data(), num_sms=st.sampled_from([1, 3, 7, 132]))
 def test_tiles_of_few_queries(kernel, data, num_sms):
     """Those of keys are loaded once, whoever asks; those of queries by each block that has keys of theirs."""

@@ -20,10 +20,11 @@ from tests.emulate import attention, few_queries
 from tests.emulate.attention import problem_of
 from tests.emulate.checks import bits
 from tests.emulate.few_queries import combined
+from tests.sampling import examples
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(12),
+    pytest.mark.one_in(24),
 ]
 
 H200 = DeviceSpec.for_arch("9.0")
@@ -170,7 +171,7 @@ def cases(draw):
 few_or_many_sms = st.sampled_from([1, 3, 5, 7, 132])
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases(), schedule=st.sampled_from(SCHEDULES), num_sms=few_or_many_sms)
 def test_any_case(case, schedule, num_sms):
     ct.assert_forward(case, *run(case, schedule=schedule, device=replace(H200, num_sms=num_sms)))
@@ -265,7 +266,7 @@ found_counts = st.one_of(
 )
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), case=cases(), num_sms=few_or_many_sms, fill=st.sampled_from([0xFF, 0, 0x3F]))
 def test_neither_order_of_blocks_nor_memory_changes_a_bit(data, case, num_sms, fill):
     """Blocks arrive in any order, and see late or at once that others have; counts lie where memory held anything."""

@@ -18,11 +18,12 @@ from tests.emulate import attention
 from tests.emulate.attention import problem_of
 from tests.emulate.checks import bits, judge
 from tests.emulate.few_queries import CASE, combined
+from tests.sampling import examples
 from tests.scored import MASKS, SCORES, Scored, captured_of
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(16),
+    pytest.mark.one_in(32),
 ]
 
 # By blocks of one of them, how the 4 heads of CASE fall to blocks.
@@ -229,7 +230,7 @@ def tiles(draw, case):
     return tile
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), case=cases())
 def test_any_case(data, case):
     tile = data.draw(tiles(case))

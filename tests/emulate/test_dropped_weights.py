@@ -29,7 +29,7 @@ from tests.emulate.specialisations import name_of
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(4),
+    pytest.mark.one_in(8),
 ]
 
 DTYPES = {2: "float16", 4: "float32", 8: "float64"}

@@ -26,6 +26,7 @@ from cuflash.gpu.elementwise import (
     sum_of,
 )
 from cuflash.shards import merge as merging
+from tests.sampling import examples
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 # What CUDA and CuPy have for such code.
@@ -115,7 +116,7 @@ def assert_same(got, expected):
     np.testing.assert_array_equal(np.nan_to_num(got), np.nan_to_num(expected))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 3), SHAPES, st.sampled_from(list(DTYPES)))
 def test_parts_are_added_in_order_and_rounded_once(folder, seed, count, shape, dtype):
     parts = drawn(seed, count, shape, np.float64 if dtype == "float64" else np.float32)
@@ -124,7 +125,7 @@ def test_parts_are_added_in_order_and_rounded_once(folder, seed, count, shape, d
     assert_same(run(folder, sum_of(count), parts, (), np.empty(shape, DTYPES[dtype])), expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 3), SHAPES, st.sampled_from(list(DTYPES)), st.booleans())
 def test_parts_are_merged_as_numpy_does(folder, seed, count, shape, dtype, hides):
     """Rows that see no key of a part, or of none, have -inf there, and any numbers."""
@@ -145,7 +146,7 @@ def test_parts_are_merged_as_numpy_does(folder, seed, count, shape, dtype, hides
     np.testing.assert_allclose(got.astype(np.float64), out, rtol=2 * float(resolution), atol=1e-6)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     st.integers(0, 2**32), st.integers(2, 3), SHAPES, st.sampled_from(list(DTYPES)), st.sampled_from([0, -3e4, -1e9])
 )

@@ -21,6 +21,7 @@ from cuflash.emulator.building import HERE as EMULATOR
 from cuflash.gpu.compiler import kernel_directory
 from cuflash.gpu.kernel_cache import private_directory
 from cuflash.plan import ScratchLayout
+from tests.sampling import examples
 
 HERE = Path(__file__).resolve().parent
 KERNELS = kernel_directory()
@@ -295,7 +296,7 @@ def has_race(script):
     return False
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(script=st.lists(steps, max_size=12), schedule=st.sampled_from(SCHEDULES))
 def test_races_are_reported_whatever_the_schedule(script, schedule):
     source = np.array(script, STEP)

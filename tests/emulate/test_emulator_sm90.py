@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cuflash.emulator import SCHEDULES, EmulationError, build, find_compiler, guarded_array, tensor_map
 from cuflash.emulator.building import HERE as EMULATOR
 from cuflash.gpu.compiler import kernel_directory
+from tests.sampling import examples
 
 HERE = Path(__file__).resolve().parent
 KERNELS = kernel_directory()
@@ -270,7 +271,7 @@ def is_wrong(script):
     return False
 
 
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(script=st.lists(steps, max_size=14).map(runnable), schedule=st.sampled_from(SCHEDULES))
 def test_what_is_not_ordered_is_reported_whatever_the_schedule(script, schedule):
     source = np.array(script or [(SYNC, 0, 0, 0)], STEP)

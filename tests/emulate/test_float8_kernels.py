@@ -15,8 +15,12 @@ from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.sm80.tiles import FLOAT8_TILES
 from cuflash.plan.sm90.decode_tiles import DECODE_FLOAT8_SM90_TILES
 from tests.emulate import attention
+from tests.sampling import examples
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+pytestmark = [
+    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
+    pytest.mark.one_in(3),
+]
 
 DECODE = replace(DECODE_FLOAT8_SM90_TILES[2], block_n=64, num_stages=2)
 SM80 = replace(FLOAT8_TILES[0], max_dim=128, block_m=64)
@@ -98,7 +102,7 @@ def test_cases(arch, tile, case):
 
 
 @pytest.mark.parametrize(("tile", "case"), [(DECODE, PAGES), (SM80, LONG)], ids=["decode", "sm80"])
-@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(12), suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_case(tile, case, data):
     """That the same kernel serves, and of fp8 q."""
@@ -155,7 +159,7 @@ def test_scales_far_from_one_cost_no_digits_of_float16(arch, tile, scale):
         assert not measurement.failure, str(measurement)
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(data=st.data())
 def test_queries_of_bfloat16_may_have_any_size(data):
     """Products are of float16, which has fewer exponents: rows, and channels in them, far from one cost no digits."""

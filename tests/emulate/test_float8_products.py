@@ -13,6 +13,7 @@ from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.plan.sm90.tiles import FORWARD_FLOAT8_SM90_TILES
 from cuflash.testing.float8 import ROUNDING_BY_LINE, assert_float8
 from tests.emulate import attention
+from tests.sampling import examples
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -67,7 +68,7 @@ def test_oracle(row, case):
     assert_float8(case, *run(case, FORWARD_FLOAT8_SM90_TILES[row]))
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(
     st.sampled_from([tile for tile in FORWARD_FLOAT8_SM90_TILES if tile.max_dim <= 128]),
     st.integers(1, 260),

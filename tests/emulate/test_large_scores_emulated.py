@@ -22,7 +22,7 @@ from tests.large_scores import (
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(6),
+    pytest.mark.one_in(12),
 ]
 
 KERNELS = [

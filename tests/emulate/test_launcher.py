@@ -21,6 +21,7 @@ from cuflash.spec.scalars import array_of
 from tests.calls import calls, results_of, shifted
 from tests.emulate import attention
 from tests.emulate.launcher import DeviceArray, launcher
+from tests.sampling import examples
 
 ARCHS = ("8.0", "9.0")
 CU = ("cu_seqlens_q", "cu_seqlens_k")
@@ -49,7 +50,7 @@ def kernels_of_emulator(pass_, problem, arrays, arch, need):
 
 @pytest.mark.parametrize("pass_", PASSES)
 def test_the_kernels_of_a_plan_are_those_that_run(pass_):
-    @settings(max_examples=60)
+    @settings(max_examples=examples(60))
     @given(calls(pass_), st.sampled_from(ARCHS))
     def every_call(call, arch):
         case, options, arrays, need = call

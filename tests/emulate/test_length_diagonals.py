@@ -15,7 +15,10 @@ from tests.emulate import attention
 from tests.emulate.checks import all_results, assert_results, bits, judge_functions
 from tests.scored import MASKS, SCORES, Scored, captured_of
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
+pytestmark = [
+    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
+    pytest.mark.one_in(3),
+]
 
 # Lengths within tiles and at their edges, fewer than there are queries, and none.
 CASE = ct.Case(

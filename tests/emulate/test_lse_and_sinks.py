@@ -18,7 +18,7 @@ from tests.emulate.attention import forward_by_oracle, inputs_of
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(8),
+    pytest.mark.one_in(16),
 ]
 
 FEW = settings(max_examples=2, suppress_health_check=[HealthCheck.too_slow])

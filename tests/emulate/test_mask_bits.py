@@ -19,7 +19,7 @@ from tests.emulate import attention
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(4),
+    pytest.mark.one_in(8),
 ]
 few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 

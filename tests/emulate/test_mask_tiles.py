@@ -22,6 +22,7 @@ from cuflash.plan import DeviceSpec
 from cuflash.spec.binding import PASSES, bind
 from tests import expressions
 from tests.emulate import attention
+from tests.sampling import examples
 from tests.scored import MASKS, Scored, captured_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
@@ -76,7 +77,7 @@ def cases(draw, arch, shape, options):
     return case, draw(st.sampled_from(SCHEDULES))
 
 
-@pytest.mark.one_in(20)
+@pytest.mark.one_in(40)
 @pytest.mark.parametrize("name", CASES)
 @given(data=st.data())
 @few
@@ -180,7 +181,7 @@ def assert_listed(arch, problem, arrays, visible, keys, shown=None, *, schedule)
 
 
 @given(drawn=masks(), schedule=st.sampled_from(SCHEDULES))
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=list(HealthCheck))
 def test_the_tiles_with_a_visible_pair_are_listed(drawn, schedule):
     assert_listed(*drawn, schedule=schedule)
 
@@ -275,7 +276,7 @@ def functions(draw, name):
 
 @pytest.mark.parametrize("name", [*BOUNDED, "drawn"])
 @given(data=st.data())
-@settings(few, max_examples=8)
+@settings(few, max_examples=examples(8))
 def test_the_tiles_that_a_function_leaves_are_listed(name, data):
     assert_listed(*data.draw(functions(name)), schedule=data.draw(st.sampled_from(SCHEDULES)))
 
@@ -311,7 +312,7 @@ def with_holes(bias, rng, kept):
     return np.where(hidden, np.array(-np.inf, bias.dtype), bias)
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("hides", [True, False])
 @pytest.mark.parametrize("name", BIASES)
 @given(data=st.data())
@@ -406,7 +407,7 @@ def biases(draw):
 
 
 @given(drawn=biases(), schedule=st.sampled_from(SCHEDULES))
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 @pytest.mark.usefixtures("small_biases_are_looked_at")
 def test_tiles_that_a_bias_hides_are_not_listed(drawn, schedule):
     assert_listed(*drawn, schedule=schedule)

@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(4),
+    pytest.mark.one_in(8),
 ]
 
 

@@ -16,7 +16,7 @@ from tests.emulate import attention
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(16),
+    pytest.mark.one_in(32),
 ]
 
 

@@ -16,10 +16,11 @@ from cuflash.plan.sm90.decode_tiles import DECODE_SM90_TILES
 from cuflash.plan.sm90.tiles import FORWARD_SM90_TILES
 from cuflash.spec.problem import make_problem
 from tests.emulate import attention
+from tests.sampling import examples
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(4),
+    pytest.mark.one_in(8),
 ]
 
 H200 = DeviceSpec.for_arch("9.0")
@@ -105,7 +106,7 @@ def cases(draw, like):
 
 
 @some_cases
-@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(15), suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_case(tile, case, data):
     drawn, num_sms = data.draw(cases(case)), data.draw(st.sampled_from([1, 3, 7, 132]))

@@ -27,6 +27,7 @@ from tests.emulate import device
 from tests.emulate.device import Memory, OnDevice, extend, get_current_stream
 from tests.emulate.launcher import launcher
 from tests.ranks import Parts, Whole
+from tests.sampling import examples
 from tests.wires import Wires, communicators, memory
 
 SIZES: dict[str, Any] = {"seqlen_q": 96, "seqlen_k": 96, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
@@ -338,7 +339,7 @@ FEATURES = (*ct.FEATURES, "sinks", "dlse", "dropout", "block_mask", "packed")
 SMALL: dict[str, Any] = {"min_seqlen": 16, "max_seqlen": 130, "max_head_dim": 64, "max_scores": 2**15}
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     st.sampled_from(["8.0", "9.0"]),
     ct.cases(features=FEATURES, **SMALL) | ct.with_axes(ct.cases(features=FEATURES, ndims=(4,), **SMALL)),

@@ -29,6 +29,7 @@ from tests.emulate.device import OnDevice, extend
 from tests.emulate.launcher import launcher
 from tests.interrupts import Interrupt, of_package
 from tests.ranks import OfRank, Parts, Whole, compute, judge, on_threads
+from tests.sampling import examples
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
@@ -303,7 +304,7 @@ def test_calls_come_after_what_puts_the_columns_of_their_keys_together(name, mon
     assert all(is_after for _, is_after in calls)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.integers(0, 2**20),
     st.sampled_from([("gpu/replay.py",), ("distributed/", "gpu/replay.py", "shards/slices.py", "gpu/elementwise.py")]),

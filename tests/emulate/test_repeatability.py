@@ -21,7 +21,7 @@ from tests.emulate.specialisations import FLOAT32_SM90_VARIANTS, SEVERAL_STAGES,
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(6),
+    pytest.mark.one_in(12),
 ]
 
 

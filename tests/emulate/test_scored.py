@@ -40,7 +40,7 @@ def of_9_0(head_dim: int, *scores: str) -> st.SearchStrategy[Scored]:
     return cases.filter(by_own_kernels)
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize(
     "arch, cases",
     [

@@ -12,7 +12,7 @@ from tests.emulate.checks import FEW_SMS, all_results, assert_results, bits
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(4),
+    pytest.mark.one_in(8),
 ]
 
 # The softcap is so many standard deviations of the scores; series end at arguments of 0.215, 0.375 and 0.707.

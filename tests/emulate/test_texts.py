@@ -14,7 +14,7 @@ from tests.scored import Scored, few_tiles, scored
 from tests.texts import HEAD, TEXTS
 
 
-@pytest.mark.one_in(24)
+@pytest.mark.one_in(48)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("text", TEXTS)
 def test_kernels_obey_the_oracle(text, dtype):

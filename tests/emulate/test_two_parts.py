@@ -20,7 +20,7 @@ from tests.emulate.specialisations import Specialisation
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(6),
+    pytest.mark.one_in(12),
 ]
 
 SHARE = 1 / 8  # of the error of a formula whose factors are rounded to TF32

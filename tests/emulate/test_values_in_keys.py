@@ -15,6 +15,7 @@ from cuflash.plan.key_splits import DECODE_ROWS, rows_of
 from cuflash.plan.sm90.wide_tiles import DECODE_WIDE_SM90_TILES
 from tests import wide
 from tests.emulate import attention
+from tests.sampling import examples
 
 (ROW,) = (tile for tile in DECODE_WIDE_SM90_TILES if tile.v_in_k)
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
@@ -44,7 +45,7 @@ def assert_right(case, num_sms=132, schedule=SCHEDULES[0]):
     return statistics[0]
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(wide.cases_of_few(), st.sampled_from((2, 6, 132)), st.sampled_from(SCHEDULES))
 def test_any_problem(case, num_sms, schedule):
     assert_right(replace(case, head_dim_v=min(case.head_dim, case.head_dim_v), v_in_k=True), num_sms, schedule)

@@ -18,7 +18,7 @@ from tests.emulate.checks import bits
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(16),
+    pytest.mark.one_in(32),
 ]
 
 NEED = ("dq", "dk", "dv")

@@ -18,10 +18,11 @@ from cuflash.plan.sm90.wide_tiles import (
 )
 from tests import wide
 from tests.emulate import attention
+from tests.sampling import examples
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(6),
+    pytest.mark.one_in(12),
 ]
 
 CASE = ct.Case(
@@ -81,13 +82,13 @@ def test_few_queries(case):
     assert_right(case, kinds=(DecodeWideSm90Tile,))
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(wide.cases_of_few(), st.sampled_from((2, 6, 132)))
 def test_few_queries_of_any_problem(case, num_sms):
     assert_right(case, kinds=(DecodeWideSm90Tile,), arch=replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms))
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(wide.cases())
 def test_any_problem(case):
     """Some have few queries and many keys."""

@@ -16,7 +16,7 @@ from tests.emulate.specialisations import name_of
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
-    pytest.mark.one_in(24),
+    pytest.mark.one_in(48),
 ]
 
 SERVES = ("window", "long window", "no pairs", "few bounded", "lists")

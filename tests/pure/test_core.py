@@ -18,6 +18,7 @@ from cuflash.cpu import core
 from cuflash.spec.problem import make_problem
 from cuflash.testing import measure, yardsticks
 from tests.compiled import KINDS, assert_same_bits, functions, judge, much_work, run, run_python, take_way, way_taken
+from tests.sampling import examples
 
 if core.why_not() is not None:
     pytest.skip(f"no compiled core: {core.why_not()}", allow_module_level=True)
@@ -41,7 +42,7 @@ def is_served(case):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_every_option_on_every_kind_of_processor(dtype):
-    @settings(max_examples=60)
+    @settings(max_examples=examples(60))
     @given(ct.cases(dtypes=[dtype], min_seqlen=0, features=FEATURES).filter(is_served))
     def every_case(case):
         judge_by_every_kind(case)
@@ -67,7 +68,7 @@ def judge_on_threads(case):
             assert_same_bits(run(case), results)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(ct.cases(min_seqlen=0, features=FEATURES, max_seqlen=600, max_scores=2**18, max_head_dim=16).filter(is_served))
 def test_several_tiles_on_several_threads(case):
     with pytest.MonkeyPatch.context() as patch:
@@ -80,7 +81,7 @@ MANY_ROWS = st.tuples(st.sampled_from([(16, 16), (32, 4), (9, 1)]), st.integers(
 MANY_KEYS = st.tuples(st.sampled_from([(32, 32), (32, 16), (12, 12)]), st.integers(1, 150), st.integers(380, 600))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     MANY_ROWS | MANY_KEYS, st.sampled_from([5, 16]), st.sampled_from(["float16", "bfloat16", "float32", "float64"]),
     st.booleans(), st.sampled_from(["", "mask", "block_mask", "bias", "alibi_slopes", "softcap", "dropout", "window"]),
@@ -103,7 +104,7 @@ def test_long_blocks_and_long_tiles(sizes, head_dim, dtype, causal, more):
 BROADCAST = st.tuples(*[st.booleans()] * 4)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(
     st.integers(1, 3), st.sampled_from([(1, 1), (2, 2), (3, 1), (4, 2)]), st.integers(1, 280), st.integers(1, 280),
     BROADCAST, st.sampled_from(["float32", "bfloat16", "float64"]), st.sampled_from([None, (40, 0), (3, 70)]),
@@ -129,7 +130,7 @@ def test_large_head_dims(head_dim, dtype, kind):
     judge(case, run(case))
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     st.sampled_from([way for _, way in KINDS]), st.sampled_from(["float16", "bfloat16", "float32", "float64"]),
     st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([(1, 40), (3, 600), (33, 40), (70, 20)]),
@@ -203,7 +204,7 @@ def test_dq_of_16_bits_without_room_for_its_sums():
         np.testing.assert_allclose(got.astype("f4"), expected.astype("f4"), rtol=0.02, atol=0.02)
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(st.integers(1, 130), st.sampled_from((1, 2)), st.sampled_from((None, 5.0)), st.sampled_from((32, 64)))
 @example(16, 1, None, 64)
 @example(48, 2, 5.0, 32)
@@ -224,7 +225,7 @@ def test_dq_of_16_bits_of_few_keys_without_room_for_its_sums(seqlen_k, heads, so
         np.testing.assert_allclose(whole[:, :, first : first + 700], dq(first, first + 700), rtol=0.02, atol=0.02)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(1, 2), st.integers(1, 200), st.integers(1, 200), st.integers(2, 255), st.booleans())
 @example(1, 40, 40, 255, False)
 @example(1, 200, 200, 2, True)
@@ -243,7 +244,7 @@ SMALL_FEATURES = ("causal", "window", "gqa", "sinks", "kv_lengths", "lengths", "
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_small_heads(dtype):
-    @settings(max_examples=60)
+    @settings(max_examples=examples(60))
     @given(ct.cases(dtypes=[dtype], features=SMALL_FEATURES, ndims=(4,), max_seqlen=128, max_scores=2**14))
     def every_case(case):
         judge_by_every_kind(case, without=NOT_OF_SMALL_HEADS)
@@ -265,7 +266,7 @@ def test_small_heads_whose_last_keys_are_seen(kind):
         judge(case, run(case))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.sampled_from([1, 2, 3, 5, 8, 16, 17, 33]), st.sampled_from([1, 2, 7, 16, 40]), st.sampled_from([16, 24, 64]),
     st.sampled_from(["bfloat16", "float32", "float64"]), st.booleans(), st.sampled_from([1, 2]),
@@ -290,7 +291,7 @@ def test_what_is_computed_beside_a_head_changes_no_bit(seqlen_q, seqlen_k, head_
         assert_same_bits({name: together[name][b, place] for name, place in places.items()}, alone)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.integers(40, 128), st.integers(40, 128), st.sampled_from([33, 64, 128]),
     st.sampled_from(["bfloat16", "float32", "float64"]), st.booleans(), st.booleans(), st.sampled_from([1, 2]),
@@ -519,7 +520,7 @@ def test_a_library_of_older_sources(monkeypatch, unloaded):
     assert "install cuflash again" in str(core.why_not())
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(
     st.integers(1, 5), st.integers(1, 8), st.integers(0, 24), st.sampled_from([1, -1]), st.sampled_from(["out", "dq"])
 )
@@ -561,7 +562,7 @@ def test_elements_that_are_not_aligned():
     assert_same_bits({"out": out, "lse": lse}, {name: expected[name] for name in ("out", "lse")})
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.tuples(*[st.integers(0, 2)] * 4), st.integers(0, 2), st.sampled_from((1, 3)), st.sampled_from(("f4", "f8")))
 @example((1, 2, 0, 3), 2, 1, "f4")
 @example((1, 2, 3, 0), 2, 3, "f4")

@@ -15,6 +15,7 @@ from cuflash import cpu
 from cuflash.arrays.array_info import user_shape
 from cuflash.cpu import fallback, jobs, part_products
 from cuflash.spec.problem import make_problem
+from tests.sampling import examples
 from tests.ways import CORE, FALLBACK, every_way
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -49,7 +50,7 @@ def assert_same_bits(results, expected):
 
 
 @every_way
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(ct.cases(min_seqlen=0, features=(*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "lengths")))
 def test_diagonals_that_follow_lengths(case):
     judge(case, run(case, every=True))
@@ -70,7 +71,7 @@ def test_sinks_of_any_size(sink, dtype):
 
 
 @every_way
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(ct.cases(dtypes=["float32"], max_seqlen=1200, max_scores=2**19, max_head_dim=8))
 def test_longer_sequences(case):
     judge(case, run(case))
@@ -108,7 +109,7 @@ def test_grouped_heads_in_many_batches(head):
 
 
 @every_way
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(ct.cases(dtypes=["float32", "bfloat16"]))
 def test_results_are_written_where_they_are_asked_for(case):
     arrays, problem = case.arrays(), case.problem
@@ -312,7 +313,7 @@ def test_what_is_not_finite_reaches_the_output_as_in_the_formula(name, value):
     case = ct.Case(seqlen_q=30, seqlen_k=30, head_dim=2, causal=True, bias=(30, 30))
     without = ct.yardsticks(case.problem, {n: x for n, x in case.arrays().items() if n != "dout"})
 
-    @settings(max_examples=20)
+    @settings(max_examples=examples(20))
     @given(st.integers(0, 29), st.integers(0, 29))
     @example(20, 1)
     def at_any_place(row, column):
@@ -390,7 +391,7 @@ def empty_problems(draw):
     return options, arrays | {name: x for name, x in given.items() if draw(st.booleans())}
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(empty_problems())
 def test_every_result_of_empty_problems_is_written(problem):
     """Of whatever lengths are 0: results are NaN before, and as the formula has them after."""

@@ -23,6 +23,7 @@ from cuflash.distributed.streams import Streams
 from cuflash.shards import slices as parts_of_problems
 from tests.pure.test_schedule import of_chunks, splits
 from tests.ranks import Parts, Whole, judge, on_threads, results_of
+from tests.sampling import examples
 
 # All gradients; those of which dq travels in parts, and some that it does not.
 NEEDS = st.sampled_from((("dq", "dk", "dv"), None, ("dq", "dv"), ("dq", "dk"), ("dk", "dv"), ("dq",)))
@@ -45,7 +46,7 @@ def is_clear(case, split):
     return case.seqlen_q == 1 or any(split.rows(rank) != 1 for rank in range(split.ranks))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data(), ct.cases(**SMALL), st.integers(1, 8), st.integers(1, 3), NEEDS, st.integers(1, 2), st.booleans())
 def test_any_split_of_any_case_keeps_the_oracle_rule(data, case, ranks, steps, need, calls, goes_on):
     """Also of a second call, in which ranks begin before they hear of each other, and in the order of a device."""
@@ -59,7 +60,7 @@ def test_any_split_of_any_case_keeps_the_oracle_rule(data, case, ranks, steps, n
 AXES = ct.with_axes(ct.cases(**{**SMALL, "features": (*FEATURES, "gqa"), "max_scores": 2**11}, ndims=(4,)))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.data(), AXES, st.integers(1, 4), NEEDS)
 def test_leading_axes_keep_the_oracle_rule(data, case, ranks, need):
     """They broadcast as those of one device do, and gradients are sums over what broadcasts."""
@@ -71,7 +72,7 @@ def test_leading_axes_keep_the_oracle_rule(data, case, ranks, need):
     judge(case, results)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.data(), ct.cases(**{**SMALL, "features": (*FEATURES, "gqa")}), st.integers(1, 4), NEEDS)
 def test_spans_within_blocks_keep_the_oracle_rule_without_the_compiled_core(data, case, ranks, need):
     """Of dropout or a block mask: rows in front of a span have no weight in any sum."""
@@ -84,7 +85,7 @@ def test_spans_within_blocks_keep_the_oracle_rule_without_the_compiled_core(data
         judge(case, results_of(case, split_q, split_k, need=need))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.data(), ct.cases(**{**SMALL, "features": PLAIN}), st.integers(2, 8), st.booleans(), NEEDS)
 def test_own_rows_of_several_spans_in_one_call_keep_the_oracle_rule(data, case, ranks, is_zigzag, need):
     """Where nothing depends on numbers of rows."""
@@ -130,7 +131,7 @@ def test_steps_of_more_queries_than_a_cache_holds_go_in_turn(monkeypatch, cache_
     assert numbers == {"forward": {0, 1}, "backward": {0} if cache_bytes == full_rows == 0 else {0, 1}}
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(st.data(), ct.cases(**SMALL), st.integers(1, 8))
 def test_bits_do_not_depend_on_the_number_of_ranks(data, case, ranks):
     """Zigzag over 1, 2, 4 and 8 ranks, and chunks dealt to any number of ranks."""
@@ -144,7 +145,7 @@ def test_bits_do_not_depend_on_the_number_of_ranks(data, case, ranks):
             assert x.tobytes() == expected[name].tobytes(), f"{name} of {split_q.ranks} ranks"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.data(), ct.cases(**{**SMALL, "max_scores": 2**11}) | AXES, st.integers(1, 8), st.booleans())
 def test_decoding_keeps_the_oracle_rule(data, case, ranks, deterministic):
     if deterministic:
@@ -210,7 +211,7 @@ def test_results_that_are_not_asked_for_are_not_computed():
         assert result._fields == ("dv",)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(st.booleans(), st.integers(1, 4))
 def test_without_check_two_splits_say_all(deterministic, ranks):
     split_q, split_k = ([cut_evenly(n, 16)[r::ranks] for r in range(ranks)] for n in (13, 17))

@@ -11,6 +11,7 @@ import cuflash
 import cuflash.distributed as cd
 from tests.pure.test_schedule import of_chunks, splits
 from tests.ranks import Parts, Whole, judge, on_threads, results_of
+from tests.sampling import examples
 from tests.scored import CONDITIONED, MASKS, SCORES, Scored, captured_of, scored
 
 
@@ -32,7 +33,7 @@ def case_of(score=None, mask=None, seqlen=160, dtype="float32", seed=0, **option
     return Scored(cuflash.FlashAttention(score=functions[0], mask=functions[1], **options), arrays, {}, "")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data(), scored(max_seqlen=130, scores=(*CONDITIONED, "branching")), st.integers(1, 8), st.integers(1, 3))
 def test_any_split_of_any_functions_keeps_the_oracle_rule(data, case, ranks, steps):
     split_q, split_k = (data.draw(splits(n, ranks)) for n in sizes_of(case))
@@ -40,7 +41,7 @@ def test_any_split_of_any_functions_keeps_the_oracle_rule(data, case, ranks, ste
     judge(case, results_of(case, split_q, split_k, steps=steps))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(st.data(), scored(max_seqlen=130, scores=CONDITIONED), st.integers(1, 8))
 def test_bits_do_not_depend_on_the_number_of_ranks(data, case, ranks):
     dealt = [data.draw(of_chunks(n, ranks, 16)) for n in sizes_of(case)]
@@ -81,7 +82,7 @@ def test_rows_in_front_of_a_piece_have_no_weight():
     judge(case, results_of(case, *[cd.contiguous(40, 3)] * 2))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.data(), scored(max_seqlen=40, packs=False, scores=CONDITIONED), st.integers(1, 8))
 def test_decoding_keeps_the_oracle_rule(data, case, ranks):
     whole, split = Whole.of(case), data.draw(splits(sizes_of(case)[1], ranks))

@@ -18,6 +18,7 @@ import cuflash.testing as ct
 from cuflash import cpu
 from cuflash.cpu import core, fallback, jobs, part_products
 from tests.pure.test_cpu import NAMES, assert_same_bits, cut_small, judge, run
+from tests.sampling import examples
 from tests.ways import CORE, FALLBACK
 
 pytestmark = pytest.mark.usefixtures("way")
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("way")
 SOME_FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "packed")
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     ct.cases(features=SOME_FEATURES, max_scores=2**13, max_head_dim=32),
     st.sampled_from((1, 2**8, 2**12)),
@@ -39,7 +40,7 @@ def test_any_jobs_and_tiles_do(case, pairs, rows, keys):
         judge(case, run(case, every=True))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(ct.cases(features=SOME_FEATURES, max_scores=2**13, max_head_dim=32))
 def test_the_number_of_threads_changes_no_bit(case):
     with pytest.MonkeyPatch.context() as patch:
@@ -51,7 +52,7 @@ def test_the_number_of_threads_changes_no_bit(case):
                 assert_same_bits(run(case, every=True), expected)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     ct.cases(
         ndims=[4],

@@ -170,17 +170,18 @@ def test_a_plan_names_tables_and_their_memory(arch):
     assert f"hoisted.0: a table of {8 * places} bytes, which a kernel fills" in plan.describe()
 
 
-BY_PAIRS = ["captured", "backward_scores", "backward_scores", "captured"]
+PREPROCESS, POSTPROCESS, OF_ARGS = "backward_preprocess", "backward_postprocess", "score_args_gradients"
+BY_PAIRS = [OF_ARGS, "backward_scores", "backward_scores", OF_ARGS]
 
 
 @pytest.mark.parametrize(
     ("score", "arch", "head_dim", "sources"),
     [
-        ("t5", "9.0", 64, ["hoisted", "delta", "captured", "backward", "hoisted", "captured", "convert"]),
+        ("t5", "9.0", 64, ["hoisted", PREPROCESS, OF_ARGS, "backward", "hoisted", OF_ARGS, POSTPROCESS]),
         # The kernels that add terms of pairs find places themselves.
-        ("t5", "8.0", 64, ["hoisted", "delta", *BY_PAIRS, "backward", "convert"]),
+        ("t5", "8.0", 64, ["hoisted", PREPROCESS, *BY_PAIRS, "backward", POSTPROCESS]),
         # Sums along diagonals do not fit, those of a head do.
-        ("decay", "9.0", 256, ["delta", "captured", "backward", "captured", "convert"]),
+        ("decay", "9.0", 256, [PREPROCESS, OF_ARGS, "backward", OF_ARGS, POSTPROCESS]),
     ],
 )
 def test_kernels_of_gradients_of_what_tables_read(score, arch, head_dim, sources):

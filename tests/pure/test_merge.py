@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.shards import merge as merging
+from tests.sampling import examples
 
 FEATURES = ("causal", "window", "softcap", "scale", "bias", "mask", "gqa", "head_dim_v", "dlse")
 PLAIN: dict[str, Any] = {"ndims": [4], "layouts": ["bhsd"], "features": FEATURES, "max_seqlen": 70, "max_head_dim": 40}
@@ -54,7 +55,7 @@ def gradients(case, parts, *, through_parts):
     return dq, dk, dv
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(splits(**PLAIN))
 def test_parts_are_the_whole(case_and_parts):
     case, parts = case_and_parts
@@ -63,7 +64,7 @@ def test_parts_are_the_whole(case_and_parts):
 
 
 @pytest.mark.parametrize("through_parts", [True, False])
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(case_and_parts=splits(dtypes=["float64"], **PLAIN))
 def test_gradients_of_parts_are_those_of_the_whole(through_parts, case_and_parts):
     case, parts = case_and_parts

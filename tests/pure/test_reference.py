@@ -14,6 +14,7 @@ from cuflash.arrays.array_info import view_4d, view_rows
 from cuflash.spec.options import Options
 from cuflash.spec.problem import make_problem
 from cuflash.testing import reference
+from tests.sampling import examples
 
 SMALL: dict[str, Any] = {"max_seqlen": 8, "max_head_dim": 3, "max_scores": 128, "min_seqlen": 0}
 
@@ -77,7 +78,7 @@ def test_equals_loops_over_scalars(case):
     np.testing.assert_allclose(view_rows(lse), expected_lse, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     ct.cases(
         dtypes=["float64"], score_spreads=[1.0, 3.0], features=(*ct.FEATURES, *ct.MORE_FEATURES, "lengths"), **SMALL

@@ -24,6 +24,7 @@ from cuflash.streaming import calls
 from cuflash.streaming.chunks import Chunk, chunks_of
 from tests.fakes import FakeDevice, FakeStream
 from tests.interrupts import Interrupt, of_package
+from tests.sampling import examples
 
 FEATURES = (*(name for name in ct.FEATURES if name != "scale"), "sinks", "dlse", "dropout", "block_mask")
 SMALL: dict[str, Any] = {
@@ -81,7 +82,7 @@ def chunks_for(data, case):
 AXES = ct.with_axes(ct.cases(**{**SMALL, "max_scores": 2**11}, ndims=(4,)))
 
 
-@settings(max_examples=90)
+@settings(max_examples=examples(90))
 @given(data=st.data(), case=ct.cases(**SMALL) | AXES, how=DEVICES)
 def test_any_chunks_of_any_case_keep_the_oracle_rule(data, case, how):
     with pytest.MonkeyPatch.context() as patch:
@@ -90,7 +91,7 @@ def test_any_chunks_of_any_case_keep_the_oracle_rule(data, case, how):
         judge(case, results_of(case, chunks_for(data, case)))
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(data=st.data(), case=AXES, how=DEVICES, strides=st.sampled_from(ct.STRIDES))
 def test_results_with_leading_axes_are_written_where_the_caller_says(data, case, how, strides):
     arrays, chunk = case.arrays(), chunks_for(data, case)
@@ -118,7 +119,7 @@ def test_results_with_leading_axes_are_written_where_the_caller_says(data, case,
         np.testing.assert_array_equal(x, getattr(new, name), err_msg=name)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(data=st.data(), case=ct.cases(**SMALL))
 def test_bits_do_not_depend_on_how_chunks_travel(data, case):
     """By views, or through buffers, early or late, staged or not."""
@@ -133,7 +134,7 @@ def test_bits_do_not_depend_on_how_chunks_travel(data, case):
             np.testing.assert_array_equal(x, found[0][name], err_msg=name, strict=True)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(case=ct.cases(**SMALL))
 def test_one_chunk_is_the_call_as_it_was(case):
     arrays = case.arrays()
@@ -416,7 +417,7 @@ def test_results_on_the_device_have_memory_of_their_own(result, other, chunk, mo
             attn.backward(*inputs, *keys, *(arrays.pop(n) for n in ("out", "lse")), need=("dq", "dsinks"), **arrays)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 2**20), st.booleans(), st.booleans(), st.sampled_from(["forward", "backward", "mapped"]))
 def test_an_interrupt_at_any_line_leaves_no_copy_under_way(line, late, pinned, method):
     """As soon as it is raised, while its traceback still holds what the call made."""

@@ -13,6 +13,7 @@ from cuflash.testing.rule import gradients_of
 from tests.fakes import FakeDevice
 from tests.pure.test_streamed import DEVICES
 from tests.ranks import NO_TERMS, judge
+from tests.sampling import examples
 from tests.scored import CONDITIONED, SCORES, Scored, captured_of, scored
 
 
@@ -29,7 +30,7 @@ def results_of(case, chunk):
     return {"out": out, "lse": lse, **gradients._asdict()}
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data(), case=scored(max_seqlen=130, packs=False, scores=CONDITIONED), how=DEVICES)
 def test_any_chunks_of_any_functions_keep_the_oracle_rule(data, case, how):
     step = 64 if "block_mask" in case.arrays else 16 if case.problem.dropout else 1
