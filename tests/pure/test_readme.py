@@ -64,7 +64,7 @@ def test_the_examples_of_a_page_run(name):
     """In order, in one namespace; what needs a device only compiles here."""
     names: dict[str, Any] = {"__name__": "example"}
     for code in blocks("python", PAGES[name]):
-        exec(compile(code, name, "exec"), names)
+        exec(compile(code, f"<{name}>", "exec"), names)  # no file: hypothesis would read lines of the page as code
         for test in [names.pop(key) for key in list(names) if key.startswith("test_")]:
             test()
     for code in blocks("python gpu", PAGES[name]):
@@ -81,7 +81,7 @@ def test_the_examples_for_another_library_run(name, library):
     names: dict[str, Any] = {"__name__": "example"}
     for kind in ("python", f"python {library}"):
         for code in blocks(kind, PAGES[name]):
-            exec(compile(code, name, "exec"), names)
+            exec(compile(code, f"<{name}>", "exec"), names)  # no file: hypothesis would read lines of the page as code
 
 
 @pytest.mark.gpu
@@ -89,7 +89,7 @@ def test_the_examples_for_another_library_run(name, library):
 def test_the_examples_for_a_device_run(name):
     names = {"__name__": "example", "cuflash": cuflash, "np": np}
     for code in blocks("python gpu", PAGES[name]):
-        exec(compile(code, name, "exec"), names)
+        exec(compile(code, f"<{name}>", "exec"), names)  # no file: hypothesis would read lines of the page as code
 
 
 def test_no_other_kind_of_example():
