@@ -45,7 +45,8 @@ class Yardstick:
         One unit in the last place of the scale. Scale is the largest absolute value of the entry, or of the root of the
         sum of squares of the terms that it is a sum of: what cancellation leaves of a gradient is no scale. So it is of
         out within D = rowsum(dout o out), which is a term of gradients of scores, and of q k^T as a factor of dscale.
-        Of the columns of a row of out, dq, dk or dv it is the largest.
+        Of the columns of a row of out, dq, dk or dv it is the largest. D is rounded once for a row: its errors add up
+        in dq, and in dbias of a bias without an axis of keys.
         For lse it is at least 1. The unit is that of the dtype of the result; of gradients, which are made of out as it
         was rounded, that of the inputs; what is subnormal there counts as the smallest normal number, since its unit is
         that of this number, in results as in the weights and gradients of scores that are rounded on the way. A

@@ -319,6 +319,10 @@ class _Collector:
         self.rows_of_heads[head.index[1]] += np.count_nonzero(P_sink)
         head = replace(head, derivatives=self._counted(head, QK))
         QK2 = np.maximum(QK**2, np.where(visible, Q**2 @ K.T**2, 0))  # where products cancel, QK has their digits
+        if problem.bias is not None and problem.bias.strides[3] == 0:  # D is rounded once for all keys of a row
+            of_row = P.sum(axis=1, keepdims=True) ** 2
+            dS_bias = _added_to_largest(dS_bias, D2 * of_row)
+            dS_bias_noise = _added_to_largest(dS_bias_noise, (D_moved2 + noise.rows**2 * D2) * of_row)
         self.of_scores.add(head, dS_bias, dS * QK2, power=2)
         self.noise_of_scores.add(head, dS_bias_noise, dS_noise * QK2, power=2)
         self.has_part.add(head, visible.astype(np.float64), np.ones(()), power=0)
@@ -336,6 +340,15 @@ def _finite(x: Array) -> Array:
 def _largest(x: Array) -> Array:
     """The largest number of all columns."""
     return x.max(axis=-1, keepdims=True, initial=0)
+
+
+def _added_to_largest(x: Array, of_rows: Array) -> Array:
+    """A copy of x with a number added to the largest one of each row."""
+    if not x.size:
+        return x
+    found, at = x.copy(), x.argmax(axis=1)[:, None]
+    np.put_along_axis(found, at, np.take_along_axis(x, at, axis=1) + of_rows, axis=1)
+    return found
 
 
 def _spread(x: Array) -> Array:

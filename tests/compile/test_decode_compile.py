@@ -106,7 +106,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("target", [*share(USUAL, 40), *share(OTHERS, 120)], ids=str)
+@pytest.mark.parametrize("target", [*share(USUAL, 40), *share(OTHERS, 60)], ids=str)
 def test_row(target):
     plan = target.plan()
     if plan is None:
