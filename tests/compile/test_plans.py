@@ -490,7 +490,7 @@ FLOAT8_PRODUCTS = [
 ROWS = [target for target in EVERY_ROW if target.tile.element_bytes == 2 or is_sm90(target.tile)]
 TARGETS = [
     *share(ROWS, 40),
-    *share([target for target in EVERY_ROW if target not in ROWS], 120),
+    *share([target for target in EVERY_ROW if target not in ROWS], 72),
     *share(OTHERS, 160),
     *share(FLOAT8, 24),
     *(
