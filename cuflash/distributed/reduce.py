@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cuflash.arrays import dlpack
 from cuflash.arrays.memory_ranges import Span, cut, places
 from cuflash.distributed.rank import Run, of_heads
 from cuflash.distributed.schedule import Round, Tile, Walk
-from cuflash.gpu.elementwise import WIDE, assign, minus_row_products, sum_of
+from cuflash.gpu import merging
+from cuflash.gpu.elementwise import WIDE, assign
 from cuflash.spec.inputs import GRADIENTS, NUMBER_GRADIENTS
 from cuflash.spec.row_sums import NUMBERS
 
@@ -262,7 +264,7 @@ def add_up(target: Array, parts: Sequence[Array]) -> None:
             total = total + part
         target[...] = total
     else:
-        sum_of(len(parts)).run(parts, (), target)
+        merging.add(target, parts)
 
 
 def minus_delta(out: Array, dout: Array, dlse: Array | None, dtype: Any) -> Array:
@@ -270,7 +272,6 @@ def minus_delta(out: Array, dout: Array, dlse: Array | None, dtype: Any) -> Arra
     if isinstance(out, np.ndarray):
         found = -(out.astype(dtype) * dout.astype(dtype)).sum(axis=-1)
         return found if dlse is None else dlse + found
-    found = minus_row_products(out, dout, dtype)
-    if dlse is not None:
-        sum_of(2).run((found, dlse), (), found)
+    found = dlpack.module_of(out).empty(out.shape[:-1], dtype)
+    merging.minus_delta(found, out, dout, dlse)
     return found

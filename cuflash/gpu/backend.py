@@ -476,7 +476,7 @@ def _launch_of(binding: Binding, plan: LaunchPlan, arrays: Mapping[str, Any], gr
 
 
 def _load(kernel: KernelSpec, device_id: int) -> _Kernel:
-    function = _function(kernel, device_id)
+    function = load_function(kernel, device_id)
     config_of = None
     if kernel.overlaps_previous and cupy.cuda.runtime.driverGetVersion() >= OVERLAP_IN_GRAPHS:
         sizes = kernel.grid, kernel.threads, kernel.shared_bytes
@@ -502,7 +502,7 @@ def _driver() -> Any:
 
 
 @functools.cache
-def _function(spec: KernelSpec, device_id: int) -> Any:
+def load_function(spec: KernelSpec, device_id: int) -> Any:
     """A kernel, compiled and loaded on the current device, which is `device_id`."""
     kernel = cupy.RawModule(path=str(compile_spec(spec).path)).get_function(spec.name)
     kernel.max_dynamic_shared_size_bytes = spec.shared_bytes

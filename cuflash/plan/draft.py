@@ -457,7 +457,7 @@ def check_blocks(blocks: int) -> None:
         raise NotImplementedError(f"q: got {blocks} tiles, expected at most 2**31 - 1 in one launch; split the batch")
 
 
-_DTYPE_TAGS = {
+DTYPE_TAGS = {
     **{"float16": "Float16", "bfloat16": "BFloat16", "float32": "Float32", "float64": "Float64"},
     **{"float8_e4m3fn": "Float8E4M3", "float8_e5m2": "Float8E5M2"},
 }
@@ -475,8 +475,8 @@ def common_defines(
         **terms,
         **numbers,
         "CUFLASH_ARCH": device.arch,
-        "CUFLASH_DTYPE": _DTYPE_TAGS[problem.dtype],
-        "CUFLASH_KV_DTYPE": _DTYPE_TAGS[problem.k.dtype],
+        "CUFLASH_DTYPE": DTYPE_TAGS[problem.dtype],
+        "CUFLASH_KV_DTYPE": DTYPE_TAGS[problem.k.dtype],
         "CUFLASH_FLOAT8_QUERIES": int(problem.multiplies_float8),
         "CUFLASH_Q_SCALE": int(problem.q_scale is not None),
         "CUFLASH_K_SCALE": _kind_of_scale(problem, "k_scale"),

@@ -4,8 +4,8 @@ Part i of the keys has out_i and lse_i; its share of the sum of all exponentials
 
     lse = log sum_i exp(lse_i),    out = sum_i exp(lse_i - lse) out_i
 
-which is the step of online softmax (Milakov and Gimelshein 2018) for any number of parts, in any order. `merge` and
-`merge_backward` use plain operations on NumPy or CuPy arrays.
+which is the step of online softmax (Milakov and Gimelshein 2018) for any number of parts, in any order. Arrays of
+NumPy are merged by these formulas, arrays of CuPy by kernels/helpers/merge.cu.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ import numpy as np
 from cuflash.arrays import dlpack
 from cuflash.arrays.array_info import DTYPES, check_array
 from cuflash.arrays.checks import check_choice, type_error, value_error
-from cuflash.gpu.elementwise import Formula, as_pairs, lse_of, lse_of_pairs, merged_of, merged_of_pairs, pairs_of
+from cuflash.gpu import merging
 from cuflash.spec import borrowing, row_sums
 from cuflash.spec.options import LAYOUTS
 
-AT_ONCE = 16  # parts that one kernel merges, because its arguments take at most 4 KiB
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one kind per call
 
 
@@ -101,23 +100,21 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: Literal["bhsd
     parts, part_lses = ([arrays[name] for name in names[i : i + len(outs)]] for i in (0, len(outs)))
     rows = _check_parts(arrays, names[0], layout)
     with _device_of(arrays) as xp, np.errstate(all="ignore"):
-        out, lse = _merged(xp, parts, part_lses, rows)
-        out = out.astype(parts[0].dtype)
+        out, lse = (xp.empty(x.shape, x.dtype) for x in (parts[0], part_lses[0]))
+        merge_into(parts, [rows.in_order(x) for x in part_lses], out, rows.in_order(lse))
     return MergeResult(*(borrowed.give_back(x, None) for x in (out, lse)))
 
 
-def _merged(xp: Any, outs: Sequence[Array], lses: Sequence[Array], rows: _Rows) -> tuple[Array, Array]:
+def _merged(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
     """out and lse of all parts, in the dtype of lse."""
-    largest = lses[0]
-    for part_lse in lses[1:]:
-        largest = xp.maximum(largest, part_lse)
-    largest = xp.where(largest == -np.inf, xp.zeros_like(largest), largest)
-    weights = [xp.exp(part_lse - largest) for part_lse in lses]
+    largest = functools.reduce(np.maximum, lses)
+    largest = np.where(largest == -np.inf, np.zeros_like(largest), largest)
+    weights = [np.exp(part_lse - largest) for part_lse in lses]
     total = sum(weights)
-    lse = largest + xp.log(total)
-    total = xp.where(total == 0, 1, total)
+    lse = largest + np.log(total)
+    total = np.where(total == 0, 1, total)
     out = sum(
-        xp.where(rows.across(weight == 0), 0, rows.across(weight / total) * x.astype(lse.dtype))
+        np.where(weight[..., None] == 0, 0, (weight / total)[..., None] * x.astype(lse.dtype))
         for x, weight in zip(outs, weights, strict=True)
     )
     return out, lse
@@ -130,7 +127,7 @@ def merge_into(
     lse: Array,
     sums: Sequence[Array | None] = (),
 ) -> None:
-    """Merge parts in the dtype of lse and layout "bhsd", in one pass over memory; out may have any dtype.
+    """Merge parts in the dtype of lse and layout "bhsd", on a device in one pass over memory; out may have any dtype.
 
     `sums` are the row sums of parts in which lse of some row is large (`cuflash.spec.row_sums`). `lses` may be pairs of
     lse and what its rounding leaves, on a last axis, as kernels store them.
@@ -140,29 +137,11 @@ def merge_into(
         lses, sums = [x[..., 0] for x in lses], [row_sums.of_pairs(x) for x in lses]
     if isinstance(out, np.ndarray):
         with np.errstate(all="ignore"):
-            out[...], lse[...] = _merged(np, outs, lses, _Rows(swapped=False))
+            out[...], lse[...] = _merged(outs, lses)
             if any(x is not None for x in sums):
                 _merge_large(outs, lses, out, lse, sums)
         return
-    outs, lses = list(outs), list(lses)
-    while len(outs) > AT_ONCE:
-        both = [dlpack.module_of(out).empty(x.shape, x.dtype) for x in (outs[0], lses[0])]
-        if has_pairs:
-            _merge_pairs(outs[:AT_ONCE], lses[:AT_ONCE], both[0], pairs_of(AT_ONCE), as_pairs(both[1]))
-        else:
-            merge_into(outs[:AT_ONCE], lses[:AT_ONCE], *both)
-        outs[:AT_ONCE], lses[:AT_ONCE] = both[:1], both[1:]
-    if has_pairs:
-        _merge_pairs(outs, lses, out, lse_of_pairs(len(lses)), lse)
-        return
-    merged_of(len(outs)).run(outs, lses, out)
-    lse_of(len(lses)).run((), lses, lse)
-
-
-def _merge_pairs(outs: Sequence[Array], pairs: Sequence[Array], out: Array, lse_by: Formula, lse: Array) -> None:
-    rows = [as_pairs(x) for x in pairs]
-    merged_of_pairs(len(outs)).run(outs, rows, out)
-    lse_by.run((), rows, lse)
+    merging.merge(out, lse, outs, lses)
 
 
 def _merge_large(
@@ -254,18 +233,30 @@ def merge_backward(
     douts, dlses = [], []
     with _device_of(arrays) as xp, np.errstate(all="ignore"):
         dout, out, lse = arrays["dout"], arrays["out"], arrays["lse"]
-        delta = rows.sum(dout.astype(lse.dtype) * out.astype(lse.dtype))
+        dlse = arrays.get("dlse")
         for x, part_lse in zip(parts, part_lses, strict=True):
-            weight = xp.exp(part_lse - lse)
-            weight = xp.where(part_lse == -np.inf, 0, weight)
-            part_dout = xp.where(rows.across(weight == 0), 0, rows.across(weight) * dout.astype(lse.dtype))
-            part_dout = part_dout.astype(dout.dtype)
-            # The sum takes the rounded gradient, so that delta of the part, which is the same number, cancels it.
-            part_dlse = rows.sum(part_dout.astype(lse.dtype) * x.astype(lse.dtype)) - weight * delta
-            part_dlse = xp.where(weight == 0, 0, part_dlse + weight * arrays.get("dlse", 0))
-            douts.append(part_dout)
-            dlses.append(part_dlse.astype(lse.dtype))
+            own = xp.empty(x.shape, x.dtype), xp.empty(lse.shape, lse.dtype)
+            of_rows = [None if row is None else rows.in_order(row) for row in (own[1], part_lse, lse, dlse)]
+            _merge_backward(own[0], of_rows[0], dout, x, out, *of_rows[1:])
+            douts.append(own[0])
+            dlses.append(own[1])
     return MergeGradients(*(tuple(borrowed.give_back(x, None) for x in of_parts) for of_parts in (douts, dlses)))
+
+
+def _merge_backward(
+    own_dout: Array, own_dlse: Array, dout: Array, own_out: Array, out: Array, own_lse: Array, lse: Array, dlse: Any
+) -> None:
+    """Fill the gradients of one part, whose lse and gradient have the order of axes of out."""
+    if not isinstance(out, np.ndarray):
+        merging.merge_backward(own_dout, own_dlse, dout, own_out, out, own_lse, lse, dlse)
+        return
+    weight = np.where(own_lse == -np.inf, 0, np.exp(own_lse - lse))
+    wide = [x.astype(lse.dtype) for x in (dout, out, own_out)]
+    delta = (wide[0] * wide[1]).sum(axis=-1)
+    own_dout[...] = np.where(weight[..., None] == 0, 0, weight[..., None] * wide[0])
+    # The sum takes the rounded gradient, so that delta of the part, which is the same number, cancels it.
+    found = (own_dout.astype(lse.dtype) * wide[2]).sum(axis=-1) - weight * delta
+    own_dlse[...] = np.where(weight == 0, 0, found if dlse is None else found + weight * dlse)
 
 
 class RunningMerge:
@@ -295,7 +286,7 @@ class RunningMerge:
         total = self.total[:, :, rows]
         factor, share = (x[..., None] for x in self._weigh(rows, lse))
         if self.xp is not np:
-            _kernel("add")(factor, share, out, total)
+            merging.rescale_and_add(total, out, factor[..., 0], share[..., 0])
             return
         with np.errstate(all="ignore"):
             total *= factor
@@ -306,7 +297,7 @@ class RunningMerge:
         largest, weight = self.largest[:, :, rows], self.weight[:, :, rows]
         if self.xp is not np:
             factor, share = self.xp.empty_like(lse), self.xp.empty_like(lse)
-            _kernel("weigh")(lse, largest, weight, factor, share)
+            merging.softmax_step(largest, weight, factor, share, lse)
             return factor, share
         with np.errstate(all="ignore"):
             top = np.maximum(largest, lse)
@@ -317,10 +308,13 @@ class RunningMerge:
 
     def finish(self, out: Array, lse: Array) -> None:
         """Write the merged results: out has the shape of total and any dtype, lse lacks the last axis."""
+        if self.xp is not np:
+            merging.normalize(out, lse, self.total, self.largest, self.weight)
+            return
         with np.errstate(all="ignore"):
-            lse[...] = self.largest + self.xp.log(self.weight)
+            lse[...] = self.largest + np.log(self.weight)
             self.weight[self.weight == 0] = 1
-            self.xp.divide(self.total, self.weight[..., None], out=self.total)
+            np.divide(self.total, self.weight[..., None], out=self.total)
         if out is not self.total:
             out[...] = self.total
 
@@ -366,37 +360,14 @@ class LargeRows:
             target[...] = dlpack.module_of(target).asarray(wide)
 
 
-# The same operations as with NumPy, but each in one pass over memory.
-_KERNELS = {
-    "weigh": (
-        "T lse",
-        "T largest, T weight, T factor, T share",
-        "T top = lse > largest || lse != lse ? lse : largest; T offset = isinf(top) && top < 0 ? T(0) : top;"
-        "factor = exp(largest - offset); share = exp(lse - offset);"
-        "weight = weight * factor + share; largest = top;",
-    ),
-    "add": ("T factor, T share, T out", "T total", "total = total * factor + (share == T(0) ? T(0) : share * out);"),
-}
-
-
-@functools.cache
-def _kernel(name: str) -> Any:
-    """A kernel of CuPy."""
-    return importlib.import_module("cupy").ElementwiseKernel(*_KERNELS[name], f"cuflash_merge_{name}")
-
-
 class _Rows(NamedTuple):
-    """Conversions between the shapes of arrays over rows, as lse, and of arrays over rows and columns, as out."""
+    """Arrays over rows, as lse, in the order of axes of arrays over rows and columns, as out."""
 
     swapped: bool  # out is (..., seqlen, heads, dim), lse (..., heads, seqlen)
 
-    def across(self, rows: Any) -> Any:
-        """Numbers of rows, as an array that broadcasts to the shape of out."""
-        return (rows.swapaxes(-1, -2) if self.swapped else rows)[..., None]
-
-    def sum(self, x: Any) -> Any:
-        """The sum of the columns of each row, in the shape of lse."""
-        return x.sum(axis=-1).swapaxes(-1, -2) if self.swapped else x.sum(axis=-1)
+    def in_order(self, rows: Array) -> Array:
+        """A view whose axes are those of out but for the last one."""
+        return rows.swapaxes(-1, -2) if self.swapped else rows
 
 
 def _names_of_parts(outs: Sequence[Array], lses: Sequence[Array]) -> list[str]:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,6 @@ import numpy as np
 
 from cuflash.emulator import find_compiler
 from tests.emulate.launcher import allocated
-from tests.emulate.test_elementwise import CUDA
 
 _FOLDER = tempfile.TemporaryDirectory()
 _one_at_a_time = threading.Lock()
@@ -220,63 +219,28 @@ def get_current_stream() -> Stream:
 class ElementwiseKernel:
     """That of CuPy, compiled for the CPU."""
 
-    def __init__(self, inputs: str, outputs: str, operation: str, name: str, preamble: str = "") -> None:
+    def __init__(self, inputs: str, outputs: str, operation: str, name: str) -> None:
         self.params = [text.split() for text in (*inputs.split(", "), *outputs.split(", "))]
-        self.count, self.operation, self.preamble = len(inputs.split(", ")), operation, preamble
+        self.count, self.operation = len(inputs.split(", ")), operation
 
-    def __call__(self, *arrays: OnDevice, axis: int | None = None) -> None:
+    def __call__(self, *arrays: OnDevice) -> None:
         hosts = [x.host for x in arrays]
-        shape = np.broadcast_shapes(*(x.shape for x in hosts[: self.count]))
-        width = shape[-1] if axis == -1 else 1
-        flat = [np.ascontiguousarray(np.broadcast_to(x, shape)) for x in hosts[: self.count]]
+        flat = [np.ascontiguousarray(x) for x in hosts[: self.count]]
         flat += [np.empty(x.shape, x.dtype) for x in hosts[self.count :]]
-        kinds = [x.dtype for x, (kind, _) in zip(hosts, self.params, strict=True) if kind in ("T", "C")]
-        text = self._text("double" if kinds and kinds[0] in (np.float64, np.complex128) else "float")
+        places = [f"{kind}& {name} = (({kind}*)at[{i}])[n];" for i, (kind, name) in enumerate(self.params)]
+        text = f"""using int32 = int; using int64 = long; struct complex128 {{ double real, imag; }};
+            extern "C" void run(void** at, long count) {{
+              for (long n = 0; n < count; ++n) {{ {" ".join(places)} {self.operation}; }} }}"""
         with _one_at_a_time:
             run = _compiled(text)
-        pointers = (ctypes.c_void_p * len(flat))(*(x.ctypes.data for x in flat))
-        run(pointers, ctypes.c_long(int(np.prod(shape)) // width), ctypes.c_long(width))
+        run((ctypes.c_void_p * len(flat))(*(x.ctypes.data for x in flat)), ctypes.c_long(flat[0].size))
         for x, result in zip(hosts[self.count :], flat[self.count :], strict=True):
             x[...] = result
-
-    def _text(self, real: str) -> str:
-        places = [
-            f"{kind}& {name} = (({kind}*)at[{number}])[{self._index(number)}];"
-            for number, (kind, name) in enumerate(self.params)
-        ]
-        return f"""{CUDA} using T = {real}; using C = complex<T>; {self.preamble}
-            extern "C" void run(void** at, long count, long width) {{
-              for (long i = 0; i < count; ++i) {{ {self._loop(places)} }} }}"""
-
-    def _index(self, number: int) -> str:
-        return "i"
-
-    def _loop(self, places: Sequence[str]) -> str:
-        return f"{' '.join(places)} {self.operation};"
-
-
-class ReductionKernel(ElementwiseKernel):
-    """A sum over the last axis."""
-
-    def __init__(
-        self, inputs: str, outputs: str, each: str, both: str, end: str, first: str, name: str, preamble: str
-    ) -> None:
-        super().__init__(inputs, outputs, end, name, preamble)
-        self.each, self.both, self.first = each, both, first
-
-    def _index(self, number: int) -> str:
-        return "i * width + j" if number < self.count else "i"
-
-    def _loop(self, places: Sequence[str]) -> str:
-        step = f"{' '.join(places[: self.count])} float b = {self.each}; a = {self.both};"
-        each = f"float a = {self.first}; for (long j = 0; j < width; ++j) {{ {step} }}"
-        return f"{each} {' '.join(places[self.count :])} {self.operation};"
 
 
 @functools.cache
 def _compiled(text: str) -> Any:
     path = f"{_FOLDER.name}/{hashlib.sha256(text.encode()).hexdigest()}.so"
-    text = text.replace("#include <cuda_fp16.h>", "")
     command = [str(find_compiler()), "-x", "c++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", path, "-"]
     subprocess.run(command, input=text, text=True, check=True)
     return ctypes.CDLL(path).run
@@ -285,7 +249,7 @@ def _compiled(text: str) -> Any:
 def extend(cupy: Any) -> None:
     """Make the stand-in for CuPy of `launcher` one that ranks can use."""
     cupy.ndarray, cupy.empty = OnDevice, OnDevice
-    cupy.ElementwiseKernel, cupy.ReductionKernel = ElementwiseKernel, ReductionKernel
+    cupy.ElementwiseKernel = ElementwiseKernel
     for name in ("zeros", "ones", "full", "concatenate", "ascontiguousarray", "clip", "asarray", "where"):
         setattr(cupy, name, functools.partial(_called, getattr(np, name), None))
     cupy.lib = SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=as_strided))

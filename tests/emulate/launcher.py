@@ -15,11 +15,10 @@ import numpy as np
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.emulator.building import build
 from cuflash.emulator.memory import tensor_map
-from cuflash.gpu import elementwise
+from cuflash.gpu import elementwise, merging
 from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan
 from cuflash.plan.argument import maps_offset
 from cuflash.plan.tensor_map import BYTES, TensorMapSpec
-from cuflash.shards import merge as merging
 from cuflash.spec.binding import Pass
 from cuflash.spec.inputs import GRADIENTS, NAMES
 from cuflash.spec.options import Options
@@ -88,7 +87,11 @@ class Launcher:
         """cuLaunchKernel."""
         grid, _, _, threads, _, _, shared_bytes, _stream, argument, _extra = how
         spec = self._loaded[handle]
-        assert (grid, threads, shared_bytes) == (spec.grid, spec.threads, spec.shared_bytes)
+        assert (threads, shared_bytes) == (spec.threads, spec.shared_bytes)
+        if spec.source == merging.SOURCE:
+            self._merge(spec, grid, argument)
+            return
+        assert grid == spec.grid
         self.launched.append(spec)
         if self._computes:
             launches = self._module._launches.values()
@@ -99,6 +102,14 @@ class Launcher:
             content = ctypes.string_at(ctypes.c_uint64.from_address(argument).value, nbytes)
             module = build(Path(spec.source), dict(spec.defines), headers=dict(spec.headers))
             module.launch(spec.name, content, grid=grid, threads=threads, shared_bytes=shared_bytes)
+
+    def _merge(self, spec: KernelSpec, grid: int, argument: int) -> None:
+        """Merges compute also where other kernels only count."""
+        nbytes = int(dict(spec.defines)["CUFLASH_PARAMS_BYTES"])
+        content = ctypes.string_at(ctypes.c_uint64.from_address(argument).value, nbytes)
+        build(Path(spec.source), dict(spec.defines)).launch(
+            spec.name, content, grid=grid, threads=spec.threads, shared_bytes=0
+        )
 
 
 def encoder(spec: TensorMapSpec) -> Callable[[int, int], bytes]:
@@ -141,7 +152,7 @@ def launcher(arch: str, *, computes: bool) -> Iterator[Launcher]:
         module.with_resources = lambda plan: plan  # which compiles for a GPU
         module.encoder = encoder
         module._in_scratch = in_scratch
-        module._function = found.load
+        module.load_function = found.load
         module._driver = lambda: SimpleNamespace(cuLaunchKernelEx=None)
         yield found
     finally:

@@ -193,7 +193,6 @@ def standing_in(monkeypatch):
     monkeypatch.setattr(device, "Event", Event)
     monkeypatch.setattr(device, "_memory", lambda nbytes: driver.pools[device._of_thread.device].malloc(nbytes))
     monkeypatch.setattr(device, "ElementwiseKernel", Kernel)
-    monkeypatch.setattr(device, "ReductionKernel", Kernel)
     for name in ("__setitem__", "__iadd__", "__imul__"):
         monkeypatch.setattr(OnDevice, name, assigned(name))
     for kind in (Nccl, Threads):
@@ -223,7 +222,7 @@ def driven(driver, arch, monkeypatch):
             driver.kernel(spec.name, spec.defines)
             return functions.setdefault((spec, device_id), found.load(spec, device_id))
 
-        found._module._function = function
+        found._module.load_function = function
         monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", driver.module())
         yield
 

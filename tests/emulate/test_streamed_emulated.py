@@ -1,14 +1,9 @@
 """Streamed keys by the kernels: chunks through a stand-in for a device, calls by `cuflash.gpu.backend` on the emulator.
 
-The stand-in copies as late as it may, or as early; parts are merged by the text that CuPy compiles.
+The stand-in copies as late as it may, or as early; parts are merged by kernels/helpers/merge.cu.
 """
 
-import ctypes
-import functools
 import gc
-import hashlib
-import subprocess
-import sys
 import weakref
 from typing import Any
 
@@ -20,7 +15,6 @@ import cuflash.testing as ct
 from cuflash.arrays import dlpack
 from cuflash.arrays.array_info import numpy_dtype
 from cuflash.emulator import find_compiler
-from cuflash.shards import merge as merging
 from cuflash.spec.inputs import DEFAULT_NEED
 from cuflash.streaming import calls, memory
 from cuflash.testing.rule import gradients_of
@@ -41,37 +35,6 @@ CASES = {
     "8.0": ct.Case(**SIZES, causal=True, dtype="float16", bias=(70, 300), kv_lengths=(170,)),
     "8.0 float32": ct.Case(**SIZES, dtype="float32", window=(40, 40)),
 }
-
-
-class ElementwiseKernel:
-    """That of CuPy, compiled for the CPU."""
-
-    def __init__(self, inputs: str, outputs: str, operation: str, name: str) -> None:
-        self.names = [text.split()[1] for text in (*inputs.split(", "), *outputs.split(", "))]
-        self.count, self.operation, self.name = inputs.count(",") + 1, operation, name
-
-    def __call__(self, *arrays: Any) -> None:
-        shape = np.broadcast_shapes(*(x.shape for x in arrays))
-        assert all(x.shape == shape for x in arrays[self.count :])
-        (dtype,) = {x.dtype for x in arrays}
-        flat = [np.ascontiguousarray(np.broadcast_to(x, shape), dtype).reshape(-1) for x in arrays]
-        run = _compiled(self.name, tuple(self.names), self.operation, {4: "float", 8: "double"}[dtype.itemsize])
-        run(ctypes.c_long(flat[0].size), *(x.ctypes.data_as(ctypes.c_void_p) for x in flat))
-        for array, result in zip(arrays[self.count :], flat[self.count :], strict=True):
-            array[...] = result.reshape(shape)
-
-
-@functools.cache
-def _compiled(name: str, names: tuple[str, ...], operation: str, real: str) -> Any:
-    pointers = ", ".join(f"T* p_{x}" for x in names)
-    places = " ".join(f"T& {x} = p_{x}[i];" for x in names)
-    text = f"""#include <cmath>
-        using namespace std;
-        typedef {real} T;
-        extern "C" void run(long n, {pointers}) {{ for (long i = 0; i < n; ++i) {{ {places} {operation} }} }}"""
-    path = f"/tmp/{name}_{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
-    subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-x", "c++", "-o", path, "-"], input=text.encode(), check=True)
-    return ctypes.CDLL(path).run
 
 
 class EmulatedDevice(FakeDevice):
@@ -95,12 +58,10 @@ def emulated(monkeypatch):
         monkeypatch.setattr(calls, "device_of", lambda kind: device)
         monkeypatch.setattr(calls, "Parts", parts)
         monkeypatch.setattr(dlpack, "module_of", lambda array: CUPY)
-        monkeypatch.setattr(sys.modules["cupy"], "ElementwiseKernel", ElementwiseKernel, raising=False)
         clear()
         return device
 
     def clear():
-        merging._kernel.cache_clear()
         memory._reads_keys_once.cache_clear()
 
     yield use

@@ -76,3 +76,21 @@ def test_merging_on_the_device_is_merging_on_the_host(cupy, layout):
     for x, y in zip((*got, *gots.douts, *gots.dlses), (*right, *rights.douts, *rights.dlses), strict=True):
         assert type(x) is cupy.ndarray
         np.testing.assert_allclose(ct.to_numpy(x), y, rtol=1e-3 if y.dtype == np.float16 else 1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_subnormal_numbers_are_merged_as_on_the_host(cupy, dtype):
+    """CuPy compiles its own kernels so that they count as zeros."""
+    rng = np.random.default_rng(0)
+    outs = [(rng.standard_normal((2, 3, 5, 64)) * 2.0**-129).astype(ct.numpy_dtype(dtype)) for _ in range(2)]
+    lses = [rng.standard_normal((2, 3, 5)).astype(np.float32) for _ in range(2)]
+    dout = (rng.standard_normal(outs[0].shape) * 2.0**60).astype(outs[0].dtype)
+    right = cuflash.merge(outs, lses)
+    rights = cuflash.merge_backward(dout, outs, lses, *right)
+    own_dout, own_outs, own_lses = cupy.asarray(dout), *([cupy.asarray(x) for x in xs] for xs in (outs, lses))
+    got = cuflash.merge(own_outs, own_lses)
+    gots = cuflash.merge_backward(own_dout, own_outs, own_lses, *map(cupy.asarray, right))
+    unit = 2.0**-133 if dtype == "bfloat16" else 2.0**-148
+    np.testing.assert_allclose(ct.to_numpy(got.out).astype(float), right.out.astype(float), rtol=0, atol=unit)
+    for x, y in zip(gots.dlses, rights.dlses, strict=True):
+        np.testing.assert_allclose(ct.to_numpy(x), y, rtol=1e-4, atol=2.0**-80)

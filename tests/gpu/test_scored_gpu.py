@@ -118,13 +118,13 @@ def test_new_lengths_compile_nothing(cupy, monkeypatch):
 
     attn = cuflash.FlashAttention(score=score, mask=lambda i, j, *, d: d[i] == d[j])
     loaded = []
-    load = gpu_backend._function
+    load = gpu_backend.load_function
 
     def counted(spec, device_id):
         loaded.append(spec.defines)
         return load(spec, device_id)
 
-    monkeypatch.setattr(gpu_backend, "_function", counted)
+    monkeypatch.setattr(gpu_backend, "load_function", counted)
     for n in (100, 333, 1000):
         q = cupy.ones((2, n, 64), cupy.float16)
         attn.forward(q, q, q, a=cupy.zeros(n, cupy.float32), d=cupy.arange(n) // 50)

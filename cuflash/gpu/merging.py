@@ -1,0 +1,256 @@
+"""Launches of kernels/helpers/merge.cu: sums and merges of partial results on a device, and what their gradients need.
+
+Arrays of an operation either have the shape of its elements or, one axis less, that of its rows, with any strides.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuflash.gpu.replay import of_thread
+from cuflash.plan import DeviceSpec, KernelSpec
+from cuflash.plan.draft import DTYPE_TAGS
+from cuflash.spec.row_sums import LARGE_LSE
+
+Array = Any  # CuPy's
+SOURCE = "helpers/merge.cu"
+LANES = 4  # neighbours of a row that a thread reads at once, where rows allow it
+THREADS = 256
+THREADS_OF_ROW = 16
+# In one launch: an argument has at most 4 KiB.
+MOST_MERGED = 16
+MOST_ADDED = 64
+
+
+def add(result: Array, partials: Sequence[Array]) -> None:
+    """Fill an array with the sum of others, added in their order and dtype, and rounded once."""
+    partials = list(partials)
+    while len(partials) > MOST_ADDED:
+        total = _empty_like(partials[0])
+        add(total, partials[:MOST_ADDED])
+        partials[:MOST_ADDED] = [total]
+    _launch("add", (result,), partials, partial=partials[0], result=result, partials=len(partials))
+
+
+def merge(out: Array, lse: Array, outs: Sequence[Array], lses: Sequence[Array]) -> None:
+    """Fill out and lse with the merge of partial results.
+
+    lse may be pairs, on a last axis: lse, and what its rounding leaves of it. That of the result is so if it has that
+    axis, too.
+    """
+    outs, lses = list(outs), list(lses)
+    if len(outs) > MOST_MERGED:
+        outs = [x.astype(lses[0].dtype, copy=False) for x in outs]
+    while len(outs) > MOST_MERGED:
+        merged = _empty_like(outs[0]), _empty_like(lses[0])
+        merge(*merged, outs[:MOST_MERGED], lses[:MOST_MERGED])
+        outs[:MOST_MERGED], lses[:MOST_MERGED] = merged[:1], merged[1:]
+    has_pairs, stores_pairs = (x.ndim == out.ndim for x in (lses[0], lse))
+    defines = {"HAS_PAIRS": int(has_pairs), "STORES_PAIRS": int(stores_pairs)}
+    lses, lse = [x[..., 0] if has_pairs else x for x in lses], lse[..., 0] if stores_pairs else lse
+    _launch("merge", (out, lse), (*outs, *lses), partial=outs[0], result=out, partials=len(outs), flags=defines)
+
+
+def softmax_step(row_max: Array, row_sum: Array, factor: Array, weight: Array, lse: Array) -> None:
+    """Take a partial lse into account: updates row_max and row_sum, fills factor (of what was added) and weight."""
+    rows = [x[..., None] for x in (row_max, row_sum, factor, weight, lse)]
+    _launch("softmax_step", rows[:4], rows[4:], partial=lse, result=lse, reads_results=True)
+
+
+def rescale_and_add(total: Array, out: Array, factor: Array, weight: Array) -> None:
+    """``total = factor * total + weight * out``, where out without weight counts for nothing."""
+    _launch("rescale_and_add", (total,), (out, factor, weight), partial=out, result=total, reads_results=True)
+
+
+def normalize(out: Array, lse: Array, total: Array, row_max: Array, row_sum: Array) -> None:
+    """Fill out and lse from what was added up; `total` may be `out`."""
+    _launch("normalize", (out, lse), (total, row_max, row_sum), partial=total, result=out)
+
+
+def minus_delta(result: Array, out: Array, dout: Array, dlse: Array | None) -> None:
+    """Fill rows with ``dlse - rowsum(dout * out)``."""
+    reads = (out, dout) if dlse is None else (out, dout, dlse)
+    _launch("minus_delta", (result,), reads, partial=out, result=out, by_row=True, flags=_has(dlse))
+
+
+def merge_backward(
+    own_dout: Array, own_dlse: Array, dout: Array, own_out: Array, out: Array, own_lse: Array, lse: Array, dlse: Any
+) -> None:
+    """Fill own_dout and own_dlse with the gradients of one of the partial results that were merged to out and lse."""
+    reads = (dout, own_out, out, own_lse, lse, *([] if dlse is None else [dlse]))
+    _launch("merge_backward", (own_dout, own_dlse), reads, partial=out, result=out, by_row=True, flags=_has(dlse))
+
+
+def _empty_like(array: Array) -> Array:
+    return importlib.import_module("cupy").empty(array.shape, array.dtype)
+
+
+def _has(dlse: Array | None) -> dict[str, int]:
+    return {"HAS_DLSE": int(dlse is not None)}
+
+
+def _launch(
+    operation: str,
+    results: Sequence[Array],
+    reads: Sequence[Array],
+    *,
+    partial: Array,
+    result: Array,
+    partials: int = 1,
+    by_row: bool = False,
+    reads_results: bool = False,
+    flags: Mapping[str, int] = MappingProxyType({}),
+) -> None:
+    """Launch an operation on the current device and stream, in a way that can be recorded.
+
+    `partial` and `result` have the dtypes of the arrays that the kernel calls so; `flags` are defines.
+    """
+    arrays = (*results, *reads)
+    shape = max((x.shape for x in arrays), key=len)
+    if 0 in shape:
+        return
+    strides = tuple(x.strides if x.ndim == len(shape) else (*x.strides, 0) for x in arrays)
+    elements = tuple(x.itemsize if x.ndim == len(shape) else 0 for x in arrays)
+    pointers = [x.data.ptr for x in arrays]
+    layout = layout_of(shape, strides, elements, tuple(pointer % 32 for pointer in pointers), by_row)
+    device_id = importlib.import_module("cupy").cuda.runtime.getDevice()
+    dtypes = (partial.dtype.name, result.dtype.name, partials)
+    run = _kernel(device_id, operation, layout, dtypes, tuple(sorted(flags.items())))
+    if of_thread.recording is not None:
+        sources = arrays if reads_results else reads
+        of_thread.recording.work(run.on, pointers, [x.data.ptr for x in sources], results)
+    run.on(pointers)(None)
+
+
+class Layout(NamedTuple):
+    """Axes of an operation, neighbours joined where all arrays allow it."""
+
+    size: tuple[int, ...]  # the last one in elements of `lanes` neighbours
+    strides: tuple[tuple[int, ...], ...]  # of each array
+    lanes: int
+    threads: int
+
+
+@functools.lru_cache(maxsize=1024)
+def layout_of(
+    shape: tuple[int, ...],
+    strides: tuple[tuple[int, ...], ...],
+    elements: tuple[int, ...],
+    misaligned: tuple[int, ...],
+    by_row: bool,
+) -> Layout:
+    """`elements`: bytes of one, of arrays that have the last axis; `misaligned`: pointers modulo 32."""
+    axes: list[tuple[int, tuple[int, ...]]] = []
+    for n, own in zip(shape[:-1], zip(*(x[:-1] for x in strides), strict=True), strict=True):
+        if n == 1:
+            continue
+        if axes and all(outer == n * inner for outer, inner in zip(axes[-1][1], own, strict=True)):
+            axes[-1] = (axes[-1][0] * n, own)
+        else:
+            axes.append((n, own))
+    last = tuple(x[-1] for x in strides)
+    is_aligned = shape[-1] % LANES == 0 and all(
+        not nbytes or (last[i] == nbytes and not any(x % (LANES * nbytes) for x in (misaligned[i], *outer)))
+        for i, (nbytes, outer) in enumerate(zip(elements, _by_array(axes, len(strides)), strict=True))
+    )
+    lanes = LANES if is_aligned else 1
+    columns = shape[-1] // lanes
+    rows = int(np.prod([n for n, _ in axes], dtype=np.int64))
+    axes.append((columns, last))
+    by_array = tuple(_by_array(axes, len(strides)))
+    return Layout(tuple(n for n, _ in axes), by_array, lanes, rows * (THREADS_OF_ROW if by_row else columns))
+
+
+def _by_array(axes: Sequence[tuple[int, tuple[int, ...]]], count: int) -> list[tuple[int, ...]]:
+    return [tuple(own[i] for _, own in axes) for i in range(count)]
+
+
+class _Run:
+    """A kernel for arrays of one layout."""
+
+    def __init__(self, function: Any, layout: Layout) -> None:
+        self._function = function  # keeps the module loaded
+        self._grid = -(-layout.threads // THREADS)
+        words = [0, *layout.size]
+        self._places = []
+        for strides in layout.strides:
+            self._places.append(len(words))
+            words += [0, *strides]
+        self._words = np.array(words, np.int64)
+
+    def on(self, pointers: Sequence[int]) -> Callable[[Any], None]:
+        """The launch for arrays at some addresses."""
+        words = self._words.copy()  # the first one holds the address of the argument, which follows
+        words[self._places] = pointers
+        words[0] = words.ctypes.data + words.itemsize
+        cuda = importlib.import_module("cupy").cuda
+        run, handle, grid, address = cuda.driver.launchKernel, self._function.ptr, self._grid, words.ctypes.data
+
+        def launch(call: Any, words: np.ndarray = words) -> None:
+            run(handle, grid, 1, 1, THREADS, 1, 1, 0, cuda.get_current_stream().ptr, address, 0)
+
+        return launch
+
+
+@functools.lru_cache(maxsize=256)
+def _kernel(
+    device_id: int,
+    operation: str,
+    layout: Layout,
+    dtypes: tuple[str, str, int],
+    flags: tuple[tuple[str, int], ...],
+) -> _Run:
+    """The kernel of an operation, compiled and loaded on the current device."""
+    backend = importlib.import_module("cuflash.gpu.backend")
+    spec = kernel_spec(backend.device_spec(device_id), operation, layout, dtypes, flags)
+    return _Run(backend.load_function(spec, device_id), layout)
+
+
+def kernel_spec(
+    device: DeviceSpec,
+    operation: str,
+    layout: Layout,
+    dtypes: tuple[str, str, int],
+    flags: tuple[tuple[str, int], ...] = (),
+) -> KernelSpec:
+    """How an operation is compiled. `dtypes`: those of partial results and of results, and how many partial ones."""
+    partial, result, partials = dtypes
+    real = "double" if partial == "float64" else "float"
+    axes, arrays = len(layout.size), len(layout.strides)
+    name = f"cuflash_{operation}_{partial}_{result}_{partials}"
+    found: dict[str, str | int] = {
+        "ARCH": device.arch,
+        "ARRAYS": arrays,
+        "AXES": axes,
+        "HAS_DLSE": 0,
+        "HAS_PAIRS": 0,
+        "INDEX": "u32" if layout.threads + THREADS < 2**32 else "u64",
+        "KERNEL_NAME": name,
+        "LANES": layout.lanes,
+        "LARGE_LSE": f"{LARGE_LSE:.1f}",
+        "OPERATION": operation,
+        "OVERLAPS_PREVIOUS": 0,
+        "PARAMS_BYTES": 8 * (axes + arrays * (1 + axes)),
+        "PARTIALS": partials,
+        "PARTIAL_DTYPE": DTYPE_TAGS[partial],
+        "REAL": real,
+        "RESULT_DTYPE": DTYPE_TAGS[result],
+        "STORES_PAIRS": 0,
+        **dict(flags),
+    }
+    return KernelSpec(
+        source=SOURCE,
+        name=name,
+        target=device.target,
+        defines=tuple((f"CUFLASH_{name}", value) for name, value in sorted(found.items())),
+        grid=0,  # the kernel serves arrays of any size
+        threads=THREADS,
+        shared_bytes=0,
+        overlaps_previous=False,
+    )

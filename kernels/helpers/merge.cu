@@ -1,0 +1,306 @@
+// Operations on partial results: sums, merges by lse (common/schedule/key_splits.cuh has the
+// formula) for ranks, streamed keys and cuflash.merge, and their gradients. All arrays of an operation have the axes of
+// the first one and any strides; along an axis that an array lacks, its stride is 0. By element, a thread serves kLanes
+// neighbours of the last axis; by row, kThreadsOfRow threads share a row.
+//
+// CuPy compiles its own elementwise kernels so that subnormal numbers count as zeros. Here they count.
+#include "ptx/base.cuh"
+
+template <class E>
+struct Stored {
+  using Type = u16;
+};
+template <>
+struct Stored<Float32> {
+  using Type = float;
+};
+template <>
+struct Stored<Float64> {
+  using Type = double;
+};
+
+using Partial = CUFLASH_PARTIAL_DTYPE;  // the tag of partial results
+using Result = CUFLASH_RESULT_DTYPE;    // the tag of results of their shape
+using Real = CUFLASH_REAL;              // the type of lse and of sums
+using Index = CUFLASH_INDEX;
+constexpr int kPartials = CUFLASH_PARTIALS, kAxes = CUFLASH_AXES, kArrays = CUFLASH_ARRAYS, kLanes = CUFLASH_LANES;
+constexpr bool kHasPairs = CUFLASH_HAS_PAIRS;        // lse of a partial result comes with what its rounding leaves
+constexpr bool kStoresPairs = CUFLASH_STORES_PAIRS;  // the merged lse, too
+constexpr bool kHasDlse = CUFLASH_HAS_DLSE;
+constexpr Real kLargeLse = CUFLASH_LARGE_LSE;  // cuflash/spec/row_sums.py
+constexpr int kThreads = 256;
+constexpr int kThreadsOfRow = 16;
+constexpr int kRowLanes = 4;  // neighbours that a thread of a row reads at once; sums have one order for any alignment
+
+struct Array {
+  u64 data;
+  i64 stride[kAxes];  // bytes
+};
+struct Params {
+  u64 size[kAxes];  // the last one in elements of kLanes neighbours
+  Array array[kArrays];
+};
+static_assert(sizeof(Params) == CUFLASH_PARAMS_BYTES, "Params differs from its description in Python");
+
+template <class E>
+CUFLASH_DEVICE Real to_real(E, u16 bits) {
+  return ptx::to_float32(E{}, bits);
+}
+CUFLASH_DEVICE Real to_real(Float32, float x) { return x; }
+CUFLASH_DEVICE Real to_real(Float64, double x) { return x; }
+template <class E>
+CUFLASH_DEVICE u16 from_real(E, Real x) {
+  return ptx::pack(E{}, x, 0.0f);
+}
+CUFLASH_DEVICE float from_real(Float32, Real x) { return x; }
+CUFLASH_DEVICE double from_real(Float64, Real x) { return x; }
+
+template <class E, int lanes>
+struct alignas(lanes * sizeof(typename Stored<E>::Type)) Vector {
+  typename Stored<E>::Type element[lanes];
+};
+
+// Where a thread works: an index along each axis, the last one in elements of `lanes` neighbours.
+template <int lanes>
+struct Place {
+  const Params& params;
+  Index at[kAxes];
+  bool is_inside;
+
+  // The `number`-th place of all, whose last axis has `last` elements.
+  CUFLASH_DEVICE Place(const Params& params, Index number, Index last) : params(params) {
+    at[kAxes - 1] = number % last, number /= last;
+#pragma unroll
+    for (int axis = kAxes - 2; axis >= 0; --axis)
+      at[axis] = number % (Index)params.size[axis], number /= (Index)params.size[axis];
+    is_inside = number == 0;
+  }
+
+  CUFLASH_DEVICE bool is_first() const { return at[kAxes - 1] == 0; }
+
+  template <class T>
+  CUFLASH_DEVICE T* address(int number) const {
+    const Array& array = params.array[number];
+    u64 address = array.data;
+#pragma unroll
+    for (int axis = 0; axis < kAxes; ++axis)
+      address += (i64)at[axis] * (array.stride[axis] * (axis == kAxes - 1 ? lanes : 1));
+    return (T*)address;
+  }
+  // A number of a row: the stride of the last axis is 0.
+  CUFLASH_DEVICE Real& row(int number) const { return *address<Real>(number); }
+
+  template <class E>
+  CUFLASH_DEVICE void load(E, int number, Real (&x)[lanes]) const {
+    const auto vector = *address<const Vector<E, lanes>>(number);
+#pragma unroll
+    for (int i = 0; i < lanes; ++i) x[i] = to_real(E{}, vector.element[i]);
+  }
+  template <class E>
+  CUFLASH_DEVICE void store(E, int number, const Real (&x)[lanes]) const {
+    Vector<E, lanes> vector;
+#pragma unroll
+    for (int i = 0; i < lanes; ++i) vector.element[i] = from_real(E{}, x[i]);
+    *address<Vector<E, lanes>>(number) = vector;
+  }
+};
+
+CUFLASH_DEVICE Index thread_in_all() { return (Index)ptx::block_index() * kThreads + ptx::thread_index(); }
+CUFLASH_DEVICE Place<kLanes> element_of_thread(const Params& params) {
+  return {params, thread_in_all(), (Index)params.size[kAxes - 1]};
+}
+
+CUFLASH_DEVICE bool is_infinite(Real x) { return x == ptx::infinity() || x == -ptx::infinity(); }
+// What exponents are relative to: a row that attends to no key has no maximum.
+CUFLASH_DEVICE Real finite_max(Real x) { return x == -ptx::infinity() ? Real(0) : x; }
+CUFLASH_DEVICE Real at_least(Real x, Real y) { return y > x || y != y ? y : x; }
+
+// array 0: the sum of the others, added in their order.
+CUFLASH_DEVICE void add(const Params& params) {
+  const auto place = element_of_thread(params);
+  if (!place.is_inside) return;
+  Real sum[kLanes], x[kLanes];
+  place.load(Partial{}, 1, sum);
+#pragma unroll
+  for (int i = 1; i < kPartials; ++i) {
+    place.load(Partial{}, 1 + i, x);
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) sum[lane] += x[lane];
+  }
+  place.store(Result{}, 0, sum);
+}
+
+// arrays 0 and 1: out and lse of partial outs, which follow, and of their lses, which follow these.
+CUFLASH_DEVICE void merge(const Params& params) {
+  const auto place = element_of_thread(params);
+  if (!place.is_inside) return;
+  Real lse[kPartials], rest[kPartials];
+#pragma unroll
+  for (int i = 0; i < kPartials; ++i) {
+    const Real* own = &place.row(2 + kPartials + i);
+    lse[i] = own[0];
+    rest[i] = kHasPairs ? own[1] : Real(0);
+  }
+  Real row_max = lse[0];
+#pragma unroll
+  for (int i = 1; i < kPartials; ++i) row_max = at_least(row_max, lse[i]);
+  row_max = finite_max(row_max);
+  Real sum = 0, weight[kPartials];
+#pragma unroll
+  for (int i = 0; i < kPartials; ++i) sum += weight[i] = ptx::exp((lse[i] - row_max) + rest[i]);
+  if (place.is_first()) {
+    Real* result = &place.row(1);
+    const Real all = result[0] = row_max + ptx::log(sum);
+    if constexpr (kStoresPairs) {
+      const bool is_large = (all >= kLargeLse || all <= -kLargeLse) && !is_infinite(all);
+      result[1] = is_large ? (row_max - all) + ptx::log(sum) : Real(0);
+    }
+  }
+  const Real total = sum == 0 ? Real(1) : sum;
+  Real out[kLanes] = {}, x[kLanes];
+#pragma unroll
+  for (int i = 0; i < kPartials; ++i) {
+    place.load(Partial{}, 2 + i, x);
+    const Real own = weight[i] / total;
+    // What a partial result without weight has in memory, which may be NaN, counts for nothing.
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) out[lane] += own == 0 ? Real(0) : own * x[lane];
+  }
+  place.store(Result{}, 0, out);
+}
+
+// One step of online softmax over partial results (Milakov and Gimelshein 2018, Algorithm 3), by row. arrays 0 and 1: the
+// row max and the row sum so far, 2 and 3: the factors of what has been added and of the partial out, 4: its lse.
+CUFLASH_DEVICE void softmax_step(const Params& params) {
+  const auto place = element_of_thread(params);
+  if (!place.is_inside) return;
+  const Real before = place.row(0), row_max = at_least(before, place.row(4)), offset = finite_max(row_max);
+  const Real factor = ptx::exp(before - offset), weight = ptx::exp(place.row(4) - offset);
+  place.row(0) = row_max;
+  place.row(1) = place.row(1) * factor + weight;
+  place.row(2) = factor;
+  place.row(3) = weight;
+}
+
+// array 0: what has been added, rescaled, and a partial out (1); factors as above (2, 3).
+CUFLASH_DEVICE void rescale_and_add(const Params& params) {
+  const auto place = element_of_thread(params);
+  if (!place.is_inside) return;
+  const Real factor = place.row(2), weight = place.row(3);
+  Real total[kLanes], x[kLanes];
+  place.load(Result{}, 0, total);
+  place.load(Partial{}, 1, x);
+#pragma unroll
+  for (int lane = 0; lane < kLanes; ++lane)
+    total[lane] = total[lane] * factor + (weight == 0 ? Real(0) : weight * x[lane]);
+  place.store(Result{}, 0, total);
+}
+
+// arrays 0 and 1: out and lse, of what has been added (2), the row max (3) and the row sum (4).
+CUFLASH_DEVICE void normalize(const Params& params) {
+  const auto place = element_of_thread(params);
+  if (!place.is_inside) return;
+  const Real sum = place.row(4);
+  if (place.is_first()) place.row(1) = place.row(3) + ptx::log(sum);
+  Real x[kLanes];
+  place.load(Partial{}, 2, x);
+#pragma unroll
+  for (int lane = 0; lane < kLanes; ++lane) x[lane] /= sum == 0 ? Real(1) : sum;
+  place.store(Result{}, 0, x);
+}
+
+// A row that kThreadsOfRow threads of a warp share.
+struct Row {
+  const Place<1> place;  // of column 0
+  const u32 thread;
+  const Index columns;
+
+  CUFLASH_DEVICE Row(const Params& params)
+      : place(params, thread_in_all() / kThreadsOfRow, 1),
+        thread(ptx::thread_index() % kThreadsOfRow),
+        columns(place.is_inside ? params.size[kAxes - 1] * kLanes : 0) {}
+
+  // The first of this thread's neighbours in the `step`-th part of the row.
+  CUFLASH_DEVICE Index column(int step) const { return (Index)(step * kThreadsOfRow + thread) * kRowLanes; }
+
+  template <class E>
+  CUFLASH_DEVICE void load(E, int number, Index column, Real (&x)[kRowLanes]) const {
+    const auto* first = place.template address<const typename Stored<E>::Type>(number) + column;
+    if constexpr (kLanes == kRowLanes) {
+      const auto vector = *(const Vector<E, kRowLanes>*)first;
+#pragma unroll
+      for (int i = 0; i < kRowLanes; ++i) x[i] = to_real(E{}, vector.element[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kRowLanes; ++i) x[i] = column + i < columns ? to_real(E{}, first[i]) : Real(0);
+    }
+  }
+  template <class E>
+  CUFLASH_DEVICE void store(E, int number, Index column, const Real (&x)[kRowLanes]) const {
+    auto* first = place.template address<typename Stored<E>::Type>(number) + column;
+#pragma unroll
+    for (int i = 0; i < kRowLanes; ++i)
+      if (column + i < columns) first[i] = from_real(E{}, x[i]);
+  }
+};
+
+CUFLASH_DEVICE Real sum_of_row(Real x) {
+#pragma unroll
+  for (int mask = kThreadsOfRow / 2; mask > 0; mask /= 2) x += ptx::shuffle_xor(x, mask);
+  return x;
+}
+CUFLASH_DEVICE Real dot(const Real (&x)[kRowLanes], const Real (&y)[kRowLanes]) {
+  Real sum = 0;
+#pragma unroll
+  for (int i = 0; i < kRowLanes; ++i) sum += x[i] * y[i];
+  return sum;
+}
+
+// array 0: dlse (3) - rowsum(dout * out), all that the gradients of a row need of out (1), dout (2) and dlse.
+CUFLASH_DEVICE void minus_delta(const Params& params) {
+  const Row row(params);
+  Real delta = 0, out[kRowLanes], dout[kRowLanes];
+  for (int step = 0; row.column(step) < row.columns; ++step) {
+    row.load(Partial{}, 1, row.column(step), out);
+    row.load(Partial{}, 2, row.column(step), dout);
+    delta += dot(out, dout);
+  }
+  delta = sum_of_row(delta);
+  if (row.columns == 0 || row.thread != 0) return;
+  Real found = -delta;
+  if constexpr (kHasDlse) found = row.place.row(3) + found;
+  row.place.row(0) = found;
+}
+
+// arrays 0 and 1: gradients of a partial out (3) and of its lse (5), by dout (2), with out (4), lse (6) and dlse (7).
+CUFLASH_DEVICE void merge_backward(const Params& params) {
+  const Row row(params);
+  Real weight = 0, delta = 0, own_delta = 0;
+  if (row.columns != 0) {
+    const Real own_lse = row.place.row(5);
+    weight = own_lse == -ptx::infinity() ? Real(0) : ptx::exp(own_lse - row.place.row(6));
+  }
+  Real dout[kRowLanes], own_dout[kRowLanes], x[kRowLanes];
+  for (int step = 0; row.column(step) < row.columns; ++step) {
+    const Index column = row.column(step);
+    row.load(Partial{}, 2, column, dout);
+    row.load(Partial{}, 4, column, x);
+    delta += dot(dout, x);
+#pragma unroll
+    for (int i = 0; i < kRowLanes; ++i) {
+      // Sums take the rounded gradient, so that delta of the partial result, which is the same number, cancels it.
+      own_dout[i] = to_real(Partial{}, from_real(Partial{}, weight == 0 ? Real(0) : weight * dout[i]));
+    }
+    row.load(Partial{}, 3, column, x);
+    own_delta += dot(own_dout, x);
+    row.store(Partial{}, 0, column, own_dout);
+  }
+  delta = sum_of_row(delta);
+  own_delta = sum_of_row(own_delta);
+  if (row.columns == 0 || row.thread != 0) return;
+  Real found = own_delta - weight * delta;
+  if constexpr (kHasDlse) found += weight * row.place.row(7);
+  row.place.row(1) = weight == 0 ? Real(0) : found;
+}
+
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kThreads, 1, CUFLASH_OPERATION)
