@@ -163,7 +163,7 @@ class TextProgram(Program):
             is_wanted = str(name in wanted).lower()
             members += f"  GivenArray<T, {ELEMENTS[dtype]}, {index}, {axes[name]}, {is_wanted}> {name};\n"
             made.append(f"{name}{{arrays_[{index}], reads_}}")
-        made_of = "const Captured* arrays_, Reads& reads_"
+        made_of = "const ScoreArg* arrays_, Reads& reads_"
         given = f"  CUFLASH_DEVICE Given({made_of}){' : ' if made else ''}{', '.join(made)} {{}}\n"
         given = f"namespace score_text {{\ntemplate <class T>\nstruct Given {{\n{members}{given}}};\n}}\n"
         # Line numbers go on after the text, so that an error that a missing brace causes there names the text, too.

@@ -27,7 +27,7 @@ What = Literal["score", "mask"]
 FEW_TABLES = 2  # tiles of every size leave registers for so many tables
 MOST_OF_POINTS = 4  # a function gets so many numbers of a row, and of a key; it reads all others itself
 OF_HEAD = "const OfHead& of_head"  # in CUDA text
-PAIR = "const Captured* arrays, Real s, int i, int j, int head, int batch"
+PAIR = "const ScoreArg* arrays, Real s, int i, int j, int head, int batch"
 OF_POINTS = "const OfRow& of_row, const OfKey& of_key"
 SCORE_FUNCTION = (
     f"template <class Slope>\nCUFLASH_DEVICE Real score_function({OF_HEAD}, {OF_POINTS}, {PAIR}, Slope& by_s)"
@@ -249,7 +249,7 @@ class Program:
         reciprocals = {reciprocal_of(at): f"of_head.reciprocal{n}" for n, at in enumerate(divisors)}
         of_all = [at for at in of_all if at not in reciprocals]
         known = {at: f"of_head.x{n}" for n, at in enumerate(of_all)} | reciprocals
-        text = f"constexpr int kNumCaptured = {len(arrays)};\n" + self._of_head(of_all, divisors, arrays)
+        text = f"constexpr int kNumScoreArgs = {len(arrays)};\n" + self._of_head(of_all, divisors, arrays)
         text += self._scores(arrays, wanted, known)
         if self.mask is not None:
             visible = self.mask
@@ -278,7 +278,7 @@ class Program:
             return [f"return {{{', '.join((*rows, *numbers))}}};"]
 
         text = body(nodes, arrays, made)
-        reads = "CUFLASH_DEVICE OfHead read_of_head(const Captured* arrays, int head, int batch) {\n"
+        reads = "CUFLASH_DEVICE OfHead read_of_head(const ScoreArg* arrays, int head, int batch) {\n"
         return f"struct OfHead {{\n{''.join(fields)}}};\n{reads}{text}}}\n"
 
     def _points(self, arrays: Mapping[str, tuple[int, str]], known: Mapping[Node, str]) -> str:
@@ -291,7 +291,7 @@ class Program:
 
             text += f"constexpr int kNumOf{what} = {len(nodes)};\n"
             text += f"struct Of{what} {{\n  Real x[{max(len(nodes), 1)}];\n}};\n"
-            text += f"CUFLASH_DEVICE Of{what} read_of_{what.lower()}({OF_HEAD}, const Captured* arrays, int {index}, "
+            text += f"CUFLASH_DEVICE Of{what} read_of_{what.lower()}({OF_HEAD}, const ScoreArg* arrays, int {index}, "
             text += "int head, int batch) {\n" + body(nodes, arrays, made, known, tables=self._rows) + "}\n"
         return text
 
@@ -339,7 +339,7 @@ class Program:
             + f"template <class Visit>\nCUFLASH_DEVICE void score_derivatives({OF_HEAD}, {OF_POINTS}, {PAIR}, "
             + "Real& by_s, Visit visit) {\n"
             + self._visits(arrays, summed, known)
-            + f"}}\nCUFLASH_DEVICE void factors_of_reads({OF_HEAD}, const Captured* arrays, int head, int batch, "
+            + f"}}\nCUFLASH_DEVICE void factors_of_reads({OF_HEAD}, const ScoreArg* arrays, int head, int batch, "
             + "Real* of_read) {\n"
             + self._factors(arrays, summed, known)
             + "}\nCUFLASH_DEVICE void store_gradient(int array, void* data, i64 at, Real value) {\n"

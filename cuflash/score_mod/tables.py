@@ -18,7 +18,7 @@ By = Literal["i", "j", "i - j"]
 MARGIN = 256
 LINE = 32  # a row of a table is made of lines of so many entries, and a warp fills each
 AXES = 3  # batch entries, heads and places
-_PLACE = "const Captured* arrays, int batch, int head, int place"  # in CUDA text
+_PLACE = "const ScoreArg* arrays, int batch, int head, int place"  # in CUDA text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ def bounds_text(mask: Node, arrays: Mapping[str, tuple[int, str]]) -> str:
         text = _expression(at, [names[arg] for arg in at.args], arrays)
         names[at] = f"t{len(lines)}"
         lines.append(f"  const auto {names[at]} = {text};\n")
-    head = "CUFLASH_DEVICE Truth mask_bounds(const Captured* arrays, Integers i, Integers j, int head, int batch) {\n"
+    head = "CUFLASH_DEVICE Truth mask_bounds(const ScoreArg* arrays, Integers i, Integers j, int head, int batch) {\n"
     return head + "".join(lines) + f"  return {names[mask]};\n}}\n"
 
 

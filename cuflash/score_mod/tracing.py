@@ -173,7 +173,7 @@ class Symbol:
     __getitem__ = _refused("Python looks into a traced value", f"only arrays have entries; {AFTER_THE_STAR}")
 
 
-class CapturedSymbol(Symbol):
+class ScoreArgSymbol(Symbol):
     """An array that the function takes as a keyword argument. Without an index it stands for its only entry."""
 
     __slots__ = ("name",)
@@ -210,7 +210,7 @@ def trace(function: Callable[..., Any], what: str, positional: tuple[str, ...]) 
     names = captured_names(function, what, positional)
     arrays = tuple(name for name in names if name not in NAMED_INPUTS)
     inputs = {name: Symbol(node("input", (), name)) for name in INPUTS}
-    keywords = {name: inputs[name] if name in NAMED_INPUTS else CapturedSymbol(name) for name in names}
+    keywords = {name: inputs[name] if name in NAMED_INPUTS else ScoreArgSymbol(name) for name in names}
     try:
         result = function(*(inputs[name] for name in positional), **keywords)
     except (AttributeError, LookupError, TypeError, ValueError) as error:

@@ -65,12 +65,12 @@ constexpr bool kBatchFirst = CUFLASH_BATCH_FIRST;
 // Options. An option that is off leaves no instruction in the kernel.
 constexpr bool kHasRightBound = CUFLASH_HAS_RIGHT_BOUND;
 constexpr bool kHasLeftBound = CUFLASH_HAS_LEFT_BOUND;
-// All queries see the same number of keys, except queries near the first key or the last one.
+// All queries attend to the same number of keys, except queries near the first key or the last one.
 constexpr bool kHasWindow = kHasLeftBound && kHasRightBound;
 constexpr bool kHasSoftcap = CUFLASH_HAS_SOFTCAP;
 constexpr bool kHasAlibi = CUFLASH_HAS_ALIBI;
 constexpr bool kHasMask = CUFLASH_HAS_MASK;
-constexpr bool kMaskOfKeys = CUFLASH_MASK_OF_KEYS;  // it hides keys from all queries: a number for each key
+constexpr bool kMaskOfKeys = CUFLASH_MASK_OF_KEYS;  // it hides keys from all queries: a value for each key
 constexpr bool kMaskByBits = CUFLASH_MASK_BY_BITS;  // it and all else that hides pairs are read as bits
 constexpr bool kLooksUpMask = kHasMask && !kMaskOfKeys && !kMaskByBits;  // it is read pair by pair
 constexpr bool kHasBlockMask = CUFLASH_MASK_BLOCK_M > 0;
@@ -80,12 +80,13 @@ constexpr bool kHasScoreFunction = CUFLASH_HAS_SCORE_FUNCTION;         // see co
 constexpr bool kHasMaskFunction = CUFLASH_HAS_MASK_FUNCTION;
 constexpr bool kScoreChangesSlope = CUFLASH_SCORE_CHANGES_SLOPE;  // d score / d scaled product is not 1
 #define CUFLASH_HAS_FUNCTIONS (CUFLASH_HAS_SCORE_FUNCTION || CUFLASH_HAS_MASK_FUNCTION)
-constexpr bool kHasLists = CUFLASH_HAS_LISTS;           // lists of tiles, by helpers/block_index.cu
-constexpr bool kHasNotes = CUFLASH_HAS_NOTES;           // notes of tiles, by helpers/mask_tiles.cu, for the main kernel
-constexpr bool kHasBiasNotes = CUFLASH_HAS_BIAS_NOTES;  // notes of what the bias leaves of tiles, for the kernel
-constexpr bool kIsChosen = CUFLASH_CHOSEN_BY_BIAS;      // whether the kernel runs depends on what the bias leaves
-constexpr bool kHasSinks = CUFLASH_HAS_SINKS;           // forward pass only: in the backward pass, lse includes them
-constexpr bool kLseHasSinks = CUFLASH_LSE_HAS_SINKS;    // whether it does
+constexpr bool kHasLists = CUFLASH_HAS_LISTS;        // lists of tiles, by helpers/block_index.cu
+constexpr bool kHasTileClasses = CUFLASH_HAS_NOTES;  // tile classes, by helpers/mask_tiles.cu, for the main kernel
+constexpr bool kHasBiasTileClasses =
+    CUFLASH_HAS_BIAS_NOTES;  // tile classes (empty, partial, full) under the bias, for the kernel
+constexpr bool kIsChosen = CUFLASH_CHOSEN_BY_BIAS;    // whether the kernel runs depends on what the bias leaves
+constexpr bool kHasSinks = CUFLASH_HAS_SINKS;         // forward pass only: in the backward pass, lse includes them
+constexpr bool kLseHasSinks = CUFLASH_LSE_HAS_SINKS;  // whether it does
 constexpr bool kHasDropout = CUFLASH_HAS_DROPOUT;
 constexpr bool kIsPacked = CUFLASH_PACKED != 0;    // varlen: batch entries are packed sequences
 constexpr bool kAlignsEnds = CUFLASH_PACKED == 2;  // each has its own diagonal, which ends at the last key

@@ -10,8 +10,8 @@
 
 // The number of warps that left a part of a tile of keys. One block converts what kNumWarps of them left.
 constexpr int kPartWarps = CUFLASH_PART_WARPS;
-constexpr int kShares = kPartWarps / kNumWarps;
-constexpr int kKeys = kBlockN / kShares;
+constexpr int kSlices = kPartWarps / kNumWarps;
+constexpr int kKeys = kBlockN / kSlices;
 constexpr bool kConvertsKeys = (kSplitsGroup || kSplitsTail) && (kNeedsDk || kNeedsDv);
 constexpr int kResultsOfKeys = kNeedsDk && kNeedsDv ? 2 : 1;
 constexpr int kBytesOfKeys = kConvertsKeys ? tile_bytes(kKeys, max_of(kDim, kDimV)) : 0;
@@ -55,10 +55,10 @@ CUFLASH_DEVICE void convert(const Real* part, int count, i64 stride, QuadOf quad
   }
 }
 
-// Converts share `index` of the tiles of dk and dv.
+// Converts slice `index` of the tiles of dk and dv.
 CUFLASH_DEVICE void convert_keys(const Params& params, u32 index) {
   const bool is_dk = kNeedsDk && index % kResultsOfKeys == 0;
-  const u32 share = index / kResultsOfKeys % kShares, tile = index / (kResultsOfKeys * kShares);
+  const u32 slice = index / kResultsOfKeys % kSlices, tile = index / (kResultsOfKeys * kSlices);
   const Work work = find_keys(params, tile + (kSplitsTail ? params.whole_tiles : 0), params.num_heads_kv);
   if (!has_keys(params, work)) return;
   const int num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN), n_block = work.block, head_kv = work.head;
@@ -66,16 +66,16 @@ CUFLASH_DEVICE void convert_keys(const Params& params, u32 index) {
   const int parts = kSplitsTail ? params.tail_splits : params.group_splits;
   const i64 first_part = kSplitsTail ? (i64)tile * parts : first_part_of(params, num_n_blocks, batch, head_kv, n_block);
 
-  const Real* part = partials_at(params, first_part, share * kNumThreads + ptx::thread_index());
+  const Real* part = partials_at(params, first_part, slice * kNumThreads + ptx::thread_index());
   const auto quad_of = [](const Real* part, int i) { return *(const Real4*)(part + i * 32 * kPartWarps * 4); };
   const auto convert_to = [&](auto* head, i64 row_stride, const Real* part, auto columns, Real factor) {
     convert<Order::kPairedColumns, kKeys, decltype(columns)::value, kWarpsD>(
-        part, parts, kPartialElements, quad_of, factor, head, row_stride, n_block * kBlockN + (int)share * kKeys,
+        part, parts, kPartialElements, quad_of, factor, head, row_stride, n_block * kBlockN + (int)slice * kKeys,
         seqlen_k_of(params, batch));
   };
   const auto convert_as = [&](auto is_wide, const Tensor& result, const Real* part, auto columns, Real factor) {
     if constexpr (decltype(is_wide)::value)
-      convert_to(key_numbers_of(result, batch, head_kv), result.row_stride, part, columns, factor);
+      convert_to(per_key_values_of(result, batch, head_kv), result.row_stride, part, columns, factor);
     else
       convert_to((Storage*)keys_of(params, result, batch, head_kv), result.row_stride, part, columns, factor);
   };
@@ -102,7 +102,7 @@ CUFLASH_DEVICE void convert_queries(const Params& params, u32 index) {
         params.dq.row_stride, m_block * kBlockM, seqlen_q_of(params, batch));
   };
   if constexpr (kDqWide)
-    convert_to(row_numbers_of(params.dq, batch, head));
+    convert_to(row_values_of(params.dq, batch, head));
   else
     convert_to((Storage*)queries_of(params.dq, batch, head));
 }
@@ -111,7 +111,7 @@ CUFLASH_DEVICE void backward_convert(const Params& params) {
   u32 num_of_keys = 0;
   if constexpr (kConvertsKeys) {
     const u32 num_tiles = heads_in_all(params, params.num_heads_kv) * num_tiles_of(params, params.seqlen_k, kBlockN);
-    num_of_keys = (num_tiles - (kSplitsTail ? params.whole_tiles : 0)) * kShares * kResultsOfKeys;
+    num_of_keys = (num_tiles - (kSplitsTail ? params.whole_tiles : 0)) * kSlices * kResultsOfKeys;
     if (ptx::block_index() < num_of_keys) {
       convert_keys(params, ptx::block_index());
       return;

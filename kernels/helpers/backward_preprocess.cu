@@ -54,8 +54,8 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
   const int row_stop = is_left_over(params, batch) ? 0 : seqlen_q_of(params, batch);
   const Storage* out = queries_of(params.out, batch, head);
   const Storage* dout = queries_of(params.dout, batch, head);
-  const Real* lse = row_numbers_of(params.lse, batch, head);
-  const Real* dlse = params.dlse.data == nullptr ? nullptr : row_numbers_of(params.dlse, batch, head);
+  const Real* lse = row_values_of(params.lse, batch, head);
+  const Real* dlse = params.dlse.data == nullptr ? nullptr : row_values_of(params.dlse, batch, head);
 
   const int first = thread / 32 * 16;  // of the rows of this warp
   const bool has_rows = first < kBlockM;

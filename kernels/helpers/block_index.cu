@@ -1,5 +1,5 @@
-// Lists which tiles of keys each tile of queries sees, or the other way round, from a block mask, a mask of bits, notes
-// of what a mask, a function or a bias leaves of tiles, and everything else that is known of whole tiles.
+// Lists which tiles of keys each tile of queries attends to, or the other way round, from a block mask, a mask of bits,
+// tile classes of what a mask, a function or a bias leaves of tiles, and everything else that is known of whole tiles.
 // common/schedule/schedule.cuh describes the lists. A warp makes a list.
 #include "common/config.cuh"
 #include "common/io/fragments.cuh"
@@ -10,7 +10,7 @@
 
 constexpr bool kListsKeys = CUFLASH_LISTS_KEYS;
 constexpr int kAtOnce = 4;  // tiles of a lane that are looked up together
-constexpr bool kIsNoted = (kHasMask && !kMaskByBits) || kHasMaskFunction;  // by helpers/mask_tiles.cu
+constexpr bool kIsClassified = (kHasMask && !kMaskByBits) || kHasMaskFunction;  // by helpers/mask_tiles.cu
 
 // How many lanes of a warp say yes: those before this one, and all.
 struct Count {
@@ -42,28 +42,28 @@ CUFLASH_DEVICE void block_lists(const Params& params) {
   const TileRange range = kListsKeys ? key_tiles(params, batch, first, last_row, key_stop)
                                      : query_tiles(params, batch, first, first + kBlockN - 1, key_stop);
   struct Found {
-    Pairs pairs;
+    TileClass pairs;
     bool shown_whole;  // masks show all of its pairs, even if bounds hide some
   };
   const auto pairs_with = [&](int other) -> Found {
     const int tile = min_of(other, range.stop - 1);
     const int m_block = kListsKeys ? block : tile, n_block = kListsKeys ? tile : block;
-    Pairs left = Pairs::kAll;
+    TileClass left = TileClass::kFull;
     if constexpr (kMaskByBits)
       left = pairs_of(params, bits, batch, head, m_block, n_block);
     else if constexpr (kHasBlockMask)
       left = pairs_of(params, blocks, m_block, n_block);
-    if constexpr (kIsNoted) left = both(left, left_by_masks(params, batch, head, m_block, n_block));
-    if constexpr (kHasBiasNotes) left = both(left, left_by_bias(params, batch, head, m_block, n_block));
-    if (other >= range.stop) return {Pairs::kNone, false};
+    if constexpr (kIsClassified) left = both(left, left_by_masks(params, batch, head, m_block, n_block));
+    if constexpr (kHasBiasTileClasses) left = both(left, left_by_bias(params, batch, head, m_block, n_block));
+    if (other >= range.stop) return {TileClass::kEmpty, false};
     const bool full = other >= range.full_start && other < range.full_stop;
-    return {left == Pairs::kAll && !full ? Pairs::kSome : left, left == Pairs::kAll};
+    return {left == TileClass::kFull && !full ? TileClass::kPartial : left, left == TileClass::kFull};
   };
 
   i32* list =
       list_of(params, kListsKeys ? params.key_lists : params.query_lists, batch, head, block, num_lists, length);
   int listed = 0;
-  const auto add_those_with = [&](Pairs wanted) {
+  const auto add_those_with = [&](TileClass wanted) {
     for (int own = range.start + lane_index(); own < range.stop + (int)lane_index(); own += 32 * kAtOnce) {
       Found found[kAtOnce];
 #pragma unroll
@@ -72,16 +72,16 @@ CUFLASH_DEVICE void block_lists(const Params& params) {
       for (int i = 0; i < kAtOnce; ++i) {
         const bool wants = found[i].pairs == wanted;
         const Count count(wants);
-        const u32 marks = (wanted == Pairs::kSome ? ListEntry::kNeedsMask : 0) |
+        const u32 marks = (wanted == TileClass::kPartial ? ListEntry::kNeedsMask : 0) |
                           (found[i].shown_whole ? 0 : ListEntry::kAsksFunction);
         if (wants) list[kListHeader + listed + count.before] = (i32)(own + 32 * i | marks);
         listed += count.all;
       }
     }
   };
-  add_those_with(Pairs::kAll);
+  add_those_with(TileClass::kFull);
   if (lane_index() == 0) list[1] = listed;
-  add_those_with(Pairs::kSome);
+  add_those_with(TileClass::kPartial);
   ptx::sync_warp();
   if (lane_index() != 0) return;
   list[0] = listed;

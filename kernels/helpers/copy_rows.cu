@@ -1,5 +1,5 @@
-// Copies arrays of 16-bit elements to rows that begin at multiples of 16 bytes, as TMA needs them, once for all blocks of
-// the kernels that read them.
+// Copies arrays of 16-bit elements to rows that begin at multiples of 16 bytes, as TMA needs them, once for all blocks
+// of the kernels that read them.
 #include "common/io/copies.cuh"
 
 static_assert(kElementBytes == 2, "elements are copied as they are");

@@ -1,6 +1,6 @@
 // Packs everything that hides pairs (a mask of pairs, blocks of a block mask that tiles cut, windows, lengths) into one
-// bit per pair, as common/score/mask_bits.cuh says, and notes what is visible of each block. A warp makes a block of 64 x 64
-// pairs.
+// bit per pair, as common/score/mask_bits.cuh says, and classifies what is visible of each block. A warp makes a block
+// of 64 x 64 pairs.
 #include "common/config.cuh"
 #include "common/io/fragments.cuh"
 #include "common/score/mask.cuh"
@@ -174,7 +174,7 @@ CUFLASH_DEVICE void mask_bits(const Params& params) {
     }
   }
   const bool any_shown = ptx::any_lane(shown != 0), any_hidden = ptx::any_lane(hidden != 0);
-  const Pairs pairs = !any_shown ? Pairs::kNone : any_hidden ? Pairs::kSome : Pairs::kAll;
+  const TileClass pairs = !any_shown ? TileClass::kEmpty : any_hidden ? TileClass::kPartial : TileClass::kFull;
   if (lane_index() == 0) ((u8*)params.mask_blocks)[index] = (u8)pairs;
 
   if constexpr (kTransposes) {

@@ -1,11 +1,11 @@
-// Notes what a mask of pairs or of keys, or a mask_mod, leaves of each tile of pairs: for the lists that
-// helpers/block_index.cu makes, or for a kernel that has no lists. A warp bounds the values of a function over a tile. Where
-// the bounds decide nothing, and for masks, it looks at pairs until it has seen a hidden one and a visible one. If
-// tiles of a mask are small, a warp has several of them. Tiles that windows and lengths hide are not looked at.
+// Classifies what a mask of pairs or of keys, or a mask_mod, leaves of each tile of pairs: for the lists that
+// helpers/block_index.cu makes, or for a kernel that has no lists. A warp bounds the values of a function over a tile.
+// Where the bounds decide nothing, and for masks, it looks at pairs until it has seen a hidden one and a visible one.
+// If tiles of a mask are small, a warp has several of them. Tiles that windows and lengths hide are not looked at.
 //
-// Or it notes what a per-pair bias leaves: a tile that is -inf throughout is hidden. Then the kernel is told of the
-// bias, and not of masks. Few biases hide any tile, so a warp has several tiles, and loads one vector of each of them
-// first. It looks further only at tiles whose vector is -inf, one after another, until it has seen another number.
+// Or it classifies what a per-pair bias leaves: a tile that is -inf throughout is hidden. Then the kernel is told of
+// the bias, and not of masks. Few biases hide any tile, so a warp has several tiles, and loads one vector of each of
+// them first. It looks further only at tiles whose vector is -inf, one after another, until it has seen another number.
 #include "common/config.cuh"
 #include "common/io/fragments.cuh"
 #include "common/score/functions.cuh"
@@ -18,7 +18,7 @@ constexpr int kLanesOfTile = CUFLASH_LANES_OF_TILE;  // a power of two: this man
 constexpr int kLanes = kLooksAtBias ? 32 : kLanesOfTile;  // lanes that look at a tile together
 constexpr bool kVotesEarly = kLanes == 32;  // lanes of several tiles do not come to a vote at the same time
 static_assert(kVotesEarly || !kHasMaskFunction, "a warp bounds a function");
-static_assert(!kLooksAtBias || (!kHasMask && !kHasMaskFunction), "notes are of a bias or of masks");
+static_assert(!kLooksAtBias || (!kHasMask && !kHasMaskFunction), "classes are of a bias or of masks");
 constexpr int kVoteRows = 16;  // rows that are asked between two votes
 constexpr int kVectorKeys = 16 / (kLooksAtBias ? kBiasBytes : 1);
 constexpr int kVectors = kBlockN / kVectorKeys;  // of a row of a tile
@@ -50,9 +50,9 @@ struct Seen {
     if constexpr (kVotesEarly) return any_lane_of_tile(any) && any_lane_of_tile(!all);
     return false;
   }
-  CUFLASH_DEVICE Pairs pairs() const {
+  CUFLASH_DEVICE TileClass pairs() const {
     const bool shows = any_lane_of_tile(any), hides = any_lane_of_tile(!all);
-    return !shows ? Pairs::kNone : hides ? Pairs::kSome : Pairs::kAll;
+    return !shows ? TileClass::kEmpty : hides ? TileClass::kPartial : TileClass::kFull;
   }
 };
 
@@ -172,15 +172,15 @@ struct BiasOfPairs {
   }
 };
 
-// The tile with a given index among all tiles that get notes, if it exists.
-struct NotedTile {
+// The tile with a given index among all tiles that are classified, if it exists.
+struct ClassifiedTile {
   bool exists;
   int batch, head, m_block, n_block;
 
   // A bias has fewer tiles than numbers fit into memory.
   using Index = Either<kLooksAtBias, u32, i64>::Type;
 
-  CUFLASH_DEVICE NotedTile(const Params& params, Index index) {
+  CUFLASH_DEVICE ClassifiedTile(const Params& params, Index index) {
     const Matrices matrices = kLooksAtBias ? biases_in(params) : masks_in(params);
     const int num_n_blocks = ceil_div(params.seqlen_k, kBlockN);
     const Index num_tiles = (Index)ceil_div(params.seqlen_q, kBlockM) * num_n_blocks, matrix = index / num_tiles;
@@ -202,23 +202,23 @@ struct NotedTile {
 };
 
 // What masks leave of a tile.
-CUFLASH_DEVICE Pairs left_of(const Params& params, const NotedTile& noted) {
+CUFLASH_DEVICE TileClass left_of(const Params& params, const ClassifiedTile& classified) {
   TileOfPairs tile;
-  const bool looks = noted.find(params, tile);
-  if (kVotesEarly && !looks) return Pairs::kNone;
-  Pairs left = Pairs::kAll;
+  const bool looks = classified.find(params, tile);
+  if (kVotesEarly && !looks) return TileClass::kEmpty;
+  TileClass left = TileClass::kFull;
   if constexpr (kHasMask) {
-    const Seen seen = looks ? seen_of_mask(params, noted.batch, noted.head, tile) : Seen{false, false};
+    const Seen seen = looks ? seen_of_mask(params, classified.batch, classified.head, tile) : Seen{false, false};
     left = seen.pairs();
     // A mask of keys is added to scores where it hides single keys: kernels need not know of them.
-    if (kMaskOfKeys && left == Pairs::kSome) left = Pairs::kAll;
+    if (kMaskOfKeys && left == TileClass::kPartial) left = TileClass::kFull;
   }
 #if CUFLASH_HAS_MASK_FUNCTION
-  const Functions functions(params, noted.batch, noted.head);
-  if (left != Pairs::kNone) {
+  const Functions functions(params, classified.batch, classified.head);
+  if (left != TileClass::kEmpty) {
     const Truth shown =
         functions.shows(Integers{tile.first_row, tile.stop_row - 1}, Integers{tile.first_key, tile.stop_key - 1});
-    if (shown.never) return Pairs::kNone;
+    if (shown.never) return TileClass::kEmpty;
     if (!shown.always)
       left = both(left, seen_by_asking<1>(tile, [&](int row, int key) { return functions.shows(row, key); }).pairs());
   }
@@ -228,27 +228,27 @@ CUFLASH_DEVICE Pairs left_of(const Params& params, const NotedTile& noted) {
 
 // Warp. What the bias leaves of each lane's tile; `first` is the index of the first lane's tile. A bias that is -inf in
 // single pairs is added to scores: kernels need not know of them.
-CUFLASH_DEVICE Pairs left_by_bias_of(const Params& params, const NotedTile& own, NotedTile::Index first) {
+CUFLASH_DEVICE TileClass left_by_bias_of(const Params& params, const ClassifiedTile& own, ClassifiedTile::Index first) {
   TileOfPairs tile;
   bool hidden = true;
   if (own.find(params, tile)) hidden = BiasOfPairs(params, own.batch, own.head).hides_first(tile);
 #pragma unroll 1
   for (int i = 0; i < 32 / kLanesOfTile; ++i) {
     if (ptx::shuffle((u32)hidden, i * kLanesOfTile) == 0) continue;
-    const NotedTile other(params, first + i);
+    const ClassifiedTile other(params, first + i);
     if (!other.find(params, tile)) continue;
     const bool hides = BiasOfPairs(params, other.batch, other.head).hides_all(tile);
     if ((int)lane_index() / kLanesOfTile == i) hidden = hides;
   }
-  return hidden ? Pairs::kNone : Pairs::kAll;
+  return hidden ? TileClass::kEmpty : TileClass::kFull;
 }
 
 CUFLASH_DEVICE void mask_tiles(const Params& params) {
-  using Index = NotedTile::Index;
+  using Index = ClassifiedTile::Index;
   const Index warp = (Index)ptx::block_index() * kNumWarps + warp_index();
   const Index first = warp * (32 / kLanesOfTile), index = first + lane_index() / kLanesOfTile;
-  const NotedTile tile(params, index);
-  Pairs left;
+  const ClassifiedTile tile(params, index);
+  TileClass left;
   if constexpr (kLooksAtBias) {
     left = left_by_bias_of(params, tile, first);
   } else {
@@ -257,8 +257,8 @@ CUFLASH_DEVICE void mask_tiles(const Params& params) {
   }
   const BiasBlocks bias(params);
   if (kLooksAtBias && warp == 0 && lane_index() == 0) *bias.count = 0;
-  u8* notes = kLooksAtBias ? bias.notes : (u8*)params.mask_blocks;
-  if (tile.exists && lane_index() % kLanesOfTile == 0) notes[index] = (u8)left;
+  u8* classes = kLooksAtBias ? bias.classes : (u8*)params.mask_blocks;
+  if (tile.exists && lane_index() % kLanesOfTile == 0) classes[index] = (u8)left;
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, mask_tiles)

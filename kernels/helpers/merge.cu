@@ -169,8 +169,8 @@ CUFLASH_DEVICE void merge(const Params& params) {
   place.store(Result{}, 0, out);
 }
 
-// One step of online softmax over partial results (Milakov and Gimelshein 2018, Algorithm 3), by row. arrays 0 and 1: the
-// row max and the row sum so far, 2 and 3: the factors of what has been added and of the partial out, 4: its lse.
+// One step of online softmax over partial results (Milakov and Gimelshein 2018, Algorithm 3), by row. arrays 0 and 1:
+// the row max and the row sum so far, 2 and 3: the factors of what has been added and of the partial out, 4: its lse.
 CUFLASH_DEVICE void softmax_step(const Params& params) {
   const auto place = element_of_thread(params);
   if (!place.is_inside) return;

@@ -1,6 +1,6 @@
-// The row max and the row sum of rows whose lse is large (common/softmax/backward.cuh), found again by the scores that the
-// backward pass makes. A warp serves 16 rows. Such rows are rare, so this takes little shared memory and few registers
-// rather than little time: fragments of Q and K come from global memory.
+// The row max and the row sum of rows whose lse is large (common/softmax/backward.cuh), found again by the scores that
+// the backward pass makes. A warp serves 16 rows. Such rows are rare, so this takes little shared memory and few
+// registers rather than little time: fragments of Q and K come from global memory.
 #pragma once
 #include "common/softmax/backward.cuh"
 #if CUFLASH_BF16_PARTS > 1
@@ -142,7 +142,7 @@ struct LseStats {
     for (int i = 0; i < kGroupRows / 32; ++i) of_group[i] = lse_of(first_of_group + i * 32 + lane);
   }
   CUFLASH_DEVICE Real lse_of(int row) const {
-    return row < row_stop ? row_numbers_of(params.lse, batch, head)[row * params.lse.row_stride] : -ptx::infinity();
+    return row < row_stop ? row_values_of(params.lse, batch, head)[row * params.lse.row_stride] : -ptx::infinity();
   }
 
   // Whether some of the 16 rows are large: then `store_large` follows `store`.

@@ -8,13 +8,14 @@
 constexpr bool kStores = CUFLASH_STORES_CAPTURED;
 
 CUFLASH_DEVICE void clear(const Params& params, i64 first, i64 step) {
-  const i64 words = (kSumsCaptured ? kSumWords : kTermWords) * first_sum_of(params, kNumCaptured);
-  for (i64 i = first; i < words; i += step) captured_sums_of(params, 0)[i] = 0;
-  for (i64 i = first; i <= kNumCaptured; i += step) captured_largest_of(params)[i] = 0;  // the most reads are the last
+  const i64 words = (kSumsScoreArgs ? kSumWords : kTermWords) * first_sum_of(params, kNumScoreArgs);
+  for (i64 i = first; i < words; i += step) score_arg_sums_of(params, 0)[i] = 0;
+  for (i64 i = first; i <= kNumScoreArgs; i += step)
+    score_arg_largest_of(params)[i] = 0;  // the most reads are the last
 }
 
 // The offset of the element of an array at place `place` in C order.
-CUFLASH_DEVICE i64 offset_of(const Captured& array, i64 place) {
+CUFLASH_DEVICE i64 offset_of(const ScoreArg& array, i64 place) {
   i64 offset = 0;
 #pragma unroll
   for (int axis = 3; axis >= 0; --axis) {
@@ -25,21 +26,21 @@ CUFLASH_DEVICE i64 offset_of(const Captured& array, i64 place) {
 }
 
 CUFLASH_DEVICE double sum_of(const Params& params, int array, i64 element) {
-  if constexpr (kSumsCaptured) {
-    return exact_sum(captured_sums_of(params, 0) + element * kSumWords);
+  if constexpr (kSumsScoreArgs) {
+    return exact_sum(score_arg_sums_of(params, 0) + element * kSumWords);
   } else {
     i64 word[kTermWords];
-    for (int k = 0; k < kTermWords; ++k) word[k] = captured_sums_of(params, k)[element];
+    for (int k = 0; k < kTermWords; ++k) word[k] = score_arg_sums_of(params, k)[element];
     return TermScale(params, array).value(word);
   }
 }
 
 CUFLASH_DEVICE void store(const Params& params, i64 first, i64 step) {
-  for (int array = 0; array < kNumCaptured; ++array) {
-    const Captured& gradient = params.gradients[array];
+  for (int array = 0; array < kNumScoreArgs; ++array) {
+    const ScoreArg& gradient = params.gradients[array];
     if (gradient.data == nullptr) continue;
-    const i64 sums = first_sum_of(params, array), count = elements_of(params.captured[array]);
-    const u64 largest = captured_largest_of(params)[array];
+    const i64 sums = first_sum_of(params, array), count = elements_of(params.score_args[array]);
+    const u64 largest = score_arg_largest_of(params)[array];
     // If a term of an array is infinite or NaN, its sums tell nothing, and all of its gradients become NaN.
     const bool is_finite = largest < ptx::bits_of((double)ptx::infinity());
     for (i64 i = first; i < count; i += step)
@@ -48,7 +49,7 @@ CUFLASH_DEVICE void store(const Params& params, i64 first, i64 step) {
   }
 }
 
-CUFLASH_DEVICE void captured(const Params& params) {
+CUFLASH_DEVICE void store_gradients(const Params& params) {
   const i64 first = (i64)ptx::block_index() * kNumThreads + ptx::thread_index();
   const i64 step = (i64)CUFLASH_CAPTURED_BLOCKS * kNumThreads;
   if constexpr (kStores)
@@ -57,4 +58,4 @@ CUFLASH_DEVICE void captured(const Params& params) {
     clear(params, first, step);
 }
 
-CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, captured)
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, store_gradients)

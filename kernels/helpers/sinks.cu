@@ -1,4 +1,5 @@
-// Computes gradients of the sinks from what helpers/backward_preprocess.cu left for every row, in a fixed order of additions:
+// Computes gradients of the sinks from what helpers/backward_preprocess.cu left for every row, in a fixed order of
+// additions:
 //
 //   dsink = -sum exp(sink - lse) (delta - dlse)        over all rows of a query head, of all batch entries
 //

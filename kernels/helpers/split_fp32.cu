@@ -1,5 +1,5 @@
-// Splits float32 arrays into their bfloat16 parts (common/io/bf16_split.cuh), once for all blocks of the kernels that read
-// them.
+// Splits float32 arrays into their bfloat16 parts (common/io/bf16_split.cuh), once for all blocks of the kernels that
+// read them.
 #include "common/io/copies.cuh"
 #include "common/io/split_columns.cuh"
 

@@ -83,8 +83,9 @@ CUFLASH_DEVICE void at_least_u16x2(u32 a, u32 b, u32& low, u32& high) {
   low = a << 16 >= b << 16, high = a >= (b & 0xffff0000u);
 #endif
 }
-// Thread. cvt.rn (9.7.9.22): two float32 rounded to nearest even; `low` lands in the low half. Before sm_80, one by one,
-// bfloat16 by integers: half a unit, but for ties to even, is added to what is cut off. A NaN becomes the canonical one.
+// Thread. cvt.rn (9.7.9.22): two float32 rounded to nearest even; `low` lands in the low half. Before sm_80, one by
+// one, bfloat16 by integers: half a unit, but for ties to even, is added to what is cut off. A NaN becomes the
+// canonical one.
 CUFLASH_DEVICE u32 pack(Float16, float low, float high) {
   u32 bits;
 #if CUFLASH_ARCH >= 80

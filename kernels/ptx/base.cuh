@@ -397,7 +397,7 @@ CUFLASH_DEVICE void end_turn(u32* turns) { add_to_count(turns); }
 
 // ---- Results that blocks leave for one another ----------------------------------------------------------------------
 // A block stores results and counts its arrival. One that has counted after it may load them. These functions are
-// ordinary accesses; with them the emulator sees whether arrivals order them.
+// ordinary accesses; with them the emulator checks whether arrivals order them.
 
 // Thread. st.global (9.7.9.11) and ld.global (9.7.9.8), aligned to the size of the access.
 CUFLASH_DEVICE void store_for_blocks_x2(float* address, const float (&value)[2]) {

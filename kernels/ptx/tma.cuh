@@ -137,9 +137,9 @@ CUFLASH_DEVICE void store_remote_f32x4(u32 address, const float (&value)[4], u32
       "f"(value[0]), "f"(value[1]), "f"(value[2]), "f"(value[3]), "r"(barrier)
       : "memory");
 }
-// Thread. load_tensor of a box to all blocks of the cluster, each of which calls this and brings its share: so many rows
-// of 128 bytes from the row of its rank on (cp.async.bulk.tensor with .multicast::cluster). Bytes count on the barrier
-// of the same address in each block.
+// Thread. load_tensor of a box to all blocks of the cluster, each of which calls this and brings its share: so many
+// rows of 128 bytes from the row of its rank on (cp.async.bulk.tensor with .multicast::cluster). Bytes count on the
+// barrier of the same address in each block.
 template <int blocks, int share_rows>
 CUFLASH_DEVICE void load_tensor_by_cluster(u32 destination, const TensorMap& map, u32 barrier, i32 column, i32 row,
                                            i32 head, i32 batch) {

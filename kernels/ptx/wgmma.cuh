@@ -123,8 +123,8 @@ CUFLASH_WGMMA(16, "256", "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 
 // The same of fp8 elements: wgmma_k32(type of a, type of b, d, a, b, accumulate). Operands in shared memory lie
 // with their k elements next to each other; a[4] in registers has four elements each, those of k = 4t to 4t + 3 where
-// 16-bit elements have k = 2t and 2t + 1, and 16 further along where these have 8. Sums keep about 14 bits: they are cut
-// off there, tile after tile.
+// 16-bit elements have k = 2t and 2t + 1, and 16 further along where these have 8. Sums keep about 14 bits: they are
+// cut off there, tile after tile.
 #define CUFLASH_N_TILES_1 "%0, %1, %2, %3"
 #define CUFLASH_N_TILES_8 CUFLASH_TEXT_4
 #define CUFLASH_N_TILES_5 CUFLASH_TEXT_2 ", %16, %17, %18, %19"

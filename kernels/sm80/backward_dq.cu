@@ -55,7 +55,7 @@ CUFLASH_DEVICE void store_dq(const Params& params, Entry batch, int head, u32 s_
                              const Real (&dq)[kDqMTiles][kDqNTiles][4], int first_row, int seqlen_q) {
   const auto scale = [factor = scale_of(params)](int, int) { return factor; };
   if constexpr (CUFLASH_DQ_WIDE) {
-    store_sums<kHeadDim, kDqWarpsD>(dq, warp_row, warp_d, scale, row_numbers_of(params.dq, batch, head),
+    store_sums<kHeadDim, kDqWarpsD>(dq, warp_row, warp_d, scale, row_values_of(params.dq, batch, head),
                                     params.dq.row_stride, first_row, seqlen_q);
   } else {
     store_fragments<Order::kPairedColumns, kRow, kDqWarpsD>(s_q, warp_row, warp_d, dq, scale);

@@ -149,7 +149,7 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
   const u32 index = ptx::block_index() / splits;
   const ScoreTiles result(params, index);
   ScoreTiles now = result;
-  now.take_share(params, split, splits);
+  now.take_split(params, split, splits);
   ScoreTiles next = now;
 
   const u32 s_ring = ptx::dynamic_shared();
@@ -169,7 +169,7 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
 #pragma unroll
   for (double& sum : sums.of) sum = 0;
 #if CUFLASH_NEEDS_CAPTURED
-  CapturedSums captured(params);
+  ScoreArgSums score_args(params);
 #endif
 
   int stage = 0;
@@ -201,7 +201,7 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
     const Real exponent_scale = score.exponent_scale(), kept_scale = kept_scale_of(params);
     const TileRange tiles = now.visible_keys(params, key_stop);
     const bool masked = now.n_block < tiles.full_start || now.n_block >= tiles.full_stop || kLooksUpMask ||
-                        kHasMaskFunction || (kHasBlockMask && now.pairs_left(params) != Pairs::kAll);
+                        kHasMaskFunction || (kHasBlockMask && now.class_left(params) != TileClass::kFull);
     [[maybe_unused]] KeptWeights<false> kept;
     [[maybe_unused]] Real of_tile[kNumSums] = {};
 #pragma unroll
@@ -221,7 +221,7 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
           const Real kept_dp = !kHasDropout || kept.keeps(n, i) ? dp[m][n][i] : 0;
           const Real ds = p * (kept_dp * kept_scale - own.delta);
 #if CUFLASH_NEEDS_CAPTURED
-          if (p != 0) captured.add(score.functions, product * score.scale, row, key, ds);
+          if (p != 0) score_args.add(score.functions, product * score.scale, row, key, ds);
 #endif
           if constexpr (kNeedsDbias) sums.dbias[m][n][i] += ds;
           add_to_sums(of_tile, score, ds, derivative, product, row, key);
@@ -233,7 +233,7 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
   }
   ptx::copy_async_wait<0>();
 #if CUFLASH_NEEDS_CAPTURED
-  captured.finish();
+  score_args.finish();
   return;
 #endif
   ptx::sync_block();

@@ -2,16 +2,16 @@
 //
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
-// All queries of the query heads that share a key/value head are rows of one product (common/schedule/head_work.cuh). As many
-// blocks as the device holds take equal shares of all keys (common/schedule/key_splits.cuh). A block that has a head to itself
-// stores its results. Blocks that share a head leave O and the sums of their keys in scratch memory; the last of them
-// to finish combines these, unless helpers/split_combine.cu does.
+// All queries of the query heads that share a key/value head are rows of one product (common/schedule/head_work.cuh).
+// As many blocks as the device holds take equal splits of all keys (common/schedule/key_splits.cuh). A block that has a
+// head to itself stores its results. Blocks that share a head leave O and the sums of their keys in scratch memory; the
+// last of them to finish combines these, unless helpers/split_combine.cu does.
 //
-// A block is made of teams of warps, which take its tiles of keys in turn. Each team has its own ring in shared memory,
-// so that no team waits for another one before the head ends: otherwise all warps would stand still as often as any of
-// them waits for memory. K and V of a tile are two steps of the ring; while one is used, the copies of 2 kNumStages - 1
-// others are on their way. Each warp of a team owns 16 rows; with kWarpsD above 1, kWarpsD warps share the 16 rows,
-// each with a slice of the columns of O.
+// A block is made of warp groups, which take its tiles of keys in turn. Each warp group has its own ring in shared
+// memory, so that no warp group waits for another one before the head ends: otherwise all warps would stand still as
+// often as any of them waits for memory. K and V of a tile are two steps of the ring; while one is used, the copies of
+// 2 kNumStages - 1 others are on their way. Each warp of a warp group owns 16 rows; with kWarpsD above 1, kWarpsD warps
+// share the 16 rows, each with a slice of the columns of O.
 #include "common/config.cuh"
 #include "common/io/float8.cuh"
 #include "common/io/head_results.cuh"
@@ -27,76 +27,77 @@
 #include "sm80/queries.cuh"
 
 constexpr int kWarpsD = CUFLASH_WARPS_D;
-constexpr int kTeamWarps = kBlockM / 16 * kWarpsD, kTeamThreads = 32 * kTeamWarps;
-constexpr int kTeams = kNumWarps / kTeamWarps;
+constexpr int kWarpsPerGroup = kBlockM / 16 * kWarpsD, kThreadsPerGroup = 32 * kWarpsPerGroup;
+constexpr int kWarpGroups = kNumWarps / kWarpsPerGroup;
 constexpr int kNTiles = kBlockN / 8;
 constexpr int kColumnTiles = kDimV / (8 * kWarpsD);  // n-tiles of 8 columns of O of a warp
-static_assert(kTeams * kTeamWarps == kNumWarps, "whole teams");
+static_assert(kWarpGroups * kWarpsPerGroup == kNumWarps, "whole groups");
 static_assert(!kIsPacked, "packed sequences are served by sm80/forward.cu");
 
-// Shared memory: Q, and for each team the stages of K, then those of V. At the end of a head, the sums of the team's
-// warps replace the stages.
+// Shared memory: Q, and for each warp group the stages of K, then those of V. At the end of a head, the sums of the
+// warp group's warps replace the stages.
 using Sums = WarpSums<Element, kColumnTiles>;
 constexpr u32 kBytesQ = tile_bytes(kBlockM, kDim);
 constexpr u32 kBytesK = tile_bytes(kBlockN, kDim, sizeof(KeyStorage));
 constexpr u32 kBytesV = tile_bytes(kBlockN, kDimV, sizeof(KeyStorage));
 constexpr u32 kBytesSums = Sums::kBytesOut + Sums::kBytesStatistics;
-constexpr u32 kBytesTeam =
-    round_up(max_of(kNumStages * (kBytesK + kBytesV), kTeams > 1 ? kTeamWarps * kBytesSums : 0u), 128);
-static_assert(kBytesQ + kTeams * kBytesTeam == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
+constexpr u32 kBytesPerGroup =
+    round_up(max_of(kNumStages * (kBytesK + kBytesV), kWarpGroups > 1 ? kWarpsPerGroup * kBytesSums : 0u), 128);
+static_assert(kBytesQ + kWarpGroups * kBytesPerGroup == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
 
-// The team of a thread, and its place in it.
-struct Team {
-  int index;        // among the teams of the block
-  int thread;       // among the threads of the team
+// The warp group of a thread, and its place in it.
+struct WarpGroup {
+  int index;        // among the warp groups of the block
+  int thread;       // among the threads of the warp group
   int row;          // the first of the 16 rows of the warp
   int lane_row[2];  // the two rows of which this lane holds parts
   int warp_d;       // which slice of the columns of O is the warp's
   u32 ring;         // in shared memory
 
-  CUFLASH_DEVICE Team()
-      : index(warp_index() / kTeamWarps),
-        thread(ptx::thread_index() % kTeamThreads),
-        row(warp_index() % kTeamWarps / kWarpsD * 16),
+  CUFLASH_DEVICE WarpGroup()
+      : index(warp_index() / kWarpsPerGroup),
+        thread(ptx::thread_index() % kThreadsPerGroup),
+        row(warp_index() % kWarpsPerGroup / kWarpsD * 16),
         lane_row{row + fragment_row(), row + fragment_row() + 8},
         warp_d(warp_index() % kWarpsD),
-        ring(ptx::dynamic_shared() + kBytesQ + index * kBytesTeam) {}
+        ring(ptx::dynamic_shared() + kBytesQ + index * kBytesPerGroup) {}
 
   CUFLASH_DEVICE void sync() const {
-    if constexpr (kTeamWarps == 1)
+    if constexpr (kWarpsPerGroup == 1)
       ptx::sync_warp();
-    else if constexpr (kTeams == 1)
+    else if constexpr (kWarpGroups == 1)
       ptx::sync_block();
     else
-      ptx::sync_named(1 + index, kTeamThreads);
+      ptx::sync_named(1 + index, kThreadsPerGroup);
   }
 };
 
-// The tiles of keys that a team takes. It takes every kTeams-th place of its block, from the last place to the first.
+// The tiles of keys that a warp group takes. It takes every kWarpGroups-th place of its block, from the last place to
+// the first.
 //
-// Tiles that no row sees are left out. Where a block mask, or notes of what a mask or a function leaves of tiles, say
+// Tiles that no row attends to are left out. Where a block mask, or tile classes under a mask or a mask_mod, say
 // which these are, the lanes look at 32 places at once. Visible tiles may gather anywhere among the keys, so
 // neighbouring places then stand for tiles far from each other, and each block of a head has some of every region.
 struct TileWalk {
   static constexpr int kNone = -1;
-  static constexpr bool kLooks = kHasBlockMask || kHasNotes;
+  static constexpr bool kLooks = kHasBlockMask || kHasTileClasses;
 
   const Params& params;
   const HeadWork& work;
   int stride, steps;  // place i + steps j is tile stride i + j of the head
   int start, stop;    // places of the block
-  int place;          // the next place of the team
+  int place;          // the next place of the warp group
   int looked_at = 0;  // the place that the first lane has looked at
   u32 seen = 0;       // which lanes have seen a visible tile that has not been given yet
 
-  CUFLASH_DEVICE TileWalk(const Params& params, const HeadWork& work, int team)
+  CUFLASH_DEVICE TileWalk(const Params& params, const HeadWork& work, int group)
       : params(params),
         work(work),
         stride(kLooks ? ceil_div(work.blocks, params.batch * params.num_heads_kv) : 1),
         steps(ceil_div(work.num_tiles, stride)),
         start(work.part_of(steps * stride, work.from)),
         stop(work.part_of(steps * stride, work.to)),
-        place(stop - 1 - team) {}
+        place(stop - 1 - group) {}
 
   // Whether the block has any places.
   CUFLASH_DEVICE bool has_any() const { return start < stop; }
@@ -105,19 +106,19 @@ struct TileWalk {
     if constexpr (!kLooks) {
       const int tile = work.first_tile + place;
       const bool exists = place >= start;
-      place -= kTeams;
+      place -= kWarpGroups;
       return exists ? tile : kNone;
     } else {
 #pragma unroll 1
-      for (; seen == 0; place -= 32 * kTeams) {
+      for (; seen == 0; place -= 32 * kWarpGroups) {
         if (place < start) return kNone;
-        const int own = place - (int)lane_index() * kTeams;
+        const int own = place - (int)lane_index() * kWarpGroups;
         seen = ptx::ballot(own >= start && is_visible(tile_at(own)));
         looked_at = place;
       }
       const u32 lane = 31 - ptx::leading_zeros(seen & (0u - seen));
       seen &= seen - 1;
-      return tile_at(looked_at - (int)lane * kTeams);
+      return tile_at(looked_at - (int)lane * kWarpGroups);
     }
   }
 
@@ -131,16 +132,16 @@ struct TileWalk {
 #pragma unroll 4
     for (int i = 0; i < (params.mask_heads == 1 ? 1 : work.group); ++i) {
       const int head = work.first_head() + i;
-      Pairs pairs = Pairs::kAll;
+      TileClass pairs = TileClass::kFull;
       if constexpr (kHasBlockMask) pairs = pairs_of(params, BlockMask(params, work.batch, head), 0, tile);
-      if constexpr (kHasNotes) pairs = both(pairs, left_by_masks(params, work.batch, head, 0, tile));
-      any |= pairs != Pairs::kNone;
+      if constexpr (kHasTileClasses) pairs = both(pairs, left_by_masks(params, work.batch, head, 0, tile));
+      any |= pairs != TileClass::kEmpty;
     }
     return any;
   }
 };
 
-// A team loads a tile of K or V. A page begins where a tile begins, or within a tile.
+// A warp group loads a tile of K or V. A page begins where a tile begins, or within a tile.
 template <int columns, class Head>
 CUFLASH_DEVICE void load_keys(u32 tile, const Head& head, i64 row_stride, int first_key, int key_stop, int thread) {
   constexpr int kPiece = kPageSize == 0 ? kBlockN : min_of(kBlockN, kPageSize);  // keys one stride from each other
@@ -153,14 +154,14 @@ CUFLASH_DEVICE void load_keys(u32 tile, const Head& head, i64 row_stride, int fi
       rows = head + key * row_stride;
     else
       rows = key < key_stop ? head.row(key) : head.anywhere();
-    load_tile<kPiece, columns, kTeamThreads>(tile + first * kRow, rows, row_stride, 0, key_stop - key, thread);
+    load_tile<kPiece, columns, kThreadsPerGroup>(tile + first * kRow, rows, row_stride, 0, key_stop - key, thread);
   }
 }
 
-// Sums over the keys that the team has of a head.
-CUFLASH_DEVICE void weigh_keys(const Params& params, const HeadWork& work, const LaneRows& rows, const Team& team,
+// Sums over the keys that the warp group has of a head.
+CUFLASH_DEVICE void weigh_keys(const Params& params, const HeadWork& work, const LaneRows& rows, const WarpGroup& group,
                                TileWalk walk, Sums& sums) {
-  const u32 s_q = ptx::dynamic_shared(), s_k = team.ring, s_v = s_k + kNumStages * kBytesK;
+  const u32 s_q = ptx::dynamic_shared(), s_k = group.ring, s_v = s_k + kNumStages * kBytesK;
   const auto g_k = keys_of(params, params.k, work.batch, work.head_kv);
   const auto g_v = keys_of(params, params.v, work.batch, work.head_kv);
   int tile[kNumStages + 1];  // the one that is used next, and those after it; kNone where there is none
@@ -170,13 +171,13 @@ CUFLASH_DEVICE void weigh_keys(const Params& params, const HeadWork& work, const
   const auto load_k = [&](int i, int stage) {
     if (tile[i] != TileWalk::kNone)
       load_keys<kHeadDim>(s_k + stage * kBytesK, g_k, params.k.row_stride, tile[i] * kBlockN, work.key_stop,
-                          team.thread);
+                          group.thread);
     ptx::copy_async_commit();
   };
   const auto load_v = [&](int i, int stage) {
     if (tile[i] != TileWalk::kNone)
       load_keys<kHeadDimV>(s_v + stage * kBytesV, g_v, params.v.row_stride, tile[i] * kBlockN, work.key_stop,
-                           team.thread);
+                           group.thread);
     ptx::copy_async_commit();
   };
 
@@ -191,20 +192,20 @@ CUFLASH_DEVICE void weigh_keys(const Params& params, const HeadWork& work, const
   ptx::copy_async_wait<2 * kNumStages - 1>();
   ptx::sync_block();
 
-  const RowMajorA<row_bytes(kDim)> operand_q(s_q, team.row);
+  const RowMajorA<row_bytes(kDim)> operand_q(s_q, group.row);
   const KeysOperand<kDim, 1> operand_k(s_k);
-  const ValuesOperand<kDimV, kWarpsD> operand_v(s_v, team.warp_d);
+  const ValuesOperand<kDimV, kWarpsD> operand_v(s_v, group.warp_d);
   const HeadScales<kKScale> k_scales(params, params.k_scale, params.k_scale_shift, work.batch, work.head_kv);
   const HeadScales<kVScale> v_scales(params, params.v_scale, params.v_scale_shift, work.batch, work.head_kv);
   const float k_scale = k_scales.of_head();
   float q_scale[1][2];
-  rows.load_scales(params, work, team.lane_row, q_scale[0]);
-  const LaneDropout dropout(params, work, team.lane_row);
+  rows.load_scales(params, work, group.lane_row, q_scale[0]);
+  const LaneDropout dropout(params, work, group.lane_row);
   int stage = 0;
 #pragma unroll 1
   while (tile[0] != TileWalk::kNone) {
     ptx::copy_async_wait<2 * kNumStages - 2>();
-    team.sync();
+    group.sync();
     load_v(kNumStages - 1, stage == 0 ? kNumStages - 1 : stage - 1);
     Real s[1][kNTiles][4];
     set_zero(s);
@@ -227,7 +228,7 @@ CUFLASH_DEVICE void weigh_keys(const Params& params, const HeadWork& work, const
     }
 
     ptx::copy_async_wait<2 * kNumStages - 2>();
-    team.sync();
+    group.sync();
     load_k(kNumStages, stage);
     add_product<kBlockN / kStep>(
         sums.out, [&](int, int k, Fragment& a) { to_operand(s[0], k, a); },
@@ -240,51 +241,53 @@ CUFLASH_DEVICE void weigh_keys(const Params& params, const HeadWork& work, const
   sums.softmax.finish();
 }
 
-// Adds the sums of all teams to those of the first one: half of the teams hand theirs over, then half of the rest.
-CUFLASH_DEVICE void merge(const Team& team, Sums& sums) {
+// Adds the sums of all warp groups to those of the first one: half of the warp groups hand theirs over, then half of
+// the rest.
+CUFLASH_DEVICE void merge(const WarpGroup& group, Sums& sums) {
   const auto place_of = [&](int other) {
-    return team.ring + (other - team.index) * (int)kBytesTeam + warp_index() % kTeamWarps * kBytesSums;
+    return group.ring + (other - group.index) * (int)kBytesPerGroup + warp_index() % kWarpsPerGroup * kBytesSums;
   };
 #pragma unroll
-  for (int left = kTeams; left > 1; left = (left + 1) / 2) {
+  for (int left = kWarpGroups; left > 1; left = (left + 1) / 2) {
     const int half = (left + 1) / 2;
-    if (team.index >= half && team.index < left) {
-      team.sync();  // other warps of the team may still read their last values
-      sums.hand_over(place_of(team.index), place_of(team.index) + Sums::kBytesOut);
+    if (group.index >= half && group.index < left) {
+      group.sync();  // other warps of the warp group may still read their last values
+      sums.hand_over(place_of(group.index), place_of(group.index) + Sums::kBytesOut);
     }
     ptx::sync_block();
-    if (team.index + half < left)
-      sums.take_in(place_of(team.index + half), place_of(team.index + half) + Sums::kBytesOut);
+    if (group.index + half < left)
+      sums.take_in(place_of(group.index + half), place_of(group.index + half) + Sums::kBytesOut);
   }
 }
 
-CUFLASH_DEVICE void take_head(const Params& params, const HeadWalk& walk, const Team& team) {
+CUFLASH_DEVICE void take_head(const Params& params, const HeadWalk& walk, const WarpGroup& group) {
   const HeadWork work(params, walk);
-  const LaneRows rows(params, work, team.lane_row);
-  const TileWalk tiles(params, work, team.index);
+  const LaneRows rows(params, work, group.lane_row);
+  const TileWalk tiles(params, work, group.index);
   Sums sums;
   set_zero(sums.out);
   if (tiles.has_any()) {
-    weigh_keys(params, work, rows, team, tiles, sums);
-    merge(team, sums);
+    weigh_keys(params, work, rows, group, tiles, sums);
+    merge(group, sums);
   }
-  if (team.index > 0) return;
+  if (group.index > 0) return;
   const HeadScales<kVScale> v_scales(params, params.v_scale, params.v_scale_shift, work.batch, work.head_kv);
   const Real kept_scale = kept_scale_of(params), v_scale = v_scales.of_head();
   const auto factor_of = [&](int half) {
     return sums.value_scales.row_factor(sums.softmax.inverse_sum(0, half) * kept_scale, v_scale);
   };
   const auto visit_pairs = [&](int half, auto visit) {
-    visit_row_pairs<kWarpsD>(sums.out[0], team.warp_d, half, visit);
+    visit_row_pairs<kWarpsD>(sums.out[0], group.warp_d, half, visit);
   };
-  store_rows(params, walk, work, rows, team.lane_row, sums.softmax, sums.out, factor_of, visit_pairs, team.warp_d == 0);
+  store_rows(params, walk, work, rows, group.lane_row, sums.softmax, sums.out, factor_of, visit_pairs,
+             group.warp_d == 0);
 }
 
 CUFLASH_DEVICE void decode(const Params& params) {
   if (kCombines && ptx::thread_index() == 0) prepare_arrivals(params);
-  const Team team;
+  const WarpGroup group;
 #pragma unroll 1
-  for (HeadWalk walk(params); walk.more(); walk.advance()) take_head(params, walk, team);
+  for (HeadWalk walk(params); walk.more(); walk.advance()) take_head(params, walk, group);
   if constexpr (kCombines) {
     ptx::sync_block();
     combine_heads<kNumWarps>(params);

@@ -179,7 +179,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
     return value_scales.row_factor(softmax.inverse_sum(m, half) * kept_scale, v_scale);
   };
   if constexpr (CUFLASH_OUT_WIDE) {
-    store_sums<kHeadDimV, kWarpsD>(o, warp_row, warp_d, factor_of, row_numbers_of(params.out, batch, head),
+    store_sums<kHeadDimV, kWarpsD>(o, warp_row, warp_d, factor_of, row_values_of(params.out, batch, head),
                                    params.out.row_stride, first_row, seqlen_q);
   } else {
     store_fragments<Order::kPairedColumns, kRowV, kWarpsD>(s_q, warp_row, warp_d, o, factor_of);
@@ -188,7 +188,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
                                    seqlen_q);
   }
 
-  Real* g_lse = row_numbers_of(params.lse, batch, head);
+  Real* g_lse = row_values_of(params.lse, batch, head);
 #pragma unroll
   for (int m = 0; m < kMTiles; ++m)
 #pragma unroll

@@ -37,18 +37,18 @@
 #include "common/io/operands.cuh"
 #include "common/io/params.cuh"
 #include "common/score/scores.cuh"
-#include "sm90/addends.cuh"
+#include "sm90/bias_terms.cuh"
 #include "sm90/backward_dq.cuh"
 #include "sm90/backward_layout.cuh"
 #include "sm90/backward_sums.cuh"
 #include "sm90/backward_weights.cuh"
 #include "sm90/backward_work.cuh"
-#include "sm90/captured_sums.cuh"
+#include "sm90/score_arg_sums.cuh"
 #include "sm90/function_weights.cuh"
 #include "sm90/ping_pong.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
-#include "sm90/row_numbers.cuh"
+#include "sm90/per_row_values.cuh"
 #include "sm90/tiles.cuh"
 
 // A consumer warpgroup, `index` of kConsumers, of 64 keys: it makes P' and dV, or dS' and dK, or all of them.
@@ -84,7 +84,7 @@ struct Consumer {
   Walk walk;
   int stage_before = 0;
   LaneSums lane_sums;
-  CapturedLane captured;
+  ScoreArgLane score_args;
   bool scores_are_small = false;  // in this step: see Score::cap
 
   CUFLASH_DEVICE Consumer(const BackwardParams& params_, const Shared& shared_, const Work& found, u32 index_)
@@ -253,8 +253,8 @@ struct Consumer {
 
     auto& products = (float (&)[1][kQueryTiles][4])p;
     [[maybe_unused]] float of_keys[2];  // loaded before the wait, because they are needed right after it
-    if constexpr (kHasKeyNumbers) {
-      const KeyNumbers numbers(common, weights.score, batch, head);
+    if constexpr (kHasPerKeyValues) {
+      const PerKeyValues numbers(common, weights.score, batch, head);
       of_keys[0] = numbers.of(lane_key), of_keys[1] = numbers.of(lane_key + 8);
     }
     wait_for<pending>(p);
@@ -264,16 +264,16 @@ struct Consumer {
     keep_derivatives(p, derivative);
     if constexpr (kAddsByTile) {
       const int key = first + warp_key;
-      Addends<true> addends(weights.score, row_of(0, 0), lane_key,
-                            shared.bias + at.stage * kBytesBias + key / kBiasChunk * kBlockM * kLineBytes +
-                                key % kBiasChunk * kBiasBytes);
-      if constexpr (kHasKeyNumbers) addends.of_keys[0] = of_keys[0], addends.of_keys[1] = of_keys[1];
-      addends.visit<kQueryTiles>([&](int n, int i, auto score_of) { p[n][i] = score_of(p[n][i]); });
+      BiasTerms<true> bias_terms(weights.score, row_of(0, 0), lane_key,
+                                 shared.bias + at.stage * kBytesBias + key / kBiasChunk * kBlockM * kLineBytes +
+                                     key % kBiasChunk * kBiasBytes);
+      if constexpr (kHasPerKeyValues) bias_terms.of_keys[0] = of_keys[0], bias_terms.of_keys[1] = of_keys[1];
+      bias_terms.visit<kQueryTiles>([&](int n, int i, auto score_of) { p[n][i] = score_of(p[n][i]); });
     } else if constexpr (!kFactorInExponent) {
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) p[n][i] = weights.score.with_addend(p[n][i], row_of(n, i), key_of(0, i));
+        for (int i = 0; i < 4; ++i) p[n][i] = weights.score.with_bias(p[n][i], row_of(n, i), key_of(0, i));
     }
     if (masked || large) {  // one branch, which few tiles take
       if constexpr (!kMaskByBits) {
@@ -298,10 +298,10 @@ struct Consumer {
     const int first_row = walk.m_block * kBlockM, lane_query = first_row + fragment_column();
     const Mask mask(common, batch, walk.head, work.key_stop, work.own_diagonal);
     OfKey of_keys[2];
-    RowNumbers::load_keys(functions, s_row_numbers(), lane_key, of_keys);
+    PerRowValues::load_keys(functions, s_row_values(), lane_key, of_keys);
     wait_for<pending>(p);
     if constexpr (kKeepsProducts) keep_scores(p);
-    const FunctionWeights by_function = {functions,  mask,     of_keys, common.scale, s_stats, s_row_numbers(),
+    const FunctionWeights by_function = {functions,  mask,     of_keys, common.scale, s_stats, s_row_values(),
                                          lane_query, lane_key, shown,   row_sums(),   large};
     if (large || walk.needs_mask(work.queries) || first_row + kBlockM > seqlen_q_of(common, batch))
       by_function.make(p, derivative, Constant<true>{});
@@ -309,7 +309,7 @@ struct Consumer {
       by_function.make(p, derivative, Constant<false>{});
     if constexpr (kHasDropout) Dropout(common, batch, walk.head).mark(p, lane_query, lane_key);
   }
-  CUFLASH_DEVICE u32 s_row_numbers() const { return shared.row_numbers + warp_index() * kBytesPoints; }
+  CUFLASH_DEVICE u32 s_row_values() const { return shared.row_values + warp_index() * kBytesPoints; }
 #endif
 
   // Keeps the derivatives of capped scores, or their tanh, which `p` holds at this point.
@@ -387,7 +387,7 @@ struct Consumer {
       lane_sums.start_head();
     }
 #if CUFLASH_NEEDS_CAPTURED
-    captured.leave(common, {common, batch, head}, lane_key);
+    score_args.leave(common, {common, batch, head}, lane_key);
 #endif
   }
 
@@ -416,7 +416,7 @@ struct Consumer {
     [[maybe_unused]] const u32 shown = makes_dv ? load_mask() : 0;
 #if CUFLASH_HAS_SCORE_FUNCTION
     const Functions of_head(common, batch, walk.head);
-    const RowNumbers row_numbers(of_head, s_row_numbers(), walk.m_block * kBlockM, work.first_key + first + warp_key);
+    const PerRowValues row_values(of_head, s_row_values(), walk.m_block * kBlockM, work.first_key + first + warp_key);
 #endif
 
     wait_for_queries(s_q, s_do);
@@ -431,7 +431,7 @@ struct Consumer {
     if constexpr (!makes_dk) ping_pong.pass();
     constexpr int kPending = kGradientGroups + kIssuesDpEarly;
 #if CUFLASH_HAS_SCORE_FUNCTION
-    if constexpr (makes_dv || kSumsCaptured) row_numbers.store();
+    if constexpr (makes_dv || kSumsScoreArgs) row_values.store();
     if constexpr (makes_dv) make_p_by_function<kPending>(of_head, p, derivative, s_stats, shown, large);
 #else
     if constexpr (makes_dv) make_p<kPending>(p, derivative, s_stats, shown, large);
@@ -450,7 +450,7 @@ struct Consumer {
     at.advance();
     [[maybe_unused]] const int head = walk.head;
     walk.advance(work.queries);
-    if constexpr (makes_dk && (kSumsScores || kSumsCaptured)) leave_sums(head, number + 1 == work.num_steps);
+    if constexpr (makes_dk && (kSumsScores || kSumsScoreArgs)) leave_sums(head, number + 1 == work.num_steps);
   }
 
   // The second half of a step of a consumer that makes dS'. P' and dS' become operands, in place of those of the step
@@ -481,8 +481,8 @@ struct Consumer {
 #if CUFLASH_NEEDS_CAPTURED
     const Functions of_head(common, batch, walk.head);
     if constexpr (kStepSums > 0) shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
-    captured.add(of_head, common.scale, walk.m_block * kBlockM + fragment_column(), lane_key, s_scores(),
-                 s_row_numbers(), shared.step_sums + ds_at.stage * kBytesStepSums, sums().warp, ds);
+    score_args.add(of_head, common.scale, walk.m_block * kBlockM + fragment_column(), lane_key, s_scores(),
+                   s_row_values(), shared.step_sums + ds_at.stage * kBytesStepSums, sums().warp, ds);
 #endif
     to_operands(ds, ds_operand);
   }
@@ -581,7 +581,7 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
     found = BackwardWork::find(params.common);
     if (!has_keys(params.common, found)) {
       if (kMakesSums && warp_index() < kSumWarps) leave_nothing(params.common, BackwardWork(params.common, found));
-      if (kClearsAhead && ptx::thread_index() < kClearThreads && Share(params.common).part == 0)
+      if (kClearsAhead && ptx::thread_index() < kClearThreads && WalkSplit(params.common).part == 0)
         clear_ahead(params.common, num_tiles_of(params.common, params.common.seqlen_q, kBlockM), found,
                     ptx::thread_index());
       return;

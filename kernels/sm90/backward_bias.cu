@@ -3,16 +3,16 @@
 //   P = exp(S - lse)    dP = dO V'    dbias = sum of P * (dP - delta) over what the bias broadcasts along
 //
 // The kernel is persistent: a block takes one tile of dbias after another, and walks over the batch entries and heads
-// that see this tile of the bias. The bias is loaded once for all of them, and the sums stay in registers: dbias is
-// written once, in an order of additions that is fixed. Where fewer tiles are left than there are blocks, blocks share
-// their walks, and helpers/scores_reduce.cu adds what they leave.
+// that attend to this tile of the bias. The bias is loaded once for all of them, and the sums stay in registers: dbias
+// is written once, in an order of additions that is fixed. Where fewer tiles are left than there are blocks, blocks
+// share their walks, and helpers/scores_reduce.cu adds what they leave.
 //
 // The last warpgroup, the producer, loads tiles by TMA: of Q and K for a product S, and of dO and V for a product dP,
 // which take turns in one ring. Each of the two consumers owns 64 queries. They drift apart, so that the products of
 // one run during the exponentials of the other.
 //
-// Operands of float32 come split into bfloat16 parts (helpers/split_fp32.cu), and each product is the sum of products of
-// parts (common/io/part_products.cuh), as in the main kernel.
+// Operands of float32 come split into bfloat16 parts (helpers/split_fp32.cu), and each product is the sum of products
+// of parts (common/io/part_products.cuh), as in the main kernel.
 //
 //   barrier         one phase is over when                       who waits
 //   full[i]         the operands of a product are in stage i     consumers, before the product
@@ -27,7 +27,7 @@
 #include "common/io/part_products.cuh"
 #include "common/score/score_gradients.cuh"
 #include "common/score/scores.cuh"
-#include "sm90/addends.cuh"
+#include "sm90/bias_terms.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
 #include "sm90/tiles.cuh"
@@ -47,13 +47,13 @@ static_assert(!kWide || max_of(kDim, kDimV) <= kChunk, "the tensor cores cut sum
 // Shared memory: the ring of operands, the ring of tiles of bias, numbers that are added to scores of keys, barriers.
 constexpr u32 kPartA = chunked_bytes(kBlockM, max_of(kDim, kDimV)), kBytesA = kBf16Parts * kPartA;
 constexpr u32 kPartB = chunked_bytes(kBlockN, max_of(kDim, kDimV)), kBytesStage = kBytesA + kBf16Parts * kPartB;
-static_assert(kNumStages * (kBytesStage + kBytesNumbers) + kBiasStages * kBytesBias + Ring<kNumStages>::kBytes +
+static_assert(kNumStages * (kBytesStage + kBytesPerKeyValues) + kBiasStages * kBytesBias + Ring<kNumStages>::kBytes +
                       Ring<kBiasStages>::kBytes ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
-// Registers of a thread after the producer has given up most of its own. It keeps more where it makes numbers of keys.
-constexpr int kProducerRegisters = kHasKeyNumbers ? 40 : 24, kConsumerRegisters = kHasKeyNumbers ? 232 : 240;
+// Registers of a thread after the producer has given up most of its own. It keeps more where it makes per-key values.
+constexpr int kProducerRegisters = kHasPerKeyValues ? 40 : 24, kConsumerRegisters = kHasPerKeyValues ? 232 : 240;
 
 struct BiasParams {
   Params common;
@@ -70,13 +70,13 @@ struct Shared {
     operands = ptx::dynamic_shared();
     bias = operands + kNumStages * kBytesStage;
     numbers = bias + kBiasStages * kBytesBias;
-    ring = {numbers + kNumStages * kBytesNumbers};
+    ring = {numbers + kNumStages * kBytesPerKeyValues};
     bias_ring = {ring.address + Ring<kNumStages>::kBytes};
   }
   // Called by all threads of the block.
   CUFLASH_DEVICE void make_barriers() const {
     if (ptx::thread_index() == 0) {
-      ring.init(4 * kConsumers, 1 + kHasKeyNumbers);
+      ring.init(4 * kConsumers, 1 + kHasPerKeyValues);
       bias_ring.init(4 * kConsumers);
       ptx::fence_barrier_init();
     }
@@ -84,11 +84,11 @@ struct Shared {
   }
 };
 
-// The work of a block: whole tiles of dbias as long as every block gets one, then shares of the tiles that are left.
-struct ShareWalk {
+// The work of a block: whole tiles of dbias as long as every block gets one, then splits of the tiles that are left.
+struct BiasTileScheduler {
   u32 index, whole, count;
 
-  CUFLASH_DEVICE explicit ShareWalk(const Params& params) : index(ptx::block_index()) {
+  CUFLASH_DEVICE explicit BiasTileScheduler(const Params& params) : index(ptx::block_index()) {
     const u32 tiles = ScoreTiles::count(params);
     whole = params.score_splits == 1 ? tiles : num_whole_results(params);
     count = whole + (tiles - whole) * params.score_splits;
@@ -96,15 +96,15 @@ struct ShareWalk {
 
   CUFLASH_DEVICE bool more() const { return index < count; }
   CUFLASH_DEVICE void advance(const Params& params) { index += params.resident_blocks; }
-  CUFLASH_DEVICE bool is_share() const { return index >= whole; }
-  // For a share: the place of its tile among those that are shared, and the number of the share. `tile` is for both.
+  CUFLASH_DEVICE bool is_split() const { return index >= whole; }
+  // For a split: the place of its tile among those that are shared, and the number of the split. `tile` is for both.
   CUFLASH_DEVICE u32 shared(const Params& params) const { return (index - whole) / params.score_splits; }
   CUFLASH_DEVICE int split(const Params& params) const { return (index - whole) % params.score_splits; }
-  CUFLASH_DEVICE u32 tile(const Params& params) const { return is_share() ? whole + shared(params) : index; }
+  CUFLASH_DEVICE u32 tile(const Params& params) const { return is_split() ? whole + shared(params) : index; }
   // The tiles of pairs that are summed, from the first one on.
   CUFLASH_DEVICE ScoreTiles first(const Params& params) const {
     ScoreTiles tiles(params, tile(params));
-    tiles.take_share(params, is_share() ? split(params) : 0, is_share() ? params.score_splits : 1);
+    tiles.take_split(params, is_split() ? split(params) : 0, is_split() ? params.score_splits : 1);
     return tiles;
   }
 };
@@ -127,7 +127,7 @@ CUFLASH_DEVICE void produce(const BiasParams& params, const Shared& shared) {
   const TensorMap& bias_map = params.others[kMaps - 5];
   Position<kNumStages> at;
   Position<kBiasStages> bias_at;
-  for (ShareWalk walk(common); walk.more(); walk.advance(common)) {
+  for (BiasTileScheduler walk(common); walk.more(); walk.advance(common)) {
     bool has_bias = false;
     for (ScoreTiles now = walk.first(common); now.left > 0; now.advance(common)) {
       const int head_kv = now.head / (common.num_heads / common.num_heads_kv);
@@ -166,13 +166,13 @@ CUFLASH_DEVICE void produce(const BiasParams& params, const Shared& shared) {
 
 // Another warp of the producer stores the numbers that are added to the scores of each key, as exponents. They go with
 // the stage of K. For the stage of V the warp only arrives.
-CUFLASH_DEVICE void produce_numbers(const Params& params, const Shared& shared) {
+CUFLASH_DEVICE void produce_per_key_values(const Params& params, const Shared& shared) {
   Position<kNumStages> at;
-  for (ShareWalk walk(params); walk.more(); walk.advance(params))
+  for (BiasTileScheduler walk(params); walk.more(); walk.advance(params))
     for (ScoreTiles now = walk.first(params); now.left > 0; now.advance(params)) {
       const Score score(params, now.batch, now.head, key_stop_of(params, now.batch));
-      const KeyNumbers numbers(params, score, now.batch, now.head);
-      const u32 stage = shared.numbers + at.stage * kBytesNumbers;
+      const PerKeyValues numbers(params, score, now.batch, now.head);
+      const u32 stage = shared.numbers + at.stage * kBytesPerKeyValues;
       shared.ring.empty(at).wait(at.parity ^ 1);
 #pragma unroll
       for (int i = lane_index(); i < kBlockN; i += 32)
@@ -189,7 +189,7 @@ struct alignas(8) Pair {
   float value[2];
 };
 
-// A consumer warpgroup, `index` of kConsumers, at one share of a tile of dbias, of which it owns 64 queries.
+// A consumer warpgroup, `index` of kConsumers, at one split of a tile of dbias, of which it owns 64 queries.
 //
 //   [GEMM 1] S = Q K'    [GEMM 2] dP = dO V'    [3] P = exp(S - lse)    [4] sum += P * (dP - delta)
 struct Consumer {
@@ -234,9 +234,9 @@ struct Consumer {
   CUFLASH_DEVICE void weigh(const Score& score, int row, int key, int stage, const RowStats (&stats)[2], bool masked,
                             Hidden is_hidden) {
     if constexpr (!kWide) score.cap(s);
-    const Addends<false> addends(score, row, key, shared.bias + bias_at.stage * kBytesBias + warp_row * kLineBytes,
-                                 shared.numbers + stage * kBytesNumbers + fragment_column() * 4);
-    addends.visit<kNTiles>([&](int n, int i, auto score_of) {
+    const BiasTerms<false> bias_terms(score, row, key, shared.bias + bias_at.stage * kBytesBias + warp_row * kLineBytes,
+                                      shared.numbers + stage * kBytesPerKeyValues + fragment_column() * 4);
+    bias_terms.visit<kNTiles>([&](int n, int i, auto score_of) {
       float& x = s[0][n][i];
       x = stats[i / 2].weight_of(score_of(kWide ? score.capped(x) : x), kExponentOfE);
     });
@@ -249,7 +249,7 @@ struct Consumer {
     }
   }
 
-  // Adds a tile of pairs of one head. `first` and `last` say whether it is the first or the last one of the share.
+  // Adds a tile of pairs of one head. `first` and `last` say whether it is the first or the last one of the split.
   CUFLASH_DEVICE void step(const ScoreTiles& now, bool first, bool last) {
     const Entry batch = now.batch;
     const int head = now.head, key_stop = key_stop_of(common, batch);
@@ -267,7 +267,7 @@ struct Consumer {
     const Mask mask(common, batch, head, key_stop);
     const TileRange keys = now.visible_keys(common, key_stop);
     const bool masked = now.n_block < keys.full_start || now.n_block >= keys.full_stop ||
-                        (kHasBlockMask && now.pairs_left(common) != Pairs::kAll);
+                        (kHasBlockMask && now.class_left(common) != TileClass::kFull);
     const auto is_hidden = [&](int n, int i) { return !mask.visible(row + i / 2 * 8, key + 8 * n + i % 2); };
     if (first) shared.bias_ring.full(bias_at).wait(bias_at.parity);
     wait_for<1>(s[0]);
@@ -299,10 +299,10 @@ struct Consumer {
   }
 
   // Stores the sums: in dbias, or for the kernel that adds up those of several blocks.
-  CUFLASH_DEVICE void store(const ShareWalk& walk) {
+  CUFLASH_DEVICE void store(const BiasTileScheduler& walk) {
     const ScoreTiles tile(common, walk.tile(common));
     const int lane_row = warp_row + fragment_row(), lane_key = fragment_column();
-    if (walk.is_share()) {
+    if (walk.is_split()) {
       float* part = score_partials_of(common, walk.shared(common), walk.split(common)) + lane_row * kBlockN + lane_key;
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n)
@@ -341,7 +341,7 @@ struct Consumer {
 CUFLASH_DEVICE void consume(const Params& common, const Shared& shared, u32 index) {
   Position<kNumStages> at;
   Position<kBiasStages> bias_at;
-  for (ShareWalk walk(common); walk.more(); walk.advance(common)) {
+  for (BiasTileScheduler walk(common); walk.more(); walk.advance(common)) {
     Consumer consumer(common, shared, index, at, bias_at);
     ScoreTiles now = walk.first(common);
     const bool any = now.left > 0;
@@ -363,8 +363,8 @@ CUFLASH_DEVICE void backward_bias(const BiasParams& params) {
   if (warp >= 4 * kConsumers) {
     ptx::decrease_registers<kProducerRegisters>();
     if (warp == 4 * kConsumers && ptx::elect_lane()) produce(params, shared);
-    if constexpr (kHasKeyNumbers) {
-      if (warp == 4 * kConsumers + 1) produce_numbers(params.common, shared);
+    if constexpr (kHasPerKeyValues) {
+      if (warp == 4 * kConsumers + 1) produce_per_key_values(params.common, shared);
     }
   } else {
     ptx::increase_registers<kConsumerRegisters>();

@@ -4,7 +4,7 @@
 #include "common/io/operands.cuh"
 #include "sm90/backward_layout.cuh"
 #include "sm90/backward_work.cuh"
-#include "sm90/captured_sums.cuh"
+#include "sm90/score_arg_sums.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
 #include "sm90/tiles.cuh"
@@ -117,7 +117,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
     producer.load_keys();
     for (int i = 0; i < kNumStages; ++i) producer.load_queries();
   }
-  if (kClearsAhead && Share(common).part == 0) clear_ahead(common, tile.num_m_blocks, tile.work, thread);
+  if (kClearsAhead && WalkSplit(common).part == 0) clear_ahead(common, tile.num_m_blocks, tile.work, thread);
   if (tile.num_steps == 0) return;
   if constexpr (kClearsAhead) wait_for_clears(common, tile.num_m_blocks, tile.work);
   shared.kv_full.wait(0);

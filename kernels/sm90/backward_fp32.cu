@@ -30,7 +30,7 @@
 #include "common/io/operands.cuh"
 #include "common/io/params.cuh"
 #include "common/score/scores.cuh"
-#include "sm90/addends.cuh"
+#include "sm90/bias_terms.cuh"
 #include "sm90/backward_work.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
@@ -276,7 +276,7 @@ CUFLASH_DEVICE void store_rows(const Params& params, const Tensor& result, const
 // of the score in the scaled product. Its sign marks the weights that dropout drops.
 // `row_of_query(query, lse)` is a row as weights take it.
 template <class Row>
-CUFLASH_DEVICE void hand_over_p(float (&p)[kTileColumns][4], const Weights& weights, const Addends<true>& addends,
+CUFLASH_DEVICE void hand_over_p(float (&p)[kTileColumns][4], const Weights& weights, const BiasTerms<true>& bias_terms,
                                 const Dropout& dropout, bool masked, int lane_query, int lane_key, u32 s_stats, u32 s_p,
                                 Row row_of_query) {
   [[maybe_unused]] KeptWeights<true> kept;
@@ -291,7 +291,7 @@ CUFLASH_DEVICE void hand_over_p(float (&p)[kTileColumns][4], const Weights& weig
     if (i % 2 == 1) ptx::store_shared_x2(s_p + n * 2048 + i / 2 * 1024, {factor[i - 1], factor[i]});
   };
   if constexpr (kAddsByTile) {
-    addends.visit<kTileColumns>([&](int n, int i, auto score_of) __attribute__((always_inline)) {
+    bias_terms.visit<kTileColumns>([&](int n, int i, auto score_of) __attribute__((always_inline)) {
       if (i == 0) start(n);
       const int query = lane_query + 8 * n + i % 2;
       float derivative;
@@ -345,12 +345,12 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
     const bool masked = walk.needs_mask(tile.queries);
     const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
     const auto key_of = [&](int, int i) { return lane_key + i / 2 * 8; };
-    Addends<true> addends(weights.score, row_of(0, 0), lane_key,
-                          shared.bias + at.stage * kBytesBias + warp_key / kBiasChunk * kBlockM * kLineBytes +
-                              warp_key % kBiasChunk * kBiasBytes);
-    if constexpr (kHasKeyNumbers) {  // loaded before the wait, because they are needed right after it
-      const KeyNumbers numbers(common, weights.score, batch, head);
-      addends.of_keys[0] = numbers.of(lane_key), addends.of_keys[1] = numbers.of(lane_key + 8);
+    BiasTerms<true> bias_terms(weights.score, row_of(0, 0), lane_key,
+                               shared.bias + at.stage * kBytesBias + warp_key / kBiasChunk * kBlockM * kLineBytes +
+                                   warp_key % kBiasChunk * kBiasBytes);
+    if constexpr (kHasPerKeyValues) {  // loaded before the wait, because they are needed right after it
+      const PerKeyValues numbers(common, weights.score, batch, head);
+      bias_terms.of_keys[0] = numbers.of(lane_key), bias_terms.of_keys[1] = numbers.of(lane_key + 8);
     }
     wait_for<0>(p);
     weights.hide_products((float (&)[1][kTileColumns][4])p, masked, row_of, key_of);
@@ -358,7 +358,7 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
     shared.handed.ds_empty(buffer).wait(buffer.parity ^ 1);
     const Dropout dropout(common, batch, head);
     const auto hand_over = [&](auto row_of_query) __attribute__((always_inline)) {
-      hand_over_p(p, weights, addends, dropout, masked, row_of(0, 0), lane_key, s_stats, s_p, row_of_query);
+      hand_over_p(p, weights, bias_terms, dropout, masked, row_of(0, 0), lane_key, s_stats, s_p, row_of_query);
     };
     // One body of code serves both where products are scores but for their factor.
     if (large) {

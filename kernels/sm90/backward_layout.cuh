@@ -4,7 +4,7 @@
 #include "common/score/score_args_gradients.cuh"
 #include "common/config.cuh"
 #include "common/io/params.cuh"
-#include "sm90/addends.cuh"
+#include "sm90/bias_terms.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/tiles.cuh"
 
@@ -30,17 +30,17 @@ constexpr int kConsumers = 2;
 constexpr int kDsWriters = kSplitsRoles ? 1 : kConsumers;
 // Where scores have derivatives by the products, a lane keeps one of two things until dS' is made, two neighbours in a
 // register. Either it keeps the weights, and multiplies P' by the derivatives; or it keeps the derivatives. It does the
-// latter where dropout marks weights by their sign; where addends follow the soft cap, because they come between the
-// tanh and the weights; and where the gradient of such an addend is summed. Where gradients of the soft cap, or of
+// latter where dropout marks weights by their sign; where bias terms follow the soft cap, because they come between the
+// tanh and the weights; and where the gradient of such a bias term is summed. Where gradients of the soft cap, or of
 // arrays that a score_mod or mask_mod reads, are summed, the derivatives are made after dS', and nothing is kept here.
 constexpr bool kPacksWeights =
-    kHasDerivative && (kHasScoreFunction ? !kSumsCaptured : kFactorInExponent && !kNeedsDsoftcap && !kHasDropout);
+    kHasDerivative && (kHasScoreFunction ? !kSumsScoreArgs : kFactorInExponent && !kNeedsDsoftcap && !kHasDropout);
 constexpr bool kPacksWeightsOfCap = kPacksWeights && !kHasScoreFunction;
 constexpr bool kPacksDerivatives = kHasDerivative && !kHasScoreFunction && !kPacksWeights;
 static_assert(!kPacksWeights || !kHasDropout, "weights are marked by their sign, which derivatives would change");
 // How many numbers a score_mod or mask_mod reads of a row, and of a key. Each warp of the consumers has its own copy
 // of those that it needs of a tile.
-constexpr int kRowNumbers = CUFLASH_NUMBERS_OF_ROWS, kWarpKeyNumbers = CUFLASH_NUMBERS_OF_WARP_KEYS;
+constexpr int kNumPerRow = CUFLASH_NUMBERS_OF_ROWS, kNumPerWarpKey = CUFLASH_NUMBERS_OF_WARP_KEYS;
 // Whether consumers ping-pong: one goes from P' to dS' while the other waits, or does the rest of its own step. If they
 // ran side by side, each product would take twice as long, and then both would have only exponentials to do at the same
 // time. With split roles the first lets the second in once its products are issued. On an H200 ping-pong makes the
@@ -51,8 +51,8 @@ constexpr int kRowNumbers = CUFLASH_NUMBERS_OF_ROWS, kWarpKeyNumbers = CUFLASH_N
 // With a soft cap alone, P' takes so long that the other consumer is let in as soon as S' is there. This is 1 to 2 %
 // faster than no ping-pong, while a ping-pong from P' to dS' is 3 to 11 % slower.
 constexpr bool kPassesEarly = kPacksWeights && !kHasScoreFunction && !kSplitsRoles;
-constexpr bool kPingPong = (kRowNumbers + kWarpKeyNumbers == 0 || kSplitsRoles) && (!kHasDerivative || kPassesEarly) &&
-                           !kHasDropout && !kBiasOfPairs && (!kHasKeyNumbers || kDkFromShared) &&
+constexpr bool kPingPong = (kNumPerRow + kNumPerWarpKey == 0 || kSplitsRoles) && (!kHasDerivative || kPassesEarly) &&
+                           !kHasDropout && !kBiasOfPairs && (!kHasPerKeyValues || kDkFromShared) &&
                            (kBiasBytes == 0 || kAddsByTile);
 constexpr int kQueryTiles = kBlockM / 8;
 constexpr int kConsumerThreads = 128 * kConsumers;
@@ -68,8 +68,8 @@ constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesDo = chunked_bytes(kBlockM, kDimV);
 constexpr u32 kBytesDs = chunked_bytes(kBlockN, kBlockM);
 constexpr u32 kBytesStats = kBlockM * 8;
-// Numbers of rows, and numbers of rows and keys, of one warp of the consumers.
-constexpr u32 kBytesRowNumbers = kRowNumbers * kBlockM * 4, kBytesPoints = kBytesRowNumbers + kWarpKeyNumbers * 64;
+// Per-row values, and per-row and per-key values, of one warp of the consumers.
+constexpr u32 kBytesPerRowValues = kNumPerRow * kBlockM * 4, kBytesPoints = kBytesPerRowValues + kNumPerWarpKey * 64;
 constexpr int kDsStages = 2, kPStages = kSplitsRoles, kTurnStages = kDqInOrder ? 2 : 0;
 constexpr u32 kBytesP = 128 * kQueryTiles * 16;
 // Whether each thread of a consumer keeps numbers of its own scores in shared memory until dS' is made (kKeepsScores):
@@ -77,7 +77,7 @@ constexpr u32 kBytesP = 128 * kQueryTiles * 16;
 // are made of them after dS'.
 #if CUFLASH_NEEDS_CAPTURED
 constexpr bool kKeepsProducts = kDerivativesReadS;
-// How many sums a warp leaves in a step for one read of an array (sm90/captured_sums.cuh), and how many for all reads
+// How many sums a warp leaves in a step for one read of an array (sm90/score_arg_sums.cuh), and how many for all reads
 // before that one.
 CUFLASH_DEVICE constexpr int step_sums_of(int read) {
   return kind_of_read(read) == kReadOfQuery ? kBlockM : kind_of_read(read) == kReadOfDiagonal ? kBlockM + 16 : 0;
@@ -153,7 +153,7 @@ struct BackwardParams {
 static_assert(sizeof(BackwardParams) == CUFLASH_ARGUMENT_BYTES, "the argument differs from its description in Python");
 
 struct Shared {
-  u32 k, v, q, dout, ds, p, scores, bias, stats, step_sums, row_numbers;
+  u32 k, v, q, dout, ds, p, scores, bias, stats, step_sums, row_values;
   Barrier kv_full;
   Ring<kNumStages> q_ring, do_ring;
   Ring<kDsStages> ds_ring;
@@ -171,8 +171,8 @@ struct Shared {
     bias = scores + kConsumers * kBytesScores;
     stats = bias + kNumStages * kBytesBias;
     step_sums = stats + kNumStages * kBytesStats;
-    row_numbers = step_sums + kDsStages * kBytesStepSums;
-    kv_full = {row_numbers + kConsumers * 4 * kBytesPoints};
+    row_values = step_sums + kDsStages * kBytesStepSums;
+    kv_full = {row_values + kConsumers * 4 * kBytesPoints};
     q_ring = {kv_full.address + 16};
     do_ring = {q_ring.address + Ring<kNumStages>::kBytes};
     ds_ring = {do_ring.address + Ring<kNumStages>::kBytes};

@@ -4,8 +4,8 @@
 //   dscale = sum dS * f'(x) (k . q) = sum of K * dK over all elements, before dK is scaled
 //   dc = sum dS * df/dc
 //
-// f is the function, if any, that makes a score of the scaled product x, and c is its parameter: common/score/score.cuh has
-// both.
+// f is the function, if any, that makes a score of the scaled product x, and c is its parameter: common/score/score.cuh
+// has both.
 //
 // The sums stay in registers until the walk comes to the next query head. Then the consumer leaves them in memory for
 // helpers/scores_reduce.cu, which adds them up. dscale needs no sum on the way: the consumer makes it at the end, of dK

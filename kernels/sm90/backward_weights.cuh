@@ -38,13 +38,14 @@ CUFLASH_DEVICE void hide_by_bits(float (&score)[kQueryTiles][4], u32 shown) {
       if (!(shown >> bit_of(n, i) & 1)) score[n][i] = -ptx::infinity();
 }
 
-// Whether the tile whose statistics begin at `s_stats`, or somewhere before, has large rows. With kPacksWeightsOfCap none
-// has: where soft caps are so large, scores are natural (cuflash/plan/draft.py).
+// Whether the tile whose statistics begin at `s_stats`, or somewhere before, has large rows. With kPacksWeightsOfCap
+// none has: where soft caps are so large, scores are natural (cuflash/plan/draft.py).
 CUFLASH_DEVICE bool has_large_rows(u32 s_stats) {
   return !kPacksWeightsOfCap && is_of_large(ptx::float_of(ptx::load_shared_b32(s_stats)));
 }
 
-// Makes the four scores of n-tile `n` relative (RelativeScores). `own` is the RowSum of this lane's first query in the tile.
+// Makes the four scores of n-tile `n` relative (RelativeScores). `own` is the RowSum of this lane's first query in the
+// tile.
 CUFLASH_DEVICE void make_relative(float (&score)[4], int n, const RowSum* own, float exponent_scale) {
   const RelativeScores relative(exponent_scale);
 #pragma unroll

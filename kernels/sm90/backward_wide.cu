@@ -197,13 +197,13 @@ CUFLASH_DEVICE void load_rows(u32 tile, const TensorMap& map, const Barrier& ful
 
 // Under a causal mask, tiles of one axis differ in how many tiles of the other axis they meet. Those that meet the most
 // start first, from as many heads as fill the device with half of their tiles. All tiles of this half walk from the end
-// that every one of them sees to the diagonal, so that they are at the same tile at the same time, and L2 is asked once
-// for it. The shortest of them ends first and makes room for the longest of the other half, the second shortest for the
-// second longest, and so on. The other half walks from the diagonal to that end. So its walks, too, are at the same
-// tile at the same time, and end together.
+// that every one of them attends to up to the diagonal, so that they are at the same tile at the same time, and L2 is
+// asked once for it. The shortest of them ends first and makes room for the longest of the other half, the second
+// shortest for the second longest, and so on. The other half walks from the diagonal to that end. So its walks, too,
+// are at the same tile at the same time, and end together.
 constexpr bool kWalksToDiagonal = kHasRightBound && !kHasLeftBound && !kHasLists;
 
-// The rows are keys: a block makes dV or dK of its keys, from all queries that see them.
+// The rows are keys: a block makes dV or dK of its keys, from all queries that attend to them.
 struct KeyRows : BackwardWork {
   static constexpr bool kClears = false;  // past the last query TMA brings zeros
 
@@ -292,7 +292,7 @@ struct KeyRows : BackwardWork {
   }
 };
 
-// The rows are queries: a block makes dQ of its queries, from all keys that they see.
+// The rows are queries: a block makes dQ of its queries, from all keys that they attend to.
 struct QueryRows : QueryTile, OverKeys<QueryRows> {
   static constexpr bool kClears = kHidesLastKeys;
 
@@ -345,7 +345,7 @@ struct QueryRows : QueryTile, OverKeys<QueryRows> {
       }
     };
     if constexpr (CUFLASH_DQ_WIDE)
-      store_to(row_numbers_of(common.dq, work.batch, work.head));
+      store_to(row_values_of(common.dq, work.batch, work.head));
     else
       store_to((Storage*)queries_of(common.dq, work.batch, work.head));
   }

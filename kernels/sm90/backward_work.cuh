@@ -8,11 +8,12 @@
 
 // The tile of keys of a block, found by the block's place in launch order, and the part of the tile's steps that is the
 // block's share.
-struct Share {
+struct WalkSplit {
   u32 tile;
   int part, parts;
 
-  CUFLASH_DEVICE explicit Share(const Params& params, u32 block = ptx::block_index()) : tile(block), part(0), parts(1) {
+  CUFLASH_DEVICE explicit WalkSplit(const Params& params, u32 block = ptx::block_index())
+      : tile(block), part(0), parts(1) {
     if (!kSplitsTail || tile < (u32)params.whole_tiles) return;
     const u32 index = tile - params.whole_tiles;
     parts = params.tail_splits;
@@ -34,7 +35,7 @@ struct BackwardWork {
   // Warp. Finds the tile. With packed sequences the block does so once, for all of its roles. The blocks of a cluster
   // share one tile, so there `block` is the number of the cluster.
   CUFLASH_DEVICE static Work find(const Params& params, u32 block = ptx::block_index()) {
-    return find_keys(params, Share(params, block).tile, num_parts_of(params));
+    return find_keys(params, WalkSplit(params, block).tile, num_parts_of(params));
   }
 
   CUFLASH_DEVICE explicit BackwardWork(const Params& params, const Work& found = {}, u32 block = ptx::block_index()) {
@@ -56,10 +57,10 @@ struct BackwardWork {
     part = 0;
     is_shared = kSplitsGroup;
     if constexpr (kSplitsTail) {
-      const Share share(params, block);
-      const auto step_of = [&](int part) { return (int)((i64)num_steps * part / share.parts); };
-      is_shared = share.parts > 1;
-      part = share.part;
+      const WalkSplit split(params, block);
+      const auto step_of = [&](int part) { return (int)((i64)num_steps * part / split.parts); };
+      is_shared = split.parts > 1;
+      part = split.part;
       first_step = step_of(part);
       num_steps = step_of(part + 1) - first_step;
     }
@@ -76,8 +77,8 @@ struct BackwardWork {
   CUFLASH_DEVICE i64 index_of(const Params& params, const Walk& walk) const {
     return m_tile_of(params, num_m_blocks, work.batch, walk.head, walk.m_block);
   }
-  // This block's turn to add to dQ of a tile of queries: how many tiles of keys that these queries see come before its
-  // own.
+  // This block's turn to add to dQ of a tile of queries: how many tiles of keys that these queries attend to come
+  // before its own.
   CUFLASH_DEVICE u32 turn(const Params& params, int m_block) const {
     const int first_row = m_block * kBlockM;
     const TileRange keys = key_tiles(params, work.batch, first_row, first_row + kBlockM - 1, key_stop);

@@ -1,12 +1,13 @@
-// Decode (a forward pass of few queries) on compute capability 9.0, in 16-bit types: reads K and V once, as fast as memory
-// allows.
+// Decode (a forward pass of few queries) on compute capability 9.0, in 16-bit types: reads K and V once, as fast as
+// memory allows.
 //
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
 // All queries of the query heads that share a key/value head fit into the 64 rows of one product: row head_in_group *
-// seqlen_q + query. The kernel is persistent: as many blocks as the device holds take equal shares of all keys
-// (common/schedule/key_splits.cuh). A block that has a head to itself stores its results. Blocks that share a head leave O and
-// the sums of their keys in scratch memory; the last of them to finish combines these, unless helpers/split_combine.cu does.
+// seqlen_q + query. The kernel is persistent: as many blocks as the device holds take equal splits of all keys
+// (common/schedule/key_splits.cuh). A block that has a head to itself stores its results. Blocks that share a head
+// leave O and the sums of their keys in scratch memory; the last of them to finish combines these, unless
+// helpers/split_combine.cu does.
 //
 // One thread, the producer, loads tiles by TMA as far ahead as the rings allow: that many bytes have to be on their way
 // to keep memory busy. The other warps are the consumer warpgroup, which takes one tile after another. The rings run on

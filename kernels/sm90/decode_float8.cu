@@ -1,6 +1,6 @@
 // Decode with an fp8 KV cache on compute capability 9.0.
 //
-// The producer, the rings and the shares of keys are those of sm90/decode.cu, but the products differ. wgmma takes
+// The producer, the rings and the splits of keys are those of sm90/decode.cu, but the products differ. wgmma takes
 // 16-bit numbers from shared memory alone, so each byte would pass through shared memory three times: as it arrives,
 // once more to be converted, and as the two bytes that it becomes. Here a warp loads bytes as fragments of mma and
 // converts them in registers, so that memory is the only limit.

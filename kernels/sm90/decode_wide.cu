@@ -2,7 +2,7 @@
 //
 // All queries of the query heads that share a key/value head are rows of one product, up to 64 a block, as in
 // sm90/decode.cu; sm90/wide_ring.cuh describes the roles of the warpgroups. The keys of all heads are cut into equal
-// shares, one for each cluster of blocks; helpers/split_combine.cu combines the results where clusters share a head.
+// splits, one for each cluster of blocks; helpers/split_combine.cu combines the results where clusters share a head.
 #include "common/schedule/head_work.cuh"
 #include "common/schedule/key_splits.cuh"
 #include "sm90/wide_sums.cuh"
@@ -42,7 +42,7 @@ struct WideHead : HeadWork, OverKeys<WideHead> {
   }
 
   // The clusters that share the head, the place of this one among them, and whether it is the only one.
-  CUFLASH_DEVICE Partials partials() const { return {common, walk.shares, walk.head}; }
+  CUFLASH_DEVICE Partials partials() const { return {common, walk.splits, walk.head}; }
   CUFLASH_DEVICE static int place_in(const Partials& partials) {
     return (int)(ptx::block_index() / kClusterBlocks - partials.first_block);
   }

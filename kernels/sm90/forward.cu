@@ -34,7 +34,7 @@
 #include "common/schedule/schedule.cuh"
 #include "common/score/scores.cuh"
 #include "common/softmax/softmax.cuh"
-#include "sm90/addends.cuh"
+#include "sm90/bias_terms.cuh"
 #include "sm90/forward_roles.cuh"
 #include "sm90/key_tile.cuh"
 #include "sm90/ping_pong.cuh"
@@ -61,21 +61,21 @@ constexpr int kNTiles = kBlockN / 8;
 // the score. Rounded so, it moves all of them by at most 2^-13.5, less than what weights of 16 bits are rounded by.
 constexpr float kFoldsOffset = 1024.0f;
 
-// Shared memory: the ring of Q, a part of the output, the rings of K, V, bias and numbers of keys, and barriers.
+// Shared memory: the ring of Q, a part of the output, the rings of K, V, bias and per-key values, and barriers.
 constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesOut = chunked_bytes(kBlockM, kOutColumns);
 constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
 constexpr u32 kBytesV = chunked_bytes(kBlockN, kDimV);
 constexpr u32 kBytesBarriers = QkvBarriers<kNumStages, kQStages>::kBytes + 16 + TileRing::kBytes;
-static_assert(kQStages * kBytesQ + kBytesOut + kNumStages * (kBytesK + kBytesV + kBytesBias + kBytesNumbers) +
+static_assert(kQStages * kBytesQ + kBytesOut + kNumStages * (kBytesK + kBytesV + kBytesBias + kBytesPerKeyValues) +
                       kBytesBarriers ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
 // Registers per thread after the producer has given up most of its own. Their sum over the block is at most what the
-// block started with. The producer warpgroup needs more of them for the varlen walk and for numbers of keys. It gets
+// block started with. The producer warpgroup needs more of them for the varlen walk and for per-key values. It gets
 // them where the consumers can spare some.
-constexpr bool kProducerWantsMore = (kIsPacked || kKeyNumbers > 0) && (kConsumers == 4 || kDimV <= 192);
+constexpr bool kProducerWantsMore = (kIsPacked || kNumPerKey > 0) && (kConsumers == 4 || kDimV <= 192);
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : !kProducerWantsMore ? 24 : kConsumers == 4 ? 32 : 40;
 constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : kProducerWantsMore ? 232 : 240;
 
@@ -103,7 +103,7 @@ struct Shared : QkvBarriers<kNumStages, kQStages> {
     v = k + kNumStages * kBytesK;
     bias = v + kNumStages * kBytesV;
     numbers = bias + kNumStages * kBytesBias;
-    const u32 barriers = numbers + kNumStages * kBytesNumbers;
+    const u32 barriers = numbers + kNumStages * kBytesPerKeyValues;
     place_barriers(barriers);
     scratch = barriers + QkvBarriers::kBytes;
     tiles = {{scratch + 16}};
@@ -234,13 +234,13 @@ struct Consumer {
     issue_weighted<kBlockN>(o[0], p, shared.v + at.stage * kBytesV);
   }
 
-  // The addends of the scores of the tile of keys in stage `key`.
-  CUFLASH_DEVICE Addends<false> addends(int n_block) const {
+  // The bias terms of the scores of the tile of keys in stage `key`.
+  CUFLASH_DEVICE BiasTerms<false> bias_terms(int n_block) const {
     const u32 pairs = shared.bias + key.stage * kBytesBias + (index * 64 + warp_row) * kLineBytes;
     return {score, lane_row, lane_key(n_block), pairs, numbers()};
   }
-  // The address of the numbers of keys in stage `key`, from this lane's first key on.
-  CUFLASH_DEVICE u32 numbers() const { return shared.numbers + key.stage * kBytesNumbers + fragment_column() * 4; }
+  // The address of the per-key values in stage `key`, from this lane's first key on.
+  CUFLASH_DEVICE u32 numbers() const { return shared.numbers + key.stage * kBytesPerKeyValues + fragment_column() * 4; }
   // The mask is made anew for every tile. If it were kept, it would take registers, and spill with a block mask.
   template <class AnyMask = Mask, class Masked>
   CUFLASH_DEVICE auto mask(Masked) const {
@@ -277,10 +277,9 @@ struct Consumer {
 #if CUFLASH_HAS_SCORE_FUNCTION
     const Functions& functions = score.functions;
     OfKey of_key[2];
-    if constexpr (kKeyNumbers == 0)
-      of_key[0] = functions.of_key(first_key), of_key[1] = functions.of_key(first_key + 1);
+    if constexpr (kNumPerKey == 0) of_key[0] = functions.of_key(first_key), of_key[1] = functions.of_key(first_key + 1);
 #pragma unroll
-    for (int k = 0; k < kKeyNumbers; ++k) {
+    for (int k = 0; k < kNumPerKey; ++k) {
       float two[2];
       ptx::load_shared_x2(numbers() + k * kBlockN * 4 + n * 32, two);
       of_key[0].x[k] = two[0], of_key[1].x[k] = two[1];
@@ -302,7 +301,7 @@ struct Consumer {
       if (masked && is_hidden(n, i)) s[0][n][i] = -ptx::infinity();
     };
     if constexpr (kAddsByTile) {
-      addends(n_block).visit<kNTiles>([&](int n, int i, auto score_of) {
+      bias_terms(n_block).visit<kNTiles>([&](int n, int i, auto score_of) {
         s[0][n][i] = score_of(s[0][n][i]);
         hide(n, i);
       });
@@ -330,7 +329,7 @@ struct Consumer {
     if constexpr (kAddsByTile) {
       const auto is_hidden = hidden_in(n_block, mask(masked));
       const float offset[2] = {exponent_of_offset(0), exponent_of_offset(1)};
-      addends(n_block).visit<kNTiles>([&](int n, int i, auto score_of) {
+      bias_terms(n_block).visit<kNTiles>([&](int n, int i, auto score_of) {
         s[0][n][i] = exponential(ptx::fused(score_of(s[0][n][i]), scale_log2, -offset[i / 2]));
         if (kLazyWhereMasked && masked && is_hidden(n, i)) s[0][n][i] = 0.0f;
         sum[0][i / 2] += s[0][n][i];
@@ -469,7 +468,8 @@ struct Consumer {
     to_weights(n_block);
   }
 
-  // Walks over all tiles of keys that these queries see, from the last place to the first. Gives Q back at `empty`.
+  // Walks over all tiles of keys that these queries attend to, from the last place to the first. Gives Q back at
+  // `empty`.
   CUFLASH_DEVICE void walk_keys(const TileRange& keys, const Barrier& empty) {
     int n_block = keys.stop - 1;
     first_step(n_block, keys);
@@ -547,7 +547,7 @@ struct Consumer {
   // Stores O / l in float32, to be merged with the results of other keys.
   CUFLASH_DEVICE void store_wide_out(int row_stop) const {
     const i64 stride = common.out.row_stride;
-    float* g_out = row_numbers_of(common.out, tile.work.batch, tile.work.head) + lane_row * stride + fragment_column();
+    float* g_out = row_values_of(common.out, tile.work.batch, tile.work.head) + lane_row * stride + fragment_column();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float factor = softmax.inverse_sum(0, half) * kept_scale_of(common);
@@ -607,15 +607,16 @@ CUFLASH_DEVICE void forward(const ForwardParams& params) {
   if constexpr (kIsPacked) {
     if (ptx::thread_index() == 0) shared.tiles.init(4 * kConsumers + 1);
   }
-  shared.make_barriers(4 * kConsumers, 4 * kConsumers, kConsumers, 1 + (kKeyNumbers > 0));
+  shared.make_barriers(4 * kConsumers, 4 * kConsumers, kConsumers, 1 + (kNumPerKey > 0));
   const u32 warp = ptx::uniform(ptx::thread_index() / 32);
   if (warp >= 4 * kConsumers) {
     ptx::decrease_registers<kProducerRegisters>();
     if (warp == 4 * kConsumers && ptx::elect_lane()) produce(params, shared);
-    if constexpr (kKeyNumbers > 0) {
+    if constexpr (kNumPerKey > 0) {
       // This warp arrives at k_full, as the load of K does, because the numbers are in the same stage.
       if (warp == 4 * kConsumers + 1)
-        produce_numbers(params.common, walk_of<false>(params.common, shared.tiles), shared.k_ring, shared.numbers);
+        produce_per_key_values(params.common, walk_of<false>(params.common, shared.tiles), shared.k_ring,
+                               shared.numbers);
     }
     if constexpr (kIsPacked) {
       if (warp == 4 * kConsumers + 1) schedule_tiles(params.common, shared.tiles);

@@ -178,7 +178,7 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, const Shared& shared) {
   }
 }
 
-// Transposes 16 columns of V. Pairs of neighbouring columns move as elements of 16 bits; then columns part.
+// Transposes 16 columns of V. TileClass of neighbouring columns move as elements of 16 bits; then columns part.
 //
 // Keys come out in the order in which a lane has weights of four of them: 0, 1, 8, 9, 2, 3, 10, 11, … of every 16. And
 // of 16 columns the even ones come first, so that eight neighbouring lines are written at once; `store_out` knows.
@@ -476,7 +476,7 @@ struct Consumer {
     key.advance();
   }
 
-  // Walks over all tiles of keys that these queries see, from the last place to the first.
+  // Walks over all tiles of keys that these queries attend to, from the last place to the first.
   CUFLASH_DEVICE void walk_keys(const TileRange& keys) {
     int n_block = keys.stop - 1;
     if constexpr (kOverlaps) first_step(n_block--, keys);

@@ -23,8 +23,8 @@
 //   k_empty[i]   every consumer has these          producer, before the next part of K there
 //   v_full[i]    a part of V has arrived          consumers, before its products in O
 //   v_empty[i]   every consumer has these          producer, before the next part of V there
-//   addends_full   bias, or numbers of keys, are there   consumers, before they make scores
-//   addends_empty  every warp has its scores             producer, before the next bias, or numbers
+//   bias_terms_full   bias, or per-key values, are there   consumers, before they make scores
+//   bias_terms_empty  every warp has its scores             producer, before the next bias, or numbers
 //   named: one per consumer for the ping-pong; one per consumer for itself
 #include "common/io/bf16_split.cuh"
 #include "common/config.cuh"
@@ -35,7 +35,7 @@
 #include "common/schedule/schedule.cuh"
 #include "common/score/scores.cuh"
 #include "common/softmax/softmax.cuh"
-#include "sm90/addends.cuh"
+#include "sm90/bias_terms.cuh"
 #include "sm90/forward_roles.cuh"
 #include "sm90/ping_pong.cuh"
 #include "sm90/pipeline.cuh"
@@ -50,18 +50,19 @@ using ConsumerPingPong = PingPong<kPingPong, kConsumers, kPingPongBarrier>;
 constexpr int kNTiles = kBlockN / 8;
 constexpr int kColumnTiles = kDimV / 8;
 
-// Shared memory: the parts of Q, the rings of the parts of K and of V, the addends of the scores of a tile, barriers.
+// Shared memory: the parts of Q, the rings of the parts of K and of V, the bias terms of the scores of a tile,
+// barriers.
 constexpr u32 kPartQ = chunked_bytes(kBlockM, kDim), kBytesQ = kBf16Parts * kPartQ;
 constexpr u32 kPartK = chunked_bytes(kBlockN, kDim), kBytesK = kBf16Parts * kPartK;
 constexpr u32 kPartV = chunked_bytes(kBlockN, kDimV), kBytesV = kBf16Parts * kPartV;
 constexpr int kSlots = kBf16Parts * kNumStages;  // of a ring of parts, which come and go one by one
-// Whether the addends of scores come to shared memory. They have one stage, because all consumers need them only at the
-// beginning of their softmax.
-constexpr bool kLoadsAddends = kBiasOfPairs || kHasKeyNumbers;
-using AddendRing = Ring<1>;
-constexpr u32 kBytesAddends = kBytesBias + kBytesNumbers;
-constexpr u32 kBytesBarriers = QkvBarriers<kSlots>::kBytes + (kLoadsAddends ? AddendRing::kBytes : 0);
-static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + kBytesAddends + kBytesBarriers == CUFLASH_SHARED_BYTES,
+// Whether the bias terms of scores come to shared memory. They have one stage, because all consumers need them only at
+// the beginning of their softmax.
+constexpr bool kLoadsBiasTerms = kBiasOfPairs || kHasPerKeyValues;
+using BiasTermRing = Ring<1>;
+constexpr u32 kBytesBiasTerms = kBytesBias + kBytesPerKeyValues;
+constexpr u32 kBytesBarriers = QkvBarriers<kSlots>::kBytes + (kLoadsBiasTerms ? BiasTermRing::kBytes : 0);
+static_assert(kBytesQ + kNumStages * (kBytesK + kBytesV) + kBytesBiasTerms + kBytesBarriers == CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
 // Registers per thread after the producer has given up most of its own. Their sum over the block is at most what the
@@ -89,12 +90,12 @@ static_assert(kMaps == 0 || sizeof(ForwardParams) == CUFLASH_ARGUMENT_BYTES,
 
 struct Shared : QkvShared<kSlots> {
   u32 bias, numbers;
-  AddendRing addend_ring;
+  BiasTermRing bias_term_ring;
 
-  CUFLASH_DEVICE Shared() : QkvShared(kBytesQ, kNumStages * kBytesK, kNumStages * kBytesV + kBytesAddends) {
+  CUFLASH_DEVICE Shared() : QkvShared(kBytesQ, kNumStages * kBytesK, kNumStages * kBytesV + kBytesBiasTerms) {
     bias = v + kNumStages * kBytesV;
     numbers = bias + kBytesBias;
-    addend_ring = {numbers + kBytesNumbers + QkvBarriers::kBytes};
+    bias_term_ring = {numbers + kBytesPerKeyValues + QkvBarriers::kBytes};
   }
 };
 
@@ -105,16 +106,16 @@ CUFLASH_DEVICE Position<kSlots> place_of(const Position<kNumStages>& tile, int n
 }
 CUFLASH_DEVICE constexpr int part_at(int n) { return kBf16Parts - 1 - n; }
 
-// The position of a consumer in the ring of addends, which has one stage.
-struct AddendStage {
-  const AddendRing& ring;
+// The position of a consumer in the ring of bias terms, which has one stage.
+struct BiasTermStage {
+  const BiasTermRing& ring;
   Position<1> at;
 
   CUFLASH_DEVICE void wait() const {
-    if constexpr (kLoadsAddends) ring.full(at).wait(at.parity);
+    if constexpr (kLoadsBiasTerms) ring.full(at).wait(at.parity);
   }
   CUFLASH_DEVICE void release() {
-    if constexpr (kLoadsAddends) arrive_as_warp(ring.empty(at)), at.advance();
+    if constexpr (kLoadsBiasTerms) arrive_as_warp(ring.empty(at)), at.advance();
   }
 };
 
@@ -122,7 +123,7 @@ struct AddendStage {
 template <class P>
 CUFLASH_DEVICE void produce(const P& params, Shared& shared) {
   Position<kNumStages> key;
-  Position<1> query, addend;
+  Position<1> query, bias_term;
   for (EntryWalk walk(params.common); walk.more(); walk.advance(), query.advance()) {
     const QueryTile tile(params.common, walk.work(params.common));
     const int head = tile.head_kv, batch = tile.work.batch, all_batch = params.common.batch;
@@ -153,12 +154,12 @@ CUFLASH_DEVICE void produce(const P& params, Shared& shared) {
       load_keys(shared.k_ring, shared.k, params.map[1], Integer<kDim>{});
       if (n_block == tile.keys.stop - 1) load_q();
       if constexpr (kBiasOfPairs) {
-        const Barrier full = shared.addend_ring.full(addend);
-        shared.addend_ring.empty(addend).wait(addend.parity ^ 1);
+        const Barrier full = shared.bias_term_ring.full(bias_term);
+        shared.bias_term_ring.empty(bias_term).wait(bias_term.parity ^ 1);
         full.arrive_expect(kBytesBias);
         load_bias(params.common, shared.bias, params.map[kMaps - 1], full, tile.first_row, first_key, tile.work.head,
                   batch);
-        addend.advance();
+        bias_term.advance();
       }
       load_keys(shared.v_ring, shared.v, params.map[2], Integer<kDimV>{});
     }
@@ -177,7 +178,7 @@ struct SplittingProducer {
   SplitTile<kBlockN, kHeadDim> k;
   SplitTile<kBlockN, kHeadDimV> v;
   Position<kNumStages> key;
-  Position<1> query, addend;
+  Position<1> query, bias_term;
 
   CUFLASH_DEVICE SplittingProducer(const P& params_, const Shared& shared_, u32 thread_)
       : params(params_), common(params_.common), shared(shared_), thread(thread_), q(thread_), k(thread_), v(thread_) {}
@@ -207,9 +208,9 @@ struct SplittingProducer {
     ptx::fence_async_proxy();
     arrive_as_warp(shared.q_ring.full(query));
   }
-  CUFLASH_DEVICE void bring_addends(const QueryTile& tile, const KeyNumbers& of_keys, int first_key) {
-    const Barrier full = shared.addend_ring.full(addend);
-    shared.addend_ring.empty(addend).wait(addend.parity ^ 1);
+  CUFLASH_DEVICE void load_bias_terms(const QueryTile& tile, const PerKeyValues& of_keys, int first_key) {
+    const Barrier full = shared.bias_term_ring.full(bias_term);
+    shared.bias_term_ring.empty(bias_term).wait(bias_term.parity ^ 1);
     if constexpr (kBiasOfPairs) {
       if (thread == 0) {
         full.arrive_expect(kBytesBias);
@@ -217,11 +218,11 @@ struct SplittingProducer {
                   tile.work.batch);
       }
     }
-    if constexpr (kHasKeyNumbers) {
+    if constexpr (kHasPerKeyValues) {
       for (int i = thread; i < kBlockN; i += 128) of_keys.store(shared.numbers + i * 4, first_key + i);
       arrive_as_warp(full);
     }
-    addend.advance();
+    bias_term.advance();
   }
 
   CUFLASH_DEVICE void run() {
@@ -230,13 +231,13 @@ struct SplittingProducer {
     for (; walk.more(); query.advance()) {
       const QueryTile tile(common, walk.work(common));
       const Score score(common, tile.work.batch, tile.work.head, tile.key_stop);
-      const KeyNumbers of_keys(common, score, tile.work.batch, tile.work.head);
+      const PerKeyValues of_keys(common, score, tile.work.batch, tile.work.head);
       if (tile.keys.start == tile.keys.stop) bring_q(tile);
       for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
         finish(k, shared.k_ring, shared.k, kPartK);
         if (n_block == tile.keys.stop - 1) bring_q(tile);
         begin(v, common.v, tile, n_block);
-        if constexpr (kLoadsAddends) bring_addends(tile, of_keys, tile.keys.at(n_block) * kBlockN);
+        if constexpr (kLoadsBiasTerms) load_bias_terms(tile, of_keys, tile.keys.at(n_block) * kBlockN);
         finish(v, shared.v_ring, shared.v, kPartV);
         if (n_block > tile.keys.start) begin(k, common.k, tile, n_block - 1);
       }
@@ -300,8 +301,8 @@ CUFLASH_DEVICE void make_scores(float (&s)[1][kNTiles][4], const Score& score, c
                                 int row, int key, Masked masked) {
   if constexpr (kAddsByTile) {
     const u32 pairs = shared.bias + warp_index() * 16 * kLineBytes;
-    const Addends<false> addends(score, row, key, pairs, shared.numbers + fragment_column() * 4);
-    addends.visit<kNTiles>([&](int n, int i, auto score_of) {
+    const BiasTerms<false> bias_terms(score, row, key, pairs, shared.numbers + fragment_column() * 4);
+    bias_terms.visit<kNTiles>([&](int n, int i, auto score_of) {
       float& x = s[0][n][i];
       x = score_of(score.capped(x));
       if (masked && !mask.visible(row + i / 2 * 8, key + 8 * n + i % 2)) x = -ptx::infinity();
@@ -373,7 +374,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
 
   Position<kNumStages> key;
   Position<1> query;
-  AddendStage addends{shared.addend_ring, {}};
+  BiasTermStage bias_terms{shared.bias_term_ring, {}};
   for (EntryWalk walk(common); walk.more(); walk.advance(), query.advance()) {
     const QueryTile tile(common, walk.work(common));
     const int head = tile.work.head, batch = tile.work.batch;
@@ -406,8 +407,8 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
         shared.k_ring.full(place_of(key, n)).wait(key.parity);
         shared.v_ring.full(place_of(key, n)).wait(key.parity);
       }
-      addends.wait();
-      addends.release();
+      bias_terms.wait();
+      bias_terms.release();
       sync_consumer(consumer);  // so that no thread still waits for this phase when the next one is over
       for (int n = 0; n < kBf16Parts; ++n) {
         release(shared.k_ring.empty(place_of(key, n)));
@@ -426,10 +427,10 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       ptx::fence_operand(s[0]);
       if (n_block == keys.start) release(shared.q_ring.empty(query));
 
-      addends.wait();
+      bias_terms.wait();
       const bool masked = n_block >= keys.full_stop || n_block < keys.full_start;
       make_either_scores(s, score, mask, shared, lane_row, lane_key_of(n_block), masked);
-      addends.release();
+      bias_terms.release();
       float factor[1][2] = {{1.0f, 1.0f}};
       softmax.update(s, factor, exponent_scale);
       softmax.exponentiate(s, exponent_scale, softmax.row_sum);
@@ -464,9 +465,9 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
 CUFLASH_DEVICE void forward(const ForwardParams& params) {
   if (!is_chosen(params.common)) return;
   Shared shared;
-  if constexpr (kLoadsAddends) {
+  if constexpr (kLoadsBiasTerms) {
     if (ptx::thread_index() == 0)
-      shared.addend_ring.init(4 * kConsumers, kBiasOfPairs + (kHasKeyNumbers ? kProducers : 0));
+      shared.bias_term_ring.init(4 * kConsumers, kBiasOfPairs + (kHasPerKeyValues ? kProducers : 0));
   }
   shared.make_barriers(kConsumers, kConsumers, kConsumers, kProducers, kProducers);
   const u32 warp = ptx::uniform(ptx::thread_index() / 32);
@@ -476,9 +477,9 @@ CUFLASH_DEVICE void forward(const ForwardParams& params) {
       produce_split(params, shared);
     } else {
       if (warp == 4 * kConsumers && ptx::elect_lane()) produce(params, shared);
-      if constexpr (kHasKeyNumbers) {
+      if constexpr (kHasPerKeyValues) {
         if (warp == 4 * kConsumers + 1)
-          produce_numbers(params.common, EntryWalk(params.common), shared.addend_ring, shared.numbers);
+          produce_per_key_values(params.common, EntryWalk(params.common), shared.bias_term_ring, shared.numbers);
       }
     }
   } else {

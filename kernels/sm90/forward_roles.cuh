@@ -21,7 +21,7 @@ CUFLASH_DEVICE void sync_consumer(u32 consumer) { ptx::sync_named(kConsumer + co
 // Stores lse of rows `row` and `row` + 8, the two of a lane.
 template <class Softmax>
 CUFLASH_DEVICE void store_lse(const Params& params, Entry batch, int head, int row, const Softmax& softmax) {
-  float* g_lse = row_numbers_of(params.lse, batch, head);
+  float* g_lse = row_values_of(params.lse, batch, head);
   const int seqlen_q = seqlen_q_of(params, batch);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

@@ -35,7 +35,7 @@ struct Rows {
     float ones[1][1][4] = {{{1.0f, 1.0f, 1.0f, 1.0f}}};
     softmax.finish();
     if constexpr (kHasSinks) softmax.add_sinks(ones, [&](int, int) { return to_offset(sink_of(common, work.head)); });
-    float* g_lse = row_numbers_of(common.lse, work.batch, work.head);
+    float* g_lse = row_values_of(common.lse, work.batch, work.head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int own = row + 8 * half;

@@ -6,7 +6,7 @@
 #include "common/score/scores.cuh"
 #include "sm90/backward_layout.cuh"
 #include "sm90/backward_weights.cuh"
-#include "sm90/row_numbers.cuh"
+#include "sm90/per_row_values.cuh"
 
 #if CUFLASH_HAS_SCORE_FUNCTION
 // P' = exp(S' - lse) for the elements that a lane holds of a tile, whose rows are keys.
@@ -15,22 +15,22 @@ struct FunctionWeights {
   const Mask& mask;
   const OfKey (&of_keys)[2];
   float scale;
-  u32 s_stats, s_row_numbers;  // from this lane's first query on; of the whole tile
-  int lane_query, lane_key;    // of the first element
-  u32 shown;                   // the mask bits, if there are any
-  const RowSum* row_sums;      // of this lane's first query
-  bool large;                  // whether some rows of the tile are large
+  u32 s_stats, s_row_values;  // from this lane's first query on; of the whole tile
+  int lane_query, lane_key;   // of the first element
+  u32 shown;                  // the mask bits, if there are any
+  const RowSum* row_sums;     // of this lane's first query
+  bool large;                 // whether some rows of the tile are large
 
   // Turns products into P'. With kPacksWeights it multiplies `p` by the derivatives of the score by the scaled product,
-  // which may have any size, and `packed` gets P' itself. `masked` says whether some pair may be hidden, some row may be
-  // large or may not exist. Such a row gets no weight, whatever the function returns.
+  // which may have any size, and `packed` gets P' itself. `masked` says whether some pair may be hidden, some row may
+  // be large or may not exist. Such a row gets no weight, whatever the function returns.
   template <int rows, class Masked>
   CUFLASH_DEVICE void make(float (&p)[kQueryTiles][4], u32 (&packed)[rows][2], Masked masked) const {
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
       float lse[2], derivative[4];
       OfRow of_rows[2];
-      RowNumbers::load(functions, s_row_numbers, n, lane_query + 8 * n, of_rows);
+      PerRowValues::load(functions, s_row_values, n, lane_query + 8 * n, of_rows);
       ptx::load_shared_x2(s_stats + n * 64, lse);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

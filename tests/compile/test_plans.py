@@ -540,8 +540,8 @@ def test_row(target):
         ceilings = SPILLS_OF_LATER_ARCHS if device.arch >= 100 else SPILLS
         if target.variant in ("options", "bounds", "narrow", "turns"):
             ceilings = SPILLS_OF_OPTIONS
-        of_addends = ("softcap", "slopes", "bias", "wide bias", "bias of few", "wide bias of few", "keys")
-        if target.variant in (*of_addends, "bias and keys"):
+        of_bias_terms = ("softcap", "slopes", "bias", "wide bias", "bias of few", "wide bias of few", "keys")
+        if target.variant in (*of_bias_terms, "bias and keys"):
             ceilings = SPILLS_OF_ADDENDS
         if target.variant in ("blocks", "mask"):
             ceilings = SPILLS_OF_BLOCKS

@@ -61,6 +61,7 @@ class Launcher:
 
     def __init__(self, module: Any, computes: bool) -> None:
         self._module, self._computes = module, computes
+        self.kernels: Path | None = None  # a folder other than that of the package
         self.launched: list[KernelSpec] = []
         self._loaded: list[KernelSpec] = []
 
@@ -100,14 +101,14 @@ class Launcher:
             if spec.target == "sm_90a":
                 nbytes = maps_offset(launch.plan.problem) + BYTES * len(launch.plan.tensor_maps)
             content = ctypes.string_at(ctypes.c_uint64.from_address(argument).value, nbytes)
-            module = build(Path(spec.source), dict(spec.defines), headers=dict(spec.headers))
+            module = build(Path(spec.source), dict(spec.defines), headers=dict(spec.headers), kernels=self.kernels)
             module.launch(spec.name, content, grid=grid, threads=threads, shared_bytes=shared_bytes)
 
     def _merge(self, spec: KernelSpec, grid: int, argument: int) -> None:
         """Merges compute also where other kernels only count."""
         nbytes = int(dict(spec.defines)["CUFLASH_PARAMS_BYTES"])
         content = ctypes.string_at(ctypes.c_uint64.from_address(argument).value, nbytes)
-        build(Path(spec.source), dict(spec.defines)).launch(
+        build(Path(spec.source), dict(spec.defines), kernels=self.kernels).launch(
             spec.name, content, grid=grid, threads=spec.threads, shared_bytes=0
         )
 

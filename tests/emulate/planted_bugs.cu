@@ -328,14 +328,14 @@ CUFLASH_DEVICE void number_blocks(const Params& params) {
 }
 CUFLASH_DEFINE_KERNEL(block_order, Params, kWarp, 1, number_blocks)
 
-// Every block writes down the count that it sees.
+// Every block writes down the count that it attends to.
 CUFLASH_DEVICE void note_arrivals(const Params& params) {
   if (ptx::thread_index() != 0) return;
-  u32* notes = (u32*)params.destination;
+  u32* classes = (u32*)params.destination;
   const u32 before = (u32)ptx::load_arrivals(counter_of(params));
   ptx::count_arrival(counter_of(params));
-  notes[2 * ptx::block_index()] = before;
-  notes[2 * ptx::block_index() + 1] = (u32)ptx::load_arrivals(counter_of(params));
+  classes[2 * ptx::block_index()] = before;
+  classes[2 * ptx::block_index() + 1] = (u32)ptx::load_arrivals(counter_of(params));
 }
 CUFLASH_DEFINE_KERNEL(seen_arrivals, Params, kWarp, 1, note_arrivals)
 

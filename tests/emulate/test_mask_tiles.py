@@ -196,7 +196,7 @@ struct PlaceParams {
 };
 
 CUFLASH_DEVICE void find_place(const PlaceParams& params) {
-  const NotedTile tile(params.common, params.index);
+  const ClassifiedTile tile(params.common, params.index);
   if (ptx::thread_index() == 0)
     params.place[0] = tile.exists, params.place[1] = tile.m_block, params.place[2] = tile.n_block;
 }

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.spec.binding import Pass
-from tests import addends, wide
+from tests import bias_terms, wide
 from tests.gpu.planned import is_sm90, plan_of
 
 pytestmark = pytest.mark.gpu
@@ -222,7 +222,7 @@ def test_both_kernels_of_float32(cupy, head_dim, strides, options):
         ct.assert_backward(case, *attn.backward(*arguments, **terms))
 
 
-@given(case=addends.cases_of_float32())
+@given(case=bias_terms.cases_of_float32())
 @settings(max_examples=20)
 def test_what_is_added_to_scores_of_float32(cupy, case):
     """As in the forward pass."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.spec.problem import make_problem
-from tests import addends, wide
+from tests import bias_terms, wide
 from tests.gpu.planned import is_sm90, plan_of
 
 pytestmark = pytest.mark.gpu
@@ -183,7 +183,7 @@ def test_float32_that_is_split_as_it_is_loaded(cupy, head_dim, options):
     assert all(same_bits(x, y) for x, y in zip(first, attn.forward(*shifted, **terms), strict=True))
 
 
-@given(case=addends.cases_of_float32())
+@given(case=bias_terms.cases_of_float32())
 @settings(max_examples=20)
 def test_what_is_added_to_scores_of_float32(cupy, case):
     """Per-pair biases and of keys, masks of keys and slopes, as the kernels of parts of bfloat16 see them."""

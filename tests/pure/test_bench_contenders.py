@@ -405,7 +405,7 @@ def test_flex_gets_the_options(case, monkeypatch):
 
 
 @pytest.mark.parametrize("changes", [{"mask": "qk"}, {"mask": "bk"}, {"bias": "hq"}, {"bias": "bk", "mask": "qk"}])
-def test_masks_are_addends_to_kernels_that_have_no_others(changes):
+def test_masks_are_bias_terms_to_kernels_that_have_no_others(changes):
     torch = pytest.importorskip("torch", reason="a torch peer")
     case = replace(PLAIN, **changes)
     inputs = make_inputs(np, case)

@@ -281,9 +281,9 @@ constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 inline Real fast_tanh(Real x) { return tanh(x); }
 """
 FILL = """
-extern "C" void fill_FUNCTION(const Captured* a) {
+extern "C" void fill_FUNCTION(const ScoreArg* a) {
   repeat<NAME::kNumTables>([&](auto number) {
-    const Captured& table = a[NAME::array_of_table(decltype(number)::value)];
+    const ScoreArg& table = a[NAME::array_of_table(decltype(number)::value)];
     for (i64 at = 0; at < table.size[0] * table.size[1] * table.size[2]; ++at)
       NAME::fill_table(number, (void*)table.data, at, a, at / (table.size[1] * table.size[2]),
                        at / table.size[2] % table.size[1], at % table.size[2] + table.first);
@@ -291,7 +291,7 @@ extern "C" void fill_FUNCTION(const Captured* a) {
 }
 """
 LOOP = """
-extern "C" void FUNCTION(const Captured* a, const Real* s, int head, int batch, Real* value, Real* slope, u8* shown) {
+extern "C" void FUNCTION(const ScoreArg* a, const Real* s, int head, int batch, Real* value, Real* slope, u8* shown) {
   const NAME::OfHead of_head = NAME::read_of_head(a, head, batch);
   for (int i = 0; i < ROWS; ++i)
     for (int j = 0; j < KEYS; ++j) {
@@ -305,7 +305,7 @@ extern "C" void FUNCTION(const Captured* a, const Real* s, int head, int batch, 
 """
 
 
-class Captured(ctypes.Structure):
+class ScoreArg(ctypes.Structure):
     _fields_ = (
         *(("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 4), ("size", ctypes.c_int64 * 4)),
         ("first", ctypes.c_int64),
@@ -314,7 +314,7 @@ class Captured(ctypes.Structure):
 
 def captured(given, tables):
     """The arrays as CUDA text sees them, and tables, which come with memory."""
-    every = (Captured * (len(given) + len(tables)))()
+    every = (ScoreArg * (len(given) + len(tables)))()
     for own, (table, values) in zip(every[len(given) :], tables, strict=True):
         own.data = values.ctypes.data
         own.size[:] = (*values.shape, 1)

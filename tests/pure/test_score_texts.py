@@ -207,7 +207,7 @@ def _spelled(at, args):
 
 
 LOOP = """
-extern "C" void FUNCTION(const Captured* a, const Real* s, int head, int batch, const Real* const* directions,
+extern "C" void FUNCTION(const ScoreArg* a, const Real* s, int head, int batch, const Real* const* directions,
                          Real* value, Real* slope, Real* along) {
   for (int i = 0; i < ROWS; ++i)
     for (int j = 0; j < KEYS; ++j) {

@@ -61,7 +61,7 @@ BITS_BLOCK = 64  # queries, and keys, of a block of a mask of bits: kernels/comm
 
 
 def bias_by(problem: Problem) -> Literal["nothing", "keys", "pairs", "elements"]:
-    """How kernels of compute capability 9.0 may see the bias: see kernels/sm90/addends.cuh."""
+    """How kernels of compute capability 9.0 may see the bias: see kernels/sm90/bias_terms.cuh."""
     bias = problem.bias
     if bias is None:
         return "nothing"

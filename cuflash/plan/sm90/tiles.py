@@ -170,8 +170,10 @@ class ForwardFloat32Sm90Tile(ScoredTile):
             chunked_bytes(self.block_n, dim_v),
         )
         parts = self.bf16_parts * (q + self.num_stages * (k + v)) + 8 * (2 + 4 * self.bf16_parts * self.num_stages)
-        addends = bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs) + 4 * self.block_n * self.key_numbers
-        return parts + (addends + 16 if addends else 0)
+        bias_terms = (
+            bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs) + 4 * self.block_n * self.key_numbers
+        )
+        return parts + (bias_terms + 16 if bias_terms else 0)
 
     def why_not(self, problem: Problem, device: DeviceSpec) -> str:
         suits = self.serves == "any" or bias_by(problem) == "pairs"

@@ -8,11 +8,11 @@
 
 constexpr bool kCombines = CUFLASH_COMBINES;  // the last block of a head combines the results
 
-// Prepares the counters of arrivals of the heads that this block shares with others.
+// Prepares the counters of arrivals of the heads that this block splits with others.
 CUFLASH_DEVICE void prepare_arrivals(const Params& params) {
 #pragma unroll 1
   for (HeadWalk walk(params); walk.more(); walk.advance()) {
-    const Partials partials(params, walk.shares, walk.head);
+    const Partials partials(params, walk.splits, walk.head);
     if (partials.count > 1) partials.arrivals(params).prepare();
   }
 }
@@ -26,7 +26,7 @@ template <int warps>
 CUFLASH_DEVICE void combine_heads(const Params& params) {
 #pragma unroll 1
   for (HeadWalk walk(params); walk.more(); walk.advance()) {
-    const Partials partials(params, walk.shares, walk.head);
+    const Partials partials(params, walk.splits, walk.head);
     if (partials.count == 1) continue;
     const bool arrives = ptx::thread_index() == 0;
     if (!ptx::sync_named_any(1, 32 * warps, arrives && partials.arrivals(params).arrive())) continue;
@@ -43,7 +43,7 @@ template <class Softmax, int out_tiles, class Factor, class VisitPairs>
 CUFLASH_DEVICE void store_rows(const Params& common, const HeadWalk& walk, const HeadWork& work, const LaneRows& rows,
                                const int (&lane_row)[2], Softmax& softmax, Real (&o)[1][out_tiles][4], Factor factor,
                                VisitPairs visit_pairs, bool is_first = true) {
-  const Partials partials(common, walk.shares, walk.head);
+  const Partials partials(common, walk.splits, walk.head);
   const bool is_alone = !kSplitsKeys || partials.count == 1;
   if (kHasSinks && is_alone) {
     softmax.add_sinks(o, [&](int, int half) {

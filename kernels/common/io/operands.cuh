@@ -25,12 +25,12 @@ CUFLASH_DEVICE auto keys_of(const Params& params, const Tensor& tensor, Entry ba
     return PagedHead(params, tensor, batch, head);
 }
 // The same for arrays with one number for each query, such as lse and its gradient.
-CUFLASH_DEVICE Real* row_numbers_of(const Tensor& tensor, Entry batch, int head) {
+CUFLASH_DEVICE Real* row_values_of(const Tensor& tensor, Entry batch, int head) {
   const i64 offset = query_start_of(batch) * tensor.row_stride;
   return (Real*)tensor.data + entry_of(batch) * tensor.batch_stride + head * tensor.head_stride + offset;
 }
 // The same for a gradient of keys that has sums instead of elements.
-CUFLASH_DEVICE Real* key_numbers_of(const Tensor& tensor, Entry batch, int head) {
+CUFLASH_DEVICE Real* per_key_values_of(const Tensor& tensor, Entry batch, int head) {
   const i64 offset = key_start_of(batch) * tensor.row_stride;
   return (Real*)tensor.data + entry_of(batch) * tensor.batch_stride + head * tensor.head_stride + offset;
 }

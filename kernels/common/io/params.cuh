@@ -60,7 +60,8 @@ struct Params {
   void* dscale;  // one Real each, like dsoftcap
   void* dsoftcap;
   // Scratch memory, of Real.
-  // Packed sequences: these arrays have one batch entry, and places of tiles (common/schedule/schedule.cuh) instead of tiles.
+  // Packed sequences: these arrays have one batch entry, and places of tiles (common/schedule/schedule.cuh) instead of
+  // tiles.
   void* row_stats;       // (batch, num_heads, stats_rows, 2): lse as an exponent, and delta - dlse
   void* dq_accumulator;  // (batch, num_heads, m blocks, block_m * padded head_dim), in fragment order
   void* dkv_partials;    // (batch, num_heads_kv, n blocks, group_splits, dk and dv of a tile), in fragment
@@ -75,15 +76,15 @@ struct Params {
   void* key_lists;       // of i32: (list_batches, list_heads, m blocks, a list of tiles of keys)
   void* query_lists;     // of i32: (list_batches, list_heads, n blocks, a list of tiles of queries)
   void* mask_words;      // of u32: (mask_batches, mask_heads, queries / 64, keys / 64, words of a block)
-  void* mask_blocks;     // bytes, the same without words: Pairs of each block, or what masks leave of each tile
+  void* mask_blocks;     // bytes, the same without words: TileClass of each block, or what masks leave of each tile
   void* score_partials;  // (tiles of dbias, score_splits, elements of a tile)
   void* sums_partials;   // (3, num_heads, batch, m blocks, sums_splits): of dalibi_slopes, dscale, dsoftcap
   // Where blocks that own keys write these two, common/score/key_sums.cuh says how they are laid out.
   u64 call;  // a number less than 2^48 that no other call of this process has
   i32 batch, num_heads, num_heads_kv, seqlen_q, seqlen_k;  // packed: the number of sequences, and the rows of all
   i32 diagonal;  // query i stands at key position i + diagonal; entries may add their own, see common/schedule/sequences.cuh
-  i32 right_offset;  // query i sees keys up to i + right_offset
-  i32 left_offset;   // query i sees keys from i + left_offset on
+  i32 right_offset;  // query i attends to keys up to i + right_offset
+  i32 left_offset;   // query i attends to keys from i + left_offset on
   // The fields of RunTime (cuflash/plan/launch_plan.py).
   i32 head_section;     // heads whose blocks are interleaved in the launch order
   i32 stats_rows;       // seqlen_q, rounded up to whole tiles; packed: the rows of all places of tiles
@@ -116,18 +117,18 @@ struct Params {
   double kept_scale_float64;
   // These are at the end: elsewhere kernels would read fields in groups of 16 bytes, which takes more registers.
   void* bias_blocks;  // BiasBlocks of common/score/mask.cuh, with as many matrices as the bias has
-  i32 mask_batches;   // batch entries with bits, or notes of what masks leave of tiles, of their own; of RunTime
-  i32 mask_heads;     // query heads with bits or notes of their own
+  i32 mask_batches;   // batch entries with bits, or tile classes under masks, of their own; of RunTime
+  i32 mask_heads;     // query heads with bits or tile classes of their own
   void* row_sums;     // (batch, num_heads, stats_rows, 2): RowSum of common/score/scores.cuh
 #if CUFLASH_HAS_FUNCTIONS
-  // Scratch memory of i64, see common/score/score_args_gradients.cuh: (words of a term, elements of all arrays whose gradients
-  // are wanted). It comes first to set the alignment of the arrays after it: if they were read in groups of 16 bytes,
-  // they would take more registers.
-  void* captured_sums;
-  Captured captured[max_of(kNumCaptured, 1)];   // arrays that score_mod and mask_mod read; missing axes have size 1
-  Captured gradients[max_of(kNumCaptured, 1)];  // their gradients; null where not wanted
-  void* captured_largest;                       // scratch memory of u64: for each array the bits of a double, then the
-                                                // largest number of reads of a pair
+  // Scratch memory of i64, see common/score/score_args_gradients.cuh: (words of a term, elements of all arrays whose
+  // gradients are wanted). It comes first to set the alignment of the arrays after it: if they were read in groups of
+  // 16 bytes, they would take more registers.
+  void* score_arg_sums;
+  ScoreArg score_args[max_of(kNumScoreArgs, 1)];  // arrays that score_mod and mask_mod read; missing axes have size 1
+  ScoreArg gradients[max_of(kNumScoreArgs, 1)];   // their gradients; null where not wanted
+  void* score_arg_largest;  // scratch memory of u64: for each array the bits of a double, then the
+                            // largest number of reads of a pair
 #endif
 };
 

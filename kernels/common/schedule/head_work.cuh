@@ -1,5 +1,5 @@
-// Split-KV decode: which keys of which heads a block, or a cluster of blocks, works on, and which queries its rows stand
-// for.
+// Split-KV decode: which keys of which heads a block, or a cluster of blocks, works on, and which queries its rows
+// stand for.
 //
 // All queries of the query heads that share a key/value head are rows of one product: row head_in_group * seqlen_q +
 // query. So keys are read only once.
@@ -16,18 +16,18 @@ constexpr bool kSplitsKeys = CUFLASH_SPLITS_KEYS;  // blocks share the keys of a
 
 // Walks over the heads of which a block has keys. The blocks of a cluster have the same heads, and count as one block.
 struct HeadWalk {
-  Shares shares;
+  KeySplits splits;
   u32 at, stop;  // places among the keys of all heads
   u32 head;      // key/value head, among those of the whole batch
 
-  CUFLASH_DEVICE explicit HeadWalk(const Params& params, u32 block = ptx::block_index()) : shares(params) {
-    at = shares.start_of_block(block);
-    stop = at + shares.heads;
-    head = shares.head_at(at);
+  CUFLASH_DEVICE explicit HeadWalk(const Params& params, u32 block = ptx::block_index()) : splits(params) {
+    at = splits.start_of_block(block);
+    stop = at + splits.heads;
+    head = splits.head_at(at);
   }
 
   CUFLASH_DEVICE bool more() const { return at < stop; }
-  CUFLASH_DEVICE void advance() { at = shares.start_of_head(++head); }
+  CUFLASH_DEVICE void advance() { at = splits.start_of_head(++head); }
 };
 
 // The share of one head that a block works on.
@@ -48,8 +48,8 @@ struct HeadWork {
     key_stop = key_stop_of(params, batch);
     keys = key_tiles(params, batch, 0, params.seqlen_q - 1, key_stop);
     first_tile = keys.start, num_tiles = keys.stop - keys.start;
-    blocks = walk.shares.blocks;
-    from = walk.at - walk.shares.start_of_head(walk.head);
+    blocks = walk.splits.blocks;
+    from = walk.at - walk.splits.start_of_head(walk.head);
     to = from + min_of(walk.stop - walk.at, blocks - from);
     keys.start = first_tile + part_of(num_tiles, from);
     keys.stop = first_tile + part_of(num_tiles, to);
@@ -93,7 +93,7 @@ struct LaneRows {
   CUFLASH_DEVICE Real of(Real product, int row, int key, Unused& derivative) const {
     return score[row].of(product, query[row], key, derivative);
   }
-  CUFLASH_DEVICE Real with_addend(Real x, int row, int key) const { return score[row].with_addend(x, query[row], key); }
+  CUFLASH_DEVICE Real with_bias(Real x, int row, int key) const { return score[row].with_bias(x, query[row], key); }
   CUFLASH_DEVICE bool visible(int row, int key) const { return mask[row].visible(query[row], key); }
 };
 

@@ -11,14 +11,14 @@
 #include "common/io/params.cuh"
 #include "common/softmax/store_lse.cuh"
 
-// The keys of all key/value heads of the batch, one head after the other, are cut into as many equal shares as there
+// The keys of all key/value heads of the batch, one head after the other, are cut into as many equal splits as there
 // are blocks. So a block has keys of one head or of neighbouring heads, and a head belongs to one block or to
 // neighbouring blocks. A place among these keys is counted in steps: a head is `blocks` steps long, and a share `heads`
 // steps.
-struct Shares {
+struct KeySplits {
   u32 blocks, heads;  // their product is less than 2^31
 
-  CUFLASH_DEVICE explicit Shares(const Params& params)
+  CUFLASH_DEVICE explicit KeySplits(const Params& params)
       : blocks(params.resident_blocks), heads(params.batch * params.num_heads_kv) {}
 
   CUFLASH_DEVICE u32 start_of_head(u32 head) const { return head * blocks; }
@@ -116,10 +116,10 @@ struct Partials {
   Real* g_out;
   Real* g_sums;
 
-  CUFLASH_DEVICE Partials(const Params& params, const Shares& shares, u32 head)
+  CUFLASH_DEVICE Partials(const Params& params, const KeySplits& splits, u32 head)
       : head(head),
-        first_block(shares.block_at(shares.start_of_head(head))),
-        count(shares.block_at(shares.start_of_head(head + 1) - 1) - first_block + 1),
+        first_block(splits.block_at(splits.start_of_head(head))),
+        count(splits.block_at(splits.start_of_head(head + 1) - 1) - first_block + 1),
         rows(params.num_heads / params.num_heads_kv * params.seqlen_q) {
     const i64 first_row = (i64)slot(first_block, head) * rows;
     g_out = (Real*)params.partial_out + first_row * kDimV;

@@ -8,7 +8,7 @@
 
 static_assert(!kHasLists || !kDqInOrder, "the order of dq counts every tile of keys");
 
-// The tiles of queries that see a tile of keys, and the direction of the walk.
+// The tiles of queries that attend to a tile of keys, and the direction of the walk.
 struct QueryRange : TileRange {
   bool backwards = false;  // from the last tile to the first
 
@@ -30,8 +30,8 @@ struct QueryLists {
   }
 };
 
-// Finds the tiles of queries of heads [first_head, stop_head) that see a tile of keys. Returns their number, over all
-// of these heads.
+// Finds the tiles of queries of heads [first_head, stop_head) that attend to a tile of keys. Returns their number, over
+// all of these heads.
 CUFLASH_DEVICE int find_queries(const Params& params, const Work& work, int first_head, int stop_head, int key_stop,
                                 TileRange& tiles) {
   const int first_key = work.block * kBlockN;

@@ -128,7 +128,7 @@ CUFLASH_DEVICE TileRange key_tiles(const Params& params, Entry batch, int first_
   return {start, full_start, full_stop, stop};
 }
 
-// Tiles of queries that see keys [first_key, last_key] of a batch entry.
+// Tiles of queries that attend to keys [first_key, last_key] of a batch entry.
 CUFLASH_DEVICE TileRange query_tiles(const Params& params, Entry batch, int first_key, int last_key, int key_stop) {
   int start = 0, full_start = 0, stop = ceil_div(seqlen_q_of(params, batch), kBlockM), full_stop = stop;
   if constexpr (kHasRightBound) {
@@ -149,10 +149,10 @@ CUFLASH_DEVICE TileRange query_tiles(const Params& params, Entry batch, int firs
   return {start, full_start, full_stop, stop};
 }
 
-// With a block mask, or a mask or a function that hides pairs, helpers/block_index.cu writes a list for each tile of one axis:
-// the number of tiles of the other axis that it meets, the number of those with every pair visible, and the indices of
-// the fully visible ones, then of the others, each in rising order. A kernel then walks over places in the list instead
-// of tiles.
+// With a block mask, or a mask or a function that hides pairs, helpers/block_index.cu writes a list for each tile of
+// one axis: the number of tiles of the other axis that it meets, the number of those with every pair visible, and the
+// indices of the fully visible ones, then of the others, each in rising order. A kernel then walks over places in the
+// list instead of tiles.
 constexpr int kListHeader = 2;
 
 // An entry of a list: the index of a tile in the low bits, and flags that a walk needs above it, so that a step loads
@@ -181,7 +181,7 @@ CUFLASH_DEVICE i32* list_of(const Params& params, void* lists, int batch, int he
 // scores of near keys the largest, so the first maxima of the rows stay the largest ones and nothing is rescaled.
 constexpr bool kWalksOutward = kHasAlibi && !kHasRightBound && !kHasLeftBound && !kHasLists;
 
-// The tiles of keys that a tile of queries sees: a range of places, and the tile at each.
+// The tiles of keys that a tile of queries attends to: a range of places, and the tile at each.
 struct KeyTiles : TileRange {
   const i32* list;
   int nearest;  // kWalksOutward: of the tiles with every pair visible, the one nearest to the diagonal
@@ -221,13 +221,13 @@ struct KeyTiles : TileRange {
 // tile of queries, or a pair of tiles.
 //
 // kPairs: later tiles see more keys, so a unit is the n-th tile of a head from the end and the n-th from the start.
-// Together they see as many keys as any other such pair. If there are twice as many blocks as pairs, each block takes
-// one tile: the first half of the blocks take the tiles from the end. Kernels with pages do not do this, because they
-// have no register to spare.
+// Together they attend to as many keys as any other such pair. If there are twice as many blocks as pairs, each block
+// takes one tile: the first half of the blocks take the tiles from the end. Kernels with pages do not do this, because
+// they have no register to spare.
 //
-// kHasWindow: the tiles that see the whole window are the first units, head by head. The shorter tiles follow, from the
-// longest to the shortest, of many heads at once. Every other round goes through the blocks backwards, so that the
-// totals of the blocks differ little.
+// kHasWindow: the tiles that attend to the whole window are the first units, head by head. The shorter tiles follow,
+// from the longest to the shortest, of many heads at once. Every other round goes through the blocks backwards, so that
+// the totals of the blocks differ little.
 //
 // Clusters: the `cluster` blocks of a cluster take a unit together, and `resident_blocks` counts clusters.
 template <int cluster>
@@ -303,7 +303,7 @@ struct EntryWalkOf {
 
 using EntryWalk = EntryWalkOf<1>;
 
-// A tile of queries, and the tiles of keys that it sees.
+// A tile of queries, and the tiles of keys that it attends to.
 struct QueryTile {
   Work work;
   int first_row, head_kv, key_stop;

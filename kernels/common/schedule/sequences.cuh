@@ -2,8 +2,8 @@
 //
 // Packed sequences (varlen) lie one after the other in the only batch entry of the arrays. cu_seqlens_q and
 // cu_seqlens_k hold the first row of each sequence and the row after the last sequence. The kernels add one more
-// sequence, number params.batch, which holds the remaining rows: its queries see no keys, and no query sees its keys.
-// Starts are clamped to the rows of the arrays, so that nothing else is accessed whatever the starts are.
+// sequence, number params.batch, which holds the remaining rows: its queries attend to no keys, and no query attends to
+// its keys. Starts are clamped to the rows of the arrays, so that nothing else is accessed whatever the starts are.
 #pragma once
 #include "common/config.cuh"
 #include "common/io/params.cuh"
@@ -86,7 +86,7 @@ CUFLASH_DEVICE int own_diagonal_of(const Params& params, Entry batch) {
   if constexpr (kFollowsLengths) return key_stop_of(params, batch) - params.seqlen_k;
   return 0;
 }
-// Query i sees keys up to i + right_offset, and from i + left_offset on.
+// Query i attends to keys up to i + right_offset, and from i + left_offset on.
 CUFLASH_DEVICE int right_offset_of(const Params& params, Entry batch) {
   return params.right_offset + own_diagonal_of(params, batch);
 }

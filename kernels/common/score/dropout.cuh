@@ -1,6 +1,6 @@
 // Which weights dropout drops (FlashAttention, Algorithm 2). The random numbers, and which of their bits belong to
-// which weight, are those of cuflash/spec/dropout.py: a call of the generator serves rows i and i + 8 and columns j, j + 1,
-// j + 8, j + 9.
+// which weight, are those of cuflash/spec/dropout.py: a call of the generator serves rows i and i + 8 and columns j, j
+// + 1, j + 8, j + 9.
 #pragma once
 #include "common/io/fragments.cuh"
 #include "common/io/params.cuh"

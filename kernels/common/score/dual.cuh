@@ -1,14 +1,14 @@
-// The library for scores that a caller writes in CUDA (cuflash/score_mod/cuda_source.py, docs/score.md): dual numbers, functions
-// of them, and arrays whose entries are read as dual numbers. A score is a template over the type of its numbers: with
-// Real it returns a value, with Dual a value and one derivative.
+// The library for scores that a caller writes in CUDA (cuflash/score_mod/cuda_source.py, docs/score.md): dual numbers,
+// functions of them, and arrays whose entries are read as dual numbers. A score is a template over the type of its
+// numbers: with Real it returns a value, with Dual a value and one derivative.
 #pragma once
 #include "common/config.cuh"
 #include "common/score/score_functions.cuh"
 
 namespace score_text {
 
-// A product of the chain rule. A factor of 0 makes it 0, whatever the other one is: a tangent of what does not depend on
-// a quantity stays 0, and so does an infinite tangent of what has no weight in a value.
+// A product of the chain rule. A factor of 0 makes it 0, whatever the other one is: a tangent of what does not depend
+// on a quantity stays 0, and so does an infinite tangent of what has no weight in a value.
 CUFLASH_DEVICE Real chain_product(Real x, Real y) { return x == 0 || y == 0 ? 0 : x * y; }
 
 // A number and its derivative (tangent) by one quantity, whose own tangent is 1. Numbers that do not depend on that
@@ -139,7 +139,7 @@ constexpr bool kIsInteger<i64> = true;
 // An array as a score reads it: real numbers are read as T, others as they are.
 template <class T, class E, int array, int num_axes, bool is_wanted>
 struct GivenArray {
-  const Captured& captured;
+  const ScoreArg& score_args;
   Reads& reads;
 
   // The entry at one index for each axis; an index outside of an axis counts as the nearest one within.
@@ -147,19 +147,19 @@ struct GivenArray {
   CUFLASH_DEVICE auto operator()(Index... index) const {
     static_assert(sizeof...(Index) == num_axes, "an array is read at one index for each of its axes");
     static_assert((kIsInteger<Index> && ...), "an index is an int or a long long");
-    const auto entry = score_load<E>(captured, index...);
+    const auto entry = score_load<E>(score_args, index...);
     if constexpr (kIsInteger<E>) {
       return entry;
     } else if constexpr (is_wanted && kIsDual<T>) {
       const bool is_seeded = reads.count++ == reads.seeded;
-      if (is_seeded) reads.array = array, reads.place = score_place<0>(captured, 0, index...);
+      if (is_seeded) reads.array = array, reads.place = score_place<0>(score_args, 0, index...);
       return Dual(entry, is_seeded);
     } else {
       return T(entry);
     }
   }
   // The length of an axis.
-  CUFLASH_DEVICE i64 size(int axis) const { return captured.size[axis]; }
+  CUFLASH_DEVICE i64 size(int axis) const { return score_args.size[axis]; }
 };
 
 // The score of s, and its derivative by s if that is used. `run` runs a score: it takes the scaled product, a Real or a

@@ -6,13 +6,16 @@
 
 #if CUFLASH_HAS_FUNCTIONS
 struct Functions {
-  const Captured* arrays = nullptr;
+  const ScoreArg* arrays = nullptr;
   int head = 0, batch = 0;
   OfHead of_head = {};
 
   CUFLASH_DEVICE Functions() {}
   CUFLASH_DEVICE Functions(const Params& params, int batch_, int head_)
-      : arrays(params.captured), head(head_), batch(batch_), of_head(read_of_head(params.captured, head_, batch_)) {}
+      : arrays(params.score_args),
+        head(head_),
+        batch(batch_),
+        of_head(read_of_head(params.score_args, head_, batch_)) {}
 
 #if CUFLASH_HAS_SCORE_FUNCTION
   // What the score reads for a row, and for a key.

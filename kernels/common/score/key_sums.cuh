@@ -1,6 +1,6 @@
 // Where blocks that own keys (sm90/backward.cu) store their sums of gradients of scores, which helpers/scores_reduce.cu
-// adds. Each warp, of 16 keys, stores one number. A tile of keys has a part for every query head that sees it and for
-// each of the blocks that share its queries.
+// adds. Each warp, of 16 keys, stores one number. A tile of keys has a part for every query head that attends to it and
+// for each of the blocks that share its queries.
 #pragma once
 #include "common/softmax/backward.cuh"
 #include "common/config.cuh"

@@ -1,4 +1,5 @@
-// Which pairs (query, key) are visible. common/schedule/schedule.cuh says which tiles are visible as a whole and need no test.
+// Which pairs (query, key) are visible. common/schedule/schedule.cuh says which tiles are visible as a whole and need
+// no test.
 #pragma once
 #include "common/config.cuh"
 #include "common/score/functions.cuh"
@@ -24,12 +25,12 @@ struct BlockMask {
 };
 
 // What is visible of a tile, or of a block.
-enum class Pairs { kNone, kSome, kAll };
+enum class TileClass { kEmpty, kPartial, kFull };
 
 // What is visible through two masks together, given what is visible through each.
-CUFLASH_DEVICE Pairs both(Pairs a, Pairs b) {
-  if (a == Pairs::kNone || b == Pairs::kNone) return Pairs::kNone;
-  return a == Pairs::kAll ? b : Pairs::kSome;
+CUFLASH_DEVICE TileClass both(TileClass a, TileClass b) {
+  if (a == TileClass::kEmpty || b == TileClass::kEmpty) return TileClass::kEmpty;
+  return a == TileClass::kFull ? b : TileClass::kPartial;
 }
 
 // The largest number of blocks of `block` rows (or keys) that a tile of `tile` rows (or keys) can overlap.
@@ -39,14 +40,14 @@ CUFLASH_DEVICE constexpr int most_over(int tile, int block) {
 
 // What is visible of a tile that overlaps blocks of `rows` x `keys` pairs; `of_block(i, j)` gives it for one block.
 template <int rows, int keys, class OfBlock>
-CUFLASH_DEVICE Pairs pairs_over(const Params& params, int m_block, int n_block, OfBlock of_block) {
+CUFLASH_DEVICE TileClass class_over(const Params& params, int m_block, int n_block, OfBlock of_block) {
   const int first_row = m_block * kBlockM, last_row = min_of(first_row + kBlockM, params.seqlen_q) - 1;
   const int first_key = n_block * kBlockN, last_key = min_of(first_key + kBlockN, params.seqlen_k) - 1;
   bool any = false, all = true;
   const auto look_at = [&](int i, int j) {
-    const Pairs pairs = of_block(i, j);
-    any = any || pairs != Pairs::kNone;
-    all = all && pairs == Pairs::kAll;
+    const TileClass pairs = of_block(i, j);
+    any = any || pairs != TileClass::kEmpty;
+    all = all && pairs == TileClass::kFull;
   };
   constexpr int kRows = most_over(kBlockM, rows), kKeys = most_over(kBlockN, keys);
   if constexpr (kRows * kKeys <= 4) {
@@ -60,16 +61,16 @@ CUFLASH_DEVICE Pairs pairs_over(const Params& params, int m_block, int n_block, 
     for (int i = first_row / rows; i <= last_row / rows; ++i)
       for (int j = first_key / keys; j <= last_key / keys; ++j) look_at(i, j);
   }
-  return all ? Pairs::kAll : any ? Pairs::kSome : Pairs::kNone;
+  return all ? TileClass::kFull : any ? TileClass::kPartial : TileClass::kEmpty;
 }
 
 // What the block mask leaves of a tile.
-CUFLASH_DEVICE Pairs pairs_of(const Params& params, const BlockMask& blocks, int m_block, int n_block) {
-  return pairs_over<kMaskBlockM, kMaskBlockN>(
-      params, m_block, n_block, [&](int i, int j) { return blocks.has(i, j) ? Pairs::kAll : Pairs::kNone; });
+CUFLASH_DEVICE TileClass pairs_of(const Params& params, const BlockMask& blocks, int m_block, int n_block) {
+  return class_over<kMaskBlockM, kMaskBlockN>(
+      params, m_block, n_block, [&](int i, int j) { return blocks.has(i, j) ? TileClass::kFull : TileClass::kEmpty; });
 }
 
-// How many batch entries and heads have matrices of their own. A matrix holds lists, bits, or notes of tiles.
+// How many batch entries and heads have matrices of their own. A matrix holds lists, bits, or tile classes.
 struct Matrices {
   int batches, heads;
 
@@ -84,26 +85,27 @@ CUFLASH_DEVICE Matrices biases_in(const Params& params) {
   return {params.bias.batch_stride == 0 ? 1 : params.batch, params.bias.head_stride == 0 ? 1 : params.num_heads};
 }
 
-// What is visible of a tile of a matrix, as helpers/mask_tiles.cu noted it.
-CUFLASH_DEVICE Pairs pairs_noted(const Params& params, const void* notes, i64 matrix, int m_block, int n_block) {
+// What is visible of a tile of a matrix, as helpers/mask_tiles.cu classified it.
+CUFLASH_DEVICE TileClass class_of_tile(const Params& params, const void* classes, i64 matrix, int m_block,
+                                       int n_block) {
   const i64 row = matrix * ceil_div(params.seqlen_q, kBlockM) + m_block;
-  return (Pairs)((const u8*)notes)[row * ceil_div(params.seqlen_k, kBlockN) + n_block];
+  return (TileClass)((const u8*)classes)[row * ceil_div(params.seqlen_k, kBlockN) + n_block];
 }
-CUFLASH_DEVICE Pairs left_by_masks(const Params& params, int batch, int head, int m_block, int n_block) {
-  return pairs_noted(params, params.mask_blocks, masks_in(params).of(batch, head), m_block, n_block);
+CUFLASH_DEVICE TileClass left_by_masks(const Params& params, int batch, int head, int m_block, int n_block) {
+  return class_of_tile(params, params.mask_blocks, masks_in(params).of(batch, head), m_block, n_block);
 }
 
-// What a bias leaves visible: a count and notes of all tiles. The lower half of the count is how many tiles lie within
-// bounds, the upper half how many of these are hidden.
+// What a bias leaves visible: a count and tile classes of all tiles. The lower half of the count is how many tiles lie
+// within bounds, the upper half how many of these are hidden.
 struct BiasBlocks {
   u64* count;
-  u8* notes;
+  u8* classes;
 
   CUFLASH_DEVICE explicit BiasBlocks(const Params& params)
-      : count((u64*)params.bias_blocks), notes((u8*)params.bias_blocks + sizeof(Bytes16)) {}
+      : count((u64*)params.bias_blocks), classes((u8*)params.bias_blocks + sizeof(Bytes16)) {}
 };
-CUFLASH_DEVICE Pairs left_by_bias(const Params& params, int batch, int head, int m_block, int n_block) {
-  return pairs_noted(params, BiasBlocks(params).notes, biases_in(params).of(batch, head), m_block, n_block);
+CUFLASH_DEVICE TileClass left_by_bias(const Params& params, int batch, int head, int m_block, int n_block) {
+  return class_of_tile(params, BiasBlocks(params).classes, biases_in(params).of(batch, head), m_block, n_block);
 }
 
 // Whether this kernel is the one of two that is to run: one walks over lists of what a bias leaves, the other does not.

@@ -28,11 +28,11 @@ struct MaskBits {
 };
 
 // What is visible of a tile.
-CUFLASH_DEVICE Pairs pairs_of(const Params& params, const MaskBits& bits, int batch, int head, int m_block,
-                              int n_block) {
+CUFLASH_DEVICE TileClass pairs_of(const Params& params, const MaskBits& bits, int batch, int head, int m_block,
+                                  int n_block) {
   const u8* blocks = (const u8*)params.mask_blocks + bits.at(batch, head, 0, 0);
-  return pairs_over<kBitsBlock, kBitsBlock>(params, m_block, n_block,
-                                            [&](int i, int j) { return (Pairs)blocks[i * bits.n_blocks + j]; });
+  return class_over<kBitsBlock, kBitsBlock>(params, m_block, n_block,
+                                            [&](int i, int j) { return (TileClass)blocks[i * bits.n_blocks + j]; });
 }
 
 // Where the words of a lane lie in a row of blocks. It has one word per block, for its elements of the 16 lines, 64

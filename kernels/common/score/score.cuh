@@ -1,5 +1,5 @@
-// Turns the product q.k into the score that the softmax sees: by scale, softcap, slopes and bias, or by a function of the
-// caller.
+// Turns the product q.k into the score that the softmax takes: by scale, softcap, slopes and bias, or by a function of
+// the caller.
 #pragma once
 #include "common/config.cuh"
 #include "common/softmax/exponential.cuh"
@@ -7,8 +7,8 @@
 #include "common/io/params.cuh"
 #include "common/schedule/sequences.cuh"
 
-// The score of a pair is factor x + addend, where x is the product, or its tanh if there is a soft cap. If nothing is
-// added (kFactorInExponent), `of` returns x alone. `exponent_scale` turns what `of` returns into an exponent.
+// The score of a pair is factor x + bias term, where x is the product, or its tanh if there is a soft cap. If nothing
+// is added (kFactorInExponent), `of` returns x alone. `exponent_scale` turns what `of` returns into an exponent.
 struct Score {
   Real scale;
   Real softcap;
@@ -65,7 +65,7 @@ struct Score {
 #endif
     const Real x = capped(product);
     if constexpr (kHasSoftcap) derivative = 1 - x * x;
-    return with_addend(x, row, key);
+    return with_bias(x, row, key);
   }
 
   // The x of a product (see above).
@@ -75,7 +75,7 @@ struct Score {
   }
 
   // The same as `of` for an x that is known.
-  CUFLASH_DEVICE Real with_addend(Real x, int row, int key) const {
+  CUFLASH_DEVICE Real with_bias(Real x, int row, int key) const {
     if constexpr (kFactorInExponent) return x;
     const Real bias = kBiasBytes != 0 && row < seqlen_q && key < key_stop ? bias_at(row, key) : 0;
     return with_terms<kBiasBytes != 0>(x, factor, slope, kHasAlibi ? distance(row, key) : 0, bias);

@@ -1,11 +1,12 @@
 // Gradients of arrays that a score reads: sums of integers, which do not depend on the order of additions.
 //
-// If sm90/backward.cu makes the terms, the sums are exact (common/softmax/exact_sums.cuh). Otherwise they are fixed-point sums,
-// to which every pair adds a term for each read. One launch finds the largest term of each array, and the largest
-// number of reads of a pair. The next one adds terms as multiples of a power of two, the unit, which is chosen so that
-// no sum overflows: 2^62 units are more than the largest possible number of terms of the largest size. So each term is
-// off by at most half a unit, which is 2^-61 of the largest term times the number of terms (of which each factor is
-// rounded up to a power of two). For float64, a second word holds the part of a term that the first one leaves out.
+// If sm90/backward.cu makes the terms, the sums are exact (common/softmax/exact_sums.cuh). Otherwise they are
+// fixed-point sums, to which every pair adds a term for each read. One launch finds the largest term of each array, and
+// the largest number of reads of a pair. The next one adds terms as multiples of a power of two, the unit, which is
+// chosen so that no sum overflows: 2^62 units are more than the largest possible number of terms of the largest size.
+// So each term is off by at most half a unit, which is 2^-61 of the largest term times the number of terms (of which
+// each factor is rounded up to a power of two). For float64, a second word holds the part of a term that the first one
+// leaves out.
 #pragma once
 #include "common/config.cuh"
 #include "common/softmax/exact_sums.cuh"
@@ -15,7 +16,7 @@
 #include "common/softmax/reduce.cuh"
 
 constexpr int kFindsLargest = 1, kAddsTerms = 2, kAddsExactly = 3;  // values of CUFLASH_NEEDS_CAPTURED
-constexpr bool kSumsCaptured = CUFLASH_NEEDS_CAPTURED == kAddsExactly;
+constexpr bool kSumsScoreArgs = CUFLASH_NEEDS_CAPTURED == kAddsExactly;
 constexpr int kTermWords = sizeof(Real) == 8 ? 2 : 1;
 constexpr int kTermBits = 61;
 
@@ -26,20 +27,20 @@ enum ReadKind { kReadOfHead, kReadOfKey, kReadOfQuery, kReadOfDiagonal, kReadOfP
 #if CUFLASH_NEEDS_CAPTURED
 // The number of elements of an array, and where its sums begin among those of all arrays that have sums. These are
 // arrays whose gradients are wanted, and tables through which such arrays are read (cuflash/score_mod/hoisting.py).
-CUFLASH_DEVICE i64 elements_of(const Captured& array) {
+CUFLASH_DEVICE i64 elements_of(const ScoreArg& array) {
   return array.size[0] * array.size[1] * array.size[2] * array.size[3];
 }
 CUFLASH_DEVICE i64 first_sum_of(const Params& params, int array) {
   i64 first = 0;
   for (int i = 0; i < array; ++i)
-    if (has_sums(i)) first += elements_of(params.captured[i]);
+    if (has_sums(i)) first += elements_of(params.score_args[i]);
   return first;
 }
-CUFLASH_DEVICE i64* captured_sums_of(const Params& params, int word) {
-  return (i64*)params.captured_sums + word * first_sum_of(params, kNumCaptured);
+CUFLASH_DEVICE i64* score_arg_sums_of(const Params& params, int word) {
+  return (i64*)params.score_arg_sums + word * first_sum_of(params, kNumScoreArgs);
 }
-CUFLASH_DEVICE u64* captured_largest_of(const Params& params) { return (u64*)params.captured_largest; }
-CUFLASH_DEVICE u64* most_reads_of(const Params& params) { return captured_largest_of(params) + kNumCaptured; }
+CUFLASH_DEVICE u64* score_arg_largest_of(const Params& params) { return (u64*)params.score_arg_largest; }
+CUFLASH_DEVICE u64* most_reads_of(const Params& params) { return score_arg_largest_of(params) + kNumScoreArgs; }
 
 CUFLASH_DEVICE int ceil_log2(int n) { return n > 1 ? 32 - (int)ptx::leading_zeros((u32)(n - 1)) : 0; }
 // Base-2 logarithm, rounded up, of the number of terms that a sum can have.
@@ -54,7 +55,7 @@ struct TermScale {
 
   CUFLASH_DEVICE TermScale(const Params& params, int array) {
     const int count = term_count_log2(params);
-    const int exponent = (int)(captured_largest_of(params)[array] >> 52) - 1022;  // the largest term is below 2^this
+    const int exponent = (int)(score_arg_largest_of(params)[array] >> 52) - 1022;  // the largest term is below 2^this
     const int first_bits = kTermBits - count - exponent;
     first = power_of_two(first_bits > 1000 ? 1000 : first_bits < -1000 ? -1000 : first_bits);
     second = power_of_two(kTermBits > count ? kTermBits - count : 0);
@@ -75,14 +76,14 @@ struct TermScale {
 // What a lane keeps during the walk of its block, all of whose pairs are of one head. It is the largest term of each
 // read of an array in the score; or, in the next launch, the sums of reads that do not depend on the pair. The terms of
 // other reads are added one by one.
-struct CapturedSums {
+struct ScoreArgSums {
   const Params& params;
   double largest[max_of(kNumReads, 1)];
   int most_reads = 0;  // the largest number of reads of a pair
   i64 own[max_of(kNumReads, 1)][kTermWords];
   i64 own_place[max_of(kNumReads, 1)];
 
-  CUFLASH_DEVICE explicit CapturedSums(const Params& params_) : params(params_) {
+  CUFLASH_DEVICE explicit ScoreArgSums(const Params& params_) : params(params_) {
 #pragma unroll
     for (int read = 0; read < kNumReads; ++read) {
       largest[read] = 0;
@@ -124,7 +125,7 @@ struct CapturedSums {
     repeat<kNumReads>([&](auto read) {
       constexpr int kRead = decltype(read)::value, kArray = array_of_read(kRead);
       if constexpr (CUFLASH_NEEDS_CAPTURED == kFindsLargest) {
-        if (largest[kRead] > 0) ptx::reduce_max(captured_largest_of(params) + kArray, ptx::bits_of(largest[kRead]));
+        if (largest[kRead] > 0) ptx::reduce_max(score_arg_largest_of(params) + kArray, ptx::bits_of(largest[kRead]));
       } else if constexpr (kind_of_read(kRead) == kReadOfHead) {
         if (own_place[kRead] >= 0) add_words(kArray, own_place[kRead], own[kRead]);
       }
@@ -136,7 +137,7 @@ struct CapturedSums {
     const i64 at = first_sum_of(params, array) + place;
 #pragma unroll
     for (int i = 0; i < kTermWords; ++i)
-      if (word[i] != 0) ptx::reduce_add((u64*)captured_sums_of(params, i) + at, (u64)word[i]);
+      if (word[i] != 0) ptx::reduce_add((u64*)score_arg_sums_of(params, i) + at, (u64)word[i]);
   }
 };
 
@@ -146,8 +147,8 @@ struct CapturedSums {
 CUFLASH_DEVICE void add_exactly(const Params& params, int array, i64 place, float term) {
   const u64 infinite = ptx::bits_of((double)ptx::infinity());
   if (term == 0) return;
-  if (!(fabsf(term) < ptx::infinity())) return ptx::reduce_max(captured_largest_of(params) + array, infinite);
-  ExactTerm(term).add_to((u64*)captured_sums_of(params, 0) + (first_sum_of(params, array) + place) * kSumWords);
+  if (!(fabsf(term) < ptx::infinity())) return ptx::reduce_max(score_arg_largest_of(params) + array, infinite);
+  ExactTerm(term).add_to((u64*)score_arg_sums_of(params, 0) + (first_sum_of(params, array) + place) * kSumWords);
 }
 
 // Warp. The same for one term of each lane. If all have the same place, the terms are added up first.

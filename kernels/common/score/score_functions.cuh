@@ -1,4 +1,4 @@
-// The library for functions of a caller, which cuflash/score_mod/codegen.py writes: entries of captured arrays, and
+// The library for functions of a caller, which cuflash/score_mod/codegen.py writes: entries of score_mod args, and
 // functions of numbers as in NumPy.
 #pragma once
 #include "common/config.cuh"
@@ -6,7 +6,7 @@
 
 // An array that a function reads, of up to four axes; strides in elements. An index outside of an axis counts as the
 // nearest one within.
-struct Captured {
+struct ScoreArg {
   const void* data;
   i64 stride[4];
   i64 size[4];
@@ -67,26 +67,26 @@ CUFLASH_DEVICE u32 score_entry(i64 size, u32 index) {
 CUFLASH_DEVICE u32 score_entry(i64 size, int index) { return score_entry(size, (u32)(index < 0 ? 0 : index)); }
 
 template <int axis>
-CUFLASH_DEVICE Offset score_offset(const Captured&) {
+CUFLASH_DEVICE Offset score_offset(const ScoreArg&) {
   return 0;
 }
 template <int axis, class Index, class... Rest>
-CUFLASH_DEVICE Offset score_offset(const Captured& array, Index index, Rest... rest) {
+CUFLASH_DEVICE Offset score_offset(const ScoreArg& array, Index index, Rest... rest) {
   const Offset within = score_entry(array.size[axis], index);
   return within * (Offset)array.stride[axis] + score_offset<axis + 1>(array, rest...);
 }
 template <class E, class... Indices>
-CUFLASH_DEVICE auto score_load(const Captured& array, Indices... indices) {
+CUFLASH_DEVICE auto score_load(const ScoreArg& array, Indices... indices) {
   return score_element(E{}, (const typename StoredAs<E>::Type*)array.data, score_offset<0>(array, indices...));
 }
 
 // The place of an element among those of an array, in C order.
 template <int axis>
-CUFLASH_DEVICE i64 score_place(const Captured&, i64 place) {
+CUFLASH_DEVICE i64 score_place(const ScoreArg&, i64 place) {
   return place;
 }
 template <int axis, class Index, class... Rest>
-CUFLASH_DEVICE i64 score_place(const Captured& array, i64 place, Index index, Rest... rest) {
+CUFLASH_DEVICE i64 score_place(const ScoreArg& array, i64 place, Index index, Rest... rest) {
   const i64 within = score_entry(array.size[axis], index);
   return score_place<axis + 1>(array, place * array.size[axis] + within, rest...);
 }
@@ -94,12 +94,12 @@ CUFLASH_DEVICE i64 score_place(const Captured& array, i64 place, Index index, Re
 // A table is over batch entries, heads and places. Its stride is 0 and its size 1 on an axis whose entries share a row.
 // Returns the address of place 0 of a row.
 template <class E>
-CUFLASH_DEVICE const typename StoredAs<E>::Type* row_of_table(const Captured& table, int batch, int head) {
+CUFLASH_DEVICE const typename StoredAs<E>::Type* row_of_table(const ScoreArg& table, int batch, int head) {
   const i64 row = batch * table.stride[0] + head * table.stride[1];
   return (const typename StoredAs<E>::Type*)table.data + (row - table.first);
 }
 // The index of an entry among all entries of a table.
-CUFLASH_DEVICE i64 place_in_table(const Captured& table, int batch, int head, int place) {
+CUFLASH_DEVICE i64 place_in_table(const ScoreArg& table, int batch, int head, int place) {
   return (batch * table.size[1] + head) * table.size[2] + (place - table.first);
 }
 

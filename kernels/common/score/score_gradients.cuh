@@ -61,8 +61,8 @@ struct ScoreTiles {
            (kSumsKeys ? 1 : ceil_div(params.seqlen_k, kBlockN));
   }
 
-  // Restricts the walk to the share of one of `splits` blocks, and to tiles of which something is visible.
-  CUFLASH_DEVICE void take_share(const Params& params, int split, int splits) {
+  // Restricts the walk to the split of one of `splits` blocks, and to tiles of which something is visible.
+  CUFLASH_DEVICE void take_split(const Params& params, int split, int splits) {
     const i64 first = left * split / splits;
     left = left * (split + 1) / splits - first;
     i64 rest = first;
@@ -84,7 +84,7 @@ struct ScoreTiles {
   }
 
   // What the block mask leaves of this tile.
-  CUFLASH_DEVICE Pairs pairs_left(const Params& params) const {
+  CUFLASH_DEVICE TileClass class_left(const Params& params) const {
     return pairs_of(params, BlockMask(params, batch, head), m_block, n_block);
   }
 
@@ -106,13 +106,13 @@ struct ScoreTiles {
     if (!next(kSumsHeads, head, params.num_heads)) next(kSumsBatch, index_in(batch), params.batch);
   }
   CUFLASH_DEVICE void skip_hidden(const Params& params) {
-    if constexpr (kHasRightBound || kHasLeftBound || kKvLengthsBytes != 0 || kHasBlockMask || kHasBiasNotes) {
+    if constexpr (kHasRightBound || kHasLeftBound || kKvLengthsBytes != 0 || kHasBlockMask || kHasBiasTileClasses) {
 #pragma unroll 1
       for (; left > 0; step(params)) {
         const TileRange tiles = visible_keys(params, key_stop_of(params, batch));
         if (n_block < tiles.start || n_block >= tiles.stop) continue;
-        if (kHasBlockMask && pairs_left(params) == Pairs::kNone) continue;
-        if (kHasBiasNotes && left_by_bias(params, batch, head, m_block, n_block) == Pairs::kNone) continue;
+        if (kHasBlockMask && class_left(params) == TileClass::kEmpty) continue;
+        if (kHasBiasTileClasses && left_by_bias(params, batch, head, m_block, n_block) == TileClass::kEmpty) continue;
         return;
       }
     }

@@ -27,7 +27,7 @@ CUFLASH_DEVICE void to_scores(const Scores& score, const Masks& mask, Real (&s)[
     const int row = row_of(m, i), key = lane_key + 8 * n + i % 2;
     Unused derivative;
     Real& x = s[m][n][i];
-    x = capped ? score.with_addend(x, row, key) : score.of(x, row, key, derivative);
+    x = capped ? score.with_bias(x, row, key) : score.of(x, row, key, derivative);
     if (masked && !mask.visible(row, key)) x = -ptx::infinity();
   };
   if constexpr (CUFLASH_HAS_FUNCTIONS) {
@@ -49,8 +49,8 @@ CUFLASH_DEVICE void to_scores(const Scores& score, const Masks& mask, Real (&s)[
 }
 
 // How the weights of a row follow from its scores in the backward pass: by lse, or, where that is large, by the row max
-// and the row sum, which helpers/backward_preprocess.cu finds again (common/softmax/backward.cuh). Rows that do not exist have an lse, or a row
-// max, of infinity, which makes weights zeros.
+// and the row sum, which helpers/backward_preprocess.cu finds again (common/softmax/backward.cuh). Rows that do not
+// exist have an lse, or a row max, of infinity, which makes weights zeros.
 struct PlainRow {
   Real lse;  // as an exponent
 
@@ -154,7 +154,7 @@ struct Weights {
     derivative = 1;
     return own.weight_of(product, exponent_scale);
   }
-  // The weight of one pair, where score_of(x) is the score of this pair, see Addends::visit.
+  // The weight of one pair, where score_of(x) is the score of this pair, see BiasTerms::visit.
   template <class Row, class ScoreOf>
   CUFLASH_DEVICE Real of_added(Real product, int row, int key, bool masked, const Row& own, Real& derivative,
                                ScoreOf score_of) const {

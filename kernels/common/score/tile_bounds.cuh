@@ -1,7 +1,7 @@
 // Bounds of what a score_mod or mask_mod returns for all queries and keys of a tile. The code that
 // cuflash/score_mod/tile_bounds.py writes is made of these functions. They are interval arithmetic, as in
-// cuflash/score_mod/intervals.py: bounds are never too narrow, not even for real numbers that are rounded to float32. Whole
-// warps call them, and all lanes get the same result.
+// cuflash/score_mod/intervals.py: bounds are never too narrow, not even for real numbers that are rounded to float32.
+// Whole warps call them, and all lanes get the same result.
 #pragma once
 #include "common/score/score_functions.cuh"
 
@@ -207,7 +207,7 @@ CUFLASH_DEVICE Reals hull_of_entries(Reals a, Reals b) { return is_known(a) && i
 
 // The bounds of all entries of an array whose indices lie within bounds. E is the dtype of the array.
 template <class E, class... Indices>
-CUFLASH_DEVICE auto bounds_of_entries(const Captured& array, Indices... indices) {
+CUFLASH_DEVICE auto bounds_of_entries(const ScoreArg& array, Indices... indices) {
   constexpr int kAxes = sizeof...(indices);
   const Integers within[kAxes + 1] = {indices..., {0, 0}};
   const auto* data = (const typename StoredAs<E>::Type*)array.data;

@@ -107,8 +107,8 @@ CUFLASH_DEVICE bool sequences_overlap(const Params& params) {
   return ptx::any_lane(decrease);
 }
 
-// The statistics of the rows of a head are pairs (lse as an exponent, delta - dlse). They give rows past seqlen_q, up to a
-// whole tile, no weights. With kPairsStats, every two rows have both lse before both delta: a lane that needs only
+// The statistics of the rows of a head are pairs (lse as an exponent, delta - dlse). They give rows past seqlen_q, up
+// to a whole tile, no weights. With kPairsStats, every two rows have both lse before both delta: a lane that needs only
 // one of the two quantities reads it for two rows at once.
 constexpr bool kPairsStats = CUFLASH_PAIRS_STATS;
 
@@ -133,10 +133,10 @@ CUFLASH_DEVICE Real* row_stats(const Params& params, Entry batch, int head, int 
 constexpr int kDelta = kPairsStats ? 2 : 1;
 
 // Where lse is large, one number does not hold both the row max and the logarithm of the row sum: rounding loses the
-// latter, and weights exp(S - lse) would not sum to 1. For such rows, helpers/backward_preprocess.cu finds both again, and weights are
-// exp(S - row max) / row sum. Rows come in groups of 64. Where a row of a group is large, all its rows have -0 as a
-// statistic, and a RowSum; that of a row that is not large is (lse, 1). Other rows have no RowSum, and no statistic of
-// -0.
+// latter, and weights exp(S - lse) would not sum to 1. For such rows, helpers/backward_preprocess.cu finds both again,
+// and weights are exp(S - row max) / row sum. Rows come in groups of 64. Where a row of a group is large, all its rows
+// have -0 as a statistic, and a RowSum; that of a row that is not large is (lse, 1). Other rows have no RowSum, and no
+// statistic of -0.
 constexpr int kGroupRows = 64;
 
 // Whether a statistic says so of its group.

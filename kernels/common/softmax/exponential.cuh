@@ -4,9 +4,9 @@
 // rounding of P. For wide elements their base is e, so that no rounded constant is folded into the scale.
 //
 // The offset of a row (its running maximum) is an exponent, too, except for 16-bit elements with natural scores
-// (kNaturalOffsets): a finite bias near the end of float32 has no exponent of base 2 that is finite, and two scores that
-// are equal have the same weight only if each is rounded once. There the difference from the offset, which is exact
-// where it matters, becomes an exponent.
+// (kNaturalOffsets): a finite bias near the end of float32 has no exponent of base 2 that is finite, and two scores
+// that are equal have the same weight only if each is rounded once. There the difference from the offset, which is
+// exact where it matters, becomes an exponent.
 #pragma once
 #include "common/config.cuh"
 
@@ -180,13 +180,13 @@ struct NearTanh {
     const float first = fabsf(coefficient[0]), last = fabsf(coefficient[terms - 1]);
     return largest * fabsf(factor) <= kStop & fminf(first, last) > 1e-37f & fmaxf(first, last) < 1e37f;
   }
-  // times tanh(factor x) + addend.
-  CUFLASH_DEVICE float of(float x, float addend = 0.0f) const {
+  // times tanh(factor x) + bias term.
+  CUFLASH_DEVICE float of(float x, float bias_term = 0.0f) const {
     const float x2 = x * x;
     float series = coefficient[terms - 1];
 #pragma unroll
     for (int i = terms - 2; i >= 0; --i) series = series * x2 + coefficient[i];
-    return x * series + addend;
+    return x * series + bias_term;
   }
 };
 

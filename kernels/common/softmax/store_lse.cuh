@@ -1,6 +1,6 @@
-// Stores lse of a row of the forward pass. Where the result is a part, which is merged with those of other keys, a second
-// number follows each lse: what its rounding leaves of row max + log(row sum). Where lse is large, the weight of a part
-// depends on it (cuflash/spec/row_sums.py); elsewhere it is 0, so that parts merge as if it were not there.
+// Stores lse of a row of the forward pass. Where the result is a part, which is merged with those of other keys, a
+// second number follows each lse: what its rounding leaves of row max + log(row sum). Where lse is large, the weight of
+// a part depends on it (cuflash/spec/row_sums.py); elsewhere it is 0, so that parts merge as if it were not there.
 #pragma once
 #include "common/softmax/softmax.cuh"
 

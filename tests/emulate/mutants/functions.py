@@ -5,14 +5,14 @@ from tests.emulate.mutants.planting import mutant
 CAPTURED = "helpers/score_args_gradients.cu"
 FUNCTIONS = "common/score/functions.cuh"
 HOISTED = "helpers/hoisted.cu"
-CAPTURED_SUMS = "sm90/captured_sums.cuh"
+CAPTURED_SUMS = "sm90/score_arg_sums.cuh"
 DUAL = "common/score/dual.cuh"
 EXACT = "common/softmax/exact_sums.cuh"
 GRADIENTS = "common/score/score_args_gradients.cuh"
 LIBRARY = "common/score/score_functions.cuh"
 MASK_TILES = "helpers/mask_tiles.cu"
 BOUNDS = "common/score/tile_bounds.cuh"
-ROW_NUMBERS = "sm90/row_numbers.cuh"
+ROW_NUMBERS = "sm90/per_row_values.cuh"
 WEIGHTS = "sm90/function_weights.cuh"
 PACKED_WEIGHTS = "sm90/backward_weights.cuh"
 
@@ -54,8 +54,8 @@ MUTANTS = (
            "of_row, of_key, arrays, s, row, key, 0, batch, by_s);", "functions"),
     mutant("rows and keys change places", FUNCTIONS, "mask_function(of_head, arrays, row, key, head,",
            "mask_function(of_head, arrays, key, row, head,", "functions"),
-    mutant("what is read of a head is that of head 0", FUNCTIONS, "read_of_head(params.captured, head_, batch_)",
-           "read_of_head(params.captured, 0, batch_)", "functions"),
+    mutant("what is read of a head is that of head 0", FUNCTIONS, "read_of_head(params.score_args, head_, batch_)",
+           "read_of_head(params.score_args, 0, batch_)", "functions"),
     # ---- sm90/forward.cu
     mutant("both rows of a lane have the score of the upper one", "sm90/forward.cu",
            "* score.scale, lane_row + i / 2 * 8,", "* score.scale, lane_row,", "functions sm90"),
@@ -76,10 +76,10 @@ MUTANTS = (
     mutant("weights of dv have the derivatives, too", WEIGHTS, "        PackedWeights::pack(p[n], packed[n]);\n",
            "        p[n][0] *= derivative[0];\n        PackedWeights::pack(p[n], packed[n]);\n", "functions sm90"),
     # ---- helpers/mask_tiles.cu
-    mutant("a tile with a visible pair is whole", MASK_TILES, "hides ? Pairs::kSome : Pairs::kAll",
-           "Pairs::kAll", "functions of pairs"),
-    mutant("a tile with a hidden pair is hidden", MASK_TILES, "!shows ? Pairs::kNone",
-           "hides ? Pairs::kNone", "functions of pairs"),
+    mutant("a tile with a visible pair is whole", MASK_TILES, "hides ? TileClass::kPartial : TileClass::kFull",
+           "TileClass::kFull", "functions of pairs"),
+    mutant("a tile with a hidden pair is hidden", MASK_TILES, "!shows ? TileClass::kEmpty",
+           "hides ? TileClass::kEmpty", "functions of pairs"),
     mutant("the first row tells of all", MASK_TILES,
            "row < tile.stop_row; row += rows)", "row < tile.first_row + 1; row += rows)",
            "functions of pairs"),
@@ -109,8 +109,8 @@ MUTANTS = (
     mutant("vectors of every tile", MASK_TILES, " && tile.stop_key - tile.first_key == kBlockN)", ")", "looked at"),
     mutant("vectors of any alignment", MASK_TILES, "key_stride == 1 && ((u64)first | (u64)row_stride) % 16 == 0",
            "key_stride == 1", "looked at by bytes"),
-    mutant("whole tiles of masks of pairs", MASK_TILES, "kMaskOfKeys && left == Pairs::kSome",
-           "left == Pairs::kSome", "looked at", "looked at by bytes"),
+    mutant("whole tiles of masks of pairs", MASK_TILES, "kMaskOfKeys && left == TileClass::kPartial",
+           "left == TileClass::kPartial", "looked at", "looked at by bytes"),
     mutant("the mask of the first head", MASK_TILES, " + head * params.mask.head_stride", "", "looked at",
            "looked at by bytes"),
     mutant("the mask of the first batch entry", MASK_TILES, " + batch * params.mask.batch_stride", "", "looked at"),
@@ -148,9 +148,9 @@ MUTANTS = (
            "texts of polynomials"),
     mutant("reads of a run follow those of the one before", DUAL, "reads.seeded = n, reads.count = 0;",
            "reads.seeded = n;", "texts of polynomials"),
-    mutant("all entries are the first", DUAL, "reads.place = score_place<0>(captured, 0, index...);",
+    mutant("all entries are the first", DUAL, "reads.place = score_place<0>(score_args, 0, index...);",
            "reads.place = 0;", "texts of polynomials"),
-    mutant("axes are as long as the first", DUAL, "return captured.size[axis];", "return captured.size[0];",
+    mutant("axes are as long as the first", DUAL, "return score_args.size[axis];", "return score_args.size[0];",
            "texts of polynomials"),
     mutant("scores do not grow with products", DUAL, "const Dual score = run(Dual(s, 1), reads);",
            "const Dual score = run(Dual(s, 0), reads);", "texts sm90"),
@@ -158,7 +158,7 @@ MUTANTS = (
            "run(Dual(s, 1), reads).tangent", "texts of polynomials"),
     # ---- common/score/score_args_gradients.cuh
     mutant("sums of arrays lie on each other", GRADIENTS,
-           "if (has_sums(i)) first += elements_of(params.captured[i]);", ";", "functions"),
+           "if (has_sums(i)) first += elements_of(params.score_args[i]);", ";", "functions"),
     mutant("the largest term is not looked for", GRADIENTS, "if (largest[kRead] > 0) ptx::reduce_max",
            "if (false) ptx::reduce_max",
            "functions"),
@@ -173,7 +173,7 @@ MUTANTS = (
            "functions sm90 arrays"),
     mutant("upper parts of terms are lost", EXACT, "for (int i = 0; i < 2; ++i)", "for (int i = 0; i < 1; ++i)",
            "functions sm90 arrays"),
-    # ---- sm90/captured_sums.cuh
+    # ---- sm90/score_arg_sums.cuh
     mutant("lanes pass on what they keep", CAPTURED_SUMS, "keeps_second ? earlier : later;", "kept;",
            "functions sm90 arrays"),
     mutant("diagonals that leave a band stay in it", CAPTURED_SUMS, "column + i >= row ? band[i] : next[i]", "band[i]",
@@ -188,9 +188,9 @@ MUTANTS = (
            "functions sm90 arrays"),
     mutant("derivatives of pairs without weight have terms", CAPTURED_SUMS,
            "sum = ds == 0 ? sum : sum + ds * derivative;", "sum += ds * derivative;", "functions sm90 arrays of s"),
-    # ---- sm90/row_numbers.cuh
-    mutant("neighbouring queries change places", ROW_NUMBERS, "lane / 2 * kRowNumbers * 2 + lane % 2",
-           "lane / 2 * kRowNumbers * 2 + 1 - lane % 2", "functions sm90 floors"),
+    # ---- sm90/per_row_values.cuh
+    mutant("neighbouring queries change places", ROW_NUMBERS, "lane / 2 * kNumPerRow * 2 + lane % 2",
+           "lane / 2 * kNumPerRow * 2 + 1 - lane % 2", "functions sm90 floors"),
     mutant("the last queries are the first ones", ROW_NUMBERS, "of_row(first_row + 32 * i +", "of_row(first_row +",
            "functions sm90 floors"),
     mutant("the second number of a query is its first", ROW_NUMBERS, "ptx::bits_of(own[i].x[x])",
@@ -200,16 +200,16 @@ MUTANTS = (
     mutant("the two keys of a lane change places", ROW_NUMBERS, "(lane % 8 * 2 + lane / 8) * 4",
            "(lane % 8 * 2 + 1 - lane / 8) * 4", "functions sm90 floors"),
     mutant("numbers of keys begin at those of rows", ROW_NUMBERS,
-           "const u32 of_key = s_numbers + kBytesRowNumbers +", "const u32 of_key = s_numbers +",
+           "const u32 of_key = s_numbers + kBytesPerRowValues +", "const u32 of_key = s_numbers +",
            "functions sm90 floors"),
     # ---- sm90/backward.cu
     mutant("sums of steps before their stage is free", "sm90/backward.cu",
            "    if constexpr (kStepSums > 0) shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);\n", "",
            "functions sm90 arrays"),
     # ---- helpers/score_args_gradients.cu
-    mutant("the largest term begins with what lay there", CAPTURED, "captured_largest_of(params)[i] = 0;", ";",
+    mutant("the largest term begins with what lay there", CAPTURED, "score_arg_largest_of(params)[i] = 0;", ";",
            "functions"),
-    mutant("gradients of the first array alone", CAPTURED, "array < kNumCaptured; ++array)", "array < 1; ++array)",
+    mutant("gradients of the first array alone", CAPTURED, "array < kNumScoreArgs; ++array)", "array < 1; ++array)",
            "functions"),
     mutant("elements lie one after another", CAPTURED, "offset += place % array.size[axis] * array.stride[axis];",
            "offset += place % array.size[axis];", "functions"),
@@ -218,7 +218,7 @@ MUTANTS = (
            "functions sm90 arrays"),
     mutant("numbers are those of a pair of keys", "sm90/forward.cu", "of_key[1].x[k] = two[1]",
            "of_key[1].x[k] = two[0]", "functions sm90 arrays"),
-    mutant("numbers are stored for every key", "sm90/addends.cuh", "at + n * kBlockN * 4", "at",
+    mutant("numbers are stored for every key", "sm90/bias_terms.cuh", "at + n * kBlockN * 4", "at",
            "functions sm90 arrays"),
 )
 # fmt: on

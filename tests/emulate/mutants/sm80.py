@@ -135,8 +135,9 @@ MUTANTS = (
            "for (int i = 0; i < 1; ++i)", "sums"),
     mutant("tiles that a block mask leaves whole need no other mask", BACKWARD_SCORES,
            "masked = now.n_block < tiles.full_start || now.n_block >= tiles.full_stop ||", "masked =", "dbias blocks"),
-    mutant("pairs of tiles that a block mask cuts all count", BACKWARD_SCORES, "now.pairs_left(params) != Pairs::kAll",
-           "now.pairs_left(params) == Pairs::kNone", "dbias blocks"),
+    mutant("pairs of tiles that a block mask cuts all count", BACKWARD_SCORES,
+           "now.class_left(params) != TileClass::kFull",
+           "now.class_left(params) == TileClass::kEmpty", "dbias blocks"),
     # ---- sm80/backward_warps.cuh
     mutant("threads of a warp add to the same sums", BACKWARD_WARPS, "(n_tile * kNumThreads + thread) * 4 + element",
            "(n_tile * kNumThreads + thread / 2) * 4 + element", "backward"),

@@ -22,7 +22,7 @@ from cuflash.plan.tiles import Tile
 from cuflash.spec.inputs import DEFAULT_NEED
 from cuflash.spec.options import Origin
 from cuflash.testing.float8 import assert_float8
-from tests.emulate import attention
+from tests.emulate import attention, merges
 from tests.emulate.checks import judge_functions
 from tests.scored import few_tiles
 
@@ -135,6 +135,17 @@ class FunctionTrial:
         device = DeviceSpec.for_arch(self.arch)
         device = replace(device, num_sms=self.num_sms or device.num_sms)
         judge_functions(case, device, captured=self.captured, kernels=kernels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeTrial:
+    """Operations on partial results."""
+
+    columns: int
+
+    def run(self, kernels: Path | None = None) -> None:
+        """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
+        merges.check(self.columns, kernels)
 
 
 def _make_holes(bias: np.ndarray) -> None:

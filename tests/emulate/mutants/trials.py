@@ -16,7 +16,7 @@ from cuflash.plan.sm90.tiles import (
 from cuflash.spec.options import Origin
 from tests.emulate import attention
 from tests.emulate.mutants import trials_bias, trials_decode, trials_float8, trials_large, trials_wide
-from tests.emulate.mutants.trial import FunctionTrial, Trial
+from tests.emulate.mutants.trial import FunctionTrial, MergeTrial, Trial
 
 
 def _bias_tile() -> tuple[ForwardSm90Tile]:
@@ -189,7 +189,7 @@ def _many_queries(tile: BackwardSm90Tile, **changes: Any) -> Trial:
     return Trial(case=replace(_GROUPED, seqlen_q=300, **changes), tiles=(tile,), num_sms=1)
 
 
-TRIALS: dict[str, Trial | FunctionTrial | trials_large.LargeTrial | trials_large.PairTrial] = {
+TRIALS: dict[str, Trial | FunctionTrial | trials_large.LargeTrial | trials_large.PairTrial | MergeTrial] = {
     "forward": Trial(case=_GROUPED, tiles=_forward()),
     "forward window": Trial(case=_WINDOW, tiles=_forward(block_m=64)),
     "forward window spread": Trial(case=replace(_WINDOW, score_spread=30.0), tiles=_forward(block_m=64)),
@@ -576,6 +576,8 @@ TRIALS: dict[str, Trial | FunctionTrial | trials_large.LargeTrial | trials_large
     **trials_large.TRIALS,
     **trials_float8.TRIALS,
     **trials_wide.TRIALS,
+    "merge": MergeTrial(columns=68),
+    "merge odd columns": MergeTrial(columns=5),
     "functions": FunctionTrial(score="distance", mask="near"),
     "hiding bias": Trial(case=_HIDING, tiles=_forward(block_m=64, block_n=64), hides=True),
     "hiding bias backward": Trial(case=_HIDING, tiles=(_BACKWARD_SM90,), need=("dq", "dk", "dv"), hides=True),

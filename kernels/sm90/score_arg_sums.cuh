@@ -7,8 +7,8 @@
 //   the query                  by each warp in every step, over its 16 keys
 //   i - j                      by each warp in every step, over its part of the diagonal
 //
-// The consumer adds the first two kinds of sums to memory (common/softmax/exact_sums.cuh). The other two go to shared memory
-// with dS'. The warpgroup of dQ adds up those of all warps, and adds the totals to memory.
+// The consumer adds the first two kinds of sums to memory (common/softmax/exact_sums.cuh). The other two go to shared
+// memory with dS'. The warpgroup of dQ adds up those of all warps, and adds the totals to memory.
 #pragma once
 #include "common/score/score_args_gradients.cuh"
 #include "common/config.cuh"
@@ -18,7 +18,7 @@
 #include "common/softmax/reduce.cuh"
 #include "sm90/backward_layout.cuh"
 #include "sm90/backward_work.cuh"
-#include "sm90/row_numbers.cuh"
+#include "sm90/per_row_values.cuh"
 
 #if CUFLASH_NEEDS_CAPTURED
 // Places for the sums of all reads. No read has a derivative where all of them decide a branch, or a floor.
@@ -99,10 +99,10 @@ CUFLASH_DEVICE u32 step_sums_at(u32 stage, u32 warp) {
 }
 
 // The sums of a lane of a consumer.
-struct CapturedLane {
+struct ScoreArgLane {
   float sum[kReadPlaces][2];
 
-  CUFLASH_DEVICE CapturedLane() { clear(); }
+  CUFLASH_DEVICE ScoreArgLane() { clear(); }
   CUFLASH_DEVICE void clear() {
 #pragma unroll
     for (auto& of_read : sum) of_read[0] = of_read[1] = 0;
@@ -111,11 +111,11 @@ struct CapturedLane {
   // Warp. Adds the terms of a tile, made of the gradients `ds` of its scores, and turns `ds` into gradients of the
   // products. The thread has left the products at `s_scores`; sums of steps go to the stage at `stage`.
   CUFLASH_DEVICE void add(const Functions& functions, float scale, int lane_query, int lane_key, u32 s_scores,
-                          u32 s_row_numbers, u32 stage, u32 warp, float (&ds)[kQueryTiles][4]) {
+                          u32 s_row_values, u32 stage, u32 warp, float (&ds)[kQueryTiles][4]) {
     QuerySums queries[kReadPlaces];
     DiagonalSums diagonals[kReadPlaces];
     OfKey of_keys[2];
-    RowNumbers::load_keys(functions, s_row_numbers, lane_key, of_keys);
+    PerRowValues::load_keys(functions, s_row_values, lane_key, of_keys);
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
       float product[4] = {0, 0, 0, 0};
@@ -126,7 +126,7 @@ struct CapturedLane {
 #pragma unroll
         for (float& x : own[read]) x = has_constant_derivative(read) ? -0.0f : 0.0f;
       OfRow of_rows[2];
-      RowNumbers::load(functions, s_row_numbers, n, lane_query + 8 * n, of_rows);
+      PerRowValues::load(functions, s_row_values, n, lane_query + 8 * n, of_rows);
       if constexpr (kKeepsProducts) ptx::load_shared_f32x4(s_scores + n * 128 * 16, product);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -240,5 +240,5 @@ struct StepSums {
   CUFLASH_DEVICE static int first_diagonal(u32 thread, int round) { return (int)thread + 128 * round - kBlockN; }
 };
 #else
-struct CapturedLane {};
+struct ScoreArgLane {};
 #endif

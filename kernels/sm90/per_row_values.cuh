@@ -9,67 +9,68 @@
 #include "sm90/backward_layout.cuh"
 
 #if CUFLASH_HAS_SCORE_FUNCTION
-static_assert(kRowNumbers == 0 || kRowNumbers == kNumOfRow, "the plan has other numbers of rows than the function");
-static_assert(kWarpKeyNumbers == 0 || kWarpKeyNumbers == kNumOfKey, "the plan has other numbers of keys");
+static_assert(kNumPerRow == 0 || kNumPerRow == kNumOfRow,
+              "the plan has another number of values per row than the function");
+static_assert(kNumPerWarpKey == 0 || kNumPerWarpKey == kNumOfKey, "the plan has another number of values per key");
 
 // Warp. The numbers of two neighbouring queries are interleaved: first number 0 of both, then number 1 of both.
-struct RowNumbers {
+struct PerRowValues {
   u32 s_numbers;
-  OfRow own[kRowNumbers > 0 ? kBlockM / 32 : 1];  // of the queries of a lane, 32 apart
-  OfKey own_key;                                  // of the key of a lane
+  OfRow own[kNumPerRow > 0 ? kBlockM / 32 : 1];  // of the queries of a lane, 32 apart
+  OfKey own_key;                                 // of the key of a lane
 
   // Loads the numbers of a tile. This takes as long as a memory access, so other work should come before `store`.
-  CUFLASH_DEVICE RowNumbers(const Functions& functions, u32 s_numbers_, int first_row, int first_key)
+  CUFLASH_DEVICE PerRowValues(const Functions& functions, u32 s_numbers_, int first_row, int first_key)
       : s_numbers(s_numbers_) {
-    if constexpr (kWarpKeyNumbers > 0) own_key = functions.of_key(first_key + (int)lane_index() % 16);
-    if constexpr (kRowNumbers > 0) {
+    if constexpr (kNumPerWarpKey > 0) own_key = functions.of_key(first_key + (int)lane_index() % 16);
+    if constexpr (kNumPerRow > 0) {
 #pragma unroll
       for (int i = 0; i < kBlockM / 32; ++i) own[i] = functions.of_row(first_row + 32 * i + (int)lane_index());
     }
   }
   // Stores the numbers once all lanes have read the previous ones.
   CUFLASH_DEVICE void store() const {
-    if constexpr (kRowNumbers + kWarpKeyNumbers > 0) {
-      const u32 lane = lane_index(), place = s_numbers + (lane / 2 * kRowNumbers * 2 + lane % 2) * 4;
+    if constexpr (kNumPerRow + kNumPerWarpKey > 0) {
+      const u32 lane = lane_index(), place = s_numbers + (lane / 2 * kNumPerRow * 2 + lane % 2) * 4;
       ptx::sync_warp();
 #pragma unroll
       for (int i = 0; i < kBlockM / 32; ++i)
 #pragma unroll
-        for (int x = 0; x < kRowNumbers; ++x)
-          ptx::store_shared_b32(place + (i * 32 * kRowNumbers + 2 * x) * 4, ptx::bits_of(own[i].x[x]));
-      const u32 of_key = s_numbers + kBytesRowNumbers + (lane % 8 * 2 + lane / 8) * 4;
+        for (int x = 0; x < kNumPerRow; ++x)
+          ptx::store_shared_b32(place + (i * 32 * kNumPerRow + 2 * x) * 4, ptx::bits_of(own[i].x[x]));
+      const u32 of_key = s_numbers + kBytesPerRowValues + (lane % 8 * 2 + lane / 8) * 4;
 #pragma unroll
-      for (int x = 0; x < kWarpKeyNumbers; ++x)
+      for (int x = 0; x < kNumPerWarpKey; ++x)
         if (lane < 16) ptx::store_shared_b32(of_key + x * 64, ptx::bits_of(own_key.x[x]));
       ptx::sync_warp();
     }
   }
   // Loads the numbers of a lane's two keys, of which `key` is the first.
   CUFLASH_DEVICE static void load_keys(const Functions& functions, u32 s_numbers, int key, OfKey (&of_keys)[2]) {
-    if constexpr (kWarpKeyNumbers == 0) of_keys[0] = functions.of_key(key), of_keys[1] = functions.of_key(key + 8);
+    if constexpr (kNumPerWarpKey == 0) of_keys[0] = functions.of_key(key), of_keys[1] = functions.of_key(key + 8);
 #pragma unroll
-    for (int x = 0; x < kWarpKeyNumbers; ++x) {
+    for (int x = 0; x < kNumPerWarpKey; ++x) {
       float of_both[2];
-      ptx::load_shared_x2(s_numbers + kBytesRowNumbers + (x * 8 + fragment_row()) * 8, of_both);
+      ptx::load_shared_x2(s_numbers + kBytesPerRowValues + (x * 8 + fragment_row()) * 8, of_both);
       of_keys[0].x[x] = of_both[0], of_keys[1].x[x] = of_both[1];
     }
   }
   // Loads the numbers of a lane's two queries of n-tile `n`, of which `row` is the first.
   CUFLASH_DEVICE static void load(const Functions& functions, u32 s_numbers, int n, int row, OfRow (&of_rows)[2]) {
-    if constexpr (kRowNumbers == 0) {
+    if constexpr (kNumPerRow == 0) {
       of_rows[0] = functions.of_row(row), of_rows[1] = functions.of_row(row + 1);
     } else {
-      const u32 place = s_numbers + (4 * n + fragment_column() / 2) * kRowNumbers * 8;
+      const u32 place = s_numbers + (4 * n + fragment_column() / 2) * kNumPerRow * 8;
 #pragma unroll
-      for (int x = 0; x < kRowNumbers; x += 2) {
+      for (int x = 0; x < kNumPerRow; x += 2) {
         float of_both[4];
-        if (x + 1 < kRowNumbers && kRowNumbers % 2 == 0)
+        if (x + 1 < kNumPerRow && kNumPerRow % 2 == 0)
           ptx::load_shared_f32x4(place + x * 8, of_both);
         else
-          load_apart(place + x * 8, x + 1 < kRowNumbers, of_both);
+          load_apart(place + x * 8, x + 1 < kNumPerRow, of_both);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          if (x + i / 2 < kRowNumbers) of_rows[i % 2].x[x + i / 2] = of_both[i];
+          if (x + i / 2 < kNumPerRow) of_rows[i % 2].x[x + i / 2] = of_both[i];
       }
     }
   }

@@ -3,7 +3,7 @@
 //   - A bias that differs from key to key only, or a mask that does: a number for each of this lane's keys, -inf for a
 //     key that the mask hides.
 //   - A per-pair bias: a tile of it lies in shared memory, as TMA writes it.
-//   - What a score_mod or mask_mod reads of a key: these are numbers of keys, too, but nothing adds them to scores.
+//   - What a score_mod or mask_mod reads of a key: these are per-key values, too, but nothing adds them to scores.
 #pragma once
 #include "common/config.cuh"
 #include "common/io/fragments.cuh"
@@ -18,26 +18,27 @@ constexpr bool kBiasOfKeys = CUFLASH_BIAS_OF_KEYS;
 // looks up its bias, or a score_mod or mask_mod computes it (common/score/score.cuh).
 constexpr bool kAddsByTile =
     (!kFactorInExponent || kMaskOfKeys) && !kHasScoreFunction && (kBiasBytes == 0 || kBiasOfPairs || kBiasOfKeys);
-constexpr bool kHasKeyNumbers = kBiasOfKeys || kMaskOfKeys;
+constexpr bool kHasPerKeyValues = kBiasOfKeys || kMaskOfKeys;
 // How many numbers of each key lie in shared memory. With a score_mod they are what it reads of a key, or
 // none where it reads them from global memory itself.
-constexpr int kKeyNumbers = kHasKeyNumbers ? 1 : CUFLASH_NUMBERS_OF_KEYS;
-constexpr u32 kBytesNumbers = kKeyNumbers * kBlockN * 4;
+constexpr int kNumPerKey = kHasPerKeyValues ? 1 : CUFLASH_NUMBERS_OF_KEYS;
+constexpr u32 kBytesPerKeyValues = kNumPerKey * kBlockN * 4;
 static_assert(!kMaskOfKeys || kAddsByTile, "a mask of keys is applied by tile");
 #if CUFLASH_HAS_SCORE_FUNCTION
-static_assert(kKeyNumbers == 0 || kKeyNumbers == kNumOfKey, "the plan has other numbers of keys than the function");
+static_assert(kNumPerKey == 0 || kNumPerKey == kNumOfKey,
+              "the plan has another number of values per key than the function");
 #endif
 static_assert(!kMaskByBits || kAddsByTile || kFactorInExponent || kHasScoreFunction,
               "no bias is looked up beside a mask of bits");
 static_assert(!kMaskByBits || !kHasMaskFunction, "bits tell of masks alone");
 
 // The numbers of the keys of one head: what is added to all scores of a key, or what a function reads of it.
-struct KeyNumbers {
+struct PerKeyValues {
   const Score& score;
   const u8* mask;
   i64 stride;
 
-  CUFLASH_DEVICE KeyNumbers(const Params& params, const Score& score_, int batch, int head)
+  CUFLASH_DEVICE PerKeyValues(const Params& params, const Score& score_, int batch, int head)
       : score(score_),
         mask((const u8*)params.mask.data + batch * params.mask.batch_stride + head * params.mask.head_stride),
         stride(params.mask.key_stride) {}
@@ -55,7 +56,7 @@ struct KeyNumbers {
 #if CUFLASH_HAS_SCORE_FUNCTION
     const OfKey of_key = score.functions.of_key(key);
 #pragma unroll
-    for (int n = 0; n < kKeyNumbers; ++n) ptx::store_shared_b32(at + n * kBlockN * 4, ptx::bits_of(of_key.x[n]));
+    for (int n = 0; n < kNumPerKey; ++n) ptx::store_shared_b32(at + n * kBlockN * 4, ptx::bits_of(of_key.x[n]));
 #else
     ptx::store_shared_b32(at, ptx::bits_of(of(key)));
 #endif
@@ -65,15 +66,15 @@ struct KeyNumbers {
 // A warp of the producer. It walks over tiles of queries as the consumers do, and writes the numbers of a tile of keys
 // to a stage of `numbers` once the empty barrier of that stage in `ring` says that it is free.
 template <int stages, class Walk>
-CUFLASH_DEVICE void produce_numbers(const Params& params, Walk walk, const Ring<stages>& ring, u32 numbers) {
+CUFLASH_DEVICE void produce_per_key_values(const Params& params, Walk walk, const Ring<stages>& ring, u32 numbers) {
   Position<stages> key;
   for (; walk.more(); walk.advance()) {
     const QueryTile tile(params, walk.work(params));
     const Score score(params, tile.work.batch, tile.work.head, tile.key_stop);
-    const KeyNumbers of_keys(params, score, tile.work.batch, tile.work.head);
+    const PerKeyValues of_keys(params, score, tile.work.batch, tile.work.head);
     for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
       ring.empty(key).wait(key.parity ^ 1);
-      const u32 stage = numbers + key.stage * kBytesNumbers;
+      const u32 stage = numbers + key.stage * kBytesPerKeyValues;
 #pragma unroll
       for (int i = lane_index(); i < kBlockN; i += 32)
         of_keys.store(stage + i * 4, tile.keys.at(n_block) * kBlockN + i);
@@ -99,15 +100,15 @@ CUFLASH_DEVICE void load_bias(const Params& params, u32 tile, const TensorMap& m
 
 // What is added to a lane's elements of a tile. Its n-tiles run along the keys, or with `transposed` along the queries.
 template <bool transposed>
-struct Addends {
+struct BiasTerms {
   float factor, slope;
   float distance[2];  // from the query to the key of the first element, and of the one 8 rows below it
   u32 pairs;          // in shared memory: the tile of bias, from the first row or, transposed, key of the warp on
-  u32 numbers;        // in shared memory: the numbers of keys, from this lane's first key on
+  u32 numbers;        // in shared memory: the per-key values, from this lane's first key on
   float of_keys[2];   // transposed: the numbers of this lane's two keys
 
   // `row` and `key` are those of the first element.
-  CUFLASH_DEVICE Addends(const Score& score, int row, int key, u32 pairs_, u32 numbers_ = 0)
+  CUFLASH_DEVICE BiasTerms(const Score& score, int row, int key, u32 pairs_, u32 numbers_ = 0)
       : factor(score.factor), slope(score.slope), distance{}, pairs(pairs_), numbers(numbers_), of_keys{} {
     if constexpr (kHasAlibi) {
       distance[0] = (float)(row + score.diagonal - key);
@@ -115,7 +116,7 @@ struct Addends {
     }
   }
 
-  // Calls f(n, i, score_of) for all elements. score_of(x) is the score of this element, as Score::with_addend makes it of
+  // Calls f(n, i, score_of) for all elements. score_of(x) is the score of this element, as Score::with_bias makes it of
   // the product x, or of its tanh, and -inf for a key that the mask hides.
   template <int n_tiles, class Function>
   CUFLASH_DEVICE void visit(Function f) const {
@@ -125,7 +126,7 @@ struct Addends {
       const int first = kTilesApart == 2 ? k / 2 * 4 + k % 2 : 2 * k;
       float b[2][4], of_key[2][2];
       if constexpr (kBiasOfPairs) load_bias_of(k, b);
-      if constexpr (kHasKeyNumbers && !transposed) {
+      if constexpr (kHasPerKeyValues && !transposed) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) ptx::load_shared_x2(numbers + (first + j * kTilesApart) * 32, of_key[j]);
       }
@@ -134,7 +135,7 @@ struct Addends {
         const int n = first + j / 4 * kTilesApart, i = j % 4;
         f(n, i, [&](float x) {
           const float steps = 8 * n + i % 2, from = distance[i / 2] + (transposed ? steps : -steps);
-          const float number = !kHasKeyNumbers ? 0.0f : transposed ? of_keys[i / 2] : of_key[j / 4][i % 2];
+          const float number = !kHasPerKeyValues ? 0.0f : transposed ? of_keys[i / 2] : of_key[j / 4][i % 2];
           const float bias = kBiasOfPairs ? b[j / 4][i] : number;
           if constexpr (!kFactorInExponent) x = Score::with_terms<kHasBias>(x, factor, slope, fabsf(from), bias);
           // A hidden pair is hidden whatever its score is, even a NaN.
