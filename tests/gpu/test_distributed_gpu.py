@@ -319,7 +319,7 @@ def test_the_programs_of_the_page_run(engine, module, tmp_path):
     devices_for(2)
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} is not installed")
-    page = (ROOT / "docs" / "distributed.md").read_text()
+    page = (ROOT / "docs" / "workers.md").read_text()
     (program,) = re.findall(rf"^```python {engine}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     path = tmp_path / "program.py"
     path.write_text(program)

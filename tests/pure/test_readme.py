@@ -25,6 +25,7 @@ PAGES = {
     for path in (CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md")))
 }
 EXAMPLES = {name for name in PAGES if name.startswith("docs/examples/")}
+NOTES = {name for name in PAGES if name.startswith("docs/notes/")}
 README, SEMANTICS, DESIGN = (PAGES[name] for name in ("README.md", "docs/semantics.md", "docs/design.md"))
 EVERYTHING = "\n".join(PAGES.values())
 LONGEST_README = 200  # lines
@@ -202,7 +203,13 @@ def test_links_lead_somewhere(name):
 
 
 def test_every_page_is_in_the_readme():
-    assert {row[0].partition("](")[2].rstrip(")") for row in table("page")} == PAGES.keys() - EXAMPLES - {"README.md"}
+    listed = {row[0].partition("](")[2].rstrip(")") for row in table("page")}
+    assert listed == PAGES.keys() - EXAMPLES - NOTES - {"README.md"}
+
+
+def test_every_note_is_linked_from_a_page():
+    linked = {f"docs/{target}" for name in PAGES.keys() - NOTES for _, target in links(PAGES[name])}
+    assert linked >= NOTES
 
 
 def test_every_example_is_listed_and_has_its_picture():
@@ -353,8 +360,9 @@ def test_imports_run_the_way_that_is_described():
 
 
 def kernel_names():
-    """Every name of the code on the page about kernels: `kConstants`, functions, structs, fields of barriers."""
-    text = re.sub(r"^```.*?^```", "", PAGES["docs/kernels.md"], flags=re.MULTILINE | re.DOTALL)
+    """Every name of the code on the pages about kernels: `kConstants`, functions, structs, fields of barriers."""
+    pages = "\n".join(PAGES[name] for name in ("docs/kernels.md", *sorted(NOTES)))
+    text = re.sub(r"^```.*?^```", "", pages, flags=re.MULTILINE | re.DOTALL)
     return sorted(set(re.findall(r"`((?:ptx::)?[A-Za-z_]\w+)(?:\[i\])?`", text)))
 
 
