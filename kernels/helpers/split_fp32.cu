@@ -1,7 +1,7 @@
 // Splits float32 arrays into their bfloat16 parts (common/io/bf16_split.cuh), once for all blocks of the kernels that
 // read them.
 #include "common/io/copies.cuh"
-#include "common/io/split_columns.cuh"
+#include "common/io/bf16_split.cuh"
 
 CUFLASH_DEVICE void split_fp32(const Params& params) {
   copy_rows(params, [](u16* place, const float (&x)[8], i64 part_stride) {

@@ -1,10 +1,10 @@
 // A tile of float32 that a warpgroup brings from global memory and splits, so that wgmma finds its bfloat16 parts in
 // shared memory as TMA would have brought them.
 #pragma once
-#include "common/io/columns.cuh"
 #include "common/config.cuh"
+#include "common/io/bf16_split.cuh"
+#include "common/io/operands.cuh"
 #include "common/io/part_products.cuh"
-#include "common/io/split_columns.cuh"
 #include "sm90/tiles.cuh"
 
 // `rows` rows of a head with `columns` columns, at most 32. A thread loads vectors of eight columns, `kSlice` of them

@@ -1,4 +1,4 @@
-// Splits a pair of float32 numbers into bfloat16 parts (common/io/part_products.cuh).
+// Splits float32 numbers into bfloat16 parts (common/io/part_products.cuh).
 #pragma once
 #include "common/config.cuh"
 #include "common/io/part_products.cuh"
@@ -46,4 +46,25 @@ CUFLASH_DEVICE void bf16_split(float x, float y, u32 (&part)[kBf16Parts]) {
     }
   }
   part[kLast] = ptx::pack(BFloat16{}, rest[0], rest[1]);
+}
+
+// Splits eight columns by `split_pair`, and returns the sum of what that returns.
+template <class SplitPair>
+CUFLASH_DEVICE float split_columns(const float (&x)[8], Bytes16 (&parts)[kBf16Parts], SplitPair split_pair) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int pair = 0; pair < 4; ++pair) {
+    u32 word[kBf16Parts];
+    sum += split_pair(x[2 * pair], x[2 * pair + 1], word);
+#pragma unroll
+    for (int part = 0; part < kBf16Parts; ++part) parts[part].word[pair] = word[part];
+  }
+  return sum;
+}
+// The same for any numbers.
+CUFLASH_DEVICE void split_columns(const float (&x)[8], Bytes16 (&parts)[kBf16Parts]) {
+  split_columns(x, parts, [](float x, float y, u32(&word)[kBf16Parts]) {
+    bf16_split(x, y, word);
+    return 0.0f;
+  });
 }

@@ -4,7 +4,6 @@
 //
 // A block serves kBlockM rows of one head of one array.
 #pragma once
-#include "common/io/columns.cuh"
 #include "common/io/operands.cuh"
 #include "common/io/params.cuh"
 #include "common/schedule/schedule.cuh"

@@ -4,19 +4,17 @@ in the kernels that multiply its parts."""
 from tests.emulate.mutants.planting import mutant
 
 COPIES = "common/io/copies.cuh"
-COLUMNS = "common/io/columns.cuh"
+OPERANDS = "common/io/operands.cuh"
 COPY_ROWS = "helpers/copy_rows.cu"
 SPLIT_FP32 = "helpers/split_fp32.cu"
-SPLIT_COLUMNS = "common/io/split_columns.cuh"
+BF16_SPLIT = "common/io/bf16_split.cuh"
 TILES = "sm90/tiles.cuh"
 FORWARD = "sm90/forward.cu"
 BACKWARD = "sm90/backward.cu"
-BF16_SPLIT = "common/io/bf16_split.cuh"
 PART_PRODUCTS = "common/io/part_products.cuh"
 SPLIT_TILE = "sm90/split_tile.cuh"
 BACKWARD_FP32 = "sm90/backward_fp32.cu"
 FORWARD_FP32 = "sm90/forward_fp32.cu"
-OPERANDS = "common/io/operands.cuh"
 
 # fmt: off
 MUTANTS = (
@@ -30,14 +28,14 @@ MUTANTS = (
            "float32 sm90"),
     mutant("rows are as wide as the head dimension", COPIES, "(i64)row * kWidth + column",
            "(i64)row * columns + column", "float32 sm90 narrow", "sm90 narrow"),
-    mutant("columns past the last one are read", COLUMNS,
+    mutant("columns past the last one are read", OPERANDS,
            "column + i + j < columns ? row[column + i + j] : Storage(0);", "row[column + i + j];",
            "float32 sm90 narrow"),
     mutant("a block for an array that is not copied", COPIES, "if (!(kCopied & bit)) return false;", "",
            "sm90 narrow values"),
-    # ---- helpers/split_fp32.cu, common/io/split_columns.cuh
+    # ---- helpers/split_fp32.cu, common/io/bf16_split.cuh
     mutant("parts of float32 over each other", SPLIT_FP32, "(place + part * part_stride)", "(place)", "float32 sm90"),
-    mutant("parts of all pairs in the place of one", SPLIT_COLUMNS, "parts[part].word[pair] = word[part];",
+    mutant("parts of all pairs in the place of one", BF16_SPLIT, "parts[part].word[pair] = word[part];",
            "parts[part].word[0] = word[part];", "float32 sm90"),
     # ---- helpers/copy_rows.cu
     mutant("the second of two columns is that of the next pair", COPY_ROWS, "x[2 * pair + 1] << 16",

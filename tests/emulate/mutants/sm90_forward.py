@@ -9,7 +9,6 @@ FORWARD_ROLES = "sm90/forward_roles.cuh"
 KEY_TILE = "sm90/key_tile.cuh"
 PING_PONG = "sm90/ping_pong.cuh"
 PIPELINE = "sm90/pipeline.cuh"
-PRODUCT_AGAIN = "sm90/product_again.cuh"
 PRODUCTS = "sm90/products.cuh"
 TILES = "sm90/tiles.cuh"
 VARLEN_WALK = "sm90/varlen_walk.cuh"
@@ -195,8 +194,8 @@ MUTANTS = (
            "step(n_block, InFront{});", "step(n_block, Constant<false>{});", "sm90 window"),
     mutant("the product is done again on the first stage", FORWARD,
            "shared.k + key.stage * kBytesK);\n  }\n\n  // [GEMM 3]", "shared.k);\n  }\n\n  // [GEMM 3]", "sm90 spread"),
-    mutant("the product done again adds", PRODUCT_AGAIN, "  set_zero(s);\n" "#pragma", "#pragma", "sm90 spread"),
-    mutant("the product done again on other columns of K", PRODUCT_AGAIN,
+    mutant("the product done again adds", FORWARD, "  set_zero(s);\n" "#pragma", "#pragma", "sm90 spread"),
+    mutant("the product done again on other columns of K", FORWARD,
            "k / 4 * other_rows * kLineBytes +\n", "k / 4 * rows * kLineBytes +\n", "sm90 spread"),
     mutant("the product done again on other queries", FORWARD, "s_q + warp_row * kLineBytes, shared.k", "s_q, shared.k",
            "sm90 spread"),
