@@ -153,7 +153,7 @@ CUFLASH_DEVICE void backward(const Params& params) {
         const auto row_of = [&](int n, int i) { return lane_query + column_of<kWarpsQ>(warp_d, n) + i % 2; };
         const auto key_of = [&](int m, int i) { return lane_key + 16 * m + i / 2 * 8; };
         weights.hide_products(p, masked, row_of, key_of);
-        const auto weigh = [&](auto by_row_sum) __attribute__((always_inline)) {
+        const auto recompute_p = [&](auto by_row_sum) __attribute__((always_inline)) {
           [[maybe_unused]] KeptWeights<true> kept[kKeyTiles];
           const RowSum* row_sums = row_sums_of(params, batch, current.head);
 #pragma unroll
@@ -182,7 +182,7 @@ CUFLASH_DEVICE void backward(const Params& params) {
         // One body of code serves both where products are scores but for their factor.
         if (large) {
           if constexpr (!kScaleInExponent) {
-            weigh(Constant<true>{});
+            recompute_p(Constant<true>{});
           } else {
             const RelativeScores relative(weights.exponent_scale);
             const RowSum* row_sums = row_sums_of(params, batch, current.head);
@@ -194,7 +194,7 @@ CUFLASH_DEVICE void backward(const Params& params) {
                 for (int i = 0; i < 4; ++i) p[m][n][i] = relative.of(p[m][n][i], row_sums[row_of(n, i)]);
           }
         }
-        if (kScaleInExponent || !large) weigh(Constant<false>{});
+        if (kScaleInExponent || !large) recompute_p(Constant<false>{});
       }
     }
 

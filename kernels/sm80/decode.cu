@@ -159,8 +159,8 @@ CUFLASH_DEVICE void load_keys(u32 tile, const Head& head, i64 row_stride, int fi
 }
 
 // Sums over the keys that the warp group has of a head.
-CUFLASH_DEVICE void weigh_keys(const Params& params, const HeadWork& work, const LaneRows& rows, const WarpGroup& group,
-                               TileWalk walk, Sums& sums) {
+CUFLASH_DEVICE void attend(const Params& params, const HeadWork& work, const LaneRows& rows, const WarpGroup& group,
+                           TileWalk walk, Sums& sums) {
   const u32 s_q = ptx::dynamic_shared(), s_k = group.ring, s_v = s_k + kNumStages * kBytesK;
   const auto g_k = keys_of(params, params.k, work.batch, work.head_kv);
   const auto g_v = keys_of(params, params.v, work.batch, work.head_kv);
@@ -267,7 +267,7 @@ CUFLASH_DEVICE void take_head(const Params& params, const HeadWalk& walk, const 
   Sums sums;
   set_zero(sums.out);
   if (tiles.has_any()) {
-    weigh_keys(params, work, rows, group, tiles, sums);
+    attend(params, work, rows, group, tiles, sums);
     merge(group, sums);
   }
   if (group.index > 0) return;

@@ -495,7 +495,7 @@ struct Consumer {
   }
 
   CUFLASH_DEVICE void run() {
-    // With a share of the queries, or with lists, the block may meet no query of some head.
+    // With a share of the queries, or with lists, the block may have no query of some head.
     if constexpr (makes_dk && kSumsScores && (kSplitsTail || kHasLists)) sums().leave_zeros();
     double dscale = 0;
     if (work.num_steps > 0) {

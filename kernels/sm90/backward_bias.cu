@@ -231,8 +231,8 @@ struct Consumer {
 
   // [3] Replaces S by P. The numbers of its keys are in stage `stage`.
   template <class Hidden>
-  CUFLASH_DEVICE void weigh(const Score& score, int row, int key, int stage, const RowStats (&stats)[2], bool masked,
-                            Hidden is_hidden) {
+  CUFLASH_DEVICE void recompute_p(const Score& score, int row, int key, int stage, const RowStats (&stats)[2],
+                                  bool masked, Hidden is_hidden) {
     if constexpr (!kWide) score.cap(s);
     const BiasTerms<false> bias_terms(score, row, key, shared.bias + bias_at.stage * kBytesBias + warp_row * kLineBytes,
                                       shared.numbers + stage * kBytesPerKeyValues + fragment_column() * 4);
@@ -271,7 +271,7 @@ struct Consumer {
     const auto is_hidden = [&](int n, int i) { return !mask.visible(row + i / 2 * 8, key + 8 * n + i % 2); };
     if (first) shared.bias_ring.full(bias_at).wait(bias_at.parity);
     wait_for<1>(s[0]);
-    weigh(score, row, key, of_scores.stage, stats, masked, is_hidden);
+    recompute_p(score, row, key, of_scores.stage, stats, masked, is_hidden);
     arrive_as_warp(shared.ring.empty(of_scores));
     if (last) arrive_as_warp(shared.bias_ring.empty(bias_at));
     wait_for<0>(dp);

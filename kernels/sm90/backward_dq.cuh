@@ -1,4 +1,5 @@
-// The warpgroups of sm90/backward.cu beside the consumers: the producer, dQ, and the order in which blocks add to dQ.
+// The warpgroups of sm90/backward.cu other than the consumers: the producer, dQ, and the order in which blocks add to
+// dQ.
 #pragma once
 #include "common/io/clear_dq.cuh"
 #include "common/io/operands.cuh"

@@ -1,4 +1,4 @@
-// Gradients of what scores are made of beside q and k, as sums over the keys that a consumer of sm90/backward.cu owns:
+// Gradients of the inputs of scores other than q and k, as sums over the keys that a consumer of sm90/backward.cu owns:
 //
 //   dslope = -sum dS |i + diagonal - j|      dbias = sum dS, of a bias that differs from key to key only
 //   dscale = sum dS * f'(x) (k . q) = sum of K * dK over all elements, before dK is scaled
@@ -89,7 +89,7 @@ struct KeySumsPlace {
     }
   }
 
-  // Warp. Leaves zeros in all places that this block has to fill, because it may meet no query of some head.
+  // Warp. Leaves zeros in all places that this block has to fill, because it may have no query of some head.
   CUFLASH_DEVICE void leave_zeros() const {
     if constexpr (kSumsScores) {
       const int first = work.part, stop = work.is_shared ? first + 1 : params.tail_splits;

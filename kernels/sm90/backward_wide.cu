@@ -69,7 +69,7 @@ struct Parts {
 // A block sends its part of S while the first chunk of dP is under way, and adds the other block's part at this chunk,
 // where the exponentials begin.
 constexpr int kMeeting = kColumnBlocks > 1 ? kChunksOfDp / 2 : 0;
-CUFLASH_DEVICE constexpr int weighed_before(int chunk_of_dp) {
+CUFLASH_DEVICE constexpr int p_tiles_before(int chunk_of_dp) {
   return (chunk_of_dp - kMeeting) * kNTiles / max_of(kChunksOfDp - kMeeting, 1);
 }
 
@@ -84,18 +84,19 @@ struct Differentiator : ScoreProducts {
 
   // [2] P = exp(S - lse), times the derivatives of the scores where dS is made of it, in n-tiles `first` to `stop` - 1.
   template <int first, int stop>
-  CUFLASH_DEVICE void weigh(const Weights& weights, const Lane& lane, bool masked) {
+  CUFLASH_DEVICE void recompute_p(const Weights& weights, const Lane& lane, bool masked) {
     if (lane.large)
-      weigh_by<first, stop>(weights, lane, masked, [&](int n, int i) { return lane.row_sums[lane.query_of(n, i)]; });
+      recompute_p_by<first, stop>(weights, lane, masked,
+                                  [&](int n, int i) { return lane.row_sums[lane.query_of(n, i)]; });
     else
-      weigh_by<first, stop>(weights, lane, masked, [&](int n, int i) {
+      recompute_p_by<first, stop>(weights, lane, masked, [&](int n, int i) {
         float lse[2];
         lane.load(n, 0, lse);
         return PlainRow{lse[Lane::query_index(i)]};
       });
   }
   template <int first, int stop, class RowOf>
-  CUFLASH_DEVICE void weigh_by(const Weights& weights, const Lane& lane, bool masked, const RowOf& row_of) {
+  CUFLASH_DEVICE void recompute_p_by(const Weights& weights, const Lane& lane, bool masked, const RowOf& row_of) {
 #pragma unroll
     for (int n = first; n < stop; ++n)
 #pragma unroll
@@ -154,7 +155,7 @@ struct Differentiator : ScoreProducts {
       constexpr int i = decltype(chunk)::value;
       if constexpr (i == 0) parts.send(s[0]);
       if constexpr (i == kMeeting) parts.add_other(s[0]);
-      if constexpr (i >= kMeeting) weigh<weighed_before(i), weighed_before(i + 1)>(weights, lane, masked);
+      if constexpr (i >= kMeeting) recompute_p<p_tiles_before(i), p_tiles_before(i + 1)>(weights, lane, masked);
     });
     if (!work.is_first(step)) let_second_follow();
     parts.send(kMakesDs ? dp : s[0]);
@@ -162,7 +163,7 @@ struct Differentiator : ScoreProducts {
       parts.add_other(dp);
     } else {
       parts.add_other(s[0]);
-      weigh<0, kNTiles>(weights, lane, masked);
+      recompute_p<0, kNTiles>(weights, lane, masked);
     }
     make_factor(Dropout(common, work.entry(), work.query_head(step)), lane, kept_scale_of(common));
     if constexpr (kRowsAreKeys) {

@@ -5,7 +5,7 @@
 // once more to be converted, and as the two bytes that it becomes. Here a warp loads bytes as fragments of mma and
 // converts them in registers, so that memory is the only limit.
 //
-// Each warp of the consumer weighs kUnit keys of a tile at a time for 16 rows. If all queries fit into 16 rows, the
+// Each warp of the consumer takes kUnit keys of a tile at a time for 16 rows. If all queries fit into 16 rows, the
 // four warps divide the keys of a tile. If they fit into 32 rows, two warps have each half of the rows and divide the
 // keys. With more rows, each warp takes all keys for its own rows. Every warp has its own online softmax and O, so that
 // no warp waits for another one until the end of a head, where the sums of warps with the same rows are merged.
@@ -226,7 +226,7 @@ struct Consumer {
       if (division.first_row < work.rows) {
 #pragma unroll 1
         for (int unit = division.part; unit < kBlockN / kUnit; unit += division.parts)
-          weigh(work, rows, v_scales, q_scale, n_block, unit * kUnit, sums);
+          softmax_step(work, rows, v_scales, q_scale, n_block, unit * kUnit, sums);
       }
       shared.v_ring.full(at).wait(at.parity);
       arrive_as_warp(shared.k_ring.empty(at));
@@ -243,8 +243,8 @@ struct Consumer {
 
  private:
   // Adds kUnit keys of a tile to the sums, from row `first` of the tile on.
-  CUFLASH_DEVICE void weigh(const HeadWork& work, const LaneRows& rows, const HeadScales<kVScale>& v_scales,
-                            const float (&q_scale)[1][2], int n_block, int first, Sums& sums) {
+  CUFLASH_DEVICE void softmax_step(const HeadWork& work, const LaneRows& rows, const HeadScales<kVScale>& v_scales,
+                                   const float (&q_scale)[1][2], int n_block, int first, Sums& sums) {
     const int valid = work.key_stop - n_block * kBlockN, first_key = n_block * kBlockN + first;
     if (first >= valid) return;
     const HeadScales<kKScale> k_scales(common, common.k_scale, common.k_scale_shift, work.batch, work.head_kv);

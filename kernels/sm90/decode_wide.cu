@@ -112,6 +112,6 @@ struct WideHeadWalk : HeadWalk {
   CUFLASH_DEVICE WideHead work(const Params& common) const { return {common, *this}; }
 };
 
-CUFLASH_DEVICE void decode(const WideParams& params) { take_all<WideHeadWalk, Weigher>(params); }
+CUFLASH_DEVICE void decode(const WideParams& params) { take_all<WideHeadWalk, SoftmaxRole>(params); }
 
 CUFLASH_DEFINE_CLUSTER_KERNEL(CUFLASH_KERNEL_NAME, WideParams, kNumThreads, kClusterBlocks, decode)

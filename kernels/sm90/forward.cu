@@ -142,8 +142,8 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
   }
 }
 
-// Warp. A product once more, alone: multiplies 16 rows by the rows of another matrix, both as TMA lays them out, with mma.sync. The loop rarely
-// runs, so it is not unrolled, which would take registers.
+// Warp. A product once more, alone: multiplies 16 rows by the rows of another matrix, both as TMA lays them out, with
+// mma.sync. The loop rarely runs, so it is not unrolled, which would take registers.
 template <int columns, int rows, int other_rows>
 CUFLASH_DEVICE void multiply_again(float (&s)[1][other_rows / 8][4], u32 tile, u32 other_tile) {
   const u32 lane = lane_index(), swizzle = lane % 8 * 16;
@@ -409,7 +409,7 @@ struct Consumer {
   // [2] Turns the products in `s` into exponentials, and adds these to the sums of rows. Returns whether O must be
   // rescaled by `factor`.
   template <class Masked>
-  CUFLASH_DEVICE bool weigh(int n_block, Masked masked) {
+  CUFLASH_DEVICE bool softmax_step(int n_block, Masked masked) {
     float sum[1][2] = {{0.0f, 0.0f}};
     bool grows = false, maximum_first = (masked && !kLazyWhereMasked) || !kLazyMaximum || !all_started;
     if (!maximum_first) {
@@ -465,9 +465,9 @@ struct Consumer {
     wait_for<0>(s[0]);
     // With a score_mod the mask is always asked, so that the function is compiled once less.
     if (kHasScoreFunction || n_block >= keys.full_stop || n_block < keys.full_start)
-      weigh(n_block, Constant<true>{});
+      softmax_step(n_block, Constant<true>{});
     else
-      weigh(n_block, Constant<false>{});
+      softmax_step(n_block, Constant<false>{});
     to_weights(n_block);
   }
   template <class Masked>
@@ -480,7 +480,7 @@ struct Consumer {
     issue_o(before);
     ping_pong.pass();
     wait_for<1>(s[0]);
-    const bool grows = weigh(n_block, masked);
+    const bool grows = softmax_step(n_block, masked);
     // With ping-pong the softmax has to overlap the product O, but the assembler would sink it past the wait.
     if constexpr (kPingPong) ptx::keep_before(softmax.row_sum[0][0] + softmax.row_sum[0][1], shared.scratch);
     wait_for<0>(o[0]);

@@ -5,7 +5,7 @@
 // The kernel is persistent, with consumers that own 64 queries each, as sm90/forward.cu is. What differs:
 //   - fp8 products read both operands along k, so the keys of V must be neighbours in memory. The first warp of
 //     the last warpgroup is the producer; its other three, the transposers, transpose each tile of V in shared memory.
-//   - Weights are rounded to float8_e4m3, which has 3 bits behind the first and ends at 448. Offsets of exponents keep
+//   - Weights are rounded to float8_e4m3, which has 3 bits after the first and ends at 448. Offsets of exponents keep
 //     them near 2^kHeadroom, where what is far below the largest still has all bits.
 //   - Tensor cores keep 14 bits of sums of fp8 products. So each tile of keys has a product of its own, and the
 //     kernel adds these to O in float32.
@@ -40,11 +40,11 @@
 using Weight = Float8E4M3;
 constexpr int kQStages = CUFLASH_Q_STAGES;          // tiles of queries
 constexpr int kValueStages = CUFLASH_VALUE_STAGES;  // tiles of V before they are transposed
-constexpr bool kOverlaps = CUFLASH_OVERLAPS;        // S of a tile runs beside O of the tile before
+constexpr bool kOverlaps = CUFLASH_OVERLAPS;        // S of a tile overlaps O of the tile before
 constexpr int kBytesChunk = kLineBytes;             // columns of a line
 constexpr int kTransposers = 3;                     // warps
 constexpr int kNTiles = kBlockN / 8;
-constexpr int kOnes = 8;  // rows of ones behind V transposed: as few as a product takes
+constexpr int kOnes = 8;  // rows of ones after V transposed: as few as a product takes
 // The columns of O that one product makes, of several in turn where the sums of all would take too many registers.
 constexpr int kPartColumns = kDimV <= 128 ? kDimV : 64;
 constexpr int kParts = kDimV / kPartColumns, kPartTiles = kPartColumns / 8;
@@ -191,7 +191,7 @@ CUFLASH_DEVICE void transpose(u32 target, u32 source, u32 columns, int valid, En
   u32 pairs[kGroups][4];
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) ptx::load_matrix_x4_transposed(pairs[g], from + g * 32 * kLineBytes);
-  if constexpr (Ends::value) {  // what lies behind the last key may be NaN
+  if constexpr (Ends::value) {  // what lies after the last key may be NaN
 #pragma unroll
     for (int i = 0; i < 4 * kGroups; ++i) {
       const int left = valid - (8 * i + fragment_column());
@@ -253,7 +253,7 @@ struct Consumer {
   float row_factor[2];  // of a product, for its exponent: all of it but scales of blocks of keys
 
   OnlineSoftmax<1, false> softmax;  // offsets are exponents, whatever factors products have
-  float o[1][kDimV / 8 + 1][4];     // and behind it l
+  float o[1][kDimV / 8 + 1][4];     // and after it l
   u32 p[kBlockN / 32][4];
   bool all_started = false;  // every row of the warp has seen a key
 
@@ -371,7 +371,7 @@ struct Consumer {
 
   // [2] P = exp(S - m).
   template <class Masked>
-  CUFLASH_DEVICE void weigh(Scores& s, int n_block, Masked) {
+  CUFLASH_DEVICE void softmax_step(Scores& s, int n_block, Masked) {
     float factor[2] = {row_factor[0], row_factor[1]};
     if constexpr (kKScale == 2) {
       const float of_keys = k_scales.of(tile.keys.at(n_block) * kBlockN);
@@ -410,7 +410,7 @@ struct Consumer {
     release(shared.t_ring.empty(at));
   }
 
-  // What one tile of keys adds to the columns of O, and of l behind them, that begin at 8 `first_tile`.
+  // What one tile of keys adds to the columns of O, and of l after them, that begin at 8 `first_tile`.
   template <int n_tiles>
   CUFLASH_DEVICE void issue_values(float (&sums)[n_tiles][4], const Position<kNumStages>& at, int first_tile) const {
     const u64 values = descriptor_of(shared.t + at.stage * kBytesT + first_tile * 8 * kLineBytes);
@@ -437,9 +437,9 @@ struct Consumer {
     issue_s(s);
     wait_for_s(s);
     if (n_block >= keys.full_stop || n_block < keys.full_start)
-      weigh(s, n_block, Constant<true>{});
+      softmax_step(s, n_block, Constant<true>{});
     else
-      weigh(s, n_block, Constant<false>{});
+      softmax_step(s, n_block, Constant<false>{});
   }
   // The product O of the tile before, and the weights of this one.
   template <class Masked>
@@ -450,11 +450,11 @@ struct Consumer {
       key.advance();
       add_values<1>(n_block + 1, before, [&]() { issue_s(s); });
       wait_for_s(s);
-      weigh(s, n_block, masked);
+      softmax_step(s, n_block, masked);
     } else {
       issue_s(s);
       wait_for_s(s);
-      weigh(s, n_block, masked);
+      softmax_step(s, n_block, masked);
       finish(n_block);
     }
   }

@@ -313,7 +313,7 @@ CUFLASH_DEVICE void make_scores(float (&s)[1][kNTiles][4], const Score& score, c
 }
 
 // The same by one of two versions of the code, with a mask and without. With lists and a bias there are no registers
-// for two, and one version asks whether to mask.
+// for two, and one version tests whether to mask.
 CUFLASH_DEVICE void make_either_scores(float (&s)[1][kNTiles][4], const Score& score, const Mask& mask,
                                        const Shared& shared, int row, int key, bool masked) {
   if constexpr (kHasLists && kBiasBytes != 0)

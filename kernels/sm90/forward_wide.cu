@@ -101,6 +101,6 @@ struct TileWalk : EntryWalkOf<kClusterBlocks> {
   }
 };
 
-CUFLASH_DEVICE void forward(const WideParams& params) { take_all<TileWalk, Weigher>(params); }
+CUFLASH_DEVICE void forward(const WideParams& params) { take_all<TileWalk, SoftmaxRole>(params); }
 
 CUFLASH_DEFINE_CLUSTER_KERNEL(CUFLASH_KERNEL_NAME, WideParams, kNumThreads, kClusterBlocks, forward)

@@ -133,8 +133,8 @@ CUFLASH_DEVICE void store_wide_row(float* row, const float (&sum)[n_tiles][4], i
 
 // ---- Roles ----------------------------------------------------------------------------------------------------------
 
-// The kernels run this: every role goes through the same work. `Weigher` is the role of warpgroup 2.
-template <class Walk, class Weigher>
+// The kernels run this: every role goes through the same work. `SoftmaxRole` is the role of warpgroup 2.
+template <class Walk, class SoftmaxRole>
 CUFLASH_DEVICE void take_all(const WideParams& params) {
   const Shared shared;
   shared.make_barriers();
@@ -155,8 +155,8 @@ CUFLASH_DEVICE void take_all(const WideParams& params) {
     }
   } else if (warp >= 8) {
     ptx::decrease_registers<kRegisters.scores>();
-    Weigher weigher{shared};
-    each(weigher);
+    SoftmaxRole softmax_role{shared};
+    each(softmax_role);
   } else {
     const auto sum = [&](auto half) {
       constexpr Reader kHalf = (Reader) decltype(half)::value;

@@ -4,16 +4,16 @@
 #include "common/softmax/softmax.cuh"
 #include "sm90/wide_ring.cuh"
 
-struct Weigher : ScoreProducts {
+struct SoftmaxRole : ScoreProducts {
   const u32 thread = ptx::thread_index() % 128;
   Position<1> own, message;
   OnlineSoftmax<1> softmax;
 
-  CUFLASH_DEVICE explicit Weigher(const Shared& shared_) : ScoreProducts{shared_} {}
+  CUFLASH_DEVICE explicit SoftmaxRole(const Shared& shared_) : ScoreProducts{shared_} {}
 
   // [2] P = exp(S - m), for the warpgroups that multiply it by V, and the factors by which they rescale O before.
   template <class Rows>
-  CUFLASH_DEVICE void weigh(const Rows& rows, int n_tile, bool masked) {
+  CUFLASH_DEVICE void softmax_step(const Rows& rows, int n_tile, bool masked) {
     float rescaling[1][2] = {{1.0f, 1.0f}};
     const int lane_key = n_tile * kBlockN + fragment_column();
     rows.to_scores(s, lane_key, masked);
@@ -31,7 +31,7 @@ struct Weigher : ScoreProducts {
   }
   CUFLASH_DEVICE void let_second_follow() const { arrive_as_warp(shared.ready[kSecondHalf]); }
 
-  // Weighs all keys of a piece of work. At the end it hands over the last factors of O.
+  // The softmax over all keys of a piece of work. At the end it hands over the last factors of O.
   template <class Work>
   CUFLASH_DEVICE void take(const WideParams& params, const Work& work, int pass) {
     const auto rows = work.rows_of_lane(params.common, thread / 32 * 16 + fragment_row());
@@ -47,7 +47,7 @@ struct Weigher : ScoreProducts {
       multiply(work.is_first(step));
       if (!work.is_first(step)) let_second_follow();
       if (step.is_last() && thread == 0) shared.own_ring.empty(own).arrive();
-      weigh(rows, work.tile_at(step.n_block), work.is_masked(step.n_block));
+      softmax_step(rows, work.tile_at(step.n_block), work.is_masked(step.n_block));
     }
     if (has_keys) {
       let_second_follow();

@@ -5,7 +5,7 @@
 #include "common/io/params.cuh"
 #include "common/schedule/schedule.cuh"
 
-// A kernel that only clears them takes as long as memory needs, while the stores cost next to nothing beside the
+// A kernel that only clears them takes as long as memory needs, while the stores cost next to nothing compared with the
 // products of another kernel. So the blocks of the kernel that owns keys clear accumulators as they start. The blocks
 // of a head, or of a part of a group, share the accumulators of the head that comes params.clear_ahead places later in
 // launch order. Each of their threads then counts, and blocks wait for the count of all threads before they add. The

@@ -20,7 +20,7 @@ constexpr bool kSumsScoreArgs = CUFLASH_NEEDS_CAPTURED == kAddsExactly;
 constexpr int kTermWords = sizeof(Real) == 8 ? 2 : 1;
 constexpr int kTermBits = 61;
 
-// What the place of a read in its array depends on, beside the head: nothing, the key, the query, the difference of
+// What the place of a read in its array depends on, besides the head: nothing, the key, the query, the difference of
 // both, or more than that. `kind_of_read` returns it; cuflash/score_mod/program.py writes that function.
 enum ReadKind { kReadOfHead, kReadOfKey, kReadOfQuery, kReadOfDiagonal, kReadOfPair };
 

@@ -27,7 +27,7 @@ CUFLASH_DEVICE int num_parts_of(const Params& params) { return params.num_heads_
 // Which of dk and dv are wanted. A gradient that is not wanted stays zero in registers and is not stored.
 constexpr bool kNeedsDk = CUFLASH_NEEDS_DK;
 constexpr bool kNeedsDv = CUFLASH_NEEDS_DV;
-// The other gradients (of what scores are made of beside q and k) that this kernel computes, or whose parts it adds.
+// The other gradients (of the inputs of scores other than q and k) that this kernel computes, or whose parts it adds.
 constexpr bool kNeedsDbias = CUFLASH_NEEDS_DBIAS;
 constexpr bool kNeedsDalibiSlopes = CUFLASH_NEEDS_DALIBI_SLOPES;
 constexpr bool kNeedsDscale = CUFLASH_NEEDS_DSCALE;

@@ -1,5 +1,5 @@
 // Sums over a warp and over a block, in a fixed order. They use float64, whatever the elements are: there are few
-// numbers, or an addition costs nothing beside the computation of each number.
+// numbers, or an addition costs nothing compared with the computation of each number.
 #pragma once
 #include "common/config.cuh"
 #include "common/io/fragments.cuh"

@@ -98,7 +98,7 @@ MUTANTS = (
     mutant("lse of the other query", BACKWARD, "return kRowsAreKeys ? i % 2 : i / 2;", "return i % 2;", "wide dq"),
     mutant("K is read before it is there", BACKWARD, "    shared.own_ring.full({}).wait(0);\n", "",
            "wide dk"),
-    mutant("some exponentials are not made", BACKWARD, "weigh<weighed_before(i),", "weigh<weighed_before(i + 1),",
+    mutant("some exponentials are not made", BACKWARD, "recompute_p<p_tiles_before(i),", "weigh<p_tiles_before(i + 1),",
            "wide dk"),
     mutant("exponentials are made of a part of S", BACKWARD,
            "      if constexpr (i == kMeeting) parts.add_other(s[0]);\n", "", "wide dk of columns"),
