@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernel of every device for few queries: every row that a device takes, no spills."""
+"""What the compiler makes of the decode kernel of every device: every row that a device takes, no spills."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""The kernels for few queries, sm90/decode.cu and helpers/split_combine.cu, run on the CPU against the oracle."""
+"""The decode kernels, sm90/decode.cu and helpers/split_combine.cu, run on the CPU against the oracle."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,10 +16,10 @@ from cuflash.emulator.memory import Scratch
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.key_splits import DECODE_ROWS
 from cuflash.plan.sm90.decode_tiles import DECODE_SM90_TILES
-from tests.emulate import attention, few_queries
+from tests.emulate import attention, decode_problem
 from tests.emulate.attention import problem_of
 from tests.emulate.checks import bits
-from tests.emulate.few_queries import combined
+from tests.emulate.decode_problem import combined
 from tests.sampling import examples
 
 pytestmark = [
@@ -57,7 +57,7 @@ def combined_by_blocks():
 
 # ---- Against the oracle ----------------------------------------------------------------------------------------------
 
-CASE = replace(few_queries.CASE, seqlen_q=5)
+CASE = replace(decode_problem.CASE, seqlen_q=5)
 # Name -> what differs from CASE.
 CASES: dict[str, dict[str, Any]] = {
     "lengths": {},

@@ -1,4 +1,4 @@
-"""The kernel of every device for few queries, sm80/decode.cu, run on the CPU against the oracle."""
+"""The decode kernel of every device, sm80/decode.cu, run on the CPU against the oracle."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ from cuflash.plan.sm80.decode import DECODE_FLOAT8_TILES, DECODE_TILES, MOST_WAR
 from tests.emulate import attention
 from tests.emulate.attention import problem_of
 from tests.emulate.checks import bits, judge
-from tests.emulate.few_queries import CASE, combined
+from tests.emulate.decode_problem import CASE, combined
 from tests.sampling import examples
 from tests.scored import MASKS, SCORES, Scored, captured_of
 

@@ -36,8 +36,8 @@ def test_any_diagonal_keeps_the_oracle_rule(arch, dtype, dim, diagonal, window):
 
 
 @pytest.mark.parametrize(("dtype", "kernel"), [("bfloat16", "sm90/decode.cu"), ("float32", "sm80/decode.cu")])
-def test_few_queries_in_the_middle_of_many_keys(dtype, kernel):
-    """By the kernels of few queries."""
+def test_decode_in_the_middle_of_many_keys(dtype, kernel):
+    """By the decode kernels."""
     sizes: dict[str, Any] = {"seqlen_q": 3, "seqlen_k": 1200, "num_heads": 4, "num_heads_kv": 1, "head_dim": 64}
     case = ct.Case(**sizes, dtype=dtype, window=(800, 0))
     problem, arrays = attention.inputs_of(case, diagonal=1000)

@@ -70,7 +70,7 @@ def test_edges_of_float32_on_compute_capability_9(edge, tile):
 @pytest.mark.parametrize("arch", ["8.0", "9.0"])
 @pytest.mark.parametrize("sizes", [{"batch": 0}, {"num_heads": 0, "num_heads_kv": 0}, {"num_heads": 0}], ids=str)
 @pytest.mark.parametrize("options", [{}, {"page_size": 64, "kv_lengths": ()}], ids=["plain", "pages"])
-def test_few_queries_of_no_head(options, sizes, arch):
+def test_decode_of_no_head(options, sizes, arch):
     if "page_size" in options and sizes.get("batch") != 0:
         options = options | {"kv_lengths": (1024,)}
     case = ct.Case(seqlen_q=1, seqlen_k=1024, head_dim=16, dtype="float16", **sizes | options)

@@ -1,4 +1,4 @@
-"""Values that are the first columns of the keys, as those of latent attention are: loaded once, by few queries."""
+"""Values that are the first columns of the keys, as those of latent attention are: loaded once, by decode."""
 
 from dataclasses import replace
 from typing import Any

@@ -41,7 +41,7 @@ CASES = {
         CASE, head_dim=640, alibi_slopes=(2,), softcap=5.0, bias=(2, 150, 200), kv_lengths=(190,), dropout=0.3
     ),
     "odd": replace(CASE, head_dim=344, head_dim_v=264, window=(90, 20)),
-    "few queries": replace(CASE, seqlen_q=7, num_heads=4),
+    "decode": replace(CASE, seqlen_q=7, num_heads=4),
     "lengths": replace(CASE, batch=3, kv_lengths=(130, 0, 199), sinks=True),
     "no keys": replace(CASE, seqlen_k=5),
     "block mask": replace(CASE, seqlen_k=600, block_mask=(2,), block_size=(128, 128), num_heads_kv=2),

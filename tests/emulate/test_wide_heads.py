@@ -36,7 +36,7 @@ CASES = {
     "narrow values": replace(WIDEST, head_dim_v=64, causal=False),
     "wide values": replace(CASE, head_dim=64, head_dim_v=448),
     "odd": replace(CASE, head_dim=344, head_dim_v=264, window=(90, 20)),
-    "few queries": replace(WIDEST, seqlen_q=7, num_heads=4),
+    "decode": replace(WIDEST, seqlen_q=7, num_heads=4),
     "two passes": replace(WIDEST, head_dim=1024, head_dim_v=776),
     "lengths": replace(CASE, batch=3, kv_lengths=(130, 0, 299), sinks=True),
     "no keys": replace(CASE, seqlen_k=5, sinks=True),
@@ -46,7 +46,7 @@ CASES = {
     ),
     "dropout": replace(CASE, dropout=0.3),
 }
-# The kernel for few queries: rows of one block, and of two.
+# The decode kernel: rows of one block, and of two.
 FEW = replace(CASE, seqlen_q=1, seqlen_k=700, num_heads=128, head_dim_v=512, causal=False)
 CASES_OF_FEW = {
     "one block": replace(FEW, seqlen_q=3, num_heads=5, head_dim=576, causal=True),
@@ -78,13 +78,13 @@ def test_oracle(case):
 
 
 @pytest.mark.parametrize("case", CASES_OF_FEW.values(), ids=CASES_OF_FEW)
-def test_few_queries(case):
+def test_decode(case):
     assert_right(case, kinds=(DecodeWideSm90Tile,))
 
 
 @settings(max_examples=examples(8))
 @given(wide.cases_of_few(), st.sampled_from((2, 6, 132)))
-def test_few_queries_of_any_problem(case, num_sms):
+def test_decode_of_any_problem(case, num_sms):
     assert_right(case, kinds=(DecodeWideSm90Tile,), arch=replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms))
 
 

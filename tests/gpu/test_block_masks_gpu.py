@@ -65,7 +65,7 @@ def test_head_dims(cupy, dtype, head_dim):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_few_queries(cupy, dtype):
+def test_decode(cupy, dtype):
     case = case_of(3, 3000, dtype=dtype, block_size=(16, 128), causal=True)
     out, lse, *gradients = run(cupy, case)
     ct.assert_forward(case, out, lse)

@@ -104,7 +104,7 @@ def test_long_sequences(cupy, head_dim, dtype):
     assert_oracle(case, *both_passes(cupy, case))
 
 
-def test_few_queries(cupy):
+def test_decode(cupy):
     """Where a kernel knows no dropout, another one runs, and the plan says so."""
     case = ct.Case(seqlen_q=3, seqlen_k=3000, num_heads=8, num_heads_kv=2, head_dim=128, dtype="bfloat16", dropout=0.1)
     assert_oracle(case, *both_passes(cupy, case))

@@ -76,7 +76,7 @@ def test_long_rows(cupy, head_dim, options):
 
 @pytest.mark.parametrize("seqlen_q", [1, 2, 3, 5, 8, 15, 16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_few_queries(cupy, head_dim, seqlen_q):
+def test_decode(cupy, head_dim, seqlen_q):
     sizes: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_k": 2100, "batch": 3, "num_heads": 6, "num_heads_kv": 2}
     case = ct.Case(**sizes, head_dim=head_dim, dtype="float16", causal=True)
     qkv, _ = arrays_of(cupy, case)
@@ -280,7 +280,7 @@ def test_the_same_bits_every_time_and_for_every_neighbour(cupy):
     assert same_bits(alone.lse, first.lse[2:3, 4:5])
 
 
-# ---- decoding: few queries, many keys --------------------------------------------------------------------------------
+# ---- decode -----------------------------------------------------------------------------------------------------------
 
 MANY_KEYS = 8192
 
@@ -495,7 +495,7 @@ def test_wide_heads(cupy, head_dim):
 
 
 @by_dims
-def test_few_queries_with_wide_heads(cupy, head_dim):
+def test_decode_with_wide_heads(cupy, head_dim):
     @settings(max_examples=10)
     @given(wide.cases_of_few(longest=5000, dims=(head_dim,)))
     def every_case(case):

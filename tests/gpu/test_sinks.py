@@ -66,7 +66,7 @@ def test_head_dims(cupy, dtype, head_dim):
 @pytest.mark.parametrize("sinks", [None, (20.0, -300.0, -np.inf, 0.0)])
 @pytest.mark.parametrize("batch", [1, 200])
 @pytest.mark.parametrize("seqlen_q", [1, 3])
-def test_few_queries(cupy, seqlen_q, batch, sinks):
+def test_decode(cupy, seqlen_q, batch, sinks):
     """Keys shared by blocks, whose results are combined, or left to one block."""
     case = case_of(seqlen_q, 1500, batch=batch, dtype="bfloat16", causal=True)
     arrays = case.arrays()

@@ -1,4 +1,4 @@
-"""Plans for few queries and many keys on compute capability 9.0: when keys are split over blocks, and into how many."""
+"""Plans of decode on compute capability 9.0: when keys are split over blocks, and into how many."""
 
 from dataclasses import replace
 

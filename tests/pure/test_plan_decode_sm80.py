@@ -1,4 +1,4 @@
-"""Plans for few queries and many keys by the kernel of every device: when it serves, and its tiles."""
+"""Plans of decode by the kernel of every device: when it serves, and its tiles."""
 
 from dataclasses import replace
 from typing import Any

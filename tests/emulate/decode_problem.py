@@ -1,4 +1,4 @@
-"""A problem of few queries, which blocks share the keys of, and which kernel combines what they find."""
+"""A decode problem, whose keys blocks split, and which kernel combines the partial results."""
 
 from unittest import mock
 
