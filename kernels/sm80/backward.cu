@@ -3,7 +3,7 @@
 //   P' = exp(K Q' - lse)    dP' = V dO'    dS' = P' * (dP' - delta)
 //   dV = P' dO              dK = dS' Q     dQ += dS K                       (X' is X transposed; rows of X' are keys)
 //
-// A block owns kBlockN keys of one key/value head and walks over the tiles of queries, and over the query heads that
+// A block owns kBlockN keys of one key/value head and iterates over the tiles of queries, and over the query heads that
 // share its keys. With rows of P' and dS' being keys, a warp's own fragments are the operands of dV and dK; only dS
 // goes through shared memory, for dQ. At large head dimensions a warp cannot hold its rows of dK and dV: kWarpsD warps
 // then share the rows, each with a slice of the queries of P' and dS' (some with none if the tile has too few) and a
@@ -12,7 +12,7 @@
 #include "common/score/dropout.cuh"
 #include "common/io/operands.cuh"
 #include "common/io/params.cuh"
-#include "common/schedule/query_walk.cuh"
+#include "common/schedule/query_iterator.cuh"
 #include "common/schedule/schedule.cuh"
 #include "common/score/scores.cuh"
 #include "sm80/backward_warps.cuh"
@@ -79,8 +79,10 @@ CUFLASH_DEVICE void backward(const Params& params) {
   const int warp_n = warp_index() / kWarpsD, warp_d = warp_index() % kWarpsD;
   const int warp_key = warp_n * 16 * kKeyTiles;
 
-  const auto row_tile = [&](const Walk& at) { return m_tile_of(params, num_m_blocks, batch, at.head, at.m_block); };
-  const auto load_queries = [&](const Walk& at, int stage) {
+  const auto row_tile = [&](const QueryTileIterator& at) {
+    return m_tile_of(params, num_m_blocks, batch, at.head, at.m_block);
+  };
+  const auto load_queries = [&](const QueryTileIterator& at, int stage) {
     const u32 s_q = s_ring + stage * kBytesStage, s_do = s_q + kBytesQ, s_stats = s_do + kBytesDo;
     const int first_row = at.m_block * kBlockM;
     load_tile<kBlockM, kHeadDim>(s_q, queries_of(params.q, batch, at.head), params.q.row_stride, first_row, seqlen_q);
@@ -93,8 +95,8 @@ CUFLASH_DEVICE void backward(const Params& params) {
   };
 
   // K and V arrive with the first tile of queries.
-  Walk current = Walk::first(tiles, first_head);
-  Walk next = current;
+  QueryTileIterator current = QueryTileIterator::first(tiles, first_head);
+  QueryTileIterator next = current;
   load_tile<kBlockN, kHeadDim>(s_k, keys_of(params, params.k, batch, head_kv), params.k.row_stride, first_key,
                                key_stop);
   load_tile<kBlockN, kHeadDimV>(s_v, keys_of(params, params.v, batch, head_kv), params.v.row_stride, first_key,

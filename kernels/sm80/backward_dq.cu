@@ -1,6 +1,6 @@
 // dq in a fixed order of additions, for the deterministic backward pass: a block owns kBlockM queries of one head and
-// walks over the tiles of keys, recomputing P and dP (FlashAttention-2, Algorithm 2, with the loops exchanged). Where a
-// warp cannot hold its rows of dQ, kDqWarpsD warps share the rows, each with a slice of the columns.
+// iterates over the tiles of keys, recomputing P and dP (FlashAttention-2, Algorithm 2, with the loops exchanged).
+// Where a warp cannot hold its rows of dQ, kDqWarpsD warps share the rows, each with a slice of the columns.
 //
 //   P = exp(Q K' - lse)    dP = dO V'    dS = P * (dP - delta)    dQ = dS K        (X' is X transposed)
 #include "common/config.cuh"

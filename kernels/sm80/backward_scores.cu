@@ -7,11 +7,11 @@
 //
 // f is the function, if any, that makes a score of X, and c its parameter: common/score/score.cuh has both.
 //
-// A block owns a tile of dbias and walks over all axes along which the bias broadcasts: batch entries, heads, tiles of
-// queries, tiles of keys. For the other gradients it owns a tile of queries of one head and walks over the keys. Where
-// that makes few blocks, several blocks share a walk, and helpers/scores_reduce.cu adds the parts that they leave.
-// Gradients of arrays that a score_mod or mask_mod reads are made on the same walk, by sums that do not depend on the
-// order of additions (common/score/score_args_gradients.cuh).
+// A block owns a tile of dbias and iterates over all axes along which the bias broadcasts: batch entries, heads, tiles
+// of queries, tiles of keys. For the other gradients it owns a tile of queries of one head and iterates over the keys.
+// Where that makes few blocks, several blocks split a loop, and helpers/scores_reduce.cu adds the parts that they
+// leave. Gradients of arrays that a score_mod or mask_mod reads are made in the same loop, by sums that do not depend
+// on the order of additions (common/score/score_args_gradients.cuh).
 #include "common/softmax/backward.cuh"
 #include "common/score/score_args_gradients.cuh"
 #include "common/config.cuh"
@@ -32,7 +32,7 @@ constexpr int kRowV = row_bytes(kDimV);
 static_assert(kMTiles * 16 * kNumWarps == kBlockM, "every warp owns the same number of whole fragments");
 static_assert(kNumStages == 1 || kNumStages == 2, "at most one tile arrives while another is used");
 
-// Shared memory: the ring of Q, dO, K and V tiles; after the walk, what a block has summed, in rows of kResultPitch.
+// Shared memory: the ring of Q, dO, K and V tiles; after the loop, what a block has summed, in rows of kResultPitch.
 constexpr u32 kBytesQ = tile_bytes(kBlockM, kDim);
 constexpr u32 kBytesDo = tile_bytes(kBlockM, kDimV);
 constexpr u32 kBytesK = tile_bytes(kBlockN, kDim);
@@ -115,7 +115,7 @@ CUFLASH_DEVICE void finish_sums(const Params& params, const ScoreTiles& result, 
   sums_partials_of(params, quantity, result.head, result.batch, result.m_block)[split] = sum;
 }
 
-// Loads the tiles of Q, dO, K and V for one step of the walk.
+// Loads the tiles of Q, dO, K and V for one step of the loop.
 CUFLASH_DEVICE void load_tiles(const Params& params, const ScoreTiles& next, u32 s_stage) {
   const u32 s_q = s_stage, s_do = s_q + kBytesQ, s_k = s_do + kBytesDo, s_v = s_k + kBytesK;
   const Entry batch = next.batch;

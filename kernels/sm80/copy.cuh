@@ -33,7 +33,7 @@ CUFLASH_DEVICE auto row_of(const Head& head, i64 row_stride, int row) {
 // Rows at and past `row_stop` are never read and become zeros, as do the columns past the head dimension. `threads`
 // threads, which are whole warps, take part; `thread` is this one's number among them.
 //
-// Up to 8 neighbouring threads share a row and walk along it by constant steps, so that a thread needs one address for
+// Up to 8 neighbouring threads share a row and go along it by constant steps, so that a thread needs one address for
 // each of its rows, not for each copy: a copy holds on to its address register until it is under way, and would stall
 // the instruction that writes the next address into it.
 template <int rows, int columns, int threads = kNumThreads, class Head>

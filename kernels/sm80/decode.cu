@@ -78,7 +78,7 @@ struct WarpGroup {
 // Tiles that no row attends to are left out. Where a block mask, or tile classes under a mask or a mask_mod, say
 // which these are, the lanes look at 32 places at once. Visible tiles may gather anywhere among the keys, so
 // neighbouring places then stand for tiles far from each other, and each block of a head has some of every region.
-struct TileWalk {
+struct KeyTileIterator {
   static constexpr int kNone = -1;
   static constexpr bool kLooks = kHasBlockMask || kHasTileClasses;
 
@@ -90,7 +90,7 @@ struct TileWalk {
   int looked_at = 0;  // the place that the first lane has looked at
   u32 seen = 0;       // which lanes have seen a visible tile that has not been given yet
 
-  CUFLASH_DEVICE TileWalk(const Params& params, const HeadWork& work, int group)
+  CUFLASH_DEVICE KeyTileIterator(const Params& params, const HeadWork& work, int group)
       : params(params),
         work(work),
         stride(kLooks ? ceil_div(work.blocks, params.batch * params.num_heads_kv) : 1),
@@ -160,22 +160,22 @@ CUFLASH_DEVICE void load_keys(u32 tile, const Head& head, i64 row_stride, int fi
 
 // Sums over the keys that the warp group has of a head.
 CUFLASH_DEVICE void attend(const Params& params, const HeadWork& work, const LaneRows& rows, const WarpGroup& group,
-                           TileWalk walk, Sums& sums) {
+                           KeyTileIterator tiles, Sums& sums) {
   const u32 s_q = ptx::dynamic_shared(), s_k = group.ring, s_v = s_k + kNumStages * kBytesK;
   const auto g_k = keys_of(params, params.k, work.batch, work.head_kv);
   const auto g_v = keys_of(params, params.v, work.batch, work.head_kv);
   int tile[kNumStages + 1];  // the one that is used next, and those after it; kNone where there is none
 #pragma unroll
-  for (int i = 0; i <= kNumStages; ++i) tile[i] = walk.next();
+  for (int i = 0; i <= kNumStages; ++i) tile[i] = tiles.next();
   // Each is a group of copies.
   const auto load_k = [&](int i, int stage) {
-    if (tile[i] != TileWalk::kNone)
+    if (tile[i] != KeyTileIterator::kNone)
       load_keys<kHeadDim>(s_k + stage * kBytesK, g_k, params.k.row_stride, tile[i] * kBlockN, work.key_stop,
                           group.thread);
     ptx::copy_async_commit();
   };
   const auto load_v = [&](int i, int stage) {
-    if (tile[i] != TileWalk::kNone)
+    if (tile[i] != KeyTileIterator::kNone)
       load_keys<kHeadDimV>(s_v + stage * kBytesV, g_v, params.v.row_stride, tile[i] * kBlockN, work.key_stop,
                            group.thread);
     ptx::copy_async_commit();
@@ -203,7 +203,7 @@ CUFLASH_DEVICE void attend(const Params& params, const HeadWork& work, const Lan
   const LaneDropout dropout(params, work, group.lane_row);
   int stage = 0;
 #pragma unroll 1
-  while (tile[0] != TileWalk::kNone) {
+  while (tile[0] != KeyTileIterator::kNone) {
     ptx::copy_async_wait<2 * kNumStages - 2>();
     group.sync();
     load_v(kNumStages - 1, stage == 0 ? kNumStages - 1 : stage - 1);
@@ -235,7 +235,7 @@ CUFLASH_DEVICE void attend(const Params& params, const HeadWork& work, const Lan
         [&](int n, int k, Fragment& b) { shifted(operand_v, stage * kBytesV)(n, k, b); });
 #pragma unroll
     for (int i = 0; i < kNumStages; ++i) tile[i] = tile[i + 1];
-    tile[kNumStages] = walk.next();
+    tile[kNumStages] = tiles.next();
     stage = stage == kNumStages - 1 ? 0 : stage + 1;
   }
   sums.softmax.finish();
@@ -260,10 +260,10 @@ CUFLASH_DEVICE void merge(const WarpGroup& group, Sums& sums) {
   }
 }
 
-CUFLASH_DEVICE void take_head(const Params& params, const HeadWalk& walk, const WarpGroup& group) {
-  const HeadWork work(params, walk);
+CUFLASH_DEVICE void take_head(const Params& params, const HeadScheduler& scheduler, const WarpGroup& group) {
+  const HeadWork work(params, scheduler);
   const LaneRows rows(params, work, group.lane_row);
-  const TileWalk tiles(params, work, group.index);
+  const KeyTileIterator tiles(params, work, group.index);
   Sums sums;
   set_zero(sums.out);
   if (tiles.has_any()) {
@@ -279,7 +279,7 @@ CUFLASH_DEVICE void take_head(const Params& params, const HeadWalk& walk, const 
   const auto visit_pairs = [&](int half, auto visit) {
     visit_row_pairs<kWarpsD>(sums.out[0], group.warp_d, half, visit);
   };
-  store_rows(params, walk, work, rows, group.lane_row, sums.softmax, sums.out, factor_of, visit_pairs,
+  store_rows(params, scheduler, work, rows, group.lane_row, sums.softmax, sums.out, factor_of, visit_pairs,
              group.warp_d == 0);
 }
 
@@ -287,7 +287,7 @@ CUFLASH_DEVICE void decode(const Params& params) {
   if (kCombines && ptx::thread_index() == 0) prepare_arrivals(params);
   const WarpGroup group;
 #pragma unroll 1
-  for (HeadWalk walk(params); walk.more(); walk.advance()) take_head(params, walk, group);
+  for (HeadScheduler scheduler(params); scheduler.more(); scheduler.advance()) take_head(params, scheduler, group);
   if constexpr (kCombines) {
     ptx::sync_block();
     combine_heads<kNumWarps>(params);

@@ -2,7 +2,7 @@
 //
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
-// A block owns kBlockM queries of one head and walks over the tiles of keys from the last to the first; a warp owns
+// A block owns kBlockM queries of one head and iterates over the tiles of keys from the last to the first; a warp owns
 // 16 kMTiles of its rows, so that softmax and both products stay within a warp. Q stays in shared memory, K and V
 // stream through it. Where a warp cannot hold its rows of the output, kWarpsD warps share the rows, each with a slice
 // of the columns of O; every one of them computes S.
@@ -62,7 +62,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
                                   key_stop);
   };
 
-  // Fill the ring: tile i of the walk goes to stage i % kNumStages. Group i holds tile i (with Q in the first).
+  // Fill the ring: tile i of the loop goes to stage i % kNumStages. Group i holds tile i (with Q in the first).
   const int num_tiles = tiles.stop - tiles.start;
   load_queries<kBlockM, kHeadDim>(s_q, queries_of<QueryStorage>(params.q, batch, head), params.q.row_stride, first_row,
                                   seqlen_q);

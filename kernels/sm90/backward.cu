@@ -3,8 +3,8 @@
 //   P' = exp(K Q' - lse)    dP' = V dO'    dS' = P' * (dP' - delta)
 //   dV = P' dO              dK = dS' Q     dQ += dS K                       (X' is X transposed; rows of X' are keys)
 //
-// A block owns kBlockN keys of one key/value head. It walks over the query heads that share its keys, and for each over
-// the tiles of queries. Where tiles of keys alone do not fill the device, blocks share the steps of a walk. Each
+// A block owns kBlockN keys of one key/value head. It iterates over the query heads that share its keys, and for each
+// over the tiles of queries. Where tiles of keys alone do not fill the device, blocks share the steps of a loop. Each
 // warpgroup has a role:
 //   - Two consumers accumulate dK and dV in registers. P' and dS' are operands there, too (but see Schedule). Each of
 //     them makes everything for 64 keys of its own. Or, where registers hold only one of dV and dK, both have the same
@@ -81,7 +81,7 @@ struct Consumer {
   Position<kNumStages> at;
   Position<kDsStages> ds_at;
   Position<kPStages> p_at;
-  Walk walk;
+  QueryTileIterator m_tile;
   int stage_before = 0;
   LaneSums lane_sums;
   ScoreArgLane score_args;
@@ -104,7 +104,7 @@ struct Consumer {
         rows_v(shared.v + first * kLineBytes),
         kept_scale(kept_scale_of(common)),
         ping_pong(index),
-        walk(work.first()) {
+        m_tile(work.first()) {
     set_zero((float (&)[1][sizeof(dk) / sizeof(dk[0])][4]) dk);
     set_zero((float (&)[1][sizeof(dv) / sizeof(dv[0])][4]) dv);
   }
@@ -133,7 +133,7 @@ struct Consumer {
     shared.q_ring.full(at).wait(at.parity);
     if constexpr (!kIssuesDpEarly) shared.do_ring.full(at).wait(at.parity);
     if constexpr (kIsPacked) {
-      const int valid = seqlen_q_of(common, batch) - walk.m_block * kBlockM;
+      const int valid = seqlen_q_of(common, batch) - m_tile.m_block * kBlockM;
       if (valid < kBlockM) {
         if (index == 0) {
           shared.do_ring.full(at).wait(at.parity);
@@ -230,14 +230,14 @@ struct Consumer {
 
   // Loads the mask bits of a tile, if it needs them. Called before the product whose pairs they hide is issued.
   CUFLASH_DEVICE u32 load_mask() const {
-    if (!kMaskByBits || !walk.needs_mask(work.queries)) return ~0u;
+    if (!kMaskByBits || !m_tile.needs_mask(work.queries)) return ~0u;
     const int n_block = work.work.block * (kBlockN / kBitsBlock) + first / kBitsBlock;
-    return *mask_words_of(common, MaskBits(common), batch, walk.head, walk.m_block, n_block);
+    return *mask_words_of(common, MaskBits(common), batch, m_tile.head, m_tile.m_block, n_block);
   }
 
   // The RowSum of this lane's first query.
   CUFLASH_DEVICE const RowSum* row_sums() const {
-    return row_sums_of(common, batch, walk.head) + walk.m_block * kBlockM + fragment_column();
+    return row_sums_of(common, batch, m_tile.head) + m_tile.m_block * kBlockM + fragment_column();
   }
 
   // [3] P' = exp(S' - lse), once at most `pending` groups of wgmma are in flight. `derivative` gets the derivatives of
@@ -245,9 +245,9 @@ struct Consumer {
   template <int pending, int rows>
   CUFLASH_DEVICE void make_p(float (&p)[kQueryTiles][4], u32 (&derivative)[rows][2], u32 s_stats, u32 shown,
                              bool large) {
-    const int head = walk.head, first_row = walk.m_block * kBlockM;
+    const int head = m_tile.head, first_row = m_tile.m_block * kBlockM;
     const Weights weights(common, batch, head, work.key_stop, work.own_diagonal);
-    const bool masked = walk.needs_mask(work.queries);
+    const bool masked = m_tile.needs_mask(work.queries);
     const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
     const auto key_of = [&](int, int i) { return lane_key + i / 2 * 8; };
 
@@ -277,7 +277,7 @@ struct Consumer {
     }
     if (masked || large) {  // one branch, which few tiles take
       if constexpr (!kMaskByBits) {
-        weights.hide(products, masked, walk.asks_function(), row_of, key_of);
+        weights.hide(products, masked, m_tile.asks_function(), row_of, key_of);
       } else if (masked) {
         hide_by_bits(p, shown);
       }
@@ -295,19 +295,19 @@ struct Consumer {
   template <int pending, int rows>
   CUFLASH_DEVICE void make_p_by_function(const Functions& functions, float (&p)[kQueryTiles][4],
                                          u32 (&derivative)[rows][2], u32 s_stats, u32 shown, bool large) {
-    const int first_row = walk.m_block * kBlockM, lane_query = first_row + fragment_column();
-    const Mask mask(common, batch, walk.head, work.key_stop, work.own_diagonal);
+    const int first_row = m_tile.m_block * kBlockM, lane_query = first_row + fragment_column();
+    const Mask mask(common, batch, m_tile.head, work.key_stop, work.own_diagonal);
     OfKey of_keys[2];
     PerRowValues::load_keys(functions, s_row_values(), lane_key, of_keys);
     wait_for<pending>(p);
     if constexpr (kKeepsProducts) keep_scores(p);
     const FunctionWeights by_function = {functions,  mask,     of_keys, common.scale, s_stats, s_row_values(),
                                          lane_query, lane_key, shown,   row_sums(),   large};
-    if (large || walk.needs_mask(work.queries) || first_row + kBlockM > seqlen_q_of(common, batch))
+    if (large || m_tile.needs_mask(work.queries) || first_row + kBlockM > seqlen_q_of(common, batch))
       by_function.make(p, derivative, Constant<true>{});
     else
       by_function.make(p, derivative, Constant<false>{});
-    if constexpr (kHasDropout) Dropout(common, batch, walk.head).mark(p, lane_query, lane_key);
+    if constexpr (kHasDropout) Dropout(common, batch, m_tile.head).mark(p, lane_query, lane_key);
   }
   CUFLASH_DEVICE u32 s_row_values() const { return shared.row_values + warp_index() * kBytesPoints; }
 #endif
@@ -349,7 +349,7 @@ struct Consumer {
   CUFLASH_DEVICE void make_ds(float (&p)[kQueryTiles][4], float (&ds)[kQueryTiles][4], const u32 (&derivative)[rows][2],
                               u32 s_stats) {
     const u32 s_p = shared.p + p_at.stage * kBytesP + thread * 16;
-    [[maybe_unused]] const float distance = sums().distance(walk.m_block * kBlockM + fragment_column());
+    [[maybe_unused]] const float distance = sums().distance(m_tile.m_block * kBlockM + fragment_column());
     if constexpr (!makes_dv) shared.p_ring.full(p_at).wait(p_at.parity);
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
@@ -381,7 +381,7 @@ struct Consumer {
   CUFLASH_DEVICE KeySumsPlace sums() const { return {common, work, (int)(first + warp_key) / 16}; }
   // Called at the end of a step of a query head. After its last step, leaves the sums that belong to the head.
   CUFLASH_DEVICE void leave_sums(int head, bool last) {
-    if (walk.head == head && !last) return;
+    if (m_tile.head == head && !last) return;
     if constexpr (kSumsScores) {
       sums().leave(head, lane_sums);
       lane_sums.start_head();
@@ -415,8 +415,8 @@ struct Consumer {
     [[maybe_unused]] u32 derivative[(kPacksWeights || kPacksDerivatives) && !kNeedsDsoftcap ? kQueryTiles : 1][2];
     [[maybe_unused]] const u32 shown = makes_dv ? load_mask() : 0;
 #if CUFLASH_HAS_SCORE_FUNCTION
-    const Functions of_head(common, batch, walk.head);
-    const PerRowValues row_values(of_head, s_row_values(), walk.m_block * kBlockM, work.first_key + first + warp_key);
+    const Functions of_head(common, batch, m_tile.head);
+    const PerRowValues row_values(of_head, s_row_values(), m_tile.m_block * kBlockM, work.first_key + first + warp_key);
 #endif
 
     wait_for_queries(s_q, s_do);
@@ -448,8 +448,8 @@ struct Consumer {
     }
     stage_before = at.stage;
     at.advance();
-    [[maybe_unused]] const int head = walk.head;
-    walk.advance(work.queries);
+    [[maybe_unused]] const int head = m_tile.head;
+    m_tile.advance(work.queries);
     if constexpr (makes_dk && (kSumsScores || kSumsScoreArgs)) leave_sums(head, number + 1 == work.num_steps);
   }
 
@@ -479,15 +479,15 @@ struct Consumer {
         lane_sums.add_cap(ds, s_scores(), Constant<false>{});
     }
 #if CUFLASH_NEEDS_CAPTURED
-    const Functions of_head(common, batch, walk.head);
+    const Functions of_head(common, batch, m_tile.head);
     if constexpr (kStepSums > 0) shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
-    score_args.add(of_head, common.scale, walk.m_block * kBlockM + fragment_column(), lane_key, s_scores(),
+    score_args.add(of_head, common.scale, m_tile.m_block * kBlockM + fragment_column(), lane_key, s_scores(),
                    s_row_values(), shared.step_sums + ds_at.stage * kBytesStepSums, sums().warp, ds);
 #endif
     to_operands(ds, ds_operand);
   }
   CUFLASH_DEVICE void add_to_sums(const float (&ds)[kQueryTiles][4]) {
-    const float distance = sums().distance(walk.m_block * kBlockM + fragment_column());
+    const float distance = sums().distance(m_tile.m_block * kBlockM + fragment_column());
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n)
 #pragma unroll
@@ -581,7 +581,7 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
     found = BackwardWork::find(params.common);
     if (!has_keys(params.common, found)) {
       if (kMakesSums && warp_index() < kSumWarps) leave_nothing(params.common, BackwardWork(params.common, found));
-      if (kClearsAhead && ptx::thread_index() < kClearThreads && WalkSplit(params.common).part == 0)
+      if (kClearsAhead && ptx::thread_index() < kClearThreads && WorkSplit(params.common).part == 0)
         clear_ahead(params.common, num_tiles_of(params.common, params.common.seqlen_q, kBlockM), found,
                     ptx::thread_index());
       return;

@@ -2,10 +2,10 @@
 //
 //   P = exp(S - lse)    dP = dO V'    dbias = sum of P * (dP - delta) over what the bias broadcasts along
 //
-// The kernel is persistent: a block takes one tile of dbias after another, and walks over the batch entries and heads
-// that attend to this tile of the bias. The bias is loaded once for all of them, and the sums stay in registers: dbias
-// is written once, in an order of additions that is fixed. Where fewer tiles are left than there are blocks, blocks
-// share their walks, and helpers/scores_reduce.cu adds what they leave.
+// The kernel is persistent: a block takes one tile of dbias after another, and iterates over the batch entries and
+// heads that attend to this tile of the bias. The bias is loaded once for all of them, and the sums stay in registers:
+// dbias is written once, in an order of additions that is fixed. Where fewer tiles are left than there are blocks,
+// blocks split their loops, and helpers/scores_reduce.cu adds what they leave.
 //
 // The last warpgroup, the producer, loads tiles by TMA: of Q and K for a product S, and of dO and V for a product dP,
 // which take turns in one ring. Each of the two consumers owns 64 queries. They drift apart, so that the products of
@@ -127,9 +127,9 @@ CUFLASH_DEVICE void produce(const BiasParams& params, const Shared& shared) {
   const TensorMap& bias_map = params.others[kMaps - 5];
   Position<kNumStages> at;
   Position<kBiasStages> bias_at;
-  for (BiasTileScheduler walk(common); walk.more(); walk.advance(common)) {
+  for (BiasTileScheduler scheduler(common); scheduler.more(); scheduler.advance(common)) {
     bool has_bias = false;
-    for (ScoreTiles now = walk.first(common); now.left > 0; now.advance(common)) {
+    for (ScoreTiles now = scheduler.first(common); now.left > 0; now.advance(common)) {
       const int head_kv = now.head / (common.num_heads / common.num_heads_kv);
       const int first_row = now.m_block * kBlockM, first_key = now.n_block * kBlockN, batch = entry_of(now.batch);
       const auto load = [&](const TensorMap& of_queries, const TensorMap& of_keys, auto columns) {
@@ -168,8 +168,8 @@ CUFLASH_DEVICE void produce(const BiasParams& params, const Shared& shared) {
 // the stage of K. For the stage of V the warp only arrives.
 CUFLASH_DEVICE void produce_per_key_values(const Params& params, const Shared& shared) {
   Position<kNumStages> at;
-  for (BiasTileScheduler walk(params); walk.more(); walk.advance(params))
-    for (ScoreTiles now = walk.first(params); now.left > 0; now.advance(params)) {
+  for (BiasTileScheduler scheduler(params); scheduler.more(); scheduler.advance(params))
+    for (ScoreTiles now = scheduler.first(params); now.left > 0; now.advance(params)) {
       const Score score(params, now.batch, now.head, key_stop_of(params, now.batch));
       const PerKeyValues numbers(params, score, now.batch, now.head);
       const u32 stage = shared.numbers + at.stage * kBytesPerKeyValues;
@@ -299,11 +299,12 @@ struct Consumer {
   }
 
   // Stores the sums: in dbias, or for the kernel that adds up those of several blocks.
-  CUFLASH_DEVICE void store(const BiasTileScheduler& walk) {
-    const ScoreTiles tile(common, walk.tile(common));
+  CUFLASH_DEVICE void store(const BiasTileScheduler& scheduler) {
+    const ScoreTiles tile(common, scheduler.tile(common));
     const int lane_row = warp_row + fragment_row(), lane_key = fragment_column();
-    if (walk.is_split()) {
-      float* part = score_partials_of(common, walk.shared(common), walk.split(common)) + lane_row * kBlockN + lane_key;
+    if (scheduler.is_split()) {
+      float* part =
+          score_partials_of(common, scheduler.shared(common), scheduler.split(common)) + lane_row * kBlockN + lane_key;
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
@@ -341,9 +342,9 @@ struct Consumer {
 CUFLASH_DEVICE void consume(const Params& common, const Shared& shared, u32 index) {
   Position<kNumStages> at;
   Position<kBiasStages> bias_at;
-  for (BiasTileScheduler walk(common); walk.more(); walk.advance(common)) {
+  for (BiasTileScheduler scheduler(common); scheduler.more(); scheduler.advance(common)) {
     Consumer consumer(common, shared, index, at, bias_at);
-    ScoreTiles now = walk.first(common);
+    ScoreTiles now = scheduler.first(common);
     const bool any = now.left > 0;
 #pragma unroll 1
     for (bool first = true; now.left > 0; first = false) {
@@ -352,7 +353,7 @@ CUFLASH_DEVICE void consume(const Params& common, const Shared& shared, u32 inde
       consumer.step(tile, first, now.left == 0);
     }
     if (any) bias_at.advance();
-    consumer.store(walk);
+    consumer.store(scheduler);
   }
 }
 

@@ -17,7 +17,7 @@ struct Producer {
   const BackwardParams& params;
   const Shared& shared;
   const BackwardWork& tile;
-  Walk next;
+  QueryTileIterator next;
   Position<kNumStages> at;
   int steps_left;
 
@@ -77,15 +77,15 @@ CUFLASH_DEVICE void keep_dq_order(const BackwardParams& params, const Shared& sh
   }
   if (thread != 32 && thread != 64) return;
   Position<kTurnStages> at;
-  Walk walk = tile.first();
+  QueryTileIterator m_tile = tile.first();
 #pragma unroll 1
-  for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries), at.advance()) {
-    u32* turns = dq_order_of(common, tile.num_m_blocks, tile.index_of(common, walk));
+  for (int step = 0; step < tile.num_steps; ++step, m_tile.advance(tile.queries), at.advance()) {
+    u32* turns = dq_order_of(common, tile.num_m_blocks, tile.index_of(common, m_tile));
     const Barrier turn{shared.turn + 8 * at.stage}, added{shared.added + 8 * at.stage},
         ended{shared.ended + 8 * at.stage};
     if (thread == 32) {
       ended.wait(at.parity ^ 1);
-      ptx::wait_for_turn(turns, tile.turn(common, walk.m_block));
+      ptx::wait_for_turn(turns, tile.turn(common, m_tile.m_block));
       turn.arrive();
     } else {
       added.wait(at.parity);
@@ -118,17 +118,17 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
     producer.load_keys();
     for (int i = 0; i < kNumStages; ++i) producer.load_queries();
   }
-  if (kClearsAhead && WalkSplit(common).part == 0) clear_ahead(common, tile.num_m_blocks, tile.work, thread);
+  if (kClearsAhead && WorkSplit(common).part == 0) clear_ahead(common, tile.num_m_blocks, tile.work, thread);
   if (tile.num_steps == 0) return;
   if constexpr (kClearsAhead) wait_for_clears(common, tile.num_m_blocks, tile.work);
   shared.kv_full.wait(0);
   Position<kDsStages> at;
   Position<kTurnStages> turn_at;
   Position<kNumStages> q_at;
-  Walk walk = tile.first();
+  QueryTileIterator m_tile = tile.first();
 #pragma unroll 1
-  for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries), at.advance()) {
-    float* accumulator = (float*)common.dq_accumulator + tile.index_of(common, walk) * (kBlockM * kDim) + thread * 4;
+  for (int step = 0; step < tile.num_steps; ++step, m_tile.advance(tile.queries), at.advance()) {
+    float* accumulator = (float*)common.dq_accumulator + tile.index_of(common, m_tile) * (kBlockM * kDim) + thread * 4;
     shared.ds_ring.full(at).wait(at.parity);
     ptx::pause<kDqDelay>();
 #if CUFLASH_NEEDS_CAPTURED
@@ -136,7 +136,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
     step_sums.load(shared.step_sums + at.stage * kBytesStepSums, thread);
     const auto add_step_sums = [&]() __attribute__((always_inline)) {
       if constexpr (kStepSums > 0)
-        step_sums.add(common, Functions(common, tile.work.batch, walk.head), walk.m_block * kBlockM, tile.first_key,
+        step_sums.add(common, Functions(common, tile.work.batch, m_tile.head), m_tile.m_block * kBlockM, tile.first_key,
                       thread);
     };
 #else

@@ -8,7 +8,7 @@
 // a chunk of 64 columns, or over the 64 rows of a tile, and chunks and tiles are added with rounding. Only scores are
 // one sum of the tensor cores, as in the forward pass.
 //
-// A block owns 64 keys of one key/value head and walks over the tiles of 64 queries, and over the query heads that
+// A block owns 64 keys of one key/value head and iterates over the tiles of 64 queries, and over the query heads that
 // share its keys. Nothing is computed twice: the first warpgroup makes P' and dV and hands P' to the second, which
 // makes dS' and dK and hands dS' to the third, which makes dQ of the tile and adds it to memory. Two threads of the
 // last warpgroup are producers: they load tiles by TMA, chunk by chunk, as soon as a chunk of the tile before is free.
@@ -229,25 +229,25 @@ CUFLASH_DEVICE void produce(const BackwardParams& params, const Shared& shared, 
 #pragma unroll
   for (int c = 0; c < chunks; ++c) load(s_keys + c * kBytesChunk, keys, keys_full, c, tile.first_key, tile.head_kv);
 
-  Walk walk = tile.first();
+  QueryTileIterator m_tile = tile.first();
   Position<kNumStages> at;
 #pragma unroll 1
-  for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries), at.advance()) {
-    const int first_row = walk.m_block * kRows;
+  for (int step = 0; step < tile.num_steps; ++step, m_tile.advance(tile.queries), at.advance()) {
+    const int first_row = m_tile.m_block * kRows;
 #pragma unroll
     for (int c = 0; c < chunks; ++c) {
       const Barrier full = ring.full(at, c);
       ring.empty(at, c).wait(at.parity ^ 1);
       const bool is_first = of_queries && c == 0;
       full.arrive_expect(kBytesChunk + (is_first ? kBytesStats + kBytesBias : 0));
-      load(ring.tile(at) + c * kBytesChunk, queries, full, c, first_row, walk.head);
+      load(ring.tile(at) + c * kBytesChunk, queries, full, c, first_row, m_tile.head);
       if (is_first)
-        ptx::load_bulk(shared.stats + at.stage * kBytesStats, stats_of(common, batch, walk.head) + first_row * 2,
+        ptx::load_bulk(shared.stats + at.stage * kBytesStats, stats_of(common, batch, m_tile.head) + first_row * 2,
                        kBytesStats, full.address);
       if constexpr (of_queries && kBiasOfPairs) {
         if (is_first)
           load_bias(common, shared.bias + at.stage * kBytesBias, params.dout[1], full, first_row, tile.first_key,
-                    walk.head, batch);
+                    m_tile.head, batch);
       }
     }
   }
@@ -326,12 +326,12 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
   for (auto& tile : dv) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
 
   if (tile.num_steps > 0) shared.k_full.wait(0);
-  Walk walk = tile.first();
+  QueryTileIterator m_tile = tile.first();
   Position<kNumStages> at;
   Position<kBuffers> buffer;
 #pragma unroll 1
   for (int step = 0; step < tile.num_steps; ++step) {
-    const int head = walk.head, m_block = walk.m_block, first_row = m_block * kRows;
+    const int head = m_tile.head, m_block = m_tile.m_block, first_row = m_block * kRows;
     float p[kTileColumns][4];
     // [GEMM 1] S' = K Q'. Scores are one sum of the tensor cores, as in the forward pass: then lse lacks what they cut
     // off, just as S' does.
@@ -342,7 +342,7 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
     multiply_rows<kDim>(p, shared.k, shared.q_ring.tile(at));
 
     const Weights weights(common, batch, head, tile.key_stop);
-    const bool masked = walk.needs_mask(tile.queries);
+    const bool masked = m_tile.needs_mask(tile.queries);
     const auto row_of = [&](int n, int i) { return first_row + 8 * n + fragment_column() + i % 2; };
     const auto key_of = [&](int, int i) { return lane_key + i / 2 * 8; };
     BiasTerms<true> bias_terms(weights.score, row_of(0, 0), lane_key,
@@ -385,7 +385,7 @@ CUFLASH_DEVICE void make_dv(const BackwardParams& params, const Shared& shared, 
         });
     at.advance();
     buffer.advance();
-    walk.advance(tile.queries);
+    m_tile.advance(tile.queries);
   }
 
   if constexpr (!kNeedsDv) return;
@@ -507,12 +507,12 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
   if (tile.num_steps == 0) return;
   shared.k_full.wait(0);
   const u64 keys = ptx::descriptor(shared.k, kBytesChunk, 8 * kLineBytes);  // chunks next to each other
-  Walk walk = tile.first();
+  QueryTileIterator m_tile = tile.first();
   Position<kNumStages> at;
   Position<kBuffers> buffer;
 #pragma unroll 1
-  for (int step = 0; step < tile.num_steps; ++step, walk.advance(tile.queries), at.advance(), buffer.advance()) {
-    float* accumulator = (float*)common.dq_accumulator + tile.index_of(common, walk) * (kRows * kDim) + thread * 4;
+  for (int step = 0; step < tile.num_steps; ++step, m_tile.advance(tile.queries), at.advance(), buffer.advance()) {
+    float* accumulator = (float*)common.dq_accumulator + tile.index_of(common, m_tile) * (kRows * kDim) + thread * 4;
     const u64 ds = descriptor_of_transposed<kRows>(shared.buffer_of(buffer));
     shared.handed.ds_full(buffer).wait(buffer.parity);
     if constexpr (!kDqByReduction) {  // dq is not wanted

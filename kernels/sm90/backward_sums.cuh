@@ -7,7 +7,7 @@
 // f is the function, if any, that makes a score of the scaled product x, and c is its parameter: common/score/score.cuh
 // has both.
 //
-// The sums stay in registers until the walk comes to the next query head. Then the consumer leaves them in memory for
+// The sums stay in registers until the loop comes to the next query head. Then the consumer leaves them in memory for
 // helpers/scores_reduce.cu, which adds them up. dscale needs no sum on the way: the consumer makes it at the end, of dK
 // and of K, which still lies in shared memory.
 #pragma once

@@ -197,19 +197,19 @@ CUFLASH_DEVICE void load_rows(u32 tile, const TensorMap& map, const Barrier& ful
 }
 
 // Under a causal mask, tiles of one axis differ in how many tiles of the other axis they meet. Those that meet the most
-// start first, from as many heads as fill the device with half of their tiles. All tiles of this half walk from the end
+// start first, from as many heads as fill the device with half of their tiles. All tiles of this half go from the end
 // that every one of them attends to up to the diagonal, so that they are at the same tile at the same time, and L2 is
 // asked once for it. The shortest of them ends first and makes room for the longest of the other half, the second
-// shortest for the second longest, and so on. The other half walks from the diagonal to that end. So its walks, too,
+// shortest for the second longest, and so on. The other half goes from the diagonal to that end. So its loops, too,
 // are at the same tile at the same time, and end together.
-constexpr bool kWalksToDiagonal = kHasRightBound && !kHasLeftBound && !kHasLists;
+constexpr bool kGoesToDiagonal = kHasRightBound && !kHasLeftBound && !kHasLists;
 
 // The rows are keys: a block makes dV or dK of its keys, from all queries that attend to them.
 struct KeyRows : BackwardWork {
   static constexpr bool kClears = false;  // past the last query TMA brings zeros
 
   struct Step {
-    Walk walk;
+    QueryTileIterator m_tile;
     int left;
 
     CUFLASH_DEVICE bool more() const { return left > 0; }
@@ -217,28 +217,28 @@ struct KeyRows : BackwardWork {
   };
 
   CUFLASH_DEVICE explicit KeyRows(const Params& common) : BackwardWork(common, {}, cluster_index()) {
-    if (kWalksToDiagonal) set_direction(queries, 2 * work.block < num_n_blocks);
+    if (kGoesToDiagonal) set_direction(queries, 2 * work.block < num_n_blocks);
   }
 
   CUFLASH_DEVICE int entry() const { return work.batch; }
   CUFLASH_DEVICE Step first() const { return {BackwardWork::first(), num_steps}; }
   CUFLASH_DEVICE bool is_first(const Step& step) const { return step.left == num_steps; }
   CUFLASH_DEVICE void advance(Step& step) const {
-    step.walk.advance(queries);
+    step.m_tile.advance(queries);
     --step.left;
   }
   CUFLASH_DEVICE Source for_scores(const WideParams& params, const Step& step, bool of_dp) const {
-    return {of_dp ? params.dout : params.q, step.walk.m_block * kTile, step.walk.head};
+    return {of_dp ? params.dout : params.q, step.m_tile.m_block * kTile, step.m_tile.head};
   }
   CUFLASH_DEVICE Source for_sums(const WideParams& params, const Step& step) const {
-    return {kMakesDs ? params.q : params.dout, step.walk.m_block * kTile, step.walk.head};
+    return {kMakesDs ? params.q : params.dout, step.m_tile.m_block * kTile, step.m_tile.head};
   }
   CUFLASH_DEVICE const Real* stats_at(const Params& common, const Step& step) const {
-    return stats_of(common, work.batch, step.walk.head) + step.walk.m_block * kTile * 2;
+    return stats_of(common, work.batch, step.m_tile.head) + step.m_tile.m_block * kTile * 2;
   }
   CUFLASH_DEVICE static int valid(const Step&) { return kTile; }
-  CUFLASH_DEVICE bool is_masked(const Step& step) const { return step.walk.needs_mask(queries); }
-  CUFLASH_DEVICE static int query_head(const Step& step) { return step.walk.head; }
+  CUFLASH_DEVICE bool is_masked(const Step& step) const { return step.m_tile.needs_mask(queries); }
+  CUFLASH_DEVICE static int query_head(const Step& step) { return step.m_tile.head; }
 
   CUFLASH_DEVICE void load_own(const WideParams& params, const Shared& shared, const Barrier& full) const {
     full.arrive_expect(kBytesOwn + kBytesOwnV);
@@ -255,13 +255,13 @@ struct KeyRows : BackwardWork {
     ptx::sync_named(3, 128);
   }
   CUFLASH_DEVICE Weights weights(const Params& common, const Step& step) const {
-    return {common, work.batch, step.walk.head, key_stop, own_diagonal};
+    return {common, work.batch, step.m_tile.head, key_stop, own_diagonal};
   }
   CUFLASH_DEVICE Lane lane(const Params&, int row) const { return {0, first_key + row, 0, {}}; }
   CUFLASH_DEVICE void move(const Params& common, Lane& lane, const Step& step, u32 s_stats) const {
-    lane.query = step.walk.m_block * kTile + fragment_column();
+    lane.query = step.m_tile.m_block * kTile + fragment_column();
     lane.s_stats = s_stats + fragment_column() * 8;
-    lane.row_sums = row_sums_of(common, work.batch, step.walk.head);
+    lane.row_sums = row_sums_of(common, work.batch, step.m_tile.head);
   }
 
   template <int n_tiles>
@@ -297,15 +297,15 @@ struct KeyRows : BackwardWork {
 struct QueryRows : QueryTile, OverKeys<QueryRows> {
   static constexpr bool kClears = kHidesLastKeys;
 
-  bool walks_to_diagonal;
+  bool goes_to_diagonal;
 
   CUFLASH_DEVICE explicit QueryRows(const Params& common)
       : QueryTile(common, schedule_queries(common, cluster_index(), common.num_heads, kHasRightBound)),
-        walks_to_diagonal(kWalksToDiagonal && 2 * work.block >= ceil_div(common.seqlen_q, kBlockM)) {}
+        goes_to_diagonal(kGoesToDiagonal && 2 * work.block >= ceil_div(common.seqlen_q, kBlockM)) {}
 
   CUFLASH_DEVICE int entry() const { return work.batch; }
   CUFLASH_DEVICE int tile_at(int n_block) const { return keys.at(n_block); }
-  CUFLASH_DEVICE bool ascends() const { return walks_to_diagonal; }
+  CUFLASH_DEVICE bool ascends() const { return goes_to_diagonal; }
   CUFLASH_DEVICE bool is_masked(const KeySteps& step) const {
     return step.n_block < keys.full_start || step.n_block >= keys.full_stop;
   }

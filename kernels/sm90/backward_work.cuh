@@ -1,18 +1,18 @@
-// The keys of a block of the backward pass on compute capability 9.0, and the tiles of queries that it walks over.
+// The keys of a block of the backward pass on compute capability 9.0, and the tiles of queries that it iterates over.
 #pragma once
 #include "common/softmax/backward.cuh"
 #include "common/config.cuh"
 #include "common/io/params.cuh"
-#include "common/schedule/query_walk.cuh"
+#include "common/schedule/query_iterator.cuh"
 #include "common/schedule/schedule.cuh"
 
 // The tile of keys of a block, found by the block's place in launch order, and the part of the tile's steps that is the
 // block's share.
-struct WalkSplit {
+struct WorkSplit {
   u32 tile;
   int part, parts;
 
-  CUFLASH_DEVICE explicit WalkSplit(const Params& params, u32 block = ptx::block_index())
+  CUFLASH_DEVICE explicit WorkSplit(const Params& params, u32 block = ptx::block_index())
       : tile(block), part(0), parts(1) {
     if (!kSplitsTail || tile < (u32)params.whole_tiles) return;
     const u32 index = tile - params.whole_tiles;
@@ -22,20 +22,20 @@ struct WalkSplit {
   }
 };
 
-// The keys of a block, and the steps that every role walks over.
+// The keys of a block, and the steps that every role iterates over.
 struct BackwardWork {
   Work work;
   int num_n_blocks, num_m_blocks, split, head_kv, first_key, key_stop, first_head, stop_head, first_step, num_steps;
   int part;          // the number of this block among those that share the tile
   int own_diagonal;  // of the batch entry
-  bool walks_back;   // from the last tile of queries to the first
+  bool goes_back;    // from the last tile of queries to the first
   bool is_shared;    // whether other blocks have the same keys
   QueryTiles queries;
 
   // Warp. Finds the tile. With packed sequences the block does so once, for all of its roles. The blocks of a cluster
   // share one tile, so there `block` is the number of the cluster.
   CUFLASH_DEVICE static Work find(const Params& params, u32 block = ptx::block_index()) {
-    return find_keys(params, WalkSplit(params, block).tile, num_parts_of(params));
+    return find_keys(params, WorkSplit(params, block).tile, num_parts_of(params));
   }
 
   CUFLASH_DEVICE explicit BackwardWork(const Params& params, const Work& found = {}, u32 block = ptx::block_index()) {
@@ -51,13 +51,13 @@ struct BackwardWork {
     first_head = head_kv * group + group * split / splits;
     stop_head = head_kv * group + group * (split + 1) / splits;
     num_steps = find_queries(params, work, first_head, stop_head, key_stop, queries);
-    walks_back = kBackShare != 0 && work.head >= num_parts_of(params) - num_heads_back(num_parts_of(params));
-    set_direction(queries, walks_back);
+    goes_back = kBackShare != 0 && work.head >= num_parts_of(params) - num_heads_back(num_parts_of(params));
+    set_direction(queries, goes_back);
     first_step = 0;
     part = 0;
     is_shared = kSplitsGroup;
     if constexpr (kSplitsTail) {
-      const WalkSplit split(params, block);
+      const WorkSplit split(params, block);
       const auto step_of = [&](int part) { return (int)((i64)num_steps * part / split.parts); };
       is_shared = split.parts > 1;
       part = split.part;
@@ -68,21 +68,21 @@ struct BackwardWork {
       if (*overlap_of(params, num_m_blocks)) num_steps = 0;
     }
   }
-  CUFLASH_DEVICE Walk first() const {
-    Walk walk = Walk::first(queries, first_head);
-    if (kSplitsTail && first_step > 0) walk.skip(queries, first_step);
-    return walk;
+  CUFLASH_DEVICE QueryTileIterator first() const {
+    QueryTileIterator m_tile = QueryTileIterator::first(queries, first_head);
+    if (kSplitsTail && first_step > 0) m_tile.skip(queries, first_step);
+    return m_tile;
   }
   // The index of a tile of queries among those of all heads and batch entries.
-  CUFLASH_DEVICE i64 index_of(const Params& params, const Walk& walk) const {
-    return m_tile_of(params, num_m_blocks, work.batch, walk.head, walk.m_block);
+  CUFLASH_DEVICE i64 index_of(const Params& params, const QueryTileIterator& m_tile) const {
+    return m_tile_of(params, num_m_blocks, work.batch, m_tile.head, m_tile.m_block);
   }
   // This block's turn to add to dQ of a tile of queries: how many tiles of keys that these queries attend to come
   // before its own.
   CUFLASH_DEVICE u32 turn(const Params& params, int m_block) const {
     const int first_row = m_block * kBlockM;
     const TileRange keys = key_tiles(params, work.batch, first_row, first_row + kBlockM - 1, key_stop);
-    return kLastFirst && !walks_back ? keys.stop - 1 - work.block : work.block - keys.start;
+    return kLastFirst && !goes_back ? keys.stop - 1 - work.block : work.block - keys.start;
   }
   // Where a block that shares its tile leaves its part of the sums.
   CUFLASH_DEVICE Real* partials(const Params& params, u32 thread, u32 block = ptx::block_index()) const {

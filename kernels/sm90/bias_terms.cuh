@@ -63,13 +63,14 @@ struct PerKeyValues {
   }
 };
 
-// A warp of the producer. It walks over tiles of queries as the consumers do, and writes the numbers of a tile of keys
-// to a stage of `numbers` once the empty barrier of that stage in `ring` says that it is free.
-template <int stages, class Walk>
-CUFLASH_DEVICE void produce_per_key_values(const Params& params, Walk walk, const Ring<stages>& ring, u32 numbers) {
+// A warp of the producer. It iterates over tiles of queries as the consumers do, and writes the numbers of a tile of
+// keys to a stage of `numbers` once the empty barrier of that stage in `ring` says that it is free.
+template <int stages, class Scheduler>
+CUFLASH_DEVICE void produce_per_key_values(const Params& params, Scheduler scheduler, const Ring<stages>& ring,
+                                           u32 numbers) {
   Position<stages> key;
-  for (; walk.more(); walk.advance()) {
-    const QueryTile tile(params, walk.work(params));
+  for (; scheduler.more(); scheduler.advance()) {
+    const QueryTile tile(params, scheduler.work(params));
     const Score score(params, tile.work.batch, tile.work.head, tile.key_stop);
     const PerKeyValues of_keys(params, score, tile.work.batch, tile.work.head);
     for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {

@@ -50,8 +50,8 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
   Position<kNumStages> at;
   Position<1> q_at;
 #pragma unroll 1
-  for (HeadWalk walk(common); walk.more(); walk.advance()) {
-    const HeadWork work(common, walk);
+  for (HeadScheduler scheduler(common); scheduler.more(); scheduler.advance()) {
+    const HeadWork work(common, scheduler);
     const LaneRows rows(common, work, lane_row);
     OnlineSoftmax<1> softmax;
     float s[1][kNTiles][4], o[1][kDimV / 8][4];
@@ -101,7 +101,7 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
       for (int n = 0; n < kDimV / 8; ++n) visit(8 * n + fragment_column(), o[0][n][2 * half], o[0][n][2 * half + 1]);
     };
     store_rows(
-        common, walk, work, rows, lane_row, softmax, o, [&](int half) { return softmax.inverse_sum(0, half); },
+        common, scheduler, work, rows, lane_row, softmax, o, [&](int half) { return softmax.inverse_sum(0, half); },
         visit_pairs);
   }
   if constexpr (kCombines) {

@@ -205,8 +205,8 @@ struct Consumer {
         division(common.num_heads / common.num_heads_kv * common.seqlen_q),
         lane_row{division.first_row + fragment_row(), division.first_row + fragment_row() + 8} {}
 
-  CUFLASH_DEVICE void take_head(const HeadWalk& walk) {
-    const HeadWork work(common, walk);
+  CUFLASH_DEVICE void take_head(const HeadScheduler& scheduler) {
+    const HeadWork work(common, scheduler);
     const LaneRows rows(common, work, lane_row);
     const HeadScales<kVScale> v_scales(common, common.v_scale, common.v_scale_shift, work.batch, work.head_kv);
     float q_scale[1][2], narrowed[2] = {1.0f, 1.0f};
@@ -238,7 +238,7 @@ struct Consumer {
       release_by_warp(shared.q_ring.empty(q_at));
       q_at.advance();
     }
-    if (division.part == 0) store(walk, work, rows, v_scales.of_head(), sums);
+    if (division.part == 0) store(scheduler, work, rows, v_scales.of_head(), sums);
   }
 
  private:
@@ -272,7 +272,7 @@ struct Consumer {
       multiply_o<false>(sums.out[0], s[0], v, first, valid);
   }
 
-  CUFLASH_DEVICE void store(const HeadWalk& walk, const HeadWork& work, const LaneRows& rows, float v_scale,
+  CUFLASH_DEVICE void store(const HeadScheduler& scheduler, const HeadWork& work, const LaneRows& rows, float v_scale,
                             Sums& sums) const {
     const auto visit_pairs = [&](int half, auto visit) {
 #pragma unroll
@@ -284,7 +284,7 @@ struct Consumer {
         }
     };
     store_rows(
-        common, walk, work, rows, lane_row, sums.softmax, sums.out,
+        common, scheduler, work, rows, lane_row, sums.softmax, sums.out,
         [&](int half) { return sums.value_scales.row_factor(sums.softmax.inverse_sum(0, half), v_scale); },
         visit_pairs);
   }
@@ -294,7 +294,7 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, const Shared& shared) {
   if (kCombines && ptx::thread_index() == 0) prepare_arrivals(params.common);
   Consumer consumer(params, shared);
 #pragma unroll 1
-  for (HeadWalk walk(params.common); walk.more(); walk.advance()) consumer.take_head(walk);
+  for (HeadScheduler scheduler(params.common); scheduler.more(); scheduler.advance()) consumer.take_head(scheduler);
   if constexpr (kCombines) {
     sync_consumer();
     combine_heads<kConsumerWarps>(params.common);

@@ -13,13 +13,13 @@ struct WideHead : HeadWork, OverKeys<WideHead> {
   static constexpr bool kClears = true;  // tensor maps may reach over more keys than there are
 
   const Params& common;
-  const HeadWalk& walk;
+  const HeadScheduler& scheduler;
   int first_own, own_rows;
 
-  CUFLASH_DEVICE WideHead(const Params& common_, const HeadWalk& walk_)
-      : HeadWork(common_, walk_),
+  CUFLASH_DEVICE WideHead(const Params& common_, const HeadScheduler& scheduler_)
+      : HeadWork(common_, scheduler_),
         common(common_),
-        walk(walk_),
+        scheduler(scheduler_),
         first_own(ptx::cluster_rank<kClusterBlocks>() * kRows),
         own_rows(min_of(at_least_zero(rows - first_own), kRows)) {}
 
@@ -42,7 +42,7 @@ struct WideHead : HeadWork, OverKeys<WideHead> {
   }
 
   // The clusters that share the head, the place of this one among them, and whether it is the only one.
-  CUFLASH_DEVICE Partials partials() const { return {common, walk.splits, walk.head}; }
+  CUFLASH_DEVICE Partials partials() const { return {common, scheduler.splits, scheduler.head}; }
   CUFLASH_DEVICE static int place_in(const Partials& partials) {
     return (int)(ptx::block_index() / kClusterBlocks - partials.first_block);
   }
@@ -107,11 +107,12 @@ struct WideHead : HeadWork, OverKeys<WideHead> {
   }
 };
 
-struct WideHeadWalk : HeadWalk {
-  CUFLASH_DEVICE explicit WideHeadWalk(const Params& common) : HeadWalk(common, ptx::block_index() / kClusterBlocks) {}
+struct WideHeadScheduler : HeadScheduler {
+  CUFLASH_DEVICE explicit WideHeadScheduler(const Params& common)
+      : HeadScheduler(common, ptx::block_index() / kClusterBlocks) {}
   CUFLASH_DEVICE WideHead work(const Params& common) const { return {common, *this}; }
 };
 
-CUFLASH_DEVICE void decode(const WideParams& params) { take_all<WideHeadWalk, SoftmaxRole>(params); }
+CUFLASH_DEVICE void decode(const WideParams& params) { take_all<WideHeadScheduler, SoftmaxRole>(params); }
 
 CUFLASH_DEFINE_CLUSTER_KERNEL(CUFLASH_KERNEL_NAME, WideParams, kNumThreads, kClusterBlocks, decode)

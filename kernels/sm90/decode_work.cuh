@@ -43,8 +43,8 @@ struct DecodeShared : QkvShared<kNumStages> {
 CUFLASH_DEVICE void produce(const DecodeParams& params, const QkvShared<kNumStages>& shared) {
   Position<kNumStages> at;
   Position<1> q_at;
-  for (HeadWalk walk(params.common); walk.more(); walk.advance()) {
-    const HeadWork work(params.common, walk);
+  for (HeadScheduler scheduler(params.common); scheduler.more(); scheduler.advance()) {
+    const HeadWork work(params.common, scheduler);
     for (int n_block = work.keys.stop - 1; n_block >= work.keys.start; --n_block, at.advance()) {
       const Barrier k_full = shared.k_ring.full(at), v_full = shared.v_ring.full(at);
       const KeyTile tile(params.common, work.batch, work.head_kv, n_block, work.key_stop);

@@ -17,7 +17,7 @@
 //   k_empty[i]   every warp has its exponentials   producer, before the next K in stage i
 //   v_full[i]    V has arrived in stage i          consumers, before O
 //   v_empty[i]   every consumer has its O          producer, before the next V in stage i
-//   varlen (packed sequences), where a scheduler warp finds the tiles of queries (sm90/varlen_walk.cuh):
+//   varlen (packed sequences), where a scheduler warp finds the tiles of queries (sm90/varlen_scheduler.cuh):
 //   full[i]      a tile of queries is in stage i   consumers and producer, before they start it
 //   empty[i]     all of them have read it          scheduler, before the next in stage i
 //   named: one per consumer for the ping-pong; one per consumer for itself; one for all consumers
@@ -43,7 +43,7 @@
 #include "sm90/pipeline.cuh"
 #include "sm90/products.cuh"
 #include "sm90/tiles.cuh"
-#include "sm90/varlen_walk.cuh"
+#include "sm90/varlen_scheduler.cuh"
 
 constexpr bool kPingPong = CUFLASH_PING_PONG;
 using ConsumerPingPong = PingPong<kPingPong, kConsumers, kPingPongBarrier>;
@@ -74,8 +74,8 @@ static_assert(kQStages * kBytesQ + kBytesOut + kNumStages * (kBytesK + kBytesV +
               "shared memory differs from the plan");
 
 // Registers per thread after the producer has given up most of its own. Their sum over the block is at most what the
-// block started with. The producer warpgroup needs more of them for the varlen walk and for per-key values. It gets
-// them where the consumers can spare some.
+// block started with. The producer warpgroup needs more of them for the varlen scheduler and for per-key values. It
+// gets them where the consumers can spare some.
 constexpr bool kProducerWantsMore = (kIsPacked || kNumPerKey > 0) && (kConsumers == 4 || kDimV <= 192);
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : !kProducerWantsMore ? 24 : kConsumers == 4 ? 32 : 40;
 constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : kProducerWantsMore ? 232 : 240;
@@ -111,12 +111,13 @@ struct Shared : QkvBarriers<kNumStages, kQStages> {
   }
 };
 
-// The producer: one thread. It walks over the tiles as the consumers do, as far ahead of them as the rings allow.
+// The producer: one thread. It iterates over the tiles as the consumers do, as far ahead of them as the rings allow.
 CUFLASH_DEVICE void produce(const ForwardParams& params, Shared& shared) {
   Position<kQStages> query;
   Position<kNumStages> key;
-  for (auto walk = walk_of<false>(params.common, shared.tiles); walk.more(); walk.advance(), query.advance()) {
-    const QueryTile tile(params.common, walk.work(params.common));
+  for (auto scheduler = make_scheduler<false>(params.common, shared.tiles); scheduler.more();
+       scheduler.advance(), query.advance()) {
+    const QueryTile tile(params.common, scheduler.work(params.common));
     const int head = tile.head_kv, batch = entry_of(tile.work.batch);
     const auto load_q = [&]() {
       const Barrier q_full = shared.q_ring.full(query);
@@ -489,9 +490,9 @@ struct Consumer {
     to_weights(n_block);
   }
 
-  // Walks over all tiles of keys that these queries attend to, from the last place to the first. Gives Q back at
+  // Iterates over all tiles of keys that these queries attend to, from the last place to the first. Gives Q back at
   // `empty`.
-  CUFLASH_DEVICE void walk_keys(const TileRange& keys, const Barrier& empty) {
+  CUFLASH_DEVICE void mainloop(const TileRange& keys, const Barrier& empty) {
     int n_block = keys.stop - 1;
     first_step(n_block, keys);
     --n_block;
@@ -589,8 +590,9 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 ind
   const ConsumerPingPong ping_pong(index);
   Position<kQStages> query;
   Position<kNumStages> key;
-  for (auto walk = walk_of<true>(common, shared.tiles); walk.more(); walk.advance(), query.advance()) {
-    const QueryTile tile(common, walk.work(common));
+  for (auto scheduler = make_scheduler<true>(common, shared.tiles); scheduler.more();
+       scheduler.advance(), query.advance()) {
+    const QueryTile tile(common, scheduler.work(common));
     const Entry batch = tile.work.batch;
     Consumer consumer(common, shared, index, ping_pong, query, key, tile);
 
@@ -602,7 +604,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 ind
 #pragma unroll 4
     for (int n_block = tile.keys.stop - 1; n_block >= keys.stop; --n_block) consumer.skip();
     if (keys.start < keys.stop)
-      consumer.walk_keys(keys, shared.q_ring.empty(query));
+      consumer.mainloop(keys, shared.q_ring.empty(query));
     else  // as a warp, so that no lane still waits for a Q that the others have given back
       arrive_as_warp(shared.q_ring.empty(query));
 #pragma unroll 4
@@ -636,7 +638,7 @@ CUFLASH_DEVICE void forward(const ForwardParams& params) {
     if constexpr (kNumPerKey > 0) {
       // This warp arrives at k_full, as the load of K does, because the numbers are in the same stage.
       if (warp == 4 * kConsumers + 1)
-        produce_per_key_values(params.common, walk_of<false>(params.common, shared.tiles), shared.k_ring,
+        produce_per_key_values(params.common, make_scheduler<false>(params.common, shared.tiles), shared.k_ring,
                                shared.numbers);
     }
     if constexpr (kIsPacked) {

@@ -154,13 +154,13 @@ struct Shared {
   CUFLASH_DEVICE static constexpr u32 one_code(Float8E5M2) { return 0x3c; }
 };
 
-// The producer: one thread. It walks over the tiles as the consumers do, as far ahead of them as the rings allow.
+// The producer: one thread. It iterates over the tiles as the consumers do, as far ahead of them as the rings allow.
 CUFLASH_DEVICE void produce(const ForwardParams& params, const Shared& shared) {
   Position<kQStages> query;
   Position<kNumStages> key;
   Position<kValueStages> value;
-  for (EntryWalk walk(params.common); walk.more(); walk.advance(), query.advance()) {
-    const QueryTile tile(params.common, walk.work(params.common));
+  for (TileScheduler scheduler(params.common); scheduler.more(); scheduler.advance(), query.advance()) {
+    const QueryTile tile(params.common, scheduler.work(params.common));
     const Barrier q_full = shared.q_ring.full(query);
     shared.q_ring.empty(query).wait(query.parity ^ 1);
     q_full.arrive_expect(kBytesQ);
@@ -211,8 +211,8 @@ CUFLASH_DEVICE void transpose(u32 target, u32 source, u32 columns, int valid, En
 CUFLASH_DEVICE void transpose_values(const Params& params, const Shared& shared, u32 index) {
   Position<kNumStages> key;
   Position<kValueStages> value;
-  for (EntryWalk walk(params); walk.more(); walk.advance()) {
-    const QueryTile tile(params, walk.work(params));
+  for (TileScheduler scheduler(params); scheduler.more(); scheduler.advance()) {
+    const QueryTile tile(params, scheduler.work(params));
     for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance(), value.advance()) {
       const int valid = tile.key_stop - tile.keys.at(n_block) * kBlockN;
       shared.v_ring.full(value).wait(value.parity);
@@ -476,8 +476,8 @@ struct Consumer {
     key.advance();
   }
 
-  // Walks over all tiles of keys that these queries attend to, from the last place to the first.
-  CUFLASH_DEVICE void walk_keys(const TileRange& keys) {
+  // Iterates over all tiles of keys that these queries attend to, from the last place to the first.
+  CUFLASH_DEVICE void mainloop(const TileRange& keys) {
     int n_block = keys.stop - 1;
     if constexpr (kOverlaps) first_step(n_block--, keys);
 #pragma unroll 1
@@ -524,13 +524,13 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, const Shared& shared, u
   const ExponentialTurns turns(index);
   Position<kQStages> query;
   Position<kNumStages> key;
-  for (EntryWalk walk(common); walk.more(); walk.advance(), query.advance()) {
-    const QueryTile tile(common, walk.work(common));
+  for (TileScheduler scheduler(common); scheduler.more(); scheduler.advance(), query.advance()) {
+    const QueryTile tile(common, scheduler.work(common));
     Consumer consumer(common, shared, index, turns, query, key, tile);
     shared.q_ring.full(query).wait(query.parity);
     const TileRange keys = tile.keys_of(common, index);
     for (int n_block = tile.keys.stop - 1; n_block >= max_of(keys.stop, tile.keys.start); --n_block) consumer.skip();
-    if (keys.start < keys.stop) consumer.walk_keys(keys);
+    if (keys.start < keys.stop) consumer.mainloop(keys);
     arrive_as_warp(shared.q_ring.empty(query));
     for (int n_block = min_of(keys.start, keys.stop) - 1; n_block >= tile.keys.start; --n_block) consumer.skip();
 

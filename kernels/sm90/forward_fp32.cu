@@ -119,13 +119,13 @@ struct BiasTermStage {
   }
 };
 
-// The producer: one thread. It walks over the tiles as the consumers do, as far ahead of them as the rings allow.
+// The producer: one thread. It iterates over the tiles as the consumers do, as far ahead of them as the rings allow.
 template <class P>
 CUFLASH_DEVICE void produce(const P& params, Shared& shared) {
   Position<kNumStages> key;
   Position<1> query, bias_term;
-  for (EntryWalk walk(params.common); walk.more(); walk.advance(), query.advance()) {
-    const QueryTile tile(params.common, walk.work(params.common));
+  for (TileScheduler scheduler(params.common); scheduler.more(); scheduler.advance(), query.advance()) {
+    const QueryTile tile(params.common, scheduler.work(params.common));
     const int head = tile.head_kv, batch = tile.work.batch, all_batch = params.common.batch;
     const auto load_q = [&]() {
       const Barrier q_full = shared.q_ring.full(query);
@@ -226,10 +226,10 @@ struct SplittingProducer {
   }
 
   CUFLASH_DEVICE void run() {
-    EntryWalk walk(common);
-    if (walk.more()) begin_first(QueryTile(common, walk.work(common)));
-    for (; walk.more(); query.advance()) {
-      const QueryTile tile(common, walk.work(common));
+    TileScheduler scheduler(common);
+    if (scheduler.more()) begin_first(QueryTile(common, scheduler.work(common)));
+    for (; scheduler.more(); query.advance()) {
+      const QueryTile tile(common, scheduler.work(common));
       const Score score(common, tile.work.batch, tile.work.head, tile.key_stop);
       const PerKeyValues of_keys(common, score, tile.work.batch, tile.work.head);
       if (tile.keys.start == tile.keys.stop) bring_q(tile);
@@ -241,8 +241,8 @@ struct SplittingProducer {
         finish(v, shared.v_ring, shared.v, kPartV);
         if (n_block > tile.keys.start) begin(k, common.k, tile, n_block - 1);
       }
-      walk.advance();
-      if (walk.more()) begin_first(QueryTile(common, walk.work(common)));
+      scheduler.advance();
+      if (scheduler.more()) begin_first(QueryTile(common, scheduler.work(common)));
     }
   }
 };
@@ -375,8 +375,8 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
   Position<kNumStages> key;
   Position<1> query;
   BiasTermStage bias_terms{shared.bias_term_ring, {}};
-  for (EntryWalk walk(common); walk.more(); walk.advance(), query.advance()) {
-    const QueryTile tile(common, walk.work(common));
+  for (TileScheduler scheduler(common); scheduler.more(); scheduler.advance(), query.advance()) {
+    const QueryTile tile(common, scheduler.work(common));
     const int head = tile.work.head, batch = tile.work.batch;
     const Score score(common, batch, head, tile.key_stop);
     const Mask mask(common, batch, head, tile.key_stop);
@@ -479,7 +479,7 @@ CUFLASH_DEVICE void forward(const ForwardParams& params) {
       if (warp == 4 * kConsumers && ptx::elect_lane()) produce(params, shared);
       if constexpr (kHasPerKeyValues) {
         if (warp == 4 * kConsumers + 1)
-          produce_per_key_values(params.common, EntryWalk(params.common), shared.bias_term_ring, shared.numbers);
+          produce_per_key_values(params.common, TileScheduler(params.common), shared.bias_term_ring, shared.numbers);
       }
     }
   } else {

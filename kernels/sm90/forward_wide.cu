@@ -94,13 +94,13 @@ struct WideTile : QueryTile, OverKeys<WideTile> {
   }
 };
 
-struct TileWalk : EntryWalkOf<kClusterBlocks> {
-  using EntryWalkOf<kClusterBlocks>::EntryWalkOf;
+struct WideTileScheduler : TileSchedulerOf<kClusterBlocks> {
+  using TileSchedulerOf<kClusterBlocks>::TileSchedulerOf;
   CUFLASH_DEVICE WideTile work(const Params& common) const {
-    return WideTile(common, EntryWalkOf<kClusterBlocks>::work(common));
+    return WideTile(common, TileSchedulerOf<kClusterBlocks>::work(common));
   }
 };
 
-CUFLASH_DEVICE void forward(const WideParams& params) { take_all<TileWalk, SoftmaxRole>(params); }
+CUFLASH_DEVICE void forward(const WideParams& params) { take_all<WideTileScheduler, SoftmaxRole>(params); }
 
 CUFLASH_DEFINE_CLUSTER_KERNEL(CUFLASH_KERNEL_NAME, WideParams, kNumThreads, kClusterBlocks, forward)

@@ -2,7 +2,7 @@
 // derivatives of the score, of all pairs of a tile.
 //
 //   a place that depends on    is summed
-//   the head                   by each lane, until the walk comes to the next query head
+//   the head                   by each lane, until the loop comes to the next query head
 //   the key                    by each lane, for each of its two keys, until then, too
 //   the query                  by each warp in every step, over its 16 keys
 //   i - j                      by each warp in every step, over its part of the diagonal

@@ -134,15 +134,15 @@ CUFLASH_DEVICE void store_wide_row(float* row, const float (&sum)[n_tiles][4], i
 // ---- Roles ----------------------------------------------------------------------------------------------------------
 
 // The kernels run this: every role goes through the same work. `SoftmaxRole` is the role of warpgroup 2.
-template <class Walk, class SoftmaxRole>
+template <class Scheduler, class SoftmaxRole>
 CUFLASH_DEVICE void take_all(const WideParams& params) {
   const Shared shared;
   shared.make_barriers();
   const u32 warp = ptx::uniform(ptx::thread_index() / 32);
   const auto each = [&](auto& role) {
 #pragma unroll 1
-    for (Walk walk(params.common); walk.more(); walk.advance()) {
-      const auto work = walk.work(params.common);
+    for (Scheduler scheduler(params.common); scheduler.more(); scheduler.advance()) {
+      const auto work = scheduler.work(params.common);
 #pragma unroll 1
       for (int pass = 0; pass < kPasses; ++pass) role.take(params, work, pass);
     }

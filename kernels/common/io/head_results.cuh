@@ -11,8 +11,8 @@ constexpr bool kCombines = CUFLASH_COMBINES;  // the last block of a head combin
 // Prepares the counters of arrivals of the heads that this block splits with others.
 CUFLASH_DEVICE void prepare_arrivals(const Params& params) {
 #pragma unroll 1
-  for (HeadWalk walk(params); walk.more(); walk.advance()) {
-    const Partials partials(params, walk.splits, walk.head);
+  for (HeadScheduler scheduler(params); scheduler.more(); scheduler.advance()) {
+    const Partials partials(params, scheduler.splits, scheduler.head);
     if (partials.count > 1) partials.arrivals(params).prepare();
   }
 }
@@ -25,8 +25,8 @@ constexpr int kCombinedColumns = 128, kChunks = chunks_of_row(kCombinedColumns);
 template <int warps>
 CUFLASH_DEVICE void combine_heads(const Params& params) {
 #pragma unroll 1
-  for (HeadWalk walk(params); walk.more(); walk.advance()) {
-    const Partials partials(params, walk.splits, walk.head);
+  for (HeadScheduler scheduler(params); scheduler.more(); scheduler.advance()) {
+    const Partials partials(params, scheduler.splits, scheduler.head);
     if (partials.count == 1) continue;
     const bool arrives = ptx::thread_index() == 0;
     if (!ptx::sync_named_any(1, 32 * warps, arrives && partials.arrivals(params).arrive())) continue;
@@ -40,10 +40,11 @@ CUFLASH_DEVICE void combine_heads(const Params& params) {
 // rows, half 0 and half 1: `factor(half)` is the factor of O, and `visit_pairs(half, visit)` calls visit(column, left,
 // right) for its pairs of columns. If warps share rows, the first warp (`is_first`) stores what a row has only once.
 template <class Softmax, int out_tiles, class Factor, class VisitPairs>
-CUFLASH_DEVICE void store_rows(const Params& common, const HeadWalk& walk, const HeadWork& work, const LaneRows& rows,
-                               const int (&lane_row)[2], Softmax& softmax, Real (&o)[1][out_tiles][4], Factor factor,
-                               VisitPairs visit_pairs, bool is_first = true) {
-  const Partials partials(common, walk.splits, walk.head);
+CUFLASH_DEVICE void store_rows(const Params& common, const HeadScheduler& scheduler, const HeadWork& work,
+                               const LaneRows& rows, const int (&lane_row)[2], Softmax& softmax,
+                               Real (&o)[1][out_tiles][4], Factor factor, VisitPairs visit_pairs,
+                               bool is_first = true) {
+  const Partials partials(common, scheduler.splits, scheduler.head);
   const bool is_alone = !kSplitsKeys || partials.count == 1;
   if (kHasSinks && is_alone) {
     softmax.add_sinks(o, [&](int, int half) {

@@ -14,13 +14,14 @@
 
 constexpr bool kSplitsKeys = CUFLASH_SPLITS_KEYS;  // blocks share the keys of a head
 
-// Walks over the heads of which a block has keys. The blocks of a cluster have the same heads, and count as one block.
-struct HeadWalk {
+// Iterates over the heads of which a block has keys. The blocks of a cluster have the same heads, and count as one
+// block.
+struct HeadScheduler {
   KeySplits splits;
   u32 at, stop;  // places among the keys of all heads
   u32 head;      // key/value head, among those of the whole batch
 
-  CUFLASH_DEVICE explicit HeadWalk(const Params& params, u32 block = ptx::block_index()) : splits(params) {
+  CUFLASH_DEVICE explicit HeadScheduler(const Params& params, u32 block = ptx::block_index()) : splits(params) {
     at = splits.start_of_block(block);
     stop = at + splits.heads;
     head = splits.head_at(at);
@@ -40,17 +41,17 @@ struct HeadWork {
   u32 blocks, from, to;       // this block has steps [from, to) of `blocks` steps
   TileRange keys;             // this block's tiles; but `full_start` and `full_stop` are those of the whole head
 
-  CUFLASH_DEVICE HeadWork(const Params& params, const HeadWalk& walk) {
-    head_kv = walk.head % params.num_heads_kv;
-    batch = walk.head / params.num_heads_kv;
+  CUFLASH_DEVICE HeadWork(const Params& params, const HeadScheduler& scheduler) {
+    head_kv = scheduler.head % params.num_heads_kv;
+    batch = scheduler.head / params.num_heads_kv;
     group = params.num_heads / params.num_heads_kv;
     rows = group * params.seqlen_q;
     key_stop = key_stop_of(params, batch);
     keys = key_tiles(params, batch, 0, params.seqlen_q - 1, key_stop);
     first_tile = keys.start, num_tiles = keys.stop - keys.start;
-    blocks = walk.splits.blocks;
-    from = walk.at - walk.splits.start_of_head(walk.head);
-    to = from + min_of(walk.stop - walk.at, blocks - from);
+    blocks = scheduler.splits.blocks;
+    from = scheduler.at - scheduler.splits.start_of_head(scheduler.head);
+    to = from + min_of(scheduler.stop - scheduler.at, blocks - from);
     keys.start = first_tile + part_of(num_tiles, from);
     keys.stop = first_tile + part_of(num_tiles, to);
   }

@@ -151,11 +151,11 @@ CUFLASH_DEVICE TileRange query_tiles(const Params& params, Entry batch, int firs
 
 // With a block mask, or a mask or a function that hides pairs, helpers/block_index.cu writes a list for each tile of
 // one axis: the number of tiles of the other axis that it meets, the number of those with every pair visible, and the
-// indices of the fully visible ones, then of the others, each in rising order. A kernel then walks over places in the
-// list instead of tiles.
+// indices of the fully visible ones, then of the others, each in rising order. A kernel then iterates over places in
+// the list instead of tiles.
 constexpr int kListHeader = 2;
 
-// An entry of a list: the index of a tile in the low bits, and flags that a walk needs above it, so that a step loads
+// An entry of a list: the index of a tile in the low bits, and flags that the loop needs above it, so that a step loads
 // one number.
 struct ListEntry {
   static constexpr u32 kIndexBits = 28;  // enough: a tile has at least 16 of at most 2^30 rows
@@ -176,15 +176,15 @@ CUFLASH_DEVICE i32* list_of(const Params& params, void* lists, int batch, int he
   return (i32*)lists + (lists_in(params).of(batch, head) * num_blocks + block) * (kListHeader + length);
 }
 
-// Whether a walk leads away from the queries: from the tile of keys at the diagonal to the first tile, and then from
-// the tile after the diagonal to the last one. Kernels walk from the last place to the first. Slopes (ALiBi) make the
+// Whether the loop leads away from the queries: from the tile of keys at the diagonal to the first tile, and then from
+// the tile after the diagonal to the last one. Kernels go from the last place to the first. Slopes (ALiBi) make the
 // scores of near keys the largest, so the first maxima of the rows stay the largest ones and nothing is rescaled.
-constexpr bool kWalksOutward = kHasAlibi && !kHasRightBound && !kHasLeftBound && !kHasLists;
+constexpr bool kGoesOutward = kHasAlibi && !kHasRightBound && !kHasLeftBound && !kHasLists;
 
 // The tiles of keys that a tile of queries attends to: a range of places, and the tile at each.
 struct KeyTiles : TileRange {
   const i32* list;
-  int nearest;  // kWalksOutward: of the tiles with every pair visible, the one nearest to the diagonal
+  int nearest;  // kGoesOutward: of the tiles with every pair visible, the one nearest to the diagonal
 
   CUFLASH_DEVICE KeyTiles(const Params& params, const Work& work, int key_stop) : list(nullptr), nearest(0) {
     const int first_row = work.block * kBlockM;
@@ -195,7 +195,7 @@ struct KeyTiles : TileRange {
     } else {
       const int last_row = min_of(first_row + kBlockM, seqlen_q_of(params, work.batch)) - 1;
       TileRange::operator=(key_tiles(params, work.batch, first_row, last_row, key_stop));
-      if constexpr (kWalksOutward) {
+      if constexpr (kGoesOutward) {
         const int diagonal = params.diagonal + own_diagonal_of(params, work.batch);
         nearest = at_least_zero(first_row + kBlockM / 2 + diagonal) / kBlockN;
         nearest = max_of(min_of(nearest, full_stop - 1), full_start);
@@ -204,7 +204,7 @@ struct KeyTiles : TileRange {
   }
   CUFLASH_DEVICE int at(int place) const {
     if constexpr (kHasLists) return entry_at(place).tile();
-    if constexpr (kWalksOutward) {
+    if constexpr (kGoesOutward) {
       const int steps = full_stop - 1 - place, before = nearest - full_start;
       if (place >= full_start && steps >= 0) return steps <= before ? nearest - steps : full_start + steps;
     }
@@ -231,7 +231,7 @@ struct KeyTiles : TileRange {
 //
 // Clusters: the `cluster` blocks of a cluster take a unit together, and `resident_blocks` counts clusters.
 template <int cluster>
-struct EntryWalkOf {
+struct TileSchedulerOf {
   static constexpr bool kMayPart = kPairs && kPageSize == 0;
 
   int num_m_blocks, units_of_head;
@@ -239,7 +239,7 @@ struct EntryWalkOf {
   u32 two_rounds;  // kHasWindow: the units of a round and of the backward round after it
   bool second;
 
-  CUFLASH_DEVICE explicit EntryWalkOf(const Params& params)
+  CUFLASH_DEVICE explicit TileSchedulerOf(const Params& params)
       : num_m_blocks(ceil_div(params.seqlen_q, kBlockM)),
         units_of_head(kPairs ? (num_m_blocks + 1) / 2 : num_m_blocks),
         unit(ptx::block_index() / cluster),
@@ -301,7 +301,7 @@ struct EntryWalkOf {
   }
 };
 
-using EntryWalk = EntryWalkOf<1>;
+using TileScheduler = TileSchedulerOf<1>;
 
 // A tile of queries, and the tiles of keys that it attends to.
 struct QueryTile {

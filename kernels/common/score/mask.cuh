@@ -108,9 +108,9 @@ CUFLASH_DEVICE TileClass left_by_bias(const Params& params, int batch, int head,
   return class_of_tile(params, BiasBlocks(params).classes, biases_in(params).of(batch, head), m_block, n_block);
 }
 
-// Whether this kernel is the one of two that is to run: one walks over lists of what a bias leaves, the other does not.
-// Walking over lists costs 4 to 13 % of a pass in which they hide nothing (H100, 16-bit types, 4096 queries and keys),
-// so the kernel with lists runs only if more than one in kTilesToHidden tiles is hidden.
+// Whether this kernel is the one of two that is to run: one iterates over lists of what a bias leaves, the other does
+// not. Iterating over lists costs 4 to 13 % of a pass in which they hide nothing (H100, 16-bit types, 4096 queries and
+// keys), so the kernel with lists runs only if more than one in kTilesToHidden tiles is hidden.
 constexpr u32 kTilesToHidden = 8;
 CUFLASH_DEVICE bool is_chosen(const Params& params) {
   if constexpr (!kIsChosen) return true;

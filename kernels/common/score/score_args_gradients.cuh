@@ -73,7 +73,7 @@ struct TermScale {
   }
 };
 
-// What a lane keeps during the walk of its block, all of whose pairs are of one head. It is the largest term of each
+// What a lane keeps during the loop of its block, all of whose pairs are of one head. It is the largest term of each
 // read of an array in the score; or, in the next launch, the sums of reads that do not depend on the pair. The terms of
 // other reads are added one by one.
 struct ScoreArgSums {

@@ -20,15 +20,15 @@ constexpr int kResultElements = kResultRows * kResultColumns;
 
 CUFLASH_DEVICE int splits_of(const Params& params) { return kNeedsDbias ? params.score_splits : params.sums_splits; }
 
-// A tile of pairs of one head, and the walk over the tiles that are summed, keys innermost.
+// A tile of pairs of one head, and the iterate over the tiles that are summed, keys innermost.
 struct ScoreTiles {
   int num_m_blocks, num_n_blocks;
   Entry batch;
   int head, m_block, n_block;
   i64 left;  // tiles to come, this one included
 
-  // Walks over all tiles that belong to tile `result` of the result. The indices of the first one are zero on axes that
-  // are summed over.
+  // Iterates over all tiles that belong to tile `result` of the result. The indices of the first one are zero on axes
+  // that are summed over.
   CUFLASH_DEVICE ScoreTiles(const Params& params, u32 result)
       : num_m_blocks(num_tiles_of(params, params.seqlen_q, kBlockM)), num_n_blocks(ceil_div(params.seqlen_k, kBlockN)) {
     const auto owned = [&](bool sums, int count) {
@@ -61,7 +61,7 @@ struct ScoreTiles {
            (kSumsKeys ? 1 : ceil_div(params.seqlen_k, kBlockN));
   }
 
-  // Restricts the walk to the split of one of `splits` blocks, and to tiles of which something is visible.
+  // Restricts the loop to the split of one of `splits` blocks, and to tiles of which something is visible.
   CUFLASH_DEVICE void take_split(const Params& params, int split, int splits) {
     const i64 first = left * split / splits;
     left = left * (split + 1) / splits - first;

@@ -60,7 +60,7 @@ CUFLASH_DEVICE i64 first_part_of(const Params& params, int num_n_blocks, Entry b
 // tiles run alone at the end.
 //
 // kBackShare: where that costs more than waiting does, one of kBackShare heads of each batch entry comes after all
-// others and starts with its longest tile. Its tiles walk from the last query, which all of them see, back to the
+// others and starts with its longest tile. Its tiles go from the last query, which all of them see, back to the
 // diagonal. Which heads these are depends on the head alone, so that the sums of dq are the same in any batch. So are
 // those of dk and dv, except for tiles that blocks share.
 constexpr bool kLastFirst = kDqInOrder && (kHasRightBound || kHasLeftBound);

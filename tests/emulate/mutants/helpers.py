@@ -165,7 +165,7 @@ MUTANTS = (
            "BlockMask(params, batch, 0)", "dbias blocks"),
     mutant("a share starts at the first head", SCORE_GRADIENTS, "start(kSumsHeads, head, params.num_heads);", "",
            "dbias shared"),
-    mutant("every walk over heads starts a batch entry", SCORE_GRADIENTS,
+    mutant("every loop over heads starts a batch entry", SCORE_GRADIENTS,
            "if (!next(kSumsHeads, head, params.num_heads)) next", "next(kSumsHeads, head, params.num_heads); next",
            "dbias in pairs of rows"),
     mutant("rows past the last are stored", SCORE_GRADIENTS, "(!kSumsQueries && row >= params.seqlen_q) || ", "",

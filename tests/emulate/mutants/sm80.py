@@ -4,7 +4,7 @@ from tests.emulate.mutants.planting import mutant
 
 SCORES = "common/score/scores.cuh"
 SCORE_GRADIENTS = "common/score/score_gradients.cuh"
-QUERY_WALK = "common/schedule/query_walk.cuh"
+QUERY_ITERATOR = "common/schedule/query_iterator.cuh"
 BACKWARD = "sm80/backward.cu"
 BACKWARD_DQ = "sm80/backward_dq.cu"
 BACKWARD_SCORES = "sm80/backward_scores.cu"
@@ -36,7 +36,7 @@ MUTANTS = (
     mutant("dS has one buffer", BACKWARD, "step % 2 * kBytesS", "0", "backward"),
     mutant("no barrier before dS is read", BACKWARD, "ds, one);\n      }\n" + _SYNC, "ds, one);\n      }\n",
            "backward shared"),
-    mutant("the walk stays with one head", QUERY_WALK,
+    mutant("the loop stays with one head", QUERY_ITERATOR,
            "  CUFLASH_DEVICE int first() const { return backwards ? stop - 1 : start; }\n",
            "  CUFLASH_DEVICE int first() const { return backwards ? stop - 1 : start + 1; }\n", "backward shared"),
     mutant("a tile past the last is fetched", BACKWARD, "if (step + kNumStages < num_steps)",
@@ -51,7 +51,7 @@ MUTANTS = (
            "kept_scale, stats[i % 2 * 2 + 1]);", "backward terms"),
     mutant("statistics of the other query", BACKWARD, "PlainRow{stats[i % 2 * 2]}",
            "PlainRow{stats[i / 2 * 2]}", "backward"),
-    mutant("tiles of early queries are taken for full", QUERY_WALK, "m_block < tiles.full_start ||", "",
+    mutant("tiles of early queries are taken for full", QUERY_ITERATOR, "m_block < tiles.full_start ||", "",
            "backward window"),
     mutant("dS of the first warp's rows", BACKWARD, "a(s_ds_now, dq_warp_m * kDqMTiles);", "a(s_ds_now, 0);",
            "backward"),

@@ -11,7 +11,7 @@ PING_PONG = "sm90/ping_pong.cuh"
 PIPELINE = "sm90/pipeline.cuh"
 PRODUCTS = "sm90/products.cuh"
 TILES = "sm90/tiles.cuh"
-VARLEN_WALK = "sm90/varlen_walk.cuh"
+VARLEN_SCHEDULER = "sm90/varlen_scheduler.cuh"
 
 # fmt: off
 MUTANTS = (
@@ -148,8 +148,8 @@ MUTANTS = (
     mutant("queries without keys get no Q", FORWARD, "    if (tile.keys.start == tile.keys.stop) load_q();\n", "",
            "sm90 lengths"),
     mutant("the producer's phase of Q never changes", FORWARD,
-           "walk.advance(), query.advance()) {\n    const QueryTile tile(params.common",
-           "walk.advance()) {\n    const QueryTile tile(params.common", "sm90"),
+           "scheduler.advance(), query.advance()) {\n    const QueryTile tile(params.common",
+           "scheduler.advance()) {\n    const QueryTile tile(params.common", "sm90"),
     mutant("the producer waits for the first Q to be done", FORWARD,
            "shared.q_ring.empty(query).wait(query.parity ^ 1);", "shared.q_ring.empty(query).wait(query.parity);",
            "sm90"),
@@ -160,8 +160,8 @@ MUTANTS = (
     mutant("V by the size of K", FORWARD, "shared.v + key.stage * kBytesV, params.v",
            "shared.v + key.stage * kBytesK, params.v", "sm90"),
     mutant("a consumer's phase of Q never changes", FORWARD,
-           "walk.advance(), query.advance()) {\n    const QueryTile tile(common",
-           "walk.advance()) {\n    const QueryTile tile(common", "sm90"),
+           "scheduler.advance(), query.advance()) {\n    const QueryTile tile(common",
+           "scheduler.advance()) {\n    const QueryTile tile(common", "sm90"),
     mutant("consumers share queries", FORWARD, "kBytesQ + index * 64 * kLineBytes)", "kBytesQ)", "sm90"),
     mutant("every tile reads the Q of the first stage", FORWARD, "s_q(shared.q + query.stage * kBytesQ +",
            "s_q(shared.q +", "sm90"),
@@ -310,30 +310,33 @@ MUTANTS = (
            "i + kVectors < count * kVectors; i += 128", "packed sm90 full"),
     mutant("rows are stored without their swizzle", TILES, "(byte % kLineBytes ^ row % 8 * 16)",
            "byte % kLineBytes", "packed sm90 full", "sm90 narrow", "sm90 narrow backward"),
-    # ---- sm90/varlen_walk.cuh
-    mutant("units that there are not", VARLEN_WALK, "    count = count < places ? count : places;\n",
+    # ---- sm90/varlen_scheduler.cuh
+    mutant("units that there are not", VARLEN_SCHEDULER, "    count = count < places ? count : places;\n",
            "    count = places;\n", "packed sm90"),
-    mutant("units behind 32 sequences are not counted", VARLEN_WALK,
+    mutant("units behind 32 sequences are not counted", VARLEN_SCHEDULER,
            "    if (params.batch >= 32) count += units_from(32);\n", "", "packed many sm90"),
-    mutant("units of the first 32 sequences alone", VARLEN_WALK,
+    mutant("units of the first 32 sequences alone", VARLEN_SCHEDULER,
            "while (unit >= end && first_sequence() + 32 <= params.batch)", "while (false)", "packed many sm90"),
-    mutant("units of other heads from the last sequences on", VARLEN_WALK, "    if (unit < first) look_at(0, 0);\n", "",
+    mutant("units of other heads from the last sequences on", VARLEN_SCHEDULER,
+           "    if (unit < first) look_at(0, 0);\n", "",
            "packed many sm90"),
-    mutant("units of eight lanes are summed", VARLEN_WALK, "distance < 32; distance", "distance < 8; distance",
+    mutant("units of eight lanes are summed", VARLEN_SCHEDULER, "distance < 32; distance", "distance < 8; distance",
            "packed many sm90"),
-    mutant("the second tile of a pair is left out", VARLEN_WALK, "      if (from_start != from_end) put(work);\n", "",
+    mutant("the second tile of a pair is left out", VARLEN_SCHEDULER, "      if (from_start != from_end) put(work);\n",
+           "",
            "packed sm90"),
-    mutant("pairs of the tiles of all sequences", VARLEN_WALK,
+    mutant("pairs of the tiles of all sequences", VARLEN_SCHEDULER,
            "from_end = ceil_div(seqlen_q_of(params, work.batch), kBlockM)",
            "from_end = ceil_div(params.seqlen_q, kBlockM)", "packed sm90"),
-    mutant("a tile is replaced before it is read", VARLEN_WALK, "      ring.empty(at).wait(at.parity ^ 1);\n", "",
+    mutant("a tile is replaced before it is read", VARLEN_SCHEDULER, "      ring.empty(at).wait(at.parity ^ 1);\n", "",
            "packed sm90"),
-    mutant("a tile is told of before it is there", VARLEN_WALK, "      const Entry batch = work.batch;\n",
+    mutant("a tile is told of before it is there", VARLEN_SCHEDULER, "      const Entry batch = work.batch;\n",
            "      const Entry batch = work.batch;\n      ring.full(at).arrive();\n", "packed sm90"),
-    mutant("a tile is read before it is there", VARLEN_WALK, "    ring.full(at).wait(at.parity);\n", "", "packed sm90"),
-    mutant("a tile is given back before all lanes have read it", VARLEN_WALK, "    const Bytes16 low = ",
+    mutant("a tile is read before it is there", VARLEN_SCHEDULER, "    ring.full(at).wait(at.parity);\n", "",
+           "packed sm90"),
+    mutant("a tile is given back before all lanes have read it", VARLEN_SCHEDULER, "    const Bytes16 low = ",
            "    if (is_warp && ptx::thread_index() % 32 == 0) ring.empty(at).arrive();\n" "    const Bytes16 low = ",
            "packed sm90"),
-    mutant("there is no end", VARLEN_WALK, "  put({0, -1, {}});\n", "", "packed sm90"),
+    mutant("there is no end", VARLEN_SCHEDULER, "  put({0, -1, {}});\n", "", "packed sm90"),
 )
 # fmt: on

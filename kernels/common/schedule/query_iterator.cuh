@@ -1,5 +1,5 @@
-// How a block of the backward pass walks over the tiles of queries, heads outermost: over a range of tiles, or over the
-// lists of tiles that masks leave.
+// How a block of the backward pass iterates over the tiles of queries, heads outermost: over a range of tiles, or over
+// the lists of tiles that masks leave.
 #pragma once
 #include "common/softmax/backward.cuh"
 #include "common/config.cuh"
@@ -8,7 +8,7 @@
 
 static_assert(!kHasLists || !kDqInOrder, "the order of dq counts every tile of keys");
 
-// The tiles of queries that attend to a tile of keys, and the direction of the walk.
+// The tiles of queries that attend to a tile of keys, and the direction of the loop.
 struct QueryRange : TileRange {
   bool backwards = false;  // from the last tile to the first
 
@@ -52,8 +52,8 @@ CUFLASH_DEVICE int find_queries(const Params& params, const Work& work, int firs
 CUFLASH_DEVICE void set_direction(QueryRange& tiles, bool backwards) { tiles.backwards = backwards; }
 CUFLASH_DEVICE void set_direction(QueryLists&, bool) {}
 
-// The walk over (query head of the group, tile of queries) by ranges, heads outermost.
-struct RangeWalk {
+// The iteration over (query head of the group, tile of queries) by ranges, heads outermost.
+struct RangeIterator {
   int head, m_block;
   CUFLASH_DEVICE bool needs_mask(const QueryRange& tiles) const {
     return m_block < tiles.full_start || m_block >= tiles.full_stop;
@@ -68,11 +68,11 @@ struct RangeWalk {
     head += steps / length;
     m_block += tiles.backwards ? -(steps % length) : steps % length;
   }
-  CUFLASH_DEVICE static RangeWalk first(const QueryRange& tiles, int head) { return {head, tiles.first()}; }
+  CUFLASH_DEVICE static RangeIterator first(const QueryRange& tiles, int head) { return {head, tiles.first()}; }
 };
 
-// The position of a walk in a list: an index, which takes fewer registers, or, in kernels with a mask function of the
-// caller, an address.
+// The position of an iterator in a list: an index, which takes fewer registers, or, in kernels with a mask function of
+// the caller, an address.
 struct NumberInList {
   int place;
 
@@ -88,16 +88,16 @@ struct AddressInList {
   CUFLASH_DEVICE ListEntry entry(const i32*) const { return {(u32)*place}; }
 };
 
-// The walk over (query head of the group, tile of queries) by lists.
-struct ListWalk {
+// The iteration over (query head of the group, tile of queries) by lists.
+struct IndexIterator {
   int head, m_block;
   ListEntry entry;
   Either<kHasMaskFunction, AddressInList, NumberInList>::Type place;
 
-  CUFLASH_DEVICE static ListWalk first(const QueryLists& queries, int first_head) {
-    ListWalk walk = {queries.next_head(first_head), 0, {0}, {}};
-    walk.start_list(queries, 0);
-    return walk;
+  CUFLASH_DEVICE static IndexIterator first(const QueryLists& queries, int first_head) {
+    IndexIterator iterator = {queries.next_head(first_head), 0, {0}, {}};
+    iterator.start_list(queries, 0);
+    return iterator;
   }
   CUFLASH_DEVICE void advance(const QueryLists& queries) {
     if (entry.is_last()) {
@@ -129,5 +129,5 @@ struct ListWalk {
   }
 };
 
-using Walk = Either<kHasLists, ListWalk, RangeWalk>::Type;
+using QueryTileIterator = Either<kHasLists, IndexIterator, RangeIterator>::Type;
 using QueryTiles = Either<kHasLists, QueryLists, QueryRange>::Type;

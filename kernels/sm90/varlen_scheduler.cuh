@@ -1,4 +1,4 @@
-// How the blocks of a persistent kernel walk over the tiles of queries of packed sequences (varlen). One warp of a
+// How the blocks of a persistent kernel iterate over the tiles of queries of packed sequences (varlen). One warp of a
 // block, the scheduler, looks for the tiles and hands them to the other warps through a ring in shared memory, so that
 // no other warp waits for the starts of sequences.
 #pragma once
@@ -19,8 +19,8 @@ struct TileRing : Ring<kTileStages> {
   }
 };
 
-// The units of work of a head, numbered through all sequences. As in EntryWalk, a unit is a tile of queries, or a pair
-// of them. Each lane keeps one of 32 sequences.
+// The units of work of a head, numbered through all sequences. As in TileScheduler, a unit is a tile of queries, or a
+// pair of them. Each lane keeps one of 32 sequences.
 struct SequenceUnits {
   static constexpr int kRows = kPairs ? 2 * kBlockM : kBlockM;  // of a unit
   const Params& params;
@@ -108,14 +108,14 @@ CUFLASH_DEVICE void schedule_tiles(const Params& params, const TileRing& ring) {
   put({0, -1, {}});
 }
 
-// The walk of the other roles: the tiles that the scheduler hands over, read by a thread or by a warp.
+// The scheduler of the other roles: the tiles that the scheduler hands over, read by a thread or by a warp.
 template <bool is_warp>
-struct SequenceWalk {
+struct VarlenTileScheduler {
   TileRing ring;
   Position<kTileStages> at;
   Work current;
 
-  CUFLASH_DEVICE explicit SequenceWalk(const TileRing& ring_) : ring(ring_) { advance(); }
+  CUFLASH_DEVICE explicit VarlenTileScheduler(const TileRing& ring_) : ring(ring_) { advance(); }
 
   CUFLASH_DEVICE bool more() const { return current.head >= 0; }
   CUFLASH_DEVICE Work work(const Params&) const { return current; }
@@ -134,11 +134,11 @@ struct SequenceWalk {
   }
 };
 
-// The walk over tiles of queries, of packed sequences or not, by one thread or by a whole warp.
+// The iterate over tiles of queries, of packed sequences or not, by one thread or by a whole warp.
 template <bool is_warp>
-CUFLASH_DEVICE auto walk_of(const Params& params, const TileRing& tiles) {
+CUFLASH_DEVICE auto make_scheduler(const Params& params, const TileRing& tiles) {
   if constexpr (kIsPacked)
-    return SequenceWalk<is_warp>(tiles);
+    return VarlenTileScheduler<is_warp>(tiles);
   else
-    return EntryWalk(params);
+    return TileScheduler(params);
 }
