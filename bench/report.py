@@ -122,10 +122,8 @@ class Table:
         results = [r for r in records if r["record"] == "result"]
         self.cells = {(r["case"], r["contender"], r["pass"]): r for r in results}
         self.problems = {r["case"]: r["problem"] for r in results}
-        present = {r["contender"] for r in results}
         timed = {r["contender"] for r in results if "median_us" in r}
         self.contenders = [x for x in self.run["contenders"] if x in timed]
-        self.untimed = [x for x in self.run["contenders"] if x in present - timed]
         self.peers = [x for x in self.contenders if not x.startswith("cuflash") and x != "empty-launch"]
         self.passes = [x for x in PASSES if any(r["pass"] == x for r in results)]
         self.in_bytes = all(8 * p["seqlen_q"] <= p["seqlen_k"] for p in self.problems.values())  # decoding
