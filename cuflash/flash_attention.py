@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Literal, overload
 from cuflash import streaming
 from cuflash.preparation import Preparation, backend_of
 from cuflash.score_mod import Score
-from cuflash.spec.binding import INPUTS
-from cuflash.spec.call import OUTPUTS, prepare
-from cuflash.spec.inputs import DEFAULT_NEED, NamedGradients
+from cuflash.spec.call import prepare
+from cuflash.spec.inputs import INPUTS, NamedGradients
 from cuflash.spec.options import BLOCK_SIZE, Function, Options
+from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS, REQUIRED_BY_BACKWARD
 from cuflash.spec.results import Array, ForwardResult, Gradients, named_tuple_of, needed
 from cuflash.spec.score_args import check_given, check_names, gradient_names
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Causal = bool | Literal["top_left", "lengths"]
 Window = tuple[int | None, int | None]
 
-_BACKWARD_INPUTS = (*INPUTS, "dout", "out", "lse")
+_BACKWARD_INPUTS = (*INPUTS, *REQUIRED_BY_BACKWARD)
 
 
 class FlashAttention(Preparation):

@@ -11,10 +11,11 @@ from cuflash import streaming
 from cuflash.arrays import dlpack
 from cuflash.cpu import backend as cpu_backend
 from cuflash.gpu import progress
-from cuflash.spec.binding import INPUTS, PASSES
+from cuflash.spec.binding import PASSES
 from cuflash.spec.call import prepare
-from cuflash.spec.inputs import DEFAULT_NEED, GRADIENTS, PassArrays, Terms
+from cuflash.spec.inputs import INPUTS, PassArrays, Terms
 from cuflash.spec.options import Options
+from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS
 from cuflash.spec.results import Array, checked_passes, needed
 from cuflash.spec.score_args import checked_with_captured, gradient_names
 

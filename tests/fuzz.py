@@ -32,8 +32,8 @@ import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.arrays.array_info import FLOAT8
-from cuflash.spec.inputs import DEFAULT_NEED, GRADIENTS
 from cuflash.spec.options import LAYOUTS
+from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS
 from cuflash.spec.problem import Problem, make_problem
 from cuflash.testing.float8 import assert_float8
 from cuflash.testing.rule import yardsticks_of

@@ -19,7 +19,7 @@ from cuflash.emulator import SCHEDULES, EmulationError, building
 from cuflash.emulator import passes as emulated
 from cuflash.emulator.launching import ORDERS
 from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.spec.inputs import DEFAULT_NEED, SOFTMAX_GRADIENTS
+from cuflash.spec.outputs import DEFAULT_NEED, SOFTMAX_GRADIENTS
 from cuflash.testing import reference
 
 

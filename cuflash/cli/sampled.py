@@ -12,6 +12,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from cuflash.gpu.progress import Bar
 from cuflash.spec.options import Options
+from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS
 from cuflash.spec.problem import make_problem
 from cuflash.testing import reference
 from cuflash.testing.reference import error_fractions
@@ -71,7 +72,7 @@ def largest(x: Array) -> float:
 def sample_errors(options: Options, arrays: dict[str, Any], bar: Bar) -> dict[str, Sampled]:
     """Errors of out, lse and dq at some rows, and of dk and dv at some keys, the first and the last among them."""
     num_heads, seqlen, _ = arrays["q"].shape
-    sampled = {name: Sampled(name, np.dtype(arrays[name].dtype)) for name in ("out", "lse", "dq", "dk", "dv")}
+    sampled = {name: Sampled(name, np.dtype(arrays[name].dtype)) for name in (*OUTPUTS, *DEFAULT_NEED)}
     dtype = np.dtype(arrays["out"].dtype)
     plain_dtype = np.dtype(np.float32) if dtype == np.float64 else dtype
     rng = np.random.default_rng(1)

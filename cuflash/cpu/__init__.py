@@ -18,7 +18,8 @@ from cuflash.cpu import core, fallback, functions_as_terms
 from cuflash.cpu.jobs import cpu_threads
 from cuflash.cpu.packed import clear_rows_of_no_sequence
 from cuflash.spec import row_sums as of_rows
-from cuflash.spec.inputs import DEFAULT_NEED, FP8_SCALES
+from cuflash.spec.inputs import FP8_SCALES
+from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.spec.problem import Problem, scales_of_rows
 
 __all__ = ["backward", "cpu_threads", "describe", "forward", "row_sums"]
@@ -107,7 +108,7 @@ def backward(
     dout, out, lse : numpy.ndarray
         The gradient with respect to out, and what `forward` returned.
     need : collection of str, optional
-        The gradients that are wanted, names of `inputs.GRADIENTS`; without it dq, dk, dv.
+        The gradients that are wanted, names of `outputs.GRADIENTS`; without it dq, dk, dv.
     **others : numpy.ndarray, optional
         The terms, as `forward` takes them; dlse, the gradient with respect to lse; row_sums, if q, k and v are a part
         of a problem (`cuflash.spec.row_sums`); and arrays for gradients by name,
@@ -117,7 +118,7 @@ def backward(
     Returns
     -------
     tuple of numpy.ndarray
-        The gradients that are wanted, in the order of `inputs.GRADIENTS`. In dk and dv, keys that no query sees, those
+        The gradients that are wanted, in the order of `outputs.GRADIENTS`. In dk and dv, keys that no query sees, those
         past `kv_lengths` and those of no sequence among them, get zero.
     """
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}

@@ -16,8 +16,8 @@ from cuflash.cpu import core
 from cuflash.cpu.packed import check_starts
 from cuflash.spec.batch_axes import Calls, FirstCall, axes_of, first_call
 from cuflash.spec.binding import Binding, Contiguous, Pass, bind, of_pass
-from cuflash.spec.inputs import DEFAULT_NEED
 from cuflash.spec.options import Options
+from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS
 from cuflash.spec.problem import Problem, check_pages
 
 MOST_KNOWN, MOST_ALIKE = 256, 16  # kinds of calls that are kept, by options and array names, and calls of one kind
@@ -28,10 +28,10 @@ def forward(options: Options, given: dict[str, Any], random: tuple[int, int] = (
 
     `random` is the seed and the offset of dropout.
     """
-    if results := _repeated("forward", options, given, ("out", "lse"), random):
+    if results := _repeated("forward", options, given, OUTPUTS, random):
         return results
-    if axes := axes_of(options, given, ("out", "lse")):
-        calls = Calls(axes, options, given, ("out", "lse"), np, gives_parts=False)
+    if axes := axes_of(options, given, OUTPUTS):
+        calls = Calls(axes, options, given, OUTPUTS, np, gives_parts=False)
         return calls.run(lambda own, arrays: forward(own, _given(arrays), random))
     problem = bound("forward", options, given).problem
     return cpu.forward(problem, **given, seed=random[0], offset=random[1])
@@ -83,7 +83,7 @@ def compile(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DE
 def _first(options: Options, arrays: Mapping[str, Any]) -> FirstCall:
     """The first of the forward passes that make up a call."""
     own = of_pass("forward", arrays, options)
-    return first_call(options, own, ("out", "lse"), np, gives_parts=False)
+    return first_call(options, own, OUTPUTS, np, gives_parts=False)
 
 
 @dataclass(frozen=True, kw_only=True)

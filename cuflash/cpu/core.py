@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 
 from cuflash.arrays.array_info import DTYPES, FLOAT8, Shaped, extent, layout_of
 from cuflash.cpu.jobs import count_cores
-from cuflash.spec.inputs import DEFAULT_NEED, GRADIENTS, NUMBERS, SCORE_GRADIENTS, SCORES, SOFTMAX_GRADIENTS, TERMS
+from cuflash.spec.inputs import NUMBERS, SCORES, TERMS
+from cuflash.spec.outputs import (
+    GRADIENTS,
+    OUTPUTS,
+    OVER_HEAD_DIM,
+    OVER_ROWS,
+    SCORE_GRADIENTS,
+    SOFTMAX_GRADIENTS,
+)
 from cuflash.spec.problem import Problem
 
 Array = NDArray[Any]
@@ -41,8 +49,8 @@ NO_BOUND = 2**40
 _AXES_OF_TERMS = {term.name: SCORES.index(term.shapes[-1][-1]) + 1 if term.shapes else term.strides for term in TERMS}
 # Arrays of a call in the order of `enum Array`, and how many axes each is broadcast to; those of q are 4 in its layout.
 AXES = {
-    **dict.fromkeys(("q", "k", "v", "out", "dout", *DEFAULT_NEED), "q"),
-    **dict.fromkeys(("lse", "dlse"), 3),
+    **dict.fromkeys(OVER_HEAD_DIM, "q"),
+    **dict.fromkeys(OVER_ROWS, 3),
     **_AXES_OF_TERMS,
     "row_sums": 4,
     **{name: _AXES_OF_TERMS.get(name[1:], 0) for name in (*SCORE_GRADIENTS, *SOFTMAX_GRADIENTS)},
@@ -50,7 +58,7 @@ AXES = {
 DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD, UNALIGNED, NOT_APART = range(6)
 _TUPLE_HEAD = tuple.__basicsize__  # bytes before the addresses of its items, in CPython
 _CHANGING = struct.Struct("@4q2QP")  # `struct Changing` of `core/core.cpp`
-_WRITTEN = {False: ("out", "lse"), True: GRADIENTS}  # what a pass writes, by whether it is the backward pass
+_WRITTEN = {False: OUTPUTS, True: GRADIENTS}  # what a pass writes, by whether it is the backward pass
 
 
 class _Call(ctypes.Structure):

@@ -30,7 +30,7 @@ from cuflash.score_mod.evaluation import clamped, evaluate
 from cuflash.score_mod.intervals import Tables, bounds_of
 from cuflash.score_mod.nodes import Node
 from cuflash.spec.dropout import kept_weights
-from cuflash.spec.inputs import DEFAULT_NEED
+from cuflash.spec.outputs import DEFAULT_NEED, OVER_ROWS
 from cuflash.spec.problem import Problem
 from cuflash.spec.row_sums import is_large
 
@@ -120,7 +120,7 @@ class _Call:
             return {name: view_4d(arrays[name], problem.layout) for name in names if name in arrays}
 
         by_heads = views("q", "out", "dout", "dq")
-        by_heads |= {name: view_rows(arrays[name]) for name in ("lse", "dlse") if name in arrays}
+        by_heads |= {name: view_rows(arrays[name]) for name in OVER_ROWS if name in arrays}
         by_heads |= {name: view_4d(arrays[name], "bhsd") for name in ("row_sums",) if name in arrays}
         by_heads |= {name: np.broadcast_to(arrays[name], shape) for name, shape in shapes.items() if name in arrays}
         split = (problem.num_heads_kv, problem.group_size)

@@ -32,8 +32,9 @@ from cuflash.score_mod import is_of_diagonals
 from cuflash.score_mod.evaluation import evaluate
 from cuflash.score_mod.intervals import Tables
 from cuflash.score_mod.nodes import Node, in_order
-from cuflash.spec.inputs import DEFAULT_NEED, NAMES, TERMS
+from cuflash.spec.inputs import NAMES, TERMS
 from cuflash.spec.options import Options, Origin
+from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS, OVER_ROWS, TAKEN_BY_BACKWARD
 from cuflash.spec.problem import Problem, make_problem
 
 Array = NDArray[Any]
@@ -151,7 +152,7 @@ class _Call:
         self.terms = {name: given[name] for name in BESIDE if name in given}
         self.results = {name: view_4d(given[name], problem.layout) for name in DEFAULT_NEED if name in given}
         self.arrays = {
-            name: view_rows(x) if name in ("lse", "dlse") else view_4d(x, problem.layout)
+            name: view_rows(x) if name in OVER_ROWS else view_4d(x, problem.layout)
             for name, x in given.items()
             if name not in (*self.terms, *self.results, *STARTS)
         }
@@ -180,7 +181,7 @@ class _Call:
             self.run_backward(every)
             return
         for part in every:
-            self.run_part(part, self.of_rows(part, ("out", "lse")), False)
+            self.run_part(part, self.of_rows(part, OUTPUTS), False)
 
     def run_backward(self, every: list[Part]) -> None:
         """Write gradients. Where several parts add to dk and dv, all is computed in the dtype of the softmax."""
@@ -193,7 +194,7 @@ class _Call:
             own = {name: x[of_keys] for name, x in sums.items() if name != "dq"}
             added = {name: np.empty_like(x) for name, x in own.items()} if is_split else own
             rows = {"dq": sums["dq"][part.batches, part.heads, part.rows]} if "dq" in sums else {}
-            given = self.of_rows(part, ("dout", "out", "lse", "dlse", "row_sums"))
+            given = self.of_rows(part, (*TAKEN_BY_BACKWARD, "row_sums"))
             self.run_part(part, given | rows | added, True)
             if is_split:
                 for name, x in own.items():

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from cuflash.arrays.array_info import view_4d
 from cuflash.arrays.checks import value_error
-from cuflash.spec.inputs import DEFAULT_NEED
+from cuflash.spec.outputs import DEFAULT_NEED, OVER_HEAD_DIM, OVER_ROWS
 from cuflash.spec.problem import Problem
 
 Array = NDArray[Any]
 
-_OF_ROWS = ("q", "k", "v", "out", "lse", "dout", "dlse", "row_sums", *DEFAULT_NEED)
+_OF_ROWS = (*OVER_HEAD_DIM, *OVER_ROWS, "row_sums")
 
 
 @dataclass(frozen=True)

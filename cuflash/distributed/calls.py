@@ -41,9 +41,10 @@ from cuflash.shards.slices import steps_of
 from cuflash.spec import borrowing
 from cuflash.spec.batch_axes import Calls as LeadingCalls
 from cuflash.spec.batch_axes import as_one_call
-from cuflash.spec.binding import INPUTS, Contiguous, Pass
-from cuflash.spec.inputs import BROADCAST, FP8_SCALES, PER_HEAD_INPUTS, TERMS, Terms
+from cuflash.spec.binding import Contiguous, Pass
+from cuflash.spec.inputs import BROADCAST, FP8_SCALES, INPUTS, PER_HEAD_INPUTS, TERMS, Terms
 from cuflash.spec.options import Options, diagonal_of, window_of
+from cuflash.spec.outputs import OUTPUTS, OVER_ROWS, TAKEN_BY_BACKWARD
 from cuflash.spec.problem import Problem, make_problem
 from cuflash.spec.results import Array
 from cuflash.spec.rewrites import Equivalent, equivalent
@@ -279,7 +280,7 @@ class Calls:
                 got = f"shape {tuple(given[name].shape)}, factors of blocks of rows"
                 raise not_served(name, got, "one factor for the array, (), or for each head, (num_heads, 1)")
         need = need_of(given)
-        leading = as_one_call(self.options, given, need or ("out", "lse"), dlpack.module_of(given["q"]))
+        leading = as_one_call(self.options, given, need or OUTPUTS, dlpack.module_of(given["q"]))
         if leading is not None:
             given = {name: x for name, x in leading.inputs((0,) * len(leading.axes.lengths)).items() if x is not None}
         layouts = tuple((name, x.shape, x.strides, x.dtype.name) for name, x in given.items())
@@ -463,9 +464,9 @@ class Calls:
         given, axis = call.given, _axis_of_rows(call.given["q"], self.options.layout)
         if method == "decode":
             raise not_served("cu_seqlens_q", "packed sequences in decode", "forward, or a call for each sequence")
-        for name in ("q", "dout", "out", "lse", "dlse"):
+        for name in ("q", *TAKEN_BY_BACKWARD):
             if name in given:
-                rows = given[name].ndim - 1 if name in ("lse", "dlse") else axis
+                rows = given[name].ndim - 1 if name in OVER_ROWS else axis
                 of_all[name] = _longer(given[name], rows, split_q.seqlen)
         likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in (given | of_all).items())
         pass_: Pass = "backward" if method == "backward" else "forward"
@@ -507,7 +508,7 @@ class Calls:
             return of_pairs(array)
         if name in (*self._of_all, *_STARTS):
             return array
-        return view_rows(array) if name in ("lse", "dlse") else view_4d(bits_of(array), self.options.layout)
+        return view_rows(array) if name in OVER_ROWS else view_4d(bits_of(array), self.options.layout)
 
 
 def _axis_of_rows(array: Array, layout: str) -> int:

@@ -23,16 +23,16 @@ from cuflash.distributed.execution import Execution
 from cuflash.distributed.schedule import Schedule
 from cuflash.distributed.split import Split
 from cuflash.shards.slices import steps_of
-from cuflash.spec.binding import INPUTS
-from cuflash.spec.inputs import DEFAULT_NEED, GRADIENTS, NamedGradients, OfNumbers, checked
+from cuflash.spec.inputs import INPUTS, NamedGradients, OfNumbers, checked
 from cuflash.spec.options import BLOCK_SIZE, Function, Options
+from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS, REQUIRED_BY_BACKWARD
 from cuflash.spec.results import Array, ForwardResult, Gradients, named_tuple_of, needed
 from cuflash.spec.score_args import check_names, gradient_names
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_BACKWARD_INPUTS = (*INPUTS, "dout", "out", "lse")
+_BACKWARD_INPUTS = (*INPUTS, *REQUIRED_BY_BACKWARD)
 
 
 class ContextParallel:

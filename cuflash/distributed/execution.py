@@ -22,7 +22,8 @@ from cuflash.gpu.elementwise import assign
 from cuflash.shards.merge import merge_into
 from cuflash.shards.slices import Parts
 from cuflash.spec import row_sums
-from cuflash.spec.inputs import BROADCAST, DEFAULT_NEED, SOFTMAX_GRADIENTS
+from cuflash.spec.inputs import BROADCAST
+from cuflash.spec.outputs import DEFAULT_NEED, OF_QUERIES, OUTPUTS, SOFTMAX_GRADIENTS
 
 Array = Any
 CACHE_BYTES = 3 * 2**23  # half of the L2 cache of an H100
@@ -209,8 +210,7 @@ class Execution(Run):
     def _backward_by_keys(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         walk, split = self.schedule.by_keys, self.schedule.split_k
         of_pairs = (name for name in BROADCAST if name not in self.broadcasts_rows)
-        of_rows = ("q", "dout", "out", "lse", "dlse", "row_sums")
-        own = tuple(x for x in (*of_rows, *of_pairs) if self.arrays.get(x) is not None)
+        own = tuple(x for x in (*OF_QUERIES, *of_pairs) if self.arrays.get(x) is not None)
         # With `is_fixed` a call gets the same arrays on every rank, so that it gives the same bits.
         names = own if self.is_fixed else (*(name for name in own if name not in ("out", "dlse")), "minus_delta")
         pieces, returns = Pieces(self, walk), Returns(self, results["dq"]) if "dq" in need else None
@@ -270,7 +270,7 @@ class Execution(Run):
             arrays = self._of_keys(tile, queries, is_first=tile.keys == order[0][0])
             call = functools.partial(self.parts.forward, queries, tile.keys)
             pairs = {name: x for name, x in part.items() if name == "lse_pairs"}
-            results: dict[str, Array] = {name: x for name, x in part.items() if name in ("out", "lse")}
+            results: dict[str, Array] = {name: x for name, x in part.items() if name in OUTPUTS}
             self.parts.into(results, arrays | pairs, call, is_wide=self.parts.is_on_cpu)
             if "row_sums" in part:
                 part["row_sums"][...] = self._row_sums_of(self.parts, tile, arrays | {"lse": part["lse"]})
@@ -295,7 +295,7 @@ class Execution(Run):
         """The arrays of a call: a piece of this rank's rows, and the travelling rows that this piece meets."""
         by_keys = a_round.by == "keys"
         own_split = self.schedule.split_k if by_keys else self.schedule.split_q
-        names = ("k", "v") if by_keys else ("q", "out", "dout", "lse", "dlse", "row_sums")
+        names = ("k", "v") if by_keys else OF_QUERIES
         at, q_heads = self.local(own_split, a_round.own(tile)), self.q_heads(heads)
         found = {}
         for name in names:

@@ -16,7 +16,7 @@ from cuflash.distributed.rank import Run, of_heads
 from cuflash.distributed.schedule import Round, Tile, Walk
 from cuflash.gpu import merging
 from cuflash.gpu.elementwise import WIDE, assign
-from cuflash.spec.inputs import GRADIENTS, NUMBER_GRADIENTS
+from cuflash.spec.outputs import GRADIENTS, NUMBER_GRADIENTS
 from cuflash.spec.row_sums import NUMBERS
 
 Array = Any

@@ -18,7 +18,7 @@ from cuflash.plan.argument import maps_offset
 from cuflash.plan.tensor_map import TensorMapSpec
 from cuflash.plan.tiles import Tile
 from cuflash.spec.binding import Binding, Pass, bind, is_in_k
-from cuflash.spec.inputs import DEFAULT_NEED, NUMBER_GRADIENTS, SOFTMAX_GRADIENTS
+from cuflash.spec.outputs import DEFAULT_NEED, NUMBER_GRADIENTS, SOFTMAX_GRADIENTS, TAKEN_BY_BACKWARD
 from cuflash.spec.problem import Problem
 
 Place = Callable[[np.ndarray], np.ndarray]
@@ -169,7 +169,7 @@ def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tupl
     sanitizer, kernels, seed, offset, call, mapped_keys, scratch
         As `run`.
     """
-    inputs = {name: array for name, array in arrays.items() if name not in ("dout", "dlse", "out", "lse")}
+    inputs = {name: array for name, array in arrays.items() if name not in TAKEN_BY_BACKWARD}
     results = {
         "out": (problem.out_shape, numpy_dtype(problem.dtype_of("out"))),
         "lse": (problem.lse_shape, problem.softmax_dtype),

@@ -38,9 +38,10 @@ from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan
 from cuflash.plan.tensor_map import encoder
 from cuflash.spec import row_sums as of_rows
 from cuflash.spec.batch_axes import Calls, axes_of, first_call
-from cuflash.spec.binding import FIXED, INPUTS, Binding, Growing, Pass, bind, growing_keys, of_pass, planned_length
-from cuflash.spec.inputs import DEFAULT_NEED
+from cuflash.spec.binding import FIXED, Binding, Growing, Pass, bind, growing_keys, of_pass, planned_length
+from cuflash.spec.inputs import INPUTS
 from cuflash.spec.options import Options
+from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS
 
 MEMORY_CLOCK_AND_WIDTH = (36, 37)  # cudaDevAttrMemoryClockRate in kHz, cudaDevAttrGlobalMemoryBusWidth in bits
 MAX_LAUNCHES = 1024  # launches that are kept; each takes 10 KB
@@ -109,7 +110,7 @@ def forward(options: Options, arrays: dict[str, Any], random: tuple[int, int] = 
 
     `random` is the seed and the offset of dropout.
     """
-    return _call("forward", options, arrays, ("out", "lse"), random)
+    return _call("forward", options, arrays, OUTPUTS, random)
 
 
 def backward(
@@ -145,7 +146,7 @@ def plan(options: Options, arrays: dict[str, Any], need: Collection[str] = DEFAU
     device = device_spec(arrays["q"].data.device_id)
 
     def plan_of(pass_: Pass) -> LaunchPlan:
-        results = tuple(need) if pass_ == "backward" else ("out", "lse")
+        results = tuple(need) if pass_ == "backward" else OUTPUTS
         first = first_call(options, of_pass(pass_, arrays, options), results, cupy, gives_parts=True)
         binding = _bind(pass_, first.options, first.arrays, need)
         plan = with_resources(tuned_plan(binding.problem, device, pass_, **binding.layout))
@@ -174,7 +175,7 @@ def trials(
 
     `arrays` are those of `forward` or `backward`, without results; CuPy's current device is that of the arrays.
     """
-    results = DEFAULT_NEED if pass_ == "backward" else ("out", "lse")
+    results = DEFAULT_NEED if pass_ == "backward" else OUTPUTS
     options, arrays, _ = first_call(options, arrays, results, cupy, gives_parts=True)
     binding = _bind(pass_, options, arrays, DEFAULT_NEED)
     pointers = [array.data.ptr for array in arrays.values() if array is not None]

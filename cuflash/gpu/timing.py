@@ -14,11 +14,12 @@ from cuflash.gpu import tuning
 from cuflash.plan import LaunchPlan
 from cuflash.spec.binding import Pass
 from cuflash.spec.options import Options
+from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS
 
 REPEATS = 11  # of which the median counts
 FLUSH_ROWS = 1024  # of the data that fill the L2 cache; one block or more reduces each
 FLUSH_BYTES = 2**28
-RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
+RESULTS = {"forward": OUTPUTS, "backward": DEFAULT_NEED}
 # In units in the last place of the largest result, by the size of an element: what is right differs by fewer, a mistake
 # by more. Sums of wide elements are of rounded terms too, and cancel.
 AGREEMENT = {2: 8, 4: 64, 8: 64}

@@ -13,8 +13,9 @@ from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft, common_defines, has_n
 from cuflash.plan.forward import draft_forward
 from cuflash.plan.launch_plan import LaunchPlan, RunTime
 from cuflash.plan.tiles import Tile
-from cuflash.spec.binding import INPUTS, Pass, assumed, over_head_dimensions, planned_length, widest_accesses
-from cuflash.spec.inputs import DEFAULT_NEED, TERMS
+from cuflash.spec.binding import Pass, assumed, over_head_dimensions, planned_length, widest_accesses
+from cuflash.spec.inputs import INPUTS, TERMS
+from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.spec.problem import Problem
 
 MAX_HEAD_DIM = 1024
@@ -37,7 +38,7 @@ def choose_plan(
 
     `load_bytes` and `store_bytes` are the widest aligned accesses that serve all operands. If they are None, they
     follow from the strides, with pointers taken as 16-byte aligned. Arrays that are not in `operands` lie as
-    `binding.assumed` says. `need` names the gradients, of `inputs.GRADIENTS`, that the backward pass is to make.
+    `binding.assumed` says. `need` names the gradients, of `outputs.GRADIENTS`, that the backward pass is to make.
     `tiles` overrides the tables: a row of the forward pass, or rows of the backward pass, at most one for each
     `tiles.Role`. `origin` says where they come from.
 

@@ -17,7 +17,8 @@ from cuflash.plan.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 from cuflash.plan.tiles import Tile, round_up
 from cuflash.score_mod import Program
 from cuflash.spec.binding import Pass
-from cuflash.spec.inputs import CAPS, DEFINES, FP8_SCALES, MASKS, PAIR_OPTIONS, SCORE_GRADIENTS, TERMS, Term
+from cuflash.spec.inputs import CAPS, DEFINES, FP8_SCALES, MASKS, PAIR_OPTIONS, TERMS, Term
+from cuflash.spec.outputs import SCORE_GRADIENTS
 from cuflash.spec.problem import Problem
 
 TABLE_WARPS = 8  # warps of a block that fills tables

@@ -13,7 +13,7 @@ from cuflash.plan.tiles import Tile, round_up
 from cuflash.plan.traffic import Traffic, predict
 from cuflash.score_mod import Table
 from cuflash.spec.binding import Pass
-from cuflash.spec.inputs import DEFAULT_NEED
+from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.spec.problem import Problem
 
 SCRATCH_ALIGNMENT = 256  # bytes, of each scratch array: what an allocation of its own would have

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan.draft import ADDS_CAPTURED, FINDS_LARGEST, SUMS_CAPTURED, Draft, check_blocks
 from cuflash.plan.tiles import Tile
-from cuflash.spec.inputs import SCORE_GRADIENTS
+from cuflash.spec.outputs import SCORE_GRADIENTS
 
 SCORES_REDUCE_WARPS = 8
 # What it costs to share a tile of dbias, in units of the time of one summed tile of pairs, which is 1.4 us on an H100

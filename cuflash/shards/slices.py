@@ -24,16 +24,23 @@ from cuflash.cpu import backend as cpu_backend
 from cuflash.gpu.elementwise import WIDE, assign, lengths_in, wide_layout
 from cuflash.score_mod import COUNTED, ORIGIN
 from cuflash.spec import row_sums
-from cuflash.spec.binding import INPUTS
-from cuflash.spec.inputs import BROADCAST, DEFAULT_NEED, FP8_SCALES, GRADIENTS, NAMES, PER_HEAD_INPUTS
+from cuflash.spec.inputs import BROADCAST, FP8_SCALES, INPUTS, NAMES, PER_HEAD_INPUTS
 from cuflash.spec.options import ORIGIN_STEP, Options, Origin
+from cuflash.spec.outputs import (
+    DEFAULT_NEED,
+    GRADIENTS,
+    OF_QUERIES,
+    OUTPUTS,
+    OVER_HEAD_DIM,
+    OVER_ROWS,
+    TAKEN_BY_BACKWARD,
+)
 from cuflash.spec.problem import Problem
 from cuflash.spec.score_args import gradient_names, names_of
 
 Array = Any
-_OF_QUERIES = ("q", "out", "dout", "lse", "dlse", "row_sums")
-_ARRAYS = (*INPUTS, "dout", "out", "lse", "dlse", "row_sums")
-_OF_BATCH = (*_ARRAYS, *DEFAULT_NEED)  # arrays with an axis of the batch, and of rows
+_ARRAYS = (*INPUTS, *TAKEN_BY_BACKWARD, "row_sums")
+_OF_BATCH = (*OVER_HEAD_DIM, *OVER_ROWS, "row_sums")  # arrays with an axis of the batch, and of rows
 
 
 def steps_of(options: Options, has_block_mask: bool) -> tuple[int, int]:
@@ -112,9 +119,9 @@ class Parts:
         if pairs is not None:
             arrays["lse"], wide = pairs[..., 0], (*wide, "lse")
         options = self.options_of(queries, keys, wide)
-        of_call = dict.fromkeys((*NAMES, "out", "lse")) | self.captured(options, queries, keys, arrays["q"]) | arrays
+        of_call = dict.fromkeys((*NAMES, *OUTPUTS)) | self.captured(options, queries, keys, arrays["q"]) | arrays
         found = self.backend.forward(options, self._packed(of_call), self.random)
-        return self._unpacked(dict(zip(("out", "lse"), found, strict=True)))
+        return self._unpacked(dict(zip(OUTPUTS, found, strict=True)))
 
     def backward(self, queries: Span, keys: Span, need: tuple[str, ...], arrays: dict[str, Array]) -> dict[str, Array]:
         """The gradients `need` of a part; dq, dk and dv have the dtype of the softmax if `arrays` has them so."""
@@ -190,7 +197,7 @@ class Parts:
         """
         if not front:
             return arrays
-        names = {*_OF_QUERIES, *BROADCAST} - set(shared)
+        names = {*OF_QUERIES, *BROADCAST} - set(shared)
         longer = {name: self._behind(x, front, 2) for name, x in arrays.items() if name in names}
         if "lse" in longer:
             # Weights are exp(score - inf) = 0. A function may make a score NaN there: -inf says that a row sees no key.

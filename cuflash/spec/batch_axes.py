@@ -32,29 +32,29 @@ from cuflash.arrays.array_info import (
 from cuflash.arrays.checks import counted, value_error
 from cuflash.arrays.dlpack import check_distinct, module_of, overlap
 from cuflash.arrays.fp8 import on_bits
-from cuflash.spec.binding import INPUTS
-from cuflash.spec.inputs import BROADCAST, DEFAULT_NEED, NUMBER_GRADIENTS, TERMS
+from cuflash.spec.inputs import BROADCAST, INPUTS, TERMS
 from cuflash.spec.options import Options
+from cuflash.spec.outputs import BY_NAME as OUTPUT_ROWS
+from cuflash.spec.outputs import DEFAULT_NEED, FORWARD_ROWS, NUMBER_GRADIENTS, OVER_HEAD_DIM, OVER_ROWS
 
 Array = Any  # of NumPy or CuPy
 
 # Terms with at most a sixteenth of the elements of q, such as masks of keys, are copied to save calls.
 SMALL = 16
 # Numbers of axes that are not leading ones; arrays over head dimensions may lack the first of these.
-_OVER_HEAD_DIMENSIONS = (*INPUTS, "out", "dout", *DEFAULT_NEED)
 _OF_TERMS = {term.name: term.own_axes for term in TERMS if term.own_axes is not None}
 _BROADCAST = tuple(name for name, own in _OF_TERMS.items() if own > 1)
 _SHARED = tuple(term.name for term in TERMS if term.lacks_batch)
 # Terms that have only a few numbers for each batch entry.
 _SMALL = tuple(name for name, own in _OF_TERMS.items() if own < 2 and name not in _SHARED)
 _OWN_AXES = {
-    **dict.fromkeys(_OVER_HEAD_DIMENSIONS, 3),
-    **dict.fromkeys(("lse", "dlse"), 2),
+    **dict.fromkeys(OVER_HEAD_DIM, 3),
+    **dict.fromkeys(OVER_ROWS, 2),
     **_OF_TERMS,
     **{term.gradient: _OF_TERMS[term.name] for term in TERMS if term.part_of},
 }
 _SUMMED_BY_PASS = tuple(term.name for term in TERMS if term.may_lack_batch)
-_FULL = {"out": 3, "dout": 3, "lse": 2, "dlse": 2}
+_FULL = {name: _OWN_AXES[name] for row in FORWARD_ROWS for name in (row.name, row.gradient) if name}
 # Arrays that `is_plain` looks at beside q, k and v; those with None exclude leading axes.
 _OF_ENTRIES = {**_FULL, **{term.name: term.own_axes for term in TERMS if term.name not in _BROADCAST}}
 
@@ -331,7 +331,7 @@ class Calls:
             if sums and gives_parts and ("dq" not in sums or self._dq_is_added_up()):
                 self.options = replace(options, wide=sums)
             elif sums:
-                self._widened = (*_OVER_HEAD_DIMENSIONS, "bias", *captured)
+                self._widened = (*OVER_HEAD_DIM, "bias", *captured)
                 self._parts = tuple(x for x in results if x in axes.parts or x[1:] in self._widened)
             if "dbias" in axes.sums and bias is not None and bias.dtype.itemsize == 2:
                 self._widened = (*self._widened, "bias")
@@ -409,8 +409,9 @@ class Calls:
         """The array of a result, checked, or a new one."""
         model = self._arrays.get(name[1:])
         q = self._arrays["q"]
-        if name in ("out", "lse"):
-            dtype = self._wide if name == "lse" else numpy_dtype("bfloat16") if q.dtype.name in FLOAT8 else q.dtype
+        if name in _FULL:
+            is_wide = OUTPUT_ROWS[name].dtype == "softmax"
+            dtype = self._wide if is_wide else numpy_dtype("bfloat16") if q.dtype.name in FLOAT8 else q.dtype
             shape = self.axes.shapes[name]
         else:
             shape, dtype = ((), self._wide) if model is None else (tuple(model.shape), model.dtype)
@@ -428,9 +429,9 @@ class Calls:
 
     def _with_heads(self, name: str, array: Array) -> Array:
         """The array; one over head dimensions or rows gets an axis of heads if it has none."""
-        if name in _OVER_HEAD_DIMENSIONS and array.ndim == 2:
+        if name in OVER_HEAD_DIM and array.ndim == 2:
             return array[:, None] if self.options.layout == "bshd" else array[None]
-        return array[None] if name in ("lse", "dlse") and array.ndim == 1 else array
+        return array[None] if name in OVER_ROWS and array.ndim == 1 else array
 
     def _leading(self, name: str, array: Array) -> int:
         """How many leading axes an array has."""

@@ -25,24 +25,32 @@ from cuflash.arrays.array_info import (
     layout_of,
     numpy_dtype,
     rows_of,
-    user_shape,
 )
 from cuflash.arrays.checks import value_error
 from cuflash.arrays.dlpack import check_distinct
-from cuflash.spec.inputs import DEFAULT_NEED, FP8_SCALES, GRADIENTS, NAMES, NUMBER_GRADIENTS, TERMS
+from cuflash.spec.inputs import FP8_SCALES, INPUTS, NAMES, TERMS
 from cuflash.spec.options import Options, window_of
+from cuflash.spec.outputs import BY_NAME as OUTPUT_ROWS
+from cuflash.spec.outputs import (
+    DEFAULT_NEED,
+    GRADIENTS,
+    NUMBER_GRADIENTS,
+    OUTPUTS,
+    OVER_HEAD_DIM,
+    OVER_ROWS,
+    TAKEN_BY_BACKWARD,
+    UPSTREAM,
+    Output,
+)
 from cuflash.spec.problem import Problem, check_differentiable, gradient_operand, make_problem
 from cuflash.spec.score_args import gradient_names, names_of
 
 Pass = Literal["forward", "backward"]
 
 PASSES: tuple[Pass, ...] = ("forward", "backward")
-INPUTS = ("q", "k", "v")
 # Arrays over head dimensions that a pass reads, and that it writes.
 _READ: dict[Pass, tuple[str, ...]] = {"forward": INPUTS, "backward": (*INPUTS, "out", "dout")}
 _WRITTEN: dict[Pass, tuple[str, ...]] = {"forward": ("out",), "backward": DEFAULT_NEED}
-_OVER_HEAD_DIMENSIONS = (*INPUTS, "out", "dout", *DEFAULT_NEED)
-_OVER_ROWS = ("lse", "dlse")
 _OF_TERMS = {term.gradient: term for term in TERMS if term.part_of}
 
 
@@ -129,7 +137,7 @@ def bind(
     problem = make_problem(options, q, k, v, captured=captured, **{name: given.get(name) for name in NAMES})
     if pass_ == "backward":
         check_differentiable(problem)
-    results: tuple[str, ...] = ("out", "lse")
+    results: tuple[str, ...] = OUTPUTS
     if pass_ == "backward":
         results = tuple(name for name in problem.gradients if name in need or name in given)
         _check_captured_gradients(problem, (*need, *given))
@@ -148,12 +156,12 @@ def bind(
         addresses |= {name: address_of(array) for name, array in given.items()}
         for name in given:
             _check_aligned(name, given[name], addresses[name])
-    copied = tuple(name for name in _OVER_HEAD_DIMENSIONS if name in given and _is_scattered(given[name]))
+    copied = tuple(name for name in OVER_HEAD_DIM if name in given and _is_scattered(given[name]))
     for name in copied:
         lying[name], addresses[name] = Contiguous(tuple(given[name].shape), given[name].dtype), 0
     apart = (*NAMES, *NUMBER_GRADIENTS, *captured)
     operands = {name: _operand(name, x, problem) for name, x in lying.items() if name not in apart}
-    for name in operands.keys() & set(_OVER_HEAD_DIMENSIONS):
+    for name in operands.keys() & set(OVER_HEAD_DIM):
         operands[name] = replace(operands[name], alignment=math.gcd(16, addresses[name]))
     if address_of is not None and not {"k", "v"} & set(copied):
         operands["v"] = replace(operands["v"], in_k=is_in_k(k, v, addresses["k"], addresses["v"]))
@@ -182,7 +190,7 @@ def assumed(problem: Problem, pass_: Pass, given: Mapping[str, Operand]) -> dict
     for name in (*_READ[pass_], *_WRITTEN[pass_]):
         if name not in INPUTS and name not in operands:
             dtype = problem.dtype_of(name)
-            array = Contiguous(_shape(name, problem), _Named(dtype, ITEMSIZE[dtype]))
+            array = Contiguous(problem.shape_of(_row_of(name)), _Named(dtype, ITEMSIZE[dtype]))
             operands[name] = layout_of(array, problem.layout)
     for name, term in _OF_TERMS.items():
         if name not in operands:
@@ -214,7 +222,7 @@ def over_head_dimensions(pass_: Pass) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 def of_pass(pass_: Pass, arrays: Mapping[str, Any], options: Options) -> dict[str, Any]:
     """Those of the arrays of both passes that are arguments of one pass."""
-    own = ("out", "lse") if pass_ == "forward" else ("dout", "out", "lse", "dlse", *GRADIENTS, *gradient_names(options))
+    own = OUTPUTS if pass_ == "forward" else (*TAKEN_BY_BACKWARD, *GRADIENTS, *gradient_names(options))
     return {name: array for name, array in arrays.items() if name in (*INPUTS, *NAMES, *names_of(options), *own)}
 
 
@@ -302,24 +310,19 @@ def _found(names: Iterable[str], problem: Problem, operands: Mapping[str, Operan
     return tuple(operands.get(name) or getattr(problem, name) for name in names)
 
 
-def _shape(name: str, problem: Problem) -> tuple[int, ...]:
-    """Shape of an array over head dimensions that is not an input, as the caller sees it."""
-    if name in ("out", "dout"):
-        return problem.out_shape
-    batch, heads, seqlen, dim = getattr(problem, name.removeprefix("d")).shape
-    return user_shape(batch, heads, seqlen, dim, problem.ndim, problem.layout)
+def _row_of(name: str) -> Output:
+    """The row of a result, or of the result whose gradient the backward pass takes."""
+    return UPSTREAM.get(name) or OUTPUT_ROWS[name]
 
 
 def _expected(name: str, problem: Problem, given: Mapping[str, Shaped]) -> tuple[tuple[int, ...], str]:
     """The shape and dtype that an array must have in this problem."""
-    if name in _OVER_ROWS:
-        return problem.lse_shape, problem.softmax_dtype
-    if name in NUMBER_GRADIENTS:
-        return (), problem.softmax_dtype
     if name in _OF_TERMS or name in problem.captured_gradients:
         model = given[name[1:]]
         return tuple(model.shape), model.dtype.name
-    return _shape(name, problem), problem.dtype_of(name)
+    row = _row_of(name)
+    dtype = problem.dtype_of(name) if row.dtype == "input" else problem.softmax_dtype
+    return problem.shape_of(row), dtype
 
 
 def _check_captured_gradients(problem: Problem, names: Iterable[str]) -> None:
@@ -361,4 +364,4 @@ def _operand(name: str, array: Shaped, problem: Problem) -> Operand:
         return as_it_is(array)
     if name in _OF_TERMS:
         return gradient_operand(_OF_TERMS[name], problem, array)
-    return rows_of(array) if name in _OVER_ROWS else layout_of(array, problem.layout)
+    return rows_of(array) if name in OVER_ROWS else layout_of(array, problem.layout)

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, overload
 from cuflash.arrays.dlpack import Borrowed, Kind
 from cuflash.spec.borrowing import are_cupy, borrow, numpy_arrays
 from cuflash.spec.options import Options
+from cuflash.spec.outputs import OUTPUTS
 from cuflash.spec.rewrites import Equivalent, equivalent
-
-OUTPUTS = ("out", "lse")  # of the forward pass, in its order
 
 
 class Call(NamedTuple):

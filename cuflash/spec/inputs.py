@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 from cuflash.arrays.array_info import Operand, softmax_dtype_of
 
+INPUTS = ("q", "k", "v")
 _OR_INT64 = " or int64"
 SCORES = ("batch", "num_heads", "seqlen_q", "seqlen_k")
 
@@ -212,16 +213,7 @@ DEFINES: Mapping[str, str] = {
     **{name: f"CUFLASH_HAS_{name.upper()}" for name in CAPS},
     **{term.name: term.define for term in TERMS if term.define},
 }
-# The gradients that `backward` gives unless it is told otherwise; those that are sums of gradients of scores; those of
-# parts of the softmax; and all of them, in the order in which `backward` gives them.
-DEFAULT_NEED = ("dq", "dk", "dv")
-NUMBER_GRADIENTS = tuple(f"d{name}" for name in NUMBERS)
-SCORE_GRADIENTS = (*(term.gradient for term in TERMS if term.part_of == "scores"), *NUMBER_GRADIENTS)
-SOFTMAX_GRADIENTS = tuple(term.gradient for term in TERMS if term.part_of == "softmax")
-GRADIENTS = (*DEFAULT_NEED, *SCORE_GRADIENTS, *SOFTMAX_GRADIENTS)
 _ADDED = tuple(term.name for term in TERMS if term.part_of == "scores")
-# Gradients that only a problem with a certain option has, and that option.
-INPUT_OF_GRADIENT = {f"d{name}": name for name in CAPS} | {term.gradient: term.name for term in TERMS if term.part_of}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +287,7 @@ class Terms(TypedDict, total=False):
 
 
 class OfThreeGradients(Terms, total=False):
-    """The arrays of a backward pass that gives `DEFAULT_NEED`, as keyword arguments."""
+    """The arrays of a backward pass that gives `outputs.DEFAULT_NEED`, as keyword arguments."""
 
     dlse: Any
     dq: Any

@@ -37,8 +37,10 @@ from cuflash.arrays.array_info import (
 )
 from cuflash.arrays.checks import counted, type_error, value_error
 from cuflash.score_mod import Program, ScoreFunction, Traced, hoisted_program_of, program_of
-from cuflash.spec.inputs import BY_NAME, FP8_SCALES, GRADIENTS, NAMES, NUMBER_ROWS, Given, Term, Terms
+from cuflash.spec.inputs import BY_NAME, FP8_SCALES, NAMES, NUMBER_ROWS, Given, Term, Terms
 from cuflash.spec.options import Options, Origin, check_block_size, diagonal_of, rounded_rate, window_of
+from cuflash.spec.outputs import BY_NAME as OUTPUT_ROWS
+from cuflash.spec.outputs import GRADIENTS, Output
 from cuflash.spec.score_args import check_alone, operands_of
 
 if TYPE_CHECKING:
@@ -260,12 +262,21 @@ class Problem(Given):
     @property
     def out_shape(self) -> tuple[int, ...]:
         """Shape of out and dout as the caller sees them."""
-        return user_shape(self.batch, self.num_heads, self.seqlen_q, self.head_dim_v, self.ndim, self.layout)
+        return self.shape_of(OUTPUT_ROWS["out"])
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
         """Shape of lse as the caller sees it: (..., heads, seqlen_q) in every layout."""
-        return (self.batch, self.num_heads, self.seqlen_q)[4 - self.ndim :]
+        return self.shape_of(OUTPUT_ROWS["lse"])
+
+    def shape_of(self, result: Output) -> tuple[int, ...]:
+        """Shape of a result as the caller sees it, except of gradients of optional arrays, which have theirs."""
+        like: Operand | None = getattr(self, result.gradient_of) if result.has_head_dim and result.gradient_of else None
+        sizes = tuple(getattr(self, axis) for axis in result.axes or ()) if like is None else like.shape
+        if not result.has_head_dim:
+            return sizes[4 - self.ndim :]
+        batch, heads, rows, columns = sizes
+        return user_shape(batch, heads, rows, columns, self.ndim, self.layout)
 
     @property
     def has_window(self) -> bool:

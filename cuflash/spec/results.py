@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from cuflash.arrays.checks import type_error, typed, value_error
 from cuflash.spec.binding import PASSES, Pass
-from cuflash.spec.inputs import GRADIENTS, INPUT_OF_GRADIENT, NUMBERS, NamedGradients
+from cuflash.spec.inputs import NUMBERS, NamedGradients
+from cuflash.spec.outputs import GRADIENTS, INPUT_OF_GRADIENT
 
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one kind per call
 

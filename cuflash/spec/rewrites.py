@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from cuflash.arrays.array_info import FLOAT8
 from cuflash.score_mod import program_of
 from cuflash.score_mod.nodes import Node
-from cuflash.spec.binding import INPUTS
-from cuflash.spec.inputs import BY_NAME, GRADIENTS, NUMBER_ROWS, NUMBERS, SCORE_OPTIONS
+from cuflash.spec.inputs import BY_NAME, INPUTS, NUMBER_ROWS, NUMBERS, SCORE_OPTIONS
 from cuflash.spec.options import Options, diagonal_of
+from cuflash.spec.outputs import GRADIENTS
 from cuflash.spec.score_args import gradient_names, names_of
 
 AXES = ("batch", "head", "i", "j")  # the axes of a bias, named after the inputs that index them

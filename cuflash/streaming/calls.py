@@ -22,6 +22,7 @@ from cuflash.spec.batch_axes import Calls, FirstCall, axes_of
 from cuflash.spec.binding import PASSES, Pass
 from cuflash.spec.inputs import BROADCAST, NAMES
 from cuflash.spec.options import Options, diagonal_of, window_of
+from cuflash.spec.outputs import OUTPUTS, OVER_HEAD_DIM, OVER_ROWS, REQUIRED_BY_BACKWARD, TAKEN_BY_BACKWARD
 from cuflash.spec.problem import Problem
 from cuflash.spec.rewrites import Equivalent, equivalent
 from cuflash.spec.score_args import names_of
@@ -33,8 +34,8 @@ from cuflash.streaming.source import Streamed, borrowed_from_host
 
 Array = Any
 # Arrays beside the terms that a pass reads, in the memory where the queries are, and those that are required.
-_READ: dict[Pass, tuple[str, ...]] = {"forward": ("q",), "backward": ("q", "dout", "out", "lse", "dlse")}
-_REQUIRED: dict[Pass, tuple[str, ...]] = {"forward": ("q",), "backward": ("q", "dout", "out", "lse")}
+_READ: dict[Pass, tuple[str, ...]] = {"forward": ("q",), "backward": ("q", *TAKEN_BY_BACKWARD)}
+_REQUIRED: dict[Pass, tuple[str, ...]] = {"forward": ("q",), "backward": ("q", *REQUIRED_BY_BACKWARD)}
 # Options that are not supported, and what to pass instead.
 _REMEDIES = {
     "block_table": "contiguous keys: the pages of each batch entry gathered into them",
@@ -91,17 +92,17 @@ class _Call:
         """A view with all axes, if the array has axes of rows; else the array itself."""
         if name in BROADCAST or name == "dbias":
             return array[(None,) * (4 - array.ndim)]
-        if name in ("lse", "dlse"):
+        if name in OVER_ROWS:
             return view_rows(array)
-        return view_4d(array, self.options.layout) if name in ("q", "out", "dout", "dq", *OF_KEYS) else array
+        return view_4d(array, self.options.layout) if name in OVER_HEAD_DIM else array
 
 
 @np.errstate(all="ignore")
 def forward(options: Options, arrays: Mapping[str, Any], random: tuple[int, int]) -> tuple[Array, ...]:
     """(out, lse) of arrays by name, as `FlashAttention.forward` gets them, where k or v is `Streamed`."""
-    if axes := _over_axes("forward", options, arrays, ("out", "lse")):
+    if axes := _over_axes("forward", options, arrays, OUTPUTS):
         return axes.run(functools.partial(forward, random=random))
-    call = _checked("forward", options, arrays, _REQUIRED["forward"], ("out", "lse"))
+    call = _checked("forward", options, arrays, _REQUIRED["forward"], OUTPUTS)
     problem = call.problem
     with _on_device(call.given["q"]):
         out = call.result("out", problem.out_shape, call.given["q"].dtype)
@@ -139,7 +140,7 @@ def backward(
 
 def plan(options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> StreamPlan:
     """The plan of both passes: the chunks, how they get to the device, and the memory that this takes."""
-    given = {"out": None, "lse": None, **arrays}
+    given = {**dict.fromkeys(OUTPUTS), **arrays}
     if axes := _over_axes("backward", options, given, need):
         first = axes.first()
         found = plan(first.options, first.arrays, need)
@@ -157,7 +158,7 @@ def plan(options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> 
 
 def compile(options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> None:
     """Compile what both passes over these keys need, by running them once; of arrays in host memory only check them."""
-    given = {**dict.fromkeys(("out", "lse", "dlse", *need)), **arrays}
+    given = {**dict.fromkeys((*TAKEN_BY_BACKWARD, *need)), **arrays}
     if set(plan(options, given, need).ways.values()) == {"views"}:  # nothing moves to a device
         return
     out, lse = forward(options, given, (0, 0))

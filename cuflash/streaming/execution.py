@@ -16,12 +16,12 @@ from cuflash.shards.cuda import Cuda
 from cuflash.shards.merge import LargeRows, RunningMerge
 from cuflash.shards.slices import Parts
 from cuflash.spec import row_sums
-from cuflash.spec.inputs import BROADCAST, SOFTMAX_GRADIENTS
+from cuflash.spec.inputs import BROADCAST
+from cuflash.spec.outputs import OF_QUERIES, SOFTMAX_GRADIENTS
 from cuflash.streaming.chunks import Chunk
 from cuflash.streaming.copy_pipeline import Drain, Feed, Host
 
 Array = Any
-OF_ROWS = ("q", "dout", "out", "lse", "dlse", "row_sums")
 OF_KEYS = ("dk", "dv")
 
 
@@ -120,7 +120,7 @@ class StreamedPass:
     def _inputs_of(self, part: Part) -> dict[str, Array]:
         """The arrays of a call that finds the weights of a chunk."""
         found = self.arrays_of(part, of_softmax=False)
-        return {name: x for name, x in found.items() if name not in OF_ROWS or name == "q"}
+        return {name: x for name, x in found.items() if name not in OF_QUERIES or name == "q"}
 
     def backward(self, need: tuple[str, ...], results: Mapping[str, Array]) -> None:
         """Fill dq, dk, dv and dbias, which have four axes, and the other gradients, shaped as their arrays are."""
@@ -188,7 +188,7 @@ class StreamedPass:
     def arrays_of(self, part: Part, *, of_softmax: bool) -> dict[str, Array]:
         """The arrays of a call."""
         queries, keys = part.chunk
-        found = {name: self.arrays[name][:, :, slice(*queries)] for name in OF_ROWS if name in self.arrays}
+        found = {name: self.arrays[name][:, :, slice(*queries)] for name in OF_QUERIES if name in self.arrays}
         found |= part.keys
         for name in BROADCAST:
             if name in self.arrays:

@@ -14,6 +14,7 @@ from cuflash.score_mod import ORIGIN
 from cuflash.shards.cuda import Cuda
 from cuflash.spec.binding import Contiguous, Pass, bind
 from cuflash.spec.options import Options
+from cuflash.spec.outputs import OUTPUTS
 from cuflash.spec.problem import Problem
 from cuflash.spec.score_args import gradient_names, names_of
 from cuflash.streaming.chunks import Chunk, StreamPlan, Way
@@ -48,7 +49,7 @@ def may_be_mapped(run: StreamedPass, device: Cuda) -> bool:
 def _reads_keys_once(options: Options, likes: tuple[Any, ...], device_id: int) -> bool:
     """Whether the kernels of a forward pass read each key once; cached, so that decoding does not wait for a plan."""
     launch = importlib.import_module("cuflash.gpu.backend")
-    binding = cpu_backend.bind_arrays_like("forward", options, likes, ("out", "lse"))
+    binding = cpu_backend.bind_arrays_like("forward", options, likes, OUTPUTS)
     plan = launch.tuned_plan(binding.problem, launch.device_spec(device_id), "forward", **binding.layout)
     return any(kernel.source.startswith(DECODING) for kernel in plan.kernels)
 
@@ -108,7 +109,7 @@ def _forward_memory(run: StreamedPass, given: Mapping[str, Array]) -> dict[str, 
     if not run.is_whole:
         memory["sums"] = is_narrow * wide + 2 * lse
         memory["a part"] = wide + 3 * lse
-    return memory | {"scratch": _scratch("forward", run, ("out", "lse"))}
+    return memory | {"scratch": _scratch("forward", run, OUTPUTS)}
 
 
 def _backward_memory(run: StreamedPass, need: Collection[str], given: Mapping[str, Array]) -> dict[str, int]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from cuflash.arrays.checks import value_error
 from cuflash.arrays.dlpack import module_of
-from cuflash.spec.inputs import DEFAULT_NEED, INPUT_OF_GRADIENT
+from cuflash.spec.outputs import DEFAULT_NEED, INPUT_OF_GRADIENT
 from cuflash.spec.scalars import array_of, is_scalar
 from cuflash.spec.score_args import gradient_names
 

@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.spec.inputs import BY_NAME, TERMS
+from cuflash.spec.outputs import OUTPUTS, OVER_HEAD_DIM, OVER_ROWS
 
 Array = NDArray[Any]
 
 # How many axes of an array are not leading ones.
 OWN_AXES = {
-    **dict.fromkeys(("q", "k", "v", "out", "dout"), 3),
-    **dict.fromkeys(("lse", "dlse"), 2),
+    **dict.fromkeys(OVER_HEAD_DIM, 3),
+    **dict.fromkeys(OVER_ROWS, 2),
     **{term.name: term.own_axes for term in TERMS if term.own_axes is not None},
 }
 
@@ -47,10 +48,10 @@ class Spread:
 
     def fold(self, name: str, result: Array) -> Array:
         """A result for these arrays as that for the natural ones: summed over the axes that what it is of lacks."""
-        model = name if name in ("out", "lse") else name[1:]
+        model = name if name in OUTPUTS else name[1:]
         if model not in OWN_AXES:
             return result
-        if model in ("out", "lse"):
+        if model in OUTPUTS:
             return result.reshape(*self.axes, *result.shape[1:])
         shape = self.natural[model].shape
         if self._stays(model):

@@ -34,7 +34,8 @@ from numpy.typing import DTypeLike, NDArray
 from cuflash.arrays.array_info import FLOAT8, user_shape, view_4d, view_rows
 from cuflash.score_mod.evaluation import clamped, evaluate
 from cuflash.spec.dropout import kept_weights
-from cuflash.spec.inputs import DEFAULT_NEED, NAMES, NUMBERS, TERMS
+from cuflash.spec.inputs import NAMES, NUMBERS, TERMS
+from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.spec.problem import Problem, scales_of_rows
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def backward(
     Returns
     -------
     tuple of numpy.ndarray
-        In the order of `inputs.GRADIENTS`, those of
+        In the order of `outputs.GRADIENTS`, those of
 
         dq, dk, dv
             Shapes of `q`, `k` and `v`, of `dtype`, or of that of lse if `problem.wide` has them. Keys that nothing
@@ -189,7 +190,7 @@ class BroadcastSum:
 
 
 class ScoreSums:
-    """`inputs.SCORE_GRADIENTS`: gradients of scores, times derivatives of the scores, summed over all heads."""
+    """`outputs.SCORE_GRADIENTS`: gradients of scores, times derivatives of the scores, summed over all heads."""
 
     def __init__(self, problem: Problem, terms: Mapping[str, Any], compute: np.dtype[Any]) -> None:
         self.totals = {f"d{name}": BroadcastSum(None, (), compute) for name in NUMBERS}

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cuflash.arrays.array_info import numpy_dtype
-from cuflash.spec.inputs import DEFAULT_NEED, GRADIENTS, INPUT_OF_GRADIENT, SOFTMAX_GRADIENTS
+from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS, INPUT_OF_GRADIENT, OUTPUTS, OVER_HEAD_DIM, SOFTMAX_GRADIENTS
 from cuflash.spec.problem import Problem
 from cuflash.testing import reference
 from cuflash.testing.arrays import to_numpy
@@ -217,7 +217,7 @@ def _yardsticks(
             errors = np.abs(of_plain.astype(own.dtype) - own)
         of_terms, noise = (np.sqrt(x).astype(np.float64) for x in (squares.terms, squares.noise))
         scale = np.maximum(of_terms, _largest(name, own))
-        if name not in ("out", "lse"):  # equal rows are rounded alike: then what adds up is no random walk
+        if name not in OUTPUTS:  # equal rows are rounded alike: then what adds up is no random walk
             noise = np.where(of_terms > 0, noise * scale / np.where(of_terms > 0, of_terms, 1), 0)
         least = 1.0 if name == "lse" else float(ml_dtypes.finfo(arrays["q"].dtype).smallest_normal)
         scale = np.maximum(scale, least)
@@ -263,7 +263,7 @@ def _yardsticks(
 def _largest(name: str, x: Array) -> Array:
     """Absolute values; of a row of head_dim columns the largest."""
     x = np.where(np.isfinite(x), np.abs(x), 0)
-    return x.max(axis=-1, keepdims=True, initial=0) if name in ("out", *DEFAULT_NEED) else x
+    return x.max(axis=-1, keepdims=True, initial=0) if name in OVER_HEAD_DIM else x
 
 
 def _at_first_key(problem: Problem, sums: Squares) -> Squares:
@@ -341,7 +341,7 @@ def assert_backward(
 ) -> Report:
     """Judge gradients of ``sum(dout * out)``, those given, as `assert_forward` judges the output; dlse counts.
 
-    Those beside the four have the names of `cuflash.spec.inputs.GRADIENTS`.
+    Those beside the four have the names of `cuflash.spec.outputs.GRADIENTS`.
     """
     given = {"dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks} | others
     for name in given:

@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.arrays.array_info import view_4d, view_rows
-from cuflash.spec.inputs import CAPS, PER_HEAD_INPUTS, SOFTMAX_GRADIENTS
+from cuflash.spec.inputs import CAPS, PER_HEAD_INPUTS
+from cuflash.spec.outputs import SOFTMAX_GRADIENTS
 from cuflash.spec.problem import Problem
 from cuflash.testing import reference
 from cuflash.testing.case import optional, qkv

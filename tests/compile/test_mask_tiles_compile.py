@@ -6,7 +6,7 @@ import cuflash.testing as ct
 from cuflash.gpu.compiler import compile_spec
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.spec.binding import PASSES
-from cuflash.spec.inputs import DEFAULT_NEED
+from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.spec.problem import make_problem
 from tests.compile.test_plans import SERIALIZED
 

@@ -13,8 +13,9 @@ from cuflash.emulator.passes import Place, backward, forward, plan_for, run
 from cuflash.plan import DeviceSpec, LaunchPlan, choose_plan
 from cuflash.plan.tiles import Tile
 from cuflash.spec.batch_axes import Calls, axes_of, is_plain
-from cuflash.spec.inputs import DEFAULT_NEED, NAMES, SOFTMAX_GRADIENTS
+from cuflash.spec.inputs import NAMES
 from cuflash.spec.options import Options
+from cuflash.spec.outputs import DEFAULT_NEED, SOFTMAX_GRADIENTS
 from cuflash.spec.problem import Problem, make_problem
 from cuflash.testing import Case, measure, optional, qkv, reference, yardsticks
 from tests.large_scores import Backend

@@ -20,8 +20,9 @@ from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan
 from cuflash.plan.argument import maps_offset
 from cuflash.plan.tensor_map import BYTES, TensorMapSpec
 from cuflash.spec.binding import Pass
-from cuflash.spec.inputs import GRADIENTS, NAMES
+from cuflash.spec.inputs import NAMES
 from cuflash.spec.options import Options
+from cuflash.spec.outputs import GRADIENTS
 
 ALIGNMENT = 256  # bytes, of an allocation on a device
 OF_PASS: dict[Pass, tuple[str, ...]] = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, EmulationError, find_compiler
 from cuflash.plan import DeviceSpec
-from cuflash.spec.inputs import GRADIENTS
+from cuflash.spec.outputs import GRADIENTS
 from tests.emulate import attention
 from tests.emulate.attention import forward_by_oracle, inputs_of
 

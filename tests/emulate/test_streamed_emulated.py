@@ -15,7 +15,7 @@ import cuflash.testing as ct
 from cuflash.arrays import dlpack
 from cuflash.arrays.array_info import numpy_dtype
 from cuflash.emulator import find_compiler
-from cuflash.spec.inputs import DEFAULT_NEED
+from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.streaming import calls, memory
 from cuflash.testing.rule import gradients_of
 from tests.emulate.launcher import ALIGNMENT, DeviceArray, launcher

@@ -5,7 +5,7 @@ import pytest
 
 import cuflash
 import cuflash.testing as ct
-from cuflash.spec.inputs import GRADIENTS
+from cuflash.spec.outputs import GRADIENTS
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ import pytest
 import cuflash
 import cuflash.testing as ct
 from cuflash.arrays.array_info import numpy_dtype
-from cuflash.spec.inputs import DEFAULT_NEED
+from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.testing.rule import gradients_of
 from tests.ranks import NO_TERMS
 from tests.ranks import judge as judge_functions

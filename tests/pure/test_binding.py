@@ -13,8 +13,8 @@ from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan import DeviceSpec, ScratchLayout, choose_plan
 from cuflash.plan.launch_plan import SCRATCH_ALIGNMENT
 from cuflash.spec.binding import FIXED, Contiguous, bind, growing_keys, planned_length
-from cuflash.spec.inputs import DEFAULT_NEED
 from cuflash.spec.options import Options
+from cuflash.spec.outputs import DEFAULT_NEED
 from tests.calls import address, calls
 from tests.problems import is_served
 

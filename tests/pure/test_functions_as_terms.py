@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash.cpu import core, functions_as_terms, part_products, parts
 from cuflash.score_mod.program import Traced
-from cuflash.spec.inputs import DEFAULT_NEED
+from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.testing.rule import measure, yardsticks
 from tests.scored import DRAWN, MASKS, SCORES, Scored, captured_of, scored
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.spec.inputs import GRADIENTS
+from cuflash.spec.outputs import GRADIENTS
 from tests import fuzz, pairs
 from tests.scored import SCORES
 

@@ -13,7 +13,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.spec.binding import PASSES
-from cuflash.spec.inputs import DEFAULT_NEED
+from cuflash.spec.outputs import DEFAULT_NEED
 from tests.compiled import KINDS, NUMPY, way_taken
 from tests.scored import MASKS, SCORES, Scored, captured_of
 

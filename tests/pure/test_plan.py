@@ -26,8 +26,8 @@ from cuflash.plan.sm90.tiles import (
 )
 from cuflash.plan.tiles import Tile, round_up
 from cuflash.spec.binding import PASSES, access_bytes
-from cuflash.spec.inputs import DEFAULT_NEED
 from cuflash.spec.options import Options
+from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.spec.problem import make_problem
 from tests.problems import ARCHS, SIZES_OF_SHARED, biased, blocks_of, contiguous, is_served, masked, problem_of
 from tests.scored import of_functions

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cuflash.arrays.array_info import Operand
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.draft import CAUSAL_HEAD_SECTION
-from cuflash.spec.inputs import DEFAULT_NEED, SCORE_GRADIENTS
+from cuflash.spec.outputs import DEFAULT_NEED, SCORE_GRADIENTS
 from tests.problems import problem_of
 
 # ---- Some of the gradients -------------------------------------------------------------------------------------------

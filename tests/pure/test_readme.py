@@ -16,7 +16,7 @@ from bench.examples import PICTURES
 from cuflash.cli.main import COMMANDS, make_parser
 from cuflash.cli.main import main as cuflash_main
 from cuflash.gpu.kernel_cache import CACHE_BYTES
-from cuflash.spec.inputs import GRADIENTS
+from cuflash.spec.outputs import GRADIENTS
 from cuflash.testing import numpy_dtype
 
 CHECKOUT = Path(__file__).parents[2]

@@ -8,13 +8,11 @@ import pytest
 import cuflash
 import cuflash.testing as ct
 from cuflash.cli.main import make_parser
+from cuflash.plan.argument import ARRAYS
 from cuflash.spec.inputs import (
     ACTING,
     BY_NAME,
-    DEFAULT_NEED,
     FP8_SCALES,
-    GRADIENTS,
-    INPUT_OF_GRADIENT,
     NAMES,
     NUMBERS,
     TERMS,
@@ -24,7 +22,18 @@ from cuflash.spec.inputs import (
     PassArrays,
     Terms,
 )
+from cuflash.spec.outputs import (
+    DEFAULT_NEED,
+    FORWARD_ROWS,
+    GRADIENT_ROWS,
+    GRADIENTS,
+    INPUT_OF_GRADIENT,
+    OUTPUTS,
+    REQUIRED_BY_BACKWARD,
+    TAKEN_BY_BACKWARD,
+)
 from cuflash.spec.problem import Problem
+from cuflash.spec.results import ForwardResult, Gradients
 
 
 def parameters(function):
@@ -45,6 +54,35 @@ def test_every_signature_has_every_gradient():
     assert set(OfThreeGradients.__annotations__) == {*NAMES, *DEFAULT_NEED, "dlse"}
     assert set(OfGradients.__annotations__) == {*NAMES, *GRADIENTS, "dlse"}
     assert set(PassArrays.__annotations__) == {*NAMES, *GRADIENTS, "dlse", "dout", "out", "lse"}
+
+
+@pytest.mark.parametrize("row", (*FORWARD_ROWS, *GRADIENT_ROWS), ids=lambda row: row.name)
+def test_a_result_is_what_its_row_says(row):
+    bias, slopes = (1, 3, 5, 7), (3,)
+    case = ct.Case(
+        batch=2, num_heads=3, num_heads_kv=1, seqlen_q=5, seqlen_k=7, head_dim=4, head_dim_v=6, dtype="float16",
+        layout="bshd", bias=bias, alibi_slopes=slopes, sinks=True, softcap=9.0,
+    )  # fmt: skip
+    arrays, problem = case.arrays(), case.problem
+    attn = cuflash.FlashAttention(**case.keywords)
+    out, lse = attn.forward(*ct.qkv(arrays), **ct.optional(arrays))
+    need = () if row in FORWARD_ROWS else (row.name,)
+    gradients = attn.backward(out, *ct.qkv(arrays), out, lse, **ct.optional(arrays), need=need)
+    got = {"out": out, "lse": lse, **gradients._asdict()}[row.name]
+    if row.dtype == "like":
+        assert (got.shape, got.dtype) == (arrays[row.gradient_of].shape, arrays[row.gradient_of].dtype)
+    else:
+        dtype = {"input": problem.dtype, "softmax": problem.softmax_dtype}[row.dtype]
+        assert (got.shape, got.dtype.name) == (problem.shape_of(row), dtype)
+    assert row.name in dict(ARRAYS) and dict(ARRAYS)[row.name] == row.strides
+
+
+def test_signatures_follow_the_rows():
+    assert ForwardResult._fields == OUTPUTS and Gradients._fields == DEFAULT_NEED
+    assert set(OUTPUTS) <= parameters(cuflash.FlashAttention.forward)
+    taken = inspect.signature(cuflash.FlashAttention.backward).parameters
+    assert {name for name, x in taken.items() if x.default is x.empty} >= {"q", "k", "v", *REQUIRED_BY_BACKWARD}
+    assert set(TAKEN_BY_BACKWARD) <= set(taken)
 
 
 def test_the_command_line_names_every_term_but_those_of_other_shapes():

@@ -39,7 +39,7 @@ from cuflash.plan.sm90.tiles import (
 )
 from cuflash.plan.tiles import round_up, tile_bytes
 from cuflash.spec.binding import PASSES
-from cuflash.spec.inputs import DEFAULT_NEED
+from cuflash.spec.outputs import DEFAULT_NEED
 from tests.problems import ARCHS, SIZES_OF_SHARED, biased, blocks_of, is_served, masked, problem_of
 from tests.scored import of_functions
 

@@ -140,7 +140,7 @@ class DqTile(Sm80Tile):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoresTile(Sm80Tile):
-    """One way to cut `inputs.SCORE_GRADIENTS`. Blocks take tiles of block_m x block_n pairs, in num_stages."""
+    """One way to cut `outputs.SCORE_GRADIENTS`. Blocks take tiles of block_m x block_n pairs, in num_stages."""
 
     role = "scores"
     variations: ClassVar = {"block_n": (16, 32, 64), "num_stages": (1, 2)}

@@ -19,8 +19,8 @@ from cuflash.plan.sm90.wide_tiles import (
     ForwardWideSm90Tile,
 )
 from cuflash.plan.tiles import Tile
-from cuflash.spec.inputs import DEFAULT_NEED
 from cuflash.spec.options import Origin
+from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.testing.float8 import assert_float8
 from tests.emulate import attention, merges
 from tests.emulate.checks import judge_functions

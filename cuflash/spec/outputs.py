@@ -1,0 +1,146 @@
+"""The results of both passes: a row for each.
+
+A row says over which axes a result lies, its dtype, whose gradient it is, and whether the backward pass takes it up.
+Bindings, the kernels' argument, `need`, slices of a problem, the oracle rule and test strategies walk over the rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cuflash.spec.inputs import CAPS, INPUTS, NUMBERS, TERMS, Term
+
+_QUERIES = ("batch", "num_heads", "seqlen_q")
+_KEYS = ("batch", "num_heads_kv", "seqlen_k")
+_HEAD_DIMS = ("head_dim", "head_dim_v")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """One result of a pass, named as `cuflash.FlashAttention` names it.
+
+    Attributes
+    ----------
+    axes : tuple of str, optional
+        Sizes of a problem: the axes as kernels see them. None where the result has the shape of what it is the gradient
+        of.
+    dtype : {"input", "softmax", "like"}
+        That of q, that of the softmax, or that of what it is the gradient of.
+    gradient_of : str
+        The array or number whose gradient it is; empty for results of the forward pass.
+    part_of : {"", "scores", "softmax"}
+        What this is a part of, beside q, k and v: as `Term.part_of` says, and numbers are parts of the scores.
+    needs : str
+        The optional array or number that a problem must have, so that it has this result.
+    strides : int
+        How many strides the kernels get.
+    is_default : bool
+        Whether a call returns it unless it is told otherwise.
+    upstream : {"", "optional", "required"}
+        Whether the backward pass reads the result, and its gradient if there is one, or always.
+    """
+
+    name: str
+    axes: tuple[str, ...] | None = None
+    dtype: Literal["input", "softmax", "like"] = "like"
+    gradient_of: str = ""
+    part_of: Literal["", "scores", "softmax"] = ""
+    needs: str = ""
+    strides: int = 3
+    is_default: bool = False
+    upstream: Literal["", "optional", "required"] = ""
+
+    @property
+    def has_head_dim(self) -> bool:
+        """Whether it lies over a head dimension, in the layout of q."""
+        return self.axes is not None and self.axes[-1:] != () and self.axes[-1] in _HEAD_DIMS
+
+    @property
+    def is_of_rows(self) -> bool:
+        """Whether it has one value for each row of queries."""
+        return self.axes == _QUERIES
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is one number."""
+        return self.axes == ()
+
+    @property
+    def gradient(self) -> str:
+        """The name of the gradient of a loss with respect to it; empty where the backward pass takes none."""
+        return f"d{self.name}" if self.upstream else ""
+
+
+def _gradient_of_term(term: Term) -> Output:
+    return Output(
+        name=term.gradient, gradient_of=term.name, part_of=term.part_of, needs=term.name, strides=term.strides
+    )
+
+
+def _gradient_of_number(name: str) -> Output:
+    return Output(
+        name=f"d{name}",
+        axes=(),
+        dtype="softmax",
+        gradient_of=name,
+        part_of="scores",
+        needs=name if name in CAPS else "",
+        strides=0,
+    )
+
+
+# Results of the forward pass, in the order in which it gives them.
+FORWARD_ROWS = (
+    Output(name="out", axes=(*_QUERIES, "head_dim_v"), dtype="input", is_default=True, upstream="required"),
+    Output(name="lse", axes=_QUERIES, dtype="softmax", is_default=True, upstream="optional"),
+)
+# Those of the backward pass, which gives gradients of arrays that a score reads after these.
+GRADIENT_ROWS = (
+    Output(name="dq", axes=(*_QUERIES, "head_dim"), dtype="input", gradient_of="q", is_default=True),
+    Output(name="dk", axes=(*_KEYS, "head_dim"), dtype="input", gradient_of="k", is_default=True),
+    Output(name="dv", axes=(*_KEYS, "head_dim_v"), dtype="input", gradient_of="v", is_default=True),
+    *(_gradient_of_term(term) for term in TERMS if term.part_of == "scores"),
+    *(_gradient_of_number(name) for name in NUMBERS),
+    *(_gradient_of_term(term) for term in TERMS if term.part_of == "softmax"),
+)
+BY_NAME = {row.name: row for row in (*FORWARD_ROWS, *GRADIENT_ROWS)}
+UPSTREAM = {row.gradient: row for row in FORWARD_ROWS if row.upstream}  # by the name of the gradient
+
+# ---- names of results, in order --------------------------------------------------------------------------------------
+
+OUTPUTS = tuple(row.name for row in FORWARD_ROWS if row.is_default)
+GRADIENTS = tuple(row.name for row in GRADIENT_ROWS)
+DEFAULT_NEED = tuple(row.name for row in GRADIENT_ROWS if row.is_default)
+NUMBER_GRADIENTS = tuple(row.name for row in GRADIENT_ROWS if row.is_number)
+SCORE_GRADIENTS = tuple(row.name for row in GRADIENT_ROWS if row.part_of == "scores")
+SOFTMAX_GRADIENTS = tuple(row.name for row in GRADIENT_ROWS if row.part_of == "softmax")
+# Gradients that only a problem with a certain option has, and that option.
+INPUT_OF_GRADIENT = {row.name: row.needs for row in GRADIENT_ROWS if row.needs}
+
+# ---- names of arrays of both passes ----------------------------------------------------------------------------------
+
+# What the backward pass reads beside the inputs: what it always needs, and all of it.
+REQUIRED_BY_BACKWARD = (
+    *(row.gradient for row in FORWARD_ROWS if row.upstream == "required"),
+    *(row.name for row in FORWARD_ROWS if row.upstream),
+)
+TAKEN_BY_BACKWARD = (
+    *REQUIRED_BY_BACKWARD,
+    *(row.gradient for row in FORWARD_ROWS if row.upstream == "optional"),
+)
+
+
+def _with_gradients(rows: tuple[Output, ...]) -> tuple[str, ...]:
+    return tuple(name for row in rows for name in (row.name, row.gradient) if name)
+
+
+# Arrays over head dimensions, and over rows of queries, in the order in which the kernels' argument has them.
+OVER_HEAD_DIM = (
+    *INPUTS,
+    *_with_gradients(tuple(row for row in FORWARD_ROWS if row.has_head_dim)),
+    *(row.name for row in GRADIENT_ROWS if row.has_head_dim),
+)
+OVER_ROWS = _with_gradients(tuple(row for row in FORWARD_ROWS if row.is_of_rows))
+# Arrays beside the optional ones, gradients left out, that have an axis of queries.
+OF_QUERIES = ("q", *TAKEN_BY_BACKWARD, "row_sums")
