@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Literal
 
 from cuflash.arrays.array_info import numpy_dtype
-from cuflash.spec.binding import PASSES
+from cuflash.spec.passes import BACKWARD, FORWARD, PASSES
 
 from . import environment, peers_float8, peers_torch
 from .cases import BLOCK, OPTIONS, THREADS, Case
@@ -152,22 +152,22 @@ def cuflash_as(case: Case, inputs: Inputs, *, arch: str) -> Contender:
     arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, **terms}
     random = RANDOM["seed"], RANDOM["offset"]
 
-    (first, *_), _ = gpu_backend.trials("forward", attn.options, arrays, random)
+    (first, *_), _ = gpu_backend.trials(FORWARD, attn.options, arrays, random)
     plans = {pass_: choose_plan(first.problem, first.device.as_arch(arch), pass_) for pass_ in PASSES}
 
     @functools.cache
     def forward() -> Callable[[], tuple[Any, ...]]:
-        return gpu_backend.trials("forward", attn.options, arrays, random)[1](plans["forward"])
+        return gpu_backend.trials(FORWARD, attn.options, arrays, random)[1](plans[FORWARD])
 
     @functools.cache
     def backward() -> Callable[[], tuple[Any, ...]]:
         out, lse = forward()()
         given = {"dout": inputs.dout, "out": out, "lse": lse, **arrays}
-        return gpu_backend.trials("backward", attn.options, given, random)[1](plans["backward"])
+        return gpu_backend.trials(BACKWARD, attn.options, given, random)[1](plans[BACKWARD])
 
     return Contender(
         {"forward": lambda: forward()()[:1], "backward": lambda: backward()()},
-        plans={pass_: plan.describe() for pass_, plan in plans.items()},
+        plans={pass_.name: plan.describe() for pass_, plan in plans.items()},
     )
 
 

@@ -11,11 +11,11 @@ from cuflash import streaming
 from cuflash.arrays import dlpack
 from cuflash.cpu import backend as cpu_backend
 from cuflash.gpu import progress
-from cuflash.spec.binding import PASSES
 from cuflash.spec.call import prepare
 from cuflash.spec.inputs import INPUTS, PassArrays, Terms
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS
+from cuflash.spec.passes import FORWARD, PASS_NAMES
 from cuflash.spec.results import Array, checked_passes, needed
 from cuflash.spec.score_args import checked_with_captured, gradient_names
 
@@ -123,7 +123,7 @@ class Preparation:
         dout: Array | None = None,
         seed: int | None = None,
         offset: int | None = None,
-        passes: Collection[str] = PASSES,
+        passes: Collection[str] = PASS_NAMES,
         remember: bool = True,
         forget: bool = False,
         **terms: Array,
@@ -174,8 +174,8 @@ class Preparation:
         """
         wanted = checked_passes(passes)
         arrays = {"q": q, "k": k, "v": v} | checked_with_captured("tune", Terms, self.options, terms) | {"dout": dout}
-        if arrays.get("block_table") is not None and "forward" in wanted:
-            wanted = ("forward",)
+        if arrays.get("block_table") is not None and FORWARD in wanted:
+            wanted = (FORWARD,)
         random = self.options.random(*((0 if x is None else x) for x in (seed, offset)))
         call = prepare(self.options, arrays, INPUTS, DEFAULT_NEED)
         if call.kind != "cupy":

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
+from cuflash.spec.passes import BACKWARD, FORWARD
 from cuflash.testing import STRIDES, lay_out
 
 FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "pages", "packed")
@@ -19,7 +20,7 @@ def results_of(case, arrays, pass_, need):
     """Arrays for the results of a pass, by name."""
     problem = case.problem
     shapes = {"out": (problem.out_shape, case.dtype), "lse": (problem.lse_shape, problem.softmax_dtype)}
-    if pass_ == "backward":
+    if pass_ is BACKWARD:
         shapes = {name: (arrays[name[1:]].shape, arrays[name[1:]].dtype) for name in need if name[1:] in arrays}
         shapes |= {name: ((), problem.softmax_dtype) for name in ("dscale", "dsoftcap") if name in need}
     return {name: np.empty(shape, ct.numpy_dtype(str(dtype))) for name, (shape, dtype) in shapes.items()}
@@ -40,15 +41,15 @@ def shifted(array, by):
 def calls(draw, pass_):
     """Arrays of a call, as it may be given them, and which gradients it wants."""
     case = draw(ct.cases(features=FEATURES, max_scores=2**10, max_seqlen=65))
-    if case.page_size and pass_ == "backward":
+    if case.page_size and pass_ is BACKWARD:
         case = replace(case, page_size=0)
     if case.page_size:
         case = replace(case, block_mask=None)
     arrays = case.arrays()
     need = tuple(draw(st.lists(st.sampled_from(ct.gradients_of(case.problem)), min_size=1, unique=True)))
-    given_arrays = {name: x for name, x in arrays.items() if pass_ == "backward" or name not in ("dout", "dlse")}
-    if pass_ == "backward":
-        given_arrays |= results_of(case, arrays, "forward", ())
+    given_arrays = {name: x for name, x in arrays.items() if pass_ is BACKWARD or name not in ("dout", "dlse")}
+    if pass_ is BACKWARD:
+        given_arrays |= results_of(case, arrays, FORWARD, ())
     strides = draw(st.sampled_from(STRIDES))
     results = {name: lay_out(x, strides, np.array) for name, x in results_of(case, arrays, pass_, need).items()}
     given_arrays |= {name: x for name, x in results.items() if draw(st.booleans())}

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from cuflash.arrays.array_info import FLOAT8, Operand
 from cuflash.plan import DeviceSpec
 from cuflash.spec.options import Options
+from cuflash.spec.passes import BACKWARD
 from cuflash.spec.problem import Problem, make_problem
 
 ARCHS = ("7.0", "7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")
@@ -70,4 +71,4 @@ LARGEST = {
 def is_served(problem, arch, pass_):
     """All but large head dimensions where shared memory is small."""
     largest = LARGEST[DeviceSpec.for_arch(arch).shared_bytes_per_sm // 1024][problem.dtype]
-    return max(problem.head_dim, problem.head_dim_v) <= largest[pass_ == "backward"]
+    return max(problem.head_dim, problem.head_dim_v) <= largest[pass_ is BACKWARD]

@@ -9,9 +9,10 @@ from dataclasses import fields
 
 from cuflash.arrays.array_info import DTYPES, numpy_dtype, softmax_dtype_of, user_shape
 from cuflash.flash_attention import Causal
-from cuflash.spec.binding import PASSES, Contiguous, Pass
+from cuflash.spec.binding import Contiguous
 from cuflash.spec.inputs import NUMBERS, TERMS
 from cuflash.spec.options import LAYOUTS, PRECISIONS, Options
+from cuflash.spec.passes import PASS_NAMES, PASSES, Pass
 from cuflash.spec.problem import Problem, make_problem
 
 CAUSAL: dict[str, Causal] = {"no": False, "yes": True, "top_left": "top_left", "lengths": "lengths"}
@@ -68,7 +69,7 @@ def add_problem_arguments(
         metavar="X.Y",
         help="compute capabilities, e.g. 8.0 8.6 9.0 12.0 (default: what is here); 9 is 9.0",
     )
-    command.add_argument("--pass", dest="passes", choices=("forward", "backward"), help="default: both passes")
+    command.add_argument("--pass", dest="passes", choices=PASS_NAMES, help="default: both passes")
     group = command.add_argument_group(
         "problems", "All combinations of the values given to --dtype, --head-dim and --causal."
     )
@@ -134,4 +135,4 @@ def calls(args: argparse.Namespace) -> Iterator[tuple[Options, dict[str, Contigu
 
 
 def passes(args: argparse.Namespace) -> tuple[Pass, ...]:
-    return (args.passes,) if args.passes else PASSES
+    return tuple(pass_ for pass_ in PASSES if args.passes in (None, pass_.name))

@@ -20,6 +20,8 @@ from cuflash.emulator import passes as emulated
 from cuflash.emulator.launching import ORDERS
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.spec.outputs import DEFAULT_NEED, SOFTMAX_GRADIENTS
+from cuflash.spec.passes import BACKWARD, FORWARD
+from cuflash.spec.problem import Problem
 from cuflash.testing import reference
 
 
@@ -92,6 +94,21 @@ def refuse_stray_arguments(args: argparse.Namespace) -> None:
         raise Failure(f"{option} goes {'without' if args.emulate else 'with'} --emulate")
 
 
+def check_forward(
+    case: testing.Case, problem: Problem, arrays: dict[str, Any], results: list[Any], options: dict[str, Any]
+) -> None:
+    testing.assert_forward(case, *emulated.forward(problem, arrays, **options))
+
+
+def check_backward(
+    case: testing.Case, problem: Problem, arrays: dict[str, Any], results: list[Any], options: dict[str, Any]
+) -> None:
+    testing.assert_backward(case, *emulated.backward(problem, arrays, *results, **options))
+
+
+CHECKS = {FORWARD: check_forward, BACKWARD: check_backward}
+
+
 def check_emulated(args: argparse.Namespace) -> int:
     if building.find_compiler() is None:
         raise Failure("the emulator compiles the kernels with g++, which is not on the path")
@@ -105,15 +122,13 @@ def check_emulated(args: argparse.Namespace) -> int:
         given = [arrays[name] for name in ("q", "k", "v")]
         terms = {**testing.optional(arrays), **case.random}
         exact = reference.forward(problem, *given, **terms)
-        out, lse = (x.astype(dtype) for x, dtype in zip(exact, (given[0].dtype, problem.softmax_dtype), strict=True))
+        dtypes = (given[0].dtype, problem.softmax_dtype)
+        results = [x.astype(dtype) for x, dtype in zip(exact, dtypes, strict=True)]
         for schedule in schedules:
             options = {"arch": device, "schedule": schedule, **case.random}
             start = time.perf_counter()
             try:
-                if pass_ == "forward":
-                    testing.assert_forward(case, *emulated.forward(problem, arrays, **options))
-                else:
-                    testing.assert_backward(case, *emulated.backward(problem, arrays, out, lse, **options))
+                CHECKS[pass_](case, problem, arrays, results, options)
             except (AssertionError, EmulationError) as error:
                 verdict, detail = "FAILED", str(error)
             else:

@@ -38,7 +38,7 @@ def tune(args: argparse.Namespace) -> int:
         problem = make_problem(options, **shapes)
         sizes = f"batch {problem.batch}, {problem.num_heads} heads, seqlen {problem.seqlen_q} x {problem.seqlen_k}"
         print(f"{problem.dtype}, {sizes}, head_dim {problem.head_dim}, {attn}", flush=True)
-        found = attn.tune(**arrays, passes=passes(args), forget=args.forget)
+        found = attn.tune(**arrays, passes=[pass_.name for pass_ in passes(args)], forget=args.forget)
         print("forgotten" if found is None else found.describe(), end="\n\n", flush=True)
     return 0
 

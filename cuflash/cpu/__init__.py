@@ -20,6 +20,7 @@ from cuflash.cpu.packed import clear_rows_of_no_sequence
 from cuflash.spec import row_sums as of_rows
 from cuflash.spec.inputs import FP8_SCALES
 from cuflash.spec.outputs import DEFAULT_NEED
+from cuflash.spec.passes import BACKWARD, FORWARD, Pass
 from cuflash.spec.problem import Problem, scales_of_rows
 
 __all__ = ["backward", "cpu_threads", "describe", "forward", "row_sums"]
@@ -81,7 +82,7 @@ def forward(
     lse = np.empty(problem.lse_shape, problem.softmax_dtype) if lse is None else lse
     if problem.is_packed:
         clear_rows_of_no_sequence(problem, out, lse, terms["cu_seqlens_q"])
-    _run(problem, {"q": q, "k": k, "v": v, "out": out, "lse": lse, **terms}, False, seed, offset)
+    _run(problem, {"q": q, "k": k, "v": v, "out": out, "lse": lse, **terms}, FORWARD, seed, offset)
     return out, lse
 
 
@@ -124,7 +125,7 @@ def backward(
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     results = _gradients_for(problem, need, arrays | others)
     arrays |= {name: x for name, x in others.items() if name not in problem.gradients}
-    _run(problem, arrays | results, True, seed, offset)
+    _run(problem, arrays | results, BACKWARD, seed, offset)
     return tuple(results.values())
 
 
@@ -134,13 +135,13 @@ def row_sums(problem: Problem, q: Array, k: Array, v: Array, lse: Array, **terms
     if problem.has_float8:  # which have no backward pass
         return _row_sums_of_float8(problem, q, k, v, lse, found, terms)
     way, unit, _ = _way_of(problem, ())
-    way(problem, {"q": q, "k": k, "v": v, "lse": lse, "row_sums": found[..., :2], **terms}, True, None, None)
+    way(problem, {"q": q, "k": k, "v": v, "lse": lse, "row_sums": found[..., :2], **terms}, BACKWARD, None, None)
     found[..., 2] = unit
     return found
 
 
 def _run(
-    problem: Problem, arrays: Mapping[str, Array | None], is_backward: bool, seed: int | None, offset: int | None
+    problem: Problem, arrays: Mapping[str, Array | None], pass_: Pass, seed: int | None, offset: int | None
 ) -> None:
     if problem.multiplies_float8:
         _run_with_wide_queries(problem, arrays, seed, offset)
@@ -148,13 +149,13 @@ def _run(
     if problem.has_float8:
         scales = {name: scales_of_rows(problem, name, arrays.get(name)) for name in FP8_SCALES}
         arrays = {**arrays, **scales}
-    wanted = [name for name in problem.gradients if is_backward and arrays.get(name) is not None]
+    wanted = [name for name in problem.gradients if arrays.get(name) is not None]  # none in a forward pass
     way, unit, reason = _way_of(problem, wanted)
     if reason is not None and reason == core.why_not():  # and not one of this problem
         _warn_once(reason)
     if (sums := arrays.get("row_sums")) is not None:
         arrays = {**arrays, "row_sums": of_rows.in_units(sums, unit, problem.softmax_dtype)}
-    way(problem, arrays, is_backward, seed, offset)
+    way(problem, arrays, pass_, seed, offset)
 
 
 def _way_of(problem: Problem, wanted: Collection[str]) -> tuple[Callable[..., None], float, str | None]:
@@ -187,7 +188,7 @@ def _run_with_wide_queries(
     assert q is not None and out is not None
     of_float32, wide = _with_wide_queries(problem, q, arrays.get("q_scale"))
     sums = out.astype(np.float32)  # rows of no sequence are not written to
-    _run(of_float32, {**arrays, "q": wide, "q_scale": None, "out": sums}, False, seed, offset)
+    _run(of_float32, {**arrays, "q": wide, "q_scale": None, "out": sums}, FORWARD, seed, offset)
     out[...] = sums
 
 
@@ -207,7 +208,7 @@ def _row_sums_of_float8(
         problem, q = _with_wide_queries(problem, q, terms.pop("q_scale", None))
     terms |= {name: scales_of_rows(problem, name, terms.get(name)) for name in FP8_SCALES}
     arrays = {"q": q, "k": k, "v": v, "lse": lse, "row_sums": found[..., :2], **terms}
-    fallback.run(problem, arrays, True, None, None)
+    fallback.run(problem, arrays, BACKWARD, None, None)
     return found
 
 

@@ -15,9 +15,10 @@ from cuflash.arrays.dlpack import overlap
 from cuflash.cpu import core
 from cuflash.cpu.packed import check_starts
 from cuflash.spec.batch_axes import Calls, FirstCall, axes_of, first_call
-from cuflash.spec.binding import Binding, Contiguous, Pass, bind, of_pass
+from cuflash.spec.binding import Binding, Contiguous, bind, of_pass
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS
+from cuflash.spec.passes import BACKWARD, FORWARD, Pass
 from cuflash.spec.problem import Problem, check_pages
 
 MOST_KNOWN, MOST_ALIKE = 256, 16  # kinds of calls that are kept, by options and array names, and calls of one kind
@@ -28,12 +29,12 @@ def forward(options: Options, given: dict[str, Any], random: tuple[int, int] = (
 
     `random` is the seed and the offset of dropout.
     """
-    if results := _repeated("forward", options, given, OUTPUTS, random):
+    if results := _repeated(FORWARD, options, given, OUTPUTS, random):
         return results
     if axes := axes_of(options, given, OUTPUTS):
         calls = Calls(axes, options, given, OUTPUTS, np, gives_parts=False)
         return calls.run(lambda own, arrays: forward(own, _given(arrays), random))
-    problem = bound("forward", options, given).problem
+    problem = bound(FORWARD, options, given, OUTPUTS).problem
     return cpu.forward(problem, **given, seed=random[0], offset=random[1])
 
 
@@ -45,14 +46,14 @@ def backward(
     `given` may have row sums (`cuflash.spec.row_sums`) where q, k and v are a part of a problem.
     """
     if "row_sums" in given:
-        problem = bound("backward", options, {name: x for name, x in given.items() if name != "row_sums"}, need).problem
+        problem = bound(BACKWARD, options, {name: x for name, x in given.items() if name != "row_sums"}, need).problem
         return cpu.backward(problem, need=need, **given, seed=random[0], offset=random[1])
-    if results := _repeated("backward", options, given, need, random):
+    if results := _repeated(BACKWARD, options, given, need, random):
         return results
     if axes := axes_of(options, given, need):
         calls = Calls(axes, options, given, need, np, gives_parts=False)
         return calls.run(lambda own, arrays: backward(own, _given(arrays), need, random))
-    problem = bound("backward", options, given, need).problem
+    problem = bound(BACKWARD, options, given, need).problem
     return cpu.backward(problem, need=need, **given, seed=random[0], offset=random[1])
 
 
@@ -61,7 +62,7 @@ def row_sums(options: Options, given: dict[str, Any]) -> Any:
 
     lse is that of these keys, or of all keys of which these are a part. There is one batch axis, and the layout "bhsd".
     """
-    problem = bound("forward", options, {name: x for name, x in given.items() if name != "lse"}).problem
+    problem = bound(FORWARD, options, {name: x for name, x in given.items() if name != "lse"}, OUTPUTS).problem
     return cpu.row_sums(problem, **given)
 
 
@@ -70,20 +71,23 @@ def plan(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAU
     first = _first(options, arrays)
     axes = first.axes
     if axes:
-        axes = first_call(options, of_pass("backward", arrays, options), need, np, gives_parts=False).axes
-    return CpuPlan(problem=bound("forward", first.options, _given(first.arrays)).problem, need=need, axes=axes)
+        axes = first_call(options, of_pass(BACKWARD, arrays, options), need, np, gives_parts=False).axes
+    return CpuPlan(problem=_bound_first(first).problem, need=need, axes=axes)
 
 
 def compile(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> None:
     """Check the arguments only, because there is nothing to compile."""
-    first = _first(options, arrays)
-    bound("forward", first.options, _given(first.arrays))
+    _bound_first(_first(options, arrays))
 
 
 def _first(options: Options, arrays: Mapping[str, Any]) -> FirstCall:
     """The first of the forward passes that make up a call."""
-    own = of_pass("forward", arrays, options)
+    own = of_pass(FORWARD, arrays, options)
     return first_call(options, own, OUTPUTS, np, gives_parts=False)
+
+
+def _bound_first(first: FirstCall) -> Binding:
+    return bound(FORWARD, first.options, _given(first.arrays), OUTPUTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +130,7 @@ class CpuPlan:
         )
 
 
-def bound(pass_: Pass, options: Options, given: Mapping[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> Binding:
+def bound(pass_: Pass, options: Options, given: Mapping[str, Any], need: tuple[str, ...]) -> Binding:
     """The binding of a call on NumPy arrays; this also checks values, which only arrays in host memory allow."""
     shapes = tuple((name, x.shape, x.strides, x.dtype) for name, x in given.items())
     binding = bind_arrays_like(pass_, options, shapes, need)
@@ -242,7 +246,7 @@ def _repeatable(pass_: Pass, options: Options, likes: tuple[Any, ...], need: tup
     if looks_at_numbers or not_alone or binding.results != need or core.why_not(problem) is not None:
         return None
     every: dict[str, Any] = {**arrays, **{name: Contiguous(shape, dtype) for name, shape, dtype in binding.allocated}}
-    prepared = core.prepare(problem, every, pass_ == "backward")
+    prepared = core.prepare(problem, every, pass_)
     allocated = tuple((shape, dtype) for _, shape, dtype in binding.allocated)
     places = tuple(map(list(every).index, binding.results))
     return prepared and _Repeatable(prepared, tuple(arrays.values()), allocated, places)

@@ -23,13 +23,12 @@ from cuflash.arrays.array_info import DTYPES, FLOAT8, Shaped, extent, layout_of
 from cuflash.cpu.jobs import count_cores
 from cuflash.spec.inputs import NUMBERS, SCORES, TERMS
 from cuflash.spec.outputs import (
-    GRADIENTS,
-    OUTPUTS,
     OVER_HEAD_DIM,
     OVER_ROWS,
     SCORE_GRADIENTS,
     SOFTMAX_GRADIENTS,
 )
+from cuflash.spec.passes import BACKWARD, Pass
 from cuflash.spec.problem import Problem
 
 Array = NDArray[Any]
@@ -58,7 +57,6 @@ AXES = {
 DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD, UNALIGNED, NOT_APART = range(6)
 _TUPLE_HEAD = tuple.__basicsize__  # bytes before the addresses of its items, in CPython
 _CHANGING = struct.Struct("@4q2QP")  # `struct Changing` of `core/core.cpp`
-_WRITTEN = {False: OUTPUTS, True: GRADIENTS}  # what a pass writes, by whether it is the backward pass
 
 
 class _Call(ctypes.Structure):
@@ -223,7 +221,7 @@ def unit_of(problem: Problem) -> float:
 
 
 def run(
-    problem: Problem, arrays: Mapping[str, Array | None], is_backward: bool, seed: int | None, offset: int | None
+    problem: Problem, arrays: Mapping[str, Array | None], pass_: Pass, seed: int | None, offset: int | None
 ) -> None:
     """Compute a pass: `arrays` has those of `AXES` that there are, by name, and the results to be written among them.
 
@@ -232,10 +230,10 @@ def run(
     Raises MemoryError, and whatever a signal handler raises, such as KeyboardInterrupt: within a tenth of a second.
     """
     given = {name: x for name, x in arrays.items() if x is not None}
-    prepared = _prepared(problem, given, is_backward)
+    prepared = _prepared(problem, given, pass_)
     random = (seed or 0, offset or 0)
     if prepared is None or compute(prepared, tuple(given.values()), random, are_apart=True) != DONE:
-        _run_on_copies(problem, given, is_backward, seed, offset)
+        _run_on_copies(problem, given, pass_, seed, offset)
 
 
 def compute(prepared: Prepared, arrays: tuple[Array, ...], random: tuple[int, int], *, are_apart: bool) -> int:
@@ -297,13 +295,13 @@ def find(table: bytes, arrays: tuple[Array, ...]) -> int:
 
 
 def _run_on_copies(
-    problem: Problem, given: dict[str, Array], is_backward: bool, seed: int | None, offset: int | None
+    problem: Problem, given: dict[str, Array], pass_: Pass, seed: int | None, offset: int | None
 ) -> None:
     """Compute a call on arrays some of whose elements are not aligned to their size: the core gets copies of these."""
     copies = {name: x if x.flags.aligned else x.copy() for name, x in given.items()}
-    run(problem, copies, is_backward, seed, offset)
+    run(problem, copies, pass_, seed, offset)
     for name, x in given.items():
-        if name in _WRITTEN[is_backward] and copies[name] is not x:
+        if name in pass_.results_in(problem) and copies[name] is not x:
             x[...] = copies[name]
 
 
@@ -329,13 +327,13 @@ def _run_on_threads(functions: Any, fixed: bytes, changing: bytes) -> int:
     return status
 
 
-def _prepared(problem: Problem, given: Mapping[str, Array], is_backward: bool) -> Prepared | None:
+def _prepared(problem: Problem, given: Mapping[str, Array], pass_: Pass) -> Prepared | None:
     """The result of `prepare`, kept with the problem."""
     kept: dict[Any, Prepared] = vars(problem).setdefault("_prepared_calls", {})
-    key = (is_backward, *given, *[x.strides for x in given.values()])
+    key = (pass_, *given, *[x.strides for x in given.values()])
     prepared = kept.get(key)
     if prepared is None:
-        prepared = prepare(problem, given, is_backward)
+        prepared = prepare(problem, given, pass_)
         if prepared is not None:
             if len(kept) >= MOST_PREPARED:
                 kept.clear()
@@ -343,7 +341,7 @@ def _prepared(problem: Problem, given: Mapping[str, Array], is_backward: bool) -
     return prepared
 
 
-def prepare(problem: Problem, given: Mapping[str, Shaped], is_backward: bool) -> Prepared | None:
+def prepare(problem: Problem, given: Mapping[str, Shaped], pass_: Pass) -> Prepared | None:
     """What calls on arrays like these, by name, have in common; None where strides are not whole elements."""
     library = _load()
     if isinstance(library, str):
@@ -354,8 +352,8 @@ def prepare(problem: Problem, given: Mapping[str, Shaped], is_backward: bool) ->
         return None
     call = _Call(
         bytes=ctypes.sizeof(_Call),
-        is_backward=is_backward,
-        finds_row_sums=is_backward and "dout" not in given,
+        is_backward=pass_ is BACKWARD,
+        finds_row_sums=not {*given}.issuperset(pass_.required),
         dtype=DTYPES.index(problem.dtype),
         kv_dtype=(*DTYPES, *FLOAT8).index(problem.k.dtype),
         bias_dtype=0 if problem.bias is None else DTYPES.index(problem.bias.dtype),
@@ -386,8 +384,8 @@ def prepare(problem: Problem, given: Mapping[str, Shaped], is_backward: bool) ->
         call.strides[at][:] = _strides(x, AXES[name], problem.layout)
         call.begins[at], call.ends[at] = extent(x)
     fixed = bytes(call)[: _Call.seed.offset]
-    flops = problem.backward_flops if is_backward else problem.forward_flops
-    nanoseconds = flops / (30 if problem.dtype == "float64" else 60) + library.functions.cuflash_overhead_ns(fixed)
+    per_ns = 30 if problem.dtype == "float64" else 60
+    nanoseconds = pass_.flops(problem) / per_ns + library.functions.cuflash_overhead_ns(fixed)
     return Prepared(fixed, nanoseconds)
 
 

@@ -31,6 +31,7 @@ from cuflash.score_mod.intervals import Tables, bounds_of
 from cuflash.score_mod.nodes import Node
 from cuflash.spec.dropout import kept_weights
 from cuflash.spec.outputs import DEFAULT_NEED, OVER_ROWS
+from cuflash.spec.passes import FORWARD, Pass
 from cuflash.spec.problem import Problem
 from cuflash.spec.row_sums import is_large
 
@@ -49,13 +50,12 @@ LEAST_WEIGHT = {np.dtype(np.float32): 2.0**-100, np.dtype(np.float64): 2.0**-960
 
 
 def run(
-    problem: Problem, arrays: Mapping[str, Array | None], is_backward: bool, seed: int | None, offset: int | None
+    problem: Problem, arrays: Mapping[str, Array | None], pass_: Pass, seed: int | None, offset: int | None
 ) -> None:
     """Compute a pass, as `cuflash.cpu.core.run` does."""
     given = {name: x for name, x in arrays.items() if x is not None}
-    flops = problem.backward_flops if is_backward else problem.forward_flops
-    threads = 1 if flops < SERIAL_FLOPS else jobs.count_cores()
-    if not is_backward:
+    threads = 1 if pass_.flops(problem) < SERIAL_FLOPS else jobs.count_cores()
+    if pass_ is FORWARD:
         jobs.run(_Job.forward, _jobs(problem, given, (seed, offset)), threads)
         return
     if "dout" not in given:

@@ -35,6 +35,7 @@ from cuflash.score_mod.nodes import Node, in_order
 from cuflash.spec.inputs import NAMES, TERMS
 from cuflash.spec.options import Options, Origin
 from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS, OVER_ROWS, TAKEN_BY_BACKWARD
+from cuflash.spec.passes import BACKWARD, FORWARD, Pass
 from cuflash.spec.problem import Problem, make_problem
 
 Array = NDArray[Any]
@@ -87,7 +88,7 @@ def _reads_product(at: Node) -> bool:
 
 
 def run(
-    problem: Problem, arrays: Mapping[str, Array | None], is_backward: bool, seed: int | None, offset: int | None
+    problem: Problem, arrays: Mapping[str, Array | None], pass_: Pass, seed: int | None, offset: int | None
 ) -> None:
     """Compute a pass, as `cuflash.cpu.core.run` does."""
     given = {name: x for name, x in arrays.items() if x is not None}
@@ -98,9 +99,9 @@ def run(
     if problem.is_packed:
         clear_gradients_of_no_sequence(problem, given)
         for one in sequences(problem, *(given[name] for name in STARTS)):
-            call_of(one.problem, one.of_call(given), one.index).run(is_backward)
+            call_of(one.problem, one.of_call(given), one.index).run(pass_)
     else:
-        call_of(problem, given).run(is_backward)
+        call_of(problem, given).run(pass_)
     with np.errstate(all="ignore"):
         for name, x in results.items():
             x[...] = of_reads[name]
@@ -167,21 +168,20 @@ class _Call:
         self.wide: np.dtype[Any] | None = None
         self.workspace = _Workspace(self.dtype)
 
-    def run(self, is_backward: bool) -> None:
+    def run(self, pass_: Pass) -> None:
         """Write results, and add to those of captured arrays."""
         problem, most = self.problem, PART_BYTES // self.dtype.itemsize
         is_line = self.has_diagonals and self.program.mask is None and not self.of_reads
         of_lines = problem.seqlen_q + problem.seqlen_k if is_line else None
         every = list(parts(problem, self.different, most, of_lines))
-        if is_backward and "dout" not in self.arrays:
+        if pass_ is FORWARD:
             for part in every:
-                self.run_part(part, self.of_rows(part, ("lse", "row_sums")), True)
-            return
-        if is_backward:
+                self.run_part(part, self.of_rows(part, OUTPUTS), FORWARD)
+        elif "dout" not in self.arrays:
+            for part in every:
+                self.run_part(part, self.of_rows(part, ("lse", "row_sums")), BACKWARD)
+        else:
             self.run_backward(every)
-            return
-        for part in every:
-            self.run_part(part, self.of_rows(part, OUTPUTS), False)
 
     def run_backward(self, every: list[Part]) -> None:
         """Write gradients. Where several parts add to dk and dv, all is computed in the dtype of the softmax."""
@@ -195,7 +195,7 @@ class _Call:
             added = {name: np.empty_like(x) for name, x in own.items()} if is_split else own
             rows = {"dq": sums["dq"][part.batches, part.heads, part.rows]} if "dq" in sums else {}
             given = self.of_rows(part, (*TAKEN_BY_BACKWARD, "row_sums"))
-            self.run_part(part, given | rows | added, True)
+            self.run_part(part, given | rows | added, BACKWARD)
             if is_split:
                 for name, x in own.items():
                     x += added[name]
@@ -211,7 +211,7 @@ class _Call:
         is_narrow = x.dtype.itemsize < self.dtype.itemsize
         return x.astype(self.wide) if self.wide is not None and is_narrow else x
 
-    def run_part(self, part: Part, arrays: dict[str, Array], is_backward: bool) -> None:
+    def run_part(self, part: Part, arrays: dict[str, Array], pass_: Pass) -> None:
         """Compute a part: `arrays` are those of a call but for q, k, v and terms."""
         pairs = Pairs(self.problem, part, self.different, self.sequence)
         own = self.of_rows(part, ("q",))
@@ -231,7 +231,7 @@ class _Call:
         terms |= of_functions
         of_bias = {"dbias": self.workspace.take("dbias", *pairs.shape)} if self.of_reads or of_products else {}
         problem = make_problem(self.options(part), *own.values(), **terms)  # type: ignore[arg-type]
-        core.run(problem, {**own, **terms, **arrays, **of_bias}, is_backward, *self.random)
+        core.run(problem, {**own, **terms, **arrays, **of_bias}, pass_, *self.random)
         if self.of_reads:
             self.add_reads(tiles, of_bias["dbias"], products)
         if products is not None and of_products:

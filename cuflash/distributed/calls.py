@@ -41,10 +41,11 @@ from cuflash.shards.slices import steps_of
 from cuflash.spec import borrowing
 from cuflash.spec.batch_axes import Calls as LeadingCalls
 from cuflash.spec.batch_axes import as_one_call
-from cuflash.spec.binding import Contiguous, Pass
+from cuflash.spec.binding import Contiguous
 from cuflash.spec.inputs import BROADCAST, FP8_SCALES, INPUTS, PER_HEAD_INPUTS, TERMS, Terms
 from cuflash.spec.options import Options, diagonal_of, window_of
 from cuflash.spec.outputs import OUTPUTS, OVER_ROWS, TAKEN_BY_BACKWARD
+from cuflash.spec.passes import BACKWARD, FORWARD
 from cuflash.spec.problem import Problem, make_problem
 from cuflash.spec.results import Array
 from cuflash.spec.rewrites import Equivalent, equivalent
@@ -57,6 +58,7 @@ ALL_ROWS = "all"  # what an array without an axis of queries says instead of the
 _OF_ALL = (*(term.name for term in TERMS if term.own_axes in (0, 1)), *FP8_SCALES)
 # Terms that depend on the numbers of rows.
 _COUNTED = frozenset(term.name for term in TERMS if term.part_of != "softmax")
+_PASS_OF_METHOD = {"forward": FORWARD, "decode": FORWARD, "plan": FORWARD, "backward": BACKWARD}
 _STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 _LARGE_ROWS = "_large rows"
 MAX_KNOWN = 256  # calls whose preparation is kept
@@ -432,7 +434,7 @@ class Calls:
             random=(0, 0),
             arrays={},
             broadcasts_rows=frozenset() if method == "decode" else shared,
-            has_large_rows=method == "backward" and any(fact.get(_LARGE_ROWS) for fact in facts),
+            has_large_rows=any(fact.get(_LARGE_ROWS) for fact in facts),
         )
 
     def _problem(self, method: str, call: Call, split_q: Split, split_k: Split) -> Problem:
@@ -448,16 +450,18 @@ class Calls:
             others = call._replace(given={name: x for name, x in given.items() if name != "block_mask"})
             return replace(self._problem(method, others, split_q, split_k), block_size=block_size)
 
-        def problem_of(pass_: Pass, arrays: Mapping[str, Any]) -> Problem:
+        pass_, need = _PASS_OF_METHOD[method], call.need or OUTPUTS
+
+        def problem_of(arrays: Mapping[str, Any]) -> Problem:
             if call.borrowed.kind == "numpy":
-                return cpu_backend.bound(pass_, self.options, arrays, call.need).problem
+                return cpu_backend.bound(pass_, self.options, arrays, need).problem
             likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in arrays.items())
-            return cpu_backend.bind_arrays_like(pass_, self.options, likes, call.need).problem
+            return cpu_backend.bind_arrays_like(pass_, self.options, likes, need).problem
 
         if method == "decode":
-            problem_of("forward", {name: given[name] for name in ("q", *self._of_all) if name in given} | of_all)
-            return problem_of("forward", {name: x for name, x in given.items() if name != "kv_lengths"})
-        return problem_of("backward" if method == "backward" else "forward", given | of_all)
+            problem_of({name: given[name] for name in ("q", *self._of_all) if name in given} | of_all)
+            return problem_of({name: x for name, x in given.items() if name != "kv_lengths"})
+        return problem_of(given | of_all)
 
     def _packed_problem(self, method: str, call: Call, split_q: Split, of_all: dict[str, Contiguous]) -> Problem:
         """This rank's queries against the keys of all ranks, after a check of the problem with all queries."""
@@ -469,8 +473,8 @@ class Calls:
                 rows = given[name].ndim - 1 if name in OVER_ROWS else axis
                 of_all[name] = _longer(given[name], rows, split_q.seqlen)
         likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in (given | of_all).items())
-        pass_: Pass = "backward" if method == "backward" else "forward"
-        problem = cpu_backend.bind_arrays_like(pass_, self.options, likes, call.need).problem
+        pass_, need = _PASS_OF_METHOD[method], call.need or OUTPUTS
+        problem = cpu_backend.bind_arrays_like(pass_, self.options, likes, need).problem
         check_starts(problem, *(np.array(starts, np.int32) for starts in call.starts))
         return replace(problem, seqlen_q=split_q.rows(self.transport.rank))
 

@@ -17,8 +17,9 @@ from cuflash.plan import DeviceSpec, LaunchPlan, choose_plan
 from cuflash.plan.argument import maps_offset
 from cuflash.plan.tensor_map import TensorMapSpec
 from cuflash.plan.tiles import Tile
-from cuflash.spec.binding import Binding, Pass, bind, is_in_k
+from cuflash.spec.binding import Binding, bind, is_in_k
 from cuflash.spec.outputs import DEFAULT_NEED, NUMBER_GRADIENTS, SOFTMAX_GRADIENTS, TAKEN_BY_BACKWARD
+from cuflash.spec.passes import BACKWARD, FORWARD, Pass
 from cuflash.spec.problem import Problem
 
 Place = Callable[[np.ndarray], np.ndarray]
@@ -30,13 +31,13 @@ def plan_for(
     arrays: Mapping[str, np.ndarray],
     arch: str | DeviceSpec,
     tiles: Sequence[Tile] | None = None,
-    need: Sequence[str] = DEFAULT_NEED,
+    need: Sequence[str] | None = None,
 ) -> LaunchPlan:
     """The plan for arrays as they lie."""
     return _plan_of(_bind(pass_, problem, arrays, need), arch, tiles)
 
 
-def _bind(pass_: Pass, problem: Problem, arrays: Mapping[str, Any], need: Sequence[str]) -> Binding:
+def _bind(pass_: Pass, problem: Problem, arrays: Mapping[str, Any], need: Sequence[str] | None) -> Binding:
     return bind(pass_, problem.options, arrays, need=need, address_of=lambda array: array.ctypes.data)
 
 
@@ -130,7 +131,7 @@ def _call(
     **options: Any,
 ) -> tuple[np.ndarray, ...]:
     """Results of one pass, by shape and dtype. What a call copies first is copied here, too."""
-    need = tuple(results) if pass_ == "backward" else ()
+    need = tuple(results)
     given = {name: array for name, array in inputs.items() if array is not None}
     copied = _bind(pass_, problem, given, need).copied
     every = {name: place(np.ascontiguousarray(x) if name in copied else x) for name, x in given.items()}
@@ -174,7 +175,7 @@ def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tupl
         "out": (problem.out_shape, numpy_dtype(problem.dtype_of("out"))),
         "lse": (problem.lse_shape, problem.softmax_dtype),
     }
-    out, lse = _call("forward", problem, inputs, results, **options)
+    out, lse = _call(FORWARD, problem, inputs, results, **options)
     return out, lse
 
 
@@ -199,4 +200,4 @@ def backward(
     every |= {name: ((), problem.softmax_dtype) for name in NUMBER_GRADIENTS}
     every |= {name: (arrays[name[1:]].shape, problem.softmax_dtype) for name in problem.wide}
     results = {name: every[name] for name in problem.gradients if name in need}
-    return _call("backward", problem, {**arrays, "out": out, "lse": lse}, results, **options)
+    return _call(BACKWARD, problem, {**arrays, "out": out, "lse": lse}, results, **options)

@@ -38,10 +38,11 @@ from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan
 from cuflash.plan.tensor_map import encoder
 from cuflash.spec import row_sums as of_rows
 from cuflash.spec.batch_axes import Calls, axes_of, first_call
-from cuflash.spec.binding import FIXED, Binding, Growing, Pass, bind, growing_keys, of_pass, planned_length
+from cuflash.spec.binding import FIXED, Binding, Growing, bind, growing_keys, of_pass, planned_length
 from cuflash.spec.inputs import INPUTS
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS
+from cuflash.spec.passes import BACKWARD, FORWARD, Pass
 
 MEMORY_CLOCK_AND_WIDTH = (36, 37)  # cudaDevAttrMemoryClockRate in kHz, cudaDevAttrGlobalMemoryBusWidth in bits
 MAX_LAUNCHES = 1024  # launches that are kept; each takes 10 KB
@@ -110,7 +111,7 @@ def forward(options: Options, arrays: dict[str, Any], random: tuple[int, int] = 
 
     `random` is the seed and the offset of dropout.
     """
-    return _call("forward", options, arrays, OUTPUTS, random)
+    return _call(FORWARD, options, arrays, OUTPUTS, random)
 
 
 def backward(
@@ -121,9 +122,9 @@ def backward(
     `arrays` are those of `forward` without a block table; also dout, dlse or None, and the gradients to write to.
     """
     if "row_sums" not in arrays:
-        return _call("backward", options, arrays, need, random)
+        return _call(BACKWARD, options, arrays, need, random)
     others = {name: x for name, x in arrays.items() if name != "row_sums"}
-    return _call("backward", options, others, need, random, PartSums(arrays, arrays["row_sums"]))
+    return _call(BACKWARD, options, others, need, random, PartSums(arrays, arrays["row_sums"]))
 
 
 def row_sums(options: Options, arrays: dict[str, Any]) -> Any:
@@ -136,7 +137,7 @@ def row_sums(options: Options, arrays: dict[str, Any]) -> Any:
     zeros = cupy.broadcast_to(cupy.zeros(v.shape[-1], q.dtype), (*q.shape[:-1], v.shape[-1]))
     sums = PartSums(arrays)
     of_call = {**arrays, "out": zeros, "dout": zeros, "dlse": None, "dk": None, "dv": None}
-    _call("backward", options, of_call, ("dk", "dv"), (0, 0), sums)
+    _call(BACKWARD, options, of_call, ("dk", "dv"), (0, 0), sums)
     return sums.found
 
 
@@ -145,15 +146,14 @@ def plan(options: Options, arrays: dict[str, Any], need: Collection[str] = DEFAU
 
     device = device_spec(arrays["q"].data.device_id)
 
-    def plan_of(pass_: Pass) -> LaunchPlan:
-        results = tuple(need) if pass_ == "backward" else OUTPUTS
+    def plan_of(pass_: Pass, results: tuple[str, ...]) -> LaunchPlan:
         first = first_call(options, of_pass(pass_, arrays, options), results, cupy, gives_parts=True)
-        binding = _bind(pass_, first.options, first.arrays, need)
+        binding = _bind(pass_, first.options, first.arrays, results)
         plan = with_resources(tuned_plan(binding.problem, device, pass_, **binding.layout))
         return replace(plan, reason=f"{first.axes}\n{plan.reason}") if first.axes else plan
 
-    forward = plan_of("forward")
-    return Plans(forward, None if forward.problem.why_no_gradients is not None else plan_of("backward"))
+    forward = plan_of(FORWARD, OUTPUTS)
+    return Plans(forward, plan_of(BACKWARD, tuple(need)) if forward.problem.why_no_gradients is None else None)
 
 
 def compile(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> None:
@@ -175,9 +175,8 @@ def trials(
 
     `arrays` are those of `forward` or `backward`, without results; CuPy's current device is that of the arrays.
     """
-    results = DEFAULT_NEED if pass_ == "backward" else OUTPUTS
-    options, arrays, _ = first_call(options, arrays, results, cupy, gives_parts=True)
-    binding = _bind(pass_, options, arrays, DEFAULT_NEED)
+    options, arrays, _ = first_call(options, arrays, pass_.default, cupy, gives_parts=True)
+    binding = _bind(pass_, options, arrays, pass_.default)
     pointers = [array.data.ptr for array in arrays.values() if array is not None]
 
     def call_by(plan: LaunchPlan) -> Callable[[], tuple[Any, ...]]:
@@ -232,7 +231,7 @@ def _call(
     if device_id != cupy.cuda.runtime.getDevice():
         with cupy.cuda.Device(device_id):
             return _call(pass_, options, arrays, results, random, sums)
-    names, axis, seqlen_k, alike = growing = growing_keys(options, arrays) if pass_ == "forward" else FIXED
+    names, axis, seqlen_k, alike = growing = growing_keys(options, arrays) if pass_.any_length else FIXED
     key: list[Any] = [pass_, options, results, alike]
     pointers: list[int] = []
     for name, array in arrays.items():

@@ -12,14 +12,13 @@ import numpy as np
 from cuflash.gpu import backend as gpu_backend
 from cuflash.gpu import tuning
 from cuflash.plan import LaunchPlan
-from cuflash.spec.binding import Pass
 from cuflash.spec.options import Options
-from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS
+from cuflash.spec.outputs import OUTPUTS
+from cuflash.spec.passes import PASS_NAMES, Pass
 
 REPEATS = 11  # of which the median counts
 FLUSH_ROWS = 1024  # of the data that fill the L2 cache; one block or more reduces each
 FLUSH_BYTES = 2**28
-RESULTS = {"forward": OUTPUTS, "backward": DEFAULT_NEED}
 # In units in the last place of the largest result, by the size of an element: what is right differs by fewer, a mistake
 # by more. Sums of wide elements are of rounded terms too, and cancel.
 AGREEMENT = {2: 8, 4: 64, 8: 64}
@@ -43,7 +42,7 @@ class Stopwatch:
         results = self._call_by(plan)()
         if self._first is None:
             self._first = results
-        for name, got, right in zip(RESULTS[plan.pass_], results, self._first, strict=True):
+        for name, got, right in zip(plan.pass_.default, results, self._first, strict=True):
             of_bytes = name == "lse" and plan.kernels[-1].source == "sm90/forward_float8.cu"
             difference = _difference(got, right, LSE_OF_BYTES if of_bytes else 0.0)
             if difference:
@@ -98,18 +97,22 @@ def tune(
 
     `arrays` are those of `forward`, and dout or None. `bar` makes a function to be called as often as it is told.
     """
-    found: dict[str, tuning.PassTuning | None] = {"forward": None, "backward": None}
+    found: dict[str, tuning.PassTuning | None] = dict.fromkeys(PASS_NAMES)
     inputs = {name: array for name, array in arrays.items() if name != "dout"}
     with cupy.cuda.Device(arrays["q"].data.device_id):
         for pass_ in passes:
-            if pass_ == "backward":
-                out, lse = gpu_backend.forward(options, inputs, random)
-                dout = out if arrays["dout"] is None else arrays["dout"]
-                inputs = {"dout": dout, "out": out, "lse": lse, **inputs}
+            if pass_.takes:
+                inputs |= _taken(options, inputs, random, arrays["dout"])
             plans, call_by = gpu_backend.trials(pass_, options, inputs, random)
-            found[pass_] = tuning.tune(plans, Stopwatch(call_by), advance=bar(2 * len(plans)), remember=remember)
+            found[pass_.name] = tuning.tune(plans, Stopwatch(call_by), advance=bar(2 * len(plans)), remember=remember)
     gpu_backend.forget_launches()
-    return tuning.Tuning(forward=found["forward"], backward=found["backward"])
+    return tuning.Tuning(**found)
+
+
+def _taken(options: Options, inputs: dict[str, Any], random: tuple[int, int], dout: Any) -> dict[str, Any]:
+    """What the backward pass takes of a forward pass on these arrays; without dout, out is in its place."""
+    results = dict(zip(OUTPUTS, gpu_backend.forward(options, inputs, random), strict=True))
+    return {"dout": results["out"] if dout is None else dout, **results}
 
 
 def forget(options: Options, arrays: dict[str, Any], passes: tuple[Pass, ...]) -> None:
@@ -117,9 +120,8 @@ def forget(options: Options, arrays: dict[str, Any], passes: tuple[Pass, ...]) -
     inputs = {name: array for name, array in arrays.items() if name != "dout"}
     with cupy.cuda.Device(arrays["q"].data.device_id):
         for pass_ in passes:
-            if pass_ == "backward":
-                out, lse = gpu_backend.forward(options, inputs)
-                inputs = {"dout": out, "out": out, "lse": lse, **inputs}
+            if pass_.takes:
+                inputs |= _taken(options, inputs, (0, 0), None)
             plans, _ = gpu_backend.trials(pass_, options, inputs, (0, 0))
             tuning.forget(plans[0])
     gpu_backend.forget_launches()

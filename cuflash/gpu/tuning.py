@@ -76,7 +76,8 @@ from cuflash.plan.sm90.wide_tiles import (
     ForwardWideSm90Tile,
 )
 from cuflash.plan.tiles import Tile, serves_dims, why_too_large
-from cuflash.spec.binding import Layout, Pass
+from cuflash.spec.binding import Layout
+from cuflash.spec.passes import FORWARD, Pass
 from cuflash.spec.problem import Problem
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ _NEAR = 32  # keys: only values of block_n that are so near to the row's are tri
 
 
 def candidates(
-    problem: Problem, device: DeviceSpec, pass_: Pass = "forward", **arrays: Unpack[Layout]
+    problem: Problem, device: DeviceSpec, pass_: Pass = FORWARD, **arrays: Unpack[Layout]
 ) -> tuple[LaunchPlan, ...]:
     """Plans to try for one pass, that of the tables first; `arrays` are the keyword arguments of `choose_plan`.
 
@@ -140,7 +141,7 @@ def candidates(
 def _alternatives(plan: LaunchPlan) -> Iterator[tuple[Tile, ...]]:
     """The plan's tiles with one replaced, by another row or by a variation; a plan with two tiles keeps the other."""
     # In a deterministic backward pass, other kernels have a row for dq, too.
-    any_kind = plan.pass_ == "forward" or not plan.problem.deterministic
+    any_kind = not (plan.pass_.adds_to_memory and plan.problem.deterministic)
     for place, tile in enumerate(plan.tiles):
         for other in (*_rows(tile, plan.problem), *_variations(tile)):
             if any_kind or type(other) is type(tile):
@@ -210,9 +211,7 @@ class Trial:
     @property
     def tflops(self) -> float:
         """How fast the products over visible pairs were made, in 1e12 floating-point operations a second."""
-        problem = self.plan.problem
-        flops = problem.forward_flops if self.plan.pass_ == "forward" else problem.backward_flops
-        return flops / self.seconds / 1e12
+        return self.plan.pass_.flops(self.plan.problem) / self.seconds / 1e12
 
     @property
     def label(self) -> str:
@@ -360,7 +359,7 @@ _KINDS = {kind.__name__: kind for kind in (*_ROWS, *_ROWS_OF_FLOAT8)}
 _recalled: dict[Path, Winner | str | None] = {}  # what this process has read from a file, or why it could not
 
 
-def tuned_plan(problem: Problem, device: DeviceSpec, pass_: Pass = "forward", **arrays: Unpack[Layout]) -> LaunchPlan:
+def tuned_plan(problem: Problem, device: DeviceSpec, pass_: Pass = FORWARD, **arrays: Unpack[Layout]) -> LaunchPlan:
     """The plan of the tiles that tuning found fastest, or that of the tables; parameters as those of `choose_plan`.
 
     Once a plan for a problem was made here, later findings of other processes about it are not looked at.
@@ -425,7 +424,7 @@ class _Key(NamedTuple):
     """
 
     device: DeviceSpec
-    pass_: Pass
+    pass_: str
     seqlen: tuple[int, int]
     heads: tuple[int, int]
     window: tuple[int | None, ...]
@@ -437,7 +436,7 @@ class _Key(NamedTuple):
         p = plan.problem
         return cls(
             device=plan.device,
-            pass_=plan.pass_,
+            pass_=plan.pass_.name,
             seqlen=(size_class(p.seqlen_q), size_class(p.seqlen_k)),
             heads=(size_class(p.batch * p.num_heads), p.group_size),
             window=tuple(None if side is None else size_class(abs(side)) for side in (p.window_left, p.window_right)),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from cuflash.arrays.array_info import ITEMSIZE, Operand
 from cuflash.plan.backward import draft_backward
@@ -13,9 +13,9 @@ from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft, common_defines, has_n
 from cuflash.plan.forward import draft_forward
 from cuflash.plan.launch_plan import LaunchPlan, RunTime
 from cuflash.plan.tiles import Tile
-from cuflash.spec.binding import Pass, assumed, over_head_dimensions, planned_length, widest_accesses
+from cuflash.spec.binding import assumed, planned_length, widest_accesses
 from cuflash.spec.inputs import INPUTS, TERMS
-from cuflash.spec.outputs import DEFAULT_NEED
+from cuflash.spec.passes import BACKWARD, FORWARD, Pass
 from cuflash.spec.problem import Problem
 
 MAX_HEAD_DIM = 1024
@@ -25,31 +25,28 @@ FAST_FLOAT64 = (70, 80, 90, 100)  # compute capabilities with half as many FP64 
 def choose_plan(
     problem: Problem,
     device: DeviceSpec,
-    pass_: Pass = "forward",
+    pass_: Pass = FORWARD,
     *,
     load_bytes: int | None = None,
     store_bytes: int | None = None,
     operands: Mapping[str, Operand] | None = None,
     tiles: tuple[Tile, ...] | None = None,
     origin: str = "tiles given by the caller",
-    need: Collection[str] = DEFAULT_NEED,
+    need: Collection[str] | None = None,
 ) -> LaunchPlan:
     """The plan for one pass. Pure: the same arguments give the same plan.
 
     `load_bytes` and `store_bytes` are the widest aligned accesses that serve all operands. If they are None, they
     follow from the strides, with pointers taken as 16-byte aligned. Arrays that are not in `operands` lie as
-    `binding.assumed` says. `need` names the gradients, of `outputs.GRADIENTS`, that the backward pass is to make.
+    `binding.assumed` says. `need` names the results that the pass is to make, by default `Pass.default`.
     `tiles` overrides the tables: a row of the forward pass, or rows of the backward pass, at most one for each
     `tiles.Role`. `origin` says where they come from.
 
     Raises NotImplementedError for what no kernel serves, ValueError for arrays that are not aligned to their elements.
     """
     check_served(problem, device)
-    if pass_ == "backward" and problem.block_table is not None:
-        raise NotImplementedError(
-            "block_table: got one for the backward pass, expected None: gradients are not given in pages; gather "
-            "the pages of each batch entry into contiguous k and v"
-        )
+    pass_.check(problem)
+    need = pass_.default if need is None else need
     arrays = assumed(problem, pass_, operands or {})
     accesses = widest_accesses(problem, pass_, arrays, need)
     load_bytes, store_bytes = load_bytes or accesses[0], store_bytes or accesses[1]
@@ -59,12 +56,13 @@ def choose_plan(
             f"the {ITEMSIZE[problem.dtype]} bytes of a {problem.dtype}"
         )
     arrays |= {name: getattr(problem, name) for name in INPUTS}
-    for names, width, widest in zip(over_head_dimensions(pass_), (load_bytes, store_bytes), accesses, strict=True):
+    for names, width, widest in zip((pass_.read, pass_.written), (load_bytes, store_bytes), accesses, strict=True):
         if width < widest:  # nothing else is known of the addresses
             arrays |= {name: replace(arrays[name], alignment=width) for name in names}
     if problem.bias is not None:
         arrays["bias"] = problem.bias
-    seen = _without_parts_of_softmax(problem) if pass_ == "backward" else _of_planned_length(problem)
+    planned = _PLANNED[pass_]
+    seen = planned.seen(problem)
     draft = Draft(
         problem=seen,
         device=device,
@@ -72,15 +70,12 @@ def choose_plan(
         arrays=arrays,
         defines=common_defines(seen, device, load_bytes, store_bytes, natural=has_natural_scores(problem)),
         has_sinks=problem.sinks is not None,
-        need=tuple(name for name in problem.gradients if name in need) if pass_ == "backward" else (),
+        need=tuple(name for name in pass_.results_in(problem) if name in need),
         run_time=RunTime(head_section=1 if problem.window_right is None else CAUSAL_HEAD_SECTION),
         origin=origin,
         program=seen.hoisted,
     )
-    if pass_ == "forward":
-        draft_forward(draft, tiles)
-    else:
-        draft_backward(draft, tiles)
+    planned.draft(draft, tiles)
     if problem.dtype == "float64" and device.arch not in FAST_FLOAT64:
         draft.reasons.append(f"float64 is slow here: compute capability {device.arch / 10:.1f} has few FP64 units")
     if obstacle := why_by_lanes(problem.dtype, device):
@@ -98,7 +93,7 @@ def choose_plan(
         tables=draft.tables,
         reason="\n".join(draft.reasons),
         need=draft.need,
-        any_length=pass_ == "forward" and not _has_keys_elsewhere(problem) and not draft.copies.keys() & {"k", "v"},
+        any_length=pass_.any_length and not _has_keys_elsewhere(problem) and not draft.copies.keys() & {"k", "v"},
         hides_last_keys=draft.hides_last_keys,
     )
 
@@ -119,6 +114,19 @@ def _of_planned_length(problem: Problem) -> Problem:
     if _has_keys_elsewhere(problem):
         return problem
     return problem.of_length(planned_length(problem.seqlen_k))
+
+
+class _Planned(NamedTuple):
+    """How a pass is planned: the problem as its kernels see it, and what adds them."""
+
+    seen: Callable[[Problem], Problem]
+    draft: Callable[[Draft, tuple[Tile, ...] | None], None]
+
+
+_PLANNED = {
+    FORWARD: _Planned(_of_planned_length, draft_forward),
+    BACKWARD: _Planned(_without_parts_of_softmax, draft_backward),
+}
 
 
 def check_served(problem: Problem, device: DeviceSpec) -> None:

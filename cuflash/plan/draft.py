@@ -16,9 +16,9 @@ from cuflash.plan.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.plan.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 from cuflash.plan.tiles import Tile, round_up
 from cuflash.score_mod import Program
-from cuflash.spec.binding import Pass
 from cuflash.spec.inputs import CAPS, DEFINES, FP8_SCALES, MASKS, PAIR_OPTIONS, TERMS, Term
 from cuflash.spec.outputs import SCORE_GRADIENTS
+from cuflash.spec.passes import Pass
 from cuflash.spec.problem import Problem
 
 TABLE_WARPS = 8  # warps of a block that fills tables

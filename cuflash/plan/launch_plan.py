@@ -12,8 +12,7 @@ from cuflash.plan.tensor_map import TensorMapSpec
 from cuflash.plan.tiles import Tile, round_up
 from cuflash.plan.traffic import Traffic, predict
 from cuflash.score_mod import Table
-from cuflash.spec.binding import Pass
-from cuflash.spec.outputs import DEFAULT_NEED
+from cuflash.spec.passes import Pass
 from cuflash.spec.problem import Problem
 
 SCRATCH_ALIGNMENT = 256  # bytes, of each scratch array: what an allocation of its own would have
@@ -113,7 +112,7 @@ class LaunchPlan:
     tensor_maps: tuple[TensorMapSpec, ...]  # they follow the parameters
     reason: str
     tables: tuple[FilledTable, ...] = ()  # what kernels read in place of parts of the score
-    need: tuple[str, ...] = ()  # gradients that are computed (backward)
+    need: tuple[str, ...] = ()  # results that are computed
     any_length: bool = False  # it serves all numbers of keys that have the same `planned_length`
     hides_last_keys: bool = False  # it hides all after the last key: tensor maps of k and v may reach over it
     resources: tuple[str, ...] = ()  # registers and spills of each kernel, once compiled
@@ -146,7 +145,7 @@ class LaunchPlan:
         """The plan in words, a line a fact."""
         p = self.problem
         as_arch = "as if it had " if self.device.compiled_for else ""
-        wanted = "" if self.need in ((), DEFAULT_NEED) else f" for {', '.join(self.need)}"
+        wanted = "" if self.need in ((), self.pass_.default) else f" for {', '.join(self.need)}"
         lines = [
             f"{self.pass_} pass{wanted} on {self.device.name} ({as_arch}compute capability "
             f"{self.device.arch / 10:.1f})",

@@ -18,6 +18,7 @@ from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan.device import DeviceSpec
 from cuflash.plan.tiles import Tile
 from cuflash.spec.inputs import TERMS
+from cuflash.spec.passes import BACKWARD, FORWARD, Pass
 from cuflash.spec.problem import Problem
 
 # The part of L2 that holds what blocks share: each of its two halves keeps a copy of what its SMs read, as
@@ -25,15 +26,15 @@ from cuflash.spec.problem import Problem
 # fitted to the counters of an H200.
 L2_SHARE = 0.42
 LOOKS = ("helpers/mask_bits.cu", "helpers/mask_tiles.cu")  # kernels that read a mask once, for all others
-FORWARD, DECODE = ("sm80/forward.cu", "sm90/forward.cu"), ("sm80/decode.cu", "sm90/decode.cu")
-BACKWARD, DQ = ("sm80/backward.cu", "sm90/backward.cu"), "sm80/backward_dq.cu"
+BY_QUERIES, DECODE = ("sm80/forward.cu", "sm90/forward.cu"), ("sm80/decode.cu", "sm90/decode.cu")
+BY_KEYS, DQ = ("sm80/backward.cu", "sm90/backward.cu"), "sm80/backward_dq.cu"
 
 
 class Plan(Protocol):
     """What the model reads of a `LaunchPlan`."""
 
     @property
-    def pass_(self) -> str: ...
+    def pass_(self) -> Pass: ...
     @property
     def problem(self) -> Problem: ...
     @property
@@ -97,11 +98,11 @@ def predict(plan: Plan) -> Traffic | None:
     """The traffic of a plan; None if it has a kernel whose tiles are not modelled."""
     sources = {kernel.source for kernel in plan.kernels if not kernel.source.startswith("helpers/")}
     problem = plan.problem
-    if not sources or not sources <= {*FORWARD, *DECODE, *BACKWARD, DQ} or not problem.visible_pairs:
+    if not sources or not sources <= {*BY_QUERIES, *DECODE, *BY_KEYS, DQ} or not problem.visible_pairs:
         return None
     if problem.has_float8 or "captured_sums" in plan.scratch_sizes:
         return None
-    return _forward(plan) if plan.pass_ == "forward" else _backward(plan, sources)
+    return _TRAFFIC[plan.pass_](plan, sources)
 
 
 # ---- Tiles that are visible ------------------------------------------------------------------------------------------
@@ -208,17 +209,18 @@ def _blocks_at_once(plan: Plan, tile: Tile, blocks: int) -> int:
     return max(1, min(blocks, plan.device.num_sms * tile.min_blocks))
 
 
-def _forward(plan: Plan) -> Traffic:
+def _forward(plan: Plan, sources: set[str]) -> Traffic:
     problem, tile = plan.problem, plan.tiles[0]
     one = problem.mean_sequence
     of_q, of_v = _row_bytes(problem)
     heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
-    if any(kernel.source in DECODE for kernel in plan.kernels):
+    if sources & set(DECODE):
         tiles, keys = _decoding(plan)
     else:
         rows = key_rows(one, tile.block_m, tile.block_n)
         in_all = heads * sum(rows) * (of_q + of_v)
-        tiles, keys = in_all + heads * one.seqlen_q * of_q, _keys_read(plan, tile, rows, in_all)
+        keys = _keys_read(plan, tile, rows, in_all, persistent=plan.run_time.resident_blocks > 0)
+        tiles = in_all + heads * one.seqlen_q * of_q
     results = heads * one.seqlen_q * (of_v + ITEMSIZE[problem.softmax_dtype])
     others = problem.forward_bytes - results - heads_kv * one.seqlen_k * (of_q + of_v)
     scratch = plan.extra_bytes if plan.extra_bytes > L2_SHARE * plan.device.l2_bytes else 0
@@ -251,7 +253,7 @@ def _backward(plan: Plan, sources: set[str]) -> Traffic:
     stats = plan.scratch_sizes["row_stats"]
     added = _added(plan) if "dq_accumulator" in plan.scratch_sizes else 0
     parts = []
-    if sources & set(BACKWARD):
+    if sources & set(BY_KEYS):
         parts.append(_by_keys(plan, added, every="sm80/backward.cu" in sources))
     if DQ in sources:
         parts.append(_by_queries(plan))
@@ -353,7 +355,7 @@ def _by_queries(plan: Plan) -> tuple[float, float, float]:
     return in_all + of_queries, read, 0
 
 
-def _keys_read(plan: Plan, tile: Tile, rows: list[int], in_all: float) -> float:
+def _keys_read(plan: Plan, tile: Tile, rows: list[int], in_all: float, *, persistent: bool = False) -> float:
     """Bytes of keys and values that are read where blocks own queries, and load `rows` of them for each tile."""
     problem = plan.problem
     head_bytes = problem.mean_sequence.seqlen_k * sum(_row_bytes(problem))
@@ -362,8 +364,7 @@ def _keys_read(plan: Plan, tile: Tile, rows: list[int], in_all: float) -> float:
     # Blocks that take tiles in pairs, one from each end, take head by head. So do persistent blocks with tiles that see
     # the whole of a window, as most tiles do.
     in_pairs = any(("CUFLASH_PAIRS", 1) in kernel.defines for kernel in plan.kernels)
-    stay = plan.pass_ == "forward" and plan.run_time.resident_blocks > 0
-    section = 1 if in_pairs or (stay and problem.has_window) else plan.run_time.head_section
+    section = 1 if in_pairs or (persistent and problem.has_window) else plan.run_time.head_section
     units = -(-len(rows) // 2) if in_pairs else len(rows)
     # Query heads that share keys are neighbours.
     walk = Walk(
@@ -374,3 +375,6 @@ def _keys_read(plan: Plan, tile: Tile, rows: list[int], in_all: float) -> float:
         whole=heads * units,
     )
     return walk.read(problem.batch * problem.num_heads_kv * head_bytes, in_all, head_bytes, plan.device.l2_bytes)
+
+
+_TRAFFIC = {FORWARD: _forward, BACKWARD: _backward}

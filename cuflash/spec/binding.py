@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -32,25 +32,16 @@ from cuflash.spec.inputs import FP8_SCALES, INPUTS, NAMES, TERMS
 from cuflash.spec.options import Options, window_of
 from cuflash.spec.outputs import BY_NAME as OUTPUT_ROWS
 from cuflash.spec.outputs import (
-    DEFAULT_NEED,
-    GRADIENTS,
     NUMBER_GRADIENTS,
-    OUTPUTS,
     OVER_HEAD_DIM,
     OVER_ROWS,
-    TAKEN_BY_BACKWARD,
     UPSTREAM,
     Output,
 )
-from cuflash.spec.problem import Problem, check_differentiable, gradient_operand, make_problem
-from cuflash.spec.score_args import gradient_names, names_of
+from cuflash.spec.passes import Pass
+from cuflash.spec.problem import Problem, gradient_operand, make_problem
+from cuflash.spec.score_args import names_of
 
-Pass = Literal["forward", "backward"]
-
-PASSES: tuple[Pass, ...] = ("forward", "backward")
-# Arrays over head dimensions that a pass reads, and that it writes.
-_READ: dict[Pass, tuple[str, ...]] = {"forward": INPUTS, "backward": (*INPUTS, "out", "dout")}
-_WRITTEN: dict[Pass, tuple[str, ...]] = {"forward": ("out",), "backward": DEFAULT_NEED}
 _OF_TERMS = {term.gradient: term for term in TERMS if term.part_of}
 
 
@@ -95,10 +86,9 @@ class Binding:
     @property
     def layout(self) -> Layout:
         """Keyword arguments of `cuflash.plan.choose_plan`."""
-        layout = Layout(load_bytes=self.load_bytes, store_bytes=self.store_bytes, operands=self.operands)
-        if self.pass_ == "backward":
-            layout["need"] = self.results
-        return layout
+        return Layout(
+            load_bytes=self.load_bytes, store_bytes=self.store_bytes, operands=self.operands, need=self.results
+        )
 
 
 def bind(
@@ -106,21 +96,21 @@ def bind(
     options: Options,
     arrays: Mapping[str, Shaped | None],
     *,
-    need: Collection[str] = DEFAULT_NEED,
+    need: Collection[str] | None = None,
     address_of: Callable[[Any], int] | None = None,
 ) -> Binding:
     """Validate the arrays of one pass against each other, and find how they lie in memory.
 
     Parameters
     ----------
-    pass_ : {"forward", "backward"}
+    pass_ : Pass
     options : Options
     arrays : Mapping
         By name: q, k, v and those of `cuflash.spec.inputs`, out and lse, and for the backward pass dout, dlse and the
         gradients. None stands for an absent one. If results are absent, or dout, out and lse of a backward pass that is
         only planned, they are assumed to be C-contiguous and aligned.
-    need : collection of str
-        Gradients that the backward pass returns; those with an array are returned too.
+    need : collection of str, optional
+        Results that the pass returns, by default `Pass.default`; those with an array are returned too.
     address_of : callable, optional
         A function that gives the address of the first element of an array. Without it, all arrays are assumed to be
         aligned to 16 bytes.
@@ -135,12 +125,10 @@ def bind(
     q, k, v = (given[name] for name in INPUTS)
     captured = {name: given[name] for name in names_of(options)}
     problem = make_problem(options, q, k, v, captured=captured, **{name: given.get(name) for name in NAMES})
-    if pass_ == "backward":
-        check_differentiable(problem)
-    results: tuple[str, ...] = OUTPUTS
-    if pass_ == "backward":
-        results = tuple(name for name in problem.gradients if name in need or name in given)
-        _check_captured_gradients(problem, (*need, *given))
+    pass_.check(problem)
+    need = pass_.default if need is None else need
+    results = tuple(name for name in pass_.results_in(problem) if name in need or name in given)
+    _check_captured_gradients(problem, (*need, *given))
     for name, array in given.items():
         if name not in (*INPUTS, *NAMES, *captured):
             shape, dtype = _expected(name, problem, given)
@@ -149,7 +137,7 @@ def bind(
             check_distinct(name, array)
 
     allocated = {name: _contiguous(name, problem, given) for name in results if name not in given}
-    read = {name: _contiguous(name, problem, given) for name in (*_READ[pass_], "lse") if name not in given | allocated}
+    read = {name: _contiguous(name, problem, given) for name in (*pass_.read, "lse") if name not in given | allocated}
     lying = read | allocated | given
     addresses = {name: 0 for name in lying}
     if address_of is not None:
@@ -187,7 +175,7 @@ def assumed(problem: Problem, pass_: Pass, given: Mapping[str, Operand]) -> dict
     Assumed operands are contiguous, except gradients of terms, which have the layout of their terms.
     """
     operands = dict(given)
-    for name in (*_READ[pass_], *_WRITTEN[pass_]):
+    for name in (*pass_.read, *pass_.written):
         if name not in INPUTS and name not in operands:
             dtype = problem.dtype_of(name)
             array = Contiguous(problem.shape_of(_row_of(name)), _Named(dtype, ITEMSIZE[dtype]))
@@ -201,11 +189,11 @@ def assumed(problem: Problem, pass_: Pass, given: Mapping[str, Operand]) -> dict
 
 
 def widest_accesses(
-    problem: Problem, pass_: Pass, operands: Mapping[str, Operand], need: Collection[str] = DEFAULT_NEED
+    problem: Problem, pass_: Pass, operands: Mapping[str, Operand], need: Collection[str]
 ) -> tuple[int, int]:
     """The widest accesses that are aligned for all arrays that a pass reads, and for all that it writes."""
-    written = [name for name in _WRITTEN[pass_] if pass_ == "forward" or name in need]
-    both = (_found(names, problem, operands) for names in (_READ[pass_], written))
+    written = [name for name in pass_.written if name in need]
+    both = (_found(names, problem, operands) for names in (pass_.read, written))
     load, store = (access_bytes(found, *(operand.alignment for operand in found)) for found in both)
     return load, store
 
@@ -215,14 +203,9 @@ def is_in_k(k: Shaped, v: Shaped, of_k: int, of_v: int) -> bool:
     return of_k == of_v and k.strides == v.strides and v.shape[-1] <= k.shape[-1]
 
 
-def over_head_dimensions(pass_: Pass) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Arrays over head dimensions that a pass reads, and that it may write."""
-    return _READ[pass_], _WRITTEN[pass_]
-
-
 def of_pass(pass_: Pass, arrays: Mapping[str, Any], options: Options) -> dict[str, Any]:
     """Those of the arrays of both passes that are arguments of one pass."""
-    own = OUTPUTS if pass_ == "forward" else (*TAKEN_BY_BACKWARD, *GRADIENTS, *gradient_names(options))
+    own = (*pass_.takes, *(row.name for row in pass_.rows), *pass_.results_of(options))
     return {name: array for name, array in arrays.items() if name in (*INPUTS, *NAMES, *names_of(options), *own)}
 
 
@@ -327,9 +310,10 @@ def _expected(name: str, problem: Problem, given: Mapping[str, Shaped]) -> tuple
 
 def _check_captured_gradients(problem: Problem, names: Iterable[str]) -> None:
     """Refuse gradients of arrays that the score reads if they do not hold real numbers."""
+    arrays = {} if problem.score is None else {f"d{name}": name for name in problem.score.arrays}
     for name in names:
-        if problem.score is not None and name[1:] in problem.score.arrays and name not in problem.gradients:
-            dtype = dict(problem.captured)[name[1:]].dtype
+        if name in arrays and name not in problem.captured_gradients:
+            dtype = dict(problem.captured)[arrays[name]].dtype
             raise value_error("need", f"{name} of an array of {dtype}", "gradients of real numbers")
 
 

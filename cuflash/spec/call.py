@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, overload
 from cuflash.arrays.dlpack import Borrowed, Kind
 from cuflash.spec.borrowing import are_cupy, borrow, numpy_arrays
 from cuflash.spec.options import Options
-from cuflash.spec.outputs import OUTPUTS
 from cuflash.spec.rewrites import Equivalent, equivalent
 
 
@@ -79,5 +78,5 @@ def prepare(
     rewrite = equivalent(options, given)
     if rewrite is None:
         return Call(kind, options, given, wanted, wanted, given, None, borrowed, borrowed is None)
-    need = wanted if wanted == OUTPUTS else rewrite.need(wanted)
+    need = rewrite.need(wanted)
     return Call(kind, rewrite.options, rewrite.arrays(given), need, wanted, given, rewrite, borrowed, False)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from cuflash.arrays.checks import type_error, typed, value_error
-from cuflash.spec.binding import PASSES, Pass
 from cuflash.spec.inputs import NUMBERS, NamedGradients
 from cuflash.spec.outputs import GRADIENTS, INPUT_OF_GRADIENT
+from cuflash.spec.passes import PASS_NAMES, PASSES, Pass
 
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one kind per call
 
@@ -43,11 +43,11 @@ def checked_passes(passes: Collection[str]) -> tuple[Pass, ...]:
     if isinstance(passes, str) or not isinstance(passes, Collection):
         raise type_error("passes", typed(passes), "a collection of 'forward' and 'backward'")
     for name in passes:
-        if name not in PASSES:
+        if name not in PASS_NAMES:
             raise value_error("passes", repr(name), "'forward' or 'backward'")
     if not passes:
         raise value_error("passes", repr(passes), "'forward', 'backward' or both")
-    return tuple(name for name in PASSES if name in passes)
+    return tuple(pass_ for pass_ in PASSES if pass_.name in passes)
 
 
 def needed(

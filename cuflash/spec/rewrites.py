@@ -17,8 +17,8 @@ from cuflash.score_mod import program_of
 from cuflash.score_mod.nodes import Node
 from cuflash.spec.inputs import BY_NAME, INPUTS, NUMBER_ROWS, NUMBERS, SCORE_OPTIONS
 from cuflash.spec.options import Options, diagonal_of
-from cuflash.spec.outputs import GRADIENTS
-from cuflash.spec.score_args import gradient_names, names_of
+from cuflash.spec.passes import FORWARD, PASSES
+from cuflash.spec.score_args import names_of
 
 AXES = ("batch", "head", "i", "j")  # the axes of a bias, named after the inputs that index them
 Index = tuple[slice | None, ...]
@@ -59,9 +59,9 @@ class Equivalent:
         return renamed
 
     def need(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The gradients of these names by their new names, in the order in which the passes return them."""
+        """The results of these names by their new names, in the order in which the passes return them."""
         wanted = {self._gradient(name) for name in names}
-        return tuple(name for name in (*GRADIENTS, *gradient_names(self.options)) if name in wanted)
+        return tuple(name for pass_ in PASSES for name in pass_.results_of(self.options) if name in wanted)
 
     def gradients(self, computed: Sequence[Any], given: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
         """The gradients that a call returns, made from those that a pass computed, which are those of `need`."""
@@ -77,6 +77,9 @@ class Equivalent:
         return found
 
     def _gradient(self, name: str) -> str:
+        """The new name of a result; only gradients of what a score reads have one."""
+        if name in FORWARD.results_of(self.options):
+            return name
         term, _ = self.places.get(name[1:], (name[1:], _ALL))
         return f"d{term}"
 

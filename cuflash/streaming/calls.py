@@ -19,10 +19,10 @@ from cuflash.shards.cuda import Cuda
 from cuflash.shards.slices import Parts, steps_of
 from cuflash.spec import borrowing
 from cuflash.spec.batch_axes import Calls, FirstCall, axes_of
-from cuflash.spec.binding import PASSES, Pass
 from cuflash.spec.inputs import BROADCAST, NAMES
 from cuflash.spec.options import Options, diagonal_of, window_of
-from cuflash.spec.outputs import OUTPUTS, OVER_HEAD_DIM, OVER_ROWS, REQUIRED_BY_BACKWARD, TAKEN_BY_BACKWARD
+from cuflash.spec.outputs import OUTPUTS, OVER_HEAD_DIM, OVER_ROWS, TAKEN_BY_BACKWARD
+from cuflash.spec.passes import BACKWARD, FORWARD, PASSES, Pass
 from cuflash.spec.problem import Problem
 from cuflash.spec.rewrites import Equivalent, equivalent
 from cuflash.spec.score_args import names_of
@@ -33,9 +33,6 @@ from cuflash.streaming.execution import OF_KEYS, StreamedPass, sums_softmax
 from cuflash.streaming.source import Streamed, borrowed_from_host
 
 Array = Any
-# Arrays beside the terms that a pass reads, in the memory where the queries are, and those that are required.
-_READ: dict[Pass, tuple[str, ...]] = {"forward": ("q",), "backward": ("q", *TAKEN_BY_BACKWARD)}
-_REQUIRED: dict[Pass, tuple[str, ...]] = {"forward": ("q",), "backward": ("q", *REQUIRED_BY_BACKWARD)}
 # Options that are not supported, and what to pass instead.
 _REMEDIES = {
     "block_table": "contiguous keys: the pages of each batch entry gathered into them",
@@ -77,12 +74,12 @@ class _Call:
     def run(self, pass_: Pass, random: tuple[int, int] = (0, 0)) -> StreamedPass:
         """The object that computes a pass."""
         device = device_of(self.own.kind)
-        read = (*_READ[pass_], *NAMES, *names_of(self.options))
+        read = ("q", *pass_.takes, *NAMES, *names_of(self.options))
         arrays = {name: self.seen(name, x) for name, x in self.given.items() if name in read}
         parts = Parts(options=self.options, band=self.band, problem=self.problem, random=random, arrays=arrays)
         keys = {name: view_4d(self.hosts[name], self.options.layout) for name in ("k", "v")}
         run = StreamedPass(parts=parts, chunks=self.chunks, keys=keys, device=device)
-        if pass_ == "backward" or device is None or self.is_explicit:
+        if device is None or self.is_explicit or not pass_.reads_keys_once:
             return run
         whole = Chunk((0, self.problem.seqlen_q), (0, self.problem.seqlen_k))
         mapped = replace(run, chunks=(whole,), is_mapped=True)
@@ -100,14 +97,14 @@ class _Call:
 @np.errstate(all="ignore")
 def forward(options: Options, arrays: Mapping[str, Any], random: tuple[int, int]) -> tuple[Array, ...]:
     """(out, lse) of arrays by name, as `FlashAttention.forward` gets them, where k or v is `Streamed`."""
-    if axes := _over_axes("forward", options, arrays, OUTPUTS):
+    if axes := _over_axes(FORWARD, options, arrays, OUTPUTS):
         return axes.run(functools.partial(forward, random=random))
-    call = _checked("forward", options, arrays, _REQUIRED["forward"], OUTPUTS)
+    call = _checked(FORWARD, options, arrays, ("q", *FORWARD.required), OUTPUTS)
     problem = call.problem
     with _on_device(call.given["q"]):
         out = call.result("out", problem.out_shape, call.given["q"].dtype)
         lse = call.result("lse", problem.lse_shape, numpy_dtype(problem.softmax_dtype))
-        call.run("forward", random).forward(view_4d(out, options.layout), view_rows(lse))
+        call.run(FORWARD, random).forward(view_4d(out, options.layout), view_rows(lse))
     return call.own.give_back(out, arrays["out"]), call.own.give_back(lse, arrays["lse"])
 
 
@@ -116,12 +113,12 @@ def backward(
     options: Options, arrays: Mapping[str, Any], need: tuple[str, ...], random: tuple[int, int]
 ) -> tuple[Array, ...]:
     """The gradients `need` of arrays by name, as `FlashAttention.backward` gets them, with the arrays to write to."""
-    if axes := _over_axes("backward", options, arrays, need):
+    if axes := _over_axes(BACKWARD, options, arrays, need):
         return axes.run(functools.partial(backward, need=need, random=random))
-    call = _checked("backward", options, arrays, _REQUIRED["backward"], need)
+    call = _checked(BACKWARD, options, arrays, ("q", *BACKWARD.required), need)
     own_need = need if call.equivalent is None else call.equivalent.need(need)
     with _on_device(call.given["q"]):
-        run = call.run("backward", random)
+        run = call.run(BACKWARD, random)
         results = {}
         for name in own_need:
             if name in OF_KEYS:
@@ -141,11 +138,11 @@ def backward(
 def plan(options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> StreamPlan:
     """The plan of both passes: the chunks, how they get to the device, and the memory that this takes."""
     given = {**dict.fromkeys(OUTPUTS), **arrays}
-    if axes := _over_axes("backward", options, given, need):
+    if axes := _over_axes(BACKWARD, options, given, need):
         first = axes.first()
         found = plan(first.options, first.arrays, need)
         return replace(found, note=f"{first.axes}\n{found.note}".strip())
-    call = _checked("backward", options, given, ("q",), need)
+    call = _checked(BACKWARD, options, given, ("q",), need)
     with _on_device(call.given["q"]):
         runs = {pass_: call.run(pass_) for pass_ in PASSES}
         own_need, note = need, ""
@@ -280,7 +277,7 @@ def _checked(
     rows, keys = steps_of(options, problem.block_mask is not None)
     length = chunk_of(problem, k.chunk, keys)
     chunks = chunks_of(band, *sizes, length, rows)
-    if pass_ == "backward" and sums_softmax(results):  # the first call gives these, for all queries
+    if sums_softmax(results):  # the first call gives these, for all queries
         keys_of_first = chunks[0].keys if chunks else (0, 0)
         chunks = (Chunk((0, sizes[0]), keys_of_first), *chunks[1:])
     return _Call(

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from cuflash.cpu import backend as cpu_backend
 from cuflash.score_mod import ORIGIN
 from cuflash.shards.cuda import Cuda
-from cuflash.spec.binding import Contiguous, Pass, bind
+from cuflash.spec.binding import Contiguous, bind
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import OUTPUTS
+from cuflash.spec.passes import BACKWARD, FORWARD, Pass
 from cuflash.spec.problem import Problem
 from cuflash.spec.score_args import gradient_names, names_of
 from cuflash.streaming.chunks import Chunk, StreamPlan, Way
@@ -49,8 +50,8 @@ def may_be_mapped(run: StreamedPass, device: Cuda) -> bool:
 def _reads_keys_once(options: Options, likes: tuple[Any, ...], device_id: int) -> bool:
     """Whether the kernels of a forward pass read each key once; cached, so that decoding does not wait for a plan."""
     launch = importlib.import_module("cuflash.gpu.backend")
-    binding = cpu_backend.bind_arrays_like("forward", options, likes, OUTPUTS)
-    plan = launch.tuned_plan(binding.problem, launch.device_spec(device_id), "forward", **binding.layout)
+    binding = cpu_backend.bind_arrays_like(FORWARD, options, likes, OUTPUTS)
+    plan = launch.tuned_plan(binding.problem, launch.device_spec(device_id), FORWARD, **binding.layout)
     return any(kernel.source.startswith(DECODING) for kernel in plan.kernels)
 
 
@@ -61,13 +62,16 @@ def plan_of(
     ways: dict[str, Way] = {}
     memory: dict[str, dict[str, int]] = {}
     pinned: dict[str, int] = {}
+    memory_of = {FORWARD: _forward_memory, BACKWARD: _backward_memory}
     for pass_, run in runs.items():
-        ways[pass_] = _way(run)
+        name = pass_.name
+        ways[name] = _way(run)
         if run.device is not None:
-            takes = _forward_memory(run, given) if pass_ == "forward" else _backward_memory(run, need, given)
-            memory[pass_] = {what: size for what, size in takes.items() if size}
-            pinned[pass_] = _pinned_bytes(run, need if pass_ == "backward" else ())
-    run = runs["backward"]
+            wanted = [result for result in pass_.results_of(run.parts.options) if result in (*OUTPUTS, *need)]
+            takes = memory_of[pass_](run, wanted, given)
+            memory[name] = {what: size for what, size in takes.items() if size}
+            pinned[name] = _pinned_bytes(run, wanted)
+    run = runs[BACKWARD]
     return StreamPlan(
         problem=run.parts.problem, chunk=length, chunks=run.chunks, ways=ways, memory=memory, pinned_bytes=pinned
     )
@@ -98,7 +102,7 @@ def _chunk_bytes(run: StreamedPass, array: Array) -> int:
     return _rounded(math.prod(array.shape[:2]) * longest * array.shape[3] * array.itemsize)
 
 
-def _forward_memory(run: StreamedPass, given: Mapping[str, Array]) -> dict[str, int]:
+def _forward_memory(run: StreamedPass, need: Collection[str], given: Mapping[str, Array]) -> dict[str, int]:
     problem, size = run.parts.problem, run.parts.softmax_dtype.itemsize
     rows = problem.batch * problem.num_heads * problem.seqlen_q
     lse, wide = _rounded(rows * size), _rounded(rows * problem.head_dim_v * size)
@@ -109,7 +113,7 @@ def _forward_memory(run: StreamedPass, given: Mapping[str, Array]) -> dict[str, 
     if not run.is_whole:
         memory["sums"] = is_narrow * wide + 2 * lse
         memory["a part"] = wide + 3 * lse
-    return memory | {"scratch": _scratch("forward", run, OUTPUTS)}
+    return memory | {"scratch": _scratch(FORWARD, run, need)}
 
 
 def _backward_memory(run: StreamedPass, need: Collection[str], given: Mapping[str, Array]) -> dict[str, int]:
@@ -135,7 +139,7 @@ def _backward_memory(run: StreamedPass, need: Collection[str], given: Mapping[st
         memory["a part"] = ("dq" in need) * wide + 2 * others + sum(_of_term(run, name) for name in captured)
         widened = [x for name, x in run.parts.wide_captured.items() if x is not run.arrays[name]]
         memory["what functions read"] = sum(_rounded(x.nbytes) for x in widened)
-    return memory | {"scratch": _scratch("backward", run, need)}
+    return memory | {"scratch": _scratch(BACKWARD, run, need)}
 
 
 def _of_term(run: StreamedPass, name: str) -> int:

@@ -5,8 +5,8 @@ import pytest
 import cuflash.testing as ct
 from cuflash.gpu.compiler import compile_spec
 from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.spec.binding import PASSES
 from cuflash.spec.outputs import DEFAULT_NEED
+from cuflash.spec.passes import BACKWARD, PASSES
 from cuflash.spec.problem import make_problem
 from tests.compile.test_plans import SERIALIZED
 
@@ -57,7 +57,7 @@ def test_kernels_that_walk_over_what_a_bias_leaves_spill_little(arch, dtype, hea
 
 def assert_spills_little(problem, arch, ceilings, need=DEFAULT_NEED):
     for pass_, ceiling in zip(PASSES, ceilings, strict=True):
-        wanted = {"need": need} if pass_ == "backward" else {}
+        wanted = {"need": need} if pass_ is BACKWARD else {}
         kernels = choose_plan(problem, DeviceSpec.for_arch(arch), pass_, **wanted).kernels
         of_lists = ("CUFLASH_HAS_LISTS", "CUFLASH_HAS_BIAS_NOTES")
         reading = [kernel for kernel in kernels if any(dict(kernel.defines)[name] for name in of_lists)]

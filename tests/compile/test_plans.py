@@ -42,6 +42,7 @@ from cuflash.plan.sm90.wide_tiles import (
     ForwardWideSm90Tile,
 )
 from cuflash.plan.tiles import Tile, round_up, serves_dims, why_too_large
+from cuflash.spec.passes import BACKWARD, FORWARD
 from cuflash.spec.problem import make_problem
 from tests.compile.spills import (
     SPILLS,
@@ -108,14 +109,14 @@ class Target:
             problem = replace(problem, v=replace(problem.v, in_k=True))
         of_forward = ForwardTile | ForwardSm90Tile | ForwardFloat32Sm90Tile | ForwardFloat8Sm90Tile | DecodeSm90Tile
         if isinstance(tile, of_forward | ForwardWideSm90Tile):
-            return choose_plan(problem, self.device, "forward", tiles=(tile,))
+            return choose_plan(problem, self.device, FORWARD, tiles=(tile,))
         if isinstance(tile, DqTile):
             main = next(row for row in BACKWARD_TILES if goes_with(row, tile))
-            return choose_plan(problem, self.device, "backward", tiles=(main, tile))
+            return choose_plan(problem, self.device, BACKWARD, tiles=(main, tile))
         if isinstance(tile, BackwardWideSm90Tile):
             dq = next(row for row in DQ_WIDE_SM90_TILES if row.max_dim == tile.max_dim)
-            return choose_plan(problem, self.device, "backward", tiles=(tile, dq))
-        return choose_plan(problem, self.device, "backward", tiles=(tile, DQ_TILES[0]))
+            return choose_plan(problem, self.device, BACKWARD, tiles=(tile, dq))
+        return choose_plan(problem, self.device, BACKWARD, tiles=(tile, DQ_TILES[0]))
 
     def kernels(self):
         """Those whose resources depend on the row."""

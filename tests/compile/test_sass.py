@@ -18,6 +18,7 @@ from cuflash.gpu.compiler import Compiler, compile_spec, kernel_directory, suppo
 from cuflash.gpu.nvrtc import Nvrtc
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.sm90.tiles import FORWARD_SM90_TILES
+from cuflash.spec.passes import BACKWARD, FORWARD
 from tests.compile.test_plans import SERIALIZED
 from tests.sampling import share
 
@@ -40,13 +41,13 @@ pytestmark = [
 KEEPING = tuple(tile for tile in FORWARD_SM90_TILES if tile.ping_pong)
 
 
-def kernels_of(head_dim, tiles=None, pass_="forward", **options):
+def kernels_of(head_dim, tiles=None, pass_=FORWARD, **options):
     """Those of a small problem."""
     case = ct.Case(seqlen_q=64, seqlen_k=64, head_dim=head_dim, dtype="bfloat16", **options)
     return kernels_of_case(case, tiles, pass_)
 
 
-def kernels_of_case(case, tiles=None, pass_="forward", **options):
+def kernels_of_case(case, tiles=None, pass_=FORWARD, **options):
     problem = replace(case.problem, **options)
     return choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_, tiles=tiles).kernels
 
@@ -103,7 +104,7 @@ def test_left_to_itself_the_assembler_moves_them(tmp_path):
 
 
 def test_kernels_that_follow_wait_before_they_load():
-    first, *others = kernels_of(64, pass_="backward", num_heads=4, num_heads_kv=1)
+    first, *others = kernels_of(64, pass_=BACKWARD, num_heads=4, num_heads_kv=1)
     assert len(others) == 2
     assert not any("ACQBULK" in text for text in instructions(first))
     for kernel in others:

@@ -6,7 +6,7 @@ import pytest
 
 from cuflash.gpu.compiler import compile_spec
 from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.spec.binding import PASSES
+from cuflash.spec.passes import BACKWARD, PASSES
 from tests.compile.test_plans import SERIALIZED
 from tests.scored import of_functions
 
@@ -83,7 +83,7 @@ def test_functions_spill_little_and_let_products_run_on(arch, score, mask, head_
 def test_gradients_of_arrays_spill_little_and_let_products_run_on(score, mask, head_dim):
     problem = of_functions((score, mask), "bfloat16", head_dim)
     need = ("dq", "dk", "dv", *problem.captured_gradients)
-    kernels = choose_plan(problem, DeviceSpec.for_arch("9.0"), "backward", need=need).kernels
+    kernels = choose_plan(problem, DeviceSpec.for_arch("9.0"), BACKWARD, need=need).kernels
     (main,) = (kernel for kernel in kernels if kernel.source == "sm90/backward.cu")
     assert dict(main.defines)["CUFLASH_NEEDS_CAPTURED"] == 3
     assert_spills(main, SPILLS_OF_ARRAYS.get((score, mask, head_dim), 0))
@@ -99,7 +99,7 @@ def test_gradients_of_arrays_without_a_derivative_compile(arch, dtype, head_dim,
     """On 9.0 kernels that sum the gradients of arrays have none to sum for these, which are zero."""
     problem, device = of_functions(("steps", mask), dtype, head_dim), DeviceSpec.for_arch(arch)
     for need in (("dq", "dk", "dv", *problem.captured_gradients), ("dk", problem.captured_gradients[0])):
-        kernels = choose_plan(problem, device, "backward", need=need).kernels
+        kernels = choose_plan(problem, device, BACKWARD, need=need).kernels
         assert not [kernel.name for kernel in kernels if compile_spec(kernel).resources.warnings]
 
 

@@ -11,7 +11,7 @@ import cuflash
 from cuflash.arrays.array_info import numpy_dtype
 from cuflash.gpu.compiler import compile_spec
 from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.spec.binding import PASSES
+from cuflash.spec.passes import PASSES
 from cuflash.spec.problem import Problem
 from tests import expressions, sampling
 from tests.scored import MASKS, SCORES, Functions, Scored

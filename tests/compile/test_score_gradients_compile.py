@@ -18,6 +18,7 @@ from cuflash.plan.sm90.tiles import (
     BIAS_TF32_SM90_TILES,
 )
 from cuflash.plan.tiles import round_up
+from cuflash.spec.passes import BACKWARD
 from cuflash.spec.problem import make_problem
 from tests.compile.test_plans import REGISTERS_OF_SM, SERIALIZED, fits
 from tests.sampling import share
@@ -55,7 +56,7 @@ def resources_of(tile, arch, need, **options):
     """Each kernel of the gradients of scores with its resources."""
     dim = tile.max_dim
     case = ct.Case(seqlen_q=64, seqlen_k=64, head_dim=dim, **{"dtype": DTYPES[tile.element_bytes]} | options)
-    plan = choose_plan(case.problem, DeviceSpec.for_arch(arch), "backward", tiles=(tile,), need=need)
+    plan = choose_plan(case.problem, DeviceSpec.for_arch(arch), BACKWARD, tiles=(tile,), need=need)
     assert tile in plan.tiles
     kernels = [kernel for kernel in plan.kernels if "scores" in kernel.source]
     return [(kernel, compile_spec(kernel).resources) for kernel in kernels]
@@ -92,7 +93,7 @@ def compiled(tile, need, arch="9.0"):
     dtype = "float32" if tile in BACKWARD_FLOAT32_SM90_TILES else "bfloat16"
     case = ct.Case(seqlen_q=64, seqlen_k=64, head_dim=64, dtype=dtype, causal=True)
     problem = make_problem(case.options, *ct.qkv(case.arrays()))
-    plan = choose_plan(problem, DeviceSpec.for_arch(arch), "backward", tiles=(replace(tile),), need=need)
+    plan = choose_plan(problem, DeviceSpec.for_arch(arch), BACKWARD, tiles=(replace(tile),), need=need)
     sources = ("sm80/backward.cu", "sm90/backward.cu", "sm90/backward_fp32.cu")
     (kernel,) = [kernel for kernel in plan.kernels if kernel.source in sources]
     return compile_spec(kernel)
@@ -120,7 +121,7 @@ SUMMED: dict[str, dict[str, Any]] = {
 def test_sums_by_keys(dim, name, deterministic):
     case = ct.Case(seqlen_q=4096, seqlen_k=4096, num_heads=4, head_dim=dim, dtype="bfloat16", **SUMMED[name])
     problem = replace(case.problem, deterministic=deterministic)
-    plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), "backward", need=("dq", "dk", "dv", name))
+    plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), BACKWARD, need=("dq", "dk", "dv", name))
     assert ("sm80/backward_scores.cu" in {x.source for x in plan.kernels}) == (dim == 256 and name == "dsoftcap")
     for kernel in (x for x in plan.kernels if x.source in ("sm90/backward.cu", "helpers/scores_reduce.cu")):
         resources = compile_spec(kernel).resources
@@ -154,7 +155,7 @@ def test_a_bias_of_pairs(tile, options, ceiling):
     dtype = "bfloat16" if tile.bf16_parts == 1 else "float32"
     problem = ct.Case(**{"dtype": dtype} | sizes | options).problem
     problem = replace(problem, precision="tf32" if tile.bf16_parts == 2 else "highest")
-    plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), "backward", need=("dbias",))
+    plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), BACKWARD, need=("dbias",))
     assert plan.tiles[0].label == tile.label
     (kernel,) = [kernel for kernel in plan.kernels if kernel.source == "sm90/backward_bias.cu"]
     resources = compile_spec(kernel).resources

@@ -9,7 +9,7 @@ import pytest
 import cuflash
 from cuflash.gpu.compiler import CompileError, TextError, compile_spec
 from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.spec.binding import PASSES
+from cuflash.spec.passes import BACKWARD, PASSES
 from tests.compile.test_plans import SERIALIZED
 from tests.pure.test_score_texts import case_of
 from tests.scored import Scored, of_functions
@@ -71,7 +71,7 @@ def test_texts_spill_little_and_let_products_run_on(arch, dtype, text):
 )
 def test_what_does_not_compile_is_said_with_the_lines_of_the_text(body, message):
     problem = case_of(cuflash.Score(cuda=f"{HEAD} {{{body}}}", arrays=["gate"]), "float16").problem
-    (kernel,) = (x for x in choose_plan(problem, DeviceSpec.for_arch("9.0"), "backward").kernels if "sm90/" in x.source)
+    (kernel,) = (x for x in choose_plan(problem, DeviceSpec.for_arch("9.0"), BACKWARD).kernels if "sm90/" in x.source)
     with pytest.raises(TextError, match=message) as caught:
         compile_spec(kernel)
     assert str(caught.value).startswith("score: got a text that does not compile, expected a score in CUDA C++:\n\n")

@@ -16,6 +16,7 @@ from cuflash.spec.batch_axes import Calls, axes_of, is_plain
 from cuflash.spec.inputs import NAMES
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED, SOFTMAX_GRADIENTS
+from cuflash.spec.passes import BACKWARD
 from cuflash.spec.problem import Problem, make_problem
 from cuflash.testing import Case, measure, optional, qkv, reference, yardsticks
 from tests.large_scores import Backend
@@ -145,7 +146,7 @@ def gradients_of(
     device = replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms)
     out, lse = forward(problem, arrays, arch=device)
     gradients = backward(problem, arrays, out, lse, arch=device, schedule=schedule, tiles=(tile,), need=need)
-    plan = choose_plan(problem, device, "backward", tiles=(tile,), need=need)
+    plan = choose_plan(problem, device, BACKWARD, tiles=(tile,), need=need)
     return plan, dict(zip(need, gradients, strict=True))
 
 

@@ -19,15 +19,15 @@ from cuflash.gpu import elementwise, merging
 from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan
 from cuflash.plan.argument import maps_offset
 from cuflash.plan.tensor_map import BYTES, TensorMapSpec
-from cuflash.spec.binding import Pass
 from cuflash.spec.inputs import NAMES
 from cuflash.spec.options import Options
-from cuflash.spec.outputs import GRADIENTS
+from cuflash.spec.outputs import GRADIENTS, OUTPUTS, TAKEN_BY_BACKWARD
+from cuflash.spec.passes import BACKWARD, FORWARD, Pass
 
 ALIGNMENT = 256  # bytes, of an allocation on a device
 OF_PASS: dict[Pass, tuple[str, ...]] = {
-    "forward": ("out", "lse"),
-    "backward": ("dout", "dlse", "out", "lse", *GRADIENTS),
+    FORWARD: OUTPUTS,
+    BACKWARD: (*TAKEN_BY_BACKWARD, *GRADIENTS),
 }
 
 
@@ -67,14 +67,14 @@ class Launcher:
         self._loaded: list[KernelSpec] = []
 
     def plan(self, pass_: Pass, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> LaunchPlan:
-        found: LaunchPlan = getattr(self._module.plan(options, self._given("backward", arrays), need), pass_)
+        found: LaunchPlan = getattr(self._module.plan(options, self._given(BACKWARD, arrays), need), pass_.name)
         return found
 
     def call(
         self, pass_: Pass, options: Options, arrays: Mapping[str, Any], need: tuple[str, ...], random: tuple[int, int]
     ) -> tuple[np.ndarray, ...]:
         given = self._given(pass_, arrays)
-        found = getattr(self._module, pass_)(options, given, *([need] if pass_ == "backward" else []), random)
+        found = getattr(self._module, pass_.name)(options, given, *([need] if pass_ is BACKWARD else []), random)
         return tuple(x.view(np.ndarray) for x in found)
 
     def _given(self, pass_: Pass, arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from cuflash.plan.sm90.tiles import (
     FORWARD_SM90_TILES,
     ForwardSm90Tile,
 )
+from cuflash.spec import passes
 from tests.emulate import attention
 from tests.emulate.attention import forward_by_oracle, problem_of
 from tests.emulate.checks import FEW, FEW_SMS, all_results, assert_results, bits, judge, rising, schedules
@@ -66,7 +67,7 @@ def _access_widths(specialisations):
         case = replace(case, dtype=what.dtype, strides="contiguous" if what.strides in CONVERSIONS else what.strides)
         problem, arrays = what.arguments(case)
         arrays["out"] = np.empty(problem.out_shape, arrays["q"].dtype)
-        plan = attention.plan_for(problem, "forward", arrays, "9.0", None)
+        plan = attention.plan_for(problem, passes.FORWARD, arrays, "9.0", None)
         widths.add(dict(plan.kernels[0].defines)["CUFLASH_LOAD_BYTES"])
     return widths
 
@@ -167,7 +168,7 @@ def test_columns_of_gradients_on_compute_capability_9(head_dim, data):
     )
     deterministic, schedule = data.draw(st.booleans()), data.draw(schedules)
     problem, arrays = attention.inputs_of(case, deterministic=deterministic)
-    plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), "backward")
+    plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), passes.BACKWARD)
     assert "sm90/backward.cu" in [kernel.source for kernel in plan.kernels]
     forward, options = forward_by_oracle(problem, arrays), {"arch": "9.0", "schedule": schedule}
     ct.assert_backward(case, *attention.backward(problem, arrays, *forward, place=attention.guarded, **options))
@@ -207,7 +208,7 @@ def test_blocks_take_pairs_of_tiles(num_sms, shares_device, m_blocks, schedule):
     arrays = case.arrays()
     device = replace(FEW_SMS, num_sms=num_sms)
     problem = replace(problem_of(case, arrays), shares_device=shares_device)
-    plan = attention.plan_for(problem, "forward", arrays, device, (tile,))
+    plan = attention.plan_for(problem, passes.FORWARD, arrays, device, (tile,))
     units = 3 * -(-m_blocks // 2)
     apart = shares_device and m_blocks < 5
     assert plan.kernels[-1].grid == ((2 if apart else 1) * units if shares_device else min(num_sms, units))

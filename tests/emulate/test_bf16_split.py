@@ -17,6 +17,7 @@ from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.gpu.params import POINTER_WORD, parameters
 from cuflash.plan.sm90.copies import COPIED, COPY_WARPS
 from cuflash.plan.tiles import round_up
+from cuflash.spec.passes import FORWARD
 from cuflash.spec.problem import make_problem
 from tests.emulate import attention
 from tests.emulate.checks import FEW, bits
@@ -30,7 +31,7 @@ def split(case, arrays, count=3, schedule=SCHEDULES[0]):
     """The parts of each array, as float64 and without the columns that round them up, and the width of their loads."""
     arrays = {name: attention.guarded(array) for name, array in arrays.items()}
     problem = make_problem(case.options, *ct.qkv(arrays), **ct.optional(arrays))
-    plan = attention.plan_for(problem, "forward", arrays | {"out": arrays["dout"]}, "8.0", None)
+    plan = attention.plan_for(problem, FORWARD, arrays | {"out": arrays["dout"]}, "8.0", None)
     rows = {"CUFLASH_BLOCK_M": SPLIT_ROWS, "CUFLASH_NUM_WARPS": COPY_WARPS, "CUFLASH_SHARED_BYTES": 0}
     defines = dict(plan.kernels[0].defines) | rows | {"CUFLASH_BF16_PARTS": count, "CUFLASH_COPIED": 15}
     params = parameters(plan, {"dout": layout_of(arrays["dout"], problem.layout)})
@@ -129,7 +130,7 @@ def test_the_producer_splits_as_the_kernel_before_does(dims, strides, kv_lengths
     results = []
     for few_readers in (0, 99):
         with mock.patch("cuflash.plan.sm90.forward.FEW_READERS", few_readers):
-            plan = attention.plan_for(problem, "forward", arrays, "9.0", None)
+            plan = attention.plan_for(problem, FORWARD, arrays, "9.0", None)
             assert [kernel.source for kernel in plan.kernels][-1] == "sm90/forward_fp32.cu"
             assert len(plan.kernels) == (1 if few_readers else 2)
             found = attention.forward(problem, arrays, arch="9.0", schedule=schedule)

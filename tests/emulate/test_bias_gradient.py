@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.plan import DeviceSpec
+from cuflash.spec.passes import BACKWARD
 from tests.emulate import attention
 from tests.emulate.attention import forward_by_oracle, inputs_of
 from tests.emulate.checks import FEW, bits
@@ -66,7 +67,7 @@ def run(case, need, num_sms, **options):
     device = replace(DEVICE, num_sms=num_sms)
     problem, arrays = inputs_of(case)
     out, lse = forward_by_oracle(problem, arrays, **case.random)
-    plan = attention.plan_for(problem, "backward", arrays | {"out": out}, device, None, need)
+    plan = attention.plan_for(problem, BACKWARD, arrays | {"out": out}, device, None, need)
     assert "sm90/backward_bias.cu" in {kernel.source for kernel in plan.kernels}
     found = attention.backward(problem, arrays, out, lse, need=need, arch=device, **case.random, **options)
     return dict(zip(need, found, strict=True)), plan
@@ -103,7 +104,7 @@ def test_two_parts_of_float32(num_sms, need, seed):
     problem, arrays = inputs_of(case, precision="tf32")
     out, lse = forward_by_oracle(problem, arrays)
     device = replace(DEVICE, num_sms=num_sms)
-    plan = attention.plan_for(problem, "backward", arrays | {"out": out}, device, None, need)
+    plan = attention.plan_for(problem, BACKWARD, arrays | {"out": out}, device, None, need)
     assert "sm90/backward_bias.cu" in {kernel.source for kernel in plan.kernels}
     found = attention.backward(problem, arrays, out, lse, need=need, arch=device)
     attention.assert_two_parts(problem, arrays, dict(zip(need, found, strict=True)))
@@ -144,7 +145,7 @@ def test_results_stay_inside_an_array_of_odd_rows():
     arrays["bias"] = wide[..., :151]
     problem = attention.problem_of(case, arrays)
     out, lse = forward_by_oracle(problem, arrays)
-    plan = attention.plan_for(problem, "backward", arrays | {"out": out}, DEVICE, None, ("dbias",))
+    plan = attention.plan_for(problem, BACKWARD, arrays | {"out": out}, DEVICE, None, ("dbias",))
     assert "sm90/backward_bias.cu" in {kernel.source for kernel in plan.kernels}
     (dbias,) = attention.backward(problem, arrays, out, lse, need=("dbias",), arch=DEVICE)
     ct.assert_backward(case, dbias=dbias)

@@ -17,7 +17,7 @@ from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.sm90.scored import ScoredTile, bias_by
 from cuflash.plan.sm90.tiles import BACKWARD_FLOAT32_SM90_TILES, FORWARD_FLOAT32_SM90_TILES
 from cuflash.plan.tiles import serves_dims
-from cuflash.spec.binding import PASSES
+from cuflash.spec.passes import BACKWARD, FORWARD, PASSES
 from tests.emulate import attention
 from tests.emulate.checks import bits
 
@@ -109,7 +109,7 @@ def cases(draw, shape, options, multiple):
 
 def tiles_of(problem, pass_):
     """The row for float32, which the planner takes for longer sequences only; None: the planner chooses."""
-    table = {"forward": FORWARD_FLOAT32_SM90_TILES, "backward": BACKWARD_FLOAT32_SM90_TILES}[pass_]
+    table = {FORWARD: FORWARD_FLOAT32_SM90_TILES, BACKWARD: BACKWARD_FLOAT32_SM90_TILES}[pass_]
     return (next(row for row in table if serves_dims(row, problem)),) if problem.dtype == "float32" else None
 
 
@@ -122,14 +122,14 @@ def check(case, schedule, num_sms, by):
         tile = choose_plan(problem, device, pass_, tiles=tiles[pass_]).tiles[0]
         assert isinstance(tile, ScoredTile)
         # Wide parts leave no room for a bias in the backward pass.
-        looks_up = pass_ == "backward" and tile.element_bytes == 4 and tile.max_dim == 128
+        looks_up = pass_ is BACKWARD and tile.element_bytes == 4 and tile.max_dim == 128
         assert (tile.bias_of_pairs > 0) == (by == "pairs" and not looks_up)
         assert tile.bias_of_keys == (by == "keys")
         assert tile.mask_of_keys == (case.mask is not None)
     how = {"arch": device, "schedule": schedule, **case.random}
-    ct.assert_forward(case, *attention.forward(problem, arrays, tiles=tiles["forward"], **how))
+    ct.assert_forward(case, *attention.forward(problem, arrays, tiles=tiles[FORWARD], **how))
     out, lse = attention.forward_by_oracle(problem, arrays, **case.random)
-    gradients = attention.backward(problem, arrays, out, lse, tiles=tiles["backward"], **how)
+    gradients = attention.backward(problem, arrays, out, lse, tiles=tiles[BACKWARD], **how)
     ct.assert_backward(case, **dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
 
 
@@ -170,9 +170,9 @@ def test_hidden_keys_of_float32_may_hold_anything(data, value):
     case = replace(case, bias=None, mask=(2, 1, 1, case.seqlen_k))
     problem, arrays = attention.inputs_of(case)
     how = {"arch": replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms), "schedule": schedule}
-    first = attention.forward(problem, arrays, tiles=tiles_of(problem, "forward"), **how)
+    first = attention.forward(problem, arrays, tiles=tiles_of(problem, FORWARD), **how)
     arrays["k"][~np.broadcast_to(arrays["mask"][:, :, 0], arrays["k"].shape[:3])] = value
-    again = attention.forward(problem, arrays, tiles=tiles_of(problem, "forward"), **how)
+    again = attention.forward(problem, arrays, tiles=tiles_of(problem, FORWARD), **how)
     assert bits(first) == bits(again)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.plan import DeviceSpec
+from cuflash.spec.passes import FORWARD, PASSES
 from cuflash.testing.rule import yardsticks_of
 from tests.emulate import attention
 from tests.emulate.attention import forward_by_oracle, inputs_of
@@ -46,13 +47,13 @@ def check(case, kernel, arch, options, schedule, arrays=None):
     problem, own = inputs_of(case, **options)
     arrays = own if arrays is None else arrays
     results = {"out": own["dout"], **{f"d{name}": own[name] for name in "qkv"}}
-    for pass_ in ("forward", "backward"):
+    for pass_ in PASSES:
         plan = attention.plan_for(problem, pass_, own | results, arch, None)
         sources = {kernel.source for kernel in plan.kernels}
         folder, _, suffix = kernel.split()[0].partition("_")
         name = (
             f"{folder}/{pass_}.cu"
-            if suffix == "" or (pass_, suffix) == ("forward", "dq")
+            if suffix == "" or (pass_, suffix) == (FORWARD, "dq")
             else (f"{folder}/{pass_}_{suffix}.cu")
         )
         assert {"helpers/block_index.cu", name} <= sources

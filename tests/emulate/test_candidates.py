@@ -12,6 +12,7 @@ from cuflash.plan import DeviceSpec
 from cuflash.plan.sm80.decode import DECODE_TILES
 from cuflash.plan.sm80.tiles import BACKWARD_TILES, DQ_TILES, FORWARD_TILES
 from cuflash.plan.sm90.tiles import FORWARD_SM90_TILES
+from cuflash.spec.passes import BACKWARD, FORWARD
 from tests.emulate import attention
 from tests.emulate.attention import forward_by_oracle, problem_of
 
@@ -20,15 +21,15 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler
 CASE = ct.Case(seqlen_q=150, seqlen_k=170, num_heads=2, num_heads_kv=1, head_dim=64, dtype="bfloat16", causal=True)
 # Cases, and how many of their candidates that are no rows of a table.
 TRIED = {
-    "forward": (CASE, "forward", "8.0", 1),
-    "forward sm90": (replace(CASE, head_dim=128), "forward", "9.0", 3),
-    "forward sm90 pages": (replace(CASE, seqlen_k=192, kv_lengths=(170,), page_size=64), "forward", "9.0", 2),
-    "decode": (replace(CASE, seqlen_q=4, seqlen_k=700), "forward", "9.0", 2),
-    "decode sm80": (replace(CASE, seqlen_q=4, seqlen_k=700), "forward", "8.0", 2),
-    "float32 sm90": (replace(CASE, dtype="float32", seqlen_q=300), "forward", "9.0", 2),
-    "backward": (CASE, "backward", "8.0", 1),
-    "backward sm90": (CASE, "backward", "9.0", 1),
-    "float32 backward sm90": (replace(CASE, dtype="float32", seqlen_q=300), "backward", "9.0", 1),
+    "forward": (CASE, FORWARD, "8.0", 1),
+    "forward sm90": (replace(CASE, head_dim=128), FORWARD, "9.0", 3),
+    "forward sm90 pages": (replace(CASE, seqlen_k=192, kv_lengths=(170,), page_size=64), FORWARD, "9.0", 2),
+    "decode": (replace(CASE, seqlen_q=4, seqlen_k=700), FORWARD, "9.0", 2),
+    "decode sm80": (replace(CASE, seqlen_q=4, seqlen_k=700), FORWARD, "8.0", 2),
+    "float32 sm90": (replace(CASE, dtype="float32", seqlen_q=300), FORWARD, "9.0", 2),
+    "backward": (CASE, BACKWARD, "8.0", 1),
+    "backward sm90": (CASE, BACKWARD, "9.0", 1),
+    "float32 backward sm90": (replace(CASE, dtype="float32", seqlen_q=300), BACKWARD, "9.0", 1),
 }
 ROWS = {*FORWARD_TILES, *DECODE_TILES, *FORWARD_SM90_TILES, *BACKWARD_TILES, *DQ_TILES}
 
@@ -39,7 +40,7 @@ def test_candidates_are_right(case, pass_, arch, count):
     problem = problem_of(case, arrays)
     others = [plan for plan in candidates(problem, DeviceSpec.for_arch(arch), pass_)[1:] if not {*plan.tiles} & ROWS]
     for plan in random.Random(0).sample(others, count):
-        if pass_ == "forward":
+        if pass_ is FORWARD:
             ct.assert_forward(case, *attention.forward(problem, arrays, arch=arch, tiles=plan.tiles))
         else:
             forward = forward_by_oracle(problem, arrays)

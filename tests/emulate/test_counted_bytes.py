@@ -11,6 +11,7 @@ import cuflash.testing as ct
 from cuflash.emulator import Statistics, find_compiler
 from cuflash.plan import LaunchPlan, backward
 from cuflash.plan.sm90.tiles import BACKWARD_SM90_TILES
+from cuflash.spec.passes import BACKWARD, FORWARD
 from tests.emulate import attention
 from tests.emulate.attention import problem_of
 from tests.emulate.checks import FEW_SMS
@@ -80,14 +81,14 @@ def test_tiles_are_those_that_kernels_load(what, data):
     out, lse = attention.forward(problem, arrays, arch=what.arch, statistics=of_forward)
     attention.backward(problem, arrays, out, lse, arch=what.arch, statistics=of_backward)
 
-    plan = attention.plan_for(problem, "forward", arrays, what.arch)
+    plan = attention.plan_for(problem, FORWARD, arrays, what.arch)
     loaded, stored, added = counted(plan, of_forward)
     if problem.visible_pairs:
         assert plan.traffic is not None and plan.traffic.tiles == loaded
     assert stored == (out.nbytes if what.arch is FEW_SMS else 0)
     assert added == 0
 
-    plan = attention.plan_for(problem, "backward", {**arrays, "out": out, "lse": lse}, what.arch)
+    plan = attention.plan_for(problem, BACKWARD, {**arrays, "out": out, "lse": lse}, what.arch)
     loaded, stored, added = counted(plan, of_backward)
     if problem.visible_pairs:
         assert plan.traffic is not None and (plan.traffic.tiles, plan.traffic.added) == (loaded, added)
@@ -104,7 +105,7 @@ def test_tiles_of_keys_that_blocks_share(monkeypatch, num_sms, whole, splits):
     out, lse = attention.forward_by_oracle(problem, arrays)
     tiles = (BACKWARD_SM90_TILES[0],)
     attention.backward(problem, arrays, out, lse, arch=device, tiles=tiles, statistics=launches)
-    plan = attention.plan_for(problem, "backward", {**arrays, "out": out, "lse": lse}, device, tiles)
+    plan = attention.plan_for(problem, BACKWARD, {**arrays, "out": out, "lse": lse}, device, tiles)
     assert (plan.run_time.whole_tiles, plan.run_time.tail_splits) == (whole, splits)
     loaded, _, added = counted(plan, launches)
     assert plan.traffic is not None and (plan.traffic.tiles, plan.traffic.added) == (loaded, added)
@@ -126,6 +127,6 @@ def test_tiles_of_few_queries(kernel, data, num_sms):
     problem, device = problem_of(case, arrays), replace(FEW_SMS, num_sms=num_sms)
     launches: list[Statistics] = []
     attention.forward(problem, arrays, arch=device, tiles=tiles, statistics=launches)
-    plan = attention.plan_for(problem, "forward", arrays, device, tiles)
+    plan = attention.plan_for(problem, FORWARD, arrays, device, tiles)
     assert plan.kernels[0].source == f"{kernel}/decode.cu"
     assert plan.traffic is not None and plan.traffic.tiles == counted(plan, launches)[0]

@@ -14,6 +14,7 @@ from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.emulator import SCHEDULES, Statistics, find_compiler
 from cuflash.plan import DeviceSpec
 from cuflash.plan.sm80.decode import DECODE_FLOAT8_TILES, DECODE_TILES, MOST_WARPS, DecodeTile
+from cuflash.spec.passes import FORWARD
 from tests.emulate import attention
 from tests.emulate.attention import problem_of
 from tests.emulate.checks import bits, judge
@@ -63,7 +64,7 @@ def run(case, tile=None, *, arrays=None, arch="8.0", num_sms=16, **options):
 
 def plan_of(case, tile=None, *, arch="8.0", num_sms=16):
     arrays, device = case.arrays(), replace(DeviceSpec.for_arch(arch), num_sms=num_sms)
-    return attention.plan_for(problem_of(case, arrays), "forward", arrays, device, (tile or fitting(case),))
+    return attention.plan_for(problem_of(case, arrays), FORWARD, arrays, device, (tile or fitting(case),))
 
 
 # ---- Against the oracle ----------------------------------------------------------------------------------------------
@@ -297,7 +298,7 @@ def test_blocks_share_visible_tiles_that_gather(monkeypatch):
     device = replace(DeviceSpec.for_arch("8.0"), num_sms=8)
     out, lse = attention.forward(problem, arrays, tiles=(fitting(case),), arch=device)
     judge(problem, arrays, {"out": out, "lse": lse})
-    plan = attention.plan_for(problem, "forward", arrays, device, (fitting(case),))
+    plan = attention.plan_for(problem, FORWARD, arrays, device, (fitting(case),))
     assert plan.run_time.resident_blocks == 8
 
 

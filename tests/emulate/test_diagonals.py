@@ -11,6 +11,7 @@ import cuflash.testing as ct
 from cuflash.emulator import find_compiler
 from cuflash.spec.dropout import kept_weights
 from cuflash.spec.options import Origin
+from cuflash.spec.passes import FORWARD
 from tests.emulate import attention
 
 pytestmark = [
@@ -41,7 +42,7 @@ def test_decode_in_the_middle_of_many_keys(dtype, kernel):
     sizes: dict[str, Any] = {"seqlen_q": 3, "seqlen_k": 1200, "num_heads": 4, "num_heads_kv": 1, "head_dim": 64}
     case = ct.Case(**sizes, dtype=dtype, window=(800, 0))
     problem, arrays = attention.inputs_of(case, diagonal=1000)
-    assert kernel in {kernel.source for kernel in attention.plan_for(problem, "forward", arrays, "9.0").kernels}
+    assert kernel in {kernel.source for kernel in attention.plan_for(problem, FORWARD, arrays, "9.0").kernels}
     judge(problem, arrays, dict(zip(("out", "lse"), attention.forward(problem, arrays, arch="9.0"), strict=True)))
 
 

@@ -14,6 +14,7 @@ from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.sm80.tiles import FLOAT8_TILES
 from cuflash.plan.sm90.decode_tiles import DECODE_FLOAT8_SM90_TILES
+from cuflash.spec.passes import FORWARD
 from tests.emulate import attention
 from tests.sampling import examples
 
@@ -185,11 +186,9 @@ def test_plans_say_what_is_served():
         replace(CASE, seqlen_k=4096, kv_lengths=None),
         replace(LONG, seqlen_q=1000, seqlen_k=1000, kv_lengths=None),
     )
-    sources = [
-        choose_plan(case.problem, DeviceSpec.for_arch("9.0"), "forward").kernels[0].source for case in (few, many)
-    ]
+    sources = [choose_plan(case.problem, DeviceSpec.for_arch("9.0"), FORWARD).kernels[0].source for case in (few, many)]
     assert sources == ["sm90/decode_float8.cu", "sm80/forward.cu"]
-    plan = choose_plan(many.problem, DeviceSpec.for_arch("9.0"), "forward")
+    plan = choose_plan(many.problem, DeviceSpec.for_arch("9.0"), FORWARD)
     assert "not sm90/forward: it knows no fp8 keys and values" in plan.reason
     assert "float8_e4m3fn" in plan.kernels[0].name
     # fp8 q, too: fp8 products where they have all options, and else the same two kernels.
@@ -207,7 +206,7 @@ def test_plans_say_what_is_served():
         "keys": ({"v_scale": "token"}, "it knows no v_scale of 1 keys each"),
     }
     for changes, why in others.values():
-        plan = choose_plan(replace(whole, **changes).problem, DeviceSpec.for_arch("9.0"), "forward")
+        plan = choose_plan(replace(whole, **changes).problem, DeviceSpec.for_arch("9.0"), FORWARD)
         assert plan.kernels[-1].source == "sm80/forward.cu" and f"not sm90/forward_float8: {why}" in plan.reason
         assert "fp8 q, k and v become numbers of 16 bits" in plan.reason
     for case, arch, source in (
@@ -215,11 +214,11 @@ def test_plans_say_what_is_served():
         (few, "9.0", "sm90/decode_float8.cu"),
         (whole, "8.9", "sm80/forward.cu"),
     ):
-        plan = choose_plan(case.problem, DeviceSpec.for_arch(arch), "forward")
+        plan = choose_plan(case.problem, DeviceSpec.for_arch(arch), FORWARD)
         assert plan.kernels[0].source == source
         assert ("become numbers of 16 bits" in plan.reason) == (source != "sm90/forward_float8.cu")
     few = replace(few, dtype="float16", q_float8=False, q_scale=None)
     # Rows that TMA does not reach, and heads that are too wide.
     for other in (replace(few, strides="padded"), replace(few, head_dim=320)):
-        plan = choose_plan(other.problem, DeviceSpec.for_arch("9.0"), "forward")
+        plan = choose_plan(other.problem, DeviceSpec.for_arch("9.0"), FORWARD)
         assert plan.kernels[0].source == "sm80/decode.cu"

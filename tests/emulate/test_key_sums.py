@@ -12,6 +12,7 @@ import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.plan import DeviceSpec, backward
 from cuflash.spec.outputs import GRADIENTS
+from cuflash.spec.passes import BACKWARD
 from tests.emulate import attention
 from tests.emulate.attention import forward_by_oracle, inputs_of
 
@@ -134,7 +135,7 @@ def test_sums_by_keys(what, data):
         if shares == "queries":
             for name in ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_OF_PART", "WAVES", "CAUSAL_WAVES"):
                 patch.setattr(backward, name, 0)
-        plan = attention.plan_for(problem, "backward", arrays | {"out": out}, device, None, what.need)
+        plan = attention.plan_for(problem, BACKWARD, arrays | {"out": out}, device, None, what.need)
         sources = [kernel.source for kernel in plan.kernels]
         assert "sm90/backward.cu" in sources
         assert "helpers/scores_reduce.cu" in sources
@@ -166,7 +167,7 @@ def test_what_the_main_kernel_does_not_sum_has_a_kernel_of_its_own(changes, need
     problem, arrays = inputs_of(case)
     out, lse = forward_by_oracle(problem, arrays, **case.random)
     need = ("dk", need)
-    plan = attention.plan_for(problem, "backward", arrays | {"out": out}, DeviceSpec.for_arch("9.0"), None, need)
+    plan = attention.plan_for(problem, BACKWARD, arrays | {"out": out}, DeviceSpec.for_arch("9.0"), None, need)
     (reason,) = [line for line in plan.reason.splitlines() if line.startswith(f"{need[1]}: not by sm90/backward: ")]
     assert why in reason
     assert "sm80/backward_scores.cu" in [kernel.source for kernel in plan.kernels]

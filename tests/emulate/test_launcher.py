@@ -15,7 +15,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash import flash_attention, preparation
 from cuflash.emulator import Statistics, find_compiler, passes
-from cuflash.spec.binding import PASSES
+from cuflash.spec.passes import FORWARD, PASSES
 from cuflash.spec.problem import make_problem
 from cuflash.spec.scalars import array_of
 from tests.calls import calls, results_of, shifted
@@ -40,7 +40,7 @@ def kernels_of_emulator(pass_, problem, arrays, arch, need):
         return SimpleNamespace(launch=launch)
 
     with mock.patch.object(passes, "build", build):
-        if pass_ == "forward":
+        if pass_ is FORWARD:
             attention.forward(problem, arrays, arch=arch)
         else:
             inputs = {name: x for name, x in arrays.items() if name not in ("out", "lse")}
@@ -73,13 +73,11 @@ def test_the_kernels_of_a_plan_are_those_that_run(pass_):
 def test_a_call_computes_on_arrays_that_it_copies(arch, by):
     case = ct.Case(seqlen_q=20, seqlen_k=30, head_dim=40, dtype="bfloat16", strides="transposed")
     arrays = case.arrays()
-    results = {
-        name: ct.lay_out(x, case.strides, np.array) for name, x in results_of(case, arrays, "forward", ()).items()
-    }
+    results = {name: ct.lay_out(x, case.strides, np.array) for name, x in results_of(case, arrays, FORWARD, ()).items()}
     given_arrays = {name: arrays[name] for name in "kv"} | {"q": shifted(np.array(arrays["q"]), by)} | results
     with launcher(arch, computes=True) as launches:
-        plan = launches.plan("forward", case.options, given_arrays, ())
-        found = launches.call("forward", case.options, given_arrays, (), NO_DROPOUT)
+        plan = launches.plan(FORWARD, case.options, given_arrays, ())
+        found = launches.call(FORWARD, case.options, given_arrays, (), NO_DROPOUT)
     assert plan.kernels[0].source == f"sm{arch.replace('.', '')}/forward.cu"
     assert all(np.shares_memory(x, result) for x, result in zip(found, results.values(), strict=True))
     ct.assert_forward(case, *results.values())

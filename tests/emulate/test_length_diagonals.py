@@ -10,6 +10,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.emulator import find_compiler
 from cuflash.plan.sm90.tiles import BACKWARD_FLOAT32_SM90_TILES, FORWARD_FLOAT32_SM90_TILES
+from cuflash.spec.passes import BACKWARD, FORWARD
 from cuflash.testing.float8 import assert_float8
 from tests.emulate import attention
 from tests.emulate.checks import all_results, assert_results, bits, judge_functions
@@ -77,7 +78,7 @@ def judge(case, problem, arrays, results):
 @every_case
 def test_kernels_obey_the_oracle(arch, forward, backward, case):
     problem, arrays = attention.inputs_of(case)
-    assert problem.follows_lengths and forward in sources(problem, "forward", arrays, arch)
+    assert problem.follows_lengths and forward in sources(problem, FORWARD, arrays, arch)
     results = dict(zip(("out", "lse"), attention.forward(problem, arrays, arch=arch, **case.random), strict=True))
     if case.q_float8:
         assert_float8(case, *results.values())
@@ -86,7 +87,7 @@ def test_kernels_obey_the_oracle(arch, forward, backward, case):
         need = ct.gradients_of(problem)
         found = attention.backward(problem, arrays, *results.values(), arch=arch, need=need, **case.random)
         results |= zip(need, found, strict=True)
-        assert backward in sources(problem, "backward", arrays, arch)
+        assert backward in sources(problem, BACKWARD, arrays, arch)
     judge(case, problem, arrays, results)
 
 

@@ -12,6 +12,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.plan import DeviceSpec
+from cuflash.spec import passes
 from cuflash.spec.problem import make_problem
 from tests.emulate import attention
 from tests.emulate.attention import forward_by_oracle, inputs_of
@@ -45,7 +46,9 @@ def test_gradient_of_lse(kernel, schedule, spread, seed):
     arch, changes, options = BACKWARD[kernel]
     case = replace(CASE, **changes, score_spread=spread, seed=seed)
     problem, arrays = inputs_of(case, **options)
-    plan = attention.plan_for(problem, "backward", arrays | {"out": arrays["dout"]} | results_of(arrays), arch, None)
+    plan = attention.plan_for(
+        problem, passes.BACKWARD, arrays | {"out": arrays["dout"]} | results_of(arrays), arch, None
+    )
     assert kernel.split()[0] + ".cu" in {kernel.source for kernel in plan.kernels}
     out, lse = forward_by_oracle(problem, arrays)
     arrays["dlse"][np.isneginf(lse)] = np.nan  # of rows that see no key it counts for nothing
@@ -119,7 +122,7 @@ def test_sinks(kernel, schedule, spread, seed):
     case = replace(CASE, **changes, sinks=True, score_spread=spread, seed=seed)
     problem, arrays = inputs_of(case)
     out = np.empty(problem.out_shape, arrays["q"].dtype)
-    plan = attention.plan_for(problem, "forward", arrays | {"out": out}, arch, None)
+    plan = attention.plan_for(problem, passes.FORWARD, arrays | {"out": out}, arch, None)
     assert kernel.split()[0] + ".cu" in {kernel.source for kernel in plan.kernels}
     assert ("decode" not in kernel) or len(plan.kernels) == 1
     results = attention.forward(problem, arrays, arch=arch, schedule=schedule)

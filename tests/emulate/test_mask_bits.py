@@ -14,7 +14,7 @@ import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.plan import DeviceSpec
 from cuflash.plan.sm90.scored import ScoredTile
-from cuflash.spec.binding import PASSES
+from cuflash.spec.passes import FORWARD, PASSES
 from tests.emulate import attention
 
 pytestmark = [
@@ -81,7 +81,7 @@ def test_oracle(name, data):
         plan = attention.plan_for(problem, pass_, arrays | results, how["arch"], None)
         assert isinstance(plan.tiles[0], ScoredTile) and plan.tiles[0].mask_by_bits
         listed = "helpers/block_index.cu" in {kernel.source for kernel in plan.kernels}
-        assert listed == (pass_ == "forward" or not problem.deterministic)
+        assert listed == (pass_ is FORWARD or not problem.deterministic)
     seen = attention.with_true_as(data.draw(st.sampled_from([1, 2, 128, 255])), arrays)
     ct.assert_forward(case, *attention.forward(problem, seen, **how))
     out, lse = attention.forward_by_oracle(problem, arrays, **case.random)

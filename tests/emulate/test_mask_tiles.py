@@ -19,7 +19,8 @@ from cuflash.emulator.building import build
 from cuflash.emulator.memory import Scratch
 from cuflash.gpu.params import parameters
 from cuflash.plan import DeviceSpec
-from cuflash.spec.binding import PASSES, bind
+from cuflash.spec.binding import bind
+from cuflash.spec.passes import BACKWARD, FORWARD, PASSES
 from tests import expressions
 from tests.emulate import attention
 from tests.sampling import examples
@@ -91,7 +92,7 @@ def test_oracle(name, data):
         plan = attention.plan_for(problem, pass_, arrays | results, how["arch"])
         sources = [kernel.source for kernel in plan.kernels]
         assert name.split(",")[0] in {source.partition("/")[0] for source in sources}
-        assert [sources.count(source) for source in LISTS] == [1 + ("in order" in name and pass_ == "backward")] * 2
+        assert [sources.count(source) for source in LISTS] == [1 + ("in order" in name and pass_ is BACKWARD)] * 2
     seen = attention.with_true_as(data.draw(st.sampled_from([1, 2, 128, 255])), arrays)
     ct.assert_forward(case, *attention.forward(problem, seen, **how))
     out, lse = attention.forward_by_oracle(problem, arrays)
@@ -139,7 +140,7 @@ def assert_listed(arch, problem, arrays, visible, keys, shown=None, *, schedule)
     results |= {f"d{name}": arrays[name] for name in "qkv"}
     for pass_, name in zip(PASSES, ("key_lists", "query_lists"), strict=True):
         plan = attention.plan_for(problem, pass_, arrays | results, arch)
-        need = ("dq", "dk", "dv") if pass_ == "backward" else ()
+        need = ("dq", "dk", "dv") if pass_ is BACKWARD else ()
         every = arrays | results if need else {x: y for x, y in (arrays | results).items() if x != "dout"}
         binding = bind(pass_, problem.options, every, need=need, address_of=lambda array: array.ctypes.data)
         scratch = Scratch(plan.scratch_layout, 0xFF)
@@ -209,12 +210,12 @@ CUFLASH_DEFINE_KERNEL(place_of_tile, PlaceParams, 32, 1, find_place)
 def test_a_head_may_have_more_tiles_than_31_bits_count(index, tmp_path):
     """As with 8 million queries and as many keys."""
     problem, arrays = attention.inputs_of(ct.Case(seqlen_q=64, seqlen_k=64, head_dim=16, dtype="float16", mask=(64, 1)))
-    plan = attention.plan_for(problem, "forward", arrays, "8.0")
+    plan = attention.plan_for(problem, FORWARD, arrays, "8.0")
     kernel = next(kernel for kernel in plan.kernels if kernel.source == "helpers/mask_tiles.cu")
     source = tmp_path / "place_of_tile.cu"
     source.write_text(PLACE_OF_TILE)
     tile, n_blocks = plan.tiles[0], 2**18
-    params = parameters(plan, bind("forward", problem.options, arrays).operands)
+    params = parameters(plan, bind(FORWARD, problem.options, arrays).operands)
     params["seqlen_q"], params["seqlen_k"] = 2**15 * tile.block_m, n_blocks * tile.block_n
     place = np.zeros(3, np.int32)
     own = np.array([index, place.ctypes.data], np.uint64)
@@ -351,13 +352,13 @@ def test_tiles_that_a_bias_hides_are_not_computed(name, hides, data):
 
     def results_of(arrays):
         found = dict(zip(need, attention.backward(problem, arrays, out, lse, need=need, **how), strict=True))
-        if "forward" in passes:
+        if FORWARD in passes:
             found |= dict(zip(("out", "lse"), attention.forward(problem, arrays, **how), strict=True))
         return found
 
     every = arrays | {"out": out, **{x: arrays[x[1:]] for x in need if x != "dscale"}}
     for pass_ in passes:
-        plan = attention.plan_for(problem, pass_, every, how["arch"], None, need if pass_ == "backward" else ())
+        plan = attention.plan_for(problem, pass_, every, how["arch"], None, need if pass_ is BACKWARD else ())
         sources = [kernel.source for kernel in plan.kernels]
         assert name.split(",")[0] in {source.partition("/")[0] for source in sources}
         assert set(LISTS) <= set(sources)

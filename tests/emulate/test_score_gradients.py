@@ -12,6 +12,7 @@ import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, EmulationError, find_compiler
 from cuflash.plan import DeviceSpec
 from cuflash.spec.outputs import GRADIENTS
+from cuflash.spec.passes import BACKWARD
 from tests.emulate import attention
 from tests.emulate.attention import forward_by_oracle, inputs_of
 
@@ -98,7 +99,7 @@ def test_blocks_that_share_a_sum_change_no_more_than_its_rounding(num_sms):
     problem, arrays = inputs_of(case)
     out, lse = forward_by_oracle(problem, arrays)
     device = replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms)
-    plan = attention.plan_for(problem, "backward", arrays | {"out": out}, device, None, NEED)
+    plan = attention.plan_for(problem, BACKWARD, arrays | {"out": out}, device, None, NEED)
     assert (plan.run_time.score_splits > 1, plan.run_time.sums_splits > 1) == (num_sms > 1, num_sms > 1)
     found = attention.backward(problem, arrays, out, lse, need=NEED, arch=device)
     ct.assert_backward(case, **dict(zip(NEED, found, strict=True)))
@@ -134,7 +135,7 @@ def test_only_what_is_needed(kernel, arch, changes, deterministic, need):
     case = replace(PLAIN, **changes)
     problem, arrays = inputs_of(case, deterministic=deterministic)
     out, lse = forward_by_oracle(problem, arrays)
-    plan = attention.plan_for(problem, "backward", arrays | {"out": out}, arch, None, need)
+    plan = attention.plan_for(problem, BACKWARD, arrays | {"out": out}, arch, None, need)
     sources = {spec.source for spec in plan.kernels}
     assert f"{kernel}.cu" in sources
     assert plan.need == need

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash.emulator import Schedule, Statistics
 from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.spec.binding import PASSES
+from cuflash.spec.passes import BACKWARD, PASSES
 from tests.emulate import attention
 from tests.emulate.checks import judge_functions
 from tests.scored import MASKS, SCORES, Scored, captured_of, scored, steep
@@ -29,7 +29,7 @@ def by_own_kernels(case: Scored) -> bool:
 def sums_arrays(case: Scored) -> bool:
     """Whether the main kernel of the backward pass makes gradients of arrays that the score reads."""
     need = ("dq", "dk", "dv", *case.problem.captured_gradients)
-    plan = choose_plan(case.problem, DeviceSpec.for_arch("9.0"), "backward", need=need)
+    plan = choose_plan(case.problem, DeviceSpec.for_arch("9.0"), BACKWARD, need=need)
     return any(kernel.source == "sm90/backward.cu" and "_captured" in kernel.name for kernel in plan.kernels)
 
 

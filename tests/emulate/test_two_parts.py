@@ -12,7 +12,8 @@ from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.sm90.scored import ScoredTile
 from cuflash.plan.sm90.tiles import BACKWARD_TF32_SM90_TILES, FORWARD_TF32_SM90_TILES
-from cuflash.spec.binding import PASSES
+from cuflash.spec import passes
+from cuflash.spec.passes import PASSES
 from tests.emulate import attention, checks
 from tests.emulate.attention import forward_by_oracle, problem_of
 from tests.emulate.checks import FEW
@@ -106,7 +107,7 @@ def test_what_is_added_by_tile(head_dim, data):
     problem = problem_of(case, arrays, precision="tf32")
     narrow = head_dim <= 64
     of_forward, of_backward = (FORWARD_NARROW, NARROW) if narrow else (FORWARD_BIAS, WIDE)
-    loads = {"forward": True, "backward": narrow}
+    loads = {passes.FORWARD: True, passes.BACKWARD: narrow}
     for pass_, row in zip(PASSES, (of_forward, of_backward), strict=True):
         (tile,) = choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_, tiles=(row,)).tiles
         assert isinstance(tile, ScoredTile)

@@ -13,6 +13,7 @@ from cuflash.emulator import SCHEDULES, Statistics, find_compiler
 from cuflash.plan import DeviceSpec
 from cuflash.plan.key_splits import DECODE_ROWS, rows_of
 from cuflash.plan.sm90.wide_tiles import DECODE_WIDE_SM90_TILES
+from cuflash.spec.passes import FORWARD
 from tests import wide
 from tests.emulate import attention
 from tests.sampling import examples
@@ -37,7 +38,7 @@ def assert_right(case, num_sms=132, schedule=SCHEDULES[0]):
     """What the main kernel did."""
     problem, arrays = attention.inputs_of(case)
     how: dict[str, Any] = {"arch": replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms)}
-    tile = attention.plan_for(problem, "forward", arrays, how["arch"]).tiles[0]
+    tile = attention.plan_for(problem, FORWARD, arrays, how["arch"]).tiles[0]
     assert (tile == ROW) == (rows_of(problem) <= DECODE_ROWS)
     statistics: list[Statistics] = []
     results = attention.forward(problem, arrays, schedule=schedule, statistics=statistics, **case.random, **how)
@@ -79,15 +80,15 @@ def test_the_row_that_serves():
     """Only where v is in k, one pass makes all columns of the output, and one block has all rows."""
     arrays = replace(CASE, v_in_k=False).arrays()
     del arrays["dout"]
-    apart = attention.plan_for(attention.problem_of(CASE, arrays), "forward", arrays, "9.0")
+    apart = attention.plan_for(attention.problem_of(CASE, arrays), FORWARD, arrays, "9.0")
     assert apart.tiles[0].label != ROW.label and "for values that are the first columns" in apart.reason
     within = arrays | {"v": arrays["k"][..., :512]}
-    plan = attention.plan_for(attention.problem_of(CASE, within), "forward", within, "9.0")
+    plan = attention.plan_for(attention.problem_of(CASE, within), FORWARD, within, "9.0")
     assert plan.tiles == (ROW,) and "v is the first columns of k, and not loaded again" in plan.reason
     assert dict(plan.kernels[0].defines)["CUFLASH_V_IN_K"]
     for v in (arrays["k"][..., 64:], np.broadcast_to(arrays["k"][:, :, :1, :512], (1, 1, 700, 512)), arrays["k"]):
         other = arrays | {"v": v}
         problem = attention.problem_of(replace(CASE, head_dim_v=v.shape[-1]), other)
-        assert not dict(attention.plan_for(problem, "forward", other, "9.0").kernels[0].defines)["CUFLASH_V_IN_K"]
+        assert not dict(attention.plan_for(problem, FORWARD, other, "9.0").kernels[0].defines)["CUFLASH_V_IN_K"]
     with pytest.raises(NotImplementedError, match=r"^tiles: got a row for values in keys"):
-        attention.plan_for(attention.problem_of(CASE, arrays), "forward", arrays, "9.0", tiles=(ROW,))
+        attention.plan_for(attention.problem_of(CASE, arrays), FORWARD, arrays, "9.0", tiles=(ROW,))

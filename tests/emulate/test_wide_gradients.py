@@ -12,6 +12,7 @@ import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.plan import DeviceSpec
 from cuflash.plan.sm90.wide_tiles import BACKWARD_WIDE_SM90_TILES, DQ_WIDE_SM90_TILES
+from cuflash.spec.passes import BACKWARD
 from tests import wide
 from tests.emulate import attention
 from tests.emulate.checks import bits
@@ -58,7 +59,7 @@ def run(case, need=NEED, *, arch: Any = "9.0", wide=(), **options):
     problem, arrays = attention.inputs_of(case)
     problem = replace(problem, wide=wide)
     out, lse = attention.forward_by_oracle(problem, arrays, **case.random)
-    plan = attention.plan_for(problem, "backward", arrays | {"out": out}, arch, options.get("tiles"), need)
+    plan = attention.plan_for(problem, BACKWARD, arrays | {"out": out}, arch, options.get("tiles"), need)
     found = attention.backward(problem, arrays, out, lse, need=need, arch=arch, **case.random, **options)
     return dict(zip(need, found, strict=True)), plan
 
@@ -112,7 +113,7 @@ def test_any_causal_mask(case, num_sms, schedule):
     """Longer and shorter halves of tiles walk in opposite directions, those of one head or of several side by side."""
     problem, arrays = attention.inputs_of(case)
     device = replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms)
-    plan = attention.plan_for(problem, "backward", arrays, device)
+    plan = attention.plan_for(problem, BACKWARD, arrays, device)
     clusters, tiles = max(1, num_sms // plan.tiles[0].cluster), -(-case.seqlen_k // 64)
     hides = plan.problem.window_right is not None
     assert plan.run_time.head_section == (max(1, 2 * clusters // tiles) if hides else 1)
@@ -145,6 +146,6 @@ def test_what_lies_behind_the_last_key_is_not_seen():
 )
 def test_what_it_does_not_serve(changes, reason):
     problem, arrays = attention.inputs_of(replace(CASE, **changes))
-    plan = attention.plan_for(problem, "backward", arrays, "9.0")
+    plan = attention.plan_for(problem, BACKWARD, arrays, "9.0")
     assert {kernel.source.split("/")[0] for kernel in plan.kernels} == {"helpers", "sm80"}
     assert reason in plan.reason

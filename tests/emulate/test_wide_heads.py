@@ -16,6 +16,7 @@ from cuflash.plan.sm90.wide_tiles import (
     DecodeWideSm90Tile,
     ForwardWideSm90Tile,
 )
+from cuflash.spec.passes import FORWARD
 from tests import wide
 from tests.emulate import attention
 from tests.sampling import examples
@@ -66,7 +67,7 @@ def assert_right(case, tile=None, kinds=(ForwardWideSm90Tile,), **options):
     arrays = case.arrays()
     problem = attention.problem_of(case, arrays)
     how: dict[str, Any] = {"arch": "9.0"} | options
-    assert type(attention.plan_for(problem, "forward", arrays, how["arch"]).tiles[0]) in kinds
+    assert type(attention.plan_for(problem, FORWARD, arrays, how["arch"]).tiles[0]) in kinds
     results = attention.forward(problem, arrays, tiles=None if tile is None else (tile,), **case.random, **how)
     ct.assert_forward(case, *results)
     return results
@@ -132,6 +133,6 @@ def test_what_lies_behind_the_last_key_is_not_seen():
 )
 def test_what_it_does_not_serve(changes, reason):
     case = replace(CASE, **changes)
-    plan = attention.plan_for(attention.problem_of(case, arrays := case.arrays()), "forward", arrays, "9.0")
+    plan = attention.plan_for(attention.problem_of(case, arrays := case.arrays()), FORWARD, arrays, "9.0")
     assert plan.kernels[-1].source == "sm80/forward.cu"
     assert reason in plan.reason

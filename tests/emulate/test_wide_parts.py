@@ -8,6 +8,7 @@ import pytest
 
 import cuflash.testing as ct
 from cuflash.emulator import find_compiler
+from cuflash.spec import passes
 from tests.emulate import attention
 
 SIZES: dict[str, Any] = {"seqlen_q": 75, "seqlen_k": 140, "num_heads": 2, "window": (None, 0)}
@@ -86,7 +87,7 @@ def test_kernels_of_numbers_of_one_byte_round():
     case = ct.Case(seqlen_q=70, seqlen_k=90, head_dim=64, dtype="bfloat16", kv_dtype="float8_e4m3fn")
     problem, arrays = attention.inputs_of(case, wide=("out",))
     with pytest.raises(NotImplementedError, match=r"^out: got dtype float32 with fp8 k and v, expected"):
-        attention.plan_for(problem, "forward", arrays, "9.0")
+        attention.plan_for(problem, passes.FORWARD, arrays, "9.0")
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
@@ -98,7 +99,7 @@ def test_rows_of_which_only_wide_ones_have_whole_16_bytes():
     longer[..., :20] = arrays["v"]
     arrays["v"] = longer[..., :20]
     problem = replace(attention.problem_of(case, arrays), wide=("out",))
-    kernels = attention.plan_for(problem, "forward", arrays, "9.0").kernels
+    kernels = attention.plan_for(problem, passes.FORWARD, arrays, "9.0").kernels
     assert [kernel.source for kernel in kernels] == ["sm90/forward.cu"]
     out, _ = attention.forward(problem, arrays, arch="9.0")
     assert not ct.measure("out", out, ct.yardsticks(problem, arrays)["out"]).failure

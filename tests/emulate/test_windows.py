@@ -9,6 +9,7 @@ import cuflash.testing as ct
 from cuflash.emulator import SCHEDULES, find_compiler
 from cuflash.plan import DeviceSpec
 from cuflash.plan.sm90.tiles import BACKWARD_SM90_TILES, FORWARD_SM90_TILES
+from cuflash.spec.passes import BACKWARD
 from tests.emulate import attention
 from tests.emulate.attention import packed_sizes, problem_of
 from tests.emulate.checks import FEW_SMS, all_results, assert_results, bits
@@ -86,7 +87,7 @@ def test_blocks_that_share_queries(tile):
     case = ct.Case(seqlen_q=1500, seqlen_k=1500, head_dim=16, dtype="bfloat16", window=(1300, 0))
     arrays = case.arrays()
     device = DeviceSpec.for_arch("9.0")
-    plan = attention.plan_for(problem_of(case, arrays), "backward", arrays, device, (tile,))
+    plan = attention.plan_for(problem_of(case, arrays), BACKWARD, arrays, device, (tile,))
     assert plan.run_time.tail_splits > 1
     assert_results(case, all_results(case, arch=device, backward_tiles=(tile,)))
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from cuflash.spec.binding import Pass
+from cuflash.spec.passes import BACKWARD, PASSES, Pass
 from tests import bias_terms, wide
 from tests.gpu.planned import is_sm90, plan_of
 
@@ -125,7 +125,7 @@ def test_wide_heads(cupy, head_dim):
     def every_case(case):
         arguments, terms = arguments_of(cupy, case)
         attn = cuflash.FlashAttention(**case.keywords)
-        plan = plan_of("backward", attn, *arguments[1:4], **terms)
+        plan = plan_of(BACKWARD, attn, *arguments[1:4], **terms)
         by_wgmma = sum(kernel.source == "sm90/backward_wide.cu" for kernel in plan.kernels)
         assert by_wgmma == (3 if plan.device.arch == 90 else 0)
         gradients = attn.backward(*arguments, **terms)
@@ -152,7 +152,7 @@ def test_tiles_whose_queries_blocks_share(cupy, num_heads, head_dim, dtype, caus
     case = ct.Case(seqlen_q=2100, seqlen_k=2049, num_heads=num_heads, head_dim=head_dim, dtype=dtype, causal=causal)
     arguments, _ = arguments_of(cupy, case)
     attn = cuflash.FlashAttention(causal=causal, deterministic=deterministic)
-    plan = plan_of("backward", attn, *arguments[1:4])
+    plan = plan_of(BACKWARD, attn, *arguments[1:4])
     if plan.device.arch == 90 and not (deterministic and dtype == "float32"):
         assert plan.run_time.tail_splits > 1
         assert (plan.run_time.whole_tiles > 0) == (num_heads > 2)
@@ -176,7 +176,7 @@ def test_accumulators_that_blocks_clear(cupy, num_heads_kv, head_dim, dtype, cau
     case = ct.Case(**sizes, head_dim=head_dim, dtype=dtype, causal=causal)
     arguments, _ = arguments_of(cupy, case)
     attn = cuflash.FlashAttention(causal=causal, deterministic=deterministic)
-    plan = plan_of("backward", attn, *arguments[1:4])
+    plan = plan_of(BACKWARD, attn, *arguments[1:4])
     assert (plan.run_time.clear_ahead > 0) == (plan.device.arch == 90)
     cupy.full(plan.extra_bytes // 4, cupy.nan, "float32")  # and so scratch memory holds NaN
     check_gradients(case, attn, arguments)
@@ -216,7 +216,7 @@ def test_both_kernels_of_float32(cupy, head_dim, strides, options):
     arguments, terms = arguments_of(cupy, case)
     for deterministic in (False, True):
         attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
-        sources = [kernel.source for kernel in plan_of("backward", attn, *arguments[1:4], **terms).kernels]
+        sources = [kernel.source for kernel in plan_of(BACKWARD, attn, *arguments[1:4], **terms).kernels]
         by_parts = is_sm90() and not deterministic
         assert ("sm90/backward_fp32.cu" in sources) == by_parts
         ct.assert_backward(case, *attn.backward(*arguments, **terms))
@@ -229,7 +229,7 @@ def test_what_is_added_to_scores_of_float32(cupy, case):
     arguments, terms = arguments_of(cupy, case)
     attn = cuflash.FlashAttention(**case.keywords)
     if is_sm90():
-        kernels = plan_of("backward", attn, *arguments[1:4], **terms).kernels
+        kernels = plan_of(BACKWARD, attn, *arguments[1:4], **terms).kernels
         assert "sm90/backward_fp32.cu" in [kernel.source for kernel in kernels]
     ct.assert_backward(case, *attn.backward(*arguments, **terms))
 
@@ -247,12 +247,12 @@ def test_tf32(cupy, head_dim, deterministic, options):
     results = {"out": out, "lse": lse}
     results |= zip(("dq", "dk", "dv"), attn.backward(dout, q, k, v, out, lse, **terms), strict=True)
     yardsticks = ct.yardsticks(case.problem, case.arrays())
-    names_of: dict[Pass, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
+    names_of: dict[Pass, tuple[str, ...]] = {pass_: pass_.default for pass_ in PASSES}
     for pass_, names in names_of.items():
         plan = plan_of(pass_, attn, q, k, v, **terms)
         bits = 16 if "2 parts" in plan.reason else 11
         by_parts = is_sm90() and head_dim <= 128
-        assert bits == (16 if by_parts and not (deterministic and pass_ == "backward") else 11)
+        assert bits == (16 if by_parts and not (deterministic and pass_ is BACKWARD) else 11)
         for name in names:
             measurement = ct.measure(name, results[name], yardsticks[name].looser(2.0 ** (24 - bits)))
             assert not measurement.failure, str(measurement)

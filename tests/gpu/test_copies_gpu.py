@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
+from cuflash.spec.passes import FORWARD
 from tests.gpu.planned import is_sm90, plan_of
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +46,7 @@ def test_any_head_dimensions_strides_and_addresses(cupy, head_dim, head_dim_v, s
     arrays = case.arrays(shifted)
     attn = cuflash.FlashAttention(**case.keywords)
     terms = ct.optional(arrays)
-    assert plan_of("forward", attn, *ct.qkv(arrays), **terms).kernels[-1].source == "sm90/forward.cu"
+    assert plan_of(FORWARD, attn, *ct.qkv(arrays), **terms).kernels[-1].source == "sm90/forward.cu"
     out, lse = attn.forward(*ct.qkv(arrays), **terms)
     ct.assert_forward(case, out, lse)
     ct.assert_backward(case, *attn.backward(arrays["dout"], *ct.qkv(arrays), out, lse, **terms))

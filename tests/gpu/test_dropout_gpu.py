@@ -7,6 +7,7 @@ import pytest
 
 import cuflash
 import cuflash.testing as ct
+from cuflash.spec.passes import FORWARD
 from tests.gpu.planned import is_sm90, plan_of
 
 pytestmark = pytest.mark.gpu
@@ -110,7 +111,7 @@ def test_decode(cupy):
     assert_oracle(case, *both_passes(cupy, case))
     if is_sm90():
         arrays = case.arrays(cupy.asarray)
-        plan = plan_of("forward", cuflash.FlashAttention(dropout=0.1), *ct.qkv(arrays))
+        plan = plan_of(FORWARD, cuflash.FlashAttention(dropout=0.1), *ct.qkv(arrays))
         assert "not sm90/decode: it knows no dropout" in plan.reason
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
+from cuflash.spec.passes import FORWARD
 from tests.gpu.planned import plan_of
 from tests.scored import MASKS, SCORES, Scored, captured_of
 
@@ -76,7 +77,7 @@ def run(cupy, case, *, times=1):
     attn = cuflash.FlashAttention(**case.keywords)
     terms = ct.optional(arrays) | case.random
     results = [attn.forward(*ct.qkv(arrays), **terms) for _ in range(times)]
-    plan = plan_of("forward", attn, *ct.qkv(arrays), **ct.optional(arrays))
+    plan = plan_of(FORWARD, attn, *ct.qkv(arrays), **ct.optional(arrays))
     return results, [kernel.source for kernel in plan.kernels]
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
+from cuflash.spec.passes import FORWARD
 from cuflash.spec.problem import make_problem
 from tests import bias_terms, wide
 from tests.gpu.planned import is_sm90, plan_of
@@ -133,7 +134,7 @@ def test_the_kernel_of_all_devices(cupy, head_dim, causal):
     qkv, _ = arrays_of(cupy, case)
     attn = cuflash.FlashAttention(causal=causal)
     for arrays, own in ((qkv, is_sm90()), ([off_by_one(cupy, x) for x in qkv], False)):
-        (kernel,) = plan_of("forward", attn, *arrays).kernels
+        (kernel,) = plan_of(FORWARD, attn, *arrays).kernels
         assert kernel.source == ("sm90/forward.cu" if own else "sm80/forward.cu")
         ct.assert_forward(case, *attn.forward(*arrays))
 
@@ -159,7 +160,7 @@ def test_both_kernels_of_float32(cupy, seqlen_q, head_dim, options):
     attn = cuflash.FlashAttention(**case.keywords)
     many = ["helpers/split_fp32.cu", "sm90/forward_fp32.cu"] if is_sm90() else ["sm80/forward.cu"]
     for arrays in (qkv, [off_by_one(cupy, x) for x in qkv]):
-        sources = [kernel.source for kernel in plan_of("forward", attn, *arrays, **terms).kernels]
+        sources = [kernel.source for kernel in plan_of(FORWARD, attn, *arrays, **terms).kernels]
         assert sources == (many if seqlen_q > 64 else ["sm80/decode.cu", *sources[1:]])
         first, again = (attn.forward(*arrays, **terms) for _ in range(2))
         ct.assert_forward(case, *first)
@@ -176,7 +177,7 @@ def test_float32_that_is_split_as_it_is_loaded(cupy, head_dim, options):
     attn = cuflash.FlashAttention(**case.keywords)
     first, shifted = attn.forward(*qkv, **terms), [off_by_one(cupy, x) for x in qkv]
     if is_sm90():
-        assert [kernel.source for kernel in plan_of("forward", attn, *shifted, **terms).kernels] == [
+        assert [kernel.source for kernel in plan_of(FORWARD, attn, *shifted, **terms).kernels] == [
             "sm90/forward_fp32.cu"
         ]
     ct.assert_forward(case, *first)
@@ -190,7 +191,7 @@ def test_what_is_added_to_scores_of_float32(cupy, case):
     qkv, terms = arrays_of(cupy, case)
     attn = cuflash.FlashAttention(**case.keywords)
     if is_sm90():
-        assert "sm90/forward_fp32.cu" in [kernel.source for kernel in plan_of("forward", attn, *qkv, **terms).kernels]
+        assert "sm90/forward_fp32.cu" in [kernel.source for kernel in plan_of(FORWARD, attn, *qkv, **terms).kernels]
     first, again = (attn.forward(*qkv, **terms) for _ in range(2))
     ct.assert_forward(case, *first)
     assert all(same_bits(x, y) for x, y in zip(first, again, strict=True))
@@ -239,7 +240,7 @@ def test_rows_further_apart_than_they_are_long(cupy, head_dim_v):
     rows, out = spaced(cupy.zeros((1, 2, 150, head_dim_v), v.dtype))
     attn = cuflash.FlashAttention()
     if head_dim_v == 64:  # the plan takes out as contiguous
-        (kernel,) = plan_of("forward", attn, q, k, v).kernels
+        (kernel,) = plan_of(FORWARD, attn, q, k, v).kernels
         assert kernel.source == ("sm90/forward.cu" if is_sm90() else "sm80/forward.cu")
     result = attn.forward(q, k, v, out=out)
     ct.assert_forward(case, *result)
@@ -462,7 +463,7 @@ def test_decoding_takes_its_own_kernel(cupy):
     """Where there is one, and no other: elsewhere the tests above are about the kernel for all."""
     case = ct.Case(seqlen_q=1, seqlen_k=MANY_KEYS, num_heads=32, num_heads_kv=8, head_dim=128, dtype="float16")
     (q, k, v), _ = arrays_of(cupy, case)
-    plan = plan_of("forward", cuflash.FlashAttention(), q, k, v)
+    plan = plan_of(FORWARD, cuflash.FlashAttention(), q, k, v)
     takes_it = [kernel.source for kernel in plan.kernels] == ["sm90/decode.cu"]
     assert takes_it == (plan.device.arch == 90)
 
@@ -476,7 +477,7 @@ def check_wide(cupy, case, *own):
     """Right, the same bits again, and by the kernel that is meant for it."""
     qkv, terms = arrays_of(cupy, case)
     attn = cuflash.FlashAttention(**case.keywords)
-    source = plan_of("forward", attn, *qkv, **terms).kernels[0].source
+    source = plan_of(FORWARD, attn, *qkv, **terms).kernels[0].source
     assert source in own or not is_sm90()
     out, lse = attn.forward(*qkv, **terms)
     ct.assert_forward(case, out, lse)

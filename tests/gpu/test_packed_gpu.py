@@ -8,6 +8,7 @@ import pytest
 
 import cuflash
 import cuflash.testing as ct
+from cuflash.spec.passes import BACKWARD
 from tests.gpu.planned import plan_of
 
 pytestmark = pytest.mark.gpu
@@ -106,7 +107,7 @@ def test_accumulators_that_blocks_clear(cupy, head_dim, causal, deterministic):
     case = case_of(num_heads=100, num_heads_kv=100, head_dim=head_dim, causal=causal)
     arrays = case.arrays(cupy.asarray)
     attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
-    plan = plan_of("backward", attn, *ct.qkv(arrays), **ct.optional(arrays))
+    plan = plan_of(BACKWARD, attn, *ct.qkv(arrays), **ct.optional(arrays))
     assert (plan.run_time.clear_ahead > 0) == (plan.device.arch == 90)
     cupy.full(plan.extra_bytes // 4, cupy.nan, "float32")  # and so scratch memory holds NaN
     judge(case, run(cupy, case, deterministic=deterministic, arrays=arrays))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
+from cuflash.spec.passes import BACKWARD, FORWARD
 from tests.gpu.planned import plan_of
 
 pytestmark = pytest.mark.gpu
@@ -61,11 +62,11 @@ def test_the_kernels_of_a_plan_are_those_that_run(case, data, cupy):
     need = tuple(data.draw(st.lists(st.sampled_from(ct.gradients_of(problem)), min_size=1, unique=True)))
     gpu_backend.forget_launches()
     out, lse = attn.forward(*inputs, **terms | case.random)
-    assert kernels_of_calls() == [plan_of("forward", attn, *inputs, **terms).kernels]
+    assert kernels_of_calls() == [plan_of(FORWARD, attn, *inputs, **terms).kernels]
     if case.page_size:
         return
     gpu_backend.forget_launches()
     rest = ct.optional_backward(arrays)
     attn.backward(arrays["dout"], *inputs, out, lse, **rest | case.random, need=need)
-    planned = plan_of("backward", attn, *inputs, **rest, dout=arrays["dout"], out=out, lse=lse, need=need)
+    planned = plan_of(BACKWARD, attn, *inputs, **rest, dout=arrays["dout"], out=out, lse=lse, need=need)
     assert kernels_of_calls() == [planned.kernels]

@@ -7,13 +7,13 @@ import pytest
 
 import cuflash
 import cuflash.testing as ct
-from cuflash.spec.binding import PASSES
 from tests.gpu.planned import both_passes, plan_of
 
 pytest.importorskip("cupy")
 
 from cuflash.gpu import backend as gpu_backend
 from cuflash.gpu import tuning
+from cuflash.spec.passes import FORWARD, PASSES
 
 pytestmark = pytest.mark.gpu
 
@@ -116,10 +116,10 @@ def test_one_pass_and_forgetting(cupy, store):
     attn = cuflash.FlashAttention()
     found = attn.tune(*inputs, passes=["forward"])
     assert found is not None and found.backward is None
-    assert "tuned: " in plan_of("forward", attn, *inputs).reason
+    assert "tuned: " in plan_of(FORWARD, attn, *inputs).reason
     assert attn.tune(*inputs, forget=True) is None
     assert not list(store.iterdir())
-    assert "tuned: " not in plan_of("forward", attn, *inputs).reason
+    assert "tuned: " not in plan_of(FORWARD, attn, *inputs).reason
 
 
 def test_a_plan_with_other_results_is_not_timed(cupy):
@@ -127,7 +127,7 @@ def test_a_plan_with_other_results_is_not_timed(cupy):
 
     arrays = CASE.arrays(cupy.asarray)
     options = cuflash.FlashAttention().options
-    plans, call_by = gpu_backend.trials("forward", options, {name: arrays[name] for name in "qkv"}, (0, 0))
+    plans, call_by = gpu_backend.trials(FORWARD, options, {name: arrays[name] for name in "qkv"}, (0, 0))
     calls = [0]
 
     def spoiled(plan):

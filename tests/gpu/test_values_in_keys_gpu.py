@@ -8,6 +8,7 @@ from hypothesis import given, settings
 import cuflash
 import cuflash.testing as ct
 from cuflash.plan.key_splits import DECODE_ROWS
+from cuflash.spec.passes import FORWARD
 from tests import wide
 from tests.gpu.planned import is_sm90, plan_of
 
@@ -25,7 +26,7 @@ def cupy():
 
 
 def loads_once(attn, q, k, v, **terms):
-    return bool(dict(plan_of("forward", attn, q, k, v, **terms).kernels[0].defines)["CUFLASH_V_IN_K"])
+    return bool(dict(plan_of(FORWARD, attn, q, k, v, **terms).kernels[0].defines)["CUFLASH_V_IN_K"])
 
 
 def check(cupy, case):

@@ -2,12 +2,14 @@
 
 import itertools
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+import cuflash
 import cuflash.testing as ct
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan import DeviceSpec, ScratchLayout, choose_plan
@@ -15,6 +17,7 @@ from cuflash.plan.launch_plan import SCRATCH_ALIGNMENT
 from cuflash.spec.binding import FIXED, Contiguous, bind, growing_keys, planned_length
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED
+from cuflash.spec.passes import BACKWARD, FORWARD, PASSES
 from tests.calls import address, calls
 from tests.problems import is_served
 
@@ -25,7 +28,7 @@ ARCHS = ("8.0", "8.6", "9.0", "12.0")
 # ---- alignment -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize("pass_", PASSES)
 def test_every_array_is_as_aligned_as_kernels_want(pass_):
     @given(calls(pass_), st.sampled_from(ARCHS), st.integers(0, 3))
     def every_call(call, arch, first):
@@ -42,7 +45,7 @@ def test_every_array_is_as_aligned_as_kernels_want(pass_):
         }
         addresses = {name: address(array) for name, array in arrays.items()} | addresses
         operands = dict(binding.operands) | {name: getattr(binding.problem, name) for name in "qkv"}
-        read = ("q", "k", "v", *(("out", "dout") if pass_ == "backward" else ()))
+        read = ("q", "k", "v", *(("out", "dout") if pass_ is BACKWARD else ()))
         written = [name for name in ("out", "dq", "dk", "dv") if name in binding.results]
         for names, width in ((read, binding.load_bytes), (written, binding.store_bytes)):
             for name in names:
@@ -88,15 +91,15 @@ def test_elements_that_are_not_aligned_are_refused(name, make):
     q = np.zeros((2, 10, 16), np.float32)
     arrays = {"q": q, "k": q, "v": q, "bias": np.zeros((10, 10), np.float32), "lse": np.zeros((2, 10), np.float32)}
     arrays[name] = make(arrays[name])
-    bind("forward", Options(), arrays)
+    bind(FORWARD, Options(), arrays)
     with pytest.raises(ValueError, match=rf"^{name}: got address .* expected multiples of the 4 bytes of a float32"):
-        bind("forward", Options(), arrays, address_of=address)
+        bind(FORWARD, Options(), arrays, address_of=address)
 
 
 # ---- copies ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize("pass_", PASSES)
 def test_a_call_is_planned_as_one_on_its_copies(pass_):
     @given(calls(pass_), st.sampled_from(ARCHS))
     def every_call(call, arch):
@@ -129,17 +132,17 @@ def test_whether_v_is_the_first_columns_of_k(dim, dim_v, first, of_its_own, layo
     assume(v.shape[-1])
     arrays = {"q": k, "k": k, "v": v}
     options = Options(layout=layout)
-    assert bind("forward", options, arrays, address_of=address).problem.v.in_k == (not of_its_own and first == 0)
-    assert not bind("forward", options, arrays).problem.v.in_k
+    assert bind(FORWARD, options, arrays, address_of=address).problem.v.in_k == (not of_its_own and first == 0)
+    assert not bind(FORWARD, options, arrays).problem.v.in_k
 
 
 def test_arrays_that_do_not_exist_yet_are_contiguous():
     array = np.zeros((2, 3, 5), np.float64)
     assert Contiguous(array.shape, array.dtype).strides == array.strides
     q = np.zeros((1, 2, 10, 16), np.float16)
-    planned = bind("backward", Options(), {"q": q, "k": q, "v": q})
+    planned = bind(BACKWARD, Options(), {"q": q, "k": q, "v": q})
     given_all = {"q": q, "k": q, "v": q, "out": q, "dout": q, "lse": np.zeros(q.shape[:3], np.float32)}
-    assert planned == bind("backward", Options(), given_all)
+    assert planned == bind(BACKWARD, Options(), given_all)
     assert planned.results == DEFAULT_NEED
 
 
@@ -147,7 +150,7 @@ def test_arrays_that_do_not_exist_yet_are_contiguous():
 def test_a_result_may_be_empty(shape):
     """NumPy gives it strides of 0."""
     q, out = np.zeros((*shape, 16), np.float32), np.zeros((*shape, 16), np.float32)
-    binding = bind("forward", Options(), {"q": q, "k": q, "v": q, "out": out}, address_of=address)
+    binding = bind(FORWARD, Options(), {"q": q, "k": q, "v": q, "out": out}, address_of=address)
     assert [name for name, _, _ in binding.allocated] == ["lse"]
 
 
@@ -164,7 +167,7 @@ def grown(arrays, names, axis, length):
     return changed
 
 
-@given(calls("forward"), st.sampled_from(ARCHS), st.integers(0, 3000))
+@given(calls(FORWARD), st.sampled_from(ARCHS), st.integers(0, 3000))
 def test_lengths_that_are_alike_have_one_plan(call, arch, more):
     """All of a plan but the problem's numbers, and the rows of the maps of k and v, which calls fill in."""
     _, options, arrays, _ = call
@@ -179,8 +182,8 @@ def test_lengths_that_are_alike_have_one_plan(call, arch, more):
 
     def planned(length):
         arrays_now = grown(every, names, axis, length)
-        binding = bind("forward", options, arrays_now)
-        assume(is_served(binding.problem, arch, "forward"))
+        binding = bind(FORWARD, options, arrays_now)
+        assume(is_served(binding.problem, arch, FORWARD))
         plan = choose_plan(binding.problem, device, **binding.layout)
         *_, alike = growing_keys(options, arrays_now)
         return alike, plan, binding
@@ -236,9 +239,23 @@ def test_what_grows():
 def test_a_problem_alone_is_planned_as_a_call_on_contiguous_arrays(case):
     """`choose_plan` assumes of arrays that it is not told of what `bind` finds of them."""
     arrays, device = case.arrays(), DeviceSpec.for_arch("9.0")
-    for pass_ in ("forward", "backward"):
+    for pass_ in PASSES:
         need = ct.gradients_of(case.problem)
         of_pass = {name: x for name, x in arrays.items() if name not in ("dout", "dlse")}
         binding = bind(pass_, case.options, of_pass, need=need)
         told = choose_plan(binding.problem, device, pass_, **binding.layout)
         assert choose_plan(binding.problem, device, pass_, need=need) == told
+
+
+ENDS: dict[str, Any] = {"se": lambda s, i, j, *, se: s + se[i], "ut": lambda s, i, j, *, ut: s + ut[i]}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_end_of_the_name_of_a_result_may_name_an_array(name):
+    """lse and out are not the gradients of arrays that a score calls se and ut; integers have none."""
+    options = cuflash.FlashAttention(score=ENDS[name]).options
+    q, numbers = np.ones((1, 1, 4, 8), np.float32), np.ones(4, np.int32)
+    given = {"q": q, "k": q, "v": q, name: numbers, "dout": q, "out": q, "lse": q[..., 0]}
+    assert bind(BACKWARD, options, given).results == BACKWARD.default
+    with pytest.raises(ValueError, match=f"^need: got d{name} of an array of int32"):
+        bind(BACKWARD, options, given, need=(f"d{name}",))

@@ -16,6 +16,7 @@ from cuflash.block_masks import from_mask, global_blocks, local, random, strided
 from cuflash.cpu import fallback
 from cuflash.plan import DeviceSpec, choose_plan, draft
 from cuflash.plan.draft import LOOK_FLOPS, LOOK_KEYS
+from cuflash.spec.passes import BACKWARD, FORWARD, PASSES
 from cuflash.spec.problem import make_problem
 from cuflash.testing import reference
 
@@ -252,7 +253,7 @@ def test_only_blocks_that_are_left_are_computed(monkeypatch):
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 
-def plan_of(pass_="forward", arch="9.0", deterministic=False, **options):
+def plan_of(pass_=FORWARD, arch="9.0", deterministic=False, **options):
     sizes = {"seqlen_q": 1000, "seqlen_k": 1500, "num_heads": 4, "head_dim": 64}
     case = ct.Case(**sizes | {"dtype": "bfloat16", "block_mask": (4,)} | options)
     arrays = case.arrays()
@@ -267,7 +268,7 @@ def sources(plan):
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("arch", ["8.0", "8.6", "9.0", "12.0"])
 def test_lists_come_before_the_kernels_that_walk_over_them(arch, dtype):
-    for pass_ in ("forward", "backward"):
+    for pass_ in PASSES:
         with_blocks, plain = (sources(plan_of(pass_, arch, dtype=dtype, block_mask=x)) for x in ((4,), None))
         assert with_blocks.count("helpers/block_index.cu") == 1 and "helpers/block_index.cu" not in plain
         assert [x for x in with_blocks if x != "helpers/block_index.cu"] == plain
@@ -303,7 +304,7 @@ def test_small_blocks_have_the_tiles_of_masks_of_pairs():
 
 
 def test_what_other_kernels_serve_is_said():
-    deterministic = plan_of("backward", deterministic=True)
+    deterministic = plan_of(BACKWARD, deterministic=True)
     assert sources(deterministic).count("helpers/block_index.cu") == 2
     assert {"sm90/backward.cu", "sm80/backward_dq.cu"} <= set(sources(deterministic))
     assert "dq has a kernel of its own that adds in a fixed order" in deterministic.describe()
@@ -314,26 +315,26 @@ def test_what_other_kernels_serve_is_said():
 
 def test_blocks_do_not_add_to_dq_in_turn():
     """Because turns count every tile of keys."""
-    chosen = plan_of("backward", deterministic=True)
-    given = choose_plan(chosen.problem, DeviceSpec.for_arch("9.0"), "backward", tiles=plan_of("backward").tiles)
+    chosen = plan_of(BACKWARD, deterministic=True)
+    given = choose_plan(chosen.problem, DeviceSpec.for_arch("9.0"), BACKWARD, tiles=plan_of(BACKWARD).tiles)
     assert given.tiles == chosen.tiles and not chosen.tiles[0].dq_in_order
     assert sources(given) == sources(chosen) and "helpers/backward_postprocess.cu" not in sources(chosen)
 
 
 @pytest.mark.parametrize("options", [{"block_size": (16, 16)}, {"mask": (1000, 1500)}], ids=["small blocks", "mask"])
 def test_pairs_that_are_bits_are_seen_by_no_kernel_of_dq(options):
-    few = plan_of("backward", deterministic=True, **options)
+    few = plan_of(BACKWARD, deterministic=True, **options)
     assert {"sm80/backward.cu", "sm80/backward_dq.cu"} <= set(sources(few))
     assert "not sm90/backward: the order of dq counts tiles that block_mask hides" in few.describe()
-    tiles = plan_of("backward", **options).tiles
+    tiles = plan_of(BACKWARD, **options).tiles
     with pytest.raises(NotImplementedError, match=r"^tiles: got a BackwardSm90Tile with deterministic=True and pairs "):
-        choose_plan(few.problem, DeviceSpec.for_arch("9.0"), "backward", tiles=tiles)
+        choose_plan(few.problem, DeviceSpec.for_arch("9.0"), BACKWARD, tiles=tiles)
 
 
 def test_no_list_for_nothing():
     assert all(kernel.grid == 0 for kernel in plan_of(seqlen_q=0).kernels)
     assert [
-        kernel.grid for kernel in plan_of("backward", seqlen_k=0).kernels if kernel.source == "helpers/block_index.cu"
+        kernel.grid for kernel in plan_of(BACKWARD, seqlen_k=0).kernels if kernel.source == "helpers/block_index.cu"
     ] == [0]
 
 
@@ -343,7 +344,7 @@ def test_no_list_for_nothing():
 @given(
     arch=st.sampled_from(["7.5", "8.0", "8.6", "9.0", "12.0"]),
     dtype=st.sampled_from(["float16", "float32", "float64"]),
-    pass_=st.sampled_from(["forward", "backward"]),
+    pass_=st.sampled_from(PASSES),
     heads=st.sampled_from([4, 8]),
     keys=st.sampled_from([1500, 2100]),
     axes=st.tuples(*[st.booleans()] * 4),
@@ -356,7 +357,7 @@ def test_masks_are_looked_at_where_that_pays(arch, dtype, pass_, heads, keys, ax
     sizes = {"batch": 2, "num_heads": heads, "seqlen_k": keys, "head_dim": 40}
     plan = plan_of(pass_, arch, deterministic, **sizes, block_mask=None, mask=mask, dtype=dtype, causal=causal)
     found, text = sources(plan), plan.describe()
-    in_order = pass_ == "backward" and deterministic
+    in_order = pass_ is BACKWARD and deterministic
     by_tile = (arch, dtype) == ("9.0", "float16")
     if by_tile and axes[2]:
         assert "helpers/mask_bits.cu" in found and "helpers/mask_tiles.cu" not in found
@@ -368,7 +369,7 @@ def test_masks_are_looked_at_where_that_pays(arch, dtype, pass_, heads, keys, ax
         pays = pays and not in_order and not causal and keys >= LOOK_KEYS
     assert ("helpers/mask_tiles.cu" in found) == pays
     assert ("mask: tiles that it hides are computed: " in text) == (not pays)
-    assert ("mask: tiles of keys are listed, " in text) == (pays and (pass_ == "forward" or in_order))
+    assert ("mask: tiles of keys are listed, " in text) == (pays and (pass_ is FORWARD or in_order))
     if not pays:
         assert "helpers/block_index.cu" not in found
         return
@@ -389,7 +390,7 @@ def test_masks_are_looked_at_where_that_pays(arch, dtype, pass_, heads, keys, ax
 @given(
     arch=st.sampled_from(["7.5", "8.0", "9.0", "12.0"]),
     dtype=st.sampled_from(["float16", "float32", "float64"]),
-    pass_=st.sampled_from(["forward", "backward"]),
+    pass_=st.sampled_from(PASSES),
     axes=st.tuples(*[st.booleans()] * 4),
     head_dim=st.sampled_from([40, 90]),
     options=st.sampled_from(
@@ -449,7 +450,7 @@ def test_usual_biases_are_not_looked_at():
     """Few queries, and problems for which two kernels more take time that shows."""
     for sizes in ({"seqlen_q": 4, "seqlen_k": 8192, "batch": 1}, {"seqlen_q": 1000, "seqlen_k": 1500}):
         bias = (1, sizes["seqlen_q"], sizes["seqlen_k"])
-        for pass_ in ("forward", "backward"):
+        for pass_ in PASSES:
             plan = plan_of(pass_, **sizes, block_mask=None, bias=bias)
             assert not {*LOOKS} & set(sources(plan))
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from cuflash.arrays.array_info import Operand
 from cuflash.plan import choose_plan
 from cuflash.plan.sm90.copies import COPY_MIN_PAIRS, COPY_MIN_PAIRS_IN_ALL
-from cuflash.spec.binding import PASSES
+from cuflash.spec.passes import BACKWARD, FORWARD, PASSES
 from tests.problems import H200, biased, problem_of
 
 LONG = {"seqlen_q": 4096, "seqlen_k": 4096}
-READ = {"forward": "qkv", "backward": ("q", "k", "v", "dout")}
+READ = {FORWARD: "qkv", BACKWARD: ("q", "k", "v", "dout")}
 ALONE = {
-    "forward": ["sm90/forward.cu"],
-    "backward": ["helpers/backward_preprocess.cu", "sm90/backward.cu", "helpers/backward_postprocess.cu"],
+    FORWARD: ["sm90/forward.cu"],
+    BACKWARD: ["helpers/backward_preprocess.cu", "sm90/backward.cu", "helpers/backward_postprocess.cu"],
 }
 
 
@@ -40,10 +40,10 @@ def test_rows_of_any_number_of_columns(pass_, dim, dim_v):
     assert copied(plan) == {name: -(-width // 8) * 16 for name, width in odd.items()}
     assert [x for x in sources(plan) if x != "helpers/copy_rows.cu"] == ALONE[pass_]
     assert ("helpers/copy_rows.cu" in sources(plan)) == bool(odd)
-    by_rows = dim_v % 8 > 0 or (pass_ == "backward" and dim % 8 > 0)
+    by_rows = dim_v % 8 > 0 or (pass_ is BACKWARD and dim % 8 > 0)
     main = next(kernel for kernel in plan.kernels if kernel.source.startswith("sm90/"))
     assert dict(main.defines)["CUFLASH_STORES_BY_ROWS"] == by_rows
-    results = {"out"} if pass_ == "forward" else {"dk", "dv"}
+    results = {"out"} if pass_ is FORWARD else {"dk", "dv"}
     assert {spec.name for spec in plan.tensor_maps} >= results or by_rows
     assert not by_rows or not results & {spec.name for spec in plan.tensor_maps}
 
@@ -64,7 +64,7 @@ def test_only_what_tma_refuses_is_copied(pass_, name, axis, data):
     problem = replace(problem, q=q, k=k, v=v)
     plan = choose_plan(problem, H200, pass_, operands=operands)
     assert list(copied(plan)) == ([name] if name in READ[pass_] else [])
-    stored = name in (("out",) if pass_ == "forward" else ("dk", "dv"))
+    stored = name in (("out",) if pass_ is FORWARD else ("dk", "dv"))
     assert (f"{name}: stored row by row: " in plan.reason) == stored
     assert (f"{name}: copied to rows" in plan.reason) == (name in READ[pass_])
 
@@ -93,7 +93,7 @@ def test_few_pairs_are_not_worth_copies(pass_):
     for problem in short:
         plan = choose_plan(problem, H200, pass_)
         assert f"sm80/{pass_}.cu" in sources(plan)
-        rows = 4 * 64 * 512 * 2 if pass_ == "forward" else 6 * 2 * 64 * 512
+        rows = 4 * 64 * 512 * 2 if pass_ is FORWARD else 6 * 2 * 64 * 512
         fewest = (
             max(COPY_MIN_PAIRS_IN_ALL, COPY_MIN_PAIRS[pass_] * rows) if problem is short[0] else COPY_MIN_PAIRS_IN_ALL
         )
@@ -123,7 +123,7 @@ def test_the_gradient_of_a_bias_reads_the_copies(need):
     """Those of the main kernel, or its own."""
     problem = replace(biased(64, "bfloat16"), batch=2)
     q = replace(problem.q, alignment=4)
-    plan = choose_plan(replace(problem, q=q, num_heads=64), H200, "backward", need=need)
+    plan = choose_plan(replace(problem, q=q, num_heads=64), H200, BACKWARD, need=need)
     assert sources(plan).count("helpers/copy_rows.cu") <= 1
     assert list(copied(plan)) == (["q"] if "sm90/backward_bias.cu" in sources(plan) else [])
 

@@ -19,6 +19,7 @@ from cuflash.quantization import PER
 from cuflash.spec import borrowing
 from cuflash.spec.binding import bind
 from cuflash.spec.options import Options
+from cuflash.spec.passes import FORWARD
 from cuflash.spec.problem import make_problem
 from cuflash.testing import Case, reference
 from tests.ways import every_way
@@ -241,11 +242,11 @@ def test_bytes_of_cupy_take_part_in_a_call(fake_cupy):
         "mask": None,
         **ONES,
     }
-    binding = bind("forward", Options(), arrays)
+    binding = bind(FORWARD, Options(), arrays)
     assert (binding.problem.k.dtype, binding.problem.k.strides[2]) == ("float8_e5m2", 16)
     assert binding.load_bytes == 16 and not binding.copied
     scattered = Float8Array(np.zeros((1, 2, 9, 64), np.uint8), k.dtype).transpose(0, 1, 3, 2)
-    assert bind("forward", Options(), arrays | {"v": scattered}).copied == ("v",)
+    assert bind(FORWARD, Options(), arrays | {"v": scattered}).copied == ("v",)
     with pytest.raises(TypeError, match=r"k: got cuflash.Float8Array, expected an array of numpy as q is"):
         cuflash.attention(arrays["q"], k, k)
     with pytest.raises(TypeError, match="array: got Float8Array, expected a NumPy or CuPy array of uint8"):
@@ -263,7 +264,7 @@ def test_accesses_are_of_as_many_numbers_as_are_aligned(offset, row, size, load_
     q = np.zeros((1, 1, 3, 64), {2: np.float16, 4: np.float32}[size])
     k = np.zeros((1, 1, 9, row), ml_dtypes.float8_e5m2)[..., :64]
     where = {id(k): offset}
-    binding = bind("forward", Options(), {"q": q, "k": k, "v": k, **ONES}, address_of=lambda x: where.get(id(x), 0))
+    binding = bind(FORWARD, Options(), {"q": q, "k": k, "v": k, **ONES}, address_of=lambda x: where.get(id(x), 0))
     assert binding.load_bytes == load_bytes
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.spec.outputs import GRADIENTS
+from cuflash.spec.passes import FORWARD
 from tests import fuzz, pairs
 from tests.scored import SCORES
 
@@ -121,7 +122,7 @@ def test_numbers_of_one_byte_reach_every_kernel_for_them():
         (kernel.source, trial.case.page_size > 0)
         for trial in EVERY
         if trial.case.q_float8
-        for kernel in choose_plan(trial.case.problem, device, "forward").kernels
+        for kernel in choose_plan(trial.case.problem, device, FORWARD).kernels
     )
     main = ("sm90/forward_float8.cu", "sm80/forward.cu")
     assert all(found[source, False] >= 10 for source in (*main, "sm90/decode_float8.cu")), found

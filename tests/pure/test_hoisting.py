@@ -11,6 +11,7 @@ from cuflash.score_mod import KINDS_OF_READS, Traced, hoisted_program_of, index_
 from cuflash.score_mod.evaluation import clamped, evaluate
 from cuflash.score_mod.nodes import Node, in_order, node
 from cuflash.score_mod.tables import MARGIN
+from cuflash.spec.passes import BACKWARD
 from tests import expressions
 from tests.expressions import BATCH, HEADS, SEQLEN_K, SEQLEN_Q, hoistable_scores, scores
 from tests.scored import SCORES, of_functions
@@ -187,11 +188,11 @@ BY_PAIRS = [OF_ARGS, "backward_scores", "backward_scores", OF_ARGS]
 def test_kernels_of_gradients_of_what_tables_read(score, arch, head_dim, sources):
     problem = of_functions((score, None), "bfloat16", head_dim)
     need = ("dq", "dk", "dv", *problem.captured_gradients)
-    plan = choose_plan(problem, DeviceSpec.for_arch(arch), "backward", need=need)
+    plan = choose_plan(problem, DeviceSpec.for_arch(arch), BACKWARD, need=need)
     assert [kernel.source.split("/")[1].removesuffix(".cu") for kernel in plan.kernels] == sources
     assert ("nothing is hoisted" in plan.reason) == (score == "decay")
     # The kernel of delta may make scores again, whatever is needed.
-    alone = choose_plan(problem, DeviceSpec.for_arch(arch), "backward", need=need[3:])
+    alone = choose_plan(problem, DeviceSpec.for_arch(arch), BACKWARD, need=need[3:])
     assert [kernel.source for kernel in alone.kernels[:2]] == ["helpers/hoisted.cu", "helpers/backward_preprocess.cu"]
 
 

@@ -13,6 +13,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.cpu import backend as cpu_backend
 from cuflash.plan import DeviceSpec
+from cuflash.spec.passes import BACKWARD, FORWARD
 
 ROWS: dict[str, Any] = {"axes": (2, 3), "bias": (2, 1, 2, 20, 30), "mask": (2, 3, 1, 1, 30)}
 CASE = ct.Case(
@@ -68,7 +69,7 @@ def launch(monkeypatch):
         module.launched.append((launch.plan.pass_, binding.problem, binding.results))
         plain = {name: x.view(np.ndarray) for name, x in arrays.items() if x is not None}
         options = binding.problem.options
-        if launch.plan.pass_ == "forward":
+        if launch.plan.pass_ is FORWARD:
             found = cpu_backend.forward(options, plain, random)
         else:
             narrow = {name: x for name, x in plain.items() if name not in binding.problem.wide}
@@ -101,7 +102,7 @@ def test_calls_are_launched_and_added_up(launch):
     out, lse = attn.forward(*inputs, **terms)
     ct.assert_forward(CASE, np.asarray(out), np.asarray(lse))
     assert [(pass_, problem.batch, problem.k.strides[0]) for pass_, problem, _ in launch.launched] == [
-        ("forward", 3, 0)
+        (FORWARD, 3, 0)
     ] * 2
     need = ("dq", "dk", "dv", "dbias", "dscale")
     room = np.full_like(arrays["v"], 3)
@@ -110,7 +111,7 @@ def test_calls_are_launched_and_added_up(launch):
     shapes = [((2, 3, 2, 20, 16), "bfloat16"), ((2, 1, 2, 30, 16), "bfloat16"), ((1, 1, 2, 30, 16), "bfloat16")]
     assert [(x.shape, x.dtype.name) for x in found] == [*shapes, ((2, 1, 2, 20, 30), "float32"), ((), "float32")]
     passes = [(pass_, problem.wide, results) for pass_, problem, results in launch.launched[2:]]
-    assert passes == [("backward", ("dk", "dv"), need)] * 2
+    assert passes == [(BACKWARD, ("dk", "dv"), need)] * 2
     # Parts of dk and dv are those of the CPU path, in 16 bits, to which kernels do not round them.
     ct.assert_backward(CASE, **{name: np.asarray(x) for name, x in zip(need, found, strict=True)})
 
@@ -127,8 +128,8 @@ def test_plans_and_tuning_are_those_of_one_call(launch):
     assert "; dk, dv added up over what broadcasts, in the dtype of lse\n" in plans.backward.reason
     assert "dk and dv leave blocks as sums" in plans.backward.reason
     launch.compile(options, given)
-    assert [pass_ for pass_, *_ in launch.launched] == ["forward"] * 2 + ["backward"] * 2
+    assert [pass_ for pass_, *_ in launch.launched] == [FORWARD] * 2 + [BACKWARD] * 2
     del launch.launched[:]
-    tried, call_by = launch.trials("forward", options, given, (0, 0))
+    tried, call_by = launch.trials(FORWARD, options, given, (0, 0))
     out, lse = call_by(tried[0])()
     assert out.shape == (3, 2, 20, 16) and lse.shape == (3, 2, 20) and len(launch.launched) == 1

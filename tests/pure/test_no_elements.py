@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.spec.binding import PASSES
-from cuflash.spec.outputs import DEFAULT_NEED
+from cuflash.spec.passes import BACKWARD, PASSES
 from tests.compiled import KINDS, NUMPY, way_taken
 from tests.scored import MASKS, SCORES, Scored, captured_of
 
@@ -91,11 +90,11 @@ def room_for(shape, dtype, beside):
 def test_kernels_have_nothing_to_do_without_elements(case, arch):
     """No map has an axis of length 0, which the driver refuses; where dbias has no elements, no block stores any."""
     for pass_ in PASSES:
-        need: dict[str, Any] = {"need": ct.gradients_of(case.problem)} if pass_ == "backward" else {}
-        plan = choose_plan(case.problem, DeviceSpec.for_arch(arch), pass_, **need)
+        need = ct.gradients_of(case.problem) if pass_ is BACKWARD else None
+        plan = choose_plan(case.problem, DeviceSpec.for_arch(arch), pass_, need=need)
         assert not [spec for spec in plan.tensor_maps if 0 in spec.shape]
         if case.bias is not None and 0 in case.bias:
-            assert not [x.name for x in plan.kernels if x.grid and dict(x.defines)["CUFLASH_NEEDS_DBIAS"]]
+            assert not [x.name for x in plan.kernels if x.grid and dict(x.defines).get("CUFLASH_NEEDS_DBIAS")]
 
 
 @pytest.mark.parametrize("way", [way for _, way in WAYS], ids=[name for name, _ in WAYS])
@@ -167,6 +166,6 @@ def test_no_kernel_fills_tables_of_no_pairs(score, empty):
     attn = cuflash.FlashAttention(score=SCORES[score])
     problem = Scored(attn, {"q": q, "k": k, "v": k, **captured}, {}, "").problem
     for arch, pass_ in itertools.product(("8.0", "9.0"), PASSES):
-        need = (*DEFAULT_NEED, *problem.captured_gradients) if pass_ == "backward" else DEFAULT_NEED
+        need = (*pass_.default, *(problem.captured_gradients if pass_ is BACKWARD else ()))
         plan = choose_plan(problem, DeviceSpec.for_arch(arch), pass_, need=need)
         assert not any(kernel.grid for kernel in plan.kernels if kernel.source == "helpers/hoisted.cu")

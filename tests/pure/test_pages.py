@@ -16,6 +16,7 @@ import cuflash.testing as ct
 from cuflash.gpu.params import parameters
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.spec.options import Options
+from cuflash.spec.passes import BACKWARD, FORWARD
 from cuflash.spec.problem import PAGE_SIZES, make_problem
 from cuflash.testing import Case, reference
 from tests.ways import every_way
@@ -153,7 +154,7 @@ def test_where_pages_lie_does_not_matter(case, random):
 # ---- Plans -----------------------------------------------------------------------------------------------------------
 
 
-def planned(arch="9.0", pass_="forward", **changes):
+def planned(arch="9.0", pass_=FORWARD, **changes):
     sizes: dict[str, Any] = {
         "batch": 2,
         "num_heads": 8,
@@ -212,7 +213,7 @@ def test_a_box_lies_in_one_page_and_in_one_tile(seqlen_q, page_size):
 
 def test_no_plan_for_the_backward_pass():
     with pytest.raises(NotImplementedError, match=r"^block_table: got one for the backward pass.*gather"):
-        planned(pass_="backward")
+        planned(pass_=BACKWARD)
 
 
 def test_parameters():

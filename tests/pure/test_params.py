@@ -18,6 +18,7 @@ from cuflash.plan.argument import PARAMS_BYTES, maps_offset
 from cuflash.plan.sm90.backward import BACKWARD_HEAD_SECTION
 from cuflash.score_mod.program import Traced
 from cuflash.spec.options import Options
+from cuflash.spec.passes import BACKWARD, FORWARD, PASSES
 from cuflash.spec.problem import make_problem
 
 SCALARS = {
@@ -121,7 +122,7 @@ def test_words_of_pointers():
 # ---- What is filled in -----------------------------------------------------------------------------------------------
 
 
-def filled(pass_="forward", layout="bhsd", **options):
+def filled(pass_=FORWARD, layout="bhsd", **options):
     """Parameters of a small problem, its plan, and its arrays."""
     rng = np.random.default_rng(0)
     axes = (0, 1, 2, 3) if layout == "bhsd" else (0, 2, 1, 3)
@@ -178,7 +179,7 @@ def test_pointers_are_left_open():
 
 
 def test_numbers_are_those_of_the_problem():
-    params, plan, _ = filled("backward", scale=-0.5, softcap=3.0, causal=True, window=(7, None))
+    params, plan, _ = filled(BACKWARD, scale=-0.5, softcap=3.0, causal=True, window=(7, None))
     problem = plan.problem
     for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "diagonal"):
         assert params[name] == getattr(problem, name)
@@ -216,10 +217,10 @@ def test_argument_of_a_call(data):
     score = data.draw(st.sampled_from((None, Traced.of(lambda s, i, j, *, a, b: s + a[i] * b[j], "score"))))
     captured = {} if score is None else {name: np.zeros(130, np.float32) for name in "ab"}
     options = Options(causal=causal, window=window, dropout=data.draw(st.sampled_from((0.0, 0.3))), score=score)
-    pass_ = data.draw(st.sampled_from(("forward", "backward")))
+    pass_ = data.draw(st.sampled_from(PASSES))
     plan = choose_plan(make_problem(options, q, q, q, captured=captured), DeviceSpec.for_arch("9.0"), pass_)
     pointer_word = pointer_words(plan.problem)
-    names = ["q", "k", "v", "out", "lse", *(("dout", "dq", "dk", "dv") if pass_ == "backward" else ())]
+    names = ["q", "k", "v", "out", "lse", *(("dout", "dq", "dk", "dv") if pass_ is BACKWARD else ())]
     operands = {name: layout_of(q, "bhsd") for name in names if name != "lse"} | {"lse": rows_of(q[..., 0])}
     names = data.draw(st.permutations([*names, *captured, *(name for name, _ in plan.scratch)]))
     argument = Argument(plan, operands, names)

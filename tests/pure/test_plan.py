@@ -25,9 +25,10 @@ from cuflash.plan.sm90.tiles import (
     FORWARD_SM90_TILES,
 )
 from cuflash.plan.tiles import Tile, round_up
-from cuflash.spec.binding import PASSES, access_bytes
+from cuflash.spec.binding import access_bytes
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED
+from cuflash.spec.passes import BACKWARD, PASSES
 from cuflash.spec.problem import make_problem
 from tests.problems import ARCHS, SIZES_OF_SHARED, biased, blocks_of, contiguous, is_served, masked, problem_of
 from tests.scored import of_functions
@@ -94,7 +95,7 @@ def test_grids_cover_the_problem():
     forward = choose_plan(problem, device)
     assert forward.kernels[0].grid == 3 * 6 * -(-1000 // forward.tiles[0].block_m)
     for deterministic in (False, True):
-        plan = choose_plan(replace(problem, deterministic=deterministic), device, "backward")
+        plan = choose_plan(replace(problem, deterministic=deterministic), device, BACKWARD)
         grids = {kernel.source: kernel.grid for kernel in plan.kernels}
         tile = plan.tiles[0]
         assert plan.run_time.group_splits == 1
@@ -116,8 +117,8 @@ def test_blocks_add_in_order_where_sums_must_not_depend_on_luck():
     for arch, in_order in (("9.0", True), ("8.0", False), ("10.0", False)):
         device = DeviceSpec.for_arch(arch)
         for causal in (False, True):
-            fast = choose_plan(replace(problem, window_right=0 if causal else None), device, "backward")
-            plan = choose_plan(replace(fast.problem, deterministic=True), device, "backward")
+            fast = choose_plan(replace(problem, window_right=0 if causal else None), device, BACKWARD)
+            plan = choose_plan(replace(fast.problem, deterministic=True), device, BACKWARD)
             assert ("dq in order" in plan.reason) == in_order
             assert all(dict(kernel.defines)["CUFLASH_DQ_IN_ORDER"] == in_order for kernel in plan.kernels)
             assert "dq in order" not in fast.reason
@@ -134,9 +135,9 @@ def test_heads_side_by_side_fit_in_l2_under_a_causal_mask():
     for deterministic in (False, True):
         problem = problem_of(4096, 4096, 128, 128, heads=64, heads_kv=64, batch=1, deterministic=deterministic)
         for seqlen, section in ((512, 16), (2048, 8), (4096, 4), (16384, 1)):
-            plan = choose_plan(replace(problem, seqlen_q=seqlen, window_right=0), device, "backward")
+            plan = choose_plan(replace(problem, seqlen_q=seqlen, window_right=0), device, BACKWARD)
             assert plan.run_time.head_section == (section if deterministic else max(section, 2))
-            plan = choose_plan(replace(problem, seqlen_q=seqlen), device, "backward")
+            plan = choose_plan(replace(problem, seqlen_q=seqlen), device, BACKWARD)
             assert plan.run_time.head_section == max(33 * 512 // seqlen if deterministic else 0, BACKWARD_HEAD_SECTION)
 
 
@@ -147,8 +148,8 @@ def test_heads_side_by_side_fit_in_l2_under_a_causal_mask():
 def test_heads_of_a_group_that_are_under_way_fit_in_l2_in_order(seqlen, dim, heads, splits, section):
     device = DeviceSpec.for_arch("9.0")
     problem = problem_of(seqlen, seqlen, dim, dim, heads=heads, heads_kv=heads // 4, batch=4, window=(None, 0))
-    assert choose_plan(problem, device, "backward").run_time.group_splits == 1
-    plan = choose_plan(replace(problem, deterministic=True), device, "backward")
+    assert choose_plan(problem, device, BACKWARD).run_time.group_splits == 1
+    plan = choose_plan(replace(problem, deterministic=True), device, BACKWARD)
     assert (plan.run_time.group_splits, plan.run_time.head_section) == (splits, section)
 
 
@@ -158,7 +159,7 @@ def test_blocks_clear_accumulators_from_two_waves_on(deterministic):
     problem = problem_of(500, 500, 64, 64, heads=8, heads_kv=8, deterministic=deterministic)
     clears = {}
     for batch in (1, 2):
-        plan = choose_plan(replace(problem, batch=batch), device, "backward")
+        plan = choose_plan(replace(problem, batch=batch), device, BACKWARD)
         clears[batch] = plan.run_time.clear_ahead
         assert all(dict(kernel.defines)["CUFLASH_CLEARS_AHEAD"] == (batch > 1) for kernel in plan.kernels)
         assert ("clear the dq accumulator" in plan.reason) == (batch > 1)
@@ -166,12 +167,12 @@ def test_blocks_clear_accumulators_from_two_waves_on(deterministic):
         assert dict(plan.scratch)["dq_accumulator"] == heads * (512 * 64 + counters)
     assert clears == {1: 0, 2: BACKWARD_HEAD_SECTION}
     many = replace(problem, batch=2)
-    assert choose_plan(many, device, "backward", need=("dk",)).run_time.clear_ahead == 0
-    assert choose_plan(many, replace(device, arch=80), "backward").run_time.clear_ahead == 0
+    assert choose_plan(many, device, BACKWARD, need=("dk",)).run_time.clear_ahead == 0
+    assert choose_plan(many, replace(device, arch=80), BACKWARD).run_time.clear_ahead == 0
     # Heads that walk back are 16 side by side.
     for batch, ahead in ((2, 0), (3, 16)):
         causal = problem_of(500, 500, 256, 256, heads=8, heads_kv=8, batch=batch, deterministic=True, window=(None, 0))
-        assert choose_plan(causal, device, "backward").run_time.clear_ahead == ahead
+        assert choose_plan(causal, device, BACKWARD).run_time.clear_ahead == ahead
 
 
 def test_empty_problems_have_plans():
@@ -188,7 +189,7 @@ def test_blocks_share_a_group_only_where_tiles_are_few(heads_kv):
     device = DeviceSpec.for_arch("9.0")
     for seqlen in (64, 1024, 2**18):
         problem = problem_of(seqlen, seqlen, batch=1, heads=8, heads_kv=heads_kv)
-        plan = choose_plan(problem, device, "backward")
+        plan = choose_plan(problem, device, BACKWARD)
         assert 1 <= plan.run_time.group_splits <= problem.group_size
         assert ("share the query heads" in plan.reason) == (plan.run_time.group_splits > 1)
         assert ("share the queries" in plan.reason) == (plan.run_time.tail_splits > 1)
@@ -213,7 +214,7 @@ def test_blocks_share_a_group_only_where_tiles_are_few(heads_kv):
 def test_blocks_share_a_group_evenly(sizes, causal, blocks):
     seqlen = sizes.pop("seqlen")
     problem = problem_of(seqlen, seqlen, **sizes, dim=128, dim_v=128, window=(None, 0) if causal else None)
-    plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), "backward")
+    plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), BACKWARD)
     assert plan.run_time.group_splits == blocks
     assert problem.group_size % plan.run_time.group_splits == 0
 
@@ -236,9 +237,9 @@ def test_blocks_share_the_queries_of_the_last_tiles(sizes, causal, tail, determi
     sizes = {name: n for name, n in sizes.items() if name != "seqlen"} | {"heads_kv": sizes["heads"]}
     problem = problem_of(seqlen, seqlen, **sizes, dim=128, dim_v=128, window=(None, 0) if causal else None)
     problem = replace(problem, deterministic=deterministic)
-    assert choose_plan(problem, DeviceSpec.for_arch("8.0"), "backward").run_time.tail_splits == 1
+    assert choose_plan(problem, DeviceSpec.for_arch("8.0"), BACKWARD).run_time.tail_splits == 1
     for need in (("dq", "dk", "dv"), ("dq", "dv")):
-        plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), "backward", need=need)
+        plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), BACKWARD, need=need)
         assert (plan.run_time.whole_tiles, plan.run_time.tail_splits) == tail
         grids = {kernel.source: kernel.grid for kernel in plan.kernels}
         n_blocks = sizes["batch"] * sizes["heads"] * -(-seqlen // plan.tiles[0].block_n)
@@ -264,7 +265,7 @@ def test_extra_memory_is_linear(arch, deterministic):
         forward = choose_plan(problem, device)
         split = 6 * problem.batch * (problem.num_heads + 2) * seqlen * 128  # of q, k and v of float32
         assert forward.extra_bytes == (split if (arch, dtype) == ("9.0", "float32") else 0)
-        plan = choose_plan(problem, device, "backward")
+        plan = choose_plan(problem, device, BACKWARD)
         size = np.dtype(problem.softmax_dtype).itemsize
         assert plan.scratch_layout.sizes == tuple(size * elements for _, elements in plan.scratch)
         assert 0 <= plan.extra_bytes - sum(plan.scratch_layout.sizes) < SCRATCH_ALIGNMENT * len(plan.scratch)
@@ -291,7 +292,7 @@ def test_tiles_of_the_caller_are_taken():
         plan = choose_plan(problem, device, tiles=(tile,))
         assert plan.tiles == (tile,)
         assert "given by the caller" in plan.reason
-    plan = choose_plan(problem, device, "backward", tiles=(BACKWARD_TILES[-1], DQ_TILES[-1]))
+    plan = choose_plan(problem, device, BACKWARD, tiles=(BACKWARD_TILES[-1], DQ_TILES[-1]))
     assert plan.tiles == (BACKWARD_TILES[-1], DQ_TILES[-1])
 
 
@@ -349,7 +350,7 @@ def test_devices_that_no_kernel_serves(pass_):
     large, small = problem_of(dim=161, dim_v=161, dtype="float64"), DeviceSpec.for_arch("8.6")
     assert choose_plan(large, small).kernels
     with pytest.raises(NotImplementedError, match=words.format("float64", 161, 161, small.name, 99 * 1024)):
-        choose_plan(large, small, "backward")
+        choose_plan(large, small, BACKWARD)
 
 
 def test_arrays_that_are_not_aligned_to_their_elements():
@@ -458,7 +459,7 @@ def test_kernels_are_told_all_that_they_ask_for():
         for pass_ in PASSES if problem is not of_bytes else PASSES[:1]:
             for arch in ("8.0", "9.0") if problem is not of_bytes else ("9.0",):
                 need: tuple[str, ...] = DEFAULT_NEED
-                if pass_ == "backward" and (problem.dtype == "float32" or problem.bias is not None):
+                if pass_ is BACKWARD and (problem.dtype == "float32" or problem.bias is not None):
                     need = ("dk", "dscale") if problem.bias is None else ("dbias",)
                     need += problem.captured_gradients
                 for kernel in choose_plan(problem, DeviceSpec.for_arch(arch), pass_, need=need).kernels:
@@ -484,7 +485,7 @@ def test_kernels_of_diagonals_that_follow_lengths_have_names_of_their_own(arch, 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_kernels_around_the_main_one_are_compiled_once_for_many_options(arch, dtype):
     def around(problem):
-        kernels = choose_plan(problem, DeviceSpec.for_arch(arch), "backward").kernels
+        kernels = choose_plan(problem, DeviceSpec.for_arch(arch), BACKWARD).kernels
         of_work = {"CUFLASH_SPLITS_TAIL", "CUFLASH_CLEARS_AHEAD"}  # how blocks share the work
         return {
             (kernel.source, kernel.name, tuple(define for define in kernel.defines if define[0] not in of_work))

@@ -79,7 +79,7 @@ def test_enough_bytes_are_on_their_way(dtype, arch):
     """As many as memory brings while one of them takes its way, at the usual head dimensions."""
     device = DeviceSpec.for_arch(arch)
     for dim in (64, 96, 128, 256):
-        if not is_served(decode_problem(dim=dim, dim_v=dim, dtype=dtype), arch, "forward"):
+        if not is_served(decode_problem(dim=dim, dim_v=dim, dtype=dtype), arch, FORWARD):
             continue
         plan = plan_of(arch, dim=dim, dim_v=dim, dtype=dtype, dropout=0.1)
         (tile,) = plan.tiles
@@ -106,7 +106,7 @@ def test_rows_that_are_taken_hold_all_queries_and_fit(arch, dtype, dim, dim_v, r
     """And where none does, the kernel for many queries serves."""
     seqlen_q, device = max(1, rows // group), DeviceSpec.for_arch(arch)
     problem = problem_of(seqlen_q, 4096, dim, dim_v, dtype=dtype, batch=1, heads=2 * group, dropout=0.1)
-    if not is_served(problem, arch, "forward"):
+    if not is_served(problem, arch, FORWARD):
         return
     plan = choose_plan(problem, device)
     tile = plan.tiles[0]

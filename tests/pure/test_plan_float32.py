@@ -15,7 +15,7 @@ from cuflash.plan.sm90.tiles import (
     BackwardFloat32Sm90Tile,
     ForwardFloat32Sm90Tile,
 )
-from cuflash.spec.binding import PASSES
+from cuflash.spec.passes import BACKWARD, FORWARD, PASSES
 from tests.problems import problem_of
 
 
@@ -139,7 +139,7 @@ def test_what_is_added_to_scores_of_float32(dims, precision, row_stride, masks_k
         plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_)
         tile = plan.tiles[0]
         assert isinstance(tile, ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile)
-        has_room = pass_ == "forward" or min(dims) <= 64
+        has_room = pass_ is FORWARD or min(dims) <= 64
         loads = row_stride == 1024 and has_room
         assert tile.bias_of_pairs == 4 * loads
         assert tile.bias_of_keys == (row_stride == 0)
@@ -147,7 +147,7 @@ def test_what_is_added_to_scores_of_float32(dims, precision, row_stride, masks_k
         assert ("bias" in {spec.name for spec in plan.tensor_maps}) == loads
         assert ("looked up pair by pair" in plan.reason) == (not loads and row_stride > 0)
         defines = dict(next(kernel for kernel in plan.kernels if kernel.source.endswith("ward_fp32.cu")).defines)
-        assert defines["CUFLASH_BATCH_FIRST"] == int(loads and pass_ == "forward")
+        assert defines["CUFLASH_BATCH_FIRST"] == int(loads and pass_ is FORWARD)
 
 
 def test_gradients_of_float32_by_parts():
@@ -155,7 +155,7 @@ def test_gradients_of_float32_by_parts():
 
     def plan_of(device=device, dim=128, dim_v=128, seqlen_q=1024, seqlen_k=1024, **options):
         problem = problem_of(seqlen_q, seqlen_k, dim, dim_v, dtype="float32", **options)
-        return choose_plan(problem, device, "backward")
+        return choose_plan(problem, device, BACKWARD)
 
     around = [
         "helpers/backward_preprocess.cu",

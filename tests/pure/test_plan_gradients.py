@@ -11,6 +11,7 @@ from cuflash.arrays.array_info import Operand
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.draft import CAUSAL_HEAD_SECTION
 from cuflash.spec.outputs import DEFAULT_NEED, SCORE_GRADIENTS
+from cuflash.spec.passes import BACKWARD
 from tests.problems import problem_of
 
 # ---- Some of the gradients -------------------------------------------------------------------------------------------
@@ -25,10 +26,10 @@ def sources_of(plan):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_only_the_kernels_and_the_memory_of_what_is_needed(dtype, arch, deterministic):
     device, problem = DeviceSpec.for_arch(arch), problem_of(1024, 1024, dtype=dtype, deterministic=deterministic)
-    every = choose_plan(problem, device, "backward")
-    assert choose_plan(problem, device, "backward", need=["dv", "dq", "dk"]) == every
+    every = choose_plan(problem, device, BACKWARD)
+    assert choose_plan(problem, device, BACKWARD, need=["dv", "dq", "dk"]) == every
     for need in (("dk", "dv"), ("dk",), ("dv",)):
-        plan = choose_plan(problem, device, "backward", need=need)
+        plan = choose_plan(problem, device, BACKWARD, need=need)
         assert set(sources_of(plan)) <= set(sources_of(every)) | {"helpers/split_fp32", "sm90/backward_fp32"}
         parts = max(plan.run_time.group_splits, plan.run_time.tail_splits)
         assert ("helpers/backward_postprocess" in sources_of(plan)) == (parts > 1)
@@ -40,12 +41,12 @@ def test_only_the_kernels_and_the_memory_of_what_is_needed(dtype, arch, determin
         ).items()
         only_one = len(need) == 1 and main.source.startswith("sm90/")
         assert ("not stored, but computed" in plan.reason) == only_one
-    plan = choose_plan(problem, device, "backward", need=("dq",))
+    plan = choose_plan(problem, device, BACKWARD, need=("dq",))
     if dtype != "float32" or arch == "8.0" or deterministic:
         assert sources_of(plan) == ["helpers/backward_preprocess", "sm80/backward_dq"]
         assert [name for name, _ in plan.scratch] == ["row_stats", "row_sums"]
     assert "dkv_partials" not in dict(plan.scratch)
-    assert choose_plan(problem, device, "backward", need=()).kernels == ()
+    assert choose_plan(problem, device, BACKWARD, need=()).kernels == ()
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_only_the_kernels_and_the_memory_of_what_is_needed(dtype, arch, determin
 )
 def test_wide_gradients_of_heads_side_by_side(dims, seqlen, options, blocks, section):
     """Under a causal mask half of the tiles of so many heads fill the device."""
-    plan = choose_plan(problem_of(seqlen, seqlen, *dims, **options), DeviceSpec.for_arch("9.0"), "backward")
+    plan = choose_plan(problem_of(seqlen, seqlen, *dims, **options), DeviceSpec.for_arch("9.0"), BACKWARD)
     wide = [kernel for kernel in plan.kernels if kernel.source == "sm90/backward_wide.cu"]
     assert len(wide) == 3
     assert all(dict(kernel.defines)["CUFLASH_COLUMN_BLOCKS"] == blocks for kernel in wide)
@@ -90,7 +91,7 @@ def test_memory_of_dbias_is_that_of_the_bias_and_of_the_device(axes, tiles, summ
     strides = tuple(stride * on for stride, on in zip((4 << 20, 1 << 20, 1024, 1), axes, strict=True))
     bias = Operand(shape=shape, strides=strides, dtype="float32")
     problem = replace(plain, bias=bias)
-    plan = choose_plan(problem, device, "backward", need=("dbias",))
+    plan = choose_plan(problem, device, BACKWARD, need=("dbias",))
     kernel, splits = plan.kernels[1], plan.run_time.score_splits
     resident = device.num_sms * plan.tiles[0].min_blocks
     if arch == "9.0" and axes[2:] == (1, 1):  # tiles of 128 x 128 and not of 128 x 64, that blocks take in turn
@@ -106,7 +107,7 @@ def test_memory_of_dbias_is_that_of_the_bias_and_of_the_device(axes, tiles, summ
     assert sources_of(plan)[2:] == (["helpers/scores_reduce"] if splits > 1 else [])
     tile = math.prod(n if on else 1 for n, on in zip((128, columns), axes[2:], strict=True))
     assert dict(plan.scratch).get("score_partials", 0) == (splits > 1) * shared * splits * tile
-    sums = choose_plan(replace(problem, softcap=5.0), device, "backward", need=("dscale", "dsoftcap", "dbias", "dq"))
+    sums = choose_plan(replace(problem, softcap=5.0), device, BACKWARD, need=("dscale", "dsoftcap", "dbias", "dq"))
     assert kernel.grid in [other.grid for other in sums.kernels if other.source == kernel.source]
     assert sources_of(sums).count("sm80/backward_scores") == (1 if kernel.source.startswith("sm90") else 2)
     assert dict(sums.scratch)["sums_partials"] == 3 * 2 * 4 * 8 * sums.run_time.sums_splits
@@ -123,7 +124,7 @@ def test_blocks_share_the_last_tiles_of_dbias_where_that_ends_sooner(num_sms, ba
     shape = (batch, heads, seqlen, seqlen)
     bias = Operand(shape=shape, strides=(0, seqlen * seqlen, seqlen, 1), dtype="float32")
     device = replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms)
-    plan = choose_plan(replace(problem, bias=bias), device, "backward", need=("dbias",))
+    plan = choose_plan(replace(problem, bias=bias), device, BACKWARD, need=("dbias",))
     (kernel,) = [kernel for kernel in plan.kernels if kernel.source == "sm90/backward_bias.cu"]
     tiles, splits = heads * (seqlen // 128) ** 2, plan.run_time.score_splits
     rest = tiles % num_sms
@@ -149,7 +150,7 @@ def test_memory_of_sums_by_keys_is_that_of_tiles_of_keys(dim, need):
     bias = Operand(shape=shape, strides=(1024, 0, 0, 1), dtype="bfloat16")
     slopes = Operand(shape=shape[:2], strides=(0, 1), dtype="float32")
     problem = replace(plain, bias=bias, alibi_slopes=slopes, softcap=5.0)
-    plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), "backward", need=("dk", *need))
+    plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), BACKWARD, need=("dk", *need))
     (main,) = [kernel for kernel in plan.kernels if kernel.source == "sm90/backward.cu"]
     assert "sm80/backward_scores" not in sources_of(plan)
     assert {f"CUFLASH_NEEDS_{name.upper()}": int(name in need) for name in SCORE_GRADIENTS}.items() <= dict(
@@ -179,12 +180,12 @@ def test_sinks(dtype, arch):
         assert differing.pop("CUFLASH_HAS_SINKS") == 1
         assert differing.pop("CUFLASH_KERNEL_NAME") == kernel.name == f"{other.name}_sinks"
         assert not differing
-    without = choose_plan(plain, device, "backward")
-    delta, *others = choose_plan(problem, device, "backward", need=DEFAULT_NEED).kernels
+    without = choose_plan(plain, device, BACKWARD)
+    delta, *others = choose_plan(problem, device, BACKWARD, need=DEFAULT_NEED).kernels
     assert others == [*without.kernels[1:]]
     # The sink is one of the scores that the kernel of delta makes again.
     assert dict(set(delta.defines) - set(without.kernels[0].defines)) == {"CUFLASH_LSE_HAS_SINKS": 1}
-    backward = choose_plan(problem, device, "backward", need=("dsinks", "dq", "dk", "dv"))
+    backward = choose_plan(problem, device, BACKWARD, need=("dsinks", "dq", "dk", "dv"))
     sinks_kernel = backward.kernels[1]
     assert (sinks_kernel.source, sinks_kernel.grid) == ("helpers/sinks.cu", plain.num_heads)
     assert [*backward.kernels[2:]] == others

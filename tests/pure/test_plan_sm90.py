@@ -12,6 +12,7 @@ from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.argument import maps_offset
 from cuflash.plan.sm90.scored import FOUR_CONSUMERS, LONG_SEQLEN, THREE_CONSUMERS, rounds
 from cuflash.plan.tensor_map import TensorMapSpec, tensor_map_spec, why_not
+from cuflash.spec.passes import BACKWARD, PASSES
 from tests.problems import ARCHS, H200, problem_of
 from tests.scored import of_functions
 
@@ -50,7 +51,7 @@ def test_gradients_of_wide_heads_have_rows_of_whole_16_bytes(name):
     padded = {x: replace(getattr(problem, x), strides=(304 * 512 * 8, 304 * 512, 304, 1)) for x in "qkv"}
     problem = replace(problem, **padded)
     operands = {x: problem.q for x in ("out", "dout", "dq")} | {"dk": problem.k, "dv": problem.v}
-    plan = choose_plan(problem, H200, "backward", load_bytes=16, store_bytes=16, operands=operands, need=(name,))
+    plan = choose_plan(problem, H200, BACKWARD, load_bytes=16, store_bytes=16, operands=operands, need=(name,))
     assert f"not sm90/backward_wide: a row of {name} is 600 bytes, not a multiple of the 16" in plan.reason
 
 
@@ -168,7 +169,7 @@ def test_blocks_that_leave_on_a_device_that_computes_other_things(seqlen_q, caus
 def test_kernels_start_behind_those_that_are_launched(sizes, arch, dtype):
     """While these run, where the device can; the first waits for whatever there was before the call."""
     problem = problem_of(**{"seqlen_q": 300, "seqlen_k": 500, "heads": 4, "heads_kv": 2, "dtype": dtype} | sizes)
-    for pass_ in ("forward", "backward"):
+    for pass_ in PASSES:
         kernels = choose_plan(problem, DeviceSpec.for_arch(arch), pass_).kernels
         launched = [kernel.grid > 0 for kernel in kernels]
         expected = [arch != "8.0" and any(launched[:i]) for i in range(len(kernels))]
@@ -248,7 +249,7 @@ def test_functions_and_what_of_them_other_kernels_serve(functions, options, forw
     (tile,) = plan.tiles
     assert plan.kernels[-1].source == "sm90/forward.cu"
     assert (tile.max_dim, tile.block_m, tile.block_n) == forward
-    plan = choose_plan(problem, H200, "backward", need=("dq", "dk", "dv", *problem.captured_gradients))
+    plan = choose_plan(problem, H200, BACKWARD, need=("dq", "dk", "dv", *problem.captured_gradients))
     assert f"{backward}/backward.cu" in [kernel.source for kernel in plan.kernels]
     assert words in plan.reason
 
@@ -336,7 +337,7 @@ def test_what_has_no_obstacle_meets_the_rules_of_tensor_maps(shape, strides):
 def test_whose_kernel_makes_gradients_of_arrays(score, head_dim, why):
     problem = of_functions((score, None), "bfloat16", head_dim)
     names = problem.captured_gradients
-    plan = choose_plan(problem, H200, "backward", need=("dq", "dk", "dv", *names))
+    plan = choose_plan(problem, H200, BACKWARD, need=("dq", "dk", "dv", *names))
     sources = [kernel.source for kernel in plan.kernels]
     assert sources.count("helpers/score_args_gradients.cu") == 2  # before and after the sums
     assert sources.count("sm80/backward_scores.cu") == (0 if why is None else 2)
@@ -347,5 +348,5 @@ def test_whose_kernel_makes_gradients_of_arrays(score, head_dim, why):
         assert f"{', '.join(names)}: not by sm90/backward: " in plan.reason
         assert why in plan.reason
     assert plan.traffic is None  # sums of arrays have no model
-    alone = choose_plan(problem, H200, "backward", need=names)  # no main kernel is there to make them
+    alone = choose_plan(problem, H200, BACKWARD, need=names)  # no main kernel is there to make them
     assert [kernel.source for kernel in alone.kernels].count("sm80/backward_scores.cu") == 2

@@ -17,6 +17,7 @@ from cuflash.cli.main import COMMANDS, make_parser
 from cuflash.cli.main import main as cuflash_main
 from cuflash.gpu.kernel_cache import CACHE_BYTES
 from cuflash.spec.outputs import GRADIENTS
+from cuflash.spec.passes import PASSES
 from cuflash.testing import numpy_dtype
 
 CHECKOUT = Path(__file__).parents[2]
@@ -277,7 +278,7 @@ def test_the_dtypes_on_devices(row):
     q = np.zeros((1, 2, 100, 64), numpy_dtype(name.split()[0]))
     problem = make_problem(Options(causal=True), q, q, q)
     for capability in capabilities:
-        for pass_ in ("forward", "backward"):
+        for pass_ in PASSES:
             device = DeviceSpec.for_arch(capability)
             if on_cupy == "forward, backward":
                 room = type(choose_plan(problem, device, pass_).tiles[0]).__module__

@@ -15,6 +15,7 @@ from cuflash.gpu.compiler import kernel_directory
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.score_mod import Score, Traced, program_of
 from cuflash.score_mod.nodes import INFIX, Node, in_order
+from cuflash.spec.passes import BACKWARD
 from cuflash.testing import check_gradients
 from tests import expressions
 from tests.expressions import SEQLEN_K, SEQLEN_Q, hoistable_scores, scores
@@ -139,7 +140,7 @@ def test_an_array_that_is_not_read_has_a_gradient_of_0():
 def test_plans_show_texts_and_look_into_none(name, arch):
     problem = case_of(TEXTS[name], "float16").problem
     device, need = DeviceSpec.for_arch(arch), ("dq", "dk", "dv", *problem.captured_gradients)
-    forward, backward = choose_plan(problem, device), choose_plan(problem, device, "backward", need=need)
+    forward, backward = choose_plan(problem, device), choose_plan(problem, device, BACKWARD, need=need)
     family = "sm90/" if arch == "9.0" else "sm80/"
     for plan in (forward, backward):
         described = plan.describe()
@@ -167,7 +168,7 @@ def test_a_text_is_no_option():
 def test_new_lengths_and_arrays_change_no_kernel():
     short, long = (case_of(TEXTS["interpolated"], "float32", seqlen).problem for seqlen in (64, 1000))
     need, device = ("dq", *short.captured_gradients), DeviceSpec.for_arch("8.0")
-    ours, theirs = (choose_plan(x, device, "backward", need=need).kernels for x in (short, long))
+    ours, theirs = (choose_plan(x, device, BACKWARD, need=need).kernels for x in (short, long))
     assert {(x.source, x.defines, x.headers) for x in ours} == {(x.source, x.defines, x.headers) for x in theirs}
 
 

@@ -38,8 +38,8 @@ from cuflash.plan.sm90.tiles import (
     ForwardSm90Tile,
 )
 from cuflash.plan.tiles import round_up, tile_bytes
-from cuflash.spec.binding import PASSES
 from cuflash.spec.outputs import DEFAULT_NEED
+from cuflash.spec.passes import BACKWARD, PASSES
 from tests.problems import ARCHS, SIZES_OF_SHARED, biased, blocks_of, is_served, masked, problem_of
 from tests.scored import of_functions
 
@@ -168,7 +168,7 @@ def test_every_row_is_chosen_somewhere(table):
         kinds = ForwardSm90Tile | ForwardFloat32Sm90Tile
         chosen |= {replace(tile, bias_of_pairs=0) for tile in tiles if isinstance(tile, kinds)}
         for problem in (biased(dim, dtype), of_float32):
-            chosen |= set(choose_plan(problem, h100, "backward", need=("dbias",)).tiles)
+            chosen |= set(choose_plan(problem, h100, BACKWARD, need=("dbias",)).tiles)
     # A bias whose rows TMA cannot read is looked up; a mask of pairs where tiles are not of 64 keys.
     odd = Operand(shape=(2, 4, 1024, 1024), strides=(0, 0, 1025, 1), dtype="bfloat16", alignment=2)
     for dim in (64, 128, 192, 256):

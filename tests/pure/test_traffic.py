@@ -11,6 +11,7 @@ import cuflash.testing as ct
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.traffic import L2_SHARE, Walk, key_rows, query_tiles
 from cuflash.spec.options import Options
+from cuflash.spec.passes import BACKWARD, FORWARD, PASSES
 from cuflash.spec.problem import make_problem
 
 H200 = DeviceSpec.for_arch("9.0")
@@ -134,17 +135,17 @@ def test_bytes_of_device_memory_are_those_that_a_cache_misses():
     assert np.std(ratios[False]) < np.log(1.35)
 
 
-def traffic_of(problem, device, pass_="forward"):
+def traffic_of(problem, device, pass_=FORWARD):
     """That of the plan, which there has to be."""
     found = choose_plan(problem, device, pass_).traffic
     assert found is not None
     return found
 
 
-PASSES = pytest.mark.parametrize("pass_", ["forward", "backward"])
+BOTH = pytest.mark.parametrize("pass_", PASSES)
 
 
-@PASSES
+@BOTH
 @settings(max_examples=25)
 @given(
     sizes=st.tuples(st.integers(1, 5000), st.integers(1, 5000)),
@@ -165,7 +166,7 @@ def test_a_larger_cache_reads_less(pass_, sizes, heads, arch, options):
     assert none.tiles == own.tiles == huge.tiles and own.flops == getattr(problem, f"{pass_}_flops")
 
 
-@PASSES
+@BOTH
 def test_what_a_plan_says(pass_):
     plan = choose_plan(problem_of(4096, 4096, heads=16, batch=4), H200, pass_)
     traffic = traffic_of(plan.problem, H200, pass_)
@@ -177,10 +178,10 @@ def test_what_a_plan_says(pass_):
     assert f"{intensity:.0f} FLOP/byte, roofline {intensity * 4.8:.4g} TFLOP/s at 4.8 TB/s" in line
     assert traffic.describe(H200.bytes_per_s) == line[: line.index("; ", line.index("roofline"))]
     assert traffic.describe(0, 989e12) == traffic.describe(0) == line[: line.index(", roofline")]
-    assert (" of dq sums " in line) == (pass_ == "backward")
+    assert (" of dq sums " in line) == (pass_ is BACKWARD)
 
 
-@PASSES
+@BOTH
 def test_no_model_is_no_number(pass_):
     plan = choose_plan(problem_of(4096, 4096, heads=16, dtype="float32"), H200, pass_)
     assert plan.traffic is None and "memory model" not in plan.describe()
@@ -198,7 +199,7 @@ def test_a_bias_that_heads_share_is_read_by_each_of_them(axes):
     assert many - few >= (2 * 16 - 1) * 4096**2 * 4 if axes == "qk" else many >= few
 
 
-@PASSES
+@BOTH
 def test_a_mask_is_read_once_where_a_kernel_looks_at_it(pass_, monkeypatch):
     """And by every head where none does, if it does not fit into L2."""
     mask = view(np.zeros((), bool), (1, 1, 8192, 8192))

@@ -33,11 +33,11 @@ from cuflash.plan.sm90.tiles import (
 )
 from cuflash.plan.sm90.wide_tiles import DecodeWideSm90Tile
 from cuflash.plan.tiles import round_up
+from cuflash.spec.passes import BACKWARD, FORWARD, PASSES
 from cuflash.testing import Case
 from tests.problems import problem_of
 
 H200 = DeviceSpec.for_arch("9.0")
-PASSES = ("forward", "backward")
 PADDED: dict[str, Any] = {
     "batch": 3,
     "num_heads": 4,
@@ -165,7 +165,7 @@ def test_candidates_begin_with_the_table_and_fit(pass_, arch, dtype, determinist
 @settings(max_examples=30)
 @given(ct.cases(ndims=(4,), features=("bias", "mask", "kv_lengths", "softcap")), st.sampled_from(PASSES))
 @example(
-    Case(bias=(1, 4, 300, 300), mask=(3, 1, 1, 300), **PADDED), "forward"
+    Case(bias=(1, 4, 300, 300), mask=(3, 1, 1, 300), **PADDED), FORWARD
 )  # its tiles of bias leave 256 x 64 no room
 def test_kernels_of_candidates_fit(case, pass_):
     for plan in candidates(case.problem, H200, pass_):
@@ -191,7 +191,7 @@ def test_the_precision_of_products_stays(pass_):
     for precision in ("highest", "tf32"):
         problem = problem_of(2048, 2048, 64, 64, dtype="float32", precision=precision)
         plans = candidates(problem, H200, pass_)
-        kind = ForwardFloat32Sm90Tile if pass_ == "forward" else BackwardFloat32Sm90Tile
+        kind = ForwardFloat32Sm90Tile if pass_ is FORWARD else BackwardFloat32Sm90Tile
         parts = [tile.bf16_parts for plan in plans for tile in plan.tiles if isinstance(tile, kind)]
         assert parts == [3 if precision == "highest" else 2] * len(plans)
 
@@ -211,7 +211,7 @@ def test_the_fastest_wins_and_is_found_again(pass_, store):
     found = tune_quietly(plans, FakeDevice([3e-3, 2e-3, 1e-3]))
     assert found.winner.plan == plans[2]
     assert found.gain == pytest.approx(2)
-    flops = problem.forward_flops if pass_ == "forward" else problem.backward_flops
+    flops = problem.forward_flops if pass_ is FORWARD else problem.backward_flops
     assert found.winner.tflops == pytest.approx(flops / 1e-3 / 1e12)
     (file,) = store.iterdir()
     assert str(file) in found.describe()
@@ -226,14 +226,14 @@ def test_the_fastest_wins_and_is_found_again(pass_, store):
 
 @pytest.mark.parametrize("need", [("dq",), ("dscale",), ("dk", "dscale")])
 def test_some_gradients_have_winners_of_their_own(need):
-    plans = candidates(problem_of(), H200, "backward", need=need)
+    plans = candidates(problem_of(), H200, BACKWARD, need=need)
     changed = next(plan for plan in plans if plan.tiles[-1] != plans[0].tiles[-1])
     tune_quietly(plans, FakeDevice([1.0 + (plan is not changed) for plan in plans]))
     forgotten_here()
-    plan = tuned_plan(problem_of(), H200, "backward", need=need)
+    plan = tuned_plan(problem_of(), H200, BACKWARD, need=need)
     assert (plan.tiles, plan.kernels, plan.need) == (changed.tiles, changed.kernels, need)
     assert plan.reason.count("tuned: ") == 1
-    assert "tuned: " not in tuned_plan(problem_of(), H200, "backward").reason
+    assert "tuned: " not in tuned_plan(problem_of(), H200, BACKWARD).reason
 
 
 def test_the_first_stays_unless_something_is_faster_by_more_than_noise():
@@ -297,14 +297,14 @@ def test_the_report_lists_the_fastest_first():
 # ---- What is remembered ----------------------------------------------------------------------------------------------
 
 
-def remember_the_last(problem, pass_="forward", device=H200):
+def remember_the_last(problem, pass_=FORWARD, device=H200):
     plans = candidates(problem, device, pass_)
     tune_quietly(plans, FakeDevice([float(len(plans) - n) for n in range(len(plans))]))
     forgotten_here()
     return plans[-1].tiles
 
 
-def is_tuned(problem, pass_="forward", device=H200):
+def is_tuned(problem, pass_=FORWARD, device=H200):
     return "tuned: " in tuned_plan(problem, device, pass_).reason
 
 
@@ -324,7 +324,7 @@ def test_it_is_good_for_problems_of_about_this_size_alone():
         problem_of(1000, 1000, batch=3, heads_kv=4),
     ):
         assert not is_tuned(other), other
-    assert not is_tuned(problem_of(1000, 1000, batch=3), "backward")
+    assert not is_tuned(problem_of(1000, 1000, batch=3), BACKWARD)
     assert not is_tuned(problem_of(1000, 1000, batch=3), device=replace(H200, num_sms=131))
 
 
@@ -352,9 +352,9 @@ def test_sinks_that_have_a_gradient_or_not_are_one_problem(store):
     sinks = np.zeros(4, np.float32)
     q = np.zeros((1, 4, 64, 64), np.float16)
     problem = cuflash.spec.problem.make_problem(cuflash.spec.options.Options(), q, q, q, sinks=sinks)
-    plans = candidates(problem, H200, "backward", operands={})
+    plans = candidates(problem, H200, BACKWARD, operands={})
     tune_quietly(plans, FakeDevice([2.0, 1.0]))
-    assert tuned_plan(problem, H200, "backward").tiles == plans[1].tiles
+    assert tuned_plan(problem, H200, BACKWARD).tiles == plans[1].tiles
 
 
 def test_it_can_be_forgotten(store):

@@ -7,12 +7,12 @@ from cuflash.plan.sm90.copies import add_copying_kernel
 from cuflash.plan.sm90.scored import bias_by
 from cuflash.plan.sm90.tiles import BackwardFloat32Sm90Tile, BiasSm90Tile, ForwardFloat32Sm90Tile
 from cuflash.plan.tiles import Tile
-from cuflash.spec.binding import Pass
+from cuflash.spec.passes import BACKWARD, FORWARD
 
 # The fewest pairs of a query and a key, for each row that is split, for which splitting pays. On an H200 it catches up
 # with the sm80 kernels at seqlen 192 in the forward pass (head_dim 64; sooner at 128), and is ahead of them from seqlen
 # 128 on in the backward pass.
-SPLIT_MIN_PAIRS: dict[Pass, int] = {"forward": 64, "backward": 42}
+SPLIT_MIN_PAIRS = {FORWARD: 64, BACKWARD: 42}
 
 
 def why_not_split(draft: Draft, table: tuple[Tile, ...]) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from cuflash.arrays.array_info import Operand
 from cuflash.plan.draft import WRITTEN, Draft
 from cuflash.plan.tiles import Tile, round_up
-from cuflash.spec.binding import Pass
+from cuflash.spec.passes import BACKWARD, FORWARD
 
 COPIED = ("q", "k", "v", "dout")  # in the order of the bits of CUFLASH_COPIED
 COPY_WARPS = 8
@@ -17,7 +17,7 @@ COPY_VECTORS = 4 * 32 * COPY_WARPS
 # The fewest pairs of a query and a key, for each row that is copied, and in all, for which copying pays. By arithmetic:
 # the sm80 kernels lose 0.1 ps (head_dim 2) to 0.6 ps (128) a pair of the forward pass, and 1.2 to 2.1 ps of the
 # backward pass; a row of as many columns takes 8 to 200 ps, and a launch 2 us.
-COPY_MIN_PAIRS: dict[Pass, int] = {"forward": 341, "backward": 96}
+COPY_MIN_PAIRS = {FORWARD: 341, BACKWARD: 96}
 COPY_MIN_PAIRS_IN_ALL = 1 << 24
 
 

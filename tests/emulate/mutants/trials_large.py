@@ -14,6 +14,7 @@ from cuflash.emulator.passes import run
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.spec.binding import bind
 from cuflash.spec.options import Options
+from cuflash.spec.passes import FORWARD
 from tests.emulate.attention import on_kernels
 from tests.large_scores import (
     Backend,
@@ -58,8 +59,8 @@ class PairTrial:
             arrays["bias"] = np.full((1, 1, 20, keys), score, np.float32)
         # Then a product is the exponent of base 2: no factor is rounded, by which lse would be off, too.
         options = Options(scale=math.log(2), wide=("lse",))
-        binding = bind("forward", options, arrays, need=(), address_of=lambda array: array.ctypes.data)
-        plan = choose_plan(binding.problem, DeviceSpec.for_arch(self.arch), "forward", **binding.layout)
+        binding = bind(FORWARD, options, arrays, need=(), address_of=lambda array: array.ctypes.data)
+        plan = choose_plan(binding.problem, DeviceSpec.for_arch(self.arch), FORWARD, **binding.layout)
         run(plan, binding, arrays, SCHEDULES[0], kernels=kernels)
         found = pairs.astype(np.float64).sum(axis=-1) - score
         assert np.abs(found - np.log(keys)).max() < 1e-3, found

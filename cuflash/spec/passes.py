@@ -1,0 +1,109 @@
+"""The passes: what each takes, reads and makes, and what sets it apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+
+from cuflash.spec.inputs import INPUTS
+from cuflash.spec.options import Options
+from cuflash.spec.outputs import FORWARD_ROWS, GRADIENT_ROWS, GRADIENTS, REQUIRED_BY_BACKWARD, TAKEN_BY_BACKWARD, Output
+from cuflash.spec.problem import Problem, check_differentiable
+from cuflash.spec.score_args import gradient_names
+
+
+def _names(rows: tuple[Output, ...]) -> tuple[str, ...]:
+    return tuple(row.name for row in rows)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class Pass:
+    """One pass. There is one object for each, so that it is compared, and keys tables and caches, by identity.
+
+    Attributes
+    ----------
+    name : str
+        As users and plans spell it.
+    rows : tuple of Output
+        Its results, except gradients of arrays that a score reads.
+    required : tuple of str
+        What it cannot do without, beside q, k and v.
+    takes : tuple of str
+        All that it takes beside q, k, v and the optional inputs.
+    results_of : callable
+        The names of all results for some options, in the order in which it gives them.
+    results_in : callable
+        The same for a problem, whose dtypes tell which arrays of a score have no gradients.
+    check : callable
+        Raises NotImplementedError for a problem that does not have this pass.
+    flops : callable
+        Floating-point operations of its products over visible pairs of a problem.
+    any_length : bool
+        Whether a plan may serve other numbers of keys than those of its problem.
+    reads_keys_once : bool
+        Whether kernels for few queries read each key once, so that it may stay in host memory.
+    adds_to_memory : bool
+        Whether blocks add to results in memory, in an order that `deterministic` fixes.
+    """
+
+    name: str
+    rows: tuple[Output, ...]
+    required: tuple[str, ...]
+    takes: tuple[str, ...]
+    results_of: Callable[[Options], tuple[str, ...]]
+    results_in: Callable[[Problem], tuple[str, ...]]
+    check: Callable[[Problem], None]
+    flops: Callable[[Problem], int]
+    any_length: bool
+    reads_keys_once: bool
+    adds_to_memory: bool
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def default(self) -> tuple[str, ...]:
+        """The names of the results that it gives unless it is told otherwise."""
+        return _names(tuple(row for row in self.rows if row.is_default))
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The names of those of its results that lie over a head dimension."""
+        return _names(tuple(row for row in self.rows if row.has_head_dim))
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        """The names of the arrays over a head dimension that it reads."""
+        taken = {row.name for row in FORWARD_ROWS if row.has_head_dim}
+        return (*INPUTS, *(name for name in self.takes if {name, name.removeprefix("d")} & taken))
+
+
+FORWARD = Pass(
+    name="forward",
+    rows=FORWARD_ROWS,
+    required=(),
+    takes=(),
+    results_of=lambda options: _names(FORWARD_ROWS),
+    results_in=lambda problem: _names(FORWARD_ROWS),
+    check=lambda problem: None,
+    flops=attrgetter("forward_flops"),
+    any_length=True,
+    reads_keys_once=True,
+    adds_to_memory=False,
+)
+BACKWARD = Pass(
+    name="backward",
+    rows=GRADIENT_ROWS,
+    required=REQUIRED_BY_BACKWARD,
+    takes=TAKEN_BY_BACKWARD,
+    results_of=lambda options: (*GRADIENTS, *gradient_names(options)),
+    results_in=attrgetter("gradients"),
+    check=check_differentiable,
+    flops=attrgetter("backward_flops"),
+    any_length=False,
+    reads_keys_once=False,
+    adds_to_memory=True,
+)
+PASSES = (FORWARD, BACKWARD)
+PASS_NAMES = tuple(pass_.name for pass_ in PASSES)
