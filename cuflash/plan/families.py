@@ -6,12 +6,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 from cuflash.plan.draft import Draft
 from cuflash.plan.tiles import Row, Tile, choose_row
 from cuflash.spec.problem import Problem
+
+# What some families do not know, beside optional inputs: the words of a plan, and how a problem tells.
+_FEATURES: dict[str, Callable[[Problem], bool]] = {
+    "dropout": lambda problem: problem.dropout > 0,
+    "packed sequences": lambda problem: problem.is_packed,
+    "pages": lambda problem: problem.page_size > 0,
+}
 
 
 class Family(ABC, Generic[Row]):
@@ -22,6 +29,7 @@ class Family(ABC, Generic[Row]):
     has_functions: ClassVar[bool] = False  # it serves score_mod and mask_mod
     has_float8: ClassVar[bool] = False  # q, k and v may be fp8, which it makes wider
     multiplies_float8: ClassVar[bool] = False  # they are all fp8, which it multiplies as they are
+    unknown: ClassVar[tuple[str, ...]] = ()  # optional inputs, numbers and `_FEATURES` that it does not know
 
     @property
     def source(self) -> str:
@@ -35,6 +43,12 @@ class Family(ABC, Generic[Row]):
     def accumulator_layout(self, main: Row) -> Tile:
         """The tile whose fragments tell the kernels around the main one how its results are laid out in memory."""
         return main
+
+    def why_unknown(self, problem: Problem) -> str | None:
+        """Which options of a problem it does not know; None if it knows all."""
+        features = [name for name in self.unknown if name in _FEATURES and _FEATURES[name](problem)]
+        found = [*problem.given(name for name in self.unknown if name not in _FEATURES), *features]
+        return f"it knows no {' and no '.join(found)}" if found else None
 
     def why_not(self, draft: Draft) -> str | None:
         """Why it does not serve a problem: None if it does, "" if the plan need not tell."""

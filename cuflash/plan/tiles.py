@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast, get_args
 
@@ -29,6 +29,32 @@ COMMON_DEFINES = (
 # gradients of parts of the scores, or the gradient of a per-pair bias.
 Role = Literal["main", "dq", "scores", "bias"]
 ROLES: tuple[Role, ...] = get_args(Role)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A row of a table beside a problem and a device: what conditions are about."""
+
+    tile: Any
+    problem: Problem
+    device: DeviceSpec
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a row of a table is meant for: a test, and the same in words."""
+
+    name: str
+    test: Callable[[Any], bool]  # of the row's `Fit`
+    words: str
+
+
+ANY = Condition("any", lambda fit: True, "any problem")
+
+
+def by_name(*conditions: Condition) -> dict[str, Condition]:
+    """Conditions as `Tile.conditions` has them."""
+    return {condition.name: condition for condition in conditions}
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -58,6 +84,8 @@ class Tile:
     defined: ClassVar[tuple[str, ...]] = ()
     # Which kernel of a pass the row is for. A plan has at most one row of each.
     role: ClassVar[Role] = "main"
+    # What `serves` may name. Rows of tables without conditions serve any problem.
+    conditions: ClassVar[Mapping[str, Condition]] = {}
     # Values that tuning may change fields to, one at a time.
     variations: ClassVar[dict[str, tuple[int, ...]]] = {}
 
@@ -88,6 +116,10 @@ class Tile:
             """Head dimensions are padded to a multiple of this."""
 
         @property
+        def serves(self) -> str:
+            """The name of the condition under which the row is taken."""
+
+        @property
         def origin(self) -> str:
             """The measurement or the arithmetic that put the row here."""
 
@@ -102,7 +134,8 @@ class Tile:
         return False
 
     def __post_init__(self) -> None:
-        for holds, rule in self.rules():
+        known = not self.conditions or self.serves in self.conditions
+        for holds, rule in (*self.rules(), (known, f"one of {', '.join(self.conditions)} in serves")):
             if not holds:
                 raise ValueError(f"{self}: expected {rule}")
 
@@ -112,7 +145,12 @@ class Tile:
 
     def why_not(self, problem: Problem, device: DeviceSpec) -> str:
         """Why the row is not meant for a problem whose head dimensions it serves; "" where it is."""
-        return ""
+        condition = self.conditions[self.serves] if self.conditions else ANY
+        return "" if condition.test(self.fit(problem, device)) else f"for {condition.words}"
+
+    def fit(self, problem: Problem, device: DeviceSpec) -> Fit:
+        """What its conditions look at."""
+        return Fit(self, problem, device)
 
     def changed(self, **changes: Any) -> Self:
         """The row with other values of some fields."""

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from cuflash.arrays.array_info import Operand
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.argument import maps_offset
-from cuflash.plan.sm90.scored import FOUR_CONSUMERS, LONG_SEQLEN, THREE_CONSUMERS, rounds
+from cuflash.plan.sm90.conditions import FOUR_CONSUMERS, LONG_SEQLEN, THREE_CONSUMERS
+from cuflash.plan.sm90.scored import rounds
 from cuflash.plan.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 from cuflash.spec.passes import BACKWARD, PASSES
 from tests.problems import ARCHS, H200, problem_of

@@ -97,6 +97,7 @@ TABLES = {
         (BIAS_FLOAT32_SM90_TILES[0], {"bf16_parts": 4}, "one part, two or three"),
         (FORWARD_SM90_TILES[0], {"block_m": 64}, "64 queries for each of two to four consumers"),
         (FORWARD_SM90_TILES[0], {"block_m": 320}, "64 queries for each of two to four consumers"),
+        (FORWARD_SM90_TILES[0], {"serves": "all"}, "one of any, no pairs, bias, .* in serves"),
         (FORWARD_SM90_TILES[0], {"block_n": 72}, "a block_n that one product serves"),
         (FORWARD_SM90_TILES[0], {"block_n": 272}, "a block_n that one product serves"),
         (FORWARD_FLOAT32_SM90_TILES[0], {"block_m": 256}, "64 queries for each of two or three consumers"),

@@ -122,6 +122,7 @@ class Decode(ForwardFamily[DecodeTile]):
     has_functions = True
     has_float8 = True
     tile = DecodeTile
+    unknown = ("packed sequences",)
 
     def table(self, problem: Problem) -> tuple[DecodeTile, ...]:
         rows = DECODE_FLOAT8_TILES if problem.has_float8 else DECODE_TILES
@@ -133,8 +134,8 @@ class Decode(ForwardFamily[DecodeTile]):
         problem, device = draft.problem, draft.device
         if not are_few(problem):
             return ""
-        if problem.is_packed:
-            return "it knows no packed sequences"
+        if unknown := self.why_unknown(problem):
+            return unknown
         if all(row.why_not(problem, device) or why_too_large(row, problem, device) for row in self.table(problem)):
             return f"{rows_of(problem)} rows of such head dimensions have no room, nor has their output"
         # Where each head has its own block on the device, and no two heads share keys, others read keys once as well.

@@ -27,13 +27,14 @@ class Wide(Family[Row]):
     """What the kernels of the three gradients have in common."""
 
     kernel = "sm90/backward_wide"
+    unknown = ("packed sequences",)
 
     def why_not(self, draft: Draft) -> str | None:
         problem = draft.problem
         if max(problem.head_dim, problem.head_dim_v) <= max(row.max_dim for row in BACKWARD_SM90_TILES):
             return ""
-        if problem.is_packed:
-            return "it knows no packed sequences"
+        if unknown := self.why_unknown(problem):
+            return unknown
         mapped = ("q", "k", "v", "dout", *(name for name in GRADIENTS if name in draft.need))
         return why_not_16_bit(draft, mapped, BACKWARD_WIDE_SM90_TILES)
 

@@ -32,6 +32,7 @@ from cuflash.spec.problem import Problem
 class Decode(ForwardFamily[DecodeSm90Tile]):
     kernel = "sm90/decode"
     tile = DecodeSm90Tile
+    unknown = (*MASKS, "dropout", "packed sequences")
 
     def table(self, problem: Problem) -> tuple[DecodeSm90Tile, ...]:
         return DECODE_SM90_TILES
@@ -46,11 +47,8 @@ class Decode(ForwardFamily[DecodeSm90Tile]):
         largest = max(row.max_dim for row in self.table(problem))
         if max(problem.head_dim, problem.head_dim_v) > largest:
             return f"it serves head dimensions up to {largest}"
-        terms = [*problem.given(MASKS)]
-        terms += ["dropout"] if problem.dropout else []
-        terms += ["packed sequences"] if problem.is_packed else []
-        if terms:
-            return f"it knows no {' and no '.join(terms)}"
+        if unknown := self.why_unknown(problem):
+            return unknown
         # An SM has one block of this kernel, which waits while the threads that add a bias load it. On an
         # H100, where a copy makes 3.02 TB/s, it made 1.52 and 1.26 with a bias of keys and of pairs, and sm80/decode
         # made 2.67 and 2.58.
@@ -83,6 +81,7 @@ class DecodeWide(ForwardFamily[DecodeWideSm90Tile]):
 
     kernel = "sm90/decode_wide"
     tile = DecodeWideSm90Tile
+    unknown = (*MASKS, "dropout", "packed sequences", "pages")
 
     def table(self, problem: Problem) -> tuple[DecodeWideSm90Tile, ...]:
         return DECODE_WIDE_SM90_TILES
@@ -98,12 +97,8 @@ class DecodeWide(ForwardFamily[DecodeWideSm90Tile]):
             return ""
         if rows > DECODE_ROWS and (problem.seqlen_q > DECODE_ROWS or DECODE_ROWS % problem.seqlen_q):
             return f"{problem.seqlen_q} queries of whole heads do not make {DECODE_ROWS} rows"
-        terms = [*problem.given(MASKS)]
-        terms += ["dropout"] if problem.dropout else []
-        terms += ["packed sequences"] if problem.is_packed else []
-        terms += ["pages"] if problem.page_size else []
-        if terms:
-            return f"it knows no {' and no '.join(terms)}"
+        if unknown := self.why_unknown(problem):
+            return unknown
         if problem.group_size == 1 and 2 * draft.heads >= draft.device.num_sms:
             return f"{draft.heads} heads fill the device, and no two share keys"
         return None

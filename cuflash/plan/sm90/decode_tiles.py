@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from cuflash.plan.device import DeviceSpec
 from cuflash.plan.key_splits import DECODE_ROWS
 from cuflash.plan.tensor_map import LINE_BYTES
-from cuflash.plan.tiles import ARITHMETIC, Tile, chunked_bytes, maker, reads
-from cuflash.spec.problem import Problem
+from cuflash.plan.tiles import ANY, ARITHMETIC, Condition, Fit, Tile, by_name, chunked_bytes, maker, reads
 
 SHORT_BYTES = 2**20  # of keys and values, for each SM
 
@@ -43,12 +41,22 @@ class DecodeSm90Tile(Tile):
         return chunked_bytes(self.block_m, dim) + self.num_stages * keys + 8 * (2 + 4 * self.num_stages)
 
 
+def _is_short(fit: Fit) -> bool:
+    problem = fit.problem
+    row_bytes = problem.head_dim + problem.head_dim_v
+    key_bytes = problem.batch * problem.num_heads_kv * problem.seqlen_k * row_bytes
+    return bool(key_bytes <= SHORT_BYTES * fit.device.num_sms)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecodeFloat8Sm90Tile(DecodeSm90Tile):
     """The same with fp8 keys and values. Four warps divide the rows and keys, 16 rows and 32 keys at a time."""
 
-    serves: Literal["any", "short"] = "any"
+    serves: str = "any"
 
+    conditions: ClassVar = by_name(
+        ANY, Condition("short", _is_short, f"at most {SHORT_BYTES >> 10} KiB of keys and values for each SM")
+    )
     variations: ClassVar = {"block_n": (32, 64, 128), "num_stages": (2, 3, 4, 6), "min_blocks": (1, 2)}
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
@@ -62,12 +70,6 @@ class DecodeFloat8Sm90Tile(DecodeSm90Tile):
         out, statistics = -(-dim_v // 32) * 2048, 144  # what a warp hands over of 16 rows
         q = max(chunked_bytes(self.block_m, dim), 2 * out)
         return q + self.num_stages * keys + 8 * (2 + 4 * self.num_stages) + 2 * statistics
-
-    def why_not(self, problem: Problem, device: DeviceSpec) -> str:
-        row_bytes = problem.head_dim + problem.head_dim_v
-        key_bytes = problem.batch * problem.num_heads_kv * problem.seqlen_k * row_bytes
-        suits = self.serves == "any" or key_bytes <= SHORT_BYTES * device.num_sms
-        return "" if suits else f"for at most {SHORT_BYTES >> 10} KiB of keys and values for each SM"
 
 
 _decode = maker(DecodeSm90Tile, "max_dim block_n num_stages min_blocks origin")

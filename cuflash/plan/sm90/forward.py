@@ -102,6 +102,7 @@ class ForwardFloat8(ForwardFamily[ForwardFloat8Sm90Tile]):
     kernel = "sm90/forward_float8"
     multiplies_float8 = True
     tile = ForwardFloat8Sm90Tile
+    unknown = (*(name for name in PAIR_OPTIONS if name != "block_mask"), "dropout", "packed sequences")
 
     def table(self, problem: Problem) -> tuple[ForwardFloat8Sm90Tile, ...]:
         return FORWARD_FLOAT8_SM90_TILES
@@ -115,11 +116,8 @@ class ForwardFloat8(ForwardFamily[ForwardFloat8Sm90Tile]):
         obstacle = draft.why_not_mapped(("q", "k", "v"))
         if obstacle is not None:
             return f"{obstacle}, which TMA cannot serve"
-        terms = [name for name in problem.given(PAIR_OPTIONS) if name != "block_mask"]
-        terms += ["dropout"] if problem.dropout else []
-        terms += ["packed sequences"] if problem.is_packed else []
-        if terms:
-            return f"it knows no {' and no '.join(terms)}"
+        if unknown := self.why_unknown(problem):
+            return unknown
         if problem.head_dim_v % 8:
             return f"a row of out has {problem.head_dim_v} elements, not a multiple of 8"
         rows = FORWARD_FLOAT8_SM90_TILES
@@ -144,6 +142,7 @@ class ForwardWide(ForwardFamily[ForwardWideSm90Tile]):
 
     kernel = "sm90/forward_wide"
     tile = ForwardWideSm90Tile
+    unknown = ("packed sequences", "pages")
 
     def table(self, problem: Problem) -> tuple[ForwardWideSm90Tile, ...]:
         return FORWARD_WIDE_SM90_TILES
@@ -152,10 +151,8 @@ class ForwardWide(ForwardFamily[ForwardWideSm90Tile]):
         problem = draft.problem
         if max(problem.head_dim, problem.head_dim_v) <= max(row.max_dim for row in FORWARD_SM90_TILES):
             return ""
-        terms = ["packed sequences"] if problem.is_packed else []
-        terms += ["pages"] if problem.page_size else []
-        if terms:
-            return f"it knows no {' and no '.join(terms)}"
+        if unknown := self.why_unknown(problem):
+            return unknown
         return why_not_16_bit(draft, MAPPED, FORWARD_WIDE_SM90_TILES, copies=True)
 
     def draft(self, draft: Draft, tile: ForwardWideSm90Tile) -> None:

@@ -15,48 +15,7 @@ from cuflash.spec.problem import Problem
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-LONG_SEQLEN = 2048  # from this length on, larger tiles of keys, or of queries, pay
-# How much longer a tile of queries takes than one of 128 x 128, measured on an H200 where all blocks had equally many.
-FOUR_CONSUMERS = 1.57  # 256 x 64, at head dimension 64
-THREE_CONSUMERS = 1.44  # 192 x 80, at head dimension 128
-WINDOW_CONSUMERS = 1.3  # 192 x 64, at head dimension 128, with a window: by arithmetic from 1.11 of the speed
-Serves = Literal[
-    "any",
-    "no pairs",
-    "bias",
-    "long full",
-    "few full",
-    "few bounded",
-    "long window",
-    "mask function",
-    "lists",
-    "points",
-    "few points",
-    "space",
-    "many points",
-    "dropout",
-]
 BIAS_BY_TMA = "a per-pair bias that TMA can read"
-PER_PAIR = "per-pair bias or mask"
-WOULD_IDLE = "larger tiles would leave SMs idle"
-UNLESS_EARLIER = "unless smaller query tiles finish earlier"
-# What `ForwardSm90Tile.serves` means, in words.
-SERVES: dict[Serves, str] = {
-    "any": "any problem",
-    "no pairs": f"no {PER_PAIR}, and no score_mod that reads rows or keys",
-    "bias": f"{BIAS_BY_TMA}, without masks that are looked up pair by pair",
-    "long full": f"{LONG_SEQLEN} keys or more, not causal; no {PER_PAIR}, score_mod or mask_mod; {UNLESS_EARLIER}",
-    "few full": f"few query tiles, not causal; no {PER_PAIR}: {WOULD_IDLE}",
-    "few bounded": f"few query tiles, causal; no {PER_PAIR}: {WOULD_IDLE}",
-    "long window": f"a sliding window; no {PER_PAIR}, and no score_mod that reads rows or keys; {UNLESS_EARLIER}",
-    "mask function": f"a mask_mod without dropout, window_left, ALiBi, bias or key mask; {UNLESS_EARLIER}",
-    "lists": "block masks, per-pair masks and mask_mod, without a per-pair bias",
-    "points": "a score_mod that reads per-row and per-key values alone; no block mask or per-pair mask",
-    "few points": f"a score_mod of per-row and per-key values, few query tiles: {WOULD_IDLE}",
-    "space": "a score_mod of per-row values and up to three per-key values, without dropout",
-    "many points": f"a score_mod of per-row and per-key values, not causal, no mask_mod or dropout; {UNLESS_EARLIER}",
-    "dropout": "dropout without a per-pair bias and per-pair masks",
-}
 BITS_BLOCK = 64  # queries, and keys, of a block of a mask of bits: kernels/common/score/mask_bits.cuh
 
 

@@ -10,18 +10,12 @@ from typing import ClassVar, Literal
 
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan.device import DeviceSpec
+from cuflash.plan.sm90.conditions import FORWARD, FORWARD_FLOAT8, FORWARD_FLOAT32, ForwardFit
 from cuflash.plan.sm90.scored import (
     BIAS_BY_TMA,
-    FOUR_CONSUMERS,
-    LONG_SEQLEN,
-    SERVES,
-    THREE_CONSUMERS,
-    WINDOW_CONSUMERS,
     ScoredTile,
-    Serves,
     bias_by,
     bias_tile_bytes,
-    rounds,
 )
 from cuflash.plan.tensor_map import CHUNK, LINE_BYTES
 from cuflash.plan.tiles import ARITHMETIC, Tile, chunked_bytes, float32, h200, maker
@@ -40,10 +34,11 @@ class ForwardSm90Tile(ScoredTile):
     num_stages: int
     ping_pong: bool  # consumers take turns to issue products, and the softmax is kept beside a product
     q_stages: int  # tiles of queries in shared memory
-    serves: Serves = "any"
+    serves: str = "any"
     origin: str = field(compare=False)
 
     defined = ("ping_pong", "q_stages")
+    conditions: ClassVar = FORWARD
     variations: ClassVar = {
         "block_m": (128, 192),
         "block_n": WGMMA_COLUMNS,
@@ -86,37 +81,8 @@ class ForwardSm90Tile(ScoredTile):
         bias += 4 * self.block_n * self.key_numbers
         return self.q_stages * q + out + self.num_stages * (k + v + bias) + barriers + next_tiles
 
-    def why_not(self, problem: Problem, device: DeviceSpec) -> str:
-        by = bias_by(problem)
-        tile = self.configured(problem)
-        # Numbers that a function reads of rows and keys take registers, and smaller tiles leave more of them.
-        by_tile = not tile.looks_up_pairs(problem) and not (problem.score is not None and problem.hoisted.reads_pairs)
-        no_pairs = by_tile and by in ("nothing", "keys")
-        has_lists = problem.block_mask is not None or problem.mask_function is not None
-        of_points = tile.reads_points(problem)
-        is_full = problem.window_right is None
-        smallest, own, larger = (rounds(problem, device, rows) for rows in (128, self.block_m, 2 * self.block_m))
-        is_large = THREE_CONSUMERS * own <= smallest
-        is_long = problem.mean_sequence.seqlen_k >= LONG_SEQLEN and is_large
-        is_few = own < FOUR_CONSUMERS * larger
-        is_plain = problem.dropout == 0 and problem.window_left is None and FOUR_CONSUMERS * own <= smallest
-        suits = {
-            "any": True,
-            "no pairs": no_pairs,
-            "long full": no_pairs and is_full and not problem.has_functions and is_long,
-            "few full": no_pairs and is_full and is_few,
-            "few bounded": no_pairs and not is_full and is_few,
-            "long window": no_pairs and problem.has_window and WINDOW_CONSUMERS * own <= smallest,
-            "mask function": no_pairs and is_plain and tile.asks_function_alone(problem),
-            "lists": by in ("nothing", "keys") and (has_lists or tile.mask_by_bits),
-            "points": of_points,
-            "few points": of_points and is_few,
-            "space": of_points and problem.dropout == 0 and tile.numbers_of_keys <= 3,
-            "many points": of_points and is_full and problem.dropout == 0 and not has_lists and is_large,
-            "bias": by_tile and by == "pairs",
-            "dropout": no_pairs and problem.dropout > 0,
-        }[self.serves]
-        return "" if suits else f"for {SERVES[self.serves]}"
+    def fit(self, problem: Problem, device: DeviceSpec) -> ForwardFit:
+        return ForwardFit(self, problem, device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,10 +101,11 @@ class ForwardFloat32Sm90Tile(ScoredTile):
     ping_pong: bool  # consumers take turns to issue products
     bf16_parts: int = 3  # parts that a float32 is split into; two are for TF32's precision
     splits_operands: bool = False  # the producer splits operands, not an earlier kernel
-    serves: Literal["any", "bias"] = "any"
+    serves: str = "any"
     origin: str = field(compare=False)
 
     defined = ("ping_pong", "bf16_parts", "splits_operands")
+    conditions: ClassVar = FORWARD_FLOAT32
     variations: ClassVar = {
         "block_m": (128, 192),
         "block_n": WGMMA_COLUMNS,
@@ -175,10 +142,6 @@ class ForwardFloat32Sm90Tile(ScoredTile):
         )
         return parts + (bias_terms + 16 if bias_terms else 0)
 
-    def why_not(self, problem: Problem, device: DeviceSpec) -> str:
-        suits = self.serves == "any" or bias_by(problem) == "pairs"
-        return "" if suits else f"for {BIAS_BY_TMA}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardFloat8Sm90Tile(Tile):
@@ -192,9 +155,10 @@ class ForwardFloat8Sm90Tile(Tile):
     q_stages: int  # tiles of queries
     overlaps: bool  # a consumer has the scores of a tile and the output of the one before in flight at once
     ping_pong: bool  # consumers take turns to make exponentials
-    serves: Literal["any", "long full", "bounded"] = "any"
+    serves: str = "any"
     origin: str = field(compare=False)
 
+    conditions: ClassVar = FORWARD_FLOAT8
     defined = ("q_stages", "value_stages", "overlaps", "ping_pong")
     variations: ClassVar = {"block_m": (128, 192), "num_stages": (2, 3), "value_stages": (1, 2), "q_stages": (1, 2)}
 
@@ -228,13 +192,12 @@ class ForwardFloat8Sm90Tile(Tile):
         return self.q_stages * q + self.num_stages * (k + transposed) + self.value_stages * v + barriers
 
     def why_not(self, problem: Problem, device: DeviceSpec) -> str:
-        is_full = problem.window_right is None
-        if self.serves == "bounded" and is_full:
-            return "for causal problems"
-        if self.serves == "long full" and not (is_full and problem.mean_sequence.seqlen_k >= LONG_SEQLEN):
-            return f"for {LONG_SEQLEN} keys or more, not causal"
         whole = all(problem.scale_block(name) % self.block_n == 0 for name in ("k_scale", "v_scale"))
-        return "" if whole else f"for scales of heads, or of multiples of {self.block_n} keys"
+        return (
+            super().why_not(problem, device)
+            if whole
+            else f"for scales of heads, or of multiples of {self.block_n} keys"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,182 @@
+"""What rows of the tables of compute capability 9.0 are meant for: each condition as a test, and in words."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from cuflash.plan.sm90.scored import BIAS_BY_TMA, bias_by, rounds
+from cuflash.plan.tiles import ANY, Condition, Fit, by_name
+
+if TYPE_CHECKING:
+    from cuflash.plan.sm90.scored import ScoredTile
+
+LONG_SEQLEN = 2048  # from this length on, larger tiles of keys, or of queries, pay
+# How much longer a tile of queries takes than one of 128 x 128, measured on an H200 where all blocks had equally many.
+FOUR_CONSUMERS = 1.57  # 256 x 64, at head dimension 64
+THREE_CONSUMERS = 1.44  # 192 x 80, at head dimension 128
+WINDOW_CONSUMERS = 1.3  # 192 x 64, at head dimension 128, with a window: by arithmetic from 1.11 of the speed
+_PER_PAIR = "per-pair bias or mask"
+_WOULD_IDLE = "larger tiles would leave SMs idle"
+_UNLESS_EARLIER = "unless smaller query tiles finish earlier"
+
+
+class ForwardFit(Fit):
+    """A row of the forward pass of 16-bit operands beside a problem, as the row sees bias, masks and score."""
+
+    @functools.cached_property
+    def seeing(self) -> ScoredTile:
+        """The row as it sees the problem."""
+        seeing: ScoredTile = self.tile.configured(self.problem)
+        return seeing
+
+    @functools.cached_property
+    def bias(self) -> str:
+        return bias_by(self.problem)
+
+    @functools.cached_property
+    def looks_up_none(self) -> bool:
+        """Whether nothing is looked up pair by pair, neither what hides pairs nor what a score reads."""
+        problem = self.problem
+        reads_pairs = problem.score is not None and problem.hoisted.reads_pairs
+        # Numbers that a function reads of rows and keys take registers, and smaller tiles leave more of them.
+        return not self.seeing.looks_up_pairs(problem) and not reads_pairs
+
+    @property
+    def has_no_pairs(self) -> bool:
+        """Whether there is no per-pair bias either."""
+        return self.has_no_pair_bias and self.looks_up_none
+
+    @property
+    def has_no_pair_bias(self) -> bool:
+        return self.bias in ("nothing", "keys")
+
+    @property
+    def has_lists(self) -> bool:
+        return self.problem.block_mask is not None or self.problem.mask_function is not None
+
+    @property
+    def reads_points(self) -> bool:
+        return self.seeing.reads_points(self.problem)
+
+    @property
+    def is_full(self) -> bool:
+        return self.problem.window_right is None
+
+    @property
+    def has_dropout(self) -> bool:
+        return self.problem.dropout > 0
+
+    @property
+    def is_few(self) -> bool:
+        """Whether tiles of twice the queries would take longer, because they are few."""
+        rows = self.tile.block_m
+        return self._rounds(rows) < FOUR_CONSUMERS * self._rounds(2 * rows)
+
+    def pays(self, cost: float) -> bool:
+        """Whether tiles that take `cost` times as long as those of 128 queries finish earlier."""
+        return cost * self._rounds(self.tile.block_m) <= self._rounds(128)
+
+    def _rounds(self, rows: int) -> int:
+        return rounds(self.problem, self.device, rows)
+
+
+def _is_long(fit: Fit) -> bool:
+    return fit.problem.mean_sequence.seqlen_k >= LONG_SEQLEN
+
+
+# Of `ForwardSm90Tile`.
+FORWARD = by_name(
+    ANY,
+    Condition(
+        "no pairs",
+        lambda fit: fit.has_no_pairs,
+        f"no {_PER_PAIR}, and no score_mod that reads rows or keys",
+    ),
+    Condition(
+        "bias",
+        lambda fit: fit.looks_up_none and fit.bias == "pairs",
+        f"{BIAS_BY_TMA}, without masks that are looked up pair by pair",
+    ),
+    Condition(
+        "long full",
+        lambda fit: (
+            fit.has_no_pairs
+            and fit.is_full
+            and not fit.problem.has_functions
+            and _is_long(fit)
+            and fit.pays(THREE_CONSUMERS)
+        ),
+        f"{LONG_SEQLEN} keys or more, not causal; no {_PER_PAIR}, score_mod or mask_mod; {_UNLESS_EARLIER}",
+    ),
+    Condition(
+        "few full",
+        lambda fit: fit.has_no_pairs and fit.is_full and fit.is_few,
+        f"few query tiles, not causal; no {_PER_PAIR}: {_WOULD_IDLE}",
+    ),
+    Condition(
+        "few bounded",
+        lambda fit: fit.has_no_pairs and not fit.is_full and fit.is_few,
+        f"few query tiles, causal; no {_PER_PAIR}: {_WOULD_IDLE}",
+    ),
+    Condition(
+        "long window",
+        lambda fit: fit.has_no_pairs and fit.problem.has_window and fit.pays(WINDOW_CONSUMERS),
+        f"a sliding window; no {_PER_PAIR}, and no score_mod that reads rows or keys; {_UNLESS_EARLIER}",
+    ),
+    Condition(
+        "mask function",
+        lambda fit: (
+            fit.has_no_pairs
+            and not fit.has_dropout
+            and fit.problem.window_left is None
+            and fit.pays(FOUR_CONSUMERS)
+            and fit.seeing.asks_function_alone(fit.problem)
+        ),
+        f"a mask_mod without dropout, window_left, ALiBi, bias or key mask; {_UNLESS_EARLIER}",
+    ),
+    Condition(
+        "lists",
+        lambda fit: fit.has_no_pair_bias and (fit.has_lists or fit.seeing.mask_by_bits),
+        "block masks, per-pair masks and mask_mod, without a per-pair bias",
+    ),
+    Condition(
+        "points",
+        lambda fit: fit.reads_points,
+        "a score_mod that reads per-row and per-key values alone; no block mask or per-pair mask",
+    ),
+    Condition(
+        "few points",
+        lambda fit: fit.reads_points and fit.is_few,
+        f"a score_mod of per-row and per-key values, few query tiles: {_WOULD_IDLE}",
+    ),
+    Condition(
+        "space",
+        lambda fit: fit.reads_points and not fit.has_dropout and fit.seeing.numbers_of_keys <= 3,
+        "a score_mod of per-row values and up to three per-key values, without dropout",
+    ),
+    Condition(
+        "many points",
+        lambda fit: (
+            fit.reads_points and fit.is_full and not fit.has_dropout and not fit.has_lists and fit.pays(THREE_CONSUMERS)
+        ),
+        f"a score_mod of per-row and per-key values, not causal, no mask_mod or dropout; {_UNLESS_EARLIER}",
+    ),
+    Condition(
+        "dropout",
+        lambda fit: fit.has_no_pairs and fit.has_dropout,
+        "dropout without a per-pair bias and per-pair masks",
+    ),
+)
+# Of `ForwardFloat32Sm90Tile`.
+FORWARD_FLOAT32 = by_name(ANY, Condition("bias", lambda fit: bias_by(fit.problem) == "pairs", BIAS_BY_TMA))
+# Of `ForwardFloat8Sm90Tile`.
+FORWARD_FLOAT8 = by_name(
+    ANY,
+    Condition("bounded", lambda fit: fit.problem.window_right is not None, "causal problems"),
+    Condition(
+        "long full",
+        lambda fit: fit.problem.window_right is None and _is_long(fit),
+        f"{LONG_SEQLEN} keys or more, not causal",
+    ),
+)
