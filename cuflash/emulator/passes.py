@@ -95,7 +95,7 @@ def run(
         statistics.append(
             module.launch(
                 kernel.name,
-                argument if kernel.target == "sm_90a" else params.tobytes()[: int(defines["CUFLASH_PARAMS_BYTES"])],
+                argument if kernel.target.endswith("a") else params.tobytes()[: int(defines["CUFLASH_PARAMS_BYTES"])],
                 grid=kernel.grid,
                 threads=kernel.threads,
                 shared_bytes=kernel.shared_bytes,

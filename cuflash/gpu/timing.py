@@ -12,6 +12,7 @@ import numpy as np
 from cuflash.gpu import backend as gpu_backend
 from cuflash.gpu import tuning
 from cuflash.plan import LaunchPlan
+from cuflash.plan.architectures import FAMILIES
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import OUTPUTS
 from cuflash.spec.passes import PASS_NAMES, Pass
@@ -43,7 +44,7 @@ class Stopwatch:
         if self._first is None:
             self._first = results
         for name, got, right in zip(plan.pass_.default, results, self._first, strict=True):
-            of_bytes = name == "lse" and plan.kernels[-1].source == "sm90/forward_float8.cu"
+            of_bytes = name == "lse" and FAMILIES[type(plan.tiles[0])].multiplies_float8
             difference = _difference(got, right, LSE_OF_BYTES if of_bytes else 0.0)
             if difference:
                 return f"{name} {difference}"

@@ -28,53 +28,8 @@ from cuflash.arrays.checks import LONGEST_VALUE
 from cuflash.gpu.compiler import CompileError, compile_spec, kernels_fingerprint
 from cuflash.gpu.kernel_cache import cache_directory, make_own_directory, read_own, write_atomically
 from cuflash.plan import DeviceSpec, LaunchPlan, choose_plan
+from cuflash.plan.architectures import FAMILIES
 from cuflash.plan.backward import SOFTMAX_KERNELS
-from cuflash.plan.sm80.decode import Decode, DecodeTile
-from cuflash.plan.sm80.tiles import (
-    BACKWARD_TILES,
-    DQ_TILES,
-    FLOAT8_TILES,
-    FORWARD_TILES,
-    SCORES_TILES,
-    BackwardTile,
-    DqTile,
-    ForwardTile,
-    ScoresTile,
-)
-from cuflash.plan.sm90.decode_tiles import (
-    DECODE_FLOAT8_SM90_TILES,
-    DECODE_SM90_TILES,
-    DecodeFloat8Sm90Tile,
-    DecodeSm90Tile,
-)
-from cuflash.plan.sm90.tiles import (
-    BACKWARD_FLOAT32_SM90_TILES,
-    BACKWARD_SM90_TILES,
-    BACKWARD_TF32_SM90_TILES,
-    BIAS_FLOAT32_SM90_TILES,
-    BIAS_SM90_TILES,
-    BIAS_TF32_SM90_TILES,
-    FORWARD_FLOAT8_SM90_TILES,
-    FORWARD_FLOAT32_SM90_TILES,
-    FORWARD_SM90_TILES,
-    FORWARD_TF32_SM90_TILES,
-    BackwardFloat32Sm90Tile,
-    BackwardSm90Tile,
-    BiasSm90Tile,
-    ForwardFloat8Sm90Tile,
-    ForwardFloat32Sm90Tile,
-    ForwardSm90Tile,
-)
-from cuflash.plan.sm90.wide_tiles import (
-    BACKWARD_WIDE_SM90_TILES,
-    DECODE_WIDE_SM90_TILES,
-    DQ_WIDE_SM90_TILES,
-    FORWARD_WIDE_SM90_TILES,
-    BackwardWideSm90Tile,
-    DecodeWideSm90Tile,
-    DqWideSm90Tile,
-    ForwardWideSm90Tile,
-)
 from cuflash.plan.tiles import Tile, serves_dims, why_too_large
 from cuflash.spec.binding import Layout
 from cuflash.spec.passes import FORWARD, Pass
@@ -88,31 +43,6 @@ MARGIN = 0.01  # a candidate has to be faster than the table's row by more than 
 
 # ---- What is tried ---------------------------------------------------------------------------------------------------
 
-# Rows that compute a problem as a row of this kind does: from the same products, in the same precision.
-_ROWS: dict[type, tuple[Tile, ...]] = {
-    ForwardTile: FORWARD_TILES,
-    DecodeTile: FORWARD_TILES,  # and those of its table that hold as many queries
-    ForwardSm90Tile: (*FORWARD_SM90_TILES, *FORWARD_TILES),
-    DecodeWideSm90Tile: (*DECODE_WIDE_SM90_TILES, *FORWARD_WIDE_SM90_TILES),
-    ForwardWideSm90Tile: (*FORWARD_WIDE_SM90_TILES, *FORWARD_TILES),
-    DecodeSm90Tile: (*DECODE_SM90_TILES, *FORWARD_SM90_TILES),
-    ForwardFloat32Sm90Tile: (*FORWARD_FLOAT32_SM90_TILES, *FORWARD_TF32_SM90_TILES),
-    BackwardTile: BACKWARD_TILES,
-    BackwardSm90Tile: (*BACKWARD_SM90_TILES, *BACKWARD_TILES),
-    BackwardFloat32Sm90Tile: (*BACKWARD_FLOAT32_SM90_TILES, *BACKWARD_TF32_SM90_TILES),
-    BackwardWideSm90Tile: BACKWARD_WIDE_SM90_TILES,
-    DqTile: DQ_TILES,
-    DqWideSm90Tile: DQ_WIDE_SM90_TILES,
-    ScoresTile: SCORES_TILES,
-    BiasSm90Tile: (*BIAS_SM90_TILES, *BIAS_FLOAT32_SM90_TILES, *BIAS_TF32_SM90_TILES),
-}
-# The same for fp8 numbers.
-_ROWS_OF_FLOAT8: dict[type, tuple[Tile, ...]] = {
-    ForwardTile: FLOAT8_TILES,
-    DecodeTile: FLOAT8_TILES,
-    DecodeFloat8Sm90Tile: DECODE_FLOAT8_SM90_TILES,
-    ForwardFloat8Sm90Tile: FORWARD_FLOAT8_SM90_TILES,
-}
 _NEAR = 32  # keys: only values of block_n that are so near to the row's are tried, and half and twice the row's
 
 
@@ -143,15 +73,9 @@ def _alternatives(plan: LaunchPlan) -> Iterator[tuple[Tile, ...]]:
     # In a deterministic backward pass, other kernels have a row for dq, too.
     any_kind = not (plan.pass_.adds_to_memory and plan.problem.deterministic)
     for place, tile in enumerate(plan.tiles):
-        for other in (*_rows(tile, plan.problem), *_variations(tile)):
+        for other in (*FAMILIES[type(tile)].alternatives(plan.problem), *_variations(tile)):
             if any_kind or type(other) is type(tile):
                 yield (*plan.tiles[:place], other, *plan.tiles[place + 1 :])
-
-
-def _rows(tile: Tile, problem: Problem) -> tuple[Tile, ...]:
-    """The rows that compute the problem as this one does."""
-    of_this = Decode().table(problem) if isinstance(tile, DecodeTile) else ()
-    return (*of_this, *(_ROWS_OF_FLOAT8 if problem.has_float8 else _ROWS)[type(tile)])
 
 
 def _variations(tile: Tile) -> Iterator[Tile]:
@@ -172,14 +96,12 @@ def _why_not(tiles: Sequence[Tile], plan: LaunchPlan) -> str:
     if len(tiles) != len(plan.tiles):
         return f"{len(tiles)} tiles for a plan of {len(plan.tiles)}"
     for tile, of_table in zip(tiles, plan.tiles, strict=True):
-        kinds = {type(row) for row in _rows(of_table, plan.problem)}
+        kinds = {type(row) for row in FAMILIES[type(of_table)].alternatives(plan.problem)}
         if type(tile) not in kinds or getattr(tile, "bf16_parts", None) != getattr(of_table, "bf16_parts", None):
             return f"{tile.label} computes other products than {of_table.label}"
         if not serves_dims(tile, plan.problem):
             return f"{tile.label} is not for these head dimensions"
-        if isinstance(tile, ForwardFloat8Sm90Tile | DecodeTile | DecodeWideSm90Tile) and tile.why_not(
-            plan.problem, plan.device
-        ):
+        if tile.serves_nothing_else and tile.why_not(plan.problem, plan.device):
             return f"{tile.label} is {tile.why_not(plan.problem, plan.device)}"
         excess = why_too_large(tile, plan.problem, plan.device)
         if excess:
@@ -355,7 +277,7 @@ class Winner:
     table_tflops: float
 
 
-_KINDS = {kind.__name__: kind for kind in (*_ROWS, *_ROWS_OF_FLOAT8)}
+_KINDS = {kind.__name__: kind for kind in FAMILIES}
 _recalled: dict[Path, Winner | str | None] = {}  # what this process has read from a file, or why it could not
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from cuflash.plan.architectures import BACKWARD_FAMILIES, BIAS_FAMILIES, DQ_FAMILIES, SCORES_FAMILIES
 from cuflash.plan.draft import SUMS_CAPTURED, Draft
-from cuflash.plan.families import BackwardFamily, DqFamily, choose_family, family_of
+from cuflash.plan.families import BACK_SECTION, BackwardFamily, choose_family, family_of
 from cuflash.plan.scores import (
     add_captured,
     add_captured_around,
@@ -16,17 +17,8 @@ from cuflash.plan.scores import (
     needs,
     score_gradients,
 )
-from cuflash.plan.sm80 import backward as sm80_backward
-from cuflash.plan.sm80.tiles import SCORES_TILES, ScoresTile
-from cuflash.plan.sm90.backward import BACK_SECTION, Backward, BackwardFloat32, steps_of_tile
-from cuflash.plan.sm90.backward_bias import add_bias_gradient, choose_bias_tile
-from cuflash.plan.sm90.backward_wide import BackwardWide, DqWide
-from cuflash.plan.sm90.tiles import BiasSm90Tile
-from cuflash.plan.tiles import ROLES, Role, Tile, choose_row, tile_bytes, tiles_at_once
+from cuflash.plan.tiles import ROLES, Role, Tile, tile_bytes, tiles_at_once
 from cuflash.spec.inputs import TERMS
-
-FAMILIES: tuple[BackwardFamily[Any], ...] = (BackwardFloat32(), BackwardWide(), Backward(), sm80_backward.Backward())
-DQ_FAMILIES: tuple[DqFamily[Any], ...] = (DqWide(), sm80_backward.Dq())
 
 # Where more blocks cost extra work, a grid should have this many times the number of blocks that are resident at once.
 # The first number is for blocks of equal length, the second for a causal mask. Measured on an H200 with one key/value
@@ -54,7 +46,6 @@ LOOKED_UP = dict.fromkeys(
 DELTA_WARPS = {"float64": 16, "float32": 24, "others": 32}
 SOFTMAX_WARPS = 16  # warps of a block of the kernels that make gradients of parts of the softmax
 _OF_KEYS = ("dk", "dv")
-SCORES_KERNEL = "sm80/backward_scores.cu"  # makes gradients of parts of the scores that no other kernel makes
 # The kernels that make the gradients of parts of the softmax, one each.
 SOFTMAX_KERNELS = {term.gradient: f"helpers/{term.name}.cu" for term in TERMS if term.part_of == "softmax"}
 
@@ -66,8 +57,8 @@ class _Rows(NamedTuple):
     family: BackwardFamily[Any] | None
     main: Any
     dq: Any
-    scores: ScoresTile | None
-    bias: BiasSm90Tile | None
+    scores: Any
+    bias: Any
     summed: tuple[str, ...]  # gradients of parts of the scores that the main kernel sums
     sums_captured: bool  # whether it also sums the gradients of arrays that the score reads
 
@@ -106,12 +97,15 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     draft.defines["CUFLASH_CLEARS_AHEAD"] = int(draft.run_time.clear_ahead > 0)
     around = _add_delta(draft, family, dq)
     stored, sums = by_kind([name for name in score_gradients(draft) if name not in summed])
-    if scores is not None and stored and bias is None:
-        add_stored(draft, scores, SCORES_KERNEL, stored)
-    if scores is not None and sums:
-        add_sums(draft, scores, SCORES_KERNEL, sums)
-    if scores is not None and draft.captured_gradients and not sums_captured:
-        add_captured(draft, scores, SCORES_KERNEL)
+    if scores is not None:
+        of_scores = family_of(SCORES_FAMILIES, scores)
+        draft.models.append(of_scores.model)
+        if stored and bias is None:
+            add_stored(draft, scores, of_scores.source, stored)
+        if sums:
+            add_sums(draft, scores, of_scores.source, sums)
+        if draft.captured_gradients and not sums_captured:
+            add_captured(draft, scores, of_scores.source)
     if family is not None and main is not None:
         if sums_captured:
             add_captured_around(draft, around, SUMS_CAPTURED, stores=False)
@@ -125,7 +119,9 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
             names = ", ".join(draft.captured_gradients)
             draft.reasons.append(f"{names}: summed by the main kernel: exact sums, whose order does not matter")
     if bias is not None:
-        add_bias_gradient(draft, bias, main, stored)
+        of_bias = family_of(BIAS_FAMILIES, bias)
+        draft.models.append(of_bias.model)
+        of_bias.add(draft, bias, main, stored)
     if dq is not None:
         _add_dq(draft, dq)
         if family is not None and family.makes_dq:
@@ -141,15 +137,15 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
 
 def _rows(draft: Draft, tiles: tuple[Tile, ...] | None) -> _Rows:
     """Choose the rows."""
-    problem, device, need = draft.problem, draft.device, draft.need
+    problem, need = draft.problem, draft.need
     given: dict[Role, Any] = {tile.role: tile for tile in tiles or ()}
     main, dq, scores, bias = (given.get(role) for role in ROLES)
     family = None
     if tiles:
         draft.reasons.append(draft.origin)
-        family = None if main is None else family_of(FAMILIES, main)
-    elif set(need) & {"dk", "dv"} or ("dq" in need and FAMILIES[0].obstacle(draft) is None):
-        family, main, reason = choose_family(FAMILIES, draft)
+        family = None if main is None else family_of(BACKWARD_FAMILIES, main)
+    elif set(need) & {"dk", "dv"} or ("dq" in need and _may_make_dq_alone(draft)):
+        family, main, reason = choose_family(BACKWARD_FAMILIES, draft)
         draft.reasons.append(reason)
     if not set(need) & {"dq", "dk", "dv"}:
         family = main = None
@@ -177,15 +173,21 @@ def _rows(draft: Draft, tiles: tuple[Tile, ...] | None) -> _Rows:
     if not stored:
         bias = None
     elif bias is not None:
-        bias = bias.configured(problem)
+        bias = family_of(BIAS_FAMILIES, bias).configured(bias, problem)
     elif scores is None:
-        bias = choose_bias_tile(draft, main)
+        chosen = (own.choose(draft, main) for own in BIAS_FAMILIES)
+        bias = next((tile for tile in chosen if tile is not None), None)
     if not sums and (not stored or bias is not None) and (not draft.captured_gradients or sums_captured):
         scores = None
     elif scores is None:
-        scores, reason = choose_row(SCORES_TILES, problem, device)
+        _, scores, reason = choose_family(SCORES_FAMILIES, draft)
         draft.reasons.append(reason)
     return _Rows(family, main, dq, scores, bias, summed, sums_captured)
+
+
+def _may_make_dq_alone(draft: Draft) -> bool:
+    """Whether a family of the whole pass is preferred to kernels of dq."""
+    return any(family.serves_dq_alone and family.obstacle(draft) is None for family in BACKWARD_FAMILIES)
 
 
 def _sums_captured(draft: Draft, family: BackwardFamily[Any] | None, main: Any) -> bool:
@@ -224,7 +226,9 @@ def _add_dq(draft: Draft, dq: Any) -> None:
     m_blocks, is_wide = draft.heads * draft.tiles_of(draft.problem.seqlen_q, dq.block_m), _has_wide(draft, "dq")
     draft.add_lists(dq, "key_lists")
     makes, options = ("wide_dq",) if is_wide else (), {"CUFLASH_DQ_WIDE": int(is_wide)}
-    family_of(DQ_FAMILIES, dq).add(draft, dq, m_blocks, makes, options)
+    family = family_of(DQ_FAMILIES, dq)
+    draft.models.append(family.model)
+    family.add(draft, dq, m_blocks, makes, options)
 
 
 # ---- how blocks share the work ---------------------------------------------------------------------------------------
@@ -250,7 +254,7 @@ def _group_splits(draft: Draft, family: BackwardFamily[Any], main: Tile, n_block
 def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
     """Let blocks share the tiles of keys that do not fill the device (all, or the last wave), if that is faster."""
     problem, resident = draft.problem, tiles_at_once(main, draft.device)
-    steps = steps_of_tile(draft, main)
+    steps = draft.steps_of_tile(main)
     tiles = problem.batch * problem.num_heads_kv * -(-problem.mean_sequence.seqlen_k // main.block_n)
     # Under a causal mask the longest tiles start first, so that only short ones are left at the end.
     even = (problem.window_left is None) == (problem.window_right is None) and problem.block_mask is None
@@ -281,7 +285,7 @@ def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: Tile | None
     Returns the tile whose fragments tell the kernels around the main one how memory is laid out.
     """
     problem = draft.problem
-    first = draft.tiles[0] if draft.tiles else choose_row(SCORES_TILES, problem, draft.device)[0]
+    first = draft.tiles[0] if draft.tiles else choose_family(SCORES_FAMILIES, draft)[1]
     draft.add_tables(first)
     owner = family if family is not None or dq is None else family_of(DQ_FAMILIES, dq)
     around = first if owner is None else owner.accumulator_layout(first)
@@ -316,6 +320,7 @@ def _add_main(
     blocks = shared + run_time.whole_tiles
     makes = (*summed, "captured") if sums_captured else summed
     options = needs(summed) | {"CUFLASH_NEEDS_CAPTURED": SUMS_CAPTURED if sums_captured else 0}
+    draft.models.append(family.model)
     family.add(draft, main, blocks, makes, options)
     return blocks
 

@@ -93,6 +93,7 @@ def choose_plan(
         tables=draft.tables,
         reason="\n".join(draft.reasons),
         need=draft.need,
+        models=tuple(draft.models),
         any_length=pass_.any_length and not _has_keys_elsewhere(problem) and not draft.copies.keys() & {"k", "v"},
         hides_last_keys=draft.hides_last_keys,
     )

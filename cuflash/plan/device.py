@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+# From this compute capability on, devices have instructions that later ones lack, and launches may overlap.
+FIRST_OF_ITS_OWN = 90
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpec:
@@ -23,6 +26,19 @@ class DeviceSpec:
     def target(self) -> str:
         """The architecture as the compiler spells it."""
         return f"sm_{self.compiled_for or self.arch}"
+
+    def target_for(self, source: str) -> str:
+        """The same for a file of the kernels: those of an architecture from 9.0 on have instructions that it alone has.
+
+        A file lies in the folder of its architecture, such as sm90, or in one for all architectures.
+        """
+        own = _number(source.partition("/")[0])
+        return self.target + ("a" if own >= FIRST_OF_ITS_OWN else "")
+
+    @property
+    def overlaps_launches(self) -> bool:
+        """Whether a kernel may start before the one before it has ended (programmatic dependent launch)."""
+        return self.arch >= FIRST_OF_ITS_OWN
 
     def as_arch(self, arch: str) -> DeviceSpec:
         """The device as one of an earlier compute capability: kernels use no instructions of later ones."""
@@ -45,8 +61,8 @@ class DeviceSpec:
 
 
 def _number(arch: str) -> int:
-    """90 for "9.0", "90" and "sm_90"; 0 for anything that is no compute capability."""
-    digits = str(arch).removeprefix("sm_").replace(".", "")
+    """90 for "9.0", "90", "sm_90" and "sm90"; 0 for anything that is no compute capability."""
+    digits = str(arch).removeprefix("sm").removeprefix("_").replace(".", "")
     return int(digits) if digits.isdecimal() else 0
 
 

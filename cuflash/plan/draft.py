@@ -15,10 +15,11 @@ from cuflash.plan.launch_plan import FilledTable, KernelSpec, RunTime, option_na
 from cuflash.plan.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.plan.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 from cuflash.plan.tiles import Tile, round_up
+from cuflash.plan.traffic import Model
 from cuflash.score_mod import Program
 from cuflash.spec.inputs import CAPS, DEFINES, FP8_SCALES, MASKS, PAIR_OPTIONS, TERMS, Term
 from cuflash.spec.outputs import SCORE_GRADIENTS
-from cuflash.spec.passes import Pass
+from cuflash.spec.passes import BACKWARD, FORWARD, Pass
 from cuflash.spec.problem import Problem
 
 TABLE_WARPS = 8  # warps of a block that fills tables
@@ -49,7 +50,7 @@ BIAS_HEADER_BYTES = 16  # in front of the notes of a bias: BiasBlocks of kernels
 # Lanes of a warp that look at one tile of a bias. So a warp has few tiles, since it looks at hidden ones one by one.
 BIAS_LANES = 8
 COUNTED_BY_DQ = "the order of dq counts them"  # why tiles that a mask hides are computed
-WRITTEN = ("out", "dq", "dk", "dv")  # results that kernels of compute capability 9.0 write 16 bytes at a time
+WRITTEN = (*FORWARD.written, *BACKWARD.written)  # results that TMA may write, 16 bytes at a time
 
 
 @dataclass(kw_only=True)
@@ -67,6 +68,7 @@ class Draft:
     tables: tuple[FilledTable, ...] = ()  # tables of the program, which a kernel fills
     tiles: tuple[Tile, ...] = ()
     kernels: list[KernelSpec] = field(default_factory=list)
+    models: list[Model | None] = field(default_factory=list)  # of what each main kernel moves
     scratch: dict[str, int] = field(default_factory=dict)
     tensor_maps: tuple[TensorMapSpec, ...] = ()
     copies: dict[str, Operand] = field(default_factory=dict)  # scratch arrays that TMA reads in place of these
@@ -102,6 +104,14 @@ class Draft:
         if self.problem.is_packed:
             return seqlen // rows + self.problem.batch + 1
         return -(-seqlen // rows)
+
+    def steps_of_tile(self, main: Tile) -> int:
+        """The most tiles of queries, of all heads of a group, that a tile of keys meets; packed: of mean length."""
+        problem = self.problem.mean_sequence
+        queries = problem.seqlen_q
+        if problem.window_left is not None and problem.window_right is not None:
+            queries = min(queries, problem.window_left + problem.window_right + main.block_n)
+        return -(-queries // main.block_m) * problem.group_size
 
     def padded_dims(self, tile: Tile) -> tuple[int, int]:
         """Head dimensions as a kernel of this row sees them."""
@@ -372,8 +382,8 @@ class Draft:
         check_blocks(blocks)
         untold = _untold(source, told)
         name = "_".join((_symbol(source, self.problem, tile, untold), *makes))
-        # Launches overlap from compute capability 9.0 on; kernels without blocks are not launched.
-        overlaps = self.device.arch >= 90 and any(kernel.grid for kernel in self.kernels)
+        # Kernels without blocks are not launched.
+        overlaps = self.device.overlaps_launches and any(kernel.grid for kernel in self.kernels)
         every = self.defines | tile.defines() | defines | {"CUFLASH_OVERLAPS_PREVIOUS": int(overlaps)}
         every |= dict.fromkeys((define for option in untold for define in _UNTOLD[option]), 0)
         if source.startswith("helpers/"):
@@ -392,8 +402,7 @@ class Draft:
             KernelSpec(
                 source=source,
                 name=name,
-                # Kernels for compute capability 9.0 need instructions that no other one has.
-                target=self.device.target + ("a" if source.startswith("sm90/") else ""),
+                target=self.device.target_for(source),
                 defines=tuple(sorted(every.items())),
                 grid=blocks,
                 threads=32 * int(every["CUFLASH_NUM_WARPS"]),

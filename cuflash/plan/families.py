@@ -1,16 +1,18 @@
 """Families of kernels: each serves some problems on some devices, says why not others, and adds its kernels to a plan.
 
-`cuflash.plan.forward` and `cuflash.plan.backward` list the families, the one to prefer first.
+`cuflash.plan.architectures` lists the architectures, each of which lists its families.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from cuflash.plan.draft import Draft
 from cuflash.plan.tiles import Row, Tile, choose_row
+from cuflash.plan.traffic import Model
 from cuflash.spec.problem import Problem
 
 # What some families do not know, beside optional inputs: the words of a plan, and how a problem tells.
@@ -21,6 +23,9 @@ _FEATURES: dict[str, Callable[[Problem], bool]] = {
 }
 
 
+BACK_SECTION = 16  # this many heads whose walks go back (`BackwardFamily.back_share`) are side by side
+
+
 class Family(ABC, Generic[Row]):
     """A way to compute a pass: a main kernel, named `kernel`, with tiles of type `tile`, and the kernels around it."""
 
@@ -29,6 +34,8 @@ class Family(ABC, Generic[Row]):
     has_functions: ClassVar[bool] = False  # it serves score_mod and mask_mod
     has_float8: ClassVar[bool] = False  # q, k and v may be fp8, which it makes wider
     multiplies_float8: ClassVar[bool] = False  # they are all fp8, which it multiplies as they are
+    reads_keys_once: ClassVar[bool] = False  # it reads a key once for all query heads that share it
+    model: ClassVar[Model | None] = None  # how `cuflash.plan.traffic` models what its main kernel moves, if it does
     unknown: ClassVar[tuple[str, ...]] = ()  # optional inputs, numbers and `_FEATURES` that it does not know
 
     @property
@@ -39,6 +46,10 @@ class Family(ABC, Generic[Row]):
     @abstractmethod
     def table(self, problem: Problem) -> tuple[Row, ...]:
         """The rows to choose from."""
+
+    def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
+        """Rows of all tables that compute the problem as its own do: from the same products, in the same precision."""
+        return self.table(problem)
 
     def accumulator_layout(self, main: Row) -> Tile:
         """The tile whose fragments tell the kernels around the main one how its results are laid out in memory."""
@@ -78,6 +89,7 @@ class BackwardFamily(Family[Row]):
     They make dk and dv, and most add to dq, unless it has a kernel of its own.
     """
 
+    serves_dq_alone: ClassVar[bool] = False  # it is preferred to kernels of dq where neither dk nor dv is wanted
     makes_dq: ClassVar[bool] = True  # whether it can add to dq; otherwise dq has a kernel of its own
     makes_both: ClassVar[bool] = False  # it makes both dk and dv, even if only one is wanted
     shares_tail: ClassVar[bool] = False  # blocks may share the queries of the last tiles of keys
@@ -141,6 +153,38 @@ class DqFamily(Family[Row]):
     @abstractmethod
     def add(self, draft: Draft, tile: Row, blocks: int, makes: Collection[str], options: Mapping[str, int]) -> None:
         """Add the kernel."""
+
+
+class ScoresFamily(Family[Row]):
+    """A family of kernels that make gradients of parts of the scores, which no other kernel of the pass makes."""
+
+
+class BiasFamily(Family[Row]):
+    """A family of kernels that make the gradient of a per-pair bias alone."""
+
+    @abstractmethod
+    def configured(self, tile: Row, problem: Problem) -> Row:
+        """The row as it sees the problem."""
+
+    @abstractmethod
+    def choose(self, draft: Draft, main: Tile | None) -> Row | None:
+        """The row that serves beside that of the main kernel, if there is one; None if none does."""
+
+    @abstractmethod
+    def add(self, draft: Draft, tile: Row, main: Tile | None, stored: Collection[str]) -> None:
+        """Add the kernel, after the main one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """The families of one architecture, by what they compute, each list with the one to prefer first."""
+
+    decode: tuple[ForwardFamily[Any], ...] = ()
+    forward: tuple[ForwardFamily[Any], ...] = ()
+    backward: tuple[BackwardFamily[Any], ...] = ()
+    dq: tuple[DqFamily[Any], ...] = ()
+    scores: tuple[ScoresFamily[Any], ...] = ()
+    bias: tuple[BiasFamily[Any], ...] = ()
 
 
 F = TypeVar("F", bound=Family[Any])

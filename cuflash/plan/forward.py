@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from cuflash.plan.architectures import FORWARD_FAMILIES
 from cuflash.plan.draft import Draft
-from cuflash.plan.families import ForwardFamily, choose_family, family_of
-from cuflash.plan.sm80 import decode as sm80_decode
-from cuflash.plan.sm80 import forward as sm80_forward
-from cuflash.plan.sm90.decode import Decode, DecodeFloat8, DecodeWide
-from cuflash.plan.sm90.forward import Forward, ForwardFloat8, ForwardFloat32, ForwardWide
+from cuflash.plan.families import choose_family, family_of
 from cuflash.plan.tiles import Tile
-
-FAMILIES: tuple[ForwardFamily[Any], ...] = (
-    DecodeFloat8(),  # before Decode, because its tiles are tiles of Decode, too
-    Decode(),
-    DecodeWide(),  # before ForwardWide, because its tiles are tiles of ForwardWide, too
-    sm80_decode.Decode(),
-    ForwardFloat32(),
-    ForwardFloat8(),
-    ForwardWide(),
-    Forward(),
-    sm80_forward.Forward(),
-)
 
 
 def draft_forward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     """Add the kernels of the forward pass, with the tile that is given, or one of the tables."""
     if tiles:
         tile, reason = tiles[0], draft.origin
-        family = family_of(FAMILIES, tile)
+        family = family_of(FORWARD_FAMILIES, tile)
     else:
-        family, tile, reason = choose_family(FAMILIES, draft)
+        family, tile, reason = choose_family(FORWARD_FAMILIES, draft)
     draft.tiles = (tile,)
     is_wide = draft.arrays["out"].dtype != draft.problem.dtype
     draft.defines["CUFLASH_OUT_WIDE"] = int(is_wide)
@@ -44,3 +27,4 @@ def draft_forward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     draft.add_tables(tile)
     draft.reasons.append(reason)
     family.draft(draft, tile)
+    draft.models.append(family.model)

@@ -10,7 +10,7 @@ from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan.device import DeviceSpec, why_by_lanes
 from cuflash.plan.tensor_map import TensorMapSpec
 from cuflash.plan.tiles import Tile, round_up
-from cuflash.plan.traffic import Traffic, predict
+from cuflash.plan.traffic import Model, Traffic, predict
 from cuflash.score_mod import Table
 from cuflash.spec.passes import Pass
 from cuflash.spec.problem import Problem
@@ -114,6 +114,7 @@ class LaunchPlan:
     tables: tuple[FilledTable, ...] = ()  # what kernels read in place of parts of the score
     need: tuple[str, ...] = ()  # results that are computed
     any_length: bool = False  # it serves all numbers of keys that have the same `planned_length`
+    models: tuple[Model | None, ...] = ()  # how `cuflash.plan.traffic` models each main kernel
     hides_last_keys: bool = False  # it hides all after the last key: tensor maps of k and v may reach over it
     resources: tuple[str, ...] = ()  # registers and spills of each kernel, once compiled
 

@@ -86,6 +86,8 @@ class Tile:
     role: ClassVar[Role] = "main"
     # What `serves` may name. Rows of tables without conditions serve any problem.
     conditions: ClassVar[Mapping[str, Condition]] = {}
+    # Whether its kernel cannot compute what `why_not` rules out: then tuning does not try the row either.
+    serves_nothing_else: ClassVar[bool] = False
     # Values that tuning may change fields to, one at a time.
     variations: ClassVar[dict[str, tuple[int, ...]]] = {}
 

@@ -12,7 +12,7 @@ rules below.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan.device import DeviceSpec
@@ -26,8 +26,9 @@ from cuflash.spec.problem import Problem
 # fitted to the counters of an H200.
 L2_SHARE = 0.42
 LOOKS = ("helpers/mask_bits.cu", "helpers/mask_tiles.cu")  # kernels that read a mask once, for all others
-BY_QUERIES, DECODE = ("sm80/forward.cu", "sm90/forward.cu"), ("sm80/decode.cu", "sm90/decode.cu")
-BY_KEYS, DQ = ("sm80/backward.cu", "sm90/backward.cu"), "sm80/backward_dq.cu"
+# What the blocks of a main kernel own: tiles of queries, equal shares of the keys of all heads (decode), tiles of keys,
+# those of them that some query sees, or tiles of queries for dq alone.
+Model = Literal["queries", "shares of keys", "keys", "visible keys", "queries of dq"]
 
 
 class Plan(Protocol):
@@ -43,6 +44,8 @@ class Plan(Protocol):
     def tiles(self) -> tuple[Tile, ...]: ...
     @property
     def kernels(self) -> tuple[Any, ...]: ...
+    @property
+    def models(self) -> tuple[Model | None, ...]: ...
     @property
     def run_time(self) -> Any: ...
     @property
@@ -96,13 +99,12 @@ def _in_words(nbytes: float) -> str:
 
 def predict(plan: Plan) -> Traffic | None:
     """The traffic of a plan; None if it has a kernel whose tiles are not modelled."""
-    sources = {kernel.source for kernel in plan.kernels if not kernel.source.startswith("helpers/")}
     problem = plan.problem
-    if not sources or not sources <= {*BY_QUERIES, *DECODE, *BY_KEYS, DQ} or not problem.visible_pairs:
+    if not plan.models or None in plan.models or not problem.visible_pairs:
         return None
     if problem.has_float8 or "captured_sums" in plan.scratch_sizes:
         return None
-    return _TRAFFIC[plan.pass_](plan, sources)
+    return _TRAFFIC[plan.pass_](plan)
 
 
 # ---- Tiles that are visible ------------------------------------------------------------------------------------------
@@ -209,12 +211,12 @@ def _blocks_at_once(plan: Plan, tile: Tile, blocks: int) -> int:
     return max(1, min(blocks, plan.device.num_sms * tile.min_blocks))
 
 
-def _forward(plan: Plan, sources: set[str]) -> Traffic:
+def _forward(plan: Plan) -> Traffic:
     problem, tile = plan.problem, plan.tiles[0]
     one = problem.mean_sequence
     of_q, of_v = _row_bytes(problem)
     heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
-    if sources & set(DECODE):
+    if "shares of keys" in plan.models:
         tiles, keys = _decoding(plan)
     else:
         rows = key_rows(one, tile.block_m, tile.block_n)
@@ -246,16 +248,16 @@ def _decoding(plan: Plan) -> tuple[int, float]:
     return keys + loads_of_q * problem.group_size * problem.seqlen_q * of_q, keys
 
 
-def _backward(plan: Plan, sources: set[str]) -> Traffic:
+def _backward(plan: Plan) -> Traffic:
     problem, one = plan.problem, plan.problem.mean_sequence
     of_q, of_v = _row_bytes(problem)
     heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
     stats = plan.scratch_sizes["row_stats"]
     added = _added(plan) if "dq_accumulator" in plan.scratch_sizes else 0
     parts = []
-    if sources & set(BY_KEYS):
-        parts.append(_by_keys(plan, added, every="sm80/backward.cu" in sources))
-    if DQ in sources:
+    if "keys" in plan.models or "visible keys" in plan.models:
+        parts.append(_by_keys(plan, added, every="keys" in plan.models))
+    if "queries of dq" in plan.models:
         parts.append(_by_queries(plan))
     tiles, read, written = (sum(column) for column in zip(*parts, strict=True))
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cuflash.cpu import backend as cpu_backend
+from cuflash.plan.architectures import FAMILIES
 from cuflash.score_mod import ORIGIN
 from cuflash.shards.cuda import Cuda
 from cuflash.spec.binding import Contiguous, bind
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 Array = Any
 ROUNDING = 512  # bytes to which CuPy's pool rounds
 MAPPED_ROWS = 16  # up to so many queries of a head, every kernel reads a key of its head once
-DECODING = ("sm80/decode", "sm90/decode")  # kernels that read a key only once for all query heads that share it
 
 
 def may_be_mapped(run: StreamedPass, device: Cuda) -> bool:
@@ -52,7 +52,7 @@ def _reads_keys_once(options: Options, likes: tuple[Any, ...], device_id: int) -
     launch = importlib.import_module("cuflash.gpu.backend")
     binding = cpu_backend.bind_arrays_like(FORWARD, options, likes, OUTPUTS)
     plan = launch.tuned_plan(binding.problem, launch.device_spec(device_id), FORWARD, **binding.layout)
-    return any(kernel.source.startswith(DECODING) for kernel in plan.kernels)
+    return FAMILIES[type(plan.tiles[0])].reads_keys_once
 
 
 def plan_of(

@@ -1,6 +1,7 @@
 """Tuning without a device: what is tried, how it is judged by a runner that is none, what is remembered and found."""
 
 import functools
+import importlib
 import io
 import json
 import os
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,9 @@ from cuflash.cli.main import main
 from cuflash.gpu import progress, tuning
 from cuflash.gpu.compiler import CompileError
 from cuflash.gpu.tuning import MARGIN, candidates, size_class, tune, tuned_plan
-from cuflash.plan import DeviceSpec, backward, choose_plan, forward
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.architectures import FAMILIES
+from cuflash.plan.families import Family
 from cuflash.plan.sm80.decode import DecodeTile
 from cuflash.plan.sm80.tiles import ForwardTile
 from cuflash.plan.sm90.decode_tiles import DecodeFloat8Sm90Tile
@@ -118,9 +122,20 @@ def test_candidates_for_few_queries_of_wide_heads_have_rows_for_all(heads, rows)
     assert of_few == {rows}
 
 
-def test_rows_of_every_family_are_tried():
-    families = (*forward.FAMILIES, *backward.FAMILIES, *backward.DQ_FAMILIES)
-    assert {family.tile for family in families} <= {*tuning._ROWS, *tuning._ROWS_OF_FLOAT8}
+def test_every_family_is_one_of_an_architecture():
+    """Tuning, traffic and the plans of both passes know no others."""
+    folder = Path(cuflash.__file__).parent / "plan"
+    modules = [path.relative_to(folder.parents[1]) for path in folder.glob("sm*/*.py")]
+    known = [importlib.import_module(".".join(path.with_suffix("").parts)) for path in modules]
+    families = {x for own in known for x in vars(own).values() if isinstance(x, type) and issubclass(x, Family)}
+    listed = {type(family) for family in FAMILIES.values()}
+    assert {family for family in families if hasattr(family, "tile")} == listed
+
+
+@pytest.mark.parametrize("tile", FAMILIES, ids=lambda tile: tile.__name__)
+def test_rows_of_every_family_are_tried(tile):
+    problems = (problem_of(), problem_of(1, 4096), problem_of(dtype="float8_e4m3fn"))
+    assert any(type(row) is tile for problem in problems for row in FAMILIES[tile].alternatives(problem))
 
 
 @pytest.mark.parametrize("pass_", PASSES)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from cuflash.plan.draft import Draft
-from cuflash.plan.families import BackwardFamily, DqFamily
-from cuflash.plan.sm80.tiles import BACKWARD_TILES, DQ_TILES, BackwardTile, DqTile
+from cuflash.plan.families import BackwardFamily, DqFamily, ScoresFamily
+from cuflash.plan.sm80.tiles import BACKWARD_TILES, DQ_TILES, SCORES_TILES, BackwardTile, DqTile, ScoresTile
 from cuflash.spec.problem import Problem
 
 
@@ -16,6 +16,7 @@ class Backward(BackwardFamily[BackwardTile]):
     kernel = "sm80/backward"
     has_functions = True
     tile = BackwardTile
+    model = "keys"
 
     def table(self, problem: Problem) -> tuple[BackwardTile, ...]:
         return BACKWARD_TILES
@@ -25,9 +26,19 @@ class Dq(DqFamily[DqTile]):
     kernel = "sm80/backward_dq"
     has_functions = True
     tile = DqTile
+    model = "queries of dq"
 
     def table(self, problem: Problem) -> tuple[DqTile, ...]:
         return DQ_TILES
 
     def add(self, draft: Draft, tile: DqTile, blocks: int, makes: Collection[str], options: Mapping[str, int]) -> None:
         draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), makes, **options)
+
+
+class Scores(ScoresFamily[ScoresTile]):
+    kernel = "sm80/backward_scores"
+    has_functions = True
+    tile = ScoresTile
+
+    def table(self, problem: Problem) -> tuple[ScoresTile, ...]:
+        return SCORES_TILES

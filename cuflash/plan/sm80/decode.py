@@ -15,8 +15,8 @@ from cuflash.plan.device import DeviceSpec
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ForwardFamily
 from cuflash.plan.key_splits import DECODE_ROWS, add_sharing_kernel, are_few, rows_of
-from cuflash.plan.sm80.tiles import Sm80Tile
-from cuflash.plan.tiles import ARITHMETIC, maker, round_up, serves_dims, tile_bytes, why_too_large
+from cuflash.plan.sm80.tiles import FLOAT8_TILES, FORWARD_TILES, Sm80Tile
+from cuflash.plan.tiles import ARITHMETIC, Tile, maker, round_up, serves_dims, tile_bytes, why_too_large
 from cuflash.spec.problem import Problem
 
 MOST_WARPS = 8  # of a block: more would leave each too few registers
@@ -32,6 +32,7 @@ class DecodeTile(Sm80Tile):
     num_warps: int = field(init=False)
 
     defined = ("warps_d",)
+    serves_nothing_else = True
     variations: ClassVar = {"block_n": (16, 32, 64), "num_stages": (1, 2, 3, 4), "teams": (1, 2, 3, 4, 6, 8)}
 
     def __post_init__(self) -> None:
@@ -122,6 +123,8 @@ class Decode(ForwardFamily[DecodeTile]):
     has_functions = True
     has_float8 = True
     tile = DecodeTile
+    model = "shares of keys"
+    reads_keys_once = True
     unknown = ("packed sequences",)
 
     def table(self, problem: Problem) -> tuple[DecodeTile, ...]:
@@ -129,6 +132,9 @@ class Decode(ForwardFamily[DecodeTile]):
         serving = [row for row in rows if row.block_m >= rows_of(problem) and serves_dims(row, problem)]
         smallest = min(((row.block_m, row.max_dim) for row in serving), default=(0, 0))
         return tuple(row for row in serving if (row.block_m, row.max_dim) == smallest)
+
+    def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
+        return (*self.table(problem), *(FLOAT8_TILES if problem.has_float8 else FORWARD_TILES))
 
     def why_not(self, draft: Draft) -> str | None:
         problem, device = draft.problem, draft.device

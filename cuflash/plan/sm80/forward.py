@@ -15,11 +15,15 @@ class Forward(ForwardFamily[ForwardTile]):
     has_functions = True
     has_float8 = True
     tile = ForwardTile
+    model = "queries"
 
     def table(self, problem: Problem) -> tuple[ForwardTile, ...]:
         if problem.has_float8:
             return FLOAT8_TILES
         return FUNCTION_TILES if problem.has_functions else FORWARD_TILES
+
+    def alternatives(self, problem: Problem) -> tuple[ForwardTile, ...]:
+        return FLOAT8_TILES if problem.has_float8 else FORWARD_TILES
 
     def draft(self, draft: Draft, tile: ForwardTile) -> None:
         draft.add_lists(tile, "key_lists")

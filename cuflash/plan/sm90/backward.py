@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft
-from cuflash.plan.families import BackwardFamily
+from cuflash.plan.families import BACK_SECTION, BackwardFamily
 from cuflash.plan.scores import is_of_keys
-from cuflash.plan.sm80.tiles import BackwardTile
+from cuflash.plan.sm80.tiles import BACKWARD_TILES, BackwardTile
 from cuflash.plan.sm90.bf16_split import add_bf16_split, tell_of_bias, why_not_split
 from cuflash.plan.sm90.copies import add_copies
 from cuflash.plan.sm90.forward import why_not_16_bit
@@ -51,7 +51,6 @@ MIN_HEADS_IN_ORDER = 2
 # 5 % slower at smaller ones. But groups of query heads make blocks longer: by arithmetic 20 % of the device waits for
 # the last blocks of 4 waves, and 13 % for those of 8.
 SPLIT_ROLES_BACK_SHARE, GROUPED_BACK_SHARE = 8, 4
-BACK_SECTION = 16  # this many of these heads are side by side
 # From this many waves on, blocks clear accumulators of dq for later blocks. On an H200 this makes the pass 2 to 5 %
 # shorter at seqlen 1024, and up to 1 % at 4096 (batch x heads x seqlen x head_dim of 2**25). Clearing for heads two
 # sections ahead in place of one makes it 1 % longer. In a single wave, clearing makes it 3 % longer.
@@ -64,10 +63,14 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
     has_functions = True
     tile = BackwardSm90Tile
     makes_both = shares_tail = True
+    model = "visible keys"
     defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1}
 
     def table(self, problem: Problem) -> tuple[BackwardSm90Tile, ...]:
         return BACKWARD_SM90_TILES
+
+    def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
+        return (*BACKWARD_SM90_TILES, *BACKWARD_TILES)
 
     def why_not(self, draft: Draft) -> str | None:
         problem = draft.problem
@@ -108,7 +111,7 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
         if main.dq_in_order and problem.window_right is None:
             resident, steps = (
                 draft.device.num_sms * main.min_blocks,
-                steps_of_tile(draft, main) // draft.run_time.group_splits,
+                draft.steps_of_tile(main) // draft.run_time.group_splits,
             )
             return max(BACKWARD_HEAD_SECTION, STEPS_APART * resident // max(steps, 1))
         most = CAUSAL_HEAD_SECTION
@@ -186,11 +189,14 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
 class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
     kernel = "sm90/backward_fp32"
     tile = BackwardFloat32Sm90Tile
-    makes_both = shares_tail = True
+    serves_dq_alone = makes_both = shares_tail = True
     defines: ClassVar = {"CUFLASH_PLAIN_FRAGMENTS": 1}
 
     def table(self, problem: Problem) -> tuple[BackwardFloat32Sm90Tile, ...]:
         return {"highest": BACKWARD_FLOAT32_SM90_TILES, "tf32": BACKWARD_TF32_SM90_TILES}[problem.precision]
+
+    def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
+        return (*BACKWARD_FLOAT32_SM90_TILES, *BACKWARD_TF32_SM90_TILES)
 
     def why_not(self, draft: Draft) -> str | None:
         obstacle = why_not_split(draft, self.table(draft.problem))
@@ -258,15 +264,6 @@ def fragments_of_a_warpgroup(main: Tile) -> BackwardTile:
         fragments_ahead=0,
         origin=main.origin,
     )
-
-
-def steps_of_tile(draft: Draft, main: Tile) -> int:
-    """The most tiles of queries, of all heads of a group, that a tile of keys meets. Packed: for the mean length."""
-    problem = draft.problem.mean_sequence
-    queries = problem.seqlen_q
-    if problem.window_left is not None and problem.window_right is not None:
-        queries = min(queries, problem.window_left + problem.window_right + main.block_n)
-    return -(-queries // main.block_m) * problem.group_size
 
 
 def _head_bytes(draft: Draft, main: BackwardSm90Tile) -> int:

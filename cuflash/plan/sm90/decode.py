@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ForwardFamily
@@ -21,10 +23,14 @@ from cuflash.plan.sm90.decode_tiles import (
     DecodeSm90Tile,
 )
 from cuflash.plan.sm90.forward import MAPPED, box_rows, why_not_16_bit
+from cuflash.plan.sm90.tiles import FORWARD_SM90_TILES
 from cuflash.plan.sm90.wide_tiles import (
     DECODE_WIDE_SM90_TILES,
+    FORWARD_WIDE_SM90_TILES,
     DecodeWideSm90Tile,
 )
+from cuflash.plan.tiles import Tile
+from cuflash.plan.traffic import Model
 from cuflash.spec.inputs import MASKS
 from cuflash.spec.problem import Problem
 
@@ -32,10 +38,15 @@ from cuflash.spec.problem import Problem
 class Decode(ForwardFamily[DecodeSm90Tile]):
     kernel = "sm90/decode"
     tile = DecodeSm90Tile
+    model: ClassVar[Model | None] = "shares of keys"
+    reads_keys_once = True
     unknown = (*MASKS, "dropout", "packed sequences")
 
     def table(self, problem: Problem) -> tuple[DecodeSm90Tile, ...]:
         return DECODE_SM90_TILES
+
+    def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
+        return (*DECODE_SM90_TILES, *FORWARD_SM90_TILES)
 
     def obstacle(self, draft: Draft) -> str | None:
         return super().obstacle(draft) if draft.problem.has_float8 == self.has_float8 else ""
@@ -71,8 +82,12 @@ class DecodeFloat8(Decode):
     kernel = "sm90/decode_float8"
     tile = DecodeFloat8Sm90Tile
     has_float8 = True
+    model = None
 
     def table(self, problem: Problem) -> tuple[DecodeSm90Tile, ...]:
+        return DECODE_FLOAT8_SM90_TILES
+
+    def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
         return DECODE_FLOAT8_SM90_TILES
 
 
@@ -81,10 +96,14 @@ class DecodeWide(ForwardFamily[DecodeWideSm90Tile]):
 
     kernel = "sm90/decode_wide"
     tile = DecodeWideSm90Tile
+    reads_keys_once = True
     unknown = (*MASKS, "dropout", "packed sequences", "pages")
 
     def table(self, problem: Problem) -> tuple[DecodeWideSm90Tile, ...]:
         return DECODE_WIDE_SM90_TILES
+
+    def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
+        return (*DECODE_WIDE_SM90_TILES, *FORWARD_WIDE_SM90_TILES)
 
     def why_not(self, draft: Draft) -> str | None:
         problem = draft.problem

@@ -7,6 +7,7 @@ import math
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft, check_blocks
 from cuflash.plan.families import ForwardFamily
+from cuflash.plan.sm80.tiles import FORWARD_TILES
 from cuflash.plan.sm90.bf16_split import add_bf16_split, tell_of_bias, tell_of_parts, why_not_split
 from cuflash.plan.sm90.copies import add_copies, why_not_copied
 from cuflash.plan.sm90.mask_bits import add_mask_bits
@@ -46,9 +47,13 @@ class Forward(ForwardFamily[ForwardSm90Tile]):
     kernel = "sm90/forward"
     has_functions = True
     tile = ForwardSm90Tile
+    model = "queries"
 
     def table(self, problem: Problem) -> tuple[ForwardSm90Tile, ...]:
         return tuple(tile.configured(problem) for tile in FORWARD_SM90_TILES)
+
+    def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
+        return (*FORWARD_SM90_TILES, *FORWARD_TILES)
 
     def why_not(self, draft: Draft) -> str | None:
         return why_not_16_bit(draft, MAPPED, FORWARD_SM90_TILES, copies=True)
@@ -73,6 +78,9 @@ class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
 
     def table(self, problem: Problem) -> tuple[ForwardFloat32Sm90Tile, ...]:
         return {"highest": FORWARD_FLOAT32_SM90_TILES, "tf32": FORWARD_TF32_SM90_TILES}[problem.precision]
+
+    def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
+        return (*FORWARD_FLOAT32_SM90_TILES, *FORWARD_TF32_SM90_TILES)
 
     def why_not(self, draft: Draft) -> str | None:
         return why_not_split(draft, self.table(draft.problem))
@@ -146,6 +154,9 @@ class ForwardWide(ForwardFamily[ForwardWideSm90Tile]):
 
     def table(self, problem: Problem) -> tuple[ForwardWideSm90Tile, ...]:
         return FORWARD_WIDE_SM90_TILES
+
+    def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
+        return (*FORWARD_WIDE_SM90_TILES, *FORWARD_TILES)
 
     def why_not(self, draft: Draft) -> str | None:
         problem = draft.problem

@@ -159,6 +159,7 @@ class ForwardFloat8Sm90Tile(Tile):
     origin: str = field(compare=False)
 
     conditions: ClassVar = FORWARD_FLOAT8
+    serves_nothing_else = True
     defined = ("q_stages", "value_stages", "overlaps", "ping_pong")
     variations: ClassVar = {"block_m": (128, 192), "num_stages": (2, 3), "value_stages": (1, 2), "q_stages": (1, 2)}
 

@@ -70,6 +70,7 @@ class DecodeWideSm90Tile(ForwardWideSm90Tile):
     v_in_k: bool = False  # tiles of keys hold the values, too: they are loaded once, and stay
 
     defined = (*ForwardWideSm90Tile.defined, "v_in_k")
+    serves_nothing_else = True
 
     def why_not(self, problem: Problem, device: DeviceSpec) -> str:
         if self.v_in_k and (not problem.v.in_k or problem.head_dim_v > ONE_PASS_COLUMNS):

@@ -1,0 +1,37 @@
+"""The architectures that have kernels of their own, and the order in which their families are asked.
+
+A new architecture is a folder beside `sm80` and `sm90`, and its line here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuflash.plan.families import (
+    BackwardFamily,
+    BiasFamily,
+    DqFamily,
+    Family,
+    ForwardFamily,
+    ScoresFamily,
+)
+from cuflash.plan.sm80.architecture import SM80
+from cuflash.plan.sm90.architecture import SM90
+from cuflash.plan.tiles import Tile
+
+ARCHITECTURES = (SM90, SM80)  # the one to prefer first; the last serves every device
+
+# Families of decode are asked before all others.
+FORWARD_FAMILIES: tuple[ForwardFamily[Any], ...] = (
+    *(family for own in ARCHITECTURES for family in own.decode),
+    *(family for own in ARCHITECTURES for family in own.forward),
+)
+BACKWARD_FAMILIES: tuple[BackwardFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.backward)
+DQ_FAMILIES: tuple[DqFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.dq)
+SCORES_FAMILIES: tuple[ScoresFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.scores)
+BIAS_FAMILIES: tuple[BiasFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.bias)
+# By the type of their rows.
+FAMILIES: dict[type[Tile], Family[Any]] = {
+    family.tile: family
+    for family in (*FORWARD_FAMILIES, *BACKWARD_FAMILIES, *DQ_FAMILIES, *SCORES_FAMILIES, *BIAS_FAMILIES)
+}

@@ -1,0 +1,16 @@
+"""The families that serve every device, compute capability 7.0 and later."""
+
+from __future__ import annotations
+
+from cuflash.plan.families import Architecture
+from cuflash.plan.sm80.backward import Backward, Dq, Scores
+from cuflash.plan.sm80.decode import Decode
+from cuflash.plan.sm80.forward import Forward
+
+SM80 = Architecture(
+    decode=(Decode(),),
+    forward=(Forward(),),
+    backward=(Backward(),),
+    dq=(Dq(),),
+    scores=(Scores(),),
+)

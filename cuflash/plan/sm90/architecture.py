@@ -1,0 +1,22 @@
+"""The families of compute capability 9.0."""
+
+from __future__ import annotations
+
+from cuflash.plan.families import Architecture
+from cuflash.plan.sm90.backward import Backward, BackwardFloat32
+from cuflash.plan.sm90.backward_bias import BiasGradient
+from cuflash.plan.sm90.backward_wide import BackwardWide, DqWide
+from cuflash.plan.sm90.decode import Decode, DecodeFloat8, DecodeWide
+from cuflash.plan.sm90.forward import Forward, ForwardFloat8, ForwardFloat32, ForwardWide
+
+SM90 = Architecture(
+    decode=(
+        DecodeFloat8(),  # before Decode, because its tiles are tiles of Decode, too
+        Decode(),
+        DecodeWide(),  # before ForwardWide, because its tiles are tiles of ForwardWide, too
+    ),
+    forward=(ForwardFloat32(), ForwardFloat8(), ForwardWide(), Forward()),
+    backward=(BackwardFloat32(), BackwardWide(), Backward()),
+    dq=(DqWide(),),
+    bias=(BiasGradient(),),
+)
