@@ -355,7 +355,7 @@ class FlashAttention(Preparation):
         call = prepare(self.options, arrays, INPUTS, OUTPUTS, OUTPUTS, streaming.is_streamed)
         if call is None:
             return ForwardResult(*streaming.forward(self.options, arrays, random))
-        computed = backend_of(call.kind).forward(call.options, call.arrays, random)
+        computed = backend_of(call.kind).forward(call.options, call.arrays, random, call.need)
         return ForwardResult(*(computed if call.is_direct else call.give_back(computed, arrays)))
 
     # fmt: off

@@ -18,8 +18,9 @@ from cuflash.cpu import core, fallback, functions_as_terms
 from cuflash.cpu.jobs import cpu_threads
 from cuflash.cpu.packed import clear_rows_of_no_sequence
 from cuflash.spec import row_sums as of_rows
+from cuflash.spec.binding import expected
 from cuflash.spec.inputs import FP8_SCALES
-from cuflash.spec.outputs import DEFAULT_NEED
+from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS
 from cuflash.spec.passes import BACKWARD, FORWARD, Pass
 from cuflash.spec.problem import Problem, scales_of_rows
 
@@ -50,12 +51,11 @@ def forward(
     k: Array,
     v: Array,
     *,
-    out: Array | None = None,
-    lse: Array | None = None,
+    need: Collection[str] = OUTPUTS,
     seed: int | None = None,
     offset: int | None = None,
-    **terms: Any,
-) -> tuple[Array, Array]:
+    **others: Any,
+) -> tuple[Array, ...]:
     """Attention; bitwise repeatable, on any number of threads.
 
     Parameters
@@ -64,26 +64,27 @@ def forward(
         From `cuflash.spec.problem.make_problem` on the same arrays.
     q, k, v : numpy.ndarray
         As `cuflash.attention` takes them, validated, of any strides.
-    out, lse : numpy.ndarray, optional
-        Written to and returned: shape `problem.out_shape` and dtype of q, shape `problem.lse_shape` and
-        `problem.softmax_dtype`; any strides.
+    need : collection of str, optional
+        The results that are wanted, names of `outputs.FORWARD_ROWS`; without it out and lse.
     seed, offset : int, optional
         With dropout: which weights are dropped, as `cuflash.dropout_mask` says.
-    **terms : numpy.ndarray, optional
-        Those of `cuflash.spec.inputs`, as `cuflash.attention` takes them. `kv_lengths` is clamped to 0..seqlen_k.
+    **others : numpy.ndarray, optional
+        The terms of `cuflash.spec.inputs`, as `cuflash.attention` takes them, where `kv_lengths` is clamped to
+        0..seqlen_k; and arrays for results by name, which are written to and returned: shape `problem.out_shape` and
+        dtype of q, shape `problem.lse_shape` and `problem.softmax_dtype`; any strides.
 
     Returns
     -------
-    out, lse : numpy.ndarray
-        lse is the natural logarithm of the sum of exponentials. In a row that sees no key, out is 0, and lse is -inf or
-        the sink.
+    tuple of numpy.ndarray
+        The results that are wanted, in order. lse is the natural logarithm of the sum of exponentials. In a row that
+        sees no key, out is 0, and lse is -inf or the sink.
     """
-    out = np.empty(problem.out_shape, numpy_dtype(problem.dtype)) if out is None else out
-    lse = np.empty(problem.lse_shape, problem.softmax_dtype) if lse is None else lse
+    arrays = {"q": q, "k": k, "v": v, **others}
+    results = _results_for(FORWARD, problem, need, arrays)
     if problem.is_packed:
-        clear_rows_of_no_sequence(problem, out, lse, terms["cu_seqlens_q"])
-    _run(problem, {"q": q, "k": k, "v": v, "out": out, "lse": lse, **terms}, FORWARD, seed, offset)
-    return out, lse
+        clear_rows_of_no_sequence(problem, results["out"], results["lse"], others["cu_seqlens_q"])
+    _run(problem, arrays | results, FORWARD, seed, offset)
+    return tuple(results.values())
 
 
 def backward(
@@ -123,7 +124,7 @@ def backward(
         past `kv_lengths` and those of no sequence among them, get zero.
     """
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    results = _gradients_for(problem, need, arrays | others)
+    results = _results_for(BACKWARD, problem, need, arrays | others)
     arrays |= {name: x for name, x in others.items() if name not in problem.gradients}
     _run(problem, arrays | results, BACKWARD, seed, offset)
     return tuple(results.values())
@@ -149,7 +150,7 @@ def _run(
     if problem.has_float8:
         scales = {name: scales_of_rows(problem, name, arrays.get(name)) for name in FP8_SCALES}
         arrays = {**arrays, **scales}
-    wanted = [name for name in problem.gradients if arrays.get(name) is not None]  # none in a forward pass
+    wanted = [name for name in pass_.results_in(problem) if arrays.get(name) is not None]
     way, unit, reason = _way_of(problem, wanted)
     if reason is not None and reason == core.why_not():  # and not one of this problem
         _warn_once(reason)
@@ -160,10 +161,10 @@ def _run(
 
 def _way_of(problem: Problem, wanted: Collection[str]) -> tuple[Callable[..., None], float, str | None]:
     """The function that computes a pass, its unit of row maxima, and why the core does not compute it."""
+    way, reason = core.run, core.why_not(problem) or core.why_not_results(wanted)
     if problem.has_functions:
-        way, reason = functions_as_terms.run, functions_as_terms.why_not(problem, wanted)
-    else:
-        way, reason = core.run, core.why_not(problem)
+        gradients = [name for name in wanted if name in problem.gradients]
+        way, reason = functions_as_terms.run, reason or functions_as_terms.why_not(problem, gradients)
     return (way, core.unit_of(problem), None) if reason is None else (fallback.run, 1.0, reason)
 
 
@@ -212,13 +213,17 @@ def _row_sums_of_float8(
     return found
 
 
-def _gradients_for(problem: Problem, need: Collection[str], given: Mapping[str, Array | None]) -> dict[str, Array]:
-    """Arrays for the gradients that are wanted, in order: given ones, or new ones shaped like their operands."""
+def _results_for(
+    pass_: Pass, problem: Problem, need: Collection[str], given: Mapping[str, Array | None]
+) -> dict[str, Array]:
+    """Arrays for the results that are wanted, in order: given ones, or new ones."""
+    operands = {name: x for name, x in given.items() if x is not None}
     wanted: dict[str, Array] = {}
-    for name in problem.gradients:
+    for name in pass_.results_in(problem):
         if name in need:
-            result, model = given.get(name), given.get(name[1:])
+            result = operands.get(name)
             if result is None:
-                result = np.empty((), problem.softmax_dtype) if model is None else np.empty(model.shape, model.dtype)
+                shape, dtype = expected(name, problem, operands)
+                result = np.empty(shape, numpy_dtype(dtype))
             wanted[name] = result
     return wanted

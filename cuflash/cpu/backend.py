@@ -24,18 +24,20 @@ from cuflash.spec.problem import Problem, check_pages
 MOST_KNOWN, MOST_ALIKE = 256, 16  # kinds of calls that are kept, by options and array names, and calls of one kind
 
 
-def forward(options: Options, given: dict[str, Any], random: tuple[int, int] = (0, 0)) -> tuple[Any, ...]:
-    """(out, lse) of NumPy arrays by name: q, k, v, and the terms, out and lse that are given.
+def forward(
+    options: Options, given: dict[str, Any], random: tuple[int, int] = (0, 0), need: tuple[str, ...] = OUTPUTS
+) -> tuple[Any, ...]:
+    """The results `need` of NumPy arrays by name: q, k, v, and the terms and results that are given.
 
     `random` is the seed and the offset of dropout.
     """
-    if results := _repeated(FORWARD, options, given, OUTPUTS, random):
+    if results := _repeated(FORWARD, options, given, need, random):
         return results
-    if axes := axes_of(options, given, OUTPUTS):
-        calls = Calls(axes, options, given, OUTPUTS, np, gives_parts=False)
-        return calls.run(lambda own, arrays: forward(own, _given(arrays), random))
-    problem = bound(FORWARD, options, given, OUTPUTS).problem
-    return cpu.forward(problem, **given, seed=random[0], offset=random[1])
+    if axes := axes_of(options, given, need):
+        calls = Calls(axes, options, given, need, np, gives_parts=False)
+        return calls.run(lambda own, arrays: forward(own, _given(arrays), random, need))
+    problem = bound(FORWARD, options, given, need).problem
+    return cpu.forward(problem, need=need, **given, seed=random[0], offset=random[1])
 
 
 def backward(
@@ -243,7 +245,8 @@ def _repeatable(pass_: Pass, options: Options, likes: tuple[Any, ...], need: tup
     problem = binding.problem
     looks_at_numbers = problem.is_packed or problem.kv_lengths is not None or problem.block_table is not None
     not_alone = problem.has_float8 or problem.has_functions
-    if looks_at_numbers or not_alone or binding.results != need or core.why_not(problem) is not None:
+    reason = core.why_not(problem) or core.why_not_results(need)
+    if looks_at_numbers or not_alone or binding.results != need or reason is not None:
         return None
     every: dict[str, Any] = {**arrays, **{name: Contiguous(shape, dtype) for name, shape, dtype in binding.allocated}}
     prepared = core.prepare(problem, every, pass_)

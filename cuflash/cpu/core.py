@@ -12,7 +12,7 @@ import functools
 import hashlib
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from cuflash.arrays.array_info import DTYPES, FLOAT8, Shaped, extent, layout_of
 from cuflash.cpu.jobs import count_cores
 from cuflash.spec.inputs import NUMBERS, SCORES, TERMS
 from cuflash.spec.outputs import (
+    FORWARD_ROWS,
     OVER_HEAD_DIM,
     OVER_ROWS,
     SCORE_GRADIENTS,
@@ -46,10 +47,11 @@ NO_BOUND = 2**40
 
 # How many axes a term is broadcast to: the first ones of the scores, up to its last one.
 _AXES_OF_TERMS = {term.name: SCORES.index(term.shapes[-1][-1]) + 1 if term.shapes else term.strides for term in TERMS}
+UNKNOWN = tuple(row.name for row in FORWARD_ROWS if not row.is_default)  # results that the core does not compute
 # Arrays of a call in the order of `enum Array`, and how many axes each is broadcast to; those of q are 4 in its layout.
 AXES = {
     **dict.fromkeys(OVER_HEAD_DIM, "q"),
-    **dict.fromkeys(OVER_ROWS, 3),
+    **{name: 3 for name in OVER_ROWS if name not in UNKNOWN},
     **_AXES_OF_TERMS,
     "row_sums": 4,
     **{name: _AXES_OF_TERMS.get(name[1:], 0) for name in (*SCORE_GRADIENTS, *SOFTMAX_GRADIENTS)},
@@ -201,6 +203,12 @@ def why_not(problem: Problem | None = None) -> str | None:
     """Why the core does not compute this problem without its functions, or any; None if it does."""
     library = _load()
     return library if isinstance(library, str) else None
+
+
+def why_not_results(wanted: Collection[str]) -> str | None:
+    """Why the core does not compute these results of any problem; None if it does."""
+    unknown = [name for name in wanted if name in UNKNOWN]
+    return f"it computes no {' and no '.join(unknown)}" if unknown else None
 
 
 def processor() -> str:

@@ -106,12 +106,14 @@ _launches: dict[tuple, _Launch] = {}
 _calls = itertools.count(secrets.randbits(47))
 
 
-def forward(options: Options, arrays: dict[str, Any], random: tuple[int, int] = (0, 0)) -> tuple[Any, ...]:
-    """(out, lse) of CuPy arrays by name: q, k, v, and all terms, out and lse, which may be None.
+def forward(
+    options: Options, arrays: dict[str, Any], random: tuple[int, int] = (0, 0), need: tuple[str, ...] = OUTPUTS
+) -> tuple[Any, ...]:
+    """The results `need` of CuPy arrays by name: q, k, v, and all terms and results, which may be None.
 
     `random` is the seed and the offset of dropout.
     """
-    return _call(FORWARD, options, arrays, OUTPUTS, random)
+    return _call(FORWARD, options, arrays, need, random)
 
 
 def backward(

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from cuflash.plan.draft import Draft
 from cuflash.plan.tiles import Row, Tile, choose_row
 from cuflash.plan.traffic import Model
+from cuflash.spec.outputs import OUTPUTS
 from cuflash.spec.problem import Problem
 
 # What some families do not know, beside optional inputs: the words of a plan, and how a problem tells.
@@ -78,6 +79,12 @@ class Family(ABC, Generic[Row]):
 
 
 class ForwardFamily(Family[Row]):
+    outputs: ClassVar[tuple[str, ...]] = OUTPUTS  # the results that it can make
+
+    def obstacle(self, draft: Draft) -> str | None:
+        unmade = [name for name in draft.need if name not in self.outputs]
+        return f"it makes no {' and no '.join(unmade)}" if unmade else super().obstacle(draft)
+
     @abstractmethod
     def draft(self, draft: Draft, tile: Row) -> None:
         """Add the kernels of the pass."""

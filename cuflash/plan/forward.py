@@ -6,6 +6,7 @@ from cuflash.plan.architectures import FORWARD_FAMILIES
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import choose_family, family_of
 from cuflash.plan.tiles import Tile
+from cuflash.spec.outputs import FORWARD_ROWS
 
 
 def draft_forward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
@@ -24,6 +25,9 @@ def draft_forward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
             got = f"dtype {draft.problem.softmax_dtype} with fp8 k and v"
             raise NotImplementedError(f"out: got {got}, expected dtype {draft.problem.dtype}")
         draft.reasons.append("out is not rounded to the dtype of q: it is merged with other parts of it")
+    # Kernels are told of the results that a call does not return unless it is asked to.
+    others = (row.name for row in FORWARD_ROWS if not row.is_default)
+    draft.defines |= {f"CUFLASH_NEEDS_{name.upper()}": int(name in draft.need) for name in others}
     draft.add_tables(tile)
     draft.reasons.append(reason)
     family.draft(draft, tile)

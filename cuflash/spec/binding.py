@@ -131,7 +131,7 @@ def bind(
     _check_captured_gradients(problem, (*need, *given))
     for name, array in given.items():
         if name not in (*INPUTS, *NAMES, *captured):
-            shape, dtype = _expected(name, problem, given)
+            shape, dtype = expected(name, problem, given)
             check_array(name, array, shape, dtype, is_read=name not in results)
         if name in results:
             check_distinct(name, array)
@@ -298,8 +298,8 @@ def _row_of(name: str) -> Output:
     return UPSTREAM.get(name) or OUTPUT_ROWS[name]
 
 
-def _expected(name: str, problem: Problem, given: Mapping[str, Shaped]) -> tuple[tuple[int, ...], str]:
-    """The shape and dtype that an array must have in this problem."""
+def expected(name: str, problem: Problem, given: Mapping[str, Shaped]) -> tuple[tuple[int, ...], str]:
+    """The shape and dtype that a result, or what the backward pass takes, must have in this problem."""
     if name in _OF_TERMS or name in problem.captured_gradients:
         model = given[name[1:]]
         return tuple(model.shape), model.dtype.name
@@ -319,7 +319,7 @@ def _check_captured_gradients(problem: Problem, names: Iterable[str]) -> None:
 
 def _contiguous(name: str, problem: Problem, given: Mapping[str, Shaped]) -> Contiguous:
     """A stand-in for an array that is not given. NumPy does not know the name bfloat16, so q gives this dtype."""
-    shape, dtype = _expected(name, problem, given)
+    shape, dtype = expected(name, problem, given)
     q = given["q"]
     return Contiguous(shape, q.dtype if dtype == q.dtype.name else numpy_dtype(dtype))
 

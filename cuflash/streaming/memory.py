@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cuflash.cpu import backend as cpu_backend
-from cuflash.plan.architectures import FAMILIES
 from cuflash.score_mod import ORIGIN
 from cuflash.shards.cuda import Cuda
 from cuflash.spec.binding import Contiguous, bind
@@ -52,7 +51,8 @@ def _reads_keys_once(options: Options, likes: tuple[Any, ...], device_id: int) -
     launch = importlib.import_module("cuflash.gpu.backend")
     binding = cpu_backend.bind_arrays_like(FORWARD, options, likes, OUTPUTS)
     plan = launch.tuned_plan(binding.problem, launch.device_spec(device_id), FORWARD, **binding.layout)
-    return FAMILIES[type(plan.tiles[0])].reads_keys_once
+    families = importlib.import_module("cuflash.plan.architectures").FAMILIES
+    return bool(families[type(plan.tiles[0])].reads_keys_once)
 
 
 def plan_of(

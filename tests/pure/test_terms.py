@@ -2,12 +2,16 @@
 
 import inspect
 from dataclasses import fields
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
 import cuflash
 import cuflash.testing as ct
 from cuflash.cli.main import make_parser
+from cuflash.cpu import core
+from cuflash.plan.architectures import FORWARD_FAMILIES
 from cuflash.plan.argument import ARRAYS
 from cuflash.spec.inputs import (
     ACTING,
@@ -34,6 +38,9 @@ from cuflash.spec.outputs import (
 )
 from cuflash.spec.problem import Problem
 from cuflash.spec.results import ForwardResult, Gradients
+
+if TYPE_CHECKING:
+    from cuflash.plan.draft import Draft
 
 
 def parameters(function):
@@ -107,3 +114,14 @@ def test_a_row_agrees_with_itself(term):
 
 def test_numbers_have_gradients():
     assert {f"d{name}" for name in NUMBERS} <= set(GRADIENTS)
+
+
+def test_what_makes_no_other_result_says_so(monkeypatch):
+    """A result that a call returns only if it is asked to: the core and families that do not know it leave it out."""
+    monkeypatch.setattr(core, "UNKNOWN", ("entropy",))
+    assert core.why_not_results(OUTPUTS) is None
+    assert core.why_not_results((*OUTPUTS, "entropy")) == "it computes no entropy"
+    for family in FORWARD_FAMILIES:
+        problem = SimpleNamespace(has_float8=family.has_float8)
+        asked = SimpleNamespace(need=(*OUTPUTS, "entropy"), problem=problem)
+        assert family.obstacle(cast("Draft", asked)) == "it makes no entropy"
