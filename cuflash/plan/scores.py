@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan.draft import ADDS_CAPTURED, FINDS_LARGEST, SUMS_CAPTURED, Draft, check_blocks
 from cuflash.plan.tiles import Tile
+from cuflash.spec.inputs import TERMS
 from cuflash.spec.outputs import SCORE_GRADIENTS
 
 SCORES_REDUCE_WARPS = 8
@@ -17,6 +18,9 @@ SCORES_REDUCE_WARPS = 8
 # are written and read 0.04 us.
 SHARE_STEPS, ADD_STEPS, ADD_STEPS_OF_SHARE = 2, 3, 0.03
 EXACT_WORDS = 12  # kSumWords of kernels/common/softmax/exact_sums.cuh
+# Gradients over pairs, which are stored; and those that have a number for each head, of those that are sums.
+STORED = tuple(term.gradient for term in TERMS if term.part_of == "scores" and term.broadcasts)
+OF_HEADS = tuple(term.gradient for term in TERMS if term.part_of == "scores" and not term.broadcasts)
 _AXES = ("BATCH", "HEADS", "QUERIES", "KEYS")
 _AXES_WORDS = ("batch entries", "heads", "tiles of queries", "tiles of keys")
 
@@ -28,7 +32,7 @@ def score_gradients(draft: Draft) -> tuple[str, ...]:
 
 def by_kind(names: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """These gradients by kind: the one that is stored, and those that are sums. One kernel makes all of a kind."""
-    return tuple(x for x in names if x == "dbias"), tuple(x for x in names if x != "dbias")
+    return tuple(x for x in names if x in STORED), tuple(x for x in names if x not in STORED)
 
 
 def is_of_keys(draft: Draft) -> bool:
@@ -163,8 +167,8 @@ def add_key_sums(draft: Draft, tile: Tile, blocks: int, made: Collection[str]) -
         draft.scratch["score_partials"] = key_parts * tile.block_n
         _add_reduce(draft, tile, grid, stored, axes, by_keys=True)
     if sums:
-        of_heads = key_parts if "dalibi_slopes" in sums else 0
-        draft.scratch["sums_partials"] = warps * (of_heads + blocks * len(set(sums) - {"dalibi_slopes"}))
+        of_heads = len(set(sums) & set(OF_HEADS))
+        draft.scratch["sums_partials"] = warps * (key_parts * of_heads + blocks * (len(sums) - of_heads))
         _add_reduce(draft, tile, _numbers(draft, sums), sums, _axes_of_heads(draft), by_keys=True)
     draft.reasons.append(f"{', '.join(made)}: summed by the main kernel, by tiles of keys, and added in a fixed order")
 
@@ -189,11 +193,13 @@ def _axes_of_stored(draft: Draft) -> tuple[bool, ...]:
 
 def _axes_of_heads(draft: Draft) -> tuple[bool, ...]:
     """Which axes the gradient that is a number for each head is summed over, if it is wanted."""
-    return ("dalibi_slopes" in draft.arrays and draft.arrays["dalibi_slopes"].strides[0] == 0, False, False, True)
+    lack_batch = any(draft.arrays[name].strides[0] == 0 for name in OF_HEADS if name in draft.arrays)
+    return (lack_batch, False, False, True)
 
 
 def _numbers(draft: Draft, sums: Collection[str]) -> int:
     """How many numbers these gradients have together, all of which are sums."""
     problem = draft.problem
-    of_heads = problem.num_heads * (1 if _axes_of_heads(draft)[0] else problem.batch) if "dalibi_slopes" in sums else 0
-    return of_heads + len(set(sums) - {"dalibi_slopes"})
+    of_heads = len(set(sums) & set(OF_HEADS))
+    numbers = problem.num_heads * (1 if _axes_of_heads(draft)[0] else problem.batch)
+    return of_heads * numbers + len(sums) - of_heads
