@@ -37,6 +37,7 @@ class Family(ABC, Generic[Row]):
     multiplies_float8: ClassVar[bool] = False  # they are all fp8, which it multiplies as they are
     reads_keys_once: ClassVar[bool] = False  # it reads a key once for all query heads that share it
     model: ClassVar[Model | None] = None  # how `cuflash.plan.traffic` models what its main kernel moves, if it does
+    known: tuple[str, ...] | None = None  # `Architecture.known`
     unknown: ClassVar[tuple[str, ...]] = ()  # optional inputs, numbers and `_FEATURES` that it does not know
 
     @property
@@ -70,6 +71,8 @@ class Family(ABC, Generic[Row]):
         """The same, including score_mod and mask_mod and fp8 numbers."""
         if draft.problem.has_functions and not self.has_functions:
             return "it knows no functions that make scores or hide pairs"
+        if unknown := [name for name in draft.problem.acting if self.known is not None and name not in self.known]:
+            return f"it knows no {' and no '.join(unknown)}"
         if draft.problem.multiplies_float8 and not (self.has_float8 or self.multiplies_float8):
             return ""
         obstacle = self.why_not(draft)
@@ -184,14 +187,22 @@ class BiasFamily(Family[Row]):
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """The families of one architecture, by what they compute, each list with the one to prefer first."""
+    """The families of one architecture, by what they compute, each list with the one to prefer first.
 
+    `known` are the options that act on scores in its kernels; None stands for all that there are.
+    """
+
+    known: tuple[str, ...] | None = None
     decode: tuple[ForwardFamily[Any], ...] = ()
     forward: tuple[ForwardFamily[Any], ...] = ()
     backward: tuple[BackwardFamily[Any], ...] = ()
     dq: tuple[DqFamily[Any], ...] = ()
     scores: tuple[ScoresFamily[Any], ...] = ()
     bias: tuple[BiasFamily[Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        for family in (*self.decode, *self.forward, *self.backward, *self.dq, *self.scores, *self.bias):
+            family.known = self.known
 
 
 F = TypeVar("F", bound=Family[Any])

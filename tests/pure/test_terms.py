@@ -1,7 +1,7 @@
 """The rows of the terms, and that whatever has to spell the names out spells all of them."""
 
 import inspect
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
@@ -11,11 +11,14 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.cli.main import make_parser
 from cuflash.cpu import core
+from cuflash.plan import choose_plan
 from cuflash.plan.architectures import FORWARD_FAMILIES
 from cuflash.plan.argument import ARRAYS
+from cuflash.plan.sm90.architecture import SM90
 from cuflash.spec.inputs import (
     ACTING,
     BY_NAME,
+    CAPS,
     FP8_SCALES,
     NAMES,
     NUMBERS,
@@ -38,6 +41,7 @@ from cuflash.spec.outputs import (
 )
 from cuflash.spec.problem import Problem
 from cuflash.spec.results import ForwardResult, Gradients
+from tests.problems import H200, problem_of
 
 if TYPE_CHECKING:
     from cuflash.plan.draft import Draft
@@ -125,3 +129,14 @@ def test_what_makes_no_other_result_says_so(monkeypatch):
         problem = SimpleNamespace(has_float8=family.has_float8)
         asked = SimpleNamespace(need=(*OUTPUTS, "entropy"), problem=problem)
         assert family.obstacle(cast("Draft", asked)) == "it makes no entropy"
+
+
+def test_kernels_that_do_not_know_an_option_are_not_taken(monkeypatch):
+    """A new option that acts on scores is served by the kernels of every device alone, until others know it."""
+    assert SM90.known is not None and {*CAPS, *ACTING} == {*SM90.known}
+    problem = replace(problem_of(), softcap=3.0)
+    assert choose_plan(problem, H200).kernels[0].source == "sm90/forward.cu"
+    for family in SM90.forward:
+        monkeypatch.setattr(family, "known", ("bias",))
+    plan = choose_plan(problem, H200)
+    assert plan.kernels[0].source == "sm80/forward.cu" and "not sm90/forward: it knows no softcap" in plan.reason

@@ -10,6 +10,7 @@ from cuflash.plan.sm90.decode import Decode, DecodeFloat8, DecodeWide
 from cuflash.plan.sm90.forward import Forward, ForwardFloat8, ForwardFloat32, ForwardWide
 
 SM90 = Architecture(
+    known=("softcap", "alibi_slopes", "bias", "mask", "block_mask", "kv_lengths", "sinks"),
     decode=(
         DecodeFloat8(),  # before Decode, because its tiles are tiles of Decode, too
         Decode(),
