@@ -45,8 +45,13 @@ SLICE_MS = 50
 MOST_PREPARED = 64  # calls that are kept with one problem
 NO_BOUND = 2**40
 
+# Options that act on scores, as the core knows them: a problem with any other is not for it.
+KNOWN = ("softcap", "alibi_slopes", "bias", "mask", "block_mask", "kv_lengths", "sinks")
+_NUMBERS = tuple(name for name in NUMBERS if name == "scale" or name in KNOWN)
+_TERMS = tuple(term for term in TERMS if not term.acts or term.name in KNOWN)
 # How many axes a term is broadcast to: the first ones of the scores, up to its last one.
-_AXES_OF_TERMS = {term.name: SCORES.index(term.shapes[-1][-1]) + 1 if term.shapes else term.strides for term in TERMS}
+_AXES_OF_TERMS = {term.name: SCORES.index(term.shapes[-1][-1]) + 1 if term.shapes else term.strides for term in _TERMS}
+_OF_OPTIONS = (*(f"d{name}" for name in _NUMBERS), *(term.gradient for term in _TERMS))
 UNKNOWN = tuple(row.name for row in FORWARD_ROWS if not row.is_default)  # results that the core does not compute
 # Arrays of a call in the order of `enum Array`, and how many axes each is broadcast to; those of q are 4 in its layout.
 AXES = {
@@ -54,7 +59,7 @@ AXES = {
     **{name: 3 for name in OVER_ROWS if name not in UNKNOWN},
     **_AXES_OF_TERMS,
     "row_sums": 4,
-    **{name: _AXES_OF_TERMS.get(name[1:], 0) for name in (*SCORE_GRADIENTS, *SOFTMAX_GRADIENTS)},
+    **{name: _AXES_OF_TERMS.get(name[1:], 0) for name in (*SCORE_GRADIENTS, *SOFTMAX_GRADIENTS) if name in _OF_OPTIONS},
 }
 DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD, UNALIGNED, NOT_APART = range(6)
 _TUPLE_HEAD = tuple.__basicsize__  # bytes before the addresses of its items, in CPython
@@ -79,7 +84,7 @@ class _Call(ctypes.Structure):
                 "num_given",
             )
         ),
-        *((name, ctypes.c_double) for name in (*NUMBERS, "kept_scale")),
+        *((name, ctypes.c_double) for name in (*_NUMBERS, "kept_scale")),
         ("sizes", ctypes.c_int64 * len(AXES)),
         ("strides", ctypes.c_int64 * 4 * len(AXES)),
         *((name, ctypes.c_int64 * len(AXES)) for name in ("begins", "ends")),
@@ -202,7 +207,10 @@ def _find_head_bytes() -> int:
 def why_not(problem: Problem | None = None) -> str | None:
     """Why the core does not compute this problem without its functions, or any; None if it does."""
     library = _load()
-    return library if isinstance(library, str) else None
+    if isinstance(library, str):
+        return library
+    unknown = [] if problem is None else [name for name in problem.acting if name not in KNOWN]
+    return f"it knows no {' and no '.join(unknown)}" if unknown else None
 
 
 def why_not_results(wanted: Collection[str]) -> str | None:
@@ -380,7 +388,7 @@ def prepare(problem: Problem, given: Mapping[str, Shaped], pass_: Pass) -> Prepa
         dropout_heads=problem.origin.num_heads,
         kept_scale=problem.kept_scale,
     )
-    for name in problem.given(NUMBERS):
+    for name in problem.given(_NUMBERS):
         setattr(call, name, getattr(problem, name))
     for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):
         setattr(call, name, getattr(problem, name))

@@ -530,9 +530,10 @@ def has_natural_scores(problem: Problem) -> bool:
     """Whether kernels multiply products, or their tanh, by their factor before the softmax (common/config.cuh)."""
     if problem.has_added_terms or problem.score is not None:
         return True
-    if problem.softcap is None:
+    if not (caps := problem.given(CAPS)):
         return problem.scale <= 0
-    return problem.softcap > MOST_FOLDED_SOFTCAP or problem.sinks is not None
+    is_folded = caps == ("softcap",) and problem.softcap is not None and problem.softcap <= MOST_FOLDED_SOFTCAP
+    return not is_folded or problem.sinks is not None
 
 
 def _kind_of_scale(problem: Problem, name: Literal["k_scale", "v_scale"]) -> int:

@@ -133,10 +133,12 @@ def test_what_makes_no_other_result_says_so(monkeypatch):
 
 def test_kernels_that_do_not_know_an_option_are_not_taken(monkeypatch):
     """A new option that acts on scores is served by the kernels of every device alone, until others know it."""
-    assert SM90.known is not None and {*CAPS, *ACTING} == {*SM90.known}
+    assert SM90.known is not None and {*CAPS, *ACTING} == {*SM90.known} == {*core.KNOWN}
     problem = replace(problem_of(), softcap=3.0)
     assert choose_plan(problem, H200).kernels[0].source == "sm90/forward.cu"
     for family in SM90.forward:
         monkeypatch.setattr(family, "known", ("bias",))
     plan = choose_plan(problem, H200)
+    monkeypatch.setattr(core, "KNOWN", ("bias",))
+    assert core.why_not() is not None or core.why_not(problem) == "it knows no softcap"
     assert plan.kernels[0].source == "sm80/forward.cu" and "not sm90/forward: it knows no softcap" in plan.reason
