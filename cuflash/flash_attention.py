@@ -25,7 +25,7 @@ from cuflash.spec.call import OUTPUTS, prepare
 from cuflash.spec.inputs import DEFAULT_NEED, NamedGradients
 from cuflash.spec.options import BLOCK_SIZE, Function, Options
 from cuflash.spec.results import Array, ForwardResult, Gradients, named_tuple_of, needed
-from cuflash.spec.score_args import check_given, check_names, gradient_names
+from cuflash.spec.score_args import check_given, check_names
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -485,19 +485,19 @@ class FlashAttention(Preparation):
         }  # fmt: skip
         results: dict[str, Array | None] = {"dq": dq, "dk": dk, "dv": dv}
         kind: Callable[..., Gradients | NamedGradients] = Gradients
-        of_functions = gradient_names(self.options)
+        of_functions = self.options.score_gradients
         if captured or self.options.score or self.options.mask_function:
             given = check_given("backward", self.options, captured, of_functions)
-            results |= {name: given.pop(name) for name in of_functions}
+            results |= {name: x for name in of_functions if (x := given.pop(name)) is not None}
             arrays |= given
-        plain = dbias is dalibi_slopes is dscale is dsoftcap is dsinks is None and not of_functions
+        plain = dbias is dalibi_slopes is dscale is dsoftcap is dsinks is None and len(results) == len(DEFAULT_NEED)
         if need is not DEFAULT_NEED or not plain:
             results |= {
                 "dbias": dbias, "dalibi_slopes": dalibi_slopes, "dscale": dscale, "dsoftcap": dsoftcap,
                 "dsinks": dsinks,
             }  # fmt: skip
             names = needed(need, arrays | self.options.numbers, results, of_functions)
-            results, kind = {name: results[name] for name in names}, named_tuple_of(names)
+            results, kind = {name: results.get(name) for name in names}, named_tuple_of(names)
         arrays |= results
         need = tuple(results)
         random = self.options.random(seed, offset)

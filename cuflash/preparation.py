@@ -16,7 +16,7 @@ from cuflash.spec.call import prepare
 from cuflash.spec.inputs import DEFAULT_NEED, GRADIENTS, PassArrays, Terms
 from cuflash.spec.options import Options
 from cuflash.spec.results import Array, checked_passes, needed
-from cuflash.spec.score_args import checked_with_captured, gradient_names
+from cuflash.spec.score_args import checked_with_captured
 
 if TYPE_CHECKING:
     from cuflash.cpu.backend import CpuPlan
@@ -63,7 +63,7 @@ class Preparation:
         TypeError, ValueError, NotImplementedError, ImportError
             As `forward` does.
         """
-        of_functions = gradient_names(self.options)
+        of_functions = self.options.score_gradients
         given = {"q": q, "k": k, "v": v} | checked_with_captured("plan", PassArrays, self.options, arrays, of_functions)
         results = {name: given.get(name) for name in (*GRADIENTS, *of_functions)}
         need = needed(need, given | self.options.numbers, results, of_functions)
@@ -104,7 +104,7 @@ class Preparation:
             As `forward` does.
         """
         arrays = {"q": q, "k": k, "v": v} | checked_with_captured("compile", Terms, self.options, terms)
-        of_functions = gradient_names(self.options)
+        of_functions = self.options.score_gradients
         absent = dict.fromkeys((*GRADIENTS, *of_functions))
         need = needed(need, arrays | self.options.numbers, absent, of_functions)
         call = prepare(self.options, arrays, INPUTS, need, (), streaming.is_streamed)

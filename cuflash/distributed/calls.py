@@ -48,7 +48,7 @@ from cuflash.spec.problem import Problem, make_problem
 from cuflash.spec.results import Array
 from cuflash.spec.rewrites import Equivalent, equivalent
 from cuflash.spec.row_sums import bound_of, has_large
-from cuflash.spec.score_args import checked_with_captured, names_of
+from cuflash.spec.score_args import checked_with_captured
 
 Result = TypeVar("Result")
 ALL_ROWS = "all"  # what an array without an axis of queries says instead of their number
@@ -121,7 +121,7 @@ class Calls:
     @property
     def _of_all(self) -> tuple[str, ...]:
         """The arrays that are the same on all ranks."""
-        return (*_OF_ALL, "block_mask", *names_of(self.options))
+        return (*_OF_ALL, "block_mask", *self.options.score_args)
 
     def carry_out(
         self,
@@ -288,7 +288,7 @@ class Calls:
 
     def _check(self, given: Mapping[str, Any]) -> None:
         """Refuse arrays that do not fit each other."""
-        captured = {name: given[name] for name in names_of(self.options)}
+        captured = {name: given[name] for name in self.options.score_args}
         terms = {name: given[name] for name in (*_OF_ALL, *_STARTS) if name in given}
         problem = make_problem(self.options, *(given[name] for name in INPUTS), captured=captured, **terms)
         if problem.has_functions:

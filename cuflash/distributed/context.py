@@ -27,7 +27,7 @@ from cuflash.spec.binding import INPUTS
 from cuflash.spec.inputs import DEFAULT_NEED, GRADIENTS, NamedGradients, OfNumbers, checked
 from cuflash.spec.options import BLOCK_SIZE, Function, Options
 from cuflash.spec.results import Array, ForwardResult, Gradients, named_tuple_of, needed
-from cuflash.spec.score_args import check_names, gradient_names
+from cuflash.spec.score_args import check_names
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -282,7 +282,7 @@ class ContextParallel:
         """
         arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
 
-        of_functions = gradient_names(self.options)
+        of_functions = self.options.score_gradients
 
         def names(given: Mapping[str, Any]) -> tuple[str, ...]:
             absent = dict.fromkeys((*GRADIENTS, *of_functions))

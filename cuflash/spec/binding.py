@@ -32,7 +32,6 @@ from cuflash.arrays.dlpack import check_distinct
 from cuflash.spec.inputs import DEFAULT_NEED, FP8_SCALES, GRADIENTS, NAMES, NUMBER_GRADIENTS, TERMS
 from cuflash.spec.options import Options, window_of
 from cuflash.spec.problem import Problem, check_differentiable, gradient_operand, make_problem
-from cuflash.spec.score_args import gradient_names, names_of
 
 Pass = Literal["forward", "backward"]
 
@@ -125,7 +124,7 @@ def bind(
     """
     given = {name: array for name, array in arrays.items() if array is not None}
     q, k, v = (given[name] for name in INPUTS)
-    captured = {name: given[name] for name in names_of(options)}
+    captured = {name: given[name] for name in options.score_args}
     problem = make_problem(options, q, k, v, captured=captured, **{name: given.get(name) for name in NAMES})
     if pass_ == "backward":
         check_differentiable(problem)
@@ -214,8 +213,8 @@ def over_head_dimensions(pass_: Pass) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 def of_pass(pass_: Pass, arrays: Mapping[str, Any], options: Options) -> dict[str, Any]:
     """Those of the arrays of both passes that are arguments of one pass."""
-    own = ("out", "lse") if pass_ == "forward" else ("dout", "out", "lse", "dlse", *GRADIENTS, *gradient_names(options))
-    return {name: array for name, array in arrays.items() if name in (*INPUTS, *NAMES, *names_of(options), *own)}
+    own = ("out", "lse") if pass_ == "forward" else ("dout", "out", "lse", "dlse", *GRADIENTS, *options.score_gradients)
+    return {name: array for name, array in arrays.items() if name in (*INPUTS, *NAMES, *options.score_args, *own)}
 
 
 @functools.lru_cache(maxsize=256)

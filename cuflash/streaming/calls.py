@@ -24,7 +24,6 @@ from cuflash.spec.inputs import BROADCAST, NAMES
 from cuflash.spec.options import Options, diagonal_of, window_of
 from cuflash.spec.problem import Problem
 from cuflash.spec.rewrites import Equivalent, equivalent
-from cuflash.spec.score_args import names_of
 from cuflash.streaming import memory
 from cuflash.streaming.chunks import Chunk, StreamPlan, chunk_of, chunks_of
 from cuflash.streaming.copy_pipeline import Host
@@ -76,7 +75,7 @@ class _Call:
     def run(self, pass_: Pass, random: tuple[int, int] = (0, 0)) -> StreamedPass:
         """The object that computes a pass."""
         device = device_of(self.own.kind)
-        read = (*_READ[pass_], *NAMES, *names_of(self.options))
+        read = (*_READ[pass_], *NAMES, *self.options.score_args)
         arrays = {name: self.seen(name, x) for name, x in self.given.items() if name in read}
         parts = Parts(options=self.options, band=self.band, problem=self.problem, random=random, arrays=arrays)
         keys = {name: view_4d(self.hosts[name], self.options.layout) for name in ("k", "v")}

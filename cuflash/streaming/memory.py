@@ -15,7 +15,6 @@ from cuflash.shards.cuda import Cuda
 from cuflash.spec.binding import Contiguous, Pass, bind
 from cuflash.spec.options import Options
 from cuflash.spec.problem import Problem
-from cuflash.spec.score_args import gradient_names, names_of
 from cuflash.streaming.chunks import Chunk, StreamPlan, Way
 from cuflash.streaming.copy_pipeline import is_direct
 from cuflash.streaming.execution import OF_KEYS, Part, StreamedPass, sums_softmax
@@ -115,7 +114,7 @@ def _backward_memory(run: StreamedPass, need: Collection[str], given: Mapping[st
     problem = run.parts.problem
     is_narrow = _is_narrow(problem)
     wide = _rounded(run.arrays["q"].size * run.parts.softmax_dtype.itemsize)
-    captured = {name: run.arrays[name[1:]] for name in need if name in gradient_names(run.parts.options)}
+    captured = {name: run.arrays[name[1:]] for name in need if name in run.parts.options.score_gradients}
     own = [name for name in need if name not in OF_KEYS and name not in captured]
     others = sum(_of_term(run, name) for name in own if name != "dq")
     memory = {
@@ -162,7 +161,7 @@ def _takes(pass_: Pass, run: StreamedPass, chunk: Chunk, need: Collection[str], 
     plan, copied = _launch_plan(pass_, run, chunk, need, keys)
     lengths = run.arrays.get("kv_lengths")
     small = 0 if lengths is None else 2 * _rounded(lengths.nbytes)
-    small += ROUNDING * (ORIGIN in names_of(run.parts.options_of(*chunk)))
+    small += ROUNDING * (ORIGIN in run.parts.options_of(*chunk).score_args)
     return _rounded(plan.extra_bytes) + copied + small
 
 
