@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import numpy as np
 from cuflash import cpu
 from cuflash.arrays.checks import type_error, value_error
 from cuflash.arrays.dlpack import overlap
-from cuflash.cpu import core
+from cuflash.cpu import core, functions_as_terms
 from cuflash.cpu.packed import check_starts
 from cuflash.spec.batch_axes import Calls, FirstCall, axes_of, first_call
 from cuflash.spec.binding import Binding, Contiguous, Pass, bind, of_pass
@@ -171,7 +171,8 @@ class _Like(NamedTuple):
 class _Repeatable(NamedTuple):
     """Calls that differ only in addresses, in numbers in arrays, and in the seed and the offset of dropout."""
 
-    prepared: core.Prepared
+    compute: Callable[..., int]  # `core.compute`, or that of functions, of what was prepared
+    are_apart: bool  # no result has an array of the caller
     arrays: tuple[_Like, ...]  # those that are given
     allocated: tuple[tuple[tuple[int, ...], Any], ...]  # shapes and dtypes of results without an array of the caller
     places: tuple[int, ...]  # indices of the results among the given arrays, followed by the allocated ones
@@ -204,10 +205,10 @@ def _repeated(
         return None
     if call.allocated:
         arrays += tuple([np.empty(shape, dtype) for shape, dtype in call.allocated])
-    status = core.compute(call.prepared, arrays, random, are_apart=False)
+    status = call.compute(arrays, random, are_apart=call.are_apart)
     if status == core.NOT_APART:
         _check_apart(given, need)
-        status = core.compute(call.prepared, arrays, random, are_apart=True)
+        status = call.compute(arrays, random, are_apart=True)
     return tuple([arrays[place] for place in call.places]) if status == core.DONE else None
 
 
@@ -238,14 +239,24 @@ def _repeatable(pass_: Pass, options: Options, likes: tuple[Any, ...], need: tup
     binding = bind_arrays_like(pass_, options, likes, need)
     problem = binding.problem
     looks_at_numbers = problem.is_packed or problem.kv_lengths is not None or problem.block_table is not None
-    not_alone = problem.has_float8 or problem.has_functions
-    if looks_at_numbers or not_alone or binding.results != need or core.why_not(problem) is not None:
+    if looks_at_numbers or problem.has_float8 or binding.results != need or core.why_not(problem) is not None:
         return None
     every: dict[str, Any] = {**arrays, **{name: Contiguous(shape, dtype) for name, shape, dtype in binding.allocated}}
-    prepared = core.prepare(problem, every, pass_ == "backward")
+    compute: Callable[..., int]
+    if problem.has_functions:
+        of_functions = functions_as_terms.prepare(problem, every, pass_ == "backward")
+        if of_functions is None:
+            return None
+        compute = of_functions.compute
+    else:
+        prepared = core.prepare(problem, every, pass_ == "backward")
+        if prepared is None:
+            return None
+        compute = functools.partial(core.compute, prepared)
     allocated = tuple((shape, dtype) for _, shape, dtype in binding.allocated)
     places = tuple(map(list(every).index, binding.results))
-    return prepared and _Repeatable(prepared, tuple(arrays.values()), allocated, places)
+    are_apart = len(allocated) == len(binding.results)
+    return _Repeatable(compute, are_apart, tuple(arrays.values()), allocated, places)
 
 
 @functools.lru_cache(maxsize=256)
