@@ -11,7 +11,7 @@ import numpy as np
 
 from cuflash import cpu
 from cuflash.arrays.checks import type_error, value_error
-from cuflash.arrays.dlpack import overlap
+from cuflash.arrays.dlpack import check_apart
 from cuflash.cpu import core, functions_as_terms
 from cuflash.cpu.packed import check_starts
 from cuflash.spec.batch_axes import Calls, FirstCall, axes_of, first_call
@@ -141,23 +141,13 @@ def bound(pass_: Pass, options: Options, given: Mapping[str, Any], need: tuple[s
     if problem.block_table is not None:
         check_pages(problem, given["block_table"], given["kv_lengths"])
     if len(binding.allocated) < len(binding.results):
-        _check_apart(given, binding.results)
+        check_apart(given, binding.results)
     return binding
 
 
 def _given(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays that are not None."""
     return {name: x for name, x in arrays.items() if x is not None}
-
-
-def _check_apart(given: Mapping[str, Any], results: tuple[str, ...]) -> None:
-    """Refuse results that share memory with another array."""
-    others = {name: x for name, x in given.items() if name not in results}
-    for result in (name for name in results if name in given):
-        for name, x in others.items():
-            if overlap(given[result], x):
-                raise value_error(result, f"memory shared with {name}", "memory of its own")
-        others[result] = given[result]
 
 
 class _Like(NamedTuple):
@@ -207,7 +197,7 @@ def _repeated(
         arrays += tuple([np.empty(shape, dtype) for shape, dtype in call.allocated])
     status = call.compute(arrays, random, are_apart=call.are_apart)
     if status == core.NOT_APART:
-        _check_apart(given, need)
+        check_apart(given, need)
         status = call.compute(arrays, random, are_apart=True)
     return tuple([arrays[place] for place in call.places]) if status == core.DONE else None
 

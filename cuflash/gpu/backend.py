@@ -29,7 +29,7 @@ import numpy as np
 
 from cuflash.arrays.array_info import FLOAT8, extent, numpy_dtype
 from cuflash.arrays.checks import value_error
-from cuflash.arrays.dlpack import overlap
+from cuflash.arrays.dlpack import check_apart
 from cuflash.gpu.compiler import compile_spec, with_resources
 from cuflash.gpu.params import Argument
 from cuflash.gpu.replay import Recording, of_thread
@@ -516,6 +516,5 @@ def _check_overlap(
     low, high = pointers[index] + extents[index][0], pointers[index] + extents[index][1]
     for other, (start, stop) in enumerate(extents):
         if other != index and low < pointers[other] + stop and pointers[other] + start < high:
-            given = [(name, array) for name, array in arrays.items() if array is not None]
-            if overlap(given[index][1], given[other][1]):
-                raise value_error(given[index][0], f"memory shared with {given[other][0]}", "memory of its own")
+            given = [name for name, array in arrays.items() if array is not None]
+            check_apart({name: arrays[name] for name in (given[index], given[other])}, (given[index],))

@@ -264,15 +264,14 @@ def _checked(
         options, own = spelled_out.options, own._replace(arrays=spelled_out.arrays(own.arrays))
     written = _written_to_host(arrays, results)
     hosts = {"k": k.array, "v": v.array, **written}
-    _check_apart(hosts, tuple(written))
+    dlpack.check_apart(hosts, tuple(written))
     given = {name: x for name, x in own.arrays.items() if x is not None} | hosts
     if own.kind == "numpy":
         problem = cpu_backend.bound(pass_, options, given, results).problem
     else:
         likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in given.items())
         problem = cpu_backend.bind_arrays_like(pass_, options, likes, results).problem
-        on_device = {name: x for name, x in given.items() if name not in hosts}
-        _check_apart(on_device, tuple(name for name in results if name in on_device))
+        dlpack.check_apart(own.arrays, results)
     sizes = problem.seqlen_q, problem.seqlen_k
     band = Band(diagonal_of(options, *sizes), *window_of(options, *sizes))
     rows, keys = steps_of(options, problem.block_mask is not None)
@@ -292,14 +291,6 @@ def _checked(
         is_explicit=k.chunk is not None,
         chunks=chunks,
     )
-
-
-def _check_apart(arrays: Mapping[str, Array], results: tuple[str, ...]) -> None:
-    """Refuse results that share memory with another array, all of them in host memory, or all on the device."""
-    for result in results:
-        for name, x in arrays.items():
-            if name != result and dlpack.overlap(arrays[result], x):
-                raise value_error(result, f"memory shared with {name}", "memory of its own")
 
 
 def device_of(kind: dlpack.Kind) -> Cuda | None:
