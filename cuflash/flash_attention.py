@@ -17,7 +17,6 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Literal, overload
 
-from cuflash import streaming
 from cuflash.preparation import Preparation, backend_of
 from cuflash.score_mod import Score
 from cuflash.spec.binding import INPUTS
@@ -352,9 +351,7 @@ class FlashAttention(Preparation):
         if captured or self.options.score or self.options.mask_function:
             arrays |= check_given("forward", self.options, captured)
         random = self.options.random(seed, offset)
-        call = prepare(self.options, arrays, INPUTS, OUTPUTS, OUTPUTS, streaming.is_streamed)
-        if call is None:
-            return ForwardResult(*streaming.forward(self.options, arrays, random))
+        call = prepare(self.options, arrays, INPUTS, OUTPUTS, OUTPUTS)
         computed = backend_of(call.kind).forward(call.options, call.arrays, random)
         return ForwardResult(*(computed if call.is_direct else call.give_back(computed, arrays)))
 
@@ -501,8 +498,6 @@ class FlashAttention(Preparation):
         arrays |= results
         need = tuple(results)
         random = self.options.random(seed, offset)
-        call = prepare(self.options, arrays, _BACKWARD_INPUTS, need, need, streaming.is_streamed)
-        if call is None:
-            return kind(*streaming.backward(self.options, arrays, need, random))
+        call = prepare(self.options, arrays, _BACKWARD_INPUTS, need, need)
         computed = backend_of(call.kind).backward(call.options, call.arrays, call.need, random)
         return kind(*(computed if call.is_direct else call.give_back(computed, arrays)))

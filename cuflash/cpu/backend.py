@@ -15,7 +15,7 @@ from cuflash.arrays.dlpack import check_apart
 from cuflash.cpu import core, functions_as_terms
 from cuflash.cpu.packed import check_starts
 from cuflash.spec.batch_axes import Calls, FirstCall, axes_of, first_call
-from cuflash.spec.binding import Binding, Contiguous, Pass, bind, of_pass
+from cuflash.spec.binding import PASSES, Binding, Contiguous, Pass, bind, of_pass
 from cuflash.spec.inputs import DEFAULT_NEED
 from cuflash.spec.options import Options
 from cuflash.spec.problem import Problem, check_pages
@@ -23,37 +23,39 @@ from cuflash.spec.problem import Problem, check_pages
 MOST_KNOWN, MOST_ALIKE = 256, 16  # kinds of calls that are kept, by options and array names, and calls of one kind
 
 
-def forward(options: Options, given: dict[str, Any], random: tuple[int, int] = (0, 0)) -> tuple[Any, ...]:
+def forward(options: Options, arrays: dict[str, Any], random: tuple[int, int] = (0, 0)) -> tuple[Any, ...]:
     """(out, lse) of NumPy arrays by name: q, k, v, and the terms, out and lse that are given.
 
     `random` is the seed and the offset of dropout.
     """
-    if results := _repeated("forward", options, given, ("out", "lse"), random):
+    if results := _repeated("forward", options, arrays, ("out", "lse"), random):
         return results
-    if axes := axes_of(options, given, ("out", "lse")):
-        calls = Calls(axes, options, given, ("out", "lse"), np, gives_parts=False)
-        return calls.run(lambda own, arrays: forward(own, _given(arrays), random))
-    problem = bound("forward", options, given).problem
-    return cpu.forward(problem, **given, seed=random[0], offset=random[1])
+    if axes := axes_of(options, arrays, ("out", "lse")):
+        calls = Calls(axes, options, arrays, ("out", "lse"), np, gives_parts=False)
+        return calls.run(lambda own, found: forward(own, _given(found), random))
+    problem = bound("forward", options, arrays).problem
+    return cpu.forward(problem, **arrays, seed=random[0], offset=random[1])
 
 
 def backward(
-    options: Options, given: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
+    options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
 ) -> tuple[Any, ...]:
     """The gradients `need` of NumPy arrays, in the order of `GRADIENTS`.
 
-    `given` may have row sums (`cuflash.spec.row_sums`) where q, k and v are a part of a problem.
+    `arrays` may have row sums (`cuflash.spec.row_sums`) where q, k and v are a part of a problem.
     """
-    if "row_sums" in given:
-        problem = bound("backward", options, {name: x for name, x in given.items() if name != "row_sums"}, need).problem
-        return cpu.backward(problem, need=need, **given, seed=random[0], offset=random[1])
-    if results := _repeated("backward", options, given, need, random):
+    if "row_sums" in arrays:
+        problem = bound(
+            "backward", options, {name: x for name, x in arrays.items() if name != "row_sums"}, need
+        ).problem
+        return cpu.backward(problem, need=need, **arrays, seed=random[0], offset=random[1])
+    if results := _repeated("backward", options, arrays, need, random):
         return results
-    if axes := axes_of(options, given, need):
-        calls = Calls(axes, options, given, need, np, gives_parts=False)
-        return calls.run(lambda own, arrays: backward(own, _given(arrays), need, random))
-    problem = bound("backward", options, given, need).problem
-    return cpu.backward(problem, need=need, **given, seed=random[0], offset=random[1])
+    if axes := axes_of(options, arrays, need):
+        calls = Calls(axes, options, arrays, need, np, gives_parts=False)
+        return calls.run(lambda own, found: backward(own, _given(found), need, random))
+    problem = bound("backward", options, arrays, need).problem
+    return cpu.backward(problem, need=need, **arrays, seed=random[0], offset=random[1])
 
 
 def row_sums(options: Options, given: dict[str, Any]) -> Any:
@@ -78,6 +80,22 @@ def compile(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DE
     """Check the arguments only, because there is nothing to compile."""
     first = _first(options, arrays)
     bound("forward", first.options, _given(first.arrays))
+
+
+def tune(
+    options: Options,
+    arrays: dict[str, Any],
+    random: tuple[int, int] = (0, 0),
+    *,
+    passes: tuple[Pass, ...] = PASSES,
+    remember: bool = True,
+    forget: bool = False,
+) -> None:
+    """Check the arguments, and raise NotImplementedError: there are no tiles to choose from."""
+    compile(options, {name: x for name, x in arrays.items() if name != "dout"})
+    raise NotImplementedError(
+        "q: got an array in host memory, expected one on a GPU: the CPU path has no tiles to tune"
+    )
 
 
 def _first(options: Options, arrays: Mapping[str, Any]) -> FirstCall:

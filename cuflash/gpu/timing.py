@@ -9,11 +9,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from cuflash.gpu import backend as gpu_backend
-from cuflash.gpu import tuning
 from cuflash.plan import LaunchPlan
-from cuflash.spec.binding import Pass
-from cuflash.spec.options import Options
 
 REPEATS = 11  # of which the median counts
 FLUSH_ROWS = 1024  # of the data that fill the L2 cache; one block or more reduces each
@@ -82,43 +78,3 @@ def _difference(got: Any, right: Any, allowed: float) -> str:
     if error <= max(ulps * scale, allowed):
         return ""
     return f"differs by {error:.3g} from that of the table's row, which is up to {scale:.3g}"
-
-
-def tune(
-    options: Options,
-    arrays: dict[str, Any],
-    *,
-    random: tuple[int, int],
-    passes: tuple[Pass, ...],
-    remember: bool,
-    bar: Callable[[int], Callable[[], None]],
-) -> tuning.Tuning:
-    """Tune the passes of a call of CuPy arrays: what `FlashAttention.tune` does.
-
-    `arrays` are those of `forward`, and dout or None. `bar` makes a function to be called as often as it is told.
-    """
-    found: dict[str, tuning.PassTuning | None] = {"forward": None, "backward": None}
-    inputs = {name: array for name, array in arrays.items() if name != "dout"}
-    with cupy.cuda.Device(arrays["q"].data.device_id):
-        for pass_ in passes:
-            if pass_ == "backward":
-                out, lse = gpu_backend.forward(options, inputs, random)
-                dout = out if arrays["dout"] is None else arrays["dout"]
-                inputs = {"dout": dout, "out": out, "lse": lse, **inputs}
-            plans, call_by = gpu_backend.trials(pass_, options, inputs, random)
-            found[pass_] = tuning.tune(plans, Stopwatch(call_by), advance=bar(2 * len(plans)), remember=remember)
-    gpu_backend.forget_launches()
-    return tuning.Tuning(forward=found["forward"], backward=found["backward"])
-
-
-def forget(options: Options, arrays: dict[str, Any], passes: tuple[Pass, ...]) -> None:
-    """Forget what tuning of such a call found."""
-    inputs = {name: array for name, array in arrays.items() if name != "dout"}
-    with cupy.cuda.Device(arrays["q"].data.device_id):
-        for pass_ in passes:
-            if pass_ == "backward":
-                out, lse = gpu_backend.forward(options, inputs)
-                inputs = {"dout": out, "out": out, "lse": lse, **inputs}
-            plans, _ = gpu_backend.trials(pass_, options, inputs, (0, 0))
-            tuning.forget(plans[0])
-    gpu_backend.forget_launches()

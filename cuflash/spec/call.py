@@ -7,21 +7,23 @@ arrays these are, and replaces functions by the options that they spell out. Bac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, overload
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
-from cuflash.arrays.dlpack import Borrowed, Kind
+from cuflash.arrays.dlpack import Borrowed
 from cuflash.spec.borrowing import are_cupy, borrow, numpy_arrays
 from cuflash.spec.options import Options
 from cuflash.spec.rewrites import Equivalent, equivalent
+from cuflash.spec.streamed import borrow_beside_host, is_streamed
 
+Kind = Literal["numpy", "cupy", "streamed"]
 OUTPUTS = ("out", "lse")  # of the forward pass, in its order
 
 
 class Call(NamedTuple):
     """What a backend computes for a call, and the way back."""
 
-    kind: Kind  # whose backend
+    kind: Kind  # of which backend
     options: Options
     arrays: dict[str, Any]  # by name; for NumPy only those that are given
     need: tuple[str, ...]  # names of the results, in the order in which the backend returns them
@@ -37,21 +39,10 @@ class Call(NamedTuple):
             computed = self.rewrite.gradients(computed, self.given, self.wanted)
         if self.borrowed is None:
             return computed
-        return [self.borrowed.give_back(x, own[name]) for name, x in zip(self.wanted, computed, strict=True)]
-
-
-# fmt: off
-@overload
-def prepare(
-    options: Options, arrays: dict[str, Any], required: Sequence[str], wanted: tuple[str, ...],
-    written: Sequence[str] = ...,
-) -> Call: ...
-@overload
-def prepare(
-    options: Options, arrays: dict[str, Any], required: Sequence[str], wanted: tuple[str, ...],
-    written: Sequence[str], unless: Callable[[Mapping[str, Any]], bool],
-) -> Call | None: ...
-# fmt: on
+        libraries = dict.fromkeys(self.wanted, self.borrowed)
+        if self.kind == "streamed":
+            libraries |= {"dk": self.given["k"].borrowed, "dv": self.given["v"].borrowed}
+        return [libraries[name].give_back(x, own[name]) for name, x in zip(self.wanted, computed, strict=True)]
 
 
 def prepare(
@@ -60,9 +51,8 @@ def prepare(
     required: Sequence[str],
     wanted: tuple[str, ...],
     written: Sequence[str] = (),
-    unless: Callable[[Mapping[str, Any]], bool] | None = None,
-) -> Call | None:
-    """The call that computes the results `wanted` of a pass; None where `unless` says so of arrays of other kinds.
+) -> Call:
+    """The call that computes the results `wanted` of a pass.
 
     `arrays` are those of the caller by name, where None stands for an absent one; `written` names those among them
     that results are written to, `required` those that have to be there. Raises as `borrow` does.
@@ -72,8 +62,9 @@ def prepare(
         kind: Kind = "cupy"
     elif own := numpy_arrays(arrays, required, written):
         kind, given = "numpy", own
-    elif unless is not None and unless(arrays):
-        return None
+    elif is_streamed(arrays):
+        kind = "streamed"
+        borrowed, given = borrow_beside_host(arrays, required, written)
     else:
         borrowed = borrow(arrays, required=required, written=written)
         kind, given = borrowed.kind, borrowed.of_backend

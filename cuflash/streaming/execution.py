@@ -17,12 +17,12 @@ from cuflash.shards.merge import LargeRows, RunningMerge
 from cuflash.shards.slices import Parts
 from cuflash.spec import row_sums
 from cuflash.spec.inputs import BROADCAST, SOFTMAX_GRADIENTS
+from cuflash.spec.streamed import OF_KEYS
 from cuflash.streaming.chunks import Chunk
 from cuflash.streaming.copy_pipeline import Drain, Feed, Host
 
 Array = Any
 OF_ROWS = ("q", "dout", "out", "lse", "dlse", "row_sums")
-OF_KEYS = ("dk", "dv")
 
 
 class Part(NamedTuple):

@@ -15,9 +15,10 @@ from cuflash.shards.cuda import Cuda
 from cuflash.spec.binding import Contiguous, Pass, bind
 from cuflash.spec.options import Options
 from cuflash.spec.problem import Problem
+from cuflash.spec.streamed import OF_KEYS
 from cuflash.streaming.chunks import Chunk, StreamPlan, Way
 from cuflash.streaming.copy_pipeline import is_direct
-from cuflash.streaming.execution import OF_KEYS, Part, StreamedPass, sums_softmax
+from cuflash.streaming.execution import Part, StreamedPass, sums_softmax
 
 if TYPE_CHECKING:
     from cuflash.plan import LaunchPlan
@@ -165,10 +166,10 @@ def _takes(pass_: Pass, run: StreamedPass, chunk: Chunk, need: Collection[str], 
     return _rounded(plan.extra_bytes) + copied + small
 
 
-def _launch_plan(
-    pass_: Pass, run: StreamedPass, chunk: Chunk, need: Collection[str], keys: Mapping[str, Any]
-) -> tuple[LaunchPlan, int]:
-    """The plan of a call on a chunk, and the bytes of arrays that it copies."""
+def call_on(
+    run: StreamedPass, chunk: Chunk, need: Collection[str], keys: Mapping[str, Any]
+) -> tuple[Options, dict[str, Any]]:
+    """Options and arrays of the call on a chunk with these keys that gives the results `need` of a pass."""
     arrays = run.arrays_of(Part(0, chunk, dict(keys), {}), of_softmax=run.is_whole or sums_softmax(need))
     options = run.parts.options_of(*chunk)
     arrays |= run.parts.captured(options, *chunk, arrays["q"])
@@ -176,6 +177,14 @@ def _launch_plan(
         arrays |= {name: x for name, x in run.parts.wide_captured.items() if f"d{name}" in need}
     if not run.is_whole and _is_narrow(run.parts.problem):
         options = replace(options, wide=tuple(name for name in ("out", "dq") if name in need))
+    return options, arrays
+
+
+def _launch_plan(
+    pass_: Pass, run: StreamedPass, chunk: Chunk, need: Collection[str], keys: Mapping[str, Any]
+) -> tuple[LaunchPlan, int]:
+    """The plan of a call on a chunk, and the bytes of arrays that it copies."""
+    options, arrays = call_on(run, chunk, need, keys)
     binding = bind(pass_, options, arrays, need=need)
     launch = importlib.import_module("cuflash.gpu.backend")
     device = launch.device_spec(run.arrays["q"].data.device_id)
