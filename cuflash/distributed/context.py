@@ -289,18 +289,14 @@ class ContextParallel:
             return needed(need, {**given, **self.options.numbers}, absent, of_functions)
 
         def compute(call: Call, run: Execution) -> Gradients | NamedGradients:
-            own_need = call.need if call.equivalent is None else call.equivalent.need(call.need)
-            results = {name: call.empty(name, run.problem) for name in own_need}
+            results = {name: call.empty(name, run.problem) for name in call.need}
             views = {
                 name: view_4d(x, self.options.layout) if name in DEFAULT_NEED else x for name, x in results.items()
             }
             if "dbias" in views:
                 views["dbias"] = of_pairs(views["dbias"])
-            run.backward(own_need, views)
-            found = list(results.values())
-            if call.equivalent is not None:
-                found = call.equivalent.gradients(found, call.given, call.need)
-            return named_tuple_of(call.need)(*call.give_back(found))
+            run.backward(call.need, views)
+            return named_tuple_of(call.own.wanted)(*call.give_back(list(results.values())))
 
         return self._calls.carry_out("backward", arrays, terms, _BACKWARD_INPUTS, (seed, offset), compute, names)
 
