@@ -178,7 +178,7 @@ def tune(
 
 def _copied(array: Host, xp: Any) -> Array:
     """A copy on the device, made of integers, because CuPy takes no bfloat16 from NumPy."""
-    return xp.array(np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")).view(array.dtype)
+    return xp.asarray(np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")).view(array.dtype)
 
 
 def _over_axes(options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> Calls | None:

@@ -170,7 +170,8 @@ def call_on(
     run: StreamedPass, chunk: Chunk, need: Collection[str], keys: Mapping[str, Any]
 ) -> tuple[Options, dict[str, Any]]:
     """Options and arrays of the call on a chunk with these keys that gives the results `need` of a pass."""
-    arrays = run.arrays_of(Part(0, chunk, dict(keys), {}), of_softmax=run.is_whole or sums_softmax(need))
+    of_softmax = sums_softmax(need) or (run.is_whole and "out" in need)
+    arrays = run.arrays_of(Part(0, chunk, dict(keys), {}), of_softmax=of_softmax)
     options = run.parts.options_of(*chunk)
     arrays |= run.parts.captured(options, *chunk, arrays["q"])
     if not run.is_whole:
