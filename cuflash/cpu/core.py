@@ -205,7 +205,7 @@ def processor() -> str:
 
 
 def unit_of(problem: Problem) -> float:
-    """What a row max of the core times this is an exponent of e, as `Scaling` of `core/tiles.h` says."""
+    """What a row max of the core times this is an exponent of e, as `Scaling` of `core/score_tiles.h` says."""
     terms = problem.given(("bias", "alibi_slopes")) or problem.softcap is not None or problem.scale == 0
     return 1.0 if terms or problem.score is not None else abs(problem.scale)
 
