@@ -114,7 +114,7 @@ class BuildCore(build_ext):
         if shutil.which(compiler[0]) is None:
             raise NotBuiltError(f"there was no C++ compiler ({compiler[0]})")
         kinds = KINDS["x86_64" if platform.machine().lower() in ("x86_64", "amd64") else "other"]
-        units = {f"{kind}.o": ["kernels.cpp", f"-DKIND={kind}", *flags] for kind, flags in kinds.items()}
+        units = {f"{kind}.o": ["target.cpp", f"-DKIND={kind}", *flags] for kind, flags in kinds.items()}
         units["core.o"] = ["core.cpp", f'-DSOURCES="{hash_of_sources()}"']
         command = [*compiler, *FLAGS, *_words_of("CXXFLAGS")]
         # The texts of compilers that run side by side do not mix, and each of these is waited for.

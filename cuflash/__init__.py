@@ -17,7 +17,7 @@ from cuflash.score_mod.functions import abs, clip, cos, exp, floor, log, maximum
 from cuflash.shards.merge import MergeGradients, MergeResult, merge, merge_backward
 from cuflash.spec.dropout import dropout_mask
 from cuflash.spec.results import ForwardResult, Gradients
-from cuflash.streaming import streamed
+from cuflash.spec.streamed import streamed
 
 __version__ = "0.2.0"
 

@@ -17,7 +17,6 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Literal, overload
 
-from cuflash import streaming
 from cuflash.preparation import Preparation, backend_of
 from cuflash.score_mod import Score
 from cuflash.spec.call import prepare
@@ -25,7 +24,7 @@ from cuflash.spec.inputs import INPUTS, NamedGradients
 from cuflash.spec.options import BLOCK_SIZE, Function, Options
 from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS, REQUIRED_BY_BACKWARD
 from cuflash.spec.results import Array, ForwardResult, Gradients, named_tuple_of, needed
-from cuflash.spec.score_args import check_given, check_names, gradient_names
+from cuflash.spec.score_args import check_given, check_names
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -352,9 +351,7 @@ class FlashAttention(Preparation):
         if captured or self.options.score or self.options.mask_function:
             arrays |= check_given("forward", self.options, captured)
         random = self.options.random(seed, offset)
-        call = prepare(self.options, arrays, INPUTS, OUTPUTS, OUTPUTS, streaming.is_streamed)
-        if call is None:
-            return ForwardResult(*streaming.forward(self.options, arrays, random))
+        call = prepare(self.options, arrays, INPUTS, OUTPUTS, OUTPUTS)
         computed = backend_of(call.kind).forward(call.options, call.arrays, random, call.need)
         return ForwardResult(*(computed if call.is_direct else call.give_back(computed, arrays)))
 
@@ -485,24 +482,22 @@ class FlashAttention(Preparation):
         }  # fmt: skip
         results: dict[str, Array | None] = {"dq": dq, "dk": dk, "dv": dv}
         kind: Callable[..., Gradients | NamedGradients] = Gradients
-        of_functions = gradient_names(self.options)
+        of_functions = self.options.score_gradients
         if captured or self.options.score or self.options.mask_function:
             given = check_given("backward", self.options, captured, of_functions)
-            results |= {name: given.pop(name) for name in of_functions}
+            results |= {name: x for name in of_functions if (x := given.pop(name)) is not None}
             arrays |= given
-        plain = dbias is dalibi_slopes is dscale is dsoftcap is dsinks is None and not of_functions
+        plain = dbias is dalibi_slopes is dscale is dsoftcap is dsinks is None and len(results) == len(DEFAULT_NEED)
         if need is not DEFAULT_NEED or not plain:
             results |= {
                 "dbias": dbias, "dalibi_slopes": dalibi_slopes, "dscale": dscale, "dsoftcap": dsoftcap,
                 "dsinks": dsinks,
             }  # fmt: skip
             names = needed(need, arrays | self.options.numbers, results, of_functions)
-            results, kind = {name: results[name] for name in names}, named_tuple_of(names)
+            results, kind = {name: results.get(name) for name in names}, named_tuple_of(names)
         arrays |= results
         need = tuple(results)
         random = self.options.random(seed, offset)
-        call = prepare(self.options, arrays, _BACKWARD_INPUTS, need, need, streaming.is_streamed)
-        if call is None:
-            return kind(*streaming.backward(self.options, arrays, need, random))
+        call = prepare(self.options, arrays, _BACKWARD_INPUTS, need, need)
         computed = backend_of(call.kind).backward(call.options, call.arrays, call.need, random)
         return kind(*(computed if call.is_direct else call.give_back(computed, arrays)))

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar, cast
 
 from cuflash.flash_attention import Causal, FlashAttention, Window
 from cuflash.spec.options import BLOCK_SIZE
-from cuflash.streaming import takes_star
+from cuflash.spec.streamed import takes_star
 
 ArrayT = TypeVar("ArrayT")
 _KEPT_TYPES = frozenset((bool, float, int, str, NoneType))

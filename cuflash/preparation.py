@@ -7,22 +7,21 @@ from collections.abc import Collection
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from cuflash import streaming
-from cuflash.arrays import dlpack
 from cuflash.cpu import backend as cpu_backend
-from cuflash.gpu import progress
-from cuflash.spec.call import prepare
+from cuflash.spec.call import Kind, prepare
 from cuflash.spec.inputs import INPUTS, PassArrays, Terms
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS
 from cuflash.spec.passes import FORWARD, PASS_NAMES
 from cuflash.spec.results import Array, checked_passes, needed
-from cuflash.spec.score_args import checked_with_captured, gradient_names
+from cuflash.spec.score_args import checked_with_captured
+from cuflash.streaming import calls as streaming_backend
 
 if TYPE_CHECKING:
     from cuflash.cpu.backend import CpuPlan
     from cuflash.gpu.backend import Plans
     from cuflash.gpu.tuning import Tuning
+    from cuflash.streaming import StreamPlan
 
 
 class Preparation:
@@ -40,7 +39,7 @@ class Preparation:
         *,
         need: Collection[str] = DEFAULT_NEED,
         **arrays: Array,
-    ) -> CpuPlan | Plans | streaming.StreamPlan:
+    ) -> CpuPlan | Plans | StreamPlan:
         """What `forward` and `backward` would run on these arrays, and why; nothing is computed.
 
         Parameters
@@ -64,14 +63,12 @@ class Preparation:
         TypeError, ValueError, NotImplementedError, ImportError
             As `forward` does.
         """
-        of_functions = gradient_names(self.options)
+        of_functions = self.options.score_gradients
         given = {"q": q, "k": k, "v": v} | checked_with_captured("plan", PassArrays, self.options, arrays, of_functions)
         results = {name: given.get(name) for name in (*GRADIENTS, *of_functions)}
         need = needed(need, given | self.options.numbers, results, of_functions)
-        call = prepare(self.options, given, INPUTS, need, (), streaming.is_streamed)
-        if call is None:
-            return streaming.plan(self.options, given, need)
-        plans: CpuPlan | Plans = backend_of(call.kind).plan(call.options, call.arrays, call.need)
+        call = prepare(self.options, given, INPUTS, need)
+        plans: CpuPlan | Plans | StreamPlan = backend_of(call.kind).plan(call.options, call.arrays, call.need)
         return plans if call.rewrite is None else plans.noted(call.rewrite.describe(self.options, call.given))
 
     def compile(
@@ -105,13 +102,10 @@ class Preparation:
             As `forward` does.
         """
         arrays = {"q": q, "k": k, "v": v} | checked_with_captured("compile", Terms, self.options, terms)
-        of_functions = gradient_names(self.options)
+        of_functions = self.options.score_gradients
         absent = dict.fromkeys((*GRADIENTS, *of_functions))
         need = needed(need, arrays | self.options.numbers, absent, of_functions)
-        call = prepare(self.options, arrays, INPUTS, need, (), streaming.is_streamed)
-        if call is None:
-            streaming.compile(self.options, arrays, need)
-            return
+        call = prepare(self.options, arrays, INPUTS, need)
         backend_of(call.kind).compile(call.options, call.arrays, call.need)
 
     def tune(
@@ -144,7 +138,8 @@ class Preparation:
         Parameters
         ----------
         q, k, v : array
-            As `forward` takes them, on a GPU.
+            As `forward` takes them, on a GPU; of `cuflash.streamed` keys the problem of the longest chunk is tuned, of
+            which a copy is made on the device.
         dout : array, optional
             As `backward` takes it; out by default.
         seed, offset : int, optional
@@ -178,24 +173,19 @@ class Preparation:
             wanted = (FORWARD,)
         random = self.options.random(*((0 if x is None else x) for x in (seed, offset)))
         call = prepare(self.options, arrays, INPUTS, DEFAULT_NEED)
-        if call.kind != "cupy":
-            cpu_backend.compile(call.options, {name: x for name, x in call.arrays.items() if name != "dout"})
-            raise NotImplementedError(
-                "q: got an array in host memory, expected one on a GPU: the CPU path has no tiles to tune"
-            )
-        from cuflash.gpu import timing
-
-        if forget:
-            timing.forget(call.options, call.arrays, wanted)
-            return None
-        return timing.tune(call.options, call.arrays, random=random, passes=wanted, remember=remember, bar=progress.bar)
+        tuning: Tuning | None = backend_of(call.kind).tune(
+            call.options, call.arrays, random, passes=wanted, remember=remember, forget=forget
+        )
+        return tuning
 
 
 @functools.cache
-def backend_of(kind: dlpack.Kind) -> ModuleType:
+def backend_of(kind: Kind) -> ModuleType:
     """The module that computes with arrays of one kind; importing the one for CuPy's arrays imports CuPy."""
     if kind == "numpy":
         return cpu_backend
+    if kind == "streamed":
+        return streaming_backend
     from cuflash.gpu import backend as gpu_backend
 
     return gpu_backend

@@ -22,7 +22,7 @@ import ctypes
 import importlib
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
@@ -118,6 +118,21 @@ def overlap(a: Any, b: Any) -> bool:
     if not isinstance(a, np.ndarray):
         a, b = (_never_read(x.data.ptr, x.shape, x.strides, x.dtype.itemsize) for x in (a, b))
     return _share(a, b)
+
+
+def check_apart(arrays: Mapping[str, Any], results: Collection[str]) -> None:
+    """Refuse those results that share memory with another array. None stands for an absent array.
+
+    Arrays in host memory and arrays on a device have nothing in common.
+    """
+    others = {name: x for name, x in arrays.items() if x is not None and name not in results}
+    for result in results:
+        if (written := arrays.get(result)) is None:
+            continue
+        for name, x in others.items():
+            if isinstance(x, np.ndarray) == isinstance(written, np.ndarray) and overlap(written, x):
+                raise value_error(result, f"memory shared with {name}", "memory of its own")
+        others[result] = written
 
 
 def check_distinct(name: str, array: Shaped) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -11,52 +11,53 @@ import numpy as np
 
 from cuflash import cpu
 from cuflash.arrays.checks import type_error, value_error
-from cuflash.arrays.dlpack import overlap
-from cuflash.cpu import core
+from cuflash.arrays.dlpack import check_apart
+from cuflash.cpu import core, functions_as_terms
 from cuflash.cpu.packed import check_starts
 from cuflash.spec.batch_axes import Calls, FirstCall, axes_of, first_call
 from cuflash.spec.binding import Binding, Contiguous, bind, of_pass
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS
-from cuflash.spec.passes import BACKWARD, FORWARD, Pass
+from cuflash.spec.passes import BACKWARD, FORWARD, PASSES, Pass
 from cuflash.spec.problem import Problem, check_pages
 
 MOST_KNOWN, MOST_ALIKE = 256, 16  # kinds of calls that are kept, by options and array names, and calls of one kind
 
 
 def forward(
-    options: Options, given: dict[str, Any], random: tuple[int, int] = (0, 0), need: tuple[str, ...] = OUTPUTS
+    options: Options, arrays: dict[str, Any], random: tuple[int, int] = (0, 0), need: tuple[str, ...] = OUTPUTS
 ) -> tuple[Any, ...]:
     """The results `need` of NumPy arrays by name: q, k, v, and the terms and results that are given.
 
     `random` is the seed and the offset of dropout.
     """
-    if results := _repeated(FORWARD, options, given, need, random):
+    if results := _repeated(FORWARD, options, arrays, need, random):
         return results
-    if axes := axes_of(options, given, need):
-        calls = Calls(axes, options, given, need, np, gives_parts=False)
-        return calls.run(lambda own, arrays: forward(own, _given(arrays), random, need))
-    problem = bound(FORWARD, options, given, need).problem
-    return cpu.forward(problem, need=need, **given, seed=random[0], offset=random[1])
+    if axes := axes_of(options, arrays, need):
+        calls = Calls(axes, options, arrays, need, np, gives_parts=False)
+        return calls.run(lambda own, found: forward(own, _given(found), random, need))
+    problem = bound(FORWARD, options, arrays, need).problem
+    return cpu.forward(problem, need=need, **arrays, seed=random[0], offset=random[1])
 
 
 def backward(
-    options: Options, given: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
+    options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
 ) -> tuple[Any, ...]:
     """The gradients `need` of NumPy arrays, in the order of `GRADIENTS`.
 
-    `given` may have row sums (`cuflash.spec.row_sums`) where q, k and v are a part of a problem.
+    `arrays` may have row sums (`cuflash.spec.row_sums`) where q, k and v are a part of a problem.
     """
-    if "row_sums" in given:
-        problem = bound(BACKWARD, options, {name: x for name, x in given.items() if name != "row_sums"}, need).problem
-        return cpu.backward(problem, need=need, **given, seed=random[0], offset=random[1])
-    if results := _repeated(BACKWARD, options, given, need, random):
+    if "row_sums" in arrays:
+        others = {name: x for name, x in arrays.items() if name != "row_sums"}
+        problem = bound(BACKWARD, options, others, need).problem
+        return cpu.backward(problem, need=need, **arrays, seed=random[0], offset=random[1])
+    if results := _repeated(BACKWARD, options, arrays, need, random):
         return results
-    if axes := axes_of(options, given, need):
-        calls = Calls(axes, options, given, need, np, gives_parts=False)
-        return calls.run(lambda own, arrays: backward(own, _given(arrays), need, random))
-    problem = bound(BACKWARD, options, given, need).problem
-    return cpu.backward(problem, need=need, **given, seed=random[0], offset=random[1])
+    if axes := axes_of(options, arrays, need):
+        calls = Calls(axes, options, arrays, need, np, gives_parts=False)
+        return calls.run(lambda own, found: backward(own, _given(found), need, random))
+    problem = bound(BACKWARD, options, arrays, need).problem
+    return cpu.backward(problem, need=need, **arrays, seed=random[0], offset=random[1])
 
 
 def row_sums(options: Options, given: dict[str, Any]) -> Any:
@@ -80,6 +81,22 @@ def plan(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAU
 def compile(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> None:
     """Check the arguments only, because there is nothing to compile."""
     _bound_first(_first(options, arrays))
+
+
+def tune(
+    options: Options,
+    arrays: dict[str, Any],
+    random: tuple[int, int] = (0, 0),
+    *,
+    passes: tuple[Pass, ...] = PASSES,
+    remember: bool = True,
+    forget: bool = False,
+) -> None:
+    """Check the arguments, and raise NotImplementedError: there are no tiles to choose from."""
+    compile(options, {name: x for name, x in arrays.items() if name != "dout"})
+    raise NotImplementedError(
+        "q: got an array in host memory, expected one on a GPU: the CPU path has no tiles to tune"
+    )
 
 
 def _first(options: Options, arrays: Mapping[str, Any]) -> FirstCall:
@@ -147,23 +164,13 @@ def bound(pass_: Pass, options: Options, given: Mapping[str, Any], need: tuple[s
     if problem.block_table is not None:
         check_pages(problem, given["block_table"], given["kv_lengths"])
     if len(binding.allocated) < len(binding.results):
-        _check_apart(given, binding.results)
+        check_apart(given, binding.results)
     return binding
 
 
 def _given(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays that are not None."""
     return {name: x for name, x in arrays.items() if x is not None}
-
-
-def _check_apart(given: Mapping[str, Any], results: tuple[str, ...]) -> None:
-    """Refuse results that share memory with another array."""
-    others = {name: x for name, x in given.items() if name not in results}
-    for result in (name for name in results if name in given):
-        for name, x in others.items():
-            if overlap(given[result], x):
-                raise value_error(result, f"memory shared with {name}", "memory of its own")
-        others[result] = given[result]
 
 
 class _Like(NamedTuple):
@@ -177,7 +184,8 @@ class _Like(NamedTuple):
 class _Repeatable(NamedTuple):
     """Calls that differ only in addresses, in numbers in arrays, and in the seed and the offset of dropout."""
 
-    prepared: core.Prepared
+    compute: Callable[..., int]  # `core.compute`, or that of functions, of what was prepared
+    are_apart: bool  # no result has an array of the caller
     arrays: tuple[_Like, ...]  # those that are given
     allocated: tuple[tuple[tuple[int, ...], Any], ...]  # shapes and dtypes of results without an array of the caller
     places: tuple[int, ...]  # indices of the results among the given arrays, followed by the allocated ones
@@ -210,10 +218,10 @@ def _repeated(
         return None
     if call.allocated:
         arrays += tuple([np.empty(shape, dtype) for shape, dtype in call.allocated])
-    status = core.compute(call.prepared, arrays, random, are_apart=False)
+    status = call.compute(arrays, random, are_apart=call.are_apart)
     if status == core.NOT_APART:
-        _check_apart(given, need)
-        status = core.compute(call.prepared, arrays, random, are_apart=True)
+        check_apart(given, need)
+        status = call.compute(arrays, random, are_apart=True)
     return tuple([arrays[place] for place in call.places]) if status == core.DONE else None
 
 
@@ -244,15 +252,25 @@ def _repeatable(pass_: Pass, options: Options, likes: tuple[Any, ...], need: tup
     binding = bind_arrays_like(pass_, options, likes, need)
     problem = binding.problem
     looks_at_numbers = problem.is_packed or problem.kv_lengths is not None or problem.block_table is not None
-    not_alone = problem.has_float8 or problem.has_functions
     reason = core.why_not(problem) or core.why_not_results(need)
-    if looks_at_numbers or not_alone or binding.results != need or reason is not None:
+    if looks_at_numbers or problem.has_float8 or binding.results != need or reason is not None:
         return None
     every: dict[str, Any] = {**arrays, **{name: Contiguous(shape, dtype) for name, shape, dtype in binding.allocated}}
-    prepared = core.prepare(problem, every, pass_)
+    compute: Callable[..., int]
+    if problem.has_functions:
+        of_functions = functions_as_terms.prepare(problem, every, pass_)
+        if of_functions is None:
+            return None
+        compute = of_functions.compute
+    else:
+        prepared = core.prepare(problem, every, pass_)
+        if prepared is None:
+            return None
+        compute = functools.partial(core.compute, prepared)
     allocated = tuple((shape, dtype) for _, shape, dtype in binding.allocated)
     places = tuple(map(list(every).index, binding.results))
-    return prepared and _Repeatable(prepared, tuple(arrays.values()), allocated, places)
+    are_apart = len(allocated) == len(binding.results)
+    return _Repeatable(compute, are_apart, tuple(arrays.values()), allocated, places)
 
 
 @functools.lru_cache(maxsize=256)

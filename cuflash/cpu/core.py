@@ -44,6 +44,7 @@ PATIENCE_NS = 20_000_000
 SLICE_MS = 50
 MOST_PREPARED = 64  # calls that are kept with one problem
 NO_BOUND = 2**40
+SKIPPED_KINDS = 0  # how many of the best kinds of instructions are not used, which tests change
 
 # Options that act on scores, as the core knows them: a problem with any other is not for it.
 KNOWN = ("softcap", "alibi_slopes", "bias", "mask", "block_mask", "kv_lengths", "sinks")
@@ -222,16 +223,11 @@ def why_not_results(wanted: Collection[str]) -> str | None:
 def processor() -> str:
     """The instructions that the core uses here."""
     library = _load()
-    return "" if isinstance(library, str) else library.functions.cuflash_processor(_skipped_kinds()).decode()
-
-
-def _skipped_kinds() -> int:
-    """How many of the best kinds of instructions are not used, which tests change."""
-    return 0
+    return "" if isinstance(library, str) else library.functions.cuflash_processor(SKIPPED_KINDS).decode()
 
 
 def unit_of(problem: Problem) -> float:
-    """What a row max of the core times this is an exponent of e, as `Scaling` of `core/tiles.h` says."""
+    """What a row max of the core times this is an exponent of e, as `Scaling` of `core/score_tiles.h` says."""
     terms = problem.given(("bias", "alibi_slopes")) or problem.softcap is not None or problem.scale == 0
     return 1.0 if terms or problem.score is not None else abs(problem.scale)
 
@@ -246,7 +242,15 @@ def run(
     Raises MemoryError, and whatever a signal handler raises, such as KeyboardInterrupt: within a tenth of a second.
     """
     given = {name: x for name, x in arrays.items() if x is not None}
-    prepared = _prepared(problem, given, pass_)
+    kept: dict[Any, Prepared] = vars(problem).setdefault("_prepared_calls", {})  # with the problem
+    key = (pass_, *given, *[x.strides for x in given.values()])
+    prepared = kept.get(key)
+    if prepared is None:
+        prepared = prepare(problem, given, pass_)
+        if prepared is not None:
+            if len(kept) >= MOST_PREPARED:
+                kept.clear()
+            kept[key] = prepared
     random = (seed or 0, offset or 0)
     if prepared is None or compute(prepared, tuple(given.values()), random, are_apart=True) != DONE:
         _run_on_copies(problem, given, pass_, seed, offset)
@@ -273,7 +277,7 @@ def compute(prepared: Prepared, arrays: tuple[Array, ...], random: tuple[int, in
     else:
         addresses = (ctypes.c_void_p * len(arrays))(*[x.ctypes.data for x in arrays])
         places = ctypes.addressof(addresses)
-    changing = _CHANGING.pack(head_bytes, _skipped_kinds(), threads, are_apart, *random, places)
+    changing = _CHANGING.pack(head_bytes, SKIPPED_KINDS, threads, are_apart, *random, places)
     if is_long:
         status = _run_on_threads(functions, fixed, changing)
     if status == _NO_THREAD:
@@ -341,20 +345,6 @@ def _run_on_threads(functions: Any, fixed: bytes, changing: bytes) -> int:
         finish(own)
     status: int = call.status
     return status
-
-
-def _prepared(problem: Problem, given: Mapping[str, Array], pass_: Pass) -> Prepared | None:
-    """The result of `prepare`, kept with the problem."""
-    kept: dict[Any, Prepared] = vars(problem).setdefault("_prepared_calls", {})
-    key = (pass_, *given, *[x.strides for x in given.values()])
-    prepared = kept.get(key)
-    if prepared is None:
-        prepared = prepare(problem, given, pass_)
-        if prepared is not None:
-            if len(kept) >= MOST_PREPARED:
-                kept.clear()
-            kept[key] = prepared
-    return prepared
 
 
 def prepare(problem: Problem, given: Mapping[str, Shaped], pass_: Pass) -> Prepared | None:

@@ -572,8 +572,8 @@ def shown_blocks(
 def sums_of_entries(shape: tuple[int, ...], indices: Sequence[Array], values: Array) -> tuple[Any, Array]:
     """Which entries of an array, all of them counted, the indices name, and the sums of the values for each."""
     flat: Any = np.zeros((1,) * values.ndim, np.int64)
-    for index, length in zip(indices, shape, strict=True):
-        flat = flat * length + clamped(index, length)
+    for index, length in zip(clamped(indices, shape), shape, strict=True):
+        flat = flat * length + index
     summed = tuple(axis for axis in range(values.ndim) if flat.shape[axis] == 1)
     weights = values.sum(axis=summed, keepdims=True, dtype=np.float64) if summed else values
     flat, weights = np.broadcast_to(flat, weights.shape).reshape(-1), weights.reshape(-1)

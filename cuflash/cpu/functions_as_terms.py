@@ -6,17 +6,18 @@ a mask function hides, once for all batch entries and heads that the functions d
 i - j alone is computed once for each diagonal, and the rows of the bias are views of one line.
 
 A part of a call has as many queries, heads and batch entries as take `PART_BYTES`, so that memory is linear, and
-results do not depend on the number of threads. What parts add to dk and dv is summed in the dtype of the softmax, in
-their order. Gradients of arrays that a score reads, and of q and k where it is no sum, follow from that of the bias;
-those of arrays are summed in float64.
+results do not depend on the number of threads. All that follows from the shapes and strides of arrays is prepared once
+(`Prepared`), and kept for repeated calls by `cuflash.cpu.backend`. What parts add to dk and dv is summed in the dtype
+of the softmax, in their order. Gradients of arrays that a score reads, and of q and k where it is no sum, follow from
+that of the bias; those of arrays are summed in float64.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -27,25 +28,26 @@ from cuflash.cpu import core, jobs
 from cuflash.cpu.fallback import shown_blocks, sums_of_entries
 from cuflash.cpu.packed import clear_gradients_of_no_sequence, sequences
 from cuflash.cpu.part_products import Products
-from cuflash.cpu.parts import BLOCK, Pairs, Part, Tile, parts, slices, sums_of_diagonals
+from cuflash.cpu.parts import BLOCK, Pairs, Part, Tile, parts, sums_of_diagonals
 from cuflash.score_mod import is_of_diagonals
 from cuflash.score_mod.evaluation import evaluate
 from cuflash.score_mod.intervals import Tables
 from cuflash.score_mod.nodes import Node, in_order
-from cuflash.spec.inputs import NAMES, TERMS
+from cuflash.spec.inputs import INPUTS, NAMES, TERMS
 from cuflash.spec.options import Options, Origin
-from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS, OVER_ROWS, TAKEN_BY_BACKWARD
-from cuflash.spec.passes import BACKWARD, FORWARD, Pass
+from cuflash.spec.outputs import DEFAULT_NEED, OVER_ROWS
+from cuflash.spec.passes import Pass
 from cuflash.spec.problem import Problem, make_problem
 
 Array = NDArray[Any]
 Result = TypeVar("Result")
 
-# With as many pairs, calls of NumPy take most of the time: one head of 64 queries and keys took 0.28 ms by tiles, and
-# 0.41 so.
+# With as many pairs, calls of NumPy take most of the time where nothing is kept of an earlier call: one head of 64
+# queries and keys took 0.28 ms by tiles, and 0.41 so.
 FEW_PAIRS = 2**13
 PART_BYTES = 2**23  # of the bias of a part
 LINE = 2**16  # diagonals at a time
+MOST_PARTS = 16  # of a call, of which what is prepared is kept
 LENGTHS = "kv_lengths"
 STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 _OF_SCORES = tuple(term.name for term in TERMS if term.part_of == "scores")
@@ -61,8 +63,11 @@ def why_not(problem: Problem, wanted: Collection[str] = ()) -> str | None:
     if terms or problem.has_float8:
         return f"functions beside {', '.join(terms) or 'fp8'}"
     one = problem.mean_sequence
-    if one.batch * one.num_heads * one.seqlen_q * one.seqlen_k <= FEW_PAIRS:
-        return "functions of few pairs"
+    pairs = one.batch * one.num_heads * one.seqlen_q * one.seqlen_k
+    if pairs == 0:
+        return "functions of no pairs"
+    if pairs <= FEW_PAIRS and (problem.is_packed or problem.given((LENGTHS,))):
+        return f"functions of few pairs beside {'cu_seqlens_q' if problem.is_packed else LENGTHS}"
     if problem.given((LENGTHS,)) and (is_bounded or problem.given(_OF_SCORES)):
         return f"functions beside {LENGTHS} and what a diagonal decides"
     try:
@@ -92,152 +97,199 @@ def run(
 ) -> None:
     """Compute a pass, as `cuflash.cpu.core.run` does."""
     given = {name: x for name, x in arrays.items() if x is not None}
+    if not problem.is_packed:
+        Prepared(problem, tuple(given), pass_).compute((*given.values(),), (seed, offset), are_apart=True)
+        return
     captured = {name: given.pop(name) for name, _ in problem.captured}
     results = {name: given.pop(f"d{name}") for name in captured if f"d{name}" in given}
-    of_reads = {name: np.zeros(x.shape) for name, x in results.items()}
-    call_of = partial(_Call, captured, of_reads, (seed, offset))
-    if problem.is_packed:
-        clear_gradients_of_no_sequence(problem, given)
-        for one in sequences(problem, *(given[name] for name in STARTS)):
-            call_of(one.problem, one.of_call(given), one.index).run(pass_)
-    else:
-        call_of(problem, given).run(pass_)
+    sums = {name: np.zeros(x.shape) for name, x in results.items()}
+    clear_gradients_of_no_sequence(problem, given)
     with np.errstate(all="ignore"):
+        for one in sequences(problem, *(given[name] for name in STARTS)):
+            own = one.of_call(given)
+            prepared = Prepared(one.problem, (*own, *(f"d{name}" for name in sums)), pass_, one.index)
+            prepared.add(own, captured, sums, (seed, offset))
         for name, x in results.items():
-            x[...] = of_reads[name]
+            x[...] = sums[name]
 
 
-class _Workspace:
-    """Memory for arrays of pairs, kept from part to part: fresh memory has to be mapped page by page."""
-
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self.dtype = dtype
-        self._memory: dict[str, Array] = {}
-
-    def take(self, name: str, *shape: int) -> Array:
-        size = math.prod(shape)
-        if name not in self._memory or self._memory[name].size < size:
-            self._memory[name] = np.empty(size, self.dtype)
-        return self._memory[name][:size].reshape(shape)
+def prepare(problem: Problem, given: Mapping[str, object], pass_: Pass) -> Prepared | None:
+    """What calls on arrays like these, by name, have in common; None where that is too much to be kept."""
+    wanted = [name for name in problem.gradients if name in given]
+    if why_not(problem, wanted) is not None:
+        return None
+    prepared = Prepared(problem, tuple(given), pass_)
+    return prepared if prepared.is_kept else None
 
 
-class _Call:
-    """One call, or one packed sequence, whose arrays are (batch, heads, seqlen, dim).
+class _Call(NamedTuple):
+    """The arrays of one call, or of one packed sequence, which have an axis for the batch and one for heads."""
+
+    arrays: Mapping[str, Array]  # all but terms and results
+    terms: Mapping[str, Array]
+    captured: Mapping[str, Array]  # what functions read
+    sums: Mapping[str, Array]  # of the wanted gradients of captured arrays, by the names of these
+    random: tuple[int | None, int | None]
+    memory: dict[str, Array]  # for arrays of pairs, kept from part to part: fresh one has to be mapped page by page
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """An array of pairs, whose numbers may be any."""
+        size, memory = math.prod(shape), self.memory
+        if name not in memory or memory[name].size < size:
+            memory[name] = np.empty(size, dtype)
+        return memory[name][:size].reshape(shape)
+
+
+class _PreparedPart(NamedTuple):
+    """What is known of a part before its arrays are."""
+
+    part: Part
+    places: Mapping[str, tuple[slice, ...]]  # of the part in an array of the call, by the name of this
+    pairs: Pairs
+    tiles: list[Tile]
+    shown: tuple[Array, Array] | None  # `Prepared.blocks`, if these do not depend on arrays
+    problems: dict[tuple[str, ...], Problem]  # what the core computes, by the names of the terms
+
+
+class Prepared:
+    """What calls, or packed sequences, on arrays of the same names, shapes, strides and dtypes have in common.
 
     Attributes
     ----------
-    of_reads : dict of str to array
-        What has been summed of the wanted gradients of captured arrays.
+    is_kept : bool
+        Whether its parts are so few that they are kept.
+    are_4d : bool
+        Whether arrays are (batch, heads, seqlen, dim) as they are given.
     is_sum : bool
         Whether the score is the scaled product and what does not depend on it.
     has_diagonals : bool
         Whether it is, and what it adds follows from i - j alone.
     different : set of {"batch", "head"}
         What functions, or products, tell apart.
+    is_split : bool
+        Whether several parts add to dk and dv.
     wide : dtype or None
         In place of the dtype of q, if it is another one.
     """
 
-    def __init__(
-        self,
-        captured: dict[str, Array],
-        of_reads: dict[str, Array],
-        random: tuple[int | None, int | None],
-        problem: Problem,
-        given: Mapping[str, Array],
-        sequence: int = 0,
-    ) -> None:
-        self.captured, self.of_reads, self.random = captured, of_reads, random
-        self.problem, self.sequence = problem, sequence
+    def __init__(self, problem: Problem, names: tuple[str, ...], pass_: Pass, sequence: int = 0) -> None:
+        self.problem, self.names, self.pass_, self.sequence = problem, names, pass_, sequence
         self.dtype = np.dtype(problem.softmax_dtype)
-        self.terms = {name: given[name] for name in BESIDE if name in given}
-        self.results = {name: view_4d(given[name], problem.layout) for name in DEFAULT_NEED if name in given}
-        self.arrays = {
-            name: view_rows(x) if name in OVER_ROWS else view_4d(x, problem.layout)
-            for name, x in given.items()
-            if name not in (*self.terms, *self.results, *STARTS)
-        }
+        self.captured = tuple(name for name, _ in problem.captured)
+        self.reads = tuple(name for name in self.captured if f"d{name}" in names)
+        self.terms = tuple(name for name in BESIDE if name in names)
+        self.results = tuple(name for name in DEFAULT_NEED if name in names)
+        gradients = (f"d{name}" for name in self.reads)
+        beside = {*self.captured, *gradients, *self.terms, *self.results, *STARTS}
+        self.arrays = tuple(name for name in names if name not in beside)
+        self.are_4d = problem.layout == "bhsd" and problem.ndim == 4
         program = self.program = problem.program.on_numpy()
         self.is_sum = program.score is not None and is_sum(program.score)
         self.has_diagonals = self.is_sum and is_of_diagonals(cast("Node", program.score), program.arrays)
+        multiplies = program.score is not None and not self.is_sum
         roots = [root for root in (program.score, program.mask) if root is not None]
         inputs = {at.payload for at in in_order(roots) if at.op == "input"}
-        multiplies = program.score is not None and not self.is_sum
         self.different = {name for name in ("batch", "head") if multiplies or name in inputs}
-        self.tables = Tables(captured)
-        self.wide: np.dtype[Any] | None = None
-        self.workspace = _Workspace(self.dtype)
+        is_line = self.has_diagonals and program.mask is None and not self.reads
+        most, of_lines = PART_BYTES // self.dtype.itemsize, problem.seqlen_q + problem.seqlen_k if is_line else None
+        self._parts = list(parts(problem, self.different, most, of_lines))
+        self.is_kept = len(self._parts) <= MOST_PARTS
+        self.is_split = "dout" in names and len({part.rows.start for part in self._parts}) > 1
+        is_wide = self.is_split and ITEMSIZE[problem.dtype] < self.dtype.itemsize
+        self.wide = self.dtype if is_wide else None
+        self._prepared = [self._prepare(part) for part in self._parts] if self.is_kept else None
 
-    def run(self, pass_: Pass) -> None:
-        """Write results, and add to those of captured arrays."""
-        problem, most = self.problem, PART_BYTES // self.dtype.itemsize
-        is_line = self.has_diagonals and self.program.mask is None and not self.of_reads
-        of_lines = problem.seqlen_q + problem.seqlen_k if is_line else None
-        every = list(parts(problem, self.different, most, of_lines))
-        if pass_ is FORWARD:
-            for part in every:
-                self.run_part(part, self.of_rows(part, OUTPUTS), FORWARD)
-        elif "dout" not in self.arrays:
-            for part in every:
-                self.run_part(part, self.of_rows(part, ("lse", "row_sums")), BACKWARD)
-        else:
-            self.run_backward(every)
-
-    def run_backward(self, every: list[Part]) -> None:
-        """Write gradients. Where several parts add to dk and dv, all is computed in the dtype of the softmax."""
-        is_split = len({part.rows.start for part in every}) > 1
-        if is_split and ITEMSIZE[self.problem.dtype] < self.dtype.itemsize:
-            self.wide = self.dtype
-        sums = {name: np.zeros(x.shape, self.wide or x.dtype) for name, x in self.results.items()}
-        for part in every:
-            of_keys = (part.batches, part.heads_kv)
-            own = {name: x[of_keys] for name, x in sums.items() if name != "dq"}
-            added = {name: np.empty_like(x) for name, x in own.items()} if is_split else own
-            rows = {"dq": sums["dq"][part.batches, part.heads, part.rows]} if "dq" in sums else {}
-            given = self.of_rows(part, (*TAKEN_BY_BACKWARD, "row_sums"))
-            self.run_part(part, given | rows | added, BACKWARD)
-            if is_split:
-                for name, x in own.items():
-                    x += added[name]
+    def compute(self, arrays: Sequence[Array], random: tuple[int | None, int | None], *, are_apart: bool) -> int:
+        """Compute a pass on arrays in the order of their names; `NOT_APART` unless `are_apart`, as `core.compute`."""
+        if not are_apart:
+            return core.NOT_APART
+        given = dict(zip(self.names, arrays, strict=True))
+        sums = {name: np.zeros(given[name].shape) for name in self.reads}
         with np.errstate(all="ignore"):
-            for name, x in self.results.items():
-                x[...] = sums[name]
+            self.add(given, {name: given[name] for name in self.captured}, sums, random)
+            for name, x in sums.items():
+                given[f"d{name}"][...] = x
+        return core.DONE
 
-    def of_rows(self, part: Part, names: Collection[str]) -> dict[str, Array]:
-        place = (part.batches, part.heads, part.rows)
-        return {name: self.as_computed(self.arrays[name][place]) for name in names if name in self.arrays}
+    def add(
+        self,
+        given: Mapping[str, Array],
+        captured: Mapping[str, Array],
+        sums: Mapping[str, Array],
+        random: tuple[int | None, int | None],
+    ) -> None:
+        """Write results, and add to `sums` of the gradients of captured arrays."""
+        views = {name: given[name] for name in (*self.arrays, *self.results)}
+        if not self.are_4d:
+            for name, x in views.items():
+                views[name] = view_rows(x) if name in OVER_ROWS else view_4d(x, self.problem.layout)
+        terms = {name: given[name] for name in self.terms}
+        call = _Call(views, terms, captured, sums, random, {})
+        every = self._prepared or map(self._prepare, self._parts)
+        if self.is_split:
+            self._add_parts(call, every)
+            return
+        if not self._parts:
+            for name in self.results:
+                views[name][...] = 0
+        for prepared in every:
+            self._run_part(call, prepared, {name: views[name][prepared.places[name]] for name in self.results})
 
-    def as_computed(self, x: Array) -> Array:
-        is_narrow = x.dtype.itemsize < self.dtype.itemsize
-        return x.astype(self.wide) if self.wide is not None and is_narrow else x
+    def _add_parts(self, call: _Call, every: Iterable[_PreparedPart]) -> None:
+        """Write gradients, all computed in the dtype of the softmax, where several parts add to dk and dv."""
+        whole = {name: call.arrays[name] for name in self.results}
+        totals = {name: np.zeros(x.shape, self.wide or x.dtype) for name, x in whole.items()}
+        for prepared in every:
+            own = {name: x[prepared.places[name]] for name, x in totals.items()}
+            results = {name: x if name == "dq" else np.empty_like(x) for name, x in own.items()}
+            self._run_part(call, prepared, results)
+            for name, x in own.items():
+                if name != "dq":
+                    x += results[name]
+        for name, x in totals.items():
+            whole[name][...] = x
 
-    def run_part(self, part: Part, arrays: dict[str, Array], pass_: Pass) -> None:
-        """Compute a part: `arrays` are those of a call but for q, k, v and terms."""
-        pairs = Pairs(self.problem, part, self.different, self.sequence)
-        own = self.of_rows(part, ("q",))
-        own |= {name: self.as_computed(self.arrays[name][part.batches, part.heads_kv]) for name in ("k", "v")}
-        products, of_products = None, dict[str, Array]()
+    def _prepare(self, part: Part) -> _PreparedPart:
+        pairs, shown = Pairs(self.problem, part, self.different, self.sequence), None
+        tiles, mask = pairs.tiles(), self.program.mask
+        if mask is not None and not any(at.op == "load" for at in in_order([mask])):
+            shown = self._blocks(mask, pairs, Tables({}))
+            tiles = [tile for tile in tiles if shown[1][tile.blocks].any()]
+        places = {name: part.place_of(name) for name in (*self.arrays, *self.results)}
+        return _PreparedPart(part, places, pairs, tiles, shown, {})
+
+    def _run_part(self, call: _Call, prepared: _PreparedPart, wanted: Mapping[str, Array]) -> None:
+        """Compute a part, and write the gradients that are `wanted` of q, k and v."""
+        part, pairs, places = prepared.part, prepared.pairs, prepared.places
+        arrays = {name: call.arrays[name][places[name]] for name in self.arrays}
+        if self.wide is not None:
+            arrays = {name: x.astype(self.wide) if _is_narrow(x, self.wide) else x for name, x in arrays.items()}
+        terms = {name: part.of_term(x, cast("int", core.AXES[name])) for name, x in call.terms.items()}
+        if self.wide is not None and "bias" in terms and _is_narrow(terms["bias"], self.wide):
+            terms["bias"] = terms["bias"].astype(self.wide)
+        products, results, of_products = None, dict(wanted), dict[str, Array]()
         if self.program.score is not None and not self.is_sum:
-            scaled = self.workspace.take("scaled", *pairs.shape)
-            products = Products(own["q"], own["k"], scaled, self.problem.scale)
-            of_products = {name: arrays.pop(name) for name in ("dq", "dk") if name in arrays}
-            own |= {name: np.zeros((*own[name].shape[:3], 1), own[name].dtype) for name in ("q", "k")}
-        terms = {name: part.of_term(x, cast("int", core.AXES[name])) for name, x in self.terms.items()}
-        of_functions, tiles = self.functions(pairs, products)
+            scaled = call.take("scaled", pairs.shape, self.dtype)
+            products = Products(arrays["q"], arrays["k"], scaled, self.problem.scale)
+            of_products = {name: results.pop(name) for name in ("dq", "dk") if name in results}
+            arrays |= {name: np.zeros((*arrays[name].shape[:3], 1), arrays[name].dtype) for name in ("q", "k")}
+        of_functions, tiles = self._functions(call, prepared, products)
         if "mask" in terms and "mask" in of_functions:
             of_functions["mask"] = of_functions["mask"] & terms["mask"]
-        if "bias" in terms:
-            terms["bias"] = self.as_computed(terms["bias"])
         terms |= of_functions
-        of_bias = {"dbias": self.workspace.take("dbias", *pairs.shape)} if self.of_reads or of_products else {}
-        problem = make_problem(self.options(part), *own.values(), **terms)  # type: ignore[arg-type]
-        core.run(problem, {**own, **terms, **arrays, **of_bias}, pass_, *self.random)
-        if self.of_reads:
-            self.add_reads(tiles, of_bias["dbias"], products)
+        if call.sums or of_products:
+            results["dbias"] = call.take("dbias", pairs.shape, self.dtype)
+        problem = prepared.problems.get(names := tuple(terms))
+        if problem is None:
+            own = (arrays[name] for name in INPUTS)
+            problem = prepared.problems[names] = make_problem(self._options(part), *own, **terms)
+        core.run(problem, {**arrays, **terms, **results}, self.pass_, *call.random)
+        if call.sums:
+            self._add_reads(call, pairs, tiles, results["dbias"], products)
         if products is not None and of_products:
-            self.write_of_products(tiles, of_bias["dbias"], products, of_products)
+            self._write_of_products(call, tiles, results["dbias"], products, of_products)
 
-    def options(self, part: Part) -> Options:
+    def _options(self, part: Part) -> Options:
         """The options of a part."""
         whole = self.problem
         window, origin = (whole.window_left, whole.window_right), whole.origin
@@ -251,87 +303,91 @@ class _Call:
             origin=Origin(origin.query + part.rows.start, origin.key, origin.head + head, origin.num_heads),
         )
 
-    def functions(self, pairs: Pairs, products: Products | None) -> tuple[dict[str, Array], list[Tile]]:
+    def _functions(
+        self, call: _Call, prepared: _PreparedPart, products: Products | None
+    ) -> tuple[dict[str, Array], list[Tile]]:
         """The bias of a part, the mask of its pairs, and that of its blocks, those that there are; and its tiles.
 
         Tiles that bounds or the mask hide as a whole are not among these. The bias may be anything there.
         """
-        program, terms = self.program, dict[str, Array]()
+        score, mask, terms, of_tile = self.program.score, self.program.mask, dict[str, Array](), {}
+        pairs, tiles, shown = prepared.pairs, prepared.tiles, prepared.shown
         if self.has_diagonals:
-            terms["bias"] = self.bias_of_diagonals(pairs)
-        elif program.score is not None:
-            terms["bias"] = self.workspace.take("bias", *pairs.shape)
-        tiles = pairs.tiles()
-        if program.mask is not None:
-            always, sometimes = self.blocks(program.mask, pairs)
-            terms["block_mask"], is_mixed = sometimes, sometimes & ~always
+            terms["bias"] = self._bias_of_diagonals(call, pairs)
+        elif score is not None:
+            terms["bias"] = call.take("bias", pairs.shape, self.dtype)
+            of_tile["bias"] = score
+        if mask is not None:
+            if shown is None:
+                shown = self._blocks(mask, pairs, Tables(call.captured))
+                tiles = [tile for tile in tiles if shown[1][tile.blocks].any()]
+            terms["block_mask"], is_mixed = shown[1], shown[1] & ~shown[0]
             if is_mixed.any():
                 terms["mask"] = np.ones(pairs.shape, bool)
-            tiles = [tile for tile in tiles if sometimes[tile.blocks].any()]
+                of_tile["mask"] = mask
 
-        def evaluate_mask(tile: Tile) -> None:
-            (terms["mask"][tile.place],) = self.evaluate([cast("Node", program.mask)], tile.inputs())
-
-        def evaluate_score(tile: Tile) -> None:
+        def write(tile: Tile) -> None:
             if products is not None:
                 products.write(tile)
+            own = of_tile
+            if "mask" in own and not is_mixed[tile.blocks].any():
+                own = {name: root for name, root in own.items() if name != "mask"}
             inputs = tile.inputs(None if products is None else products.scaled)
-            (terms["bias"][tile.place],) = self.evaluate([cast("Node", program.score)], inputs)
+            values = evaluate([*own.values()], inputs, call.captured, self.dtype)
+            for name, x in zip(own, values, strict=True):
+                terms[name][tile.place] = x
 
-        if "mask" in terms:
-            self.for_each(evaluate_mask, [tile for tile in tiles if is_mixed[tile.blocks].any()])
-        if program.score is not None and not self.has_diagonals:
-            self.for_each(evaluate_score, tiles)
+        if of_tile:
+            _for_each(write, tiles)
         return terms, tiles
 
-    def bias_of_diagonals(self, pairs: Pairs) -> Array:
+    def _bias_of_diagonals(self, call: _Call, pairs: Pairs) -> Array:
         """The bias of a part, whose rows are views of one line: each begins one number before the one above it."""
         *outer, rows, keys = pairs.shape
         line = np.empty((*outer, 1, max(rows + keys - 1, 0)), self.dtype)
-        for part in slices(line.shape[-1], LINE):
-            differences = pairs.rows[-1] - np.arange(part.start, part.stop)
-            (line[..., part],) = self.evaluate([cast("Node", self.program.score)], pairs.of_diagonals(differences))
+        score = [cast("Node", self.program.score)]
+        for first in range(0, line.shape[-1], LINE):
+            own = line[..., first : first + LINE]
+            inputs = pairs.of_diagonals(pairs.rows[-1] - np.arange(first, first + own.shape[-1]))
+            (own[...],) = evaluate(score, inputs, call.captured, self.dtype)
         *strides, _, step = line.strides
         return as_strided(line[..., 0, rows - 1 :], pairs.shape, (*strides, -step, step), writeable=False)
 
-    def for_each(
-        self, work: Callable[[Tile], Result], tiles: list[Tile], take: Callable[[Result], object] = lambda result: None
-    ) -> None:
-        jobs.run(work, tiles, jobs.count_cores(), take)
-
-    def add_reads(self, tiles: list[Tile], dbias: Array, products: Products | None) -> None:
+    def _add_reads(self, call: _Call, pairs: Pairs, tiles: list[Tile], dbias: Array, products: Products | None) -> None:
         """Add to the gradients of arrays what follows from that of the bias, tile after tile."""
-        loads = [(name, load) for name in self.of_reads for load in self.program.loads[name]]
+        loads = [(name, load) for name in call.sums for load in self.program.loads.get(name, ())]
+        roots = [root for _, load in loads for root in (load.derivative, *load.at.args)]
 
         def sum_tile(tile: Tile) -> list[tuple[str, Any, Array]]:
             own, entries = dbias[tile.place], []
             if self.has_diagonals:
-                own, inputs = sums_of_diagonals(own), tile.of_diagonals()
+                own, inputs = sums_of_diagonals(own), pairs.of_diagonals(tile.diagonals)
             else:
                 inputs = tile.inputs(None if products is None else products.scaled)
+            values = iter(evaluate(roots, inputs, call.captured, self.dtype))
             for name, load in loads:
-                (derivative,) = self.evaluate([load.derivative], inputs)
                 # A pair that does not count has no part, whatever the derivative is.
-                terms = own * np.where(own == 0, 0, derivative)
-                places = self.evaluate(load.at.args, inputs)
-                entries.append((name, *sums_of_entries(self.captured[name].shape, places, terms)))
+                terms = own * np.where(own == 0, 0, next(values))
+                places = list(itertools.islice(values, len(load.at.args)))
+                entries.append((name, *sums_of_entries(call.captured[name].shape, places, terms)))
             return entries
 
         def add(entries: list[tuple[str, Any, Array]]) -> None:
             for name, places, sums in entries:
-                self.of_reads[name].reshape(-1)[places] += sums
+                call.sums[name].reshape(-1)[places] += sums
 
-        self.for_each(sum_tile, tiles, add)
+        _for_each(sum_tile, tiles, add)
 
-    def write_of_products(
-        self, tiles: list[Tile], dbias: Array, products: Products, results: Mapping[str, Array]
+    def _write_of_products(
+        self, call: _Call, tiles: list[Tile], dbias: Array, products: Products, results: Mapping[str, Array]
     ) -> None:
         """Write gradients of q and k, which follow from that of the bias, tile after tile."""
         sums = {name: np.zeros(x.shape, self.dtype) for name, x in results.items()}
+        by_s = [cast("Node", self.program.by_s)]
 
         def multiply_tile(tile: Tile) -> list[tuple[Array, Array]]:
             own = dbias[tile.place]
-            (slope,) = self.evaluate([cast("Node", self.program.by_s)], tile.inputs(products.scaled))
+            (slope,) = evaluate(by_s, tile.inputs(products.scaled), call.captured, self.dtype)
             own *= np.where(own == 0, 0, slope)
             found = products.gradients(tile, dbias, results)
             return [
@@ -342,17 +398,27 @@ class _Call:
             for total, x in found:
                 total += x
 
-        self.for_each(multiply_tile, tiles, add)
+        _for_each(multiply_tile, tiles, add)
         for name, x in results.items():
             x[...] = sums[name]
 
-    def evaluate(self, roots: Collection[Node], inputs: Mapping[str, Array]) -> list[Array]:
-        return evaluate(list(roots), inputs, self.captured, self.dtype)
-
-    def blocks(self, mask: Node, pairs: Pairs) -> tuple[Array, Array]:
+    def _blocks(self, mask: Node, pairs: Pairs, tables: Tables) -> tuple[Array, Array]:
         """For each block of some rows, whether the mask shows all its pairs, and whether it shows any."""
         batches, heads = (pairs.of_all[name].reshape(-1).tolist() for name in ("batch", "head"))
         of = (pairs.rows, range(self.problem.seqlen_k), (BLOCK, BLOCK))
-        shown = [[shown_blocks(mask, *of, b, h, self.tables) for h in heads] for b in batches]
+        shown = [[shown_blocks(mask, *of, b, h, tables) for h in heads] for b in batches]
         always, sometimes = (np.array([[found[n] for found in of_heads] for of_heads in shown]) for n in range(2))
         return always, sometimes
+
+
+def _is_narrow(x: Array, dtype: np.dtype[Any]) -> bool:
+    return x.dtype.itemsize < dtype.itemsize
+
+
+def _for_each(
+    work: Callable[[Tile], Result], tiles: list[Tile], take: Callable[[Result], object] = lambda result: None
+) -> None:
+    if len(tiles) == 1:
+        take(work(tiles[0]))
+    else:
+        jobs.run(work, tiles, jobs.count_cores(), take)

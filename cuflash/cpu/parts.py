@@ -24,6 +24,11 @@ class Part(NamedTuple):
     heads_kv: slice
     rows: slice
 
+    def place_of(self, name: str) -> tuple[slice, ...]:
+        """The place of the part in an array (batch, heads, seqlen, ...) of a call, by the name of this."""
+        of_keys = name in ("k", "v", "dk", "dv")
+        return (self.batches, self.heads_kv) if of_keys else (self.batches, self.heads, self.rows)
+
     def of_term(self, term: Array, axes: int) -> Array:
         """What the part sees of a term that is broadcast to the first axes of the scores."""
         own = (self.batches, self.heads, self.rows, slice(None))[axes - term.ndim : axes]
@@ -79,10 +84,12 @@ class Pairs:
         The batch entries and heads that functions tell apart, as axes 0 and 1 of four.
     shape : tuple of int
         Of an array with a number for each pair.
+    zero : array
+        The products, where functions do not depend on them.
     """
 
     def __init__(self, problem: Problem, part: Part, different: Collection[str], first_entry: int) -> None:
-        self._problem, self._dtype = problem, np.dtype(problem.softmax_dtype)
+        self._problem, self.zero = problem, np.zeros(1, problem.softmax_dtype)
         batches, heads = np.arange(problem.batch)[part.batches], np.arange(problem.num_heads)[part.heads]
         batches, heads = (
             every if name in different else every[:1] for name, every in (("batch", batches), ("head", heads))
@@ -102,52 +109,42 @@ class Pairs:
             found += [Tile(self, rows, keys[some]) for some in slices(len(keys), KEYS)]
         return found
 
-    def inputs(self, i: Array, j: Array, s: Array | None = None) -> dict[str, Array]:
-        """The inputs of functions; without products s, these are 0."""
-        return {"i": i, "j": j, **self.of_all, "s": np.zeros(1, self._dtype) if s is None else s}
-
     def of_diagonals(self, differences: Array) -> dict[str, Array]:
         """The inputs of functions that follow from these differences i - j alone."""
-        return self.inputs(differences, np.zeros(1, np.int64))
+        return {"i": differences, "j": np.zeros(1, np.int64), "s": self.zero, **self.of_all}
 
 
 class Tile:
-    """Some rows and keys of a part."""
+    """Some rows and keys of a part.
+
+    Attributes
+    ----------
+    rows, keys : range
+    own_rows, own_keys : slice
+        The rows, counted from the first one of the part, and the keys.
+    place : tuple
+        Its place in an array with a number for each pair of the part.
+    blocks : tuple
+        Its place in an array with a number for each block of `BLOCK` rows and keys.
+    """
 
     def __init__(self, pairs: Pairs, rows: range, keys: range) -> None:
         self._pairs, self.rows, self.keys = pairs, rows, keys
-
-    @property
-    def own_rows(self) -> slice:
-        """Its rows, counted from the first one of the part."""
-        begin = self._pairs.rows.start
-        return slice(self.rows.start - begin, self.rows.stop - begin)
-
-    @property
-    def own_keys(self) -> slice:
-        return slice(self.keys.start, self.keys.stop)
-
-    @property
-    def place(self) -> tuple[Any, ...]:
-        """Its place in an array with a number for each pair of the part."""
-        return ..., self.own_rows, self.own_keys
-
-    @property
-    def blocks(self) -> tuple[Any, ...]:
-        """Its place in an array with a number for each block of `BLOCK` rows and keys."""
-        return ..., self.own_rows.start // BLOCK, slice(self.keys.start // BLOCK, -(-self.keys.stop // BLOCK))
+        begin = pairs.rows.start
+        self.own_rows, self.own_keys = slice(rows.start - begin, rows.stop - begin), slice(keys.start, keys.stop)
+        self.place: tuple[Any, ...] = (..., self.own_rows, self.own_keys)
+        blocks = slice(keys.start // BLOCK, -(-keys.stop // BLOCK))
+        self.blocks: tuple[Any, ...] = (..., self.own_rows.start // BLOCK, blocks)
 
     def inputs(self, s: Array | None = None) -> dict[str, Array]:
         """The inputs of functions of each pair. `s` are the products of all pairs of the part, if there are any."""
-        return self._pairs.inputs(
-            np.array(self.rows)[:, None], np.array(self.keys), None if s is None else s[self.place]
-        )
+        i, j = np.arange(self.rows.start, self.rows.stop)[:, None], np.arange(self.keys.start, self.keys.stop)
+        return {"i": i, "j": j, "s": self._pairs.zero if s is None else s[self.place], **self._pairs.of_all}
 
-    def of_diagonals(self) -> dict[str, Array]:
-        """The inputs of functions of each diagonal, from that of the first row and the last key on."""
-        return self._pairs.of_diagonals(
-            np.arange(self.rows.start - self.keys.stop + 1, self.rows.stop - self.keys.start)
-        )
+    @property
+    def diagonals(self) -> Array:
+        """The difference i - j of each diagonal, from that of the first row and the last key on."""
+        return np.arange(self.rows.start - self.keys.stop + 1, self.rows.stop - self.keys.start)
 
 
 def sums_of_diagonals(x: Array) -> Array:

@@ -39,6 +39,7 @@ from cuflash.distributed.streams import StreamsOfDevice
 from cuflash.distributed.transports import Transport
 from cuflash.shards.slices import steps_of
 from cuflash.spec import borrowing
+from cuflash.spec import call as spec
 from cuflash.spec.batch_axes import Calls as LeadingCalls
 from cuflash.spec.batch_axes import as_one_call
 from cuflash.spec.binding import Contiguous
@@ -50,7 +51,7 @@ from cuflash.spec.problem import Problem, make_problem
 from cuflash.spec.results import Array
 from cuflash.spec.rewrites import Equivalent, equivalent
 from cuflash.spec.row_sums import bound_of, has_large
-from cuflash.spec.score_args import checked_with_captured, names_of
+from cuflash.spec.score_args import checked_with_captured
 
 Result = TypeVar("Result")
 ALL_ROWS = "all"  # what an array without an axis of queries says instead of their number
@@ -70,25 +71,32 @@ _SPELLED = tuple(term.name for term in PER_HEAD_INPUTS if term.part_of == "score
 class Call(NamedTuple):
     """What a rank knows of its own call before it hears of the calls of the others."""
 
-    borrowed: dlpack.Borrowed
-    given: dict[str, Any]  # the arrays that are not None
-    need: tuple[str, ...]
+    own: spec.Call  # on the arrays that are given, with options in place of functions where ranks agreed on these
     random: tuple[int, int]  # seed and offset
     starts: tuple[tuple[int, ...], ...]  # starts of packed sequences and the end of the last; for q, and for k
     layouts: tuple[Any, ...]  # names, shapes, strides and dtypes of the arrays
     leading: LeadingCalls | None = None  # the leading axes that are merged to the batch axis of the given arrays
-    equivalent: Equivalent | None = None  # the options and terms that functions spell out
 
-    def give_back(self, results: Sequence[Array]) -> list[Array]:
+    @property
+    def given(self) -> dict[str, Any]:
+        """The arrays to compute with."""
+        return self.own.arrays
+
+    @property
+    def need(self) -> tuple[str, ...]:
+        """The results to compute."""
+        return self.own.need
+
+    def give_back(self, results: Sequence[Array]) -> Sequence[Array]:
         """Results as arrays of the caller's library, with all leading axes."""
+        own = self.own.renamed(results)
         if self.leading is not None:
-            results = self.leading.collect(lambda *_: tuple(results))
-        return [self.borrowed.give_back(x, None) for x in results]
+            own = self.leading.collect(lambda *_: tuple(own))
+        return self.own.as_callers(own, dict.fromkeys(self.own.wanted))
 
     def empty(self, name: str, problem: Problem) -> Array:
         """A new array for a gradient."""
-        given = self.given if self.equivalent is None else self.equivalent.arrays(self.given)
-        xp, like = dlpack.module_of(given["q"]), given.get(name[1:])
+        xp, like = dlpack.module_of(self.given["q"]), self.given.get(name[1:])
         if like is None:  # the gradient of a number
             return xp.empty((), numpy_dtype(problem.softmax_dtype))
         return xp.empty(like.shape, like.dtype)
@@ -98,7 +106,7 @@ class Prepared(NamedTuple):
     """What similar calls have in common."""
 
     execution: Execution  # without arrays
-    equivalent: Equivalent | None  # the options and terms that functions spell out
+    rewrite: Equivalent | None  # the options and terms that functions spell out
 
 
 @dataclass(kw_only=True)
@@ -124,7 +132,7 @@ class Calls:
     @property
     def _of_all(self) -> tuple[str, ...]:
         """The arrays that are the same on all ranks."""
-        return (*_OF_ALL, "block_mask", *names_of(self.options))
+        return (*_OF_ALL, "block_mask", *self.options.score_args)
 
     def carry_out(
         self,
@@ -134,7 +142,7 @@ class Calls:
         required: tuple[str, ...],
         random: tuple[int | None, int | None],
         compute: Callable[[Call, Execution], Result],
-        need_of: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda given: (),
+        need_of: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda given: OUTPUTS,
     ) -> Result:
         """Do this rank's part of a call, if all ranks agree on the call.
 
@@ -213,14 +221,14 @@ class Calls:
 
     def _patience(self, call: Call) -> float:
         """How long ranks wait for one that prepares such a call."""
-        return self.timeout + (0 if call.borrowed.kind == "numpy" else WARM_UP)
+        return self.timeout + (0 if call.own.kind == "numpy" else WARM_UP)
 
     def _run(self, call: Call, prepared: Prepared) -> tuple[Call, Execution]:
         """What this rank has to do in a call, and the call with what it computes instead of functions."""
-        run, own = prepared
-        given = call.given if own is None else own.arrays(call.given)
-        arrays = {name: self._seen(name, x) for name, x in given.items()}
-        return call._replace(equivalent=own), replace(run, arrays=arrays, random=call.random)
+        run, rewrite = prepared
+        call = call._replace(own=call.own.rewritten(rewrite))
+        arrays = {name: self._seen(name, x) for name, x in call.given.items()}
+        return call, replace(run, arrays=arrays, random=call.random)
 
     def _warm_up(self, call: Call, run: Execution, compute: Callable[[Call, Execution], Result]) -> None:
         """Run the first call on such arrays of a device once without transfers, before any rows travel.
@@ -275,23 +283,26 @@ class Calls:
         if arrays.get("block_table") is not None:
             got = type(arrays["block_table"]).__name__
             raise not_served("block_table", got, "contiguous keys; each rank's pages gathered into them")
-        borrowed = borrowing.borrow(arrays, required=required)
-        given = {name: x for name, x in borrowed.arrays.items() if x is not None}
+        own = spec.prepare(self.options, arrays, required, (), rewrites=False)
+        if own.kind == "streamed":
+            raise not_served("k", "Streamed", "keys and values where q is: each rank has only a part of all")
+        given = {name: x for name, x in own.arrays.items() if x is not None}
         for name in FP8_SCALES:
             if name in given and given[name].shape[-1:] not in ((), (1,)):
                 got = f"shape {tuple(given[name].shape)}, factors of blocks of rows"
                 raise not_served(name, got, "one factor for the array, (), or for each head, (num_heads, 1)")
         need = need_of(given)
-        leading = as_one_call(self.options, given, need or OUTPUTS, dlpack.module_of(given["q"]))
+        leading = as_one_call(self.options, given, need, dlpack.module_of(given["q"]))
         if leading is not None:
             given = {name: x for name, x in leading.inputs((0,) * len(leading.axes.lengths)).items() if x is not None}
         layouts = tuple((name, x.shape, x.strides, x.dtype.name) for name, x in given.items())
         starts = tuple(tuple(_on_host(given[name]).tolist()) for name in _STARTS if name in given)
-        return Call(borrowed, given, need, self.options.random(*random), starts, layouts, leading)
+        own = own._replace(arrays=given, given=given, need=need, wanted=need)
+        return Call(own, self.options.random(*random), starts, layouts, leading)
 
     def _check(self, given: Mapping[str, Any]) -> None:
         """Refuse arrays that do not fit each other."""
-        captured = {name: given[name] for name in names_of(self.options)}
+        captured = {name: given[name] for name in self.options.score_args}
         terms = {name: given[name] for name in (*_OF_ALL, *_STARTS) if name in given}
         problem = make_problem(self.options, *(given[name] for name in INPUTS), captured=captured, **terms)
         if problem.has_functions:
@@ -311,10 +322,10 @@ class Calls:
         seed, offset = call.random
         of_call = {"call": str(self.count), "seed": str(seed), "offset": str(offset)}
         large = self._has_large_rows(call)
-        if call.borrowed.kind == "numpy" or call.starts:
+        if call.own.kind == "numpy" or call.starts:
             self._check(call.given)
             return Facts(of_call, self._lasting_facts(method, call, large))
-        key = (method, call.need, call.borrowed.kind, call.layouts, large)
+        key = (method, call.need, call.own.kind, call.layouts, large)
         lasting = self._told.get(key)
         if lasting is None:
             self._check(call.given)
@@ -330,7 +341,7 @@ class Calls:
         """
         if "lse" not in call.given or not self.check:
             return False
-        on_device = call.borrowed.kind != "numpy"
+        on_device = call.own.kind != "numpy"
         with _on_device(call.given["q"]):
             return has_large(call.given["lse"], bound_of(call.given["q"].dtype, on_device=on_device))
 
@@ -340,7 +351,7 @@ class Calls:
             "method": method,
             **self._facts_of_all_calls,
             "need": ", ".join(call.need),
-            "arrays": f"{', '.join(call.given)} of {call.borrowed.kind}",
+            "arrays": f"{', '.join(call.given)} of {call.own.kind}",
             "_rows of q": call.given["q"].shape[axis],
             "_rows of k": call.given["k"].shape[axis],
             "_layouts": repr(call.layouts),
@@ -374,11 +385,10 @@ class Calls:
         if method == "decode":  # the queries of all ranks are those of the first
             rows = call.given["q"].shape[_axis_of_rows(call.given["q"], self.options.layout)]
             splits = [Split([[(0, rows)], *[[] for _ in range(self.transport.size - 1)]]), splits[1]]
-        own = self._spelled_out(call, splits)
-        if own is None:
-            return Prepared(self._as_it_is(method, call, splits, facts), None)
-        of_options = call._replace(given=own.arrays(call.given), need=own.need(call.need))
-        return Prepared(replace(self, options=own.options)._as_it_is(method, of_options, splits, facts), own)
+        rewrite = self._spelled_out(call, splits)
+        call = call._replace(own=call.own.rewritten(rewrite))
+        of_options = self if rewrite is None else replace(self, options=rewrite.options)
+        return Prepared(of_options._as_it_is(method, call, splits, facts), rewrite)
 
     def _spelled_out(self, call: Call, splits: Sequence[Any]) -> Equivalent | None:
         """The options and terms that the call computes instead of functions; they are the same on all ranks."""
@@ -447,16 +457,17 @@ class Calls:
             plain, q = replace(self.options, score=None, mask_function=None), _longer(given["q"], axis, split_q.seqlen)
             terms = {name: given[name] for name in ("block_mask", *FP8_SCALES) if name in given}
             block_size = make_problem(plain, q, *of_all.values(), **terms).block_size
-            others = call._replace(given={name: x for name, x in given.items() if name != "block_mask"})
-            return replace(self._problem(method, others, split_q, split_k), block_size=block_size)
+            others = {name: x for name, x in given.items() if name != "block_mask"}
+            call = call._replace(own=call.own._replace(arrays=others))
+            return replace(self._problem(method, call, split_q, split_k), block_size=block_size)
 
-        pass_, need = _PASS_OF_METHOD[method], call.need or OUTPUTS
+        pass_ = _PASS_OF_METHOD[method]
 
         def problem_of(arrays: Mapping[str, Any]) -> Problem:
-            if call.borrowed.kind == "numpy":
-                return cpu_backend.bound(pass_, self.options, arrays, need).problem
+            if call.own.kind == "numpy":
+                return cpu_backend.bound(pass_, self.options, arrays, call.need).problem
             likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in arrays.items())
-            return cpu_backend.bind_arrays_like(pass_, self.options, likes, need).problem
+            return cpu_backend.bind_arrays_like(pass_, self.options, likes, call.need).problem
 
         if method == "decode":
             problem_of({name: given[name] for name in ("q", *self._of_all) if name in given} | of_all)
@@ -473,7 +484,7 @@ class Calls:
                 rows = given[name].ndim - 1 if name in OVER_ROWS else axis
                 of_all[name] = _longer(given[name], rows, split_q.seqlen)
         likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in (given | of_all).items())
-        pass_, need = _PASS_OF_METHOD[method], call.need or OUTPUTS
+        pass_, need = _PASS_OF_METHOD[method], call.need
         problem = cpu_backend.bind_arrays_like(pass_, self.options, likes, need).problem
         check_starts(problem, *(np.array(starts, np.int32) for starts in call.starts))
         return replace(problem, seqlen_q=split_q.rows(self.transport.rank))

@@ -27,7 +27,7 @@ from cuflash.spec.inputs import INPUTS, NamedGradients, OfNumbers, checked
 from cuflash.spec.options import BLOCK_SIZE, Function, Options
 from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS, REQUIRED_BY_BACKWARD
 from cuflash.spec.results import Array, ForwardResult, Gradients, named_tuple_of, needed
-from cuflash.spec.score_args import check_names, gradient_names
+from cuflash.spec.score_args import check_names
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -282,25 +282,21 @@ class ContextParallel:
         """
         arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
 
-        of_functions = gradient_names(self.options)
+        of_functions = self.options.score_gradients
 
         def names(given: Mapping[str, Any]) -> tuple[str, ...]:
             absent = dict.fromkeys((*GRADIENTS, *of_functions))
             return needed(need, {**given, **self.options.numbers}, absent, of_functions)
 
         def compute(call: Call, run: Execution) -> Gradients | NamedGradients:
-            own_need = call.need if call.equivalent is None else call.equivalent.need(call.need)
-            results = {name: call.empty(name, run.problem) for name in own_need}
+            results = {name: call.empty(name, run.problem) for name in call.need}
             views = {
                 name: view_4d(x, self.options.layout) if name in DEFAULT_NEED else x for name, x in results.items()
             }
             if "dbias" in views:
                 views["dbias"] = of_pairs(views["dbias"])
-            run.backward(own_need, views)
-            found = list(results.values())
-            if call.equivalent is not None:
-                found = call.equivalent.gradients(found, call.given, call.need)
-            return named_tuple_of(call.need)(*call.give_back(found))
+            run.backward(call.need, views)
+            return named_tuple_of(call.own.wanted)(*call.give_back(list(results.values())))
 
         return self._calls.carry_out("backward", arrays, terms, _BACKWARD_INPUTS, (seed, offset), compute, names)
 

@@ -29,11 +29,13 @@ import numpy as np
 
 from cuflash.arrays.array_info import FLOAT8, extent, numpy_dtype
 from cuflash.arrays.checks import value_error
-from cuflash.arrays.dlpack import overlap
+from cuflash.arrays.dlpack import check_apart
+from cuflash.gpu import progress, tuning
 from cuflash.gpu.compiler import compile_spec, with_resources
 from cuflash.gpu.params import Argument
 from cuflash.gpu.replay import Recording, of_thread
-from cuflash.gpu.tuning import candidates, tuned_plan
+from cuflash.gpu.timing import Stopwatch
+from cuflash.gpu.tuning import PassTuning, Tuning, candidates, tuned_plan
 from cuflash.plan import DeviceSpec, KernelSpec, LaunchPlan
 from cuflash.plan.tensor_map import encoder
 from cuflash.spec import row_sums as of_rows
@@ -42,7 +44,7 @@ from cuflash.spec.binding import FIXED, Binding, Growing, bind, growing_keys, of
 from cuflash.spec.inputs import INPUTS
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS
-from cuflash.spec.passes import BACKWARD, FORWARD, Pass
+from cuflash.spec.passes import BACKWARD, FORWARD, PASS_NAMES, PASSES, Pass
 
 MEMORY_CLOCK_AND_WIDTH = (36, 37)  # cudaDevAttrMemoryClockRate in kHz, cudaDevAttrGlobalMemoryBusWidth in bits
 MAX_LAUNCHES = 1024  # launches that are kept; each takes 10 KB
@@ -143,7 +145,7 @@ def row_sums(options: Options, arrays: dict[str, Any]) -> Any:
     return sums.found
 
 
-def plan(options: Options, arrays: dict[str, Any], need: Collection[str] = DEFAULT_NEED) -> Plans:
+def plan(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> Plans:
     """The plans of `forward` and `backward`; this compiles the kernels, to tell how many registers they take."""
 
     device = device_spec(arrays["q"].data.device_id)
@@ -168,6 +170,37 @@ def compile(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DE
         out, lse = forward(options, arrays)
         if arrays.get("block_table") is None and arrays["k"].dtype.name not in FLOAT8:
             backward(options, arrays | {"dout": cupy.zeros_like(out), "out": out, "lse": lse}, need)
+
+
+def tune(
+    options: Options,
+    arrays: dict[str, Any],
+    random: tuple[int, int] = (0, 0),
+    *,
+    passes: tuple[Pass, ...] = PASSES,
+    remember: bool = True,
+    forget: bool = False,
+) -> Tuning | None:
+    """Tune the passes of a call, or forget what tuning found: what `FlashAttention.tune` does.
+
+    `arrays` are those of `forward`, and dout, which may be None or absent.
+    """
+    found: dict[str, PassTuning | None] = dict.fromkeys(PASS_NAMES)
+    inputs = {name: array for name, array in arrays.items() if name != "dout"}
+    with cupy.cuda.Device(arrays["q"].data.device_id):
+        for pass_ in passes:
+            if pass_.takes:
+                out, lse = forward(options, inputs, random)
+                dout = out if arrays.get("dout") is None else arrays["dout"]
+                inputs = {"dout": dout, "out": out, "lse": lse, **inputs}
+            plans, call_by = trials(pass_, options, inputs, random)
+            if forget:
+                tuning.forget(plans[0])
+            else:
+                advance = progress.bar(2 * len(plans))
+                found[pass_.name] = tuning.tune(plans, Stopwatch(call_by), advance=advance, remember=remember)
+    forget_launches()
+    return None if forget else Tuning(**found)
 
 
 def trials(
@@ -518,6 +551,5 @@ def _check_overlap(
     low, high = pointers[index] + extents[index][0], pointers[index] + extents[index][1]
     for other, (start, stop) in enumerate(extents):
         if other != index and low < pointers[other] + stop and pointers[other] + start < high:
-            given = [(name, array) for name, array in arrays.items() if array is not None]
-            if overlap(given[index][1], given[other][1]):
-                raise value_error(given[index][0], f"memory shared with {given[other][0]}", "memory of its own")
+            given = [name for name, array in arrays.items() if array is not None]
+            check_apart({name: arrays[name] for name in (given[index], given[other])}, (given[index],))

@@ -9,13 +9,8 @@ from typing import Any
 import cupy
 import numpy as np
 
-from cuflash.gpu import backend as gpu_backend
-from cuflash.gpu import tuning
 from cuflash.plan import LaunchPlan
 from cuflash.plan.architectures import FAMILIES
-from cuflash.spec.options import Options
-from cuflash.spec.outputs import OUTPUTS
-from cuflash.spec.passes import PASS_NAMES, Pass
 
 REPEATS = 11  # of which the median counts
 FLUSH_ROWS = 1024  # of the data that fill the L2 cache; one block or more reduces each
@@ -83,46 +78,3 @@ def _difference(got: Any, right: Any, allowed: float) -> str:
     if error <= max(ulps * scale, allowed):
         return ""
     return f"differs by {error:.3g} from that of the table's row, which is up to {scale:.3g}"
-
-
-def tune(
-    options: Options,
-    arrays: dict[str, Any],
-    *,
-    random: tuple[int, int],
-    passes: tuple[Pass, ...],
-    remember: bool,
-    bar: Callable[[int], Callable[[], None]],
-) -> tuning.Tuning:
-    """Tune the passes of a call of CuPy arrays: what `FlashAttention.tune` does.
-
-    `arrays` are those of `forward`, and dout or None. `bar` makes a function to be called as often as it is told.
-    """
-    found: dict[str, tuning.PassTuning | None] = dict.fromkeys(PASS_NAMES)
-    inputs = {name: array for name, array in arrays.items() if name != "dout"}
-    with cupy.cuda.Device(arrays["q"].data.device_id):
-        for pass_ in passes:
-            if pass_.takes:
-                inputs |= _taken(options, inputs, random, arrays["dout"])
-            plans, call_by = gpu_backend.trials(pass_, options, inputs, random)
-            found[pass_.name] = tuning.tune(plans, Stopwatch(call_by), advance=bar(2 * len(plans)), remember=remember)
-    gpu_backend.forget_launches()
-    return tuning.Tuning(**found)
-
-
-def _taken(options: Options, inputs: dict[str, Any], random: tuple[int, int], dout: Any) -> dict[str, Any]:
-    """What the backward pass takes of a forward pass on these arrays; without dout, out is in its place."""
-    results = dict(zip(OUTPUTS, gpu_backend.forward(options, inputs, random), strict=True))
-    return {"dout": results["out"] if dout is None else dout, **results}
-
-
-def forget(options: Options, arrays: dict[str, Any], passes: tuple[Pass, ...]) -> None:
-    """Forget what tuning of such a call found."""
-    inputs = {name: array for name, array in arrays.items() if name != "dout"}
-    with cupy.cuda.Device(arrays["q"].data.device_id):
-        for pass_ in passes:
-            if pass_.takes:
-                inputs |= _taken(options, inputs, (0, 0), None)
-            plans, _ = gpu_backend.trials(pass_, options, inputs, (0, 0))
-            tuning.forget(plans[0])
-    gpu_backend.forget_launches()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,9 +23,9 @@ _UFUNCS: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-def clamped(index: Any, length: int) -> Any:
-    """An index, clamped to its axis: an index outside counts as that of the nearest entry."""
-    return np.clip(index, 0, length - 1)
+def clamped(indices: Sequence[Any], shape: Sequence[int]) -> tuple[Any, ...]:
+    """Indices, each clamped to its axis: an index outside counts as that of the nearest entry."""
+    return tuple([np.minimum(np.maximum(index, 0), n - 1) for index, n in zip(indices, shape, strict=True)])
 
 
 class Clamped:
@@ -35,7 +36,7 @@ class Clamped:
 
     def __getitem__(self, index: Any) -> Any:
         indices = index if isinstance(index, tuple) else (index,)
-        return self._array[tuple(map(clamped, indices, self._array.shape))]
+        return self._array[clamped(indices, self._array.shape)]
 
 
 def as_captured(array: Array, dtype: DTypeLike) -> Any:
@@ -52,14 +53,20 @@ def evaluate(
     real: Any = np.dtype(dtype).type
     values: dict[Node, Any] = {}
     with np.errstate(all="ignore"):
-        for at in in_order(roots):
+        for at in _order(tuple(roots)):
             args = [values[arg] for arg in at.args]
             if at.op == "constant":
                 values[at] = real(at.payload) if at.kind == "float" else at.payload
             elif at.op == "input":
                 values[at] = inputs[str(at.payload)]
             elif at.op == "load":
-                values[at] = _entries(arrays[str(at.payload)], args, real)
+                array = arrays[str(at.payload)]
+                if array.ndim == 1:
+                    found = np.asarray(array.take(args[0], mode="clip"))
+                else:
+                    found = np.asarray(array[clamped(args, array.shape)])
+                of_kind = {"b": bool, "i": np.int64, "u": np.int64}.get(array.dtype.kind, real)
+                values[at] = found if found.dtype == of_kind else found.astype(of_kind)
             elif at.op == "cast":
                 values[at] = np.asarray(args[0]).astype(
                     real if at.kind == "float" else np.int64 if at.kind == "int" else bool
@@ -73,7 +80,7 @@ def evaluate(
     return [np.asarray(values[root]) for root in roots]
 
 
-def _entries(array: Array, indices: Sequence[Any], real: Any) -> Any:
-    found = array[tuple(map(clamped, indices, array.shape))]
-    kind = array.dtype.kind
-    return np.asarray(found).astype(bool if kind == "b" else np.int64 if kind in "iu" else real)
+@functools.lru_cache(maxsize=256)
+def _order(roots: tuple[Node, ...]) -> tuple[Node, ...]:
+    """The nodes of expressions, each after its arguments; kept, because a call evaluates the same ones tile by tile."""
+    return tuple(in_order(roots))

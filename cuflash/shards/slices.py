@@ -36,7 +36,6 @@ from cuflash.spec.outputs import (
     TAKEN_BY_BACKWARD,
 )
 from cuflash.spec.problem import Problem
-from cuflash.spec.score_args import gradient_names, names_of
 
 Array = Any
 _ARRAYS = (*INPUTS, *TAKEN_BY_BACKWARD, "row_sums")
@@ -128,7 +127,7 @@ class Parts:
         options = self.options_of(queries, keys, self._wide(DEFAULT_NEED, arrays))
         absent: dict[str, Any] = dict.fromkeys((*NAMES, "dlse"))
         del absent["block_table"]
-        ordered = tuple(name for name in (*GRADIENTS, *gradient_names(self.options)) if name in need)
+        ordered = tuple(name for name in (*GRADIENTS, *self.options.score_gradients) if name in need)
         of_call = absent | self.captured(options, queries, keys, arrays["q"]) | arrays
         results = {name: arrays.get(name) for name in ordered}
         found = self.backend.backward(options, self._packed(of_call | results), ordered, self.random)
@@ -146,8 +145,8 @@ class Parts:
         """What the functions of a call read: whole arrays, as wide as q is, and the place of the call."""
         is_widened = q.dtype.name not in (self.problem.dtype, *FLOAT8)
         arrays = self.wide_captured if is_widened else self.arrays
-        found = {name: arrays[name] for name in names_of(options) if name != ORIGIN}
-        if ORIGIN in names_of(options):
+        found = {name: arrays[name] for name in options.score_args if name != ORIGIN}
+        if ORIGIN in options.score_args:
             found[ORIGIN] = self.xp.empty(len(COUNTED), np.int32)
             # One number at a time: a captured graph keeps each as an argument, and nothing is copied from the host.
             for axis, first in enumerate(self._place_of(queries, keys)):
@@ -160,7 +159,7 @@ class Parts:
 
         Then their gradients have this dtype, too, and can be added up.
         """
-        for name in names_of(self.options):
+        for name in self.options.score_args:
             if name not in self._widened:
                 self._widened[name] = self.widened(self.arrays[name])
         return self._widened

@@ -30,7 +30,7 @@ from cuflash.arrays.array_info import (
     softmax_dtype_of,
 )
 from cuflash.arrays.checks import counted, value_error
-from cuflash.arrays.dlpack import check_distinct, module_of, overlap
+from cuflash.arrays.dlpack import check_apart, check_distinct, module_of
 from cuflash.arrays.fp8 import on_bits
 from cuflash.spec.inputs import BROADCAST, INPUTS, TERMS
 from cuflash.spec.options import Options
@@ -369,6 +369,7 @@ class Calls:
     def collect(self, call: Callable[[tuple[int, ...], dict[str, Array]], tuple[Array, ...]]) -> tuple[Array, ...]:
         """The results of all calls together: each gets its index, and arrays for those results that it can fill."""
         found = {name: self._result(name) for name in self.results}
+        check_apart({**self._arrays, **self._given}, self.results)
         totals = {
             name: self._module(x).zeros(x.shape, self._wide) if name in self.axes.sums else x
             for name, x in found.items()
@@ -420,11 +421,6 @@ class Calls:
             return self._module(q if model is None else model).empty(shape, dtype)
         check_array(name, given, shape, dtype.name, is_read=False)
         check_distinct(name, given)
-        for other, array in {**self._arrays, **self._given}.items():
-            if array is None or other == name or self._module(array) is not self._module(given):
-                continue
-            if overlap(given, array):
-                raise value_error(name, f"memory shared with {other}", "memory of its own")
         return given
 
     def _with_heads(self, name: str, array: Array) -> Array:

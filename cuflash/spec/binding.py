@@ -31,16 +31,9 @@ from cuflash.arrays.dlpack import check_distinct
 from cuflash.spec.inputs import FP8_SCALES, INPUTS, NAMES, TERMS
 from cuflash.spec.options import Options, window_of
 from cuflash.spec.outputs import BY_NAME as OUTPUT_ROWS
-from cuflash.spec.outputs import (
-    NUMBER_GRADIENTS,
-    OVER_HEAD_DIM,
-    OVER_ROWS,
-    UPSTREAM,
-    Output,
-)
+from cuflash.spec.outputs import NUMBER_GRADIENTS, OVER_HEAD_DIM, OVER_ROWS, UPSTREAM, Output
 from cuflash.spec.passes import Pass
 from cuflash.spec.problem import Problem, gradient_operand, make_problem
-from cuflash.spec.score_args import names_of
 
 _OF_TERMS = {term.gradient: term for term in TERMS if term.part_of}
 
@@ -123,7 +116,7 @@ def bind(
     """
     given = {name: array for name, array in arrays.items() if array is not None}
     q, k, v = (given[name] for name in INPUTS)
-    captured = {name: given[name] for name in names_of(options)}
+    captured = {name: given[name] for name in options.score_args}
     problem = make_problem(options, q, k, v, captured=captured, **{name: given.get(name) for name in NAMES})
     pass_.check(problem)
     need = pass_.default if need is None else need
@@ -205,8 +198,8 @@ def is_in_k(k: Shaped, v: Shaped, of_k: int, of_v: int) -> bool:
 
 def of_pass(pass_: Pass, arrays: Mapping[str, Any], options: Options) -> dict[str, Any]:
     """Those of the arrays of both passes that are arguments of one pass."""
-    own = (*pass_.takes, *(row.name for row in pass_.rows), *pass_.results_of(options))
-    return {name: array for name, array in arrays.items() if name in (*INPUTS, *NAMES, *names_of(options), *own)}
+    own = (*pass_.takes, *pass_.results_of(options))
+    return {name: array for name, array in arrays.items() if name in (*INPUTS, *NAMES, *options.score_args, *own)}
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,25 +1,28 @@
 """A call, from the arrays of a caller to what a backend computes.
 
-`prepare` is the only door of `FlashAttention.forward`, `backward`, `plan`, `compile` and `tune`: it finds out whose
-arrays these are, and replaces functions by the options that they spell out. Backends bind what comes out of it
-(`cuflash.spec.binding`), and split leading axes (`cuflash.spec.batch_axes`).
+`prepare` is the only door of `FlashAttention.forward`, `backward`, `plan`, `compile` and `tune`, and of the calls of
+ranks: it finds out whose arrays these are, and replaces functions by the options that they spell out. Backends bind
+what comes out of it (`cuflash.spec.binding`), and split leading axes (`cuflash.spec.batch_axes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, overload
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
-from cuflash.arrays.dlpack import Borrowed, Kind
+from cuflash.arrays.dlpack import Borrowed
 from cuflash.spec.borrowing import are_cupy, borrow, numpy_arrays
 from cuflash.spec.options import Options
 from cuflash.spec.rewrites import Equivalent, equivalent
+from cuflash.spec.streamed import borrow_beside_host, is_streamed
+
+Kind = Literal["numpy", "cupy", "streamed"]
 
 
 class Call(NamedTuple):
     """What a backend computes for a call, and the way back."""
 
-    kind: Kind  # whose backend
+    kind: Kind  # of which backend
     options: Options
     arrays: dict[str, Any]  # by name; for NumPy only those that are given
     need: tuple[str, ...]  # names of the results, in the order in which the backend returns them
@@ -31,25 +34,29 @@ class Call(NamedTuple):
 
     def give_back(self, computed: Sequence[Any], own: Mapping[str, Any]) -> Sequence[Any]:
         """Results of a backend as those of the caller, whose arrays by name are `own`: in order, shape and library."""
-        if self.need != self.wanted and self.rewrite is not None:
-            computed = self.rewrite.gradients(computed, self.given, self.wanted)
-        if self.borrowed is None:
+        return self.as_callers(self.renamed(computed), own)
+
+    def renamed(self, computed: Sequence[Any]) -> Sequence[Any]:
+        """Results of a backend as those that the caller wants, still arrays of the backend."""
+        if self.rewrite is None or self.need == self.wanted:
             return computed
-        return [self.borrowed.give_back(x, own[name]) for name, x in zip(self.wanted, computed, strict=True)]
+        return self.rewrite.gradients(computed, self.given, self.wanted)
 
+    def as_callers(self, results: Sequence[Any], own: Mapping[str, Any]) -> Sequence[Any]:
+        """The results that the caller wants as arrays of the caller's library, or those of `own` that are given."""
+        if self.borrowed is None:
+            return results
+        libraries = dict.fromkeys(self.wanted, self.borrowed)
+        if self.kind == "streamed":
+            libraries |= {"dk": self.given["k"].borrowed, "dv": self.given["v"].borrowed}
+        return [libraries[name].give_back(x, own[name]) for name, x in zip(self.wanted, results, strict=True)]
 
-# fmt: off
-@overload
-def prepare(
-    options: Options, arrays: dict[str, Any], required: Sequence[str], wanted: tuple[str, ...],
-    written: Sequence[str] = ...,
-) -> Call: ...
-@overload
-def prepare(
-    options: Options, arrays: dict[str, Any], required: Sequence[str], wanted: tuple[str, ...],
-    written: Sequence[str], unless: Callable[[Mapping[str, Any]], bool],
-) -> Call | None: ...
-# fmt: on
+    def rewritten(self, rewrite: Equivalent | None) -> Call:
+        """The call with options in place of its functions."""
+        if rewrite is None:
+            return self
+        need, arrays = rewrite.need(self.wanted), rewrite.arrays(self.given)
+        return self._replace(options=rewrite.options, arrays=arrays, need=need, rewrite=rewrite, is_direct=False)
 
 
 def prepare(
@@ -58,25 +65,26 @@ def prepare(
     required: Sequence[str],
     wanted: tuple[str, ...],
     written: Sequence[str] = (),
-    unless: Callable[[Mapping[str, Any]], bool] | None = None,
-) -> Call | None:
-    """The call that computes the results `wanted` of a pass; None where `unless` says so of arrays of other kinds.
+    *,
+    rewrites: bool = True,
+) -> Call:
+    """The call that computes the results `wanted` of a pass.
 
     `arrays` are those of the caller by name, where None stands for an absent one; `written` names those among them
-    that results are written to, `required` those that have to be there. Raises as `borrow` does.
+    that results are written to, `required` those that have to be there. Unless it `rewrites` them, functions stay: a
+    rank does not know yet which options they spell out, and calls `Call.rewritten`. Raises as `borrow` does.
     """
     borrowed, given = None, arrays
     if are_cupy(arrays, required):
         kind: Kind = "cupy"
     elif own := numpy_arrays(arrays, required, written):
         kind, given = "numpy", own
-    elif unless is not None and unless(arrays):
-        return None
+    elif is_streamed(arrays):
+        kind = "streamed"
+        borrowed, given = borrow_beside_host(arrays, required, written)
     else:
         borrowed = borrow(arrays, required=required, written=written)
         kind, given = borrowed.kind, borrowed.of_backend
-    rewrite = equivalent(options, given)
-    if rewrite is None:
-        return Call(kind, options, given, wanted, wanted, given, None, borrowed, borrowed is None)
-    need = rewrite.need(wanted)
-    return Call(kind, rewrite.options, rewrite.arrays(given), need, wanted, given, rewrite, borrowed, False)
+    rewrite = equivalent(options, given) if rewrites else None
+    call = Call(kind, options, given, wanted, wanted, given, None, borrowed, borrowed is None)
+    return call if rewrite is None else call.rewritten(rewrite)

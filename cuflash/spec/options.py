@@ -97,6 +97,17 @@ class Options(Numbers):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_hash", hash(tuple(vars(self).values())))
 
+    @functools.cached_property
+    def score_args(self) -> tuple[str, ...]:
+        """The names of the arrays that the functions of a call read, in order."""
+        functions = (self.score, self.mask_function)
+        return tuple(dict.fromkeys(name for function in functions if function for name in function.arrays))
+
+    @functools.cached_property
+    def score_gradients(self) -> tuple[str, ...]:
+        """The names of gradients, one for each array that the score reads, although integers and bools have none."""
+        return () if self.score is None else tuple(f"d{name}" for name in self.score.arrays)
+
     def random(self, seed: object, offset: object) -> tuple[int, int]:
         """Seed and offset of a call, checked; zeros where nothing is random and the caller gives none."""
         if not self.dropout:

@@ -10,7 +10,6 @@ from cuflash.spec.inputs import INPUTS
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import FORWARD_ROWS, GRADIENT_ROWS, GRADIENTS, REQUIRED_BY_BACKWARD, TAKEN_BY_BACKWARD, Output
 from cuflash.spec.problem import Problem, check_differentiable
-from cuflash.spec.score_args import gradient_names
 
 
 def _names(rows: tuple[Output, ...]) -> tuple[str, ...]:
@@ -97,7 +96,7 @@ BACKWARD = Pass(
     rows=GRADIENT_ROWS,
     required=REQUIRED_BY_BACKWARD,
     takes=TAKEN_BY_BACKWARD,
-    results_of=lambda options: (*GRADIENTS, *gradient_names(options)),
+    results_of=lambda options: (*GRADIENTS, *options.score_gradients),
     results_in=attrgetter("gradients"),
     check=check_differentiable,
     flops=attrgetter("backward_flops"),

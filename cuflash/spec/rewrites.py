@@ -18,7 +18,6 @@ from cuflash.score_mod.nodes import Node
 from cuflash.spec.inputs import BY_NAME, INPUTS, NUMBER_ROWS, NUMBERS, SCORE_OPTIONS
 from cuflash.spec.options import Options, diagonal_of
 from cuflash.spec.passes import FORWARD, PASSES
-from cuflash.spec.score_args import names_of
 
 AXES = ("batch", "head", "i", "j")  # the axes of a bias, named after the inputs that index them
 Index = tuple[slice | None, ...]
@@ -89,7 +88,7 @@ class Equivalent:
         numbers = [] if cap is None else [f"softcap = {cap}"]
         terms = [f"{term} = {name}" for name, (term, _) in self.places.items()]
         bounds = [f"window = {self.options.window}"] if options.mask_function and not self.options.mask_function else []
-        kinds = tuple((name, given[name].ndim, given[name].dtype.name) for name in names_of(options))
+        kinds = tuple((name, given[name].ndim, given[name].dtype.name) for name in options.score_args)
         program = program_of(options.score, options.mask_function, kinds)
         said = f"functions computed as the options that they spell out: {', '.join((*numbers, *terms, *bounds))}"
         return f"{said}\n{program.describe()}"
@@ -105,7 +104,7 @@ def equivalent(
     """
     if not (options.score or options.mask_function):
         return None
-    names = names_of(options)
+    names = options.score_args
     likes = tuple((name, tuple(arrays[name].shape), arrays[name].dtype.name) for name in (*INPUTS, *names))
     given = tuple(name for name in _LOOKED_AT if arrays.get(name) is not None)
     is_square = arrays.get("cu_seqlens_q") is arrays.get("cu_seqlens_k")
@@ -176,9 +175,9 @@ def _equivalent(
     if not changed:
         return None
     remaining = replace(options, **changed)
-    kept = (*names_of(remaining), *places)
+    kept = (*remaining.score_args, *places)
     return Equivalent(
-        options=remaining, places=places, unread=tuple(name for name in names_of(options) if name not in kept)
+        options=remaining, places=places, unread=tuple(name for name in options.score_args if name not in kept)
     )
 
 

@@ -17,25 +17,14 @@ RESERVED = frozenset(
 )
 
 
-def names_of(options: Options) -> tuple[str, ...]:
-    """The arrays that the functions of a call read, in order."""
-    functions = (options.score, options.mask_function)
-    return tuple(dict.fromkeys(name for function in functions if function for name in function.arrays))
-
-
-def gradient_names(options: Options) -> tuple[str, ...]:
-    """The names of gradients, one for each array that the score reads, although integers and bools have none."""
-    return () if options.score is None else tuple(f"d{name}" for name in options.score.arrays)
-
-
 def check_names(options: Options) -> None:
     """Raise ValueError for names of arrays that are names of other arguments."""
-    for name in names_of(options):
+    for name in options.score_args:
         for used in (name, f"d{name}"):
             if used in RESERVED:
                 raise value_error("score", f"an array named {name}", f"another name: {used} is an argument of its own")
-    taken = set(names_of(options))
-    for gradient in gradient_names(options):
+    taken = set(options.score_args)
+    for gradient in options.score_gradients:
         if gradient in taken:
             raise value_error(
                 "score", f"arrays named {gradient[1:]} and {gradient}", "names that differ by more than a d"
@@ -47,7 +36,7 @@ def check_given(method: str, options: Options, given: Mapping[str, Any], results
 
     Raises TypeError for keywords that no function has, and for arrays that are missing, as Python does.
     """
-    names = names_of(options)
+    names = options.score_args
     for name in given:
         if name not in names and name not in results:
             raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
@@ -77,7 +66,7 @@ def operands_of(
     """The arrays as kernels see them, checked. Where there are no pairs of a query and a key, nothing is read."""
     found = []
     allowed = captured_dtypes(dtype)
-    for name in names_of(options):
+    for name in options.score_args:
         array = given[name]
         check_dtype(name, array, allowed, ", which the score or the mask reads")
         shape = tuple(array.shape)

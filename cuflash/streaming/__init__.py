@@ -6,11 +6,6 @@
 (8, 1000, 64)
 """
 
-from cuflash.streaming.calls import backward, compile, forward, plan
 from cuflash.streaming.chunks import StreamPlan
-from cuflash.streaming.source import Streamed, StreamedPair, is_streamed, streamed, takes_star
 
-__all__ = [
-    "StreamPlan", "Streamed", "StreamedPair", "backward", "compile", "forward", "is_streamed", "plan", "streamed",
-    "takes_star",
-]  # fmt: skip
+__all__ = ["StreamPlan"]

@@ -1,10 +1,12 @@
-"""Calls of `cuflash.FlashAttention` with streamed keys and values: how they are checked and computed."""
+"""The backend of streamed keys and values, with the functions of `cuflash.cpu.backend` and `cuflash.gpu.backend`.
+
+Arrays by name are NumPy arrays, or CuPy arrays; k and v are `Streamed`, and dk and dv NumPy arrays.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,25 +14,21 @@ import numpy as np
 
 from cuflash.arrays import dlpack
 from cuflash.arrays.array_info import numpy_dtype, view_4d, view_rows
-from cuflash.arrays.checks import type_error, value_error
 from cuflash.arrays.memory_ranges import Band
 from cuflash.cpu import backend as cpu_backend
 from cuflash.shards.cuda import Cuda
 from cuflash.shards.slices import Parts, steps_of
-from cuflash.spec import borrowing
-from cuflash.spec.batch_axes import Calls, FirstCall, axes_of
+from cuflash.spec.batch_axes import Calls, axes_of
 from cuflash.spec.inputs import BROADCAST, NAMES
 from cuflash.spec.options import Options, diagonal_of, window_of
-from cuflash.spec.outputs import OUTPUTS, OVER_HEAD_DIM, OVER_ROWS, TAKEN_BY_BACKWARD
+from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS, OVER_HEAD_DIM, OVER_ROWS
 from cuflash.spec.passes import BACKWARD, FORWARD, PASSES, Pass
 from cuflash.spec.problem import Problem
-from cuflash.spec.rewrites import Equivalent, equivalent
-from cuflash.spec.score_args import names_of
+from cuflash.spec.streamed import OF_KEYS
 from cuflash.streaming import memory
 from cuflash.streaming.chunks import Chunk, StreamPlan, chunk_of, chunks_of
 from cuflash.streaming.copy_pipeline import Host
-from cuflash.streaming.execution import OF_KEYS, StreamedPass, sums_softmax
-from cuflash.streaming.source import Streamed, borrowed_from_host
+from cuflash.streaming.execution import StreamedPass, sums_softmax
 
 Array = Any
 # Options that are not supported, and what to pass instead.
@@ -49,8 +47,8 @@ class _Call:
     """A call whose arguments are checked against each other."""
 
     options: Options
-    equivalent: Equivalent | None  # the options and terms that functions spell out
-    own: dlpack.Borrowed  # the arrays in the memory where the queries are
+    kind: dlpack.Kind  # of the arrays in the memory where the queries are
+    given: Mapping[str, Array]  # these
     hosts: Mapping[str, Host]  # arrays in host memory: k, v, and dk and dv if given
     problem: Problem
     band: Band
@@ -58,13 +56,9 @@ class _Call:
     is_explicit: bool  # whether the caller chose it
     chunks: tuple[Chunk, ...]
 
-    @property
-    def given(self) -> dict[str, Array]:
-        return {name: x for name, x in self.own.arrays.items() if x is not None}
-
     def result(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """The array that a result is written to."""
-        given = self.own.arrays.get(name)
+        given = self.given.get(name)
         return dlpack.module_of(self.given["q"]).empty(shape, dtype) if given is None else given
 
     def host_result(self, name: str, device: Cuda | None) -> Host:
@@ -73,8 +67,8 @@ class _Call:
 
     def run(self, pass_: Pass, random: tuple[int, int] = (0, 0)) -> StreamedPass:
         """The object that computes a pass."""
-        device = device_of(self.own.kind)
-        read = ("q", *pass_.takes, *NAMES, *names_of(self.options))
+        device = device_of(self.kind)
+        read = ("q", *pass_.takes, *NAMES, *self.options.score_args)
         arrays = {name: self.seen(name, x) for name, x in self.given.items() if name in read}
         parts = Parts(options=self.options, band=self.band, problem=self.problem, random=random, arrays=arrays)
         keys = {name: view_4d(self.hosts[name], self.options.layout) for name in ("k", "v")}
@@ -95,138 +89,121 @@ class _Call:
 
 
 @np.errstate(all="ignore")
-def forward(options: Options, arrays: Mapping[str, Any], random: tuple[int, int]) -> tuple[Array, ...]:
-    """(out, lse) of arrays by name, as `FlashAttention.forward` gets them, where k or v is `Streamed`."""
-    if axes := _over_axes(FORWARD, options, arrays, OUTPUTS):
-        return axes.run(functools.partial(forward, random=random))
-    call = _checked(FORWARD, options, arrays, ("q", *FORWARD.required), OUTPUTS)
+def forward(
+    options: Options, arrays: Mapping[str, Any], random: tuple[int, int] = (0, 0), need: tuple[str, ...] = OUTPUTS
+) -> tuple[Array, ...]:
+    """The results `need` of arrays by name: q, k, v, and the terms, out and lse that are given."""
+    if calls := _over_axes(options, arrays, need):
+        return calls.run(lambda own, found: forward(own, _streamed(found, arrays), random, need))
+    call = _checked(FORWARD, options, arrays, need)
     problem = call.problem
     with _on_device(call.given["q"]):
         out = call.result("out", problem.out_shape, call.given["q"].dtype)
         lse = call.result("lse", problem.lse_shape, numpy_dtype(problem.softmax_dtype))
         call.run(FORWARD, random).forward(view_4d(out, options.layout), view_rows(lse))
-    return call.own.give_back(out, arrays["out"]), call.own.give_back(lse, arrays["lse"])
+    return out, lse
 
 
 @np.errstate(all="ignore")
 def backward(
-    options: Options, arrays: Mapping[str, Any], need: tuple[str, ...], random: tuple[int, int]
+    options: Options, arrays: Mapping[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
 ) -> tuple[Array, ...]:
-    """The gradients `need` of arrays by name, as `FlashAttention.backward` gets them, with the arrays to write to."""
-    if axes := _over_axes(BACKWARD, options, arrays, need):
-        return axes.run(functools.partial(backward, need=need, random=random))
-    call = _checked(BACKWARD, options, arrays, ("q", *BACKWARD.required), need)
-    own_need = need if call.equivalent is None else call.equivalent.need(need)
+    """The gradients `need` of arrays by name, in the order of `GRADIENTS`, with the arrays to write to."""
+    if calls := _over_axes(options, arrays, need):
+        return calls.run(lambda own, found: backward(own, _streamed(found, arrays), need, random))
+    call = _checked(BACKWARD, options, arrays, need)
     with _on_device(call.given["q"]):
         run = call.run(BACKWARD, random)
         results = {}
-        for name in own_need:
+        for name in need:
             if name in OF_KEYS:
                 results[name] = call.host_result(name, run.device)
                 continue
             like = call.given.get(name[1:])
             shape, dtype = ((), run.parts.softmax_dtype) if like is None else (like.shape, like.dtype)
             results[name] = call.result(name, shape, dtype)
-        run.backward(own_need, {name: call.seen(name, x) for name, x in results.items()})
-    if call.equivalent is not None:
-        found = call.equivalent.gradients(list(results.values()), arrays, need)
-        results = dict(zip(need, found, strict=True))
-    wrapped = {f"d{name}": arrays[name].borrowed for name in ("k", "v")}
-    return tuple(wrapped.get(name, call.own).give_back(results[name], arrays.get(name)) for name in need)
+        run.backward(need, {name: call.seen(name, x) for name, x in results.items()})
+    return tuple(results.values())
 
 
-def plan(options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> StreamPlan:
+def plan(options: Options, arrays: Mapping[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> StreamPlan:
     """The plan of both passes: the chunks, how they get to the device, and the memory that this takes."""
-    given = {**dict.fromkeys(OUTPUTS), **arrays}
-    if axes := _over_axes(BACKWARD, options, given, need):
-        first = axes.first()
-        found = plan(first.options, first.arrays, need)
-        return replace(found, note=f"{first.axes}\n{found.note}".strip())
-    call = _checked(BACKWARD, options, given, ("q",), need)
+    if calls := _over_axes(options, arrays, need):
+        first = calls.inputs((0,) * len(calls.axes.lengths))
+        return plan(calls.options, _streamed(first, arrays), need).noted(calls.describe())
+    call = _checked(BACKWARD, options, arrays, need)
     with _on_device(call.given["q"]):
         runs = {pass_: call.run(pass_) for pass_ in PASSES}
-        own_need, note = need, ""
-        if call.equivalent is not None:
-            own_need, note = call.equivalent.need(need), call.equivalent.describe(options, given)
-        elif call.problem.has_functions:
-            note = call.problem.program.describe()
-        return replace(memory.plan_of(call.length, runs, own_need, call.given), note=note)
+        note = call.problem.program.describe() if call.problem.has_functions else ""
+        return memory.plan_of(call.length, runs, need, call.given).noted(note)
 
 
-def compile(options: Options, arrays: Mapping[str, Any], need: tuple[str, ...]) -> None:
+def compile(options: Options, arrays: Mapping[str, Any], need: tuple[str, ...] = DEFAULT_NEED) -> None:
     """Compile what both passes over these keys need, by running them once; of arrays in host memory only check them."""
-    given = {**dict.fromkeys((*TAKEN_BY_BACKWARD, *need)), **arrays}
-    if set(plan(options, given, need).ways.values()) == {"views"}:  # nothing moves to a device
+    if set(plan(options, arrays, need).ways.values()) == {"views"}:  # nothing moves to a device
         return
-    out, lse = forward(options, given, (0, 0))
-    backward(options, {**given, "dout": out, "out": out, "lse": lse}, need, (0, 0))
+    out, lse = forward(options, arrays)
+    backward(options, {**arrays, "dout": out, "out": out, "lse": lse}, need)
 
 
-@dataclass(frozen=True)
-class _OverAxes:
-    """A call with leading axes that are not one batch axis: several calls, or one on copies."""
+def tune(
+    options: Options,
+    arrays: Mapping[str, Any],
+    random: tuple[int, int] = (0, 0),
+    *,
+    passes: tuple[Pass, ...] = PASSES,
+    remember: bool = True,
+    forget: bool = False,
+) -> Any:
+    """Tune the problem of the longest chunk, on a copy of it on the device: what `FlashAttention.tune` does."""
+    if calls := _over_axes(options, arrays, DEFAULT_NEED):
+        own = _streamed(calls.inputs((0,) * len(calls.axes.lengths)), arrays)
+        return tune(calls.options, own, random, passes=passes, remember=remember, forget=forget)
+    call, how = _checked(BACKWARD, options, arrays, DEFAULT_NEED), {"remember": remember, "forget": forget}
+    if device_of(call.kind) is None:
+        return cpu_backend.tune(options, {**call.given, **call.hosts}, random, passes=passes, **how)
+    if not call.chunks:
+        raise NotImplementedError("k: got keys that no query attends to, expected some that a kernel computes with")
+    found = None
+    with _on_device(call.given["q"]):
+        run = call.run(BACKWARD, random)
+        chunk = max(run.chunks, key=lambda chunk: [stop - start for start, stop in (chunk.keys, chunk.queries)])
+        keys = {name: _copied(x[:, :, slice(*chunk.keys)], run.parts.xp) for name, x in run.keys.items()}
+        for pass_ in passes:
+            own_options, own = memory.call_on(run, chunk, pass_.default, keys)
+            tuned = run.parts.backend.tune(own_options, dict.fromkeys(NAMES) | own, random, passes=(pass_,), **how)
+            found = tuned if found is None or forget else replace(found, **{pass_.name: getattr(tuned, pass_.name)})
+    return found
 
-    calls: Calls
-    own: dlpack.Borrowed  # the arrays in the memory where the queries are
-    given: Mapping[str, Any]  # those of the caller
-    results: tuple[str, ...]
 
-    def run(self, call: Callable[..., tuple[Array, ...]]) -> tuple[Array, ...]:
-        """The results of all calls as arrays of the caller's libraries."""
-        found = self.calls.run(lambda options, arrays: call(options, self._streamed(arrays)))
-        wrapped = {f"d{name}": self.given[name].borrowed for name in ("k", "v")}
-        results = zip(self.results, found, strict=True)
-        return tuple(wrapped.get(name, self.own).give_back(x, self.given.get(name)) for name, x in results)
-
-    def first(self) -> FirstCall:
-        """The first call, for a plan."""
-        arrays = self.calls.inputs((0,) * len(self.calls.axes.lengths))
-        return FirstCall(self.calls.options, self._streamed(arrays), self.calls.describe())
-
-    def _streamed(self, arrays: dict[str, Array]) -> dict[str, Any]:
-        """The arrays of one call, with keys and values wrapped as the caller's are."""
-        wrapped = {name: self.given[name] for name in ("k", "v")}
-        return arrays | {name: Streamed(arrays[name], x.chunk, _of_numpy(arrays[name])) for name, x in wrapped.items()}
+def _copied(array: Host, xp: Any) -> Array:
+    """A copy on the device, made of integers, because CuPy takes no bfloat16 from NumPy."""
+    return xp.asarray(np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")).view(array.dtype)
 
 
-def _of_numpy(array: Host) -> dlpack.Borrowed:
-    return dlpack.Borrowed("numpy", {"array": array}, None)
-
-
-def _over_axes(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> _OverAxes | None:
-    """How a call goes through leading axes that are not one batch axis; None of any other call, and of a wrong one."""
-    k, v = arrays["k"], arrays["v"]
-    if not (isinstance(k, Streamed) and isinstance(v, Streamed)) or any(
-        arrays.get(name) is not None for name in _REMEDIES
-    ):
-        return None
-    own = _borrowed(arrays, ("q",), results)
-    hosts = {"k": k.array, "v": v.array, **_written_to_host(arrays, results)}
-    given = {**own.arrays, **hosts}
+def _over_axes(options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> Calls | None:
+    """The calls of one with leading axes that are not one batch axis; None of any other call."""
+    _check_served(arrays)
+    hosts = {name: arrays[name].array for name in ("k", "v")}
+    given = {**arrays, **hosts}
     axes = axes_of(options, given, results)
     if axes is None:
         return None
-    device = device_of(own.kind)
+    device = device_of(_kind_of(arrays))
     for name in OF_KEYS:
-        if name in results and name not in hosts:  # pinned, if its input is
+        if name in results and name not in given:  # pinned, if its input is
             given[name] = _host_result(hosts[name[1:]], device)
-    calls = Calls(axes, options, given, results, dlpack.module_of(own.arrays["q"]), gives_parts=False)
-    return _OverAxes(calls, own, arrays, results)
+    return Calls(axes, options, given, results, dlpack.module_of(arrays["q"]), gives_parts=False)
 
 
-def _borrowed(arrays: Mapping[str, Any], required: tuple[str, ...], results: tuple[str, ...]) -> dlpack.Borrowed:
-    """The arrays in the memory where the queries are."""
-    return borrowing.borrow(
-        {name: x for name, x in arrays.items() if name not in ("k", "v", *OF_KEYS)},
-        required=required,
-        written=[name for name in results if name not in OF_KEYS and arrays.get(name) is not None],
-    )
+def _streamed(found: Mapping[str, Array], arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of one call, with keys and values wrapped as those of all calls are."""
+    given = {name: x for name, x in found.items() if x is not None}
+    return given | {name: arrays[name].with_array(given[name]) for name in ("k", "v")}
 
 
-def _written_to_host(arrays: Mapping[str, Any], results: tuple[str, ...]) -> dict[str, Host]:
-    """The arrays in host memory that results are written to."""
-    written = {name: arrays[name] for name in OF_KEYS if name in results and arrays.get(name) is not None}
-    return dict(borrowed_from_host(written, written=tuple(written)).arrays) if written else {}
+def _kind_of(arrays: Mapping[str, Any]) -> dlpack.Kind:
+    return "numpy" if isinstance(arrays["q"], np.ndarray) else "cupy"
 
 
 def _host_result(like: Host, device: Cuda | None) -> Host:
@@ -234,71 +211,51 @@ def _host_result(like: Host, device: Cuda | None) -> Host:
     return (device.pinned if device is not None and device.is_pinned(like) else np.empty)(like.shape, like.dtype)
 
 
-def _checked(
-    pass_: Pass,
-    options: Options,
-    arrays: Mapping[str, Any],
-    required: tuple[str, ...],
-    results: tuple[str, ...],
-) -> _Call:
-    """The arguments of a call, checked against each other."""
-    k, v = arrays["k"], arrays["v"]
-    for name, streamed, other in (("k", k, "v"), ("v", v, "k")):
-        if not isinstance(streamed, Streamed):
-            raise type_error(name, type(streamed).__name__, f"Streamed as {other} is: *cuflash.streamed(k, v)")
-    if k.chunk != v.chunk:
-        raise value_error("v", f"chunks of {v.chunk} keys", f"{k.chunk} as k: both of one cuflash.streamed(k, v)")
+def _check_served(arrays: Mapping[str, Any]) -> None:
+    """Refuse what streamed keys do not go with."""
     for name, remedy in _REMEDIES.items():
         if arrays.get(name) is not None:
             got = type(arrays[name]).__name__
             raise NotImplementedError(f"{name}: got {got}, which streamed keys do not go with; expected {remedy}")
-    own = _borrowed(arrays, required, results)
-    if dlpack.is_captured(own.arrays["q"]):
+    if dlpack.is_captured(arrays["q"]):
         raise NotImplementedError(
             "k: got streamed keys while a CUDA graph is captured, expected keys on the device: the host takes part in "
             "every copy of a chunk, and a graph replays without it"
         )
-    spelled_out = equivalent(options, own.arrays | {"k": k.array, "v": v.array})
-    if spelled_out is not None:
-        options, own = spelled_out.options, own._replace(arrays=spelled_out.arrays(own.arrays))
-    written = _written_to_host(arrays, results)
-    hosts = {"k": k.array, "v": v.array, **written}
-    _check_apart(hosts, tuple(written))
-    given = {name: x for name, x in own.arrays.items() if x is not None} | hosts
-    if own.kind == "numpy":
+
+
+def _checked(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> _Call:
+    """The arguments of a call, checked against each other."""
+    kind, chunk = _kind_of(arrays), arrays["k"].chunk
+    hosts = {name: arrays[name].array for name in ("k", "v")} | {x: arrays[x] for x in OF_KEYS if x in arrays}
+    own = {name: x for name, x in arrays.items() if name not in hosts}
+    dlpack.check_apart(hosts, results)
+    given = own | hosts
+    if kind == "numpy":
         problem = cpu_backend.bound(pass_, options, given, results).problem
     else:
         likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in given.items())
         problem = cpu_backend.bind_arrays_like(pass_, options, likes, results).problem
-        on_device = {name: x for name, x in given.items() if name not in hosts}
-        _check_apart(on_device, tuple(name for name in results if name in on_device))
+        dlpack.check_apart(own, results)
     sizes = problem.seqlen_q, problem.seqlen_k
     band = Band(diagonal_of(options, *sizes), *window_of(options, *sizes))
     rows, keys = steps_of(options, problem.block_mask is not None)
-    length = chunk_of(problem, k.chunk, keys)
+    length = chunk_of(problem, chunk, keys)
     chunks = chunks_of(band, *sizes, length, rows)
     if sums_softmax(results):  # the first call gives these, for all queries
         keys_of_first = chunks[0].keys if chunks else (0, 0)
         chunks = (Chunk((0, sizes[0]), keys_of_first), *chunks[1:])
     return _Call(
         options=options,
-        equivalent=spelled_out,
-        own=own,
+        kind=kind,
+        given=own,
         hosts=hosts,
         problem=problem,
         band=band,
         length=length,
-        is_explicit=k.chunk is not None,
+        is_explicit=chunk is not None,
         chunks=chunks,
     )
-
-
-def _check_apart(arrays: Mapping[str, Array], results: tuple[str, ...]) -> None:
-    """Refuse results that share memory with another array, all of them in host memory, or all on the device."""
-    for result in results:
-        for name, x in arrays.items():
-            if name != result and dlpack.overlap(arrays[result], x):
-                raise value_error(result, f"memory shared with {name}", "memory of its own")
 
 
 def device_of(kind: dlpack.Kind) -> Cuda | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from cuflash.arrays.array_info import ITEMSIZE
@@ -47,7 +47,7 @@ class StreamPlan:
     pinned_bytes : mapping of str to int
         By pass, bytes of pinned host memory that a call takes.
     note : str
-        The functions of the call, and the options that they spell out.
+        How the call goes through leading axes, its functions, and the options that they spell out.
     """
 
     problem: Problem
@@ -57,6 +57,10 @@ class StreamPlan:
     memory: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     pinned_bytes: Mapping[str, int] = field(default_factory=dict)
     note: str = ""  # a description of the functions
+
+    def noted(self, note: str) -> StreamPlan:
+        """The plan with a further note, before what it notes already."""
+        return replace(self, note=f"{note}\n{self.note}".strip())
 
     def device_bytes(self, pass_: str) -> int:
         """The peak device memory that a pass takes beside its arguments; 0 if it runs in host memory."""

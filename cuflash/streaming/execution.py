@@ -18,11 +18,11 @@ from cuflash.shards.slices import Parts
 from cuflash.spec import row_sums
 from cuflash.spec.inputs import BROADCAST
 from cuflash.spec.outputs import OF_QUERIES, SOFTMAX_GRADIENTS
+from cuflash.spec.streamed import OF_KEYS
 from cuflash.streaming.chunks import Chunk
 from cuflash.streaming.copy_pipeline import Drain, Feed, Host
 
 Array = Any
-OF_KEYS = ("dk", "dv")
 
 
 class Part(NamedTuple):

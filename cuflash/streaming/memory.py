@@ -17,10 +17,10 @@ from cuflash.spec.options import Options
 from cuflash.spec.outputs import OUTPUTS
 from cuflash.spec.passes import BACKWARD, FORWARD, Pass
 from cuflash.spec.problem import Problem
-from cuflash.spec.score_args import gradient_names, names_of
+from cuflash.spec.streamed import OF_KEYS
 from cuflash.streaming.chunks import Chunk, StreamPlan, Way
 from cuflash.streaming.copy_pipeline import is_direct
-from cuflash.streaming.execution import OF_KEYS, Part, StreamedPass, sums_softmax
+from cuflash.streaming.execution import Part, StreamedPass, sums_softmax
 
 if TYPE_CHECKING:
     from cuflash.plan import LaunchPlan
@@ -120,7 +120,7 @@ def _backward_memory(run: StreamedPass, need: Collection[str], given: Mapping[st
     problem = run.parts.problem
     is_narrow = _is_narrow(problem)
     wide = _rounded(run.arrays["q"].size * run.parts.softmax_dtype.itemsize)
-    captured = {name: run.arrays[name[1:]] for name in need if name in gradient_names(run.parts.options)}
+    captured = {name: run.arrays[name[1:]] for name in need if name in run.parts.options.score_gradients}
     own = [name for name in need if name not in OF_KEYS and name not in captured]
     others = sum(_of_term(run, name) for name in own if name != "dq")
     memory = {
@@ -167,21 +167,30 @@ def _takes(pass_: Pass, run: StreamedPass, chunk: Chunk, need: Collection[str], 
     plan, copied = _launch_plan(pass_, run, chunk, need, keys)
     lengths = run.arrays.get("kv_lengths")
     small = 0 if lengths is None else 2 * _rounded(lengths.nbytes)
-    small += ROUNDING * (ORIGIN in names_of(run.parts.options_of(*chunk)))
+    small += ROUNDING * (ORIGIN in run.parts.options_of(*chunk).score_args)
     return _rounded(plan.extra_bytes) + copied + small
 
 
-def _launch_plan(
-    pass_: Pass, run: StreamedPass, chunk: Chunk, need: Collection[str], keys: Mapping[str, Any]
-) -> tuple[LaunchPlan, int]:
-    """The plan of a call on a chunk, and the bytes of arrays that it copies."""
-    arrays = run.arrays_of(Part(0, chunk, dict(keys), {}), of_softmax=run.is_whole or sums_softmax(need))
+def call_on(
+    run: StreamedPass, chunk: Chunk, need: Collection[str], keys: Mapping[str, Any]
+) -> tuple[Options, dict[str, Any]]:
+    """Options and arrays of the call on a chunk with these keys that gives the results `need` of a pass."""
+    of_softmax = sums_softmax(need) or (run.is_whole and "out" in need)
+    arrays = run.arrays_of(Part(0, chunk, dict(keys), {}), of_softmax=of_softmax)
     options = run.parts.options_of(*chunk)
     arrays |= run.parts.captured(options, *chunk, arrays["q"])
     if not run.is_whole:
         arrays |= {name: x for name, x in run.parts.wide_captured.items() if f"d{name}" in need}
     if not run.is_whole and _is_narrow(run.parts.problem):
         options = replace(options, wide=tuple(name for name in ("out", "dq") if name in need))
+    return options, arrays
+
+
+def _launch_plan(
+    pass_: Pass, run: StreamedPass, chunk: Chunk, need: Collection[str], keys: Mapping[str, Any]
+) -> tuple[LaunchPlan, int]:
+    """The plan of a call on a chunk, and the bytes of arrays that it copies."""
+    options, arrays = call_on(run, chunk, need, keys)
     binding = bind(pass_, options, arrays, need=need)
     launch = importlib.import_module("cuflash.gpu.backend")
     device = launch.device_spec(run.arrays["q"].data.device_id)

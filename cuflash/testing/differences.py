@@ -12,7 +12,6 @@ from cuflash.arrays.checks import value_error
 from cuflash.arrays.dlpack import module_of
 from cuflash.spec.outputs import DEFAULT_NEED, INPUT_OF_GRADIENT
 from cuflash.spec.scalars import array_of, is_scalar
-from cuflash.spec.score_args import gradient_names
 
 STEP = 1e-5  # of each element, times a number of a normal distribution
 
@@ -77,7 +76,7 @@ def check_gradients(
     given = {"q": q, "k": k, "v": v, **arrays}
     if need is None:
         of_terms = [gradient for gradient, name in INPUT_OF_GRADIENT.items() if name in arrays]
-        of_functions = [name for name in gradient_names(attn.options) if arrays[name[1:]].dtype.kind == "f"]
+        of_functions = [name for name in attn.options.score_gradients if arrays[name[1:]].dtype.kind == "f"]
         need = (*DEFAULT_NEED, *of_terms, *of_functions)
     for name in need:
         if name[1:] not in given:

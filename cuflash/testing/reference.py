@@ -385,8 +385,9 @@ def _by_functions(
         slope, *others = evaluate(nodes, inputs, captured, S.dtype)
         for (name, load), derivative in zip(loads, others, strict=True):
             shape, entry = captured[name].shape, np.zeros(S.shape, np.int64)
-            for index, length in zip(evaluate(load.at.args, inputs, captured, S.dtype), shape, strict=True):
-                entry = entry * length + clamped(index, length)
+            indices = evaluate(load.at.args, inputs, captured, S.dtype)
+            for index, length in zip(clamped(indices, shape), shape, strict=True):
+                entry = entry * length + index
             reads.append((name, entry, np.broadcast_to(derivative, S.shape).astype(S.dtype)))
         S = np.broadcast_to(problem.score.on_numpy()(inputs, captured, S.dtype), S.shape).astype(S.dtype)
     if problem.mask_function is not None:

@@ -143,7 +143,7 @@ def launcher(arch: str, *, computes: bool) -> Iterator[Launcher]:
         alloc=lambda nbytes: SimpleNamespace(memory=(memory := allocated(nbytes)), ptr=memory.ctypes.data),
         get_current_stream=lambda: SimpleNamespace(ptr=0),
     )
-    before = {name: sys.modules.pop(name, None) for name in ("cupy", "cuflash.gpu.backend")}
+    before = {name: sys.modules.pop(name, None) for name in ("cupy", "cuflash.gpu.backend", "cuflash.gpu.timing")}
     sys.modules["cupy"] = cupy
     forget_kernels()
     try:

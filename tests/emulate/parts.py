@@ -46,14 +46,12 @@ class EmulatedParts(Parts):
 
     @property
     def backend(self) -> Any:
-        def call(pass_: str, options: Any, arrays: Any, *others: Any) -> Any:
+        def call(name: str, options: Any, arrays: Any, *others: Any, **keywords: Any) -> Any:
             with _one_at_a_time:
                 self.module.forget_launches()
-                given = {
-                    name: x if x is None or name == "row_sums" else x.view(DeviceArray) for name, x in arrays.items()
-                }
-                return getattr(self.module, pass_)(options, given, *others)
+                given = {of: x if x is None or of == "row_sums" else x.view(DeviceArray) for of, x in arrays.items()}
+                return getattr(self.module, name)(options, given, *others, **keywords)
 
         return SimpleNamespace(
-            **{pass_: functools.partial(call, pass_) for pass_ in ("forward", "backward", "row_sums")}
+            **{name: functools.partial(call, name) for name in ("forward", "backward", "row_sums", "tune")}
         )

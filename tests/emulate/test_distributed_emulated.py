@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
-from cuflash.arrays import dlpack
 from cuflash.arrays.array_info import numpy_dtype
 from cuflash.arrays.memory_ranges import Band
 from cuflash.distributed import rank
 from cuflash.emulator import find_compiler
 from cuflash.shards import merge as merging
+from cuflash.spec import call as spec
 from tests.emulate.launcher import allocated, launcher
 from tests.emulate.parts import EmulatedParts
 from tests.ranks import Parts, Whole, compute, judge, on_threads, results_of
@@ -48,7 +48,7 @@ def emulated(monkeypatch):
     monkeypatch.setattr(
         merging, "merge", lambda outs, lses: merge(*([x.view(np.ndarray) for x in y] for y in (outs, lses)))
     )
-    monkeypatch.setattr(dlpack.Borrowed, "give_back", lambda self, result, given: result.view(np.ndarray))
+    monkeypatch.setattr(spec.Call, "as_callers", lambda self, results, own: [x.view(np.ndarray) for x in results])
     return lambda module: monkeypatch.setattr(rank, "Parts", functools.partial(EmulatedParts, module=module))
 
 

@@ -3,6 +3,7 @@
 The stand-in copies as late as it may, or as early; parts are merged by kernels/helpers/merge.cu.
 """
 
+import contextlib
 import gc
 import weakref
 from typing import Any
@@ -15,6 +16,7 @@ import cuflash.testing as ct
 from cuflash.arrays import dlpack
 from cuflash.arrays.array_info import numpy_dtype
 from cuflash.emulator import find_compiler
+from cuflash.gpu import tuning
 from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.streaming import calls, memory
 from cuflash.testing.rule import gradients_of
@@ -87,6 +89,39 @@ def test_chunks_by_the_kernels_keep_the_oracle_rule(name, how, emulated, monkeyp
         assert len(found._module._launches) == known  # nothing is planned or loaded anew
     ct.assert_forward(case, out, lse)
     ct.assert_backward(case, **{name: x.view(np.ndarray) for name, x in gradients._asdict().items()})
+
+
+@pytest.mark.parametrize("chunk", [128, 512], ids=["chunks", "whole"])
+@pytest.mark.parametrize("name", [*CASES, "9.0 functions"])
+def test_what_is_tuned_is_what_runs_on_the_longest_chunk(name, chunk, emulated, monkeypatch):
+    """The same kernels with the same defines, for problems of the same size: a call finds what tuning remembers."""
+
+    def tune(plans, call_by, **how):
+        tuned.append(plans[0])
+        call_by(plans[0])()
+
+    case = Whole.of(scored_case("9.0")) if name.endswith("functions") else Whole.of(CASES[name])
+    arrays: dict[str, Any] = case.arrays
+    tuned: list[Any] = []
+    run: list[Any] = []
+    q, k, v = ct.qkv(arrays)
+    terms = {name: x for name, x in arrays.items() if name not in NO_TERMS}
+    attn: Any = cuflash.FlashAttention(**case.keywords)
+    with launcher(name[:3], computes=False) as found:
+        module = found._module
+        monkeypatch.setattr(module, "_keep", lambda key, launch: run.append(launch.plan))
+        monkeypatch.setattr(module, "Stopwatch", lambda call_by: call_by)
+        monkeypatch.setattr(tuning, "tune", tune)
+        monkeypatch.setattr(module.cupy.cuda, "Device", lambda number: contextlib.nullcontext(), raising=False)
+        emulated(module, late=True, pinned=False)
+        keys = cuflash.streamed(k, v, chunk=chunk)
+        attn.tune(q, *keys, remember=False, **terms)
+        run.clear()
+        monkeypatch.setattr(dlpack.Borrowed, "give_back", lambda self, result, given: result.view(np.ndarray))
+        out, lse = (x.view(np.ndarray) for x in attn.forward(q, *keys, **terms))
+        attn.backward(arrays["dout"], q, *keys, out, lse, **terms)
+    assert [plan.pass_ for plan in tuned] == ["forward", "backward"]
+    assert {tuning._Key.of(plan) for plan in tuned} <= {tuning._Key.of(plan) for plan in run}
 
 
 LARGE = {

@@ -258,6 +258,14 @@ def test_bad_arguments(options, terms, kind, message):
         cd.ContextParallel(comm, **{"split": "zigzag", **options}).forward(X, X, X, **terms)
 
 
+@pytest.mark.parametrize("method", ["forward", "plan", "decode"])
+def test_streamed_keys_are_refused(method):
+    (comm,) = cd.threads(1)
+    attn: Any = cd.ContextParallel(comm, split="zigzag")
+    with pytest.raises(NotImplementedError, match=r"^k: got Streamed, which is not served over ranks; expected"):
+        getattr(attn, method)(X, *cuflash.streamed(X, X))
+
+
 def test_what_is_no_communicator():
     with pytest.raises(TypeError, match=r"^comm: got int, expected one of threads"):
         cd.ContextParallel(3, split="zigzag")

@@ -208,10 +208,10 @@ def test_the_first_call_without_the_core_warns(monkeypatch):
 @pytest.mark.parametrize("way", [CORE], indirect=True)
 def test_a_problem_that_the_core_leaves_out_is_no_reason_to_warn(monkeypatch):
     q = np.ones((2, 5, 4), np.float32)
-    score = cuflash.FlashAttention(score=lambda s, i, j: s - abs(i - j))
-    assert "NumPy, and not the compiled core" in score.plan(q, q, q).describe()
+    score, lengths = cuflash.FlashAttention(score=lambda s, i, j: s - abs(i - j)), np.array([3], np.int32)
+    assert "NumPy, and not the compiled core" in score.plan(q, q, q, kv_lengths=lengths).describe()
     monkeypatch.delenv("CUFLASH_NO_CORE_WARNING", raising=False)
-    assert not warnings_of([lambda: score.forward(q, q, q)])
+    assert not warnings_of([lambda: score.forward(q, q, q, kv_lengths=lengths)])
 
 
 def lines_of(plan, first):

@@ -86,8 +86,7 @@ def gradient(made, name, arrays, ds=1.0, at=None, loads=None):
             indices = evaluate(counted_from_first(load.at, made.tables).args, at, arrays, np.float64)
         (slope,) = evaluate([counted_from_first(load.derivative, made.tables)], at, arrays, np.float64)
         shape = np.broadcast_shapes(np.shape(ds), S.shape if at.get("s") is not None else slope.shape)
-        sizes = zip(indices or [np.array(0)], total.shape, strict=True)
-        places = tuple(np.broadcast_to(clamped(x, n), shape) for x, n in sizes)
+        places = tuple(np.broadcast_to(x, shape) for x in clamped(indices or [np.array(0)], total.shape))
         with np.errstate(all="ignore"):
             np.add.at(total, places, np.broadcast_to(np.where(ds == 0, 0, ds * slope), shape))
     return total.reshape(arrays[name].shape)

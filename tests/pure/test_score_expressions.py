@@ -181,7 +181,7 @@ def derivatives_along(made, given, name, direction):
     along = np.zeros(S.shape)
     for load, value in zip(loads, values[1:], strict=True):
         indices = evaluate(load.at.args, inputs(), given, np.float64)
-        along = along + value * direction[tuple(map(clamped, indices, direction.shape))]
+        along = along + value * direction[clamped(indices, direction.shape)]
     return values[0], along
 
 

@@ -19,6 +19,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.arrays import dlpack
 from cuflash.arrays.memory_ranges import Band
+from cuflash.gpu.tuning import Tuning
 from cuflash.shards.slices import Parts
 from cuflash.streaming import calls
 from cuflash.streaming.chunks import Chunk, chunks_of
@@ -316,6 +317,37 @@ def test_bad_calls(options, chunk, terms, kind, message):
         attn.forward(X, *cuflash.streamed(X, X, chunk=chunk), **terms)
 
 
+@pytest.mark.parametrize("options", [{"window": (20, 0), "dropout": 0.25}, {"score": lambda s, i, j: s * (i - j)}])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_tuning_is_of_the_longest_chunk(options, is_whole, monkeypatch):
+    """Each pass as a call on the chunk computes it: in the dtype of sums if there are several chunks."""
+    tuned: list[Any] = []
+
+    def tune(options, arrays, random, *, passes, remember, forget):
+        tuned.append((*passes, options, arrays, random, remember))
+        results: dict[str, Any] = dict.fromkeys(("forward", "backward")) | dict.fromkeys(passes, len(tuned))
+        return None if forget else Tuning(**results)
+
+    monkeypatch.setattr(calls, "device_of", lambda kind: FakeDevice(late=0, pinned=1))
+    monkeypatch.setattr(Parts, "backend", SimpleNamespace(tune=tune))
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 48, 16)).astype("f2")
+    q = q[:, :, :40]
+    attn: Any = cuflash.FlashAttention(**options)
+    random = {"seed": 3, "offset": 1} if "dropout" in options else {}
+    keys = cuflash.streamed(k, v, chunk=64 if is_whole else 32)
+    found: Any = attn.tune(q, *keys, remember=False, **random)
+    assert (found.forward, found.backward) == (1, 2)
+    for (_, own, arrays, drawn, remember), wide in zip(tuned, ("out", "dq"), strict=True):
+        first, rows = own.diagonal - (48 - 40), arrays["q"].shape[2]
+        assert own.wide == (() if is_whole else (wide,))
+        assert (drawn, remember) == ((3, 1) if random else (0, 0), False)
+        np.testing.assert_array_equal(arrays["k"], k[:, :, : 48 if is_whole else 32])
+        np.testing.assert_array_equal(arrays["v"], v[:, :, : 48 if is_whole else 32])
+        np.testing.assert_array_equal(arrays["q"], q[:, :, first : first + rows])
+    assert attn.tune(q, *keys, forget=True, passes=["backward"], **random) is None
+    assert [pass_ for pass_, *_ in tuned] == ["forward", "backward", "backward"]
+
+
 def test_arguments_that_do_not_fit():
     attn: Any = cuflash.FlashAttention()
     keys = cuflash.streamed(X, X, chunk=16)
@@ -339,7 +371,7 @@ def test_arguments_that_do_not_fit():
         attn.backward(X, X, *keys, out, lse, dk=np.empty((2, 47, 16), "f4"))
     with pytest.raises(TypeError, match=r"^q: got None, expected an array$"):
         attn.forward(None, *keys)
-    with pytest.raises(TypeError, match=r"^k: got "):
+    with pytest.raises(NotImplementedError, match=r"^q: got an array in host memory, expected one on a GPU"):
         attn.tune(X, *keys)
     attn.compile(X, *keys)
     with pytest.raises(ValueError, match=r"^v: got "):

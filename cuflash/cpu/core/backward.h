@@ -6,7 +6,7 @@
 
 #include <sched.h>
 
-#include "score_gradients.h"
+#include "bias_gradients.h"
 
 namespace {
 

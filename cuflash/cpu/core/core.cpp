@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "kinds.h"
-#include "small_calls.h"
+#include "targets.h"
+#include "small_head_calls.h"
 #include "threads.h"
 
 namespace {

@@ -1,7 +1,7 @@
 // The forward pass: blocks of queries against tiles of keys, with online softmax (FlashAttention-2, algorithm 1).
 #pragma once
 
-#include "forward_pairs.h"
+#include "forward_bf16.h"
 
 namespace {
 
@@ -37,14 +37,14 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
         T *s = buffers.s + keys.first, *o = buffers.o + r0 * dim_v;
         product_of_rows(n, round_up(here, LANES<T>), dim, buffers.q + r0 * buffers.sizes.dim, buffers.sizes.dim,
                         tile.k_t + keys.first, buffers.keys_stride, s, SCORES_STRIDE<T>);
-        weigh_rows<T>(call, scaling, entry, block, buffers, r0, n, first, keys, buffers.s, nullptr, 0, [] {});
+        softmax_rows<T>(call, scaling, entry, block, buffers, r0, n, first, keys, buffers.s, nullptr, 0, [] {});
         product<T, Order::ROWS>(n, dim_v, here, s, SCORES_STRIDE<T>, tile.v + keys.first * tile.v_stride, tile.v_stride,
                                 o, dim_v, true);
     }
 }
 
 // The same for few rows. The keys of a job end with the last one that any of its rows sees, and all of them are
-// computed. `columns` has the result of `load_few_columns`, or is null. The tile after this one has `next_count` keys.
+// computed. `columns` has the result of `load_decode_columns`, or is null. The tile after this one has `next_count` keys.
 template <class T>
 inline void forward_tile_of_few(const Work &work, const Block &block, const Entry &entry, const Scaling<T> &scaling,
                                 ForwardBuffers<T> &buffers, long first, long count, long next_count, const T *columns) {
@@ -67,8 +67,8 @@ inline void forward_tile_of_few(const Work &work, const Block &block, const Entr
     bool has_scores = false, has_pairs = false;  // has_pairs: values are multiplied as pairs
 #if HAS_TILES
     if (columns && k.dtype == call.dtype && v.dtype == call.dtype) {
-        scores_of_few_pairs(columns, call.head_dim, k, count, most_parts<T>(call), coming_v, buffers.rows, buffers.k_t,
-                            buffers.s);
+        decode_scores_bf16(columns, call.head_dim, k, count, most_parts<T>(call), coming_v, buffers.rows, buffers.k_t,
+                           buffers.s);
         has_pairs = call.dtype == BFLOAT16;
         has_scores = has_pairs || are_numbers(num_rows, buffers.s, count);
     }
@@ -80,10 +80,10 @@ inline void forward_tile_of_few(const Work &work, const Block &block, const Entr
     }
 #endif
     if (!has_scores) scores_of_few(num_rows, buffers.q, sizes.dim, k, count, coming_v, buffers.s);
-    weigh_rows<T>(call, scaling, entry, block, buffers, 0, num_rows, first, Keys{0, count}, buffers.s, buffers.p,
-                  has_pairs, [] {});
+    softmax_rows<T>(call, scaling, entry, block, buffers, 0, num_rows, first, Keys{0, count}, buffers.s, buffers.p,
+                    has_pairs, [] {});
 #if HAS_TILES
-    if (has_pairs) return add_values_of_few_pairs(buffers.p, v, count, sizes.dim_v, coming_k, buffers.v, buffers.o);
+    if (has_pairs) return add_decode_values_bf16(buffers.p, v, count, sizes.dim_v, coming_k, buffers.v, buffers.o);
 #elif defined(__AVX512BF16__)
     if (has_pairs) return add_values_of_pairs(num_rows, buffers.p, v, count, sizes.dim_v, coming_k, buffers.o);
 #endif
@@ -98,7 +98,7 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
     ForwardBuffers<T> buffers(work, memory);
     const Sizes<T> &sizes = buffers.sizes;
     const long num_rows = rows_of(block);
-    const bool has_few = has_few_rows(entry, block);
+    const bool has_few = is_decode(entry, block);
     const long parts = has_few ? 0 : parts_of_numbers<T>(work);
     if (parts == 1 || (has_few && multiplies_pairs_of_few<T>(call, block))) {
         load_row_pairs(call, Q, entry, block, call.head_dim, buffers.q, call.scale < 0);
@@ -115,7 +115,7 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
 #if HAS_TILES
     if (has_few && num_rows > VERY_FEW_ROWS && most_parts<T>(call)) {
         columns = buffers.q + FEW_ROWS * sizes.dim;
-        load_few_columns(call, entry, block, (float *)buffers.rows, (float *)columns);
+        load_decode_columns(call, entry, block, (float *)buffers.rows, (float *)columns);
     }
 #endif
     clear(buffers.o, num_rows * sizes.dim_v);

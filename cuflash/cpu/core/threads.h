@@ -8,7 +8,7 @@
 #include <signal.h>
 #include <time.h>
 
-#include "kinds.h"
+#include "targets.h"
 
 namespace {
 

@@ -2,7 +2,7 @@
 // group and the values of the group before are multiplied.
 #pragma once
 
-#include "key_tiles.h"
+#include "pack_kv.h"
 
 namespace {
 
@@ -62,12 +62,12 @@ inline void forward_tile_of_pairs(const Work &work, const Block &block, const En
         float *pairs = buffers.p + turn * GROUP * p_stride;
         scores = scores_of(next, buffers.s + (1 - turn) * GROUP * STRIDE);
         long row = 0;
-        weigh_rows(call, scaling, entry, block, buffers, group.r0, group.num_rows, first, group.keys,
-                   buffers.s + turn * GROUP * STRIDE, pairs, parts, [&] {
-                       prefetch_next_keys(work, entry, block.head_kv, first + work.keys_per_tile, group.r0 + row,
-                                          group.r0 + row + 1, all_rows);
-                       if (++row % STEP_ROWS == 0) (row / STEP_ROWS % 2 ? scores : values).step();
-                   });
+        softmax_rows(call, scaling, entry, block, buffers, group.r0, group.num_rows, first, group.keys,
+                     buffers.s + turn * GROUP * STRIDE, pairs, parts, [&] {
+                         prefetch_next_keys(work, entry, block.head_kv, first + work.keys_per_tile, group.r0 + row,
+                                            group.r0 + row + 1, all_rows);
+                         if (++row % STEP_ROWS == 0) (row / STEP_ROWS % 2 ? scores : values).step();
+                     });
         scores.finish();
         values.finish();
         const long pair = group.keys.first / 2;

@@ -4,7 +4,7 @@
 // rescaled only a few times in all.
 #pragma once
 
-#include "few_pairs.h"
+#include "decode_bf16.h"
 
 namespace {
 
@@ -27,7 +27,7 @@ template <class T> struct ForwardBuffers {
         o = scratch.template take<T>(rows_of_q * sizes.dim_v);
         shift = scratch.template take<T>(rows_of_q);
         l = scratch.template take<T>(rows_of_q * LANES<T>);
-        // With pairs, there are scores and weights of two groups of rows: one is multiplied while the other is weighed.
+        // With pairs, there are scores and weights of two groups of rows: one is multiplied during the softmax of the other.
         s = scratch.template take<T>((parts ? 2 : 1) * GROUP * SCORES_STRIDE<T>);
         p = scratch.template take<T>(2 * parts * GROUP * KEY_PAIRS);
         bias = scratch.template take<T>(work.call.arrays[BIAS] ? FEW_OF_GROUP * MAX_KEYS : 0);
@@ -147,9 +147,9 @@ template <class T> inline T *part_of(const Work &work, long job) {
 // Turns scores s of rows into weights, for `keys`, which are counted from the first key of the tile. With pairs,
 // weights go to `pairs`, in `parts` parts, and `between` is called after each row.
 template <class T, class F>
-inline void weigh_rows(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
-                       ForwardBuffers<T> &buffers, long r0, long num_rows, long first, Keys keys, T *s, T *pairs,
-                       long parts, F between) {
+inline void softmax_rows(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
+                         ForwardBuffers<T> &buffers, long r0, long num_rows, long first, Keys keys, T *s, T *pairs,
+                         long parts, F between) {
     const long here = keys.stop - keys.first, columns = round_up(here, LANES<T>), dim = buffers.sizes.dim_v;
     const T kept_scale = T(call.kept_scale);
     auto with_dropout = [&](auto run) { call.dropout_steps ? run(std::true_type()) : run(std::false_type()); };
@@ -160,8 +160,8 @@ inline void weigh_rows(const Call &call, const Scaling<T> &scaling, const Entry 
         T *row = s + r * SCORES_STRIDE<T> + keys.first;
         if (r % most == 0) {
             const long few = smaller(most, num_rows - r);
-            finish_few_scores<T>(call, scaling, entry, block, r0 + r, few, first, here, columns, here, row,
-                                 buffers.bias, nullptr);
+            finish_decode_scores<T>(call, scaling, entry, block, r0 + r, few, first, here, columns, here, row,
+                                    buffers.bias, nullptr);
         }
         T &shift = buffers.shift[r0 + r], *l = buffers.l + (r0 + r) * LANES<T>, *o = buffers.o + (r0 + r) * dim;
         const unsigned char *kept = buffers.kept + (r0 + r) * MAX_KEYS + keys.first;

@@ -4,7 +4,7 @@
 // from one tile to the next.
 #pragma once
 
-#include "pairs.h"
+#include "bf16x2.h"
 
 namespace {
 
@@ -13,7 +13,7 @@ namespace {
 constexpr long FEW_ROWS = 8, VERY_FEW_ROWS = 2, MANY_KEYS = 512;
 constexpr int FEW_KEYS = 4;  // whose products are summed at a time
 
-inline bool has_few_rows(const Entry &entry, const Block &block) {
+inline bool is_decode(const Entry &entry, const Block &block) {
     return rows_of(block) <= (entry.seqlen_k > MANY_KEYS ? FEW_ROWS : VERY_FEW_ROWS);
 }
 
@@ -177,7 +177,7 @@ inline void weighted_rows(const T *s, const KeyRows &v, long num_keys, long dim,
 }
 
 // Takes up to MOST rows at a time, and calls `run` with the first of them and with their number, as a type.
-template <int MOST, class F> inline void for_few_rows(long num_rows, F run) {
+template <int MOST, class F> inline void for_decode(long num_rows, F run) {
     long r = 0;
     for (; num_rows - r >= MOST; r += MOST) run(r, std::integral_constant<int, MOST>());
     for (; num_rows - r >= 4; r += 4) run(r, std::integral_constant<int, 4>());
@@ -191,7 +191,7 @@ template <class T>
 inline void scores_of_few(long num_rows, const T *q, long dim, const KeyRows &k, long num_keys, Coming coming, T *s) {
     with_numbers<T>(k.dtype, [&](auto *number) {
         using S = std::remove_const_t<std::remove_pointer_t<decltype(number)>>;
-        for_few_rows<4>(num_rows, [&](long r, auto rows) {
+        for_decode<4>(num_rows, [&](long r, auto rows) {
             dot_products<T, S, decltype(rows)::value>(q + r * dim, dim, k, num_keys, r == 0 ? &coming : nullptr,
                                                       s + r * SCORES_STRIDE<T>);
         });
@@ -204,7 +204,7 @@ inline void add_values_of_few(long num_rows, const T *s, const KeyRows &v, long 
                               T *o) {
     with_numbers<T>(v.dtype, [&](auto *number) {
         using S = std::remove_const_t<std::remove_pointer_t<decltype(number)>>;
-        for_few_rows<NUM_REGISTERS == 32 ? 8 : 4>(num_rows, [&](long r, auto rows) {
+        for_decode<NUM_REGISTERS == 32 ? 8 : 4>(num_rows, [&](long r, auto rows) {
             weighted_rows<T, S, decltype(rows)::value>(s + r * SCORES_STRIDE<T>, v, num_keys, dim,
                                                        r == 0 ? &coming : nullptr, o + r * dim);
         });

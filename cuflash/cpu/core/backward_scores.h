@@ -218,13 +218,13 @@ struct Seen {
 // both. With `tanhs`, the tanh(x) of the cap, ds becomes the gradients of products. A row of lse -inf sees no key: it
 // has no weights, whatever its scores are, which a function may have made NaN.
 template <class T>
-inline void weigh_row(const Call &call, const Scaling<T> &scaling, T lse, const RowSum<T> &row_sum, T delta,
-                      long columns, const unsigned char *kept, const T *tanhs, T *p, T *ds) {
+inline void softmax_row(const Call &call, const Scaling<T> &scaling, T lse, const RowSum<T> &row_sum, T delta,
+                        long columns, const unsigned char *kept, const T *tanhs, T *p, T *ds) {
     if (lse == T(-__builtin_inf())) {
         clear(p, columns);
         return clear(ds, columns);
     }
-    auto weigh = [&](auto weight_of, auto drops, auto has_tanhs) {
+    auto recompute_p = [&](auto weight_of, auto drops, auto has_tanhs) {
         auto kept_of = [&](Vector<T> x, long j) {
             return drops ? drop<T>(x * splat(T(call.kept_scale)), kept + j) : x;
         };
@@ -235,21 +235,21 @@ inline void weigh_row(const Call &call, const Scaling<T> &scaling, T lse, const 
             store(ds + j, has_tanhs ? gradient * slope_of_cap<T>(load(tanhs + j)) : gradient);
         }
     };
-    auto weigh_by = [&](auto weight_of) {
+    auto softmax_by = [&](auto weight_of) {
         const std::true_type yes;
         const std::false_type no;
         if (call.dropout_steps) {
-            tanhs ? weigh(weight_of, yes, yes) : weigh(weight_of, yes, no);
+            tanhs ? recompute_p(weight_of, yes, yes) : recompute_p(weight_of, yes, no);
         } else {
-            tanhs ? weigh(weight_of, no, yes) : weigh(weight_of, no, no);
+            tanhs ? recompute_p(weight_of, no, yes) : recompute_p(weight_of, no, no);
         }
     };
     if (row_sum.is_found()) {
-        weigh_by([&](Vector<T> s) {
+        softmax_by([&](Vector<T> s) {
             return exp2<T>((s - splat(row_sum.shift)) * splat(scaling.factor)) * splat(row_sum.inverse);
         });
     } else {
-        weigh_by([&](Vector<T> s) {
+        softmax_by([&](Vector<T> s) {
             return exp2<T>((s * splat(T(scaling.natural)) - splat(lse)) * splat(T(1.4426950408889634)));
         });
     }
@@ -310,12 +310,12 @@ inline Seen differentiate(const Call &call, const Scaling<T> &scaling, const Ent
             T *tanhs = has_cap(call) ? buffers.tanhs + (r0 + r) * STRIDE + keys.first : nullptr;
             if (r % FEW_OF_GROUP == 0) {
                 const long few = smaller(FEW_OF_GROUP, n - r);
-                finish_few_scores<T>(call, scaling, entry, block, r0 + r, few, at, here, columns, next_bias, p,
-                                     buffers.added, tanhs);
+                finish_decode_scores<T>(call, scaling, entry, block, r0 + r, few, at, here, columns, next_bias, p,
+                                        buffers.added, tanhs);
             }
             const unsigned char *kept = buffers.kept + (r0 + r) * MAX_KEYS + keys.first;
-            weigh_row(call, scaling, buffers.lse[r0 + r], buffers.row_sums[r0 + r], buffers.delta[r0 + r], columns,
-                      kept, slopes_at_once ? tanhs : nullptr, p, ds);
+            softmax_row(call, scaling, buffers.lse[r0 + r], buffers.row_sums[r0 + r], buffers.delta[r0 + r], columns,
+                        kept, slopes_at_once ? tanhs : nullptr, p, ds);
             if (for_bias) continue;
             if (writes_bias)
                 store_row(ds, call.bias_dtype, call.strides[DBIAS][3], smaller(columns, count - keys.first),
@@ -402,8 +402,8 @@ template <class T> inline void find_row_sums(Work &work, char *memory, const Blo
             multiply_rows(call, buffers.q, call.head_dim, buffers.k_t + keys.first, buffers.keys_stride, r0, n, columns,
                           s);
             for (long r = 0; r < n; r += FEW_OF_GROUP)
-                finish_few_scores<T>(call, scaling, entry, block, r0 + r, smaller(FEW_OF_GROUP, n - r), at, here,
-                                     columns, next_bias, s + r * SCORES_STRIDE<T>, buffers.added, nullptr);
+                finish_decode_scores<T>(call, scaling, entry, block, r0 + r, smaller(FEW_OF_GROUP, n - r), at, here,
+                                        columns, next_bias, s + r * SCORES_STRIDE<T>, buffers.added, nullptr);
             for (long r = 0; r < n; ++r)
                 if (is_large(buffers.lse[r0 + r]))
                     add_exponentials(scaling, s + r * SCORES_STRIDE<T>, columns, shifts[r0 + r], sums[r0 + r]);

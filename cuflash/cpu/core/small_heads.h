@@ -6,7 +6,7 @@
 #pragma once
 
 #include "backward.h"
-#include "small_calls.h"
+#include "small_head_calls.h"
 
 namespace {
 
@@ -248,7 +248,8 @@ inline void for_vectors(const Call &call, const SmallBuffers<T> &buffers, const 
 
 // Turns the scores of a vector of queries into weights, whose sums are 1, or less with a sink. Returns their lse.
 template <class T>
-inline Vector<T> weigh(const Scaling<T> &scaling, const Sight<T> &sight, Keys keys, T *s, long stride, const T *sinks) {
+inline Vector<T> softmax_step(const Scaling<T> &scaling, const Sight<T> &sight, Keys keys, T *s, long stride,
+                              const T *sinks) {
     const T infinity = T(__builtin_inf());
     Vector<T> most = splat(-infinity);
     for (long j = keys.first; j < keys.stop; ++j) {
@@ -297,7 +298,8 @@ void forward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> *
         for (long x = 0; x < count; ++x)
             products[x].compute(begin, end, keys.first, keys.stop, buffers.s + x * num_rows);
         for_vectors<T>(call, buffers, entry, count, begin, end, [&](long x, const Sight<T> &sight) {
-            store(buffers.lse + x, weigh<T>(scaling, sight, keys, buffers.s + x, stride, sinks ? sinks + x : nullptr));
+            store(buffers.lse + x,
+                  softmax_step<T>(scaling, sight, keys, buffers.s + x, stride, sinks ? sinks + x : nullptr));
         });
         for (long x = 0; x < count; ++x) {
             const Member<T> &member = members[x];
@@ -377,7 +379,7 @@ template <class T>
 inline void differentiate(const Call &call, const Sight<T> &sight, Keys keys, const T *lse, const RowSum<T> *sums,
                           const T *delta, T *s, T *ds, long stride) {
     const Vector<T> scale = splat(T(call.scale)), deltas = load(delta);
-    auto weigh = [&](auto weight_of) {
+    auto recompute_p = [&](auto weight_of) {
         for (long j = keys.first; j < keys.stop; ++j) {
             const Vector<T> weight = weight_of(sight.hide(load(s + j * stride), j));
             store(s + j * stride, weight);
@@ -386,11 +388,11 @@ inline void differentiate(const Call &call, const Sight<T> &sight, Keys keys, co
     };
     const Vector<T> of_rows = load(lse), log2_e = splat(T(1.4426950408889634));
     auto weight_by_lse = [&](Vector<T> score) { return exp2<T>((score * scale - of_rows) * log2_e); };
-    if (!sums) return weigh(weight_by_lse);
+    if (!sums) return recompute_p(weight_by_lse);
     Vector<T> shift, inverse;
     for (int x = 0; x < LANES<T>; ++x) shift[x] = sums[x].shift, inverse[x] = sums[x].inverse;
     const Vector<T> factor = splat(Scaling<T>(call).factor);
-    weigh([&](Vector<T> score) {
+    recompute_p([&](Vector<T> score) {
         const Vector<T> weight = exp2<T>((score - shift) * factor) * inverse, by_lse = weight_by_lse(score);
         return inverse < Vector<T>{} ? by_lse : weight;
     });

@@ -1,7 +1,7 @@
 // Tiles of keys in the layout that products of the forward pass read: k transposed, v as rows, or both as pairs.
 #pragma once
 
-#include "forward_rows.h"
+#include "softmax.h"
 
 namespace {
 

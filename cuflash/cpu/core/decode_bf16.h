@@ -3,8 +3,8 @@
 // are multiplied in vectors. So arithmetic takes no longer, or not much longer, than reading k and v.
 #pragma once
 
-#include "few_rows.h"
-#include "split_pairs.h"
+#include "decode.h"
+#include "fp16_split.h"
 
 namespace {
 
@@ -14,7 +14,7 @@ namespace {
 constexpr long KEYS_OF_SCORES = 4 * TILE, KEYS_OF_VALUES = 2 * TILE;
 
 // Loads q of a block as columns. Where numbers have two parts, the lower parts lie below the upper ones.
-inline void load_few_columns(const Call &call, const Entry &entry, const Block &block, float *rows, float *columns) {
+inline void load_decode_columns(const Call &call, const Entry &entry, const Block &block, float *rows, float *columns) {
     const long width = most_parts<float>(call) * pair_stride<float>(call.head_dim);
     if (call.dtype == BFLOAT16) {
         load_row_pairs(call, Q, entry, block, call.head_dim, rows, call.scale < 0);
@@ -26,8 +26,8 @@ inline void load_few_columns(const Call &call, const Entry &entry, const Block &
 
 // s = Q K^T. `rows` is room for rows of k, `s_t` for a tile of keys by queries. If numbers have two parts and one is
 // not finite, its scores are not finite either.
-inline void scores_of_few_pairs(const float *q_t, long dim, const KeyRows &k, long num_keys, int parts, Coming coming,
-                                float *rows, float *s_t, float *s) {
+inline void decode_scores_bf16(const float *q_t, long dim, const KeyRows &k, long num_keys, int parts, Coming coming,
+                               float *rows, float *s_t, float *s) {
     const long width = pair_stride<float>(dim);
     const bool lie_well =
         parts == 1 && dim == 2 * width && k.stride && k.stride % 4 == 0 && (uintptr_t)k.at[0] % 4 == 0;
@@ -66,8 +66,8 @@ inline bool are_numbers(long num_rows, const float *s, long num_keys) {
 }
 
 // o += P V, where numbers have one part: pairs of weights times pairs of keys. `interleaved` is room for the latter.
-inline void add_values_of_few_pairs(const float *pairs, const KeyRows &v, long num_keys, long dim, Coming coming,
-                                    float *interleaved, float *o) {
+inline void add_decode_values_bf16(const float *pairs, const KeyRows &v, long num_keys, long dim, Coming coming,
+                                   float *interleaved, float *o) {
     for (long first = 0; first < num_keys; first += KEYS_OF_VALUES) {
         const long count = smaller(KEYS_OF_VALUES, num_keys - first);
         for (long j = 0; j < count; j += 2) {
@@ -96,7 +96,7 @@ template <class T> inline bool multiplies_pairs_of_few(const Call &call, const B
 inline void scores_of_pairs(long num_rows, const float *q, long dim, const KeyRows &k, long num_keys, Coming coming,
                             float *s) {
     const long width = pairs_of(dim);
-    for_few_rows<4>(num_rows, [&](long r, auto rows) {
+    for_decode<4>(num_rows, [&](long r, auto rows) {
         dot_products<float, Bfloat16Pair, decltype(rows)::value>(
             q + r * width, width, k, num_keys, r == 0 ? &coming : nullptr, s + r * SCORES_STRIDE<float>);
     });
@@ -136,7 +136,7 @@ __attribute__((noinline)) void add_products_of_pairs(const float *pairs, const K
 // o += P V, where weights are pairs.
 inline void add_values_of_pairs(long num_rows, const float *pairs, const KeyRows &v, long num_keys, long dim,
                                 Coming coming, float *o) {
-    for_few_rows<8>(num_rows, [&](long r, auto rows) {
+    for_decode<8>(num_rows, [&](long r, auto rows) {
         constexpr int R = decltype(rows)::value, N = R > 4 ? 2 : 4;
         const float *p = pairs + r * KEY_PAIRS;
         long d = 0;

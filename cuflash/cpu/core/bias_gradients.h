@@ -1,7 +1,7 @@
 // Gradients of the other operands of scores and of the softmax: slopes, scale, soft cap, sink and bias.
 #pragma once
 
-#include "differentiate.h"
+#include "backward_scores.h"
 
 namespace {
 

@@ -1,6 +1,6 @@
 // Both passes for one kind of processor, which the compiler's flags say. KIND is its name.
-#include "kinds.h"
-#include "small.h"
+#include "targets.h"
+#include "small_heads.h"
 
 #define JOINED(a, b) a##b
 #define NAMED(a, b) JOINED(a, b)

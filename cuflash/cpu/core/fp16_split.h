@@ -3,7 +3,7 @@
 // float32.
 #pragma once
 
-#include "tile_products.h"
+#include "amx.h"
 
 namespace {
 

@@ -4,7 +4,7 @@
 // MODEL_OF_TILES computes the same by loops, so that it is tested on processors without these registers.
 #pragma once
 
-#include "pairs.h"
+#include "bf16x2.h"
 
 #if defined(MODEL_OF_TILES)
 

@@ -3,7 +3,7 @@
 // of scores, are rounded to bfloat16 before they are multiplied, as on a GPU.
 #pragma once
 
-#include "tiles.h"
+#include "score_tiles.h"
 
 namespace {
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from cuflash.arrays import dlpack
@@ -12,6 +12,7 @@ from cuflash.arrays.checks import as_integer, type_error, value_error
 from cuflash.spec import borrowing
 
 Array = Any
+OF_KEYS = ("dk", "dv")  # gradients in host memory
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -34,8 +35,22 @@ class Streamed:
         self.chunk = chunk
         self.borrowed = borrowed  # gradients are returned as arrays of its library
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the array."""
+        return tuple(self.array.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """That of the array."""
+        return self.array.dtype
+
+    def with_array(self, array: Any) -> Streamed:
+        """Other keys or values in NumPy's memory, in chunks like these."""
+        return Streamed(array, self.chunk, dlpack.Borrowed("numpy", {}, None))
+
     def __repr__(self) -> str:
-        return f"Streamed({self.array.dtype.name} {tuple(self.array.shape)}, chunk={self.chunk})"
+        return f"Streamed({self.dtype.name} {self.shape}, chunk={self.chunk})"
 
 
 class StreamedPair(NamedTuple):
@@ -61,7 +76,7 @@ def streamed(k: Array, v: Array, *, chunk: int | None = None) -> StreamedPair:
     Returns
     -------
     StreamedPair
-        ``k`` and ``v``, which `cuflash.FlashAttention.forward`, `backward` and `plan` take in the places of k and v:
+        ``k`` and ``v``, which all methods of `cuflash.FlashAttention` take in the places of k and v:
         ``attn.forward(q, *cuflash.streamed(k, v))``.
 
     Raises
@@ -100,7 +115,7 @@ def streamed(k: Array, v: Array, *, chunk: int | None = None) -> StreamedPair:
 
 
 def borrowed_from_host(
-    arrays: Mapping[str, Any], *, required: tuple[str, ...] = (), written: tuple[str, ...] = ()
+    arrays: Mapping[str, Any], *, required: Collection[str] = (), written: Collection[str] = ()
 ) -> dlpack.Borrowed:
     """Arrays in host memory, as NumPy arrays. Others raise a TypeError that names them."""
     for name, array in arrays.items():
@@ -138,3 +153,29 @@ def is_streamed(arrays: Mapping[str, Any]) -> bool:
         if isinstance(arrays[name], StreamedPair):
             raise _without_star(name)
     return isinstance(arrays["k"], Streamed) or isinstance(arrays["v"], Streamed)
+
+
+def borrow_beside_host(
+    arrays: Mapping[str, Any], required: Iterable[str], written: Iterable[str]
+) -> tuple[dlpack.Borrowed, dict[str, Any]]:
+    """What a call with streamed keys borrows where the queries are, and all arrays that it is given.
+
+    Among these are k and v as they are wrapped, and dk and dv as NumPy arrays. Raises as `borrow` does, and for keys
+    or values that are not both of one `streamed`.
+    """
+    k, v = arrays["k"], arrays["v"]
+    for name, wrapped, other in (("k", k, "v"), ("v", v, "k")):
+        if not isinstance(wrapped, Streamed):
+            raise type_error(name, type(wrapped).__name__, f"Streamed as {other} is: *cuflash.streamed(k, v)")
+    if k.chunk != v.chunk:
+        raise value_error("v", f"chunks of {v.chunk} keys", f"{k.chunk} as k: both of one cuflash.streamed(k, v)")
+    present = {name: x for name, x in arrays.items() if x is not None and name not in ("k", "v")}
+    of_keys = {name: present.pop(name) for name in OF_KEYS if name in present}
+    beside = [name for name in required if name not in ("k", "v")]
+    own = borrowing.borrow(
+        {**dict.fromkeys(beside), **present},
+        required=beside,
+        written=[name for name in written if name in present],
+    )
+    hosts = borrowed_from_host(of_keys, written=[name for name in written if name in of_keys]).arrays if of_keys else {}
+    return own, {"k": k, "v": v, **own.arrays, **hosts}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 CORE = Path(__file__).parents[2] / "cuflash" / "cpu" / "core"
 SOURCE = """
-#include "split_pairs.h"
+#include "fp16_split.h"
 extern "C" void run(long rows, long columns, long length, const float *a, long a_stride, const float *b, long b_stride,
                     float *c, long c_stride, long adds, long steps, const float *more_a, const float *more_b) {
     ProductOfPairs product{rows, columns, length, a, a_stride, b, b_stride, c, c_stride, adds != 0};

@@ -3,8 +3,8 @@
 
 #include "cap.h"
 #include "dropout.h"
-#include "operands.h"
-#include "products.h"
+#include "convert.h"
+#include "gemm.h"
 #include "work.h"
 
 namespace {
@@ -18,7 +18,7 @@ namespace {
 // Keys of a tile: of the backward pass at most, of the forward pass, and of the widest heads.
 constexpr long MAX_KEYS = 256, USUAL_KEYS = 128, FEWEST_KEYS = 32;
 constexpr long GROUP = HAS_TILES ? 64 : 12;  // rows whose scores are computed at a time
-constexpr long FEW_OF_GROUP = 16;            // rows that are finished and weighed at a time, in the first cache
+constexpr long FEW_OF_GROUP = 16;            // rows that are finished at a time, in the first cache
 
 inline long smaller(long x, long y) { return x < y ? x : y; }
 inline long larger(long x, long y) { return x > y ? x : y; }
@@ -365,9 +365,9 @@ inline bool needs_finishing(const Call &call, const Scaling<T> &scaling, const E
 
 // Finishes the scores of a few rows, which `finish_scores` describes, if there is anything to do.
 template <class T>
-inline void finish_few_scores(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
-                              long r0, long num_rows, long first, long count, long padded, long next, T *scores,
-                              T *copies, T *tanhs) {
+inline void finish_decode_scores(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
+                                 long r0, long num_rows, long first, long count, long padded, long next, T *scores,
+                                 T *copies, T *tanhs) {
     const Span span = span_of(block, r0, num_rows);
     if (needs_finishing(call, scaling, entry, span.first, span.last, first, padded))
         finish_scores<T>(call, scaling, entry, block, r0, num_rows, first, count, padded, next, scores, copies, tanhs);
