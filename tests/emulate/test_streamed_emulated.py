@@ -18,6 +18,7 @@ from cuflash.arrays.array_info import numpy_dtype
 from cuflash.emulator import find_compiler
 from cuflash.gpu import tuning
 from cuflash.spec.outputs import DEFAULT_NEED
+from cuflash.spec.passes import BACKWARD, FORWARD
 from cuflash.streaming import calls, memory
 from cuflash.testing.rule import gradients_of
 from tests.emulate.launcher import ALIGNMENT, DeviceArray, launcher
@@ -120,7 +121,7 @@ def test_what_is_tuned_is_what_runs_on_the_longest_chunk(name, chunk, emulated, 
         monkeypatch.setattr(dlpack.Borrowed, "give_back", lambda self, result, given: result.view(np.ndarray))
         out, lse = (x.view(np.ndarray) for x in attn.forward(q, *keys, **terms))
         attn.backward(arrays["dout"], q, *keys, out, lse, **terms)
-    assert [plan.pass_ for plan in tuned] == ["forward", "backward"]
+    assert [plan.pass_ for plan in tuned] == [FORWARD, BACKWARD]
     assert {tuning._Key.of(plan) for plan in tuned} <= {tuning._Key.of(plan) for plan in run}
 
 

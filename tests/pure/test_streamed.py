@@ -21,6 +21,7 @@ from cuflash.arrays import dlpack
 from cuflash.arrays.memory_ranges import Band
 from cuflash.gpu.tuning import Tuning
 from cuflash.shards.slices import Parts
+from cuflash.spec.passes import BACKWARD, FORWARD, PASS_NAMES
 from cuflash.streaming import calls
 from cuflash.streaming.chunks import Chunk, chunks_of
 from tests.fakes import FakeDevice, FakeStream
@@ -325,7 +326,7 @@ def test_tuning_is_of_the_longest_chunk(options, is_whole, monkeypatch):
 
     def tune(options, arrays, random, *, passes, remember, forget):
         tuned.append((*passes, options, arrays, random, remember))
-        results: dict[str, Any] = dict.fromkeys(("forward", "backward")) | dict.fromkeys(passes, len(tuned))
+        results: dict[str, Any] = dict.fromkeys(PASS_NAMES) | {pass_.name: len(tuned) for pass_ in passes}
         return None if forget else Tuning(**results)
 
     monkeypatch.setattr(calls, "device_of", lambda kind: FakeDevice(late=0, pinned=1))
@@ -345,7 +346,7 @@ def test_tuning_is_of_the_longest_chunk(options, is_whole, monkeypatch):
         np.testing.assert_array_equal(arrays["v"], v[:, :, : 48 if is_whole else 32])
         np.testing.assert_array_equal(arrays["q"], q[:, :, first : first + rows])
     assert attn.tune(q, *keys, forget=True, passes=["backward"], **random) is None
-    assert [pass_ for pass_, *_ in tuned] == ["forward", "backward", "backward"]
+    assert [pass_ for pass_, *_ in tuned] == [FORWARD, BACKWARD, BACKWARD]
 
 
 def test_arguments_that_do_not_fit():
