@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuflash.arrays.array_info import Operand
-from cuflash.gpu import compiler
+from cuflash.gpu import compiler, merging
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.choose import MAX_HEAD_DIM
 from cuflash.plan.launch_plan import SCRATCH_ALIGNMENT
@@ -465,7 +465,9 @@ def test_kernels_are_told_all_that_they_ask_for():
                 for kernel in choose_plan(problem, DeviceSpec.for_arch(arch), pass_, need=need).kernels:
                     given |= {name for name, _ in kernel.defines}
                     assert kernel.source in text
-    assert given == read
+    layout = merging.layout_of((2, 64), ((256, 4),) * 2, (4, 4), (0, 0), by_row=False)
+    merge = merging.kernel_spec(DeviceSpec.for_arch("9.0"), "add", layout, ("float32", "float32", 1))
+    assert given | {name for name, _ in merge.defines} == read
 
 
 @pytest.mark.parametrize("arch", ["8.0", "9.0"])
