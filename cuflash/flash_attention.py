@@ -79,7 +79,7 @@ class FlashAttention(Preparation):
         and with float64 from ``2 ** -384`` to ``2 ** 384``.
     layout : {"bhsd", "bshd"}, default "bhsd"
         Order of the axes of q, k, v and out: (batch, heads, seqlen, head_dim) or (batch, seqlen, heads, head_dim).
-        For the batch there may be any number of leading axes, which broadcast as those of `numpy.matmul` do. A 3-D
+        For the batch there may be any number of batch axes, which broadcast as those of `numpy.matmul` do. A 3-D
         array is one batch entry, a 2-D array (seqlen, head_dim) one head.
     deterministic : bool, default False
         Gradients are bitwise equal run after run. `forward` always is, and so is the CPU path.
@@ -240,7 +240,7 @@ class FlashAttention(Preparation):
         offset: int | None = None,
         out: Array | None = None,
         lse: Array | None = None,
-        **captured: Array,
+        **score_args: Array,
     ) -> ForwardResult:
         """Attention, and the logarithm of the sum of exponentials that `backward` needs.
 
@@ -257,7 +257,7 @@ class FlashAttention(Preparation):
         q : array
             (..., num_heads, seqlen_q, head_dim) for layout "bhsd"; float16, bfloat16 (`ml_dtypes`), float32 or float64.
             Any strides, of this and every other array; on the GPU, q, k or v whose last axis is not contiguous is
-            copied first. A float16, bfloat16 or float32 problem accumulates in float32. The leading axes of q, k and v
+            copied first. A float16, bfloat16 or float32 problem accumulates in float32. The batch axes of q, k and v
             broadcast to those that "batch" stands for below, and so do those of the optional arrays, which may be 1 or
             missing.
         k : array
@@ -320,14 +320,14 @@ class FlashAttention(Preparation):
         out, lse : array, optional
             Written to and returned, as ``out=`` of NumPy's functions is: shape and dtype of the result, any strides,
             no memory in common with another argument.
-        **captured : array
+        **score_args : array
             The arrays that `score` and `mask` read, by the names that these have for them: of the dtype of q or of lse,
             int32, int64 or bool, any strides, up to four axes. An index outside of an axis counts as the nearest one.
 
         Returns
         -------
         ForwardResult
-            ``out``: shape of q with head_dim_v as last axis and all leading axes, dtype of q. ``lse``: (..., num_heads,
+            ``out``: shape of q with head_dim_v as last axis and all batch axes, dtype of q. ``lse``: (..., num_heads,
             seqlen_q) in every layout, natural logarithm, float32 (float64 for float64).
 
         Raises
@@ -348,8 +348,8 @@ class FlashAttention(Preparation):
             "cu_seqlens_k": cu_seqlens_k, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "out": out,
             "lse": lse,
         }  # fmt: skip
-        if captured or self.options.score or self.options.mask_function:
-            arrays |= check_given("forward", self.options, captured)
+        if score_args or self.options.score or self.options.mask_function:
+            arrays |= check_given("forward", self.options, score_args)
         random = self.options.random(seed, offset)
         call = prepare(self.options, arrays, INPUTS, OUTPUTS, OUTPUTS)
         computed = backend_of(call.kind).forward(call.options, call.arrays, random, call.need)
@@ -406,7 +406,7 @@ class FlashAttention(Preparation):
         dscale: Array | None = None,
         dsoftcap: Array | None = None,
         dsinks: Array | None = None,
-        **captured: Array,
+        **score_args: Array,
     ) -> Gradients | NamedGradients:
         """Gradients of ``sum(dout * out) + sum(dlse * lse)`` with respect to q, k, v, and what else is asked for.
 
@@ -447,7 +447,7 @@ class FlashAttention(Preparation):
         dq, dk, dv, dbias, dalibi_slopes, dscale, dsoftcap, dsinks : array, optional
             Written to and returned: shapes and dtypes as below, no memory in common with another argument. A gradient
             with an array to write to is wanted, whatever `need` says.
-        **captured : array
+        **score_args : array
             The arrays that `score` and `mask` read, as `forward` took them, and arrays for their gradients: that of an
             array named gamma is dgamma. Those of real numbers that `score` reads may be among `need`.
 
@@ -455,7 +455,7 @@ class FlashAttention(Preparation):
         -------
         Gradients
             A named tuple of the gradients that are wanted, in this order. ``dq``, ``dk``, ``dv``: shapes and dtypes of
-            q, k and v, in the memory that these are in, sums over the leading axes along which these broadcast; keys
+            q, k and v, in the memory that these are in, sums over the batch axes along which these broadcast; keys
             that no query sees get zero. ``dbias``, ``dalibi_slopes``: shapes and dtypes of bias and alibi_slopes, as
             they were given; pairs that are hidden, be it by a bias of -inf, count for nothing. ``dscale``,
             ``dsoftcap``: shape (), dtype of lse. ``dsinks``: shape and dtype of sinks. All but the first three are
@@ -483,8 +483,8 @@ class FlashAttention(Preparation):
         results: dict[str, Array | None] = {"dq": dq, "dk": dk, "dv": dv}
         kind: Callable[..., Gradients | NamedGradients] = Gradients
         of_functions = self.options.score_gradients
-        if captured or self.options.score or self.options.mask_function:
-            given = check_given("backward", self.options, captured, of_functions)
+        if score_args or self.options.score or self.options.mask_function:
+            given = check_given("backward", self.options, score_args, of_functions)
             results |= {name: x for name in of_functions if (x := given.pop(name)) is not None}
             arrays |= given
         plain = dbias is dalibi_slopes is dscale is dsoftcap is dsinks is None and len(results) == len(DEFAULT_NEED)

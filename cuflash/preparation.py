@@ -14,7 +14,7 @@ from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS
 from cuflash.spec.passes import FORWARD, PASS_NAMES
 from cuflash.spec.results import Array, checked_passes, needed
-from cuflash.spec.score_args import checked_with_captured
+from cuflash.spec.score_args import checked_with_score_args
 from cuflash.streaming import calls as streaming_backend
 
 if TYPE_CHECKING:
@@ -64,7 +64,9 @@ class Preparation:
             As `forward` does.
         """
         of_functions = self.options.score_gradients
-        given = {"q": q, "k": k, "v": v} | checked_with_captured("plan", PassArrays, self.options, arrays, of_functions)
+        given = {"q": q, "k": k, "v": v} | checked_with_score_args(
+            "plan", PassArrays, self.options, arrays, of_functions
+        )
         results = {name: given.get(name) for name in (*GRADIENTS, *of_functions)}
         need = needed(need, given | self.options.numbers, results, of_functions)
         call = prepare(self.options, given, INPUTS, need)
@@ -101,7 +103,7 @@ class Preparation:
         TypeError, ValueError, NotImplementedError, ImportError
             As `forward` does.
         """
-        arrays = {"q": q, "k": k, "v": v} | checked_with_captured("compile", Terms, self.options, terms)
+        arrays = {"q": q, "k": k, "v": v} | checked_with_score_args("compile", Terms, self.options, terms)
         of_functions = self.options.score_gradients
         absent = dict.fromkeys((*GRADIENTS, *of_functions))
         need = needed(need, arrays | self.options.numbers, absent, of_functions)
@@ -168,7 +170,7 @@ class Preparation:
             As `forward` does.
         """
         wanted = checked_passes(passes)
-        arrays = {"q": q, "k": k, "v": v} | checked_with_captured("tune", Terms, self.options, terms) | {"dout": dout}
+        arrays = {"q": q, "k": k, "v": v} | checked_with_score_args("tune", Terms, self.options, terms) | {"dout": dout}
         if arrays.get("block_table") is not None and FORWARD in wanted:
             wanted = (FORWARD,)
         random = self.options.random(*((0 if x is None else x) for x in (seed, offset)))

@@ -49,9 +49,9 @@ def options_of(case):
 
 def problem_of(case, q, k, v, terms):
     """The problem of a case, of whose terms its function reads some."""
-    captured = {name: terms[name] for name in (FUNCTIONS[case.function].shapes if case.function else ())}
-    others = {name: x for name, x in terms.items() if name not in captured}
-    return make_problem(options_of(case), q, k, v, captured=captured, **others)
+    score_args = {name: terms[name] for name in (FUNCTIONS[case.function].shapes if case.function else ())}
+    others = {name: x for name, x in terms.items() if name not in score_args}
+    return make_problem(options_of(case), q, k, v, score_args=score_args, **others)
 
 
 def abstract(shape, dtype):

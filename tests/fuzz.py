@@ -80,7 +80,7 @@ class Trial:
         return options | {"score": self.functions.score, "mask": self.functions.mask}
 
     @functools.cached_property
-    def captured(self) -> dict[str, np.ndarray]:
+    def score_args(self) -> dict[str, np.ndarray]:
         """What the functions read; of some problems with strides below 0."""
         case, functions = self.case, self.functions
         if functions is None:
@@ -91,7 +91,7 @@ class Trial:
     def arrays(self, convert: Callable[[Any], Any] = np.asarray) -> dict[str, Any]:
         """All arrays of a call by name, those that functions read too."""
         strides = "flipped" if self.case.seed % 3 == 0 else "contiguous"
-        return self.case.arrays(convert) | {n: ct.lay_out(x, strides, convert) for n, x in self.captured.items()}
+        return self.case.arrays(convert) | {n: ct.lay_out(x, strides, convert) for n, x in self.score_args.items()}
 
     @property
     def problem(self) -> Problem:
@@ -99,7 +99,7 @@ class Trial:
         if self.case.axes is not None:
             return self.case.problem
         arrays, options = self.arrays(), cuflash.FlashAttention(**self.keywords).options
-        return make_problem(options, *ct.qkv(arrays), captured=self.captured, **ct.optional(arrays))
+        return make_problem(options, *ct.qkv(arrays), score_args=self.score_args, **ct.optional(arrays))
 
     @functools.cached_property
     def yardsticks(self) -> dict[str, ct.Yardstick]:
@@ -160,8 +160,8 @@ def _need_of_functions(rng: random.Random, functions: Functions, fixed: Mapping[
     """Any of the gradients that a score has, or none."""
     case = ct.Case(seqlen_q=2, seqlen_k=2, head_dim=1, dtype=fixed["dtype"], sinks=fixed["sinks"])
     options = cuflash.FlashAttention(score=functions.score, mask=functions.mask).options
-    arrays, captured = case.arrays(), functions.arrays((1, 1, 2, 2), case.dtype, 0)
-    names = ct.gradients_of(make_problem(options, *ct.qkv(arrays), captured=captured, **ct.optional(arrays)))
+    arrays, score_args = case.arrays(), functions.arrays((1, 1, 2, 2), case.dtype, 0)
+    names = ct.gradients_of(make_problem(options, *ct.qkv(arrays), score_args=score_args, **ct.optional(arrays)))
     always = rng.choice((("dq", "dk", "dv"), ("dk",), ()))
     return tuple(name for name in names if name in always or rng.random() < 0.6) if rng.random() < 0.8 else ()
 
@@ -171,7 +171,7 @@ def _need_of_ranks(rng: random.Random) -> tuple[str, ...]:
 
 
 def _beside(rng: random.Random, functions: Functions) -> dict[str, Any]:
-    """What goes with functions: a score takes the place of what makes scores, and none has leading axes here.
+    """What goes with functions: a score takes the place of what makes scores, and none has batch axes here.
 
     Most groups are served by the kernels of compute capability 9.0, whose sums of gradients of arrays differ the most.
     """
@@ -403,7 +403,7 @@ def _by_calls(trial: Trial, arrays: Mapping[str, Any], given: Mapping[str, Any])
     """The results of both passes by name."""
     case, inputs = trial.case, ct.qkv(arrays)
     attn = cuflash.FlashAttention(**trial.keywords)
-    read = {name: arrays[name] for name in trial.captured}
+    read = {name: arrays[name] for name in trial.score_args}
     of_forward = {name: x for name, x in given.items() if name in ("out", "lse")}
     results = attn.forward(*inputs, **ct.optional(arrays) | read | case.random | of_forward)._asdict()
     if trial.need:
@@ -430,7 +430,7 @@ def _by_ranks(trial: Trial, arrays: Mapping[str, Any]) -> dict[str, Any]:
 def _multiplies_float8(trial: Trial, arrays: Mapping[str, Any]) -> bool:
     """Whether a kernel multiplies fp8 q, k and v without widening them, which rounds the weights to fp8, too."""
     attn = cuflash.FlashAttention(**trial.keywords)
-    read = {name: arrays[name] for name in trial.captured}
+    read = {name: arrays[name] for name in trial.score_args}
     q, k, v = ct.qkv(arrays)
     plan = attn.plan(q, k, v, **ct.optional(arrays), **read)
     kernels = plan.forward.kernels if hasattr(plan, "forward") else ()  # of NumPy arrays there are none

@@ -21,7 +21,7 @@ CASES = (
     ct.Case(**SIZES, causal=True, dtype="float32"),
     ct.Case(**SIZES, batch=2, dtype="bfloat16", window=(20, 3), sinks=True, kv_lengths=(0, 70)),
     ct.Case(**SIZES, dtype="float64", causal=True, bias=(4, 61, 83), mask=(1, 83), alibi_slopes=(4,), dlse=True),
-    ct.Case(**SIZES, dtype="bfloat16", causal=True, axes=(2, 2), leading=(("k", (1, 2)), ("v", (1, 2)))),
+    ct.Case(**SIZES, dtype="bfloat16", causal=True, axes=(2, 2), batch_axes=(("k", (1, 2)), ("v", (1, 2)))),
 )
 
 
@@ -87,7 +87,7 @@ def failure(comm: MPI.Comm) -> None:
 
 
 def interruption(comm: MPI.Comm) -> None:
-    """One rank is interrupted while rows travel, and uses its arrays for something else; the others hear of it."""
+    """One rank is interrupted while rows are exchanged, and reuses its arrays; the others hear of it."""
     attn: Any = cd.ContextParallel(comm, split="contiguous", timeout=60)
     x, forward = np.ones((2, 1000, 16)), Calls.forward
     calls: list[int] = []

@@ -74,7 +74,7 @@ OPTIONS = (
     Option("num_heads_kv", ({"num_heads_kv": 1},)),
     Option("head_dim_v", ({"head_dim_v": 48},)),
     # Keys that broadcast; and rows of a model of structures, which share a per-pair bias and have a mask of keys each.
-    Option("axes", ({"axes": (1, 2), "leading": (("k", (1, 1)), ("v", (1, 1)))}, {"axes": (1, 2)})),
+    Option("axes", ({"axes": (1, 2), "batch_axes": (("k", (1, 1)), ("v", (1, 1)))}, {"axes": (1, 2)})),
     Option("strides", ({"strides": "padded"}, {"strides": "transposed"})),
 )
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash.arrays.array_info import numpy_dtype
 from cuflash.score_mod.program import Traced
-from cuflash.score_mod.tracing import captured_names
+from cuflash.score_mod.tracing import score_arg_names
 from cuflash.spec.inputs import NAMES
 from cuflash.spec.problem import Problem, make_problem
 from tests import expressions
@@ -148,8 +148,8 @@ class Scored:
     @functools.cached_property
     def problem(self) -> Problem:
         given = {name: x for name, x in self.arrays.items() if name in NAMES}
-        captured = {name: x for name, x in self.arrays.items() if name not in NAMES}
-        return make_problem(self.attention.options, *self.inputs, captured=captured, **given)
+        score_args = {name: x for name, x in self.arrays.items() if name not in NAMES}
+        return make_problem(self.attention.options, *self.inputs, score_args=score_args, **given)
 
     def __repr__(self) -> str:
         return self.spelled
@@ -185,14 +185,14 @@ class Functions:
     def arrays(self, sizes: tuple[int, int, int, int], dtype: str, seed: int) -> dict[str, Array]:
         """What they read, for (batch, heads, seqlen_q, seqlen_k)."""
         functions = (self.score, self.mask)
-        every = captured_of(functions, sizes, dtype, seed)
+        every = score_args_of(functions, sizes, dtype, seed)
         if any(f is not None and "doc" in _names(f) for f in functions):  # drawn: indices are clamped, so any size does
             every |= expressions.arrays(seed, "float64" if dtype == "float64" else "float32")
         read = [name for f in functions if f is not None for name in _names(f)]
         return {name: every[name] for name in read if name in every}
 
 
-def captured_of(
+def score_args_of(
     functions: tuple[Callable[..., Any] | cuflash.Score | None, ...],
     sizes: tuple[int, int, int, int],
     dtype: str,
@@ -224,7 +224,7 @@ def captured_of(
 def _names(function: Callable[..., Any] | cuflash.Score) -> Sequence[str]:
     if isinstance(function, cuflash.Score):
         return function.arrays
-    return captured_names(function, "score", ("",) * function.__code__.co_argcount)
+    return score_arg_names(function, "score", ("",) * function.__code__.co_argcount)
 
 
 def of_functions(
@@ -234,7 +234,7 @@ def of_functions(
     functions = (SCORES_AND_TEXTS[names[0]] if names[0] else None, MASKS[names[1]] if names[1] else None)
     rows = {"q": seqlen_q or seqlen, "k": seqlen, "v": seqlen}
     arrays = {name: np.zeros((1, 2, n, head_dim), numpy_dtype(dtype)) for name, n in rows.items()}
-    arrays |= captured_of(functions, (1, 2, rows["q"], seqlen), dtype, 0)
+    arrays |= score_args_of(functions, (1, 2, rows["q"], seqlen), dtype, 0)
     attn = cuflash.FlashAttention(score=functions[0], mask=functions[1])
     return Scored(attn, arrays, {}, "").problem
 
@@ -245,7 +245,7 @@ def few_tiles(names: tuple[str | None, str | None], dtype: str, head_dim: int = 
     random = np.random.default_rng(7)
     sizes = {"q": (2, 2, 70), "k": (2, 1, 130), "v": (2, 1, 130), "dout": (2, 2, 70)}
     arrays = {x: random.standard_normal((*n, head_dim)).astype(numpy_dtype(dtype)) for x, n in sizes.items()}
-    arrays |= captured_of(functions, (2, 2, 70, 130), dtype, 7)
+    arrays |= score_args_of(functions, (2, 2, 70, 130), dtype, 7)
     return Scored(cuflash.FlashAttention(score=functions[0], mask=functions[1]), arrays, {}, "")
 
 
@@ -334,12 +334,12 @@ def scored(
         arrays |= draw(beside_masks((batch, heads, seqlen_q, seqlen_k), dtype, is_packed, seed))
     if draw(st.booleans()):
         arrays["sinks"] = normal(heads, of="float64" if dtype == "float64" else "float32")
-    captured = captured_of(functions, (batch, heads, seqlen_q, seqlen_k), dtype, seed)
+    score_args = score_args_of(functions, (batch, heads, seqlen_q, seqlen_k), dtype, seed)
     if score in DRAWN:  # indices are clamped, so that arrays of any size do
-        captured |= expressions.arrays(seed, "float64" if dtype == "float64" else "float32")
+        score_args |= expressions.arrays(seed, "float64" if dtype == "float64" else "float32")
     if draw(st.booleans()):  # steps back in memory, for which offsets have 64 bits
-        captured = {name: np.flip(np.flip(x).copy()) if x.ndim else x for name, x in captured.items()}
-    arrays |= captured
+        score_args = {name: np.flip(np.flip(x).copy()) if x.ndim else x for name, x in score_args.items()}
+    arrays |= score_args
     kwargs = {"seed": 3, "offset": 1} if options["dropout"] else {}
     if score in DRAWN and callable(function):
         score = f"{score} {Traced.of(function, 'score')!r}"

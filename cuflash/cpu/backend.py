@@ -115,7 +115,7 @@ class CpuPlan:
 
     problem: Problem
     need: tuple[str, ...] = DEFAULT_NEED  # the gradients that are wanted
-    axes: str = ""  # how the call goes through leading axes; empty if there are none
+    axes: str = ""  # how the call goes through batch axes; empty if there are none
     note: str = ""  # further remarks on the call
 
     def noted(self, note: str) -> CpuPlan:
@@ -244,7 +244,7 @@ def _remembered(key: tuple[Any, ...], given: Mapping[str, Any]) -> _Repeatable |
 def _repeatable(pass_: Pass, options: Options, likes: tuple[Any, ...], need: tuple[str, ...]) -> _Repeatable | None:
     """What calls on arrays like these have in common, if the core computes them as they are; else None.
 
-    It is None with leading axes, and if numbers in arrays have to be checked or scaled first.
+    It is None with batch axes, and if numbers in arrays have to be checked or scaled first.
     """
     arrays = {name: _Like(*like) for name, *like in likes}
     if axes_of(options, arrays, need):

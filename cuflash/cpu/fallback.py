@@ -78,10 +78,10 @@ def _jobs(problem: Problem, arrays: Mapping[str, Array], random: Random) -> Iter
 def _calls(problem: Problem, arrays: Mapping[str, Array], random: Random) -> Iterator[_Call]:
     """The call itself, or its packed sequences, or its batch entries with the keys that each has."""
     if problem.is_packed:
-        captured = {name: arrays[name] for name, _ in problem.captured}
-        others = {name: x for name, x in arrays.items() if name not in captured}
+        score_args = {name: arrays[name] for name, _ in problem.score_args}
+        others = {name: x for name, x in arrays.items() if name not in score_args}
         for one in sequences(problem, arrays["cu_seqlens_q"], arrays["cu_seqlens_k"]):
-            yield _Call(one.problem, one.of_call(others) | captured, random, one.index)
+            yield _Call(one.problem, one.of_call(others) | score_args, random, one.index)
         return
     call, lengths = _Call(problem, arrays, random), arrays.get("kv_lengths")
     if lengths is None:
@@ -107,8 +107,8 @@ class _Call:
         self.problem, self.random, self.entry = problem, random, entry
         self.dtype = np.dtype(problem.softmax_dtype)
         self.program = problem.program.on_numpy()
-        self.captured = {name: arrays[name] for name, _ in problem.captured}
-        self.bounds = Tables(self.captured)
+        self.score_args = {name: arrays[name] for name, _ in problem.score_args}
+        self.bounds = Tables(self.score_args)
         self.block_table = arrays.get("block_table")
         heads = (problem.batch, problem.num_heads)
         pairs = (*heads, problem.seqlen_q, problem.seqlen_k)
@@ -304,7 +304,7 @@ class _Job:
             rows, columns = problem.block_size
             found.append(self.call.arrays["block_mask"][self.at_heads][..., i // rows, j // columns])
         if evaluates and self.call.program.mask is not None:
-            found += evaluate([self.call.program.mask], inputs, self.call.captured, self.dtype)
+            found += evaluate([self.call.program.mask], inputs, self.call.score_args, self.dtype)
         if not found:
             return None
         return np.broadcast_to(functools.reduce(np.logical_and, found), (*self.shape, len(keys)))
@@ -315,7 +315,7 @@ class _Job:
         s = product(self.scaled_q, self.of_keys("k", tile).swapaxes(2, 3)).reshape(*self.shape, len(tile.keys))
         scores = s
         if call.program.score is not None:
-            (scores,) = evaluate([call.program.score], {**tile.inputs, "s": s}, call.captured, self.dtype)
+            (scores,) = evaluate([call.program.score], {**tile.inputs, "s": s}, call.score_args, self.dtype)
         if problem.softcap is not None:
             cap = self.dtype.type(problem.softcap)
             scores = np.tanh(s / cap) * cap
@@ -484,10 +484,10 @@ class _Part:
             inputs = {**tile.inputs, "s": s}
             reads = [(name, x) for name, loads in program.loads.items() if f"d{name}" in self.wanted for x in loads]
             nodes = [program.by_s, *(load.derivative for _, load in reads)]
-            slope, *derivatives = evaluate(nodes, inputs, call.captured, job.dtype)
+            slope, *derivatives = evaluate(nodes, inputs, call.score_args, job.dtype)
             for (name, load), derivative in zip(reads, derivatives, strict=True):
-                indices = evaluate(load.at.args, inputs, call.captured, job.dtype)
-                own = sums_of_entries(call.captured[name].shape, indices, ds * np.where(counts, derivative, 0))
+                indices = evaluate(load.at.args, inputs, call.score_args, job.dtype)
+                own = sums_of_entries(call.score_args[name].shape, indices, ds * np.where(counts, derivative, 0))
                 self.of_entries.append((name, *own))
             ds = ds * np.where(counts, slope, 0)
         return ds
@@ -521,7 +521,7 @@ class _Sums:
         for name, x in wanted.items():
             if name in DEFAULT_NEED:
                 self.of_rows[name] = x if name == "dq" else np.zeros(x.shape, problem.softmax_dtype)
-            elif name == "dbias" or name in problem.captured_gradients:
+            elif name == "dbias" or name in problem.score_arg_gradients:
                 self._of_entries[name] = np.zeros(x.shape)
             else:
                 self._of_heads[name] = np.zeros((problem.batch, problem.num_heads))

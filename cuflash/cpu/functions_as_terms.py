@@ -74,7 +74,7 @@ def why_not(problem: Problem, wanted: Collection[str] = ()) -> str | None:
         problem.program.on_numpy()
     except NotImplementedError:
         return "a score that is a text"
-    others = [name for name in wanted if name not in (*DEFAULT_NEED, *problem.captured_gradients)]
+    others = [name for name in wanted if name not in (*DEFAULT_NEED, *problem.score_arg_gradients)]
     return f"gradients beside functions: {', '.join(others)}" if others else None
 
 
@@ -100,15 +100,15 @@ def run(
     if not problem.is_packed:
         Prepared(problem, tuple(given), pass_).compute((*given.values(),), (seed, offset), are_apart=True)
         return
-    captured = {name: given.pop(name) for name, _ in problem.captured}
-    results = {name: given.pop(f"d{name}") for name in captured if f"d{name}" in given}
+    score_args = {name: given.pop(name) for name, _ in problem.score_args}
+    results = {name: given.pop(f"d{name}") for name in score_args if f"d{name}" in given}
     sums = {name: np.zeros(x.shape) for name, x in results.items()}
     clear_gradients_of_no_sequence(problem, given)
     with np.errstate(all="ignore"):
         for one in sequences(problem, *(given[name] for name in STARTS)):
             own = one.of_call(given)
             prepared = Prepared(one.problem, (*own, *(f"d{name}" for name in sums)), pass_, one.index)
-            prepared.add(own, captured, sums, (seed, offset))
+            prepared.add(own, score_args, sums, (seed, offset))
         for name, x in results.items():
             x[...] = sums[name]
 
@@ -127,8 +127,8 @@ class _Call(NamedTuple):
 
     arrays: Mapping[str, Array]  # all but terms and results
     terms: Mapping[str, Array]
-    captured: Mapping[str, Array]  # what functions read
-    sums: Mapping[str, Array]  # of the wanted gradients of captured arrays, by the names of these
+    score_args: Mapping[str, Array]  # what functions read
+    sums: Mapping[str, Array]  # of the wanted gradients of score_mod args, by the names of these
     random: tuple[int | None, int | None]
     memory: dict[str, Array]  # for arrays of pairs, kept from part to part: fresh one has to be mapped page by page
 
@@ -175,12 +175,12 @@ class Prepared:
     def __init__(self, problem: Problem, names: tuple[str, ...], pass_: Pass, sequence: int = 0) -> None:
         self.problem, self.names, self.pass_, self.sequence = problem, names, pass_, sequence
         self.dtype = np.dtype(problem.softmax_dtype)
-        self.captured = tuple(name for name, _ in problem.captured)
-        self.reads = tuple(name for name in self.captured if f"d{name}" in names)
+        self.score_args = tuple(name for name, _ in problem.score_args)
+        self.reads = tuple(name for name in self.score_args if f"d{name}" in names)
         self.terms = tuple(name for name in BESIDE if name in names)
         self.results = tuple(name for name in DEFAULT_NEED if name in names)
         gradients = (f"d{name}" for name in self.reads)
-        beside = {*self.captured, *gradients, *self.terms, *self.results, *STARTS}
+        beside = {*self.score_args, *gradients, *self.terms, *self.results, *STARTS}
         self.arrays = tuple(name for name in names if name not in beside)
         self.are_4d = problem.layout == "bhsd" and problem.ndim == 4
         program = self.program = problem.program.on_numpy()
@@ -206,7 +206,7 @@ class Prepared:
         given = dict(zip(self.names, arrays, strict=True))
         sums = {name: np.zeros(given[name].shape) for name in self.reads}
         with np.errstate(all="ignore"):
-            self.add(given, {name: given[name] for name in self.captured}, sums, random)
+            self.add(given, {name: given[name] for name in self.score_args}, sums, random)
             for name, x in sums.items():
                 given[f"d{name}"][...] = x
         return core.DONE
@@ -214,17 +214,17 @@ class Prepared:
     def add(
         self,
         given: Mapping[str, Array],
-        captured: Mapping[str, Array],
+        score_args: Mapping[str, Array],
         sums: Mapping[str, Array],
         random: tuple[int | None, int | None],
     ) -> None:
-        """Write results, and add to `sums` of the gradients of captured arrays."""
+        """Write results, and add to `sums` of the gradients of score_mod args."""
         views = {name: given[name] for name in (*self.arrays, *self.results)}
         if not self.are_4d:
             for name, x in views.items():
                 views[name] = view_rows(x) if name in OVER_ROWS else view_4d(x, self.problem.layout)
         terms = {name: given[name] for name in self.terms}
-        call = _Call(views, terms, captured, sums, random, {})
+        call = _Call(views, terms, score_args, sums, random, {})
         every = self._prepared or map(self._prepare, self._parts)
         if self.is_split:
             self._add_parts(call, every)
@@ -319,7 +319,7 @@ class Prepared:
             of_tile["bias"] = score
         if mask is not None:
             if shown is None:
-                shown = self._blocks(mask, pairs, Tables(call.captured))
+                shown = self._blocks(mask, pairs, Tables(call.score_args))
                 tiles = [tile for tile in tiles if shown[1][tile.blocks].any()]
             terms["block_mask"], is_mixed = shown[1], shown[1] & ~shown[0]
             if is_mixed.any():
@@ -333,7 +333,7 @@ class Prepared:
             if "mask" in own and not is_mixed[tile.blocks].any():
                 own = {name: root for name, root in own.items() if name != "mask"}
             inputs = tile.inputs(None if products is None else products.scaled)
-            values = evaluate([*own.values()], inputs, call.captured, self.dtype)
+            values = evaluate([*own.values()], inputs, call.score_args, self.dtype)
             for name, x in zip(own, values, strict=True):
                 terms[name][tile.place] = x
 
@@ -349,7 +349,7 @@ class Prepared:
         for first in range(0, line.shape[-1], LINE):
             own = line[..., first : first + LINE]
             inputs = pairs.of_diagonals(pairs.rows[-1] - np.arange(first, first + own.shape[-1]))
-            (own[...],) = evaluate(score, inputs, call.captured, self.dtype)
+            (own[...],) = evaluate(score, inputs, call.score_args, self.dtype)
         *strides, _, step = line.strides
         return as_strided(line[..., 0, rows - 1 :], pairs.shape, (*strides, -step, step), writeable=False)
 
@@ -364,12 +364,12 @@ class Prepared:
                 own, inputs = sums_of_diagonals(own), pairs.of_diagonals(tile.diagonals)
             else:
                 inputs = tile.inputs(None if products is None else products.scaled)
-            values = iter(evaluate(roots, inputs, call.captured, self.dtype))
+            values = iter(evaluate(roots, inputs, call.score_args, self.dtype))
             for name, load in loads:
                 # A pair that does not count has no part, whatever the derivative is.
                 terms = own * np.where(own == 0, 0, next(values))
                 places = list(itertools.islice(values, len(load.at.args)))
-                entries.append((name, *sums_of_entries(call.captured[name].shape, places, terms)))
+                entries.append((name, *sums_of_entries(call.score_args[name].shape, places, terms)))
             return entries
 
         def add(entries: list[tuple[str, Any, Array]]) -> None:
@@ -387,7 +387,7 @@ class Prepared:
 
         def multiply_tile(tile: Tile) -> list[tuple[Array, Array]]:
             own = dbias[tile.place]
-            (slope,) = evaluate(by_s, tile.inputs(products.scaled), call.captured, self.dtype)
+            (slope,) = evaluate(by_s, tile.inputs(products.scaled), call.score_args, self.dtype)
             own *= np.where(own == 0, 0, slope)
             found = products.gradients(tile, dbias, results)
             return [

@@ -40,9 +40,7 @@ def slices(count: int, size: int) -> list[slice]:
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 
-def parts(
-    problem: Problem, different: Collection[str], most: int, numbers_of_rows: int | None = None
-) -> Iterator[Part]:
+def parts(problem: Problem, different: Collection[str], most: int, per_row_values: int | None = None) -> Iterator[Part]:
     """The parts of a call, in a fixed order.
 
     Parameters
@@ -52,10 +50,10 @@ def parts(
         What functions tell apart: batch entries and heads that they do not tell apart share all numbers.
     most : int
         A part has at most so many numbers, or as many as belong to a block of rows and the heads of one key/value head.
-    numbers_of_rows : int, optional
+    per_row_values : int, optional
         How many numbers belong to all rows of a head, where that is not one for each pair: rows stay together.
     """
-    whole = max(numbers_of_rows or problem.seqlen_q * problem.seqlen_k, 1)
+    whole = max(per_row_values or problem.seqlen_q * problem.seqlen_k, 1)
     group, every = problem.group_size, slice(None)
     batches, heads, seen = [every], [(every, every)], problem.num_heads if "head" in different else 1
     if "batch" in different:
@@ -66,7 +64,7 @@ def parts(
         heads = [(slice(h.start * group, h.stop * group), h) for h in slices(problem.num_heads_kv, size)]
         seen = group * size
     num_rows = max(1, most // max(seen * BLOCK * problem.seqlen_k, 1)) * BLOCK
-    if numbers_of_rows:
+    if per_row_values:
         num_rows = max(1, problem.seqlen_q)
     for batch in batches:
         for of_q, of_kv in heads:

@@ -1,4 +1,4 @@
-"""Ranks check that they all make the same call before anything travels, so that an error on one rank stops all."""
+"""Ranks check that they all make the same call before anything is exchanged, so that an error on one rank stops all."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ class Pending:
             raise Heard(None, lasting)
 
     def before_rows(self) -> None:
-        """Wait until rows may travel. Only the first call waits."""
+        """Wait until rows may be exchanged. Only the first call waits."""
         self.hear()
         if not self._may_travel:
             self._meet()
             self._may_travel = True
 
     def after_rows(self) -> None:
-        """Wait until all rows of the ranks of this process travel."""
+        """Wait until all rows of the ranks of this process are exchanged."""
         self.before_rows()
         self._meet()
 

@@ -40,7 +40,7 @@ from cuflash.distributed.transports import Transport
 from cuflash.shards.slices import steps_of
 from cuflash.spec import borrowing
 from cuflash.spec import call as spec
-from cuflash.spec.batch_axes import Calls as LeadingCalls
+from cuflash.spec.batch_axes import Calls as BatchCalls
 from cuflash.spec.batch_axes import as_one_call
 from cuflash.spec.binding import Contiguous
 from cuflash.spec.inputs import BROADCAST, FP8_SCALES, INPUTS, PER_HEAD_INPUTS, TERMS, Terms
@@ -51,7 +51,7 @@ from cuflash.spec.problem import Problem, make_problem
 from cuflash.spec.results import Array
 from cuflash.spec.rewrites import Equivalent, equivalent
 from cuflash.spec.row_sums import bound_of, has_large
-from cuflash.spec.score_args import checked_with_captured
+from cuflash.spec.score_args import checked_with_score_args
 
 Result = TypeVar("Result")
 ALL_ROWS = "all"  # what an array without an axis of queries says instead of their number
@@ -75,7 +75,7 @@ class Call(NamedTuple):
     random: tuple[int, int]  # seed and offset
     starts: tuple[tuple[int, ...], ...]  # starts of packed sequences and the end of the last; for q, and for k
     layouts: tuple[Any, ...]  # names, shapes, strides and dtypes of the arrays
-    leading: LeadingCalls | None = None  # the leading axes that are merged to the batch axis of the given arrays
+    batch_axes: BatchCalls | None = None  # the batch axes that are merged to the batch axis of the given arrays
 
     @property
     def given(self) -> dict[str, Any]:
@@ -88,10 +88,10 @@ class Call(NamedTuple):
         return self.own.need
 
     def give_back(self, results: Sequence[Array]) -> Sequence[Array]:
-        """Results as arrays of the caller's library, with all leading axes."""
+        """Results as arrays of the caller's library, with all batch axes."""
         own = self.own.renamed(results)
-        if self.leading is not None:
-            own = self.leading.collect(lambda *_: tuple(own))
+        if self.batch_axes is not None:
+            own = self.batch_axes.collect(lambda *_: tuple(own))
         return self.own.as_callers(own, dict.fromkeys(self.own.wanted))
 
     def empty(self, name: str, problem: Problem) -> Array:
@@ -151,10 +151,10 @@ class Calls:
         """
         self.count += 1
         if borrowing.are_cupy(arrays, INPUTS) and dlpack.is_captured(bits_of(arrays["q"])):
-            self._check_captured(terms)
+            self._check_score_args(terms)
 
         def own() -> tuple[Call, Facts]:
-            own_terms = checked_with_captured(method, Terms, self.options, terms)
+            own_terms = checked_with_score_args(method, Terms, self.options, terms)
             call = self._own_call(arrays | own_terms, required, random, need_of)
             return call, self._facts(method, call)
 
@@ -197,7 +197,8 @@ class Calls:
     ) -> Prepared:
         """What such calls have in common, looked up by the lasting facts of all ranks.
 
-        If it is not known yet, ranks prepare it together: devices have loaded all kernels before any rows travel.
+        If it is not known yet, ranks prepare it together: devices have loaded all kernels before any rows are
+        exchanged.
         """
         prepared = self.known.get(lasting)
         if prepared is None:
@@ -231,7 +232,7 @@ class Calls:
         return call, replace(run, arrays=arrays, random=call.random)
 
     def _warm_up(self, call: Call, run: Execution, compute: Callable[[Call, Execution], Result]) -> None:
-        """Run the first call on such arrays of a device once without transfers, before any rows travel.
+        """Run the first call on such arrays of a device once without transfers, before any rows are exchanged.
 
         CUDA may wait for all work of a device while it loads a kernel or allocates memory, and hold a lock meanwhile.
         If that work is to receive rows, and the rank that sends them needs the lock, neither comes to an end.
@@ -260,7 +261,7 @@ class Calls:
             agreement.hear()
             return result
 
-    def _check_captured(self, terms: Mapping[str, Any]) -> None:
+    def _check_score_args(self, terms: Mapping[str, Any]) -> None:
         """Refuse a call in which the host does work that a CUDA graph would not replay."""
         captured = "while a CUDA graph is captured"
         if not self.transport.goes_into_graphs:
@@ -292,19 +293,21 @@ class Calls:
                 got = f"shape {tuple(given[name].shape)}, factors of blocks of rows"
                 raise not_served(name, got, "one factor for the array, (), or for each head, (num_heads, 1)")
         need = need_of(given)
-        leading = as_one_call(self.options, given, need, dlpack.module_of(given["q"]))
-        if leading is not None:
-            given = {name: x for name, x in leading.inputs((0,) * len(leading.axes.lengths)).items() if x is not None}
+        batch_axes = as_one_call(self.options, given, need, dlpack.module_of(given["q"]))
+        if batch_axes is not None:
+            given = {
+                name: x for name, x in batch_axes.inputs((0,) * len(batch_axes.axes.lengths)).items() if x is not None
+            }
         layouts = tuple((name, x.shape, x.strides, x.dtype.name) for name, x in given.items())
         starts = tuple(tuple(_on_host(given[name]).tolist()) for name in _STARTS if name in given)
         own = own._replace(arrays=given, given=given, need=need, wanted=need)
-        return Call(own, self.options.random(*random), starts, layouts, leading)
+        return Call(own, self.options.random(*random), starts, layouts, batch_axes)
 
     def _check(self, given: Mapping[str, Any]) -> None:
         """Refuse arrays that do not fit each other."""
-        captured = {name: given[name] for name in self.options.score_args}
+        score_args = {name: given[name] for name in self.options.score_args}
         terms = {name: given[name] for name in (*_OF_ALL, *_STARTS) if name in given}
-        problem = make_problem(self.options, *(given[name] for name in INPUTS), captured=captured, **terms)
+        problem = make_problem(self.options, *(given[name] for name in INPUTS), score_args=score_args, **terms)
         if problem.has_functions:
             problem.program  # noqa: B018 (raises where arrays do not fit the functions)
 
@@ -517,7 +520,7 @@ class Calls:
     def _seen(self, name: str, array: Array) -> Array:
         """A view with all four axes (lse and dlse: three); arrays without axes of rows stay as they are.
 
-        CuPy's arrays of float8 are seen as bytes, as which they travel.
+        CuPy's arrays of float8 are seen as bytes, as which they are sent.
         """
         if name in (*BROADCAST, "block_mask"):
             return of_pairs(array)

@@ -3,9 +3,11 @@
 The short story of a call:
 
 1. All ranks check that they make the same call, and learn how many rows each of them has (`agreement`).
-2. The schedule, that is, which rank computes what and which rows travel for it, follows from these numbers and the
+2. The schedule, that is, which rank computes what and which rows are exchanged for it, follows from these numbers and
+the
    options alone (`schedule`).
-3. Rows travel (`exchange`, `transports`) while the rank computes with its own rows and with those that came before, by
+3. Rows are exchanged (`exchange`, `transports`) while the rank computes with its own rows and with those that came
+before, by
    the functions that compute every other call (`execution`). Parts of results are merged and added before they are
    rounded (`reduce`).
 """
@@ -55,10 +57,10 @@ class ContextParallel:
         With ``deterministic=True``, the number of chunks into which both sequences are cut. Every span of a rank must
         consist of whole chunks: 16 chunks suit zigzag splits over 1, 2, 4 and 8 ranks.
     steps : int, optional
-        The most groups of key/value heads in which rows travel. The rows of a group travel while the rank computes with
-        those of the group before; the first group travels while it computes with its own rows. More steps take less
-        memory, and more time of the host. By default there are up to 3, depending on how many bytes travel, and in a
-        backward pass as many as leave 256 MiB to a group.
+        The most groups of key/value heads in which rows are exchanged. The rows of a group are exchanged while the rank
+        computes with those of the group before; the first group is exchanged while it computes with its own rows. More
+        steps take less memory, and more time of the host. By default there are up to 3, depending on how many bytes are
+        exchanged, and in a backward pass as many as leave 256 MiB to a group.
     timeout : float, default 60.0
         Seconds after which a rank that waits for another one raises TimeoutError, where the communicator allows this.
         It must be longer than any rank computes in a step, because in host memory ranks wait for one another that long.
@@ -103,7 +105,7 @@ class ContextParallel:
     Each rank computes out and lse of its queries, first from its own keys and then from those that it receives. It
     computes dk and dv of its keys, first from its own queries and then from those that it receives. Parts are merged
     and added in the dtype of lse, in this order, and rounded once. The calls for dk and dv also give parts of dq in the
-    dtype of lse, which travel back to the ranks of the queries and are added there in the order of ranks. With
+    dtype of lse, which are sent back to the ranks of the queries and are added there in the order of ranks. With
     `deterministic`, or where other gradients than dq, dk and dv are needed, dq is computed as out is; this takes seven
     matrix products in all, where one device takes five. The gradients of numbers, of terms that have a number for each
     head, of arrays that the score reads, and of a bias that is the same for all queries are added in the dtype of lse,
@@ -156,7 +158,7 @@ class ContextParallel:
             block_size=block_size,
             score=score,  # type: ignore[arg-type]  # Options replaces a function by its trace
             mask_function=mask,  # type: ignore[arg-type]
-            shares_device=True,  # calls run beside each other, and while rows travel
+            shares_device=True,  # calls run beside each other, and while rows are exchanged
             **checked("ContextParallel", OfNumbers, numbers),
         )
         check_names(self.options)
@@ -312,8 +314,8 @@ class ContextParallel:
     ) -> ForwardResult:
         """Attention of a few queries, which all ranks have, over keys of which each rank has a part.
 
-        Each rank attends to its own keys and sends its part of the result to all others; keys and values do not travel.
-        The parts travel and are merged in the dtype of lse, in the order of keys.
+        Each rank attends to its own keys and sends its part of the result to all others; keys and values are not
+        exchanged. The parts are exchanged and are merged in the dtype of lse, in the order of keys.
 
         Parameters
         ----------
@@ -343,7 +345,7 @@ class ContextParallel:
         return self._forward("decode", {"q": q, "k": k, "v": v}, terms, (seed, offset))
 
     def plan(self, q: Array, k: Array, v: Array, **terms: Array) -> Schedule:
-        """Which rank computes what in `forward` and `backward` of such arrays, and which rows travel for it.
+        """Which rank computes what in `forward` and `backward` of such arrays, and which rows are exchanged for it.
 
         All ranks must call it, as they must call the other methods. `cuflash.distributed.Schedule.describe` gives the
         schedule in words.

@@ -1,8 +1,8 @@
-"""Rows travel from rank to rank: those of a step while the rank computes with those of the step before.
+"""Rows are exchanged from rank to rank: those of a step while the rank computes with those of the step before.
 
-Rows travel in one of two layouts. If all rows that a rank meets come from one other rank, they have the layout (batch,
-heads, rows, ...), and the sender may send them from its own array. Otherwise the axis of rows comes first: then the
-rows of each sender are contiguous, and are received where they are needed.
+Rows are exchanged in one of two layouts. If all rows that a rank meets come from one other rank, they have the layout
+(batch, heads, rows, ...), and the sender may send them from its own array. Otherwise the axis of rows comes first: then
+the rows of each sender are contiguous, and are received where they are needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEPS_AHEAD = 2  # steps whose rows are under way at the same time
 
 
 class Cargo(NamedTuple):
-    """An array whose rows travel."""
+    """An array whose rows are exchanged."""
 
     array: Array
     has_columns: bool  # whether its last axis is keys; a rank needs the columns of its own keys
@@ -54,7 +54,7 @@ class Held(NamedTuple):
 
 @dataclass
 class _Journey:
-    """The rows of a step that are ready to travel, and memory for those that come."""
+    """The rows of a step that are ready to be sent, and memory for those that come."""
 
     sends: list[Message]
     receives: list[Message]
@@ -73,7 +73,7 @@ class Rows:
         names: Sequence[str],
         makes: Mapping[str, Callable[[], Array]] | None = None,
     ) -> None:
-        """Calls on this rank's rows get the arrays `own`; the arrays `names` travel, some made by `makes` for that."""
+        """Calls on this rank's rows get the arrays `own`; `names` are exchanged, some made by `makes`."""
         self.run, self.walk, self.own, self.names = run, walk, own, names
         self._makes = makes or {}
         self._made: dict[str, Array] = {}
@@ -85,7 +85,7 @@ class Rows:
         travelling = [number for number, (a_round, _) in enumerate(steps) if a_round.transfers]
         try:
             for number, (a_round, heads) in enumerate(steps):
-                # If the host runs ahead of calls, it makes those on own rows before it makes rows ready to travel.
+                # If the host runs ahead of calls, it makes those on own rows before it makes rows ready to be sent.
                 if travelling and (a_round.transfers or not streams.goes_on):
                     with streams.rows():
                         self._send([i for i in travelling if i >= number][:STEPS_AHEAD], number)
@@ -106,7 +106,7 @@ class Rows:
             streams.end()
 
     def _send(self, upcoming: Sequence[int], step: int) -> None:
-        """Let the rows of some steps begin to travel; while ranks have not agreed yet, only make them ready."""
+        """Let the rows of some steps start to be sent; while ranks have not agreed yet, only make them ready."""
         for number in upcoming:
             if number not in self._journeys:
                 self._journeys[number] = self._journey(*self.walk.steps[number])
@@ -122,7 +122,7 @@ class Rows:
         return (Store(a_round.split.spans[self.run.rank], mine),)
 
     def _journey(self, a_round: Round, heads: Span) -> _Journey:
-        """The rows of a step, made ready to travel, and memory for those that come."""
+        """The rows of a step, made ready to be sent, and memory for those that come."""
         run, split, rank = self.run, a_round.split, self.run.rank
         cargo = {name: self._cargo(name, heads) for name in self.names}
         sends, copies = self._departing(a_round, cargo)

@@ -155,7 +155,7 @@ class Execution(Run):
     def _backward_by_queries(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         walk, split = self.schedule.by_queries, self.schedule.split_q
         pieces, sums = Pieces(self, walk), Sums(self, [name for name in need if name != "dq"])
-        wide = {name: x for name, x in self.parts.wide_captured.items() if f"d{name}" in need}
+        wide = {name: x for name, x in self.parts.wide_score_args.items() if f"d{name}" in need}
         for a_round, heads, held, streams in Rows(self, walk, ("k", "v"), ("k", "v")).steps():
             of_calls: list[tuple[Tile, dict[str, Array]]] = []
             for number, tile in a_round.longest_first(self.rank):
@@ -219,7 +219,7 @@ class Execution(Run):
         of_calls: list[tuple[Tile, Array]] = []
         in_turn = self._is_beyond_cache(walk)
         for a_round, heads, held, streams in rows.steps(in_turn=in_turn):
-            streams.keep(of_calls)  # they travel while the calls of this step run
+            streams.keep(of_calls)  # they are sent while the calls of this step run
             of_calls = []
             for number, tile in a_round.longest_first(self.rank):
                 at, is_one = self.local(split, tile.own_keys), pieces.is_one(tile)
@@ -292,7 +292,7 @@ class Execution(Run):
     # ---- calls -------------------------------------------------------------------------------------------------------
 
     def _of_tile(self, a_round: Round, tile: Tile, heads: Span, held: Held) -> dict[str, Array]:
-        """The arrays of a call: a piece of this rank's rows, and the travelling rows that this piece meets."""
+        """The arrays of a call: a piece of this rank's rows, and the received rows that this piece meets."""
         by_keys = a_round.by == "keys"
         own_split = self.schedule.split_k if by_keys else self.schedule.split_q
         names = ("k", "v") if by_keys else OF_QUERIES
@@ -303,7 +303,7 @@ class Execution(Run):
                 mine = slice(*heads) if name in ("k", "v") else q_heads
                 found[name] = self.arrays[name][:, mine, at]
         found |= held.rows(tile.met)
-        if "minus_delta" in found:  # it stands for out and dlse, which did not travel
+        if "minus_delta" in found:  # it stands for out and dlse, which were not sent
             found["dlse"] = found.pop("minus_delta")
             found["out"] = self.xp.broadcast_to(self.zero_row(), found["dout"].shape)
         found |= self._of_pairs(tile, q_heads, found, by_keys=by_keys)
@@ -321,7 +321,7 @@ class Execution(Run):
             if array is None:
                 continue
             columns = slice(*tile.own_keys)
-            if name in found:  # of queries that travelled, with the columns of this rank's keys
+            if name in found:  # of queries that were received, with the columns of this rank's keys
                 array, columns = found[name], self.local(self.schedule.split_k, tile.own_keys)
             else:
                 array = of_heads(array, q_heads, self.problem.num_heads)
@@ -341,7 +341,7 @@ class Execution(Run):
         blocks = {name: of_heads(x, q_heads, self.problem.num_heads) for name, x in blocks.items()}
         return numbers | blocks | self.parts.scales(q_heads, heads) | self.parts.lengths(tile.keys)
 
-    # ---- what travels ------------------------------------------------------------------------------------------------
+    # ---- what is exchanged -------------------------------------------------------------------------------------------
 
     def _is_beyond_cache(self, walk: Walk) -> bool:
         """Whether a call by keys meets more queries of a head, with dout and dq, than the device's cache holds.

@@ -86,15 +86,15 @@ def is_nccl(comm: object) -> bool:
 class Nccl(Transport):
     """A rank of NCCL, for CuPy arrays of the device that is current when it is made.
 
-    Rows travel on a stream of their own: after the earlier work of the current stream, and beside its later work, until
-    it waits for them. The host waits only for what ranks say of their calls; if that does not come in time, it aborts
-    the communicator.
+    Rows are exchanged on a stream of their own: after the earlier work of the current stream, and beside its later
+    work, until it waits for them. The host waits only for what ranks say of their calls; if that does not come in time,
+    it aborts the communicator.
 
     A kernel of NCCL runs until the other rank has launched its own. Where both are threads of one process, a call of
     CUDA that waits for the first kernel, such as loading a module or allocating memory, may hold a lock that the other
-    thread needs to launch: then both wait for ever. So such ranks `meet` before rows travel, and once all of them have
-    launched: between these points none of them loads or allocates. In processes of their own they have no lock in
-    common.
+    thread needs to launch: then both wait for ever. So such ranks `meet` before rows are exchanged, and once all of
+    them have launched: between these points none of them loads or allocates. In processes of their own they have no
+    lock in common.
     """
 
     goes_into_graphs = True
@@ -106,8 +106,8 @@ class Nccl(Transport):
         # NCCL moves rows by blocks on SMs. The highest priority gives a free SM to these blocks
         # before those of the next attention.
         self._stream = cupy.cuda.Stream(non_blocking=True, priority=HIGHEST_PRIORITY)
-        # This stream copies what a rank says to the device while rows of an earlier call still travel. So it is sent
-        # right after them, and before an attention that takes all SMs until its end.
+        # This stream copies what a rank says to the device while rows of an earlier call are still exchanged. So it is
+        # sent right after them, and before an attention that takes all SMs until its end.
         self._words = cupy.cuda.Stream(non_blocking=True)
         # One room serves all exchanges, because to allocate pinned memory may wait for the devices of other ranks.
         host, on_device = (make((self.size, _AT_ONCE), np.uint8) for make in (self._cuda.pinned, cupy.empty))

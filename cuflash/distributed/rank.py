@@ -42,7 +42,7 @@ class Run:
     arrays: Mapping[str, Array]  # by name, with four axes (lse and dlse: three); None for absent ones
     broadcasts_rows: frozenset[str]  # which of bias and mask are the same for all queries
     has_large_rows: bool = False  # whether lse of some row of some rank is large (`cuflash.spec.row_sums`), in backward
-    agreement: Pending | None = None  # of all ranks on this call; rows travel only after it
+    agreement: Pending | None = None  # of all ranks on this call; rows are exchanged only after it
     # Warm-up runs of such calls, by the alignment of their arrays.
     recordings: dict[tuple[int, ...], Recording] = field(default_factory=dict)
     constants: dict[Any, Array] = field(default_factory=dict)  # arrays that all such calls read, by device and content
@@ -120,7 +120,7 @@ class Run:
     def local(self, split: Split, span: Span) -> slice:
         return slice(0, 0) if span[0] == span[1] else split.local(self.rank, span)
 
-    # ---- what travels ------------------------------------------------------------------------------------------------
+    # ---- what is exchanged -------------------------------------------------------------------------------------------
 
     def room(self, a_round: Round, rank: int, rows: int, like: Array, dtype: Any) -> Array:
         """Memory for rows that a rank meets, or for their results on the way back: as `like`, but with `rows` rows."""
@@ -129,11 +129,11 @@ class Run:
         return rows_third(self.xp.empty((rows, *like.shape[:2], *like.shape[3:]), dtype))
 
     def as_sent(self, a_round: Round, rank: int, array: Array) -> Array:
-        """Rows in such memory, in the order of axes in which they travel."""
+        """Rows in such memory, in the order of axes in which they are sent."""
         return array if self._lies_as_it_is(a_round, rank) else rows_first(array)
 
     def _lies_as_it_is(self, a_round: Round, rank: int) -> bool:
-        """Whether the rows that a rank meets travel in the layout (batch, heads, rows, ...)."""
+        """Whether the rows that a rank needs are exchanged in the layout (batch, heads, rows, ...)."""
         return self.options.layout == "bhsd" and a_round.comes_whole(rank)
 
     @property
@@ -177,7 +177,7 @@ class Run:
         if of_thread.recording is not None:
             of_thread.recording.on_arrays(end, (), ())
 
-    # ---- what is done before rows travel -----------------------------------------------------------------------------
+    # ---- what is done before rows are exchanged ----------------------------------------------------------------------
 
     @property
     def is_warm(self) -> bool:
@@ -188,7 +188,7 @@ class Run:
         return known is not None and known.fits(self._given)
 
     def without_transfers(self: R) -> R:
-        """The warm-up run of this call: the same kernels and allocations, but no rows travel."""
+        """The warm-up run of this call: the same kernels and allocations, but no rows are exchanged."""
         return replace(self, transport=NoTransfers(self.rank, self.transport.size), agreement=None)
 
     def fill(self: R, results: Sequence[Array], fill: Callable[[R], None]) -> None:
@@ -221,7 +221,7 @@ class Run:
         return (self._given[0].data.device_id, *(x.data.ptr % ALIGNMENT for x in self._given))
 
     def _constants(self) -> list[Array]:
-        """Arrays that a call reads beside those that it is given; they are there before rows travel."""
+        """Arrays that a call reads beside those that it is given; they are there before rows are exchanged."""
         tiles = [*self.schedule.by_queries.calls_of(self.rank), *self.schedule.by_keys.calls_of(self.rank)]
         starts = [x for tile in tiles for x in self._starts_of(tile) or ()] if self.schedule.packing else []
         return starts + ([self.zero_row()] if "dout" in self.arrays else [])

@@ -58,7 +58,7 @@ class Pieces:
 
 
 class Found(NamedTuple):
-    """Parts of out and lse in the dtype of the softmax, in one array that travels without copies."""
+    """Parts of out and lse in the dtype of the softmax, in one array that is sent without copies."""
 
     memory: Array
     parts: list[dict[str, Array]]
@@ -94,10 +94,10 @@ class Share(NamedTuple):
 
 
 class Returns:
-    """Parts of dq for queries that travelled: they are sent back to the ranks of the queries, and added there.
+    """Parts of dq for queries that were received: they are sent back to the ranks of the queries, and added there.
 
     Parts have the dtype of the softmax. A rank adds its own parts in the order of its calls, and then those of the
-    others in the order of ranks. The parts of a step travel during the next step.
+    others in the order of ranks. The parts of a step are exchanged during the next step.
     """
 
     def __init__(self, run: Run, dq: Array) -> None:
@@ -106,7 +106,7 @@ class Returns:
         self._under_way: Callable[[], None] | None = None
 
     def room(self, a_round: Round, tile: Tile, heads: Span) -> Array:
-        """Memory for the part of a call, in which the part can travel without a copy."""
+        """Memory for the part of a call, in which the part can be sent without a copy."""
         rows = tile.queries[1] - tile.queries[0]
         like = self.dq[:, self.run.q_heads(heads)]
         return self.run.room(a_round, self.run.rank, rows, like, self.run.parts.softmax_dtype)
@@ -145,7 +145,7 @@ class Returns:
         self._under_way = arrive
 
     def finish(self) -> None:
-        """Wait for the parts that travel, and add them."""
+        """Wait for the parts that are exchanged, and add them."""
         if self._under_way is not None:
             self._under_way()
         self._under_way = None

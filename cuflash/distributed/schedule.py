@@ -1,22 +1,23 @@
-"""Which rank computes which pairs of queries and keys, and which rows travel: pure data, from lengths and splits only.
+"""Which rank computes which pairs of queries and keys, and which rows are exchanged: pure data, from lengths and splits
+only.
 
 There are two walks over all pairs:
 
-- *By queries*: out, lse and dq of a piece of queries, from all keys that it sees. Keys and values travel.
+- *By queries*: out, lse and dq of a piece of queries, from all keys that it sees. Keys and values are exchanged.
 - *By keys*: dk and dv of a piece of keys, from all queries that see it. Queries and the arrays that belong to them
-  travel. These calls may also give parts of dq, which then travel back the same way and replace the dq of the other
+  travel. These calls may also give parts of dq, which then are sent back the same way and replace the dq of the other
   walk.
 
 A piece belongs to the rank that holds its rows. A walk has rounds. In the first round a rank computes with rows that it
-holds, while other rows travel; in the second round it computes with the rows that it received. Each call gives a part
-of the results of its piece. The call does not round the part and does not add it to an earlier result. If results must
-have the same bits for any number of ranks, there is one round, whose calls have all rows that a piece meets, and pieces
-are cut at the ends of global chunks.
+holds, while other rows are exchanged; in the second round it computes with the rows that it received. Each call gives a
+part of the results of its piece. The call does not round the part and does not add it to an earlier result. If results
+must have the same bits for any number of ranks, there is one round, whose calls have all rows that a piece meets, and
+pieces are cut at the ends of global chunks.
 
-Rows travel in steps of some key/value heads each, so that the rows of a step travel while the rank computes with those
-of the step before. A first step is small if nothing is computed before it; a last step is small if its parts are added
-or travel back after it. Each step has calls, copies and transfers of its own, which the host begins one by one. So
-there are few steps, unless there are many rows.
+Rows are exchanged in steps of some key/value heads each, so that the rows of a step are exchanged while the rank
+computes with those of the step before. A first step is small if nothing is computed before it; a last step is small if
+its parts are added or are sent back after it. Each step has calls, copies and transfers of its own, which the host
+begins one by one. So there are few steps, unless there are many rows.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Round:
 
     by: By
     calls: tuple[Tile, ...]  # ordered by rank and piece
-    split: Split  # of the rows that travel
+    split: Split  # of the rows that are exchanged
     heads: tuple[Span, ...]  # key/value heads of each step
 
     def own(self, tile: Tile) -> Span:
@@ -114,7 +115,7 @@ class Round:
         return tuple(joined([x for t in self.calls_of(rank) for x in t.met]) for rank in range(self.split.ranks))
 
     def held(self, rank: int) -> tuple[Span, ...]:
-        """The rows of the travelling side that the tiles of a rank meet."""
+        """The rows of the exchanged side that the tiles of a rank meet."""
         return self._held[rank]
 
     def comes_whole(self, rank: int) -> bool:
@@ -128,7 +129,7 @@ class Round:
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """The rows that travel to ranks that need them and do not hold them: the same in every step."""
+        """The rows that are exchanged to ranks that need them and do not hold them: the same in every step."""
         found = []
         for target in range(self.split.ranks):
             for source in range(self.split.ranks):
@@ -141,7 +142,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Walk:
-    """One way to compute all pairs: by queries, where keys travel, or by keys, where queries travel."""
+    """One way to compute all pairs: by queries, where keys are exchanged, or by keys, where queries are exchanged."""
 
     by: By
     pieces: tuple[tuple[Span, ...], ...]  # by rank
@@ -178,8 +179,8 @@ class Schedule:
     chunks: int | None  # pieces are cut at their ends, alike for any number of ranks; None: pieces are spans
     step: tuple[int, int]  # calls begin at multiples of these, in queries and in keys
     num_heads_kv: int
-    steps: int | None  # the most steps; None: the number depends on how many bytes travel
-    row_bytes: tuple[int, int]  # bytes that travel for a row and a key/value head, by queries and by keys
+    steps: int | None  # the most steps; None: the number depends on how many bytes are exchanged
+    row_bytes: tuple[int, int]  # bytes that are exchanged for a row and a key/value head, by queries and by keys
     packing: Packing | None = None  # packed sequences, each of which has a band of its own
     joins: bool = False  # whether a call may have rows of several spans, because nothing depends on their numbers
     why_whole: str | None = None  # the reason for one round instead of two
@@ -308,7 +309,7 @@ class Schedule:
             lines.append(f"  by {walk.by}: {results}")
             for a_round in walk.rounds:
                 steps = ", ".join(f"{start}-{stop - 1}" for start, stop in a_round.heads) or "none"
-                travels = "; a step's rows travel during the step before" if a_round.transfers else ""
+                travels = "; a step's rows are exchanged during the step before" if a_round.transfers else ""
                 kind = "received" if a_round.transfers and self.why_whole is None else "all" if travels else "own"
                 lines.append(f"    with {kind} {what}: key/value heads {steps}{travels}")
                 for rank in range(q.ranks):
@@ -347,9 +348,9 @@ def make_schedule(
     num_heads_kv : int
         How many key/value heads there are.
     steps : int, optional
-        The most groups of key/value heads in which rows travel; if it is None, `row_bytes` decides.
+        The most groups of key/value heads in which rows are exchanged; if it is None, `row_bytes` decides.
     row_bytes : (int, int)
-        Bytes that travel for a row and a key/value head, in the walk by queries and in that by keys.
+        Bytes that are exchanged for a row and a key/value head, in the walk by queries and in that by keys.
     step : (int, int)
         Calls begin at multiples of these, in queries and in keys; those within a packed sequence count from its start.
     packing : Packing, optional

@@ -2,9 +2,9 @@
 
 On a device each step has two streams, which its calls take in turns. Work of an earlier step has a higher priority than
 work of a later one, so the small kernels after a long one do not wait for another long one. Two more streams have the
-highest priority: on one, rows are made ready to travel and are waited for; on the other, parts of results are added and
-travel back. The pool may reuse memory that was freed on a stream only on the same stream. So the memory of a step stays
-alive until all streams have waited for the work of the step: two steps later, when no stream has to wait long.
+highest priority: on one, rows are made ready to be sent and are waited for; on the other, parts of results are added
+and are sent back. The pool may reuse memory that was freed on a stream only on the same stream. So the memory of a step
+stays alive until all streams have waited for the work of the step: two steps later, when no stream has to wait long.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Streams:
         return contextlib.nullcontext()
 
     def rows(self) -> AbstractContextManager[Any]:
-        """The stream on which rows are made ready to travel, and are waited for."""
+        """The stream on which rows are made ready to be sent, and are waited for."""
         return contextlib.nullcontext()
 
     def arrived(self, *, in_turn: bool = False) -> None:

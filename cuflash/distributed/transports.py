@@ -79,7 +79,7 @@ class RankFailed(RuntimeError):
 
 
 class NoTransfers(Transport):
-    """The transport of a warm-up run: no rows travel."""
+    """The transport of a warm-up run: no rows are exchanged."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size

@@ -13,7 +13,7 @@ import numpy as np
 
 from cuflash.arrays.array_info import Operand
 from cuflash.plan import LaunchPlan
-from cuflash.plan.argument import ARRAYS, CAPTURED_BYTES, FIELDS, OF_LENGTH, PARAMS_BYTES, RUN_TIME, maps_offset
+from cuflash.plan.argument import ARRAYS, FIELDS, OF_LENGTH, PARAMS_BYTES, RUN_TIME, SCORE_ARG_BYTES, maps_offset
 from cuflash.plan.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.spec.inputs import FP8_SCALES, NAMES, NUMBERS
 from cuflash.spec.problem import Problem
@@ -24,9 +24,9 @@ PARAMS = np.dtype(
 )
 
 # One of these follows `PARAMS` for each array that score_mod and mask_mod read, and for its gradient.
-CAPTURED = np.dtype([("data", np.uint64), ("stride", np.int64, 4), ("size", np.int64, 4), ("first", np.int64)])
-if CAPTURED.itemsize != CAPTURED_BYTES:
-    raise ValueError(f"CAPTURED: got {CAPTURED.itemsize} bytes, expected {CAPTURED_BYTES}")
+SCORE_ARG = np.dtype([("data", np.uint64), ("stride", np.int64, 4), ("size", np.int64, 4), ("first", np.int64)])
+if SCORE_ARG.itemsize != SCORE_ARG_BYTES:
+    raise ValueError(f"SCORE_ARG: got {SCORE_ARG.itemsize} bytes, expected {SCORE_ARG_BYTES}")
 
 # Which 64-bit word of the struct holds the pointer of an array.
 POINTER_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in ARRAYS}  # type: ignore[index]
@@ -42,7 +42,7 @@ _RANDOM = PARAMS.fields["seed_low"][1]  # type: ignore[index]
 def parameters(
     plan: LaunchPlan, operands: Mapping[str, Operand], seed: int = 0, offset: int = 0, call: int = 0
 ) -> np.ndarray:
-    """The argument for the kernels of `plan` as an array of one `PARAMS`, pointers left 0; `CAPTURED` may follow.
+    """The argument for the kernels of `plan` as an array of one `PARAMS`, pointers left 0; `SCORE_ARG` may follow.
 
     `operands` gives the strides of everything that is not in the problem: out and lse, and for the backward pass dout,
     its results other than numbers, and dlse if there is one. `seed` and `offset` are those of dropout, `call` is the
@@ -52,7 +52,7 @@ def parameters(
     inputs = {name: getattr(problem, name) for name in ("q", "k", "v", *NAMES)}
     params = np.zeros(1, PARAMS)
     for name, operand in {**inputs, **operands}.items():
-        if operand is not None and name not in problem.captured_gradients:
+        if operand is not None and name not in problem.score_arg_gradients:
             strides = params[f"{name}_strides"][0]
             # Kernels get no stride of the last axis of q, k and so on, which is contiguous.
             strides[:] = (operand.strides + (0,) * len(strides))[: len(strides)]
@@ -74,27 +74,27 @@ def parameters(
     params["num_pages"] = problem.k.shape[0] if problem.block_table is not None else 0
     for name in FP8_SCALES:
         params[f"{name}_shift"] = max(problem.scale_block(name).bit_length() - 1, 0)
-    return _with_captured(params, plan, operands) if problem.has_functions else params
+    return _with_score_args(params, plan, operands) if problem.has_functions else params
 
 
-def _with_captured(params: np.ndarray, plan: LaunchPlan, operands: Mapping[str, Operand]) -> np.ndarray:
+def _with_score_args(params: np.ndarray, plan: LaunchPlan, operands: Mapping[str, Operand]) -> np.ndarray:
     """The argument, with the arrays that score_mod and mask_mod read, and their gradients. Missing axes have length 1.
 
     Tables that kernels fill follow the arrays; their entries are zeros if the plan has none.
     """
     problem = plan.problem
     count = max(len(problem.hoisted.arrays), 1)
-    captured = np.zeros(2 * count, CAPTURED)
-    for n, filled in enumerate(plan.tables, len(problem.captured)):
-        captured[n]["stride"][:3], captured[n]["size"] = filled.strides, (*filled.shape, 1)
-        captured[n]["first"] = filled.first
-    for n, (name, operand) in enumerate(problem.captured):
-        for own, array in ((captured[n], operand), (captured[count + n], operands.get(f"d{name}", operand))):
+    score_args = np.zeros(2 * count, SCORE_ARG)
+    for n, filled in enumerate(plan.tables, len(problem.score_args)):
+        score_args[n]["stride"][:3], score_args[n]["size"] = filled.strides, (*filled.shape, 1)
+        score_args[n]["first"] = filled.first
+    for n, (name, operand) in enumerate(problem.score_args):
+        for own, array in ((score_args[n], operand), (score_args[count + n], operands.get(f"d{name}", operand))):
             own["size"] = 1
             own["stride"][: len(array.strides)] = array.strides
             own["size"][: len(array.shape)] = array.shape
     pointer = bytes(8)
-    return np.frombuffer(params.tobytes() + pointer + captured.tobytes() + pointer, np.uint64).copy()
+    return np.frombuffer(params.tobytes() + pointer + score_args.tobytes() + pointer, np.uint64).copy()
 
 
 def pointer_words(problem: Problem) -> dict[str, int]:
@@ -102,11 +102,11 @@ def pointer_words(problem: Problem) -> dict[str, int]:
     if not problem.has_functions:
         return POINTER_WORD
     arrays = problem.hoisted.arrays
-    count, first, step = max(len(arrays), 1), 1 + PARAMS_BYTES // 8, CAPTURED_BYTES // 8
+    count, first, step = max(len(arrays), 1), 1 + PARAMS_BYTES // 8, SCORE_ARG_BYTES // 8
     words = dict(POINTER_WORD)
     for n, (name, _, _) in enumerate(arrays):
         words |= {name: first + n * step, f"d{name}": first + (count + n) * step}
-    return words | {"captured_sums": first - 1, "captured_largest": first + 2 * count * step}
+    return words | {"score_arg_sums": first - 1, "score_arg_largest": first + 2 * count * step}
 
 
 def length_numbers(problem: Problem) -> tuple[int, int, int, int]:

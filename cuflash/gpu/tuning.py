@@ -299,9 +299,9 @@ def tuned_plan(problem: Problem, device: DeviceSpec, pass_: Pass = FORWARD, **ar
     if winner.tiles == plan.tiles:
         told = f"tuned: {winner.tflops:.1f} TFLOP/s on {device.name}, the table's row is the fastest"
         return replace(plan, reason=f"{plan.reason}\n{told}")
-    obstacle = _why_not(winner.tiles, plan)
-    if obstacle:
-        return replace(plan, reason=f"{plan.reason}\nnot the tuned {labels[0]}: {obstacle}")
+    why_not = _why_not(winner.tiles, plan)
+    if why_not:
+        return replace(plan, reason=f"{plan.reason}\nnot the tuned {labels[0]}: {why_not}")
     told = (
         f"{labels[0]}: tuned: {winner.tflops:.1f} TFLOP/s on {device.name}, the table's row {winner.table_tflops:.1f} "
         f"({labels[1]})"

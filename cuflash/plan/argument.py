@@ -60,7 +60,7 @@ def _fields() -> tuple[tuple[str, str, int], ...]:
 FIELDS = _fields()
 # C ends a struct at a multiple of its widest field, which is what "0Q" does here.
 PARAMS_BYTES = struct.calcsize("@" + "".join(f"{count}{kind}" for _, kind, count in FIELDS) + "0Q")
-CAPTURED_BYTES = 80  # of each array that functions read, and as many of its gradient
+SCORE_ARG_BYTES = 80  # of each array that functions read, and as many of its gradient
 
 
 def params_bytes(problem: Problem) -> int:
@@ -71,7 +71,7 @@ def params_bytes(problem: Problem) -> int:
     """
     if not problem.has_functions:
         return PARAMS_BYTES
-    return PARAMS_BYTES + 2 * CAPTURED_BYTES * max(len(problem.hoisted.arrays), 1) + 16
+    return PARAMS_BYTES + 2 * SCORE_ARG_BYTES * max(len(problem.hoisted.arrays), 1) + 16
 
 
 def maps_offset(problem: Problem) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cuflash.plan.architectures import BACKWARD_FAMILIES, BIAS_FAMILIES, DQ_FAMILIES, SCORES_FAMILIES
-from cuflash.plan.draft import SUMS_CAPTURED, Draft
+from cuflash.plan.draft import SUMS_SCORE_ARGS, Draft
 from cuflash.plan.families import BACK_SECTION, BackwardFamily, choose_family, family_of
 from cuflash.plan.scores import (
-    add_captured,
-    add_captured_around,
     add_key_sums,
+    add_score_arg_helpers,
+    add_score_args,
     add_stored,
     add_sums,
     by_kind,
@@ -38,7 +38,7 @@ SHARE_STEPS, SUM_STEPS, SUM_STEPS_OF_PART = 3, 6, 1
 LOOKED_UP = dict.fromkeys(
     (
         *("CUFLASH_BIAS_OF_PAIRS", "CUFLASH_BIAS_OF_KEYS", "CUFLASH_MASK_OF_KEYS", "CUFLASH_MASK_BY_BITS"),
-        *("CUFLASH_HAS_LISTS", "CUFLASH_HAS_NOTES", "CUFLASH_HAS_BIAS_NOTES", "CUFLASH_CHOSEN_BY_BIAS"),
+        *("CUFLASH_HAS_LISTS", "CUFLASH_HAS_TILE_CLASSES", "CUFLASH_HAS_BIAS_TILE_CLASSES", "CUFLASH_CHOSEN_BY_BIAS"),
     ),
     0,
 )
@@ -60,13 +60,13 @@ class _Rows(NamedTuple):
     scores: Any
     bias: Any
     summed: tuple[str, ...]  # gradients of parts of the scores that the main kernel sums
-    sums_captured: bool  # whether it also sums the gradients of arrays that the score reads
+    sums_score_args: bool  # whether it also sums the gradients of arrays that the score reads
 
 
 def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
     """Add the kernels of the backward pass, with the tiles that are given, or those of the tables."""
     problem = draft.problem
-    family, main, dq, scores, bias, summed, sums_captured = _rows(draft, tiles)
+    family, main, dq, scores, bias, summed, sums_score_args = _rows(draft, tiles)
     draft.tiles = tuple(tile for tile in (main, dq, scores, bias) if tile is not None)
     reduces_dq = "dq" in draft.need and dq is None
     n_blocks = 0
@@ -104,19 +104,19 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
             add_stored(draft, scores, of_scores.source, stored)
         if sums:
             add_sums(draft, scores, of_scores.source, sums)
-        if draft.captured_gradients and not sums_captured:
-            add_captured(draft, scores, of_scores.source)
+        if draft.score_arg_gradients and not sums_score_args:
+            add_score_args(draft, scores, of_scores.source)
     if family is not None and main is not None:
-        if sums_captured:
-            add_captured_around(draft, around, SUMS_CAPTURED, stores=False)
-        blocks = _add_main(draft, family, main, n_blocks, summed, sums_captured)
+        if sums_score_args:
+            add_score_arg_helpers(draft, around, SUMS_SCORE_ARGS, stores=False)
+        blocks = _add_main(draft, family, main, n_blocks, summed, sums_score_args)
         if summed:
             add_key_sums(draft, around, blocks, summed)
-        if sums_captured:
-            if any(filled.table.name in draft.summed_captured for filled in draft.tables):
-                draft.add_around_tables(around, "led_on", CUFLASH_NEEDS_CAPTURED=SUMS_CAPTURED)
-            add_captured_around(draft, around, SUMS_CAPTURED, stores=True)
-            names = ", ".join(draft.captured_gradients)
+        if sums_score_args:
+            if any(filled.table.name in draft.summed_score_args for filled in draft.tables):
+                draft.add_around_tables(around, "led_on", CUFLASH_NEEDS_SCORE_ARGS=SUMS_SCORE_ARGS)
+            add_score_arg_helpers(draft, around, SUMS_SCORE_ARGS, stores=True)
+            names = ", ".join(draft.score_arg_gradients)
             draft.reasons.append(f"{names}: summed by the main kernel: exact sums, whose order does not matter")
     if bias is not None:
         of_bias = family_of(BIAS_FAMILIES, bias)
@@ -165,10 +165,10 @@ def _rows(draft: Draft, tiles: tuple[Tile, ...] | None) -> _Rows:
     if dq is not None and main is None:
         draft.reasons.append("dq alone has a kernel of its own, which makes three products and not five")
     summed = _summed_by_main(draft, family, main) if scores is None else ()
-    sums_captured = scores is None and _sums_captured(draft, family, main)
+    sums_score_args = scores is None and _sums_score_args(draft, family, main)
     if family is not None:
         main = family.summing(main, summed)
-        main = family.summing_captured(draft, main) if sums_captured else main
+        main = family.summing_score_args(draft, main) if sums_score_args else main
     stored, sums = by_kind([name for name in score_gradients(draft) if name not in summed])
     if not stored:
         bias = None
@@ -177,35 +177,35 @@ def _rows(draft: Draft, tiles: tuple[Tile, ...] | None) -> _Rows:
     elif scores is None:
         chosen = (own.choose(draft, main) for own in BIAS_FAMILIES)
         bias = next((tile for tile in chosen if tile is not None), None)
-    if not sums and (not stored or bias is not None) and (not draft.captured_gradients or sums_captured):
+    if not sums and (not stored or bias is not None) and (not draft.score_arg_gradients or sums_score_args):
         scores = None
     elif scores is None:
         _, scores, reason = choose_family(SCORES_FAMILIES, draft)
         draft.reasons.append(reason)
-    return _Rows(family, main, dq, scores, bias, summed, sums_captured)
+    return _Rows(family, main, dq, scores, bias, summed, sums_score_args)
 
 
 def _may_make_dq_alone(draft: Draft) -> bool:
     """Whether a family of the whole pass is preferred to kernels of dq."""
-    return any(family.serves_dq_alone and family.obstacle(draft) is None for family in BACKWARD_FAMILIES)
+    return any(family.serves_dq_alone and family.why_not_served(draft) is None for family in BACKWARD_FAMILIES)
 
 
-def _sums_captured(draft: Draft, family: BackwardFamily[Any] | None, main: Any) -> bool:
+def _sums_score_args(draft: Draft, family: BackwardFamily[Any] | None, main: Any) -> bool:
     """Whether the main kernel sums the wanted gradients of arrays that the score reads."""
-    if family is None or not draft.captured_gradients:
+    if family is None or not draft.score_arg_gradients:
         return False
-    obstacle = family.why_not_captured(draft, main)
+    why_not = family.why_not_score_args(draft, main)
     hoisted, unhoisted = draft.program, draft.problem.unhoisted
-    if hoisted.tables and (obstacle is not None or hoisted.reads_pairs):
+    if hoisted.tables and (why_not is not None or hoisted.reads_pairs):
         draft.program = unhoisted
-        if family.why_not_captured(draft, main) is None:
-            why = obstacle or "numbers of rows and keys, and sums of gradients, leave few registers for tables"
+        if family.why_not_score_args(draft, main) is None:
+            why = why_not or "numbers of rows and keys, and sums of gradients, leave few registers for tables"
             draft.reasons.append(f"score: nothing is hoisted where its gradients are summed: {why}")
             return True
         draft.program = hoisted
-    if obstacle is not None:
-        draft.reasons.append(f"{', '.join(draft.captured_gradients)}: not by {family.kernel}: {obstacle}")
-    return obstacle is None
+    if why_not is not None:
+        draft.reasons.append(f"{', '.join(draft.score_arg_gradients)}: not by {family.kernel}: {why_not}")
+    return why_not is None
 
 
 def _summed_by_main(draft: Draft, family: BackwardFamily[Any] | None, main: Any) -> tuple[str, ...]:
@@ -214,10 +214,10 @@ def _summed_by_main(draft: Draft, family: BackwardFamily[Any] | None, main: Any)
         return ()
     summed: list[str] = []
     for names in by_kind(score_gradients(draft)):
-        obstacles = {name: family.why_not_summed(draft, main, name) for name in names}
-        if all(obstacle is None for obstacle in obstacles.values()):
+        reasons_against = {name: family.why_not_summed(draft, main, name) for name in names}
+        if all(why_not is None for why_not in reasons_against.values()):
             summed += names
-        draft.reasons += [f"{name}: not by {family.kernel}: {why}" for name, why in obstacles.items() if why]
+        draft.reasons += [f"{name}: not by {family.kernel}: {why}" for name, why in reasons_against.items() if why]
     return tuple(summed)
 
 
@@ -310,7 +310,7 @@ def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: Tile | None
 
 
 def _add_main(
-    draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int, summed: tuple[str, ...], sums_captured: bool
+    draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int, summed: tuple[str, ...], sums_score_args: bool
 ) -> int:
     """Add the kernel whose blocks own keys, and return how many blocks it has."""
     family.prepare(draft, main)
@@ -318,8 +318,8 @@ def _add_main(
     run_time = draft.run_time
     shared = (n_blocks - run_time.whole_tiles) * run_time.group_splits * run_time.tail_splits
     blocks = shared + run_time.whole_tiles
-    makes = (*summed, "captured") if sums_captured else summed
-    options = needs(summed) | {"CUFLASH_NEEDS_CAPTURED": SUMS_CAPTURED if sums_captured else 0}
+    makes = (*summed, "score_args") if sums_score_args else summed
+    options = needs(summed) | {"CUFLASH_NEEDS_SCORE_ARGS": SUMS_SCORE_ARGS if sums_score_args else 0}
     draft.models.append(family.model)
     family.add(draft, main, blocks, makes, options)
     return blocks

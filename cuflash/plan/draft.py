@@ -23,9 +23,9 @@ from cuflash.spec.passes import BACKWARD, FORWARD, Pass
 from cuflash.spec.problem import Problem
 
 TABLE_WARPS = 8  # warps of a block that fills tables
-# What a kernel does for gradients of arrays that the score reads: CUFLASH_NEEDS_CAPTURED of
+# What a kernel does for gradients of arrays that the score reads: CUFLASH_NEEDS_SCORE_ARGS of
 # kernels/common/score/score_args_gradients.cuh.
-FINDS_LARGEST, ADDS_CAPTURED, SUMS_CAPTURED = 1, 2, 3
+FINDS_LARGEST, ADDS_SCORE_ARGS, SUMS_SCORE_ARGS = 1, 2, 3
 VECTOR_OF_MASK = 16  # keys that are read at once
 LIST_WARPS = 4  # warps of a block that lists tiles; each makes one list
 LIST_HEADER = 2  # numbers in front of a list
@@ -76,19 +76,22 @@ class Draft:
     key_splits: int = 1
     hides_last_keys: bool = False
     has_sinks: bool = False  # which the problem itself lacks in the backward pass
-    noted_bias: tuple[int, int] = (0, 0)  # queries and keys of the tiles for which a kernel notes what the bias hides
+    classified_bias: tuple[int, int] = (
+        0,
+        0,
+    )  # queries and keys of the tiles for which a kernel notes what the bias hides
     chosen_by_bias: bool = False  # whether main kernels use lists only if the bias hides enough tiles
     run_time: RunTime = field(default_factory=RunTime)
 
     @property
-    def captured_gradients(self) -> tuple[str, ...]:
+    def score_arg_gradients(self) -> tuple[str, ...]:
         """The wanted gradients of arrays that the score reads."""
-        return tuple(name for name in self.need if name in self.problem.captured_gradients)
+        return tuple(name for name in self.need if name in self.problem.score_arg_gradients)
 
     @property
-    def summed_captured(self) -> tuple[str, ...]:
+    def summed_score_args(self) -> tuple[str, ...]:
         """The arrays and tables whose gradients a kernel sums for these."""
-        return self.program.summed([name[1:] for name in self.captured_gradients])
+        return self.program.summed([name[1:] for name in self.score_arg_gradients])
 
     @property
     def heads(self) -> int:
@@ -119,8 +122,8 @@ class Draft:
 
     def why_not_mapped(self, names: Iterable[str]) -> str | None:
         """Why TMA cannot read these arrays, or write those that are results; None if it can."""
-        obstacles = (why_not(name, self.arrays[name], written=name in WRITTEN) for name in names)
-        return next(filter(None, obstacles), None)
+        reasons_against = (why_not(name, self.arrays[name], written=name in WRITTEN) for name in names)
+        return next(filter(None, reasons_against), None)
 
     def map_tensors(
         self, rows: Mapping[str, int], heads: Mapping[str, int] | None = None, *, read_once: bool = False
@@ -178,7 +181,7 @@ class Draft:
             self._add_mask_tiles(tile, of_masks * m_blocks * n_blocks)
         if looks_at_bias:
             self._add_bias_tiles(tile)
-        options = {"CUFLASH_LISTS_KEYS": int(of_keys), "CUFLASH_HAS_BIAS_NOTES": int(looks_at_bias)}
+        options = {"CUFLASH_LISTS_KEYS": int(of_keys), "CUFLASH_HAS_BIAS_TILE_CLASSES": int(looks_at_bias)}
         options |= {"CUFLASH_HAS_LISTS": 1, "CUFLASH_CHOSEN_BY_BIAS": int(self.chosen_by_bias)}
         options |= {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1}
         self.add("helpers/block_index.cu", tile, -(-lists // LIST_WARPS), 0, **options)
@@ -205,7 +208,7 @@ class Draft:
             chosen = defines | {"CUFLASH_HAS_LISTS": lists, "CUFLASH_CHOSEN_BY_BIAS": 1}
             self.add(source, tile, blocks, shared_bytes, (*makes, *["listed"] * lists), **chosen)
 
-    def add_notes(self, tile: Tile) -> None:
+    def add_tile_classes(self, tile: Tile) -> None:
         """Add notes of what a mask, or a function that hides pairs, leaves of tiles, for a main kernel without lists.
 
         That kernel finds the tiles that a block mask hides by itself.
@@ -213,19 +216,19 @@ class Draft:
         problem = self.problem
         self.defines["CUFLASH_HAS_LISTS"] = 0
         matrices = self._set_matrices()
-        obstacle = self._why_not_looked_at(tile)
-        looks = problem.mask is not None and not obstacle
-        if problem.mask is not None and obstacle:
-            self._say_computed("mask", obstacle)
+        why_not = self._why_not_looked_at(tile)
+        looks = problem.mask is not None and not why_not
+        if problem.mask is not None and why_not:
+            self._say_computed("mask", why_not)
         if problem.mask_function is not None or looks:
-            self.defines["CUFLASH_HAS_NOTES"] = 1
+            self.defines["CUFLASH_HAS_TILE_CLASSES"] = 1
             tiles = -(-problem.seqlen_q // tile.block_m) * -(-problem.seqlen_k // tile.block_n)
             self._add_mask_tiles(tile, matrices * tiles)
             self.reasons.append(f"mask: what it leaves of tiles of {tile.block_n} keys is noted")
         if problem.mask_function is not None or looks or problem.block_mask is not None:
             self.reasons.append(f"tiles of {tile.block_n} keys that no query sees are not loaded")
 
-    def add_bias_notes(self, tile: Tile) -> dict[str, int]:
+    def add_bias_tile_classes(self, tile: Tile) -> dict[str, int]:
         """Add notes of which tiles the bias hides, for a kernel of gradients that walks over tiles without lists.
 
         Returns the macros that this kernel is to be compiled with.
@@ -235,7 +238,7 @@ class Draft:
             self._add_bias_tiles(tile)
             note = f"bias: which tiles of {tile.block_m} queries x {tile.block_n} keys it hides is noted for these"
             self.reasons += [note] if note not in self.reasons else []
-        return {"CUFLASH_HAS_BIAS_NOTES": int(looks)}
+        return {"CUFLASH_HAS_BIAS_TILE_CLASSES": int(looks)}
 
     def _set_matrices(self, looks_at_bias: bool = False) -> int:
         """Set how many batch entries and heads have their own lists, and their own notes of masks.
@@ -275,9 +278,9 @@ class Draft:
         It notes tiles of all keys that the arrays have, so that batch entries of different lengths share its notes.
         """
         problem, size = self.problem, (tile.block_m, tile.block_n)
-        if self.noted_bias == size:
+        if self.classified_bias == size:
             return
-        self.noted_bias = size
+        self.classified_bias = size
         tiles = -(-problem.seqlen_q // tile.block_m) * -(-problem.seqlen_k // tile.block_n)
         tiles *= math.prod(self._own_biases) if self.heads else 0
         elements = -(-(BIAS_HEADER_BYTES + tiles) // ITEMSIZE[problem.softmax_dtype])
@@ -290,9 +293,9 @@ class Draft:
 
     def _why_bias_is_not_listed(self, why_not_for_bias: str) -> str | None:
         """Why lists do not leave out tiles that a per-pair bias hides; "" if they do, None without such a bias."""
-        obstacle = self._why_bias_is_not_looked_at()
-        if obstacle != "":
-            return obstacle
+        why_not = self._why_bias_is_not_looked_at()
+        if why_not != "":
+            return why_not
         if self.defines.get("CUFLASH_DQ_IN_ORDER"):
             return COUNTED_BY_DQ
         if self.defines["CUFLASH_HAS_LISTS"]:
@@ -322,10 +325,10 @@ class Draft:
         vectors = max(1, rows * tile.block_n // VECTOR_OF_MASK)
         return int(min(32, 1 << (vectors - 1).bit_length()))
 
-    def _say_computed(self, name: str, obstacle: str) -> None:
+    def _say_computed(self, name: str, why_not: str) -> None:
         """Say why tiles that a term hides are computed, once for each plan."""
         if not any(reason.startswith(f"{name}: tiles") for reason in self.reasons):
-            self.reasons.append(f"{name}: tiles that it hides are computed: {obstacle}")
+            self.reasons.append(f"{name}: tiles that it hides are computed: {why_not}")
 
     def _why_not_looked_at(self, tile: Tile) -> str:
         """Why no kernel looks beforehand at what a mask leaves of tiles; "" if one does."""
@@ -380,24 +383,24 @@ class Draft:
         `told` are the options that it needs, of those that most kernels around the main one do not need.
         """
         check_blocks(blocks)
-        untold = _untold(source, told)
-        name = "_".join((_symbol(source, self.problem, tile, untold), *makes))
+        ignored = _ignored(source, told)
+        name = "_".join((_symbol(source, self.problem, tile, ignored), *makes))
         # Kernels without blocks are not launched.
         overlaps = self.device.overlaps_launches and any(kernel.grid for kernel in self.kernels)
         every = self.defines | tile.defines() | defines | {"CUFLASH_OVERLAPS_PREVIOUS": int(overlaps)}
-        every |= dict.fromkeys((define for option in untold for define in _UNTOLD[option]), 0)
+        every |= dict.fromkeys((define for option in ignored for define in _IGNORED[option]), 0)
         if source.startswith("helpers/"):
             every.pop("CUFLASH_ARGUMENT_BYTES", None)  # they have no tensor maps
         every |= {"CUFLASH_SHARED_BYTES": shared_bytes, "CUFLASH_KERNEL_NAME": name}
         headers: tuple[tuple[str, str], ...] = ()
         if every["CUFLASH_HAS_SCORE_FUNCTION"] or every["CUFLASH_HAS_MASK_FUNCTION"]:
             # Kernels that add the gradients of arrays pair by pair find the places themselves, without tables.
-            by_pairs = every["CUFLASH_NEEDS_CAPTURED"] in (FINDS_LARGEST, ADDS_CAPTURED)
+            by_pairs = every["CUFLASH_NEEDS_SCORE_ARGS"] in (FINDS_LARGEST, ADDS_SCORE_ARGS)
             program = self.problem.unhoisted if by_pairs else self.program
-            header = functions_header(program, self.captured_gradients if every["CUFLASH_NEEDS_CAPTURED"] else ())
+            header = functions_header(program, self.score_arg_gradients if every["CUFLASH_NEEDS_SCORE_ARGS"] else ())
             headers = (header,)
             every |= {"CUFLASH_FUNCTIONS": f'"{header[0]}"', "CUFLASH_PARAMS_BYTES": params_bytes(self.problem)}
-            every["CUFLASH_NARROW_CAPTURED"] = int(all(_is_narrow(operand) for _, operand in self.problem.captured))
+            every["CUFLASH_NARROW_SCORE_ARGS"] = int(all(_is_narrow(operand) for _, operand in self.problem.score_args))
         self.kernels.append(
             KernelSpec(
                 source=source,
@@ -415,11 +418,11 @@ class Draft:
 
 # Options that make no difference to the kernels around the main one, and the macros that tell of them. Those kernels
 # are compiled without these options, so that one compilation serves all combinations.
-_UNTOLD: dict[str, tuple[str, ...]] = {
+_IGNORED: dict[str, tuple[str, ...]] = {
     **{name: (DEFINES[name],) for name in PAIR_OPTIONS if name in DEFINES},
     "bias": (DEFINES["bias"], "CUFLASH_BIAS_OF_PAIRS", "CUFLASH_BIAS_OF_KEYS"),
     "mask": (DEFINES["mask"], "CUFLASH_MASK_OF_KEYS", "CUFLASH_MASK_BY_BITS"),
-    "block_mask": ("CUFLASH_MASK_BLOCK_M", "CUFLASH_MASK_BLOCK_N", "CUFLASH_HAS_LISTS", "CUFLASH_HAS_NOTES"),
+    "block_mask": ("CUFLASH_MASK_BLOCK_M", "CUFLASH_MASK_BLOCK_N", "CUFLASH_HAS_LISTS", "CUFLASH_HAS_TILE_CLASSES"),
     "dropout": ("CUFLASH_HAS_DROPOUT",),
     "scale": ("CUFLASH_SCALE_IN_EXPONENT", "CUFLASH_NATURAL_SCORES"),
     "q_scale": ("CUFLASH_Q_SCALE", "CUFLASH_FLOAT8_QUERIES"),
@@ -435,7 +438,7 @@ _TOLD = {
     "scores_reduce.cu": ("bias",),
     "split_combine.cu": ("scale",),
     "sinks.cu": ("scale",),
-    "backward_preprocess.cu": tuple(name for name in _UNTOLD if name != "dropout" and name not in FP8_SCALES),
+    "backward_preprocess.cu": tuple(name for name in _IGNORED if name != "dropout" and name not in FP8_SCALES),
     "backward_postprocess.cu": ("dropout",),
     "score_args_gradients.cu": ("score",),
     "hoisted.cu": ("score",),
@@ -443,11 +446,11 @@ _TOLD = {
 }
 
 
-def _untold(source: str, told: Collection[str] | None) -> tuple[str, ...]:
+def _ignored(source: str, told: Collection[str] | None) -> tuple[str, ...]:
     """Options that a source does not need."""
     folder, _, file = source.rpartition("/")
     told = _TOLD.get(file, ()) if told is None else told
-    return tuple(name for name in _UNTOLD if name not in told) if folder == "helpers" else ()
+    return tuple(name for name in _IGNORED if name not in told) if folder == "helpers" else ()
 
 
 def functions_header(program: Program, gradients: Collection[str] = ()) -> tuple[str, str]:
@@ -510,7 +513,7 @@ def common_defines(
         "CUFLASH_HAS_SCORE_FUNCTION": int(problem.score is not None),
         "CUFLASH_SCORE_CHANGES_SLOPE": int(problem.score is not None and problem.program.changes_slope),
         "CUFLASH_HAS_MASK_FUNCTION": int(problem.mask_function is not None),
-        "CUFLASH_NEEDS_CAPTURED": 0,
+        "CUFLASH_NEEDS_SCORE_ARGS": 0,
         "CUFLASH_PAGE_SIZE": problem.page_size,
         "CUFLASH_FOLLOWS_LENGTHS": int(problem.follows_lengths),
         "CUFLASH_PARAMS_BYTES": PARAMS_BYTES,
@@ -519,8 +522,8 @@ def common_defines(
         "CUFLASH_MASK_OF_KEYS": 0,
         "CUFLASH_MASK_BY_BITS": 0,
         "CUFLASH_HAS_LISTS": int(problem.block_mask is not None or lists_function),
-        "CUFLASH_HAS_NOTES": 0,
-        "CUFLASH_HAS_BIAS_NOTES": 0,
+        "CUFLASH_HAS_TILE_CLASSES": 0,
+        "CUFLASH_HAS_BIAS_TILE_CLASSES": 0,
         "CUFLASH_CHOSEN_BY_BIAS": 0,
         "CUFLASH_PLAIN_FRAGMENTS": 0,
     }
@@ -552,9 +555,9 @@ def _define_of(operand: Operand | None, term: Term) -> int:
     return ITEMSIZE[operand.dtype] if term.define.endswith("_BYTES") else 1
 
 
-def _symbol(source: str, problem: Problem, tile: Tile, untold: Collection[str]) -> str:
+def _symbol(source: str, problem: Problem, tile: Tile, ignored: Collection[str]) -> str:
     """The kernel's symbol spells its source and its configuration, for profilers."""
     dims = f"d{problem.head_dim}" + (f"x{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
     file = source.removesuffix(".cu").replace("/", "_")
-    options = [name for name in option_names(problem) if name not in untold]
+    options = [name for name in option_names(problem) if name not in ignored]
     return "_".join([file, problem.dtype, dims, f"{tile.block_m}x{tile.block_n}", *options])

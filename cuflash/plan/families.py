@@ -67,7 +67,7 @@ class Family(ABC, Generic[Row]):
         """Why it does not serve a problem: None if it does, "" if the plan need not tell."""
         return None
 
-    def obstacle(self, draft: Draft) -> str | None:
+    def why_not_served(self, draft: Draft) -> str | None:
         """The same, including score_mod and mask_mod and fp8 numbers."""
         if draft.problem.has_functions and not self.has_functions:
             return "it knows no functions that make scores or hide pairs"
@@ -75,18 +75,18 @@ class Family(ABC, Generic[Row]):
             return f"it knows no {' and no '.join(unknown)}"
         if draft.problem.multiplies_float8 and not (self.has_float8 or self.multiplies_float8):
             return ""
-        obstacle = self.why_not(draft)
-        if obstacle is None and draft.problem.has_float8 and not (self.has_float8 or self.multiplies_float8):
+        why_not = self.why_not(draft)
+        if why_not is None and draft.problem.has_float8 and not (self.has_float8 or self.multiplies_float8):
             return "it knows no fp8 keys and values"
-        return obstacle
+        return why_not
 
 
 class ForwardFamily(Family[Row]):
     outputs: ClassVar[tuple[str, ...]] = OUTPUTS  # the results that it can make
 
-    def obstacle(self, draft: Draft) -> str | None:
+    def why_not_served(self, draft: Draft) -> str | None:
         unmade = [name for name in draft.need if name not in self.outputs]
-        return f"it makes no {' and no '.join(unmade)}" if unmade else super().obstacle(draft)
+        return f"it makes no {' and no '.join(unmade)}" if unmade else super().why_not_served(draft)
 
     @abstractmethod
     def draft(self, draft: Draft, tile: Row) -> None:
@@ -133,11 +133,11 @@ class BackwardFamily(Family[Row]):
         """The row for a main kernel that sums these gradients of parts of the scores."""
         return main
 
-    def why_not_captured(self, draft: Draft, main: Row) -> str | None:
+    def why_not_score_args(self, draft: Draft, main: Row) -> str | None:
         """Why its main kernel does not sum the wanted gradients of arrays that the score reads: None if it does."""
         return "it sums no gradients of arrays that the score reads"
 
-    def summing_captured(self, draft: Draft, main: Row) -> Row:
+    def summing_score_args(self, draft: Draft, main: Row) -> Row:
         """The row for a main kernel that sums these."""
         return main
 
@@ -215,15 +215,15 @@ def family_of(families: Sequence[F], tile: Tile) -> F:
 
 def choose_family(families: Sequence[F], draft: Draft) -> tuple[F, Any, str]:
     """The first family that serves the problem, the row of its table, and the story of the choice."""
-    obstacles: list[str] = []
+    reasons_against: list[str] = []
     for family in families:
-        obstacle = family.obstacle(draft)
-        if obstacle is None:
+        why_not = family.why_not_served(draft)
+        if why_not is None:
             break
-        if obstacle:
-            obstacles.append(f"not {family.kernel}: {obstacle}")
+        if why_not:
+            reasons_against.append(f"not {family.kernel}: {why_not}")
     # The last family serves all that no other one does.
     tile, reason = choose_row(family.table(draft.problem), draft.problem, draft.device)
     if draft.problem.multiplies_float8 and not family.multiplies_float8:
-        obstacles.append("fp8 q, k and v become numbers of 16 bits, exactly, which are multiplied")
-    return family, tile, "\n".join([reason, *obstacles])
+        reasons_against.append("fp8 q, k and v become numbers of 16 bits, exactly, which are multiplied")
+    return family, tile, "\n".join([reason, *reasons_against])

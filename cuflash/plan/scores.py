@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from cuflash.arrays.array_info import ITEMSIZE
-from cuflash.plan.draft import ADDS_CAPTURED, FINDS_LARGEST, SUMS_CAPTURED, Draft, check_blocks
+from cuflash.plan.draft import ADDS_SCORE_ARGS, FINDS_LARGEST, SUMS_SCORE_ARGS, Draft, check_blocks
 from cuflash.plan.tiles import Tile
 from cuflash.spec.inputs import TERMS
 from cuflash.spec.outputs import SCORE_GRADIENTS
@@ -61,7 +61,7 @@ def add_stored(
         check_blocks(blocks)
         blocks = min(blocks, resident)
         draft.set(resident_blocks=blocks)
-    options = needs(stored) | _sums(axes) | draft.add_bias_notes(tile) | defines
+    options = needs(stored) | _sums(axes) | draft.add_bias_tile_classes(tile) | defines
     draft.add(source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)), stored, **options)
     words = ", ".join(f"{n} {x}" for x, n, summed in zip(_AXES_WORDS, sizes, axes, strict=True) if summed and n > 1)
     draft.reasons.append(f"dbias: {owned} tiles of pairs" + (f", each a sum over {words}" if words else ""))
@@ -80,50 +80,50 @@ def add_sums(draft: Draft, tile: Tile, source: str, sums: Collection[str]) -> No
     m_blocks = math.prod(sizes[:3])
     splits = _shares(draft, tile, m_blocks, sizes[3])
     draft.set(sums_splits=splits)
-    options = needs(sums) | _sums((False, False, False, True)) | draft.add_bias_notes(tile)
+    options = needs(sums) | _sums((False, False, False, True)) | draft.add_bias_tile_classes(tile)
     draft.add(source, tile, m_blocks * splits, tile.shared_bytes(*draft.padded_dims(tile)), sums, **options)
     draft.scratch["sums_partials"] = (len(SCORE_GRADIENTS) - 1) * m_blocks * splits
     _add_reduce(draft, tile, _numbers(draft, sums), sums, _axes_of_heads(draft), by_keys=False)
     draft.reasons.append(f"{', '.join(sums)}: sums by {m_blocks * splits} blocks, added in a fixed order")
 
 
-def add_captured(draft: Draft, tile: Tile, source: str) -> None:
+def add_score_args(draft: Draft, tile: Tile, source: str) -> None:
     """Add the kernels of the gradients of arrays that the score reads: sums in any order, scaled by largest terms."""
-    names, sizes = draft.captured_gradients, _sizes(draft, tile)
+    names, sizes = draft.score_arg_gradients, _sizes(draft, tile)
     m_blocks = math.prod(sizes[:3])
     splits = _shares(draft, tile, m_blocks, sizes[3])
     draft.set(sums_splits=splits)
-    add_captured_around(draft, tile, ADDS_CAPTURED, stores=False)
+    add_score_arg_helpers(draft, tile, ADDS_SCORE_ARGS, stores=False)
     shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
     options = needs(()) | _sums((False, False, False, True))
-    for step, what in ((FINDS_LARGEST, "largest"), (ADDS_CAPTURED, "added")):
-        draft.add(source, tile, m_blocks * splits, shared_bytes, (what,), **options, CUFLASH_NEEDS_CAPTURED=step)
-    add_captured_around(draft, tile, ADDS_CAPTURED, stores=True)
+    for step, what in ((FINDS_LARGEST, "largest"), (ADDS_SCORE_ARGS, "added")):
+        draft.add(source, tile, m_blocks * splits, shared_bytes, (what,), **options, CUFLASH_NEEDS_SCORE_ARGS=step)
+    add_score_arg_helpers(draft, tile, ADDS_SCORE_ARGS, stores=True)
     draft.reasons.append(
         f"{', '.join(names)}: by {source.removesuffix('.cu')}, which makes the weights again: sums in fixed point, "
-        f"whose order does not matter, in {8 * _words(draft, ADDS_CAPTURED)} bytes"
+        f"whose order does not matter, in {8 * _words(draft, ADDS_SCORE_ARGS)} bytes"
     )
 
 
-def add_captured_around(draft: Draft, tile: Tile, step: int, *, stores: bool) -> None:
+def add_score_arg_helpers(draft: Draft, tile: Tile, step: int, *, stores: bool) -> None:
     """Add the kernel that clears the sums of such gradients, or the one that makes results of them."""
-    arrays = dict(draft.problem.captured)
-    elements = sum(math.prod(arrays[name[1:]].shape) for name in draft.captured_gradients)
-    if step == SUMS_CAPTURED:
-        summed = draft.summed_captured
+    arrays = dict(draft.problem.score_args)
+    elements = sum(math.prod(arrays[name[1:]].shape) for name in draft.score_arg_gradients)
+    if step == SUMS_SCORE_ARGS:
+        summed = draft.summed_score_args
         elements += sum(math.prod(filled.shape) for filled in draft.tables if filled.table.name in summed)
     of_64_bits = 8 // ITEMSIZE[draft.problem.softmax_dtype]
-    draft.scratch["captured_sums"] = of_64_bits * elements * _words(draft, step)
-    draft.scratch["captured_largest"] = of_64_bits * (len(draft.program.arrays) + 1)
+    draft.scratch["score_arg_sums"] = of_64_bits * elements * _words(draft, step)
+    draft.scratch["score_arg_largest"] = of_64_bits * (len(draft.program.arrays) + 1)
     blocks = draft.device.num_sms  # the same for all arrays, so that no array needs another compilation
-    options = {"CUFLASH_NUM_WARPS": SCORES_REDUCE_WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_NEEDS_CAPTURED": step}
-    options |= {"CUFLASH_CAPTURED_BLOCKS": blocks, "CUFLASH_STORES_CAPTURED": int(stores)}
+    options = {"CUFLASH_NUM_WARPS": SCORES_REDUCE_WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_NEEDS_SCORE_ARGS": step}
+    options |= {"CUFLASH_SCORE_ARG_BLOCKS": blocks, "CUFLASH_STORES_SCORE_ARGS": int(stores)}
     draft.add("helpers/score_args_gradients.cu", tile, blocks, 0, ("stored",) if stores else ("cleared",), **options)
 
 
 def _words(draft: Draft, step: int) -> int:
     """How many numbers of 64 bits a sum of such a gradient takes."""
-    if step == SUMS_CAPTURED:
+    if step == SUMS_SCORE_ARGS:
         return EXACT_WORDS
     return 2 if draft.problem.softmax_dtype == "float64" else 1
 

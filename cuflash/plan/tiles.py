@@ -209,9 +209,9 @@ def choose_row(table: Iterable[Row], problem: Problem, device: DeviceSpec) -> tu
     for tile in table:
         if not serves_dims(tile, problem):
             continue
-        obstacle = tile.why_not(problem, device) or why_too_large(tile, problem, device)
-        if obstacle:
-            rejected.append(f"not {tile.label}: {obstacle}")
+        why_not = tile.why_not(problem, device) or why_too_large(tile, problem, device)
+        if why_not:
+            rejected.append(f"not {tile.label}: {why_not}")
             continue
         return tile, "\n".join([f"{tile.label}: {tile.origin}", *rejected])
     raise NotImplementedError(

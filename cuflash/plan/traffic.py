@@ -102,7 +102,7 @@ def predict(plan: Plan) -> Traffic | None:
     problem = plan.problem
     if not plan.models or None in plan.models or not problem.visible_pairs:
         return None
-    if problem.has_float8 or "captured_sums" in plan.scratch_sizes:
+    if problem.has_float8 or "score_arg_sums" in plan.scratch_sizes:
         return None
     return _TRAFFIC[plan.pass_](plan)
 

@@ -39,7 +39,7 @@ class Clamped:
         return self._array[clamped(indices, self._array.shape)]
 
 
-def as_captured(array: Array, dtype: DTypeLike) -> Any:
+def as_score_args(array: Array, dtype: DTypeLike) -> Any:
     """An array as a function sees it, with real numbers in `dtype`; an array without axes becomes its only number."""
     if array.dtype.kind not in "biu":
         array = array.astype(dtype)

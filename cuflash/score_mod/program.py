@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from cuflash.score_mod.codegen import ELEMENTS, Writer, body, divisors_of_head, of_head, of_points, reciprocal_of
 from cuflash.score_mod.derivatives import ONE, derivatives, loads_of
-from cuflash.score_mod.evaluation import as_captured, evaluate
+from cuflash.score_mod.evaluation import as_score_args, evaluate
 from cuflash.score_mod.factors import factored
 from cuflash.score_mod.indexing import COUNTED, ORIGIN, of_part
 from cuflash.score_mod.nodes import COMPARISONS, Node, in_order, node, shown
@@ -109,7 +109,7 @@ class Traced:
         """Call the function itself on NumPy arrays, or evaluate the expression if there is no function any more."""
         if self.function is None:
             return evaluate([self.with_kinds(arrays)], inputs, arrays, dtype)[0]
-        keywords = {name: as_captured(arrays[name], dtype) for name in self.arrays}
+        keywords = {name: as_score_args(arrays[name], dtype) for name in self.arrays}
         asked = _asked(self.function)
         keywords |= {name: inputs[name] for name in NAMED_INPUTS if name in asked}
         with np.errstate(all="ignore"):

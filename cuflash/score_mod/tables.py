@@ -36,7 +36,7 @@ class Table:
     Attributes
     ----------
     name : str
-        Used like the name of a captured array. It is no identifier, so that no array of a caller has it.
+        Used like the name of a score_mod args. It is no identifier, so that no array of a caller has it.
     of : Node
         The part, with kinds.
     by : {"i", "j", "i - j"}
@@ -106,7 +106,7 @@ def filling_text(tables: Sequence[Table], arrays: Mapping[str, tuple[int, str]],
     text += "return of[table]; }\n"
     for number, table in enumerate(tables):
         text += _filling(number, table, arrays)
-        text += _leading_on(number, table, arrays, wanted) if table.reads(wanted) else ""
+        text += _batch_axes_on(number, table, arrays, wanted) if table.reads(wanted) else ""
     return text
 
 
@@ -117,7 +117,7 @@ def _filling(number: int, table: Table, arrays: Mapping[str, tuple[int, str]]) -
     return head + body([of], arrays, lambda writer: [f"{stored} = {writer.text(of)};"], exact=True) + "}\n"
 
 
-def _leading_on(number: int, table: Table, arrays: Mapping[str, tuple[int, str]], wanted: Collection[str]) -> str:
+def _batch_axes_on(number: int, table: Table, arrays: Mapping[str, tuple[int, str]], wanted: Collection[str]) -> str:
     reads = [(name, load) for name, loads in table.loads.items() if name in wanted for load in loads]
     head = f"template <class Visit>\nCUFLASH_DEVICE void lead_on(Integer<{number}>, {_PLACE}, Visit visit) {{\n"
     roots = [*(index for _, load in reads for index in load.at.args), *(load.derivative for _, load in reads)]

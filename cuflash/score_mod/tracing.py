@@ -187,7 +187,7 @@ class ScoreArgSymbol(Symbol):
         return Symbol(node("load", tuple(map(as_node, indices)), self.name, place=place()))
 
 
-def captured_names(function: Callable[..., Any], what: str, positional: tuple[str, ...]) -> tuple[str, ...]:
+def score_arg_names(function: Callable[..., Any], what: str, positional: tuple[str, ...]) -> tuple[str, ...]:
     """The names of the keyword-only arguments of a function, those of `NAMED_INPUTS` among them."""
     if not callable(function):
         raise type_error(what, typed(function), f"None or a function of ({', '.join(positional)}, *, ...)")
@@ -207,7 +207,7 @@ def captured_names(function: Callable[..., Any], what: str, positional: tuple[st
 
 def trace(function: Callable[..., Any], what: str, positional: tuple[str, ...]) -> tuple[Node, tuple[str, ...]]:
     """The expression of what a function returns, and the names of the arrays that it takes."""
-    names = captured_names(function, what, positional)
+    names = score_arg_names(function, what, positional)
     arrays = tuple(name for name in names if name not in NAMED_INPUTS)
     inputs = {name: Symbol(node("input", (), name)) for name in INPUTS}
     keywords = {name: inputs[name] if name in NAMED_INPUTS else ScoreArgSymbol(name) for name in names}

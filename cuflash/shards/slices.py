@@ -69,7 +69,7 @@ class Parts:
     zeros: tuple[int, int] = (0, 0)  # the query and the key counted as 0: the start of a packed sequence
     first_head: int = 0  # the first head of calls, among all heads
     first_entry: int = 0  # the first batch entry, or packed sequence, of calls
-    # See `wide_captured`: arrays that were widened once; copies made by `dataclasses.replace` share them.
+    # See `wide_score_args`: arrays that were widened once; copies made by `dataclasses.replace` share them.
     _widened: dict[str, Array] = field(default_factory=dict, repr=False)
 
     @functools.cached_property
@@ -118,7 +118,7 @@ class Parts:
         if pairs is not None:
             arrays["lse"], wide = pairs[..., 0], (*wide, "lse")
         options = self.options_of(queries, keys, wide)
-        of_call = dict.fromkeys((*NAMES, *OUTPUTS)) | self.captured(options, queries, keys, arrays["q"]) | arrays
+        of_call = dict.fromkeys((*NAMES, *OUTPUTS)) | self.score_args(options, queries, keys, arrays["q"]) | arrays
         found = self.backend.forward(options, self._packed(of_call), self.random)
         return self._unpacked(dict(zip(OUTPUTS, found, strict=True)))
 
@@ -128,7 +128,7 @@ class Parts:
         absent: dict[str, Any] = dict.fromkeys((*NAMES, "dlse"))
         del absent["block_table"]
         ordered = tuple(name for name in (*GRADIENTS, *self.options.score_gradients) if name in need)
-        of_call = absent | self.captured(options, queries, keys, arrays["q"]) | arrays
+        of_call = absent | self.score_args(options, queries, keys, arrays["q"]) | arrays
         results = {name: arrays.get(name) for name in ordered}
         found = self.backend.backward(options, self._packed(of_call | results), ordered, self.random)
         return self._unpacked(dict(zip(ordered, found, strict=True)))
@@ -137,14 +137,14 @@ class Parts:
         """Row max and row sum, over the keys of a part, of rows whose given lse is large (`cuflash.spec.row_sums`)."""
         arrays = arrays | {name: self._as_float8(name, arrays[name]) for name in INPUTS}
         options = self.options_of(queries, keys)
-        of_call = dict.fromkeys(NAMES) | self.captured(options, queries, keys, arrays["q"]) | arrays
+        of_call = dict.fromkeys(NAMES) | self.score_args(options, queries, keys, arrays["q"]) | arrays
         del of_call["block_table"]
         return self._unpacked({"row_sums": self.backend.row_sums(options, self._packed(of_call))})
 
-    def captured(self, options: Options, queries: Span, keys: Span, q: Array) -> dict[str, Array]:
+    def score_args(self, options: Options, queries: Span, keys: Span, q: Array) -> dict[str, Array]:
         """What the functions of a call read: whole arrays, as wide as q is, and the place of the call."""
         is_widened = q.dtype.name not in (self.problem.dtype, *FLOAT8)
-        arrays = self.wide_captured if is_widened else self.arrays
+        arrays = self.wide_score_args if is_widened else self.arrays
         found = {name: arrays[name] for name in options.score_args if name != ORIGIN}
         if ORIGIN in options.score_args:
             found[ORIGIN] = self.xp.empty(len(COUNTED), np.int32)
@@ -154,7 +154,7 @@ class Parts:
         return found
 
     @property
-    def wide_captured(self) -> dict[str, Array]:
+    def wide_score_args(self) -> dict[str, Array]:
         """The arrays that functions read; those of the dtype of the inputs are converted to that of the softmax.
 
         Then their gradients have this dtype, too, and can be added up.

@@ -1,6 +1,6 @@
-"""Leading axes: how any number of axes before the heads becomes the one batch axis of a pass.
+"""Batch axes: how any number of axes before the heads becomes the one batch axis of a pass.
 
-The leading axes of q, k and v broadcast as those of `numpy.matmul` do, and those of all other arrays broadcast to the
+The batch axes of q, k and v broadcast as those of `numpy.matmul` do, and those of all other arrays broadcast to the
 result. Axes that every array steps through by one stride become one batch axis, a view. If some array cannot do so,
 because it broadcasts along one of two axes or because its strides do not fit together, the longest run of axes that do
 merge is the batch of a call, and there is a call for each index of the other axes. Each call works on views. If a
@@ -41,7 +41,7 @@ Array = Any  # of NumPy or CuPy
 
 # Terms with at most a sixteenth of the elements of q, such as masks of keys, are copied to save calls.
 SMALL = 16
-# Numbers of axes that are not leading ones; arrays over head dimensions may lack the first of these.
+# Numbers of axes that are not batch axes; arrays over head dimensions may lack the first of these.
 _OF_TERMS = {term.name: term.own_axes for term in TERMS if term.own_axes is not None}
 _BROADCAST = tuple(name for name, own in _OF_TERMS.items() if own > 1)
 _SHARED = tuple(term.name for term in TERMS if term.lacks_batch)
@@ -55,13 +55,13 @@ _OWN_AXES = {
 }
 _SUMMED_BY_PASS = tuple(term.name for term in TERMS if term.may_lack_batch)
 _FULL = {name: _OWN_AXES[name] for row in FORWARD_ROWS for name in (row.name, row.gradient) if name}
-# Arrays that `is_plain` looks at beside q, k and v; those with None exclude leading axes.
+# Arrays that `is_plain` looks at beside q, k and v; those with None exclude batch axes.
 _OF_ENTRIES = {**_FULL, **{term.name: term.own_axes for term in TERMS if term.name not in _BROADCAST}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """How a call goes through its leading axes; axes are numbered from the first leading axis of the scores."""
+    """How a call goes through its batch axes; axes are numbered from the first batch axis of the scores."""
 
     lengths: tuple[int, ...]
     inner: tuple[int, ...]  # axes that are the batch of each call
@@ -84,7 +84,7 @@ class Axes:
 
     def describe(self) -> str:
         """The text of a plan on these axes."""
-        text = f"leading axes {self.lengths}: {counted(self.calls, 'call')} with a batch of {self.batch}"
+        text = f"batch axes {self.lengths}: {counted(self.calls, 'call')} with a batch of {self.batch}"
         if self.calls != 1:
             text += f", because {', '.join(self.blocking)} cannot step through all of them by one stride"
         if self.copied:
@@ -95,11 +95,11 @@ class Axes:
 
 
 def axes_of(options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> Axes | None:
-    """How the leading axes of a call become a batch; None if one pass takes the arrays as they are.
+    """How the batch axes of a call become a batch; None if one pass takes the arrays as they are.
 
     `arrays` are those of a pass by name, where None stands for an absent one; `results` are the names of its results.
 
-    Raises ValueError if leading axes do not broadcast, or if the shape of an array does not follow from the others.
+    Raises ValueError if batch axes do not broadcast, or if the shape of an array does not follow from the others.
     """
     if is_plain(arrays):
         return None
@@ -181,8 +181,8 @@ def _axes_of(
         model = name[1:]
         if name in full or (model not in steps and name not in NUMBER_GRADIENTS):
             return False
-        leading = len(shapes[model]) - _OWN_AXES[model] if model in shapes else 0
-        own = _aligned(shapes[model][:leading] if leading > 0 else (), len(lengths))
+        batch_axes = len(shapes[model]) - _OWN_AXES[model] if model in shapes else 0
+        own = _aligned(shapes[model][:batch_axes] if batch_axes > 0 else (), len(lengths))
         by_call = any(own[axis] == 1 for axis in outer)
         by_entry = model in INPUTS or model in copied
         return by_call or (by_entry and any(own[axis] == 1 for axis in inner))
@@ -201,7 +201,7 @@ def _axes_of(
 
 
 def _broadcast(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """The lengths of the leading axes of q, k and v after broadcasting."""
+    """The lengths of the batch axes of q, k and v after broadcasting."""
     lengths: tuple[int, ...] = ()
     for name in INPUTS:
         if len(shapes[name]) < 2:
@@ -211,8 +211,8 @@ def _broadcast(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         count = max(len(own), len(lengths))
         pairs = list(zip(_aligned(own, count), _aligned(lengths, count), strict=True))
         if any(a != b and 1 not in (a, b) for a, b in pairs):
-            expected = f"leading axes that broadcast with {lengths}, which those before it have"
-            raise value_error(name, f"leading axes {own} in shape {shapes[name]}", expected)
+            expected = f"batch axes that broadcast with {lengths}, which those before it have"
+            raise value_error(name, f"batch axes {own} in shape {shapes[name]}", expected)
         lengths = tuple(b if a == 1 else a for a, b in pairs)
     return lengths
 
@@ -264,31 +264,31 @@ def _check(
             expected = f"a shape that broadcasts to {whole}{hint}"
         else:
             is_right = shape[len(shape) - own :] == heads[:own] and len(shape) >= own
-            expected = f"{(*lengths, *heads[:own])}, of which leading axes may be 1 or missing"
+            expected = f"{(*lengths, *heads[:own])}, of which batch axes may be 1 or missing"
         fits = broadcasts(lead, lengths)
         if name in _SHARED and fits and any(n != 1 for n in lead):
-            fits, expected = False, f"{heads}, and leading axes of size 1: a head has one {name.removesuffix('s')}"
+            fits, expected = False, f"{heads}, and batch axes of size 1: a head has one {name.removesuffix('s')}"
         if not (is_right and fits):
             raise value_error(name, f"shape {shape}", expected)
 
 
 def _size(name: str, shape: tuple[int, ...]) -> int:
-    """Elements of an array for one index of the leading axes."""
+    """Elements of an array for one index of the batch axes."""
     return math.prod(shape[max(len(shape) - _OWN_AXES[name], 0) :])
 
 
 def _steps(name: str, shape: tuple[int, ...], strides: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Strides along the leading axes; 0 along axes that the array does not have, or that have length 1 in it."""
-    leading = max(len(shape) - _OWN_AXES.get(name, len(shape)), 0)
-    own = tuple(0 if n == 1 else stride for n, stride in zip(shape[:leading], strides, strict=False))
-    return (0,) * (count - leading) + own
+    """Strides along the batch axes; 0 along axes that the array does not have, or that have length 1 in it."""
+    batch_axes = max(len(shape) - _OWN_AXES.get(name, len(shape)), 0)
+    own = tuple(0 if n == 1 else stride for n, stride in zip(shape[:batch_axes], strides, strict=False))
+    return (0,) * (count - batch_axes) + own
 
 
 # ---- Calls -----------------------------------------------------------------------------------------------------------
 
 
 class Calls:
-    """The calls that make up one call on arrays with leading axes.
+    """The calls that make up one call on arrays with batch axes.
 
     Parameters
     ----------
@@ -326,12 +326,12 @@ class Calls:
         self._widened: tuple[str, ...] = ()
         self._parts = axes.parts
         if q.dtype.itemsize == 2:
-            captured = tuple(name for name in self._arrays if name not in _OWN_AXES)
+            score_args = tuple(name for name in self._arrays if name not in _OWN_AXES)
             sums = tuple(name for name in DEFAULT_NEED if name in axes.sums)
             if sums and gives_parts and ("dq" not in sums or self._dq_is_added_up()):
                 self.options = replace(options, wide=sums)
             elif sums:
-                self._widened = (*OVER_HEAD_DIM, "bias", *captured)
+                self._widened = (*OVER_HEAD_DIM, "bias", *score_args)
                 self._parts = tuple(x for x in results if x in axes.parts or x[1:] in self._widened)
             if "dbias" in axes.sums and bias is not None and bias.dtype.itemsize == 2:
                 self._widened = (*self._widened, "bias")
@@ -346,7 +346,7 @@ class Calls:
         return self.axes.describe() + (f"; {', '.join(names)} converted to it" if names else "")
 
     def indices(self) -> Iterator[tuple[int, ...]]:
-        """For each call, an index for every leading axis; it is 0 for the axes of the batch."""
+        """For each call, an index for every batch axis; it is 0 for the axes of the batch."""
         lengths = (n if axis in self.axes.outer else 1 for axis, n in enumerate(self.axes.lengths))
         return itertools.product(*map(range, lengths))
 
@@ -391,7 +391,7 @@ class Calls:
         into = self._at(name, total, index, slice(None))
         if part.size != into.size:
             lengths = [self.axes.lengths[axis] for axis in self.axes.inner]
-            first = len(self.axes.lengths) - self._leading(name, total)
+            first = len(self.axes.lengths) - self._batch_axes(name, total)
             own = [total.shape[axis - first] if axis >= first else 1 for axis in self.axes.inner]
             short = tuple(i for i, n in enumerate(own) if n == 1)
             part = part.reshape(*lengths, *part.shape[1:]).sum(axis=short)
@@ -429,18 +429,18 @@ class Calls:
             return array[:, None] if self.options.layout == "bshd" else array[None]
         return array[None] if name in OVER_ROWS and array.ndim == 1 else array
 
-    def _leading(self, name: str, array: Array) -> int:
-        """How many leading axes an array has."""
+    def _batch_axes(self, name: str, array: Array) -> int:
+        """How many batch axes an array has."""
         return max(array.ndim - _OWN_AXES.get(name, array.ndim), 0)
 
     def _at(self, name: str, array: Array, index: tuple[int, ...], inner: Any) -> Array:
         """A view at an index of the outer axes; `inner` indexes the inner ones: 0, or a slice of all."""
         array = self._with_heads(name, array)
-        leading = self._leading(name, array)
-        axes = range(len(self.axes.lengths) - leading, len(self.axes.lengths))
+        batch_axes = self._batch_axes(name, array)
+        axes = range(len(self.axes.lengths) - batch_axes, len(self.axes.lengths))
         places = [
             inner if axis in self.axes.inner else index[axis] if n > 1 else 0
-            for axis, n in zip(axes, array.shape[:leading], strict=True)
+            for axis, n in zip(axes, array.shape[:batch_axes], strict=True)
         ]
         return array[tuple([*places, ...])]
 
@@ -449,10 +449,10 @@ class Calls:
         if name not in _OWN_AXES:
             return array
         array = self._with_heads(name, array)
-        leading = self._leading(name, array)
-        if 0 in array.shape[:leading]:
-            return self._module(array).empty((0, *array.shape[leading:]), array.dtype)
-        first = len(self.axes.lengths) - leading
+        batch_axes = self._batch_axes(name, array)
+        if 0 in array.shape[:batch_axes]:
+            return self._module(array).empty((0, *array.shape[batch_axes:]), array.dtype)
+        first = len(self.axes.lengths) - batch_axes
         walked = [axis - first for axis in self.axes.inner if axis >= first and array.shape[axis - first] > 1]
         part = self._at(name, array, index, 0)
         if not walked and name.removeprefix("d") in _SUMMED_BY_PASS:
@@ -474,7 +474,7 @@ class Calls:
 def as_one_call(
     options: Options, arrays: Mapping[str, Array], results: Collection[str], xp: ModuleType
 ) -> Calls | None:
-    """A single call with all leading axes as its batch, which gives all results as new arrays; None without such axes.
+    """A single call with all batch axes as its batch, which gives all results as new arrays; None without such axes.
 
     So all ranks make the same call, however their arrays lie in memory. Those that do not merge are copied. Axes of
     queries and keys may have any lengths: a rank has a part of them.
@@ -491,7 +491,7 @@ def as_one_call(
 
 
 class FirstCall(NamedTuple):
-    """Options and arrays of one call, and the text of a plan on its axes; empty if there are no leading axes."""
+    """Options and arrays of one call, and the text of a plan on its axes; empty if there are no batch axes."""
 
     options: Options
     arrays: dict[str, Array]

@@ -116,14 +116,14 @@ def bind(
     """
     given = {name: array for name, array in arrays.items() if array is not None}
     q, k, v = (given[name] for name in INPUTS)
-    captured = {name: given[name] for name in options.score_args}
-    problem = make_problem(options, q, k, v, captured=captured, **{name: given.get(name) for name in NAMES})
+    score_args = {name: given[name] for name in options.score_args}
+    problem = make_problem(options, q, k, v, score_args=score_args, **{name: given.get(name) for name in NAMES})
     pass_.check(problem)
     need = pass_.default if need is None else need
     results = tuple(name for name in pass_.results_in(problem) if name in need or name in given)
-    _check_captured_gradients(problem, (*need, *given))
+    _check_score_arg_gradients(problem, (*need, *given))
     for name, array in given.items():
-        if name not in (*INPUTS, *NAMES, *captured):
+        if name not in (*INPUTS, *NAMES, *score_args):
             shape, dtype = expected(name, problem, given)
             check_array(name, array, shape, dtype, is_read=name not in results)
         if name in results:
@@ -140,7 +140,7 @@ def bind(
     copied = tuple(name for name in OVER_HEAD_DIM if name in given and _is_scattered(given[name]))
     for name in copied:
         lying[name], addresses[name] = Contiguous(tuple(given[name].shape), given[name].dtype), 0
-    apart = (*NAMES, *NUMBER_GRADIENTS, *captured)
+    apart = (*NAMES, *NUMBER_GRADIENTS, *score_args)
     operands = {name: _operand(name, x, problem) for name, x in lying.items() if name not in apart}
     for name in operands.keys() & set(OVER_HEAD_DIM):
         operands[name] = replace(operands[name], alignment=math.gcd(16, addresses[name]))
@@ -293,7 +293,7 @@ def _row_of(name: str) -> Output:
 
 def expected(name: str, problem: Problem, given: Mapping[str, Shaped]) -> tuple[tuple[int, ...], str]:
     """The shape and dtype that a result, or what the backward pass takes, must have in this problem."""
-    if name in _OF_TERMS or name in problem.captured_gradients:
+    if name in _OF_TERMS or name in problem.score_arg_gradients:
         model = given[name[1:]]
         return tuple(model.shape), model.dtype.name
     row = _row_of(name)
@@ -301,12 +301,12 @@ def expected(name: str, problem: Problem, given: Mapping[str, Shaped]) -> tuple[
     return problem.shape_of(row), dtype
 
 
-def _check_captured_gradients(problem: Problem, names: Iterable[str]) -> None:
+def _check_score_arg_gradients(problem: Problem, names: Iterable[str]) -> None:
     """Refuse gradients of arrays that the score reads if they do not hold real numbers."""
     arrays = {} if problem.score is None else {f"d{name}": name for name in problem.score.arrays}
     for name in names:
-        if name in arrays and name not in problem.captured_gradients:
-            dtype = dict(problem.captured)[arrays[name]].dtype
+        if name in arrays and name not in problem.score_arg_gradients:
+            dtype = dict(problem.score_args)[arrays[name]].dtype
             raise value_error("need", f"{name} of an array of {dtype}", "gradients of real numbers")
 
 
@@ -337,7 +337,7 @@ def _check_aligned(name: str, array: Shaped, address: int) -> None:
 
 def _operand(name: str, array: Shaped, problem: Problem) -> Operand:
     """An array of the pass as kernels see it."""
-    if name in problem.captured_gradients:
+    if name in problem.score_arg_gradients:
         return as_it_is(array)
     if name in _OF_TERMS:
         return gradient_operand(_OF_TERMS[name], problem, array)

@@ -2,7 +2,7 @@
 
 `prepare` is the only door of `FlashAttention.forward`, `backward`, `plan`, `compile` and `tune`, and of the calls of
 ranks: it finds out whose arrays these are, and replaces functions by the options that they spell out. Backends bind
-what comes out of it (`cuflash.spec.binding`), and split leading axes (`cuflash.spec.batch_axes`).
+what comes out of it (`cuflash.spec.binding`), and split batch axes (`cuflash.spec.batch_axes`).
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Term:
     strides : int
         How many strides the kernels get.
     own_axes : int, optional
-        How many of its axes are not leading ones. None where it goes with no leading axes.
+        How many of its axes are not batch axes. None where it goes with no batch axes.
     part_of : {"", "scores", "softmax"}
         Whether it is a summand of the scores, or of the sum of exponentials whose logarithm is lse. Such a term has a
         gradient, of its own shape and dtype.

@@ -88,7 +88,7 @@ class Problem(Given):
     block_size: tuple[int, int] = (0, 0)  # (rows, keys) of the blocks of the block mask; zeros without one
     score: ScoreFunction | None = None  # the caller's functions: one makes scores, the other hides pairs
     mask_function: Traced | None = None
-    captured: tuple[tuple[str, Operand], ...] = ()  # the arrays that they read, by name
+    score_args: tuple[tuple[str, Operand], ...] = ()  # the arrays that they read, by name
     wide: tuple[str, ...] = ()  # those of out, dq, dk and dv that are given in the dtype of the softmax, to be added up
     shares_device: bool = False  # whether other kernels run at the same time, as transfers of ranks do
 
@@ -124,7 +124,7 @@ class Problem(Given):
     @property
     def program(self) -> Program:
         """The program of these functions, for the dtypes of the arrays that they read."""
-        return program_of(self.score, self.mask_function, self._captured_kinds)
+        return program_of(self.score, self.mask_function, self._score_arg_kinds)
 
     @property
     def hoisted(self) -> Program:
@@ -133,7 +133,7 @@ class Problem(Given):
         Packed sequences share a row of a table that is as long as all of them, because only the device knows how long
         each is.
         """
-        own = (self.score, self.mask_function, self._captured_kinds)
+        own = (self.score, self.mask_function, self._score_arg_kinds)
         return hoisted_program_of(*own, self.softmax_dtype, not self.is_packed)
 
     @property
@@ -142,18 +142,18 @@ class Problem(Given):
         return self.program.with_room_for(self.hoisted.tables)
 
     @property
-    def _captured_kinds(self) -> tuple[tuple[str, int, str], ...]:
-        return tuple((name, len(operand.shape), operand.dtype) for name, operand in self.captured)
+    def _score_arg_kinds(self) -> tuple[tuple[str, int, str], ...]:
+        return tuple((name, len(operand.shape), operand.dtype) for name, operand in self.score_args)
 
     @property
-    def captured_gradients(self) -> tuple[str, ...]:
+    def score_arg_gradients(self) -> tuple[str, ...]:
         """The gradients of arrays that the score reads."""
         return tuple(f"d{name}" for name in self.program.differentiable) if self.score is not None else ()
 
     @property
     def gradients(self) -> tuple[str, ...]:
         """The names of all gradients, in the order in which `backward` gives them."""
-        return (*GRADIENTS, *self.captured_gradients)
+        return (*GRADIENTS, *self.score_arg_gradients)
 
     @property
     def follows_lengths(self) -> bool:
@@ -320,7 +320,7 @@ class Problem(Given):
     @property
     def forward_bytes(self) -> int:
         """Fewest bytes the forward pass moves through device memory: inputs read once, out and lse written once."""
-        inputs = [self.q, *(getattr(self, name) for name in NAMES), *(operand for _, operand in self.captured)]
+        inputs = [self.q, *(getattr(self, name) for name in NAMES), *(operand for _, operand in self.score_args)]
         keys_bytes = self.k.nbytes + self.v.nbytes
         if self.block_table is not None:  # pages of others are not read
             rows = self.batch * self.num_heads_kv * self.seqlen_k
@@ -358,10 +358,11 @@ def make_problem(
     k: Shaped,
     v: Shaped,
     *,
-    captured: Any = None,
+    score_args: Any = None,
     **terms: Unpack[Terms],
 ) -> Problem:
-    """Validate the inputs of one call against each other; `captured` maps names to the arrays that its functions read.
+    """Validate the inputs of one call against each other; `score_args` maps names to the arrays that its functions
+    read.
 
     Raises TypeError (a dtype), ValueError (a shape, a size) or NotImplementedError (a combination), naming the
     argument, what was got and what is expected. Values are not looked at.
@@ -449,7 +450,7 @@ def make_problem(
         **operands,
         score=options.score,
         mask_function=options.mask_function,
-        captured=operands_of(options, captured or {}, dtype, has_pairs=has_pairs),
+        score_args=operands_of(options, score_args or {}, dtype, has_pairs=has_pairs),
         wide=options.wide,
         shares_device=options.shares_device,
     )
@@ -477,11 +478,11 @@ def _alignment(options: Options, given: Collection[str], batch: int) -> Literal[
 
 
 def _check_axes(name: str, array: Shaped, other: str | None) -> None:
-    """Refuse more or fewer axes than one pass takes; `other` is a term that rules out any further leading axes."""
+    """Refuse more or fewer axes than one pass takes; `other` is a term that rules out any further batch axes."""
     count = len(array.shape)
     if count > 4 and other is not None:
         raise NotImplementedError(
-            f"{name}: got {count - 3} leading axes before that of the heads together with {other}, expected one of "
+            f"{name}: got {count - 3} batch axes before that of the heads together with {other}, expected one of "
             "them; reshape them to a batch, as one axis"
         )
     if not 2 <= count <= 4:

@@ -54,15 +54,15 @@ def needed(
     need: Collection[str],
     given: Mapping[str, Any],
     results: Mapping[str, Array | None],
-    captured: tuple[str, ...] = (),
+    score_args: tuple[str, ...] = (),
 ) -> tuple[str, ...]:
     """The gradients that are wanted, in their order: those that are needed, or have an array to be written to.
 
-    `captured` are those of arrays that the score reads.
+    `score_args` are those of arrays that the score reads.
     """
     if isinstance(need, str) or not isinstance(need, Collection):
         raise type_error("need", typed(need), "a collection of names of gradients")
-    every = (*GRADIENTS, *captured)
+    every = (*GRADIENTS, *score_args)
     for name in need:
         if name not in every:
             listed = ", ".join(map(repr, every[:-1])) + f" or {every[-1]!r}"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from cuflash.arrays.array_info import FLOAT8, numpy_dtype, softmax_dtype_of
 from cuflash.arrays.checks import typed, value_error
 from cuflash.spec.inputs import BY_NAME
-from cuflash.spec.score_args import captured_dtypes
+from cuflash.spec.score_args import score_arg_dtypes
 
 
 def is_scalar(value: object) -> bool:
@@ -34,7 +34,7 @@ def array_of(name: str, scalar: Any, q_dtype: str) -> NDArray[Any]:
     is: what checks those of arrays refuses it.
     """
     dtype = "bfloat16" if q_dtype in FLOAT8 else q_dtype
-    allowed = BY_NAME[name].dtypes_beside(dtype) if name in BY_NAME else captured_dtypes(dtype)
+    allowed = BY_NAME[name].dtypes_beside(dtype) if name in BY_NAME else score_arg_dtypes(dtype)
     own = np.asarray(scalar)
     is_of_python = type(scalar) in (int, float) or (isinstance(scalar, float) and own.dtype.name not in allowed)
     if not is_of_python:

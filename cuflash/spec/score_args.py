@@ -46,7 +46,7 @@ def check_given(method: str, options: Options, given: Mapping[str, Any], results
     return {name: given[name] for name in names} | {name: given.get(name) for name in results}
 
 
-def checked_with_captured(
+def checked_with_score_args(
     method: str, kind: type, options: Options, given: Mapping[str, Any], results: Iterable[str] = ()
 ) -> dict[str, Any]:
     """The arrays of a typed dictionary, and those of a call's functions, by name; None for those that are not given."""
@@ -55,7 +55,7 @@ def checked_with_captured(
     return checked(method, kind, own) | check_given(method, options, others, results)
 
 
-def captured_dtypes(dtype: str) -> tuple[str, ...]:
+def score_arg_dtypes(dtype: str) -> tuple[str, ...]:
     """The dtypes that the arrays may have beside q of a dtype."""
     return tuple(dict.fromkeys((softmax_dtype_of(dtype), dtype, "int32", "int64", "bool")))
 
@@ -65,7 +65,7 @@ def operands_of(
 ) -> tuple[tuple[str, Operand], ...]:
     """The arrays as kernels see them, checked. Where there are no pairs of a query and a key, nothing is read."""
     found = []
-    allowed = captured_dtypes(dtype)
+    allowed = score_arg_dtypes(dtype)
     for name in options.score_args:
         array = given[name]
         check_dtype(name, array, allowed, ", which the score or the mask reads")

@@ -182,7 +182,7 @@ def _copied(array: Host, xp: Any) -> Array:
 
 
 def _over_axes(options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> Calls | None:
-    """The calls of one with leading axes that are not one batch axis; None of any other call."""
+    """The calls of one with batch axes that are not one batch axis; None of any other call."""
     _check_served(arrays)
     hosts = {name: arrays[name].array for name in ("k", "v")}
     given = {**arrays, **hosts}

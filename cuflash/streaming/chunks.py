@@ -47,7 +47,7 @@ class StreamPlan:
     pinned_bytes : mapping of str to int
         By pass, bytes of pinned host memory that a call takes.
     note : str
-        How the call goes through leading axes, its functions, and the options that they spell out.
+        How the call goes through batch axes, its functions, and the options that they spell out.
     """
 
     problem: Problem

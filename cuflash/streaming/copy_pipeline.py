@@ -90,7 +90,7 @@ class Lane:
     def _blocks(self, number: int, span: Span) -> Iterator[tuple[Array, Host]]:
         """The contiguous pieces of a chunk, as pairs of views on the device and in host memory."""
         on_device = self._lying(self.buffers[number % 2], span)
-        if on_device.size == 0:  # leading axes of length 0
+        if on_device.size == 0:  # batch axes of length 0
             return
         if not self.is_direct:
             yield on_device, self._lying(self.staging[number % 2], span)

@@ -146,7 +146,7 @@ class StreamedPass:
             if sums.adds_bias:
                 arrays["bias"] = self.parts.widened(arrays["bias"])
             if not self.is_whole:
-                arrays |= {name: x for name, x in self.parts.wide_captured.items() if f"d{name}" in need}
+                arrays |= {name: x for name, x in self.parts.wide_score_args.items() if f"d{name}" in need}
             call = functools.partial(self.parts.backward, *part.chunk, wanted)
             sums.add(part.chunk, self.parts.into(into, arrays, call, is_wide=is_wide))
         sums.finish()

@@ -40,7 +40,7 @@ def may_be_mapped(run: StreamedPass, device: Cuda) -> bool:
         return True
     chunk = run.chunks[0]
     options, given = run.parts.options_of(*chunk), run.arrays_of(Part(0, chunk, dict(run.keys), {}), of_softmax=True)
-    given |= run.parts.captured(options, *chunk, given["q"])
+    given |= run.parts.score_args(options, *chunk, given["q"])
     likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in given.items())
     return _reads_keys_once(options, likes, run.arrays["q"].data.device_id)
 
@@ -120,8 +120,8 @@ def _backward_memory(run: StreamedPass, need: Collection[str], given: Mapping[st
     problem = run.parts.problem
     is_narrow = _is_narrow(problem)
     wide = _rounded(run.arrays["q"].size * run.parts.softmax_dtype.itemsize)
-    captured = {name: run.arrays[name[1:]] for name in need if name in run.parts.options.score_gradients}
-    own = [name for name in need if name not in OF_KEYS and name not in captured]
+    score_args = {name: run.arrays[name[1:]] for name in need if name in run.parts.options.score_gradients}
+    own = [name for name in need if name not in OF_KEYS and name not in score_args]
     others = sum(_of_term(run, name) for name in own if name != "dq")
     memory = {
         "k and v": sum(2 * _chunk_bytes(run, x) for x in run.keys.values()),
@@ -131,13 +131,13 @@ def _backward_memory(run: StreamedPass, need: Collection[str], given: Mapping[st
             for name in own
             if name not in given
         )
-        + sum(_rounded(x.nbytes) for name, x in captured.items() if name not in given),
+        + sum(_rounded(x.nbytes) for name, x in score_args.items() if name not in given),
     }
     if not run.is_whole:
-        narrow = sum(_of_term(run, name) for name, x in captured.items() if x.dtype != run.parts.softmax_dtype)
+        narrow = sum(_of_term(run, name) for name, x in score_args.items() if x.dtype != run.parts.softmax_dtype)
         memory["sums"] = ("dq" in need) * is_narrow * wide + others + narrow
-        memory["a part"] = ("dq" in need) * wide + 2 * others + sum(_of_term(run, name) for name in captured)
-        widened = [x for name, x in run.parts.wide_captured.items() if x is not run.arrays[name]]
+        memory["a part"] = ("dq" in need) * wide + 2 * others + sum(_of_term(run, name) for name in score_args)
+        widened = [x for name, x in run.parts.wide_score_args.items() if x is not run.arrays[name]]
         memory["what functions read"] = sum(_rounded(x.nbytes) for x in widened)
     return memory | {"scratch": _scratch(BACKWARD, run, need)}
 
@@ -178,9 +178,9 @@ def call_on(
     of_softmax = sums_softmax(need) or (run.is_whole and "out" in need)
     arrays = run.arrays_of(Part(0, chunk, dict(keys), {}), of_softmax=of_softmax)
     options = run.parts.options_of(*chunk)
-    arrays |= run.parts.captured(options, *chunk, arrays["q"])
+    arrays |= run.parts.score_args(options, *chunk, arrays["q"])
     if not run.is_whole:
-        arrays |= {name: x for name, x in run.parts.wide_captured.items() if f"d{name}" in need}
+        arrays |= {name: x for name, x in run.parts.wide_score_args.items() if f"d{name}" in need}
     if not run.is_whole and _is_narrow(run.parts.problem):
         options = replace(options, wide=tuple(name for name in ("out", "dq") if name in need))
     return options, arrays

@@ -19,7 +19,7 @@ from cuflash.spec.options import Options
 from cuflash.spec.problem import Problem, make_problem
 from cuflash.testing import reference
 from cuflash.testing.arrays import lay_out
-from cuflash.testing.leading import Spread
+from cuflash.testing.batch_axes import Spread
 
 Array = NDArray[Any]
 
@@ -38,10 +38,10 @@ class Case(Numbers):
     ndim : int
         Axes of q, k and v, 2 to 4 (default); 3 needs ``batch == 1``, 2 needs one head as well.
     axes : tuple of int, optional
-        Lengths of the leading axes of the scores, any number of them, in place of one for the batch: `batch` is set to
+        Lengths of the batch axes of the scores, any number of them, in place of one for the batch: `batch` is set to
         their product, `ndim` to their number and 3.
-    leading : tuple of (str, tuple of int)
-        The leading axes of q, k, v, kv_lengths or sinks, by name, where these are not `axes`: some of them are 1, or
+    batch_axes : tuple of (str, tuple of int)
+        The batch axes of q, k, v, kv_lengths or sinks, by name, where these are not `axes`: some of them are 1, or
         missing at the front. Those of bias, mask, block_mask and alibi_slopes are in their shapes. There are as many
         `kv_lengths` as their axes have indices.
     layout, causal, window :
@@ -124,7 +124,7 @@ class Case(Numbers):
     dtype: str = "float32"
     ndim: int = 4
     axes: tuple[int, ...] | None = None
-    leading: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    batch_axes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     layout: str = "bhsd"
     causal: bool | Literal["top_left", "lengths"] = False
     window: tuple[int | None, int | None] | None = None
@@ -177,7 +177,7 @@ class Case(Numbers):
 
     @property
     def spread(self) -> Spread | None:
-        """The arrays with one axis for the batch in place of all leading axes; None of a case without `axes`."""
+        """The arrays with one axis for the batch in place of all batch axes; None of a case without `axes`."""
         return None if self.axes is None else Spread(self.axes, self.arrays())
 
     @classmethod
@@ -278,7 +278,7 @@ class Case(Numbers):
         spread = self.score_spread / (scale * math.sqrt(self.head_dim)) if scale else 1.0
 
         def entries(name: str) -> int:
-            return math.prod(self._leading(name)) if self._has_axes(name) else batch
+            return math.prod(self._batch_axes(name)) if self._has_axes(name) else batch
 
         values = {
             "q": normal(entries("q"), self.num_heads, self.seqlen_q, self.head_dim) * spread**0.5,
@@ -314,11 +314,11 @@ class Case(Numbers):
         if self.kv_lengths is not None:
             values["kv_lengths"] = np.array(self.kv_lengths, self.kv_lengths_dtype)
             if self.axes is not None:
-                values["kv_lengths"] = values["kv_lengths"].reshape(self._leading("kv_lengths"))
+                values["kv_lengths"] = values["kv_lengths"].reshape(self._batch_axes("kv_lengths"))
         if self.alibi_slopes is not None:
             values["alibi_slopes"] = np.abs(normal(*self.alibi_slopes)).astype(softmax_dtype) / 4
         if self.sinks:
-            shape = (*dict(self.leading).get("sinks", ()), self.num_heads)
+            shape = (*dict(self.batch_axes).get("sinks", ()), self.num_heads)
             values["sinks"] = (self.score_spread * normal(*shape)).astype(softmax_dtype)
         if self.block_mask is not None:
             num_blocks = [-(-n // size) for n, size in zip(scores_shape[2:], self.block_size, strict=True)]
@@ -370,28 +370,28 @@ class Case(Numbers):
         values.pop("dout", None)
 
     def _as_caller(self, name: str, x: Array) -> Array:
-        """An array of four axes in the layout, and with the leading axes, that the caller gives it."""
+        """An array of four axes in the layout, and with the batch axes, that the caller gives it."""
         layout = "bhsd" if name == "dlse" else self.layout
         entries, heads, seqlen, dim = x.shape
         shape = user_shape(entries, heads, seqlen, dim, min(self.ndim, 4), layout)
         if self._has_axes(name):
-            shape = (*self._leading(name), *user_shape(1, heads, seqlen, dim, 3, layout))
+            shape = (*self._batch_axes(name), *user_shape(1, heads, seqlen, dim, 3, layout))
         return (x.swapaxes(1, 2) if layout == "bshd" else x).reshape(shape)
 
     def _has_axes(self, name: str) -> bool:
-        """Whether an array has leading axes of its own, as pools of pages, which nothing takes with them, have not."""
+        """Whether an array has batch axes of its own, as pools of pages, which nothing takes with them, have not."""
         return self.axes is not None and not (self.page_size and name in ("k", "v"))
 
-    def _leading(self, name: str) -> tuple[int, ...]:
-        """The leading axes of an array of a case with `axes`."""
-        return dict(self.leading).get(name, self.axes or ())
+    def _batch_axes(self, name: str) -> tuple[int, ...]:
+        """The batch axes of an array of a case with `axes`."""
+        return dict(self.batch_axes).get(name, self.axes or ())
 
     def _lengths_of(self, name: str) -> list[int]:
         """How many keys at least one batch entry sees of each entry of k, or of v."""
         lengths: Array = np.array(self.kv_lengths)
         if self.axes is not None:
-            whole = np.broadcast_to(lengths.reshape(self._leading("kv_lengths")), self.axes)
-            own = (*(1,) * (len(self.axes) - len(self._leading(name))), *self._leading(name))
+            whole = np.broadcast_to(lengths.reshape(self._batch_axes("kv_lengths")), self.axes)
+            own = (*(1,) * (len(self.axes) - len(self._batch_axes(name))), *self._batch_axes(name))
             lengths = whole.max(axis=tuple(axis for axis, n in enumerate(own) if n == 1), keepdims=True, initial=0)
         return [int(n) for n in lengths.reshape(-1)]
 
@@ -420,7 +420,7 @@ class Case(Numbers):
             if hides and not self.page_size and self.cu_seqlens_q is None:
                 for b, length in enumerate(self._lengths_of(name)):
                     scale[b, :, length:] = np.nan
-            own = (*self._leading(name), *shape[1:]) if self._has_axes(name) else shape[max(4 - self.ndim, 0) :]
+            own = (*self._batch_axes(name), *shape[1:]) if self._has_axes(name) else shape[max(4 - self.ndim, 0) :]
             values[f"{name}_scale"] = scale.reshape(() if per == "tensor" else own)
         return values
 
@@ -579,7 +579,7 @@ def self_test_cases(seed: int = 0, *, quick: bool = False) -> Iterator[tuple[str
         "cu_seqlens": {"cu_seqlens_q": (0, 30, 113), "cu_seqlens_k": (0, 120, 190), "causal": True},
         "head_dim 40, head_dim_v 72": {"head_dim": 40, "head_dim_v": 72},
         "layout bshd": {"layout": "bshd"},
-        "leading axes": {"axes": (2, 3), "bias": (2, 1, 6, 113, 203), "leading": (("k", (1, 3)), ("v", (2, 1)))},
+        "batch axes": {"axes": (2, 3), "bias": (2, 1, 6, 113, 203), "batch_axes": (("k", (1, 3)), ("v", (2, 1)))},
         "dropout": {"dropout": 0.1, "causal": True},
         "strides": {"strides": "transposed"},
         "large scores": {"score_spread": 30.0},

@@ -134,7 +134,7 @@ def backward(
     dq, dk, dv = (np.zeros(view_4d(x, problem.layout).shape, compute) for x in (q, k, v))
     dsinks = np.zeros(problem.num_heads, compute)
     of_scores = ScoreSums(problem, terms, compute)
-    captured = {f"d{name}": np.zeros(operand.shape, compute) for name, operand in problem.captured}
+    score_args = {f"d{name}": np.zeros(operand.shape, compute) for name, operand in problem.score_args}
     for head in each_head(problem, q, k, v, compute, seed, offset, **terms):
         dO = view_4d(dout, problem.layout)[head.index].astype(compute)
         dL = _replace(view_rows(dlse)[head.index].astype(compute), np.isneginf(head.L), 0)[:, None]
@@ -151,7 +151,7 @@ def backward(
             dsinks[head.index[1]] += (head.P_sink * (dL - D)).sum()
             of_scores.add(head, _round(dS_bias, dtype), dS * head.QK)
             for name, entry, derivative in head.reads:
-                np.add.at(captured[f"d{name}"].reshape(-1), entry, _round(dS_bias, dtype) * derivative)
+                np.add.at(score_args[f"d{name}"].reshape(-1), entry, _round(dS_bias, dtype) * derivative)
     with np.errstate(all="ignore"):
         gradients = {
             name: as_caller(problem, x if name in problem.wide else x.astype(dtype))
@@ -162,7 +162,7 @@ def backward(
             is_input = isinstance(term, np.ndarray) and term.dtype.itemsize == dtype.itemsize
             gradients[name] = total.value.astype(dtype if is_input else compute)
     gradients["dsinks"] = dsinks
-    gradients |= captured
+    gradients |= score_args
     return tuple(gradients[name] for name in problem.gradients if name in need)
 
 
@@ -250,7 +250,7 @@ def each_head(
     scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
     bias, mask, kv_lengths = terms.get("bias"), terms.get("mask"), terms.get("kv_lengths")
     alibi_slopes, sinks = terms.get("alibi_slopes"), terms.get("sinks")
-    captured = {name: arrays[name] for name, _ in problem.captured}
+    score_args = {name: arrays[name] for name, _ in problem.score_args}
     block_mask, block_table = terms.get("block_mask"), terms.get("block_table")
     cu_seqlens_q, cu_seqlens_k = terms.get("cu_seqlens_q"), terms.get("cu_seqlens_k")
     bias = None if bias is None else np.broadcast_to(bias, scores_shape)
@@ -283,7 +283,7 @@ def each_head(
                 bias=None if bias is None else bias[b, h][:, keys].astype(compute),
                 mask=None if mask is None else mask[b, h][:, keys],
             )
-            S, cap_slope, reads = _by_functions(own, S, cap_slope, captured, b, h)
+            S, cap_slope, reads = _by_functions(own, S, cap_slope, score_args, b, h)
             P, P_sink, L = _softmax(S, sinks[h].astype(compute))
             if problem.has_functions:  # a pair without weight contributes nothing, whatever its derivative
                 cap_slope = _replace(np.broadcast_to(cap_slope, P.shape), P == 0, 0)
@@ -368,7 +368,7 @@ def _scores(
 
 
 def _by_functions(
-    problem: Problem, S: Array, slope: Array, captured: Mapping[str, Array], batch: int, head: int
+    problem: Problem, S: Array, slope: Array, score_args: Mapping[str, Array], batch: int, head: int
 ) -> tuple[Array, Array, list[tuple[str, Array, Array]]]:
     """Scores of one head as score_mod and mask_mod leave them, their derivative by S, and `Head.reads`.
 
@@ -382,16 +382,16 @@ def _by_functions(
         program = problem.program.on_numpy()
         loads = [(name, load) for name, found in program.loads.items() for load in found]
         nodes = [x for x in (program.by_s, *(load.derivative for _, load in loads)) if x is not None]
-        slope, *others = evaluate(nodes, inputs, captured, S.dtype)
+        slope, *others = evaluate(nodes, inputs, score_args, S.dtype)
         for (name, load), derivative in zip(loads, others, strict=True):
-            shape, entry = captured[name].shape, np.zeros(S.shape, np.int64)
-            indices = evaluate(load.at.args, inputs, captured, S.dtype)
+            shape, entry = score_args[name].shape, np.zeros(S.shape, np.int64)
+            indices = evaluate(load.at.args, inputs, score_args, S.dtype)
             for index, length in zip(clamped(indices, shape), shape, strict=True):
                 entry = entry * length + index
             reads.append((name, entry, np.broadcast_to(derivative, S.shape).astype(S.dtype)))
-        S = np.broadcast_to(problem.score.on_numpy()(inputs, captured, S.dtype), S.shape).astype(S.dtype)
+        S = np.broadcast_to(problem.score.on_numpy()(inputs, score_args, S.dtype), S.shape).astype(S.dtype)
     if problem.mask_function is not None:
-        hidden = hidden | ~np.broadcast_to(problem.mask_function(inputs, captured, S.dtype), S.shape).astype(bool)
+        hidden = hidden | ~np.broadcast_to(problem.mask_function(inputs, score_args, S.dtype), S.shape).astype(bool)
     return _replace(S, hidden, -np.inf), slope, reads
 
 

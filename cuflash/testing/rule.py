@@ -17,8 +17,8 @@ from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS, INPUT_OF_GRADIENT, OUT
 from cuflash.spec.problem import Problem
 from cuflash.testing import reference
 from cuflash.testing.arrays import to_numpy
+from cuflash.testing.batch_axes import Spread
 from cuflash.testing.case import Case, optional, optional_backward
-from cuflash.testing.leading import Spread
 from cuflash.testing.scales import Squares, scales_of, ulp
 
 Array = NDArray[Any]
@@ -229,7 +229,7 @@ def _yardsticks(
         beside = 0.0
         if name == "dq" and problem.dtype in ("float32", "bfloat16"):
             beside = FLUSHED * abs(problem.scale) * -(-problem.seqlen_k // FEWEST_KEYS)
-        if name[1:] in dict(problem.captured) and problem.dtype != "float64":
+        if name[1:] in dict(problem.score_args) and problem.dtype != "float64":
             lengths = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
             units_of_sums = MOST_READS * math.prod(2.0 ** math.ceil(math.log2(max(1, n))) for n in lengths) * 2.0**-61
             beside = units_of_sums / 2 * math.sqrt(math.prod(lengths)) * float(scale.max(initial=0))
@@ -295,7 +295,7 @@ def _compute(
 
 def _read(problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Any]:
     """The terms, and what functions read."""
-    return {**optional(arrays), **{name: arrays[name] for name, _ in problem.captured}}
+    return {**optional(arrays), **{name: arrays[name] for name, _ in problem.score_args}}
 
 
 def gradients_of(problem: Problem) -> tuple[str, ...]:
@@ -305,7 +305,7 @@ def gradients_of(problem: Problem) -> tuple[str, ...]:
         for name in GRADIENTS
         if name not in INPUT_OF_GRADIENT or getattr(problem, INPUT_OF_GRADIENT[name]) is not None
     )
-    return (*own, *problem.captured_gradients)
+    return (*own, *problem.score_arg_gradients)
 
 
 @lru_cache(maxsize=8)

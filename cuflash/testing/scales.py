@@ -76,7 +76,7 @@ def scales_of(
 ) -> Scales:
     """The scales of results that are `expected` of NumPy `arrays`; with dropout, `random` says what is dropped."""
     collector = _Collector(problem, arrays, expected)
-    read = {**optional(arrays), **{name: arrays[name] for name, _ in problem.captured}}
+    read = {**optional(arrays), **{name: arrays[name] for name, _ in problem.score_args}}
     q, k, v = qkv(arrays)
     for head in reference.each_head(problem, q, k, v, np.float64, **random, **read):
         with np.errstate(all="ignore"):
@@ -116,7 +116,7 @@ class _Collector:
             self.squares["dv"] = Squares.zeros(*of_keys, problem.head_dim_v)
             self.squares |= {name: Squares.zeros(problem.num_heads) for name in SOFTMAX_GRADIENTS}
             self.rows_of_heads, self.rows_of_keys = np.zeros(problem.num_heads), np.zeros((*of_keys, 1))
-            self.squares |= {f"d{name}": Squares.zeros(*operand.shape) for name, operand in problem.captured}
+            self.squares |= {f"d{name}": Squares.zeros(*operand.shape) for name, operand in problem.score_args}
             self.dv_sums = Squares.zeros(*of_keys[:2], 1, problem.head_dim_v)
             self.of_scores, self.noise_of_scores, self.has_part = (
                 reference.ScoreSums(problem, arrays, np.dtype(np.float64)) for _ in range(3)

@@ -29,7 +29,7 @@ REGIMES = ("bias_mask", "score_mean", "distinct_keys", "factors", "empty")
 BIAS_MASKS = (-1e4, -1e9, -2.5e38, -1.7e308, 1e9, 1.7e308)  # cut to the largest numbers of the dtype of the bias
 SCORE_MEANS = (-300.0, 3e3, -3e4, 1e6)
 SEQLENS = (1, 2, 3, 5, 7, 8, 13, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 113, 127, 128, 129, 203, 255, 256, 257, 509)
-MOST_ENTRIES = 8  # of all leading axes
+MOST_ENTRIES = 8  # of all batch axes
 HEAD_DIMS = (1, 2, 3, 7, 8, 13, 16, 17, 24, 31, 32, 40, 48, 64, 72, 80, 96, 113, 128, 160, 192, 255, 256)
 
 FLOAT8_ARRAYS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
@@ -197,12 +197,12 @@ def factors_of(dtype: str) -> list[tuple[tuple[str, float], ...]]:
 
 @st.composite
 def with_axes(draw: st.DrawFn, of: st.SearchStrategy[Case]) -> Case:
-    """Strategy for 4-D cases as `of` draws them, with any number of leading axes, along which some arrays broadcast."""
+    """Strategy for 4-D cases as `of` draws them, with any number of batch axes, along which some arrays broadcast."""
     return over_axes(draw(of), lambda values: draw(st.sampled_from(values)))
 
 
 def over_axes(case: Case, choose: Callable[[Sequence[Any]], Any]) -> Case:
-    """A 4-D case with leading axes, of which `choose` takes one of several values at a time, the simplest first."""
+    """A 4-D case with batch axes, of which `choose` takes one of several values at a time, the simplest first."""
     axes = tuple(choose((2, 1, 3, 2, 1, 3, 2, 1, 3, 0)) for _ in range(choose(range(5))))
     while math.prod(axes) > MOST_ENTRIES:
         axes = axes[1:]
@@ -216,22 +216,22 @@ def over_axes(case: Case, choose: Callable[[Sequence[Any]], Any]) -> Case:
     def of_scores(shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
         return shape if shape is None or len(shape) < 3 else (*some(), *shape[-3:])
 
-    leading = {name: some() for name in ("q", "k", "kv_lengths")}
-    leading[choose(("q", "k"))] = axes
-    leading |= {term.name: (1,) * choose((0, len(axes))) for term in PER_HEAD_INPUTS if term.lacks_batch}
-    leading["v"] = choose((axes, leading["k"]))
+    batch_axes = {name: some() for name in ("q", "k", "kv_lengths")}
+    batch_axes[choose(("q", "k"))] = axes
+    batch_axes |= {term.name: (1,) * choose((0, len(axes))) for term in PER_HEAD_INPUTS if term.lacks_batch}
+    batch_axes["v"] = choose((axes, batch_axes["k"]))
     given = [term.name for term in PER_HEAD_INPUTS if not term.lacks_batch and getattr(case, term.name) is not None]
     of_heads: dict[str, Any] = {name: (*some(), case.num_heads) for name in given}
     lengths = range(case.seqlen_k + 1)
     return replace(
         case,
         axes=axes,
-        leading=tuple(leading.items()),
+        batch_axes=tuple(batch_axes.items()),
         bias=of_scores(case.bias),
         mask=of_scores(case.mask),
         **of_heads,
         block_mask=None if case.block_mask is None else (*some(), *case.block_mask[-1:]) if case.block_mask else (),
         kv_lengths=None
         if case.kv_lengths is None
-        else tuple(choose(lengths) for _ in range(math.prod(leading["kv_lengths"]))),
+        else tuple(choose(lengths) for _ in range(math.prod(batch_axes["kv_lengths"]))),
     )

@@ -31,7 +31,7 @@ struct PlaceInTable {
 CUFLASH_DEVICE void hoisted(const Params& params) {
   with_entry(params, [&](auto number, const ScoreArg& table, i64 index) {
     const PlaceInTable at(table, index);
-#if CUFLASH_NEEDS_CAPTURED
+#if CUFLASH_NEEDS_SCORE_ARGS
     constexpr int kArray = array_of_table(decltype(number)::value);
     if constexpr (has_sums(kArray)) {
       // If an infinite or NaN term was added for a table, its gradients are NaN, as are those they are led on to.

@@ -5,7 +5,7 @@
 #include "common/config.cuh"
 #include "common/io/params.cuh"
 
-constexpr bool kStores = CUFLASH_STORES_CAPTURED;
+constexpr bool kStores = CUFLASH_STORES_SCORE_ARGS;
 
 CUFLASH_DEVICE void clear(const Params& params, i64 first, i64 step) {
   const i64 words = (kSumsScoreArgs ? kSumWords : kTermWords) * first_sum_of(params, kNumScoreArgs);
@@ -51,7 +51,7 @@ CUFLASH_DEVICE void store(const Params& params, i64 first, i64 step) {
 
 CUFLASH_DEVICE void store_gradients(const Params& params) {
   const i64 first = (i64)ptx::block_index() * kNumThreads + ptx::thread_index();
-  const i64 step = (i64)CUFLASH_CAPTURED_BLOCKS * kNumThreads;
+  const i64 step = (i64)CUFLASH_SCORE_ARG_BLOCKS * kNumThreads;
   if constexpr (kStores)
     store(params, first, step);
   else

@@ -168,7 +168,7 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
   set_zero(sums.dbias);
 #pragma unroll
   for (double& sum : sums.of) sum = 0;
-#if CUFLASH_NEEDS_CAPTURED
+#if CUFLASH_NEEDS_SCORE_ARGS
   ScoreArgSums score_args(params);
 #endif
 
@@ -220,7 +220,7 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
           const Real p = weight_of(x, exponent_scale, own, derivative);
           const Real kept_dp = !kHasDropout || kept.keeps(n, i) ? dp[m][n][i] : 0;
           const Real ds = p * (kept_dp * kept_scale - own.delta);
-#if CUFLASH_NEEDS_CAPTURED
+#if CUFLASH_NEEDS_SCORE_ARGS
           if (p != 0) score_args.add(score.functions, product * score.scale, row, key, ds);
 #endif
           if constexpr (kNeedsDbias) sums.dbias[m][n][i] += ds;
@@ -232,7 +232,7 @@ CUFLASH_DEVICE void backward_scores(const Params& params) {
     if constexpr (kNumStages == 2) stage = 1 - stage;
   }
   ptx::copy_async_wait<0>();
-#if CUFLASH_NEEDS_CAPTURED
+#if CUFLASH_NEEDS_SCORE_ARGS
   score_args.finish();
   return;
 #endif

@@ -386,7 +386,7 @@ struct Consumer {
       sums().leave(head, lane_sums);
       lane_sums.start_head();
     }
-#if CUFLASH_NEEDS_CAPTURED
+#if CUFLASH_NEEDS_SCORE_ARGS
     score_args.leave(common, {common, batch, head}, lane_key);
 #endif
   }
@@ -478,7 +478,7 @@ struct Consumer {
       else
         lane_sums.add_cap(ds, s_scores(), Constant<false>{});
     }
-#if CUFLASH_NEEDS_CAPTURED
+#if CUFLASH_NEEDS_SCORE_ARGS
     const Functions of_head(common, batch, m_tile.head);
     if constexpr (kStepSums > 0) shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);
     score_args.add(of_head, common.scale, m_tile.m_block * kBlockM + fragment_column(), lane_key, s_scores(),

@@ -131,7 +131,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
     float* accumulator = (float*)common.dq_accumulator + tile.index_of(common, m_tile) * (kBlockM * kDim) + thread * 4;
     shared.ds_ring.full(at).wait(at.parity);
     ptx::pause<kDqDelay>();
-#if CUFLASH_NEEDS_CAPTURED
+#if CUFLASH_NEEDS_SCORE_ARGS
     StepSums step_sums;
     step_sums.load(shared.step_sums + at.stage * kBytesStepSums, thread);
     const auto add_step_sums = [&]() __attribute__((always_inline)) {

@@ -40,7 +40,7 @@ constexpr bool kPacksDerivatives = kHasDerivative && !kHasScoreFunction && !kPac
 static_assert(!kPacksWeights || !kHasDropout, "weights are marked by their sign, which derivatives would change");
 // How many numbers a score_mod or mask_mod reads of a row, and of a key. Each warp of the consumers has its own copy
 // of those that it needs of a tile.
-constexpr int kNumPerRow = CUFLASH_NUMBERS_OF_ROWS, kNumPerWarpKey = CUFLASH_NUMBERS_OF_WARP_KEYS;
+constexpr int kNumPerRow = CUFLASH_PER_ROW_VALUES, kNumPerWarpKey = CUFLASH_PER_WARP_KEY_VALUES;
 // Whether consumers ping-pong: one goes from P' to dS' while the other waits, or does the rest of its own step. If they
 // ran side by side, each product would take twice as long, and then both would have only exponentials to do at the same
 // time. With split roles the first lets the second in once its products are issued. On an H200 ping-pong makes the
@@ -75,7 +75,7 @@ constexpr u32 kBytesP = 128 * kQueryTiles * 16;
 // Whether each thread of a consumer keeps numbers of its own scores in shared memory until dS' is made (kKeepsScores):
 // their tanh, where the gradient of the cap is wanted; or the products, where derivatives of a score_mod
 // are made of them after dS'.
-#if CUFLASH_NEEDS_CAPTURED
+#if CUFLASH_NEEDS_SCORE_ARGS
 constexpr bool kKeepsProducts = kDerivativesReadS;
 // How many sums a warp leaves in a step for one read of an array (sm90/score_arg_sums.cuh), and how many for all reads
 // before that one.

@@ -21,7 +21,7 @@ constexpr bool kAddsByTile =
 constexpr bool kHasPerKeyValues = kBiasOfKeys || kMaskOfKeys;
 // How many numbers of each key lie in shared memory. With a score_mod they are what it reads of a key, or
 // none where it reads them from global memory itself.
-constexpr int kNumPerKey = kHasPerKeyValues ? 1 : CUFLASH_NUMBERS_OF_KEYS;
+constexpr int kNumPerKey = kHasPerKeyValues ? 1 : CUFLASH_PER_KEY_VALUES;
 constexpr u32 kBytesPerKeyValues = kNumPerKey * kBlockN * 4;
 static_assert(!kMaskOfKeys || kAddsByTile, "a mask of keys is applied by tile");
 #if CUFLASH_HAS_SCORE_FUNCTION

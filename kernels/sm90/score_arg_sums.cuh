@@ -20,7 +20,7 @@
 #include "sm90/backward_work.cuh"
 #include "sm90/per_row_values.cuh"
 
-#if CUFLASH_NEEDS_CAPTURED
+#if CUFLASH_NEEDS_SCORE_ARGS
 // Places for the sums of all reads. No read has a derivative where all of them decide a branch, or a floor.
 constexpr int kReadPlaces = max_of(kNumReads, 1);
 

@@ -60,7 +60,7 @@ SPILLS_OF_ARRAYS = {
 )
 def test_functions_spill_little_and_let_products_run_on(arch, score, mask, head_dim):
     problem = of_functions((score, mask), "bfloat16", head_dim, 2048)
-    need = ("dq", "dk", "dv") if arch == "9.0" else ("dq", "dk", "dv", problem.captured_gradients[0])
+    need = ("dq", "dk", "dv") if arch == "9.0" else ("dq", "dk", "dv", problem.score_arg_gradients[0])
     for pass_ in PASSES:
         device = replace(DeviceSpec.for_arch(arch), num_sms=1)  # for which these queries are many
         for kernel in choose_plan(problem, device, pass_, need=need).kernels:
@@ -82,10 +82,10 @@ def test_functions_spill_little_and_let_products_run_on(arch, score, mask, head_
 )
 def test_gradients_of_arrays_spill_little_and_let_products_run_on(score, mask, head_dim):
     problem = of_functions((score, mask), "bfloat16", head_dim)
-    need = ("dq", "dk", "dv", *problem.captured_gradients)
+    need = ("dq", "dk", "dv", *problem.score_arg_gradients)
     kernels = choose_plan(problem, DeviceSpec.for_arch("9.0"), BACKWARD, need=need).kernels
     (main,) = (kernel for kernel in kernels if kernel.source == "sm90/backward.cu")
-    assert dict(main.defines)["CUFLASH_NEEDS_CAPTURED"] == 3
+    assert dict(main.defines)["CUFLASH_NEEDS_SCORE_ARGS"] == 3
     assert_spills(main, SPILLS_OF_ARRAYS.get((score, mask, head_dim), 0))
 
 
@@ -98,7 +98,7 @@ def test_gradients_of_arrays_spill_little_and_let_products_run_on(score, mask, h
 def test_gradients_of_arrays_without_a_derivative_compile(arch, dtype, head_dim, mask):
     """On 9.0 kernels that sum the gradients of arrays have none to sum for these, which are zero."""
     problem, device = of_functions(("steps", mask), dtype, head_dim), DeviceSpec.for_arch(arch)
-    for need in (("dq", "dk", "dv", *problem.captured_gradients), ("dk", problem.captured_gradients[0])):
+    for need in (("dq", "dk", "dv", *problem.score_arg_gradients), ("dk", problem.score_arg_gradients[0])):
         kernels = choose_plan(problem, device, BACKWARD, need=need).kernels
         assert not [kernel.name for kernel in kernels if compile_spec(kernel).resources.warnings]
 
@@ -116,7 +116,7 @@ def test_new_lengths_and_arrays_compile_nothing(score):
     device = DeviceSpec.for_arch("9.0")
 
     def kernels(problem):
-        plans = [choose_plan(problem, device, pass_, need=problem.captured_gradients) for pass_ in PASSES]
+        plans = [choose_plan(problem, device, pass_, need=problem.score_arg_gradients) for pass_ in PASSES]
         return {(kernel.source, kernel.defines, kernel.headers) for plan in plans for kernel in plan.kernels}
 
     assert kernels(first) == kernels(longer)
@@ -127,7 +127,7 @@ def test_new_lengths_and_arrays_compile_nothing(score):
 def test_kernels_of_tables_spill_nothing(arch, dtype):
     problem = of_functions(("t5", None), "float16" if arch == "7.5" and dtype == "bfloat16" else dtype, 64)
     device = DeviceSpec.for_arch(arch)
-    need = ("dq", "dk", "dv", *problem.captured_gradients)
+    need = ("dq", "dk", "dv", *problem.score_arg_gradients)
     kernels = [kernel for pass_ in PASSES for kernel in choose_plan(problem, device, pass_, need=need).kernels]
     of_tables = [kernel for kernel in kernels if kernel.source == "helpers/hoisted.cu"]
     assert len(of_tables) == (3 if arch == "9.0" and dtype == "bfloat16" else 2)

@@ -57,7 +57,7 @@ def problems(draw: st.DrawFn, dtype: str) -> tuple[Problem, tuple[str, ...]]:
     options["deterministic"] = draw(st.booleans())
     attn = cuflash.FlashAttention(score=own.score, mask=own.mask, **options)
     problem = Scored(attn, arrays, {}, str(own)).problem
-    names = ("dq", "dk", "dv", *problem.captured_gradients)
+    names = ("dq", "dk", "dv", *problem.score_arg_gradients)
     need = draw(st.one_of(st.just(names), st.lists(st.sampled_from(names), min_size=1, unique=True).map(tuple)))
     return problem, tuple(name for name in names if name in need)
 

@@ -40,7 +40,7 @@ SPILLS = {
 )
 def test_texts_spill_little_and_let_products_run_on(arch, dtype, text):
     problem, device = of_functions((text, None), dtype, 64), DeviceSpec.for_arch(arch)
-    need = ("dq", "dk", "dv", *problem.captured_gradients)
+    need = ("dq", "dk", "dv", *problem.score_arg_gradients)
     for pass_ in PASSES:
         for kernel in choose_plan(problem, device, pass_, need=need).kernels:
             resources = compile_spec(kernel).resources

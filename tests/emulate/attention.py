@@ -97,7 +97,7 @@ def by_calls(
     static = replace(case.options, **options)
     names: tuple[str, ...] = ("out", "lse")
     if is_plain(arrays):
-        make_problem(static, *qkv(arrays), **optional(arrays))  # it refuses what goes with no leading axes
+        make_problem(static, *qkv(arrays), **optional(arrays))  # it refuses what goes with no batch axes
     given = dict.fromkeys((*NAMES, "dlse", "out", "lse")) | dict(arrays)
     if pass_ == "backward":
         spread = case.spread

@@ -90,16 +90,16 @@ def judge(problem, arrays, results):
     assert not [str(measurement) for measurement in measurements if measurement.failure]
 
 
-def judge_functions(case, arch="8.0", *, captured=True, **options):
+def judge_functions(case, arch="8.0", *, score_args=True, **options):
     """Hold both passes of a problem whose scores or masks are functions against the oracle.
 
-    With `captured`, the gradients of arrays that the score reads, too.
+    With `score_args`, the gradients of arrays that the score reads, too.
     """
     arrays = case.arrays
     every = {**options, **case.random, "arch": arch}
     inputs = {name: x for name, x in arrays.items() if name != "dlse"}
     out, lse = attention.forward(case.problem, inputs, **every)
-    left_out = ("dsinks", *(() if captured else case.problem.captured_gradients))
+    left_out = ("dsinks", *(() if score_args else case.problem.score_arg_gradients))
     need = [name for name in ct.gradients_of(case.problem) if name not in left_out]
     gradients = attention.backward(case.problem, arrays, out, lse, need=need, **every)
     judges = ct.yardsticks(case.problem, arrays, **case.random)

@@ -20,7 +20,7 @@ from tests.emulate.attention import problem_of
 from tests.emulate.checks import bits, judge
 from tests.emulate.decode_problem import CASE, combined
 from tests.sampling import examples
-from tests.scored import MASKS, SCORES, Scored, captured_of
+from tests.scored import MASKS, SCORES, Scored, score_args_of
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
@@ -32,13 +32,13 @@ DEVICES = {"shared": 16, "uneven": 7, "few": 3, "whole": 1}
 every_device = pytest.mark.parametrize("num_sms", DEVICES.values(), ids=DEVICES)
 
 
-def tile_of(dtype="float16", block_m=16, block_n=16, teams=2, num_stages=2, **fields):
+def tile_of(dtype="float16", block_m=16, block_n=16, warp_groups=2, num_stages=2, **fields):
     return DecodeTile(
         element_bytes=ITEMSIZE[dtype],
         max_dim=1024,
         block_m=block_m,
         block_n=block_n,
-        teams=teams,
+        warp_groups=warp_groups,
         num_stages=num_stages,
         min_blocks=1,
         fragments_ahead=1,
@@ -48,7 +48,7 @@ def tile_of(dtype="float16", block_m=16, block_n=16, teams=2, num_stages=2, **fi
 
 
 def fitting(case, **fields):
-    """The tile of so many teams and so on whose rows are enough."""
+    """The tile of so many warp_groups and so on whose rows are enough."""
     rows = case.num_heads // case.num_heads_kv * case.seqlen_q
     key_bytes = 1 if case.kv_dtype else 0
     return tile_of(case.dtype, **{"block_m": max(16, -(-rows // 16) * 16), "key_bytes": key_bytes} | fields)
@@ -139,14 +139,20 @@ def test_how_the_cases_share_keys(name, blocks, of_a_head):
         assert [kernel.source for kernel in plan_of(CASE, num_sms=DEVICES[name]).kernels] == ["sm80/decode.cu"]
 
 
-SHAPES = [{"block_n": 32}, {"teams": 1}, {"teams": 3, "num_stages": 1}, {"teams": 4, "num_stages": 3}, {"warps_d": 2}]
+SHAPES = [
+    {"block_n": 32},
+    {"warp_groups": 1},
+    {"warp_groups": 3, "num_stages": 1},
+    {"warp_groups": 4, "num_stages": 3},
+    {"warps_d": 2},
+]
 
 
 @pytest.mark.parametrize("seqlen_q", [2, 8])
 @pytest.mark.parametrize("fields", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_shapes(dtype, fields, seqlen_q):
-    """Of blocks: their teams, whose warps share rows or have others, and the rings of these."""
+    """Of blocks: their warp_groups, whose warps share rows or have others, and the rings of these."""
     case = replace(CASE, dtype=dtype, seqlen_q=seqlen_q, sinks=True)
     arch = "9.0" if seqlen_q == 2 else "8.0"
     ct.assert_forward(case, *run(case, fitting(case, **fields), num_sms=5, arch=arch))
@@ -224,9 +230,9 @@ def cases(draw):
 def tiles(draw, case):
     warps_d = draw(st.sampled_from([1, 1, 2]))
     rows = draw(st.sampled_from([16, 32]))
-    teams = draw(st.integers(1, MOST_WARPS // (rows // 16 * warps_d)).filter(lambda n: n <= 4))
+    warp_groups = draw(st.integers(1, MOST_WARPS // (rows // 16 * warps_d)).filter(lambda n: n <= 4))
     stages, keys = draw(st.integers(1, 3)), draw(st.sampled_from([16, 32]))
-    tile = fitting(case, block_m=rows, block_n=keys, teams=teams, num_stages=stages, warps_d=warps_d)
+    tile = fitting(case, block_m=rows, block_n=keys, warp_groups=warp_groups, num_stages=stages, warps_d=warps_d)
     assume(tile.shared_bytes(*tile.padded_dims(case.problem)) <= DeviceSpec.for_arch("9.0").shared_bytes_per_block)
     return tile
 
@@ -255,7 +261,7 @@ def test_functions(score, mask, dtype, num_sms):
     sizes, random = (2, 6, 2, 200), np.random.default_rng(7)
     shapes = {"q": (2, 6, 2, 24), "k": (2, 2, 200, 24), "v": (2, 2, 200, 16)}
     arrays = {name: random.standard_normal(shape).astype(ct.numpy_dtype(dtype)) for name, shape in shapes.items()}
-    arrays |= captured_of(functions, sizes, dtype, 7)
+    arrays |= score_args_of(functions, sizes, dtype, 7)
     problem = Scored(cuflash.FlashAttention(score=functions[0], mask=functions[1]), arrays, {}, "").problem
     device = replace(DeviceSpec.for_arch("8.0"), num_sms=num_sms)
     out, lse = attention.forward(problem, arrays, tiles=(tile_of(dtype),), arch=device)

@@ -21,7 +21,7 @@ from cuflash.spec import call as spec
 from tests.emulate.launcher import allocated, launcher
 from tests.emulate.parts import EmulatedParts
 from tests.ranks import Parts, Whole, compute, judge, on_threads, results_of
-from tests.scored import MASKS, SCORES, SCORES_AND_TEXTS, Scored, captured_of
+from tests.scored import MASKS, SCORES, SCORES_AND_TEXTS, Scored, score_args_of
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
@@ -149,7 +149,7 @@ def test_functions_keep_the_oracle_rule(name, emulated):
     random = np.random.default_rng(0)
     shapes = {"q": (2, 100, 64), "k": (2, 140, 64), "v": (2, 140, 64), "dout": (2, 100, 64)}
     arrays = {n: random.standard_normal((1, *shape)).astype(numpy_dtype(dtype)) for n, shape in shapes.items()}
-    arrays |= captured_of(functions, (1, 2, 100, 140), dtype, 0)
+    arrays |= score_args_of(functions, (1, 2, 100, 140), dtype, 0)
     attn: Any = cuflash.FlashAttention(score=functions[0], mask=functions[1], **options)
     case = Scored(attn, arrays, {"seed": 3, "offset": 1} if "dropout" in options else {}, name)
     with launcher(name[:3], computes=True) as found:
@@ -213,14 +213,14 @@ def test_decoding_keeps_the_oracle_rule(name, emulated):
     random = np.random.default_rng(0)
     shapes = {"q": (2, 3, 64), "k": (1, 140, 64), "v": (1, 140, 64)}
     arrays = {n: random.standard_normal((1, *shape)).astype(numpy_dtype(dtype)) for n, shape in shapes.items()}
-    captured = captured_of(functions, (1, 2, 3, 140), dtype, 0)
+    score_args = score_args_of(functions, (1, 2, 3, 140), dtype, 0)
     attn: Any = cuflash.FlashAttention(score=functions[0], mask=functions[1], causal=True, dropout=0.2)
-    case = Scored(attn, arrays | captured, {"seed": 3, "offset": 1}, name)
+    case = Scored(attn, arrays | score_args, {"seed": 3, "offset": 1}, name)
 
     def work(comm):
         own = [SPLIT_K.part(arrays[n], comm.rank) for n in ("k", "v")]
         ranks: Any = cd.ContextParallel(comm, split=SPLIT_K, **Whole.of(case).keywords)
-        return ranks.decode(arrays["q"], *own, **captured, **case.random)._asdict()
+        return ranks.decode(arrays["q"], *own, **score_args, **case.random)._asdict()
 
     with launcher(name[:3], computes=True) as found:
         emulated(found._module)

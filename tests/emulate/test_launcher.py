@@ -115,7 +115,7 @@ def test_scalars_and_wide_integers_beside_arrays_on_a_device(monkeypatch, arch, 
         assert all(type(x) is DeviceArray for x in found.values())
     given_arrays = {name: array_of(name, x, dtype) for name, x in scalars.items()}
     problem = make_problem(
-        attn.options, *ct.qkv(arrays), captured=given_arrays, **dict.fromkeys(CU, np.array(starts, np.int32))
+        attn.options, *ct.qkv(arrays), score_args=given_arrays, **dict.fromkeys(CU, np.array(starts, np.int32))
     )
     judges = ct.yardsticks(problem, arrays | dict.fromkeys(CU, np.array(starts, np.int32)) | given_arrays)
     for name, x in found.items():

@@ -14,7 +14,7 @@ from cuflash.spec.passes import BACKWARD, FORWARD
 from cuflash.testing.float8 import assert_float8
 from tests.emulate import attention
 from tests.emulate.checks import all_results, assert_results, bits, judge_functions
-from tests.scored import MASKS, SCORES, Scored, captured_of
+from tests.scored import MASKS, SCORES, Scored, score_args_of
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
@@ -111,7 +111,7 @@ def test_functions(arch, dtype, score, mask):
         name: random.standard_normal((3, 2, n, 16)).astype(ct.numpy_dtype(dtype))
         for name, n in (("q", 70), ("k", 200), ("v", 200), ("dout", 70))
     }
-    arrays |= {"kv_lengths": np.array([200, 90, 30]), **captured_of(functions, (3, 2, 70, 200), dtype, 3)}
+    arrays |= {"kv_lengths": np.array([200, 90, 30]), **score_args_of(functions, (3, 2, 70, 200), dtype, 3)}
     attn = cuflash.FlashAttention(score=functions[0], mask=functions[1], causal="lengths", window=(80, None))
     judge_functions(Scored(attn, arrays, {}, ""), arch)
 

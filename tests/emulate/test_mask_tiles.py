@@ -24,7 +24,7 @@ from cuflash.spec.passes import BACKWARD, FORWARD, PASSES
 from tests import expressions
 from tests.emulate import attention
 from tests.sampling import examples
-from tests.scored import MASKS, Scored, captured_of
+from tests.scored import MASKS, Scored, score_args_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
@@ -252,7 +252,7 @@ def functions(draw, name):
     if name == "drawn":
         function, own = draw(expressions.masks()), expressions.arrays(seed, "float32")
     else:
-        function, own = BOUNDED[name], captured_of((BOUNDED[name],), (2, 2, size["q"], size["k"]), dtype, seed)
+        function, own = BOUNDED[name], score_args_of((BOUNDED[name],), (2, 2, size["q"], size["k"]), dtype, seed)
     longest = max(size["q"], size["k"])
     places = np.sort(random.standard_normal(longest)).astype(np.float32)
     places[: random.integers(0, 3)] = np.nan
@@ -284,7 +284,7 @@ def test_the_tiles_that_a_function_leaves_are_listed(name, data):
 
 # ---- biases of -inf --------------------------------------------------------------------------------------------------
 
-# The device, the leading axes of the bias, what the problem has beside it, and gradients.
+# The device, the batch axes of the bias, what the problem has beside it, and gradients.
 BIASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any], tuple[str, ...]]] = {
     "sm80": ("8.0", ("one", "heads"), {"dtype": "float16", "sinks": True}, ("dq", "dk", "dv", "dbias", "dscale")),
     "sm80, in order": ("8.6", ("batch", "one"), {"causal": True, "bias_dtype": "softmax"}, ("dq", "dk", "dv")),

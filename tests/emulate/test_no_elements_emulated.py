@@ -9,7 +9,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.emulator import find_compiler
 from tests.emulate import attention
-from tests.scored import MASKS, SCORES, Scored, captured_of
+from tests.scored import MASKS, SCORES, Scored, score_args_of
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
@@ -22,7 +22,7 @@ def without(score: Any, mask: Any, empty: str, dtype: str) -> Scored:
     heads = heads_kv * group
     shapes = {"q": (batch, heads, rows), "k": (batch, heads_kv, keys), "v": (batch, heads_kv, keys)}
     arrays: dict[str, Any] = {name: np.ones((*shape, 8), ct.numpy_dtype(dtype)) for name, shape in shapes.items()}
-    arrays |= {"dout": arrays["q"].copy(), **captured_of((score, mask), (batch, heads, rows, keys), dtype, 0)}
+    arrays |= {"dout": arrays["q"].copy(), **score_args_of((score, mask), (batch, heads, rows, keys), dtype, 0)}
     return Scored(cuflash.FlashAttention(score=score, mask=mask), arrays, {}, "")
 
 
@@ -32,7 +32,7 @@ def judge(case: Scored, arch: str) -> None:
     out, lse = attention.forward(case.problem, inputs, arch=arch)
     assert not out.any()
     assert np.isneginf(lse).all()
-    need = ("dq", "dk", "dv", *case.problem.captured_gradients)
+    need = ("dq", "dk", "dv", *case.problem.score_arg_gradients)
     gradients = attention.backward(case.problem, case.arrays, out, lse, need=need, arch=arch)
     for name, x in zip(need, gradients, strict=True):
         assert not x.any(), name

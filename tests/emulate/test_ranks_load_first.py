@@ -1,4 +1,4 @@
-"""All kernels of a call are loaded, and its memory is there, before its first rows travel.
+"""All kernels of a call are loaded, and its memory is there, before its first rows are exchanged.
 
 The stand-in for CUDA is as strict as it may be: whoever loads a kernel or allocates memory waits until no device of the
 process has work, and holds a lock meanwhile, without which nobody launches. The stand-in for NCCL works until the other
@@ -303,7 +303,7 @@ def run(driver, comms, case, need, **options):
 
 
 def check(logs):
-    """Nothing is loaded or allocated once rows travel, nor loaded in a second call; a first call does load."""
+    """Nothing is loaded or allocated once rows are exchanged, nor loaded in a second call; a first call does load."""
     for log in logs:
         for (call, name), whats in log.items():
             after = list(itertools.dropwhile(lambda what: what != "rows", whats))

@@ -48,7 +48,7 @@ CASES = {
         **{**SIZES, "seqlen_q": 64, "seqlen_k": 64},
         dtype="bfloat16",
         axes=(2, 1),
-        leading=(("k", (1, 1)), ("v", (1, 1))),
+        batch_axes=(("k", (1, 1)), ("v", (1, 1))),
     ),
     "9.0 packed": ct.Case(**ODD, causal=True, dtype="bfloat16", cu_seqlens_q=(0, 30, 101), cu_seqlens_k=(0, 40, 99)),
 }

@@ -14,7 +14,7 @@ from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.spec.passes import BACKWARD, PASSES
 from tests.emulate import attention
 from tests.emulate.checks import judge_functions
-from tests.scored import MASKS, SCORES, Scored, captured_of, scored, steep
+from tests.scored import MASKS, SCORES, Scored, score_args_of, scored, steep
 from tests.texts import HEAD
 
 HOISTED = ("t5", "decay", "of_rows", "hoistable")
@@ -28,9 +28,9 @@ def by_own_kernels(case: Scored) -> bool:
 
 def sums_arrays(case: Scored) -> bool:
     """Whether the main kernel of the backward pass makes gradients of arrays that the score reads."""
-    need = ("dq", "dk", "dv", *case.problem.captured_gradients)
+    need = ("dq", "dk", "dv", *case.problem.score_arg_gradients)
     plan = choose_plan(case.problem, DeviceSpec.for_arch("9.0"), BACKWARD, need=need)
-    return any(kernel.source == "sm90/backward.cu" and "_captured" in kernel.name for kernel in plan.kernels)
+    return any(kernel.source == "sm90/backward.cu" and "_score_args" in kernel.name for kernel in plan.kernels)
 
 
 def of_9_0(head_dim: int, *scores: str) -> st.SearchStrategy[Scored]:
@@ -93,7 +93,7 @@ def test_larger_tiles_of_many_queries_obey_the_oracle(score, mask, head_dim, til
         random = np.random.default_rng(seed)
         lengths = {"q": sizes[2], "k": sizes[3], "v": sizes[3], "dout": sizes[2]}
         arrays = {name: random.standard_normal((1, 2, n, head_dim)).astype(np.float16) for name, n in lengths.items()}
-        arrays |= captured_of(functions, sizes, "float16", seed)
+        arrays |= score_args_of(functions, sizes, "float16", seed)
         attn = cuflash.FlashAttention(score=functions[0], mask=functions[1], causal=causal)
         case = Scored(attn, arrays, {}, "")
         (chosen,) = choose_plan(case.problem, device).tiles
@@ -108,10 +108,10 @@ def test_gradients_of_arrays_do_not_depend_on_the_order_of_blocks_and_threads(ar
     functions = (SCORES["distance"], None)
     random = np.random.default_rng(5)
     arrays = {name: random.standard_normal((1, 2, 140, 16)).astype(dtype) for name in ("q", "k", "v", "dout")}
-    arrays |= captured_of(functions, (1, 2, 140, 140), dtype, 5)
+    arrays |= score_args_of(functions, (1, 2, 140, 140), dtype, 5)
     case = Scored(cuflash.FlashAttention(score=functions[0]), arrays, {}, "")
     out, lse = attention.forward(case.problem, arrays, arch=arch)
-    names = case.problem.captured_gradients
+    names = case.problem.score_arg_gradients
     need = ("dk", *names) if arch == "9.0" else names
     assert sums_arrays(case) == (arch == "9.0")
 
@@ -135,7 +135,7 @@ def test_derivatives_of_pairs_without_weight_do_not_count():
     arrays = {name: np.ones((1, 1, 70, 16), np.float32) for name in "qk"}
     arrays |= {name: random.standard_normal((1, 1, 70, 16)).astype(np.float32) for name in ("v", "dout")}
     arrays["q"] *= np.linspace(-1, 1, 70, dtype=np.float32)[:, None]
-    arrays |= captured_of((SCORES["barrier"], None), (1, 1, 70, 70), "float32", 5)
+    arrays |= score_args_of((SCORES["barrier"], None), (1, 1, 70, 70), "float32", 5)
     judge_functions(Scored(cuflash.FlashAttention(score=SCORES["barrier"]), arrays, {}, ""))
 
 

@@ -25,7 +25,7 @@ from tests.emulate.launcher import ALIGNMENT, DeviceArray, launcher
 from tests.emulate.parts import CUPY, EmulatedParts
 from tests.fakes import FakeDevice
 from tests.ranks import NO_TERMS, Whole, judge
-from tests.scored import MASKS, SCORES, Scored, captured_of
+from tests.scored import MASKS, SCORES, Scored, score_args_of
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path"),
@@ -174,7 +174,7 @@ def scored_case(name):
     random = np.random.default_rng(0)
     shapes = {"q": (2, 70, 64), "k": (1, 300, 64), "v": (1, 300, 64), "dout": (2, 70, 64)}
     arrays = {n: random.standard_normal((1, *shape)).astype(numpy_dtype(dtype)) for n, shape in shapes.items()}
-    arrays |= captured_of(functions, (1, 2, 70, 300), dtype, 0)
+    arrays |= score_args_of(functions, (1, 2, 70, 300), dtype, 0)
     attn = cuflash.FlashAttention(score=functions[0], mask=functions[1], window=(250, None))
     return Scored(attn, arrays, {}, name)
 

@@ -44,7 +44,7 @@ def test_a_mask_in_python_goes_with_a_text():
 def test_gradients_of_arrays_do_not_depend_on_the_order_of_blocks_and_threads(text):
     case = few_tiles((text, None), "float32")
     out, lse = attention.forward(case.problem, case.arrays, arch="8.0")
-    need = case.problem.captured_gradients
+    need = case.problem.score_arg_gradients
     found = [
         attention.backward(case.problem, case.arrays, out, lse, need=need, arch="8.0", schedule=schedule)
         for schedule in (Schedule(), Schedule("random", seed=3))

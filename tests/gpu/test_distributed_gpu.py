@@ -24,7 +24,7 @@ import cuflash.testing as ct
 from cuflash.distributed.reduce import add_up, minus_delta
 from cuflash.shards.merge import merge_into
 from tests.ranks import OfRank, Parts, Whole, compute, judge
-from tests.scored import MASKS, SCORES, Scored, captured_of
+from tests.scored import MASKS, SCORES, Scored, score_args_of
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
@@ -242,7 +242,7 @@ def test_a_graph_holds_the_calls_of_a_rank(ranks):
                 graph.upload(stream)
                 for name, x in contents.items():
                     own[name][...] = x
-                all_ready.wait(60)  # once rows travel, no rank may load or allocate
+                all_ready.wait(60)  # once rows are exchanged, no rank may load or allocate
                 for _ in range(2):
                     graph.launch(stream)
                 stream.synchronize()
@@ -273,7 +273,7 @@ def test_functions_of_threads_on_one_device(score, mask, dtype):
     random, split = np.random.default_rng(0), cd.zigzag(300, 2)
     arrays = {name: random.standard_normal((1, 4, 300, 64)).astype(ct.numpy_dtype(dtype)) for name in ("q", "k", "v")}
     arrays["dout"] = random.standard_normal((1, 4, 300, 64)).astype(ct.numpy_dtype(dtype))
-    arrays |= captured_of(functions, (1, 4, 300, 300), dtype, 0)
+    arrays |= score_args_of(functions, (1, 4, 300, 300), dtype, 0)
     attn: Any = cuflash.FlashAttention(score=functions[0], mask=functions[1], causal=True)
     case = Scored(attn, arrays, {}, score)
     whole = Whole.of(case)

@@ -11,7 +11,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.spec.passes import FORWARD
 from tests.gpu.planned import plan_of
-from tests.scored import MASKS, SCORES, Scored, captured_of
+from tests.scored import MASKS, SCORES, Scored, score_args_of
 
 pytestmark = pytest.mark.gpu
 
@@ -156,7 +156,7 @@ def test_functions(cupy, of_every_device, score, mask, dtype):
     functions = (SCORES[score] if score else None, MASKS[mask] if mask else None)
     random, shapes = np.random.default_rng(7), {"q": (2, 6, 2, 64), "k": (2, 2, 2000, 64), "v": (2, 2, 2000, 32)}
     arrays = {name: random.standard_normal(shape).astype(ct.numpy_dtype(dtype)) for name, shape in shapes.items()}
-    arrays |= captured_of(functions, (2, 6, 2, 2000), dtype, 7)
+    arrays |= score_args_of(functions, (2, 6, 2, 2000), dtype, 7)
     attn = cuflash.FlashAttention(score=functions[0], mask=functions[1])
     problem = Scored(attn, arrays, {}, "").problem
     given = {name: cupy.asarray(x) for name, x in arrays.items()}

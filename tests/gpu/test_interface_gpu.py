@@ -266,7 +266,7 @@ def test_a_captured_graph_replays_on_new_contents(cupy, deterministic):
     expected, expected_gradients = both_passes(*new)
     inputs = [x.copy() for x in old]
     stream = cupy.cuda.Stream(non_blocking=True)
-    pool = cupy.cuda.MemoryPool()  # what the captured calls take from it stays theirs
+    pool = cupy.cuda.MemoryPool()  # what the score_args calls take from it stays theirs
     cupy.cuda.Device().synchronize()
     with cupy.cuda.using_allocator(pool.malloc), stream:
         attn.compile(*inputs[:3])
@@ -286,7 +286,7 @@ def test_a_captured_graph_replays_on_new_contents(cupy, deterministic):
 
 
 def test_a_captured_graph_of_several_arrays(cupy):
-    """Every captured call keeps the addresses that it was given."""
+    """Every score_args call keeps the addresses that it was given."""
     attn = cuflash.FlashAttention(causal=True)
     inputs = [[normal(cupy, 2, 4, 129, DIM, seed=10 * m + n) for n in range(3)] for m in range(3)]
     results = [cupy.full_like(q, np.nan) for q, _, _ in inputs]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash.testing import check_gradients
 from cuflash.testing.rule import gradients_of, measure, yardsticks
-from tests.scored import SCORES, SCORES_AND_TEXTS, Scored, captured_of, few_tiles, scored
+from tests.scored import SCORES, SCORES_AND_TEXTS, Scored, few_tiles, score_args_of, scored
 from tests.texts import HEAD, TEXTS
 
 pytestmark = pytest.mark.gpu
@@ -49,7 +49,7 @@ def judged(cupy, case):
     measured = [measure(name, x, judges[name]) for name, x in results.items()]
     assert not any(m.failure for m in measured), "\n".join(map(str, measured))
     again = case.attention.backward(arrays["dout"], *inputs, out, lse, **keywords)
-    for name in case.problem.captured_gradients:  # in any order of additions
+    for name in case.problem.score_arg_gradients:  # in any order of additions
         np.testing.assert_array_equal(cupy.asnumpy(getattr(again, name)), cupy.asnumpy(getattr(gradients, name)))
 
 
@@ -61,13 +61,13 @@ def test_gradients_of_arrays_are_the_same_run_after_run(cupy, score, head_dim):
     random = np.random.default_rng(3)
     shapes = {"q": sizes[2], "k": sizes[3], "v": sizes[3], "dout": sizes[2]}
     host = {name: random.standard_normal((*sizes[:2], n, head_dim)).astype(np.float16) for name, n in shapes.items()}
-    host |= captured_of((SCORES_AND_TEXTS[score],), sizes, "float16", 3)
+    host |= score_args_of((SCORES_AND_TEXTS[score],), sizes, "float16", 3)
     case = Scored(cuflash.FlashAttention(score=SCORES_AND_TEXTS[score]), host, {}, score)
     arrays = {name: cupy.asarray(x) for name, x in host.items()}
     q, k, v, dout = (arrays[name] for name in shapes)
     terms = {name: arrays[name] for name in case.terms}
     out, lse = case.attention.forward(q, k, v, **terms)
-    names = case.problem.captured_gradients
+    names = case.problem.score_arg_gradients
     need = ("dq", "dk", "dv", *names)
     results = [case.attention.backward(dout, q, k, v, out, lse, need=need, **terms) for _ in range(5)]
     judges = yardsticks(case.problem, host)
@@ -83,7 +83,7 @@ def test_tables_are_filled_within_a_graph(cupy):
     sizes = (2, 4, 300, 300)
     random = np.random.default_rng(7)
     host = {name: random.standard_normal((*sizes[:2], 300, 64)).astype(np.float16) for name in ("q", "k", "v", "dout")}
-    host |= captured_of((SCORES["t5"],), sizes, "float16", 7)
+    host |= score_args_of((SCORES["t5"],), sizes, "float16", 7)
     case = Scored(cuflash.FlashAttention(score=SCORES["t5"]), host, {}, "t5")
     arrays = {name: cupy.asarray(x) for name, x in host.items()}
     inputs, need = [arrays[name] for name in ("q", "k", "v")], ("dq", "dk", "dv", "dtable")

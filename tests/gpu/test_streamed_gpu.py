@@ -15,7 +15,7 @@ from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.testing.rule import gradients_of
 from tests.ranks import NO_TERMS
 from tests.ranks import judge as judge_functions
-from tests.scored import MASKS, SCORES, Scored, captured_of
+from tests.scored import MASKS, SCORES, Scored, score_args_of
 
 pytestmark = pytest.mark.gpu
 SIZES: dict[str, Any] = {
@@ -70,7 +70,7 @@ def scored_case(name):
     random = np.random.default_rng(0)
     shapes = {"q": (4, 300, 64), "k": (2, 1000, 64), "v": (2, 1000, 64), "dout": (4, 300, 64)}
     arrays = {name: random.standard_normal((1, *shape)).astype(numpy_dtype(dtype)) for name, shape in shapes.items()}
-    arrays |= captured_of(functions, (1, 4, 300, 1000), dtype, 0)
+    arrays |= score_args_of(functions, (1, 4, 300, 1000), dtype, 0)
     attn = cuflash.FlashAttention(score=functions[0], mask=functions[1], window=(600, None))
     return Scored(attn, arrays, {}, name)
 

@@ -214,8 +214,8 @@ BAD_INPUTS = [
     ("q", lambda x: x[0, 0, 0], ValueError, "1-D shape (8,)", "an array of two axes or more"),
     ("k", np.array(1.0, np.float32), ValueError, "0-D shape ()", "an array of two axes or more"),
     (
-        *("v", lambda x: np.repeat(x, 2, 0), ValueError, "leading axes (4,) in shape (4, 2, 6, 3)"),
-        "leading axes that broadcast with (2,), which those before it have",
+        *("v", lambda x: np.repeat(x, 2, 0), ValueError, "batch axes (4,) in shape (4, 2, 6, 3)"),
+        "batch axes that broadcast with (2,), which those before it have",
     ),
     ("k", lambda x: x[..., :7], ValueError, "head_dim 7", "head_dim 8 as q has"),
     ("v", lambda x: x[:, :1], ValueError, "num_heads_kv 1", "num_heads_kv 2 as k has"),

@@ -17,6 +17,7 @@ from bench.functions import FUNCTIONS
 from bench.suites import SUITES
 from cuflash.cpu.jobs import count_cores
 from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.spec.passes import BACKWARD, FORWARD
 from cuflash.spec.problem import make_problem
 from tests.benched import BIASED, OPTIONAL, PLAIN, SMALL, abstract
 
@@ -124,7 +125,7 @@ def test_contenders_by_the_kernels_for_another_device(name, fake_cupy, monkeypat
 
         def call_by(plan):
             bound.append((pass_, plan, set(arrays)))
-            return lambda: ("out", "lse") if pass_ == "forward" else ("dq", "dk", "dv")
+            return lambda: ("out", "lse") if pass_ is FORWARD else ("dq", "dk", "dv")
 
         return (plan,), call_by
 
@@ -137,9 +138,9 @@ def test_contenders_by_the_kernels_for_another_device(name, fake_cupy, monkeypat
     for _ in range(2):
         assert contender.calls["backward"]() == ("dq", "dk", "dv")
         assert contender.calls["forward"]() == ("out",)
-    assert [pass_ for pass_, _, _ in bound] == ["forward", "backward"]
+    assert [pass_ for pass_, _, _ in bound] == [FORWARD, BACKWARD]
     for pass_, plan, arrays in bound:
-        assert arrays == {"q", "k", "v"} | ({"dout", "out", "lse"} if pass_ == "backward" else set())
+        assert arrays == {"q", "k", "v"} | ({"dout", "out", "lse"} if pass_ is BACKWARD else set())
         assert (plan.pass_, plan.device.arch, plan.device.compiled_for) == (pass_, int(name[-2:]), 90)
         assert {kernel.target for kernel in plan.kernels} == {"sm_90"}
 

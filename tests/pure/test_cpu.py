@@ -398,10 +398,10 @@ def test_every_result_of_empty_problems_is_written(problem):
     options, arrays = problem
     attn: Any = cuflash.FlashAttention(**options)
     terms = {name: x for name, x in arrays.items() if name not in ("q", "k", "v", "dout", "dlse")}
-    captured = {name: x for name, x in terms.items() if name == "gamma"}
-    own = {name: x for name, x in terms.items() if name not in captured}
+    score_args = {name: x for name, x in terms.items() if name == "gamma"}
+    own = {name: x for name, x in terms.items() if name not in score_args}
     inputs = [arrays[name] for name in ("q", "k", "v")]
-    of_problem = make_problem(attn.options, *inputs, captured=captured, **own)
+    of_problem = make_problem(attn.options, *inputs, score_args=score_args, **own)
     out, lse = (np.full(shape, np.nan, inputs[0].dtype) for shape in (of_problem.out_shape, of_problem.lse_shape))
     attn.forward(*inputs, **terms, out=out, lse=lse)
     need = ct.gradients_of(of_problem)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import cuflash
 import cuflash.testing as ct
-from tests.scored import SCORES, captured_of
+from tests.scored import SCORES, score_args_of
 
 SMOOTH = ("distance", "fade", "of_rows")
 SIZES = (2, 2, 20, 24)
@@ -29,7 +29,7 @@ def inputs(seed):
 @given(st.sampled_from(SMOOTH), st.integers(0, 2**16), st.booleans())
 def test_gradients_of_functions_are_those_of_differences(name, seed, causal):
     attn = cuflash.FlashAttention(score=SCORES[name], causal=causal)
-    arrays: dict[str, Any] = captured_of((SCORES[name],), SIZES, "float64", seed)
+    arrays: dict[str, Any] = score_args_of((SCORES[name],), SIZES, "float64", seed)
     found = ct.check_gradients(attn, *inputs(seed), seed=seed, **arrays)
     assert {"dq", "dk", "dv"} < found.keys() and all(own.scale > 0 for own in found.values())
 

@@ -62,7 +62,7 @@ AXES = ct.with_axes(ct.cases(**{**SMALL, "features": (*FEATURES, "gqa"), "max_sc
 
 @settings(max_examples=examples(30), deadline=None)
 @given(st.data(), AXES, st.integers(1, 4), NEEDS)
-def test_leading_axes_keep_the_oracle_rule(data, case, ranks, need):
+def test_batch_axes_keep_the_oracle_rule(data, case, ranks, need):
     """They broadcast as those of one device do, and gradients are sums over what broadcasts."""
     split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
     assume(is_clear(case, split_q))
@@ -259,7 +259,7 @@ def test_the_plan_in_the_page_is_what_is_printed():
 
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_ranks_begin_with_their_own_rows_before_they_hear_of_each_other(goes_on, monkeypatch):
-    """In a call like one before, where the transport goes on meanwhile; rows travel after that.
+    """In a call like one before, where the transport goes on meanwhile; rows are exchanged after that.
 
     Where calls run behind the host, rows are not even made ready before.
     """

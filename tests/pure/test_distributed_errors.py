@@ -156,7 +156,7 @@ def test_columns_of_ranks_with_one_key_each_are_their_own():
 
 @pytest.mark.parametrize("leaves_after", [0, 1, 2])
 def test_a_rank_that_leaves_is_missed_in_time(leaves_after):
-    """Before the call, between what ranks say, and before its rows travel."""
+    """Before the call, between what ranks say, and before its rows are exchanged."""
 
     def work(comm):
         if comm.rank == 1:

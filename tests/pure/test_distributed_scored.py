@@ -12,7 +12,7 @@ import cuflash.distributed as cd
 from tests.pure.test_schedule import of_chunks, splits
 from tests.ranks import Parts, Whole, judge, on_threads, results_of
 from tests.sampling import examples
-from tests.scored import CONDITIONED, MASKS, SCORES, Scored, captured_of, scored
+from tests.scored import CONDITIONED, MASKS, SCORES, Scored, score_args_of, scored
 
 
 def sizes_of(case):
@@ -29,7 +29,7 @@ def case_of(score=None, mask=None, seqlen=160, dtype="float32", seed=0, **option
     functions = (SCORES[score] if score else None, MASKS[mask] if mask else None)
     random = np.random.default_rng(seed)
     arrays = {name: random.standard_normal((1, 2, seqlen, 8)).astype(dtype) for name in ("q", "k", "v", "dout")}
-    arrays |= captured_of(functions, (1, 2, seqlen, seqlen), dtype, seed)
+    arrays |= score_args_of(functions, (1, 2, seqlen, seqlen), dtype, seed)
     return Scored(cuflash.FlashAttention(score=functions[0], mask=functions[1], **options), arrays, {}, "")
 
 
@@ -109,7 +109,7 @@ def spelled(s, i, j, *, head, slopes):
 
 
 def test_functions_that_spell_out_options_are_computed_as_these():
-    """So the rows that travel are those of a window; a bias of all pairs is no option of a rank."""
+    """So the rows that are exchanged are those of a window; a bias of all pairs is no option of a rank."""
     random, split = np.random.default_rng(0), cd.contiguous(60, 3)
     q, k, v, dout = random.standard_normal((4, 2, 60, 8))
     slopes = np.array([0.1, 0.2])

@@ -63,21 +63,21 @@ def score_of(draw: st.DrawFn, sizes: dict[str, int], dtype: str, is_packed: bool
     slopes = draw(pick([None, *(name for name in kinds if name.startswith("slopes"))]))
     bias = draw(pick([None, *(name for name in kinds if name.startswith("pairs"))]))
     cap = draw(pick([*CAPS]))
-    captured: dict[str, Any] = {}
+    score_args: dict[str, Any] = {}
     options: dict[str, Any] = {"softcap": 5.0 if cap == "softcap" else None}
     if slopes is not None:
         shape = tuple(sizes[axis] for axis in slopes[7:-1].split(", "))
-        captured["slopes"] = options["alibi_slopes"] = random.uniform(0.01, 0.2, shape).astype(real)
+        score_args["slopes"] = options["alibi_slopes"] = random.uniform(0.01, 0.2, shape).astype(real)
     if bias is not None:
         axes = bias[6:-1].split(", ")
         shape = tuple(draw(pick([1, sizes[axis]])) for axis in axes)
-        captured["pairs"] = random.standard_normal(shape).astype(numpy_dtype(draw(pick([dtype, real]))))
+        score_args["pairs"] = random.standard_normal(shape).astype(numpy_dtype(draw(pick([dtype, real]))))
         index = tuple(slice(None) if axis in axes else None for axis in ("batch", "head", "i", "j"))
-        options["bias"] = captured["pairs"][index]
+        options["bias"] = score_args["pairs"][index]
     summands = [draw(pick(SUMMANDS[name])) for name in (slopes, bias) if name is not None]
     order = draw(st.permutations([f"+ {draw(pick(CAPS[cap]))}", *summands]))
-    function = None if cap == "s" and not summands else made(" ".join(order), [*captured])
-    return function, captured, options
+    function = None if cap == "s" and not summands else made(" ".join(order), [*score_args])
+    return function, score_args, options
 
 
 @st.composite
@@ -106,7 +106,7 @@ def spelled(draw: st.DrawFn) -> Spelled:
     is_square = seqlen_q == seqlen_k and not is_packed
     options["causal"] = draw(pick(["top_left", *([True] if is_square else []), False]))
     sizes = {"batch": 2 if is_packed else batch, "head": heads, "i": seqlen_q, "j": seqlen_k}
-    score, captured, same = score_of(draw, sizes, dtype, is_packed)
+    score, score_args, same = score_of(draw, sizes, dtype, is_packed)
     window = draw(pick([*MASKS, *([] if score is None else [None])]))
     mask = None if window is None else eval(f"lambda i, j: {draw(pick(MASKS[window]))}", globals())
     if is_packed:
@@ -120,8 +120,8 @@ def spelled(draw: st.DrawFn) -> Spelled:
     terms = {name: x for name, x in arrays.items() if name not in ("q", "k", "v", "dout", "dlse")}
     terms |= {name: same.pop(name) for name in ("alibi_slopes", "bias") if name in same}
     attention = cuflash.FlashAttention(**options, score=score, mask=mask)
-    shown = f"{attention!r} {[(name, x.shape, x.dtype.name) for name, x in (arrays | captured).items()]}"
-    case = Scored(attention, arrays | captured, {"seed": 3, "offset": 1} if options["dropout"] else {}, shown)
+    shown = f"{attention!r} {[(name, x.shape, x.dtype.name) for name, x in (arrays | score_args).items()]}"
+    case = Scored(attention, arrays | score_args, {"seed": 3, "offset": 1} if options["dropout"] else {}, shown)
     return Spelled(case, options | same | {"window": window}, terms)
 
 
@@ -140,7 +140,7 @@ def test_spellings_of_options_have_the_results_of_the_formula(drawn):
     results = {"out": out, "lse": lse, **gradients._asdict()}
     measured = [measure(name, x, judges[name]) for name, x in results.items()]
     assert not any(m.failure for m in measured), "\n".join(map(str, measured))
-    for name in case.problem.captured_gradients:
+    for name in case.problem.score_arg_gradients:
         assert results[name].shape == arrays[name[1:]].shape and results[name].dtype == arrays[name[1:]].dtype
 
     written = {name: np.empty_like(x) for name, x in gradients._asdict().items()}

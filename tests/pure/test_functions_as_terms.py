@@ -12,13 +12,13 @@ from cuflash.cpu import backend, core, functions_as_terms, part_products, parts
 from cuflash.score_mod.program import Traced
 from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.testing.rule import measure, yardsticks
-from tests.scored import DRAWN, MASKS, SCORES, Scored, captured_of, scored
+from tests.scored import DRAWN, MASKS, SCORES, Scored, score_args_of, scored
 
 needs_core = pytest.mark.skipif(core.why_not() is not None, reason=f"no compiled core: {core.why_not()}")
 
 
 def is_served(case):
-    return functions_as_terms.why_not(case.problem, (*DEFAULT_NEED, *case.problem.captured_gradients)) is None
+    return functions_as_terms.why_not(case.problem, (*DEFAULT_NEED, *case.problem.score_arg_gradients)) is None
 
 
 def as_served(case):
@@ -33,7 +33,7 @@ def as_served(case):
 def results_of(case):
     out, lse = case.attention.forward(*case.inputs, **case.terms, **case.random)
     again = {"dlse": case.arrays["dlse"], **case.terms, **case.random}
-    need = (*DEFAULT_NEED, *case.problem.captured_gradients)
+    need = (*DEFAULT_NEED, *case.problem.score_arg_gradients)
     gradients = case.attention.backward(case.arrays["dout"], *case.inputs, out, lse, need=need, **again)
     return {"out": out, "lse": lse, **gradients._asdict()}
 
@@ -87,7 +87,7 @@ def test_a_mask_that_blocks_decide(score, causal):
     arrays = {name: random.standard_normal((1, 2, sizes[2], 8)).astype(np.float32) for name in ("q", "k", "v", "dout")}
     arrays["dlse"] = random.standard_normal((1, 2, sizes[2])).astype(np.float32)
     functions = (SCORES[score] if score else None, MASKS["documents"])
-    arrays |= captured_of(functions, sizes, "float32", 5)
+    arrays |= score_args_of(functions, sizes, "float32", 5)
     arrays["kind_q"] = arrays["kind_k"] = np.repeat([0, 1], 2 * parts.BLOCK)
     case = Scored(cuflash.FlashAttention(score=functions[0], mask=functions[1], causal=causal), arrays, {}, "")
     assert is_served(case)

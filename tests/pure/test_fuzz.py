@@ -43,8 +43,8 @@ def test_functions_of_all_kinds_are_drawn_and_what_they_read_is_differentiated()
     assert set(kinds) == {(True, False), (True, True), (False, True)} and min(kinds.values()) >= 20
     scores = {trial.functions.score for trial in trials}
     assert len(scores & {*SCORES.values()}) >= 10 and len(scores - {*SCORES.values()}) >= 15
-    captured = [set(trial.need) - set(GRADIENTS) for trial in trials]
-    assert np.mean([bool(names) for names in captured]) > 0.3
+    score_args = [set(trial.need) - set(GRADIENTS) for trial in trials]
+    assert np.mean([bool(names) for names in score_args]) > 0.3
     without = [trial for trial in trials if trial.functions.score is SCORES["steps"] and trial.need]
     assert without, "arrays that no derivative is by"
 

@@ -186,7 +186,7 @@ BY_PAIRS = [OF_ARGS, "backward_scores", "backward_scores", OF_ARGS]
 )
 def test_kernels_of_gradients_of_what_tables_read(score, arch, head_dim, sources):
     problem = of_functions((score, None), "bfloat16", head_dim)
-    need = ("dq", "dk", "dv", *problem.captured_gradients)
+    need = ("dq", "dk", "dv", *problem.score_arg_gradients)
     plan = choose_plan(problem, DeviceSpec.for_arch(arch), BACKWARD, need=need)
     assert [kernel.source.split("/")[1].removesuffix(".cu") for kernel in plan.kernels] == sources
     assert ("nothing is hoisted" in plan.reason) == (score == "decay")

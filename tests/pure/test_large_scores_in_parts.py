@@ -51,7 +51,7 @@ def test_ranks_keep_the_oracle_rule(data, case, ranks, all_gradients):
 
 @settings(max_examples=15, deadline=None)
 @given(st.data(), ct.with_axes(large(features=(*FEATURES, "gqa"), max_scores=2**11, ndims=(4,))), st.integers(2, 3))
-def test_leading_axes_keep_the_oracle_rule(data, case, ranks):
+def test_batch_axes_keep_the_oracle_rule(data, case, ranks):
     split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
     assume(is_clear(case, split_q))
     judge(case, results_of(case, split_q, split_k))

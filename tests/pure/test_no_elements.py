@@ -14,7 +14,7 @@ import cuflash.testing as ct
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.spec.passes import BACKWARD, PASSES
 from tests.compiled import KINDS, NUMPY, way_taken
-from tests.scored import MASKS, SCORES, Scored, captured_of
+from tests.scored import MASKS, SCORES, Scored, score_args_of
 
 WAYS = (*KINDS[:1], NUMPY)
 LENGTHS = {"batch": (1, 2), "num_heads_kv": (1, 2), "group": (1, 2), "seqlen_q": (1, 5, 40), "seqlen_k": (1, 6, 300)}
@@ -22,7 +22,7 @@ LENGTHS = {"batch": (1, 2), "num_heads_kv": (1, 2), "group": (1, 2), "seqlen_q":
 
 @st.composite
 def cases(draw):
-    """Cases of which at least one length is 0: of the batch or a leading axis, of heads, of queries or of keys."""
+    """Cases of which at least one length is 0: of the batch or a batch axis, of heads, of queries or of keys."""
 
     def pick(*values):
         return draw(st.sampled_from(values))
@@ -48,8 +48,8 @@ def cases(draw):
     else:
         options |= {"bias": of_scores(), "mask": of_scores(), "bias_dtype": pick("softmax", "input")}
         if has_axes:
-            options |= {"axes": axes, "leading": tuple((name, some(*axes)) for name in ("k", "v"))}
-            options["leading"] += (("kv_lengths", axes),)
+            options |= {"axes": axes, "batch_axes": tuple((name, some(*axes)) for name in ("k", "v"))}
+            options["batch_axes"] += (("kv_lengths", axes),)
         lengths = tuple(draw(st.integers(0, seqlen_k)) for _ in range(math.prod(axes)))
         options["kv_lengths"] = pick(None, lengths)
         options["block_mask"] = pick(None, some(heads))
@@ -139,15 +139,15 @@ def test_functions_of_no_pairs(way):
         heads = heads_kv * group
         q, k, dout = (np.ones((*axes, batch, h, n, 8), ct.numpy_dtype(dtype))
                       for h, n in ((heads, rows), (heads_kv, keys), (heads, rows)))  # fmt: skip
-        captured = captured_of(functions, (math.prod(axes) * batch, heads, rows, keys), dtype, 0)
+        score_args = score_args_of(functions, (math.prod(axes) * batch, heads, rows, keys), dtype, 0)
         attn: Any = cuflash.FlashAttention(score=functions[0], mask=functions[1])
         with way_taken(way), pytest.MonkeyPatch.context() as patch:
             poison(patch)
-            out, lse = attn.forward(q, k, k, **captured)
+            out, lse = attn.forward(q, k, k, **score_args)
             one = [np.ones((math.prod(x.shape[:-3]), *x.shape[-3:]), x.dtype) for x in (q, k)]
-            of_reads = Scored(attn, {"q": one[0], "k": one[1], "v": one[1], **captured}, {}, "").problem
-            need = ("dq", "dk", "dv", *of_reads.captured_gradients)
-            gradients = attn.backward(dout, q, k, k, out, lse, **captured, need=need)
+            of_reads = Scored(attn, {"q": one[0], "k": one[1], "v": one[1], **score_args}, {}, "").problem
+            need = ("dq", "dk", "dv", *of_reads.score_arg_gradients)
+            gradients = attn.backward(dout, q, k, k, out, lse, **score_args, need=need)
         assert not out.any() and np.isneginf(lse).all()
         for name, x in zip(need, gradients, strict=True):
             assert not x.any(), name
@@ -162,10 +162,10 @@ def test_no_kernel_fills_tables_of_no_pairs(score, empty):
     batch, heads_kv, group, rows, keys = (0 if name == empty else values[-1] for name, values in LENGTHS.items())
     heads = heads_kv * group
     q, k = (np.ones((batch, h, n, 8), np.float32) for h, n in ((heads, rows), (heads_kv, keys)))
-    captured = captured_of((SCORES[score],), (batch, heads, rows, keys), "float32", 0)
+    score_args = score_args_of((SCORES[score],), (batch, heads, rows, keys), "float32", 0)
     attn = cuflash.FlashAttention(score=SCORES[score])
-    problem = Scored(attn, {"q": q, "k": k, "v": k, **captured}, {}, "").problem
+    problem = Scored(attn, {"q": q, "k": k, "v": k, **score_args}, {}, "").problem
     for arch, pass_ in itertools.product(("8.0", "9.0"), PASSES):
-        need = (*pass_.default, *(problem.captured_gradients if pass_ is BACKWARD else ()))
+        need = (*pass_.default, *(problem.score_arg_gradients if pass_ is BACKWARD else ()))
         plan = choose_plan(problem, DeviceSpec.for_arch(arch), pass_, need=need)
         assert not any(kernel.grid for kernel in plan.kernels if kernel.source == "helpers/hoisted.cu")

@@ -68,7 +68,7 @@ def test_attention(dtype):
     strictly(lambda: both_passes(attn, q, k, v, **terms, need=need))
     strictly(lambda: both_passes(cuflash.FlashAttention(window=(5, 0)), q[:, 0], k[:, 0], v[:, 0]))
     strictly(lambda: [cuflash.attention(q, k, v)])
-    # Leading axes of which one takes several passes, whose parts are added.
+    # Batch axes of which one takes several passes, whose parts are added.
     attn = cuflash.FlashAttention()
     wide, narrow = extreme((2, 3, 4, 20, 8), dtype, 4), extreme((3, 1, 20, 8), dtype, 5)
     bias = extreme((2, 1, 4, 20, 20), dtype, 6)
@@ -102,7 +102,7 @@ def test_functions():
     def check(case):
         arrays = {name: extreme(x.shape, x.dtype) for name, x in case.arrays.items() if name in ("q", "k", "v")}
         terms = {n: extreme(x.shape, x.dtype) if x.dtype.kind not in "biu" else x for n, x in case.terms.items()}
-        need = ("dq", "dk", "dv", *case.problem.captured_gradients)
+        need = ("dq", "dk", "dv", *case.problem.score_arg_gradients)
         strictly(lambda: both_passes(case.attention, *arrays.values(), **terms, random=case.random, need=need))
 
     check()

@@ -70,7 +70,7 @@ def test_every_argument_of_the_interface_is_among_them():
         "block_size",
         "cu_seqlens_k",
         "score",  # functions have problems of their own: tests/scored.py
-        "captured",
+        "score_args",
     }
     assert parameters - others <= {option.name for option in OPTIONS}
 

@@ -215,14 +215,14 @@ def test_argument_of_a_call(data):
     causal = data.draw(st.sampled_from((False, True, "top_left")))
     window = data.draw(st.sampled_from((None, (5, None), (None, 7), (40, 3))))
     score = data.draw(st.sampled_from((None, Traced.of(lambda s, i, j, *, a, b: s + a[i] * b[j], "score"))))
-    captured = {} if score is None else {name: np.zeros(130, np.float32) for name in "ab"}
+    score_args = {} if score is None else {name: np.zeros(130, np.float32) for name in "ab"}
     options = Options(causal=causal, window=window, dropout=data.draw(st.sampled_from((0.0, 0.3))), score=score)
     pass_ = data.draw(st.sampled_from(PASSES))
-    plan = choose_plan(make_problem(options, q, q, q, captured=captured), DeviceSpec.for_arch("9.0"), pass_)
+    plan = choose_plan(make_problem(options, q, q, q, score_args=score_args), DeviceSpec.for_arch("9.0"), pass_)
     pointer_word = pointer_words(plan.problem)
     names = ["q", "k", "v", "out", "lse", *(("dout", "dq", "dk", "dv") if pass_ is BACKWARD else ())]
     operands = {name: layout_of(q, "bhsd") for name in names if name != "lse"} | {"lse": rows_of(q[..., 0])}
-    names = data.draw(st.permutations([*names, *captured, *(name for name, _ in plan.scratch)]))
+    names = data.draw(st.permutations([*names, *score_args, *(name for name, _ in plan.scratch)]))
     argument = Argument(plan, operands, names)
     in_use: list[Frame] = []
     for _ in range(4):

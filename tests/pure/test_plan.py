@@ -461,7 +461,7 @@ def test_kernels_are_told_all_that_they_ask_for():
                 need: tuple[str, ...] = DEFAULT_NEED
                 if pass_ is BACKWARD and (problem.dtype == "float32" or problem.bias is not None):
                     need = ("dk", "dscale") if problem.bias is None else ("dbias",)
-                    need += problem.captured_gradients
+                    need += problem.score_arg_gradients
                 for kernel in choose_plan(problem, DeviceSpec.for_arch(arch), pass_, need=need).kernels:
                     given |= {name for name, _ in kernel.defines}
                     assert kernel.source in text

@@ -54,8 +54,8 @@ DECODE, FORWARD = "sm80/decode.cu", "sm80/forward.cu"
     [
         ({"block_m": 24}, "whole fragments"),
         ({"block_n": 24}, "whole fragments"),
-        ({"teams": MOST_WARPS + 1}, f"at most {MOST_WARPS} warps"),
-        ({"block_m": 64, "teams": 3}, f"at most {MOST_WARPS} warps"),
+        ({"warp_groups": MOST_WARPS + 1}, f"at most {MOST_WARPS} warps"),
+        ({"block_m": 64, "warp_groups": 3}, f"at most {MOST_WARPS} warps"),
     ],
 )
 def test_a_row_checks_itself(change, rule):
@@ -68,7 +68,7 @@ def test_tables_go_from_small_to_large(table):
     keys = [(tile.element_bytes, tile.block_m, tile.max_dim) for tile in table]
     assert keys == sorted(keys, key=lambda key: key[:1])
     for tile in table:
-        assert tile.num_warps == tile.teams * tile.block_m // 16 * tile.warps_d <= MOST_WARPS
+        assert tile.num_warps == tile.warp_groups * tile.block_m // 16 * tile.warps_d <= MOST_WARPS
         assert tile.max_dim % tile.dim_multiple == 0
     assert {tile.block_m for tile in table} == {16, 32, DECODE_ROWS}
 
@@ -88,7 +88,7 @@ def test_enough_bytes_are_on_their_way(dtype, arch):
             continue
         assert isinstance(tile, DecodeTile)
         half = tile.block_n * dim * ITEMSIZE[dtype]  # K, or V, of a tile
-        on_their_way = tile.min_blocks * tile.teams * (2 * tile.num_stages - 1) * half
+        on_their_way = tile.min_blocks * tile.warp_groups * (2 * tile.num_stages - 1) * half
         assert on_their_way >= LATENCY_S * device.bytes_per_s / device.num_sms
         assert tile.num_stages == 1 or device.arch >= 80, "copies are waited for before 8.0"
 
@@ -168,7 +168,7 @@ def test_kernels_where_something_acts_on_scores(term, arch):
         assert main_of(plan) == ("sm90/decode.cu" if by_tma else DECODE)
         if not by_tma:
             found = dict(next(k for k in plan.kernels if k.source == DECODE).defines)
-            assert (found["CUFLASH_HAS_LISTS"], found["CUFLASH_HAS_NOTES"]) == (0, 0)
+            assert (found["CUFLASH_HAS_LISTS"], found["CUFLASH_HAS_TILE_CLASSES"]) == (0, 0)
 
 
 def test_the_plan_says_why():
@@ -213,7 +213,7 @@ def test_shares(num_sms, seqlen_q, seqlen_k, batch, heads_kv, dtype, arch):
     if not isinstance(tile, DecodeTile):
         assert arch == "7.5" and dtype == "float64" and seqlen_q > 8
         return
-    heads, at_once = batch * heads_kv, tile.teams * tile.block_n
+    heads, at_once = batch * heads_kv, tile.warp_groups * tile.block_n
     num_tiles = heads * -(-planned_length(seqlen_k) // at_once)
     most = max(1, min(num_sms * tile.min_blocks, num_tiles // MIN_TILES_OF_BLOCK))
     assert plan.kernels[0].grid == blocks <= most

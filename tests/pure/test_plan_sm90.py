@@ -250,7 +250,7 @@ def test_functions_and_what_of_them_other_kernels_serve(functions, options, forw
     (tile,) = plan.tiles
     assert plan.kernels[-1].source == "sm90/forward.cu"
     assert (tile.max_dim, tile.block_m, tile.block_n) == forward
-    plan = choose_plan(problem, H200, BACKWARD, need=("dq", "dk", "dv", *problem.captured_gradients))
+    plan = choose_plan(problem, H200, BACKWARD, need=("dq", "dk", "dv", *problem.score_arg_gradients))
     assert f"{backward}/backward.cu" in [kernel.source for kernel in plan.kernels]
     assert words in plan.reason
 
@@ -337,13 +337,13 @@ def test_what_has_no_obstacle_meets_the_rules_of_tensor_maps(shape, strides):
 )
 def test_whose_kernel_makes_gradients_of_arrays(score, head_dim, why):
     problem = of_functions((score, None), "bfloat16", head_dim)
-    names = problem.captured_gradients
+    names = problem.score_arg_gradients
     plan = choose_plan(problem, H200, BACKWARD, need=("dq", "dk", "dv", *names))
     sources = [kernel.source for kernel in plan.kernels]
     assert sources.count("helpers/score_args_gradients.cu") == 2  # before and after the sums
     assert sources.count("sm80/backward_scores.cu") == (0 if why is None else 2)
     (main,) = (kernel for kernel in plan.kernels if kernel.source == "sm90/backward.cu")
-    assert dict(main.defines)["CUFLASH_NEEDS_CAPTURED"] == (3 if why is None else 0)
+    assert dict(main.defines)["CUFLASH_NEEDS_SCORE_ARGS"] == (3 if why is None else 0)
     assert ("summed by the main kernel" in plan.reason) == (why is None)
     if why is not None:
         assert f"{', '.join(names)}: not by sm90/backward: " in plan.reason

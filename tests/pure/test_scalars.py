@@ -93,7 +93,7 @@ def test_scalars_of_terms_are_arrays_without_axes(way, dtype, bias, visible, len
     make, wrap = WAYS[way]
     attn, arrays = make(causal=True), arrays_of(dtype)
     terms = {"bias": bias, "mask": visible, "kv_lengths": np.int32(length) if is_numpy else length}
-    if way != "as they are":  # one length does not stand for all entries there, as no leading axis does
+    if way != "as they are":  # one length does not stand for all entries there, as no batch axis does
         terms["kv_lengths"] = np.full(2, length)
     got = results_of(attn, arrays, terms, ("dq", "dk", "dv", "dbias"), wrap)
     expected = results_of(attn, arrays, as_arrays(terms, dtype), ("dq", "dk", "dv", "dbias"), wrap)

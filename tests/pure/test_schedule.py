@@ -288,7 +288,7 @@ context parallel: 2 ranks, 16 queries, 16 keys, query i sees keys from the first
     with own keys: key/value heads 0-2
       rank 0 computes queries x keys 0..3 x 0..3, 12..15 x 0..3 and 12..15
       rank 1 computes queries x keys 4..11 x 4..11
-    with received keys: key/value heads 0-1, 2-2; a step's rows travel during the step before
+    with received keys: key/value heads 0-1, 2-2; a step's rows are exchanged during the step before
       rank 0 computes queries x keys 12..15 x 4..11
              receives keys 4..11 from 1
       rank 1 computes queries x keys 4..11 x 0..3
@@ -297,7 +297,7 @@ context parallel: 2 ranks, 16 queries, 16 keys, query i sees keys from the first
     with own queries: key/value heads 0-2
       rank 0 computes queries x keys 0..3 and 12..15 x 0..3, 12..15 x 12..15
       rank 1 computes queries x keys 4..11 x 4..11
-    with received queries: key/value heads 0-1, 2-2; a step's rows travel during the step before
+    with received queries: key/value heads 0-1, 2-2; a step's rows are exchanged during the step before
       rank 0 computes queries x keys 4..11 x 0..3
              receives queries 4..11 from 1
       rank 1 computes queries x keys 12..15 x 4..11
@@ -311,13 +311,13 @@ context parallel: 2 ranks, 16 queries, 16 keys, query i sees keys from the first
   pieces    spans cut at 4 chunks
   rounds    one, of calls that have all rows that a piece meets: deterministic=True
   by queries: out, lse, dq
-    with all keys: key/value heads 0-0, 1-2; a step's rows travel during the step before
+    with all keys: key/value heads 0-0, 1-2; a step's rows are exchanged during the step before
       rank 0 computes queries x keys 0..3 x 0..3, 12..15 x 0..15
              receives keys 4..11 from 1
       rank 1 computes queries x keys 4..7 x 0..7, 8..11 x 0..11
              receives keys 0..3 from 0
   by keys: dk, dv
-    with all queries: key/value heads 0-1, 2-2; a step's rows travel during the step before
+    with all queries: key/value heads 0-1, 2-2; a step's rows are exchanged during the step before
       rank 0 computes queries x keys 0..15 x 0..3, 12..15 x 12..15
              receives queries 4..11 from 1
       rank 1 computes queries x keys 4..15 x 4..7, 8..15 x 8..11

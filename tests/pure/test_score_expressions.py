@@ -252,7 +252,7 @@ using std::exp; using std::log; using std::sqrt; using std::tanh; using std::sin
 #define CUFLASH_DEVICE static inline
 using u8 = uint8_t; using u16 = uint16_t; using u32 = uint32_t; using i32 = int32_t; using i64 = int64_t;
 using u64 = uint64_t;
-#define CUFLASH_NARROW_CAPTURED NARROW
+#define CUFLASH_NARROW_SCORE_ARGS NARROW
 using Real = REAL;
 struct Float16 {}; struct BFloat16 {};
 template <int n> struct Integer { static constexpr int value = n; };
@@ -312,7 +312,7 @@ class ScoreArg(ctypes.Structure):
     )
 
 
-def captured(given, tables):
+def score_args(given, tables):
     """The arrays as CUDA text sees them, and tables, which come with memory."""
     every = (ScoreArg * (len(given) + len(tables)))()
     for own, (table, values) in zip(every[len(given) :], tables, strict=True):
@@ -427,7 +427,7 @@ def test_emitted_text_is_the_expression(dtype, tmp_path):
         pointers = [ctypes.c_void_p(x.ctypes.data) for x in (s, value, slope, shown)]
         sizes = [(table, table.size(BATCH, HEADS, SEQLEN_Q, SEQLEN_K)) for table in emitted[index].tables]
         tables = [(table, np.zeros(size, table.dtype)) for table, size in sizes]
-        every = captured(given_arrays, tables)
+        every = score_args(given_arrays, tables)
         if emitted[index].tables:
             getattr(functions, f"fill_f{index}")(every)
         getattr(functions, f"f{index}")(every, pointers[0], 1, 1, *pointers[1:])

@@ -13,7 +13,7 @@ from cuflash.score_mod.evaluation import evaluate
 from cuflash.score_mod.indexing import LARGEST_ORIGIN
 from tests import expressions
 from tests.expressions import hoistable_scores, masks, scores
-from tests.scored import SCORES, captured_of
+from tests.scored import SCORES, score_args_of
 
 ORIGINS = st.tuples(*(st.integers(0, 40) for _ in COUNTED))
 ROWS, KEYS = np.arange(7)[:, None], np.arange(5)[None, :]
@@ -46,7 +46,7 @@ def test_a_part_counts_from_where_it_begins(function, origin):
 def test_kernels_know_the_same_of_a_part(function):
     """Which places reads follow from, which parts become tables; and integers keep 32 bits."""
     traced, given = Traced.of(function, "score"), expressions.arrays()
-    given |= captured_of((function,), (2, 3, 9, 11), "float64", 0)
+    given |= score_args_of((function,), (2, 3, 9, 11), "float64", 0)
     given = {name: x for name, x in given.items() if name in traced.arrays}
     of_part_given = given | {ORIGIN: np.zeros(4, np.int32)}
     found = []

@@ -23,14 +23,14 @@ from tests.pure.test_score_expressions import (
     AT_POINTS,
     PRELUDE,
     S,
-    captured,
     compiled,
     derivatives_along,
     inputs,
     of_two,
     program,
+    score_args,
 )
-from tests.scored import Scored, captured_of
+from tests.scored import Scored, score_args_of
 from tests.texts import HEAD, SOFTCAPPED, TEXTS
 
 PLAIN = f"{HEAD} {{ return s; }}"
@@ -40,7 +40,7 @@ def case_of(text, dtype="float64", seqlen=40, **options):
     """A problem with this score, and its arrays."""
     arrays = dict(zip("qkv", np.random.default_rng(0).standard_normal((3, 1, 2, seqlen, 16)), strict=True))
     arrays = {name: x.astype(dtype) for name, x in arrays.items()}
-    arrays |= captured_of((text,), (1, 2, seqlen, seqlen), dtype, 0)
+    arrays |= score_args_of((text,), (1, 2, seqlen, seqlen), dtype, 0)
     return Scored(cuflash.FlashAttention(score=text, **options), arrays, {}, "")
 
 
@@ -99,7 +99,7 @@ def test_numpy_arrays_are_computed_by_the_function_in_python(name):
     traced = cuflash.FlashAttention(score=text.python)
     out, lse = case.attention.forward(*case.inputs, **case.terms)
     np.testing.assert_array_equal(out, traced.forward(*case.inputs, **case.terms).out)
-    need = ("dq", *case.problem.captured_gradients)
+    need = ("dq", *case.problem.score_arg_gradients)
     q, k, v = case.inputs
     found = [x.backward(out, q, k, v, out, lse, need=need, **case.terms) for x in (case.attention, traced)]
     for one, other in zip(*found, strict=True):
@@ -139,7 +139,7 @@ def test_an_array_that_is_not_read_has_a_gradient_of_0():
 @pytest.mark.parametrize("arch", ["7.5", "8.0", "9.0"])
 def test_plans_show_texts_and_look_into_none(name, arch):
     problem = case_of(TEXTS[name], "float16").problem
-    device, need = DeviceSpec.for_arch(arch), ("dq", "dk", "dv", *problem.captured_gradients)
+    device, need = DeviceSpec.for_arch(arch), ("dq", "dk", "dv", *problem.score_arg_gradients)
     forward, backward = choose_plan(problem, device), choose_plan(problem, device, BACKWARD, need=need)
     family = "sm90/" if arch == "9.0" else "sm80/"
     for plan in (forward, backward):
@@ -167,7 +167,7 @@ def test_a_text_is_no_option():
 
 def test_new_lengths_and_arrays_change_no_kernel():
     short, long = (case_of(TEXTS["interpolated"], "float32", seqlen).problem for seqlen in (64, 1000))
-    need, device = ("dq", *short.captured_gradients), DeviceSpec.for_arch("8.0")
+    need, device = ("dq", *short.score_arg_gradients), DeviceSpec.for_arch("8.0")
     ours, theirs = (choose_plan(x, device, BACKWARD, need=need).kernels for x in (short, long))
     assert {(x.source, x.defines, x.headers) for x in ours} == {(x.source, x.defines, x.headers) for x in theirs}
 
@@ -261,7 +261,7 @@ def test_dual_numbers_at_points_where_a_factor_is_infinite(dtype, tmp_path):
             pointers = (ctypes.c_void_p * 2)(*(x.ctypes.data for x in directions))
             s, *found = (np.zeros(most, dtype) for _ in range(4))
             every = [ctypes.c_void_p(x.ctypes.data) for x in (s, *found)]
-            getattr(functions, f"f{index}")(captured(arrays, []), every[0], 0, 0, pointers, *every[1:])
+            getattr(functions, f"f{index}")(score_args(arrays, []), every[0], 0, 0, pointers, *every[1:])
             expected = [derivatives[n] for _, derivatives in points]
             np.testing.assert_allclose(found[2], expected, rtol=1e-5, atol=1e-30, err_msg=made[index].describe())
 
@@ -288,7 +288,7 @@ def test_dual_numbers_have_the_derivatives_of_traced_functions(dtype, tmp_path):
         found = [np.empty(S.shape, dtype) for _ in range(3)]
         results = [ctypes.c_void_p(x.ctypes.data) for x in found]
         of_s = ctypes.c_void_p(s.ctypes.data)
-        getattr(functions, f"f{index}")(captured(arrays, []), of_s, 1, 1, pointers, *results)
+        getattr(functions, f"f{index}")(score_args(arrays, []), of_s, 1, 1, pointers, *results)
         by_name = [derivatives_along(one, arrays, name, directions[name]) for name in one.loads]
         value = Traced.of(drawn[index], "score")(inputs(s), arrays, dtype)
         slope = by_name[0][0] if by_name else derivatives_along(one, arrays, "", None)[0]

@@ -14,7 +14,7 @@ from tests.fakes import FakeDevice
 from tests.pure.test_streamed import DEVICES
 from tests.ranks import NO_TERMS, judge
 from tests.sampling import examples
-from tests.scored import CONDITIONED, SCORES, Scored, captured_of, scored
+from tests.scored import CONDITIONED, SCORES, Scored, score_args_of, scored
 
 
 def results_of(case, chunk):
@@ -44,7 +44,7 @@ def test_the_gradient_of_a_cap_is_summed_over_chunks():
     """Of many pairs, with which luck does not decide (tests/scored.py)."""
     random = np.random.default_rng(0)
     arrays = {name: random.standard_normal((1, 2, 130, 8)).astype(np.float32) for name in ("q", "k", "v", "dout")}
-    arrays |= captured_of((SCORES["capped"],), (1, 2, 130, 130), "float32", 0)
+    arrays |= score_args_of((SCORES["capped"],), (1, 2, 130, 130), "float32", 0)
     case = Scored(cuflash.FlashAttention(score=SCORES["capped"]), arrays, {}, "")
     judge(case, results_of(case, 48))
 
@@ -88,7 +88,7 @@ def test_gradients_of_arrays_of_16_bits_are_added_before_they_are_rounded():
     sizes: Any = (1, 2, 60, 60)
     random = np.random.default_rng(0)
     arrays = {name: random.standard_normal((1, 2, 60, 8)).astype("float16") for name in ("q", "k", "v", "dout")}
-    arrays |= captured_of((SCORES["t5"],), sizes, "float16", 0)
+    arrays |= score_args_of((SCORES["t5"],), sizes, "float16", 0)
     attn = cuflash.FlashAttention(score=SCORES["t5"])
     narrow, wide = (
         results_of(Scored(attn, arrays | {"table": arrays["table"].astype(dtype)}, {}, ""), 5)["dtable"]

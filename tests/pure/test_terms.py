@@ -128,7 +128,7 @@ def test_what_makes_no_other_result_says_so(monkeypatch):
     for family in FORWARD_FAMILIES:
         problem = SimpleNamespace(has_float8=family.has_float8)
         asked = SimpleNamespace(need=(*OUTPUTS, "entropy"), problem=problem)
-        assert family.obstacle(cast("Draft", asked)) == "it makes no entropy"
+        assert family.why_not_served(cast("Draft", asked)) == "it makes no entropy"
 
 
 def test_kernels_that_do_not_know_an_option_are_not_taken(monkeypatch):

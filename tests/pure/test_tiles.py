@@ -183,7 +183,7 @@ def test_every_row_is_chosen_somewhere(table):
             bounded = replace(of_caller, window_right=0)
             for problem, device in itertools.product((of_caller, bounded), (h100, replace(h100, num_sms=1))):
                 tiles = choose_plan(problem, device).tiles
-                chosen |= {tile.changed(numbers_of_keys=0) for tile in tiles}
+                chosen |= {tile.changed(per_key_values=0) for tile in tiles}
     assert not [tile for tile in table if tile not in chosen]
 
 

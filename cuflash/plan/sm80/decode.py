@@ -2,7 +2,7 @@
 
 Tiles follow from arithmetic. An SM must have as many bytes in flight as its share of the bandwidth brings
 within the latency of memory, 0.8 us: 26 KB on an H200, 15 KB on an A100, 6 KB on an RTX 4090. In every row below, the
-rings of its teams hold more than that.
+rings of its warp_groups hold more than that.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ MOST_WARPS = 8  # of a block: more would leave each too few registers
 class DecodeTile(Sm80Tile):
     """One way to stream the keys past block_m queries. Teams of warps take tiles of block_n keys of their own."""
 
-    teams: int
+    warp_groups: int
     warps_d: int = 1  # warps along the columns of the output
     key_bytes: int = 0  # bytes of an element of k and v, where they are not element_bytes
     num_warps: int = field(init=False)
 
     defined = ("warps_d",)
     serves_nothing_else = True
-    variations: ClassVar = {"block_n": (16, 32, 64), "num_stages": (1, 2, 3, 4), "teams": (1, 2, 3, 4, 6, 8)}
+    variations: ClassVar = {"block_n": (16, 32, 64), "num_stages": (1, 2, 3, 4), "warp_groups": (1, 2, 3, 4, 6, 8)}
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_warps", self.teams * self.team_warps)
+        object.__setattr__(self, "num_warps", self.warp_groups * self.warps_per_group)
         super().__post_init__()
 
     def rules(self) -> tuple[tuple[bool, str], ...]:
@@ -46,8 +46,8 @@ class DecodeTile(Sm80Tile):
         )
 
     @property
-    def team_warps(self) -> int:
-        """Warps of a team: each has 16 rows, or a share of the columns of the output of 16 rows."""
+    def warps_per_group(self) -> int:
+        """Warps of a warp_group: each has 16 rows, or a share of the columns of the output of 16 rows."""
         return self.block_m // 16 * self.warps_d
 
     @property
@@ -65,13 +65,13 @@ class DecodeTile(Sm80Tile):
         keys = sum(tile_bytes(self.block_n, d, self.key_bytes or size) for d in (dim, dim_v))
         number = max(size, 4)
         sums = 16 * dim_v // self.warps_d * number + 32 * number + 16  # that a warp hands over
-        team = max(self.num_stages * keys, self.team_warps * sums if self.teams > 1 else 0)
-        return tile_bytes(self.block_m, dim, size) + self.teams * round_up(team, 128)
+        warp_group = max(self.num_stages * keys, self.warps_per_group * sums if self.warp_groups > 1 else 0)
+        return tile_bytes(self.block_m, dim, size) + self.warp_groups * round_up(warp_group, 128)
 
 
-_decode = maker(DecodeTile, "max_dim block_m block_n teams num_stages min_blocks warps_d fragments_ahead")
+_decode = maker(DecodeTile, "max_dim block_m block_n warp_groups num_stages min_blocks warps_d fragments_ahead")
 
-# How many teams a block has, how many stages a team has, and how many blocks an SM has: the first that fits
+# How many warp_groups a block has, how many stages a warp_group has, and how many blocks an SM has: the first that fits
 # is taken. Two blocks come first, because one then loads while the other merges its sums. After them, 16-bit elements
 # get as many stages as there is room for. Products of wide elements take so long that warps come first, two for each
 # scheduler.
@@ -100,15 +100,15 @@ _SHAPES = {
 def _table(key_bytes: int = 0) -> tuple[DecodeTile, ...]:
     return tuple(
         _decode(
-            *(max_dim, block_m, block_n, teams, stages, blocks, warps_d, ahead),
+            *(max_dim, block_m, block_n, warp_groups, stages, blocks, warps_d, ahead),
             element_bytes=element_bytes,
             key_bytes=key_bytes,
             origin=ARITHMETIC,
         )
         for element_bytes, shapes in _SHAPES.items()
         for max_dim, block_m, block_n, warps_d, ahead in shapes
-        for teams, stages, blocks in (_SIZES if element_bytes == 2 else _WIDE_SIZES)
-        if teams * block_m // 16 * warps_d * blocks <= MOST_WARPS
+        for warp_groups, stages, blocks in (_SIZES if element_bytes == 2 else _WIDE_SIZES)
+        if warp_groups * block_m // 16 * warps_d * blocks <= MOST_WARPS
     )
 
 
@@ -153,5 +153,5 @@ class Decode(ForwardFamily[DecodeTile]):
         return None
 
     def draft(self, draft: Draft, tile: DecodeTile) -> None:
-        draft.add_notes(tile)
-        add_sharing_kernel(draft, self.source, tile, block_n=tile.teams * tile.block_n)
+        draft.add_tile_classes(tile)
+        add_sharing_kernel(draft, self.source, tile, block_n=tile.warp_groups * tile.block_n)

@@ -78,12 +78,12 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
             return ""
         if problem.dropout and problem.score is not None and problem.program.changes_slope:
             return "dropout marks weights by their sign, which they lose with the derivatives of the score by s"
-        obstacle = why_not_16_bit(draft, _mapped(draft), BACKWARD_SM90_TILES, copies=True)
-        if obstacle is None and _has_dq_apart(draft):
+        why_not = why_not_16_bit(draft, _mapped(draft), BACKWARD_SM90_TILES, copies=True)
+        if why_not is None and _has_dq_apart(draft):
             tile, _ = choose_row(BACKWARD_SM90_TILES, problem, draft.device)
             if _seeing(tile, draft).mask_by_bits:
                 return "the order of dq counts tiles that block_mask hides, and no kernel of dq alone reads its bits"
-        return obstacle
+        return why_not
 
     def configured(self, main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
         has_order = draft.problem.deterministic and "dq" in draft.need and not _has_dq_apart(draft)
@@ -146,18 +146,18 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
     def summing(self, main: BackwardSm90Tile, names: tuple[str, ...]) -> BackwardSm90Tile:
         return replace(main, keeps_scores=not _OF_FUNCTIONS.isdisjoint(names))
 
-    def why_not_captured(self, draft: Draft, main: BackwardSm90Tile) -> str | None:
-        program, summed = draft.program, draft.summed_captured
+    def why_not_score_args(self, draft: Draft, main: BackwardSm90Tile) -> str | None:
+        program, summed = draft.program, draft.summed_score_args
         for name in summed:
             for found in program.classes((name,)):
                 if found not in KINDS_OF_READS:
                     return f"a place in {name} belongs to a pair [{found}], each of which adds to memory"
         if main.splits_roles and program.derivatives_read_s(summed):
             return "where roles are split the consumer that makes dS does not know s, which derivatives are made of"
-        return why_too_large(self.summing_captured(draft, main), draft.problem, draft.device) or None
+        return why_too_large(self.summing_score_args(draft, main), draft.problem, draft.device) or None
 
-    def summing_captured(self, draft: Draft, main: BackwardSm90Tile) -> BackwardSm90Tile:
-        summed = draft.summed_captured
+    def summing_score_args(self, draft: Draft, main: BackwardSm90Tile) -> BackwardSm90Tile:
+        summed = draft.summed_score_args
         classes = draft.program.classes(summed)
         summing = replace(
             main,
@@ -199,10 +199,10 @@ class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
         return (*BACKWARD_FLOAT32_SM90_TILES, *BACKWARD_TF32_SM90_TILES)
 
     def why_not(self, draft: Draft) -> str | None:
-        obstacle = why_not_split(draft, self.table(draft.problem))
-        if obstacle is None and draft.problem.deterministic and "dq" in draft.need:
+        why_not = why_not_split(draft, self.table(draft.problem))
+        if why_not is None and draft.problem.deterministic and "dq" in draft.need:
             return "it adds to dq in no fixed order"
-        return obstacle
+        return why_not
 
     def configured(self, main: BackwardFloat32Sm90Tile, draft: Draft) -> BackwardFloat32Sm90Tile:
         return main.loading_bias(draft.problem, draft.device)
@@ -244,9 +244,9 @@ def _with_rows(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
     if draft.problem.score is None:
         return main
     rows, keys = len(draft.program.of_rows), len(draft.program.of_keys)
-    with_numbers = replace(main, numbers_of_rows=rows, numbers_of_warp_keys=keys)
+    with_numbers = replace(main, per_row_values=rows, per_warp_key_values=keys)
     too_large = why_too_large(with_numbers, draft.problem, draft.device)
-    return replace(main, numbers_of_rows=0, numbers_of_warp_keys=0) if too_large else with_numbers
+    return replace(main, per_row_values=0, per_warp_key_values=0) if too_large else with_numbers
 
 
 def fragments_of_a_warpgroup(main: Tile) -> BackwardTile:

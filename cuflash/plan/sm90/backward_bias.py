@@ -43,17 +43,17 @@ class BiasGradient(BiasFamily[BiasSm90Tile]):
         if draft.device.arch != 90 or problem.dtype == "float64":
             return None
         is_float32 = problem.dtype == "float32"
-        obstacle = why_not_split(draft, table) if is_float32 else why_not_16_bit(draft, _OPERANDS, table, copies=True)
+        why_not = why_not_split(draft, table) if is_float32 else why_not_16_bit(draft, _OPERANDS, table, copies=True)
         if main is not None and not main.maps_bias:
-            obstacle = "the main kernel does not load the bias by TMA"
+            why_not = "the main kernel does not load the bias by TMA"
         tile = None
-        if obstacle is None:
+        if why_not is None:
             rows = [row.configured(problem) for row in table]
             try:
                 tile, reason = choose_row(rows, problem, draft.device)
             except NotImplementedError:
-                obstacle = "it serves a per-pair bias that TMA can read, and masks that hide keys or whole tiles"
-        draft.reasons.append(reason if tile is not None else f"not {self.kernel}: {obstacle}")
+                why_not = "it serves a per-pair bias that TMA can read, and masks that hide keys or whole tiles"
+        draft.reasons.append(reason if tile is not None else f"not {self.kernel}: {why_not}")
         return tile
 
     def add(self, draft: Draft, tile: BiasSm90Tile, main: Tile | None, stored: Collection[str]) -> None:

@@ -152,7 +152,7 @@ FORWARD = by_name(
     ),
     Condition(
         "space",
-        lambda fit: fit.reads_points and not fit.has_dropout and fit.seeing.numbers_of_keys <= 3,
+        lambda fit: fit.reads_points and not fit.has_dropout and fit.seeing.per_key_values <= 3,
         "a score_mod of per-row values and up to three per-key values, without dropout",
     ),
     Condition(

@@ -48,8 +48,8 @@ class Decode(ForwardFamily[DecodeSm90Tile]):
     def alternatives(self, problem: Problem) -> tuple[Tile, ...]:
         return (*DECODE_SM90_TILES, *FORWARD_SM90_TILES)
 
-    def obstacle(self, draft: Draft) -> str | None:
-        return super().obstacle(draft) if draft.problem.has_float8 == self.has_float8 else ""
+    def why_not_served(self, draft: Draft) -> str | None:
+        return super().why_not_served(draft) if draft.problem.has_float8 == self.has_float8 else ""
 
     def why_not(self, draft: Draft) -> str | None:
         problem, device = draft.problem, draft.device

@@ -121,9 +121,9 @@ class ForwardFloat8(ForwardFamily[ForwardFloat8Sm90Tile]):
             return ""
         if draft.device.arch != 90:
             return "fp8 products need compute capability 9.0"
-        obstacle = draft.why_not_mapped(("q", "k", "v"))
-        if obstacle is not None:
-            return f"{obstacle}, which TMA cannot serve"
+        why_not = draft.why_not_mapped(("q", "k", "v"))
+        if why_not is not None:
+            return f"{why_not}, which TMA cannot serve"
         if unknown := self.why_unknown(problem):
             return unknown
         if problem.head_dim_v % 8:
@@ -184,10 +184,10 @@ def why_not_16_bit(
     problem = draft.problem
     if draft.device.arch != 90 or ITEMSIZE[problem.dtype] != 2:
         return ""
-    obstacle = draft.why_not_mapped(mapped)
+    why_not = draft.why_not_mapped(mapped)
     why = why_not_copied(draft, mapped) if copies else ""
-    if obstacle is not None and why is not None:
-        return f"{obstacle}, which TMA cannot serve" + (f"; {why}" if why else "")
+    if why_not is not None and why is not None:
+        return f"{why_not}, which TMA cannot serve" + (f"; {why}" if why else "")
     largest = max(row.max_dim for row in table)
     if max(problem.head_dim, problem.head_dim_v) > largest:
         return f"it serves head dimensions up to {largest}"

@@ -56,7 +56,7 @@ class ScoredTile(Tile):
     bias_of_keys: bool = False  # the bias differs from key to key only
     mask_of_keys: bool = False  # the mask differs from key to key only
     mask_by_bits: bool = False  # an earlier kernel packs all that hides pairs into bits
-    numbers_of_keys: int = 0  # numbers that a score_mod or mask_mod reads of each key
+    per_key_values: int = 0  # numbers that a score_mod or mask_mod reads of each key
 
     packs_masks: ClassVar[bool] = True  # whether the kernel sees masks of pairs as bits
 
@@ -98,7 +98,7 @@ class ScoredTile(Tile):
     def reads_points(self, problem: Problem) -> bool:
         """Whether a score reads numbers of keys and nothing of pairs, and there is no mask of blocks or of pairs."""
         has_mask = problem.block_mask is not None or self.looks_up_pairs(problem)
-        return self.numbers_of_keys > 0 and not has_mask and problem.hoisted.reads_points
+        return self.per_key_values > 0 and not has_mask and problem.hoisted.reads_points
 
     def _hidden(self, problem: Problem) -> Literal["nothing", "keys", "pairs"]:
         """What masks hide beside whole tiles."""
@@ -111,9 +111,9 @@ class ScoredTile(Tile):
         return "keys" if problem.mask.strides[2] == 0 and problem.score is None else "pairs"
 
     @property
-    def key_numbers(self) -> int:
-        """How many numbers of each key lie in shared memory."""
-        return self.numbers_of_keys or int(self.bias_of_keys or self.mask_of_keys)
+    def num_per_key(self) -> int:
+        """How many values of each key lie in shared memory."""
+        return self.per_key_values or int(self.bias_of_keys or self.mask_of_keys)
 
     def defines(self) -> dict[str, str | int]:
         return super().defines() | {
@@ -121,5 +121,5 @@ class ScoredTile(Tile):
             "CUFLASH_BIAS_OF_KEYS": int(self.bias_of_keys),
             "CUFLASH_MASK_OF_KEYS": int(self.mask_of_keys),
             "CUFLASH_MASK_BY_BITS": int(self.mask_by_bits),
-            "CUFLASH_NUMBERS_OF_KEYS": self.numbers_of_keys,
+            "CUFLASH_PER_KEY_VALUES": self.per_key_values,
         }

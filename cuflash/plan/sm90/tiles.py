@@ -65,7 +65,7 @@ class ForwardSm90Tile(ScoredTile):
         tile = self.seeing(problem, 0 if bias is None else ITEMSIZE[bias.dtype])
         if problem.score is None or problem.is_packed:  # packed: the warp that would read them finds tiles
             return tile
-        return tile.changed(numbers_of_keys=len(problem.hoisted.of_keys))
+        return tile.changed(per_key_values=len(problem.hoisted.of_keys))
 
     @property
     def num_warps(self) -> int:
@@ -78,7 +78,7 @@ class ForwardSm90Tile(ScoredTile):
         barriers = 8 * (2 * self.q_stages + 4 * self.num_stages) + 16
         next_tiles = 2 * (16 + 32)  # of packed sequences
         bias = bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)
-        bias += 4 * self.block_n * self.key_numbers
+        bias += 4 * self.block_n * self.num_per_key
         return self.q_stages * q + out + self.num_stages * (k + v + bias) + barriers + next_tiles
 
     def fit(self, problem: Problem, device: DeviceSpec) -> ForwardFit:
@@ -138,7 +138,7 @@ class ForwardFloat32Sm90Tile(ScoredTile):
         )
         parts = self.bf16_parts * (q + self.num_stages * (k + v)) + 8 * (2 + 4 * self.bf16_parts * self.num_stages)
         bias_terms = (
-            bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs) + 4 * self.block_n * self.key_numbers
+            bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs) + 4 * self.block_n * self.num_per_key
         )
         return parts + (bias_terms + 16 if bias_terms else 0)
 
@@ -214,14 +214,14 @@ class BackwardSm90Tile(ScoredTile):
     keeps_scores: bool = False  # shared memory keeps them for gradients of the cap, or of arrays that a function reads
     query_sums: int = 0  # reads of such arrays whose gradients are summed over the keys of a tile
     diagonal_sums: int = 0  # reads whose gradients are summed along the diagonals of a tile
-    numbers_of_rows: int = 0  # numbers that a function reads of each row, which warps keep in shared memory
-    numbers_of_warp_keys: int = 0  # the same of each key
+    per_row_values: int = 0  # numbers that a function reads of each row, which warps keep in shared memory
+    per_warp_key_values: int = 0  # the same of each key
     # Columns of dq that one product makes. On an H100, 32 in place of 64 make the pass 28 % faster at head_dim 32, 17
     # to 20 % at 80 and 96, and 9 to 13 % at 160.
     dim_multiple: int = 32
     origin: str = field(compare=False)
 
-    defined = ("schedule", "numbers_of_rows", "numbers_of_warp_keys")
+    defined = ("schedule", "per_row_values", "per_warp_key_values")
     variations: ClassVar = {"num_stages": (2, 3)}
 
     element_bytes = 2
@@ -260,7 +260,7 @@ class BackwardSm90Tile(ScoredTile):
         # Two stages of what each warp sums for its 16 keys.
         step = self.query_sums * self.block_m + self.diagonal_sums * (self.block_m + 16)
         sums = 2 * self.block_n // 16 * step * 4
-        numbers = 8 * 4 * (self.block_m * self.numbers_of_rows + 16 * self.numbers_of_warp_keys)  # of 8 warps
+        numbers = 8 * 4 * (self.block_m * self.per_row_values + 16 * self.per_warp_key_values)  # of 8 warps
         return keys + self.num_stages * (queries + bias) + ds + p + scores + sums + numbers + barriers
 
 
@@ -298,7 +298,7 @@ class BiasSm90Tile(ScoredTile):
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         operands = chunked_bytes(self.block_m, max(dim, dim_v)) + chunked_bytes(self.block_n, max(dim, dim_v))
-        numbers = 4 * self.block_n * self.key_numbers
+        numbers = 4 * self.block_n * self.num_per_key
         bias = bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)
         barriers = 16 * (self.num_stages + self.bias_stages)
         return self.num_stages * (self.bf16_parts * operands + numbers) + self.bias_stages * bias + barriers

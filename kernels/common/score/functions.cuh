@@ -31,7 +31,7 @@ struct Functions {
     return score_function(of_head, of_row, of_key, arrays, s, row, key, head, batch, by_s);
   }
 #endif
-#if CUFLASH_NEEDS_CAPTURED
+#if CUFLASH_NEEDS_SCORE_ARGS
   // Calls `visit` for each read of an array whose gradient is wanted, with the number of the read, the place in the
   // array, and the derivative of the score by that entry without the factor of the read.
   template <class Visit>

@@ -15,8 +15,8 @@
 #include "common/io/params.cuh"
 #include "common/softmax/reduce.cuh"
 
-constexpr int kFindsLargest = 1, kAddsTerms = 2, kAddsExactly = 3;  // values of CUFLASH_NEEDS_CAPTURED
-constexpr bool kSumsScoreArgs = CUFLASH_NEEDS_CAPTURED == kAddsExactly;
+constexpr int kFindsLargest = 1, kAddsTerms = 2, kAddsExactly = 3;  // values of CUFLASH_NEEDS_SCORE_ARGS
+constexpr bool kSumsScoreArgs = CUFLASH_NEEDS_SCORE_ARGS == kAddsExactly;
 constexpr int kTermWords = sizeof(Real) == 8 ? 2 : 1;
 constexpr int kTermBits = 61;
 
@@ -24,7 +24,7 @@ constexpr int kTermBits = 61;
 // both, or more than that. `kind_of_read` returns it; cuflash/score_mod/program.py writes that function.
 enum ReadKind { kReadOfHead, kReadOfKey, kReadOfQuery, kReadOfDiagonal, kReadOfPair };
 
-#if CUFLASH_NEEDS_CAPTURED
+#if CUFLASH_NEEDS_SCORE_ARGS
 // The number of elements of an array, and where its sums begin among those of all arrays that have sums. These are
 // arrays whose gradients are wanted, and tables through which such arrays are read (cuflash/score_mod/hoisting.py).
 CUFLASH_DEVICE i64 elements_of(const ScoreArg& array) {
@@ -101,7 +101,7 @@ struct ScoreArgSums {
       constexpr int kRead = decltype(read)::value, kArray = array_of_read(kRead);
       const Real term = ds * (derivative * functions.factor_of_read(kRead));
       ++reads;
-      if constexpr (CUFLASH_NEEDS_CAPTURED == kFindsLargest) {
+      if constexpr (CUFLASH_NEEDS_SCORE_ARGS == kFindsLargest) {
         // A NaN counts as an infinity: both make results NaN.
         const double magnitude = term == term ? (double)(term < 0 ? -term : term) : (double)ptx::infinity();
         if (magnitude > largest[kRead]) largest[kRead] = magnitude;
@@ -121,10 +121,10 @@ struct ScoreArgSums {
   }
 
   CUFLASH_DEVICE void finish() {
-    if constexpr (CUFLASH_NEEDS_CAPTURED == kFindsLargest) ptx::reduce_max(most_reads_of(params), (u64)most_reads);
+    if constexpr (CUFLASH_NEEDS_SCORE_ARGS == kFindsLargest) ptx::reduce_max(most_reads_of(params), (u64)most_reads);
     repeat<kNumReads>([&](auto read) {
       constexpr int kRead = decltype(read)::value, kArray = array_of_read(kRead);
-      if constexpr (CUFLASH_NEEDS_CAPTURED == kFindsLargest) {
+      if constexpr (CUFLASH_NEEDS_SCORE_ARGS == kFindsLargest) {
         if (largest[kRead] > 0) ptx::reduce_max(score_arg_largest_of(params) + kArray, ptx::bits_of(largest[kRead]));
       } else if constexpr (kind_of_read(kRead) == kReadOfHead) {
         if (own_place[kRead] >= 0) add_words(kArray, own_place[kRead], own[kRead]);

@@ -22,7 +22,7 @@ template <>
 struct Offsets<true> {
   using Type = u32;
 };
-using Offset = Offsets<CUFLASH_NARROW_CAPTURED>::Type;
+using Offset = Offsets<CUFLASH_NARROW_SCORE_ARGS>::Type;
 
 template <class E, class Stored, class At>
 CUFLASH_DEVICE auto score_element(E, const Stored* data, At at) {

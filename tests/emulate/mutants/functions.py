@@ -2,10 +2,10 @@
 
 from tests.emulate.mutants.planting import mutant
 
-CAPTURED = "helpers/score_args_gradients.cu"
+SCORE_ARG = "helpers/score_args_gradients.cu"
 FUNCTIONS = "common/score/functions.cuh"
 HOISTED = "helpers/hoisted.cu"
-CAPTURED_SUMS = "sm90/score_arg_sums.cuh"
+SCORE_ARG_SUMS = "sm90/score_arg_sums.cuh"
 DUAL = "common/score/dual.cuh"
 EXACT = "common/softmax/exact_sums.cuh"
 GRADIENTS = "common/score/score_args_gradients.cuh"
@@ -174,19 +174,19 @@ MUTANTS = (
     mutant("upper parts of terms are lost", EXACT, "for (int i = 0; i < 2; ++i)", "for (int i = 0; i < 1; ++i)",
            "functions sm90 arrays"),
     # ---- sm90/score_arg_sums.cuh
-    mutant("lanes pass on what they keep", CAPTURED_SUMS, "keeps_second ? earlier : later;", "kept;",
+    mutant("lanes pass on what they keep", SCORE_ARG_SUMS, "keeps_second ? earlier : later;", "kept;",
            "functions sm90 arrays"),
-    mutant("diagonals that leave a band stay in it", CAPTURED_SUMS, "column + i >= row ? band[i] : next[i]", "band[i]",
+    mutant("diagonals that leave a band stay in it", SCORE_ARG_SUMS, "column + i >= row ? band[i] : next[i]", "band[i]",
            "functions sm90 arrays"),
-    mutant("the last band of diagonals", CAPTURED_SUMS, "    store(n, {0.0f, 0.0f}, s_sums);\n", "",
+    mutant("the last band of diagonals", SCORE_ARG_SUMS, "    store(n, {0.0f, 0.0f}, s_sums);\n", "",
            "functions sm90 arrays"),
-    mutant("diagonals of a warp begin at its key", CAPTURED_SUMS, "16 * (warp + 1)", "16 * warp",
+    mutant("diagonals of a warp begin at its key", SCORE_ARG_SUMS, "16 * (warp + 1)", "16 * warp",
            "functions sm90 arrays"),
-    mutant("sums of a head are those of the next, too", CAPTURED_SUMS, "    });\n    clear();\n", "    });\n",
+    mutant("sums of a head are those of the next, too", SCORE_ARG_SUMS, "    });\n    clear();\n", "    });\n",
            "functions sm90 arrays"),
-    mutant("both keys of a lane have the sum of the lower one", CAPTURED_SUMS, "half ? upper : lower", "lower",
+    mutant("both keys of a lane have the sum of the lower one", SCORE_ARG_SUMS, "half ? upper : lower", "lower",
            "functions sm90 arrays"),
-    mutant("derivatives of pairs without weight have terms", CAPTURED_SUMS,
+    mutant("derivatives of pairs without weight have terms", SCORE_ARG_SUMS,
            "sum = ds == 0 ? sum : sum + ds * derivative;", "sum += ds * derivative;", "functions sm90 arrays of s"),
     # ---- sm90/per_row_values.cuh
     mutant("neighbouring queries change places", ROW_NUMBERS, "lane / 2 * kNumPerRow * 2 + lane % 2",
@@ -207,11 +207,11 @@ MUTANTS = (
            "    if constexpr (kStepSums > 0) shared.ds_ring.empty(ds_at).wait(ds_at.parity ^ 1);\n", "",
            "functions sm90 arrays"),
     # ---- helpers/score_args_gradients.cu
-    mutant("the largest term begins with what lay there", CAPTURED, "score_arg_largest_of(params)[i] = 0;", ";",
+    mutant("the largest term begins with what lay there", SCORE_ARG, "score_arg_largest_of(params)[i] = 0;", ";",
            "functions"),
-    mutant("gradients of the first array alone", CAPTURED, "array < kNumScoreArgs; ++array)", "array < 1; ++array)",
+    mutant("gradients of the first array alone", SCORE_ARG, "array < kNumScoreArgs; ++array)", "array < 1; ++array)",
            "functions"),
-    mutant("elements lie one after another", CAPTURED, "offset += place % array.size[axis] * array.stride[axis];",
+    mutant("elements lie one after another", SCORE_ARG, "offset += place % array.size[axis] * array.stride[axis];",
            "offset += place % array.size[axis];", "functions"),
     # ---- numbers of keys
     mutant("numbers of a key follow those before them", "sm90/forward.cu", "k * kBlockN * 4 + n * 32", "n * 32",

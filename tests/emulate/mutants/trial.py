@@ -126,7 +126,7 @@ class FunctionTrial:
     mask: str | None = None
     dtype: str = "float32"
     arch: str = "8.0"
-    captured: bool = True  # gradients of arrays that the score reads are wanted
+    score_args: bool = True  # gradients of arrays that the score reads are wanted
     num_sms: int | None = None  # few, and a block goes through several heads
 
     def run(self, kernels: Path | None = None) -> None:
@@ -134,7 +134,7 @@ class FunctionTrial:
         case = few_tiles((self.score, self.mask), self.dtype)
         device = DeviceSpec.for_arch(self.arch)
         device = replace(device, num_sms=self.num_sms or device.num_sms)
-        judge_functions(case, device, captured=self.captured, kernels=kernels)
+        judge_functions(case, device, score_args=self.score_args, kernels=kernels)
 
 
 @dataclass(frozen=True, kw_only=True)

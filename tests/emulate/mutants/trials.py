@@ -585,7 +585,7 @@ TRIALS: dict[str, Trial | FunctionTrial | trials_large.LargeTrial | trials_large
     "functions float64": FunctionTrial(score="gathered", dtype="float64"),
     "functions in 16 bits": FunctionTrial(score="with_pairs", mask="prefix", dtype="float16"),
     "functions sm90": FunctionTrial(score="with_pairs", mask="near", dtype="float16", arch="9.0"),
-    "functions sm90 without room": FunctionTrial(score="barrier", dtype="float16", arch="9.0", captured=False),
+    "functions sm90 without room": FunctionTrial(score="barrier", dtype="float16", arch="9.0", score_args=False),
     "functions sm90 arrays": FunctionTrial(score="distance", dtype="float16", arch="9.0", num_sms=1),
     "functions tables": FunctionTrial(score="of_rows"),
     "functions sm90 tables": FunctionTrial(score="t5", dtype="float16", arch="9.0"),

@@ -10,7 +10,7 @@ from tests.emulate.mutants.trial import Trial
 
 
 def _tiles(**fields: Any) -> tuple[DecodeTile]:
-    usual = {"element_bytes": 2, "max_dim": 128, "block_m": 16, "block_n": 16, "teams": 2, "num_stages": 2}
+    usual = {"element_bytes": 2, "max_dim": 128, "block_m": 16, "block_n": 16, "warp_groups": 2, "num_stages": 2}
     return (DecodeTile(**usual | fields, min_blocks=1, fragments_ahead=1, origin="of a trial"),)
 
 
@@ -21,12 +21,12 @@ _BLOCKS = replace(CASE, kv_lengths=None, causal=False, block_mask=(2, 8), block_
 TRIALS = {
     "decode sm80": Trial(case=CASE, tiles=_tiles(), arch="8.0", num_sms=16),
     "decode sm80 whole": Trial(case=CASE, tiles=_tiles(), arch="8.0", num_sms=1, schedule=_LATE),
-    "decode sm80 uneven": Trial(case=CASE, tiles=_tiles(teams=1), arch="8.0", num_sms=7, schedule=_LATE),
+    "decode sm80 uneven": Trial(case=CASE, tiles=_tiles(warp_groups=1), arch="8.0", num_sms=7, schedule=_LATE),
     "decode sm80 afterwards": Trial(case=CASE, tiles=_tiles(), arch="8.0", num_sms=7, combines=False),
     "decode sm80 of one stage": Trial(case=CASE, tiles=_tiles(num_stages=1), arch="8.0", num_sms=3, schedule=_LATE),
-    "decode sm80 of teams": Trial(
+    "decode sm80 of warp_groups": Trial(
         case=replace(CASE, seqlen_q=7, head_dim=24, head_dim_v=120),
-        tiles=_tiles(block_m=32, teams=3),
+        tiles=_tiles(block_m=32, warp_groups=3),
         arch="8.0",
         num_sms=3,
         schedule=_LATE,

@@ -1,4 +1,4 @@
-"""Leading axes: any number of them, broadcasting as numpy.matmul does, on every way of the CPU path."""
+"""Batch axes: any number of them, broadcasting as numpy.matmul does, on every way of the CPU path."""
 
 import functools
 import types
@@ -109,11 +109,11 @@ def test_plans_say_how_they_are_gone_through(changes, options, said):
     attn = cuflash.FlashAttention(**options)
     arrays = {name: x for name, x in arrays.items() if x is not None}
     if said is None:
-        with pytest.raises(ValueError, match=r"^k: got leading axes \(2, 3\) in shape .*, expected leading axes that"):
+        with pytest.raises(ValueError, match=r"^k: got batch axes \(2, 3\) in shape .*, expected batch axes that"):
             attn.plan(**arrays)
     else:
         lines = [line.split(maxsplit=1)[1] for line in attn.plan(**arrays).describe().splitlines() if "axes" in line]
-        assert lines == [f"leading axes {said}"]
+        assert lines == [f"batch axes {said}"]
         attn.compile(**arrays)
 
 
@@ -182,7 +182,7 @@ REFUSALS = [
     (
         "v",
         np.ones((5, 3, 2, 5, 8), np.float32),
-        "leading axes (5, 3) in shape (5, 3, 2, 5, 8), expected leading axes that",
+        "batch axes (5, 3) in shape (5, 3, 2, 5, 8), expected batch axes that",
     ),
     (
         "bias",
@@ -199,16 +199,16 @@ REFUSALS = [
         np.ones((1, 2, 3, 2, 5, 5), bool),
         "shape (1, 2, 3, 2, 5, 5), expected a shape that broadcasts to (2, 3, 2, ",
     ),
-    ("kv_lengths", np.ones(2, int), "shape (2,), expected (2, 3), of which leading axes may be 1 or missing"),
+    ("kv_lengths", np.ones(2, int), "shape (2,), expected (2, 3), of which batch axes may be 1 or missing"),
     (
         "alibi_slopes",
         np.ones((3, 1), np.float32),
-        "shape (3, 1), expected (2, 3, 2), of which leading axes may be 1 or",
+        "shape (3, 1), expected (2, 3, 2), of which batch axes may be 1 or",
     ),
     (
         "sinks",
         np.ones((3, 2), np.float32),
-        "shape (3, 2), expected (2,), and leading axes of size 1: a head has one sink",
+        "shape (3, 2), expected (2,), and batch axes of size 1: a head has one sink",
     ),
     (
         "block_mask",
@@ -270,9 +270,9 @@ def test_results_share_no_memory_with_any_part_of_an_argument(refused, other):
 
 
 @pytest.mark.parametrize(("name", "other"), [("cu_seqlens_q", "cu_seqlens_k"), ("block_table", "kv_lengths")])
-def test_packed_sequences_and_pages_have_no_leading_axes(name, other):
+def test_packed_sequences_and_pages_have_no_batch_axes(name, other):
     arrays = structures() | {name: np.zeros(2, np.int32), other: np.zeros(2, np.int32), "bias": None, "mask": None}
-    with pytest.raises(NotImplementedError, match=f"^q: got 2 leading axes .* {name}, .* axis"):
+    with pytest.raises(NotImplementedError, match=f"^q: got 2 batch axes .* {name}, .* axis"):
         cuflash.FlashAttention().forward(**arrays)
 
 

@@ -1,4 +1,4 @@
-"""Leading axes on the device against the oracle, in both passes, and what is said and tuned of them."""
+"""Batch axes on the device against the oracle, in both passes, and what is said and tuned of them."""
 
 from typing import Any
 
@@ -41,17 +41,17 @@ def test_oracle(cupy, case):
     assert_right(cupy, case)
 
 
-@pytest.mark.parametrize("leading", [(), (("k", (2, 1)), ("v", (1, 1))), (("q", (3,)),)])
+@pytest.mark.parametrize("batch_axes", [(), (("k", (2, 1)), ("v", (1, 1))), (("q", (3,)),)])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_rows_share(cupy, leading, deterministic):
-    assert_right(cupy, ct.Case(**vars(STRUCTURES) | {"leading": leading}), deterministic=deterministic)
+def test_rows_share(cupy, batch_axes, deterministic):
+    assert_right(cupy, ct.Case(**vars(STRUCTURES) | {"batch_axes": batch_axes}), deterministic=deterministic)
 
 
 def test_plans_compile_and_tune(cupy):
     arrays = STRUCTURES.arrays(cupy.asarray)
     attn, terms = cuflash.FlashAttention(), ct.optional(arrays)
     plans = plans_of(attn, *ct.qkv(arrays), **terms)
-    assert "leading axes (2, 3): 2 calls with a batch of 3, because bias cannot step" in plans.describe()
+    assert "batch axes (2, 3): 2 calls with a batch of 3, because bias cannot step" in plans.describe()
     attn.compile(*ct.qkv(arrays), **terms)
     attn.tune(*ct.qkv(arrays), **terms, passes=("forward",), remember=False)
 

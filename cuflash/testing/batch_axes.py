@@ -1,4 +1,4 @@
-"""Leading axes of cases: arrays that broadcast along some of them, the same with every axis, and the way back."""
+"""Batch axes of cases: arrays that broadcast along some of them, the same with every axis, and the way back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cuflash.spec.outputs import OUTPUTS, OVER_HEAD_DIM, OVER_ROWS
 
 Array = NDArray[Any]
 
-# How many axes of an array are not leading ones.
+# How many axes of an array are not batch axes.
 OWN_AXES = {
     **dict.fromkeys(OVER_HEAD_DIM, 3),
     **dict.fromkeys(OVER_ROWS, 2),
@@ -23,15 +23,15 @@ OWN_AXES = {
 }
 
 
-def leading_of(name: str, shape: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """The leading axes of an array, those that it lacks as axes of length 1."""
+def batch_axes_of(name: str, shape: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """The batch axes of an array, those that it lacks as axes of length 1."""
     own = shape[: max(len(shape) - OWN_AXES[name], 0)]
     return (1,) * (count - len(own)) + own
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The arrays of a case with leading axes as arrays with one axis for the batch, which broadcast along none."""
+    """The arrays of a case with batch axes as arrays with one axis for the batch, which broadcast along none."""
 
     axes: tuple[int, ...]
     natural: Mapping[str, Array]
@@ -43,7 +43,7 @@ class Spread:
 
     @property
     def wide(self) -> tuple[str, ...]:
-        """Gradients of q, k and v that are summed over leading axes."""
+        """Gradients of q, k and v that are summed over batch axes."""
         return tuple(f"d{name}" for name in ("q", "k", "v") if self._lacks_axes(name))
 
     def fold(self, name: str, result: Array) -> Array:
@@ -56,8 +56,8 @@ class Spread:
         shape = self.natural[model].shape
         if self._stays(model):
             return result.reshape(shape)
-        leading = leading_of(model, shape, len(self.axes))
-        short = tuple(axis for axis, n in enumerate(leading) if n == 1)
+        batch_axes = batch_axes_of(model, shape, len(self.axes))
+        short = tuple(axis for axis, n in enumerate(batch_axes) if n == 1)
         return result.reshape(*self.axes, *result.shape[1:]).sum(axis=short, dtype=result.dtype).reshape(shape)
 
     def rounded(self, name: str, result: Array) -> Array:
@@ -69,11 +69,11 @@ class Spread:
         """Whether an array has no axis for the batch."""
         if name not in BY_NAME:
             return False
-        has_no_leading = self.natural[name].ndim <= OWN_AXES[name]
-        return BY_NAME[name].lacks_batch or (BY_NAME[name].may_lack_batch and has_no_leading)
+        has_no_batch_axes = self.natural[name].ndim <= OWN_AXES[name]
+        return BY_NAME[name].lacks_batch or (BY_NAME[name].may_lack_batch and has_no_batch_axes)
 
     def _lacks_axes(self, name: str) -> bool:
-        return leading_of(name, self.natural[name].shape, len(self.axes)) != self.axes
+        return batch_axes_of(name, self.natural[name].shape, len(self.axes)) != self.axes
 
     def _spread(self, name: str, array: Array) -> Array:
         own = array.shape[max(array.ndim - OWN_AXES[name], 0) :]

@@ -1,4 +1,4 @@
-"""Leading axes by the real kernels: the calls that one on CuPy arrays is made of."""
+"""Batch axes by the real kernels: the calls that one on CuPy arrays is made of."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ ROWS: dict[str, Any] = {"axes": (2, 3), "bias": (2, 1, 2, 70, 140), "mask": (2, 
 CASES = {
     "rows share a bias": ct.Case(**SIZES, **ROWS, dtype="bfloat16", layout="bshd"),
     "and k and v": ct.Case(
-        **SIZES, **ROWS, dtype="float16", bias_dtype="input", leading=(("k", (2, 1)), ("v", (1, 1)))
+        **SIZES, **ROWS, dtype="float16", bias_dtype="input", batch_axes=(("k", (2, 1)), ("v", (1, 1)))
     ),
     "structures share q": ct.Case(
-        **SIZES, axes=(2, 1, 2), dtype="bfloat16", leading=(("q", (2,)),), mask=(2, 1, 1, 1, 1, 140)
+        **SIZES, axes=(2, 1, 2), dtype="bfloat16", batch_axes=(("q", (2,)),), mask=(2, 1, 1, 1, 1, 140)
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Leading axes on CuPy arrays, by the launcher itself: stand-ins for CuPy and for what a launch does, on NumPy."""
+"""Batch axes on CuPy arrays, by the launcher itself: stand-ins for CuPy and for what a launch does, on NumPy."""
 
 import importlib
 import sys
@@ -17,7 +17,13 @@ from cuflash.spec.passes import BACKWARD, FORWARD
 
 ROWS: dict[str, Any] = {"axes": (2, 3), "bias": (2, 1, 2, 20, 30), "mask": (2, 3, 1, 1, 30)}
 CASE = ct.Case(
-    **ROWS, num_heads=2, seqlen_q=20, seqlen_k=30, head_dim=16, dtype="bfloat16", leading=(("k", (2, 1)), ("v", (1, 1)))
+    **ROWS,
+    num_heads=2,
+    seqlen_q=20,
+    seqlen_k=30,
+    head_dim=16,
+    dtype="bfloat16",
+    batch_axes=(("k", (2, 1)), ("v", (1, 1))),
 )
 
 
@@ -122,7 +128,7 @@ def test_plans_and_tuning_are_those_of_one_call(launch):
     absent = ("kv_lengths", "alibi_slopes", "sinks", "block_mask", "block_table", "out", "lse")
     given = dict.fromkeys(absent) | {name: x for name, x in arrays.items() if name != "dout"}
     plans = launch.plan(options, given)
-    said = "leading axes (2, 3): 2 calls with a batch of 3, because k, bias cannot step through all of them"
+    said = "batch axes (2, 3): 2 calls with a batch of 3, because k, bias cannot step through all of them"
     for plan in (plans.forward, plans.backward):
         assert plan.problem.batch == 3 and plan.reason.startswith(said) and said in plan.describe()
     assert "; dk, dv added up over what broadcasts, in the dtype of lse\n" in plans.backward.reason
