@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from cuflash.arrays.checks import counted
+from cuflash.arrays.units import in_bytes
 from cuflash.cli.here import Failure, print_rows
-from cuflash.cli.numbers import in_bytes
 from cuflash.emulator import building
 from cuflash.gpu import kernel_cache, tuning
 

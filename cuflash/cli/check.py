@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from cuflash import FlashAttention, testing
+from cuflash.arrays.units import in_seconds
 from cuflash.cli import here
 from cuflash.cli.arguments import add_backend_argument, add_problem_arguments, natural, passes, problems
 from cuflash.cli.here import Failure
-from cuflash.cli.numbers import in_seconds
 from cuflash.cli.plans import compiled
 from cuflash.emulator import SCHEDULES, EmulationError, building
 from cuflash.emulator import passes as emulated

@@ -14,10 +14,10 @@ import numpy as np
 
 from cuflash import FlashAttention
 from cuflash.arrays.array_info import DTYPES, numpy_dtype
+from cuflash.arrays.units import in_bytes, in_flops, in_seconds
 from cuflash.cli import here
 from cuflash.cli.arguments import add_backend_argument, positive
 from cuflash.cli.here import Failure
-from cuflash.cli.numbers import in_bytes, in_flops, in_seconds
 from cuflash.cli.sampled import NUM_SAMPLES, Sampled, sample_errors
 from cuflash.gpu.progress import Bar
 from cuflash.spec.options import Options

@@ -10,10 +10,10 @@ from types import ModuleType
 
 from cuflash import cpu
 from cuflash.arrays.array_info import DTYPES, numpy_dtype
+from cuflash.arrays.units import in_bytes
 from cuflash.cli import here
 from cuflash.cli.cache import cached_kernels
 from cuflash.cli.here import print_rows
-from cuflash.cli.numbers import in_bytes
 from cuflash.cpu import core
 from cuflash.cpu.jobs import count_cores
 from cuflash.gpu import compiler, kernel_cache

@@ -17,7 +17,7 @@ from cuflash.cli.check import add_check_arguments, check
 from cuflash.cli.demo import add_demo_arguments, demo
 from cuflash.cli.here import Failure
 from cuflash.cli.info import info
-from cuflash.cli.plans import fill_cache, plan
+from cuflash.cli.plans import add_plan_arguments, fill_cache, plan
 from cuflash.cli.tune import add_tune_arguments, tune
 from cuflash.gpu.compiler import CompileError
 
@@ -108,7 +108,7 @@ def make_parser() -> argparse.ArgumentParser:
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argparse.ArgumentParser], None], str]] = {
     "demo": (demo, add_demo_arguments, "the main job: a long causal problem forward and backward, timed and checked"),
     "info": (info, lambda command: None, "devices and their limits, versions, the compiler and its cache"),
-    "plan": (plan, add_problem_arguments, "what would run for a problem and why, also on a GPU that is not here"),
+    "plan": (plan, add_plan_arguments, "what would run for a problem and why, also on a GPU that is not here"),
     "compile": (fill_cache, add_problem_arguments, "compile kernels into the cache, for GPUs that need not be here"),
     "tune": (
         tune,

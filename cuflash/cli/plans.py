@@ -6,7 +6,7 @@ import argparse
 import itertools
 
 from cuflash.cli import here
-from cuflash.cli.arguments import passes, problems
+from cuflash.cli.arguments import add_problem_arguments, passes, problems
 from cuflash.cli.here import NAME_ONE, NO_GPU, Failure
 from cuflash.cpu.backend import CpuPlan
 from cuflash.gpu import compiler, kernel_cache
@@ -15,14 +15,21 @@ from cuflash.gpu.tuning import tuned_plan
 from cuflash.plan import KernelSpec, LaunchPlan
 
 
+def add_plan_arguments(command: argparse.ArgumentParser) -> None:
+    add_problem_arguments(command)
+    command.add_argument(
+        "--verbose", action="store_true", help="also the tiles and kernels that were not taken, and why"
+    )
+
+
 def plan(args: argparse.Namespace) -> int:
     chosen = here.devices(args)
     for problem in problems(args):
         if not chosen:
-            print(CpuPlan(problem=problem).describe(), end="\n\n")
+            print(CpuPlan(problem=problem).describe(args.verbose), end="\n\n")
         for device in chosen:
             for pass_ in passes(args):
-                print(compiled(tuned_plan(problem, device, pass_)).describe(), end="\n\n")
+                print(compiled(tuned_plan(problem, device, pass_)).describe(args.verbose), end="\n\n")
     if not chosen:
         print(f"{NO_GPU}: {here.find_gpu()[1]}; {NAME_ONE}")
     return 0

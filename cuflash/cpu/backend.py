@@ -12,6 +12,7 @@ import numpy as np
 from cuflash import cpu
 from cuflash.arrays.checks import type_error, value_error
 from cuflash.arrays.dlpack import check_apart
+from cuflash.arrays.units import WIDTH, in_bytes, wrapped
 from cuflash.cpu import core, functions_as_terms
 from cuflash.cpu.packed import check_starts
 from cuflash.spec.batch_axes import Calls, FirstCall, axes_of, first_call
@@ -122,8 +123,11 @@ class CpuPlan:
         """The plan with a note."""
         return replace(self, note=note)
 
-    def describe(self) -> str:
-        """The plan in words, several lines."""
+    def describe(self, verbose: bool = False, width: int = WIDTH) -> str:
+        """The plan in words, wrapped at `width` columns (0: not at all): first what computes, and how much work it is.
+
+        `verbose` is for plans of kernels; on the CPU there is nothing to choose from.
+        """
         p = self.problem
         heads = f"{p.num_heads} heads" + (f" over {p.num_heads_kv} key/value heads" if p.group_size > 1 else "")
         sizes = f"seqlen {p.seqlen_q} x {p.seqlen_k}, head_dim {p.head_dim}, head_dim_v {p.head_dim_v}"
@@ -134,18 +138,18 @@ class CpuPlan:
         dtypes = f"{p.dtype} in and out" + (f", {p.k.dtype} in k and v" if p.has_float8 else "")
         if p.multiplies_float8:
             dtypes = f"{p.q.dtype} in q, k and v, {p.dtype} out"
-        return "\n".join(
+        return wrapped(
             (
-                "CPU path: tiled online softmax on NumPy arrays, because the arguments are in host memory",
-                f"  computed  by {cpu.describe(p, self.need)}",
+                f"CPU, because the arrays are in host memory: {cpu.describe(p, self.need)}; "
+                f"{p.forward_flops / 1e9:.3g} GFLOP forward, {backward}; extra memory linear in seqlen",
                 f"  problem   batch {p.batch}, {heads}, {sizes}, layout {p.layout}",
                 *((f"  axes      {self.axes}",) if self.axes else ()),
                 f"  precision {dtypes}, {p.softmax_dtype} inside",
-                f"  work      {p.forward_flops / 1e9:.3g} GFLOP forward, {backward}",
-                f"  memory    linear in seqlen; the plain formula's scores would take {p.naive_bytes / 2**20:.4g} MiB",
+                f"  memory    the plain formula's scores would take {in_bytes(p.naive_bytes)}",
                 *(f"  {line}" for line in (p.program.on_numpy().describe().splitlines() if p.has_functions else ())),
                 *(f"  {line}" for line in self.note.splitlines()),
-            )
+            ),
+            width,
         )
 
 

@@ -30,6 +30,7 @@ import numpy as np
 from cuflash.arrays.array_info import FLOAT8, extent, numpy_dtype
 from cuflash.arrays.checks import value_error
 from cuflash.arrays.dlpack import check_apart
+from cuflash.arrays.units import WIDTH
 from cuflash.gpu import progress, tuning
 from cuflash.gpu.compiler import compile_spec, with_resources
 from cuflash.gpu.params import Argument
@@ -57,11 +58,12 @@ class Plans(NamedTuple):
     forward: LaunchPlan
     backward: LaunchPlan | None  # None for a problem that has no gradients
 
-    def describe(self) -> str:
-        """Both plans in words."""
+    def describe(self, verbose: bool = False, width: int = WIDTH) -> str:
+        """Both plans in words, as `LaunchPlan.describe` gives each."""
+        forward = self.forward.describe(verbose, width)
         if self.backward is None:
-            return self.forward.describe() + f"\nno backward pass with {self.forward.problem.why_no_gradients}"
-        return self.forward.describe() + "\n" + self.backward.describe()
+            return f"{forward}\nno backward pass with {self.forward.problem.why_no_gradients}"
+        return f"{forward}\n{self.backward.describe(verbose, width)}"
 
     def noted(self, note: str) -> Plans:
         """The plans with a note before their reasons."""

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from cuflash.arrays.array_info import ITEMSIZE
+from cuflash.arrays.units import WIDTH, in_bytes, in_seconds, wrapped
 from cuflash.plan.device import DeviceSpec, why_by_lanes
 from cuflash.plan.tensor_map import TensorMapSpec
 from cuflash.plan.tiles import Tile, round_up
@@ -142,14 +143,22 @@ class LaunchPlan:
         """Bytes that the pass moves, by the model of `cuflash.plan.traffic`; None where it has none."""
         return predict(self)
 
-    def describe(self) -> str:
-        """The plan in words, a line a fact."""
+    def describe(self, verbose: bool = False, width: int = WIDTH) -> str:
+        """The plan in words: a line that says what runs, the least time and the extra memory, then a line a fact.
+
+        Parameters
+        ----------
+        verbose : bool, default False
+            Also the tiles and the families of kernels that were not taken, and why.
+        width : int, default 100
+            Columns at which lines are wrapped; 0 for none.
+        """
         p = self.problem
         as_arch = "as if it had " if self.device.compiled_for else ""
         wanted = "" if self.need in ((), self.pass_.default) else f" for {', '.join(self.need)}"
         lines = [
             f"{self.pass_} pass{wanted} on {self.device.name} ({as_arch}compute capability "
-            f"{self.device.arch / 10:.1f})",
+            f"{self.device.arch / 10:.1f}): {self._in_short()}",
             f"  problem: {p.dtype}, batch {p.batch}, heads {p.num_heads}/{p.num_heads_kv}, seqlen {p.seqlen_q} x "
             f"{p.seqlen_k}, head_dim {p.head_dim}/{p.head_dim_v}; {', '.join(option_names(p)) or 'no options'}",
         ]
@@ -157,20 +166,33 @@ class LaunchPlan:
             resources = f", {self.resources[i]}" if self.resources else ""
             lines.append(
                 f"  kernel {kernel.name}: grid {kernel.grid}, {kernel.threads} threads, "
-                f"{kernel.shared_bytes} bytes of shared memory{resources}"
+                f"{in_bytes(kernel.shared_bytes)} of shared memory{resources}"
             )
         if p.has_functions:
             tables = [filled.table for filled in self.tables]
             lines.extend(f"  {line}" for line in p.program.describe(tables).splitlines())
         for filled in self.tables:
-            lines.append(f"  {filled.table.name}: a table of {filled.nbytes} bytes, which a kernel fills")
-        lines.append(f"  extra memory: {self.extra_bytes} bytes")
+            lines.append(f"  {filled.table.name}: a table of {in_bytes(filled.nbytes)}, which a kernel fills")
         if traffic := self.traffic:
-            in_16_bits = not why_by_lanes(p.dtype, self.device) and ITEMSIZE[p.dtype] == 2
-            flops_per_s = self.device.flops_16_bit if in_16_bits else 0
-            lines.append(f"  {traffic.describe(self.device.bytes_per_s, flops_per_s)}")
-        lines.extend(f"  {line}" for line in self.reason.splitlines())
-        return "\n".join(lines)
+            lines.append(f"  {traffic.describe(self.device.bytes_per_s, self._flops_per_s)}")
+        lines.extend(f"  {line}" for line in self.reason.splitlines() if verbose or not line.startswith("not "))
+        return wrapped(lines, width)
+
+    @property
+    def _flops_per_s(self) -> float:
+        """The rate of matrix products in the problem's dtype; 0 where it is not known."""
+        is_half = not why_by_lanes(self.problem.dtype, self.device) and ITEMSIZE[self.problem.dtype] == 2
+        return self.device.flops_16_bit if is_half else 0
+
+    def _in_short(self) -> str:
+        """What runs, the least time, and the memory in addition to arguments and results."""
+        count = sum(kernel.grid > 0 for kernel in self.kernels)
+        found = [f"{count or 'no'} kernel{'' if count == 1 else 's'}"]
+        seconds = self.traffic.seconds(self.device.bytes_per_s, self._flops_per_s) if self.traffic else 0
+        if seconds >= 1e-6:  # launches take longer than that
+            found.append(f"at least {in_seconds(seconds)}")
+        found.append(f"{in_bytes(self.extra_bytes) if self.extra_bytes else 'no'} extra memory")
+        return ", ".join(found)
 
 
 def option_names(problem: Problem) -> list[str]:

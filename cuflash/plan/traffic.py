@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from cuflash.arrays.array_info import ITEMSIZE
+from cuflash.arrays.units import in_bytes
 from cuflash.plan.device import DeviceSpec
 from cuflash.plan.tiles import Tile
 from cuflash.spec.inputs import TERMS
@@ -75,26 +76,21 @@ class Traffic:
     def describe(self, bytes_per_s: float, flops_per_s: float = 0) -> str:
         """A line for a plan, with the roofs that these rates of memory and products imply; 0 where one is not known."""
         intensity = self.flops / max(self.moved, 1)
-        sums = f" and {_in_words(self.added)} of dq sums" if self.added else ""
+        sums = f" and {in_bytes(self.added)} of dq atomics" if self.added else ""
         line = (
-            f"memory model: {_in_words(self.read)} read, {_in_words(self.written)} written (at least "
-            f"{_in_words(self.least)}); {_in_words(self.tiles)} of tile loads{sums} through L2; "
+            f"memory model: {in_bytes(self.read)} read, {in_bytes(self.written)} written (at least "
+            f"{in_bytes(self.least)}); {in_bytes(self.tiles)} of tile loads{sums} through L2; "
             f"{intensity:.0f} FLOP/byte"
         )
         if bytes_per_s:
             line += f", roofline {intensity * bytes_per_s / 1e12:.4g} TFLOP/s at {bytes_per_s / 1e12:.4g} TB/s"
         if bytes_per_s and flops_per_s:
-            seconds = max(self.flops / flops_per_s, self.moved / bytes_per_s)
-            line += f"; at least {seconds * 1e3:.3g} ms with products at {flops_per_s / 1e12:.4g} TFLOP/s"
+            line += f"; matrix products at {flops_per_s / 1e12:.4g} TFLOP/s"
         return line
 
-
-def _in_words(nbytes: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.4g} TB"
+    def seconds(self, bytes_per_s: float, flops_per_s: float) -> float:
+        """The least time that memory and products take at such rates; 0 stands for a rate that is not known."""
+        return max(self.moved / bytes_per_s if bytes_per_s else 0, self.flops / flops_per_s if flops_per_s else 0)
 
 
 def predict(plan: Plan) -> Traffic | None:

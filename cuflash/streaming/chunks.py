@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.arrays.checks import value_error
 from cuflash.arrays.memory_ranges import Band, Span, overlap
+from cuflash.arrays.units import WIDTH, in_bytes, wrapped
 from cuflash.spec.problem import Problem
 
 CHUNK_BYTES = 2**27  # of keys and values in a chunk; to copy so many takes 2.5 ms over PCIe 5
@@ -66,28 +67,34 @@ class StreamPlan:
         """The peak device memory that a pass takes beside its arguments; 0 if it runs in host memory."""
         return sum(self.memory.get(pass_, {}).values())
 
-    def describe(self) -> str:
-        """The plan in words, several lines."""
+    def describe(self, verbose: bool = False, width: int = WIDTH) -> str:
+        """The plan in words, wrapped at `width` columns (0: not at all): first the chunks and their memory.
+
+        `verbose` is for plans of kernels.
+        """
         p = self.problem
         heads = f"{p.num_heads} heads" + (f" over {p.num_heads_kv} key/value heads" if p.group_size > 1 else "")
+        takes = "no extra memory on the device"
+        if self.memory:
+            takes = ", ".join(f"{in_bytes(self.device_bytes(x))} on the device {x}" for x in self.memory)
         lines = [
-            f"streamed: batch {p.batch}, {heads}, seqlen {p.seqlen_q} x {p.seqlen_k}, head_dim {p.head_dim}, "
+            f"streamed keys in {len(self.chunks)} chunks of up to {self.chunk} keys, {in_bytes(self._bytes_of_chunk)} "
+            f"of k and v each; {takes}",
+            f"  problem   batch {p.batch}, {heads}, seqlen {p.seqlen_q} x {p.seqlen_k}, head_dim {p.head_dim}, "
             f"head_dim_v {p.head_dim_v}, {p.dtype}",
-            f"  chunks    {len(self.chunks)} of up to {self.chunk} keys, {self._bytes_of_chunk / 2**20:.4g} MiB of k "
-            "and v each",
         ]
         for pass_, way in self.ways.items():
             lines.append(f"  {pass_:<9} {WAYS[way]}")
             memory = self.memory.get(pass_, {})
             if memory:
-                parts = ", ".join(f"{what} {size / 2**20:.4g}" for what, size in memory.items())
-                lines.append(f"            {self.device_bytes(pass_) / 2**20:.4g} MiB on the device at most: {parts}")
+                parts = ", ".join(f"{what} {in_bytes(size)}" for what, size in memory.items())
+                lines.append(f"            {in_bytes(self.device_bytes(pass_))} on the device at most: {parts}")
             if self.pinned_bytes.get(pass_):
-                lines.append(f"            {self.pinned_bytes[pass_] / 2**20:.4g} MiB of pinned memory")
+                lines.append(f"            {in_bytes(self.pinned_bytes[pass_])} of pinned memory")
         if not self.memory:
             lines.append("  memory    results, sums of results in the dtype of lse, and what a call on a chunk takes")
         lines += (f"  {line}" for line in self.note.splitlines())
-        return "\n".join(lines)
+        return wrapped(lines, width)
 
     @property
     def _bytes_of_chunk(self) -> int:

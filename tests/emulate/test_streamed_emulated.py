@@ -279,7 +279,9 @@ def test_device_memory_is_what_the_plan_says(name, pinned, emulated, monkeypatch
         emulated(found._module, late=True, pinned=pinned)
         plan = attn.plan(q, *keys, need=need, **terms)
         assert plan.ways["forward"] == ("pinned" if pinned else "staged")
-        assert f"{plan.device_bytes('backward') / 2**20:.4g} MiB on the device at most: k and v " in plan.describe()
+        assert f"{plan.device_bytes('backward') / 2**20:.4g} MiB on the device at most: k and v " in plan.describe(
+            verbose=True, width=0
+        )
         out, lse = (arrays["dout"].copy(), np.zeros(case.problem.lse_shape, np.float32))
         for pass_ in ("forward", "backward"):
             emulated(found._module, late=True, pinned=pinned)

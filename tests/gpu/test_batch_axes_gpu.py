@@ -51,7 +51,9 @@ def test_plans_compile_and_tune(cupy):
     arrays = STRUCTURES.arrays(cupy.asarray)
     attn, terms = cuflash.FlashAttention(), ct.optional(arrays)
     plans = plans_of(attn, *ct.qkv(arrays), **terms)
-    assert "batch axes (2, 3): 2 calls with a batch of 3, because bias cannot step" in plans.describe()
+    assert "batch axes (2, 3): 2 calls with a batch of 3, because bias cannot step" in plans.describe(
+        verbose=True, width=0
+    )
     attn.compile(*ct.qkv(arrays), **terms)
     attn.tune(*ct.qkv(arrays), **terms, passes=("forward",), remember=False)
 

@@ -115,7 +115,7 @@ def test_masks_are_looked_at(cupy, dtype, shape, options, monkeypatch):
         mask[..., :128] = ~mask[..., :128]
     arrays = case.arrays(cupy.asarray)
     plans = cuflash.FlashAttention(**case.keywords).plan(*ct.qkv(arrays), **ct.optional(arrays))
-    assert "mask: tiles of keys are listed" in plans.describe()
+    assert "mask: tiles of keys are listed" in plans.describe(verbose=True, width=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": (300, 520)}, {"mask": (2, 1, 1, 520)}], ids=str)
@@ -147,7 +147,7 @@ def test_biases_are_looked_at(cupy, dtype, shape, options, monkeypatch):
             assert not measurement.failure, str(measurement)
         assert not ct.to_numpy(results[-1])[np.isneginf(arrays["bias"])].any()
     plans = attn.plan(*inputs, **terms)
-    assert "bias: tiles of queries are listed" in plans.describe()
+    assert "bias: tiles of queries are listed" in plans.describe(verbose=True, width=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

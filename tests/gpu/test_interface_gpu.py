@@ -191,7 +191,7 @@ def test_a_result_whose_elements_share_memory_is_refused(cupy):
 def test_plan_says_what_runs(cupy):
     q = normal(cupy, 2, 4, 65, DIM)
     plans = cuflash.FlashAttention(causal=True).plan(q, q, q)
-    text = plans.describe()
+    text = plans.describe(verbose=True, width=0)
     for words in ("forward", "backward", "kernel", "registers", "shared memory"):
         assert words in text
 

@@ -107,7 +107,7 @@ def test_a_captured_graph(cupy):
     cupy.cuda.Device().synchronize()
     with cupy.cuda.using_allocator(pool.malloc), stream:
         attn.compile(*inputs, bias=bias, need=need)
-        assert "for dv, dbias, dscale" in attn.plan(*inputs, bias=bias, need=need).describe()
+        assert "for dv, dbias, dscale" in attn.plan(*inputs, bias=bias, need=need).describe(verbose=True, width=0)
         stream.begin_capture()
         out, lse = attn.forward(*inputs, bias=bias)
         gradients = attn.backward(arrays["dout"], *inputs, out, lse, bias=bias, need=need)

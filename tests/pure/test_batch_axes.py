@@ -112,7 +112,11 @@ def test_plans_say_how_they_are_gone_through(changes, options, said):
         with pytest.raises(ValueError, match=r"^k: got batch axes \(2, 3\) in shape .*, expected batch axes that"):
             attn.plan(**arrays)
     else:
-        lines = [line.split(maxsplit=1)[1] for line in attn.plan(**arrays).describe().splitlines() if "axes" in line]
+        lines = [
+            line.split(maxsplit=1)[1]
+            for line in attn.plan(**arrays).describe(verbose=True, width=0).splitlines()
+            if "axes" in line
+        ]
         assert lines == [f"batch axes {said}"]
         attn.compile(**arrays)
 

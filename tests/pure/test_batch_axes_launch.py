@@ -130,7 +130,7 @@ def test_plans_and_tuning_are_those_of_one_call(launch):
     plans = launch.plan(options, given)
     said = "batch axes (2, 3): 2 calls with a batch of 3, because k, bias cannot step through all of them"
     for plan in (plans.forward, plans.backward):
-        assert plan.problem.batch == 3 and plan.reason.startswith(said) and said in plan.describe()
+        assert plan.problem.batch == 3 and plan.reason.startswith(said) and said in plan.describe(verbose=True, width=0)
     assert "; dk, dv added up over what broadcasts, in the dtype of lse\n" in plans.backward.reason
     assert "dk and dv leave blocks as sums" in plans.backward.reason
     launch.compile(options, given)

@@ -287,7 +287,7 @@ def test_scratch_memory_of_lists_is_stated():
         assert (plan.run_time.list_batches, plan.run_time.list_heads) == (batches, heads)
         assert needed <= lists < needed + 4
         assert plan.scratch_layout.sizes == (4 * lists,)
-        assert "block_mask: tiles of keys are listed, " in plan.describe()
+        assert "block_mask: tiles of keys are listed, " in plan.describe(verbose=True, width=0)
 
 
 @pytest.mark.parametrize(("head_dim", "block_size"), [(64, (128, 128)), (128, (128, 128)), (64, (256, 1024))])
@@ -307,10 +307,10 @@ def test_what_other_kernels_serve_is_said():
     deterministic = plan_of(BACKWARD, deterministic=True)
     assert sources(deterministic).count("helpers/block_index.cu") == 2
     assert {"sm90/backward.cu", "sm80/backward_dq.cu"} <= set(sources(deterministic))
-    assert "dq has a kernel of its own that adds in a fixed order" in deterministic.describe()
+    assert "dq has a kernel of its own that adds in a fixed order" in deterministic.describe(verbose=True, width=0)
     few_queries = plan_of(seqlen_q=1)
     assert "sm90/decode.cu" not in sources(few_queries)
-    assert "not sm90/decode: it knows no block_mask" in few_queries.describe()
+    assert "not sm90/decode: it knows no block_mask" in few_queries.describe(verbose=True, width=0)
 
 
 def test_blocks_do_not_add_to_dq_in_turn():
@@ -325,7 +325,9 @@ def test_blocks_do_not_add_to_dq_in_turn():
 def test_pairs_that_are_bits_are_seen_by_no_kernel_of_dq(options):
     few = plan_of(BACKWARD, deterministic=True, **options)
     assert {"sm80/backward.cu", "sm80/backward_dq.cu"} <= set(sources(few))
-    assert "not sm90/backward: the order of dq counts tiles that block_mask hides" in few.describe()
+    assert "not sm90/backward: the order of dq counts tiles that block_mask hides" in few.describe(
+        verbose=True, width=0
+    )
     tiles = plan_of(BACKWARD, **options).tiles
     with pytest.raises(NotImplementedError, match=r"^tiles: got a BackwardSm90Tile with deterministic=True and pairs "):
         choose_plan(few.problem, DeviceSpec.for_arch("9.0"), BACKWARD, tiles=tiles)
@@ -356,7 +358,7 @@ def test_masks_are_looked_at_where_that_pays(arch, dtype, pass_, heads, keys, ax
     mask = tuple(n if on else 1 for n, on in zip((2, heads, 1000, keys), axes, strict=True))
     sizes = {"batch": 2, "num_heads": heads, "seqlen_k": keys, "head_dim": 40}
     plan = plan_of(pass_, arch, deterministic, **sizes, block_mask=None, mask=mask, dtype=dtype, causal=causal)
-    found, text = sources(plan), plan.describe()
+    found, text = sources(plan), plan.describe(verbose=True, width=0)
     in_order = pass_ is BACKWARD and deterministic
     by_tile = (arch, dtype) == ("9.0", "float16")
     if by_tile and axes[2]:
@@ -407,7 +409,7 @@ def test_biases_are_looked_at_where_that_pays(arch, dtype, pass_, axes, head_dim
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draft, "LOOK_BIAS_FLOPS", 3e9)
         plan = plan_of(pass_, arch, deterministic, **sizes | options)
-    problem, text = plan.problem, plan.describe()
+    problem, text = plan.problem, plan.describe(verbose=True, width=0)
     if not axes[2] or not axes[3]:
         assert "bias: tiles" not in text and "bias_blocks" not in plan.scratch_sizes
         return

@@ -249,7 +249,7 @@ def test_plan_says_which_options():
     arrays = arrays_of()
     attn = cuflash.FlashAttention(score=made("s - slopes[head] * abs(i - j)", ["slopes"]), mask=lambda i, j: i - j < 9)
     q, k, v = (arrays[name] for name in "qkv")
-    text = attn.plan(q, k, v, slopes=arrays["slopes"]).describe()
+    text = attn.plan(q, k, v, slopes=arrays["slopes"]).describe(verbose=True, width=0)
     assert "options that they spell out: alibi_slopes = slopes, window = (8, None)" in text
     assert "score = s - (slopes[head] * abs(t0))" in text and "d score / d slopes[head] [head] = -abs(t0)" in text
     attn.compile(q, k, v, slopes=arrays["slopes"], need=("dslopes",))

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
+from cuflash.arrays.units import in_bytes
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.score_mod import KINDS_OF_READS, Traced, hoisted_program_of, index_class, program_of
 from cuflash.score_mod.evaluation import clamped, evaluate
@@ -166,8 +167,8 @@ def test_a_plan_names_tables_and_their_memory(arch):
     assert places >= 2 * (1000 + MARGIN)
     assert plan.scratch_sizes["hoisted.0"] == 4 * 2 * places
     assert plan.kernels[0].source == "helpers/hoisted.cu" and plan.kernels[0].grid == -(-2 * places // 256)
-    assert "hoisted.0[head, i - j] = table[head, " in plan.describe()
-    assert f"hoisted.0: a table of {8 * places} bytes, which a kernel fills" in plan.describe()
+    assert "hoisted.0[head, i - j] = table[head, " in plan.describe(verbose=True, width=0)
+    assert f"hoisted.0: a table of {in_bytes(8 * places)}, which a kernel fills" in plan.describe(verbose=True, width=0)
 
 
 PREPROCESS, POSTPROCESS, OF_ARGS = "backward_preprocess", "backward_postprocess", "score_args_gradients"

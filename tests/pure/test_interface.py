@@ -467,7 +467,7 @@ def test_plan_and_compile_of_host_arrays():
     cpu_plan = attn.plan(q, k, k, kv_lengths=np.array([3, 4]))
     assert isinstance(cpu_plan, CpuPlan)
     assert cpu_plan.problem.diagonal == 100
-    text = cpu_plan.describe()
+    text = cpu_plan.describe(verbose=True, width=0)
     for words in ("CPU", "host memory", "batch 2", "8 heads over 2 key/value heads", "seqlen 100 x 200", "float32"):
         assert words in text
     attn.compile(q, k, k)

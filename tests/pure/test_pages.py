@@ -315,7 +315,9 @@ def test_backward_is_refused():
 
 def test_the_plan_of_the_cpu_says_so():
     qkv, terms = inputs(BASE)
-    assert "no backward pass with a block_table" in cuflash.FlashAttention().plan(*qkv, **terms).describe()
+    assert "no backward pass with a block_table" in cuflash.FlashAttention().plan(*qkv, **terms).describe(
+        verbose=True, width=0
+    )
 
 
 def test_every_method_takes_a_block_table():

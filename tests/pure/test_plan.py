@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuflash.arrays.array_info import Operand
+from cuflash.arrays.units import WIDTH, in_bytes
 from cuflash.gpu import compiler, merging
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.choose import MAX_HEAD_DIM
@@ -181,7 +182,7 @@ def test_empty_problems_have_plans():
         for pass_ in PASSES:
             for deterministic in (False, True):
                 problem = problem_of(**sizes, deterministic=deterministic)
-                assert choose_plan(problem, device, pass_).describe()
+                assert choose_plan(problem, device, pass_).describe(verbose=True, width=0)
 
 
 @pytest.mark.parametrize("heads_kv", [1, 2, 4])
@@ -316,7 +317,7 @@ def test_problems_that_no_kernel_serves(problem, words, pass_):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_what_a_plan_says_of_products_without_tensor_cores(dtype, arch):
     device = DeviceSpec.for_arch(arch)
-    text = choose_plan(problem_of(dtype=dtype), device).describe()
+    text = choose_plan(problem_of(dtype=dtype), device).describe(verbose=True, width=0)
     by_tensor_cores = float(arch) >= (7.5 if dtype == "float16" else 8.0)
     assert ("\n  slow: kernels use tensor cores for " + dtype in text) == (not by_tensor_cores)
     assert ("products at " in text) == (by_tensor_cores and dtype in ("float16", "bfloat16"))
@@ -325,7 +326,7 @@ def test_what_a_plan_says_of_products_without_tensor_cores(dtype, arch):
 def test_a_device_as_an_earlier_one():
     device = DeviceSpec.for_arch("9.0").as_arch("7.5")
     plan = choose_plan(problem_of(dtype="float16"), device)
-    assert "on H200 (as if it had compute capability 7.5)" in plan.describe()
+    assert "on H200 (as if it had compute capability 7.5)" in plan.describe(verbose=True, width=0)
     for kernel in plan.kernels:
         assert (kernel.target, dict(kernel.defines)["CUFLASH_ARCH"]) == ("sm_90", 75)
         assert kernel.source == "sm80/forward.cu" and not kernel.overlaps_previous
@@ -384,7 +385,7 @@ def test_dropout_is_an_option_of_the_same_kernels(deterministic, arch, pass_, dt
         assert [dict(kernel.defines)["CUFLASH_HAS_DROPOUT"] for kernel in (with_it, without)] == [int(told), 0]
         assert ("_dropout" in with_it.name) == told
         assert "_dropout" not in without.name
-    assert "; dropout\n" in dropping.describe()
+    assert "; dropout\n" in dropping.describe(verbose=True, width=0)
     # The rate is a parameter of the kernels, and no part of what is compiled.
     other = choose_plan(problem_of(dtype=dtype, deterministic=deterministic, dropout=0.7), device, pass_)
     assert other.kernels == dropping.kernels
@@ -415,23 +416,27 @@ def test_description(pass_):
     device = DeviceSpec.for_arch("8.6")
     problem = problem_of(dim=256, dim_v=192, causal=True, softcap=3.0, deterministic=True)
     plan = choose_plan(problem, device, pass_)
-    text = plan.describe()
+    text = plan.describe(verbose=True, width=0)
     assert f"{pass_} pass on {device.name} (compute capability 8.6)" in text
     assert "bfloat16, batch 2, heads 4/2, seqlen 1024 x 1024, head_dim 256/192; right_bound, softcap" in text
     for kernel in plan.kernels:
-        assert (
-            f"kernel {kernel.name}: grid {kernel.grid}, {kernel.threads} threads, {kernel.shared_bytes} bytes" in text
-        )
+        how = f"grid {kernel.grid}, {kernel.threads} threads, {in_bytes(kernel.shared_bytes)} of shared memory"
+        assert f"kernel {kernel.name}: {how}" in text
         assert kernel.name.startswith(kernel.source.removesuffix(".cu").replace("/", "_"))
-    assert f"extra memory: {plan.extra_bytes} bytes" in text
+    extra = in_bytes(plan.extra_bytes) if plan.extra_bytes else "no"
+    assert re.search(rf"^{pass_} pass on .*: \d kernels?, at least .*s, {extra} extra memory$", text.splitlines()[0])
+    wrapped = plan.describe(verbose=True).splitlines()
+    assert max(map(len, wrapped)) <= WIDTH and " ".join(" ".join(wrapped).split()) == " ".join(text.split())
+    short = plan.describe(width=0).splitlines()
+    assert short == [line for line in text.splitlines() if not line.startswith("  not ")]
     for tile in plan.tiles:
         assert f"{type(tile).__name__} {tile.block_m} x {tile.block_n}" in plan.reason
     for line in plan.reason.splitlines():
         assert line in text
     assert "not " in plan.reason and "exceed the 102400 bytes of shared memory of an SM" in plan.reason
-    assert "no options" in choose_plan(problem_of(), device, pass_).describe()
+    assert "no options" in choose_plan(problem_of(), device, pass_).describe(verbose=True, width=0)
     with_resources = replace(plan, resources=tuple(f"{n} registers" for n in range(len(plan.kernels))))
-    assert ", 0 registers\n" in with_resources.describe()
+    assert ", 0 registers\n" in with_resources.describe(verbose=True, width=0)
 
 
 def test_a_symbol_spells_its_configuration():

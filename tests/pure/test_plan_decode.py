@@ -138,13 +138,16 @@ def test_only_its_own_architecture_gets_the_kernel(arch):
 
 
 def test_the_plan_says_why():
-    shared = choose_plan(decode_problem(1), H200).describe()
+    shared = choose_plan(decode_problem(1), H200).describe(verbose=True, width=0)
     assert "4 queries of the heads that share keys go through one product: keys are read once" in shared
     equal = "blocks take equal shares of the keys, up to"
     assert f"128 {equal} 16 of them those of one head: the last one combines their results\n" in shared + "\n"
-    long = choose_plan(decode_problem(16, 131072), H200).describe()
+    long = choose_plan(decode_problem(16, 131072), H200).describe(verbose=True, width=0)
     assert f"132 {equal} 18 of them those of one head: another kernel combines their results" in long
-    assert "128 blocks take whole heads\n" in choose_plan(decode_problem(batch=16), H200).describe() + "\n"
+    assert (
+        "128 blocks take whole heads\n"
+        in choose_plan(decode_problem(batch=16), H200).describe(verbose=True, width=0) + "\n"
+    )
     assert "DecodeSm90Tile 64 x 128, 5 warps, 2 stages, 1 resident blocks" in shared
     assert "not sm90/decode: it knows no dropout\n" in choose_plan(decode_problem(dropout=0.5), H200).reason
     full = choose_plan(decode_problem(heads_kv=32, batch=8), H200).reason

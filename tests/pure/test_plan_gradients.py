@@ -112,7 +112,7 @@ def test_memory_of_dbias_is_that_of_the_bias_and_of_the_device(axes, tiles, summ
     assert sources_of(sums).count("sm80/backward_scores") == (1 if kernel.source.startswith("sm90") else 2)
     assert dict(sums.scratch)["sums_partials"] == 3 * 2 * 4 * 8 * sums.run_time.sums_splits
     assert len({kernel.name for kernel in sums.kernels}) == len(sums.kernels)
-    assert "for dq, dbias, dscale, dsoftcap on" in sums.describe()
+    assert "for dq, dbias, dscale, dsoftcap on" in sums.describe(verbose=True, width=0)
 
 
 @given(
@@ -190,4 +190,4 @@ def test_sinks(dtype, arch):
     assert (sinks_kernel.source, sinks_kernel.grid) == ("helpers/sinks.cu", plain.num_heads)
     assert [*backward.kernels[2:]] == others
     assert backward.scratch == without.scratch
-    assert "for dq, dk, dv, dsinks" in backward.describe()
+    assert "for dq, dk, dv, dsinks" in backward.describe(verbose=True, width=0)

@@ -79,7 +79,9 @@ def test_what_the_tma_cannot_read(change, words):
     assert [kernel.source for kernel in plan.kernels] == ["sm80/forward.cu"]
     assert plan.tensor_maps == ()
     assert plan.run_time.resident_blocks == 0
-    assert f"\nnot sm90/forward: {words}, which TMA cannot serve" in plan.describe().replace("  ", "")
+    assert f"\nnot sm90/forward: {words}, which TMA cannot serve" in plan.describe(verbose=True, width=0).replace(
+        "  ", ""
+    )
     assert sources(problem_of()) == ["sm90/forward.cu"]
 
 

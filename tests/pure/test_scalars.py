@@ -202,7 +202,7 @@ def test_starts_of_packed_sequences_of_int64():
         ]
         for x, y in zip(*(x.values() for x in results), strict=True):
             np.testing.assert_array_equal(x, y)
-    text = attn.plan(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts).describe()
+    text = attn.plan(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts).describe(verbose=True, width=0)
     assert "computed as the options that they spell out: window = (None, 0)" in text
 
 

@@ -110,7 +110,7 @@ def test_objects_with_functions_pickle_print_and_compare():
     _, q, k, v, _ = problem_of()
     a = np.linspace(0, 1, 40)
     np.testing.assert_array_equal(again.forward(q, k, v, a=a).out, attn.forward(q, k, v, a=a).out)
-    described = attn.plan(q, k, v, a=a).describe()
+    described = attn.plan(q, k, v, a=a).describe(verbose=True, width=0)
     for line in ("score = s * a[j]", "d score / d s = a[j]", "d score / d a[j] [j] = s", "mask = (i - j) < 3"):
         assert line in described
     assert ", and NumPy for functions" in described or core.why_not() is not None

@@ -104,7 +104,7 @@ def test_numpy_arrays_are_computed_by_the_function_in_python(name):
     found = [x.backward(out, q, k, v, out, lse, need=need, **case.terms) for x in (case.attention, traced)]
     for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one, other)
-    described = case.attention.plan(*case.inputs, **case.terms).describe()
+    described = case.attention.plan(*case.inputs, **case.terms).describe(verbose=True, width=0)
     assert "score in CUDA" not in described and "d score / d s" in described
 
 
@@ -143,7 +143,7 @@ def test_plans_show_texts_and_look_into_none(name, arch):
     forward, backward = choose_plan(problem, device), choose_plan(problem, device, BACKWARD, need=need)
     family = "sm90/" if arch == "9.0" else "sm80/"
     for plan in (forward, backward):
-        described = plan.describe()
+        described = plan.describe(verbose=True, width=0)
         assert "score in CUDA:" in described and "hoisted" not in described and not plan.tables
         assert all(f"  {line}" in described for line in TEXTS[name].cuda.splitlines() if line)
         assert any(kernel.source.startswith(family) for kernel in plan.kernels)
@@ -158,7 +158,7 @@ def test_a_text_is_no_option():
     text = Score(cuda=PLAIN, python=lambda s, i, j: 30 * cuflash.tanh(s / 30))
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 30, 8))
     attn = cuflash.FlashAttention(score=text, mask=lambda i, j: (i >= j) & (i - j < 5))
-    described = attn.plan(q, k, v).describe()
+    described = attn.plan(q, k, v).describe(verbose=True, width=0)
     assert "functions computed as the options that they spell out: window = (4, 0)" in described
     assert "softcap" not in described.split("spell out")[1].splitlines()[0]
     expected = cuflash.FlashAttention(softcap=30.0, window=(4, 0)).forward(q, k, v).out

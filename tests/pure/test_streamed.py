@@ -243,7 +243,7 @@ def test_the_plan_says_what_is_done():
     assert [chunk.keys for chunk in plan.chunks] == [(0, 2000), (2000, 4000), (4000, 5000)]
     assert plan.ways == {"forward": "views", "backward": "views"}
     assert plan.device_bytes("forward") == 0
-    assert "3 of up to 2000 keys, 0.9766 MiB of k and v each" in plan.describe()
+    assert "3 chunks of up to 2000 keys, 1.02 MB of k and v each" in plan.describe(verbose=True, width=0)
     assert cuflash.FlashAttention().plan(x, *cuflash.streamed(x, x)).chunk == 5000  # type: ignore[union-attr]
     assert repr(cuflash.streamed(x, x, chunk=7).k) == "Streamed(float32 (2, 5000, 32), chunk=7)"
 

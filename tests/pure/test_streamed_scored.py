@@ -72,7 +72,7 @@ def test_functions_that_spell_out_options_are_computed_as_these():
     room = np.full((60, 60), np.nan)
     assert attn.backward(dout, q, *keys, out, lse, need=(), dpairs=room, **arrays).dpairs is room
     np.testing.assert_array_equal(room, found.dpairs)
-    text = attn.plan(q, *keys, **arrays).describe()
+    text = attn.plan(q, *keys, **arrays).describe(verbose=True, width=0)
     assert "softcap = 5.0, alibi_slopes = slopes, bias = pairs, window = (19, 0)" in text
     assert attn.plan(q, *keys, **arrays).chunks[0].queries == (0, 35)
 
@@ -80,7 +80,7 @@ def test_functions_that_spell_out_options_are_computed_as_these():
 def test_the_plan_shows_functions():
     x = np.zeros((2, 60, 8))
     attn: Any = cuflash.FlashAttention(score=SCORES["decay"])
-    text = attn.plan(x, *cuflash.streamed(x, x, chunk=16), gamma=np.ones(2)).describe()
+    text = attn.plan(x, *cuflash.streamed(x, x, chunk=16), gamma=np.ones(2)).describe(verbose=True, width=0)
     assert "\n  score = s + t0\n" in text
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash.testing as ct
+from cuflash.arrays.units import in_seconds
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.traffic import L2_SHARE, Walk, key_rows, query_tiles
 from cuflash.spec.options import Options
@@ -171,20 +172,22 @@ def test_what_a_plan_says(pass_):
     plan = choose_plan(problem_of(4096, 4096, heads=16, batch=4), H200, pass_)
     traffic = traffic_of(plan.problem, H200, pass_)
     line = traffic.describe(H200.bytes_per_s, 989e12)
-    assert f"  {line}\n" in plan.describe()
+    assert f"  {line}\n" in plan.describe(verbose=True, width=0)
     least = max(traffic.flops / 989e12, traffic.moved / 4.8e12)
-    assert line.endswith(f"; at least {least * 1e3:.3g} ms with products at 989 TFLOP/s")
+    assert traffic.seconds(4.8e12, 989e12) == least and traffic.seconds(0, 0) == 0
+    assert f", at least {in_seconds(least)}, " in plan.describe().splitlines()[0]
+    assert line.endswith("; matrix products at 989 TFLOP/s")
     intensity = traffic.flops / (traffic.read + traffic.written)
     assert f"{intensity:.0f} FLOP/byte, roofline {intensity * 4.8:.4g} TFLOP/s at 4.8 TB/s" in line
     assert traffic.describe(H200.bytes_per_s) == line[: line.index("; ", line.index("roofline"))]
     assert traffic.describe(0, 989e12) == traffic.describe(0) == line[: line.index(", roofline")]
-    assert (" of dq sums " in line) == (pass_ is BACKWARD)
+    assert (" of dq atomics " in line) == (pass_ is BACKWARD)
 
 
 @BOTH
 def test_no_model_is_no_number(pass_):
     plan = choose_plan(problem_of(4096, 4096, heads=16, dtype="float32"), H200, pass_)
-    assert plan.traffic is None and "memory model" not in plan.describe()
+    assert plan.traffic is None and "memory model" not in plan.describe(verbose=True, width=0)
 
 
 @pytest.mark.parametrize("axes", ["qk", "bhqk"])

@@ -184,7 +184,9 @@ def test_candidates_begin_with_the_table_and_fit(pass_, arch, dtype, determinist
 )  # its tiles of bias leave 256 x 64 no room
 def test_kernels_of_candidates_fit(case, pass_):
     for plan in candidates(case.problem, H200, pass_):
-        assert all(kernel.shared_bytes <= H200.shared_bytes_per_block for kernel in plan.kernels), plan.describe()
+        assert all(kernel.shared_bytes <= H200.shared_bytes_per_block for kernel in plan.kernels), plan.describe(
+            verbose=True, width=0
+        )
 
 
 @pytest.mark.parametrize("pass_", PASSES)
@@ -236,7 +238,7 @@ def test_the_fastest_wins_and_is_found_again(pass_, store):
     assert plan.kernels == plans[2].kernels
     expected = (f"tuned: {found.winner.tflops:.1f} TFLOP/s on H200", f"the table's row {found.trials[0].tflops:.1f}")
     assert all(words in plan.reason for words in (*expected, plans[0].tiles[0].label))
-    assert plan.reason in "\n".join(line.strip() for line in plan.describe().splitlines())
+    assert plan.reason in "\n".join(line.strip() for line in plan.describe(verbose=True, width=0).splitlines())
 
 
 @pytest.mark.parametrize("need", [("dq",), ("dscale",), ("dk", "dscale")])
