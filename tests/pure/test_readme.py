@@ -349,7 +349,7 @@ def test_every_folder_is_described():
 def test_imports_run_the_way_that_is_described():
     from tests.pure.test_layering import MAY_IMPORT
 
-    (chain,) = re.findall(r"^ *(arrays <- [\w, <-]+) <- the public face$", DESIGN, re.MULTILINE)
+    (chain,) = re.findall(r"^ *(arrays <- [\w, <-]+) <- the public API$", DESIGN, re.MULTILINE)
     before: set[str] = set()
     for folders in chain.split(" <- "):
         here = set(folders.split(", "))
