@@ -196,10 +196,6 @@ CUFLASH_DEVICE float fma_saturated(float a, float b, float c) {
 CUFLASH_DEVICE float reciprocal_approx(float x) { return ::emulator::reciprocal_approx(x); }
 CUFLASH_DEVICE float sqrt_approx(float x) { return ::emulator::sqrt_approx(x); }
 CUFLASH_DEVICE float log2_approx(float x) { return ::emulator::log2_approx(x); }
-CUFLASH_DEVICE float exp(float x) { return __builtin_expf(x); }
-CUFLASH_DEVICE double exp(double x) { return __builtin_exp(x); }
-CUFLASH_DEVICE float log(float x) { return __builtin_logf(x); }
-CUFLASH_DEVICE double log(double x) { return __builtin_log(x); }
 CUFLASH_DEVICE int floor_to_int(float x) { return ::emulator::floor_to_int(x); }
 CUFLASH_DEVICE float floor_to_float(float x) { return ::emulator::floor_to_float(x); }
 template <class T>

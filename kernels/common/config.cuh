@@ -80,8 +80,9 @@ constexpr bool kHasScoreFunction = CUFLASH_HAS_SCORE_FUNCTION;         // see co
 constexpr bool kHasMaskFunction = CUFLASH_HAS_MASK_FUNCTION;
 constexpr bool kScoreChangesSlope = CUFLASH_SCORE_CHANGES_SLOPE;  // d score / d scaled product is not 1
 #define CUFLASH_HAS_FUNCTIONS (CUFLASH_HAS_SCORE_FUNCTION || CUFLASH_HAS_MASK_FUNCTION)
-constexpr bool kHasLists = CUFLASH_HAS_LISTS;        // lists of tiles, by helpers/block_index.cu
-constexpr bool kHasTileClasses = CUFLASH_HAS_TILE_CLASSES;  // tile classes, by helpers/mask_tiles.cu, for the main kernel
+constexpr bool kHasLists = CUFLASH_HAS_LISTS;  // lists of tiles, by helpers/block_index.cu
+constexpr bool kHasTileClasses =
+    CUFLASH_HAS_TILE_CLASSES;  // tile classes, by helpers/mask_tiles.cu, for the main kernel
 constexpr bool kHasBiasTileClasses =
     CUFLASH_HAS_BIAS_TILE_CLASSES;  // tile classes (empty, partial, full) under the bias, for the kernel
 constexpr bool kIsChosen = CUFLASH_CHOSEN_BY_BIAS;    // whether the kernel runs depends on what the bias leaves

@@ -110,6 +110,12 @@ CUFLASH_DEVICE Place<kLanes> element_of_thread(const Params& params) {
   return {params, thread_in_all(), (Index)params.size[kAxes - 1]};
 }
 
+// CUDA Math API: e^x and log x to 2 ulp (float64: 1 ulp), of subnormal numbers, too.
+CUFLASH_DEVICE float exponential(float x) { return expf(x); }
+CUFLASH_DEVICE double exponential(double x) { return exp(x); }
+CUFLASH_DEVICE float natural_log(float x) { return logf(x); }
+CUFLASH_DEVICE double natural_log(double x) { return log(x); }
+
 CUFLASH_DEVICE bool is_infinite(Real x) { return x == ptx::infinity() || x == -ptx::infinity(); }
 // What exponents are relative to: a row that attends to no key has no maximum.
 CUFLASH_DEVICE Real finite_max(Real x) { return x == -ptx::infinity() ? Real(0) : x; }
@@ -147,13 +153,13 @@ CUFLASH_DEVICE void merge(const Params& params) {
   row_max = finite_max(row_max);
   Real sum = 0, weight[kPartials];
 #pragma unroll
-  for (int i = 0; i < kPartials; ++i) sum += weight[i] = ptx::exp((lse[i] - row_max) + rest[i]);
+  for (int i = 0; i < kPartials; ++i) sum += weight[i] = exponential((lse[i] - row_max) + rest[i]);
   if (place.is_first()) {
     Real* result = &place.row(1);
-    const Real all = result[0] = row_max + ptx::log(sum);
+    const Real all = result[0] = row_max + natural_log(sum);
     if constexpr (kStoresPairs) {
       const bool is_large = (all >= kLargeLse || all <= -kLargeLse) && !is_infinite(all);
-      result[1] = is_large ? (row_max - all) + ptx::log(sum) : Real(0);
+      result[1] = is_large ? (row_max - all) + natural_log(sum) : Real(0);
     }
   }
   const Real total = sum == 0 ? Real(1) : sum;
@@ -175,7 +181,7 @@ CUFLASH_DEVICE void softmax_step(const Params& params) {
   const auto place = element_of_thread(params);
   if (!place.is_inside) return;
   const Real before = place.row(0), row_max = at_least(before, place.row(4)), offset = finite_max(row_max);
-  const Real factor = ptx::exp(before - offset), weight = ptx::exp(place.row(4) - offset);
+  const Real factor = exponential(before - offset), weight = exponential(place.row(4) - offset);
   place.row(0) = row_max;
   place.row(1) = place.row(1) * factor + weight;
   place.row(2) = factor;
@@ -201,7 +207,7 @@ CUFLASH_DEVICE void normalize(const Params& params) {
   const auto place = element_of_thread(params);
   if (!place.is_inside) return;
   const Real sum = place.row(4);
-  if (place.is_first()) place.row(1) = place.row(3) + ptx::log(sum);
+  if (place.is_first()) place.row(1) = place.row(3) + natural_log(sum);
   Real x[kLanes];
   place.load(Partial{}, 2, x);
 #pragma unroll
@@ -278,7 +284,7 @@ CUFLASH_DEVICE void merge_backward(const Params& params) {
   Real weight = 0, delta = 0, own_delta = 0;
   if (row.columns != 0) {
     const Real own_lse = row.place.row(5);
-    weight = own_lse == -ptx::infinity() ? Real(0) : ptx::exp(own_lse - row.place.row(6));
+    weight = own_lse == -ptx::infinity() ? Real(0) : exponential(own_lse - row.place.row(6));
   }
   Real dout[kRowLanes], own_dout[kRowLanes], x[kRowLanes];
   for (int step = 0; row.column(step) < row.columns; ++step) {

@@ -35,11 +35,6 @@ CUFLASH_DEVICE float log2_approx(float x) {
 }
 // Thread. cvt.rmi (9.7.9.22): the largest integer that is not above `x`, within 32 bits; 0 for a NaN.
 CUFLASH_DEVICE int floor_to_int(float x) { return __float2int_rd(x); }
-// Thread. CUDA Math API: e^x and log x to 2 ulp (float64: 1 ulp), of subnormal numbers, too.
-CUFLASH_DEVICE float exp(float x) { return ::expf(x); }
-CUFLASH_DEVICE double exp(double x) { return ::exp(x); }
-CUFLASH_DEVICE float log(float x) { return ::logf(x); }
-CUFLASH_DEVICE double log(double x) { return ::log(x); }
 // Thread. mul.rm (9.7.3.4): the largest integer that is not above `x`; infinities and NaN stay. A product with 2^-149,
 // the least positive float32, is a multiple of it, so that rounding makes an integer of `x`. Conversions to integers
 // share the unit of the exponentials, products do not.

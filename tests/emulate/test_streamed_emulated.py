@@ -15,6 +15,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.arrays import dlpack
 from cuflash.arrays.array_info import numpy_dtype
+from cuflash.arrays.units import in_bytes
 from cuflash.emulator import find_compiler
 from cuflash.gpu import tuning
 from cuflash.spec.outputs import DEFAULT_NEED
@@ -279,9 +280,8 @@ def test_device_memory_is_what_the_plan_says(name, pinned, emulated, monkeypatch
         emulated(found._module, late=True, pinned=pinned)
         plan = attn.plan(q, *keys, need=need, **terms)
         assert plan.ways["forward"] == ("pinned" if pinned else "staged")
-        assert f"{plan.device_bytes('backward') / 2**20:.4g} MiB on the device at most: k and v " in plan.describe(
-            verbose=True, width=0
-        )
+        most = in_bytes(plan.device_bytes("backward"))
+        assert f"{most} on the device at most: k and v " in plan.describe(width=0)
         out, lse = (arrays["dout"].copy(), np.zeros(case.problem.lse_shape, np.float32))
         for pass_ in ("forward", "backward"):
             emulated(found._module, late=True, pinned=pinned)
