@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast, get_args
 
 from cuflash.arrays.array_info import ITEMSIZE
+from cuflash.arrays.checks import counted
 from cuflash.plan.device import DeviceSpec
 from cuflash.plan.tensor_map import CHUNK
 from cuflash.spec.problem import Problem
@@ -177,7 +178,7 @@ class Tile:
         """The tile in words."""
         return (
             f"{type(self).__name__} {self.block_m} x {self.block_n}, {self.num_warps} warps, "
-            f"{self.num_stages} stages, {self.min_blocks} resident blocks"
+            f"{counted(self.num_stages, 'stage')}, {counted(self.min_blocks, 'resident block')}"
         )
 
 

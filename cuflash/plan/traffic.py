@@ -11,6 +11,7 @@ rules below.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -83,7 +84,8 @@ class Traffic:
             f"{intensity:.0f} FLOP/byte"
         )
         if bytes_per_s:
-            line += f", roofline {intensity * bytes_per_s / 1e12:.4g} TFLOP/s at {bytes_per_s / 1e12:.4g} TB/s"
+            roofline = min(intensity * bytes_per_s, flops_per_s or math.inf)
+            line += f", roofline {roofline / 1e12:.4g} TFLOP/s at {bytes_per_s / 1e12:.4g} TB/s"
         if bytes_per_s and flops_per_s:
             line += f"; matrix products at {flops_per_s / 1e12:.4g} TFLOP/s"
         return line

@@ -148,7 +148,7 @@ def test_the_plan_says_why():
         "128 blocks take whole heads\n"
         in choose_plan(decode_problem(batch=16), H200).describe(verbose=True, width=0) + "\n"
     )
-    assert "DecodeSm90Tile 64 x 128, 5 warps, 2 stages, 1 resident blocks" in shared
+    assert "DecodeSm90Tile 64 x 128, 5 warps, 2 stages, 1 resident block" in shared
     assert "not sm90/decode: it knows no dropout\n" in choose_plan(decode_problem(dropout=0.5), H200).reason
     full = choose_plan(decode_problem(heads_kv=32, batch=8), H200).reason
     assert "not sm90/decode: 256 heads fill the device, and no two share keys\n" in full

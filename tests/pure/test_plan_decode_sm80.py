@@ -175,7 +175,7 @@ def test_the_plan_says_why():
     plan = plan_of(seqlen_k=131072)
     assert "4 queries of the heads that share keys go through one product: keys are read once" in plan.reason
     assert "216 blocks take equal shares of the keys, up to 27 of them those of one head: another kernel" in plan.reason
-    assert "DecodeTile 16 x 16, 4 warps, 1 stages, 2 resident blocks: by arithmetic" in plan.reason
+    assert "DecodeTile 16 x 16, 4 warps, 1 stage, 2 resident blocks: by arithmetic" in plan.reason
     full = plan_of(heads_kv=32, batch=64, seqlen_q=20).reason
     assert "not sm80/decode: 2048 heads of 20 queries fill the device, and no two share keys\n" in full + "\n"
     wide = plan_of(dim=832, dim_v=832).reason

@@ -178,8 +178,8 @@ def test_what_a_plan_says(pass_):
     assert f", at least {in_seconds(least)}, " in plan.describe().splitlines()[0]
     assert line.endswith("; matrix products at 989 TFLOP/s")
     intensity = traffic.flops / (traffic.read + traffic.written)
-    assert f"{intensity:.0f} FLOP/byte, roofline {intensity * 4.8:.4g} TFLOP/s at 4.8 TB/s" in line
-    assert traffic.describe(H200.bytes_per_s) == line[: line.index("; ", line.index("roofline"))]
+    assert f"{intensity:.0f} FLOP/byte, roofline {min(intensity * 4.8, 989):.4g} TFLOP/s at 4.8 TB/s" in line
+    assert f"roofline {intensity * 4.8:.4g} TFLOP/s at 4.8 TB/s" in traffic.describe(H200.bytes_per_s)
     assert traffic.describe(0, 989e12) == traffic.describe(0) == line[: line.index(", roofline")]
     assert (" of dq atomics " in line) == (pass_ is BACKWARD)
 
