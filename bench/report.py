@@ -434,10 +434,10 @@ def headline(records: Sequence[Record]) -> str:
     run = table.run
     about = (
         f"{table.unit}, {' / '.join(table.passes)}, on one {run['device']}; bfloat16, sequences of {HEADLINE_SEQLEN}, "
-        "batch x seqlen 16384,\nheads x head_dim 2048:"
+        "batch * seqlen = 16384,\nnum_heads * head_dim = 2048:"
     )
     summary = (
-        f"Over all {len(table.problems)} rows of that run, with sequences of 1024 to 16384 and grouped heads, cuflash "
+        f"Over all {len(table.problems)} rows, with sequences of 1024 to 16384, GQA too, cuflash "
         f"runs at {means}\ntimes the speed of the best of the others (geometric mean; revision {run['revision']}, "
         f"{run['time'][:10]})."
     )

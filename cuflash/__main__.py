@@ -1,4 +1,4 @@
-"""``python -m cuflash``: the main job, what there is here, what would run, filling the cache, a self-test."""
+"""``python -m cuflash``: a demo, what there is here, what would run, filling the cache, a self-test."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""``demo``: the main job, a long causal problem forward and backward, timed and checked."""
+"""``demo``: a long causal problem forward and backward, timed and checked."""
 
 from __future__ import annotations
 

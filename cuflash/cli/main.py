@@ -106,7 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], Callable[[argparse.ArgumentParser], None], str]] = {
-    "demo": (demo, add_demo_arguments, "the main job: a long causal problem forward and backward, timed and checked"),
+    "demo": (demo, add_demo_arguments, "a long causal problem forward and backward, timed and checked"),
     "info": (info, lambda command: None, "devices and their limits, versions, the compiler and its cache"),
     "plan": (plan, add_plan_arguments, "what would run for a problem and why, also on a GPU that is not here"),
     "compile": (fill_cache, add_problem_arguments, "compile kernels into the cache, for GPUs that need not be here"),

@@ -443,6 +443,10 @@ def _rows(span: Span) -> str:
 def _bounds(band: Band) -> str:
     if band.left is None and band.right is None:
         return "every key visible"
-    first = "the first key" if band.left is None else f"i + {band.diagonal - band.left}"
-    last = "the last key" if band.right is None else f"i + {band.diagonal + band.right}"
-    return f"query i sees keys from {first} to {last}"
+    first = "" if band.left is None else f" from {_at(band.diagonal - band.left)}"
+    last = " on" if band.right is None else f" {'to' if first else 'up to'} {_at(band.diagonal + band.right)}"
+    return f"query i attends to keys{first}{last}"
+
+
+def _at(offset: int) -> str:
+    return "i" if offset == 0 else f"i {'+' if offset > 0 else '-'} {abs(offset)}"

@@ -63,7 +63,7 @@ def of_chunks(draw, seqlen, ranks, chunks):
 
 
 def visible_pairs(schedule):
-    """By the definition: query i sees keys from i + d - left to i + d + right."""
+    """By the definition: query i attends to keys from i + d - left to i + d + right."""
     i, j = np.arange(schedule.split_q.seqlen)[:, None], np.arange(schedule.split_k.seqlen)
     diagonal, left, right = schedule.band
     visible = np.ones((len(i), len(j)), bool)
@@ -282,7 +282,7 @@ def test_the_schedule_in_words():
     assert (
         schedule.describe()
         == """\
-context parallel: 2 ranks, 16 queries, 16 keys, query i sees keys from the first key to i + 0
+context parallel: 2 ranks, 16 queries, 16 keys, query i attends to keys up to i
   pieces    spans of the ranks
   by queries: out, lse, dq
     with own keys: key/value heads 0-2
@@ -307,7 +307,7 @@ context parallel: 2 ranks, 16 queries, 16 keys, query i sees keys from the first
     assert (
         whole.describe()
         == """\
-context parallel: 2 ranks, 16 queries, 16 keys, query i sees keys from the first key to i + 0
+context parallel: 2 ranks, 16 queries, 16 keys, query i attends to keys up to i
   pieces    spans cut at 4 chunks
   rounds    one, of calls that have all rows that a piece meets: deterministic=True
   by queries: out, lse, dq
