@@ -83,7 +83,7 @@ def test_a_part_of_out_is_not_rounded(name):
     assert not ct.measure("out", found[0], ct.yardsticks(problem, arrays)["out"]).failure
 
 
-def test_kernels_of_numbers_of_one_byte_round():
+def test_kernels_of_fp8_round():
     case = ct.Case(seqlen_q=70, seqlen_k=90, head_dim=64, dtype="bfloat16", kv_dtype="float8_e4m3fn")
     problem, arrays = attention.inputs_of(case, wide=("out",))
     with pytest.raises(NotImplementedError, match=r"^out: got dtype float32 with fp8 k and v, expected"):

@@ -92,7 +92,7 @@ def test_every_candidate_is_as_right_as_the_first(cupy):
 
 
 @pytest.mark.parametrize("changes", [{"q_float8": True, "q_scale": "token"}, {}], ids=["products", "cache"])
-def test_numbers_of_one_byte_are_tuned(cupy, changes):
+def test_fp8_is_tuned(cupy, changes):
     """Tiles that multiply bytes round weights in other orders: all the same they agree."""
     case = replace(CASE, kv_dtype="float8_e4m3fn", k_scale="head", v_scale="head", **changes)
     arrays = case.arrays(cupy.asarray)

@@ -286,7 +286,7 @@ class Lent:
 
 
 @pytest.mark.parametrize(("code", "dtype"), [(10, "float8_e4m3fn"), (12, "float8_e5m2")])
-def test_other_libraries_lend_numbers_of_one_byte(code, dtype):
+def test_other_libraries_lend_fp8(code, dtype):
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((2, 30, 16)).astype(np.float32)
     k8, scale = cuflash.quantize(k, dtype)

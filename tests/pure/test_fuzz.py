@@ -116,7 +116,7 @@ def test_every_pair_that_is_served_is_drawn():
         assert not in_one_pass or pair in drawn or pair in unserved, pair
 
 
-def test_numbers_of_one_byte_reach_every_kernel_for_them():
+def test_fp8_reaches_every_kernel_for_it():
     device = DeviceSpec.for_arch("9.0")
     found = Counter(
         (kernel.source, trial.case.page_size > 0)

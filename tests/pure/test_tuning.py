@@ -100,7 +100,7 @@ def forgotten_here():
         ({}, ForwardTile),
     ],
 )
-def test_candidates_for_numbers_of_one_byte_read_bytes(changes, kind, scale, head_dim):
+def test_candidates_for_fp8_read_bytes(changes, kind, scale, head_dim):
     sizes = {"seqlen_q": 1024, "seqlen_k": 1024, "num_heads": 8, "head_dim": head_dim, "scale_block": 64}
     of_bytes = {"kv_dtype": "float8_e4m3fn", "k_scale": scale, "v_scale": "head", "dtype": "bfloat16"}
     problem = Case(**sizes | of_bytes | changes).problem
