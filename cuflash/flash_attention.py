@@ -87,7 +87,7 @@ class FlashAttention(Preparation):
         Of products of float32 arrays on the GPU; nothing else changes. "highest": results are as close to the exact
         ones as those of the formula in float32. "tf32" is faster: products are at least as accurate as those of factors
         rounded to the nearest number of TF32's 11 bits, and are summed in float32. Each score is then off by up to
-        ``2 ** -10 * abs(scale) * sum(abs(q[i]) * abs(k[j]))``, and each result, beside what that changes, by 2 ** -10
+        ``2 ** -10 * abs(scale) * sum(abs(q[i]) * abs(k[j]))``, and each result, besides what that changes, by 2 ** -10
         of the sum of the absolute values of its terms. On compute capability 9.0, where `plan` says that arrays are
         split into two parts of bfloat16, which are 16 bits, both bounds are 2 ** -14; elsewhere factors are rounded to
         TF32. On the CPU "tf32" is computed as "highest" is.
@@ -143,8 +143,8 @@ class FlashAttention(Preparation):
 
         lse[i] = log(exp(sink) + sum_j exp(s)),   out[i] = sum_j exp(s - lse[i]) * v[j]
 
-    A query that sees no key has out = 0, lse = -inf (or the sink) and no part in the gradients of q, k and v. For any
-    other query, NaN and infinities in what it sees reach the output as in the formula.
+    A query that attends to no key has out = 0, lse = -inf (or the sink) and no part in the gradients of q, k and v. For
+    any other query, NaN and infinities in what it attends to reach the output as in the formula.
 
     With dropout, the weights of `out` are divided by ``1 - dropout`` where they are kept and zero elsewhere; `lse` is
     that of the weights before dropout. Whether a weight is kept depends only on seed, offset and its place (batch
@@ -280,9 +280,9 @@ class FlashAttention(Preparation):
         alibi_slopes : array, optional
             (num_heads,) or (batch, num_heads), dtype of lse: ``slope * abs(i + d - j)`` is subtracted from the scores.
         sinks : array, optional
-            (num_heads,), dtype of lse: for each query head the score of one more key, which every row sees and whose
-            value is zero. It joins the sum of exponentials and nothing else, neither scale nor mask apply to it, and
-            lse includes it. A row that sees no other key has out = 0 and lse = the sink.
+            (num_heads,), dtype of lse: for each query head the score of one more key, which every row attends to and
+            whose value is zero. It joins the sum of exponentials and nothing else, neither scale nor mask apply to it,
+            and lse includes it. A row that attends to no other key has out = 0 and lse = the sink.
         block_mask : array, optional
             bool, (..., ceil(seqlen_q / rows), ceil(seqlen_k / keys)) for ``block_size=(rows, keys)``; the axes before
             these broadcast to (batch, num_heads), without a copy. False hides all pairs of a block, whatever other
@@ -456,8 +456,8 @@ class FlashAttention(Preparation):
         Gradients
             A named tuple of the gradients that are wanted, in this order. ``dq``, ``dk``, ``dv``: shapes and dtypes of
             q, k and v, in the memory that these are in, sums over the batch axes along which these broadcast; keys
-            that no query sees get zero. ``dbias``, ``dalibi_slopes``: shapes and dtypes of bias and alibi_slopes, as
-            they were given; pairs that are hidden, be it by a bias of -inf, count for nothing. ``dscale``,
+            that no query attends to get zero. ``dbias``, ``dalibi_slopes``: shapes and dtypes of bias and alibi_slopes,
+            as they were given; pairs that are hidden, be it by a bias of -inf, count for nothing. ``dscale``,
             ``dsoftcap``: shape (), dtype of lse. ``dsinks``: shape and dtype of sinks. All but the first three are
             always summed in the same order.
 

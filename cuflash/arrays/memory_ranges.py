@@ -1,4 +1,4 @@
-"""Rows of sequences as spans, and which keys a query sees."""
+"""Rows of sequences as spans, and which keys a query attends to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Span = tuple[int, int]  # rows from the first number up to the second, which is 
 
 
 class Band(NamedTuple):
-    """Which keys a query sees: i + diagonal - left to i + diagonal + right; a bound that is None does not exist."""
+    """Which keys a query attends to: i + diagonal - left to i + diagonal + right; None is no bound."""
 
     diagonal: int
     left: int | None
@@ -23,12 +23,12 @@ class Band(NamedTuple):
         return overlap((max(start, 0), max(stop, start, 0)), (0, seqlen_k)) if queries[0] < queries[1] else (0, 0)
 
     def queries_of(self, keys: Span, seqlen_q: int) -> Span:
-        """The span from the first to the last query that sees any of some keys."""
+        """The span from the first to the last query that attends to any of some keys."""
         return self.transposed.keys_of(keys, seqlen_q)
 
     @property
     def transposed(self) -> Band:
-        """Which queries see a key."""
+        """Which queries attend to a key."""
         return Band(-self.diagonal, self.right, self.left)
 
     def joint(self, queries: Span, spans: Sequence[Span]) -> Span | None:

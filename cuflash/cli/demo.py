@@ -36,7 +36,7 @@ class Cost(NamedTuple):
     """What one pass took."""
 
     seconds: float
-    extra_bytes: int  # at the peak, beside inputs and results
+    extra_bytes: int  # at the peak, besides inputs and results
 
 
 def demo(args: argparse.Namespace) -> int:

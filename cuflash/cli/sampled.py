@@ -92,7 +92,7 @@ def sample_errors(options: Options, arrays: dict[str, Any], bar: Bar) -> dict[st
 
 
 def row_results(options: Options, head: dict[str, Array], row: int, dtype: DTypeLike) -> dict[str, Array]:
-    """out, lse and dq of one row of a causal problem, by the plain formula in `dtype` on the keys that it sees."""
+    """out, lse and dq of one row of a causal problem, by the plain formula in `dtype` on its visible keys."""
     q, dout = head["q"][row : row + 1], head["dout"][row : row + 1]
     k, v = head["k"][: row + 1], head["v"][: row + 1]
     problem = make_problem(options, q, k, v)
@@ -102,7 +102,7 @@ def row_results(options: Options, head: dict[str, Array], row: int, dtype: DType
 
 
 def key_results(head: dict[str, Array], key: int, dtype: DTypeLike) -> dict[str, Array]:
-    """dk and dv of one key of a causal problem, by the plain formula in `dtype` over the rows that see it.
+    """dk and dv of one key of a causal problem, by the plain formula in `dtype` over the rows that attend to it.
 
     What the weights of those rows add up to is taken from lse (which is rounded) and from out.
     """

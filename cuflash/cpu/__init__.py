@@ -77,7 +77,7 @@ def forward(
     -------
     tuple of numpy.ndarray
         The results that are wanted, in order. lse is the natural logarithm of the sum of exponentials. In a row that
-        sees no key, out is 0, and lse is -inf or the sink.
+        attends to no key, out is 0, and lse is -inf or the sink.
     """
     arrays = {"q": q, "k": k, "v": v, **others}
     results = _results_for(FORWARD, problem, need, arrays)
@@ -120,8 +120,8 @@ def backward(
     Returns
     -------
     tuple of numpy.ndarray
-        The gradients that are wanted, in the order of `outputs.GRADIENTS`. In dk and dv, keys that no query sees, those
-        past `kv_lengths` and those of no sequence among them, get zero.
+        The gradients that are wanted, in the order of `outputs.GRADIENTS`. In dk and dv, keys that no query attends to,
+        those past `kv_lengths` and those of no sequence among them, get zero.
     """
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     results = _results_for(BACKWARD, problem, need, arrays | others)

@@ -69,7 +69,7 @@ class Packing:
         return Band(k[0] - q[0] + diagonal, self.left, self.right)
 
     def met(self, piece: Span, by: By) -> Span:
-        """The span of the keys that the queries of a piece see, or of the queries that see the keys of a piece."""
+        """The span of keys that queries of a piece attend to, or of the queries that attend to the keys of a piece."""
         first, stop = self.sequences_of(piece, by)
         others = self.starts_k if by == "queries" else self.starts_q
         theirs = (others[first], others[stop])

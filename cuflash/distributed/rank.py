@@ -221,7 +221,7 @@ class Run:
         return (self._given[0].data.device_id, *(x.data.ptr % ALIGNMENT for x in self._given))
 
     def _constants(self) -> list[Array]:
-        """Arrays that a call reads beside those that it is given; they are there before rows are exchanged."""
+        """Arrays that a call reads besides those that it is given; they are there before rows are exchanged."""
         tiles = [*self.schedule.by_queries.calls_of(self.rank), *self.schedule.by_keys.calls_of(self.rank)]
         starts = [x for tile in tiles for x in self._starts_of(tile) or ()] if self.schedule.packing else []
         return starts + ([self.zero_row()] if "dout" in self.arrays else [])

@@ -3,8 +3,9 @@ only.
 
 There are two walks over all pairs:
 
-- *By queries*: out, lse and dq of a piece of queries, from all keys that it sees. Keys and values are exchanged.
-- *By keys*: dk and dv of a piece of keys, from all queries that see it. Queries and the arrays that belong to them
+- *By queries*: out, lse and dq of a piece of queries, from all keys that it attends to. Keys and values are exchanged.
+- *By keys*: dk and dv of a piece of keys, from all queries that attend to it. Queries and the arrays that belong to
+them
   travel. These calls may also give parts of dq, which then are sent back the same way and replace the dq of the other
   walk.
 

@@ -1,4 +1,4 @@
-"""Kernels compiled for the CPU with g++, and kept in a folder beside those that are compiled for a GPU."""
+"""Kernels compiled for the CPU with g++, and kept in a folder next to those that are compiled for a GPU."""
 
 from __future__ import annotations
 

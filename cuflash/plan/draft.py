@@ -117,7 +117,7 @@ class Draft:
         return -(-queries // main.block_m) * problem.group_size
 
     def padded_dims(self, tile: Tile) -> tuple[int, int]:
-        """Head dimensions as a kernel of this row sees them."""
+        """Head dimensions as a kernel of this row has them."""
         return tile.padded_dims(self.problem)
 
     def why_not_mapped(self, names: Iterable[str]) -> str | None:

@@ -16,7 +16,7 @@ from cuflash.plan.traffic import Model
 from cuflash.spec.outputs import OUTPUTS
 from cuflash.spec.problem import Problem
 
-# What some families do not know, beside optional inputs: the words of a plan, and how a problem tells.
+# What some families do not know, besides optional inputs: the words of a plan, and how a problem tells.
 _FEATURES: dict[str, Callable[[Problem], bool]] = {
     "dropout": lambda problem: problem.dropout > 0,
     "packed sequences": lambda problem: problem.is_packed,
@@ -174,11 +174,11 @@ class BiasFamily(Family[Row]):
 
     @abstractmethod
     def configured(self, tile: Row, problem: Problem) -> Row:
-        """The row as it sees the problem."""
+        """The row, configured for the problem."""
 
     @abstractmethod
     def choose(self, draft: Draft, main: Tile | None) -> Row | None:
-        """The row that serves beside that of the main kernel, if there is one; None if none does."""
+        """The row that serves together with that of the main kernel, if there is one; None if none does."""
 
     @abstractmethod
     def add(self, draft: Draft, tile: Row, main: Tile | None, stored: Collection[str]) -> None:

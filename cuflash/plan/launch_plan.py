@@ -109,7 +109,7 @@ class LaunchPlan:
     kernels: tuple[KernelSpec, ...]
     key_splits: int  # split-KV: the most blocks that split the keys of a KV head (decode)
     run_time: RunTime
-    scratch: tuple[tuple[str, int], ...]  # arrays beside inputs and results, in elements of lse's dtype
+    scratch: tuple[tuple[str, int], ...]  # arrays besides inputs and results, in elements of lse's dtype
     tensor_maps: tuple[TensorMapSpec, ...]  # they follow the parameters
     reason: str
     tables: tuple[FilledTable, ...] = ()  # what kernels read in place of parts of the score
@@ -129,7 +129,7 @@ class LaunchPlan:
 
     @property
     def extra_bytes(self) -> int:
-        """Device memory taken for the duration of a call beside inputs and results."""
+        """Device memory taken for the duration of a call besides inputs and results."""
         return self.scratch_layout.nbytes
 
     @property

@@ -29,7 +29,7 @@ from cuflash.spec.problem import Problem
 L2_SHARE = 0.42
 LOOKS = ("helpers/mask_bits.cu", "helpers/mask_tiles.cu")  # kernels that read a mask once, for all others
 # What the blocks of a main kernel own: tiles of queries, equal shares of the keys of all heads (decode), tiles of keys,
-# those of them that some query sees, or tiles of queries for dq alone.
+# those of them that some query attends to, or tiles of queries for dq alone.
 Model = Literal["queries", "shares of keys", "keys", "visible keys", "queries of dq"]
 
 
@@ -289,7 +289,7 @@ def _added(plan: Plan) -> int:
 
 
 def _by_keys(plan: Plan, added: int, *, every: bool) -> tuple[float, float, float]:
-    """Bytes of tiles, bytes read and bytes written, where blocks own keys: with `every`, also those no query sees."""
+    """Bytes of tiles, bytes read and bytes written, where blocks own keys: `every`: also those of no query."""
     problem, device, run_time, tile = plan.problem, plan.device, plan.run_time, plan.tiles[0]
     one = problem.mean_sequence
     of_q, of_v = _row_bytes(problem)

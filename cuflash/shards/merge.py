@@ -54,14 +54,14 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: Literal["bhsd
         The outs that `FlashAttention.forward` returned for the parts: of one shape, dtype and library.
     lses : sequence of array
         One for each out: (..., num_heads, seqlen_q), float32 (float64 for float64). If the lse of a row is -inf,
-        because the row sees no key of the part, the part has no weight in this row, whatever its out is.
+        because the row attends to no key of the part, the part has no weight in this row, whatever its out is.
     layout : {"bhsd", "bshd"}, default "bhsd"
         The layout of the outs.
 
     Returns
     -------
     MergeResult
-        ``out`` and ``lse``, arrays of the same shapes, dtypes and library. A row that sees no key of any part has
+        ``out`` and ``lse``, arrays of the same shapes, dtypes and library. A row that attends to no key of any part has
         out = 0 and lse = -inf. Sums are in the dtype of lse, over the parts in order, so they are bitwise repeatable.
 
     Raises
@@ -267,7 +267,7 @@ class RunningMerge:
     total : array
         (batch, num_heads, seqlen_q, head_dim_v), dtype of lse, any content: the array in which parts of out are added.
     scores : sequence of array, optional
-        (num_heads,) each, dtype of lse: scores of additional keys that every row sees, and whose values are zero.
+        (num_heads,) each, dtype of lse: scores of additional keys that every row attends to, and whose values are zero.
     """
 
     def __init__(self, total: Array, scores: Sequence[Array] = ()) -> None:

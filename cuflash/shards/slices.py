@@ -199,7 +199,8 @@ class Parts:
         names = {*OF_QUERIES, *BROADCAST} - set(shared)
         longer = {name: self._behind(x, front, 2) for name, x in arrays.items() if name in names}
         if "lse" in longer:
-            # Weights are exp(score - inf) = 0. A function may make a score NaN there: -inf says that a row sees no key.
+            # Weights are exp(score - inf) = 0. A function may make a score NaN there: -inf says that a row attends to
+            # no key.
             longer["lse"][:, :, :front] = -np.inf if self.problem.has_functions else np.inf
         if "row_sums" in longer:
             longer["row_sums"][:, :, :front, 1] = -1  # none

@@ -55,7 +55,7 @@ _OWN_AXES = {
 }
 _SUMMED_BY_PASS = tuple(term.name for term in TERMS if term.may_lack_batch)
 _FULL = {name: _OWN_AXES[name] for row in FORWARD_ROWS for name in (row.name, row.gradient) if name}
-# Arrays that `is_plain` looks at beside q, k and v; those with None exclude batch axes.
+# Arrays that `is_plain` looks at besides q, k and v; those with None exclude batch axes.
 _OF_ENTRIES = {**_FULL, **{term.name: term.own_axes for term in TERMS if term.name not in _BROADCAST}}
 
 

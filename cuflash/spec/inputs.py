@@ -188,7 +188,7 @@ class Number:
 
 NUMBER_ROWS = (
     Number(name="scale"),
-    # The kernels of 16-bit dtypes compute the tanh with an error of 1e-7, which softcap multiplies. Up to 2**16, the
+    # The kernels of half precision compute the tanh with an error of 1e-7, which softcap multiplies. Up to 2**16, the
     # rounding of the weights hides the error.
     Number(name="softcap", is_positive=True, exponents={"float16": 16, "bfloat16": 16}),
 )
@@ -306,7 +306,7 @@ class OfGradients(OfThreeGradients, total=False):
 
 
 class PassArrays(OfGradients, total=False):
-    """All arrays of both passes beside q, k and v, as keyword arguments."""
+    """All arrays of both passes besides q, k and v, as keyword arguments."""
 
     dout: Any
     out: Any

@@ -204,9 +204,9 @@ def window_of(options: Options, seqlen_q: int, seqlen_k: int) -> tuple[int | Non
         right = 0 if right is None else min(right, 0)
     first_row = diagonal_of(options, seqlen_q, seqlen_k)
     if left is not None and first_row + seqlen_q - 1 - left <= 0:
-        left = None  # even the last row sees the first key
+        left = None  # even the last row attends to the first key
     if right is not None and first_row + right >= seqlen_k - 1:
-        right = None  # even the first row sees the last key
+        right = None  # even the first row attends to the last key
     return left, right
 
 

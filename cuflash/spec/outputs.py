@@ -30,7 +30,7 @@ class Output:
     gradient_of : str
         The array or number whose gradient it is; empty for results of the forward pass.
     part_of : {"", "scores", "softmax"}
-        What this is a part of, beside q, k and v: as `Term.part_of` says, and numbers are parts of the scores.
+        What this is a part of, besides q, k and v: as `Term.part_of` says, and numbers are parts of the scores.
     needs : str
         The optional array or number that a problem must have, so that it has this result.
     strides : int
@@ -120,7 +120,7 @@ INPUT_OF_GRADIENT = {row.name: row.needs for row in GRADIENT_ROWS if row.needs}
 
 # ---- names of arrays of both passes ----------------------------------------------------------------------------------
 
-# What the backward pass reads beside the inputs: what it always needs, and all of it.
+# What the backward pass reads besides the inputs: what it always needs, and all of it.
 REQUIRED_BY_BACKWARD = (
     *(row.gradient for row in FORWARD_ROWS if row.upstream == "required"),
     *(row.name for row in FORWARD_ROWS if row.upstream),
@@ -142,5 +142,5 @@ OVER_HEAD_DIM = (
     *(row.name for row in GRADIENT_ROWS if row.has_head_dim),
 )
 OVER_ROWS = _with_gradients(tuple(row for row in FORWARD_ROWS if row.is_of_rows))
-# Arrays beside the optional ones, gradients left out, that have an axis of queries.
+# Arrays besides the optional ones, gradients left out, that have an axis of queries.
 OF_QUERIES = ("q", *TAKEN_BY_BACKWARD, "row_sums")

@@ -27,9 +27,9 @@ class Pass:
     rows : tuple of Output
         Its results, except gradients of arrays that a score reads.
     required : tuple of str
-        What it cannot do without, beside q, k and v.
+        What it cannot do without, besides q, k and v.
     takes : tuple of str
-        All that it takes beside q, k, v and the optional inputs.
+        All that it takes besides q, k, v and the optional inputs.
     results_of : callable
         The names of all results for some options, in the order in which it gives them.
     results_in : callable

@@ -6,8 +6,8 @@ and backward passes of parts make weights by those of all keys.
 
 Such an array has three numbers for each row, on its last axis: the row max, the row sum of exp(score - row max), and
 the unit of the row max, because backends keep maxima of products that are not scaled yet, and rounded products would
-not cancel. A row sum below 0 says that the row has none, because its lse is not large. A row that sees no key has a row
-max of -inf, and a row sum of 0.
+not cancel. A row sum below 0 says that the row has none, because its lse is not large. A row that attends to no key has
+a row max of -inf, and a row sum of 0.
 """
 
 from __future__ import annotations

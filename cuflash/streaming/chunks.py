@@ -40,11 +40,11 @@ class StreamPlan:
     chunk : int
         The most keys that are computed with at a time.
     chunks : tuple of Chunk
-        In the order of keys; chunks that no query sees are left out.
+        In the order of keys; chunks that no query attends to are left out.
     ways : mapping of str to str
         By pass, how keys get to where the pass computes: "views", "pinned", "staged" or "mapped".
     memory : mapping of str to (mapping of str to int)
-        By pass and purpose, bytes of device memory that a call takes beside its arguments; the peak is their sum.
+        By pass and purpose, bytes of device memory that a call takes besides its arguments; the peak is their sum.
     pinned_bytes : mapping of str to int
         By pass, bytes of pinned host memory that a call takes.
     note : str
@@ -64,7 +64,7 @@ class StreamPlan:
         return replace(self, note=f"{note}\n{self.note}".strip())
 
     def device_bytes(self, pass_: str) -> int:
-        """The peak device memory that a pass takes beside its arguments; 0 if it runs in host memory."""
+        """The peak device memory that a pass takes besides its arguments; 0 if it runs in host memory."""
         return sum(self.memory.get(pass_, {}).values())
 
     def describe(self, verbose: bool = False, width: int = WIDTH) -> str:
@@ -119,7 +119,7 @@ def chunk_of(problem: Problem, wanted: int | None, step: int) -> int:
 
 
 def chunks_of(band: Band, seqlen_q: int, seqlen_k: int, length: int, step: int) -> tuple[Chunk, ...]:
-    """The chunks that some query sees. Each has the queries that see it, beginning at a multiple of `step`.
+    """The chunks that some query attends to. Each has the queries that attend to it, beginning at a multiple of `step`.
 
     If one chunk can hold all keys, it is the whole problem, with all queries.
     """

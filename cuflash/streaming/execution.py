@@ -178,7 +178,7 @@ class StreamedPass:
                 drain.send(number)
 
     def _clear_unseen(self, results: Mapping[str, Host]) -> None:
-        """Write zeros to the gradients of keys that are in no chunk, because no query sees them."""
+        """Write zeros to the gradients of keys that are in no chunk, because no query attends to them."""
         reached = 0
         for start, stop in (*(chunk.keys for chunk in self.chunks), (None, None)):
             for array in results.values():

@@ -37,9 +37,9 @@ def check_gradients(
 ) -> dict[str, Change]:
     """Hold the gradients of `attn.backward` against differences of `attn.forward` along a random direction each.
 
-    The sum is ``sum(dout * out) + sum(dlse * lse)`` with random dout and dlse, lse being that of rows that see a key.
-    It changes by ``sum(gradient * direction)`` times a small step, and by what two calls of `forward` say. Elements at
-    a kink, such as that of ``abs(x)`` at 0, break this.
+    The sum is ``sum(dout * out) + sum(dlse * lse)`` with random dout and dlse, lse being that of rows that attend to a
+    key. It changes by ``sum(gradient * direction)`` times a small step, and by what two calls of `forward` say.
+    Elements at a kink, such as that of ``abs(x)`` at 0, break this.
 
     Parameters
     ----------

@@ -110,9 +110,9 @@ def backward(
     """Gradients of ``sum(dout * out) + sum(dlse * lse)`` by the plain formula.
 
     Parameters are those of `forward`, with `dout` of shape `problem.out_shape`, and `dlse`, if there is one, of shape
-    `problem.lse_shape`; in a row that sees no key it counts for nothing. In a 16-bit `dtype` the output, the weights
-    and the gradient of the scores are rounded to it before each use, and gradients are summed over a group of heads in
-    float32. `need` names the gradients that are wanted.
+    `problem.lse_shape`; in a row that attends to no key it counts for nothing. In a 16-bit `dtype` the output, the
+    weights and the gradient of the scores are rounded to it before each use, and gradients are summed over a group of
+    heads in float32. `need` names the gradients that are wanted.
 
     Returns
     -------
@@ -220,7 +220,7 @@ class Head:
     Q: Array
     K: Array
     V: Array
-    P: Array  # weights, (seqlen_q, keys); a row that sees no key is zero
+    P: Array  # weights, (seqlen_q, keys); a row that attends to no key is zero
     P_sink: Array  # weight of the sink, (seqlen_q, 1); zero without one
     L: Array  # log sum exp of the scores, (seqlen_q,); -inf for such a row
     Z: Array  # what dropout multiplies the weights by

@@ -58,13 +58,13 @@ class Yardstick:
         What the order of summation, not quality, decides about a weight ``exp(S - lse)``: one unit in the last place of
         the exponential, one of lse or of the scores that the row is made of, whichever are larger, and one of the
         terms of the scores: ``scale * abs(q) @ abs(k)`` (in units of a soft cap below 1) and slopes times distances.
-        Tensor cores cut off sums of products of 16-bit dtypes every 16 columns: above head dimensions of 256 the sum of
-        the sizes of these sums counts where it is larger. lse of 16-bit dtypes has a unit of the difference of the
+        Tensor cores cut off sums of products of half precision every 16 columns: above head dimensions of 256 the sum
+        of the sizes of these sums counts where it is larger. lse of half precision has a unit of the difference of the
         row's scores, too, of at most log(2^32) (log(2^14) for float16), by which offsets of exponents stay behind.
         Noise of an entry is the root of the sum of squares of what that changes in its terms. No weight changes by more
-        than 1, and no mean by more than its values differ. Where all scores that a row sees are equal, rounding moves
-        them alike, so that lse counts as at most ``LARGE_LSE``. Largest errors are a matter of luck, more so where
-        results are few, and this keeps the rule from being one. It is next to nothing for ordinary rows of 16-bit
+        than 1, and no mean by more than its values differ. Where all scores that a row attends to are equal, rounding
+        moves them alike, so that lse counts as at most ``LARGE_LSE``. Largest errors are a matter of luck, more so
+        where results are few, and this keeps the rule from being one. It is next to nothing for ordinary rows of 16-bit
         types, whose softmax runs in float32.
 
     To dq of float32 and bfloat16 comes ``2**-125 * scale`` for each 16 keys: where GPUs add parts of dq to memory, in
@@ -74,7 +74,7 @@ class Yardstick:
     term, by the root of the number of pairs (docs/score.md). Those of float64 have a second word.
 
     So one row says nothing of others: not by its lse, not by its size. Entries of out, lse and dq are what their row
-    makes them, those of dk and dv what the rows that see the key do.
+    makes them, those of dk and dv what the rows that attend to the key do.
 
     ``strict_tolerance`` has no noise. It is for the largest error of a result, which should not be above it on the
     average of several seeds: ``factor`` times the largest error of the plain formula, and one unit in the last place of
@@ -86,7 +86,7 @@ class Yardstick:
 
     name: str
     expected: Array  # float64, or longdouble for float64
-    zero: Array  # where the result is exactly zero: rows that see no key, and keys that no row sees
+    zero: Array  # where the result is exactly zero: rows that attend to no key, and keys that no row attends to
     plain_error: Array
     scale: Array
     tolerance: Array

@@ -1,9 +1,9 @@
 """Of every entry of a result: its scale, the noise that rounding the scores makes of it, and whether it is zero.
 
 Both are sums over what contributes to the entry, in the letters of `cuflash.testing.reference`: to out, lse and dq of a
-row the keys that the row sees; to dk and dv of a key the rows that see it; to dbias and gradients of what functions
-read the pairs of a query and a key that read the entry. So a row says nothing of entries that it does not contribute
-to. `cuflash.testing.Yardstick` says what is made of them.
+row the keys that the row attends to; to dk and dv of a key the rows that attend to it; to dbias and gradients of what
+functions read the pairs of a query and a key that read the entry. So a row says nothing of entries that it does not
+contribute to. `cuflash.testing.Yardstick` says what is made of them.
 """
 
 from __future__ import annotations

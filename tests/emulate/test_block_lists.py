@@ -79,7 +79,7 @@ def test_oracle(kernel, schedule, shape, kept, seed):
 
 @pytest.mark.parametrize("kernel", ["sm80", "sm90"])
 def test_hidden_tiles_are_neither_loaded_nor_computed(kernel, monkeypatch):
-    """What lies in rows and keys that no block shows is NaN, and reaches nothing that a row sees."""
+    """What lies in rows and keys that no block shows is NaN, and reaches nothing that a row attends to."""
     arch, changes, options = KERNELS[kernel]
     case = replace(CASE, **changes | {"kv_lengths": None, "seqlen_q": 300}, blocks_kept=1.0)
     values = ct.Case._values

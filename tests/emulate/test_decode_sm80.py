@@ -268,7 +268,8 @@ def test_functions(score, mask, dtype, num_sms):
     judge(problem, arrays, {"out": out, "lse": lse})
 
 
-# ---- Tiles that no row sees ------------------------------------------------------------------------------------------
+# ---- Tiles that no row attends to
+# ------------------------------------------------------------------------------------------
 
 
 def loaded(case, **options):

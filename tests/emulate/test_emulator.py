@@ -235,7 +235,7 @@ def test_loads_that_an_arrival_does_not_precede_are_reported():
 
 @every_schedule
 def test_arrivals_are_seen_at_once_or_late(schedule):
-    """A block that has not counted yet may see what the count was before the launch; then it sees all counts."""
+    """A block that has not counted yet may see what the count was before the launch; then it attends to all counts."""
     notes = guarded_array((5, 2), np.uint32)
     launch("seen_arrivals", destination=notes, grid=5, schedule=schedule)
     before, after = notes[np.argsort(notes[:, 1])].T

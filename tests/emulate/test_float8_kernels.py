@@ -146,7 +146,7 @@ def test_every_byte_is_the_number_that_it_stands_for(dtype, kv_dtype, arch):
 @pytest.mark.parametrize(("arch", "tile"), [("9.0", DECODE), ("8.0", SM80)], ids=["decode", "sm80"])
 @pytest.mark.parametrize("scale", [2.0**-14, 2.0**-30, 2.0**10, 2.0**-140])
 def test_scales_far_from_one_cost_no_digits_of_float16(arch, tile, scale):
-    """Where one key has a scale so large, or so small, that weights times it are not numbers of 16 bits."""
+    """Where one key has a scale so large, or so small, that weights times it are not half precision."""
     case = replace(CASE, kv_lengths=None, causal=False, k_scale="token")
     arrays = case.arrays()
     values = arrays["v"].astype(np.float32)

@@ -168,7 +168,7 @@ def test_products_of_one_sign(scale):
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 @pytest.mark.parametrize("name", ["q", "k"])
 def test_rows_of_nan(name, code):
-    """A row sees NaN: so it has NaN, whatever its sign, and no other row has."""
+    """A row attends to a NaN: so it is NaN, whatever its sign, and no other row has."""
 
     def with_nan(x):
         x.view(np.uint8)[..., 70, 5] = code

@@ -25,7 +25,7 @@ pytestmark = [
 FEW = settings(max_examples=2, suppress_health_check=[HealthCheck.too_slow])
 schedules = st.sampled_from(SCHEDULES)
 
-# Long enough for the kernel that splits float32, and with rows that see no key.
+# Long enough for the kernel that splits float32, and with rows that attend to no key.
 SIZES: dict[str, Any] = {"seqlen_q": 150, "seqlen_k": 140, "num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
 CASE = ct.Case(**SIZES, causal=True, dlse=True)
 BACKWARD: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -51,7 +51,7 @@ def test_gradient_of_lse(kernel, schedule, spread, seed):
     )
     assert kernel.split()[0] + ".cu" in {kernel.source for kernel in plan.kernels}
     out, lse = forward_by_oracle(problem, arrays)
-    arrays["dlse"][np.isneginf(lse)] = np.nan  # of rows that see no key it counts for nothing
+    arrays["dlse"][np.isneginf(lse)] = np.nan  # of rows that attend to no key it counts for nothing
     ct.assert_backward(case, *attention.backward(problem, arrays, out, lse, arch=arch, schedule=schedule))
 
 

@@ -224,7 +224,7 @@ def test_a_head_may_have_more_tiles_than_31_bits_count(index, tmp_path):
     assert place.tolist() == [1, *divmod(index, n_blocks)]
 
 
-# Functions whose bounds need every operation that there is, beside those of problems.
+# Functions whose bounds need every operation that there is, besides those of problems.
 BOUNDED: dict[str, Any] = MASKS | {
     "checkers": lambda i, j: (i // 64 + j // 32) % 2 == 0,
     "diamonds": lambda i, j, *, head: cuflash.abs(i % 96 - 48) + cuflash.abs(-j % 96 - 48) <= 40 + head * i,

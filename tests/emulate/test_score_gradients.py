@@ -85,7 +85,7 @@ def test_scale_in_the_exponent():
 
 @pytest.mark.parametrize("bias", [(1, 1, 1, 1), (2, 4, 150, 140)])
 def test_one_visible_pair(bias):
-    """Tiles that nothing sees are written all the same."""
+    """Tiles that nothing attends to are written all the same."""
     case = replace(CASE, bias=bias, window=(0, 0), kv_lengths=(0, 1))
     problem, arrays = inputs_of(case)
     out, lse = forward_by_oracle(problem, arrays)

@@ -92,7 +92,7 @@ def test_kernels_of_fp8_round():
 
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 def test_rows_of_which_only_wide_ones_have_whole_16_bytes():
-    """TMA reads v, and would write no row of 20 numbers of 16 bits."""
+    """TMA reads v, and would write no row of 20 half precision."""
     case = ct.Case(seqlen_q=70, seqlen_k=90, head_dim=64, head_dim_v=20, dtype="bfloat16")
     arrays = case.arrays()
     longer = np.full((1, 1, 90, 24), np.nan, arrays["v"].dtype)

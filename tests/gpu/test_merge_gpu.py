@@ -32,7 +32,7 @@ def test_gradient_of_lse(cupy, dtype, sizes, options, deterministic):
     attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
     inputs, terms = ct.qkv(arrays), ct.optional(arrays)
     results = attn.forward(*inputs, **terms)
-    arrays["dlse"][cupy.isinf(results.lse)] = np.nan  # of rows that see no key it counts for nothing
+    arrays["dlse"][cupy.isinf(results.lse)] = np.nan  # of rows that attend to no key it counts for nothing
     ct.assert_backward(case, *attn.backward(arrays["dout"], *inputs, *results, **terms, dlse=arrays["dlse"]))
 
 

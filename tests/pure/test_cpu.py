@@ -60,7 +60,7 @@ def test_diagonals_that_follow_lengths(case):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("sink", [-np.inf, -200.0, -30.0, 0.0, 30.0, 70.0])
 def test_sinks_of_any_size(sink, dtype):
-    """Beside small scores, in rows that see keys and in rows that see none."""
+    """Beside small scores, in rows that attend to keys and in rows that see none."""
     case = ct.Case(num_heads=2, seqlen_q=150, seqlen_k=70, head_dim=8, causal=True, dtype=dtype, sinks=True, dlse=True)
     sinks = np.array([sink, 0], case.arrays()["sinks"].dtype)
     results = run(case, sinks=sinks)

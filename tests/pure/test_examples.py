@@ -73,7 +73,7 @@ def test_kernel_regression_in_float32(library):
     error = np.abs(found(np.float32)[0] - exact).max()
     assert error < 1e-4  # scores of hundreds, off by their last bits: 2^-24 * 400, times what a score changes
     rms = np.sqrt(np.mean((exact - np.sin(3 * points[:, 0]) * np.cos(2 * points[:, 1])) ** 2))
-    assert error < rms / 100  # next to nothing beside what the regression itself is off by
+    assert error < rms / 100  # next to nothing compared with what the regression itself is off by
 
 
 # ---- Biases that are learnt ------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_table_of_relative_positions(library):
     dtable = np.zeros_like(table)
     for row, of_head in zip(dtable, ct.to_numpy(dbias), strict=True):
         np.add.at(row, index, of_head)
-    assert not dtable[:, largest + 1 :].any()  # of keys that come later, which no query sees
+    assert not dtable[:, largest + 1 :].any()  # of keys that come later, which no query attends to
     direction, h = rng.standard_normal(table.shape), 1e-5
     by_table = loss(table + h * direction, 0.3, 2.0) - loss(table - h * direction, 0.3, 2.0)
     by_scale, by_softcap = loss(table, 0.3 + h, 2.0) - loss(table, 0.3 - h, 2.0), loss(table, 0.3, 2 + h)

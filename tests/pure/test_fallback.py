@@ -111,7 +111,7 @@ def test_an_exception_reaches_the_caller_when_all_threads_have_ended(is_in_threa
 
 
 def test_products_are_small(monkeypatch):
-    """Too small for a BLAS to start threads of its own beside those of the jobs."""
+    """Too small for a BLAS to start threads of its own besides those of the jobs."""
     sizes, matmul = [], np.matmul
 
     def measured(a, b, **keywords):
@@ -222,7 +222,7 @@ def lines_of(plan, first):
 
 @pytest.mark.parametrize("way", [CORE, FALLBACK], indirect=True)
 def test_plans_say_which_path_computes_each_pass(way):
-    """The fallback has one way for all options; of the core, gradients beside those of functions are not."""
+    """The fallback has one way for all options; of the core, gradients besides those of functions are not."""
     q = np.ones((1, 2, 100, 4), np.float32)
     mask: dict[str, Any] = {"mask": lambda i, j: (i + j) % 3 > 0}
     bias = np.ones((100, 100), np.float32)

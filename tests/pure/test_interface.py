@@ -57,7 +57,7 @@ def test_forward_and_backward_obey_the_oracle(case):
 def test_order_of_scale_softcap_slopes_bias_and_masks():
     q, k, v = normal(2, 3, 4), normal(2, 5, 4), normal(2, 5, 3)
     slopes, bias, mask = np.array([0.3, 0.1]), normal(3, 5), normal(2, 3, 5) > -0.5
-    mask[..., 2] = True  # every row sees something
+    mask[..., 2] = True  # every row attends to something
     i, j, d = np.arange(3)[:, None], np.arange(5), 5 - 3
     scores = 1.5 * q @ k.swapaxes(1, 2)
     scores = 2 * np.tanh(scores / 2)

@@ -30,7 +30,7 @@ def with_level(s, i, j, *, level):
 
 @st.composite
 def problems(draw):
-    """(FlashAttention, arrays by name, arrays of the scores, seed and offset, rows that see keys): large scores."""
+    """(FlashAttention, arrays by name, arrays of scores, seed and offset, rows with keys): large scores."""
     pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
     dtype, random = pick(*TOLERANCE), np.random.default_rng(draw(st.integers(0, 2**16)))
     real = "float64" if dtype == "float64" else "float32"
@@ -90,7 +90,7 @@ def test_weights_of_a_row_sum_to_one(problem):
     # The derivative of lse by a score is the weight: sums over the rows of each key/value head.
     of_lse = gradients(np.zeros_like(out), ("dk", "dv"), dlse=np.ones_like(lse))
     of_sinks = of_lse["dsinks"].reshape(-1, group).sum(axis=1) if sinks else 0
-    if sinks:  # a row that sees no key sees the sink
+    if sinks:  # a row that attends to no key sees the sink
         rows = lse.size // q.shape[-3]
     slope_is_one, found = attn.options.softcap is None, {}
     if slope_is_one:

@@ -1,4 +1,4 @@
-"""Rows that see no key have no weights: an lse of -inf says so, whatever scores a function or a bias has there."""
+"""Rows without keys have no weights: an lse of -inf says so, whatever scores a function or a bias has there."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from tests.scored import Scored
 every_way = pytest.mark.parametrize(
     "way", [way for _, way in (*KINDS, NUMPY)], ids=[name for name, _ in (*KINDS, NUMPY)]
 )
-ROWS = [5, 6, 17]  # that see no key
+ROWS = [5, 6, 17]  # that attend to no key
 
 
 @every_way

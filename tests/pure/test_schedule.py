@@ -192,7 +192,7 @@ def test_rows_travel_in_more_steps_where_they_are_many(rows, row_bytes, heads, w
 
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=8), st.integers(0, 30), st.integers(1, 6), st.data())
 def test_spans_are_joined_only_where_the_same_pairs_stay_visible(lengths, first, count, data):
-    """Whatever the bounds: numbers of keys, one after the other, by which each query sees the same."""
+    """Whatever the bounds: numbers of keys, one after the other, for which each query attends to the same."""
     ends = np.cumsum([x + 1 for x in lengths]).tolist()
     spans = list(zip(ends[:-1:2], ends[1::2], strict=False)) or [(ends[0], ends[1])]
     sides = st.none() | st.integers(0, 30)

@@ -240,7 +240,7 @@ def softcap_after_bias(q, k, v, softcap, bias):
 
 
 def finite_sentinel(q, k, v, **keywords):
-    """The famous one: hidden scores are -1e9, so that a row that sees nothing becomes a mean."""
+    """The famous one: hidden scores are -1e9, so that a row that attends to nothing becomes a mean."""
     bias = np.where(keywords.pop("mask"), 0, -1e9).astype(np.float32)
     return attend(q, k, v, bias=bias, **keywords)
 

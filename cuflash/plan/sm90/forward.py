@@ -146,7 +146,7 @@ class ForwardFloat8(ForwardFamily[ForwardFloat8Sm90Tile]):
 
 
 class ForwardWide(ForwardFamily[ForwardWideSm90Tile]):
-    """Wide heads of 16-bit types."""
+    """Wide heads of half precision."""
 
     kernel = "sm90/forward_wide"
     tile = ForwardWideSm90Tile
@@ -216,8 +216,8 @@ def _add_persistent(
     On a device that computes other things, too, some blocks would begin late, and all would wait for them at the end.
     So there a block takes a pair of tiles, or one where they are few, and ends.
     Blocks of a cluster take a tile together, and count as one until they are launched.
-    With a window, tiles that see the whole of it come first, head by head, and the shorter ones of many heads follow.
-    With `batch_first` the batch entries of a head are neighbours in launch order: they share what it reads.
+    With a window, tiles that attend to the whole of it come first, head by head, and the shorter ones of many heads
+    follow. With `batch_first` the batch entries of a head are neighbours in launch order: they share what it reads.
     """
     problem = draft.problem
     m_blocks = draft.heads * draft.tiles_of(problem.seqlen_q, tile.block_m)
@@ -237,7 +237,7 @@ def _add_persistent(
         # Sequences of different lengths are then spread evenly over the blocks.
         draft.set(head_section=CAUSAL_HEAD_SECTION)
         what = f"the query tiles of {problem.batch} packed sequences, at most {m_blocks}"
-    elif problem.has_window:  # tiles that see the whole of it come first, head by head
+    elif problem.has_window:  # tiles that attend to the whole of it come first, head by head
         draft.set(head_section=_heads_of_short_tiles(draft))
     if batch_first:
         # Batch entries read a tile of a bias at the same time, so that all but one of them find it in L2.

@@ -1,4 +1,4 @@
-"""Masks of pairs as bits, packed by a kernel before those of compute capability 9.0 that see them by tile."""
+"""Masks of pairs as bits, packed by a kernel before those of compute capability 9.0 that read them by tile."""
 
 from __future__ import annotations
 
