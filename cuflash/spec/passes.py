@@ -39,9 +39,9 @@ class Pass:
     flops : callable
         Floating-point operations of its products over visible pairs of a problem.
     any_length : bool
-        Whether a plan may serve other numbers of keys than those of its problem.
+        Whether a plan may serve other values of seqlen_k than that of its problem.
     reads_keys_once : bool
-        Whether kernels for few queries read each key once, so that it may stay in host memory.
+        Whether decode kernels read each key once, so that it may stay in host memory.
     adds_to_memory : bool
         Whether blocks add to results in memory, in an order that `deterministic` fixes.
     """
