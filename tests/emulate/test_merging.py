@@ -63,8 +63,8 @@ def softmax_dtype(dtype):
     return np.float64 if dtype == "float64" else np.float32
 
 
-@settings(max_examples=examples(30), deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([1, 2, 3, 70]), SHAPES, st.sampled_from(list(DTYPES)), LAYOUTS)
+@settings(max_examples=examples(15), deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([1, 2, 66]), SHAPES, st.sampled_from(list(DTYPES)), LAYOUTS)
 def test_partial_results_are_added_in_order_and_rounded_once(seed, count, shape, dtype, layout):
     partials = drawn(seed, count, shape, softmax_dtype(dtype))
     with np.errstate(all="ignore"):
