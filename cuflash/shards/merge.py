@@ -390,6 +390,8 @@ def _check_parts(arrays: dict[str, Any], like: str, layout: str) -> _Rows:
         raise type_error(like, f"dtype {dtype}", "float16, bfloat16, float32 or float64")
     if len(shape) < 2:
         raise value_error(like, f"{len(shape)}-D shape {shape}", "an array of two axes or more")
+    if not shape[-1]:
+        raise value_error(like, "last axis of length 0", "a head dimension of at least 1")
     rows = _Rows(swapped=layout == "bshd" and len(shape) >= 3)
     lse_shape = (*shape[:-3], shape[-2], shape[-3]) if rows.swapped else shape[:-1]
     lse_dtype = "float64" if dtype == "float64" else "float32"

@@ -252,3 +252,12 @@ def test_parts_merge_one_after_the_other(seed, count, has_scores):
     expected = cuflash.merge(list(outs), list(lses))
     np.testing.assert_allclose(found, expected.out, rtol=1e-13, atol=1e-13)
     np.testing.assert_allclose(lse, expected.lse, rtol=1e-13, atol=1e-13)
+
+
+def test_an_out_without_columns_is_refused():
+    """As `forward` refuses such a v."""
+    outs, lses = [np.ones((2, 3, 0))] * 2, [np.zeros((2, 3))] * 2
+    with pytest.raises(ValueError, match=r"^outs\[0\]: got last axis of length 0, expected a head dimension of at "):
+        cuflash.merge(outs, lses)
+    with pytest.raises(ValueError, match=r"^out: got last axis of length 0, expected a head dimension of at least 1"):
+        cuflash.merge_backward(outs[0], outs, lses, outs[0], lses[0])
