@@ -20,7 +20,7 @@ import numpy as np
 
 from cuflash.arrays.dlpack import module_of
 from cuflash.distributed.transports import HIGHEST_PRIORITY
-from cuflash.gpu.elementwise import WIDE, apply, assign, in_wide_elements
+from cuflash.gpu.elementwise import apply, assign, in_wide_elements
 from cuflash.gpu.replay import of_thread
 
 Array = Any
@@ -176,7 +176,7 @@ def copy_all(copies: Sequence[tuple[Array, Array]]) -> None:
     for target, source in copies:
         wide = None, None
         if not isinstance(target, np.ndarray):
-            wide = in_wide_elements(target, WIDE), in_wide_elements(source, WIDE)
+            wide = in_wide_elements(target), in_wide_elements(source)
         if wide[0] is None or wide[1] is None:
             assign(target, source)
         else:

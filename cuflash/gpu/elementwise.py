@@ -1,4 +1,4 @@
-"""Work of CuPy on arrays that can be recorded: copies, fills, lengths; and arrays seen as elements of 8 or 16 bytes.
+"""Work of CuPy on arrays that can be recorded: copies, fills, lengths; and arrays seen as elements of 16 bytes.
 
 A kernel of CuPy that starts a thread for each number of 16 bits takes several times as long as memory does.
 """
@@ -17,7 +17,6 @@ from cuflash.gpu.replay import of_thread
 
 Array = Any
 WIDE = 16  # bytes of the largest element that CuPy copies
-_TYPES = {8: np.complex64, WIDE: np.complex128}
 
 
 def lengths_in(span: Span, lengths: Array) -> Array:
@@ -36,11 +35,11 @@ def _lengths_in(start: int, count: int, dtype: str) -> Any:
     return importlib.import_module("cupy").ElementwiseKernel(f"{dtype} x", f"{dtype} y", code, "cuflash_lengths")
 
 
-def apply(kernel: Any, reads: Sequence[Array], writes: Sequence[Array], **how: Any) -> None:
+def apply(kernel: Any, reads: Sequence[Array], writes: Sequence[Array]) -> None:
     """Run a kernel of CuPy, in a way that can be recorded."""
-    kernel(*reads, *writes, **how)
+    kernel(*reads, *writes)
     if of_thread.recording is not None:
-        of_thread.recording.on_arrays(lambda _, *arrays: kernel(*arrays, **how), reads, writes)
+        of_thread.recording.on_arrays(lambda _, *arrays: kernel(*arrays), reads, writes)
 
 
 def assign(target: Array, source: Array | float) -> None:
@@ -51,23 +50,23 @@ def assign(target: Array, source: Array | float) -> None:
         apply(lambda source, target: target.__setitem__(..., source), (source,), (target,))
 
 
-def in_wide_elements(array: Array, width: int) -> Array | None:
-    """An array on a device as elements of 8 or 16 bytes; None where its layout does not allow that."""
-    layout = wide_layout(array.shape, array.strides, array.itemsize, array.data.ptr % width, width)
+def in_wide_elements(array: Array) -> Array | None:
+    """An array on a device as elements of 16 bytes; None where its layout does not allow that."""
+    layout = wide_layout(array.shape, array.strides, array.itemsize, array.data.ptr % WIDE)
     if layout is None:
         return None
-    return importlib.import_module("cupy").ndarray(layout[0], _TYPES[width], memptr=array.data, strides=layout[1])
+    return importlib.import_module("cupy").ndarray(layout[0], np.complex128, memptr=array.data, strides=layout[1])
 
 
 @functools.lru_cache(maxsize=1024)
 def wide_layout(
-    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, address: int, width: int = WIDE
+    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, address: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Shape and strides of the same memory in elements of `width` bytes; None where the layout does not allow that."""
+    """Shape and strides of the same memory in elements of 16 bytes; None where the layout does not allow that."""
     if not shape or 0 in shape or strides[-1] != itemsize:
         return None
     *others, last = shape
     places = (address, last * itemsize, *(step for step, n in zip(strides, others, strict=False) if n > 1))
-    if any(place % width for place in places):
+    if any(place % WIDE for place in places):
         return None
-    return (*others, last * itemsize // width), (*strides[:-1], width)
+    return (*others, last * itemsize // WIDE), (*strides[:-1], WIDE)
