@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cuflash.cpu import backend as cpu_backend
 from cuflash.spec.call import Kind, prepare
-from cuflash.spec.inputs import INPUTS, PassArrays, Terms
+from cuflash.spec.inputs import INPUTS, OptionalArrays, PassArrays
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS
 from cuflash.spec.passes import FORWARD, PASS_NAMES
@@ -80,7 +80,7 @@ class Preparation:
         v: Array,
         *,
         need: Collection[str] = DEFAULT_NEED,
-        **terms: Array,
+        **optional_inputs: Array,
     ) -> None:
         """Make everything ready that `forward` and `backward` of such arrays need: later calls compile nothing.
 
@@ -94,7 +94,7 @@ class Preparation:
             As `forward` takes them; only shapes, strides and dtypes matter.
         need : collection of str, default ("dq", "dk", "dv")
             Gradients that `backward` is to give.
-        **terms : array, optional
+        **optional_inputs : array, optional
             bias, mask and so on, as `forward` takes them, and what `score` and `mask` read. With a block_table, and
             fp8 k and v, there is no backward pass.
 
@@ -103,7 +103,9 @@ class Preparation:
         TypeError, ValueError, NotImplementedError, ImportError
             As `forward` does.
         """
-        arrays = {"q": q, "k": k, "v": v} | checked_with_score_args("compile", Terms, self.options, terms)
+        arrays = {"q": q, "k": k, "v": v} | checked_with_score_args(
+            "compile", OptionalArrays, self.options, optional_inputs
+        )
         of_functions = self.options.score_gradients
         absent = dict.fromkeys((*GRADIENTS, *of_functions))
         need = needed(need, arrays | self.options.numbers, absent, of_functions)
@@ -122,7 +124,7 @@ class Preparation:
         passes: Collection[str] = PASS_NAMES,
         remember: bool = True,
         forget: bool = False,
-        **terms: Array,
+        **optional_inputs: Array,
     ) -> Tuning | None:
         """Time tiles that might be faster for these arrays than those of the tables, and remember the fastest.
 
@@ -152,7 +154,7 @@ class Preparation:
             Whether to write the file. Without it nothing changes.
         forget : bool, default False
             Instead of tuning, remove what is remembered for such arrays.
-        **terms : array, optional
+        **optional_inputs : array, optional
             bias, mask and so on, as `forward` takes them, and what `score` and `mask` read. With a block_table, and
             fp8 k and v, there is no backward pass.
 
@@ -170,7 +172,11 @@ class Preparation:
             As `forward` does.
         """
         wanted = checked_passes(passes)
-        arrays = {"q": q, "k": k, "v": v} | checked_with_score_args("tune", Terms, self.options, terms) | {"dout": dout}
+        arrays = (
+            {"q": q, "k": k, "v": v}
+            | checked_with_score_args("tune", OptionalArrays, self.options, optional_inputs)
+            | {"dout": dout}
+        )
         if arrays.get("block_table") is not None and FORWARD in wanted:
             wanted = (FORWARD,)
         random = self.options.random(*((0 if x is None else x) for x in (seed, offset)))

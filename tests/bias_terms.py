@@ -1,4 +1,4 @@
-"""Strategies of problems with terms that are added to scores, for devices."""
+"""Strategies of problems with biases and ALiBi slopes, for devices."""
 
 from hypothesis import strategies as st
 

@@ -59,8 +59,8 @@ def run(case, without=(), **replaced):
     out, lse = cpu.forward(problem, *inputs, **ct.optional(arrays) | case.random)
     results = {"out": out, "lse": lse}
     if "dout" in arrays:
-        terms = {**ct.optional_backward(arrays), **case.random, "need": need}
-        gradients = cpu.backward(problem, arrays["dout"], *inputs, out, lse, **terms)
+        optional = {**ct.optional_backward(arrays), **case.random, "need": need}
+        gradients = cpu.backward(problem, arrays["dout"], *inputs, out, lse, **optional)
         results |= zip(need, gradients, strict=True)
     return results
 

@@ -408,9 +408,9 @@ def _by_calls(trial: Trial, arrays: Mapping[str, Any], given: Mapping[str, Any])
     results = attn.forward(*inputs, **ct.optional(arrays) | read | case.random | of_forward)._asdict()
     if trial.need:
         of_backward = {name: x for name, x in given.items() if name in trial.need}
-        terms = {**ct.optional_backward(arrays), **read, **case.random, **of_backward}
+        optional = {**ct.optional_backward(arrays), **read, **case.random, **of_backward}
         out, lse = results["out"], results["lse"]
-        results |= attn.backward(arrays["dout"], *inputs, out, lse, **terms, need=trial.need)._asdict()
+        results |= attn.backward(arrays["dout"], *inputs, out, lse, **optional, need=trial.need)._asdict()
     return results
 
 

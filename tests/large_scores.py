@@ -51,7 +51,7 @@ class Large:
     bias: float | None = None
     of: str = "queries"
     spread: float = 1.0
-    terms: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
@@ -78,17 +78,17 @@ class Large:
             else:
                 bias[..., ::3] = self.bias
             arrays["bias"] = bias.astype(wide)
-        if "bias of keys" in self.terms:
+        if "bias of keys" in self.inputs:
             arrays["bias"] = np.full((1, 1, 1, self.seqlen_k), self.bias or 0.0, wide)
-        if "mask of keys" in self.terms:
+        if "mask of keys" in self.inputs:
             arrays["mask"] = random.random((1, 1, 1, self.seqlen_k)) < 0.8
-        if "mask" in self.terms:
+        if "mask" in self.inputs:
             arrays["mask"] = random.random((1, 1, self.seqlen_q, self.seqlen_k)) < 0.8
-        if "slopes" in self.terms:
+        if "slopes" in self.inputs:
             arrays["alibi_slopes"] = np.geomspace(0.5, 100.0, self.heads).astype(wide)
-        if "sinks" in self.terms:
+        if "sinks" in self.inputs:
             arrays["sinks"] = np.full(self.heads, self.bias or 1.0, wide)
-        if "lengths" in self.terms:
+        if "lengths" in self.inputs:
             arrays["kv_lengths"] = np.array([self.seqlen_k * 2 // 3])
         arrays["dout"] = np.ones((1, self.heads, self.seqlen_q, self.head_dim), dtype)
         return arrays
@@ -108,7 +108,7 @@ def check_sums_of_weights(large: Large, backend: Backend) -> None:
 
 def check_sinks(dtype: str, sink: float, backend: Backend) -> None:
     """So do those of the row and of its sink, here one more key with the score that all keys have."""
-    large = Large(dtype=dtype, bias=sink, terms=("bias of keys", "sinks"))
+    large = Large(dtype=dtype, bias=sink, inputs=("bias of keys", "sinks"))
     arrays = large.arrays()
     arrays["q"][...] = 0
     out, _, gradients = backend(large.attention.options, arrays, ("dv", "dsinks"))
@@ -124,7 +124,7 @@ def check_sinks(dtype: str, sink: float, backend: Backend) -> None:
 
 def check_mean(dtype: str, bias: float, backend: Backend) -> None:
     """A finite bias on all keys is no -inf, whatever it is: with equal products, out is the mean of v."""
-    large = Large(dtype=dtype, bias=bias, terms=("bias of keys",))
+    large = Large(dtype=dtype, bias=bias, inputs=("bias of keys",))
     arrays = large.arrays()
     arrays["q"][...] = 0
     out, lse, gradients = backend(large.attention.options, arrays, ("dv",))
@@ -158,12 +158,12 @@ def check_equal_scores(dtype: str, bias: float, seqlen_k: int, seed: int, backen
     np.testing.assert_allclose(np.asarray(out, np.float64)[0, 0, :, :4], expected, atol=2 * eps_of(dtype))
 
 
-def check_hidden_nan(dtype: str, shape: tuple[int, ...], seed: int, backend: Backend, **terms: Any) -> None:
+def check_hidden_nan(dtype: str, shape: tuple[int, ...], seed: int, backend: Backend, **inputs: Any) -> None:
     """A hidden pair is hidden whatever its score is: NaN and infinities of hidden keys change nothing."""
     random = np.random.default_rng(seed)
     seqlen_q = 64 if shape[2] == 1 else shape[2]
     large = Large(dtype=dtype, seqlen_q=seqlen_q, seqlen_k=shape[3], heads=shape[1], heads_kv=shape[1])
-    arrays = large.arrays() | terms
+    arrays = large.arrays() | inputs
     keys = random.random(shape[3]) < 0.3  # hidden from all queries
     mask = random.random(shape) < 0.8
     mask[..., keys] = False
@@ -210,8 +210,8 @@ larges = st.builds(
     bias=st.none() | st.sampled_from(MASKED),
     of=st.sampled_from(["queries", "keys"]),
     spread=st.sampled_from([1.0, 1.0, 1e3, 1e5]),
-    terms=st.lists(st.sampled_from(["mask of keys", "mask", "slopes", "lengths"]), max_size=2, unique=True)
-    .filter(lambda terms: len({"mask", "mask of keys"} & {*terms}) < 2)
+    inputs=st.lists(st.sampled_from(["mask of keys", "mask", "slopes", "lengths"]), max_size=2, unique=True)
+    .filter(lambda inputs: len({"mask", "mask of keys"} & {*inputs}) < 2)
     .map(tuple),
     options=st.sampled_from(
         [{}, {"causal": True}, {"window": (30, None)}, {"softcap": 60.0}, {"softcap": 2.0**14}, {"deterministic": True}]

@@ -243,8 +243,8 @@ def by_interface(convert: Callable[[Any], Any]) -> Run:
         if pass_ == "forward":
             return {"out": out, "lse": lse}
         need = ct.gradients_of(case.problem)
-        terms = {**ct.optional_backward(arrays), **case.random, "need": need}
-        return dict(zip(need, attn.backward(arrays["dout"], *inputs, out, lse, **terms), strict=True))
+        optional = {**ct.optional_backward(arrays), **case.random, "need": need}
+        return dict(zip(need, attn.backward(arrays["dout"], *inputs, out, lse, **optional), strict=True))
 
     return run
 

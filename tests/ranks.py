@@ -14,7 +14,7 @@ from cuflash.spec.problem import Problem
 from tests.scored import Scored
 
 PAIR_OPTIONS = ("bias", "mask")
-NO_TERMS = ("q", "k", "v", "out", "lse", "dout", "dlse")
+REQUIRED = ("q", "k", "v", "out", "lse", "dout", "dlse")
 
 
 class Whole(NamedTuple):
@@ -89,10 +89,10 @@ def compute(
     problem, random = parts.whole_problem.problem, parts.whole_problem.random
     own = parts.of(attn.rank, arrays)
     inputs, need = ct.qkv(own), ct.gradients_of(problem) if need is None else need
-    terms = {name: x for name, x in own.items() if name not in NO_TERMS} | random
-    out, lse = attn.forward(*inputs, **terms)
+    optional = {name: x for name, x in own.items() if name not in REQUIRED} | random
+    out, lse = attn.forward(*inputs, **optional)
     of_lse = {"dlse": own["dlse"]} if "dlse" in own else {}
-    gradients = attn.backward(own["dout"], *inputs, out, lse, need=need, **terms, **of_lse)
+    gradients = attn.backward(own["dout"], *inputs, out, lse, need=need, **optional, **of_lse)
     return {"out": out, "lse": lse, **dict(zip(need, gradients, strict=True))}
 
 

@@ -141,7 +141,7 @@ class Scored:
         return tuple(self.arrays[name] for name in ("q", "k", "v"))
 
     @property
-    def terms(self) -> dict[str, Array]:
+    def optional(self) -> dict[str, Array]:
         """All arrays of `forward` but the inputs."""
         return {name: x for name, x in self.arrays.items() if name not in ("q", "k", "v", "dout", "dlse")}
 

@@ -10,7 +10,7 @@ from dataclasses import fields
 from cuflash.arrays.array_info import DTYPES, numpy_dtype, softmax_dtype_of, user_shape
 from cuflash.flash_attention import Causal
 from cuflash.spec.binding import Contiguous
-from cuflash.spec.inputs import NUMBERS, TERMS
+from cuflash.spec.inputs import NUMBERS, OPTIONAL_INPUTS
 from cuflash.spec.options import LAYOUTS, PRECISIONS, Options
 from cuflash.spec.passes import PASS_NAMES, PASSES, Pass
 from cuflash.spec.problem import Problem, make_problem
@@ -18,8 +18,8 @@ from cuflash.spec.problem import Problem, make_problem
 CAUSAL: dict[str, Causal] = {"no": False, "yes": True, "top_left": "top_left", "lengths": "lengths"}
 
 
-# Terms that are named alone: their shapes follow from the sizes, or from them and the block size.
-NAMED = tuple(term for term in TERMS if term.shapes or term.has_keys)
+# Optional inputs that are named alone: their shapes follow from the sizes, or from them and the block size.
+NAMED = tuple(row for row in OPTIONAL_INPUTS if row.shapes or row.has_keys)
 
 
 def positive(text: str) -> int:
@@ -98,8 +98,8 @@ def add_problem_arguments(
     group.add_argument("--block-size", type=positive, default=128, help="of a block mask (default: 128)")
     group.add_argument("--deterministic", action="store_true", help="gradients bitwise equal run after run")
     group.add_argument("--precision", choices=PRECISIONS, default="highest", help="of float32 (default: highest)")
-    for term in NAMED:
-        group.add_argument(f"--{term.name.replace('_', '-')}", action="store_true", help=f"{term.name} is given")
+    for row in NAMED:
+        group.add_argument(f"--{row.name.replace('_', '-')}", action="store_true", help=f"{row.name} is given")
 
 
 def problems(args: argparse.Namespace) -> Iterator[Problem]:
@@ -125,12 +125,12 @@ def calls(args: argparse.Namespace) -> Iterator[tuple[Options, dict[str, Contigu
         sizes = {"batch": args.batch, "num_heads": args.num_heads, "seqlen_q": args.seqlen, "seqlen_k": seqlen_k}
         softmax_dtype = softmax_dtype_of(dtype_name)
         shapes = {"q": q, "k": k, "v": v}
-        for term in NAMED:
-            if getattr(args, term.name) or (term.name == "kv_lengths" and causal == "lengths"):
+        for row in NAMED:
+            if getattr(args, row.name) or (row.name == "kv_lengths" and causal == "lengths"):
                 blocks = tuple(-(-sizes[axis] // args.block_size) for axis in ("seqlen_q", "seqlen_k"))
-                shape = tuple(sizes[axis] for axis in term.shapes[0]) if term.shapes else blocks
-                dtype = softmax_dtype if "softmax" in term.dtypes else term.dtypes[0]
-                shapes[term.name] = Contiguous(shape, numpy_dtype(dtype))
+                shape = tuple(sizes[axis] for axis in row.shapes[0]) if row.shapes else blocks
+                dtype = softmax_dtype if "softmax" in row.dtypes else row.dtypes[0]
+                shapes[row.name] = Contiguous(shape, numpy_dtype(dtype))
         yield options, shapes
 
 

@@ -120,8 +120,8 @@ def check_emulated(args: argparse.Namespace) -> int:
         case = testing.Case.from_problem(problem, seed=args.seed)
         arrays = case.arrays()
         given = [arrays[name] for name in ("q", "k", "v")]
-        terms = {**testing.optional(arrays), **case.random}
-        exact = reference.forward(problem, *given, **terms)
+        optional = {**testing.optional(arrays), **case.random}
+        exact = reference.forward(problem, *given, **optional)
         dtypes = (given[0].dtype, problem.softmax_dtype)
         results = [x.astype(dtype) for x, dtype in zip(exact, dtypes, strict=True)]
         for schedule in schedules:

@@ -55,7 +55,7 @@ def list_candidates(args: argparse.Namespace) -> int:
 
 
 def filled(xp: ModuleType, name: str, shape: Contiguous, args: argparse.Namespace) -> Any:
-    """An array of this name and shape: whole lengths, or random numbers, of which terms get small ones."""
+    """An array of this name and shape: whole lengths, or random numbers, of which optional inputs get small ones."""
     rng = xp.random.default_rng(0)
     if name in ("mask", "block_mask"):
         return rng.random(shape.shape, xp.float32) < 0.7

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cuflash.arrays.array_info import layout_of, numpy_dtype, view_4d
 from cuflash.arrays.checks import callers_frame
-from cuflash.cpu import core, fallback, functions_as_terms
+from cuflash.cpu import core, fallback, score_mod_as_bias
 from cuflash.cpu.jobs import cpu_threads
 from cuflash.cpu.packed import clear_rows_of_no_sequence
 from cuflash.spec import row_sums as of_rows
@@ -34,7 +34,7 @@ def describe(problem: Problem | None = None, need: Collection[str] = ()) -> str:
     if problem is None or not problem.has_functions:
         reason = core.why_not(problem)
         return f"compiled core, {core.processor()}" if reason is None else _by_numpy(reason)
-    reason, of_gradients = (functions_as_terms.why_not(problem, wanted) for wanted in ((), need))
+    reason, of_gradients = (score_mod_as_bias.why_not(problem, wanted) for wanted in ((), need))
     if reason is not None:
         return _by_numpy(reason)
     way = f"compiled core, {core.processor()}, and NumPy for functions"
@@ -69,8 +69,8 @@ def forward(
     seed, offset : int, optional
         With dropout: which weights are dropped, as `cuflash.dropout_mask` says.
     **others : numpy.ndarray, optional
-        The terms of `cuflash.spec.inputs`, as `cuflash.attention` takes them, where `kv_lengths` is clamped to
-        0..seqlen_k; and arrays for results by name, which are written to and returned: shape `problem.out_shape` and
+        The optional inputs of `cuflash.spec.inputs`, as `cuflash.attention` takes them, where `kv_lengths` is clamped
+        to 0..seqlen_k; and arrays for results by name, which are written to and returned: shape `problem.out_shape` and
         dtype of q, shape `problem.lse_shape` and `problem.softmax_dtype`; any strides.
 
     Returns
@@ -112,10 +112,10 @@ def backward(
     need : collection of str, optional
         The gradients that are wanted, names of `outputs.GRADIENTS`; without it dq, dk, dv.
     **others : numpy.ndarray, optional
-        The terms, as `forward` takes them; dlse, the gradient with respect to lse; row_sums, if q, k and v are a part
-        of a problem (`cuflash.spec.row_sums`); and arrays for gradients by name,
-        which are written to and returned if wanted: shapes and dtypes of q, k, v, bias and so on, shape () and dtype of
-        lse where it is that of a number; any strides.
+        The optional inputs, as `forward` takes them; dlse, the gradient with respect to lse; row_sums, if q, k and v
+        are a part of a problem (`cuflash.spec.row_sums`); and arrays for gradients by name, which are written to and
+        returned if wanted: shapes and dtypes of q, k, v, bias and so on, shape () and dtype of lse where it is that of
+        a number; any strides.
 
     Returns
     -------
@@ -130,13 +130,19 @@ def backward(
     return tuple(results.values())
 
 
-def row_sums(problem: Problem, q: Array, k: Array, v: Array, lse: Array, **terms: Any) -> Array:
+def row_sums(problem: Problem, q: Array, k: Array, v: Array, lse: Array, **optional_inputs: Any) -> Array:
     """Row max and row sum, over the keys of a part, of rows whose lse is large, in layout "bhsd" (see `of_rows`)."""
     found = of_rows.to_fill(lse)
     if problem.has_float8:  # which have no backward pass
-        return _row_sums_of_float8(problem, q, k, v, lse, found, terms)
+        return _row_sums_of_float8(problem, q, k, v, lse, found, optional_inputs)
     way, unit, _ = _way_of(problem, ())
-    way(problem, {"q": q, "k": k, "v": v, "lse": lse, "row_sums": found[..., :2], **terms}, BACKWARD, None, None)
+    way(
+        problem,
+        {"q": q, "k": k, "v": v, "lse": lse, "row_sums": found[..., :2], **optional_inputs},
+        BACKWARD,
+        None,
+        None,
+    )
     found[..., 2] = unit
     return found
 
@@ -164,7 +170,7 @@ def _way_of(problem: Problem, wanted: Collection[str]) -> tuple[Callable[..., No
     way, reason = core.run, core.why_not(problem) or core.why_not_results(wanted)
     if problem.has_functions:
         gradients = [name for name in wanted if name in problem.gradients]
-        way, reason = functions_as_terms.run, reason or functions_as_terms.why_not(problem, gradients)
+        way, reason = score_mod_as_bias.run, reason or score_mod_as_bias.why_not(problem, gradients)
     return (way, core.unit_of(problem), None) if reason is None else (fallback.run, 1.0, reason)
 
 
@@ -203,12 +209,12 @@ def _with_wide_queries(problem: Problem, q: Array, scale: Array | None) -> tuple
 
 @np.errstate(all="ignore")
 def _row_sums_of_float8(
-    problem: Problem, q: Array, k: Array, v: Array, lse: Array, found: Array, terms: dict[str, Any]
+    problem: Problem, q: Array, k: Array, v: Array, lse: Array, found: Array, optional_inputs: dict[str, Any]
 ) -> Array:
     if problem.multiplies_float8:
-        problem, q = _with_wide_queries(problem, q, terms.pop("q_scale", None))
-    terms |= {name: scales_of_rows(problem, name, terms.get(name)) for name in FP8_SCALES}
-    arrays = {"q": q, "k": k, "v": v, "lse": lse, "row_sums": found[..., :2], **terms}
+        problem, q = _with_wide_queries(problem, q, optional_inputs.pop("q_scale", None))
+    optional_inputs |= {name: scales_of_rows(problem, name, optional_inputs.get(name)) for name in FP8_SCALES}
+    arrays = {"q": q, "k": k, "v": v, "lse": lse, "row_sums": found[..., :2], **optional_inputs}
     fallback.run(problem, arrays, BACKWARD, None, None)
     return found
 

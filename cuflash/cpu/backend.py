@@ -13,7 +13,7 @@ from cuflash import cpu
 from cuflash.arrays.checks import type_error, value_error
 from cuflash.arrays.dlpack import check_apart
 from cuflash.arrays.units import WIDTH, in_bytes, wrapped
-from cuflash.cpu import core, functions_as_terms
+from cuflash.cpu import core, score_mod_as_bias
 from cuflash.cpu.packed import check_starts
 from cuflash.spec.batch_axes import Calls, FirstCall, axes_of, first_call
 from cuflash.spec.binding import Binding, Contiguous, bind, of_pass
@@ -28,7 +28,7 @@ MOST_KNOWN, MOST_ALIKE = 256, 16  # kinds of calls that are kept, by options and
 def forward(
     options: Options, arrays: dict[str, Any], random: tuple[int, int] = (0, 0), need: tuple[str, ...] = OUTPUTS
 ) -> tuple[Any, ...]:
-    """The results `need` of NumPy arrays by name: q, k, v, and the terms and results that are given.
+    """The results `need` of NumPy arrays by name: q, k, v, and the optional inputs and results that are given.
 
     `random` is the seed and the offset of dropout.
     """
@@ -262,7 +262,7 @@ def _repeatable(pass_: Pass, options: Options, likes: tuple[Any, ...], need: tup
     every: dict[str, Any] = {**arrays, **{name: Contiguous(shape, dtype) for name, shape, dtype in binding.allocated}}
     compute: Callable[..., int]
     if problem.has_functions:
-        of_functions = functions_as_terms.prepare(problem, every, pass_)
+        of_functions = score_mod_as_bias.prepare(problem, every, pass_)
         if of_functions is None:
             return None
         compute = of_functions.compute

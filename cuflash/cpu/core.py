@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from cuflash.arrays.array_info import DTYPES, FLOAT8, Shaped, extent, layout_of
 from cuflash.cpu.jobs import count_cores
-from cuflash.spec.inputs import NUMBERS, SCORES, TERMS
+from cuflash.spec.inputs import NUMBERS, OPTIONAL_INPUTS, SCORES
 from cuflash.spec.outputs import (
     FORWARD_ROWS,
     OVER_HEAD_DIM,
@@ -49,18 +49,18 @@ SKIPPED_KINDS = 0  # how many of the best kinds of instructions are not used, wh
 # Options that act on scores, as the core knows them: a problem with any other is not for it.
 KNOWN = ("softcap", "alibi_slopes", "bias", "mask", "block_mask", "kv_lengths", "sinks")
 _NUMBERS = tuple(name for name in NUMBERS if name == "scale" or name in KNOWN)
-_TERMS = tuple(term for term in TERMS if not term.acts or term.name in KNOWN)
-# How many axes a term is broadcast to: the first ones of the scores, up to its last one.
-_AXES_OF_TERMS = {term.name: SCORES.index(term.shapes[-1][-1]) + 1 if term.shapes else term.strides for term in _TERMS}
-_OF_OPTIONS = (*(f"d{name}" for name in _NUMBERS), *(term.gradient for term in _TERMS))
+_INPUTS = tuple(row for row in OPTIONAL_INPUTS if not row.acts or row.name in KNOWN)
+# How many axes an input is broadcast to: the first ones of the scores, up to its last one.
+_INPUT_AXES = {row.name: SCORES.index(row.shapes[-1][-1]) + 1 if row.shapes else row.strides for row in _INPUTS}
+_OF_OPTIONS = (*(f"d{name}" for name in _NUMBERS), *(row.gradient for row in _INPUTS))
 UNKNOWN = tuple(row.name for row in FORWARD_ROWS if not row.is_default)  # results that the core does not compute
 # Arrays of a call in the order of `enum Array`, and how many axes each is broadcast to; those of q are 4 in its layout.
 AXES = {
     **dict.fromkeys(OVER_HEAD_DIM, "q"),
     **{name: 3 for name in OVER_ROWS if name not in UNKNOWN},
-    **_AXES_OF_TERMS,
+    **_INPUT_AXES,
     "row_sums": 4,
-    **{name: _AXES_OF_TERMS.get(name[1:], 0) for name in (*SCORE_GRADIENTS, *SOFTMAX_GRADIENTS) if name in _OF_OPTIONS},
+    **{name: _INPUT_AXES.get(name[1:], 0) for name in (*SCORE_GRADIENTS, *SOFTMAX_GRADIENTS) if name in _OF_OPTIONS},
 }
 DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD, UNALIGNED, NOT_APART = range(6)
 _TUPLE_HEAD = tuple.__basicsize__  # bytes before the addresses of its items, in CPython
@@ -228,8 +228,8 @@ def processor() -> str:
 
 def unit_of(problem: Problem) -> float:
     """What a row max of the core times this is an exponent of e, as `Scaling` of `core/score_tiles.h` says."""
-    terms = problem.given(("bias", "alibi_slopes")) or problem.softcap is not None or problem.scale == 0
-    return 1.0 if terms or problem.score is not None else abs(problem.scale)
+    acts = problem.given(("bias", "alibi_slopes")) or problem.softcap is not None or problem.scale == 0
+    return 1.0 if acts or problem.score is not None else abs(problem.scale)
 
 
 def run(

@@ -40,11 +40,11 @@ class Sequence:
     def of_call(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """The part of a call's arrays, those that functions read left out, that is this sequence's."""
         rows = {name: self.of_rows(x, name) for name, x in arrays.items() if name in _OF_ROWS}
-        return rows | self.of_terms({name: x for name, x in arrays.items() if name not in rows})
+        return rows | self.optional_inputs_of({name: x for name, x in arrays.items() if name not in rows})
 
-    def of_terms(self, terms: Mapping[str, Array | None]) -> dict[str, Array]:
-        """The terms of this sequence: its row of those over (sequences, heads), and the scales of its keys."""
-        given = {name: x for name, x in terms.items() if x is not None and not name.startswith("cu_seqlens")}
+    def optional_inputs_of(self, optional_inputs: Mapping[str, Array | None]) -> dict[str, Array]:
+        """The optional inputs of this sequence: its row of those over (sequences, heads), and its k and v scales."""
+        given = {name: x for name, x in optional_inputs.items() if x is not None and not name.startswith("cu_seqlens")}
         of_keys = {name: given.pop(name)[..., self.keys] for name in ("k_scale", "v_scale") if name in given}
         return of_keys | {name: x if x.ndim == 1 else x[self.index] for name, x in given.items()}
 

@@ -29,10 +29,10 @@ class Part(NamedTuple):
         of_keys = name in ("k", "v", "dk", "dv")
         return (self.batches, self.heads_kv) if of_keys else (self.batches, self.heads, self.rows)
 
-    def of_term(self, term: Array, axes: int) -> Array:
-        """What the part sees of a term that is broadcast to the first axes of the scores."""
-        own = (self.batches, self.heads, self.rows, slice(None))[axes - term.ndim : axes]
-        return term[tuple(of if n > 1 else slice(None) for n, of in zip(term.shape, own, strict=True))]
+    def view_of(self, array: Array, axes: int) -> Array:
+        """The view of an optional input that is broadcast to the first axes of the scores."""
+        own = (self.batches, self.heads, self.rows, slice(None))[axes - array.ndim : axes]
+        return array[tuple(of if n > 1 else slice(None) for n, of in zip(array.shape, own, strict=True))]
 
 
 def slices(count: int, size: int) -> list[slice]:

@@ -43,7 +43,7 @@ from cuflash.spec import call as spec
 from cuflash.spec.batch_axes import Calls as BatchCalls
 from cuflash.spec.batch_axes import as_one_call
 from cuflash.spec.binding import Contiguous
-from cuflash.spec.inputs import BROADCAST, FP8_SCALES, INPUTS, PER_HEAD_INPUTS, TERMS, Terms
+from cuflash.spec.inputs import BROADCAST, FP8_SCALES, INPUTS, OPTIONAL_INPUTS, PER_HEAD_INPUTS, OptionalArrays
 from cuflash.spec.options import Options, diagonal_of, window_of
 from cuflash.spec.outputs import OUTPUTS, OVER_ROWS, TAKEN_BY_BACKWARD
 from cuflash.spec.passes import BACKWARD, FORWARD
@@ -55,17 +55,18 @@ from cuflash.spec.score_args import checked_with_score_args
 
 Result = TypeVar("Result")
 ALL_ROWS = "all"  # what an array without an axis of queries says instead of their number
-# Terms that are the same on all ranks, because they have no axes of rows.
-_OF_ALL = (*(term.name for term in TERMS if term.own_axes in (0, 1)), *FP8_SCALES)
-# Terms that depend on the numbers of rows.
-_COUNTED = frozenset(term.name for term in TERMS if term.part_of != "softmax")
+# Optional inputs that are the same on all ranks, because they have no axes of rows.
+_OF_ALL = (*(row.name for row in OPTIONAL_INPUTS if row.own_axes in (0, 1)), *FP8_SCALES)
+# Optional inputs that depend on the numbers of rows.
+_COUNTED = frozenset(row.name for row in OPTIONAL_INPUTS if row.part_of != "softmax")
 _PASS_OF_METHOD = {"forward": FORWARD, "decode": FORWARD, "plan": FORWARD, "backward": BACKWARD}
 _STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 _LARGE_ROWS = "_large rows"
 MAX_KNOWN = 256  # calls whose preparation is kept
 WARM_UP = 600.0  # seconds by which ranks on devices wait longer for one another, while kernels may be compiled
-# Terms that may replace a function that spells them out. A bias is not among them: each rank has other rows of it.
-_SPELLED = tuple(term.name for term in PER_HEAD_INPUTS if term.part_of == "scores")
+# Optional inputs that may replace a function that spells them out. A bias is not among them: each rank has other rows
+# of it.
+_SPELLED = tuple(row.name for row in PER_HEAD_INPUTS if row.part_of == "scores")
 
 
 class Call(NamedTuple):
@@ -106,7 +107,7 @@ class Prepared(NamedTuple):
     """What similar calls have in common."""
 
     execution: Execution  # without arrays
-    rewrite: Equivalent | None  # the options and terms that functions spell out
+    rewrite: Equivalent | None  # the options and optional inputs that functions spell out
 
 
 @dataclass(kw_only=True)
@@ -138,7 +139,7 @@ class Calls:
         self,
         method: str,
         arrays: dict[str, Any],
-        terms: dict[str, Any],
+        optional_inputs: dict[str, Any],
         required: tuple[str, ...],
         random: tuple[int | None, int | None],
         compute: Callable[[Call, Execution], Result],
@@ -151,11 +152,11 @@ class Calls:
         """
         self.count += 1
         if borrowing.are_cupy(arrays, INPUTS) and dlpack.is_captured(bits_of(arrays["q"])):
-            self._check_score_args(terms)
+            self._check_score_args(optional_inputs)
 
         def own() -> tuple[Call, Facts]:
-            own_terms = checked_with_score_args(method, Terms, self.options, terms)
-            call = self._own_call(arrays | own_terms, required, random, need_of)
+            own_optional = checked_with_score_args(method, OptionalArrays, self.options, optional_inputs)
+            call = self._own_call(arrays | own_optional, required, random, need_of)
             return call, self._facts(method, call)
 
         try:
@@ -261,7 +262,7 @@ class Calls:
             agreement.hear()
             return result
 
-    def _check_score_args(self, terms: Mapping[str, Any]) -> None:
+    def _check_score_args(self, optional_inputs: Mapping[str, Any]) -> None:
         """Refuse a call in which the host does work that a CUDA graph would not replay."""
         captured = "while a CUDA graph is captured"
         if not self.transport.goes_into_graphs:
@@ -270,7 +271,7 @@ class Calls:
         if self.check:
             raise value_error("check", f"True {captured}", "False, and two Split: ranks agree by way of the host")
         for name in _STARTS:
-            if terms.get(name) is not None:
+            if optional_inputs.get(name) is not None:
                 raise NotImplementedError(f"{name}: got an array {captured}, expected none: the host reads it")
 
     def _own_call(
@@ -306,8 +307,10 @@ class Calls:
     def _check(self, given: Mapping[str, Any]) -> None:
         """Refuse arrays that do not fit each other."""
         score_args = {name: given[name] for name in self.options.score_args}
-        terms = {name: given[name] for name in (*_OF_ALL, *_STARTS) if name in given}
-        problem = make_problem(self.options, *(given[name] for name in INPUTS), score_args=score_args, **terms)
+        optional_inputs = {name: given[name] for name in (*_OF_ALL, *_STARTS) if name in given}
+        problem = make_problem(
+            self.options, *(given[name] for name in INPUTS), score_args=score_args, **optional_inputs
+        )
         if problem.has_functions:
             problem.program  # noqa: B018 (raises where arrays do not fit the functions)
 
@@ -394,7 +397,7 @@ class Calls:
         return Prepared(of_options._as_it_is(method, call, splits, facts), rewrite)
 
     def _spelled_out(self, call: Call, splits: Sequence[Any]) -> Equivalent | None:
-        """The options and terms that the call computes instead of functions; they are the same on all ranks."""
+        """The options and optional inputs that the call computes instead of functions, the same on all ranks."""
         likes, axis = dict(call.given), _axis_of_rows(call.given["q"], self.options.layout)
         for name, split in zip(INPUTS, (splits[0], splits[1], splits[1]), strict=True):
             likes[name] = _longer(call.given[name], axis, split.seqlen)
@@ -458,8 +461,8 @@ class Calls:
             return self._packed_problem(method, call, split_q, of_all)
         if "block_mask" in given:
             plain, q = replace(self.options, score=None, mask_function=None), _longer(given["q"], axis, split_q.seqlen)
-            terms = {name: given[name] for name in ("block_mask", *FP8_SCALES) if name in given}
-            block_size = make_problem(plain, q, *of_all.values(), **terms).block_size
+            optional_inputs = {name: given[name] for name in ("block_mask", *FP8_SCALES) if name in given}
+            block_size = make_problem(plain, q, *of_all.values(), **optional_inputs).block_size
             others = {name: x for name, x in given.items() if name != "block_mask"}
             call = call._replace(own=call.own._replace(arrays=others))
             return replace(self._problem(method, call, split_q, split_k), block_size=block_size)

@@ -107,9 +107,9 @@ class ContextParallel:
     and added in the dtype of lse, in this order, and rounded once. The calls for dk and dv also give parts of dq in the
     dtype of lse, which are sent back to the ranks of the queries and are added there in the order of ranks. With
     `deterministic`, or where other gradients than dq, dk and dv are needed, dq is computed as out is; this takes seven
-    matrix products in all, where one device takes five. The gradients of numbers, of terms that have a number for each
-    head, of arrays that the score reads, and of a bias that is the same for all queries are added in the dtype of lse,
-    in the order of queries.
+    matrix products in all, where one device takes five. The gradients of numbers, of optional inputs with a value for
+    each head, of arrays that the score reads, and of a bias that is the same for all queries are added in the dtype of
+    lse, in the order of queries.
 
     Examples
     --------
@@ -192,7 +192,7 @@ class ContextParallel:
         *,
         seed: int | None = None,
         offset: int | None = None,
-        **terms: Array,
+        **optional_inputs: Array,
     ) -> ForwardResult:
         """Attention of this rank's queries over the keys of all ranks.
 
@@ -213,7 +213,7 @@ class ContextParallel:
             Not served.
         q_scale, k_scale, v_scale : array, optional
             One number for the array, or (..., num_heads, 1): the same on all ranks. Blocks of rows are not served.
-        **terms : array, optional
+        **optional_inputs : array, optional
             The other arrays that `cuflash.FlashAttention.forward` takes, for the whole problem: the same on all ranks.
             The arrays that `score` and `mask` read are among them, and so is a block_mask.
 
@@ -232,7 +232,7 @@ class ContextParallel:
             A rank, which the message names, did not respond in time. After that the communicator cannot be used any
             more.
         """
-        return self._forward("forward", {"q": q, "k": k, "v": v}, terms, (seed, offset))
+        return self._forward("forward", {"q": q, "k": k, "v": v}, optional_inputs, (seed, offset))
 
     def backward(
         self,
@@ -247,7 +247,7 @@ class ContextParallel:
         need: Collection[str] = DEFAULT_NEED,
         seed: int | None = None,
         offset: int | None = None,
-        **terms: Array,
+        **optional_inputs: Array,
     ) -> Gradients | NamedGradients:
         """Gradients of the sum over all ranks of ``sum(dout * out) + sum(dlse * lse)``.
 
@@ -267,7 +267,7 @@ class ContextParallel:
             As `forward` took them.
         block_table : array, optional
             Not served.
-        **terms : array, optional
+        **optional_inputs : array, optional
             The other arrays, as `forward` took them.
 
         Returns
@@ -300,7 +300,9 @@ class ContextParallel:
             run.backward(call.need, views)
             return named_tuple_of(call.own.wanted)(*call.give_back(list(results.values())))
 
-        return self._calls.carry_out("backward", arrays, terms, _BACKWARD_INPUTS, (seed, offset), compute, names)
+        return self._calls.carry_out(
+            "backward", arrays, optional_inputs, _BACKWARD_INPUTS, (seed, offset), compute, names
+        )
 
     def decode(
         self,
@@ -310,7 +312,7 @@ class ContextParallel:
         *,
         seed: int | None = None,
         offset: int | None = None,
-        **terms: Array,
+        **optional_inputs: Array,
     ) -> ForwardResult:
         """Attention of a few queries, which all ranks have, over keys of which each rank has a part.
 
@@ -329,7 +331,7 @@ class ContextParallel:
             As `forward` takes them.
         block_table, cu_seqlens_q, cu_seqlens_k : array, optional
             Not served.
-        **terms : array, optional
+        **optional_inputs : array, optional
             The other arrays, as `forward` takes them.
 
         Returns
@@ -342,9 +344,9 @@ class ContextParallel:
         TypeError, ValueError, NotImplementedError, ImportError, RuntimeError, TimeoutError
             As `forward` does.
         """
-        return self._forward("decode", {"q": q, "k": k, "v": v}, terms, (seed, offset))
+        return self._forward("decode", {"q": q, "k": k, "v": v}, optional_inputs, (seed, offset))
 
-    def plan(self, q: Array, k: Array, v: Array, **terms: Array) -> Schedule:
+    def plan(self, q: Array, k: Array, v: Array, **optional_inputs: Array) -> Schedule:
         """Which rank computes what in `forward` and `backward` of such arrays, and which rows are exchanged for it.
 
         All ranks must call it, as they must call the other methods. `cuflash.distributed.Schedule.describe` gives the
@@ -354,7 +356,7 @@ class ContextParallel:
         ----------
         q, k, v : array
             As `forward` takes them; only shapes and dtypes matter.
-        **terms : array, optional
+        **optional_inputs : array, optional
             The other arrays, as `forward` takes them.
 
         Returns
@@ -368,10 +370,14 @@ class ContextParallel:
             As `forward` does.
         """
         arrays = {"q": q, "k": k, "v": v}
-        return self._calls.carry_out("plan", arrays, terms, INPUTS, (0, 0), lambda call, run: run.schedule)
+        return self._calls.carry_out("plan", arrays, optional_inputs, INPUTS, (0, 0), lambda call, run: run.schedule)
 
     def _forward(
-        self, method: str, arrays: dict[str, Any], terms: dict[str, Any], random: tuple[int | None, int | None]
+        self,
+        method: str,
+        arrays: dict[str, Any],
+        optional_inputs: dict[str, Any],
+        random: tuple[int | None, int | None],
     ) -> ForwardResult:
         """What `forward` and `decode` return."""
 
@@ -382,4 +388,4 @@ class ContextParallel:
             fill(view_4d(out, self.options.layout), view_rows(lse))
             return ForwardResult(*call.give_back((out, lse)))
 
-        return self._calls.carry_out(method, arrays, terms, INPUTS, random, compute)
+        return self._calls.carry_out(method, arrays, optional_inputs, INPUTS, random, compute)

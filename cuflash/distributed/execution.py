@@ -279,15 +279,17 @@ class Execution(Run):
         _merge([found[rank].parts[i] for _, rank, i in order], out, lse)
 
     def _of_keys(self, tile: Tile, queries: Span, *, is_first: bool) -> dict[str, Array]:
-        """The arrays of a call on all queries and some of this rank's keys; terms of the softmax go to the first."""
+        """The arrays of a call on all queries and some of this rank's keys; inputs of the softmax go to the first."""
         at = self.local(self.schedule.split_k, tile.own_keys)
         found = {name: self.arrays[name][:, :, at] for name in ("k", "v")} | {"q": self.arrays["q"]}
         for name in BROADCAST:
             if self.arrays.get(name) is not None:
                 found[name] = self.arrays[name] if self.arrays[name].shape[3] == 1 else self.arrays[name][..., at]
-        terms = self.parts.of_heads(slice(None), of_softmax=is_first) | self.parts.of_blocks(queries, tile.keys)
-        terms |= self.parts.scales(slice(None), slice(None))
-        return self.parts.behind_keys(found, tile.front[1]) | terms | self.parts.lengths(tile.keys)
+        optional_inputs = self.parts.of_heads(slice(None), of_softmax=is_first) | self.parts.of_blocks(
+            queries, tile.keys
+        )
+        optional_inputs |= self.parts.scales(slice(None), slice(None))
+        return self.parts.behind_keys(found, tile.front[1]) | optional_inputs | self.parts.lengths(tile.keys)
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
@@ -315,7 +317,7 @@ class Execution(Run):
 
     def _of_pairs(self, tile: Tile, q_heads: slice, found: Mapping[str, Array], *, by_keys: bool) -> dict[str, Array]:
         """Bias and mask of a tile, without the rows and columns in front of its piece."""
-        terms = {}
+        optional_inputs = {}
         for name in BROADCAST:
             array = self.arrays.get(name)
             if array is None:
@@ -327,13 +329,13 @@ class Execution(Run):
                 array = of_heads(array, q_heads, self.problem.num_heads)
                 if name not in self.broadcasts_rows:
                     array = array[:, :, self.local(self.schedule.split_q, tile.own_queries)]
-            terms[name] = array if self.arrays[name].shape[3] == 1 else array[..., columns]
-        if "bias" in terms and not by_keys and self.sums_bias:
-            terms["bias"] = self.parts.widened(terms["bias"])
-        return terms
+            optional_inputs[name] = array if self.arrays[name].shape[3] == 1 else array[..., columns]
+        if "bias" in optional_inputs and not by_keys and self.sums_bias:
+            optional_inputs["bias"] = self.parts.widened(optional_inputs["bias"])
+        return optional_inputs
 
     def _terms(self, tile: Tile, q_heads: slice, heads: slice, *, of_softmax: bool) -> dict[str, Array]:
-        """The other terms of a call on a tile, for some query heads and key/value heads."""
+        """The other optional inputs of a call on a tile, for some query heads and key/value heads."""
         numbers = self.parts.of_heads(q_heads, of_softmax=of_softmax)
         if self.schedule.packing is not None:
             numbers = {name: of_sequences(x, tile) for name, x in numbers.items()}

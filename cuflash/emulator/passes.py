@@ -155,7 +155,7 @@ def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tupl
     Parameters
     ----------
     arrays : Mapping
-        q, k, v, and the terms that there are.
+        q, k, v, and the optional inputs that there are.
     arch : str or DeviceSpec
         What is planned for; default "9.0".
     tiles : sequence of Tile, optional

@@ -113,7 +113,7 @@ _calls = itertools.count(secrets.randbits(47))
 def forward(
     options: Options, arrays: dict[str, Any], random: tuple[int, int] = (0, 0), need: tuple[str, ...] = OUTPUTS
 ) -> tuple[Any, ...]:
-    """The results `need` of CuPy arrays by name: q, k, v, and all terms and results, which may be None.
+    """The results `need` of CuPy arrays by name: q, k, v, and all optional inputs and results, which may be None.
 
     `random` is the seed and the offset of dropout.
     """

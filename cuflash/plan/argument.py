@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from cuflash.plan.launch_plan import RunTime
 from cuflash.plan.tiles import round_up
-from cuflash.spec.inputs import FP8_SCALES, NUMBERS, TERMS
+from cuflash.spec.inputs import FP8_SCALES, NUMBERS, OPTIONAL_INPUTS
 from cuflash.spec.outputs import BY_NAME as OUTPUT_ROWS
 from cuflash.spec.outputs import NUMBER_GRADIENTS, OVER_HEAD_DIM, OVER_ROWS
 from cuflash.spec.problem import Problem
@@ -15,8 +15,8 @@ from cuflash.spec.problem import Problem
 # Arrays in the order of the struct, with the number of strides that follow each pointer.
 ARRAYS = (
     *((name, 3) for name in (*OVER_HEAD_DIM, *OVER_ROWS)),
-    *((term.name, term.strides) for term in TERMS),
-    *((term.gradient, OUTPUT_ROWS[term.gradient].strides) for term in TERMS if term.part_of),
+    *((row.name, row.strides) for row in OPTIONAL_INPUTS),
+    *((row.gradient, OUTPUT_ROWS[row.gradient].strides) for row in OPTIONAL_INPUTS if row.part_of),
     *((name, OUTPUT_ROWS[name].strides) for name in NUMBER_GRADIENTS),
     *(
         (name, 0)

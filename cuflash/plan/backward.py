@@ -18,7 +18,7 @@ from cuflash.plan.scores import (
     score_gradients,
 )
 from cuflash.plan.tiles import ROLES, Role, Tile, tile_bytes, tiles_at_once
-from cuflash.spec.inputs import TERMS
+from cuflash.spec.inputs import OPTIONAL_INPUTS
 
 # Where more blocks cost extra work, a grid should have this many times the number of blocks that are resident at once.
 # The first number is for blocks of equal length, the second for a causal mask. Measured on an H200 with one key/value
@@ -47,7 +47,7 @@ DELTA_WARPS = {"float64": 16, "float32": 24, "others": 32}
 SOFTMAX_WARPS = 16  # warps of a block of the kernels that make gradients of parts of the softmax
 _OF_KEYS = ("dk", "dv")
 # The kernels that make the gradients of parts of the softmax, one each.
-SOFTMAX_KERNELS = {term.gradient: f"helpers/{term.name}.cu" for term in TERMS if term.part_of == "softmax"}
+SOFTMAX_KERNELS = {row.gradient: f"helpers/{row.name}.cu" for row in OPTIONAL_INPUTS if row.part_of == "softmax"}
 
 
 class _Rows(NamedTuple):

@@ -14,7 +14,7 @@ from cuflash.plan.forward import draft_forward
 from cuflash.plan.launch_plan import LaunchPlan, RunTime
 from cuflash.plan.tiles import Tile
 from cuflash.spec.binding import assumed, planned_length, widest_accesses
-from cuflash.spec.inputs import INPUTS, TERMS
+from cuflash.spec.inputs import INPUTS, OPTIONAL_INPUTS
 from cuflash.spec.passes import BACKWARD, FORWARD, Pass
 from cuflash.spec.problem import Problem
 
@@ -101,12 +101,12 @@ def choose_plan(
 
 def _has_keys_elsewhere(problem: Problem) -> bool:
     """Whether an array other than k, v and a block table has an axis of keys."""
-    return any(term.has_keys and getattr(problem, term.name) is not None for term in TERMS)
+    return any(row.has_keys and getattr(problem, row.name) is not None for row in OPTIONAL_INPUTS)
 
 
 def _without_parts_of_softmax(problem: Problem) -> Problem:
     """The problem as the backward pass sees it: lse includes these parts, and only their own gradients need them."""
-    absent: dict[str, Any] = {term.name: None for term in TERMS if term.part_of == "softmax"}
+    absent: dict[str, Any] = {row.name: None for row in OPTIONAL_INPUTS if row.part_of == "softmax"}
     return replace(problem, **absent)
 
 

@@ -17,7 +17,7 @@ from cuflash.plan.tensor_map import TensorMapSpec, tensor_map_spec, why_not
 from cuflash.plan.tiles import Tile, round_up
 from cuflash.plan.traffic import Model
 from cuflash.score_mod import Program
-from cuflash.spec.inputs import CAPS, DEFINES, FP8_SCALES, MASKS, PAIR_OPTIONS, TERMS, Term
+from cuflash.spec.inputs import CAPS, DEFINES, FP8_SCALES, MASKS, OPTIONAL_INPUTS, PAIR_OPTIONS, OptionalInput
 from cuflash.spec.outputs import SCORE_GRADIENTS
 from cuflash.spec.passes import BACKWARD, FORWARD, Pass
 from cuflash.spec.problem import Problem
@@ -326,7 +326,7 @@ class Draft:
         return int(min(32, 1 << (vectors - 1).bit_length()))
 
     def _say_computed(self, name: str, why_not: str) -> None:
-        """Say why tiles that a term hides are computed, once for each plan."""
+        """Say why tiles that a mask hides are computed, once for each plan."""
         if not any(reason.startswith(f"{name}: tiles") for reason in self.reasons):
             self.reasons.append(f"{name}: tiles that it hides are computed: {why_not}")
 
@@ -482,10 +482,10 @@ def common_defines(
     changes_scores = any(name in CAPS or f"d{name}" in SCORE_GRADIENTS for name in problem.acting)
     changes_scores = changes_scores or problem.score is not None
     lists_function = problem.mask_function is not None and not problem.is_packed
-    terms = {term.define: _define_of(getattr(problem, term.name), term) for term in TERMS if term.define}
+    inputs = {row.define: _define_of(getattr(problem, row.name), row) for row in OPTIONAL_INPUTS if row.define}
     numbers = {DEFINES[name]: int(getattr(problem, name) is not None) for name in CAPS}
     return {
-        **terms,
+        **inputs,
         **numbers,
         "CUFLASH_ARCH": device.arch,
         "CUFLASH_DTYPE": DTYPE_TAGS[problem.dtype],
@@ -548,11 +548,11 @@ def _kind_of_scale(problem: Problem, name: Literal["k_scale", "v_scale"]) -> int
     return 1 if of_keys == 0 and (problem.block_table is None or of_page == 0) else 2
 
 
-def _define_of(operand: Operand | None, term: Term) -> int:
-    """What the macro of a term is defined as."""
+def _define_of(operand: Operand | None, row: OptionalInput) -> int:
+    """What the macro of an optional input is defined as."""
     if operand is None:
         return 0
-    return ITEMSIZE[operand.dtype] if term.define.endswith("_BYTES") else 1
+    return ITEMSIZE[operand.dtype] if row.define.endswith("_BYTES") else 1
 
 
 def _symbol(source: str, problem: Problem, tile: Tile, ignored: Collection[str]) -> str:

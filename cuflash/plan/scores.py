@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan.draft import ADDS_SCORE_ARGS, FINDS_LARGEST, SUMS_SCORE_ARGS, Draft, check_blocks
 from cuflash.plan.tiles import Tile
-from cuflash.spec.inputs import TERMS
+from cuflash.spec.inputs import OPTIONAL_INPUTS
 from cuflash.spec.outputs import SCORE_GRADIENTS
 
 SCORES_REDUCE_WARPS = 8
@@ -19,8 +19,8 @@ SCORES_REDUCE_WARPS = 8
 SHARE_STEPS, ADD_STEPS, ADD_STEPS_OF_SHARE = 2, 3, 0.03
 EXACT_WORDS = 12  # kSumWords of kernels/common/softmax/exact_sums.cuh
 # Gradients over pairs, which are stored; and those that have a number for each head, of those that are sums.
-STORED = tuple(term.gradient for term in TERMS if term.part_of == "scores" and term.broadcasts)
-OF_HEADS = tuple(term.gradient for term in TERMS if term.part_of == "scores" and not term.broadcasts)
+STORED = tuple(row.gradient for row in OPTIONAL_INPUTS if row.part_of == "scores" and row.broadcasts)
+OF_HEADS = tuple(row.gradient for row in OPTIONAL_INPUTS if row.part_of == "scores" and not row.broadcasts)
 _AXES = ("BATCH", "HEADS", "QUERIES", "KEYS")
 _AXES_WORDS = ("batch entries", "heads", "tiles of queries", "tiles of keys")
 

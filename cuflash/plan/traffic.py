@@ -19,7 +19,7 @@ from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.arrays.units import in_bytes
 from cuflash.plan.device import DeviceSpec
 from cuflash.plan.tiles import Tile
-from cuflash.spec.inputs import TERMS
+from cuflash.spec.inputs import OPTIONAL_INPUTS
 from cuflash.spec.passes import BACKWARD, FORWARD, Pass
 from cuflash.spec.problem import Problem
 
@@ -190,17 +190,17 @@ class Walk:
 
 
 def _of_pairs(plan: Plan) -> float:
-    """Bytes of terms of pairs beyond those that count once: each head reads what is broadcast to it.
+    """Bytes of per-pair inputs beyond those that count once: each head reads what is broadcast to it.
 
     If a kernel has looked at a mask beforehand, the others do not read it in tiles that are visible as a whole.
     """
     problem, more = plan.problem, 0.0
     looked_at = any(kernel.source in LOOKS and dict(kernel.defines)["CUFLASH_HAS_MASK"] for kernel in plan.kernels)
-    for term in TERMS:
-        operand = getattr(problem, term.name)
-        if operand is None or (term.name == "mask" and looked_at):
+    for row in OPTIONAL_INPUTS:
+        operand = getattr(problem, row.name)
+        if operand is None or (row.name == "mask" and looked_at):
             continue
-        if term.broadcasts and operand.nbytes > L2_SHARE * plan.device.l2_bytes:
+        if row.broadcasts and operand.nbytes > L2_SHARE * plan.device.l2_bytes:
             more += max(0, problem.visible_pairs * ITEMSIZE[operand.dtype] - operand.nbytes)
     return more
 

@@ -286,8 +286,8 @@ class Parts:
         return array.astype(self.softmax_dtype) if array.dtype.name == self.problem.dtype else array
 
     def of_heads(self, q_heads: slice, *, of_softmax: bool) -> dict[str, Array]:
-        """The terms that have a number for each query head; those of the softmax only if `of_softmax`."""
-        rows = (term for term in PER_HEAD_INPUTS if of_softmax or term.part_of != "softmax")
+        """The optional inputs with a value for each query head; those of the softmax only if `of_softmax`."""
+        rows = (row for row in PER_HEAD_INPUTS if of_softmax or row.part_of != "softmax")
         return {x.name: self.arrays[x.name][..., q_heads] for x in rows if self.arrays.get(x.name) is not None}
 
     def scales(self, q_heads: slice, heads: slice) -> dict[str, Array]:

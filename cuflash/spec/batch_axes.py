@@ -7,7 +7,7 @@ merge is the batch of a call, and there is a call for each index of the other ax
 result is a sum over several calls, their parts are added in the order of the calls, in the dtype of the softmax.
 
 Dropout and score_mod and mask_mod count batch entries, so one call has to see all entries, and arrays whose axes do
-not merge are copied for it. Small terms are copied, too, instead of making more calls.
+not merge are copied for it. Small optional inputs are copied, too, instead of making more calls.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from cuflash.arrays.array_info import (
 from cuflash.arrays.checks import counted, value_error
 from cuflash.arrays.dlpack import check_apart, check_distinct, module_of
 from cuflash.arrays.fp8 import on_bits
-from cuflash.spec.inputs import BROADCAST, INPUTS, TERMS
+from cuflash.spec.inputs import BROADCAST, INPUTS, OPTIONAL_INPUTS
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import BY_NAME as OUTPUT_ROWS
 from cuflash.spec.outputs import DEFAULT_NEED, FORWARD_ROWS, NUMBER_GRADIENTS, OVER_HEAD_DIM, OVER_ROWS
 
 Array = Any  # of NumPy or CuPy
 
-# Terms with at most a sixteenth of the elements of q, such as masks of keys, are copied to save calls.
+# Optional inputs with at most a sixteenth of the elements of q, such as masks of keys, are copied to save calls.
 SMALL = 16
 # Numbers of axes that are not batch axes; arrays over head dimensions may lack the first of these.
-_OF_TERMS = {term.name: term.own_axes for term in TERMS if term.own_axes is not None}
-_BROADCAST = tuple(name for name, own in _OF_TERMS.items() if own > 1)
-_SHARED = tuple(term.name for term in TERMS if term.lacks_batch)
-# Terms that have only a few numbers for each batch entry.
-_SMALL = tuple(name for name, own in _OF_TERMS.items() if own < 2 and name not in _SHARED)
+_INPUT_AXES = {row.name: row.own_axes for row in OPTIONAL_INPUTS if row.own_axes is not None}
+_BROADCAST = tuple(name for name, own in _INPUT_AXES.items() if own > 1)
+_SHARED = tuple(row.name for row in OPTIONAL_INPUTS if row.lacks_batch)
+# Optional inputs that have only a few numbers for each batch entry.
+_SMALL = tuple(name for name, own in _INPUT_AXES.items() if own < 2 and name not in _SHARED)
 _OWN_AXES = {
     **dict.fromkeys(OVER_HEAD_DIM, 3),
     **dict.fromkeys(OVER_ROWS, 2),
-    **_OF_TERMS,
-    **{term.gradient: _OF_TERMS[term.name] for term in TERMS if term.part_of},
+    **_INPUT_AXES,
+    **{row.gradient: _INPUT_AXES[row.name] for row in OPTIONAL_INPUTS if row.part_of},
 }
-_SUMMED_BY_PASS = tuple(term.name for term in TERMS if term.may_lack_batch)
+_SUMMED_BY_PASS = tuple(row.name for row in OPTIONAL_INPUTS if row.may_lack_batch)
 _FULL = {name: _OWN_AXES[name] for row in FORWARD_ROWS for name in (row.name, row.gradient) if name}
 # Arrays that `is_plain` looks at besides q, k and v; those with None exclude batch axes.
-_OF_ENTRIES = {**_FULL, **{term.name: term.own_axes for term in TERMS if term.name not in _BROADCAST}}
+_OF_ENTRIES = {**_FULL, **{row.name: row.own_axes for row in OPTIONAL_INPUTS if row.name not in _BROADCAST}}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,14 +28,14 @@ from cuflash.arrays.array_info import (
 )
 from cuflash.arrays.checks import value_error
 from cuflash.arrays.dlpack import check_distinct
-from cuflash.spec.inputs import FP8_SCALES, INPUTS, NAMES, TERMS
+from cuflash.spec.inputs import FP8_SCALES, INPUTS, NAMES, OPTIONAL_INPUTS
 from cuflash.spec.options import Options, window_of
 from cuflash.spec.outputs import BY_NAME as OUTPUT_ROWS
 from cuflash.spec.outputs import NUMBER_GRADIENTS, OVER_HEAD_DIM, OVER_ROWS, UPSTREAM, Output
 from cuflash.spec.passes import Pass
 from cuflash.spec.problem import Problem, gradient_operand, make_problem
 
-_OF_TERMS = {term.gradient: term for term in TERMS if term.part_of}
+_INPUT_OF_GRADIENT = {row.gradient: row for row in OPTIONAL_INPUTS if row.part_of}
 
 
 class _Named(NamedTuple):
@@ -165,7 +165,7 @@ def bind(
 def assumed(problem: Problem, pass_: Pass, given: Mapping[str, Operand]) -> dict[str, Operand]:
     """The operands of a pass: those that are `given`, and assumed ones, for which only the problem is known.
 
-    Assumed operands are contiguous, except gradients of terms, which have the layout of their terms.
+    Assumed operands are contiguous, except gradients of optional inputs, which have the layout of the input.
     """
     operands = dict(given)
     for name in (*pass_.read, *pass_.written):
@@ -173,9 +173,9 @@ def assumed(problem: Problem, pass_: Pass, given: Mapping[str, Operand]) -> dict
             dtype = problem.dtype_of(name)
             array = Contiguous(problem.shape_of(_row_of(name)), _Named(dtype, ITEMSIZE[dtype]))
             operands[name] = layout_of(array, problem.layout)
-    for name, term in _OF_TERMS.items():
+    for name, row in _INPUT_OF_GRADIENT.items():
         if name not in operands:
-            operand = getattr(problem, term.name)
+            operand = getattr(problem, row.name)
             if operand is not None:
                 operands[name] = operand
     return operands
@@ -217,7 +217,7 @@ def planned_length(seqlen_k: int) -> int:
 Growing = tuple[tuple[str, ...], int, int, tuple[Any, ...]]
 FIXED: Growing = ((), 0, 0, ())
 _K_AND_V, _TABLE = ("k", "v"), ("block_table",)
-_OVER_KEYS = tuple(term.name for term in TERMS if term.has_keys)
+_OVER_KEYS = tuple(row.name for row in OPTIONAL_INPUTS if row.has_keys)
 
 
 def growing_keys(options: Options, arrays: Mapping[str, Any]) -> Growing:
@@ -293,7 +293,7 @@ def _row_of(name: str) -> Output:
 
 def expected(name: str, problem: Problem, given: Mapping[str, Shaped]) -> tuple[tuple[int, ...], str]:
     """The shape and dtype that a result, or what the backward pass takes, must have in this problem."""
-    if name in _OF_TERMS or name in problem.score_arg_gradients:
+    if name in _INPUT_OF_GRADIENT or name in problem.score_arg_gradients:
         model = given[name[1:]]
         return tuple(model.shape), model.dtype.name
     row = _row_of(name)
@@ -339,6 +339,6 @@ def _operand(name: str, array: Shaped, problem: Problem) -> Operand:
     """An array of the pass as kernels see it."""
     if name in problem.score_arg_gradients:
         return as_it_is(array)
-    if name in _OF_TERMS:
-        return gradient_operand(_OF_TERMS[name], problem, array)
+    if name in _INPUT_OF_GRADIENT:
+        return gradient_operand(_INPUT_OF_GRADIENT[name], problem, array)
     return rows_of(array) if name in OVER_ROWS else layout_of(array, problem.layout)

@@ -1,7 +1,7 @@
 """The optional arrays of a call, and the numbers that act on scores: a row for each.
 
 A row says what its array or number may be, how kernels see it and whether it has a gradient. Validation, operands, the
-kernels' argument, `need`, the interface and test strategies walk over the rows.
+kernels' argument, `need`, the interface and test strategies iterate over the rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SCORES = ("batch", "num_heads", "seqlen_q", "seqlen_k")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Term:
+class OptionalInput:
     """One optional array, named as the argument of `cuflash.FlashAttention.forward`.
 
     Attributes
@@ -35,17 +35,17 @@ class Term:
     own_axes : int, optional
         How many of its axes are not batch axes. None where it goes with no batch axes.
     part_of : {"", "scores", "softmax"}
-        Whether it is a summand of the scores, or of the sum of exponentials whose logarithm is lse. Such a term has a
+        Whether it is a summand of the scores, or of the sum of exponentials whose logarithm is lse. Such an input has a
         gradient, of its own shape and dtype.
     goes_packed : bool
         Whether it may be given with packed sequences.
     has_keys : bool
         Whether one of its axes is as long as there are keys, or blocks of them.
     acts : int
-        Its place in the order in which terms act on a score; the names of kernels list options in this order. 0 for a
-        term that does not act on scores.
+        Its place in the order in which inputs act on a score; the names of kernels list options in this order. 0 for
+        one that does not act on scores.
     define : str
-        The macro that tells kernels of it. It is 0 where the term is absent. Where the term is given it is 1, or the
+        The macro that tells kernels of it. It is 0 where the input is absent. Where it is given, it is 1, or the
         size of an element if its name ends with "_BYTES". Empty where kernels need to know more than that.
     """
 
@@ -62,8 +62,8 @@ class Term:
     acts: int = 0
     define: str = ""
 
-    def dtypes_beside(self, dtype: str) -> tuple[str, ...]:
-        """The dtypes that it may have beside q of a dtype."""
+    def dtypes_with(self, dtype: str) -> tuple[str, ...]:
+        """The dtypes that it may have next to q of a dtype."""
         spelled = {"input": dtype, "softmax": softmax_dtype_of(dtype)}
         return tuple(dict.fromkeys(spelled.get(x, x) for x in self.dtypes))
 
@@ -83,8 +83,8 @@ class Term:
         return self.may_lack_batch and bool(self.shapes) and not any("batch" in shape for shape in self.shapes)
 
 
-TERMS = (
-    Term(
+OPTIONAL_INPUTS = (
+    OptionalInput(
         name="bias",
         dtypes=("input", "softmax"),
         shapes=(SCORES,),
@@ -96,7 +96,7 @@ TERMS = (
         acts=2,
         define="CUFLASH_BIAS_BYTES",
     ),
-    Term(
+    OptionalInput(
         name="mask",
         dtypes=("bool",),
         hint=" (True takes part; additive terms go into bias)",
@@ -108,8 +108,10 @@ TERMS = (
         acts=3,
         define="CUFLASH_HAS_MASK",
     ),
-    Term(name="block_mask", dtypes=("bool",), hint=" (True takes part)", strides=4, own_axes=3, has_keys=True, acts=4),
-    Term(
+    OptionalInput(
+        name="block_mask", dtypes=("bool",), hint=" (True takes part)", strides=4, own_axes=3, has_keys=True, acts=4
+    ),
+    OptionalInput(
         name="alibi_slopes",
         dtypes=("softmax",),
         shapes=(("num_heads",), ("batch", "num_heads")),
@@ -120,7 +122,7 @@ TERMS = (
         acts=1,
         define="CUFLASH_HAS_ALIBI",
     ),
-    Term(
+    OptionalInput(
         name="kv_lengths",
         dtypes=("int32", "int64"),
         shapes=(("batch",),),
@@ -129,7 +131,7 @@ TERMS = (
         acts=5,
         define="CUFLASH_KV_LENGTHS_BYTES",
     ),
-    Term(
+    OptionalInput(
         name="sinks",
         dtypes=("softmax",),
         shapes=(("num_heads",),),
@@ -140,20 +142,20 @@ TERMS = (
         acts=6,
         define="CUFLASH_HAS_SINKS",
     ),
-    Term(name="cu_seqlens_q", dtypes=("int32",), hint=_OR_INT64, strides=1, goes_packed=True),
-    Term(name="cu_seqlens_k", dtypes=("int32",), hint=_OR_INT64, strides=1, goes_packed=True),
-    Term(name="block_table", dtypes=("int32",), hint=_OR_INT64, strides=2),
-    Term(name="q_scale", dtypes=("float32",), strides=3, own_axes=2, goes_packed=True),
-    Term(name="k_scale", dtypes=("float32",), strides=3, own_axes=2, goes_packed=True),
-    Term(name="v_scale", dtypes=("float32",), strides=3, own_axes=2, goes_packed=True),
+    OptionalInput(name="cu_seqlens_q", dtypes=("int32",), hint=_OR_INT64, strides=1, goes_packed=True),
+    OptionalInput(name="cu_seqlens_k", dtypes=("int32",), hint=_OR_INT64, strides=1, goes_packed=True),
+    OptionalInput(name="block_table", dtypes=("int32",), hint=_OR_INT64, strides=2),
+    OptionalInput(name="q_scale", dtypes=("float32",), strides=3, own_axes=2, goes_packed=True),
+    OptionalInput(name="k_scale", dtypes=("float32",), strides=3, own_axes=2, goes_packed=True),
+    OptionalInput(name="v_scale", dtypes=("float32",), strides=3, own_axes=2, goes_packed=True),
 )
-NAMES = tuple(term.name for term in TERMS)
-BY_NAME: Mapping[str, Term] = {term.name: term for term in TERMS}
-ACTING = tuple(term.name for term in sorted(TERMS, key=lambda term: term.acts) if term.acts)
-# The terms over pairs of a query and a key. They broadcast along these axes.
-BROADCAST = tuple(term.name for term in TERMS if term.broadcasts)
-# The terms that have a number for each query head: they act alike in every batch entry, or have an axis for these.
-PER_HEAD_INPUTS = tuple(term for term in TERMS if term.part_of and not term.broadcasts)
+NAMES = tuple(row.name for row in OPTIONAL_INPUTS)
+BY_NAME: Mapping[str, OptionalInput] = {row.name: row for row in OPTIONAL_INPUTS}
+ACTING = tuple(row.name for row in sorted(OPTIONAL_INPUTS, key=lambda row: row.acts) if row.acts)
+# The inputs over pairs of a query and a key. They broadcast along these axes.
+BROADCAST = tuple(row.name for row in OPTIONAL_INPUTS if row.broadcasts)
+# The inputs with a value for each query head: the same in every batch entry, or with an axis for these.
+PER_HEAD_INPUTS = tuple(row for row in OPTIONAL_INPUTS if row.part_of and not row.broadcasts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,9 +196,9 @@ NUMBER_ROWS = (
 )
 # The first always has a value. The others have one only if they are given.
 NUMBERS = tuple(number.name for number in NUMBER_ROWS)
-CAPS = ("softcap",)  # parameters of a function that acts on scaled products, before the terms act
-# The terms of which kernels read int32 alone. Calls convert int64, which is NumPy's integer and that of its sums.
-NARROWED = tuple(term.name for term in TERMS if term.dtypes == ("int32",))
+CAPS = ("softcap",)  # parameters of a function that acts on scaled products, before the inputs act
+# The inputs of which kernels read int32 alone. Calls convert int64, which is NumPy's integer and that of its sums.
+NARROWED = tuple(row.name for row in OPTIONAL_INPUTS if row.dtypes == ("int32",))
 # The factors of fp8 q, k and v; their names begin with those of the arrays.
 FP8_SCALES = ("q_scale", "k_scale", "v_scale")
 # Options that act on scores pair by pair, in the order in which they do: a kernel without scores knows none of them.
@@ -211,9 +213,9 @@ SCORE_OPTIONS = tuple(name for name in PAIR_OPTIONS if name not in MASKS)
 # The macros that tell kernels whether an option is given.
 DEFINES: Mapping[str, str] = {
     **{name: f"CUFLASH_HAS_{name.upper()}" for name in CAPS},
-    **{term.name: term.define for term in TERMS if term.define},
+    **{row.name: row.define for row in OPTIONAL_INPUTS if row.define},
 }
-_ADDED = tuple(term.name for term in TERMS if term.part_of == "scores")
+_ADDED = tuple(row.name for row in OPTIONAL_INPUTS if row.part_of == "scores")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +233,7 @@ class Numbers:
 
 @dataclass(frozen=True, kw_only=True)
 class Given(Numbers):
-    """The numbers of a problem, and its terms as kernels see them."""
+    """The numbers of a problem, and its optional inputs as kernels see them."""
 
     scale: float = field()
     bias: Operand | None = None
@@ -253,7 +255,7 @@ class Given(Numbers):
 
     @property
     def has_added_terms(self) -> bool:
-        """Whether a term is added to the scores, which may be large."""
+        """Whether an input is added to the scores, which may be large."""
         return bool(self.given(_ADDED))
 
     @property
@@ -269,8 +271,8 @@ class OfNumbers(TypedDict, total=False):
     softcap: float | None
 
 
-class Terms(TypedDict, total=False):
-    """The terms as keyword arguments."""
+class OptionalArrays(TypedDict, total=False):
+    """The optional inputs as keyword arguments."""
 
     bias: Any
     mask: Any
@@ -286,7 +288,7 @@ class Terms(TypedDict, total=False):
     v_scale: Any
 
 
-class OfThreeGradients(Terms, total=False):
+class OfThreeGradients(OptionalArrays, total=False):
     """The arrays of a backward pass that gives `outputs.DEFAULT_NEED`, as keyword arguments."""
 
     dlse: Any

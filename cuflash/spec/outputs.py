@@ -1,7 +1,7 @@
 """The results of both passes: a row for each.
 
 A row says over which axes a result lies, its dtype, whose gradient it is, and whether the backward pass takes it up.
-Bindings, the kernels' argument, `need`, slices of a problem, the oracle rule and test strategies walk over the rows.
+Bindings, the kernels' argument, `need`, slices of a problem, the oracle rule and test strategies iterate over the rows.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from cuflash.spec.inputs import CAPS, INPUTS, NUMBERS, TERMS, Term
+from cuflash.spec.inputs import CAPS, INPUTS, NUMBERS, OPTIONAL_INPUTS, OptionalInput
 
 _QUERIES = ("batch", "num_heads", "seqlen_q")
 _KEYS = ("batch", "num_heads_kv", "seqlen_k")
@@ -30,7 +30,7 @@ class Output:
     gradient_of : str
         The array or number whose gradient it is; empty for results of the forward pass.
     part_of : {"", "scores", "softmax"}
-        What this is a part of, besides q, k and v: as `Term.part_of` says, and numbers are parts of the scores.
+        Where this enters, besides q, k and v: as `OptionalInput.part_of` says, and numbers enter the scores.
     needs : str
         The optional array or number that a problem must have, so that it has this result.
     strides : int
@@ -72,10 +72,8 @@ class Output:
         return f"d{self.name}" if self.upstream else ""
 
 
-def _gradient_of_term(term: Term) -> Output:
-    return Output(
-        name=term.gradient, gradient_of=term.name, part_of=term.part_of, needs=term.name, strides=term.strides
-    )
+def _input_gradient(row: OptionalInput) -> Output:
+    return Output(name=row.gradient, gradient_of=row.name, part_of=row.part_of, needs=row.name, strides=row.strides)
 
 
 def _gradient_of_number(name: str) -> Output:
@@ -100,9 +98,9 @@ GRADIENT_ROWS = (
     Output(name="dq", axes=(*_QUERIES, "head_dim"), dtype="input", gradient_of="q", is_default=True),
     Output(name="dk", axes=(*_KEYS, "head_dim"), dtype="input", gradient_of="k", is_default=True),
     Output(name="dv", axes=(*_KEYS, "head_dim_v"), dtype="input", gradient_of="v", is_default=True),
-    *(_gradient_of_term(term) for term in TERMS if term.part_of == "scores"),
+    *(_input_gradient(row) for row in OPTIONAL_INPUTS if row.part_of == "scores"),
     *(_gradient_of_number(name) for name in NUMBERS),
-    *(_gradient_of_term(term) for term in TERMS if term.part_of == "softmax"),
+    *(_input_gradient(row) for row in OPTIONAL_INPUTS if row.part_of == "softmax"),
 )
 BY_NAME = {row.name: row for row in (*FORWARD_ROWS, *GRADIENT_ROWS)}
 UPSTREAM = {row.gradient: row for row in FORWARD_ROWS if row.upstream}  # by the name of the gradient

@@ -37,7 +37,7 @@ from cuflash.arrays.array_info import (
 )
 from cuflash.arrays.checks import counted, type_error, value_error
 from cuflash.score_mod import Program, ScoreFunction, Traced, hoisted_program_of, program_of
-from cuflash.spec.inputs import BY_NAME, FP8_SCALES, NAMES, NUMBER_ROWS, Given, Term, Terms
+from cuflash.spec.inputs import BY_NAME, FP8_SCALES, NAMES, NUMBER_ROWS, Given, OptionalArrays, OptionalInput
 from cuflash.spec.options import Options, Origin, check_block_size, diagonal_of, rounded_rate, window_of
 from cuflash.spec.outputs import BY_NAME as OUTPUT_ROWS
 from cuflash.spec.outputs import GRADIENTS, Output
@@ -359,7 +359,7 @@ def make_problem(
     v: Shaped,
     *,
     score_args: Any = None,
-    **terms: Unpack[Terms],
+    **optional_inputs: Unpack[OptionalArrays],
 ) -> Problem:
     """Validate the inputs of one call against each other; `score_args` maps names to the arrays that its functions
     read.
@@ -367,7 +367,7 @@ def make_problem(
     Raises TypeError (a dtype), ValueError (a shape, a size) or NotImplementedError (a combination), naming the
     argument, what was got and what is expected. Values are not looked at.
     """
-    given = {name: cast("Shaped", array) for name in NAMES if (array := terms.get(name)) is not None}
+    given = {name: cast("Shaped", array) for name in NAMES if (array := optional_inputs.get(name)) is not None}
     block_table, block_mask = given.get("block_table"), given.get("block_mask")
     is_packed = "cu_seqlens_q" in given or "cu_seqlens_k" in given
     if block_table is not None and is_packed:
@@ -406,7 +406,7 @@ def make_problem(
     softmax_dtype = softmax_dtype_of(dtype)
     sizes = {"batch": batch, "num_heads": num_heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     operands: dict[str, Any] = {
-        name: _term_operand(BY_NAME[name], array, dtype, sizes)
+        name: _input_operand(BY_NAME[name], array, dtype, sizes)
         for name, array in given.items()
         if name not in FP8_SCALES
     }
@@ -478,7 +478,7 @@ def _alignment(options: Options, given: Collection[str], batch: int) -> Literal[
 
 
 def _check_axes(name: str, array: Shaped, other: str | None) -> None:
-    """Refuse more or fewer axes than one pass takes; `other` is a term that rules out any further batch axes."""
+    """Refuse more or fewer axes than one pass takes; `other` is an input that rules out any further batch axes."""
     count = len(array.shape)
     if count > 4 and other is not None:
         raise NotImplementedError(
@@ -525,15 +525,15 @@ def check_differentiable(problem: Problem) -> None:
         )
 
 
-def _term_operand(term: Term, array: Shaped, dtype: str, sizes: Mapping[str, int]) -> Operand:
-    """A term as kernels see it, checked against its row."""
-    check_dtype(term.name, array, term.dtypes_beside(dtype), term.hint)
-    targets = [tuple(sizes[axis] for axis in shape) for shape in term.shapes]
-    if term.shapes and not term.broadcasts and tuple(array.shape) not in targets:
-        named = (f"({', '.join(shape)}{',' * (len(shape) == 1)})" for shape in term.shapes)
+def _input_operand(row: OptionalInput, array: Shaped, dtype: str, sizes: Mapping[str, int]) -> Operand:
+    """An optional input as kernels see it, checked against its row."""
+    check_dtype(row.name, array, row.dtypes_with(dtype), row.hint)
+    targets = [tuple(sizes[axis] for axis in shape) for shape in row.shapes]
+    if row.shapes and not row.broadcasts and tuple(array.shape) not in targets:
+        named = (f"({', '.join(shape)}{',' * (len(shape) == 1)})" for shape in row.shapes)
         expected = " or ".join(f"{axes} = {target}" for axes, target in zip(named, targets, strict=True))
-        raise value_error(term.name, f"shape {tuple(array.shape)}", expected)
-    return broadcast_operand(term.name, array, targets[-1] if targets else tuple(array.shape))
+        raise value_error(row.name, f"shape {tuple(array.shape)}", expected)
+    return broadcast_operand(row.name, array, targets[-1] if targets else tuple(array.shape))
 
 
 def _block_mask_operand(array: Shaped, block_size: tuple[int, int], sizes: Mapping[str, int]) -> Operand:
@@ -654,6 +654,6 @@ def _number_of_sequences(ndim: int, cu_seqlens_q: Shaped | None, cu_seqlens_k: S
     return int(count_q) - 1
 
 
-def gradient_operand(term: Term, problem: Problem, array: Shaped) -> Operand:
-    """The gradient of a term as kernels see it: stride 0 on the axes that it is summed over."""
-    return broadcast_operand(term.gradient, array, tuple(getattr(problem, axis) for axis in term.shapes[-1]))
+def gradient_operand(row: OptionalInput, problem: Problem, array: Shaped) -> Operand:
+    """The gradient of an optional input as kernels see it: stride 0 on the axes that it is summed over."""
+    return broadcast_operand(row.gradient, array, tuple(getattr(problem, axis) for axis in row.shapes[-1]))

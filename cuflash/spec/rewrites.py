@@ -2,7 +2,7 @@
 
 ``s - slopes[head] * abs(i - j)`` is ALiBi, ``s + pairs[head, i, j]`` a bias, ``c * tanh(s / c)`` a soft cap, and
 ``(i >= j) & (i - j < 256)`` a window. Kernels and the CPU path serve options faster than functions, because they know
-where the terms of a tile of scores lie and which tiles are hidden. The results are those that the functions define.
+where the bias of a tile lies and which tiles are hidden. The results are those that the functions define.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Equivalent:
     options : Options
         The options of the call, with options in place of functions.
     places : mapping of str to (str, tuple)
-        By the name of an array that the score reads, the term that it becomes, and the index that turns its axes into
-        those of the term.
+        By the name of an array that the score reads, the optional input that it becomes, and the index that turns its
+        axes into those of the input.
     unread : tuple of str
         Arrays of the functions that nothing reads any more.
     """
@@ -49,12 +49,12 @@ class Equivalent:
     def arrays(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays of a call, with the gradients that it writes to, by their new names."""
         renamed = {name: x for name, x in given.items() if name not in self.places and name not in self.unread}
-        for name, (term, index) in self.places.items():
-            renamed[term] = given[name][index] if index else given[name]
+        for name, (option, index) in self.places.items():
+            renamed[option] = given[name][index] if index else given[name]
             gradient = given.get(f"d{name}")
             renamed.pop(f"d{name}", None)
             if gradient is not None:
-                renamed[f"d{term}"] = gradient[index] if index else gradient
+                renamed[f"d{option}"] = gradient[index] if index else gradient
         return renamed
 
     def need(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -79,18 +79,18 @@ class Equivalent:
         """The new name of a result; only gradients of what a score reads have one."""
         if name in FORWARD.results_of(self.options):
             return name
-        term, _ = self.places.get(name[1:], (name[1:], _ALL))
-        return f"d{term}"
+        option, _ = self.places.get(name[1:], (name[1:], _ALL))
+        return f"d{option}"
 
     def describe(self, options: Options, given: Mapping[str, Any]) -> str:
         """The text about it in a plan, for the options and the arrays of the call."""
         cap = self.options.softcap
         numbers = [] if cap is None else [f"softcap = {cap}"]
-        terms = [f"{term} = {name}" for name, (term, _) in self.places.items()]
+        arrays = [f"{option} = {name}" for name, (option, _) in self.places.items()]
         bounds = [f"window = {self.options.window}"] if options.mask_function and not self.options.mask_function else []
         kinds = tuple((name, given[name].ndim, given[name].dtype.name) for name in options.score_args)
         program = program_of(options.score, options.mask_function, kinds)
-        said = f"functions computed as the options that they spell out: {', '.join((*numbers, *terms, *bounds))}"
+        said = f"functions computed as the options that they spell out: {', '.join((*numbers, *arrays, *bounds))}"
         return f"{said}\n{program.describe()}"
 
 
@@ -166,11 +166,11 @@ def _equivalent(
             changed |= {"mask_function": None, "causal": False, "window": bounds, "diagonal": 0}
     places: dict[str, tuple[str, Index]] = {}
     if options.score is not None and options.score.root is not None:
-        as_terms = _of_score(options.score.root, call, served)
-        if as_terms is not None and not set(as_terms[1]) & _read_otherwise(options):
-            cap, places = as_terms
+        as_options = _of_score(options.score.root, call, served)
+        if as_options is not None and not set(as_options[1]) & _read_otherwise(options):
+            cap, places = as_options
             changed |= {"score": None, "softcap": cap}
-            if "alibi_slopes" in {term for term, _ in places.values()} and call.window == (None, None):
+            if "alibi_slopes" in {option for option, _ in places.values()} and call.window == (None, None):
                 changed["diagonal"] = 0
     if not changed:
         return None
@@ -182,7 +182,7 @@ def _equivalent(
 
 
 def _read_otherwise(options: Options) -> set[str]:
-    """The arrays that the mask reads, which therefore cannot become terms."""
+    """The arrays that the mask reads, which therefore cannot become options."""
     return set() if options.mask_function is None else set(options.mask_function.arrays)
 
 
@@ -200,7 +200,7 @@ def _in_order(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
 def _of_score(
     root: Node, call: _Call, served: tuple[str, ...]
 ) -> tuple[float | None, dict[str, tuple[str, Index]]] | None:
-    """The soft cap and the terms that a score is made of; None if it has other parts, or neither of these."""
+    """The soft cap and optional inputs that a score consists of; None if there is more in it, or neither of these."""
     cap: float | None = None
     places: dict[str, tuple[str, Index]] = {}
     has_s = False
@@ -209,10 +209,10 @@ def _of_score(
         if sign > 0 and not has_s and (_is_input(summand, "s") or own_cap is not None):
             has_s, cap = True, own_cap
             continue
-        term = _alibi_slopes(sign, summand, call) or _bias(sign, summand, call)
-        if term is None or term[1][0] not in served:
+        option = _alibi_slopes(sign, summand, call) or _bias(sign, summand, call)
+        if option is None or option[1][0] not in served:
             return None
-        name, place = term
+        name, place = option
         if name in places or any(place[0] == other for other, _ in places.values()):
             return None
         places[name] = place
@@ -279,7 +279,7 @@ def _alibi_slopes(sign: int, at: Node, call: _Call) -> tuple[str, tuple[str, Ind
     of_distance = 1 if is_abs or form == (1, -1, 0) else -1
     if sign * own_sign * of_distance > 0:
         return None
-    return _term("alibi_slopes", loads[0], call, _ALL)
+    return _as_input("alibi_slopes", loads[0], call, _ALL)
 
 
 def _bias(sign: int, at: Node, call: _Call) -> tuple[str, tuple[str, Index]] | None:
@@ -292,22 +292,22 @@ def _bias(sign: int, at: Node, call: _Call) -> tuple[str, tuple[str, Index]] | N
     index: Index = tuple(slice(None) if axis in inputs else None for axis in AXES)
     while index[0] is None:
         index = index[1:]
-    return _term("bias", at, call, _ALL if None not in index else index)
+    return _as_input("bias", at, call, _ALL if None not in index else index)
 
 
-def _term(name: str, load: Node, call: _Call, index: Index) -> tuple[str, tuple[str, Index]] | None:
-    """An array as a term, if each of its axes is an axis of the scores and as long, or of length 1 in a bias."""
+def _as_input(name: str, load: Node, call: _Call, index: Index) -> tuple[str, tuple[str, Index]] | None:
+    """An array as an optional input, if each axis is one of the scores and as long, or has length 1 in a bias."""
     array = str(load.payload)
-    shape, sizes, term = call.shapes[array], call.sizes, BY_NAME[name]
+    shape, sizes, option = call.shapes[array], call.sizes, BY_NAME[name]
     inputs = [str(x.payload) for x in load.args if x.op == "input"]
     if not len(load.args) == len(inputs) == len(shape) or inputs != [axis for axis in AXES if axis in inputs]:
         return None
     if name == "alibi_slopes" and inputs not in (["head"], ["batch", "head"]):
         return None
     for axis, length in zip(inputs, shape, strict=True):
-        if axis not in sizes or not (length == sizes[axis] or (length == 1 and term.broadcasts)):
+        if axis not in sizes or not (length == sizes[axis] or (length == 1 and option.broadcasts)):
             return None
-    if call.dtypes[array] not in term.dtypes_beside(call.dtypes["q"]):
+    if call.dtypes[array] not in option.dtypes_with(call.dtypes["q"]):
         return None
     return array, (name, index)
 

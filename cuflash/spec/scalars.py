@@ -34,7 +34,7 @@ def array_of(name: str, scalar: Any, q_dtype: str) -> NDArray[Any]:
     is: what checks those of arrays refuses it.
     """
     dtype = "bfloat16" if q_dtype in FLOAT8 else q_dtype
-    allowed = BY_NAME[name].dtypes_beside(dtype) if name in BY_NAME else score_arg_dtypes(dtype)
+    allowed = BY_NAME[name].dtypes_with(dtype) if name in BY_NAME else score_arg_dtypes(dtype)
     own = np.asarray(scalar)
     is_of_python = type(scalar) in (int, float) or (isinstance(scalar, float) and own.dtype.name not in allowed)
     if not is_of_python:

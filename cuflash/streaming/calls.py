@@ -92,7 +92,7 @@ class _Call:
 def forward(
     options: Options, arrays: Mapping[str, Any], random: tuple[int, int] = (0, 0), need: tuple[str, ...] = OUTPUTS
 ) -> tuple[Array, ...]:
-    """The results `need` of arrays by name: q, k, v, and the terms, out and lse that are given."""
+    """The results `need` of arrays by name: q, k, v, and the optional inputs, out and lse that are given."""
     if calls := _over_axes(options, arrays, need):
         return calls.run(lambda own, found: forward(own, _streamed(found, arrays), random, need))
     call = _checked(FORWARD, options, arrays, need)

@@ -152,9 +152,9 @@ class StreamedPass:
         sums.finish()
 
     def _scores_of_heads(self) -> list[Array]:
-        """The terms that add to the sum of exponentials, once for all chunks."""
-        terms = self.parts.of_heads(slice(None), of_softmax=True)
-        return [array for name, array in terms.items() if f"d{name}" in SOFTMAX_GRADIENTS]
+        """The optional inputs that add to the row sum, once for all chunks."""
+        optional_inputs = self.parts.of_heads(slice(None), of_softmax=True)
+        return [array for name, array in optional_inputs.items() if f"d{name}" in SOFTMAX_GRADIENTS]
 
     def _walk(self, results: Mapping[str, Host]) -> Iterator[Part]:
         """One chunk after the other. The results of a chunk are copied away when the next chunk is requested."""
@@ -194,8 +194,8 @@ class StreamedPass:
             if name in self.arrays:
                 found[name] = of_pairs(self.arrays[name], queries, keys)
         heads = slice(0, self.parts.problem.num_heads)
-        terms = self.parts.of_heads(heads, of_softmax=of_softmax) | self.parts.of_blocks(queries, keys)
-        return found | terms | self.parts.lengths(keys)
+        optional_inputs = self.parts.of_heads(heads, of_softmax=of_softmax) | self.parts.of_blocks(queries, keys)
+        return found | optional_inputs | self.parts.lengths(keys)
 
 
 class _Sums:
@@ -246,7 +246,7 @@ class _Sums:
 
 
 def sums_softmax(need: Collection[str]) -> bool:
-    """Whether `need` has gradients of terms that add to the sum of exponentials."""
+    """Whether `need` has gradients of optional inputs that add to the row sum."""
     return not set(SOFTMAX_GRADIENTS).isdisjoint(need)
 
 

@@ -122,28 +122,28 @@ def _backward_memory(run: StreamedPass, need: Collection[str], given: Mapping[st
     wide = _rounded(run.arrays["q"].size * run.parts.softmax_dtype.itemsize)
     score_args = {name: run.arrays[name[1:]] for name in need if name in run.parts.options.score_gradients}
     own = [name for name in need if name not in OF_KEYS and name not in score_args]
-    others = sum(_of_term(run, name) for name in own if name != "dq")
+    others = sum(_sum_bytes(run, name) for name in own if name != "dq")
     memory = {
         "k and v": sum(2 * _chunk_bytes(run, x) for x in run.keys.values()),
         "dk and dv": sum(2 * _chunk_bytes(run, x) for name, x in run.keys.items() if f"d{name}" in need),
         "results": sum(
-            _rounded(run.arrays["q"].nbytes) if name == "dq" else _of_term(run, name)
+            _rounded(run.arrays["q"].nbytes) if name == "dq" else _sum_bytes(run, name)
             for name in own
             if name not in given
         )
         + sum(_rounded(x.nbytes) for name, x in score_args.items() if name not in given),
     }
     if not run.is_whole:
-        narrow = sum(_of_term(run, name) for name, x in score_args.items() if x.dtype != run.parts.softmax_dtype)
+        narrow = sum(_sum_bytes(run, name) for name, x in score_args.items() if x.dtype != run.parts.softmax_dtype)
         memory["sums"] = ("dq" in need) * is_narrow * wide + others + narrow
-        memory["a part"] = ("dq" in need) * wide + 2 * others + sum(_of_term(run, name) for name in score_args)
+        memory["a part"] = ("dq" in need) * wide + 2 * others + sum(_sum_bytes(run, name) for name in score_args)
         widened = [x for name, x in run.parts.wide_score_args.items() if x is not run.arrays[name]]
         memory["what functions read"] = sum(_rounded(x.nbytes) for x in widened)
     return memory | {"scratch": _scratch(BACKWARD, run, need)}
 
 
-def _of_term(run: StreamedPass, name: str) -> int:
-    """Bytes of the gradient of a term or a number, in the dtype of sums."""
+def _sum_bytes(run: StreamedPass, name: str) -> int:
+    """Bytes of the gradient of an optional input or a number, in the dtype of sums."""
     array = run.arrays.get(name[1:])
     return _rounded((1 if array is None else array.size) * run.parts.softmax_dtype.itemsize)
 

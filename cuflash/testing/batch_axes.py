@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.spec.inputs import BY_NAME, TERMS
+from cuflash.spec.inputs import BY_NAME, OPTIONAL_INPUTS
 from cuflash.spec.outputs import OUTPUTS, OVER_HEAD_DIM, OVER_ROWS
 
 Array = NDArray[Any]
@@ -19,7 +19,7 @@ Array = NDArray[Any]
 OWN_AXES = {
     **dict.fromkeys(OVER_HEAD_DIM, 3),
     **dict.fromkeys(OVER_ROWS, 2),
-    **{term.name: term.own_axes for term in TERMS if term.own_axes is not None},
+    **{row.name: row.own_axes for row in OPTIONAL_INPUTS if row.own_axes is not None},
 }
 
 

@@ -35,13 +35,13 @@ def bounds(case: Case, arrays: Mapping[str, Array]) -> tuple[Array, Array, Array
     """
     problem = case.problem
     q, k, v = qkv(arrays)
-    terms = optional(arrays)
+    given = optional(arrays)
     shape = (problem.batch, problem.num_heads, problem.seqlen_q)
     out, lse = np.zeros((*shape, problem.head_dim_v)), np.full(shape, -np.inf)
     far, far_lse = np.zeros_like(out), np.zeros(shape)
     steps = math.ceil(problem.head_dim / 32)
     rounding = ROUNDING_BY_LINE if max(problem.head_dim, problem.head_dim_v) <= 128 else ROUNDING
-    for head in reference.each_head(problem, q, k, v, np.float64, **terms):
+    for head in reference.each_head(problem, q, k, v, np.float64, **given):
         b, h, rows = head.index
         weights, values = head.P, head.V
         moved = abs(problem.scale) * (abs(head.Q) @ abs(head.K).T) * SUMS * steps

@@ -34,12 +34,12 @@ from numpy.typing import DTypeLike, NDArray
 from cuflash.arrays.array_info import FLOAT8, user_shape, view_4d, view_rows
 from cuflash.score_mod.evaluation import clamped, evaluate
 from cuflash.spec.dropout import kept_weights
-from cuflash.spec.inputs import NAMES, NUMBERS, TERMS
+from cuflash.spec.inputs import NAMES, NUMBERS, OPTIONAL_INPUTS
 from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.spec.problem import Problem, scales_of_rows
 
 if TYPE_CHECKING:
-    from cuflash.spec.inputs import Terms
+    from cuflash.spec.inputs import OptionalArrays
 
 Array = NDArray[Any]
 
@@ -194,7 +194,7 @@ class ScoreSums:
 
     def __init__(self, problem: Problem, terms: Mapping[str, Any], compute: np.dtype[Any]) -> None:
         self.totals = {f"d{name}": BroadcastSum(None, (), compute) for name in NUMBERS}
-        for term in TERMS:
+        for term in OPTIONAL_INPUTS:
             if term.part_of == "scores":
                 shape = tuple(getattr(problem, axis) for axis in term.shapes[-1])
                 self.totals[term.gradient] = BroadcastSum(terms.get(term.name), shape, compute)
@@ -244,7 +244,7 @@ def each_head(
 
     `arrays` are the terms, and what score_mod and mask_mod read.
     """
-    terms: Terms = {name: x for name, x in arrays.items() if name in NAMES}  # type: ignore[assignment]
+    terms: OptionalArrays = {name: x for name, x in arrays.items() if name in NAMES}  # type: ignore[assignment]
     q, k, v = (view_4d(x, problem.layout) for x in (q, k, v))
     q, k, v = (dequantised(problem, name, x, terms) for name, x in (("q", q), ("k", k), ("v", v)))
     scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)

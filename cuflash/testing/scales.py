@@ -237,10 +237,10 @@ class _Collector:
     def _distances(self, head: reference.Head) -> Array:
         """What slopes take off the scores: a number of each head times the derivatives by it."""
         total, of_heads = np.zeros((1, 1)), (self.problem.batch, self.problem.num_heads)
-        for term in PER_HEAD_INPUTS:
-            if term.gradient in head.derivatives:
-                slope = float(np.broadcast_to(self.arrays[term.name], of_heads)[head.index_scores])
-                total = total + np.abs(slope * head.derivatives[term.gradient])
+        for row in PER_HEAD_INPUTS:
+            if row.gradient in head.derivatives:
+                slope = float(np.broadcast_to(self.arrays[row.name], of_heads)[head.index_scores])
+                total = total + np.abs(slope * head.derivatives[row.gradient])
         return total
 
     def _are_equal(self, weights: Array, products: Array, size: Array, terms: Array) -> Array:

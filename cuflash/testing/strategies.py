@@ -11,7 +11,7 @@ import ml_dtypes
 from hypothesis import strategies as st
 
 from cuflash.arrays.array_info import DTYPES, FLOAT8, numpy_dtype
-from cuflash.spec.inputs import CAPS, NUMBERS, PER_HEAD_INPUTS, Term
+from cuflash.spec.inputs import CAPS, NUMBERS, PER_HEAD_INPUTS, OptionalInput
 from cuflash.spec.options import LAYOUTS
 from cuflash.testing.arrays import STRIDES
 from cuflash.testing.case import Case
@@ -19,10 +19,10 @@ from cuflash.testing.case import Case
 # What `cases` draws unless told otherwise, and what it draws only when told to.
 FEATURES = (
     *("causal", "window", *NUMBERS, "bias", "mask", "kv_lengths"),
-    *(term.name for term in PER_HEAD_INPUTS if term.part_of == "scores"),
+    *(row.name for row in PER_HEAD_INPUTS if row.part_of == "scores"),
     *("gqa", "head_dim_v"),
 )
-MORE_FEATURES = (*(term.name for term in PER_HEAD_INPUTS if term.part_of == "softmax"), "dlse", "block_mask")
+MORE_FEATURES = (*(row.name for row in PER_HEAD_INPUTS if row.part_of == "softmax"), "dlse", "block_mask")
 # Values and sizes at which implementations fail that are right elsewhere, drawn when told to: fields of `Case`, and
 # "empty".
 REGIMES = ("bias_mask", "score_mean", "distinct_keys", "factors", "empty")
@@ -110,8 +110,8 @@ def cases(
             del shape[0]
         return tuple(shape)
 
-    def of_heads(term: Term) -> Any:
-        shapes = [tuple({"batch": batch, "num_heads": num_heads}[axis] for axis in shape) for shape in term.shapes]
+    def of_heads(row: OptionalInput) -> Any:
+        shapes = [tuple({"batch": batch, "num_heads": num_heads}[axis] for axis in shape) for shape in row.shapes]
         return pick(shapes) if len(shapes) > 1 else True
 
     def block_masks() -> dict[str, Any]:
@@ -151,7 +151,7 @@ def cases(
         else None,
         kv_lengths_dtype=pick(["int32", "int64"]),
         page_size=page_size,
-        **{term.name: of_heads(term) for term in PER_HEAD_INPUTS if has(term.name)},
+        **{row.name: of_heads(row) for row in PER_HEAD_INPUTS if has(row.name)},
         cu_seqlens_q=starts(seqlen_q) if is_packed else None,
         cu_seqlens_k=starts(seqlen_k) if is_packed else None,
         dlse=has("dlse"),
@@ -218,9 +218,9 @@ def over_axes(case: Case, choose: Callable[[Sequence[Any]], Any]) -> Case:
 
     batch_axes = {name: some() for name in ("q", "k", "kv_lengths")}
     batch_axes[choose(("q", "k"))] = axes
-    batch_axes |= {term.name: (1,) * choose((0, len(axes))) for term in PER_HEAD_INPUTS if term.lacks_batch}
+    batch_axes |= {row.name: (1,) * choose((0, len(axes))) for row in PER_HEAD_INPUTS if row.lacks_batch}
     batch_axes["v"] = choose((axes, batch_axes["k"]))
-    given = [term.name for term in PER_HEAD_INPUTS if not term.lacks_batch and getattr(case, term.name) is not None]
+    given = [row.name for row in PER_HEAD_INPUTS if not row.lacks_batch and getattr(case, row.name) is not None]
     of_heads: dict[str, Any] = {name: (*some(), case.num_heads) for name in given}
     lengths = range(case.seqlen_k + 1)
     return replace(

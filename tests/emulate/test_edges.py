@@ -93,15 +93,15 @@ def test_gradients_of_scores_without_elements(sizes, arch):
 
 @either_kernel
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("term", ["mask", "bias"])
-def test_terms_that_hide_everything(term, deterministic, arch):
-    sizes: dict[str, Any] = {"seqlen_q": 40, "seqlen_k": 70, "num_heads": 2, term: (2, 40, 70)}
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_masks_and_biases_that_hide_everything(name, deterministic, arch):
+    sizes: dict[str, Any] = {"seqlen_q": 40, "seqlen_k": 70, "num_heads": 2, name: (2, 40, 70)}
     case = ct.Case(head_dim=16, dtype="bfloat16", **sizes)
     arrays = case.arrays()
-    hidden = False if term == "mask" else -np.inf
-    arrays[term][0] = hidden  # a whole head
-    arrays[term][1, 16:] = hidden  # whole fragments, and whole tiles of rows
-    arrays[term][1, :, :64] = hidden  # a whole tile of keys
+    hidden = False if name == "mask" else -np.inf
+    arrays[name][0] = hidden  # a whole head
+    arrays[name][1, 16:] = hidden  # whole fragments, and whole tiles of rows
+    arrays[name][1, :, :64] = hidden  # a whole tile of keys
     problem = problem_of(case, arrays, deterministic=deterministic)
     results = run_both(problem, arrays, arch=arch)
     judge(problem, arrays, results)

@@ -45,7 +45,7 @@ CASE = ct.Case(
 )
 PAGES = replace(CASE, page_size=16)
 LONG = replace(CASE, seqlen_q=150)
-TERMS: dict[str, Any] = {
+OPTIONS: dict[str, Any] = {
     "softcap": 3.0,
     "bias": (1, 4, 150, 256),
     "mask": (3, 1, 150, 256),
@@ -72,12 +72,12 @@ CASES = {
         replace(PAGES, page_size=32, k_scale=None, v_scale="tensor", layout="bshd", softcap=2.0),
     ),
     "sm80": ("8.0", SM80, replace(LONG, v_scale="block", scale_block=32)),
-    "sm80, pages, options": ("8.0", SM80, replace(LONG, page_size=64, dtype="bfloat16", scale_block=128, **TERMS)),
+    "sm80, pages, options": ("8.0", SM80, replace(LONG, page_size=64, dtype="bfloat16", scale_block=128, **OPTIONS)),
     "sm80, narrow": ("9.0", SM80, replace(LONG, strides="padded", head_dim=31, head_dim_v=17, dropout=0.2)),
     "sm80, packed": ("7.5", SM80, replace(LONG, dtype="bfloat16", kv_dtype="float8_e5m2", **PACKED)),
     "q, decode": ("9.0", DECODE, replace(CASE, **OF_BYTES, sinks=True)),
     "q, decode, pages": ("9.0", DECODE, replace(PAGES, **OF_BYTES | {"q_scale": "head", "head_dim": 144})),
-    "q, sm80": ("8.0", SM80, replace(LONG, **OF_BYTES, head_dim=72, dropout=0.2, **TERMS)),
+    "q, sm80": ("8.0", SM80, replace(LONG, **OF_BYTES, head_dim=72, dropout=0.2, **OPTIONS)),
     "q, sm80, narrow": (
         "8.9",
         SM80,

@@ -101,11 +101,11 @@ def test_scalars_and_wide_integers_beside_arrays_on_a_device(monkeypatch, arch, 
 
     def results(arrays, starts):
         q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
-        terms = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, **scalars}
-        out, lse = attn.forward(q, k, v, **terms)
+        optional = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, **scalars}
+        out, lse = attn.forward(q, k, v, **optional)
         need = ("dq", "dk", "dv", "dgamma", "dslope")
-        attn.plan(q, k, v, **terms)
-        return {"out": out, "lse": lse, **attn.backward(dout, q, k, v, out, lse, need=need, **terms)._asdict()}
+        attn.plan(q, k, v, **optional)
+        return {"out": out, "lse": lse, **attn.backward(dout, q, k, v, out, lse, need=need, **optional)._asdict()}
 
     with launcher(arch, computes=True):
         for module in (flash_attention, preparation):

@@ -44,7 +44,7 @@ CASE = ct.Case(
     seed=1,
 )
 LONG = replace(CASE, seqlen_q=150)
-TERMS: dict[str, Any] = {
+OPTIONS: dict[str, Any] = {
     "softcap": 3.0,
     "bias": (1, 4, 150, 256),
     "mask": (3, 1, 150, 256),
@@ -60,9 +60,9 @@ CASES = {
         replace(CASE, page_size=32, layout="bshd", causal=False, sinks=True, kv_lengths_dtype="int64"),
     ),
     "sm90, 16 of 48": (SM90, LONG),
-    "sm90, 64 for 48": (SM90, replace(LONG, page_size=64, layout="bshd", **TERMS)),
+    "sm90, 64 for 48": (SM90, replace(LONG, page_size=64, layout="bshd", **OPTIONS)),
     "sm80, 16 of 32": (SM80, LONG),
-    "sm80, 64 for 32, narrow": (SM80, replace(LONG, page_size=64, strides="padded", **TERMS)),
+    "sm80, 64 for 32, narrow": (SM80, replace(LONG, page_size=64, strides="padded", **OPTIONS)),
     "sm80, 32 of 32, float32": (WIDE, replace(LONG, page_size=32, dtype="float32", dropout=0.3, layout="bshd")),
 }
 every_case = pytest.mark.parametrize(("tile", "case"), CASES.values(), ids=CASES)

@@ -246,14 +246,14 @@ def on_device(array, offset=0):
 def passes_of(attn, own, random, need):
     """The passes of a rank on its arrays, by name."""
     inputs = [own[name] for name in "qkv"]
-    terms = ct.optional(own) | random
+    optional = ct.optional(own) | random
     if need == "decode":
-        return {"decode": lambda: attn.decode(*inputs, **terms)}
+        return {"decode": lambda: attn.decode(*inputs, **optional)}
     results: list[Any] = []
     of_lse = {"dlse": own["dlse"]} if "dlse" in own else {}
     return {
-        "forward": lambda: results.extend(attn.forward(*inputs, **terms)),
-        "backward": lambda: attn.backward(own["dout"], *inputs, *results, need=need, **terms, **of_lse),
+        "forward": lambda: results.extend(attn.forward(*inputs, **optional)),
+        "backward": lambda: attn.backward(own["dout"], *inputs, *results, need=need, **optional, **of_lse),
     }
 
 

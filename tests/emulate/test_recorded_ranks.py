@@ -180,8 +180,8 @@ def test_decoding_that_is_repeated_keeps_the_oracle_rule(name, repeated):
             own |= {n: split.part(own[n], comm.rank, -3 if case.layout == "bshd" else -2) for n in "kv"}
             own |= {n: split.part(own[n], comm.rank, -1) for n in ("bias", "mask") if n in own}
             q, k, v = (on_device(own[n]) for n in "qkv")
-            terms = {n: on_device(x) for n, x in ct.optional(own).items()}
-            found.append([x.get() for x in attn.decode(q, k, v, **terms, **one.random)])
+            optional = {n: on_device(x) for n, x in ct.optional(own).items()}
+            found.append([x.get() for x in attn.decode(q, k, v, **optional, **one.random)])
         return found
 
     with launcher(name[:3], computes=True):
@@ -274,8 +274,8 @@ def test_calls_come_after_what_puts_the_columns_of_their_keys_together(name, mon
         calls.append((len(copies), copies <= pasts[stream]))
         return stream
 
-    terms: dict[str, Any] = {name: (101, 101)}
-    case = ct.Case(**ODD, dtype="float16", **terms)
+    optional: dict[str, Any] = {name: (101, 101)}
+    case = ct.Case(**ODD, dtype="float16", **optional)
     split = cd.zigzag(101, 2)
     x = Parts(Whole.of(case), split, split)
 
@@ -335,14 +335,14 @@ def test_an_interrupt_at_any_line_leaves_streams_and_pools_as_they_were(line, na
         main.use()
         arrays = {n: on_device(array) for n, array in x.of(comm.rank, x.whole_problem.arrays).items()}
         attn: Any = cd.ContextParallel(comm, split=split, steps=2, timeout=5, **case.keywords)
-        inputs, terms = ct.qkv(arrays), ct.optional(arrays)
-        out, lse = attn.forward(*inputs, **terms)
+        inputs, optional = ct.qkv(arrays), ct.optional(arrays)
+        out, lse = attn.forward(*inputs, **optional)
 
         def call():
             return (
-                attn.backward(arrays["dout"], *inputs, out, lse, **terms)
+                attn.backward(arrays["dout"], *inputs, out, lse, **optional)
                 if is_backward
-                else attn.forward(*inputs, **terms)
+                else attn.forward(*inputs, **optional)
             )
 
         held: Any = None

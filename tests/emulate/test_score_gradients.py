@@ -75,7 +75,7 @@ def test_gradients_of_what_makes_scores(kind, schedule, spread, seed):
 
 
 def test_scale_in_the_exponent():
-    """The score is the product, and only the exponent is scaled: dscale of a problem without terms."""
+    """The score is the product, and only the exponent is scaled: dscale of a problem without optional inputs."""
     case = ct.Case(**SIZES, dtype="float16", causal=True)
     problem, arrays = inputs_of(case)
     (dscale,) = attention.backward(problem, arrays, *forward_by_oracle(problem, arrays), need=("dscale",))

@@ -25,7 +25,7 @@ from cuflash.testing.rule import gradients_of
 from tests.emulate.launcher import ALIGNMENT, DeviceArray, launcher
 from tests.emulate.parts import CUPY, EmulatedParts
 from tests.fakes import FakeDevice
-from tests.ranks import NO_TERMS, Whole, judge
+from tests.ranks import REQUIRED, Whole, judge
 from tests.scored import MASKS, SCORES, Scored, score_args_of
 
 pytestmark = [
@@ -107,7 +107,7 @@ def test_what_is_tuned_is_what_runs_on_the_longest_chunk(name, chunk, emulated, 
     tuned: list[Any] = []
     run: list[Any] = []
     q, k, v = ct.qkv(arrays)
-    terms = {name: x for name, x in arrays.items() if name not in NO_TERMS}
+    optional = {name: x for name, x in arrays.items() if name not in REQUIRED}
     attn: Any = cuflash.FlashAttention(**case.keywords)
     with launcher(name[:3], computes=False) as found:
         module = found._module
@@ -117,11 +117,11 @@ def test_what_is_tuned_is_what_runs_on_the_longest_chunk(name, chunk, emulated, 
         monkeypatch.setattr(module.cupy.cuda, "Device", lambda number: contextlib.nullcontext(), raising=False)
         emulated(module, late=True, pinned=False)
         keys = cuflash.streamed(k, v, chunk=chunk)
-        attn.tune(q, *keys, remember=False, **terms)
+        attn.tune(q, *keys, remember=False, **optional)
         run.clear()
         monkeypatch.setattr(dlpack.Borrowed, "give_back", lambda self, result, given: result.view(np.ndarray))
-        out, lse = (x.view(np.ndarray) for x in attn.forward(q, *keys, **terms))
-        attn.backward(arrays["dout"], q, *keys, out, lse, **terms)
+        out, lse = (x.view(np.ndarray) for x in attn.forward(q, *keys, **optional))
+        attn.backward(arrays["dout"], q, *keys, out, lse, **optional)
     assert [plan.pass_ for plan in tuned] == [FORWARD, BACKWARD]
     assert {tuning._Key.of(plan) for plan in tuned} <= {tuning._Key.of(plan) for plan in run}
 
@@ -148,11 +148,11 @@ def test_chunks_weigh_what_their_keys_do_where_scores_are_large(name, emulated):
     attn: Any = cuflash.FlashAttention(**case.keywords)
     with launcher(name[:3], computes=True) as found:
         emulated(found._module, late=True, pinned=False)
-        keys, terms = cuflash.streamed(k, v, chunk=128), ct.optional(arrays)
-        out, lse = (x.view(np.ndarray) for x in attn.forward(q, *keys, **terms))
+        keys, optional = cuflash.streamed(k, v, chunk=128), ct.optional(arrays)
+        out, lse = (x.view(np.ndarray) for x in attn.forward(q, *keys, **optional))
         need = ("dq", "dk", "dv", *(["dsinks"] if case.sinks else []))
-        gradients = attn.backward(arrays["dout"], q, *keys, out, lse, need=need, **terms)
-        dv = attn.backward(np.ones_like(out), q, *keys, out, lse, need=("dv",), **terms).dv.view(np.ndarray)
+        gradients = attn.backward(arrays["dout"], q, *keys, out, lse, need=need, **optional)
+        dv = attn.backward(np.ones_like(out), q, *keys, out, lse, need=("dv",), **optional).dv.view(np.ndarray)
     judges = ct.yardsticks(case.problem, arrays, **case.random)
     results = {"out": out, "lse": lse, **gradients._asdict()}
     measured = [ct.measure(n, x.view(np.ndarray), judges[n]) for n, x in results.items()]
@@ -185,14 +185,14 @@ def test_functions_of_chunks_by_the_kernels_keep_the_oracle_rule(name, emulated)
     """They count from the first key of all, in every chunk."""
     case = scored_case(name)
     q, k, v = case.inputs
-    terms = {n: x for n, x in case.arrays.items() if n not in NO_TERMS}
+    optional = {n: x for n, x in case.arrays.items() if n not in REQUIRED}
     need = gradients_of(case.problem)
     attn: Any = case.attention
     with launcher(name[:3], computes=True) as found:
         emulated(found._module, late=True, pinned=True)
         keys = cuflash.streamed(k, v, chunk=128)
-        out, lse = (x.view(np.ndarray) for x in attn.forward(q, *keys, **terms))
-        gradients = attn.backward(case.arrays["dout"], q, *keys, out, lse, need=need, **terms)
+        out, lse = (x.view(np.ndarray) for x in attn.forward(q, *keys, **optional))
+        gradients = attn.backward(case.arrays["dout"], q, *keys, out, lse, need=need, **optional)
     results = {"out": out, "lse": lse, **gradients._asdict()}
     judge(case, {n: x.view(np.ndarray) for n, x in results.items()})
 
@@ -270,7 +270,7 @@ def test_device_memory_is_what_the_plan_says(name, pinned, emulated, monkeypatch
     case = Whole.of(scored_case(name.removesuffix(" functions")) if scored else CASES[name])
     arrays, need = case.arrays, gradients_of(case.problem) if scored else DEFAULT_NEED
     q, k, v = ct.qkv(arrays)
-    terms = {name: x for name, x in arrays.items() if name not in NO_TERMS}
+    optional = {name: x for name, x in arrays.items() if name not in REQUIRED}
     of_lse = {"dlse": arrays["dlse"]} if "dlse" in arrays else {}
     attn: Any = cuflash.FlashAttention(**case.keywords)
     meter = Meter()
@@ -278,7 +278,7 @@ def test_device_memory_is_what_the_plan_says(name, pinned, emulated, monkeypatch
         monkeypatch.setattr("tests.emulate.launcher.allocated", meter.allocated)
         keys = cuflash.streamed(k, v, chunk=128)
         emulated(found._module, late=True, pinned=pinned)
-        plan = attn.plan(q, *keys, need=need, **terms)
+        plan = attn.plan(q, *keys, need=need, **optional)
         assert plan.ways["forward"] == ("pinned" if pinned else "staged")
         most = in_bytes(plan.device_bytes("backward"))
         assert f"{most} on the device at most: k and v " in plan.describe(width=0)
@@ -288,8 +288,8 @@ def test_device_memory_is_what_the_plan_says(name, pinned, emulated, monkeypatch
             gc.collect()
             meter.now = meter.most = 0
             if pass_ == "forward":
-                results = attn.forward(q, *keys, **terms)
+                results = attn.forward(q, *keys, **optional)
             else:
-                results = attn.backward(arrays["dout"], q, *keys, out, lse, need=need, **terms, **of_lse)
+                results = attn.backward(arrays["dout"], q, *keys, out, lse, need=need, **optional, **of_lse)
             assert 0.9 * plan.device_bytes(pass_) < meter.most <= plan.device_bytes(pass_), pass_
             del results

@@ -155,9 +155,9 @@ def _specialisations():
     # Compute capability 9.0 has a kernel of its own for strides that its TMA unit can take: both get every option.
     for n, head_dim in enumerate((64, 96, 128, 192, 256)):
         dtypes = (half, brain) if n % 2 else (brain, half)
-        terms: dict[str, Any] = {"softcap": 30.0, "bias": ("input", "softmax")[n % 2], "alibi_slopes": True}
+        optional: dict[str, Any] = {"softcap": 30.0, "bias": ("input", "softmax")[n % 2], "alibi_slopes": True}
         yield Specialisation(dtype=dtypes[0], head_dim=head_dim, kv_lengths="int32", **everything)
-        yield Specialisation(dtype=dtypes[1], head_dim=head_dim, right=head_dim > 128, **terms)
+        yield Specialisation(dtype=dtypes[1], head_dim=head_dim, right=head_dim > 128, **optional)
     yield Specialisation(dtype=half, head_dim=192, left=True)
     yield Specialisation(dtype=brain, head_dim=96, right=True)
     yield Specialisation(dtype=brain, head_dim=128, strides="flipped", right=True)

@@ -26,9 +26,9 @@ def cupy():
 def arguments_of(cupy, case):
     """The attention of a case, the arguments of its backward, and the keyword arguments."""
     arrays = case.arrays(cupy.asarray)
-    qkv, terms = ct.qkv(arrays), ct.optional(arrays)
-    forward = cuflash.FlashAttention(**case.keywords).forward(*qkv, **terms)
-    return (arrays["dout"], *qkv, forward.out, forward.lse), terms
+    qkv, optional = ct.qkv(arrays), ct.optional(arrays)
+    forward = cuflash.FlashAttention(**case.keywords).forward(*qkv, **optional)
+    return (arrays["dout"], *qkv, forward.out, forward.lse), optional
 
 
 def same_bits(xs, ys):
@@ -49,8 +49,8 @@ def check_gradients(case, attn, arguments):
 @given(data=st.data())
 def test_oracle(cupy, specialisation, data):
     case = data.draw(specialisation.cases())
-    arguments, terms = arguments_of(cupy, case)
-    gradients = cuflash.FlashAttention(**case.keywords).backward(*arguments, **terms)
+    arguments, optional = arguments_of(cupy, case)
+    gradients = cuflash.FlashAttention(**case.keywords).backward(*arguments, **optional)
     assert all(type(x) is cupy.ndarray for x in gradients)
     ct.assert_backward(case, *gradients)
 
@@ -59,13 +59,13 @@ def test_oracle(cupy, specialisation, data):
 @given(data=st.data())
 def test_deterministic(cupy, deterministic_specialisation, data):
     case = data.draw(deterministic_specialisation.cases())
-    arguments, terms = arguments_of(cupy, case)
+    arguments, optional = arguments_of(cupy, case)
     attn = cuflash.FlashAttention(**case.keywords, deterministic=True)
-    gradients = attn.backward(*arguments, **terms)
+    gradients = attn.backward(*arguments, **optional)
     ct.assert_backward(case, *gradients)
     nan = [cupy.asarray(np.full(x.shape, np.nan, x.dtype)) for x in arguments[1:4]]
     for given_results in ({}, dict(zip(("dq", "dk", "dv"), nan, strict=True))):
-        assert same_bits(gradients, attn.backward(*arguments, **terms | given_results))
+        assert same_bits(gradients, attn.backward(*arguments, **optional | given_results))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -92,9 +92,9 @@ def test_heads_between_the_usual_ones(cupy, head_dim, head_dim_v, deterministic)
         if deterministic and "mask" in options:
             continue
         case = ct.Case(**sizes, **options, head_dim=head_dim, head_dim_v=head_dim_v, dtype="bfloat16")
-        arguments, terms = arguments_of(cupy, case)
+        arguments, optional = arguments_of(cupy, case)
         attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
-        ct.assert_backward(case, *attn.backward(*arguments, **terms))
+        ct.assert_backward(case, *attn.backward(*arguments, **optional))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -123,15 +123,15 @@ def test_wide_heads(cupy, head_dim):
     @settings(max_examples=7)
     @given(wide.cases(longest=1500, dims=(head_dim,)))
     def every_case(case):
-        arguments, terms = arguments_of(cupy, case)
+        arguments, optional = arguments_of(cupy, case)
         attn = cuflash.FlashAttention(**case.keywords)
-        plan = plan_of(BACKWARD, attn, *arguments[1:4], **terms)
+        plan = plan_of(BACKWARD, attn, *arguments[1:4], **optional)
         by_wgmma = sum(kernel.source == "sm90/backward_wide.cu" for kernel in plan.kernels)
         assert by_wgmma == (3 if plan.device.arch == 90 else 0)
-        gradients = attn.backward(*arguments, **terms)
+        gradients = attn.backward(*arguments, **optional)
         ct.assert_backward(case, *gradients)
         for _ in range(3):
-            assert by_wgmma == 0 or same_bits(gradients, attn.backward(*arguments, **terms))
+            assert by_wgmma == 0 or same_bits(gradients, attn.backward(*arguments, **optional))
 
     every_case()
 
@@ -213,25 +213,25 @@ def test_both_kernels_of_float32(cupy, head_dim, strides, options):
     """By parts of bfloat16 where sequences are long, whatever the strides; not in a fixed order."""
     sizes: dict[str, Any] = {"seqlen_q": 500, "seqlen_k": 700, "batch": 2, "num_heads": 4, "num_heads_kv": 2}
     case = ct.Case(**sizes, head_dim=head_dim, dtype="float32", strides=strides, **options)
-    arguments, terms = arguments_of(cupy, case)
+    arguments, optional = arguments_of(cupy, case)
     for deterministic in (False, True):
         attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
-        sources = [kernel.source for kernel in plan_of(BACKWARD, attn, *arguments[1:4], **terms).kernels]
+        sources = [kernel.source for kernel in plan_of(BACKWARD, attn, *arguments[1:4], **optional).kernels]
         by_parts = is_sm90() and not deterministic
         assert ("sm90/backward_fp32.cu" in sources) == by_parts
-        ct.assert_backward(case, *attn.backward(*arguments, **terms))
+        ct.assert_backward(case, *attn.backward(*arguments, **optional))
 
 
 @given(case=bias_terms.cases_of_float32())
 @settings(max_examples=20)
 def test_what_is_added_to_scores_of_float32(cupy, case):
     """As in the forward pass."""
-    arguments, terms = arguments_of(cupy, case)
+    arguments, optional = arguments_of(cupy, case)
     attn = cuflash.FlashAttention(**case.keywords)
     if is_sm90():
-        kernels = plan_of(BACKWARD, attn, *arguments[1:4], **terms).kernels
+        kernels = plan_of(BACKWARD, attn, *arguments[1:4], **optional).kernels
         assert "sm90/backward_fp32.cu" in [kernel.source for kernel in kernels]
-    ct.assert_backward(case, *attn.backward(*arguments, **terms))
+    ct.assert_backward(case, *attn.backward(*arguments, **optional))
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"strides": "padded"}, {"head_dim_v": 40}], ids=str)
@@ -241,15 +241,15 @@ def test_tf32(cupy, head_dim, deterministic, options):
     """11 bits of the 24 that the tolerance is for, or the 16 of two parts; both passes."""
     sizes: dict[str, Any] = {"seqlen_q": 500, "seqlen_k": 700, "batch": 2, "num_heads": 4, "num_heads_kv": 2}
     case = ct.Case(**sizes, head_dim=head_dim, dtype="float32", **options)
-    (dout, q, k, v, *_), terms = arguments_of(cupy, case)
+    (dout, q, k, v, *_), optional = arguments_of(cupy, case)
     attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic, precision="tf32")
-    out, lse = attn.forward(q, k, v, **terms)
+    out, lse = attn.forward(q, k, v, **optional)
     results = {"out": out, "lse": lse}
-    results |= zip(("dq", "dk", "dv"), attn.backward(dout, q, k, v, out, lse, **terms), strict=True)
+    results |= zip(("dq", "dk", "dv"), attn.backward(dout, q, k, v, out, lse, **optional), strict=True)
     yardsticks = ct.yardsticks(case.problem, case.arrays())
     names_of: dict[Pass, tuple[str, ...]] = {pass_: pass_.default for pass_ in PASSES}
     for pass_, names in names_of.items():
-        plan = plan_of(pass_, attn, q, k, v, **terms)
+        plan = plan_of(pass_, attn, q, k, v, **optional)
         bits = 16 if "2 parts" in plan.reason else 11
         by_parts = is_sm90() and head_dim <= 128
         assert bits == (16 if by_parts and not (deterministic and pass_ is BACKWARD) else 11)

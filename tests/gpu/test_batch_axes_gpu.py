@@ -49,13 +49,13 @@ def test_rows_share(cupy, batch_axes, deterministic):
 
 def test_plans_compile_and_tune(cupy):
     arrays = STRUCTURES.arrays(cupy.asarray)
-    attn, terms = cuflash.FlashAttention(), ct.optional(arrays)
-    plans = plans_of(attn, *ct.qkv(arrays), **terms)
+    attn, optional = cuflash.FlashAttention(), ct.optional(arrays)
+    plans = plans_of(attn, *ct.qkv(arrays), **optional)
     assert "batch axes (2, 3): 2 calls with a batch of 3, because bias cannot step" in plans.describe(
         verbose=True, width=0
     )
-    attn.compile(*ct.qkv(arrays), **terms)
-    attn.tune(*ct.qkv(arrays), **terms, passes=("forward",), remember=False)
+    attn.compile(*ct.qkv(arrays), **optional)
+    attn.tune(*ct.qkv(arrays), **optional, passes=("forward",), remember=False)
 
 
 def test_results_are_written_to_views(cupy):

@@ -41,8 +41,8 @@ def run(cupy, case, *, deterministic=False, **changes):
     attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
     inputs, need = ct.qkv(arrays), ("dq", "dk", "dv", *(("dsinks",) if case.sinks else ()))
     out, lse = attn.forward(*inputs, **ct.optional(arrays) | case.random)
-    terms = ct.optional_backward(arrays) | case.random
-    return out, lse, *attn.backward(arrays["dout"], *inputs, out, lse, **terms, need=need)
+    optional = ct.optional_backward(arrays) | case.random
+    return out, lse, *attn.backward(arrays["dout"], *inputs, out, lse, **optional, need=need)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -139,14 +139,14 @@ def test_biases_are_looked_at(cupy, dtype, shape, options, monkeypatch):
         for name in "kv":
             arrays[name][:, :, 128 : 256 if kept < 1 else 128] = np.nan
         on_device = {name: cupy.asarray(x) for name, x in arrays.items()}
-        attn, inputs, terms = cuflash.FlashAttention(**case.keywords), ct.qkv(on_device), ct.optional(on_device)
-        out, lse = attn.forward(*inputs, **terms)
-        results = attn.backward(on_device["dout"], *inputs, out, lse, **terms, need=names[2:])
+        attn, inputs, optional = cuflash.FlashAttention(**case.keywords), ct.qkv(on_device), ct.optional(on_device)
+        out, lse = attn.forward(*inputs, **optional)
+        results = attn.backward(on_device["dout"], *inputs, out, lse, **optional, need=names[2:])
         for name, x in zip(names, (out, lse, *results), strict=True):
             measurement = ct.measure(name, x, yardsticks[name])
             assert not measurement.failure, str(measurement)
         assert not ct.to_numpy(results[-1])[np.isneginf(arrays["bias"])].any()
-    plans = attn.plan(*inputs, **terms)
+    plans = attn.plan(*inputs, **optional)
     assert "bias: tiles of queries are listed" in plans.describe(verbose=True, width=0)
 
 

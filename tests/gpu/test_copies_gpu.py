@@ -45,11 +45,11 @@ def test_any_head_dimensions_strides_and_addresses(cupy, head_dim, head_dim_v, s
 
     arrays = case.arrays(shifted)
     attn = cuflash.FlashAttention(**case.keywords)
-    terms = ct.optional(arrays)
-    assert plan_of(FORWARD, attn, *ct.qkv(arrays), **terms).kernels[-1].source == "sm90/forward.cu"
-    out, lse = attn.forward(*ct.qkv(arrays), **terms)
+    optional = ct.optional(arrays)
+    assert plan_of(FORWARD, attn, *ct.qkv(arrays), **optional).kernels[-1].source == "sm90/forward.cu"
+    out, lse = attn.forward(*ct.qkv(arrays), **optional)
     ct.assert_forward(case, out, lse)
-    ct.assert_backward(case, *attn.backward(arrays["dout"], *ct.qkv(arrays), out, lse, **terms))
+    ct.assert_backward(case, *attn.backward(arrays["dout"], *ct.qkv(arrays), out, lse, **optional))
 
 
 @pytest.mark.parametrize("head_dim", [3, 258])

@@ -27,10 +27,10 @@ def cupy():
 
 def both_passes(cupy, case, **options):
     arrays = case.arrays(cupy.asarray)
-    qkv, terms = ct.qkv(arrays), ct.optional(arrays) | case.random
+    qkv, optional = ct.qkv(arrays), ct.optional(arrays) | case.random
     attn = cuflash.FlashAttention(**case.keywords, **options)
-    out, lse = attn.forward(*qkv, **terms)
-    return out, lse, *attn.backward(arrays["dout"], *qkv, out, lse, **terms)
+    out, lse = attn.forward(*qkv, **optional)
+    return out, lse, *attn.backward(arrays["dout"], *qkv, out, lse, **optional)
 
 
 def assert_oracle(case, out, lse, *gradients):

@@ -75,8 +75,8 @@ def run(cupy, case, *, times=1):
     """The results of some calls, and the sources of the kernels."""
     arrays = case.arrays(cupy.asarray)
     attn = cuflash.FlashAttention(**case.keywords)
-    terms = ct.optional(arrays) | case.random
-    results = [attn.forward(*ct.qkv(arrays), **terms) for _ in range(times)]
+    optional = ct.optional(arrays) | case.random
+    results = [attn.forward(*ct.qkv(arrays), **optional) for _ in range(times)]
     plan = plan_of(FORWARD, attn, *ct.qkv(arrays), **ct.optional(arrays))
     return results, [kernel.source for kernel in plan.kernels]
 

@@ -39,12 +39,12 @@ def full_of_nan(cupy, x):
 @given(data=st.data())
 def test_oracle(cupy, specialisation, data):
     case = data.draw(specialisation.cases())
-    qkv, terms = arrays_of(cupy, case)
+    qkv, optional = arrays_of(cupy, case)
     attn = cuflash.FlashAttention(**case.keywords)
-    out, lse = attn.forward(*qkv, **terms)
+    out, lse = attn.forward(*qkv, **optional)
     assert type(out) is type(lse) is cupy.ndarray
     ct.assert_forward(case, out, lse)
-    again = attn.forward(*qkv, **terms, out=full_of_nan(cupy, out), lse=full_of_nan(cupy, lse))
+    again = attn.forward(*qkv, **optional, out=full_of_nan(cupy, out), lse=full_of_nan(cupy, lse))
     for x, y in zip((out, lse), again, strict=True):
         assert same_bits(x, y)
 
@@ -156,13 +156,13 @@ def test_both_kernels_of_float32(cupy, seqlen_q, head_dim, options):
     """Few queries are not worth splitting all keys into parts; any strides and alignment are."""
     sizes: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_k": 2100, "batch": 2, "num_heads": 4, "num_heads_kv": 2}
     case = ct.Case(**sizes, head_dim=head_dim, dtype="float32", **options)
-    qkv, terms = arrays_of(cupy, case)
+    qkv, optional = arrays_of(cupy, case)
     attn = cuflash.FlashAttention(**case.keywords)
     many = ["helpers/split_fp32.cu", "sm90/forward_fp32.cu"] if is_sm90() else ["sm80/forward.cu"]
     for arrays in (qkv, [off_by_one(cupy, x) for x in qkv]):
-        sources = [kernel.source for kernel in plan_of(FORWARD, attn, *arrays, **terms).kernels]
+        sources = [kernel.source for kernel in plan_of(FORWARD, attn, *arrays, **optional).kernels]
         assert sources == (many if seqlen_q > 64 else ["sm80/decode.cu", *sources[1:]])
-        first, again = (attn.forward(*arrays, **terms) for _ in range(2))
+        first, again = (attn.forward(*arrays, **optional) for _ in range(2))
         ct.assert_forward(case, *first)
         assert all(same_bits(x, y) for x, y in zip(first, again, strict=True))
 
@@ -173,26 +173,26 @@ def test_float32_that_is_split_as_it_is_loaded(cupy, head_dim, options):
     """Where few tiles of queries read the keys, of any strides and alignment."""
     sizes: dict[str, Any] = {"seqlen_q": 300, "seqlen_k": 700, "batch": 2, "num_heads": 4, "num_heads_kv": 2}
     case = ct.Case(**sizes, head_dim=head_dim, head_dim_v=24, dtype="float32", **options)
-    qkv, terms = arrays_of(cupy, case)
+    qkv, optional = arrays_of(cupy, case)
     attn = cuflash.FlashAttention(**case.keywords)
-    first, shifted = attn.forward(*qkv, **terms), [off_by_one(cupy, x) for x in qkv]
+    first, shifted = attn.forward(*qkv, **optional), [off_by_one(cupy, x) for x in qkv]
     if is_sm90():
-        assert [kernel.source for kernel in plan_of(FORWARD, attn, *shifted, **terms).kernels] == [
+        assert [kernel.source for kernel in plan_of(FORWARD, attn, *shifted, **optional).kernels] == [
             "sm90/forward_fp32.cu"
         ]
     ct.assert_forward(case, *first)
-    assert all(same_bits(x, y) for x, y in zip(first, attn.forward(*shifted, **terms), strict=True))
+    assert all(same_bits(x, y) for x, y in zip(first, attn.forward(*shifted, **optional), strict=True))
 
 
 @given(case=bias_terms.cases_of_float32())
 @settings(max_examples=20)
 def test_what_is_added_to_scores_of_float32(cupy, case):
     """Per-pair biases and of keys, masks of keys and slopes, as the kernels of parts of bfloat16 see them."""
-    qkv, terms = arrays_of(cupy, case)
+    qkv, optional = arrays_of(cupy, case)
     attn = cuflash.FlashAttention(**case.keywords)
     if is_sm90():
-        assert "sm90/forward_fp32.cu" in [kernel.source for kernel in plan_of(FORWARD, attn, *qkv, **terms).kernels]
-    first, again = (attn.forward(*qkv, **terms) for _ in range(2))
+        assert "sm90/forward_fp32.cu" in [kernel.source for kernel in plan_of(FORWARD, attn, *qkv, **optional).kernels]
+    first, again = (attn.forward(*qkv, **optional) for _ in range(2))
     ct.assert_forward(case, *first)
     assert all(same_bits(x, y) for x, y in zip(first, again, strict=True))
 
@@ -288,11 +288,11 @@ MANY_KEYS = 8192
 
 def assert_same_every_time(cupy, case):
     """The case against the oracle, and the same bits once more, in arrays of the caller."""
-    qkv, terms = arrays_of(cupy, case)
+    qkv, optional = arrays_of(cupy, case)
     attn = cuflash.FlashAttention(**case.keywords)
-    out, lse = attn.forward(*qkv, **terms)
+    out, lse = attn.forward(*qkv, **optional)
     ct.assert_forward(case, out, lse)
-    again = attn.forward(*qkv, **terms, out=full_of_nan(cupy, out), lse=full_of_nan(cupy, lse))
+    again = attn.forward(*qkv, **optional, out=full_of_nan(cupy, out), lse=full_of_nan(cupy, lse))
     assert same_bits(out, again.out)
     assert same_bits(lse, again.lse)
 
@@ -475,14 +475,14 @@ by_dims = pytest.mark.parametrize("head_dim", wide.DIMS)  # tests apart, whose k
 
 def check_wide(cupy, case, *own):
     """Right, the same bits again, and by the kernel that is meant for it."""
-    qkv, terms = arrays_of(cupy, case)
+    qkv, optional = arrays_of(cupy, case)
     attn = cuflash.FlashAttention(**case.keywords)
-    source = plan_of(FORWARD, attn, *qkv, **terms).kernels[0].source
+    source = plan_of(FORWARD, attn, *qkv, **optional).kernels[0].source
     assert source in own or not is_sm90()
-    out, lse = attn.forward(*qkv, **terms)
+    out, lse = attn.forward(*qkv, **optional)
     ct.assert_forward(case, out, lse)
     for _ in range(3):
-        assert all(same_bits(x, y) for x, y in zip(attn.forward(*qkv, **terms), (out, lse), strict=True))
+        assert all(same_bits(x, y) for x, y in zip(attn.forward(*qkv, **optional), (out, lse), strict=True))
 
 
 @by_dims

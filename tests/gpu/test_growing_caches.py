@@ -69,14 +69,14 @@ def test_slices_of_a_cache(cupy, plans, name):
     options = GROWING[name]
     full = case_of(LONGEST, **options)
     arrays = full.arrays(cupy.asarray)
-    terms = ct.optional(arrays)
+    optional = ct.optional(arrays)
     attn = cuflash.FlashAttention(**full.keywords)
     axis = 1 if full.layout == "bshd" else 2
     lengths = [1, 2, 3, *range(100, 140), *range(500, 620), 1023, 1024, 1025, LONGEST, 577, 64]
     for length in lengths:
         part = (slice(None),) * axis + (slice(0, length),)
         k, v = arrays["k"][part], arrays["v"][part]
-        out, lse = attn.forward(arrays["q"], k, v, **terms)
+        out, lse = attn.forward(arrays["q"], k, v, **optional)
         if length % 37 == 0 or length < 4:
             host = {n: x.get() for n, x in (arrays | {"k": k, "v": v}).items()}
             inputs = ct.qkv(host)
@@ -95,8 +95,8 @@ def test_pages_of_a_growing_table(cupy, plans):
     attn = cuflash.FlashAttention(**case.keywords)
     expected = attn.forward(*ct.qkv(arrays), **ct.optional(arrays))
     for pages in range(44, LONGEST // 16):
-        terms = ct.optional(arrays) | {"block_table": arrays["block_table"][:, :pages]}
-        got = attn.forward(*ct.qkv(arrays), **terms)
+        optional = ct.optional(arrays) | {"block_table": arrays["block_table"][:, :pages]}
+        got = attn.forward(*ct.qkv(arrays), **optional)
         for x, right in zip(got, expected, strict=True):
             ct.to_numpy(x)
             np.testing.assert_allclose(

@@ -89,9 +89,9 @@ def test_scalars_stand_for_arrays_without_axes(cupy):
     arrays = {name: cupy.asarray(array_of(name, x, "bfloat16").reshape(1))[0] for name, x in scalars.items()}
     need = ("dq", "dgamma", "dshift")
     found = []
-    for terms in (scalars, arrays):
-        out, lse = attn.forward(q, q, q, **terms)
-        found.append((out, lse, *attn.backward(out, q, q, q, out, lse, need=need, **terms)))
+    for optional in (scalars, arrays):
+        out, lse = attn.forward(q, q, q, **optional)
+        found.append((out, lse, *attn.backward(out, q, q, q, out, lse, need=need, **optional)))
     for x, y in zip(*found, strict=True):
         np.testing.assert_array_equal(host(x), host(y))
     assert [x.shape for x in found[0][3:]] == [(), ()] and found[0][4].dtype == q.dtype
@@ -113,9 +113,11 @@ def test_integers_of_64_bits_are_taken(cupy):
     found = [attn.forward(q, q, q, cu_seqlens_q=x, cu_seqlens_k=x).out for x in (starts, starts.astype(np.int32))]
     np.testing.assert_array_equal(*map(host, found))
     pools, table = normal(cupy, 8, 4, 16, DIM), cupy.asarray([[5, 2, 7], [1, 0, 3]])
-    terms = {"kv_lengths": cupy.asarray([40, 33]), "causal": True}
+    optional = {"kv_lengths": cupy.asarray([40, 33]), "causal": True}
     queries = normal(cupy, 2, 4, 3, DIM)
-    found = [cuflash.attention(queries, pools, pools, block_table=x, **terms) for x in (table, table.astype(np.int32))]
+    found = [
+        cuflash.attention(queries, pools, pools, block_table=x, **optional) for x in (table, table.astype(np.int32))
+    ]
     np.testing.assert_array_equal(*map(host, found))
 
 

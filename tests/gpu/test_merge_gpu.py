@@ -30,10 +30,10 @@ def test_gradient_of_lse(cupy, dtype, sizes, options, deterministic):
     case = case_of(sizes, batch=2, head_dim=64, dtype=dtype, **options)
     arrays = case.arrays(cupy.asarray)
     attn = cuflash.FlashAttention(**case.keywords, deterministic=deterministic)
-    inputs, terms = ct.qkv(arrays), ct.optional(arrays)
-    results = attn.forward(*inputs, **terms)
+    inputs, optional = ct.qkv(arrays), ct.optional(arrays)
+    results = attn.forward(*inputs, **optional)
     arrays["dlse"][cupy.isinf(results.lse)] = np.nan  # of rows that attend to no key it counts for nothing
-    ct.assert_backward(case, *attn.backward(arrays["dout"], *inputs, *results, **terms, dlse=arrays["dlse"]))
+    ct.assert_backward(case, *attn.backward(arrays["dout"], *inputs, *results, **optional, dlse=arrays["dlse"]))
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -50,8 +50,8 @@ def run(cupy, case, *, deterministic=False, arrays=None, starts=None, need=None)
     inputs = ct.qkv(arrays)
     out, lse = attn.forward(*inputs, **ct.optional(arrays) | case.random)
     need = need or ("dq", "dk", "dv", *(("dsinks",) if case.sinks else ()))
-    terms = ct.optional_backward(arrays) | case.random
-    gradients = attn.backward(arrays["dout"], *inputs, out, lse, **terms, need=need)
+    optional = ct.optional_backward(arrays) | case.random
+    gradients = attn.backward(arrays["dout"], *inputs, out, lse, **optional, need=need)
     return {"out": out, "lse": lse} | gradients._asdict()
 
 
@@ -125,9 +125,9 @@ def test_equal_lengths_are_a_batch(cupy, head_dim, causal):
     gradients = attn.backward(dout, q, k, v, out, lse)
     starts = cupy.arange(batch + 1, dtype=np.int32) * seqlen
     flat_dout, flat_q, flat_k, flat_v = (x.reshape(batch * seqlen, heads, head_dim) for x in (dout, q, k, v))
-    terms = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
-    packed_out, packed_lse = attn.forward(flat_q, flat_k, flat_v, **terms)
-    packed_gradients = attn.backward(flat_dout, flat_q, flat_k, flat_v, packed_out, packed_lse, **terms)
+    optional = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    packed_out, packed_lse = attn.forward(flat_q, flat_k, flat_v, **optional)
+    packed_gradients = attn.backward(flat_dout, flat_q, flat_k, flat_v, packed_out, packed_lse, **optional)
     for x, y in zip((out, *gradients), (packed_out, *packed_gradients), strict=True):
         assert cupy.array_equal(x.reshape(y.shape), y)
     assert cupy.array_equal(lse.swapaxes(0, 1).reshape(packed_lse.shape), packed_lse)

@@ -26,8 +26,8 @@ def full_of_nan(cupy, x):
 
 def run(cupy, case, arrays=None, **options):
     arrays = {name: cupy.asarray(x) for name, x in arrays.items()} if arrays else case.arrays(cupy.asarray)
-    terms = ct.optional(arrays) | case.random
-    return cuflash.FlashAttention(**case.keywords).forward(*ct.qkv(arrays), **terms | options)
+    optional = ct.optional(arrays) | case.random
+    return cuflash.FlashAttention(**case.keywords).forward(*ct.qkv(arrays), **optional | options)
 
 
 def assert_oracle(cupy, case):
@@ -122,13 +122,13 @@ def test_graphs(cupy, seqlen_q):
     arrays, changed = case.arrays(cupy.asarray), other.arrays()
     rows = min(len(arrays["k"]), len(changed["k"]))
     attn = cuflash.FlashAttention(causal=True)
-    inputs, terms = ct.qkv(arrays), ct.optional(arrays)
+    inputs, optional = ct.qkv(arrays), ct.optional(arrays)
     pool, stream = cupy.cuda.MemoryPool(), cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.get_current_stream().synchronize()
     with cupy.cuda.using_allocator(pool.malloc), stream:
-        attn.compile(*inputs, **terms)
+        attn.compile(*inputs, **optional)
         stream.begin_capture()
-        out, lse = attn.forward(*inputs, **terms)
+        out, lse = attn.forward(*inputs, **optional)
         graph = stream.end_capture()
         graph.launch()
         stream.synchronize()

@@ -56,13 +56,13 @@ def test_the_kernels_of_a_plan_are_those_that_run(case, data, cupy):
             copy = moved(cupy, arrays[name], steps)
             copy[...] = arrays[name]
             arrays[name] = copy
-    inputs, terms = ct.qkv(arrays), ct.optional(arrays)
+    inputs, optional = ct.qkv(arrays), ct.optional(arrays)
     if data.draw(st.booleans()):
-        terms["out"] = cupy.zeros(problem.out_shape, arrays["q"].dtype)
+        optional["out"] = cupy.zeros(problem.out_shape, arrays["q"].dtype)
     need = tuple(data.draw(st.lists(st.sampled_from(ct.gradients_of(problem)), min_size=1, unique=True)))
     gpu_backend.forget_launches()
-    out, lse = attn.forward(*inputs, **terms | case.random)
-    assert kernels_of_calls() == [plan_of(FORWARD, attn, *inputs, **terms).kernels]
+    out, lse = attn.forward(*inputs, **optional | case.random)
+    assert kernels_of_calls() == [plan_of(FORWARD, attn, *inputs, **optional).kernels]
     if case.page_size:
         return
     gpu_backend.forget_launches()

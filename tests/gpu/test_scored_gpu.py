@@ -39,10 +39,10 @@ def judged(cupy, case):
     """Hold both passes against the oracle, and gradients of arrays against those of a second call."""
     arrays = {name: cupy.asarray(x) for name, x in case.arrays.items()}
     inputs = [arrays[name] for name in ("q", "k", "v")]
-    terms = {name: arrays[name] for name in case.terms} | case.random
-    out, lse = case.attention.forward(*inputs, **terms)
+    optional = {name: arrays[name] for name in case.optional} | case.random
+    out, lse = case.attention.forward(*inputs, **optional)
     need = gradients_of(case.problem)
-    keywords = {**terms, "dlse": arrays["dlse"], "need": need}
+    keywords = {**optional, "dlse": arrays["dlse"], "need": need}
     gradients = case.attention.backward(arrays["dout"], *inputs, out, lse, **keywords)
     judges = yardsticks(case.problem, case.arrays, **case.random)
     results = {"out": out, "lse": lse, **gradients._asdict()}
@@ -65,11 +65,11 @@ def test_gradients_of_arrays_are_the_same_run_after_run(cupy, score, head_dim):
     case = Scored(cuflash.FlashAttention(score=SCORES_AND_TEXTS[score]), host, {}, score)
     arrays = {name: cupy.asarray(x) for name, x in host.items()}
     q, k, v, dout = (arrays[name] for name in shapes)
-    terms = {name: arrays[name] for name in case.terms}
-    out, lse = case.attention.forward(q, k, v, **terms)
+    optional = {name: arrays[name] for name in case.optional}
+    out, lse = case.attention.forward(q, k, v, **optional)
     names = case.problem.score_arg_gradients
     need = ("dq", "dk", "dv", *names)
-    results = [case.attention.backward(dout, q, k, v, out, lse, need=need, **terms) for _ in range(5)]
+    results = [case.attention.backward(dout, q, k, v, out, lse, need=need, **optional) for _ in range(5)]
     judges = yardsticks(case.problem, host)
     measured = [measure(name, getattr(results[0], name), judges[name]) for name in need]
     assert not any(m.failure for m in measured), "\n".join(map(str, measured))

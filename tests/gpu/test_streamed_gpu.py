@@ -13,7 +13,7 @@ import cuflash.testing as ct
 from cuflash.arrays.array_info import numpy_dtype
 from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.testing.rule import gradients_of
-from tests.ranks import NO_TERMS
+from tests.ranks import REQUIRED
 from tests.ranks import judge as judge_functions
 from tests.scored import MASKS, SCORES, Scored, score_args_of
 
@@ -86,8 +86,8 @@ def results_of(case, chunk, way="pinned", path=None, need=None, **options):
     attn: Any = cuflash.FlashAttention(**case.keywords, **options)
     need = need or ct.gradients_of(case.problem)
     out, lse = attn.forward(arrays["q"], *keys, **ct.optional(arrays), **case.random)
-    terms = ct.optional_backward(arrays) | case.random
-    gradients = attn.backward(arrays["dout"], arrays["q"], *keys, out, lse, need=need, **terms)
+    optional = ct.optional_backward(arrays) | case.random
+    gradients = attn.backward(arrays["dout"], arrays["q"], *keys, out, lse, need=need, **optional)
     found = {"out": out, "lse": lse, **dict(zip(need, gradients, strict=True))}
     assert all(isinstance(found[name], np.ndarray) for name in ("dk", "dv"))
     return {name: cupy.asnumpy(x) for name, x in found.items()}
@@ -231,10 +231,10 @@ def test_functions_of_chunks_keep_the_oracle_rule(name, chunk):
     case = scored_case(name)
     k, v = (pinned(case.arrays[name]) for name in "kv")
     arrays = {name: cupy.asarray(x) for name, x in case.arrays.items() if name not in "kv"}
-    terms = {name: x for name, x in arrays.items() if name not in NO_TERMS}
+    optional = {name: x for name, x in arrays.items() if name not in REQUIRED}
     keys, need, attn = cuflash.streamed(k, v, chunk=chunk), gradients_of(case.problem), case.attention
-    out, lse = attn.forward(arrays["q"], *keys, **terms)
-    gradients = attn.backward(arrays["dout"], arrays["q"], *keys, out, lse, need=need, **terms)
+    out, lse = attn.forward(arrays["q"], *keys, **optional)
+    gradients = attn.backward(arrays["dout"], arrays["q"], *keys, out, lse, need=need, **optional)
     results = {"out": out, "lse": lse, **gradients._asdict()}
     judge_functions(case, {name: cupy.asnumpy(x) for name, x in results.items()})
 

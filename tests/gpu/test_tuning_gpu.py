@@ -79,8 +79,8 @@ def test_every_candidate_is_as_right_as_the_first(cupy):
     case = replace(CASE, causal=True, softcap=5.0, dropout=0.2, **shapes)
     arrays = case.arrays(cupy.asarray)
     attn = cuflash.FlashAttention(**case.keywords)
-    terms = ct.optional(arrays) | case.random
-    for tuned in both_passes(attn.tune(*ct.qkv(arrays), **terms, remember=False)):
+    optional = ct.optional(arrays) | case.random
+    for tuned in both_passes(attn.tune(*ct.qkv(arrays), **optional, remember=False)):
         for trial in tuned.trials:
             if not trial.why_not:
                 winner = tuning.Winner(tiles=trial.plan.tiles, tflops=1.0, table_tflops=1.0)

@@ -25,8 +25,8 @@ def cupy():
     return cupy
 
 
-def loads_once(attn, q, k, v, **terms):
-    return bool(dict(plan_of(FORWARD, attn, q, k, v, **terms).kernels[0].defines)["CUFLASH_V_IN_K"])
+def loads_once(attn, q, k, v, **optional):
+    return bool(dict(plan_of(FORWARD, attn, q, k, v, **optional).kernels[0].defines)["CUFLASH_V_IN_K"])
 
 
 def check(cupy, case):

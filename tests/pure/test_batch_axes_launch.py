@@ -104,15 +104,15 @@ def launch(monkeypatch):
 def test_calls_are_launched_and_added_up(launch):
     arrays = CASE.arrays(as_device_array)
     attn = cuflash.FlashAttention()
-    inputs, terms = ct.qkv(arrays), ct.optional(arrays)
-    out, lse = attn.forward(*inputs, **terms)
+    inputs, optional = ct.qkv(arrays), ct.optional(arrays)
+    out, lse = attn.forward(*inputs, **optional)
     ct.assert_forward(CASE, np.asarray(out), np.asarray(lse))
     assert [(pass_, problem.batch, problem.k.strides[0]) for pass_, problem, _ in launch.launched] == [
         (FORWARD, 3, 0)
     ] * 2
     need = ("dq", "dk", "dv", "dbias", "dscale")
     room = np.full_like(arrays["v"], 3)
-    found = attn.backward(arrays["dout"], *inputs, out, lse, **terms, need=need, dv=room)
+    found = attn.backward(arrays["dout"], *inputs, out, lse, **optional, need=need, dv=room)
     assert found.dv is room
     shapes = [((2, 3, 2, 20, 16), "bfloat16"), ((2, 1, 2, 30, 16), "bfloat16"), ((1, 1, 2, 30, 16), "bfloat16")]
     assert [(x.shape, x.dtype.name) for x in found] == [*shapes, ((2, 1, 2, 20, 30), "float32"), ((), "float32")]

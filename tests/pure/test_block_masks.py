@@ -174,7 +174,7 @@ BLOCKS = ct.Case(
     block_size=(48, 80),
 )
 
-TERMS = {"softcap": 5.0, "bias": (4, 1, 410), "alibi_slopes": (4,), "causal": True}
+OPTIONS = {"softcap": 5.0, "bias": (4, 1, 410), "alibi_slopes": (4,), "causal": True}
 
 
 def pairs_of(case):
@@ -184,17 +184,17 @@ def pairs_of(case):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"causal": True}, {"window": (60, 3)}, {"kv_lengths": (410, 97)}, TERMS], ids=str
+    "options", [{}, {"causal": True}, {"window": (60, 3)}, {"kv_lengths": (410, 97)}, OPTIONS], ids=str
 )
 def test_it_is_a_mask_of_pairs(options):
     case = replace(BLOCKS, **options)
     keywords = {name: x for name, x in case.keywords.items() if name != "block_size"}
     arrays, attn = case.arrays(), cuflash.FlashAttention(**keywords)
     inputs = ct.qkv(arrays)
-    terms = {name: x for name, x in ct.optional(arrays).items() if name != "block_mask"} | {"mask": pairs_of(case)}
-    out, lse = attn.forward(*inputs, **terms)
+    optional = {name: x for name, x in ct.optional(arrays).items() if name != "block_mask"} | {"mask": pairs_of(case)}
+    out, lse = attn.forward(*inputs, **optional)
     need = ct.gradients_of(case.problem)
-    expected = (out, lse, *attn.backward(arrays["dout"], *inputs, out, lse, **terms, need=need))
+    expected = (out, lse, *attn.backward(arrays["dout"], *inputs, out, lse, **optional, need=need))
     for x, y in zip(run(case), expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-13)
 

@@ -305,11 +305,11 @@ def test_parts_of_a_small_head_are_those_of_the_whole(seqlen_q, seqlen_k, head_d
     )  # fmt: skip
     judge_on_threads(case)
     arrays, attn, many = case.arrays(), cuflash.FlashAttention(**case.keywords), 40
-    terms = ct.optional(arrays)
-    out, lse = attn.forward(*ct.qkv(arrays), **terms)
+    optional = ct.optional(arrays)
+    out, lse = attn.forward(*ct.qkv(arrays), **optional)
     if is_short:
-        terms["kv_lengths"] = np.repeat(terms["kv_lengths"], many)
-    of_many = attn.forward(*(np.repeat(x, many, axis=0) for x in ct.qkv(arrays)), **terms)
+        optional["kv_lengths"] = np.repeat(optional["kv_lengths"], many)
+    of_many = attn.forward(*(np.repeat(x, many, axis=0) for x in ct.qkv(arrays)), **optional)
     assert (of_many.out[-1:] == out).all() and (of_many.lse[-1:] == lse).all()
 
 

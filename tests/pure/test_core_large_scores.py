@@ -63,11 +63,11 @@ def sums_of_weights(case, arrays):
 
     Of lse alone, the gradient of a score is its weight. The weights of sinks are added.
     """
-    problem, inputs, terms = case.problem, ct.qkv(arrays), ct.optional(arrays) | case.random
-    out, lse = cpu.forward(problem, *inputs, **terms)
+    problem, inputs, optional = case.problem, ct.qkv(arrays), ct.optional(arrays) | case.random
+    out, lse = cpu.forward(problem, *inputs, **optional)
     others = [name for name in ("dbias", "dsinks") if name in ct.gradients_of(problem)]
-    terms |= {"dlse": np.ones_like(lse), "need": ("dq", *others)}
-    gradients = cpu.backward(problem, np.zeros_like(out), *inputs, out, lse, **terms)
+    optional |= {"dlse": np.ones_like(lse), "need": ("dq", *others)}
+    gradients = cpu.backward(problem, np.zeros_like(out), *inputs, out, lse, **optional)
     found = dict(zip(("dq", *others), gradients, strict=True))
     found = {name: x.astype(np.float64) for name, x in found.items()}
     rows = found["dq"][..., 0] / (problem.scale or 1)
@@ -110,13 +110,13 @@ def test_weights_are_those_of_the_forward_pass(way, dtype, lengths, heads, bias,
     v, unit = (
         np.broadcast_to(np.eye(n, keys, dtype=dtype), (2, h, n, keys)) for h, n in ((heads[1], keys), (heads[0], rows))
     )
-    terms: dict[str, Any] = {} if bias is None else {"bias": np.full(lengths, bias, dtype)}
+    optional: dict[str, Any] = {} if bias is None else {"bias": np.full(lengths, bias, dtype)}
     if sink is not None:
-        terms["sinks"] = np.full(heads[0], sink, dtype)
+        optional["sinks"] = np.full(heads[0], sink, dtype)
     attn = cuflash.FlashAttention(causal=causal, scale=1.0)
     with way_taken(way):
-        out, lse = attn.forward(q, k, v, **terms)
-        dv = attn.backward(unit, q, k, v, out, lse, **terms, need=("dv",)).dv
+        out, lse = attn.forward(q, k, v, **optional)
+        dv = attn.backward(unit, q, k, v, out, lse, **optional, need=("dv",)).dv
     expected = out.reshape(2, heads[1], -1, rows, keys).sum(axis=2).swapaxes(-1, -2)
     np.testing.assert_allclose(dv[..., :rows], expected, rtol=0, atol=2e-6 if dtype == "float32" else 1e-14)
 
@@ -135,12 +135,12 @@ def test_other_rows_stay_as_they_are(way, dtype, lengths, has_bias, sinks, seed)
     arrays = case.arrays()
     is_large = np.random.default_rng(seed).random(lengths[0]) < 0.3
     larger = np.where(is_large[:, None], arrays["q"] * np.array(300, arrays["q"].dtype), arrays["q"])
-    attn, terms, results = cuflash.FlashAttention(), ct.optional(arrays), []
+    attn, optional, results = cuflash.FlashAttention(), ct.optional(arrays), []
     for q in (arrays["q"], larger):
         with way_taken(way):
-            out, lse = attn.forward(q, *ct.qkv(arrays)[1:], **terms)
-            terms_of_backward = {"dlse": arrays["dlse"], **terms, "need": ("dq",)}
-            dq = attn.backward(arrays["dout"], q, *ct.qkv(arrays)[1:], out, lse, **terms_of_backward).dq
+            out, lse = attn.forward(q, *ct.qkv(arrays)[1:], **optional)
+            optional_backward = {"dlse": arrays["dlse"], **optional, "need": ("dq",)}
+            dq = attn.backward(arrays["dout"], q, *ct.qkv(arrays)[1:], out, lse, **optional_backward).dq
         results.append({"dq": dq[:, :, ~is_large], "lse": lse[:, :, ~is_large]})
     assert_same_bits(*results)
 
@@ -184,14 +184,14 @@ def test_bits_do_not_depend_on_threads(dtype, sizes, more, bias):
     q, k, v, dout = (
         random.standard_normal((2, heads, n, 16)).astype(ct.numpy_dtype(dtype)) for n in (rows, keys, keys, rows)
     )
-    terms: Any = {"bias": np.full((1, 1, 1, keys), bias, np.float32), "sinks": np.full(heads, bias, np.float32)}
+    optional: Any = {"bias": np.full((1, 1, 1, keys), bias, np.float32), "sinks": np.full(heads, bias, np.float32)}
     attn, need, results = cuflash.FlashAttention(causal=True), ("dq", "dk", "dv", *more), []
     with pytest.MonkeyPatch.context() as patch:
         much_work(patch)
         for threads in (1, 3):
             with cuflash.cpu_threads(threads):
-                out, lse = attn.forward(q, k, v, **terms)
-                results.append(attn.backward(dout, q, k, v, out, lse, **terms, need=need)._asdict())
+                out, lse = attn.forward(q, k, v, **optional)
+                results.append(attn.backward(dout, q, k, v, out, lse, **optional, need=need)._asdict())
     assert_same_bits(*results)
 
 
@@ -201,10 +201,10 @@ def test_dq_of_16_bits_without_room_for_its_sums(way):
     q, k = np.zeros((1, rows, 64), ml_dtypes.bfloat16), np.zeros((1, keys, 64), ml_dtypes.bfloat16)
     assert q.size * 4 > 32 << 20
     k[..., 0], v = 1, k[..., :8]
-    terms: Any = {"bias": np.full(keys, -1e9, np.float32)}
+    optional: Any = {"bias": np.full(keys, -1e9, np.float32)}
     attn = cuflash.FlashAttention(scale=1.0)
-    out, lse = attn.forward(q, k, v, **terms)
-    (dq,) = attn.backward(np.zeros_like(out), q, k, v, out, lse, **terms, dlse=np.ones_like(lse), need=("dq",))
+    out, lse = attn.forward(q, k, v, **optional)
+    (dq,) = attn.backward(np.zeros_like(out), q, k, v, out, lse, **optional, dlse=np.ones_like(lse), need=("dq",))
     np.testing.assert_allclose(dq[..., 0].astype("f4"), 1, rtol=CLOSE["bfloat16"])
 
 

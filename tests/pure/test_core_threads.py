@@ -67,14 +67,14 @@ def test_gradients_of_a_long_call_are_zeros_where_no_query_sees_a_key(dtype, hea
     """There are no tiles of keys, but zeros have to be written."""
     q, k = (np.ones((1, heads, n, head_dim)[is_packed:], dtype) for n in (rows, keys))
     no_keys = {"cu_seqlens_q": np.array([0, rows], np.int32), "cu_seqlens_k": np.zeros(2, np.int32)}
-    terms: Any = no_keys if is_packed else {"kv_lengths": np.zeros(1, np.int32)}
+    optional: Any = no_keys if is_packed else {"kv_lengths": np.zeros(1, np.int32)}
     attn = cuflash.FlashAttention()
-    out, lse = attn.forward(q, k, k, **terms)
+    out, lse = attn.forward(q, k, k, **optional)
     gradients: Any = {name: np.full_like(x, np.nan) for name, x in (("dq", q), ("dk", k), ("dv", k))}
     with pytest.MonkeyPatch.context() as patch:
         much_work(patch)
         patch.setattr(core, "PATIENCE_NS", -1)
-        attn.backward(q, q, k, k, out, lse, **terms, **gradients)
+        attn.backward(q, q, k, k, out, lse, **optional, **gradients)
     for name, x in gradients.items():
         assert not x.any(), name
 

@@ -30,8 +30,8 @@ def run(case, every=False, **replaced):
     inputs = ct.qkv(arrays)
     need = ct.gradients_of(problem) if every else ("dq", "dk", "dv", *(("dsinks",) if case.sinks else ()))
     out, lse = cpu.forward(problem, *inputs, **ct.optional(arrays) | case.random)
-    terms = {**ct.optional_backward(arrays), **case.random, "need": need}
-    gradients = cpu.backward(problem, arrays["dout"], *inputs, out, lse, **terms)
+    optional = {**ct.optional_backward(arrays), **case.random, "need": need}
+    gradients = cpu.backward(problem, arrays["dout"], *inputs, out, lse, **optional)
     return dict(zip(("out", "lse", *need), (out, lse, *gradients), strict=True))
 
 
@@ -114,13 +114,13 @@ def test_grouped_heads_in_many_batches(head):
 def test_results_are_written_where_they_are_asked_for(case):
     arrays, problem = case.arrays(), case.problem
     before = case.arrays()
-    inputs, terms = ct.qkv(arrays), ct.optional(arrays)
+    inputs, optional = ct.qkv(arrays), ct.optional(arrays)
     expected = run(case)
     buffers = {name: np.full([2 * n + 1 for n in x.shape], 7, x.dtype) for name, x in expected.items()}
     views = {name: buffers[name][tuple(slice(2 * n - 1, None, -2) for n in x.shape)] for name, x in expected.items()}
-    out, lse = cpu.forward(problem, *inputs, **terms, out=views["out"], lse=views["lse"])
+    out, lse = cpu.forward(problem, *inputs, **optional, out=views["out"], lse=views["lse"])
     results = {name: views[name] for name in ("dq", "dk", "dv")}
-    gradients = cpu.backward(problem, arrays["dout"], *inputs, out, lse, **terms | results)
+    gradients = cpu.backward(problem, arrays["dout"], *inputs, out, lse, **optional | results)
     for got, name in zip((out, lse, *gradients), NAMES, strict=True):
         assert got is views[name]
         assert np.array_equal(got.astype("f8"), expected[name].astype("f8"))
@@ -197,8 +197,8 @@ def test_each_gradient_alone_is_the_same(need):
         sinks=True, bias=(4, 1, 33), alibi_slopes=(2, 4), dropout=0.3, dlse=True, kv_lengths=(33, 20),
     )  # fmt: skip
     arrays, expected = case.arrays(), run(case, every=True)
-    inputs, terms = ct.qkv(arrays), {**ct.optional_backward(arrays), **case.random, "need": need}
-    gradients = cpu.backward(case.problem, arrays["dout"], *inputs, expected["out"], expected["lse"], **terms)
+    inputs, optional = ct.qkv(arrays), {**ct.optional_backward(arrays), **case.random, "need": need}
+    gradients = cpu.backward(case.problem, arrays["dout"], *inputs, expected["out"], expected["lse"], **optional)
     assert len(gradients) == len(need)
     assert_same_bits(dict(zip(need, gradients, strict=True)), {name: expected[name] for name in need})
 
@@ -397,17 +397,17 @@ def test_every_result_of_empty_problems_is_written(problem):
     """Of whatever lengths are 0: results are NaN before, and as the formula has them after."""
     options, arrays = problem
     attn: Any = cuflash.FlashAttention(**options)
-    terms = {name: x for name, x in arrays.items() if name not in ("q", "k", "v", "dout", "dlse")}
-    score_args = {name: x for name, x in terms.items() if name == "gamma"}
-    own = {name: x for name, x in terms.items() if name not in score_args}
+    optional = {name: x for name, x in arrays.items() if name not in ("q", "k", "v", "dout", "dlse")}
+    score_args = {name: x for name, x in optional.items() if name == "gamma"}
+    own = {name: x for name, x in optional.items() if name not in score_args}
     inputs = [arrays[name] for name in ("q", "k", "v")]
     of_problem = make_problem(attn.options, *inputs, score_args=score_args, **own)
     out, lse = (np.full(shape, np.nan, inputs[0].dtype) for shape in (of_problem.out_shape, of_problem.lse_shape))
-    attn.forward(*inputs, **terms, out=out, lse=lse)
+    attn.forward(*inputs, **optional, out=out, lse=lse)
     need = ct.gradients_of(of_problem)
     results = {name: np.full_like(arrays.get(name[1:], np.zeros((), out.dtype)), np.nan) for name in need}
     dlse = {"dlse": arrays["dlse"]} if "dlse" in arrays else {}
-    attn.backward(arrays["dout"], *inputs, out, lse, **terms, **dlse, **results, need=need)
+    attn.backward(arrays["dout"], *inputs, out, lse, **optional, **dlse, **results, need=need)
     judges = ct.yardsticks(of_problem, arrays)
     measured = [ct.measure(name, x, judges[name]) for name, x in {"out": out, "lse": lse, **results}.items()]
     assert not any(m.failure for m in measured), "\n".join(map(str, measured))

@@ -158,12 +158,12 @@ def test_decoding_keeps_the_oracle_rule(data, case, ranks, deterministic):
 
         def work(comm, split=split, axis=axis):
             k, v = (split.part(arrays[name], comm.rank, axis) for name in "kv")
-            terms = ct.optional(arrays)
+            optional = ct.optional(arrays)
             for name in ("bias", "mask"):
-                if name in terms and terms[name].shape[-1] == case.seqlen_k != 1:
-                    terms[name] = split.part(terms[name], comm.rank, -1)
+                if name in optional and optional[name].shape[-1] == case.seqlen_k != 1:
+                    optional[name] = split.part(optional[name], comm.rank, -1)
             attn = cd.ContextParallel(comm, split=split, deterministic=deterministic, timeout=30, **case.keywords)
-            return attn.decode(arrays["q"], k, v, **terms, **case.random)
+            return attn.decode(arrays["q"], k, v, **optional, **case.random)
 
         results = on_threads(split.ranks, work)
         for result in results:
@@ -309,8 +309,8 @@ def test_ranks_begin_with_their_own_rows_before_they_hear_of_each_other(goes_on,
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda terms: terms.update(seed=2), "^seed: got 2 on rank 1, expected 1 as on rank 0$"),
-        (lambda terms: terms.update(sinks=np.zeros(3)), r"sinks: got shape \(3,\), expected "),
+        (lambda optional: optional.update(seed=2), "^seed: got 2 on rank 1, expected 1 as on rank 0$"),
+        (lambda optional: optional.update(sinks=np.zeros(3)), r"sinks: got shape \(3,\), expected "),
     ],
 )
 def test_what_ranks_hear_while_they_compute_stops_all_of_them(method, change, message):
@@ -321,11 +321,11 @@ def test_what_ranks_hear_while_they_compute_stops_all_of_them(method, change, me
         attn, x, lse = cd.ContextParallel(comm, split="contiguous"), np.ones((2, 5, 4)), np.ones((2, 5))
         arrays = (x,) * 5 + (lse,) if method == "backward" else (x,) * 3
         getattr(attn, method)(*arrays, seed=1, offset=0)
-        terms = {"seed": 1, "offset": 0}
+        optional = {"seed": 1, "offset": 0}
         if comm.rank == 1:
-            change(terms)
+            change(optional)
         with pytest.raises((ValueError, RuntimeError), match=message):
-            getattr(attn, method)(*arrays, **terms)
+            getattr(attn, method)(*arrays, **optional)
         return getattr(attn, method)(*arrays, seed=1, offset=0)[0]
 
     for result in on_threads(2, work):

@@ -21,12 +21,12 @@ def failures(change, ranks=3, **options):
     def work(comm):
         attn_options: dict[str, Any] = {"causal": True, "split": "contiguous", "timeout": 5.0} | options
         arrays = {name: split.part(x, comm.rank) for name in "qkv"}
-        terms: dict[str, Any] = {}
+        optional: dict[str, Any] = {}
         method = "forward"
         if comm.rank == 1:
-            method = change(attn_options, arrays, terms) or method
+            method = change(attn_options, arrays, optional) or method
         try:
-            getattr(cd.ContextParallel(comm, **attn_options), method)(*arrays.values(), **terms)
+            getattr(cd.ContextParallel(comm, **attn_options), method)(*arrays.values(), **optional)
         except Exception as error:
             return error
         return None
@@ -39,27 +39,27 @@ def failures(change, ranks=3, **options):
     ("change", "message"),
     [
         (
-            lambda options, arrays, terms: options.update(causal=False),
+            lambda options, arrays, optional: options.update(causal=False),
             "^causal: got False on rank 1, expected True as on rank 0$",
         ),
         (
-            lambda options, arrays, terms: options.update(steps=2),
+            lambda options, arrays, optional: options.update(steps=2),
             "^steps: got 2 on rank 1, expected None as on rank 0$",
         ),
-        (lambda options, arrays, terms: options.update(split="zigzag"), "^split: got 'zigzag' on rank 1, expected "),
+        (lambda options, arrays, optional: options.update(split="zigzag"), "^split: got 'zigzag' on rank 1, expected "),
         (
-            lambda options, arrays, terms: arrays.update({n: x[:1] for n, x in arrays.items()}),
+            lambda options, arrays, optional: arrays.update({n: x[:1] for n, x in arrays.items()}),
             r"^q: got float64 \(1, 4\) beside rows on rank 1, expected float64 \(2, 4\) beside rows as on rank 0$",
         ),
         (
-            lambda options, arrays, terms: arrays.update({n: x.astype("f4") for n, x in arrays.items()}),
+            lambda options, arrays, optional: arrays.update({n: x.astype("f4") for n, x in arrays.items()}),
             r"^q: got float32 .* on rank 1, expected float64 .* as on rank 0$",
         ),
         (
-            lambda options, arrays, terms: terms.update(sinks=np.zeros(2)),
+            lambda options, arrays, optional: optional.update(sinks=np.zeros(2)),
             "^arrays: got q, k, v, sinks of numpy on rank 1, expected q, k, v of numpy as on rank 0$",
         ),
-        (lambda options, arrays, terms: "plan", "^method: got plan on rank 1, expected forward as on "),
+        (lambda options, arrays, optional: "plan", "^method: got plan on rank 1, expected forward as on "),
     ],
 )  # fmt: skip
 def test_ranks_that_disagree_raise_on_all_of_them(change, message):
@@ -70,15 +70,15 @@ def test_ranks_that_disagree_raise_on_all_of_them(change, message):
     assert seconds < 5
 
 
-def rows_more(options, arrays, terms):
+def rows_more(options, arrays, optional):
     arrays["q"] = np.zeros((2, 5, 4))
 
 
-def wrong_bias(options, arrays, terms):
-    terms["kv_lengths"] = np.zeros(3, np.int32)
+def wrong_bias(options, arrays, optional):
+    optional["kv_lengths"] = np.zeros(3, np.int32)
 
 
-def no_array(options, arrays, terms):
+def no_array(options, arrays, optional):
     arrays["k"] = 3
 
 
@@ -217,7 +217,7 @@ ONES = np.ones((1, 1), bool)
 
 
 @pytest.mark.parametrize(
-    ("options", "terms", "kind", "message"),
+    ("options", "optional", "kind", "message"),
     [
         ({"dropout": 0.5}, {}, TypeError, "^seed: got None, expected an integer, which dropout needs$"),
         (
@@ -252,10 +252,10 @@ ONES = np.ones((1, 1), bool)
         ({}, {"kv_lengths": np.array([5])}, ValueError, "^kv_lengths: got an entry 5, expected 0 to seqlen_k = 4$"),
     ],
 )
-def test_bad_arguments(options, terms, kind, message):
+def test_bad_arguments(options, optional, kind, message):
     (comm,) = cd.threads(1)
     with pytest.raises(kind, match=message):
-        cd.ContextParallel(comm, **{"split": "zigzag", **options}).forward(X, X, X, **terms)
+        cd.ContextParallel(comm, **{"split": "zigzag", **options}).forward(X, X, X, **optional)
 
 
 @pytest.mark.parametrize("method", ["forward", "plan", "decode"])

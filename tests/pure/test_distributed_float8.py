@@ -74,7 +74,7 @@ NO_SCALES: dict[str, Any] = {"q_scale": 1.0, "k_scale": 1.0, "v_scale": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("terms", "kind", "message"),
+    ("optional", "kind", "message"),
     [
         (
             {"k_scale": np.ones((2, 6), np.float32)},
@@ -93,10 +93,10 @@ NO_SCALES: dict[str, Any] = {"q_scale": 1.0, "k_scale": 1.0, "v_scale": 1.0}
         ),
     ],
 )
-def test_scales_that_are_refused(terms, kind, message):
+def test_scales_that_are_refused(optional, kind, message):
     (comm,) = cd.threads(1)
     with pytest.raises(kind, match=message):
-        cd.ContextParallel(comm, split="contiguous").forward(X, X, X, **NO_SCALES | terms)
+        cd.ContextParallel(comm, split="contiguous").forward(X, X, X, **NO_SCALES | optional)
 
 
 def test_scales_of_ranks_are_compared():

@@ -114,12 +114,12 @@ def test_functions_that_spell_out_options_are_computed_as_these():
     q, k, v, dout = random.standard_normal((4, 2, 60, 8))
     slopes = np.array([0.1, 0.2])
 
-    def results(comm, terms, need, **options):
+    def results(comm, optional, need, **options):
         attn = cd.ContextParallel(comm, split=split, **options)
         own_q, own_k, own_v, own_dout = (split.part(x, comm.rank) for x in (q, k, v, dout))
-        out, lse = attn.forward(own_q, own_k, own_v, **terms)
-        gradients = attn.backward(own_dout, own_q, own_k, own_v, out, lse, need=need, **terms)
-        return attn.plan(own_q, own_k, own_v, **terms), out, lse, *gradients
+        out, lse = attn.forward(own_q, own_k, own_v, **optional)
+        gradients = attn.backward(own_dout, own_q, own_k, own_v, out, lse, need=need, **optional)
+        return attn.plan(own_q, own_k, own_v, **optional), out, lse, *gradients
 
     functions = {"score": spelled, "mask": lambda i, j: (i >= j) & (i - j < 9)}
     found = on_threads(3, lambda comm: results(comm, {"slopes": slopes}, ("dq", "dk", "dslopes"), **functions))
@@ -179,12 +179,12 @@ def errors_of(change, score=SCORES["decay"], **options):
 
     def work(comm):
         arrays = {name: split.part(case.arrays[name], comm.rank) for name in ("q", "k", "v")}
-        terms = {"gamma": case.arrays["gamma"]}
+        optional = {"gamma": case.arrays["gamma"]}
         keywords = {"score": score, "timeout": 5, **options}
         if comm.rank == 1:
-            change(keywords, terms)
+            change(keywords, optional)
         try:
-            cd.ContextParallel(comm, split=split, **keywords).forward(*arrays.values(), **terms)
+            cd.ContextParallel(comm, split=split, **keywords).forward(*arrays.values(), **optional)
         except Exception as error:
             return error
 
@@ -194,17 +194,20 @@ def errors_of(change, score=SCORES["decay"], **options):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda options, terms: terms.clear(), "missing keyword argument 'gamma'"),
+        (lambda options, optional: optional.clear(), "missing keyword argument 'gamma'"),
         (
-            lambda options, terms: options.update(score=lambda s, i, j, *, head, gamma: s * gamma[head]),
+            lambda options, optional: options.update(score=lambda s, i, j, *, head, gamma: s * gamma[head]),
             r"^score: got <score 's \* gamma\[head\]'> on rank 1, expected <score 's \+ \(3 \* exp",
         ),
         (
-            lambda options, terms: terms.update(gamma=2 * terms["gamma"]),
+            lambda options, optional: optional.update(gamma=2 * optional["gamma"]),
             r"^gamma: got float32 \(2,\) with checksum \w+ on rank 1, expected float32 \(2,\) with checksum ",
         ),
-        (lambda options, terms: terms.update(gamma=terms["gamma"][:, None]), "gamma: got an array of 2 axes, expected"),
-        (lambda options, terms: terms.update(other=terms["gamma"]), "unexpected keyword argument 'other'"),
+        (
+            lambda options, optional: optional.update(gamma=optional["gamma"][:, None]),
+            "gamma: got an array of 2 axes, expected",
+        ),
+        (lambda options, optional: optional.update(other=optional["gamma"]), "unexpected keyword argument 'other'"),
     ],
 )
 def test_ranks_that_disagree_raise_on_all_of_them(change, message):
@@ -216,7 +219,7 @@ def test_ranks_that_disagree_raise_on_all_of_them(change, message):
 
 
 @pytest.mark.parametrize(
-    ("options", "terms", "kind", "message"),
+    ("options", "optional", "kind", "message"),
     [
         ({"score": abs}, {}, TypeError, "^score: got "),
         ({"score": lambda s, i, j, *, k: s + k[j]}, {}, ValueError, "^score: got an array named k, expected another "),
@@ -230,8 +233,8 @@ def test_ranks_that_disagree_raise_on_all_of_them(change, message):
         ({"score": SCORES["decay"]}, {}, TypeError, "missing keyword argument 'gamma'"),
     ],
 )
-def test_bad_arguments(options, terms, kind, message):
+def test_bad_arguments(options, optional, kind, message):
     (comm,) = cd.threads(1)
     x = np.zeros((2, 12, 8), np.float32)
     with pytest.raises(kind, match=message):
-        cd.ContextParallel(comm, split="zigzag", **options).forward(x, x, x, **terms)
+        cd.ContextParallel(comm, split="zigzag", **options).forward(x, x, x, **optional)

@@ -158,8 +158,8 @@ def test_both_passes(case):
     out, lse = attn.forward(*qkv, **ct.optional(arrays) | case.random)
     ct.assert_forward(case, out, lse)
     need = ct.gradients_of(case.problem)
-    terms = ct.optional_backward(arrays) | case.random
-    gradients = attn.backward(arrays["dout"], *qkv, out, lse, **terms, need=need)
+    optional = ct.optional_backward(arrays) | case.random
+    gradients = attn.backward(arrays["dout"], *qkv, out, lse, **optional, need=need)
     ct.assert_backward(case, **gradients._asdict())
 
 

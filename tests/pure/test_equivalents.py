@@ -51,7 +51,7 @@ class Spelled:
 
     case: Scored
     options: dict[str, Any]
-    terms: dict[str, Any]  # arrays of the options
+    optional: dict[str, Any]  # arrays of the options
 
 
 def score_of(draw: st.DrawFn, sizes: dict[str, int], dtype: str, is_packed: bool):
@@ -117,12 +117,12 @@ def spelled(draw: st.DrawFn) -> Spelled:
         arrays["kv_lengths"] = random.integers(0, seqlen_k + 1, batch)
     if draw(st.booleans()):
         arrays["sinks"] = normal(heads)
-    terms = {name: x for name, x in arrays.items() if name not in ("q", "k", "v", "dout", "dlse")}
-    terms |= {name: same.pop(name) for name in ("alibi_slopes", "bias") if name in same}
+    optional = {name: x for name, x in arrays.items() if name not in ("q", "k", "v", "dout", "dlse")}
+    optional |= {name: same.pop(name) for name in ("alibi_slopes", "bias") if name in same}
     attention = cuflash.FlashAttention(**options, score=score, mask=mask)
     shown = f"{attention!r} {[(name, x.shape, x.dtype.name) for name, x in (arrays | score_args).items()]}"
     case = Scored(attention, arrays | score_args, {"seed": 3, "offset": 1} if options["dropout"] else {}, shown)
-    return Spelled(case, options | same | {"window": window}, terms)
+    return Spelled(case, options | same | {"window": window}, optional)
 
 
 @settings(max_examples=60)
@@ -132,9 +132,9 @@ def test_spellings_of_options_have_the_results_of_the_formula(drawn):
     attn = case.attention
     own = equivalent(attn.options, arrays)
     assert own is not None and own.options.score is None and own.options.mask_function is None
-    out, lse = attn.forward(*case.inputs, **case.terms, **case.random)
+    out, lse = attn.forward(*case.inputs, **case.optional, **case.random)
     need = gradients_of(case.problem)
-    again = {"dlse": arrays["dlse"], **case.terms, **case.random}
+    again = {"dlse": arrays["dlse"], **case.optional, **case.random}
     gradients = attn.backward(arrays["dout"], *case.inputs, out, lse, need=need, **again)
     judges = yardsticks(case.problem, arrays, **case.random)
     results = {"out": out, "lse": lse, **gradients._asdict()}
@@ -155,9 +155,9 @@ def test_spellings_of_options_have_the_results_of_the_formula(drawn):
 @given(spelled().filter(lambda drawn: drawn.options["causal"]))
 def test_spellings_have_the_bits_of_the_options(drawn):
     case = drawn.case
-    out, lse = case.attention.forward(*case.inputs, **case.terms, **case.random)
+    out, lse = case.attention.forward(*case.inputs, **case.optional, **case.random)
     q, k, v = case.inputs
-    expected = cuflash.FlashAttention(**drawn.options).forward(q, k, v, **drawn.terms, **case.random)
+    expected = cuflash.FlashAttention(**drawn.options).forward(q, k, v, **drawn.optional, **case.random)
     np.testing.assert_array_equal(out, expected.out)
     np.testing.assert_array_equal(lse, expected.lse)
 
@@ -199,8 +199,8 @@ def test_other_scores_stay_functions(text, names):
     given = {name: x for name, x in arrays.items() if name in ("q", "k", "v", *names)}
     assert equivalent(attn.options, given) is None
     case = Scored(attn, given | {"dout": arrays["dout"]}, {}, text)
-    terms: dict[str, Any] = case.terms
-    out, lse = attn.forward(*case.inputs, **terms)
+    optional: dict[str, Any] = case.optional
+    out, lse = attn.forward(*case.inputs, **optional)
     judges = yardsticks(case.problem, case.arrays)
     for measured in (measure("out", out, judges["out"]), measure("lse", lse, judges["lse"])):
         assert not measured.failure, measured
@@ -216,7 +216,7 @@ def test_other_masks_stay_functions(text):
 
 
 def test_what_decides_beside_the_function():
-    """Diagonals that are not that of i = j, dtypes and axes that terms do not have, and arrays that the mask reads."""
+    """Other diagonals than i = j, dtypes and axes that optional inputs do not have, and arrays that the mask reads."""
 
     def alibi(s, i, j, *, head, slopes):
         return s - slopes[head] * cuflash.abs(i - j)

@@ -137,8 +137,8 @@ def test_tiles_that_nobody_sees_are_skipped(monkeypatch):
         computed.clear()
         case = ct.Case(seqlen_q=2048, seqlen_k=2048, head_dim=8, mask=None if mask is None else mask.shape, **options)
         arrays = case.arrays()
-        terms = ct.optional(arrays) | ({} if mask is None else {"mask": mask})
-        cpu.forward(case.problem, *ct.qkv(arrays), **terms)
+        optional = ct.optional(arrays) | ({} if mask is None else {"mask": mask})
+        cpu.forward(case.problem, *ct.qkv(arrays), **optional)
         return sum(computed) / 2048**2
 
     assert share() == 1

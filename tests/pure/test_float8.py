@@ -74,15 +74,15 @@ def test_the_oracle_is_that_of_dequantised_numbers(case):
     arrays = case.arrays()
     q, k, v = ct.qkv(arrays)
     expected = reference.forward(case.problem, q, k, v, **ct.optional(arrays), **case.random)
-    terms = {name: x for name, x in ct.optional(arrays).items() if not name.endswith("_scale")}
+    optional = {name: x for name, x in ct.optional(arrays).items() if not name.endswith("_scale")}
     k, v = (cuflash.dequantize(arrays[n], arrays.get(f"{n}_scale"), dtype="float64", layout=case.layout) for n in "kv")
     if case.q_float8:
         q = cuflash.dequantize(q, arrays.get("q_scale"), dtype="float64", layout=case.layout)
     q = q.astype(np.float64)
-    for name in terms.keys() & {"bias", "alibi_slopes", "sinks"}:
-        terms[name] = terms[name].astype(np.float64)
-    problem = make_problem(case.options, q, k, v, **terms)
-    for got, x in zip(reference.forward(problem, q, k, v, **terms, **case.random), expected, strict=True):
+    for name in optional.keys() & {"bias", "alibi_slopes", "sinks"}:
+        optional[name] = optional[name].astype(np.float64)
+    problem = make_problem(case.options, q, k, v, **optional)
+    for got, x in zip(reference.forward(problem, q, k, v, **optional, **case.random), expected, strict=True):
         np.testing.assert_allclose(got, x, rtol=1e-10, atol=1e-10)
 
 
@@ -326,7 +326,7 @@ def test_shapes_of_scales(shape):
 
 
 @pytest.mark.parametrize(
-    ("q", "k", "v", "terms", "error", "message"),
+    ("q", "k", "v", "optional", "error", "message"),
     [
         (
             Q,
@@ -400,10 +400,10 @@ def test_shapes_of_scales(shape):
         ),
     ],
 )
-def test_messages(q, k, v, terms, error, message):
+def test_messages(q, k, v, optional, error, message):
     for call in (cuflash.attention, cuflash.FlashAttention().plan, cuflash.FlashAttention().compile):
         with pytest.raises(error, match=re.escape(message)):
-            call(q, k, v, **terms)
+            call(q, k, v, **optional)
 
 
 def test_gradients_are_refused_with_the_reason():

@@ -179,7 +179,7 @@ BY_PAIRS = [OF_ARGS, "backward_scores", "backward_scores", OF_ARGS]
     ("score", "arch", "head_dim", "sources"),
     [
         ("t5", "9.0", 64, ["hoisted", PREPROCESS, OF_ARGS, "backward", "hoisted", OF_ARGS, POSTPROCESS]),
-        # The kernels that add terms of pairs find places themselves.
+        # The kernels that sum over pairs index the arrays themselves.
         ("t5", "8.0", 64, ["hoisted", PREPROCESS, *BY_PAIRS, "backward", POSTPROCESS]),
         # Sums along diagonals do not fit, those of a head do.
         ("decay", "9.0", 256, [PREPROCESS, OF_ARGS, "backward", OF_ARGS, POSTPROCESS]),

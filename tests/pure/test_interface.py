@@ -15,7 +15,7 @@ import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.cpu.backend import CpuPlan
-from cuflash.spec.inputs import NAMES, PassArrays, Terms, checked
+from cuflash.spec.inputs import NAMES, OptionalArrays, PassArrays, checked
 from cuflash.spec.outputs import GRADIENTS
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -45,13 +45,13 @@ def test_plain_matrices_are_the_formula():
 def test_forward_and_backward_obey_the_oracle(case):
     attn = cuflash.FlashAttention(**case.keywords)
     arrays = case.arrays()
-    q, k, v, dout, terms = arrays["q"], arrays["k"], arrays["v"], arrays["dout"], ct.optional(arrays)
-    out, lse = attn.forward(q, k, v, **terms)
+    q, k, v, dout, optional = arrays["q"], arrays["k"], arrays["v"], arrays["dout"], ct.optional(arrays)
+    out, lse = attn.forward(q, k, v, **optional)
     ct.assert_forward(case, out, lse)
     need = ct.gradients_of(case.problem)
     gradients = attn.backward(dout, q, k, v, out, lse, **ct.optional_backward(arrays), need=need)
     ct.assert_backward(case, **gradients._asdict())
-    np.testing.assert_array_equal(cuflash.attention(q, k, v, **case.keywords, **terms), out)
+    np.testing.assert_array_equal(cuflash.attention(q, k, v, **case.keywords, **optional), out)
 
 
 def test_order_of_scale_softcap_slopes_bias_and_masks():
@@ -179,15 +179,15 @@ def test_sinks_are_one_more_key_without_a_value():
 def test_exactly_the_gradients_that_are_needed(need, order, given_too):
     rng = np.random.default_rng(0)
     q = rng.standard_normal((2, 5, 4))
-    terms: Terms = {"bias": rng.standard_normal((5, 1)), "sinks": np.zeros(2), "alibi_slopes": np.ones(2)}
+    optional: OptionalArrays = {"bias": rng.standard_normal((5, 1)), "sinks": np.zeros(2), "alibi_slopes": np.ones(2)}
     attn = cuflash.FlashAttention(softcap=2.0)
-    out, lse = attn.forward(q, q, q, **terms)
-    every = attn.backward(out, q, q, q, out, lse, **terms, need=GRADIENTS)
+    out, lse = attn.forward(q, q, q, **optional)
+    every = attn.backward(out, q, q, q, out, lse, **optional, need=GRADIENTS)
     assert every._fields == GRADIENTS
     assert [x.shape for x in every[3:]] == [(5, 1), (2,), (), (), (2,)]
     results = {name: np.full_like(getattr(every, name), np.nan) for name in given_too}
     need_in_order = [name for name in order if name in need]
-    gradients = attn.backward(out, q, q, q, out, lse, **terms, need=need_in_order, **results)
+    gradients = attn.backward(out, q, q, q, out, lse, **optional, need=need_in_order, **results)
     assert gradients._fields == tuple(name for name in GRADIENTS if name in need | given_too)
     for name, x in gradients._asdict().items():
         np.testing.assert_array_equal(x, getattr(every, name))
@@ -346,8 +346,8 @@ def test_repeated_calls(case):
         q, k, v, random = *ct.qkv(arrays), own.random
         out, lse = attn.forward(q, k, v, **ct.optional(arrays), **random)
         ct.assert_forward(own, out, lse)
-        terms = {**ct.optional_backward(arrays), **random, "need": need}
-        gradients = attn.backward(arrays["dout"], q, k, v, out, lse, **terms)
+        optional = {**ct.optional_backward(arrays), **random, "need": need}
+        gradients = attn.backward(arrays["dout"], q, k, v, out, lse, **optional)
         ct.assert_backward(own, **gradients._asdict())
         given_out = np.full_like(out, np.nan)
         result = attn.forward(q, k, v, **ct.optional(arrays), **random, out=given_out)
@@ -480,9 +480,9 @@ def test_an_unknown_keyword_is_refused_as_python_does(method):
         getattr(cuflash.FlashAttention(), method)(x, x, x, biass=x)
 
 
-@pytest.mark.parametrize("kind", [Terms, PassArrays])
+@pytest.mark.parametrize("kind", [OptionalArrays, PassArrays])
 def test_arrays_that_are_not_given_are_none(kind):
-    """A launch looks every term up by its name."""
+    """A launch looks every optional input up by its name."""
     got = checked("plan", kind, {"bias": 1})
     assert got.keys() >= set(NAMES) and got.pop("bias") == 1
     assert all(x is None for x in got.values())

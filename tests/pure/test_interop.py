@@ -78,11 +78,11 @@ def test_torch_tensors_obey_the_oracle(case):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     arrays = case.arrays(ct.through_dlpack(torch.from_dlpack))
     assert all(isinstance(x, torch.Tensor) for x in arrays.values())
-    q, k, v, dout, terms = arrays["q"], arrays["k"], arrays["v"], arrays["dout"], ct.optional(arrays)
+    q, k, v, dout, optional = arrays["q"], arrays["k"], arrays["v"], arrays["dout"], ct.optional(arrays)
     attn = cuflash.FlashAttention(**case.keywords)
-    out, lse = attn.forward(q, k, v, **terms)
+    out, lse = attn.forward(q, k, v, **optional)
     ct.assert_forward(case, out, lse)
-    ct.assert_backward(case, *attn.backward(dout, q, k, v, out, lse, **terms))
+    ct.assert_backward(case, *attn.backward(dout, q, k, v, out, lse, **optional))
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "bool", "int32", "int64"])
@@ -150,9 +150,9 @@ def test_given_torch_tensors_are_written_and_returned(torch, dtype):
 def test_torch_terms(torch):
     q, k, v, bias = tensors(torch, "float32", (2, 4, 5, 8), (2, 2, 6, 8), (2, 2, 6, 3), (4, 1, 6))
     mask = torch.from_numpy(normal(5, 6) > 0)
-    terms = {"bias": bias, "mask": mask, "kv_lengths": torch.tensor([6, 3]), "alibi_slopes": torch.rand(4)}
-    out = cuflash.attention(q, k, v, **terms)
-    expected = cuflash.attention(*(x.numpy() for x in (q, k, v)), **{name: x.numpy() for name, x in terms.items()})
+    optional = {"bias": bias, "mask": mask, "kv_lengths": torch.tensor([6, 3]), "alibi_slopes": torch.rand(4)}
+    out = cuflash.attention(q, k, v, **optional)
+    expected = cuflash.attention(*(x.numpy() for x in (q, k, v)), **{name: x.numpy() for name, x in optional.items()})
     np.testing.assert_array_equal(out.numpy(), expected)
 
 

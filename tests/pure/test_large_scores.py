@@ -46,46 +46,46 @@ def problems(draw):
     }
     arrays["q"][..., 0] = 1  # so that the sum of dk over keys is a sum of weights
     options: dict[str, Any] = {"scale": 1.0} if way in ("size", "cap") else {}
-    terms: dict[str, Any] = {}
+    optional: dict[str, Any] = {}
     level = np.where(random.random((rows, keys)) < pick(1.0, 0.5), pick(*LEVELS), 0).astype(real)
     if way == "bias":
-        terms["bias"] = level if draw(st.booleans()) else level[:1]
+        optional["bias"] = level if draw(st.booleans()) else level[:1]
     elif way == "function":
-        options["score"], terms["level"] = with_level, level
+        options["score"], optional["level"] = with_level, level
     elif way == "slopes":
-        terms["alibi_slopes"] = random.choice([1e3, -1e6, 1e9], heads).astype(real)
+        optional["alibi_slopes"] = random.choice([1e3, -1e6, 1e9], heads).astype(real)
     elif way == "cap":
         options["softcap"] = pick(500.0, 60000.0)
     if draw(st.booleans()):
-        terms["sinks"] = (random.standard_normal(heads) + pick(0.0, *LEVELS)).astype(real)
+        optional["sinks"] = (random.standard_normal(heads) + pick(0.0, *LEVELS)).astype(real)
     options["causal"] = pick(False, "top_left")
     options["dropout"] = pick(0.0, 0.5)
     rows_that_see = batch * rows
     if is_packed:
         starts = np.array([0, rows // 2, rows], np.int32), np.array([0, keys // 3, keys], np.int32)
-        terms |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True))
+        optional |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True))
         arrays = {name: x[0] for name, x in arrays.items()}
         rows_that_see = rows if keys // 3 else rows - rows // 2
     elif way != "function" and draw(st.booleans()):
-        lengths = terms["kv_lengths"] = random.integers(0, keys + 1, batch)
+        lengths = optional["kv_lengths"] = random.integers(0, keys + 1, batch)
         rows_that_see = rows * int((lengths > 0).sum())
     attn = cuflash.FlashAttention(**options)
-    return attn, arrays, terms, {"seed": 3, "offset": 4} if options["dropout"] else {}, rows_that_see
+    return attn, arrays, optional, {"seed": 3, "offset": 4} if options["dropout"] else {}, rows_that_see
 
 
 @every_path
 @settings(max_examples=150)
 @given(problems())
 def test_weights_of_a_row_sum_to_one(problem):
-    attn, arrays, terms, random, rows = problem
+    attn, arrays, optional, random, rows = problem
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
     dtype, group = q.dtype.name, q.shape[-3] // k.shape[-3]
-    out, lse = attn.forward(q, k, v, **terms, **random)
-    sinks = 0 if "sinks" not in terms else 1
+    out, lse = attn.forward(q, k, v, **optional, **random)
+    sinks = 0 if "sinks" not in optional else 1
 
     def gradients(dout, need, **more):
         need = (*need, *("dsinks",) * sinks)
-        return attn.backward(dout, q, k, v, out, lse, **terms, **random, **more, need=need)._asdict()
+        return attn.backward(dout, q, k, v, out, lse, **optional, **random, **more, need=need)._asdict()
 
     # The derivative of lse by a score is the weight: sums over the rows of each key/value head.
     of_lse = gradients(np.zeros_like(out), ("dk", "dv"), dlse=np.ones_like(lse))

@@ -76,17 +76,17 @@ def test_streamed_keys_keep_the_oracle_rule(data, case, has_device):
 
 
 def equal_scores(dtype: str, level: float, sinks: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arrays of rows whose scores are all equal, and their terms."""
+    """Arrays of rows whose scores are all equal, and their bias and sinks."""
     random, wide = np.random.default_rng(0), np.float64 if dtype == "float64" else np.float32
     arrays = {
         name: random.standard_normal((1, heads, length, 16)).astype(numpy_dtype(dtype))
         for name, heads, length in (("q", 2, 50), ("k", 1, 130), ("v", 1, 130))
     }
     arrays["q"][...] = 0
-    terms: dict[str, Any] = {"bias": np.full((1, 1, 1, 130), level, wide)}
+    optional: dict[str, Any] = {"bias": np.full((1, 1, 1, 130), level, wide)}
     if sinks:
-        terms["sinks"] = np.full(2, level, wide)
-    return arrays, terms
+        optional["sinks"] = np.full(2, level, wide)
+    return arrays, optional
 
 
 def check_equal_scores(dtype: str, arrays: dict[str, Any], results: dict[str, Any], keys: int) -> None:
@@ -102,10 +102,10 @@ def check_equal_scores(dtype: str, arrays: dict[str, Any], results: dict[str, An
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_equal_scores_have_equal_weights_on_all_ranks(dtype, level, sinks, ranks):
-    arrays, terms = equal_scores(dtype, level, sinks)
+    arrays, optional = equal_scores(dtype, level, sinks)
     arrays |= {"dout": np.ones_like(arrays["q"])}
     case = ct.Case(seqlen_q=50, seqlen_k=130, num_heads=2, num_heads_kv=1, head_dim=16, dtype=dtype)
-    whole = Whole(case.problem, arrays | terms, {}, {})
+    whole = Whole(case.problem, arrays | optional, {}, {})
     parts = Parts(whole, cd.zigzag(50, ranks), cd.zigzag(130, ranks))
     need = ("dq", "dk", "dv", *(["dsinks"] if sinks else []))
 
@@ -123,23 +123,23 @@ def test_equal_scores_have_equal_weights_on_all_ranks(dtype, level, sinks, ranks
 @pytest.mark.parametrize("level", MASKED)
 @pytest.mark.parametrize("sinks", [False, True])
 def test_equal_scores_have_equal_weights_in_all_chunks(dtype, level, sinks):
-    arrays, terms = equal_scores(dtype, level, sinks)
+    arrays, optional = equal_scores(dtype, level, sinks)
     q, k, v = ct.qkv(arrays)
     keys, attn = cuflash.streamed(k, v, chunk=40), cuflash.FlashAttention()
-    out, lse = attn.forward(q, *keys, **terms)
-    dv = attn.backward(np.ones_like(out), q, *keys, out, lse, **terms, need=("dv",)).dv
+    out, lse = attn.forward(q, *keys, **optional)
+    dv = attn.backward(np.ones_like(out), q, *keys, out, lse, **optional, need=("dv",)).dv
     check_equal_scores(dtype, arrays, {"out": out, "dv": dv}, 130 + sinks)
 
 
 @dtypes
 @pytest.mark.parametrize("level", MASKED)
 def test_equal_scores_have_equal_weights_in_decode(dtype, level):
-    arrays, terms = equal_scores(dtype, level)
+    arrays, optional = equal_scores(dtype, level)
     split = cd.contiguous(130, 3)
 
     def work(comm: cd.Transport) -> Any:
         k, v = (split.part(arrays[name], comm.rank, -2) for name in "kv")
-        bias = split.part(terms["bias"], comm.rank, -1)
+        bias = split.part(optional["bias"], comm.rank, -1)
         return cd.ContextParallel(comm, split=split, timeout=30).decode(arrays["q"], k, v, bias=bias)
 
     for out, lse in on_threads(3, work):

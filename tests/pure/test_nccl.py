@@ -235,7 +235,7 @@ STARTS = np.array([0, 4], np.int32)
 
 
 @pytest.mark.parametrize(
-    ("options", "terms", "kind", "message"),
+    ("options", "optional", "kind", "message"),
     [
         ({}, {}, ValueError, "^check: got True while a CUDA graph is captured, expected False, and two Split: ranks "),
         (
@@ -246,11 +246,11 @@ STARTS = np.array([0, 4], np.int32)
         ),
     ],
 )
-def test_what_a_graph_does_not_replay_is_refused(options, terms, kind, message, nccl, captured):
+def test_what_a_graph_does_not_replay_is_refused(options, optional, kind, message, nccl, captured):
     (comm,) = nccl(1)
     x = np.zeros((1, 4, 8))
     with pytest.raises(kind, match=message):
-        cd.ContextParallel(comm, split=cd.zigzag(4, 1), **options).forward(x, x, x, **terms)
+        cd.ContextParallel(comm, split=cd.zigzag(4, 1), **options).forward(x, x, x, **optional)
 
 
 def test_other_communicators_do_not_go_into_graphs(captured):

@@ -104,17 +104,17 @@ def test_results_are_written(way):
     def every_case(case, gives_results):
         arrays, beside = case.arrays(), np.full(8, 7.0)
         attn: Any = cuflash.FlashAttention(**case.keywords)
-        inputs, terms, problem = ct.qkv(arrays), ct.optional(arrays) | case.random, case.problem
+        inputs, optional, problem = ct.qkv(arrays), ct.optional(arrays) | case.random, case.problem
         need = ct.gradients_of(problem)
         results: dict[str, Any] = {"out": {}, "backward": {}}
         with way_taken(way), pytest.MonkeyPatch.context() as patch:
             poison(patch)
-            out, lse = attn.forward(*inputs, **terms)
+            out, lse = attn.forward(*inputs, **optional)
             if gives_results:
                 results["out"] = {"out": room_for(out.shape, out.dtype, beside)}
                 shapes = {name: arrays.get(name[1:], np.empty((), lse.dtype)) for name in need}
                 results["backward"] = {name: room_for(x.shape, x.dtype, beside) for name, x in shapes.items()}
-                out, lse = attn.forward(*inputs, **terms, **results["out"])
+                out, lse = attn.forward(*inputs, **optional, **results["out"])
             of_backward = ct.optional_backward(arrays) | case.random | results["backward"]
             found = attn.backward(arrays["dout"], *inputs, out, lse, need=need, **of_backward)
         assert (beside == 7).all()

@@ -49,10 +49,10 @@ def strictly(call):
     return found
 
 
-def both_passes(attn, q, k, v, *, random=None, need=("dq", "dk", "dv"), **terms):
+def both_passes(attn, q, k, v, *, random=None, need=("dq", "dk", "dv"), **optional):
     random = random or {}
-    out, lse = attn.forward(q, k, v, **terms, **random)
-    return out, lse, *attn.backward(out, q, k, v, out, lse, **terms, **random, need=need)
+    out, lse = attn.forward(q, k, v, **optional, **random)
+    return out, lse, *attn.backward(out, q, k, v, out, lse, **optional, **random, need=need)
 
 
 @every_way
@@ -64,8 +64,8 @@ def test_attention(dtype):
     bias, slopes = extreme((4, 30, 30), real, 3), np.full(4, 0.5, real)
     attn = cuflash.FlashAttention(softcap=3.0, causal=True, dropout=0.2)
     need = ("dq", "dk", "dv", "dbias", "dalibi_slopes", "dscale", "dsoftcap")
-    terms: dict[str, Any] = {"bias": bias, "alibi_slopes": slopes, "random": {"seed": 1, "offset": 2}}
-    strictly(lambda: both_passes(attn, q, k, v, **terms, need=need))
+    optional: dict[str, Any] = {"bias": bias, "alibi_slopes": slopes, "random": {"seed": 1, "offset": 2}}
+    strictly(lambda: both_passes(attn, q, k, v, **optional, need=need))
     strictly(lambda: both_passes(cuflash.FlashAttention(window=(5, 0)), q[:, 0], k[:, 0], v[:, 0]))
     strictly(lambda: [cuflash.attention(q, k, v)])
     # Batch axes of which one takes several passes, whose parts are added.
@@ -89,9 +89,9 @@ def test_functions_that_spell_out_options(dtype):
     def spelled(s, i, j, *, head, slopes, pairs):
         return 30 * cuflash.tanh(s / 30) - slopes[head] * cuflash.abs(i - j) + pairs[i, j]
 
-    terms = {"slopes": extreme(4, real, 4), "pairs": extreme((30, 30), dtype, 5)}
+    optional = {"slopes": extreme(4, real, 4), "pairs": extreme((30, 30), dtype, 5)}
     attn = cuflash.FlashAttention(score=spelled, mask=lambda i, j: i >= j)
-    strictly(lambda: both_passes(attn, q, k, v, **terms, need=("dq", "dslopes", "dpairs")))
+    strictly(lambda: both_passes(attn, q, k, v, **optional, need=("dq", "dslopes", "dpairs")))
 
 
 @every_way
@@ -101,9 +101,9 @@ def test_functions():
     @given(scored(max_seqlen=40))
     def check(case):
         arrays = {name: extreme(x.shape, x.dtype) for name, x in case.arrays.items() if name in ("q", "k", "v")}
-        terms = {n: extreme(x.shape, x.dtype) if x.dtype.kind not in "biu" else x for n, x in case.terms.items()}
+        optional = {n: extreme(x.shape, x.dtype) if x.dtype.kind not in "biu" else x for n, x in case.optional.items()}
         need = ("dq", "dk", "dv", *case.problem.score_arg_gradients)
-        strictly(lambda: both_passes(case.attention, *arrays.values(), **terms, random=case.random, need=need))
+        strictly(lambda: both_passes(case.attention, *arrays.values(), **optional, random=case.random, need=need))
 
     check()
 

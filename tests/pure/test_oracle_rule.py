@@ -40,10 +40,10 @@ def masked(dtype="float32", rows=(-1,), value=None, keys=slice(None), seed=0, **
 def plain(problem, arrays, dtype=None):
     """Results of the plain formula by name, in the dtype of the inputs."""
     dtype = arrays["q"].dtype if dtype is None else dtype
-    inputs, terms = ct.qkv(arrays), ct.optional(arrays)
+    inputs, optional = ct.qkv(arrays), ct.optional(arrays)
     names = ("out", "lse", *GRADIENTS)
-    gradients = reference.backward(problem, arrays["dout"], *inputs, **terms, need=GRADIENTS, dtype=dtype)
-    return dict(zip(names, (*reference.forward(problem, *inputs, **terms, dtype=dtype), *gradients), strict=True))
+    gradients = reference.backward(problem, arrays["dout"], *inputs, **optional, need=GRADIENTS, dtype=dtype)
+    return dict(zip(names, (*reference.forward(problem, *inputs, **optional, dtype=dtype), *gradients), strict=True))
 
 
 def failures(problem, arrays, results):
@@ -295,13 +295,13 @@ FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, *ct.REGIMES, "hidden_keys", "dropou
 @given(ct.cases(min_seqlen=0, features=FEATURES, max_scores=2**12))
 def test_the_plain_formula_is_within_the_rule(case):
     arrays, problem = case.arrays(), case.problem
-    inputs, terms = ct.qkv(arrays), ct.optional(arrays) | case.random
+    inputs, optional = ct.qkv(arrays), ct.optional(arrays) | case.random
     results: dict[str, Any] = dict(
-        zip(("out", "lse"), reference.forward(problem, *inputs, **terms, dtype=inputs[0].dtype), strict=True)
+        zip(("out", "lse"), reference.forward(problem, *inputs, **optional, dtype=inputs[0].dtype), strict=True)
     )
     if "dout" in arrays:
-        need, terms = ct.gradients_of(problem), ct.optional_backward(arrays) | case.random
-        found = reference.backward(problem, arrays["dout"], *inputs, **terms, need=need, dtype=inputs[0].dtype)
+        need, optional = ct.gradients_of(problem), ct.optional_backward(arrays) | case.random
+        found = reference.backward(problem, arrays["dout"], *inputs, **optional, need=need, dtype=inputs[0].dtype)
         results |= zip(need, found, strict=True)
     judges = ct.yardsticks(problem, arrays, **case.random)
     measured = [ct.measure(name, x, judges[name]) for name, x in results.items()]

@@ -25,7 +25,7 @@ SMALL = ct.Case(
 def alone(problem, arrays, one):
     """The problem and the arrays of one sequence by itself."""
     own = {name: one.of_rows(arrays[name], name) for name in ("q", "k", "v", "dout", "dlse") if name in arrays}
-    return own | one.of_terms({name: arrays[name] for name in ("sinks", "alibi_slopes") if name in arrays})
+    return own | one.optional_inputs_of({name: arrays[name] for name in ("sinks", "alibi_slopes") if name in arrays})
 
 
 @given(packed)

@@ -35,8 +35,8 @@ def inputs(case, arrays=None):
 
 
 def run(case, arrays=None):
-    qkv, terms = inputs(case, arrays)
-    return cuflash.FlashAttention(**case.keywords).forward(*qkv, **terms)
+    qkv, optional = inputs(case, arrays)
+    return cuflash.FlashAttention(**case.keywords).forward(*qkv, **optional)
 
 
 def entry_of(array, b, batch, keys=None):
@@ -59,11 +59,13 @@ def test_the_oracle_is_that_of_each_entry_by_itself(case):
     for b, length in enumerate(case.kv_lengths):
         first = np.s_[b : b + 1, :, :length] if case.layout == "bhsd" else np.s_[b : b + 1, :length]
         q, k, v = whole["q"][b : b + 1], whole["k"][first], whole["v"][first]
-        terms: dict[str, Any] = {n: entry_of(whole[n], b, case.batch, length) for n in ("bias", "mask") if n in whole}
-        terms |= {"sinks": whole["sinks"]} if case.sinks else {}
+        optional: dict[str, Any] = {
+            n: entry_of(whole[n], b, case.batch, length) for n in ("bias", "mask") if n in whole
+        }
+        optional |= {"sinks": whole["sinks"]} if case.sinks else {}
         if case.alibi_slopes:
-            terms["alibi_slopes"] = np.broadcast_to(whole["alibi_slopes"], (case.batch, case.num_heads))[b]
-        expected = reference.forward(make_problem(options, q, k, v, **terms), q, k, v, **terms)
+            optional["alibi_slopes"] = np.broadcast_to(whole["alibi_slopes"], (case.batch, case.num_heads))[b]
+        expected = reference.forward(make_problem(options, q, k, v, **optional), q, k, v, **optional)
         np.testing.assert_array_equal(out[b : b + 1], expected[0])
         np.testing.assert_array_equal(lse[b : b + 1], expected[1])
 
@@ -105,7 +107,7 @@ def test_pages_may_be_shared():
     table = case.arrays()["block_table"]
     assert len(set(table[:, 0])) == 1
     assert len(set(table[table >= 0])) == 1 + 1 + 3
-    ct.check(lambda q, k, v, **terms: cuflash.attention(q, k, v, **terms), case)
+    ct.check(lambda q, k, v, **optional: cuflash.attention(q, k, v, **optional), case)
 
 
 def test_only_a_tile_is_gathered_at_a_time():
@@ -243,10 +245,10 @@ def changed(**arrays):
 
 
 def refused(arrays, error, message):
-    qkv, terms = inputs(BASE, arrays)
+    qkv, optional = inputs(BASE, arrays)
     for call in (cuflash.FlashAttention().forward, cuflash.FlashAttention().plan, cuflash.attention):
         with pytest.raises(error, match=re.escape(message)):
-            call(*qkv, **terms)
+            call(*qkv, **optional)
 
 
 POOLS = {size: np.zeros((4, 2, size, 8), np.float32) for size in (0, 8, 17, 512)}
@@ -307,15 +309,15 @@ def test_too_many_keys():
 
 
 def test_backward_is_refused():
-    (q, k, v), terms = inputs(BASE)
+    (q, k, v), optional = inputs(BASE)
     out, lse = run(BASE)
     with pytest.raises(NotImplementedError, match=r"^block_table: got ndarray, expected None.*gather the pages"):
-        cuflash.FlashAttention().backward(out, q, k, v, out, lse, **terms)
+        cuflash.FlashAttention().backward(out, q, k, v, out, lse, **optional)
 
 
 def test_the_plan_of_the_cpu_says_so():
-    qkv, terms = inputs(BASE)
-    assert "no backward pass with a block_table" in cuflash.FlashAttention().plan(*qkv, **terms).describe(
+    qkv, optional = inputs(BASE)
+    assert "no backward pass with a block_table" in cuflash.FlashAttention().plan(*qkv, **optional).describe(
         verbose=True, width=0
     )
 

@@ -133,7 +133,7 @@ def filled(pass_=FORWARD, layout="bhsd", **options):
         "out": np.zeros((2, 4, 70, 40), np.float16).transpose(axes),
         "lse": np.zeros((2, 4, 70), np.float32),
     }
-    terms = {
+    optional = {
         "bias": rng.standard_normal((4, 1, 90)).astype(np.float32),
         "mask": np.ones((2, 1, 70, 180), bool)[..., ::2],
         "kv_lengths": np.full(4, 50)[::2],
@@ -141,7 +141,7 @@ def filled(pass_=FORWARD, layout="bhsd", **options):
         "sinks": np.ones(12, np.float32)[::3],
         "block_mask": np.ones((4, 1, 2), bool)[..., ::2][..., [0]],
     }
-    problem = make_problem(Options(layout=layout, **options), *ct.qkv(arrays), **terms)
+    problem = make_problem(Options(layout=layout, **options), *ct.qkv(arrays), **optional)
     plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_)
     operands = {"out": layout_of(arrays["out"], layout), "lse": rows_of(arrays["lse"])}
     return parameters(plan, operands), plan, arrays

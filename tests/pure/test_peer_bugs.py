@@ -41,20 +41,20 @@ class Where:
         """Forward and backward of a case obey the oracle."""
         case = ct.Case(dtype=self.dtype, **sizes)
         arrays = case.arrays(self.asarray)
-        qkv, terms = ct.qkv(arrays), ct.optional(arrays)
+        qkv, optional = ct.qkv(arrays), ct.optional(arrays)
         attn = cuflash.FlashAttention(**case.keywords)
-        out, lse = attn.forward(*qkv, **terms)
-        gradients = attn.backward(arrays["dout"], *qkv, out, lse, **terms)
+        out, lse = attn.forward(*qkv, **optional)
+        gradients = attn.backward(arrays["dout"], *qkv, out, lse, **optional)
         ct.assert_forward(case, out, lse)
         ct.assert_backward(case, *gradients)
         return {name: number(x) for name, x in {**out_lse(out, lse), **gradients._asdict()}.items()}
 
-    def run(self, q, k, v, dout=None, terms=None, **options):
+    def run(self, q, k, v, dout=None, optional=None, **options):
         """Results of forward and backward as float64 NumPy arrays, by name."""
-        attn, terms = cuflash.FlashAttention(**options), terms or {}
-        out, lse = attn.forward(q, k, v, **terms)
+        attn, optional = cuflash.FlashAttention(**options), optional or {}
+        out, lse = attn.forward(q, k, v, **optional)
         dout = out if dout is None else dout
-        gradients = attn.backward(dout, q, k, v, out, lse, **terms)
+        gradients = attn.backward(dout, q, k, v, out, lse, **optional)
         return {name: number(x) for name, x in {**out_lse(out, lse), **gradients._asdict()}.items()}
 
     def assert_close(self, got, expected, factor=8):
@@ -82,8 +82,8 @@ def test_a_large_negative_number_is_taken_for_minus_infinity(where):
     """-1e6 and the like as the score of a hidden key: visible scores below it lose to the hidden ones."""
     q, k, v = where.normal(3, DIM), where.normal(5, DIM), where.normal(5, DIM)
     visible = np.array([[1, 0, 1, 0, 0], [0, 0, 0, 0, 1], [1, 1, 1, 1, 1]], bool)
-    terms = {"bias": where.softmax_array(np.full((1, 1), -1e30)), "mask": where.asarray(visible)}
-    got = where.run(q, k, v, terms=terms)
+    optional = {"bias": where.softmax_array(np.full((1, 1), -1e30)), "mask": where.asarray(visible)}
+    got = where.run(q, k, v, optional=optional)
     expected = visible / visible.sum(axis=1, keepdims=True) @ number(v)
     where.assert_close(got["out"], expected)
     np.testing.assert_allclose(got["lse"], -1e30, rtol=1e-6)
@@ -94,12 +94,12 @@ def test_a_row_that_sees_nothing_gets_the_mean_of_v(where):
     q, k, v, dout = (where.normal(5, DIM, seed=n) for n in range(4))
     visible = np.ones((5, 5), bool)
     visible[1], visible[3] = False, False
-    got = where.run(q, k, v, dout, terms={"mask": where.asarray(visible)})
+    got = where.run(q, k, v, dout, optional={"mask": where.asarray(visible)})
     assert not got["out"][[1, 3]].any()
     assert (got["lse"][[1, 3]] == -np.inf).all()
     assert not got["dq"][[1, 3]].any()
     others = where.asarray(np.ascontiguousarray(visible[::2]))
-    alone = where.run(q[::2], k, v, dout[::2], terms={"mask": others})
+    alone = where.run(q[::2], k, v, dout[::2], optional={"mask": others})
     for name in ("dk", "dv"):
         where.assert_close(got[name], alone[name])
 
@@ -108,8 +108,8 @@ def test_rows_whose_bias_is_minus_infinity_become_nan(where):
     q, k, v = where.normal(4, DIM), where.normal(6, DIM), where.normal(6, DIM)
     bias = np.zeros((4, 6))
     bias[1], bias[2, :5] = -np.inf, -np.inf
-    got = where.run(q, k, v, terms={"bias": where.softmax_array(bias)})
-    masked = where.run(q, k, v, terms={"mask": where.asarray(bias == 0)})
+    got = where.run(q, k, v, optional={"bias": where.softmax_array(bias)})
+    masked = where.run(q, k, v, optional={"mask": where.asarray(bias == 0)})
     for name, x in got.items():
         where.assert_close(x, masked[name])
     assert not got["out"][1].any()
@@ -210,7 +210,7 @@ def test_nan_and_infinities_in_what_is_seen_are_swallowed(where):
     bias = np.zeros((6, 6))
     bias[2, 0], bias[3, 0] = np.inf, np.nan
     q, k, v = (where.normal(6, DIM, seed=n) for n in range(3))
-    got = where.run(q, k, v, terms={"bias": where.softmax_array(bias)})
+    got = where.run(q, k, v, optional={"bias": where.softmax_array(bias)})
     assert np.isnan(got["out"][[2, 3]]).all()
     assert np.isfinite(np.delete(got["out"], [2, 3], axis=0)).all()
 
@@ -239,10 +239,10 @@ def test_parts_merged_by_lse_are_not_the_whole(where):
     q, k, v = where.normal(9, DIM), where.normal(70, DIM), where.normal(70, DIM)
     mask = np.ones((9, 70), bool)
     mask[4, :40] = False
-    whole = where.run(q, k, v, terms={"mask": where.asarray(mask)})
+    whole = where.run(q, k, v, optional={"mask": where.asarray(mask)})
     parts = []
     for s in (slice(0, 40), slice(40, 70)):
-        parts.append(where.run(q, k[s], v[s], terms={"mask": where.asarray(np.ascontiguousarray(mask[:, s]))}))
+        parts.append(where.run(q, k[s], v[s], optional={"mask": where.asarray(np.ascontiguousarray(mask[:, s]))}))
     lse = np.logaddexp(parts[0]["lse"], parts[1]["lse"])
     merged = sum(np.exp(part["lse"] - lse)[:, None] * part["out"] for part in parts)
     where.assert_close(merged, whole["out"])
@@ -320,6 +320,6 @@ def test_inputs_are_written_to(where):
     case = ct.Case(seqlen_q=33, seqlen_k=40, head_dim=DIM, dtype=where.dtype, mask=(33, 40))
     arrays = case.arrays(where.asarray)
     before = {name: ct.to_numpy(x).copy() for name, x in arrays.items()}
-    where.run(*ct.qkv(arrays), arrays["dout"], terms=ct.optional(arrays))
+    where.run(*ct.qkv(arrays), arrays["dout"], optional=ct.optional(arrays))
     for name, x in arrays.items():
         np.testing.assert_array_equal(ct.to_numpy(x), before[name])

@@ -119,17 +119,17 @@ def test_kernels(changes, expected):
 
 
 @pytest.mark.parametrize(
-    ("term", "shape", "expected"),
+    ("name", "shape", "expected"),
     [
         ("alibi_slopes", (1, 32), DECODE_AND_COMBINE),
         ("bias", (1, 32, 4, 8192), ["sm80/decode.cu", "helpers/split_combine.cu"]),
         ("mask", (1, 32, 4, 8192), ["sm80/decode.cu", "helpers/split_combine.cu"]),
     ],
 )
-def test_kernels_where_something_acts_on_scores(term, shape, expected):
+def test_kernels_where_something_acts_on_scores(name, shape, expected):
     problem = decode_problem(4)
-    terms = {term: Operand(shape=shape, strides=(0,) * len(shape), dtype="bool" if "mask" in term else "float32")}
-    assert sources(choose_plan(replace(problem, **terms), H200)) == expected
+    optional = {name: Operand(shape=shape, strides=(0,) * len(shape), dtype="bool" if "mask" in name else "float32")}
+    assert sources(choose_plan(replace(problem, **optional), H200)) == expected
 
 
 @pytest.mark.parametrize("arch", ["8.0", "10.0", "12.0"])

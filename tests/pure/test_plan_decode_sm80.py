@@ -156,15 +156,15 @@ def test_kernels(changes, expected):
 
 
 @pytest.mark.parametrize("arch", ["8.0", "9.0"])
-@pytest.mark.parametrize("term", ["mask", "block_mask", "bias", "alibi_slopes"])
-def test_kernels_where_something_acts_on_scores(term, arch):
-    shape = {"alibi_slopes": (1, 32), "block_mask": (1, 32, 1, 64)}.get(term, (1, 32, 1, 8192))
-    dtype = "bool" if "mask" in term else "float32"
+@pytest.mark.parametrize("name", ["mask", "block_mask", "bias", "alibi_slopes"])
+def test_kernels_where_something_acts_on_scores(name, arch):
+    shape = {"alibi_slopes": (1, 32), "block_mask": (1, 32, 1, 64)}.get(name, (1, 32, 1, 8192))
+    dtype = "bool" if "mask" in name else "float32"
     operand = Operand(shape=shape, strides=(0,) * (len(shape) - 1) + (1,), dtype=dtype)
     for of in ("bfloat16", "float32", "float64"):
-        problem = replace(decode_problem(dtype=of), block_size=(128, 128) if term == "block_mask" else (0, 0))
-        plan = choose_plan(replace(problem, **{term: operand}), DeviceSpec.for_arch(arch))
-        by_tma = arch == "9.0" and of == "bfloat16" and term == "alibi_slopes"
+        problem = replace(decode_problem(dtype=of), block_size=(128, 128) if name == "block_mask" else (0, 0))
+        plan = choose_plan(replace(problem, **{name: operand}), DeviceSpec.for_arch(arch))
+        by_tma = arch == "9.0" and of == "bfloat16" and name == "alibi_slopes"
         assert main_of(plan) == ("sm90/decode.cu" if by_tma else DECODE)
         if not by_tma:
             found = dict(next(k for k in plan.kernels if k.source == DECODE).defines)

@@ -29,9 +29,9 @@ def attend(case, arrays, **changed):
 
 def differentiate(case, arrays):
     attention = cuflash.FlashAttention(**case.keywords)
-    inputs, terms = ct.qkv(arrays), ct.optional(arrays)
-    out, lse = attention.forward(*inputs, **terms)
-    return attention.backward(arrays["dout"], *inputs, out, lse, **terms)
+    inputs, optional = ct.qkv(arrays), ct.optional(arrays)
+    out, lse = attention.forward(*inputs, **optional)
+    return attention.backward(arrays["dout"], *inputs, out, lse, **optional)
 
 
 def close(got, expected, case, slack=1.0):
@@ -116,8 +116,8 @@ def test_parts_merged_by_their_lse_are_the_whole(case, data):
     cut = data.draw(st.integers(0, case.seqlen_k))
     outs, lses = [], []
     for part in (slice(0, cut), slice(cut, None)):
-        terms = {name: x[..., part] for name, x in ct.optional(arrays).items() if x.shape[-1] > 1}
-        out, lse = attend(case, arrays, k=arrays["k"][:, :, part], v=arrays["v"][:, :, part], **terms)
+        optional = {name: x[..., part] for name, x in ct.optional(arrays).items() if x.shape[-1] > 1}
+        out, lse = attend(case, arrays, k=arrays["k"][:, :, part], v=arrays["v"][:, :, part], **optional)
         outs.append(out)
         lses.append(lse)
     merged_lse = np.logaddexp(*lses)
@@ -162,10 +162,10 @@ def test_a_padded_problem_equals_the_short_ones(case, data):
     assert np.isfinite(padded.out).all()
     for b, n in enumerate(lengths):
         short = {"q": arrays["q"][b], "k": arrays["k"][b, :, :n], "v": arrays["v"][b, :, :n]}
-        terms = {}
+        optional = {}
         if case.alibi_slopes:
-            terms["alibi_slopes"] = np.broadcast_to(arrays["alibi_slopes"], (case.batch, case.num_heads))[b]
-        alone = attend(case, short, causal="top_left", **terms)
+            optional["alibi_slopes"] = np.broadcast_to(arrays["alibi_slopes"], (case.batch, case.num_heads))[b]
+        alone = attend(case, short, causal="top_left", **optional)
         close(padded.out[b], alone.out, case)
         close(padded.lse[b], alone.lse, case)
 

@@ -23,8 +23,8 @@ def run(case, dtype=np.float64, **replaced):
     """out, lse, dq, dk, dv of the case by the plain formula."""
     arrays = case.arrays() | replaced
     inputs = [arrays[name] for name in ("q", "k", "v")]
-    terms = ct.optional(arrays)
-    out, lse = reference.forward(case.problem, *inputs, dtype=dtype, **terms)
+    optional = ct.optional(arrays)
+    out, lse = reference.forward(case.problem, *inputs, dtype=dtype, **optional)
     return (
         out,
         lse,

@@ -30,9 +30,9 @@ def test_biases_of_rows_that_see_no_key(seqlen_k, bias, value, dtype, way):
     arrays["bias"][..., ROWS, :] = -np.inf
     attn = cuflash.FlashAttention(**case.keywords)
     need = ("dq", "dk", "dv", "dbias", "dscale", "dsinks")
-    inputs, terms = ct.qkv(arrays), ct.optional(arrays)
+    inputs, optional = ct.qkv(arrays), ct.optional(arrays)
     with way_taken(way):
-        out, lse = attn.forward(*inputs, **terms)
+        out, lse = attn.forward(*inputs, **optional)
         assert np.isneginf(lse[..., ROWS]).all()
         expected = attn.backward(arrays["dout"], *inputs, out, lse, need=need, **ct.optional_backward(arrays))
         arrays["bias"][..., ROWS, :] = value

@@ -40,15 +40,15 @@ def arrays_of(dtype, seed=0):
     return [random.standard_normal(shape).astype(ct.numpy_dtype(dtype)) for _ in range(4)]
 
 
-def results_of(attn, arrays, terms, need, wrap=lambda k, v: (k, v)):
+def results_of(attn, arrays, optional, need, wrap=lambda k, v: (k, v)):
     q, k, v, dout = arrays
     keys = wrap(k, v)
-    out, lse = attn.forward(q, *keys, **terms)
-    return {"out": out, "lse": lse, **attn.backward(dout, q, *keys, out, lse, **terms, need=need)._asdict()}
+    out, lse = attn.forward(q, *keys, **optional)
+    return {"out": out, "lse": lse, **attn.backward(dout, q, *keys, out, lse, **optional, need=need)._asdict()}
 
 
-def as_arrays(terms, dtype):
-    return {name: x if isinstance(x, np.ndarray) else array_of(name, x, dtype) for name, x in terms.items()}
+def as_arrays(optional, dtype):
+    return {name: x if isinstance(x, np.ndarray) else array_of(name, x, dtype) for name, x in optional.items()}
 
 
 WAYS: dict[str, Any] = {
@@ -70,10 +70,10 @@ WAYS: dict[str, Any] = {
 def test_scalars_of_functions_are_arrays_without_axes(way, dtype, scalars):
     make, wrap = WAYS[way]
     attn, arrays = make(score=score, mask=mask), arrays_of(dtype)
-    terms = {"x": X.astype(softmax_dtype_of(dtype)), **scalars}
+    optional = {"x": X.astype(softmax_dtype_of(dtype)), **scalars}
     need = ("dq", "dk", "dv", "dx", *(f"d{name}" for name in ("gamma", "shift") if type(scalars[name]) is not int))
-    got = results_of(attn, arrays, terms, need, wrap)
-    expected = results_of(attn, arrays, as_arrays(terms, dtype), need, wrap)
+    got = results_of(attn, arrays, optional, need, wrap)
+    expected = results_of(attn, arrays, as_arrays(optional, dtype), need, wrap)
     for name, x in got.items():
         np.testing.assert_array_equal(x, expected[name])
         assert type(x) is np.ndarray and (x.shape, x.dtype) == (expected[name].shape, expected[name].dtype)
@@ -81,7 +81,7 @@ def test_scalars_of_functions_are_arrays_without_axes(way, dtype, scalars):
         if f"d{name}" in got:
             assert got[f"d{name}"].shape == ()
             assert got[f"d{name}"].dtype == array_of(name, scalars[name], dtype).dtype
-    attn.plan(arrays[0], *wrap(*arrays[1:3]), **terms).describe()
+    attn.plan(arrays[0], *wrap(*arrays[1:3]), **optional).describe()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -92,11 +92,11 @@ def test_scalars_of_functions_are_arrays_without_axes(way, dtype, scalars):
 def test_scalars_of_terms_are_arrays_without_axes(way, dtype, bias, visible, length, is_numpy):
     make, wrap = WAYS[way]
     attn, arrays = make(causal=True), arrays_of(dtype)
-    terms = {"bias": bias, "mask": visible, "kv_lengths": np.int32(length) if is_numpy else length}
+    optional = {"bias": bias, "mask": visible, "kv_lengths": np.int32(length) if is_numpy else length}
     if way != "as they are":  # one length does not stand for all entries there, as no batch axis does
-        terms["kv_lengths"] = np.full(2, length)
-    got = results_of(attn, arrays, terms, ("dq", "dk", "dv", "dbias"), wrap)
-    expected = results_of(attn, arrays, as_arrays(terms, dtype), ("dq", "dk", "dv", "dbias"), wrap)
+        optional["kv_lengths"] = np.full(2, length)
+    got = results_of(attn, arrays, optional, ("dq", "dk", "dv", "dbias"), wrap)
+    expected = results_of(attn, arrays, as_arrays(optional, dtype), ("dq", "dk", "dv", "dbias"), wrap)
     for name, x in got.items():
         np.testing.assert_array_equal(x, expected[name])
     assert type(got["dbias"]) is np.ndarray and got["dbias"].shape == ()
@@ -160,27 +160,27 @@ def test_scales_of_float8():
 def test_scalars_with_leading_axes_and_in_plan_compile_and_tune():
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 3, 2, SEQLEN, DIM))
     attn: Any = cuflash.FlashAttention(score=score, mask=mask)
-    terms = {"x": X, "gamma": 0.5, "shift": np.float32(0.25), "reach": 7, "is_open": False}
-    out, _ = attn.forward(q, k, v, **terms)
-    np.testing.assert_array_equal(out, attn.forward(q, k, v, **as_arrays(terms, "float64")).out)
-    assert "gamma" in attn.plan(q, k, v, **terms).describe()
-    attn.compile(q, k, v, **terms)
+    optional = {"x": X, "gamma": 0.5, "shift": np.float32(0.25), "reach": 7, "is_open": False}
+    out, _ = attn.forward(q, k, v, **optional)
+    np.testing.assert_array_equal(out, attn.forward(q, k, v, **as_arrays(optional, "float64")).out)
+    assert "gamma" in attn.plan(q, k, v, **optional).describe()
+    attn.compile(q, k, v, **optional)
     with pytest.raises(NotImplementedError, match=r"^q: got an array in host memory"):
-        attn.tune(q, k, v, **terms)
+        attn.tune(q, k, v, **optional)
 
 
 def test_scalars_over_several_ranks():
     q, k, v, dout = arrays_of("float64")
     split = cd.contiguous(SEQLEN, 3)
-    terms = {"x": X, "gamma": 0.5, "shift": 0.25, "reach": 7, "is_open": False}
+    optional = {"x": X, "gamma": 0.5, "shift": 0.25, "reach": 7, "is_open": False}
     need = ("dq", "dgamma", "dshift")
 
     def work(comm):
         own = [split.part(x, comm.rank) for x in (q, k, v, dout)]
-        return results_of(cd.ContextParallel(comm, split=split, score=score, mask=mask), own, terms, need)
+        return results_of(cd.ContextParallel(comm, split=split, score=score, mask=mask), own, optional, need)
 
     found = on_threads(3, work)
-    whole = results_of(cuflash.FlashAttention(score=score, mask=mask), (q, k, v, dout), terms, need)
+    whole = results_of(cuflash.FlashAttention(score=score, mask=mask), (q, k, v, dout), optional, need)
     np.testing.assert_allclose(split.whole([x["dq"] for x in found]), whole["dq"], rtol=1e-9, atol=1e-12)
     for name in ("dgamma", "dshift"):
         np.testing.assert_allclose([x[name] for x in found], whole[name], rtol=1e-9)

@@ -26,9 +26,9 @@ def judged(case: Scored, results):
 @given(scored(follows_lengths=True))
 def test_results_are_those_of_the_formula(case):
     attn, arrays = case.attention, case.arrays
-    out, lse = attn.forward(*case.inputs, **case.terms, **case.random)
+    out, lse = attn.forward(*case.inputs, **case.optional, **case.random)
     need = gradients_of(case.problem)
-    again = {"dlse": arrays["dlse"], **case.terms, **case.random}
+    again = {"dlse": arrays["dlse"], **case.optional, **case.random}
     gradients = attn.backward(arrays["dout"], *case.inputs, out, lse, need=need, **again)
     judged(case, {"out": out, "lse": lse, **gradients._asdict()})
     with cuflash.cpu_threads(3):
@@ -191,19 +191,21 @@ def test_options_make_scores_beside_a_mask_that_is_a_function(packed):
     q, k, v, dout = random.standard_normal((4, 2, 40, 8))
     i, j = np.indices((40, 40))
     starts = np.array([0, 17, 40], np.int32)
-    terms: Any = {"alibi_slopes": random.uniform(0, 1, (2, 2) if packed else (2,))}
-    terms |= (
+    optional: Any = {"alibi_slopes": random.uniform(0, 1, (2, 2) if packed else (2,))}
+    optional |= (
         {"cu_seqlens_q": starts, "cu_seqlens_k": starts} if packed else {"bias": random.standard_normal((2, 40, 1))}
     )
     need = ("dq", "dk", "dv", "dalibi_slopes", "dscale", "dsoftcap", *(() if packed else ("dbias",)))
     attn: Any = cuflash.FlashAttention(mask=lambda i, j: (i * j) % 3 != 1, softcap=2.0, causal=True)
-    out, lse = attn.forward(q, k, v, **terms)
-    found = attn.backward(dout, q, k, v, out, lse, need=need, **terms)._asdict() | {"out": out, "lse": lse}
-    judges = yardsticks(make_problem(attn.options, q, k, v, **terms), {"q": q, "k": k, "v": v, "dout": dout, **terms})
+    out, lse = attn.forward(q, k, v, **optional)
+    found = attn.backward(dout, q, k, v, out, lse, need=need, **optional)._asdict() | {"out": out, "lse": lse}
+    judges = yardsticks(
+        make_problem(attn.options, q, k, v, **optional), {"q": q, "k": k, "v": v, "dout": dout, **optional}
+    )
     assert not any(measure(name, x, judges[name]).failure for name, x in found.items())
     if not packed:
         options = cuflash.FlashAttention(softcap=2.0, causal=True)
-        np.testing.assert_allclose(out, options.forward(q, k, v, mask=(i * j) % 3 != 1, **terms).out, atol=1e-12)
+        np.testing.assert_allclose(out, options.forward(q, k, v, mask=(i * j) % 3 != 1, **optional).out, atol=1e-12)
 
 
 def test_the_gradient_of_a_soft_cap_is_exact_where_its_terms_cancel():

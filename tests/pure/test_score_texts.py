@@ -97,21 +97,21 @@ def test_objects_with_texts_pickle_print_and_compare():
 def test_numpy_arrays_are_computed_by_the_function_in_python(name):
     case, text = case_of(TEXTS[name]), TEXTS[name]
     traced = cuflash.FlashAttention(score=text.python)
-    out, lse = case.attention.forward(*case.inputs, **case.terms)
-    np.testing.assert_array_equal(out, traced.forward(*case.inputs, **case.terms).out)
+    out, lse = case.attention.forward(*case.inputs, **case.optional)
+    np.testing.assert_array_equal(out, traced.forward(*case.inputs, **case.optional).out)
     need = ("dq", *case.problem.score_arg_gradients)
     q, k, v = case.inputs
-    found = [x.backward(out, q, k, v, out, lse, need=need, **case.terms) for x in (case.attention, traced)]
+    found = [x.backward(out, q, k, v, out, lse, need=need, **case.optional) for x in (case.attention, traced)]
     for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one, other)
-    described = case.attention.plan(*case.inputs, **case.terms).describe(verbose=True, width=0)
+    described = case.attention.plan(*case.inputs, **case.optional).describe(verbose=True, width=0)
     assert "score in CUDA" not in described and "d score / d s" in described
 
 
 @pytest.mark.parametrize("name", ["polynomial", "branching", "of_functions"])
 def test_gradients_are_those_of_differences(name):
     case = case_of(TEXTS[name])
-    found = check_gradients(case.attention, *case.inputs, **case.terms)
+    found = check_gradients(case.attention, *case.inputs, **case.optional)
     reals = {x for x in TEXTS[name].arrays if case.arrays[x].dtype.kind == "f"}
     assert {gradient[1:] for gradient in found} == {"q", "k", "v"} | reals
 
@@ -120,7 +120,7 @@ def test_numpy_arrays_need_a_function_in_python():
     case = case_of(Score(cuda=SOFTCAPPED, arrays=["temperature"]))
     for method in (case.attention.forward, case.attention.plan, case.attention.compile):
         with pytest.raises(NotImplementedError, match=r"score: got NumPy arrays for a Score of CUDA alone.*python="):
-            method(*case.inputs, **case.terms)
+            method(*case.inputs, **case.optional)
 
 
 def test_an_array_that_is_not_read_has_a_gradient_of_0():

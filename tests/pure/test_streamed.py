@@ -48,8 +48,8 @@ def results_of(case, chunk, arrays=None, **options):
     attn: Any = cuflash.FlashAttention(**case.keywords, **options)
     need = ct.gradients_of(case.problem)
     out, lse = attn.forward(q, *keys, **ct.optional(arrays), **case.random)
-    terms = ct.optional_backward(arrays) | case.random
-    gradients = attn.backward(arrays["dout"], q, *keys, out, lse, need=need, **terms)
+    optional = ct.optional_backward(arrays) | case.random
+    gradients = attn.backward(arrays["dout"], q, *keys, out, lse, need=need, **optional)
     return {"out": out, "lse": lse, **dict(zip(need, gradients, strict=True))}
 
 
@@ -100,7 +100,7 @@ def test_results_with_leading_axes_are_written_where_the_caller_says(data, case,
     q, k, v = ct.qkv(arrays)
     attn: Any = cuflash.FlashAttention(**case.keywords)
     need = ct.gradients_of(case.problem)
-    terms, of_backward = (x | case.random for x in (ct.optional(arrays), ct.optional_backward(arrays)))
+    optional, of_backward = (x | case.random for x in (ct.optional(arrays), ct.optional_backward(arrays)))
 
     def room(x):
         return ct.lay_out(np.full_like(x, 7), strides, np.asarray)
@@ -109,9 +109,9 @@ def test_results_with_leading_axes_are_written_where_the_caller_says(data, case,
         device = None if how is None else FakeDevice(**how)
         patch.setattr(calls, "device_of", lambda kind: device)
         keys = cuflash.streamed(k, v, chunk=chunk)
-        results = attn.forward(q, *keys, **terms)
+        results = attn.forward(q, *keys, **optional)
         given = {name: room(x) for name, x in results._asdict().items()}
-        written = attn.forward(q, *keys, **terms, **given)
+        written = attn.forward(q, *keys, **optional, **given)
         gradients = attn.backward(arrays["dout"], q, *keys, *results, need=need, **of_backward)
         of_gradients = {name: room(x) for name, x in gradients._asdict().items() if name in ("dq", "dk", "dv")}
         found = attn.backward(arrays["dout"], q, *keys, *results, need=need, **of_backward, **of_gradients)
@@ -286,7 +286,7 @@ def test_bad_chunks(chunk, kind):
 
 
 @pytest.mark.parametrize(
-    ("options", "chunk", "terms", "kind", "message"),
+    ("options", "chunk", "optional", "kind", "message"),
     [
         ({"score": lambda s, i, j, *, a: s + a[j]}, 16, {}, TypeError, "missing keyword argument 'a'"),
         (
@@ -309,13 +309,13 @@ def test_bad_chunks(chunk, kind):
         ({}, 16, {"out": X}, ValueError, "^out: got memory shared with q, expected memory of its own$"),
     ],
 )
-def test_bad_calls(options, chunk, terms, kind, message):
+def test_bad_calls(options, chunk, optional, kind, message):
     attn: Any = cuflash.FlashAttention(**options)
     if kind is None:
-        attn.forward(X, *cuflash.streamed(X, X, chunk=chunk), **terms)
+        attn.forward(X, *cuflash.streamed(X, X, chunk=chunk), **optional)
         return
     with pytest.raises(kind, match=message):
-        attn.forward(X, *cuflash.streamed(X, X, chunk=chunk), **terms)
+        attn.forward(X, *cuflash.streamed(X, X, chunk=chunk), **optional)
 
 
 @pytest.mark.parametrize("options", [{"window": (20, 0), "dropout": 0.25}, {"score": lambda s, i, j: s * (i - j)}])

@@ -12,7 +12,7 @@ from cuflash.streaming import calls
 from cuflash.testing.rule import gradients_of
 from tests.fakes import FakeDevice
 from tests.pure.test_streamed import DEVICES
-from tests.ranks import NO_TERMS, judge
+from tests.ranks import REQUIRED, judge
 from tests.sampling import examples
 from tests.scored import CONDITIONED, SCORES, Scored, score_args_of, scored
 
@@ -21,12 +21,12 @@ def results_of(case, chunk):
     """All results of both passes."""
     q, k, v = case.inputs
     keys = cuflash.streamed(k, v, chunk=chunk)
-    terms = {name: x for name, x in case.arrays.items() if name not in NO_TERMS} | case.random
+    optional = {name: x for name, x in case.arrays.items() if name not in REQUIRED} | case.random
     attn: Any = case.attention
-    out, lse = attn.forward(q, *keys, **terms)
+    out, lse = attn.forward(q, *keys, **optional)
     of_lse = {"dlse": case.arrays["dlse"]} if "dlse" in case.arrays else {}
     need = gradients_of(case.problem)
-    gradients = attn.backward(case.arrays["dout"], q, *keys, out, lse, need=need, **terms, **of_lse)
+    gradients = attn.backward(case.arrays["dout"], q, *keys, out, lse, need=need, **optional, **of_lse)
     return {"out": out, "lse": lse, **gradients._asdict()}
 
 
@@ -60,13 +60,13 @@ def test_functions_that_spell_out_options_are_computed_as_these():
     keys = cuflash.streamed(k, v, chunk=16)
     attn: Any = cuflash.FlashAttention(score=spelled, mask=lambda i, j: (i >= j) & (i - j < 20))
     options: Any = cuflash.FlashAttention(softcap=5.0, window=(19, 0))
-    terms = {"alibi_slopes": arrays["slopes"], "bias": arrays["pairs"]}
+    optional = {"alibi_slopes": arrays["slopes"], "bias": arrays["pairs"]}
     out, lse = attn.forward(q, *keys, **arrays)
-    for x, y in zip((out, lse), options.forward(q, *keys, **terms), strict=True):
+    for x, y in zip((out, lse), options.forward(q, *keys, **optional), strict=True):
         np.testing.assert_array_equal(x, y)
     need, of_options = ("dq", "dk", "dv", "dslopes", "dpairs"), ("dq", "dk", "dv", "dalibi_slopes", "dbias")
     found = attn.backward(dout, q, *keys, out, lse, need=need, **arrays)
-    expected = options.backward(dout, q, *keys, out, lse, need=of_options, **terms)
+    expected = options.backward(dout, q, *keys, out, lse, need=of_options, **optional)
     for name, of_option in zip(need, of_options, strict=True):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, of_option))
     room = np.full((60, 60), np.nan)

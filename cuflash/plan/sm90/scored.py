@@ -9,7 +9,7 @@ from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan.device import DeviceSpec
 from cuflash.plan.tensor_map import LINE_BYTES, why_not
 from cuflash.plan.tiles import Tile, why_too_large
-from cuflash.spec.inputs import TERMS
+from cuflash.spec.inputs import OPTIONAL_INPUTS
 from cuflash.spec.problem import Problem
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class ScoredTile(Tile):
 
     def asks_function_alone(self, problem: Problem) -> bool:
         """Whether there is a mask function, but no mask of keys, and no array that is added to scores."""
-        added = any(term.part_of == "scores" and getattr(problem, term.name) is not None for term in TERMS)
+        added = any(row.part_of == "scores" and getattr(problem, row.name) is not None for row in OPTIONAL_INPUTS)
         return problem.mask_function is not None and not self.mask_of_keys and not added
 
     def reads_points(self, problem: Problem) -> bool:

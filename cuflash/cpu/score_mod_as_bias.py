@@ -33,7 +33,7 @@ from cuflash.score_mod import is_of_diagonals
 from cuflash.score_mod.evaluation import evaluate
 from cuflash.score_mod.intervals import Tables
 from cuflash.score_mod.nodes import Node, in_order
-from cuflash.spec.inputs import INPUTS, NAMES, TERMS
+from cuflash.spec.inputs import INPUTS, NAMES, OPTIONAL_INPUTS
 from cuflash.spec.options import Options, Origin
 from cuflash.spec.outputs import DEFAULT_NEED, OVER_ROWS
 from cuflash.spec.passes import Pass
@@ -50,18 +50,18 @@ LINE = 2**16  # diagonals at a time
 MOST_PARTS = 16  # of a call, of which what is prepared is kept
 LENGTHS = "kv_lengths"
 STARTS = ("cu_seqlens_q", "cu_seqlens_k")
-_OF_SCORES = tuple(term.name for term in TERMS if term.part_of == "scores")
-BESIDE = ("mask", LENGTHS, *_OF_SCORES, *(term.name for term in TERMS if term.part_of == "softmax"))
+_OF_SCORES = tuple(row.name for row in OPTIONAL_INPUTS if row.part_of == "scores")
+BESIDE = ("mask", LENGTHS, *_OF_SCORES, *(row.name for row in OPTIONAL_INPUTS if row.part_of == "softmax"))
 
 
 def why_not(problem: Problem, wanted: Collection[str] = ()) -> str | None:
     """Why a call, or its gradients `wanted`, are not computed so; None if they are."""
     if (reason := core.why_not(problem)) is not None:
         return reason
-    terms = [name for name in problem.given(NAMES) if name not in (*BESIDE, *STARTS)]
+    optional_inputs = [name for name in problem.given(NAMES) if name not in (*BESIDE, *STARTS)]
     is_bounded = (problem.window_left, problem.window_right) != (None, None)
-    if terms or problem.has_float8:
-        return f"functions beside {', '.join(terms) or 'fp8'}"
+    if optional_inputs or problem.has_float8:
+        return f"functions beside {', '.join(optional_inputs) or 'fp8'}"
     one = problem.mean_sequence
     pairs = one.batch * one.num_heads * one.seqlen_q * one.seqlen_k
     if pairs == 0:
@@ -125,8 +125,8 @@ def prepare(problem: Problem, given: Mapping[str, object], pass_: Pass) -> Prepa
 class _Call(NamedTuple):
     """The arrays of one call, or of one packed sequence, which have an axis for the batch and one for heads."""
 
-    arrays: Mapping[str, Array]  # all but terms and results
-    terms: Mapping[str, Array]
+    arrays: Mapping[str, Array]  # all but optional inputs and results
+    optional_inputs: Mapping[str, Array]
     score_args: Mapping[str, Array]  # what functions read
     sums: Mapping[str, Array]  # of the wanted gradients of score_mod args, by the names of these
     random: tuple[int | None, int | None]
@@ -148,7 +148,7 @@ class _PreparedPart(NamedTuple):
     pairs: Pairs
     tiles: list[Tile]
     shown: tuple[Array, Array] | None  # `Prepared.blocks`, if these do not depend on arrays
-    problems: dict[tuple[str, ...], Problem]  # what the core computes, by the names of the terms
+    problems: dict[tuple[str, ...], Problem]  # what the core computes, by the names of the optional inputs
 
 
 class Prepared:
@@ -177,10 +177,10 @@ class Prepared:
         self.dtype = np.dtype(problem.softmax_dtype)
         self.score_args = tuple(name for name, _ in problem.score_args)
         self.reads = tuple(name for name in self.score_args if f"d{name}" in names)
-        self.terms = tuple(name for name in BESIDE if name in names)
+        self.optional_inputs = tuple(name for name in BESIDE if name in names)
         self.results = tuple(name for name in DEFAULT_NEED if name in names)
         gradients = (f"d{name}" for name in self.reads)
-        beside = {*self.score_args, *gradients, *self.terms, *self.results, *STARTS}
+        beside = {*self.score_args, *gradients, *self.optional_inputs, *self.results, *STARTS}
         self.arrays = tuple(name for name in names if name not in beside)
         self.are_4d = problem.layout == "bhsd" and problem.ndim == 4
         program = self.program = problem.program.on_numpy()
@@ -223,8 +223,8 @@ class Prepared:
         if not self.are_4d:
             for name, x in views.items():
                 views[name] = view_rows(x) if name in OVER_ROWS else view_4d(x, self.problem.layout)
-        terms = {name: given[name] for name in self.terms}
-        call = _Call(views, terms, score_args, sums, random, {})
+        optional_inputs = {name: given[name] for name in self.optional_inputs}
+        call = _Call(views, optional_inputs, score_args, sums, random, {})
         every = self._prepared or map(self._prepare, self._parts)
         if self.is_split:
             self._add_parts(call, every)
@@ -264,9 +264,11 @@ class Prepared:
         arrays = {name: call.arrays[name][places[name]] for name in self.arrays}
         if self.wide is not None:
             arrays = {name: x.astype(self.wide) if _is_narrow(x, self.wide) else x for name, x in arrays.items()}
-        terms = {name: part.of_term(x, cast("int", core.AXES[name])) for name, x in call.terms.items()}
-        if self.wide is not None and "bias" in terms and _is_narrow(terms["bias"], self.wide):
-            terms["bias"] = terms["bias"].astype(self.wide)
+        optional_inputs = {
+            name: part.view_of(x, cast("int", core.AXES[name])) for name, x in call.optional_inputs.items()
+        }
+        if self.wide is not None and "bias" in optional_inputs and _is_narrow(optional_inputs["bias"], self.wide):
+            optional_inputs["bias"] = optional_inputs["bias"].astype(self.wide)
         products, results, of_products = None, dict(wanted), dict[str, Array]()
         if self.program.score is not None and not self.is_sum:
             scaled = call.take("scaled", pairs.shape, self.dtype)
@@ -274,16 +276,16 @@ class Prepared:
             of_products = {name: results.pop(name) for name in ("dq", "dk") if name in results}
             arrays |= {name: np.zeros((*arrays[name].shape[:3], 1), arrays[name].dtype) for name in ("q", "k")}
         of_functions, tiles = self._functions(call, prepared, products)
-        if "mask" in terms and "mask" in of_functions:
-            of_functions["mask"] = of_functions["mask"] & terms["mask"]
-        terms |= of_functions
+        if "mask" in optional_inputs and "mask" in of_functions:
+            of_functions["mask"] = of_functions["mask"] & optional_inputs["mask"]
+        optional_inputs |= of_functions
         if call.sums or of_products:
             results["dbias"] = call.take("dbias", pairs.shape, self.dtype)
-        problem = prepared.problems.get(names := tuple(terms))
+        problem = prepared.problems.get(names := tuple(optional_inputs))
         if problem is None:
             own = (arrays[name] for name in INPUTS)
-            problem = prepared.problems[names] = make_problem(self._options(part), *own, **terms)
-        core.run(problem, {**arrays, **terms, **results}, self.pass_, *call.random)
+            problem = prepared.problems[names] = make_problem(self._options(part), *own, **optional_inputs)
+        core.run(problem, {**arrays, **optional_inputs, **results}, self.pass_, *call.random)
         if call.sums:
             self._add_reads(call, pairs, tiles, results["dbias"], products)
         if products is not None and of_products:
@@ -310,20 +312,20 @@ class Prepared:
 
         Tiles that bounds or the mask hide as a whole are not among these. The bias may be anything there.
         """
-        score, mask, terms, of_tile = self.program.score, self.program.mask, dict[str, Array](), {}
+        score, mask, optional_inputs, of_tile = self.program.score, self.program.mask, dict[str, Array](), {}
         pairs, tiles, shown = prepared.pairs, prepared.tiles, prepared.shown
         if self.has_diagonals:
-            terms["bias"] = self._bias_of_diagonals(call, pairs)
+            optional_inputs["bias"] = self._bias_of_diagonals(call, pairs)
         elif score is not None:
-            terms["bias"] = call.take("bias", pairs.shape, self.dtype)
+            optional_inputs["bias"] = call.take("bias", pairs.shape, self.dtype)
             of_tile["bias"] = score
         if mask is not None:
             if shown is None:
                 shown = self._blocks(mask, pairs, Tables(call.score_args))
                 tiles = [tile for tile in tiles if shown[1][tile.blocks].any()]
-            terms["block_mask"], is_mixed = shown[1], shown[1] & ~shown[0]
+            optional_inputs["block_mask"], is_mixed = shown[1], shown[1] & ~shown[0]
             if is_mixed.any():
-                terms["mask"] = np.ones(pairs.shape, bool)
+                optional_inputs["mask"] = np.ones(pairs.shape, bool)
                 of_tile["mask"] = mask
 
         def write(tile: Tile) -> None:
@@ -335,11 +337,11 @@ class Prepared:
             inputs = tile.inputs(None if products is None else products.scaled)
             values = evaluate([*own.values()], inputs, call.score_args, self.dtype)
             for name, x in zip(own, values, strict=True):
-                terms[name][tile.place] = x
+                optional_inputs[name][tile.place] = x
 
         if of_tile:
             _for_each(write, tiles)
-        return terms, tiles
+        return optional_inputs, tiles
 
     def _bias_of_diagonals(self, call: _Call, pairs: Pairs) -> Array:
         """The bias of a part, whose rows are views of one line: each begins one number before the one above it."""
@@ -367,9 +369,9 @@ class Prepared:
             values = iter(evaluate(roots, inputs, call.score_args, self.dtype))
             for name, load in loads:
                 # A pair that does not count has no part, whatever the derivative is.
-                terms = own * np.where(own == 0, 0, next(values))
+                optional_inputs = own * np.where(own == 0, 0, next(values))
                 places = list(itertools.islice(values, len(load.at.args)))
-                entries.append((name, *sums_of_entries(call.score_args[name].shape, places, terms)))
+                entries.append((name, *sums_of_entries(call.score_args[name].shape, places, optional_inputs)))
             return entries
 
         def add(entries: list[tuple[str, Any, Array]]) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash.cpu import backend, core, functions_as_terms, part_products, parts
+from cuflash.cpu import backend, core, part_products, parts, score_mod_as_bias
 from cuflash.score_mod.program import Traced
 from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.testing.rule import measure, yardsticks
@@ -18,7 +18,7 @@ needs_core = pytest.mark.skipif(core.why_not() is not None, reason=f"no compiled
 
 
 def is_served(case):
-    return functions_as_terms.why_not(case.problem, (*DEFAULT_NEED, *case.problem.score_arg_gradients)) is None
+    return score_mod_as_bias.why_not(case.problem, (*DEFAULT_NEED, *case.problem.score_arg_gradients)) is None
 
 
 def as_served(case):
@@ -31,8 +31,8 @@ def as_served(case):
 
 
 def results_of(case):
-    out, lse = case.attention.forward(*case.inputs, **case.terms, **case.random)
-    again = {"dlse": case.arrays["dlse"], **case.terms, **case.random}
+    out, lse = case.attention.forward(*case.inputs, **case.optional, **case.random)
+    again = {"dlse": case.arrays["dlse"], **case.optional, **case.random}
     need = (*DEFAULT_NEED, *case.problem.score_arg_gradients)
     gradients = case.attention.backward(case.arrays["dout"], *case.inputs, out, lse, need=need, **again)
     return {"out": out, "lse": lse, **gradients._asdict()}
@@ -53,11 +53,11 @@ def judge(case, results):
 @needs_core
 @pytest.mark.parametrize("score", [*SCORES, *DRAWN])
 def test_results_obey_the_oracle_rule_however_a_call_is_cut(score, monkeypatch):
-    monkeypatch.setattr(functions_as_terms, "FEW_PAIRS", -1)
-    monkeypatch.setattr(functions_as_terms, "LINE", 50)
+    monkeypatch.setattr(score_mod_as_bias, "FEW_PAIRS", -1)
+    monkeypatch.setattr(score_mod_as_bias, "LINE", 50)
     monkeypatch.setattr(part_products, "PRODUCT_BLOCK", 24)
     monkeypatch.setattr(part_products, "PRODUCT_DEPTH", 5)
-    for module in (functions_as_terms, parts):
+    for module in (score_mod_as_bias, parts):
         monkeypatch.setattr(module, "BLOCK", 16)
     monkeypatch.setattr(parts, "KEYS", 32)
 
@@ -65,7 +65,7 @@ def test_results_obey_the_oracle_rule_however_a_call_is_cut(score, monkeypatch):
     @given(scored(max_seqlen=130, scores=(score,)), st.sampled_from((1600, 6000, 2**23)))
     def check(case, part_bytes):
         case = as_served(case)
-        monkeypatch.setattr(functions_as_terms, "PART_BYTES", part_bytes)
+        monkeypatch.setattr(score_mod_as_bias, "PART_BYTES", part_bytes)
         forget()
         results = results_of(case)
         judge(case, results)
@@ -118,7 +118,7 @@ def test_without_the_core_results_are_the_same_within_the_rule(case):
 def test_which_scores_are_sums(score, is_sum):
     program = Traced.of(score, "score").program(None, ())
     assert program.score is not None
-    assert functions_as_terms.is_sum(program.score) == is_sum
+    assert score_mod_as_bias.is_sum(program.score) == is_sum
 
 
 @pytest.mark.parametrize("rows", [1, 5, 63, 64, 65, 200])

@@ -1,4 +1,4 @@
-"""The rows of the terms, and that whatever has to spell the names out spells all of them."""
+"""The rows of the optional inputs, and that whatever has to spell the names out spells all of them."""
 
 import inspect
 from dataclasses import fields, replace
@@ -22,12 +22,12 @@ from cuflash.spec.inputs import (
     FP8_SCALES,
     NAMES,
     NUMBERS,
-    TERMS,
+    OPTIONAL_INPUTS,
     NamedGradients,
     OfGradients,
     OfThreeGradients,
+    OptionalArrays,
     PassArrays,
-    Terms,
 )
 from cuflash.spec.outputs import (
     DEFAULT_NEED,
@@ -52,7 +52,7 @@ def parameters(function):
 
 
 def test_every_signature_has_every_term():
-    assert set(Terms.__annotations__) == set(NAMES)
+    assert set(OptionalArrays.__annotations__) == set(NAMES)
     assert set(NAMES) <= {field.name for field in fields(Problem)}
     for function in (cuflash.attention, cuflash.FlashAttention.forward, cuflash.FlashAttention.backward):
         assert set(NAMES) <= parameters(function)
@@ -105,15 +105,15 @@ def test_terms_act_one_after_another():
     assert [BY_NAME[name].acts for name in ACTING] == list(range(1, len(ACTING) + 1))
 
 
-@pytest.mark.parametrize("term", TERMS, ids=lambda term: term.name)
-def test_a_row_agrees_with_itself(term):
-    assert (term.gradient in GRADIENTS) == bool(term.part_of)
-    assert INPUT_OF_GRADIENT.get(term.gradient, "") == (term.name if term.part_of else "")
-    assert not (term.has_keys and term.goes_packed), "no array over all keys is one over those of a sequence"
-    assert not term.define or term.acts, "kernels are told of what they do"
-    assert not term.broadcasts or len(term.shapes) == 1
-    assert {len(shape) - ("batch" in shape) for shape in term.shapes} <= {term.own_axes}
-    assert not term.lacks_batch or term.may_lack_batch
+@pytest.mark.parametrize("row", OPTIONAL_INPUTS, ids=lambda row: row.name)
+def test_a_row_agrees_with_itself(row):
+    assert (row.gradient in GRADIENTS) == bool(row.part_of)
+    assert INPUT_OF_GRADIENT.get(row.gradient, "") == (row.name if row.part_of else "")
+    assert not (row.has_keys and row.goes_packed), "no array over all keys is one over those of a sequence"
+    assert not row.define or row.acts, "kernels are told of what they do"
+    assert not row.broadcasts or len(row.shapes) == 1
+    assert {len(shape) - ("batch" in shape) for shape in row.shapes} <= {row.own_axes}
+    assert not row.lacks_batch or row.may_lack_batch
 
 
 def test_numbers_have_gradients():
