@@ -321,7 +321,7 @@ def _torch_contender(
             raise Absent("torch and CuPy are on different streams")
 
     def tensor(x: Any) -> Any:
-        if x.dtype == bool:  # not every library lends those
+        if x.dtype == bool:  # not every library exports those
             return torch.from_dlpack(x.view("uint8")).view(torch.bool)
         if not on_gpu and x.dtype.name == "bfloat16":  # nor NumPy these
             return torch.from_dlpack(x.view("uint16")).view(torch.bfloat16)

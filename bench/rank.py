@@ -122,8 +122,8 @@ class Rank:
         """Let go of all memory but that of the arrays: ranks of several kinds share a device."""
         self.found = ()
         while self.graphs:
-            _, (pool, *what_it_lent) = self.graphs.popitem()
-            what_it_lent.clear()  # CuPy never frees the memory of a pool that goes before what it lent
+            _, (pool, *what_it_allocated) = self.graphs.popitem()
+            what_it_allocated.clear()  # CuPy never frees the memory of a pool that goes before what it allocated
             pool.free_all_blocks()
         if self.on_device:
             with self._entered():

@@ -162,8 +162,8 @@ def latest_rows(records: Sequence[Record]) -> list[Record]:
     """
     runs = [r for r in records if r["record"] == "run"]
     runs = [r for r in reversed(runs) if r["device"] == runs[-1]["device"]]
-    alike = {run["run"] for run in runs}
-    newest = {(row["ranks"], row["case"], row["pass"]): row for row in _rows(records) if row["run"] in alike}
+    comparable = {run["run"] for run in runs}
+    newest = {(row["ranks"], row["case"], row["pass"]): row for row in _rows(records) if row["run"] in comparable}
     used = {row["run"] for row in newest.values()}
     order = list(dict.fromkeys([problem.name for problem in PROBLEMS] + [row["case"] for row in newest.values()]))
     rows = sorted(newest.values(), key=lambda row: (-row["ranks"], order.index(row["case"])))

@@ -333,7 +333,7 @@ class FlashAttention(Preparation):
         Raises
         ------
         TypeError
-            Not an array, arrays of several kinds, a wrong dtype, an array that cannot be lent through DLPack. These
+            Not an array, arrays of several kinds, a wrong dtype, an array that DLPack cannot export. These
             messages and the next begin with the argument's name and say what was got and what is expected.
         ValueError
             Shapes that do not fit, a value out of range, a result that is read-only or overlaps another argument.
@@ -353,7 +353,7 @@ class FlashAttention(Preparation):
         random = self.options.random(seed, offset)
         call = prepare(self.options, arrays, INPUTS, OUTPUTS, OUTPUTS)
         computed = backend_of(call.kind).forward(call.options, call.arrays, random, call.need)
-        return ForwardResult(*(computed if call.is_direct else call.give_back(computed, arrays)))
+        return ForwardResult(*(computed if call.is_direct else call.exported(computed, arrays)))
 
     # fmt: off
     @overload
@@ -500,4 +500,4 @@ class FlashAttention(Preparation):
         random = self.options.random(seed, offset)
         call = prepare(self.options, arrays, _BACKWARD_INPUTS, need, need)
         computed = backend_of(call.kind).backward(call.options, call.arrays, call.need, random)
-        return kind(*(computed if call.is_direct else call.give_back(computed, arrays)))
+        return kind(*(computed if call.is_direct else call.exported(computed, arrays)))

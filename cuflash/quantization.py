@@ -15,7 +15,7 @@ from cuflash.arrays import dlpack
 from cuflash.arrays.array_info import DTYPES, FLOAT8, block_of_scales, numpy_dtype
 from cuflash.arrays.checks import as_bool, as_integer, check_choice, type_error, value_error
 from cuflash.arrays.fp8 import LARGEST, Float8Array, decode, encode, float8_dtype
-from cuflash.spec import borrowing
+from cuflash.spec import array_imports
 from cuflash.spec.options import LAYOUTS
 
 Array = Any  # a NumPy or CuPy array, or a `Float8Array`
@@ -168,10 +168,10 @@ def _taken(name: str, x: Array, layout: str | None = None, dtypes: tuple[str, ..
     if isinstance(x, Float8Array):
         kind: dlpack.Kind = "cupy"
     else:
-        borrowed = borrowing.borrow({name: x}, required=[name])
-        if borrowed.from_dlpack is not None:
+        imported = array_imports.import_arguments({name: x}, required=[name])
+        if imported.from_dlpack is not None:
             raise type_error(name, f"{type(x).__module__}.{type(x).__name__}", "a NumPy or CuPy array")
-        kind, x = borrowed.kind, borrowed.arrays[name]
+        kind, x = imported.kind, imported.arrays[name]
     if x.dtype.name not in dtypes:
         raise type_error(name, f"dtype {x.dtype}", " or ".join(dtypes))
     if layout is not None and x.ndim < 2:

@@ -1,6 +1,6 @@
 """Whose array is this? NumPy and CuPy arrays are taken as they are, any other array through DLPack, without a copy.
 
-DLPack (https://dmlc.github.io/dlpack/latest/) is the struct by which array libraries lend memory to each other. An
+DLPack (https://dmlc.github.io/dlpack/latest/) is the struct by which array libraries share memory. An
 array in host memory becomes a NumPy array, one in device memory a CuPy array, and a result goes back through
 `from_dlpack` of the library that the arguments came from. Nothing of those libraries is imported here: an array brings
 its module along.
@@ -44,7 +44,7 @@ ANY_ADDRESS = 2**61  # of arrays that exist for a comparison, with room on both 
 Kind = Literal["numpy", "cupy"]
 
 
-class Borrowed(NamedTuple):
+class Imported(NamedTuple):
     """The arguments of one call as NumPy or CuPy arrays, and the way back."""
 
     kind: Kind
@@ -56,16 +56,16 @@ class Borrowed(NamedTuple):
         """The arrays as a backend takes them: that of NumPy takes only those that are given."""
         return {name: x for name, x in self.arrays.items() if x is not None or self.kind != "numpy"}
 
-    def give_back(self, result: Any, given: Any) -> Any:
+    def export(self, result: Any, given: Any) -> Any:
         """`result` as an array of the caller's library; `given`, if the caller gave one to write to."""
         if self.from_dlpack is None or (self.kind == "numpy" and given is not None):
             return result if given is None else given
-        lent = _Bfloat16Export(result) if self.kind == "numpy" and result.dtype == BFLOAT16 else result
-        exported = self.from_dlpack(lent)
+        source = _Bfloat16Export(result) if self.kind == "numpy" and result.dtype == BFLOAT16 else result
+        exported = self.from_dlpack(source)
         return exported if given is None else given
 
 
-def lend(present: Mapping[str, Any], written: Iterable[str]) -> Borrowed:
+def import_arrays(present: Mapping[str, Any], written: Iterable[str]) -> Imported:
     """View arrays of one library as NumPy arrays, or as CuPy arrays; messages name the argument."""
     (first_name, first), *others = present.items()
     library = _library_of(first_name, first)
@@ -78,9 +78,9 @@ def lend(present: Mapping[str, Any], written: Iterable[str]) -> Borrowed:
             views[name] = x if type(x) is np.ndarray else x.view(np.ndarray)  # of np.memmap, a subclass
             if name in written and not x.flags.writeable:
                 raise value_error(name, "a read-only array", "a writable one")
-        return Borrowed("numpy", views, None)
+        return Imported("numpy", views, None)
     if library == "cupy":
-        return Borrowed("cupy", views, None)
+        return Imported("cupy", views, None)
     kind = _device_kind(first_name, first)
     for name, x in others:
         if _device_kind(name, x) != kind:
@@ -90,8 +90,8 @@ def lend(present: Mapping[str, Any], written: Iterable[str]) -> Borrowed:
         _check_lazy_bits(name, x, name in written)
         views[name], read_only = _take(name, x, kind)
         if name in written and read_only:
-            raise value_error(name, f"a {library} array lent read-only", "a writable one")
-    return Borrowed(kind, views, _importer_of(first))
+            raise value_error(name, f"a read-only {library} array", "a writable one")
+    return Imported(kind, views, _importer_of(first))
 
 
 def module_of(array: Any) -> Any:
@@ -278,25 +278,25 @@ def _take(name: str, array: Any, kind: Kind) -> tuple[Any, bool]:
     except ImportError as error:
         remedy = "CuPy to be importable: install cuflash[cuda12] or cuflash[cuda13]"
         raise ImportError(f"{name}: got {_spell(array)} in CUDA memory, expected {remedy}") from error
-    loan = _Loan(array, retype=kind == "numpy")
+    importing = _Importing(array, retype=kind == "numpy")
     try:
-        view = library.from_dlpack(loan)
+        view = library.from_dlpack(importing)
     except Exception as error:  # whatever a foreign __dlpack__ raises
         raise _refused(name, array, error) from error
-    if loan.float8:
-        return fp8(view, loan.float8), loan.read_only
+    if importing.float8:
+        return fp8(view, importing.float8), importing.read_only
     if kind == "cupy":
-        return view, loan.read_only
-    return (view.view(BFLOAT16) if loan.retyped else view), not view.flags.writeable
+        return view, importing.read_only
+    return (view.view(BFLOAT16) if importing.retyped else view), not view.flags.writeable
 
 
 def _refused(name: str, array: Any, error: Exception) -> TypeError:
-    remedy = "an array that can be lent"
+    remedy = "an array that DLPack can export"
     if getattr(array, "requires_grad", False):
         remedy += f": {name}.detach() (gradients come from FlashAttention.backward)"
     dtype = f" of dtype {array.dtype}" if hasattr(array, "dtype") else ""
     reason = textwrap.shorten(str(error), LONGEST_REASON, placeholder=" ...")
-    return type_error(name, f"{_spell(array)}{dtype}, which is not lent through DLPack ({reason})", remedy)
+    return type_error(name, f"{_spell(array)}{dtype}, which is not exported through DLPack ({reason})", remedy)
 
 
 # ---- DLPack capsules: only the element type is ever touched ---------------------------------------------------------
@@ -366,7 +366,7 @@ def _retype(managed: _Managed | _ManagedVersioned | None, old: int, new: int, bi
     return True
 
 
-class _Loan:
+class _Importing:
     """Another library's array on its way in. With `retype`, bfloat16 passes as uint16; float8 always does as uint8."""
 
     def __init__(self, array: Any, *, retype: bool) -> None:

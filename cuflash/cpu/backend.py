@@ -156,7 +156,7 @@ class CpuPlan:
 def bound(pass_: Pass, options: Options, given: Mapping[str, Any], need: tuple[str, ...]) -> Binding:
     """The binding of a call on NumPy arrays; this also checks values, which only arrays in host memory allow."""
     shapes = tuple((name, x.shape, x.strides, x.dtype) for name, x in given.items())
-    binding = bind_arrays_like(pass_, options, shapes, need)
+    binding = bind_signature(pass_, options, shapes, need)
     problem = binding.problem
     if problem.is_packed:
         check_starts(problem, given["cu_seqlens_q"], given["cu_seqlens_k"])
@@ -177,7 +177,7 @@ def _given(arrays: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in arrays.items() if x is not None}
 
 
-class _Like(NamedTuple):
+class _ArraySignature(NamedTuple):
     """The properties of a NumPy array that a binding depends on."""
 
     shape: tuple[int, ...]
@@ -190,7 +190,7 @@ class _Repeatable(NamedTuple):
 
     compute: Callable[..., int]  # `core.compute`, or that of functions, of what was prepared
     are_apart: bool  # no result has an array of the caller
-    arrays: tuple[_Like, ...]  # those that are given
+    arrays: tuple[_ArraySignature, ...]  # those that are given
     allocated: tuple[tuple[tuple[int, ...], Any], ...]  # shapes and dtypes of results without an array of the caller
     places: tuple[int, ...]  # indices of the results among the given arrays, followed by the allocated ones
 
@@ -232,8 +232,8 @@ def _repeated(
 def _remembered(key: tuple[Any, ...], given: Mapping[str, Any]) -> _Repeatable | None:
     """Prepare a call that was not found, and store it, so that it is found next time. `key` is that of `_known`."""
     pass_, options, need, *_ = key
-    likes = tuple([(name, x.shape, x.strides, x.dtype) for name, x in given.items()])
-    call = _repeatable(pass_, options, likes, need)
+    signature = tuple([(name, x.shape, x.strides, x.dtype) for name, x in given.items()])
+    call = _repeatable(pass_, options, signature, need)
     known = _known.get(key)
     calls = known.calls if known else ()
     if call is not None and not any(call is one for one in calls):
@@ -245,15 +245,15 @@ def _remembered(key: tuple[Any, ...], given: Mapping[str, Any]) -> _Repeatable |
 
 
 @functools.lru_cache(maxsize=256)
-def _repeatable(pass_: Pass, options: Options, likes: tuple[Any, ...], need: tuple[str, ...]) -> _Repeatable | None:
-    """What calls on arrays like these have in common, if the core computes them as they are; else None.
+def _repeatable(pass_: Pass, options: Options, signature: tuple[Any, ...], need: tuple[str, ...]) -> _Repeatable | None:
+    """What calls on arrays of this signature have in common, if the core computes them as they are; else None.
 
     It is None with batch axes, and if numbers in arrays have to be checked or scaled first.
     """
-    arrays = {name: _Like(*like) for name, *like in likes}
+    arrays = {name: _ArraySignature(*facts) for name, *facts in signature}
     if axes_of(options, arrays, need):
         return None
-    binding = bind_arrays_like(pass_, options, likes, need)
+    binding = bind_signature(pass_, options, signature, need)
     problem = binding.problem
     looks_at_numbers = problem.is_packed or problem.kv_lengths is not None or problem.block_table is not None
     reason = core.why_not(problem) or core.why_not_results(need)
@@ -278,12 +278,12 @@ def _repeatable(pass_: Pass, options: Options, likes: tuple[Any, ...], need: tup
 
 
 @functools.lru_cache(maxsize=256)
-def bind_arrays_like(pass_: Pass, options: Options, arrays: tuple[Any, ...], need: tuple[str, ...]) -> Binding:
+def bind_signature(pass_: Pass, options: Options, signature: tuple[Any, ...], need: tuple[str, ...]) -> Binding:
     """The binding of arrays by (name, shape, strides, dtype), cached: a look-up takes a tenth of the time to bind."""
-    likes = {name: _Like(*like) for name, *like in arrays}
-    for name, (_, _, dtype) in likes.items():
+    arrays = {name: _ArraySignature(*facts) for name, *facts in signature}
+    for name, (_, _, dtype) in arrays.items():
         if not dtype.isnative:
             raise type_error(name, f"dtype {dtype.str}", f"native byte order: {name}.astype({dtype.name!r})")
-    binding = bind(pass_, options, likes, need=need)
+    binding = bind(pass_, options, arrays, need=need)
     binding.problem.program.on_numpy()  # refuses a score that only a GPU computes
     return binding

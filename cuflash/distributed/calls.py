@@ -38,7 +38,7 @@ from cuflash.distributed.split import Split
 from cuflash.distributed.streams import StreamsOfDevice
 from cuflash.distributed.transports import Transport
 from cuflash.shards.slices import steps_of
-from cuflash.spec import borrowing
+from cuflash.spec import array_imports
 from cuflash.spec import call as spec
 from cuflash.spec.batch_axes import Calls as BatchCalls
 from cuflash.spec.batch_axes import as_one_call
@@ -88,7 +88,7 @@ class Call(NamedTuple):
         """The results to compute."""
         return self.own.need
 
-    def give_back(self, results: Sequence[Array]) -> Sequence[Array]:
+    def exported(self, results: Sequence[Array]) -> Sequence[Array]:
         """Results as arrays of the caller's library, with all batch axes."""
         own = self.own.renamed(results)
         if self.batch_axes is not None:
@@ -151,7 +151,7 @@ class Calls:
         its own rows before it hears of the others.
         """
         self.count += 1
-        if borrowing.are_cupy(arrays, INPUTS) and dlpack.is_captured(bits_of(arrays["q"])):
+        if array_imports.are_cupy(arrays, INPUTS) and dlpack.is_captured(bits_of(arrays["q"])):
             self._check_score_args(optional_inputs)
 
         def own() -> tuple[Call, Facts]:
@@ -398,12 +398,12 @@ class Calls:
 
     def _spelled_out(self, call: Call, splits: Sequence[Any]) -> Equivalent | None:
         """The options and optional inputs that the call computes instead of functions, the same on all ranks."""
-        likes, axis = dict(call.given), _axis_of_rows(call.given["q"], self.options.layout)
+        whole, axis = dict(call.given), _axis_of_rows(call.given["q"], self.options.layout)
         for name, split in zip(INPUTS, (splits[0], splits[1], splits[1]), strict=True):
-            likes[name] = _longer(call.given[name], axis, split.seqlen)
+            whole[name] = _longer(call.given[name], axis, split.seqlen)
         if len(set(call.starts)) == 1:
-            likes |= dict.fromkeys(_STARTS, call.given[_STARTS[0]])
-        return equivalent(self.options, likes, _SPELLED)
+            whole |= dict.fromkeys(_STARTS, call.given[_STARTS[0]])
+        return equivalent(self.options, whole, _SPELLED)
 
     def _as_it_is(self, method: str, call: Call, splits: Sequence[Any], facts: Sequence[dict[str, Any]]) -> Execution:
         """What this rank has to do if functions are computed as functions."""
@@ -472,8 +472,8 @@ class Calls:
         def problem_of(arrays: Mapping[str, Any]) -> Problem:
             if call.own.kind == "numpy":
                 return cpu_backend.bound(pass_, self.options, arrays, call.need).problem
-            likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in arrays.items())
-            return cpu_backend.bind_arrays_like(pass_, self.options, likes, call.need).problem
+            signature = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in arrays.items())
+            return cpu_backend.bind_signature(pass_, self.options, signature, call.need).problem
 
         if method == "decode":
             problem_of({name: given[name] for name in ("q", *self._of_all) if name in given} | of_all)
@@ -489,9 +489,9 @@ class Calls:
             if name in given:
                 rows = given[name].ndim - 1 if name in OVER_ROWS else axis
                 of_all[name] = _longer(given[name], rows, split_q.seqlen)
-        likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in (given | of_all).items())
+        signature = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in (given | of_all).items())
         pass_, need = _PASS_OF_METHOD[method], call.need
-        problem = cpu_backend.bind_arrays_like(pass_, self.options, likes, need).problem
+        problem = cpu_backend.bind_signature(pass_, self.options, signature, need).problem
         check_starts(problem, *(np.array(starts, np.int32) for starts in call.starts))
         return replace(problem, seqlen_q=split_q.rows(self.transport.rank))
 

@@ -298,7 +298,7 @@ class ContextParallel:
             if "dbias" in views:
                 views["dbias"] = of_pairs(views["dbias"])
             run.backward(call.need, views)
-            return named_tuple_of(call.own.wanted)(*call.give_back(list(results.values())))
+            return named_tuple_of(call.own.wanted)(*call.exported(list(results.values())))
 
         return self._calls.carry_out(
             "backward", arrays, optional_inputs, _BACKWARD_INPUTS, (seed, offset), compute, names
@@ -386,6 +386,6 @@ class ContextParallel:
             lse = run.xp.empty(run.problem.lse_shape, numpy_dtype(run.problem.softmax_dtype))
             fill = run.decode if method == "decode" else run.forward
             fill(view_4d(out, self.options.layout), view_rows(lse))
-            return ForwardResult(*call.give_back((out, lse)))
+            return ForwardResult(*call.exported((out, lse)))
 
         return self._calls.carry_out(method, arrays, optional_inputs, INPUTS, random, compute)

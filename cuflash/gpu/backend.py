@@ -86,7 +86,7 @@ class _Launch:
 
     plan: LaunchPlan
     seqlen_k: int  # the number of keys of the plan
-    any_length: bool  # whether it serves calls with other numbers of keys that are planned alike
+    any_length: bool  # whether it serves calls with other numbers of keys that have the same plan
     kernels: tuple[_Kernel, ...]
     run_overlapping: Callable[..., tuple[Any]]  # cuLaunchKernelEx
     argument: Argument  # with pointers of the arrays of the call, results that it allocates, and scratch arrays
@@ -268,8 +268,8 @@ def _call(
     if device_id != cupy.cuda.runtime.getDevice():
         with cupy.cuda.Device(device_id):
             return _call(pass_, options, arrays, results, random, sums)
-    names, axis, seqlen_k, alike = growing = growing_keys(options, arrays) if pass_.any_length else FIXED
-    key: list[Any] = [pass_, options, results, alike]
+    names, axis, seqlen_k, planned_for = growing = growing_keys(options, arrays) if pass_.any_length else FIXED
+    key: list[Any] = [pass_, options, results, planned_for]
     pointers: list[int] = []
     for name, array in arrays.items():
         if array is not None:

@@ -33,18 +33,18 @@ class _OfThread(threading.local):
 of_thread = _OfThread()
 
 
-# Pools of recorded calls, with their device. Memory that comes back to a pool of CuPy stays allocated, even if nothing
-# refers to the pool any more; after a call that failed, it comes back late.
-_lent: list[tuple[int, Any]] = []
+# Pools of recorded calls, with their device. Memory returned to a pool of CuPy stays allocated, even if nothing
+# refers to the pool any more; after a call that failed, it is returned late.
+_pools: list[tuple[int, Any]] = []
 
 
 def _take_back(device: int) -> None:
-    """Free the memory that came back to pools of the current device, and forget pools that have lent no more."""
-    for entry in [entry for entry in _lent if entry[0] == device]:
+    """Free the memory that was returned to pools of the current device, and forget pools without memory in use."""
+    for entry in [entry for entry in _pools if entry[0] == device]:
         entry[1].free_all_blocks()
         if not entry[1].total_bytes():
             with contextlib.suppress(ValueError):  # another thread may have removed it
-                _lent.remove(entry)
+                _pools.remove(entry)
 
 
 @contextlib.contextmanager
@@ -55,7 +55,7 @@ def _pool(cupy: Any, device: int, block: Callable[[int], Any]) -> Iterator[Any]:
     try:
         yield pool
     finally:
-        _lent.append((device, pool))
+        _pools.append((device, pool))
         _take_back(device)
 
 

@@ -22,7 +22,7 @@ from cuflash.arrays import dlpack
 from cuflash.arrays.array_info import DTYPES, check_array
 from cuflash.arrays.checks import check_choice, type_error, value_error
 from cuflash.gpu import merging
-from cuflash.spec import borrowing, row_sums
+from cuflash.spec import array_imports, row_sums
 from cuflash.spec.options import LAYOUTS
 
 Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one kind per call
@@ -95,14 +95,14 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: Literal["bhsd
     """
     names = _names_of_parts(outs, lses)
     given = dict(zip(names, (*outs, *lses), strict=True))
-    borrowed = borrowing.borrow(given, required=names)
-    arrays = borrowed.arrays
+    imported = array_imports.import_arguments(given, required=names)
+    arrays = imported.arrays
     parts, part_lses = ([arrays[name] for name in names[i : i + len(outs)]] for i in (0, len(outs)))
     rows = _check_parts(arrays, names[0], layout)
     with _device_of(arrays) as xp, np.errstate(all="ignore"):
         out, lse = (xp.empty(x.shape, x.dtype) for x in (parts[0], part_lses[0]))
         merge_into(parts, [rows.in_order(x) for x in part_lses], out, rows.in_order(lse))
-    return MergeResult(*(borrowed.give_back(x, None) for x in (out, lse)))
+    return MergeResult(*(imported.export(x, None) for x in (out, lse)))
 
 
 def _merged(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
@@ -226,8 +226,8 @@ def merge_backward(
     """
     names = _names_of_parts(outs, lses)
     given = {"dout": dout, **dict(zip(names, (*outs, *lses), strict=True)), "out": out, "lse": lse, "dlse": dlse}
-    borrowed = borrowing.borrow(given, required=[name for name in given if name != "dlse"])
-    arrays = {name: x for name, x in borrowed.arrays.items() if x is not None}
+    imported = array_imports.import_arguments(given, required=[name for name in given if name != "dlse"])
+    arrays = {name: x for name, x in imported.arrays.items() if x is not None}
     rows = _check_parts(arrays, "out", layout)
     parts, part_lses = ([arrays[name] for name in names[i : i + len(outs)]] for i in (0, len(outs)))
     douts, dlses = [], []
@@ -240,7 +240,7 @@ def merge_backward(
             _merge_backward(own[0], of_rows[0], dout, x, out, *of_rows[1:])
             douts.append(own[0])
             dlses.append(own[1])
-    return MergeGradients(*(tuple(borrowed.give_back(x, None) for x in of_parts) for of_parts in (douts, dlses)))
+    return MergeGradients(*(tuple(imported.export(x, None) for x in of_parts) for of_parts in (douts, dlses)))
 
 
 def _merge_backward(

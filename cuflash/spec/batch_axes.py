@@ -103,9 +103,9 @@ def axes_of(options: Options, arrays: Mapping[str, Any], results: tuple[str, ...
     """
     if is_plain(arrays):
         return None
-    likes = tuple((name, tuple(x.shape), tuple(x.strides)) for name, x in arrays.items() if x is not None)
+    signature = tuple((name, tuple(x.shape), tuple(x.strides)) for name, x in arrays.items() if x is not None)
     counts_entries = bool(options.dropout or options.score or options.mask_function)
-    return _axes_of(options.layout, counts_entries, likes, results)
+    return _axes_of(options.layout, counts_entries, signature, results)
 
 
 def is_plain(arrays: Mapping[str, Any]) -> bool:
@@ -131,21 +131,21 @@ def is_plain(arrays: Mapping[str, Any]) -> bool:
 def _axes_of(
     layout: str,
     counts_entries: bool,
-    likes: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...],
+    signature: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...],
     results: tuple[str, ...],
 ) -> Axes:
-    shapes = {name: shape for name, shape, _ in likes}
+    shapes = {name: shape for name, shape, _ in signature}
     lengths = _broadcast(shapes)
     full = _full_shapes(shapes, layout, lengths)
     _check(shapes, layout, lengths, full, results)
     long = [axis for axis, n in enumerate(lengths) if n != 1]
     steps = {
         name: _steps(name, shape, strides, len(lengths))
-        for name, shape, strides in likes
+        for name, shape, strides in signature
         if name in _OWN_AXES and name not in results
     }
     given_results = {
-        name: _steps(name, shape, strides, len(lengths)) for name, shape, strides in likes if name in results
+        name: _steps(name, shape, strides, len(lengths)) for name, shape, strides in signature if name in results
     }
 
     def merges(own: tuple[int, ...], a: int, b: int) -> bool:
@@ -481,12 +481,12 @@ def as_one_call(
     """
     if is_plain(arrays):
         return None
-    likes = tuple(
+    signature = tuple(
         (name, (*x.shape[:-2], *(1,) * min(x.ndim, 2)) if name in BROADCAST else tuple(x.shape), tuple(x.strides))
         for name, x in arrays.items()
         if x is not None
     )
-    axes = _axes_of(options.layout, True, likes, tuple(results))
+    axes = _axes_of(options.layout, True, signature, tuple(results))
     return Calls(replace(axes, parts=tuple(results)), options, arrays, tuple(results), xp, gives_parts=False)
 
 

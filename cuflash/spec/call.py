@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from cuflash.arrays.dlpack import Borrowed
-from cuflash.spec.borrowing import are_cupy, borrow, numpy_arrays
+from cuflash.arrays.dlpack import Imported
+from cuflash.spec.array_imports import are_cupy, import_arguments, numpy_arrays
 from cuflash.spec.options import Options
 from cuflash.spec.rewrites import Equivalent, equivalent
-from cuflash.spec.streamed import borrow_beside_host, is_streamed
+from cuflash.spec.streamed import import_around_streamed, is_streamed
 
 Kind = Literal["numpy", "cupy", "streamed"]
 
@@ -29,10 +29,10 @@ class Call(NamedTuple):
     wanted: tuple[str, ...]  # names of the results of the caller
     given: dict[str, Any]  # the arrays by the names of the caller
     rewrite: Equivalent | None
-    borrowed: Borrowed | None  # None where the arrays of the caller are those of the backend
+    imported: Imported | None  # None where the arrays of the caller are those of the backend
     is_direct: bool  # what the backend computes are the results of the caller
 
-    def give_back(self, computed: Sequence[Any], own: Mapping[str, Any]) -> Sequence[Any]:
+    def exported(self, computed: Sequence[Any], own: Mapping[str, Any]) -> Sequence[Any]:
         """Results of a backend as those of the caller, whose arrays by name are `own`: in order, shape and library."""
         return self.as_callers(self.renamed(computed), own)
 
@@ -44,12 +44,12 @@ class Call(NamedTuple):
 
     def as_callers(self, results: Sequence[Any], own: Mapping[str, Any]) -> Sequence[Any]:
         """The results that the caller wants as arrays of the caller's library, or those of `own` that are given."""
-        if self.borrowed is None:
+        if self.imported is None:
             return results
-        libraries = dict.fromkeys(self.wanted, self.borrowed)
+        libraries = dict.fromkeys(self.wanted, self.imported)
         if self.kind == "streamed":
-            libraries |= {"dk": self.given["k"].borrowed, "dv": self.given["v"].borrowed}
-        return [libraries[name].give_back(x, own[name]) for name, x in zip(self.wanted, results, strict=True)]
+            libraries |= {"dk": self.given["k"].imported, "dv": self.given["v"].imported}
+        return [libraries[name].export(x, own[name]) for name, x in zip(self.wanted, results, strict=True)]
 
     def rewritten(self, rewrite: Equivalent | None) -> Call:
         """The call with options in place of its functions."""
@@ -72,19 +72,19 @@ def prepare(
 
     `arrays` are those of the caller by name, where None stands for an absent one; `written` names those among them
     that results are written to, `required` those that have to be there. Unless it `rewrites` them, functions stay: a
-    rank does not know yet which options they spell out, and calls `Call.rewritten`. Raises as `borrow` does.
+    rank does not know yet which options they spell out, and calls `Call.rewritten`. Raises as `import_arguments` does.
     """
-    borrowed, given = None, arrays
+    imported, given = None, arrays
     if are_cupy(arrays, required):
         kind: Kind = "cupy"
     elif own := numpy_arrays(arrays, required, written):
         kind, given = "numpy", own
     elif is_streamed(arrays):
         kind = "streamed"
-        borrowed, given = borrow_beside_host(arrays, required, written)
+        imported, given = import_around_streamed(arrays, required, written)
     else:
-        borrowed = borrow(arrays, required=required, written=written)
-        kind, given = borrowed.kind, borrowed.of_backend
+        imported = import_arguments(arrays, required=required, written=written)
+        kind, given = imported.kind, imported.of_backend
     rewrite = equivalent(options, given) if rewrites else None
-    call = Call(kind, options, given, wanted, wanted, given, None, borrowed, borrowed is None)
+    call = Call(kind, options, given, wanted, wanted, given, None, imported, imported is None)
     return call if rewrite is None else call.rewritten(rewrite)

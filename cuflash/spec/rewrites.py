@@ -105,10 +105,10 @@ def equivalent(
     if not (options.score or options.mask_function):
         return None
     names = options.score_args
-    likes = tuple((name, tuple(arrays[name].shape), arrays[name].dtype.name) for name in (*INPUTS, *names))
+    signature = tuple((name, tuple(arrays[name].shape), arrays[name].dtype.name) for name in (*INPUTS, *names))
     given = tuple(name for name in _LOOKED_AT if arrays.get(name) is not None)
     is_square = arrays.get("cu_seqlens_q") is arrays.get("cu_seqlens_k")
-    return _equivalent(options, likes, given, is_square, served)
+    return _equivalent(options, signature, given, is_square, served)
 
 
 class _Call(NamedTuple):
@@ -132,13 +132,13 @@ class _Call(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def _equivalent(
     options: Options,
-    likes: tuple[tuple[str, tuple[int, ...], str], ...],
+    signature: tuple[tuple[str, tuple[int, ...], str], ...],
     given: tuple[str, ...],
     is_square: bool,
     served: tuple[str, ...],
 ) -> Equivalent | None:
-    shapes = {name: shape for name, shape, _ in likes}
-    dtypes = {name: dtype for name, _, dtype in likes}
+    shapes = {name: shape for name, shape, _ in signature}
+    dtypes = {name: dtype for name, _, dtype in signature}
     q, k, v = (shapes[name] for name in INPUTS)
     if not 3 <= len(q) == len(k) == len(v) <= 4 or (len(q) == 4 and not q[0] == k[0] == v[0]):
         return None

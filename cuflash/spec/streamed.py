@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from cuflash.arrays import dlpack
 from cuflash.arrays.array_info import FLOAT8
 from cuflash.arrays.checks import as_integer, type_error, value_error
-from cuflash.spec import borrowing
+from cuflash.spec import array_imports
 
 Array = Any
 OF_KEYS = ("dk", "dv")  # gradients in host memory
@@ -28,12 +28,12 @@ class Streamed:
         Keys in a chunk, if the caller chose it.
     """
 
-    __slots__ = ("array", "borrowed", "chunk")
+    __slots__ = ("array", "chunk", "imported")
 
-    def __init__(self, array: Any, chunk: int | None, borrowed: dlpack.Borrowed) -> None:
+    def __init__(self, array: Any, chunk: int | None, imported: dlpack.Imported) -> None:
         self.array = array
         self.chunk = chunk
-        self.borrowed = borrowed  # gradients are returned as arrays of its library
+        self.imported = imported  # gradients are returned as arrays of its library
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,7 +47,7 @@ class Streamed:
 
     def with_array(self, array: Any) -> Streamed:
         """Other keys or values in NumPy's memory, in chunks like these."""
-        return Streamed(array, self.chunk, dlpack.Borrowed("numpy", {}, None))
+        return Streamed(array, self.chunk, dlpack.Imported("numpy", {}, None))
 
     def __repr__(self) -> str:
         return f"Streamed({self.dtype.name} {self.shape}, chunk={self.chunk})"
@@ -106,26 +106,26 @@ def streamed(k: Array, v: Array, *, chunk: int | None = None) -> StreamedPair:
         chunk = as_integer("chunk", chunk)
         if chunk < 1:
             raise value_error("chunk", chunk, "an integer >= 1")
-    borrowed = borrowed_from_host({"k": k, "v": v}, required=("k", "v"))
-    for name, array in borrowed.arrays.items():
+    imported = import_from_host({"k": k, "v": v}, required=("k", "v"))
+    for name, array in imported.arrays.items():
         if array.dtype.name in FLOAT8:
             remedy = "numbers of the dtype of q: fp8 keys and values are not streamed"
             raise NotImplementedError(f"{name}: got dtype {array.dtype.name}, expected {remedy}")
-    return StreamedPair(*(Streamed(borrowed.arrays[name], chunk, borrowed) for name in ("k", "v")))
+    return StreamedPair(*(Streamed(imported.arrays[name], chunk, imported) for name in ("k", "v")))
 
 
-def borrowed_from_host(
+def import_from_host(
     arrays: Mapping[str, Any], *, required: Collection[str] = (), written: Collection[str] = ()
-) -> dlpack.Borrowed:
+) -> dlpack.Imported:
     """Arrays in host memory, as NumPy arrays. Others raise a TypeError that names them."""
     for name, array in arrays.items():
         if isinstance(array, Streamed):
             raise type_error(name, "Streamed", "an array in host memory")
-    borrowed = borrowing.borrow(arrays, required=required, written=written)
-    if borrowed.kind != "numpy":
+    imported = array_imports.import_arguments(arrays, required=required, written=written)
+    if imported.kind != "numpy":
         name = next(name for name, x in arrays.items() if x is not None)
         raise type_error(name, "an array in device memory", "one in host memory: those on the device need no streaming")
-    return borrowed
+    return imported
 
 
 def takes_star(function: Callable[P, R]) -> Callable[P, R]:
@@ -155,13 +155,13 @@ def is_streamed(arrays: Mapping[str, Any]) -> bool:
     return isinstance(arrays["k"], Streamed) or isinstance(arrays["v"], Streamed)
 
 
-def borrow_beside_host(
+def import_around_streamed(
     arrays: Mapping[str, Any], required: Iterable[str], written: Iterable[str]
-) -> tuple[dlpack.Borrowed, dict[str, Any]]:
-    """What a call with streamed keys borrows where the queries are, and all arrays that it is given.
+) -> tuple[dlpack.Imported, dict[str, Any]]:
+    """The imported arguments of a call with streamed keys, but for these, and all arrays that it is given.
 
-    Among these are k and v as they are wrapped, and dk and dv as NumPy arrays. Raises as `borrow` does, and for keys
-    or values that are not both of one `streamed`.
+    Among these are k and v as they are wrapped, and dk and dv as NumPy arrays. Raises as `import_arguments` does, and
+    for keys or values that are not both of one `streamed`.
     """
     k, v = arrays["k"], arrays["v"]
     for name, wrapped, other in (("k", k, "v"), ("v", v, "k")):
@@ -172,10 +172,10 @@ def borrow_beside_host(
     present = {name: x for name, x in arrays.items() if x is not None and name not in ("k", "v")}
     of_keys = {name: present.pop(name) for name in OF_KEYS if name in present}
     beside = [name for name in required if name not in ("k", "v")]
-    own = borrowing.borrow(
+    own = array_imports.import_arguments(
         {**dict.fromkeys(beside), **present},
         required=beside,
         written=[name for name in written if name in present],
     )
-    hosts = borrowed_from_host(of_keys, written=[name for name in written if name in of_keys]).arrays if of_keys else {}
+    hosts = import_from_host(of_keys, written=[name for name in written if name in of_keys]).arrays if of_keys else {}
     return own, {"k": k, "v": v, **own.arrays, **hosts}

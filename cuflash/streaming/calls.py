@@ -234,8 +234,8 @@ def _checked(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: 
     if kind == "numpy":
         problem = cpu_backend.bound(pass_, options, given, results).problem
     else:
-        likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in given.items())
-        problem = cpu_backend.bind_arrays_like(pass_, options, likes, results).problem
+        signature = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in given.items())
+        problem = cpu_backend.bind_signature(pass_, options, signature, results).problem
         dlpack.check_apart(own, results)
     sizes = problem.seqlen_q, problem.seqlen_k
     band = Band(diagonal_of(options, *sizes), *window_of(options, *sizes))

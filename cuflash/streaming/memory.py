@@ -41,15 +41,15 @@ def may_be_mapped(run: StreamedPass, device: Cuda) -> bool:
     chunk = run.chunks[0]
     options, given = run.parts.options_of(*chunk), run.arrays_of(Part(0, chunk, dict(run.keys), {}), of_softmax=True)
     given |= run.parts.score_args(options, *chunk, given["q"])
-    likes = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in given.items())
-    return _reads_keys_once(options, likes, run.arrays["q"].data.device_id)
+    signature = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in given.items())
+    return _reads_keys_once(options, signature, run.arrays["q"].data.device_id)
 
 
 @functools.lru_cache(maxsize=256)
-def _reads_keys_once(options: Options, likes: tuple[Any, ...], device_id: int) -> bool:
+def _reads_keys_once(options: Options, signature: tuple[Any, ...], device_id: int) -> bool:
     """Whether the kernels of a forward pass read each key once; cached, so that decoding does not wait for a plan."""
     launch = importlib.import_module("cuflash.gpu.backend")
-    binding = cpu_backend.bind_arrays_like(FORWARD, options, likes, OUTPUTS)
+    binding = cpu_backend.bind_signature(FORWARD, options, signature, OUTPUTS)
     plan = launch.tuned_plan(binding.problem, launch.device_spec(device_id), FORWARD, **binding.layout)
     families = importlib.import_module("cuflash.plan.architectures").FAMILIES
     return bool(families[type(plan.tiles[0])].reads_keys_once)

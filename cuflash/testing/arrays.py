@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cuflash.arrays import dlpack
 from cuflash.arrays.array_info import FLOAT8
 from cuflash.arrays.fp8 import Float8Array, fp8
-from cuflash.spec import borrowing
+from cuflash.spec import array_imports
 
 Array = NDArray[Any]
 
@@ -48,8 +48,8 @@ def _by_bytes(convert: Callable[[Any], Any], dtype: np.dtype[Any]) -> Callable[[
 
 
 def through_dlpack(from_dlpack: Callable[[Any], Any]) -> Callable[[Array], Any]:
-    """The `convert` of another library by its ``from_dlpack``; bfloat16, which NumPy does not lend, included."""
-    return lambda array: dlpack.Borrowed("numpy", {}, from_dlpack).give_back(array, None)
+    """The `convert` of another library by its ``from_dlpack``; bfloat16, which NumPy does not export, included."""
+    return lambda array: dlpack.Imported("numpy", {}, from_dlpack).export(array, None)
 
 
 def to_numpy(array: Any) -> Array:
@@ -57,6 +57,6 @@ def to_numpy(array: Any) -> Array:
     if isinstance(array, Float8Array):
         return to_numpy(array.bits).view(array.dtype)
     array = array.detach() if hasattr(array, "detach") else array
-    borrowed = borrowing.borrow({"array": array}, required=["array"])
-    view = borrowed.arrays["array"]
-    return np.asarray(view.get() if borrowed.kind == "cupy" else view)
+    imported = array_imports.import_arguments({"array": array}, required=["array"])
+    view = imported.arrays["array"]
+    return np.asarray(view.get() if imported.kind == "cupy" else view)

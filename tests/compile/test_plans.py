@@ -259,13 +259,13 @@ def goes_with(main, tile):
 
 
 def first_of_its_kind(tile):
-    alike = (
+    same = (
         row
         for table in TABLES
         for row in table
         if type(row) is type(tile) and (row.element_bytes, parts_of(row)) == (tile.element_bytes, parts_of(tile))
     )
-    return next(alike, None)
+    return next(same, None)
 
 
 def first_that_fits(table, arch, element_bytes):

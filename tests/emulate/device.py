@@ -159,9 +159,9 @@ class MemoryPool:
     def malloc(self, nbytes: int) -> Memory:
         memory = self._allocate(nbytes)
         self._total += 1
-        lent = Memory(memory.ptr, None)
-        weakref.finalize(lent, self._came_back.append, memory)
-        return lent
+        allocated = Memory(memory.ptr, None)
+        weakref.finalize(allocated, self._came_back.append, memory)
+        return allocated
 
     def free_all_blocks(self) -> None:
         self._total -= len(self._came_back)

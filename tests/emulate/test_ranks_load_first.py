@@ -116,9 +116,9 @@ class Pool:
             self._total += size
         if start + size < stop:
             pieces.append((block, start + size, stop))
-        lent = Memory(block.ptr + start, None)
-        weakref.finalize(lent, self._take_back, pieces, block, start, start + size)
-        return lent
+        allocated = Memory(block.ptr + start, None)
+        weakref.finalize(allocated, self._take_back, pieces, block, start, start + size)
+        return allocated
 
     @staticmethod
     def _take_back(pieces, block, start, stop):

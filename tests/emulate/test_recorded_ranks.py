@@ -229,7 +229,7 @@ def test_all_gradients_that_are_sums_are_computed_anew(repeated):
 
 
 def test_memory_of_a_call_that_fails_comes_back_by_the_next_one():
-    """What an error holds of a call is free once it is gone, and the pool that lent it is, too."""
+    """What an error holds of a call is free once it is gone, and its pool is, too."""
     with launcher("9.0", computes=False):
         cupy = sys.modules["cupy"]
         extend(cupy)
@@ -253,7 +253,7 @@ def test_memory_of_a_call_that_fails_comes_back_by_the_next_one():
             with Recording(cupy, (), ()):
                 pass
         assert [is_alive() is None for is_alive in taken] == [True]
-        assert not replay._lent
+        assert not replay._pools
 
 
 @pytest.mark.parametrize("name", ["bias", "mask"])

@@ -81,7 +81,7 @@ def test_chunks_by_the_kernels_keep_the_oracle_rule(name, how, emulated, monkeyp
     attn: Any = cuflash.FlashAttention(**case.keywords)
     with launcher(arch, computes=True) as found:
         emulated(found._module, **how)
-        monkeypatch.setattr(dlpack.Borrowed, "give_back", lambda self, result, given: result.view(np.ndarray))
+        monkeypatch.setattr(dlpack.Imported, "export", lambda self, result, given: result.view(np.ndarray))
         keys = cuflash.streamed(k, v, chunk=128)
         attn.compile(q, *keys, **ct.optional(arrays))
         known = len(found._module._launches)
@@ -119,7 +119,7 @@ def test_what_is_tuned_is_what_runs_on_the_longest_chunk(name, chunk, emulated, 
         keys = cuflash.streamed(k, v, chunk=chunk)
         attn.tune(q, *keys, remember=False, **optional)
         run.clear()
-        monkeypatch.setattr(dlpack.Borrowed, "give_back", lambda self, result, given: result.view(np.ndarray))
+        monkeypatch.setattr(dlpack.Imported, "export", lambda self, result, given: result.view(np.ndarray))
         out, lse = (x.view(np.ndarray) for x in attn.forward(q, *keys, **optional))
         attn.backward(arrays["dout"], q, *keys, out, lse, **optional)
     assert [plan.pass_ for plan in tuned] == [FORWARD, BACKWARD]

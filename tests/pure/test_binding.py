@@ -1,4 +1,4 @@
-"""What calls bind: how arrays lie in memory, what is copied first, where scratch lies, which lengths are alike."""
+"""What calls bind: how arrays lie in memory, what is copied first, where scratch lies, which lengths share a plan."""
 
 import itertools
 from dataclasses import fields, replace
@@ -185,14 +185,14 @@ def test_lengths_that_are_alike_have_one_plan(call, arch, more):
         binding = bind(FORWARD, options, arrays_now)
         assume(is_served(binding.problem, arch, FORWARD))
         plan = choose_plan(binding.problem, device, **binding.layout)
-        *_, alike = growing_keys(options, arrays_now)
-        return alike, plan, binding
+        *_, planned_for = growing_keys(options, arrays_now)
+        return planned_for, plan, binding
 
-    alike, plan, binding = planned(axis_length + more)
+    planned_for, plan, binding = planned(axis_length + more)
     last = planned_length((axis_length + more) * of_one) // of_one
     for length in {max(2, last - 128 // of_one + 1), max(2, last - 1), last}:
-        other_alike, other, other_binding = planned(length)
-        if other_alike != alike or not plan.any_length or binding.copied:
+        other_planned_for, other, other_binding = planned(length)
+        if other_planned_for != planned_for or not plan.any_length or binding.copied:
             continue
         assert other.any_length
         assert other_binding.operands == binding.operands

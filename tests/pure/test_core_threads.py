@@ -412,7 +412,7 @@ def test_an_exception_after_any_instruction(monkeypatch, is_long, is_known):
             elif not is_known:
                 cpu_backend._known.clear()
                 cpu_backend._repeatable.cache_clear()
-                cpu_backend.bind_arrays_like.cache_clear()
+                cpu_backend.bind_signature.cache_clear()
             if not run_until(step, calls):
                 break
             for x in (out, lse, dq):

@@ -124,7 +124,7 @@ def test_backward_needs_all_of_its_device_arrays(gpu, missing):
     assert not gpu.calls
 
 
-def test_device_arrays_of_another_library_are_borrowed_and_given_back(gpu, monkeypatch):
+def test_device_arrays_of_another_library_are_imported_and_exported(gpu, monkeypatch):
     streams, exported = [], []
 
     class Tensor:

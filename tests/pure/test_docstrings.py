@@ -16,7 +16,7 @@ from cuflash.cpu.backend import CpuPlan
 from cuflash.distributed import context, split, transports
 from cuflash.gpu import compiler
 from cuflash.shards import merge as merging
-from cuflash.spec import borrowing
+from cuflash.spec import array_imports
 from cuflash.testing import reference
 
 METHODS = ("forward", "backward", "plan", "compile")
@@ -75,7 +75,7 @@ def test_docstrings_of_ranks_have_every_parameter(function):
 
 def test_docstrings_elsewhere_name_no_parameter_that_does_not_exist():
     checked = 0
-    for module in (compiler, dlpack, borrowing, array_info, plan.choose, reference, ct):
+    for module in (compiler, dlpack, array_imports, array_info, plan.choose, reference, ct):
         for name, function in inspect.getmembers(module, callable):
             if function.__module__.startswith(module.__name__) and documented_parameters(function):
                 assert set(documented_parameters(function)) <= set(parameters(function)), f"{module.__name__}.{name}"

@@ -16,7 +16,7 @@ from cuflash.arrays import dlpack
 from cuflash.arrays.array_info import FLOAT8, block_of_scales, numpy_dtype
 from cuflash.arrays.fp8 import LARGEST, Float8Array, encode
 from cuflash.quantization import PER
-from cuflash.spec import borrowing
+from cuflash.spec import array_imports
 from cuflash.spec.binding import bind
 from cuflash.spec.options import Options
 from cuflash.spec.passes import FORWARD
@@ -252,7 +252,7 @@ def test_bytes_of_cupy_take_part_in_a_call(fake_cupy):
     with pytest.raises(TypeError, match="array: got Float8Array, expected a NumPy or CuPy array of uint8"):
         cuflash.fp8(k, "e5m2")
     fake_cupy.ndarray = np.ndarray
-    assert borrowing.are_cupy(arrays, ("q", "k", "v"))
+    assert array_imports.are_cupy(arrays, ("q", "k", "v"))
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_accesses_are_of_as_many_numbers_as_are_aligned(offset, row, size, load_
     assert binding.load_bytes == load_bytes
 
 
-class Lent:
+class Exporter:
     """An array of another library, whose fp8 numbers have the type codes of DLPack 1.1."""
 
     def __init__(self, array, code=0):
@@ -290,9 +290,9 @@ def test_other_libraries_lend_fp8(code, dtype):
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((2, 30, 16)).astype(np.float32)
     k8, scale = cuflash.quantize(k, dtype)
-    lent = [Lent(q), *(Lent(k8.view(np.uint8), code) for _ in range(2))]
+    arrays_by_dlpack = [Exporter(q), *(Exporter(k8.view(np.uint8), code) for _ in range(2))]
     np.testing.assert_array_equal(
-        cuflash.attention(*lent, k_scale=Lent(scale), v_scale=1.0),
+        cuflash.attention(*arrays_by_dlpack, k_scale=Exporter(scale), v_scale=1.0),
         cuflash.attention(q, k8, k8, k_scale=scale, v_scale=1.0),
     )
 

@@ -1,4 +1,4 @@
-"""Other libraries' arrays in host memory: lent through DLPack in and out, without a copy, as their own type."""
+"""Other libraries' arrays in host memory: through DLPack in and out, without a copy, as their own type."""
 
 import gc
 import importlib.util
@@ -18,7 +18,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.arrays import dlpack
 from cuflash.cpu.backend import CpuPlan
-from cuflash.spec import borrowing
+from cuflash.spec import array_imports
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -87,18 +87,18 @@ def test_torch_tensors_obey_the_oracle(case):
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "bool", "int32", "int64"])
 @pytest.mark.parametrize("view", [lambda x: x, lambda x: x.mT, lambda x: x[::2, 1:, 1::2], lambda x: x[:0]])
-def test_a_loan_is_no_copy(torch, dtype, view):
+def test_an_import_is_no_copy(torch, dtype, view):
     x = view(torch.arange(5 * 6 * 7).reshape(5, 6, 7).to(getattr(torch, dtype)))
-    borrowed = borrowing.borrow({"x": x}, required=["x"])
-    array = borrowed.arrays["x"]
-    assert borrowed.kind == "numpy"
+    imported = array_imports.import_arguments({"x": x}, required=["x"])
+    array = imported.arrays["x"]
+    assert imported.kind == "numpy"
     assert array.dtype == (BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype))
     assert array.shape == tuple(x.shape)
     if x.numel():
         assert array.ctypes.data == x.data_ptr()
         assert array.strides == tuple(n * x.element_size() for n in x.stride())
     assert array.astype(np.float64).tolist() == x.double().tolist()
-    back = borrowed.give_back(array, None)
+    back = imported.export(array, None)
     assert type(back) is torch.Tensor
     assert back.dtype == x.dtype
     assert torch.equal(back, x)
@@ -109,11 +109,11 @@ def test_a_loan_is_no_copy(torch, dtype, view):
 def test_memory_outlives_whoever_lent_it(torch, dtype):
     x = torch.full((1000, 1000), 3.0, dtype=getattr(torch, dtype))
     alive = weakref.ref(x)
-    array = borrowing.borrow({"x": x}, required=["x"]).arrays["x"]
+    array = array_imports.import_arguments({"x": x}, required=["x"]).arrays["x"]
     del x
     gc.collect()
     others = [torch.zeros(1000, 1000, dtype=getattr(torch, dtype)) for _ in range(4)]
-    assert (array == 3).all(), "the loan keeps the memory, if not the tensor object"
+    assert (array == 3).all(), "the import keeps the memory, if not the tensor object"
     del array, others
 
     array = np.full((1000, 1000), 5.0, ct.numpy_dtype(dtype))
@@ -182,8 +182,8 @@ def test_torch_parameters_and_other_subclasses(torch):
     [
         (lambda t, x: x.requires_grad_(), r"torch\.Tensor of dtype torch\.float32, .*gradient", r".*k\.detach\(\) "),
         (lambda t, x: x.to(t.float8_e4m3fn), r"torch\.Tensor of dtype torch\.float8_e4m3fn", "an array that can be"),
-        (lambda t, x: x.to_sparse(), r"torch\.Tensor .*layout", "an array that can be lent"),
-        (lambda t, x: x.to("meta"), r"torch\.Tensor .*meta", "an array that can be lent"),
+        (lambda t, x: x.to_sparse(), r"torch\.Tensor .*layout", "an array that DLPack can export"),
+        (lambda t, x: x.to("meta"), r"torch\.Tensor .*meta", "an array that DLPack can export"),
         (lambda t, x: t._neg_view(x), r"torch\.Tensor with is_neg\(\) True", r"one whose .*: k\.resolve_neg\(\)"),
         (lambda t, x: t.complex(x, x).conj().imag, r"torch\.Tensor with is_neg\(\) True", r".*: k\.resolve_neg\(\)"),
         (lambda t, x: t.complex(x, x).conj(), r"torch\.Tensor with is_conj\(\) True", r".*: k\.resolve_conj\(\)"),
@@ -235,7 +235,7 @@ def test_jax_arrays_give_jax_arrays(dtype):
     assert isinstance(out, jax.Array)
     assert isinstance(lse, jax.Array)
     assert out.dtype == q.dtype
-    with pytest.raises(ValueError, match=r"^out: got a jaxlib array lent read-only, expected a writable one"):
+    with pytest.raises(ValueError, match=r"^out: got a read-only jaxlib array, expected a writable one"):
         cuflash.attention(q, q, q, out=out)
 
 
@@ -264,7 +264,7 @@ def test_arrays_of_the_array_api_standard(dtype):
     assert out.dtype == q.dtype
 
 
-class Lent:
+class Exporter:
     """The least that DLPack asks for, of the version before 1.0."""
 
     def __init__(self, array):
@@ -277,24 +277,24 @@ class Lent:
         return self.array.__dlpack__()
 
 
-class LentVersioned(Lent):
+class VersionedExporter(Exporter):
     def __dlpack__(self, *, stream=None, **how):
         return self.array.__dlpack__(stream=stream, **how)
 
 
-class LentPinned(Lent):
+class PinnedExporter(Exporter):
     """Page-locked host memory, which is host memory."""
 
     def __dlpack_device__(self):
         return (3, 0)
 
 
-class LentBfloat16(Lent):
+class Bfloat16Exporter(Exporter):
     def __dlpack__(self, *, stream=None, **how):
         return dlpack._Bfloat16Export(self.array).__dlpack__(stream=stream, **how)
 
 
-class LentNegative(LentVersioned):
+class NegativeExporter(VersionedExporter):
     """Memory of the other sign, as behind the negative bit of a PyTorch tensor."""
 
     def is_conj(self):
@@ -304,33 +304,33 @@ class LentNegative(LentVersioned):
         return True
 
 
-class LentWithAStory(Lent):
+class LongErrorExporter(Exporter):
     """A library whose errors are long."""
 
     def __dlpack__(self, *, stream=None, **how):
         raise BufferError("it is not to be had, " * 30)
 
 
-class LentByAProperty(LentVersioned):
+class PropertyExporter(VersionedExporter):
     """Another library's word of the same name."""
 
     is_neg = True
 
 
-@pytest.mark.parametrize("kind", [Lent, LentVersioned, LentPinned])
+@pytest.mark.parametrize("kind", [Exporter, VersionedExporter, PinnedExporter])
 def test_a_class_with_nothing_but_dlpack_gets_numpy_arrays(kind):
     q, k, v = normal(5, 4), normal(6, 4), normal(6, 3)
     out, lse = cuflash.FlashAttention().forward(kind(q), kind(k), kind(v))
     assert type(out) is type(lse) is np.ndarray
     np.testing.assert_array_equal(out, cuflash.attention(q, k, v))
-    arrays = borrowing.borrow({"q": kind(q), "k": None}, required=["q"]).arrays
+    arrays = array_imports.import_arguments({"q": kind(q), "k": None}, required=["q"]).arrays
     assert arrays["q"].ctypes.data == q.ctypes.data
     assert arrays["k"] is None
 
 
 def test_bfloat16_of_a_class_with_nothing_but_dlpack():
     q = normal(5, 4).astype(BFLOAT16)
-    out = cuflash.attention(LentBfloat16(q), LentBfloat16(q), LentBfloat16(q))
+    out = cuflash.attention(Bfloat16Exporter(q), Bfloat16Exporter(q), Bfloat16Exporter(q))
     assert isinstance(out, np.ndarray) and out.dtype == BFLOAT16
     np.testing.assert_array_equal(out, cuflash.attention(q, q, q))
 
@@ -338,31 +338,34 @@ def test_bfloat16_of_a_class_with_nothing_but_dlpack():
 @pytest.mark.parametrize("name", ["q", "bias", "out"])
 def test_memory_that_holds_other_numbers_is_refused(name):
     shapes = {"q": (5, 4), "k": (5, 4), "v": (5, 4), "out": (5, 4), "bias": (5, 5)}
-    arrays: dict[str, Any] = {name: LentVersioned(normal(*shape)) for name, shape in shapes.items()}
-    arrays[name] = LentNegative(arrays[name].array)
+    arrays: dict[str, Any] = {name: VersionedExporter(normal(*shape)) for name, shape in shapes.items()}
+    arrays[name] = NegativeExporter(arrays[name].array)
     before = arrays["out"].array.copy()
     remedy = "" if name == "out" else rf": {name}\.resolve_neg\(\)"
-    got, expected = r"test_interop\.LentNegative with is_neg\(\) True", rf"one whose memory holds its values{remedy}"
+    got, expected = (
+        r"test_interop\.NegativeExporter with is_neg\(\) True",
+        rf"one whose memory holds its values{remedy}",
+    )
     with pytest.raises(TypeError, match=rf"^{name}: got {got}.*, expected {expected}$"):
         cuflash.attention(**arrays)
     np.testing.assert_array_equal(arrays["out"].array, before)
-    plain = LentByAProperty(normal(5, 4))
+    plain = PropertyExporter(normal(5, 4))
     assert ct.to_numpy(cuflash.attention(plain, plain, plain)).shape == (5, 4)
 
 
 def test_results_written_to_what_was_lent():
     q, out = normal(5, 4), np.empty((5, 4), np.float32)
-    given_out = LentVersioned(out)
-    assert cuflash.attention(*[LentVersioned(q)] * 3, out=given_out) is given_out
+    given_out = VersionedExporter(out)
+    assert cuflash.attention(*[VersionedExporter(q)] * 3, out=given_out) is given_out
     np.testing.assert_array_equal(out, cuflash.attention(q, q, q))
     out.flags.writeable = False
-    with pytest.raises(ValueError, match=r"^out: got a .* array lent read-only, expected a writable one"):
-        cuflash.attention(*[LentVersioned(q)] * 3, out=given_out)
+    with pytest.raises(ValueError, match=r"^out: got a read-only .* array, expected a writable one"):
+        cuflash.attention(*[VersionedExporter(q)] * 3, out=given_out)
 
 
 def test_a_long_error_of_another_library_is_cut_between_words():
-    q = LentWithAStory(normal(5, 4))
-    message = r"through DLPack \(it is not to be had, [\w, ]+ \.\.\.\), expected an array that can be lent$"
+    q = LongErrorExporter(normal(5, 4))
+    message = r"through DLPack \(it is not to be had, [\w, ]+ \.\.\.\), expected an array that DLPack can export$"
     with pytest.raises(TypeError, match=message):
         cuflash.attention(q, q, q)
 
@@ -370,35 +373,37 @@ def test_a_long_error_of_another_library_is_cut_between_words():
 def test_overlap_of_what_was_lent():
     q = normal(5, 4)
     with pytest.raises(ValueError, match=r"^out: got memory shared with v, expected memory of its own"):
-        cuflash.attention(LentVersioned(q.copy()), LentVersioned(q.copy()), LentVersioned(q), out=LentVersioned(q))
+        cuflash.attention(
+            VersionedExporter(q.copy()), VersionedExporter(q.copy()), VersionedExporter(q), out=VersionedExporter(q)
+        )
 
 
 def test_libraries_do_not_mix(monkeypatch):
-    class Foreign(Lent):
+    class Foreign(Exporter):
         __module__ = "elsewhere.arrays"
 
     monkeypatch.setitem(sys.modules, "elsewhere", ModuleType("elsewhere"))
     q = normal(5, 4)
     with pytest.raises(TypeError, match=r"^k: got elsewhere\.Foreign, expected an array of test_interop as q is"):
-        cuflash.attention(Lent(q), Foreign(q), Lent(q))
+        cuflash.attention(Exporter(q), Foreign(q), Exporter(q))
     assert type(cuflash.attention(*[Foreign(q)] * 3)) is np.ndarray
 
 
 def test_host_and_device_memory_of_one_library_do_not_mix():
-    class OnDevice(Lent):
+    class OnDevice(Exporter):
         def __dlpack_device__(self):
             return (2, 0)
 
     q = normal(5, 4)
     with pytest.raises(TypeError, match=r"^v: got an array in CUDA memory, expected one in host memory as q is"):
-        cuflash.attention(Lent(q), Lent(q), OnDevice(q))
+        cuflash.attention(Exporter(q), Exporter(q), OnDevice(q))
     with pytest.raises(TypeError, match=r"^k: got an array in host memory, expected one in CUDA memory as q is"):
-        cuflash.attention(OnDevice(q), Lent(q), Lent(q))
+        cuflash.attention(OnDevice(q), Exporter(q), Exporter(q))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
 def test_cuda_memory_without_cupy():
-    class OnDevice(Lent):
+    class OnDevice(Exporter):
         def __dlpack_device__(self):
             return (2, 0)
 
@@ -419,11 +424,11 @@ def test_every_exception_of_a_call_is_documented(name):
     assert {"TypeError", "ValueError", "NotImplementedError", "ImportError"} <= set(re.findall(r"\w+Error", raises))
 
 
-def test_a_refused_call_frees_its_loans():
-    wrong = LentBfloat16(np.ones(20, BFLOAT16))
+def test_a_refused_call_frees_its_imports():
+    wrong = Bfloat16Exporter(np.ones(20, BFLOAT16))
     alive = weakref.ref(wrong.array)
     with pytest.raises(ValueError, match=r"^k: got 1-D shape"):
-        cuflash.attention(LentBfloat16(np.ones((3, 4), BFLOAT16)), wrong, wrong)
+        cuflash.attention(Bfloat16Exporter(np.ones((3, 4), BFLOAT16)), wrong, wrong)
     del wrong
     gc.collect()
     assert alive() is None

@@ -15,7 +15,7 @@ import cuflash.distributed as cd
 from cuflash.arrays import dlpack
 from cuflash.distributed.nccl import Nccl, is_nccl
 from cuflash.distributed.transports import RankFailed
-from cuflash.spec import borrowing
+from cuflash.spec import array_imports
 from tests.wires import Wires, communicators, memory
 
 
@@ -227,7 +227,7 @@ def test_communicators_are_known_by_their_classes(nccl):
 @pytest.fixture
 def captured(monkeypatch):
     """Arrays whose calls are recorded in a graph."""
-    monkeypatch.setattr(borrowing, "are_cupy", lambda arrays, required: True)
+    monkeypatch.setattr(array_imports, "are_cupy", lambda arrays, required: True)
     monkeypatch.setattr(dlpack, "is_captured", lambda array: True)
 
 

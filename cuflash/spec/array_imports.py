@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.arrays.checks import type_error, value_error
-from cuflash.arrays.dlpack import BFLOAT16, Borrowed, lend
+from cuflash.arrays.dlpack import BFLOAT16, Imported, import_arrays
 from cuflash.arrays.fp8 import Float8Array
 from cuflash.spec.inputs import NAMES, NARROWED, PassArrays
 from cuflash.spec.scalars import array_of, is_scalar
@@ -19,7 +19,7 @@ _ARRAYS_ONLY = PassArrays.__annotations__.keys() - set(NAMES)  # results, and ar
 
 
 def are_cupy(arrays: Mapping[str, object], required: Iterable[str]) -> bool:
-    """Whether all arguments are CuPy arrays or fp8 arrays (or absent, where they may be) that `borrow`
+    """Whether all arguments are CuPy arrays or fp8 arrays (or absent, where they may be) that `import_arguments`
     would take as they are.
 
     This is the common case, decided first and fast.
@@ -40,7 +40,7 @@ def are_cupy(arrays: Mapping[str, object], required: Iterable[str]) -> bool:
 def numpy_arrays(
     arrays: Mapping[str, object], required: Iterable[str], written: Iterable[str] = ()
 ) -> dict[str, Any] | None:
-    """The arguments that are given, if these are plain NumPy arrays that `borrow` would take as they are.
+    """The arguments that are given, if these are plain NumPy arrays that `import_arguments` would take as they are.
 
     This is the common case on the host. None in any other case, even if an argument is to be refused.
     """
@@ -67,13 +67,13 @@ def _has_wide_integers(arrays: Mapping[str, Any]) -> bool:
     return False
 
 
-def borrow(arrays: Mapping[str, Any], *, required: Iterable[str], written: Iterable[str] = ()) -> Borrowed:
+def import_arguments(arrays: Mapping[str, Any], *, required: Iterable[str], written: Iterable[str] = ()) -> Imported:
     """View every argument of a call as a NumPy array, or every one as a CuPy array; None stays None.
 
     Scalars become arrays without axes, and `NARROWED` arrays of int64 become int32, where q is.
 
     Raises, naming the argument, TypeError for anything that is no array, for arguments of more than one library or on
-    both sides of the bus, for an array that its library does not lend, and for one whose memory holds other numbers;
+    both sides of the bus, for an array that its library does not export, and for one whose memory holds other numbers;
     ValueError for a read-only one among the `written`, and for a scalar or an integer that is too large; ImportError
     for CUDA memory where CuPy is missing.
     """
@@ -83,7 +83,7 @@ def borrow(arrays: Mapping[str, Any], *, required: Iterable[str], written: Itera
     given = {name: x for name, x in arrays.items() if x is not None}
     arrays_only = {*required, *written, *_ARRAYS_ONLY} if "q" in given else given.keys()
     scalars = {name: x for name, x in given.items() if name not in arrays_only and is_scalar(x)}
-    own = lend({name: x for name, x in given.items() if name not in scalars}, written)
+    own = import_arrays({name: x for name, x in given.items() if name not in scalars}, written)
     views = {**arrays, **own.arrays}
     for name, x in scalars.items():
         array = array_of(name, x, views["q"].dtype.name)
