@@ -15,6 +15,7 @@ EVIDENCE = ("memory", "traffic", "training", "pathfinder", "rounding", "streamed
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
+RANKS = ROOT / "docs" / "notes" / "distributed-measurements.md"
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -48,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("--readme", type=Path, default=ROOT / "README.md", help="gets the headline")
     report.add_argument("--training", type=Path, default=ROOT / "docs" / "training.md", help="gets loss curves")
     report.add_argument("--float8", type=Path, default=ROOT / "docs" / "float8.md", help="gets errors of rounding")
-    report.add_argument("--ranks", type=Path, default=ROOT / "docs" / "distributed.md", help="gets several devices")
+    report.add_argument("--ranks", type=Path, default=RANKS, help="gets several devices")
     report.add_argument("--streamed", type=Path, default=ROOT / "docs" / "streamed.md", help="gets keys in host memory")
     report.add_argument("--evidence", type=Path, default=ROOT / "docs" / "evidence.md", help="gets all evidence")
     report.add_argument("--print", action="store_true", help="print the tables, leave the pages alone")

@@ -91,7 +91,7 @@ EVIDENCE = {
         measure=lambda backend, write, scale: ranks.measure_devices(write),
         markdown=ranks.markdown,
         draw=ranks.draw,
-        page="distributed.md",
+        page="distributed-measurements.md",
         choose=ranks.latest_rows,
     ),
 }

@@ -27,7 +27,7 @@ from tests.sampling import examples
 
 # All gradients; those of which dq travels in parts, and some that it does not.
 NEEDS = st.sampled_from((("dq", "dk", "dv"), None, ("dq", "dv"), ("dq", "dk"), ("dk", "dv"), ("dq",)))
-PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
+PAGE = Path(__file__).parents[2] / "docs" / "notes" / "distributed.md"
 FEATURES = (*(name for name in ct.FEATURES if name != "scale"), "sinks", "dlse", "dropout", "block_mask")
 PLAIN = ("causal", "window", "softcap", "gqa", "head_dim_v", "sinks", "dlse", "layout")
 SMALL: dict[str, Any] = {
