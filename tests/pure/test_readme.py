@@ -3,6 +3,7 @@
 import inspect
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from bench.examples import PICTURES
 from cuflash.cli.main import COMMANDS, make_parser
 from cuflash.cli.main import main as cuflash_main
 from cuflash.gpu.kernel_cache import CACHE_BYTES
+from cuflash.plan.sm90.tiles import BACKWARD_SM90_TILES, FORWARD_SM90_TILES
 from cuflash.spec.outputs import GRADIENTS
 from cuflash.spec.passes import PASSES
 from cuflash.testing import numpy_dtype
@@ -29,6 +31,7 @@ EXAMPLES = {name for name in PAGES if name.startswith("docs/examples/")}
 NOTES = {name for name in PAGES if name.startswith("docs/notes/")}
 README, SEMANTICS, DESIGN = (PAGES[name] for name in ("README.md", "docs/semantics.md", "docs/design.md"))
 EVERYTHING = "\n".join(PAGES.values())
+FORWARD_SOURCE = (CHECKOUT / "kernels" / "sm90" / "forward.cu").read_text()
 LONGEST_README = 200  # lines
 PATH = r"(?:\.ci|bench|cuflash|docs|kernels|tests)/[\w./*]*"
 
@@ -372,6 +375,43 @@ def test_the_names_of_kernels_are_in_the_code(name):
     files = [*(CHECKOUT / "kernels").rglob("*.cu*"), *(CHECKOUT / "cuflash").rglob("*.py")]
     word = re.compile(rf"\b{name.removeprefix('ptx::')}\b")
     assert any(word.search(path.read_text()) for path in files)
+
+
+def numbers(cell):
+    return tuple(int(x) for x in re.findall(r"\d+", cell))
+
+
+def test_the_tiles_of_the_forward_pass_are_those_of_the_table():
+    """The numbers of a row, at its largest head_dim."""
+    rows = table("head_dim", PAGES["docs/kernels.md"])
+    assert {numbers(row[0])[-1] for row in rows} == {tile.max_dim for tile in FORWARD_SM90_TILES}
+    known = set()
+    for tile in FORWARD_SM90_TILES:
+        with_bias = replace(tile, bias_of_pairs=2) if tile.serves == "bias" else tile
+        nbytes, with_bias_bytes = (x.shared_bytes(tile.max_dim, tile.max_dim) for x in (tile, with_bias))
+        bias = (with_bias_bytes - nbytes,) * (tile.serves == "bias")
+        stages, consumers = (tile.num_stages, tile.q_stages), tile.block_m // 64
+        known.add((tile.max_dim, tile.block_m, tile.block_n, *stages, consumers, tile.ping_pong, nbytes, *bias))
+    for head_dim, _, tile, stages, consumers, registers, nbytes in rows:
+        of_row = numbers(head_dim)[-1], *numbers(tile), *numbers(stages), *numbers(consumers)
+        assert (*of_row, "ping-pong" in consumers, *numbers(nbytes)) in known, of_row
+        (own, of_producer), (count,) = numbers(registers), numbers(consumers)
+        assert f"kConsumers == {count} ? {own}" in FORWARD_SOURCE or (count, own) == (2, 240)
+        assert 128 * (own * count + of_producer) <= 65536
+
+
+def test_the_tiles_of_the_backward_pass_are_those_of_the_table():
+    rows = table("schedule", PAGES["docs/kernels.md"])
+    shown = {
+        (row[0], *numbers(row[2]), *numbers(row[3]), *numbers(row[5]), numbers(row[1])[-1]): numbers(row[4])
+        for row in rows
+    }
+    tiles = [max((x for x in BACKWARD_SM90_TILES if x.schedule == row[0]), key=lambda x: x.max_dim) for row in rows]
+    assert {x.schedule for x in BACKWARD_SM90_TILES} == {row[0] for row in rows}
+    assert shown.keys() == {
+        (x.schedule, x.block_m, x.block_n, x.num_stages, x.shared_bytes(x.max_dim, x.max_dim), x.max_dim) for x in tiles
+    }
+    assert all(128 * (2 * consumer + dq) <= 65536 for consumer, dq in shown.values())
 
 
 def test_every_kernel_is_explained():
