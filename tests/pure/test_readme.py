@@ -148,14 +148,17 @@ def test_the_commands_exist(command):
         parser.parse_args(arguments)
 
 
-def test_the_plan_for_another_device_is_what_is_shown(capsys):
+@pytest.mark.parametrize(
+    ("name", "device", "peak"), [("performance", "T4", "65"), ("design", "H200", "989")], ids=["performance", "design"]
+)
+def test_the_plan_is_what_is_shown(capsys, name, device, peak):
     """But for the ends of lines, and for registers, which depend on the compiler."""
-    page = PAGES["docs/performance.md"]
-    (command,) = re.findall(r"^```sh\npython -m cuflash (plan --arch 7\.5 .*)\n```", page, re.MULTILINE)
+    page = PAGES[f"docs/{name}.md"]
+    (command,) = re.findall(r"^```sh\npython -m cuflash (plan .*)\n```", page, re.MULTILINE)
     (shown,) = blocks("text", page)
     assert cuflash_main(shlex.split(command)) == 0
     printed = capsys.readouterr().out
-    assert "T4" in printed and "matrix products at 65" in printed
+    assert device in printed and f"matrix products at {peak}" in " ".join(printed.split())
     same = [re.sub(r"\d+ registers", "registers", " ".join(text.split())) for text in (shown, printed)]
     assert same[0] == same[1]
 
