@@ -244,13 +244,13 @@ class FlashAttention(Preparation):
     ) -> ForwardResult:
         """Attention, and the logarithm of the sum of exponentials that `backward` needs.
 
-        All arrays of a call are of one kind, and the results are of that kind: NumPy (computed on the CPU), CuPy
+        All arrays of a call are of one library, and so are the results: NumPy (computed on the CPU), CuPy
         (computed on their device, on CuPy's current stream, without a synchronisation), or another library's with
         ``__dlpack__`` (likewise, by the memory it is in; nothing is copied or moved). A class whose library has no
-        ``from_dlpack`` gets NumPy or CuPy arrays back. Beside arrays of any kind, a scalar of Python or NumPy stands
-        for an array without axes: ``bias=0.0``, ``k_scale=1.0``, a parameter of a score. A Python float gets the dtype
-        of lse, and so does ``numpy.float64``, which is one; other NumPy scalars keep their dtype, or get one that holds
-        all its values.
+        ``from_dlpack`` gets NumPy or CuPy arrays back. Besides arrays of any library, a scalar of Python or NumPy
+        stands for an array without axes: ``bias=0.0``, ``k_scale=1.0``, a parameter of a score. A Python float gets the
+        dtype of lse, and so does ``numpy.float64``, which is one; other NumPy scalars keep their dtype, or get one that
+        holds all its values.
 
         Parameters
         ----------
@@ -333,7 +333,7 @@ class FlashAttention(Preparation):
         Raises
         ------
         TypeError
-            Not an array, arrays of several kinds, a wrong dtype, an array that DLPack cannot export. These
+            Not an array, arrays of several libraries, a wrong dtype, an array that DLPack cannot export. These
             messages and the next begin with the argument's name and say what was got and what is expected.
         ValueError
             Shapes that do not fit, a value out of range, a result that is read-only or overlaps another argument.
@@ -352,7 +352,7 @@ class FlashAttention(Preparation):
             arrays |= check_given("forward", self.options, score_args)
         random = self.options.random(seed, offset)
         call = prepare(self.options, arrays, INPUTS, OUTPUTS, OUTPUTS)
-        computed = backend_of(call.kind).forward(call.options, call.arrays, random, call.need)
+        computed = backend_of(call.backend).forward(call.options, call.arrays, random, call.need)
         return ForwardResult(*(computed if call.is_direct else call.exported(computed, arrays)))
 
     # fmt: off
@@ -481,7 +481,7 @@ class FlashAttention(Preparation):
             "dlse": dlse,
         }  # fmt: skip
         results: dict[str, Array | None] = {"dq": dq, "dk": dk, "dv": dv}
-        kind: Callable[..., Gradients | NamedGradients] = Gradients
+        result_type: Callable[..., Gradients | NamedGradients] = Gradients
         of_functions = self.options.score_gradients
         if score_args or self.options.score or self.options.mask_function:
             given = check_given("backward", self.options, score_args, of_functions)
@@ -494,10 +494,10 @@ class FlashAttention(Preparation):
                 "dsinks": dsinks,
             }  # fmt: skip
             names = needed(need, arrays | self.options.numbers, results, of_functions)
-            results, kind = {name: results.get(name) for name in names}, named_tuple_of(names)
+            results, result_type = {name: results.get(name) for name in names}, named_tuple_of(names)
         arrays |= results
         need = tuple(results)
         random = self.options.random(seed, offset)
         call = prepare(self.options, arrays, _BACKWARD_INPUTS, need, need)
-        computed = backend_of(call.kind).backward(call.options, call.arrays, call.need, random)
-        return kind(*(computed if call.is_direct else call.exported(computed, arrays)))
+        computed = backend_of(call.backend).backward(call.options, call.arrays, call.need, random)
+        return result_type(*(computed if call.is_direct else call.exported(computed, arrays)))

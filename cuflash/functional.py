@@ -63,7 +63,7 @@ def attention(
     Returns
     -------
     array
-        Shape of q with head_dim_v as last axis and all batch axes, dtype and kind of q: NumPy, CuPy, or of the
+        Shape of q with head_dim_v as last axis and all batch axes, dtype and library of q: NumPy, CuPy, or of the
         library that q comes from.
 
     Raises

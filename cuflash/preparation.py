@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from cuflash.cpu import backend as cpu_backend
-from cuflash.spec.call import Kind, prepare
+from cuflash.spec.call import Backend, prepare
 from cuflash.spec.inputs import INPUTS, OptionalArrays, PassArrays
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS
@@ -70,7 +70,7 @@ class Preparation:
         results = {name: given.get(name) for name in (*GRADIENTS, *of_functions)}
         need = needed(need, given | self.options.numbers, results, of_functions)
         call = prepare(self.options, given, INPUTS, need)
-        plans: CpuPlan | Plans | StreamPlan = backend_of(call.kind).plan(call.options, call.arrays, call.need)
+        plans: CpuPlan | Plans | StreamPlan = backend_of(call.backend).plan(call.options, call.arrays, call.need)
         return plans if call.rewrite is None else plans.noted(call.rewrite.describe(self.options, call.given))
 
     def compile(
@@ -110,7 +110,7 @@ class Preparation:
         absent = dict.fromkeys((*GRADIENTS, *of_functions))
         need = needed(need, arrays | self.options.numbers, absent, of_functions)
         call = prepare(self.options, arrays, INPUTS, need)
-        backend_of(call.kind).compile(call.options, call.arrays, call.need)
+        backend_of(call.backend).compile(call.options, call.arrays, call.need)
 
     def tune(
         self,
@@ -181,18 +181,18 @@ class Preparation:
             wanted = (FORWARD,)
         random = self.options.random(*((0 if x is None else x) for x in (seed, offset)))
         call = prepare(self.options, arrays, INPUTS, DEFAULT_NEED)
-        tuning: Tuning | None = backend_of(call.kind).tune(
+        tuning: Tuning | None = backend_of(call.backend).tune(
             call.options, call.arrays, random, passes=wanted, remember=remember, forget=forget
         )
         return tuning
 
 
 @functools.cache
-def backend_of(kind: Kind) -> ModuleType:
-    """The module that computes with arrays of one kind; importing the one for CuPy's arrays imports CuPy."""
-    if kind == "numpy":
+def backend_of(backend: Backend) -> ModuleType:
+    """The module that computes with arrays of one backend; importing the one for CuPy's arrays imports CuPy."""
+    if backend == "numpy":
         return cpu_backend
-    if kind == "streamed":
+    if backend == "streamed":
         return streaming_backend
     from cuflash.gpu import backend as gpu_backend
 

@@ -166,12 +166,12 @@ def _taken(name: str, x: Array, layout: str | None = None, dtypes: tuple[str, ..
     if layout is not None:
         check_choice("layout", layout, LAYOUTS)
     if isinstance(x, Float8Array):
-        kind: dlpack.Kind = "cupy"
+        backend: dlpack.Backend = "cupy"
     else:
         imported = array_imports.import_arguments({name: x}, required=[name])
         if imported.from_dlpack is not None:
             raise type_error(name, f"{type(x).__module__}.{type(x).__name__}", "a NumPy or CuPy array")
-        kind, x = imported.kind, imported.arrays[name]
+        backend, x = imported.backend, imported.arrays[name]
     if x.dtype.name not in dtypes:
         raise type_error(name, f"dtype {x.dtype}", " or ".join(dtypes))
     if layout is not None and x.ndim < 2:
@@ -180,7 +180,7 @@ def _taken(name: str, x: Array, layout: str | None = None, dtypes: tuple[str, ..
         )
     if x.ndim < 1:
         raise value_error(name, "0-D shape ()", "an array with an axis of channels")
-    return importlib.import_module(kind), x
+    return importlib.import_module(backend), x
 
 
 def _wide(x: Array) -> Array:

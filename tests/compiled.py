@@ -23,8 +23,8 @@ def functions():
     return library.functions
 
 
-def kinds():
-    """The kinds of processors that there are kernels for here, by how many better ones are left out."""
+def instruction_sets():
+    """The instruction sets that there is code for here, by how many better ones are left out."""
     if core.why_not() is not None:
         return []
     name = functions().cuflash_processor
@@ -32,12 +32,12 @@ def kinds():
     return sorted(named.items(), key=lambda item: item[1])
 
 
-KINDS = kinds()
+INSTRUCTION_SETS = instruction_sets()
 NUMPY = ("NumPy", -1)  # a way like these
 
 
 def take_way(patch, way):
-    """Have calls computed by a kind of processor, or by NumPy."""
+    """Have calls computed with an instruction set, or by NumPy."""
     if way == NUMPY[1]:
         patch.setattr(core, "why_not", lambda problem=None: "a test of NumPy")
     else:

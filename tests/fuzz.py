@@ -45,8 +45,14 @@ from tests.scored import Functions
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = tuple(itertools.chain(*(itertools.combinations(GRADIENTS, n) for n in range(1, len(GRADIENTS) + 1))))
-KINDS = {"gradients": len(NEEDS), "pages": 25, "float8": 35, "functions": 60, "ranks": 15}  # groups of each
-GROUPS = sum(KINDS.values())
+CATEGORIES = {
+    "gradients": len(NEEDS),
+    "pages": 25,
+    "float8": 35,
+    "functions": 60,
+    "ranks": 15,
+}  # groups of each category
+GROUPS = sum(CATEGORIES.values())
 GRANULARITIES = (None, "tensor", "head", "block", "token")
 PROBLEMS = 10  # of a group
 LONGEST, LONGEST_OF_ALL = 400, 3000  # queries, or keys: of most problems, and of one in ten
@@ -124,17 +130,17 @@ class Trial:
 def trials_of_group(number: int) -> list[Trial]:
     """The problems of a group: always the same."""
     rng = random.Random(number)
-    kind = kind_of(number)
-    functions = Functions.drawn(number) if kind == "functions" else None
-    need = NEEDS[number] if kind == "gradients" else _need_of_ranks(rng) if kind == "ranks" else ()
-    is_float8 = kind == "float8" or (kind == "pages" and rng.random() < 0.5)
-    fixed = _fixed(rng, need, kind, is_float8=is_float8)
+    category = category_of(number)
+    functions = Functions.drawn(number) if category == "functions" else None
+    need = NEEDS[number] if category == "gradients" else _need_of_ranks(rng) if category == "ranks" else ()
+    is_float8 = category == "float8" or (category == "pages" and rng.random() < 0.5)
+    fixed = _fixed(rng, need, category, is_float8=is_float8)
     if functions is not None:
         fixed |= _beside(rng, functions)
         need = _need_of_functions(rng, functions, fixed)
     precisions: tuple[Literal["highest", "tf32"], ...] = ("highest", "highest", "tf32")
     deterministic, precision = rng.random() < 0.4, rng.choice(precisions)
-    ranks = rng.choice((2, 3)) if kind == "ranks" else 0
+    ranks = rng.choice((2, 3)) if category == "ranks" else 0
     trials: list[Trial] = []
     for index in range(PROBLEMS):
         keywords: dict[str, Any] = {"deterministic": deterministic and not ranks, "precision": precision}
@@ -147,11 +153,11 @@ def trials_of_group(number: int) -> list[Trial]:
     return trials
 
 
-def kind_of(number: int) -> str:
-    """Which of the kinds of groups this is."""
-    for kind, count in KINDS.items():
+def category_of(number: int) -> str:
+    """The category of a group."""
+    for category, count in CATEGORIES.items():
         if number < count:
-            return kind
+            return category
         number -= count
     raise IndexError(number)
 
@@ -186,13 +192,13 @@ def _beside(rng: random.Random, functions: Functions) -> dict[str, Any]:
     return found
 
 
-def _fixed(rng: random.Random, need: tuple[str, ...], kind: str, *, is_float8: bool) -> dict[str, Any]:
-    """What the problems of a group have in common: fields of `Case`, and a kind or True where values differ."""
+def _fixed(rng: random.Random, need: tuple[str, ...], category: str, *, is_float8: bool) -> dict[str, Any]:
+    """What the problems of a group have in common: fields of `Case`, and a choice or True where values differ."""
 
     def maybe(value: Any, otherwise: Any = None, *, wanted_by: str = "", chance: float = 0.3) -> Any:
         return value if wanted_by in need or rng.random() < chance else otherwise
 
-    has_pages, goes_whole = kind == "pages", kind not in ("pages", "ranks")
+    has_pages, goes_whole = category == "pages", category not in ("pages", "ranks")
     dtype = rng.choice(("bfloat16",) * (12 if is_float8 else 4) + ("float16",) * 4 + ("float32",) * 2 + ("float64",))
     dims = [n for n in HEAD_DIMS if dtype in ("bfloat16", "float16") or n <= 128 or rng.random() < 0.2]
     if dtype in ("bfloat16", "float16") and not is_float8 and rng.random() < 0.12:
@@ -204,13 +210,13 @@ def _fixed(rng: random.Random, need: tuple[str, ...], kind: str, *, is_float8: b
         "head_dim_v": maybe(rng.choice(dims), 0, chance=0.15),
         "score_mean": not is_float8,
         "factors": not is_float8,
-        "may_be_empty": kind != "ranks",
-        "follows_lengths": kind != "ranks",
-        "may_hide_keys": kind in ("gradients", "functions"),
+        "may_be_empty": category != "ranks",
+        "follows_lengths": category != "ranks",
+        "may_hide_keys": category in ("gradients", "functions"),
         "right": maybe(True, False, chance=0.5),
         "left": maybe(True, False),
         "softcap": maybe(True, False, wanted_by="dsoftcap"),
-        "scale": kind != "ranks" and maybe(True, False),
+        "scale": category != "ranks" and maybe(True, False),
         "dropout": maybe(rng.choice((0.1, 0.5, 0.9)), 0.0, chance=0.2),
         "alibi_slopes": maybe(True, False, wanted_by="dalibi_slopes"),
         "sinks": maybe(True, False, wanted_by="dsinks"),

@@ -15,9 +15,9 @@ class Interrupt:
     """Counts the lines of this thread that are run in files, and raises an error at one of them."""
 
     def __init__(
-        self, files: Callable[[str], bool], line: int | None = None, kind: type[BaseException] = KeyboardInterrupt
+        self, files: Callable[[str], bool], line: int | None = None, error: type[BaseException] = KeyboardInterrupt
     ) -> None:
-        self.files, self.line, self.kind = files, line, kind
+        self.files, self.line, self.error = files, line, error
         self.lines = 0
         self._entered: dict[FrameType, set[int]] = {}  # lines by frame
         self.where = ""  # the function that was interrupted
@@ -40,7 +40,7 @@ class Interrupt:
             self.lines += 1
             if self.lines == self.line:
                 self.where = frame.f_code.co_name
-                raise self.kind
+                raise self.error
         return self._trace
 
     def _leaves_context(self, frame: FrameType) -> bool:

@@ -140,20 +140,20 @@ def check_mean(dtype: str, bias: float, backend: Backend) -> None:
 
 
 def check_equal_scores(dtype: str, bias: float, seqlen_k: int, seed: int, backend: Backend) -> None:
-    """Keys with equal scores have equal weights, in whichever tile they are: out is the share of each kind of key."""
+    """Keys with equal scores have equal weights, in any tile: out is the fraction of each group of keys."""
     random = np.random.default_rng(seed)
     wide = np.float64 if dtype == "float64" else np.float32
     large = Large(dtype=dtype, seqlen_k=seqlen_k, heads=1)
     arrays = large.arrays()
     arrays["q"][...] = random.choice([0.5, 1.0, 2.0])
     arrays["k"][...] = 0.5
-    kinds = np.arange(seqlen_k) * 4 // seqlen_k  # so that each kind has tiles of its own
+    groups = np.arange(seqlen_k) * 4 // seqlen_k  # so that each group has tiles of its own
     arrays["v"][...] = 0
-    for kind in range(4):
-        arrays["v"][0, 0, kinds == kind, kind] = 1
+    for group in range(4):
+        arrays["v"][0, 0, groups == group, group] = 1
     arrays["bias"] = np.full((1, 1, large.seqlen_q, seqlen_k), bias, wide)
     out, _, _ = backend(large.attention.options, arrays, ())
-    shares = np.bincount(kinds, minlength=4) / seqlen_k
+    shares = np.bincount(groups, minlength=4) / seqlen_k
     expected = np.tile(shares, (large.seqlen_q, 1))
     np.testing.assert_allclose(np.asarray(out, np.float64)[0, 0, :, :4], expected, atol=2 * eps_of(dtype))
 

@@ -74,17 +74,17 @@ def as_real(name: str, value: object, expected: str = "a real number") -> float:
     return number
 
 
-def _converted(kind: type[N], types: tuple[type, ...], name: str, value: object, expected: str) -> N:
-    if type(value) is kind:
+def _converted(target: type[N], types: tuple[type, ...], name: str, value: object, expected: str) -> N:
+    if type(value) is target:
         return value
     unwrapped = _unwrapped(value)
     if isinstance(unwrapped, bool) or not isinstance(unwrapped, types):
         raise type_error(name, typed(value), expected)
     try:
-        converted = kind(unwrapped)  # type: ignore[arg-type, call-overload]
+        converted = target(unwrapped)  # type: ignore[arg-type, call-overload]
     except (OverflowError, ValueError):  # too large for float64; or a Decimal that is no number, or infinite
-        raise value_error(name, typed(value), FINITE if kind is float else expected) from None
-    if kind is int and converted != unwrapped:
+        raise value_error(name, typed(value), FINITE if target is float else expected) from None
+    if target is int and converted != unwrapped:
         raise value_error(name, typed(value), expected)
     return converted
 

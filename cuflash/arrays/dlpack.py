@@ -41,26 +41,26 @@ OVERLAP_WORK = 100_000  # candidate solutions tried before two interleaved array
 LONGEST_REASON = 100  # characters of an error of another library within a message
 ANY_ADDRESS = 2**61  # of arrays that exist for a comparison, with room on both sides
 
-Kind = Literal["numpy", "cupy"]
+Backend = Literal["numpy", "cupy"]
 
 
 class Imported(NamedTuple):
     """The arguments of one call as NumPy or CuPy arrays, and the way back."""
 
-    kind: Kind
+    backend: Backend
     arrays: dict[str, Any]
     from_dlpack: Callable[[Any], Any] | None  # of the caller's library; None: results stay NumPy or CuPy arrays
 
     @property
     def of_backend(self) -> dict[str, Any]:
         """The arrays as a backend takes them: that of NumPy takes only those that are given."""
-        return {name: x for name, x in self.arrays.items() if x is not None or self.kind != "numpy"}
+        return {name: x for name, x in self.arrays.items() if x is not None or self.backend != "numpy"}
 
     def export(self, result: Any, given: Any) -> Any:
         """`result` as an array of the caller's library; `given`, if the caller gave one to write to."""
-        if self.from_dlpack is None or (self.kind == "numpy" and given is not None):
+        if self.from_dlpack is None or (self.backend == "numpy" and given is not None):
             return result if given is None else given
-        source = _Bfloat16Export(result) if self.kind == "numpy" and result.dtype == BFLOAT16 else result
+        source = _Bfloat16Export(result) if self.backend == "numpy" and result.dtype == BFLOAT16 else result
         exported = self.from_dlpack(source)
         return exported if given is None else given
 
@@ -81,17 +81,17 @@ def import_arrays(present: Mapping[str, Any], written: Iterable[str]) -> Importe
         return Imported("numpy", views, None)
     if library == "cupy":
         return Imported("cupy", views, None)
-    kind = _device_kind(first_name, first)
+    backend = _backend_of(first_name, first)
     for name, x in others:
-        if _device_kind(name, x) != kind:
-            sides = ("CUDA", "host") if kind == "numpy" else ("host", "CUDA")
+        if _backend_of(name, x) != backend:
+            sides = ("CUDA", "host") if backend == "numpy" else ("host", "CUDA")
             raise type_error(name, f"an array in {sides[0]} memory", f"one in {sides[1]} memory as {first_name} is")
     for name, x in present.items():
         _check_lazy_bits(name, x, name in written)
-        views[name], read_only = _take(name, x, kind)
+        views[name], read_only = _take(name, x, backend)
         if name in written and read_only:
             raise value_error(name, f"a read-only {library} array", "a writable one")
-    return Imported(kind, views, _importer_of(first))
+    return Imported(backend, views, _importer_of(first))
 
 
 def module_of(array: Any) -> Any:
@@ -240,7 +240,7 @@ def _spell(array: object) -> str:
     return type(array).__name__ if library == "builtins" else f"{library}.{type(array).__name__}"
 
 
-def _device_kind(name: str, array: Any) -> Kind:
+def _backend_of(name: str, array: Any) -> Backend:
     try:
         device_type, device_id = array.__dlpack_device__()
     except Exception as error:  # whatever a foreign method raises
@@ -271,21 +271,21 @@ def _importer_of(array: Any) -> Callable[[Any], Any] | None:
     return getattr(namespace, "from_dlpack", None)
 
 
-def _take(name: str, array: Any, kind: Kind) -> tuple[Any, bool]:
+def _take(name: str, array: Any, backend: Backend) -> tuple[Any, bool]:
     """A view of another library's array, and whether that library forbids writing to it."""
     try:
-        library: Any = np if kind == "numpy" else importlib.import_module("cupy")
+        library: Any = np if backend == "numpy" else importlib.import_module("cupy")
     except ImportError as error:
         remedy = "CuPy to be importable: install cuflash[cuda12] or cuflash[cuda13]"
         raise ImportError(f"{name}: got {_spell(array)} in CUDA memory, expected {remedy}") from error
-    importing = _Importing(array, retype=kind == "numpy")
+    importing = _Importing(array, retype=backend == "numpy")
     try:
         view = library.from_dlpack(importing)
     except Exception as error:  # whatever a foreign __dlpack__ raises
         raise _refused(name, array, error) from error
     if importing.float8:
         return fp8(view, importing.float8), importing.read_only
-    if kind == "cupy":
+    if backend == "cupy":
         return view, importing.read_only
     return (view.view(BFLOAT16) if importing.retyped else view), not view.flags.writeable
 

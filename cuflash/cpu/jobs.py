@@ -101,11 +101,11 @@ def quota(process: Path) -> float:
 
 
 def _place_of_group(mount: str, path: str, *, is_first_version: bool) -> list[Path] | None:
-    """The directories of a group and of those around it, if a line of mountinfo mounts groups of this kind."""
-    of_place, _, of_kind = mount.partition(" - ")
+    """The directories of a group and of those around it, if a line of mountinfo mounts groups of this version."""
+    of_place, _, of_type = mount.partition(" - ")
     root, mounted = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), x) for x in of_place.split()[3:5])
-    kind, _, options = of_kind.split(" ", 2)
-    if kind != ("cgroup" if is_first_version else "cgroup2"):
+    fs_type, _, options = of_type.split(" ", 2)
+    if fs_type != ("cgroup" if is_first_version else "cgroup2"):
         return None
     if is_first_version and "cpu" not in options.split(","):
         return None

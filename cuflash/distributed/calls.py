@@ -223,7 +223,7 @@ class Calls:
 
     def _patience(self, call: Call) -> float:
         """How long ranks wait for one that prepares such a call."""
-        return self.timeout + (0 if call.own.kind == "numpy" else WARM_UP)
+        return self.timeout + (0 if call.own.backend == "numpy" else WARM_UP)
 
     def _run(self, call: Call, prepared: Prepared) -> tuple[Call, Execution]:
         """What this rank has to do in a call, and the call with what it computes instead of functions."""
@@ -286,7 +286,7 @@ class Calls:
             got = type(arrays["block_table"]).__name__
             raise not_served("block_table", got, "contiguous keys; each rank's pages gathered into them")
         own = spec.prepare(self.options, arrays, required, (), rewrites=False)
-        if own.kind == "streamed":
+        if own.backend == "streamed":
             raise not_served("k", "Streamed", "keys and values where q is: each rank has only a part of all")
         given = {name: x for name, x in own.arrays.items() if x is not None}
         for name in FP8_SCALES:
@@ -328,10 +328,10 @@ class Calls:
         seed, offset = call.random
         of_call = {"call": str(self.count), "seed": str(seed), "offset": str(offset)}
         large = self._has_large_rows(call)
-        if call.own.kind == "numpy" or call.starts:
+        if call.own.backend == "numpy" or call.starts:
             self._check(call.given)
             return Facts(of_call, self._lasting_facts(method, call, large))
-        key = (method, call.need, call.own.kind, call.layouts, large)
+        key = (method, call.need, call.own.backend, call.layouts, large)
         lasting = self._told.get(key)
         if lasting is None:
             self._check(call.given)
@@ -347,7 +347,7 @@ class Calls:
         """
         if "lse" not in call.given or not self.check:
             return False
-        on_device = call.own.kind != "numpy"
+        on_device = call.own.backend != "numpy"
         with _on_device(call.given["q"]):
             return has_large(call.given["lse"], bound_of(call.given["q"].dtype, on_device=on_device))
 
@@ -357,7 +357,7 @@ class Calls:
             "method": method,
             **self._facts_of_all_calls,
             "need": ", ".join(call.need),
-            "arrays": f"{', '.join(call.given)} of {call.own.kind}",
+            "arrays": f"{', '.join(call.given)} of {call.own.backend}",
             "_rows of q": call.given["q"].shape[axis],
             "_rows of k": call.given["k"].shape[axis],
             "_layouts": repr(call.layouts),
@@ -470,7 +470,7 @@ class Calls:
         pass_ = _PASS_OF_METHOD[method]
 
         def problem_of(arrays: Mapping[str, Any]) -> Problem:
-            if call.own.kind == "numpy":
+            if call.own.backend == "numpy":
                 return cpu_backend.bound(pass_, self.options, arrays, call.need).problem
             signature = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in arrays.items())
             return cpu_backend.bind_signature(pass_, self.options, signature, call.need).problem

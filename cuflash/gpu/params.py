@@ -20,7 +20,7 @@ from cuflash.spec.problem import Problem
 
 # The layout is that of a struct of these fields in C.
 PARAMS = np.dtype(
-    [(name, kind, (count,)) if "strides" in name else (name, kind) for name, kind, count in FIELDS], align=True
+    [(name, format_, (count,)) if "strides" in name else (name, format_) for name, format_, count in FIELDS], align=True
 )
 
 # One of these follows `PARAMS` for each array that score_mod and mask_mod read, and for its gradient.

@@ -62,7 +62,7 @@ def _pool(cupy: Any, device: int, block: Callable[[int], Any]) -> Iterator[Any]:
 class _Step(NamedTuple):
     """One action of a stream: work, a mark that other streams wait for, or a wait for a mark."""
 
-    kind: Literal["work", "mark", "wait"]
+    op: Literal["work", "mark", "wait"]
     stream: int
     event: Any = None
     places: tuple[tuple[int, int], ...] = ()  # for each address, its block and its offset in the block
@@ -247,7 +247,7 @@ class Recording:
         for step in self._steps:
             stream = streams[step.stream]
             if step.make is None:
-                found.append(functools.partial(_MARKS[step.kind], stream, step.event))
+                found.append(functools.partial(_MARKS[step.op], stream, step.event))
                 continue
             if step.stream != current:
                 found.append(functools.partial(_use, stream))
@@ -283,9 +283,9 @@ def _needed(steps: Sequence[_Step]) -> list[_Step]:
     found = []
     for number, step in enumerate(steps):
         own = past[step.stream]
-        if step.kind == "work":
+        if step.op == "work":
             own.add(number)
-        elif step.kind == "mark":
+        elif step.op == "mark":
             at[id(step.event)] = frozenset(own)
         elif at[id(step.event)] <= own:
             continue
@@ -294,11 +294,11 @@ def _needed(steps: Sequence[_Step]) -> list[_Step]:
         found.append(step)
     needed, awaited, kept = {0}, set(), []  # streams whose later steps are kept, and events that are waited for
     for step in reversed(found):
-        if step.kind == "wait":
+        if step.op == "wait":
             if step.stream not in needed:
                 continue
             awaited.add(id(step.event))
-        elif step.kind == "mark" and id(step.event) not in awaited:
+        elif step.op == "mark" and id(step.event) not in awaited:
             continue
         else:
             needed.add(step.stream)

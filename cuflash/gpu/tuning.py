@@ -71,10 +71,10 @@ def candidates(
 def _alternatives(plan: LaunchPlan) -> Iterator[tuple[Tile, ...]]:
     """The plan's tiles with one replaced, by another row or by a variation; a plan with two tiles keeps the other."""
     # In a deterministic backward pass, other kernels have a row for dq, too.
-    any_kind = not (plan.pass_.adds_to_memory and plan.problem.deterministic)
+    any_type = not (plan.pass_.adds_to_memory and plan.problem.deterministic)
     for place, tile in enumerate(plan.tiles):
         for other in (*FAMILIES[type(tile)].alternatives(plan.problem), *_variations(tile)):
-            if any_kind or type(other) is type(tile):
+            if any_type or type(other) is type(tile):
                 yield (*plan.tiles[:place], other, *plan.tiles[place + 1 :])
 
 
@@ -96,8 +96,8 @@ def _why_not(tiles: Sequence[Tile], plan: LaunchPlan) -> str:
     if len(tiles) != len(plan.tiles):
         return f"{len(tiles)} tiles for a plan of {len(plan.tiles)}"
     for tile, of_table in zip(tiles, plan.tiles, strict=True):
-        kinds = {type(row) for row in FAMILIES[type(of_table)].alternatives(plan.problem)}
-        if type(tile) not in kinds or getattr(tile, "bf16_parts", None) != getattr(of_table, "bf16_parts", None):
+        tile_types = {type(row) for row in FAMILIES[type(of_table)].alternatives(plan.problem)}
+        if type(tile) not in tile_types or getattr(tile, "bf16_parts", None) != getattr(of_table, "bf16_parts", None):
             return f"{tile.label} computes other products than {of_table.label}"
         if not serves_dims(tile, plan.problem):
             return f"{tile.label} is not for these head dimensions"
@@ -147,7 +147,7 @@ _UNSAID = ("element_bytes", "max_dim", "serves", "origin")
 
 
 def _spelled(tile: Tile) -> str:
-    """The tile in words, with the fields that only its kind has."""
+    """The tile in words, with the fields that only its type has."""
     others = {name: x for name, x in _values(tile).items() if name not in _IN_LABEL + _UNSAID}
     return ", ".join([tile.label, *(f"{name} {x}" for name, x in others.items())])
 
@@ -277,7 +277,7 @@ class Winner:
     table_tflops: float
 
 
-_KINDS = {kind.__name__: kind for kind in FAMILIES}
+_TILE_TYPES = {kind.__name__: kind for kind in FAMILIES}
 _recalled: dict[Path, Winner | str | None] = {}  # what this process has read from a file, or why it could not
 
 
@@ -430,16 +430,16 @@ def _read(path: Path) -> Winner | str | None:
 
 def _tile_of(kind: str, **values: Any) -> Tile:
     """The tile that a file describes. KeyError, TypeError or ValueError where there is none."""
-    for field in fields(_KINDS[kind]):
+    for field in fields(_TILE_TYPES[kind]):
         value, expected = values.get(field.name), _types(kind)[field.name]
         is_one = value in get_args(expected) if get_origin(expected) is Literal else type(value) is expected
         if field.name in values and not (is_one and (type(value) is not int or 0 <= value <= MOST_IN_TILE)):
             raise ValueError(f"{field.name}: got {value!r}, expected {expected}")
-    tile: Tile = _KINDS[kind](**values)
+    tile: Tile = _TILE_TYPES[kind](**values)
     return tile
 
 
 @functools.cache
 def _types(kind: str) -> dict[str, Any]:
-    """The types of the fields of a kind of tiles."""
-    return get_type_hints(_KINDS[kind])
+    """The types of the fields of a type of tiles."""
+    return get_type_hints(_TILE_TYPES[kind])

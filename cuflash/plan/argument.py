@@ -53,13 +53,13 @@ def _fields() -> tuple[tuple[str, str, int], ...]:
         ("kept_scale", "f", 1),
         *((name, "i", 1) for name in ("num_pages", *(f"{name}_shift" for name in FP8_SCALES))),
         *((f"{name}_float64", "d", 1) for name in (*NUMBERS, "kept_scale")),
-        *((name, kind, 1) for name, kind in AT_END.items()),
+        *((name, format_, 1) for name, format_ in AT_END.items()),
     )
 
 
 FIELDS = _fields()
 # C ends a struct at a multiple of its widest field, which is what "0Q" does here.
-PARAMS_BYTES = struct.calcsize("@" + "".join(f"{count}{kind}" for _, kind, count in FIELDS) + "0Q")
+PARAMS_BYTES = struct.calcsize("@" + "".join(f"{count}{format_}" for _, format_, count in FIELDS) + "0Q")
 SCORE_ARG_BYTES = 80  # of each array that functions read, and as many of its gradient
 
 

@@ -13,9 +13,9 @@ from cuflash.plan.scores import (
     add_score_args,
     add_stored,
     add_sums,
-    by_kind,
     needs,
     score_gradients,
+    stored_and_sums,
 )
 from cuflash.plan.tiles import ROLES, Role, Tile, tile_bytes, tiles_at_once
 from cuflash.spec.inputs import OPTIONAL_INPUTS
@@ -96,7 +96,7 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
         draft.set(clear_ahead=family.clear_ahead(draft, main) if reduces_dq else 0)
     draft.defines["CUFLASH_CLEARS_AHEAD"] = int(draft.run_time.clear_ahead > 0)
     around = _add_delta(draft, family, dq)
-    stored, sums = by_kind([name for name in score_gradients(draft) if name not in summed])
+    stored, sums = stored_and_sums([name for name in score_gradients(draft) if name not in summed])
     if scores is not None:
         of_scores = family_of(SCORES_FAMILIES, scores)
         draft.models.append(of_scores.model)
@@ -169,7 +169,7 @@ def _rows(draft: Draft, tiles: tuple[Tile, ...] | None) -> _Rows:
     if family is not None:
         main = family.summing(main, summed)
         main = family.summing_score_args(draft, main) if sums_score_args else main
-    stored, sums = by_kind([name for name in score_gradients(draft) if name not in summed])
+    stored, sums = stored_and_sums([name for name in score_gradients(draft) if name not in summed])
     if not stored:
         bias = None
     elif bias is not None:
@@ -209,11 +209,11 @@ def _sums_score_args(draft: Draft, family: BackwardFamily[Any] | None, main: Any
 
 
 def _summed_by_main(draft: Draft, family: BackwardFamily[Any] | None, main: Any) -> tuple[str, ...]:
-    """The gradients of parts of the scores that the main kernel makes: for each kind, all that are wanted or none."""
+    """The gradients of parts of the scores that the main kernel makes: the stored one, and all wanted sums or none."""
     if family is None:
         return ()
     summed: list[str] = []
-    for names in by_kind(score_gradients(draft)):
+    for names in stored_and_sums(score_gradients(draft)):
         reasons_against = {name: family.why_not_summed(draft, main, name) for name in names}
         if all(why_not is None for why_not in reasons_against.values()):
             summed += names

@@ -30,8 +30,8 @@ def score_gradients(draft: Draft) -> tuple[str, ...]:
     return tuple(name for name in draft.need if name in SCORE_GRADIENTS)
 
 
-def by_kind(names: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """These gradients by kind: the one that is stored, and those that are sums. One kernel makes all of a kind."""
+def stored_and_sums(names: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """These gradients, split into the one that is stored and those that are sums: one kernel each."""
     return tuple(x for x in names if x in STORED), tuple(x for x in names if x not in STORED)
 
 
@@ -159,7 +159,7 @@ def add_key_sums(draft: Draft, tile: Tile, blocks: int, made: Collection[str]) -
     problem = draft.problem
     key_parts = draft.heads * draft.tiles_of(problem.seqlen_k, tile.block_n) * draft.run_time.tail_splits
     warps = tile.block_n // 16
-    stored, sums = by_kind(made)
+    stored, sums = stored_and_sums(made)
     if stored:
         axes = _axes_of_stored(draft)
         owners = math.prod(n for n, summed in zip((problem.batch, problem.num_heads), axes, strict=False) if not summed)

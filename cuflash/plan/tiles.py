@@ -225,11 +225,11 @@ def choose_row(table: Iterable[Row], problem: Problem, device: DeviceSpec) -> tu
 # ---- rows of tables, and the measurements behind them ----------------------------------------------------------------
 
 
-def maker(kind: type[Row], fields: str) -> Callable[..., Row]:
+def maker(row_type: type[Row], fields: str) -> Callable[..., Row]:
     """A function that makes rows from these fields by position, so that a table of rows is easy to read."""
 
     def make(*values: Any, **others: Any) -> Row:
-        return kind(**dict(zip(fields.split(), values, strict=True)), **others)
+        return row_type(**dict(zip(fields.split(), values, strict=True)), **others)
 
     return make
 

@@ -1,4 +1,4 @@
-"""Expressions with kinds as CUDA text: functions of a pair (query, key), for `Real`, which is float or double.
+"""Typed expressions as CUDA text: functions of a pair (query, key), for `Real`, which is float or double.
 
 An integer has 32 bits where bounds prove that it fits for any sequence lengths, and 64 bits elsewhere.
 """
@@ -44,7 +44,7 @@ def deciding(roots: Sequence[Node]) -> set[Node]:
     """The nodes whose last bits may decide a result, because it follows from them by operations that jump."""
     found: set[Node] = set()
     for at in reversed(list(in_order(roots))):
-        if at in found or at.op in _TURNS or at.kind == "bool":
+        if at in found or at.op in _TURNS or at.type == "bool":
             found.update(at.args)
     return found
 
@@ -110,16 +110,16 @@ class Writer:
         return self.names[at]
 
     def type_of(self, at: Node) -> str:
-        if at.kind != "int":
-            return "bool" if at.kind == "bool" else "Real"
+        if at.type != "int":
+            return "bool" if at.type == "bool" else "Real"
         low, high = self.bounds[at]
         return "int" if INT32[0] <= int(low) and int(high) <= INT32[1] else "i64"
 
     def _named(self, at: Node) -> str:
         if at.op == "constant":
-            if at.kind == "float":
+            if at.type == "float":
                 return real_literal(float(_number(at)))
-            return integer_literal(int(_number(at))) if at.kind == "int" else str(bool(at.payload)).lower()
+            return integer_literal(int(_number(at))) if at.type == "int" else str(bool(at.payload)).lower()
         if at.op == "input":
             return str(at.payload)
         name = f"t{len(self.lines)}"
@@ -131,14 +131,14 @@ class Writer:
             return self._load(at)
         args = [self.names[arg] for arg in at.args]
         own = self.type_of(at)
-        if at.kind == "int" and own == "i64" and at.op != "floor":
-            args = [f"(i64){x}" if arg.kind == "int" else x for x, arg in zip(args, at.args, strict=True)]
+        if at.type == "int" and own == "i64" and at.op != "floor":
+            args = [f"(i64){x}" if arg.type == "int" else x for x, arg in zip(args, at.args, strict=True)]
         if at.op == "cast":
             (of,) = at.args
             if own == "Real" and of.op == "abs":  # rounded the same either way, and abs of real numbers costs nothing
                 return f"score_abs((Real){self.names[of.args[0]]})"
-            return f"{args[0]} != 0" if at.kind == "bool" else f"({own}){args[0]}"
-        if at.kind == "float" and at.op in ("div", "floordiv", "mod") and (reciprocal := self._reciprocal(at.args[1])):
+            return f"{args[0]} != 0" if at.type == "bool" else f"({own}){args[0]}"
+        if at.type == "float" and at.op in ("div", "floordiv", "mod") and (reciprocal := self._reciprocal(at.args[1])):
             args.append(reciprocal)
         is_fast = at.op in FAST and at not in self.deciding and not self.exact
         if is_fast or at.op in ("floordiv", "mod") or (at.op == "div" and len(args) == 3):
@@ -158,7 +158,7 @@ class Writer:
             return f"{args[0]} ? {args[1]} : {args[2]}"
         if at.op in ("min", "max"):
             return f"score_{at.op}({args[0]}, {args[1]})"
-        if at.op == "floor" and at.kind == "int":
+        if at.op == "floor" and at.type == "int":
             return f"score_floor_to_int({args[0]})"
         if at.op in (*FUNCTIONS, "abs", "floor", "product"):
             return f"score_{at.op}({', '.join(args)})"
@@ -172,10 +172,10 @@ class Writer:
 
     def _sum_of_squares(self, at: Node) -> str | None:
         """The sum of two squares and a constant that is not negative, in an order that takes multiply-adds alone."""
-        if at.op != "add" or at.kind != "float" or at in self.deciding or self.exact:
+        if at.op != "add" or at.type != "float" or at in self.deciding or self.exact:
             return None
         rest, last = at.args
-        is_positive = last.op == "constant" and last.kind == "float" and float(_number(last)) >= 0
+        is_positive = last.op == "constant" and last.type == "float" and float(_number(last)) >= 0
         if not is_positive or rest.op != "add" or not all(x.op == "mul" and x.args[0] is x.args[1] for x in rest.args):
             return None
         first, second = (self.names[x] for x in rest.args)
@@ -220,7 +220,7 @@ def reciprocal_of(divisor: Node) -> Node:
 
 def divisors_of_head(roots: Sequence[Node], of_all: Sequence[Node]) -> list[Node]:
     """Those of the numbers that are the same for all pairs of a head by which other real numbers are divided."""
-    divisions = (at for at in in_order(roots, of_all) if at.kind == "float" and at.op in ("div", "floordiv", "mod"))
+    divisions = (at for at in in_order(roots, of_all) if at.type == "float" and at.op in ("div", "floordiv", "mod"))
     divisors = {at.args[1] for at in divisions}
     return [at for at in of_all if at in divisors]
 
@@ -243,7 +243,7 @@ def of_points(roots: Sequence[Node], known: Collection[Node], index: str) -> lis
     return [
         at
         for at in used
-        if at.kind == "float" and at in reads and at not in known and index in inputs[at] and not inputs[at] & others
+        if at.type == "float" and at in reads and at not in known and index in inputs[at] and not inputs[at] & others
     ]
 
 

@@ -1,4 +1,4 @@
-"""Derivatives of expressions with kinds, as expressions: reverse mode, which shares the subexpressions of the value.
+"""Derivatives of typed expressions, as expressions: reverse mode, which shares the subexpressions of the value.
 
 Where an expression has a kink its derivative is one-sided: `cuflash.score_mod.functions` says which. An argument that
 `where`, `minimum` or `maximum` does not take has the derivative 0, even where its own derivative is infinite or NaN:
@@ -71,7 +71,7 @@ def derivatives(root: Node, wanted: list[Node]) -> list[Node]:
     order = list(in_order([root]))
     depends = set(wanted)
     for at in order:
-        if at.kind == "float" and any(arg in depends for arg in at.args):
+        if at.type == "float" and any(arg in depends for arg in at.args):
             depends.add(at)
     known = ranges(root)
     adjoint: dict[Node, Node] = {root: ONE}

@@ -1,4 +1,4 @@
-"""Expressions with kinds, evaluated on NumPy arrays: integers in 64 bits, real numbers in the dtype asked for."""
+"""Typed expressions, evaluated on NumPy arrays: integers in 64 bits, real numbers in the dtype asked for."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def evaluate(
         for at in _order(tuple(roots)):
             args = [values[arg] for arg in at.args]
             if at.op == "constant":
-                values[at] = real(at.payload) if at.kind == "float" else at.payload
+                values[at] = real(at.payload) if at.type == "float" else at.payload
             elif at.op == "input":
                 values[at] = inputs[str(at.payload)]
             elif at.op == "load":
@@ -69,9 +69,9 @@ def evaluate(
                 values[at] = found if found.dtype == of_kind else found.astype(of_kind)
             elif at.op == "cast":
                 values[at] = np.asarray(args[0]).astype(
-                    real if at.kind == "float" else np.int64 if at.kind == "int" else bool
+                    real if at.type == "float" else np.int64 if at.type == "int" else bool
                 )
-            elif at.op == "floor" and at.kind == "float":
+            elif at.op == "floor" and at.type == "float":
                 values[at] = np.floor(args[0])
             elif at.op == "product":
                 values[at] = np.where(args[0] == 0, real(0), args[0] * args[1])

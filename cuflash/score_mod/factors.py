@@ -36,8 +36,8 @@ def factored(root: Node) -> Factored:
     for at in in_order([root]):
         varies[at] = at.payload in ("s", "i", "j") if at.op == "input" else any(varies[arg] for arg in at.args)
         args = [done[arg] for arg in at.args]
-        found = _factored(at, args) if at.kind == "float" and varies[at] else None
-        if found is None and at.kind == "float" and not varies[at]:
+        found = _factored(at, args) if at.type == "float" and varies[at] else None
+        if found is None and at.type == "float" and not varies[at]:
             found = _of_head(at)
         done[at] = found or Factored(1.0, (), at)
     return done[root]

@@ -56,14 +56,14 @@ def _form(at: Node, args: Sequence[Form], bounds: Mapping[Node, Bounds]) -> Form
         name = str(at.payload)
         return Form(int(name == "i"), int(name == "j"), frozenset({"s"} if name == "s" else ()))
     rest = frozenset().union(*(form.rest for form in args))
-    is_sum = at.op in ("add", "sub") and at.kind == "int"
+    is_sum = at.op in ("add", "sub") and at.type == "int"
     if is_sum or (at.op in COMPARISONS and _are_exact(at.args, bounds)):
         sign = 1 if at.op == "add" else -1
         form = Form(args[0].of_i + sign * args[1].of_i, args[0].of_j + sign * args[1].of_j, rest)
-        return form if at.kind == "int" else Form(0, 0, form.inputs)
-    if at.op == "neg" and at.kind == "int":
+        return form if at.type == "int" else Form(0, 0, form.inputs)
+    if at.op == "neg" and at.type == "int":
         return Form(-args[0].of_i, -args[0].of_j, rest)
-    if at.op == "mul" and at.kind == "int":
+    if at.op == "mul" and at.type == "int":
         for factor, other in (at.args, args), (at.args[::-1], args[::-1]):
             if factor[0].op == "constant":
                 times = int(factor[0].payload or 0)  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ def _form(at: Node, args: Sequence[Form], bounds: Mapping[Node, Bounds]) -> Form
 
 def _are_exact(args: Sequence[Node], bounds: Mapping[Node, Bounds]) -> bool:
     """Whether these are integers that cannot have wrapped around: then they compare like their difference and 0."""
-    return all(arg.kind == "int" and all(abs(int(x)) < 2**62 for x in bounds[arg]) for arg in args)
+    return all(arg.type == "int" and all(abs(int(x)) < 2**62 for x in bounds[arg]) for arg in args)
 
 
 def _bounds_and_forms(root: Node, arrays: Mapping[str, str]) -> tuple[Mapping[Node, Bounds], dict[Node, Form]]:
@@ -123,7 +123,7 @@ class _Parts:
         (name,) = self.inputs[at]
         if name == "s":
             return None
-        if at.kind == "int" and not INT32[0] <= int(self.bounds[at][0]) <= int(self.bounds[at][1]) <= INT32[1]:
+        if at.type == "int" and not INT32[0] <= int(self.bounds[at][0]) <= int(self.bounds[at][1]) <= INT32[1]:
             return None
         return name  # type: ignore[return-value]
 
@@ -131,7 +131,7 @@ class _Parts:
         """The part at this node, without outer terms and factors of the head that are read; None if there is none."""
         if self.by(at) is None:
             return None
-        while at.kind == "float" and at.op in ("add", "sub", "mul", "neg"):
+        while at.type == "float" and at.op in ("add", "sub", "mul", "neg"):
             inner = [arg for arg in at.args if self.inputs[arg]]
             others = [arg for arg in at.args if not self.inputs[arg]]
             if len(inner) != 1 or not all(arg in self.reads for arg in others):
@@ -145,9 +145,9 @@ class _Parts:
 
 
 def _cost(at: Node) -> int:
-    if at.op in ("floordiv", "mod") and at.kind == "int" and at.args[1].op == "constant":
+    if at.op in ("floordiv", "mod") and at.type == "int" and at.args[1].op == "constant":
         return COST_BY_CONSTANT
-    if at.op == "floor" and at.kind == "float":
+    if at.op == "floor" and at.type == "float":
         return COST_OF_REAL_FLOOR
     return COSTS.get(at.op, 1)
 
@@ -172,7 +172,7 @@ def hoisted_program_of(
     for part in parts.found:
         inputs = {at.payload for at in in_order([part]) if at.op == "input"}
         by = parts.by(part)
-        if by is None or part.kind is None or ("batch" in inputs and not of_batch):
+        if by is None or part.type is None or ("batch" in inputs and not of_batch):
             continue
         tables[part] = Table(
             name=f"hoisted.{len(tables)}",
@@ -180,7 +180,7 @@ def hoisted_program_of(
             by=by,
             of_batch="batch" in inputs,
             of_head="head" in inputs,
-            dtype=dtype_of(part.kind, real),
+            dtype=dtype_of(part.type, real),
             loads=_loads(part),
         )
     if not tables:
@@ -188,7 +188,7 @@ def hoisted_program_of(
     done: dict[Node, Node] = {part: table.load for part, table in tables.items()}
     for at in in_order([program.score], tables):
         if at not in done:
-            done[at] = node(at.op, tuple(done[arg] for arg in at.args), at.payload, at.kind, at.place)
+            done[at] = node(at.op, tuple(done[arg] for arg in at.args), at.payload, at.type, at.place)
     own = tuple((table.name, AXES, table.dtype) for table in tables.values())
     arrays = (*program.arrays, *own)
     made = with_derivatives(done[program.score], program.mask, arrays)
@@ -199,9 +199,9 @@ def hoisted_program_of(
 
 def _loads(part: Node) -> dict[str, tuple[Loaded, ...]]:
     """The reads of real arrays by a real part, except those by which its derivative is 0."""
-    if part.kind != "float":
+    if part.type != "float":
         return {}
-    reads = [at for at in in_order([part]) if at.op == "load" and at.kind == "float"]
+    reads = [at for at in in_order([part]) if at.op == "load" and at.type == "float"]
     found: dict[str, tuple[Loaded, ...]] = {}
     for at, derivative in zip(reads, derivatives(part, reads), strict=True):
         if derivative != ZERO:

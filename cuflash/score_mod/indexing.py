@@ -23,7 +23,7 @@ def of_part(root: Node) -> Node:
         elif _is_of_pair(at):
             done[at] = _difference(at)
         else:
-            done[at] = node(at.op, tuple(done[arg] for arg in at.args), at.payload, at.kind, at.place)
+            done[at] = node(at.op, tuple(done[arg] for arg in at.args), at.payload, at.type, at.place)
     return done[root]
 
 

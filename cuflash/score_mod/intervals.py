@@ -1,4 +1,4 @@
-"""Expressions with kinds over intervals: bounds of all values that they have while indices run over ranges.
+"""Typed expressions over intervals: bounds of all values that they have while indices run over ranges.
 
 Bounds are arrays, so that one evaluation serves many ranges, such as all tiles. They hold for real numbers rounded to
 float32 too. A bound that is NaN says that nothing is known: values may be NaN or of any size.
@@ -47,9 +47,9 @@ def all_bounds(root: Node, inputs: Mapping[str, Bounds], load: Load) -> dict[Nod
                 found[at] = inputs[str(at.payload)]
             elif at.op == "load":
                 found[at] = load(str(at.payload), args)
-            elif at.kind == "bool":
+            elif at.type == "bool":
                 found[at] = _condition(at, args)
-            elif at.kind == "int":
+            elif at.type == "int":
                 found[at] = _integer(at, args)
             else:
                 found[at] = _real(at, args)
@@ -60,7 +60,7 @@ def bounds_of_constant(at: Node) -> Bounds:
     """The bounds of a constant and of what it may be rounded to."""
     value: Any = at.payload
     with np.errstate(all="ignore"):
-        if at.kind != "float" or not math.isfinite(value) or float(np.float32(value)) == value:
+        if at.type != "float" or not math.isfinite(value) or float(np.float32(value)) == value:
             return value, value
     return value - ROUNDING * abs(value) - TINY, value + ROUNDING * abs(value) + TINY
 

@@ -1,7 +1,7 @@
 """Expressions as graphs of nodes. Equal nodes are one object, so that common subexpressions are shared.
 
-A traced expression has nodes without kinds, because the dtypes of arrays are known only in a call.
-`cuflash.score_mod.types` makes nodes with kinds from it. Values, derivatives, intervals and CUDA text are made from
+A traced expression has untyped nodes, because the dtypes of arrays are known only in a call.
+`cuflash.score_mod.types` makes typed nodes from it. Values, derivatives, intervals and CUDA text are made from
 those.
 """
 
@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator
 from typing import Literal
 
-Kind = Literal["bool", "int", "float"]
+NodeType = Literal["bool", "int", "float"]
 Constant = bool | int | float
 
 INPUTS = ("s", "i", "j", "head", "batch")
@@ -33,26 +33,26 @@ class Node:
     ----------
     op : str
         "constant", "input", "load", a name of `FUNCTIONS` or `INFIX`, "neg", "abs", "min", "max", "floor", "not",
-        "where", "cast" (to the node's kind), and "product" of derivatives: 0 wherever its first factor is 0.
+        "where", "cast" (to the node's type), and "product" of derivatives: 0 wherever its first factor is 0.
     args : tuple of Node
     payload : str, or a number
         The number of a constant, the name of an input or of the array of a load.
-    kind : {None, "bool", "int", "float"}
-        None before the kinds of arrays are known.
+    type : {None, "bool", "int", "float"}
+        None before the dtypes of arrays are known.
     place : str
         File and line where the expression was first written; no part of what makes nodes equal.
     """
 
-    __slots__ = ("__weakref__", "args", "kind", "op", "payload", "place")
+    __slots__ = ("__weakref__", "args", "op", "payload", "place", "type")
 
     op: str
     args: tuple[Node, ...]
     payload: Constant | str | None
-    kind: Kind | None
+    type: NodeType | None
     place: str
 
     def __reduce__(self) -> tuple[object, ...]:
-        return node, (self.op, self.args, self.payload, self.kind, self.place)
+        return node, (self.op, self.args, self.payload, self.type, self.place)
 
     def __repr__(self) -> str:
         return f"<{shown([('', self)])}>"
@@ -66,23 +66,23 @@ def node(
     op: str,
     args: tuple[Node, ...] = (),
     payload: Constant | str | None = None,
-    kind: Kind | None = None,
+    type_: NodeType | None = None,
     place: str = "",
 ) -> Node:
     """The node of an operation."""
     spelled = payload.hex() if isinstance(payload, float) else payload  # tells 0.0 from -0.0, and a NaN equals itself
-    key = (op, args, type(payload), spelled, kind)
+    key = (op, args, type(payload), spelled, type_)
     with _lock:
         found = _nodes.get(key)
         if found is None:
             found = Node()
-            found.op, found.args, found.payload, found.kind, found.place = op, args, payload, kind, place
+            found.op, found.args, found.payload, found.type, found.place = op, args, payload, type_, place
             _nodes[key] = found
     return found
 
 
-def constant(value: Constant, kind: Kind | None = None) -> Node:
-    return node("constant", (), value, kind)
+def constant(value: Constant, type_: NodeType | None = None) -> Node:
+    return node("constant", (), value, type_)
 
 
 def in_order(roots: Iterable[Node], known: Collection[Node] = ()) -> Iterator[Node]:

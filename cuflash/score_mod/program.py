@@ -19,7 +19,7 @@ from cuflash.score_mod.nodes import COMPARISONS, Node, in_order, node, shown
 from cuflash.score_mod.tables import AXES, Loaded, Table, filling_text
 from cuflash.score_mod.tile_bounds import bounds_text
 from cuflash.score_mod.tracing import NAMED_INPUTS, number_as_mask, trace
-from cuflash.score_mod.types import cast, with_kinds
+from cuflash.score_mod.types import cast, typed
 
 Array = NDArray[Any]
 What = Literal["score", "mask"]
@@ -60,7 +60,7 @@ class ScoreFunction(Protocol):
         """The function for a part of a longer problem. It reads the array `ORIGIN` (`cuflash.score_mod.indexing`)."""
 
     def program(self, mask: Node | None, arrays: tuple[tuple[str, int, str], ...]) -> Program:
-        """The program of it and of a mask with kinds, for arrays of these names, numbers of axes and dtypes."""
+        """The program of it and of a mask, typed for arrays of these names, numbers of axes and dtypes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class Traced:
         return f"<{self.what} {shown([('', self.root)])!r}>".replace("\\n", "; ")
 
     def on_numpy(self) -> Traced:
-        """The same: an expression computes arrays of every kind."""
+        """The same: an expression computes arrays of every type."""
         return self
 
     def of_part(self) -> Traced:
@@ -99,7 +99,7 @@ class Traced:
 
     def program(self, mask: Node | None, arrays: tuple[tuple[str, int, str], ...]) -> Program:
         """See `ScoreFunction`."""
-        return with_derivatives(_with_kinds(self, _by_name(arrays)), mask, arrays)
+        return with_derivatives(_typed(self, _by_name(arrays)), mask, arrays)
 
     def depends_on(self, *inputs: str) -> bool:
         """Whether any of these inputs is in the expression."""
@@ -108,17 +108,17 @@ class Traced:
     def __call__(self, inputs: Mapping[str, Any], arrays: Mapping[str, Array], dtype: DTypeLike) -> Any:
         """Call the function itself on NumPy arrays, or evaluate the expression if there is no function any more."""
         if self.function is None:
-            return evaluate([self.with_kinds(arrays)], inputs, arrays, dtype)[0]
+            return evaluate([self.typed(arrays)], inputs, arrays, dtype)[0]
         keywords = {name: as_score_args(arrays[name], dtype) for name in self.arrays}
         asked = _asked(self.function)
         keywords |= {name: inputs[name] for name in NAMED_INPUTS if name in asked}
         with np.errstate(all="ignore"):
             return np.asarray(self.function(*(inputs[name] for name in POSITIONAL[self.what]), **keywords))
 
-    def with_kinds(self, arrays: Mapping[str, Any]) -> Node:
-        """The expression with kinds for these arrays: a real number for a score, a condition for a mask."""
-        kinds = {name: (arrays[name].ndim, arrays[name].dtype.name) for name in self.arrays}
-        return _with_kinds(self, tuple(kinds.items()))
+    def typed(self, arrays: Mapping[str, Any]) -> Node:
+        """The typed expression for these arrays: a real number for a score, a condition for a mask."""
+        types = {name: (arrays[name].ndim, arrays[name].dtype.name) for name in self.arrays}
+        return _typed(self, tuple(types.items()))
 
 
 def _by_name(arrays: tuple[tuple[str, int, str], ...]) -> tuple[tuple[str, tuple[int, str]], ...]:
@@ -131,9 +131,9 @@ def _asked(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
 
 
-def _with_kinds(traced: Traced, kinds: tuple[tuple[str, tuple[int, str]], ...]) -> Node:
-    root = with_kinds(traced.root, dict(kinds))
-    if traced.what == "mask" and root.kind != "bool":
+def _typed(traced: Traced, types: tuple[tuple[str, tuple[int, str]], ...]) -> Node:
+    root = typed(traced.root, dict(types))
+    if traced.what == "mask" and root.type != "bool":
         raise number_as_mask(traced.root)
     return cast(root, "float") if traced.what == "score" else root
 
@@ -145,7 +145,7 @@ class Program:
     Attributes
     ----------
     score, mask : Node or None
-        The score, and whether a pair is visible, with kinds. The score of a text is None, too.
+        The score, and whether a pair is visible, typed. The score of a text is None, too.
     by_s : Node or None
         The derivative of the score by the scaled product.
     arrays : tuple of (str, int, str)
@@ -321,7 +321,7 @@ class Program:
     ) -> str:
         """The functions for gradients of `wanted` arrays, which follow from those of `summed` arrays and tables."""
         reads = self._reads(arrays, summed)
-        numbers, kinds, constant = (", ".join(str(int(read[n])) for read in reads) or "0" for n in range(3))
+        numbers, types, constant = (", ".join(str(int(read[n])) for read in reads) or "0" for n in range(3))
         has_sums = ", ".join(str(int(name in wanted or name in summed)) for name in arrays)
         of_array = "CUFLASH_DEVICE constexpr {} {}(int read) {{ constexpr int of[] = {{{}}}; return of[read]; }}\n"
         cases = "".join(
@@ -332,7 +332,7 @@ class Program:
         return (
             f"constexpr int kNumReads = {len(reads)};\n"
             + of_array.format("int", "array_of_read", numbers)
-            + of_array.format("int", "kind_of_read", kinds)
+            + of_array.format("int", "kind_of_read", types)
             + of_array.format("bool", "has_constant_derivative", constant)
             + of_array.format("bool", "has_sums", has_sums).replace("read", "array")
             + f"constexpr bool kDerivativesReadS = {str(self.derivatives_read_s(summed)).lower()};\n"
@@ -399,16 +399,16 @@ def program_of(score: ScoreFunction | None, mask: Traced | None, arrays: tuple[t
 
     Raises TypeError or ValueError if the arrays do not fit the functions.
     """
-    visible = None if mask is None else _with_kinds(mask, _by_name(arrays))
+    visible = None if mask is None else _typed(mask, _by_name(arrays))
     return with_derivatives(None, visible, arrays) if score is None else score.program(visible, arrays)
 
 
 def with_derivatives(score: Node | None, mask: Node | None, arrays: tuple[tuple[str, int, str], ...]) -> Program:
-    """The program of expressions with kinds."""
+    """The program of typed expressions."""
     by_s = None
     loads: dict[str, tuple[Loaded, ...]] = {}
     if score is not None:
-        by_name = {name: [at for at in loads_of(score, name) if at.kind == "float"] for name, _, _ in arrays}
+        by_name = {name: [at for at in loads_of(score, name) if at.type == "float"] for name, _, _ in arrays}
         reads = [at for found in by_name.values() for at in found]
         by_s, *slopes = derivatives(score, [node("input", (), "s", "float"), *reads])
         of_load = dict(zip(reads, slopes, strict=True))

@@ -1,4 +1,4 @@
-"""What is known of the numbers of an expression with kinds: their signs, and whether they may be infinite.
+"""What is known of the numbers of a typed expression: their signs, and whether they may be infinite.
 
 The numbers that it reads are taken to be finite, and of any sign. `cuflash.score_mod.intervals` bounds expressions for
 ranges of indices; here it is how a number is made, such as a square, that says something of it.
@@ -42,7 +42,7 @@ def _sign(at: Node, args: Sequence[Range]) -> tuple[bool, bool, bool]:
         value = float(at.payload)  # type: ignore[arg-type]
         return value >= 0, value <= 0, value != 0
     if at.op == "cast":
-        return args[0][:3] if at.args[0].kind != "bool" else (True, False, False)
+        return args[0][:3] if at.args[0].type != "bool" else (True, False, False)
     if at.op in ("abs", "sqrt"):
         return True, False, args[0].is_nonzero
     if at.op == "exp":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cuflash.score_mod.codegen import ELEMENTS, Writer, body
-from cuflash.score_mod.nodes import Kind, Node, node
+from cuflash.score_mod.nodes import Node, NodeType, node
 
 By = Literal["i", "j", "i - j"]
 # Kernels compute whole tiles of pairs: they may read so many rows past the last row, and keys past the last key.
@@ -38,7 +38,7 @@ class Table:
     name : str
         Used like the name of a score_mod args. It is no identifier, so that no array of a caller has it.
     of : Node
-        The part, with kinds.
+        The expression, typed.
     by : {"i", "j", "i - j"}
     of_batch, of_head : bool
         Whether the part differs between batch entries, and between heads.
@@ -62,7 +62,7 @@ class Table:
         zero = node("constant", (), 0, "int")
         place = {"i": i, "j": j, "i - j": node("sub", (i, j), None, "int")}[self.by]
         indices = (batch if self.of_batch else zero, head if self.of_head else zero, place)
-        return node("load", indices, self.name, self.of.kind)
+        return node("load", indices, self.name, self.of.type)
 
     def size(self, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int, int]:
         """Batch entries, heads and places that it has for such a problem."""
@@ -93,9 +93,9 @@ class Table:
         return f"{self.name}[{', '.join(name for name, on in axes if on)}]"
 
 
-def dtype_of(kind: Kind, real: str) -> str:
-    """The dtype of a table of numbers of this kind; real numbers have the dtype of the softmax, `real`."""
-    return {"bool": "bool", "int": "int32", "float": real}[kind]
+def dtype_of(type_: NodeType, real: str) -> str:
+    """The dtype of a table of elements of this type; real numbers have the dtype of the softmax, `real`."""
+    return {"bool": "bool", "int": "int32", "float": real}[type_]
 
 
 def filling_text(tables: Sequence[Table], arrays: Mapping[str, tuple[int, str]], wanted: Collection[str]) -> str:

@@ -11,12 +11,12 @@ from typing import Any
 
 from cuflash.score_mod.codegen import ELEMENTS, integer_literal
 from cuflash.score_mod.intervals import bounds_of_constant
-from cuflash.score_mod.nodes import Kind, Node, in_order
+from cuflash.score_mod.nodes import Node, NodeType, in_order
 
-OF_KINDS: Mapping[Kind | None, str] = {"bool": "truth", "int": "integers", "float": "reals"}
-UNKNOWN: Mapping[Kind | None, str] = {"bool": "Truth{false, false}", "int": "any_integer()", "float": "any_real()"}
-# The operations that tile_bounds.cuh has, by the kind of their results.
-SERVED: Mapping[Kind | None, tuple[str, ...]] = {
+BOUNDS_TYPES: Mapping[NodeType | None, str] = {"bool": "truth", "int": "integers", "float": "reals"}
+UNKNOWN: Mapping[NodeType | None, str] = {"bool": "Truth{false, false}", "int": "any_integer()", "float": "any_real()"}
+# The operations that tile_bounds.cuh has, by the type of their results.
+SERVED: Mapping[NodeType | None, tuple[str, ...]] = {
     "bool": ("not", "and", "or", "xor", "lt", "le", "eq", "ne", "where"),
     "int": ("neg", "abs", "add", "sub", "mul", "floordiv", "mod", "min", "max", "floor", "where"),
     "float": ("neg", "abs", "add", "sub", "mul", "div", "min", "max", "exp", "log", "sqrt", "tanh", "where"),
@@ -29,7 +29,7 @@ def bounds_text(mask: Node, arrays: Mapping[str, tuple[int, str]]) -> str:
     Parameters
     ----------
     mask : Node
-        With kinds.
+        Typed.
     arrays : mapping of str to (int, str)
         By the name of an array, its number among the parameters, and its dtype.
     """
@@ -52,19 +52,19 @@ def _expression(at: Node, args: list[str], arrays: Mapping[str, tuple[int, str]]
     if at.op == "load":
         index, dtype = arrays[str(at.payload)]
         entries = f"bounds_of_entries<{ELEMENTS[dtype]}>({', '.join((f'arrays[{index}]', *args))})"
-        return f"to_{OF_KINDS[at.kind]}({entries})"
+        return f"to_{BOUNDS_TYPES[at.type]}({entries})"
     if at.op == "cast":
-        return f"to_{OF_KINDS[at.kind]}({args[0]})"
-    if at.op == "floor" and at.kind == "float":
+        return f"to_{BOUNDS_TYPES[at.type]}({args[0]})"
+    if at.op == "floor" and at.type == "float":
         return f"bounds_real_floor({args[0]})"
-    return f"bounds_{at.op}({', '.join(args)})" if at.op in SERVED[at.kind] else UNKNOWN[at.kind]
+    return f"bounds_{at.op}({', '.join(args)})" if at.op in SERVED[at.type] else UNKNOWN[at.type]
 
 
 def _constant(at: Node) -> str:
     value: Any = at.payload
-    if at.kind == "bool":
+    if at.type == "bool":
         return f"Truth{{{str(bool(value)).lower()}, {str(not value).lower()}}}"
-    if at.kind == "int":
+    if at.type == "int":
         return f"Integers{{{integer_literal(int(value))}, {integer_literal(int(value))}}}"
     low, high = bounds_of_constant(at)
     return f"Reals{{{float(low)!r}, {float(high)!r}}}" if abs(value) < float("inf") else UNKNOWN["float"]

@@ -1,4 +1,4 @@
-"""Expressions with kinds: every node is a bool, an integer or a real number, and casts stand where these meet."""
+"""Typed expressions: every node is a bool, an integer or a real number, and casts stand where these meet."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from cuflash.arrays.checks import value_error
-from cuflash.score_mod.nodes import COMPARISONS, FUNCTIONS, LOGICAL, Kind, Node, in_order, node
+from cuflash.score_mod.nodes import COMPARISONS, FUNCTIONS, LOGICAL, Node, NodeType, in_order, node
 
 MOST_PRODUCTS = 64  # an integer exponent up to this becomes a chain of products
-OF_INPUTS: Mapping[str, Kind] = {"s": "float", "i": "int", "j": "int", "head": "int", "batch": "int"}
+OF_INPUTS: Mapping[str, NodeType] = {"s": "float", "i": "int", "j": "int", "head": "int", "batch": "int"}
 _RANK = {"bool": 0, "int": 1, "float": 2}
 
 
-def kind_of_dtype(dtype: str) -> Kind:
-    """The kind of the numbers of an array."""
+def type_of_dtype(dtype: str) -> NodeType:
+    """The type of the elements of an array."""
     return "bool" if dtype == "bool" else "int" if dtype.startswith("int") else "float"
 
 
-def with_kinds(root: Node, arrays: Mapping[str, tuple[int, str]]) -> Node:
-    """The expression with kinds, where `arrays` has the number of axes and the dtype of each array.
+def typed(root: Node, arrays: Mapping[str, tuple[int, str]]) -> Node:
+    """The typed expression, where `arrays` has the number of axes and the dtype of each array.
 
-    Raises TypeError for an operation that these kinds do not have, and ValueError for a wrong number of indices.
+    Raises TypeError for an operation that these types do not have, and ValueError for a wrong number of indices.
     """
     done: dict[Node, Node] = {}
     for at in in_order([root]):
@@ -29,16 +29,16 @@ def with_kinds(root: Node, arrays: Mapping[str, tuple[int, str]]) -> Node:
     return done[root]
 
 
-def cast(x: Node, kind: Kind) -> Node:
-    """The number as one of another kind."""
-    if x.kind == kind:
+def cast(x: Node, type_: NodeType) -> Node:
+    """The number as one of another type."""
+    if x.type == type_:
         return x
     if x.op == "constant" and x.payload is not None and not isinstance(x.payload, str):
-        value = {"bool": bool, "int": int, "float": float}[kind](x.payload)
-        return node("constant", (), value, kind)
-    if x.op == "floor" and kind == "float":  # which need not fit an integer, and converts nothing
-        return node("floor", x.args, None, kind, x.place)
-    return node("cast", (x,), None, kind)
+        value = {"bool": bool, "int": int, "float": float}[type_](x.payload)
+        return node("constant", (), value, type_)
+    if x.op == "floor" and type_ == "float":  # which need not fit an integer, and converts nothing
+        return node("floor", x.args, None, type_, x.place)
+    return node("cast", (x,), None, type_)
 
 
 def real(value: float) -> Node:
@@ -51,16 +51,16 @@ def power(x: Node, exponent: int) -> Node:
     result, square = None, x
     while True:
         if exponent % 2:
-            result = square if result is None else node("mul", (result, square), None, x.kind)
+            result = square if result is None else node("mul", (result, square), None, x.type)
         exponent //= 2
         if exponent == 0:
             assert result is not None
             return result
-        square = node("mul", (square, square), None, x.kind)
+        square = node("mul", (square, square), None, x.type)
 
 
 class _Typed:
-    """One node on its way to one with a kind."""
+    """One node on its way to a typed one."""
 
     def __init__(self, at: Node, args: list[Node], arrays: Mapping[str, tuple[int, str]]) -> None:
         self.at, self.args, self.arrays = at, args, arrays
@@ -68,8 +68,10 @@ class _Typed:
     def result(self) -> Node:
         at, args = self.at, self.args
         if at.op == "constant":
-            kind: Kind = "bool" if isinstance(at.payload, bool) else "int" if isinstance(at.payload, int) else "float"
-            return self.made(kind)
+            type_: NodeType = (
+                "bool" if isinstance(at.payload, bool) else "int" if isinstance(at.payload, int) else "float"
+            )
+            return self.made(type_)
         if at.op == "input":
             return self.made(OF_INPUTS[str(at.payload)])
         if at.op == "load":
@@ -77,28 +79,28 @@ class _Typed:
         if at.op in FUNCTIONS:
             return self.made("float", cast(args[0], "float"))
         if at.op == "floor":
-            return cast(args[0], "int") if args[0].kind != "float" else self.made("int", args[0])
+            return cast(args[0], "int") if args[0].type != "float" else self.made("int", args[0])
         if at.op in ("neg", "abs"):
-            kind = "float" if args[0].kind == "float" else "int"
-            return self.made(kind, cast(args[0], kind))
+            type_ = "float" if args[0].type == "float" else "int"
+            return self.made(type_, cast(args[0], type_))
         if at.op in LOGICAL or at.op == "not":
             return self.logical()
         if at.op == "where":
-            kind = self.common(args[1:])
-            return self.made(kind, cast(args[0], "bool"), cast(args[1], kind), cast(args[2], kind))
+            type_ = self.common(args[1:])
+            return self.made(type_, cast(args[0], "bool"), cast(args[1], type_), cast(args[2], type_))
         if at.op == "pow":
             return self.power()
-        kind = self.common(args)
+        type_ = self.common(args)
         if at.op in COMPARISONS:
-            return self.made("bool", *(cast(x, kind) for x in args))
-        kind = "float" if at.op == "div" or kind == "float" else "int"
-        return self.made(kind, *(cast(x, kind) for x in args))
+            return self.made("bool", *(cast(x, type_) for x in args))
+        type_ = "float" if at.op == "div" or type_ == "float" else "int"
+        return self.made(type_, *(cast(x, type_) for x in args))
 
-    def made(self, kind: Kind, *args: Node) -> Node:
-        return node(self.at.op, args, self.at.payload, kind, self.at.place)
+    def made(self, type_: NodeType, *args: Node) -> Node:
+        return node(self.at.op, args, self.at.payload, type_, self.at.place)
 
-    def common(self, args: list[Node]) -> Kind:
-        return max((x.kind for x in args if x.kind is not None), key=lambda kind: _RANK[kind])
+    def common(self, args: list[Node]) -> NodeType:
+        return max((x.type for x in args if x.type is not None), key=lambda type_: _RANK[type_])
 
     def refuse(self, message: str) -> NoReturn:
         raise TypeError(f"{self.at.place}: {message}")
@@ -110,34 +112,34 @@ class _Typed:
             expected = f"{len(self.args)} axes, which it is indexed by in {self.at.place}"
             raise value_error(name, f"an array of {num_axes} axes", expected)
         for index in self.args:
-            if index.kind == "float":
+            if index.type == "float":
                 self.refuse(
                     f"got a real number as an index of {name}, expected an integer, such as cuflash.floor gives"
                 )
-        return self.made(kind_of_dtype(dtype), *(cast(index, "int") for index in self.args))
+        return self.made(type_of_dtype(dtype), *(cast(index, "int") for index in self.args))
 
     def logical(self) -> Node:
-        if any(x.kind == "float" for x in self.args):
+        if any(x.type == "float" for x in self.args):
             self.refuse(f"got real numbers for {self.at.op!r}, expected conditions or integers")
         if self.at.op == "not":
-            kind = self.args[0].kind
-            if kind == "int":
+            type_ = self.args[0].type
+            if type_ == "int":
                 self.refuse("got an integer for ~, expected a condition")
             return self.made("bool", *self.args)
-        kind = self.common(self.args)
-        return self.made(kind, *(cast(x, kind) for x in self.args))
+        type_ = self.common(self.args)
+        return self.made(type_, *(cast(x, type_) for x in self.args))
 
     def power(self) -> Node:
         base, exponent = self.args
-        kind: Kind = "float" if base.kind == "float" else "int"
+        type_: NodeType = "float" if base.type == "float" else "int"
         number = exponent.payload if exponent.op == "constant" else None
         if isinstance(number, float) and number == int(number) and abs(number) <= MOST_PRODUCTS:
-            number, kind = int(number), "float"
+            number, type_ = int(number), "float"
         if isinstance(number, int) and abs(number) <= MOST_PRODUCTS:
             if number == 0:
-                return cast(node("constant", (), 1, "int"), kind)
+                return cast(node("constant", (), 1, "int"), type_)
             if number > 0:
-                return power(cast(base, kind), int(number))
+                return power(cast(base, type_), int(number))
             return node("div", (real(1), power(cast(base, "float"), -int(number))), None, "float")
         if number == 0.5:
             return node("sqrt", (cast(base, "float"),), None, "float")

@@ -34,8 +34,8 @@ class Cuda:
         if array.size == 0:
             return True
         low, high = _bounds(array)
-        kinds = [self._runtime.pointerGetAttributes(address).type for address in (low, high - 1)]
-        return kinds == [HOST_MEMORY, HOST_MEMORY]
+        memory_types = [self._runtime.pointerGetAttributes(address).type for address in (low, high - 1)]
+        return memory_types == [HOST_MEMORY, HOST_MEMORY]
 
     def stream(self) -> Any:
         return self._cupy.cuda.Stream(non_blocking=True)

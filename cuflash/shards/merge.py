@@ -25,7 +25,7 @@ from cuflash.gpu import merging
 from cuflash.spec import array_imports, row_sums
 from cuflash.spec.options import LAYOUTS
 
-Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one kind per call
+Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one library per call
 
 
 class MergeResult(NamedTuple):

@@ -87,7 +87,7 @@ def import_arguments(arrays: Mapping[str, Any], *, required: Iterable[str], writ
     views = {**arrays, **own.arrays}
     for name, x in scalars.items():
         array = array_of(name, x, views["q"].dtype.name)
-        views[name] = array if own.kind == "numpy" else _on_device_of(views["q"], array)
+        views[name] = array if own.backend == "numpy" else _on_device_of(views["q"], array)
     narrowed: dict[int, Any] = {}  # one for each array: equal starts of queries and keys stay one object
     for name in NARROWED:
         if (x := views.get(name)) is not None and x.dtype == np.int64:

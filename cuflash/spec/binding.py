@@ -262,12 +262,12 @@ def access_bytes(operands: tuple[Operand, ...], *addresses: int) -> int:
     of_float8 = [operand.dtype in FLOAT8 for operand in operands]
     if any(of_float8):
         size = max(2, *(ITEMSIZE[operand.dtype] for operand in operands))  # out has 2 bytes at least
-        kinds: list[int] = []
-        for kind in (True, False):
-            some = tuple(x for x, is_of_it in zip(operands, of_float8, strict=True) if is_of_it == kind)
-            places = [x for x, is_of_it in zip(addresses, of_float8, strict=False) if is_of_it == kind]
-            kinds.append(_aligned_bytes(some, places))
-        narrow, others = kinds
+        widths: list[int] = []
+        for is_narrow in (True, False):
+            some = tuple(x for x, is_of_it in zip(operands, of_float8, strict=True) if is_of_it == is_narrow)
+            places = [x for x, is_of_it in zip(addresses, of_float8, strict=False) if is_of_it == is_narrow]
+            widths.append(_aligned_bytes(some, places))
+        narrow, others = widths
         return min(others, narrow if narrow == 16 else min(8, narrow * size))
     return _aligned_bytes(operands, addresses)
 

@@ -16,13 +16,13 @@ from cuflash.spec.options import Options
 from cuflash.spec.rewrites import Equivalent, equivalent
 from cuflash.spec.streamed import import_around_streamed, is_streamed
 
-Kind = Literal["numpy", "cupy", "streamed"]
+Backend = Literal["numpy", "cupy", "streamed"]
 
 
 class Call(NamedTuple):
     """What a backend computes for a call, and the way back."""
 
-    kind: Kind  # of which backend
+    backend: Backend  # which computes
     options: Options
     arrays: dict[str, Any]  # by name; for NumPy only those that are given
     need: tuple[str, ...]  # names of the results, in the order in which the backend returns them
@@ -47,7 +47,7 @@ class Call(NamedTuple):
         if self.imported is None:
             return results
         libraries = dict.fromkeys(self.wanted, self.imported)
-        if self.kind == "streamed":
+        if self.backend == "streamed":
             libraries |= {"dk": self.given["k"].imported, "dv": self.given["v"].imported}
         return [libraries[name].export(x, own[name]) for name, x in zip(self.wanted, results, strict=True)]
 
@@ -76,15 +76,15 @@ def prepare(
     """
     imported, given = None, arrays
     if are_cupy(arrays, required):
-        kind: Kind = "cupy"
+        backend: Backend = "cupy"
     elif own := numpy_arrays(arrays, required, written):
-        kind, given = "numpy", own
+        backend, given = "numpy", own
     elif is_streamed(arrays):
-        kind = "streamed"
+        backend = "streamed"
         imported, given = import_around_streamed(arrays, required, written)
     else:
         imported = import_arguments(arrays, required=required, written=written)
-        kind, given = imported.kind, imported.of_backend
+        backend, given = imported.backend, imported.of_backend
     rewrite = equivalent(options, given) if rewrites else None
-    call = Call(kind, options, given, wanted, wanted, given, None, imported, imported is None)
+    call = Call(backend, options, given, wanted, wanted, given, None, imported, imported is None)
     return call if rewrite is None else call.rewritten(rewrite)

@@ -335,12 +335,12 @@ class NamedGradients(tuple[Any, ...]):
     dsinks: Any
 
 
-def checked(method: str, kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+def checked(method: str, typed_dict: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """All arrays of a typed dictionary by name, None for those that a method was not given as keyword arguments.
 
     Raises TypeError for other keywords, as Python itself does.
     """
     for name in given:
-        if name not in kind.__annotations__:
+        if name not in typed_dict.__annotations__:
             raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
-    return {name: given.get(name) for name in kind.__annotations__}
+    return {name: given.get(name) for name in typed_dict.__annotations__}

@@ -124,7 +124,7 @@ class Problem(Given):
     @property
     def program(self) -> Program:
         """The program of these functions, for the dtypes of the arrays that they read."""
-        return program_of(self.score, self.mask_function, self._score_arg_kinds)
+        return program_of(self.score, self.mask_function, self._score_arg_types)
 
     @property
     def hoisted(self) -> Program:
@@ -133,7 +133,7 @@ class Problem(Given):
         Packed sequences share a row of a table that is as long as all of them, because only the device knows how long
         each is.
         """
-        own = (self.score, self.mask_function, self._score_arg_kinds)
+        own = (self.score, self.mask_function, self._score_arg_types)
         return hoisted_program_of(*own, self.softmax_dtype, not self.is_packed)
 
     @property
@@ -142,7 +142,7 @@ class Problem(Given):
         return self.program.with_room_for(self.hoisted.tables)
 
     @property
-    def _score_arg_kinds(self) -> tuple[tuple[str, int, str], ...]:
+    def _score_arg_types(self) -> tuple[tuple[str, int, str], ...]:
         return tuple((name, len(operand.shape), operand.dtype) for name, operand in self.score_args)
 
     @property

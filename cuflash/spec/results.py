@@ -12,7 +12,7 @@ from cuflash.spec.inputs import NUMBERS, NamedGradients
 from cuflash.spec.outputs import GRADIENTS, INPUT_OF_GRADIENT
 from cuflash.spec.passes import PASS_NAMES, PASSES, Pass
 
-Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one kind per call
+Array = Any  # a NumPy or CuPy array, or another library's with __dlpack__; one library per call
 
 
 class ForwardResult(NamedTuple):

@@ -88,8 +88,8 @@ class Equivalent:
         numbers = [] if cap is None else [f"softcap = {cap}"]
         arrays = [f"{option} = {name}" for name, (option, _) in self.places.items()]
         bounds = [f"window = {self.options.window}"] if options.mask_function and not self.options.mask_function else []
-        kinds = tuple((name, given[name].ndim, given[name].dtype.name) for name in options.score_args)
-        program = program_of(options.score, options.mask_function, kinds)
+        types = tuple((name, given[name].ndim, given[name].dtype.name) for name in options.score_args)
+        program = program_of(options.score, options.mask_function, types)
         said = f"functions computed as the options that they spell out: {', '.join((*numbers, *arrays, *bounds))}"
         return f"{said}\n{program.describe()}"
 

@@ -47,12 +47,12 @@ def check_given(method: str, options: Options, given: Mapping[str, Any], results
 
 
 def checked_with_score_args(
-    method: str, kind: type, options: Options, given: Mapping[str, Any], results: Iterable[str] = ()
+    method: str, typed_dict: type, options: Options, given: Mapping[str, Any], results: Iterable[str] = ()
 ) -> dict[str, Any]:
     """The arrays of a typed dictionary, and those of a call's functions, by name; None for those that are not given."""
-    own = {name: x for name, x in given.items() if name in kind.__annotations__}
+    own = {name: x for name, x in given.items() if name in typed_dict.__annotations__}
     others = {name: x for name, x in given.items() if name not in own}
-    return checked(method, kind, own) | check_given(method, options, others, results)
+    return checked(method, typed_dict, own) | check_given(method, options, others, results)
 
 
 def score_arg_dtypes(dtype: str) -> tuple[str, ...]:

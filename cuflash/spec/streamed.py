@@ -122,7 +122,7 @@ def import_from_host(
         if isinstance(array, Streamed):
             raise type_error(name, "Streamed", "an array in host memory")
     imported = array_imports.import_arguments(arrays, required=required, written=written)
-    if imported.kind != "numpy":
+    if imported.backend != "numpy":
         name = next(name for name, x in arrays.items() if x is not None)
         raise type_error(name, "an array in device memory", "one in host memory: those on the device need no streaming")
     return imported

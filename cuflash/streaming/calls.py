@@ -47,7 +47,7 @@ class _Call:
     """A call whose arguments are checked against each other."""
 
     options: Options
-    kind: dlpack.Kind  # of the arrays in the memory where the queries are
+    backend: dlpack.Backend  # of the arrays in the memory where the queries are
     given: Mapping[str, Array]  # these
     hosts: Mapping[str, Host]  # arrays in host memory: k, v, and dk and dv if given
     problem: Problem
@@ -67,7 +67,7 @@ class _Call:
 
     def run(self, pass_: Pass, random: tuple[int, int] = (0, 0)) -> StreamedPass:
         """The object that computes a pass."""
-        device = device_of(self.kind)
+        device = device_of(self.backend)
         read = ("q", *pass_.takes, *NAMES, *self.options.score_args)
         arrays = {name: self.seen(name, x) for name, x in self.given.items() if name in read}
         parts = Parts(options=self.options, band=self.band, problem=self.problem, random=random, arrays=arrays)
@@ -160,7 +160,7 @@ def tune(
         own = _streamed(calls.inputs((0,) * len(calls.axes.lengths)), arrays)
         return tune(calls.options, own, random, passes=passes, remember=remember, forget=forget)
     call, how = _checked(BACKWARD, options, arrays, DEFAULT_NEED), {"remember": remember, "forget": forget}
-    if device_of(call.kind) is None:
+    if device_of(call.backend) is None:
         return cpu_backend.tune(options, {**call.given, **call.hosts}, random, passes=passes, **how)
     if not call.chunks:
         raise NotImplementedError("k: got keys that no query attends to, expected some that a kernel computes with")
@@ -189,7 +189,7 @@ def _over_axes(options: Options, arrays: Mapping[str, Any], results: tuple[str, 
     axes = axes_of(options, given, results)
     if axes is None:
         return None
-    device = device_of(_kind_of(arrays))
+    device = device_of(_backend_of(arrays))
     for name in OF_KEYS:
         if name in results and name not in given:  # pinned, if its input is
             given[name] = _host_result(hosts[name[1:]], device)
@@ -202,7 +202,7 @@ def _streamed(found: Mapping[str, Array], arrays: Mapping[str, Any]) -> dict[str
     return given | {name: arrays[name].with_array(given[name]) for name in ("k", "v")}
 
 
-def _kind_of(arrays: Mapping[str, Any]) -> dlpack.Kind:
+def _backend_of(arrays: Mapping[str, Any]) -> dlpack.Backend:
     return "numpy" if isinstance(arrays["q"], np.ndarray) else "cupy"
 
 
@@ -226,12 +226,12 @@ def _check_served(arrays: Mapping[str, Any]) -> None:
 
 def _checked(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: tuple[str, ...]) -> _Call:
     """The arguments of a call, checked against each other."""
-    kind, chunk = _kind_of(arrays), arrays["k"].chunk
+    backend, chunk = _backend_of(arrays), arrays["k"].chunk
     hosts = {name: arrays[name].array for name in ("k", "v")} | {x: arrays[x] for x in OF_KEYS if x in arrays}
     own = {name: x for name, x in arrays.items() if name not in hosts}
     dlpack.check_apart(hosts, results)
     given = own | hosts
-    if kind == "numpy":
+    if backend == "numpy":
         problem = cpu_backend.bound(pass_, options, given, results).problem
     else:
         signature = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in given.items())
@@ -247,7 +247,7 @@ def _checked(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: 
         chunks = (Chunk((0, sizes[0]), keys_of_first), *chunks[1:])
     return _Call(
         options=options,
-        kind=kind,
+        backend=backend,
         given=own,
         hosts=hosts,
         problem=problem,
@@ -258,9 +258,9 @@ def _checked(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: 
     )
 
 
-def device_of(kind: dlpack.Kind) -> Cuda | None:
+def device_of(backend: dlpack.Backend) -> Cuda | None:
     """The device that chunks go to; None if they stay in host memory."""
-    return Cuda() if kind == "cupy" else None
+    return Cuda() if backend == "cupy" else None
 
 
 def _on_device(array: Array) -> contextlib.AbstractContextManager[Any]:

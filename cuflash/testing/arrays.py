@@ -59,4 +59,4 @@ def to_numpy(array: Any) -> Array:
     array = array.detach() if hasattr(array, "detach") else array
     imported = array_imports.import_arguments({"array": array}, required=["array"])
     view = imported.arrays["array"]
-    return np.asarray(view.get() if imported.kind == "cupy" else view)
+    return np.asarray(view.get() if imported.backend == "cupy" else view)

@@ -124,7 +124,7 @@ class Target:
         if isinstance(self.tile, DqTile):
             return [kernel for kernel in kernels if kernel.source == "sm80/backward_dq.cu"]
         # Those around the main one take as many whatever the row, but for the bytes of an element.
-        is_first = self.tile is first_of_its_kind(self.tile)
+        is_first = self.tile is first_of_its_type(self.tile)
         return [kernel for kernel in kernels if is_first or not kernel.source.startswith("helpers/")]
 
 
@@ -233,8 +233,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def is_sm90(tile):
     """Whether the row is of kernels for compute capability 9.0 alone."""
-    kinds = ForwardSm90Tile | DecodeSm90Tile | BackwardSm90Tile | ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile
-    return isinstance(tile, kinds | ForwardFloat8Sm90Tile | ForwardWideSm90Tile | BackwardWideSm90Tile)
+    types = ForwardSm90Tile | DecodeSm90Tile | BackwardSm90Tile | ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile
+    return isinstance(tile, types | ForwardFloat8Sm90Tile | ForwardWideSm90Tile | BackwardWideSm90Tile)
 
 
 def fits(tile, arch):
@@ -258,7 +258,7 @@ def goes_with(main, tile):
     return main.element_bytes == tile.element_bytes and main.max_dim >= tile.max_dim
 
 
-def first_of_its_kind(tile):
+def first_of_its_type(tile):
     same = (
         row
         for table in TABLES

@@ -227,7 +227,7 @@ class ElementwiseKernel:
         hosts = [x.host for x in arrays]
         flat = [np.ascontiguousarray(x) for x in hosts[: self.count]]
         flat += [np.empty(x.shape, x.dtype) for x in hosts[self.count :]]
-        places = [f"{kind}& {name} = (({kind}*)at[{i}])[n];" for i, (kind, name) in enumerate(self.params)]
+        places = [f"{ctype}& {name} = (({ctype}*)at[{i}])[n];" for i, (ctype, name) in enumerate(self.params)]
         text = f"""using int32 = int; using int64 = long; struct complex128 {{ double real, imag; }};
             extern "C" void run(void** at, long count) {{
               for (long n = 0; n < count; ++n) {{ {" ".join(places)} {self.operation}; }} }}"""

@@ -35,7 +35,7 @@ pytestmark = [
 DTYPES = {2: "float16", 4: "float32", 8: "float64"}
 
 
-def one_of_each_kind(tiles):
+def one_of_each_type(tiles):
     """Rows whose warps, or warpgroups, hold the weights in different ways."""
 
     def kind(tile):
@@ -47,8 +47,8 @@ def one_of_each_kind(tiles):
     return tuple({kind(tile): tile for tile in tiles}.values())
 
 
-FORWARD = one_of_each_kind((*FORWARD_TILES, *FORWARD_SM90_TILES, *FORWARD_FLOAT32_SM90_TILES, *FORWARD_TF32_SM90_TILES))
-BACKWARD = one_of_each_kind(
+FORWARD = one_of_each_type((*FORWARD_TILES, *FORWARD_SM90_TILES, *FORWARD_FLOAT32_SM90_TILES, *FORWARD_TF32_SM90_TILES))
+BACKWARD = one_of_each_type(
     (*BACKWARD_TILES, *BACKWARD_SM90_TILES, *BACKWARD_FLOAT32_SM90_TILES, *BACKWARD_TF32_SM90_TILES)
 )
 
@@ -110,11 +110,11 @@ def test_bits_of_the_backward_pass(tile):
 ROWS = {
     **{
         f"dq {name_of(tile)}": {"backward_tiles": (BACKWARD_TILES[0], tile), "deterministic": True}
-        for tile in one_of_each_kind(tile for tile in DQ_TILES if tile.element_bytes == 2)
+        for tile in one_of_each_type(tile for tile in DQ_TILES if tile.element_bytes == 2)
     },
     **{
         f"in turn {name_of(tile)}": {"backward_tiles": (tile,), "deterministic": True}
-        for tile in one_of_each_kind(BACKWARD_SM90_TILES)
+        for tile in one_of_each_type(BACKWARD_SM90_TILES)
     },
 }
 

@@ -79,8 +79,8 @@ def test_offsets_take_64_bits(options, deterministic, arch):
     assert_results(case, all_results(case, arch=arch, deterministic=deterministic, place=attention.far_apart))
 
 
-def run_sanitized(sanitizer, kinds=((False, "float16"), (True, "float16"), (False, "float32"), (True, "float64"))):
-    for deterministic, dtype in kinds:
+def run_sanitized(sanitizer, configs=((False, "float16"), (True, "float16"), (False, "float32"), (True, "float64"))):
+    for deterministic, dtype in configs:
         case = replace(SANITIZED, dtype=dtype)
         arch = "8.0" if deterministic else "9.0"
         assert_results(case, all_results(case, arch=arch, deterministic=deterministic, sanitizer=sanitizer))
@@ -96,8 +96,8 @@ def test_no_undefined_behaviour():
 
 def test_no_address_errors():
     """Registers and the stack too, which the emulator does not watch."""
-    kinds = ((False, "float16"), (True, "float64"))  # a build takes long
-    code = f"from tests.emulate.test_memory import run_sanitized; run_sanitized('address', {kinds})"
+    configs = ((False, "float16"), (True, "float64"))  # a build takes long
+    code = f"from tests.emulate.test_memory import run_sanitized; run_sanitized('address', {configs})"
     result = subprocess.run(
         [sys.executable, "-c", code],
         cwd=HERE,

@@ -59,7 +59,7 @@ def emulated(monkeypatch):
             on_device = {name: x.view(DeviceArray) for name, x in arrays.items()}
             return EmulatedParts(**fields, arrays=on_device, module=module)
 
-        monkeypatch.setattr(calls, "device_of", lambda kind: device)
+        monkeypatch.setattr(calls, "device_of", lambda backend: device)
         monkeypatch.setattr(calls, "Parts", parts)
         monkeypatch.setattr(dlpack, "module_of", lambda array: CUPY)
         clear()

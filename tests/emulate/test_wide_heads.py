@@ -63,11 +63,11 @@ CASES_OF_FEW = {
 TILES = {tile.max_dim: tile for tile in FORWARD_WIDE_SM90_TILES}
 
 
-def assert_right(case, tile=None, kinds=(ForwardWideSm90Tile,), **options):
+def assert_right(case, tile=None, types=(ForwardWideSm90Tile,), **options):
     arrays = case.arrays()
     problem = attention.problem_of(case, arrays)
     how: dict[str, Any] = {"arch": "9.0"} | options
-    assert type(attention.plan_for(problem, FORWARD, arrays, how["arch"]).tiles[0]) in kinds
+    assert type(attention.plan_for(problem, FORWARD, arrays, how["arch"]).tiles[0]) in types
     results = attention.forward(problem, arrays, tiles=None if tile is None else (tile,), **case.random, **how)
     ct.assert_forward(case, *results)
     return results
@@ -80,20 +80,20 @@ def test_oracle(case):
 
 @pytest.mark.parametrize("case", CASES_OF_FEW.values(), ids=CASES_OF_FEW)
 def test_decode(case):
-    assert_right(case, kinds=(DecodeWideSm90Tile,))
+    assert_right(case, types=(DecodeWideSm90Tile,))
 
 
 @settings(max_examples=examples(8))
 @given(wide.cases_of_few(), st.sampled_from((2, 6, 132)))
 def test_decode_of_any_problem(case, num_sms):
-    assert_right(case, kinds=(DecodeWideSm90Tile,), arch=replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms))
+    assert_right(case, types=(DecodeWideSm90Tile,), arch=replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms))
 
 
 @settings(max_examples=examples(12))
 @given(wide.cases())
 def test_any_problem(case):
     """Some have few queries and many keys."""
-    assert_right(case, kinds=(ForwardWideSm90Tile, DecodeWideSm90Tile))
+    assert_right(case, types=(ForwardWideSm90Tile, DecodeWideSm90Tile))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)

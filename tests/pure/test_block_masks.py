@@ -96,8 +96,8 @@ def test_named_patterns_are_a_line():
         assert 0 < mask.mean() < 1
 
 
-@pytest.mark.parametrize("kind", [np.uint8, np.array, Decimal])
-def test_integers_of_any_type(kind):
+@pytest.mark.parametrize("convert", [np.uint8, np.array, Decimal])
+def test_integers_of_any_type(convert):
     """Unsigned ones, whose differences would wrap around, too."""
     for build, numbers in (
         (local, (7, 5, 1)),
@@ -105,7 +105,7 @@ def test_integers_of_any_type(kind):
         (global_blocks, (7, 5, 1)),
         (random, (7, 5, 3, 1)),
     ):
-        mask = build(*map(kind, numbers))
+        mask = build(*map(convert, numbers))
         assert mask.dtype == bool
         np.testing.assert_array_equal(mask, build(*numbers))
 

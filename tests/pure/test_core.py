@@ -1,4 +1,4 @@
-"""The compiled core of the CPU path: every kind of processor, memory, and who computes what."""
+"""The compiled core of the CPU path: every instruction set, memory, and who computes what."""
 
 import ctypes
 import dataclasses
@@ -17,7 +17,17 @@ from cuflash import cpu
 from cuflash.cpu import core
 from cuflash.spec.problem import make_problem
 from cuflash.testing import measure, yardsticks
-from tests.compiled import KINDS, assert_same_bits, functions, judge, much_work, run, run_python, take_way, way_taken
+from tests.compiled import (
+    INSTRUCTION_SETS,
+    assert_same_bits,
+    functions,
+    judge,
+    much_work,
+    run,
+    run_python,
+    take_way,
+    way_taken,
+)
 from tests.sampling import examples
 
 if core.why_not() is not None:
@@ -26,8 +36,8 @@ if core.why_not() is not None:
 FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "pages", "packed", "lengths")
 
 
-@pytest.fixture(params=[limit for _, limit in KINDS], ids=[name for name, _ in KINDS])
-def kind(request, monkeypatch):
+@pytest.fixture(params=[limit for _, limit in INSTRUCTION_SETS], ids=[name for name, _ in INSTRUCTION_SETS])
+def instruction_set(request, monkeypatch):
     take_way(monkeypatch, request.param)
     return request.param
 
@@ -41,18 +51,18 @@ def is_served(case):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_every_option_on_every_kind_of_processor(dtype):
+def test_every_option_on_every_instruction_set(dtype):
     @settings(max_examples=examples(60))
     @given(ct.cases(dtypes=[dtype], min_seqlen=0, features=FEATURES).filter(is_served))
     def every_case(case):
-        judge_by_every_kind(case)
+        judge_by_every_instruction_set(case)
 
     every_case()
 
 
-def judge_by_every_kind(case, **options):
+def judge_by_every_instruction_set(case, **options):
     """The oracle takes longer than they do."""
-    for _, way in KINDS:
+    for _, way in INSTRUCTION_SETS:
         with way_taken(way):
             judge(case, run(case, **options))
 
@@ -125,14 +135,15 @@ def test_gradients_of_broadcast_biases(batch, heads, seqlen_q, seqlen_k, has_axe
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("head_dim", [257, 300, 513, 1024, 1025, 2500])
-def test_large_head_dims(head_dim, dtype, kind):
+def test_large_head_dims(head_dim, dtype, instruction_set):
     case = ct.Case(seqlen_q=150, seqlen_k=140, head_dim=head_dim, head_dim_v=2600 - head_dim, dtype=dtype, causal=True)
     judge(case, run(case))
 
 
 @settings(max_examples=examples(30))
 @given(
-    st.sampled_from([way for _, way in KINDS]), st.sampled_from(["float16", "bfloat16", "float32", "float64"]),
+    st.sampled_from([way for _, way in INSTRUCTION_SETS]),
+    st.sampled_from(["float16", "bfloat16", "float32", "float64"]),
     st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([(1, 40), (3, 600), (33, 40), (70, 20)]),
     st.sampled_from([(1, 1), (4, 2)]), st.sampled_from(ct.STRIDES), st.sampled_from(["", "bias", "mask", "softcap"]),
 )  # fmt: skip
@@ -162,10 +173,10 @@ def test_decoding(num_heads, seqlen_q):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_few_rows_read_keys_where_they_lie(dtype, kind):
+def test_few_rows_read_keys_where_they_lie(dtype, instruction_set):
     """Rows of k and v that are whole vectors, and others, in pages and apart; up to a last tile that is not full."""
 
-    @settings(max_examples=40 if kind else 80)
+    @settings(max_examples=40 if instruction_set else 80)
     @given(
         st.integers(1, 8), st.integers(1, 1100), st.sampled_from([16, 32, 40, 64, 72, 128, 256]),
         st.sampled_from([16, 64, 96]), st.sampled_from([0, 16, 64, 256]), st.sampled_from(["bhsd", "bshd"]),
@@ -247,19 +258,19 @@ def test_small_heads(dtype):
     @settings(max_examples=examples(60))
     @given(ct.cases(dtypes=[dtype], features=SMALL_FEATURES, ndims=(4,), max_seqlen=128, max_scores=2**14))
     def every_case(case):
-        judge_by_every_kind(case, without=NOT_OF_SMALL_HEADS)
+        judge_by_every_instruction_set(case, without=NOT_OF_SMALL_HEADS)
 
     every_case()
 
 
 @pytest.mark.parametrize("seed", [0, 11, 23, 51])
-def test_small_heads_whose_values_cancel(kind, seed):
+def test_small_heads_whose_values_cancel(instruction_set, seed):
     """What out has lost to cancellation, D has lost: so dk is off by more than its own size says."""
     case = ct.Case(seqlen_q=2, seqlen_k=128, head_dim=1, batch=2, dtype="float32", seed=seed)
     judge(case, run(case))
 
 
-def test_small_heads_whose_last_keys_are_seen(kind):
+def test_small_heads_whose_last_keys_are_seen(instruction_set):
     """Keys are computed some at a time, from the first that is seen on: nothing is written behind the last."""
     for seqlen_q, seqlen_k, dtype in itertools.product((1, 2, 4), range(11, 18), ("float32", "float64")):
         case = ct.Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=1, dtype=dtype, window=(0, None))
@@ -313,7 +324,7 @@ def test_parts_of_a_small_head_are_those_of_the_whole(seqlen_q, seqlen_k, head_d
     assert (of_many.out[-1:] == out).all() and (of_many.lse[-1:] == lse).all()
 
 
-def test_the_gradient_of_a_sink_is_one_sum_of_all_rows(kind):
+def test_the_gradient_of_a_sink_is_one_sum_of_all_rows(instruction_set):
     """After a row of a large term come thousands of terms that are each less than half a unit in its last place."""
     q, v = np.ones((1, 1, 4000, 8)), np.ones((1, 1, 1, 8))
     dout = np.full_like(q, 0.4 * 2.0**-54)
@@ -338,7 +349,7 @@ def test_no_sequences():
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("rows", [200, 8])
-def test_float16_that_is_not_finite(kind, name, value, rows):
+def test_float16_that_is_not_finite(instruction_set, name, value, rows):
     """It reaches results as in float32, also where finite numbers are multiplied as sums of two."""
     random = np.random.default_rng(0)
     arrays: dict[str, Any] = {key: random.standard_normal((2, 3, 600, 64)).astype("f2") for key in "qkv"}
@@ -383,14 +394,14 @@ print(peak() - before, 2**26 + threads * max(2**22, 2560 * {head_dim}))
 EXP2, TANH, LOG, EXP2_OF_HALF_LESS, ROUGH_TANH = range(5)
 
 
-def needs_pairs(kind):
-    if dict((limit, name) for name, limit in KINDS)[kind] not in ("AVX-512 with bfloat16", "AMX"):
+def needs_pairs(instruction_set):
+    if dict((limit, name) for name, limit in INSTRUCTION_SETS)[instruction_set] not in ("AVX-512 with bfloat16", "AMX"):
         pytest.skip("no products of pairs")
 
 
-def evaluate(x, kind, name=EXP2):
+def evaluate(x, instruction_set, name=EXP2):
     function, out = functions().cuflash_evaluate, np.empty_like(x)
-    function(kind, x.dtype == np.float64, name, *(ctypes.c_void_p(y.ctypes.data) for y in (x, out)), x.size)
+    function(instruction_set, x.dtype == np.float64, name, *(ctypes.c_void_p(y.ctypes.data) for y in (x, out)), x.size)
     return out
 
 
@@ -398,9 +409,9 @@ def units(got, exact):
     return float(np.max(np.abs(got - exact) / np.spacing(np.abs(exact).astype(got.dtype))))
 
 
-def test_exponentials_of_all_exponents(kind):
+def test_exponentials_of_all_exponents(instruction_set):
     """At most one unit in the last place, where products and sums are rounded once; a little more elsewhere."""
-    most = 1.25 if dict((limit, name) for name, limit in KINDS)[kind] == "SSE2" else 1.0
+    most = 1.25 if dict((limit, name) for name, limit in INSTRUCTION_SETS)[instruction_set] == "SSE2" else 1.0
     for sign in (0, 1):
         for exponent in range(256):
             rng = np.random.default_rng(exponent)
@@ -408,7 +419,7 @@ def test_exponentials_of_all_exponents(kind):
             bits[:2] = sign << 31 | exponent << 23, sign << 31 | exponent << 23 | 0x7FFFFF
             x = bits.astype(np.uint32).view(np.float32)
             with np.errstate(all="ignore"):
-                got, exact = evaluate(x, kind), np.exp2(x.astype(np.float64))
+                got, exact = evaluate(x, instruction_set), np.exp2(x.astype(np.float64))
             ordinary = (x >= -100) & (x < 127)  # and no weight is above 2**9
             if ordinary.any():
                 assert units(got[ordinary], exact[ordinary]) <= most
@@ -416,47 +427,47 @@ def test_exponentials_of_all_exponents(kind):
             assert np.isinf(got[x >= 128]).all()
             assert np.isnan(got[np.isnan(x)]).all()
     x = np.concatenate([np.linspace(-960, 1023, 400_000), np.geomspace(1e-20, 1, 1000)])
-    assert units(evaluate(x, kind), np.exp2(x.astype(np.longdouble))) <= most
+    assert units(evaluate(x, instruction_set), np.exp2(x.astype(np.longdouble))) <= most
     x = np.array([-np.inf, -961, np.inf, 1025, np.nan])
-    np.testing.assert_array_equal(evaluate(x, kind), [0, 0, np.inf, np.inf, np.nan])
+    np.testing.assert_array_equal(evaluate(x, instruction_set), [0, 0, np.inf, np.inf, np.nan])
 
 
-def test_exponentials_of_weights_that_are_rounded(kind):
+def test_exponentials_of_weights_that_are_rounded(instruction_set):
     """2^(x - 1/2), where products of bfloat16 take pairs: at most 2.5 units in the last place."""
-    needs_pairs(kind)
+    needs_pairs(instruction_set)
     rng = np.random.default_rng(0)
     steps = np.arange(-100, 127, 0.5)[:, None] + np.r_[0.0, np.geomspace(1e-7, 0.5, 500), rng.random(500)]
     x = np.concatenate([steps.ravel(), np.geomspace(1e-30, 1, 1000), -np.geomspace(1e-30, 1, 1000)]).astype(np.float32)
-    assert units(evaluate(x, kind, EXP2_OF_HALF_LESS), np.exp2(x.astype(np.float64) - 0.5)) <= 2.5
+    assert units(evaluate(x, instruction_set, EXP2_OF_HALF_LESS), np.exp2(x.astype(np.float64) - 0.5)) <= 2.5
     x = np.array([-np.inf, -1e30, -101, np.inf, 1e30, np.nan], np.float32)
-    np.testing.assert_array_equal(evaluate(x, kind, EXP2_OF_HALF_LESS), [0, 0, 0, np.inf, np.inf, np.nan])
+    np.testing.assert_array_equal(evaluate(x, instruction_set, EXP2_OF_HALF_LESS), [0, 0, 0, np.inf, np.inf, np.nan])
 
 
-def check_tangents(dtype, kind, function, most):
+def check_tangents(dtype, instruction_set, function, most):
     x = np.concatenate([np.geomspace(1e-30, 50, 100_000), [0, np.inf]]).astype(dtype)
     exact = np.tanh(x.astype(np.longdouble))
-    assert units(evaluate(x, kind, function), exact) <= most
-    assert np.array_equal(evaluate(-x, kind, function), -evaluate(x, kind, function))
-    assert np.isnan(evaluate(np.array([np.nan], dtype), kind, function)).all()
+    assert units(evaluate(x, instruction_set, function), exact) <= most
+    assert np.array_equal(evaluate(-x, instruction_set, function), -evaluate(x, instruction_set, function))
+    assert np.isnan(evaluate(np.array([np.nan], dtype), instruction_set, function)).all()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_hyperbolic_tangents(dtype, kind):
-    check_tangents(dtype, kind, TANH, 2.5)
+def test_hyperbolic_tangents(dtype, instruction_set):
+    check_tangents(dtype, instruction_set, TANH, 2.5)
 
 
-def test_hyperbolic_tangents_for_bfloat16(kind):
+def test_hyperbolic_tangents_for_bfloat16(instruction_set):
     """Where products of bfloat16 take pairs."""
-    needs_pairs(kind)
-    check_tangents(np.float32, kind, ROUGH_TANH, 5)
+    needs_pairs(instruction_set)
+    check_tangents(np.float32, instruction_set, ROUGH_TANH, 5)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_logarithms(dtype, kind):
+def test_logarithms(dtype, instruction_set):
     x = np.concatenate([np.linspace(0.5, 2, 200_000), np.geomspace(1, 1e30, 200_000), np.arange(1, 129)]).astype(dtype)
     x = x[x != 1]
-    assert units(evaluate(x, kind, LOG), np.log(x.astype(np.longdouble))) <= 2.5
-    np.testing.assert_array_equal(evaluate(np.array([1, np.nan], dtype), kind, LOG), [0, np.nan])
+    assert units(evaluate(x, instruction_set, LOG), np.log(x.astype(np.longdouble))) <= 2.5
+    np.testing.assert_array_equal(evaluate(np.array([1, np.nan], dtype), instruction_set, LOG), [0, np.nan])
 
 
 # ---- who computes what -----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash import cpu
-from tests.compiled import KINDS, assert_same_bits, much_work, take_way, way_taken
+from tests.compiled import INSTRUCTION_SETS, assert_same_bits, much_work, take_way, way_taken
 
 FEATURES = (*ct.FEATURES, *ct.MORE_FEATURES, "dropout", "packed")
 # What the sum of the weights of a row may be off by, up to an lse of 128 by its rounding alone.
@@ -20,10 +20,10 @@ CLOSE = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-16, "float64
 BIASES = (0.0, -1e4, -1e6, -1e7, -1e9, -1e30, float(np.finfo(np.float32).min))
 
 
-WAYS = st.sampled_from([way for _, way in KINDS])
+WAYS = st.sampled_from([way for _, way in INSTRUCTION_SETS])
 
 
-@pytest.fixture(params=[way for _, way in KINDS], ids=[name for name, _ in KINDS])
+@pytest.fixture(params=[way for _, way in INSTRUCTION_SETS], ids=[name for name, _ in INSTRUCTION_SETS])
 def way(request, monkeypatch):
     take_way(monkeypatch, request.param)
     return request.param

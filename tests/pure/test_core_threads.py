@@ -109,9 +109,9 @@ def test_the_number_of_threads(monkeypatch):
         assert threads_of_large_call(monkeypatch) == 5
 
 
-@pytest.mark.parametrize("count, kind", [(0, ValueError), (-1, ValueError), (1.5, TypeError), ("2", TypeError)])
-def test_a_bad_number_of_threads(count, kind):
-    with pytest.raises(kind, match="count: got"), cuflash.cpu_threads(count):
+@pytest.mark.parametrize("count, error", [(0, ValueError), (-1, ValueError), (1.5, TypeError), ("2", TypeError)])
+def test_a_bad_number_of_threads(count, error):
+    with pytest.raises(error, match="count: got"), cuflash.cpu_threads(count):
         pass
 
 

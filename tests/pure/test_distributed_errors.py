@@ -83,16 +83,16 @@ def no_array(options, arrays, optional):
 
 
 @pytest.mark.parametrize(
-    ("change", "kind", "message"),
+    ("change", "error", "message"),
     [
         (rows_more, ValueError, "^q: got 5 rows, expected 4, which rank 1 has of 13$"),
         (wrong_bias, ValueError, r"^kv_lengths: got shape \(3,\), expected \(batch,\) = \(1,\)$"),
         (no_array, TypeError, "^k: got int 3, expected a NumPy or CuPy array, or one with __dlpack__$"),
     ],
 )
-def test_an_error_of_one_rank_is_raised_on_all_of_them(change, kind, message):
+def test_an_error_of_one_rank_is_raised_on_all_of_them(change, error, message):
     errors, seconds = failures(change)
-    with pytest.raises(kind, match=message):
+    with pytest.raises(error, match=message):
         raise errors[1]
     for error in (errors[0], errors[2]):
         with pytest.raises((RuntimeError, ValueError), match=r"rank 1|rank 0 has of 13|rank 2 has of 13"):
@@ -217,7 +217,7 @@ ONES = np.ones((1, 1), bool)
 
 
 @pytest.mark.parametrize(
-    ("options", "optional", "kind", "message"),
+    ("options", "optional", "error", "message"),
     [
         ({"dropout": 0.5}, {}, TypeError, "^seed: got None, expected an integer, which dropout needs$"),
         (
@@ -252,9 +252,9 @@ ONES = np.ones((1, 1), bool)
         ({}, {"kv_lengths": np.array([5])}, ValueError, "^kv_lengths: got an entry 5, expected 0 to seqlen_k = 4$"),
     ],
 )
-def test_bad_arguments(options, optional, kind, message):
+def test_bad_arguments(options, optional, error, message):
     (comm,) = cd.threads(1)
-    with pytest.raises(kind, match=message):
+    with pytest.raises(error, match=message):
         cd.ContextParallel(comm, **{"split": "zigzag", **options}).forward(X, X, X, **optional)
 
 

@@ -74,7 +74,7 @@ NO_SCALES: dict[str, Any] = {"q_scale": 1.0, "k_scale": 1.0, "v_scale": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("optional", "kind", "message"),
+    ("optional", "error", "message"),
     [
         (
             {"k_scale": np.ones((2, 6), np.float32)},
@@ -93,9 +93,9 @@ NO_SCALES: dict[str, Any] = {"q_scale": 1.0, "k_scale": 1.0, "v_scale": 1.0}
         ),
     ],
 )
-def test_scales_that_are_refused(optional, kind, message):
+def test_scales_that_are_refused(optional, error, message):
     (comm,) = cd.threads(1)
-    with pytest.raises(kind, match=message):
+    with pytest.raises(error, match=message):
         cd.ContextParallel(comm, split="contiguous").forward(X, X, X, **NO_SCALES | optional)
 
 

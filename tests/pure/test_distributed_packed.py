@@ -82,7 +82,7 @@ def test_the_plan_counts_sequences():
 
 
 @pytest.mark.parametrize(
-    ("options", "changes", "method", "kind", "message"),
+    ("options", "changes", "method", "error", "message"),
     [
         ({}, {}, "decode", NotImplementedError, "^cu_seqlens_q: got packed sequences in decode, which is not served "),
         ({}, {"cu_seqlens_k": None}, "forward", ValueError, "^cu_seqlens_k: got None"),
@@ -110,11 +110,11 @@ def test_the_plan_counts_sequences():
         ),
     ],
 )
-def test_what_packed_sequences_do_not_go_with(options, changes, method, kind, message):
+def test_what_packed_sequences_do_not_go_with(options, changes, method, error, message):
     arrays = CASE.arrays()
     (comm,) = cd.threads(1)
     given: dict[str, Any] = {name: arrays[name] for name in ("cu_seqlens_q", "cu_seqlens_k")} | changes
-    with pytest.raises(kind, match=message):
+    with pytest.raises(error, match=message):
         getattr(cd.ContextParallel(comm, split="contiguous", causal=True, **options), method)(*ct.qkv(arrays), **given)
 
 

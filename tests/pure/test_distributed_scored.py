@@ -219,7 +219,7 @@ def test_ranks_that_disagree_raise_on_all_of_them(change, message):
 
 
 @pytest.mark.parametrize(
-    ("options", "optional", "kind", "message"),
+    ("options", "optional", "error", "message"),
     [
         ({"score": abs}, {}, TypeError, "^score: got "),
         ({"score": lambda s, i, j, *, k: s + k[j]}, {}, ValueError, "^score: got an array named k, expected another "),
@@ -233,8 +233,8 @@ def test_ranks_that_disagree_raise_on_all_of_them(change, message):
         ({"score": SCORES["decay"]}, {}, TypeError, "missing keyword argument 'gamma'"),
     ],
 )
-def test_bad_arguments(options, optional, kind, message):
+def test_bad_arguments(options, optional, error, message):
     (comm,) = cd.threads(1)
     x = np.zeros((2, 12, 8), np.float32)
-    with pytest.raises(kind, match=message):
+    with pytest.raises(error, match=message):
         cd.ContextParallel(comm, split="zigzag", **options).forward(x, x, x, **optional)

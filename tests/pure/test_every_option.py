@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 
 import cuflash.testing as ct
-from tests.compiled import KINDS, NUMPY, judge, run, way_taken
+from tests.compiled import INSTRUCTION_SETS, NUMPY, judge, run, way_taken
 
-WAYS = [way for _, way in (*KINDS[:1], NUMPY)]  # the core as it is here, if there is one, and the fallback
+WAYS = [way for _, way in (*INSTRUCTION_SETS[:1], NUMPY)]  # the core as it is here, if there is one, and the fallback
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])

@@ -26,21 +26,21 @@ def test_there_are_thousands_and_always_the_same():
         assert [*map(str, fuzz.trials_of_group.__wrapped__(number))] == [*map(str, TRIALS[number])]
 
 
-def of_kind(kind):
-    return [trial for number in range(fuzz.GROUPS) if fuzz.kind_of(number) == kind for trial in TRIALS[number]]
+def of_category(category):
+    return [trial for number in range(fuzz.GROUPS) if fuzz.category_of(number) == category for trial in TRIALS[number]]
 
 
 def test_every_set_of_gradients_is_wanted():
-    assert {trial.need for trial in of_kind("gradients")} == {*fuzz.NEEDS, ()}
-    assert all(trial.need or trial.case.hidden_keys for trial in of_kind("gradients"))
-    assert not any(trial.need for kind in ("pages", "float8") for trial in of_kind(kind))
+    assert {trial.need for trial in of_category("gradients")} == {*fuzz.NEEDS, ()}
+    assert all(trial.need or trial.case.hidden_keys for trial in of_category("gradients"))
+    assert not any(trial.need for category in ("pages", "float8") for trial in of_category(category))
     assert len(fuzz.NEEDS) == 255
 
 
 def test_functions_of_all_kinds_are_drawn_and_what_they_read_is_differentiated():
-    trials = of_kind("functions")
-    kinds = Counter((trial.functions.score is not None, trial.functions.mask is not None) for trial in trials)
-    assert set(kinds) == {(True, False), (True, True), (False, True)} and min(kinds.values()) >= 20
+    trials = of_category("functions")
+    groups = Counter((trial.functions.score is not None, trial.functions.mask is not None) for trial in trials)
+    assert set(groups) == {(True, False), (True, True), (False, True)} and min(groups.values()) >= 20
     scores = {trial.functions.score for trial in trials}
     assert len(scores & {*SCORES.values()}) >= 10 and len(scores - {*SCORES.values()}) >= 15
     score_args = [set(trial.need) - set(GRADIENTS) for trial in trials]
@@ -52,7 +52,7 @@ def test_functions_of_all_kinds_are_drawn_and_what_they_read_is_differentiated()
 def test_wide_heads_ranks_and_axes_of_length_0_are_drawn():
     wide = [trial for trial in EVERY if trial.case.head_dim > 256]
     assert {trial.case.head_dim for trial in wide} == {*fuzz.WIDE_HEAD_DIMS}
-    assert len(of_kind("ranks")) >= 100 and {trial.ranks for trial in of_kind("ranks")} == {2, 3}
+    assert len(of_category("ranks")) >= 100 and {trial.ranks for trial in of_category("ranks")} == {2, 3}
     sizes = ("batch", "num_heads", "num_heads_kv", "seqlen_q", "seqlen_k")
     for name in sizes:
         assert sum(getattr(trial.case, name) == 0 for trial in EVERY) >= 10, name

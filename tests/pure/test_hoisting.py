@@ -51,7 +51,7 @@ def counted_from_first(root, tables):
         args = [done[arg] for arg in at.args]
         if at.op == "load" and at.payload in first:
             args[-1] = node("sub", (args[-1], node("constant", (), first[at.payload], "int")), None, "int")
-        done[at] = node(at.op, tuple(args), at.payload, at.kind)
+        done[at] = node(at.op, tuple(args), at.payload, at.type)
     return done[root]
 
 

@@ -91,7 +91,7 @@ def test_an_import_is_no_copy(torch, dtype, view):
     x = view(torch.arange(5 * 6 * 7).reshape(5, 6, 7).to(getattr(torch, dtype)))
     imported = array_imports.import_arguments({"x": x}, required=["x"])
     array = imported.arrays["x"]
-    assert imported.kind == "numpy"
+    assert imported.backend == "numpy"
     assert array.dtype == (BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype))
     assert array.shape == tuple(x.shape)
     if x.numel():
@@ -317,13 +317,13 @@ class PropertyExporter(VersionedExporter):
     is_neg = True
 
 
-@pytest.mark.parametrize("kind", [Exporter, VersionedExporter, PinnedExporter])
-def test_a_class_with_nothing_but_dlpack_gets_numpy_arrays(kind):
+@pytest.mark.parametrize("exporter", [Exporter, VersionedExporter, PinnedExporter])
+def test_a_class_with_nothing_but_dlpack_gets_numpy_arrays(exporter):
     q, k, v = normal(5, 4), normal(6, 4), normal(6, 3)
-    out, lse = cuflash.FlashAttention().forward(kind(q), kind(k), kind(v))
+    out, lse = cuflash.FlashAttention().forward(exporter(q), exporter(k), exporter(v))
     assert type(out) is type(lse) is np.ndarray
     np.testing.assert_array_equal(out, cuflash.attention(q, k, v))
-    arrays = array_imports.import_arguments({"q": kind(q), "k": None}, required=["q"]).arrays
+    arrays = array_imports.import_arguments({"q": exporter(q), "k": None}, required=["q"]).arrays
     assert arrays["q"].ctypes.data == q.ctypes.data
     assert arrays["k"] is None
 

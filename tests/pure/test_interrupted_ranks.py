@@ -85,20 +85,22 @@ def lines():
 
 @pytest.mark.parametrize("method", METHODS)
 @settings(max_examples=60 if sampling.exhaustive else 20, deadline=None)
-@given(data=st.data(), kind=st.sampled_from([KeyboardInterrupt, MemoryError]))
-def test_an_error_at_any_line_is_heard_of_and_leaves_nothing(method, data, kind, lines):
-    interrupt = Interrupt(FILES, data.draw(st.integers(1, lines[method])), kind)
+@given(data=st.data(), error=st.sampled_from([KeyboardInterrupt, MemoryError]))
+def test_an_error_at_any_line_is_heard_of_and_leaves_nothing(method, data, error, lines):
+    interrupt = Interrupt(FILES, data.draw(st.integers(1, lines[method])), error)
     found, comms = run(method, interrupt)
     if not interrupt.where:  # threads take turns in another order
         return
-    assert isinstance(found[1], kind)
+    assert isinstance(found[1], error)
     for rank in (0, 2):
         if isinstance(found[rank], tuple):
             check(method, rank, found[rank])  # it had all that it needs
             continue
-        kinds = (RuntimeError, TimeoutError) if interrupt.where in AROUND else RuntimeError
-        assert isinstance(found[rank], kinds), interrupt.where
-    if interrupt.where not in AROUND and kind is KeyboardInterrupt:  # others may be of arguments, after which all go on
+        errors = (RuntimeError, TimeoutError) if interrupt.where in AROUND else RuntimeError
+        assert isinstance(found[rank], errors), interrupt.where
+    if (
+        interrupt.where not in AROUND and error is KeyboardInterrupt
+    ):  # others may be of arguments, after which all go on
         assert not [thread for comm in comms[1:2] for thread in comm._progress._pool._threads if thread.is_alive()]
 
 

@@ -60,14 +60,14 @@ class System:
         self.version, self.path, self.mounted = version, path, root / mount_point
         self.process = root / "proc"
         self.process.mkdir()
-        kind, options, controllers = (
+        fs_type, options, controllers = (
             ("cgroup2", "rw", "") if version == 2 else ("cgroup", "rw,cpu,cpuacct", "cpu,cpuacct")
         )
         place = str(self.mounted).replace(" ", "\\040")
         (self.process / "mountinfo").write_text(
             "23 31 0:28 / /tmp rw,relatime shared:9 - tmpfs tmpfs rw,mode=755\n"
             f"31 23 0:29 / {root}/memory rw,relatime - cgroup cgroup rw,memory\n"
-            f"32 23 0:30 {mounted_root} {place} rw,nosuid shared:10 master:1 - {kind} cgroup {options}\n"
+            f"32 23 0:30 {mounted_root} {place} rw,nosuid shared:10 master:1 - {fs_type} cgroup {options}\n"
         )
         number = 0 if version == 2 else 4
         (self.process / "cgroup").write_text(f"9:memory:/elsewhere\n{number}:{controllers}:{path}\n")

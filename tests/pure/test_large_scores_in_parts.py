@@ -71,7 +71,7 @@ def test_packed_sequences_keep_the_oracle_rule(data, case, ranks):
 def test_streamed_keys_keep_the_oracle_rule(data, case, has_device):
     with pytest.MonkeyPatch.context() as patch:
         device = FakeDevice(late=True, pinned=False) if has_device else None
-        patch.setattr("cuflash.streaming.calls.device_of", lambda kind: device)
+        patch.setattr("cuflash.streaming.calls.device_of", lambda backend: device)
         judge(case, streamed_results_of(case, chunks_for(data, case)))
 
 

@@ -66,7 +66,7 @@ def nccl(monkeypatch):
     fake: Any = types.ModuleType("cupy")
     fake.empty = lambda shape, dtype: np.empty(shape, dtype).view(Array)
 
-    def copy(target, source, nbytes, kind, stream):
+    def copy(target, source, nbytes, error, stream):
         assert stream == 7
         memory(target, nbytes)[...] = memory(source, nbytes)
 
@@ -235,7 +235,7 @@ STARTS = np.array([0, 4], np.int32)
 
 
 @pytest.mark.parametrize(
-    ("options", "optional", "kind", "message"),
+    ("options", "optional", "error", "message"),
     [
         ({}, {}, ValueError, "^check: got True while a CUDA graph is captured, expected False, and two Split: ranks "),
         (
@@ -246,10 +246,10 @@ STARTS = np.array([0, 4], np.int32)
         ),
     ],
 )
-def test_what_a_graph_does_not_replay_is_refused(options, optional, kind, message, nccl, captured):
+def test_what_a_graph_does_not_replay_is_refused(options, optional, error, message, nccl, captured):
     (comm,) = nccl(1)
     x = np.zeros((1, 4, 8))
-    with pytest.raises(kind, match=message):
+    with pytest.raises(error, match=message):
         cd.ContextParallel(comm, split=cd.zigzag(4, 1), **options).forward(x, x, x, **optional)
 
 

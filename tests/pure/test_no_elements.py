@@ -13,10 +13,10 @@ import cuflash
 import cuflash.testing as ct
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.spec.passes import BACKWARD, PASSES
-from tests.compiled import KINDS, NUMPY, way_taken
+from tests.compiled import INSTRUCTION_SETS, NUMPY, way_taken
 from tests.scored import MASKS, SCORES, Scored, score_args_of
 
-WAYS = (*KINDS[:1], NUMPY)
+WAYS = (*INSTRUCTION_SETS[:1], NUMPY)
 LENGTHS = {"batch": (1, 2), "num_heads_kv": (1, 2), "group": (1, 2), "seqlen_q": (1, 5, 40), "seqlen_k": (1, 6, 300)}
 
 

@@ -160,13 +160,13 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("changed", "kind", "words"), BAD, ids=[f"{next(iter(changed))}{i}" for i, (changed, *_) in enumerate(BAD)]
+    ("changed", "error", "words"), BAD, ids=[f"{next(iter(changed))}{i}" for i, (changed, *_) in enumerate(BAD)]
 )
 @pytest.mark.parametrize("method", ["forward", "plan", "compile"])
-def test_bad_inputs(changed, kind, words, method):
+def test_bad_inputs(changed, error, words, method):
     q = np.ones((2, 8, 4), np.float32)
     keywords = {"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS} | changed
-    with pytest.raises(kind) as raised:
+    with pytest.raises(error) as raised:
         getattr(cuflash.FlashAttention(), method)(q, q, q, **keywords)
     assert words in str(raised.value)
 

@@ -41,8 +41,8 @@ def structs_of(text):
         for statement in body.split(";")[:-1]:
             declaration = re.fullmatch(r"\s*((?:const )?\w+ ?\*?)\s*(.*?)\s*", statement, re.DOTALL)
             assert declaration, statement
-            kind, names = declaration.groups()
-            structs[name] += [(kind.strip(), field.strip()) for field in names.split(",")]
+            ctype, names = declaration.groups()
+            structs[name] += [(ctype.strip(), field.strip()) for field in names.split(",")]
     return structs
 
 
@@ -52,16 +52,16 @@ STRUCTS = structs_of((kernel_directory() / "common/io/params.cuh").read_text())
 def laid_out(fields, start=0):
     """[(type, name, offset)] of the fields of a struct, as C lays them out, and where it ends."""
     places, offset, widest = [], start, 1
-    for kind, name in fields:
-        if kind in STRUCTS:
-            inner, end, alignment = laid_out(STRUCTS[kind])
+    for ctype, name in fields:
+        if ctype in STRUCTS:
+            inner, end, alignment = laid_out(STRUCTS[ctype])
             offset = -(-offset // alignment) * alignment
-            places += [(inner_kind, f"{name}.{field}", offset + at) for inner_kind, field, at in inner]
+            places += [(inner_ctype, f"{name}.{field}", offset + at) for inner_ctype, field, at in inner]
             size = end
         else:
-            size = alignment = 8 if kind.endswith("*") else np.dtype(SCALARS[kind]).itemsize
+            size = alignment = 8 if ctype.endswith("*") else np.dtype(SCALARS[ctype]).itemsize
             offset = -(-offset // alignment) * alignment
-            places.append((kind, name, offset))
+            places.append((ctype, name, offset))
         offset += size
         widest = max(widest, alignment)
     return places, -(-offset // widest) * widest, widest
@@ -86,21 +86,21 @@ def test_sizes_agree():
 
 def test_every_field_lies_where_the_kernels_look_for_it():
     described = {}
-    for name, (kind, offset, *_) in dict(PARAMS.fields or {}).items():
-        base = kind.base if kind.subdtype else kind
-        for n in range(kind.itemsize // base.itemsize):
+    for name, (ctype, offset, *_) in dict(PARAMS.fields or {}).items():
+        base = ctype.base if ctype.subdtype else ctype
+        for n in range(ctype.itemsize // base.itemsize):
             described[offset + n * base.itemsize] = (base, name)
-    for kind, name, offset in PLACES:
+    for ctype, name, offset in PLACES:
         base, ours = described.pop(offset)
         array, _, member = name.partition(".")
-        if kind.endswith("*"):
+        if ctype.endswith("*"):
             assert (base, ours) == (np.uint64, array)
         elif member:
             assert (base, ours) == (np.int64, f"{array}_strides")
         elif name.endswith("_stride"):
             assert (base, ours) == (np.int64, f"{name}s")
         else:
-            assert (base, ours) == (SCALARS[kind], name)
+            assert (base, ours) == (SCALARS[ctype], name)
     assert not described
 
 
@@ -115,7 +115,7 @@ def test_strides_come_in_the_order_of_the_axes():
 
 
 def test_words_of_pointers():
-    pointers = {name.removesuffix(".data"): offset for kind, name, offset in PLACES if kind.endswith("*")}
+    pointers = {name.removesuffix(".data"): offset for ctype, name, offset in PLACES if ctype.endswith("*")}
     assert {name: 8 * word for name, word in POINTER_WORD.items()} == pointers
 
 

@@ -208,32 +208,32 @@ INTEGERS = (int, np.int64, np.uint16, np.array, Decimal, Fraction)
 
 
 @given(st.floats(2.0**-48, 2.0**48), st.sampled_from(FLOATS))
-def test_numbers_of_any_type(value, kind):
+def test_numbers_of_any_type(value, convert):
     """Everything that goes on from there has Python's own numbers."""
-    options = Options(scale=kind(-value), softcap=kind(value), dropout=kind(min(value, 0.9)))
+    options = Options(scale=convert(-value), softcap=convert(value), dropout=convert(min(value, 0.9)))
     assert options == Options(scale=-value, softcap=value, dropout=min(value, 0.9))
     assert {type(x) for x in (options.scale, options.softcap, options.dropout)} == {float}
 
 
 @given(st.sampled_from([np.float16, np.float32, ml_dtypes.bfloat16, np.int8, lambda x: Fraction(int(x), 3)]))
-def test_numbers_are_rounded_to_float64_at_most(kind):
-    assert Options(scale=kind(3)).scale == float(kind(3))
+def test_numbers_are_rounded_to_float64_at_most(convert):
+    assert Options(scale=convert(3)).scale == float(convert(3))
 
 
 @given(st.integers(0, 2**16 - 1), st.integers(1, 64), st.sampled_from(INTEGERS))
-def test_integers_of_any_type(value, blocks, kind):
-    options = Options(window=(kind(value), None), block_size=(kind(16 * blocks), kind(128)))
+def test_integers_of_any_type(value, blocks, convert):
+    options = Options(window=(convert(value), None), block_size=(convert(16 * blocks), convert(128)))
     assert options == Options(window=(value, None), block_size=(16 * blocks, 128))
     assert options.window is not None and isinstance(options.block_size, tuple)
     assert {type(x) for x in (options.window[0], *options.block_size)} == {int}
-    mask = cuflash.dropout_mask(kind(value), kind(1), kind(1), 1, 2, 3, 0.5)
+    mask = cuflash.dropout_mask(convert(value), convert(1), convert(1), 1, 2, 3, 0.5)
     np.testing.assert_array_equal(mask, cuflash.dropout_mask(value, 1, 1, 1, 2, 3, 0.5))
 
 
-@pytest.mark.parametrize("kind", [bool, np.bool_, np.array])
-def test_bools_of_any_type(kind):
+@pytest.mark.parametrize("convert", [bool, np.bool_, np.array])
+def test_bools_of_any_type(convert):
     for value in (False, True):
-        options = Options(causal=kind(value), deterministic=kind(value))
+        options = Options(causal=convert(value), deterministic=convert(value))
         assert options == Options(causal=value, deterministic=value)
         assert type(options.causal) is type(options.deterministic) is bool
 

@@ -17,10 +17,10 @@ def pasts(steps):
     """By work, which of the earlier ones it comes after, and last those that the stream of the call waits for."""
     past, at, found = defaultdict(set), {}, {}
     for step in steps:
-        if step.kind == "work":
+        if step.op == "work":
             past[step.stream].add(step.places)
             found[step.places] = frozenset(past[step.stream])
-        elif step.kind == "mark":
+        elif step.op == "mark":
             at[id(step.event)] = frozenset(past[step.stream])
         else:
             past[step.stream] |= at[id(step.event)]
@@ -32,10 +32,10 @@ def test_waits_that_order_nothing_are_left_out(drawn):
     """Work has numbers, in the place of addresses."""
     events, steps = [object()], [_Step("work", 0, places=((-1, 0),))]
     steps.append(_Step("mark", 0, events[0]))
-    for number, (kind, stream, which) in enumerate(drawn):
-        if kind == "work":
+    for number, (op, stream, which) in enumerate(drawn):
+        if op == "work":
             steps.append(_Step("work", stream, places=((number, 0),)))
-        elif kind == "mark":
+        elif op == "mark":
             events.append(object())
             steps.append(_Step("mark", stream, events[-1]))
         else:
@@ -44,8 +44,8 @@ def test_waits_that_order_nothing_are_left_out(drawn):
     assert pasts(kept) == pasts(steps)
     rest = iter(steps)
     assert all(step in rest for step in kept)  # in their order
-    marked = [id(step.event) for step in kept if step.kind == "mark"]
-    assert set(marked) == {id(step.event) for step in kept if step.kind == "wait"}
+    marked = [id(step.event) for step in kept if step.op == "mark"]
+    assert set(marked) == {id(step.event) for step in kept if step.op == "wait"}
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.sampled_from([(1, 1), (-1, 1), (1, -1)]))

@@ -6,12 +6,12 @@ import pytest
 import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
-from tests.compiled import KINDS, NUMPY, way_taken
+from tests.compiled import INSTRUCTION_SETS, NUMPY, way_taken
 from tests.ranks import judge, results_of
 from tests.scored import Scored
 
 every_way = pytest.mark.parametrize(
-    "way", [way for _, way in (*KINDS, NUMPY)], ids=[name for name, _ in (*KINDS, NUMPY)]
+    "way", [way for _, way in (*INSTRUCTION_SETS, NUMPY)], ids=[name for name, _ in (*INSTRUCTION_SETS, NUMPY)]
 )
 ROWS = [5, 6, 17]  # that attend to no key
 

@@ -21,10 +21,10 @@ S = np.random.default_rng(1).standard_normal((7, 5))
 
 
 def value(traced, given, inputs):
-    return np.broadcast_to(evaluate([traced.with_kinds(given)], inputs, given, np.float64)[0], S.shape)
+    return np.broadcast_to(evaluate([traced.typed(given)], inputs, given, np.float64)[0], S.shape)
 
 
-def kinds(given):
+def types_of(given):
     return tuple((name, x.ndim, x.dtype.name) for name, x in given.items())
 
 
@@ -52,7 +52,7 @@ def test_kernels_know_the_same_of_a_part(function):
     found = []
     for own, arrays in ((traced, given), (traced.of_part(), of_part_given)):
         arrays = {name: x for name, x in arrays.items() if name in own.arrays}
-        program, hoisted = (make(own, None, kinds(arrays), *more) for make, more in PROGRAMS)
+        program, hoisted = (make(own, None, types_of(arrays), *more) for make, more in PROGRAMS)
         classes = {
             name: [KINDS_OF_READS.get(index_class(load.at)) for load in loads] for name, loads in program.loads.items()
         }
@@ -81,9 +81,9 @@ def test_sums_do_not_wrap_around(place):
     given = {ORIGIN: np.full(4, LARGEST_ORIGIN, np.int32)}
     largest = 2**30 if place < 2 else 2**31 - 1
     inputs = {"s": np.zeros((1, 1)), **dict.fromkeys(COUNTED, np.array([[largest]]))}
-    (got,) = evaluate([traced.of_part().with_kinds(given)], inputs, given, np.float64)
+    (got,) = evaluate([traced.of_part().typed(given)], inputs, given, np.float64)
     assert got[0, 0] == 2**31 - 1
-    header = program_of(traced.of_part(), None, kinds(given)).header()
+    header = program_of(traced.of_part(), None, types_of(given)).header()
     assert "i64 t" not in header.split("score_function")[1]
 
 

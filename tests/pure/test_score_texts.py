@@ -176,7 +176,7 @@ def test_new_lengths_and_arrays_change_no_kernel():
 
 
 def text_of(root):
-    """A text that computes an expression with kinds."""
+    """A text that computes a typed expression."""
     names: dict[Node, str] = {}
     lines: list[str] = []
     for at in in_order([root]):
@@ -188,15 +188,15 @@ def text_of(root):
 
 def _spelled(at, args):
     if at.op == "constant":
-        return {"float": "T({})", "int": "{}ll", "bool": "bool({})"}[at.kind].format(repr(at.payload).lower())
+        return {"float": "T({})", "int": "{}ll", "bool": "bool({})"}[at.type].format(repr(at.payload).lower())
     if at.op == "input":
         return at.payload
     if at.op == "load":
         return f"given.{at.payload}({', '.join(args)})"
     if at.op == "cast":
-        return {"float": "T({})", "int": "(long long)({})", "bool": "{} != 0"}[at.kind].format(*args)
+        return {"float": "T({})", "int": "(long long)({})", "bool": "{} != 0"}[at.type].format(*args)
     if at.op in ("floordiv", "mod"):
-        if at.kind == "int":
+        if at.type == "int":
             return f"score_{at.op}({args[0]}, {args[1]})"
         whole = f"floor({args[0]} / {args[1]})"
         return f"T({whole})" if at.op == "floordiv" else f"{args[0]} - {args[1]} * {whole}"
@@ -231,7 +231,7 @@ UNUSED = "struct Unused { template <class X> void operator=(X) {} };\n"
 
 def functions_of(programs, arrays, dtype, rows, keys, directory):
     """The functions f0, f1, … of `LOOP` for the scores of programs."""
-    kinds = tuple((name, x.ndim, x.dtype.name) for name, x in arrays.items())
+    types = tuple((name, x.ndim, x.dtype.name) for name, x in arrays.items())
     duals = (kernel_directory() / "common/score/dual.cuh").read_text()  # in the namespace of each score
     duals = re.sub(r"^#(pragma once|include .*)$", "", duals, flags=re.MULTILINE)
     real = "float" if dtype == np.float32 else "double"
@@ -239,7 +239,7 @@ def functions_of(programs, arrays, dtype, rows, keys, directory):
     text = text.replace("i64 = int64_t", "i64 = long long")  # as the kernels have it
     text += '#include "common/score/score_functions.cuh"\n'
     for index, one in enumerate(programs):
-        own = program_of(Score(cuda=text_of(one.score), arrays=[*arrays]), None, kinds)
+        own = program_of(Score(cuda=text_of(one.score), arrays=[*arrays]), None, types)
         header = re.sub(r"^#line .*$", "", own.header(own.differentiable), flags=re.MULTILINE)
         text += f"namespace n{index} {{\n{duals}{header}}}\n"
         loop = LOOP.replace("FUNCTION", f"f{index}").replace("NAME", f"n{index}")

@@ -68,7 +68,7 @@ def devices(monkeypatch):
 
     def use(how):
         device = None if how is None else FakeDevice(**how)
-        monkeypatch.setattr(calls, "device_of", lambda kind: device)
+        monkeypatch.setattr(calls, "device_of", lambda error: device)
         return device
 
     return use
@@ -89,7 +89,7 @@ AXES = ct.with_axes(ct.cases(**{**SMALL, "max_scores": 2**11}, ndims=(4,)))
 def test_any_chunks_of_any_case_keep_the_oracle_rule(data, case, how):
     with pytest.MonkeyPatch.context() as patch:
         device = None if how is None else FakeDevice(**how)
-        patch.setattr(calls, "device_of", lambda kind: device)
+        patch.setattr(calls, "device_of", lambda error: device)
         judge(case, results_of(case, chunks_for(data, case)))
 
 
@@ -107,7 +107,7 @@ def test_results_with_leading_axes_are_written_where_the_caller_says(data, case,
 
     with pytest.MonkeyPatch.context() as patch:
         device = None if how is None else FakeDevice(**how)
-        patch.setattr(calls, "device_of", lambda kind: device)
+        patch.setattr(calls, "device_of", lambda error: device)
         keys = cuflash.streamed(k, v, chunk=chunk)
         results = attn.forward(q, *keys, **optional)
         given = {name: room(x) for name, x in results._asdict().items()}
@@ -129,7 +129,7 @@ def test_bits_do_not_depend_on_how_chunks_travel(data, case):
     for how in (None, *({"late": late, "pinned": pinned} for late in (False, True) for pinned in (False, True))):
         with pytest.MonkeyPatch.context() as patch:
             device = None if how is None else FakeDevice(**how)
-            patch.setattr(calls, "device_of", lambda kind, device=device: device)
+            patch.setattr(calls, "device_of", lambda error, device=device: device)
             found.append(results_of(case, chunk))
     for others in found[1:]:
         for name, x in others.items():
@@ -262,7 +262,7 @@ STARTS = np.array([0, 48], np.int32)
 
 
 @pytest.mark.parametrize(
-    ("given", "kind", "message"),
+    ("given", "error", "message"),
     [
         ((X, 3), TypeError, "^v: got int 3, expected a NumPy or CuPy array, or one with __dlpack__$"),
         ((None, X), TypeError, "^k: got None, expected an array$"),
@@ -274,19 +274,19 @@ STARTS = np.array([0, 48], np.int32)
         ),
     ],
 )
-def test_what_cannot_be_streamed(given, kind, message):
-    with pytest.raises(kind, match=message):
+def test_what_cannot_be_streamed(given, error, message):
+    with pytest.raises(error, match=message):
         cuflash.streamed(*given)
 
 
-@pytest.mark.parametrize(("chunk", "kind"), [(0, ValueError), (-3, ValueError), (1.5, TypeError), (True, TypeError)])
-def test_bad_chunks(chunk, kind):
-    with pytest.raises(kind, match=r"^chunk: got .*, expected an integer"):
+@pytest.mark.parametrize(("chunk", "error"), [(0, ValueError), (-3, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_bad_chunks(chunk, error):
+    with pytest.raises(error, match=r"^chunk: got .*, expected an integer"):
         cuflash.streamed(X, X, chunk=chunk)
 
 
 @pytest.mark.parametrize(
-    ("options", "chunk", "optional", "kind", "message"),
+    ("options", "chunk", "optional", "error", "message"),
     [
         ({"score": lambda s, i, j, *, a: s + a[j]}, 16, {}, TypeError, "missing keyword argument 'a'"),
         (
@@ -309,12 +309,12 @@ def test_bad_chunks(chunk, kind):
         ({}, 16, {"out": X}, ValueError, "^out: got memory shared with q, expected memory of its own$"),
     ],
 )
-def test_bad_calls(options, chunk, optional, kind, message):
+def test_bad_calls(options, chunk, optional, error, message):
     attn: Any = cuflash.FlashAttention(**options)
-    if kind is None:
+    if error is None:
         attn.forward(X, *cuflash.streamed(X, X, chunk=chunk), **optional)
         return
-    with pytest.raises(kind, match=message):
+    with pytest.raises(error, match=message):
         attn.forward(X, *cuflash.streamed(X, X, chunk=chunk), **optional)
 
 
@@ -329,7 +329,7 @@ def test_tuning_is_of_the_longest_chunk(options, is_whole, monkeypatch):
         results: dict[str, Any] = dict.fromkeys(PASS_NAMES) | {pass_.name: len(tuned) for pass_ in passes}
         return None if forget else Tuning(**results)
 
-    monkeypatch.setattr(calls, "device_of", lambda kind: FakeDevice(late=0, pinned=1))
+    monkeypatch.setattr(calls, "device_of", lambda error: FakeDevice(late=0, pinned=1))
     monkeypatch.setattr(Parts, "backend", SimpleNamespace(tune=tune))
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 48, 16)).astype("f2")
     q = q[:, :, :40]
@@ -485,7 +485,7 @@ def test_an_interrupt_at_any_line_leaves_no_copy_under_way(line, late, pinned, m
         patch.setattr(device, "stream", stream)
         patch.setattr(device, "wait", logged("waits", wait))
         patch.setattr(Parts, "forward", logged("computes", forward))
-        patch.setattr(calls, "device_of", lambda kind: device)
+        patch.setattr(calls, "device_of", lambda error: device)
         patch.setattr("cuflash.streaming.memory.may_be_mapped", lambda run, device: is_mapped)
         counted = Interrupt(files)
         call(counted)

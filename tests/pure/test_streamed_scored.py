@@ -36,7 +36,7 @@ def test_any_chunks_of_any_functions_keep_the_oracle_rule(data, case, how):
     step = 64 if "block_mask" in case.arrays else 16 if case.problem.dropout else 1
     chunk = data.draw(st.sampled_from([step * n for n in (1, 2, 3, 5, 16, 100)]), "chunk")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "device_of", lambda kind: None if how is None else FakeDevice(**how))
+        patch.setattr(calls, "device_of", lambda backend: None if how is None else FakeDevice(**how))
         judge(case, results_of(case, chunk))
 
 

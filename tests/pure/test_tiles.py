@@ -166,8 +166,8 @@ def test_every_row_is_chosen_somewhere(table):
     for dim, dtype in itertools.product((64, 128, 192), ("bfloat16", "float32")):
         of_float32 = replace(biased(dim, "float32"), dtype="float32", precision=precision)
         tiles = choose_plan(biased(dim, dtype), h100).tiles + choose_plan(of_float32, h100).tiles
-        kinds = ForwardSm90Tile | ForwardFloat32Sm90Tile
-        chosen |= {replace(tile, bias_of_pairs=0) for tile in tiles if isinstance(tile, kinds)}
+        types = ForwardSm90Tile | ForwardFloat32Sm90Tile
+        chosen |= {replace(tile, bias_of_pairs=0) for tile in tiles if isinstance(tile, types)}
         for problem in (biased(dim, dtype), of_float32):
             chosen |= set(choose_plan(problem, h100, BACKWARD, need=("dbias",)).tiles)
     # A bias whose rows TMA cannot read is looked up; a mask of pairs where tiles are not of 64 keys.
@@ -194,7 +194,7 @@ def test_shared_tiles_hold_their_elements(rows, columns, size):
 
 
 def test_rows_are_of_their_types():
-    kinds = {
+    types = {
         "forward": ForwardTile,
         "forward sm90": ForwardSm90Tile,
         "forward float32 sm90": ForwardFloat32Sm90Tile,
@@ -210,4 +210,4 @@ def test_rows_are_of_their_types():
         "bias tf32": BiasSm90Tile,
     }
     for name, tiles in TABLES.items():
-        assert all(type(tile) is kinds[name] for tile in tiles)
+        assert all(type(tile) is types[name] for tile in tiles)

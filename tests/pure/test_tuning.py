@@ -100,7 +100,7 @@ def forgotten_here():
         ({}, ForwardTile),
     ],
 )
-def test_candidates_for_fp8_read_bytes(changes, kind, scale, head_dim):
+def test_candidates_for_fp8_read_bytes(changes, type_, scale, head_dim):
     sizes = {"seqlen_q": 1024, "seqlen_k": 1024, "num_heads": 8, "head_dim": head_dim, "scale_block": 64}
     of_bytes = {"kv_dtype": "float8_e4m3fn", "k_scale": scale, "v_scale": "head", "dtype": "bfloat16"}
     problem = Case(**sizes | of_bytes | changes).problem
@@ -108,7 +108,7 @@ def test_candidates_for_fp8_read_bytes(changes, kind, scale, head_dim):
     assert len(plans) > 1 and plans[0] == choose_plan(problem, H200)
     for plan in plans:
         (tile,) = plan.tiles
-        assert type(tile) is kind
+        assert type(tile) is type_
         if isinstance(tile, ForwardTile):
             assert tile.key_bytes == 1
         elif isinstance(tile, ForwardFloat8Sm90Tile):
@@ -198,8 +198,8 @@ def test_there_is_something_to_try(pass_, options, dtype, dim):
 
 
 def test_rows_of_other_kernels_are_tried():
-    kinds = {type(plan.tiles[0]).__name__ for plan in candidates(problem_of(dim=128, dim_v=128), H200)}
-    assert kinds == {"ForwardSm90Tile", "ForwardTile"}
+    types = {type(plan.tiles[0]).__name__ for plan in candidates(problem_of(dim=128, dim_v=128), H200)}
+    assert types == {"ForwardSm90Tile", "ForwardTile"}
 
 
 @pytest.mark.parametrize("pass_", PASSES)
@@ -208,8 +208,8 @@ def test_the_precision_of_products_stays(pass_):
     for precision in ("highest", "tf32"):
         problem = problem_of(2048, 2048, 64, 64, dtype="float32", precision=precision)
         plans = candidates(problem, H200, pass_)
-        kind = ForwardFloat32Sm90Tile if pass_ is FORWARD else BackwardFloat32Sm90Tile
-        parts = [tile.bf16_parts for plan in plans for tile in plan.tiles if isinstance(tile, kind)]
+        type_ = ForwardFloat32Sm90Tile if pass_ is FORWARD else BackwardFloat32Sm90Tile
+        parts = [tile.bf16_parts for plan in plans for tile in plan.tiles if isinstance(tile, type_)]
         assert parts == [3 if precision == "highest" else 2] * len(plans)
 
 
