@@ -89,7 +89,7 @@ class FlashAttention(Preparation):
         rounded to the nearest number of TF32's 11 bits, and are summed in float32. Each score is then off by up to
         ``2 ** -10 * abs(scale) * sum(abs(q[i]) * abs(k[j]))``, and each result, besides what that changes, by 2 ** -10
         of the sum of the absolute values of its terms. On compute capability 9.0, where `plan` says that arrays are
-        split into two parts of bfloat16, which are 16 bits, both bounds are 2 ** -14; elsewhere factors are rounded to
+        split into two bf16 terms, which are 16 bits, both bounds are 2 ** -14; elsewhere factors are rounded to
         TF32. On the CPU "tf32" is computed as "highest" is.
     dropout : float, default 0.0
         Probability that a weight is dropped, from 0 up to, but not, 1; rounded to a multiple of 1 / 65536, and refused
@@ -143,8 +143,8 @@ class FlashAttention(Preparation):
 
         lse[i] = log(exp(sink) + sum_j exp(s)),   out[i] = sum_j exp(s - lse[i]) * v[j]
 
-    A query that attends to no key has out = 0, lse = -inf (or the sink) and no part in the gradients of q, k and v. For
-    any other query, NaN and infinities in what it attends to reach the output as in the formula.
+    A query that attends to no key has out = 0, lse = -inf (or the sink) and adds nothing to the gradients of q, k and
+    v. For any other query, NaN and infinities in what it attends to reach the output as in the formula.
 
     With dropout, the weights of `out` are divided by ``1 - dropout`` where they are kept and zero elsewhere; `lse` is
     that of the weights before dropout. Whether a weight is kept depends only on seed, offset and its place (batch

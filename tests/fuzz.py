@@ -40,7 +40,7 @@ from cuflash.testing.rule import yardsticks_of
 from cuflash.testing.strategies import BIAS_MASKS, SCORE_MEANS, factors_of
 from tests import scored
 from tests.pairs import judge
-from tests.ranks import Parts, Whole, compute, on_threads
+from tests.ranks import Shards, Whole, compute, on_threads
 from tests.scored import Functions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -421,16 +421,16 @@ def _by_calls(trial: Trial, arrays: Mapping[str, Any], given: Mapping[str, Any])
 
 
 def _by_ranks(trial: Trial, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The same by ranks that are threads, which have parts of the rows."""
+    """The same by ranks that are threads, which have shards of the rows."""
     case = trial.case
     splits = [cd.zigzag(n, trial.ranks) for n in (case.seqlen_q, case.seqlen_k)]
-    parts = Parts(Whole(trial.problem, case.arrays(), trial.keywords, case.random), *splits)
+    shards = Shards(Whole(trial.problem, case.arrays(), trial.keywords, case.random), *splits)
 
     def work(comm: cd.Transport) -> dict[str, Any]:
         attn = cd.ContextParallel(comm, split=splits[0], split_k=splits[1], timeout=60, **trial.keywords)
-        return compute(attn, parts, arrays, trial.need)
+        return compute(attn, shards, arrays, trial.need)
 
-    return parts.whole(on_threads(trial.ranks, work))
+    return shards.whole(on_threads(trial.ranks, work))
 
 
 def _multiplies_float8(trial: Trial, arrays: Mapping[str, Any]) -> bool:

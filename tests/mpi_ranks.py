@@ -13,8 +13,8 @@ from mpi4py import MPI
 
 import cuflash.distributed as cd
 import cuflash.testing as ct
-from cuflash.shards.slices import Parts as Calls
-from tests.ranks import Parts, Whole, compute, judge
+from cuflash.shards.slices import Slices as Calls
+from tests.ranks import Shards, Whole, compute, judge
 
 SIZES: dict[str, Any] = {"seqlen_q": 61, "seqlen_k": 83, "num_heads": 4, "num_heads_kv": 2, "head_dim": 16}
 CASES = (
@@ -30,11 +30,11 @@ def right_results(comm: MPI.Comm) -> None:
     for number, case in enumerate(CASES):
         split_q = cd.zigzag(case.seqlen_q, comm.size)
         split_k = cd.Split([[(0, 5), (80, 83)], [(5, 80)], *[[] for _ in range(comm.size - 2)]])
-        parts = Parts(Whole.of(case), split_q, split_k)
+        shards = Shards(Whole.of(case), split_q, split_k)
         attn = cd.ContextParallel(comm, split=split_q, split_k=split_k, timeout=20, **case.keywords)
-        results = comm.gather(compute(attn, parts, case.arrays()))
+        results = comm.gather(compute(attn, shards, case.arrays()))
         if results is not None:
-            judge(case, parts.whole(results))
+            judge(case, shards.whole(results))
             print(f"case {number} is right on {comm.size} ranks", flush=True)
 
 

@@ -35,7 +35,7 @@ class Whole(NamedTuple):
         return cls(case.problem, case.arrays, keywords, case.random)
 
 
-class Parts:
+class Shards:
     """Where the rows of a problem's arrays are, of a split of its queries and one of its keys."""
 
     def __init__(self, whole: Whole, split_q: cd.Split, split_k: cd.Split) -> None:
@@ -62,14 +62,14 @@ class Parts:
         """The results of all ranks put together; those that are not of rows are the same on all of them."""
         found = {}
         for name in results[0]:
-            parts = [np.asarray(ct.to_numpy(result[name])) for result in results]
+            shards = [np.asarray(ct.to_numpy(result[name])) for result in results]
             if name in self.places:
                 split, axis = self.places[name]
-                found[name] = split.whole(parts, axis)
+                found[name] = split.whole(shards, axis)
             else:
-                found[name] = parts[0]
-                for part in parts:
-                    np.testing.assert_array_equal(part, parts[0], err_msg=name)
+                found[name] = shards[0]
+                for shard in shards:
+                    np.testing.assert_array_equal(shard, shards[0], err_msg=name)
         return found
 
 
@@ -83,11 +83,11 @@ class OfRank(NamedTuple):
 
 
 def compute(
-    attn: Any, parts: Parts | OfRank, arrays: Mapping[str, Any], need: Sequence[str] | None = None
+    attn: Any, shards: Shards | OfRank, arrays: Mapping[str, Any], need: Sequence[str] | None = None
 ) -> dict[str, Any]:
     """All results of both passes on one rank, or those gradients that are needed, of the arrays of all ranks."""
-    problem, random = parts.whole_problem.problem, parts.whole_problem.random
-    own = parts.of(attn.rank, arrays)
+    problem, random = shards.whole_problem.problem, shards.whole_problem.random
+    own = shards.of(attn.rank, arrays)
     inputs, need = ct.qkv(own), ct.gradients_of(problem) if need is None else need
     optional = {name: x for name, x in own.items() if name not in REQUIRED} | random
     out, lse = attn.forward(*inputs, **optional)
@@ -116,15 +116,15 @@ def results_of(
     Where there are several equal calls, the results are those of the last one, and ranks hear of each other meanwhile.
     """
     whole = Whole.of(case)
-    parts = Parts(whole, split_q, split_k)
+    shards = Shards(whole, split_q, split_k)
 
     def work(comm: cd.Transport) -> dict[str, Any]:
         comm.shares_meanwhile = calls > 1
         keywords = {"split": split_q, "split_k": split_k, "timeout": 30, "steps": 3, **whole.keywords, **options}
         attn = cd.ContextParallel(comm, **keywords)
-        return [compute(attn, parts, whole.arrays, need) for _ in range(calls)][-1]
+        return [compute(attn, shards, whole.arrays, need) for _ in range(calls)][-1]
 
-    return parts.whole(on_threads(split_q.ranks, work))
+    return shards.whole(on_threads(split_q.ranks, work))
 
 
 def judge(case: ct.Case | Scored, results: Mapping[str, Any]) -> None:

@@ -75,8 +75,8 @@ def overlap(a: Span, b: Span) -> Span:
 
 
 def cut(span: Span, spans: Sequence[Span]) -> list[Span]:
-    """The parts of `span` that lie in some spans, in their order."""
-    return [part for other in spans if is_some(part := overlap(span, other))]
+    """The intersections of `span` with some spans, in their order."""
+    return [common for other in spans if is_some(common := overlap(span, other))]
 
 
 def places(rows: Sequence[Span], held: Sequence[Span]) -> slice | None:

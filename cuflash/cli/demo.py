@@ -54,7 +54,7 @@ def demo(args: argparse.Namespace) -> int:
     problem = make_problem(options, q, k, v)
     lse = xp.empty(problem.lse_shape, problem.softmax_dtype)
     # On the CPU one head at a time, which takes as long as all at once and lets the bar move.
-    parts = [slice(None)] if on_gpu else [slice(head, head + 1) for head in range(num_heads)]
+    head_slices = [slice(None)] if on_gpu else [slice(head, head + 1) for head in range(num_heads)]
     attn = FlashAttention(causal=True)
 
     def forward(h: slice) -> None:
@@ -65,10 +65,10 @@ def demo(args: argparse.Namespace) -> int:
 
     measure = measure_on_gpu if on_gpu else measure_on_cpu
     arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
-    with Bar(total=1 + 2 * len(parts) + 2 * NUM_SAMPLES) as bar:
+    with Bar(total=1 + 2 * len(head_slices) + 2 * NUM_SAMPLES) as bar:
         attn.compile(q, k, v)
         bar.advance()
-        costs = {run.__name__: measure(run, parts, bar) for run in (forward, backward)}
+        costs = {run.__name__: measure(run, head_slices, bar) for run in (forward, backward)}
         sampled = sample_errors(options, arrays, bar)
     print_costs(problem, costs)
     print_errors(dtype.name, sampled)
@@ -94,11 +94,11 @@ def longest_that_fits(xp: ModuleType, bytes_per_row: int) -> int:
     return seqlen
 
 
-def measure_on_cpu(run: Callable[[slice], None], parts: list[slice], bar: Bar) -> Cost:
+def measure_on_cpu(run: Callable[[slice], None], head_slices: list[slice], bar: Bar) -> Cost:
     tracemalloc.start()  # NumPy reports what it allocates
     start = time.perf_counter()
-    for part in parts:
-        run(part)
+    for heads in head_slices:
+        run(heads)
         bar.advance()
     seconds = time.perf_counter() - start
     extra_bytes = tracemalloc.get_traced_memory()[1]
@@ -106,7 +106,7 @@ def measure_on_cpu(run: Callable[[slice], None], parts: list[slice], bar: Bar) -
     return Cost(seconds, extra_bytes)
 
 
-def measure_on_gpu(run: Callable[[slice], None], parts: list[slice], bar: Bar) -> Cost:
+def measure_on_gpu(run: Callable[[slice], None], head_slices: list[slice], bar: Bar) -> Cost:
     import cupy
 
     pool = cupy.cuda.MemoryPool()  # an empty one, so that it ends up as large as what the call needed
@@ -115,12 +115,12 @@ def measure_on_gpu(run: Callable[[slice], None], parts: list[slice], bar: Bar) -
         for _ in range(4):
             begin, end = cupy.cuda.Event(), cupy.cuda.Event()
             begin.record()
-            for part in parts:
-                run(part)
+            for heads in head_slices:
+                run(heads)
             end.record()
             end.synchronize()
             times.append(cupy.cuda.get_elapsed_time(begin, end) / 1e3)
-    for _ in parts:
+    for _ in head_slices:
         bar.advance()
     extra_bytes = pool.total_bytes()
     pool.free_all_blocks()  # which would stay even without the pool

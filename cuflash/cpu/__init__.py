@@ -113,7 +113,7 @@ def backward(
         The gradients that are wanted, names of `outputs.GRADIENTS`; without it dq, dk, dv.
     **others : numpy.ndarray, optional
         The optional inputs, as `forward` takes them; dlse, the gradient with respect to lse; row_sums, if q, k and v
-        are a part of a problem (`cuflash.spec.row_sums`); and arrays for gradients by name, which are written to and
+        are a slice of a problem (`cuflash.spec.row_sums`); and arrays for gradients by name, which are written to and
         returned if wanted: shapes and dtypes of q, k, v, bias and so on, shape () and dtype of lse where it is that of
         a number; any strides.
 
@@ -131,7 +131,7 @@ def backward(
 
 
 def row_sums(problem: Problem, q: Array, k: Array, v: Array, lse: Array, **optional_inputs: Any) -> Array:
-    """Row max and row sum, over the keys of a part, of rows whose lse is large, in layout "bhsd" (see `of_rows`)."""
+    """Row max and row sum, over the keys of a slice, of rows whose lse is large, in layout "bhsd" (see `of_rows`)."""
     found = of_rows.to_fill(lse)
     if problem.has_float8:  # which have no backward pass
         return _row_sums_of_float8(problem, q, k, v, lse, found, optional_inputs)

@@ -35,7 +35,7 @@ def forward(
     if results := _repeated(FORWARD, options, arrays, need, random):
         return results
     if axes := axes_of(options, arrays, need):
-        calls = Calls(axes, options, arrays, need, np, gives_parts=False)
+        calls = Calls(axes, options, arrays, need, np, gives_partials=False)
         return calls.run(lambda own, found: forward(own, _given(found), random, need))
     problem = bound(FORWARD, options, arrays, need).problem
     return cpu.forward(problem, need=need, **arrays, seed=random[0], offset=random[1])
@@ -46,7 +46,7 @@ def backward(
 ) -> tuple[Any, ...]:
     """The gradients `need` of NumPy arrays, in the order of `GRADIENTS`.
 
-    `arrays` may have row sums (`cuflash.spec.row_sums`) where q, k and v are a part of a problem.
+    `arrays` may have row sums (`cuflash.spec.row_sums`) where q, k and v are a slice of a problem.
     """
     if "row_sums" in arrays:
         others = {name: x for name, x in arrays.items() if name != "row_sums"}
@@ -55,7 +55,7 @@ def backward(
     if results := _repeated(BACKWARD, options, arrays, need, random):
         return results
     if axes := axes_of(options, arrays, need):
-        calls = Calls(axes, options, arrays, need, np, gives_parts=False)
+        calls = Calls(axes, options, arrays, need, np, gives_partials=False)
         return calls.run(lambda own, found: backward(own, _given(found), need, random))
     problem = bound(BACKWARD, options, arrays, need).problem
     return cpu.backward(problem, need=need, **arrays, seed=random[0], offset=random[1])
@@ -64,7 +64,7 @@ def backward(
 def row_sums(options: Options, given: dict[str, Any]) -> Any:
     """Row max and row sum of rows whose lse is large, over the keys that are given (`cuflash.spec.row_sums`).
 
-    lse is that of these keys, or of all keys of which these are a part. There is one batch axis, and the layout "bhsd".
+    lse is that of these keys, or of all keys of which these are some. There is one batch axis, and the layout "bhsd".
     """
     problem = bound(FORWARD, options, {name: x for name, x in given.items() if name != "lse"}, OUTPUTS).problem
     return cpu.row_sums(problem, **given)
@@ -75,7 +75,7 @@ def plan(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAU
     first = _first(options, arrays)
     axes = first.axes
     if axes:
-        axes = first_call(options, of_pass(BACKWARD, arrays, options), need, np, gives_parts=False).axes
+        axes = first_call(options, of_pass(BACKWARD, arrays, options), need, np, gives_partials=False).axes
     return CpuPlan(problem=_bound_first(first).problem, need=need, axes=axes)
 
 
@@ -103,7 +103,7 @@ def tune(
 def _first(options: Options, arrays: Mapping[str, Any]) -> FirstCall:
     """The first of the forward passes that make up a call."""
     own = of_pass(FORWARD, arrays, options)
-    return first_call(options, own, OUTPUTS, np, gives_parts=False)
+    return first_call(options, own, OUTPUTS, np, gives_partials=False)
 
 
 def _bound_first(first: FirstCall) -> Binding:

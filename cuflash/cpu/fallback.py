@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from cuflash.arrays.array_info import view_4d, view_rows
 from cuflash.cpu import jobs
+from cuflash.cpu.gemm import product
 from cuflash.cpu.packed import clear_gradients_of_no_sequence, sequences
-from cuflash.cpu.part_products import product
-from cuflash.cpu.parts import slices
+from cuflash.cpu.score_tiles import slices
 from cuflash.score_mod.evaluation import clamped, evaluate
 from cuflash.score_mod.intervals import Tables, bounds_of
 from cuflash.score_mod.nodes import Node
@@ -394,7 +394,7 @@ class _Job:
         explains = large & (np.abs(difference) <= 4 * np.spacing(np.abs(lse)))
         return np.where(explains, softmax.row_max, base), np.where(explains, softmax.row_sum, 1)
 
-    def backward(self, wanted: Mapping[str, Array]) -> _Part:
+    def backward(self, wanted: Mapping[str, Array]) -> _JobGradients:
         """Write dq, if it is wanted, and return what the job adds to the other gradients."""
         lse, dO, O = (self.of_rows(name) for name in ("lse", "dout", "out"))  # noqa: E741 (the paper's letter)
         row_max, row_sum = self.row_max_and_sum(lse)
@@ -411,41 +411,41 @@ class _Job:
                 np.copyto(p, 0, where=is_empty)  # such a row may have any scores
             return p
 
-        part = _Part(self, wanted)
+        gradients = _JobGradients(self, wanted)
         dq = np.zeros(self.scaled_q.shape, self.dtype)  # over scale
         for tile in self.tiles():
             s, scores = self.scores(tile)
             p = weights(self.folded(scores))
             kept = self.kept(tile) if self.problem.dropout else None
             if "dv" in wanted:
-                part.add_keys("dv", tile, product((p if kept is None else p * kept).swapaxes(2, 3), dO))
-            if part.is_of_values:
+                gradients.add_keys("dv", tile, product((p if kept is None else p * kept).swapaxes(2, 3), dO))
+            if gradients.is_of_values:
                 continue
             ds = product(dO, self.of_keys("v", tile).swapaxes(2, 3))
             if kept is not None:
                 ds *= kept
             ds -= delta
             ds *= p
-            if part.is_of_scores:
-                ds = self.folded(part.add_scores(tile, s, ds.reshape(s.shape), (p != 0).reshape(s.shape)))
+            if gradients.is_of_scores:
+                ds = self.folded(gradients.add_scores(tile, s, ds.reshape(s.shape), (p != 0).reshape(s.shape)))
             if "dk" in wanted:
-                part.add_keys("dk", tile, product(ds.swapaxes(2, 3), self.scaled_q))
+                gradients.add_keys("dk", tile, product(ds.swapaxes(2, 3), self.scaled_q))
             if "dq" in wanted or "dscale" in wanted:
                 dq += product(ds, self.of_keys("k", tile))
         if "dscale" in wanted:
-            part.of_heads["dscale"] = self.sum_of_rows(dq * self.of_rows("q"))
+            gradients.of_heads["dscale"] = self.sum_of_rows(dq * self.of_rows("q"))
         if "dsinks" in wanted and "sinks" in self.call.arrays:
-            part.of_heads["dsinks"] = -self.sum_of_rows(weights(self.sinks) * delta)
+            gradients.of_heads["dsinks"] = -self.sum_of_rows(weights(self.sinks) * delta)
         if "dq" in wanted:
             self.write("dq", dq * self.dtype.type(self.problem.scale))
-        return part
+        return gradients
 
     def sum_of_rows(self, x: Array) -> Array:
         """The sum over rows, or over pairs, of each head: (batch, heads)."""
         return x.reshape(self.shape[0], self.heads.size, -1).sum(axis=2, dtype=np.float64)
 
 
-class _Part:
+class _JobGradients:
     """What a job adds to gradients that jobs share."""
 
     def __init__(self, job: _Job, wanted: Mapping[str, Array]) -> None:
@@ -505,7 +505,7 @@ class _Part:
 
 
 class _Sums:
-    """The gradients that are wanted: sums of the parts of jobs.
+    """The gradients that are wanted: sums over jobs.
 
     Attributes
     ----------
@@ -526,15 +526,15 @@ class _Sums:
             else:
                 self._of_heads[name] = np.zeros((problem.batch, problem.num_heads))
 
-    def add(self, part: _Part) -> None:
-        for total, x in part.of_keys:
+    def add(self, gradients: _JobGradients) -> None:
+        for total, x in gradients.of_keys:
             total += x
-        for name, x in part.of_heads.items():
-            batches, heads = part.job.batches, part.job.heads.reshape(-1)
+        for name, x in gradients.of_heads.items():
+            batches, heads = gradients.job.batches, gradients.job.heads.reshape(-1)
             self._of_heads[name][batches[0] : batches[-1] + 1, heads[0] : heads[-1] + 1] += x
-        for place, x in part.of_bias:
+        for place, x in gradients.of_bias:
             _with_axes(self._of_entries["dbias"], 4)[place] += x
-        for name, entries, x in part.of_entries:
+        for name, entries, x in gradients.of_entries:
             self._of_entries[f"d{name}"].reshape(-1)[entries] += x
 
     def write(self) -> None:

@@ -33,12 +33,12 @@ class Sequence:
     keys: slice
 
     def of_rows(self, array: Array, name: str) -> Array:
-        """The part of the 3-D array `name`, or of the 2-D array lse or dlse, that is this sequence's."""
-        part = self.keys if name.removeprefix("d") in ("k", "v") else self.rows
-        return array[part] if array.ndim == 3 and self.problem.layout == "bshd" else array[:, part]
+        """The slice of the 3-D array `name`, or of the 2-D array lse or dlse, that is this sequence's."""
+        own = self.keys if name.removeprefix("d") in ("k", "v") else self.rows
+        return array[own] if array.ndim == 3 and self.problem.layout == "bshd" else array[:, own]
 
     def of_call(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """The part of a call's arrays, those that functions read left out, that is this sequence's."""
+        """The slice of a call's arrays, but for score_mod args, that is this sequence's."""
         rows = {name: self.of_rows(x, name) for name, x in arrays.items() if name in _OF_ROWS}
         return rows | self.optional_inputs_of({name: x for name, x in arrays.items() if name not in rows})
 

@@ -5,9 +5,9 @@ bias is all of it: NumPy multiplies q and k, and the core gets zeros in their pl
 a mask function hides, once for all batch entries and heads that the functions do not tell apart. What follows from
 i - j alone is computed once for each diagonal, and the rows of the bias are views of one line.
 
-A part of a call has as many queries, heads and batch entries as take `PART_BYTES`, so that memory is linear, and
+A slice of a call has as many queries, heads and batch entries as take `SLICE_BYTES`, so that memory is linear, and
 results do not depend on the number of threads. All that follows from the shapes and strides of arrays is prepared once
-(`Prepared`), and kept for repeated calls by `cuflash.cpu.backend`. What parts add to dk and dv is summed in the dtype
+(`Prepared`), and kept for repeated calls by `cuflash.cpu.backend`. What slices add to dk and dv is summed in the dtype
 of the softmax, in their order. Gradients of arrays that a score reads, and of q and k where it is no sum, follow from
 that of the bias; those of arrays are summed in float64.
 """
@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from cuflash.arrays.array_info import ITEMSIZE, view_4d, view_rows
 from cuflash.cpu import core, jobs
 from cuflash.cpu.fallback import shown_blocks, sums_of_entries
+from cuflash.cpu.gemm import Products
 from cuflash.cpu.packed import clear_gradients_of_no_sequence, sequences
-from cuflash.cpu.part_products import Products
-from cuflash.cpu.parts import BLOCK, Pairs, Part, Tile, parts, sums_of_diagonals
+from cuflash.cpu.score_tiles import BLOCK, CallSlice, Pairs, Tile, call_slices, sums_of_diagonals
 from cuflash.score_mod import is_of_diagonals
 from cuflash.score_mod.evaluation import evaluate
 from cuflash.score_mod.intervals import Tables
@@ -45,13 +45,13 @@ Result = TypeVar("Result")
 # With as many pairs, calls of NumPy take most of the time where nothing is kept of an earlier call: one head of 64
 # queries and keys took 0.28 ms by tiles, and 0.41 so.
 FEW_PAIRS = 2**13
-PART_BYTES = 2**23  # of the bias of a part
+SLICE_BYTES = 2**23  # of the bias of a slice
 LINE = 2**16  # diagonals at a time
-MOST_PARTS = 16  # of a call, of which what is prepared is kept
+MOST_SLICES = 16  # of a call, of which what is prepared is kept
 LENGTHS = "kv_lengths"
 STARTS = ("cu_seqlens_q", "cu_seqlens_k")
-_OF_SCORES = tuple(row.name for row in OPTIONAL_INPUTS if row.part_of == "scores")
-BESIDE = ("mask", LENGTHS, *_OF_SCORES, *(row.name for row in OPTIONAL_INPUTS if row.part_of == "softmax"))
+_OF_SCORES = tuple(row.name for row in OPTIONAL_INPUTS if row.gradient_via == "scores")
+BESIDE = ("mask", LENGTHS, *_OF_SCORES, *(row.name for row in OPTIONAL_INPUTS if row.gradient_via == "softmax"))
 
 
 def why_not(problem: Problem, wanted: Collection[str] = ()) -> str | None:
@@ -130,7 +130,7 @@ class _Call(NamedTuple):
     score_args: Mapping[str, Array]  # what functions read
     sums: Mapping[str, Array]  # of the wanted gradients of score_mod args, by the names of these
     random: tuple[int | None, int | None]
-    memory: dict[str, Array]  # for arrays of pairs, kept from part to part: fresh one has to be mapped page by page
+    memory: dict[str, Array]  # for arrays of pairs, kept from slice to slice: fresh one has to be mapped page by page
 
     def take(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """An array of pairs, whose numbers may be any."""
@@ -140,11 +140,11 @@ class _Call(NamedTuple):
         return memory[name][:size].reshape(shape)
 
 
-class _PreparedPart(NamedTuple):
-    """What is known of a part before its arrays are."""
+class _PreparedSlice(NamedTuple):
+    """What is known of a slice before its arrays are."""
 
-    part: Part
-    places: Mapping[str, tuple[slice, ...]]  # of the part in an array of the call, by the name of this
+    call_slice: CallSlice
+    places: Mapping[str, tuple[slice, ...]]  # of the slice in an array of the call, by the name of this
     pairs: Pairs
     tiles: list[Tile]
     shown: tuple[Array, Array] | None  # `Prepared.blocks`, if these do not depend on arrays
@@ -157,7 +157,7 @@ class Prepared:
     Attributes
     ----------
     is_kept : bool
-        Whether its parts are so few that they are kept.
+        Whether its slices are so few that they are kept.
     are_4d : bool
         Whether arrays are (batch, heads, seqlen, dim) as they are given.
     is_sum : bool
@@ -167,7 +167,7 @@ class Prepared:
     different : set of {"batch", "head"}
         What functions, or products, tell apart.
     is_split : bool
-        Whether several parts add to dk and dv.
+        Whether several slices add to dk and dv.
     wide : dtype or None
         In place of the dtype of q, if it is another one.
     """
@@ -191,13 +191,13 @@ class Prepared:
         inputs = {at.payload for at in in_order(roots) if at.op == "input"}
         self.different = {name for name in ("batch", "head") if multiplies or name in inputs}
         is_line = self.has_diagonals and program.mask is None and not self.reads
-        most, of_lines = PART_BYTES // self.dtype.itemsize, problem.seqlen_q + problem.seqlen_k if is_line else None
-        self._parts = list(parts(problem, self.different, most, of_lines))
-        self.is_kept = len(self._parts) <= MOST_PARTS
-        self.is_split = "dout" in names and len({part.rows.start for part in self._parts}) > 1
+        most, of_lines = SLICE_BYTES // self.dtype.itemsize, problem.seqlen_q + problem.seqlen_k if is_line else None
+        self._slices = list(call_slices(problem, self.different, most, of_lines))
+        self.is_kept = len(self._slices) <= MOST_SLICES
+        self.is_split = "dout" in names and len({call_slice.rows.start for call_slice in self._slices}) > 1
         is_wide = self.is_split and ITEMSIZE[problem.dtype] < self.dtype.itemsize
         self.wide = self.dtype if is_wide else None
-        self._prepared = [self._prepare(part) for part in self._parts] if self.is_kept else None
+        self._prepared = [self._prepare(call_slice) for call_slice in self._slices] if self.is_kept else None
 
     def compute(self, arrays: Sequence[Array], random: tuple[int | None, int | None], *, are_apart: bool) -> int:
         """Compute a pass on arrays in the order of their names; `NOT_APART` unless `are_apart`, as `core.compute`."""
@@ -225,47 +225,47 @@ class Prepared:
                 views[name] = view_rows(x) if name in OVER_ROWS else view_4d(x, self.problem.layout)
         optional_inputs = {name: given[name] for name in self.optional_inputs}
         call = _Call(views, optional_inputs, score_args, sums, random, {})
-        every = self._prepared or map(self._prepare, self._parts)
+        every = self._prepared or map(self._prepare, self._slices)
         if self.is_split:
-            self._add_parts(call, every)
+            self._add_slices(call, every)
             return
-        if not self._parts:
+        if not self._slices:
             for name in self.results:
                 views[name][...] = 0
         for prepared in every:
-            self._run_part(call, prepared, {name: views[name][prepared.places[name]] for name in self.results})
+            self._run_slice(call, prepared, {name: views[name][prepared.places[name]] for name in self.results})
 
-    def _add_parts(self, call: _Call, every: Iterable[_PreparedPart]) -> None:
-        """Write gradients, all computed in the dtype of the softmax, where several parts add to dk and dv."""
+    def _add_slices(self, call: _Call, every: Iterable[_PreparedSlice]) -> None:
+        """Write gradients, all computed in the dtype of the softmax, where several slices add to dk and dv."""
         whole = {name: call.arrays[name] for name in self.results}
         totals = {name: np.zeros(x.shape, self.wide or x.dtype) for name, x in whole.items()}
         for prepared in every:
             own = {name: x[prepared.places[name]] for name, x in totals.items()}
             results = {name: x if name == "dq" else np.empty_like(x) for name, x in own.items()}
-            self._run_part(call, prepared, results)
+            self._run_slice(call, prepared, results)
             for name, x in own.items():
                 if name != "dq":
                     x += results[name]
         for name, x in totals.items():
             whole[name][...] = x
 
-    def _prepare(self, part: Part) -> _PreparedPart:
-        pairs, shown = Pairs(self.problem, part, self.different, self.sequence), None
+    def _prepare(self, call_slice: CallSlice) -> _PreparedSlice:
+        pairs, shown = Pairs(self.problem, call_slice, self.different, self.sequence), None
         tiles, mask = pairs.tiles(), self.program.mask
         if mask is not None and not any(at.op == "load" for at in in_order([mask])):
             shown = self._blocks(mask, pairs, Tables({}))
             tiles = [tile for tile in tiles if shown[1][tile.blocks].any()]
-        places = {name: part.place_of(name) for name in (*self.arrays, *self.results)}
-        return _PreparedPart(part, places, pairs, tiles, shown, {})
+        places = {name: call_slice.place_of(name) for name in (*self.arrays, *self.results)}
+        return _PreparedSlice(call_slice, places, pairs, tiles, shown, {})
 
-    def _run_part(self, call: _Call, prepared: _PreparedPart, wanted: Mapping[str, Array]) -> None:
-        """Compute a part, and write the gradients that are `wanted` of q, k and v."""
-        part, pairs, places = prepared.part, prepared.pairs, prepared.places
+    def _run_slice(self, call: _Call, prepared: _PreparedSlice, wanted: Mapping[str, Array]) -> None:
+        """Compute a slice, and write the gradients that are `wanted` of q, k and v."""
+        call_slice, pairs, places = prepared.call_slice, prepared.pairs, prepared.places
         arrays = {name: call.arrays[name][places[name]] for name in self.arrays}
         if self.wide is not None:
             arrays = {name: x.astype(self.wide) if _is_narrow(x, self.wide) else x for name, x in arrays.items()}
         optional_inputs = {
-            name: part.view_of(x, cast("int", core.AXES[name])) for name, x in call.optional_inputs.items()
+            name: call_slice.view_of(x, cast("int", core.AXES[name])) for name, x in call.optional_inputs.items()
         }
         if self.wide is not None and "bias" in optional_inputs and _is_narrow(optional_inputs["bias"], self.wide):
             optional_inputs["bias"] = optional_inputs["bias"].astype(self.wide)
@@ -284,31 +284,31 @@ class Prepared:
         problem = prepared.problems.get(names := tuple(optional_inputs))
         if problem is None:
             own = (arrays[name] for name in INPUTS)
-            problem = prepared.problems[names] = make_problem(self._options(part), *own, **optional_inputs)
+            problem = prepared.problems[names] = make_problem(self._options(call_slice), *own, **optional_inputs)
         core.run(problem, {**arrays, **optional_inputs, **results}, self.pass_, *call.random)
         if call.sums:
             self._add_reads(call, pairs, tiles, results["dbias"], products)
         if products is not None and of_products:
             self._write_of_products(call, tiles, results["dbias"], products, of_products)
 
-    def _options(self, part: Part) -> Options:
-        """The options of a part."""
+    def _options(self, call_slice: CallSlice) -> Options:
+        """The options of a slice."""
         whole = self.problem
         window, origin = (whole.window_left, whole.window_right), whole.origin
-        head = ((part.batches.start or 0) + self.sequence) * origin.num_heads + (part.heads.start or 0)
+        head = ((call_slice.batches.start or 0) + self.sequence) * origin.num_heads + (call_slice.heads.start or 0)
         return Options(
             **whole.numbers,
             window=None if window == (None, None) else window,
-            diagonal=whole.diagonal + part.rows.start,
+            diagonal=whole.diagonal + call_slice.rows.start,
             block_size=BLOCK,
             dropout=whole.dropout,
-            origin=Origin(origin.query + part.rows.start, origin.key, origin.head + head, origin.num_heads),
+            origin=Origin(origin.query + call_slice.rows.start, origin.key, origin.head + head, origin.num_heads),
         )
 
     def _functions(
-        self, call: _Call, prepared: _PreparedPart, products: Products | None
+        self, call: _Call, prepared: _PreparedSlice, products: Products | None
     ) -> tuple[dict[str, Array], list[Tile]]:
-        """The bias of a part, the mask of its pairs, and that of its blocks, those that there are; and its tiles.
+        """The bias of a slice, the mask of its pairs, and that of its blocks, those that there are; and its tiles.
 
         Tiles that bounds or the mask hide as a whole are not among these. The bias may be anything there.
         """
@@ -344,7 +344,7 @@ class Prepared:
         return optional_inputs, tiles
 
     def _bias_of_diagonals(self, call: _Call, pairs: Pairs) -> Array:
-        """The bias of a part, whose rows are views of one line: each begins one number before the one above it."""
+        """The bias of a slice, whose rows are views of one line: each begins one number before the one above it."""
         *outer, rows, keys = pairs.shape
         line = np.empty((*outer, 1, max(rows + keys - 1, 0)), self.dtype)
         score = [cast("Node", self.program.score)]
@@ -368,7 +368,7 @@ class Prepared:
                 inputs = tile.inputs(None if products is None else products.scaled)
             values = iter(evaluate(roots, inputs, call.score_args, self.dtype))
             for name, load in loads:
-                # A pair that does not count has no part, whatever the derivative is.
+                # A pair that does not count adds nothing, whatever the derivative is.
                 optional_inputs = own * np.where(own == 0, 0, next(values))
                 places = list(itertools.islice(values, len(load.at.args)))
                 entries.append((name, *sums_of_entries(call.score_args[name].shape, places, optional_inputs)))

@@ -1,4 +1,4 @@
-"""Attention over sequences that are longer than one device: each rank has a part of the queries and of the keys.
+"""Attention over sequences that are longer than one device: each rank has a shard of the queries and of the keys.
 
 >>> import numpy as np, cuflash.distributed as cd
 >>> (comm,) = cd.threads(1)

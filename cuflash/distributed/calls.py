@@ -58,7 +58,7 @@ ALL_ROWS = "all"  # what an array without an axis of queries says instead of the
 # Optional inputs that are the same on all ranks, because they have no axes of rows.
 _OF_ALL = (*(row.name for row in OPTIONAL_INPUTS if row.own_axes in (0, 1)), *FP8_SCALES)
 # Optional inputs that depend on the numbers of rows.
-_COUNTED = frozenset(row.name for row in OPTIONAL_INPUTS if row.part_of != "softmax")
+_COUNTED = frozenset(row.name for row in OPTIONAL_INPUTS if row.gradient_via != "softmax")
 _PASS_OF_METHOD = {"forward": FORWARD, "decode": FORWARD, "plan": FORWARD, "backward": BACKWARD}
 _STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 _LARGE_ROWS = "_large rows"
@@ -66,7 +66,7 @@ MAX_KNOWN = 256  # calls whose preparation is kept
 WARM_UP = 600.0  # seconds by which ranks on devices wait longer for one another, while kernels may be compiled
 # Optional inputs that may replace a function that spells them out. A bias is not among them: each rank has other rows
 # of it.
-_SPELLED = tuple(row.name for row in PER_HEAD_INPUTS if row.part_of == "scores")
+_SPELLED = tuple(row.name for row in PER_HEAD_INPUTS if row.gradient_via == "scores")
 
 
 class Call(NamedTuple):
@@ -145,7 +145,7 @@ class Calls:
         compute: Callable[[Call, Execution], Result],
         need_of: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda given: OUTPUTS,
     ) -> Result:
-        """Do this rank's part of a call, if all ranks agree on the call.
+        """Compute this rank's share of a call, if all ranks agree on the call.
 
         If this rank has made such a call before, and its transport can share while the rank computes, it begins with
         its own rows before it hears of the others.
@@ -287,7 +287,7 @@ class Calls:
             raise not_served("block_table", got, "contiguous keys; each rank's pages gathered into them")
         own = spec.prepare(self.options, arrays, required, (), rewrites=False)
         if own.backend == "streamed":
-            raise not_served("k", "Streamed", "keys and values where q is: each rank has only a part of all")
+            raise not_served("k", "Streamed", "keys and values where q is: each rank has only a shard of them")
         given = {name: x for name, x in own.arrays.items() if x is not None}
         for name in FP8_SCALES:
             if name in given and given[name].shape[-1:] not in ((), (1,)):

@@ -1,4 +1,4 @@
-"""The public interface: `ContextParallel`, with the calls of `cuflash.FlashAttention` on each rank's part.
+"""The public interface: `ContextParallel`, with the calls of `cuflash.FlashAttention` on each rank's shard.
 
 The short story of a call:
 
@@ -8,7 +8,7 @@ the
    options alone (`schedule`).
 3. Rows are exchanged (`exchange`, `transports`) while the rank computes with its own rows and with those that came
 before, by
-   the functions that compute every other call (`execution`). Parts of results are merged and added before they are
+   the functions that compute every other call (`execution`). Partial results are merged and added before they are
    rounded (`reduce`).
 """
 
@@ -38,7 +38,7 @@ _BACKWARD_INPUTS = (*INPUTS, *REQUIRED_BY_BACKWARD)
 
 
 class ContextParallel:
-    """Exact attention and its gradients, for sequences of which each rank has a part.
+    """Exact attention and its gradients, for sequences of which each rank has a shard.
 
     Parameters
     ----------
@@ -103,9 +103,9 @@ class ContextParallel:
     Notes
     -----
     Each rank computes out and lse of its queries, first from its own keys and then from those that it receives. It
-    computes dk and dv of its keys, first from its own queries and then from those that it receives. Parts are merged
-    and added in the dtype of lse, in this order, and rounded once. The calls for dk and dv also give parts of dq in the
-    dtype of lse, which are sent back to the ranks of the queries and are added there in the order of ranks. With
+    computes dk and dv of its keys, first from its own queries and then from those that it receives. Partial results are
+    merged and added in the dtype of lse, in this order, and rounded once. The calls for dk and dv also give partial dq
+    in the dtype of lse, which are sent back to the ranks of the queries and are added there in the order of ranks. With
     `deterministic`, or where other gradients than dq, dk and dv are needed, dq is computed as out is; this takes seven
     matrix products in all, where one device takes five. The gradients of numbers, of optional inputs with a value for
     each head, of arrays that the score reads, and of a bias that is the same for all queries are added in the dtype of
@@ -273,7 +273,7 @@ class ContextParallel:
         Returns
         -------
         Gradients
-            As `cuflash.FlashAttention.backward` returns them: dq, dk, dv and dbias are those of this rank's part. All
+            As `cuflash.FlashAttention.backward` returns them: dq, dk, dv and dbias are those of this rank's shard. All
             other gradients, and dbias of a bias that is the same for all queries, are complete and the same on all
             ranks.
 
@@ -314,10 +314,10 @@ class ContextParallel:
         offset: int | None = None,
         **optional_inputs: Array,
     ) -> ForwardResult:
-        """Attention of a few queries, which all ranks have, over keys of which each rank has a part.
+        """Attention of a few queries, which all ranks have, over keys of which each rank has a shard.
 
-        Each rank attends to its own keys and sends its part of the result to all others; keys and values are not
-        exchanged. The parts are exchanged and are merged in the dtype of lse, in the order of keys.
+        Each rank attends to its own keys and sends its partial result to all others; keys and values are not
+        exchanged. These are merged in the dtype of lse, in the order of keys.
 
         Parameters
         ----------

@@ -138,8 +138,8 @@ class Rows:
             store = Store(of_store, {name: run.room(a_round, rank, count, x, x.dtype) for name, x in mine.items()})
             stores.append(store)
             for span in of_store:
-                for part in cut(span, own):
-                    at, local = places([part], of_store), split.local(rank, part)
+                for common in cut(span, own):
+                    at, local = places([common], of_store), split.local(rank, common)
                     copies += [(store.arrays[name][:, :, at], x[:, :, local]) for name, x in mine.items()]
             for transfer in coming:
                 at = places([transfer.rows], of_store)

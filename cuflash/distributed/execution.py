@@ -20,7 +20,7 @@ from cuflash.distributed.schedule import Round, Tile, Walk
 from cuflash.distributed.streams import Streams
 from cuflash.gpu.elementwise import assign
 from cuflash.shards.merge import merge_into
-from cuflash.shards.slices import Parts
+from cuflash.shards.slices import Slices
 from cuflash.spec import row_sums
 from cuflash.spec.inputs import BROADCAST
 from cuflash.spec.outputs import DEFAULT_NEED, OF_QUERIES, OUTPUTS, SOFTMAX_GRADIENTS
@@ -52,13 +52,13 @@ class Execution(Run):
             for number, tile in a_round.longest_first(self.rank):
                 at, is_one = self.local(split, tile.own_queries), pieces.is_one(tile)
                 whole = {"out": out[:, q_heads, at], "lse": lse[:, q_heads, at]}
-                results, pairs = (whole, {}) if is_one else self._room_of_part(whole)
+                results, pairs = (whole, {}) if is_one else self._partial_results(whole)
                 with streams.of_call(number):
                     if self._is_left_over(tile):
                         assign(results["out"], 0)
                         assign({**results, **pairs}["lse_pairs" if pairs else "lse"], -np.inf)
                         continue
-                    arrays, calls = self._of_tile(a_round, tile, heads, held), self.parts_of(tile, heads)
+                    arrays, calls = self._of_tile(a_round, tile, heads, held), self.slices_of(tile, heads)
                     call = functools.partial(calls.forward, tile.queries, tile.keys)
                     is_wide = not is_one and calls.is_on_cpu
                     calls.into(results, arrays | pairs, call, front=tile.front[0], is_wide=is_wide)
@@ -74,10 +74,10 @@ class Execution(Run):
                     _merge(found, out[:, q_heads, at], lse[:, q_heads, at])
                     streams.keep(found)
 
-    def _room_of_part(self, whole: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Arrays for out and lse of a part; kernels say more than lse, whose rounding changes weights."""
-        shapes, dtype = {name: x.shape for name, x in whole.items()}, self.parts.softmax_dtype
-        if self.parts.is_on_cpu:
+    def _partial_results(self, whole: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Arrays for out and lse of a call; kernels say more than lse, whose rounding changes weights."""
+        shapes, dtype = {name: x.shape for name, x in whole.items()}, self.slices.softmax_dtype
+        if self.slices.is_on_cpu:
             return {name: self.xp.empty(shape, dtype) for name, shape in shapes.items()}, {}
         pairs = self.xp.empty((*shapes["lse"], 2), dtype)
         return {"out": self.xp.empty(shapes["out"], dtype)}, {"lse_pairs": pairs}
@@ -113,7 +113,7 @@ class Execution(Run):
             for number, tile in a_round.longest_first(self.rank):
                 if not is_some(tile.queries):
                     continue
-                arrays, calls = self._of_tile(a_round, tile, heads, held), self.parts_of(tile, heads)
+                arrays, calls = self._of_tile(a_round, tile, heads, held), self.slices_of(tile, heads)
                 is_wide = self._sums_dq(need) or not pieces.is_one(tile)
                 with streams.of_call(number):
                     if not calls.is_on_cpu:
@@ -125,15 +125,15 @@ class Execution(Run):
         sends = [(rank, self.xp.asarray(self._of_queries(own, rank))) for rank in self.others]
         self.exchange(sends, [(rank, found[rank]) for rank in self.others])
         order = sorted((piece, rank, i) for rank, of_rank in enumerate(walk.pieces) for i, piece in enumerate(of_rank))
-        parts = [row_sums.on_host(x) for x in found]
-        parts[self.rank] = self._of_queries(own, self.rank)
-        merged = row_sums.merged([parts[rank][i] for _, rank, i in order])[0]
+        partials = [row_sums.on_host(x) for x in found]
+        partials[self.rank] = self._of_queries(own, self.rank)
+        merged = row_sums.merged([partials[rank][i] for _, rank, i in order])[0]
         if self.arrays.get("sinks") is not None:
             merged = row_sums.with_score(merged, row_sums.on_host(self.arrays["sinks"]))
-        merged[~row_sums.is_large(row_sums.on_host(lse), self.parts.large_lse)] = row_sums.ABSENT
+        merged[~row_sums.is_large(row_sums.on_host(lse), self.slices.large_lse)] = row_sums.ABSENT
         return self.xp.asarray(merged)
 
-    def _lse_of(self, calls: Parts, tile: Tile, arrays: Mapping[str, Array]) -> Array:
+    def _lse_of(self, calls: Slices, tile: Tile, arrays: Mapping[str, Array]) -> Array:
         """The lse of the keys of a tile."""
         shape = (*arrays["q"].shape[:3], arrays["v"].shape[3])
         results = {"out": self.xp.empty(shape, arrays["q"].dtype), "lse": self.xp.empty(shape[:3], calls.softmax_dtype)}
@@ -146,24 +146,24 @@ class Execution(Run):
         spans = self.schedule.split_q.spans[rank]
         return np.concatenate([sums[..., slice(*span), :] for span in (*spans, (0, 0))], axis=-2)
 
-    def _row_sums_of(self, calls: Parts, tile: Tile, arrays: dict[str, Array], is_wide: bool = True) -> Array:
+    def _row_sums_of(self, calls: Slices, tile: Tile, arrays: dict[str, Array], is_wide: bool = True) -> Array:
         """The row sums over the keys of a tile, of rows whose lse is large; on a device, with the own lse of a tile."""
         call = functools.partial(calls.row_sums, tile.queries, tile.keys)
         found = calls.into({}, arrays, call, is_wide=is_wide)["row_sums"]
-        return found if calls.is_on_cpu else row_sums.of_part(found, row_sums.on_host(arrays["lse"]))
+        return found if calls.is_on_cpu else row_sums.of_partial(found, row_sums.on_host(arrays["lse"]))
 
     def _backward_by_queries(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         walk, split = self.schedule.by_queries, self.schedule.split_q
         pieces, sums = Pieces(self, walk), Sums(self, [name for name in need if name != "dq"])
-        wide = {name: x for name, x in self.parts.wide_score_args.items() if f"d{name}" in need}
+        wide = {name: x for name, x in self.slices.wide_score_args.items() if f"d{name}" in need}
         for a_round, heads, held, streams in Rows(self, walk, ("k", "v"), ("k", "v")).steps():
             of_calls: list[tuple[Tile, dict[str, Array]]] = []
             for number, tile in a_round.longest_first(self.rank):
                 at, is_one = self.local(split, tile.own_queries), pieces.is_one(tile)
                 own = {"dq": results["dq"][:, self.q_heads(heads), at]} if "dq" in need else {}
                 if not is_one:
-                    own = {name: self.xp.empty(x.shape, self.parts.softmax_dtype) for name, x in own.items()}
-                wanted = tuple(name for name in need if tile.part == 0 or name not in SOFTMAX_GRADIENTS)
+                    own = {name: self.xp.empty(x.shape, self.slices.softmax_dtype) for name, x in own.items()}
+                wanted = tuple(name for name in need if tile.partial == 0 or name not in SOFTMAX_GRADIENTS)
                 with streams.of_call(number):
                     if self._is_left_over(tile):
                         for array in own.values():
@@ -171,7 +171,7 @@ class Execution(Run):
                         continue
                     if not wanted:
                         continue
-                    arrays, calls = self._of_tile(a_round, tile, heads, held) | wide, self.parts_of(tile, heads)
+                    arrays, calls = self._of_tile(a_round, tile, heads, held) | wide, self.slices_of(tile, heads)
                     call = functools.partial(calls.backward, tile.queries, tile.keys, wanted)
                     is_wide = bool(own) and not is_one and calls.is_on_cpu
                     of_calls.append((tile, calls.into(own, arrays, call, front=tile.front[0], is_wide=is_wide)))
@@ -179,7 +179,7 @@ class Execution(Run):
                     pieces.add(tile, heads, own)
             streams.keep(of_calls)
             with streams.returns():  # on one stream, because calls of several steps add to one sum
-                for tile, got in sorted(of_calls, key=lambda x: (x[0].piece, x[0].part)):
+                for tile, got in sorted(of_calls, key=lambda x: (x[0].piece, x[0].partial)):
                     for name in sums.names:
                         if name in got:
                             sums.add(name, got[name], tile, heads)
@@ -192,18 +192,18 @@ class Execution(Run):
     def _add_complete(
         self, pieces: Pieces, walk: Walk, heads: Span, results: Mapping[str, Array], streams: Streams
     ) -> None:
-        """Add the parts of the results of some heads, for the pieces of which all parts are there."""
+        """Add the partial results of some heads, for pieces that have all of theirs."""
         split = self.schedule.split_q if walk.by == "queries" else self.schedule.split_k
         for piece, found in pieces.complete(heads):
             at = self.local(split, walk.pieces[self.rank][piece])
             for name, into in results.items():
-                add_up(into[:, self.heads_of(name, heads), at], [part[name] for part in found])
+                add_up(into[:, self.heads_of(name, heads), at], [partial[name] for partial in found])
             streams.keep(found)
 
     def _sums_dq(self, need: tuple[str, ...]) -> bool:
-        """Whether calls by keys also give parts of dq in the dtype of the softmax, which saves two of seven products.
+        """Whether calls by keys also give partial dq in the dtype of the softmax, which saves two of seven products.
 
-        The order in which these parts are added depends on the ranks, so `is_fixed` excludes it.
+        The order in which these partial results are added depends on the ranks, so `is_fixed` excludes it.
         """
         return not self.is_fixed and "dq" in need and len(need) > 1 and set(need) <= set(DEFAULT_NEED)
 
@@ -225,9 +225,9 @@ class Execution(Run):
                 at, is_one = self.local(split, tile.own_keys), pieces.is_one(tile)
                 into = {name: results[name][:, slice(*heads), at] for name in of_keys}
                 if not is_one:
-                    into = {name: self.xp.empty(x.shape, self.parts.softmax_dtype) for name, x in into.items()}
-                is_wide, room = self.parts.is_on_cpu and not (returns is None and is_one), {}
-                if returns is not None and not self.parts.is_on_cpu:
+                    into = {name: self.xp.empty(x.shape, self.slices.softmax_dtype) for name, x in into.items()}
+                is_wide, room = self.slices.is_on_cpu and not (returns is None and is_one), {}
+                if returns is not None and not self.slices.is_on_cpu:
                     room["dq"] = returns.room(a_round, tile, heads)  # kernels write dq in the dtype of this array
                 with streams.of_call(0 if in_turn and self._is_full(tile, heads) else number):
                     if tile.queries[0] == tile.queries[1]:
@@ -235,8 +235,8 @@ class Execution(Run):
                             assign(array, 0)
                         continue
                     arrays = self._of_tile(a_round, tile, heads, held) | room
-                    call = functools.partial(self.parts_of(tile, heads).backward, tile.queries, tile.keys, need)
-                    got = self.parts.into(into, arrays, call, front=tile.front[1], is_wide=is_wide)
+                    call = functools.partial(self.slices_of(tile, heads).backward, tile.queries, tile.keys, need)
+                    got = self.slices.into(into, arrays, call, front=tile.front[1], is_wide=is_wide)
                     if returns is not None:
                         of_calls.append((tile, got["dq"]))
                 if not is_one:
@@ -252,31 +252,31 @@ class Execution(Run):
     def _minus_delta(self) -> Array:
         """The one number for each row that a backward pass needs of out and dlse."""
         out, dout, dlse = (self.arrays.get(name) for name in ("out", "dout", "dlse"))
-        return minus_delta(out, dout, dlse, self.parts.softmax_dtype)
+        return minus_delta(out, dout, dlse, self.slices.softmax_dtype)
 
     def decode(self, out: Array, lse: Array) -> None:
         """Fill out, with four axes, and lse, with three, for queries that all ranks have."""
         self.fill((out, lse), lambda run: run._decode(out, lse))
 
     def _decode(self, out: Array, lse: Array) -> None:
-        """Each rank sends its part of the results to all others, and all merge these parts in the order of keys."""
+        """Each rank sends its partial results to all others, and all ranks merge them in the order of keys."""
         walk, others, queries = self.schedule.by_keys, self.others, (0, out.shape[2])
         seen = [[tile for tile in walk.calls_of(rank) if is_some(tile.queries)] for rank in range(self.transport.size)]
         order = sorted((tile.keys, rank, i) for rank, own in enumerate(seen) for i, tile in enumerate(own))
         if not order:
             seen[0], order = [Tile(0, 0, 0, queries, (0, 0), (queries,))], [((0, 0), 0, 0)]
         found = [Found.of(self, len(own), out, lse) for own in seen]
-        for tile, part in zip(seen[self.rank], found[self.rank].parts, strict=True):
+        for tile, partial in zip(seen[self.rank], found[self.rank].partials, strict=True):
             arrays = self._of_keys(tile, queries, is_first=tile.keys == order[0][0])
-            call = functools.partial(self.parts.forward, queries, tile.keys)
-            pairs = {name: x for name, x in part.items() if name == "lse_pairs"}
-            results: dict[str, Array] = {name: x for name, x in part.items() if name in OUTPUTS}
-            self.parts.into(results, arrays | pairs, call, is_wide=self.parts.is_on_cpu)
-            if "row_sums" in part:
-                part["row_sums"][...] = self._row_sums_of(self.parts, tile, arrays | {"lse": part["lse"]})
+            call = functools.partial(self.slices.forward, queries, tile.keys)
+            pairs = {name: x for name, x in partial.items() if name == "lse_pairs"}
+            results: dict[str, Array] = {name: x for name, x in partial.items() if name in OUTPUTS}
+            self.slices.into(results, arrays | pairs, call, is_wide=self.slices.is_on_cpu)
+            if "row_sums" in partial:
+                partial["row_sums"][...] = self._row_sums_of(self.slices, tile, arrays | {"lse": partial["lse"]})
         own = found[self.rank].memory
         self.exchange([(rank, own) for rank in others], [(rank, found[rank].memory) for rank in others])
-        _merge([found[rank].parts[i] for _, rank, i in order], out, lse)
+        _merge([found[rank].partials[i] for _, rank, i in order], out, lse)
 
     def _of_keys(self, tile: Tile, queries: Span, *, is_first: bool) -> dict[str, Array]:
         """The arrays of a call on all queries and some of this rank's keys; inputs of the softmax go to the first."""
@@ -285,11 +285,11 @@ class Execution(Run):
         for name in BROADCAST:
             if self.arrays.get(name) is not None:
                 found[name] = self.arrays[name] if self.arrays[name].shape[3] == 1 else self.arrays[name][..., at]
-        optional_inputs = self.parts.of_heads(slice(None), of_softmax=is_first) | self.parts.of_blocks(
+        optional_inputs = self.slices.of_heads(slice(None), of_softmax=is_first) | self.slices.of_blocks(
             queries, tile.keys
         )
-        optional_inputs |= self.parts.scales(slice(None), slice(None))
-        return self.parts.behind_keys(found, tile.front[1]) | optional_inputs | self.parts.lengths(tile.keys)
+        optional_inputs |= self.slices.scales(slice(None), slice(None))
+        return self.slices.behind_keys(found, tile.front[1]) | optional_inputs | self.slices.lengths(tile.keys)
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
@@ -310,10 +310,10 @@ class Execution(Run):
             found["out"] = self.xp.broadcast_to(self.zero_row(), found["dout"].shape)
         found |= self._of_pairs(tile, q_heads, found, by_keys=by_keys)
         if by_keys:
-            found = self.parts.behind_keys(found, tile.front[1])
+            found = self.slices.behind_keys(found, tile.front[1])
         else:
-            found = self.parts.behind_queries(found, tile.front[0], self.broadcasts_rows)
-        return found | self._terms(tile, q_heads, slice(*heads), of_softmax=not by_keys and tile.part == 0)
+            found = self.slices.behind_queries(found, tile.front[0], self.broadcasts_rows)
+        return found | self._optional_inputs(tile, q_heads, slice(*heads), of_softmax=not by_keys and tile.partial == 0)
 
     def _of_pairs(self, tile: Tile, q_heads: slice, found: Mapping[str, Array], *, by_keys: bool) -> dict[str, Array]:
         """Bias and mask of a tile, without the rows and columns in front of its piece."""
@@ -331,17 +331,17 @@ class Execution(Run):
                     array = array[:, :, self.local(self.schedule.split_q, tile.own_queries)]
             optional_inputs[name] = array if self.arrays[name].shape[3] == 1 else array[..., columns]
         if "bias" in optional_inputs and not by_keys and self.sums_bias:
-            optional_inputs["bias"] = self.parts.widened(optional_inputs["bias"])
+            optional_inputs["bias"] = self.slices.widened(optional_inputs["bias"])
         return optional_inputs
 
-    def _terms(self, tile: Tile, q_heads: slice, heads: slice, *, of_softmax: bool) -> dict[str, Array]:
+    def _optional_inputs(self, tile: Tile, q_heads: slice, heads: slice, *, of_softmax: bool) -> dict[str, Array]:
         """The other optional inputs of a call on a tile, for some query heads and key/value heads."""
-        numbers = self.parts.of_heads(q_heads, of_softmax=of_softmax)
+        numbers = self.slices.of_heads(q_heads, of_softmax=of_softmax)
         if self.schedule.packing is not None:
             numbers = {name: of_sequences(x, tile) for name, x in numbers.items()}
-        blocks = self.parts.of_blocks(tile.queries, tile.keys)
+        blocks = self.slices.of_blocks(tile.queries, tile.keys)
         blocks = {name: of_heads(x, q_heads, self.problem.num_heads) for name, x in blocks.items()}
-        return numbers | blocks | self.parts.scales(q_heads, heads) | self.parts.lengths(tile.keys)
+        return numbers | blocks | self.slices.scales(q_heads, heads) | self.slices.lengths(tile.keys)
 
     # ---- what is exchanged -------------------------------------------------------------------------------------------
 
@@ -354,7 +354,7 @@ class Execution(Run):
         """
         rows = max((tile.queries[1] - tile.queries[0] for tile in walk.calls_of(self.rank)), default=0)
         of_row = 2 * self.problem.head_dim * self.arrays["q"].dtype.itemsize
-        of_row += self.problem.head_dim * self.parts.softmax_dtype.itemsize
+        of_row += self.problem.head_dim * self.slices.softmax_dtype.itemsize
         return rows * of_row > CACHE_BYTES
 
     def _is_full(self, tile: Tile, heads: Span) -> bool:
@@ -363,10 +363,10 @@ class Execution(Run):
         return count * (tile.keys[1] - tile.keys[0]) >= FULL_ROWS
 
 
-def _merge(parts: Sequence[Mapping[str, Array]], out: Array, lse: Array) -> None:
+def _merge(partials: Sequence[Mapping[str, Array]], out: Array, lse: Array) -> None:
     """Merge the results of calls."""
-    outs = [part["out"] for part in parts]
-    lses = [part["lse_pairs"] if "lse_pairs" in part else part["lse"] for part in parts]
-    sums = [part.get("row_sums") for part in parts]
+    outs = [partial["out"] for partial in partials]
+    lses = [partial["lse_pairs"] if "lse_pairs" in partial else partial["lse"] for partial in partials]
+    sums = [partial.get("row_sums") for partial in partials]
     has_sums = any(x is not None and (x[..., 1] >= 0).any() for x in sums)
     merge_into(outs, lses, out, lse, sums if has_sums else ())

@@ -1,4 +1,4 @@
-"""What every pass of one call needs on a rank: the transport, the arrays, the streams, and the layout of parts."""
+"""What every pass of one call needs on a rank: the transport, the arrays, the streams, and the slices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cuflash.distributed.split import Split
 from cuflash.distributed.streams import StreamsOfDevice
 from cuflash.distributed.transports import Message, NoTransfers, Transport
 from cuflash.gpu.replay import Recording, of_thread
-from cuflash.shards.slices import Parts
+from cuflash.shards.slices import Slices
 from cuflash.spec.options import Options
 from cuflash.spec.problem import Problem
 
@@ -62,12 +62,12 @@ class Run:
 
     @cached_property
     def xp(self) -> Any:
-        return self.parts.xp
+        return self.slices.xp
 
     @cached_property
-    def parts(self) -> Parts:
+    def slices(self) -> Slices:
         """The calls that compute tiles."""
-        return Parts(
+        return Slices(
             options=self.options,
             band=self.schedule.band,
             problem=self.problem,
@@ -76,30 +76,30 @@ class Run:
             is_fixed=self.is_fixed,
         )
 
-    def parts_of(self, tile: Tile, heads: Span) -> Parts:
+    def slices_of(self, tile: Tile, heads: Span) -> Slices:
         """The calls that compute a tile; with packed sequences, those of one sequence or of several whole ones."""
-        parts, packing = self.parts, self.schedule.packing
+        slices, packing = self.slices, self.schedule.packing
         if heads[0] and (self.options.dropout or self.problem.has_functions):
-            parts = replace(parts, first_head=self.q_heads(heads).start)
+            slices = replace(slices, first_head=self.q_heads(heads).start)
         if packing is None or tile.sequences is None:
-            return parts
+            return slices
         first, starts = tile.sequences[0], self._starts_of(tile)
         if starts is None:
             zeros = (packing.starts_q[first], packing.starts_k[first])
-            return replace(parts, band=packing.band_of(first), zeros=zeros, first_entry=first)
-        return replace(parts, starts=starts, first_entry=first)
+            return replace(slices, band=packing.band_of(first), zeros=zeros, first_entry=first)
+        return replace(slices, starts=starts, first_entry=first)
 
-    # ---- heads, rows and parts ---------------------------------------------------------------------------------------
+    # ---- heads, rows and slices --------------------------------------------------------------------------------------
 
     @property
     def sums_bias(self) -> bool:
-        """Whether dbias is a sum over calls; then the calls give parts of it in the dtype of the softmax."""
+        """Whether dbias is a sum over calls; then the calls give partial sums of it in the dtype of the softmax."""
         bias = self.arrays.get("bias")
         if bias is None:
             return False
         walk = self.schedule.by_queries
         adds_heads = bias.shape[1] == 1 and any(len(a_round.heads) > 1 for a_round in walk.rounds)
-        adds_columns = bias.shape[3] == 1 and any(count > 1 for count in walk.parts[self.rank])
+        adds_columns = bias.shape[3] == 1 and any(count > 1 for count in walk.partials[self.rank])
         return "bias" in self.broadcasts_rows or adds_heads or adds_columns
 
     def q_heads(self, heads: Span) -> slice:
@@ -111,7 +111,7 @@ class Run:
         return slice(*heads) if name in OF_KEYS else self.q_heads(heads)
 
     def some_heads(self, name: str, array: Array, held: Span, heads: Span) -> Array:
-        """The part of a result that belongs to `heads`, where the result has those of `held` (key/value heads)."""
+        """The slice of a result that belongs to `heads`, where the result has those of `held` (key/value heads)."""
         if held == heads:
             return array
         first, own = self.heads_of(name, held).start, self.heads_of(name, heads)

@@ -1,4 +1,4 @@
-"""Results that come in parts are merged, added, and sent back to the ranks of their rows before they are rounded."""
+"""Partial results are merged or added, and sent back to the ranks of their rows, before they are rounded."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Array = Any
 
 
 class Pieces:
-    """Keeps the parts of the results of a rank's pieces until all parts of some heads are there."""
+    """Keeps the partial results of a rank's pieces until those of some heads are complete."""
 
     def __init__(self, run: Run, walk: Walk) -> None:
-        self.run, self.counts = run, walk.parts[run.rank]
-        self._found: dict[int, dict[int, tuple[Span, dict[str, Array]]]] = defaultdict(dict)  # by piece and part
+        self.run, self.counts = run, walk.partials[run.rank]
+        self._found: dict[int, dict[int, tuple[Span, dict[str, Array]]]] = defaultdict(dict)  # by piece and number
 
     def is_one(self, tile: Tile) -> bool:
         """Whether one call gives the whole results of its piece."""
@@ -35,58 +35,60 @@ class Pieces:
 
     def add(self, tile: Tile, heads: Span, arrays: Mapping[str, Array]) -> None:
         """Keep the results of a call, whose first axes are batch and heads."""
-        self._found[tile.piece][tile.part] = heads, dict(arrays)
+        self._found[tile.piece][tile.partial] = heads, dict(arrays)
 
     def of(self, piece: int, heads: Span) -> list[dict[str, Array]]:
-        """The results of all calls for some heads, in the order of parts; an empty list while some are missing."""
-        parts = self._found[piece]
-        if len(parts) < self.counts[piece]:
+        """The results of all calls for some heads, in their order; an empty list while some are missing."""
+        partials = self._found[piece]
+        if len(partials) < self.counts[piece]:
             return []
         found = []
-        for _, (of_call, arrays) in sorted(parts.items()):
+        for _, (of_call, arrays) in sorted(partials.items()):
             found.append({name: self.run.some_heads(name, x, of_call, heads) for name, x in arrays.items()})
-        for part in [part for part, (of_call, _) in parts.items() if of_call[1] == heads[1]]:
-            del parts[part]
+        for partial in [partial for partial, (of_call, _) in partials.items() if of_call[1] == heads[1]]:
+            del partials[partial]
         return found
 
     def complete(self, heads: Span) -> Iterator[tuple[int, list[dict[str, Array]]]]:
-        """The pieces for which all parts of some heads are there, and these parts."""
+        """The pieces for which the partial results of some heads are complete, and these results."""
         for piece in list(self._found):
-            parts = self.of(piece, heads)
-            if parts:
-                yield piece, parts
+            partials = self.of(piece, heads)
+            if partials:
+                yield piece, partials
 
 
 class Found(NamedTuple):
-    """Parts of out and lse in the dtype of the softmax, in one array that is sent without copies."""
+    """Partial outputs and lse in the dtype of the softmax, in one array that is sent without copies."""
 
     memory: Array
-    parts: list[dict[str, Array]]
+    partials: list[dict[str, Array]]
 
     @classmethod
     def of(cls, run: Run, count: int, out: Array, lse: Array) -> Found:
-        """Memory for `count` parts, each of which is aligned for wide accesses.
+        """Memory for `count` partial results, each of which is aligned for wide accesses.
 
         They have what rounding leaves of lse, too: kernels store it with lse, and in host memory it is in row sums.
         """
-        dtype, wide = run.parts.softmax_dtype, np.dtype(np.float64)
+        dtype, wide = run.slices.softmax_dtype, np.dtype(np.float64)
         places = {"out": (out.shape, dtype)}
-        if run.parts.is_on_cpu:
+        if run.slices.is_on_cpu:
             places |= {"lse": (lse.shape, dtype), "row_sums": ((*lse.shape, NUMBERS), wide)}
         else:
             places |= {"lse_pairs": ((*lse.shape, 2), dtype)}
         sizes = [-(-math.prod(shape) * own.itemsize // WIDE) * WIDE // dtype.itemsize for shape, own in places.values()]
         memory = run.xp.empty((count, sum(sizes)), dtype)
-        parts: list[dict[str, Array]] = [{} for _ in range(count)]
+        partials: list[dict[str, Array]] = [{} for _ in range(count)]
         for (name, (shape, own)), first in zip(places.items(), itertools.accumulate(sizes, initial=0), strict=False):
             stop = first + math.prod(shape) * own.itemsize // dtype.itemsize
-            for i, part in enumerate(parts):
-                part[name] = (memory[i, first:stop].view(own) if own != dtype else memory[i, first:stop]).reshape(shape)
-        return cls(memory, parts)
+            for i, partial in enumerate(partials):
+                partial[name] = (memory[i, first:stop].view(own) if own != dtype else memory[i, first:stop]).reshape(
+                    shape
+                )
+        return cls(memory, partials)
 
 
 class Share(NamedTuple):
-    """A part of dq, for the rows of some spans."""
+    """A partial dq, for the rows of some spans."""
 
     spans: tuple[Span, ...]
     heads: Span
@@ -94,27 +96,27 @@ class Share(NamedTuple):
 
 
 class Returns:
-    """Parts of dq for queries that were received: they are sent back to the ranks of the queries, and added there.
+    """Partial dq for queries that were received: they are sent back to the ranks of the queries, and added there.
 
-    Parts have the dtype of the softmax. A rank adds its own parts in the order of its calls, and then those of the
-    others in the order of ranks. The parts of a step are exchanged during the next step.
+    Partial results have the dtype of the softmax. A rank adds its own in the order of its calls, and then those of the
+    others in the order of ranks. The partial results of a step are exchanged during the next step.
     """
 
     def __init__(self, run: Run, dq: Array) -> None:
         self.run, self.dq = run, dq
-        self._own: list[Share] = []  # parts of earlier rounds
+        self._own: list[Share] = []  # partial results of earlier rounds
         self._under_way: Callable[[], None] | None = None
 
     def room(self, a_round: Round, tile: Tile, heads: Span) -> Array:
-        """Memory for the part of a call, in which the part can be sent without a copy."""
+        """Memory for the partial dq of a call, from which it can be sent without a copy."""
         rows = tile.queries[1] - tile.queries[0]
         like = self.dq[:, self.run.q_heads(heads)]
-        return self.run.room(a_round, self.run.rank, rows, like, self.run.parts.softmax_dtype)
+        return self.run.room(a_round, self.run.rank, rows, like, self.run.slices.softmax_dtype)
 
     def send(self, a_round: Round, of_calls: Sequence[tuple[Tile, Array]], heads: Span, *, is_last: bool) -> None:
-        """Send the parts of a step to the ranks of their rows, after those of the step before have come.
+        """Send the partial results of a step to the ranks of their rows, after those of the step before have come.
 
-        In the last round dq of these heads is complete once they have come; earlier rounds only keep their parts.
+        In the last round dq of these heads is complete once they have come; earlier rounds only keep their partial dq.
         """
         self.finish()
         run = self.run
@@ -123,7 +125,7 @@ class Returns:
             self._own += shares
             return
         sends, receives, came = [], [], []
-        like, dtype = self.dq[:, run.q_heads(heads)], run.parts.softmax_dtype
+        like, dtype = self.dq[:, run.q_heads(heads)], run.slices.softmax_dtype
         for transfer in a_round.transfers:
             if transfer.target == run.rank:
                 sends.append((transfer.source, self._message(a_round, transfer.rows, shares, heads)))
@@ -140,32 +142,32 @@ class Returns:
             for span in run.schedule.split_q.spans[run.rank]:
                 for rows in _between_ends(span, shares):
                     at = run.schedule.split_q.local(run.rank, rows)
-                    add_up(self.dq[:, run.q_heads(heads), at], self._parts(rows, shares, heads))
+                    add_up(self.dq[:, run.q_heads(heads), at], self._partials(rows, shares, heads))
 
         self._under_way = arrive
 
     def finish(self) -> None:
-        """Wait for the parts that are exchanged, and add them."""
+        """Wait for the partial results that are exchanged, and add them."""
         if self._under_way is not None:
             self._under_way()
         self._under_way = None
 
     def _message(self, a_round: Round, span: Span, shares: Sequence[Share], heads: Span) -> Array:
-        """This rank's parts for rows of another rank: the memory of one call, or the sum of several calls."""
+        """This rank's partial dq for rows of another rank: the memory of one call, or the sum of several calls."""
         run = self.run
-        parts = self._parts(span, shares, heads) if _between_ends(span, shares) == [span] else []
-        if len(parts) == 1:
-            message = run.as_sent(a_round, run.rank, parts[0])
+        partials = self._partials(span, shares, heads) if _between_ends(span, shares) == [span] else []
+        if len(partials) == 1:
+            message = run.as_sent(a_round, run.rank, partials[0])
             if message.flags.c_contiguous:
                 return message
         like = self.dq[:, run.q_heads(heads)]
-        into = run.room(a_round, run.rank, span[1] - span[0], like, run.parts.softmax_dtype)
+        into = run.room(a_round, run.rank, span[1] - span[0], like, run.slices.softmax_dtype)
         for rows in _between_ends(span, shares):
-            add_up(into[:, :, places([rows], [span])], self._parts(rows, shares, heads))
+            add_up(into[:, :, places([rows], [span])], self._partials(rows, shares, heads))
         return run.as_sent(a_round, run.rank, into)
 
-    def _parts(self, rows: Span, shares: Sequence[Share], heads: Span) -> list[Array]:
-        """The parts of calls for `rows`; each call has a part for all of these rows or for none."""
+    def _partials(self, rows: Span, shares: Sequence[Share], heads: Span) -> list[Array]:
+        """The partial dq of calls for `rows`; each call has one for all of these rows or for none."""
         found = []
         for share in shares:
             at = places([rows], share.spans)
@@ -177,14 +179,14 @@ class Returns:
 class Sums:
     """Gradients that are sums over the queries of several calls, or rows of dbias that one rank holds.
 
-    Every rank adds the parts of all pieces in the order of pieces, in the dtype of the softmax.
+    Every rank adds the partial results of all pieces in the order of pieces, in the dtype of the softmax.
     """
 
     def __init__(self, run: Run, names: list[str]) -> None:
         self.run = run
         self.names = names
         self.pieces = len(run.schedule.by_queries.pieces[run.rank])
-        self.parts = {name: self._zeros(name) for name in names}
+        self.partials = {name: self._zeros(name) for name in names}
 
     def _is_own(self, name: str) -> bool:
         """Whether the gradient belongs to this rank alone."""
@@ -195,36 +197,36 @@ class Sums:
         return () if array is None else tuple(array.shape)
 
     def _zeros(self, name: str, pieces: int | None = None) -> Array:
-        """Zeros for the parts of some pieces; for a gradient of this rank alone, zeros for the whole gradient."""
+        """Zeros for the partial sums of some pieces; for a gradient of this rank alone, zeros for all of it."""
         run = self.run
-        dtype = run.parts.softmax_dtype
+        dtype = run.slices.softmax_dtype
         if name == "dbias" and not run.sums_bias:
             dtype = run.arrays["bias"].dtype
         count = (1,) if self._is_own(name) else (self.pieces if pieces is None else pieces,)
         return run.xp.zeros((*count, *self._shape(name)), dtype)
 
-    def add(self, name: str, part: Array, tile: Tile, heads: Span) -> None:
+    def add(self, name: str, partial: Array, tile: Tile, heads: Span) -> None:
         """Add the result of a call."""
         run = self.run
-        total = self.parts[name][0 if self._is_own(name) else tile.piece, ...]
+        total = self.partials[name][0 if self._is_own(name) else tile.piece, ...]
         if name == "dbias":
             total = of_heads(total, run.q_heads(heads), run.problem.num_heads)
             if self._is_own(name):
                 total = total[:, :, run.local(run.schedule.split_q, tile.own_queries)]
-                part = part[:, :, tile.front[0] :]
+                partial = partial[:, :, tile.front[0] :]
             total = total if total.shape[3] == 1 else total[..., slice(*tile.keys)]
         elif name in GRADIENTS and name not in NUMBER_GRADIENTS:
             total = total[..., run.q_heads(heads)]
             if run.schedule.packing is not None:
                 total = of_sequences(total, tile)
-        total += part
+        total += partial
 
     def totals(self) -> Iterator[tuple[str, Array]]:
         """The whole gradients, by name."""
         run, shared = self.run, [name for name in self.names if not self._is_own(name)]
         pieces = run.schedule.by_queries.pieces
         others = run.others
-        of_rank = {run.rank: {name: self.parts[name] for name in shared}}
+        of_rank = {run.rank: {name: self.partials[name] for name in shared}}
         of_rank |= {rank: {name: self._zeros(name, len(pieces[rank])) for name in shared} for rank in others}
         sends = [(rank, of_rank[run.rank][name]) for rank in others for name in shared]
         receives = [(rank, of_rank[rank][name]) for rank in others for name in shared]
@@ -233,7 +235,7 @@ class Sums:
         for name in self.names:
             total = self._zeros(name, 1)[0, ...]
             if self._is_own(name):
-                total = self.parts[name][0, ...]
+                total = self.partials[name][0, ...]
             else:
                 for _, rank, i in order:
                     total += of_rank[rank][name][i, ...]
@@ -248,23 +250,23 @@ def of_sequences(array: Array, tile: Tile) -> Array:
 
 
 def _between_ends(span: Span, shares: Sequence[Share]) -> list[Span]:
-    """A span, cut where a part begins or ends, so that the rows of each piece have the same parts."""
-    ends = {*span, *(end for share in shares for part in cut(span, share.spans) for end in part)}
+    """A span, cut where a partial dq begins or ends, so that the rows of each piece are in the same ones."""
+    ends = {*span, *(end for share in shares for piece in cut(span, share.spans) for end in piece)}
     ordered = sorted(ends)
     return list(itertools.pairwise(ordered))
 
 
-def add_up(target: Array, parts: Sequence[Array]) -> None:
-    """Write the sum of parts, added in their order and dtype, and rounded once."""
-    if not parts:
+def add_up(target: Array, partials: Sequence[Array]) -> None:
+    """Write the sum of partial results, added in their order and dtype, and rounded once."""
+    if not partials:
         assign(target, 0)
     elif isinstance(target, np.ndarray):
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
+        total = partials[0]
+        for partial in partials[1:]:
+            total = total + partial
         target[...] = total
     else:
-        merging.add(target, parts)
+        merging.add(target, partials)
 
 
 def minus_delta(out: Array, dout: Array, dlse: Array | None, dtype: Any) -> Array:

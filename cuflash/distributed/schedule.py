@@ -6,19 +6,19 @@ There are two walks over all pairs:
 - *By queries*: out, lse and dq of a piece of queries, from all keys that it attends to. Keys and values are exchanged.
 - *By keys*: dk and dv of a piece of keys, from all queries that attend to it. Queries and the arrays that belong to
 them
-  travel. These calls may also give parts of dq, which then are sent back the same way and replace the dq of the other
+  travel. These calls may also give partial dq, which are then sent back the same way and replace the dq of the other
   walk.
 
 A piece belongs to the rank that holds its rows. A walk has rounds. In the first round a rank computes with rows that it
 holds, while other rows are exchanged; in the second round it computes with the rows that it received. Each call gives a
-part of the results of its piece. The call does not round the part and does not add it to an earlier result. If results
+partial result of its piece. The call does not round it and does not add it to an earlier result. If results
 must have the same bits for any number of ranks, there is one round, whose calls have all rows that a piece meets, and
 pieces are cut at the ends of global chunks.
 
 Rows are exchanged in steps of some key/value heads each, so that the rows of a step are exchanged while the rank
 computes with those of the step before. A first step is small if nothing is computed before it; a last step is small if
-its parts are added or are sent back after it. Each step has calls, copies and transfers of its own, which the host
-begins one by one. So there are few steps, unless there are many rows.
+its partial results are added or are sent back after it. Each step has calls, copies and transfers of its own, which the
+host begins one by one. So there are few steps, unless there are many rows.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Tile(NamedTuple):
 
     rank: int
     piece: int  # its number among the pieces of the rank
-    part: int  # its number among the parts of the results of the piece
+    partial: int  # its number among the partial results of the piece
     queries: Span
     keys: Span
     met: tuple[Span, ...]  # the rows that the piece meets, by their places in the whole
@@ -164,8 +164,8 @@ class Walk:
         return [tile for a_round in self.rounds for tile in a_round.calls_of(rank)]
 
     @cached_property
-    def parts(self) -> tuple[tuple[int, ...], ...]:
-        """By rank, the number of parts in which the results of each piece come."""
+    def partials(self) -> tuple[tuple[int, ...], ...]:
+        """By rank, the number of partial results of each piece."""
         of_ranks = (Counter(tile.piece for tile in self.calls_of(rank)) for rank in range(len(self.pieces)))
         return tuple(tuple(count[i] for i in range(len(own))) for count, own in zip(of_ranks, self.pieces, strict=True))
 
@@ -193,7 +193,7 @@ class Schedule:
 
     @cached_property
     def by_keys(self) -> Walk:
-        """The walk of dk and dv, and of parts of dq."""
+        """The walk of dk and dv, and of partial dq."""
         return self._walk("keys")
 
     def _walk(self, by: By) -> Walk:
@@ -202,8 +202,8 @@ class Schedule:
         rounds: tuple[list[Tile], list[Tile]] = ([], [])
         for rank, of_rank in enumerate(pieces):
             for i, piece in enumerate(of_rank):
-                for part, (number, tile) in enumerate(self._calls(by, rank, piece)):
-                    rounds[number].append(tile._replace(piece=i, part=part))
+                for partial, (number, tile) in enumerate(self._calls(by, rank, piece)):
+                    rounds[number].append(tile._replace(piece=i, partial=partial))
         steps = self._most_steps(by, other.seqlen)
         found: list[Round] = []
         for number, calls in enumerate(rounds):
@@ -233,7 +233,7 @@ class Schedule:
         pieces = _pieces(split, self.chunks)
         if self.packing is None:
             return pieces
-        return tuple(tuple(part for piece in own for part in self.packing.cut(piece, by)) for own in pieces)
+        return tuple(tuple(smaller for piece in own for smaller in self.packing.cut(piece, by)) for own in pieces)
 
     def _calls(self, by: By, rank: int, piece: Span) -> Iterator[tuple[int, Tile]]:
         """The calls for a piece, each with its round."""
@@ -412,7 +412,7 @@ def _pieces(split: Split, chunks: int | None) -> tuple[tuple[Span, ...], ...]:
 
 
 def _shares(count: int, lengths: Sequence[int]) -> tuple[Span, ...]:
-    """`count` heads cut into parts about in the ratio of `lengths`, none of them empty: there are enough heads."""
+    """`count` heads split about in the ratio of `lengths`, none of them empty: there are enough heads."""
     ends = [0]
     for i, length in enumerate(lengths):
         left, later = count - ends[-1], len(lengths) - 1 - i

@@ -97,7 +97,7 @@ class Split:
         return module_of(array).concatenate(pieces).swapaxes(0, axis)
 
     def whole(self, parts: Sequence[Array], axis: int = -2) -> Array:
-        """The array with the rows of all ranks, put together from the parts of the ranks: the inverse of `part`.
+        """The array with the rows of all ranks, concatenated from the shards of the ranks: the inverse of `part`.
 
         Parameters
         ----------

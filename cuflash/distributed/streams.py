@@ -2,7 +2,7 @@
 
 On a device each step has two streams, which its calls take in turns. Work of an earlier step has a higher priority than
 work of a later one, so the small kernels after a long one do not wait for another long one. Two more streams have the
-highest priority: on one, rows are made ready to be sent and are waited for; on the other, parts of results are added
+highest priority: on one, rows are made ready to be sent and are waited for; on the other, partial results are added
 and are sent back. The pool may reuse memory that was freed on a stream only on the same stream. So the memory of a step
 stays alive until all streams have waited for the work of the step: two steps later, when no stream has to wait long.
 """
@@ -46,7 +46,7 @@ class Streams:
         """Order the calls of a step after the work of `rows` so far; `in_turn`, also after those of the step before."""
 
     def returns(self) -> AbstractContextManager[Any]:
-        """The stream on which parts of results are added and travel, after the calls made so far."""
+        """The stream on which partial results are added and travel, after the calls made so far."""
         return contextlib.nullcontext()
 
     def keep(self, *held: Any) -> None:

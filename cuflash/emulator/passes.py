@@ -188,7 +188,7 @@ def backward(
     need: Sequence[str] | None = None,
     **options: Any,
 ) -> tuple[np.ndarray, ...]:
-    """The gradients `need` by the backward kernels; without it (dq, dk, dv), and that of a part of the softmax.
+    """The gradients `need` by the backward kernels; without it (dq, dk, dv), and that of sinks.
 
     `arrays` holds dout too, and maybe dlse. Other parameters are those of `forward`.
     """

@@ -130,7 +130,7 @@ def backward(
     if "row_sums" not in arrays:
         return _call(BACKWARD, options, arrays, need, random)
     others = {name: x for name, x in arrays.items() if name != "row_sums"}
-    return _call(BACKWARD, options, others, need, random, PartSums(arrays, arrays["row_sums"]))
+    return _call(BACKWARD, options, others, need, random, PartialRowSums(arrays, arrays["row_sums"]))
 
 
 def row_sums(options: Options, arrays: dict[str, Any]) -> Any:
@@ -141,7 +141,7 @@ def row_sums(options: Options, arrays: dict[str, Any]) -> Any:
     """
     q, v = arrays["q"], arrays["v"]
     zeros = cupy.broadcast_to(cupy.zeros(v.shape[-1], q.dtype), (*q.shape[:-1], v.shape[-1]))
-    sums = PartSums(arrays)
+    sums = PartialRowSums(arrays)
     of_call = {**arrays, "out": zeros, "dout": zeros, "dlse": None, "dk": None, "dv": None}
     _call(BACKWARD, options, of_call, ("dk", "dv"), (0, 0), sums)
     return sums.found
@@ -153,7 +153,7 @@ def plan(options: Options, arrays: dict[str, Any], need: tuple[str, ...] = DEFAU
     device = device_spec(arrays["q"].data.device_id)
 
     def plan_of(pass_: Pass, results: tuple[str, ...]) -> LaunchPlan:
-        first = first_call(options, of_pass(pass_, arrays, options), results, cupy, gives_parts=True)
+        first = first_call(options, of_pass(pass_, arrays, options), results, cupy, gives_partials=True)
         binding = _bind(pass_, first.options, first.arrays, results)
         plan = with_resources(tuned_plan(binding.problem, device, pass_, **binding.layout))
         return replace(plan, reason=f"{first.axes}\n{plan.reason}") if first.axes else plan
@@ -212,7 +212,7 @@ def trials(
 
     `arrays` are those of `forward` or `backward`, without results; CuPy's current device is that of the arrays.
     """
-    options, arrays, _ = first_call(options, arrays, pass_.default, cupy, gives_parts=True)
+    options, arrays, _ = first_call(options, arrays, pass_.default, cupy, gives_partials=True)
     binding = _bind(pass_, options, arrays, pass_.default)
     pointers = [array.data.ptr for array in arrays.values() if array is not None]
 
@@ -261,7 +261,7 @@ def _call(
     arrays: dict[str, Any],
     results: tuple[str, ...],
     random: tuple[int, int],
-    sums: PartSums | None = None,
+    sums: PartialRowSums | None = None,
 ) -> tuple[Any, ...]:
     """Run one pass. This code takes as long on the host as a launch, so it is written for speed."""
     device_id = arrays["q"].data.device_id
@@ -288,7 +288,7 @@ def _call(
         axes = axes_of(options, arrays, results)
         if axes is not None:
             call = functools.partial(_call, pass_, results=results, random=random)
-            return Calls(axes, options, arrays, results, cupy, gives_parts=True).run(call)
+            return Calls(axes, options, arrays, results, cupy, gives_partials=True).run(call)
         binding = _bind(pass_, options, arrays, results)
         plan = tuned_plan(binding.problem, device_spec(device_id), pass_, **binding.layout)
         launch = _launch_of(binding, plan, arrays, growing)
@@ -311,7 +311,7 @@ def _start(
     pointers: list[int],
     random: tuple[int, int],
     seqlen_k: int,
-    sums: PartSums | None = None,
+    sums: PartialRowSums | None = None,
 ) -> tuple[Any, ...]:
     """Launch on the current device. `pointers` are those of the given arrays."""
     results: list[Any] = [None] * len(launch.results)
@@ -378,7 +378,7 @@ def _launch_kernels(launch: _Launch, kernels: tuple[_Kernel, ...], kernel_params
                 raise RuntimeError(f"cuLaunchKernelEx returned {error.name}")
 
 
-class PartSums:
+class PartialRowSums:
     """The row sums of a backward pass over some keys of a problem (`cuflash.spec.row_sums`), which its first kernels
     find.
 
@@ -444,7 +444,7 @@ def _record(
     results: list[Any],
     pointers: list[int],
     seqlen_k: int,
-    sums: PartSums | None,
+    sums: PartialRowSums | None,
 ) -> None:
     """Record a launch, so that it can be repeated with other pointers."""
 

@@ -162,7 +162,7 @@ class PassTuning:
 
     @property
     def gain(self) -> float:
-        """How much faster the winner is than the table's row, as a part of the winner's time: 0.1 is 10 %."""
+        """How much faster the winner is than the table's row, as a fraction of the winner's time: 0.1 is 10 %."""
         return self.trials[0].seconds / self.winner.seconds - 1
 
     def describe(self) -> str:

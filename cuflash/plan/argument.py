@@ -16,7 +16,7 @@ from cuflash.spec.problem import Problem
 ARRAYS = (
     *((name, 3) for name in (*OVER_HEAD_DIM, *OVER_ROWS)),
     *((row.name, row.strides) for row in OPTIONAL_INPUTS),
-    *((row.gradient, OUTPUT_ROWS[row.gradient].strides) for row in OPTIONAL_INPUTS if row.part_of),
+    *((row.gradient, OUTPUT_ROWS[row.gradient].strides) for row in OPTIONAL_INPUTS if row.gradient_via),
     *((name, OUTPUT_ROWS[name].strides) for name in NUMBER_GRADIENTS),
     *(
         (name, 0)

@@ -27,13 +27,13 @@ from cuflash.spec.inputs import OPTIONAL_INPUTS
 # these heads have two waves of tiles: head_dim 128, causal: 1 block 522, 2 492, 4 473.
 WAVES, CAUSAL_WAVES = 1.9, 4.0
 # What it costs to share a tile of keys, in units of one step from a tile of queries to the next. Each block takes
-# SHARE_STEPS to begin and to end. The kernel that adds the parts takes SUM_STEPS, and SUM_STEPS_OF_PART for each part;
-# SUM_STEPS counts twice where only the tiles after whole waves are shared, because their blocks do not all end at the
-# same time. On an H200 the numbers of blocks that follow from this are within 1 % of the best of 2 to 16 (2 heads of
-# head_dim 256, seqlen 1024: 6 %). The pass is faster than without sharing by 2.9 % where 4 of 4096 tiles are shared
+# SHARE_STEPS to begin and to end. The kernel that adds the partial sums takes SUM_STEPS, and SUM_STEPS_PER_PARTIAL for
+# each; SUM_STEPS counts twice where only the tiles after whole waves are shared, because their blocks do not all end at
+# the same time. On an H200 the numbers of blocks that follow from this are within 1 % of the best of 2 to 16 (2 heads
+# of head_dim 256, seqlen 1024: 6 %). The pass is faster than without sharing by 2.9 % where 4 of 4096 tiles are shared
 # (head_dim 64, seqlen 16384), by 2.2 % with 68 of 2048 (head_dim 128), by 0.8 % at seqlen 4096, and by 43 % with all of
 # 64 tiles (causal, seqlen 4096, head_dim 64; 46 % at 128).
-SHARE_STEPS, SUM_STEPS, SUM_STEPS_OF_PART = 3, 6, 1
+SHARE_STEPS, SUM_STEPS, SUM_STEPS_PER_PARTIAL = 3, 6, 1
 # A kernel that looks up masks and biases pair by pair, whatever the main kernel does with them.
 LOOKED_UP = dict.fromkeys(
     (
@@ -44,10 +44,10 @@ LOOKED_UP = dict.fromkeys(
 )
 # Warps of an SM that registers must allow in the kernel of delta. Products of float64 need more of these.
 DELTA_WARPS = {"float64": 16, "float32": 24, "others": 32}
-SOFTMAX_WARPS = 16  # warps of a block of the kernels that make gradients of parts of the softmax
+SOFTMAX_WARPS = 16  # warps of a block of the kernels that make gradients of softmax inputs
 _OF_KEYS = ("dk", "dv")
-# The kernels that make the gradients of parts of the softmax, one each.
-SOFTMAX_KERNELS = {row.gradient: f"helpers/{row.name}.cu" for row in OPTIONAL_INPUTS if row.part_of == "softmax"}
+# The kernels that make the gradients of softmax inputs, one each.
+SOFTMAX_KERNELS = {row.gradient: f"helpers/{row.name}.cu" for row in OPTIONAL_INPUTS if row.gradient_via == "softmax"}
 
 
 class _Rows(NamedTuple):
@@ -59,7 +59,7 @@ class _Rows(NamedTuple):
     dq: Any
     scores: Any
     bias: Any
-    summed: tuple[str, ...]  # gradients of parts of the scores that the main kernel sums
+    summed: tuple[str, ...]  # score gradients that the main kernel sums
     sums_score_args: bool  # whether it also sums the gradients of arrays that the score reads
 
 
@@ -209,7 +209,7 @@ def _sums_score_args(draft: Draft, family: BackwardFamily[Any] | None, main: Any
 
 
 def _summed_by_main(draft: Draft, family: BackwardFamily[Any] | None, main: Any) -> tuple[str, ...]:
-    """The gradients of parts of the scores that the main kernel makes: the stored one, and all wanted sums or none."""
+    """The score gradients that the main kernel makes: the stored one, and all wanted sums or none."""
     if family is None:
         return ()
     summed: list[str] = []
@@ -242,7 +242,7 @@ def _share_work(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks:
 
 
 def _group_splits(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int) -> int:
-    """Where tiles of keys are few: how many blocks share the query heads of a key/value head, in equal parts."""
+    """Where tiles of keys are few: how many blocks split the query heads of a key/value head evenly."""
     problem, resident = draft.problem, tiles_at_once(main, draft.device)
     waves = WAVES if n_blocks >= WAVES * resident or problem.window_right is None else CAUSAL_WAVES
     most = family.heads_of_block(draft, main)
@@ -267,7 +267,7 @@ def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
         walks = waves * longest if even else max(longest, rest * steps / 2 / resident)
         if splits == 1:
             return waves * SHARE_STEPS + walks
-        sums = SUM_STEPS * (1 if rest == tiles else 2) + SUM_STEPS_OF_PART * splits
+        sums = SUM_STEPS * (1 if rest == tiles else 2) + SUM_STEPS_PER_PARTIAL * splits
         return waves * SHARE_STEPS + walks + sums
 
     splits = min(range(1, min(steps, resident) + 1), key=duration)
@@ -280,7 +280,7 @@ def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
 
 
 def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: Tile | None) -> Tile:
-    """Add the kernel of delta, which all others read, and the kernels of gradients of parts of the softmax.
+    """Add the kernel of delta, which all others read, and the kernels of gradients of softmax inputs.
 
     Returns the tile whose fragments tell the kernels around the main one how memory is laid out.
     """
@@ -328,25 +328,25 @@ def _add_main(
 def _add_convert(
     draft: Draft, family: BackwardFamily[Any], main: Tile, around: Tile, n_blocks: int, reduces_dq: bool
 ) -> None:
-    """Add the kernel that turns what the blocks of `main` have added up, or left in parts, into results."""
+    """Add the kernel that turns the sums or partial sums of the blocks of `main` into results."""
     problem, run_time = draft.problem, draft.run_time
     dim, dim_v = draft.padded_dims(main)
     blocks, shared_bytes = 0, 0
-    parts = max(run_time.group_splits, run_time.tail_splits)
+    splits = max(run_time.group_splits, run_time.tail_splits)
     results = len(set(draft.need) & {"dk", "dv"})
-    # How many warps leave a part of dk, or of dv: all warps, where they divide both; otherwise one for each 16 keys.
-    part_warps = around.num_warps if around is main else main.block_n // 16
+    # How many warps store a partial dk or dv: all warps, where they divide both; otherwise one for each 16 keys.
+    partial_warps = around.num_warps if around is main else main.block_n // 16
     wide_keys = _has_wide(draft, *_OF_KEYS)
-    if (parts > 1 or wide_keys) and results:
+    if (splits > 1 or wide_keys) and results:
         shared = n_blocks - run_time.whole_tiles
-        shares = part_warps // around.num_warps
+        shares = partial_warps // around.num_warps
         blocks += shared * shares * results
         shared_bytes = tile_bytes(main.block_n // shares, max(dim, dim_v), main.element_bytes)
-        draft.scratch["dkv_partials"] = shared * parts * main.block_n * (dim + dim_v)
+        draft.scratch["dkv_partials"] = shared * splits * main.block_n * (dim + dim_v)
         what = "query heads of a key/value head" if run_time.group_splits > 1 else "queries of a tile of keys"
         last = "the last " if run_time.whole_tiles else ""
-        if parts > 1:
-            draft.reasons.append(f"{parts} blocks share the {what}: {last}{shared} tiles of keys are few")
+        if splits > 1:
+            draft.reasons.append(f"{splits} blocks share the {what}: {last}{shared} tiles of keys are few")
         if wide_keys:
             draft.reasons.append("dk and dv leave blocks as sums: not all of them are rounded to the dtype of k and v")
     if reduces_dq:
@@ -363,7 +363,7 @@ def _add_convert(
         if in_order:
             draft.reasons.append("deterministic: tiles of keys add to dq in order")
     if shared_bytes:
-        defines = {"CUFLASH_DIM_MULTIPLE": main.dim_multiple, "CUFLASH_PART_WARPS": part_warps}
+        defines = {"CUFLASH_DIM_MULTIPLE": main.dim_multiple, "CUFLASH_PART_WARPS": partial_warps}
         wide = tuple(name for name in ("dq", *_OF_KEYS) if _has_wide(draft, name))
         defines |= {f"CUFLASH_{name.upper()}_WIDE": int(name in wide) for name in ("dq", *_OF_KEYS)}
         makes = tuple(f"wide_{name}" for name in wide)

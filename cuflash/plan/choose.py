@@ -104,9 +104,9 @@ def _has_keys_elsewhere(problem: Problem) -> bool:
     return any(row.has_keys and getattr(problem, row.name) is not None for row in OPTIONAL_INPUTS)
 
 
-def _without_parts_of_softmax(problem: Problem) -> Problem:
-    """The problem as the backward pass sees it: lse includes these parts, and only their own gradients need them."""
-    absent: dict[str, Any] = {row.name: None for row in OPTIONAL_INPUTS if row.part_of == "softmax"}
+def _without_softmax_inputs(problem: Problem) -> Problem:
+    """The problem as the backward pass sees it: lse includes these, and only their own gradients need them."""
+    absent: dict[str, Any] = {row.name: None for row in OPTIONAL_INPUTS if row.gradient_via == "softmax"}
     return replace(problem, **absent)
 
 
@@ -126,7 +126,7 @@ class _Planned(NamedTuple):
 
 _PLANNED = {
     FORWARD: _Planned(_of_planned_length, draft_forward),
-    BACKWARD: _Planned(_without_parts_of_softmax, draft_backward),
+    BACKWARD: _Planned(_without_softmax_inputs, draft_backward),
 }
 
 

@@ -355,8 +355,8 @@ class Draft:
             self.scratch[filled.table.name] = elements if self.heads else 0
         if self.tables:
             self.add_around_tables(tile, "filled")
-            parts = ", ".join(filled.table.spelled for filled in self.tables)
-            self.reasons.append(f"score: parts that take few values are hoisted: kernels read {parts}")
+            tables = ", ".join(filled.table.spelled for filled in self.tables)
+            self.reasons.append(f"score: subexpressions that take few values are hoisted: kernels read {tables}")
 
     def add_around_tables(self, tile: Tile, makes: str, **defines: int) -> None:
         """Add a kernel that has a thread for each entry of the tables.

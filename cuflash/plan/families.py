@@ -126,11 +126,11 @@ class BackwardFamily(Family[Row]):
         return 0
 
     def why_not_summed(self, draft: Draft, main: Row, name: str) -> str | None:
-        """Why its main kernel does not sum the gradient `name` of a part of the scores: None if it does."""
+        """Why its main kernel does not sum the score gradient `name`: None if it does."""
         return ""
 
     def summing(self, main: Row, names: tuple[str, ...]) -> Row:
-        """The row for a main kernel that sums these gradients of parts of the scores."""
+        """The row for a main kernel that sums these score gradients."""
         return main
 
     def why_not_score_args(self, draft: Draft, main: Row) -> str | None:
@@ -144,8 +144,8 @@ class BackwardFamily(Family[Row]):
     def clear_ahead(self, draft: Draft, main: Row) -> int:
         """How many heads ahead in launch order a block clears accumulators of dq; 0: a kernel clears them.
 
-        At least as many as are side by side (parts of a group count as heads): then all blocks of a head have started
-        before the first block of the head whose accumulators they clear.
+        At least as many as are side by side ((splits of a group count as heads)): then all blocks of a head have
+        started before the first block of the head whose accumulators they clear.
         """
         return 0
 
@@ -153,7 +153,7 @@ class BackwardFamily(Family[Row]):
         """Add what the main kernel needs: tensor maps, and kernels that make its operands."""
 
     def add(self, draft: Draft, main: Row, blocks: int, makes: Collection[str], options: Mapping[str, int]) -> None:
-        """Add the main kernel, which makes these gradients of parts of the scores, too."""
+        """Add the main kernel, which makes these score gradients, too."""
         draft.add_main(self.source, main, blocks, main.shared_bytes(*draft.padded_dims(main)), makes, **options)
 
 
@@ -166,7 +166,7 @@ class DqFamily(Family[Row]):
 
 
 class ScoresFamily(Family[Row]):
-    """A family of kernels that make gradients of parts of the scores, which no other kernel of the pass makes."""
+    """A family of kernels that make score gradients, which no other kernel of the pass makes."""
 
 
 class BiasFamily(Family[Row]):

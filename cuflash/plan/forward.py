@@ -24,7 +24,9 @@ def draft_forward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
         if draft.problem.has_float8:
             got = f"dtype {draft.problem.softmax_dtype} with fp8 k and v"
             raise NotImplementedError(f"out: got {got}, expected dtype {draft.problem.dtype}")
-        draft.reasons.append("out is not rounded to the dtype of q: it is merged with other parts of it")
+        draft.reasons.append(
+            "out is not rounded to the dtype of q: it is a partial result, which is merged with others"
+        )
     # Kernels are told of the results that a call does not return unless it is asked to.
     others = (row.name for row in FORWARD_ROWS if not row.is_default)
     draft.defines |= {f"CUFLASH_NEEDS_{name.upper()}": int(name in draft.need) for name in others}

@@ -112,7 +112,7 @@ class LaunchPlan:
     scratch: tuple[tuple[str, int], ...]  # arrays besides inputs and results, in elements of lse's dtype
     tensor_maps: tuple[TensorMapSpec, ...]  # they follow the parameters
     reason: str
-    tables: tuple[FilledTable, ...] = ()  # what kernels read in place of parts of the score
+    tables: tuple[FilledTable, ...] = ()  # what kernels read in place of subexpressions of the score
     need: tuple[str, ...] = ()  # results that are computed
     any_length: bool = False  # it serves all numbers of keys that have the same `planned_length`
     models: tuple[Model | None, ...] = ()  # how `cuflash.plan.traffic` models each main kernel

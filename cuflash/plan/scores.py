@@ -19,14 +19,14 @@ SCORES_REDUCE_WARPS = 8
 SHARE_STEPS, ADD_STEPS, ADD_STEPS_OF_SHARE = 2, 3, 0.03
 EXACT_WORDS = 12  # kSumWords of kernels/common/softmax/exact_sums.cuh
 # Gradients over pairs, which are stored; and those that have a number for each head, of those that are sums.
-STORED = tuple(row.gradient for row in OPTIONAL_INPUTS if row.part_of == "scores" and row.broadcasts)
-OF_HEADS = tuple(row.gradient for row in OPTIONAL_INPUTS if row.part_of == "scores" and not row.broadcasts)
+STORED = tuple(row.gradient for row in OPTIONAL_INPUTS if row.gradient_via == "scores" and row.broadcasts)
+OF_HEADS = tuple(row.gradient for row in OPTIONAL_INPUTS if row.gradient_via == "scores" and not row.broadcasts)
 _AXES = ("BATCH", "HEADS", "QUERIES", "KEYS")
 _AXES_WORDS = ("batch entries", "heads", "tiles of queries", "tiles of keys")
 
 
 def score_gradients(draft: Draft) -> tuple[str, ...]:
-    """The gradients of parts of the scores that are wanted."""
+    """The score gradients that are wanted."""
     return tuple(name for name in draft.need if name in SCORE_GRADIENTS)
 
 
@@ -42,7 +42,7 @@ def is_of_keys(draft: Draft) -> bool:
 
 
 def needs(names: Collection[str]) -> dict[str, int]:
-    """The macros that tell a kernel which gradients of parts of the scores it makes."""
+    """The macros that tell a kernel which score gradients it makes."""
     return {f"CUFLASH_NEEDS_{name.upper()}": int(name in names) for name in SCORE_GRADIENTS}
 
 
@@ -157,18 +157,18 @@ def _tail_shares(draft: Draft, tile: Tile, shared: int, summed: int) -> int:
 def add_key_sums(draft: Draft, tile: Tile, blocks: int, made: Collection[str]) -> None:
     """Add the kernels that add up what `blocks` of the main kernel, which own tiles of keys, have summed."""
     problem = draft.problem
-    key_parts = draft.heads * draft.tiles_of(problem.seqlen_k, tile.block_n) * draft.run_time.tail_splits
+    key_splits = draft.heads * draft.tiles_of(problem.seqlen_k, tile.block_n) * draft.run_time.tail_splits
     warps = tile.block_n // 16
     stored, sums = stored_and_sums(made)
     if stored:
         axes = _axes_of_stored(draft)
         owners = math.prod(n for n, summed in zip((problem.batch, problem.num_heads), axes, strict=False) if not summed)
         grid = owners * -(-problem.seqlen_k // (32 * SCORES_REDUCE_WARPS))
-        draft.scratch["score_partials"] = key_parts * tile.block_n
+        draft.scratch["score_partials"] = key_splits * tile.block_n
         _add_reduce(draft, tile, grid, stored, axes, by_keys=True)
     if sums:
         of_heads = len(set(sums) & set(OF_HEADS))
-        draft.scratch["sums_partials"] = warps * (key_parts * of_heads + blocks * (len(sums) - of_heads))
+        draft.scratch["sums_partials"] = warps * (key_splits * of_heads + blocks * (len(sums) - of_heads))
         _add_reduce(draft, tile, _numbers(draft, sums), sums, _axes_of_heads(draft), by_keys=True)
     draft.reasons.append(f"{', '.join(made)}: summed by the main kernel, by tiles of keys, and added in a fixed order")
 
@@ -176,7 +176,7 @@ def add_key_sums(draft: Draft, tile: Tile, blocks: int, made: Collection[str]) -
 def _add_reduce(
     draft: Draft, tile: Tile, blocks: int, names: Collection[str], axes: Sequence[bool], *, by_keys: bool
 ) -> None:
-    """Add the kernel that adds up parts of sums."""
+    """Add the kernel that adds up partial sums."""
     options = needs(names) | _sums(axes) | {"CUFLASH_SUMS_BY_KEYS": int(by_keys)}
     warps = {"CUFLASH_NUM_WARPS": SCORES_REDUCE_WARPS, "CUFLASH_MIN_BLOCKS": 1}
     draft.add("helpers/scores_reduce.cu", tile, blocks, 16 * SCORES_REDUCE_WARPS, names, **options, **warps)

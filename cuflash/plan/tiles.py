@@ -27,7 +27,7 @@ COMMON_DEFINES = (
 
 
 # Which kernel of a pass a tile is for: the main one or, in the backward pass, one beside it. Those make dq alone,
-# gradients of parts of the scores, or the gradient of a per-pair bias.
+# score gradients, or the gradient of a per-pair bias.
 Role = Literal["main", "dq", "scores", "bias"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -63,7 +63,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def tile_bytes(rows: int, columns: int, element_bytes: int) -> int:
-    """Shared memory of a tile, in lines of 128 bytes or parts of one; kernels/common/config.cuh has the same."""
+    """Shared memory of a tile, in lines of 128 bytes or fractions of one; kernels/common/config.cuh has the same."""
     row = columns * element_bytes
     if element_bytes > 2 or row > 64:
         return rows * round_up(row, 128)

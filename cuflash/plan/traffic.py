@@ -23,7 +23,7 @@ from cuflash.spec.inputs import OPTIONAL_INPUTS
 from cuflash.spec.passes import BACKWARD, FORWARD, Pass
 from cuflash.spec.problem import Problem
 
-# The part of L2 that holds what blocks share: each of its two halves keeps a copy of what its SMs read, as
+# The fraction of L2 that holds what blocks share: each of its two halves keeps a copy of what its SMs read, as
 # the vendor describes it for compute capability 8.0 and 9.0. The rest of a half holds what passes through; its size was
 # fitted to the counters of an H200.
 L2_SHARE = 0.42
@@ -147,7 +147,7 @@ def _row_bytes(problem: Problem) -> tuple[int, int]:
 class Walk:
     """Blocks that walk over the operands of their heads, `at_once` of them side by side, and then as many others. In
     launch order, the first tiles of `section` heads come first, then their second tiles, and so on. Each tile after the
-    first `whole` ones is shared by `sharers` blocks, which have a part each."""
+    first `whole` ones is split among `sharers` blocks."""
 
     heads: int
     tiles_of_head: int
@@ -165,10 +165,10 @@ class Walk:
     def walks(self) -> int:
         """How many walks over a head there are, for all heads. Blocks of a head that run side by side are one walk.
 
-        A wave may reach from one section of heads into the next one. The parts of a tile are one walk together.
+        A wave may reach from one section of heads into the next one. The splits of a tile are one pass together.
         """
-        parts = (self.heads * self.tiles_of_head - self.whole) * self.sharers
-        walks = self.section * -(-parts // self.at_once)
+        splits = (self.heads * self.tiles_of_head - self.whole) * self.sharers
+        walks = self.section * -(-splits // self.at_once)
         for start in range(0, self.whole, self.at_once):
             stop, of_section = min(start + self.at_once, self.whole), self.section * self.tiles_of_head
             first, last = start // of_section, (stop - 1) // of_section
@@ -181,7 +181,7 @@ class Walk:
     def read(self, once: float, tiles: float, head_bytes: float, l2_bytes: float) -> float:
         """Bytes of an operand that are read from device memory, if blocks load `tiles` bytes of it in all.
 
-        The heads under way need `head_bytes` each, and a part of that stays in L2. Each further walk reads the rest
+        The heads under way need `head_bytes` each, and a fraction of that stays in L2. Each further walk reads the rest
         again. So does each half of L2: its blocks are too far from those of the other to share what is soon gone.
         """
         gone = max(0, 1 - L2_SHARE * l2_bytes / (self.heads_at_once * head_bytes))
@@ -240,7 +240,7 @@ def _decoding(plan: Plan) -> tuple[int, float]:
     heads = problem.batch * problem.num_heads_kv
     (rows,) = key_rows(problem, problem.seqlen_q, tile.block_n)
     tiles_of_head = -(-rows // tile.block_n)
-    cuts = (part * heads * tiles_of_head // blocks for part in range(1, blocks))
+    cuts = (block * heads * tiles_of_head // blocks for block in range(1, blocks))
     loads_of_q = heads + sum(cut % tiles_of_head != 0 for cut in cuts)
     keys = heads * rows * (of_q + of_v)
     return keys + loads_of_q * problem.group_size * problem.seqlen_q * of_q, keys
@@ -252,12 +252,12 @@ def _backward(plan: Plan) -> Traffic:
     heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
     stats = plan.scratch_sizes["row_stats"]
     added = _added(plan) if "dq_accumulator" in plan.scratch_sizes else 0
-    parts = []
+    loops = []
     if "keys" in plan.models or "visible keys" in plan.models:
-        parts.append(_by_keys(plan, added, every="keys" in plan.models))
+        loops.append(_by_keys(plan, added, every="keys" in plan.models))
     if "queries of dq" in plan.models:
-        parts.append(_by_queries(plan))
-    tiles, read, written = (sum(column) for column in zip(*parts, strict=True))
+        loops.append(_by_queries(plan))
+    tiles, read, written = (sum(column) for column in zip(*loops, strict=True))
 
     gradients = {"dq": heads * one.seqlen_q * of_q, "dk": heads_kv * one.seqlen_k * of_q}
     gradients["dv"] = heads_kv * one.seqlen_k * of_v
@@ -266,7 +266,7 @@ def _backward(plan: Plan) -> Traffic:
     if inputs + results + plan.extra_bytes <= L2_SHARE * plan.device.l2_bytes:  # all of it stays in L2
         read, written = inputs, results
     else:
-        # An earlier kernel reads out, dout and lse, and leaves the statistics of rows. `parts` counts q, k and v.
+        # An earlier kernel reads out, dout and lse, and leaves the statistics of rows. `loops` counts q, k and v.
         read += inputs - heads * one.seqlen_q * of_q - heads_kv * one.seqlen_k * (of_q + of_v)
         bits = plan.scratch_sizes.get("mask_words", 0)
         written += results + stats + (bits if bits > L2_SHARE * plan.device.l2_bytes else 0)

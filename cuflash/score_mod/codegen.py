@@ -143,8 +143,8 @@ class Writer:
         is_fast = at.op in FAST and at not in self.deciding and not self.exact
         if is_fast or at.op in ("floordiv", "mod") or (at.op == "div" and len(args) == 3):
             return f"score_{'fast_' * is_fast}{at.op}({', '.join(args)})"
-        if (parts := self._sum_of_squares(at)) is not None:
-            return parts
+        if (squares := self._sum_of_squares(at)) is not None:
+            return squares
         if at.op == "pow":
             return f"score_pow({args[0]}, {args[1]})"
         if at.op in INFIX:
@@ -202,7 +202,7 @@ def _number(at: Node) -> Any:
 
 
 def of_head(roots: Sequence[Node]) -> list[Node]:
-    """The parts of expressions that read arrays and are the same for all pairs of a head, as large as they can be."""
+    """The subexpressions that read arrays and are the same for all pairs of a head, as large as they can be."""
     varies: dict[Node, bool] = {}
     reads: dict[Node, bool] = {}
     used: dict[Node, None] = dict.fromkeys(roots)
@@ -226,9 +226,9 @@ def divisors_of_head(roots: Sequence[Node], of_all: Sequence[Node]) -> list[Node
 
 
 def of_points(roots: Sequence[Node], known: Collection[Node], index: str) -> list[Node]:
-    """The real parts of expressions that read arrays and depend on one `index` alone: "i" or "j".
+    """The real subexpressions that read arrays and depend on one `index` alone: "i" or "j".
 
-    Parts that are the same for all pairs of a head are `known`, and left out.
+    Those that are the same for all pairs of a head are `known`, and left out.
     """
     others = {"s", "i", "j"} - {index}
     inputs: dict[Node, frozenset[str]] = {}

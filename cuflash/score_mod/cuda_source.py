@@ -1,8 +1,8 @@
 """Scores that a caller writes in CUDA, for what traced functions cannot express, such as loops and branches.
 
 A text is known only by the results of its runs. Its derivatives come from runs with dual numbers
-(`kernels/common/score/dual.cuh`). No part of it is hoisted, no option takes its place, and every place in an array that
-it reads counts as one that depends on the pair.
+(`kernels/common/score/dual.cuh`). No subexpression is hoisted, no option takes its place, and every place in an array
+that it reads counts as one that depends on the pair.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ class Score:
         """None: a text is no expression."""
         return None
 
-    def of_part(self) -> Score:
-        """The score of a part of a longer problem: see `cuflash.score_mod.indexing`."""
-        python = self.python.of_part() if isinstance(self.python, Traced) else None
+    def of_slice(self) -> Score:
+        """The score of a slice of a longer problem: see `cuflash.score_mod.indexing`."""
+        python = self.python.of_slice() if isinstance(self.python, Traced) else None
         return replace(self, arrays=(*self.arrays, ORIGIN), python=python)
 
     def on_numpy(self) -> Traced:

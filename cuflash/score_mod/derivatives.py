@@ -5,7 +5,8 @@ Where an expression has a kink its derivative is one-sided: `cuflash.score_mod.f
 below such a choice, derivatives are multiplied by `product`, which is 0 wherever its first factor is 0.
 
 In the chain rule 0 times infinity is 0, too. It is met where the slope of a root or a power is infinite, as in
-``a * sqrt(x)`` at a = 0 or in ``sqrt(x * x)`` at its kink, and where a finite value has an infinite part, as in
+``a * sqrt(x)`` at a = 0 or in ``sqrt(x * x)`` at its kink, and where a finite value has an infinite subexpression, as
+in
 ``1 / (1 + exp(-x))`` when the exponential overflows, or in ``exp(-1 / (x * x))`` at 0. `cuflash.score_mod.ranges` tells
 where that may be; elsewhere products are plain.
 """
@@ -86,19 +87,19 @@ def derivatives(root: Node, wanted: list[Node]) -> list[Node]:
             if arg not in depends:
                 continue
             if isinstance(factor, Node):
-                part = _scaled(own, factor, at in chosen)
+                summand = _scaled(own, factor, at in chosen)
                 if is_steep:
-                    part = _zero_where(own, part)
+                    summand = _zero_where(own, summand)
                 if at in steep:
-                    part = _zero_where(factor, part)
+                    summand = _zero_where(factor, summand)
             else:
                 condition, takes = factor
-                part = choose(condition, own, ZERO) if takes else choose(condition, ZERO, own)
+                summand = choose(condition, own, ZERO) if takes else choose(condition, ZERO, own)
             if at in chosen or not isinstance(factor, Node) or _is_at_limit(at, arg, known[arg]):
                 chosen.add(arg)
             if at in steep or is_steep:
                 steep.add(arg)
-            adjoint[arg] = add(adjoint[arg], part) if arg in adjoint else part
+            adjoint[arg] = add(adjoint[arg], summand) if arg in adjoint else summand
     return [adjoint.get(at, ZERO) for at in wanted]
 
 

@@ -1,9 +1,10 @@
-"""Parts of a score that take few values are hoisted out of the kernels: each becomes a table, read like an array.
+"""Subexpressions of a score that take few values are hoisted out of the kernels: each becomes a table, read like an
+array.
 
-Such a part depends on i - j alone, on i alone or on j alone, and never on s. Of these, the largest are taken that cost
-more than reading a table does. A number that is read from an array and is the same for all pairs of a head stays
-outside of a part that it is only added to or multiplied by: then heads may share the table, and its gradient need not
-be known.
+Such a subexpression depends on i - j alone, on i alone or on j alone, and never on s. Of these, the largest are taken
+that cost more than reading a table does. A number that is read from an array and is the same for all pairs of a head
+stays outside of a subexpression that it is only added to or multiplied by: then heads may share the table, and its
+gradient need not be known.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ COSTS: Mapping[str, int] = {
 }  # fmt: skip
 COST_BY_CONSTANT = 4  # of an integer quotient or remainder by a constant
 COST_OF_REAL_FLOOR = 2  # of one that no index needs as an integer
-# A part must cost at least this to be hoisted. Distances such as slope * abs(i - j) cost less, and so does a mere read
-# of an array of queries or of keys.
+# A subexpression must cost at least this to be hoisted. Distances such as slope * abs(i - j) cost less, and so does a
+# mere read of an array of queries or of keys.
 LEAST_COST = 6
-MOST_TABLES = 3  # the costliest parts; each takes registers
+MOST_TABLES = 3  # the costliest subexpressions; each takes registers
 
 
 class Form(NamedTuple):
@@ -92,8 +93,8 @@ def is_of_diagonals(root: Node, arrays: tuple[tuple[str, int, str], ...]) -> boo
     return forms[root].inputs - {"s"} == {"i - j"}
 
 
-class _Parts:
-    """The parts of an expression that are worth hoisting."""
+class _Subexpressions:
+    """The subexpressions of an expression that are worth hoisting."""
 
     def __init__(self, root: Node, arrays: Mapping[str, str]) -> None:
         self.bounds, forms = _bounds_and_forms(root, arrays)
@@ -109,11 +110,11 @@ class _Parts:
             if at in seen:
                 continue
             seen.add(at)
-            part = self._part(at)
-            if part is None:
+            sub = self._subexpression(at)
+            if sub is None:
                 pending += reversed(at.args)
-            elif self.cost(part) >= LEAST_COST:
-                found[part] = None
+            elif self.cost(sub) >= LEAST_COST:
+                found[sub] = None
         self.found = sorted(found, key=self.cost, reverse=True)[:MOST_TABLES]
 
     def by(self, at: Node) -> By | None:
@@ -127,8 +128,8 @@ class _Parts:
             return None
         return name  # type: ignore[return-value]
 
-    def _part(self, at: Node) -> Node | None:
-        """The part at this node, without outer terms and factors of the head that are read; None if there is none."""
+    def _subexpression(self, at: Node) -> Node | None:
+        """The subexpression at this node, without outer summands and factors of the head; None if there is none."""
         if self.by(at) is None:
             return None
         while at.type == "float" and at.op in ("add", "sub", "mul", "neg"):
@@ -139,9 +140,9 @@ class _Parts:
             (at,) = inner
         return at
 
-    def cost(self, part: Node) -> int:
-        """About how many instructions the part takes for each pair."""
-        return sum(_cost(at) for at in in_order([part]) if at.args and self.inputs[at] and not counts_from_origin(at))
+    def cost(self, sub: Node) -> int:
+        """About how many instructions the subexpression takes for each pair."""
+        return sum(_cost(at) for at in in_order([sub]) if at.args and self.inputs[at] and not counts_from_origin(at))
 
 
 def _cost(at: Node) -> int:
@@ -160,32 +161,32 @@ def hoisted_program_of(
     real: str,
     of_batch: bool,
 ) -> Program:
-    """The program of functions as `program_of` gives it, with tables in place of parts that take few values.
+    """The program of functions as `program_of` gives it, with tables in place of subexpressions that take few values.
 
-    Real numbers have the dtype `real`. Without `of_batch`, a part that differs between batch entries is not hoisted.
+    Real numbers have the dtype `real`. Without `of_batch`, one that differs between batch entries is not hoisted.
     """
     program = program_of(score, mask, arrays)
     if program.score is None:
         return program
-    parts = _Parts(program.score, {name: dtype for name, _, dtype in program.arrays})
+    found = _Subexpressions(program.score, {name: dtype for name, _, dtype in program.arrays})
     tables: dict[Node, Table] = {}
-    for part in parts.found:
-        inputs = {at.payload for at in in_order([part]) if at.op == "input"}
-        by = parts.by(part)
-        if by is None or part.type is None or ("batch" in inputs and not of_batch):
+    for sub in found.found:
+        inputs = {at.payload for at in in_order([sub]) if at.op == "input"}
+        by = found.by(sub)
+        if by is None or sub.type is None or ("batch" in inputs and not of_batch):
             continue
-        tables[part] = Table(
+        tables[sub] = Table(
             name=f"hoisted.{len(tables)}",
-            of=part,
+            of=sub,
             by=by,
             of_batch="batch" in inputs,
             of_head="head" in inputs,
-            dtype=dtype_of(part.type, real),
-            loads=_loads(part),
+            dtype=dtype_of(sub.type, real),
+            loads=_loads(sub),
         )
     if not tables:
         return program
-    done: dict[Node, Node] = {part: table.load for part, table in tables.items()}
+    done: dict[Node, Node] = {sub: table.load for sub, table in tables.items()}
     for at in in_order([program.score], tables):
         if at not in done:
             done[at] = node(at.op, tuple(done[arg] for arg in at.args), at.payload, at.type, at.place)
@@ -197,13 +198,13 @@ def hoisted_program_of(
     return replace(made, loads=loads, tables=tuple(tables.values()))
 
 
-def _loads(part: Node) -> dict[str, tuple[Loaded, ...]]:
-    """The reads of real arrays by a real part, except those by which its derivative is 0."""
-    if part.type != "float":
+def _loads(sub: Node) -> dict[str, tuple[Loaded, ...]]:
+    """The reads of real arrays by a real subexpression, except those by which its derivative is 0."""
+    if sub.type != "float":
         return {}
-    reads = [at for at in in_order([part]) if at.op == "load" and at.type == "float"]
+    reads = [at for at in in_order([sub]) if at.op == "load" and at.type == "float"]
     found: dict[str, tuple[Loaded, ...]] = {}
-    for at, derivative in zip(reads, derivatives(part, reads), strict=True):
+    for at, derivative in zip(reads, derivatives(sub, reads), strict=True):
         if derivative != ZERO:
             name = str(at.payload)
             found[name] = (*found.get(name, ()), Loaded(at=at, derivative=derivative))

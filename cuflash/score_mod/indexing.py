@@ -1,21 +1,21 @@
-"""Functions of a part of a longer problem: their indices are those of the whole, whichever part a call computes.
+"""Functions of a slice of a longer problem: their indices are those of the whole, whichever slice a call computes.
 
-The functions read from an array where the part begins, so that all parts have one expression, and one kernel.
+The functions read from an array where the slice begins, so that all slices have one expression, and one kernel.
 """
 
 from __future__ import annotations
 
 from cuflash.score_mod.nodes import COMPARISONS, Node, constant, in_order, node
 
-ORIGIN = "part.origin"  # the name of that array; it is no identifier, so that no array of a caller has it
+ORIGIN = "slice.origin"  # the name of that array; it is no identifier, so that no array of a caller has it
 COUNTED = ("i", "j", "head", "batch")  # the inputs that its entries are added to
 # An entry is clamped to the first, so that 32 bits hold its sum with a row or a key. Its sum with a head or a batch
 # entry is clamped to the second.
 LARGEST_ORIGIN, LARGEST_SUM = 2**30 - 1, 2**31 - 1
 
 
-def of_part(root: Node) -> Node:
-    """The expression of a part."""
+def of_slice(root: Node) -> Node:
+    """The expression of a slice."""
     done: dict[Node, Node] = {}
     for at in in_order([root]):
         if at.op == "input" and at.payload in COUNTED:
@@ -46,7 +46,7 @@ def _difference(at: Node) -> Node:
 
 
 def counts_from_origin(at: Node) -> bool:
-    """Whether the node adds the beginning of the part to an index."""
+    """Whether the node adds the beginning of the slice to an index."""
     return at.op == "add" and any(_is_of_origin(arg) for arg in at.args)
 
 
@@ -55,6 +55,6 @@ def _is_of_origin(at: Node) -> bool:
 
 
 def _begin(name: str) -> Node:
-    """Where the part begins, along one axis."""
+    """Where the slice begins, along one axis."""
     entry = node("load", (constant(COUNTED.index(name)),), ORIGIN)
     return node("min", (node("max", (entry, constant(0))), constant(LARGEST_ORIGIN)))

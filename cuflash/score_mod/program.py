@@ -14,7 +14,7 @@ from cuflash.score_mod.codegen import ELEMENTS, Writer, body, divisors_of_head, 
 from cuflash.score_mod.derivatives import ONE, derivatives, loads_of
 from cuflash.score_mod.evaluation import as_score_args, evaluate
 from cuflash.score_mod.factors import factored
-from cuflash.score_mod.indexing import COUNTED, ORIGIN, of_part
+from cuflash.score_mod.indexing import COUNTED, ORIGIN, of_slice
 from cuflash.score_mod.nodes import COMPARISONS, Node, in_order, node, shown
 from cuflash.score_mod.tables import AXES, Loaded, Table, filling_text
 from cuflash.score_mod.tile_bounds import bounds_text
@@ -56,8 +56,8 @@ class ScoreFunction(Protocol):
     def on_numpy(self) -> Traced:
         """The function for NumPy arrays. Raises NotImplementedError if there is none."""
 
-    def of_part(self) -> ScoreFunction:
-        """The function for a part of a longer problem. It reads the array `ORIGIN` (`cuflash.score_mod.indexing`)."""
+    def of_slice(self) -> ScoreFunction:
+        """The function for a slice of a longer problem. It reads the array `ORIGIN` (`cuflash.score_mod.indexing`)."""
 
     def program(self, mask: Node | None, arrays: tuple[tuple[str, int, str], ...]) -> Program:
         """The program of it and of a mask, typed for arrays of these names, numbers of axes and dtypes."""
@@ -91,11 +91,11 @@ class Traced:
         """The same: an expression computes arrays of every type."""
         return self
 
-    def of_part(self) -> Traced:
-        """The function for a part; the same function if it depends on no index."""
+    def of_slice(self) -> Traced:
+        """The function for a slice; the same function if it depends on no index."""
         if not self.depends_on(*COUNTED):
             return self
-        return replace(self, root=of_part(self.root), arrays=(*self.arrays, ORIGIN), function=None)
+        return replace(self, root=of_slice(self.root), arrays=(*self.arrays, ORIGIN), function=None)
 
     def program(self, mask: Node | None, arrays: tuple[tuple[str, int, str], ...]) -> Program:
         """See `ScoreFunction`."""
@@ -215,7 +215,7 @@ class Program:
         return tuple(of_points(roots, of_head(roots), index)[:MOST_OF_POINTS])
 
     def describe(self, tables: Sequence[Table] = ()) -> str:
-        """The expressions, one in a line, and the parts of them that the tables hold."""
+        """The expressions, one in a line, and the subexpressions that the tables hold."""
         named = [] if self.score is None or self.by_s is None else [("score", self.score), ("d score / d s", self.by_s)]
         for loads in self.loads.values():
             for load in loads:

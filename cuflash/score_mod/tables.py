@@ -1,7 +1,7 @@
-"""Tables of parts of a score that take few values, and their CUDA text: each is filled before the main kernel.
+"""Tables of subexpressions of a score that take few values, and their CUDA text: each is filled before the main kernel.
 
-A part that follows from i - j alone, from i or from j, and from the head and the batch entry, has a value for each
-diagonal, query or key. `cuflash.score_mod.hoisting` finds such parts.
+A subexpression that follows from i - j alone, from i or from j, and from the head and the batch entry, has a value for
+each diagonal, query or key. `cuflash.score_mod.hoisting` finds such subexpressions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Loaded:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The values of a part of a score, for each i - j, each i or each j.
+    """The values of a subexpression of a score, for each i - j, each i or each j.
 
     Attributes
     ----------
@@ -41,10 +41,10 @@ class Table:
         The expression, typed.
     by : {"i", "j", "i - j"}
     of_batch, of_head : bool
-        Whether the part differs between batch entries, and between heads.
+        Whether it differs between batch entries, and between heads.
     dtype : str
     loads : mapping of str to tuple of Loaded
-        By the name of an array of real numbers, how the part reads it.
+        By the name of an array of real numbers, how the subexpression reads it.
     """
 
     name: str

@@ -1,10 +1,10 @@
-"""Attention over keys that were split anywhere, from the results of the parts, weighted according to their lse.
+"""Attention over keys that were split anywhere, from partial results, weighted according to their lse.
 
-Part i of the keys has out_i and lse_i; its share of the sum of all exponentials is ``exp(lse_i - lse)``. So
+Split i of the keys has out_i and lse_i; its fraction of the row sum of all keys is ``exp(lse_i - lse)``. So
 
     lse = log sum_i exp(lse_i),    out = sum_i exp(lse_i - lse) out_i
 
-which is the step of online softmax (Milakov and Gimelshein 2018) for any number of parts, in any order. Arrays of
+which is the step of online softmax (Milakov and Gimelshein 2018) for any number of splits, in any order. Arrays of
 NumPy are merged by these formulas, arrays of CuPy by kernels/helpers/merge.cu.
 """
 
@@ -36,33 +36,34 @@ class MergeResult(NamedTuple):
 
 
 class MergeGradients(NamedTuple):
-    """The result of `merge_backward`: gradients for every part."""
+    """The result of `merge_backward`: gradients for every split."""
 
     douts: tuple[Array, ...]
     dlses: tuple[Array, ...]
 
 
 def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: Literal["bhsd", "bshd"] = "bhsd") -> MergeResult:
-    """Attention over all keys from attention over parts of them: ``out = sum_i exp(lse_i - lse) * out_i``.
+    """Attention over all keys from attention over splits of them: ``out = sum_i exp(lse_i - lse) * out_i``.
 
-    The result is exact for any split of the keys into parts of any lengths: over devices, calls or pages, or into keys
+    The result is exact for splits of any lengths: over devices, calls or pages, or into keys
     that many queries share and keys that they do not share.
 
     Parameters
     ----------
     outs : sequence of array
-        The outs that `FlashAttention.forward` returned for the parts: of one shape, dtype and library.
+        The outs that `FlashAttention.forward` returned for the splits: of one shape, dtype and library.
     lses : sequence of array
         One for each out: (..., num_heads, seqlen_q), float32 (float64 for float64). If the lse of a row is -inf,
-        because the row attends to no key of the part, the part has no weight in this row, whatever its out is.
+        because the row attends to no key of the split, the split has no weight in this row, whatever its out is.
     layout : {"bhsd", "bshd"}, default "bhsd"
         The layout of the outs.
 
     Returns
     -------
     MergeResult
-        ``out`` and ``lse``, arrays of the same shapes, dtypes and library. A row that attends to no key of any part has
-        out = 0 and lse = -inf. Sums are in the dtype of lse, over the parts in order, so they are bitwise repeatable.
+        ``out`` and ``lse``, arrays of the same shapes, dtypes and library. A row that attends to no key of any split
+        has out = 0 and lse = -inf. Sums are in the dtype of lse, over the splits in order, so they are bitwise
+        repeatable.
 
     Raises
     ------
@@ -71,11 +72,12 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: Literal["bhsd
 
     Notes
     -----
-    Give a learnable sink to `FlashAttention.forward` for one of the parts only.
+    Give a learnable sink to `FlashAttention.forward` for one of the splits only.
 
-    lse is all that says what a part weighs, and it is rounded: in rows of large lse the weights of parts have the error
-    of half a unit in its last place, 2^-10 at an lse of 3e4 in float32, and at -1e9, as where a finite mask hides all
-    keys, n parts weigh 1 each. `ContextParallel` and streamed keys, which have the keys, weigh their parts exactly.
+    lse is all that says what a split weighs, and it is rounded: in rows of large lse the weights of splits have the
+    error of half a unit in its last place, 2^-10 at an lse of 3e4 in float32, and at -1e9, as where a finite mask hides
+    all keys, n splits weigh 1 each. `ContextParallel` and streamed keys, which have the keys, weigh their splits
+    exactly.
 
     References
     ----------
@@ -88,28 +90,28 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, layout: Literal["bhsd
     >>> import numpy as np, cuflash
     >>> q, k, v = np.random.default_rng(0).standard_normal((3, 8, 100, 64))
     >>> attn = cuflash.FlashAttention()
-    >>> parts = [attn.forward(q, k[:, keys], v[:, keys]) for keys in (slice(0, 30), slice(30, 100))]
-    >>> out, lse = cuflash.merge(*zip(*parts))
+    >>> splits = [attn.forward(q, k[:, keys], v[:, keys]) for keys in (slice(0, 30), slice(30, 100))]
+    >>> out, lse = cuflash.merge(*zip(*splits))
     >>> np.allclose(out, cuflash.attention(q, k, v))
     True
     """
-    names = _names_of_parts(outs, lses)
+    names = _names_of(outs, lses)
     given = dict(zip(names, (*outs, *lses), strict=True))
     imported = array_imports.import_arguments(given, required=names)
     arrays = imported.arrays
-    parts, part_lses = ([arrays[name] for name in names[i : i + len(outs)]] for i in (0, len(outs)))
-    rows = _check_parts(arrays, names[0], layout)
+    partials, partial_lses = ([arrays[name] for name in names[i : i + len(outs)]] for i in (0, len(outs)))
+    rows = _check_partials(arrays, names[0], layout)
     with _device_of(arrays) as xp, np.errstate(all="ignore"):
-        out, lse = (xp.empty(x.shape, x.dtype) for x in (parts[0], part_lses[0]))
-        merge_into(parts, [rows.in_order(x) for x in part_lses], out, rows.in_order(lse))
+        out, lse = (xp.empty(x.shape, x.dtype) for x in (partials[0], partial_lses[0]))
+        merge_into(partials, [rows.in_order(x) for x in partial_lses], out, rows.in_order(lse))
     return MergeResult(*(imported.export(x, None) for x in (out, lse)))
 
 
 def _merged(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
-    """out and lse of all parts, in the dtype of lse."""
+    """out and lse of all splits, in the dtype of lse."""
     largest = functools.reduce(np.maximum, lses)
     largest = np.where(largest == -np.inf, np.zeros_like(largest), largest)
-    weights = [np.exp(part_lse - largest) for part_lse in lses]
+    weights = [np.exp(partial_lse - largest) for partial_lse in lses]
     total = sum(weights)
     lse = largest + np.log(total)
     total = np.where(total == 0, 1, total)
@@ -127,10 +129,11 @@ def merge_into(
     lse: Array,
     sums: Sequence[Array | None] = (),
 ) -> None:
-    """Merge parts in the dtype of lse and layout "bhsd", on a device in one pass over memory; out may have any dtype.
+    """Merge partial results in the dtype of lse and layout "bhsd", on a device in one pass over memory; out may have
+    any dtype.
 
-    `sums` are the row sums of parts in which lse of some row is large (`cuflash.spec.row_sums`). `lses` may be pairs of
-    lse and what its rounding leaves, on a last axis, as kernels store them.
+    `sums` are the row sums of splits in which lse of some row is large (`cuflash.spec.row_sums`). `lses` may be pairs
+    of lse and what its rounding leaves, on a last axis, as kernels store them.
     """
     has_pairs = lses[0].ndim > lse.ndim
     if has_pairs and isinstance(out, np.ndarray):  # in tests
@@ -147,17 +150,19 @@ def merge_into(
 def _merge_large(
     outs: Sequence[Array], lses: Sequence[Array], out: Array, lse: Array, sums: Sequence[Array | None]
 ) -> None:
-    """Merge the rows again in which the lse of some part is large."""
+    """Merge the rows again in which the lse of some split is large."""
     rows = np.logical_or.reduce([row_sums.is_large(x) for x in lses])
     rows &= np.logical_and.reduce([x < np.inf for x in lses])  # other ones are infinite, or NaN
-    parts = [row_sums.of_part(None if own is None else own[rows], x[rows]) for own, x in zip(sums, lses, strict=True)]
-    found, weights = row_sums.merged(parts)
+    partials = [
+        row_sums.of_partial(None if own is None else own[rows], x[rows]) for own, x in zip(sums, lses, strict=True)
+    ]
+    found, weights = row_sums.merged(partials)
     out[rows] = sum(_weighted(weight, x[rows]) for weight, x in zip(weights, outs, strict=True))
     lse[rows] = row_sums.lse_of(found)
 
 
 def _weighted(weights: Array, out: Array) -> Array:
-    """A part of out, in float64; one without weight counts for nothing, whatever it is."""
+    """A weighted partial output, in float64; one without weight counts for nothing, whatever it is."""
     return np.where(weights[..., None] == 0, 0, weights[..., None] * out)
 
 
@@ -173,7 +178,7 @@ def merge_backward(
 ) -> MergeGradients:
     """Gradients of ``sum(dout * out) + sum(dlse * lse)`` with respect to the arguments of `merge`.
 
-    They are what `FlashAttention.backward` of each part takes as dout and dlse::
+    They are what `FlashAttention.backward` of each split takes as dout and dlse::
 
         douts[i] = w[i] * dout
         dlses[i] = w[i] * (rowsum(dout * (outs[i] - out)) + dlse)       with w[i] = exp(lses[i] - lse)
@@ -194,7 +199,7 @@ def merge_backward(
     Returns
     -------
     MergeGradients
-        ``douts`` and ``dlses``, tuples of arrays like outs and lses. They are 0 where the lse of a part is -inf.
+        ``douts`` and ``dlses``, tuples of arrays like outs and lses. They are 0 where the lse of a split is -inf.
 
     Raises
     ------
@@ -203,10 +208,10 @@ def merge_backward(
 
     Notes
     -----
-    In rows of large lse, weights of parts have the error that `merge` has.
+    In rows of large lse, weights of splits have the error that `merge` has.
 
-    If the parts are just the keys of one problem, there is a shorter way: `FlashAttention.backward` of each part with
-    the merged out and lse, and the unchanged dout, gives dk and dv of that part, and its share of dq.
+    If the splits are just the keys of one problem, there is a shorter way: `FlashAttention.backward` of each one with
+    the merged out and lse, and the unchanged dout, gives dk and dv of that split, and its partial dq.
 
     Examples
     --------
@@ -224,29 +229,29 @@ def merge_backward(
     >>> np.allclose(sum(dqs), attn.backward(dout, q, k, v, *attn.forward(q, k, v)).dq)
     True
     """
-    names = _names_of_parts(outs, lses)
+    names = _names_of(outs, lses)
     given = {"dout": dout, **dict(zip(names, (*outs, *lses), strict=True)), "out": out, "lse": lse, "dlse": dlse}
     imported = array_imports.import_arguments(given, required=[name for name in given if name != "dlse"])
     arrays = {name: x for name, x in imported.arrays.items() if x is not None}
-    rows = _check_parts(arrays, "out", layout)
-    parts, part_lses = ([arrays[name] for name in names[i : i + len(outs)]] for i in (0, len(outs)))
+    rows = _check_partials(arrays, "out", layout)
+    partials, partial_lses = ([arrays[name] for name in names[i : i + len(outs)]] for i in (0, len(outs)))
     douts, dlses = [], []
     with _device_of(arrays) as xp, np.errstate(all="ignore"):
         dout, out, lse = arrays["dout"], arrays["out"], arrays["lse"]
         dlse = arrays.get("dlse")
-        for x, part_lse in zip(parts, part_lses, strict=True):
+        for x, partial_lse in zip(partials, partial_lses, strict=True):
             own = xp.empty(x.shape, x.dtype), xp.empty(lse.shape, lse.dtype)
-            of_rows = [None if row is None else rows.in_order(row) for row in (own[1], part_lse, lse, dlse)]
+            of_rows = [None if row is None else rows.in_order(row) for row in (own[1], partial_lse, lse, dlse)]
             _merge_backward(own[0], of_rows[0], dout, x, out, *of_rows[1:])
             douts.append(own[0])
             dlses.append(own[1])
-    return MergeGradients(*(tuple(imported.export(x, None) for x in of_parts) for of_parts in (douts, dlses)))
+    return MergeGradients(*(tuple(imported.export(x, None) for x in of_splits) for of_splits in (douts, dlses)))
 
 
 def _merge_backward(
     own_dout: Array, own_dlse: Array, dout: Array, own_out: Array, out: Array, own_lse: Array, lse: Array, dlse: Any
 ) -> None:
-    """Fill the gradients of one part, whose lse and gradient have the order of axes of out."""
+    """Fill the gradients of one split, whose lse and gradient have the order of axes of out."""
     if not isinstance(out, np.ndarray):
         merging.merge_backward(own_dout, own_dlse, dout, own_out, out, own_lse, lse, dlse)
         return
@@ -254,18 +259,19 @@ def _merge_backward(
     wide = [x.astype(lse.dtype) for x in (dout, out, own_out)]
     delta = (wide[0] * wide[1]).sum(axis=-1)
     own_dout[...] = np.where(weight[..., None] == 0, 0, weight[..., None] * wide[0])
-    # The sum takes the rounded gradient, so that delta of the part, which is the same number, cancels it.
+    # The sum takes the rounded gradient, so that delta of the split, which is the same number, cancels it.
     found = (own_dout.astype(lse.dtype) * wide[2]).sum(axis=-1) - weight * delta
     own_dlse[...] = np.where(weight == 0, 0, found if dlse is None else found + weight * dlse)
 
 
 class RunningMerge:
-    """Merges parts one after the other, as they come: the same sums as in `merge`, in the order of the parts.
+    """Merges partial results one after the other, as they come: the same sums as in `merge`, in their order.
 
     Parameters
     ----------
     total : array
-        (batch, num_heads, seqlen_q, head_dim_v), dtype of lse, any content: the array in which parts of out are added.
+        (batch, num_heads, seqlen_q, head_dim_v), dtype of lse, any content: the array in which partial outputs are
+        added.
     scores : sequence of array, optional
         (num_heads,) each, dtype of lse: scores of additional keys that every row attends to, and whose values are zero.
     """
@@ -282,7 +288,7 @@ class RunningMerge:
             self._weigh(slice(None), lse)
 
     def add(self, out: Array, lse: Array, rows: slice) -> None:
-        """Add a part of some rows, in the dtype of lse."""
+        """Add a partial result of some rows, in the dtype of lse."""
         total = self.total[:, :, rows]
         factor, share = (x[..., None] for x in self._weigh(rows, lse))
         if self.xp is not np:
@@ -293,7 +299,7 @@ class RunningMerge:
             total += np.where(share == 0, 0, share * out)
 
     def _weigh(self, rows: slice, lse: Array) -> tuple[Array, Array]:
-        """Take the lse of a part into account; returns the factors of the sum so far, and of the part."""
+        """Take a partial lse into account; returns the factors of the sum so far, and of the partial output."""
         largest, weight = self.largest[:, :, rows], self.weight[:, :, rows]
         if self.xp is not np:
             factor, share = self.xp.empty_like(lse), self.xp.empty_like(lse)
@@ -320,12 +326,12 @@ class RunningMerge:
 
 
 class LargeRows:
-    """Merges parts once more, in the rows whose merged lse is large, as they come.
+    """Merges partial results once more, in the rows whose merged lse is large, as they come.
 
     Parameters
     ----------
     lse : array
-        (batch, num_heads, seqlen_q): that of all parts.
+        (batch, num_heads, seqlen_q): that of all splits.
     bound : float
         From which |lse| on rows are large.
     head_dim_v : int
@@ -344,7 +350,7 @@ class LargeRows:
             self.sums = row_sums.with_score(self.sums, row_sums.on_host(of_heads))
 
     def add(self, sums: Array, rows: slice, out: Array | None = None) -> None:
-        """Add a part of some rows: the row sums that it has of large rows, and its out."""
+        """Add a partial result of some rows: the row sums that it has of large rows, and its out."""
         large = self.is_large[:, :, rows]
         so_far, total = self.sums[:, :, rows], self.total[:, :, rows]
         found, (factor, weight) = row_sums.merged([so_far[large], sums[large]])
@@ -370,19 +376,19 @@ class _Rows(NamedTuple):
         return rows.swapaxes(-1, -2) if self.swapped else rows
 
 
-def _names_of_parts(outs: Sequence[Array], lses: Sequence[Array]) -> list[str]:
-    """What error messages call the arrays of the parts: ``outs[0]``, ..., ``lses[0]``, ..."""
+def _names_of(outs: Sequence[Array], lses: Sequence[Array]) -> list[str]:
+    """What error messages call the partial results: ``outs[0]``, ..., ``lses[0]``, ..."""
     for name, arrays in (("outs", outs), ("lses", lses)):
         if not isinstance(arrays, (list, tuple)):
             raise type_error(name, type(arrays).__name__, "a list or tuple of arrays")
     if not outs:
-        raise value_error("outs", "no part", "at least one")
+        raise value_error("outs", "no array", "at least one")
     if len(lses) != len(outs):
         raise value_error("lses", f"{len(lses)} arrays", f"{len(outs)}, one for each of outs")
     return [f"{name}[{i}]" for name in ("outs", "lses") for i in range(len(outs))]
 
 
-def _check_parts(arrays: dict[str, Any], like: str, layout: str) -> _Rows:
+def _check_partials(arrays: dict[str, Any], like: str, layout: str) -> _Rows:
     """Check arrays by name against the one named `like`, an out, from which all shapes follow."""
     check_choice("layout", layout, LAYOUTS)
     dtype, shape = arrays[like].dtype.name, tuple(arrays[like].shape)

@@ -43,8 +43,8 @@ _OF_BATCH = (*OVER_HEAD_DIM, *OVER_ROWS, "row_sums")  # arrays with an axis of t
 
 
 def steps_of(options: Options, has_block_mask: bool) -> tuple[int, int]:
-    """Calls on parts begin at multiples of these numbers of queries and of keys."""
-    if options.causal == "lengths":  # parts have one diagonal for all entries
+    """Calls on slices begin at multiples of these numbers of queries and of keys."""
+    if options.causal == "lengths":  # slices have one diagonal for all entries
         raise NotImplementedError(
             "causal: got 'lengths', which goes neither with ranks nor with streamed keys; expected True, 'top_left' or "
             "a mask function such as lambda i, j, *, batch, n: j <= i + n[batch] - seqlen_q, with n = kv_lengths"
@@ -56,8 +56,8 @@ def steps_of(options: Options, has_block_mask: bool) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
-    """A problem that is computed part by part."""
+class Slices:
+    """A problem that is computed slice by slice."""
 
     options: Options  # of the whole problem
     band: Band  # which keys a query of the whole problem sees
@@ -83,7 +83,7 @@ class Parts:
 
     @property
     def large_lse(self) -> float:
-        """From which |lse| on parts of rows need row sums."""
+        """From which |lse| on rows need row sums."""
         return row_sums.bound_of(self.arrays["q"].dtype, on_device=not self.is_on_cpu)
 
     @functools.cached_property
@@ -91,7 +91,7 @@ class Parts:
         return cpu_backend if self.is_on_cpu else importlib.import_module("cuflash.gpu.backend")
 
     def options_of(self, queries: Span, keys: Span, wide: tuple[str, ...] = ()) -> Options:
-        """The options of a call on a part, with the diagonal and the indices of dropout of the whole problem."""
+        """The options of a call on a slice, with the diagonal and the indices of dropout of the whole problem."""
         diagonal = None if self.starts is not None else queries[0] + self.band.diagonal - keys[0]
         bounds = (self.band.left, self.band.right)
         return _options_of(self.options, bounds, diagonal, self._origin(queries, keys), wide or self.options.wide)
@@ -109,7 +109,7 @@ class Parts:
         return (*first, self.first_head, self.first_entry)
 
     def forward(self, queries: Span, keys: Span, arrays: dict[str, Array]) -> dict[str, Array]:
-        """out and lse of a part; out has the dtype of the softmax if `arrays` has an out of this dtype.
+        """out and lse of a slice; out has the dtype of the softmax if `arrays` has an out of this dtype.
 
         On a device, `arrays` may have room for the pairs of lse and what its rounding leaves, in place of lse.
         """
@@ -123,7 +123,7 @@ class Parts:
         return self._unpacked(dict(zip(OUTPUTS, found, strict=True)))
 
     def backward(self, queries: Span, keys: Span, need: tuple[str, ...], arrays: dict[str, Array]) -> dict[str, Array]:
-        """The gradients `need` of a part; dq, dk and dv have the dtype of the softmax if `arrays` has them so."""
+        """The gradients `need` of a slice; dq, dk and dv have the dtype of the softmax if `arrays` has them so."""
         options = self.options_of(queries, keys, self._wide(DEFAULT_NEED, arrays))
         absent: dict[str, Any] = dict.fromkeys((*NAMES, "dlse"))
         del absent["block_table"]
@@ -134,7 +134,7 @@ class Parts:
         return self._unpacked(dict(zip(ordered, found, strict=True)))
 
     def row_sums(self, queries: Span, keys: Span, arrays: dict[str, Array]) -> dict[str, Array]:
-        """Row max and row sum, over the keys of a part, of rows whose given lse is large (`cuflash.spec.row_sums`)."""
+        """Row max and row sum, over the keys of a slice, of rows whose given lse is large (`cuflash.spec.row_sums`)."""
         arrays = arrays | {name: self._as_float8(name, arrays[name]) for name in INPUTS}
         options = self.options_of(queries, keys)
         of_call = dict.fromkeys(NAMES) | self.score_args(options, queries, keys, arrays["q"]) | arrays
@@ -174,7 +174,7 @@ class Parts:
         return arrays | of_batch | dict(zip(("cu_seqlens_q", "cu_seqlens_k"), self.starts, strict=True))
 
     def _unpacked(self, results: dict[str, Array]) -> dict[str, Array]:
-        """The results of a call as a part has them: with packed sequences, with an axis of the batch again."""
+        """The results of a call as a slice has them: with packed sequences, with an axis of the batch again."""
         if self.starts is None:
             return results
         return {name: x[None] if name in _OF_BATCH else x for name, x in results.items()}
@@ -278,7 +278,7 @@ class Parts:
 
     @property
     def softmax_dtype(self) -> np.dtype[Any]:
-        """The dtype of the softmax, in which parts are added up."""
+        """The dtype of the softmax, in which partial results are added up."""
         return numpy_dtype(self.problem.softmax_dtype)
 
     def widened(self, array: Array) -> Array:
@@ -287,7 +287,7 @@ class Parts:
 
     def of_heads(self, q_heads: slice, *, of_softmax: bool) -> dict[str, Array]:
         """The optional inputs with a value for each query head; those of the softmax only if `of_softmax`."""
-        rows = (row for row in PER_HEAD_INPUTS if of_softmax or row.part_of != "softmax")
+        rows = (row for row in PER_HEAD_INPUTS if of_softmax or row.gradient_via != "softmax")
         return {x.name: self.arrays[x.name][..., q_heads] for x in rows if self.arrays.get(x.name) is not None}
 
     def scales(self, q_heads: slice, heads: slice) -> dict[str, Array]:
@@ -320,9 +320,9 @@ def _options_of(
     origin: Origin,
     wide: tuple[str, ...],
 ) -> Options:
-    """The options of a part, which are cached, because to make and check them takes as long as a launch."""
-    score = None if whole.score is None else whole.score.of_part()
-    mask = None if whole.mask_function is None else whole.mask_function.of_part()
+    """The options of a slice, which are cached, because to make and check them takes as long as a launch."""
+    score = None if whole.score is None else whole.score.of_slice()
+    mask = None if whole.mask_function is None else whole.mask_function.of_slice()
     options = replace(whole, layout="bhsd", score=score, mask_function=mask, origin=origin, wide=wide)
     if diagonal is None:  # packed sequences have a diagonal each
         return options

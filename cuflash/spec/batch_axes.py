@@ -4,7 +4,7 @@ The batch axes of q, k and v broadcast as those of `numpy.matmul` do, and those 
 result. Axes that every array steps through by one stride become one batch axis, a view. If some array cannot do so,
 because it broadcasts along one of two axes or because its strides do not fit together, the longest run of axes that do
 merge is the batch of a call, and there is a call for each index of the other axes. Each call works on views. If a
-result is a sum over several calls, their parts are added in the order of the calls, in the dtype of the softmax.
+result is a sum over several calls, their partial sums are added in the order of the calls, in the dtype of the softmax.
 
 Dropout and score_mod and mask_mod count batch entries, so one call has to see all entries, and arrays whose axes do
 not merge are copied for it. Small optional inputs are copied, too, instead of making more calls.
@@ -51,7 +51,7 @@ _OWN_AXES = {
     **dict.fromkeys(OVER_HEAD_DIM, 3),
     **dict.fromkeys(OVER_ROWS, 2),
     **_INPUT_AXES,
-    **{row.gradient: _INPUT_AXES[row.name] for row in OPTIONAL_INPUTS if row.part_of},
+    **{row.gradient: _INPUT_AXES[row.name] for row in OPTIONAL_INPUTS if row.gradient_via},
 }
 _SUMMED_BY_PASS = tuple(row.name for row in OPTIONAL_INPUTS if row.may_lack_batch)
 _FULL = {name: _OWN_AXES[name] for row in FORWARD_ROWS for name in (row.name, row.gradient) if name}
@@ -69,7 +69,7 @@ class Axes:
     blocking: tuple[str, ...]  # arrays because of which there are outer axes
     copied: tuple[str, ...]  # arrays of which calls get copies
     sums: tuple[str, ...]  # gradients that are added up over calls or entries, outside of the passes
-    parts: tuple[str, ...]  # results that calls do not write in place: `sums`, and others without one batch stride
+    indirect: tuple[str, ...]  # results that calls do not write in place: `sums`, and others without one batch stride
     shapes: Mapping[str, tuple[int, ...]]  # of out and lse
 
     @property
@@ -195,7 +195,7 @@ def _axes_of(
         blocking=blocking,
         copied=copied,
         sums=sums,
-        parts=tuple(name for name in results if name in sums or name in scattered or name[1:] in copied),
+        indirect=tuple(name for name in results if name in sums or name in scattered or name[1:] in copied),
         shapes=full,
     )
 
@@ -244,7 +244,7 @@ def _check(
     full: Mapping[str, tuple[int, ...]],
     results: tuple[str, ...],
 ) -> None:
-    """Check the shapes that the calls cannot check, because each sees only a part of the axes."""
+    """Check the shapes that the calls cannot check, because each gets only some of the axes."""
     heads = full["lse"][len(lengths) : -1] or (1,)
     seqlen_k = shapes["k"][_axis_of_rows(shapes["k"], layout)]
     for name, shape in shapes.items():
@@ -300,7 +300,7 @@ class Calls:
         The names of what the pass returns.
     xp : module
         numpy or cupy, whose array q is.
-    gives_parts : bool
+    gives_partials : bool
         Whether passes can give dq, dk and dv in the dtype of the softmax (`Options.wide`). If they cannot, arrays of 16
         bits are converted to this dtype before such gradients are summed.
     """
@@ -313,7 +313,7 @@ class Calls:
         results: tuple[str, ...],
         xp: ModuleType,
         *,
-        gives_parts: bool,
+        gives_partials: bool,
     ) -> None:
         self.axes = axes
         self.options = options
@@ -324,15 +324,15 @@ class Calls:
         q, bias = self._arrays["q"], self._arrays.get("bias")
         self._wide = numpy_dtype(softmax_dtype_of(q.dtype.name))
         self._widened: tuple[str, ...] = ()
-        self._parts = axes.parts
+        self._indirect = axes.indirect
         if q.dtype.itemsize == 2:
             score_args = tuple(name for name in self._arrays if name not in _OWN_AXES)
             sums = tuple(name for name in DEFAULT_NEED if name in axes.sums)
-            if sums and gives_parts and ("dq" not in sums or self._dq_is_added_up()):
+            if sums and gives_partials and ("dq" not in sums or self._dq_is_added_up()):
                 self.options = replace(options, wide=sums)
             elif sums:
                 self._widened = (*OVER_HEAD_DIM, "bias", *score_args)
-                self._parts = tuple(x for x in results if x in axes.parts or x[1:] in self._widened)
+                self._indirect = tuple(x for x in results if x in axes.indirect or x[1:] in self._widened)
             if "dbias" in axes.sums and bias is not None and bias.dtype.itemsize == 2:
                 self._widened = (*self._widened, "bias")
 
@@ -376,29 +376,29 @@ class Calls:
         }
         for index in self.indices():
             own = {
-                name: None if name in self._parts or x.size == 0 else self._view(name, x, index)
+                name: None if name in self._indirect or x.size == 0 else self._view(name, x, index)
                 for name, x in totals.items()
             }
-            for name, part in zip(self.results, call(index, own), strict=True):
-                if name in self._parts:
-                    self._add(name, totals[name], part, index)
+            for name, partial in zip(self.results, call(index, own), strict=True):
+                if name in self._indirect:
+                    self._add(name, totals[name], partial, index)
         for name in self.axes.sums:
             found[name][...] = totals[name]
         return tuple(found.values())
 
-    def _add(self, name: str, total: Array, part: Array, index: tuple[int, ...]) -> None:
-        """Write the part that one call gave to its place in the result, or add it to the sum."""
+    def _add(self, name: str, total: Array, partial: Array, index: tuple[int, ...]) -> None:
+        """Write what one call gave to its slice of the result, or add it to the sum."""
         into = self._at(name, total, index, slice(None))
-        if part.size != into.size:
+        if partial.size != into.size:
             lengths = [self.axes.lengths[axis] for axis in self.axes.inner]
             first = len(self.axes.lengths) - self._batch_axes(name, total)
             own = [total.shape[axis - first] if axis >= first else 1 for axis in self.axes.inner]
             short = tuple(i for i, n in enumerate(own) if n == 1)
-            part = part.reshape(*lengths, *part.shape[1:]).sum(axis=short)
+            partial = partial.reshape(*lengths, *partial.shape[1:]).sum(axis=short)
         if name in self.axes.sums:
-            into += part.reshape(into.shape)
+            into += partial.reshape(into.shape)
         else:
-            into[...] = part.reshape(into.shape)
+            into[...] = partial.reshape(into.shape)
 
     # ---- arrays
 
@@ -445,7 +445,7 @@ class Calls:
         return array[tuple([*places, ...])]
 
     def _view(self, name: str, array: Array, index: tuple[int, ...]) -> Array:
-        """The part of an array that one call sees, with the batch of the call before its own axes."""
+        """The slice of an array that one call gets, with the batch of the call before its own axes."""
         if name not in _OWN_AXES:
             return array
         array = self._with_heads(name, array)
@@ -454,20 +454,20 @@ class Calls:
             return self._module(array).empty((0, *array.shape[batch_axes:]), array.dtype)
         first = len(self.axes.lengths) - batch_axes
         walked = [axis - first for axis in self.axes.inner if axis >= first and array.shape[axis - first] > 1]
-        part = self._at(name, array, index, 0)
+        view = self._at(name, array, index, 0)
         if not walked and name.removeprefix("d") in _SUMMED_BY_PASS:
-            return part
+            return view
         stride = array.strides[walked[-1]] if walked else 0
         as_strided = self._module(array).lib.stride_tricks.as_strided
-        return as_strided(part, (self.axes.batch, *part.shape), (stride, *part.strides))
+        return as_strided(view, (self.axes.batch, *view.shape), (stride, *view.strides))
 
     def _copy(self, name: str, array: Array, index: tuple[int, ...]) -> Array:
         """As `_view`, but a copy with all entries of the batch."""
-        part = self._at(name, array, index, slice(None))
-        own = part.shape[part.ndim - _OWN_AXES[name] :]
+        view = self._at(name, array, index, slice(None))
+        own = view.shape[view.ndim - _OWN_AXES[name] :]
         lengths = tuple(self.axes.lengths[axis] for axis in self.axes.inner)
         xp = self._module(array)
-        whole = xp.broadcast_to(part, (*lengths, *own))
+        whole = xp.broadcast_to(view, (*lengths, *own))
         return xp.ascontiguousarray(whole).reshape(self.axes.batch, *own)
 
 
@@ -477,7 +477,7 @@ def as_one_call(
     """A single call with all batch axes as its batch, which gives all results as new arrays; None without such axes.
 
     So all ranks make the same call, however their arrays lie in memory. Those that do not merge are copied. Axes of
-    queries and keys may have any lengths: a rank has a part of them.
+    queries and keys may have any lengths: a rank has a shard of them.
     """
     if is_plain(arrays):
         return None
@@ -487,7 +487,7 @@ def as_one_call(
         if x is not None
     )
     axes = _axes_of(options.layout, True, signature, tuple(results))
-    return Calls(replace(axes, parts=tuple(results)), options, arrays, tuple(results), xp, gives_parts=False)
+    return Calls(replace(axes, indirect=tuple(results)), options, arrays, tuple(results), xp, gives_partials=False)
 
 
 class FirstCall(NamedTuple):
@@ -504,12 +504,12 @@ def first_call(
     results: Collection[str],
     xp: ModuleType,
     *,
-    gives_parts: bool,
+    gives_partials: bool,
 ) -> FirstCall:
     """The first of the calls that make up a call, or the call itself."""
     names = tuple(results)
     axes = axes_of(options, arrays, names)
     if axes is None:
         return FirstCall(options, dict(arrays), "")
-    calls = Calls(axes, options, arrays, names, xp, gives_parts=gives_parts)
+    calls = Calls(axes, options, arrays, names, xp, gives_partials=gives_partials)
     return FirstCall(calls.options, calls.inputs((0,) * len(axes.lengths)), calls.describe())

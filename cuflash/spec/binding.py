@@ -35,7 +35,7 @@ from cuflash.spec.outputs import NUMBER_GRADIENTS, OVER_HEAD_DIM, OVER_ROWS, UPS
 from cuflash.spec.passes import Pass
 from cuflash.spec.problem import Problem, gradient_operand, make_problem
 
-_INPUT_OF_GRADIENT = {row.gradient: row for row in OPTIONAL_INPUTS if row.part_of}
+_INPUT_OF_GRADIENT = {row.gradient: row for row in OPTIONAL_INPUTS if row.gradient_via}
 
 
 class _Named(NamedTuple):

@@ -34,9 +34,9 @@ class OptionalInput:
         How many strides the kernels get.
     own_axes : int, optional
         How many of its axes are not batch axes. None where it goes with no batch axes.
-    part_of : {"", "scores", "softmax"}
-        Whether it is a summand of the scores, or of the sum of exponentials whose logarithm is lse. Such an input has a
-        gradient, of its own shape and dtype.
+    gradient_via : {"", "scores", "softmax"}
+        What its gradient flows through: it is added to the scores, or to the sum of exponentials whose logarithm is
+        lse. The gradient has its shape and dtype. Empty where there is none.
     goes_packed : bool
         Whether it may be given with packed sequences.
     has_keys : bool
@@ -56,7 +56,7 @@ class OptionalInput:
     broadcasts: bool = False
     strides: int
     own_axes: int | None = None
-    part_of: Literal["", "scores", "softmax"] = ""
+    gradient_via: Literal["", "scores", "softmax"] = ""
     goes_packed: bool = False
     has_keys: bool = False
     acts: int = 0
@@ -70,7 +70,7 @@ class OptionalInput:
     @property
     def gradient(self) -> str:
         """The name of its gradient; empty where it has none."""
-        return f"d{self.name}" if self.part_of else ""
+        return f"d{self.name}" if self.gradient_via else ""
 
     @property
     def may_lack_batch(self) -> bool:
@@ -91,7 +91,7 @@ OPTIONAL_INPUTS = (
         broadcasts=True,
         strides=4,
         own_axes=3,
-        part_of="scores",
+        gradient_via="scores",
         has_keys=True,
         acts=2,
         define="CUFLASH_BIAS_BYTES",
@@ -117,7 +117,7 @@ OPTIONAL_INPUTS = (
         shapes=(("num_heads",), ("batch", "num_heads")),
         strides=3,
         own_axes=1,
-        part_of="scores",
+        gradient_via="scores",
         goes_packed=True,
         acts=1,
         define="CUFLASH_HAS_ALIBI",
@@ -137,7 +137,7 @@ OPTIONAL_INPUTS = (
         shapes=(("num_heads",),),
         strides=1,
         own_axes=1,
-        part_of="softmax",
+        gradient_via="softmax",
         goes_packed=True,
         acts=6,
         define="CUFLASH_HAS_SINKS",
@@ -155,7 +155,7 @@ ACTING = tuple(row.name for row in sorted(OPTIONAL_INPUTS, key=lambda row: row.a
 # The inputs over pairs of a query and a key. They broadcast along these axes.
 BROADCAST = tuple(row.name for row in OPTIONAL_INPUTS if row.broadcasts)
 # The inputs with a value for each query head: the same in every batch entry, or with an axis for these.
-PER_HEAD_INPUTS = tuple(row for row in OPTIONAL_INPUTS if row.part_of and not row.broadcasts)
+PER_HEAD_INPUTS = tuple(row for row in OPTIONAL_INPUTS if row.gradient_via and not row.broadcasts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,10 +204,10 @@ FP8_SCALES = ("q_scale", "k_scale", "v_scale")
 # Options that act on scores pair by pair, in the order in which they do: a kernel without scores knows none of them.
 PAIR_OPTIONS = (
     *CAPS,
-    *(name for name in ACTING if BY_NAME[name].has_keys or BY_NAME[name].part_of == "scores"),
+    *(name for name in ACTING if BY_NAME[name].has_keys or BY_NAME[name].gradient_via == "scores"),
 )
 # Those of `PAIR_OPTIONS` that hide pairs, and do nothing else.
-MASKS = tuple(name for name in PAIR_OPTIONS if name in BY_NAME and not BY_NAME[name].part_of)
+MASKS = tuple(name for name in PAIR_OPTIONS if name in BY_NAME and not BY_NAME[name].gradient_via)
 # The others of `PAIR_OPTIONS`, which make the score: a score_mod takes their place.
 SCORE_OPTIONS = tuple(name for name in PAIR_OPTIONS if name not in MASKS)
 # The macros that tell kernels whether an option is given.
@@ -215,7 +215,7 @@ DEFINES: Mapping[str, str] = {
     **{name: f"CUFLASH_HAS_{name.upper()}" for name in CAPS},
     **{row.name: row.define for row in OPTIONAL_INPUTS if row.define},
 }
-_ADDED = tuple(row.name for row in OPTIONAL_INPUTS if row.part_of == "scores")
+_ADDED = tuple(row.name for row in OPTIONAL_INPUTS if row.gradient_via == "scores")
 
 
 @dataclass(frozen=True, kw_only=True)

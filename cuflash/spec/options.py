@@ -21,10 +21,10 @@ CAUSAL = "False, True (bottom-right aligned), 'top_left' or 'lengths'"
 
 
 class Origin(NamedTuple):
-    """Where a part of a longer problem begins, as dropout counts.
+    """Where a slice of a longer problem begins, as dropout counts.
 
     `query` and `key` are its first query and its first key, multiples of `ORIGIN_STEP`. `head` is its first head among
-    those of all batch entries. `num_heads` is how many of these an entry of the whole has, 0 for as many as the part.
+    those of all batch entries. `num_heads` is how many of these an entry of the whole has, 0 for as many as the slice.
     """
 
     query: int = 0
@@ -44,14 +44,15 @@ class Options(Numbers):
     precision: str = "highest"
     dropout: float = 0.0
     block_size: int | tuple[int, int] = BLOCK_SIZE
-    # For a part of a longer problem, which `cuflash.distributed` computes: query i stands at key position i + diagonal.
-    # None if `causal` decides that. It is no keyword of `cuflash.FlashAttention`, which prints itself as its options.
+    # For a slice of a longer problem, which `cuflash.distributed` computes: query i stands at key position i +
+    # diagonal. None if `causal` decides that. It is no keyword of `cuflash.FlashAttention`, which prints itself as its
+    # options.
     diagonal: int | None = field(default=None, repr=False)
     # Traced functions, or a text of CUDA for the score. `mask_function` is the argument `mask` of
     # `cuflash.FlashAttention`.
     score: ScoreFunction | None = field(default=None, repr=False)
     mask_function: Traced | None = field(default=None, repr=False)
-    # Where such a part begins. It is no keyword either.
+    # Where such a slice begins. It is no keyword either.
     origin: Origin = field(default=Origin(), repr=False)
     # Those of out, dq, dk and dv that others are added to: on the GPU, passes give them in the dtype of the softmax. Of
     # lse, they give what its rounding leaves, too, in the element after each one.

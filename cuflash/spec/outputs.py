@@ -29,8 +29,8 @@ class Output:
         That of q, that of the softmax, or that of what it is the gradient of.
     gradient_of : str
         The array or number whose gradient it is; empty for results of the forward pass.
-    part_of : {"", "scores", "softmax"}
-        Where this enters, besides q, k and v: as `OptionalInput.part_of` says, and numbers enter the scores.
+    gradient_via : {"", "scores", "softmax"}
+        As `OptionalInput.gradient_via`, where this is such a gradient; those of numbers flow through the scores.
     needs : str
         The optional array or number that a problem must have, so that it has this result.
     strides : int
@@ -45,7 +45,7 @@ class Output:
     axes: tuple[str, ...] | None = None
     dtype: Literal["input", "softmax", "like"] = "like"
     gradient_of: str = ""
-    part_of: Literal["", "scores", "softmax"] = ""
+    gradient_via: Literal["", "scores", "softmax"] = ""
     needs: str = ""
     strides: int = 3
     is_default: bool = False
@@ -73,7 +73,9 @@ class Output:
 
 
 def _input_gradient(row: OptionalInput) -> Output:
-    return Output(name=row.gradient, gradient_of=row.name, part_of=row.part_of, needs=row.name, strides=row.strides)
+    return Output(
+        name=row.gradient, gradient_of=row.name, gradient_via=row.gradient_via, needs=row.name, strides=row.strides
+    )
 
 
 def _gradient_of_number(name: str) -> Output:
@@ -82,7 +84,7 @@ def _gradient_of_number(name: str) -> Output:
         axes=(),
         dtype="softmax",
         gradient_of=name,
-        part_of="scores",
+        gradient_via="scores",
         needs=name if name in CAPS else "",
         strides=0,
     )
@@ -98,9 +100,9 @@ GRADIENT_ROWS = (
     Output(name="dq", axes=(*_QUERIES, "head_dim"), dtype="input", gradient_of="q", is_default=True),
     Output(name="dk", axes=(*_KEYS, "head_dim"), dtype="input", gradient_of="k", is_default=True),
     Output(name="dv", axes=(*_KEYS, "head_dim_v"), dtype="input", gradient_of="v", is_default=True),
-    *(_input_gradient(row) for row in OPTIONAL_INPUTS if row.part_of == "scores"),
+    *(_input_gradient(row) for row in OPTIONAL_INPUTS if row.gradient_via == "scores"),
     *(_gradient_of_number(name) for name in NUMBERS),
-    *(_input_gradient(row) for row in OPTIONAL_INPUTS if row.part_of == "softmax"),
+    *(_input_gradient(row) for row in OPTIONAL_INPUTS if row.gradient_via == "softmax"),
 )
 BY_NAME = {row.name: row for row in (*FORWARD_ROWS, *GRADIENT_ROWS)}
 UPSTREAM = {row.gradient: row for row in FORWARD_ROWS if row.upstream}  # by the name of the gradient
@@ -111,8 +113,8 @@ OUTPUTS = tuple(row.name for row in FORWARD_ROWS if row.is_default)
 GRADIENTS = tuple(row.name for row in GRADIENT_ROWS)
 DEFAULT_NEED = tuple(row.name for row in GRADIENT_ROWS if row.is_default)
 NUMBER_GRADIENTS = tuple(row.name for row in GRADIENT_ROWS if row.is_number)
-SCORE_GRADIENTS = tuple(row.name for row in GRADIENT_ROWS if row.part_of == "scores")
-SOFTMAX_GRADIENTS = tuple(row.name for row in GRADIENT_ROWS if row.part_of == "softmax")
+SCORE_GRADIENTS = tuple(row.name for row in GRADIENT_ROWS if row.gradient_via == "scores")
+SOFTMAX_GRADIENTS = tuple(row.name for row in GRADIENT_ROWS if row.gradient_via == "softmax")
 # Gradients that only a problem with a certain option has, and that option.
 INPUT_OF_GRADIENT = {row.name: row.needs for row in GRADIENT_ROWS if row.needs}
 

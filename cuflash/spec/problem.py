@@ -128,7 +128,8 @@ class Problem(Given):
 
     @property
     def hoisted(self) -> Program:
-        """The program with tables in place of parts of the score that take few values. It does not depend on lengths.
+        """The program with tables in place of subexpressions of the score that take few values. It does not depend on
+        lengths.
 
         Packed sequences share a row of a table that is as long as all of them, because only the device knows how long
         each is.

@@ -112,7 +112,7 @@ def equivalent(
 
 
 class _Call(NamedTuple):
-    """The part of a call that decides what its functions are equivalent to."""
+    """The facts of a call that decide what its functions are equivalent to."""
 
     layout: str
     shapes: Mapping[str, tuple[int, ...]]

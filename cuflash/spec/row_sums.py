@@ -1,8 +1,8 @@
-"""Row max and row sum of rows whose lse is large, for problems whose keys are computed in parts.
+"""Row max and row sum of rows whose lse is large, for problems whose keys are split.
 
 lse = row max + log(row sum) is rounded: of a row whose scores are all about -1e9, as a finite mask makes them, nothing
-is left of the log of the row sum. So where lse is large, the parts of a problem are weighted by row maxima and sums,
-and backward passes of parts make weights by those of all keys.
+is left of the log of the row sum. So where lse is large, the partial results of a problem are weighted by row maxima
+and sums, and backward passes of splits make weights by those of all keys.
 
 Such an array has three numbers for each row, on its last axis: the row max, the row sum of exp(score - row max), and
 the unit of the row max, because backends keep maxima of products that are not scaled yet, and rounded products would
@@ -70,30 +70,33 @@ def of_pairs(pairs: Array) -> Array:
     return np.stack([lse, np.where(lse == -np.inf, 0, np.exp(rest)), np.ones_like(lse)], axis=-1)
 
 
-def of_part(row_sums: Array | None, lse: Array) -> Array:
-    """The row sums of a part, of all rows: where the lse of a part is not large, it says enough."""
+def of_partial(row_sums: Array | None, lse: Array) -> Array:
+    """The row sums of a split, of all rows: where its lse is not large, it says enough."""
     plain = of_lse(lse)
     return plain if row_sums is None else np.where(row_sums[..., 1:2] < 0, plain, row_sums)
 
 
-def merged(parts: Sequence[Array]) -> tuple[Array, list[Array]]:
-    """The row sums of all keys, and what part of the sum each of some parts of the keys has.
+def merged(partials: Sequence[Array]) -> tuple[Array, list[Array]]:
+    """The row sums of all keys, and the fraction of them of each split.
 
-    A row has no sum if it has none in some part.
+    A row has no sum if it has none in some split.
     """
-    unit = parts[0][..., 2]
-    for part in parts[1:]:  # the unit of a row that has a sum of its own, if there is one
-        unit = np.where(unit == 1, part[..., 2], unit)
-    maxima = [part[..., 0] if (part[..., 2] == unit).all() else part[..., 0] * (part[..., 2] / unit) for part in parts]
+    unit = partials[0][..., 2]
+    for partial in partials[1:]:  # the unit of a row that has a sum of its own, if there is one
+        unit = np.where(unit == 1, partial[..., 2], unit)
+    maxima = [
+        partial[..., 0] if (partial[..., 2] == unit).all() else partial[..., 0] * (partial[..., 2] / unit)
+        for partial in partials
+    ]
     row_max = np.maximum.reduce(maxima)
     base = np.where(row_max == -np.inf, 0, row_max)
     sums = [
-        np.where(part[..., 1] == 0, 0, part[..., 1] * np.exp((own - base) * unit))
-        for part, own in zip(parts, maxima, strict=True)
+        np.where(partial[..., 1] == 0, 0, partial[..., 1] * np.exp((own - base) * unit))
+        for partial, own in zip(partials, maxima, strict=True)
     ]
     row_sum = sum(sums)
     total = np.where(row_sum == 0, 1, row_sum)
-    is_absent = np.logical_or.reduce([part[..., 1] < 0 for part in parts])
+    is_absent = np.logical_or.reduce([partial[..., 1] < 0 for partial in partials])
     found = np.stack([row_max, row_sum, unit], axis=-1)
     found[is_absent] = ABSENT
     return found, [x / total for x in sums]

@@ -17,7 +17,7 @@ from cuflash.arrays.array_info import numpy_dtype, view_4d, view_rows
 from cuflash.arrays.memory_ranges import Band
 from cuflash.cpu import backend as cpu_backend
 from cuflash.shards.cuda import Cuda
-from cuflash.shards.slices import Parts, steps_of
+from cuflash.shards.slices import Slices, steps_of
 from cuflash.spec.batch_axes import Calls, axes_of
 from cuflash.spec.inputs import BROADCAST, NAMES
 from cuflash.spec.options import Options, diagonal_of, window_of
@@ -70,9 +70,9 @@ class _Call:
         device = device_of(self.backend)
         read = ("q", *pass_.takes, *NAMES, *self.options.score_args)
         arrays = {name: self.seen(name, x) for name, x in self.given.items() if name in read}
-        parts = Parts(options=self.options, band=self.band, problem=self.problem, random=random, arrays=arrays)
+        slices = Slices(options=self.options, band=self.band, problem=self.problem, random=random, arrays=arrays)
         keys = {name: view_4d(self.hosts[name], self.options.layout) for name in ("k", "v")}
-        run = StreamedPass(parts=parts, chunks=self.chunks, keys=keys, device=device)
+        run = StreamedPass(slices=slices, chunks=self.chunks, keys=keys, device=device)
         if device is None or self.is_explicit or not pass_.reads_keys_once:
             return run
         whole = Chunk((0, self.problem.seqlen_q), (0, self.problem.seqlen_k))
@@ -120,7 +120,7 @@ def backward(
                 results[name] = call.host_result(name, run.device)
                 continue
             like = call.given.get(name[1:])
-            shape, dtype = ((), run.parts.softmax_dtype) if like is None else (like.shape, like.dtype)
+            shape, dtype = ((), run.slices.softmax_dtype) if like is None else (like.shape, like.dtype)
             results[name] = call.result(name, shape, dtype)
         run.backward(need, {name: call.seen(name, x) for name, x in results.items()})
     return tuple(results.values())
@@ -168,10 +168,10 @@ def tune(
     with _on_device(call.given["q"]):
         run = call.run(BACKWARD, random)
         chunk = max(run.chunks, key=lambda chunk: [stop - start for start, stop in (chunk.keys, chunk.queries)])
-        keys = {name: _copied(x[:, :, slice(*chunk.keys)], run.parts.xp) for name, x in run.keys.items()}
+        keys = {name: _copied(x[:, :, slice(*chunk.keys)], run.slices.xp) for name, x in run.keys.items()}
         for pass_ in passes:
             own_options, own = memory.call_on(run, chunk, pass_.default, keys)
-            tuned = run.parts.backend.tune(own_options, dict.fromkeys(NAMES) | own, random, passes=(pass_,), **how)
+            tuned = run.slices.backend.tune(own_options, dict.fromkeys(NAMES) | own, random, passes=(pass_,), **how)
             found = tuned if found is None or forget else replace(found, **{pass_.name: getattr(tuned, pass_.name)})
     return found
 
@@ -193,7 +193,7 @@ def _over_axes(options: Options, arrays: Mapping[str, Any], results: tuple[str, 
     for name in OF_KEYS:
         if name in results and name not in given:  # pinned, if its input is
             given[name] = _host_result(hosts[name[1:]], device)
-    return Calls(axes, options, given, results, dlpack.module_of(arrays["q"]), gives_parts=False)
+    return Calls(axes, options, given, results, dlpack.module_of(arrays["q"]), gives_partials=False)
 
 
 def _streamed(found: Mapping[str, Array], arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""One pass over chunks of keys: parts of out are merged, parts of dq are added, dk and dv of a chunk are whole.
+"""One pass over chunks of keys: partial outputs are merged, partial dq are added, dk and dv of a chunk are whole.
 
-Sums always have the dtype of the softmax; parts have it if calls can give them so. Parts are added in the order of the
-keys.
+Sums always have the dtype of the softmax; partial results have it if calls can give them so. They are added in the
+order of the keys.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from cuflash.arrays.memory_ranges import Span
 from cuflash.shards.cuda import Cuda
 from cuflash.shards.merge import LargeRows, RunningMerge
-from cuflash.shards.slices import Parts
+from cuflash.shards.slices import Slices
 from cuflash.spec import row_sums
 from cuflash.spec.inputs import BROADCAST
 from cuflash.spec.outputs import OF_QUERIES, SOFTMAX_GRADIENTS
@@ -25,7 +25,7 @@ from cuflash.streaming.copy_pipeline import Drain, Feed, Host
 Array = Any
 
 
-class Part(NamedTuple):
+class ChunkStep(NamedTuple):
     """A chunk that is on the device, and the arrays for its gradients."""
 
     number: int
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 class StreamedPass:
     """A pass over keys in host memory."""
 
-    parts: Parts
+    slices: Slices
     chunks: tuple[Chunk, ...]
     keys: Mapping[str, Host]  # k and v, as (batch, heads, rows, dim)
     device: Cuda | None  # None: queries are in host memory, too
@@ -46,7 +46,7 @@ class StreamedPass:
 
     @property
     def arrays(self) -> Mapping[str, Array]:
-        return self.parts.arrays
+        return self.slices.arrays
 
     @property
     def is_whole(self) -> bool:
@@ -57,76 +57,76 @@ class StreamedPass:
     def forward(self, out: Array, lse: Array) -> None:
         """Fill out, with four axes, and lse, with three."""
         if self.is_whole:
-            for part in self._walk({}):
-                arrays = self.arrays_of(part, of_softmax=True) | {"out": out, "lse": lse}
-                self.parts.forward(*part.chunk, arrays)
+            for step in self._walk({}):
+                arrays = self.arrays_of(step, of_softmax=True) | {"out": out, "lse": lse}
+                self.slices.forward(*step.chunk, arrays)
             return
-        xp, dtype = self.parts.xp, self.parts.softmax_dtype
+        xp, dtype = self.slices.xp, self.slices.softmax_dtype
         total = out if out.dtype == dtype else xp.empty(out.shape, dtype)
         merge = RunningMerge(total, self._scores_of_heads())
         room = {}
-        if not self.parts.is_on_cpu:
+        if not self.slices.is_on_cpu:
             room = {"out": xp.empty(out.shape, dtype), "lse": xp.empty(lse.shape, lse.dtype)}
-        for part in self._walk({}):
-            rows = slice(*part.chunk.queries)
+        for step in self._walk({}):
+            rows = slice(*step.chunk.queries)
             results = {name: x[:, :, rows] for name, x in room.items()}
-            call = functools.partial(self.parts.forward, *part.chunk)
-            arrays = self.arrays_of(part, of_softmax=False)
-            got = self.parts.into(results, arrays, call, is_wide=self.parts.is_on_cpu)
+            call = functools.partial(self.slices.forward, *step.chunk)
+            arrays = self.arrays_of(step, of_softmax=False)
+            got = self.slices.into(results, arrays, call, is_wide=self.slices.is_on_cpu)
             merge.add(got["out"], got["lse"], rows)
         merge.finish(out, lse)
-        if row_sums.has_large(row_sums.on_host(lse), self.parts.large_lse):
+        if row_sums.has_large(row_sums.on_host(lse), self.slices.large_lse):
             self._merge_large(out, lse)
 
     def _merge_large(self, out: Array, lse: Array) -> None:
         """Merge chunks again, in rows whose lse is so large that it does not say what a chunk weighs."""
-        merge = LargeRows(lse, self.parts.large_lse, out.shape[3], self._scores_of_heads())
-        for part in self._walk({}):
-            got = self._forward_of(part)
-            merge.add(self._row_sums_of(part, lse, got["lse"]), slice(*part.chunk.queries), got["out"])
+        merge = LargeRows(lse, self.slices.large_lse, out.shape[3], self._scores_of_heads())
+        for step in self._walk({}):
+            got = self._forward_of(step)
+            merge.add(self._row_sums_of(step, lse, got["lse"]), slice(*step.chunk.queries), got["out"])
         merge.finish(out, lse)
 
     def _row_sums(self) -> Array:
         """The row sums over all chunks, where lse is large."""
         lse = self.arrays["lse"]
-        merge = LargeRows(lse, self.parts.large_lse, 0, self._scores_of_heads())
-        for part in self._walk({}):
+        merge = LargeRows(lse, self.slices.large_lse, 0, self._scores_of_heads())
+        for step in self._walk({}):
             # Kernels find the row sums only of the lse of a chunk.
-            own_lse = None if self.parts.is_on_cpu else self._forward_of(part)["lse"]
-            merge.add(self._row_sums_of(part, lse, own_lse), slice(*part.chunk.queries))
+            own_lse = None if self.slices.is_on_cpu else self._forward_of(step)["lse"]
+            merge.add(self._row_sums_of(step, lse, own_lse), slice(*step.chunk.queries))
         return merge.sums
 
-    def _forward_of(self, part: Part) -> dict[str, Array]:
+    def _forward_of(self, step: ChunkStep) -> dict[str, Array]:
         """out and lse of a chunk, in the dtype of the softmax."""
-        parts, arrays = self.parts, self._inputs_of(part)
-        if not parts.is_on_cpu:
+        slices, arrays = self.slices, self._inputs_of(step)
+        if not slices.is_on_cpu:
             *shape, length = arrays["q"].shape[:3]
             of_out = (*shape, length, arrays["v"].shape[3])
             arrays |= {
-                "out": parts.xp.empty(of_out, parts.softmax_dtype),
-                "lse": parts.xp.empty(of_out[:3], parts.softmax_dtype),
+                "out": slices.xp.empty(of_out, slices.softmax_dtype),
+                "lse": slices.xp.empty(of_out[:3], slices.softmax_dtype),
             }
-        return parts.into({}, arrays, functools.partial(parts.forward, *part.chunk), is_wide=parts.is_on_cpu)
+        return slices.into({}, arrays, functools.partial(slices.forward, *step.chunk), is_wide=slices.is_on_cpu)
 
-    def _row_sums_of(self, part: Part, lse: Array, own_lse: Array | None) -> Array:
+    def _row_sums_of(self, step: ChunkStep, lse: Array, own_lse: Array | None) -> Array:
         """The row sums over a chunk, of rows whose lse is large; on a device, those that its own lse does not say."""
-        parts, arrays = self.parts, self._inputs_of(part)
-        arrays["lse"] = lse[:, :, slice(*part.chunk.queries)] if parts.is_on_cpu else own_lse
-        found = parts.into({}, arrays, functools.partial(parts.row_sums, *part.chunk), is_wide=parts.is_on_cpu)[
+        slices, arrays = self.slices, self._inputs_of(step)
+        arrays["lse"] = lse[:, :, slice(*step.chunk.queries)] if slices.is_on_cpu else own_lse
+        found = slices.into({}, arrays, functools.partial(slices.row_sums, *step.chunk), is_wide=slices.is_on_cpu)[
             "row_sums"
         ]
-        return found if parts.is_on_cpu else row_sums.of_part(found, row_sums.on_host(own_lse))
+        return found if slices.is_on_cpu else row_sums.of_partial(found, row_sums.on_host(own_lse))
 
-    def _inputs_of(self, part: Part) -> dict[str, Array]:
+    def _inputs_of(self, step: ChunkStep) -> dict[str, Array]:
         """The arrays of a call that finds the weights of a chunk."""
-        found = self.arrays_of(part, of_softmax=False)
+        found = self.arrays_of(step, of_softmax=False)
         return {name: x for name, x in found.items() if name not in OF_QUERIES or name == "q"}
 
     def backward(self, need: tuple[str, ...], results: Mapping[str, Array]) -> None:
         """Fill dq, dk, dv and dbias, which have four axes, and the other gradients, shaped as their arrays are."""
-        if not self.is_whole and row_sums.has_large(row_sums.on_host(self.arrays["lse"]), self.parts.large_lse):
+        if not self.is_whole and row_sums.has_large(row_sums.on_host(self.arrays["lse"]), self.slices.large_lse):
             arrays = {**self.arrays, "row_sums": self._row_sums()}
-            replace(self, parts=replace(self.parts, arrays=arrays))._backward(need, results)
+            replace(self, slices=replace(self.slices, arrays=arrays))._backward(need, results)
         else:
             self._backward(need, results)
 
@@ -134,47 +134,47 @@ class StreamedPass:
         of_keys = {name: results[name] for name in OF_KEYS if name in need}
         self._clear_unseen(of_keys)
         sums = _Sums(self, [name for name in need if name not in OF_KEYS], results)
-        for part in self._walk(of_keys):
-            wanted = tuple(name for name in need if name not in SOFTMAX_GRADIENTS or part.number == 0)
+        for step in self._walk(of_keys):
+            wanted = tuple(name for name in need if name not in SOFTMAX_GRADIENTS or step.number == 0)
             if not wanted:
                 break
-            into = dict(part.room)
-            is_wide = self.parts.is_on_cpu and not self.is_whole
+            into = dict(step.room)
+            is_wide = self.slices.is_on_cpu and not self.is_whole
             if "dq" in need and not is_wide:
-                into["dq"] = sums.room_of_dq(part.chunk)
-            arrays = self.arrays_of(part, of_softmax=sums_softmax(wanted))
+                into["dq"] = sums.room_of_dq(step.chunk)
+            arrays = self.arrays_of(step, of_softmax=sums_softmax(wanted))
             if sums.adds_bias:
-                arrays["bias"] = self.parts.widened(arrays["bias"])
+                arrays["bias"] = self.slices.widened(arrays["bias"])
             if not self.is_whole:
-                arrays |= {name: x for name, x in self.parts.wide_score_args.items() if f"d{name}" in need}
-            call = functools.partial(self.parts.backward, *part.chunk, wanted)
-            sums.add(part.chunk, self.parts.into(into, arrays, call, is_wide=is_wide))
+                arrays |= {name: x for name, x in self.slices.wide_score_args.items() if f"d{name}" in need}
+            call = functools.partial(self.slices.backward, *step.chunk, wanted)
+            sums.add(step.chunk, self.slices.into(into, arrays, call, is_wide=is_wide))
         sums.finish()
 
     def _scores_of_heads(self) -> list[Array]:
         """The optional inputs that add to the row sum, once for all chunks."""
-        optional_inputs = self.parts.of_heads(slice(None), of_softmax=True)
+        optional_inputs = self.slices.of_heads(slice(None), of_softmax=True)
         return [array for name, array in optional_inputs.items() if f"d{name}" in SOFTMAX_GRADIENTS]
 
-    def _walk(self, results: Mapping[str, Host]) -> Iterator[Part]:
+    def _walk(self, results: Mapping[str, Host]) -> Iterator[ChunkStep]:
         """One chunk after the other. The results of a chunk are copied away when the next chunk is requested."""
         spans = [chunk.keys for chunk in self.chunks]
         if self.device is None:
             for number, chunk in enumerate(self.chunks):
                 at = slice(*chunk.keys)
                 views = ({name: x[:, :, at] for name, x in arrays.items()} for arrays in (self.keys, results))
-                yield Part(number, chunk, *views)
+                yield ChunkStep(number, chunk, *views)
             return
         if self.is_mapped:
             mapped = {name: self.device.mapped(array) for name, array in self.keys.items()}
             try:
-                yield Part(0, self.chunks[0], mapped, {})
+                yield ChunkStep(0, self.chunks[0], mapped, {})
             finally:  # kernels read the caller's memory
                 self.device.wait(self.device.mark(None))
             return
         with Drain(self.device, results, spans) as drain, Feed(self.device, self.keys, spans) as feed:
             for number, (chunk, keys) in enumerate(zip(self.chunks, feed, strict=True)):
-                yield Part(number, chunk, keys, drain.room(number))
+                yield ChunkStep(number, chunk, keys, drain.room(number))
                 drain.send(number)
 
     def _clear_unseen(self, results: Mapping[str, Host]) -> None:
@@ -185,25 +185,25 @@ class StreamedPass:
                 array[:, :, reached:start] = 0
             reached = stop or reached
 
-    def arrays_of(self, part: Part, *, of_softmax: bool) -> dict[str, Array]:
+    def arrays_of(self, step: ChunkStep, *, of_softmax: bool) -> dict[str, Array]:
         """The arrays of a call."""
-        queries, keys = part.chunk
+        queries, keys = step.chunk
         found = {name: self.arrays[name][:, :, slice(*queries)] for name in OF_QUERIES if name in self.arrays}
-        found |= part.keys
+        found |= step.keys
         for name in BROADCAST:
             if name in self.arrays:
                 found[name] = of_pairs(self.arrays[name], queries, keys)
-        heads = slice(0, self.parts.problem.num_heads)
-        optional_inputs = self.parts.of_heads(heads, of_softmax=of_softmax) | self.parts.of_blocks(queries, keys)
-        return found | optional_inputs | self.parts.lengths(keys)
+        heads = slice(0, self.slices.problem.num_heads)
+        optional_inputs = self.slices.of_heads(heads, of_softmax=of_softmax) | self.slices.of_blocks(queries, keys)
+        return found | optional_inputs | self.slices.lengths(keys)
 
 
 class _Sums:
-    """Gradients that are sums over chunks, in the dtype of the softmax, or that consist of a part from each chunk."""
+    """Gradients that are sums over chunks, in the dtype of the softmax, or that consist of a slice from each chunk."""
 
     def __init__(self, run: StreamedPass, names: Sequence[str], results: Mapping[str, Array]) -> None:
         self.run, self.names, self.results = run, names, results
-        xp, dtype = run.parts.xp, run.parts.softmax_dtype
+        xp, dtype = run.slices.xp, run.slices.softmax_dtype
         self.totals = {}
         # The gradient of a bias that is the same for all keys is a sum over chunks.
         self.adds_bias = "dbias" in names and run.arrays["bias"].shape[3] == 1 and not run.is_whole
@@ -213,16 +213,16 @@ class _Sums:
             if name != "dq" or not run.is_whole:
                 self.totals[name] = xp.zeros(array.shape, dtype) if is_sum else array
                 self.totals[name][...] = 0
-        self.part_of_dq = None
-        if "dq" in self.totals and not run.parts.is_on_cpu:
-            self.part_of_dq = xp.empty(results["dq"].shape, dtype)
+        self.partial_dq = None
+        if "dq" in self.totals and not run.slices.is_on_cpu:
+            self.partial_dq = xp.empty(results["dq"].shape, dtype)
 
     def room_of_dq(self, chunk: Chunk) -> Array:
-        """The array that a call writes dq, or its part of dq, to."""
+        """The array that a call writes dq, or its partial dq, to."""
         if "dq" not in self.totals:
             return self.results["dq"]
-        assert self.part_of_dq is not None
-        return self.part_of_dq[:, :, slice(*chunk.queries)]
+        assert self.partial_dq is not None
+        return self.partial_dq[:, :, slice(*chunk.queries)]
 
     def add(self, chunk: Chunk, got: Mapping[str, Array]) -> None:
         """Add the results of a call."""
@@ -251,7 +251,7 @@ def sums_softmax(need: Collection[str]) -> bool:
 
 
 def of_pairs(array: Array, queries: Span, keys: Span) -> Array:
-    """The part of an array over pairs for some queries and keys; an axis of length 1 stays whole."""
+    """The slice of an array over pairs for some queries and keys; an axis of length 1 stays whole."""
     rows = slice(*queries) if array.shape[2] != 1 else slice(None)
     columns = slice(*keys) if array.shape[3] != 1 else slice(None)
     return array[:, :, rows, columns]

@@ -20,7 +20,7 @@ from cuflash.spec.problem import Problem
 from cuflash.spec.streamed import OF_KEYS
 from cuflash.streaming.chunks import Chunk, StreamPlan, Way
 from cuflash.streaming.copy_pipeline import is_direct
-from cuflash.streaming.execution import Part, StreamedPass, sums_softmax
+from cuflash.streaming.execution import ChunkStep, StreamedPass, sums_softmax
 
 if TYPE_CHECKING:
     from cuflash.plan import LaunchPlan
@@ -35,12 +35,15 @@ def may_be_mapped(run: StreamedPass, device: Cuda) -> bool:
     arrays = list(run.keys.values())
     if not all(x.size and x.strides[3] == x.itemsize and min(x.strides) > 0 and device.is_pinned(x) for x in arrays):
         return False
-    problem = run.parts.problem
+    problem = run.slices.problem
     if problem.group_size == 1 and problem.seqlen_q <= MAPPED_ROWS:
         return True
     chunk = run.chunks[0]
-    options, given = run.parts.options_of(*chunk), run.arrays_of(Part(0, chunk, dict(run.keys), {}), of_softmax=True)
-    given |= run.parts.score_args(options, *chunk, given["q"])
+    options, given = (
+        run.slices.options_of(*chunk),
+        run.arrays_of(ChunkStep(0, chunk, dict(run.keys), {}), of_softmax=True),
+    )
+    given |= run.slices.score_args(options, *chunk, given["q"])
     signature = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in given.items())
     return _reads_keys_once(options, signature, run.arrays["q"].data.device_id)
 
@@ -67,13 +70,13 @@ def plan_of(
         name = pass_.name
         ways[name] = _way(run)
         if run.device is not None:
-            wanted = [result for result in pass_.results_of(run.parts.options) if result in (*OUTPUTS, *need)]
+            wanted = [result for result in pass_.results_of(run.slices.options) if result in (*OUTPUTS, *need)]
             takes = memory_of[pass_](run, wanted, given)
             memory[name] = {what: size for what, size in takes.items() if size}
             pinned[name] = _pinned_bytes(run, wanted)
     run = runs[BACKWARD]
     return StreamPlan(
-        problem=run.parts.problem, chunk=length, chunks=run.chunks, ways=ways, memory=memory, pinned_bytes=pinned
+        problem=run.slices.problem, chunk=length, chunks=run.chunks, ways=ways, memory=memory, pinned_bytes=pinned
     )
 
 
@@ -103,7 +106,7 @@ def _chunk_bytes(run: StreamedPass, array: Array) -> int:
 
 
 def _forward_memory(run: StreamedPass, need: Collection[str], given: Mapping[str, Array]) -> dict[str, int]:
-    problem, size = run.parts.problem, run.parts.softmax_dtype.itemsize
+    problem, size = run.slices.problem, run.slices.softmax_dtype.itemsize
     rows = problem.batch * problem.num_heads * problem.seqlen_q
     lse, wide = _rounded(rows * size), _rounded(rows * problem.head_dim_v * size)
     out = _rounded(rows * problem.head_dim_v * run.arrays["q"].itemsize)
@@ -112,15 +115,15 @@ def _forward_memory(run: StreamedPass, need: Collection[str], given: Mapping[str
     memory["results"] = (out if "out" not in given else 0) + (lse if "lse" not in given else 0)
     if not run.is_whole:
         memory["sums"] = is_narrow * wide + 2 * lse
-        memory["a part"] = wide + 3 * lse
+        memory["a partial result"] = wide + 3 * lse
     return memory | {"scratch": _scratch(FORWARD, run, need)}
 
 
 def _backward_memory(run: StreamedPass, need: Collection[str], given: Mapping[str, Array]) -> dict[str, int]:
-    problem = run.parts.problem
+    problem = run.slices.problem
     is_narrow = _is_narrow(problem)
-    wide = _rounded(run.arrays["q"].size * run.parts.softmax_dtype.itemsize)
-    score_args = {name: run.arrays[name[1:]] for name in need if name in run.parts.options.score_gradients}
+    wide = _rounded(run.arrays["q"].size * run.slices.softmax_dtype.itemsize)
+    score_args = {name: run.arrays[name[1:]] for name in need if name in run.slices.options.score_gradients}
     own = [name for name in need if name not in OF_KEYS and name not in score_args]
     others = sum(_sum_bytes(run, name) for name in own if name != "dq")
     memory = {
@@ -134,10 +137,12 @@ def _backward_memory(run: StreamedPass, need: Collection[str], given: Mapping[st
         + sum(_rounded(x.nbytes) for name, x in score_args.items() if name not in given),
     }
     if not run.is_whole:
-        narrow = sum(_sum_bytes(run, name) for name, x in score_args.items() if x.dtype != run.parts.softmax_dtype)
+        narrow = sum(_sum_bytes(run, name) for name, x in score_args.items() if x.dtype != run.slices.softmax_dtype)
         memory["sums"] = ("dq" in need) * is_narrow * wide + others + narrow
-        memory["a part"] = ("dq" in need) * wide + 2 * others + sum(_sum_bytes(run, name) for name in score_args)
-        widened = [x for name, x in run.parts.wide_score_args.items() if x is not run.arrays[name]]
+        memory["a partial result"] = (
+            ("dq" in need) * wide + 2 * others + sum(_sum_bytes(run, name) for name in score_args)
+        )
+        widened = [x for name, x in run.slices.wide_score_args.items() if x is not run.arrays[name]]
         memory["what functions read"] = sum(_rounded(x.nbytes) for x in widened)
     return memory | {"scratch": _scratch(BACKWARD, run, need)}
 
@@ -145,7 +150,7 @@ def _backward_memory(run: StreamedPass, need: Collection[str], given: Mapping[st
 def _sum_bytes(run: StreamedPass, name: str) -> int:
     """Bytes of the gradient of an optional input or a number, in the dtype of sums."""
     array = run.arrays.get(name[1:])
-    return _rounded((1 if array is None else array.size) * run.parts.softmax_dtype.itemsize)
+    return _rounded((1 if array is None else array.size) * run.slices.softmax_dtype.itemsize)
 
 
 def _scratch(pass_: Pass, run: StreamedPass, need: Collection[str]) -> int:
@@ -167,7 +172,7 @@ def _takes(pass_: Pass, run: StreamedPass, chunk: Chunk, need: Collection[str], 
     plan, copied = _launch_plan(pass_, run, chunk, need, keys)
     lengths = run.arrays.get("kv_lengths")
     small = 0 if lengths is None else 2 * _rounded(lengths.nbytes)
-    small += ROUNDING * (ORIGIN in run.parts.options_of(*chunk).score_args)
+    small += ROUNDING * (ORIGIN in run.slices.options_of(*chunk).score_args)
     return _rounded(plan.extra_bytes) + copied + small
 
 
@@ -176,12 +181,12 @@ def call_on(
 ) -> tuple[Options, dict[str, Any]]:
     """Options and arrays of the call on a chunk with these keys that gives the results `need` of a pass."""
     of_softmax = sums_softmax(need) or (run.is_whole and "out" in need)
-    arrays = run.arrays_of(Part(0, chunk, dict(keys), {}), of_softmax=of_softmax)
-    options = run.parts.options_of(*chunk)
-    arrays |= run.parts.score_args(options, *chunk, arrays["q"])
+    arrays = run.arrays_of(ChunkStep(0, chunk, dict(keys), {}), of_softmax=of_softmax)
+    options = run.slices.options_of(*chunk)
+    arrays |= run.slices.score_args(options, *chunk, arrays["q"])
     if not run.is_whole:
-        arrays |= {name: x for name, x in run.parts.wide_score_args.items() if f"d{name}" in need}
-    if not run.is_whole and _is_narrow(run.parts.problem):
+        arrays |= {name: x for name, x in run.slices.wide_score_args.items() if f"d{name}" in need}
+    if not run.is_whole and _is_narrow(run.slices.problem):
         options = replace(options, wide=tuple(name for name in ("out", "dq") if name in need))
     return options, arrays
 

@@ -510,33 +510,33 @@ def optional_backward(arrays: Mapping[str, Any]) -> dict[str, Any]:
 def split_keys(
     case: Case, parts: Sequence[Array], convert: Callable[[Array], Any] = np.asarray
 ) -> list[dict[str, Any]]:
-    """The inputs of attention over parts of the keys, which `cuflash.merge` puts together to the attention of a case.
+    """The inputs of attention over splits of the keys, which `cuflash.merge` puts together to the attention of a case.
 
     Parameters
     ----------
     case : Case
         4-D, of layout "bhsd", without kv_lengths and alibi_slopes.
     parts : sequence of numpy.ndarray
-        The keys of each part, in any order; each key is in one of them.
+        The keys of each split, in any order; each key is in one of them.
     convert : callable
         Makes another library's array of a NumPy array.
 
     Returns
     -------
     list of dict
-        q, k, v, mask and bias of each part by name. What `causal` and `window` hide, the masks do.
+        q, k, v, mask and bias of each split by name. What `causal` and `window` hide, the masks do.
     """
     arrays, keys = case.arrays(), np.arange(case.seqlen_k)
     ranges = np.array([case.problem.key_range(i) for i in range(case.seqlen_q)]).reshape(-1, 2, 1)
     visible = (keys >= ranges[:, 0]) & (keys < ranges[:, 1]) & arrays.get("mask", True)
 
-    def part_of(part: Array) -> dict[str, Any]:
-        split = {"k": arrays["k"][:, :, part], "v": arrays["v"][:, :, part], "mask": visible[..., part]}
+    def inputs_of(some: Array) -> dict[str, Any]:
+        split = {"k": arrays["k"][:, :, some], "v": arrays["v"][:, :, some], "mask": visible[..., some]}
         if "bias" in arrays:
-            split["bias"] = arrays["bias"] if arrays["bias"].shape[-1] == 1 else arrays["bias"][..., part]
+            split["bias"] = arrays["bias"] if arrays["bias"].shape[-1] == 1 else arrays["bias"][..., some]
         return {name: convert(np.ascontiguousarray(x)) for name, x in {"q": arrays["q"], **split}.items()}
 
-    return [part_of(part) for part in parts]
+    return [inputs_of(some) for some in parts]
 
 
 def _spread_lengths(batch: int, seqlen_k: int) -> tuple[int, ...]:

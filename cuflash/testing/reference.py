@@ -195,7 +195,7 @@ class ScoreSums:
     def __init__(self, problem: Problem, terms: Mapping[str, Any], compute: np.dtype[Any]) -> None:
         self.totals = {f"d{name}": BroadcastSum(None, (), compute) for name in NUMBERS}
         for term in OPTIONAL_INPUTS:
-            if term.part_of == "scores":
+            if term.gradient_via == "scores":
                 shape = tuple(getattr(problem, axis) for axis in term.shapes[-1])
                 self.totals[term.gradient] = BroadcastSum(terms.get(term.name), shape, compute)
 

@@ -67,7 +67,7 @@ class Yardstick:
         where results are few, and this keeps the rule from being one. It is next to nothing for ordinary rows of 16-bit
         types, whose softmax runs in float32.
 
-    To dq of float32 and bfloat16 comes ``2**-125 * scale`` for each 16 keys: where GPUs add parts of dq to memory, in
+    To dq of float32 and bfloat16 comes ``2**-125 * scale`` for each 16 keys: where GPUs add partial dq to memory, in
     tiles of no fewer keys, subnormal numbers become zeros.
 
     To gradients of arrays that a score reads come the units of their sums in fixed point on GPUs, half of one for a

@@ -118,7 +118,7 @@ class _Collector:
             self.rows_of_heads, self.rows_of_keys = np.zeros(problem.num_heads), np.zeros((*of_keys, 1))
             self.squares |= {f"d{name}": Squares.zeros(*operand.shape) for name, operand in problem.score_args}
             self.dv_sums = Squares.zeros(*of_keys[:2], 1, problem.head_dim_v)
-            self.of_scores, self.noise_of_scores, self.has_part = (
+            self.of_scores, self.noise_of_scores, self.enters = (
                 reference.ScoreSums(problem, arrays, np.dtype(np.float64)) for _ in range(3)
             )
             self.dout = _finite(view_4d(arrays["dout"], problem.layout).astype(np.float64))
@@ -147,7 +147,7 @@ class _Collector:
         for name, total in self.of_scores.totals.items():
             squares[name] = Squares(total.value, self.noise_of_scores.totals[name].value)
         if "dbias" in zeros:
-            zeros["dbias"] = self.has_part.totals["dbias"].value == 0
+            zeros["dbias"] = self.enters.totals["dbias"].value == 0
         return Scales(squares, zeros, self.dv_sums)
 
     def _of_order(self, count: Array, terms: Array) -> Array:
@@ -167,7 +167,7 @@ class _Collector:
         visible = head.P != 0
         self.sees_something[head.index] = visible.any(axis=1)
         self.is_seen[head.index_kv] |= visible.any(axis=0)
-        Q, K, V = map(_finite, (head.Q, head.K, head.V))  # hidden keys have no part
+        Q, K, V = map(_finite, (head.Q, head.K, head.V))  # hidden keys add nothing
         QK, K = np.where(visible, head.QK, 0), np.where(visible.any(axis=0)[:, None], K, 0)
         noise = self._noise(head, visible, self._sizes(Q, K), QK)
         P = np.where(visible, np.maximum(head.P, self.smallest), 0)
@@ -326,7 +326,7 @@ class _Collector:
             dS_bias_noise = _added_to_largest(dS_bias_noise, (D_moved2 + noise.rows**2 * D2) * of_row)
         self.of_scores.add(head, dS_bias, dS * QK2, power=2)
         self.noise_of_scores.add(head, dS_bias_noise, dS_noise * QK2, power=2)
-        self.has_part.add(head, visible.astype(np.float64), np.ones(()), power=0)
+        self.enters.add(head, visible.astype(np.float64), np.ones(()), power=0)
         for name, entry, derivative in head.reads:
             of_read = self.squares[f"d{name}"]
             for total, squares in ((of_read.terms, dS_bias), (of_read.noise, dS_bias_noise)):

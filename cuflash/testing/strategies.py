@@ -19,10 +19,10 @@ from cuflash.testing.case import Case
 # What `cases` draws unless told otherwise, and what it draws only when told to.
 FEATURES = (
     *("causal", "window", *NUMBERS, "bias", "mask", "kv_lengths"),
-    *(row.name for row in PER_HEAD_INPUTS if row.part_of == "scores"),
+    *(row.name for row in PER_HEAD_INPUTS if row.gradient_via == "scores"),
     *("gqa", "head_dim_v"),
 )
-MORE_FEATURES = (*(row.name for row in PER_HEAD_INPUTS if row.part_of == "softmax"), "dlse", "block_mask")
+MORE_FEATURES = (*(row.name for row in PER_HEAD_INPUTS if row.gradient_via == "softmax"), "dlse", "block_mask")
 # Values and sizes at which implementations fail that are right elsewhere, drawn when told to: fields of `Case`, and
 # "empty".
 REGIMES = ("bias_mask", "score_mean", "distinct_keys", "factors", "empty")

@@ -23,7 +23,7 @@ from tests.large_scores import Backend
 
 __all__ = [
     "Place",
-    "assert_two_parts",
+    "assert_tf32_split",
     "backward",
     "by_calls",
     "far_apart",
@@ -122,7 +122,7 @@ def by_calls(
                 given[name][...] = x
         return found
 
-    calls = axes and Calls(axes, static, given, names, np, gives_parts=True)
+    calls = axes and Calls(axes, static, given, names, np, gives_partials=True)
     return dict(zip(names, calls.run(call) if calls else call(static, given), strict=True))
 
 
@@ -150,7 +150,7 @@ def gradients_of(
     return plan, dict(zip(need, gradients, strict=True))
 
 
-def assert_two_parts(problem: Problem, arrays: Mapping[str, Any], results: Mapping[str, Any]) -> None:
+def assert_tf32_split(problem: Problem, arrays: Mapping[str, Any], results: Mapping[str, Any]) -> None:
     """Hold results of float32 in two parts against the oracle: 16 bits of the 24 that the tolerance is for."""
     expected = yardsticks(problem, arrays)
     for name, x in results.items():

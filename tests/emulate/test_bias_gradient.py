@@ -98,7 +98,7 @@ def test_against_the_oracle(kind, schedule, num_sms, need, spread, seed):
 
 @FEW
 @given(num_sms=st.sampled_from((3, 132)), need=st.sampled_from((("dbias",), ("dk", "dbias"))), seed=st.integers(0, 99))
-def test_two_parts_of_float32(num_sms, need, seed):
+def test_tf32_split_of_float32(num_sms, need, seed):
     """With the precision of TF32."""
     case = case_of("float32", seed=seed)
     problem, arrays = inputs_of(case, precision="tf32")
@@ -107,7 +107,7 @@ def test_two_parts_of_float32(num_sms, need, seed):
     plan = attention.plan_for(problem, BACKWARD, arrays | {"out": out}, device, None, need)
     assert "sm90/backward_bias.cu" in {kernel.source for kernel in plan.kernels}
     found = attention.backward(problem, arrays, out, lse, need=need, arch=device)
-    attention.assert_two_parts(problem, arrays, dict(zip(need, found, strict=True)))
+    attention.assert_tf32_split(problem, arrays, dict(zip(need, found, strict=True)))
 
 
 @pytest.mark.parametrize("num_sms", [3, 132])

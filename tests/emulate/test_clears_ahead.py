@@ -26,7 +26,7 @@ def _few_heads_side_by_side():
         patch.setattr(sm90.backward, "BACKWARD_HEAD_SECTION", 1)
         for module in (choose, sm90.backward):
             patch.setattr(module, "CAUSAL_HEAD_SECTION", 3)
-        for name in ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_OF_PART"):
+        for name in ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_PER_PARTIAL"):
             patch.setattr(backward, name, 0)
         yield
 

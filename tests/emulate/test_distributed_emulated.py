@@ -19,8 +19,8 @@ from cuflash.emulator import find_compiler
 from cuflash.shards import merge as merging
 from cuflash.spec import call as spec
 from tests.emulate.launcher import allocated, launcher
-from tests.emulate.parts import EmulatedParts
-from tests.ranks import Parts, Whole, compute, judge, on_threads, results_of
+from tests.emulate.slices import EmulatedSlices
+from tests.ranks import Shards, Whole, compute, judge, on_threads, results_of
 from tests.scored import MASKS, SCORES, SCORES_AND_TEXTS, Scored, score_args_of
 
 pytestmark = [
@@ -49,10 +49,10 @@ def emulated(monkeypatch):
         merging, "merge", lambda outs, lses: merge(*([x.view(np.ndarray) for x in y] for y in (outs, lses)))
     )
     monkeypatch.setattr(spec.Call, "as_callers", lambda self, results, own: [x.view(np.ndarray) for x in results])
-    return lambda module: monkeypatch.setattr(rank, "Parts", functools.partial(EmulatedParts, module=module))
+    return lambda module: monkeypatch.setattr(rank, "Slices", functools.partial(EmulatedSlices, module=module))
 
 
-@pytest.mark.parametrize("need", [None, ("dq", "dk", "dv")], ids=["all", "dq in parts"])
+@pytest.mark.parametrize("need", [None, ("dq", "dk", "dv")], ids=["all", "partial dq"])
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_keep_the_oracle_rule(name, need, emulated):
     case = CASES[name]
@@ -61,7 +61,7 @@ def test_ranks_keep_the_oracle_rule(name, need, emulated):
         judge(case, results_of(case, SPLIT_Q, SPLIT_K, need=need))
 
 
-@pytest.mark.parametrize("need", [None, ("dq", "dk", "dv")], ids=["all", "dq in parts"])
+@pytest.mark.parametrize("need", [None, ("dq", "dk", "dv")], ids=["all", "partial dq"])
 @pytest.mark.parametrize("name", ["9.0 dropout", "8.0 blocks"])
 def test_spans_that_begin_where_blocks_do_come_in_parts(name, need, emulated):
     splits = cd.Split([[(0, 16), (64, 100)], [(16, 64)]]), cd.Split([[(0, 32), (96, 140)], [(32, 96)]])
@@ -81,21 +81,21 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("need", [None, ("dq", "dk", "dv")], ids=["all", "dq in parts"])
+@pytest.mark.parametrize("need", [None, ("dq", "dk", "dv")], ids=["all", "partial dq"])
 @pytest.mark.parametrize("name", LARGE)
 def test_parts_weigh_what_their_keys_do_where_scores_are_large(name, need, emulated):
-    """A finite mask of all keys, or products around -3e4: lse, rounded, does not say what a part weighs."""
+    """A finite mask of all keys, or products around -3e4: lse, rounded, does not say what a shard weighs."""
     case = LARGE[name]
     whole = masked(case)
-    parts = Parts(whole, SPLIT_Q, SPLIT_K)
+    shards = Shards(whole, SPLIT_Q, SPLIT_K)
 
     def work(comm):
         attn = cd.ContextParallel(comm, split=SPLIT_Q, split_k=SPLIT_K, timeout=300, steps=3, **case.keywords)
-        return compute(attn, parts, whole.arrays, need)
+        return compute(attn, shards, whole.arrays, need)
 
     with launcher(name[:3], computes=True) as found:
         emulated(found._module)
-        results = parts.whole(on_threads(2, work))
+        results = shards.whole(on_threads(2, work))
     judges = ct.yardsticks(case.problem, whole.arrays)
     measured = [ct.measure(n, x.view(np.ndarray), judges[n]) for n, x in results.items()]
     assert not any(m.failure for m in measured), "\n".join(map(str, measured))
@@ -177,8 +177,8 @@ def test_rows_are_copied_for_the_same_bits_only_where_accesses_would_be_narrower
     memory, random = allocated(heads * 100 * columns * 2), np.random.default_rng(0)
     whole = memory.view(np.float16).reshape(1, heads, 100, columns)
     whole[...] = random.standard_normal(whole.shape)
-    part, out = whole[:, :, first : first + rows], np.zeros_like(whole)
-    parts = EmulatedParts(
+    own, out = whole[:, :, first : first + rows], np.zeros_like(whole)
+    slices = EmulatedSlices(
         options=cuflash.FlashAttention().options,
         band=Band(0, None, None),
         problem=case.problem,
@@ -198,9 +198,9 @@ def test_rows_are_copied_for_the_same_bits_only_where_accesses_would_be_narrower
         return {"out": arrays.get("out", arrays["q"])}
 
     target = out[:, :, first + front : first + rows]
-    parts.into({"out": target}, {"q": part}, call, front=int(front))
-    assert (seen[0] is part) == is_like_copy
-    np.testing.assert_array_equal(target, part[:, :, int(front) :])
+    slices.into({"out": target}, {"q": own}, call, front=int(front))
+    assert (seen[0] is own) == is_like_copy
+    np.testing.assert_array_equal(target, own[:, :, int(front) :])
 
 
 DECODED = {"9.0": ("t5", None, "bfloat16"), "8.0": (None, "near", "float32")}

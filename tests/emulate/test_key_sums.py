@@ -133,7 +133,7 @@ def test_sums_by_keys(what, data):
     device = replace(DeviceSpec.for_arch("9.0"), num_sms=SHARES[shares])
     with pytest.MonkeyPatch.context() as patch:
         if shares == "queries":
-            for name in ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_OF_PART", "WAVES", "CAUSAL_WAVES"):
+            for name in ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_PER_PARTIAL", "WAVES", "CAUSAL_WAVES"):
                 patch.setattr(backward, name, 0)
         plan = attention.plan_for(problem, BACKWARD, arrays | {"out": out}, device, None, what.need)
         sources = [kernel.source for kernel in plan.kernels]

@@ -26,7 +26,7 @@ from cuflash.distributed.transports import Threads
 from tests.emulate import device
 from tests.emulate.device import Memory, OnDevice, extend, get_current_stream
 from tests.emulate.launcher import launcher
-from tests.ranks import Parts, Whole
+from tests.ranks import Shards, Whole
 from tests.sampling import examples
 from tests.wires import Wires, communicators, memory
 
@@ -263,11 +263,11 @@ def run(driver, comms, case, need, **options):
     logs: list[dict[tuple[int, str], list[str]]] = [{} for _ in comms]
     split_q = cd.zigzag(case.seqlen_q, ranks)
     split_k = cd.contiguous(case.seqlen_k, ranks)
-    parts, arrays = Parts(Whole.of(case), split_q, split_k), case.arrays()
+    shards, arrays = Shards(Whole.of(case), split_q, split_k), case.arrays()
     all_ready = threading.Barrier(ranks)
 
     def own_arrays(rank, offset):
-        own = parts.of(rank, arrays)
+        own = shards.of(rank, arrays)
         if need == "decode":
             own = {name: x for name, x in own.items() if name not in ("bias", "mask")} | {"q": arrays["q"]}
         return {name: on_device(x, offset) for name, x in own.items()}
@@ -313,7 +313,7 @@ def check(logs):
     assert all(any(what.startswith("load") for what in log[next(iter(log))]) for log in logs)
 
 
-@pytest.mark.parametrize("need", [("dq", "dk", "dv"), None, "decode"], ids=["dq in parts", "all", "decode"])
+@pytest.mark.parametrize("need", [("dq", "dk", "dv"), None, "decode"], ids=["partial dq", "all", "decode"])
 @pytest.mark.parametrize("kind", ["threads", "nccl", "processes of nccl"])
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_and_memory_are_there_before_rows_travel(name, kind, need, driver, monkeypatch):

@@ -28,7 +28,7 @@ from tests.emulate import device
 from tests.emulate.device import OnDevice, extend
 from tests.emulate.launcher import launcher
 from tests.interrupts import Interrupt, of_package
-from tests.ranks import OfRank, Parts, Whole, compute, judge, on_threads
+from tests.ranks import OfRank, Shards, Whole, compute, judge, on_threads
 from tests.sampling import examples
 
 pytestmark = [
@@ -90,12 +90,12 @@ def on_device(x: Any) -> Any:
 def judge_calls(name, case, *, together=False, need=("dq", "dk", "dv"), **options):
     """Hold three calls of both passes, on other numbers and in other memory, against the oracle."""
     split = cd.zigzag(case.seqlen_q, 2, multiple=16 if case.dropout else 1)
-    parts = [Parts(Whole.of(replace(case, seed=seed)), split, split) for seed in range(3)]
+    shards = [Shards(Whole.of(replace(case, seed=seed)), split, split) for seed in range(3)]
 
     def work(comm):
         attn: Any = cd.ContextParallel(comm, split=split, steps=2, **case.keywords, **options)
         found = []
-        for x in parts:
+        for x in shards:
             arrays = {n: on_device(array) for n, array in x.of(comm.rank, x.whole_problem.arrays).items()}
             if together:
                 rows = [arrays[n].get() for n in "kv"]
@@ -108,7 +108,7 @@ def judge_calls(name, case, *, together=False, need=("dq", "dk", "dv"), **option
     with launcher(name[:3], computes=True):
         extend(sys.modules["cupy"])
         of_ranks = on_threads(2, work)
-    for x, results, seed in zip(parts, zip(*of_ranks, strict=True), range(3), strict=True):
+    for x, results, seed in zip(shards, zip(*of_ranks, strict=True), range(3), strict=True):
         judge(replace(case, seed=seed), x.whole(results))
 
 
@@ -136,7 +136,7 @@ def test_keys_and_values_of_one_array_are_told_apart(repeated):
 def test_what_is_recorded_holds_no_memory(deterministic, repeated, monkeypatch):
     case, allocate = CASES["9.0"], device._memory
     split, taken, attns = cd.zigzag(case.seqlen_q, 2), [], []
-    x = Parts(Whole.of(case), split, split)
+    x = Shards(Whole.of(case), split, split)
 
     def memory(nbytes):
         found = allocate(nbytes)
@@ -198,11 +198,11 @@ def test_decoding_that_is_repeated_keeps_the_oracle_rule(name, repeated):
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("arch", ["8.0", "9.0"])
 def test_float8_travels_as_bytes(arch, layout, q_float8, repeated):
-    """Parts of out are rounded to its dtype before they are merged, because kernels of float8 give no other."""
+    """Partial outputs are rounded to its dtype before they are merged, because kernels of float8 give no other."""
     sizes: dict[str, Any] = {**SIZES, "layout": layout, "dtype": "bfloat16", "causal": True}
     case = ct.Case(**sizes, kv_dtype="float8_e4m3fn", k_scale="head", v_scale="tensor", q_float8=q_float8)
     split = cd.zigzag(128, 2)
-    x = Parts(Whole.of(case), split, split)
+    x = Shards(Whole.of(case), split, split)
 
     def work(comm):
         own = {n: on_device(array) for n, array in x.of(comm.rank, x.whole_problem.arrays).items()}
@@ -277,7 +277,7 @@ def test_calls_come_after_what_puts_the_columns_of_their_keys_together(name, mon
     optional: dict[str, Any] = {name: (101, 101)}
     case = ct.Case(**ODD, dtype="float16", **optional)
     split = cd.zigzag(101, 2)
-    x = Parts(Whole.of(case), split, split)
+    x = Shards(Whole.of(case), split, split)
 
     def work(comm):
         arrays = {n: on_device(array) for n, array in x.of(comm.rank, x.whole_problem.arrays).items()}
@@ -317,7 +317,7 @@ def test_an_interrupt_at_any_line_leaves_streams_and_pools_as_they_were(line, na
     case = (CASES | UNRECORDED)[name]
     split = cd.zigzag(case.seqlen_q, 2)
     pasts: dict[Any, set[object]] = defaultdict(set)  # by stream, the work that its later work comes after
-    x = Parts(Whole.of(case), split, split)
+    x = Shards(Whole.of(case), split, split)
     counted, interrupt = Interrupt(of_package(*names)), Interrupt(of_package(*names))
 
     def record(event, stream=None):

@@ -23,7 +23,7 @@ from cuflash.spec.passes import BACKWARD, FORWARD
 from cuflash.streaming import calls, memory
 from cuflash.testing.rule import gradients_of
 from tests.emulate.launcher import ALIGNMENT, DeviceArray, launcher
-from tests.emulate.parts import CUPY, EmulatedParts
+from tests.emulate.slices import CUPY, EmulatedSlices
 from tests.fakes import FakeDevice
 from tests.ranks import REQUIRED, Whole, judge
 from tests.scored import MASKS, SCORES, Scored, score_args_of
@@ -57,10 +57,10 @@ def emulated(monkeypatch):
 
         def parts(*, arrays, **fields):
             on_device = {name: x.view(DeviceArray) for name, x in arrays.items()}
-            return EmulatedParts(**fields, arrays=on_device, module=module)
+            return EmulatedSlices(**fields, arrays=on_device, module=module)
 
         monkeypatch.setattr(calls, "device_of", lambda backend: device)
-        monkeypatch.setattr(calls, "Parts", parts)
+        monkeypatch.setattr(calls, "Slices", parts)
         monkeypatch.setattr(dlpack, "module_of", lambda array: CUPY)
         clear()
         return device

@@ -250,7 +250,7 @@ def test_tf32(cupy, head_dim, deterministic, options):
     names_of: dict[Pass, tuple[str, ...]] = {pass_: pass_.default for pass_ in PASSES}
     for pass_, names in names_of.items():
         plan = plan_of(pass_, attn, q, k, v, **optional)
-        bits = 16 if "2 parts" in plan.reason else 11
+        bits = 16 if "2 bf16 terms" in plan.reason else 11
         by_parts = is_sm90() and head_dim <= 128
         assert bits == (16 if by_parts and not (deterministic and pass_ is BACKWARD) else 11)
         for name in names:

@@ -23,7 +23,7 @@ import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.distributed.reduce import add_up, minus_delta
 from cuflash.shards.merge import merge_into
-from tests.ranks import OfRank, Parts, Whole, compute, judge
+from tests.ranks import OfRank, Shards, Whole, compute, judge
 from tests.scored import MASKS, SCORES, Scored, score_args_of
 
 pytestmark = pytest.mark.gpu
@@ -113,28 +113,28 @@ def results_of(case, comms, devices, need=None, calls=1, **options):
     import cupy
 
     split = cd.zigzag(case.seqlen_q, len(comms))
-    parts, all_ready = Parts(Whole.of(case), split, split), threading.Barrier(len(comms))
+    shards, all_ready = Shards(Whole.of(case), split, split), threading.Barrier(len(comms))
 
     def work(rank):
         with cupy.cuda.Device(devices[rank]):
             attn = cd.ContextParallel(comms[rank], split=split, timeout=60, steps=3, **case.keywords, **options)
-            own = {name: cupy.asarray(x) for name, x in parts.of(rank, case.arrays()).items()}
+            own = {name: cupy.asarray(x) for name, x in shards.of(rank, case.arrays()).items()}
             all_ready.wait(60)  # before the first call, ranks do not know that they are of one process
-            results = [compute(attn, OfRank(parts.whole_problem), own, need) for _ in range(calls)][-1]
+            results = [compute(attn, OfRank(shards.whole_problem), own, need) for _ in range(calls)][-1]
             return {name: cupy.asnumpy(x) for name, x in results.items()}
 
     is_of_nccl = not isinstance(comms[0], cd.Transport)
-    return parts.whole(on_ranks(len(comms), work, comms if is_of_nccl else ()))
+    return shards.whole(on_ranks(len(comms), work, comms if is_of_nccl else ()))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("need", [None, ("dq", "dk", "dv")], ids=["all", "dq in parts"])
+@pytest.mark.parametrize("need", [None, ("dq", "dk", "dv")], ids=["all", "partial dq"])
 def test_threads_on_one_device(case, need):
     judge(case, results_of(case, cd.threads(2), [0, 0], need))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("need", [None, ("dq", "dk", "dv")], ids=["all", "dq in parts"])
+@pytest.mark.parametrize("need", [None, ("dq", "dk", "dv")], ids=["all", "partial dq"])
 def test_threads_on_two_devices(case, need):
     judge(case, results_of(case, cd.threads(2), devices_for(2), need))
 
@@ -155,10 +155,10 @@ def test_nccl(case, ranks):
 @pytest.mark.parametrize("columns", [64, 20, 5])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_kernels_add_and_merge_parts_as_numpy_does(dtype, columns, count):
-    """Of arrays whose rows lie together, and of parts of longer ones.
+    """Of arrays whose rows lie together, and of slices of longer ones.
 
-    Sums have the same bits. The exp and log of CUDA are within 2 units in the last place, so merged parts may differ in
-    some: of 1 in lse, where a log of 3 at most is added, and of the largest number in out, because weights sum to 1.
+    Sums have the same bits. The exp and log of CUDA are within 2 units in the last place, so merged results may differ
+    in some: of 1 in lse, where a log of 3 at most is added, and of the largest number in out, because weights sum to 1.
     """
     import cupy
 
@@ -170,8 +170,8 @@ def test_kernels_add_and_merge_parts_as_numpy_does(dtype, columns, count):
     for rows in (slice(None), slice(2, 6)):
         target = np.zeros((2, 3, 7, columns), ct.numpy_dtype(dtype))
         into = cupy.asarray(target)
-        parts, numbers = ([x[:, :, rows] for x in own] for own in on_device)
-        add_up(into[:, :, rows], parts)
+        partials, numbers = ([x[:, :, rows] for x in own] for own in on_device)
+        add_up(into[:, :, rows], partials)
         add_up(target[:, :, rows], [x[:, :, rows] for x in of_host[0]])
         np.testing.assert_array_equal(cupy.asnumpy(into), target)
         lse, got = (xp.zeros((2, 3, 7), of_sums) for xp in (np, cupy))
@@ -181,7 +181,7 @@ def test_kernels_add_and_merge_parts_as_numpy_does(dtype, columns, count):
             target[:, :, rows],
             lse[:, :, rows],
         )
-        merge_into(parts, numbers, into[:, :, rows], got[:, :, rows])
+        merge_into(partials, numbers, into[:, :, rows], got[:, :, rows])
         units, eps = 8 * float(np.finfo(of_sums).eps), float(ml_dtypes.finfo(target.dtype).eps)
         np.testing.assert_allclose(cupy.asnumpy(got), lse, rtol=0, atol=units)
         found, expected = (x.astype(np.float64) for x in (cupy.asnumpy(into), target))
@@ -219,12 +219,12 @@ def test_a_graph_holds_the_calls_of_a_rank(ranks):
     case, devices, split = CASES[0], devices_for(ranks), cd.zigzag(300, ranks)
     comms = nccl.NcclCommunicator.initAll(devices)
     old, new = (replace(case, seed=seed).arrays() for seed in (1, 0))
-    parts, all_ready = Parts(Whole.of(case), split, split), threading.Barrier(ranks)
+    shards, all_ready = Shards(Whole.of(case), split, split), threading.Barrier(ranks)
 
     def work(rank):
         with cupy.cuda.Device(devices[rank]):
             attn = cd.ContextParallel(comms[rank], split=split, check=False, **case.keywords)
-            own, contents = ({n: cupy.asarray(x) for n, x in parts.of(rank, x).items()} for x in (old, new))
+            own, contents = ({n: cupy.asarray(x) for n, x in shards.of(rank, x).items()} for x in (old, new))
             stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
             cupy.cuda.Device().synchronize()
 
@@ -248,7 +248,7 @@ def test_a_graph_holds_the_calls_of_a_rank(ranks):
                 stream.synchronize()
                 return {name: cupy.asnumpy(x) for name, x in results.items()}
 
-    judge(case, parts.whole(on_ranks(ranks, work, comms)))
+    judge(case, shards.whole(on_ranks(ranks, work, comms)))
 
 
 def test_what_a_graph_does_not_replay_is_refused():
@@ -277,17 +277,17 @@ def test_functions_of_threads_on_one_device(score, mask, dtype):
     attn: Any = cuflash.FlashAttention(score=functions[0], mask=functions[1], causal=True)
     case = Scored(attn, arrays, {}, score)
     whole = Whole.of(case)
-    parts = Parts(whole, split, split)
+    shards = Shards(whole, split, split)
 
     comms = cd.threads(2)
 
     def work(rank):
         with cupy.cuda.Device(0):
             attn = cd.ContextParallel(comms[rank], split=split, **whole.keywords)
-            results = compute(attn, parts, {name: cupy.asarray(x) for name, x in arrays.items()})
+            results = compute(attn, shards, {name: cupy.asarray(x) for name, x in arrays.items()})
             return {name: cupy.asnumpy(x) for name, x in results.items()}
 
-    judge(case, parts.whole(on_ranks(2, work)))
+    judge(case, shards.whole(on_ranks(2, work)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

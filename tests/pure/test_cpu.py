@@ -13,7 +13,7 @@ import cuflash
 import cuflash.testing as ct
 from cuflash import cpu
 from cuflash.arrays.array_info import user_shape
-from cuflash.cpu import fallback, jobs, part_products
+from cuflash.cpu import fallback, gemm, jobs
 from cuflash.spec.problem import make_problem
 from tests.sampling import examples
 from tests.ways import CORE, FALLBACK, every_way
@@ -152,8 +152,8 @@ def cut_small(patch, pairs=2**10, rows=16, keys=32):
     patch.setattr(fallback, "ROWS", rows)
     patch.setattr(fallback, "LEAST_KEYS", keys)
     patch.setattr(fallback, "BLOCK", keys)
-    patch.setattr(part_products, "PRODUCT_BLOCK", 24)
-    patch.setattr(part_products, "PRODUCT_DEPTH", 5)
+    patch.setattr(gemm, "PRODUCT_BLOCK", 24)
+    patch.setattr(gemm, "PRODUCT_DEPTH", 5)
 
 
 CASES_OF_SEVERAL_JOBS = [

@@ -20,12 +20,12 @@ from cuflash.arrays.memory_ranges import cut_evenly
 from cuflash.cpu import core
 from cuflash.distributed.execution import Execution
 from cuflash.distributed.streams import Streams
-from cuflash.shards import slices as parts_of_problems
+from cuflash.shards import slices as slices_of_problems
 from tests.pure.test_schedule import of_chunks, splits
-from tests.ranks import Parts, Whole, judge, on_threads, results_of
+from tests.ranks import Shards, Whole, judge, on_threads, results_of
 from tests.sampling import examples
 
-# All gradients; those of which dq travels in parts, and some that it does not.
+# All gradients; those of which dq is sent as partial sums, and some whose dq is not.
 NEEDS = st.sampled_from((("dq", "dk", "dv"), None, ("dq", "dv"), ("dq", "dk"), ("dk", "dv"), ("dq",)))
 PAGE = Path(__file__).parents[2] / "docs" / "notes" / "distributed.md"
 FEATURES = (*(name for name in ct.FEATURES if name != "scale"), "sinks", "dlse", "dropout", "block_mask")
@@ -100,7 +100,7 @@ def test_own_rows_of_several_spans_in_one_call_keep_the_oracle_rule(data, case, 
 @pytest.mark.parametrize("full_rows", [0, 2**40])
 @pytest.mark.parametrize("cache_bytes", [0, 2**40])
 def test_steps_of_more_queries_than_a_cache_holds_go_in_turn(monkeypatch, cache_bytes, full_rows):
-    """Of the backward pass, as long as parts of dq travel; and so do their calls, if each of them fills a device."""
+    """Of the backward pass, as long as partial dq are sent; and so do their calls, if each of them fills a device."""
     in_turns: list[bool] = []
     numbers: dict[str, set[int]] = {"forward": set(), "backward": set()}
     now = threading.local()
@@ -176,10 +176,10 @@ def test_decoding_keeps_the_oracle_rule(data, case, ranks, deterministic):
 
 def test_arrays_of_other_libraries_come_back_as_such():
     arrays = CASE.arrays()
-    parts = Parts(Whole.of(CASE), **SPLITS)
+    shards = Shards(Whole.of(CASE), **SPLITS)
 
     def work(comm):
-        own = {name: array_api_strict.asarray(x) for name, x in parts.of(comm.rank, arrays).items()}
+        own = {name: array_api_strict.asarray(x) for name, x in shards.of(comm.rank, arrays).items()}
         attn = cd.ContextParallel(comm, split="zigzag", causal=True)
         out, lse = attn.forward(*ct.qkv(own))
         dq, dk, dv = attn.backward(own["dout"], *ct.qkv(own), out, lse)
@@ -187,12 +187,12 @@ def test_arrays_of_other_libraries_come_back_as_such():
 
     results = on_threads(2, work)
     assert all(isinstance(x, array_api_strict._array_object.Array) for result in results for x in result.values())
-    judge(CASE, parts.whole(results))
+    judge(CASE, shards.whole(results))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_rows_of_many_ranks_are_added_in_one_order(dtype):
-    """The same call gives the same bits; parts of dq are added in the dtype of the softmax, not in 16 bits."""
+    """The same call gives the same bits; partial dq are added in the dtype of the softmax, not in 16 bits."""
     case = replace(CASE, dtype=dtype, seqlen_q=160, seqlen_k=160)
     splits = (cd.zigzag(160, 8), cd.zigzag(160, 8))
     first, second = (results_of(case, *splits, need=("dq", "dk", "dv"), steps=2) for _ in range(2))
@@ -202,7 +202,7 @@ def test_rows_of_many_ranks_are_added_in_one_order(dtype):
 
 def test_results_that_are_not_asked_for_are_not_computed():
     def work(comm):
-        own = Parts(Whole.of(CASE), **SPLITS).of(comm.rank, CASE.arrays())
+        own = Shards(Whole.of(CASE), **SPLITS).of(comm.rank, CASE.arrays())
         attn = cd.ContextParallel(comm, split="zigzag", causal=True)
         results = attn.forward(*ct.qkv(own))
         return attn.backward(own["dout"], *ct.qkv(own), *results, need=("dv",))
@@ -221,7 +221,7 @@ def test_without_check_two_splits_say_all(deterministic, ranks):
 
 def test_the_plan_is_that_of_the_call():
     def work(comm):
-        own = Parts(Whole.of(CASE), **SPLITS).of(comm.rank, CASE.arrays())
+        own = Shards(Whole.of(CASE), **SPLITS).of(comm.rank, CASE.arrays())
         return cd.ContextParallel(comm, split="zigzag", causal=True, steps=2).plan(*ct.qkv(own))
 
     first, second = on_threads(2, work)
@@ -268,7 +268,7 @@ def test_ranks_begin_with_their_own_rows_before_they_hear_of_each_other(goes_on,
     whole = random.standard_normal((3, 2, 16, 8))
     expected = cuflash.attention(*whole, causal=True)
     log: dict[int, list[str]] = {0: [], 1: []}
-    forward = parts_of_problems.Parts.forward
+    forward = slices_of_problems.Slices.forward
 
     def work(comm):
         comm.shares_meanwhile = True
@@ -281,14 +281,14 @@ def test_ranks_begin_with_their_own_rows_before_they_hear_of_each_other(goes_on,
             return logged
 
         comm.share, comm.start = logs("heard", comm.share), logs("rows", comm.start)
-        attn, parts = (
+        attn, shards = (
             cd.ContextParallel(comm, split=split, causal=True, steps=1),
             [split.part(x, comm.rank) for x in whole],
         )
         outs = []
         for _ in range(3):
             log[comm.rank].append("call")
-            outs.append(attn.forward(*parts).out)
+            outs.append(attn.forward(*shards).out)
         return outs
 
     def logged(self, queries, *args):
@@ -296,7 +296,7 @@ def test_ranks_begin_with_their_own_rows_before_they_hear_of_each_other(goes_on,
         log[rank].append("computed")
         return forward(self, queries, *args)
 
-    monkeypatch.setattr(parts_of_problems.Parts, "forward", logged)
+    monkeypatch.setattr(slices_of_problems.Slices, "forward", logged)
     for outs in zip(*on_threads(2, work), strict=True):
         np.testing.assert_allclose(split.whole(outs), expected, rtol=1e-12)
     for rank, own in ((0, ["computed"] * 2), (1, ["computed"])):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import cuflash.distributed as cd
 import cuflash.testing as ct
 from tests.pure.test_schedule import splits
-from tests.ranks import Parts, Whole, on_threads
+from tests.ranks import Shards, Whole, on_threads
 
 FEATURES = (*ct.FEATURES, "float8", "sinks", "dropout", "block_mask", "packed")
 SMALL: dict[str, Any] = {"features": FEATURES, "max_seqlen": 65, "max_head_dim": 24, "max_scores": 2**11}
@@ -38,15 +38,15 @@ def test_any_split_of_any_case_keeps_the_oracle_rule(data, case, ranks, determin
     else:
         split_q, split_k = (data.draw(splits(n, ranks)) for n in (case.seqlen_q, case.seqlen_k))
     assume(case.seqlen_q == 1 or any(split_q.rows(rank) != 1 for rank in range(ranks)))
-    parts, arrays = Parts(Whole.of(case), split_q, split_k), case.arrays()
+    shards, arrays = Shards(Whole.of(case), split_q, split_k), case.arrays()
 
     def work(comm):
-        own = parts.of(comm.rank, arrays)
+        own = shards.of(comm.rank, arrays)
         options = {"deterministic": deterministic, "chunks": ranks, "timeout": 30}
         attn: Any = cd.ContextParallel(comm, split=split_q, split_k=split_k, **case.keywords, **options)
         return attn.forward(*ct.qkv(own), **ct.optional(own), **case.random)._asdict()
 
-    results = parts.whole(on_threads(ranks, work))
+    results = shards.whole(on_threads(ranks, work))
     assert results["out"].dtype.name == case.problem.dtype
     ct.assert_forward(case, results["out"], results["lse"])
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.distributed as cd
 from tests.pure.test_schedule import of_chunks, splits
-from tests.ranks import Parts, Whole, judge, on_threads, results_of
+from tests.ranks import Shards, Whole, judge, on_threads, results_of
 from tests.sampling import examples
 from tests.scored import CONDITIONED, MASKS, SCORES, Scored, score_args_of, scored
 
@@ -86,11 +86,11 @@ def test_rows_in_front_of_a_piece_have_no_weight():
 @given(st.data(), scored(max_seqlen=40, packs=False, scores=CONDITIONED), st.integers(1, 8))
 def test_decoding_keeps_the_oracle_rule(data, case, ranks):
     whole, split = Whole.of(case), data.draw(splits(sizes_of(case)[1], ranks))
-    parts = Parts(whole, cd.Split([[(0, sizes_of(case)[0])], *[[] for _ in range(ranks - 1)]]), split)
+    shards = Shards(whole, cd.Split([[(0, sizes_of(case)[0])], *[[] for _ in range(ranks - 1)]]), split)
 
     def work(comm):
         own = {name: x for name, x in whole.arrays.items() if name not in ("dout", "dlse")}
-        own |= {name: parts.of(comm.rank, own)[name] for name in ("k", "v")}
+        own |= {name: shards.of(comm.rank, own)[name] for name in ("k", "v")}
         for name in ("bias", "mask"):
             if name in own and own[name].shape[-1] == split.seqlen != 1:
                 own[name] = split.part(own[name], comm.rank, -1)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import cuflash
 import cuflash.testing as ct
 from cuflash import cpu
-from cuflash.cpu import core, fallback, jobs, part_products
+from cuflash.cpu import core, fallback, gemm, jobs
 from tests.pure.test_cpu import NAMES, assert_same_bits, cut_small, judge, run
 from tests.sampling import examples
 from tests.ways import CORE, FALLBACK
@@ -120,7 +120,7 @@ def test_products_are_small(monkeypatch):
 
     monkeypatch.setattr(np, "matmul", measured)
     run(ct.Case(num_heads=2, seqlen_q=300, seqlen_k=300, head_dim=200))
-    assert sizes and max(sizes) <= part_products.PRODUCT_LIMIT
+    assert sizes and max(sizes) <= gemm.PRODUCT_LIMIT
 
 
 def test_tiles_that_nobody_sees_are_skipped(monkeypatch):

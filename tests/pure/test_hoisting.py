@@ -1,4 +1,4 @@
-"""Parts of scores that become tables: what is found, and that values and derivatives are those of the whole score."""
+"""Subexpressions of scores that become tables: which they are, and that values and derivatives stay."""
 
 import numpy as np
 import pytest
@@ -67,14 +67,14 @@ def filled(tables, given):
 @given(st.one_of(hoistable_scores(), hoistable_scores(), scores()))
 def test_values_and_derivatives_are_those_of_the_whole_score(score):
     given = expressions.arrays()
-    whole, parts = programs(score, given)
-    every = given | filled(parts.tables, given)
-    own = [counted_from_first(x, parts.tables) for x in (parts.score, parts.by_s)]
+    whole, hoisted = programs(score, given)
+    every = given | filled(hoisted.tables, given)
+    own = [counted_from_first(x, hoisted.tables) for x in (hoisted.score, hoisted.by_s)]
     for one, other in zip((whole.score, whole.by_s), own, strict=True):
         expected, got = (evaluate([x], inputs(), a, np.float64)[0] for x, a in ((one, given), (other, every)))
         np.testing.assert_allclose(np.broadcast_to(got, SHAPE), np.broadcast_to(expected, SHAPE), 1e-9, 1e-9)
     for name in whole.loads:
-        expected, got = gradient(whole, name, given), led_on(parts, name, every)
+        expected, got = gradient(whole, name, given), led_on(hoisted, name, every)
         np.testing.assert_allclose(got, expected, 1e-7, 1e-7 * max(1, np.abs(expected).max()))
 
 
@@ -93,13 +93,13 @@ def gradient(made, name, arrays, ds=1.0, at=None, loads=None):
     return total.reshape(arrays[name].shape)
 
 
-def led_on(parts, name, every):
+def led_on(hoisted, name, every):
     """The same, of an array that tables read, too."""
-    total = gradient(parts, name, every)
-    for table in parts.tables:
+    total = gradient(hoisted, name, every)
+    for table in hoisted.tables:
         if table.reads([name]):
-            of_table, at = gradient(parts, table.name, every), rows_of(table)[0]
-            total = total + gradient(parts, name, every, of_table, at, table.loads[name])
+            of_table, at = gradient(hoisted, table.name, every), rows_of(table)[0]
+            total = total + gradient(hoisted, name, every, of_table, at, table.loads[name])
     return total
 
 
@@ -149,7 +149,7 @@ def test_what_is_hoisted(score, expected):
     assert not any(table.of_batch for table in kept.tables)
 
 
-def test_the_costliest_parts_are_taken_where_there_are_many():
+def test_the_costliest_subexpressions_are_taken_where_there_are_many():
     def many(s, i, j):
         for n in range(12):
             s = s * cuflash.sin((i if n < 11 else i - j) + n + 0.5) if n else s
@@ -196,7 +196,7 @@ def test_kernels_of_gradients_of_what_tables_read(score, arch, head_dim, sources
     assert [kernel.source for kernel in alone.kernels[:2]] == ["helpers/hoisted.cu", "helpers/backward_preprocess.cu"]
 
 
-def test_scores_without_such_parts_have_no_tables():
+def test_scores_without_such_subexpressions_have_no_tables():
     for name in ("alibi", "capped", "without_s"):
         problem = of_functions((name, None), "bfloat16", 64)
         assert problem.hoisted == problem.program, SCORES[name]

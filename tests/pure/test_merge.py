@@ -191,7 +191,7 @@ def test_tensors_of_another_library(dtype):
 DTYPES = "float16, bfloat16, float32 or float64"
 BAD = [
     ("outs", lambda x: x[0], TypeError, "ndarray", "a list or tuple of arrays"),
-    ("outs", lambda x: [], ValueError, "no part", "at least one"),
+    ("outs", lambda x: [], ValueError, "no array", "at least one"),
     ("lses", lambda x: x[:2], ValueError, "2 arrays", "3, one for each of outs"),
     ("outs[1]", lambda x: [x[0], x[1].tolist(), x[2]], TypeError, "list", "a NumPy or CuPy array"),
     ("outs[1]", lambda x: [x[0], x[1][:1], x[2]], ValueError, "shape (1, 3, 6, 5)", "(2, 3, 6, 5)"),

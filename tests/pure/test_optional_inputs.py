@@ -107,8 +107,8 @@ def test_terms_act_one_after_another():
 
 @pytest.mark.parametrize("row", OPTIONAL_INPUTS, ids=lambda row: row.name)
 def test_a_row_agrees_with_itself(row):
-    assert (row.gradient in GRADIENTS) == bool(row.part_of)
-    assert INPUT_OF_GRADIENT.get(row.gradient, "") == (row.name if row.part_of else "")
+    assert (row.gradient in GRADIENTS) == bool(row.gradient_via)
+    assert INPUT_OF_GRADIENT.get(row.gradient, "") == (row.name if row.gradient_via else "")
     assert not (row.has_keys and row.goes_packed), "no array over all keys is one over those of a sequence"
     assert not row.define or row.acts, "kernels are told of what they do"
     assert not row.broadcasts or len(row.shapes) == 1

@@ -39,7 +39,7 @@ def test_float32_is_split_into_pieces_where_that_pays():
     for options in ({}, {"causal": True}, {"dim": 61, "dim_v": 7}, {"dim_v": 64}, {"softcap": 3.0}):
         found, plan = sources(**options)
         assert found == both
-        assert "split into 3 parts" in plan.reason
+        assert "split into 3 bf16 terms" in plan.reason
         assert [spec.name for spec in plan.tensor_maps] == ["q_copy", "k_copy", "v_copy"]
         assert {spec.dtype for spec in plan.tensor_maps} == {"bfloat16"}
         assert not {kernel.target for kernel in plan.kernels} - {"sm_90", "sm_90a"}
@@ -57,7 +57,7 @@ def test_float32_is_split_into_pieces_where_that_pays():
         found, plan = sources(**options)
         assert found == ["sm80/forward.cu"]
         assert why in plan.reason
-        assert why or "parts" not in plan.reason
+        assert why or "bf16 terms" not in plan.reason
 
 
 def test_pieces_lie_below_each_other():
@@ -110,7 +110,7 @@ def test_tf32_is_two_parts(dim, pass_):
     )
     assert [kernel.source for kernel in tf32.kernels] == [kernel.source for kernel in highest.kernels]
     assert f"sm90/{pass_}_fp32.cu" in [kernel.source for kernel in tf32.kernels]
-    assert "split into 2 parts" in tf32.reason
+    assert "split into 2 bf16 terms" in tf32.reason
     assert "more accurate than one of TF32" in tf32.reason
     assert "TF32" not in highest.reason
     for plan, count in ((highest, 3), (tf32, 2)):

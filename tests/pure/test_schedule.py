@@ -92,7 +92,7 @@ def test_every_visible_pair_is_computed_once_by_who_holds_it(schedule):
         for tile in (tile for rank in range(schedule.split_q.ranks) for tile in walk.calls_of(rank)):
             (queries, keys), (i, j) = rows_of(walk, tile)
             pairs = np.ix_(queries, keys)
-            assert visible[pairs].any() or walk.parts[tile.rank][tile.piece] == 1, f"{tile}: all pairs are hidden"
+            assert visible[pairs].any() or walk.partials[tile.rank][tile.piece] == 1, f"{tile}: all pairs are hidden"
             assert schedule.pairs_of(walk.by, tile) == visible[pairs].sum()
             computed[pairs] += 1
             distance = j - i[:, None] - diagonal
@@ -139,7 +139,7 @@ def test_what_a_rank_needs_and_does_not_hold_comes_once(schedule):
 @settings(max_examples=200, deadline=None)
 @given(schedules())
 def test_own_rows_come_first_and_received_ones_after_them(schedule):
-    """Where there are two rounds; the parts of a piece are numbered in their order."""
+    """Where there are two rounds; the partial results of a piece are numbered in their order."""
     for walk in (schedule.by_queries, schedule.by_keys):
         assert len(walk.rounds) in ((1, 2) if schedule.why_whole is None else (1,))
         if len(walk.rounds) == 2:
@@ -151,13 +151,13 @@ def test_own_rows_come_first_and_received_ones_after_them(schedule):
                     cut(span, spans) == [span] for tile in own.calls_of(rank) for span in tile.met if is_some(span)
                 )
                 assert not any(cut(span, spans) for tile in received.calls_of(rank) for span in tile.met)
-        for rank, counts in enumerate(walk.parts):
+        for rank, counts in enumerate(walk.partials):
             assert len(counts) == len(walk.pieces[rank])
-            found = [(tile.piece, tile.part) for tile in walk.calls_of(rank)]
+            found = [(tile.piece, tile.partial) for tile in walk.calls_of(rank)]
             assert sorted(found) == [(piece, part) for piece, count in enumerate(counts) for part in range(count)]
             assert min(counts, default=1) > 0
             for a_round in walk.rounds:
-                parts = [(tile.piece, tile.part) for tile in a_round.calls_of(rank)]
+                parts = [(tile.piece, tile.partial) for tile in a_round.calls_of(rank)]
                 assert parts == sorted(parts)
 
 
@@ -220,7 +220,9 @@ def test_own_rows_of_a_zigzag_split_are_a_call_for_each_piece():
         own, received = walk.rounds
         assert [len(own.calls_of(rank)) for rank in range(4)] == [2, 2, 2, 1]
         assert max(len(received.calls_of(rank)) for rank in range(4)) == 2
-        assert walk.parts == ((1, 2), (2, 2), (2, 2), (2,)) if walk.by == "queries" else ((2, 1), (2, 2), (2, 2), (2,))
+        assert (
+            walk.partials == ((1, 2), (2, 2), (2, 2), (2,)) if walk.by == "queries" else ((2, 1), (2, 2), (2, 2), (2,))
+        )
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=6), st.data())

@@ -1,4 +1,4 @@
-"""Functions as a bias and masks of the compiled core, in many small parts, and the way without it, to the oracle."""
+"""Functions as a bias and masks of the compiled core, in many small slices, and the way without it, to the oracle."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash.cpu import backend, core, part_products, parts, score_mod_as_bias
+from cuflash.cpu import backend, core, gemm, score_mod_as_bias, score_tiles
 from cuflash.score_mod.program import Traced
 from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.testing.rule import measure, yardsticks
@@ -55,17 +55,17 @@ def judge(case, results):
 def test_results_obey_the_oracle_rule_however_a_call_is_cut(score, monkeypatch):
     monkeypatch.setattr(score_mod_as_bias, "FEW_PAIRS", -1)
     monkeypatch.setattr(score_mod_as_bias, "LINE", 50)
-    monkeypatch.setattr(part_products, "PRODUCT_BLOCK", 24)
-    monkeypatch.setattr(part_products, "PRODUCT_DEPTH", 5)
-    for module in (score_mod_as_bias, parts):
+    monkeypatch.setattr(gemm, "PRODUCT_BLOCK", 24)
+    monkeypatch.setattr(gemm, "PRODUCT_DEPTH", 5)
+    for module in (score_mod_as_bias, score_tiles):
         monkeypatch.setattr(module, "BLOCK", 16)
-    monkeypatch.setattr(parts, "KEYS", 32)
+    monkeypatch.setattr(score_tiles, "KEYS", 32)
 
     @settings(max_examples=12)
     @given(scored(max_seqlen=130, scores=(score,)), st.sampled_from((1600, 6000, 2**23)))
-    def check(case, part_bytes):
+    def check(case, slice_bytes):
         case = as_served(case)
-        monkeypatch.setattr(score_mod_as_bias, "PART_BYTES", part_bytes)
+        monkeypatch.setattr(score_mod_as_bias, "SLICE_BYTES", slice_bytes)
         forget()
         results = results_of(case)
         judge(case, results)
@@ -82,13 +82,13 @@ def test_results_obey_the_oracle_rule_however_a_call_is_cut(score, monkeypatch):
 @pytest.mark.parametrize("score", [None, "plane", "tempered", "alibi"])
 def test_a_mask_that_blocks_decide(score, causal):
     """No pair is asked by itself."""
-    sizes = (1, 2, 4 * parts.BLOCK, 4 * parts.BLOCK)
+    sizes = (1, 2, 4 * score_tiles.BLOCK, 4 * score_tiles.BLOCK)
     random = np.random.default_rng(5)
     arrays = {name: random.standard_normal((1, 2, sizes[2], 8)).astype(np.float32) for name in ("q", "k", "v", "dout")}
     arrays["dlse"] = random.standard_normal((1, 2, sizes[2])).astype(np.float32)
     functions = (SCORES[score] if score else None, MASKS["documents"])
     arrays |= score_args_of(functions, sizes, "float32", 5)
-    arrays["kind_q"] = arrays["kind_k"] = np.repeat([0, 1], 2 * parts.BLOCK)
+    arrays["kind_q"] = arrays["kind_k"] = np.repeat([0, 1], 2 * score_tiles.BLOCK)
     case = Scored(cuflash.FlashAttention(score=functions[0], mask=functions[1], causal=causal), arrays, {}, "")
     assert is_served(case)
     judge(case, results_of(case))
@@ -127,14 +127,14 @@ def test_a_product_of_stacks_is_the_product(rows, columns):
     random = np.random.default_rng(0)
     a, b = random.standard_normal((2, 1, rows, 120)), random.standard_normal((3, columns, 120)).swapaxes(1, 2)
     product = np.full((2, 3, columns, rows), np.nan).swapaxes(2, 3)
-    part_products.multiply(a, b, product)
+    gemm.multiply(a, b, product)
     np.testing.assert_allclose(product, a @ b, rtol=1e-13, atol=1e-12)
 
 
 @given(st.integers(1, 9), st.integers(1, 9))
 def test_sums_of_diagonals(rows, keys):
     x = np.random.default_rng(rows).standard_normal((2, rows, keys)).astype(np.float32)
-    sums = parts.sums_of_diagonals(x)
+    sums = score_tiles.sums_of_diagonals(x)
     assert sums.shape == (2, 1, rows + keys - 1)
     for d, column in zip(range(1 - keys, rows), sums[:, 0].T, strict=True):
         np.testing.assert_allclose(column, np.trace(x, -d, 1, 2, dtype=np.float64), rtol=1e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Functions of parts of longer problems: they are those of the whole, and kernels know of them what they knew."""
+"""Functions of slices of longer problems: they are those of the whole, and kernels know of them what they knew."""
 
 import re
 
@@ -35,7 +35,7 @@ def test_a_part_counts_from_where_it_begins(function, origin):
     given = expressions.arrays()
     row, key, head, batch = origin
     of_whole = value(traced, given, {"s": S, "i": ROWS + row, "j": KEYS + key, "head": head + 1, "batch": batch + 1})
-    part = traced.of_part()
+    part = traced.of_slice()
     assert (ORIGIN in part.arrays) == traced.depends_on(*COUNTED)
     given |= {ORIGIN: np.array(origin, np.int32)}
     np.testing.assert_array_equal(of_whole, value(part, given, {"s": S, "i": ROWS, "j": KEYS, "head": 1, "batch": 1}))
@@ -48,9 +48,9 @@ def test_kernels_know_the_same_of_a_part(function):
     traced, given = Traced.of(function, "score"), expressions.arrays()
     given |= score_args_of((function,), (2, 3, 9, 11), "float64", 0)
     given = {name: x for name, x in given.items() if name in traced.arrays}
-    of_part_given = given | {ORIGIN: np.zeros(4, np.int32)}
+    of_slice_given = given | {ORIGIN: np.zeros(4, np.int32)}
     found = []
-    for own, arrays in ((traced, given), (traced.of_part(), of_part_given)):
+    for own, arrays in ((traced, given), (traced.of_slice(), of_slice_given)):
         arrays = {name: x for name, x in arrays.items() if name in own.arrays}
         program, hoisted = (make(own, None, types_of(arrays), *more) for make, more in PROGRAMS)
         classes = {
@@ -58,10 +58,10 @@ def test_kernels_know_the_same_of_a_part(function):
         }
         body = re.split(r"\bscore_function\b", hoisted.header())[1].split("\n}\n")[0]
         found.append((classes, [table.by for table in hoisted.tables], body.count("const i64 ")))
-    (classes, tables, long), (classes_of_part, tables_of_part, long_of_part) = found
-    assert classes_of_part == classes
-    assert sorted(tables_of_part) == sorted(tables)
-    assert long_of_part <= long
+    (classes, tables, long), (classes_of_slice, tables_of_slice, long_of_slice) = found
+    assert classes_of_slice == classes
+    assert sorted(tables_of_slice) == sorted(tables)
+    assert long_of_slice <= long
 
 
 PROGRAMS = ((program_of, ()), (hoisted_program_of, ("float64", True)))
@@ -69,10 +69,10 @@ PROGRAMS = ((program_of, ()), (hoisted_program_of, ("float64", True)))
 
 def test_parts_share_an_expression():
     traced = Traced.of(lambda s, i, j, *, a: s + a[i - j], "score")
-    assert traced.of_part() == Traced.of(lambda s, i, j, *, a: s + a[i - j], "score").of_part()
+    assert traced.of_slice() == Traced.of(lambda s, i, j, *, a: s + a[i - j], "score").of_slice()
     alone = Traced.of(lambda s, i, j, *, a: s * a, "score")
-    assert alone.of_part() is alone
-    assert repr(traced.of_part()).count(ORIGIN) == 2
+    assert alone.of_slice() is alone
+    assert repr(traced.of_slice()).count(ORIGIN) == 2
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -81,15 +81,15 @@ def test_sums_do_not_wrap_around(place):
     given = {ORIGIN: np.full(4, LARGEST_ORIGIN, np.int32)}
     largest = 2**30 if place < 2 else 2**31 - 1
     inputs = {"s": np.zeros((1, 1)), **dict.fromkeys(COUNTED, np.array([[largest]]))}
-    (got,) = evaluate([traced.of_part().typed(given)], inputs, given, np.float64)
+    (got,) = evaluate([traced.of_slice().typed(given)], inputs, given, np.float64)
     assert got[0, 0] == 2**31 - 1
-    header = program_of(traced.of_part(), None, types_of(given)).header()
+    header = program_of(traced.of_slice(), None, types_of(given)).header()
     assert "i64 t" not in header.split("score_function")[1]
 
 
 def test_a_difference_is_one_of_the_whole():
     for function in (lambda i, j: i - j < 3, lambda i, j: j >= i, lambda i, j: i == j):
-        traced = Traced.of(function, "mask").of_part()
+        traced = Traced.of(function, "mask").of_slice()
         given = {ORIGIN: np.array([10, 4, 0, 0], np.int32)}
         got = value(traced, given, {"i": ROWS, "j": KEYS, "head": 0, "batch": 0})
         np.testing.assert_array_equal(got, function(ROWS + 10, KEYS + 4))

@@ -20,7 +20,7 @@ import cuflash.testing as ct
 from cuflash.arrays import dlpack
 from cuflash.arrays.memory_ranges import Band
 from cuflash.gpu.tuning import Tuning
-from cuflash.shards.slices import Parts
+from cuflash.shards.slices import Slices
 from cuflash.spec.passes import BACKWARD, FORWARD, PASS_NAMES
 from cuflash.streaming import calls
 from cuflash.streaming.chunks import Chunk, chunks_of
@@ -330,7 +330,7 @@ def test_tuning_is_of_the_longest_chunk(options, is_whole, monkeypatch):
         return None if forget else Tuning(**results)
 
     monkeypatch.setattr(calls, "device_of", lambda error: FakeDevice(late=0, pinned=1))
-    monkeypatch.setattr(Parts, "backend", SimpleNamespace(tune=tune))
+    monkeypatch.setattr(Slices, "backend", SimpleNamespace(tune=tune))
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 48, 16)).astype("f2")
     q = q[:, :, :40]
     attn: Any = cuflash.FlashAttention(**options)
@@ -460,7 +460,7 @@ def test_an_interrupt_at_any_line_leaves_no_copy_under_way(line, late, pinned, m
     out, lse = attn.forward(*ct.qkv(arrays))
     keys = cuflash.streamed(arrays["k"], arrays["v"], chunk=None if is_mapped else 16)
     device, streams, log, held = FakeDevice(late=late, pinned=pinned), [], [], None
-    wait, forward = device.wait, Parts.forward
+    wait, forward = device.wait, Slices.forward
 
     def stream():
         streams.append(FakeStream())
@@ -484,7 +484,7 @@ def test_an_interrupt_at_any_line_leaves_no_copy_under_way(line, late, pinned, m
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "stream", stream)
         patch.setattr(device, "wait", logged("waits", wait))
-        patch.setattr(Parts, "forward", logged("computes", forward))
+        patch.setattr(Slices, "forward", logged("computes", forward))
         patch.setattr(calls, "device_of", lambda error: device)
         patch.setattr("cuflash.streaming.memory.may_be_mapped", lambda run, device: is_mapped)
         counted = Interrupt(files)

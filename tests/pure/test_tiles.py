@@ -102,8 +102,8 @@ TABLES = {
         (FORWARD_SM90_TILES[0], {"block_n": 272}, "a block_n that one product serves"),
         (FORWARD_FLOAT32_SM90_TILES[0], {"block_m": 256}, "64 queries for each of two or three consumers"),
         (FORWARD_FLOAT32_SM90_TILES[0], {"block_n": 72}, "a block_n that one product serves"),
-        (FORWARD_FLOAT32_SM90_TILES[0], {"bf16_parts": 1}, "two or three parts"),
-        (BACKWARD_TF32_SM90_TILES[0], {"bf16_parts": 4}, "two or three parts"),
+        (FORWARD_FLOAT32_SM90_TILES[0], {"bf16_parts": 1}, "two or three bf16 terms"),
+        (BACKWARD_TF32_SM90_TILES[0], {"bf16_parts": 4}, "two or three bf16 terms"),
         (BACKWARD_FLOAT32_SM90_TILES[0], {"block_m": 128}, "64 keys and 64 queries"),
         (BACKWARD_FLOAT32_SM90_TILES[0], {"block_n": 128}, "64 keys and 64 queries"),
         (

@@ -91,7 +91,7 @@ def forgotten_here():
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("scale", ["head", "block"])
 @pytest.mark.parametrize(
-    ("changes", "kind"),
+    ("changes", "type_"),
     [
         ({"q_float8": True}, ForwardFloat8Sm90Tile),
         ({"q_float8": True, "causal": True}, ForwardFloat8Sm90Tile),

@@ -1,4 +1,4 @@
-"""The backward pass on compute capability 9.0: 16-bit operands as they are, float32 in parts of bfloat16."""
+"""The backward pass on compute capability 9.0: 16-bit operands as they are, float32 as bf16 terms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""float32 for compute capability 9.0: operands are split into parts of bfloat16, whose products tensor cores make."""
+"""float32 for compute capability 9.0: operands are split into bf16 terms, whose products tensor cores make."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPLIT_MIN_PAIRS = {FORWARD: 64, BACKWARD: 42}
 
 
 def why_not_split(draft: Draft, table: tuple[Tile, ...]) -> str | None:
-    """Why not to split float32 into parts: None if that is the way to go, "" if the plan need not tell."""
+    """Why not to split float32 into bf16 terms: None if that is the way to go, "" if the plan need not tell."""
     problem = draft.problem
     if draft.device.arch != 90 or problem.dtype != "float32":
         return ""
@@ -50,22 +50,22 @@ def add_bf16_split(
 ) -> None:
     """Add the kernel that splits these float32 arrays into scratch arrays of bfloat16, which tensor maps describe."""
     add_copying_kernel(draft, tile, "helpers/split_fp32.cu", names, "bfloat16", tile.bf16_parts)
-    tell_of_parts(draft, tile, names)
+    describe_split(draft, tile, names)
 
 
-def tell_of_parts(
+def describe_split(
     draft: Draft,
     tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile | BiasSm90Tile,
     names: tuple[str, ...],
     when: str = "",
 ) -> None:
-    """Say which arrays are split into how many parts, and what comes of that."""
+    """Say which arrays are split into how many terms, and what comes of that."""
     listed = ", ".join(names[:-1]) + " and " + names[-1]
     draft.reasons.append(
-        f"{listed} are split into {tile.bf16_parts} parts of bfloat16{when}: "
+        f"{listed} are split into {tile.bf16_parts} bf16 terms{when}: "
         + (
-            "the six largest products of parts count"
+            "the six largest products of terms count"
             if tile.bf16_parts == 3
-            else "the three largest products of parts count, which are more accurate than one of TF32"
+            else "the three largest products of terms count, which are more accurate than one of TF32"
         )
     )

@@ -61,11 +61,11 @@ def add_copies(draft: Draft, tile: Tile, names: Collection[str]) -> None:
 
 
 def add_copying_kernel(
-    draft: Draft, tile: Tile, source: str, names: Collection[str], dtype: str, parts: int = 1
+    draft: Draft, tile: Tile, source: str, names: Collection[str], dtype: str, bf16_terms: int = 1
 ) -> None:
     """Add a kernel that makes scratch arrays of these, which tensor maps then describe: kernels/common/io/copies.cuh.
 
-    The copy of the array `name` is `name_copy`, with the parts of all batch entries along its first axis.
+    The copy of the array `name` is `name_copy`, with the bf16 terms of all batch entries along its first axis.
     """
     widths = {name: round_up(draft.arrays[name].shape[3], 8) for name in names}
     # Blocks have more rows where these are narrow, so that they have as much to do as with wide ones.
@@ -74,11 +74,11 @@ def add_copying_kernel(
     for name, width in widths.items():
         batch, heads, seqlen, columns = draft.arrays[name].shape
         draft.copies[name] = Operand(
-            shape=(parts * batch, heads, seqlen, columns),
+            shape=(bf16_terms * batch, heads, seqlen, columns),
             strides=(heads * seqlen * width, seqlen * width, width, 1),
             dtype=dtype,
         )
-        draft.scratch[f"{name}_copy"] = parts * batch * heads * seqlen * width // 2
+        draft.scratch[f"{name}_copy"] = bf16_terms * batch * heads * seqlen * width // 2
         blocks += batch * heads * -(-seqlen // block_m)
     bits = sum(1 << COPIED.index(name) for name in names)
     options = {"CUFLASH_BLOCK_M": block_m, "CUFLASH_NUM_WARPS": COPY_WARPS, "CUFLASH_COPIED": bits}

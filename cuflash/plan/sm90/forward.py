@@ -1,4 +1,4 @@
-"""The forward pass on compute capability 9.0: 16-bit operands as they are, float32 in parts of bfloat16."""
+"""The forward pass on compute capability 9.0: 16-bit operands as they are, float32 as bf16 terms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cuflash.arrays.array_info import ITEMSIZE
 from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft, check_blocks
 from cuflash.plan.families import ForwardFamily
 from cuflash.plan.sm80.tiles import FORWARD_TILES
-from cuflash.plan.sm90.bf16_split import add_bf16_split, tell_of_bias, tell_of_parts, why_not_split
+from cuflash.plan.sm90.bf16_split import add_bf16_split, describe_split, tell_of_bias, why_not_split
 from cuflash.plan.sm90.copies import add_copies, why_not_copied
 from cuflash.plan.sm90.mask_bits import add_mask_bits
 from cuflash.plan.sm90.scored import ScoredTile, takes_pairs
@@ -37,7 +37,7 @@ APART_WAVES = 16
 # themselves. On an H100 they take 449 us where an earlier kernel takes 196 and the products after it 426 (head_dim 32,
 # 3 tiles), and 417 us in place of 89 and 357 (8 tiles), but 779 in place of 90 and 678 (16 tiles). With head_dim 64 the
 # same tiles have twice as much to split: 1203 us in place of 360 and 716 (4 tiles), 601 in place of 94 and 281 (8
-# tiles). The tiles of two parts have more keys, and no registers left for it.
+# tiles). The tiles of two terms have more keys, and no registers left for it.
 FEW_READERS, SPLIT_MAX_DIM = 8, 32
 _SPLIT = ("q", "k", "v")  # of float32
 MAPPED = ("q", "k", "v", "out")  # arrays that TMA reads or writes
@@ -95,7 +95,7 @@ class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
         draft.add_lists(tile, "key_lists")
         boxes: dict[str, int] = {}
         if tile.splits_operands:
-            tell_of_parts(draft, tile, _SPLIT, " as they are loaded")
+            describe_split(draft, tile, _SPLIT, " as they are loaded")
         else:
             add_bf16_split(draft, tile, _SPLIT)
             boxes = {"q": tile.block_m, "k": tile.block_n, "v": tile.block_n}
@@ -226,11 +226,11 @@ def _add_persistent(
     units = draft.heads * draft.tiles_of(problem.seqlen_q, 2 * tile.block_m) if pairs else m_blocks
     cluster = tile.cluster
     resident = draft.device.num_sms * tile.min_blocks // cluster
-    parts = not problem.is_packed and not problem.page_size  # whether two blocks may divide a pair of tiles
-    stays = not (problem.shares_device and parts)
+    divides = not problem.is_packed and not problem.page_size  # whether two blocks may divide a pair of tiles
+    stays = not (problem.shares_device and divides)
     blocks = min(units, resident) if stays else units
     draft.set(resident_blocks=blocks)
-    apart = pairs and parts and 2 * units <= resident * (1 if stays else APART_WAVES)
+    apart = pairs and divides and 2 * units <= resident * (1 if stays else APART_WAVES)
     blocks *= 2 if apart else 1
     what = f"{m_blocks} query tiles"
     if problem.is_packed:
@@ -255,7 +255,7 @@ def _add_persistent(
 def _heads_of_short_tiles(draft: Draft) -> int:
     """How many heads have their tiles of queries that see less than a whole window side by side.
 
-    All heads are divided into equal parts, such that the keys that these tiles of a part see fit into L2.
+    All heads are divided into equal groups, such that the keys that these tiles of a group attend to fit into L2.
     """
     problem = draft.problem
     left, right = problem.window_left or 0, problem.window_right or 0
@@ -263,5 +263,5 @@ def _heads_of_short_tiles(draft: Draft) -> int:
     keys = min(problem.seqlen_k, ends * max(left + right + 1, 0))
     row_bytes = ITEMSIZE[draft.arrays["k"].dtype] * (problem.head_dim + problem.head_dim_v)
     most = draft.device.l2_bytes * problem.group_size // max(keys * row_bytes, 1)
-    parts = -(-draft.heads // max(most, 1))
-    return -(-draft.heads // max(parts, 1)) or 1
+    groups = -(-draft.heads // max(most, 1))
+    return -(-draft.heads // max(groups, 1)) or 1

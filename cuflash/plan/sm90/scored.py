@@ -92,7 +92,7 @@ class ScoredTile(Tile):
 
     def asks_function_alone(self, problem: Problem) -> bool:
         """Whether there is a mask function, but no mask of keys, and no array that is added to scores."""
-        added = any(row.part_of == "scores" and getattr(problem, row.name) is not None for row in OPTIONAL_INPUTS)
+        added = any(row.gradient_via == "scores" and getattr(problem, row.name) is not None for row in OPTIONAL_INPUTS)
         return problem.mask_function is not None and not self.mask_of_keys and not added
 
     def reads_points(self, problem: Problem) -> bool:

@@ -87,7 +87,7 @@ class ForwardSm90Tile(ScoredTile):
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardFloat32Sm90Tile(ScoredTile):
-    """One way to cut the forward pass of float32 for compute capability 9.0, of operands in parts of bfloat16.
+    """One way to cut the forward pass of float32 for compute capability 9.0, of operands as bf16 terms.
 
     A consumer owns 64 of the block_m queries.
     """
@@ -99,7 +99,7 @@ class ForwardFloat32Sm90Tile(ScoredTile):
     block_n: int
     num_stages: int
     ping_pong: bool  # consumers take turns to issue products
-    bf16_parts: int = 3  # parts that a float32 is split into; two are for TF32's precision
+    bf16_parts: int = 3  # bf16 terms of a float32; two are for TF32's precision
     splits_operands: bool = False  # the producer splits operands, not an earlier kernel
     serves: str = "any"
     origin: str = field(compare=False)
@@ -121,7 +121,7 @@ class ForwardFloat32Sm90Tile(ScoredTile):
     def rules(self) -> tuple[tuple[bool, str], ...]:
         return (
             (self.block_m in (128, 192), "64 queries for each of two or three consumers"),
-            (self.bf16_parts in (2, 3), "two or three parts"),
+            (self.bf16_parts in (2, 3), "two or three bf16 terms"),
             (self.block_n % 16 == 0 and self.block_n <= 256, "a block_n that one product serves"),
         )
 
@@ -136,11 +136,11 @@ class ForwardFloat32Sm90Tile(ScoredTile):
             chunked_bytes(self.block_n, dim),
             chunked_bytes(self.block_n, dim_v),
         )
-        parts = self.bf16_parts * (q + self.num_stages * (k + v)) + 8 * (2 + 4 * self.bf16_parts * self.num_stages)
+        ring_bytes = self.bf16_parts * (q + self.num_stages * (k + v)) + 8 * (2 + 4 * self.bf16_parts * self.num_stages)
         bias_terms = (
             bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs) + 4 * self.block_n * self.num_per_key
         )
-        return parts + (bias_terms + 16 if bias_terms else 0)
+        return ring_bytes + (bias_terms + 16 if bias_terms else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +274,7 @@ class BiasSm90Tile(ScoredTile):
     bias_of_pairs: int  # bytes of an element of the bias that it serves
     num_stages: int  # stages of the operands of a product
     bias_stages: int  # stages of tiles of bias
-    bf16_parts: int = 1  # parts that an element is split into: three for float32, or two for TF32's precision
+    bf16_parts: int = 1  # bf16 terms of an element: three for float32, or two for TF32's precision
     origin: str = field(compare=False)
 
     role = "bias"
@@ -289,7 +289,7 @@ class BiasSm90Tile(ScoredTile):
     def rules(self) -> tuple[tuple[bool, str], ...]:
         return (
             (self.block_m == 128 and self.block_n in (64, 128), "128 queries for two consumers, and 64 or 128 keys"),
-            (self.bf16_parts in (1, 2, 3), "one part, two or three"),
+            (self.bf16_parts in (1, 2, 3), "one bf16 term, two or three"),
         )
 
     @property
@@ -325,7 +325,7 @@ class BackwardFloat32Sm90Tile(ScoredTile):
     num_stages: int
     num_buffers: int  # buffers in which weights and their gradients are handed from warpgroup to warpgroup
     dq_late: bool  # dq of a tile waits for the first columns of its dk, which the next queries wait for
-    bf16_parts: int = 3  # parts that a float32 is split into; two are for TF32's precision
+    bf16_parts: int = 3  # bf16 terms of a float32; two are for TF32's precision
     origin: str = field(compare=False)
 
     defined = ("num_buffers", "dq_late", "bf16_parts")
@@ -340,7 +340,7 @@ class BackwardFloat32Sm90Tile(ScoredTile):
     def rules(self) -> tuple[tuple[bool, str], ...]:
         return (
             (self.block_m == 64 and self.block_n == 64, "64 keys and 64 queries for one product"),
-            (self.bf16_parts in (2, 3), "two or three parts"),
+            (self.bf16_parts in (2, 3), "two or three bf16 terms"),
             (not self.dq_late or self.num_buffers <= self.num_stages, "late dq no further behind than dk"),
         )
 
@@ -480,7 +480,7 @@ BIAS_SM90_TILES = (
     _bias_sm90(192, 2, 2, 1, ARITHMETIC),
 )
 
-# For float32, tiles have 64 keys, because the parts of larger ones leave no room for two stages.
+# For float32, tiles have 64 keys, because the terms of larger ones leave no space for two stages.
 BIAS_FLOAT32_SM90_TILES = (
     _bias_sm90(64, 4, 2, 1,
                "on an H100 0.81 ms beside 1.42 for the other gradients, sm80/backward_scores 2.53 (batch 384, 4 heads, "
@@ -489,7 +489,7 @@ BIAS_FLOAT32_SM90_TILES = (
 )
 BIAS_TF32_SM90_TILES = (_bias_sm90(64, 4, 3, 1, ARITHMETIC, block_n=64, bf16_parts=2),)
 
-# Tiles have 64 keys and 64 queries. The products of parts count as one product.
+# Tiles have 64 keys and 64 queries. The products of terms count as one.
 BACKWARD_FLOAT32_SM90_TILES = (
     #                     max_dim stages buffers late dq
     _backward_float32_sm90(64,  2, 2, False, float32("114 / 111", "34.1 / 31.1")),

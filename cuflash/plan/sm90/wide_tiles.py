@@ -114,8 +114,8 @@ class BackwardWideSm90Tile(Tile):
         own = self._bytes_own(dim) + (0 if self.wide_sum == "kDv" else self._bytes_own(dim_v))
         of_keys = self.wide_sum != "kDq"
         statistics = (2 * 64 * 8 + 32) * of_keys
-        part = (64 * 64 * 4 + 16) * (self.column_blocks - 1)  # of the scores, from the other block
-        return own + self.num_stages * (chunked_bytes(64, CHUNK) + 32) + 64 * 64 * 2 + statistics + part + 16 + 24
+        partial = (64 * 64 * 4 + 16) * (self.column_blocks - 1)  # of the scores, from the other block
+        return own + self.num_stages * (chunked_bytes(64, CHUNK) + 32) + 64 * 64 * 2 + statistics + partial + 16 + 24
 
     def _bytes_own(self, dim: int) -> int:
         """Bytes of the rows of a block, of which it has whole chunks of columns."""

@@ -51,7 +51,7 @@ class Trial:
 
     def run(self, kernels: Path | None = None) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
-        names = ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_OF_PART", "WAVES", "CAUSAL_WAVES") if self.shares else ()
+        names = ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_PER_PARTIAL", "WAVES", "CAUSAL_WAVES") if self.shares else ()
         with (
             mock.patch("cuflash.plan.key_splits.COMBINE_PIECES", 2**20 if self.combines else 0),
             mock.patch.dict("cuflash.plan.backward.__dict__", dict.fromkeys(names, 0)),
@@ -101,7 +101,7 @@ class Trial:
             return
         found = dict(zip(names, results, strict=True))
         if two_parts:
-            attention.assert_two_parts(problem, arrays, found)
+            attention.assert_tf32_split(problem, arrays, found)
         elif isinstance(self.tiles[0], ForwardFloat8Sm90Tile):
             assert_float8(case, *results)
         elif self.origin is not None or self.hides:

@@ -104,10 +104,10 @@ _BACKWARD_SM90 = BackwardSm90Tile(
 )
 _DK_FROM_SHARED = replace(_BACKWARD_SM90, schedule="kSharedDs")
 _SPLIT_ROLES = replace(_BACKWARD_SM90, block_n=64, schedule="kSplitRoles")
-_BACKWARD_PARTS = (
+_BACKWARD_SPLIT = (
     BackwardFloat32Sm90Tile(max_dim=128, num_stages=1, num_buffers=1, dq_late=True, origin="of a trial"),
 )
-_BACKWARD_PARTS_RING = (replace(_BACKWARD_PARTS[0], max_dim=64, num_stages=2, num_buffers=2, dq_late=False),)
+_BACKWARD_SPLIT_RING = (replace(_BACKWARD_SPLIT[0], max_dim=64, num_stages=2, num_buffers=2, dq_late=False),)
 _DECODE_TILES = (DecodeSm90Tile(max_dim=128, block_n=32, num_stages=2, min_blocks=1, origin="of a trial"),)
 _LONG_DECODE_TILES = (replace(_DECODE_TILES[0], block_n=64),)
 _DQ = DqTile(max_dim=128, block_m=64, block_n=32, num_warps=4, min_blocks=1, origin="of a trial")
@@ -411,7 +411,7 @@ TRIALS: dict[str, Trial | FunctionTrial | trials_large.LargeTrial | trials_large
     "only dk": Trial(case=_SMALL, tiles=_backward(), need=("dk",)),
     "only dv": Trial(case=_SMALL, tiles=_backward(), need=("dv",)),
     "sm90 only dv": Trial(case=replace(_GROUPED, seqlen_q=300), tiles=(_BACKWARD_SM90,), num_sms=1, need=("dv",)),
-    "parts only dk": Trial(case=replace(_PARTS, seqlen_k=70), tiles=_BACKWARD_PARTS, need=("dk",)),
+    "parts only dk": Trial(case=replace(_PARTS, seqlen_k=70), tiles=_BACKWARD_SPLIT, need=("dk",)),
     "backward": Trial(case=replace(_GROUPED, num_heads=2), tiles=_backward()),
     "backward sums of keys": Trial(case=_GROUPED, tiles=_backward(), wide=("dk",)),
     "backward window": Trial(case=_WINDOW, tiles=_backward()),
@@ -510,27 +510,27 @@ TRIALS: dict[str, Trial | FunctionTrial | trials_large.LargeTrial | trials_large
         dq_in_order=True,
         cu_seqlens=(0, 300, 0, 10, 2**30),
     ),
-    "backward parts": Trial(case=replace(_PARTS, seqlen_q=200, seqlen_k=100), tiles=_BACKWARD_PARTS, num_sms=1),
+    "backward parts": Trial(case=replace(_PARTS, seqlen_q=200, seqlen_k=100), tiles=_BACKWARD_SPLIT, num_sms=1),
     "backward two parts": Trial(
         case=replace(_PARTS, seqlen_q=200, seqlen_k=100),
-        tiles=(replace(_BACKWARD_PARTS[0], bf16_parts=2),),
+        tiles=(replace(_BACKWARD_SPLIT[0], bf16_parts=2),),
         num_sms=1,
     ),
     "backward parts ring": Trial(
-        case=replace(_PARTS, seqlen_q=300, seqlen_k=100, head_dim=40), tiles=_BACKWARD_PARTS_RING, num_sms=1
+        case=replace(_PARTS, seqlen_q=300, seqlen_k=100, head_dim=40), tiles=_BACKWARD_SPLIT_RING, num_sms=1
     ),
-    "backward parts split": Trial(case=replace(_PARTS, seqlen_k=70, head_dim_v=104), tiles=_BACKWARD_PARTS),
+    "backward parts split": Trial(case=replace(_PARTS, seqlen_k=70, head_dim_v=104), tiles=_BACKWARD_SPLIT),
     "backward parts narrow": Trial(
-        case=replace(_NARROW, dtype="float32", seqlen_k=76, num_heads_kv=2), tiles=_BACKWARD_PARTS_RING
+        case=replace(_NARROW, dtype="float32", seqlen_k=76, num_heads_kv=2), tiles=_BACKWARD_SPLIT_RING
     ),
-    "backward parts lengths": Trial(case=replace(_LENGTHS, dtype="float32"), tiles=_BACKWARD_PARTS),
+    "backward parts lengths": Trial(case=replace(_LENGTHS, dtype="float32"), tiles=_BACKWARD_SPLIT),
     "backward parts window": Trial(
-        case=replace(_WINDOW, dtype="float32", seqlen_k=250), tiles=_BACKWARD_PARTS_RING, num_sms=1
+        case=replace(_WINDOW, dtype="float32", seqlen_k=250), tiles=_BACKWARD_SPLIT_RING, num_sms=1
     ),
     "backward parts bias": Trial(
-        case=replace(_BIAS_FLOAT32, head_dim=40, head_dim_v=24, softcap=5.0), tiles=_BACKWARD_PARTS_RING, num_sms=1
+        case=replace(_BIAS_FLOAT32, head_dim=40, head_dim_v=24, softcap=5.0), tiles=_BACKWARD_SPLIT_RING, num_sms=1
     ),
-    "backward parts terms": Trial(case=_FLOAT32, tiles=_BACKWARD_PARTS_RING),
+    "backward parts terms": Trial(case=_FLOAT32, tiles=_BACKWARD_SPLIT_RING),
     "forward float32": Trial(case=_FLOAT32, tiles=_forward(block_m=64, element_bytes=4)),
     "forward wide": Trial(case=replace(_SMALL, head_dim=300), tiles=_forward(block_m=32, num_warps=2)),
     "lanes": Trial(case=replace(_GROUPED, dtype="bfloat16"), tiles=_forward(), arch="7.5"),
@@ -553,7 +553,7 @@ TRIALS: dict[str, Trial | FunctionTrial | trials_large.LargeTrial | trials_large
     "dropout deterministic": Trial(case=_DROPOUT, tiles=(_backward()[0], _DQ)),
     "dropout backward sm90": Trial(case=_DROPOUT, tiles=(_BACKWARD_SM90,), num_sms=1),
     "dropout backward sm90 roles": Trial(case=_DROPOUT, tiles=(_SPLIT_ROLES,), num_sms=1),
-    "dropout backward parts": Trial(case=_DROPOUT_FLOAT32, tiles=_BACKWARD_PARTS, num_sms=1),
+    "dropout backward parts": Trial(case=_DROPOUT_FLOAT32, tiles=_BACKWARD_SPLIT, num_sms=1),
     "forward blocks": Trial(case=_BLOCKS, tiles=_forward(block_m=64)),
     "forward many blocks": Trial(
         case=replace(_SMALL, block_mask=(), seqlen_k=2100, blocks_kept=0.9), tiles=_forward(block_m=64, block_n=16)

@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 SHARE = 1 / 8  # of the error of a formula whose factors are rounded to TF32
-judge = attention.assert_two_parts
+judge = attention.assert_tf32_split
 
 NARROW, WIDE = BACKWARD_TF32_SM90_TILES
 FORWARD_NARROW, FORWARD_BIAS, FORWARD_WIDE = FORWARD_TF32_SM90_TILES

@@ -1,4 +1,4 @@
-"""Parts of a call with functions, and the tiles of pairs of a part, as functions see them."""
+"""Slices of a call with score_mod or mask_mod, and tiles of their scores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK = 128  # queries, and keys, that a mask may hide as a whole
 KEYS = 8 * BLOCK  # at most, of which one job evaluates functions, for BLOCK queries
 
 
-class Part(NamedTuple):
+class CallSlice(NamedTuple):
     """Some queries of some batch entries and heads."""
 
     batches: slice
@@ -25,7 +25,7 @@ class Part(NamedTuple):
     rows: slice
 
     def place_of(self, name: str) -> tuple[slice, ...]:
-        """The place of the part in an array (batch, heads, seqlen, ...) of a call, by the name of this."""
+        """The index of the slice in an array (batch, heads, seqlen, ...) of a call, by the name of this."""
         of_keys = name in ("k", "v", "dk", "dv")
         return (self.batches, self.heads_kv) if of_keys else (self.batches, self.heads, self.rows)
 
@@ -40,8 +40,10 @@ def slices(count: int, size: int) -> list[slice]:
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 
-def parts(problem: Problem, different: Collection[str], most: int, per_row_values: int | None = None) -> Iterator[Part]:
-    """The parts of a call, in a fixed order.
+def call_slices(
+    problem: Problem, different: Collection[str], most: int, per_row_values: int | None = None
+) -> Iterator[CallSlice]:
+    """The slices of a call, in a fixed order.
 
     Parameters
     ----------
@@ -49,7 +51,8 @@ def parts(problem: Problem, different: Collection[str], most: int, per_row_value
     different : collection of {"batch", "head"}
         What functions tell apart: batch entries and heads that they do not tell apart share all numbers.
     most : int
-        A part has at most so many numbers, or as many as belong to a block of rows and the heads of one key/value head.
+        A slice has at most so many numbers, or as many as belong to a block of rows and the heads of one key/value
+        head.
     per_row_values : int, optional
         How many numbers belong to all rows of a head, where that is not one for each pair: rows stay together.
     """
@@ -69,11 +72,11 @@ def parts(problem: Problem, different: Collection[str], most: int, per_row_value
     for batch in batches:
         for of_q, of_kv in heads:
             for rows in slices(problem.seqlen_q, num_rows):
-                yield Part(batch, of_q, of_kv, rows)
+                yield CallSlice(batch, of_q, of_kv, rows)
 
 
 class Pairs:
-    """The pairs of a part, as functions see them.
+    """The pairs of a slice, as functions read them.
 
     Attributes
     ----------
@@ -86,13 +89,13 @@ class Pairs:
         The products, where functions do not depend on them.
     """
 
-    def __init__(self, problem: Problem, part: Part, different: Collection[str], first_entry: int) -> None:
+    def __init__(self, problem: Problem, call_slice: CallSlice, different: Collection[str], first_entry: int) -> None:
         self._problem, self.zero = problem, np.zeros(1, problem.softmax_dtype)
-        batches, heads = np.arange(problem.batch)[part.batches], np.arange(problem.num_heads)[part.heads]
+        batches, heads = np.arange(problem.batch)[call_slice.batches], np.arange(problem.num_heads)[call_slice.heads]
         batches, heads = (
             every if name in different else every[:1] for name, every in (("batch", batches), ("head", heads))
         )
-        self.rows = range(part.rows.start, part.rows.stop)
+        self.rows = range(call_slice.rows.start, call_slice.rows.stop)
         self.of_all = {"batch": first_entry + batches[:, None, None, None], "head": heads[:, None, None]}
         self.shape = (len(batches), len(heads), len(self.rows), problem.seqlen_k)
 
@@ -113,15 +116,15 @@ class Pairs:
 
 
 class Tile:
-    """Some rows and keys of a part.
+    """Some rows and keys of a slice.
 
     Attributes
     ----------
     rows, keys : range
     own_rows, own_keys : slice
-        The rows, counted from the first one of the part, and the keys.
+        The rows, counted from the first one of the slice, and the keys.
     place : tuple
-        Its place in an array with a number for each pair of the part.
+        Its place in an array with a number for each pair of the slice.
     blocks : tuple
         Its place in an array with a number for each block of `BLOCK` rows and keys.
     """
@@ -135,7 +138,7 @@ class Tile:
         self.blocks: tuple[Any, ...] = (..., self.own_rows.start // BLOCK, blocks)
 
     def inputs(self, s: Array | None = None) -> dict[str, Array]:
-        """The inputs of functions of each pair. `s` are the products of all pairs of the part, if there are any."""
+        """The inputs of functions of each pair. `s` are the products of all pairs of the slice, if there are any."""
         i, j = np.arange(self.rows.start, self.rows.stop)[:, None], np.arange(self.keys.start, self.keys.stop)
         return {"i": i, "j": j, "s": self._pairs.zero if s is None else s[self.place], **self._pairs.of_all}
 

@@ -1,4 +1,4 @@
-"""Parts of problems whose calls are those of devices: by `cuflash.gpu.backend` on the emulator."""
+"""Slices of problems whose calls are those of devices: by `cuflash.gpu.backend` on the emulator."""
 
 import functools
 import threading
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.shards.slices import Parts
+from cuflash.shards.slices import Slices
 from tests.emulate.launcher import DeviceArray
 
 _one_at_a_time = threading.Lock()  # the stand-in for the driver knows one launch
@@ -34,7 +34,7 @@ CUPY = SimpleNamespace(
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmulatedParts(Parts):
+class EmulatedSlices(Slices):
     module: Any = None  # cuflash.gpu.backend
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.cpu.parts import Tile
+from cuflash.cpu.score_tiles import Tile
 
 Array = NDArray[Any]
 
@@ -19,7 +19,7 @@ PRODUCT_DEPTH = PRODUCT_LIMIT // PRODUCT_BLOCK**2
 
 
 class Products:
-    """The products of the rows q of a part and the keys k, in the dtype of the softmax.
+    """The products of the rows q of a slice and the keys k, in the dtype of the softmax.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Rows of large lse over ranks and over streamed keys: a rounded lse does not say what a part of the keys weighs."""
+"""Rows of large lse over ranks and over streamed keys: a rounded lse does not say what a shard of the keys weighs."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ from tests.pure.test_distributed import is_clear
 from tests.pure.test_schedule import splits
 from tests.pure.test_streamed import chunks_for
 from tests.pure.test_streamed import results_of as streamed_results_of
-from tests.ranks import Parts, Whole, compute, judge, on_threads, results_of
+from tests.ranks import Shards, Whole, compute, judge, on_threads, results_of
 from tests.ways import every_way
 
 pytestmark = [every_way, pytest.mark.usefixtures("way")]
@@ -106,13 +106,13 @@ def test_equal_scores_have_equal_weights_on_all_ranks(dtype, level, sinks, ranks
     arrays |= {"dout": np.ones_like(arrays["q"])}
     case = ct.Case(seqlen_q=50, seqlen_k=130, num_heads=2, num_heads_kv=1, head_dim=16, dtype=dtype)
     whole = Whole(case.problem, arrays | optional, {}, {})
-    parts = Parts(whole, cd.zigzag(50, ranks), cd.zigzag(130, ranks))
+    shards = Shards(whole, cd.zigzag(50, ranks), cd.zigzag(130, ranks))
     need = ("dq", "dk", "dv", *(["dsinks"] if sinks else []))
 
     def work(comm: cd.Transport) -> dict[str, Any]:
-        return compute(cd.ContextParallel(comm, split="zigzag", timeout=30), parts, whole.arrays, need)
+        return compute(cd.ContextParallel(comm, split="zigzag", timeout=30), shards, whole.arrays, need)
 
-    results = parts.whole(on_threads(ranks, work))
+    results = shards.whole(on_threads(ranks, work))
     check_equal_scores(dtype, arrays, results, 130 + sinks)
     if sinks:
         expected = -results["out"].astype(np.float64).sum(axis=(0, 2, 3)) / 131
@@ -210,9 +210,9 @@ rows = st.lists(
 
 
 @given(rows)
-def test_row_sums_merge_to_those_of_all_keys(parts):
-    """Whatever units maxima have, which differ where different backends compute the parts."""
-    arrays = [np.array([[top / unit - less, 1.0 + less, unit]]) for top, less, unit in parts]
+def test_row_sums_merge_to_those_of_all_keys(splits):
+    """Whatever units maxima have, which differ where different backends compute the splits."""
+    arrays = [np.array([[top / unit - less, 1.0 + less, unit]]) for top, less, unit in splits]
     found, weights = row_sums.merged(arrays)
     maxima = [x[0, 0] * x[0, 2] for x in arrays]
     sums = [x[0, 1] * np.exp(own - max(maxima)) for x, own in zip(arrays, maxima, strict=True)]
