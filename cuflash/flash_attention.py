@@ -147,7 +147,7 @@ class FlashAttention(Preparation):
     v. For any other query, NaN and infinities in what it attends to reach the output as in the formula.
 
     With dropout, the weights of `out` are divided by ``1 - dropout`` where they are kept and zero elsewhere; `lse` is
-    that of the weights before dropout. Whether a weight is kept depends only on seed, offset and its place (batch
+    that of the weights before dropout. Whether a weight is kept depends only on seed, offset and its position (batch
     entry, head, i, j): it is the same on every device, and on the CPU. The random numbers are those of Philox-4x32-7,
     with the seed as the key.
 
@@ -312,7 +312,7 @@ class FlashAttention(Preparation):
             that the length of the last axis tells. So () is one number for the array, (num_heads_kv, 1) one for each
             head, and as many as keys are one for each key. With a `block_table` they are those of the pool: (num_pages,
             num_heads_kv, ceil(page_size / block)); with packed sequences, blocks are of all rows. That of q has
-            num_heads and seqlen_q in their place.
+            num_heads and seqlen_q instead.
         seed, offset : int, optional
             They decide which weights dropout drops: needed with dropout, without effect otherwise. 0 to ``2 ** 64 - 1``
             and 0 to ``2 ** 32 - 1``. Calls that differ in either drop other weights: the seed may be the number of a

@@ -166,13 +166,13 @@ def scores(draw: st.DrawFn) -> Callable[..., Any]:
     return score
 
 
-# Parts that follow from i - j alone, from i or from j: places, of which numbers and entries are made.
+# Subexpressions of i - j alone, of i or of j: indices, from which numbers and entries are made.
 _DIFFERENCES = st.sampled_from([
     lambda at: at["i"] - at["j"], lambda at: at["j"] - at["i"] + 2, lambda at: 3 * (at["i"] + 1) - 3 * at["j"],
     lambda at: -(at["j"] - (at["i"] - 4)), lambda at: cuflash.where(at["i"] + 2 < at["j"], at["i"] - at["j"], 5),
 ])  # fmt: skip
-_OTHER_PLACES = st.sampled_from([lambda at: at["i"], lambda at: at["j"], lambda at: at["j"] // 2])
-_PLACES = st.one_of(_DIFFERENCES, _DIFFERENCES, _OTHER_PLACES)
+_OTHER_INDICES = st.sampled_from([lambda at: at["i"], lambda at: at["j"], lambda at: at["j"] // 2])
+_INDICES = st.one_of(_DIFFERENCES, _DIFFERENCES, _OTHER_INDICES)
 _FEW_VALUES = [
     lambda at, n: at["table"][at["head"], cuflash.clip(n, -3, 3) + 3] * 1.0,
     lambda at, n: cuflash.exp(-at["of_head"][at["head"]] * cuflash.abs(n)),
@@ -190,14 +190,14 @@ _FEW_VALUES = [
 
 @st.composite
 def hoistable_scores(draw: st.DrawFn) -> Callable[..., Any]:
-    """A score with parts that take few values."""
-    parts = [(draw(st.sampled_from(_FEW_VALUES)), draw(_PLACES)) for _ in range(draw(st.integers(1, 3)))]
+    """A score with subexpressions that take few values."""
+    summands = [(draw(st.sampled_from(_FEW_VALUES)), draw(_INDICES)) for _ in range(draw(st.integers(1, 3)))]
     of_s = draw(st.sampled_from([lambda s, x: s + x, lambda s, x: s * cuflash.tanh(x), lambda s, x: s / (1 + x * x)]))
 
     def score(s, i, j, *, head, batch, scalar, of_head, of_row, of_key, table, pairs, doc, flags):  # type: ignore[no-untyped-def]
         at = locals() | {"part": None}
-        for few, place in parts:
-            s = of_s(s, few(at, place(at)))
+        for few, index in summands:
+            s = of_s(s, few(at, index(at)))
         return s
 
     return score

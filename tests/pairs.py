@@ -134,7 +134,7 @@ def covering_array(levels: Sequence[int], *, seed: int = 0, attempts: int = 30) 
             for i in rng.sample(columns, len(levels)):
                 if i not in row:
                     new = [
-                        sum(frozenset({(i, a), place}) in missing for place in row.items()) for a in range(levels[i])
+                        sum(frozenset({(i, a), value}) in missing for value in row.items()) for a in range(levels[i])
                     ]
                     row[i] = rng.choice([a for a, count in enumerate(new) if count == max(new)])
             tried.append(tuple(row[i] for i in columns))
@@ -173,9 +173,9 @@ def unserved_pair(setting: Setting, pass_: str, run: Run) -> tuple[str, str] | N
     try:
         results = run(setting, pass_)
     except NotImplementedError as error:
-        places = {match.start(): name for name in setting.names if (match := re.search(rf"\b{name}\b", str(error)))}
-        assert len(places) >= 2, f"{setting}: two of {setting.names} should be named in: {error}"
-        first, second, *_ = (places[at] for at in sorted(places))
+        found_at = {match.start(): name for name in setting.names if (match := re.search(rf"\b{name}\b", str(error)))}
+        assert len(found_at) >= 2, f"{setting}: two of {setting.names} should be named in: {error}"
+        first, second, *_ = (found_at[at] for at in sorted(found_at))
         return first, second
     judge(setting, results)
     return None

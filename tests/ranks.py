@@ -42,18 +42,18 @@ class Shards:
         problem, arrays = whole.problem, whole.arrays
         self.whole_problem, self.split_q, self.split_k = whole, split_q, split_k
         axis = -3 if problem.layout == "bshd" and problem.ndim > 2 else -2
-        self.places = {name: (split_q, axis) for name in ("q", "dout", "out", "dq")}
-        self.places |= {name: (split_k, axis) for name in ("k", "v", "dk", "dv")}
-        self.places |= {name: (split_q, -1) for name in ("lse", "dlse")}
+        self.split_axes = {name: (split_q, axis) for name in ("q", "dout", "out", "dq")}
+        self.split_axes |= {name: (split_k, axis) for name in ("k", "v", "dk", "dv")}
+        self.split_axes |= {name: (split_q, -1) for name in ("lse", "dlse")}
         for name in PAIR_OPTIONS:
             shape: tuple[int, ...] = arrays[name].shape if name in arrays else ()
             if len(shape) > 1 and (shape[-2] != 1 or problem.seqlen_q == 1):
-                self.places |= {name: (split_q, -2), f"d{name}": (split_q, -2)}
+                self.split_axes |= {name: (split_q, -2), f"d{name}": (split_q, -2)}
 
     def of(self, rank: int, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays of one rank, by name."""
         found = dict(arrays)
-        for name, (split, axis) in self.places.items():
+        for name, (split, axis) in self.split_axes.items():
             if name in found:
                 found[name] = split.part(found[name], rank, axis)
         return found
@@ -63,8 +63,8 @@ class Shards:
         found = {}
         for name in results[0]:
             shards = [np.asarray(ct.to_numpy(result[name])) for result in results]
-            if name in self.places:
-                split, axis = self.places[name]
+            if name in self.split_axes:
+                split, axis = self.split_axes[name]
                 found[name] = split.whole(shards, axis)
             else:
                 found[name] = shards[0]

@@ -79,7 +79,7 @@ def cut(span: Span, spans: Sequence[Span]) -> list[Span]:
     return [common for other in spans if is_some(common := overlap(span, other))]
 
 
-def places(rows: Sequence[Span], held: Sequence[Span]) -> slice | None:
+def slice_in(rows: Sequence[Span], held: Sequence[Span]) -> slice | None:
     """Where `rows` lie among the rows of `held`, laid one after the other; None if they are not one slice of these."""
     first = 0
     found: slice | None = None

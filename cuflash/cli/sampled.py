@@ -24,28 +24,28 @@ NUM_SAMPLES = 6  # rows, and keys, whose results are checked
 
 @dataclass
 class Sampled:
-    """Errors of one result at the sampled places, those of the plain formula, and what each place allows.
+    """Errors of one result at the sampled positions, those of the plain formula, and what each one allows.
 
     The formula in float64 being the judge, its own error is that in float32 times the ratio of the rounding units.
     """
 
     name: str
     dtype: np.dtype[Any]
-    places: list[tuple[float, float, float, float]] = field(default_factory=list)  # error, plain error, scale, noise
+    samples: list[tuple[float, float, float, float]] = field(default_factory=list)  # error, plain error, scale, noise
 
     def add(self, got: Array, exact: Array, plain: Array, scale: float, noise: float) -> None:
-        """Add a place; `noise` is what rounding lse, and scores of its size, does to the result there."""
+        """Add a position; `noise` is what rounding lse, and scores of its size, does to the result there."""
         plain_unit = epsilon(self.dtype) / epsilon(plain.dtype) if self.dtype == np.float64 else 1
         errors = largest(got - exact), plain_unit * largest(plain - exact)
-        self.places.append((*errors, max(scale, largest(exact)), noise))
+        self.samples.append((*errors, max(scale, largest(exact)), noise))
 
     @property
     def worst(self) -> tuple[float, float, float]:
-        """Error, error of the plain formula, and what is allowed, of the place where the error is most of that.
+        """Error, error of the plain formula, and what is allowed, of the position where the error is most of that.
 
         As `cuflash.testing.Yardstick` has it, with the larger one of its factors.
         """
-        errors, plain, scale, noise = np.array(self.places).T
+        errors, plain, scale, noise = np.array(self.samples).T
         unit = epsilon(self.dtype) * scale
         of_unit, of_noise = error_fractions(plain, unit, noise)
         plain = of_unit * unit + of_noise * noise
@@ -76,17 +76,17 @@ def sample_errors(options: Options, arrays: dict[str, Any], bar: Bar) -> dict[st
     dtype = np.dtype(arrays["out"].dtype)
     plain_dtype = np.dtype(np.float32) if dtype == np.float64 else dtype
     rng = np.random.default_rng(1)
-    for place in (0, seqlen - 1, *map(int, rng.integers(seqlen, size=NUM_SAMPLES - 2))):
+    for position in (0, seqlen - 1, *map(int, rng.integers(seqlen, size=NUM_SAMPLES - 2))):
         index = int(rng.integers(num_heads))
         head = {name: to_numpy(x[index]) for name, x in arrays.items()}
         units = epsilon(sampled["lse"].dtype) * (1 + np.abs(head["lse"].astype(np.float64)))  # of each row's weights
-        rows = row_results(options, head, place, np.float64), row_results(options, head, place, plain_dtype)
-        keys = key_results(head, place, np.float64), key_results(head, place, plain_dtype)
-        scales = scales_of(head, place, np.ones(seqlen)), scales_of(head, place, units)
+        rows = row_results(options, head, position, np.float64), row_results(options, head, position, plain_dtype)
+        keys = key_results(head, position, np.float64), key_results(head, position, plain_dtype)
+        scales = scales_of(head, position, np.ones(seqlen)), scales_of(head, position, units)
         for exact, plain in (rows, keys):
             for name in exact:
                 scale, noise = (own[name] for own in scales)
-                sampled[name].add(head[name][place], exact[name], plain[name], scale, noise)
+                sampled[name].add(head[name][position], exact[name], plain[name], scale, noise)
             bar.advance()
     return sampled
 
@@ -113,8 +113,8 @@ def key_results(head: dict[str, Array], key: int, dtype: DTypeLike) -> dict[str,
     return {"dk": (q.shape[1] ** -0.5 * (dS.T @ q))[0].astype(dtype), "dv": (P.T @ dout)[0].astype(dtype)}
 
 
-def scales_of(head: dict[str, Array], place: int, units: Array) -> dict[str, float]:
-    """Sizes of the results at a place before anything cancels, each row's weights times its unit.
+def scales_of(head: dict[str, Array], position: int, units: Array) -> dict[str, float]:
+    """Sizes of the results at a position before anything cancels, each row's weights times its unit.
 
     Roots of the sums of squares of what is summed; of out and lse, which are no sums of rows, the unit of the row.
     """
@@ -126,10 +126,10 @@ def scales_of(head: dict[str, Array], place: int, units: Array) -> dict[str, flo
         others = head[name][keys if name == "k" else rows].astype(np.float64)
         return math.sqrt(largest(squares @ others**2) / (others.shape[1] if name in "kq" else 1))
 
-    before, after, here = slice(0, place + 1), slice(place, None), slice(place, place + 1)
-    unit = float(units[place])
+    before, after, here = slice(0, position + 1), slice(position, None), slice(position, position + 1)
+    unit = float(units[position])
     return {
-        "out": unit * largest(head["out"][place]),
+        "out": unit * largest(head["out"][position]),
         "lse": unit,
         "dq": scale(here, before, "k"),
         "dk": scale(after, here, "q"),

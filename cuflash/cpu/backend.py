@@ -192,7 +192,7 @@ class _Repeatable(NamedTuple):
     are_apart: bool  # no result has an array of the caller
     arrays: tuple[_ArraySignature, ...]  # those that are given
     allocated: tuple[tuple[tuple[int, ...], Any], ...]  # shapes and dtypes of results without an array of the caller
-    places: tuple[int, ...]  # indices of the results among the given arrays, followed by the allocated ones
+    result_indices: tuple[int, ...]  # indices of the results among the given arrays, followed by the allocated ones
 
 
 class _Known(NamedTuple):
@@ -226,7 +226,7 @@ def _repeated(
     if status == core.NOT_APART:
         check_apart(given, need)
         status = call.compute(arrays, random, are_apart=True)
-    return tuple([arrays[place] for place in call.places]) if status == core.DONE else None
+    return tuple([arrays[index] for index in call.result_indices]) if status == core.DONE else None
 
 
 def _remembered(key: tuple[Any, ...], given: Mapping[str, Any]) -> _Repeatable | None:
@@ -272,9 +272,9 @@ def _repeatable(pass_: Pass, options: Options, signature: tuple[Any, ...], need:
             return None
         compute = functools.partial(core.compute, prepared)
     allocated = tuple((shape, dtype) for _, shape, dtype in binding.allocated)
-    places = tuple(map(list(every).index, binding.results))
+    result_indices = tuple(map(list(every).index, binding.results))
     are_apart = len(allocated) == len(binding.results)
-    return _Repeatable(compute, are_apart, tuple(arrays.values()), allocated, places)
+    return _Repeatable(compute, are_apart, tuple(arrays.values()), allocated, result_indices)
 
 
 @functools.lru_cache(maxsize=256)

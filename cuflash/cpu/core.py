@@ -273,11 +273,11 @@ def compute(prepared: Prepared, arrays: tuple[Array, ...], random: tuple[int, in
         threads = max(1, min(count_cores(), int(nanoseconds / THREAD_NS)))
         is_long = nanoseconds > PATIENCE_NS * threads
     if head_bytes >= 0:
-        places = id(arrays) + _TUPLE_HEAD
+        pointers = id(arrays) + _TUPLE_HEAD
     else:
         addresses = (ctypes.c_void_p * len(arrays))(*[x.ctypes.data for x in arrays])
-        places = ctypes.addressof(addresses)
-    changing = _CHANGING.pack(head_bytes, SKIPPED_KINDS, threads, are_apart, *random, places)
+        pointers = ctypes.addressof(addresses)
+    changing = _CHANGING.pack(head_bytes, SKIPPED_KINDS, threads, are_apart, *random, pointers)
     if is_long:
         status = _run_on_threads(functions, fixed, changing)
     if status == _NO_THREAD:

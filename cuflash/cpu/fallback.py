@@ -221,14 +221,14 @@ class _Job:
         return x.astype(self.dtype, order="C").reshape(*self.shape[:2], self.shape[2] * self.shape[3], -1)
 
     def of_keys(self, name: str, tile: _Tile) -> Array:
-        place = (*self.at_heads, tile.columns)
-        x, scale = self.call.arrays[name][place], self.call.arrays.get(f"{name}_scale")
+        index = (*self.at_heads, tile.columns)
+        x, scale = self.call.arrays[name][index], self.call.arrays.get(f"{name}_scale")
         x = x.astype(self.dtype, order="C", copy=False)  # NumPy multiplies rows that are not contiguous without BLAS
-        return x if scale is None else x * scale[place][..., None]
+        return x if scale is None else x * scale[index][..., None]
 
     def of_pairs(self, name: str, keys: range) -> Array:
-        place = (*self.at_rows, slice(keys.start, keys.stop))
-        return self.call.arrays[name][place]
+        index = (*self.at_rows, slice(keys.start, keys.stop))
+        return self.call.arrays[name][index]
 
     def folded(self, x: Array) -> Array:
         return x.reshape(*self.shape[:2], self.shape[2] * self.shape[3], x.shape[-1])
@@ -269,8 +269,8 @@ class _Job:
         may_show, evaluates = np.ones(len(keys), bool), np.zeros(len(keys), bool)
         if "block_mask" in self.call.arrays:
             rows, columns = self.problem.block_size
-            place = (*self.at_heads, slice(None), slice(self.rows.start // rows, self.rows[-1] // rows + 1))
-            blocks = np.asarray(self.call.arrays["block_mask"][place].any(axis=(0, 1, 2, 3)))
+            index = (*self.at_heads, slice(None), slice(self.rows.start // rows, self.rows[-1] // rows + 1))
+            blocks = np.asarray(self.call.arrays["block_mask"][index].any(axis=(0, 1, 2, 3)))
             may_show = blocks[np.arange(keys.start, keys.stop) // columns]
         mask, function = self.call.program.mask, self.problem.mask_function
         if mask is not None and function is not None:
@@ -460,8 +460,8 @@ class _JobGradients:
 
     def add_keys(self, name: str, tile: _Tile, x: Array) -> None:
         """Add to dk or dv of the keys of a tile."""
-        place = (*self.job.at_heads, tile.columns)
-        self.of_keys.append((self.job.call.arrays[name][place], x))
+        index = (*self.job.at_heads, tile.columns)
+        self.of_keys.append((self.job.call.arrays[name][index], x))
 
     def add_scores(self, tile: _Tile, s: Array, ds: Array, counts: Array) -> Array:
         """Add to the gradients of what makes scores of the scaled products s; return the gradient of s.
@@ -498,10 +498,10 @@ class _JobGradients:
     def add_bias(self, tile: _Tile, ds: Array) -> None:
         job, shape = self.job, _with_axes(self.wanted["dbias"], 4).shape
         whole: tuple[Any, ...] = (job.batches, job.heads.reshape(-1), job.rows, tile.keys)
-        place = tuple(slice(x[0], x[-1] + 1) if n > 1 else slice(None) for x, n in zip(whole, shape, strict=True))
+        index = tuple(slice(x[0], x[-1] + 1) if n > 1 else slice(None) for x, n in zip(whole, shape, strict=True))
         summed = tuple(axis for axis, n in enumerate(shape) if n == 1)
         ds = ds.reshape([len(x) for x in whole])
-        self.of_bias.append((place, ds.sum(axis=summed, keepdims=True, dtype=np.float64) if summed else ds))
+        self.of_bias.append((index, ds.sum(axis=summed, keepdims=True, dtype=np.float64) if summed else ds))
 
 
 class _Sums:
@@ -532,8 +532,8 @@ class _Sums:
         for name, x in gradients.of_heads.items():
             batches, heads = gradients.job.batches, gradients.job.heads.reshape(-1)
             self._of_heads[name][batches[0] : batches[-1] + 1, heads[0] : heads[-1] + 1] += x
-        for place, x in gradients.of_bias:
-            _with_axes(self._of_entries["dbias"], 4)[place] += x
+        for index, x in gradients.of_bias:
+            _with_axes(self._of_entries["dbias"], 4)[index] += x
         for name, entries, x in gradients.of_entries:
             self._of_entries[f"d{name}"].reshape(-1)[entries] += x
 

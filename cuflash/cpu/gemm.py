@@ -36,12 +36,12 @@ class Products:
     def write(self, tile: Tile) -> None:
         """Compute those of a tile."""
         q, k = self._q[..., tile.own_rows, :], self._k[..., tile.own_keys, :].astype(self._q.dtype)
-        multiply(q * self._scale, k.swapaxes(-2, -1), self.scaled.reshape(*self._q.shape[:4], -1)[tile.place])
+        multiply(q * self._scale, k.swapaxes(-2, -1), self.scaled.reshape(*self._q.shape[:4], -1)[tile.index])
 
     def gradients(self, tile: Tile, dscaled: Array, wanted: Collection[str]) -> dict[str, Array]:
         """What a tile adds to those of dq and dk that are wanted, from the gradients of all scaled products."""
         q, k = self._q[..., tile.own_rows, :], self._k[..., tile.own_keys, :].astype(self._q.dtype)
-        own = dscaled.reshape(*self._q.shape[:4], -1)[tile.place] * self._scale
+        own = dscaled.reshape(*self._q.shape[:4], -1)[tile.index] * self._scale
         found = {}
         if "dq" in wanted:
             dq = product(own, k)
@@ -81,7 +81,7 @@ def multiply(a: Array, b: Array, out: Array) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _blocks(length: int, size: int) -> tuple[tuple[slice, int, int], ...]:
-    """The whole blocks of an axis, and the rest, those that there are: their place, their number and their length."""
+    """The whole blocks of an axis, and the rest, those that there are: their slice, their number and their length."""
     whole = length // size * size
     found = ((slice(0, whole), whole // size, size), (slice(whole, length), 1, length - whole))
     return tuple([block for block in found if block[0].start < block[0].stop])

@@ -94,16 +94,16 @@ def quota(process: Path) -> float:
             if controllers and "cpu" not in controllers.split(","):
                 continue
             for mount in mounts:
-                place = _place_of_group(mount, path, is_first_version=bool(controllers))
-                if place is not None:
-                    least = min(least, *map(_quota_of_group, place))
+                paths = _paths_of_group(mount, path, is_first_version=bool(controllers))
+                if paths is not None:
+                    least = min(least, *map(_quota_of_group, paths))
     return least
 
 
-def _place_of_group(mount: str, path: str, *, is_first_version: bool) -> list[Path] | None:
+def _paths_of_group(mount: str, path: str, *, is_first_version: bool) -> list[Path] | None:
     """The directories of a group and of those around it, if a line of mountinfo mounts groups of this version."""
-    of_place, _, of_type = mount.partition(" - ")
-    root, mounted = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), x) for x in of_place.split()[3:5])
+    of_paths, _, of_type = mount.partition(" - ")
+    root, mounted = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), x) for x in of_paths.split()[3:5])
     fs_type, _, options = of_type.split(" ", 2)
     if fs_type != ("cgroup" if is_first_version else "cgroup2"):
         return None

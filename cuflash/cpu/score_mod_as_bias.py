@@ -1,7 +1,7 @@
 """score_mod and mask_mod as a bias and masks, with which the compiled core computes some queries at a time.
 
 What a score adds to the scaled product is its bias, if that does not depend on the product. Of any other score, the
-bias is all of it: NumPy multiplies q and k, and the core gets zeros in their places. NumPy computes the bias, and what
+bias is all of it: NumPy multiplies q and k, and the core gets zeros instead. NumPy computes the bias, and what
 a mask function hides, once for all batch entries and heads that the functions do not tell apart. What follows from
 i - j alone is computed once for each diagonal, and the rows of the bias are views of one line.
 
@@ -144,7 +144,7 @@ class _PreparedSlice(NamedTuple):
     """What is known of a slice before its arrays are."""
 
     call_slice: CallSlice
-    places: Mapping[str, tuple[slice, ...]]  # of the slice in an array of the call, by the name of this
+    indices: Mapping[str, tuple[slice, ...]]  # of the slice in an array of the call, by the name of this
     pairs: Pairs
     tiles: list[Tile]
     shown: tuple[Array, Array] | None  # `Prepared.blocks`, if these do not depend on arrays
@@ -233,14 +233,14 @@ class Prepared:
             for name in self.results:
                 views[name][...] = 0
         for prepared in every:
-            self._run_slice(call, prepared, {name: views[name][prepared.places[name]] for name in self.results})
+            self._run_slice(call, prepared, {name: views[name][prepared.indices[name]] for name in self.results})
 
     def _add_slices(self, call: _Call, every: Iterable[_PreparedSlice]) -> None:
         """Write gradients, all computed in the dtype of the softmax, where several slices add to dk and dv."""
         whole = {name: call.arrays[name] for name in self.results}
         totals = {name: np.zeros(x.shape, self.wide or x.dtype) for name, x in whole.items()}
         for prepared in every:
-            own = {name: x[prepared.places[name]] for name, x in totals.items()}
+            own = {name: x[prepared.indices[name]] for name, x in totals.items()}
             results = {name: x if name == "dq" else np.empty_like(x) for name, x in own.items()}
             self._run_slice(call, prepared, results)
             for name, x in own.items():
@@ -255,13 +255,13 @@ class Prepared:
         if mask is not None and not any(at.op == "load" for at in in_order([mask])):
             shown = self._blocks(mask, pairs, Tables({}))
             tiles = [tile for tile in tiles if shown[1][tile.blocks].any()]
-        places = {name: call_slice.place_of(name) for name in (*self.arrays, *self.results)}
-        return _PreparedSlice(call_slice, places, pairs, tiles, shown, {})
+        indices = {name: call_slice.index_of(name) for name in (*self.arrays, *self.results)}
+        return _PreparedSlice(call_slice, indices, pairs, tiles, shown, {})
 
     def _run_slice(self, call: _Call, prepared: _PreparedSlice, wanted: Mapping[str, Array]) -> None:
         """Compute a slice, and write the gradients that are `wanted` of q, k and v."""
-        call_slice, pairs, places = prepared.call_slice, prepared.pairs, prepared.places
-        arrays = {name: call.arrays[name][places[name]] for name in self.arrays}
+        call_slice, pairs, indices = prepared.call_slice, prepared.pairs, prepared.indices
+        arrays = {name: call.arrays[name][indices[name]] for name in self.arrays}
         if self.wide is not None:
             arrays = {name: x.astype(self.wide) if _is_narrow(x, self.wide) else x for name, x in arrays.items()}
         optional_inputs = {
@@ -337,7 +337,7 @@ class Prepared:
             inputs = tile.inputs(None if products is None else products.scaled)
             values = evaluate([*own.values()], inputs, call.score_args, self.dtype)
             for name, x in zip(own, values, strict=True):
-                optional_inputs[name][tile.place] = x
+                optional_inputs[name][tile.index] = x
 
         if of_tile:
             _for_each(write, tiles)
@@ -361,7 +361,7 @@ class Prepared:
         roots = [root for _, load in loads for root in (load.derivative, *load.at.args)]
 
         def sum_tile(tile: Tile) -> list[tuple[str, Any, Array]]:
-            own, entries = dbias[tile.place], []
+            own, entries = dbias[tile.index], []
             if self.has_diagonals:
                 own, inputs = sums_of_diagonals(own), pairs.of_diagonals(tile.diagonals)
             else:
@@ -370,13 +370,13 @@ class Prepared:
             for name, load in loads:
                 # A pair that does not count adds nothing, whatever the derivative is.
                 optional_inputs = own * np.where(own == 0, 0, next(values))
-                places = list(itertools.islice(values, len(load.at.args)))
-                entries.append((name, *sums_of_entries(call.score_args[name].shape, places, optional_inputs)))
+                indices = list(itertools.islice(values, len(load.at.args)))
+                entries.append((name, *sums_of_entries(call.score_args[name].shape, indices, optional_inputs)))
             return entries
 
         def add(entries: list[tuple[str, Any, Array]]) -> None:
-            for name, places, sums in entries:
-                call.sums[name].reshape(-1)[places] += sums
+            for name, indices, sums in entries:
+                call.sums[name].reshape(-1)[indices] += sums
 
         _for_each(sum_tile, tiles, add)
 
@@ -388,7 +388,7 @@ class Prepared:
         by_s = [cast("Node", self.program.by_s)]
 
         def multiply_tile(tile: Tile) -> list[tuple[Array, Array]]:
-            own = dbias[tile.place]
+            own = dbias[tile.index]
             (slope,) = evaluate(by_s, tile.inputs(products.scaled), call.score_args, self.dtype)
             own *= np.where(own == 0, 0, slope)
             found = products.gradients(tile, dbias, results)

@@ -24,7 +24,7 @@ class CallSlice(NamedTuple):
     heads_kv: slice
     rows: slice
 
-    def place_of(self, name: str) -> tuple[slice, ...]:
+    def index_of(self, name: str) -> tuple[slice, ...]:
         """The index of the slice in an array (batch, heads, seqlen, ...) of a call, by the name of this."""
         of_keys = name in ("k", "v", "dk", "dv")
         return (self.batches, self.heads_kv) if of_keys else (self.batches, self.heads, self.rows)
@@ -123,24 +123,24 @@ class Tile:
     rows, keys : range
     own_rows, own_keys : slice
         The rows, counted from the first one of the slice, and the keys.
-    place : tuple
-        Its place in an array with a number for each pair of the slice.
+    index : tuple
+        Its index in an array with a number for each pair of the slice.
     blocks : tuple
-        Its place in an array with a number for each block of `BLOCK` rows and keys.
+        Its index in an array with a number for each block of `BLOCK` rows and keys.
     """
 
     def __init__(self, pairs: Pairs, rows: range, keys: range) -> None:
         self._pairs, self.rows, self.keys = pairs, rows, keys
         begin = pairs.rows.start
         self.own_rows, self.own_keys = slice(rows.start - begin, rows.stop - begin), slice(keys.start, keys.stop)
-        self.place: tuple[Any, ...] = (..., self.own_rows, self.own_keys)
+        self.index: tuple[Any, ...] = (..., self.own_rows, self.own_keys)
         blocks = slice(keys.start // BLOCK, -(-keys.stop // BLOCK))
         self.blocks: tuple[Any, ...] = (..., self.own_rows.start // BLOCK, blocks)
 
     def inputs(self, s: Array | None = None) -> dict[str, Array]:
         """The inputs of functions of each pair. `s` are the products of all pairs of the slice, if there are any."""
         i, j = np.arange(self.rows.start, self.rows.stop)[:, None], np.arange(self.keys.start, self.keys.stop)
-        return {"i": i, "j": j, "s": self._pairs.zero if s is None else s[self.place], **self._pairs.of_all}
+        return {"i": i, "j": j, "s": self._pairs.zero if s is None else s[self.index], **self._pairs.of_all}
 
     @property
     def diagonals(self) -> Array:

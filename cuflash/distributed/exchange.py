@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cuflash.arrays.memory_ranges import Span, cut, is_some, places
+from cuflash.arrays.memory_ranges import Span, cut, is_some, slice_in
 from cuflash.distributed.rank import Run, of_heads
 from cuflash.distributed.schedule import Round, Walk
 from cuflash.distributed.streams import Streams, copy_all
@@ -46,7 +46,7 @@ class Held(NamedTuple):
         if not is_some(met[0]):
             return {name: x[:, :, :0] for name, x in self.stores[0].arrays.items()}
         for store in self.stores:
-            at = places(met, store.spans)
+            at = slice_in(met, store.spans)
             if at is not None:
                 return {name: x[:, :, at] for name, x in store.arrays.items()}
         raise AssertionError(f"rows {met} of {[store.spans for store in self.stores]}")
@@ -131,18 +131,18 @@ class Rows:
         coming = [transfer for transfer in a_round.transfers if transfer.target == rank]
         mine = {name: self._columns(x, rank) for name, x in cargo.items()}
         for of_store in [spans] if not any(cut(span, own) for span in spans) else [(span,) for span in spans]:
-            if places(of_store, own) is not None:  # this rank holds all of it
-                stores.append(Store(of_store, {name: x[:, :, places(of_store, own)] for name, x in mine.items()}))
+            if slice_in(of_store, own) is not None:  # this rank holds all of it
+                stores.append(Store(of_store, {name: x[:, :, slice_in(of_store, own)] for name, x in mine.items()}))
                 continue
             count = sum(stop - start for start, stop in of_store)
             store = Store(of_store, {name: run.room(a_round, rank, count, x, x.dtype) for name, x in mine.items()})
             stores.append(store)
             for span in of_store:
                 for common in cut(span, own):
-                    at, local = places([common], of_store), split.local(rank, common)
+                    at, local = slice_in([common], of_store), split.local(rank, common)
                     copies += [(store.arrays[name][:, :, at], x[:, :, local]) for name, x in mine.items()]
             for transfer in coming:
-                at = places([transfer.rows], of_store)
+                at = slice_in([transfer.rows], of_store)
                 if at is not None:
                     found = (store.arrays[name][:, :, at] for name in cargo)
                     receives += [(transfer.source, run.as_sent(a_round, rank, x)) for x in found]

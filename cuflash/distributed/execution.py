@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.arrays.memory_ranges import Span, is_some, places
+from cuflash.arrays.memory_ranges import Span, is_some, slice_in
 from cuflash.distributed.exchange import Held, Rows
 from cuflash.distributed.rank import OF_KEYS, Run, of_heads
 from cuflash.distributed.reduce import Found, Pieces, Returns, Sums, add_up, minus_delta, of_sequences
@@ -120,7 +120,7 @@ class Execution(Run):
                         arrays |= {"lse": self._lse_of(calls, tile, arrays)}
                     sums = self._row_sums_of(calls, tile, arrays, is_wide=is_wide and calls.is_on_cpu)
                 for span in tile.met:
-                    own[tile.piece][:, self.q_heads(heads), slice(*span)] = sums[:, :, places([span], tile.met)]
+                    own[tile.piece][:, self.q_heads(heads), slice(*span)] = sums[:, :, slice_in([span], tile.met)]
         found = [self.xp.empty((len(of_rank), *lse.shape, row_sums.NUMBERS), np.float64) for of_rank in walk.pieces]
         sends = [(rank, self.xp.asarray(self._of_queries(own, rank))) for rank in self.others]
         self.exchange(sends, [(rank, found[rank]) for rank in self.others])

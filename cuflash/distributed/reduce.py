@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash.arrays import dlpack
-from cuflash.arrays.memory_ranges import Span, cut, places
+from cuflash.arrays.memory_ranges import Span, cut, slice_in
 from cuflash.distributed.rank import Run, of_heads
 from cuflash.distributed.schedule import Round, Tile, Walk
 from cuflash.gpu import merging
@@ -70,15 +70,15 @@ class Found(NamedTuple):
         They have what rounding leaves of lse, too: kernels store it with lse, and in host memory it is in row sums.
         """
         dtype, wide = run.slices.softmax_dtype, np.dtype(np.float64)
-        places = {"out": (out.shape, dtype)}
+        layout = {"out": (out.shape, dtype)}
         if run.slices.is_on_cpu:
-            places |= {"lse": (lse.shape, dtype), "row_sums": ((*lse.shape, NUMBERS), wide)}
+            layout |= {"lse": (lse.shape, dtype), "row_sums": ((*lse.shape, NUMBERS), wide)}
         else:
-            places |= {"lse_pairs": ((*lse.shape, 2), dtype)}
-        sizes = [-(-math.prod(shape) * own.itemsize // WIDE) * WIDE // dtype.itemsize for shape, own in places.values()]
+            layout |= {"lse_pairs": ((*lse.shape, 2), dtype)}
+        sizes = [-(-math.prod(shape) * own.itemsize // WIDE) * WIDE // dtype.itemsize for shape, own in layout.values()]
         memory = run.xp.empty((count, sum(sizes)), dtype)
         partials: list[dict[str, Array]] = [{} for _ in range(count)]
-        for (name, (shape, own)), first in zip(places.items(), itertools.accumulate(sizes, initial=0), strict=False):
+        for (name, (shape, own)), first in zip(layout.items(), itertools.accumulate(sizes, initial=0), strict=False):
             stop = first + math.prod(shape) * own.itemsize // dtype.itemsize
             for i, partial in enumerate(partials):
                 partial[name] = (memory[i, first:stop].view(own) if own != dtype else memory[i, first:stop]).reshape(
@@ -163,14 +163,14 @@ class Returns:
         like = self.dq[:, run.q_heads(heads)]
         into = run.room(a_round, run.rank, span[1] - span[0], like, run.slices.softmax_dtype)
         for rows in _between_ends(span, shares):
-            add_up(into[:, :, places([rows], [span])], self._partials(rows, shares, heads))
+            add_up(into[:, :, slice_in([rows], [span])], self._partials(rows, shares, heads))
         return run.as_sent(a_round, run.rank, into)
 
     def _partials(self, rows: Span, shares: Sequence[Share], heads: Span) -> list[Array]:
         """The partial dq of calls for `rows`; each call has one for all of these rows or for none."""
         found = []
         for share in shares:
-            at = places([rows], share.spans)
+            at = slice_in([rows], share.spans)
             if at is not None:
                 found.append(self.run.some_heads("dq", share.dq, share.heads, heads)[:, :, at])
         return found

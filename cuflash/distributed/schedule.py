@@ -62,7 +62,7 @@ class Tile(NamedTuple):
     partial: int  # its number among the partial results of the piece
     queries: Span
     keys: Span
-    met: tuple[Span, ...]  # the rows that the piece meets, by their places in the whole
+    met: tuple[Span, ...]  # the rows that the piece is computed with, by their indices in the whole
     sequences: Span | None = None  # the packed sequences that it computes with
     front: tuple[int, int] = (0, 0)  # queries and keys in front of the piece; they have no results and no weight
 

@@ -92,7 +92,7 @@ class _UnusableError(Exception):
         self.reason = reason
 
 
-# Directories of modules that cannot be used, and those of this process that are used in their place.
+# Directories of modules that cannot be used, and those of this process that are used instead.
 _private: dict[Path, Path] = {}
 
 
@@ -205,8 +205,8 @@ def _compile(name: str, flags: Sequence[str], files: Sequence[Path], arguments: 
     if compiler is None:
         raise EmulationError(name, "no C++ compiler: g++ is not on the path")
     key = hashlib.sha256("\0".join([_compiler_version(compiler), *flags]).encode())
-    for place, path in sorted(("/".join(path.parts[-2:]), path) for path in files):
-        key.update(place.encode() + path.read_bytes())
+    for name, path in sorted(("/".join(path.parts[-2:]), path) for path in files):
+        key.update(name.encode() + path.read_bytes())
     library = cache / f"{name}-{key.hexdigest()[:24]}.so"
     with contextlib.ExitStack() as stack:
         with _in_cache():

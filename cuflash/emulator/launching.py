@@ -22,7 +22,7 @@ class EmulationError(Exception):
     kernel : str
     message : str
     file, line : str, int
-        Where in the kernel's source; ``""`` and 0 if it is not about a place.
+        Where in the kernel's source; ``""`` and 0 if it is about no line.
     block, thread : int or None
     """
 
@@ -38,9 +38,9 @@ class EmulationError(Exception):
         self.kernel, self.message = kernel, message
         self.file, self.line = file, line
         self.block, self.thread = block, thread
-        place = f"{Path(file).name}:{line}: " if file else ""
+        location = f"{Path(file).name}:{line}: " if file else ""
         who = f", block {block}, thread {thread}" if thread is not None else ""
-        super().__init__(f"{place}kernel {kernel}{who}: {message}")
+        super().__init__(f"{location}kernel {kernel}{who}: {message}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from cuflash.spec.outputs import DEFAULT_NEED, NUMBER_GRADIENTS, SOFTMAX_GRADIEN
 from cuflash.spec.passes import BACKWARD, FORWARD, Pass
 from cuflash.spec.problem import Problem
 
-Place = Callable[[np.ndarray], np.ndarray]
+Allocate = Callable[[np.ndarray], np.ndarray]
 
 
 def plan_for(
@@ -73,12 +73,12 @@ def run(
     params = parameters(plan, binding.operands, seed, offset, call)
     words = params.view(np.uint64)
     scratch = scratch or Scratch(plan.scratch_layout, fill)
-    places = pointer_words(plan.problem)
+    word_of = pointer_words(plan.problem)
     # CuPy's arrays without elements have no address.
     pointers = {name: array.ctypes.data if array.size else 0 for name, array in arrays.items()}
     pointers |= zip(scratch.layout.names, scratch.addresses, strict=True)
     for name, pointer in pointers.items():
-        words[places[name]] = pointer
+        words[word_of[name]] = pointer
     argument = params
     if plan.tensor_maps:
         maps = [
@@ -125,7 +125,7 @@ def _call(
     arch: str | DeviceSpec = "9.0",
     tiles: Sequence[Tile] | None = None,
     schedule: Schedule = SCHEDULES[0],
-    place: Place = guarded,
+    allocate: Allocate = guarded,
     fill: int = 0xFF,
     statistics: list[Statistics] | None = None,
     **options: Any,
@@ -134,14 +134,14 @@ def _call(
     need = tuple(results)
     given = {name: array for name, array in inputs.items() if array is not None}
     copied = _bind(pass_, problem, given, need).copied
-    every = {name: place(np.ascontiguousarray(x) if name in copied else x) for name, x in given.items()}
+    every = {name: allocate(np.ascontiguousarray(x) if name in copied else x) for name, x in given.items()}
     k, v = given["k"], given["v"]
     if not {"k", "v"} & set(copied) and is_in_k(k, v, k.ctypes.data, v.ctypes.data):
         every["v"] = every["k"][..., : v.shape[-1]]  # as one lies in the other
     for name, (shape, dtype) in results.items():
         result = np.empty(shape, dtype)
         result.reshape(-1).view(np.uint8)[:] = fill
-        every[name] = place(result)
+        every[name] = allocate(result)
     binding = _bind(pass_, problem, every, need)
     launches = run(_plan_of(binding, arch, tiles), binding, every, schedule, fill=fill, **options)
     if statistics is not None:
@@ -161,7 +161,7 @@ def forward(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tupl
     tiles : sequence of Tile, optional
         Instead of those of the table.
     schedule : Schedule
-    place : callable
+    allocate : callable
         Copies each array, results included, to where the kernels find it.
     fill : int
         The byte that results and scratch memory are full of before the launch; 0xFF is NaN.

@@ -382,7 +382,7 @@ class PartialRowSums:
     """The row sums of a backward pass over some keys of a problem (`cuflash.spec.row_sums`), which its first kernels
     find.
 
-    They are read there; or those of all keys are put in their place, before the other kernels read them.
+    They are read there; or those of all keys replace them, before the other kernels read them.
     """
 
     def __init__(self, arrays: Mapping[str, Any], given: Any = None) -> None:
@@ -413,18 +413,18 @@ class PartialRowSums:
         unit = 1.0 if is_natural else math.log(2)
         shape = (*self.lse.shape[:-1], plan.run_time.stats_rows, 2)
         there = _in_scratch(scratch, layout.offsets[layout.names.index("row_sums")], shape, dtype)
-        places = self._places(defines["CUFLASH_STATS_BLOCK"])
-        large, at = self.is_large[..., : len(places)], (..., cupy.asarray(places), slice(None))
+        row_indices = self._row_indices(defines["CUFLASH_STATS_BLOCK"])
+        large, at = self.is_large[..., : len(row_indices)], (..., cupy.asarray(row_indices), slice(None))
         if self.given is None:
             row_max, inverse = np.moveaxis(of_rows.on_host(there[at]).astype(np.float64), -1, 0)
             found = np.stack([row_max, 1 / inverse, np.full_like(row_max, unit)], axis=-1)
-            self.found[..., : len(places), :][large] = found[large]
+            self.found[..., : len(row_indices), :][large] = found[large]
         else:
-            given = of_rows.in_units(of_rows.on_host(self.given), unit, dtype)[..., : len(places), :]
+            given = of_rows.in_units(of_rows.on_host(self.given), unit, dtype)[..., : len(row_indices), :]
             has_sum = cupy.asarray((large & (given[..., 1] >= 0))[..., None])
             there[at] = cupy.where(has_sum, cupy.asarray(given.astype(dtype)), there[at])
 
-    def _places(self, block: int) -> Any:
+    def _row_indices(self, block: int) -> Any:
         """Where the kernels keep the rows: each packed sequence begins a block (common/schedule/schedule.cuh)."""
         if self.starts is None:
             return np.arange(self.lse.shape[-1])

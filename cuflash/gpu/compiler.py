@@ -154,14 +154,14 @@ def kernel_directory() -> Path:
     Raises
     ------
     FileNotFoundError
-        Neither place has them.
+        Neither folder has them.
     """
     package = Path(__file__).resolve().parents[1]
-    places = (package / "kernels", package.parent / "kernels")
-    for place in places:
-        if (place / "ptx/base.cuh").is_file():
-            return place
-    raise FileNotFoundError(f"the CUDA sources of cuflash are in none of {', '.join(map(str, places))}; reinstall it")
+    folders = (package / "kernels", package.parent / "kernels")
+    for folder in folders:
+        if (folder / "ptx/base.cuh").is_file():
+            return folder
+    raise FileNotFoundError(f"the CUDA sources of cuflash are in none of {', '.join(map(str, folders))}; reinstall it")
 
 
 def nvrtc_version() -> str:
@@ -336,19 +336,19 @@ class Compiler:
             return found or self._build(request, defines, options, texts or {})
 
     @property
-    def _places(self) -> list[Path]:
+    def _folders(self) -> list[Path]:
         """Where cubins are looked for; the last one is where they are stored."""
         return [self._cache_dir, *([private_directory()] if self._stores_privately else [])]
 
     def _find(self, request: Mapping[str, Any]) -> CompiledKernel | None:
         """The kernel from the cache; None where it is missing or fails a check."""
-        for place in self._places:
+        for folder in self._folders:
             try:
-                checksum, _, body = read_own(marked_as_used(place / f"{_key(request)}.entry")).partition(b"\n")
+                checksum, _, body = read_own(marked_as_used(folder / f"{_key(request)}.entry")).partition(b"\n")
                 if checksum != _sha256(body).encode():
                     continue
                 entry = json.loads(body)
-                path = marked_as_used(place / Path(entry["cubin"]).name)
+                path = marked_as_used(folder / Path(entry["cubin"]).name)
                 if _sha256(read_own(path)) != entry["cubin_sha256"]:
                     continue
                 resources = Resources.from_entry(entry["resources"])
@@ -397,7 +397,7 @@ class Compiler:
 
     def _store(self, request: Mapping[str, Any], cubin: bytes, resources: Resources) -> CompiledKernel:
         checksum = _sha256(cubin)
-        path = self._places[-1] / f"{request['name'][:100]}-{request['arch']}-{checksum[:32]}.cubin"
+        path = self._folders[-1] / f"{request['name'][:100]}-{request['arch']}-{checksum[:32]}.cubin"
         entry = {"request": request, "cubin": path.name, "cubin_sha256": checksum, "resources": asdict(resources)}
         body = json.dumps(entry, indent=1).encode()
         make_own_directory(path.parent)

@@ -66,7 +66,7 @@ def wide_layout(
     if not shape or 0 in shape or strides[-1] != itemsize:
         return None
     *others, last = shape
-    places = (address, last * itemsize, *(step for step, n in zip(strides, others, strict=False) if n > 1))
-    if any(place % WIDE for place in places):
+    steps_in_bytes = (address, last * itemsize, *(step for step, n in zip(strides, others, strict=False) if n > 1))
+    if any(step % WIDE for step in steps_in_bytes):
         return None
     return (*others, last * itemsize // WIDE), (*strides[:-1], WIDE)

@@ -178,16 +178,16 @@ class _Run:
         self._function = function  # keeps the module loaded
         self._grid = -(-layout.threads // THREADS)
         words = [0, *layout.size]
-        self._places = []
+        self._pointer_words = []
         for strides in layout.strides:
-            self._places.append(len(words))
+            self._pointer_words.append(len(words))
             words += [0, *strides]
         self._words = np.array(words, np.int64)
 
     def on(self, pointers: Sequence[int]) -> Callable[[Any], None]:
         """The launch for arrays at some addresses."""
         words = self._words.copy()  # the first one holds the address of the argument, which follows
-        words[self._places] = pointers
+        words[self._pointer_words] = pointers
         words[0] = words.ctypes.data + words.itemsize
         cuda = importlib.import_module("cupy").cuda
         run, handle, grid, address = cuda.driver.launchKernel, self._function.ptr, self._grid, words.ctypes.data

@@ -2,7 +2,7 @@
 
 A call over ranks gives a device tens of kernels, messages and waits. The host needs more time to find out which ones
 than the device needs to compute. So a call of each kind is recorded while it is made: each piece of work becomes a
-function of the addresses of its arrays, and each address a place in an argument, in a result, or in memory that the
+function of the addresses of its arrays, and each address an offset in an argument, in a result, or in memory that the
 call allocated. Later calls allocate the same amount of memory and do the same work.
 
 A recording holds only what goes through `work`. So work can be repeated only if everything that is read was an argument
@@ -65,7 +65,7 @@ class _Step(NamedTuple):
     op: Literal["work", "mark", "wait"]
     stream: int
     event: Any = None
-    places: tuple[tuple[int, int], ...] = ()  # for each address, its block and its offset in the block
+    locations: tuple[tuple[int, int], ...] = ()  # for each address, its block and its offset in the block
     make: Callable[[list[int]], Act] | None = None  # makes the work from addresses
 
 
@@ -132,22 +132,22 @@ class Recording:
     ) -> None:
         """Record work of the current stream on addresses. `make` gives the same work for other addresses."""
         for pointer in reads:
-            block, _ = self._place(pointer)
+            block, _ = self._locate(pointer)
             if block >= self._arrays and not any(start <= pointer < stop for start, stop in self._written):
                 self._is_known = False
         for x in writes:
-            block, offset = self._place(x.data.ptr)
+            block, offset = self._locate(x.data.ptr)
             if block >= self._arrays:
                 self._written.append(reach(x))
             elif (block, offset, x.shape) not in self._filled:
                 self._filled.add((block, offset, x.shape))
                 self._missing[block] = self._missing.get(block, 0) - x.size * x.itemsize
-        places = tuple(map(self._place, pointers))
+        locations = tuple(map(self._locate, pointers))
         stream = self._number(self._cupy.cuda.get_current_stream())
-        self._steps.append(_Step("work", stream, places=places, make=make))
+        self._steps.append(_Step("work", stream, locations=locations, make=make))
 
     def on_arrays(self, do: Callable[..., object], reads: Sequence[Array], writes: Sequence[Array]) -> None:
-        """Record work of the current stream on arrays. `do` takes a call, and arrays in the place of these."""
+        """Record work of the current stream on arrays. `do` takes a call, and arrays that replace these."""
         arrays = (*reads, *writes)
         layouts = [(x.shape, x.dtype, x.strides, x.size * x.itemsize) for x in arrays]
         make = functools.partial(self._on_arrays, do, layouts)
@@ -173,7 +173,7 @@ class Recording:
         self._blocks.append((memory.ptr, memory.ptr, memory.ptr + nbytes))
         return memory
 
-    def _place(self, pointer: int) -> tuple[int, int]:
+    def _locate(self, pointer: int) -> tuple[int, int]:
         for number in reversed(range(len(self._blocks))):
             address, start, stop = self._blocks[number]
             if start <= pointer < stop:
@@ -252,7 +252,7 @@ class Recording:
             if step.stream != current:
                 found.append(functools.partial(_use, stream))
                 current = step.stream
-            found.append(step.make([addresses[block] + offset for block, offset in step.places]))
+            found.append(step.make([addresses[block] + offset for block, offset in step.locations]))
         return found
 
 

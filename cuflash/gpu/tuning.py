@@ -72,10 +72,10 @@ def _alternatives(plan: LaunchPlan) -> Iterator[tuple[Tile, ...]]:
     """The plan's tiles with one replaced, by another row or by a variation; a plan with two tiles keeps the other."""
     # In a deterministic backward pass, other kernels have a row for dq, too.
     any_type = not (plan.pass_.adds_to_memory and plan.problem.deterministic)
-    for place, tile in enumerate(plan.tiles):
+    for index, tile in enumerate(plan.tiles):
         for other in (*FAMILIES[type(tile)].alternatives(plan.problem), *_variations(tile)):
             if any_type or type(other) is type(tile):
-                yield (*plan.tiles[:place], other, *plan.tiles[place + 1 :])
+                yield (*plan.tiles[:index], other, *plan.tiles[index + 1 :])
 
 
 def _variations(tile: Tile) -> Iterator[Tile]:

@@ -272,7 +272,7 @@ def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
 
     splits = min(range(1, min(steps, resident) + 1), key=duration)
     if splits > 1:
-        # Packed: the same fraction of the places is shared as of the tiles.
+        # Packed: the same fraction of the table is shared as of the tiles.
         draft.set(whole_tiles=n_blocks - n_blocks * rest // tiles, tail_splits=splits)
 
 

@@ -39,7 +39,7 @@ MOST_FOLDED_SOFTCAP = 512.0
 # a few times as long as two small kernels. Otherwise the main kernel reads the mask for each head, pair by pair.
 LOOK_FLOPS = 1 << 31
 # A mask of keys, as numbers beside scores, costs only an instruction a score. So a look at it can only gain whole
-# tiles, and lists take the place of bounds that differ within a tile. It is looked at from this many keys on, where
+# tiles, and lists replace bounds that differ within a tile. It is looked at from this many keys on, where
 # nothing else bounds tiles.
 LOOK_KEYS = 2048
 # A look at a bias that hides no tile gains nothing, and costs two small kernels and a launch. A bias is looked at where
@@ -101,7 +101,7 @@ class Draft:
     def tiles_of(self, seqlen: int, rows: int) -> int:
         """How many tiles of `rows` rows the queries, or keys, of a head have.
 
-        Packed: tile t of sequence b has place start[b] // rows + b + t. At most one place is empty for each sequence,
+        Packed: tile t of sequence b has index start[b] // rows + b + t. At most one index is unused for each sequence,
         and one for the rows after the last sequence.
         """
         if self.problem.is_packed:
@@ -394,7 +394,7 @@ class Draft:
         every |= {"CUFLASH_SHARED_BYTES": shared_bytes, "CUFLASH_KERNEL_NAME": name}
         headers: tuple[tuple[str, str], ...] = ()
         if every["CUFLASH_HAS_SCORE_FUNCTION"] or every["CUFLASH_HAS_MASK_FUNCTION"]:
-            # Kernels that add the gradients of arrays pair by pair find the places themselves, without tables.
+            # Kernels that add the gradients of arrays pair by pair index the arrays themselves, without tables.
             by_pairs = every["CUFLASH_NEEDS_SCORE_ARGS"] in (FINDS_LARGEST, ADDS_SCORE_ARGS)
             program = self.problem.unhoisted if by_pairs else self.program
             header = functions_header(program, self.score_arg_gradients if every["CUFLASH_NEEDS_SCORE_ARGS"] else ())

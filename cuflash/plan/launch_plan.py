@@ -61,14 +61,14 @@ class FilledTable:
     """A table that a kernel fills before those that compute scores."""
 
     table: Table
-    shape: tuple[int, int, int]  # batch entries, heads and places
-    first: int  # the place of the first entry
+    shape: tuple[int, int, int]  # batch entries, heads and positions
+    first: int  # the position of the first entry
 
     @property
     def strides(self) -> tuple[int, int, int]:
         """Strides in elements; 0 where all batch entries, or all heads, share one row."""
-        batch, heads, places = self.shape
-        return heads * places if batch > 1 else 0, places if heads > 1 else 0, 1
+        batch, heads, positions = self.shape
+        return heads * positions if batch > 1 else 0, positions if heads > 1 else 0, 1
 
     @property
     def nbytes(self) -> int:

@@ -337,7 +337,7 @@ def _by_keys(plan: Plan, added: int, *, every: bool) -> tuple[float, float, floa
 
 
 def _block_at(index: int, blocks_of_head: int, heads: int, section: int) -> int:
-    """Which tile of its head is at a place in launch order; kernels/common/schedule/schedule.cuh has the same."""
+    """Which tile of its head is at a position in launch order; kernels/common/schedule/schedule.cuh has the same."""
     first = index // (blocks_of_head * section) * section
     return (index - first * blocks_of_head) // min(heads - first, section)
 

@@ -75,7 +75,7 @@ class Writer:
     known : mapping of Node to str
         Nodes that are computed already, and how they are written.
     tables : mapping of str to str
-        By the name of a table, the text of the pointer to place 0 of its row.
+        By the name of a table, the text of the pointer to position 0 of its row.
     exact : bool
         Whether no function is approximated, even where its last bits decide nothing.
     """

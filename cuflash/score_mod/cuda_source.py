@@ -190,8 +190,8 @@ class TextProgram(Program):
         return "".join(f"  of_read[{read}] = 1;\n" for read, _ in enumerate(summed))
 
     def _run(self, arrays: Mapping[str, tuple[int, str]]) -> str:
-        places = list(COUNTED)
+        indices = list(COUNTED)
         if ORIGIN in arrays:
             index, dtype = arrays[ORIGIN]
-            places = [f"{x} + score_load<{ELEMENTS[dtype]}>(arrays[{index}], {n})" for n, x in enumerate(COUNTED)]
-        return _RUN.format(", ".join(places))
+            indices = [f"{x} + score_load<{ELEMENTS[dtype]}>(arrays[{index}], {n})" for n, x in enumerate(COUNTED)]
+        return _RUN.format(", ".join(indices))

@@ -189,7 +189,7 @@ def hoisted_program_of(
     done: dict[Node, Node] = {sub: table.load for sub, table in tables.items()}
     for at in in_order([program.score], tables):
         if at not in done:
-            done[at] = node(at.op, tuple(done[arg] for arg in at.args), at.payload, at.type, at.place)
+            done[at] = node(at.op, tuple(done[arg] for arg in at.args), at.payload, at.type, at.location)
     own = tuple((table.name, AXES, table.dtype) for table in tables.values())
     arrays = (*program.arrays, *own)
     made = with_derivatives(done[program.score], program.mask, arrays)

@@ -23,12 +23,12 @@ def of_slice(root: Node) -> Node:
         elif _is_of_pair(at):
             done[at] = _difference(at)
         else:
-            done[at] = node(at.op, tuple(done[arg] for arg in at.args), at.payload, at.type, at.place)
+            done[at] = node(at.op, tuple(done[arg] for arg in at.args), at.payload, at.type, at.location)
     return done[root]
 
 
 def _of_whole(at: Node) -> Node:
-    total = node("add", (at, _begin(str(at.payload))), place=at.place)
+    total = node("add", (at, _begin(str(at.payload))), location=at.location)
     return total if at.payload in ("i", "j") else node("min", (total, constant(LARGEST_SUM)))
 
 
@@ -41,8 +41,8 @@ def _is_of_pair(at: Node) -> bool:
 def _difference(at: Node) -> Node:
     first, second = at.args
     offset = node("sub", tuple(_begin(str(arg.payload)) for arg in at.args))
-    total = node("add", (node("sub", (first, second), place=at.place), offset))
-    return total if at.op == "sub" else node(at.op, (total, constant(0)), place=at.place)
+    total = node("add", (node("sub", (first, second), location=at.location), offset))
+    return total if at.op == "sub" else node(at.op, (total, constant(0)), location=at.location)
 
 
 def counts_from_origin(at: Node) -> bool:

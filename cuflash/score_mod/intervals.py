@@ -311,8 +311,8 @@ class Tables:
         if len(running) > 1 or any(np.size(x) > 1 for x in fixed):
             return (array.min(), array.max()) if array.size else UNKNOWN
         (axis,) = running
-        place = tuple(int(np.reshape(x, ())) for x in fixed)
-        key = (name, axis, place)
+        index = tuple(int(np.reshape(x, ())) for x in fixed)
+        key = (name, axis, index)
         if key not in self._tables:
-            self._tables[key] = RangeTable.of(np.moveaxis(array, axis, -1)[place])
+            self._tables[key] = RangeTable.of(np.moveaxis(array, axis, -1)[index])
         return self._tables[key].over(*ends[axis])

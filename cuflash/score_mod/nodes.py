@@ -39,20 +39,20 @@ class Node:
         The number of a constant, the name of an input or of the array of a load.
     type : {None, "bool", "int", "float"}
         None before the dtypes of arrays are known.
-    place : str
+    location : str
         File and line where the expression was first written; no part of what makes nodes equal.
     """
 
-    __slots__ = ("__weakref__", "args", "op", "payload", "place", "type")
+    __slots__ = ("__weakref__", "args", "location", "op", "payload", "type")
 
     op: str
     args: tuple[Node, ...]
     payload: Constant | str | None
     type: NodeType | None
-    place: str
+    location: str
 
     def __reduce__(self) -> tuple[object, ...]:
-        return node, (self.op, self.args, self.payload, self.type, self.place)
+        return node, (self.op, self.args, self.payload, self.type, self.location)
 
     def __repr__(self) -> str:
         return f"<{shown([('', self)])}>"
@@ -67,7 +67,7 @@ def node(
     args: tuple[Node, ...] = (),
     payload: Constant | str | None = None,
     type_: NodeType | None = None,
-    place: str = "",
+    location: str = "",
 ) -> Node:
     """The node of an operation."""
     spelled = payload.hex() if isinstance(payload, float) else payload  # tells 0.0 from -0.0, and a NaN equals itself
@@ -76,7 +76,7 @@ def node(
         found = _nodes.get(key)
         if found is None:
             found = Node()
-            found.op, found.args, found.payload, found.type, found.place = op, args, payload, type_, place
+            found.op, found.args, found.payload, found.type, found.location = op, args, payload, type_, location
             _nodes[key] = found
     return found
 
@@ -144,8 +144,8 @@ def _bare(text: str) -> str:
     if not text.startswith("("):
         return text
     depth = 0
-    for place, letter in enumerate(text):
+    for index, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
         if depth == 0:
-            return text[1:-1] if place == len(text) - 1 else text
+            return text[1:-1] if index == len(text) - 1 else text
     return text

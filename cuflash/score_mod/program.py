@@ -261,7 +261,7 @@ class Program:
 
     @property
     def _rows(self) -> dict[str, str]:
-        """By the name of a table, the text of the pointer to place 0 of its row."""
+        """By the name of a table, the text of the pointer to position 0 of its row."""
         first = len(self.arrays) - len(self.tables)
         return {table.name: f"of_head.table{array}" for array, table in enumerate(self.tables, first)}
 
@@ -369,10 +369,10 @@ class Program:
             lines = [f"by_s = {writer.text(slope)};"]
             for number, (name, load) in enumerate(reads):
                 array, indices = f"arrays[{arrays[name][0]}]", writer.indices(load.at)
-                place = f"score_place<0>({array}, (i64)0{indices})"
+                offset = f"score_place<0>({array}, (i64)0{indices})"
                 if name in own:
-                    place = f"place_in_table({array}{indices})"
-                lines.append(f"visit(Integer<{number}>{{}}, {place}, {writer.text(rests[number])});")
+                    offset = f"place_in_table({array}{indices})"
+                lines.append(f"visit(Integer<{number}>{{}}, {offset}, {writer.text(rests[number])});")
             return lines
 
         rests = [factored(load.derivative).rest for _, load in reads]

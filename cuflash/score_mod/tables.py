@@ -17,7 +17,7 @@ By = Literal["i", "j", "i - j"]
 # Kernels compute whole tiles of pairs: they may read so many rows past the last row, and keys past the last key.
 MARGIN = 256
 LINE = 32  # a row of a table is made of lines of so many entries, and a warp fills each
-AXES = 3  # batch entries, heads and places
+AXES = 3  # batch entries, heads and positions
 _PLACE = "const ScoreArg* arrays, int batch, int head, int place"  # in CUDA text
 
 
@@ -60,18 +60,18 @@ class Table:
         """How the score reads it."""
         i, j, head, batch = (node("input", (), name, "int") for name in ("i", "j", "head", "batch"))
         zero = node("constant", (), 0, "int")
-        place = {"i": i, "j": j, "i - j": node("sub", (i, j), None, "int")}[self.by]
-        indices = (batch if self.of_batch else zero, head if self.of_head else zero, place)
+        position = {"i": i, "j": j, "i - j": node("sub", (i, j), None, "int")}[self.by]
+        indices = (batch if self.of_batch else zero, head if self.of_head else zero, position)
         return node("load", indices, self.name, self.of.type)
 
     def size(self, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int, int]:
-        """Batch entries, heads and places that it has for such a problem."""
+        """Batch entries, heads and positions that it has for such a problem."""
         rows, keys = seqlen_q + MARGIN, seqlen_k + MARGIN
-        places = {"i": rows, "j": keys, "i - j": rows + keys}[self.by]
-        return batch if self.of_batch else 1, num_heads if self.of_head else 1, -(-places // LINE) * LINE
+        positions = {"i": rows, "j": keys, "i - j": rows + keys}[self.by]
+        return batch if self.of_batch else 1, num_heads if self.of_head else 1, -(-positions // LINE) * LINE
 
     def first(self, seqlen_k: int) -> int:
-        """The place of its first entry."""
+        """The position of its first entry."""
         return -(seqlen_k + MARGIN) if self.by == "i - j" else 0
 
     def reads(self, names: Collection[str]) -> bool:
@@ -79,7 +79,7 @@ class Table:
         return any(name in names for name in self.loads)
 
     def field(self, array: int) -> str:
-        """CUDA text: the member of OfHead that points to place 0 of the table's row for a head."""
+        """CUDA text: the member of OfHead that points to position 0 of the table's row for a head."""
         return f"const StoredAs<{ELEMENTS[self.dtype]}>::Type* table{array}"
 
     def row_of_head(self, array: int) -> str:
@@ -125,14 +125,14 @@ def _batch_axes_on(number: int, table: Table, arrays: Mapping[str, tuple[int, st
     def visits(writer: Writer) -> list[str]:
         lines = []
         for name, load in reads:
-            place = f"score_place<0>(arrays[{arrays[name][0]}], (i64)0{writer.indices(load.at)})"
-            lines.append(f"visit({arrays[name][0]}, {place}, {writer.text(load.derivative)});")
+            offset = f"score_place<0>(arrays[{arrays[name][0]}], (i64)0{writer.indices(load.at)})"
+            lines.append(f"visit({arrays[name][0]}, {offset}, {writer.text(load.derivative)});")
         return lines
 
     return head + _pair(table) + body(roots, arrays, visits, exact=True) + "}\n"
 
 
 def _pair(table: Table) -> str:
-    """CUDA text: i and j of a pair that the place of an entry belongs to."""
+    """CUDA text: i and j of a pair that the position of an entry belongs to."""
     pairs = {"i": "i = place, j = 0", "j": "i = 0, j = place", "i - j": "i = place > 0 ? place : 0, j = i - place"}
     return f"  const int {pairs[table.by]};\n  (void)i, (void)j;\n"

@@ -16,7 +16,7 @@ NAMED_INPUTS = ("head", "batch")  # the inputs that a function may ask for by na
 AFTER_THE_STAR = "pass the array as an argument after the *"
 
 
-def place() -> str:
+def location() -> str:
     """File and line of a caller: of the innermost frame outside of this package and of NumPy."""
     frame, _ = callers_frame()
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -29,19 +29,22 @@ def as_node(value: object) -> Node:
     if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:
         value = value.item()
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ValueError(f"{place()}: got {typed(value)}, expected an integer of 64 bits, or a real number: float(...)")
+        raise ValueError(
+            f"{location()}: got {typed(value)}, expected an integer of 64 bits, or a real number: float(...)"
+        )
     if isinstance(value, (bool, int, float)):
         return node("constant", (), value)
     if isinstance(value, numbers.Real):
         return node("constant", (), float(value))
     raise TypeError(
-        f"{place()}: got {typed(value)} in a traced expression, expected a number or a traced value: {AFTER_THE_STAR}"
+        f"{location()}: got {typed(value)} in a traced expression, "
+        f"expected a number or a traced value: {AFTER_THE_STAR}"
     )
 
 
 def operation(op: str, *args: object) -> Symbol:
     """The symbol of an operation on symbols and numbers."""
-    return Symbol(node(op, tuple(map(as_node, args)), place=place()))
+    return Symbol(node(op, tuple(map(as_node, args)), location=location()))
 
 
 def _binary(op: str, swapped: bool = False) -> Callable[[Any, Any], Any]:
@@ -53,7 +56,7 @@ def _binary(op: str, swapped: bool = False) -> Callable[[Any, Any], Any]:
 
 def _refused(what: str, remedy: str) -> Callable[..., Any]:
     def method(self: Symbol, *_: object) -> NoReturn:
-        raise TypeError(f"{place()}: {what}, whose value is not known while the function is traced: {remedy}")
+        raise TypeError(f"{location()}: {what}, whose value is not known while the function is traced: {remedy}")
 
     return method
 
@@ -83,7 +86,7 @@ _FUNCTIONS = "abs, clip, cos, exp, floor, log, maximum, minimum, sin, sqrt, tanh
 def _not_traced(function: Any, remedy: str = "") -> TypeError:
     name = function.__name__
     remedy = remedy or _REMEDIES.get(name, f"a function of cuflash: {_FUNCTIONS}")
-    return TypeError(f"{place()}: got numpy.{name} of a traced value, expected {remedy}")
+    return TypeError(f"{location()}: got numpy.{name} of a traced value, expected {remedy}")
 
 
 def _clip(x: object, low: object = None, high: object = None, **bounds: object) -> Symbol:
@@ -161,7 +164,7 @@ class Symbol:
         expected = "operators and functions of cuflash"
         if name in ("shape", "size", "ndim"):
             expected = "lengths as integers from outside, or as arrays after the *"
-        raise AttributeError(f"{place()}: got .{name} of a traced value, which is one number, expected {expected}")
+        raise AttributeError(f"{location()}: got .{name} of a traced value, which is one number, expected {expected}")
 
     __bool__ = _refused(
         "Python branches on a traced value", "use cuflash.where in place of if, and &, | and ~ for and, or and not"
@@ -179,12 +182,12 @@ class ScoreArgSymbol(Symbol):
     __slots__ = ("name",)
 
     def __init__(self, name: str) -> None:
-        super().__init__(node("load", (), name, place=place()))
+        super().__init__(node("load", (), name, location=location()))
         self.name = name
 
     def __getitem__(self, index: object) -> Symbol:
         indices = index if isinstance(index, tuple) else (index,)
-        return Symbol(node("load", tuple(map(as_node, indices)), self.name, place=place()))
+        return Symbol(node("load", tuple(map(as_node, indices)), self.name, location=location()))
 
 
 def score_arg_names(function: Callable[..., Any], what: str, positional: tuple[str, ...]) -> tuple[str, ...]:
@@ -252,7 +255,7 @@ def is_number(root: Node) -> bool:
 
 def number_as_mask(root: Node) -> TypeError:
     """The error for a mask function that returns a number."""
-    line = f"{root.place}: " if root.place else ""
+    line = f"{root.location}: " if root.location else ""
     return TypeError(
         f"{line}mask: got a function that returns a number, {shown([('', root)])}, expected a condition, such as this "
         "number >= 0 or != 0"

@@ -37,7 +37,7 @@ def cast(x: Node, type_: NodeType) -> Node:
         value = {"bool": bool, "int": int, "float": float}[type_](x.payload)
         return node("constant", (), value, type_)
     if x.op == "floor" and type_ == "float":  # which need not fit an integer, and converts nothing
-        return node("floor", x.args, None, type_, x.place)
+        return node("floor", x.args, None, type_, x.location)
     return node("cast", (x,), None, type_)
 
 
@@ -97,19 +97,19 @@ class _Typed:
         return self.made(type_, *(cast(x, type_) for x in args))
 
     def made(self, type_: NodeType, *args: Node) -> Node:
-        return node(self.at.op, args, self.at.payload, type_, self.at.place)
+        return node(self.at.op, args, self.at.payload, type_, self.at.location)
 
     def common(self, args: list[Node]) -> NodeType:
         return max((x.type for x in args if x.type is not None), key=lambda type_: _RANK[type_])
 
     def refuse(self, message: str) -> NoReturn:
-        raise TypeError(f"{self.at.place}: {message}")
+        raise TypeError(f"{self.at.location}: {message}")
 
     def load(self) -> Node:
         name = str(self.at.payload)
         num_axes, dtype = self.arrays[name]
         if len(self.args) != num_axes:
-            expected = f"{len(self.args)} axes, which it is indexed by in {self.at.place}"
+            expected = f"{len(self.args)} axes, which it is indexed by in {self.at.location}"
             raise value_error(name, f"an array of {num_axes} axes", expected)
         for index in self.args:
             if index.type == "float":

@@ -1,7 +1,7 @@
 """Calls on some queries and some keys of a longer problem, by the functions that compute whole calls.
 
 The visible pairs, the dropped weights, the distance of a key from a query, and the results of a caller's functions
-follow from the places of the rows in the whole problem. All arrays here are views as (batch, heads, rows, ...).
+follow from the positions of the rows in the whole problem. All arrays here are views as (batch, heads, rows, ...).
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ class Slices:
         """The indices at which a call begins, as dropout counts them."""
         if not self.options.dropout:
             return Origin()
-        query, key, head, entry = self._place_of(queries, keys)
+        query, key, head, entry = self._first_indices(queries, keys)
         return Origin(query, key, entry * self.problem.num_heads + head, self.problem.num_heads)
 
-    def _place_of(self, queries: Span, keys: Span) -> tuple[int, int, int, int]:
+    def _first_indices(self, queries: Span, keys: Span) -> tuple[int, int, int, int]:
         """Indices of the first query, key, head and batch entry of a call; rows count from their packed sequence."""
         first = (0, 0) if self.starts is not None else (queries[0] - self.zeros[0], keys[0] - self.zeros[1])
         return (*first, self.first_head, self.first_entry)
@@ -142,14 +142,14 @@ class Slices:
         return self._unpacked({"row_sums": self.backend.row_sums(options, self._packed(of_call))})
 
     def score_args(self, options: Options, queries: Span, keys: Span, q: Array) -> dict[str, Array]:
-        """What the functions of a call read: whole arrays, as wide as q is, and the place of the call."""
+        """What the functions of a call read: whole arrays, as wide as q is, and where the call begins."""
         is_widened = q.dtype.name not in (self.problem.dtype, *FLOAT8)
         arrays = self.wide_score_args if is_widened else self.arrays
         found = {name: arrays[name] for name in options.score_args if name != ORIGIN}
         if ORIGIN in options.score_args:
             found[ORIGIN] = self.xp.empty(len(COUNTED), np.int32)
             # One number at a time: a captured graph keeps each as an argument, and nothing is copied from the host.
-            for axis, first in enumerate(self._place_of(queries, keys)):
+            for axis, first in enumerate(self._first_indices(queries, keys)):
                 found[ORIGIN][axis] = first
         return found
 

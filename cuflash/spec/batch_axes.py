@@ -438,11 +438,11 @@ class Calls:
         array = self._with_heads(name, array)
         batch_axes = self._batch_axes(name, array)
         axes = range(len(self.axes.lengths) - batch_axes, len(self.axes.lengths))
-        places = [
+        indices = [
             inner if axis in self.axes.inner else index[axis] if n > 1 else 0
             for axis, n in zip(axes, array.shape[:batch_axes], strict=True)
         ]
-        return array[tuple([*places, ...])]
+        return array[tuple([*indices, ...])]
 
     def _view(self, name: str, array: Array, index: tuple[int, ...]) -> Array:
         """The slice of an array that one call gets, with the batch of the call before its own axes."""

@@ -265,8 +265,8 @@ def access_bytes(operands: tuple[Operand, ...], *addresses: int) -> int:
         widths: list[int] = []
         for is_narrow in (True, False):
             some = tuple(x for x, is_of_it in zip(operands, of_float8, strict=True) if is_of_it == is_narrow)
-            places = [x for x, is_of_it in zip(addresses, of_float8, strict=False) if is_of_it == is_narrow]
-            widths.append(_aligned_bytes(some, places))
+            at = [x for x, is_of_it in zip(addresses, of_float8, strict=False) if is_of_it == is_narrow]
+            widths.append(_aligned_bytes(some, at))
         narrow, others = widths
         return min(others, narrow if narrow == 16 else min(8, narrow * size))
     return _aligned_bytes(operands, addresses)

@@ -1,4 +1,4 @@
-"""Which weights dropout drops: random bits that depend on seed, offset and the place of a weight, and on nothing else.
+"""Which weights dropout drops: random bits that depend on seed, offset and the position of a weight alone.
 
 The bits are those of Philox-4x32-7 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3, 2011).
 Its key is the seed, low word first. A call makes four words, which are 16 bits each for 8 weights of one head: rows i
@@ -15,7 +15,7 @@ high ones. It is dropped if they are, as a number, less than 65536 * rate, where
 1 / 65536.
 
 Tensor cores deal rows and columns to threads in such a way that a call has what one thread needs, and that one exchange
-between neighbours is enough where rows and columns change places, in the backward pass.
+between neighbours is enough where rows and columns are swapped, in the backward pass.
 """
 
 from __future__ import annotations

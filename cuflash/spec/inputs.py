@@ -42,7 +42,7 @@ class OptionalInput:
     has_keys : bool
         Whether one of its axes is as long as there are keys, or blocks of them.
     acts : int
-        Its place in the order in which inputs act on a score; the names of kernels list options in this order. 0 for
+        Its position in the order in which inputs act on a score; the names of kernels list options in this order. 0 for
         one that does not act on scores.
     define : str
         The macro that tells kernels of it. It is 0 where the input is absent. Where it is given, it is 1, or the
@@ -208,7 +208,7 @@ PAIR_OPTIONS = (
 )
 # Those of `PAIR_OPTIONS` that hide pairs, and do nothing else.
 MASKS = tuple(name for name in PAIR_OPTIONS if name in BY_NAME and not BY_NAME[name].gradient_via)
-# The others of `PAIR_OPTIONS`, which make the score: a score_mod takes their place.
+# The others of `PAIR_OPTIONS`, which make the score: a score_mod replaces them.
 SCORE_OPTIONS = tuple(name for name in PAIR_OPTIONS if name not in MASKS)
 # The macros that tell kernels whether an option is given.
 DEFINES: Mapping[str, str] = {

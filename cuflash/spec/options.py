@@ -92,7 +92,7 @@ class Options(Numbers):
             for name in SCORE_OPTIONS:
                 if getattr(self, name, None) is not None:
                     raise beside_score_error(name)
-        if min(self.origin) < 0 or any(place % ORIGIN_STEP for place in self.origin[:2]):
+        if min(self.origin) < 0 or any(index % ORIGIN_STEP for index in self.origin[:2]):
             raise value_error("origin", self.origin, f"multiples of {ORIGIN_STEP}, and numbers of heads, at least 0")
         for name, value in checked.items():
             object.__setattr__(self, name, value)

@@ -35,7 +35,7 @@ class Equivalent:
     ----------
     options : Options
         The options of the call, with options in place of functions.
-    places : mapping of str to (str, tuple)
+    becomes : mapping of str to (str, tuple)
         By the name of an array that the score reads, the optional input that it becomes, and the index that turns its
         axes into those of the input.
     unread : tuple of str
@@ -43,13 +43,13 @@ class Equivalent:
     """
 
     options: Options
-    places: Mapping[str, tuple[str, Index]]
+    becomes: Mapping[str, tuple[str, Index]]
     unread: tuple[str, ...]
 
     def arrays(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays of a call, with the gradients that it writes to, by their new names."""
-        renamed = {name: x for name, x in given.items() if name not in self.places and name not in self.unread}
-        for name, (option, index) in self.places.items():
+        renamed = {name: x for name, x in given.items() if name not in self.becomes and name not in self.unread}
+        for name, (option, index) in self.becomes.items():
             renamed[option] = given[name][index] if index else given[name]
             gradient = given.get(f"d{name}")
             renamed.pop(f"d{name}", None)
@@ -70,7 +70,7 @@ class Equivalent:
             gradient = by_name[self._gradient(name)]
             if given.get(name) is not None:
                 gradient = given[name]
-            elif name[1:] in self.places:
+            elif name[1:] in self.becomes:
                 gradient = gradient.reshape(given[name[1:]].shape)
             found.append(gradient)
         return found
@@ -79,14 +79,14 @@ class Equivalent:
         """The new name of a result; only gradients of what a score reads have one."""
         if name in FORWARD.results_of(self.options):
             return name
-        option, _ = self.places.get(name[1:], (name[1:], _ALL))
+        option, _ = self.becomes.get(name[1:], (name[1:], _ALL))
         return f"d{option}"
 
     def describe(self, options: Options, given: Mapping[str, Any]) -> str:
         """The text about it in a plan, for the options and the arrays of the call."""
         cap = self.options.softcap
         numbers = [] if cap is None else [f"softcap = {cap}"]
-        arrays = [f"{option} = {name}" for name, (option, _) in self.places.items()]
+        arrays = [f"{option} = {name}" for name, (option, _) in self.becomes.items()]
         bounds = [f"window = {self.options.window}"] if options.mask_function and not self.options.mask_function else []
         types = tuple((name, given[name].ndim, given[name].dtype.name) for name in options.score_args)
         program = program_of(options.score, options.mask_function, types)
@@ -164,20 +164,20 @@ def _equivalent(
         if bounds is not None:
             call = call._replace(window=bounds)
             changed |= {"mask_function": None, "causal": False, "window": bounds, "diagonal": 0}
-    places: dict[str, tuple[str, Index]] = {}
+    becomes: dict[str, tuple[str, Index]] = {}
     if options.score is not None and options.score.root is not None:
         as_options = _of_score(options.score.root, call, served)
         if as_options is not None and not set(as_options[1]) & _read_otherwise(options):
-            cap, places = as_options
+            cap, becomes = as_options
             changed |= {"score": None, "softcap": cap}
-            if "alibi_slopes" in {option for option, _ in places.values()} and call.window == (None, None):
+            if "alibi_slopes" in {option for option, _ in becomes.values()} and call.window == (None, None):
                 changed["diagonal"] = 0
     if not changed:
         return None
     remaining = replace(options, **changed)
-    kept = (*remaining.score_args, *places)
+    kept = (*remaining.score_args, *becomes)
     return Equivalent(
-        options=remaining, places=places, unread=tuple(name for name in options.score_args if name not in kept)
+        options=remaining, becomes=becomes, unread=tuple(name for name in options.score_args if name not in kept)
     )
 
 
@@ -202,7 +202,7 @@ def _of_score(
 ) -> tuple[float | None, dict[str, tuple[str, Index]]] | None:
     """The soft cap and optional inputs that a score consists of; None if there is more in it, or neither of these."""
     cap: float | None = None
-    places: dict[str, tuple[str, Index]] = {}
+    becomes: dict[str, tuple[str, Index]] = {}
     has_s = False
     for sign, summand in _summands(root):
         own_cap = _cap(summand, call)
@@ -212,11 +212,11 @@ def _of_score(
         option = _alibi_slopes(sign, summand, call) or _bias(sign, summand, call)
         if option is None or option[1][0] not in served:
             return None
-        name, place = option
-        if name in places or any(place[0] == other for other, _ in places.values()):
+        name, target = option
+        if name in becomes or any(target[0] == other for other, _ in becomes.values()):
             return None
-        places[name] = place
-    return (cap, places) if has_s and (cap is not None or places) else None
+        becomes[name] = target
+    return (cap, becomes) if has_s and (cap is not None or becomes) else None
 
 
 def _summands(at: Node, sign: int = 1) -> list[tuple[int, Node]]:
@@ -360,5 +360,5 @@ def _linear(at: Node) -> tuple[int, int, int] | None:
     if any(form is None for form in forms):
         return None
     signs = {"add": (1, 1), "sub": (1, -1), "neg": (-1,)}[at.op]
-    a, b, c = (sum(sign * form[place] for sign, form in zip(signs, forms, strict=True) if form) for place in range(3))
+    a, b, c = (sum(sign * form[i] for sign, form in zip(signs, forms, strict=True) if form) for i in range(3))
     return a, b, c

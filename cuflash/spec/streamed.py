@@ -76,7 +76,7 @@ def streamed(k: Array, v: Array, *, chunk: int | None = None) -> StreamedPair:
     Returns
     -------
     StreamedPair
-        ``k`` and ``v``, which all methods of `cuflash.FlashAttention` take in the places of k and v:
+        ``k`` and ``v``, which all methods of `cuflash.FlashAttention` take in place of k and v:
         ``attn.forward(q, *cuflash.streamed(k, v))``.
 
     Raises

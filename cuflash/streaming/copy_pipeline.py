@@ -84,7 +84,7 @@ class Lane:
 
     @property
     def rows_axis(self) -> int:
-        """The place of the axis of rows in the order of memory."""
+        """The position of the axis of rows in memory order."""
         return self.order.index(2)
 
     def _blocks(self, number: int, span: Span) -> Iterator[tuple[Array, Host]]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.emulator import Schedule, guarded
-from cuflash.emulator.passes import Place, backward, forward, plan_for, run
+from cuflash.emulator.passes import Allocate, backward, forward, plan_for, run
 from cuflash.plan import DeviceSpec, LaunchPlan, choose_plan
 from cuflash.plan.tiles import Tile
 from cuflash.spec.batch_axes import Calls, axes_of, is_plain
@@ -22,7 +22,7 @@ from cuflash.testing import Case, measure, optional, qkv, reference, yardsticks
 from tests.large_scores import Backend
 
 __all__ = [
-    "Place",
+    "Allocate",
     "assert_tf32_split",
     "backward",
     "by_calls",

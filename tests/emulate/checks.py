@@ -142,12 +142,12 @@ def rising(tile, dtype, **options):
 
 
 def framed(frames, *, aligned=False):
-    """Places arrays within NaN; `frames` collects what surrounds them and where they are in it.
+    """Allocates arrays within NaN; `frames` collects what surrounds them and where they are in it.
 
     With `aligned`, rows begin at multiples of 16 bytes.
     """
 
-    def place(array):
+    def allocate(array):
         leads = [2] * (array.ndim - 1) + [8 if aligned else 2]
         shape = [n + 2 * lead for n, lead in zip(array.shape, leads, strict=True)]
         if aligned:
@@ -158,7 +158,7 @@ def framed(frames, *, aligned=False):
         frames.append((frame, inside))
         return frame[inside]
 
-    return place
+    return allocate
 
 
 def assert_only_noise(frames, count):

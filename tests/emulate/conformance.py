@@ -347,7 +347,7 @@ def check_pause(run):
 
 
 def check_turns(run):
-    # Sums of such numbers are rounded at every addition, and differ with its place.
+    # Sums of such numbers are rounded at every addition, and differ with their order.
     blocks = 100
     values = np.random.default_rng(7).standard_normal((blocks, BLOCK)).astype(np.float32)
     expected = np.zeros(BLOCK, np.float32)
@@ -371,7 +371,7 @@ def check_counts(run):
 
 
 def check_arrivals(run):
-    # Sums of such numbers are rounded at every addition, and differ with its place.
+    # Sums of such numbers are rounded at every addition, and differ with their order.
     blocks, first = 100, 0x123456789ABC0000
     for name, dtype in (("arrivals", np.float32), ("arrivals_float64", np.float64)):
         values = np.random.default_rng(9).standard_normal((blocks, BLOCK)).astype(dtype)

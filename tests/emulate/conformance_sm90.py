@@ -70,7 +70,7 @@ def check_bulk_load(run):
 
 
 def _swizzled(image):
-    """The bytes of a box where TMA puts them: 16-byte chunks of line i change places by i modulo 8."""
+    """The bytes of a box where TMA puts them: 16-byte chunks of line i are permuted by i modulo 8."""
     chunks = image.reshape(-1, 16)
     return chunks[np.arange(len(chunks)) ^ (np.arange(len(chunks)) // 8 % 8)].reshape(-1)
 
@@ -84,10 +84,10 @@ def _view(array, tensor):
 def _box_of(view, box, coordinates):
     """The box, with zeros outside of the array, and which of its elements are inside."""
     values, inside = np.zeros(box[::-1], view.dtype), np.zeros(box[::-1], bool)
-    for place in np.ndindex(values.shape):
-        index = tuple(np.add(place, coordinates[::-1]))
+    for index_in_box in np.ndindex(values.shape):
+        index = tuple(np.add(index_in_box, coordinates[::-1]))
         if all(0 <= i < n for i, n in zip(index, view.shape, strict=True)):
-            values[place], inside[place] = view[index], True
+            values[index_in_box], inside[index_in_box] = view[index], True
     return values, inside
 
 
@@ -180,8 +180,8 @@ def check_tensor_store(run):
         view = _view(expected, tensor)
         _, inside = _box_of(view, sizes, coordinates)
         values = image.view(dtype).reshape(sizes[::-1])
-        for place in np.argwhere(inside):
-            view[tuple(place + coordinates[::-1])] = values[tuple(place)]
+        for index_in_box in np.argwhere(inside):
+            view[tuple(index_in_box + coordinates[::-1])] = values[tuple(index_in_box)]
         assert (got == expected).all(), name
 
 

@@ -227,10 +227,10 @@ class ElementwiseKernel:
         hosts = [x.host for x in arrays]
         flat = [np.ascontiguousarray(x) for x in hosts[: self.count]]
         flat += [np.empty(x.shape, x.dtype) for x in hosts[self.count :]]
-        places = [f"{ctype}& {name} = (({ctype}*)at[{i}])[n];" for i, (ctype, name) in enumerate(self.params)]
+        bindings = [f"{ctype}& {name} = (({ctype}*)at[{i}])[n];" for i, (ctype, name) in enumerate(self.params)]
         text = f"""using int32 = int; using int64 = long; struct complex128 {{ double real, imag; }};
             extern "C" void run(void** at, long count) {{
-              for (long n = 0; n < count; ++n) {{ {" ".join(places)} {self.operation}; }} }}"""
+              for (long n = 0; n < count; ++n) {{ {" ".join(bindings)} {self.operation}; }} }}"""
         with _one_at_a_time:
             run = _compiled(text)
         run((ctypes.c_void_p * len(flat))(*(x.ctypes.data for x in flat)), ctypes.c_long(flat[0].size))

@@ -171,7 +171,7 @@ def test_columns_of_gradients_on_compute_capability_9(head_dim, data):
     plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), passes.BACKWARD)
     assert "sm90/backward.cu" in [kernel.source for kernel in plan.kernels]
     forward, options = forward_by_oracle(problem, arrays), {"arch": "9.0", "schedule": schedule}
-    ct.assert_backward(case, *attention.backward(problem, arrays, *forward, place=attention.guarded, **options))
+    ct.assert_backward(case, *attention.backward(problem, arrays, *forward, allocate=attention.guarded, **options))
 
 
 # ---- What acts on the sums of rows, together -------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def test_results_stay_inside_their_arrays(tile, head_dim):
     frames: list[np.ndarray] = []
     problem = problem_of(case, arrays)
     forward = forward_by_oracle(problem, arrays)
-    results = backward(problem, arrays, *forward, tile, place=checks.framed(frames))
+    results = backward(problem, arrays, *forward, tile, allocate=checks.framed(frames))
     ct.assert_backward(case, *results)
     checks.assert_only_noise(frames, 6 + 3)
 
@@ -136,7 +136,7 @@ def test_offsets_take_64_bits(tile):
     case = ct.Case(**sizes, dtype="float32", bias=(2, 2, 33, 18), mask=(2, 2, 33, 18), kv_lengths=(18, 11))
     arrays = case.arrays()
     problem = problem_of(case, arrays)
-    results = backward(problem, arrays, *forward_by_oracle(problem, arrays), tile, place=attention.far_apart)
+    results = backward(problem, arrays, *forward_by_oracle(problem, arrays), tile, allocate=attention.far_apart)
     ct.assert_backward(case, *results)
 
 

@@ -323,7 +323,7 @@ def test_a_call_in_memory_of_one_that_has_not_ended(schedule):
 def test_results_stay_inside_their_arrays(device):
     frames = []
 
-    def place(array):
+    def allocate(array):
         margins = [8 if axis == array.ndim - 1 else 2 for axis in range(array.ndim)]  # 8: aligned rows
         shape = [n + 2 * margin for n, margin in zip(array.shape, margins, strict=True)]
         poison = -1 if array.dtype.kind == "i" else np.nan
@@ -333,7 +333,7 @@ def test_results_stay_inside_their_arrays(device):
         frames.append((frame, inside, poison))
         return frame[inside]
 
-    ct.assert_forward(CASE, *run(CASE, place=place, device=device))
+    ct.assert_forward(CASE, *run(CASE, allocate=allocate, device=device))
     for frame, inside, poison in frames:
         frame[inside] = poison
         np.testing.assert_array_equal(frame, np.full_like(frame, poison))
@@ -342,7 +342,7 @@ def test_results_stay_inside_their_arrays(device):
 @every_device
 def test_offsets_take_64_bits(device):
     case = replace(CASE, head_dim=16, head_dim_v=16, seqlen_k=150, num_heads=4, kv_lengths=(150, 33))
-    ct.assert_forward(case, *run(case, place=attention.far_apart, device=device))
+    ct.assert_forward(case, *run(case, allocate=attention.far_apart, device=device))
 
 
 def test_lengths_out_of_range_are_clamped():
@@ -374,7 +374,7 @@ def test_maps_that_reach_over_more_keys_than_there_are(length, device, change):
     arrays = cache | {name: cache[name][:, :, :length] for name in "kv"}
     for name in "kv":
         cache[name][:, :, length:] = np.nan
-    out, lse = run(case, arrays=arrays, device=device, place=lambda array: array, mapped_keys=384)
+    out, lse = run(case, arrays=arrays, device=device, allocate=lambda array: array, mapped_keys=384)
     yardsticks = ct.yardsticks(problem_of(case, arrays), {n: x for n, x in arrays.items() if n != "dout"})
     for name, x in (("out", out), ("lse", lse)):
         measurement = ct.measure(name, x, yardsticks[name])

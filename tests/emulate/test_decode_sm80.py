@@ -366,7 +366,7 @@ def test_values_that_are_no_numbers(dtype, num_sms):
 def test_results_stay_inside_their_arrays(dtype, num_sms):
     frames = []
 
-    def place(array):
+    def allocate(array):
         shape = [n + 4 for n in array.shape]
         poison = -1 if array.dtype.kind == "i" else np.nan
         frame = attention.guarded(np.full(shape, poison, array.dtype))
@@ -376,7 +376,7 @@ def test_results_stay_inside_their_arrays(dtype, num_sms):
         return frame[inside]
 
     case = replace(CASE, dtype=dtype)
-    ct.assert_forward(case, *run(case, place=place, num_sms=num_sms))
+    ct.assert_forward(case, *run(case, allocate=allocate, num_sms=num_sms))
     for frame, inside, poison in frames:
         frame[inside] = poison
         np.testing.assert_array_equal(frame, np.full_like(frame, poison))
@@ -385,7 +385,7 @@ def test_results_stay_inside_their_arrays(dtype, num_sms):
 @pytest.mark.parametrize("change", [{}, {"mask": (2, 4, 3, 150), "bias": (2, 4, 3, 150)}], ids=str)
 def test_offsets_take_64_bits(change):
     case = replace(CASE, head_dim=16, head_dim_v=16, seqlen_k=150, num_heads=4, kv_lengths=(150, 33), **change)
-    ct.assert_forward(case, *run(case, place=attention.far_apart, num_sms=5))
+    ct.assert_forward(case, *run(case, allocate=attention.far_apart, num_sms=5))
 
 
 def test_lengths_out_of_range_are_clamped():

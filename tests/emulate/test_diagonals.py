@@ -1,4 +1,4 @@
-"""Parts of longer problems: the kernels take any diagonal, not only those that follow from the lengths."""
+"""Slices of longer problems: the kernels take any diagonal, not only those that follow from the lengths."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,12 +20,12 @@ pytestmark = [
 ]
 
 # Queries before most keys, so that many see nothing; in the middle; and behind most keys, so that nobody sees many.
-PARTS = ((-70, (40, 10)), (15, (None, 0)), (160, (90, None)))
+SLICES = ((-70, (40, 10)), (15, (None, 0)), (160, (90, None)))
 KERNELS = (("8.0", "float32", 16), ("9.0", "bfloat16", 64), ("9.0", "float32", 64))
 
 
 @pytest.mark.parametrize(("arch", "dtype", "dim"), KERNELS)
-@pytest.mark.parametrize(("diagonal", "window"), PARTS)
+@pytest.mark.parametrize(("diagonal", "window"), SLICES)
 def test_any_diagonal_keeps_the_oracle_rule(arch, dtype, dim, diagonal, window):
     case = ct.Case(seqlen_q=75, seqlen_k=140, head_dim=dim, dtype=dtype, window=window, alibi_slopes=(1,))
     problem, arrays = attention.inputs_of(case, diagonal=diagonal)
@@ -47,8 +47,8 @@ def test_decode_in_the_middle_of_many_keys(dtype, kernel):
 
 
 @pytest.mark.parametrize(("arch", "dtype", "dim"), [("8.0", "float32", 16), ("9.0", "bfloat16", 64)])
-def test_dropout_counts_from_the_place_of_a_part(arch, dtype, dim):
-    """What it drops of the part is what it drops there of the whole."""
+def test_dropout_counts_from_the_origin_of_a_slice(arch, dtype, dim):
+    """What it drops of the slice is what it drops there of the whole."""
     random: dict[str, Any] = {"seed": 5, "offset": 7}
     case = ct.Case(batch=2, num_heads=2, seqlen_q=75, seqlen_k=140, head_dim=dim, dtype=dtype, dropout=0.3)
     problem, arrays = attention.inputs_of(case, diagonal=0, origin=Origin(48, 96, 3, 7))

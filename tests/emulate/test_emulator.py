@@ -1,4 +1,4 @@
-"""The emulator reports the mistakes that are planted in ``planted_bugs.cu``, in the right place, and no others."""
+"""The emulator reports the mistakes that are planted in ``planted_bugs.cu``, at the right line, and no others."""
 
 import ctypes
 import functools

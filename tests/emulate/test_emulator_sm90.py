@@ -1,4 +1,4 @@
-"""The emulator reports the mistakes of ``planted_bugs_sm90.cu``, in the right place."""
+"""The emulator reports the mistakes of ``planted_bugs_sm90.cu``, at the right line."""
 
 import functools
 import re

@@ -100,13 +100,13 @@ def test_out_of_any_alignment(first, more):
     """Rows of out begin at column `first` of rows that are `more` columns wider."""
     case = replace(CASE, seqlen_q=65, seqlen_k=64)
 
-    def place(array):
+    def allocate(array):
         if array.dtype.name != "bfloat16":
             return array.copy()
         wide = np.zeros((*array.shape[:-1], array.shape[-1] + more), array.dtype)
         return wide[..., first : first + array.shape[-1]]
 
-    assert_float8(case, *run(case, FORWARD_FLOAT8_SM90_TILES[1], place=place, sanitizer="undefined"))
+    assert_float8(case, *run(case, FORWARD_FLOAT8_SM90_TILES[1], allocate=allocate, sanitizer="undefined"))
 
 
 def test_out_is_a_mean_of_values():

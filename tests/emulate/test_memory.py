@@ -43,7 +43,7 @@ pytestmark = [
 def test_results_stay_inside_their_arrays(deterministic):
     case = ct.Case(seqlen_q=70, seqlen_k=81, batch=2, num_heads=2, num_heads_kv=1, head_dim=24, dtype="bfloat16")
     frames: list[np.ndarray] = []
-    assert_results(case, all_results(case, deterministic=deterministic, place=framed(frames)))
+    assert_results(case, all_results(case, deterministic=deterministic, allocate=framed(frames)))
     assert_only_noise(frames, 5 + 9)  # inputs and results of both passes
 
 
@@ -54,8 +54,8 @@ def test_results_of_the_tma_stay_inside_their_arrays(tile):
     case = replace(case, head_dim_v=16)
     arrays = case.arrays()
     frames: list[np.ndarray] = []
-    place = framed(frames, aligned=True)
-    results = attention.forward(problem_of(case, arrays), arrays, tiles=(tile,), place=place)
+    allocate = framed(frames, aligned=True)
+    results = attention.forward(problem_of(case, arrays), arrays, tiles=(tile,), allocate=allocate)
     ct.assert_forward(case, *results)
     assert_only_noise(frames, 3 + 2)
 
@@ -76,7 +76,7 @@ def test_offsets_take_64_bits(options, deterministic, arch):
         alibi_slopes=(2, 2),
         **options,
     )
-    assert_results(case, all_results(case, arch=arch, deterministic=deterministic, place=attention.far_apart))
+    assert_results(case, all_results(case, arch=arch, deterministic=deterministic, allocate=attention.far_apart))
 
 
 def run_sanitized(sanitizer, configs=((False, "float16"), (True, "float16"), (False, "float32"), (True, "float64"))):

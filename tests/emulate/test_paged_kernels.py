@@ -145,7 +145,7 @@ def test_entries_that_are_no_page_are_moved_to_one(tile, case):
 @some_cases
 def test_offsets_take_64_bits(tile, case):
     case = replace(case, head_dim=16, head_dim_v=16, seqlen_q=5, seqlen_k=64, batch=2, kv_lengths=(33, 64))
-    ct.assert_forward(case, *run(case, tile, place=attention.far_apart))
+    ct.assert_forward(case, *run(case, tile, allocate=attention.far_apart))
 
 
 def test_no_undefined_behaviour():

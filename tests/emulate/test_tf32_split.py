@@ -213,8 +213,8 @@ def test_results_stay_inside_their_arrays(head_dim):
     frames: list[np.ndarray] = []
     problem = problem_of(case, arrays, precision="tf32")
     out, lse = forward_by_oracle(problem, arrays)
-    judge(problem, arrays, forward(problem, arrays, FORWARD_ROWS[0], place=checks.framed(frames)))
-    judge(problem, arrays, backward(problem, arrays, out, lse, NARROW, place=checks.framed(frames)))
+    judge(problem, arrays, forward(problem, arrays, FORWARD_ROWS[0], allocate=checks.framed(frames)))
+    judge(problem, arrays, backward(problem, arrays, out, lse, NARROW, allocate=checks.framed(frames)))
     checks.assert_only_noise(frames, 5 + 9)
 
 

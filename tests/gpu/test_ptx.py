@@ -132,8 +132,8 @@ def test_a_kernel_compiled_twice_is_reported_twice(directory, tmp_path):
     """NVRTC's own cache, which works where there is a driver, would leave the second report empty."""
     reports = [
         compile_kernel(
-            "conformance.cu", "indices", {"CUFLASH_ARCH": 80}, "sm_80", kernel_dir=directory, cache_dir=place
+            "conformance.cu", "indices", {"CUFLASH_ARCH": 80}, "sm_80", kernel_dir=directory, cache_dir=folder
         ).resources
-        for place in (tmp_path / "first", tmp_path / "second")
+        for folder in (tmp_path / "first", tmp_path / "second")
     ]
     assert reports[0].registers == reports[1].registers > 0

@@ -54,7 +54,7 @@ def test_slow_contenders_run_on_some_cases_unless_named(tmp_path):
 
 
 def test_devices_share_cases(monkeypatch, tmp_path):
-    """Each case is measured by one process, and comes in its place."""
+    """Each case is measured by one process, and comes in its order."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     cases = (PLAIN, SMALL, replace(SMALL, seqlen_q=3))
     results = list(share([(case, ["cuflash"], ["forward"]) for case in cases], "cpu", 1e-4, 2))

@@ -497,21 +497,21 @@ def test_cache_directory_without_a_home(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("place", "is_found"),
+    ("kernels", "is_found"),
     [("site/cuflash/kernels", True), ("site/kernels", True), ("kernels", False)],
     ids=["wheel", "checkout", "missing"],
 )
-def test_kernel_directory(tmp_path, place, is_found):
-    """A stranger's package named kernels beside an installed cuflash is not taken for ours."""
+def test_kernel_directory(tmp_path, kernels, is_found):
+    """A stranger's package named kernels next to an installed cuflash is not taken for ours."""
     package = tmp_path / "site" / "cuflash"
     for folder in ("arrays", "score_mod", "spec", "plan", "gpu"):
         shutil.copytree(ROOT / "cuflash" / folder, package / folder)
     write_files(package, {"__init__.py": b""})
     write_files(tmp_path / "site" / "kernels", {"__init__.py": b""})
-    write_files(tmp_path / place, {"ptx/base.cuh": b""})
+    write_files(tmp_path / kernels, {"ptx/base.cuh": b""})
     program = "from cuflash.gpu import compiler; print(compiler.kernel_directory())"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path / "site", capture_output=True, text=True)
     if is_found:
-        assert Path(done.stdout.strip()) == (tmp_path / place).resolve()
+        assert Path(done.stdout.strip()) == (tmp_path / kernels).resolve()
     else:
         assert "FileNotFoundError: the CUDA sources of cuflash are in none of" in done.stderr

@@ -298,8 +298,8 @@ def test_what_is_computed_beside_a_head_changes_no_bit(seqlen_q, seqlen_k, head_
         qkv, dout, dlse, sinks = ct.qkv(own), own["dout"], own["dlse"], own["sinks"]
         out, lse = attn.forward(*qkv, sinks=sinks)
         alone = {"out": out, "lse": lse, **attn.backward(dout, *qkv, out, lse, dlse=dlse, sinks=sinks)._asdict()}
-        places = {name: slice(h, h + 1) if name in ("dk", "dv") else heads for name in ("out", "lse", *names)}
-        assert_same_bits({name: together[name][b, place] for name, place in places.items()}, alone)
+        indices = {name: slice(h, h + 1) if name in ("dk", "dv") else heads for name in ("out", "lse", *names)}
+        assert_same_bits({name: together[name][b, index] for name, index in indices.items()}, alone)
 
 
 @settings(max_examples=examples(60))

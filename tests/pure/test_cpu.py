@@ -316,7 +316,7 @@ def test_what_is_not_finite_reaches_the_output_as_in_the_formula(name, value):
     @settings(max_examples=examples(20))
     @given(st.integers(0, 29), st.integers(0, 29))
     @example(20, 1)
-    def at_any_place(row, column):
+    def at_any_position(row, column):
         arrays = {n: x for n, x in case.arrays().items() if n != "dout"}
         arrays[name][..., row, column % arrays[name].shape[-1]] = value
         inputs = (arrays[n] for n in ("q", "k", "v"))
@@ -331,7 +331,7 @@ def test_what_is_not_finite_reaches_the_output_as_in_the_formula(name, value):
             measurement = ct.measure(n, x, dataclasses.replace(without[n], expected=formula[n]))
             assert not measurement.failure, str(measurement)
 
-    at_any_place()
+    at_any_position()
 
 
 @every_way

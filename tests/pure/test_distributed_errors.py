@@ -122,13 +122,13 @@ def test_values_of_bias_and_mask_that_all_ranks_have_are_compared(data, name, me
     else:
         shape = (*data.draw(st.sampled_from([(), (1,), (*lead, 1)])), data.draw(st.sampled_from([1, 12])))
     values = np.ones(shape, bool) if name == "mask" else np.zeros(shape)
-    place = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    index = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     split = cd.contiguous(12, 3)
 
     def work(comm):
         own, x = values.copy(), np.ones((2, 4, 8))
         if comm.rank == 2 and not is_same:
-            own[place] = not own[place]
+            own[index] = not own[index]
         attn = cd.ContextParallel(comm, split=split, timeout=5)
         inputs = {"forward": (x,) * 3, "backward": (*(x,) * 5, x[..., 0]), "decode": (x[:, :3], x, x)}[method]
         return getattr(attn, method)(*inputs, **{name: own})

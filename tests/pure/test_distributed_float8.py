@@ -16,7 +16,7 @@ from tests.ranks import Shards, Whole, on_threads
 
 FEATURES = (*ct.FEATURES, "float8", "sinks", "dropout", "block_mask", "packed")
 SMALL: dict[str, Any] = {"features": FEATURES, "max_seqlen": 65, "max_head_dim": 24, "max_scores": 2**11}
-PER_HEAD = {"block": "head", "token": "tensor"}  # in the place of scales of blocks of rows
+PER_HEAD = {"block": "head", "token": "tensor"}  # in place of scales of blocks of rows
 
 
 @st.composite

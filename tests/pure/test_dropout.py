@@ -59,7 +59,7 @@ def test_arrays_as_integers(counter, key):
 
 
 @given(st.data())
-def test_the_place_of_a_weight_as_documented(data):
+def test_the_position_of_a_weight_as_documented(data):
     seed, offset = data.draw(st.integers(0, 2**64 - 1)), data.draw(WORDS)
     b, h, i, j = (data.draw(st.integers(0, n)) for n in (1, 2, 40, 70))
     threshold = data.draw(st.integers(0, 65535))
@@ -81,11 +81,11 @@ def test_parts_are_parts_of_the_whole(data):
     np.testing.assert_array_equal(part, whole[b, h, rows.start : rows.stop, columns.start : columns.stop])
 
 
-def test_far_places_need_no_others():
-    place = (range(2**30 - 5, 2**30), range(2**30 - 7, 2**30))
-    part = kept_weights(0.5, 1, 2, 2**31 - 1, *place)
+def test_far_positions_need_no_others():
+    position = (range(2**30 - 5, 2**30), range(2**30 - 7, 2**30))
+    part = kept_weights(0.5, 1, 2, 2**31 - 1, *position)
     assert part.shape == (5, 7)
-    assert not np.array_equal(part, kept_weights(0.5, 1, 2, 2**31 - 2, *place))
+    assert not np.array_equal(part, kept_weights(0.5, 1, 2, 2**31 - 2, *position))
 
 
 # ---- Statistics ------------------------------------------------------------------------------------------------------
@@ -99,9 +99,9 @@ def test_the_share_that_is_dropped(rate):
     p = rounded_rate(rate)
     sigma = math.sqrt(p * (1 - p))
     assert abs(mask.mean() - (1 - p)) < SIGMAS * sigma / math.sqrt(mask.size)
-    # Of each place within a call: of each word and each half of it.
-    places = mask[..., :592, :496].reshape(2, 2, 37, 16, 31, 16).transpose(3, 5, 0, 1, 2, 4).reshape(256, -1)
-    deviations = (places.mean(axis=1) - (1 - p)) * math.sqrt(places.shape[1]) / sigma
+    # Of each position within a call: of each word and each half of it.
+    positions = mask[..., :592, :496].reshape(2, 2, 37, 16, 31, 16).transpose(3, 5, 0, 1, 2, 4).reshape(256, -1)
+    deviations = (positions.mean(axis=1) - (1 - p)) * math.sqrt(positions.shape[1]) / sigma
     assert np.abs(deviations).max() < SIGMAS
     assert 0.7 < (deviations**2).mean() < 1.4
 

@@ -104,11 +104,11 @@ def test_pair_bias_of_a_structure_model(library):
 def test_field_with_a_distance_score(library):
     """Against the formula, and the gradient of both lengths against differences."""
     rng, here = np.random.default_rng(0), page("field", library)
-    places, points = on(library)(rng.uniform(0, 1, (50, 3))), on(library)(rng.uniform(0, 1, (40, 3)))
+    locations, points = on(library)(rng.uniform(0, 1, (50, 3))), on(library)(rng.uniform(0, 1, (40, 3)))
     values, dfield, sizes = rng.standard_normal(50), rng.standard_normal(40), np.array([0.2, 0.4])
     mask = rng.random((40, 50)) < 0.7
-    apart = here["distances"](points, places)
-    difference = ct.to_numpy(points)[:, None] - ct.to_numpy(places)
+    apart = here["distances"](points, locations)
+    difference = ct.to_numpy(points)[:, None] - ct.to_numpy(locations)
     in_space, in_time = np.linalg.norm(difference[..., :2], axis=2), np.abs(difference[..., 2])
 
     def formula(sizes):

@@ -150,7 +150,7 @@ def test_a_mistake_is_found(monkeypatch):
 
 
 def ended_after(count, *, fatal=None, failure=None):
-    """What a process prints that ends after so many problems: `fatal` is the place of one that CUDA did not survive."""
+    """What a process prints that ends after so many problems: `fatal` is the one that CUDA did not survive."""
 
     def run(command, **keywords):
         number, first = int(command[-2]), int(command[-1])

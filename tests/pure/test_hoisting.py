@@ -33,18 +33,18 @@ def programs(score, given, of_batch=True):
 
 
 def rows_of(table):
-    """Inputs for all entries of a table, and the place of the first."""
-    batch, heads, places = table.size(*SHAPE)
-    batch, head, place = np.ogrid[:batch, :heads, :places]
+    """Inputs for all entries of a table, and the position of the first."""
+    batch, heads, positions = table.size(*SHAPE)
+    batch, head, position = np.ogrid[:batch, :heads, :positions]
     first = table.first(SEQLEN_K)
-    place = place + first
-    i = {"i": place, "j": 0 * place, "i - j": np.maximum(place, 0)}[table.by]
-    j = {"i": 0 * place, "j": place, "i - j": i - place}[table.by]
+    position = position + first
+    i = {"i": position, "j": 0 * position, "i - j": np.maximum(position, 0)}[table.by]
+    j = {"i": 0 * position, "j": position, "i - j": i - position}[table.by]
     return {"i": i, "j": j, "head": head, "batch": batch}, first
 
 
 def counted_from_first(root, tables):
-    """The expression with places of tables as NumPy counts them."""
+    """The expression with positions of tables as NumPy counts them."""
     first = {table.name: table.first(SEQLEN_K) for table in tables}
     done: dict[Node, Node] = {}
     for at in in_order([root]):
@@ -87,9 +87,9 @@ def gradient(made, name, arrays, ds=1.0, at=None, loads=None):
             indices = evaluate(counted_from_first(load.at, made.tables).args, at, arrays, np.float64)
         (slope,) = evaluate([counted_from_first(load.derivative, made.tables)], at, arrays, np.float64)
         shape = np.broadcast_shapes(np.shape(ds), S.shape if at.get("s") is not None else slope.shape)
-        places = tuple(np.broadcast_to(x, shape) for x in clamped(indices or [np.array(0)], total.shape))
+        positions = tuple(np.broadcast_to(x, shape) for x in clamped(indices or [np.array(0)], total.shape))
         with np.errstate(all="ignore"):
-            np.add.at(total, places, np.broadcast_to(np.where(ds == 0, 0, ds * slope), shape))
+            np.add.at(total, positions, np.broadcast_to(np.where(ds == 0, 0, ds * slope), shape))
     return total.reshape(arrays[name].shape)
 
 
@@ -163,12 +163,14 @@ def test_the_costliest_subexpressions_are_taken_where_there_are_many():
 def test_a_plan_names_tables_and_their_memory(arch):
     problem = of_functions(("t5", None), "bfloat16", 64, 1000)
     plan = choose_plan(problem, DeviceSpec.for_arch(arch))
-    places = plan.tables[0].shape[2]
-    assert places >= 2 * (1000 + MARGIN)
-    assert plan.scratch_sizes["hoisted.0"] == 4 * 2 * places
-    assert plan.kernels[0].source == "helpers/hoisted.cu" and plan.kernels[0].grid == -(-2 * places // 256)
+    positions = plan.tables[0].shape[2]
+    assert positions >= 2 * (1000 + MARGIN)
+    assert plan.scratch_sizes["hoisted.0"] == 4 * 2 * positions
+    assert plan.kernels[0].source == "helpers/hoisted.cu" and plan.kernels[0].grid == -(-2 * positions // 256)
     assert "hoisted.0[head, i - j] = table[head, " in plan.describe(verbose=True, width=0)
-    assert f"hoisted.0: a table of {in_bytes(8 * places)}, which a kernel fills" in plan.describe(verbose=True, width=0)
+    assert f"hoisted.0: a table of {in_bytes(8 * positions)}, which a kernel fills" in plan.describe(
+        verbose=True, width=0
+    )
 
 
 PREPROCESS, POSTPROCESS, OF_ARGS = "backward_preprocess", "backward_postprocess", "score_args_gradients"

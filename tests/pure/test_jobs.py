@@ -63,11 +63,11 @@ class System:
         fs_type, options, controllers = (
             ("cgroup2", "rw", "") if version == 2 else ("cgroup", "rw,cpu,cpuacct", "cpu,cpuacct")
         )
-        place = str(self.mounted).replace(" ", "\\040")
+        mounted = str(self.mounted).replace(" ", "\\040")
         (self.process / "mountinfo").write_text(
             "23 31 0:28 / /tmp rw,relatime shared:9 - tmpfs tmpfs rw,mode=755\n"
             f"31 23 0:29 / {root}/memory rw,relatime - cgroup cgroup rw,memory\n"
-            f"32 23 0:30 {mounted_root} {place} rw,nosuid shared:10 master:1 - {fs_type} cgroup {options}\n"
+            f"32 23 0:30 {mounted_root} {mounted} rw,nosuid shared:10 master:1 - {fs_type} cgroup {options}\n"
         )
         number = 0 if version == 2 else 4
         (self.process / "cgroup").write_text(f"9:memory:/elsewhere\n{number}:{controllers}:{path}\n")
@@ -108,7 +108,7 @@ def test_groups_around_count_too(tmp_path, version):
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("mounted_root, path", [("/docker/1", "/docker/1"), ("/docker/1", "/"), ("/", "/../2")])
 def test_a_mount_that_begins_with_the_group(tmp_path, version, mounted_root, path):
-    """A process cannot see the place of its group in the host's hierarchy."""
+    """A process cannot see the path of its group in the host's hierarchy."""
     system = System(tmp_path, version, mounted_root, path, "a directory with spaces")
     system.limit(".", 250_000)
     assert jobs.quota(system.process) == 2.5

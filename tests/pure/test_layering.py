@@ -100,7 +100,7 @@ def folder_of(name):
     return name.split(".")[0] if (PACKAGE / name.split(".")[0]).is_dir() else ""
 
 
-def test_every_folder_has_its_place():
+def test_every_folder_is_in_the_order():
     assert {folder_of(name) for name in MODULES} == set(MAY_IMPORT)
 
 

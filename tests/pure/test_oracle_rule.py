@@ -231,7 +231,7 @@ def test_what_cancels_is_no_scale(factor, fails):
     assert bool(ct.measure("dscale", got, expected).failure) == fails
 
 
-def test_the_place_and_the_ratio_of_the_worst_entry():
+def test_the_index_and_the_ratio_of_the_worst_entry():
     case = ct.Case(seqlen_q=ROWS, seqlen_k=KEYS, head_dim=DIM)
     yardstick = ct.yardsticks(case.problem, case.arrays())["out"]
     got = yardstick.expected.copy()
@@ -264,7 +264,7 @@ SIZES = st.lists(st.tuples(*[st.floats(0, 1e3, allow_subnormal=False)] * 3), min
 
 
 @given(SIZES)
-def test_plain_errors_are_no_less_than_those_in_the_same_place(entries):
+def test_plain_errors_are_no_less_than_those_of_the_same_entry(entries):
     errors, unit, noise = np.array(entries).T
     assert (plain_errors(errors, unit + 1e-3, noise) >= errors * (1 - 1e-12)).all()
 

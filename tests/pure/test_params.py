@@ -51,23 +51,23 @@ STRUCTS = structs_of((kernel_directory() / "common/io/params.cuh").read_text())
 
 def laid_out(fields, start=0):
     """[(type, name, offset)] of the fields of a struct, as C lays them out, and where it ends."""
-    places, offset, widest = [], start, 1
+    offsets, offset, widest = [], start, 1
     for ctype, name in fields:
         if ctype in STRUCTS:
             inner, end, alignment = laid_out(STRUCTS[ctype])
             offset = -(-offset // alignment) * alignment
-            places += [(inner_ctype, f"{name}.{field}", offset + at) for inner_ctype, field, at in inner]
+            offsets += [(inner_ctype, f"{name}.{field}", offset + at) for inner_ctype, field, at in inner]
             size = end
         else:
             size = alignment = 8 if ctype.endswith("*") else np.dtype(SCALARS[ctype]).itemsize
             offset = -(-offset // alignment) * alignment
-            places.append((ctype, name, offset))
+            offsets.append((ctype, name, offset))
         offset += size
         widest = max(widest, alignment)
-    return places, -(-offset // widest) * widest, widest
+    return offsets, -(-offset // widest) * widest, widest
 
 
-PLACES, SIZE, _ = laid_out(STRUCTS["Params"])
+FIELDS, SIZE, _ = laid_out(STRUCTS["Params"])
 
 
 def test_the_header_is_understood():
@@ -77,7 +77,7 @@ def test_the_header_is_understood():
         ("i64", "head_stride"),
         ("i64", "row_stride"),
     ]
-    assert PLACES[:2] == [("void*", "q.data", 0), ("i64", "q.batch_stride", 8)]
+    assert FIELDS[:2] == [("void*", "q.data", 0), ("i64", "q.batch_stride", 8)]
 
 
 def test_sizes_agree():
@@ -90,7 +90,7 @@ def test_every_field_lies_where_the_kernels_look_for_it():
         base = ctype.base if ctype.subdtype else ctype
         for n in range(ctype.itemsize // base.itemsize):
             described[offset + n * base.itemsize] = (base, name)
-    for ctype, name, offset in PLACES:
+    for ctype, name, offset in FIELDS:
         base, ours = described.pop(offset)
         array, _, member = name.partition(".")
         if ctype.endswith("*"):
@@ -115,7 +115,7 @@ def test_strides_come_in_the_order_of_the_axes():
 
 
 def test_words_of_pointers():
-    pointers = {name.removesuffix(".data"): offset for ctype, name, offset in PLACES if ctype.endswith("*")}
+    pointers = {name.removesuffix(".data"): offset for ctype, name, offset in FIELDS if ctype.endswith("*")}
     assert {name: 8 * word for name, word in POINTER_WORD.items()} == pointers
 
 

@@ -140,10 +140,10 @@ def test_the_numbers_of_places_are_exact_in_bfloat16(side, head_dim):
     q, k = pathfinder.Near.places(side, head_dim)
     for x in (q, k):
         np.testing.assert_array_equal(x.astype(ml_dtypes.bfloat16).astype(float), x)
-    place = pathfinder.order(side)
-    some = np.random.default_rng(side).choice(len(place), 50, replace=False)
+    cells = pathfinder.order(side)
+    some = np.random.default_rng(side).choice(len(cells), 50, replace=False)
     scores = np.einsum("ihn,jhn->hij", q[some, :, :4], np.broadcast_to(k[some], (50, 4, 4))) / head_dim**0.5
-    squares = ((place[some, None] - place[some]) ** 2).sum(axis=2)
+    squares = ((cells[some, None] - cells[some]) ** 2).sum(axis=2)
     ranges = np.array(pathfinder.RANGES) * side / 32
     expected = -squares / (2 * ranges[:, None, None] ** 2)
     np.testing.assert_allclose(scores - scores[..., :1], expected - expected[..., :1], rtol=1e-12, atol=1e-9)
@@ -160,8 +160,8 @@ def test_attention_is_that_of_the_formula_with_a_bias(seed, masked):
     out, saved = near.forward(q, k, v)
     dq, dk, _ = near.backward(dout, saved)
     assert not dq[..., -5:].any() and not dk[..., -5:].any() and dq[..., :-5].any() and dk[..., :-5].any()
-    place = pathfinder.order(side)
-    squares = ((place[:, None] - place) ** 2).sum(axis=2)
+    cells = pathfinder.order(side)
+    squares = ((cells[:, None] - cells) ** 2).sum(axis=2)
     ranges = np.array(pathfinder.RANGES)[:, None, None] * side / 32
     scores = content[0] @ content[1].swapaxes(2, 3) / head_dim - squares / (2 * ranges**2)
     scores += pathfinder.DRAWN * drawn[:, None, None]

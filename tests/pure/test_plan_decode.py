@@ -196,8 +196,8 @@ def test_shares(num_sms, seqlen_q, seqlen_k, batch, heads_kv, dim):
         assert (sources(plan), defines["CUFLASH_COMBINES"]) == (DECODE, 0)
         assert plan.scratch == ()
         return
-    places = heads + blocks
-    scratch = {"partial_out": places * rows * dim, "partial_sums": places * rows * 2}
+    splits = heads + blocks
+    scratch = {"partial_out": splits * rows * dim, "partial_sums": splits * rows * 2}
     key_bytes = heads * planned_length(seqlen_k) * 2 * dim * 2
     if rows * (dim // COMBINE_COLUMNS) <= COMBINE_PIECES and key_bytes <= COMBINE_KEY_BYTES:
         assert (sources(plan), defines["CUFLASH_COMBINES"]) == (DECODE, 1)

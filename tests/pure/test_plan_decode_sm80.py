@@ -221,8 +221,8 @@ def test_shares(num_sms, seqlen_q, seqlen_k, batch, heads_kv, dtype, arch):
     if heads % blocks == 0:
         assert (len(plan.kernels), plan.scratch) == (1, ())
         return
-    rows, places, size = 4 * seqlen_q, heads + blocks, ITEMSIZE[problem.softmax_dtype]
-    scratch = {"partial_out": places * rows * 128, "partial_sums": places * rows * 2}
+    rows, splits, size = 4 * seqlen_q, heads + blocks, ITEMSIZE[problem.softmax_dtype]
+    scratch = {"partial_out": splits * rows * 128, "partial_sums": splits * rows * 2}
     key_bytes = heads * planned_length(seqlen_k) * 2 * 128 * ITEMSIZE[dtype]
     combines = rows * (128 // COMBINE_COLUMNS) <= COMBINE_PIECES and key_bytes <= COMBINE_KEY_BYTES
     assert len(plan.kernels) == (1 if combines else 2)

@@ -18,8 +18,8 @@ def pasts(steps):
     past, at, found = defaultdict(set), {}, {}
     for step in steps:
         if step.op == "work":
-            past[step.stream].add(step.places)
-            found[step.places] = frozenset(past[step.stream])
+            past[step.stream].add(step.locations)
+            found[step.locations] = frozenset(past[step.stream])
         elif step.op == "mark":
             at[id(step.event)] = frozenset(past[step.stream])
         else:
@@ -29,12 +29,12 @@ def pasts(steps):
 
 @given(st.lists(st.tuples(KINDS, st.integers(0, STREAMS - 1), st.integers(0, 9)), max_size=40))
 def test_waits_that_order_nothing_are_left_out(drawn):
-    """Work has numbers, in the place of addresses."""
-    events, steps = [object()], [_Step("work", 0, places=((-1, 0),))]
+    """Work has numbers, in place of addresses."""
+    events, steps = [object()], [_Step("work", 0, locations=((-1, 0),))]
     steps.append(_Step("mark", 0, events[0]))
     for number, (op, stream, which) in enumerate(drawn):
         if op == "work":
-            steps.append(_Step("work", stream, places=((number, 0),)))
+            steps.append(_Step("work", stream, locations=((number, 0),)))
         elif op == "mark":
             events.append(object())
             steps.append(_Step("mark", stream, events[-1]))
@@ -54,5 +54,5 @@ def test_the_bytes_that_an_array_reaches(rows, columns, signs):
     array = types.SimpleNamespace(
         shape=(rows, columns), strides=steps, dtype=np.dtype("float32"), data=types.SimpleNamespace(ptr=1000)
     )
-    places = [1000 + i * steps[0] + j * steps[1] for i in range(rows) for j in range(columns)]
-    assert reach(array) == (min(places), max(places) + 4)
+    locations = [1000 + i * steps[0] + j * steps[1] for i in range(rows) for j in range(columns)]
+    assert reach(array) == (min(locations), max(locations) + 4)

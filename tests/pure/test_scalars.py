@@ -1,4 +1,4 @@
-"""Scalars of Python and NumPy in the places of arrays without axes, on every path; int64 where kernels read int32."""
+"""Scalars of Python and NumPy in place of arrays without axes, on every path; int64 where kernels read int32."""
 
 import math
 from typing import Any

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import cuflash.distributed as cd
-from cuflash.arrays.memory_ranges import Band, cut, cut_evenly, is_some, joined, places
+from cuflash.arrays.memory_ranges import Band, cut, cut_evenly, is_some, joined, slice_in
 from cuflash.distributed.schedule import FEW, LARGEST_STEP, STEP_BYTES, make_schedule
 
 ANY: Any = cd  # for calls that a type checker refuses
@@ -201,9 +201,9 @@ def test_spans_are_joined_only_where_the_same_pairs_stay_visible(lengths, first,
     joint = band.joint(queries, spans)
     if joint is not None:
         assert joint[1] - joint[0] == sum(stop - start for start, stop in spans)
-        places = [j for span in spans for j in range(*span)]
+        slice_in = [j for span in spans for j in range(*span)]
         for i in range(*queries):
-            for number, j in zip(range(*joint), places, strict=True):
+            for number, j in zip(range(*joint), slice_in, strict=True):
                 seen = [
                     (band.left is None or x >= i + band.diagonal - band.left)
                     and (band.right is None or x <= i + band.diagonal + band.right)
@@ -227,7 +227,7 @@ def test_own_rows_of_a_zigzag_split_are_a_call_for_each_piece():
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=6), st.data())
 def test_rows_are_found_where_they_are_held(pairs, data):
-    """`places` says where rows lie among those of spans, one after the other."""
+    """`slice_in` says where rows lie among those of spans, one after the other."""
     held, reached = [], 0
     for length, gap in pairs:
         held.append((reached + gap, reached + gap + length))
@@ -235,7 +235,7 @@ def test_rows_are_found_where_they_are_held(pairs, data):
     rows = [j for span in held for j in range(*span)]
     wanted = data.draw(splits_of_spans(held))
     assume(wanted)
-    found = places(wanted, held)
+    found = slice_in(wanted, held)
     expected = [j for span in wanted for j in range(*span)]
     if found is None:
         follows = any(rows[i : i + len(expected)] == expected for i in range(len(rows)))

@@ -177,7 +177,7 @@ def test_infinite_scores_and_derivatives_behind_them_are_no_trouble():
 
 
 def test_gradients_where_the_chain_rule_meets_0_times_infinity():
-    """They are those of differences, also of points that are at one place, and of a head whose gamma is 0."""
+    """They are those of differences, also of points that coincide, and of a head whose gamma is 0."""
     attn, q, k, v, _ = problem_of(seqlen=30, score=steep)
     arrays: dict[str, Any] = {"pos": np.random.default_rng(1).standard_normal((30, 2)), "power": np.array([1.5, 0.75])}
     found = check_gradients(attn, q[None], k[None], v[None], **arrays, gamma=np.array([0.5, 0.0]))

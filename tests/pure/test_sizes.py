@@ -72,7 +72,7 @@ NO_FUNCTION = re.compile(r"\b(struct|class|union|enum|namespace)\b|=\s*$|^[^(]*$
 def lengths_of_c_functions(text):
     """(name, lines from brace to brace) of every function of C++ and CUDA; lambdas are part of what they stand in."""
     code = NO_CODE.sub(lambda found: "\n" * found.group().count("\n"), text)
-    blocks: list[tuple[bool, str, int, int, int]] = []  # whether it is a function, its name and place; what is around
+    blocks: list[tuple[bool, str, int, int, int]] = []  # whether it is a function, its name and lines; the scope around
     parens, start = 0, 0
     for found in re.finditer(r"[(){};]", code):
         if found.group() in "()":

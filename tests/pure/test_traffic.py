@@ -89,21 +89,21 @@ def tiles_missed(heads, m_blocks, n_blocks, resident, section, capacity, rng):
     ]
     cached: dict[tuple[int, int], int] = {}
     kept: list[tuple[int, int]] = []
-    rests = [place % 2 * (n_blocks // 2) for place in range(resident)]
+    rests = [slot % 2 * (n_blocks // 2) for slot in range(resident)]
     running: list[tuple[int, int]] = [(0, n_blocks)] * resident  # the head, and how many of its tiles are done
     started = missed = 0
     while started < len(heads_in_order) or any(done < n_blocks for _, done in running):
-        for place in range(resident):
-            if rests[place] > 0:
-                rests[place] -= 1
+        for slot in range(resident):
+            if rests[slot] > 0:
+                rests[slot] -= 1
                 continue
-            if running[place][1] == n_blocks:
+            if running[slot][1] == n_blocks:
                 if started == len(heads_in_order):
                     continue
-                running[place] = heads_in_order[started], 0
+                running[slot] = heads_in_order[started], 0
                 started += 1
-            tile = head, done = running[place]
-            running[place] = head, done + 1
+            tile = head, done = running[slot]
+            running[slot] = head, done + 1
             if tile in cached:
                 continue
             missed += 1

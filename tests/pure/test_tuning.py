@@ -409,12 +409,12 @@ JSON = st.recursive(
 )
 
 
-def places_in(content, place=()):
-    """The places of all values within a JSON value."""
-    yield place
+def paths_in(content, path=()):
+    """The paths of all values within a JSON value."""
+    yield path
     pairs = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
     for key, value in pairs:
-        yield from places_in(value, (*place, key))
+        yield from paths_in(value, (*path, key))
 
 
 def test_whatever_a_file_says_there_is_a_plan(store):
@@ -434,10 +434,8 @@ def test_whatever_a_file_says_there_is_a_plan(store):
         elif data.draw(st.booleans()) and data.draw(st.booleans()):
             file.write_bytes(data.draw(st.binary(max_size=50)))
         else:
-            places = [
-                place for place in places_in(content) if not place or place[0] in ("tiles", "tflops", "table_tflops")
-            ]
-            *above, last = data.draw(st.sampled_from(places)) or ("tiles",)
+            paths = [path for path in paths_in(content) if not path or path[0] in ("tiles", "tflops", "table_tflops")]
+            *above, last = data.draw(st.sampled_from(paths)) or ("tiles",)
             at = functools.reduce(lambda value, key: value[key], above, content)
             if data.draw(st.booleans()):
                 at[last] = data.draw(JSON)

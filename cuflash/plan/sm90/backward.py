@@ -151,7 +151,7 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
         for name in summed:
             for found in program.classes((name,)):
                 if found not in KINDS_OF_READS:
-                    return f"a place in {name} belongs to a pair [{found}], each of which adds to memory"
+                    return f"an entry of {name} belongs to a pair [{found}], each of which adds to memory"
         if main.splits_roles and program.derivatives_read_s(summed):
             return "where roles are split the consumer that makes dS does not know s, which derivatives are made of"
         return why_too_large(self.summing_score_args(draft, main), draft.problem, draft.device) or None
@@ -170,10 +170,10 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
     def clear_ahead(self, draft: Draft, main: BackwardSm90Tile) -> int:
         problem, run_time = draft.problem, draft.run_time
         ahead = max(run_time.head_section, BACK_SECTION if self.back_share(problem, main) else 0)
-        places = problem.array_batch * problem.num_heads_kv * run_time.group_splits
-        blocks = places * draft.tiles_of(problem.seqlen_k, main.block_n)
+        heads = problem.array_batch * problem.num_heads_kv * run_time.group_splits
+        blocks = heads * draft.tiles_of(problem.seqlen_k, main.block_n)
         is_large = blocks >= CLEAR_WAVES * draft.device.num_sms * main.min_blocks
-        return ahead if ahead < places and is_large else 0
+        return ahead if ahead < heads and is_large else 0
 
     def prepare(self, draft: Draft, main: BackwardSm90Tile) -> None:
         m, n = main.block_m, main.block_n

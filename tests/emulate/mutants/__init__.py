@@ -2,8 +2,8 @@
 
     python -m tests.emulate.mutants [words]
 
-runs those whose description holds the words, or all, and prints the score. A mutant replaces one place of one file: the
-text has to occur there exactly once, so that the table follows the kernels.
+runs those whose description holds the words, or all, and prints the score. A mutant replaces one passage of one file:
+the text has to occur there exactly once, so that the table follows the kernels.
 """
 
 from tests.emulate.mutants import (

@@ -1,4 +1,4 @@
-"""A mistake in one place of one kernel file, a copy of the kernels that has it, and what notices it."""
+"""A mistake at one position of one kernel file, a copy of the kernels that has it, and what notices it."""
 
 import shutil
 from dataclasses import dataclass, field

@@ -33,7 +33,7 @@ class Trial:
 
     case: ct.Case
     tiles: tuple[Tile, ...]
-    place: attention.Place = attention.guarded
+    allocate: attention.Allocate = attention.guarded
     arch: str = "9.0"
     num_sms: int = 132
     schedule: emulator.Schedule = emulator.SCHEDULES[0]
@@ -79,7 +79,7 @@ class Trial:
         how: dict[str, Any] = {
             "arch": replace(DeviceSpec.for_arch(self.arch), num_sms=self.num_sms),
             "tiles": self.tiles,
-            "place": self.place,
+            "place": self.allocate,
             "kernels": kernels,
             "schedule": self.schedule,
             "statistics": launches,
@@ -160,9 +160,9 @@ def _make_holes(bias: np.ndarray) -> None:
 def _make_wild(arrays: dict[str, Any]) -> None:
     """Make the first two pages of the table the first and the last one of the pool, and name them by other numbers."""
     table, last = arrays["block_table"], len(arrays["k"]) - 1
-    for place, page, name in ((0, 0, -7), (1, last, last + 1)):
-        old = table[0, place]
+    for allocate, page, name in ((0, 0, -7), (1, last, last + 1)):
+        old = table[0, allocate]
         for pool in (arrays["k"], arrays["v"]):
             pool[[old, page]] = pool[[page, old]]
         table[...] = np.where(table == old, page, np.where(table == page, old, table))
-        table[0, place] = name
+        table[0, allocate] = name

@@ -203,7 +203,7 @@ TRIALS: dict[str, Trial | FunctionTrial | trials_large.LargeTrial | trials_large
         case=replace(_LENGTHS, kv_lengths=(77, 0, 5)), tiles=_forward(), kv_lengths=(99, -9, 5)
     ),
     "forward terms": Trial(case=_TERMS, tiles=_forward()),
-    "forward far": Trial(case=_FAR, tiles=_forward(), place=attention.far_apart),
+    "forward far": Trial(case=_FAR, tiles=_forward(), allocate=attention.far_apart),
     "forward masked": Trial(case=replace(_SMALL, seqlen_k=150, mask=(150,)), tiles=_forward()),
     # One resident block takes all tiles of queries.
     "sm90": Trial(case=replace(_GROUPED, seqlen_k=300), tiles=_sm90(), num_sms=1),
@@ -326,7 +326,7 @@ TRIALS: dict[str, Trial | FunctionTrial | trials_large.LargeTrial | trials_large
         case=replace(_PAGES, strides="transposed", alibi_slopes=(2,), kv_lengths=(100, 50)), tiles=_forward(block_m=64)
     ),
     "forward far pages": Trial(
-        case=replace(_PAGES, head_dim=16, head_dim_v=16, seqlen_q=5), tiles=_forward(), place=attention.far_apart
+        case=replace(_PAGES, head_dim=16, head_dim_v=16, seqlen_q=5), tiles=_forward(), allocate=attention.far_apart
     ),
     "forward wild pages": Trial(case=_PAGES, tiles=_forward(block_m=64), wild_pages=True),
     "forward short table": Trial(
@@ -420,7 +420,7 @@ TRIALS: dict[str, Trial | FunctionTrial | trials_large.LargeTrial | trials_large
     "backward narrow": Trial(case=_NARROW, tiles=_backward()),
     "backward lengths": Trial(case=_LENGTHS, tiles=_backward()),
     "backward terms": Trial(case=_TERMS, tiles=_backward()),
-    "backward far": Trial(case=_FAR, tiles=_backward(), place=attention.far_apart),
+    "backward far": Trial(case=_FAR, tiles=_backward(), allocate=attention.far_apart),
     "backward split": Trial(case=_SMALL, tiles=_backward()),
     "backward sm90": _many_queries(_BACKWARD_SM90),
     # Keys of some lanes of a warp do not exist.

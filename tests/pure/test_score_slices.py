@@ -30,21 +30,21 @@ def types_of(given):
 
 @settings(max_examples=80)
 @given(scores() | hoistable_scores() | masks(), ORIGINS)
-def test_a_part_counts_from_where_it_begins(function, origin):
+def test_a_slice_counts_from_where_it_begins(function, origin):
     traced = Traced.of(function, "score" if function.__code__.co_argcount == 3 else "mask")
     given = expressions.arrays()
     row, key, head, batch = origin
     of_whole = value(traced, given, {"s": S, "i": ROWS + row, "j": KEYS + key, "head": head + 1, "batch": batch + 1})
-    part = traced.of_slice()
-    assert (ORIGIN in part.arrays) == traced.depends_on(*COUNTED)
+    own = traced.of_slice()
+    assert (ORIGIN in own.arrays) == traced.depends_on(*COUNTED)
     given |= {ORIGIN: np.array(origin, np.int32)}
-    np.testing.assert_array_equal(of_whole, value(part, given, {"s": S, "i": ROWS, "j": KEYS, "head": 1, "batch": 1}))
+    np.testing.assert_array_equal(of_whole, value(own, given, {"s": S, "i": ROWS, "j": KEYS, "head": 1, "batch": 1}))
 
 
 @settings(max_examples=80)
 @given(hoistable_scores() | st.sampled_from([f for f in SCORES.values() if f is not None]))
-def test_kernels_know_the_same_of_a_part(function):
-    """Which places reads follow from, which parts become tables; and integers keep 32 bits."""
+def test_kernels_know_the_same_of_a_slice(function):
+    """Which indices reads follow from, which subexpressions become tables; and integers keep 32 bits."""
     traced, given = Traced.of(function, "score"), expressions.arrays()
     given |= score_args_of((function,), (2, 3, 9, 11), "float64", 0)
     given = {name: x for name, x in given.items() if name in traced.arrays}
@@ -67,7 +67,7 @@ def test_kernels_know_the_same_of_a_part(function):
 PROGRAMS = ((program_of, ()), (hoisted_program_of, ("float64", True)))
 
 
-def test_parts_share_an_expression():
+def test_slices_share_an_expression():
     traced = Traced.of(lambda s, i, j, *, a: s + a[i - j], "score")
     assert traced.of_slice() == Traced.of(lambda s, i, j, *, a: s + a[i - j], "score").of_slice()
     alone = Traced.of(lambda s, i, j, *, a: s * a, "score")
@@ -75,11 +75,11 @@ def test_parts_share_an_expression():
     assert repr(traced.of_slice()).count(ORIGIN) == 2
 
 
-@pytest.mark.parametrize("place", range(4))
-def test_sums_do_not_wrap_around(place):
-    traced = Traced.of(lambda s, i, j, *, head, batch: s + (i, j, head, batch)[place], "score")
+@pytest.mark.parametrize("which", range(4))
+def test_sums_do_not_wrap_around(which):
+    traced = Traced.of(lambda s, i, j, *, head, batch: s + (i, j, head, batch)[which], "score")
     given = {ORIGIN: np.full(4, LARGEST_ORIGIN, np.int32)}
-    largest = 2**30 if place < 2 else 2**31 - 1
+    largest = 2**30 if which < 2 else 2**31 - 1
     inputs = {"s": np.zeros((1, 1)), **dict.fromkeys(COUNTED, np.array([[largest]]))}
     (got,) = evaluate([traced.of_slice().typed(given)], inputs, given, np.float64)
     assert got[0, 0] == 2**31 - 1
