@@ -17,7 +17,7 @@ from cuflash.score_mod.tracing import score_arg_names
 from cuflash.spec.inputs import NAMES
 from cuflash.spec.problem import Problem, make_problem
 from tests import expressions
-from tests.texts import TEXTS
+from tests.cuda_scores import CUDA_SCORES
 
 Array = np.ndarray[Any, Any]
 
@@ -113,7 +113,7 @@ SCORES: dict[str, Callable[..., Any] | None] = {
         *(t5, decay, fade, steps, of_rows),
     )
 }
-SCORES_AND_TEXTS = {**SCORES, **TEXTS}
+SCORES_AND_TEXTS = {**SCORES, **CUDA_SCORES}
 DRAWN = {"drawn": expressions.smooth_scores(), "hoistable": expressions.hoistable_scores()}
 # Without those whose functions of long distances, such as sines, are as exact as float32 has them and no more. And
 # without the gradient of a cap: where scores are small it is a difference of two numbers that are nearly equal. With

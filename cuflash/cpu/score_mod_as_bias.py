@@ -73,7 +73,7 @@ def why_not(problem: Problem, wanted: Collection[str] = ()) -> str | None:
     try:
         problem.program.on_numpy()
     except NotImplementedError:
-        return "a score that is a text"
+        return "a score in CUDA"
     others = [name for name in wanted if name not in (*DEFAULT_NEED, *problem.score_arg_gradients)]
     return f"gradients beside functions: {', '.join(others)}" if others else None
 

@@ -124,16 +124,16 @@ def begin_to_agree(
     listen = transport.begin_sharing(f"{of_call}\n{facts.lasting}".encode(), timeout)
 
     def hear() -> tuple[str, ...]:
-        heard = [text.decode().partition("\n") for text in listen()]
+        heard = [payload.decode().partition("\n") for payload in listen()]
         if failure is not None:
             raise Heard(failure)
-        if any(text != of_call for text, *_ in heard):
-            of_calls = [json.loads(text) for text, *_ in heard]
+        if any(facts != of_call for facts, *_ in heard):
+            of_calls = [json.loads(facts) for facts, *_ in heard]
             for rank, (failed, _) in enumerate(of_calls):
                 if failed:
                     raise Heard(RankFailed(rank, failed))
             _check_alike([found for _, found in of_calls])
-        lasting = tuple(text for *_, text in heard)
+        lasting = tuple(facts for *_, facts in heard)
         facts_of(lasting)
         return lasting
 
@@ -145,7 +145,7 @@ def begin_to_agree(
 @functools.lru_cache(maxsize=256)
 def facts_of(lasting: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
     """The lasting facts by rank and name, after a check that they agree, of whose failure all ranks know."""
-    found = tuple(json.loads(text) for text in lasting)
+    found = tuple(json.loads(facts) for facts in lasting)
     _check_alike(found)
     return found
 
@@ -164,7 +164,7 @@ def telling(transport: Transport) -> Iterator[None]:
     try:
         yield
     except RankFailed as error:
-        transport.fail(error.rank, error.text)
+        transport.fail(error.rank, error.message)
         raise
     except (TimeoutError, Heard):  # the others notice these themselves
         raise

@@ -19,7 +19,7 @@ from cuflash.arrays.checks import type_error
 from cuflash.distributed.transports import Array, Message, Progress, RankFailed, Transport, out_of_time
 from cuflash.shards.cuda import Cuda
 
-_TEXT, _ROWS = 1, 2  # tags of messages
+_PAYLOAD, _ROWS = 1, 2  # tags of messages
 Request = tuple[int, Any]  # the rank at the other end, and a request of MPI
 Move = Callable[["float | None"], None]
 _abandoned: list[Request] = []
@@ -45,7 +45,7 @@ class Mpi(Transport):
         if not is_mpi(comm):
             raise type_error("comm", type(comm).__name__, "a communicator of mpi4py")
         self._mpi = mpi = importlib.import_module("mpi4py.MPI")
-        self._comm, self._alarm = comm.Dup(), comm.Dup()  # for texts and rows, and for messages of ranks that fail
+        self._comm, self._alarm = comm.Dup(), comm.Dup()  # for payloads and rows, and for messages of ranks that fail
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
         self._cuda_aware = cuda_aware
         self._told: list[Any] = []  # requests of messages that a rank has failed
@@ -54,17 +54,17 @@ class Mpi(Transport):
         # If only one thread may call MPI, the caller's thread moves the rows, when it needs them.
         self._has_threads = mpi.Query_thread() == mpi.THREAD_MULTIPLE
 
-    def share(self, text: bytes, timeout: float) -> list[bytes]:
+    def share(self, payload: bytes, timeout: float) -> list[bytes]:
         self._check()
         self._progress.check()
-        own, others = np.frombuffer(text, np.uint8), [rank for rank in range(self.size) if rank != self.rank]
-        requests = [(rank, self._comm.Isend(own, rank, _TEXT)) for rank in others]
+        own, others = np.frombuffer(payload, np.uint8), [rank for rank in range(self.size) if rank != self.rank]
+        requests = [(rank, self._comm.Isend(own, rank, _PAYLOAD)) for rank in others]
         said, unheard = {self.rank: own}, set(others)
 
         def silent() -> set[int]:
             status = self._mpi.Status()
             for rank in list(unheard):
-                message = self._comm.Improbe(rank, _TEXT, status)
+                message = self._comm.Improbe(rank, _PAYLOAD, status)
                 if message is not None:
                     said[rank] = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
                     requests.append((rank, message.Irecv(said[rank])))
@@ -90,11 +90,11 @@ class Mpi(Transport):
             self._end()
             raise
 
-    def fail(self, rank: int, text: str) -> None:
-        self._failure = self._failure or (rank, text)
+    def fail(self, rank: int, message: str) -> None:
+        self._failure = self._failure or (rank, message)
         self._end()
         others = [other for other in range(self.size) if other != self.rank]
-        self._told += [self._alarm.isend((rank, text), other) for other in others]
+        self._told += [self._alarm.isend((rank, message), other) for other in others]
 
     def _end(self) -> None:
         """Give up what is under way: after that no thread moves rows, and no device copies them."""

@@ -19,7 +19,7 @@ import numpy as np
 from cuflash.distributed.transports import HIGHEST_PRIORITY, Array, Message, RankFailed, Transport, out_of_time
 from cuflash.shards.cuda import Cuda
 
-_HEADER = 16  # bytes: the number of the exchange, and how many bytes of text a rank has
+_HEADER = 16  # bytes: the number of the exchange, and how many bytes a rank has
 _SHORT = 1e-3  # seconds for which the host polls without sleep, because a thread that sleeps wakes up late
 _AT_ONCE = 8192  # bytes that ranks exchange at a time; most calls need no more
 _LOOK = 1.0  # seconds to find out which ranks are silent
@@ -68,10 +68,10 @@ class Neighbours:
         if self.failed:
             raise RankFailed(*next(iter(self.failed.items())))
 
-    def fail(self, rank: int, text: str) -> None:
+    def fail(self, rank: int, message: str) -> None:
         """Let all ranks stop waiting."""
         with self._lock:
-            self.failed[rank] = text
+            self.failed[rank] = message
             self._changed.notify_all()
 
 
@@ -117,17 +117,17 @@ class Nccl(Transport):
         self._near: list[int] = []  # the ranks of this process, in order; unknown before the first exchange
         self._neighbours = Neighbours()
 
-    def share(self, text: bytes, timeout: float) -> list[bytes]:
-        return self.begin_sharing(text, timeout)()
+    def share(self, payload: bytes, timeout: float) -> list[bytes]:
+        return self.begin_sharing(payload, timeout)()
 
-    def begin_sharing(self, text: bytes, timeout: float) -> Callable[[], list[bytes]]:
+    def begin_sharing(self, payload: bytes, timeout: float) -> Callable[[], list[bytes]]:
         self.meet(timeout)
-        first = self._begin_gathering(text, 0)
+        first = self._begin_gathering(payload, 0)
 
         def heard() -> list[bytes]:
             lengths, rows = self._gathered(first, timeout)
             for start in range(_AT_ONCE - _HEADER, max(lengths), _AT_ONCE - _HEADER):
-                _, more = self._gathered(self._begin_gathering(text, start), timeout)
+                _, more = self._gathered(self._begin_gathering(payload, start), timeout)
                 rows = [row + x for row, x in zip(rows, more, strict=True)]
             return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
@@ -152,8 +152,8 @@ class Nccl(Transport):
             self._find_neighbours(timeout)
         self._neighbours.meet(self.rank, self._near, timeout)
 
-    def fail(self, rank: int, text: str) -> None:
-        self._neighbours.fail(rank, text)
+    def fail(self, rank: int, message: str) -> None:
+        self._neighbours.fail(rank, message)
         self._end()
 
     def _end(self) -> None:
@@ -178,22 +178,22 @@ class Nccl(Transport):
         """Find out which ranks are of this process; this first exchange also makes the connections of NCCL."""
         process = _process + os.getpid().to_bytes(8, "little")
         _, said = self._gathered(self._begin_gathering(process + self._token, 0), timeout)
-        near = [rank for rank, text in enumerate(said) if text.startswith(process)]
+        near = [rank for rank, payload in enumerate(said) if payload.startswith(process)]
         with _boards_change:
             self._neighbours = _boards.setdefault(said[near[0]][len(process) :][:16], self._neighbours)
         self._near = near
         self.shares_meanwhile = len(near) == 1
 
-    def _begin_gathering(self, text: bytes, start: int) -> Any:
-        """Begin to exchange a piece of a text with all ranks: an event after that.
+    def _begin_gathering(self, payload: bytes, start: int) -> Any:
+        """Begin to exchange a piece of a payload with all ranks: an event after that.
 
         Neither the device nor the host waits for what is computed meanwhile. The host waits for each exchange before
         the next one begins, so nothing else uses the memory on the device, and it can be written to at once.
         """
         host, on_device, rows = self._room
         self._exchanges += 1
-        piece = text[start : start + _AT_ONCE - _HEADER]
-        own = b"".join(number.to_bytes(8, "little") for number in (self._exchanges, len(text))) + piece
+        piece = payload[start : start + _AT_ONCE - _HEADER]
+        own = b"".join(number.to_bytes(8, "little") for number in (self._exchanges, len(payload))) + piece
         with self._device, self._stream:
             host[self.rank] = np.frombuffer(own.ljust(_AT_ONCE, b"\0"), np.uint8)
             self._cuda.copy(rows[self.rank], host[self.rank], self._words)
@@ -204,7 +204,7 @@ class Nccl(Transport):
             return self._cuda.mark(self._stream)
 
     def _gathered(self, arrived: Any, timeout: float) -> tuple[list[int], list[bytes]]:
-        """The length of the text of each rank, and the piece of it that was exchanged; this waits for them."""
+        """The length of the payload of each rank, and the piece of it that was exchanged; this waits for them."""
         if not self._comes(arrived, timeout):
             silent = self._silent()
             self._end()

@@ -36,12 +36,12 @@ class Transport(ABC):
     shares_meanwhile = False  # whether what `begin_sharing` began goes on while this rank computes
 
     @abstractmethod
-    def share(self, text: bytes, timeout: float) -> list[bytes]:
+    def share(self, payload: bytes, timeout: float) -> list[bytes]:
         """What each rank says, by rank: a few bytes, through host memory."""
 
-    def begin_sharing(self, text: bytes, timeout: float) -> Callable[[], list[bytes]]:
+    def begin_sharing(self, payload: bytes, timeout: float) -> Callable[[], list[bytes]]:
         """Begin to `share`; returns a function that waits for the result."""
-        return functools.partial(self.share, text, timeout)
+        return functools.partial(self.share, payload, timeout)
 
     @abstractmethod
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
@@ -58,7 +58,7 @@ class Transport(ABC):
         memory, and after its last one. So no rank does such things while rows of another one wait for its own.
         """
 
-    def fail(self, rank: int, text: str) -> None:  # noqa: B027 (without it the others wait until their timeout)
+    def fail(self, rank: int, message: str) -> None:  # noqa: B027 (without it the others wait until their timeout)
         """Tell the others that this rank, or another one, has failed, so that they stop waiting."""
 
 
@@ -73,9 +73,9 @@ def out_of_time(what: str, timeout: float, silent: Iterable[int] = ()) -> Timeou
 class RankFailed(RuntimeError):
     """Raised on a rank that hears of the failure of another rank."""
 
-    def __init__(self, rank: int, text: str) -> None:
-        super().__init__(f"rank {rank} failed: {text}")
-        self.rank, self.text = rank, text
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(f"rank {rank} failed: {message}")
+        self.rank, self.message = rank, message
 
 
 class NoTransfers(Transport):
@@ -84,8 +84,8 @@ class NoTransfers(Transport):
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def share(self, text: bytes, timeout: float) -> list[bytes]:
-        return [text] * self.size
+    def share(self, payload: bytes, timeout: float) -> list[bytes]:
+        return [payload] * self.size
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         pass
@@ -152,7 +152,7 @@ class _Switchboard:
         self.lock = threading.Lock()  # Ctrl-C may come within the methods of a condition, but not within these
         self.changed = threading.Condition(self.lock)
         self.said: dict[int, dict[int, bytes]] = {}  # by call and rank
-        self.heard: dict[int, int] = {}  # by call, how many ranks have read all texts
+        self.heard: dict[int, int] = {}  # by call, how many ranks have read all payloads
         self.failed: dict[int, str] = {}  # by rank
         self.under_way: dict[tuple[int, int], deque[_Parcel]] = {
             (source, target): deque() for source in range(size) for target in range(size)
@@ -187,14 +187,14 @@ class Threads(Transport):
         self._parcels: list[_Parcel] = []  # those that were sent since the last `finish`
         self._arrivals: list[_Arrivals] = []
 
-    def share(self, text: bytes, timeout: float) -> list[bytes]:
+    def share(self, payload: bytes, timeout: float) -> list[bytes]:
         board, call = self._board, self._calls
         board.check()
         self._progress.check()
         self._calls += 1
         with board.lock:
             said = board.said.setdefault(call, {})
-            said[self.rank] = text
+            said[self.rank] = payload
             board.changed.notify_all()
             board.wait(lambda: set(range(self.size)) - said.keys(), "what other ranks say", timeout, self._is_over)
             board.heard[call] = board.heard.get(call, 0) + 1
@@ -233,9 +233,9 @@ class Threads(Transport):
             self._parcels.remove(parcel)
         self._arrivals.remove(arrivals)
 
-    def fail(self, rank: int, text: str) -> None:
+    def fail(self, rank: int, message: str) -> None:
         with self._board.lock:
-            self._board.failed.setdefault(rank, text)
+            self._board.failed.setdefault(rank, message)
             self._board.changed.notify_all()
         self._end()
 

@@ -64,7 +64,7 @@ def build(
     defines : Mapping
         Preprocessor definitions; True and False become 1 and 0.
     headers : Mapping, optional
-        Texts that it includes beside the files of `kernels`, by names that tell them apart.
+        Headers that it includes besides the files of `kernels`, by unique names.
     sanitizer : {None, "undefined", "address"}
     kernels, cache : Path, optional
         Instead of `cuflash.gpu.compiler.kernel_directory()` and `cache_directory()`.
@@ -114,12 +114,12 @@ def _built_in(
     kernels: Path,
 ) -> Module:
     """The module, compiled into a directory or taken from it."""
-    texts = cache / "headers"
+    folder = cache / "headers"
     for name, text in headers.items():
         with _in_cache():
-            kernel_cache.make_own_directory(texts)
-            if not (texts / name).exists():
-                kernel_cache.write_atomically(texts / name, text.encode())
+            kernel_cache.make_own_directory(folder)
+            if not (folder / name).exists():
+                kernel_cache.write_atomically(folder / name, text.encode())
     request = (kernels / source, tuple(sorted((defines or {}).items())), sanitizer, kernels, cache)
     key = (find_compiler(), *request)
     module, of_files = _built.get(key, (None, {}))
@@ -147,7 +147,7 @@ def _build(
     source: Path, defines: Sequence[tuple[str, object]], sanitizer: str | None, kernels: Path, cache: Path
 ) -> tuple[Module, list[Path]]:
     """The module, and the files that it is made of."""
-    definitions = [f"-D{name}={_as_text(value)}" for name, value in defines]
+    definitions = [f"-D{name}={_as_source(value)}" for name, value in defines]
     runtime = _build_runtime(sanitizer, cache)
     # The runtime's name stands for what it is made of: a module stays linked to the one that it was built for.
     flags = [*_COMMON_FLAGS, *_SANITIZER_FLAGS[sanitizer], *definitions, f"-DCUFLASH_RUNTIME={runtime.stem}"]
@@ -163,7 +163,7 @@ def _build(
     return module, [*files, *_included_files(sorted(RUNTIME.glob("*.cc")), [RUNTIME])]
 
 
-def _as_text(value: object) -> str:
+def _as_source(value: object) -> str:
     return str(int(value) if isinstance(value, bool) else value)
 
 

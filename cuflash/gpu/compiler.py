@@ -73,8 +73,8 @@ class CompileError(RuntimeError):
         return str(self.args[0])
 
 
-class TextError(CompileError, ValueError):
-    """NVRTC rejected a kernel with a score that a caller wrote in CUDA. The log counts the lines of that text."""
+class ScoreSourceError(CompileError, ValueError):
+    """NVRTC rejected a kernel with a score that a caller wrote in CUDA. The log counts the lines of that source."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +212,7 @@ def compile_kernel(
     arch : str
         Architecture of the device: "sm_80", "sm_90a", "sm_120".
     headers : mapping of str to str, optional
-        Texts that the source includes beside the files of the kernels directory, by name.
+        Headers that the source includes besides the files of the kernels directory, by name.
     kernel_dir, cache_dir : path, optional
         Instead of `kernel_directory()` and `cache_directory()`.
 
@@ -237,17 +237,17 @@ def compile_spec(kernel: KernelSpec) -> CompiledKernel:
 
     Raises
     ------
-    TextError
+    ScoreSourceError
         A score that a caller wrote in CUDA does not compile.
     """
     defines, headers = dict(kernel.defines), dict(kernel.headers)
     try:
         return compile_kernel(kernel.source, kernel.name, defines, kernel.target, headers=headers)
     except CompileError as error:
-        if not any(FIRST_LINE in text for text in headers.values()):
+        if not any(FIRST_LINE in source for source in headers.values()):
             raise
-        message = f"score: got a text that does not compile, expected a score in CUDA C++:\n\n{error.log}"
-        raise TextError(message, error.log, error.options) from None
+        message = f"score: got source that does not compile, expected a score in CUDA C++:\n\n{error.log}"
+        raise ScoreSourceError(message, error.log, error.options) from None
 
 
 def kernels_fingerprint() -> str:
@@ -310,9 +310,9 @@ class Compiler:
         name: str,
         defines: Mapping[str, str | int],
         arch: str,
-        texts: Mapping[str, str] | None = None,
+        own_headers: Mapping[str, str] | None = None,
     ) -> CompiledKernel:
-        """See `compile_kernel`; `texts` are its headers."""
+        """See `compile_kernel`; `own_headers` are those besides the kernels'."""
         if source not in self._files:
             known = ", ".join(file for file in self._files if file.endswith(".cu"))
             raise value_error("source", repr(source), f"a file of {self._kernel_dir} ({known})")
@@ -323,8 +323,8 @@ class Compiler:
         options = (*OPTIONS, f"--gpu-architecture={arch}", *_define_options(defines))
         request: dict[str, Any] = {"source": source, "name": name, "arch": arch, "options": options}
         request["kernels"] = self.files_hash
-        if texts:
-            request["headers"] = sorted((file, _sha256(text.encode())) for file, text in texts.items())
+        if own_headers:
+            request["headers"] = sorted((file, _sha256(source.encode())) for file, source in own_headers.items())
         with self._locks.setdefault(_key(request), threading.Lock()):  # one of several threads compiles, others wait
             expected = self._toolchain.expected_version()
             found = None if expected is None else self._find(request | {"nvrtc": expected})
@@ -333,7 +333,7 @@ class Compiler:
             version = self._toolchain.version()
             request["nvrtc"] = version
             found = None if version == expected else self._find(request)
-            return found or self._build(request, defines, options, texts or {})
+            return found or self._build(request, defines, options, own_headers or {})
 
     @property
     def _folders(self) -> list[Path]:
@@ -362,7 +362,7 @@ class Compiler:
         request: Mapping[str, Any],
         defines: Mapping[str, str | int],
         options: tuple[str, ...],
-        texts: Mapping[str, str],
+        own_headers: Mapping[str, str],
     ) -> CompiledKernel:
         source, name, arch = request["source"], request["name"], request["arch"]
         # NVRTC would call a header in memory by its include name; #line gives it the path that an editor can open.
@@ -371,7 +371,7 @@ class Compiler:
             for file, content in self._files.items()
             if file != source
         }
-        headers |= {file: text.encode() for file, text in texts.items()}
+        headers |= {file: source.encode() for file, source in own_headers.items()}
         start = time.perf_counter()
         cubin, log = self._toolchain.compile(self._kernel_dir / source, self._files[source], headers, arch, options)
         seconds = time.perf_counter() - start
@@ -385,7 +385,7 @@ class Compiler:
                 f"kernel {name!r} of {source} for {arch}: {error}\n\n{log}\n\n"
                 f"NVRTC {request['nvrtc']} with {' '.join(options)}\n"
                 f"To reproduce in Python: cuflash.gpu.compiler.compile_kernel({arguments}, "
-                f"{f'headers={dict(texts)!r}, ' if texts else ''}"
+                f"{f'headers={dict(own_headers)!r}, ' if own_headers else ''}"
                 f"kernel_dir={str(self._kernel_dir)!r})"
             )
             raise CompileError(message, log, options) from None

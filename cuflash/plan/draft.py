@@ -454,9 +454,9 @@ def _ignored(source: str, told: Collection[str] | None) -> tuple[str, ...]:
 
 
 def functions_header(program: Program, gradients: Collection[str] = ()) -> tuple[str, str]:
-    """The name and the text of the header with score_mod and mask_mod. Equal texts have one name."""
-    text = program.header([name[1:] for name in gradients])
-    return f"functions_{hashlib.sha256(text.encode()).hexdigest()[:32]}.cuh", text
+    """The name and the source of the header with score_mod and mask_mod. Equal sources have one name."""
+    source = program.header([name[1:] for name in gradients])
+    return f"functions_{hashlib.sha256(source.encode()).hexdigest()[:32]}.cuh", source
 
 
 def _is_narrow(operand: Operand) -> bool:

@@ -31,7 +31,7 @@ class KernelSpec:
     threads: int
     shared_bytes: int
     overlaps_previous: bool  # programmatic dependent launch (PDL): it may start early, and waits by itself
-    headers: tuple[tuple[str, str], ...] = ()  # names and texts of what it includes beside the sources
+    headers: tuple[tuple[str, str], ...] = ()  # names and sources of headers besides those of kernels
 
 
 @dataclass(frozen=True, kw_only=True)

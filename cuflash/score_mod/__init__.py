@@ -1,4 +1,4 @@
-"""Scores and masks that callers write: Python functions, traced once, and texts of CUDA."""
+"""Scores and masks that callers write: Python functions, traced once, and CUDA source."""
 
 from cuflash.score_mod.cuda_source import FIRST_LINE, Score
 from cuflash.score_mod.hoisting import hoisted_program_of, is_of_diagonals

@@ -1,4 +1,4 @@
-"""Typed expressions as CUDA text: functions of a pair (query, key), for `Real`, which is float or double.
+"""Typed expressions as CUDA source: functions of a pair (query, key), for `Real`, which is float or double.
 
 An integer has 32 bits where bounds prove that it fits for any sequence lengths, and 64 bits elsewhere.
 """
@@ -75,7 +75,7 @@ class Writer:
     known : mapping of Node to str
         Nodes that are computed already, and how they are written.
     tables : mapping of str to str
-        By the name of a table, the text of the pointer to position 0 of its row.
+        By the name of a table, the source of the pointer to position 0 of its row.
     exact : bool
         Whether no function is approximated, even where its last bits decide nothing.
     """
@@ -105,7 +105,7 @@ class Writer:
                 if at not in self.names:
                     self.names[at] = self._named(at)
 
-    def text(self, at: Node) -> str:
+    def source(self, at: Node) -> str:
         """How the value of a node is written after the lines."""
         return self.names[at]
 
@@ -190,11 +190,11 @@ class Writer:
 
     def indices(self, load: Node) -> str:
         """The indices of a load as arguments; as unsigned numbers where they are never negative."""
-        text = ""
+        source = ""
         for at in load.args:
             is_unsigned = self.type_of(at) == "int" and int(self.bounds[at][0]) >= 0
-            text += f", {'(u32)' if is_unsigned else ''}{self.names[at]}"
-        return text
+            source += f", {'(u32)' if is_unsigned else ''}{self.names[at]}"
+        return source
 
 
 def _number(at: Node) -> Any:

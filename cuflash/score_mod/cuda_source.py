@@ -1,6 +1,6 @@
 """Scores that a caller writes in CUDA, for what traced functions cannot express, such as loops and branches.
 
-A text is known only by the results of its runs. Its derivatives come from runs with dual numbers
+CUDA source is known only by the results of its runs. Its derivatives come from runs with dual numbers
 (`kernels/common/score/dual.cuh`). No subexpression is hoisted, no option takes its place, and every place in an array
 that it reads counts as one that depends on the pair.
 """
@@ -19,9 +19,9 @@ from cuflash.score_mod.nodes import Node
 from cuflash.score_mod.program import PAIR_READ, SCORE_FUNCTION, Program, Traced
 from cuflash.score_mod.tables import Table
 
-FIRST_LINE = '#line 1 "score"'  # compilers then count the lines of the text, and name it after its argument
+FIRST_LINE = '#line 1 "score"'  # compilers then count the lines of the source, and name it after its argument
 SIGNATURE = "template <class T> T score(T s, int i, int j, int head, int batch, const Given<T>& given)"
-# The text as a function of the scaled product, with or without a tangent, and of the record of its reads.
+# The source as a function of the scaled product, with or without a tangent, and of the record of its reads.
 _RUN = """\
   const auto run = [&](auto s, score_text::Reads& reads) {{
     return score_text::score<decltype(s)>(s, {}, {{arrays, reads}});
@@ -37,13 +37,13 @@ class Score:
     Parameters
     ----------
     cuda : str
-        The text of ``template <class T> T score(T s, int i, int j, int head, int batch, const Given<T>& given)``, and
+        The source of ``template <class T> T score(T s, int i, int j, int head, int batch, const Given<T>& given)``, and
         of functions that it calls. T is float, or double for float64 arrays, or a dual number of these, which gives
         derivatives.
     arrays : sequence of str, optional
-        The arrays that the text reads, as ``given.name(index, ...)``, and that the calls are given by these names.
+        The arrays that the source reads, as ``given.name(index, ...)``, and that the calls are given by these names.
     python : callable, optional
-        The same score as a function that is traced. It computes NumPy arrays, and tests compare the text with it.
+        The same score as a function that is traced. It computes NumPy arrays, and tests compare the source with it.
 
     Examples
     --------
@@ -63,9 +63,9 @@ class Score:
 
     def __post_init__(self) -> None:
         if not isinstance(self.cuda, str):
-            raise type_error("cuda", typed(self.cuda), "the text of a score in CUDA C++")
+            raise type_error("cuda", typed(self.cuda), "the source of a score in CUDA C++")
         if not re.search(r"\bscore\s*\(", self.cuda):
-            raise value_error("cuda", "a text without a function score", SIGNATURE)
+            raise value_error("cuda", "source without a function score", SIGNATURE)
         if isinstance(self.arrays, str) or not isinstance(self.arrays, Iterable):
             raise type_error("arrays", typed(self.arrays), "a sequence of names")
         names = tuple(self.arrays)
@@ -87,7 +87,7 @@ class Score:
 
     @property
     def root(self) -> Node | None:
-        """None: a text is no expression."""
+        """None: CUDA source is no expression."""
         return None
 
     def of_slice(self) -> Score:
@@ -115,7 +115,7 @@ def _listed(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TextProgram(Program):
-    """The program of a text, with the expression of a mask.
+    """The program of CUDA source, with the expression of a mask.
 
     Attributes
     ----------
@@ -134,23 +134,23 @@ class TextProgram(Program):
 
     @property
     def differentiable(self) -> tuple[str, ...]:
-        """The arrays of real numbers that the text reads."""
+        """The arrays of real numbers that the source reads."""
         return tuple(name for name, _, dtype in self.arrays if name in self.of.arrays and dtype in REALS)
 
     def derivatives_read_s(self, wanted: Collection[str]) -> bool:
-        """True, because derivatives of a text may depend on s."""
+        """True, because derivatives of CUDA source may depend on s."""
         return True
 
     def classes(self, wanted: Collection[str]) -> list[str]:
-        """One for each array. Unlike an expression, a text shows no index of its reads."""
-        return ["known by running the text" for name in self.differentiable if name in wanted]
+        """One for each array. Unlike an expression, it shows no index of its reads."""
+        return ["known by running the source" for name in self.differentiable if name in wanted]
 
     def summed(self, wanted: Collection[str]) -> tuple[str, ...]:
         """The arrays that are wanted."""
         return tuple(name for name in self.differentiable if name in wanted)
 
     def describe(self, tables: Sequence[Table] = ()) -> str:
-        """The text, and the mask."""
+        """The source, and the mask."""
         return "\n".join(filter(None, ("score in CUDA:", self.of.cuda.strip("\n"), super().describe(tables))))
 
     def _scores(self, arrays: Mapping[str, tuple[int, str]], wanted: Collection[str], known: Mapping[Node, str]) -> str:
@@ -166,10 +166,10 @@ class TextProgram(Program):
         made_of = "const ScoreArg* arrays_, Reads& reads_"
         given = f"  CUFLASH_DEVICE Given({made_of}){' : ' if made else ''}{', '.join(made)} {{}}\n"
         given = f"namespace score_text {{\ntemplate <class T>\nstruct Given {{\n{members}{given}}};\n}}\n"
-        # Line numbers go on after the text, so that an error that a missing brace causes there names the text, too.
-        text = f"{FIRST_LINE}\nnamespace score_text {{ {self.of.cuda}\n}}\n"
+        # Line numbers go on after the source, so that an error that a missing brace causes there names the source, too.
+        source = f"{FIRST_LINE}\nnamespace score_text {{ {self.of.cuda}\n}}\n"
         body = f"{self._run(arrays)}  return score_text::score_of(s, by_s, run);\n"
-        return self._points(arrays, known) + given + text + f"{SCORE_FUNCTION} {{\n{body}}}\n"
+        return self._points(arrays, known) + given + source + f"{SCORE_FUNCTION} {{\n{body}}}\n"
 
     def _reads(self, arrays: Mapping[str, tuple[int, str]], summed: Collection[str]) -> list[tuple[int, int, bool]]:
         """One read for each array, which stands for all reads of it."""

@@ -1,7 +1,7 @@
 """Expressions as graphs of nodes. Equal nodes are one object, so that common subexpressions are shared.
 
 A traced expression has untyped nodes, because the dtypes of arrays are known only in a call.
-`cuflash.score_mod.types` makes typed nodes from it. Values, derivatives, intervals and CUDA text are made from
+`cuflash.score_mod.types` makes typed nodes from it. Values, derivatives, intervals and CUDA source are made from
 those.
 """
 

@@ -16,8 +16,8 @@ from cuflash.score_mod.evaluation import as_score_args, evaluate
 from cuflash.score_mod.factors import factored
 from cuflash.score_mod.indexing import COUNTED, ORIGIN, of_slice
 from cuflash.score_mod.nodes import COMPARISONS, Node, in_order, node, shown
-from cuflash.score_mod.tables import AXES, Loaded, Table, filling_text
-from cuflash.score_mod.tile_bounds import bounds_text
+from cuflash.score_mod.tables import AXES, Loaded, Table, filling_source
+from cuflash.score_mod.tile_bounds import bounds_source
 from cuflash.score_mod.tracing import NAMED_INPUTS, number_as_mask, trace
 from cuflash.score_mod.types import cast, typed
 
@@ -26,7 +26,7 @@ What = Literal["score", "mask"]
 
 FEW_TABLES = 2  # tiles of every size leave registers for so many tables
 MOST_OF_POINTS = 4  # a function gets so many numbers of a row, and of a key; it reads all others itself
-OF_HEAD = "const OfHead& of_head"  # in CUDA text
+OF_HEAD = "const OfHead& of_head"  # in CUDA source
 PAIR = "const ScoreArg* arrays, Real s, int i, int j, int head, int batch"
 OF_POINTS = "const OfRow& of_row, const OfKey& of_key"
 SCORE_FUNCTION = (
@@ -40,7 +40,7 @@ POSITIONAL: Mapping[What, tuple[str, ...]] = {"score": ("s", "i", "j"), "mask": 
 
 
 class ScoreFunction(Protocol):
-    """A function of scores: a traced function, or a text of CUDA, which is known only by the results of its runs."""
+    """A function of scores: a traced function, or CUDA source, which is known only by the results of its runs."""
 
     def __hash__(self) -> int:
         """Equal ones are the same score."""
@@ -51,7 +51,7 @@ class ScoreFunction(Protocol):
 
     @property
     def root(self) -> Node | None:
-        """The expression; None for a text."""
+        """The expression; None for CUDA source."""
 
     def on_numpy(self) -> Traced:
         """The function for NumPy arrays. Raises NotImplementedError if there is none."""
@@ -145,7 +145,7 @@ class Program:
     Attributes
     ----------
     score, mask : Node or None
-        The score, and whether a pair is visible, typed. The score of a text is None, too.
+        The score, and whether a pair is visible, typed. That of CUDA source is None, too.
     by_s : Node or None
         The derivative of the score by the scaled product.
     arrays : tuple of (str, int, str)
@@ -235,7 +235,7 @@ class Program:
         return replace(self, arrays=(*self.arrays, *own))
 
     def header(self, wanted: Collection[str] = ()) -> str:
-        """CUDA text: functions of a pair and of the arrays in their order, with derivatives for `wanted` arrays."""
+        """CUDA source: functions of a pair and of the arrays in their order, with derivatives for `wanted` arrays."""
         arrays = {name: (index, dtype) for index, (name, _, dtype) in enumerate(self.arrays)}
         summed = self.summed(wanted)
         reads = [load for name in summed for load in self.loads.get(name, ())]
@@ -249,19 +249,19 @@ class Program:
         reciprocals = {reciprocal_of(at): f"of_head.reciprocal{n}" for n, at in enumerate(divisors)}
         of_all = [at for at in of_all if at not in reciprocals]
         known = {at: f"of_head.x{n}" for n, at in enumerate(of_all)} | reciprocals
-        text = f"constexpr int kNumScoreArgs = {len(arrays)};\n" + self._of_head(of_all, divisors, arrays)
-        text += self._scores(arrays, wanted, known)
+        source = f"constexpr int kNumScoreArgs = {len(arrays)};\n" + self._of_head(of_all, divisors, arrays)
+        source += self._scores(arrays, wanted, known)
         if self.mask is not None:
             visible = self.mask
-            text += f"CUFLASH_DEVICE bool mask_function({OF_HEAD}, {PAIR.replace('Real s, ', '')}) {{\n"
-            text += body([visible], arrays, lambda writer: [f"return {writer.text(visible)};"], known) + "}\n"
-            text += bounds_text(visible, arrays)
-        text += self._derivatives(arrays, wanted, summed, known) if wanted else ""
-        return text + filling_text(self.tables, arrays, wanted) if self.tables else text
+            source += f"CUFLASH_DEVICE bool mask_function({OF_HEAD}, {PAIR.replace('Real s, ', '')}) {{\n"
+            source += body([visible], arrays, lambda writer: [f"return {writer.source(visible)};"], known) + "}\n"
+            source += bounds_source(visible, arrays)
+        source += self._derivatives(arrays, wanted, summed, known) if wanted else ""
+        return source + filling_source(self.tables, arrays, wanted) if self.tables else source
 
     @property
     def _rows(self) -> dict[str, str]:
-        """By the name of a table, the text of the pointer to position 0 of its row."""
+        """By the name of a table, the source of the pointer to position 0 of its row."""
         first = len(self.arrays) - len(self.tables)
         return {table.name: f"of_head.table{array}" for array, table in enumerate(self.tables, first)}
 
@@ -274,26 +274,26 @@ class Program:
         def made(writer: Writer) -> list[str]:
             fields.extend(f"  {writer.type_of(at)} x{n};\n" for n, at in enumerate(nodes))
             fields.extend(f"  Real reciprocal{n};\n" for n in range(len(divisors)))
-            numbers = (*(writer.text(at) for at in nodes), *(f"1 / {writer.text(at)}" for at in divisors))
+            numbers = (*(writer.source(at) for at in nodes), *(f"1 / {writer.source(at)}" for at in divisors))
             return [f"return {{{', '.join((*rows, *numbers))}}};"]
 
-        text = body(nodes, arrays, made)
+        source = body(nodes, arrays, made)
         reads = "CUFLASH_DEVICE OfHead read_of_head(const ScoreArg* arrays, int head, int batch) {\n"
-        return f"struct OfHead {{\n{''.join(fields)}}};\n{reads}{text}}}\n"
+        return f"struct OfHead {{\n{''.join(fields)}}};\n{reads}{source}}}\n"
 
     def _points(self, arrays: Mapping[str, tuple[int, str]], known: Mapping[Node, str]) -> str:
         """The structs of the numbers of a row and of a key, and the functions that read them."""
-        text = ""
+        source = ""
         for what, index, nodes in (("Row", "i", self.of_rows), ("Key", "j", self.of_keys)):
 
             def made(writer: Writer, nodes: Sequence[Node] = nodes) -> list[str]:
-                return [f"return {{{{{', '.join(map(writer.text, nodes)) or '0'}}}}};"]
+                return [f"return {{{{{', '.join(map(writer.source, nodes)) or '0'}}}}};"]
 
-            text += f"constexpr int kNumOf{what} = {len(nodes)};\n"
-            text += f"struct Of{what} {{\n  Real x[{max(len(nodes), 1)}];\n}};\n"
-            text += f"CUFLASH_DEVICE Of{what} read_of_{what.lower()}({OF_HEAD}, const ScoreArg* arrays, int {index}, "
-            text += "int head, int batch) {\n" + body(nodes, arrays, made, known, tables=self._rows) + "}\n"
-        return text
+            source += f"constexpr int kNumOf{what} = {len(nodes)};\n"
+            source += f"struct Of{what} {{\n  Real x[{max(len(nodes), 1)}];\n}};\n"
+            source += f"CUFLASH_DEVICE Of{what} read_of_{what.lower()}({OF_HEAD}, const ScoreArg* arrays, int {index}, "
+            source += "int head, int batch) {\n" + body(nodes, arrays, made, known, tables=self._rows) + "}\n"
+        return source
 
     def _with_points(self, known: Mapping[Node, str]) -> dict[Node, str]:
         """The `known` nodes, and those of the numbers of a row and of a key."""
@@ -307,7 +307,7 @@ class Program:
         value, slope = self.score, self.by_s
 
         def both(writer: Writer) -> list[str]:
-            return [f"by_s = {writer.text(slope)};", f"return {writer.text(value)};"]
+            return [f"by_s = {writer.source(slope)};", f"return {writer.source(value)};"]
 
         lines = body([value, slope], arrays, both, self._with_points(known), tables=self._rows)
         return self._points(arrays, known) + f"{SCORE_FUNCTION} {{\n{lines}}}\n"
@@ -366,13 +366,13 @@ class Program:
         slope = ONE if self.by_s is None else self.by_s
 
         def visits(writer: Writer) -> list[str]:
-            lines = [f"by_s = {writer.text(slope)};"]
+            lines = [f"by_s = {writer.source(slope)};"]
             for number, (name, load) in enumerate(reads):
                 array, indices = f"arrays[{arrays[name][0]}]", writer.indices(load.at)
                 offset = f"score_place<0>({array}, (i64)0{indices})"
                 if name in own:
                     offset = f"place_in_table({array}{indices})"
-                lines.append(f"visit(Integer<{number}>{{}}, {offset}, {writer.text(rests[number])});")
+                lines.append(f"visit(Integer<{number}>{{}}, {offset}, {writer.source(rests[number])});")
             return lines
 
         rests = [factored(load.derivative).rest for _, load in reads]
@@ -387,7 +387,7 @@ class Program:
         return body(
             factors,
             arrays,
-            lambda writer: [f"of_read[{n}] = {writer.text(factor)};" for n, factor in enumerate(factors)],
+            lambda writer: [f"of_read[{n}] = {writer.source(factor)};" for n, factor in enumerate(factors)],
             known,
             tables=self._rows,
         )

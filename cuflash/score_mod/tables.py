@@ -1,4 +1,5 @@
-"""Tables of subexpressions of a score that take few values, and their CUDA text: each is filled before the main kernel.
+"""Tables of subexpressions of a score that take few values, and their CUDA source: each is filled before the main
+kernel.
 
 A subexpression that follows from i - j alone, from i or from j, and from the head and the batch entry, has a value for
 each diagonal, query or key. `cuflash.score_mod.hoisting` finds such subexpressions.
@@ -18,7 +19,7 @@ By = Literal["i", "j", "i - j"]
 MARGIN = 256
 LINE = 32  # a row of a table is made of lines of so many entries, and a warp fills each
 AXES = 3  # batch entries, heads and positions
-_PLACE = "const ScoreArg* arrays, int batch, int head, int place"  # in CUDA text
+_PLACE = "const ScoreArg* arrays, int batch, int head, int place"  # in CUDA source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +80,11 @@ class Table:
         return any(name in names for name in self.loads)
 
     def field(self, array: int) -> str:
-        """CUDA text: the member of OfHead that points to position 0 of the table's row for a head."""
+        """CUDA source: the member of OfHead that points to position 0 of the table's row for a head."""
         return f"const StoredAs<{ELEMENTS[self.dtype]}>::Type* table{array}"
 
     def row_of_head(self, array: int) -> str:
-        """CUDA text: the value of that member, where the table has this number among the arrays."""
+        """CUDA source: the value of that member, where the table has this number among the arrays."""
         return f"row_of_table<{ELEMENTS[self.dtype]}>(arrays[{array}], batch, head)"
 
     @property
@@ -98,23 +99,23 @@ def dtype_of(type_: NodeType, real: str) -> str:
     return {"bool": "bool", "int": "int32", "float": real}[type_]
 
 
-def filling_text(tables: Sequence[Table], arrays: Mapping[str, tuple[int, str]], wanted: Collection[str]) -> str:
-    """CUDA text: the functions that fill tables, and those that lead their gradients on to the `wanted` arrays."""
+def filling_source(tables: Sequence[Table], arrays: Mapping[str, tuple[int, str]], wanted: Collection[str]) -> str:
+    """CUDA source: the functions that fill tables, and those that lead their gradients on to the `wanted` arrays."""
     numbers = ", ".join(str(arrays[table.name][0]) for table in tables)
-    text = f"constexpr int kNumTables = {len(tables)};\n"
-    text += f"CUFLASH_DEVICE constexpr int array_of_table(int table) {{ constexpr int of[] = {{{numbers}}}; "
-    text += "return of[table]; }\n"
+    source = f"constexpr int kNumTables = {len(tables)};\n"
+    source += f"CUFLASH_DEVICE constexpr int array_of_table(int table) {{ constexpr int of[] = {{{numbers}}}; "
+    source += "return of[table]; }\n"
     for number, table in enumerate(tables):
-        text += _filling(number, table, arrays)
-        text += _batch_axes_on(number, table, arrays, wanted) if table.reads(wanted) else ""
-    return text
+        source += _filling(number, table, arrays)
+        source += _batch_axes_on(number, table, arrays, wanted) if table.reads(wanted) else ""
+    return source
 
 
 def _filling(number: int, table: Table, arrays: Mapping[str, tuple[int, str]]) -> str:
     of = table.of
     head = f"CUFLASH_DEVICE void fill_table(Integer<{number}>, void* data, i64 at, {_PLACE}) {{\n{_pair(table)}"
     stored = f"((StoredAs<{ELEMENTS[table.dtype]}>::Type*)data)[at]"
-    return head + body([of], arrays, lambda writer: [f"{stored} = {writer.text(of)};"], exact=True) + "}\n"
+    return head + body([of], arrays, lambda writer: [f"{stored} = {writer.source(of)};"], exact=True) + "}\n"
 
 
 def _batch_axes_on(number: int, table: Table, arrays: Mapping[str, tuple[int, str]], wanted: Collection[str]) -> str:
@@ -126,13 +127,13 @@ def _batch_axes_on(number: int, table: Table, arrays: Mapping[str, tuple[int, st
         lines = []
         for name, load in reads:
             offset = f"score_place<0>(arrays[{arrays[name][0]}], (i64)0{writer.indices(load.at)})"
-            lines.append(f"visit({arrays[name][0]}, {offset}, {writer.text(load.derivative)});")
+            lines.append(f"visit({arrays[name][0]}, {offset}, {writer.source(load.derivative)});")
         return lines
 
     return head + _pair(table) + body(roots, arrays, visits, exact=True) + "}\n"
 
 
 def _pair(table: Table) -> str:
-    """CUDA text: i and j of a pair that the position of an entry belongs to."""
+    """CUDA source: i and j of a pair that the position of an entry belongs to."""
     pairs = {"i": "i = place, j = 0", "j": "i = 0, j = place", "i - j": "i = place > 0 ? place : 0, j = i - place"}
     return f"  const int {pairs[table.by]};\n  (void)i, (void)j;\n"

@@ -1,4 +1,5 @@
-"""CUDA text that says whether a mask holds for all, some or no pairs of a tile, by interval arithmetic on its indices.
+"""CUDA source that says whether a mask holds for all, some or no pairs of a tile, by interval arithmetic on its
+indices.
 
 `kernels/common/score/tile_bounds.cuh` has the operations. `cuflash.score_mod.intervals` has the same ones for NumPy
 arrays.
@@ -23,7 +24,7 @@ SERVED: Mapping[NodeType | None, tuple[str, ...]] = {
 }
 
 
-def bounds_text(mask: Node, arrays: Mapping[str, tuple[int, str]]) -> str:
+def bounds_source(mask: Node, arrays: Mapping[str, tuple[int, str]]) -> str:
     """The function that gives the bounds of a mask over a range of rows and a range of keys.
 
     Parameters
@@ -36,9 +37,9 @@ def bounds_text(mask: Node, arrays: Mapping[str, tuple[int, str]]) -> str:
     names: dict[Node, str] = {}
     lines: list[str] = []
     for at in in_order([mask]):
-        text = _expression(at, [names[arg] for arg in at.args], arrays)
+        source = _expression(at, [names[arg] for arg in at.args], arrays)
         names[at] = f"t{len(lines)}"
-        lines.append(f"  const auto {names[at]} = {text};\n")
+        lines.append(f"  const auto {names[at]} = {source};\n")
     head = "CUFLASH_DEVICE Truth mask_bounds(const ScoreArg* arrays, Integers i, Integers j, int head, int batch) {\n"
     return head + "".join(lines) + f"  return {names[mask]};\n}}\n"
 

@@ -48,7 +48,7 @@ class Options(Numbers):
     # diagonal. None if `causal` decides that. It is no keyword of `cuflash.FlashAttention`, which prints itself as its
     # options.
     diagonal: int | None = field(default=None, repr=False)
-    # Traced functions, or a text of CUDA for the score. `mask_function` is the argument `mask` of
+    # Traced functions, or CUDA source for the score. `mask_function` is the argument `mask` of
     # `cuflash.FlashAttention`.
     score: ScoreFunction | None = field(default=None, repr=False)
     mask_function: Traced | None = field(default=None, repr=False)

@@ -166,7 +166,7 @@ def launcher(arch: str, *, computes: bool) -> Iterator[Launcher]:
 
 
 def forget_kernels() -> None:
-    """Forget what CuPy compiled: another stand-in for it makes other kernels of the same texts."""
+    """Forget what CuPy compiled: another stand-in for it makes other kernels of the same sources."""
     for module in (elementwise, merging):
         for made in vars(module).values():
             if hasattr(made, "cache_clear"):

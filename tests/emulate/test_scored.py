@@ -12,10 +12,10 @@ import cuflash
 from cuflash.emulator import Schedule, Statistics
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.spec.passes import BACKWARD, PASSES
+from tests.cuda_scores import HEAD
 from tests.emulate import attention
 from tests.emulate.checks import judge_functions
 from tests.scored import MASKS, SCORES, Scored, score_args_of, scored, steep
-from tests.texts import HEAD
 
 HOISTED = ("t5", "decay", "of_rows", "hoistable")
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash.testing import check_gradients
 from cuflash.testing.rule import gradients_of, measure, yardsticks
+from tests.cuda_scores import CUDA_SCORES, HEAD
 from tests.scored import SCORES, SCORES_AND_TEXTS, Scored, few_tiles, score_args_of, scored
-from tests.texts import HEAD, TEXTS
 
 pytestmark = pytest.mark.gpu
 # Tests apart, whose kernels are compiled at the same time.
@@ -32,7 +32,7 @@ def test_results_are_those_of_the_formula(cupy, dtype, data):
 @settings(max_examples=8)
 @given(data=st.data())
 def test_results_of_texts_are_those_of_the_formula(cupy, dtype, data):
-    judged(cupy, data.draw(scored((dtype,), max_seqlen=600, scores=(*TEXTS,))))
+    judged(cupy, data.draw(scored((dtype,), max_seqlen=600, scores=(*CUDA_SCORES,))))
 
 
 def judged(cupy, case):
@@ -54,7 +54,7 @@ def judged(cupy, case):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("score", ["alibi", "distance", "box", "tempered", "t5", "decay", *TEXTS])
+@pytest.mark.parametrize("score", ["alibi", "distance", "box", "tempered", "t5", "decay", *CUDA_SCORES])
 def test_gradients_of_arrays_are_the_same_run_after_run(cupy, score, head_dim):
     """Of many blocks, which end in another order each time."""
     sizes = (2, 4, 700, 900)
@@ -131,19 +131,19 @@ def test_new_lengths_compile_nothing(cupy, monkeypatch):
     assert len(set(loaded)) == len(loaded) / 3
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_gradients_of_texts_are_those_of_differences(cupy, text):
-    case = few_tiles((text, None), "float64")
+@pytest.mark.parametrize("score", CUDA_SCORES)
+def test_gradients_of_cuda_scores_are_those_of_differences(cupy, score):
+    case = few_tiles((score, None), "float64")
     arrays = {name: cupy.asarray(x) for name, x in case.arrays.items() if name != "dout"}
     found = check_gradients(case.attention, **arrays)
     assert {f"d{name}" for name, x in arrays.items() if x.dtype.kind == "f"} == set(found)
 
 
-def test_a_text_needs_no_python_on_the_device_and_says_what_does_not_compile(cupy):
+def test_a_cuda_score_needs_no_python_on_the_device_and_says_what_does_not_compile(cupy):
     q = cupy.asarray(np.random.default_rng(0).standard_normal((2, 100, 64)).astype(np.float16))
     slopes = cupy.asarray([0.1, 0.2], cupy.float32)
-    text = f"{HEAD} {{ return s - given.slopes(head) * abs(i - j); }}"
-    attn = cuflash.FlashAttention(score=cuflash.Score(cuda=text, arrays=["slopes"]))
+    source = f"{HEAD} {{ return s - given.slopes(head) * abs(i - j); }}"
+    attn = cuflash.FlashAttention(score=cuflash.Score(cuda=source, arrays=["slopes"]))
     expected = cuflash.FlashAttention().forward(q, q, q, alibi_slopes=slopes)
     for one, other in zip(attn.forward(q, q, q, slopes=slopes), expected, strict=True):
         cupy.testing.assert_allclose(one.astype(cupy.float32), other.astype(cupy.float32), atol=4e-3)

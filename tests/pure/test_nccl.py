@@ -95,13 +95,13 @@ def test_ranks_hear_what_each_of_them_says(nccl, size, length, rounds):
     """In rounds, none of which allocates memory; the first one of all is to find out which ranks are of one process."""
     import cupy
 
-    texts = [(b"long " * length)[:length], b"", b"short"][:size]
+    payloads = [(b"long " * length)[:length], b"", b"short"][:size]
     transports = [Nccl(comm) for comm in nccl(size)]
     entered.clear()
     cupy.empty = cupy.cuda.alloc_pinned_memory = None
     for of_all in (1 + rounds, rounds):
-        heard = on_ranks(transports, lambda transport: transport.share(texts[transport.rank], 5.0))
-        assert heard == [texts] * size
+        heard = on_ranks(transports, lambda transport: transport.share(payloads[transport.rank], 5.0))
+        assert heard == [payloads] * size
         assert len([stream for stream in entered if stream is not None]) == of_all * size  # of their own
         entered.clear()
 

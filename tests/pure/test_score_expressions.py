@@ -313,7 +313,7 @@ class ScoreArg(ctypes.Structure):
 
 
 def score_args(given, tables):
-    """The arrays as CUDA text sees them, and tables, which come with memory."""
+    """The arrays as CUDA source reads them, and tables, which come with memory."""
     every = (ScoreArg * (len(given) + len(tables)))()
     for own, (table, values) in zip(every[len(given) :], tables, strict=True):
         own.data = values.ctypes.data
@@ -330,7 +330,7 @@ def score_args(given, tables):
 
 
 def compiled(text, directory):
-    """The functions of a text that follows `PRELUDE`."""
+    """The functions of source that follows `PRELUDE`."""
     (directory / "common/softmax").mkdir(parents=True)
     for name in ("config", "softmax/exponential"):
         (directory / f"common/{name}.cuh").write_text("")

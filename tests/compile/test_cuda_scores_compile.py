@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash.gpu.compiler import CompileError, TextError, compile_spec
+from cuflash.gpu.compiler import CompileError, ScoreSourceError, compile_spec
 from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.spec.passes import BACKWARD, PASSES
 from tests.compile.test_plans import SERIALIZED
-from tests.pure.test_score_texts import case_of
+from tests.cuda_scores import HEAD
+from tests.pure.test_cuda_scores import case_of
 from tests.scored import Scored, of_functions
-from tests.texts import HEAD
 
 # Bytes that a thread spills at most, stores and loads: what NVRTC 13.5 reports, and a little room.
 SPILLS = {
@@ -33,19 +33,19 @@ SPILLS = {
 
 
 @pytest.mark.one_in(24)
-@pytest.mark.parametrize("text", ["polynomial", "branching"])
+@pytest.mark.parametrize("source", ["polynomial", "branching"])
 @pytest.mark.parametrize(
     "arch, dtype",
     [("7.5", "float16"), ("8.0", "bfloat16"), ("8.0", "float32"), ("8.0", "float64"), ("9.0", "bfloat16")],
 )
-def test_texts_spill_little_and_let_products_run_on(arch, dtype, text):
-    problem, device = of_functions((text, None), dtype, 64), DeviceSpec.for_arch(arch)
+def test_cuda_scores_spill_little_and_let_products_run_on(arch, dtype, source):
+    problem, device = of_functions((source, None), dtype, 64), DeviceSpec.for_arch(arch)
     need = ("dq", "dk", "dv", *problem.score_arg_gradients)
     for pass_ in PASSES:
         for kernel in choose_plan(problem, device, pass_, need=need).kernels:
             resources = compile_spec(kernel).resources
             spills = resources.spill_stores_bytes + resources.spill_loads_bytes
-            assert spills <= SPILLS.get((arch, dtype, text, kernel.source), 0), f"{kernel.name}: {spills} bytes"
+            assert spills <= SPILLS.get((arch, dtype, source, kernel.source), 0), f"{kernel.name}: {spills} bytes"
             assert SERIALIZED not in resources.log and not resources.warnings
 
 
@@ -69,20 +69,20 @@ def test_texts_spill_little_and_let_products_run_on(arch, dtype, text):
         ("\n  { return s;", r'expected a "}"(.|\n)*score\(1\)'),
     ],
 )
-def test_what_does_not_compile_is_said_with_the_lines_of_the_text(body, message):
+def test_what_does_not_compile_is_said_with_the_lines_of_the_source(body, message):
     problem = case_of(cuflash.Score(cuda=f"{HEAD} {{{body}}}", arrays=["gate"]), "float16").problem
     (kernel,) = (x for x in choose_plan(problem, DeviceSpec.for_arch("9.0"), BACKWARD).kernels if "sm90/" in x.source)
-    with pytest.raises(TextError, match=message) as caught:
+    with pytest.raises(ScoreSourceError, match=message) as caught:
         compile_spec(kernel)
-    assert str(caught.value).startswith("score: got a text that does not compile, expected a score in CUDA C++:\n\n")
+    assert str(caught.value).startswith("score: got source that does not compile, expected a score in CUDA C++:\n\n")
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, CompileError)
     assert "-DCUFLASH" not in str(caught.value)
 
 
-def test_the_text_of_the_page_compiles():
+def test_the_source_of_the_page_compiles():
     page = (Path(__file__).parents[2] / "docs/score.md").read_text()
-    (text,) = re.findall(r'^text = """(.*?)"""', page, re.MULTILINE | re.DOTALL)
-    attn = cuflash.FlashAttention(score=cuflash.Score(cuda=text, arrays=["width", "coefficients"]))
+    (source,) = re.findall(r'^source = """(.*?)"""', page, re.MULTILINE | re.DOTALL)
+    attn = cuflash.FlashAttention(score=cuflash.Score(cuda=source, arrays=["width", "coefficients"]))
     inputs = case_of(None, "float16").arrays
     arrays = inputs | {"width": np.ones(2, np.float32), "coefficients": np.ones((2, 4), np.float32)}
     problem = Scored(attn, arrays, {}, "").problem

@@ -18,6 +18,7 @@ from cuflash.score_mod.nodes import INFIX, Node, in_order
 from cuflash.spec.passes import BACKWARD
 from cuflash.testing import check_gradients
 from tests import expressions
+from tests.cuda_scores import CUDA_SCORES, HEAD, SOFTCAPPED
 from tests.expressions import SEQLEN_K, SEQLEN_Q, hoistable_scores, scores
 from tests.pure.test_score_expressions import (
     AT_POINTS,
@@ -31,17 +32,16 @@ from tests.pure.test_score_expressions import (
     score_args,
 )
 from tests.scored import Scored, score_args_of
-from tests.texts import HEAD, SOFTCAPPED, TEXTS
 
 PLAIN = f"{HEAD} {{ return s; }}"
 
 
-def case_of(text, dtype="float64", seqlen=40, **options):
+def case_of(source, dtype="float64", seqlen=40, **options):
     """A problem with this score, and its arrays."""
     arrays = dict(zip("qkv", np.random.default_rng(0).standard_normal((3, 1, 2, seqlen, 16)), strict=True))
     arrays = {name: x.astype(dtype) for name, x in arrays.items()}
-    arrays |= score_args_of((text,), (1, 2, seqlen, seqlen), dtype, 0)
-    return Scored(cuflash.FlashAttention(score=text, **options), arrays, {}, "")
+    arrays |= score_args_of((source,), (1, 2, seqlen, seqlen), dtype, 0)
+    return Scored(cuflash.FlashAttention(score=source, **options), arrays, {}, "")
 
 
 # ---- the interface ---------------------------------------------------------------------------------------------------
@@ -50,8 +50,8 @@ def case_of(text, dtype="float64", seqlen=40, **options):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"cuda": 3}, TypeError, "cuda: got int 3, expected the text of a score in CUDA C"),
-        ({"cuda": "T scores(T s) {}"}, ValueError, "cuda: got a text without a function score, expected template"),
+        ({"cuda": 3}, TypeError, "cuda: got int 3, expected the source of a score in CUDA C"),
+        ({"cuda": "T scores(T s) {}"}, ValueError, "cuda: got source without a function score, expected template"),
         ({"cuda": PLAIN, "arrays": "a"}, TypeError, "arrays: got str 'a', expected a sequence of names"),
         ({"cuda": PLAIN, "arrays": 3}, TypeError, "arrays: got int 3, expected a sequence of names"),
         ({"cuda": PLAIN, "arrays": [3]}, TypeError, "arrays: got int 3, expected names of arrays"),
@@ -66,7 +66,7 @@ def case_of(text, dtype="float64", seqlen=40, **options):
         ),
     ],
 )
-def test_texts_that_do_not_fit_are_refused(arguments, error, message):
+def test_cuda_scores_that_do_not_fit_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         Score(**arguments)
 
@@ -79,24 +79,24 @@ def test_a_text_is_no_mask_and_its_arrays_have_names_of_their_own():
 
 
 def test_objects_with_texts_pickle_print_and_compare():
-    attn = cuflash.FlashAttention(score=TEXTS["softcapped"], causal=True)
+    attn = cuflash.FlashAttention(score=CUDA_SCORES["softcapped"], causal=True)
     again = pickle.loads(pickle.dumps(attn))
     assert again == attn and hash(again) == hash(attn)
-    text, (name,) = TEXTS["softcapped"].cuda, TEXTS["softcapped"].arrays
-    own = Score(cuda=text, arrays=[name], python=TEXTS["softcapped"].python)
-    assert own == TEXTS["softcapped"] and hash(own) == hash(TEXTS["softcapped"])
-    assert own != Score(cuda=text + "\n", arrays=[name], python=TEXTS["softcapped"].python)
-    assert own != Score(cuda=text, arrays=[name])
-    assert f"score=Score(cuda={text!r}, arrays=('temperature',), python=<score" in repr(attn)
+    source, (name,) = CUDA_SCORES["softcapped"].cuda, CUDA_SCORES["softcapped"].arrays
+    own = Score(cuda=source, arrays=[name], python=CUDA_SCORES["softcapped"].python)
+    assert own == CUDA_SCORES["softcapped"] and hash(own) == hash(CUDA_SCORES["softcapped"])
+    assert own != Score(cuda=source + "\n", arrays=[name], python=CUDA_SCORES["softcapped"].python)
+    assert own != Score(cuda=source, arrays=[name])
+    assert f"score=Score(cuda={source!r}, arrays=('temperature',), python=<score" in repr(attn)
 
 
 # ---- NumPy arrays ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", CUDA_SCORES)
 def test_numpy_arrays_are_computed_by_the_function_in_python(name):
-    case, text = case_of(TEXTS[name]), TEXTS[name]
-    traced = cuflash.FlashAttention(score=text.python)
+    case, source = case_of(CUDA_SCORES[name]), CUDA_SCORES[name]
+    traced = cuflash.FlashAttention(score=source.python)
     out, lse = case.attention.forward(*case.inputs, **case.optional)
     np.testing.assert_array_equal(out, traced.forward(*case.inputs, **case.optional).out)
     need = ("dq", *case.problem.score_arg_gradients)
@@ -110,9 +110,9 @@ def test_numpy_arrays_are_computed_by_the_function_in_python(name):
 
 @pytest.mark.parametrize("name", ["polynomial", "branching", "of_functions"])
 def test_gradients_are_those_of_differences(name):
-    case = case_of(TEXTS[name])
+    case = case_of(CUDA_SCORES[name])
     found = check_gradients(case.attention, *case.inputs, **case.optional)
-    reals = {x for x in TEXTS[name].arrays if case.arrays[x].dtype.kind == "f"}
+    reals = {x for x in CUDA_SCORES[name].arrays if case.arrays[x].dtype.kind == "f"}
     assert {gradient[1:] for gradient in found} == {"q", "k", "v"} | reals
 
 
@@ -124,8 +124,8 @@ def test_numpy_arrays_need_a_function_in_python():
 
 
 def test_an_array_that_is_not_read_has_a_gradient_of_0():
-    text = Score(cuda=PLAIN, arrays=["a"], python=lambda s, i, j, *, a: s)
-    case = Scored(cuflash.FlashAttention(score=text), case_of(text).arrays | {"a": np.ones(3)}, {}, "")
+    source = Score(cuda=PLAIN, arrays=["a"], python=lambda s, i, j, *, a: s)
+    case = Scored(cuflash.FlashAttention(score=source), case_of(source).arrays | {"a": np.ones(3)}, {}, "")
     out, lse = case.attention.forward(*case.inputs, a=np.ones(3))
     q, k, v = case.inputs
     (da,) = case.attention.backward(out, q, k, v, out, lse, a=np.ones(3), need=("da",))
@@ -135,29 +135,29 @@ def test_an_array_that_is_not_read_has_a_gradient_of_0():
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", CUDA_SCORES)
 @pytest.mark.parametrize("arch", ["7.5", "8.0", "9.0"])
 def test_plans_show_texts_and_look_into_none(name, arch):
-    problem = case_of(TEXTS[name], "float16").problem
+    problem = case_of(CUDA_SCORES[name], "float16").problem
     device, need = DeviceSpec.for_arch(arch), ("dq", "dk", "dv", *problem.score_arg_gradients)
     forward, backward = choose_plan(problem, device), choose_plan(problem, device, BACKWARD, need=need)
     family = "sm90/" if arch == "9.0" else "sm80/"
     for plan in (forward, backward):
         described = plan.describe(verbose=True, width=0)
         assert "score in CUDA:" in described and "hoisted" not in described and not plan.tables
-        assert all(f"  {line}" in described for line in TEXTS[name].cuda.splitlines() if line)
+        assert all(f"  {line}" in described for line in CUDA_SCORES[name].cuda.splitlines() if line)
         assert any(kernel.source.startswith(family) for kernel in plan.kernels)
         assert all(kernel.source.startswith((family, "helpers/", "sm80/backward_scores")) for kernel in plan.kernels)
     if arch == "9.0":
-        assert "belongs to a pair [known by running the text]" in backward.reason
+        assert "belongs to a pair [known by running the source]" in backward.reason
     assert problem.hoisted == problem.program
 
 
 def test_a_text_is_no_option():
-    """A text is computed as it is, beside a mask that is a window."""
-    text = Score(cuda=PLAIN, python=lambda s, i, j: 30 * cuflash.tanh(s / 30))
+    """CUDA source is computed as it is, with a mask that is a window."""
+    source = Score(cuda=PLAIN, python=lambda s, i, j: 30 * cuflash.tanh(s / 30))
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 30, 8))
-    attn = cuflash.FlashAttention(score=text, mask=lambda i, j: (i >= j) & (i - j < 5))
+    attn = cuflash.FlashAttention(score=source, mask=lambda i, j: (i >= j) & (i - j < 5))
     described = attn.plan(q, k, v).describe(verbose=True, width=0)
     assert "functions computed as the options that they spell out: window = (4, 0)" in described
     assert "softcap" not in described.split("spell out")[1].splitlines()[0]
@@ -166,7 +166,7 @@ def test_a_text_is_no_option():
 
 
 def test_new_lengths_and_arrays_change_no_kernel():
-    short, long = (case_of(TEXTS["interpolated"], "float32", seqlen).problem for seqlen in (64, 1000))
+    short, long = (case_of(CUDA_SCORES["interpolated"], "float32", seqlen).problem for seqlen in (64, 1000))
     need, device = ("dq", *short.score_arg_gradients), DeviceSpec.for_arch("8.0")
     ours, theirs = (choose_plan(x, device, BACKWARD, need=need).kernels for x in (short, long))
     assert {(x.source, x.defines, x.headers) for x in ours} == {(x.source, x.defines, x.headers) for x in theirs}
@@ -175,8 +175,8 @@ def test_new_lengths_and_arrays_change_no_kernel():
 # ---- dual numbers ----------------------------------------------------------------------------------------------------
 
 
-def text_of(root):
-    """A text that computes a typed expression."""
+def source_of(root):
+    """CUDA source that computes a typed expression."""
     names: dict[Node, str] = {}
     lines: list[str] = []
     for at in in_order([root]):
@@ -235,16 +235,16 @@ def functions_of(programs, arrays, dtype, rows, keys, directory):
     duals = (kernel_directory() / "common/score/dual.cuh").read_text()  # in the namespace of each score
     duals = re.sub(r"^#(pragma once|include .*)$", "", duals, flags=re.MULTILINE)
     real = "float" if dtype == np.float32 else "double"
-    text = PRELUDE.replace("REAL", real).replace("NARROW\n", "0\n").replace("static inline", "inline") + UNUSED
-    text = text.replace("i64 = int64_t", "i64 = long long")  # as the kernels have it
-    text += '#include "common/score/score_functions.cuh"\n'
+    source = PRELUDE.replace("REAL", real).replace("NARROW\n", "0\n").replace("static inline", "inline") + UNUSED
+    source = source.replace("i64 = int64_t", "i64 = long long")  # as the kernels have it
+    source += '#include "common/score/score_functions.cuh"\n'
     for index, one in enumerate(programs):
-        own = program_of(Score(cuda=text_of(one.score), arrays=[*arrays]), None, types)
+        own = program_of(Score(cuda=source_of(one.score), arrays=[*arrays]), None, types)
         header = re.sub(r"^#line .*$", "", own.header(own.differentiable), flags=re.MULTILINE)
-        text += f"namespace n{index} {{\n{duals}{header}}}\n"
+        source += f"namespace n{index} {{\n{duals}{header}}}\n"
         loop = LOOP.replace("FUNCTION", f"f{index}").replace("NAME", f"n{index}")
-        text += loop.replace("ROWS", str(rows)).replace("KEYS", str(keys))
-    return compiled(text, directory)
+        source += loop.replace("ROWS", str(rows)).replace("KEYS", str(keys))
+    return compiled(source, directory)
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="no g++")

@@ -120,7 +120,7 @@ template <class T> T softplus(T x) {{
 }}
 """
 
-TEXTS = {
+CUDA_SCORES = {
     function.__name__: Score(cuda=cuda, arrays=arrays, python=function)
     for cuda, arrays, function in (
         (SOFTCAPPED, ["temperature"], softcapped),
