@@ -142,13 +142,13 @@ def _million_keys(plt: Any, names: Names) -> Any:
         right.loglog(counts, [nbytes / 2**20 for _, nbytes in found], "o-", base=2, color=colour, markersize=3)
         for count, (seconds, nbytes) in zip(counts, found, strict=True):
             print(f"{title}, {count} keys: {seconds:.4f} s, {nbytes / 2**20:.1f} MiB")
-    share = names["recall"](MOST_KEYS)
+    fraction = names["recall"](MOST_KEYS)
     left.set(xlabel="keys", ylabel="seconds")
     right.set(xlabel="keys", ylabel="MiB beside inputs")
     left.legend(frameon=False)
     facts = environment.describe(gpu=False)
     where = f"{facts['cpu']}, {facts['cores']} cores, revision {facts['revision']}, {facts['time'][:10]}"
-    figure.suptitle(f"{share:.0%} of {asked} patterns whole out of {MOST_KEYS}\n{where}", fontsize=8)
+    figure.suptitle(f"{fraction:.0%} of {asked} patterns whole out of {MOST_KEYS}\n{where}", fontsize=8)
     return figure
 
 

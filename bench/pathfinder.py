@@ -214,19 +214,19 @@ def answers(names: Names, p: Names, pixels: Any, attention: Any) -> tuple[Any, A
     attention.drawn = drawn = at[..., -1]
     n, saved = names["forward"](p, at @ p["embed"], attention, len(RANGES))
     outputs = n @ p["head"]
-    share = drawn / drawn.sum(axis=1, keepdims=True)
-    return (outputs[..., 0] * share).sum(axis=1), outputs, (at, n, saved, share)
+    fraction = drawn / drawn.sum(axis=1, keepdims=True)
+    return (outputs[..., 0] * fraction).sum(axis=1), outputs, (at, n, saved, fraction)
 
 
 def loss_and_gradients(names: Names, p: Names, images: Images, attention: Any) -> tuple[Any, Any, Names]:
     """Cross entropies of the answers and of the outputs for pixels, how many answers are right, gradients."""
     xp = names["xp"]
-    answer, outputs, (at, n, saved, share) = answers(names, p, images.pixels, attention)
+    answer, outputs, (at, n, saved, fraction) = answers(names, p, images.pixels, attention)
     linked, places = xp.asarray(images.linked), order(images.pixels.shape[1])
     marked = xp.asarray(images.marked[:, places[:, 0], places[:, 1]])
-    outputs = xp.concatenate([xp.broadcast_to(answer[:, None, None], (*share.shape, 1)), outputs[..., 1:]], axis=-1)
-    truth = xp.stack([xp.broadcast_to(linked[:, None], share.shape), marked, marked & linked[:, None]], axis=-1)
-    weight = share[..., None] / len(answer)
+    outputs = xp.concatenate([xp.broadcast_to(answer[:, None, None], (*fraction.shape, 1)), outputs[..., 1:]], axis=-1)
+    truth = xp.stack([xp.broadcast_to(linked[:, None], fraction.shape), marked, marked & linked[:, None]], axis=-1)
+    weight = fraction[..., None] / len(answer)
     loss = (weight * (xp.logaddexp(0, outputs) - outputs * truth)).sum()
     slopes = weight * (1 / (1 + xp.exp(-outputs)) - truth)
     g: Names = {}

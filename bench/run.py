@@ -218,7 +218,9 @@ def run_suite(
     tasks = [
         (case, [x for x in names if peers is not None or case in suite.only.get(x, (case,))], passes) for case in cases
     ]
-    measured = share(tasks, suite.kind, seconds, devices) if devices > 1 else (_measure(bench, *task) for task in tasks)
+    measured = (
+        distribute(tasks, suite.kind, seconds, devices) if devices > 1 else (_measure(bench, *task) for task in tasks)
+    )
     for number, (case, results) in enumerate(zip(cases, measured, strict=True), 1):
         print(f"[{number}/{len(cases)}] {case.name}", flush=True)
         for fields in results:
@@ -232,7 +234,7 @@ def _measure(bench: Bench, case: Case, names: Sequence[str], passes: Sequence[st
     bench.free_memory()
 
 
-def share(tasks: Sequence[Task], kind: str, seconds: float, devices: int) -> Iterator[list[Record]]:
+def distribute(tasks: Sequence[Task], kind: str, seconds: float, devices: int) -> Iterator[list[Record]]:
     """The results of each case, in order, by processes that have a device each."""
     context = multiprocessing.get_context("spawn")
     numbers = context.SimpleQueue()

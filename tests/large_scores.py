@@ -153,8 +153,8 @@ def check_equal_scores(dtype: str, bias: float, seqlen_k: int, seed: int, backen
         arrays["v"][0, 0, groups == group, group] = 1
     arrays["bias"] = np.full((1, 1, large.seqlen_q, seqlen_k), bias, wide)
     out, _, _ = backend(large.attention.options, arrays, ())
-    shares = np.bincount(groups, minlength=4) / seqlen_k
-    expected = np.tile(shares, (large.seqlen_q, 1))
+    fractions = np.bincount(groups, minlength=4) / seqlen_k
+    expected = np.tile(fractions, (large.seqlen_q, 1))
     np.testing.assert_allclose(np.asarray(out, np.float64)[0, 0, :, :4], expected, atol=2 * eps_of(dtype))
 
 

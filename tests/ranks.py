@@ -119,7 +119,7 @@ def results_of(
     shards = Shards(whole, split_q, split_k)
 
     def work(comm: cd.Transport) -> dict[str, Any]:
-        comm.shares_meanwhile = calls > 1
+        comm.gathers_meanwhile = calls > 1
         keywords = {"split": split_q, "split_k": split_k, "timeout": 30, "steps": 3, **whole.keywords, **options}
         attn = cd.ContextParallel(comm, **keywords)
         return [compute(attn, shards, whole.arrays, need) for _ in range(calls)][-1]

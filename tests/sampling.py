@@ -1,4 +1,4 @@
-"""Which cases of a long list, and how many examples, run: a share of them, or all with `pytest --exhaustive`."""
+"""Which cases of a long list, and how many examples, run: a sample of them, or all with `pytest --exhaustive`."""
 
 import zlib
 from collections.abc import Iterable, Sequence
@@ -12,11 +12,11 @@ Case = TypeVar("Case")
 exhaustive = False
 
 
-def share(cases: Iterable[Case], one_in: int) -> Sequence[Case]:
+def sample(cases: Iterable[Case], one_in: int) -> Sequence[Case]:
     """About one in `one_in` of the cases, by their names: a case that is added does not change which others run."""
     cases = list(cases)
     chosen = [case for case in cases if exhaustive or is_chosen(str(case), one_in)]
-    assert chosen, f"none of {len(cases)} cases is in the share of one in {one_in}"
+    assert chosen, f"none of {len(cases)} cases is in the sample of one in {one_in}"
     return chosen
 
 

@@ -121,7 +121,7 @@ def begin_to_agree(
     except Exception as error:  # whatever it is, because the others have to hear of it
         failure = error
     of_call = json.dumps([failure and spelled(failure), facts.of_call])
-    listen = transport.begin_sharing(f"{of_call}\n{facts.lasting}".encode(), timeout)
+    listen = transport.begin_all_gather(f"{of_call}\n{facts.lasting}".encode(), timeout)
 
     def hear() -> tuple[str, ...]:
         heard = [payload.decode().partition("\n") for payload in listen()]

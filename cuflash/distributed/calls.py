@@ -177,7 +177,7 @@ class Calls:
             return self._computed(call, self._found(method, call, facts, (facts.lasting,), compute), compute)
         call, facts, hear = begin_to_agree(self.transport, self.timeout, own)
         expected = self._expected.get(facts.lasting)
-        if expected in self.known and self.transport.shares_meanwhile:
+        if expected in self.known and self.transport.gathers_meanwhile:
             try:
                 return self._computed(call, self.known[expected], compute, hear, expected)
             except Heard as heard:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from cuflash.arrays.memory_ranges import Span, cut, is_some, slice_in
 from cuflash.distributed.rank import Run, of_heads
-from cuflash.distributed.schedule import Round, Walk
+from cuflash.distributed.schedule import Round, Traversal
 from cuflash.distributed.streams import Streams, copy_all
 from cuflash.distributed.transports import Message
 from cuflash.spec.inputs import BROADCAST
@@ -63,25 +63,25 @@ class _Journey:
 
 
 class Rows:
-    """The rows that the calls of a walk meet, step by step."""
+    """The rows that the calls of a traversal meet, step by step."""
 
     def __init__(
         self,
         run: Run,
-        walk: Walk,
+        traversal: Traversal,
         own: Sequence[str],
         names: Sequence[str],
         makes: Mapping[str, Callable[[], Array]] | None = None,
     ) -> None:
         """Calls on this rank's rows get the arrays `own`; `names` are exchanged, some made by `makes`."""
-        self.run, self.walk, self.own, self.names = run, walk, own, names
+        self.run, self.traversal, self.own, self.names = run, traversal, own, names
         self._makes = makes or {}
         self._made: dict[str, Array] = {}
         self._journeys: dict[int, _Journey] = {}  # by step, those that are not over
 
     def steps(self, *, in_turn: bool = False) -> Iterator[tuple[Round, Span, Held, Streams]]:
         """The round and the key/value heads of each step, and the rows that its calls meet."""
-        run, steps, streams = self.run, self.walk.steps, self.run.streams.begin(self.run.arrays["q"])
+        run, steps, streams = self.run, self.traversal.steps, self.run.streams.begin(self.run.arrays["q"])
         travelling = [number for number, (a_round, _) in enumerate(steps) if a_round.transfers]
         try:
             for number, (a_round, heads) in enumerate(steps):
@@ -109,7 +109,7 @@ class Rows:
         """Let the rows of some steps start to be sent; while ranks have not agreed yet, only make them ready."""
         for number in upcoming:
             if number not in self._journeys:
-                self._journeys[number] = self._journey(*self.walk.steps[number])
+                self._journeys[number] = self._journey(*self.traversal.steps[number])
         if step in self._journeys or not self.run.is_waiting():
             for journey in self._journeys.values():
                 if journey.pending is None:

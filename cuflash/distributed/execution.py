@@ -16,7 +16,7 @@ from cuflash.arrays.memory_ranges import Span, is_some, slice_in
 from cuflash.distributed.exchange import Held, Rows
 from cuflash.distributed.rank import OF_KEYS, Run, of_heads
 from cuflash.distributed.reduce import Found, Pieces, Returns, Sums, add_up, minus_delta, of_sequences
-from cuflash.distributed.schedule import Round, Tile, Walk
+from cuflash.distributed.schedule import Round, Tile, Traversal
 from cuflash.distributed.streams import Streams
 from cuflash.gpu.elementwise import assign
 from cuflash.shards.merge import merge_into
@@ -45,9 +45,9 @@ class Execution(Run):
         self.fill((out, lse), lambda run: run._forward(out, lse))
 
     def _forward(self, out: Array, lse: Array) -> None:
-        walk = self.schedule.by_queries
-        pieces, split = Pieces(self, walk), self.schedule.split_q
-        for a_round, heads, held, streams in Rows(self, walk, ("k", "v"), ("k", "v")).steps():
+        traversal = self.schedule.by_queries
+        pieces, split = Pieces(self, traversal), self.schedule.split_q
+        for a_round, heads, held, streams in Rows(self, traversal, ("k", "v"), ("k", "v")).steps():
             q_heads = self.q_heads(heads)
             for number, tile in a_round.longest_first(self.rank):
                 at, is_one = self.local(split, tile.own_queries), pieces.is_one(tile)
@@ -70,7 +70,7 @@ class Execution(Run):
                     pieces.add(tile, heads, results | pairs)
             with streams.returns():
                 for piece, found in pieces.complete(heads):
-                    at = self.local(split, walk.pieces[self.rank][piece])
+                    at = self.local(split, traversal.pieces[self.rank][piece])
                     _merge(found, out[:, q_heads, at], lse[:, q_heads, at])
                     streams.keep(found)
 
@@ -103,13 +103,13 @@ class Execution(Run):
 
         Calls are those that make dk and dv, because sums of weights are 1 only if these have the very same scores.
         """
-        walk, split, lse = self.schedule.by_keys, self.schedule.split_q, self.arrays["lse"]
+        traversal, split, lse = self.schedule.by_keys, self.schedule.split_q, self.arrays["lse"]
         of_all = (*lse.shape[:2], split.seqlen)
-        own = row_sums.full((len(walk.pieces[self.rank]), *of_all), row_sums.EMPTY)
+        own = row_sums.full((len(traversal.pieces[self.rank]), *of_all), row_sums.EMPTY)
         of_pairs = (name for name in BROADCAST if name not in self.broadcasts_rows)
         names = tuple(name for name in ("q", "lse", *of_pairs) if self.arrays.get(name) is not None)
-        pieces = Pieces(self, walk)
-        for a_round, heads, held, streams in Rows(self, walk, names, names).steps():
+        pieces = Pieces(self, traversal)
+        for a_round, heads, held, streams in Rows(self, traversal, names, names).steps():
             for number, tile in a_round.longest_first(self.rank):
                 if not is_some(tile.queries):
                     continue
@@ -121,10 +121,14 @@ class Execution(Run):
                     sums = self._row_sums_of(calls, tile, arrays, is_wide=is_wide and calls.is_on_cpu)
                 for span in tile.met:
                     own[tile.piece][:, self.q_heads(heads), slice(*span)] = sums[:, :, slice_in([span], tile.met)]
-        found = [self.xp.empty((len(of_rank), *lse.shape, row_sums.NUMBERS), np.float64) for of_rank in walk.pieces]
+        found = [
+            self.xp.empty((len(of_rank), *lse.shape, row_sums.NUMBERS), np.float64) for of_rank in traversal.pieces
+        ]
         sends = [(rank, self.xp.asarray(self._of_queries(own, rank))) for rank in self.others]
         self.exchange(sends, [(rank, found[rank]) for rank in self.others])
-        order = sorted((piece, rank, i) for rank, of_rank in enumerate(walk.pieces) for i, piece in enumerate(of_rank))
+        order = sorted(
+            (piece, rank, i) for rank, of_rank in enumerate(traversal.pieces) for i, piece in enumerate(of_rank)
+        )
         partials = [row_sums.on_host(x) for x in found]
         partials[self.rank] = self._of_queries(own, self.rank)
         merged = row_sums.merged([partials[rank][i] for _, rank, i in order])[0]
@@ -153,10 +157,10 @@ class Execution(Run):
         return found if calls.is_on_cpu else row_sums.of_partial(found, row_sums.on_host(arrays["lse"]))
 
     def _backward_by_queries(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
-        walk, split = self.schedule.by_queries, self.schedule.split_q
-        pieces, sums = Pieces(self, walk), Sums(self, [name for name in need if name != "dq"])
+        traversal, split = self.schedule.by_queries, self.schedule.split_q
+        pieces, sums = Pieces(self, traversal), Sums(self, [name for name in need if name != "dq"])
         wide = {name: x for name, x in self.slices.wide_score_args.items() if f"d{name}" in need}
-        for a_round, heads, held, streams in Rows(self, walk, ("k", "v"), ("k", "v")).steps():
+        for a_round, heads, held, streams in Rows(self, traversal, ("k", "v"), ("k", "v")).steps():
             of_calls: list[tuple[Tile, dict[str, Array]]] = []
             for number, tile in a_round.longest_first(self.rank):
                 at, is_one = self.local(split, tile.own_queries), pieces.is_one(tile)
@@ -184,18 +188,18 @@ class Execution(Run):
                         if name in got:
                             sums.add(name, got[name], tile, heads)
                 self._add_complete(
-                    pieces, walk, heads, {name: results[name] for name in ("dq",) if name in need}, streams
+                    pieces, traversal, heads, {name: results[name] for name in ("dq",) if name in need}, streams
                 )
         for name, total in sums.totals():
             results[name][...] = total
 
     def _add_complete(
-        self, pieces: Pieces, walk: Walk, heads: Span, results: Mapping[str, Array], streams: Streams
+        self, pieces: Pieces, traversal: Traversal, heads: Span, results: Mapping[str, Array], streams: Streams
     ) -> None:
         """Add the partial results of some heads, for pieces that have all of theirs."""
-        split = self.schedule.split_q if walk.by == "queries" else self.schedule.split_k
+        split = self.schedule.split_q if traversal.by == "queries" else self.schedule.split_k
         for piece, found in pieces.complete(heads):
-            at = self.local(split, walk.pieces[self.rank][piece])
+            at = self.local(split, traversal.pieces[self.rank][piece])
             for name, into in results.items():
                 add_up(into[:, self.heads_of(name, heads), at], [partial[name] for partial in found])
             streams.keep(found)
@@ -208,16 +212,16 @@ class Execution(Run):
         return not self.is_fixed and "dq" in need and len(need) > 1 and set(need) <= set(DEFAULT_NEED)
 
     def _backward_by_keys(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
-        walk, split = self.schedule.by_keys, self.schedule.split_k
+        traversal, split = self.schedule.by_keys, self.schedule.split_k
         of_pairs = (name for name in BROADCAST if name not in self.broadcasts_rows)
         own = tuple(x for x in (*OF_QUERIES, *of_pairs) if self.arrays.get(x) is not None)
         # With `is_fixed` a call gets the same arrays on every rank, so that it gives the same bits.
         names = own if self.is_fixed else (*(name for name in own if name not in ("out", "dlse")), "minus_delta")
-        pieces, returns = Pieces(self, walk), Returns(self, results["dq"]) if "dq" in need else None
+        pieces, returns = Pieces(self, traversal), Returns(self, results["dq"]) if "dq" in need else None
         of_keys: list[str] = [name for name in OF_KEYS if name in need]
-        rows = Rows(self, walk, own, names, {"minus_delta": self._minus_delta})
+        rows = Rows(self, traversal, own, names, {"minus_delta": self._minus_delta})
         of_calls: list[tuple[Tile, Array]] = []
-        in_turn = self._is_beyond_cache(walk)
+        in_turn = self._is_beyond_cache(traversal)
         for a_round, heads, held, streams in rows.steps(in_turn=in_turn):
             streams.keep(of_calls)  # they are sent while the calls of this step run
             of_calls = []
@@ -244,9 +248,9 @@ class Execution(Run):
             streams.keep(of_calls)
             with streams.returns():
                 if returns is not None:
-                    returns.send(a_round, of_calls, heads, is_last=a_round is walk.rounds[-1])
-                self._add_complete(pieces, walk, heads, {name: results[name] for name in of_keys}, streams)
-                if returns is not None and a_round is walk.rounds[-1] and heads == a_round.heads[-1]:
+                    returns.send(a_round, of_calls, heads, is_last=a_round is traversal.rounds[-1])
+                self._add_complete(pieces, traversal, heads, {name: results[name] for name in of_keys}, streams)
+                if returns is not None and a_round is traversal.rounds[-1] and heads == a_round.heads[-1]:
                     returns.finish()
 
     def _minus_delta(self) -> Array:
@@ -260,8 +264,10 @@ class Execution(Run):
 
     def _decode(self, out: Array, lse: Array) -> None:
         """Each rank sends its partial results to all others, and all ranks merge them in the order of keys."""
-        walk, others, queries = self.schedule.by_keys, self.others, (0, out.shape[2])
-        seen = [[tile for tile in walk.calls_of(rank) if is_some(tile.queries)] for rank in range(self.transport.size)]
+        traversal, others, queries = self.schedule.by_keys, self.others, (0, out.shape[2])
+        seen = [
+            [tile for tile in traversal.calls_of(rank) if is_some(tile.queries)] for rank in range(self.transport.size)
+        ]
         order = sorted((tile.keys, rank, i) for rank, own in enumerate(seen) for i, tile in enumerate(own))
         if not order:
             seen[0], order = [Tile(0, 0, 0, queries, (0, 0), (queries,))], [((0, 0), 0, 0)]
@@ -345,14 +351,14 @@ class Execution(Run):
 
     # ---- what is exchanged -------------------------------------------------------------------------------------------
 
-    def _is_beyond_cache(self, walk: Walk) -> bool:
+    def _is_beyond_cache(self, traversal: Traversal) -> bool:
         """Whether a call by keys meets more queries of a head, with dout and dq, than the device's cache holds.
 
         The blocks of one call read the same queries and add to their dq at the same time. The blocks of another call,
         which would fill the gaps of this one, work on other queries: without a mask that took half as long again on two
         H100, with 64k queries of 128 columns.
         """
-        rows = max((tile.queries[1] - tile.queries[0] for tile in walk.calls_of(self.rank)), default=0)
+        rows = max((tile.queries[1] - tile.queries[0] for tile in traversal.calls_of(self.rank)), default=0)
         of_row = 2 * self.problem.head_dim * self.arrays["q"].dtype.itemsize
         of_row += self.problem.head_dim * self.slices.softmax_dtype.itemsize
         return rows * of_row > CACHE_BYTES

@@ -54,7 +54,7 @@ class Mpi(Transport):
         # If only one thread may call MPI, the caller's thread moves the rows, when it needs them.
         self._has_threads = mpi.Query_thread() == mpi.THREAD_MULTIPLE
 
-    def share(self, payload: bytes, timeout: float) -> list[bytes]:
+    def all_gather(self, payload: bytes, timeout: float) -> list[bytes]:
         self._check()
         self._progress.check()
         own, others = np.frombuffer(payload, np.uint8), [rank for rank in range(self.size) if rank != self.rank]

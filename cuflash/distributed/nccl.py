@@ -117,10 +117,10 @@ class Nccl(Transport):
         self._near: list[int] = []  # the ranks of this process, in order; unknown before the first exchange
         self._neighbours = Neighbours()
 
-    def share(self, payload: bytes, timeout: float) -> list[bytes]:
-        return self.begin_sharing(payload, timeout)()
+    def all_gather(self, payload: bytes, timeout: float) -> list[bytes]:
+        return self.begin_all_gather(payload, timeout)()
 
-    def begin_sharing(self, payload: bytes, timeout: float) -> Callable[[], list[bytes]]:
+    def begin_all_gather(self, payload: bytes, timeout: float) -> Callable[[], list[bytes]]:
         self.meet(timeout)
         first = self._begin_gathering(payload, 0)
 
@@ -182,7 +182,7 @@ class Nccl(Transport):
         with _boards_change:
             self._neighbours = _boards.setdefault(said[near[0]][len(process) :][:16], self._neighbours)
         self._near = near
-        self.shares_meanwhile = len(near) == 1
+        self.gathers_meanwhile = len(near) == 1
 
     def _begin_gathering(self, payload: bytes, start: int) -> Any:
         """Begin to exchange a piece of a payload with all ranks: an event after that.

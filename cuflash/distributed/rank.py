@@ -97,9 +97,9 @@ class Run:
         bias = self.arrays.get("bias")
         if bias is None:
             return False
-        walk = self.schedule.by_queries
-        adds_heads = bias.shape[1] == 1 and any(len(a_round.heads) > 1 for a_round in walk.rounds)
-        adds_columns = bias.shape[3] == 1 and any(count > 1 for count in walk.partials[self.rank])
+        traversal = self.schedule.by_queries
+        adds_heads = bias.shape[1] == 1 and any(len(a_round.heads) > 1 for a_round in traversal.rounds)
+        adds_columns = bias.shape[3] == 1 and any(count > 1 for count in traversal.partials[self.rank])
         return "bias" in self.broadcasts_rows or adds_heads or adds_columns
 
     def q_heads(self, heads: Span) -> slice:

@@ -13,7 +13,7 @@ import numpy as np
 from cuflash.arrays import dlpack
 from cuflash.arrays.memory_ranges import Span, cut, slice_in
 from cuflash.distributed.rank import Run, of_heads
-from cuflash.distributed.schedule import Round, Tile, Walk
+from cuflash.distributed.schedule import Round, Tile, Traversal
 from cuflash.gpu import merging
 from cuflash.gpu.elementwise import WIDE, assign
 from cuflash.spec.outputs import GRADIENTS, NUMBER_GRADIENTS
@@ -25,8 +25,8 @@ Array = Any
 class Pieces:
     """Keeps the partial results of a rank's pieces until those of some heads are complete."""
 
-    def __init__(self, run: Run, walk: Walk) -> None:
-        self.run, self.counts = run, walk.partials[run.rank]
+    def __init__(self, run: Run, traversal: Traversal) -> None:
+        self.run, self.counts = run, traversal.partials[run.rank]
         self._found: dict[int, dict[int, tuple[Span, dict[str, Array]]]] = defaultdict(dict)  # by piece and number
 
     def is_one(self, tile: Tile) -> bool:
@@ -87,7 +87,7 @@ class Found(NamedTuple):
         return cls(memory, partials)
 
 
-class Share(NamedTuple):
+class PartialDq(NamedTuple):
     """A partial dq, for the rows of some spans."""
 
     spans: tuple[Span, ...]
@@ -104,7 +104,7 @@ class Returns:
 
     def __init__(self, run: Run, dq: Array) -> None:
         self.run, self.dq = run, dq
-        self._own: list[Share] = []  # partial results of earlier rounds
+        self._own: list[PartialDq] = []  # partial results of earlier rounds
         self._under_way: Callable[[], None] | None = None
 
     def room(self, a_round: Round, tile: Tile, heads: Span) -> Array:
@@ -120,29 +120,29 @@ class Returns:
         """
         self.finish()
         run = self.run
-        shares = [Share(tile.met, heads, dq) for tile, dq in of_calls]
+        partial_dqs = [PartialDq(tile.met, heads, dq) for tile, dq in of_calls]
         if not is_last:
-            self._own += shares
+            self._own += partial_dqs
             return
         sends, receives, came = [], [], []
         like, dtype = self.dq[:, run.q_heads(heads)], run.slices.softmax_dtype
         for transfer in a_round.transfers:
             if transfer.target == run.rank:
-                sends.append((transfer.source, self._message(a_round, transfer.rows, shares, heads)))
+                sends.append((transfer.source, self._message(a_round, transfer.rows, partial_dqs, heads)))
             if transfer.source == run.rank:
                 count = transfer.rows[1] - transfer.rows[0]
                 into = run.room(a_round, transfer.target, count, like, dtype)
                 receives.append((transfer.target, run.as_sent(a_round, transfer.target, into)))
-                came.append(Share((transfer.rows,), heads, into))
+                came.append(PartialDq((transfer.rows,), heads, into))
         pending = run.start(sends, receives)
-        shares = [*self._own, *shares, *came]
+        partial_dqs = [*self._own, *partial_dqs, *came]
 
         def arrive() -> None:
             run.finish(pending)
             for span in run.schedule.split_q.spans[run.rank]:
-                for rows in _between_ends(span, shares):
+                for rows in _between_ends(span, partial_dqs):
                     at = run.schedule.split_q.local(run.rank, rows)
-                    add_up(self.dq[:, run.q_heads(heads), at], self._partials(rows, shares, heads))
+                    add_up(self.dq[:, run.q_heads(heads), at], self._partials(rows, partial_dqs, heads))
 
         self._under_way = arrive
 
@@ -152,27 +152,27 @@ class Returns:
             self._under_way()
         self._under_way = None
 
-    def _message(self, a_round: Round, span: Span, shares: Sequence[Share], heads: Span) -> Array:
+    def _message(self, a_round: Round, span: Span, partial_dqs: Sequence[PartialDq], heads: Span) -> Array:
         """This rank's partial dq for rows of another rank: the memory of one call, or the sum of several calls."""
         run = self.run
-        partials = self._partials(span, shares, heads) if _between_ends(span, shares) == [span] else []
+        partials = self._partials(span, partial_dqs, heads) if _between_ends(span, partial_dqs) == [span] else []
         if len(partials) == 1:
             message = run.as_sent(a_round, run.rank, partials[0])
             if message.flags.c_contiguous:
                 return message
         like = self.dq[:, run.q_heads(heads)]
         into = run.room(a_round, run.rank, span[1] - span[0], like, run.slices.softmax_dtype)
-        for rows in _between_ends(span, shares):
-            add_up(into[:, :, slice_in([rows], [span])], self._partials(rows, shares, heads))
+        for rows in _between_ends(span, partial_dqs):
+            add_up(into[:, :, slice_in([rows], [span])], self._partials(rows, partial_dqs, heads))
         return run.as_sent(a_round, run.rank, into)
 
-    def _partials(self, rows: Span, shares: Sequence[Share], heads: Span) -> list[Array]:
+    def _partials(self, rows: Span, partial_dqs: Sequence[PartialDq], heads: Span) -> list[Array]:
         """The partial dq of calls for `rows`; each call has one for all of these rows or for none."""
         found = []
-        for share in shares:
-            at = slice_in([rows], share.spans)
+        for partial_dq in partial_dqs:
+            at = slice_in([rows], partial_dq.spans)
             if at is not None:
-                found.append(self.run.some_heads("dq", share.dq, share.heads, heads)[:, :, at])
+                found.append(self.run.some_heads("dq", partial_dq.dq, partial_dq.heads, heads)[:, :, at])
         return found
 
 
@@ -249,9 +249,9 @@ def of_sequences(array: Array, tile: Tile) -> Array:
     return array[slice(*(tile.sequences or (0, 1)))]
 
 
-def _between_ends(span: Span, shares: Sequence[Share]) -> list[Span]:
+def _between_ends(span: Span, partial_dqs: Sequence[PartialDq]) -> list[Span]:
     """A span, cut where a partial dq begins or ends, so that the rows of each piece are in the same ones."""
-    ends = {*span, *(end for share in shares for piece in cut(span, share.spans) for end in piece)}
+    ends = {*span, *(end for partial_dq in partial_dqs for piece in cut(span, partial_dq.spans) for end in piece)}
     ordered = sorted(ends)
     return list(itertools.pairwise(ordered))
 

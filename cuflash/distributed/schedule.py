@@ -1,17 +1,17 @@
 """Which rank computes which pairs of queries and keys, and which rows are exchanged: pure data, from lengths and splits
 only.
 
-There are two walks over all pairs:
+There are two traversals of all pairs:
 
 - *By queries*: out, lse and dq of a piece of queries, from all keys that it attends to. Keys and values are exchanged.
 - *By keys*: dk and dv of a piece of keys, from all queries that attend to it. Queries and the arrays that belong to
 them
   travel. These calls may also give partial dq, which are then sent back the same way and replace the dq of the other
-  walk.
+  traversal.
 
-A piece belongs to the rank that holds its rows. A walk has rounds. In the first round a rank computes with rows that it
-holds, while other rows are exchanged; in the second round it computes with the rows that it received. Each call gives a
-partial result of its piece. The call does not round it and does not add it to an earlier result. If results
+A piece belongs to the rank that holds its rows. A traversal has rounds. In the first round a rank computes with rows
+that it holds, while other rows are exchanged; in the second round it computes with the rows that it received. Each call
+gives a partial result of its piece. The call does not round it and does not add it to an earlier result. If results
 must have the same bits for any number of ranks, there is one round, whose calls have all rows that a piece meets, and
 pieces are cut at the ends of global chunks.
 
@@ -142,7 +142,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Walk:
+class Traversal:
     """One way to compute all pairs: by queries, where keys are exchanged, or by keys, where queries are exchanged."""
 
     by: By
@@ -172,12 +172,12 @@ class Walk:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Both walks of one problem, and the key/value heads of each step."""
+    """Both traversals of one problem, and the key/value heads of each step."""
 
     split_q: Split
     split_k: Split
     band: Band
-    chunks: int | None  # pieces are cut at their ends, alike for any number of ranks; None: pieces are spans
+    chunks: int | None  # pieces are cut at their ends, the same for any number of ranks; None: pieces are spans
     step: tuple[int, int]  # calls begin at multiples of these, in queries and in keys
     num_heads_kv: int
     steps: int | None  # the most steps; None: the number depends on how many bytes are exchanged
@@ -187,16 +187,16 @@ class Schedule:
     why_whole: str | None = None  # the reason for one round instead of two
 
     @cached_property
-    def by_queries(self) -> Walk:
-        """The walk of the forward pass, of dq as a whole, and of gradients that are sums over pairs."""
-        return self._walk("queries")
+    def by_queries(self) -> Traversal:
+        """The traversal of the forward pass, of dq as a whole, and of gradients that are sums over pairs."""
+        return self._traversal("queries")
 
     @cached_property
-    def by_keys(self) -> Walk:
-        """The walk of dk and dv, and of partial dq."""
-        return self._walk("keys")
+    def by_keys(self) -> Traversal:
+        """The traversal of dk and dv, and of partial dq."""
+        return self._traversal("keys")
 
-    def _walk(self, by: By) -> Walk:
+    def _traversal(self, by: By) -> Traversal:
         own, other = (self.split_q, self.split_k) if by == "queries" else (self.split_k, self.split_q)
         pieces = self._pieces(own, by)
         rounds: tuple[list[Tile], list[Tile]] = ([], [])
@@ -209,8 +209,8 @@ class Schedule:
         for number, calls in enumerate(rounds):
             lengths = [1] * min(steps, 1) if self.why_whole is None and number == 0 else self._lengths(by, steps)
             if calls or number > len(found):  # at least one round, even if nothing is computed
-                found.append(Round(by, tuple(calls), other, _shares(self.num_heads_kv, lengths)))
-        return Walk(by, pieces, tuple(found))
+                found.append(Round(by, tuple(calls), other, _split_heads(self.num_heads_kv, lengths)))
+        return Traversal(by, pieces, tuple(found))
 
     def _most_steps(self, by: By, rows: int) -> int:
         """In how many steps the rows of all ranks travel. It does not depend on the number of ranks."""
@@ -305,16 +305,16 @@ class Schedule:
         ]
         if self.why_whole is not None:
             lines.append(f"  rounds    one, of calls that have all rows that a piece meets: {self.why_whole}")
-        for walk in (self.by_queries, self.by_keys):
-            what, results = ("keys", "out, lse, dq") if walk.by == "queries" else ("queries", "dk, dv")
-            lines.append(f"  by {walk.by}: {results}")
-            for a_round in walk.rounds:
+        for traversal in (self.by_queries, self.by_keys):
+            what, results = ("keys", "out, lse, dq") if traversal.by == "queries" else ("queries", "dk, dv")
+            lines.append(f"  by {traversal.by}: {results}")
+            for a_round in traversal.rounds:
                 steps = ", ".join(f"{start}-{stop - 1}" for start, stop in a_round.heads) or "none"
                 travels = "; a step's rows are exchanged during the step before" if a_round.transfers else ""
                 kind = "received" if a_round.transfers and self.why_whole is None else "all" if travels else "own"
                 lines.append(f"    with {kind} {what}: key/value heads {steps}{travels}")
                 for rank in range(q.ranks):
-                    tiles = [_words(walk.by, t) for t in a_round.calls_of(rank) if is_some(t.met[0])]
+                    tiles = [_words(traversal.by, t) for t in a_round.calls_of(rank) if is_some(t.met[0])]
                     comes = [f"{_rows(t.rows)} from {t.source}" for t in a_round.transfers if t.target == rank]
                     lines.append(f"      rank {rank} computes queries x keys {', '.join(tiles) or 'nothing'}")
                     lines += [f"             receives {what} {', '.join(comes)}"] if comes else []
@@ -351,7 +351,7 @@ def make_schedule(
     steps : int, optional
         The most groups of key/value heads in which rows are exchanged; if it is None, `row_bytes` decides.
     row_bytes : (int, int)
-        Bytes that are exchanged for a row and a key/value head, in the walk by queries and in that by keys.
+        Bytes that are exchanged for a row and a key/value head, in the traversal by queries and in that by keys.
     step : (int, int)
         Calls begin at multiples of these, in queries and in keys; those within a packed sequence count from its start.
     packing : Packing, optional
@@ -411,7 +411,7 @@ def _pieces(split: Split, chunks: int | None) -> tuple[tuple[Span, ...], ...]:
     return tuple(tuple(piece for span in own for piece in cut(span, ends)) for own in split.spans)
 
 
-def _shares(count: int, lengths: Sequence[int]) -> tuple[Span, ...]:
+def _split_heads(count: int, lengths: Sequence[int]) -> tuple[Span, ...]:
     """`count` heads split about in the ratio of `lengths`, none of them empty: there are enough heads."""
     ends = [0]
     for i, length in enumerate(lengths):

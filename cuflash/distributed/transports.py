@@ -1,9 +1,9 @@
 """How rows get from rank to rank: thin layers with one protocol over libraries that move data.
 
-All ranks call `share`, and then `start` and `finish`, in the same order. Between two ranks, arrays arrive in the order
-in which they were sent. A message that does not arrive in time raises TimeoutError, and one from a rank that failed
-raises RuntimeError. After that nothing is known of the messages under way, and the communicator cannot be used any
-more.
+All ranks call `all_gather`, and then `start` and `finish`, in the same order. Between two ranks, arrays arrive in the
+order in which they were sent. A message that does not arrive in time raises TimeoutError, and one from a rank that
+failed raises RuntimeError. After that nothing is known of the messages under way, and the communicator cannot be used
+any more.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class Transport(ABC):
     rank: int
     size: int
     goes_into_graphs = False  # whether a CUDA graph can hold what `start` and `finish` do
-    shares_meanwhile = False  # whether what `begin_sharing` began goes on while this rank computes
+    gathers_meanwhile = False  # whether what `begin_all_gather` began goes on while this rank computes
 
     @abstractmethod
-    def share(self, payload: bytes, timeout: float) -> list[bytes]:
+    def all_gather(self, payload: bytes, timeout: float) -> list[bytes]:
         """What each rank says, by rank: a few bytes, through host memory."""
 
-    def begin_sharing(self, payload: bytes, timeout: float) -> Callable[[], list[bytes]]:
-        """Begin to `share`; returns a function that waits for the result."""
-        return functools.partial(self.share, payload, timeout)
+    def begin_all_gather(self, payload: bytes, timeout: float) -> Callable[[], list[bytes]]:
+        """Begin to `all_gather`; returns a function that waits for the result."""
+        return functools.partial(self.all_gather, payload, timeout)
 
     @abstractmethod
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
@@ -84,7 +84,7 @@ class NoTransfers(Transport):
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def share(self, payload: bytes, timeout: float) -> list[bytes]:
+    def all_gather(self, payload: bytes, timeout: float) -> list[bytes]:
         return [payload] * self.size
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
@@ -187,7 +187,7 @@ class Threads(Transport):
         self._parcels: list[_Parcel] = []  # those that were sent since the last `finish`
         self._arrivals: list[_Arrivals] = []
 
-    def share(self, payload: bytes, timeout: float) -> list[bytes]:
+    def all_gather(self, payload: bytes, timeout: float) -> list[bytes]:
         board, call = self._board, self._calls
         board.check()
         self._progress.check()

@@ -27,13 +27,13 @@ from cuflash.spec.inputs import OPTIONAL_INPUTS
 # these heads have two waves of tiles: head_dim 128, causal: 1 block 522, 2 492, 4 473.
 WAVES, CAUSAL_WAVES = 1.9, 4.0
 # What it costs to share a tile of keys, in units of one step from a tile of queries to the next. Each block takes
-# SHARE_STEPS to begin and to end. The kernel that adds the partial sums takes SUM_STEPS, and SUM_STEPS_PER_PARTIAL for
+# SPLIT_STEPS to begin and to end. The kernel that adds the partial sums takes SUM_STEPS, and SUM_STEPS_PER_PARTIAL for
 # each; SUM_STEPS counts twice where only the tiles after whole waves are shared, because their blocks do not all end at
 # the same time. On an H200 the numbers of blocks that follow from this are within 1 % of the best of 2 to 16 (2 heads
 # of head_dim 256, seqlen 1024: 6 %). The pass is faster than without sharing by 2.9 % where 4 of 4096 tiles are shared
 # (head_dim 64, seqlen 16384), by 2.2 % with 68 of 2048 (head_dim 128), by 0.8 % at seqlen 4096, and by 43 % with all of
 # 64 tiles (causal, seqlen 4096, head_dim 64; 46 % at 128).
-SHARE_STEPS, SUM_STEPS, SUM_STEPS_PER_PARTIAL = 3, 6, 1
+SPLIT_STEPS, SUM_STEPS, SUM_STEPS_PER_PARTIAL = 3, 6, 1
 # A kernel that looks up masks and biases pair by pair, whatever the main kernel does with them.
 LOOKED_UP = dict.fromkeys(
     (
@@ -235,9 +235,9 @@ def _add_dq(draft: Draft, dq: Any) -> None:
 
 
 def _share_work(draft: Draft, family: BackwardFamily[Any], main: Tile, n_blocks: int) -> None:
-    """Where tiles are few, let blocks share the query heads of a key/value head, or the queries of a tile of keys."""
+    """Where tiles are few, split the query heads of a key/value head, or the queries of a tile of keys."""
     draft.set(group_splits=_group_splits(draft, family, main, n_blocks))
-    if draft.run_time.group_splits == 1 and family.shares_tail and not _has_wide(draft, *_OF_KEYS):
+    if draft.run_time.group_splits == 1 and family.splits_tail and not _has_wide(draft, *_OF_KEYS):
         _share_tail(draft, main, n_blocks)
 
 
@@ -246,8 +246,8 @@ def _group_splits(draft: Draft, family: BackwardFamily[Any], main: Tile, n_block
     problem, resident = draft.problem, tiles_at_once(main, draft.device)
     waves = WAVES if n_blocks >= WAVES * resident or problem.window_right is None else CAUSAL_WAVES
     most = family.heads_of_block(draft, main)
-    shares = (n for n in range(1, problem.group_size + 1) if problem.group_size % n == 0)
-    enough = (n for n in shares if n * n_blocks >= waves * resident and n * most >= problem.group_size)
+    divisors = (n for n in range(1, problem.group_size + 1) if problem.group_size % n == 0)
+    enough = (n for n in divisors if n * n_blocks >= waves * resident and n * most >= problem.group_size)
     return next(enough, max(1, problem.group_size))  # without query heads, blocks clear dk and dv
 
 
@@ -264,11 +264,11 @@ def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
 
     def duration(splits: int) -> float:
         waves, longest = -(-rest * splits // resident), steps / splits
-        walks = waves * longest if even else max(longest, rest * steps / 2 / resident)
+        loop_steps = waves * longest if even else max(longest, rest * steps / 2 / resident)
         if splits == 1:
-            return waves * SHARE_STEPS + walks
+            return waves * SPLIT_STEPS + loop_steps
         sums = SUM_STEPS * (1 if rest == tiles else 2) + SUM_STEPS_PER_PARTIAL * splits
-        return waves * SHARE_STEPS + walks + sums
+        return waves * SPLIT_STEPS + loop_steps + sums
 
     splits = min(range(1, min(steps, resident) + 1), key=duration)
     if splits > 1:
@@ -339,9 +339,9 @@ def _add_convert(
     wide_keys = _has_wide(draft, *_OF_KEYS)
     if (splits > 1 or wide_keys) and results:
         shared = n_blocks - run_time.whole_tiles
-        shares = partial_warps // around.num_warps
-        blocks += shared * shares * results
-        shared_bytes = tile_bytes(main.block_n // shares, max(dim, dim_v), main.element_bytes)
+        divisors = partial_warps // around.num_warps
+        blocks += shared * divisors * results
+        shared_bytes = tile_bytes(main.block_n // divisors, max(dim, dim_v), main.element_bytes)
         draft.scratch["dkv_partials"] = shared * splits * main.block_n * (dim + dim_v)
         what = "query heads of a key/value head" if run_time.group_splits > 1 else "queries of a tile of keys"
         last = "the last " if run_time.whole_tiles else ""

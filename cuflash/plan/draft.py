@@ -155,7 +155,7 @@ class Draft:
 
         "query_lists" are the other way round: tiles of queries for tiles of keys. `why_not_for_bias` says why the main
         kernel has no lists for a bias alone. If it has them, it is launched twice, with and without lists, and one of
-        the two returns at once: a bias may hide nothing, and walking over lists takes time.
+        the two returns at once: a bias may hide nothing, and iterating over the block-sparse index takes time.
         """
         problem = self.problem
         by_bits = "mask_words" in self.scratch
@@ -197,7 +197,7 @@ class Draft:
     def add_main(
         self, source: str, tile: Tile, blocks: int, shared_bytes: int, makes: Collection[str] = (), /, **defines: int
     ) -> None:
-        """Add a kernel that walks over lists if there are any.
+        """Add a kernel that iterates over the block-sparse index if there is one.
 
         If the bias decides that, two kernels are added, and the name of one says that it is the one with lists.
         """

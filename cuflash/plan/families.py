@@ -24,7 +24,7 @@ _FEATURES: dict[str, Callable[[Problem], bool]] = {
 }
 
 
-BACK_SECTION = 16  # this many heads whose walks go back (`BackwardFamily.back_share`) are side by side
+BACK_SECTION = 16  # this many heads that iterate backwards (`BackwardFamily.back_share`) are side by side
 
 
 class Family(ABC, Generic[Row]):
@@ -102,7 +102,7 @@ class BackwardFamily(Family[Row]):
     serves_dq_alone: ClassVar[bool] = False  # it is preferred to kernels of dq where neither dk nor dv is wanted
     makes_dq: ClassVar[bool] = True  # whether it can add to dq; otherwise dq has a kernel of its own
     makes_both: ClassVar[bool] = False  # it makes both dk and dv, even if only one is wanted
-    shares_tail: ClassVar[bool] = False  # blocks may share the queries of the last tiles of keys
+    splits_tail: ClassVar[bool] = False  # blocks may share the queries of the last tiles of keys
     defines: ClassVar[dict[str, int]] = {}  # of all kernels of the pass: how the main one sees memory
 
     def configured(self, main: Row, draft: Draft) -> Row:
@@ -122,7 +122,7 @@ class BackwardFamily(Family[Row]):
         return draft.run_time.head_section
 
     def back_share(self, problem: Problem, main: Row) -> int:
-        """One head of this many walks back from the last query, 0: none (kernels/common/softmax/backward.cuh)."""
+        """One head of this many runs backwards from the last query, 0: none (kernels/common/softmax/backward.cuh)."""
         return 0
 
     def why_not_summed(self, draft: Draft, main: Row, name: str) -> str | None:

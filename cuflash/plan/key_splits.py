@@ -23,7 +23,7 @@ COMBINE_COLUMNS = 32  # columns of one row that a warp of helpers/split_combine.
 COMBINE_PIECES = 16
 COMBINE_KEY_BYTES = 2**26
 COMBINE_WARPS = 4
-MAX_SHARE_STEPS = 2**31 - 1  # of all heads: blocks count keys in steps, for each head as many as there are blocks
+MAX_SPLIT_STEPS = 2**31 - 1  # of all heads: blocks count keys in steps, for each head as many as there are blocks
 
 
 def rows_of(problem: Problem) -> int:
@@ -50,7 +50,7 @@ def visible_keys(problem: Problem) -> int:
 def add_sharing_kernel(
     draft: Draft, source: str, tile: Tile, *, block_n: int, cluster: int = 1, combines: bool = True
 ) -> None:
-    """Add a main kernel whose blocks take equal shares of the keys of all heads, and what combines their results.
+    """Add a main kernel whose blocks take equal splits of the keys of all heads, and what combines their results.
 
     A block, or a cluster of blocks, takes `block_n` keys at a time. With `combines`, the last block of a head may
     combine the results; otherwise a kernel of its own always does.
@@ -83,7 +83,7 @@ def add_sharing_kernel(
         )
         combined = "another kernel combines their results"
     draft.reasons.append(
-        f"{who} take equal shares of the keys, up to {draft.key_splits} of them those of one head: {combined}"
+        f"{who} take equal splits of the keys, up to {draft.key_splits} of them those of one head: {combined}"
     )
 
 
@@ -97,7 +97,7 @@ def _number_of_blocks(problem: Problem, resident: int, block_n: int) -> int:
     check_blocks(heads)
     tiles_of_head = -(-visible_keys(problem) // block_n)
     num_tiles = heads * tiles_of_head
-    most = max(1, min(resident, num_tiles // MIN_TILES_OF_BLOCK, MAX_SHARE_STEPS // heads))
+    most = max(1, min(resident, num_tiles // MIN_TILES_OF_BLOCK, MAX_SPLIT_STEPS // heads))
     even = {most}
     if heads <= most:
         even.add(most // heads * heads)

@@ -13,10 +13,10 @@ from cuflash.spec.outputs import SCORE_GRADIENTS
 
 SCORES_REDUCE_WARPS = 8
 # What it costs to share a tile of dbias, in units of the time of one summed tile of pairs, which is 1.4 us on an H100
-# (head dimension 32, float16). Each block takes SHARE_STEPS to begin and to end. To add what blocks leave takes
-# ADD_STEPS, and ADD_STEPS_OF_SHARE for each share of all tiles. By arithmetic: a launch takes 4 us, and 128 KiB that
+# (head dimension 32, float16). Each block takes SPLIT_STEPS to begin and to end. To add what blocks leave takes
+# ADD_STEPS, and ADD_STEPS_PER_SPLIT for each split of all tiles. By arithmetic: a launch takes 4 us, and 128 KiB that
 # are written and read 0.04 us.
-SHARE_STEPS, ADD_STEPS, ADD_STEPS_OF_SHARE = 2, 3, 0.03
+SPLIT_STEPS, ADD_STEPS, ADD_STEPS_PER_SPLIT = 2, 3, 0.03
 EXACT_WORDS = 12  # kSumWords of kernels/common/softmax/exact_sums.cuh
 # Gradients over pairs, which are stored; and those that have a number for each head, of those that are sums.
 STORED = tuple(row.gradient for row in OPTIONAL_INPUTS if row.gradient_via == "scores" and row.broadcasts)
@@ -54,7 +54,7 @@ def add_stored(
     owned = math.prod(n for n, summed in zip(sizes, axes, strict=True) if not summed)
     summed_tiles, resident = math.prod(sizes) // max(owned, 1), draft.device.num_sms * tile.min_blocks
     shared = owned % resident if persistent else owned
-    splits = (_tail_shares if persistent else _shares)(draft, tile, shared, summed_tiles)
+    splits = (_num_tail_splits if persistent else _num_splits)(draft, tile, shared, summed_tiles)
     blocks = owned + shared * (splits - 1)
     draft.set(score_splits=splits)
     if persistent:
@@ -78,7 +78,7 @@ def add_sums(draft: Draft, tile: Tile, source: str, sums: Collection[str]) -> No
     """Add the kernels of all gradients that are sums. Their blocks own tiles of queries."""
     sizes = _sizes(draft, tile)
     m_blocks = math.prod(sizes[:3])
-    splits = _shares(draft, tile, m_blocks, sizes[3])
+    splits = _num_splits(draft, tile, m_blocks, sizes[3])
     draft.set(sums_splits=splits)
     options = needs(sums) | _sums((False, False, False, True)) | draft.add_bias_tile_classes(tile)
     draft.add(source, tile, m_blocks * splits, tile.shared_bytes(*draft.padded_dims(tile)), sums, **options)
@@ -91,7 +91,7 @@ def add_score_args(draft: Draft, tile: Tile, source: str) -> None:
     """Add the kernels of the gradients of arrays that the score reads: sums in any order, scaled by largest terms."""
     names, sizes = draft.score_arg_gradients, _sizes(draft, tile)
     m_blocks = math.prod(sizes[:3])
-    splits = _shares(draft, tile, m_blocks, sizes[3])
+    splits = _num_splits(draft, tile, m_blocks, sizes[3])
     draft.set(sums_splits=splits)
     add_score_arg_helpers(draft, tile, ADDS_SCORE_ARGS, stores=False)
     shared_bytes = tile.shared_bytes(*draft.padded_dims(tile))
@@ -135,21 +135,21 @@ def _sizes(draft: Draft, tile: Tile) -> tuple[int, ...]:
     return problem.array_batch, problem.num_heads, draft.tiles_of(problem.seqlen_q, tile.block_m), n_blocks
 
 
-def _shares(draft: Draft, tile: Tile, owned: int, summed: int) -> int:
-    """How many blocks share each of the `owned` walks over `summed` tiles, so that each SM has blocks."""
+def _num_splits(draft: Draft, tile: Tile, owned: int, summed: int) -> int:
+    """How many blocks split each of the `owned` sums over `summed` tiles, so that each SM has blocks."""
     return max(1, min(summed, draft.device.num_sms * tile.min_blocks // max(owned, 1)))
 
 
-def _tail_shares(draft: Draft, tile: Tile, shared: int, summed: int) -> int:
-    """How many persistent blocks share each of the `shared` walks over `summed` tiles: the number that is fastest.
+def _num_tail_splits(draft: Draft, tile: Tile, shared: int, summed: int) -> int:
+    """How many persistent blocks split each of the `shared` sums over `summed` tiles: the number that is fastest.
 
     The time is that of the rounds of blocks, and of adding what the blocks leave.
     """
     resident = draft.device.num_sms * tile.min_blocks
 
     def duration(splits: int) -> float:
-        walks = -(-shared * splits // resident) * (-(-summed // splits) + SHARE_STEPS)
-        return walks + (ADD_STEPS + ADD_STEPS_OF_SHARE * shared * splits if splits > 1 else 0)
+        steps = -(-shared * splits // resident) * (-(-summed // splits) + SPLIT_STEPS)
+        return steps + (ADD_STEPS + ADD_STEPS_PER_SPLIT * shared * splits if splits > 1 else 0)
 
     return min(range(1, min(summed, resident) + 1), key=duration)
 

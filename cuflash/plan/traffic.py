@@ -2,7 +2,7 @@
 
 Its two numbers are easily confused. Blocks bring tiles to shared memory, mostly from L2: for N keys and queries of head
 dimension d, and M bytes of shared memory, that is the N^2 d^2 / M of the literature. Device memory sees less, because
-blocks that run side by side walk over the same operands, and the first of them brings these to L2 for all.
+blocks that run side by side iterate over the same operands, and the first of them brings these to L2 for all.
 
 The first number is exact for problems whose visible tiles follow from shapes and windows. Pairs that masks, lengths in
 an array and block masks hide are taken as visible, and packed sequences as equally long. The second number rests on the
@@ -26,7 +26,7 @@ from cuflash.spec.problem import Problem
 # The fraction of L2 that holds what blocks share: each of its two halves keeps a copy of what its SMs read, as
 # the vendor describes it for compute capability 8.0 and 9.0. The rest of a half holds what passes through; its size was
 # fitted to the counters of an H200.
-L2_SHARE = 0.42
+L2_FRACTION = 0.42
 LOOKS = ("helpers/mask_bits.cu", "helpers/mask_tiles.cu")  # kernels that read a mask once, for all others
 # What the blocks of a main kernel own: tiles of queries, equal shares of the keys of all heads (decode), tiles of keys,
 # those of them that some query attends to, or tiles of queries for dq alone.
@@ -144,17 +144,17 @@ def _row_bytes(problem: Problem) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Walk:
-    """Blocks that walk over the operands of their heads, `at_once` of them side by side, and then as many others. In
+class OperandLoop:
+    """Blocks that iterate over the operands of their heads, `at_once` of them side by side, and then as many others. In
     launch order, the first tiles of `section` heads come first, then their second tiles, and so on. Each tile after the
-    first `whole` ones is split among `sharers` blocks."""
+    first `whole` ones is split among `splits` blocks."""
 
     heads: int
     tiles_of_head: int
     section: int
     at_once: int
     whole: int
-    sharers: int = 1
+    splits: int = 1
 
     @property
     def heads_at_once(self) -> int:
@@ -162,31 +162,31 @@ class Walk:
         return min(self.heads, max(self.section, -(-self.at_once // self.tiles_of_head)))
 
     @property
-    def walks(self) -> int:
-        """How many walks over a head there are, for all heads. Blocks of a head that run side by side are one walk.
+    def passes(self) -> int:
+        """How many passes over a head there are, for all heads. Blocks of a head that run side by side are one pass.
 
-        A wave may reach from one section of heads into the next one. The splits of a tile are one pass together.
+        A wave may reach from one section of heads into the next one. All splits of a tile are one pass.
         """
-        splits = (self.heads * self.tiles_of_head - self.whole) * self.sharers
-        walks = self.section * -(-splits // self.at_once)
+        splits = (self.heads * self.tiles_of_head - self.whole) * self.splits
+        passes = self.section * -(-splits // self.at_once)
         for start in range(0, self.whole, self.at_once):
             stop, of_section = min(start + self.at_once, self.whole), self.section * self.tiles_of_head
             first, last = start // of_section, (stop - 1) // of_section
             if first < last:
-                walks += min((first + 1) * of_section - start, self.section) + (last - first - 1) * self.section
+                passes += min((first + 1) * of_section - start, self.section) + (last - first - 1) * self.section
                 start = last * of_section
-            walks += min(stop - start, self.section, self.heads - last * self.section)
-        return walks
+            passes += min(stop - start, self.section, self.heads - last * self.section)
+        return passes
 
     def read(self, once: float, tiles: float, head_bytes: float, l2_bytes: float) -> float:
         """Bytes of an operand that are read from device memory, if blocks load `tiles` bytes of it in all.
 
-        The heads under way need `head_bytes` each, and a fraction of that stays in L2. Each further walk reads the rest
+        The heads under way need `head_bytes` each, and a fraction of that stays in L2. Each further pass reads the rest
         again. So does each half of L2: its blocks are too far from those of the other to share what is soon gone.
         """
-        gone = max(0, 1 - L2_SHARE * l2_bytes / (self.heads_at_once * head_bytes))
-        walked = tiles * self.walks / (self.heads * self.tiles_of_head)
-        return max(once, min(tiles, once + gone * (2 * walked - once)))
+        gone = max(0, 1 - L2_FRACTION * l2_bytes / (self.heads_at_once * head_bytes))
+        loaded = tiles * self.passes / (self.heads * self.tiles_of_head)
+        return max(once, min(tiles, once + gone * (2 * loaded - once)))
 
 
 def _of_pairs(plan: Plan) -> float:
@@ -200,7 +200,7 @@ def _of_pairs(plan: Plan) -> float:
         operand = getattr(problem, row.name)
         if operand is None or (row.name == "mask" and looked_at):
             continue
-        if row.broadcasts and operand.nbytes > L2_SHARE * plan.device.l2_bytes:
+        if row.broadcasts and operand.nbytes > L2_FRACTION * plan.device.l2_bytes:
             more += max(0, problem.visible_pairs * ITEMSIZE[operand.dtype] - operand.nbytes)
     return more
 
@@ -223,7 +223,7 @@ def _forward(plan: Plan) -> Traffic:
         tiles = in_all + heads * one.seqlen_q * of_q
     results = heads * one.seqlen_q * (of_v + ITEMSIZE[problem.softmax_dtype])
     others = problem.forward_bytes - results - heads_kv * one.seqlen_k * (of_q + of_v)
-    scratch = plan.extra_bytes if plan.extra_bytes > L2_SHARE * plan.device.l2_bytes else 0
+    scratch = plan.extra_bytes if plan.extra_bytes > L2_FRACTION * plan.device.l2_bytes else 0
     return Traffic(
         tiles=tiles,
         read=round(others + keys + scratch + _of_pairs(plan)),
@@ -263,13 +263,13 @@ def _backward(plan: Plan) -> Traffic:
     gradients["dv"] = heads_kv * one.seqlen_k * of_v
     results = sum(gradients.get(name, 0) for name in plan.need)
     inputs = problem.backward_bytes - sum(gradients.values())
-    if inputs + results + plan.extra_bytes <= L2_SHARE * plan.device.l2_bytes:  # all of it stays in L2
+    if inputs + results + plan.extra_bytes <= L2_FRACTION * plan.device.l2_bytes:  # all of it stays in L2
         read, written = inputs, results
     else:
         # An earlier kernel reads out, dout and lse, and leaves the statistics of rows. `loops` counts q, k and v.
         read += inputs - heads * one.seqlen_q * of_q - heads_kv * one.seqlen_k * (of_q + of_v)
         bits = plan.scratch_sizes.get("mask_words", 0)
-        written += results + stats + (bits if bits > L2_SHARE * plan.device.l2_bytes else 0)
+        written += results + stats + (bits if bits > L2_FRACTION * plan.device.l2_bytes else 0)
     return Traffic(
         tiles=round(tiles),
         added=added,
@@ -307,28 +307,28 @@ def _by_keys(plan: Plan, added: int, *, every: bool) -> tuple[float, float, floa
     keys = heads_kv * run_time.group_splits * keys
     for index in shared:  # each block that has queries loads its keys
         block = _block_at(index, len(met), heads_kv, run_time.head_section)
-        sharers = min(run_time.tail_splits, len(met[block]) * problem.group_size)
-        keys += min(tile.block_n, one.seqlen_k - block * tile.block_n) * max(0, sharers - 1)
+        splits = min(run_time.tail_splits, len(met[block]) * problem.group_size)
+        keys += min(tile.block_n, one.seqlen_k - block * tile.block_n) * max(0, splits - 1)
     splits = run_time.group_splits
-    walk = Walk(
+    loop = OperandLoop(
         heads=heads_kv * splits,
         tiles_of_head=len(met),
         section=min(run_time.head_section, heads_kv) * splits,
         at_once=_blocks_at_once(plan, tile, n_blocks * splits),
         whole=n_blocks * splits - len(shared),
-        sharers=run_time.tail_splits,
+        splits=run_time.tail_splits,
     )
     accumulator, partials = sizes.get("dq_accumulator", 0), sizes.get("dkv_partials", 0)
     head_bytes = one.seqlen_q * (of_q + of_v + 2 * number) + accumulator / heads
 
-    def walked(once: float, in_all: float) -> float:
-        return walk.read(once, in_all, head_bytes, device.l2_bytes)
+    def loaded(once: float, in_all: float) -> float:
+        return loop.read(once, in_all, head_bytes, device.l2_bytes)
 
-    read = walked(heads * one.seqlen_q * (of_q + of_v) + sizes["row_stats"], of_queries)
+    read = loaded(heads * one.seqlen_q * (of_q + of_v) + sizes["row_stats"], of_queries)
     read += heads_kv * one.seqlen_k * (of_q + of_v) + partials
     written: float = partials
     if added:
-        sums = walked(accumulator, added)
+        sums = loaded(accumulator, added)
         # An earlier kernel clears the sums, or blocks do so some heads ahead. Then the zeros may leave L2.
         cleared = 0 if run_time.clear_ahead and sums == accumulator else accumulator
         written += cleared + sums
@@ -367,14 +367,14 @@ def _keys_read(plan: Plan, tile: Tile, rows: list[int], in_all: float, *, persis
     section = 1 if in_pairs or (persistent and problem.has_window) else plan.run_time.head_section
     units = -(-len(rows) // 2) if in_pairs else len(rows)
     # Query heads that share keys are neighbours.
-    walk = Walk(
+    loop = OperandLoop(
         heads=heads // problem.group_size,
         tiles_of_head=units * problem.group_size,
         section=max(1, min(section, heads) // problem.group_size),
         at_once=at_once,
         whole=heads * units,
     )
-    return walk.read(problem.batch * problem.num_heads_kv * head_bytes, in_all, head_bytes, plan.device.l2_bytes)
+    return loop.read(problem.batch * problem.num_heads_kv * head_bytes, in_all, head_bytes, plan.device.l2_bytes)
 
 
 _TRAFFIC = {FORWARD: _forward, BACKWARD: _backward}

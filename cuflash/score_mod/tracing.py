@@ -172,7 +172,7 @@ class Symbol:
     __int__ = __index__ = _refused("Python asks a traced value for an integer", f"for an index, {AFTER_THE_STAR}")
     __array__ = _refused("NumPy makes an array of a traced value", f"if that is an index, {AFTER_THE_STAR}")
     __float__ = _refused("Python asks a traced value for a number", "functions such as sqrt are those of cuflash")
-    __iter__ = __len__ = __contains__ = _refused("Python walks over a traced value", "it is one number")
+    __iter__ = __len__ = __contains__ = _refused("Python iterates over a traced value", "it is one number")
     __getitem__ = _refused("Python looks into a traced value", f"only arrays have entries; {AFTER_THE_STAR}")
 
 

@@ -290,27 +290,27 @@ class RunningMerge:
     def add(self, out: Array, lse: Array, rows: slice) -> None:
         """Add a partial result of some rows, in the dtype of lse."""
         total = self.total[:, :, rows]
-        factor, share = (x[..., None] for x in self._weigh(rows, lse))
+        factor, own_factor = (x[..., None] for x in self._weigh(rows, lse))
         if self.xp is not np:
-            merging.rescale_and_add(total, out, factor[..., 0], share[..., 0])
+            merging.rescale_and_add(total, out, factor[..., 0], own_factor[..., 0])
             return
         with np.errstate(all="ignore"):
             total *= factor
-            total += np.where(share == 0, 0, share * out)
+            total += np.where(own_factor == 0, 0, own_factor * out)
 
     def _weigh(self, rows: slice, lse: Array) -> tuple[Array, Array]:
         """Take a partial lse into account; returns the factors of the sum so far, and of the partial output."""
         largest, weight = self.largest[:, :, rows], self.weight[:, :, rows]
         if self.xp is not np:
-            factor, share = self.xp.empty_like(lse), self.xp.empty_like(lse)
-            merging.softmax_step(largest, weight, factor, share, lse)
-            return factor, share
+            factor, own_factor = self.xp.empty_like(lse), self.xp.empty_like(lse)
+            merging.softmax_step(largest, weight, factor, own_factor, lse)
+            return factor, own_factor
         with np.errstate(all="ignore"):
             top = np.maximum(largest, lse)
             offset = np.where(top == -np.inf, 0, top)
-            factor, share = np.exp(largest - offset), np.exp(lse - offset)
-            largest[...], weight[...] = top, weight * factor + share
-        return factor, share
+            factor, own_factor = np.exp(largest - offset), np.exp(lse - offset)
+            largest[...], weight[...] = top, weight * factor + own_factor
+        return factor, own_factor
 
     def finish(self, out: Array, lse: Array) -> None:
         """Write the merged results: out has the shape of total and any dtype, lse lacks the last axis."""

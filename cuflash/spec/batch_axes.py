@@ -158,10 +158,10 @@ def _axes_of(
     if counts_entries or 0 in lengths:
         runs = [long]
     else:
-        walking = [own for name, own in (steps | given_results).items() if name not in small]
+        iterated = [own for name, own in (steps | given_results).items() if name not in small]
         runs = [long[:1]]
         for a, b in itertools.pairwise(long):
-            if all(merges(own, a, b) for own in walking):
+            if all(merges(own, a, b) for own in iterated):
                 runs[-1].append(b)
             else:
                 runs.append([b])

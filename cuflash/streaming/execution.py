@@ -57,7 +57,7 @@ class StreamedPass:
     def forward(self, out: Array, lse: Array) -> None:
         """Fill out, with four axes, and lse, with three."""
         if self.is_whole:
-            for step in self._walk({}):
+            for step in self._steps({}):
                 arrays = self.arrays_of(step, of_softmax=True) | {"out": out, "lse": lse}
                 self.slices.forward(*step.chunk, arrays)
             return
@@ -67,7 +67,7 @@ class StreamedPass:
         room = {}
         if not self.slices.is_on_cpu:
             room = {"out": xp.empty(out.shape, dtype), "lse": xp.empty(lse.shape, lse.dtype)}
-        for step in self._walk({}):
+        for step in self._steps({}):
             rows = slice(*step.chunk.queries)
             results = {name: x[:, :, rows] for name, x in room.items()}
             call = functools.partial(self.slices.forward, *step.chunk)
@@ -81,7 +81,7 @@ class StreamedPass:
     def _merge_large(self, out: Array, lse: Array) -> None:
         """Merge chunks again, in rows whose lse is so large that it does not say what a chunk weighs."""
         merge = LargeRows(lse, self.slices.large_lse, out.shape[3], self._scores_of_heads())
-        for step in self._walk({}):
+        for step in self._steps({}):
             got = self._forward_of(step)
             merge.add(self._row_sums_of(step, lse, got["lse"]), slice(*step.chunk.queries), got["out"])
         merge.finish(out, lse)
@@ -90,7 +90,7 @@ class StreamedPass:
         """The row sums over all chunks, where lse is large."""
         lse = self.arrays["lse"]
         merge = LargeRows(lse, self.slices.large_lse, 0, self._scores_of_heads())
-        for step in self._walk({}):
+        for step in self._steps({}):
             # Kernels find the row sums only of the lse of a chunk.
             own_lse = None if self.slices.is_on_cpu else self._forward_of(step)["lse"]
             merge.add(self._row_sums_of(step, lse, own_lse), slice(*step.chunk.queries))
@@ -134,7 +134,7 @@ class StreamedPass:
         of_keys = {name: results[name] for name in OF_KEYS if name in need}
         self._clear_unseen(of_keys)
         sums = _Sums(self, [name for name in need if name not in OF_KEYS], results)
-        for step in self._walk(of_keys):
+        for step in self._steps(of_keys):
             wanted = tuple(name for name in need if name not in SOFTMAX_GRADIENTS or step.number == 0)
             if not wanted:
                 break
@@ -156,7 +156,7 @@ class StreamedPass:
         optional_inputs = self.slices.of_heads(slice(None), of_softmax=True)
         return [array for name, array in optional_inputs.items() if f"d{name}" in SOFTMAX_GRADIENTS]
 
-    def _walk(self, results: Mapping[str, Host]) -> Iterator[ChunkStep]:
+    def _steps(self, results: Mapping[str, Host]) -> Iterator[ChunkStep]:
         """One chunk after the other. The results of a chunk are copied away when the next chunk is requested."""
         spans = [chunk.keys for chunk in self.chunks]
         if self.device is None:

@@ -430,12 +430,12 @@ class Case(Numbers):
         rng = np.random.default_rng(self.seed + 1)
         used = np.arange(self.seqlen_k // size) < -(-lengths // size)[:, None]
         table = np.full(used.shape, -1, np.int32)
-        shares = self.batch > 1 and lengths.min() >= size
-        if shares:
+        shares_page = self.batch > 1 and lengths.min() >= size
+        if shares_page:
             used[1:, 0] = False
         pages = rng.permutation(np.count_nonzero(used) + 3)  # the last three are nobody's
         table[used] = pages[:-3]
-        if shares:
+        if shares_page:
             table[1:, 0] = table[0, 0]
         pools = {"block_table": table}
         for name, x in (("k", k), ("v", v)):

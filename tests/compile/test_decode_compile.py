@@ -11,7 +11,7 @@ from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.sm80.decode import DECODE_TILES, DecodeTile
 from cuflash.plan.tiles import round_up
 from tests.compile.test_plans import REGISTERS_OF_SM
-from tests.sampling import share
+from tests.sampling import sample
 from tests.scored import of_functions
 
 # Those with different instructions or sizes of shared memory.
@@ -106,7 +106,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("target", [*share(USUAL, 40), *share(OTHERS, 60)], ids=str)
+@pytest.mark.parametrize("target", [*sample(USUAL, 40), *sample(OTHERS, 60)], ids=str)
 def test_row(target):
     plan = target.plan()
     if plan is None:

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels that look at masks and biases, and of those that walk over what they list."""
+"""What the compiler makes of the kernels that look at masks and biases, and of those with block-sparse indices."""
 
 import pytest
 
@@ -35,7 +35,7 @@ BIASED_ROWS = [
 
 @pytest.mark.one_in(12)
 @pytest.mark.parametrize("arch, dtype, head_dim, mask, ceilings", ROWS)
-def test_kernels_that_walk_over_what_masks_leave_spill_little(arch, dtype, head_dim, mask, ceilings):
+def test_kernels_that_iterate_over_what_masks_leave_spill_little(arch, dtype, head_dim, mask, ceilings):
     case = ct.Case(seqlen_q=2048, seqlen_k=2048, num_heads=2, head_dim=head_dim, dtype=dtype, mask=mask)
     arrays = case.arrays()
     problem = make_problem(case.options, *ct.qkv(arrays), **ct.optional(arrays))
@@ -44,7 +44,7 @@ def test_kernels_that_walk_over_what_masks_leave_spill_little(arch, dtype, head_
 
 @pytest.mark.one_in(12)
 @pytest.mark.parametrize("arch, dtype, head_dim, ceilings", BIASED_ROWS)
-def test_kernels_that_walk_over_what_a_bias_leaves_spill_little(arch, dtype, head_dim, ceilings, monkeypatch):
+def test_kernels_that_iterate_over_what_a_bias_leaves_spill_little(arch, dtype, head_dim, ceilings, monkeypatch):
     monkeypatch.setattr("cuflash.plan.draft.LOOK_BIAS_FLOPS", 0)
     case = ct.Case(
         seqlen_q=512, seqlen_k=512, num_heads=2, head_dim=head_dim, dtype=dtype, bias=(2, 512, 512), bias_dtype="input"

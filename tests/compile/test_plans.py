@@ -56,7 +56,7 @@ from tests.compile.spills import (
     SPILLS_OF_PAGES,
     SPILLS_OF_ROW_SUMS,
 )
-from tests.sampling import share
+from tests.sampling import sample
 
 REGISTERS_OF_SM = 65536
 # What ptxas says of a kernel of 9.0 in which it puts a wait behind every product.
@@ -490,16 +490,16 @@ FLOAT8_PRODUCTS = [
 # Kernels of float32 and float64 are products of threads, unrolled: each takes seconds to compile.
 ROWS = [target for target in EVERY_ROW if target.tile.element_bytes == 2 or is_sm90(target.tile)]
 TARGETS = [
-    *share(ROWS, 40),
-    *share([target for target in EVERY_ROW if target not in ROWS], 72),
-    *share(OTHERS, 160),
-    *share(FLOAT8, 24),
+    *sample(ROWS, 40),
+    *sample([target for target in EVERY_ROW if target not in ROWS], 72),
+    *sample(OTHERS, 160),
+    *sample(FLOAT8, 24),
     *(
         Target(tile=tile, arch="9.0", variant=variant)
         for tile in FORWARD_FLOAT8_SM90_TILES
         for variant in ("float8 products", "float8 products, full")
     ),
-    *share(FLOAT8_PRODUCTS, 8),
+    *sample(FLOAT8_PRODUCTS, 8),
 ]
 
 

@@ -20,7 +20,7 @@ from cuflash.plan import DeviceSpec, choose_plan
 from cuflash.plan.sm90.tiles import FORWARD_SM90_TILES
 from cuflash.spec.passes import BACKWARD, FORWARD
 from tests.compile.test_plans import SERIALIZED
-from tests.sampling import share
+from tests.sampling import sample
 
 
 def find_nvdisasm():
@@ -97,7 +97,7 @@ def test_left_to_itself_the_assembler_moves_them(tmp_path):
     def compile(kernel):
         return compiler.compile(kernel.source, kernel.name, dict(kernel.defines), kernel.target)
 
-    for tile in share(KEEPING, 5):
+    for tile in sample(KEEPING, 5):
         (kernel,) = kernels_of(tile.max_dim, (tile,))
         steps = list(exponentials(instructions(kernel, compile)))
         assert any(after > 0 for _, after in steps), tile

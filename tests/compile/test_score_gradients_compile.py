@@ -21,7 +21,7 @@ from cuflash.plan.tiles import round_up
 from cuflash.spec.passes import BACKWARD
 from cuflash.spec.problem import make_problem
 from tests.compile.test_plans import REGISTERS_OF_SM, SERIALIZED, fits
-from tests.sampling import share
+from tests.sampling import sample
 
 DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
 SUMS = ("dalibi_slopes", "dscale", "dsoftcap")
@@ -64,7 +64,7 @@ def resources_of(tile, arch, need, **options):
 
 PACKED = {"cu_seqlens_q": (0, 30, 64), "cu_seqlens_k": (0, 30, 64)}
 TARGETS = [
-    *((tile, arch_of(tile), ("dbias",), {"bias": (64, 64)}) for tile in share(SCORES_TILES, 8)),
+    *((tile, arch_of(tile), ("dbias",), {"bias": (64, 64)}) for tile in sample(SCORES_TILES, 8)),
     *((first_of(size), "9.0", SUMS, {"alibi_slopes": (1,), "softcap": 5.0, "causal": True}) for size in DTYPES),
     (first_of(2), "9.0", ("dbias",), {"bias": (1, 64), "softcap": 5.0, "dropout": 0.1, "mask": (64, 64)}),
     (first_of(2), "9.0", ("dbias",), {"bias": (64, 64), "block_mask": (), "block_size": (16, 48)}),
@@ -116,7 +116,7 @@ SUMMED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("dim", "name", "deterministic"), share(itertools.product((64, 128, 256), SUMMED, (False, True)), 4)
+    ("dim", "name", "deterministic"), sample(itertools.product((64, 128, 256), SUMMED, (False, True)), 4)
 )
 def test_sums_by_keys(dim, name, deterministic):
     case = ct.Case(seqlen_q=4096, seqlen_k=4096, num_heads=4, head_dim=dim, dtype="bfloat16", **SUMMED[name])
@@ -136,7 +136,7 @@ def test_sums_by_keys(dim, name, deterministic):
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     "tile",
-    share((*BIAS_SM90_TILES, *BIAS_FLOAT32_SM90_TILES, *BIAS_TF32_SM90_TILES), 2),
+    sample((*BIAS_SM90_TILES, *BIAS_FLOAT32_SM90_TILES, *BIAS_TF32_SM90_TILES), 2),
     ids=lambda tile: f"{tile.max_dim}-{tile.bias_of_pairs}-{tile.bf16_parts}",
 )
 @pytest.mark.parametrize(

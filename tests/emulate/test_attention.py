@@ -244,7 +244,7 @@ def test_maxima_are_not_looked_for_in_vain(tile):
 
 @pytest.mark.parametrize("tile", FORWARD_SM90_TILES[1:5], ids=name_of)
 def test_maxima_of_near_keys_come_first(tile):
-    """With steep slopes a warp does at most one tile again: of all keys, the walk begins with the nearest."""
+    """With steep slopes a warp does at most one tile again: of all keys, the loop begins with the nearest."""
     sizes: dict[str, Any] = {"seqlen_q": 6 * tile.block_n, "seqlen_k": 6 * tile.block_n, "head_dim": 16}
     case = ct.Case(**sizes, dtype="bfloat16", alibi_slopes=(1,), score_spread=1.0)
     arrays = case.arrays()

@@ -53,8 +53,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def blocks_share_short_walks(monkeypatch):
-    for name in ("SHARE_STEPS", "ADD_STEPS", "ADD_STEPS_OF_SHARE"):
+def blocks_split_short_loops(monkeypatch):
+    for name in ("SPLIT_STEPS", "ADD_STEPS", "ADD_STEPS_PER_SPLIT"):
         monkeypatch.setattr(f"cuflash.plan.scores.{name}", 0)
 
 

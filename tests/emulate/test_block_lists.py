@@ -1,4 +1,4 @@
-"""Block masks in every kernel: the lists of tiles, the walks over them, and pairs that are looked up one by one."""
+"""Block masks in every kernel: the block-sparse index, the loops over it, and pairs that are looked up one by one."""
 
 from dataclasses import replace
 from typing import Any

@@ -26,7 +26,7 @@ def _few_heads_side_by_side():
         patch.setattr(sm90.backward, "BACKWARD_HEAD_SECTION", 1)
         for module in (choose, sm90.backward):
             patch.setattr(module, "CAUSAL_HEAD_SECTION", 3)
-        for name in ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_PER_PARTIAL"):
+        for name in ("SPLIT_STEPS", "SUM_STEPS", "SUM_STEPS_PER_PARTIAL"):
             patch.setattr(backward, name, 0)
         yield
 
@@ -59,7 +59,7 @@ CONFIGURATIONS = [
     Kernels(tile=SMALL, packed=True, num_heads_kv=(2, 3, 5)),
     Kernels(tile=SMALL, causal=True, deterministic=True, packed=True, num_heads_kv=(2, 3, 5)),
     Kernels(tile=LARGE, causal=True),
-    # One of eight heads walks back, and sixteen of these are side by side.
+    # One of eight heads iterates backwards, and sixteen of these are side by side.
     Kernels(tile=LARGE, causal=True, deterministic=True, num_heads_kv=(8, 9)),
 ]
 

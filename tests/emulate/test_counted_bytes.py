@@ -97,7 +97,7 @@ def test_tiles_are_those_that_kernels_load(what, data):
 @pytest.mark.parametrize(("num_sms", "whole", "splits"), [(5, 5, 5), (4, 4, 2), (24, 0, 4)])
 def test_tiles_of_keys_that_blocks_share(monkeypatch, num_sms, whole, splits):
     """Each of the blocks loads them: of all tiles, or of those of the last wave."""
-    for name in ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_PER_PARTIAL", "WAVES", "CAUSAL_WAVES"):
+    for name in ("SPLIT_STEPS", "SUM_STEPS", "SUM_STEPS_PER_PARTIAL", "WAVES", "CAUSAL_WAVES"):
         monkeypatch.setattr(backward, name, 0)
     case = ct.Case(seqlen_q=300, seqlen_k=257, batch=2, head_dim=24, dtype="bfloat16")
     arrays, device = case.arrays(), replace(FEW_SMS, num_sms=num_sms)

@@ -23,7 +23,7 @@ pytestmark = [
 
 SUMS = ("dbias", "dalibi_slopes", "dscale", "dsoftcap")
 # How blocks share the work: a tile of keys is one's, or the heads of a group are shared, or the last tiles' queries.
-SHARES = {"nothing": 1, "heads": 132, "queries": 7}
+SPLITS = {"nothing": 1, "heads": 132, "queries": 7}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,13 +127,13 @@ def cases(draw, what):
 @given(data=st.data())
 def test_sums_by_keys(what, data):
     """They are within the oracle rule, come from no kernel of their own, and are the same in any order of threads."""
-    case, shares = data.draw(cases(what)), data.draw(st.sampled_from(sorted(SHARES)))
+    case, splits = data.draw(cases(what)), data.draw(st.sampled_from(sorted(SPLITS)))
     problem, arrays = inputs_of(case, deterministic=what.deterministic)
     out, lse = forward_by_oracle(problem, arrays, **case.random)
-    device = replace(DeviceSpec.for_arch("9.0"), num_sms=SHARES[shares])
+    device = replace(DeviceSpec.for_arch("9.0"), num_sms=SPLITS[splits])
     with pytest.MonkeyPatch.context() as patch:
-        if shares == "queries":
-            for name in ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_PER_PARTIAL", "WAVES", "CAUSAL_WAVES"):
+        if splits == "queries":
+            for name in ("SPLIT_STEPS", "SUM_STEPS", "SUM_STEPS_PER_PARTIAL", "WAVES", "CAUSAL_WAVES"):
                 patch.setattr(backward, name, 0)
         plan = attention.plan_for(problem, BACKWARD, arrays | {"out": out}, device, None, what.need)
         sources = [kernel.source for kernel in plan.kernels]

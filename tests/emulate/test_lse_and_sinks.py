@@ -76,7 +76,7 @@ def test_lse_alone(kernel):
 
 @pytest.mark.parametrize(("dtype", "arch"), [("bfloat16", "9.0"), ("float32", "8.0"), ("float64", "9.0")])
 def test_parts_merged_are_the_whole(dtype, arch):
-    """Forward, and gradients by the shares of the parts."""
+    """Forward, and gradients by the weights of the splits."""
     case = replace(CASE, dtype=dtype, score_spread=4.0)
     arrays = case.arrays()
     inputs = ct.split_keys(case, np.array_split(np.random.default_rng(0).permutation(case.seqlen_k), 3))

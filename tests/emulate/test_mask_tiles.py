@@ -307,7 +307,7 @@ def small_biases_are_looked_at(monkeypatch):
 
 
 def with_holes(bias, rng, kept):
-    """A copy of a bias whose blocks of 64 x 64 pairs are -inf but for such a share of them."""
+    """A copy of a bias whose blocks of 64 x 64 pairs are -inf but for such a sample of them."""
     coarse = rng.random((*bias.shape[:2], *(-(-n // 64) for n in bias.shape[2:]))) >= kept
     hidden = coarse.repeat(64, 2)[:, :, : bias.shape[2]].repeat(64, 3)[..., : bias.shape[3]]
     return np.where(hidden, np.array(-np.inf, bias.dtype), bias)

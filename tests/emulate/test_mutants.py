@@ -5,15 +5,15 @@ import pytest
 from cuflash.emulator import find_compiler
 from cuflash.gpu.compiler import kernel_directory
 from tests.emulate import mutants
-from tests.emulate.mutants import MUTANTS, SHARE_TO_CATCH, TRIALS
-from tests.sampling import share
+from tests.emulate.mutants import MIN_CAUGHT, MUTANTS, TRIALS
+from tests.sampling import sample
 
 KERNELS = kernel_directory()
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
 
-PLANTED = share(MUTANTS, 100)  # a compilation and more each
+PLANTED = sample(MUTANTS, 100)  # a compilation and more each
 
 
 @pytest.mark.parametrize("trial", sorted({trial for mutant in PLANTED for trial in mutant.trials}))
@@ -39,7 +39,7 @@ def test_mutant_is_caught(mutant):
 
 def test_the_list_is_long_and_wide_enough():
     assert len(MUTANTS) >= 60
-    assert sum(not mutant.escapes for mutant in MUTANTS) >= SHARE_TO_CATCH * len(MUTANTS)
+    assert sum(not mutant.escapes for mutant in MUTANTS) >= MIN_CAUGHT * len(MUTANTS)
     assert len({(mutant.file, mutant.what) for mutant in MUTANTS}) == len(MUTANTS)
     assert {trial for mutant in MUTANTS for trial in mutant.trials} == set(TRIALS)
     without_code = {

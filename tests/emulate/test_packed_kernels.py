@@ -183,7 +183,7 @@ def test_more_than_32_times_32_sequences(arch):
 
 
 def test_sections_of_heads():
-    """More heads than are interleaved: the walk over sequences starts over."""
+    """More heads than are interleaved: the loop over sequences starts over."""
     what = Kernels("float16", "9.0", 64, group=9, num_sms=5, backward=False)
     case = case_of(what, SHORT[:40], 5, num_heads=18)
     results = both_passes(what, case, SCHEDULES[0])

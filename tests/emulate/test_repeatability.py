@@ -64,7 +64,7 @@ def test_the_schedule_changes_no_bit(tiles):
 @pytest.mark.parametrize("heads", [{"num_heads": 8}, {"num_heads": 8, "num_heads_kv": 4}], ids=str)
 @pytest.mark.parametrize("tile", BACKWARD_SM90_TILES, ids=name_of)
 def test_the_batch_changes_no_bit_of_gradients_in_turn(tile, heads):
-    """Some heads walk back over the queries, after the others of all batch entries."""
+    """Some heads iterate backwards over the queries, after the others of all batch entries."""
     case = ct.Case(seqlen_q=200, seqlen_k=200, batch=2, head_dim=24, dtype="float16", causal=True, **heads)
     arrays = case.arrays()
 

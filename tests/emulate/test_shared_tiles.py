@@ -24,7 +24,7 @@ pytestmark = [
 def _sharing_is_free():
     """So that queries of tiles are shared, however few, and not heads of a group."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_PER_PARTIAL", "WAVES", "CAUSAL_WAVES"):
+        for name in ("SPLIT_STEPS", "SUM_STEPS", "SUM_STEPS_PER_PARTIAL", "WAVES", "CAUSAL_WAVES"):
             patch.setattr(backward, name, 0)
         yield
 

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.one_in(12),
 ]
 
-SHARE = 1 / 8  # of the error of a formula whose factors are rounded to TF32
+FRACTION = 1 / 8  # of the error of a formula whose factors are rounded to TF32
 judge = attention.assert_tf32_split
 
 NARROW, WIDE = BACKWARD_TF32_SM90_TILES
@@ -175,7 +175,7 @@ def test_an_eighth_of_the_error_of_tf32(head_dim):
         allowed, expected = errors_of_tf32(case, arrays)
         ratios.append([np.abs(results[name] - expected[name]).max() / allowed[name] for name in allowed])
     means = np.mean(ratios, axis=0)
-    assert (means <= SHARE).all(), np.round(means, 4)
+    assert (means <= FRACTION).all(), np.round(means, 4)
     assert (means > 2.0**-13).all(), np.round(means, 4)
 
 

@@ -110,7 +110,7 @@ def test_every_tile(row, schedule):
     st.sampled_from(SCHEDULES),
 )
 def test_any_causal_mask(case, num_sms, schedule):
-    """Longer and shorter halves of tiles walk in opposite directions, those of one head or of several side by side."""
+    """Longer and shorter halves of tiles run in opposite directions, those of one head or of several side by side."""
     problem, arrays = attention.inputs_of(case)
     device = replace(DeviceSpec.for_arch("9.0"), num_sms=num_sms)
     plan = attention.plan_for(problem, BACKWARD, arrays, device)

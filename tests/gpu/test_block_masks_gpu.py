@@ -1,4 +1,4 @@
-"""Block masks, and masks and biases that are looked at, on the device: every kernel that walks over lists."""
+"""Block masks, and masks and biases that are looked at, on the device: every kernel with a block-sparse index."""
 
 import importlib
 from dataclasses import replace

@@ -17,7 +17,7 @@ from bench.__main__ import ROOT, main
 from bench.cases import BLOCK, Case
 from bench.contender import Absent, Contender
 from bench.formula import Reference, make_inputs
-from bench.run import choose_cases, choose_contenders, failures, run_suite, share
+from bench.run import choose_cases, choose_contenders, distribute, failures, run_suite
 from bench.suites import SUITES, Suite
 from bench.timing import (
     CALLS_IN_A_ROW,
@@ -57,7 +57,7 @@ def test_devices_share_cases(monkeypatch, tmp_path):
     """Each case is measured by one process, and comes in its order."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     cases = (PLAIN, SMALL, replace(SMALL, seqlen_q=3))
-    results = list(share([(case, ["cuflash"], ["forward"]) for case in cases], "cpu", 1e-4, 2))
+    results = list(distribute([(case, ["cuflash"], ["forward"]) for case in cases], "cpu", 1e-4, 2))
     expected = [[(case.name, "cuflash", "ok")] for case in cases]
     assert [[(r["case"], r["contender"], r["status"]) for r in of_case] for of_case in results] == expected
     for devices in (0, 2):

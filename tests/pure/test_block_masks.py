@@ -267,7 +267,7 @@ def sources(plan):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("arch", ["8.0", "8.6", "9.0", "12.0"])
-def test_lists_come_before_the_kernels_that_walk_over_them(arch, dtype):
+def test_lists_come_before_the_kernels_that_iterate_over_them(arch, dtype):
     for pass_ in PASSES:
         with_blocks, plain = (sources(plan_of(pass_, arch, dtype=dtype, block_mask=x)) for x in ((4,), None))
         assert with_blocks.count("helpers/block_index.cu") == 1 and "helpers/block_index.cu" not in plain
@@ -375,13 +375,13 @@ def test_masks_are_looked_at_where_that_pays(arch, dtype, pass_, heads, keys, ax
     if not pays:
         assert "helpers/block_index.cu" not in found
         return
-    walks = [i for i, x in enumerate(found) if re.match(rf"sm\d+/{pass_}(_fp32|_dq)?\.cu", x)]
-    assert [found[i - 2 : i] for i in walks[-1:]] in (
+    main_kernels = [i for i, x in enumerate(found) if re.match(rf"sm\d+/{pass_}(_fp32|_dq)?\.cu", x)]
+    assert [found[i - 2 : i] for i in main_kernels[-1:]] in (
         [list(LOOKS)],
         [["helpers/block_index.cu", "helpers/split_fp32.cu"]],
     )
-    assert found.count(LOOKS[0]) == found.count(LOOKS[1]) == len(walks)
-    assert all(dict(plan.kernels[i].defines)["CUFLASH_HAS_LISTS"] for i in walks)
+    assert found.count(LOOKS[0]) == found.count(LOOKS[1]) == len(main_kernels)
+    assert all(dict(plan.kernels[i].defines)["CUFLASH_HAS_LISTS"] for i in main_kernels)
     own = (plan.run_time.list_batches, plan.run_time.list_heads)
     assert own == mask[:2]
     tile = plan.tiles[-1]

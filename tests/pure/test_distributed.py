@@ -126,8 +126,8 @@ def test_steps_of_more_queries_than_a_cache_holds_go_in_turn(monkeypatch, cache_
     monkeypatch.setattr("cuflash.distributed.execution.CACHE_BYTES", cache_bytes)
     monkeypatch.setattr("cuflash.distributed.execution.FULL_ROWS", full_rows)
     judge(CASE, results_of(CASE, **SPLITS, need=("dq", "dk", "dv")))
-    of_walks = 2 * (1 + CASE.num_heads_kv)  # both ranks: own rows, and those that come
-    assert sorted(in_turns) == [False] * of_walks + [cache_bytes == 0] * of_walks
+    of_traversals = 2 * (1 + CASE.num_heads_kv)  # both ranks: own rows, and those that come
+    assert sorted(in_turns) == [False] * of_traversals + [cache_bytes == 0] * of_traversals
     assert numbers == {"forward": {0, 1}, "backward": {0} if cache_bytes == full_rows == 0 else {0, 1}}
 
 
@@ -229,8 +229,8 @@ def test_the_plan_is_that_of_the_call():
     assert "rank 1 computes queries x keys 3..8 x 4..11\n" in first.describe()
     assert "rank 1 computes queries x keys 3..8 x 0..3, 3..8 x 12..12\n" in first.describe()
     assert first.band == (4, None, 0)
-    for walk in (first.by_queries, first.by_keys):
-        assert [heads for _, heads in walk.steps] == [(0, 2), (0, 1), (1, 2)]
+    for traversal in (first.by_queries, first.by_keys):
+        assert [heads for _, heads in traversal.steps] == [(0, 2), (0, 1), (1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_ranks_begin_with_their_own_rows_before_they_hear_of_each_other(goes_on,
     forward = slices_of_problems.Slices.forward
 
     def work(comm):
-        comm.shares_meanwhile = True
+        comm.gathers_meanwhile = True
 
         def logs(what, call):
             def logged(*args):
@@ -280,7 +280,7 @@ def test_ranks_begin_with_their_own_rows_before_they_hear_of_each_other(goes_on,
 
             return logged
 
-        comm.share, comm.start = logs("heard", comm.share), logs("rows", comm.start)
+        comm.all_gather, comm.start = logs("heard", comm.all_gather), logs("rows", comm.start)
         attn, shards = (
             cd.ContextParallel(comm, split=split, causal=True, steps=1),
             [split.part(x, comm.rank) for x in whole],
@@ -317,7 +317,7 @@ def test_what_ranks_hear_while_they_compute_stops_all_of_them(method, change, me
     """And nothing else: the next call is one as any other."""
 
     def work(comm):
-        comm.shares_meanwhile = True
+        comm.gathers_meanwhile = True
         attn, x, lse = cd.ContextParallel(comm, split="contiguous"), np.ones((2, 5, 4)), np.ones((2, 5))
         arrays = (x,) * 5 + (lse,) if method == "backward" else (x,) * 3
         getattr(attn, method)(*arrays, seed=1, offset=0)
@@ -337,7 +337,7 @@ def test_a_call_in_which_another_rank_has_other_rows_is_begun_again():
     arrays = {n: random.standard_normal((3, 2, n, 8)) for n in (10, 9)}
 
     def work(comm):
-        comm.shares_meanwhile = True
+        comm.gathers_meanwhile = True
         attn = cd.ContextParallel(comm, split="zigzag", causal=True)
         return [attn.forward(*(cd.zigzag(n, 2).part(x, comm.rank) for x in arrays[n])).out for n in (10, 10, 9, 10)]
 

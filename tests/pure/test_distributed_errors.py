@@ -162,16 +162,16 @@ def test_a_rank_that_leaves_is_missed_in_time(leaves_after):
         if comm.rank == 1:
             said: list[bytes] = []
 
-            def share(text, timeout):
+            def all_gather(text, timeout):
                 if len(said) == leaves_after:
                     raise KeyboardInterrupt
                 said.append(text)
-                return cd.transports.Threads.share(comm, text, timeout)
+                return cd.transports.Threads.all_gather(comm, text, timeout)
 
             def start(sends, receives):
                 raise KeyboardInterrupt
 
-            comm.share, comm.start = share, start
+            comm.all_gather, comm.start = all_gather, start
             comm.fail = lambda rank, text: None  # as a process that is gone
         x, began = np.zeros((2, 3, 4)), time.monotonic()
         try:

@@ -166,7 +166,7 @@ def test_both_passes(case):
 @settings(max_examples=20)
 @given(st.integers(0, 2**64 - 1), WORDS, st.sampled_from([0.1, 0.5, 0.9]))
 def test_the_weights_themselves(seed, offset, rate):
-    """V is the identity, so the output is the weights: those that the mask keeps, over the share that is kept."""
+    """V is the identity, so the output is the weights: those that the mask keeps, over the fraction that is kept."""
     q, k = np.random.default_rng(1).standard_normal((2, 2, 3, 40, 8))
     v = np.broadcast_to(np.eye(40), (2, 3, 40, 40))
     weights, _ = cuflash.FlashAttention().forward(q, k, v)

@@ -133,7 +133,7 @@ def test_tiles_that_nobody_sees_are_skipped(monkeypatch):
 
     monkeypatch.setattr(fallback._Job, "scores", counted)
 
-    def share(mask=None, **options):
+    def sample(mask=None, **options):
         computed.clear()
         case = ct.Case(seqlen_q=2048, seqlen_k=2048, head_dim=8, mask=None if mask is None else mask.shape, **options)
         arrays = case.arrays()
@@ -141,13 +141,13 @@ def test_tiles_that_nobody_sees_are_skipped(monkeypatch):
         cpu.forward(case.problem, *ct.qkv(arrays), **optional)
         return sum(computed) / 2048**2
 
-    assert share() == 1
-    assert share(causal=True) < 0.54
-    assert share(window=(100, 0)) < 0.12
-    assert share(kv_lengths=(512,)) == 0.25
-    assert share(kv_lengths=(0,)) == 0
-    assert share(mask=np.arange(2048) < 640) <= 0.5
-    assert share(mask=np.zeros((1, 1), bool)) == 0
+    assert sample() == 1
+    assert sample(causal=True) < 0.54
+    assert sample(window=(100, 0)) < 0.12
+    assert sample(kv_lengths=(512,)) == 0.25
+    assert sample(kv_lengths=(0,)) == 0
+    assert sample(mask=np.arange(2048) < 640) <= 0.5
+    assert sample(mask=np.zeros((1, 1), bool)) == 0
 
 
 def test_memory_is_linear_in_the_sequence_length():

@@ -116,10 +116,10 @@ def test_rows_of_a_rank_that_failed_are_not_read_later():
     np.testing.assert_array_equal(into, 0)
 
 
-@pytest.mark.parametrize("method", ["share", "start"])
+@pytest.mark.parametrize("method", ["all_gather", "start"])
 def test_a_communicator_of_a_failed_call_says_so(method):
     (comm,) = cd.threads(1)
     with pytest.raises(TimeoutError):
         comm.finish(comm.start([], [(0, np.empty(3))]), 0.1)
     with pytest.raises(RuntimeError, match=r"^comm: got a communicator after a call that failed, expected a new one$"):
-        getattr(comm, method)(*((b"", 1.0) if method == "share" else ([], [])))
+        getattr(comm, method)(*((b"", 1.0) if method == "all_gather" else ([], [])))

@@ -123,7 +123,7 @@ def test_a_large_row_leaves_the_bits_of_others_alone(dtype):
 @every_path
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_some_of_the_keys_do_not_stand_for_all(dtype):
-    """The lse of all keys goes to backward passes over some of them; then weights sum to the share that these have."""
+    """The lse of all keys goes to backward passes over some of them; then weights sum to their fraction."""
     random = np.random.default_rng(0)
     q, k, v = random.standard_normal((3, 1, 60, 8)).astype(dtype)
     bias = np.full((60, 60), -1e4, dtype)

@@ -100,7 +100,7 @@ def test_ranks_hear_what_each_of_them_says(nccl, size, length, rounds):
     entered.clear()
     cupy.empty = cupy.cuda.alloc_pinned_memory = None
     for of_all in (1 + rounds, rounds):
-        heard = on_ranks(transports, lambda transport: transport.share(payloads[transport.rank], 5.0))
+        heard = on_ranks(transports, lambda transport: transport.all_gather(payloads[transport.rank], 5.0))
         assert heard == [payloads] * size
         assert len([stream for stream in entered if stream is not None]) == of_all * size  # of their own
         entered.clear()
@@ -126,7 +126,7 @@ def test_a_rank_that_says_nothing_in_time_ends_the_communicator(nccl, monkeypatc
     (comm,) = nccl(1)
     monkeypatch.setattr(Event, "done", False)
     with pytest.raises(TimeoutError, match=r"^what other ranks say: got nothing within timeout=0.05 seconds; "):
-        Nccl(comm).share(b"", 0.05)
+        Nccl(comm).all_gather(b"", 0.05)
     assert comm.aborted
 
 
@@ -148,7 +148,7 @@ def test_ranks_of_one_process_wait_for_one_another(nccl):
 
     on_ranks(transports, work)
     assert log[:3] == ["0 comes", "1 comes", "2 comes"]
-    assert not any(transport.shares_meanwhile for transport in transports)
+    assert not any(transport.gathers_meanwhile for transport in transports)
 
 
 def test_ranks_of_other_processes_do_not(nccl, monkeypatch):
@@ -163,7 +163,7 @@ def test_ranks_of_other_processes_do_not(nccl, monkeypatch):
 
     for transport in on_ranks(nccl(3), work):
         transport.meet(5.0)
-        assert transport.shares_meanwhile
+        assert transport.gathers_meanwhile
 
 
 def test_a_graph_that_is_captured_waits_for_no_rank(nccl, monkeypatch):

@@ -123,8 +123,8 @@ def test_blocks_add_in_order_where_sums_must_not_depend_on_luck():
             assert ("dq in order" in plan.reason) == in_order
             assert all(dict(kernel.defines)["CUFLASH_DQ_IN_ORDER"] == in_order for kernel in plan.kernels)
             assert "dq in order" not in fast.reason
-            shares = {dict(kernel.defines)["CUFLASH_BACK_SHARE"] for kernel in plan.kernels}
-            assert shares == {GROUPED_BACK_SHARE if in_order and causal else 0}
+            found = {dict(kernel.defines)["CUFLASH_BACK_SHARE"] for kernel in plan.kernels}
+            assert found == {GROUPED_BACK_SHARE if in_order and causal else 0}
             if in_order:
                 assert [kernel.source for kernel in plan.kernels] == [kernel.source for kernel in fast.kernels]
                 turns = sum(plan.scratch_layout.sizes) - sum(fast.scratch_layout.sizes)
@@ -170,7 +170,7 @@ def test_blocks_clear_accumulators_from_two_waves_on(deterministic):
     many = replace(problem, batch=2)
     assert choose_plan(many, device, BACKWARD, need=("dk",)).run_time.clear_ahead == 0
     assert choose_plan(many, replace(device, arch=80), BACKWARD).run_time.clear_ahead == 0
-    # Heads that walk back are 16 side by side.
+    # Heads that iterate backwards are 16 side by side.
     for batch, ahead in ((2, 0), (3, 16)):
         causal = problem_of(500, 500, 256, 256, heads=8, heads_kv=8, batch=batch, deterministic=True, window=(None, 0))
         assert choose_plan(causal, device, BACKWARD).run_time.clear_ahead == ahead

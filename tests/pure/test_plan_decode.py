@@ -140,7 +140,7 @@ def test_only_its_own_architecture_gets_the_kernel(arch):
 def test_the_plan_says_why():
     shared = choose_plan(decode_problem(1), H200).describe(verbose=True, width=0)
     assert "4 queries of the heads that share keys go through one product: keys are read once" in shared
-    equal = "blocks take equal shares of the keys, up to"
+    equal = "blocks take equal splits of the keys, up to"
     assert f"128 {equal} 16 of them those of one head: the last one combines their results\n" in shared + "\n"
     long = choose_plan(decode_problem(16, 131072), H200).describe(verbose=True, width=0)
     assert f"132 {equal} 18 of them those of one head: another kernel combines their results" in long
@@ -158,7 +158,7 @@ def test_the_plan_says_why():
 # ---- Into how many ---------------------------------------------------------------------------------------------------
 
 
-def shares(heads, blocks):
+def splits_of(heads, blocks):
     """head -> the blocks that have keys of it, as kernels/common/schedule/key_splits.cuh counts them."""
     owners: dict[int, set[int]] = {head: set() for head in range(heads)}
     for block in range(blocks):
@@ -175,7 +175,7 @@ def shares(heads, blocks):
     heads_kv=st.sampled_from([1, 2, 8, 32]),
     dim=st.sampled_from([64, 128, 192, 256]),
 )
-def test_shares(num_sms, seqlen_q, seqlen_k, batch, heads_kv, dim):
+def test_splits(num_sms, seqlen_q, seqlen_k, batch, heads_kv, dim):
     """Blocks fill the device as far as tiles of keys allow, in one wave, and each has as many tiles as the others."""
     problem = decode_problem(seqlen_q, seqlen_k, batch=batch, heads=4 * heads_kv, heads_kv=heads_kv, dim=dim, dim_v=dim)
     plan = choose_plan(problem, replace(H200, num_sms=num_sms))
@@ -188,7 +188,7 @@ def test_shares(num_sms, seqlen_q, seqlen_k, batch, heads_kv, dim):
     assert -(-num_tiles // blocks) <= -(-num_tiles // most) + COMBINE_TILES
     rows = 4 * seqlen_q
     assert rows <= DECODE_ROWS
-    most_of_head = max(map(len, shares(heads, blocks).values()))
+    most_of_head = max(map(len, splits_of(heads, blocks).values()))
     assert most_of_head <= plan.key_splits <= most_of_head + 1
     defines = dict(plan.kernels[0].defines)
     assert defines["CUFLASH_SPLITS_KEYS"] == int(most_of_head > 1)

@@ -174,7 +174,7 @@ def test_kernels_where_something_acts_on_scores(name, arch):
 def test_the_plan_says_why():
     plan = plan_of(seqlen_k=131072)
     assert "4 queries of the heads that share keys go through one product: keys are read once" in plan.reason
-    assert "216 blocks take equal shares of the keys, up to 27 of them those of one head: another kernel" in plan.reason
+    assert "216 blocks take equal splits of the keys, up to 27 of them those of one head: another kernel" in plan.reason
     assert "DecodeTile 16 x 16, 4 warps, 1 stage, 2 resident blocks: by arithmetic" in plan.reason
     full = plan_of(heads_kv=32, batch=64, seqlen_q=20).reason
     assert "not sm80/decode: 2048 heads of 20 queries fill the device, and no two share keys\n" in full + "\n"
@@ -205,7 +205,7 @@ def test_a_block_mask_is_said_to_hide_tiles():
     dtype=st.sampled_from(DTYPES),
     arch=st.sampled_from(["7.5", "8.0", "8.6", "10.0"]),
 )
-def test_shares(num_sms, seqlen_q, seqlen_k, batch, heads_kv, dtype, arch):
+def test_splits(num_sms, seqlen_q, seqlen_k, batch, heads_kv, dtype, arch):
     """Blocks fill the device as far as tiles of keys allow, in one wave, and each has as many tiles as the others."""
     problem = decode_problem(seqlen_q, seqlen_k, batch=batch, heads=4 * heads_kv, heads_kv=heads_kv, dtype=dtype)
     plan = choose_plan(problem, replace(DeviceSpec.for_arch(arch), num_sms=num_sms))

@@ -130,7 +130,7 @@ def test_blocks_share_the_last_tiles_of_dbias_where_that_ends_sooner(num_sms, ba
     rest = tiles % num_sms
     assert kernel.grid == plan.run_time.resident_blocks == min(num_sms, tiles + rest * (splits - 1))
     assert 1 <= splits <= batch
-    if splits > 1:  # by more steps than the launch takes that adds the shares
+    if splits > 1:  # by more steps than the launch takes that adds the partial sums
         assert -(-rest * splits // num_sms) * -(-batch // splits) < batch - 3
         (adds,) = [kernel for kernel in plan.kernels if kernel.source == "helpers/scores_reduce.cu"]
         assert adds.grid == rest * 128 * 128 // 256

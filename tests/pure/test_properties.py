@@ -124,8 +124,8 @@ def test_parts_merged_by_their_lse_are_the_whole(case, data):
     out, lse = attend(case, arrays)
     close(merged_lse, lse, case)
     with np.errstate(invalid="ignore"):
-        shares = [np.where(merged_lse == -np.inf, 0, np.exp(x - merged_lse))[..., None] for x in lses]
-    close(outs[0] * shares[0] + outs[1] * shares[1], out, case)
+        weights = [np.where(merged_lse == -np.inf, 0, np.exp(x - merged_lse))[..., None] for x in lses]
+    close(outs[0] * weights[0] + outs[1] * weights[1], out, case)
 
 
 @PROPERTIES

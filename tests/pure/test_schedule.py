@@ -74,40 +74,44 @@ def visible_pairs(schedule):
     return visible
 
 
-def rows_of(walk, tile):
+def rows_of(traversal, tile):
     """The queries and the keys of a call, one by one, and the numbers that the call takes for theirs."""
-    own = tile.own_queries if walk.by == "queries" else tile.own_keys
+    own = tile.own_queries if traversal.by == "queries" else tile.own_keys
     met = np.concatenate([np.arange(*span) for span in tile.met])
-    numbered = np.arange(*(tile.keys if walk.by == "queries" else tile.queries))
+    numbered = np.arange(*(tile.keys if traversal.by == "queries" else tile.queries))
     sides = (np.arange(*own), met), (np.arange(*own), numbered)
-    return sides if walk.by == "queries" else tuple(side[::-1] for side in sides)
+    return sides if traversal.by == "queries" else tuple(side[::-1] for side in sides)
 
 
 @settings(max_examples=200, deadline=None)
 @given(schedules())
 def test_every_visible_pair_is_computed_once_by_who_holds_it(schedule):
     visible, (diagonal, left, right) = visible_pairs(schedule), schedule.band
-    for walk in (schedule.by_queries, schedule.by_keys):
+    for traversal in (schedule.by_queries, schedule.by_keys):
         computed = np.zeros(visible.shape, int)
-        for tile in (tile for rank in range(schedule.split_q.ranks) for tile in walk.calls_of(rank)):
-            (queries, keys), (i, j) = rows_of(walk, tile)
+        for tile in (tile for rank in range(schedule.split_q.ranks) for tile in traversal.calls_of(rank)):
+            (queries, keys), (i, j) = rows_of(traversal, tile)
             pairs = np.ix_(queries, keys)
-            assert visible[pairs].any() or walk.partials[tile.rank][tile.piece] == 1, f"{tile}: all pairs are hidden"
-            assert schedule.pairs_of(walk.by, tile) == visible[pairs].sum()
+            assert visible[pairs].any() or traversal.partials[tile.rank][tile.piece] == 1, (
+                f"{tile}: all pairs are hidden"
+            )
+            assert schedule.pairs_of(traversal.by, tile) == visible[pairs].sum()
             computed[pairs] += 1
             distance = j - i[:, None] - diagonal
             seen = np.ones(distance.shape, bool) if left is None else distance >= -left
             np.testing.assert_array_equal(seen if right is None else seen & (distance <= right), visible[pairs])
-            own = schedule.split_q if walk.by == "queries" else schedule.split_k
-            assert walk.pieces[tile.rank][tile.piece] == (tile.own_queries if walk.by == "queries" else tile.own_keys)
-            own.local(tile.rank, walk.pieces[tile.rank][tile.piece])  # raises where the rank does not hold them
+            own = schedule.split_q if traversal.by == "queries" else schedule.split_k
+            assert traversal.pieces[tile.rank][tile.piece] == (
+                tile.own_queries if traversal.by == "queries" else tile.own_keys
+            )
+            own.local(tile.rank, traversal.pieces[tile.rank][tile.piece])  # raises where the rank does not hold them
             for (start, _), step, front in zip((tile.queries, tile.keys), schedule.step, tile.front, strict=True):
                 assert start % step == 0 or len(tile.met) > 1 or schedule.joins
                 assert 0 <= front < step
         assert (computed[visible] == 1).all()
         assert (computed <= 1).all()
-        pieces = sorted(piece for own in walk.pieces for piece in own)
-        length = schedule.split_q.seqlen if walk.by == "queries" else schedule.split_k.seqlen
+        pieces = sorted(piece for own in traversal.pieces for piece in own)
+        length = schedule.split_q.seqlen if traversal.by == "queries" else schedule.split_k.seqlen
         assert joined(pieces) == (((0, length),) if length else ())
         assert sum(stop - start for start, stop in pieces) == length
 
@@ -115,8 +119,8 @@ def test_every_visible_pair_is_computed_once_by_who_holds_it(schedule):
 @settings(max_examples=200, deadline=None)
 @given(schedules())
 def test_what_a_rank_needs_and_does_not_hold_comes_once(schedule):
-    for walk in (schedule.by_queries, schedule.by_keys):
-        for a_round in walk.rounds:
+    for traversal in (schedule.by_queries, schedule.by_keys):
+        for a_round in traversal.rounds:
             for rank in range(a_round.split.ranks):
                 here = np.zeros(a_round.split.seqlen, int)
                 for span in a_round.split.spans[rank]:
@@ -140,10 +144,10 @@ def test_what_a_rank_needs_and_does_not_hold_comes_once(schedule):
 @given(schedules())
 def test_own_rows_come_first_and_received_ones_after_them(schedule):
     """Where there are two rounds; the partial results of a piece are numbered in their order."""
-    for walk in (schedule.by_queries, schedule.by_keys):
-        assert len(walk.rounds) in ((1, 2) if schedule.why_whole is None else (1,))
-        if len(walk.rounds) == 2:
-            own, received = walk.rounds
+    for traversal in (schedule.by_queries, schedule.by_keys):
+        assert len(traversal.rounds) in ((1, 2) if schedule.why_whole is None else (1,))
+        if len(traversal.rounds) == 2:
+            own, received = traversal.rounds
             assert not own.transfers
             assert len(own.heads) <= 1
             for rank, spans in enumerate(own.split.spans):
@@ -151,20 +155,20 @@ def test_own_rows_come_first_and_received_ones_after_them(schedule):
                     cut(span, spans) == [span] for tile in own.calls_of(rank) for span in tile.met if is_some(span)
                 )
                 assert not any(cut(span, spans) for tile in received.calls_of(rank) for span in tile.met)
-        for rank, counts in enumerate(walk.partials):
-            assert len(counts) == len(walk.pieces[rank])
-            found = [(tile.piece, tile.partial) for tile in walk.calls_of(rank)]
+        for rank, counts in enumerate(traversal.partials):
+            assert len(counts) == len(traversal.pieces[rank])
+            found = [(tile.piece, tile.partial) for tile in traversal.calls_of(rank)]
             assert sorted(found) == [(piece, part) for piece, count in enumerate(counts) for part in range(count)]
             assert min(counts, default=1) > 0
-            for a_round in walk.rounds:
+            for a_round in traversal.rounds:
                 parts = [(tile.piece, tile.partial) for tile in a_round.calls_of(rank)]
                 assert parts == sorted(parts)
 
 
 @given(schedules())
 def test_steps_have_all_heads(schedule):
-    for walk in (schedule.by_queries, schedule.by_keys):
-        for a_round in walk.rounds:
+    for traversal in (schedule.by_queries, schedule.by_keys):
+        for a_round in traversal.rounds:
             assert [head for step in a_round.heads for head in range(*step)] == list(range(schedule.num_heads_kv))
             assert all(start < stop for start, stop in a_round.heads)
             if a_round.transfers:
@@ -179,12 +183,12 @@ def test_rows_travel_in_more_steps_where_they_are_many(rows, row_bytes, heads, w
         options = {"num_heads_kv": heads, "steps": None, "row_bytes": (row_bytes, 2 * row_bytes)}
         schedule = make_schedule(split, split, Band(0, None, None), **options, why_whole=why_whole)
         least = 1 if why_whole is None else min(2, heads)
-        for walk, of_row in ((schedule.by_queries, row_bytes), (schedule.by_keys, 2 * row_bytes)):
-            of_steps = [stop - start for start, stop in walk.rounds[-1].heads]
+        for traversal, of_row in ((schedule.by_queries, row_bytes), (schedule.by_keys, 2 * row_bytes)):
+            of_steps = [stop - start for start, stop in traversal.rounds[-1].heads]
             count, total = len(of_steps), rows * heads * of_row
             assert least <= count
             assert count <= least or total > (count - 1) * STEP_BYTES
-            if walk.by == "keys" and total > FEW:  # a head is not divided
+            if traversal.by == "keys" and total > FEW:  # a head is not divided
                 assert (max(of_steps) - 1) * rows * of_row <= LARGEST_STEP
             else:
                 assert count <= (3 if total > FEW else 2)
@@ -216,12 +220,14 @@ def test_own_rows_of_a_zigzag_split_are_a_call_for_each_piece():
     """Under a causal mask: of spans that all queries see, and of the one that the diagonal goes through."""
     split = cd.zigzag(64, 4)
     schedule = make_schedule(split, split, Band(0, None, 0), joins=True)
-    for walk in (schedule.by_queries, schedule.by_keys):
-        own, received = walk.rounds
+    for traversal in (schedule.by_queries, schedule.by_keys):
+        own, received = traversal.rounds
         assert [len(own.calls_of(rank)) for rank in range(4)] == [2, 2, 2, 1]
         assert max(len(received.calls_of(rank)) for rank in range(4)) == 2
         assert (
-            walk.partials == ((1, 2), (2, 2), (2, 2), (2,)) if walk.by == "queries" else ((2, 1), (2, 2), (2, 2), (2,))
+            traversal.partials == ((1, 2), (2, 2), (2, 2), (2,))
+            if traversal.by == "queries"
+            else ((2, 1), (2, 2), (2, 2), (2,))
         )
 
 
@@ -250,8 +256,10 @@ def test_rows_are_found_where_they_are_held(pairs, data):
 def test_zigzag_is_even_under_a_causal_mask(ranks, rows):
     split = cd.zigzag(2 * ranks * rows, ranks)
     schedule = make_schedule(split, split, Band(0, None, 0))
-    for walk in (schedule.by_queries, schedule.by_keys):
-        work = [sum(schedule.pairs_of(walk.by, tile) for tile in walk.calls_of(rank)) for rank in range(ranks)]
+    for traversal in (schedule.by_queries, schedule.by_keys):
+        work = [
+            sum(schedule.pairs_of(traversal.by, tile) for tile in traversal.calls_of(rank)) for rank in range(ranks)
+        ]
         assert len(set(work)) == 1
         assert sum(work) == visible_pairs(schedule).sum()
 
@@ -270,8 +278,8 @@ def test_pieces_do_not_depend_on_the_number_of_ranks():
         split = cd.zigzag(101, ranks)
         schedule = make_schedule(split, split, Band(0, None, 0), chunks=16)
         tiles = [
-            sorted((tile.queries, tile.keys) for rank in range(ranks) for tile in walk.calls_of(rank))
-            for walk in (schedule.by_queries, schedule.by_keys)
+            sorted((tile.queries, tile.keys) for rank in range(ranks) for tile in traversal.calls_of(rank))
+            for traversal in (schedule.by_queries, schedule.by_keys)
         ]
         expected = expected or tiles
         assert tiles == expected
@@ -389,8 +397,10 @@ def test_steps_grow_and_the_last_one_is_small_where_something_follows_it(heads, 
 
     def lengths(**options):
         schedule = make_schedule(split, split, Band(0, None, None), num_heads_kv=heads, steps=steps, **options)
-        rounds = [walk.rounds for walk in (schedule.by_queries, schedule.by_keys)]
-        return [[[stop - start for start, stop in a_round.heads] for a_round in of_walk] for of_walk in rounds]
+        rounds = [traversal.rounds for traversal in (schedule.by_queries, schedule.by_keys)]
+        return [
+            [[stop - start for start, stop in a_round.heads] for a_round in of_traversal] for of_traversal in rounds
+        ]
 
     assert lengths(chunks=2) == [[up], [up_and_down]]
     assert lengths() == [[[heads], up_and_down]] * 2

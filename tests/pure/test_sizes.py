@@ -48,7 +48,7 @@ def test_no_function_is_long(name):
     assert not long
 
 
-# Main kernels in which the walk over tiles, with all that it keeps in registers, is one function. What could be taken
+# Main kernels in which the loop over tiles, with all that it keeps in registers, is one function. What could be taken
 # out of the others, so that the compiler makes the same instructions of it, is out of them: of the same text in another
 # function it may make others, and of a forward pass with dropout, whose rows were stored by one, two registers more.
 LONG_WALKS = {

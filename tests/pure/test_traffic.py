@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import cuflash.testing as ct
 from cuflash.arrays.units import in_seconds
 from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.plan.traffic import L2_SHARE, Walk, key_rows, query_tiles
+from cuflash.plan.traffic import L2_FRACTION, OperandLoop, key_rows, query_tiles
 from cuflash.spec.options import Options
 from cuflash.spec.passes import BACKWARD, FORWARD, PASSES
 from cuflash.spec.problem import make_problem
@@ -78,8 +78,8 @@ def test_queries_behind_the_last_tile_of_keys_load_none():
 def tiles_missed(heads, m_blocks, n_blocks, resident, section, capacity, rng):
     """Tiles of keys that a cache of `capacity` of them, any of which may leave, does not have when a block asks.
 
-    Blocks start in launch order, `resident` of them at a time, and walk over the keys of their head, every other of
-    them half a walk behind its neighbours.
+    Blocks start in launch order, `resident` of them at a time, and iterate over the keys of their head, every other of
+    them half a loop behind its neighbours.
     """
     heads_in_order = [
         first + within
@@ -127,10 +127,10 @@ def test_bytes_of_device_memory_are_those_that_a_cache_misses():
         capacity, section = int(rng.integers(resident + 1, 120)), int(min(heads, rng.choice([1, 2, 4, 8])))
         blocks = heads * m_blocks
         at_once = min(resident, blocks)
-        walk = Walk(heads=heads, tiles_of_head=m_blocks, section=section, at_once=at_once, whole=blocks)
-        predicted = walk.read(heads * n_blocks, blocks * n_blocks, n_blocks, capacity / L2_SHARE)
+        loop = OperandLoop(heads=heads, tiles_of_head=m_blocks, section=section, at_once=at_once, whole=blocks)
+        predicted = loop.read(heads * n_blocks, blocks * n_blocks, n_blocks, capacity / L2_FRACTION)
         ratio = predicted / tiles_missed(heads, m_blocks, n_blocks, resident, section, capacity, rng)
-        ratios[walk.heads_at_once * n_blocks <= capacity].append(np.log(ratio))
+        ratios[loop.heads_at_once * n_blocks <= capacity].append(np.log(ratio))
     assert len(ratios[True]) > 100 and np.median(np.abs(ratios[True])) < 0.02
     assert len(ratios[False]) > 100 and abs(np.mean(ratios[False])) < np.log(1.15)
     assert np.std(ratios[False]) < np.log(1.35)

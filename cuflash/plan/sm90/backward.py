@@ -62,7 +62,7 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
     kernel = "sm90/backward"
     has_functions = True
     tile = BackwardSm90Tile
-    makes_both = shares_tail = True
+    makes_both = splits_tail = True
     model = "visible keys"
     defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1}
 
@@ -189,7 +189,7 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
 class BackwardFloat32(BackwardFamily[BackwardFloat32Sm90Tile]):
     kernel = "sm90/backward_fp32"
     tile = BackwardFloat32Sm90Tile
-    serves_dq_alone = makes_both = shares_tail = True
+    serves_dq_alone = makes_both = splits_tail = True
     defines: ClassVar = {"CUFLASH_PLAIN_FRAGMENTS": 1}
 
     def table(self, problem: Problem) -> tuple[BackwardFloat32Sm90Tile, ...]:

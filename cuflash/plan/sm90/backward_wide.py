@@ -45,7 +45,7 @@ class Wide(Family[Row]):
 class BackwardWide(Wide[BackwardWideSm90Tile], BackwardFamily[BackwardWideSm90Tile]):
     tile = BackwardWideSm90Tile
     makes_dq = False
-    shares_tail = True
+    splits_tail = True
     defines: ClassVar = {"CUFLASH_PAIRS_STATS": 1}
 
     def table(self, problem: Problem) -> tuple[BackwardWideSm90Tile, ...]:
@@ -54,8 +54,8 @@ class BackwardWide(Wide[BackwardWideSm90Tile], BackwardFamily[BackwardWideSm90Ti
     def head_section(self, draft: Draft, main: BackwardWideSm90Tile) -> int:
         """Under a causal mask, as many heads as the device has blocks for half of their tiles.
 
-        The half that sees the most rows walks side by side; the other half follows. L2 does not hold the rows of more
-        heads.
+        The half that attends to the most rows runs side by side; the other half follows. L2 does not hold the rows of
+        more heads.
         """
         problem = draft.problem
         if problem.window_right is None or problem.window_left is not None:

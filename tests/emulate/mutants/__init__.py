@@ -36,6 +36,6 @@ MUTANTS = (
     *functions.MUTANTS,
     *float8.MUTANTS,
 )
-SHARE_TO_CATCH = 0.9
+MIN_CAUGHT = 0.9
 
-__all__ = ["MUTANTS", "SHARE_TO_CATCH", "TRIALS", "Mutant", "Trial"]
+__all__ = ["MIN_CAUGHT", "MUTANTS", "TRIALS", "Mutant", "Trial"]

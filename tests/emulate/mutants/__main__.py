@@ -5,7 +5,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from tests.emulate.mutants import MUTANTS, SHARE_TO_CATCH, TRIALS, Mutant
+from tests.emulate.mutants import MIN_CAUGHT, MUTANTS, TRIALS, Mutant
 
 
 def _run(trial: str) -> None:
@@ -31,7 +31,7 @@ def main() -> int:
             reason = f" ({mutant.escapes})" if mutant.escapes else ""
             print(f"{mutant.file:20} {mutant.what}: {verdict}{reason}", flush=True)
     print(f"{caught} of {len(chosen)} caught")
-    return int(caught < SHARE_TO_CATCH * len(chosen))
+    return int(caught < MIN_CAUGHT * len(chosen))
 
 
 if __name__ == "__main__":

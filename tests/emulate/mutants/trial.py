@@ -42,7 +42,7 @@ class Trial:
     wild_pages: bool = False  # the first entries of the table are outside of the pool; where they lead is what counts
     need: tuple[str, ...] | None = None  # gradients; by default dq, dk, dv, and dsinks where there are sinks
     cu_seqlens: tuple[int, ...] | None = None  # of queries and keys: nothing is expected of results
-    shares: bool = False  # queries of tiles, however few, and not heads of a group
+    splits: bool = False  # queries of tiles, however few, and not heads of a group
     combines: bool = True  # the last block of a head does; else a kernel of its own
     wide: tuple[str, ...] = ()  # gradients in the dtype of the softmax
     found_counts: tuple[int, ...] = ()  # of arrivals of blocks, in memory: the call runs once for each
@@ -51,7 +51,7 @@ class Trial:
 
     def run(self, kernels: Path | None = None) -> None:
         """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
-        names = ("SHARE_STEPS", "SUM_STEPS", "SUM_STEPS_PER_PARTIAL", "WAVES", "CAUSAL_WAVES") if self.shares else ()
+        names = ("SPLIT_STEPS", "SUM_STEPS", "SUM_STEPS_PER_PARTIAL", "WAVES", "CAUSAL_WAVES") if self.splits else ()
         with (
             mock.patch("cuflash.plan.key_splits.COMBINE_PIECES", 2**20 if self.combines else 0),
             mock.patch.dict("cuflash.plan.backward.__dict__", dict.fromkeys(names, 0)),

@@ -384,7 +384,7 @@ TRIALS: dict[str, Trial | FunctionTrial | trials_large.LargeTrial | trials_large
         case=replace(_KEY_SUMS, seqlen_k=350, bias=(1, 4, 1, 350)),
         tiles=(_DK_FROM_SHARED,),
         num_sms=11,
-        shares=True,
+        splits=True,
         need=("dv", "dbias", "dalibi_slopes", "dscale"),
     ),
     "key sums blocks": Trial(
@@ -466,7 +466,7 @@ TRIALS: dict[str, Trial | FunctionTrial | trials_large.LargeTrial | trials_large
         case=replace(_GROUPED, batch=1, num_heads=40, num_heads_kv=40),
         tiles=(_BACKWARD_SM90,),
         num_sms=16,
-        shares=True,
+        splits=True,
     ),
     "packed backward sm90 clears": Trial(
         case=replace(_PACKED, causal=False, num_heads=10, num_heads_kv=5, alibi_slopes=None),
@@ -475,18 +475,18 @@ TRIALS: dict[str, Trial | FunctionTrial | trials_large.LargeTrial | trials_large
         num_sms=1,
     ),
     "backward sm90 tail": Trial(
-        case=replace(_GROUPED, seqlen_q=300, seqlen_k=380), tiles=(_BACKWARD_SM90,), num_sms=5, shares=True
+        case=replace(_GROUPED, seqlen_q=300, seqlen_k=380), tiles=(_BACKWARD_SM90,), num_sms=5, splits=True
     ),
     "backward sm90 tail back": Trial(
         case=replace(_GROUPED, seqlen_q=140, seqlen_k=140, causal=True, num_heads=8, num_heads_kv=8),
         tiles=(_SPLIT_ROLES,),
         dq_in_order=True,
-        shares=True,
+        splits=True,
     ),
     "backward sm90 tail blocks": Trial(
         case=replace(_GROUPED, seqlen_q=300, seqlen_k=257, block_mask=(4,), block_size=(64, 128)),
         tiles=(_BACKWARD_SM90,),
-        shares=True,
+        splits=True,
     ),
     "packed": Trial(case=_PACKED, tiles=_forward(block_m=64)),
     "packed top left": Trial(case=replace(_PACKED, causal="top_left"), tiles=_forward(block_m=64)),

@@ -68,7 +68,7 @@ TRIALS = {
     ),
     "wide cap": Trial(case=replace(_BACKWARD, softcap=1.0, dropout=0.4), tiles=(_MAIN, _DQ)),
     "wide key lengths": Trial(case=replace(_BACKWARD, window=None, kv_lengths=(100,)), tiles=(_MAIN, _DQ)),
-    "wide shares": Trial(case=replace(_BACKWARD, num_heads_kv=1), tiles=(_MAIN,), need=("dk", "dv"), shares=True),
+    "wide shares": Trial(case=replace(_BACKWARD, num_heads_kv=1), tiles=(_MAIN,), need=("dk", "dv"), splits=True),
     "wide few": Trial(case=_FEW, tiles=(_DECODE,), num_sms=6),
     "wide few heads": Trial(case=replace(_FEW, batch=3, kv_lengths=(600, 0, 515)), tiles=(_DECODE,), num_sms=4),
 }
