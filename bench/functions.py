@@ -1,4 +1,4 @@
-"""Scores and masks that are functions, in the words of cuflash, of FlexAttention and of the formula."""
+"""Scores and masks that are functions, in the words of cuflash and of FlexAttention."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ ROOM = 1e-3  # so that rounding does not decide about the bucket of a distance a
 class Function:
     """One function. `shapes` are those of the arrays that it reads, of ("heads", "seqlen", or a number) each.
 
-    `formula` gives what is added to the scores of a head, or for a mask whether they are hidden, for a column of rows
-    and a row of keys; `flex` makes FlexAttention's function of PyTorch and the arrays.
+    `flex` makes FlexAttention's function of PyTorch and the arrays.
     """
 
     about: str
     traced: Callable[..., Any]
-    formula: Callable[[Any, Arrays, Any, Any], Any]
     flex: Callable[[Any, Arrays], Callable[..., Any]]
     shapes: Mapping[str, tuple[str | int, ...]]
     is_mask: bool = False
@@ -34,10 +32,6 @@ class Function:
         """The shapes of the arrays of a problem."""
         lengths: dict[str | int, int] = {"heads": heads, "seqlen": seqlen}
         return {name: tuple(lengths.get(n) or int(n) for n in axes) for name, axes in self.shapes.items()}
-
-    def of_head(self, arrays: Arrays, head: int) -> dict[str, Any]:
-        """The arrays as one head sees them."""
-        return {name: arrays[name][head] if axes[0] == "heads" else arrays[name] for name, axes in self.shapes.items()}
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -48,11 +42,6 @@ class Function:
 def _distance(s: Any, i: Any, j: Any, *, head: Any, pos: Any, slopes: Any) -> Any:
     r2 = (pos[i, 0] - pos[j, 0]) ** 2 + (pos[i, 1] - pos[j, 1]) ** 2
     return s - slopes[head] * cuflash.sqrt(r2 + 1e-6)
-
-
-def _distance_formula(xp: Any, x: Arrays, i: Any, j: Any) -> Any:
-    dx, dy = (x["pos"][i, n] - x["pos"][j, n] for n in (0, 1))
-    return -x["slopes"] * xp.sqrt(dx * dx + dy * dy + 1e-6)
 
 
 def _distance_flex(torch: Any, x: Arrays) -> Callable[..., Any]:
@@ -70,11 +59,6 @@ def _box(s: Any, i: Any, j: Any, *, place: Any) -> Any:
     return s - (d - cuflash.floor(d + 0.5)) ** 2
 
 
-def _box_formula(xp: Any, x: Arrays, i: Any, j: Any) -> Any:
-    d = x["place"][i] - x["place"][j]
-    return -((d - xp.floor(d + 0.5)) ** 2)
-
-
 def _box_flex(torch: Any, x: Arrays) -> Callable[..., Any]:
     place = x["place"]
 
@@ -90,16 +74,6 @@ def _t5(s: Any, i: Any, j: Any, *, head: Any, table: Any) -> Any:
     n, half = cuflash.abs(i - j), BUCKETS // 2
     far = NEAR + cuflash.floor(cuflash.log(cuflash.maximum(n, 1) / NEAR) / math.log(FAR / NEAR) * (half - NEAR) + ROOM)
     return s + table[head, cuflash.where(n < NEAR, n, cuflash.minimum(far, half - 1)) + cuflash.where(j > i, half, 0)]
-
-
-def _t5_bucket(xp: Any, log: Callable[[Any], Any], floor: Callable[[Any], Any], i: Any, j: Any) -> Any:
-    n, half = abs(i - j), BUCKETS // 2
-    far = NEAR + floor(log(xp.clip(n, 1, None) / NEAR) / math.log(FAR / NEAR) * (half - NEAR) + ROOM)
-    return xp.where(n < NEAR, n, xp.clip(far, None, half - 1)) + xp.where(j > i, half, 0)
-
-
-def _t5_formula(xp: Any, x: Arrays, i: Any, j: Any) -> Any:
-    return x["table"][_t5_bucket(xp, xp.log, lambda y: xp.floor(y).astype(int), i, j)]
 
 
 def _t5_flex(torch: Any, x: Arrays) -> Callable[..., Any]:
@@ -126,28 +100,24 @@ FUNCTIONS: Mapping[str, Function] = {
     "distance": Function(
         about="a slope times the distance of two points in the plane",
         traced=_distance,
-        formula=_distance_formula,
         flex=_distance_flex,
         shapes={"pos": ("seqlen", 2), "slopes": ("heads",)},
     ),
     "box": Function(
         about="the squared distance in a periodic box",
         traced=_box,
-        formula=_box_formula,
         flex=_box_flex,
         shapes={"place": ("seqlen",)},
     ),
     "t5": Function(
         about="a table of T5's buckets of distances",
         traced=_t5,
-        formula=_t5_formula,
         flex=_t5_flex,
         shapes={"table": ("heads", BUCKETS)},
     ),
     "documents": Function(
         about=f"{DOCUMENTS} documents, each of which sees itself alone",
         traced=_documents,
-        formula=lambda xp, x, i, j: x["document"][i] != x["document"][j],
         flex=_documents_flex,
         shapes={"document": ("seqlen",)},
         is_mask=True,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from .cases import ITEMSIZE, PASSES, Case
 from .contender import Absent
-from .formula import Inputs, make_inputs
+from .inputs import Inputs, make_inputs
 from .peers import ADAPTERS
 from .report import COLOURS, RC, TITLES, Record
 

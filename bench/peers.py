@@ -20,12 +20,13 @@ from typing import Any, Literal
 
 from cuflash.arrays.array_info import numpy_dtype
 from cuflash.spec.passes import BACKWARD, FORWARD, PASSES
+from cuflash.testing import reference
 
 from . import environment, peers_float8, peers_torch
 from .cases import BLOCK, OPTIONS, THREADS, Case
 from .contender import Absent, Calls, Contender, refuse, without_results
-from .formula import RANDOM, Inputs, gradient_rows, softmax_rows, times, widen
 from .functions import DOCUMENTS, FUNCTIONS
+from .inputs import RANDOM, Inputs, keywords_of, problem_of
 
 STEPS = 2000  # of decoding, before the cache is as short again as at the start
 
@@ -75,17 +76,8 @@ def cuflash(
     elif case.blocks_kept and blocks == "mask":
         rows = xp.repeat(xp.asarray(case.block_mask()), BLOCK, axis=0)[: case.seqlen_q]
         terms["mask"] = xp.ascontiguousarray(xp.repeat(rows, BLOCK, axis=1)[:, : case.seqlen_k])
-    attn = FlashAttention(
-        causal=case.causal,
-        deterministic=deterministic,
-        precision=precision,
-        block_size=BLOCK,
-        softcap=case.softcap or None,
-        window=(case.window - 1, 0) if case.window else None,
-        dropout=case.dropout,
-        score=named.traced if named and not named.is_mask else None,
-        mask=named.traced if named and named.is_mask else None,
-    )
+    computed = case if function else replace(case, function="")
+    attn = FlashAttention(**keywords_of(computed), deterministic=deterministic, precision=precision)
     out = _poisoned(xp, case.out_shape, case.dtype)
     lse = _poisoned(xp, case.out_shape[:3], case.softmax_dtype)
     shapes = {"dq": case.q_shape, "dk": case.k_shape, "dv": case.v_shape}
@@ -139,31 +131,24 @@ def cuflash_as(case: Case, inputs: Inputs, *, arch: str) -> Contender:
     from cuflash.gpu import backend as gpu_backend
     from cuflash.plan import choose_plan
 
-    attn = FlashAttention(
-        causal=case.causal,
-        block_size=BLOCK,
-        softcap=case.softcap or None,
-        window=(case.window - 1, 0) if case.window else None,
-        dropout=case.dropout,
-    )
-    terms = dict(inputs.terms)
+    options, terms = FlashAttention(**keywords_of(case)).options, dict(inputs.terms)
     if case.blocks_kept:
         terms["block_mask"] = inputs.xp.asarray(case.block_mask())
     arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, **terms}
     random = RANDOM["seed"], RANDOM["offset"]
 
-    (first, *_), _ = gpu_backend.trials(FORWARD, attn.options, arrays, random)
+    (first, *_), _ = gpu_backend.trials(FORWARD, options, arrays, random)
     plans = {pass_: choose_plan(first.problem, first.device.as_arch(arch), pass_) for pass_ in PASSES}
 
     @functools.cache
     def forward() -> Callable[[], tuple[Any, ...]]:
-        return gpu_backend.trials(FORWARD, attn.options, arrays, random)[1](plans[FORWARD])
+        return gpu_backend.trials(FORWARD, options, arrays, random)[1](plans[FORWARD])
 
     @functools.cache
     def backward() -> Callable[[], tuple[Any, ...]]:
         out, lse = forward()()
         given = {"dout": inputs.dout, "out": out, "lse": lse, **arrays}
-        return gpu_backend.trials(BACKWARD, attn.options, given, random)[1](plans[BACKWARD])
+        return gpu_backend.trials(BACKWARD, options, given, random)[1](plans[BACKWARD])
 
     return Contender(
         {"forward": lambda: forward()()[:1], "backward": lambda: backward()()},
@@ -336,38 +321,46 @@ def naive(case: Case, inputs: Inputs) -> Contender:
     needed = (8 if case.dropout else 6) * case.scores_bytes
     if xp.__name__ == "cupy" and needed > xp.cuda.runtime.memGetInfo()[0]:
         raise Absent(f"would need about {needed / 1e9:.0f} GB")
-    dtype, compute, scale = numpy_dtype(case.dtype), case.softmax_dtype, case.head_dim**-0.5
+    dtype, compute = numpy_dtype(case.dtype), numpy_dtype(case.softmax_dtype)
+    problem = problem_of(case, inputs.q, inputs.k, inputs.v, inputs.terms)
+    shown = {name: x[:, None] for name, x in inputs.terms.items()}  # for all heads of a group
 
     def grouped(x: Any) -> Any:
         """(batch, heads_kv, group or 1, seqlen, dim), so that products broadcast over the query heads of a group."""
         heads_kv = case.num_heads_kv
-        return widen(x.reshape(x.shape[0], heads_kv, x.shape[1] // heads_kv, *x.shape[2:]), compute)
+        return x.reshape(x.shape[0], heads_kv, x.shape[1] // heads_kv, *x.shape[2:]).astype(compute, copy=False)
 
     def softmax() -> Any:
-        given: dict[str, Any] = {"causal": True} if case.causal else {}
-        given |= {name: x[:, None] for name, x in inputs.terms.items()}  # for all heads of a group
-        return softmax_rows(xp, grouped(inputs.q), grouped(inputs.k), scale=scale, **given)[0]
+        products = reference.product(grouped(inputs.q), grouped(inputs.k).swapaxes(-1, -2))
+        products *= problem.scale
+        return reference.softmax(reference.scores(problem, products, **shown)[0])[0]
 
     random = xp.random.default_rng(0)
 
     def kept(p: Any) -> Any:
-        """What the weights are multiplied by: 0 or 1 / (1 - rate); None without dropout."""
+        """What the weights are multiplied by: 0 or 1 / (1 - rate); 1.0 without dropout."""
         if not case.dropout:
-            return None
+            return 1.0
         return (random.random(p.shape, dtype=p.dtype) >= case.dropout) / p.dtype.type(1 - case.dropout)
+
+    def output(p: Any, z: Any) -> Any:
+        return reference.output(p, z, grouped(inputs.v), compute)
 
     def forward() -> tuple[Any]:
         p = softmax()
-        return ((times(p, kept(p)) @ grouped(inputs.v)).astype(dtype).reshape(case.out_shape),)
+        return (output(p, kept(p)).astype(dtype).reshape(case.out_shape),)
 
-    saved: list[Any] = []  # P, made by the first backward call: it is large, and a forward run does not need it
+    saved: list[Any] = []  # by the first backward call: P is large, and a forward run does not need it
 
     def backward() -> tuple[Any, ...]:
         if not saved:
-            saved.append(softmax())
-            saved.append(kept(saved[0]))
-        operands = [grouped(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
-        dq, dk, dv = gradient_rows(saved[0], *operands, scale=scale, rounded=lambda x: x, kept=saved[1])
+            p = softmax()
+            z = kept(p)
+            saved.extend((p, z, output(p, z)))
+        p, z, out = saved
+        q, k, v, dout = (grouped(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+        delta = (dout * out).sum(axis=-1, keepdims=True)
+        dq, dk, dv, *_ = reference.gradients(problem.scale, q, k, v, dout, p, delta, compute, Z=z)
         if group > 1:
             dk, dv = dk.sum(axis=2), dv.sum(axis=2)
         shapes = (case.q_shape, case.k_shape, case.v_shape)
@@ -412,7 +405,7 @@ def jax_pallas(case: Case, inputs: Inputs) -> Contender:
     if jax.default_backend() != "gpu":
         raise Absent("this jax has no CUDA device")
 
-    scaled = (widen(inputs.q, "float32") * case.head_dim**-0.5).astype(numpy_dtype(case.dtype))
+    scaled = (inputs.q.astype("float32") * case.head_dim**-0.5).astype(numpy_dtype(case.dtype))
     q, k, v = (
         jax.dlpack.from_dlpack(xp.ascontiguousarray(x.transpose(0, 2, 1, 3))) for x in (scaled, inputs.k, inputs.v)
     )

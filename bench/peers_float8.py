@@ -7,7 +7,7 @@ from typing import Any
 
 from .cases import Case
 from .contender import Absent, Contender, refuse
-from .formula import Inputs
+from .inputs import Inputs
 
 LARGEST = 448.0  # of float8_e4m3fn
 COARSER = 2.0**3  # of rounding numbers to 4 digits of base 2, beside 8 of bfloat16 and of the weights of the formula

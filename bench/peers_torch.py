@@ -13,8 +13,8 @@ from typing import Any
 
 from .cases import BLOCK, Case
 from .contender import Absent, Calls, Contender, refuse, without_results
-from .formula import Inputs
 from .functions import FUNCTIONS
+from .inputs import Inputs
 
 Terms = Mapping[str, Any]
 

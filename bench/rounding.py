@@ -19,8 +19,11 @@ from numpy.typing import NDArray
 from cuflash import attention, dequantize, quantize, rotate
 from cuflash.arrays.array_info import numpy_dtype
 from cuflash.quantization import PER
+from cuflash.spec.options import Options
+from cuflash.spec.problem import make_problem
+from cuflash.spec.row_sums import on_host
+from cuflash.testing import reference
 
-from .formula import on_host, softmax_rows
 from .report import RC, Record
 
 Array = NDArray[Any]
@@ -106,8 +109,8 @@ def draw_operands(data: str, seqlen: int) -> tuple[Array, Array, Array]:
 
 def exact(q: Array, k: Array, v: Array) -> Array:
     """Attention in float64."""
-    heads = [[x[h].astype(np.float64) for x in (q, k, v)] for h in range(HEADS)]
-    return np.stack([softmax_rows(np, q, k, scale=HEAD_DIM**-0.5)[0] @ v for q, k, v in heads])
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    return reference.forward(make_problem(Options(), q, k, v), q, k, v)[0]
 
 
 def relative(got: Array, expected: Array) -> float:

@@ -16,8 +16,9 @@ from typing import Any
 
 from . import ceiling, environment
 from .cases import PASSES, Case
+from .check import Check, Errors
 from .contender import Absent, Contender
-from .formula import Errors, Inputs, Reference, make_inputs
+from .inputs import Inputs, make_inputs
 from .peers import ADAPTERS
 from .suites import Suite
 from .timing import LEAD_S, CudaClock, HostClock, RowClock, Timing, time_host, time_interleaved
@@ -141,10 +142,10 @@ def _speed(case: Case, pass_: str, timing: Timing) -> Record:
     }
 
 
-def _check(contender: Contender, pass_: str, reference: Reference) -> Record:
+def _check(contender: Contender, pass_: str, check: Check) -> Record:
     results = contender.calls[pass_]()
     arrays = tuple(contender.to_array(x) for x in results)
-    return _accuracy(reference.errors(pass_, arrays, contender.coarser)) if arrays else {"status": "ok"}
+    return _accuracy(check.errors(pass_, arrays, contender.coarser)) if arrays else {"status": "ok"}
 
 
 def _set_up(names: Iterable[str], case: Case, inputs: Inputs) -> tuple[dict[str, Contender], dict[str, Record]]:
@@ -162,7 +163,7 @@ def run_case(case: Case, names: Sequence[str], passes: Iterable[str], bench: Ben
     """Check and time one case; gives a record for each pass and contender."""
     inputs = make_inputs(bench.xp, case)
     problem = {**asdict(case), "lengths": list(case.lengths)}
-    reference = Reference(case, inputs)
+    check = Check(case, inputs, passes)
     contenders, refusals = _set_up(names, case, inputs)
     for pass_ in passes:
         found = dict(refusals)
@@ -171,7 +172,7 @@ def run_case(case: Case, names: Sequence[str], passes: Iterable[str], bench: Ben
             if pass_ not in contender.calls:
                 continue
             try:
-                found[name] = _check(contender, pass_, reference)
+                found[name] = _check(contender, pass_, check)
             except Exception as error:
                 found[name] = _failure(error)
             if found[name]["status"] == "ok":

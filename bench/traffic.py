@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .cases import PASSES, Case
-from .formula import make_inputs
+from .inputs import make_inputs
 from .report import COLOURS, RC, Record
 
 COUNTERS = {

@@ -10,9 +10,6 @@ from bench.cases import Case
 from bench.functions import FUNCTIONS
 from bench.suites import FA2, SUITES, Suite
 from cuflash.arrays.array_info import numpy_dtype
-from cuflash.score_mod import Traced
-from cuflash.spec.options import Options
-from cuflash.spec.problem import make_problem
 
 SMALL = Case(head_dim=8, head_dim_v=12, seqlen_q=24, batch=2, num_heads=4, num_heads_kv=2, causal=True, dtype="float32")
 PLAIN = Case(head_dim=8, seqlen_q=24, batch=2, num_heads=2, dtype="float32")
@@ -31,27 +28,6 @@ OPTIONAL = [
     replace(PLAIN, softcap=0.5, alibi=True, bias="bk", mask="qk", dropout=0.3, sinks=True, kv_lengths=True),
 ]
 ALL_CASES = sorted({case for suite in SUITES.values() for case in suite.cases}, key=lambda case: case.name)
-
-
-def options_of(case):
-    """Those of cuflash."""
-    window = (case.window - 1, 0) if case.window else None
-    function = FUNCTIONS[case.function] if case.function else None
-    return Options(
-        causal=case.causal,
-        softcap=case.softcap or None,
-        window=window,
-        dropout=case.dropout,
-        score=Traced.of(function.traced, "score") if function and not function.is_mask else None,
-        mask_function=Traced.of(function.traced, "mask") if function and function.is_mask else None,
-    )
-
-
-def problem_of(case, q, k, v, terms):
-    """The problem of a case, of whose terms its function reads some."""
-    score_args = {name: terms[name] for name in (FUNCTIONS[case.function].shapes if case.function else ())}
-    others = {name: x for name, x in terms.items() if name not in score_args}
-    return make_problem(options_of(case), q, k, v, score_args=score_args, **others)
 
 
 def abstract(shape, dtype):

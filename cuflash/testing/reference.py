@@ -17,13 +17,18 @@ Without dropout, Z is 1. With it, Z is 0 where a weight is dropped and 1 / (1 - 
 
 dL is the gradient with respect to L; the derivative of L by S is P. A sink z is the score of one more key, whose value
 is zero: L = log (exp z + sum exp S), P = exp(S - L), and dz = sum exp(z - L) (dL - D) over the rows of its head.
-Nothing is tiled and nothing is clever; one head's matrices are held at a time. The same lines run in a lower precision
-give "the plain formula in that dtype", whose error is the yardstick for all others (`cuflash.testing`).
+Nothing is tiled and nothing is clever; one head's matrices are held at a time, or some of their rows. The same lines
+run in a lower precision give "the plain formula in that dtype", whose error is the yardstick for all others
+(`cuflash.testing`).
+
+Arrays are NumPy's or CuPy's, and so are the results. Of CuPy's, score_mod, mask_mod, dropout's random bits and fp8
+numbers are evaluated on the host, since NumPy defines their values. `scores`, `softmax`, `output` and `gradients` take
+matrices with any leading axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,16 +37,20 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cuflash.arrays.array_info import FLOAT8, user_shape, view_4d, view_rows
+from cuflash.arrays.dlpack import module_of
+from cuflash.arrays.fp8 import Float8Array
 from cuflash.score_mod.evaluation import clamped, evaluate
 from cuflash.spec.dropout import kept_weights
 from cuflash.spec.inputs import NAMES, NUMBERS, OPTIONAL_INPUTS
 from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.spec.problem import Problem, scales_of_rows
+from cuflash.spec.row_sums import on_host
 
 if TYPE_CHECKING:
     from cuflash.spec.inputs import OptionalArrays
 
-Array = NDArray[Any]
+Array = NDArray[Any]  # or CuPy's
+Heads = Iterable[tuple[int, int]]  # (batch entry or sequence, head of q)
 
 LONG_PRODUCT = 2**26  # multiplications of long doubles, a quarter of a second of one core
 
@@ -55,6 +64,8 @@ def forward(
     seed: int | None = None,
     offset: int | None = None,
     dtype: DTypeLike = np.float64,
+    heads: Heads | None = None,
+    rows_at_once: int | None = None,
     **terms: Any,
 ) -> tuple[Array, Array]:
     """Attention by the plain formula.
@@ -63,7 +74,7 @@ def forward(
     ----------
     problem : Problem
         From `cuflash.spec.problem.make_problem` on the same arrays.
-    q, k, v : numpy.ndarray
+    q, k, v : numpy.ndarray or cupy.ndarray
         As `cuflash.attention` takes them.
     seed, offset : int, optional
         With dropout: which weights are dropped, as `cuflash.dropout_mask` says.
@@ -71,24 +82,28 @@ def forward(
         Precision to compute in. float64 is the oracle, and longdouble that of float64 itself, with 64 bits on x86 but
         no BLAS. For float16 and bfloat16, products accumulate and the softmax runs in float32, and the weights are
         rounded to `dtype` before they meet `v`: the plain 16-bit implementation.
-    **terms : numpy.ndarray, optional
+    heads : iterable of (int, int), optional
+        The heads to compute, each a batch entry (a packed sequence) and a head of `q`; by default all. Results of other
+        heads are 0, and their lse -inf.
+    rows_at_once : int, optional
+        How many rows of a head's scores to hold at a time; by default all.
+    **terms : numpy.ndarray or cupy.ndarray, optional
         bias, mask and so on, as `cuflash.attention` takes them, and what functions read. Entries of
         `kv_lengths` outside 0..seqlen_k are clamped.
 
     Returns
     -------
-    out : numpy.ndarray
+    out : numpy.ndarray or cupy.ndarray
         Shape `problem.out_shape`, of `dtype`.
-    lse : numpy.ndarray
+    lse : numpy.ndarray or cupy.ndarray
         Natural logarithm of the sum of exponentials, shape `problem.lse_shape`, float64 or float32 with `dtype`.
     """
-    dtype, compute = np.dtype(dtype), compute_dtype(dtype)
-    out = np.zeros((problem.array_batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v), dtype)
-    lse = np.full(problem.lse_shape, -np.inf, compute)
-    for head in each_head(problem, q, k, v, compute, seed, offset, **terms):
+    xp, dtype, compute = module_of(q), np.dtype(dtype), compute_dtype(dtype)
+    out = xp.zeros((problem.array_batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v), dtype)
+    lse = xp.full(problem.lse_shape, -np.inf, compute)
+    for head in each_head(problem, q, k, v, compute, seed, offset, heads=heads, rows_at_once=rows_at_once, **terms):
         with np.errstate(all="ignore"):
-            O = product(_round(head.P * head.Z, dtype), head.V)  # noqa: E741 (the paper's letter)
-            out[head.index] = O.astype(dtype)
+            out[head.index] = output(head.P, head.Z, head.V, dtype).astype(dtype)
         view_rows(lse)[head.index] = head.L
     return as_caller(problem, out), lse
 
@@ -105,6 +120,8 @@ def backward(
     seed: int | None = None,
     offset: int | None = None,
     dtype: DTypeLike = np.float64,
+    heads: Heads | None = None,
+    rows_at_once: int | None = None,
     **terms: Any,
 ) -> tuple[Array, ...]:
     """Gradients of ``sum(dout * out) + sum(dlse * lse)`` by the plain formula.
@@ -112,11 +129,12 @@ def backward(
     Parameters are those of `forward`, with `dout` of shape `problem.out_shape`, and `dlse`, if there is one, of shape
     `problem.lse_shape`; in a row that attends to no key it counts for nothing. In a 16-bit `dtype` the output, the
     weights and the gradient of the scores are rounded to it before each use, and gradients are summed over a group of
-    heads in float32. `need` names the gradients that are wanted.
+    heads in float32. `need` names the gradients that are wanted. With `heads`, gradients are those of their part of the
+    sum.
 
     Returns
     -------
-    tuple of numpy.ndarray
+    tuple of numpy.ndarray or cupy.ndarray
         In the order of `outputs.GRADIENTS`, those of
 
         dq, dk, dv
@@ -129,102 +147,105 @@ def backward(
         dscale, dsoftcap
             Shape (), dtype of lse.
     """
-    dtype, compute = np.dtype(dtype), compute_dtype(dtype)
-    dlse = np.zeros(problem.lse_shape) if dlse is None else dlse
-    dq, dk, dv = (np.zeros(view_4d(x, problem.layout).shape, compute) for x in (q, k, v))
-    dsinks = np.zeros(problem.num_heads, compute)
-    of_scores = ScoreSums(problem, terms, compute)
-    score_args = {f"d{name}": np.zeros(operand.shape, compute) for name, operand in problem.score_args}
-    for head in each_head(problem, q, k, v, compute, seed, offset, **terms):
-        dO = view_4d(dout, problem.layout)[head.index].astype(compute)
-        dL = _replace(view_rows(dlse)[head.index].astype(compute), np.isneginf(head.L), 0)[:, None]
+    xp, dtype, compute = module_of(q), np.dtype(dtype), compute_dtype(dtype)
+    dlse = xp.zeros(problem.lse_shape) if dlse is None else dlse
+    dq, dk, dv = (xp.zeros(view_4d(x, problem.layout).shape, compute) for x in (q, k, v))
+    dsinks = xp.zeros(problem.num_heads, compute)
+    of_scores = ScoreSums(problem, terms, compute, xp)
+    score_args = {f"d{name}": xp.zeros(operand.shape, compute) for name, operand in problem.score_args}
+    for head in each_head(problem, q, k, v, compute, seed, offset, heads=heads, rows_at_once=rows_at_once, **terms):
+        dO = cast(view_4d(dout, problem.layout)[head.index], compute)
+        dL = _replace(cast(view_rows(dlse)[head.index], compute), xp.isneginf(head.L), 0)[:, None]
         with np.errstate(all="ignore"):
-            P = _round(head.P * head.Z, dtype)
-            O = _round(product(P, head.V), dtype)  # noqa: E741 (the paper's letter)
+            O = _round(output(head.P, head.Z, head.V, dtype), dtype)  # noqa: E741 (the paper's letter)
             D = (dO * O).sum(axis=-1, keepdims=True)
-            dP = product(dO, head.V.T) * head.Z
-            dS_bias = head.P * (dP - D + dL)
-            dS = _round(dS_bias * head.cap_slope, dtype)
-            dv[head.index_kv] += product(P.T, dO)
-            dq[head.index] += problem.scale * product(dS, head.K)
-            dk[head.index_kv] += problem.scale * product(dS.T, head.Q)
+            operands = (head.Q, head.K, head.V, dO, head.P, D)
+            dQ, dK, dV, dS_bias, dS = gradients(
+                problem.scale, *operands, dtype, Z=head.Z, cap_slope=head.cap_slope, dL=dL
+            )
+            dq[head.index] += dQ
+            dk[head.index_kv] += dK
+            dv[head.index_kv] += dV
             dsinks[head.index[1]] += (head.P_sink * (dL - D)).sum()
-            of_scores.add(head, _round(dS_bias, dtype), dS * head.QK)
+            if not of_scores.totals.keys().isdisjoint(need):
+                of_scores.add(head, _round(dS_bias, dtype), dS * head.QK)
             for name, entry, derivative in head.reads:
-                np.add.at(score_args[f"d{name}"].reshape(-1), entry, _round(dS_bias, dtype) * derivative)
+                xp.add.at(score_args[f"d{name}"].reshape(-1), entry, _round(dS_bias, dtype) * derivative)
     with np.errstate(all="ignore"):
-        gradients = {
+        results = {
             name: as_caller(problem, x if name in problem.wide else x.astype(dtype))
             for name, x in zip(DEFAULT_NEED, (dq, dk, dv), strict=True)
         }
         for name, total in of_scores.totals.items():
-            term = terms.get(name[1:])
-            is_input = isinstance(term, np.ndarray) and term.dtype.itemsize == dtype.itemsize
-            gradients[name] = total.value.astype(dtype if is_input else compute)
-    gradients["dsinks"] = dsinks
-    gradients |= score_args
-    return tuple(gradients[name] for name in problem.gradients if name in need)
+            of_term = getattr(terms.get(name[1:]), "dtype", None)
+            is_input = of_term is not None and of_term.itemsize == dtype.itemsize
+            results[name] = total.value.astype(dtype if is_input else compute)
+    results["dsinks"] = dsinks
+    results |= score_args
+    return tuple(results[name] for name in problem.gradients if name in need)
 
 
 class BroadcastSum:
     """The gradient of something that is broadcast to `shape`: zeros of its shape, that sums over the other axes."""
 
-    def __init__(self, of: Array | None, shape: tuple[int, ...], compute: np.dtype[Any]) -> None:
-        self.value = np.zeros(() if of is None else of.shape, compute)
+    def __init__(self, of: Array | None, shape: tuple[int, ...], compute: np.dtype[Any], xp: Any) -> None:
+        self.value = xp.zeros(() if of is None else of.shape, compute)
         missing = (None,) * (len(shape) - self.value.ndim)
         self.view = self.value[missing] if missing else self.value
-        self.shape = shape
+        self.shape, self.xp = shape, xp
 
-    def add(self, index: tuple[int, ...], part: Array) -> None:
-        """Add a part that has `index` on the first axes, and all of the others."""
+    def add(self, index: tuple[int, ...], part: Array, first_row: int) -> None:
+        """Add a part that has `index` on the first axes, and on the others the rows from `first_row` on."""
         own = (slice(i, i + 1) if n > 1 else slice(None) for i, n in zip(index, self.view.shape, strict=False))
         place = (*own, ...)
         here = self.view[place]
         if len(self.shape) == len(index):
-            part = part.sum()
+            here += part.sum()
+            return
         # Keys past kv_lengths have no part; they come last.
-        whole = np.zeros(self.shape[len(index) :], part.dtype)
-        whole[tuple(slice(n) for n in part.shape)] = part
+        whole = self.xp.zeros(self.shape[len(index) :], part.dtype)
+        whole[first_row : first_row + part.shape[0], : part.shape[1]] = part
         summed = tuple(axis for axis, n in enumerate(here.shape[len(index) :]) if n == 1)
-        here += whole.sum(axis=summed, keepdims=True)
+        here += whole.sum(axis=summed, keepdims=True) if summed else whole
 
 
 class ScoreSums:
     """`outputs.SCORE_GRADIENTS`: gradients of scores, times derivatives of the scores, summed over all heads."""
 
-    def __init__(self, problem: Problem, terms: Mapping[str, Any], compute: np.dtype[Any]) -> None:
-        self.totals = {f"d{name}": BroadcastSum(None, (), compute) for name in NUMBERS}
+    def __init__(self, problem: Problem, terms: Mapping[str, Any], compute: np.dtype[Any], xp: Any = np) -> None:
+        self.totals = {f"d{name}": BroadcastSum(None, (), compute, xp) for name in NUMBERS}
         for term in OPTIONAL_INPUTS:
             if term.gradient_via == "scores":
                 shape = tuple(getattr(problem, axis) for axis in term.shapes[-1])
-                self.totals[term.gradient] = BroadcastSum(terms.get(term.name), shape, compute)
+                self.totals[term.gradient] = BroadcastSum(terms.get(term.name), shape, compute, xp)
 
     def add(self, head: Head, dS: Array, of_scale: Array, power: int = 1) -> None:
         """Add the part of one head: dS times the derivatives, to a power, and the terms of the gradient of scale."""
         for name, derivative in head.derivatives.items():
             total = self.totals[name]
-            total.add(head.index_scores[: len(total.shape)], dS * derivative**power)
-        self.totals["dscale"].add((), of_scale)
+            total.add(head.index_scores[: len(total.shape)], dS * derivative**power, head.first_row)
+        self.totals["dscale"].add((), of_scale, head.first_row)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
     """The matrices of one head, of a batch entry or a packed sequence, in the precision of the computation.
 
-    Keys past `kv_lengths` are cut off.
+    Keys past `kv_lengths` are cut off. Of a head whose rows are computed in chunks, those of one chunk.
     """
 
     index: tuple[int, int, slice]  # of q, out, lse and their gradients: [batch, head, queries]
     index_kv: tuple[int, int, slice]  # of k, v and their gradients: [batch, head of k and v, keys]
     index_scores: tuple[int, int]  # of bias, slopes and their gradients: [batch entry or sequence, head]
+    first_row: int  # the first of these rows, counted from that of the batch entry or sequence
     Q: Array
     K: Array
     V: Array
     P: Array  # weights, (seqlen_q, keys); a row that attends to no key is zero
     P_sink: Array  # weight of the sink, (seqlen_q, 1); zero without one
     L: Array  # log sum exp of the scores, (seqlen_q,); -inf for such a row
-    Z: Array  # what dropout multiplies the weights by
-    cap_slope: Array  # derivative of the scores by scale Q K^T: other than one through softcap, or a function
+    Z: Array | float  # what dropout multiplies the weights by; 1.0 without it
+    cap_slope: Array | float  # derivative of the scores by scale Q K^T; 1.0 without softcap and score_mod
     QK: Array  # Q K^T
     derivatives: dict[str, Array]  # of the scores by their other operands, by the names of these gradients
     reads: list[tuple[str, Array, Array]]  # of arrays that a function reads: name, entries, derivatives by them
@@ -238,29 +259,31 @@ def each_head(
     compute: DTypeLike,
     seed: int | None = None,
     offset: int | None = None,
+    heads: Heads | None = None,
+    rows_at_once: int | None = None,
     **arrays: Any,
 ) -> Iterator[Head]:
     """Softmax weights of every head, with operands converted to the `compute` dtype.
 
-    `arrays` are the terms, and what score_mod and mask_mod read.
+    `arrays` are the terms, and what score_mod and mask_mod read; `heads` and `rows_at_once` are those of `forward`.
     """
+    xp = module_of(q)
     terms: OptionalArrays = {name: x for name, x in arrays.items() if name in NAMES}  # type: ignore[assignment]
-    q, k, v = (view_4d(x, problem.layout) for x in (q, k, v))
-    q, k, v = (dequantised(problem, name, x, terms) for name, x in (("q", q), ("k", k), ("v", v)))
+    q, k, v = (view_4d(_with_dtype(x), problem.layout) for x in (q, k, v))
+    q, k, v = (xp.asarray(dequantised(problem, name, x, terms)) for name, x in (("q", q), ("k", k), ("v", v)))
     scores_shape = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
     bias, mask, kv_lengths = terms.get("bias"), terms.get("mask"), terms.get("kv_lengths")
     alibi_slopes, sinks = terms.get("alibi_slopes"), terms.get("sinks")
-    score_args = {name: arrays[name] for name, _ in problem.score_args}
+    score_args = {name: on_host(arrays[name]) for name, _ in problem.score_args}
     block_mask, block_table = terms.get("block_mask"), terms.get("block_table")
     cu_seqlens_q, cu_seqlens_k = terms.get("cu_seqlens_q"), terms.get("cu_seqlens_k")
-    bias = None if bias is None else np.broadcast_to(bias, scores_shape)
-    mask = None if mask is None else np.broadcast_to(mask, scores_shape)
+    bias = None if bias is None else xp.broadcast_to(bias, scores_shape)
+    mask = None if mask is None else xp.broadcast_to(mask, scores_shape)
     if block_mask is not None:
-        in_blocks = np.broadcast_to(pairs_of_blocks(problem, block_mask), scores_shape)
+        in_blocks = xp.broadcast_to(pairs_of_blocks(problem, block_mask), scores_shape)
         mask = in_blocks if mask is None else mask & in_blocks
-    slopes = None if alibi_slopes is None else np.broadcast_to(alibi_slopes, scores_shape[:2])
-    sinks = np.full(problem.num_heads, -np.inf) if sinks is None else sinks
-    for b, h in np.ndindex(scores_shape[:2]):
+    slopes = None if alibi_slopes is None else xp.broadcast_to(alibi_slopes, scores_shape[:2])
+    for b, h in np.ndindex(scores_shape[:2]) if heads is None else heads:
         rows, keys, entry, own = slice(0, problem.seqlen_q), slice(0, problem.seqlen_k), b, problem
         if kv_lengths is not None:
             keys = slice(0, min(max(int(kv_lengths[b]), 0), problem.seqlen_k))
@@ -268,36 +291,51 @@ def each_head(
         if cu_seqlens_q is not None and cu_seqlens_k is not None:
             rows, keys = (slice(int(cu[b]), int(cu[b + 1])) for cu in (cu_seqlens_q, cu_seqlens_k))
             entry, own = 0, problem.of_sequence(rows.stop - rows.start, keys.stop - keys.start)
-        index, index_kv = (entry, h, rows), (entry, h // problem.group_size, keys)
+        index_kv = (entry, h // problem.group_size, keys)
         if block_table is None:
             K, V = k[index_kv], v[index_kv]
         else:
             K, V = (_gather(x[:, index_kv[1]], block_table[b], keys.stop) for x in (k, v))
-        Q, K, V = (x.astype(compute) for x in (q[index], K, V))
-        with np.errstate(all="ignore"):
-            S, QK, cap_slope, derivatives = _scores(
-                own,
-                Q,
-                K,
-                slope=None if slopes is None else slopes[b, h].astype(compute),
-                bias=None if bias is None else bias[b, h][:, keys].astype(compute),
-                mask=None if mask is None else mask[b, h][:, keys],
-            )
-            S, cap_slope, reads = _by_functions(own, S, cap_slope, score_args, b, h)
-            P, P_sink, L = _softmax(S, sinks[h].astype(compute))
-            if problem.has_functions:  # a pair without weight contributes nothing, whatever its derivative
-                cap_slope = _replace(np.broadcast_to(cap_slope, P.shape), P == 0, 0)
-                reads = [(name, entry, _replace(x, P == 0, 0)) for name, entry, x in reads]
-        Z = np.ones((1, 1), P.dtype)
-        if problem.dropout:
-            origin = problem.origin
-            numbers = (range(first, first + n) for first, n in zip(origin[:2], S.shape, strict=True))
-            kept = kept_weights(problem.dropout, seed, offset, origin.head + b * origin.num_heads + h, *numbers)
-            Z = kept.astype(P.dtype) * P.dtype.type(problem.kept_scale)
-        operands = {"Q": Q, "K": K, "V": V, "P": P, "P_sink": P_sink, "L": L, "Z": Z}
-        operands |= {"QK": QK, "cap_slope": cap_slope}
-        places = {"index": index, "index_kv": index_kv, "index_scores": (b, h)}
-        yield Head(derivatives=derivatives, reads=reads, **places, **operands)  # type: ignore[arg-type]
+        K, V = cast(K, compute), cast(V, compute)
+        num_rows = max(rows.stop - rows.start, 1)
+        step = rows_at_once or num_rows
+        for first_row in range(0, num_rows, step):
+            here = slice(first_row, first_row + step)
+            index = (entry, h, slice(rows.start + first_row, min(rows.start + first_row + step, rows.stop)))
+            Q = cast(q[index], compute)
+            with np.errstate(all="ignore"):
+                QK = product(Q, K.T)
+                S, cap_slope, derivatives = scores(
+                    own,
+                    problem.scale * QK,
+                    first_row,
+                    slope=None if slopes is None else cast(slopes[b, h], compute),
+                    bias=None if bias is None else cast(bias[b, h][here, keys], compute),
+                    mask=None if mask is None else mask[b, h][here, keys],
+                )
+                S, cap_slope, reads = _by_functions(own, S, first_row, cap_slope, score_args, b, h)
+                P, P_sink, L = softmax(S, -np.inf if sinks is None else cast(sinks[h], compute))
+                if problem.has_functions:  # a pair without weight contributes nothing, whatever its derivative
+                    cap_slope = _replace(xp.broadcast_to(xp.asarray(cap_slope, P.dtype), P.shape), P == 0, 0)
+                    reads = [(name, entry, _replace(x, P == 0, 0)) for name, entry, x in reads]
+            operands = {"Q": Q, "K": K, "V": V, "P": P, "P_sink": P_sink, "L": L, "QK": QK, "cap_slope": cap_slope}
+            places = {"index": index, "index_kv": index_kv, "index_scores": (b, h), "first_row": first_row}
+            Z = _kept(problem, seed, offset, b, h, first_row, P)
+            yield Head(derivatives=derivatives, reads=reads, Z=Z, **places, **operands)  # type: ignore[arg-type]
+
+
+def _kept(
+    problem: Problem, seed: int | None, offset: int | None, batch: int, head: int, first_row: int, P: Array
+) -> Array | float:
+    """Z of rows of one head whose weights are P."""
+    if not problem.dropout:
+        return 1.0
+    origin = problem.origin
+    first_row += origin[0]
+    rows, keys = range(first_row, first_row + P.shape[0]), range(origin[1], origin[1] + P.shape[1])
+    number = origin.head + batch * origin.num_heads + head
+    kept = module_of(P).asarray(kept_weights(problem.dropout, seed, offset, number, rows, keys))
+    return kept.astype(P.dtype) * P.dtype.type(problem.kept_scale)
 
 
 def dequantised(problem: Problem, name: str, x: Array, terms: Mapping[str, Any]) -> Array:
@@ -305,7 +343,8 @@ def dequantised(problem: Problem, name: str, x: Array, terms: Mapping[str, Any])
     if getattr(problem, name).dtype not in FLOAT8:
         return x
     with np.errstate(all="ignore"):
-        scales = scales_of_rows(problem, f"{name}_scale", terms.get(f"{name}_scale"))
+        scale = terms.get(f"{name}_scale")
+        scales = scales_of_rows(problem, f"{name}_scale", None if scale is None else on_host(scale))
         return x.astype(np.float64) * (1.0 if scales is None else scales[..., None].astype(np.float64))
 
 
@@ -314,14 +353,15 @@ def weights_from_lse(
 ) -> tuple[Array, Array, Array]:
     """P, dP and D of rows and some of their keys, 2-D arrays of one head, where lse stands for the other keys."""
     dO, Q, K, V, O, L = (x.astype(dtype) for x in (dout, q, k, v, out, lse))  # noqa: E741 (the paper's letter)
-    S, *_ = _scores(problem, Q, K, slope=None, bias=None, mask=None)
+    S, *_ = scores(problem, problem.scale * product(Q, K.T))
     return np.exp(S - L[:, None]), product(dO, V.T), (dO * O).sum(axis=-1, keepdims=True)
 
 
 def pairs_of_blocks(problem: Problem, block_mask: Array) -> Array:
     """A block mask as a mask of pairs (query, key): entry [i, j] is block_mask[i // block rows, j // block keys]."""
     rows, keys = problem.block_size
-    i, j = np.arange(problem.seqlen_q), np.arange(problem.seqlen_k)
+    xp = module_of(block_mask)
+    i, j = xp.arange(problem.seqlen_q), xp.arange(problem.seqlen_k)
     return block_mask[..., (i // rows)[:, None], j // keys]
 
 
@@ -337,44 +377,58 @@ def unit_of_scores(problem: Problem) -> float:
     return min(1.0, problem.softcap or 1.0)
 
 
-def _scores(
-    problem: Problem, Q: Array, K: Array, *, slope: Array | None, bias: Array | None, mask: Array | None
-) -> tuple[Array, Array, Array, dict[str, Array]]:
-    """S of one head with -inf at hidden keys; QK, cap_slope and derivatives, fields of `Head`."""
-    QK = product(Q, K.T)
-    S = problem.scale * QK
-    cap_slope = np.ones((1, 1), S.dtype)
+def scores(
+    problem: Problem,
+    S: Array,
+    first_row: int = 0,
+    *,
+    slope: Array | None = None,
+    bias: Array | None = None,
+    mask: Array | None = None,
+) -> tuple[Array, Array | float, dict[str, Array]]:
+    """S of scale Q K^T, rows from `first_row` on, with -inf at hidden keys; cap_slope and derivatives, as in `Head`."""
+    xp = module_of(S)
+    cap_slope: Array | float = 1.0
     derivatives = {}
     if problem.softcap is not None:
         X = S / problem.softcap
-        T = np.tanh(X)
+        T = xp.tanh(X)
         S, cap_slope = problem.softcap * T, 1 - T * T
         derivatives["dsoftcap"] = T - X * cap_slope
-    j_minus_i = np.arange(S.shape[1]) - np.arange(S.shape[0])[:, None] - problem.diagonal
+    i, j = xp.arange(first_row, first_row + S.shape[-2])[:, None], xp.arange(S.shape[-1])
     if slope is not None:
-        distance = np.abs(j_minus_i).astype(S.dtype)
+        distance = xp.abs(j - i - problem.diagonal).astype(S.dtype)
         S = S - slope * distance
         derivatives["dalibi_slopes"] = -distance
     if bias is not None:
         S = S + bias
-        derivatives["dbias"] = np.ones((1, 1), S.dtype)
+        derivatives["dbias"] = xp.ones((1, 1), S.dtype)
     if problem.window_left is not None:
-        S = _replace(S, j_minus_i < -problem.window_left, -np.inf)
+        S = _replace(S, j < i + (problem.diagonal - problem.window_left), -np.inf)
     if problem.window_right is not None:
-        S = _replace(S, j_minus_i > problem.window_right, -np.inf)
+        S = _replace(S, j > i + (problem.diagonal + problem.window_right), -np.inf)
     if mask is not None:
         S = _replace(S, ~mask, -np.inf)
-    return S, QK, cap_slope, derivatives
+    return S, cap_slope, derivatives
 
 
 def _by_functions(
-    problem: Problem, S: Array, slope: Array, score_args: Mapping[str, Array], batch: int, head: int
-) -> tuple[Array, Array, list[tuple[str, Array, Array]]]:
+    problem: Problem,
+    S: Array,
+    first_row: int,
+    slope: Array | float,
+    score_args: Mapping[str, Array],
+    batch: int,
+    head: int,
+) -> tuple[Array, Array | float, list[tuple[str, Array, Array]]]:
     """Scores of one head as score_mod and mask_mod leave them, their derivative by S, and `Head.reads`.
 
     Values are those of the function itself, called on NumPy arrays. S already has -inf where other options hide a pair.
     """
-    i, j = np.arange(S.shape[0])[:, None], np.arange(S.shape[1])[None, :]
+    if not problem.has_functions:
+        return S, slope, []
+    xp, S = module_of(S), on_host(S)
+    i, j = np.arange(first_row, first_row + S.shape[0])[:, None], np.arange(S.shape[1])[None, :]
     inputs: dict[str, Any] = {"s": S, "i": i, "j": j, "head": head, "batch": batch}
     reads, hidden = [], np.isneginf(S)
     if problem.score is not None:
@@ -382,28 +436,65 @@ def _by_functions(
         program = problem.program.on_numpy()
         loads = [(name, load) for name, found in program.loads.items() for load in found]
         nodes = [x for x in (program.by_s, *(load.derivative for _, load in loads)) if x is not None]
-        slope, *others = evaluate(nodes, inputs, score_args, S.dtype)
+        by_s, *others = evaluate(nodes, inputs, score_args, S.dtype)
+        slope = xp.asarray(by_s)
         for (name, load), derivative in zip(loads, others, strict=True):
             shape, entry = score_args[name].shape, np.zeros(S.shape, np.int64)
             indices = evaluate(load.at.args, inputs, score_args, S.dtype)
             for index, length in zip(clamped(indices, shape), shape, strict=True):
                 entry = entry * length + index
-            reads.append((name, entry, np.broadcast_to(derivative, S.shape).astype(S.dtype)))
+            derivative = np.broadcast_to(derivative, S.shape).astype(S.dtype)
+            reads.append((name, xp.asarray(entry), xp.asarray(derivative)))
         S = np.broadcast_to(problem.score.on_numpy()(inputs, score_args, S.dtype), S.shape).astype(S.dtype)
     if problem.mask_function is not None:
         hidden = hidden | ~np.broadcast_to(problem.mask_function(inputs, score_args, S.dtype), S.shape).astype(bool)
-    return _replace(S, hidden, -np.inf), slope, reads
+    return xp.asarray(_replace(S, hidden, -np.inf)), slope, reads
 
 
-def _softmax(S: Array, sink: Array) -> tuple[Array, Array, Array]:
-    """P, the weight of the sink and L of the rows of S; a row of nothing but -inf has P = 0 and L = -inf."""
-    m = np.maximum(S.max(axis=-1, keepdims=True, initial=-np.inf), sink)
+def softmax(S: Array, sink: Array | float = -np.inf) -> tuple[Array, Array, Array]:
+    """P, in the memory of S, the weight of the sink and L; a row of nothing but -inf has P = 0 and L = -inf."""
+    xp = module_of(S)
+    m = S.max(axis=-1, keepdims=True) if S.shape[-1] else xp.full((*S.shape[:-1], 1), -np.inf, S.dtype)
+    m = xp.maximum(m, sink)
     m = _replace(m, m == -np.inf, 0)
-    P, P_sink = np.exp(S - m), np.exp(sink - m)
+    S -= m
+    P, P_sink = xp.exp(S, out=S), xp.exp(sink - m)
     l = P.sum(axis=-1, keepdims=True) + P_sink  # noqa: E741 (the paper's letter)
-    L = m + np.log(l)
+    L = m + xp.log(l)
     l = _replace(l, l == 0, 1)  # noqa: E741
-    return P / l, P_sink / l, L[:, 0]
+    P /= l
+    return P, P_sink / l, L[..., 0]
+
+
+def output(P: Array, Z: Array | float, V: Array, dtype: np.dtype[Any]) -> Array:
+    """O, of weights that are rounded to dtype."""
+    return product(_round(_times(P, Z), dtype), V)
+
+
+def gradients(
+    scale: float,
+    Q: Array,
+    K: Array,
+    V: Array,
+    dO: Array,
+    P: Array,
+    D: Array,
+    dtype: np.dtype[Any],
+    *,
+    Z: Array | float = 1.0,
+    cap_slope: Array | float = 1.0,
+    dL: Array | None = None,
+) -> tuple[Array, Array, Array, Array, Array]:
+    """dQ, dK and dV of these rows; dS without cap_slope, and with it, rounded to dtype."""
+    dS = _times(product(dO, V.swapaxes(-1, -2)), Z)
+    dS -= D
+    if dL is not None:
+        dS += dL
+    dS_bias = P * dS
+    dS = _round(_times(dS_bias, cap_slope), dtype)
+    dQ, dK = scale * product(dS, K), scale * product(dS.swapaxes(-1, -2), Q)
+    dV = product(_round(_times(P, Z), dtype).swapaxes(-1, -2), dO)
+    return dQ, dK, dV, dS_bias, dS
 
 
 def product(A: Array, B: Array) -> Array:
@@ -418,6 +509,11 @@ def product(A: Array, B: Array) -> Array:
         return np.concatenate(list(parts))
 
 
+def cast(x: Array, dtype: DTypeLike) -> Array:
+    """x in dtype, bfloat16 by way of float32, the only cast that CuPy has for it."""
+    return (x.astype(np.float32) if x.dtype.name == "bfloat16" else x).astype(dtype)
+
+
 def compute_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     """dtype of sums and softmax: float64 for float64, longdouble for itself, else float32."""
     return np.dtype(dtype if np.dtype(dtype) in (np.float64, np.longdouble) else np.float32)
@@ -427,7 +523,7 @@ def as_caller(problem: Problem, x: Array) -> Array:
     """A (batch, heads, seqlen, dim) result in the caller's layout and number of axes."""
     batch, heads, seqlen, dim = x.shape
     shape = user_shape(batch, heads, seqlen, dim, problem.ndim, problem.layout)
-    return np.ascontiguousarray(x.swapaxes(1, 2) if problem.layout == "bshd" else x).reshape(shape)
+    return module_of(x).ascontiguousarray(x.swapaxes(1, 2) if problem.layout == "bshd" else x).reshape(shape)
 
 
 def error_fractions(errors: Array, unit: Array, noise: Array) -> tuple[float, float]:
@@ -444,10 +540,20 @@ def error_fractions(errors: Array, unit: Array, noise: Array) -> tuple[float, fl
     return of_unit, of_noise
 
 
+def _with_dtype(x: Array) -> Array:
+    """An array of fp8 numbers on the host if it is CuPy's, which has no such dtype; others as they are."""
+    return on_host(x.bits).view(x.dtype) if isinstance(x, Float8Array) else x
+
+
 def _round(x: Array, dtype: np.dtype[Any]) -> Array:
     """x rounded to dtype, in the dtype it had."""
-    return x.astype(dtype).astype(x.dtype)
+    return x if x.dtype == dtype else x.astype(dtype).astype(x.dtype)
+
+
+def _times(x: Array, factor: Array | float) -> Array:
+    """x times what is 1.0 where there is nothing to multiply by."""
+    return x if isinstance(factor, float) else x * factor
 
 
 def _replace(x: Array, where: Array, value: float) -> Array:
-    return np.where(where, np.asarray(value, x.dtype), x)
+    return module_of(x).where(where, x.dtype.type(value), x)  # type: ignore[no-any-return]

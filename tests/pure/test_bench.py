@@ -1,4 +1,4 @@
-"""Cases of the benchmark, the work that they are, the formula and the check."""
+"""Cases of the benchmark, the work that they are, and the check."""
 
 from dataclasses import replace
 
@@ -8,12 +8,13 @@ import pytest
 
 from bench import peers
 from bench.cases import Case
-from bench.formula import RANDOM, Inputs, Reference, make_inputs, one_group
+from bench.check import Check
 from bench.functions import DOCUMENTS
+from bench.inputs import RANDOM, Inputs, make_inputs, problem_of
 from bench.suites import FA2, GROUPED, SUITES
 from cuflash.arrays.array_info import numpy_dtype
 from cuflash.testing import reference
-from tests.benched import ALL_CASES, BIASED, OPTIONAL, PLAIN, SMALL, abstract, problem_of
+from tests.benched import ALL_CASES, BIASED, OPTIONAL, PLAIN, SMALL, abstract
 
 # Cases
 
@@ -82,7 +83,7 @@ def test_values_in_the_columns_of_keys():
     assert np.shares_memory(inputs.k, inputs.v) and inputs.v.shape == case.v_shape
     np.testing.assert_array_equal(inputs.v, inputs.k[..., :8])
     out = peers.cuflash(case, inputs).calls["forward"]()
-    assert Reference(case, inputs).errors("forward", out)["out"].within_rule
+    assert Check(case, inputs).errors("forward", out)["out"].within_rule
     with pytest.raises(ValueError, match=r"^v_in_k: got a v of 13 columns, expected at most 12, as k has$"):
         replace(case, head_dim_v=13)
 
@@ -113,19 +114,35 @@ def test_cases_that_peers_disagree_on_are_refused():
 
 
 @pytest.mark.parametrize("case", [SMALL, PLAIN, *BIASED, *OPTIONAL], ids=lambda case: case.name)
-def test_the_formula_is_the_oracle(case, monkeypatch):
-    monkeypatch.setattr("bench.formula.ROWS_AT_ONCE", 7)
+def test_the_check_is_the_oracle(case, monkeypatch):
+    """Of the first head and of the last one, whose rows come in chunks."""
+    monkeypatch.setattr("bench.check.ROWS_AT_ONCE", 7)
     inputs = make_inputs(np, case)
     problem = problem_of(case, inputs.q, inputs.k, inputs.v, inputs.terms)
     given = RANDOM | dict(inputs.terms)
     out, _ = reference.forward(problem, inputs.q, inputs.k, inputs.v, **given)
     dq, dk, dv = reference.backward(problem, inputs.dout, inputs.q, inputs.k, inputs.v, **given)
-    for b, h in ((0, 0), (1, 1)):
+    check = Check(case, inputs)
+    for n, (b, h) in enumerate(((0, 0), (1, 1))):
         heads = slice(h * case.group_size, (h + 1) * case.group_size)
-        group = one_group(case, inputs, b, h, compute="float64", store="float64")
         expected = {"out": out[b, heads], "dq": dq[b, heads], "dk": dk[b, h], "dv": dv[b, h]}
+        assert check.exact.keys() == expected.keys()
         for name, value in expected.items():
-            np.testing.assert_allclose(group[name], value, rtol=1e-10, atol=1e-12)
+            np.testing.assert_allclose(check.exact[name][n], value, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_past_the_lengths_are_not_checked(causal):
+    case = replace(PLAIN, causal=causal, lengths=(24, 10))
+    inputs = make_inputs(np, case)
+    check, contender = Check(case, inputs), peers.cuflash_packed(case, inputs)
+    for pass_, call in contender.calls.items():
+        for name, error in check.errors(pass_, tuple(contender.to_array(x) for x in call())).items():
+            assert error.within_rule, name
+    (out,) = check.exact["out"][1]
+    q, k, v = (x[1:, 1:, :10] for x in (inputs.q, inputs.k, inputs.v))
+    alone, _ = reference.forward(problem_of(replace(case, lengths=()), q, k, v, {}), q, k, v)
+    np.testing.assert_allclose(out, alone[0, 0], rtol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -133,7 +150,7 @@ def test_the_check_tells_right_from_wrong(dtype):
     case = Case(head_dim=16, seqlen_q=40, batch=2, num_heads=2, causal=True, dtype=dtype)
     inputs = make_inputs(np, case)
     assert {x.dtype for x in (inputs.q, inputs.k, inputs.v, inputs.dout)} == {numpy_dtype(dtype)}
-    check = Reference(case, inputs)
+    check = Check(case, inputs)
     contender = peers.naive(case, inputs)
     (out,) = contender.calls["forward"]()
     (error,) = check.errors("forward", (out,)).values()

@@ -11,14 +11,17 @@ import pytest
 import cuflash
 from bench import environment, peers, peers_torch, report
 from bench.cases import OPTIONS, SUFFIXES, Case
+from bench.check import Check
 from bench.contender import Absent, Contender, refuse
-from bench.formula import Reference, make_inputs, softmax_rows
 from bench.functions import FUNCTIONS
+from bench.inputs import make_inputs
 from bench.suites import SUITES
 from cuflash.cpu.jobs import count_cores
 from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.spec.options import Options
 from cuflash.spec.passes import BACKWARD, FORWARD
 from cuflash.spec.problem import make_problem
+from cuflash.testing import reference
 from tests.benched import BIASED, OPTIONAL, PLAIN, SMALL, abstract
 
 BESIDE_PEERS = [case for case in OPTIONAL if not {"dropout", "sinks", "kv_lengths"} & set(case.options)] + [
@@ -55,7 +58,7 @@ def test_contenders_on_the_cpu_are_right(name, case, monkeypatch):
             peers.ADAPTERS[name](case, make_inputs(np, case))
         return
     inputs = make_inputs(np, case)
-    check = Reference(case, inputs)
+    check = Check(case, inputs)
     contender = peers.ADAPTERS[name](case, inputs)
     for _ in range(2):  # a call may be repeated
         for pass_ in ("backward", "forward"):
@@ -69,7 +72,7 @@ def test_contenders_on_the_cpu_are_right(name, case, monkeypatch):
 def test_contenders_with_options_are_right(name, case):
     """And would be wrong by the check without any one of them."""
     inputs = make_inputs(np, case)
-    contender, check = peers.ADAPTERS[name](case, inputs), Reference(case, inputs)
+    contender, check = peers.ADAPTERS[name](case, inputs), Check(case, inputs)
     for pass_ in ("backward", "forward"):
         errors = check.errors(pass_, contender.calls[pass_]())
         assert not any(error.wrong for error in errors.values())
@@ -167,7 +170,7 @@ def test_the_suite_of_options_has_every_option():
 def test_functions_have_gradients_beside_packed_documents(name):
     case = replace(PLAIN, function=name, causal=True)
     inputs = make_inputs(np, case)
-    check = Reference(case, inputs)
+    check = Check(case, inputs)
     for contender in ("cuflash-gradients", "cuflash-packed"):
         if FUNCTIONS[name].is_mask == (contender == "cuflash-gradients"):
             with pytest.raises(Absent):
@@ -201,7 +204,7 @@ def test_few_queries_stand_at_the_last_keys(changes):
     case = Case(head_dim=8, seqlen_q=3, seqlen_k=40, batch=1, num_heads=4, num_heads_kv=2, dtype="float32", **changes)
     inputs = make_inputs(np, case)
     out = peers.cuflash(case, inputs).calls["forward"]()
-    assert Reference(case, inputs).errors("forward", out)["out"].within_rule
+    assert Check(case, inputs).errors("forward", out)["out"].within_rule
 
 
 def test_the_suite_of_few_queries_has_every_option():
@@ -241,7 +244,7 @@ def test_contenders_with_a_bias_are_right(name, case):
     contender = peers.ADAPTERS[name](case, inputs)
     for pass_ in ("backward", "forward"):
         results = tuple(contender.to_array(x) for x in contender.calls[pass_]())
-        errors = Reference(case, inputs).errors(pass_, results)
+        errors = Check(case, inputs).errors(pass_, results)
         assert not any(error.wrong for error in errors.values())
     for other, reason in (("naive", "without a bias"), ("fa2", "without a bias")):
         with pytest.raises(Absent, match=reason):
@@ -276,7 +279,7 @@ def test_packed_sequences_are_right_and_counted_exactly(lengths, causal):
     sizes: dict[str, Any] = {"batch": 3, "num_heads": 4, "num_heads_kv": 2, "head_dim": 8, "dtype": "float32"}
     case = Case(seqlen_q=40, lengths=lengths, causal=causal, **sizes)
     inputs = make_inputs(np, case)
-    check, contender = Reference(case, inputs), peers.ADAPTERS["cuflash-packed"](case, inputs)
+    check, contender = Check(case, inputs), peers.ADAPTERS["cuflash-packed"](case, inputs)
     for pass_ in ("forward", "backward"):
         results = tuple(contender.to_array(x) for x in contender.calls[pass_]())
         assert not any(error.wrong for error in check.errors(pass_, results).values())
@@ -382,7 +385,7 @@ def test_cuequivariance_gets_its_axes(changes, monkeypatch):
     calls = peers_torch.cuequivariance_calls(torch, case, *as_tensors(torch, inputs))
     for pass_ in ("forward", "backward"):
         results = tuple(x.detach().numpy() for x in calls[pass_]())
-        assert not any(error.wrong for error in Reference(case, inputs).errors(pass_, results).values())
+        assert not any(error.wrong for error in Check(case, inputs).errors(pass_, results).values())
     for other in (replace(case, bias="qk", mask=""), replace(case, mask="qk")):
         with pytest.raises(Absent, match="needs a bias of axes hqk"):
             peers_torch.cuequivariance_calls(torch, other, None, None, None, None, {})
@@ -402,7 +405,7 @@ def test_flex_gets_the_options(case, monkeypatch):
     inputs = make_inputs(np, case)
     calls = peers_torch.flex_calls(torch, case, *as_tensors(torch, inputs))
     (out,) = calls["forward"]()
-    assert not Reference(case, inputs).errors("forward", (out.numpy(),))["out"].wrong
+    assert not Check(case, inputs).errors("forward", (out.numpy(),))["out"].wrong
 
 
 @pytest.mark.parametrize("changes", [{"mask": "qk"}, {"mask": "bk"}, {"bias": "hq"}, {"bias": "bk", "mask": "qk"}])
@@ -414,7 +417,7 @@ def test_masks_are_bias_terms_to_kernels_that_have_no_others(changes):
     bias = peers_torch.additive(torch, case, terms, q.dtype)
     assert bias.shape == (2, 2, 24, 24)
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias).numpy()
-    assert not Reference(case, inputs).errors("forward", (out,))["out"].wrong
+    assert not Check(case, inputs).errors("forward", (out,))["out"].wrong
     assert peers_torch.additive(torch, PLAIN, {}, q.dtype) is None
 
 
@@ -460,11 +463,9 @@ def fake_jax(monkeypatch, fake_cupy):
         if config.block_kv == 256:
             raise ValueError("exceeds available shared memory")
         jax.now += 2 if config.block_kv == 64 else 1
-        group = q.shape[2] // k.shape[2]
         q, k, v = (x.astype("float32").transpose(0, 2, 1, 3) for x in (q, k, v))
-        given = {"causal": True} if config.causal else {}
-        p, _ = softmax_rows(np, q, k.repeat(group, axis=1), scale=1.0, **given)
-        return (p @ v.repeat(group, axis=1)).transpose(0, 2, 1, 3).astype("float16")
+        problem = make_problem(Options(causal=config.causal, scale=1.0), q, k, v)
+        return reference.forward(problem, q, k, v)[0].transpose(0, 2, 1, 3).astype("float16")
 
     pallas.attention = attention
     monkeypatch.setitem(sys.modules, "jax", jax)
@@ -483,7 +484,7 @@ def test_pallas_gets_its_layout_scale_and_tile(fake_jax, fake_cupy, causal):
     assert contender.wait is fake_jax.block_until_ready
     results = tuple(contender.to_array(x) for x in contender.calls["forward"]())
     assert [x.shape for x in results] == [case.out_shape]
-    assert not any(error.wrong for error in Reference(case, inputs).errors("forward", results).values())
+    assert not any(error.wrong for error in Check(case, inputs).errors("forward", results).values())
 
 
 @pytest.mark.parametrize(

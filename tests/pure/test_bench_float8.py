@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 import cuflash
 from bench import peers, report, rounding
 from bench.cases import Case
+from bench.check import Check
 from bench.contender import Absent
-from bench.formula import Reference, make_inputs
+from bench.inputs import make_inputs
 from bench.suites import SUITES
 from tests.benched import PLAIN, synthetic
 
@@ -29,7 +30,7 @@ CASE = Case(head_dim=32, seqlen_q=40, batch=2, num_heads=4, num_heads_kv=2)
 def test_contenders_of_one_byte_are_near_the_numbers_before_rounding(name, causal, head_dim, seqlen):
     case = Case(head_dim=head_dim, seqlen_q=seqlen, batch=2, num_heads=4, num_heads_kv=2, causal=causal)
     inputs = make_inputs(np, case)
-    contender, check = peers.ADAPTERS[name](case, inputs), Reference(case, inputs)
+    contender, check = peers.ADAPTERS[name](case, inputs), Check(case, inputs)
     for _ in range(2):  # a call may be repeated
         (out,) = contender.calls["forward"]()
         (error,) = check.errors("forward", (out,), contender.coarser).values()

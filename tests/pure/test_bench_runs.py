@@ -15,8 +15,9 @@ import cuflash.testing as ct
 from bench import ceiling, peers, report
 from bench.__main__ import ROOT, main
 from bench.cases import BLOCK, Case
+from bench.check import Check
 from bench.contender import Absent, Contender
-from bench.formula import Reference, make_inputs
+from bench.inputs import make_inputs
 from bench.run import choose_cases, choose_contenders, distribute, failures, run_suite
 from bench.suites import SUITES, Suite
 from bench.timing import (
@@ -249,7 +250,7 @@ def test_block_masks(tmp_path):
     with pytest.raises(Absent, match="needs blocks"):
         peers.ADAPTERS["cuflash-mask"](replace(case, blocks_kept=0.0), inputs)
     unmasked = peers.cuflash(replace(case, blocks_kept=0.0), inputs)
-    assert Reference(case, inputs).errors("forward", unmasked.calls["forward"]())["out"].wrong
+    assert Check(case, inputs).errors("forward", unmasked.calls["forward"]())["out"].wrong
 
 
 def test_a_wrong_contender_is_recorded_and_not_timed(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from bench import evidence, memory, traffic, training
 from bench.__main__ import EVIDENCE, main, parser
 from bench.cases import Case
 from bench.examples import run_page
-from bench.formula import make_inputs
+from bench.inputs import make_inputs
 from bench.peers import ADAPTERS
 from bench.report import begin_of
 from bench.suites import RUNTIME
