@@ -3,7 +3,15 @@
 from cuflash.score_mod.cuda_source import FIRST_LINE, Score
 from cuflash.score_mod.hoisting import hoisted_program_of, is_of_diagonals
 from cuflash.score_mod.indexing import COUNTED, ORIGIN
-from cuflash.score_mod.program import KINDS_OF_READS, Program, ScoreFunction, Traced, index_class, program_of
+from cuflash.score_mod.program import (
+    KINDS_OF_READS,
+    Program,
+    ScoreFunction,
+    Traced,
+    index_class,
+    program_of,
+    tangents_of,
+)
 from cuflash.score_mod.tables import Loaded, Table
 
 __all__ = [
@@ -21,4 +29,5 @@ __all__ = [
     "index_class",
     "is_of_diagonals",
     "program_of",
+    "tangents_of",
 ]

@@ -24,11 +24,11 @@ def _is(x: Node, value: float) -> bool:
     return x.op == "constant" and x.payload == value
 
 
-def _made(op: str, *args: Node) -> Node:
+def made(op: str, *args: Node) -> Node:
     return node(op, args, None, "float")
 
 
-def _condition(op: str, x: Node, y: Node) -> Node:
+def condition(op: str, x: Node, y: Node) -> Node:
     return node(op, (x, y), None, "bool")
 
 
@@ -36,8 +36,8 @@ def add(x: Node, y: Node) -> Node:
     if _is(x, 0):
         return y
     if y.op == "neg":
-        return _made("sub", x, y.args[0])
-    return x if _is(y, 0) else _made("add", x, y)
+        return made("sub", x, y.args[0])
+    return x if _is(y, 0) else made("add", x, y)
 
 
 def negative(x: Node) -> Node:
@@ -46,7 +46,7 @@ def negative(x: Node) -> Node:
     return (
         real(-float(x.payload))
         if x.op == "constant" and not isinstance(x.payload, (str, type(None)))
-        else _made("neg", x)
+        else made("neg", x)
     )
 
 
@@ -60,11 +60,11 @@ def multiply(x: Node, y: Node) -> Node:
         return negative(y)
     if _is(y, -1):
         return negative(x)
-    return _made("mul", x, y)
+    return made("mul", x, y)
 
 
-def choose(condition: Node, x: Node, y: Node) -> Node:
-    return x if x is y else _made("where", condition, x, y)
+def choose(which: Node, x: Node, y: Node) -> Node:
+    return x if x is y else made("where", which, x, y)
 
 
 def derivatives(root: Node, wanted: list[Node]) -> list[Node]:
@@ -83,19 +83,19 @@ def derivatives(root: Node, wanted: list[Node]) -> list[Node]:
             continue
         own = adjoint[at]
         is_steep = at.op in ("sqrt", "pow") and not known[at.args[0]].is_positive
-        for arg, factor in _local(at):
+        for arg, factor in local_derivatives(at):
             if arg not in depends:
                 continue
             if isinstance(factor, Node):
                 summand = _scaled(own, factor, at in chosen)
                 if is_steep:
-                    summand = _zero_where(own, summand)
+                    summand = zero_where(own, summand)
                 if at in steep:
-                    summand = _zero_where(factor, summand)
+                    summand = zero_where(factor, summand)
             else:
-                condition, takes = factor
-                summand = choose(condition, own, ZERO) if takes else choose(condition, ZERO, own)
-            if at in chosen or not isinstance(factor, Node) or _is_at_limit(at, arg, known[arg]):
+                takes_first, takes = factor
+                summand = choose(takes_first, own, ZERO) if takes else choose(takes_first, ZERO, own)
+            if at in chosen or not isinstance(factor, Node) or is_at_limit(at, arg, known[arg]):
                 chosen.add(arg)
             if at in steep or is_steep:
                 steep.add(arg)
@@ -103,23 +103,23 @@ def derivatives(root: Node, wanted: list[Node]) -> list[Node]:
     return [adjoint.get(at, ZERO) for at in wanted]
 
 
-def _is_at_limit(at: Node, arg: Node, known: Range) -> bool:
+def is_at_limit(at: Node, arg: Node, known: Range) -> bool:
     """Whether the value of a node may be finite where an argument is infinite. Its derivative by this is 0 there."""
     return known.may_be_infinite and (at.op in ("exp", "tanh", "pow") or (at.op == "div" and arg is at.args[1]))
 
 
 def _scaled(adjoint: Node, factor: Node, is_chosen: bool) -> Node:
     if is_chosen and factor.op != "constant":
-        return _made("product", adjoint, factor)
+        return made("product", adjoint, factor)
     return multiply(adjoint, factor)
 
 
-def _zero_where(x: Node, product: Node) -> Node:
+def zero_where(x: Node, product: Node) -> Node:
     """A product with x, 0 where x is, even if the other factor is infinite."""
-    return product if x.op == "constant" else choose(_condition("eq", x, ZERO), ZERO, product)
+    return product if x.op == "constant" else choose(condition("eq", x, ZERO), ZERO, product)
 
 
-def _local(at: Node) -> list[tuple[Node, Node | tuple[Node, bool]]]:
+def local_derivatives(at: Node) -> list[tuple[Node, Node | tuple[Node, bool]]]:
     """The arguments of a node in order, each with its derivative: an expression, or (condition, takes).
 
     With a condition it is 1 where that agrees with `takes`, else 0.
@@ -133,25 +133,25 @@ def _local(at: Node) -> list[tuple[Node, Node | tuple[Node, bool]]]:
     if at.op in ("min", "max"):
         x, y = at.args
         # False for a NaN: then the derivative is that of y.
-        takes_x = _condition("le", *((x, y) if at.op == "min" else (y, x)))
+        takes_x = condition("le", *((x, y) if at.op == "min" else (y, x)))
         return [(x, (takes_x, True)), (y, (takes_x, False))]
-    if at.op == "mul":
+    if at.op in ("mul", "product"):
         return [(at.args[0], at.args[1]), (at.args[1], at.args[0])]
     if at.op == "div":
         x, y = at.args
-        return [(x, _made("div", ONE, y)), (y, negative(_made("div", at, y)))]
+        return [(x, made("div", ONE, y)), (y, negative(made("div", at, y)))]
     if at.op == "mod":
         x, y = at.args
-        return [(x, ONE), (y, negative(_made("floordiv", x, y)))]
+        return [(x, ONE), (y, negative(made("floordiv", x, y)))]
     if at.op == "pow":
         x, y = at.args
-        below = _made("pow", x, _made("sub", y, ONE))
-        of_base = _zero_where(below, _zero_where(y, _made("mul", y, below)))
-        is_flat = _condition("and", _condition("eq", x, ZERO), _condition("le", ZERO, y))  # 0 ** y is, but at y = 0
-        return [(x, of_base), (y, choose(is_flat, ZERO, _zero_where(at, _made("mul", at, _made("log", x)))))]
+        below = made("pow", x, made("sub", y, ONE))
+        of_base = zero_where(below, zero_where(y, made("mul", y, below)))
+        is_flat = condition("and", condition("eq", x, ZERO), condition("le", ZERO, y))  # 0 ** y is, but at y = 0
+        return [(x, of_base), (y, choose(is_flat, ZERO, zero_where(at, made("mul", at, made("log", x)))))]
     if at.op == "abs":
         (x,) = at.args
-        sign = choose(_condition("lt", x, ZERO), real(-1), choose(_condition("lt", ZERO, x), ONE, ZERO))
+        sign = choose(condition("lt", x, ZERO), real(-1), choose(condition("lt", ZERO, x), ONE, ZERO))
         return [(x, sign)]
     return _of_function(at)
 
@@ -162,11 +162,11 @@ def _of_function(at: Node) -> list[tuple[Node, Node | tuple[Node, bool]]]:
     (x,) = at.args
     slopes = {
         "exp": lambda: at,
-        "log": lambda: _made("div", ONE, x),
-        "sqrt": lambda: _made("div", real(0.5), at),
-        "tanh": lambda: _made("sub", ONE, _made("mul", at, at)),
-        "sin": lambda: _made("cos", x),
-        "cos": lambda: negative(_made("sin", x)),
+        "log": lambda: made("div", ONE, x),
+        "sqrt": lambda: made("div", real(0.5), at),
+        "tanh": lambda: made("sub", ONE, made("mul", at, at)),
+        "sin": lambda: made("cos", x),
+        "cos": lambda: negative(made("sin", x)),
     }
     return [(cast(x, "float"), slopes[at.op]())]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -17,6 +17,7 @@ from cuflash.score_mod.factors import factored
 from cuflash.score_mod.indexing import COUNTED, ORIGIN, of_slice
 from cuflash.score_mod.nodes import COMPARISONS, Node, in_order, node, shown
 from cuflash.score_mod.tables import AXES, Loaded, Table, filling_source
+from cuflash.score_mod.tangents import TANGENT_OF_S, tangent_of_load, tangents
 from cuflash.score_mod.tile_bounds import bounds_source
 from cuflash.score_mod.tracing import NAMED_INPUTS, number_as_mask, trace
 from cuflash.score_mod.types import cast, typed
@@ -418,6 +419,35 @@ def with_derivatives(score: Node | None, mask: Node | None, arrays: tuple[tuple[
             if found
         }
     return Program(score=score, mask=mask, by_s=by_s, arrays=arrays, loads=loads)
+
+
+class ScoreTangents(NamedTuple):
+    """Tangents of a score, of its derivative by the scaled product, and of those by its reads, by array.
+
+    They are expressions of ``ts``, the tangent of the scaled product, and of reads of ``t<array>``.
+    """
+
+    score: Node
+    by_s: Node
+    reads: Mapping[str, tuple[Node, ...]]
+
+
+@functools.lru_cache(maxsize=256)
+def tangents_of(
+    score: ScoreFunction, arrays: tuple[tuple[str, int, str], ...], moved: tuple[str, ...], of_s: bool
+) -> ScoreTangents:
+    """The tangents of a score where the arrays `moved`, and s if `of_s`, have tangents. See `program_of`."""
+    program = program_of(score, None, arrays).on_numpy()
+    assert program.score is not None and program.by_s is not None
+    seeds = {load.at: tangent_of_load(load.at) for name in moved for load in program.loads[name]}
+    if of_s:
+        seeds[node("input", (), "s", "float")] = TANGENT_OF_S
+    reads = [(name, load.derivative) for name, loads in program.loads.items() for load in loads]
+    score_tangent, by_s, *others = tangents([program.score, program.by_s, *(x for _, x in reads)], seeds)
+    found: dict[str, tuple[Node, ...]] = {}
+    for (name, _), tangent in zip(reads, others, strict=True):
+        found[name] = (*found.get(name, ()), tangent)
+    return ScoreTangents(score_tangent, by_s, found)
 
 
 def index_class(load: Node) -> str:
