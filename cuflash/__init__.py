@@ -14,17 +14,28 @@ from cuflash.functional import attention
 from cuflash.quantization import Quantized, dequantize, quantize, rotate
 from cuflash.score_mod import Score
 from cuflash.score_mod.functions import abs, clip, cos, exp, floor, log, maximum, minimum, sin, sqrt, tanh, where
+from cuflash.second_derivatives import (
+    DoubleGradients,
+    JvpGradients,
+    double_backward,
+    hessian_vector_product,
+    jvp_backward,
+)
 from cuflash.shards.merge import MergeGradients, MergeResult, merge, merge_backward
 from cuflash.spec.dropout import dropout_mask
-from cuflash.spec.results import ForwardResult, Gradients
+from cuflash.spec.results import ForwardResult, Gradients, GradientTangents, JvpResult
 from cuflash.spec.streamed import streamed
 
 __version__ = "0.2.0"
 
 __all__ = [
+    "DoubleGradients",
     "FlashAttention",
     "ForwardResult",
+    "GradientTangents",
     "Gradients",
+    "JvpGradients",
+    "JvpResult",
     "MergeGradients",
     "MergeResult",
     "Quantized",
@@ -36,10 +47,13 @@ __all__ = [
     "cos",
     "cpu_threads",
     "dequantize",
+    "double_backward",
     "dropout_mask",
     "exp",
     "floor",
     "fp8",
+    "hessian_vector_product",
+    "jvp_backward",
     "log",
     "maximum",
     "merge",

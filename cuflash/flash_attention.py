@@ -1,4 +1,4 @@
-"""The public interface: `FlashAttention` for forward, backward, plan, compile and tune.
+"""The public interface: `FlashAttention` for forward, backward, jvp, backward_jvp, plan, compile and tune.
 
 The short story of a call:
 
@@ -17,8 +17,9 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Literal, overload
 
-from cuflash.preparation import Preparation, backend_of
+from cuflash.preparation import backend_of
 from cuflash.score_mod import Score
+from cuflash.second_derivatives import SecondDerivatives
 from cuflash.spec.call import prepare
 from cuflash.spec.inputs import INPUTS, NamedGradients
 from cuflash.spec.options import BLOCK_SIZE, Function, Options
@@ -37,7 +38,7 @@ Window = tuple[int | None, int | None]
 _BACKWARD_INPUTS = (*INPUTS, *REQUIRED_BY_BACKWARD)
 
 
-class FlashAttention(Preparation):
+class FlashAttention(SecondDerivatives):
     """Exact attention with fixed options, ``softmax(scale * q @ k.T) @ v`` of every head, and its gradients.
 
     Parameters

@@ -14,17 +14,17 @@ from numpy.typing import NDArray
 
 from cuflash.arrays.array_info import layout_of, numpy_dtype, view_4d
 from cuflash.arrays.checks import callers_frame
-from cuflash.cpu import core, fallback, score_mod_as_bias
+from cuflash.cpu import core, fallback, fallback_tangents, score_mod_as_bias
 from cuflash.cpu.jobs import cpu_threads
 from cuflash.cpu.packed import clear_rows_of_no_sequence
 from cuflash.spec import row_sums as of_rows
 from cuflash.spec.binding import expected
 from cuflash.spec.inputs import FP8_SCALES
-from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS
-from cuflash.spec.passes import BACKWARD, FORWARD, Pass
+from cuflash.spec.outputs import DEFAULT_NEED, DEFAULT_NEED_TANGENTS, OUTPUT_TANGENTS, OUTPUTS
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from cuflash.spec.problem import Problem, scales_of_rows
 
-__all__ = ["backward", "cpu_threads", "describe", "forward", "row_sums"]
+__all__ = ["backward", "backward_jvp", "cpu_threads", "describe", "forward", "jvp", "row_sums"]
 
 Array = NDArray[Any]
 
@@ -127,6 +127,70 @@ def backward(
     results = _results_for(BACKWARD, problem, need, arrays | others)
     arrays |= {name: x for name, x in others.items() if name not in problem.gradients}
     _run(problem, arrays | results, BACKWARD, seed, offset)
+    return tuple(results.values())
+
+
+def jvp(
+    problem: Problem,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    need: Collection[str] = (*OUTPUTS, *OUTPUT_TANGENTS),
+    seed: int | None = None,
+    offset: int | None = None,
+    **others: Any,
+) -> tuple[Array, ...]:
+    """Attention and its tangent; bitwise repeatable, on any number of threads.
+
+    Parameters are those of `forward`; `others` also has the tangents, named t and what moves, which are like this. A
+    missing tangent is zero, and costs nothing.
+
+    Returns
+    -------
+    tuple of numpy.ndarray
+        Those of out, lse, tout and tlse that are wanted. In a row that attends to no key, tout is 0, and tlse is 0 or
+        the tangent of the sink.
+    """
+    arrays = {"q": q, "k": k, "v": v, **others}
+    results = _results_for(JVP, problem, JVP.default, arrays)
+    if problem.is_packed:
+        clear_rows_of_no_sequence(problem, results["out"], results["lse"], others["cu_seqlens_q"])
+        clear_rows_of_no_sequence(problem, results["tout"], results["tlse"], others["cu_seqlens_q"], empty=0)
+    fallback_tangents.run(problem, arrays | results, JVP, seed, offset)
+    return tuple(x for name, x in results.items() if name in need)
+
+
+def backward_jvp(
+    problem: Problem,
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    tout: Array,
+    tlse: Array,
+    *,
+    need: Collection[str] = DEFAULT_NEED_TANGENTS,
+    seed: int | None = None,
+    offset: int | None = None,
+    **others: Any,
+) -> tuple[Array, ...]:
+    """Tangents of what `backward` gives; bitwise repeatable, on any number of threads.
+
+    Parameters are those of `backward`, what `jvp` returned, and in `others` the tangents that it took, tdout and tdlse.
+
+    Returns
+    -------
+    tuple of numpy.ndarray
+        The tangents of gradients that are wanted, in the order of `outputs.GRADIENTS`, with their shapes and dtypes.
+    """
+    arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "tout": tout, "tlse": tlse}
+    results = _results_for(BACKWARD_JVP, problem, need, arrays | others)
+    wanted = {f"t{name}" for name in problem.gradients}
+    arrays |= {name: x for name, x in others.items() if name not in wanted}
+    fallback_tangents.run(problem, arrays | results, BACKWARD_JVP, seed, offset)
     return tuple(results.values())
 
 

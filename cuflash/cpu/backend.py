@@ -19,7 +19,7 @@ from cuflash.spec.batch_axes import Calls, FirstCall, axes_of, first_call
 from cuflash.spec.binding import Binding, Contiguous, bind, of_pass
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS
-from cuflash.spec.passes import BACKWARD, FORWARD, PASSES, Pass
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, PASSES, Pass
 from cuflash.spec.problem import Problem, check_pages
 
 MOST_KNOWN, MOST_ALIKE = 256, 16  # kinds of calls that are kept, by options and array names, and calls of one kind
@@ -59,6 +59,35 @@ def backward(
         return calls.run(lambda own, found: backward(own, _given(found), need, random))
     problem = bound(BACKWARD, options, arrays, need).problem
     return cpu.backward(problem, need=need, **arrays, seed=random[0], offset=random[1])
+
+
+def jvp(
+    options: Options, arrays: dict[str, Any], random: tuple[int, int] = (0, 0), need: tuple[str, ...] = JVP.default
+) -> tuple[Any, ...]:
+    """The results `need` of arrays and tangents by name, as `forward` gives its own."""
+    return _with_tangents(JVP, cpu.jvp, options, arrays, need, random)
+
+
+def backward_jvp(
+    options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
+) -> tuple[Any, ...]:
+    """The tangents of gradients `need` of arrays and tangents by name, as `backward` gives gradients."""
+    return _with_tangents(BACKWARD_JVP, cpu.backward_jvp, options, arrays, need, random)
+
+
+def _with_tangents(
+    pass_: Pass,
+    compute: Callable[..., tuple[Any, ...]],
+    options: Options,
+    arrays: dict[str, Any],
+    need: tuple[str, ...],
+    random: tuple[int, int],
+) -> tuple[Any, ...]:
+    if axes := axes_of(options, arrays, need):
+        calls = Calls(axes, options, arrays, need, np, gives_partials=False)
+        return calls.run(lambda own, found: _with_tangents(pass_, compute, own, _given(found), need, random))
+    problem = bound(pass_, options, arrays, need).problem
+    return compute(problem, need=need, **arrays, seed=random[0], offset=random[1])
 
 
 def row_sums(options: Options, given: dict[str, Any]) -> Any:

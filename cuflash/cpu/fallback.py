@@ -13,10 +13,10 @@ threads.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,19 +24,22 @@ from numpy.typing import NDArray
 from cuflash.arrays.array_info import view_4d, view_rows
 from cuflash.cpu import jobs
 from cuflash.cpu.gemm import product
-from cuflash.cpu.packed import clear_gradients_of_no_sequence, sequences
+from cuflash.cpu.packed import OF_KEYS, clear_gradients_of_no_sequence, sequences
 from cuflash.cpu.score_tiles import slices
 from cuflash.score_mod.evaluation import clamped, evaluate
 from cuflash.score_mod.intervals import Tables, bounds_of
 from cuflash.score_mod.nodes import Node
+from cuflash.score_mod.program import ScoreTangents
 from cuflash.spec.dropout import kept_weights
-from cuflash.spec.outputs import DEFAULT_NEED, OVER_ROWS
+from cuflash.spec.inputs import NUMBERS
+from cuflash.spec.outputs import DEFAULT_NEED, MOVABLE_OVER_ROWS
 from cuflash.spec.passes import FORWARD, Pass
 from cuflash.spec.problem import Problem
 from cuflash.spec.row_sums import is_large
 
 Array = NDArray[Any]
 Random = tuple[int | None, int | None]
+AnyJob = TypeVar("AnyJob", bound="Job")
 
 PAIRS = 2**16  # in a tile: 256 KiB in float32
 ROWS = 128  # in a tile, of all query heads that share its keys
@@ -56,34 +59,35 @@ def run(
     given = {name: x for name, x in arrays.items() if x is not None}
     threads = 1 if pass_.flops(problem) < SERIAL_FLOPS else jobs.count_cores()
     if pass_ is FORWARD:
-        jobs.run(_Job.forward, _jobs(problem, given, (seed, offset)), threads)
+        jobs.run(Job.forward, jobs_of(problem, given, (seed, offset), Job), threads)
         return
     if "dout" not in given:
-        jobs.run(_Job.find_row_sums, _jobs(problem, given, (seed, offset)), threads)
+        jobs.run(Job.find_row_sums, jobs_of(problem, given, (seed, offset), Job), threads)
         return
-    sums = _Sums(problem, {name: given.pop(name) for name in problem.gradients if name in given})
+    sums = GradientSums(problem, {name: given.pop(name) for name in problem.gradients if name in given})
     given |= sums.of_rows
     if problem.is_packed:
         clear_gradients_of_no_sequence(problem, given)
-    backward = functools.partial(_Job.backward, wanted=sums.wanted)
-    jobs.run(backward, _jobs(problem, given, (seed, offset)), threads, sums.add)
+    backward = functools.partial(Job.backward, wanted=sums.wanted)
+    jobs.run(backward, jobs_of(problem, given, (seed, offset), Job), threads, sums.add)
     sums.write()
 
 
-def _jobs(problem: Problem, arrays: Mapping[str, Array], random: Random) -> Iterator[_Job]:
+def jobs_of(problem: Problem, arrays: Mapping[str, Array], random: Random, kind: type[AnyJob]) -> Iterator[AnyJob]:
+    """The jobs of a call, in order."""
     for call in _calls(problem, arrays, random):
-        yield from call.jobs()
+        yield from call.jobs(kind)
 
 
-def _calls(problem: Problem, arrays: Mapping[str, Array], random: Random) -> Iterator[_Call]:
+def _calls(problem: Problem, arrays: Mapping[str, Array], random: Random) -> Iterator[Call]:
     """The call itself, or its packed sequences, or its batch entries with the keys that each has."""
     if problem.is_packed:
-        score_args = {name: arrays[name] for name, _ in problem.score_args}
+        score_args = _score_args(problem, arrays)
         others = {name: x for name, x in arrays.items() if name not in score_args}
         for one in sequences(problem, arrays["cu_seqlens_q"], arrays["cu_seqlens_k"]):
-            yield _Call(one.problem, one.of_call(others) | score_args, random, one.index)
+            yield Call(one.problem, one.of_call(others) | score_args, random, one.index)
         return
-    call, lengths = _Call(problem, arrays, random), arrays.get("kv_lengths")
+    call, lengths = Call(problem, arrays, random), arrays.get("kv_lengths")
     if lengths is None:
         yield call
         return
@@ -91,7 +95,13 @@ def _calls(problem: Problem, arrays: Mapping[str, Array], random: Random) -> Ite
         yield call.of_entry(entry, length)
 
 
-class _Call:
+def _score_args(problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """What functions read, and the tangents of it that there are."""
+    names = [name for name, _ in problem.score_args]
+    return {name: arrays[name] for name in (*names, *(f"t{name}" for name in names)) if name in arrays}
+
+
+class Call:
     """The arrays of a call, of a packed sequence, or of a batch entry.
 
     Attributes
@@ -101,44 +111,54 @@ class _Call:
         masks have is broadcast to such axes. Those with keys are (batch, heads of k and v, keys, ...).
     entry : int
         Number of the first batch entry, or of the packed sequence.
+    moved : frozenset of str
+        Arrays and numbers that have tangents.
     """
 
     def __init__(self, problem: Problem, arrays: Mapping[str, Array], random: Random, entry: int = 0) -> None:
         self.problem, self.random, self.entry = problem, random, entry
         self.dtype = np.dtype(problem.softmax_dtype)
         self.program = problem.program.on_numpy()
-        self.score_args = {name: arrays[name] for name, _ in problem.score_args}
+        self.score_args = _score_args(problem, arrays)
         self.bounds = Tables(self.score_args)
+        self.moved = frozenset(name[1:] for name in arrays if name.startswith("t"))
+        self.numbers = {name: arrays[f"t{name}"] for name in NUMBERS if name in self.moved}
         self.block_table = arrays.get("block_table")
         heads = (problem.batch, problem.num_heads)
         pairs = (*heads, problem.seqlen_q, problem.seqlen_k)
         shapes = {"bias": pairs, "mask": pairs, "alibi_slopes": heads, "sinks": heads}
+        shapes |= {f"t{name}": shape for name, shape in shapes.items()}
         if "block_mask" in arrays:
             shapes["block_mask"] = (*heads, *arrays["block_mask"].shape[-2:])
 
         def views(*names: str) -> dict[str, Array]:
             return {name: view_4d(arrays[name], problem.layout) for name in names if name in arrays}
 
-        by_heads = views("q", "out", "dout", "dq")
-        by_heads |= {name: view_rows(arrays[name]) for name in OVER_ROWS if name in arrays}
+        by_heads = views("q", "out", "dout", "dq", "tq", "tout", "tdout")
+        by_heads |= {name: view_rows(arrays[name]) for name in MOVABLE_OVER_ROWS if name in arrays}
         by_heads |= {name: view_4d(arrays[name], "bhsd") for name in ("row_sums",) if name in arrays}
         by_heads |= {name: np.broadcast_to(arrays[name], shape) for name, shape in shapes.items() if name in arrays}
         split = (problem.num_heads_kv, problem.group_size)
         self.arrays = {name: x.reshape(len(x), *split, *x.shape[2:]) for name, x in by_heads.items()}
-        self.arrays |= views("k", "v", "dk", "dv")
+        self.arrays |= views(*OF_KEYS)
         self.arrays |= {name: arrays[name] for name in ("k_scale", "v_scale") if name in arrays}
 
-    def of_entry(self, entry: int, length: int) -> _Call:
+    @property
+    def tangents(self) -> ScoreTangents:
+        """The tangents of the score and of its derivatives, as expressions."""
+        return self.problem.score_tangents(self.moved)
+
+    def of_entry(self, entry: int, length: int) -> Call:
         """One batch entry, which has so many keys."""
         own, one = copy(self), slice(entry, entry + 1)
         own.entry, own.arrays = entry, {}
         own.problem = replace(self.problem.aligned_to(length), batch=1, seqlen_k=length)
         for name, x in self.arrays.items():
-            if name in ("k", "v", "dk", "dv", "k_scale", "v_scale"):
+            if name in (*OF_KEYS, "k_scale", "v_scale"):
                 own.arrays[name] = self._gathered(x, entry, length) if self.block_table is not None else x[one]
                 own.arrays[name] = own.arrays[name][:, :, :length]
             else:
-                own.arrays[name] = x[one, ..., :length] if name in ("bias", "mask") else x[one]
+                own.arrays[name] = x[one, ..., :length] if name in ("bias", "mask", "tbias") else x[one]
         return own
 
     def _gathered(self, pool: Array, entry: int, length: int) -> Array:
@@ -148,7 +168,7 @@ class _Call:
         pages = pool[self.block_table[entry, : -(-length // size)]]
         return pages.swapaxes(0, 1).reshape(1, pool.shape[1], len(pages) * size, *pool.shape[3:])
 
-    def jobs(self) -> Iterator[_Job]:
+    def jobs(self, kind: type[AnyJob]) -> Iterator[AnyJob]:
         problem, group = self.problem, self.problem.group_size
         if not problem.batch * problem.num_heads * problem.seqlen_q:
             return
@@ -161,10 +181,10 @@ class _Call:
         for batches in slices(problem.batch, max(1, num_heads // problem.num_heads_kv)):
             for heads in slices(problem.num_heads_kv, num_heads):
                 for rows in slices(problem.seqlen_q, num_rows):
-                    yield _Job(self, batches, heads, range(rows.start, rows.stop), max(num_keys, LEAST_KEYS))
+                    yield kind(self, batches, heads, range(rows.start, rows.stop), max(num_keys, LEAST_KEYS))
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     """Some keys of a job."""
 
     keys: range
@@ -176,7 +196,7 @@ class _Tile(NamedTuple):
         return slice(self.keys.start, self.keys.stop)
 
 
-class _OnlineSoftmax:
+class OnlineSoftmax:
     """The row max m of scores, and the row sum of exp(S - m), over the sink and the tiles so far."""
 
     def __init__(self, sinks: Array) -> None:
@@ -199,7 +219,7 @@ def _exponentials(scores: Array, base: Array) -> Array:
     return scores
 
 
-class _Job:
+class Job:
     """Some rows of some heads, over all of their keys.
 
     Arrays of rows are (batch, heads of k and v, rows of all query heads that share one, ...), as products need them.
@@ -207,7 +227,7 @@ class _Job:
     keys), as bias terms and functions need them. `folded` goes from these to those.
     """
 
-    def __init__(self, call: _Call, batches: slice, heads: slice, rows: range, num_keys: int) -> None:
+    def __init__(self, call: Call, batches: slice, heads: slice, rows: range, num_keys: int) -> None:
         self.call, self.problem, self.dtype = call, call.problem, call.dtype
         self.rows, self.num_keys = rows, num_keys
         self.at_heads, self.at_rows = (batches, heads), (batches, heads, slice(None), slice(rows.start, rows.stop))
@@ -220,7 +240,7 @@ class _Job:
         x = self.call.arrays[name][self.at_rows]
         return x.astype(self.dtype, order="C").reshape(*self.shape[:2], self.shape[2] * self.shape[3], -1)
 
-    def of_keys(self, name: str, tile: _Tile) -> Array:
+    def of_keys(self, name: str, tile: Tile) -> Array:
         index = (*self.at_heads, tile.columns)
         x, scale = self.call.arrays[name][index], self.call.arrays.get(f"{name}_scale")
         x = x.astype(self.dtype, order="C", copy=False)  # NumPy multiplies rows that are not contiguous without BLAS
@@ -251,7 +271,7 @@ class _Job:
 
     # ---- tiles -------------------------------------------------------------------------------------------------------
 
-    def tiles(self) -> Iterator[_Tile]:
+    def tiles(self) -> Iterator[Tile]:
         """The tiles with a visible pair."""
         first, stop = self.problem.key_range(self.rows[0])[0], self.problem.key_range(self.rows[-1])[1]
         may_show, evaluates = self.shown_keys(range(first, stop))
@@ -262,7 +282,7 @@ class _Job:
                 inputs = self.inputs(keys)
                 visible = self.visible(inputs, keys, bool(evaluates[keys.start - first : keys.stop - first].any()))
                 if visible is None or visible.any():
-                    yield _Tile(keys, inputs, visible)
+                    yield Tile(keys, inputs, visible)
 
     def shown_keys(self, keys: range) -> tuple[Array, Array]:
         """Of each key, whether block mask and mask function may show it, and whether the function may hide it."""
@@ -309,7 +329,7 @@ class _Job:
             return None
         return np.broadcast_to(functools.reduce(np.logical_and, found), (*self.shape, len(keys)))
 
-    def scores(self, tile: _Tile) -> tuple[Array, Array]:
+    def scores(self, tile: Tile) -> tuple[Array, Array]:
         """Scaled products of a tile, and its scores, -inf for pairs that are not visible; both may be one array."""
         problem, call = self.problem, self.call
         s = product(self.scaled_q, self.of_keys("k", tile).swapaxes(2, 3)).reshape(*self.shape, len(tile.keys))
@@ -329,10 +349,10 @@ class _Job:
             scores = np.broadcast_to(scores, s.shape).astype(s.dtype)
         return s, scores
 
-    def distances(self, tile: _Tile) -> Array:
+    def distances(self, tile: Tile) -> Array:
         return np.abs(tile.inputs["i"] + self.problem.diagonal - tile.inputs["j"]).astype(self.dtype)
 
-    def kept(self, tile: _Tile) -> Array:
+    def kept(self, tile: Tile) -> Array:
         """The factors by which dropout multiplies weights."""
         origin = self.problem.origin
         heads = origin.head + self.batches[:, None, None] * origin.num_heads + self.heads
@@ -346,7 +366,7 @@ class _Job:
 
     def forward(self) -> None:
         """Write out and lse."""
-        softmax = _OnlineSoftmax(self.sinks)
+        softmax = OnlineSoftmax(self.sinks)
         o = np.zeros((*self.scaled_q.shape[:3], self.problem.head_dim_v), self.dtype)
         for tile in self.tiles():
             weights, factor = softmax.step(self.folded(self.scores(tile)[1]))
@@ -358,9 +378,9 @@ class _Job:
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
-    def softmax(self) -> _OnlineSoftmax:
+    def softmax(self) -> OnlineSoftmax:
         """Row max and row sum over all keys."""
-        softmax = _OnlineSoftmax(self.sinks)
+        softmax = OnlineSoftmax(self.sinks)
         for tile in self.tiles():
             softmax.step(self.folded(self.scores(tile)[1]))
         return softmax
@@ -394,14 +414,10 @@ class _Job:
         explains = large & (np.abs(difference) <= 4 * np.spacing(np.abs(lse)))
         return np.where(explains, softmax.row_max, base), np.where(explains, softmax.row_sum, 1)
 
-    def backward(self, wanted: Mapping[str, Array]) -> _JobGradients:
-        """Write dq, if it is wanted, and return what the job adds to the other gradients."""
-        lse, dO, O = (self.of_rows(name) for name in ("lse", "dout", "out"))  # noqa: E741 (the paper's letter)
+    def weights_of(self, lse: Array) -> Callable[[Array], Array]:
+        """A function that makes weights of scores, in index of these."""
         row_max, row_sum = self.row_max_and_sum(lse)
         is_empty = lse == -np.inf
-        delta = (dO * O).sum(axis=-1, keepdims=True)
-        if "dlse" in self.call.arrays:
-            delta -= np.where(is_empty, 0, self.of_rows("dlse"))
 
         def weights(scores: Array) -> Array:
             p = _exponentials(scores, row_max)
@@ -411,7 +427,17 @@ class _Job:
                 np.copyto(p, 0, where=is_empty)  # such a row may have any scores
             return p
 
-        gradients = _JobGradients(self, wanted)
+        return weights
+
+    def backward(self, wanted: Mapping[str, Array]) -> JobGradients:
+        """Write dq, if it is wanted, and return what the job adds to the other gradients."""
+        lse, dO, O = (self.of_rows(name) for name in ("lse", "dout", "out"))  # noqa: E741 (the paper's letter)
+        weights, is_empty = self.weights_of(lse), lse == -np.inf
+        delta = (dO * O).sum(axis=-1, keepdims=True)
+        if "dlse" in self.call.arrays:
+            delta -= np.where(is_empty, 0, self.of_rows("dlse"))
+
+        gradients = JobGradients(self, wanted)
         dq = np.zeros(self.scaled_q.shape, self.dtype)  # over scale
         for tile in self.tiles():
             s, scores = self.scores(tile)
@@ -445,10 +471,10 @@ class _Job:
         return x.reshape(self.shape[0], self.heads.size, -1).sum(axis=2, dtype=np.float64)
 
 
-class _JobGradients:
+class JobGradients:
     """What a job adds to gradients that jobs share."""
 
-    def __init__(self, job: _Job, wanted: Mapping[str, Array]) -> None:
+    def __init__(self, job: Job, wanted: Mapping[str, Array]) -> None:
         self.job, self.wanted = job, wanted
         self.is_of_values = wanted.keys() <= {"dv"}
         changes_slope = job.problem.softcap is not None or job.call.program.score is not None
@@ -458,12 +484,12 @@ class _JobGradients:
         self.of_bias: list[tuple[tuple[slice, ...], Array]] = []  # where in dbias, and what
         self.of_entries: list[tuple[str, Any, Array]] = []  # which array that the score reads, which entries, and what
 
-    def add_keys(self, name: str, tile: _Tile, x: Array) -> None:
+    def add_keys(self, name: str, tile: Tile, x: Array) -> None:
         """Add to dk or dv of the keys of a tile."""
         index = (*self.job.at_heads, tile.columns)
         self.of_keys.append((self.job.call.arrays[name][index], x))
 
-    def add_scores(self, tile: _Tile, s: Array, ds: Array, counts: Array) -> Array:
+    def add_scores(self, tile: Tile, s: Array, ds: Array, counts: Array) -> Array:
         """Add to the gradients of what makes scores of the scaled products s; return the gradient of s.
 
         `ds` is that of the scores. Only pairs with weight count: others add nothing, whatever a derivative is.
@@ -495,7 +521,7 @@ class _JobGradients:
     def add_heads(self, name: str, x: Array) -> None:
         self.of_heads[name] = self.of_heads.get(name, 0) + self.job.sum_of_rows(x)
 
-    def add_bias(self, tile: _Tile, ds: Array) -> None:
+    def add_bias(self, tile: Tile, ds: Array) -> None:
         job, shape = self.job, _with_axes(self.wanted["dbias"], 4).shape
         whole: tuple[Any, ...] = (job.batches, job.heads.reshape(-1), job.rows, tile.keys)
         index = tuple(slice(x[0], x[-1] + 1) if n > 1 else slice(None) for x, n in zip(whole, shape, strict=True))
@@ -504,7 +530,7 @@ class _JobGradients:
         self.of_bias.append((index, ds.sum(axis=summed, keepdims=True, dtype=np.float64) if summed else ds))
 
 
-class _Sums:
+class GradientSums:
     """The gradients that are wanted: sums over jobs.
 
     Attributes
@@ -526,7 +552,7 @@ class _Sums:
             else:
                 self._of_heads[name] = np.zeros((problem.batch, problem.num_heads))
 
-    def add(self, gradients: _JobGradients) -> None:
+    def add(self, gradients: JobGradients) -> None:
         for total, x in gradients.of_keys:
             total += x
         for name, x in gradients.of_heads.items():

@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 
 from cuflash.arrays.array_info import view_4d
 from cuflash.arrays.checks import value_error
-from cuflash.spec.outputs import DEFAULT_NEED, OVER_HEAD_DIM, OVER_ROWS
+from cuflash.spec.outputs import DEFAULT_NEED, MOVABLE_OVER_HEAD_DIM, MOVABLE_OVER_ROWS
 from cuflash.spec.problem import Problem
 
 Array = NDArray[Any]
 
-_OF_ROWS = (*OVER_HEAD_DIM, *OVER_ROWS, "row_sums")
+OF_KEYS = ("k", "v", "dk", "dv", "tk", "tv")
+_OF_ROWS = (*MOVABLE_OVER_HEAD_DIM, *MOVABLE_OVER_ROWS, "row_sums")
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Sequence:
 
     def of_rows(self, array: Array, name: str) -> Array:
         """The slice of the 3-D array `name`, or of the 2-D array lse or dlse, that is this sequence's."""
-        own = self.keys if name.removeprefix("d") in ("k", "v") else self.rows
+        own = self.keys if name in OF_KEYS else self.rows
         return array[own] if array.ndim == 3 and self.problem.layout == "bshd" else array[:, own]
 
     def of_call(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
@@ -46,13 +47,15 @@ class Sequence:
         """The optional inputs of this sequence: its row of those over (sequences, heads), and its k and v scales."""
         given = {name: x for name, x in optional_inputs.items() if x is not None and not name.startswith("cu_seqlens")}
         of_keys = {name: given.pop(name)[..., self.keys] for name in ("k_scale", "v_scale") if name in given}
-        return of_keys | {name: x if x.ndim == 1 else x[self.index] for name, x in given.items()}
+        return of_keys | {name: x if x.ndim < 2 else x[self.index] for name, x in given.items()}
 
 
-def clear_rows_of_no_sequence(problem: Problem, out: Array, lse: Array, cu_seqlens_q: Array) -> None:
-    """Write what rows after the last sequence get: out = 0, lse = -inf."""
+def clear_rows_of_no_sequence(
+    problem: Problem, out: Array, lse: Array, cu_seqlens_q: Array, empty: float = -np.inf
+) -> None:
+    """Write what rows after the last sequence get: 0 in out or its tangent, `empty` in lse or its tangent."""
     last = int(cu_seqlens_q[-1])
-    lse[:, last:] = -np.inf
+    lse[:, last:] = empty
     view_4d(out, problem.layout)[:, :, last:] = 0
 
 

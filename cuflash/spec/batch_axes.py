@@ -35,7 +35,16 @@ from cuflash.arrays.fp8 import on_bits
 from cuflash.spec.inputs import BROADCAST, INPUTS, OPTIONAL_INPUTS
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import BY_NAME as OUTPUT_ROWS
-from cuflash.spec.outputs import DEFAULT_NEED, FORWARD_ROWS, NUMBER_GRADIENTS, OVER_HEAD_DIM, OVER_ROWS
+from cuflash.spec.outputs import (
+    DEFAULT_NEED,
+    DEFAULT_NEED_TANGENTS,
+    FORWARD_ROWS,
+    MOVABLE,
+    MOVABLE_OVER_HEAD_DIM,
+    MOVABLE_OVER_ROWS,
+    NUMBER_GRADIENTS,
+    model_of,
+)
 
 Array = Any  # of NumPy or CuPy
 
@@ -48,13 +57,24 @@ _SHARED = tuple(row.name for row in OPTIONAL_INPUTS if row.lacks_batch)
 # Optional inputs that have only a few numbers for each batch entry.
 _SMALL = tuple(name for name, own in _INPUT_AXES.items() if own < 2 and name not in _SHARED)
 _OWN_AXES = {
-    **dict.fromkeys(OVER_HEAD_DIM, 3),
-    **dict.fromkeys(OVER_ROWS, 2),
+    **dict.fromkeys(MOVABLE_OVER_HEAD_DIM, 3),
+    **dict.fromkeys(MOVABLE_OVER_ROWS, 2),
     **_INPUT_AXES,
-    **{row.gradient: _INPUT_AXES[row.name] for row in OPTIONAL_INPUTS if row.gradient_via},
+    **{
+        name: _INPUT_AXES[row.name]
+        for row in OPTIONAL_INPUTS
+        if row.gradient_via
+        for name in (row.gradient, f"t{row.name}", f"t{row.gradient}")
+    },
 }
 _SUMMED_BY_PASS = tuple(row.name for row in OPTIONAL_INPUTS if row.may_lack_batch)
-_FULL = {name: _OWN_AXES[name] for row in FORWARD_ROWS for name in (row.name, row.gradient) if name}
+_FULL = {
+    name: _OWN_AXES[name]
+    for row in FORWARD_ROWS
+    for moved in (row.name, row.gradient)
+    if moved
+    for name in (moved, f"t{moved}")
+}
 # Arrays that `is_plain` looks at besides q, k and v; those with None exclude batch axes.
 _OF_ENTRIES = {**_FULL, **{row.name: row.own_axes for row in OPTIONAL_INPUTS if row.name not in _BROADCAST}}
 
@@ -178,7 +198,7 @@ def _axes_of(
     scattered = {name for name, own in given_results.items() if any(not merges(own, a, b) for a, b in within)}
 
     def is_sum(name: str) -> bool:
-        model = name[1:]
+        model = model_of(name)
         if name in full or (model not in steps and name not in NUMBER_GRADIENTS):
             return False
         batch_axes = len(shapes[model]) - _OWN_AXES[model] if model in shapes else 0
@@ -195,7 +215,7 @@ def _axes_of(
         blocking=blocking,
         copied=copied,
         sums=sums,
-        indirect=tuple(name for name in results if name in sums or name in scattered or name[1:] in copied),
+        indirect=tuple(name for name in results if name in sums or name in scattered or model_of(name) in copied),
         shapes=full,
     )
 
@@ -234,7 +254,7 @@ def _full_shapes(
     seqlen = q[_axis_of_rows(q, layout)]
     order = (seqlen, *heads) if layout == "bshd" else (*heads, seqlen)
     out, lse = (*lengths, *order, shapes["v"][-1]), (*lengths, *heads, seqlen)
-    return {"out": out, "dout": out, "lse": lse, "dlse": lse}
+    return {name: out if name.endswith("out") else lse for name in _FULL}
 
 
 def _check(
@@ -252,6 +272,9 @@ def _check(
             continue
         if name in full:
             check_shape(name, shape, full[name])
+            continue
+        if name[1:] in MOVABLE and name[1:] in shapes:  # a tangent
+            check_shape(name, shape, shapes[name[1:]])
             continue
         own = _OWN_AXES[name]
         lead = shape[: max(len(shape) - own, 0)]
@@ -327,14 +350,14 @@ class Calls:
         self._indirect = axes.indirect
         if q.dtype.itemsize == 2:
             score_args = tuple(name for name in self._arrays if name not in _OWN_AXES)
-            sums = tuple(name for name in DEFAULT_NEED if name in axes.sums)
+            sums = tuple(name for name in (*DEFAULT_NEED, *DEFAULT_NEED_TANGENTS) if name in axes.sums)
             if sums and gives_partials and ("dq" not in sums or self._dq_is_added_up()):
                 self.options = replace(options, wide=sums)
             elif sums:
-                self._widened = (*OVER_HEAD_DIM, "bias", *score_args)
-                self._indirect = tuple(x for x in results if x in axes.indirect or x[1:] in self._widened)
-            if "dbias" in axes.sums and bias is not None and bias.dtype.itemsize == 2:
-                self._widened = (*self._widened, "bias")
+                self._widened = (*MOVABLE_OVER_HEAD_DIM, "bias", "tbias", *score_args)
+                self._indirect = tuple(x for x in results if x in axes.indirect or model_of(x) in self._widened)
+            if {"dbias", "tdbias"} & set(axes.sums) and bias is not None and bias.dtype.itemsize == 2:
+                self._widened = (*self._widened, "bias", "tbias")
 
     def _dq_is_added_up(self) -> bool:
         """Whether kernels add dq up in the dtype of the softmax, instead of computing it from rounded weights."""
@@ -408,7 +431,7 @@ class Calls:
 
     def _result(self, name: str) -> Array:
         """The array of a result, checked, or a new one."""
-        model = self._arrays.get(name[1:])
+        model = self._arrays.get(model_of(name))
         q = self._arrays["q"]
         if name in _FULL:
             is_wide = OUTPUT_ROWS[name].dtype == "softmax"
@@ -425,9 +448,9 @@ class Calls:
 
     def _with_heads(self, name: str, array: Array) -> Array:
         """The array; one over head dimensions or rows gets an axis of heads if it has none."""
-        if name in OVER_HEAD_DIM and array.ndim == 2:
+        if name in MOVABLE_OVER_HEAD_DIM and array.ndim == 2:
             return array[:, None] if self.options.layout == "bshd" else array[None]
-        return array[None] if name in OVER_ROWS and array.ndim == 1 else array
+        return array[None] if name in MOVABLE_OVER_ROWS and array.ndim == 1 else array
 
     def _batch_axes(self, name: str, array: Array) -> int:
         """How many batch axes an array has."""
@@ -455,7 +478,7 @@ class Calls:
         first = len(self.axes.lengths) - batch_axes
         walked = [axis - first for axis in self.axes.inner if axis >= first and array.shape[axis - first] > 1]
         view = self._at(name, array, index, 0)
-        if not walked and name.removeprefix("d") in _SUMMED_BY_PASS:
+        if not walked and name.removeprefix("t").removeprefix("d") in _SUMMED_BY_PASS:
             return view
         stride = array.strides[walked[-1]] if walked else 0
         as_strided = self._module(array).lib.stride_tricks.as_strided

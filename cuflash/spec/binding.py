@@ -28,10 +28,17 @@ from cuflash.arrays.array_info import (
 )
 from cuflash.arrays.checks import value_error
 from cuflash.arrays.dlpack import check_distinct
-from cuflash.spec.inputs import FP8_SCALES, INPUTS, NAMES, OPTIONAL_INPUTS
+from cuflash.spec.inputs import FP8_SCALES, INPUTS, NAMES, NUMBERS, OPTIONAL_INPUTS
 from cuflash.spec.options import Options, window_of
 from cuflash.spec.outputs import BY_NAME as OUTPUT_ROWS
-from cuflash.spec.outputs import NUMBER_GRADIENTS, OVER_HEAD_DIM, OVER_ROWS, UPSTREAM, Output
+from cuflash.spec.outputs import (
+    MOVABLE,
+    MOVABLE_OVER_ROWS,
+    NUMBER_GRADIENTS,
+    OVER_HEAD_DIM,
+    UPSTREAM,
+    Output,
+)
 from cuflash.spec.passes import Pass
 from cuflash.spec.problem import Problem, gradient_operand, make_problem
 
@@ -119,6 +126,8 @@ def bind(
     score_args = {name: given[name] for name in options.score_args}
     problem = make_problem(options, q, k, v, score_args=score_args, **{name: given.get(name) for name in NAMES})
     pass_.check(problem)
+    if pass_.has_tangents:
+        problem = replace(problem, moved=_moved(problem, given))
     need = pass_.default if need is None else need
     results = tuple(name for name in pass_.results_in(problem) if name in need or name in given)
     _check_score_arg_gradients(problem, (*need, *given))
@@ -140,7 +149,8 @@ def bind(
     copied = tuple(name for name in OVER_HEAD_DIM if name in given and _is_scattered(given[name]))
     for name in copied:
         lying[name], addresses[name] = Contiguous(tuple(given[name].shape), given[name].dtype), 0
-    apart = (*NAMES, *NUMBER_GRADIENTS, *score_args)
+    numbers = (*NUMBER_GRADIENTS, *(f"t{name}" for name in (*NUMBERS, *NUMBER_GRADIENTS)))
+    apart = (*NAMES, *numbers, *score_args)
     operands = {name: _operand(name, x, problem) for name, x in lying.items() if name not in apart}
     for name in operands.keys() & set(OVER_HEAD_DIM):
         operands[name] = replace(operands[name], alignment=math.gcd(16, addresses[name]))
@@ -160,6 +170,16 @@ def bind(
         load_bytes=load_bytes,
         store_bytes=store_bytes,
     )
+
+
+def _moved(problem: Problem, given: Mapping[str, Shaped]) -> tuple[str, ...]:
+    """What has tangents in a call, in order. Raises ValueError for tangents of what the call does not have."""
+    names = tuple(name for name in MOVABLE if f"t{name}" in given)
+    for name in names:
+        if name not in INPUTS and getattr(problem, name) is None:
+            remedy = f"FlashAttention({name}=...)" if name in NUMBERS else f"{name}, whose tangent it is"
+            raise value_error(f"t{name}", "an array", f"None, or {remedy}")
+    return (*names, *(tangent[1:] for tangent in problem.score_arg_tangents if tangent in given))
 
 
 def assumed(problem: Problem, pass_: Pass, given: Mapping[str, Operand]) -> dict[str, Operand]:
@@ -199,6 +219,8 @@ def is_in_k(k: Shaped, v: Shaped, of_k: int, of_v: int) -> bool:
 def of_pass(pass_: Pass, arrays: Mapping[str, Any], options: Options) -> dict[str, Any]:
     """Those of the arrays of both passes that are arguments of one pass."""
     own = (*pass_.takes, *pass_.results_of(options))
+    if pass_.has_tangents:
+        own += tuple(f"t{name[1:]}" for name in options.score_gradients)
     return {name: array for name, array in arrays.items() if name in (*INPUTS, *NAMES, *options.score_args, *own)}
 
 
@@ -293,6 +315,14 @@ def _row_of(name: str) -> Output:
 
 def expected(name: str, problem: Problem, given: Mapping[str, Shaped]) -> tuple[tuple[int, ...], str]:
     """The shape and dtype that a result, or what the backward pass takes, must have in this problem."""
+    if name in problem.score_arg_tangents:
+        return tuple(given[name[1:]].shape), given[name[1:]].dtype.name
+    if name.startswith("t"):  # a tangent is like what moves
+        if (moved := name[1:]) in NUMBERS:
+            return (), problem.softmax_dtype
+        if moved in MOVABLE:
+            return tuple(given[moved].shape), given[moved].dtype.name
+        return expected(moved, problem, given)
     if name in _INPUT_OF_GRADIENT or name in problem.score_arg_gradients:
         model = given[name[1:]]
         return tuple(model.shape), model.dtype.name
@@ -337,8 +367,11 @@ def _check_aligned(name: str, array: Shaped, address: int) -> None:
 
 def _operand(name: str, array: Shaped, problem: Problem) -> Operand:
     """An array of the pass as kernels see it."""
-    if name in problem.score_arg_gradients:
+    moved = name[1:] if name.startswith("t") else name
+    if name in problem.score_arg_tangents or moved in problem.score_arg_gradients:
         return as_it_is(array)
-    if name in _INPUT_OF_GRADIENT:
-        return gradient_operand(_INPUT_OF_GRADIENT[name], problem, array)
-    return rows_of(array) if name in OVER_ROWS else layout_of(array, problem.layout)
+    if moved in _INPUT_OF_GRADIENT:
+        return gradient_operand(_INPUT_OF_GRADIENT[moved], problem, array)
+    if moved in NAMES:
+        return gradient_operand(_INPUT_OF_GRADIENT[f"d{moved}"], problem, array)
+    return rows_of(array) if name in MOVABLE_OVER_ROWS else layout_of(array, problem.layout)

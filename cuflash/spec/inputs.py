@@ -315,6 +315,44 @@ class PassArrays(OfGradients, total=False):
     lse: Any
 
 
+class Tangents(TypedDict, total=False):
+    """The tangents of inputs and numbers, as keyword arguments."""
+
+    tq: Any
+    tk: Any
+    tv: Any
+    tbias: Any
+    talibi_slopes: Any
+    tsinks: Any
+    tscale: Any
+    tsoftcap: Any
+
+
+class JvpArrays(OptionalArrays, Tangents, total=False):
+    """The arrays of `FlashAttention.jvp` besides q, k and v, as keyword arguments."""
+
+    out: Any
+    lse: Any
+    tout: Any
+    tlse: Any
+
+
+class BackwardJvpArrays(OptionalArrays, Tangents, total=False):
+    """The arrays of `FlashAttention.backward_jvp` that it may be called without, as keyword arguments."""
+
+    dlse: Any
+    tdout: Any
+    tdlse: Any
+    tdq: Any
+    tdk: Any
+    tdv: Any
+    tdbias: Any
+    tdalibi_slopes: Any
+    tdscale: Any
+    tdsoftcap: Any
+    tdsinks: Any
+
+
 class NamedGradients(tuple[Any, ...]):
     """A named tuple of the gradients that were asked for; the others are no attributes of it."""
 

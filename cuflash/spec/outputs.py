@@ -1,4 +1,4 @@
-"""The results of both passes: a row for each.
+"""The results of all passes: a row for each.
 
 A row says over which axes a result lies, its dtype, whose gradient it is, and whether the backward pass takes it up.
 Bindings, the kernels' argument, `need`, slices of a problem, the oracle rule and test strategies iterate over the rows.
@@ -6,7 +6,7 @@ Bindings, the kernels' argument, `need`, slices of a problem, the oracle rule an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from cuflash.spec.inputs import CAPS, INPUTS, NUMBERS, OPTIONAL_INPUTS, OptionalInput
@@ -104,7 +104,10 @@ GRADIENT_ROWS = (
     *(_gradient_of_number(name) for name in NUMBERS),
     *(_input_gradient(row) for row in OPTIONAL_INPUTS if row.gradient_via == "softmax"),
 )
-BY_NAME = {row.name: row for row in (*FORWARD_ROWS, *GRADIENT_ROWS)}
+# Tangents of both: what the passes jvp and backward_jvp give.
+TANGENT_ROWS = tuple(replace(row, name=f"t{row.name}", upstream="") for row in FORWARD_ROWS)
+GRADIENT_TANGENT_ROWS = tuple(replace(row, name=f"t{row.name}") for row in GRADIENT_ROWS)
+BY_NAME = {row.name: row for row in (*FORWARD_ROWS, *GRADIENT_ROWS, *TANGENT_ROWS, *GRADIENT_TANGENT_ROWS)}
 UPSTREAM = {row.gradient: row for row in FORWARD_ROWS if row.upstream}  # by the name of the gradient
 
 # ---- names of results, in order --------------------------------------------------------------------------------------
@@ -131,6 +134,26 @@ TAKEN_BY_BACKWARD = (
 )
 
 
+# ---- tangents --------------------------------------------------------------------------------------------------------
+
+# The inputs and numbers that have gradients: these may have tangents. The tangent of x is named tx.
+MOVABLE = (*INPUTS, *(row.name for row in OPTIONAL_INPUTS if row.gradient_via), *NUMBERS)
+OUTPUT_TANGENTS = tuple(row.name for row in TANGENT_ROWS)
+DEFAULT_NEED_TANGENTS = tuple(row.name for row in GRADIENT_TANGENT_ROWS if row.is_default)
+# What backward_jvp needs, besides q, k and v, and what else it takes.
+REQUIRED_BY_BACKWARD_JVP = (*REQUIRED_BY_BACKWARD, *OUTPUT_TANGENTS)
+TAKEN_BY_BACKWARD_JVP = (
+    *TAKEN_BY_BACKWARD,
+    *OUTPUT_TANGENTS,
+    *(f"t{row.gradient}" for row in FORWARD_ROWS if row.upstream),
+)
+
+
+def model_of(result: str) -> str:
+    """The array or number whose gradient, or tangent of a gradient, a result of a backward pass is."""
+    return result.removeprefix("t")[1:]
+
+
 def _with_gradients(rows: tuple[Output, ...]) -> tuple[str, ...]:
     return tuple(name for row in rows for name in (row.name, row.gradient) if name)
 
@@ -142,5 +165,8 @@ OVER_HEAD_DIM = (
     *(row.name for row in GRADIENT_ROWS if row.has_head_dim),
 )
 OVER_ROWS = _with_gradients(tuple(row for row in FORWARD_ROWS if row.is_of_rows))
+# The same with their tangents.
+MOVABLE_OVER_HEAD_DIM = (*OVER_HEAD_DIM, *(f"t{name}" for name in OVER_HEAD_DIM))
+MOVABLE_OVER_ROWS = (*OVER_ROWS, *(f"t{name}" for name in OVER_ROWS))
 # Arrays besides the optional ones, gradients left out, that have an axis of queries.
 OF_QUERIES = ("q", *TAKEN_BY_BACKWARD, "row_sums")

@@ -8,7 +8,19 @@ from operator import attrgetter
 
 from cuflash.spec.inputs import INPUTS
 from cuflash.spec.options import Options
-from cuflash.spec.outputs import FORWARD_ROWS, GRADIENT_ROWS, GRADIENTS, REQUIRED_BY_BACKWARD, TAKEN_BY_BACKWARD, Output
+from cuflash.spec.outputs import (
+    FORWARD_ROWS,
+    GRADIENT_ROWS,
+    GRADIENT_TANGENT_ROWS,
+    GRADIENTS,
+    MOVABLE,
+    REQUIRED_BY_BACKWARD,
+    REQUIRED_BY_BACKWARD_JVP,
+    TAKEN_BY_BACKWARD,
+    TAKEN_BY_BACKWARD_JVP,
+    TANGENT_ROWS,
+    Output,
+)
 from cuflash.spec.problem import Problem, check_differentiable
 
 
@@ -44,6 +56,8 @@ class Pass:
         Whether decode kernels read each key once, so that it may stay in host memory.
     adds_to_memory : bool
         Whether blocks add to results in memory, in an order that `deterministic` fixes.
+    has_tangents : bool
+        Whether it takes tangents of inputs and numbers, `outputs.MOVABLE` and arrays of a score.
     """
 
     name: str
@@ -57,6 +71,7 @@ class Pass:
     any_length: bool
     reads_keys_once: bool
     adds_to_memory: bool
+    has_tangents: bool = False
 
     def __repr__(self) -> str:
         return self.name
@@ -104,5 +119,34 @@ BACKWARD = Pass(
     reads_keys_once=False,
     adds_to_memory=True,
 )
+JVP = Pass(
+    name="jvp",
+    rows=(*FORWARD_ROWS, *TANGENT_ROWS),
+    required=(),
+    takes=tuple(f"t{name}" for name in MOVABLE),
+    results_of=lambda options: _names((*FORWARD_ROWS, *TANGENT_ROWS)),
+    results_in=lambda problem: _names((*FORWARD_ROWS, *TANGENT_ROWS)),
+    check=check_differentiable,
+    flops=attrgetter("jvp_flops"),
+    any_length=False,
+    reads_keys_once=False,
+    adds_to_memory=False,
+    has_tangents=True,
+)
+BACKWARD_JVP = Pass(
+    name="backward_jvp",
+    rows=GRADIENT_TANGENT_ROWS,
+    required=REQUIRED_BY_BACKWARD_JVP,
+    takes=(*TAKEN_BY_BACKWARD_JVP, *JVP.takes),
+    results_of=lambda options: tuple(f"t{name}" for name in BACKWARD.results_of(options)),
+    results_in=lambda problem: tuple(f"t{name}" for name in problem.gradients),
+    check=check_differentiable,
+    flops=attrgetter("backward_jvp_flops"),
+    any_length=False,
+    reads_keys_once=False,
+    adds_to_memory=True,
+    has_tangents=True,
+)
 PASSES = (FORWARD, BACKWARD)
+PASSES_WITH_TANGENTS = (JVP, BACKWARD_JVP)
 PASS_NAMES = tuple(pass_.name for pass_ in PASSES)

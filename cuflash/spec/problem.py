@@ -36,7 +36,15 @@ from cuflash.arrays.array_info import (
     user_shape,
 )
 from cuflash.arrays.checks import counted, type_error, value_error
-from cuflash.score_mod import Program, ScoreFunction, Traced, hoisted_program_of, program_of
+from cuflash.score_mod import (
+    Program,
+    ScoreFunction,
+    ScoreTangents,
+    Traced,
+    hoisted_program_of,
+    program_of,
+    tangents_of,
+)
 from cuflash.spec.inputs import BY_NAME, FP8_SCALES, NAMES, NUMBER_ROWS, Given, OptionalArrays, OptionalInput
 from cuflash.spec.options import Options, Origin, check_block_size, diagonal_of, rounded_rate, window_of
 from cuflash.spec.outputs import BY_NAME as OUTPUT_ROWS
@@ -90,6 +98,7 @@ class Problem(Given):
     mask_function: Traced | None = None
     score_args: tuple[tuple[str, Operand], ...] = ()  # the arrays that they read, by name
     wide: tuple[str, ...] = ()  # those of out, dq, dk and dv that are given in the dtype of the softmax, to be added up
+    moved: tuple[str, ...] = ()  # the inputs, numbers and score_mod args that have tangents, in a pass that takes some
     shares_device: bool = False  # whether other kernels run at the same time, as transfers of ranks do
 
     @property
@@ -126,6 +135,12 @@ class Problem(Given):
         """The program of these functions, for the dtypes of the arrays that they read."""
         return program_of(self.score, self.mask_function, self._score_arg_types)
 
+    def score_tangents(self, moved: Collection[str]) -> ScoreTangents:
+        """The tangents of the score and of its derivatives where scaled products, and the arrays `moved`, have some."""
+        assert self.score is not None
+        own = tuple(name for name in self.program.on_numpy().differentiable if name in moved)
+        return tangents_of(self.score, self._score_arg_kinds, own, True)
+
     @property
     def hoisted(self) -> Program:
         """The program with tables in place of subexpressions of the score that take few values. It does not depend on
@@ -150,6 +165,11 @@ class Problem(Given):
     def score_arg_gradients(self) -> tuple[str, ...]:
         """The gradients of arrays that the score reads."""
         return tuple(f"d{name}" for name in self.program.differentiable) if self.score is not None else ()
+
+    @property
+    def score_arg_tangents(self) -> tuple[str, ...]:
+        """The names of tangents of arrays that the score reads."""
+        return tuple(f"t{name[1:]}" for name in self.score_arg_gradients)
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -317,6 +337,23 @@ class Problem(Given):
     def backward_flops(self) -> int:
         """Floating-point operations of the five products of the backward pass over visible pairs."""
         return 2 * self.visible_pairs * (3 * self.head_dim + 2 * self.head_dim_v)
+
+    @property
+    def jvp_flops(self) -> int:
+        """Those of jvp: 6 products if q, k and v have tangents, 2 if nothing has."""
+        of_qk = 1 + self._moves("q", "scale") + self._moves("k")
+        of_pv = 1 + (not set(self.moved) <= {"v"}) + self._moves("v")
+        return 2 * self.visible_pairs * (of_qk * self.head_dim + of_pv * self.head_dim_v)
+
+    @property
+    def backward_jvp_flops(self) -> int:
+        """Those of backward_jvp: 10 products if q, k and v have tangents."""
+        of_q, of_k = self._moves("q", "scale"), self._moves("k")
+        of_head_dim, of_head_dim_v = 3 + 2 * of_q + 2 * of_k, 2 + self._moves("v")
+        return 2 * self.visible_pairs * (of_head_dim * self.head_dim + of_head_dim_v * self.head_dim_v)
+
+    def _moves(self, *names: str) -> bool:
+        return not set(names).isdisjoint(self.moved)
 
     @property
     def forward_bytes(self) -> int:

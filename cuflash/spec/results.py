@@ -30,11 +30,29 @@ class Gradients(NamedTuple):
     dv: Array
 
 
+class JvpResult(NamedTuple):
+    """What `FlashAttention.jvp` returns."""
+
+    out: Array
+    lse: Array
+    tout: Array
+    tlse: Array
+
+
+class GradientTangents(NamedTuple):
+    """What `FlashAttention.backward_jvp` returns, unless it is asked for other tangents of gradients."""
+
+    tdq: Array
+    tdk: Array
+    tdv: Array
+
+
 @functools.cache
-def named_tuple_of(names: tuple[str, ...]) -> Callable[..., Gradients | NamedGradients]:
-    """The named tuple of some gradients."""
-    if names == Gradients._fields:
-        return Gradients
+def named_tuple_of(names: tuple[str, ...]) -> Callable[..., Any]:
+    """The named tuple of some gradients, or of tangents of some."""
+    for kind in (Gradients, GradientTangents):
+        if names == kind._fields:
+            return kind
     return type("Gradients", (namedtuple("Gradients", names), NamedGradients), {"__slots__": ()})
 
 
@@ -55,22 +73,24 @@ def needed(
     given: Mapping[str, Any],
     results: Mapping[str, Array | None],
     score_args: tuple[str, ...] = (),
+    prefix: str = "",
 ) -> tuple[str, ...]:
     """The gradients that are wanted, in their order: those that are needed, or have an array to be written to.
 
-    `score_args` are those of arrays that the score reads.
+    `score_args` are those of arrays that the score reads. With the prefix "t" the names are those of tangents.
     """
     if isinstance(need, str) or not isinstance(need, Collection):
         raise type_error("need", typed(need), "a collection of names of gradients")
-    every = (*GRADIENTS, *score_args)
+    every = tuple(f"{prefix}{name}" for name in (*GRADIENTS, *score_args))
     for name in need:
         if name not in every:
             listed = ", ".join(map(repr, every[:-1])) + f" or {every[-1]!r}"
             raise value_error("need", repr(name), listed)
     wanted = tuple(name for name in every if name in need or results.get(name) is not None)
-    for gradient, name in INPUT_OF_GRADIENT.items():
+    for own, name in INPUT_OF_GRADIENT.items():
+        gradient = f"{prefix}{own}"
         if gradient in wanted and given.get(name) is None:
-            argument = "need" if results[gradient] is None else gradient
+            argument = "need" if results.get(gradient) is None else gradient
             expected = f"FlashAttention({name}=...)" if name in NUMBERS else f"the {name} that forward took"
             raise value_error(argument, f"{gradient} without {name}", expected)
     return wanted

@@ -17,7 +17,8 @@ from cuflash.score_mod import program_of
 from cuflash.score_mod.nodes import Node
 from cuflash.spec.inputs import BY_NAME, INPUTS, NUMBER_ROWS, NUMBERS, SCORE_OPTIONS
 from cuflash.spec.options import Options, diagonal_of
-from cuflash.spec.passes import FORWARD, PASSES
+from cuflash.spec.outputs import model_of
+from cuflash.spec.passes import JVP, PASSES, PASSES_WITH_TANGENTS
 
 AXES = ("batch", "head", "i", "j")  # the axes of a bias, named after the inputs that index them
 Index = tuple[slice | None, ...]
@@ -48,19 +49,21 @@ class Equivalent:
 
     def arrays(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays of a call, with the gradients that it writes to, by their new names."""
-        renamed = {name: x for name, x in given.items() if name not in self.becomes and name not in self.unread}
+        dropped = {*self.becomes, *self.unread, *(f"t{name}" for name in self.unread)}
+        renamed = {name: x for name, x in given.items() if name not in dropped}
         for name, (option, index) in self.becomes.items():
-            renamed[option] = given[name][index] if index else given[name]
-            gradient = given.get(f"d{name}")
-            renamed.pop(f"d{name}", None)
-            if gradient is not None:
-                renamed[f"d{option}"] = gradient[index] if index else gradient
+            for prefix in ("", "d", "t", "td"):
+                array = given.get(f"{prefix}{name}")
+                renamed.pop(f"{prefix}{name}", None)
+                if array is not None:
+                    renamed[f"{prefix}{option}"] = array[index] if index else array
         return renamed
 
     def need(self, names: Sequence[str]) -> tuple[str, ...]:
         """The results of these names by their new names, in the order in which the passes return them."""
         wanted = {self._gradient(name) for name in names}
-        return tuple(name for pass_ in PASSES for name in pass_.results_of(self.options) if name in wanted)
+        every = (*PASSES, *PASSES_WITH_TANGENTS)
+        return tuple(dict.fromkeys(x for pass_ in every for x in pass_.results_of(self.options) if x in wanted))
 
     def gradients(self, computed: Sequence[Any], given: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
         """The gradients that a call returns, made from those that a pass computed, which are those of `need`."""
@@ -70,17 +73,18 @@ class Equivalent:
             gradient = by_name[self._gradient(name)]
             if given.get(name) is not None:
                 gradient = given[name]
-            elif name[1:] in self.becomes:
-                gradient = gradient.reshape(given[name[1:]].shape)
+            elif model_of(name) in self.becomes:
+                gradient = gradient.reshape(given[model_of(name)].shape)
             found.append(gradient)
         return found
 
     def _gradient(self, name: str) -> str:
         """The new name of a result; only gradients of what a score reads have one."""
-        if name in FORWARD.results_of(self.options):
+        if name in JVP.results_of(self.options):
             return name
-        option, _ = self.becomes.get(name[1:], (name[1:], _ALL))
-        return f"d{option}"
+        model = model_of(name)
+        option, _ = self.becomes.get(model, (model, _ALL))
+        return f"{name.removesuffix(model)}{option}"
 
     def describe(self, options: Options, given: Mapping[str, Any]) -> str:
         """The text about it in a plan, for the options and the arrays of the call."""

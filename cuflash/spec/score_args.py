@@ -7,7 +7,7 @@ from typing import Any
 
 from cuflash.arrays.array_info import Operand, Shaped, as_it_is, check_dtype, softmax_dtype_of
 from cuflash.arrays.checks import value_error
-from cuflash.spec.inputs import SCORE_OPTIONS, PassArrays, checked
+from cuflash.spec.inputs import SCORE_OPTIONS, BackwardJvpArrays, JvpArrays, PassArrays, checked
 from cuflash.spec.options import Options, beside_score_error
 
 MOST_AXES = 4
@@ -29,6 +29,17 @@ def check_names(options: Options) -> None:
             raise value_error(
                 "score", f"arrays named {gradient[1:]} and {gradient}", "names that differ by more than a d"
             )
+
+
+def check_tangent_names(options: Options) -> None:
+    """Raise ValueError for names of arrays whose tangents would have names of other arguments."""
+    keywords = {*JvpArrays.__annotations__, *BackwardJvpArrays.__annotations__}
+    for name in options.score_args:
+        used = next((x for x in (name, f"t{name}", f"td{name}") if x in keywords), None)
+        if used is not None:
+            raise value_error("score", f"an array named {name}", f"another name: {used} is an argument of its own")
+        if f"t{name}" in options.score_args:
+            raise value_error("score", f"arrays named {name} and t{name}", "names that differ by more than a t")
 
 
 def check_given(method: str, options: Options, given: Mapping[str, Any], results: Iterable[str] = ()) -> dict[str, Any]:

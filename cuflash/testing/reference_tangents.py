@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cuflash.arrays.array_info import view_4d, view_rows
-from cuflash.score_mod import tangents_of
 from cuflash.score_mod.evaluation import evaluate
 from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.spec.problem import Problem
@@ -243,8 +242,7 @@ def _by_function(
     b, h = head.index_scores
     arrays = {name: others[name] for name, _ in problem.score_args}
     moved = tuple(name for name in problem.program.on_numpy().differentiable if name in tangents)
-    kinds = tuple((name, len(operand.shape), operand.dtype) for name, operand in problem.score_args)
-    found = tangents_of(problem.score, kinds, moved, True)
+    found = problem.score_tangents(moved)
     roots = [found.score, found.by_s, *(x for own in found.reads.values() for x in own)]
     inputs = {"s": problem.scale * head.QK, "ts": tX, "i": i, "j": j, "head": h, "batch": b}
     arrays |= {f"t{name}": tangents[name] for name in moved}

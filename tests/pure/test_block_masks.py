@@ -233,13 +233,13 @@ def test_hidden_blocks_take_no_part():
 def test_only_blocks_that_are_left_are_computed(monkeypatch):
     """Scores of tiles, counted: those of blocks that are on, and no others."""
     computed = []
-    scores = fallback._Job.scores
+    scores = fallback.Job.scores
 
     def counted(job, tile):
         computed.append(job.heads.size * len(job.rows) * len(tile.keys))
         return scores(job, tile)
 
-    monkeypatch.setattr(fallback._Job, "scores", counted)
+    monkeypatch.setattr(fallback.Job, "scores", counted)
     q = np.random.default_rng(0).standard_normal((1, 2048, 16)).astype(np.float32)
     block_mask, attn = random(16, 16, 2, 0), cuflash.FlashAttention()
     out, lse = attn.forward(q, q, q, block_mask=block_mask)

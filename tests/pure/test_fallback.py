@@ -99,7 +99,7 @@ def test_an_exception_reaches_the_caller_when_all_threads_have_ended(is_in_threa
             raise MemoryError("for a test")
         return original(*args, **keywords)
 
-    room, name = (fallback._Job, "scores") if is_in_thread else (fallback._Sums, "add")
+    room, name = (fallback.Job, "scores") if is_in_thread else (fallback.GradientSums, "add")
     case = ct.Case(num_heads=64, seqlen_q=600, seqlen_k=300, head_dim=8)
     threads, arrays = threading.active_count(), case.arrays()
     results = cpu.forward(case.problem, *ct.qkv(arrays))
@@ -125,13 +125,13 @@ def test_products_are_small(monkeypatch):
 
 def test_tiles_that_nobody_sees_are_skipped(monkeypatch):
     computed = []
-    scores = fallback._Job.scores
+    scores = fallback.Job.scores
 
     def counted(job, tile):
         computed.append(len(job.rows) * len(tile.keys))
         return scores(job, tile)
 
-    monkeypatch.setattr(fallback._Job, "scores", counted)
+    monkeypatch.setattr(fallback.Job, "scores", counted)
 
     def sample(mask=None, **options):
         computed.clear()

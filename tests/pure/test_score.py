@@ -79,13 +79,13 @@ def test_memory_is_linear_and_hidden_tiles_cost_nothing(monkeypatch):
     )
     arrays = {"a": np.zeros(seqlen, np.float32), "doc": np.arange(seqlen) // 512}
     tiles = []
-    scores = fallback._Job.scores
+    scores = fallback.Job.scores
 
     def counted(job, tile):
         tiles.append((len(job.rows), len(tile.keys)))
         return scores(job, tile)
 
-    monkeypatch.setattr(fallback._Job, "scores", counted)
+    monkeypatch.setattr(fallback.Job, "scores", counted)
     tracemalloc.start()
     out, lse = attn.forward(q, k, v, **arrays)
     gradients = attn.backward(dout, q, k, v, out, lse, need=("dq", "dk", "dv", "da"), **arrays)
