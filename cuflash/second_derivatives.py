@@ -81,7 +81,7 @@ class SecondDerivatives(Preparation):
         random = self.options.random(seed, offset)
         call = prepare(self.options, by_name, INPUTS, JVP.default, JVP.default)
         computed = backend_of(call.kind).jvp(call.options, call.arrays, random, call.need)
-        return JvpResult(*(computed if call.is_direct else call.export(computed, by_name)))
+        return JvpResult(*(computed if call.is_direct else call.exported(computed, by_name)))
 
     def backward_jvp(
         self,
@@ -143,7 +143,7 @@ class SecondDerivatives(Preparation):
         call = prepare(self.options, by_name, _BACKWARD_JVP_INPUTS, names, names)
         computed = backend_of(call.kind).backward_jvp(call.options, call.arrays, call.need, random)
         kind = cast("Callable[..., GradientTangents]", named_tuple_of(names))
-        return kind(*(computed if call.is_direct else call.export(computed, by_name)))
+        return kind(*(computed if call.is_direct else call.exported(computed, by_name)))
 
 
 def hessian_vector_product(
