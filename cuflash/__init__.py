@@ -10,17 +10,17 @@ from cuflash import block_masks
 from cuflash.arrays.fp8 import fp8
 from cuflash.cpu import cpu_threads
 from cuflash.flash_attention import FlashAttention
-from cuflash.functional import attention
-from cuflash.quantization import Quantized, dequantize, quantize, rotate
-from cuflash.score_mod import Score
-from cuflash.score_mod.functions import abs, clip, cos, exp, floor, log, maximum, minimum, sin, sqrt, tanh, where
-from cuflash.second_derivatives import (
+from cuflash.functional import (
     DoubleGradients,
     JvpGradients,
+    attention,
     double_backward,
     hessian_vector_product,
     jvp_backward,
 )
+from cuflash.quantization import Quantized, dequantize, quantize, rotate
+from cuflash.score_mod import Score
+from cuflash.score_mod.functions import abs, clip, cos, exp, floor, log, maximum, minimum, sin, sqrt, tanh, where
 from cuflash.shards.merge import MergeGradients, MergeResult, merge, merge_backward
 from cuflash.spec.dropout import dropout_mask
 from cuflash.spec.results import ForwardResult, Gradients, GradientTangents, JvpResult

@@ -1,13 +1,17 @@
-"""The one-liner: attention in one call, without gradients."""
+"""Attention in one call, without gradients; and what two calls of `FlashAttention` make of second derivatives."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection, Mapping
 from types import NoneType
-from typing import Literal, TypeVar, cast
+from typing import Literal, NamedTuple, TypeVar, cast
 
 from cuflash.flash_attention import Causal, FlashAttention, Window
+from cuflash.spec.inputs import NamedGradients, NamedGradientTangents, Tangents
 from cuflash.spec.options import BLOCK_SIZE
+from cuflash.spec.outputs import DEFAULT_NEED_TANGENTS
+from cuflash.spec.results import Array
 from cuflash.spec.streamed import takes_star
 
 ArrayT = TypeVar("ArrayT")
@@ -111,3 +115,160 @@ def attention(
         out=out,
     )
     return cast(ArrayT, result.out)
+
+
+def hessian_vector_product(
+    attn: FlashAttention,
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    need: Collection[str] = DEFAULT_NEED_TANGENTS,
+    seed: int | None = None,
+    offset: int | None = None,
+    **arrays: Array,
+) -> NamedGradientTangents:
+    """The Hessian of ``sum(dout * out) + sum(dlse * lse)`` with respect to q, k, v and so on, times a vector.
+
+    Parameters
+    ----------
+    attn : FlashAttention
+    dout, q, k, v : array
+        As `FlashAttention.backward` takes them.
+    need : collection of str, default ("tdq", "tdk", "tdv")
+        The parts of the product that are wanted, as `FlashAttention.backward_jvp` names them.
+    seed, offset : int, optional
+        As `FlashAttention.forward` takes them.
+    **arrays : array, optional
+        The vector, as tangents tq, tk, tv, tbias and so on; dlse; and bias, mask and so on.
+
+    Returns
+    -------
+    GradientTangents
+    """
+    both: dict[str, Array] = {"seed": seed, "offset": offset}
+    own = {name: x for name, x in arrays.items() if name != "dlse"}
+    out, lse, tout, tlse = attn.jvp(q, k, v, **both, **own)
+    return attn.backward_jvp(dout, q, k, v, out, lse, tout, tlse, need=need, **both, **arrays)
+
+
+class DoubleGradients(NamedTuple):
+    """What `double_backward` returns."""
+
+    ddout: Array
+    ddlse: Array
+    gradients: NamedGradientTangents
+
+
+def double_backward(
+    attn: FlashAttention,
+    cotangents: Mapping[str, Array],
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    need: Collection[str] = DEFAULT_NEED_TANGENTS,
+    seed: int | None = None,
+    offset: int | None = None,
+    **arrays: Array,
+) -> DoubleGradients:
+    """Gradients of ``sum(c * g)`` over gradients g that `FlashAttention.backward` gave, for cotangents c of them.
+
+    That sum is the derivative of ``sum(dout * out) + sum(dlse * lse)`` in the direction c of the inputs. It is linear
+    in dout and dlse, whose gradients are therefore tout and tlse; and those of the inputs are the Hessian times c,
+    because it is symmetric. None are due to out and lse as inputs of the backward pass: what goes through them is in
+    the gradients of q, k and v.
+
+    Parameters
+    ----------
+    attn : FlashAttention
+    cotangents : Mapping
+        By the name of a gradient, "dq", "dbias" and so on: an array of its shape and dtype.
+    dout, q, k, v : array
+        As `FlashAttention.backward` took them.
+    need : collection of str, default ("tdq", "tdk", "tdv")
+        The inputs whose gradients are wanted: "tdx" stands for that of x.
+    seed, offset : int, optional
+        As `FlashAttention.forward` took them.
+    **arrays : array, optional
+        dlse, bias, mask and so on, as `FlashAttention.backward` took them.
+
+    Returns
+    -------
+    DoubleGradients
+        ``ddout`` and ``ddlse``, the gradients with respect to dout and dlse, and ``gradients``: tdq is that with
+        respect to q, and so on.
+    """
+    both: dict[str, Array] = {"seed": seed, "offset": offset}
+    tangents = {f"t{name.removeprefix('d')}": x for name, x in cotangents.items()}
+    own = {name: x for name, x in arrays.items() if name != "dlse"}
+    out, lse, tout, tlse = attn.jvp(q, k, v, **both, **own, **tangents)
+    found = attn.backward_jvp(dout, q, k, v, out, lse, tout, tlse, need=need, **both, **arrays, **tangents)
+    return DoubleGradients(tout, tlse, found)
+
+
+class JvpGradients(NamedTuple):
+    """What `jvp_backward` returns."""
+
+    gradients: NamedGradientTangents
+    of_tangents: NamedGradients
+
+
+def jvp_backward(
+    attn: FlashAttention,
+    dtout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    tout: Array,
+    tlse: Array,
+    *,
+    dout: Array | None = None,
+    dlse: Array | None = None,
+    dtlse: Array | None = None,
+    need: Collection[str] = DEFAULT_NEED_TANGENTS,
+    seed: int | None = None,
+    offset: int | None = None,
+    **arrays: Array,
+) -> JvpGradients:
+    """Gradients of ``sum(dtout * tout) + sum(dtlse * tlse) + sum(dout * out) + sum(dlse * lse)``: `jvp` backwards.
+
+    tout and tlse are linear in the tangents, whose gradients are those of `FlashAttention.backward` for dtout and
+    dtlse. Those of q, k, v and so on are what `FlashAttention.backward_jvp` gives where dout and dlse are the tangents
+    of dtout and dtlse, because the backward pass is linear in these.
+
+    Parameters
+    ----------
+    attn : FlashAttention
+    dtout, dtlse : array
+        Gradients with respect to tout and tlse; dtlse may be missing.
+    q, k, v, out, lse, tout, tlse : array
+        As `FlashAttention.jvp` took and returned them.
+    dout, dlse : array, optional
+        Gradients with respect to out and lse.
+    need : collection of str, default ("tdq", "tdk", "tdv")
+        The inputs whose gradients are wanted, and with them those of their tangents.
+    seed, offset : int, optional
+        As `FlashAttention.jvp` took them.
+    **arrays : array, optional
+        The tangents, bias, mask and so on, as `FlashAttention.jvp` took them.
+
+    Returns
+    -------
+    JvpGradients
+        ``gradients``, in which tdq is that with respect to q, and so on; and ``of_tangents``, in which dq is that with
+        respect to tq, and so on.
+    """
+    both: dict[str, Array] = {"seed": seed, "offset": offset}
+    extra = {"dlse": dtlse, "tdout": dout, "tdlse": dlse}
+    found = attn.backward_jvp(dtout, q, k, v, out, lse, tout, tlse, need=need, **both, **arrays, **extra)
+    tangents = {*Tangents.__annotations__, *(f"t{name}" for name in attn.options.score_args)}
+    inputs = {name: x for name, x in arrays.items() if name not in tangents}
+    of_tangents = attn.backward(
+        dtout, q, k, v, out, lse, need=tuple(name[1:] for name in found._fields), dlse=dtlse, **both, **inputs
+    )
+    return JvpGradients(found, of_tangents)

@@ -1,4 +1,4 @@
-"""Tangents of expressions with kinds, as expressions: forward mode, for the value of a score and its derivatives.
+"""Tangents of typed expressions, as expressions: forward mode, for the value of a score and its derivatives.
 
 Forward over reverse gives second derivatives: the tangents of `cuflash.score_mod.derivatives`. One walk serves all
 expressions, so that these share subexpressions. At a kink a tangent is one-sided, as the derivative is; a derivative
@@ -36,7 +36,7 @@ def tangents(roots: Sequence[Node], seeds: Mapping[Node, Node]) -> list[Node]:
     steep: set[Node] = set()  # nodes whose tangents may be infinite
     known = {at: of for root in roots for at, of in ranges(root).items()}
     for at in in_order(roots):
-        if at in seeds or at.kind != "float":
+        if at in seeds or at.type != "float":
             continue
         is_steep = at.op in ("sqrt", "pow") and not known[at.args[0]].is_positive
         total, chosen = ZERO, {}

@@ -32,7 +32,7 @@ from cuflash.arrays.array_info import (
 from cuflash.arrays.checks import counted, value_error
 from cuflash.arrays.dlpack import check_apart, check_distinct, module_of
 from cuflash.arrays.fp8 import on_bits
-from cuflash.spec.inputs import BROADCAST, INPUTS, OPTIONAL_INPUTS
+from cuflash.spec.inputs import BROADCAST, INPUTS, NUMBERS, OPTIONAL_INPUTS
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import BY_NAME as OUTPUT_ROWS
 from cuflash.spec.outputs import (
@@ -42,7 +42,6 @@ from cuflash.spec.outputs import (
     MOVABLE,
     MOVABLE_OVER_HEAD_DIM,
     MOVABLE_OVER_ROWS,
-    NUMBER_GRADIENTS,
     model_of,
 )
 
@@ -199,7 +198,7 @@ def _axes_of(
 
     def is_sum(name: str) -> bool:
         model = model_of(name)
-        if name in full or (model not in steps and name not in NUMBER_GRADIENTS):
+        if name in full or (model not in steps and model not in NUMBERS):
             return False
         batch_axes = len(shapes[model]) - _OWN_AXES[model] if model in shapes else 0
         own = _aligned(shapes[model][:batch_axes] if batch_axes > 0 else (), len(lengths))

@@ -373,6 +373,26 @@ class NamedGradients(tuple[Any, ...]):
     dsinks: Any
 
 
+class NamedGradientTangents(tuple[Any, ...]):
+    """A named tuple of the tangents of gradients that were asked for; the others are no attributes of it."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+        _fields: ClassVar[tuple[str, ...]]
+
+        def _asdict(self) -> dict[str, Any]: ...
+
+    tdq: Any
+    tdk: Any
+    tdv: Any
+    tdbias: Any
+    tdalibi_slopes: Any
+    tdscale: Any
+    tdsoftcap: Any
+    tdsinks: Any
+
+
 def checked(method: str, typed_dict: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """All arrays of a typed dictionary by name, None for those that a method was not given as keyword arguments.
 

@@ -139,7 +139,7 @@ class Problem(Given):
         """The tangents of the score and of its derivatives where scaled products, and the arrays `moved`, have some."""
         assert self.score is not None
         own = tuple(name for name in self.program.on_numpy().differentiable if name in moved)
-        return tangents_of(self.score, self._score_arg_kinds, own, True)
+        return tangents_of(self.score, self._score_arg_types, own, True)
 
     @property
     def hoisted(self) -> Program:

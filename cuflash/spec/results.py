@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from cuflash.arrays.checks import type_error, typed, value_error
-from cuflash.spec.inputs import NUMBERS, NamedGradients
+from cuflash.spec.inputs import NUMBERS, NamedGradients, NamedGradientTangents
 from cuflash.spec.outputs import GRADIENTS, INPUT_OF_GRADIENT
 from cuflash.spec.passes import PASS_NAMES, PASSES, Pass
 
@@ -48,12 +48,19 @@ class GradientTangents(NamedTuple):
 
 
 @functools.cache
-def named_tuple_of(names: tuple[str, ...]) -> Callable[..., Any]:
-    """The named tuple of some gradients, or of tangents of some."""
-    for kind in (Gradients, GradientTangents):
-        if names == kind._fields:
-            return kind
+def named_tuple_of(names: tuple[str, ...]) -> Callable[..., Gradients | NamedGradients]:
+    """The named tuple of some gradients."""
+    if names == Gradients._fields:
+        return Gradients
     return type("Gradients", (namedtuple("Gradients", names), NamedGradients), {"__slots__": ()})
+
+
+@functools.cache
+def named_tuple_of_tangents(names: tuple[str, ...]) -> Callable[..., GradientTangents | NamedGradientTangents]:
+    """The named tuple of the tangents of some gradients."""
+    if names == GradientTangents._fields:
+        return GradientTangents
+    return type("GradientTangents", (namedtuple("GradientTangents", names), NamedGradientTangents), {"__slots__": ()})
 
 
 def checked_passes(passes: Collection[str]) -> tuple[Pass, ...]:

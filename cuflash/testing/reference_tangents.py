@@ -51,6 +51,7 @@ class HeadTangents:
     L: Array  # (seqlen_q, 1), 0 in a row that attends to no key
     slope: Array  # of f', the derivative of the scores by X
     sink: Array  # of the sink less tL, (seqlen_q, 1)
+    others: Array  # what is in tS besides f' tX, as absolute values of its terms
     derivatives: dict[str, Array]  # of those of `Head.derivatives`
     reads: list[Array]  # of the derivatives of `Head.reads`, in their order
 
@@ -83,7 +84,7 @@ def jvp(
     tlse = np.zeros(problem.lse_shape, compute)
     for head in each_head(problem, q, k, v, compute, seed, offset, **others):
         with np.errstate(all="ignore"):
-            t = _head_tangents(problem, head, tangents, others, compute)
+            t = head_tangents(problem, head, tangents, others, compute)
             tout[head.index] = _tO(head, t, dtype).astype(dtype)
         view_rows(tlse)[head.index] = t.L[:, 0]
     return as_caller(problem, tout), tlse
@@ -135,7 +136,7 @@ def backward_jvp(
         is_empty = np.isneginf(head.L)
         dL, tdL = (np.where(is_empty, 0, view_rows(x)[head.index].astype(compute))[:, None] for x in (dlse, tdlse))
         with np.errstate(all="ignore"):
-            t = _head_tangents(problem, head, tangents, others, compute)
+            t = head_tangents(problem, head, tangents, others, compute)
             P, tP = (_round(x, dtype) for x in (head.P * head.Z, head.P * head.Z * t.U))
             O = _round(product(P, head.V), dtype)  # noqa: E741 (the paper's letter)
             tO = _round(_tO(head, t, dtype), dtype)
@@ -185,7 +186,7 @@ def _tO(head: Head, t: HeadTangents, dtype: np.dtype[Any]) -> Array:
     return product(tP, head.V) + product(P, t.V)
 
 
-def _head_tangents(
+def head_tangents(
     problem: Problem, head: Head, tangents: Mapping[str, Array], others: Mapping[str, Any], compute: np.dtype[Any]
 ) -> HeadTangents:
     b, h = head.index_scores
@@ -202,21 +203,26 @@ def _head_tangents(
 
     tQ, tK, tV = (rows_of(name, x) for name, x in (("q", head.Q), ("k", head.K), ("v", head.V)))
     tX = problem.scale * (product(tQ, head.K.T) + product(head.Q, tK.T)) + number("scale") * head.QK
-    tS, slope = head.cap_slope * tX, none
+    tS, slope, others_size = head.cap_slope * tX, none, none
     derivatives: dict[str, Array] = {}
     reads: list[Array] = []
     if problem.softcap is not None:
         X = problem.scale * head.QK / problem.softcap
         T, own = np.tanh(X), (tX - X * number("softcap")) / problem.softcap
-        tS = tS + head.derivatives["dsoftcap"] * number("softcap")
+        by_cap = head.derivatives["dsoftcap"] * number("softcap")
+        tS, others_size = tS + by_cap, others_size + abs(by_cap)
         slope = -2 * T * head.cap_slope * own
         derivatives["dsoftcap"] = 2 * X * T * head.cap_slope * own
     if "alibi_slopes" in tangents:
         own = np.broadcast_to(tangents["alibi_slopes"], _sizes(problem))[b, h].astype(compute)
-        tS = tS + head.derivatives["dalibi_slopes"] * own
+        tS, others_size = (
+            tS + head.derivatives["dalibi_slopes"] * own,
+            others_size + abs(head.derivatives["dalibi_slopes"] * own),
+        )
     if "bias" in tangents:
         own = np.broadcast_to(tangents["bias"], _sizes(problem, "seqlen_q", "seqlen_k"))[b, h]
-        tS = tS + own[:, : head.K.shape[0]].astype(compute)
+        of_bias = own[:, : head.K.shape[0]].astype(compute)
+        tS, others_size = tS + of_bias, others_size + abs(of_bias)
     if problem.score is not None:
         tS, slope, reads = _by_function(problem, head, tX, tangents, others, compute)
     tS = np.where(head.P == 0, 0, tS)
@@ -224,7 +230,7 @@ def _head_tangents(
     tL = (head.P * tS).sum(axis=-1, keepdims=True) + head.P_sink * tsink
     return HeadTangents(
         Q=tQ, K=tK, V=tV, scale=number("scale"), U=np.where(head.P == 0, 0, tS - tL), L=tL, slope=slope,
-        sink=tsink - tL, derivatives=derivatives, reads=reads,
+        sink=tsink - tL, others=others_size, derivatives=derivatives, reads=reads,
     )  # fmt: skip
 
 

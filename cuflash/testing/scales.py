@@ -75,7 +75,7 @@ def scales_of(
     problem: Problem, arrays: Mapping[str, Array], expected: Mapping[str, Array], random: Mapping[str, Any]
 ) -> Scales:
     """The scales of results that are `expected` of NumPy `arrays`; with dropout, `random` says what is dropped."""
-    collector = _Collector(problem, arrays, expected)
+    collector = Collector(problem, arrays, expected)
     read = {**optional(arrays), **{name: arrays[name] for name, _ in problem.score_args}}
     q, k, v = qkv(arrays)
     for head in reference.each_head(problem, q, k, v, np.float64, **random, **read):
@@ -85,7 +85,7 @@ def scales_of(
 
 
 @dataclass(frozen=True)
-class _Noise:
+class Noise:
     """How much rounding the scores of one head may change its weights."""
 
     rows: Array  # (rows, 1): of a weight, relative to it, where the weight counts in its row
@@ -95,7 +95,7 @@ class _Noise:
     lse: Array  # (rows, 1)
 
 
-class _Collector:
+class Collector:
     """Adds up what contributes to every result, head by head."""
 
     def __init__(self, problem: Problem, arrays: Mapping[str, Array], expected: Mapping[str, Array]) -> None:
@@ -103,7 +103,7 @@ class _Collector:
         self.unit = ulp(problem.softmax_dtype)
         self.smallest = SMALLEST_WEIGHT[problem.softmax_dtype] / self.unit
         self.tiny = float(ml_dtypes.finfo(self.dtype).smallest_normal)  # type: ignore[no-untyped-call]
-        self.out = _finite(view_4d(expected["out"].astype(np.float64), problem.layout))
+        self.out = finite(view_4d(expected["out"].astype(np.float64), problem.layout))
         of_rows = (problem.array_batch, problem.num_heads, problem.seqlen_q)
         of_keys = (problem.array_batch, problem.num_heads_kv, problem.seqlen_k)
         self.squares = {"out": Squares.zeros(*of_rows, problem.head_dim_v), "lse": Squares.zeros(*of_rows, 1)}
@@ -121,8 +121,8 @@ class _Collector:
             self.of_scores, self.noise_of_scores, self.enters = (
                 reference.ScoreSums(problem, arrays, np.dtype(np.float64)) for _ in range(3)
             )
-            self.dout = _finite(view_4d(arrays["dout"], problem.layout).astype(np.float64))
-            self.dlse = _finite(view_rows(arrays["dlse"] if "dlse" in arrays else np.zeros(problem.lse_shape)))
+            self.dout = finite(view_4d(arrays["dout"], problem.layout).astype(np.float64))
+            self.dlse = finite(view_rows(arrays["dlse"] if "dlse" in arrays else np.zeros(problem.lse_shape)))
 
     def scales(self) -> Scales:
         """What came together."""
@@ -167,9 +167,9 @@ class _Collector:
         visible = head.P != 0
         self.sees_something[head.index] = visible.any(axis=1)
         self.is_seen[head.index_kv] |= visible.any(axis=0)
-        Q, K, V = map(_finite, (head.Q, head.K, head.V))  # hidden keys add nothing
+        Q, K, V = map(finite, (head.Q, head.K, head.V))  # hidden keys add nothing
         QK, K = np.where(visible, head.QK, 0), np.where(visible.any(axis=0)[:, None], K, 0)
-        noise = self._noise(head, visible, self._sizes(Q, K), QK)
+        noise = self.noise_of(head, visible, self.sizes_of(Q, K), QK)
         P = np.where(visible, np.maximum(head.P, self.smallest), 0)
         self._add_forward(head, P, V, noise)
         if self.has_gradients:
@@ -177,14 +177,14 @@ class _Collector:
 
     # ---- Noise -------------------------------------------------------------------------------------------------------
 
-    def _noise(self, head: reference.Head, visible: Array, sizes: Array, QK: Array) -> _Noise:
+    def noise_of(self, head: reference.Head, visible: Array, sizes: Array, QK: Array) -> Noise:
         """A unit in the last place of each: the exponential, lse or the scores, the terms that scores are sums of."""
         problem, unit, P, P_sink = self.problem, self.unit, head.P, head.P_sink
         slope = np.maximum(1, np.abs(head.cap_slope)) if problem.score is not None else 1.0
         sizes = np.where(visible, abs(problem.scale) * slope * sizes, 0)
         products = sizes.max(axis=1, keepdims=True, initial=0) / reference.unit_of_scores(problem)
         distances = np.where(visible, self._distances(head), 0)  # times slopes
-        lse, of_keys = _finite(head.L)[:, None], P.sum(axis=1, keepdims=True)
+        lse, of_keys = finite(head.L)[:, None], P.sum(axis=1, keepdims=True)
 
         def mean(x: Array) -> Array:
             """Of the keys, by their weights: a sink has as much of the weight as it likes, and nothing of out."""
@@ -214,7 +214,7 @@ class _Collector:
         together = unit * (1 + np.minimum(abs(lse), large)) * kept.sum(axis=1, keepdims=True)
         lag = np.minimum(_spread(np.log(np.where(P > 0, P, np.nan))), OFFSET_LAG[problem.dtype])
         of_lse = unit * (1 + abs(lse) + of_keys * (np.maximum(size - abs(lse), 0) + terms + lag))
-        return _Noise(
+        return Noise(
             rows=rows,
             weights=moved(P, products + distances),
             of_sink=of_sink,
@@ -222,7 +222,7 @@ class _Collector:
             lse=of_lse.astype(np.longdouble),
         )
 
-    def _sizes(self, Q: Array, K: Array) -> Array:
+    def sizes_of(self, Q: Array, K: Array) -> Array:
         """What products are sums of; a unit in its last place is what their order, or cutting off, changes in them."""
         sizes = abs(Q) @ abs(K).T
         if self.problem.softmax_dtype == self.problem.dtype or Q.shape[1] <= CUT_OFF_DIM:
@@ -268,12 +268,12 @@ class _Collector:
 
     # ---- What contributes --------------------------------------------------------------------------------------------
 
-    def _add_forward(self, head: reference.Head, P: Array, V: Array, noise: _Noise) -> None:
+    def _add_forward(self, head: reference.Head, P: Array, V: Array, noise: Noise) -> None:
         terms = (self._rounded(P**2) * head.Z**2) @ V**2
         self.squares["out"].add(head.index, terms, self._moved_out(head, terms, V, noise))
         self.squares["lse"].add(head.index, np.zeros(()), noise.lse**2)
 
-    def _moved_out(self, head: reference.Head, terms: Array, V: Array, noise: _Noise) -> Array:
+    def _moved_out(self, head: reference.Head, terms: Array, V: Array, noise: Noise) -> Array:
         """Squares of how much out changes with its weights: a mean stays between the smallest and the largest value."""
         scale = np.sqrt(np.maximum(terms, self.out[head.index] ** 2).max(axis=1, keepdims=True, initial=0))
         values = V[(head.P != 0).any(axis=0)]
@@ -285,7 +285,7 @@ class _Collector:
         return np.fmin(moved, span**2)
 
     def _add_backward(
-        self, head: reference.Head, P: Array, Q: Array, K: Array, V: Array, QK: Array, noise: _Noise
+        self, head: reference.Head, P: Array, Q: Array, K: Array, V: Array, QK: Array, noise: Noise
     ) -> None:
         problem, visible, scale2, rounded = self.problem, P != 0, self.problem.scale**2, self._rounded
         dO2 = self.dout[head.index] ** 2
@@ -333,7 +333,7 @@ class _Collector:
                 np.add.at(total.reshape(-1), entry, squares * derivative**2)
 
 
-def _finite(x: Array) -> Array:
+def finite(x: Array) -> Array:
     """What is not finite has no scale."""
     return np.where(np.isfinite(x), x, 0)
 

@@ -1,0 +1,328 @@
+"""The oracle rule for tangents: cases with tangents, and what their results are judged by.
+
+`cuflash.testing.Yardstick` has the definitions; letters are those of `cuflash.testing.reference_tangents`. Terms and
+noise of results follow their formulas pair by pair. Rounding the scores moves a weight as it does in the first order;
+and the tangent of a score is moved by a unit in the last place of the terms that it is a sum of, and of tL, which is
+passed on rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash.arrays.array_info import numpy_dtype, view_4d, view_rows
+from cuflash.spec.outputs import OVER_HEAD_DIM
+from cuflash.testing import reference, reference_tangents
+from cuflash.testing.arrays import lay_out
+from cuflash.testing.case import Case, optional
+from cuflash.testing.reference import BroadcastSum, Head
+from cuflash.testing.reference_tangents import HeadTangents
+from cuflash.testing.rule import Report, Yardstick, measure
+from cuflash.testing.scales import Collector, Squares, finite, ulp
+
+Array = NDArray[Any]
+
+OF_ROWS = ("dlse", "tdlse")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """Which inputs of a case have tangents, and what goes with them: the same one makes the same arrays everywhere.
+
+    Parameters
+    ----------
+    names : tuple of str
+        Arrays and numbers of the case that have tangents.
+    cotangents : tuple of str
+        Those of "tdout" and "tdlse" that there are; the latter goes with dlse of the case.
+    common : float
+        What all keys of tk have in common, in units of its own spread: no result but tlse and tdq depends on it.
+    seed : int
+    """
+
+    names: tuple[str, ...] = ("q", "k", "v")
+    cotangents: tuple[str, ...] = ()
+    common: float = 0.0
+    seed: int = 0
+
+    def arrays(self, case: Case, convert: Callable[[Array], Any] = np.asarray) -> dict[str, Any]:
+        """The tangents of a case by name, laid out in memory as the case says; NaN where the array is."""
+        random, given = np.random.default_rng(self.seed), case.arrays()
+        softmax = numpy_dtype(case.problem.softmax_dtype)
+        found = {}
+        for name in self.names:
+            model = given.get(name)
+            values = random.standard_normal(() if model is None else model.shape)
+            if name == "k" and self.common:
+                values = values + self.common * random.standard_normal(values.shape[-1])
+            if model is not None:
+                values = np.where(np.isnan(model.astype(np.float64)), np.nan, values)
+            found[f"t{name}"] = values.astype(softmax if model is None else model.dtype)
+        for name in self.cotangents:
+            model = given[name[1:]]
+            values = np.where(np.isnan(model.astype(np.float64)), np.nan, random.standard_normal(model.shape))
+            found[name] = values.astype(model.dtype)
+        return {name: lay_out(x, case.strides, convert) for name, x in found.items()}
+
+
+@lru_cache(maxsize=8)
+def yardsticks_of(case: Case, moved: Moved) -> dict[str, Yardstick]:
+    """The yardsticks of tout, tlse and of the tangents of all gradients."""
+    problem, arrays, tangents = case.problem, case.arrays(), moved.arrays(case)
+    exact = np.dtype(np.longdouble if problem.dtype == "float64" else np.float64)
+    with np.errstate(all="ignore"):
+        expected = _compute(case, arrays, tangents, exact)
+        plain = _compute(case, arrays, tangents, arrays["q"].dtype)
+        squares, zeros = _TangentCollector(case, arrays, tangents, expected).found()
+        return {
+            name: _yardstick(case, name, x, plain[name], squares[name], zeros.get(name))
+            for name, x in expected.items()
+            if name in squares
+        }
+
+
+def _compute(case: Case, arrays: Mapping[str, Array], tangents: Mapping[str, Array], dtype: Any) -> dict[str, Array]:
+    """out, lse and results by the plain formula."""
+    problem = case.problem
+    inputs: dict[str, Any] = {name: arrays[name] for name in ("q", "k", "v")} | optional(arrays)
+    inputs |= {"dtype": dtype, **case.random}
+    of_inputs = {name[1:]: x for name, x in tangents.items() if name not in ("tdout", "tdlse")}
+    found = dict(zip(("out", "lse"), reference.forward(problem, **inputs), strict=True))
+    found |= zip(("tout", "tlse"), reference_tangents.jvp(problem, tangents=of_inputs, **inputs), strict=True)
+    cotangents: dict[str, Any] = {name: x for name, x in tangents.items() if name in ("tdout", "tdlse")}
+    if "dlse" in arrays:
+        cotangents["dlse"] = arrays["dlse"]
+    gradients = reference_tangents.backward_jvp(
+        problem, arrays["dout"], tangents=of_inputs, need=problem.gradients, **inputs, **cotangents
+    )
+    present = {name: x for name, x in zip(problem.gradients, gradients, strict=True)}
+    return found | {f"t{name}": x for name, x in present.items() if _exists(case, name)}
+
+
+def _exists(case: Case, gradient: str) -> bool:
+    name = gradient[1:]
+    return name in ("q", "k", "v", "scale") or getattr(case.problem, name, None) is not None
+
+
+def _yardstick(case: Case, name: str, own: Array, plain: Array, squares: Squares, zero: Array | None) -> Yardstick:
+    """As `cuflash.testing.rule` makes those of the first order."""
+    problem = case.problem
+    dtype = numpy_dtype(case.dtype)
+    factor = 1 if problem.dtype == "float32" else 2
+    unit = ulp(problem.softmax_dtype if name == "tlse" else dtype)
+    errors = np.abs(plain.astype(own.dtype) - own)
+    errors = np.where(np.isfinite(errors), errors, 0)
+    terms, noise = (np.sqrt(x).astype(np.float64) for x in (squares.terms, squares.noise))
+    largest = np.where(np.isfinite(own), np.abs(own), 0)
+    if name[1:] in OVER_HEAD_DIM:
+        largest = largest.max(axis=-1, keepdims=True, initial=0)
+    scale = np.maximum(np.maximum(terms, largest), float(ml_dtypes.finfo(dtype).smallest_normal))
+    units = np.broadcast_to(unit * scale, errors.shape)
+    of_unit, of_noise = reference.error_fractions(errors, units, noise)
+    plain_error = of_unit * units + of_noise * noise
+    return Yardstick(
+        name=name,
+        expected=own,
+        zero=np.zeros(own.shape, bool) if zero is None else zero,
+        plain_error=plain_error,
+        scale=scale,
+        strict_tolerance=float(factor * errors.max(initial=0) + units.max(initial=0)),
+        tolerance=factor * plain_error + units + noise,
+    )
+
+
+class _TangentCollector(Collector):
+    """Adds up what contributes to the tangents of results, head by head: squares of terms, and of their noise."""
+
+    def __init__(
+        self, case: Case, arrays: Mapping[str, Array], tangents: Mapping[str, Array], expected: Mapping[str, Array]
+    ) -> None:
+        problem = case.problem
+        own = {"out": expected["out"], "dq": expected["tdq"], "dk": expected["tdk"], "dv": expected["tdv"]}
+        super().__init__(problem, arrays, own | {"lse": expected["lse"]})
+        self.case, self.tangents = case, tangents
+        self.tout = finite(view_4d(expected["tout"].astype(np.float64), problem.layout))
+        self.squares["out"], self.squares["lse"] = (Squares.zeros(*self.squares[x].terms.shape) for x in ("out", "lse"))
+
+        def of(name: str) -> Array:
+            like = arrays["dout"] if name == "tdout" else np.zeros(problem.lse_shape)
+            return tangents.get(name, np.zeros(like.shape))
+
+        self.tdout = finite(view_4d(of("tdout"), problem.layout).astype(np.float64))
+        self.tdlse = finite(view_rows(of("tdlse")).astype(np.float64))
+        sizes = {"dscale": (), "dsoftcap": (), "dalibi_slopes": (problem.batch, problem.num_heads)}
+        sizes["dbias"] = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+        self.sums = {
+            name: tuple(BroadcastSum(arrays.get(name[1:]), shape, np.dtype(np.float64)) for _ in range(3))
+            for name, shape in sizes.items()
+        }
+
+    def found(self) -> tuple[dict[str, Squares], dict[str, Array]]:
+        """Squares by result, and where results are zero."""
+        arrays, problem = self.arrays, self.problem
+        inputs = {name: arrays[name] for name in ("q", "k", "v")} | optional(arrays)
+        of_inputs = {name[1:]: x for name, x in self.tangents.items() if name not in ("tdout", "tdlse")}
+        for head in reference.each_head(problem, compute=np.float64, **inputs, **self.case.random):
+            t = reference_tangents.head_tangents(problem, head, of_inputs, inputs, np.dtype(np.float64))
+            self.add_tangents(head, t)
+        found, zeros = {}, {}
+        is_zero = {"out": ~self.sees_something, "dq": ~self.sees_something, "dk": ~self.is_seen, "dv": ~self.is_seen}
+        for name, of_rows in is_zero.items():
+            own = self.squares[name]
+            found[f"t{name}"] = Squares(
+                *(self._as_result(name, x.max(axis=-1, keepdims=True, initial=0)) for x in (own.terms, own.noise))
+            )
+            zeros[f"t{name}"] = self._as_result(name, of_rows[..., None])
+        found["tlse"] = Squares(*(x.reshape(problem.lse_shape) for x in vars(self.squares["lse"]).values()))
+        found["tdsinks"] = self.squares["dsinks"]
+        for name, (terms, noise, count) in self.sums.items():
+            found[f"t{name}"] = Squares(terms.value, noise.value)
+            if name == "dbias":
+                zeros["tdbias"] = count.value == 0
+        return found, zeros
+
+    def add_tangents(self, head: Head, t: HeadTangents) -> None:
+        """Add what one head contributes."""
+        visible = head.P != 0
+        self.sees_something[head.index] = visible.any(axis=1)
+        self.is_seen[head.index_kv] |= visible.any(axis=0)
+        own = _HeadSquares(self, head, t)
+        self.squares["out"].add(head.index, own.tO2, own.tO_moved)
+        self.squares["lse"].add(head.index, (own.P2 * own.tS2).sum(axis=1, keepdims=True), own.tL_moved)
+        self.squares["dv"].add(head.index_kv, *own.of_values())
+        dS, tdS = own.score_gradients()
+        dX, tdX, least = own.product_gradients(dS, tdS)
+        scale2, tscale2 = self.problem.scale**2, t.scale**2
+        K2, tK2, Q2, tQ2 = (x**2 for x in (own.K, own.tK, own.Q, own.tQ))
+        of_q = [scale2 * (tx @ K2 + x @ tK2) + tscale2 * (x @ K2) for tx, x in zip(tdX, dX, strict=True)]
+        of_k = [scale2 * (tx.T @ Q2 + x.T @ tQ2) + tscale2 * (x.T @ Q2) for tx, x in zip(tdX, dX, strict=True)]
+        self.squares["dq"].add(head.index, *of_q)
+        self.squares["dk"].add(head.index_kv, *of_k)
+        self.squares["dsinks"].add(head.index[1], *own.of_sink())
+        QK2 = np.maximum(np.where(visible, head.QK, 0) ** 2, Q2 @ K2.T)
+        tQK2 = (abs(own.tQ) @ abs(own.K).T + abs(own.Q) @ abs(own.tK).T) ** 2
+        self._put("dscale", head, *(tx * QK2 + x * tQK2 for tx, x in zip(tdX, dX, strict=True)))
+        for name, derivative in self._counted(head, np.where(visible, head.QK, 0)).items():
+            d2, td2 = derivative**2, np.asarray(t.derivatives.get(name, 0.0)) ** 2
+            if name == "dsoftcap":
+                td2 = np.maximum(td2, least**2)
+            self._put(name, head, *(tx * d2 + x * td2 for tx, x in zip(tdS, dS, strict=True)))
+
+    def _put(self, name: str, head: Head, terms: Array, noise: Array) -> None:
+        if name not in self.sums:
+            return
+        visible = head.P != 0
+        for total, x in zip(self.sums[name], (terms, noise, visible.astype(np.float64)), strict=True):
+            total.add(head.index_scores[: len(total.shape)], np.broadcast_to(x, visible.shape))
+
+
+class _HeadSquares:
+    """Squares of the terms that the results of a head are sums of, and of their noise, pair by pair or row by row.
+
+    Attributes
+    ----------
+    P2, U2, tS2, Z2 : array
+        Of P, U, tS and Z.
+    P_moved, U_moved, tL_moved, O_moved, tO_moved : array
+        The noise of P, U, tL, O and tO.
+    O2, tO2 : array
+        The terms of O and tO, or these where they are larger.
+    """
+
+    def __init__(self, collector: _TangentCollector, head: Head, t: HeadTangents) -> None:
+        self.head, self.t, self.problem, self.unit = head, t, collector.problem, collector.unit
+        self.dtype, unit, scale = collector.dtype, collector.unit, abs(collector.problem.scale)
+        visible = self.visible = head.P != 0
+        is_hidden = ~visible.any(axis=0)[:, None]
+        self.Q, self.tQ = finite(head.Q), finite(t.Q)
+        self.K, self.tK, V, tV = (np.where(is_hidden, 0, finite(x)) for x in (head.K, t.K, head.V, t.V))
+        sizes = collector.sizes_of(self.Q, self.K)
+        noise = self.noise = collector.noise_of(head, visible, sizes, np.where(visible, head.QK, 0))
+        self.products_moved = unit * scale * sizes
+        self.product_size = scale * (collector.sizes_of(self.tQ, self.K) + collector.sizes_of(self.Q, self.tK))
+        self.product_size = self.product_size + abs(t.scale) * sizes
+        P = np.where(visible, np.maximum(head.P, collector.smallest), 0)
+        self.P2, self.P_moved, self.Z2 = P**2, noise.weights**2, head.Z**2
+        self.U2, self.tS2 = (np.where(visible, x, 0) ** 2 for x in (t.U, t.U + t.L))
+        # A unit in the last place of the terms of tS and tL, and what rounding the products makes of the derivative.
+        tS_size = np.where(visible, np.abs(head.cap_slope) * self.product_size + t.others, 0)
+        tL_unit2 = (unit * ((P * tS_size).sum(axis=1, keepdims=True) + head.P_sink * abs(t.sink + t.L))) ** 2
+        U_unit2 = (unit * tS_size) ** 2 + tL_unit2 + (t.slope * self.products_moved) ** 2
+        by_weights = (self.P_moved * self.tS2).sum(axis=1, keepdims=True) + (noise.of_sink * (t.sink + t.L)) ** 2
+        rows2 = noise.rows**2
+        self.tL_moved = by_weights + tL_unit2 + rows2 * t.L**2
+        self.V2, self.tV2 = V**2, tV**2
+        self.dO2, self.tdO2 = collector.dout[head.index] ** 2, collector.tdout[head.index] ** 2
+        both = (x[head.index].astype(np.float64)[:, None] ** 2 for x in (collector.dlse, collector.tdlse))
+        self.dL2, self.tdL2 = both
+        P2, Z2 = self.P2, self.Z2
+        self.O2 = np.maximum(collector.out[head.index] ** 2, (P2 * Z2) @ self.V2)
+        self.tO2 = np.maximum(collector.tout[head.index] ** 2, (P2 * Z2 * self.U2) @ self.V2 + (P2 * Z2) @ self.tV2)
+        self.O_moved = (self.P_moved * Z2) @ self.V2 + rows2 * self.O2
+        of_U = np.where(visible, U_unit2, 0)
+        self.tO_moved = ((self.P_moved * self.U2 + P2 * of_U) * Z2) @ self.V2 + (self.P_moved * Z2) @ self.tV2
+        self.tO_moved = self.tO_moved + rows2 * self.tO2 + (by_weights + tL_unit2) * self.O2
+        self.U_moved = np.where(visible, U_unit2 + by_weights, 0)  # in the backward pass tL is one rounded number
+        self.sink_moved = tL_unit2 + by_weights
+        self.D2 = (self.dO2 * self.O2).sum(axis=-1, keepdims=True)
+        self.tD2 = (self.dO2 * self.tO2 + self.tdO2 * self.O2).sum(axis=-1, keepdims=True)
+        self.D_moved = (self.dO2 * self.O_moved).sum(axis=-1, keepdims=True)
+        self.tD_moved = (self.dO2 * self.tO_moved + self.tdO2 * self.O_moved).sum(axis=-1, keepdims=True)
+
+    def of_values(self) -> tuple[Array, Array]:
+        """Terms and noise of tdV."""
+        of_U, moved = self.P2 * self.Z2 * self.U2, (self.P_moved * self.U2 + self.P2 * self.U_moved) * self.Z2
+        terms = of_U.T @ self.dO2 + (self.P2 * self.Z2).T @ self.tdO2
+        return terms, moved.T @ self.dO2 + (self.P_moved * self.Z2).T @ self.tdO2
+
+    def score_gradients(self) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        """Terms and noise of dS, and of tdS."""
+        each = (self.dO2 @ self.V2.T) * self.Z2 + self.D2 + self.dL2
+        t_each = (self.dO2 @ self.tV2.T + self.tdO2 @ self.V2.T) * self.Z2 + self.tD2 + self.tdL2
+        D_moved = self.D_moved + self.unit**2 * (each + self.D2)
+        tD_moved = self.tD_moved + self.unit**2 * (t_each + self.tD2)
+        tdS = self.U2 * each + t_each
+        tdS_moved = self.U_moved * each + self.U2 * D_moved + tD_moved
+        return (
+            (self.P2 * each, self.P_moved * each + self.P2 * D_moved),
+            (self.P2 * tdS, self.P_moved * tdS + self.P2 * tdS_moved),
+        )
+
+    def product_gradients(
+        self, dS: tuple[Array, Array], tdS: tuple[Array, Array]
+    ) -> tuple[tuple[Array, Array], tuple[Array, Array], Array]:
+        """Terms and noise of dX and tdX; and the least size of the tangent of a derivative by the cap.
+
+        A unit in the last place of tanh(x) moves 1 - tanh(x)^2 by two.
+        """
+        cap = self.problem.softcap
+        least, per_cap = (0.0, 0.0) if cap is None else (2 * self.unit / ulp(self.dtype), 1 / cap)
+        of_tangent = least * per_cap * self.product_size
+        slope2 = np.maximum(np.abs(self.head.cap_slope), least) ** 2
+        tslope2 = np.maximum(np.abs(self.t.slope), of_tangent) ** 2
+        tslope_moved = (self.unit + self.products_moved * per_cap) ** 2 * tslope2
+        moved = tdS[1] * slope2 + dS[1] * tslope2 + dS[0] * tslope_moved
+        return (dS[0] * slope2, dS[1] * slope2), (tdS[0] * slope2 + dS[0] * tslope2, moved), of_tangent
+
+    def of_sink(self) -> tuple[Array, Array]:
+        """Terms and noise of the tangent of the gradient of the sink."""
+        P2, sink2 = self.head.P_sink**2, self.t.sink**2
+        terms = sink2 * (self.D2 + self.dL2) + self.tD2 + self.tdL2
+        moved = self.sink_moved * (self.D2 + self.dL2) + sink2 * self.D_moved + self.tD_moved
+        return (P2 * terms).sum(), (self.noise.of_sink**2 * terms + P2 * moved).sum()
+
+
+def assert_tangents(case: Case, moved: Moved, results: Mapping[str, Any]) -> Report:
+    """Judge tout, tlse, tdq and so on, those given by name, as `assert_forward` judges the output."""
+    judges = yardsticks_of(case, moved)
+    report = Report(measure(name, x, judges[name]) for name, x in results.items())
+    if not report.passed:
+        raise AssertionError(f"outside the oracle rule\n{report}\n{case}\n{moved}")
+    return report

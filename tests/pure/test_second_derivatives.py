@@ -1,0 +1,414 @@
+"""jvp, backward_jvp and what is made of them, on NumPy arrays."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash.cpu import fallback
+from cuflash.spec.inputs import NUMBERS
+from cuflash.testing import Case, cases, optional
+from cuflash.testing.tangents import Moved, assert_tangents
+from tests.sampling import examples
+
+FEATURES = (
+    *("causal", "window", "scale", "softcap", "bias", "mask", "kv_lengths", "alibi_slopes", "gqa", "head_dim_v"),
+    *("sinks", "dlse", "block_mask", "dropout", "packed", "lengths"),
+)
+
+
+@st.composite
+def moved_by(draw, case):
+    """What moves in a case."""
+    arrays = case.arrays()
+    names = [name for name in ("q", "k", "v", "bias", "alibi_slopes", "sinks") if name in arrays]
+    names += [name for name in NUMBERS if getattr(case.problem, name) is not None]
+    cotangents = ["tdout", *(["tdlse"] if case.dlse else [])]
+    return Moved(
+        names=tuple(draw(st.lists(st.sampled_from(names), unique=True))) if draw(st.booleans()) else tuple(names),
+        cotangents=tuple(draw(st.lists(st.sampled_from(cotangents), unique=True))),
+        common=draw(st.sampled_from((0.0, 0.0, 10.0))),
+        seed=draw(st.integers(0, 9)),
+    )
+
+
+def computed(case, moved, need=None):
+    """All tangents that the interface gives, by name."""
+    attention, arrays, tangents = cuflash.FlashAttention(**case.keywords), case.arrays(), moved.arrays(case)
+    given = optional(arrays) | case.random
+    of_inputs = {name: x for name, x in tangents.items() if name not in ("tdout", "tdlse")}
+    inputs = inputs_of(arrays)
+    of_forward = attention.jvp(**inputs, **given, **of_inputs)
+    need = tuple(f"t{name}" for name in case.problem.gradients if has_gradient(case, name)) if need is None else need
+    others = {"dlse": arrays["dlse"]} if "dlse" in arrays else {}
+    found = attention.backward_jvp(
+        arrays["dout"], **inputs, **of_forward._asdict(), need=need, **given, **tangents, **others
+    )
+    return of_forward, found
+
+
+def inputs_of(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: arrays[name] for name in ("q", "k", "v")}
+
+
+def has_gradient(case, name):
+    return name[1:] in ("q", "k", "v", "scale") or getattr(case.problem, name[1:], None) is not None
+
+
+# Every option, each with enough keys to tell what it does, and several at once.
+SIZES: dict[str, Any] = {"seqlen_q": 37, "seqlen_k": 203, "head_dim": 24, "num_heads": 4, "num_heads_kv": 2, "batch": 2}
+OPTIONS: list[dict[str, Any]] = [
+    {"causal": True, "softcap": 2.0, "sinks": True, "dropout": 0.3, "dlse": True},
+    {"dtype": "float64", "window": (60, 20), "softcap": 0.5, "scale": -0.4, "score_spread": 8.0, "dlse": True},
+    {"dtype": "float64", "bias": (4, 37, 203), "bias_holes": True, "alibi_slopes": (4,), "dropout": 0.5},
+    {"dtype": "bfloat16", "bias": (2, 1, 1, 203), "bias_dtype": "input", "mask": (37, 203), "sinks": True},
+    {"dtype": "float16", "kv_lengths": (203, 65), "causal": "lengths", "alibi_slopes": (2, 4), "head_dim_v": 40},
+    {"dtype": "float64", "block_mask": (4,), "block_size": (16, 32), "layout": "bshd", "strides": "flipped"},
+    {"score_mean": 3e3, "bias": (1, 1, 37, 1), "strides": "padded", "dropout": 0.1, "sinks": True, "dlse": True},
+    {"bias": (4, 37, 203), "bias_mask": -1e9, "score_spread": 30.0, "strides": "transposed"},
+    {"dtype": "bfloat16", "distinct_keys": 3, "softcap": 50.0, "causal": "top_left", "head_dim_v": 8},
+]
+PACKED: dict[str, Any] = {
+    "seqlen_q": 90,
+    "seqlen_k": 300,
+    "head_dim": 16,
+    "num_heads": 4,
+    "cu_seqlens_k": (0, 70, 70, 290),
+}
+OF_PACKED: list[dict[str, Any]] = [
+    {"cu_seqlens_q": (0, 40, 60, 85), "dtype": "float64", "causal": True, "sinks": True, "dropout": 0.2, "dlse": True},
+    {"cu_seqlens_q": (0, 0, 50, 90), "alibi_slopes": (3, 4), "softcap": 3.0, "layout": "bshd", "window": (50, None)},
+]
+RICH = [Case(**SIZES, **own) for own in OPTIONS] + [Case(**PACKED, **own) for own in OF_PACKED]
+
+
+@pytest.mark.parametrize("common", [0.0, 10.0])
+@pytest.mark.parametrize("case", RICH, ids=range(len(RICH)))
+def test_several_tiles_by_the_oracle_rule(case, common, monkeypatch):
+    monkeypatch.setattr(fallback, "PAIRS", 2**11)
+    everything = [name for name in ("q", "k", "v", "bias", "alibi_slopes", "sinks") if name in case.arrays()]
+    everything += [name for name in NUMBERS if getattr(case.problem, name) is not None]
+    cotangents = ("tdout", "tdlse") if case.dlse else ("tdout",)
+    moved = Moved(names=tuple(everything), cotangents=cotangents, common=common)
+    of_forward, found = computed(case, moved)
+    assert_tangents(case, moved, {"tout": of_forward.tout, "tlse": of_forward.tlse} | found._asdict())
+
+
+@settings(max_examples=examples(200))
+@given(cases(features=FEATURES, max_seqlen=129, max_head_dim=64, max_scores=2**14, min_seqlen=0), st.data())
+def test_every_option_by_the_oracle_rule(case, data):
+    moved = data.draw(moved_by(case))
+    of_forward, found = computed(case, moved)
+    arrays = case.arrays()
+    out, _ = cuflash.FlashAttention(**case.keywords).forward(**inputs_of(arrays), **optional(arrays), **case.random)
+    np.testing.assert_allclose(
+        of_forward.out.astype(np.float64),
+        out.astype(np.float64),
+        rtol=0.02,
+        atol=0.02 if out.dtype.itemsize == 2 else 1e-4,
+    )
+    results = {"tout": of_forward.tout, "tlse": of_forward.tlse} | found._asdict()
+    assert_tangents(case, moved, results)
+
+
+# ---- properties without an oracle ------------------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {"max_seqlen": 33, "max_head_dim": 16, "max_scores": 2**12, "features": FEATURES}
+EXACT = cases(dtypes=("float32", "float64"), strides=("contiguous",), **SMALL)
+DOUBLE = cases(dtypes=("float64",), strides=("contiguous",), score_spreads=(1.0, 4.0), **SMALL)
+
+
+def pair(x, y):
+    return sum(float(np.nansum(a.astype(np.float64) * b)) for a, b in zip(x, y, strict=True))
+
+
+@settings(max_examples=examples(60))
+@given(EXACT, st.data())
+def test_tangents_times_four_and_zero_tangents_are_exact(case, data):
+    moved = data.draw(moved_by(case))
+    attention, arrays = cuflash.FlashAttention(**case.keywords), case.arrays()
+    inputs, given = inputs_of(arrays), optional(arrays) | case.random
+    tangents = {name: x for name, x in moved.arrays(case).items() if name not in ("tdout", "tdlse")}
+    results = {}
+    for factor in (1, 4, 0):
+        scaled = {name: (factor * x).astype(x.dtype) for name, x in tangents.items()}
+        of_forward = attention.jvp(**inputs, **given, **scaled)
+        found = attention.backward_jvp(arrays["dout"], **inputs, **of_forward._asdict(), **given, **scaled)
+        results[factor] = (of_forward.tout, of_forward.tlse, *found)
+    for one, four, zero in zip(*results.values(), strict=True):
+        np.testing.assert_array_equal(four, 4 * one)
+        assert not zero.any()
+
+
+@settings(max_examples=examples(40))
+@given(EXACT)
+def test_the_tangent_of_values_alone(case):
+    """With tv = v and nothing else tout is out, bit for bit, and tlse is 0."""
+    attention, arrays = cuflash.FlashAttention(**case.keywords), case.arrays()
+    inputs = inputs_of(arrays)
+    out, _, tout, tlse = attention.jvp(**inputs, tv=arrays["v"], **optional(arrays), **case.random)
+    np.testing.assert_array_equal(tout, out)
+    assert not tlse.any()
+
+
+@settings(max_examples=examples(60))
+@given(DOUBLE, st.data())
+def test_jvp_is_the_adjoint_of_backward(case, data):
+    """<J t, w> = <t, J' w>."""
+    moved = data.draw(moved_by(case))
+    attention, arrays = cuflash.FlashAttention(**case.keywords), case.arrays()
+    inputs, given = inputs_of(arrays), optional(arrays) | case.random
+    tangents = {name: x for name, x in moved.arrays(case).items() if name not in ("tdout", "tdlse")}
+    out, lse, tout, tlse = attention.jvp(**inputs, **given, **tangents)
+    dlse = np.random.default_rng(0).standard_normal(lse.shape)
+    need = [f"d{name[1:]}" for name in tangents] or ["dq"]
+    gradients = attention.backward(arrays["dout"], **inputs, out=out, lse=lse, need=need, dlse=dlse, **given)._asdict()
+    left = pair((np.nan_to_num(arrays["dout"]), dlse), (tout, tlse))
+    right = pair([gradients[f"d{name[1:]}"] for name in tangents], tangents.values())
+    size = pair((abs(np.nan_to_num(arrays["dout"])), abs(dlse)), (abs(tout), abs(tlse)))
+    assert abs(left - right) <= 1e-10 * (1 + size)
+
+
+@settings(max_examples=examples(60))
+@given(DOUBLE, st.data())
+def test_the_hessian_is_symmetric(case, data):
+    """<H c, e> = <c, H e>; and backward_jvp is linear in dout and dlse, whose tangents add `backward` of them."""
+    arrays = case.arrays()
+    inputs, given = inputs_of(arrays), optional(arrays) | case.random
+    attention = cuflash.FlashAttention(**case.keywords)
+    names = data.draw(moved_by(case)).names or ("q",)
+    c, e = (Moved(names=names, seed=seed).arrays(case) for seed in (1, 2))
+    need = tuple(f"td{name}" for name in names)
+    dlse = {"dlse": arrays["dlse"]} if case.dlse else {}
+    of_c, of_e = (
+        cuflash.hessian_vector_product(attention, arrays["dout"], **inputs, need=need, **given, **dlse, **t)._asdict()
+        for t in (c, e)
+    )
+    left = pair([of_c[f"td{name}"] for name in names], [e[f"t{name}"] for name in names])
+    right = pair([of_e[f"td{name}"] for name in names], [c[f"t{name}"] for name in names])
+    size = pair([abs(of_c[f"td{name}"]) for name in names], [abs(e[f"t{name}"]) for name in names])
+    assert abs(left - right) <= 1e-9 * (1 + size)
+
+
+@settings(max_examples=examples(40))
+@given(DOUBLE)
+def test_a_tangent_of_dout_adds_its_backward_pass(case):
+    arrays, attention = case.arrays(), cuflash.FlashAttention(**case.keywords)
+    inputs, given = inputs_of(arrays), optional(arrays) | case.random
+    tangents = Moved(cotangents=("tdout",)).arrays(case)
+    tdout = tangents.pop("tdout")
+    of_forward = attention.jvp(**inputs, **given, **tangents)
+    both = attention.backward_jvp(arrays["dout"], **inputs, **of_forward._asdict(), tdout=tdout, **given, **tangents)
+    alone = attention.backward_jvp(arrays["dout"], **inputs, **of_forward._asdict(), **given, **tangents)
+    added = attention.backward(tdout, **inputs, out=of_forward.out, lse=of_forward.lse, **given)
+    for x, y, z in zip(both, alone, added, strict=True):
+        np.testing.assert_allclose(x, y + z, rtol=1e-9, atol=1e-9 * (1 + np.abs(x).max(initial=0)))
+
+
+def test_double_backward_and_the_gradient_of_a_jvp_are_those_of_differences():
+    random = np.random.default_rng(3)
+    q, k, v = (random.standard_normal(shape) for shape in ((2, 4, 9, 5), (2, 2, 12, 5), (2, 2, 12, 3)))
+    bias, dout = random.standard_normal((4, 9, 12)), random.standard_normal((2, 4, 9, 3))
+    attention = cuflash.FlashAttention(causal=True, softcap=2.0)
+    point: dict[str, Any] = {"q": q, "k": k, "v": v, "bias": bias}
+    c: dict[str, Any] = {f"d{name}": random.standard_normal(x.shape) for name, x in point.items()}
+    a, b = (random.standard_normal(dout.shape) for _ in range(2))
+    al, bl = (random.standard_normal((2, 4, 9)) for _ in range(2))
+    need = tuple(f"td{name}" for name in point)
+
+    def of_gradients(dout=dout, **moved):
+        own = point | moved
+        out, lse = attention.forward(**own)
+        found = attention.backward(dout, **own, out=out, lse=lse, need=tuple(c))
+        return pair(found, c.values())
+
+    def of_jvp(tangents, **moved):
+        out, lse, tout, tlse = attention.jvp(**point | moved, **tangents)
+        return pair((a, b, al, bl), (out, tout, lse, tlse))
+
+    t: dict[str, Any] = {f"t{name}": random.standard_normal(x.shape) for name, x in point.items()}
+    ddout, _, gradients = cuflash.double_backward(attention, c, dout, **point, need=need)
+    results = attention.jvp(**point, **t)
+    of_both = cuflash.jvp_backward(
+        attention, b, **point, **results._asdict(), dout=a, dlse=al, dtlse=bl, need=need, **t
+    )
+    h = 1e-5
+    for name, x in point.items():
+        e = random.standard_normal(x.shape)
+        sides = [of_gradients(**{name: x + s * e}) for s in (h, -h)]
+        np.testing.assert_allclose(
+            pair([gradients._asdict()[f"td{name}"]], [e]), (sides[0] - sides[1]) / (2 * h), rtol=1e-6
+        )
+        sides = [of_jvp(t, **{name: x + s * e}) for s in (h, -h)]
+        np.testing.assert_allclose(
+            pair([of_both.gradients._asdict()[f"td{name}"]], [e]), (sides[0] - sides[1]) / (2 * h), rtol=1e-6
+        )
+        sides = [of_jvp(t | {f"t{name}": t[f"t{name}"] + s * e}) for s in (h, -h)]
+        np.testing.assert_allclose(
+            pair([of_both.of_tangents._asdict()[f"d{name}"]], [e]), (sides[0] - sides[1]) / (2 * h), rtol=1e-6
+        )
+    e = random.standard_normal(dout.shape)
+    sides = [of_gradients(dout + s * e) for s in (h, -h)]
+    np.testing.assert_allclose(pair([ddout], [e]), (sides[0] - sides[1]) / (2 * h), rtol=1e-6)
+
+
+# ---- score functions -------------------------------------------------------------------------------------------------
+
+
+def bent(s, i, j, *, gamma, x, head):
+    return cuflash.where(x[i, 1] > 0, s * x[j, 1], cuflash.tanh(gamma[head] * s) * cuflash.exp(-(x[i, 0] ** 2)))
+
+
+SCORES: dict[str, tuple[Callable[..., Any], dict[str, tuple[int, ...]]]] = {
+    "nonlinear in s": (bent, {"gamma": (4,), "x": (33, 2)}),
+    "softcap": (lambda s, i, j: 3.0 * cuflash.tanh(s / 3.0), {}),
+    "alibi": (lambda s, i, j, *, slopes, head: s - slopes[head] * abs(i - j), {"slopes": (4,)}),
+    "bias": (lambda s, i, j, *, pairs, head: s + pairs[head, i, j], {"pairs": (4, 33, 33)}),
+    "distance": (lambda s, i, j, *, table: s + table[abs(i - j)], {"table": (33,)}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", SCORES)
+def test_functions_by_differences(name, dtype):
+    """Functions that are options, too, which calls compute as these."""
+    function, shapes = SCORES[name]
+    random = np.random.default_rng(7)
+    q, dout = (random.standard_normal((2, 4, 33, 8)) for _ in range(2))
+    k, v = (random.standard_normal((2, 2, 33, 8)) for _ in range(2))
+    point: dict[str, Any] = {"q": q, "k": k, "v": v} | {
+        name: random.standard_normal(shape) for name, shape in shapes.items()
+    }
+    t: dict[str, Any] = {f"t{name}": random.standard_normal(x.shape) for name, x in point.items()}
+    attention = cuflash.FlashAttention(causal=True, score=function)
+    need = tuple(f"d{name}" for name in point)
+
+    def at(h):
+        moved = {name: x + h * t[f"t{name}"] for name, x in point.items()}
+        out, lse = attention.forward(**moved)
+        return (out, lse, *attention.backward(dout, **moved, out=out, lse=lse, need=need))
+
+    def cast(arrays):
+        return {name: x.astype(dtype) for name, x in arrays.items()}
+
+    results = attention.jvp(**cast(point), **cast(t))
+    found = attention.backward_jvp(
+        dout.astype(dtype), **cast(point), **results._asdict(), need=[f"t{name}" for name in need], **cast(t)
+    )
+    after, before = at(1e-5), at(-1e-5)
+    for got, x, y in zip((*results[2:], *found), after, before, strict=True):
+        expected, limit = (x - y) / 2e-5, 1e-7 if dtype == "float64" else 2e-4
+        assert got.dtype == dtype
+        np.testing.assert_allclose(got, expected, rtol=limit, atol=limit * np.abs(expected).max())
+
+
+# ---- batch axes, results that are given, and errors ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_batch_axes_that_broadcast(dtype):
+    """q (3, 1), k and v (2,): tangents broadcast as their arrays do, and tangents of gradients are summed alike."""
+    random = np.random.default_rng(1)
+    shapes = {"q": (3, 1, 2, 17, 8), "k": (2, 2, 19, 8), "v": (1, 2, 19, 4), "bias": (3, 2, 1, 17, 19)}
+    made: list[dict[str, Any]] = [
+        {f"{p}{n}": random.standard_normal(s).astype(dtype) for n, s in shapes.items()} for p in ("", "t")
+    ]
+    point, t = made
+    dout = random.standard_normal((3, 2, 2, 17, 4)).astype(dtype)
+    attention, need = cuflash.FlashAttention(), ("tdq", "tdk", "tdv", "tdbias", "tdscale")
+    results = attention.jvp(**point, **t)
+    found = attention.backward_jvp(dout, **point, **results._asdict(), need=need, **t)
+    assert [x.shape for x in found] == [*shapes.values(), ()]
+
+    def whole(arrays: dict[str, Any]) -> dict[str, Any]:
+        lead = {"q": (3, 2), "k": (3, 2), "v": (3, 2), "bias": (3, 2)}
+        return {
+            name: np.broadcast_to(x, (*lead[name.removeprefix("t")], *x.shape[-3:]))
+            .reshape(6, *x.shape[-3:])
+            .astype(float)
+            for name, x in arrays.items()
+        }
+
+    plain = attention.jvp(**whole(point), **whole(t))
+    exact = attention.backward_jvp(
+        dout.reshape(6, *dout.shape[2:]).astype(float), **whole(point), **plain._asdict(), need=need, **whole(t)
+    )
+    limit = 1e-12 if dtype == "float64" else 3e-2
+    for x, y in zip(results, plain, strict=True):
+        np.testing.assert_allclose(x.reshape(y.shape).astype(float), y, rtol=limit, atol=limit)
+    for name, x, y in zip(need, found, exact, strict=True):
+        if name != "tdscale":
+            y = y.reshape(3, 2, *y.shape[1:])
+            lead = (1,) * (y.ndim - x.ndim) + x.shape
+            y = y.sum(axis=tuple(a for a, n in enumerate(lead) if n == 1 and y.shape[a] != 1), keepdims=True)
+            y = y.reshape(x.shape)
+        np.testing.assert_allclose(x.astype(float), y, rtol=limit, atol=limit * (1 + np.abs(y).max()))
+
+
+def arrays_of(**others: Any) -> dict[str, Any]:
+    random = np.random.default_rng(2)
+    return {name: random.standard_normal((2, 5, 4)).astype(np.float32) for name in ("q", "k", "v", *others)}
+
+
+def test_results_are_written_where_the_caller_says():
+    attention, given = cuflash.FlashAttention(), arrays_of()
+    expected = attention.jvp(**given, tq=given["k"])
+    out, tlse = np.empty((2, 5, 4), np.float32), np.empty((2, 5), np.float32)
+    got = attention.jvp(**given, tq=given["k"], tout=out, tlse=tlse)
+    assert got.tout is out and got.tlse is tlse
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+    tdk = np.empty_like(out)
+    found = attention.backward_jvp(given["v"], **given, **expected._asdict(), tq=given["k"], tdk=tdk, need=())
+    assert found._fields == ("tdk",) and found.tdk is tdk
+    every = attention.backward_jvp(given["v"], **given, **expected._asdict(), tq=given["k"])
+    np.testing.assert_array_equal(tdk, every.tdk)
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"tq": np.zeros((2, 5, 3), np.float32)}, ValueError, "tq: got shape (2, 5, 3)"),
+    ({"tk": np.zeros((2, 5, 4))}, TypeError, "tk: got dtype float64"),
+    ({"tbias": np.zeros((5, 5), np.float32)}, ValueError, "tbias: got an array, expected None, or bias"),
+    ({"tsoftcap": np.float32(1)}, ValueError, "tsoftcap: got an array, expected None, or FlashAttention(softcap=...)"),
+    ({"tmask": np.zeros((5, 5), bool)}, TypeError, "unexpected keyword argument 'tmask'"),
+    ({"tout": np.zeros((2, 5, 3), np.float32)}, ValueError, "tout: got shape (2, 5, 3)"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD)
+def test_bad_arguments_are_named(arguments, error, message):
+    with pytest.raises(error) as raised:
+        cuflash.FlashAttention().jvp(**arrays_of(), **arguments)
+    assert message in str(raised.value)
+
+
+def test_names_of_score_args_that_clash_with_tangents():
+    given = arrays_of()
+    for function, names in (
+        (lambda s, i, j, *, a, ta: s + a[i] * ta[j], "arrays named a and ta"),
+        (lambda s, i, j, *, tq: s + tq[i], "an array named tq"),
+    ):
+        attention = cuflash.FlashAttention(score=function)
+        extra: dict[str, Any] = {name: np.zeros(5, np.float32) for name in attention.options.score_args}
+        assert attention.forward(**given, **extra).out.shape == (2, 5, 4)
+        with pytest.raises(ValueError, match=names):
+            attention.jvp(**given, **extra)
+
+
+def test_pages_and_fp8_have_no_tangents():
+    random = np.random.default_rng(0)
+    k = cuflash.quantize(random.standard_normal((1, 2, 5, 16)).astype(np.float32))
+    q = random.standard_normal((1, 2, 5, 16)).astype(np.float32)
+    with pytest.raises(NotImplementedError, match="k: got dtype float8"):
+        cuflash.FlashAttention().jvp(q, k.array, k.array, k_scale=k.scale, v_scale=k.scale)
+
+
+def test_streamed_keys_have_no_tangents():
+    given = arrays_of()
+    keys = cuflash.streamed(given["k"], given["v"], chunk=2)
+    with pytest.raises(NotImplementedError, match=r"k: got cuflash\.Streamed"):
+        cuflash.FlashAttention().jvp(given["q"], *keys)
