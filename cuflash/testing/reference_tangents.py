@@ -125,10 +125,10 @@ def backward_jvp(
     tdq, tdk, tdv = (np.zeros(view_4d(x, problem.layout).shape, compute) for x in (q, k, v))
     tdsinks = np.zeros(problem.num_heads, compute)
     totals = {
-        "dscale": BroadcastSum(None, (), compute),
-        "dsoftcap": BroadcastSum(None, (), compute),
-        "dbias": BroadcastSum(others.get("bias"), _sizes(problem, "seqlen_q", "seqlen_k"), compute),
-        "dalibi_slopes": BroadcastSum(others.get("alibi_slopes"), _sizes(problem), compute),
+        "dscale": BroadcastSum(None, (), compute, np),
+        "dsoftcap": BroadcastSum(None, (), compute, np),
+        "dbias": BroadcastSum(others.get("bias"), _sizes(problem, "seqlen_q", "seqlen_k"), compute, np),
+        "dalibi_slopes": BroadcastSum(others.get("alibi_slopes"), _sizes(problem), compute, np),
     }
     score_args = {f"d{name}": np.zeros(operand.shape, compute) for name, operand in problem.score_args}
     for head in each_head(problem, q, k, v, compute, seed, offset, **others):
@@ -153,11 +153,12 @@ def backward_jvp(
             tdq[head.index] += problem.scale * (product(tdX, head.K) + product(dX, t.K))
             tdq[head.index] += t.scale * product(dX, head.K)
             tdsinks[head.index[1]] -= (head.P_sink * (t.sink * D + tD)).sum()
-            totals["dscale"].add((), tdX * head.QK + dX * (product(t.Q, head.K.T) + product(head.Q, t.K.T)))
+            of_scale = tdX * head.QK + dX * (product(t.Q, head.K.T) + product(head.Q, t.K.T))
+            totals["dscale"].add((), of_scale, head.first_row)
             for name, derivative in head.derivatives.items():
                 total = totals[name]
                 own = tdS * derivative + dS * t.derivatives.get(name, 0)
-                total.add(head.index_scores[: len(total.shape)], own)
+                total.add(head.index_scores[: len(total.shape)], own, head.first_row)
             for (name, entry, derivative), moved in zip(head.reads, t.reads, strict=True):
                 np.add.at(score_args[f"d{name}"].reshape(-1), entry, tdS * derivative + dS * moved)
     with np.errstate(all="ignore"):

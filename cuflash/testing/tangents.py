@@ -160,7 +160,7 @@ class _TangentCollector(Collector):
         sizes = {"dscale": (), "dsoftcap": (), "dalibi_slopes": (problem.batch, problem.num_heads)}
         sizes["dbias"] = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
         self.sums = {
-            name: tuple(BroadcastSum(arrays.get(name[1:]), shape, np.dtype(np.float64)) for _ in range(3))
+            name: tuple(BroadcastSum(arrays.get(name[1:]), shape, np.dtype(np.float64), np) for _ in range(3))
             for name, shape in sizes.items()
         }
 
@@ -220,7 +220,7 @@ class _TangentCollector(Collector):
             return
         visible = head.P != 0
         for total, x in zip(self.sums[name], (terms, noise, visible.astype(np.float64)), strict=True):
-            total.add(head.index_scores[: len(total.shape)], np.broadcast_to(x, visible.shape))
+            total.add(head.index_scores[: len(total.shape)], np.broadcast_to(x, visible.shape), head.first_row)
 
 
 class _HeadSquares:
