@@ -33,17 +33,17 @@ class Stopwatch:
         self._others = cupy.zeros((FLUSH_ROWS, columns), np.uint32)
         self._largest = cupy.zeros(FLUSH_ROWS, np.uint32)
 
-    def why_wrong(self, plan: LaunchPlan) -> str:
-        """How the results differ from those of the first plan."""
+    def why_wrong(self, plan: LaunchPlan) -> str | None:
+        """How the results differ from those of the first plan; None if they agree."""
         results = self._call_by(plan)()
         if self._first is None:
             self._first = results
         for name, got, right in zip(plan.pass_.default, results, self._first, strict=True):
             of_bytes = name == "lse" and FAMILIES[type(plan.tiles[0])].multiplies_float8
             difference = _difference(got, right, LSE_OF_BYTES if of_bytes else 0.0)
-            if difference:
+            if difference is not None:
                 return f"{name} {difference}"
-        return ""
+        return None
 
     def seconds(self, plan: LaunchPlan) -> float:
         """The median of several runs, each after the L2 cache was filled with other data by reading."""
@@ -61,8 +61,8 @@ class Stopwatch:
         return statistics.median(cupy.cuda.get_elapsed_time(*pair) for pair in times) / 1e3
 
 
-def _difference(got: Any, right: Any, allowed: float) -> str:
-    """How a result differs from another by more than the order of sums explains, and more than `allowed`; else ""."""
+def _difference(got: Any, right: Any, allowed: float) -> str | None:
+    """How a result differs from another by more than the order of sums explains, and more than `allowed`; else None."""
     import ml_dtypes
 
     ulps = AGREEMENT[right.dtype.itemsize] * float(ml_dtypes.finfo(right.dtype).eps)
@@ -72,9 +72,9 @@ def _difference(got: Any, right: Any, allowed: float) -> str:
     if bool((cupy.isfinite(got) != finite).any()):
         return "has NaN or infinities where that of the table's row has none, or none where it has some"
     if not bool(finite.any()):
-        return ""
+        return None
     scale = float(cupy.abs(cupy.where(finite, right, 0)).max())
     error = float(cupy.abs(cupy.where(finite, got - right, 0)).max())
     if error <= max(ulps * scale, allowed):
-        return ""
+        return None
     return f"differs by {error:.3g} from that of the table's row, which is up to {scale:.3g}"

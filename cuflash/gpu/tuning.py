@@ -56,14 +56,14 @@ def candidates(
     plan = choose_plan(problem, device, pass_, **arrays)
     found = {plan.kernels: plan}
     for tiles in _alternatives(plan):
-        if _why_not(tiles, plan):
+        if _why_not(tiles, plan) is not None:
             continue
         try:
             other = choose_plan(problem, device, pass_, tiles=tiles, origin="a candidate", **arrays)
         except NotImplementedError:
             continue
         # Rows may have grown as they were configured for a bias, a mask or a score.
-        if not any(why_too_large(tile, problem, device) for tile in other.tiles):
+        if all(why_too_large(tile, problem, device) is None for tile in other.tiles):
             found.setdefault(other.kernels, other)
     return tuple(found.values())
 
@@ -91,8 +91,8 @@ def _variations(tile: Tile) -> Iterator[Tile]:
                 continue
 
 
-def _why_not(tiles: Sequence[Tile], plan: LaunchPlan) -> str:
-    """Why these tiles cannot stand for those of a plan of the tables; "" where they can."""
+def _why_not(tiles: Sequence[Tile], plan: LaunchPlan) -> str | None:
+    """Why these tiles cannot stand for those of a plan of the tables; None where they can."""
     if len(tiles) != len(plan.tiles):
         return f"{len(tiles)} tiles for a plan of {len(plan.tiles)}"
     for tile, of_table in zip(tiles, plan.tiles, strict=True):
@@ -101,12 +101,11 @@ def _why_not(tiles: Sequence[Tile], plan: LaunchPlan) -> str:
             return f"{tile.label} computes other products than {of_table.label}"
         if not serves_dims(tile, plan.problem):
             return f"{tile.label} is not for these head dimensions"
-        if tile.serves_nothing_else and tile.why_not(plan.problem, plan.device):
-            return f"{tile.label} is {tile.why_not(plan.problem, plan.device)}"
-        excess = why_too_large(tile, plan.problem, plan.device)
-        if excess:
+        if tile.serves_nothing_else and (why_not := tile.why_not(plan.problem, plan.device)) is not None:
+            return f"{tile.label} is {why_not}"
+        if (excess := why_too_large(tile, plan.problem, plan.device)) is not None:
             return excess
-    return ""
+    return None
 
 
 # ---- How it is judged ------------------------------------------------------------------------------------------------
@@ -115,8 +114,8 @@ def _why_not(tiles: Sequence[Tile], plan: LaunchPlan) -> str:
 class Runner(Protocol):
     """It runs plans: on a device, or on whatever stands for one in a test."""
 
-    def why_wrong(self, plan: LaunchPlan) -> str:
-        """Run the plan and say how its results differ from those of the first plan that was run; "" if they agree."""
+    def why_wrong(self, plan: LaunchPlan) -> str | None:
+        """Run the plan and say how its results differ from those of the first plan that was run; None if they agree."""
 
     def seconds(self, plan: LaunchPlan) -> float:
         """How long a run of the plan takes."""
@@ -128,7 +127,7 @@ class Trial:
 
     plan: LaunchPlan
     seconds: float = math.inf
-    why_not: str = ""  # why it was not timed
+    why_not: str | None = None  # why it was not timed
 
     @property
     def tflops(self) -> float:
@@ -234,7 +233,7 @@ def tune(
     for plan, spilled in zip(plans, reports, strict=True):
         trials.append(_try(plan, spilled, reports[0], runner))
         advance()
-    if trials[0].why_not:
+    if trials[0].why_not is not None:
         raise RuntimeError(f"the plan of the tables cannot be tuned: {trials[0].why_not}")
     fastest = min(trials, key=lambda trial: trial.seconds)
     winner = fastest if fastest.seconds * (1 + MARGIN) < trials[0].seconds else trials[0]
@@ -259,8 +258,7 @@ def _try(plan: LaunchPlan, spilled: int | CompileError, allowed: int | CompileEr
         return Trial(plan=plan, why_not="does not compile")
     if spilled > allowed:
         return Trial(plan=plan, why_not=f"spills {spilled} bytes")
-    wrong = runner.why_wrong(plan)
-    if wrong:
+    if (wrong := runner.why_wrong(plan)) is not None:
         return Trial(plan=plan, why_not=wrong)
     return Trial(plan=plan, seconds=runner.seconds(plan))
 
@@ -299,8 +297,7 @@ def tuned_plan(problem: Problem, device: DeviceSpec, pass_: Pass = FORWARD, **ar
     if winner.tiles == plan.tiles:
         told = f"tuned: {winner.tflops:.1f} TFLOP/s on {device.name}, the table's row is the fastest"
         return replace(plan, reason=f"{plan.reason}\n{told}")
-    why_not = _why_not(winner.tiles, plan)
-    if why_not:
+    if (why_not := _why_not(winner.tiles, plan)) is not None:
         return replace(plan, reason=f"{plan.reason}\nnot the tuned {labels[0]}: {why_not}")
     told = (
         f"{labels[0]}: tuned: {winner.tflops:.1f} TFLOP/s on {device.name}, the table's row {winner.table_tflops:.1f} "

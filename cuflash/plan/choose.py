@@ -78,7 +78,7 @@ def choose_plan(
     planned.draft(draft, tiles)
     if problem.dtype == "float64" and device.arch not in FAST_FLOAT64:
         draft.reasons.append(f"float64 is slow here: compute capability {device.arch / 10:.1f} has few FP64 units")
-    if why_not := why_by_lanes(problem.dtype, device):
+    if (why_not := why_by_lanes(problem.dtype, device)) is not None:
         draft.reasons.append(why_not)
     return LaunchPlan(
         pass_=pass_,

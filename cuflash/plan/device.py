@@ -66,14 +66,14 @@ def _number(arch: str) -> int:
     return int(digits) if digits.isdecimal() else 0
 
 
-def why_by_lanes(dtype: str, device: DeviceSpec) -> str:
-    """Why lanes multiply arrays of this dtype by themselves; "" where tensor cores do.
+def why_by_lanes(dtype: str, device: DeviceSpec) -> str | None:
+    """Why lanes multiply arrays of this dtype by themselves; None where tensor cores do.
 
     kernels/sm80/lane_products.cuh has the same. Tensor cores of 7.0 take float16, but in another layout.
     """
     first = 75 if dtype == "float16" else 80
     if device.arch >= first:
-        return ""
+        return None
     return (
         f"slow: kernels use tensor cores for {dtype} from compute capability {first / 10:.1f} on, so multiply-adds of "
         "single numbers make its products"

@@ -150,7 +150,9 @@ class Draft:
         """Set fields of `run_time`."""
         self.run_time = replace(self.run_time, **integers)
 
-    def add_lists(self, tile: Tile, name: Literal["key_lists", "query_lists"], *, why_not_for_bias: str = "") -> None:
+    def add_lists(
+        self, tile: Tile, name: Literal["key_lists", "query_lists"], *, why_not_for_bias: str | None = None
+    ) -> None:
         """With masks, or a bias, that hide tiles, add the kernel that lists visible tiles of keys for tiles of queries.
 
         "query_lists" are the other way round: tiles of queries for tiles of keys. `why_not_for_bias` says why the main
@@ -160,15 +162,15 @@ class Draft:
         problem = self.problem
         by_bits = "mask_words" in self.scratch
         if not self.defines["CUFLASH_HAS_LISTS"] and not by_bits and problem.mask is not None:
-            self.defines["CUFLASH_HAS_LISTS"] = int(not self._why_not_looked_at(tile))
-        why_not_bias = self._why_bias_is_not_listed(why_not_for_bias)
-        looks_at_bias = why_not_bias == ""
+            self.defines["CUFLASH_HAS_LISTS"] = int(self._why_not_looked_at(tile) is None)
+        why_not_bias = self._why_bias_is_not_listed(why_not_for_bias) if self._bias_hides_tiles else None
+        looks_at_bias = self._bias_hides_tiles and why_not_bias is None
         self.chosen_by_bias = looks_at_bias and not self.defines["CUFLASH_HAS_LISTS"]
-        if why_not_bias:
+        if why_not_bias is not None:
             self._say_computed("bias", why_not_bias)
         if not self.defines["CUFLASH_HAS_LISTS"] and not looks_at_bias:
-            if problem.mask is not None:
-                self._say_computed("mask", self._why_not_looked_at(tile))
+            if problem.mask is not None and (why_not := self._why_not_looked_at(tile)) is not None:
+                self._say_computed("mask", why_not)
             return
         m_blocks, n_blocks = -(-problem.seqlen_q // tile.block_m), -(-problem.seqlen_k // tile.block_n)
         lists, length = (m_blocks, n_blocks) if name == "key_lists" else (n_blocks, m_blocks)
@@ -217,8 +219,8 @@ class Draft:
         self.defines["CUFLASH_HAS_LISTS"] = 0
         matrices = self._set_matrices()
         why_not = self._why_not_looked_at(tile)
-        looks = problem.mask is not None and not why_not
-        if problem.mask is not None and why_not:
+        looks = problem.mask is not None and why_not is None
+        if problem.mask is not None and why_not is not None:
             self._say_computed("mask", why_not)
         if problem.mask_function is not None or looks:
             self.defines["CUFLASH_HAS_TILE_CLASSES"] = 1
@@ -233,7 +235,7 @@ class Draft:
 
         Returns the macros that this kernel is to be compiled with.
         """
-        looks = self._why_bias_is_not_looked_at() == ""
+        looks = self._bias_hides_tiles and self._why_bias_is_not_looked_at() is None
         if looks:
             self._add_bias_tiles(tile)
             note = f"bias: which tiles of {tile.block_m} queries x {tile.block_n} keys it hides is noted for these"
@@ -291,27 +293,28 @@ class Draft:
             "helpers/mask_tiles.cu", tile, -(-tiles * BIAS_LANES // (32 * LIST_WARPS)), 0, (), ("bias",), **options
         )
 
-    def _why_bias_is_not_listed(self, why_not_for_bias: str) -> str | None:
-        """Why lists do not leave out tiles that a per-pair bias hides; "" if they do, None without such a bias."""
-        why_not = self._why_bias_is_not_looked_at()
-        if why_not != "":
+    @property
+    def _bias_hides_tiles(self) -> bool:
+        """Whether there is a per-pair bias, which may."""
+        bias = self.problem.bias
+        return bias is not None and 0 not in bias.strides[2:]
+
+    def _why_bias_is_not_listed(self, why_not_for_bias: str | None) -> str | None:
+        """Why lists do not leave out tiles that a per-pair bias hides; None if they do."""
+        if (why_not := self._why_bias_is_not_looked_at()) is not None:
             return why_not
         if self.defines.get("CUFLASH_DQ_IN_ORDER"):
             return COUNTED_BY_DQ
-        if self.defines["CUFLASH_HAS_LISTS"]:
-            return ""
-        return why_not_for_bias
+        return None if self.defines["CUFLASH_HAS_LISTS"] else why_not_for_bias
 
     def _why_bias_is_not_looked_at(self) -> str | None:
-        """Why no kernel finds out which tiles a per-pair bias hides; "" if one does, None without such a bias."""
-        problem, bias = self.problem, self.problem.bias
-        if bias is None or 0 in bias.strides[2:]:
-            return None
+        """Why no kernel finds out which tiles a per-pair bias hides; None if one does."""
+        problem = self.problem
         if problem.page_size:
             return "with pages each entry has bounds of its own"
         if problem.forward_flops < LOOK_BIAS_FLOPS:
             return f"a look at it beforehand pays from {LOOK_BIAS_FLOPS / 1e9:.3g} GFLOP on"
-        return ""
+        return None
 
     def _lanes_of_tile(self, tile: Tile) -> int:
         """How many lanes of a warp look at a tile: one for each vector, rounded up to a power of two, and at most 32.
@@ -330,8 +333,8 @@ class Draft:
         if not any(reason.startswith(f"{name}: tiles") for reason in self.reasons):
             self.reasons.append(f"{name}: tiles that it hides are computed: {why_not}")
 
-    def _why_not_looked_at(self, tile: Tile) -> str:
-        """Why no kernel looks beforehand at what a mask leaves of tiles; "" if one does."""
+    def _why_not_looked_at(self, tile: Tile) -> str | None:
+        """Why no kernel looks beforehand at what a mask leaves of tiles; None if one does."""
         problem = self.problem
         if self.defines.get("CUFLASH_DQ_IN_ORDER"):
             return COUNTED_BY_DQ
@@ -340,7 +343,7 @@ class Draft:
         bounds = (problem.window_left, problem.window_right) != (None, None)
         if tile.defines().get("CUFLASH_MASK_OF_KEYS") and (bounds or problem.seqlen_k < LOOK_KEYS):
             return f"a mask of keys is looked at beforehand from {LOOK_KEYS} keys on, without causal and window"
-        return ""
+        return None
 
     def add_tables(self, tile: Tile) -> None:
         """Add the kernel that fills the tables of the program, before all kernels that compute scores."""

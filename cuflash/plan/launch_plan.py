@@ -181,7 +181,7 @@ class LaunchPlan:
     @property
     def _flops_per_s(self) -> float:
         """The rate of matrix products in the problem's dtype; 0 where it is not known."""
-        is_half = not why_by_lanes(self.problem.dtype, self.device) and ITEMSIZE[self.problem.dtype] == 2
+        is_half = why_by_lanes(self.problem.dtype, self.device) is None and ITEMSIZE[self.problem.dtype] == 2
         return self.device.flops_16_bit if is_half else 0
 
     def _in_short(self) -> str:

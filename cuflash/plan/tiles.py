@@ -146,10 +146,10 @@ class Tile:
         """Conditions that must hold, each with its words."""
         return ()
 
-    def why_not(self, problem: Problem, device: DeviceSpec) -> str:
-        """Why the row is not meant for a problem whose head dimensions it serves; "" where it is."""
+    def why_not(self, problem: Problem, device: DeviceSpec) -> str | None:
+        """Why the row is not meant for a problem whose head dimensions it serves; None where it is."""
         condition = self.conditions[self.serves] if self.conditions else ANY
-        return "" if condition.test(self.fit(problem, device)) else f"for {condition.words}"
+        return None if condition.test(self.fit(problem, device)) else f"for {condition.words}"
 
     def fit(self, problem: Problem, device: DeviceSpec) -> Fit:
         """What its conditions look at."""
@@ -195,12 +195,12 @@ def tiles_at_once(tile: Tile, device: DeviceSpec, cluster: int | None = None) ->
     return max(1, device.num_sms // (cluster or tile.cluster)) * tile.min_blocks
 
 
-def why_too_large(tile: Tile, problem: Problem, device: DeviceSpec) -> str:
-    """Why as many blocks as the tile promises do not fit on an SM; "" where they do."""
+def why_too_large(tile: Tile, problem: Problem, device: DeviceSpec) -> str | None:
+    """Why as many blocks as the tile promises do not fit on an SM; None where they do."""
     shared = tile.shared_bytes(*tile.padded_dims(problem))
     needed = tile.min_blocks * (shared + device.shared_bytes_reserved)
     if shared <= device.shared_bytes_per_block and needed <= device.shared_bytes_per_sm:
-        return ""
+        return None
     return f"{shared} bytes for each exceed the {device.shared_bytes_per_sm} bytes of shared memory of an SM"
 
 
@@ -211,7 +211,7 @@ def choose_row(table: Iterable[Row], problem: Problem, device: DeviceSpec) -> tu
         if not serves_dims(tile, problem):
             continue
         why_not = tile.why_not(problem, device) or why_too_large(tile, problem, device)
-        if why_not:
+        if why_not is not None:
             rejected.append(f"not {tile.label}: {why_not}")
             continue
         return tile, "\n".join([f"{tile.label}: {tile.origin}", *rejected])

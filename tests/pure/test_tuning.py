@@ -71,7 +71,7 @@ class FakeDevice:
 
     def why_wrong(self, plan):
         self.seen.append(plan)
-        return "out differs" if len(self.seen) - 1 in self.wrong else ""
+        return "out differs" if len(self.seen) - 1 in self.wrong else None
 
     def seconds(self, plan):
         return self.times.pop(0) if self.times else 100.0 + len(self.seen)
@@ -276,7 +276,7 @@ def test_what_is_wrong_or_spills_or_does_not_compile_is_not_timed():
     device = FakeDevice([5.0, 1.0], wrong=[1])
     found = tune(plans, device, spills=spills)
     assert device.seen == [plans[0], plans[1]]
-    assert [trial.why_not for trial in found.trials] == ["", "out differs", "spills 9 bytes", "does not compile"]
+    assert [trial.why_not for trial in found.trials] == [None, "out differs", "spills 9 bytes", "does not compile"]
     assert found.winner is found.trials[0]
     text = found.describe()
     assert all(words in text for words in ("out differs", "spills 9 bytes", "does not compile", "4 candidates"))

@@ -55,10 +55,10 @@ class DecodeTile(Sm80Tile):
         """Head dimensions are padded so that every warp gets the same number of 16-wide fragments of their columns."""
         return 16 * self.warps_d
 
-    def why_not(self, problem: Problem, device: DeviceSpec) -> str:
+    def why_not(self, problem: Problem, device: DeviceSpec) -> str | None:
         if rows_of(problem) > self.block_m:
             return f"for up to {self.block_m} queries of the heads that share keys"
-        return "" if device.arch >= 80 or self.num_stages == 1 else "before 8.0 a warp waits for what it copies"
+        return None if device.arch >= 80 or self.num_stages == 1 else "before 8.0 a warp waits for what it copies"
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         size = self.element_bytes

@@ -138,7 +138,7 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
         if main.splits_roles and (names := draft.problem.given(CAPS)):
             return f"where roles are split the derivative of {names[0]} is in the weights that are handed over"
         if name in _OF_FUNCTIONS:
-            return why_too_large(self.summing(main, (name,)), draft.problem, draft.device) or None
+            return why_too_large(self.summing(main, (name,)), draft.problem, draft.device)
         if name == "dbias" and not is_of_keys(draft):
             return "only what differs from key to key, and not from query to query, is summed by keys"
         return None
@@ -154,7 +154,7 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
                     return f"an entry of {name} belongs to a pair [{found}], each of which adds to memory"
         if main.splits_roles and program.derivatives_read_s(summed):
             return "where roles are split the consumer that makes dS does not know s, which derivatives are made of"
-        return why_too_large(self.summing_score_args(draft, main), draft.problem, draft.device) or None
+        return why_too_large(self.summing_score_args(draft, main), draft.problem, draft.device)
 
     def summing_score_args(self, draft: Draft, main: BackwardSm90Tile) -> BackwardSm90Tile:
         summed = draft.summed_score_args

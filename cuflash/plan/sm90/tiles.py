@@ -192,7 +192,7 @@ class ForwardFloat8Sm90Tile(Tile):
         barriers = 16 * (self.q_stages + 2 * self.num_stages + self.value_stages)
         return self.q_stages * q + self.num_stages * (k + transposed) + self.value_stages * v + barriers
 
-    def why_not(self, problem: Problem, device: DeviceSpec) -> str:
+    def why_not(self, problem: Problem, device: DeviceSpec) -> str | None:
         whole = all(problem.scale_block(name) % self.block_n == 0 for name in ("k_scale", "v_scale"))
         return (
             super().why_not(problem, device)
@@ -307,10 +307,10 @@ class BiasSm90Tile(ScoredTile):
         """The tile as it sees the mask of a problem."""
         return self.changed(mask_of_keys=self.seeing(problem, self.bias_of_pairs).mask_of_keys)
 
-    def why_not(self, problem: Problem, device: DeviceSpec) -> str:
+    def why_not(self, problem: Problem, device: DeviceSpec) -> str | None:
         if problem.bias is None or bias_by(problem) != "pairs" or ITEMSIZE[problem.bias.dtype] != self.bias_of_pairs:
             return f"for {BIAS_BY_TMA}, of {self.bias_of_pairs} bytes an element"
-        return "masks that hide pairs one by one are looked up" if self.looks_up_pairs(problem) else ""
+        return "masks that hide pairs one by one are looked up" if self.looks_up_pairs(problem) else None
 
 
 @dataclass(frozen=True, kw_only=True)

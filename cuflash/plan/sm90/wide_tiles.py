@@ -51,11 +51,11 @@ class ForwardWideSm90Tile(Tile):
         weights = self.block_n * CHUNK * 2 + 128 * 8  # with the factors of the rows of 128 threads
         return chunked_bytes(64, dim) + boxes + weights + 16 + 32 * self.num_stages + 24
 
-    def why_not(self, problem: Problem, device: DeviceSpec) -> str:
+    def why_not(self, problem: Problem, device: DeviceSpec) -> str | None:
         # Where queries see equally many keys, blocks read the same at the same time, and L2 has it without a cluster.
         takes_two = problem.window_right is not None and problem.seqlen_q > 64
         if (self.cluster == 2) == takes_two:
-            return ""
+            return None
         return (
             "for more than 64 queries, under a causal mask"
             if self.cluster == 2
@@ -72,12 +72,12 @@ class DecodeWideSm90Tile(ForwardWideSm90Tile):
     defined = (*ForwardWideSm90Tile.defined, "v_in_k")
     serves_nothing_else = True
 
-    def why_not(self, problem: Problem, device: DeviceSpec) -> str:
+    def why_not(self, problem: Problem, device: DeviceSpec) -> str | None:
         if self.v_in_k and (not problem.v.in_k or problem.head_dim_v > ONE_PASS_COLUMNS):
             return f"for values that are the first columns of the keys, up to {ONE_PASS_COLUMNS} of them"
         rows = problem.group_size * problem.seqlen_q
         suits = (self.cluster == 2) == (rows > DECODE_ROWS)
-        return "" if suits else f"for {'more' if self.cluster == 2 else 'no more'} than {DECODE_ROWS} rows"
+        return None if suits else f"for {'more' if self.cluster == 2 else 'no more'} than {DECODE_ROWS} rows"
 
 
 @dataclass(frozen=True, kw_only=True)
