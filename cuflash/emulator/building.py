@@ -205,8 +205,8 @@ def _compile(name: str, flags: Sequence[str], files: Sequence[Path], arguments: 
     if compiler is None:
         raise EmulationError(name, "no C++ compiler: g++ is not on the path")
     key = hashlib.sha256("\0".join([_compiler_version(compiler), *flags]).encode())
-    for name, path in sorted(("/".join(path.parts[-2:]), path) for path in files):
-        key.update(name.encode() + path.read_bytes())
+    for shown, path in sorted(("/".join(path.parts[-2:]), path) for path in files):
+        key.update(shown.encode() + path.read_bytes())
     library = cache / f"{name}-{key.hexdigest()[:24]}.so"
     with contextlib.ExitStack() as stack:
         with _in_cache():
