@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from cuflash.arrays.array_info import numpy_dtype
-from cuflash.spec.row_sums import on_host
+from cuflash.arrays.dlpack import on_host
 from cuflash.testing import reference
 
 from .cases import PASSES, Case

@@ -10,8 +10,8 @@ import numpy as np
 
 from cuflash import FlashAttention
 from cuflash.arrays.array_info import numpy_dtype
+from cuflash.arrays.dlpack import on_host
 from cuflash.spec.problem import Problem, make_problem
-from cuflash.spec.row_sums import on_host
 
 from .cases import BLOCK, VISIBLE, Case
 from .functions import DOCUMENTS, FUNCTIONS

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from cuflash import attention, dequantize, quantize, rotate
 from cuflash.arrays.array_info import numpy_dtype
+from cuflash.arrays.dlpack import on_host
 from cuflash.quantization import PER
 from cuflash.spec.options import Options
 from cuflash.spec.problem import make_problem
-from cuflash.spec.row_sums import on_host
 from cuflash.testing import reference
 
 from .report import RC, Record

@@ -18,6 +18,7 @@ which neither NumPy nor CuPy imports, cross as uint8 on the way in.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import sys
@@ -99,6 +100,16 @@ def module_of(array: Any) -> Any:
     if isinstance(array, np.ndarray):
         return np
     return sys.modules.get("cupy") or importlib.import_module("cupy")  # which takes long even where it is loaded
+
+
+def on_host(array: Any) -> np.ndarray[Any, Any]:
+    """A NumPy array of an array of NumPy or CuPy."""
+    return np.asarray(array if isinstance(array, np.ndarray) else array.get())
+
+
+def on_device(array: Any) -> contextlib.AbstractContextManager[Any]:
+    """Makes the device of an array of CuPy current; nothing for an array of NumPy."""
+    return contextlib.nullcontext() if isinstance(array, np.ndarray) else array.device  # type: ignore[no-any-return]
 
 
 def is_captured(array: Any) -> bool:

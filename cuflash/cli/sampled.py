@@ -6,16 +6,17 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from cuflash.arrays.dlpack import on_host
 from cuflash.gpu.progress import Bar
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS
 from cuflash.spec.problem import make_problem
 from cuflash.testing import reference
 from cuflash.testing.reference import error_fractions
+from cuflash.testing.scales import ulp
 
 Array = NDArray[Any]
 
@@ -35,7 +36,7 @@ class Sampled:
 
     def add(self, got: Array, exact: Array, plain: Array, scale: float, noise: float) -> None:
         """Add a position; `noise` is what rounding lse, and scores of its size, does to the result there."""
-        plain_unit = epsilon(self.dtype) / epsilon(plain.dtype) if self.dtype == np.float64 else 1
+        plain_unit = ulp(self.dtype) / ulp(plain.dtype) if self.dtype == np.float64 else 1
         errors = largest(got - exact), plain_unit * largest(plain - exact)
         self.samples.append((*errors, max(scale, largest(exact)), noise))
 
@@ -46,7 +47,7 @@ class Sampled:
         As `cuflash.testing.Yardstick` has it, with the larger one of its factors.
         """
         errors, plain, scale, noise = np.array(self.samples).T
-        unit = epsilon(self.dtype) * scale
+        unit = ulp(self.dtype) * scale
         of_unit, of_noise = error_fractions(plain, unit, noise)
         plain = of_unit * unit + of_noise * noise
         allowed = 2 * plain + unit + noise
@@ -57,10 +58,6 @@ class Sampled:
     def is_allowed(self) -> bool:
         error, _, allowed = self.worst
         return error <= allowed
-
-
-def epsilon(dtype: np.dtype[Any]) -> float:
-    return float(ml_dtypes.finfo(dtype).eps)
 
 
 def largest(x: Array) -> float:
@@ -78,8 +75,8 @@ def sample_errors(options: Options, arrays: dict[str, Any], bar: Bar) -> dict[st
     rng = np.random.default_rng(1)
     for position in (0, seqlen - 1, *map(int, rng.integers(seqlen, size=NUM_SAMPLES - 2))):
         index = int(rng.integers(num_heads))
-        head = {name: to_numpy(x[index]) for name, x in arrays.items()}
-        units = epsilon(sampled["lse"].dtype) * (1 + np.abs(head["lse"].astype(np.float64)))  # of each row's weights
+        head = {name: on_host(x[index]) for name, x in arrays.items()}
+        units = ulp(sampled["lse"].dtype) * (1 + np.abs(head["lse"].astype(np.float64)))  # of each row's weights
         rows = row_results(options, head, position, np.float64), row_results(options, head, position, plain_dtype)
         keys = key_results(head, position, np.float64), key_results(head, position, plain_dtype)
         scales = scales_of(head, position, np.ones(seqlen)), scales_of(head, position, units)
@@ -142,7 +139,3 @@ def weights_of(head: dict[str, Array], rows: slice, keys: slice, dtype: DTypeLik
     dout, q, out, lse = (head[name][rows] for name in ("dout", "q", "out", "lse"))
     k, v = (head[name][keys] for name in ("k", "v"))
     return reference.weights_from_lse(make_problem(Options(), q, k, v), dout, q, k, v, out, lse, dtype)
-
-
-def to_numpy(array: Any) -> Array:
-    return array if isinstance(array, np.ndarray) else array.get()

@@ -208,7 +208,7 @@ class Calls:
                 with contextlib.nullcontext() if self.check else as_of_all():
                     found = self._prepared(method, call, facts_of(lasting))
                 of_call, run = self._run(call, found)
-                with _on_device(run.arrays["q"]):
+                with dlpack.on_device(run.arrays["q"]):
                     self._warm_up(of_call, run, compute)
                 return found
 
@@ -254,7 +254,7 @@ class Calls:
         meet = functools.partial(self.transport.meet, self._patience(call))
         agreement = Pending(meet, hear, expected)
         call, run = self._run(call, prepared)
-        with _on_device(run.arrays["q"]):
+        with dlpack.on_device(run.arrays["q"]):
             if not run.is_warm:  # arrays lie otherwise than in earlier calls
                 agreement.hear()
                 self._warm_up(call, run, compute)
@@ -300,7 +300,7 @@ class Calls:
                 name: x for name, x in batch_axes.inputs((0,) * len(batch_axes.axes.lengths)).items() if x is not None
             }
         layouts = tuple((name, x.shape, x.strides, x.dtype.name) for name, x in given.items())
-        starts = tuple(tuple(_on_host(given[name]).tolist()) for name in _STARTS if name in given)
+        starts = tuple(tuple(dlpack.on_host(given[name]).tolist()) for name in _STARTS if name in given)
         own = own._replace(arrays=given, given=given, need=need, wanted=need)
         return Call(own, self.options.random(*random), starts, layouts, batch_axes)
 
@@ -348,7 +348,7 @@ class Calls:
         if "lse" not in call.given or not self.check:
             return False
         on_device = call.own.backend != "numpy"
-        with _on_device(call.given["q"]):
+        with dlpack.on_device(call.given["q"]):
             return has_large(call.given["lse"], bound_of(call.given["q"].dtype, on_device=on_device))
 
     def _lasting_facts(self, method: str, call: Call, has_large_rows: bool) -> str:
@@ -370,7 +370,7 @@ class Calls:
             if name in self._of_all or (method == "decode" and name == "q"):
                 facts[name] = digest(x)
             elif name in _STARTS:
-                facts[name] = digest(_on_host(x))
+                facts[name] = digest(dlpack.on_host(x))
             elif name in BROADCAST:
                 shape = [*(1,) * (4 - x.ndim), *x.shape]
                 if shape[3 if method == "decode" else 2] == 1:  # for all rows of all ranks, unless ranks have one each
@@ -545,11 +545,3 @@ def _longer(array: Array, axis: int, rows: int) -> Contiguous:
     shape = list(array.shape)
     shape[axis] = rows
     return Contiguous(tuple(shape), array.dtype)
-
-
-def _on_host(array: Array) -> Any:
-    return array if isinstance(array, np.ndarray) else array.get()
-
-
-def _on_device(array: Array) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if isinstance(array, np.ndarray) else array.device

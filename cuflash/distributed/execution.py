@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from cuflash.arrays import dlpack
 from cuflash.arrays.memory_ranges import Span, is_some, slice_in
 from cuflash.distributed.exchange import Held, Rows
 from cuflash.distributed.rank import OF_KEYS, Run, of_heads
@@ -129,12 +130,12 @@ class Execution(Run):
         order = sorted(
             (piece, rank, i) for rank, of_rank in enumerate(traversal.pieces) for i, piece in enumerate(of_rank)
         )
-        partials = [row_sums.on_host(x) for x in found]
+        partials = [dlpack.on_host(x) for x in found]
         partials[self.rank] = self._of_queries(own, self.rank)
         merged = row_sums.merged([partials[rank][i] for _, rank, i in order])[0]
         if self.arrays.get("sinks") is not None:
-            merged = row_sums.with_score(merged, row_sums.on_host(self.arrays["sinks"]))
-        merged[~row_sums.is_large(row_sums.on_host(lse), self.slices.large_lse)] = row_sums.ABSENT
+            merged = row_sums.with_score(merged, dlpack.on_host(self.arrays["sinks"]))
+        merged[~row_sums.is_large(dlpack.on_host(lse), self.slices.large_lse)] = row_sums.ABSENT
         return self.xp.asarray(merged)
 
     def _lse_of(self, calls: Slices, tile: Tile, arrays: Mapping[str, Array]) -> Array:
@@ -154,7 +155,7 @@ class Execution(Run):
         """The row sums over the keys of a tile, of rows whose lse is large; on a device, with the own lse of a tile."""
         call = functools.partial(calls.row_sums, tile.queries, tile.keys)
         found = calls.into({}, arrays, call, is_wide=is_wide)["row_sums"]
-        return found if calls.is_on_cpu else row_sums.of_partial(found, row_sums.on_host(arrays["lse"]))
+        return found if calls.is_on_cpu else row_sums.of_partial(found, dlpack.on_host(arrays["lse"]))
 
     def _backward_by_queries(self, need: tuple[str, ...], results: dict[str, Array]) -> None:
         traversal, split = self.schedule.by_queries, self.schedule.split_q

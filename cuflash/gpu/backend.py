@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 
+from cuflash.arrays import dlpack
 from cuflash.arrays.array_info import FLOAT8, extent, numpy_dtype
 from cuflash.arrays.checks import value_error
 from cuflash.arrays.dlpack import check_apart
@@ -387,8 +388,8 @@ class PartialRowSums:
 
     def __init__(self, arrays: Mapping[str, Any], given: Any = None) -> None:
         q, self.lse, self.given = arrays["q"], arrays["lse"], given
-        self.starts = None if arrays.get("cu_seqlens_q") is None else of_rows.on_host(arrays["cu_seqlens_q"])
-        self.is_large = of_rows.is_large(of_rows.on_host(self.lse), of_rows.bound_of(q.dtype, on_device=True))
+        self.starts = None if arrays.get("cu_seqlens_q") is None else dlpack.on_host(arrays["cu_seqlens_q"])
+        self.is_large = of_rows.is_large(dlpack.on_host(self.lse), of_rows.bound_of(q.dtype, on_device=True))
         self.found = of_rows.full(self.lse.shape, of_rows.ABSENT)
 
     def run(
@@ -416,11 +417,11 @@ class PartialRowSums:
         row_indices = self._row_indices(defines["CUFLASH_STATS_BLOCK"])
         large, at = self.is_large[..., : len(row_indices)], (..., cupy.asarray(row_indices), slice(None))
         if self.given is None:
-            row_max, inverse = np.moveaxis(of_rows.on_host(there[at]).astype(np.float64), -1, 0)
+            row_max, inverse = np.moveaxis(dlpack.on_host(there[at]).astype(np.float64), -1, 0)
             found = np.stack([row_max, 1 / inverse, np.full_like(row_max, unit)], axis=-1)
             self.found[..., : len(row_indices), :][large] = found[large]
         else:
-            given = of_rows.in_units(of_rows.on_host(self.given), unit, dtype)[..., : len(row_indices), :]
+            given = of_rows.in_units(dlpack.on_host(self.given), unit, dtype)[..., : len(row_indices), :]
             has_sum = cupy.asarray((large & (given[..., 1] >= 0))[..., None])
             there[at] = cupy.where(has_sum, cupy.asarray(given.astype(dtype)), there[at])
 

@@ -342,12 +342,12 @@ class LargeRows:
     """
 
     def __init__(self, lse: Array, bound: float, head_dim_v: int, scores: Sequence[Array] = ()) -> None:
-        lse = row_sums.on_host(lse)
+        lse = dlpack.on_host(lse)
         self.is_large = row_sums.is_large(lse, bound)
         self.total = np.zeros((*lse.shape, head_dim_v))
         self.sums = row_sums.to_fill(lse, bound)
         for of_heads in scores:
-            self.sums = row_sums.with_score(self.sums, row_sums.on_host(of_heads))
+            self.sums = row_sums.with_score(self.sums, dlpack.on_host(of_heads))
 
     def add(self, sums: Array, rows: slice, out: Array | None = None) -> None:
         """Add a partial result of some rows: the row sums that it has of large rows, and its out."""
@@ -356,12 +356,12 @@ class LargeRows:
         found, (factor, weight) = row_sums.merged([so_far[large], sums[large]])
         so_far[large] = found
         if out is not None:
-            total[large] = _weighted(factor, total[large]) + _weighted(weight, row_sums.on_host(out)[large])
+            total[large] = _weighted(factor, total[large]) + _weighted(weight, dlpack.on_host(out)[large])
 
     def finish(self, out: Array, lse: Array) -> None:
         """Write these rows to the merged results."""
         for target, found in ((out, self.total), (lse, row_sums.lse_of(self.sums))):
-            wide = row_sums.on_host(target.astype(lse.dtype))
+            wide = dlpack.on_host(target.astype(lse.dtype))
             wide[self.is_large] = found[self.is_large]
             target[...] = dlpack.module_of(target).asarray(wide)
 

@@ -41,11 +41,6 @@ def bound_of(dtype: Any, *, on_device: bool) -> float:
     return LARGE_ON_DEVICE if on_device and dtype.itemsize < 4 else LARGE_LSE
 
 
-def on_host(array: Array) -> Array:
-    """An array in host memory."""
-    return np.asarray(array if isinstance(array, np.ndarray) else array.get())
-
-
 def full(shape: tuple[int, ...], numbers: Array) -> Array:
     """An array of the same numbers for each row."""
     return np.broadcast_to(numbers, (*shape, NUMBERS)).copy()

@@ -5,7 +5,6 @@ Arrays by name are NumPy arrays, or CuPy arrays; k and v are `Streamed`, and dk 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -97,7 +96,7 @@ def forward(
         return calls.run(lambda own, found: forward(own, _streamed(found, arrays), random, need))
     call = _checked(FORWARD, options, arrays, need)
     problem = call.problem
-    with _on_device(call.given["q"]):
+    with dlpack.on_device(call.given["q"]):
         out = call.result("out", problem.out_shape, call.given["q"].dtype)
         lse = call.result("lse", problem.lse_shape, numpy_dtype(problem.softmax_dtype))
         call.run(FORWARD, random).forward(view_4d(out, options.layout), view_rows(lse))
@@ -112,7 +111,7 @@ def backward(
     if calls := _over_axes(options, arrays, need):
         return calls.run(lambda own, found: backward(own, _streamed(found, arrays), need, random))
     call = _checked(BACKWARD, options, arrays, need)
-    with _on_device(call.given["q"]):
+    with dlpack.on_device(call.given["q"]):
         run = call.run(BACKWARD, random)
         results = {}
         for name in need:
@@ -132,7 +131,7 @@ def plan(options: Options, arrays: Mapping[str, Any], need: tuple[str, ...] = DE
         first = calls.inputs((0,) * len(calls.axes.lengths))
         return plan(calls.options, _streamed(first, arrays), need).noted(calls.describe())
     call = _checked(BACKWARD, options, arrays, need)
-    with _on_device(call.given["q"]):
+    with dlpack.on_device(call.given["q"]):
         runs = {pass_: call.run(pass_) for pass_ in PASSES}
         note = call.problem.program.describe() if call.problem.has_functions else ""
         return memory.plan_of(call.length, runs, need, call.given).noted(note)
@@ -165,7 +164,7 @@ def tune(
     if not call.chunks:
         raise NotImplementedError("k: got keys that no query attends to, expected some that a kernel computes with")
     found = None
-    with _on_device(call.given["q"]):
+    with dlpack.on_device(call.given["q"]):
         run = call.run(BACKWARD, random)
         chunk = max(run.chunks, key=lambda chunk: [stop - start for start, stop in (chunk.keys, chunk.queries)])
         keys = {name: _copied(x[:, :, slice(*chunk.keys)], run.slices.xp) for name, x in run.keys.items()}
@@ -261,7 +260,3 @@ def _checked(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: 
 def device_of(backend: dlpack.Backend) -> Cuda | None:
     """The device that chunks go to; None if they stay in host memory."""
     return Cuda() if backend == "cupy" else None
-
-
-def _on_device(array: Array) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if isinstance(array, np.ndarray) else array.device

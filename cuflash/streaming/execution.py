@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from cuflash.arrays import dlpack
 from cuflash.arrays.memory_ranges import Span
 from cuflash.shards.cuda import Cuda
 from cuflash.shards.merge import LargeRows, RunningMerge
@@ -75,7 +76,7 @@ class StreamedPass:
             got = self.slices.into(results, arrays, call, is_wide=self.slices.is_on_cpu)
             merge.add(got["out"], got["lse"], rows)
         merge.finish(out, lse)
-        if row_sums.has_large(row_sums.on_host(lse), self.slices.large_lse):
+        if row_sums.has_large(dlpack.on_host(lse), self.slices.large_lse):
             self._merge_large(out, lse)
 
     def _merge_large(self, out: Array, lse: Array) -> None:
@@ -115,7 +116,7 @@ class StreamedPass:
         found = slices.into({}, arrays, functools.partial(slices.row_sums, *step.chunk), is_wide=slices.is_on_cpu)[
             "row_sums"
         ]
-        return found if slices.is_on_cpu else row_sums.of_partial(found, row_sums.on_host(own_lse))
+        return found if slices.is_on_cpu else row_sums.of_partial(found, dlpack.on_host(own_lse))
 
     def _inputs_of(self, step: ChunkStep) -> dict[str, Array]:
         """The arrays of a call that finds the weights of a chunk."""
@@ -124,7 +125,7 @@ class StreamedPass:
 
     def backward(self, need: tuple[str, ...], results: Mapping[str, Array]) -> None:
         """Fill dq, dk, dv and dbias, which have four axes, and the other gradients, shaped as their arrays are."""
-        if not self.is_whole and row_sums.has_large(row_sums.on_host(self.arrays["lse"]), self.slices.large_lse):
+        if not self.is_whole and row_sums.has_large(dlpack.on_host(self.arrays["lse"]), self.slices.large_lse):
             arrays = {**self.arrays, "row_sums": self._row_sums()}
             replace(self, slices=replace(self.slices, arrays=arrays))._backward(need, results)
         else:

@@ -37,14 +37,13 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cuflash.arrays.array_info import FLOAT8, user_shape, view_4d, view_rows
-from cuflash.arrays.dlpack import module_of
+from cuflash.arrays.dlpack import module_of, on_host
 from cuflash.arrays.fp8 import Float8Array
 from cuflash.score_mod.evaluation import clamped, evaluate
 from cuflash.spec.dropout import kept_weights
 from cuflash.spec.inputs import NAMES, NUMBERS, OPTIONAL_INPUTS
 from cuflash.spec.outputs import DEFAULT_NEED
 from cuflash.spec.problem import Problem, scales_of_rows
-from cuflash.spec.row_sums import on_host
 
 if TYPE_CHECKING:
     from cuflash.spec.inputs import OptionalArrays
