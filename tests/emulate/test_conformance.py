@@ -11,7 +11,6 @@ from tests.emulate.attention import guarded
 from tests.emulate.conformance import CHECKS, PARAMS
 
 HERE = Path(__file__).resolve().parent
-ALL = CHECKS + conformance_arithmetic.CHECKS
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
