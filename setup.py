@@ -1,7 +1,7 @@
 """Builds the compiled core of the CPU path beside the package, where there is a C++ compiler.
 
 Everything else is said in pyproject.toml. Without a compiler, or where it fails, the install goes on without the core,
-and NumPy arrays are computed by NumPy; where it fails for a kind of processor, only kernels for that one are missing.
+and NumPy arrays are computed by NumPy; where it fails for a target, only the kernels for that one are missing.
 The core has no interface of Python's: one wheel serves all of its versions.
 """
 
@@ -27,10 +27,10 @@ NOTE = "build.txt"  # beside the library: why there is none, or what it lacks
 MOST_SAID = 500  # characters of what a compiler said
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-ffp-contract=fast"]
 LINK_FLAGS = ["-shared", "-pthread", "-Wl,--gc-sections"]
-# Kernels are compiled once for each kind of processor, and chosen from where they run.
+# Kernels are compiled once for each target, and chosen from where they run.
 AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
 BFLOAT16 = [*AVX512, "-mavx512bf16", "-DONLY_BFLOAT16"]
-KINDS = {
+TARGETS = {
     "x86_64": {
         "baseline": [],
         "avx2": ["-mavx2", "-mfma", "-mf16c"],
@@ -113,8 +113,8 @@ class BuildCore(build_ext):
         compiler = _words_of("CXX") or ["c++"]
         if shutil.which(compiler[0]) is None:
             raise NotBuiltError(f"there was no C++ compiler ({compiler[0]})")
-        kinds = KINDS["x86_64" if platform.machine().lower() in ("x86_64", "amd64") else "other"]
-        units = {f"{kind}.o": ["target.cpp", f"-DKIND={kind}", *flags] for kind, flags in kinds.items()}
+        targets = TARGETS["x86_64" if platform.machine().lower() in ("x86_64", "amd64") else "other"]
+        units = {f"{name}.o": ["target.cpp", f"-DTARGET={name}", *flags] for name, flags in targets.items()}
         units["core.o"] = ["core.cpp", f'-DSOURCES="{hash_of_sources()}"']
         command = [*compiler, *FLAGS, *_words_of("CXXFLAGS")]
         # The texts of compilers that run side by side do not mix, and each of these is waited for.

@@ -218,7 +218,7 @@ class _Repeatable(NamedTuple):
     """Calls that differ only in addresses, in numbers in arrays, and in the seed and the offset of dropout."""
 
     compute: Callable[..., int]  # `core.compute`, or that of functions, of what was prepared
-    are_apart: bool  # no result has an array of the caller
+    are_disjoint: bool  # no result has an array of the caller
     arrays: tuple[_ArraySignature, ...]  # those that are given
     allocated: tuple[tuple[tuple[int, ...], Any], ...]  # shapes and dtypes of results without an array of the caller
     result_indices: tuple[int, ...]  # indices of the results among the given arrays, followed by the allocated ones
@@ -251,10 +251,10 @@ def _repeated(
         return None
     if call.allocated:
         arrays += tuple([np.empty(shape, dtype) for shape, dtype in call.allocated])
-    status = call.compute(arrays, random, are_apart=call.are_apart)
-    if status == core.NOT_APART:
+    status = call.compute(arrays, random, are_disjoint=call.are_disjoint)
+    if status == core.OVERLAPPING:
         check_apart(given, need)
-        status = call.compute(arrays, random, are_apart=True)
+        status = call.compute(arrays, random, are_disjoint=True)
     return tuple([arrays[index] for index in call.result_indices]) if status == core.DONE else None
 
 
@@ -302,8 +302,8 @@ def _repeatable(pass_: Pass, options: Options, signature: tuple[Any, ...], need:
         compute = functools.partial(core.compute, prepared)
     allocated = tuple((shape, dtype) for _, shape, dtype in binding.allocated)
     result_indices = tuple(map(list(every).index, binding.results))
-    are_apart = len(allocated) == len(binding.results)
-    return _Repeatable(compute, are_apart, tuple(arrays.values()), allocated, result_indices)
+    are_disjoint = len(allocated) == len(binding.results)
+    return _Repeatable(compute, are_disjoint, tuple(arrays.values()), allocated, result_indices)
 
 
 @functools.lru_cache(maxsize=256)

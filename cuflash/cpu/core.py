@@ -62,7 +62,7 @@ AXES = {
     "row_sums": 4,
     **{name: _INPUT_AXES.get(name[1:], 0) for name in (*SCORE_GRADIENTS, *SOFTMAX_GRADIENTS) if name in _OF_OPTIONS},
 }
-DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD, UNALIGNED, NOT_APART = range(6)
+DONE, _OUT_OF_MEMORY, _OTHER_LAYOUT, _NO_THREAD, UNALIGNED, OVERLAPPING = range(6)
 _TUPLE_HEAD = tuple.__basicsize__  # bytes before the addresses of its items, in CPython
 _CHANGING = struct.Struct("@4q2QP")  # `struct Changing` of `core/core.cpp`
 
@@ -103,7 +103,7 @@ class _LongCall(ctypes.Structure):
 
 
 class _Like(ctypes.Structure):
-    """`struct Like` of `core/core.cpp`."""
+    """`struct ArraySignature` of `core/core.cpp`."""
 
     _fields_ = (
         ("type", ctypes.c_void_p),
@@ -252,16 +252,16 @@ def run(
                 kept.clear()
             kept[key] = prepared
     random = (seed or 0, offset or 0)
-    if prepared is None or compute(prepared, tuple(given.values()), random, are_apart=True) != DONE:
+    if prepared is None or compute(prepared, tuple(given.values()), random, are_disjoint=True) != DONE:
         _run_on_copies(problem, given, pass_, seed, offset)
 
 
-def compute(prepared: Prepared, arrays: tuple[Array, ...], random: tuple[int, int], *, are_apart: bool) -> int:
+def compute(prepared: Prepared, arrays: tuple[Array, ...], random: tuple[int, int], *, are_disjoint: bool) -> int:
     """Compute a pass on arrays in the order in which they were prepared. Raises as `run` does.
 
     Returns `DONE`, or why nothing was computed: `UNALIGNED` if elements of an array are not aligned to their size, or
-    `NOT_APART` if a result overlaps with the range from the first to the last byte of another array. `are_apart` says
-    that they share no memory all the same.
+    `OVERLAPPING` if a result overlaps with the range from the first to the last byte of another array. `are_disjoint`
+    says that they share no memory all the same.
     """
     library = _load()
     if isinstance(library, str):
@@ -277,7 +277,7 @@ def compute(prepared: Prepared, arrays: tuple[Array, ...], random: tuple[int, in
     else:
         addresses = (ctypes.c_void_p * len(arrays))(*[x.ctypes.data for x in arrays])
         pointers = ctypes.addressof(addresses)
-    changing = _CHANGING.pack(head_bytes, SKIPPED_KINDS, threads, are_apart, *random, pointers)
+    changing = _CHANGING.pack(head_bytes, SKIPPED_KINDS, threads, are_disjoint, *random, pointers)
     if is_long:
         status = _run_on_threads(functions, fixed, changing)
     if status == _NO_THREAD:

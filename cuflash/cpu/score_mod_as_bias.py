@@ -98,7 +98,7 @@ def run(
     """Compute a pass, as `cuflash.cpu.core.run` does."""
     given = {name: x for name, x in arrays.items() if x is not None}
     if not problem.is_packed:
-        Prepared(problem, tuple(given), pass_).compute((*given.values(),), (seed, offset), are_apart=True)
+        Prepared(problem, tuple(given), pass_).compute((*given.values(),), (seed, offset), are_disjoint=True)
         return
     score_args = {name: given.pop(name) for name, _ in problem.score_args}
     results = {name: given.pop(f"d{name}") for name in score_args if f"d{name}" in given}
@@ -199,10 +199,10 @@ class Prepared:
         self.wide = self.dtype if is_wide else None
         self._prepared = [self._prepare(call_slice) for call_slice in self._slices] if self.is_kept else None
 
-    def compute(self, arrays: Sequence[Array], random: tuple[int | None, int | None], *, are_apart: bool) -> int:
-        """Compute a pass on arrays in the order of their names; `NOT_APART` unless `are_apart`, as `core.compute`."""
-        if not are_apart:
-            return core.NOT_APART
+    def compute(self, arrays: Sequence[Array], random: tuple[int | None, int | None], *, are_disjoint: bool) -> int:
+        """Compute a pass on arrays in order of their names; `OVERLAPPING` unless `are_disjoint`, as `core.compute`."""
+        if not are_disjoint:
+            return core.OVERLAPPING
         given = dict(zip(self.names, arrays, strict=True))
         sums = {name: np.zeros(given[name].shape) for name in self.reads}
         with np.errstate(all="ignore"):

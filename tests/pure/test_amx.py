@@ -17,7 +17,7 @@ SOURCE = """
 #include "fp16_split.h"
 extern "C" void run(long rows, long columns, long length, const float *a, long a_stride, const float *b, long b_stride,
                     float *c, long c_stride, long adds, long steps, const float *more_a, const float *more_b) {
-    ProductOfPairs product{rows, columns, length, a, a_stride, b, b_stride, c, c_stride, adds != 0};
+    Bf16x2Product product{rows, columns, length, a, a_stride, b, b_stride, c, c_stride, adds != 0};
     if (more_a) product.add(more_a, more_b);
     for (long n = 0; n < steps; ++n) product.step();
     product.finish();

@@ -1,5 +1,5 @@
-// Products of pairs by the tile registers of AMX: sixteen rows of A, of sixteen pairs each, by sixteen rows of B. Four
-// registers hold a block of C. What does not fill a whole tile is multiplied in vectors.
+// Products of bf16x2 by the tile registers of AMX: sixteen rows of A, of sixteen bf16x2 each, by sixteen rows of B.
+// Four registers hold a block of C. What does not fill a whole tile is multiplied in vectors.
 //
 // MODEL_OF_TILES computes the same by loops, so that it is tested on processors without these registers.
 #pragma once
@@ -95,9 +95,9 @@ template <int COUNT, class F> inline void for_each_of(F run) {
 
 #endif
 
-// C = A B or C += A B, of pairs, in steps that other work may come between: tile registers compute meanwhile.
+// C = A B or C += A B, of bf16x2, in steps that other work may come between: tile registers compute meanwhile.
 // num_columns is a multiple of the lanes of a vector.
-struct ProductOfPairs {
+struct Bf16x2Product {
     long num_rows = 0, num_columns = 0, length = 0;
     const float *a = nullptr;
     long a_stride = 0;
@@ -116,8 +116,8 @@ struct ProductOfPairs {
     void add(const float *more_a, const float *more_b) { more[num_more++] = Term{more_a, more_b}; }
 
     // Computes the next four tiles of C, or what is left of them: two by two, or four of a single column or row.
-    // All rows come before the next columns, so that the part of B that they need stays in the first cache.
-    // It is a function of its own because the loops around it need all registers.
+    // All rows come before the next columns, so that the rows of B that they need stay in the first cache.
+    // It is a function of its own because the loops that call it need all registers.
     __attribute__((noinline)) void step() {
 #if HAS_TILES
         const long rows = tile_rows();
@@ -149,14 +149,14 @@ struct ProductOfPairs {
         while (i < rows) step();
         if (rows && whole < length)
             for (int n = -1; n < num_more; ++n)
-                product<float, Order::ROWS, Pairs>(rows, num_columns, length - whole, term(n).a + whole, a_stride,
-                                                   term(n).b + whole * b_stride, b_stride, c, c_stride, true);
+                product<float, Order::ROWS, Bf16x2Ops>(rows, num_columns, length - whole, term(n).a + whole, a_stride,
+                                                       term(n).b + whole * b_stride, b_stride, c, c_stride, true);
         first = rows;
 #endif
         for (int n = -1; n < num_more && first < num_rows; ++n)
-            product<float, Order::ROWS, Pairs>(num_rows - first, num_columns, length, term(n).a + first * a_stride,
-                                               a_stride, term(n).b, b_stride, c + first * c_stride, c_stride,
-                                               adds || n >= 0);
+            product<float, Order::ROWS, Bf16x2Ops>(num_rows - first, num_columns, length, term(n).a + first * a_stride,
+                                                   a_stride, term(n).b, b_stride, c + first * c_stride, c_stride,
+                                                   adds || n >= 0);
     }
 
   private:
@@ -197,9 +197,9 @@ struct ProductOfPairs {
 #endif
 };
 
-inline void product_of_pairs(long num_rows, long num_columns, long length, const float *a, long a_stride,
-                             const float *b, long b_stride, float *c, long c_stride, bool adds) {
-    ProductOfPairs{num_rows, num_columns, length, a, a_stride, b, b_stride, c, c_stride, adds}.finish();
+inline void bf16x2_product(long num_rows, long num_columns, long length, const float *a, long a_stride, const float *b,
+                           long b_stride, float *c, long c_stride, bool adds) {
+    Bf16x2Product{num_rows, num_columns, length, a, a_stride, b, b_stride, c, c_stride, adds}.finish();
 }
 
 #endif

@@ -13,7 +13,7 @@ namespace {
 // ---- dq, dk and dv --------------------------------------------------------------------------------------------------
 
 // The blocks of the heads that share keys, in the order in which jobs go through them. The last rows of a head come
-// first: where a window is causal, the keys of later tiles are seen by rows that those of earlier tiles are not, so
+// first: where a window is causal, the keys of later tiles are visible to rows that those of earlier tiles are not, so
 // that jobs which begin together do not wait for each other.
 struct Steps {
     long rows, heads, in_head, count, group;
@@ -63,7 +63,7 @@ struct AddingOrder {
     }
 };
 
-inline bool sums_dq_apart(const Call &call) { return call.dtype == FLOAT16 || call.dtype == BFLOAT16; }
+inline bool has_dq_accum(const Call &call) { return call.dtype == FLOAT16 || call.dtype == BFLOAT16; }
 
 // Address of the sum of dq of a row, where dq itself has 16 bits.
 template <class T> inline T *dq_sum(const Work &work, const Entry &entry, Row row) {
@@ -78,9 +78,9 @@ inline void add_dq(const Work &work, const Entry &entry, const Block &block, Row
     const T scale = T(call.scale);
     for (long r = range.first; r < range.stop; ++r) {
         const Row row = row_of(block, r);
-        const bool is_apart = sums_dq_apart(call);
-        T *to = is_apart ? dq_sum<T>(work, entry, row) : (T *)row_address(call, DQ, entry, row);
-        const long step = is_apart ? 1 : call.strides[DQ][3];
+        const bool has_accum = has_dq_accum(call);
+        T *to = has_accum ? dq_sum<T>(work, entry, row) : (T *)row_address(call, DQ, entry, row);
+        const long step = has_accum ? 1 : call.strides[DQ][3];
         const T *from = dq + r * dim;
         if (step == 1) {
             for (long d = 0; d < call.head_dim; ++d) to[d] += scale * from[d];
@@ -92,42 +92,43 @@ inline void add_dq(const Work &work, const Entry &entry, const Block &block, Row
 
 // Adds ds of a block to dbias, where dbias is a sum over heads or entries.
 template <class T>
-inline void add_bias(const Call &call, const Entry &entry, const Block &block, const Seen &seen, long first, long count,
-                     const T *ds) {
+inline void add_bias(const Call &call, const Entry &entry, const Block &block, const Visible &visible, long first,
+                     long count, const T *ds) {
     const long step = call.strides[DBIAS][3];
-    const long stop = smaller(seen.keys.stop, count);
-    for (long r = seen.rows.first; r < seen.rows.stop; ++r) {
+    const long stop = smaller(visible.keys.stop, count);
+    for (long r = visible.rows.first; r < visible.rows.stop; ++r) {
         T *to = (T *)bias_address(call, DBIAS, entry, row_of(block, r), first);
         const T *from = ds + r * SCORES_STRIDE<T>;
         if (step == 1) {
-            for (long j = seen.keys.first; j < stop; ++j) to[j] += from[j];
+            for (long j = visible.keys.first; j < stop; ++j) to[j] += from[j];
         } else {
-            for (long j = seen.keys.first; j < stop; ++j) to[j * step] += from[j];
+            for (long j = visible.keys.first; j < stop; ++j) to[j * step] += from[j];
         }
     }
 }
 
 // C += A^T B for the keys of a tile: A is p or ds of the rows of a block, B their dout or q. Neighbouring sections that
-// the same rows see are one product. With pairs, everything is transposed: C^T += B^T A.
+// the same rows attend to are one product. With bf16x2, everything is transposed: C^T += B^T A.
 template <class T>
-inline void add_to_keys(const Call &call, const Seen &seen, long count, const T *a, const T *b, long dim, T *c,
+inline void add_to_keys(const Call &call, const Visible &visible, long count, const T *a, const T *b, long dim, T *c,
                         long keys_stride) {
     constexpr long STRIDE = SCORES_STRIDE<T>;
     auto add = [&](RowRange rows, long first, long stop) {
         if (rows.stop <= rows.first || stop <= first) return;
-        if constexpr (MAY_USE_PAIRS<T>)
-            if (uses_pairs<T>(call)) {
+        if constexpr (MAY_USE_BF16X2<T>)
+            if (uses_bf16x2<T>(call)) {
                 const long pair = rows.first / 2;
-                return product_of_pairs(dim, round_up(stop - first, LANES<T>), pairs_of(rows.stop) - pair, b + pair,
-                                        QUERY_PAIRS, a + pair * STRIDE + first, STRIDE, c + first, keys_stride, true);
+                return bf16x2_product(dim, round_up(stop - first, LANES<T>), bf16x2_count(rows.stop) - pair, b + pair,
+                                      QUERIES_BF16X2_STRIDE, a + pair * STRIDE + first, STRIDE, c + first, keys_stride,
+                                      true);
             }
         product<T, Order::COLUMNS>(stop - first, dim, rows.stop - rows.first, a + rows.first * STRIDE + first, STRIDE,
                                    b + rows.first * dim, dim, c + first * dim, dim, true);
     };
     const long num_sections = ceil_div(count, SECTION_KEYS);
     for (long x = 0, next; x < num_sections; x = next) {
-        const RowRange rows = seen.sections[x];
-        for (next = x + 1; next < num_sections && seen.sections[next] == rows;) ++next;
+        const RowRange rows = visible.sections[x];
+        for (next = x + 1; next < num_sections && visible.sections[next] == rows;) ++next;
         add(rows, x * SECTION_KEYS, smaller(count, next * SECTION_KEYS));
     }
 }
@@ -141,13 +142,13 @@ inline void multiply_by_keys(const Call &call, const Entry &entry, const Block &
         n = rows_of_group(call, block, r0, GROUP);
         const Keys keys = keys_of_group<T>(call, entry, block, r0, n, first, count);
         const long here = keys.stop - keys.first;
-        if constexpr (MAY_USE_PAIRS<T>)
-            if (uses_pairs<T>(call)) {
-                product_of_pairs(n, dim, pairs_of(here), buffers.ds_rows + r0 * KEY_PAIRS + keys.first / 2, KEY_PAIRS,
-                                 buffers.k + keys.first / 2 * dim, dim, dq + r0 * dim, dim, adds);
+        if constexpr (MAY_USE_BF16X2<T>)
+            if (uses_bf16x2<T>(call)) {
+                bf16x2_product(n, dim, bf16x2_count(here), buffers.ds_rows + r0 * KEYS_BF16X2_STRIDE + keys.first / 2,
+                               KEYS_BF16X2_STRIDE, buffers.k + keys.first / 2 * dim, dim, dq + r0 * dim, dim, adds);
                 continue;
             }
-        // Long sums are made of partial sums, which keeps rounding errors down. Rows that see no key get zeros.
+        // Long sums are made of partial sums, which keeps rounding errors down. Rows that attend to no key get zeros.
         long j = keys.first;
         do {
             product<T, Order::ROWS>(n, dim, smaller(USUAL_KEYS, keys.stop - j), buffers.ds + r0 * SCORES_STRIDE<T> + j,
@@ -167,7 +168,7 @@ inline void finish_key_tile(const Work &work, const KeyTile &tile, long job, Bac
     const T scale = T(size_of_scale(call));
     const long group = group_of(call);
     T *all_dk = buffers.dk, *all_dv = buffers.dv;
-    if (uses_pairs<T>(call)) {
+    if (uses_bf16x2<T>(call)) {
         const long padded = round_up(tile.num_keys, LANES<T>);
         all_dk = buffers.k_t, all_dv = buffers.v_t;
         transpose(buffers.dk, buffers.keys_stride, sizes.dim, padded, all_dk, sizes.dim);
@@ -209,15 +210,15 @@ template <class T> void key_tile_job(Work &work, char *memory, long job) {
     auto steps_before = [&](long most) { return order.steps_before(job, bias_order.steps_before(job, most)); };
     const bool begins_bias = adds_bias && tile.bias_before < 0;
     load_key_tile(call, entry, tile.head_kv, first, count, buffers);
-    const bool has_pairs = uses_pairs<T>(call);
-    clear(buffers.dk, has_pairs ? sizes.dim * buffers.keys_stride : count * sizes.dim);
-    clear(buffers.dv, has_pairs ? sizes.dim_v * buffers.keys_stride : count * sizes.dim_v);
+    const bool is_bf16x2 = uses_bf16x2<T>(call);
+    clear(buffers.dk, is_bf16x2 ? sizes.dim * buffers.keys_stride : count * sizes.dim);
+    clear(buffers.dv, is_bf16x2 ? sizes.dim_v * buffers.keys_stride : count * sizes.dim_v);
     clear(buffers.sums, call.num_heads + 2);
     if (buffers.bias == BiasGradient::KEYS) clear(buffers.total, steps.group * SCORES_STRIDE<T>);
     for (long step = 0; step < steps.count; ++step) {
         if (work.stopped.load(std::memory_order_relaxed)) return;
         const Block block = steps.block(entry, tile, step);
-        const Keys keys = seen_by(call, entry, block.first_row, block.first_row + block.num_rows - 1);
+        const Keys keys = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
         const bool is_hidden =
             keys.stop <= first || keys.first >= first + count || !any_visible(call, entry, block, first, count);
         if (begins_bias || (is_hidden && buffers.bias == BiasGradient::PAIRS))
@@ -226,23 +227,23 @@ template <class T> void key_tile_job(Work &work, char *memory, long job) {
         // Hidden steps before this one count as done.
         if (work.progress) work.progress[job].store(steps_before(step), std::memory_order_release);
         load_queries(work, entry, block, buffers);
-        const Seen seen = differentiate(call, scaling, entry, block, first, count, false, buffers);
-        if (seen.rows.stop <= seen.rows.first) continue;
-        if (has_pairs) pack_scores(block, seen, buffers);
+        const Visible visible = differentiate(call, scaling, entry, block, first, count, false, buffers);
+        if (visible.rows.stop <= visible.rows.first) continue;
+        if (is_bf16x2) pack_scores(block, visible, buffers);
         if (is_wanted(call, DV))
-            add_to_keys(call, seen, count, buffers.p, has_pairs ? buffers.dout_t : buffers.dout, sizes.dim_v,
+            add_to_keys(call, visible, count, buffers.p, is_bf16x2 ? buffers.dout_t : buffers.dout, sizes.dim_v,
                         buffers.dv, buffers.keys_stride);
         if (is_wanted(call, DK))
-            add_to_keys(call, seen, count, has_pairs ? buffers.ds_columns : buffers.ds,
-                        has_pairs ? buffers.q_t : buffers.q, sizes.dim, buffers.dk, buffers.keys_stride);
+            add_to_keys(call, visible, count, is_bf16x2 ? buffers.ds_columns : buffers.ds,
+                        is_bf16x2 ? buffers.q_t : buffers.q, sizes.dim, buffers.dk, buffers.keys_stride);
         if (wants_dq) {
-            multiply_by_keys(call, entry, block, seen.rows, first, count, buffers, buffers.dq, false);
+            multiply_by_keys(call, entry, block, visible.rows, first, count, buffers, buffers.dq, false);
             if (!order.wait(job, step + 1)) return;
-            add_dq(work, entry, block, seen.rows, buffers.dq, sizes.dim);
+            add_dq(work, entry, block, visible.rows, buffers.dq, sizes.dim);
         }
         if (adds_bias) {
             if (!bias_order.wait(job, step + 1)) return;
-            add_bias(call, entry, block, seen, first, count, buffers.ds);
+            add_bias(call, entry, block, visible, first, count, buffers.ds);
         }
         if (work.progress) work.progress[job].store(step + 1, std::memory_order_release);
     }
@@ -252,7 +253,7 @@ template <class T> void key_tile_job(Work &work, char *memory, long job) {
     finish_key_tile(work, tile, job, buffers);
 }
 
-// Computes dq of one block by itself, where sums of dq would need more than DQ_BYTES.
+// Computes dq of one block by itself, where the dq accumulator would need more than DQ_BYTES.
 template <class T> void dq_job(Work &work, char *memory, long job) {
     const Call &call = work.call;
     const Block &block = work.blocks[job];
@@ -261,23 +262,23 @@ template <class T> void dq_job(Work &work, char *memory, long job) {
     BackwardBuffers<T> buffers(work, memory);
     const Sizes<T> &sizes = buffers.sizes;
     load_queries(work, entry, block, buffers);
-    T *total = buffers.dq;  // a job of keys has the part of dq of a tile there; here it is the sum over all tiles
+    T *total = buffers.dq;  // a job of keys has the partial dq of a tile there; here it is the sum over all tiles
     clear(total, rows_of(block) * sizes.dim);
-    const Keys keys = seen_by(call, entry, block.first_row, block.first_row + block.num_rows - 1);
+    const Keys keys = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
     for (long first = keys.first / 16 * 16; first < keys.stop; first += work.keys_per_tile) {
         if (work.stopped.load(std::memory_order_relaxed)) return;
         const long count = smaller(work.keys_per_tile, entry.seqlen_k - first);
         if (!any_visible(call, entry, block, first, count)) continue;
         load_key_tile(call, entry, block.head_kv, first, count, buffers);
-        const Seen seen = differentiate(call, scaling, entry, block, first, count, true, buffers);
+        const Visible visible = differentiate(call, scaling, entry, block, first, count, true, buffers);
         if (has_cap(call))
-            for (long r = seen.rows.first; r < seen.rows.stop; ++r)
-                for (long j = seen.keys.first; j < seen.keys.stop; ++j) {
+            for (long r = visible.rows.first; r < visible.rows.stop; ++r)
+                for (long j = visible.keys.first; j < visible.keys.stop; ++j) {
                     const T tanh = buffers.tanhs[r * SCORES_STRIDE<T> + j];
                     buffers.ds[r * SCORES_STRIDE<T> + j] *= 1 - tanh * tanh;
                 }
-        if (uses_pairs<T>(call)) pack_scores(block, seen, buffers);
-        multiply_by_keys(call, entry, block, seen.rows, first, count, buffers, total, true);
+        if (uses_bf16x2<T>(call)) pack_scores(block, visible, buffers);
+        multiply_by_keys(call, entry, block, visible.rows, first, count, buffers, total, true);
     }
     for (long r = 0; r < rows_of(block); ++r) {
         for (long d = 0; d < call.head_dim; ++d) total[r * sizes.dim + d] *= T(call.scale);
@@ -301,7 +302,7 @@ template <class T> void clear_job(Work &work, char *, long job) {
                           address(call, array, size, b, h, i) + d * step * size);
     };
     // Where dq is summed elsewhere, other jobs write all of its rows, except those outside of packed sequences.
-    if (!sums_dq_apart(call) || call.arrays[CU_SEQLENS_Q])
+    if (!has_dq_accum(call) || call.arrays[CU_SEQLENS_Q])
         clear_head(DQ, call.dtype, call.num_heads, call.seqlen_q, call.head_dim);
     const bool is_first = (b == 0 || call.strides[DBIAS][0]) && (h == 0 || call.strides[DBIAS][1]);
     if (call.arrays[KV_LENGTHS] && is_first)
@@ -372,7 +373,7 @@ inline bool make_tiles(Work &work) {
     return true;
 }
 
-// Every tile loads all queries, and adds its part to dq in memory. So tiles are long, if they make so many jobs that
+// Every tile loads all queries, and adds its partial dq to memory. So tiles are long, if they make so many jobs that
 // threads of different speeds end at about the same time.
 template <class T> void choose_backward_tiles(Work &work) {
     for (long keys = MAX_KEYS; keys >= USUAL_KEYS; keys /= 2) {
@@ -400,14 +401,14 @@ template <class T> bool prepare_backward(Work &work) {
     const bool is_packed = call.arrays[CU_SEQLENS_Q], wants_dq = is_wanted(call, DQ);
     const long batch = is_packed ? 1 : call.batch;
     const long dq_bytes = batch * call.num_heads * call.seqlen_q * call.head_dim * long(sizeof(T));
-    const bool is_apart = wants_dq && sums_dq_apart(call), has_room = !is_apart || dq_bytes <= DQ_BYTES;
+    const bool has_accum = wants_dq && has_dq_accum(call), accum_fits = !has_accum || dq_bytes <= DQ_BYTES;
     const bool has_sums = is_wanted(call, DALIBI_SLOPES) || is_wanted(call, DSCALE) || is_wanted(call, DSOFTCAP);
     const BiasGradient bias = bias_gradient<T>(call, work.rows_per_block);
-    const bool has_bias = bias != BiasGradient::NONE && bias != BiasGradient::APART;
-    work.adds_dq = wants_dq && has_room;
-    if (is_apart && has_room && !work.allocate(work.shared, dq_bytes)) return false;
+    const bool has_bias = bias != BiasGradient::NONE && bias != BiasGradient::SEPARATE;
+    work.adds_dq = wants_dq && accum_fits;
+    if (has_accum && accum_fits && !work.allocate(work.shared, dq_bytes)) return false;
     if (!allocate_row_sums<T>(work)) return false;
-    if (((is_apart && !has_room) || work.row_sums) && !make_blocks(work, false, 0)) return false;
+    if (((has_accum && !accum_fits) || work.row_sums) && !make_blocks(work, false, 0)) return false;
     if (has_sums && !work.allocate(work.sums, work.num_tiles * (group_of(call) + 2))) return false;
     if (bias == BiasGradient::KEYS && !work.allocate(work.bias_sums, bytes_of_bias_sums(call, sizeof(T)))) return false;
     if (work.adds_dq || bias == BiasGradient::ORDERED) {
@@ -419,14 +420,14 @@ template <class T> bool prepare_backward(Work &work) {
     if (finds_row_sums) work.add_phase(row_sums_job<T>, work.num_blocks);
     if (wants_dq || is_wanted(call, DK) || is_wanted(call, DV) || has_sums || has_bias)
         work.add_phase(key_tile_job<T>, work.num_tiles);
-    if (is_apart && has_room) work.add_phase(round_job<T>, work.num_entries * call.num_heads);
-    if (is_apart && !has_room) work.add_phase(dq_job<T>, work.num_blocks);
+    if (has_accum && accum_fits) work.add_phase(round_job<T>, work.num_entries * call.num_heads);
+    if (has_accum && !accum_fits) work.add_phase(dq_job<T>, work.num_blocks);
     if (has_sums) work.add_phase(sums_job<T>, 1);
     if (is_wanted(call, DSINKS)) work.add_phase(sinks_job<T>, call.num_heads);
     const BiasJobs jobs(work);
     if (bias == BiasGradient::KEYS)
         work.add_phase(bias_sums_job<T>, jobs.entries * jobs.heads * ceil_div(call.seqlen_k, MAX_KEYS));
-    if (bias == BiasGradient::APART) {
+    if (bias == BiasGradient::SEPARATE) {
         if (HAS_TILES && finds_row_sums)
             work.add_phase(bias_row_sums_job<T>, call.batch * call.num_heads * jobs.num_blocks);
         work.add_phase(bias_job<T>, jobs.entries * jobs.heads * jobs.blocks * jobs.tiles);

@@ -7,17 +7,17 @@
 namespace {
 
 constexpr long BACKWARD_ROWS = HAS_TILES ? 128 : 120;  // of a block at most
-constexpr long DQ_BYTES = 32 << 20;                    // at most, for sums of dq in float32, where dq has 16 bits
+constexpr long DQ_BYTES = 32 << 20;  // at most, for the dq accumulator in float32, where dq has 16 bits
 
 inline bool is_wanted(const Call &call, Array array) { return call.arrays[array] != nullptr; }
 
 // Which jobs compute dbias. It is summed over the axes that the bias does not have.
 enum class BiasGradient {
     NONE,
-    PAIRS,    // there is no sum: each job of keys writes its part
+    PAIRS,    // there is no sum: each job of keys writes its own elements
     ORDERED,  // sums over heads or entries: jobs of the same keys add to it, one after the other
     KEYS,     // sums over rows: each job of keys has sums of its own, which are added up afterwards
-    APART     // dbias has jobs of its own, which compute the weights once more
+    SEPARATE  // dbias has jobs of its own, which compute the weights once more
 };
 
 constexpr long BIAS_BYTES = 16 << 20;  // at most, for the sums of jobs of keys
@@ -34,24 +34,26 @@ template <class T> inline BiasGradient bias_gradient(const Call &call, long rows
     const bool has_entries = strides[0] || call.batch == 1, has_heads = strides[1] || call.num_heads == 1;
     const bool has_rows = strides[2] || call.seqlen_q == 1, has_keys = strides[3] || call.seqlen_k == 1;
     if (has_entries && has_heads && has_rows && has_keys) return BiasGradient::PAIRS;
-    if (!call.batch || !call.num_heads) return BiasGradient::APART;  // nothing is summed, but zeros have to be written
+    if (!call.batch || !call.num_heads)
+        return BiasGradient::SEPARATE;  // nothing is summed, but zeros have to be written
     if (!has_rows && strides[3])
-        return bytes_of_bias_sums(call, sizeof(T)) <= BIAS_BYTES ? BiasGradient::KEYS : BiasGradient::APART;
+        return bytes_of_bias_sums(call, sizeof(T)) <= BIAS_BYTES ? BiasGradient::KEYS : BiasGradient::SEPARATE;
     // A job goes through the heads that share its keys. It adds to each row once if one block has all of these heads.
     const long rows = rows_in_blocks(call, call.seqlen_q, rows_per_block), group = group_of(call);
     const bool is_once = has_heads || heads_in_blocks(call.seqlen_q, rows, group, rows_per_block) == group;
     const bool is_same = size_of(call.bias_dtype) == long(sizeof(T));  // sums are rounded once
-    return has_rows && strides[3] && is_once && is_same && !has_cap(call) ? BiasGradient::ORDERED : BiasGradient::APART;
+    return has_rows && strides[3] && is_once && is_same && !has_cap(call) ? BiasGradient::ORDERED
+                                                                          : BiasGradient::SEPARATE;
 }
 
-constexpr long QUERY_PAIRS = BACKWARD_ROWS / 2 + 20;  // how far apart rows of pairs of queries lie
+constexpr long QUERIES_BF16X2_STRIDE = BACKWARD_ROWS / 2 + 20;  // of rows of bf16x2 of queries
 
 template <class T> struct BackwardBuffers {
     Scratch scratch;
     Sizes<T> sizes;
     long keys_stride;
     T *k, *k_t, *v_t, *dk, *dv, *q, *dout, *dq, *p, *ds, *tanhs, *products, *added, *lse, *delta, *total;
-    T *q_t, *dout_t, *ds_columns, *ds_rows;  // as pairs, where products are of pairs
+    T *q_t, *dout_t, *ds_columns, *ds_rows;  // as bf16x2, where products are of bf16x2
     unsigned char *kept;
     long double *sums;  // over many rows
     RowSum<T> *row_sums;
@@ -65,14 +67,14 @@ template <class T> struct BackwardBuffers {
         k = scratch.template take<T>(keys * larger(sizes.dim, sizes.dim_v));
         k_t = scratch.template take<T>(sizes.dim * keys_stride);
         v_t = scratch.template take<T>(sizes.dim_v * keys_stride);
-        // With pairs, dk and dv are transposed.
-        const bool has_pairs = uses_pairs<T>(call);
-        dk = scratch.template take<T>(has_pairs ? sizes.dim * keys_stride : keys * sizes.dim);
-        dv = scratch.template take<T>(has_pairs ? sizes.dim_v * keys_stride : keys * sizes.dim_v);
-        q_t = scratch.template take<T>(has_pairs ? sizes.dim * QUERY_PAIRS : 0);
-        dout_t = scratch.template take<T>(has_pairs ? sizes.dim_v * QUERY_PAIRS : 0);
-        ds_columns = scratch.template take<T>(has_pairs ? pairs_of(rows) * SCORES_STRIDE<T> : 0);
-        ds_rows = scratch.template take<T>(has_pairs ? rows * KEY_PAIRS : 0);
+        // With bf16x2, dk and dv are transposed.
+        const bool is_bf16x2 = uses_bf16x2<T>(call);
+        dk = scratch.template take<T>(is_bf16x2 ? sizes.dim * keys_stride : keys * sizes.dim);
+        dv = scratch.template take<T>(is_bf16x2 ? sizes.dim_v * keys_stride : keys * sizes.dim_v);
+        q_t = scratch.template take<T>(is_bf16x2 ? sizes.dim * QUERIES_BF16X2_STRIDE : 0);
+        dout_t = scratch.template take<T>(is_bf16x2 ? sizes.dim_v * QUERIES_BF16X2_STRIDE : 0);
+        ds_columns = scratch.template take<T>(is_bf16x2 ? bf16x2_count(rows) * SCORES_STRIDE<T> : 0);
+        ds_rows = scratch.template take<T>(is_bf16x2 ? rows * KEYS_BF16X2_STRIDE : 0);
         q = scratch.template take<T>(rows * sizes.dim);
         dout = scratch.template take<T>(rows * sizes.dim_v);
         dq = scratch.template take<T>(rows * larger(sizes.dim, sizes.dim_v));
@@ -92,7 +94,7 @@ template <class T> struct BackwardBuffers {
     }
 };
 
-// rowsum(dout o out) - dlse of a row. `dout` is its loaded row of dout, and `values` is room for its row of out.
+// rowsum(dout o out) - dlse of a row. `dout` is its loaded row of dout, and `values` has space for its row of out.
 template <class T>
 inline T delta_of(const Call &call, const Entry &entry, Row row, T lse, const T *dout, long dim, T *values) {
     load_row(row_address(call, OUT, entry, row), call.dtype, call.strides[OUT][3], call.head_dim_v, values);
@@ -105,17 +107,17 @@ inline T delta_of(const Call &call, const Entry &entry, Row row, T lse, const T 
     return delta;
 }
 
-// Loads q or dout of a block twice: as rows of pairs of neighbours, and transposed, with pairs of two rows.
+// Loads q or dout of a block twice: as rows of bf16x2 of neighbours, and transposed, with bf16x2 of two rows.
 template <class T>
-inline void load_query_pairs(const Call &call, Array array, const Entry &entry, const Block &block, long dim,
-                             bool is_negative, T *out, T *transposed, T *staging) {
+inline void load_queries_bf16x2(const Call &call, Array array, const Entry &entry, const Block &block, long dim,
+                                bool is_negative, T *out, T *transposed, T *staging) {
     const long num_rows = rows_of(block), padded = round_up(dim, LANES<T>);
-    load_row_pairs(call, array, entry, block, dim, out, is_negative);
+    load_rows_bf16x2(call, array, entry, block, dim, out, is_negative);
     auto row = [&](long r) { return r < num_rows ? row_address(call, array, entry, row_of(block, r)) : nullptr; };
     for (long r = 0; r < num_rows; r += 2)
         interleave(row(r), row(r + 1), call.strides[array][3], dim, (float *)staging + r / 2 * padded, padded);
-    if (is_negative) negate_pairs(staging, pairs_of(num_rows) * padded);
-    transpose(staging, padded, pairs_of(num_rows), padded, transposed, QUERY_PAIRS);
+    if (is_negative) negate_bf16x2(staging, bf16x2_count(num_rows) * padded);
+    transpose(staging, padded, bf16x2_count(num_rows), padded, transposed, QUERIES_BF16X2_STRIDE);
 }
 
 // Loads q, dout, lse, delta and sums of a block.
@@ -125,11 +127,11 @@ inline void load_queries(const Work &work, const Entry &entry, const Block &bloc
     const Sizes<T> &sizes = buffers.sizes;
     const long num_rows = rows_of(block);
     const bool has_dout = !call.finds_row_sums;
-    if (uses_pairs<T>(call)) {
-        load_query_pairs(call, Q, entry, block, call.head_dim, call.scale < 0, buffers.q, buffers.q_t, buffers.dq);
+    if (uses_bf16x2<T>(call)) {
+        load_queries_bf16x2(call, Q, entry, block, call.head_dim, call.scale < 0, buffers.q, buffers.q_t, buffers.dq);
         if (has_dout)
-            load_query_pairs(call, DOUT, entry, block, call.head_dim_v, false, buffers.dout, buffers.dout_t,
-                             buffers.dq);
+            load_queries_bf16x2(call, DOUT, entry, block, call.head_dim_v, false, buffers.dout, buffers.dout_t,
+                                buffers.dq);
     } else {
         load_rows(call, Q, entry, block, call.head_dim, buffers.q, sizes.dim, num_rows);
         if (has_dout) load_rows(call, DOUT, entry, block, call.head_dim_v, buffers.dout, sizes.dim_v, num_rows);
@@ -137,13 +139,13 @@ inline void load_queries(const Work &work, const Entry &entry, const Block &bloc
             for (long x = 0; x < num_rows * sizes.dim; ++x) buffers.q[x] = -buffers.q[x];
     }
     T *values = buffers.dq,
-      *numbers = buffers.dq + sizes.dim_v;  // a row of out, and one of dout where pairs are loaded
-    if (uses_pairs<T>(call)) clear(numbers, sizes.dim_v);
+      *numbers = buffers.dq + sizes.dim_v;  // a row of out, and one of dout where bf16x2 are loaded
+    if (uses_bf16x2<T>(call)) clear(numbers, sizes.dim_v);
     for (long r = 0; r < num_rows; ++r) {
         const Row row = row_of(block, r);
         const T lse = number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i);
-        const T *dout = uses_pairs<T>(call) ? numbers : buffers.dout + r * sizes.dim_v;
-        if (uses_pairs<T>(call) && has_dout)
+        const T *dout = uses_bf16x2<T>(call) ? numbers : buffers.dout + r * sizes.dim_v;
+        if (uses_bf16x2<T>(call) && has_dout)
             load_row(row_address(call, DOUT, entry, row), call.dtype, call.strides[DOUT][3], call.head_dim_v, numbers);
         if (has_dout) buffers.delta[r] = delta_of(call, entry, row, lse, dout, sizes.dim_v, values);
         buffers.lse[r] = lse;
@@ -157,11 +159,11 @@ inline void load_key_tile(const Call &call, const Entry &entry, long head_kv, lo
                           BackwardBuffers<T> &buffers) {
     const Sizes<T> &sizes = buffers.sizes;
     const long padded = round_up(count, LANES<T>);
-    if (uses_pairs<T>(call)) {
-        load_key_pairs(call, V, entry, head_kv, first, count, call.head_dim_v, buffers.k, buffers.v_t,
-                       buffers.keys_stride);
-        load_key_pairs(call, K, entry, head_kv, first, count, call.head_dim, buffers.k, buffers.k_t,
-                       buffers.keys_stride);
+    if (uses_bf16x2<T>(call)) {
+        load_keys_bf16x2(call, V, entry, head_kv, first, count, call.head_dim_v, buffers.k, buffers.v_t,
+                         buffers.keys_stride);
+        load_keys_bf16x2(call, K, entry, head_kv, first, count, call.head_dim, buffers.k, buffers.k_t,
+                         buffers.keys_stride);
         interleave_keys(call, K, entry, head_kv, first, count, call.head_dim, buffers.k);
         return;
     }
@@ -175,11 +177,11 @@ inline void load_key_tile(const Call &call, const Entry &entry, long head_kv, lo
 template <class T>
 inline void multiply_rows(const Call &call, const T *rows, long dim, const T *keys_t, long keys_stride, long r0,
                           long num_rows, long num_keys, T *c) {
-    if constexpr (MAY_USE_PAIRS<T>)
-        if (uses_pairs<T>(call)) {
-            const long stride = pair_stride<T>(dim);
-            return product_of_pairs(num_rows, num_keys, pairs_of(dim), rows + r0 * stride, stride, keys_t, keys_stride,
-                                    c, SCORES_STRIDE<T>, false);
+    if constexpr (MAY_USE_BF16X2<T>)
+        if (uses_bf16x2<T>(call)) {
+            const long stride = bf16x2_stride<T>(dim);
+            return bf16x2_product(num_rows, num_keys, bf16x2_count(dim), rows + r0 * stride, stride, keys_t,
+                                  keys_stride, c, SCORES_STRIDE<T>, false);
         }
     const long stride = round_up(dim, LANES<T>);
     product_of_rows(num_rows, num_keys, dim, rows + r0 * stride, stride, keys_t, keys_stride, c, SCORES_STRIDE<T>);
@@ -206,17 +208,17 @@ struct RowRange {
     bool operator==(const RowRange &other) const { return first == other.first && stop == other.stop; }
 };
 
-// What rows of a block see of a tile: keys, counted from its first, in whole sections and vectors; the rows that see
-// any of them, and the rows that see any key of each section. Other scores are not computed.
+// What rows of a block attend to of a tile: keys, counted from its first, in whole sections and vectors; the rows that
+// attend to any of them, and the rows that attend to any key of each section. Other scores are not computed.
 constexpr long SECTION_KEYS = 64, MAX_SECTIONS = MAX_KEYS / SECTION_KEYS;
-struct Seen {
+struct Visible {
     Keys keys;
     RowRange rows, sections[MAX_SECTIONS];
 };
 
 // Replaces the scores p of a row by weights, and the gradients ds of weights by those of scores. Dropout applies to
-// both. With `tanhs`, the tanh(x) of the cap, ds becomes the gradients of products. A row of lse -inf sees no key: it
-// has no weights, whatever its scores are, which a function may have made NaN.
+// both. With `tanhs`, the tanh(x) of the cap, ds becomes the gradients of products. A row of lse -inf attends to no
+// key: it has no weights, whatever its scores are, which a function may have made NaN.
 template <class T>
 inline void softmax_row(const Call &call, const Scaling<T> &scaling, T lse, const RowSum<T> &row_sum, T delta,
                         long columns, const unsigned char *kept, const T *tanhs, T *p, T *ds) {
@@ -246,7 +248,7 @@ inline void softmax_row(const Call &call, const Scaling<T> &scaling, T lse, cons
     };
     if (row_sum.is_found()) {
         softmax_by([&](Vector<T> s) {
-            return exp2<T>((s - splat(row_sum.shift)) * splat(scaling.factor)) * splat(row_sum.inverse);
+            return exp2<T>((s - splat(row_sum.row_max)) * splat(scaling.factor)) * splat(row_sum.inverse);
         });
     } else {
         softmax_by([&](Vector<T> s) {
@@ -260,8 +262,8 @@ inline void softmax_row(const Call &call, const Scaling<T> &scaling, T lse, cons
 // zeros in p and ds. Adds the gradients of slopes (by head), of the scale and of the cap to buffers.sums, and the
 // gradient of a bias of keys (by head) to buffers.total.
 template <class T>
-inline Seen differentiate(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
-                          long first, long count, bool for_bias, BackwardBuffers<T> &buffers) {
+inline Visible differentiate(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
+                             long first, long count, bool for_bias, BackwardBuffers<T> &buffers) {
     constexpr int N = LANES<T>;
     constexpr long STRIDE = SCORES_STRIDE<T>;
     const long num_rows = rows_of(block), padded = round_up(count, N);
@@ -273,15 +275,15 @@ inline Seen differentiate(const Call &call, const Scaling<T> &scaling, const Ent
     const bool slopes_at_once = has_cap(call) && !for_bias && !is_wanted(call, DBIAS) &&
                                 !is_wanted(call, DALIBI_SLOPES) && !is_wanted(call, DSOFTCAP);
     const RowRange none = {num_rows, 0};
-    Seen seen;
-    seen.rows = none;
-    for (RowRange &section : seen.sections) section = none;
-    const Keys of_block = seen_by(call, entry, block.first_row, block.first_row + block.num_rows - 1);
-    seen.keys.first = larger(of_block.first - first, 0) / SECTION_KEYS * SECTION_KEYS;
-    seen.keys.stop = smaller(round_up(larger(of_block.stop - first, 0), SECTION_KEYS), padded);
+    Visible visible;
+    visible.rows = none;
+    for (RowRange &section : visible.sections) section = none;
+    const Keys of_block = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
+    visible.keys.first = larger(of_block.first - first, 0) / SECTION_KEYS * SECTION_KEYS;
+    visible.keys.stop = smaller(round_up(larger(of_block.stop - first, 0), SECTION_KEYS), padded);
     auto clear_scores = [&](long r, long begin, long end) {
         if (writes_bias) clear_bias<T>(call, entry, row_of(block, r), first + begin, smaller(end, count) - begin);
-        begin = larger(begin, seen.keys.first), end = smaller(end, seen.keys.stop);
+        begin = larger(begin, visible.keys.first), end = smaller(end, visible.keys.stop);
         if (begin >= end) return;
         clear(buffers.p + r * STRIDE + begin, end - begin);
         clear(buffers.ds + r * STRIDE + begin, end - begin);
@@ -296,9 +298,9 @@ inline Seen differentiate(const Call &call, const Scaling<T> &scaling, const Ent
         }
         if (here <= 0) continue;
         T *p = buffers.p + r0 * STRIDE + keys.first, *ds = buffers.ds + r0 * STRIDE + keys.first;
-        seen.rows.include(r0, r0 + n);
+        visible.rows.include(r0, r0 + n);
         for (long x = keys.first / SECTION_KEYS; x * SECTION_KEYS < keys.stop; ++x)
-            seen.sections[x].include(r0, r0 + n);
+            visible.sections[x].include(r0, r0 + n);
         multiply_rows(call, buffers.q, call.head_dim, buffers.k_t + keys.first, buffers.keys_stride, r0, n, columns, p);
         multiply_rows(call, buffers.dout, call.head_dim_v, buffers.v_t + keys.first, buffers.keys_stride, r0, n,
                       columns, ds);
@@ -349,23 +351,23 @@ inline Seen differentiate(const Call &call, const Scaling<T> &scaling, const Ent
             }
         }
     }
-    return seen;
+    return visible;
 }
 
-// Packs weights and gradients of scores as pairs of two rows, in the place of p and in ds_columns, and packs gradients
-// as pairs of two keys, too, in ds_rows.
-template <class T> inline void pack_scores(const Block &block, const Seen &seen, BackwardBuffers<T> &buffers) {
-    if constexpr (MAY_USE_PAIRS<T>) {
+// Packs weights and gradients of scores as bf16x2 of two rows, in place of p and in ds_columns, and packs gradients
+// as bf16x2 of two keys, too, in ds_rows.
+template <class T> inline void pack_scores(const Block &block, const Visible &visible, BackwardBuffers<T> &buffers) {
+    if constexpr (MAY_USE_BF16X2<T>) {
         constexpr long STRIDE = SCORES_STRIDE<T>;
-        const long at = seen.keys.first, count = seen.keys.stop - at;
+        const long at = visible.keys.first, count = visible.keys.stop - at;
         const T zeros[MAX_KEYS] = {};
-        for (long r = seen.rows.first / 2 * 2; r < seen.rows.stop; r += 2) {
+        for (long r = visible.rows.first / 2 * 2; r < visible.rows.stop; r += 2) {
             const bool has_second = r + 1 < rows_of(block);
             const T *p = buffers.p + r * STRIDE + at, *ds = buffers.ds + r * STRIDE + at;
-            round_to_pairs(p, has_second ? p + STRIDE : zeros, count, buffers.p + r / 2 * STRIDE + at);
-            round_to_pairs(ds, has_second ? ds + STRIDE : zeros, count, buffers.ds_columns + r / 2 * STRIDE + at);
+            round_to_bf16x2(p, has_second ? p + STRIDE : zeros, count, buffers.p + r / 2 * STRIDE + at);
+            round_to_bf16x2(ds, has_second ? ds + STRIDE : zeros, count, buffers.ds_columns + r / 2 * STRIDE + at);
             for (long x = r; x <= r + has_second; ++x)
-                round_to_pairs(buffers.ds + x * STRIDE + at, count, buffers.ds_rows + x * KEY_PAIRS + at / 2);
+                round_to_bf16x2(buffers.ds + x * STRIDE + at, count, buffers.ds_rows + x * KEYS_BF16X2_STRIDE + at / 2);
         }
     }
 }
@@ -377,9 +379,9 @@ template <class T> inline void find_row_sums(Work &work, char *memory, const Blo
     const Scaling<T> scaling(call);
     BackwardBuffers<T> buffers(work, memory);
     const long num_rows = rows_of(block), next_bias = FEW_OF_GROUP * call.strides[BIAS][2];
-    T shifts[BACKWARD_ROWS];
+    T row_maxima[BACKWARD_ROWS];
     double sums[BACKWARD_ROWS] = {};
-    for (long r = 0; r < num_rows; ++r) shifts[r] = T(-__builtin_inf());
+    for (long r = 0; r < num_rows; ++r) row_maxima[r] = T(-__builtin_inf());
     load_queries(work, entry, block, buffers);
     auto any_large = [&](long r0, long count) {
         bool any = false;
@@ -387,8 +389,8 @@ template <class T> inline void find_row_sums(Work &work, char *memory, const Blo
         return any;
     };
     if (!any_large(0, num_rows)) return;
-    const Keys seen = seen_by(call, entry, block.first_row, block.first_row + block.num_rows - 1);
-    for (long first = seen.first / 16 * 16; first < seen.stop; first += work.keys_per_tile) {
+    const Keys visible = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
+    for (long first = visible.first / 16 * 16; first < visible.stop; first += work.keys_per_tile) {
         if (work.stopped.load(std::memory_order_relaxed)) return;
         const long count = smaller(work.keys_per_tile, entry.seqlen_k - first);
         if (!any_visible(call, entry, block, first, count)) continue;
@@ -406,16 +408,17 @@ template <class T> inline void find_row_sums(Work &work, char *memory, const Blo
                                         columns, next_bias, s + r * SCORES_STRIDE<T>, buffers.added, nullptr);
             for (long r = 0; r < n; ++r)
                 if (is_large(buffers.lse[r0 + r]))
-                    add_exponentials(scaling, s + r * SCORES_STRIDE<T>, columns, shifts[r0 + r], sums[r0 + r]);
+                    add_exponentials(scaling, s + r * SCORES_STRIDE<T>, columns, row_maxima[r0 + r], sums[r0 + r]);
         }
     }
     for (long r = 0; r < num_rows; ++r) {
         const Row row = row_of(block, r);
         if (!is_large(buffers.lse[r])) continue;
         if (call.finds_row_sums)
-            write_row_sum(call, scaling, entry, row, shifts[r], sums[r]);
+            write_row_sum(call, scaling, entry, row, row_maxima[r], sums[r]);
         else
-            row_sum<T>(work, entry, row) = explained_sum(call, scaling, row.head, buffers.lse[r], shifts[r], sums[r]);
+            row_sum<T>(work, entry, row) =
+                explained_sum(call, scaling, row.head, buffers.lse[r], row_maxima[r], sums[r]);
     }
 }
 

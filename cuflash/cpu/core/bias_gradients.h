@@ -115,8 +115,8 @@ struct BiasJobs {
     }
 };
 
-// Finds the sums of the rows of a block of `bias_job`. Where tile registers multiply, the last bits of a score depend on
-// the rows that it is computed with, and the blocks of other jobs may have more of these.
+// Finds the sums of the rows of a block of `bias_job`. Where tile registers multiply, the last bits of a score depend
+// on the rows that it is computed with, and the blocks of other jobs may have more of these.
 template <class T> void bias_row_sums_job(Work &work, char *memory, long job) {
     const BiasJobs jobs(work);
     const long heads = work.call.num_heads, i = job % jobs.num_blocks, head = job / jobs.num_blocks % heads;
@@ -158,21 +158,23 @@ template <class T> void bias_job(Work &work, char *memory, long job) {
                 for (long i = own_block; i < (has_rows ? own_block + 1 : jobs.num_blocks); ++i) {
                     if (work.stopped.load(std::memory_order_relaxed)) return;
                     const Block block = jobs.block(call, e, h, i);
-                    const Keys keys = seen_by(call, entry, block.first_row, block.first_row + block.num_rows - 1);
+                    const Keys keys =
+                        keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
                     if (keys.stop <= first || keys.first >= first + count) continue;
                     if (!any_visible(call, entry, block, first, count)) continue;
                     if (!is_loaded) load_key_tile(call, entry, block.head_kv, first, count, buffers);
                     is_loaded = true;
                     load_queries(work, entry, block, buffers);
-                    const Seen seen = differentiate(call, scaling, entry, block, first, count, true, buffers);
-                    for (long r = seen.rows.first; r < seen.rows.stop; ++r) {
+                    const Visible visible = differentiate(call, scaling, entry, block, first, count, true, buffers);
+                    for (long r = visible.rows.first; r < visible.rows.stop; ++r) {
                         const T *ds = buffers.ds + r * STRIDE;
                         T *to = total + (has_rows ? r : 0) * STRIDE;
                         if (has_keys) {
-                            for (long j = seen.keys.first; j < smaller(seen.keys.stop, count); ++j) to[j] += ds[j];
+                            for (long j = visible.keys.first; j < smaller(visible.keys.stop, count); ++j)
+                                to[j] += ds[j];
                         } else {
                             Vector<T> sum = {};
-                            for (long j = seen.keys.first; j < seen.keys.stop; j += LANES<T>) sum += load(ds + j);
+                            for (long j = visible.keys.first; j < visible.keys.stop; j += LANES<T>) sum += load(ds + j);
                             to[0] += sum_of_lanes<T>(sum);
                         }
                     }

@@ -111,7 +111,7 @@ template <class T, class S, class F> inline void load_each(const S *in, long str
     }
 }
 
-// Loads `count` numbers from `in` on, `stride` elements apart.
+// Loads `count` numbers from `in` on, of stride `stride` in elements.
 template <class T> inline void load_row(const char *in, int64_t dtype, long stride, long count, T *out) {
     if (dtype == (sizeof(T) == 4 ? FLOAT32 : FLOAT64) && stride == 1) {
         memcpy(out, in, count * sizeof(T));

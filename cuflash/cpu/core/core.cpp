@@ -15,7 +15,7 @@
 
 namespace {
 
-struct Kind {
+struct Target {
     const char *name;
     const Kernels *kernels;
 };
@@ -31,7 +31,7 @@ struct Leaf7 {
     }
 };
 
-// Whether the system lets this process use tile registers. It is asked once.
+// Whether the system lets this process use tile registers. It is queried once.
 bool may_use_tiles() {
     constexpr long ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     static std::atomic<int> answer{0};            // 1 is yes, 2 is no
@@ -46,8 +46,8 @@ constexpr bool HAS_MODEL = false;
 #endif
 #endif
 
-// The best kind of kernels that there is and that this processor can run; the `limit` best of all kinds are left out.
-Kind kind_of_processor([[maybe_unused]] int limit) {
+// The best target that was built and that this processor can run; the `limit` best of all targets are left out.
+Target target_of_processor([[maybe_unused]] int limit) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     static const Leaf7 leaf;
@@ -55,33 +55,33 @@ Kind kind_of_processor([[maybe_unused]] int limit) {
                             __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
     const bool has_bfloat16 = has_avx512 && leaf.has_bfloat16;
     if (&kernels_amx && has_bfloat16 && limit < 1 && (HAS_MODEL || (leaf.has_tiles && may_use_tiles())))
-        return Kind{"AMX", &kernels_amx};
+        return Target{"AMX", &kernels_amx};
     if (&kernels_avx512_bfloat16 && has_bfloat16 && limit < 2)
-        return Kind{"AVX-512 with bfloat16", &kernels_avx512_bfloat16};
-    if (&kernels_avx512 && has_avx512 && limit < 3) return Kind{"AVX-512", &kernels_avx512};
+        return Target{"AVX-512 with bfloat16", &kernels_avx512_bfloat16};
+    if (&kernels_avx512 && has_avx512 && limit < 3) return Target{"AVX-512", &kernels_avx512};
     if (&kernels_avx2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && limit < 4)
-        return Kind{"AVX2", &kernels_avx2};
-    return Kind{"SSE2", &kernels_baseline};
+        return Target{"AVX2", &kernels_avx2};
+    return Target{"SSE2", &kernels_baseline};
 #elif defined(__aarch64__)
-    return Kind{"NEON", &kernels_baseline};
+    return Target{"NEON", &kernels_baseline};
 #else
-    return Kind{"generic", &kernels_baseline};
+    return Target{"generic", &kernels_baseline};
 #endif
 }
 
 // The kernels for a call. Those with products of bfloat16 serve calls of bfloat16 and, if they have tile registers, the
 // forward pass of float16.
 const Kernels &kernels_for(const Call &call, int limit) {
-    const Kernels *kernels = kind_of_processor(limit).kernels;
+    const Kernels *kernels = target_of_processor(limit).kernels;
 #if defined(__x86_64__)
     const bool is_only_bfloat16 = kernels == &kernels_amx || kernels == &kernels_avx512_bfloat16;
     const bool is_split = kernels == &kernels_amx && call.dtype == FLOAT16 && !call.is_backward;
-    if (is_only_bfloat16 && call.dtype != BFLOAT16 && !is_split) kernels = kind_of_processor(2).kernels;
+    if (is_only_bfloat16 && call.dtype != BFLOAT16 && !is_split) kernels = target_of_processor(2).kernels;
 #endif
     return *kernels;
 }
 
-enum Status { DONE, OUT_OF_MEMORY, OTHER_LAYOUT, NO_THREAD, UNALIGNED, NOT_APART };
+enum Status { DONE, OUT_OF_MEMORY, OTHER_LAYOUT, NO_THREAD, UNALIGNED, OVERLAPPING };
 
 // The fields of an array object of NumPy after the head that all Python objects have. All versions have these.
 struct ArrayObject {
@@ -92,7 +92,7 @@ struct ArrayObject {
 };
 
 // Type, dtype, shape and strides of an array, as Python fills them in.
-struct Like {
+struct ArraySignature {
     const void *type, *dtype;  // the objects
     int64_t num_axes, shape[4], strides[4];
 };
@@ -100,16 +100,16 @@ struct Like {
 // Types, dtypes, shapes and strides of the arrays of some calls.
 struct Table {
     int64_t num_calls, num_arrays, head_bytes;  // arrays of each call; the head of an object
-    Like likes[];
+    ArraySignature signatures[];
 };
 
 // What changes from call to call, with Python objects or addresses in place of arrays: `load_call` adds it to the fixed
-// part of a `Call`. It is one struct, because Python takes longer to hand over an argument than to pack it.
+// fields of a `Call`. It is one struct, because Python takes longer to hand over an argument than to pack it.
 struct Changing {
-    int64_t head_bytes;   // of an array object; if it is negative, addresses of data are given
-    int64_t limit;        // how many of the best kinds of processors are left out
-    int64_t num_threads;  // that the call may be computed on
-    int64_t are_apart;    // results are known to share no memory with each other or with operands
+    int64_t head_bytes;    // of an array object; if it is negative, addresses of data are given
+    int64_t limit;         // how many of the best targets are left out
+    int64_t num_threads;   // that the call may be computed on
+    int64_t are_disjoint;  // results are known to share no memory with each other or with operands
     uint64_t seed, offset;
     char *const *arrays;  // as many as are given
 };
@@ -123,7 +123,7 @@ inline bool is_result(const Call &call, int64_t array) {
 inline bool is_empty(const Call &call, int64_t array) { return call.begins[array] == call.ends[array]; }
 
 // Whether the memory of each result overlaps with that of no other array.
-bool are_apart(const Call &call) {
+bool are_disjoint(const Call &call) {
     for (int i = 0; i < call.num_given; ++i) {
         const int64_t one = call.given[i];
         if (!is_result(call, one)) continue;
@@ -138,18 +138,18 @@ bool are_apart(const Call &call) {
 }
 
 // The head of an object ends with its type.
-inline bool is_like(const char *object, int64_t head_bytes, const Like &like) {
-    if (((const void *const *)(object + head_bytes))[-1] != like.type) return false;
+inline bool matches(const char *object, int64_t head_bytes, const ArraySignature &signature) {
+    if (((const void *const *)(object + head_bytes))[-1] != signature.type) return false;
     const ArrayObject &array = *(const ArrayObject *)(object + head_bytes);
-    if (array.dtype != like.dtype || array.num_axes != like.num_axes) return false;
+    if (array.dtype != signature.dtype || array.num_axes != signature.num_axes) return false;
     for (int i = 0; i < array.num_axes; ++i)
-        if (array.shape[i] != like.shape[i] || array.strides[i] != like.strides[i]) return false;
+        if (array.shape[i] != signature.shape[i] || array.strides[i] != signature.strides[i]) return false;
     return true;
 }
 
-bool are_like(char *const *arrays, const Table &table, int64_t call) {
+bool all_match(char *const *arrays, const Table &table, int64_t call) {
     for (int64_t i = 0; i < table.num_arrays; ++i)
-        if (!is_like(arrays[i], table.head_bytes, table.likes[call * table.num_arrays + i])) return false;
+        if (!matches(arrays[i], table.head_bytes, table.signatures[call * table.num_arrays + i])) return false;
     return true;
 }
 
@@ -170,7 +170,7 @@ int load_call(Work &work, const void *fixed, const Changing *changing) {
         work.call.arrays[at] = is_object ? ((const ArrayObject *)(array + changing->head_bytes))->data : array;
         if ((uintptr_t)work.call.arrays[at] & (work.call.sizes[at] - 1)) return UNALIGNED;
     }
-    if (!changing->are_apart && !are_apart(work.call)) return NOT_APART;
+    if (!changing->are_disjoint && !are_disjoint(work.call)) return OVERLAPPING;
     for (int phase = 0; phase < Work::MAX_PHASES; ++phase) work.next[phase] = work.done[phase] = 0;
     work.stopped = false;
     return DONE;
@@ -189,9 +189,9 @@ int end(Running *running) {
     return status;
 }
 
-// Memory of a calling thread for its jobs. A part of it is kept between calls: fresh memory has to be mapped page by
-// page, which takes longer than a small call. It goes when the thread ends, and not while the thread computes, as memory
-// of Python's would when the interpreter exits.
+// Memory of a calling thread for its jobs. Some of it is kept between calls: fresh memory has to be mapped page by
+// page, which takes longer than a small call. It goes when the thread ends, and not while the thread computes, as
+// memory of Python's would when the interpreter exits.
 struct CallerScratch {
     static constexpr long CALLER_BYTES = 1 << 20;
     static inline pthread_key_t key;
@@ -254,25 +254,26 @@ EXPORTED const char *cuflash_sources() { return SOURCES; }
 
 EXPORTED int64_t cuflash_call_bytes() { return sizeof(Call); }
 
-// About how long a call takes on one core beside its multiplications. Only the fixed part of the call is given.
+// About how long a call takes on one core in addition to its multiplications. Only the fixed fields of the call
+// are given.
 EXPORTED double cuflash_overhead_ns(const void *fixed) {
     Call call;
     memcpy((void *)&call, fixed, offsetof(Call, seed));
     return double(call.batch) * call.num_heads * overhead_of_head_ns(call);
 }
 
-// The kind of processor that the kernels are for; the `limit` best kinds are left out.
-EXPORTED const char *cuflash_processor(int limit) { return kind_of_processor(limit).name; }
+// The target whose kernels run here; the `limit` best targets are left out.
+EXPORTED const char *cuflash_processor(int limit) { return target_of_processor(limit).name; }
 
 // A function of all numbers of an array, as the kernels compute it.
 EXPORTED void cuflash_evaluate(int limit, int is_double, int function, const void *in, void *out, int64_t count) {
-    kind_of_processor(limit).kernels->evaluate(is_double, Function(function), in, out, count);
+    target_of_processor(limit).kernels->evaluate(is_double, Function(function), in, out, count);
 }
 
-// The first call of a table that has arrays like these objects, or -1.
+// The first call of a table whose arrays have the signatures of these objects, or -1.
 EXPORTED int cuflash_find(const Table *table, char *const *arrays) {
     for (int64_t call = 0; call < table->num_calls; ++call)
-        if (are_like(arrays, *table, call)) return int(call);
+        if (all_match(arrays, *table, call)) return int(call);
     return -1;
 }
 

@@ -1,4 +1,4 @@
-// Decode, few queries against many keys: rows of k and v are read once, where they lie and in their own dtype,
+// Decode: rows of k and v are read once, where they lie and in their own dtype,
 // and are converted in registers. Memory never rests: rows of v are fetched while scores are computed from k, and rows
 // of k of the next tile are fetched while values are added. Processors look ahead along a tile by themselves, but not
 // from one tile to the next.
@@ -17,11 +17,11 @@ inline bool is_decode(const Entry &entry, const Block &block) {
     return rows_of(block) <= (entry.seqlen_k > MANY_KEYS ? FEW_ROWS : VERY_FEW_ROWS);
 }
 
-struct Bfloat16Pair {  // two neighbours, which are multiplied by two numbers of q at once
+struct Bf16x2 {  // two neighbours, which are multiplied by two numbers of q at once
     uint32_t bits;
 };
 
-template <class T> inline Vector<T> load_as(const Bfloat16Pair *p) {
+template <class T> inline Vector<T> load_as(const Bf16x2 *p) {
     typedef T Anywhere __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));
     return *(const Anywhere *)p;
 }
@@ -29,7 +29,7 @@ template <class T> inline Vector<T> load_as(const Bfloat16Pair *p) {
 // sum + x y, where x was loaded as S.
 template <class T, class S> inline Vector<T> add_product_as(Vector<T> sum, Vector<T> x, Vector<T> y) {
 #if defined(__AVX512BF16__)
-    if constexpr (std::is_same_v<S, Bfloat16Pair>) return Pairs::add(sum, x, y);
+    if constexpr (std::is_same_v<S, Bf16x2>) return Bf16x2Ops::add(sum, x, y);
 #endif
     return add_product(sum, x, y);
 }
@@ -81,8 +81,8 @@ inline void find_key_rows(const Call &call, Array array, const Entry &entry, lon
     }
 }
 
-// Sums, lane by lane, of products of R rows of q and FEW_KEYS rows of k; those of a row of q lie `stride` apart. It is
-// a function of its own so that the sums stay in registers.
+// Sums, lane by lane, of products of R rows of q and FEW_KEYS rows of k; those of a row of q have the stride `stride`.
+// It is a function of its own so that the sums stay in registers.
 template <class T, class S, int R>
 __attribute__((noinline)) void lanes_of_products(const T *q, long q_stride, long dim, const char *const *k, T *lanes,
                                                  long stride) {

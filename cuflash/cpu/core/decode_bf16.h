@@ -1,6 +1,6 @@
-// Decode on 16-bit keys, where there are instructions for pairs of these. With tile registers,
-// queries that share keys are a tile of columns, and rows of k are multiplied by it where they lie. Without them, pairs
-// are multiplied in vectors. So arithmetic takes no longer, or not much longer, than reading k and v.
+// Decode on half-precision keys, where there are instructions for bf16x2. With tile registers,
+// queries that share keys are a tile of columns, and rows of k are multiplied by it where they lie. Without them,
+// bf16x2 are multiplied in vectors. So arithmetic takes no longer, or not much longer, than reading k and v.
 #pragma once
 
 #include "decode.h"
@@ -13,40 +13,40 @@ namespace {
 // level of the cache.
 constexpr long KEYS_OF_SCORES = 4 * TILE, KEYS_OF_VALUES = 2 * TILE;
 
-// Loads q of a block as columns. Where numbers have two parts, the lower parts lie below the upper ones.
+// Loads q of a block as columns. Where numbers have two terms, the low terms lie below the high ones.
 inline void load_decode_columns(const Call &call, const Entry &entry, const Block &block, float *rows, float *columns) {
-    const long width = most_parts<float>(call) * pair_stride<float>(call.head_dim);
+    const long width = max_terms<float>(call) * bf16x2_stride<float>(call.head_dim);
     if (call.dtype == BFLOAT16) {
-        load_row_pairs(call, Q, entry, block, call.head_dim, rows, call.scale < 0);
+        load_rows_bf16x2(call, Q, entry, block, call.head_dim, rows, call.scale < 0);
     } else {
         load_split_rows(call, entry, block, rows);
     }
     transpose(rows, width, rows_of(block), width, columns, TILE);
 }
 
-// s = Q K^T. `rows` is room for rows of k, `s_t` for a tile of keys by queries. If numbers have two parts and one is
+// s = Q K^T. `rows` has space for rows of k, `s_t` for a tile of keys by queries. If numbers have two terms and one is
 // not finite, its scores are not finite either.
-inline void decode_scores_bf16(const float *q_t, long dim, const KeyRows &k, long num_keys, int parts, Coming coming,
+inline void decode_scores_bf16(const float *q_t, long dim, const KeyRows &k, long num_keys, int terms, Coming coming,
                                float *rows, float *s_t, float *s) {
-    const long width = pair_stride<float>(dim);
+    const long width = bf16x2_stride<float>(dim);
     const bool lie_well =
-        parts == 1 && dim == 2 * width && k.stride && k.stride % 4 == 0 && (uintptr_t)k.at[0] % 4 == 0;
-    const long stride = lie_well ? k.stride / 4 : parts * width;
+        terms == 1 && dim == 2 * width && k.stride && k.stride % 4 == 0 && (uintptr_t)k.at[0] % 4 == 0;
+    const long stride = lie_well ? k.stride / 4 : terms * width;
     for (long first = 0; first < num_keys; first += KEYS_OF_SCORES) {
         const long count = smaller(KEYS_OF_SCORES, num_keys - first);
         const float *a = lie_well ? (const float *)k.at[first] : rows;
         for (long j = 0; j < count; ++j) {
             float *to = rows + j * stride;
             coming.fetch(first + j);
-            if (parts == 2) {
+            if (terms == 2) {
                 load_split(k.at[first + j], 1, dim, width, to, to + width);
             } else if (!lie_well) {
                 load_bits(k.at[first + j], 1, dim, (Bits *)to, 2 * width);
             }
         }
-        const float *low_a = parts == 2 ? a + width : a, *low_q_t = parts == 2 ? q_t + width * TILE : q_t;
-        ProductOfPairs scores{count, TILE, width, low_a, stride, low_q_t, TILE, s_t, TILE, false};
-        if (parts == 2) {  // large products come last, because their sums are rounded most
+        const float *low_a = terms == 2 ? a + width : a, *low_q_t = terms == 2 ? q_t + width * TILE : q_t;
+        Bf16x2Product scores{count, TILE, width, low_a, stride, low_q_t, TILE, s_t, TILE, false};
+        if (terms == 2) {  // large products come last, because their sums are rounded most
             scores.add(low_a, q_t);
             scores.add(a, low_q_t);
             scores.add(a, q_t);
@@ -65,8 +65,9 @@ inline bool are_numbers(long num_rows, const float *s, long num_keys) {
     return sum_of_lanes<float>(sum) == 0;
 }
 
-// o += P V, where numbers have one part: pairs of weights times pairs of keys. `interleaved` is room for the latter.
-inline void add_decode_values_bf16(const float *pairs, const KeyRows &v, long num_keys, long dim, Coming coming,
+// o += P V, where numbers have one term: bf16x2 of weights times bf16x2 of keys. `interleaved` has space for the
+// latter.
+inline void add_decode_values_bf16(const float *p, const KeyRows &v, long num_keys, long dim, Coming coming,
                                    float *interleaved, float *o) {
     for (long first = 0; first < num_keys; first += KEYS_OF_VALUES) {
         const long count = smaller(KEYS_OF_VALUES, num_keys - first);
@@ -77,35 +78,36 @@ inline void add_decode_values_bf16(const float *pairs, const KeyRows &v, long nu
             interleave(v.at[first + j], has_next ? v.at[first + j + 1] : nullptr, 1, dim, interleaved + j / 2 * dim,
                        dim);
         }
-        product_of_pairs(TILE, dim, pairs_of(count), pairs + first / 2, KEY_PAIRS, interleaved, dim, o, dim, true);
+        bf16x2_product(TILE, dim, bf16x2_count(count), p + first / 2, KEYS_BF16X2_STRIDE, interleaved, dim, o, dim,
+                       true);
     }
 }
 
 #endif
 
-// Whether queries, keys and weights of a block of few rows are multiplied as pairs, in vectors. Keys have to lie in
+// Whether queries, keys and weights of a block of few rows are multiplied as bf16x2, in vectors. Keys have to lie in
 // memory as the product reads them, and enough rows have to share them that memory would wait for arithmetic otherwise.
-template <class T> inline bool multiplies_pairs_of_few(const Call &call, const Block &block) {
-    return !HAS_TILES && rows_of(block) > VERY_FEW_ROWS && uses_pairs<T>(call) && call.dtype == BFLOAT16 &&
+template <class T> inline bool decodes_in_bf16x2(const Call &call, const Block &block) {
+    return !HAS_TILES && rows_of(block) > VERY_FEW_ROWS && uses_bf16x2<T>(call) && call.dtype == BFLOAT16 &&
            call.strides[K][3] == 1 && call.strides[V][3] == 1 && call.head_dim % (2 * LANES<T>) == 0 &&
            call.head_dim_v % LANES<T> == 0;
 }
 
 #if defined(__AVX512BF16__) && !HAS_TILES
-// s = Q K^T, where rows of q are pairs.
-inline void scores_of_pairs(long num_rows, const float *q, long dim, const KeyRows &k, long num_keys, Coming coming,
-                            float *s) {
-    const long width = pairs_of(dim);
+// s = Q K^T, where rows of q are bf16x2.
+inline void bf16x2_scores(long num_rows, const float *q, long dim, const KeyRows &k, long num_keys, Coming coming,
+                          float *s) {
+    const long width = bf16x2_count(dim);
     for_decode<4>(num_rows, [&](long r, auto rows) {
-        dot_products<float, Bfloat16Pair, decltype(rows)::value>(
-            q + r * width, width, k, num_keys, r == 0 ? &coming : nullptr, s + r * SCORES_STRIDE<float>);
+        dot_products<float, Bf16x2, decltype(rows)::value>(q + r * width, width, k, num_keys,
+                                                           r == 0 ? &coming : nullptr, s + r * SCORES_STRIDE<float>);
     });
 }
 
 // o[r] += sum of the weights p[r][j] v[j] for R rows and N vectors, two keys at a time.
 template <int R, int N>
-__attribute__((noinline)) void add_products_of_pairs(const float *pairs, const KeyRows &v, long num_keys, long d,
-                                                     const Coming *coming, float *o, long o_stride) {
+__attribute__((noinline)) void add_bf16x2_products(const float *p, const KeyRows &v, long num_keys, long d,
+                                                   const Coming *coming, float *o, long o_stride) {
     auto words = [&](long j, int n) {
         const Bits *p = (const Bits *)v.at[j] + d + n * LANES<float>;
         return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
@@ -125,25 +127,25 @@ __attribute__((noinline)) void add_products_of_pairs(const float *pairs, const K
             for (int n = 0; n < N; ++n) x[n] = _mm512_or_si512(x[n], _mm512_slli_epi32(words(j + 1, n), 16));
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const Vector<float> y = Pairs::spread(pairs + r * KEY_PAIRS + j / 2);
+            const Vector<float> y = Bf16x2Ops::spread(p + r * KEYS_BF16X2_STRIDE + j / 2);
 #pragma GCC unroll 8
-            for (int n = 0; n < N; ++n) sums[r][n] = Pairs::add(sums[r][n], y, (Vector<float>)x[n]);
+            for (int n = 0; n < N; ++n) sums[r][n] = Bf16x2Ops::add(sums[r][n], y, (Vector<float>)x[n]);
         }
     }
     add_sums<float>(sums, o + d, o_stride);
 }
 
-// o += P V, where weights are pairs.
-inline void add_values_of_pairs(long num_rows, const float *pairs, const KeyRows &v, long num_keys, long dim,
-                                Coming coming, float *o) {
+// o += P V, where weights are bf16x2.
+inline void add_bf16x2_values(long num_rows, const float *p, const KeyRows &v, long num_keys, long dim, Coming coming,
+                              float *o) {
     for_decode<8>(num_rows, [&](long r, auto rows) {
         constexpr int R = decltype(rows)::value, N = R > 4 ? 2 : 4;
-        const float *p = pairs + r * KEY_PAIRS;
+        const float *row = p + r * KEYS_BF16X2_STRIDE;
         long d = 0;
         for (; dim - d >= N * LANES<float>; d += N * LANES<float>)
-            add_products_of_pairs<R, N>(p, v, num_keys, d, r == 0 && d == 0 ? &coming : nullptr, o + r * dim, dim);
+            add_bf16x2_products<R, N>(row, v, num_keys, d, r == 0 && d == 0 ? &coming : nullptr, o + r * dim, dim);
         for (; d < dim; d += LANES<float>)
-            add_products_of_pairs<R, 1>(p, v, num_keys, d, r == 0 && d == 0 ? &coming : nullptr, o + r * dim, dim);
+            add_bf16x2_products<R, 1>(row, v, num_keys, d, r == 0 && d == 0 ? &coming : nullptr, o + r * dim, dim);
     });
 }
 #endif

@@ -6,7 +6,7 @@
 namespace {
 
 typedef uint64_t Words __attribute__((vector_size(VECTOR_BYTES)));  // of 32 bits, in the low halves of lanes
-typedef uint32_t WordPairs __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t Words32 __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t Draws __attribute__((vector_size(VECTOR_BYTES)));  // of 16 bits, one for each weight
 typedef int8_t KeptBytes __attribute__((vector_size(VECTOR_BYTES / 2)));
 constexpr int WORDS = VECTOR_BYTES / 8, AT_ONCE = 4, ROUNDS = 7;
@@ -43,11 +43,9 @@ struct DrawsOfRows {
         Integers<float> in_order;
         for (int p = 0; p < 2 * WORDS; ++p)
             in_order[p] = 2 * (p / (2 * RUN) * RUN + p % RUN) + p / RUN % 2 * LANES<float>;
-        const WordPairs low = WordPairs{} + 0xFFFFu;
-        auto low_halves = [&](Words x, Words y) { return (Vector<float>)(((WordPairs)x & low) | (WordPairs)y << 16); };
-        auto high_halves = [&](Words x, Words y) {
-            return (Vector<float>)((WordPairs)x >> 16 | ((WordPairs)y & ~low));
-        };
+        const Words32 low = Words32{} + 0xFFFFu;
+        auto low_halves = [&](Words x, Words y) { return (Vector<float>)(((Words32)x & low) | (Words32)y << 16); };
+        auto high_halves = [&](Words x, Words y) { return (Vector<float>)((Words32)x >> 16 | ((Words32)y & ~low)); };
         upper = (Draws)pick<float>(low_halves(c0, c2), low_halves(c1, c3), in_order);
         lower = (Draws)pick<float>(high_halves(c0, c2), high_halves(c1, c3), in_order);
     }
@@ -55,7 +53,7 @@ struct DrawsOfRows {
 
 // Writes kept[row][column], bytes of ones where a weight is kept and of zeros elsewhere, for rows [first_row, first_row
 // + num_rows) and columns [first_column, first_column + num_columns) of one head. first_column is a multiple of 16, and
-// `stride` is a multiple of VECTOR_BYTES that has room for all columns.
+// `stride` is a multiple of VECTOR_BYTES that has space for all columns.
 inline void kept_weights(uint64_t seed, uint64_t offset, uint64_t head, long steps, long first_row, long num_rows,
                          long first_column, long num_columns, unsigned char *kept, long stride) {
     constexpr uint64_t MULTIPLIER0 = 0xD2511F53, MULTIPLIER1 = 0xCD9E8D57;

@@ -5,12 +5,12 @@
 
 namespace {
 
-constexpr long ENOUGH_JOBS = 32;  // enough for all threads; with fewer blocks, several jobs share the keys of a block
-constexpr long TILES_PER_PART = 4;
+constexpr long ENOUGH_JOBS = 32;  // enough for all threads; with fewer blocks, several jobs split the keys of a block
+constexpr long TILES_PER_SPLIT = 4;
 constexpr long TILE_BYTES = (HAS_TILES ? 256 : 128) << 10;  // of keys, at most
 constexpr long LEAST_ROWS = HAS_TILES ? 32 : 24;            // of a block, unless there are fewer
 // Rows of a block, at most: the first of these that makes enough jobs, else the last. Each block packs its keys, so the
-// smallest blocks are worth it only where some see fewer keys than others, and where threads would wait for the
+// smallest blocks are worth it only where some attend to fewer keys than others, and where threads would wait for the
 // largest.
 #if HAS_TILES
 constexpr long BLOCK_ROWS[] = {768, 384, 192, 128, 64, 32};
@@ -19,7 +19,7 @@ constexpr long BLOCK_ROWS[] = {192, 96, 60, 36, 24};
 #endif
 // Threads seldom run at the same speed, so the jobs that begin last are small: all threads end at about the same time.
 constexpr long CUT_BLOCKS = 16, NUM_CUTS = 2, LEAST_CUT_ROWS = 72;
-constexpr long PARTS_BYTES = 32 << 20;
+constexpr long PARTIALS_BYTES = 32 << 20;
 
 template <class T>
 inline void forward_tile(const Work &work, const Block &block, const Entry &entry, const Scaling<T> &scaling,
@@ -43,8 +43,9 @@ inline void forward_tile(const Work &work, const Block &block, const Entry &entr
     }
 }
 
-// The same for few rows. The keys of a job end with the last one that any of its rows sees, and all of them are
-// computed. `columns` has the result of `load_decode_columns`, or is null. The tile after this one has `next_count` keys.
+// The same for decode. The keys of a job end with the last one that any of its rows attends to, and all of them are
+// computed. `columns` has the result of `load_decode_columns`, or is null. The tile after this one has `next_count`
+// keys.
 template <class T>
 inline void forward_tile_of_few(const Work &work, const Block &block, const Entry &entry, const Scaling<T> &scaling,
                                 ForwardBuffers<T> &buffers, long first, long count, long next_count, const T *columns) {
@@ -64,28 +65,28 @@ inline void forward_tile_of_few(const Work &work, const Block &block, const Entr
     }
     const long next = call.page_size ? 0 : count * call.strides[K][2] * size_of(call.kv_dtype);
     const Coming coming_v{v, 0}, coming_k{finds_next ? next_k : k, next};
-    bool has_scores = false, has_pairs = false;  // has_pairs: values are multiplied as pairs
+    bool has_scores = false, is_bf16x2 = false;  // is_bf16x2: values are multiplied as bf16x2
 #if HAS_TILES
     if (columns && k.dtype == call.dtype && v.dtype == call.dtype) {
-        decode_scores_bf16(columns, call.head_dim, k, count, most_parts<T>(call), coming_v, buffers.rows, buffers.k_t,
+        decode_scores_bf16(columns, call.head_dim, k, count, max_terms<T>(call), coming_v, buffers.rows, buffers.k_t,
                            buffers.s);
-        has_pairs = call.dtype == BFLOAT16;
-        has_scores = has_pairs || are_numbers(num_rows, buffers.s, count);
+        is_bf16x2 = call.dtype == BFLOAT16;
+        has_scores = is_bf16x2 || are_numbers(num_rows, buffers.s, count);
     }
 #endif
 #if defined(__AVX512BF16__) && !HAS_TILES
-    if (multiplies_pairs_of_few<T>(call, block)) {
-        scores_of_pairs(num_rows, buffers.q, call.head_dim, k, count, coming_v, buffers.s);
-        has_scores = has_pairs = true;
+    if (decodes_in_bf16x2<T>(call, block)) {
+        bf16x2_scores(num_rows, buffers.q, call.head_dim, k, count, coming_v, buffers.s);
+        has_scores = is_bf16x2 = true;
     }
 #endif
     if (!has_scores) scores_of_few(num_rows, buffers.q, sizes.dim, k, count, coming_v, buffers.s);
     softmax_rows<T>(call, scaling, entry, block, buffers, 0, num_rows, first, Keys{0, count}, buffers.s, buffers.p,
-                    has_pairs, [] {});
+                    is_bf16x2, [] {});
 #if HAS_TILES
-    if (has_pairs) return add_decode_values_bf16(buffers.p, v, count, sizes.dim_v, coming_k, buffers.v, buffers.o);
+    if (is_bf16x2) return add_decode_values_bf16(buffers.p, v, count, sizes.dim_v, coming_k, buffers.v, buffers.o);
 #elif defined(__AVX512BF16__)
-    if (has_pairs) return add_values_of_pairs(num_rows, buffers.p, v, count, sizes.dim_v, coming_k, buffers.o);
+    if (is_bf16x2) return add_bf16x2_values(num_rows, buffers.p, v, count, sizes.dim_v, coming_k, buffers.o);
 #endif
     add_values_of_few(num_rows, buffers.s, v, count, sizes.dim_v, coming_k, buffers.o);
 }
@@ -99,11 +100,11 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
     const Sizes<T> &sizes = buffers.sizes;
     const long num_rows = rows_of(block);
     const bool has_few = is_decode(entry, block);
-    const long parts = has_few ? 0 : parts_of_numbers<T>(work);
-    if (parts == 1 || (has_few && multiplies_pairs_of_few<T>(call, block))) {
-        load_row_pairs(call, Q, entry, block, call.head_dim, buffers.q, call.scale < 0);
+    const long terms = has_few ? 0 : num_terms<T>(work);
+    if (terms == 1 || (has_few && decodes_in_bf16x2<T>(call, block))) {
+        load_rows_bf16x2(call, Q, entry, block, call.head_dim, buffers.q, call.scale < 0);
 #if HAS_TILES
-    } else if (parts == 2) {
+    } else if (terms == 2) {
         load_split_rows(call, entry, block, (float *)buffers.q);
 #endif
     } else {
@@ -113,18 +114,19 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
     }
     const T *columns = nullptr;
 #if HAS_TILES
-    if (has_few && num_rows > VERY_FEW_ROWS && most_parts<T>(call)) {
+    if (has_few && num_rows > VERY_FEW_ROWS && max_terms<T>(call)) {
         columns = buffers.q + FEW_ROWS * sizes.dim;
         load_decode_columns(call, entry, block, (float *)buffers.rows, (float *)columns);
     }
 #endif
     clear(buffers.o, num_rows * sizes.dim_v);
     clear(buffers.l, num_rows * LANES<T>);
-    for (long r = 0; r < num_rows; ++r) buffers.shift[r] = T(-__builtin_inf());
+    for (long r = 0; r < num_rows; ++r) buffers.row_max[r] = T(-__builtin_inf());
 
-    const Keys seen = seen_by(call, entry, block.first_row, block.first_row + block.num_rows - 1);
+    const Keys visible = keys_visible_to(call, entry, block.first_row, block.first_row + block.num_rows - 1);
     const long whole = call.arrays[BLOCK_MASK] ? work.keys_per_tile : 16;
-    const long begin = larger(seen.first / whole * whole, block.first_key), end = smaller(seen.stop, block.stop_key);
+    const long begin = larger(visible.first / whole * whole, block.first_key),
+               end = smaller(visible.stop, block.stop_key);
     for (long first = begin; first < end; first += work.keys_per_tile) {
         if (work.stopped.load(std::memory_order_relaxed)) return;
         const long count = smaller(work.keys_per_tile, end - first);
@@ -132,49 +134,49 @@ template <class T> void forward_job(Work &work, char *memory, long job) {
         if (has_few) {
             const long next_count = smaller(work.keys_per_tile, end - first - count);
             forward_tile_of_few(work, block, entry, scaling, buffers, first, count, next_count, columns);
-        } else if (parts) {
-            if constexpr (MAY_USE_PAIRS<T>) forward_tile_of_pairs(work, block, entry, scaling, buffers, first, count);
+        } else if (terms) {
+            if constexpr (MAY_USE_BF16X2<T>) forward_tile_bf16(work, block, entry, scaling, buffers, first, count);
         } else {
             forward_tile(work, block, entry, scaling, buffers, first, count);
         }
     }
 
-    T *part = block.num_parts > 1 ? part_of<T>(work, job) : nullptr;
+    T *partial = block.num_splits > 1 ? partial_of<T>(work, job) : nullptr;
     for (long r = 0; r < num_rows; ++r) {
         const T l = sum_of_lanes<T>(load(buffers.l + r * LANES<T>));
         const T *o = buffers.o + r * sizes.dim_v;
-        if (part) {
-            T *to = part + r * (sizes.dim_v + 2);
+        if (partial) {
+            T *to = partial + r * (sizes.dim_v + 2);
             memcpy(to, o, sizes.dim_v * sizeof(T));
-            to[sizes.dim_v] = buffers.shift[r];
+            to[sizes.dim_v] = buffers.row_max[r];
             to[sizes.dim_v + 1] = l;
         } else {
-            finish_row(call, entry, row_of(block, r), o, buffers.shift[r] * scaling.natural, l);
+            finish_row(call, entry, row_of(block, r), o, buffers.row_max[r] * scaling.natural, l);
         }
     }
 }
 
-// Merges, in order, the results of the jobs that share the keys of a block.
+// Merges, in order, the results of the jobs that split the keys of a block.
 template <class T> void merge_job(Work &work, char *memory, long job) {
-    const long first = job * work.blocks[0].num_parts;
+    const long first = job * work.blocks[0].num_splits;
     const Block &block = work.blocks[first];
     const Entry &entry = work.entries[block.entry];
     const double natural = Scaling<T>(work.call).natural, infinity = __builtin_inf();
     ForwardBuffers<T> buffers(work, memory);
     const long dim = buffers.sizes.dim_v;
     for (long r = 0; r < rows_of(block); ++r) {
-        auto part = [&](long n) { return part_of<T>(work, first + n) + r * (dim + 2); };
+        auto partial = [&](long n) { return partial_of<T>(work, first + n) + r * (dim + 2); };
         double top = -infinity, l = 0;
-        for (long n = 0; n < block.num_parts; ++n) {
-            const double shift = part(n)[dim] * natural;
-            top = shift > top ? shift : top;
+        for (long n = 0; n < block.num_splits; ++n) {
+            const double row_max = partial(n)[dim] * natural;
+            top = row_max > top ? row_max : top;
         }
         clear(buffers.o, dim);
-        for (long n = 0; n < block.num_parts; ++n) {
-            const double shift = part(n)[dim] * natural;
-            const double factor = shift == -infinity ? 0 : exp_of(shift - top);
-            l += factor * part(n)[dim + 1];
-            for (long d = 0; d < dim; ++d) buffers.o[d] += T(factor) * part(n)[d];
+        for (long n = 0; n < block.num_splits; ++n) {
+            const double row_max = partial(n)[dim] * natural;
+            const double factor = row_max == -infinity ? 0 : exp_of(row_max - top);
+            l += factor * partial(n)[dim + 1];
+            for (long d = 0; d < dim; ++d) buffers.o[d] += T(factor) * partial(n)[d];
         }
         finish_row(work.call, entry, row_of(block, r), buffers.o, top, l);
     }
@@ -233,21 +235,21 @@ inline void cut_last_blocks(Work &work) {
     }
 }
 
-// Makes the blocks of all entries. Those of the last rows, which may see the most keys, come first.
-inline bool make_blocks(Work &work, bool has_parts, long bytes_of_row) {
+// Makes the blocks of all entries. Those of the last rows, which may attend to the most keys, come first.
+inline bool make_blocks(Work &work, bool splits_keys, long bytes_of_row) {
     const Call &call = work.call;
     const long group = call.num_heads_kv ? call.num_heads / call.num_heads_kv : 0, most = work.rows_per_block;
     const BlockCount blocks(work);
     const long count = blocks.all;
-    long num_parts = 1, tiles = ceil_div(call.seqlen_k, work.keys_per_tile);
-    if (has_parts && count && count < ENOUGH_JOBS && !call.arrays[CU_SEQLENS_Q]) {
-        num_parts = smaller(ceil_div(ENOUGH_JOBS, count), tiles / TILES_PER_PART);
-        num_parts = larger(1, smaller(num_parts, PARTS_BYTES / (count * most * bytes_of_row)));
-        const long tiles_of_part = ceil_div(tiles, num_parts);
-        num_parts = ceil_div(larger(tiles, 1), larger(tiles_of_part, 1));
-        tiles = tiles_of_part;
+    long num_splits = 1, tiles = ceil_div(call.seqlen_k, work.keys_per_tile);
+    if (splits_keys && count && count < ENOUGH_JOBS && !call.arrays[CU_SEQLENS_Q]) {
+        num_splits = smaller(ceil_div(ENOUGH_JOBS, count), tiles / TILES_PER_SPLIT);
+        num_splits = larger(1, smaller(num_splits, PARTIALS_BYTES / (count * most * bytes_of_row)));
+        const long tiles_of_split = ceil_div(tiles, num_splits);
+        num_splits = ceil_div(larger(tiles, 1), larger(tiles_of_split, 1));
+        tiles = tiles_of_split;
     }
-    if (!work.allocate(work.blocks, count * num_parts + NUM_CUTS * CUT_BLOCKS)) return false;
+    if (!work.allocate(work.blocks, count * num_splits + NUM_CUTS * CUT_BLOCKS)) return false;
     for (long i = blocks.in_head - 1; i >= 0; --i)
         for (long e = 0; e < work.num_entries; ++e) {
             const Entry &entry = work.entries[e];
@@ -255,7 +257,7 @@ inline bool make_blocks(Work &work, bool has_parts, long bytes_of_row) {
             if (i * rows >= entry.seqlen_q) continue;
             for (long h = 0; h < call.num_heads_kv; ++h)
                 for (long g = 0; g < group; g += heads)
-                    for (long n = 0; n < num_parts; ++n) {
+                    for (long n = 0; n < num_splits; ++n) {
                         Block &block = work.blocks[work.num_blocks++];
                         block.entry = e;
                         block.head_kv = h;
@@ -263,25 +265,25 @@ inline bool make_blocks(Work &work, bool has_parts, long bytes_of_row) {
                         block.num_heads = smaller(heads, group - g);
                         block.first_row = i * rows;
                         block.num_rows = smaller(rows, entry.seqlen_q - i * rows);
-                        block.first_key = num_parts > 1 ? n * tiles * work.keys_per_tile : 0;
-                        block.stop_key = n + 1 < num_parts ? (n + 1) * tiles * work.keys_per_tile : entry.seqlen_k;
-                        block.part = n;
-                        block.num_parts = num_parts;
+                        block.first_key = num_splits > 1 ? n * tiles * work.keys_per_tile : 0;
+                        block.stop_key = n + 1 < num_splits ? (n + 1) * tiles * work.keys_per_tile : entry.seqlen_k;
+                        block.split = n;
+                        block.num_splits = num_splits;
                     }
         }
-    if (num_parts == 1 && !call.arrays[BLOCK_MASK])
+    if (num_splits == 1 && !call.arrays[BLOCK_MASK])
         for (int n = 0; n < NUM_CUTS; ++n) cut_last_blocks(work);
     return true;
 }
 
 template <class T> bool prepare_forward(Work &work) {
     if (!make_entries(work)) return false;
-    // Smaller blocks pack keys more often, but that takes less time than merging the results of jobs that share keys.
+    // Smaller blocks pack keys more often, but that takes less time than merging the results of jobs that split keys.
     const bool are_equal = work.call.window_right >= NO_BOUND;
-    // Long tiles read rows of a bias or a mask, which lie far apart, in longer pieces. And products that add to out in
-    // tile registers load and store it less often, which matters where out is wide.
+    // Long tiles read rows of a bias or a mask, which have large strides, in longer pieces. And products that add to
+    // out in tile registers load and store it less often, which matters where out is wide.
     const Call &call = work.call;
-    const bool is_wide = HAS_TILES && uses_pairs<T>(call) && larger(call.head_dim, call.head_dim_v) > 64;
+    const bool is_wide = HAS_TILES && uses_bf16x2<T>(call) && larger(call.head_dim, call.head_dim_v) > 64;
     const long keys = call.arrays[BIAS] || call.arrays[MASK] || is_wide ? MAX_KEYS : USUAL_KEYS;
     for (const long rows : BLOCK_ROWS) {
         if (are_equal && rows <= LEAST_ROWS) break;
@@ -295,10 +297,10 @@ template <class T> bool prepare_forward(Work &work) {
     if (may_split(work.call)) work.add_phase(check_job<T>, work.num_entries * work.call.num_heads);
 #endif
     work.add_phase(forward_job<T>, work.num_blocks);
-    const long num_parts = work.num_blocks ? work.blocks[0].num_parts : 1;
-    if (num_parts > 1) {
+    const long num_splits = work.num_blocks ? work.blocks[0].num_splits : 1;
+    if (num_splits > 1) {
         if (!work.allocate(work.shared, work.num_blocks * work.rows_per_block * bytes_of_row)) return false;
-        work.add_phase(merge_job<T>, work.num_blocks / num_parts);
+        work.add_phase(merge_job<T>, work.num_blocks / num_splits);
     }
     return true;
 }

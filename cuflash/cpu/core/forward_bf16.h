@@ -1,4 +1,4 @@
-// The forward pass by products of pairs. While the scores of one group of rows become weights, the scores of the next
+// The forward pass by products of bf16x2. While the scores of one group of rows become weights, the scores of the next
 // group and the values of the group before are multiplied.
 #pragma once
 
@@ -8,22 +8,22 @@ namespace {
 
 #if defined(__AVX512BF16__)
 
-// Rows of a block, and the keys of a tile that they see.
+// Rows of a block, and the keys of a tile that they attend to.
 struct Group {
     long r0, num_rows;  // num_rows is 0 if no group is left
     Keys keys;
 };
 
-inline void forward_tile_of_pairs(const Work &work, const Block &block, const Entry &entry,
-                                  const Scaling<float> &scaling, ForwardBuffers<float> &buffers, long first,
-                                  long count) {
+inline void forward_tile_bf16(const Work &work, const Block &block, const Entry &entry, const Scaling<float> &scaling,
+                              ForwardBuffers<float> &buffers, long first, long count) {
     constexpr long STRIDE = SCORES_STRIDE<float>;
     const Call &call = work.call;
-    const long all_rows = rows_of(block), dim = buffers.sizes.dim_v, parts = parts_of_numbers<float>(work);
-    const long width = pair_stride<float>(call.head_dim), q_stride = parts * width, p_stride = parts * KEY_PAIRS;
-    const Tile<float> tile = load_tile(work, entry, block.head_kv, first, count, parts, buffers);
+    const long all_rows = rows_of(block), dim = buffers.sizes.dim_v, terms = num_terms<float>(work);
+    const long width = bf16x2_stride<float>(call.head_dim), q_stride = terms * width,
+               p_stride = terms * KEYS_BF16X2_STRIDE;
+    const Tile<float> tile = load_tile(work, entry, block.head_kv, first, count, terms, buffers);
     if (call.dropout_steps) load_kept(call, entry, block, first, count, buffers.kept);
-    // The first group from a row on that sees any of these keys.
+    // The first group from a row on that attends to any of these keys.
     auto group_from = [&](long r0) {
         for (long n; r0 < all_rows; r0 += n) {
             n = rows_of_group(call, block, r0, GROUP);
@@ -36,55 +36,55 @@ inline void forward_tile_of_pairs(const Work &work, const Block &block, const En
         const float *q = buffers.q + group.r0 * q_stride, *k_t = tile.k_t + group.keys.first;
         const float *low_q = q + width, *low_k_t = k_t + width * buffers.keys_stride;
         const long columns = round_up(group.keys.stop - group.keys.first, LANES<float>);
-        ProductOfPairs scores{group.num_rows,
-                              columns,
-                              parts == 1 ? pairs_of(call.head_dim) : width,
-                              parts == 1 ? q : low_q,
-                              q_stride,
-                              parts == 1 ? k_t : low_k_t,
-                              buffers.keys_stride,
-                              s + group.keys.first,
-                              STRIDE,
-                              false};
-        if (parts == 2) {  // q and k are split exactly, so all four products count; sums of large ones are rounded most
+        Bf16x2Product scores{group.num_rows,
+                             columns,
+                             terms == 1 ? bf16x2_count(call.head_dim) : width,
+                             terms == 1 ? q : low_q,
+                             q_stride,
+                             terms == 1 ? k_t : low_k_t,
+                             buffers.keys_stride,
+                             s + group.keys.first,
+                             STRIDE,
+                             false};
+        if (terms == 2) {  // q and k are split exactly, so all four products count; sums of large ones are rounded most
             scores.add(low_q, k_t);
             scores.add(q, low_k_t);
             scores.add(q, k_t);
         }
         return scores;
     };
-    ProductOfPairs scores, values;
+    Bf16x2Product scores, values;
     Group group = group_from(0);
     scores = scores_of(group, buffers.s);
     scores.finish();
     for (long turn = 0; group.num_rows; turn = 1 - turn) {
         const Group next = group_from(group.r0 + group.num_rows);
-        float *pairs = buffers.p + turn * GROUP * p_stride;
+        float *p = buffers.p + turn * GROUP * p_stride;
         scores = scores_of(next, buffers.s + (1 - turn) * GROUP * STRIDE);
         long row = 0;
         softmax_rows(call, scaling, entry, block, buffers, group.r0, group.num_rows, first, group.keys,
-                     buffers.s + turn * GROUP * STRIDE, pairs, parts, [&] {
+                     buffers.s + turn * GROUP * STRIDE, p, terms, [&] {
                          prefetch_next_keys(work, entry, block.head_kv, first + work.keys_per_tile, group.r0 + row,
                                             group.r0 + row + 1, all_rows);
                          if (++row % STEP_ROWS == 0) (row / STEP_ROWS % 2 ? scores : values).step();
                      });
         scores.finish();
         values.finish();
-        const long pair = group.keys.first / 2;
-        const float *v = tile.v + pair * dim;
-        values = ProductOfPairs{group.num_rows,
-                                dim,
-                                pairs_of(group.keys.stop - group.keys.first),
-                                pairs,
-                                p_stride,
-                                v,
-                                dim,
-                                buffers.o + group.r0 * dim,
-                                dim,
-                                true};
-        if (parts == 2) {  // the product of both lower parts is below the rounding errors of weights
-            values.add(pairs + KEY_PAIRS, v);
-            values.add(pairs, tile.low_v + pair * dim);
+        const long first_pair = group.keys.first / 2;
+        const float *v = tile.v + first_pair * dim;
+        values = Bf16x2Product{group.num_rows,
+                               dim,
+                               bf16x2_count(group.keys.stop - group.keys.first),
+                               p,
+                               p_stride,
+                               v,
+                               dim,
+                               buffers.o + group.r0 * dim,
+                               dim,
+                               true};
+        if (terms == 2) {  // the product of both low terms is below the rounding errors of weights
+            values.add(p + KEYS_BF16X2_STRIDE, v);
+            values.add(p, tile.low_v + first_pair * dim);
         }
         group = next;
     }

@@ -15,8 +15,8 @@ inline bool is_float16(const Call &call) { return call.dtype == FLOAT16 && call.
 
 inline bool may_split(const Call &call) { return is_float16(call) && call.seqlen_q >= SPLIT_ROWS; }
 
-// Splits a row of floats, whose length is a multiple of 16, into pairs of neighbours: upper parts and lower parts.
-inline void split_to_pairs(const float *row, long count, float *high, float *low) {
+// Splits a row of floats, whose length is a multiple of 16, into bf16x2 of neighbours: high terms and low terms.
+inline void split_to_bf16x2(const float *row, long count, float *high, float *low) {
     for (long j = 0; j < count; j += 16) {
         const __m512 x = (__m512)load(row + j);
         const __m256bh upper = _mm512_cvtneps_pbh(x);
@@ -27,8 +27,8 @@ inline void split_to_pairs(const float *row, long count, float *high, float *low
     }
 }
 
-// Splits two vectors of numbers of float16 into pairs: the two numbers of a lane are a pair. The upper parts are the
-// numbers cut off after 16 bits; the lower parts are the rest, which has three bits.
+// Splits two vectors of numbers of float16 into bf16x2: the two numbers of a lane are one. The high terms are the
+// numbers cut off after 16 bits; the low terms are the rest, which has three bits.
 inline void split_lanes(__m512 x, __m512 y, float *high, float *low) {
     const __m512i mask = _mm512_set1_epi32(int(0xFFFF0000));
     auto join = [&](__m512 first, __m512 second) {
@@ -44,7 +44,7 @@ inline __m512 load_16_of_float16(const uint16_t *in) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)in));
 }
 
-// Splits a row of float16, with zeros up to `width` pairs. Of each 32 numbers, the first and the 17th make a pair, and
+// Splits a row of float16, with zeros up to `width` bf16x2. Of each 32 numbers, the first and the 17th make one, and
 // so on.
 inline void load_split(const char *in, long step, long dim, long width, float *high, float *low) {
     const bool is_whole = step == 1 && dim == 2 * width;
@@ -56,7 +56,7 @@ inline void load_split(const char *in, long step, long dim, long width, float *h
     }
 }
 
-// Splits two rows of float16, of which the second may be missing, into pairs: the two numbers of a column are a pair.
+// Splits two rows of float16, of which the second may be missing, into bf16x2: the two numbers of a column are one.
 inline void interleave_split(const char *first, const char *second, long step, long dim, long padded, float *high,
                              float *low) {
     const char *rows[2] = {first, second};
@@ -72,21 +72,21 @@ inline void interleave_split(const char *first, const char *second, long step, l
     }
 }
 
-// Loads rows of q of a block: the upper parts of a row, followed by its lower parts.
+// Loads rows of q of a block: the high terms of a row, followed by its low terms.
 inline void load_split_rows(const Call &call, const Entry &entry, const Block &block, float *out) {
-    const long width = pair_stride<float>(call.head_dim);
+    const long width = bf16x2_stride<float>(call.head_dim);
     for (long r = 0; r < rows_of(block); ++r) {
         float *to = out + 2 * r * width;
         load_split(row_address(call, Q, entry, row_of(block, r)), call.strides[Q][3], call.head_dim, width, to,
                    to + width);
     }
-    if (call.scale < 0) negate_pairs(out, 2 * rows_of(block) * width);
+    if (call.scale < 0) negate_bf16x2(out, 2 * rows_of(block) * width);
 }
 
-// Loads rows of k, transposed: all upper parts, and below them the lower ones.
+// Loads rows of k, transposed: all high terms, and below them the low ones.
 inline void load_split_keys(const Call &call, const Entry &entry, long head_kv, long first, long count, float *rows,
                             float *transposed, long transposed_stride) {
-    const long width = pair_stride<float>(call.head_dim);
+    const long width = bf16x2_stride<float>(call.head_dim);
     for (long j = 0; j < count; ++j) {
         float *to = rows + 2 * j * width;
         load_split(key_address(call, K, entry, head_kv, first + j), call.strides[K][3], call.head_dim, width, to,
@@ -95,7 +95,7 @@ inline void load_split_keys(const Call &call, const Entry &entry, long head_kv, 
     transpose(rows, 2 * width, count, 2 * width, transposed, transposed_stride);
 }
 
-// Loads rows of v as pairs of neighbouring keys: the upper parts to `high`, the lower parts to `low`.
+// Loads rows of v as bf16x2 of neighbouring keys: the high terms to `high`, the low terms to `low`.
 inline void load_split_values(const Call &call, const Entry &entry, long head_kv, long first, long count, float *high,
                               float *low) {
     const long padded = round_up(call.head_dim_v, LANES<float>);
@@ -135,10 +135,10 @@ template <class T> void check_job(Work &work, char *, long job) {
 
 #endif
 
-// How many numbers of bfloat16 a number of a call is split into, at most, where products are of pairs; 0 where they are
+// How many bfloat16 terms a number of a call is split into, at most, where products are of bf16x2; 0 where they are
 // not.
-template <class T> inline int most_parts(const Call &call) {
-    if (uses_pairs<T>(call)) return 1;
+template <class T> inline int max_terms(const Call &call) {
+    if (uses_bf16x2<T>(call)) return 1;
 #if HAS_TILES
     if (is_float16(call)) return 2;
 #endif
@@ -146,8 +146,8 @@ template <class T> inline int most_parts(const Call &call) {
 }
 
 // How many it is in this call, after its numbers have been checked.
-template <class T> inline int parts_of_numbers(const Work &work) {
-    if (uses_pairs<T>(work.call)) return 1;
+template <class T> inline int num_terms(const Work &work) {
+    if (uses_bf16x2<T>(work.call)) return 1;
 #if HAS_TILES
     if (may_split(work.call)) return work.is_finite.load(std::memory_order_relaxed) ? 2 : 0;
 #endif

@@ -1,4 +1,4 @@
-// Tiles of keys in the layout that products of the forward pass read: k transposed, v as rows, or both as pairs.
+// Tiles of keys in the layout that products of the forward pass read: k transposed, v as rows, or both as bf16x2.
 #pragma once
 
 #include "softmax.h"
@@ -8,25 +8,25 @@ namespace {
 template <class T> struct Tile {
     const T *k_t, *v;
     long v_stride;
-    const T *low_v;  // the lower parts of v, where numbers have two
+    const T *low_v;  // the low terms of v, where numbers have two
 };
 
 template <class T>
-inline Tile<T> load_tile(const Work &work, const Entry &entry, long head_kv, long first, long count, long parts,
+inline Tile<T> load_tile(const Work &work, const Entry &entry, long head_kv, long first, long count, long terms,
                          ForwardBuffers<T> &buffers) {
     const Call &call = work.call;
     const Sizes<T> &sizes = buffers.sizes;
     T *rows = buffers.rows, *k_t = buffers.k_t, *v = buffers.v;
 #if HAS_TILES
-    if (parts == 2) {
+    if (terms == 2) {
         T *low_v = v + work.keys_per_tile / 2 * sizes.dim_v;
         load_split_keys(call, entry, head_kv, first, count, (float *)rows, (float *)k_t, buffers.keys_stride);
         load_split_values(call, entry, head_kv, first, count, (float *)v, (float *)low_v);
         return {k_t, v, sizes.dim_v, low_v};
     }
 #endif
-    if (parts == 1) {
-        load_key_pairs(call, K, entry, head_kv, first, count, call.head_dim, rows, k_t, buffers.keys_stride);
+    if (terms == 1) {
+        load_keys_bf16x2(call, K, entry, head_kv, first, count, call.head_dim, rows, k_t, buffers.keys_stride);
         interleave_keys(call, V, entry, head_kv, first, count, call.head_dim_v, v);
         return {k_t, v, sizes.dim_v, nullptr};
     }
@@ -40,8 +40,8 @@ inline Tile<T> load_tile(const Work &work, const Entry &entry, long head_kv, lon
         load_keys(call, K, entry, head_kv, first, count, call.head_dim, rows, sizes.dim, padded);
     }
     transpose(k, k_stride, padded, sizes.dim, k_t, buffers.keys_stride);
-    // They are read again and again, so they are copied where rows are far apart, which fall into the same few sets of
-    // the cache, or where their vectors straddle lines of the cache, of which each load then reads two.
+    // They are read again and again, so they are copied where rows have large strides, which fall into the same few
+    // sets of the cache, or where their vectors straddle lines of the cache, of which each load then reads two.
     const long v_stride = call.strides[V][2];
     const char *values = key_address(call, V, entry, head_kv, first);
     const bool lie_well = (v_stride == call.head_dim_v || v_stride == -call.head_dim_v) && (uintptr_t)values % 64 == 0;
@@ -50,8 +50,8 @@ inline Tile<T> load_tile(const Work &work, const Entry &entry, long head_kv, lon
     return {k_t, v, sizes.dim_v, nullptr};
 }
 
-// Fetches a share of the rows of k and v of the next tile into the second level of the cache, while there is work to
-// do: the share of rows `begin` to `end` among `rows` rows.
+// Fetches a slice of the rows of k and v of the next tile into the second level of the cache, while there is work to
+// do: the slice of rows `begin` to `end` among `rows` rows.
 inline void prefetch_next_keys(const Work &work, const Entry &entry, long head_kv, long first, long begin, long end,
                                long rows) {
     const Call &call = work.call;

@@ -1,8 +1,8 @@
 // Row sums of the backward pass. lse is row max + log(row sum), rounded: of a row whose scores are all about -1e9, as a
 // finite mask makes them, nothing is left of the log of the number of its keys, and weights exp(s - lse) would sum to
 // that number. So rows of large lse get row max and row sum again, from the scores that their weights are made of. If
-// these explain lse, weights are exp(s - row max) / row sum. If not, other calls have the other keys of the row, and lse
-// is all that is known of these.
+// these explain lse, weights are exp(s - row max) / row sum. If not, other calls have the other keys of the row, and
+// lse is all that is known of these.
 #pragma once
 
 #include "forward.h"
@@ -13,16 +13,16 @@ constexpr double LARGE_LSE = 128;  // of smaller ones, what is rounded off chang
 // In the last place of lse, by which it may differ from what the scores say: those of the forward pass may be sums in
 // another order. Where they are, one row in a hundred differs by more than 4, at head dimensions up to 256.
 constexpr double UNITS_OF_LSE = 8;
-constexpr double TINY_WEIGHT = 1e-30;  // many of these beside a weight of 1 do not change it
+constexpr double TINY_WEIGHT = 1e-30;  // many of these added to a weight of 1 do not change it
 
 template <class T> inline bool is_large(T lse) {
     const T size = lse < 0 ? -lse : lse;
     return size >= T(LARGE_LSE) && size <= std::numeric_limits<T>::max();
 }
 
-// What the weights 2^(factor (s - shift)) * inverse of a row are made with, if its sum was found again.
+// What the weights 2^(factor (s - row_max)) * inverse of a row are made with, if its sum was found again.
 template <class T> struct RowSum {
-    T shift, inverse;
+    T row_max, inverse;
     bool is_found() const { return inverse >= 0; }
 };
 template <class T> constexpr RowSum<T> NO_ROW_SUM = {0, -1};
@@ -44,13 +44,13 @@ template <class T> inline bool has_large_rows(const Call &call) {
     return false;
 }
 
-// Row max, in units of scores, and row sum of a row in ROW_SUMS if they are wanted; the inverse of the row sum, negative
-// if there is none, if they are given. These are those of all keys of a row, of which a call may have some.
+// Row max, in units of scores, and row sum of a row in ROW_SUMS if they are wanted; the inverse of the row sum,
+// negative if there is none, if they are given. These are those of all keys of a row, of which a call may have some.
 inline double *numbers_of_row(const Call &call, long batch, long head, long row) {
     return &number<double>(call, ROW_SUMS, batch, head, row);
 }
 
-// Makes room for the sums of all rows if one may need it; returns false if there is no memory.
+// Allocates the sums of all rows if one may need it; returns false if there is no memory.
 template <class T> inline bool allocate_row_sums(Work &work) {
     const Call &call = work.call;
     if (!call.arrays[ROW_SUMS] && !has_large_rows<T>(call)) return true;
@@ -73,10 +73,10 @@ template <class T> inline RowSum<T> &row_sum(const Work &work, const Entry &entr
     return ((RowSum<T> *)work.row_sums)[first + row.i];
 }
 
-// The sum of a row, `sum` of 2^(factor (s - shift)) over its keys, if these and the sink of its head explain lse.
+// The sum of a row, `sum` of 2^(factor (s - row_max)) over its keys, if these and the sink of its head explain lse.
 template <class T>
-inline RowSum<T> explained_sum(const Call &call, const Scaling<T> &scaling, long head, T lse, T shift, double sum) {
-    const double infinity = __builtin_inf(), of_keys = double(shift) * scaling.natural;
+inline RowSum<T> explained_sum(const Call &call, const Scaling<T> &scaling, long head, T lse, T row_max, double sum) {
+    const double infinity = __builtin_inf(), of_keys = double(row_max) * scaling.natural;
     double top = of_keys, rest = 1;
     if (call.arrays[SINKS]) {
         const double sink = number<T>(call, SINKS, 0, head);
@@ -87,17 +87,17 @@ inline RowSum<T> explained_sum(const Call &call, const Scaling<T> &scaling, long
     const double unit = std::ldexp(double(std::numeric_limits<T>::epsilon()), std::ilogb(lse));
     const double found = top - double(lse) + log_of(sum);
     if (!(found <= UNITS_OF_LSE * unit && found >= -UNITS_OF_LSE * unit)) return NO_ROW_SUM<T>;
-    return {of_keys == -infinity ? T(0) : shift, T(rest / sum)};
+    return {of_keys == -infinity ? T(0) : row_max, T(rest / sum)};
 }
 
 // Writes the sum of a row and, if there is one, of its sink, whatever lse is: other calls may have other keys of it.
 template <class T>
-inline void write_row_sum(const Call &call, const Scaling<T> &scaling, const Entry &entry, Row row, T shift,
+inline void write_row_sum(const Call &call, const Scaling<T> &scaling, const Entry &entry, Row row, T row_max,
                           double sum) {
     double *to = numbers_of_row(call, entry.batch, row.head, entry.first_q + row.i);
-    to[0] = shift, to[1] = sum;
+    to[0] = row_max, to[1] = sum;
     if (!call.arrays[SINKS]) return;
-    const double sink = number<T>(call, SINKS, 0, row.head), of_keys = double(shift) * scaling.natural;
+    const double sink = number<T>(call, SINKS, 0, row.head), of_keys = double(row_max) * scaling.natural;
     if (sink > of_keys) {
         to[0] = sink / scaling.natural;
         to[1] = sum * exp_of(of_keys - sink) + 1;
@@ -106,28 +106,29 @@ inline void write_row_sum(const Call &call, const Scaling<T> &scaling, const Ent
     }
 }
 
-// Adds the exponentials of a row's scores, which are whole vectors, to its sum, and moves its shift to its largest score.
+// Adds the exponentials of a row's scores, which are whole vectors, to its sum, and moves its row_max to its largest
+// score.
 template <class T>
-inline void add_exponentials(const Scaling<T> &scaling, const T *s, long columns, T &shift, double &sum) {
+inline void add_exponentials(const Scaling<T> &scaling, const T *s, long columns, T &row_max, double &sum) {
     constexpr int N = LANES<T>;
     Vector<T> most = load(s);
     for (long j = N; j < columns; j += N) most = larger<T>(most, load(s + j));
     const T top = largest_lane<T>(most);
-    if (top > shift) {
-        sum *= exp_of((double(shift) - double(top)) * scaling.natural);
-        shift = top;
+    if (top > row_max) {
+        sum *= exp_of((double(row_max) - double(top)) * scaling.natural);
+        row_max = top;
     }
-    if (shift == T(-__builtin_inf())) return;
+    if (row_max == T(-__builtin_inf())) return;
     Vector<T> sums = {};
-    for (long j = 0; j < columns; j += N) sums += exp2<T>((load(s + j) - splat(shift)) * splat(scaling.factor));
+    for (long j = 0; j < columns; j += N) sums += exp2<T>((load(s + j) - splat(row_max)) * splat(scaling.factor));
     sum += double(sum_of_lanes<T>(sums));
 }
 
 // The weight of the sink of a row whose sum was found.
 template <class T> inline double weight_of_sink(const Scaling<T> &scaling, const RowSum<T> &sum, double sink) {
     const double inverse = sum.inverse;
-    // All weights of keys are tiny only beside a sink of 1.
-    return inverse < TINY_WEIGHT ? 1 : exp_of(sink - double(sum.shift) * scaling.natural) * inverse;
+    // All weights of keys are tiny only compared with a sink of 1.
+    return inverse < TINY_WEIGHT ? 1 : exp_of(sink - double(sum.row_max) * scaling.natural) * inverse;
 }
 
 }  // namespace

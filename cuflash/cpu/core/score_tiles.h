@@ -25,7 +25,7 @@ inline long larger(long x, long y) { return x > y ? x : y; }
 inline long ceil_div(long x, long y) { return (x + y - 1) / y; }
 inline long round_up(long x, long y) { return ceil_div(x, y) * y; }
 
-// How far apart rows of scores lie: 64 bytes more than a power of two, so that the rows of a column of blocks do not
+// The stride of rows of scores: 64 bytes more than a power of two, so that the rows of a column of blocks do not
 // fall into the same sets of the cache.
 template <class T> constexpr long SCORES_STRIDE = MAX_KEYS + 64 / sizeof(T);
 
@@ -134,15 +134,15 @@ inline Span span_of(const Block &block, long r, long count) {
     return from.head == to.head ? Span{from.i, to.i} : Span{block.first_row, block.first_row + block.num_rows - 1};
 }
 
-// The keys that the window and the length let rows from `first` to `last` see, all together.
-inline Keys seen_by(const Call &call, const Entry &entry, long first, long last) {
+// The keys that the window and the length let rows from `first` to `last` attend to, all together.
+inline Keys keys_visible_to(const Call &call, const Entry &entry, long first, long last) {
     const long begin = first + entry.diagonal - call.window_left, end = last + entry.diagonal + call.window_right + 1;
     const long stop = smaller(larger(end, 0), entry.seqlen_k);
     return Keys{smaller(larger(begin, 0), stop), stop};
 }
 
-// The keys that every one of these rows sees.
-inline Keys seen_by_all(const Call &call, const Entry &entry, long first, long last) {
+// The keys that every one of these rows attends to.
+inline Keys keys_visible_to_all(const Call &call, const Entry &entry, long first, long last) {
     const long begin = last + entry.diagonal - call.window_left, end = first + entry.diagonal + call.window_right + 1;
     return Keys{larger(begin, 0), smaller(end, entry.seqlen_k)};
 }
@@ -203,14 +203,14 @@ inline bool is_in_visible_block(const Call &call, const Entry &entry, const Bloc
 }
 
 // The keys of [first, first + count) from the first to the last that window, length and block mask let any of some
-// neighbouring rows see. They are counted from `first`, and begin with a whole vector; the range is empty if there are
-// none. Blocks of a mask are whole vectors, and tiles begin with a vector of them.
+// neighbouring rows attend to. They are counted from `first`, and begin with a whole vector; the range is empty if
+// there are none. Blocks of a mask are whole vectors, and tiles begin with a vector of them.
 template <class T>
 inline Keys keys_of_group(const Call &call, const Entry &entry, const Block &block, long r0, long num_rows, long first,
                           long count) {
     const Span span = span_of(block, r0, num_rows);
-    const Keys seen = seen_by(call, entry, span.first, span.last);
-    long begin = larger(seen.first - first, 0), end = smaller(seen.stop - first, count);
+    const Keys visible = keys_visible_to(call, entry, span.first, span.last);
+    long begin = larger(visible.first - first, 0), end = smaller(visible.stop - first, count);
     if (call.arrays[BLOCK_MASK]) {
         const long size = call.block_keys;
         auto is_visible = [&](long key) { return is_in_visible_block(call, entry, block, r0, num_rows, first + key); };
@@ -222,17 +222,17 @@ inline Keys keys_of_group(const Call &call, const Entry &entry, const Block &blo
 
 // ---- scores ---------------------------------------------------------------------------------------------------------
 
-// The weight of a score s is 2^(factor * (s - shift)). Scores are products of q and k, which `factor` scales. Where
+// The weight of a score s is 2^(factor * (s - row_max)). Scores are products of q and k, which `factor` scales. Where
 // options change scores, or the factor would be 0, products are scaled before. The difference is computed before it is
 // scaled, because then it is exact where it matters, however large scores are.
 template <class T> struct Scaling {
-    bool has_terms;
+    bool acts_on_scores;
     T factor;
-    T rise;          // a shift moves up if a score is above it by more than this: by a factor of e^8 of its weight
+    T rise;          // the row max is raised if a score is above it by more than this: by a factor of e^8 of its weight
     double natural;  // a score times this is an exponent of e
     explicit Scaling(const Call &call) {
-        has_terms = call.arrays[BIAS] || call.arrays[ALIBI_SLOPES] || has_cap(call) || call.scale == 0;
-        natural = has_terms ? 1.0 : size_of_scale(call);
+        acts_on_scores = call.arrays[BIAS] || call.arrays[ALIBI_SLOPES] || has_cap(call) || call.scale == 0;
+        natural = acts_on_scores ? 1.0 : size_of_scale(call);
         factor = T(natural * 1.4426950408889634);
         const double most = 1e30;
         rise = T(8 / natural < most ? 8 / natural : most);
@@ -259,7 +259,8 @@ inline void find_bias(const Call &call, const Entry &entry, const Block &block, 
     for (long r = 0; r < num_rows; ++r) {
         const Row row = row_of(block, r0 + r);
         const char *p = address(call, BIAS, size, entry.index, row.head, row.i, first);
-        // Rows lie far apart in memory, and no processor fetches them by itself. All of these are asked for at once.
+        // Rows have large strides in memory, and no processor prefetches them by itself. All of these are prefetched at
+        // once.
         for (long x = 0; x < count * size && are_neighbours && !is_shared; x += 64) {
             __builtin_prefetch(p + x, 0, 3);
             __builtin_prefetch(p + next * size + x, 0, 2);
@@ -270,9 +271,9 @@ inline void find_bias(const Call &call, const Entry &entry, const Block &block, 
     }
 }
 
-// Turns products of q and k into scores, -inf where hidden, for rows of a block from r0 on, SCORES_STRIDE apart, and
-// keys [first, first + count). `padded` is count rounded up to whole vectors. Where the scale is negative, q came with
-// its sign changed. `next` and `copies` are for `find_bias`; `tanhs`, if given, gets the tanh(x) that the cap
+// Turns products of q and k into scores, -inf where hidden, for rows of a block from r0 on, of stride SCORES_STRIDE,
+// and keys [first, first + count). `padded` is count rounded up to whole vectors. Where the scale is negative, q came
+// with its sign changed. `next` and `copies` are for `find_bias`; `tanhs`, if given, gets the tanh(x) that the cap
 // multiplies.
 template <class T>
 __attribute__((noinline)) void finish_scores(const Call &call, const Scaling<T> &scaling, const Entry &entry,
@@ -310,16 +311,16 @@ __attribute__((noinline)) void finish_scores(const Call &call, const Scaling<T> 
     };
     if (call.arrays[ALIBI_SLOPES]) {
         add_to_scaled(std::true_type());
-    } else if (has_bias || (scaling.has_terms && !has_cap(call))) {
+    } else if (has_bias || (scaling.acts_on_scores && !has_cap(call))) {
         add_to_scaled(std::false_type());
     }
     const Span span = span_of(block, r0, num_rows);
-    const Keys all = seen_by_all(call, entry, span.first, span.last);
+    const Keys all = keys_visible_to_all(call, entry, span.first, span.last);
     if (all.first > first || all.stop < first + padded)
         for_rows([&](long, Row row, T *s) {
-            const Keys seen = seen_by(call, entry, row.i, row.i);
-            const long begin = larger(seen.first - first, 0), end = larger(smaller(seen.stop - first, padded), 0);
-            // Vectors that are seen as a whole stay as they are.
+            const Keys visible = keys_visible_to(call, entry, row.i, row.i);
+            const long begin = larger(visible.first - first, 0), end = larger(smaller(visible.stop - first, padded), 0);
+            // Vectors that are visible as a whole stay as they are.
             auto hide = [&](long from, long to) {
                 for (long j = from / N * N; j < to; j += N) {
                     const Vector<T> at = iota<T>() + splat(T(j));
@@ -358,9 +359,9 @@ __attribute__((noinline)) void finish_scores(const Call &call, const Scaling<T> 
 template <class T>
 inline bool needs_finishing(const Call &call, const Scaling<T> &scaling, const Entry &entry, long first_row,
                             long last_row, long first, long padded) {
-    if (scaling.has_terms || call.arrays[MASK] || call.arrays[BLOCK_MASK]) return true;
-    const Keys seen = seen_by_all(call, entry, first_row, last_row);
-    return seen.first > first || seen.stop < first + padded;
+    if (scaling.acts_on_scores || call.arrays[MASK] || call.arrays[BLOCK_MASK]) return true;
+    const Keys visible = keys_visible_to_all(call, entry, first_row, last_row);
+    return visible.first > first || visible.stop < first + padded;
 }
 
 // Finishes the scores of a few rows, which `finish_scores` describes, if there is anything to do.
@@ -431,7 +432,7 @@ inline long keys_in_tiles(const Call &call, long most) {
     return most;
 }
 
-// Heads of a block, where `group` heads share keys: as many as there is room for.
+// Heads of a block, where `group` heads share keys: as many as fit.
 inline long heads_in_blocks(long seqlen_q, long rows, long group, long most) {
     return smaller(group, larger(1, most / larger(smaller(rows, seqlen_q), 1)));
 }

@@ -1,4 +1,4 @@
-// Which calls have small heads, which are computed whole, and what a head costs beside multiplications.
+// Which calls have small heads, which are computed whole, and what a head costs in addition to multiplications.
 #pragma once
 
 #include "call.h"

@@ -36,7 +36,7 @@ template <class T> struct Member {
 };
 
 // An operand or a result of a small head. Its rows are used where they lie if they are neighbours and whole vectors of
-// the dtype of the computation, and are copied otherwise, to as many places as there are heads at once.
+// the dtype of the computation, and are copied otherwise, to as many slots as there are heads at once.
 template <class T> struct SmallArray {
     Array array;
     long length, dim, padded;
@@ -51,13 +51,13 @@ template <class T> struct SmallArray {
     }
 
     // Where the rows of a head are, or where they are copied to.
-    Rows<T> rows(const Call &call, const Entry &entry, long head, long place) const {
+    Rows<T> rows(const Call &call, const Entry &entry, long head, long slot) const {
         if (lies_well) return {(T *)row(call, entry, head, 0), dim};
-        return {copies + place * length * padded, padded};
+        return {copies + slot * length * padded, padded};
     }
 
-    Rows<const T> read(const Call &call, const Entry &entry, long head, long place, Range range) const {
-        const Rows<T> to = rows(call, entry, head, place);
+    Rows<const T> read(const Call &call, const Entry &entry, long head, long slot, Range range) const {
+        const Rows<T> to = rows(call, entry, head, slot);
         for (long i = range.first; i < range.stop && !lies_well; ++i) {
             load_row(row(call, entry, head, i), call.dtype, call.strides[array][3], dim, to.data + i * padded);
             clear(to.data + i * padded + dim, padded - dim);
@@ -99,7 +99,7 @@ template <class T> struct SmallBuffers {
           dout(call, scratch, DOUT, call.seqlen_q, call.head_dim_v),
           dq(call, scratch, DQ, call.seqlen_q, call.head_dim), dk(call, scratch, DK, call.seqlen_k, call.head_dim),
           dv(call, scratch, DV, call.seqlen_k, call.head_dim_v) {
-        // Results of a head may extend up to a vector beyond it; the next head overwrites that part. The stride is no
+        // Results of a head may extend up to a vector beyond it; the next head overwrites that. The stride is no
         // power of two where there are many queries, so that keys do not share sets of the cache.
         // Dot products may extend beyond the last key, whichever key they begin with.
         const long length = call.seqlen_k + LANES<T>, heads = heads_at_once<T>(call);
@@ -187,7 +187,7 @@ template <class T> struct RowProducts {
     }
 };
 
-// C = A B or C += A B, like `product`. Sums of one term are computed apart, since they need no blocks of C in
+// C = A B or C += A B, like `product`. Sums of one term are computed separately, since they need no blocks of C in
 // registers.
 template <class T, Order ORDER>
 inline void small_product(long num_rows, long num_columns, long length, const T *a, long a_stride, const T *b,
@@ -205,17 +205,17 @@ inline void small_product(long num_rows, long num_columns, long length, const T 
 
 inline bool has_window(const Call &call) { return call.window_left < NO_BOUND || call.window_right < NO_BOUND; }
 
-// Which keys a vector of neighbouring columns of scores sees.
+// Which keys a vector of neighbouring columns of scores attends to.
 template <class T> struct Sight {
     Keys of_all;
     Vector<T> from, to;
     Sight(const Call &call, const Entry &entry, const T *queries, long begin, long end) {
-        of_all = seen_by_all(call, entry, begin, end - 1);
+        of_all = keys_visible_to_all(call, entry, begin, end - 1);
         const Vector<T> diagonals = load(queries) + splat(T(entry.diagonal));
         from = diagonals - splat(T(call.window_left));
         to = diagonals + splat(T(call.window_right));
     }
-    // A score, or -inf in the place of a hidden one.
+    // A score, or -inf in the slot of a hidden one.
     Vector<T> hide(Vector<T> score, long j) const {
         if (j >= of_all.first && j < of_all.stop) return score;
         const Vector<T> key = splat(T(j)), hidden = splat(T(-__builtin_inf()));
@@ -224,12 +224,12 @@ template <class T> struct Sight {
     }
 };
 
-// Calls body(begin, end, keys) for queries of a head, and the keys that they see.
+// Calls body(begin, end, keys) for queries of a head, and the keys that they attend to.
 template <class F> inline void for_queries(const Call &call, const Entry &entry, Range queries, F body) {
     const long step = has_window(call) ? QUERIES_AT_ONCE : SMALL_LENGTH;
     for (long i = queries.first; i < queries.stop; i += step) {
         const long end = smaller(i + step, queries.stop);
-        body(i, end, seen_by(call, entry, i, end - 1));
+        body(i, end, keys_visible_to(call, entry, i, end - 1));
     }
 }
 
@@ -257,11 +257,11 @@ inline Vector<T> softmax_step(const Scaling<T> &scaling, const Sight<T> &sight, 
         store(s + j * stride, score);
         most = larger<T>(score, most);
     }
-    // A row that sees no key has scores of -inf, and weights of 0.
-    const Vector<T> shift = most == -infinity ? Vector<T>{} : most, factor = splat(scaling.factor);
+    // A row that attends to no key has scores of -inf, and weights of 0.
+    const Vector<T> row_max = most == -infinity ? Vector<T>{} : most, factor = splat(scaling.factor);
     Vector<T> sum = {};
     for (long j = keys.first; j < keys.stop; ++j) {
-        const Vector<T> weight = exp2<T>((load(s + j * stride) - shift) * factor);
+        const Vector<T> weight = exp2<T>((load(s + j * stride) - row_max) * factor);
         store(s + j * stride, weight);
         sum += weight;
     }
@@ -282,7 +282,7 @@ inline Vector<T> softmax_step(const Scaling<T> &scaling, const Sight<T> &sight, 
 template <class T>
 void forward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> *members, long count) {
     const Scaling<T> scaling(call);
-    const Entry &entry = *members[0].entry;  // like those of the other members
+    const Entry &entry = *members[0].entry;  // as those of the other members
     const Range queries = members[0].queries;
     const long num_rows = entry.seqlen_q, stride = buffers.stride, dim_v = buffers.v.padded;
     RowProducts<T> products[LANES<T>];
@@ -322,11 +322,11 @@ void forward_heads(const Call &call, SmallBuffers<T> &buffers, const Member<T> *
 
 // lse of a head, and delta: rowsum(dout o out) - dlse.
 template <class T>
-inline void load_row_numbers(const Call &call, SmallBuffers<T> &buffers, const Member<T> &member, long place) {
+inline void load_row_numbers(const Call &call, SmallBuffers<T> &buffers, const Member<T> &member, long slot) {
     const Entry &entry = *member.entry;
     const long num_rows = entry.seqlen_q;
-    const Rows<const T> out = buffers.out.read(call, entry, member.head, place, {0, num_rows});
-    T *lse = buffers.lse + place * num_rows, *delta = buffers.delta + place * num_rows;
+    const Rows<const T> out = buffers.out.read(call, entry, member.head, slot, {0, num_rows});
+    T *lse = buffers.lse + slot * num_rows, *delta = buffers.delta + slot * num_rows;
     for (long i = 0; i < num_rows; i += LANES<T>) {
         const long count = smaller(LANES<T>, num_rows - i);
         Vector<T> sums[LANES<T>] = {};
@@ -361,9 +361,9 @@ inline void find_row_sums(Work &work, const Sight<T> &sight, Keys keys, const Me
     const Scaling<T> scaling(call);
     Vector<T> most = splat(-T(__builtin_inf())), sum = {};
     for (long j = keys.first; j < keys.stop; ++j) most = larger<T>(sight.hide(load(s + j * stride), j), most);
-    const Vector<T> shift = most == -T(__builtin_inf()) ? Vector<T>{} : most;
+    const Vector<T> row_max = most == -T(__builtin_inf()) ? Vector<T>{} : most;
     for (long j = keys.first; j < keys.stop; ++j)
-        sum += exp2<T>((sight.hide(load(s + j * stride), j) - shift) * splat(scaling.factor));
+        sum += exp2<T>((sight.hide(load(s + j * stride), j) - row_max) * splat(scaling.factor));
     const long num_rows = members[0].entry->seqlen_q;
     for (long x = 0; x < LANES<T>; ++x) {
         found[x] = NO_ROW_SUM<T>;
@@ -389,17 +389,17 @@ inline void differentiate(const Call &call, const Sight<T> &sight, Keys keys, co
     const Vector<T> of_rows = load(lse), log2_e = splat(T(1.4426950408889634));
     auto weight_by_lse = [&](Vector<T> score) { return exp2<T>((score * scale - of_rows) * log2_e); };
     if (!sums) return recompute_p(weight_by_lse);
-    Vector<T> shift, inverse;
-    for (int x = 0; x < LANES<T>; ++x) shift[x] = sums[x].shift, inverse[x] = sums[x].inverse;
+    Vector<T> row_max, inverse;
+    for (int x = 0; x < LANES<T>; ++x) row_max[x] = sums[x].row_max, inverse[x] = sums[x].inverse;
     const Vector<T> factor = splat(Scaling<T>(call).factor);
     recompute_p([&](Vector<T> score) {
-        const Vector<T> weight = exp2<T>((score - shift) * factor) * inverse, by_lse = weight_by_lse(score);
+        const Vector<T> weight = exp2<T>((score - row_max) * factor) * inverse, by_lse = weight_by_lse(score);
         return inverse < Vector<T>{} ? by_lse : weight;
     });
 }
 
-// Clears weights s and gradients ds of those of a vector of queries whose lse is -inf: they see no key, whatever their
-// scores are.
+// Clears weights s and gradients ds of those of a vector of queries whose lse is -inf: they attend to no key, whatever
+// their scores are.
 template <class T> inline void clear_rows_without_keys(Keys keys, Vector<T> lse, T *s, T *ds, long stride) {
     if (!any_above<T>(-lse, std::numeric_limits<T>::max())) return;
     const auto sees_none = lse == splat(-T(__builtin_inf()));
@@ -409,8 +409,8 @@ template <class T> inline void clear_rows_without_keys(Keys keys, Vector<T> lse,
     }
 }
 
-// Computes dq of the queries from `begin` to `end` of a head, and adds their part to dk and dv of the keys that they
-// see. `p` and `ds` begin with the first of these queries and keys.
+// Computes dq of the queries from `begin` to `end` of a head, and adds their partial sums to dk and dv of the keys that
+// they attend to. `p` and `ds` begin with the first of these queries and keys.
 template <class T>
 inline void add_gradients(const Call &call, SmallBuffers<T> &buffers, const Member<T> &member, long begin, long end,
                           Keys keys, const T *p, const T *ds) {
@@ -420,7 +420,7 @@ inline void add_gradients(const Call &call, SmallBuffers<T> &buffers, const Memb
     bool adds = member.head % group > 0 || begin > 0;
     const Rows<T> dk = buffers.dk.rows(call, entry, member.head_kv, 0);
     const Rows<T> dv = buffers.dv.rows(call, entry, member.head_kv, 0);
-    if (!adds && count < entry.seqlen_k) {  // these queries do not see all keys
+    if (!adds && count < entry.seqlen_k) {  // these queries do not attend to all keys
         if (is_wanted(call, DK)) clear(dk.data, entry.seqlen_k * dk.stride);
         if (is_wanted(call, DV)) clear(dv.data, entry.seqlen_k * dv.stride);
         adds = true;
@@ -450,7 +450,7 @@ inline void add_gradients(const Call &call, SmallBuffers<T> &buffers, const Memb
 
 template <class T> void backward_heads(Work &work, SmallBuffers<T> &buffers, const Member<T> *members, long count) {
     const Call &call = work.call;
-    const Entry &entry = *members[0].entry;  // like those of the other members
+    const Entry &entry = *members[0].entry;  // as those of the other members
     const long num_rows = entry.seqlen_q, stride = buffers.stride;
     RowProducts<T> scores[LANES<T>], weights[LANES<T>];
     for (long x = 0; x < count; ++x) {
@@ -484,9 +484,9 @@ template <class T> void backward_heads(Work &work, SmallBuffers<T> &buffers, con
 
 // ---- jobs -----------------------------------------------------------------------------------------------------------
 
-// The work of a job: some heads of q or, where heads are few, a part of the queries of one head.
+// The work of a job: some heads of q or, where heads are few, a slice of the queries of one head.
 struct SmallJobs {
-    long heads, queries, parts = 1;
+    long heads, queries, slices = 1;
 
     // A job of the backward pass has all heads that share keys, because gradients of keys are sums over their queries.
     SmallJobs(const Call &call, long lanes) : queries(call.seqlen_q) {
@@ -499,10 +499,10 @@ struct SmallJobs {
         heads = shared * larger(1, long(of_job / (of_head * shared)));
         if (call.is_backward || all >= ENOUGH_JOBS || of_head <= of_job) return;
         queries = smaller(round_up(ceil_div(call.seqlen_q, long(std::ceil(of_head / of_job))), lanes), call.seqlen_q);
-        parts = ceil_div(call.seqlen_q, queries);
+        slices = ceil_div(call.seqlen_q, queries);
     }
 
-    long count(const Call &call) const { return ceil_div(call.batch * call.num_heads, heads) * parts; }
+    long count(const Call &call) const { return ceil_div(call.batch * call.num_heads, heads) * slices; }
 };
 
 template <class T> void small_job(Work &work, char *memory, long job) {
@@ -510,8 +510,8 @@ template <class T> void small_job(Work &work, char *memory, long job) {
     SmallBuffers<T> buffers(call, memory);
     const SmallJobs jobs(call, LANES<T>);
     const long group = call.num_heads / call.num_heads_kv, at_once = heads_at_once<T>(call);
-    const long begin = job / jobs.parts * jobs.heads, stop = smaller(begin + jobs.heads, call.batch * call.num_heads);
-    const long first_query = job % jobs.parts * jobs.queries;
+    const long begin = job / jobs.slices * jobs.heads, stop = smaller(begin + jobs.heads, call.batch * call.num_heads);
+    const long first_query = job % jobs.slices * jobs.queries;
     const Range queries = {first_query, smaller(first_query + jobs.queries, call.seqlen_q)};
     Member<T> members[LANES<T>];
     long e = begin / call.num_heads, head = begin % call.num_heads, head_kv = head / group;

@@ -1,35 +1,36 @@
 // Rows of the forward pass: the buffers that a job has for them, and how their scores become weights.
 //
-// The shift of a row is near its largest score so far. It moves only when that score has risen by much, so sums are
-// rescaled only a few times in all.
+// The row max of a row is near its largest score so far. It is raised only when that score has risen by much, so sums
+// are rescaled only a few times in all.
 #pragma once
 
 #include "decode_bf16.h"
 
 namespace {
 
-constexpr long STEP_ROWS = 4;  // rows between two steps of products of pairs
+constexpr long STEP_ROWS = 4;  // rows between two steps of bf16x2 products
 
 template <class T> struct ForwardBuffers {
     Scratch scratch;
     Sizes<T> sizes;
     long keys_stride;
-    T *q, *o, *shift, *l, *s, *p, *bias, *rows, *k_t, *v;
+    T *q, *o, *row_max, *l, *s, *p, *bias, *rows, *k_t, *v;
     unsigned char *kept;
 
     ForwardBuffers(const Work &work, char *memory)
         : scratch{memory}, sizes(work.call), keys_stride(keys_stride_of<T>(work)) {
         const long rows_of_q = work.rows_per_block, keys = work.keys_per_tile;
-        // Numbers in two parts take as much room as pairs as they do whole, rounded up to whole vectors of each part.
-        const long parts = most_parts<T>(work.call),
-                   dim = larger(sizes.dim, parts * pair_stride<T>(work.call.head_dim));
+        // Numbers in two terms take as much space as bf16x2 as they do whole, rounded up to whole vectors of each term.
+        const long terms = max_terms<T>(work.call),
+                   dim = larger(sizes.dim, terms * bf16x2_stride<T>(work.call.head_dim));
         q = scratch.template take<T>(rows_of_q * dim);
         o = scratch.template take<T>(rows_of_q * sizes.dim_v);
-        shift = scratch.template take<T>(rows_of_q);
+        row_max = scratch.template take<T>(rows_of_q);
         l = scratch.template take<T>(rows_of_q * LANES<T>);
-        // With pairs, there are scores and weights of two groups of rows: one is multiplied during the softmax of the other.
-        s = scratch.template take<T>((parts ? 2 : 1) * GROUP * SCORES_STRIDE<T>);
-        p = scratch.template take<T>(2 * parts * GROUP * KEY_PAIRS);
+        // With bf16x2, there are scores and weights of two groups of rows: one is multiplied during the softmax of the
+        // other.
+        s = scratch.template take<T>((terms ? 2 : 1) * GROUP * SCORES_STRIDE<T>);
+        p = scratch.template take<T>(2 * terms * GROUP * KEYS_BF16X2_STRIDE);
         bias = scratch.template take<T>(work.call.arrays[BIAS] ? FEW_OF_GROUP * MAX_KEYS : 0);
         rows = scratch.template take<T>(keys * dim);
         k_t = scratch.template take<T>(dim * keys_stride);
@@ -38,36 +39,37 @@ template <class T> struct ForwardBuffers {
     }
 };
 
-// Moves the shift of a row to the largest lane, and rescales the sums so far. It is a function of its own because it is
-// seldom called, and the loops around it need all registers.
-template <class T> __attribute__((noinline)) void move_shift(T factor, Vector<T> most, T &shift, T *l, T *o, long dim) {
+// Sets the row max to the largest lane, and rescales the sums so far. It is a function of its own because it is
+// seldom called, and the loops that call it need all registers.
+template <class T>
+__attribute__((noinline)) void set_row_max(T factor, Vector<T> most, T &row_max, T *l, T *o, long dim) {
     const T top = largest_lane<T>(most);
-    if (shift > T(-__builtin_inf())) {
-        const Vector<T> shrinks = exp2<T>(splat((shift - top) * factor));
+    if (row_max > T(-__builtin_inf())) {
+        const Vector<T> shrinks = exp2<T>(splat((row_max - top) * factor));
         store(l, load(l) * shrinks);
         for (long d = 0; d < dim; d += LANES<T>) store(o + d, load(o + d) * shrinks);
     }
-    shift = top;
+    row_max = top;
 }
 
-// Moves the shift of a row to its largest score, if that is above it by much.
+// Raises the row max to the largest score, if that is above it by much.
 template <class T>
-inline void raise_shift(const Scaling<T> &scaling, const T *s, long num_keys, T &shift, T *l, T *o, long dim) {
+inline void raise_row_max(const Scaling<T> &scaling, const T *s, long num_keys, T &row_max, T *l, T *o, long dim) {
     constexpr int N = LANES<T>;
     Vector<T> most = load(s);
 #pragma GCC unroll 4
     for (long j = N; j < num_keys; j += N) most = larger<T>(most, load(s + j));
-    if (any_above<T>(most, shift + scaling.rise)) move_shift(scaling.factor, most, shift, l, o, dim);
+    if (any_above<T>(most, row_max + scaling.rise)) set_row_max(scaling.factor, most, row_max, l, o, dim);
 }
 
 // Scores of one row become weights; their sum, before dropout, goes to l.
 template <class T, class Drops>
-inline void exponentials(Drops drops, const Scaling<T> &scaling, T *s, long num_keys, T &shift, T *l, T *o, long dim,
+inline void exponentials(Drops drops, const Scaling<T> &scaling, T *s, long num_keys, T &row_max, T *l, T *o, long dim,
                          const unsigned char *kept, T kept_scale) {
     constexpr int N = LANES<T>;
-    raise_shift(scaling, s, num_keys, shift, l, o, dim);
-    // A row that has seen no key yet has a shift of -inf, and only scores of -inf.
-    const Vector<T> minus = splat(shift == T(-__builtin_inf()) ? T(0) : shift), factor = splat(scaling.factor);
+    raise_row_max(scaling, s, num_keys, row_max, l, o, dim);
+    // A row that has attended to no key yet has a row max of -inf, and only scores of -inf.
+    const Vector<T> minus = splat(row_max == T(-__builtin_inf()) ? T(0) : row_max), factor = splat(scaling.factor);
     Vector<T> sum = {};
 #pragma GCC unroll 4
     for (long j = 0; j < num_keys; j += N) {
@@ -79,14 +81,14 @@ inline void exponentials(Drops drops, const Scaling<T> &scaling, T *s, long num_
 }
 
 #if defined(__AVX512BF16__)
-// The same, where weights become pairs of neighbours.
+// The same, where weights become bf16x2 of neighbours.
 template <class Drops>
-inline void exponentials_as_pairs(Drops drops, const Scaling<float> &scaling, const float *s, long num_keys,
-                                  float &shift, float *l, float *o, long dim, const unsigned char *kept,
-                                  float kept_scale, float *pairs) {
+inline void exponentials_as_bf16x2(Drops drops, const Scaling<float> &scaling, const float *s, long num_keys,
+                                   float &row_max, float *l, float *o, long dim, const unsigned char *kept,
+                                   float kept_scale, float *packed) {
     constexpr int N = LANES<float>;
-    raise_shift(scaling, s, num_keys, shift, l, o, dim);
-    const Vector<float> minus = splat(shift == -__builtin_inff() ? 0.0f : shift), factor = splat(scaling.factor);
+    raise_row_max(scaling, s, num_keys, row_max, l, o, dim);
+    const Vector<float> minus = splat(row_max == -__builtin_inff() ? 0.0f : row_max), factor = splat(scaling.factor);
     const Vector<float> half = splat(0.5f);
     Vector<float> sums[2] = {};
     auto kept_of = [&](Vector<float> p, long j) { return drops ? drop<float>(p * splat(kept_scale), kept + j) : p; };
@@ -98,30 +100,30 @@ inline void exponentials_as_pairs(Drops drops, const Scaling<float> &scaling, co
         sums[0] += p0;
         sums[1] += p1;
         const __m512bh both = _mm512_cvtne2ps_pbh((__m512)kept_of(p1, j + N), (__m512)kept_of(p0, j));
-        store(pairs + j / 2, (Vector<float>)both);
+        store(packed + j / 2, (Vector<float>)both);
     }
     if (j < num_keys) {
         const Vector<float> p = exp2_of_half_less((load(s + j) - minus) * factor + half);
         sums[0] += p;
         const __m256bh rounded = _mm512_cvtneps_pbh((__m512)kept_of(p, j));
-        memcpy((void *)(pairs + j / 2), &rounded, sizeof rounded);
+        memcpy((void *)(packed + j / 2), &rounded, sizeof rounded);
     }
     store(l, load(l) + (sums[0] + sums[1]));
 }
 #endif
 
-// Writes out and lse of a row, after its sink has joined the sum l of weights with this shift.
+// Writes out and lse of a row, after its sink has joined the sum l of weights with this row max.
 template <class T>
-inline void finish_row(const Call &call, const Entry &entry, Row row, const T *o, double shift, double l) {
+inline void finish_row(const Call &call, const Entry &entry, Row row, const T *o, double row_max, double l) {
     double shrinks = 1;
     if (call.arrays[SINKS]) {
         const double sink = number<T>(call, SINKS, 0, row.head), infinity = __builtin_inf();
-        const double top = shift > sink ? shift : sink == -infinity ? 0 : sink;
-        shrinks = exp_of(shift - top);
+        const double top = row_max > sink ? row_max : sink == -infinity ? 0 : sink;
+        shrinks = exp_of(row_max - top);
         l = l * shrinks + exp_of(sink - top);
-        shift = top;
+        row_max = top;
     }
-    number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i) = T(shift + double(log_of(T(l))));
+    number<T>(call, LSE, entry.batch, row.head, entry.first_q + row.i) = T(row_max + double(log_of(T(l))));
     const T divisor = l == 0 ? T(1) : T(l), factor = T(shrinks);
     T values[MAX_KEYS];
     char *out = row_address(call, OUT, entry, row);
@@ -139,17 +141,17 @@ template <class T> inline bool has_whole_rows(const Call &call, Array array, lon
            dim % LANES<T> == 0;
 }
 
-// Where a job that shares the keys of a block leaves its results: o, shift and l of the rows.
-template <class T> inline T *part_of(const Work &work, long job) {
+// Where a job with a split of the keys of a block leaves its partial results: o, row max and l of the rows.
+template <class T> inline T *partial_of(const Work &work, long job) {
     return (T *)work.shared + job * work.rows_per_block * (Sizes<T>(work.call).dim_v + 2);
 }
 
-// Turns scores s of rows into weights, for `keys`, which are counted from the first key of the tile. With pairs,
-// weights go to `pairs`, in `parts` parts, and `between` is called after each row.
+// Turns scores s of rows into weights, for `keys`, which are counted from the first key of the tile. With bf16x2,
+// weights go to `p`, in `terms` terms, and `between` is called after each row.
 template <class T, class F>
 inline void softmax_rows(const Call &call, const Scaling<T> &scaling, const Entry &entry, const Block &block,
-                         ForwardBuffers<T> &buffers, long r0, long num_rows, long first, Keys keys, T *s, T *pairs,
-                         long parts, F between) {
+                         ForwardBuffers<T> &buffers, long r0, long num_rows, long first, Keys keys, T *s, T *p,
+                         long terms, F between) {
     const long here = keys.stop - keys.first, columns = round_up(here, LANES<T>), dim = buffers.sizes.dim_v;
     const T kept_scale = T(call.kept_scale);
     auto with_dropout = [&](auto run) { call.dropout_steps ? run(std::true_type()) : run(std::false_type()); };
@@ -163,23 +165,23 @@ inline void softmax_rows(const Call &call, const Scaling<T> &scaling, const Entr
             finish_decode_scores<T>(call, scaling, entry, block, r0 + r, few, first, here, columns, here, row,
                                     buffers.bias, nullptr);
         }
-        T &shift = buffers.shift[r0 + r], *l = buffers.l + (r0 + r) * LANES<T>, *o = buffers.o + (r0 + r) * dim;
+        T &row_max = buffers.row_max[r0 + r], *l = buffers.l + (r0 + r) * LANES<T>, *o = buffers.o + (r0 + r) * dim;
         const unsigned char *kept = buffers.kept + (r0 + r) * MAX_KEYS + keys.first;
-        if constexpr (MAY_USE_PAIRS<T>)
-            if (parts == 1) {
+        if constexpr (MAY_USE_BF16X2<T>)
+            if (terms == 1) {
                 with_dropout([&](auto drops) {
-                    exponentials_as_pairs(drops, scaling, row, columns, shift, l, o, dim, kept, kept_scale,
-                                          pairs + r * KEY_PAIRS);
+                    exponentials_as_bf16x2(drops, scaling, row, columns, row_max, l, o, dim, kept, kept_scale,
+                                           p + r * KEYS_BF16X2_STRIDE);
                 });
                 between();
                 continue;
             }
         with_dropout(
-            [&](auto drops) { exponentials<T>(drops, scaling, row, columns, shift, l, o, dim, kept, kept_scale); });
+            [&](auto drops) { exponentials<T>(drops, scaling, row, columns, row_max, l, o, dim, kept, kept_scale); });
 #if HAS_TILES
-        if (parts == 2) {
-            split_to_pairs((float *)row, columns, (float *)pairs + 2 * r * KEY_PAIRS,
-                           (float *)pairs + (2 * r + 1) * KEY_PAIRS);
+        if (terms == 2) {
+            split_to_bf16x2((float *)row, columns, (float *)p + 2 * r * KEYS_BF16X2_STRIDE,
+                            (float *)p + (2 * r + 1) * KEYS_BF16X2_STRIDE);
             between();
         }
 #endif

@@ -1,4 +1,4 @@
-// Both passes for one kind of processor, which the compiler's flags say. KIND is its name.
+// Both passes for one target, which the compiler's flags say. TARGET is its name.
 #include "targets.h"
 #include "small_heads.h"
 
@@ -56,4 +56,4 @@ static void begin() {}
 static void end() {}
 #endif
 
-extern const Kernels NAMED(kernels_, KIND) = {prepare, evaluate, begin, end};
+extern const Kernels NAMED(kernels_, TARGET) = {prepare, evaluate, begin, end};

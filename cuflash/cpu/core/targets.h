@@ -1,9 +1,9 @@
-// The kinds of processors that the kernels are compiled for.
+// The targets that the kernels are compiled for.
 #pragma once
 
 #include "work.h"
 
-enum Function { EXP2, TANH, LOG, EXP2_OF_HALF_LESS, ROUGH_TANH };  // the last two where there are pairs
+enum Function { EXP2, TANH, LOG, EXP2_OF_HALF_LESS, ROUGH_TANH };  // the last two where there is bf16x2
 
 struct Kernels {
     // Makes the phases of a call; returns false if memory runs out.

@@ -25,7 +25,7 @@ struct Worker {
     pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t woken = PTHREAD_COND_INITIALIZER;
     std::atomic<Running *> given{nullptr};  // the call that it is to take part in
-    long place = 0;                         // among the workers of that call
+    long index = 0;                         // among the workers of that call
     bool is_started = false;
     Worker *next = nullptr;  // in a list of the pool
     void *scratch = nullptr;
@@ -50,7 +50,7 @@ struct Running {
     pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
     std::atomic<bool> out_of_memory{false};
-    std::atomic<long> left{0};  // workers that have taken part and are done
+    std::atomic<long> left{0};  // workers that have joined and are done
     long num_idle = 0;          // how many of its workers, the first ones, have to be woken
     long num_workers = 0;
     Worker *workers[];
@@ -210,8 +210,8 @@ bool has_scratch(Worker &worker, long bytes) {
 }
 
 // Computes jobs of a call on a thread of the pool, on the cores and with the rounding of the thread that called.
-void take_part(Worker &worker, Running &running) {
-    wake_from(running, FAN_OUT * (worker.place + 1));
+void join(Worker &worker, Running &running) {
+    wake_from(running, FAN_OUT * (worker.index + 1));
 #if defined(__linux__)
     cpu_set_t cores;
     if (sched_getaffinity(0, sizeof cores, &cores) == 0 && !CPU_EQUAL(&cores, &running.cores))
@@ -239,7 +239,7 @@ void *run_worker(void *argument) {
     for (int fault : FAULTS) sigdelset(&signals, fault);
     pthread_sigmask(SIG_BLOCK, &signals, nullptr);
     while (Running *running = wait_for_call(worker)) {
-        take_part(worker, *running);
+        join(worker, *running);
         make_idle(worker);  // before the call ends, so that the next call finds it
         pthread_mutex_lock(&running->mutex);
         ++running->left;
@@ -295,9 +295,9 @@ void give(Running &running, long wanted) {
     }
     pthread_mutex_unlock(&pool.mutex);
     running.num_workers = count;
-    // Backwards, because a worker wakes others of higher places, which have to have been given the call by then.
+    // Backwards, because a worker wakes others of higher indices, which have to have been given the call by then.
     for (long i = count - 1; i >= 0; --i) {
-        running.workers[i]->place = i;
+        running.workers[i]->index = i;
         running.workers[i]->given.store(&running, std::memory_order_release);
     }
     wake_from(running, 0);

@@ -1,4 +1,4 @@
-// Vectors of the widest kind that this file is compiled for, and the functions of vectors that attention needs.
+// Vectors of the widest size that this file is compiled for, and the functions of vectors that attention needs.
 #pragma once
 
 #include <cmath>

@@ -28,14 +28,14 @@ struct Entry {
 struct Block {
     long entry, head_kv, first_head, num_heads, first_row, num_rows;
     long first_key, stop_key;  // those that it looks at
-    long part, num_parts;      // where its keys are shared by several jobs
+    long split, num_splits;    // where several jobs split its keys
 };
 
-// A tile of keys, and its place in the order in which gradients are summed.
+// A tile of keys, and its position in the order in which gradients are summed.
 struct KeyTile {
     long entry, head_kv, first_key, num_keys;
     long before;       // the job of the tile before it, or -1
-    long bias_before;  // the job that adds to the same part of dbias before it, or -1
+    long bias_before;  // the job that adds to the same slice of dbias before it, or -1
 };
 
 struct Work {
@@ -47,7 +47,7 @@ struct Work {
     std::atomic<long> done[MAX_PHASES];  // how many jobs are done
     std::atomic<bool> stopped;
     long scratch_bytes = 0;             // of each thread
-    bool adds_dq = false;               // whether jobs of keys add their part of dq
+    bool adds_dq = false;               // whether jobs of keys add to dq
     std::atomic<bool> is_finite{true};  // whether all checked numbers are finite
 
     long num_entries = 0, num_blocks = 0, num_tiles = 0;
