@@ -76,7 +76,7 @@ CUFLASH_DEVICE void barrier_arrive_remote(u32 barrier, Site site = Site::here())
 CUFLASH_DEVICE void store_remote_f32x4(u32 address, const float (&value)[4], u32 barrier, Site site = Site::here()) {
   ::emulator::store_remote(address, value, sizeof value, barrier, site);
 }
-template <int blocks, int share_rows>
+template <int blocks, int slice_rows>
 CUFLASH_DEVICE void load_tensor_by_cluster(u32 destination, const TensorMap& map, u32 barrier, i32 column, i32 row,
                                            i32 head, i32 batch, Site site = Site::here()) {
   const u32 share = cluster_rank<blocks>();
@@ -84,9 +84,9 @@ CUFLASH_DEVICE void load_tensor_by_cluster(u32 destination, const TensorMap& map
     load_tensor(destination, map, barrier, column, row, head, batch, site);
   else
     for (u32 rank = 0; rank < blocks; ++rank)
-      ::emulator::load_tensor(::emulator::address_in(rank, destination + share * share_rows * 128), &map,
+      ::emulator::load_tensor(::emulator::address_in(rank, destination + share * slice_rows * 128), &map,
                               ::emulator::address_in(rank, barrier),
-                              {column, row + (i32)share * share_rows, head, batch}, site);
+                              {column, row + (i32)share * slice_rows, head, batch}, site);
 }
 
 // ---- Warps and their registers --------------------------------------------------------------------------------------

@@ -51,9 +51,9 @@ def merge(out: Array, lse: Array, outs: Sequence[Array], lses: Sequence[Array]) 
         merged = _empty_like(outs[0]), _empty_like(lses[0])
         merge(*merged, outs[:MOST_MERGED], lses[:MOST_MERGED])
         outs[:MOST_MERGED], lses[:MOST_MERGED] = merged[:1], merged[1:]
-    has_pairs, stores_pairs = (x.ndim == out.ndim for x in (lses[0], lse))
-    defines = {"HAS_PAIRS": int(has_pairs), "STORES_PAIRS": int(stores_pairs)}
-    lses, lse = [x[..., 0] if has_pairs else x for x in lses], lse[..., 0] if stores_pairs else lse
+    has_lse_rest, stores_lse_rest = (x.ndim == out.ndim for x in (lses[0], lse))
+    defines = {"HAS_LSE_REST": int(has_lse_rest), "STORES_LSE_REST": int(stores_lse_rest)}
+    lses, lse = [x[..., 0] if has_lse_rest else x for x in lses], lse[..., 0] if stores_lse_rest else lse
     _launch("merge", (out, lse), (*outs, *lses), partial=outs[0], result=out, partials=len(outs), flags=defines)
 
 
@@ -229,7 +229,7 @@ def kernel_spec(
         "ARRAYS": arrays,
         "AXES": axes,
         "HAS_DLSE": 0,
-        "HAS_PAIRS": 0,
+        "HAS_LSE_REST": 0,
         "INDEX": "u32" if layout.threads + THREADS < 2**32 else "u64",
         "KERNEL_NAME": name,
         "LANES": layout.lanes,
@@ -241,7 +241,7 @@ def kernel_spec(
         "PARTIAL_DTYPE": DTYPE_TAGS[partial],
         "REAL": real,
         "RESULT_DTYPE": DTYPE_TAGS[result],
-        "STORES_PAIRS": 0,
+        "STORES_LSE_REST": 0,
         **dict(flags),
     }
     return KernelSpec(

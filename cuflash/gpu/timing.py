@@ -19,7 +19,7 @@ FLUSH_BYTES = 2**28
 # by more. Sums of wide elements are of rounded terms too, and cancel.
 AGREEMENT = {2: 8, 4: 64, 8: 64}
 # Between lse of two plans that multiply bytes: each rounds weights, which moves lse by less than half of it.
-LSE_OF_BYTES = 0.13
+LSE_FP8 = 0.13
 
 
 class Stopwatch:
@@ -39,8 +39,8 @@ class Stopwatch:
         if self._first is None:
             self._first = results
         for name, got, right in zip(plan.pass_.default, results, self._first, strict=True):
-            of_bytes = name == "lse" and FAMILIES[type(plan.tiles[0])].multiplies_float8
-            difference = _difference(got, right, LSE_OF_BYTES if of_bytes else 0.0)
+            is_fp8 = name == "lse" and FAMILIES[type(plan.tiles[0])].multiplies_float8
+            difference = _difference(got, right, LSE_FP8 if is_fp8 else 0.0)
             if difference is not None:
                 return f"{name} {difference}"
         return None

@@ -97,7 +97,7 @@ def _why_not(tiles: Sequence[Tile], plan: LaunchPlan) -> str | None:
         return f"{len(tiles)} tiles for a plan of {len(plan.tiles)}"
     for tile, of_table in zip(tiles, plan.tiles, strict=True):
         tile_types = {type(row) for row in FAMILIES[type(of_table)].alternatives(plan.problem)}
-        if type(tile) not in tile_types or getattr(tile, "bf16_parts", None) != getattr(of_table, "bf16_parts", None):
+        if type(tile) not in tile_types or getattr(tile, "bf16_terms", None) != getattr(of_table, "bf16_terms", None):
             return f"{tile.label} computes other products than {of_table.label}"
         if not serves_dims(tile, plan.problem):
             return f"{tile.label} is not for these head dimensions"

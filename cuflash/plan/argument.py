@@ -22,7 +22,7 @@ ARRAYS = (
         (name, 0)
         for name in (
             *("row_stats", "dq_accumulator", "dkv_partials", "partial_out", "partial_sums", "arrivals"),
-            *("q_copy", "k_copy", "v_copy", "dout_copy", "key_lists", "query_lists", "mask_words", "mask_blocks"),
+            *("q_copy", "k_copy", "v_copy", "dout_copy", "key_index", "query_index", "mask_words", "mask_blocks"),
             *("bias_blocks", "row_sums", "score_partials", "sums_partials"),
         )
     ),

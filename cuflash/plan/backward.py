@@ -38,7 +38,12 @@ SPLIT_STEPS, SUM_STEPS, SUM_STEPS_PER_PARTIAL = 3, 6, 1
 LOOKED_UP = dict.fromkeys(
     (
         *("CUFLASH_BIAS_OF_PAIRS", "CUFLASH_BIAS_OF_KEYS", "CUFLASH_MASK_OF_KEYS", "CUFLASH_MASK_BY_BITS"),
-        *("CUFLASH_HAS_LISTS", "CUFLASH_HAS_TILE_CLASSES", "CUFLASH_HAS_BIAS_TILE_CLASSES", "CUFLASH_CHOSEN_BY_BIAS"),
+        *(
+            "CUFLASH_HAS_BLOCK_INDEX",
+            "CUFLASH_HAS_TILE_CLASSES",
+            "CUFLASH_HAS_BIAS_TILE_CLASSES",
+            "CUFLASH_CHOSEN_BY_BIAS",
+        ),
     ),
     0,
 )
@@ -79,7 +84,7 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
         "CUFLASH_PAIRS_STATS": 0,
         "CUFLASH_DQ_BY_REDUCTION": int(reduces_dq),
         "CUFLASH_DQ_IN_ORDER": int(family is not None and family.dq_in_order(main)),
-        "CUFLASH_BACK_SHARE": 0 if family is None else family.back_share(problem, main),
+        "CUFLASH_REVERSED_ONE_IN": 0 if family is None else family.reversed_one_in(problem, main),
         "CUFLASH_BACK_SECTION": BACK_SECTION,
         "CUFLASH_NEEDS_DK": int("dk" in draft.need or main is None),
         "CUFLASH_NEEDS_DV": int("dv" in draft.need or main is None),
@@ -224,7 +229,7 @@ def _summed_by_main(draft: Draft, family: BackwardFamily[Any] | None, main: Any)
 def _add_dq(draft: Draft, dq: Any) -> None:
     """Add the kernel that makes dq alone."""
     m_blocks, is_wide = draft.heads * draft.tiles_of(draft.problem.seqlen_q, dq.block_m), _has_wide(draft, "dq")
-    draft.add_lists(dq, "key_lists")
+    draft.add_lists(dq, "key_index")
     makes, options = ("wide_dq",) if is_wide else (), {"CUFLASH_DQ_WIDE": int(is_wide)}
     family = family_of(DQ_FAMILIES, dq)
     draft.models.append(family.model)
@@ -300,7 +305,7 @@ def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: Tile | None
     # Many warps have loads under way at a time; what rows of large lse need beyond these registers is spilled.
     warps = DELTA_WARPS.get(problem.dtype, DELTA_WARPS["others"])
     resident = {"CUFLASH_MIN_BLOCKS": max(1, warps // delta.num_warps)}
-    sums = {name: first.defines().get(name, 1) for name in ("CUFLASH_BF16_PARTS", "CUFLASH_COLUMN_BLOCKS")}
+    sums = {name: first.defines().get(name, 1) for name in ("CUFLASH_BF16_TERMS", "CUFLASH_COLUMN_BLOCKS")}
     own = {**dims, **LOOKED_UP, **resident, **sums, "CUFLASH_LSE_HAS_SINKS": int(draft.has_sinks)}
     draft.add("helpers/backward_preprocess.cu", delta, draft.heads * (rows // delta.block_m), 0, **own)
     own = {**dims, "CUFLASH_NUM_WARPS": SOFTMAX_WARPS, "CUFLASH_MIN_BLOCKS": 1}
@@ -314,7 +319,7 @@ def _add_main(
 ) -> int:
     """Add the kernel whose blocks own keys, and return how many blocks it has."""
     family.prepare(draft, main)
-    draft.add_lists(main, "query_lists")
+    draft.add_lists(main, "query_index")
     run_time = draft.run_time
     shared = (n_blocks - run_time.whole_tiles) * run_time.group_splits * run_time.tail_splits
     blocks = shared + run_time.whole_tiles
@@ -363,7 +368,7 @@ def _add_convert(
         if in_order:
             draft.reasons.append("deterministic: tiles of keys add to dq in order")
     if shared_bytes:
-        defines = {"CUFLASH_DIM_MULTIPLE": main.dim_multiple, "CUFLASH_PART_WARPS": partial_warps}
+        defines = {"CUFLASH_DIM_MULTIPLE": main.dim_multiple, "CUFLASH_TILE_WARPS": partial_warps}
         wide = tuple(name for name in ("dq", *_OF_KEYS) if _has_wide(draft, name))
         defines |= {f"CUFLASH_{name.upper()}_WIDE": int(name in wide) for name in ("dq", *_OF_KEYS)}
         makes = tuple(f"wide_{name}" for name in wide)

@@ -151,40 +151,40 @@ class Draft:
         self.run_time = replace(self.run_time, **integers)
 
     def add_lists(
-        self, tile: Tile, name: Literal["key_lists", "query_lists"], *, why_not_for_bias: str | None = None
+        self, tile: Tile, name: Literal["key_index", "query_index"], *, why_not_for_bias: str | None = None
     ) -> None:
         """With masks, or a bias, that hide tiles, add the kernel that lists visible tiles of keys for tiles of queries.
 
-        "query_lists" are the other way round: tiles of queries for tiles of keys. `why_not_for_bias` says why the main
+        "query_index" are the other way round: tiles of queries for tiles of keys. `why_not_for_bias` says why the main
         kernel has no lists for a bias alone. If it has them, it is launched twice, with and without lists, and one of
         the two returns at once: a bias may hide nothing, and iterating over the block-sparse index takes time.
         """
         problem = self.problem
         by_bits = "mask_words" in self.scratch
-        if not self.defines["CUFLASH_HAS_LISTS"] and not by_bits and problem.mask is not None:
-            self.defines["CUFLASH_HAS_LISTS"] = int(self._why_not_looked_at(tile) is None)
+        if not self.defines["CUFLASH_HAS_BLOCK_INDEX"] and not by_bits and problem.mask is not None:
+            self.defines["CUFLASH_HAS_BLOCK_INDEX"] = int(self._why_not_looked_at(tile) is None)
         why_not_bias = self._why_bias_is_not_listed(why_not_for_bias) if self._bias_hides_tiles else None
         looks_at_bias = self._bias_hides_tiles and why_not_bias is None
-        self.chosen_by_bias = looks_at_bias and not self.defines["CUFLASH_HAS_LISTS"]
+        self.chosen_by_bias = looks_at_bias and not self.defines["CUFLASH_HAS_BLOCK_INDEX"]
         if why_not_bias is not None:
             self._say_computed("bias", why_not_bias)
-        if not self.defines["CUFLASH_HAS_LISTS"] and not looks_at_bias:
+        if not self.defines["CUFLASH_HAS_BLOCK_INDEX"] and not looks_at_bias:
             if problem.mask is not None and (why_not := self._why_not_looked_at(tile)) is not None:
                 self._say_computed("mask", why_not)
             return
         m_blocks, n_blocks = -(-problem.seqlen_q // tile.block_m), -(-problem.seqlen_k // tile.block_n)
-        lists, length = (m_blocks, n_blocks) if name == "key_lists" else (n_blocks, m_blocks)
+        lists, length = (m_blocks, n_blocks) if name == "key_index" else (n_blocks, m_blocks)
         of_masks = self._set_matrices(looks_at_bias)
-        lists *= self.run_time.list_batches * self.run_time.list_heads if self.heads else 0
+        lists *= self.run_time.index_batches * self.run_time.index_heads if self.heads else 0
         elements = -(-lists * (LIST_HEADER + length) * ITEMSIZE["int32"] // ITEMSIZE[problem.softmax_dtype])
         self.scratch[name] = round_up(elements, 4)
-        of_keys = name == "key_lists"
+        of_keys = name == "key_index"
         if problem.mask_function is not None or (problem.mask is not None and not by_bits):
             self._add_mask_tiles(tile, of_masks * m_blocks * n_blocks)
         if looks_at_bias:
             self._add_bias_tiles(tile)
-        options = {"CUFLASH_LISTS_KEYS": int(of_keys), "CUFLASH_HAS_BIAS_TILE_CLASSES": int(looks_at_bias)}
-        options |= {"CUFLASH_HAS_LISTS": 1, "CUFLASH_CHOSEN_BY_BIAS": int(self.chosen_by_bias)}
+        options = {"CUFLASH_INDEXES_KEYS": int(of_keys), "CUFLASH_HAS_BIAS_TILE_CLASSES": int(looks_at_bias)}
+        options |= {"CUFLASH_HAS_BLOCK_INDEX": 1, "CUFLASH_CHOSEN_BY_BIAS": int(self.chosen_by_bias)}
         options |= {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1}
         self.add("helpers/block_index.cu", tile, -(-lists // LIST_WARPS), 0, **options)
         has_mask = problem.mask is not None or problem.mask_function is not None
@@ -207,7 +207,7 @@ class Draft:
             self.add(source, tile, blocks, shared_bytes, makes, **defines)
             return
         for lists in (0, 1):
-            chosen = defines | {"CUFLASH_HAS_LISTS": lists, "CUFLASH_CHOSEN_BY_BIAS": 1}
+            chosen = defines | {"CUFLASH_HAS_BLOCK_INDEX": lists, "CUFLASH_CHOSEN_BY_BIAS": 1}
             self.add(source, tile, blocks, shared_bytes, (*makes, *["listed"] * lists), **chosen)
 
     def add_tile_classes(self, tile: Tile) -> None:
@@ -216,7 +216,7 @@ class Draft:
         That kernel finds the tiles that a block mask hides by itself.
         """
         problem = self.problem
-        self.defines["CUFLASH_HAS_LISTS"] = 0
+        self.defines["CUFLASH_HAS_BLOCK_INDEX"] = 0
         matrices = self._set_matrices()
         why_not = self._why_not_looked_at(tile)
         looks = problem.mask is not None and why_not is None
@@ -256,7 +256,7 @@ class Draft:
             )
         self.set(mask_batches=own[0], mask_heads=own[1])
         of_bias = self._own_biases if looks_at_bias else (1, 1)
-        self.set(list_batches=max(own[0], of_bias[0]), list_heads=max(own[1], of_bias[1]))
+        self.set(index_batches=max(own[0], of_bias[0]), index_heads=max(own[1], of_bias[1]))
         return math.prod(own) if self.heads else 0
 
     @property
@@ -305,7 +305,7 @@ class Draft:
             return why_not
         if self.defines.get("CUFLASH_DQ_IN_ORDER"):
             return COUNTED_BY_DQ
-        return None if self.defines["CUFLASH_HAS_LISTS"] else why_not_for_bias
+        return None if self.defines["CUFLASH_HAS_BLOCK_INDEX"] else why_not_for_bias
 
     def _why_bias_is_not_looked_at(self) -> str | None:
         """Why no kernel finds out which tiles a per-pair bias hides; None if one does."""
@@ -425,7 +425,12 @@ _IGNORED: dict[str, tuple[str, ...]] = {
     **{name: (DEFINES[name],) for name in PAIR_OPTIONS if name in DEFINES},
     "bias": (DEFINES["bias"], "CUFLASH_BIAS_OF_PAIRS", "CUFLASH_BIAS_OF_KEYS"),
     "mask": (DEFINES["mask"], "CUFLASH_MASK_OF_KEYS", "CUFLASH_MASK_BY_BITS"),
-    "block_mask": ("CUFLASH_MASK_BLOCK_M", "CUFLASH_MASK_BLOCK_N", "CUFLASH_HAS_LISTS", "CUFLASH_HAS_TILE_CLASSES"),
+    "block_mask": (
+        "CUFLASH_MASK_BLOCK_M",
+        "CUFLASH_MASK_BLOCK_N",
+        "CUFLASH_HAS_BLOCK_INDEX",
+        "CUFLASH_HAS_TILE_CLASSES",
+    ),
     "dropout": ("CUFLASH_HAS_DROPOUT",),
     "scale": ("CUFLASH_SCALE_IN_EXPONENT", "CUFLASH_NATURAL_SCORES"),
     "q_scale": ("CUFLASH_Q_SCALE", "CUFLASH_FLOAT8_QUERIES"),
@@ -524,7 +529,7 @@ def common_defines(
         "CUFLASH_BATCH_FIRST": 0,
         "CUFLASH_MASK_OF_KEYS": 0,
         "CUFLASH_MASK_BY_BITS": 0,
-        "CUFLASH_HAS_LISTS": int(problem.block_mask is not None or lists_function),
+        "CUFLASH_HAS_BLOCK_INDEX": int(problem.block_mask is not None or lists_function),
         "CUFLASH_HAS_TILE_CLASSES": 0,
         "CUFLASH_HAS_BIAS_TILE_CLASSES": 0,
         "CUFLASH_CHOSEN_BY_BIAS": 0,

@@ -24,7 +24,7 @@ _FEATURES: dict[str, Callable[[Problem], bool]] = {
 }
 
 
-BACK_SECTION = 16  # this many heads that iterate backwards (`BackwardFamily.back_share`) are side by side
+BACK_SECTION = 16  # this many heads that iterate backwards (`BackwardFamily.reversed_one_in`) are side by side
 
 
 class Family(ABC, Generic[Row]):
@@ -121,7 +121,7 @@ class BackwardFamily(Family[Row]):
         """How many heads have their blocks side by side in the launch order."""
         return draft.run_time.head_section
 
-    def back_share(self, problem: Problem, main: Row) -> int:
+    def reversed_one_in(self, problem: Problem, main: Row) -> int:
         """One head of this many runs backwards from the last query, 0: none (kernels/common/softmax/backward.cuh)."""
         return 0
 

@@ -47,8 +47,8 @@ class RunTime:
     whole_tiles: int = 0  # tiles of keys before those whose queries blocks share (backward)
     tail_splits: int = 1  # blocks that share the queries of each tile of keys after `whole_tiles` (backward)
     resident_blocks: int = 0  # blocks of a kernel, where each takes one tile after another
-    list_batches: int = 1  # batch entries that have lists of tiles of their own
-    list_heads: int = 1  # query heads that have them
+    index_batches: int = 1  # batch entries that have lists of tiles of their own
+    index_heads: int = 1  # query heads that have them
     score_splits: int = 1  # blocks that share the sum of a tile of dbias
     sums_splits: int = 1  # blocks that share the keys of a tile of queries, for sums of gradients of scores
     clear_ahead: int = 0  # how many heads ahead a block clears accumulators of dq; 0: no block does
@@ -208,7 +208,7 @@ def option_names(problem: Problem) -> list[str]:
             ("packed", problem.is_packed and problem.alignment == "bottom_right"),
             ("packed_top_left", problem.is_packed and problem.alignment == "top_left"),
             (problem.k.dtype, problem.has_float8),
-            ("of_bytes", problem.multiplies_float8),
+            ("fp8_matmul", problem.multiplies_float8),
             ("q_scale", problem.q_scale is not None),
             ("k_scale", problem.k_scale is not None),
             ("v_scale", problem.v_scale is not None),

@@ -33,8 +33,8 @@ OF_POINTS = "const OfRow& of_row, const OfKey& of_key"
 SCORE_FUNCTION = (
     f"template <class Slope>\nCUFLASH_DEVICE Real score_function({OF_HEAD}, {OF_POINTS}, {PAIR}, Slope& by_s)"
 )
-# The number of the kind of a read, by the class of its index. ReadKind of kernels/common/score/score_args_gradients.cuh
-# has the same numbers. All other reads have the next number.
+# The number of a read, by the class of its index. ReadClass of kernels/common/score/score_args_gradients.cuh has the
+# same numbers. All other reads have the next number.
 KINDS_OF_READS = {"head": 0, "j": 1, "i": 2, "i - j": 3}
 PAIR_READ = len(KINDS_OF_READS)
 POSITIONAL: Mapping[What, tuple[str, ...]] = {"score": ("s", "i", "j"), "mask": ("i", "j")}
@@ -333,7 +333,7 @@ class Program:
         return (
             f"constexpr int kNumReads = {len(reads)};\n"
             + of_array.format("int", "array_of_read", numbers)
-            + of_array.format("int", "kind_of_read", types)
+            + of_array.format("int", "class_of_read", types)
             + of_array.format("bool", "has_constant_derivative", constant)
             + of_array.format("bool", "has_sums", has_sums).replace("read", "array")
             + f"constexpr bool kDerivativesReadS = {str(self.derivatives_read_s(summed)).lower()};\n"
@@ -370,9 +370,9 @@ class Program:
             lines = [f"by_s = {writer.source(slope)};"]
             for number, (name, load) in enumerate(reads):
                 array, indices = f"arrays[{arrays[name][0]}]", writer.indices(load.at)
-                offset = f"score_place<0>({array}, (i64)0{indices})"
+                offset = f"flat_index<0>({array}, (i64)0{indices})"
                 if name in own:
-                    offset = f"place_in_table({array}{indices})"
+                    offset = f"index_in_table({array}{indices})"
                 lines.append(f"visit(Integer<{number}>{{}}, {offset}, {writer.source(rests[number])});")
             return lines
 

@@ -126,7 +126,7 @@ def _batch_axes_on(number: int, table: Table, arrays: Mapping[str, tuple[int, st
     def visits(writer: Writer) -> list[str]:
         lines = []
         for name, load in reads:
-            offset = f"score_place<0>(arrays[{arrays[name][0]}], (i64)0{writer.indices(load.at)})"
+            offset = f"flat_index<0>(arrays[{arrays[name][0]}], (i64)0{writer.indices(load.at)})"
             lines.append(f"visit({arrays[name][0]}, {offset}, {writer.source(load.derivative)});")
         return lines
 

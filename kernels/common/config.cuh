@@ -80,7 +80,7 @@ constexpr bool kHasScoreFunction = CUFLASH_HAS_SCORE_FUNCTION;         // see co
 constexpr bool kHasMaskFunction = CUFLASH_HAS_MASK_FUNCTION;
 constexpr bool kScoreChangesSlope = CUFLASH_SCORE_CHANGES_SLOPE;  // d score / d scaled product is not 1
 #define CUFLASH_HAS_FUNCTIONS (CUFLASH_HAS_SCORE_FUNCTION || CUFLASH_HAS_MASK_FUNCTION)
-constexpr bool kHasLists = CUFLASH_HAS_LISTS;  // lists of tiles, by helpers/block_index.cu
+constexpr bool kHasBlockIndex = CUFLASH_HAS_BLOCK_INDEX;  // a block-sparse index, by helpers/block_index.cu
 constexpr bool kHasTileClasses =
     CUFLASH_HAS_TILE_CLASSES;  // tile classes, by helpers/mask_tiles.cu, for the main kernel
 constexpr bool kHasBiasTileClasses =
@@ -104,8 +104,8 @@ constexpr bool kScaleInExponent = CUFLASH_SCALE_IN_EXPONENT && !kMaskOfKeys;
 // positive and nothing is added to scores. Otherwise scores are natural: exp(score - row max) is their weight. All
 // kernels of a plan agree on this, because statistics of rows have the same unit.
 constexpr bool kFactorInExponent = !CUFLASH_NATURAL_SCORES;
-// The row max and the lse of 16-bit types: natural where scores are, otherwise exponents of base 2.
-constexpr bool kNaturalOffsets = !kWide && !kFactorInExponent;
+// The row max and the lse in half precision: natural where scores are, otherwise exponents of base 2.
+constexpr bool kNaturalRowMax = !kWide && !kFactorInExponent;
 
 // Converts an element to Real.
 template <class E>
@@ -181,7 +181,7 @@ struct Integer {
   static constexpr int value = n;
 };
 
-// Takes the place of a result that is not needed.
+// Stands for a result that is not needed.
 struct Unused {
   template <class Result>
   CUFLASH_DEVICE void operator=(Result) {}

@@ -1,5 +1,5 @@
 // Converts dq, and dk and dv of tiles of keys that blocks share, to rows of the element type. The kernel before added
-// them up, or left them in parts, in the fragment order of sm80/backward_warps.cuh. A block converts a tile of one of
+// them up, or left partial sums, in the fragment order of sm80/backward_warps.cuh. A block converts a tile of one of
 // them.
 #include "common/io/operands.cuh"
 #include "common/io/params.cuh"
@@ -8,9 +8,9 @@
 #include "sm80/copy.cuh"
 #include "sm80/mma.cuh"
 
-// The number of warps that left a part of a tile of keys. One block converts what kNumWarps of them left.
-constexpr int kPartWarps = CUFLASH_PART_WARPS;
-constexpr int kSlices = kPartWarps / kNumWarps;
+// The warps that left a tile of keys. One block converts what kNumWarps of them left.
+constexpr int kTileWarps = CUFLASH_TILE_WARPS;
+constexpr int kSlices = kTileWarps / kNumWarps;
 constexpr int kKeys = kBlockN / kSlices;
 constexpr bool kConvertsKeys = (kSplitsGroup || kSplitsTail) && (kNeedsDk || kNeedsDv);
 constexpr int kResultsOfKeys = kNeedsDk && kNeedsDv ? 2 : 1;
@@ -18,26 +18,27 @@ constexpr int kBytesOfKeys = kConvertsKeys ? tile_bytes(kKeys, max_of(kDim, kDim
 constexpr int kBytesOfQueries = kDqByReduction ? tile_bytes(kBlockM, kDim) : 0;
 static_assert(max_of(kBytesOfKeys, kBytesOfQueries) == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
 
-// Whether results are stored as they were summed, to be added to other parts of them, and not rounded to the element
+// Whether results are stored as they were summed, to be added to other partial sums, and not rounded to the element
 // type.
 constexpr bool kDqWide = CUFLASH_DQ_WIDE, kDkWide = CUFLASH_DK_WIDE, kDvWide = CUFLASH_DV_WIDE;
 
-// Block. Stores `factor` times the sum of `count` parts, which are `stride` apart and are added in their order, to rows
-// [first_row, row_stop) of a head of `result`. `quad_of(part, i)` is the i-th four elements of a thread in a part.
+// Block. Stores `factor` times the sum of `count` partial sums, which lie `stride` elements after each other and are
+// added in their order, to rows [first_row, row_stop) of a head of `result`. `quad_of(partial, i)` is the i-th four
+// elements of a thread in a partial sum.
 template <Order order, int rows, int columns, int warps_d, class QuadOf, class Result>
-CUFLASH_DEVICE void convert(const Real* part, int count, i64 stride, QuadOf quad_of, Real factor, Result* result,
+CUFLASH_DEVICE void convert(const Real* partial, int count, i64 stride, QuadOf quad_of, Real factor, Result* result,
                             i64 row_stride, int first_row, int row_stop) {
   constexpr int kColumns = round_up(columns, CUFLASH_DIM_MULTIPLE);
   constexpr int kMTiles = rows * warps_d / (16 * kNumWarps), kNTiles = kColumns / (8 * warps_d);
   Real sum[kMTiles][kNTiles][4];
   set_zero(sum);
 #pragma unroll 1
-  for (int i = 0; i < count; ++i, part += stride)
+  for (int i = 0; i < count; ++i, partial += stride)
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n) {
-        const Real4 quad = quad_of(part, m * kNTiles + n);
+        const Real4 quad = quad_of(partial, m * kNTiles + n);
 #pragma unroll
         for (int j = 0; j < 4; ++j) sum[m][n][j] += quad.value[j];
       }
@@ -63,26 +64,27 @@ CUFLASH_DEVICE void convert_keys(const Params& params, u32 index) {
   if (!has_keys(params, work)) return;
   const int num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN), n_block = work.block, head_kv = work.head;
   const Entry batch = work.batch;
-  const int parts = kSplitsTail ? params.tail_splits : params.group_splits;
-  const i64 first_part = kSplitsTail ? (i64)tile * parts : first_part_of(params, num_n_blocks, batch, head_kv, n_block);
+  const int splits = kSplitsTail ? params.tail_splits : params.group_splits;
+  const i64 first_partial =
+      kSplitsTail ? (i64)tile * splits : first_partial_of(params, num_n_blocks, batch, head_kv, n_block);
 
-  const Real* part = partials_at(params, first_part, slice * kNumThreads + ptx::thread_index());
-  const auto quad_of = [](const Real* part, int i) { return *(const Real4*)(part + i * 32 * kPartWarps * 4); };
-  const auto convert_to = [&](auto* head, i64 row_stride, const Real* part, auto columns, Real factor) {
+  const Real* partial = partials_at(params, first_partial, slice * kNumThreads + ptx::thread_index());
+  const auto quad_of = [](const Real* partial, int i) { return *(const Real4*)(partial + i * 32 * kTileWarps * 4); };
+  const auto convert_to = [&](auto* head, i64 row_stride, const Real* partial, auto columns, Real factor) {
     convert<Order::kPairedColumns, kKeys, decltype(columns)::value, kWarpsD>(
-        part, parts, kPartialElements, quad_of, factor, head, row_stride, n_block * kBlockN + (int)slice * kKeys,
+        partial, splits, kPartialElements, quad_of, factor, head, row_stride, n_block * kBlockN + (int)slice * kKeys,
         seqlen_k_of(params, batch));
   };
-  const auto convert_as = [&](auto is_wide, const Tensor& result, const Real* part, auto columns, Real factor) {
+  const auto convert_as = [&](auto is_wide, const Tensor& result, const Real* partial, auto columns, Real factor) {
     if constexpr (decltype(is_wide)::value)
-      convert_to(per_key_values_of(result, batch, head_kv), result.row_stride, part, columns, factor);
+      convert_to(per_key_values_of(result, batch, head_kv), result.row_stride, partial, columns, factor);
     else
-      convert_to((Storage*)keys_of(params, result, batch, head_kv), result.row_stride, part, columns, factor);
+      convert_to((Storage*)keys_of(params, result, batch, head_kv), result.row_stride, partial, columns, factor);
   };
   if (is_dk)
-    convert_as(Integer<kDkWide>{}, params.dk, part, Integer<kHeadDim>{}, scale_of(params));
+    convert_as(Integer<kDkWide>{}, params.dk, partial, Integer<kHeadDim>{}, scale_of(params));
   else
-    convert_as(Integer<kDvWide>{}, params.dv, part + kBlockN * kDim, Integer<kHeadDimV>{}, kept_scale_of(params));
+    convert_as(Integer<kDvWide>{}, params.dv, partial + kBlockN * kDim, Integer<kHeadDimV>{}, kept_scale_of(params));
 }
 
 CUFLASH_DEVICE void convert_queries(const Params& params, u32 index) {

@@ -1,7 +1,7 @@
 // Computes what the backward pass needs of every query row: delta = rowsum(dout * out) (FlashAttention-2, Algorithm 2,
-// line 4) and lse as an offset. The gradient with respect to lse is subtracted from delta: the derivative of lse by the
-// scores is P, so dS = P (dP - delta + dlse). Where lse is large, it finds the row max and the row sum again
-// (helpers/row_sums.cuh). Also clears accumulators of dq. A block serves the kBlockM rows of one tile of queries.
+// line 4) and lse in the unit of row maxima. The gradient with respect to lse is subtracted from delta: the derivative
+// of lse by the scores is P, so dS = P (dP - delta + dlse). Where lse is large, it finds the row max and the row sum
+// again (helpers/row_sums.cuh). Also clears accumulators of dq. A block serves the kBlockM rows of one tile of queries.
 #include "helpers/row_sums.cuh"
 #include "common/softmax/backward.cuh"
 #include "common/io/clear_dq.cuh"
@@ -17,7 +17,7 @@ constexpr int kLanes = kHeadDimV > 16 * kVector ? 32 : kHeadDimV > 8 * kVector ?
 constexpr int kRowsAtOnce = kNumThreads / kLanes;
 static_assert(kBlockM % (32 / kLanes) == 0, "a warp stays together");
 
-// The sum of kVector products. Vectors of 16-bit elements are taken apart as words: it takes fewer instructions.
+// The sum of kVector products. Vectors of 16-bit elements are unpacked as words: it takes fewer instructions.
 template <class E>
 CUFLASH_DEVICE float dot(const u16* a, const u16* b) {
   float sum = 0.0f;
@@ -84,7 +84,7 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
 #pragma unroll 1
   for (int i = first + kNumWarps * 16; i < kBlockM; i += kNumWarps * 16)
     store(LseStats(params, batch, head, m_block * kBlockM + i, row_stop));
-  // A loop of its own, because the code for large rows is long, and this is its only place.
+  // A loop of its own, because the code for large rows is long, and this is its only use.
 #pragma unroll 1
   for (int i = first; any_large && i < kBlockM; i += kNumWarps * 16) {
     const LseStats stats(params, batch, head, m_block * kBlockM + i, row_stop);

@@ -1,6 +1,6 @@
-// Lists which tiles of keys each tile of queries attends to, or the other way round, from a block mask, a mask of bits,
-// tile classes of what a mask, a function or a bias leaves of tiles, and everything else that is known of whole tiles.
-// common/schedule/schedule.cuh describes the lists. A warp makes a list.
+// Indexes which tiles of keys each tile of queries attends to, or the other way round, from a block mask, a mask of
+// bits, tile classes of what a mask, a function or a bias leaves of tiles, and everything else that is known of whole
+// tiles. common/schedule/schedule.cuh describes the index. A warp makes a row.
 #include "common/config.cuh"
 #include "common/io/fragments.cuh"
 #include "common/score/mask.cuh"
@@ -8,7 +8,7 @@
 #include "common/io/params.cuh"
 #include "common/schedule/schedule.cuh"
 
-constexpr bool kListsKeys = CUFLASH_LISTS_KEYS;
+constexpr bool kIndexesKeys = CUFLASH_INDEXES_KEYS;
 constexpr int kAtOnce = 4;  // tiles of a lane that are looked up together
 constexpr bool kIsClassified = (kHasMask && !kMaskByBits) || kHasMaskFunction;  // by helpers/mask_tiles.cu
 
@@ -28,26 +28,26 @@ struct Count {
   }
 };
 
-CUFLASH_DEVICE void block_lists(const Params& params) {
+CUFLASH_DEVICE void make_block_index(const Params& params) {
   const int num_m_blocks = ceil_div(params.seqlen_q, kBlockM), num_n_blocks = ceil_div(params.seqlen_k, kBlockN);
-  const int num_lists = kListsKeys ? num_m_blocks : num_n_blocks, length = kListsKeys ? num_n_blocks : num_m_blocks;
-  const u32 index = ptx::block_index() * kNumWarps + warp_index(), matrix = index / num_lists;
-  if (matrix >= (u32)params.list_batches * params.list_heads) return;
-  const int block = index % num_lists, head = matrix % params.list_heads, batch = matrix / params.list_heads;
+  const int num_rows = kIndexesKeys ? num_m_blocks : num_n_blocks, length = kIndexesKeys ? num_n_blocks : num_m_blocks;
+  const u32 index = ptx::block_index() * kNumWarps + warp_index(), matrix = index / num_rows;
+  if (matrix >= (u32)params.index_batches * params.index_heads) return;
+  const int block = index % num_rows, head = matrix % params.index_heads, batch = matrix / params.index_heads;
   const int key_stop = key_stop_of(params, batch);
   const BlockMask blocks(params, batch, head);
   const MaskBits bits(params);
-  const int first = block * (kListsKeys ? kBlockM : kBlockN);
+  const int first = block * (kIndexesKeys ? kBlockM : kBlockN);
   const int last_row = min_of(first + kBlockM, params.seqlen_q) - 1;
-  const TileRange range = kListsKeys ? key_tiles(params, batch, first, last_row, key_stop)
-                                     : query_tiles(params, batch, first, first + kBlockN - 1, key_stop);
+  const TileRange range = kIndexesKeys ? key_tiles(params, batch, first, last_row, key_stop)
+                                       : query_tiles(params, batch, first, first + kBlockN - 1, key_stop);
   struct Found {
     TileClass pairs;
     bool shown_whole;  // masks show all of its pairs, even if bounds hide some
   };
   const auto pairs_with = [&](int other) -> Found {
     const int tile = min_of(other, range.stop - 1);
-    const int m_block = kListsKeys ? block : tile, n_block = kListsKeys ? tile : block;
+    const int m_block = kIndexesKeys ? block : tile, n_block = kIndexesKeys ? tile : block;
     TileClass left = TileClass::kFull;
     if constexpr (kMaskByBits)
       left = pairs_of(params, bits, batch, head, m_block, n_block);
@@ -60,9 +60,9 @@ CUFLASH_DEVICE void block_lists(const Params& params) {
     return {left == TileClass::kFull && !full ? TileClass::kPartial : left, left == TileClass::kFull};
   };
 
-  i32* list =
-      list_of(params, kListsKeys ? params.key_lists : params.query_lists, batch, head, block, num_lists, length);
-  int listed = 0;
+  i32* row =
+      index_row_of(params, kIndexesKeys ? params.key_index : params.query_index, batch, head, block, num_rows, length);
+  int num_indexed = 0;
   const auto add_those_with = [&](TileClass wanted) {
     for (int own = range.start + lane_index(); own < range.stop + (int)lane_index(); own += 32 * kAtOnce) {
       Found found[kAtOnce];
@@ -72,22 +72,22 @@ CUFLASH_DEVICE void block_lists(const Params& params) {
       for (int i = 0; i < kAtOnce; ++i) {
         const bool wants = found[i].pairs == wanted;
         const Count count(wants);
-        const u32 marks = (wanted == TileClass::kPartial ? ListEntry::kNeedsMask : 0) |
-                          (found[i].shown_whole ? 0 : ListEntry::kAsksFunction);
-        if (wants) list[kListHeader + listed + count.before] = (i32)(own + 32 * i | marks);
-        listed += count.all;
+        const u32 marks = (wanted == TileClass::kPartial ? IndexEntry::kNeedsMask : 0) |
+                          (found[i].shown_whole ? 0 : IndexEntry::kEvaluatesMask);
+        if (wants) row[kIndexHeader + num_indexed + count.before] = (i32)(own + 32 * i | marks);
+        num_indexed += count.all;
       }
     }
   };
   add_those_with(TileClass::kFull);
-  if (lane_index() == 0) list[1] = listed;
+  if (lane_index() == 0) row[1] = num_indexed;
   add_those_with(TileClass::kPartial);
   ptx::sync_warp();
   if (lane_index() != 0) return;
-  list[0] = listed;
-  if (listed > 0) list[kListHeader + listed - 1] |= (i32)ListEntry::kIsLast;
+  row[0] = num_indexed;
+  if (num_indexed > 0) row[kIndexHeader + num_indexed - 1] |= (i32)IndexEntry::kIsLast;
   const u32 visible = range.stop - range.start;
-  if constexpr (kIsChosen) ptx::reduce_add(BiasBlocks(params).count, (u64)(visible - listed) << 32 | visible);
+  if constexpr (kIsChosen) ptx::reduce_add(BiasBlocks(params).count, (u64)(visible - num_indexed) << 32 | visible);
 }
 
-CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, block_lists)
+CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kNumThreads, kMinBlocks, make_block_index)

@@ -5,11 +5,11 @@
 static_assert(kElementBytes == 2, "elements are copied as they are");
 
 CUFLASH_DEVICE void copy_to_whole_rows(const Params& params) {
-  copy_rows(params, [](u16* place, const u16(&x)[8], i64) {
+  copy_rows(params, [](u16* to, const u16(&x)[8], i64) {
     Bytes16 words;
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) words.word[pair] = x[2 * pair] | (u32)x[2 * pair + 1] << 16;
-    *(Bytes16*)place = words;
+    *(Bytes16*)to = words;
   });
 }
 

@@ -1,6 +1,7 @@
-// Fills the tables of parts of a score that take few values (cuflash/score_mod/hoisting.py): a thread makes an entry.
-// After the main kernel, which sums the gradients of entries, it leads these on to the arrays that the parts read: a
-// term is the gradient of an entry times a derivative, and sums are exact (common/score/score_args_gradients.cuh).
+// Fills the tables of subexpressions of a score that take few values (cuflash/score_mod/hoisting.py): a thread makes an
+// entry. After the main kernel, which sums the gradients of entries, it leads these on to the arrays that the
+// subexpressions read: a term is the gradient of an entry times a derivative, and sums are exact
+// (common/score/score_args_gradients.cuh).
 #include "common/score/score_args_gradients.cuh"
 #include "common/config.cuh"
 #include "common/io/params.cuh"
@@ -19,18 +20,18 @@ CUFLASH_DEVICE void with_entry(const Params& params, Visit visit) {
 }
 
 // Where an entry is.
-struct PlaceInTable {
-  int batch, head, place;
+struct TableIndex {
+  int batch, head, position;
 
-  CUFLASH_DEVICE PlaceInTable(const ScoreArg& table, i64 index)
+  CUFLASH_DEVICE TableIndex(const ScoreArg& table, i64 index)
       : batch((int)(index / (table.size[1] * table.size[2]))),
         head((int)(index / table.size[2] % table.size[1])),
-        place((int)(index % table.size[2] + table.first)) {}
+        position((int)(index % table.size[2] + table.first)) {}
 };
 
 CUFLASH_DEVICE void hoisted(const Params& params) {
   with_entry(params, [&](auto number, const ScoreArg& table, i64 index) {
-    const PlaceInTable at(table, index);
+    const TableIndex at(table, index);
 #if CUFLASH_NEEDS_SCORE_ARGS
     constexpr int kArray = array_of_table(decltype(number)::value);
     if constexpr (has_sums(kArray)) {
@@ -38,12 +39,12 @@ CUFLASH_DEVICE void hoisted(const Params& params) {
       const bool is_finite = score_arg_largest_of(params)[kArray] < ptx::bits_of((double)ptx::infinity());
       const i64* sum = score_arg_sums_of(params, 0) + (first_sum_of(params, kArray) + index) * kSumWords;
       const Real gradient = is_finite ? (Real)exact_sum(sum) : score_nan();
-      lead_on(number, params.score_args, at.batch, at.head, at.place, [&](int array, i64 place, Real derivative) {
-        add_of_warp(params, array, place, score_product(gradient, derivative));
+      lead_on(number, params.score_args, at.batch, at.head, at.position, [&](int array, i64 element, Real derivative) {
+        add_of_warp(params, array, element, score_product(gradient, derivative));
       });
     }
 #else
-    fill_table(number, (void*)table.data, index, params.score_args, at.batch, at.head, at.place);
+    fill_table(number, (void*)table.data, index, params.score_args, at.batch, at.head, at.position);
 #endif
   });
 }

@@ -10,7 +10,7 @@
 constexpr bool kTransposes = CUFLASH_TRANSPOSES_BITS;  // the lines of accumulators are keys, and not queries
 constexpr int kAtOnce = 8;                             // lines whose bytes are on their way together
 
-// The part of a block that a lane holds: the bits of lines `lane` and `lane` + 32, in words of 32 columns.
+// The slice of a block that a lane holds: the bits of lines `lane` and `lane` + 32, in words of 32 columns.
 using Lines = u32[2][2];
 
 // The mask of one head.
@@ -28,8 +28,8 @@ struct MaskBytes {
   // Reads a block of which `rows` lines and all columns are in the array. Four lanes read the 64 bytes of a line at
   // once, so that a load of the warp touches 8 lines. Then these lanes exchange words, so that each has whole lines.
   CUFLASH_DEVICE void read_vectors(int first_row, int first_key, int rows, Lines& own) const {
-    const int part = lane_index() % 4, first_line = lane_index() - part;
-    const u8* upper = bytes + (first_row + first_line) * row_stride + first_key + 16 * part;
+    const int slice = lane_index() % 4, first_line = lane_index() - slice;
+    const u8* upper = bytes + (first_row + first_line) * row_stride + first_key + 16 * slice;
     const u8* lower = upper + 32 * row_stride;
     Bytes16 vector[2][4];
 #pragma unroll
@@ -40,7 +40,7 @@ struct MaskBytes {
         if (32 * half + first_line + i < rows) vector[half][i] = *(const Bytes16*)(half == 0 ? upper : lower);
         (half == 0 ? upper : lower) += row_stride;
       }
-    u32 bits[4];  // by line, both halves in a word; after the exchange, by the 16 keys of a part
+    u32 bits[4];  // by line, both halves in a word; after the exchange, by the 16 keys of a slice
 #pragma unroll
     for (int i = 0; i < 4; ++i) bits[i] = bits_of_vector(vector[0][i]) | bits_of_vector(vector[1][i]) << 16;
     exchange<2>(bits);

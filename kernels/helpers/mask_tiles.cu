@@ -1,9 +1,9 @@
-// Classifies what a mask of pairs or of keys, or a mask_mod, leaves of each tile of pairs: for the lists that
-// helpers/block_index.cu makes, or for a kernel that has no lists. A warp bounds the values of a function over a tile.
+// Classifies what a mask of pairs or of keys, or a mask_mod, leaves of each tile of pairs: for the index that
+// helpers/block_index.cu makes, or for a kernel that has none. A warp bounds the values of a function over a tile.
 // Where the bounds decide nothing, and for masks, it looks at pairs until it has seen a hidden one and a visible one.
 // If tiles of a mask are small, a warp has several of them. Tiles that windows and lengths hide are not looked at.
 //
-// Or it classifies what a per-pair bias leaves: a tile that is -inf throughout is hidden. Then the kernel is told of
+// Or it classifies what a per-pair bias leaves: a tile that is -inf throughout is hidden. Then the kernel gets
 // the bias, and not of masks. Few biases hide any tile, so a warp has several tiles, and loads one vector of each of
 // them first. It looks further only at tiles whose vector is -inf, one after another, until it has seen another number.
 #include "common/config.cuh"
@@ -19,7 +19,7 @@ constexpr int kLanes = kLooksAtBias ? 32 : kLanesOfTile;  // lanes that look at 
 constexpr bool kVotesEarly = kLanes == 32;  // lanes of several tiles do not come to a vote at the same time
 static_assert(kVotesEarly || !kHasMaskFunction, "a warp bounds a function");
 static_assert(!kLooksAtBias || (!kHasMask && !kHasMaskFunction), "classes are of a bias or of masks");
-constexpr int kVoteRows = 16;  // rows that are asked between two votes
+constexpr int kVoteRows = 16;  // rows that are evaluated between two votes
 constexpr int kVectorKeys = 16 / (kLooksAtBias ? kBiasBytes : 1);
 constexpr int kVectors = kBlockN / kVectorKeys;  // of a row of a tile
 constexpr int kAtOnce = 4;                       // rows, or vectors of a lane, that are on their way together
@@ -56,9 +56,9 @@ struct Seen {
   }
 };
 
-// Asks pair by pair, `rows` rows at once; the lanes have neighbouring keys. `seen` is what was known before.
+// Evaluates pair by pair, `rows` rows at once; the lanes have neighbouring keys. `seen` is what was known before.
 template <int rows, class Shows>
-CUFLASH_DEVICE Seen seen_by_asking(const TileOfPairs& tile, Shows shows, Seen seen = {}) {
+CUFLASH_DEVICE Seen seen_by_evaluating(const TileOfPairs& tile, Shows shows, Seen seen = {}) {
 #pragma unroll 1
   for (int row = tile.first_row; row < tile.stop_row; row += rows) {
     for (int key = tile.first_key + lane_of_tile(); key < tile.stop_key; key += kLanes)
@@ -108,11 +108,11 @@ CUFLASH_DEVICE Seen seen_of_mask(const Params& params, int batch, int head, Tile
         seen.all = seen.all && !has_zero(vector.word[j]);
       }
     });
-  return seen_by_asking<kAtOnce>(tile,
-                                 [&](int row, int key) { return bytes[row * row_stride + key * key_stride] != 0; });
+  return seen_by_evaluating<kAtOnce>(tile,
+                                     [&](int row, int key) { return bytes[row * row_stride + key * key_stride] != 0; });
 }
 
-// A bias whose rows are `row_stride` elements apart.
+// A bias whose rows are `row_stride` elements after each other.
 struct BiasOfPairs {
   using Number = Either<kBiasBytes == sizeof(Real), Real, Storage>::Type;
   const Number* numbers;  // of this head
@@ -156,7 +156,7 @@ struct BiasOfPairs {
           first, row_stride * kBiasBytes, tile.stop_row - tile.first_row,
           [](Seen& seen, const Bytes16& vector) { seen.any = seen.any || !hides(vector); }, before);
     else
-      seen = seen_by_asking<kAtOnce>(tile, [&](int row, int key) { return !hides(row, key); }, before);
+      seen = seen_by_evaluating<kAtOnce>(tile, [&](int row, int key) { return !hides(row, key); }, before);
     return !any_lane_of_tile(seen.any);
   }
 
@@ -220,7 +220,8 @@ CUFLASH_DEVICE TileClass left_of(const Params& params, const ClassifiedTile& cla
         functions.shows(Integers{tile.first_row, tile.stop_row - 1}, Integers{tile.first_key, tile.stop_key - 1});
     if (shown.never) return TileClass::kEmpty;
     if (!shown.always)
-      left = both(left, seen_by_asking<1>(tile, [&](int row, int key) { return functions.shows(row, key); }).pairs());
+      left =
+          both(left, seen_by_evaluating<1>(tile, [&](int row, int key) { return functions.shows(row, key); }).pairs());
   }
 #endif
   return left;

@@ -24,8 +24,8 @@ using Result = CUFLASH_RESULT_DTYPE;    // the tag of results of their shape
 using Real = CUFLASH_REAL;              // the type of lse and of sums
 using Index = CUFLASH_INDEX;
 constexpr int kPartials = CUFLASH_PARTIALS, kAxes = CUFLASH_AXES, kArrays = CUFLASH_ARRAYS, kLanes = CUFLASH_LANES;
-constexpr bool kHasPairs = CUFLASH_HAS_PAIRS;        // lse of a partial result comes with what its rounding leaves
-constexpr bool kStoresPairs = CUFLASH_STORES_PAIRS;  // the merged lse, too
+constexpr bool kHasLseRest = CUFLASH_HAS_LSE_REST;        // lse of a partial result comes with what its rounding leaves
+constexpr bool kStoresLseRest = CUFLASH_STORES_LSE_REST;  // the merged lse, too
 constexpr bool kHasDlse = CUFLASH_HAS_DLSE;
 constexpr Real kLargeLse = CUFLASH_LARGE_LSE;  // cuflash/spec/row_sums.py
 constexpr int kThreads = 256;
@@ -62,13 +62,13 @@ struct alignas(lanes * sizeof(typename Stored<E>::Type)) Vector {
 
 // Where a thread works: an index along each axis, the last one in elements of `lanes` neighbours.
 template <int lanes>
-struct Place {
+struct ElementOfThread {
   const Params& params;
   Index at[kAxes];
   bool is_inside;
 
-  // The `number`-th place of all, whose last axis has `last` elements.
-  CUFLASH_DEVICE Place(const Params& params, Index number, Index last) : params(params) {
+  // The `number`-th element of all, whose last axis has `last` elements.
+  CUFLASH_DEVICE ElementOfThread(const Params& params, Index number, Index last) : params(params) {
     at[kAxes - 1] = number % last, number /= last;
 #pragma unroll
     for (int axis = kAxes - 2; axis >= 0; --axis)
@@ -106,7 +106,7 @@ struct Place {
 };
 
 CUFLASH_DEVICE Index thread_in_all() { return (Index)ptx::block_index() * kThreads + ptx::thread_index(); }
-CUFLASH_DEVICE Place<kLanes> element_of_thread(const Params& params) {
+CUFLASH_DEVICE ElementOfThread<kLanes> element_of_thread(const Params& params) {
   return {params, thread_in_all(), (Index)params.size[kAxes - 1]};
 }
 
@@ -123,29 +123,29 @@ CUFLASH_DEVICE Real at_least(Real x, Real y) { return y > x || y != y ? y : x; }
 
 // array 0: the sum of the others, added in their order.
 CUFLASH_DEVICE void add(const Params& params) {
-  const auto place = element_of_thread(params);
-  if (!place.is_inside) return;
+  const auto element = element_of_thread(params);
+  if (!element.is_inside) return;
   Real sum[kLanes], x[kLanes];
-  place.load(Partial{}, 1, sum);
+  element.load(Partial{}, 1, sum);
 #pragma unroll
   for (int i = 1; i < kPartials; ++i) {
-    place.load(Partial{}, 1 + i, x);
+    element.load(Partial{}, 1 + i, x);
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) sum[lane] += x[lane];
   }
-  place.store(Result{}, 0, sum);
+  element.store(Result{}, 0, sum);
 }
 
 // arrays 0 and 1: out and lse of partial outs, which follow, and of their lses, which follow these.
 CUFLASH_DEVICE void merge(const Params& params) {
-  const auto place = element_of_thread(params);
-  if (!place.is_inside) return;
+  const auto element = element_of_thread(params);
+  if (!element.is_inside) return;
   Real lse[kPartials], rest[kPartials];
 #pragma unroll
   for (int i = 0; i < kPartials; ++i) {
-    const Real* own = &place.row(2 + kPartials + i);
+    const Real* own = &element.row(2 + kPartials + i);
     lse[i] = own[0];
-    rest[i] = kHasPairs ? own[1] : Real(0);
+    rest[i] = kHasLseRest ? own[1] : Real(0);
   }
   Real row_max = lse[0];
 #pragma unroll
@@ -154,10 +154,10 @@ CUFLASH_DEVICE void merge(const Params& params) {
   Real sum = 0, weight[kPartials];
 #pragma unroll
   for (int i = 0; i < kPartials; ++i) sum += weight[i] = exponential((lse[i] - row_max) + rest[i]);
-  if (place.is_first()) {
-    Real* result = &place.row(1);
+  if (element.is_first()) {
+    Real* result = &element.row(1);
     const Real all = result[0] = row_max + natural_log(sum);
-    if constexpr (kStoresPairs) {
+    if constexpr (kStoresLseRest) {
       const bool is_large = (all >= kLargeLse || all <= -kLargeLse) && !is_infinite(all);
       result[1] = is_large ? (row_max - all) + natural_log(sum) : Real(0);
     }
@@ -166,72 +166,72 @@ CUFLASH_DEVICE void merge(const Params& params) {
   Real out[kLanes] = {}, x[kLanes];
 #pragma unroll
   for (int i = 0; i < kPartials; ++i) {
-    place.load(Partial{}, 2 + i, x);
+    element.load(Partial{}, 2 + i, x);
     const Real own = weight[i] / total;
     // What a partial result without weight has in memory, which may be NaN, counts for nothing.
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) out[lane] += own == 0 ? Real(0) : own * x[lane];
   }
-  place.store(Result{}, 0, out);
+  element.store(Result{}, 0, out);
 }
 
 // One step of online softmax over partial results (Milakov and Gimelshein 2018, Algorithm 3), by row. arrays 0 and 1:
 // the row max and the row sum so far, 2 and 3: the factors of what has been added and of the partial out, 4: its lse.
 CUFLASH_DEVICE void softmax_step(const Params& params) {
-  const auto place = element_of_thread(params);
-  if (!place.is_inside) return;
-  const Real before = place.row(0), row_max = at_least(before, place.row(4)), offset = finite_max(row_max);
-  const Real factor = exponential(before - offset), weight = exponential(place.row(4) - offset);
-  place.row(0) = row_max;
-  place.row(1) = place.row(1) * factor + weight;
-  place.row(2) = factor;
-  place.row(3) = weight;
+  const auto element = element_of_thread(params);
+  if (!element.is_inside) return;
+  const Real before = element.row(0), row_max = at_least(before, element.row(4)), shift = finite_max(row_max);
+  const Real factor = exponential(before - shift), weight = exponential(element.row(4) - shift);
+  element.row(0) = row_max;
+  element.row(1) = element.row(1) * factor + weight;
+  element.row(2) = factor;
+  element.row(3) = weight;
 }
 
 // array 0: what has been added, rescaled, and a partial out (1); factors as above (2, 3).
 CUFLASH_DEVICE void rescale_and_add(const Params& params) {
-  const auto place = element_of_thread(params);
-  if (!place.is_inside) return;
-  const Real factor = place.row(2), weight = place.row(3);
+  const auto element = element_of_thread(params);
+  if (!element.is_inside) return;
+  const Real factor = element.row(2), weight = element.row(3);
   Real total[kLanes], x[kLanes];
-  place.load(Result{}, 0, total);
-  place.load(Partial{}, 1, x);
+  element.load(Result{}, 0, total);
+  element.load(Partial{}, 1, x);
 #pragma unroll
   for (int lane = 0; lane < kLanes; ++lane)
     total[lane] = total[lane] * factor + (weight == 0 ? Real(0) : weight * x[lane]);
-  place.store(Result{}, 0, total);
+  element.store(Result{}, 0, total);
 }
 
 // arrays 0 and 1: out and lse, of what has been added (2), the row max (3) and the row sum (4).
 CUFLASH_DEVICE void normalize(const Params& params) {
-  const auto place = element_of_thread(params);
-  if (!place.is_inside) return;
-  const Real sum = place.row(4);
-  if (place.is_first()) place.row(1) = place.row(3) + natural_log(sum);
+  const auto element = element_of_thread(params);
+  if (!element.is_inside) return;
+  const Real sum = element.row(4);
+  if (element.is_first()) element.row(1) = element.row(3) + natural_log(sum);
   Real x[kLanes];
-  place.load(Partial{}, 2, x);
+  element.load(Partial{}, 2, x);
 #pragma unroll
   for (int lane = 0; lane < kLanes; ++lane) x[lane] /= sum == 0 ? Real(1) : sum;
-  place.store(Result{}, 0, x);
+  element.store(Result{}, 0, x);
 }
 
 // A row that kThreadsOfRow threads of a warp share.
 struct Row {
-  const Place<1> place;  // of column 0
+  const ElementOfThread<1> element;  // of column 0
   const u32 thread;
   const Index columns;
 
   CUFLASH_DEVICE Row(const Params& params)
-      : place(params, thread_in_all() / kThreadsOfRow, 1),
+      : element(params, thread_in_all() / kThreadsOfRow, 1),
         thread(ptx::thread_index() % kThreadsOfRow),
-        columns(place.is_inside ? params.size[kAxes - 1] * kLanes : 0) {}
+        columns(element.is_inside ? params.size[kAxes - 1] * kLanes : 0) {}
 
-  // The first of this thread's neighbours in the `step`-th part of the row.
+  // The first of this thread's neighbours in the `step`-th slice of the row.
   CUFLASH_DEVICE Index column(int step) const { return (Index)(step * kThreadsOfRow + thread) * kRowLanes; }
 
   template <class E>
   CUFLASH_DEVICE void load(E, int number, Index column, Real (&x)[kRowLanes]) const {
-    const auto* first = place.template address<const typename Stored<E>::Type>(number) + column;
+    const auto* first = element.template address<const typename Stored<E>::Type>(number) + column;
     if constexpr (kLanes == kRowLanes) {
       const auto vector = *(const Vector<E, kRowLanes>*)first;
 #pragma unroll
@@ -243,7 +243,7 @@ struct Row {
   }
   template <class E>
   CUFLASH_DEVICE void store(E, int number, Index column, const Real (&x)[kRowLanes]) const {
-    auto* first = place.template address<typename Stored<E>::Type>(number) + column;
+    auto* first = element.template address<typename Stored<E>::Type>(number) + column;
 #pragma unroll
     for (int i = 0; i < kRowLanes; ++i)
       if (column + i < columns) first[i] = from_real(E{}, x[i]);
@@ -274,8 +274,8 @@ CUFLASH_DEVICE void minus_delta(const Params& params) {
   delta = sum_of_row(delta);
   if (row.columns == 0 || row.thread != 0) return;
   Real found = -delta;
-  if constexpr (kHasDlse) found = row.place.row(3) + found;
-  row.place.row(0) = found;
+  if constexpr (kHasDlse) found = row.element.row(3) + found;
+  row.element.row(0) = found;
 }
 
 // arrays 0 and 1: gradients of a partial out (3) and of its lse (5), by dout (2), with out (4), lse (6) and dlse (7).
@@ -283,8 +283,8 @@ CUFLASH_DEVICE void merge_backward(const Params& params) {
   const Row row(params);
   Real weight = 0, delta = 0, own_delta = 0;
   if (row.columns != 0) {
-    const Real own_lse = row.place.row(5);
-    weight = own_lse == -ptx::infinity() ? Real(0) : exponential(own_lse - row.place.row(6));
+    const Real own_lse = row.element.row(5);
+    weight = own_lse == -ptx::infinity() ? Real(0) : exponential(own_lse - row.element.row(6));
   }
   Real dout[kRowLanes], own_dout[kRowLanes], x[kRowLanes];
   for (int step = 0; row.column(step) < row.columns; ++step) {
@@ -305,8 +305,8 @@ CUFLASH_DEVICE void merge_backward(const Params& params) {
   own_delta = sum_of_row(own_delta);
   if (row.columns == 0 || row.thread != 0) return;
   Real found = own_delta - weight * delta;
-  if constexpr (kHasDlse) found += weight * row.place.row(7);
-  row.place.row(1) = weight == 0 ? Real(0) : found;
+  if constexpr (kHasDlse) found += weight * row.element.row(7);
+  row.element.row(1) = weight == 0 ? Real(0) : found;
 }
 
 CUFLASH_DEFINE_KERNEL(CUFLASH_KERNEL_NAME, Params, kThreads, 1, CUFLASH_OPERATION)

@@ -3,7 +3,7 @@
 // registers rather than little time: fragments of Q and K come from global memory.
 #pragma once
 #include "common/softmax/backward.cuh"
-#if CUFLASH_BF16_PARTS > 1
+#if CUFLASH_BF16_TERMS > 1
 #include "common/io/bf16_split.cuh"
 #endif
 #include "common/softmax/exponential.cuh"
@@ -32,19 +32,19 @@ struct RowFragments {
   CUFLASH_DEVICE Storage at(int row, int column) const {
     return row < stop && column < kHeadDim ? head[row * row_stride + column] : Storage{};
   }
-  // 16 rows of A, or 16 columns of B, from `first` on, and step `k` of their columns. The two kinds differ in the order
-  // of the four parts of a lane (sm80/fragments.cuh).
+  // 16 rows of A, or 16 columns of B, from `first` on, and step `k` of their columns. A and B differ in the order
+  // of the four words of a lane (sm80/fragments.cuh).
   template <bool of_a, class F>
   CUFLASH_DEVICE void load(int first, int k, F& fragment) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = first + fragment_row() + (of_a ? i % 2 : i / 2) * 8;
-      const int part = of_a ? i / 2 : i % 2;
+      const int half = of_a ? i / 2 : i % 2;
       if constexpr (kWide) {
 #pragma unroll
-        for (int j = 0; j < kStep / 8; ++j) fragment.word[j][i] = at(row, k * kStep + 8 * j + fragment_column() + part);
+        for (int j = 0; j < kStep / 8; ++j) fragment.word[j][i] = at(row, k * kStep + 8 * j + fragment_column() + half);
       } else {
-        const int column = k * kStep + 8 * part + fragment_column();
+        const int column = k * kStep + 8 * half + fragment_column();
         fragment.word[i] = (u16)at(row, column) | (u32)(u16)at(row, column + 1) << 16;
       }
     }
@@ -56,27 +56,27 @@ struct RowFragments {
 CUFLASH_DEVICE void multiply_rows(const RowFragments& q, const RowFragments& k, int first_row, int first_key,
                                   Real (&s)[1][2][4]) {
   set_zero(s);
-#if CUFLASH_BF16_PARTS > 1
-  const auto load = [](auto of_a, const RowFragments& rows, int first, int step, int part,
+#if CUFLASH_BF16_TERMS > 1
+  const auto load = [](auto of_a, const RowFragments& rows, int first, int step, int term,
                        FragmentOf<BFloat16>& fragment) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = first + fragment_row() + (of_a ? i % 2 : i / 2) * 8;
       const int column = step * kStep + 8 * (of_a ? i / 2 : i % 2) + fragment_column();
-      u32 parts[kBf16Parts];
-      bf16_split(rows.at(row, column), rows.at(row, column + 1), parts);
+      u32 terms[kBf16Terms];
+      bf16_split(rows.at(row, column), rows.at(row, column + 1), terms);
 #pragma unroll
-      for (int j = 0; j < kBf16Parts; ++j)
-        if (j == part) fragment.word[i] = parts[j];
+      for (int j = 0; j < kBf16Terms; ++j)
+        if (j == term) fragment.word[i] = terms[j];
     }
   };
 #pragma unroll 1
-  for (int i = 0; i < kPartProducts; ++i)
+  for (int i = 0; i < kTermProducts; ++i)
 #pragma unroll 1
     for (int step = 0; step < kDim / kStep; ++step) {
       FragmentOf<BFloat16> a, b;
-      load(Constant<true>{}, q, first_row, step, part_product(i).a, a);
-      load(Constant<false>{}, k, first_key, step, part_product(i).b, b);
+      load(Constant<true>{}, q, first_row, step, term_product(i).a, a);
+      load(Constant<false>{}, k, first_key, step, term_product(i).b, b);
 #pragma unroll
       for (int n = 0; n < 2; ++n) ptx::mma_m16n8k16(BFloat16{}, s[0][n], a.word, b.word[2 * n], b.word[2 * n + 1]);
     }
@@ -122,7 +122,7 @@ CUFLASH_DEVICE void sum_rows(const Params& params, Entry batch, int head, int fi
   softmax.finish();
   if (kLseHasSinks && !is_left_over(params, batch)) {
     Real nothing[1][1][4] = {};
-    softmax.add_sinks(nothing, [&](int, int) { return to_offset(sink_of(params, head)); });
+    softmax.add_sinks(nothing, [&](int, int) { return to_row_max(sink_of(params, head)); });
   }
 }
 
@@ -160,7 +160,7 @@ struct LseStats {
       const bool has_keys = own_lse != -ptx::infinity();
       const Real lse = has_keys ? own_lse * kExponentOfE + 0 : ptx::infinity();  // never -0
       row_stats(params, batch, head, row)[0] = large_in_group ? (Real)-0.0f : lse;
-      if (large_in_group) row_sums[row] = {has_keys ? to_offset(own_lse) : ptx::infinity(), 1};
+      if (large_in_group) row_sums[row] = {has_keys ? to_row_max(own_lse) : ptx::infinity(), 1};
     }
   }
 
@@ -172,10 +172,10 @@ struct LseStats {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + fragment_row() + 8 * half;
-      const Real lse = lse_of(row), row_max = softmax.offset[0][half], sum = softmax.row_sum[0][half];
+      const Real lse = lse_of(row), row_max = softmax.row_max[0][half], sum = softmax.row_sum[0][half];
       if (fragment_column() != 0 || !is_large(lse)) continue;
       // lse is close to the row max, so that their difference is exact.
-      const Real natural = kWide || kNaturalOffsets ? row_max : row_max * kLn2;
+      const Real natural = kWide || kNaturalRowMax ? row_max : row_max * kLn2;
       const Real difference = (natural - lse) + log_sum_exp<true>(0, sum);
       if (magnitude_of(difference) <= kRoundedLse * magnitude_of(lse)) row_sums[row] = {row_max, 1 / sum};
     }

@@ -14,13 +14,13 @@ CUFLASH_DEVICE void clear(const Params& params, i64 first, i64 step) {
     score_arg_largest_of(params)[i] = 0;  // the most reads are the last
 }
 
-// The offset of the element of an array at place `place` in C order.
-CUFLASH_DEVICE i64 offset_of(const ScoreArg& array, i64 place) {
+// The offset of the element of an array at `index` in C order.
+CUFLASH_DEVICE i64 offset_of(const ScoreArg& array, i64 index) {
   i64 offset = 0;
 #pragma unroll
   for (int axis = 3; axis >= 0; --axis) {
-    offset += place % array.size[axis] * array.stride[axis];
-    place /= array.size[axis];
+    offset += index % array.size[axis] * array.stride[axis];
+    index /= array.size[axis];
   }
   return offset;
 }

@@ -15,7 +15,7 @@ static_assert(kBlockSumBytes == CUFLASH_SHARED_BYTES, "shared memory differs fro
 CUFLASH_DEVICE void backward_sinks(const Params& params) {
   const int head = ptx::block_index(), thread = ptx::thread_index();
   const Real sink = sink_of(params, head);
-  // Packed: all places, also those without a row.
+  // Packed: all slots, also those without a row.
   const int rows = kIsPacked ? params.stats_rows : params.seqlen_q;
   const i64 num_rows = (i64)(kIsPacked ? 1 : params.batch) * rows;
   double sum = 0;

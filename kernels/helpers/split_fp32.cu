@@ -1,14 +1,14 @@
-// Splits float32 arrays into their bfloat16 parts (common/io/bf16_split.cuh), once for all blocks of the kernels that
+// Splits float32 arrays into their bfloat16 terms (common/io/bf16_split.cuh), once for all blocks of the kernels that
 // read them.
 #include "common/io/copies.cuh"
 #include "common/io/bf16_split.cuh"
 
 CUFLASH_DEVICE void split_fp32(const Params& params) {
-  copy_rows(params, [](u16* place, const float (&x)[8], i64 part_stride) {
-    Bytes16 parts[kBf16Parts];
-    split_columns(x, parts);
+  copy_rows(params, [](u16* to, const float (&x)[8], i64 term_stride) {
+    Bytes16 terms[kBf16Terms];
+    split_columns(x, terms);
 #pragma unroll
-    for (int part = 0; part < kBf16Parts; ++part) *(Bytes16*)(place + part * part_stride) = parts[part];
+    for (int term = 0; term < kBf16Terms; ++term) *(Bytes16*)(to + term * term_stride) = terms[term];
   });
 }
 

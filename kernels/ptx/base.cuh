@@ -1,4 +1,4 @@
-// The only place, with the other headers of this folder, for inline PTX and for everything else that only a GPU has:
+// The only file, with the other headers of this folder, for inline PTX and for everything else that only a GPU has:
 // thread and block indices, shared memory, barriers, shuffles, atomics. Kernels call these functions and contain none
 // of it themselves, so the same kernels also compile as plain C++ for the CPU: CUFLASH_EMULATION then names a header
 // with the same functions.
@@ -14,7 +14,7 @@ typedef unsigned long long u64;
 typedef int i32;
 typedef long long i64;
 
-// A tag of the element type chooses the instruction; 16-bit elements travel as bits.
+// A tag of the element type chooses the instruction; 16-bit elements are passed as bits.
 struct Float16 {};
 struct BFloat16 {};
 struct Float32 {};
@@ -138,7 +138,7 @@ CUFLASH_DEVICE void store_shared_b32(u32 address, u32 value) {
 // Block. barrier.sync 0 (9.7.13.1): every thread arrives at the same call.
 CUFLASH_DEVICE void sync_block() { __syncthreads(); }
 
-// Warp. bar.warp.sync (9.7.13.2): what a lane did before it, the others see after it.
+// Warp. bar.warp.sync (9.7.13.2): what a lane did before it is visible to the others after it.
 CUFLASH_DEVICE void sync_warp() { __syncwarp(); }
 
 // Warp. barrier.sync / barrier.arrive (9.7.13.1) with an identifier from 1 to 15 (0 is sync_block) and the number of
@@ -196,22 +196,22 @@ CUFLASH_DEVICE void copy_async(u32 destination, const void* source, u32 source_b
                  "n"(bytes), "r"(source_bytes)
                  : "memory");
 #else
-  const u8* place = (const u8*)source + offset;
+  const u8* from = (const u8*)source + offset;
   u32 word[bytes / 4] = {};
   if (source_bytes == bytes) {
     if constexpr (bytes == 16) {
-      const uint4 all = __ldg((const uint4*)place);
+      const uint4 all = __ldg((const uint4*)from);
       word[0] = all.x, word[1] = all.y, word[2] = all.z, word[3] = all.w;
     } else if constexpr (bytes == 8) {
-      const uint2 all = __ldg((const uint2*)place);
+      const uint2 all = __ldg((const uint2*)from);
       word[0] = all.x, word[1] = all.y;
     } else {
-      word[0] = __ldg((const u32*)place);
+      word[0] = __ldg((const u32*)from);
     }
   } else {
 #pragma unroll
     for (u32 i = 0; i < bytes; ++i)
-      if (i < source_bytes) word[i / 4] |= (u32)__ldg(place + i) << i % 4 * 8;
+      if (i < source_bytes) word[i / 4] |= (u32)__ldg(from + i) << i % 4 * 8;
   }
   if constexpr (bytes == 16)
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(destination), "r"(word[0]), "r"(word[1]),
@@ -438,9 +438,9 @@ CUFLASH_DEVICE u64 load_arrivals(const u64* counter) {
 CUFLASH_DEVICE void replace_arrivals(u64* counter, u64 expected, u64 value) {
   asm volatile("atom.relaxed.gpu.global.cas.b64 _, [%0], %1, %2;" ::"l"(counter), "l"(expected), "l"(value) : "memory");
 }
-// Thread. atom.acq_rel.gpu.add (9.7.13.6): adds 1 and returns the count before. What this thread, and those it has met
-// at a barrier, stored so far comes before. It sees, and those that it meets at a barrier do, what was stored before
-// earlier arrivals.
+// Thread. atom.acq_rel.gpu.add (9.7.13.6): adds 1 and returns the count before. It releases what this thread, and those
+// of a barrier before it, have stored so far, and acquires, for them and for those of a barrier after it, what earlier
+// arrivals have released.
 CUFLASH_DEVICE u64 count_arrival(u64* counter) {
   u64 before;
   asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(counter) : "memory");

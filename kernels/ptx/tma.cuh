@@ -118,7 +118,7 @@ CUFLASH_DEVICE void barrier_arrive_in_cluster(u32 barrier) {
   }
 }
 // Thread. mapa (9.7.9.24): what is to be added to an address of this block's shared memory to make it that of the same
-// place in block `rank` of the cluster.
+// location in block `rank` of the cluster.
 CUFLASH_DEVICE u32 distance_in_cluster(u32 rank) {
   const u32 here = dynamic_shared();
   u32 there;
@@ -129,7 +129,7 @@ CUFLASH_DEVICE u32 distance_in_cluster(u32 rank) {
 CUFLASH_DEVICE void barrier_arrive_remote(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Thread. st.async (9.7.9.12): 16 bytes to a place in another block of the cluster. They count on `barrier`, of that
+// Thread. st.async (9.7.9.12): 16 bytes to an address in another block of the cluster. They count on `barrier`, of that
 // block.
 CUFLASH_DEVICE void store_remote_f32x4(u32 address, const float (&value)[4], u32 barrier) {
   asm volatile(
@@ -137,10 +137,10 @@ CUFLASH_DEVICE void store_remote_f32x4(u32 address, const float (&value)[4], u32
       "f"(value[0]), "f"(value[1]), "f"(value[2]), "f"(value[3]), "r"(barrier)
       : "memory");
 }
-// Thread. load_tensor of a box to all blocks of the cluster, each of which calls this and brings its share: so many
+// Thread. load_tensor of a box to all blocks of the cluster, each of which calls this and brings its slice: so many
 // rows of 128 bytes from the row of its rank on (cp.async.bulk.tensor with .multicast::cluster). Bytes count on the
 // barrier of the same address in each block.
-template <int blocks, int share_rows>
+template <int blocks, int slice_rows>
 CUFLASH_DEVICE void load_tensor_by_cluster(u32 destination, const TensorMap& map, u32 barrier, i32 column, i32 row,
                                            i32 head, i32 batch) {
   if constexpr (blocks == 1) {
@@ -149,8 +149,8 @@ CUFLASH_DEVICE void load_tensor_by_cluster(u32 destination, const TensorMap& map
     const u32 rank = cluster_rank<blocks>();
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
-        "{%3, %4, %5, %6}], [%2], %7;" ::"r"(destination + rank * share_rows * 128),
-        "l"(&map), "r"(barrier), "r"(column), "r"(row + (i32)rank * share_rows), "r"(head), "r"(batch),
+        "{%3, %4, %5, %6}], [%2], %7;" ::"r"(destination + rank * slice_rows * 128),
+        "l"(&map), "r"(barrier), "r"(column), "r"(row + (i32)rank * slice_rows), "r"(head), "r"(batch),
         "h"((u16)((1 << blocks) - 1))
         : "memory");
   }

@@ -14,8 +14,8 @@ namespace ptx {
 
 // Describes a tile in shared memory, in lines of 128 bytes with their 16-byte vectors swizzled as TMA does it
 // (9.7.15.5.1), the first line at a multiple of 1024 bytes. Elements of k along the lines: 8 rows are `stride_bytes`
-// (1024 when they are neighbours) apart, and a step along k moves `address` within the line. Transposed: 8 elements of
-// k are `stride_bytes` apart, and the next 64 rows (of 16-bit elements) `leading_bytes`.
+// (1024 when they are neighbours) after each other, and a step along k moves `address` within the line. Transposed: 8
+// elements of k are `stride_bytes` after each other, and the next 64 rows (of 16-bit elements) `leading_bytes`.
 CUFLASH_DEVICE constexpr u64 descriptor(u32 address, u32 leading_bytes, u32 stride_bytes) {
   return (u64)((address & 0x3ffff) >> 4) | (u64)(leading_bytes >> 4) << 16 | (u64)(stride_bytes >> 4) << 32 |
          1ull << 62;
@@ -49,7 +49,7 @@ CUFLASH_DEVICE void fence_operand(float (&d)[n_tiles][4]) {
 // lies with its k elements next to each other, or transposed, with its m (or n) elements next to each other.
 // `a` in registers: wgmma<b_transposed>(type, d, a, b, accumulate), a[4] of two elements each.
 
-// The accumulator's registers in the text of an instruction, and as its operands: 8 for every 16 columns.
+// The accumulator's registers in the source of an instruction, and as its operands: 8 for every 16 columns.
 #define CUFLASH_TEXT_1 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define CUFLASH_TEXT_2 CUFLASH_TEXT_1 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define CUFLASH_TEXT_3 CUFLASH_TEXT_2 ", %16, %17, %18, %19, %20, %21, %22, %23"

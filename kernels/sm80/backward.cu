@@ -252,8 +252,8 @@ CUFLASH_DEVICE void backward(const Params& params) {
 
   ptx::copy_async_wait<0>();
   if constexpr (kSplitsGroup) {
-    Real* partials =
-        partials_at(params, first_part_of(params, num_n_blocks, batch, head_kv, n_block) + split, ptx::thread_index());
+    Real* partials = partials_at(params, first_partial_of(params, num_n_blocks, batch, head_kv, n_block) + split,
+                                 ptx::thread_index());
     const auto leave = [&](const auto& d) {
 #pragma unroll
       for (const auto& row : d)

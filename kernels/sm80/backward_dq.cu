@@ -49,8 +49,8 @@ CUFLASH_DEVICE void make_ds(Real (&s)[kDqMTiles][kNTiles][4], const Real (&dp)[k
     }
 }
 
-// Stores rows of dq: rounded, through the shared memory of Q; or as they were summed, to be added to other parts of
-// them.
+// Stores rows of dq: rounded, through the shared memory of Q; or as they were summed, to be added to other partial sums
+// of them.
 CUFLASH_DEVICE void store_dq(const Params& params, Entry batch, int head, u32 s_q, int warp_row, int warp_d,
                              const Real (&dq)[kDqMTiles][kDqNTiles][4], int first_row, int seqlen_q) {
   const auto scale = [factor = scale_of(params)](int, int) { return factor; };

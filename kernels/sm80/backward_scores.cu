@@ -9,9 +9,9 @@
 //
 // A block owns a tile of dbias and iterates over all axes along which the bias broadcasts: batch entries, heads, tiles
 // of queries, tiles of keys. For the other gradients it owns a tile of queries of one head and iterates over the keys.
-// Where that makes few blocks, several blocks split a loop, and helpers/scores_reduce.cu adds the parts that they
-// leave. Gradients of arrays that a score_mod or mask_mod reads are made in the same loop, by sums that do not depend
-// on the order of additions (common/score/score_args_gradients.cuh).
+// Where that makes few blocks, several blocks split a loop, and helpers/scores_reduce.cu adds the partial sums that
+// they leave. Gradients of arrays that a score_mod or mask_mod reads are made in the same loop, by sums that do not
+// depend on the order of additions (common/score/score_args_gradients.cuh).
 #include "common/softmax/backward.cuh"
 #include "common/score/score_args_gradients.cuh"
 #include "common/config.cuh"
@@ -48,7 +48,7 @@ struct Sums {
   double of[kNumSums];
 };
 
-// Stores the tile of dbias: in its place, or for the kernel that adds the tiles of several blocks.
+// Stores the tile of dbias: in dbias, or for the kernel that adds the tiles of several blocks.
 CUFLASH_DEVICE void finish_dbias(const Params& params, const ScoreTiles& result, u32 index, int split, Sums& sums) {
   const u32 s_result = ptx::dynamic_shared();
   const int lane_row = warp_index() * 16 * kMTiles + fragment_row();
@@ -108,9 +108,9 @@ CUFLASH_DEVICE void finish_sums(const Params& params, const ScoreTiles& result, 
   if (quantity >= kNumSums) return;
   double sum = 0;
   for (int i = 0; i < kNumWarps; ++i) {
-    double part;
-    ptx::load_shared(s_sums + i * 32 + quantity * 8, part);
-    sum += part;
+    double partial;
+    ptx::load_shared(s_sums + i * 32 + quantity * 8, partial);
+    sum += partial;
   }
   sums_partials_of(params, quantity, result.head, result.batch, result.m_block)[split] = sum;
 }

@@ -1,8 +1,8 @@
-// How the backward kernels on mma.sync, and those around them, deal their tiles to warps.
+// How the backward kernels on mma.sync, and their helpers, deal their tiles to warps.
 #pragma once
 #include "common/softmax/backward.cuh"
 
-// Whether the accumulators of the main kernel are in plain order, whatever the element type: products of bfloat16 parts
+// Whether the accumulators of the main kernel are in plain order, whatever the element type: products of bfloat16 terms
 // permute no rows or columns (sm80/fragments.cuh).
 constexpr bool kPlainFragments = CUFLASH_PLAIN_FRAGMENTS;
 

@@ -41,7 +41,7 @@ CUFLASH_DEVICE void load_tile(u32 tile, const Head& head, i64 row_stride, int fi
                               int thread = ptx::thread_index()) {
   constexpr int kBytes = kIsFloat8<Head> ? 1 : kElementBytes;  // of an element
   constexpr int kPadded = round_up(columns, CUFLASH_DIM_MULTIPLE);
-  // At least two one-byte elements at a time, because shared memory takes two bytes.
+  // At least two fp8 elements at a time, because shared memory takes two bytes.
   constexpr int kVector = kBytes == 1 ? max_of(kLoadBytes / kElementBytes, 2) : kLoadBytes / kElementBytes;
   constexpr int kVectors = kPadded / kVector;  // of a row
   constexpr int kThreadsOfRow = kVectors % 8 == 0 ? 8 : kVectors % 4 == 0 ? 4 : 2;

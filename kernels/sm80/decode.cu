@@ -1,4 +1,4 @@
-// Decode (a forward pass of few queries) on every device, in every type: reads K and V once, as fast as memory allows.
+// Decode on every device, in every type: reads K and V once, as fast as memory allows.
 //
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
@@ -45,12 +45,12 @@ constexpr u32 kBytesPerGroup =
     round_up(max_of(kNumStages * (kBytesK + kBytesV), kWarpGroups > 1 ? kWarpsPerGroup * kBytesSums : 0u), 128);
 static_assert(kBytesQ + kWarpGroups * kBytesPerGroup == CUFLASH_SHARED_BYTES, "shared memory differs from the plan");
 
-// The warp group of a thread, and its place in it.
+// The warp group of a thread, and its index in it.
 struct WarpGroup {
   int index;        // among the warp groups of the block
   int thread;       // among the threads of the warp group
   int row;          // the first of the 16 rows of the warp
-  int lane_row[2];  // the two rows of which this lane holds parts
+  int lane_row[2];  // the two rows of which this lane holds slices
   int warp_d;       // which slice of the columns of O is the warp's
   u32 ring;         // in shared memory
 
@@ -72,22 +72,22 @@ struct WarpGroup {
   }
 };
 
-// The tiles of keys that a warp group takes. It takes every kWarpGroups-th place of its block, from the last place to
-// the first.
+// The tiles of keys that a warp group takes. It takes every kWarpGroups-th position of its block, from the last place
+// to the first.
 //
 // Tiles that no row attends to are left out. Where a block mask, or tile classes under a mask or a mask_mod, say
-// which these are, the lanes look at 32 places at once. Visible tiles may gather anywhere among the keys, so
-// neighbouring places then stand for tiles far from each other, and each block of a head has some of every region.
+// which these are, the lanes look at 32 positions at once. Visible tiles may gather anywhere among the keys, so
+// neighbouring positions then stand for tiles far from each other, and each block of a head has some of every region.
 struct KeyTileIterator {
   static constexpr int kNone = -1;
   static constexpr bool kLooks = kHasBlockMask || kHasTileClasses;
 
   const Params& params;
   const HeadWork& work;
-  int stride, steps;  // place i + steps j is tile stride i + j of the head
-  int start, stop;    // places of the block
-  int place;          // the next place of the warp group
-  int looked_at = 0;  // the place that the first lane has looked at
+  int stride, steps;  // position i + steps j is tile stride i + j of the head
+  int start, stop;    // positions of the block
+  int position;       // the next position of the warp group
+  int looked_at = 0;  // the position that the first lane has looked at
   u32 seen = 0;       // which lanes have seen a visible tile that has not been given yet
 
   CUFLASH_DEVICE KeyTileIterator(const Params& params, const HeadWork& work, int group)
@@ -95,26 +95,26 @@ struct KeyTileIterator {
         work(work),
         stride(kLooks ? ceil_div(work.blocks, params.batch * params.num_heads_kv) : 1),
         steps(ceil_div(work.num_tiles, stride)),
-        start(work.part_of(steps * stride, work.from)),
-        stop(work.part_of(steps * stride, work.to)),
-        place(stop - 1 - group) {}
+        start(work.tiles_before(steps * stride, work.from)),
+        stop(work.tiles_before(steps * stride, work.to)),
+        position(stop - 1 - group) {}
 
-  // Whether the block has any places.
+  // Whether the block has any positions.
   CUFLASH_DEVICE bool has_any() const { return start < stop; }
 
   CUFLASH_DEVICE int next() {
     if constexpr (!kLooks) {
-      const int tile = work.first_tile + place;
-      const bool exists = place >= start;
-      place -= kWarpGroups;
+      const int tile = work.first_tile + position;
+      const bool exists = position >= start;
+      position -= kWarpGroups;
       return exists ? tile : kNone;
     } else {
 #pragma unroll 1
-      for (; seen == 0; place -= 32 * kWarpGroups) {
-        if (place < start) return kNone;
-        const int own = place - (int)lane_index() * kWarpGroups;
+      for (; seen == 0; position -= 32 * kWarpGroups) {
+        if (position < start) return kNone;
+        const int own = position - (int)lane_index() * kWarpGroups;
         seen = ptx::ballot(own >= start && is_visible(tile_at(own)));
-        looked_at = place;
+        looked_at = position;
       }
       const u32 lane = 31 - ptx::leading_zeros(seen & (0u - seen));
       seen &= seen - 1;
@@ -123,9 +123,11 @@ struct KeyTileIterator {
   }
 
  private:
-  CUFLASH_DEVICE int tile_at(int place) const { return work.first_tile + place % steps * stride + place / steps; }
+  CUFLASH_DEVICE int tile_at(int position) const {
+    return work.first_tile + position % steps * stride + position / steps;
+  }
 
-  // Whether some row may see a key of the tile. The tile need not exist.
+  // Whether some row may attend to a key of the tile. The tile need not exist.
   CUFLASH_DEVICE bool is_visible(int tile) const {
     if (tile >= work.first_tile + work.num_tiles) return false;
     bool any = false;
@@ -244,7 +246,7 @@ CUFLASH_DEVICE void attend(const Params& params, const HeadWork& work, const Lan
 // Adds the sums of all warp groups to those of the first one: half of the warp groups hand theirs over, then half of
 // the rest.
 CUFLASH_DEVICE void merge(const WarpGroup& group, Sums& sums) {
-  const auto place_of = [&](int other) {
+  const auto sums_of = [&](int other) {
     return group.ring + (other - group.index) * (int)kBytesPerGroup + warp_index() % kWarpsPerGroup * kBytesSums;
   };
 #pragma unroll
@@ -252,11 +254,11 @@ CUFLASH_DEVICE void merge(const WarpGroup& group, Sums& sums) {
     const int half = (left + 1) / 2;
     if (group.index >= half && group.index < left) {
       group.sync();  // other warps of the warp group may still read their last values
-      sums.hand_over(place_of(group.index), place_of(group.index) + Sums::kBytesOut);
+      sums.hand_over(sums_of(group.index), sums_of(group.index) + Sums::kBytesOut);
     }
     ptx::sync_block();
     if (group.index + half < left)
-      sums.take_in(place_of(group.index + half), place_of(group.index + half) + Sums::kBytesOut);
+      sums.take_in(sums_of(group.index + half), sums_of(group.index + half) + Sums::kBytesOut);
   }
 }
 

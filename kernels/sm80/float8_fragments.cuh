@@ -1,4 +1,4 @@
-// B operands of products, from shared tiles of one-byte numbers, which become elements on the way to registers.
+// B operands of products, from shared tiles of fp8, which become elements on the way to registers.
 //
 // A lane loads two neighbouring numbers at a time. In operands stored by columns these are two k of one column. In
 // operands stored by rows they belong to two columns; as with wide elements (sm80/fragments.cuh), one of the two

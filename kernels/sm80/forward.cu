@@ -172,7 +172,7 @@ CUFLASH_DEVICE void forward(const Params& params) {
   // The epilogue: O / l, through the shared memory of Q so that the stores to global memory are wide.
   softmax.finish();
   if (kHasSinks && !is_left_over(params, batch))
-    softmax.add_sinks(o, [&](int, int) { return to_offset(sink_of(params, head)); });
+    softmax.add_sinks(o, [&](int, int) { return to_row_max(sink_of(params, head)); });
   ptx::copy_async_wait<0>();
   ptx::sync_block();
   const auto factor_of = [&](int m, int half) {

@@ -1,4 +1,4 @@
-// Fragments of operands: how a lane gets its part of a product's factors from shared memory, for each element type.
+// Fragments of operands: how a lane gets its slice of a product's factors from shared memory, for each element type.
 //
 // With g = lane / 4 and t = lane % 4, a lane holds of a 16 x 8 tile of an accumulator the rows g and g + 8, columns
 // 2t and 2t + 1: four Reals, in the layout of ptx::mma_m16n8k16, whatever the element type.
@@ -19,8 +19,8 @@
 // ---- From shared memory -------------------------------------------------------------------------------------------
 //
 // Four loaders, for A and B stored by rows ([m][k], [k][n]) or by columns ([k][m], [n][k]). Each is constructed from a
-// shared tile with rows of `row` bytes and the place in it that stands for (0, 0). It fetches fragments of kStep of k:
-// 16 rows m of A, or 16 columns n of B. Columns of B are dealt to `warps` warps in turns of 16.
+// shared tile with rows of `row` bytes and the position in it that stands for (0, 0). It fetches fragments of kStep of
+// k: 16 rows m of A, or 16 columns n of B. Columns of B are dealt to `warps` warps in turns of 16.
 
 // Where a lane points ldmatrix within the 16 x 16 fragment at row `r`, column 16 `column_tile`. Two orders of the four
 // 8 x 8 matrices serve every operand: down first for A stored [m][k] and B stored [k][n], across first for B stored
@@ -200,14 +200,14 @@ CUFLASH_DEVICE void multiply_add(float (&d)[4], const FragmentOf<Float32>& a, co
 }
 
 // float32 to its full precision: each element is the sum of two TF32 numbers, but for 2^-24 of it. The product of two
-// small parts is about as small, so it is left out.
+// small terms is about as small, so it is left out.
 struct Tf32Split {
   FragmentOf<Float32> big, small;
 };
 
-// The big part is rounded to nearest, so that the small part has 12 bits and either sign. Of an infinity, the small
-// part is the infinity and the big part is the largest number: with a finite factor, its product is then neither the
-// difference of two infinities nor that of an infinity and a small part which is zero. The small part of a NaN is NaN,
+// The big term is rounded to nearest, so that the small term has 12 bits and either sign. Of an infinity, the small
+// term is the infinity and the big term is the largest number: with a finite factor, its product is then neither the
+// difference of two infinities nor that of an infinity and a small term which is zero. The small term of a NaN is NaN,
 // whatever becomes of the big one.
 CUFLASH_DEVICE void tf32_split(float x, float& big, float& small) {
   constexpr float kLargest = 3.4011621342146535e38f;  // of TF32
@@ -215,11 +215,11 @@ CUFLASH_DEVICE void tf32_split(float x, float& big, float& small) {
   big = ptx::limit_magnitude(rounded, kLargest);
   small = x - big;
 }
-CUFLASH_DEVICE void factor_of(const FragmentOf<Float32>& fragment, Tf32Split& parts) {
+CUFLASH_DEVICE void factor_of(const FragmentOf<Float32>& fragment, Tf32Split& terms) {
 #pragma unroll
   for (int i = 0; i < kStep / 8; ++i)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) tf32_split(fragment.word[i][j], parts.big.word[i][j], parts.small.word[i][j]);
+    for (int j = 0; j < 4; ++j) tf32_split(fragment.word[i][j], terms.big.word[i][j], terms.small.word[i][j]);
 }
 // The tensor cores cut sums off, so only the few products of one step are summed there, small ones first. The steps are
 // added with rounding.

@@ -5,7 +5,7 @@
 // The turns are loops that are not unrolled: unrolled code would be so long that compiling it takes minutes.
 //
 // Fragments are those of mma: with g = lane / 4 and t = lane % 4, a lane holds rows g and g + 8 of A, column g of B,
-// and columns 2t and 2t + 1 of the sums. So in a turn, a lane gets its part of A from the lane (g, turn) of its own
+// and columns 2t and 2t + 1 of the sums. So in a turn, a lane gets its elements of A from the lane (g, turn) of its own
 // group of four, and the rows of B that go with it from the lanes (2t, turn) and (2t + 1, turn).
 #pragma once
 #include "common/io/fragments.cuh"

@@ -54,13 +54,13 @@ CUFLASH_DEVICE void multiply_unrolled(Real (&d)[m_tiles][n_tiles][4], LoadA load
 }
 
 // The same where both operands are in shared memory, so that any step can be read at any time. Long rows become a loop:
-// code for all of their steps would take long to compile, above all for float32, whose operands have two parts.
+// code for all of their steps would take long to compile, above all for float32, whose operands have two terms.
 //
 // Tensor cores cut their sums off, on compute capability 7.5 once for every 8 columns: there long rows are summed in
-// parts, which are then added with rounding.
-constexpr bool kLoopsEarly = kElementBytes == 4, kSumsInParts = CUFLASH_ARCH < 80 && !kWide && !kByLanes;
-constexpr int kUnrolledSteps = (kLoopsEarly || kSumsInParts ? 128 : 256) / kStep;
-constexpr int kStepsOfLoop = (kLoopsEarly ? 32 : kSumsInParts ? 128 : 64) / kStep;
+// partial sums, which are then added with rounding.
+constexpr bool kLoopsEarly = kElementBytes == 4, kPartialSums = CUFLASH_ARCH < 80 && !kWide && !kByLanes;
+constexpr int kUnrolledSteps = (kLoopsEarly || kPartialSums ? 128 : 256) / kStep;
+constexpr int kStepsOfLoop = (kLoopsEarly ? 32 : kPartialSums ? 128 : 64) / kStep;
 template <int k_steps, int m_tiles, int n_tiles, class LoadA, class LoadB>
 CUFLASH_DEVICE void multiply(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB load_b) {
   if constexpr (k_steps <= kUnrolledSteps) {
@@ -73,16 +73,16 @@ CUFLASH_DEVICE void multiply(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB
             sum, [&](int m, int k, Fragment& fragment) { load_a(m, first + k, fragment); },
             [&](int n, int k, Fragment& fragment) { load_b(n, first + k, fragment); });
       };
-      if constexpr (kSumsInParts) {
-        Real part[m_tiles][n_tiles][4];
-        set_zero(part);
-        add_to(part);
+      if constexpr (kPartialSums) {
+        Real partial[m_tiles][n_tiles][4];
+        set_zero(partial);
+        add_to(partial);
 #pragma unroll
         for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
           for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) d[m][n][i] += part[m][n][i];
+            for (int i = 0; i < 4; ++i) d[m][n][i] += partial[m][n][i];
       } else {
         add_to(d);
       }
@@ -96,10 +96,10 @@ CUFLASH_DEVICE void multiply(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB
 // The same for one of many products that are added up, one for each tile. One running sum over all of them, term by
 // term, would lose a digit of float64, or of float32 by single multiply-adds. There each product is summed by itself,
 // 16 columns at a time, and then added.
-constexpr bool kSumsProductsApart = kElementBytes == 8 || (kElementBytes == 4 && kByLanes);
+constexpr bool kSumsProductsSeparately = kElementBytes == 8 || (kElementBytes == 4 && kByLanes);
 template <int k_steps, int m_tiles, int n_tiles, class LoadA, class LoadB>
 CUFLASH_DEVICE void add_product(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, LoadB load_b) {
-  if constexpr (!kSumsProductsApart) {
+  if constexpr (!kSumsProductsSeparately) {
     multiply<k_steps>(d, load_a, load_b);
   } else {
     Fragment a[k_steps][m_tiles];
@@ -123,7 +123,7 @@ CUFLASH_DEVICE void add_product(Real (&d)[m_tiles][n_tiles][4], LoadA load_a, Lo
 }
 
 // The order of the rows and columns of an accumulator of wide elements, by the operands of its product. (Accumulators
-// of 16-bit elements are always in plain order, except for products of one-byte values, whose columns are paired.)
+// of 16-bit elements are always in plain order, except for products of fp8 values, whose columns are paired.)
 enum class Order {
   kPlain,              // RowMajorA, ColumnMajorB
   kPairedColumns,      // RowMajorA, RowMajorB
@@ -204,7 +204,7 @@ CUFLASH_DEVICE void visit_row_pairs(const Real (&value)[n_tiles][4], int warp, i
 }
 
 // Stores sums, times `factor` of their row, without rounding them to the element type: from fragments in the order of
-// 16-bit elements, to rows [first_row, row_stop) of a head in global memory, to be added to other parts of them.
+// 16-bit elements, to rows [first_row, row_stop) of a head in global memory, to be added to other partial sums.
 template <int columns, int warps_d, int m_tiles, int n_tiles, class RowFactor>
 CUFLASH_DEVICE void store_sums(const Real (&sum)[m_tiles][n_tiles][4], int warp_row, int warp_d, RowFactor factor,
                                Real* result, i64 row_stride, int first_row, int row_stop) {

@@ -1,4 +1,4 @@
-// Loads tiles of queries, of elements or of one-byte numbers, from global to shared memory.
+// Loads tiles of queries, of elements or of fp8, from global to shared memory.
 #pragma once
 #include "common/io/float8.cuh"
 #include "common/io/operands.cuh"

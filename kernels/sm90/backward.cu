@@ -1,4 +1,4 @@
-// Backward pass of 16-bit types on compute capability 9.0 (Hopper), transposed, with wgmma and TMA.
+// Backward pass in half precision on compute capability 9.0 (Hopper), transposed, with wgmma and TMA.
 //
 //   P' = exp(K Q' - lse)    dP' = V dO'    dS' = P' * (dP' - delta)
 //   dV = P' dO              dK = dS' Q     dQ += dS K                       (X' is X transposed; rows of X' are keys)
@@ -277,7 +277,7 @@ struct Consumer {
     }
     if (masked || large) {  // one branch, which few tiles take
       if constexpr (!kMaskByBits) {
-        weights.hide(products, masked, m_tile.asks_function(), row_of, key_of);
+        weights.hide(products, masked, m_tile.evaluates_mask(), row_of, key_of);
       } else if (masked) {
         hide_by_bits(p, shown);
       }
@@ -378,7 +378,7 @@ struct Consumer {
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) ptx::store_shared_f32x4(s_scores() + n * 128 * 16, value[n]);
   }
-  CUFLASH_DEVICE KeySumsPlace sums() const { return {common, work, (int)(first + warp_key) / 16}; }
+  CUFLASH_DEVICE KeySumsSlot sums() const { return {common, work, (int)(first + warp_key) / 16}; }
   // Called at the end of a step of a query head. After its last step, leaves the sums that belong to the head.
   CUFLASH_DEVICE void leave_sums(int head, bool last) {
     if (m_tile.head == head && !last) return;
@@ -406,7 +406,7 @@ struct Consumer {
 
   // ---- A step: one tile of queries ----------------------------------------------------------------------------------
   // The first step, too, issues products of "the step before", and those of the second step replace their results. A
-  // first step apart from the loop would take twice the instructions, and more registers.
+  // first step outside of the loop would take twice the instructions, and more registers.
   CUFLASH_DEVICE void step(int number) {
     const u32 s_q = shared.q + at.stage * kBytesQ, s_do = shared.dout + at.stage * kBytesDo;
     const u32 s_stats = shared.stats + at.stage * kBytesStats + fragment_column() * 8;
@@ -495,8 +495,8 @@ struct Consumer {
   }
 
   CUFLASH_DEVICE void run() {
-    // With a share of the queries, or with lists, the block may have no query of some head.
-    if constexpr (makes_dk && kSumsScores && (kSplitsTail || kHasLists)) sums().leave_zeros();
+    // With a split of the queries, or with a block-sparse index, the block may have no query of some head.
+    if constexpr (makes_dk && kSumsScores && (kSplitsTail || kHasBlockIndex)) sums().leave_zeros();
     double dscale = 0;
     if (work.num_steps > 0) {
       wait_for_keys();
@@ -581,7 +581,7 @@ CUFLASH_DEVICE void backward(const BackwardParams& params) {
     found = BackwardWork::find(params.common);
     if (!has_keys(params.common, found)) {
       if (kMakesSums && warp_index() < kSumWarps) leave_nothing(params.common, BackwardWork(params.common, found));
-      if (kClearsAhead && ptx::thread_index() < kClearThreads && WorkSplit(params.common).part == 0)
+      if (kClearsAhead && ptx::thread_index() < kClearThreads && WorkSplit(params.common).split == 0)
         clear_ahead(params.common, num_tiles_of(params.common, params.common.seqlen_q, kBlockM), found,
                     ptx::thread_index());
       return;

@@ -8,11 +8,11 @@
 // blocks split their loops, and helpers/scores_reduce.cu adds what they leave.
 //
 // The last warpgroup, the producer, loads tiles by TMA: of Q and K for a product S, and of dO and V for a product dP,
-// which take turns in one ring. Each of the two consumers owns 64 queries. They drift apart, so that the products of
-// one run during the exponentials of the other.
+// which take turns in one ring. Each of the two consumers owns 64 queries. They drift out of step, so that the products
+// of one run during the exponentials of the other.
 //
-// Operands of float32 come split into bfloat16 parts (helpers/split_fp32.cu), and each product is the sum of products
-// of parts (common/io/part_products.cuh), as in the main kernel.
+// Operands of float32 come split into bfloat16 terms (helpers/split_fp32.cu), and each product is the sum of products
+// of terms (common/io/term_products.cuh), as in the main kernel.
 //
 //   barrier         one phase is over when                       who waits
 //   full[i]         the operands of a product are in stage i     consumers, before the product
@@ -24,7 +24,7 @@
 #include "common/config.cuh"
 #include "common/score/dropout.cuh"
 #include "common/io/params.cuh"
-#include "common/io/part_products.cuh"
+#include "common/io/term_products.cuh"
 #include "common/score/score_gradients.cuh"
 #include "common/score/scores.cuh"
 #include "sm90/bias_terms.cuh"
@@ -45,8 +45,8 @@ using Factor = Either<kWide, BFloat16, Element>::Type;  // of the operands of pr
 static_assert(!kWide || max_of(kDim, kDimV) <= kChunk, "the tensor cores cut sums off: each is of one chunk");
 
 // Shared memory: the ring of operands, the ring of tiles of bias, numbers that are added to scores of keys, barriers.
-constexpr u32 kPartA = chunked_bytes(kBlockM, max_of(kDim, kDimV)), kBytesA = kBf16Parts * kPartA;
-constexpr u32 kPartB = chunked_bytes(kBlockN, max_of(kDim, kDimV)), kBytesStage = kBytesA + kBf16Parts * kPartB;
+constexpr u32 kTermA = chunked_bytes(kBlockM, max_of(kDim, kDimV)), kBytesA = kBf16Terms * kTermA;
+constexpr u32 kTermB = chunked_bytes(kBlockN, max_of(kDim, kDimV)), kBytesStage = kBytesA + kBf16Terms * kTermB;
 static_assert(kNumStages * (kBytesStage + kBytesPerKeyValues) + kBiasStages * kBytesBias + Ring<kNumStages>::kBytes +
                       Ring<kBiasStages>::kBytes ==
                   CUFLASH_SHARED_BYTES,
@@ -97,7 +97,7 @@ struct BiasTileScheduler {
   CUFLASH_DEVICE bool more() const { return index < count; }
   CUFLASH_DEVICE void advance(const Params& params) { index += params.resident_blocks; }
   CUFLASH_DEVICE bool is_split() const { return index >= whole; }
-  // For a split: the place of its tile among those that are shared, and the number of the split. `tile` is for both.
+  // For a split: the index of its tile among those that are shared, and the number of the split. `tile` is for both.
   CUFLASH_DEVICE u32 shared(const Params& params) const { return (index - whole) / params.score_splits; }
   CUFLASH_DEVICE int split(const Params& params) const { return (index - whole) % params.score_splits; }
   CUFLASH_DEVICE u32 tile(const Params& params) const { return is_split() ? whole + shared(params) : index; }
@@ -137,12 +137,12 @@ CUFLASH_DEVICE void produce(const BiasParams& params, const Shared& shared) {
         const Barrier full = shared.ring.full(at);
         const u32 stage = shared.operands + at.stage * kBytesStage;
         shared.ring.empty(at).wait(at.parity ^ 1);
-        full.arrive_expect(kBf16Parts * (chunked_bytes(kBlockM, kColumns) + chunked_bytes(kBlockN, kColumns)));
+        full.arrive_expect(kBf16Terms * (chunked_bytes(kBlockM, kColumns) + chunked_bytes(kBlockN, kColumns)));
 #pragma unroll
-        for (int part = 0; part < kBf16Parts; ++part) {
-          const int entry = part * common.batch + batch;
-          load_boxes<kBlockM, kBoxRows, kColumns>(stage + part * kPartA, of_queries, full, first_row, now.head, entry);
-          load_boxes<kBlockN, kBoxKeys, kColumns>(stage + kBytesA + part * kPartB, of_keys, full, first_key, head_kv,
+        for (int term = 0; term < kBf16Terms; ++term) {
+          const int entry = term * common.batch + batch;
+          load_boxes<kBlockM, kBoxRows, kColumns>(stage + term * kTermA, of_queries, full, first_row, now.head, entry);
+          load_boxes<kBlockN, kBoxKeys, kColumns>(stage + kBytesA + term * kTermB, of_keys, full, first_key, head_kv,
                                                   entry);
         }
         at.advance();
@@ -221,11 +221,11 @@ struct Consumer {
     const u64 a = descriptor_of(stage + index * 64 * kLineBytes), b = descriptor_of(stage + kBytesA);
     issue(d, [&]() __attribute__((always_inline)) {
 #pragma unroll
-      for (int i = 0; i < kPartProducts; ++i)
+      for (int i = 0; i < kTermProducts; ++i)
 #pragma unroll
         for (int k = 0; k < columns / 16; ++k)
-          ptx::wgmma<false, false>(Factor{}, d, along_k<kBlockM>(a + part_product(i).a * kPartA / 16, k),
-                                   along_k<kBlockN>(b + part_product(i).b * kPartB / 16, k), i + k > 0);
+          ptx::wgmma<false, false>(Factor{}, d, along_k<kBlockM>(a + term_product(i).a * kTermA / 16, k),
+                                   along_k<kBlockN>(b + term_product(i).b * kTermB / 16, k), i + k > 0);
     });
   }
 
@@ -303,13 +303,13 @@ struct Consumer {
     const ScoreTiles tile(common, scheduler.tile(common));
     const int lane_row = warp_row + fragment_row(), lane_key = fragment_column();
     if (scheduler.is_split()) {
-      float* part =
+      float* partial =
           score_partials_of(common, scheduler.shared(common), scheduler.split(common)) + lane_row * kBlockN + lane_key;
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          *(Pair*)(part + 8 * half * kBlockN + 8 * n) = {sum[n][2 * half], sum[n][2 * half + 1]};
+          *(Pair*)(partial + 8 * half * kBlockN + 8 * n) = {sum[n][2 * half], sum[n][2 * half + 1]};
       return;
     }
     const ScoreTensor& dbias = common.dbias;
@@ -317,17 +317,17 @@ struct Consumer {
     const i64 first = tile.batch * dbias.batch_stride + tile.head * dbias.head_stride + row * dbias.row_stride + key;
     const int stop_row = (tile.m_block + 1) * kBlockM, stop_key = (tile.n_block + 1) * kBlockN;
     const bool is_whole = stop_row <= common.seqlen_q && stop_key <= common.seqlen_k;
-    u8* place = (u8*)dbias.data + first * kBiasBytes;
-    if (is_whole && dbias.key_stride == 1 && dbias.row_stride % 2 == 0 && (u64)place % (2 * kBiasBytes) == 0) {
+    u8* to = (u8*)dbias.data + first * kBiasBytes;
+    if (is_whole && dbias.key_stride == 1 && dbias.row_stride % 2 == 0 && (u64)to % (2 * kBiasBytes) == 0) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half, place += 8 * dbias.row_stride * kBiasBytes)
+      for (int half = 0; half < 2; ++half, to += 8 * dbias.row_stride * kBiasBytes)
 #pragma unroll
         for (int n = 0; n < kNTiles; ++n) {
           const float left = sum[n][2 * half], right = sum[n][2 * half + 1];
           if constexpr (kBiasBytes == 2)
-            *((u32*)place + 4 * n) = ptx::pack(Factor{}, left, right);
+            *((u32*)to + 4 * n) = ptx::pack(Factor{}, left, right);
           else
-            *((Pair*)place + 4 * n) = {left, right};
+            *((Pair*)to + 4 * n) = {left, right};
         }
       return;
     }

@@ -107,7 +107,7 @@ CUFLASH_DEVICE void issue_dq(float (&dq)[kDqColumns / 8][4], const Fragment (&ds
   });
 }
 
-// The warpgroup of dQ. For each tile of queries it makes the part of dQ that is due to the block's keys, and adds it to
+// The warpgroup of dQ. For each tile of queries it makes the partial dQ of the block's keys, and adds it to
 // the sum in memory.
 CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& shared, const Work& found, u32 thread) {
   const Params& common = params.common;
@@ -118,7 +118,7 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
     producer.load_keys();
     for (int i = 0; i < kNumStages; ++i) producer.load_queries();
   }
-  if (kClearsAhead && WorkSplit(common).part == 0) clear_ahead(common, tile.num_m_blocks, tile.work, thread);
+  if (kClearsAhead && WorkSplit(common).split == 0) clear_ahead(common, tile.num_m_blocks, tile.work, thread);
   if (tile.num_steps == 0) return;
   if constexpr (kClearsAhead) wait_for_clears(common, tile.num_m_blocks, tile.work);
   shared.kv_full.wait(0);

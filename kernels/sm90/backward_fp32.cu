@@ -3,8 +3,8 @@
 //   P' = exp(K Q' - lse)    dP' = V dO'    dS' = P' * (dP' - delta)
 //   dV = P' dO              dK = dS' Q     dQ += dS K                       (X' is X transposed; rows of X' are keys)
 //
-// Each factor comes split into three or two bfloat16 parts (common/io/bf16_split.cuh), and each product is a sum of six
-// products of parts, or of three. The tensor cores truncate their sums instead of rounding them. So they sum only over
+// Each factor comes split into three or two bfloat16 terms (common/io/bf16_split.cuh), and each product is a sum of six
+// products of terms, or of three. The tensor cores truncate their sums instead of rounding them. So they sum only over
 // a chunk of 64 columns, or over the 64 rows of a tile, and chunks and tiles are added with rounding. Only scores are
 // one sum of the tensor cores, as in the forward pass.
 //
@@ -21,7 +21,7 @@
 //   do_full[i]      a chunk of dO is in i                       dP', dV
 //   do_empty[i]     dP' and dV of the chunk are made            the producer of dO
 //   p_full[i]       P' is in buffer i                           dS'
-//   ds_full[i]      dS' has taken the place of P' in buffer i   dQ
+//   ds_full[i]      dS' has replaced P' in         buffer i   dQ
 //   ds_empty[i]     dQ of this dS' is made                      P', before it is written there again
 //   named: one for the warpgroup of dK
 #include "common/io/bf16_split.cuh"
@@ -47,11 +47,11 @@ constexpr int kBuffers = CUFLASH_NUM_BUFFERS;  // for P' and dS'
 constexpr bool kDqLate = CUFLASH_DQ_LATE;
 static_assert(!kDqLate || kBuffers <= kNumStages, "dQ sees every phase of q_empty");
 
-// A tile is stored as chunks of 64 columns, and a chunk as its bfloat16 parts, one after the other. Products skip the
+// A tile is stored as chunks of 64 columns, and a chunk as its bfloat16 terms, one after the other. Products skip the
 // columns of the last chunk that lie past the head dimension, rounded up to a multiple of 16.
 constexpr int kChunks = chunks_of(kDim), kChunksV = chunks_of(kDimV);
-constexpr u32 kBytesPart = chunked_bytes(kRows, kChunk);
-constexpr u32 kBytesChunk = kBf16Parts * kBytesPart;
+constexpr u32 kBytesTerm = chunked_bytes(kRows, kChunk);
+constexpr u32 kBytesChunk = kBf16Terms * kBytesTerm;
 constexpr u32 kBytesK = kChunks * kBytesChunk, kBytesV = kChunksV * kBytesChunk;
 constexpr u32 kBytesStats = kRows * 8;
 constexpr u32 kBytesBarriers = 8 * (2 + 2 * kNumStages * (kChunks + kChunksV) + 3 * kBuffers);
@@ -122,29 +122,29 @@ struct Shared {
   CUFLASH_DEVICE u32 buffer_of(const Position<kBuffers>& at) const { return buffers + at.stage * kBytesChunk; }
 };
 
-// ---- Products of parts ---------------------------------------------------------------------------------------------
+// ---- Products of terms ---------------------------------------------------------------------------------------------
 
-// Calls multiply(a, b, k, accumulate) for the pairs of parts a and b whose products count, and for each step along k.
+// Calls multiply(a, b, k, accumulate) for the pairs of terms a and b whose products count, and for each step along k.
 template <int steps, class Multiply>
-CUFLASH_DEVICE void for_part_products(Multiply multiply) {
-  repeat<kPartProducts>([&](auto i) __attribute__((always_inline)) {
-    constexpr PartProduct product = part_product(decltype(i)::value);
+CUFLASH_DEVICE void for_term_products(Multiply multiply) {
+  repeat<kTermProducts>([&](auto i) __attribute__((always_inline)) {
+    constexpr TermProduct product = term_product(decltype(i)::value);
 #pragma unroll
     for (int k = 0; k < steps; ++k)
       multiply(Integer<product.a>{}, Integer<product.b>{}, k, decltype(i)::value > 0 || k > 0);
   });
 }
-CUFLASH_DEVICE u64 part_of(u64 chunk, int part) { return chunk + part * (kBytesPart / 16); }
+CUFLASH_DEVICE u64 term_of(u64 chunk, int term) { return chunk + term * (kBytesTerm / 16); }
 
 // Issues d = a b', over the first `columns` columns of tiles stored by rows.
 template <int columns>
 CUFLASH_DEVICE void multiply_rows(float (&d)[kTileColumns][4], u32 a, u32 b) {
   const u64 rows_a = descriptor_of(a), rows_b = descriptor_of(b);
   issue(d, [&]() __attribute__((always_inline)) {
-    for_part_products<columns / 16>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
-      // The parts of b come in the order in which the forward pass has those of its first factor.
-      ptx::wgmma<false, false>(BFloat16{}, d, along_k<kBf16Parts * kRows>(part_of(rows_a, j.value), k),
-                               along_k<kBf16Parts * kRows>(part_of(rows_b, i.value), k), accumulate);
+    for_term_products<columns / 16>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
+      // The terms of b come in the order in which the forward pass has those of its first factor.
+      ptx::wgmma<false, false>(BFloat16{}, d, along_k<kBf16Terms * kRows>(term_of(rows_a, j.value), k),
+                               along_k<kBf16Terms * kRows>(term_of(rows_b, i.value), k), accumulate);
     });
   });
 }
@@ -156,9 +156,9 @@ CUFLASH_DEVICE auto& chunk_of(float (&value)[n_tiles][4]) {
   return (float (&)[min_of(n_tiles - kFirst, kChunkTiles)][4]) value[kFirst];
 }
 
-// An accumulator as the parts of an operand in registers.
+// An accumulator as the terms of an operand in registers.
 struct Operand {
-  u32 word[kBf16Parts][kSteps][4];
+  u32 word[kBf16Terms][kSteps][4];
 };
 
 // total += a b, with b stored by rows. `arrives(c)` waits for chunk c of b, `release(c)` gives the chunk back, and
@@ -174,8 +174,8 @@ CUFLASH_DEVICE void add_product(float (&total)[n_tiles][4], const Operand& a, u3
     const u64 columns = descriptor_of_transposed<kRows>(b + c * kBytesChunk);
     arrives(c);
     issue(chunk_sum, [&]() __attribute__((always_inline)) {
-      for_part_products<kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
-        ptx::wgmma<true>(BFloat16{}, chunk_sum, a.word[i.value][k], along_k_transposed(part_of(columns, j.value), k),
+      for_term_products<kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
+        ptx::wgmma<true>(BFloat16{}, chunk_sum, a.word[i.value][k], along_k_transposed(term_of(columns, j.value), k),
                          accumulate);
       });
     });
@@ -192,7 +192,7 @@ CUFLASH_DEVICE void add_product(float (&total)[n_tiles][4], const Operand& a, u3
   });
 }
 
-// Splits an accumulator into parts by `split_pair`, and returns the sum of the results of `split_pair`.
+// Splits an accumulator into terms by `split_pair`, and returns the sum of the results of `split_pair`.
 template <class SplitPair>
 CUFLASH_DEVICE float to_operand(const float (&value)[kTileColumns][4], Operand& operand, SplitPair split_pair) {
   float sum = 0.0f;
@@ -200,10 +200,10 @@ CUFLASH_DEVICE float to_operand(const float (&value)[kTileColumns][4], Operand& 
   for (int n = 0; n < kTileColumns; ++n)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      u32 word[kBf16Parts];
+      u32 word[kBf16Terms];
       sum += split_pair(value[n][2 * half], value[n][2 * half + 1], word);
 #pragma unroll
-      for (int part = 0; part < kBf16Parts; ++part) operand.word[part][n / 2][n % 2 * 2 + half] = word[part];
+      for (int term = 0; term < kBf16Terms; ++term) operand.word[term][n / 2][n % 2 * 2 + half] = word[term];
     }
   return sum;
 }
@@ -221,9 +221,9 @@ CUFLASH_DEVICE void produce(const BackwardParams& params, const Shared& shared, 
   const int batch = tile.work.batch;
   const auto load = [&](u32 destination, const TensorMap& map, const Barrier& full, int c, int row, int head) {
 #pragma unroll 1
-    for (int part = 0; part < kBf16Parts; ++part)
-      ptx::load_tensor(destination + part * kBytesPart, map, full.address, c * kChunk, row, head,
-                       part * common.batch + batch);
+    for (int term = 0; term < kBf16Terms; ++term)
+      ptx::load_tensor(destination + term * kBytesTerm, map, full.address, c * kChunk, row, head,
+                       term * common.batch + batch);
   };
   keys_full.arrive_expect(chunks * kBytesChunk);
 #pragma unroll
@@ -253,7 +253,7 @@ CUFLASH_DEVICE void produce(const BackwardParams& params, const Shared& shared, 
   }
 }
 
-// Stores dK or dV: as rows of the result, or as this block's part where several blocks share the sums.
+// Stores dK or dV: as rows of the result, or as this block's partial sums where several blocks add to the same rows.
 template <int head_dim, int n_tiles>
 CUFLASH_DEVICE void store_rows(const Params& params, const Tensor& result, const BackwardWork& tile, Real* partials,
                                u32 thread, const float (&value)[n_tiles][4], float factor) {
@@ -425,7 +425,7 @@ CUFLASH_DEVICE void make_ds(float (&ds)[kTileColumns][4], u32 s_p, u32 s_stats, 
 CUFLASH_DEVICE void split(const float (&ds)[kTileColumns][4], Operand& operand) {
   const float rests = to_operand(ds, operand, bf16_split_small);
   if (rests - rests != 0.0f) {  // some are not finite, which is rare
-    to_operand(ds, operand, [](float x, float y, u32(&word)[kBf16Parts]) {
+    to_operand(ds, operand, [](float x, float y, u32(&word)[kBf16Terms]) {
       bf16_split(x, y, word);
       return 0.0f;
     });
@@ -435,11 +435,11 @@ CUFLASH_DEVICE void split(const float (&ds)[kTileColumns][4], Operand& operand) 
 // Stores dS', whose rows are keys, from the address `line` of this lane on.
 CUFLASH_DEVICE void store_ds(const Operand& operand, u32 line, u32 lane) {
 #pragma unroll
-  for (int part = 0; part < kBf16Parts; ++part)
+  for (int term = 0; term < kBf16Terms; ++term)
 #pragma unroll
     for (int k = 0; k < kSteps; ++k)
-      ptx::store_matrix_x4(line + part * kBytesPart + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)),
-                           operand.word[part][k]);
+      ptx::store_matrix_x4(line + term * kBytesTerm + ((k * 32 + lane / 16 * 16) ^ (lane % 8 * 16)),
+                           operand.word[term][k]);
 }
 
 // The second warpgroup makes dP', then dS', which it hands to the third one, and dK.
@@ -480,7 +480,7 @@ CUFLASH_DEVICE void make_dk(const BackwardParams& params, const Shared& shared, 
     Operand operand;
     split(ds, operand);
 
-    // Once all threads have read P', dS' is stored in its place. There, rows are keys.
+    // Once all threads have read P', dS' is stored in its memory. There, rows are keys.
     ptx::sync_named(kDkWarpgroup, 128);
     store_ds(operand, s_buffer + (warp_key + lane % 16) * kLineBytes, lane);
     add_product(  // [GEMM 6] dK += dS' Q
@@ -527,9 +527,9 @@ CUFLASH_DEVICE void accumulate_dq(const BackwardParams& params, const Shared& sh
       const u64 columns = keys + c * (kBytesChunk / 16);
       float dq[kNTiles][4];
       issue(dq, [&]() __attribute__((always_inline)) {  // [GEMM 7] dQ += dS K
-        for_part_products<kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
-          ptx::wgmma<true, true>(BFloat16{}, dq, along_k_transposed(part_of(ds, i.value), k),
-                                 along_k_transposed(part_of(columns, j.value), k), accumulate);
+        for_term_products<kSteps>([&](auto i, auto j, int k, bool accumulate) __attribute__((always_inline)) {
+          ptx::wgmma<true, true>(BFloat16{}, dq, along_k_transposed(term_of(ds, i.value), k),
+                                 along_k_transposed(term_of(columns, j.value), k), accumulate);
         });
       });
       wait_for<0>(dq);

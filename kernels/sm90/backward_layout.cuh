@@ -80,7 +80,7 @@ constexpr bool kKeepsProducts = kDerivativesReadS;
 // How many sums a warp leaves in a step for one read of an array (sm90/score_arg_sums.cuh), and how many for all reads
 // before that one.
 CUFLASH_DEVICE constexpr int step_sums_of(int read) {
-  return kind_of_read(read) == kReadOfQuery ? kBlockM : kind_of_read(read) == kReadOfDiagonal ? kBlockM + 16 : 0;
+  return class_of_read(read) == kReadOfQuery ? kBlockM : class_of_read(read) == kReadOfDiagonal ? kBlockM + 16 : 0;
 }
 CUFLASH_DEVICE constexpr int first_step_sum(int read) {
   return read == 0 ? 0 : first_step_sum(read - 1) + step_sums_of(read - 1);
@@ -120,8 +120,8 @@ constexpr int kDqColumns = kDim % 32 != 0                                       
                                                                                            : 32;
 // The warpgroup of dQ holds kDqHeld fragments of dS', of 16 keys each, in registers for all of its columns. The
 // assembler keeps 28 registers for other things, used or not. Every product reads from shared memory the fragments that
-// do not fit beside these registers and beside its own columns. Reading all of dS' from there makes the pass 8 % slower
-// on an H200 (head_dim 128).
+// do not fit in addition to these registers and its own columns. Reading all of dS' from there makes the pass 8 %
+// slower on an H200 (head_dim 128).
 constexpr int kDsFragments = kBlockN / 16, kDqRoom = (kDqRegisters - 28 - kDqColumns / 2) / 4;
 constexpr int kDqHeld = kDqRoom < kDsFragments ? kDqRoom : kDsFragments;
 constexpr bool kDqHoldsDs = kDqHeld == kDsFragments;

@@ -54,7 +54,7 @@ struct LaneSums {
 };
 
 // Where a warp of a consumer leaves its sums over its 16 keys.
-struct KeySumsPlace {
+struct KeySumsSlot {
   const Params& params;
   const BackwardWork& work;
   int warp;  // of the tile of keys
@@ -66,21 +66,21 @@ struct KeySumsPlace {
 
   // Warp. Leaves the sums that belong to one query head.
   CUFLASH_DEVICE void leave(int head, const LaneSums& lane) const {
-    const i64 part = key_part_of(params, head, work.work.batch, work.work.block, work.part);
+    const i64 partial = key_partial_of(params, head, work.work.batch, work.work.block, work.tail_split);
     if constexpr (kNeedsDalibiSlopes) {
       const double sum = warp_sum(lane.slope[0] + lane.slope[1]);
-      if (lane_index() == 0) slope_sums_of(params, part)[warp] = sum;
+      if (lane_index() == 0) slope_sums_of(params, partial)[warp] = sum;
     }
     if constexpr (kNeedsDbias) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float sum = lane.bias[half] + ptx::shuffle_xor(lane.bias[half], 1);
         sum += ptx::shuffle_xor(sum, 2);
-        if (fragment_column() == 0) bias_sums_of(params, part)[16 * warp + fragment_row() + 8 * half] = sum;
+        if (fragment_column() == 0) bias_sums_of(params, partial)[16 * warp + fragment_row() + 8 * half] = sum;
       }
     }
   }
-  // Warp. Leaves the sums over all heads: that of the cap, and the warp's part of dscale.
+  // Warp. Leaves the sums over all heads: that of the cap, and the warp's partial sum of dscale.
   CUFLASH_DEVICE void leave(double scale, const LaneSums& lane) const {
     if (kNeedsDscale && lane_index() == 0) block_sums_of(params, false, ptx::block_index())[warp] = scale;
     if constexpr (kNeedsDsoftcap) {
@@ -89,13 +89,13 @@ struct KeySumsPlace {
     }
   }
 
-  // Warp. Leaves zeros in all places that this block has to fill, because it may have no query of some head.
+  // Warp. Leaves zeros in all slots that this block has to fill, because it may have no query of some head.
   CUFLASH_DEVICE void leave_zeros() const {
     if constexpr (kSumsScores) {
-      const int first = work.part, stop = work.is_shared ? first + 1 : params.tail_splits;
+      const int first = work.tail_split, stop = work.is_shared ? first + 1 : params.tail_splits;
       for (int head = work.first_head; head < work.stop_head; ++head)
-        for (int part = first; part < stop; ++part) {
-          const i64 index = key_part_of(params, head, work.work.batch, work.work.block, part);
+        for (int split = first; split < stop; ++split) {
+          const i64 index = key_partial_of(params, head, work.work.batch, work.work.block, split);
           if (kNeedsDalibiSlopes && lane_index() == 0) slope_sums_of(params, index)[warp] = 0;
           if (kNeedsDbias && fragment_column() == 0) {
             bias_sums_of(params, index)[16 * warp + fragment_row()] = 0;
@@ -108,7 +108,7 @@ struct KeySumsPlace {
 
 // Warp. Leaves the sums of a tile that does not exist, which are zeros.
 CUFLASH_DEVICE void leave_nothing(const Params& params, const BackwardWork& work) {
-  const KeySumsPlace sums = {params, work, (int)warp_index()};
+  const KeySumsSlot sums = {params, work, (int)warp_index()};
   sums.leave_zeros();
   sums.leave(0.0, {});
 }

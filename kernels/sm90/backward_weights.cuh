@@ -7,9 +7,9 @@
 #include "common/score/mask_bits.cuh"
 #include "sm90/backward_layout.cuh"
 
-// Weights as 16-bit numbers, two in a word. A lane keeps them where P' is multiplied by derivatives of scores in place.
+// Weights in half precision, two in a word. A lane keeps them where P' is multiplied by derivatives of scores in place.
 struct PackedWeights {
-  // Packs four weights. The two neighbours in a word have swapped places.
+  // Packs four weights. The two neighbours in a word are swapped.
   CUFLASH_DEVICE static void pack(const float (&p)[4], u32 (&packed)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) packed[half] = ptx::pack(Element{}, p[2 * half + 1], p[2 * half]);

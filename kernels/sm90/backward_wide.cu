@@ -1,4 +1,4 @@
-// Backward pass of 16-bit types with wide heads on compute capability 9.0 (Hopper), with wgmma and TMA: one gradient.
+// Backward pass in half precision with wide heads on compute capability 9.0 (Hopper), with wgmma and TMA: one gradient.
 //
 //   P = exp(S - lse)        dS = P * (dP - delta)        dV = P' dO        dK = dS' Q        dQ = dS K
 //
@@ -34,43 +34,43 @@ struct Lane {
   CUFLASH_DEVICE void find_large() { large = is_of_large(ptx::float_of(ptx::load_shared_b32(s_stats))); }
 };
 
-// Warpgroup 2, where two blocks divide columns: exchanges their parts of a product.
-struct Parts {
+// Warpgroup 2, where two blocks divide columns: exchanges their partial sums of a product.
+struct PartialExchange {
   const Shared& shared;
-  const u32 place = shared.part + ptx::thread_index() % 128 * 16;
+  const u32 address = shared.partial + ptx::thread_index() % 128 * 16;
   const u32 other = kColumnBlocks > 1 ? ptx::distance_in_cluster(column_rank() ^ 1) : 0;
-  Position<kPartStages> at;
+  Position<kPartialStages> at;
 
-  CUFLASH_DEVICE void send(const float (&part)[kNTiles][4]) const {
+  CUFLASH_DEVICE void send(const float (&partial)[kNTiles][4]) const {
     if constexpr (kColumnBlocks > 1) {
-      shared.part_ring.empty(at).wait(at.parity ^ 1);
-      if (ptx::thread_index() % 128 == 0) shared.part_ring.full(at).arrive_expect(kBytesPart);
+      shared.partial_ring.empty(at).wait(at.parity ^ 1);
+      if (ptx::thread_index() % 128 == 0) shared.partial_ring.full(at).arrive_expect(kBytesPartial);
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n)
-        ptx::store_remote_f32x4(place + n * 2048 + other, part[n], shared.part_ring.full(at).address + other);
+        ptx::store_remote_f32x4(address + n * 2048 + other, partial[n], shared.partial_ring.full(at).address + other);
     }
   }
-  CUFLASH_DEVICE void add_other(float (&part)[kNTiles][4]) {
+  CUFLASH_DEVICE void add_other(float (&partial)[kNTiles][4]) {
     if constexpr (kColumnBlocks > 1) {
-      shared.part_ring.full(at).wait(at.parity);
+      shared.partial_ring.full(at).wait(at.parity);
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n) {
         float others[4];
-        ptx::load_shared_f32x4(place + n * 2048, others);
+        ptx::load_shared_f32x4(address + n * 2048, others);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) part[n][i] += others[i];
+        for (int i = 0; i < 4; ++i) partial[n][i] += others[i];
       }
       ptx::sync_warp();
-      if (lane_index() == 0) ptx::barrier_arrive_remote(shared.part_ring.empty(at).address + other);
+      if (lane_index() == 0) ptx::barrier_arrive_remote(shared.partial_ring.empty(at).address + other);
       at.advance();
     }
   }
 };
-// A block sends its part of S while the first chunk of dP is under way, and adds the other block's part at this chunk,
-// where the exponentials begin.
-constexpr int kMeeting = kColumnBlocks > 1 ? kChunksOfDp / 2 : 0;
+// A block sends its partial S while the first chunk of dP is under way, and adds the other block's partial S at this
+// chunk, where the exponentials begin.
+constexpr int kExchangeChunk = kColumnBlocks > 1 ? kChunksOfDp / 2 : 0;
 CUFLASH_DEVICE constexpr int p_tiles_before(int chunk_of_dp) {
-  return (chunk_of_dp - kMeeting) * kNTiles / max_of(kChunksOfDp - kMeeting, 1);
+  return (chunk_of_dp - kExchangeChunk) * kNTiles / max_of(kChunksOfDp - kExchangeChunk, 1);
 }
 
 // Warpgroup 2 makes the factors of the sums.
@@ -78,7 +78,7 @@ struct Differentiator : ScoreProducts {
   const u32 thread = ptx::thread_index() % 128;
   Position<1> message;
   Position<kStatsStages> stats_at;
-  Parts parts{shared};
+  PartialExchange exchange{shared};
 
   CUFLASH_DEVICE explicit Differentiator(const Shared& shared_) : ScoreProducts{shared_} {}
 
@@ -153,16 +153,16 @@ struct Differentiator : ScoreProducts {
     }
     multiply(work.is_first(step), [&](auto chunk) {
       constexpr int i = decltype(chunk)::value;
-      if constexpr (i == 0) parts.send(s[0]);
-      if constexpr (i == kMeeting) parts.add_other(s[0]);
-      if constexpr (i >= kMeeting) recompute_p<p_tiles_before(i), p_tiles_before(i + 1)>(weights, lane, masked);
+      if constexpr (i == 0) exchange.send(s[0]);
+      if constexpr (i == kExchangeChunk) exchange.add_other(s[0]);
+      if constexpr (i >= kExchangeChunk) recompute_p<p_tiles_before(i), p_tiles_before(i + 1)>(weights, lane, masked);
     });
     if (!work.is_first(step)) let_second_follow();
-    parts.send(kMakesDs ? dp : s[0]);
+    exchange.send(kMakesDs ? dp : s[0]);
     if constexpr (kMakesDs) {
-      parts.add_other(dp);
+      exchange.add_other(dp);
     } else {
-      parts.add_other(s[0]);
+      exchange.add_other(s[0]);
       recompute_p<0, kNTiles>(weights, lane, masked);
     }
     make_factor(Dropout(common, work.entry(), work.query_head(step)), lane, kept_scale_of(common));
@@ -196,13 +196,13 @@ CUFLASH_DEVICE void load_rows(u32 tile, const TensorMap& map, const Barrier& ful
   load_chunks<kRows, columns>(tile, map, full, first_row, head, batch, column_rank() * columns);
 }
 
-// Under a causal mask, tiles of one axis differ in how many tiles of the other axis they meet. Those that meet the most
-// start first, from as many heads as fill the device with half of their tiles. All tiles of this half go from the end
-// that every one of them attends to up to the diagonal, so that they are at the same tile at the same time, and L2 is
-// asked once for it. The shortest of them ends first and makes room for the longest of the other half, the second
-// shortest for the second longest, and so on. The other half goes from the diagonal to that end. So its loops, too,
-// are at the same tile at the same time, and end together.
-constexpr bool kGoesToDiagonal = kHasRightBound && !kHasLeftBound && !kHasLists;
+// Under a causal mask, tiles of one axis differ in how many tiles of the other axis they are multiplied by. Those with
+// the most start first, from as many heads as fill the device with half of their tiles. All tiles of this half go from
+// the end that every one of them attends to up to the diagonal, so that they are at the same tile at the same time, and
+// L2 is evaluated once for it. The shortest of them ends first and makes way for the longest of the other half, the
+// second shortest for the second longest, and so on. The other half goes from the diagonal to that end. So its loops,
+// too, are at the same tile at the same time, and end together.
+constexpr bool kGoesToDiagonal = kHasRightBound && !kHasLeftBound && !kHasBlockIndex;
 
 // The rows are keys: a block makes dV or dK of its keys, from all queries that attend to them.
 struct KeyRows : BackwardWork {
@@ -267,7 +267,7 @@ struct KeyRows : BackwardWork {
   template <int n_tiles>
   CUFLASH_DEVICE void store(const Params& common, const float (&sum)[n_tiles][4], int row, int first_column) const {
     if (is_shared) {
-      store_part(common, sum, first_column);
+      store_partial(common, sum, first_column);
       return;
     }
     const Tensor& result = kSum == WideSum::kDk ? common.dk : common.dv;
@@ -280,16 +280,16 @@ struct KeyRows : BackwardWork {
       store_wide_row<kSum == WideSum::kDk ? kHeadDim : kHeadDimV>(g_row, sum, half, factor, first_column);
     }
   }
-  // Stores the block's part for helpers/backward_postprocess.cu, which adds up the parts of blocks.
+  // Stores the block's partial sums for helpers/backward_postprocess.cu, which adds up those of all blocks.
   template <int n_tiles>
-  CUFLASH_DEVICE void store_part(const Params& common, const float (&sum)[n_tiles][4], int first_column) const {
+  CUFLASH_DEVICE void store_partial(const Params& common, const float (&sum)[n_tiles][4], int first_column) const {
     constexpr int kQuads = 2 * kBlockN;  // groups of four numbers in an n-tile, of all keys
-    Real* part = partials(common, ptx::thread_index() % 128, cluster_index());
-    if constexpr (kSum == WideSum::kDv) part += kBlockN * kDim;
+    Real* partial = partials(common, ptx::thread_index() % 128, cluster_index());
+    if constexpr (kSum == WideSum::kDv) partial += kBlockN * kDim;
 #pragma unroll
     for (int n = 0; n < n_tiles; ++n)
       if (first_column + 8 * n < kSumColumns)
-        *(Real4*)(part + (first_column / 8 + n) * kQuads * 4) = {sum[n][0], sum[n][1], sum[n][2], sum[n][3]};
+        *(Real4*)(partial + (first_column / 8 + n) * kQuads * 4) = {sum[n][0], sum[n][1], sum[n][2], sum[n][3]};
   }
 };
 

@@ -6,19 +6,19 @@
 #include "common/schedule/query_iterator.cuh"
 #include "common/schedule/schedule.cuh"
 
-// The tile of keys of a block, found by the block's place in launch order, and the part of the tile's steps that is the
-// block's share.
+// The tile of keys of a block, found by the block's launch index, and the split of the tile's steps that is the
+// block's own.
 struct WorkSplit {
   u32 tile;
-  int part, parts;
+  int split, num_splits;
 
   CUFLASH_DEVICE explicit WorkSplit(const Params& params, u32 block = ptx::block_index())
-      : tile(block), part(0), parts(1) {
+      : tile(block), split(0), num_splits(1) {
     if (!kSplitsTail || tile < (u32)params.whole_tiles) return;
     const u32 index = tile - params.whole_tiles;
-    parts = params.tail_splits;
-    part = index % parts;
-    tile = params.whole_tiles + index / parts;
+    num_splits = params.tail_splits;
+    split = index % num_splits;
+    tile = params.whole_tiles + index / num_splits;
   }
 };
 
@@ -26,7 +26,7 @@ struct WorkSplit {
 struct BackwardWork {
   Work work;
   int num_n_blocks, num_m_blocks, split, head_kv, first_key, key_stop, first_head, stop_head, first_step, num_steps;
-  int part;          // the number of this block among those that share the tile
+  int tail_split;    // the index of this block among those of the tile
   int own_diagonal;  // of the batch entry
   bool goes_back;    // from the last tile of queries to the first
   bool is_shared;    // whether other blocks have the same keys
@@ -35,11 +35,11 @@ struct BackwardWork {
   // Warp. Finds the tile. With packed sequences the block does so once, for all of its roles. The blocks of a cluster
   // share one tile, so there `block` is the number of the cluster.
   CUFLASH_DEVICE static Work find(const Params& params, u32 block = ptx::block_index()) {
-    return find_keys(params, WorkSplit(params, block).tile, num_parts_of(params));
+    return find_keys(params, WorkSplit(params, block).tile, num_group_splits_of(params));
   }
 
   CUFLASH_DEVICE explicit BackwardWork(const Params& params, const Work& found = {}, u32 block = ptx::block_index()) {
-    const int splits = parts_of_group(params), group = params.num_heads / params.num_heads_kv;
+    const int splits = splits_per_group(params), group = params.num_heads / params.num_heads_kv;
     num_n_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
     num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
     work = kIsPacked ? found : find(params, block);
@@ -51,18 +51,19 @@ struct BackwardWork {
     first_head = head_kv * group + group * split / splits;
     stop_head = head_kv * group + group * (split + 1) / splits;
     num_steps = find_queries(params, work, first_head, stop_head, key_stop, queries);
-    goes_back = kBackShare != 0 && work.head >= num_parts_of(params) - num_heads_back(num_parts_of(params));
+    goes_back = kReversedOneIn != 0 &&
+                work.head >= num_group_splits_of(params) - num_reversed_heads(num_group_splits_of(params));
     set_direction(queries, goes_back);
     first_step = 0;
-    part = 0;
+    tail_split = 0;
     is_shared = kSplitsGroup;
     if constexpr (kSplitsTail) {
-      const WorkSplit split(params, block);
-      const auto step_of = [&](int part) { return (int)((i64)num_steps * part / split.parts); };
-      is_shared = split.parts > 1;
-      part = split.part;
-      first_step = step_of(part);
-      num_steps = step_of(part + 1) - first_step;
+      const WorkSplit own(params, block);
+      const auto step_of = [&](int split) { return (int)((i64)num_steps * split / own.num_splits); };
+      is_shared = own.num_splits > 1;
+      tail_split = own.split;
+      first_step = step_of(tail_split);
+      num_steps = step_of(tail_split + 1) - first_step;
     }
     if constexpr (kDqInOrder && kIsPacked) {
       if (*overlap_of(params, num_m_blocks)) num_steps = 0;
@@ -84,9 +85,9 @@ struct BackwardWork {
     const TileRange keys = key_tiles(params, work.batch, first_row, first_row + kBlockM - 1, key_stop);
     return kLastFirst && !goes_back ? keys.stop - 1 - work.block : work.block - keys.start;
   }
-  // Where a block that shares its tile leaves its part of the sums.
+  // Where a block that splits its tile with others leaves its partial sums.
   CUFLASH_DEVICE Real* partials(const Params& params, u32 thread, u32 block = ptx::block_index()) const {
     if constexpr (kSplitsTail) return partials_at(params, block - params.whole_tiles, thread);
-    return partials_at(params, first_part_of(params, num_n_blocks, work.batch, head_kv, work.block) + split, thread);
+    return partials_at(params, first_partial_of(params, num_n_blocks, work.batch, head_kv, work.block) + split, thread);
   }
 };

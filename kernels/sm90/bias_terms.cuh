@@ -29,7 +29,7 @@ static_assert(kNumPerKey == 0 || kNumPerKey == kNumOfKey,
               "the plan has another number of values per key than the function");
 #endif
 static_assert(!kMaskByBits || kAddsByTile || kFactorInExponent || kHasScoreFunction,
-              "no bias is looked up beside a mask of bits");
+              "no bias is looked up with a mask of bits");
 static_assert(!kMaskByBits || !kHasMaskFunction, "bits tell of masks alone");
 
 // The numbers of the keys of one head: what is added to all scores of a key, or what a function reads of it.
@@ -124,16 +124,16 @@ struct BiasTerms {
     constexpr bool kHasBias = kBiasOfPairs || kBiasOfKeys;
 #pragma unroll
     for (int k = 0; k < n_tiles / 2; ++k) {
-      const int first = kTilesApart == 2 ? k / 2 * 4 + k % 2 : 2 * k;
+      const int first = kTileDistance == 2 ? k / 2 * 4 + k % 2 : 2 * k;
       float b[2][4], of_key[2][2];
       if constexpr (kBiasOfPairs) load_bias_of(k, b);
       if constexpr (kHasPerKeyValues && !transposed) {
 #pragma unroll
-        for (int j = 0; j < 2; ++j) ptx::load_shared_x2(numbers + (first + j * kTilesApart) * 32, of_key[j]);
+        for (int j = 0; j < 2; ++j) ptx::load_shared_x2(numbers + (first + j * kTileDistance) * 32, of_key[j]);
       }
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const int n = first + j / 4 * kTilesApart, i = j % 4;
+        const int n = first + j / 4 * kTileDistance, i = j % 4;
         f(n, i, [&](float x) {
           const float steps = 8 * n + i % 2, from = distance[i / 2] + (transposed ? steps : -steps);
           const float number = !kHasPerKeyValues ? 0.0f : transposed ? of_keys[i / 2] : of_key[j / 4][i % 2];
@@ -148,8 +148,8 @@ struct BiasTerms {
 
  private:
   // The distance of the two n-tiles that `visit` takes at once. With a float32 bias two neighbouring rows have the same
-  // n-tile in the same banks, but n-tiles that are two apart in different banks.
-  static constexpr int kTilesApart = kBiasOfPairs && kBiasBytes == 4 && !transposed ? 2 : 1;
+  // n-tile in the same banks, but n-tiles of distance two in different banks.
+  static constexpr int kTileDistance = kBiasOfPairs && kBiasBytes == 4 && !transposed ? 2 : 1;
 
   // Loads the bias of the elements of two n-tiles.
   CUFLASH_DEVICE void load_bias_of(int k, float (&b)[2][4]) const {

@@ -1,4 +1,4 @@
-// Decode (a forward pass of few queries) on compute capability 9.0, in 16-bit types: reads K and V once, as fast as
+// Decode on compute capability 9.0, in half precision: reads K and V once, as fast as
 // memory allows.
 //
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
@@ -37,7 +37,7 @@ CUFLASH_DEVICE void consume(const DecodeParams& params, Shared& shared) {
   const Params& common = params.common;
   const u32 thread = ptx::thread_index();
   const int warp_row = warp_index() * 16;
-  // This lane holds parts of these two rows of the product.
+  // This lane holds slices of these two rows of the product.
   const int lane_row[2] = {warp_row + fragment_row(), warp_row + fragment_row() + 8};
 
   if (kCombines && thread == 0) prepare_arrivals(common);

@@ -1,7 +1,7 @@
 // Decode with an fp8 KV cache on compute capability 9.0.
 //
 // The producer, the rings and the splits of keys are those of sm90/decode.cu, but the products differ. wgmma takes
-// 16-bit numbers from shared memory alone, so each byte would pass through shared memory three times: as it arrives,
+// 16-bit operands from shared memory alone, so each byte would pass through shared memory three times: as it arrives,
 // once more to be converted, and as the two bytes that it becomes. Here a warp loads bytes as fragments of mma and
 // converts them in registers, so that memory is the only limit.
 //
@@ -26,7 +26,7 @@
 #include "sm90/decode_work.cuh"
 #include "sm90/tiles.cuh"
 
-// The operand type of the products. Every one-byte number is a float16 number too; one instruction converts two.
+// The operand type of the products. Every fp8 number is a float16 number too; one instruction converts two.
 using Operand = Float16;
 constexpr bool kNarrowsQueries = !kFloat8Queries && !kIsFloat16<Element>;
 
@@ -52,16 +52,16 @@ CUFLASH_DEVICE u32 address_of(u32 tile, int row, u32 column) {
 
 // How the warps of the consumer divide the rows of a head and the keys of a tile.
 struct Division {
-  int parts;      // warps that have the same rows
-  int part;       // which of them this warp is
+  int splits;     // warps that have the same rows, each with a split of the keys
+  int split;      // which of them this warp is
   int first_row;  // of the 16 rows of this warp
 
   CUFLASH_DEVICE explicit Division(int rows)
-      : parts(rows <= 16   ? 4
-              : rows <= 32 ? 2
-                           : 1),
-        part(warp_index() % parts),
-        first_row(warp_index() / parts * 16) {}
+      : splits(rows <= 16   ? 4
+               : rows <= 32 ? 2
+                            : 1),
+        split(warp_index() % splits),
+        first_row(warp_index() / splits * 16) {}
 };
 
 // 16 rows of Q as operands, in the order in which lanes load keys: a lane has four neighbouring columns of every 16.
@@ -172,17 +172,17 @@ CUFLASH_DEVICE void multiply_o(float (&o)[kOutTiles][4], const float (&s)[kUnitT
   }
 }
 
-// Adds the sums of all parts to those of the first one: half of the parts hand theirs over, then half of the rest.
+// Adds the sums of all splits to those of the first one: half of the splits hand theirs over, then half of the rest.
 CUFLASH_DEVICE void merge(Sums& sums, const Division& division, const Shared& shared) {
-  for (int half = division.parts / 2; half > 0; half /= 2) {
-    const u32 pair = division.part % half + division.first_row / 16 * half;
-    const u32 place = shared.q + pair * Sums::kBytesOut, statistics = shared.more + pair * Sums::kBytesStatistics;
-    if (division.part >= half && division.part < 2 * half) {
-      sums.hand_over(place, statistics);
+  for (int half = division.splits / 2; half > 0; half /= 2) {
+    const u32 pair = division.split % half + division.first_row / 16 * half;
+    const u32 address = shared.q + pair * Sums::kBytesOut, statistics = shared.more + pair * Sums::kBytesStatistics;
+    if (division.split >= half && division.split < 2 * half) {
+      sums.hand_over(address, statistics);
       ptx::fence_async_proxy();  // the next Q will arrive there
     }
     sync_consumer();
-    if (division.part < half) sums.take_in(place, statistics);
+    if (division.split < half) sums.take_in(address, statistics);
     sync_consumer();
   }
 }
@@ -193,7 +193,7 @@ struct Consumer {
   const Params& common;
   const Shared& shared;
   const Division division;
-  const int lane_row[2];  // this lane holds parts of these two rows
+  const int lane_row[2];  // this lane holds slices of these two rows
   Position<kNumStages> at;
   Position<1> q_at;
   Queries q;
@@ -225,7 +225,7 @@ struct Consumer {
       shared.k_ring.full(at).wait(at.parity);
       if (division.first_row < work.rows) {
 #pragma unroll 1
-        for (int unit = division.part; unit < kBlockN / kUnit; unit += division.parts)
+        for (int unit = division.split; unit < kBlockN / kUnit; unit += division.splits)
           softmax_step(work, rows, v_scales, q_scale, n_block, unit * kUnit, sums);
       }
       shared.v_ring.full(at).wait(at.parity);
@@ -238,7 +238,7 @@ struct Consumer {
       release_by_warp(shared.q_ring.empty(q_at));
       q_at.advance();
     }
-    if (division.part == 0) store(scheduler, work, rows, v_scales.of_head(), sums);
+    if (division.split == 0) store(scheduler, work, rows, v_scales.of_head(), sums);
   }
 
  private:

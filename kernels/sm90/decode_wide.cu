@@ -41,9 +41,9 @@ struct WideHead : HeadWork, OverKeys<WideHead> {
     ptx::sync_named(3, 128);
   }
 
-  // The clusters that share the head, the place of this one among them, and whether it is the only one.
+  // The clusters that share the head, the index of this one among them, and whether it is the only one.
   CUFLASH_DEVICE Partials partials() const { return {common, scheduler.splits, scheduler.head}; }
-  CUFLASH_DEVICE static int place_in(const Partials& partials) {
+  CUFLASH_DEVICE static int index_in(const Partials& partials) {
     return (int)(ptx::block_index() / kClusterBlocks - partials.first_block);
   }
   CUFLASH_DEVICE static bool is_alone(const Partials& partials) { return !kSplitsKeys || partials.count == 1; }
@@ -67,7 +67,7 @@ struct WideHead : HeadWork, OverKeys<WideHead> {
       softmax.finish();
       if (kHasSinks && is_alone(partials))
         softmax.add_sinks(ones, [&](int, int half) {
-          return row[half] < head.rows ? to_offset(sink_of(common, LaneRows::head_of(common, head, row[half]))) : 0.0f;
+          return row[half] < head.rows ? to_row_max(sink_of(common, LaneRows::head_of(common, head, row[half]))) : 0.0f;
         });
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -77,7 +77,7 @@ struct WideHead : HeadWork, OverKeys<WideHead> {
           store_lse(lse_of(common, head.batch, LaneRows::head_of(common, head, row[half]), lane.query[half]), softmax,
                     0, half);
         else
-          partials.store_sum(place_in(partials), row[half], softmax, half);
+          partials.store_sum(index_in(partials), row[half], softmax, half);
       }
     }
   };
@@ -96,7 +96,7 @@ struct WideHead : HeadWork, OverKeys<WideHead> {
         Out* g_row = out_of(common, batch, LaneRows::head_of(common, *this, own), own % common.seqlen_q);
         store_wide_row<kHeadDimV>(own < rows ? g_row : nullptr, o, half, 1.0f, first_column);
       } else if (own < rows) {
-        float* g_row = partials.out(place_in(partials), own);
+        float* g_row = partials.out(index_in(partials), own);
 #pragma unroll
         for (int n = 0; n < n_tiles; ++n) {
           const int column = first_column + 8 * n + fragment_column();

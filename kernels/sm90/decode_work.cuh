@@ -15,7 +15,7 @@ constexpr int kConsumerThreads = 32 * kConsumerWarps;
 static_assert(kNumWarps == kConsumerWarps + 1, "the consumer and the producer");
 static_assert(kBlockM == 64, "the most rows of a head");
 
-// A line has 64 columns of Q, K or V in 16-bit types, or 128 columns of one-byte numbers.
+// A line has 64 columns of Q, K or V in half precision, or 128 columns of fp8.
 constexpr int kKeyChunk = kLineBytes / sizeof(KeyStorage);
 constexpr u32 kBytesK = ceil_div(kDim, kKeyChunk) * kBlockN * kLineBytes;
 constexpr u32 kBytesV = ceil_div(kDimV, kKeyChunk) * kBlockN * kLineBytes;

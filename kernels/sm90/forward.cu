@@ -1,4 +1,4 @@
-// Forward pass of 16-bit types on compute capability 9.0 (Hopper), with wgmma and TMA: FlashAttention-3.
+// Forward pass in half precision on compute capability 9.0 (Hopper), with wgmma and TMA: FlashAttention-3.
 //
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
@@ -22,10 +22,11 @@
 //   empty[i]     all of them have read it          scheduler, before the next in stage i
 //   named: one per consumer for the ping-pong; one per consumer for itself; one for all consumers
 //
-// A step computes the exponentials of a tile relative to the offsets that its rows already have, without looking for
-// the maxima of the tile first. If an offset has become too small, a sum of exponentials is too large. Only then does
-// the warp do the tile again, maxima first (kLazyMaximum). Sums relative to one offset are exact, whatever it is. The
-// same is done where natural offsets are so large that an exponent of base 2 would be rounded too far (kFoldsOffset).
+// A step computes the exponentials of a tile relative to the row maxima that it finds, without looking for
+// the maxima of the tile first. If a row max has become too small, a sum of exponentials is too large. Only then does
+// the warp do the tile again, maxima first (kLazyMaximum). Sums relative to one row max are exact, whatever it is. The
+// same is done where natural row maxima are so large that an exponent of base 2 would be rounded too far
+// (kFoldsRowMax).
 #include "common/config.cuh"
 #include "common/score/dropout.cuh"
 #include "common/score/mask_bits.cuh"
@@ -55,14 +56,14 @@ constexpr bool kDropsLate = kDimV > 192;
 // Whether the maxima of a tile are computed only if a sum became too large. Where registers do not suffice for doing a
 // tile again, the maxima are always computed first.
 constexpr bool kLazyMaximum = kDimV <= 128 || (kFactorInExponent && !kHasDropout);
-// Whether this holds for tiles with hidden pairs, too. Where these come first, at the diagonal, rows have no offset.
+// Whether this holds for tiles with hidden pairs, too. Where these come first, at the diagonal, rows have no row max.
 constexpr bool kLazyWhereMasked = kMaskByBits || kHasLeftBound;
 constexpr int kNTiles = kBlockN / 8;
-// The largest natural offset that is multiplied by log2(e) once for all exponents of its row, in one instruction with
+// The largest natural row max that is multiplied by log2(e) once for all exponents of its row, in one instruction with
 // the score. Rounded so, it moves all of them by at most 2^-13.5, less than what weights of 16 bits are rounded by.
-constexpr float kFoldsOffset = 1024.0f;
+constexpr float kFoldsRowMax = 1024.0f;
 
-// Shared memory: the ring of Q, a part of the output, the rings of K, V, bias and per-key values, and barriers.
+// Shared memory: the ring of Q, a slice of the output, the rings of K, V, bias and per-key values, and barriers.
 constexpr u32 kBytesQ = chunked_bytes(kBlockM, kDim);
 constexpr u32 kBytesOut = chunked_bytes(kBlockM, kOutColumns);
 constexpr u32 kBytesK = chunked_bytes(kBlockN, kDim);
@@ -189,7 +190,7 @@ struct Consumer {
   float factor[1][2];
   float s[1][kNTiles][4], o[1][kDimV / 8][4];
   Fragment p[kBlockN / 16];
-  bool all_started = false;                           // rows of the warp have offsets that exponents may fold
+  bool all_started = false;                           // rows of the warp have row maxima that exponents may fold
   const u32* mask_words = nullptr;                    // of this lane, for the first tile of keys
   u32 shown[kMaskByBits ? kBlockN / kBitsBlock : 1];  // the mask bits of this step's tile
 
@@ -281,10 +282,11 @@ struct Consumer {
         return !mask.visible(row + i / 2 * 8, key + 8 * n + i % 2);
       };
   }
-  // Hides the pairs that the caller's mask function hides. Where a list says that it hides none, it is not asked.
+  // Hides the pairs that the caller's mask function hides. Where the block-sparse index says that it hides none, it is
+  // not evaluated.
   CUFLASH_DEVICE void hide_by_function(int n_block) {
 #if CUFLASH_HAS_MASK_FUNCTION
-    if (!tile.keys.ask_function_at(n_block)) return;
+    if (!tile.keys.evaluates_mask_at(n_block)) return;
     const Functions functions(common, tile.work.batch, tile.work.head);
     const int first_key = lane_key(n_block);
 #pragma unroll
@@ -345,33 +347,33 @@ struct Consumer {
     }
     if constexpr (Masked::value) hide_by_function(n_block);
   }
-  // Computes exponentials relative to the offsets that rows already have, and adds them to `sum`.
+  // Computes exponentials relative to the row maxima that rows already have, and adds them to `sum`.
   template <class Masked>
   CUFLASH_DEVICE void exponentiate(int n_block, float (&sum)[1][2], Masked masked) {
     if constexpr (kAddsByTile) {
       const auto is_hidden = hidden_in(n_block, mask(masked));
-      const float offset[2] = {exponent_of_offset(0), exponent_of_offset(1)};
+      const float row_max[2] = {exponent_of_row_max(0), exponent_of_row_max(1)};
       bias_terms(n_block).visit<kNTiles>([&](int n, int i, auto score_of) {
-        s[0][n][i] = exponential(ptx::fused(score_of(s[0][n][i]), scale_log2, -offset[i / 2]));
+        s[0][n][i] = exponential(ptx::fused(score_of(s[0][n][i]), scale_log2, -row_max[i / 2]));
         if (kLazyWhereMasked && masked && is_hidden(n, i)) s[0][n][i] = 0.0f;
         sum[0][i / 2] += s[0][n][i];
       });
     } else {
       complete_scores(n_block, typename Either<kLazyWhereMasked, Masked, Constant<false>>::Type{});
-      const float offset[2] = {exponent_of_offset(0), exponent_of_offset(1)};
+      const float row_max[2] = {exponent_of_row_max(0), exponent_of_row_max(1)};
 #pragma unroll
       for (int half = 0; half < 2; ++half)
 #pragma unroll
         for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            s[0][n][i] = exponential(ptx::fused(s[0][n][i], scale_log2, -offset[half]));
+            s[0][n][i] = exponential(ptx::fused(s[0][n][i], scale_log2, -row_max[half]));
             sum[0][half] += s[0][n][i];
           }
     }
   }
-  CUFLASH_DEVICE float exponent_of_offset(int half) const {
-    return kNaturalOffsets ? softmax.offset[0][half] * kLog2e : softmax.offset[0][half];
+  CUFLASH_DEVICE float exponent_of_row_max(int half) const {
+    return kNaturalRowMax ? softmax.row_max[0][half] * kLog2e : softmax.row_max[0][half];
   }
   // The same where all arguments of the soft cap are near 0: a short series gives exponents. Returns whether it did.
   template <class Masked>
@@ -397,7 +399,7 @@ struct Consumer {
       for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          s[0][n][i] = exponential(near.of(s[0][n][i], -softmax.offset[0][i / 2]));
+          s[0][n][i] = exponential(near.of(s[0][n][i], -softmax.row_max[0][i / 2]));
           sum[0][i / 2] += s[0][n][i];
         }
     }
@@ -430,8 +432,8 @@ struct Consumer {
       grows = softmax.update(s, factor, scale_log2);
       softmax.exponentiate(s, scale_log2, sum);
       all_started = !ptx::any_lane(
-          kNaturalOffsets ? !(fmaxf(fabsf(softmax.offset[0][0]), fabsf(softmax.offset[0][1])) <= kFoldsOffset)
-                          : fminf(softmax.offset[0][0], softmax.offset[0][1]) == -ptx::infinity());
+          kNaturalRowMax ? !(fmaxf(fabsf(softmax.row_max[0][0]), fabsf(softmax.row_max[0][1])) <= kFoldsRowMax)
+                         : fminf(softmax.row_max[0][0], softmax.row_max[0][1]) == -ptx::infinity());
     }
     release_by_warp(shared.k_ring.empty(key));
     softmax.row_sum[0][0] += sum[0][0];
@@ -464,7 +466,7 @@ struct Consumer {
     issue_s();
     ping_pong.pass();
     wait_for<0>(s[0]);
-    // With a score_mod the mask is always asked, so that the function is compiled once less.
+    // With a score_mod the mask is always evaluated, so that the function is compiled once less.
     if (kHasScoreFunction || n_block >= keys.full_stop || n_block < keys.full_start)
       softmax_step(n_block, Constant<true>{});
     else
@@ -545,8 +547,8 @@ struct Consumer {
     const u32 s_out = shared.out + index * 64 * kLineBytes;
     const float kept_scale = kept_scale_of(common);
     const float upper = softmax.inverse_sum(0, 0) * kept_scale, lower = softmax.inverse_sum(0, 1) * kept_scale;
-    repeat<ceil_div(kDimV, kOutColumns)>([&](auto part) {
-      constexpr int kFirst = decltype(part)::value * kOutColumns;
+    repeat<ceil_div(kDimV, kOutColumns)>([&](auto slice) {
+      constexpr int kFirst = decltype(slice)::value * kOutColumns;
       constexpr int kColumns = min_of(kOutColumns, kDimV - kFirst);
       if (elected) ptx::bulk_wait_read<0>();
       sync_consumer(index);
@@ -613,7 +615,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 ind
     OnlineSoftmax<1>& softmax = consumer.softmax;
     softmax.finish();
     if (kHasSinks && !is_left_over(common, batch))
-      softmax.add_sinks(consumer.o, [&](int, int) { return to_offset(sink_of(common, tile.work.head)); });
+      softmax.add_sinks(consumer.o, [&](int, int) { return to_row_max(sink_of(common, tile.work.head)); });
     if constexpr (CUFLASH_OUT_WIDE)
       consumer.store_wide_out(row_stop);
     else

@@ -5,7 +5,7 @@
 // The kernel is persistent, with consumers that own 64 queries each, as sm90/forward.cu is. What differs:
 //   - fp8 products read both operands along k, so the keys of V must be neighbours in memory. The first warp of
 //     the last warpgroup is the producer; its other three, the transposers, transpose each tile of V in shared memory.
-//   - Weights are rounded to float8_e4m3, which has 3 bits after the first and ends at 448. Offsets of exponents keep
+//   - Weights are rounded to float8_e4m3, which has 3 bits after the first and ends at 448. Row maxima keep
 //     them near 2^kHeadroom, where what is far below the largest still has all bits.
 //   - Tensor cores keep 14 bits of sums of fp8 products. So each tile of keys has a product of its own, and the
 //     kernel adds these to O in float32.
@@ -46,14 +46,14 @@ constexpr int kTransposers = 3;                     // warps
 constexpr int kNTiles = kBlockN / 8;
 constexpr int kOnes = 8;  // rows of ones after V transposed: as few as a product takes
 // The columns of O that one product makes, of several in turn where the sums of all would take too many registers.
-constexpr int kPartColumns = kDimV <= 128 ? kDimV : 64;
-constexpr int kParts = kDimV / kPartColumns, kPartTiles = kPartColumns / 8;
-// Where O has several parts, l is a product of its own, so that all accumulators that share registers have one size.
-// When the last part had 8 columns more than the others, ptxas failed to place them in a third of all variants,
+constexpr int kSliceColumns = kDimV <= 128 ? kDimV : 64;
+constexpr int kSlices = kDimV / kSliceColumns, kSliceTiles = kSliceColumns / 8;
+// Where O has several slices, l is a product of its own, so that all accumulators that share registers have one size.
+// When the last slice had 8 columns more than the others, ptxas failed to place them in a third of all variants,
 // different ones with every version, and waited for each product by itself.
-constexpr bool kOnesApart = kParts > 1;
-constexpr int kSumTiles = kPartTiles + !kOnesApart;
-static_assert(kDimV % kPartColumns == 0 && kDim % 32 == 0 && kDimV % 32 == 0 && kBlockN % 32 == 0, "whole products");
+constexpr bool kSumsSeparately = kSlices > 1;
+constexpr int kSumTiles = kSliceTiles + !kSumsSeparately;
+static_assert(kDimV % kSliceColumns == 0 && kDim % 32 == 0 && kDimV % 32 == 0 && kBlockN % 32 == 0, "whole products");
 static_assert(kBlockN <= kLineBytes, "a line has the keys of a tile");
 // Where they take turns, one consumer makes exponentials at a time, while the products of others run. Left alone,
 // consumers may drift into step: they share the units, are done at once, and then leave them idle.
@@ -72,8 +72,8 @@ static_assert(kQStages * kBytesQ + kNumStages * (kBytesK + kBytesT) + kValueStag
 constexpr int kProducerRegisters = kConsumers == 2 ? 56 : 32;
 constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : kConsumers == 3 ? 160 : 112;
 
-// The largest weight of a row is 2^kHeadroom when its offset is set. It may grow until one rounds to kLargestCode: then
-// the offset is set again.
+// The largest weight of a row is 2^kHeadroom when its row max is set. It may grow until one rounds to kLargestCode:
+// then the row max is set again.
 constexpr float kHeadroom = 6.0f;
 constexpr u32 kLargestCode = 0x7e;
 
@@ -93,12 +93,12 @@ struct PowersByLine {
   static constexpr int kBitsOfWhole = 0x4b000000, kLargestBits = 0x7fff;  // of 2^23, and a NaN of float16
   float slope, start;
 
-  // x is `score * factor - offset`.
-  CUFLASH_DEVICE PowersByLine(float factor, float offset)
-      : slope(1024.0f * factor), start(kWhole + kOne - kLower - 1024.0f * offset) {}
+  // x is `score * factor - row_max`.
+  CUFLASH_DEVICE PowersByLine(float factor, float row_max)
+      : slope(1024.0f * factor), start(kWhole + kOne - kLower - 1024.0f * row_max) {}
 
   // Two weights. An x far below 0 gives 0. An x far above gives NaN; so does NaN, and so does an x between -2^14 and
-  // -2^13, where the sum of integers wraps around. `round_weights` reports a NaN as a large weight, and the caller then
+  // -2^13, where the sum of integers overflows. `round_weights` reports a NaN as a large weight, and the caller then
   // makes the weights of the tile again from exponentials. So none of these is wrong in the end.
   CUFLASH_DEVICE u32 pair(float low, float high) const { return ptx::permute_bytes(bits(low), bits(high), 0x5410); }
 
@@ -178,7 +178,7 @@ CUFLASH_DEVICE void produce(const ForwardParams& params, const Shared& shared) {
   }
 }
 
-// Transposes 16 columns of V. TileClass of neighbouring columns move as elements of 16 bits; then columns part.
+// Transposes 16 columns of V. TileClass of neighbouring columns move as elements of 16 bits; then columns separate.
 //
 // Keys come out in the order in which a lane has weights of four of them: 0, 1, 8, 9, 2, 3, 10, 11, … of every 16. And
 // of 16 columns the even ones come first, so that eight neighbouring lines are written at once; `store_out` knows.
@@ -252,7 +252,7 @@ struct Consumer {
   const HeadScales<kVScale> v_scales;
   float row_factor[2];  // of a product, for its exponent: all of it but scales of blocks of keys
 
-  OnlineSoftmax<1, false> softmax;  // offsets are exponents, whatever factors products have
+  OnlineSoftmax<1, false> softmax;  // row maxima are exponents, whatever factors products have
   float o[1][kDimV / 8 + 1][4];     // and after it l
   u32 p[kBlockN / 32][4];
   bool all_started = false;  // every row of the warp has seen a key
@@ -317,8 +317,8 @@ struct Consumer {
       for (int i = 0; i < 4; ++i) visit(n, i);
   }
 
-  // Lets offsets follow the maxima of a tile, and what was summed before follow them.
-  CUFLASH_DEVICE void raise_offsets(const Scores& s, const float (&factor)[2]) {
+  // Lets row maxima follow the maxima of a tile, and what was summed before follow them.
+  CUFLASH_DEVICE void raise_row_maxima(const Scores& s, const float (&factor)[2]) {
     float of_sums[1][2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -331,13 +331,13 @@ struct Consumer {
         largest = fmaxf(largest, fmaxf(sign * s[0][n][2 * half], sign * s[0][n][2 * half + 1]));
       largest = fmaxf(largest, ptx::shuffle_xor(largest, 1));
       largest = fmaxf(largest, ptx::shuffle_xor(largest, 2));
-      float& offset = softmax.offset[0][half];
-      const float raised = fmaxf(largest * fabsf(factor[half]) - kHeadroom, offset);
-      of_sums[0][half] = raised == offset ? 1.0f : exponential(offset - raised);
-      offset = raised;
+      float& row_max = softmax.row_max[0][half];
+      const float raised = fmaxf(largest * fabsf(factor[half]) - kHeadroom, row_max);
+      of_sums[0][half] = raised == row_max ? 1.0f : exponential(row_max - raised);
+      row_max = raised;
     }
     softmax.rescale(o, of_sums);
-    all_started = !ptx::any_lane(fminf(softmax.offset[0][0], softmax.offset[0][1]) == -ptx::infinity());
+    all_started = !ptx::any_lane(fminf(softmax.row_max[0][0], softmax.row_max[0][1]) == -ptx::infinity());
   }
 
   // Makes weights of scores. With Mixed, every second tile of 8 columns uses PowersByLine, the even ones for the first
@@ -346,8 +346,8 @@ struct Consumer {
   template <class Mixed>
   CUFLASH_DEVICE bool round_weights(const Scores& s, const float (&factor)[2], Mixed) {
     u32 carries = 0;
-    const float offset[2] = {finite_offset(0), finite_offset(1)};
-    const PowersByLine line[2] = {{factor[0], offset[0]}, {factor[1], offset[1]}};
+    const float row_max[2] = {finite_row_max(0), finite_row_max(1)};
+    const PowersByLine line[2] = {{factor[0], row_max[0]}, {factor[1], row_max[1]}};
 #pragma unroll
     for (int k = 0; k < kBlockN / 32; ++k)
 #pragma unroll
@@ -356,8 +356,8 @@ struct Consumer {
         const auto pair = [&](int m) {
           const float low = s[0][m][2 * half], high = s[0][m][2 * half + 1];
           if (Mixed::value && (m + half) % 2 == 0) return (u32)ptx::to_float8x2(Weight{}, line[half].pair(low, high));
-          return (u32)ptx::to_float8x2(Weight{}, exponential(low * factor[half] - offset[half]),
-                                       exponential(high * factor[half] - offset[half]));
+          return (u32)ptx::to_float8x2(Weight{}, exponential(low * factor[half] - row_max[half]),
+                                       exponential(high * factor[half] - row_max[half]));
         };
         p[k][i] = pair(n) | pair(n + 1) << 16;
         carries |= p[k][i] + 0x01010101u * (0x80 - kLargestCode);
@@ -365,8 +365,8 @@ struct Consumer {
     return (carries & 0x80808080u) != 0;
   }
   // While no key was visible, exponents are taken relative to 0, and are -inf.
-  CUFLASH_DEVICE float finite_offset(int half) const {
-    return softmax.offset[0][half] == -ptx::infinity() ? 0.0f : softmax.offset[0][half];
+  CUFLASH_DEVICE float finite_row_max(int half) const {
+    return softmax.row_max[0][half] == -ptx::infinity() ? 0.0f : softmax.row_max[0][half];
   }
 
   // [2] P = exp(S - m).
@@ -382,7 +382,7 @@ struct Consumer {
     bool raise = !all_started;
     if (!raise) raise = ptx::any_lane(round_weights(s, factor, Constant<kMixes>{}));
     if (raise) {
-      raise_offsets(s, factor);
+      raise_row_maxima(s, factor);
       round_weights(s, factor, Constant<false>{});
     }
     turns.pass();
@@ -392,19 +392,19 @@ struct Consumer {
   // over when this one is.
   template <int pending, class IssueNext>
   CUFLASH_DEVICE void add_values(int n_block, const Position<kNumStages>& at, IssueNext issue_next) {
-    float sums[kParts == 1 ? 1 : 2][kSumTiles][4], ones[1][4];
+    float sums[kSlices == 1 ? 1 : 2][kSumTiles][4], ones[1][4];
     float of_values = 1.0f;
     if constexpr (kVScale == 2) of_values = v_scales.of(tile.keys.at(n_block) * kBlockN);
     shared.t_ring.full(at).wait(at.parity);
-    repeat<kParts>([&](auto part) {
-      constexpr int kPart = decltype(part)::value;
-      issue_values(sums[kPart % 2], at, kPart * kPartTiles);
-      if constexpr (kPart > 0) add_sums<1>(sums[(kPart - 1) % 2], (kPart - 1) * kPartTiles, of_values);
-      if constexpr (kPart + 1 == kParts) {
-        if constexpr (kOnesApart) issue_values(ones, at, kDimV / 8);
+    repeat<kSlices>([&](auto slice) {
+      constexpr int kSlice = decltype(slice)::value;
+      issue_values(sums[kSlice % 2], at, kSlice * kSliceTiles);
+      if constexpr (kSlice > 0) add_sums<1>(sums[(kSlice - 1) % 2], (kSlice - 1) * kSliceTiles, of_values);
+      if constexpr (kSlice + 1 == kSlices) {
+        if constexpr (kSumsSeparately) issue_values(ones, at, kDimV / 8);
         issue_next();
-        add_sums<pending + kOnesApart>(sums[kPart % 2], kPart * kPartTiles, of_values);
-        if constexpr (kOnesApart) add_sums<pending>(ones, kDimV / 8, of_values);
+        add_sums<pending + kSumsSeparately>(sums[kSlice % 2], kSlice * kSliceTiles, of_values);
+        if constexpr (kSumsSeparately) add_sums<pending>(ones, kDimV / 8, of_values);
       }
     });
     release(shared.t_ring.empty(at));

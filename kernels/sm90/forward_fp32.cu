@@ -2,13 +2,13 @@
 //
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
-// The tensor cores multiply bfloat16. So Q, K and V come split into parts (helpers/split_fp32.cu), three each, or two
-// where the precision of TF32 is wanted. P is split in registers. Every product is the sum of six products of parts, or
+// The tensor cores multiply bfloat16. So Q, K and V come split into terms (helpers/split_fp32.cu), three each, or two
+// where the precision of TF32 is wanted. P is split in registers. Every product is the sum of six products of terms, or
 // of three (common/io/bf16_split.cuh). Tensor cores cut sums off instead of rounding them. So they sum the P V of each
 // tile of keys by itself, small products first, and other instructions add it to O with rounding.
 //
 // Where few tiles of queries read K and V and rows are short, the producer splits operands itself, on their way to
-// shared memory (kSplitsOperands). That takes instructions for each tile of queries, but saves writing the parts to
+// shared memory (kSplitsOperands). That takes instructions for each tile of queries, but saves writing the terms to
 // global memory and reading them.
 //
 // The kernel is persistent: one block stays on each SM and takes one tile of queries after another. Its
@@ -19,10 +19,10 @@
 //   barrier      one phase is over when            who waits
 //   q_full       Q has arrived                     consumers, before S
 //   q_empty      every consumer has its last S     producer, before the next Q
-//   k_full[i]    a part of K has arrived          consumers, before its products in S
-//   k_empty[i]   every consumer has these          producer, before the next part of K there
-//   v_full[i]    a part of V has arrived          consumers, before its products in O
-//   v_empty[i]   every consumer has these          producer, before the next part of V there
+//   k_full[i]    a term of K has arrived          consumers, before its products in S
+//   k_empty[i]   every consumer has these          producer, before the next term of K there
+//   v_full[i]    a term of V has arrived          consumers, before its products in O
+//   v_empty[i]   every consumer has these          producer, before the next term of V there
 //   bias_terms_full   bias, or per-key values, are there   consumers, before they make scores
 //   bias_terms_empty  every warp has its scores             producer, before the next bias, or numbers
 //   named: one per consumer for the ping-pong; one per consumer for itself
@@ -50,12 +50,12 @@ using ConsumerPingPong = PingPong<kPingPong, kConsumers, kPingPongBarrier>;
 constexpr int kNTiles = kBlockN / 8;
 constexpr int kColumnTiles = kDimV / 8;
 
-// Shared memory: the parts of Q, the rings of the parts of K and of V, the bias terms of the scores of a tile,
+// Shared memory: the terms of Q, the rings of the terms of K and of V, the bias terms of the scores of a tile,
 // barriers.
-constexpr u32 kPartQ = chunked_bytes(kBlockM, kDim), kBytesQ = kBf16Parts * kPartQ;
-constexpr u32 kPartK = chunked_bytes(kBlockN, kDim), kBytesK = kBf16Parts * kPartK;
-constexpr u32 kPartV = chunked_bytes(kBlockN, kDimV), kBytesV = kBf16Parts * kPartV;
-constexpr int kSlots = kBf16Parts * kNumStages;  // of a ring of parts, which come and go one by one
+constexpr u32 kTermQ = chunked_bytes(kBlockM, kDim), kBytesQ = kBf16Terms * kTermQ;
+constexpr u32 kTermK = chunked_bytes(kBlockN, kDim), kBytesK = kBf16Terms * kTermK;
+constexpr u32 kTermV = chunked_bytes(kBlockN, kDimV), kBytesV = kBf16Terms * kTermV;
+constexpr int kSlots = kBf16Terms * kNumStages;  // of a ring of terms, which come and go one by one
 // Whether the bias terms of scores come to shared memory. They have one stage, because all consumers need them only at
 // the beginning of their softmax.
 constexpr bool kLoadsBiasTerms = kBiasOfPairs || kHasPerKeyValues;
@@ -72,7 +72,7 @@ constexpr int kProducerRegisters = (kConsumers == 3 ? 512 : 504) - kConsumers * 
 static_assert(!kSplitsOperands || kConsumers == 2, "three consumers leave no registers for the producer");
 static_assert(!kSplitsOperands || max_of(kHeadDim, kHeadDimV) <= 32, "split tiles have at most 32 columns");
 
-// The tensor maps of the parts of Q, K and V, and that of the bias. A map of parts has part i of batch entry b at batch
+// The tensor maps of the terms of Q, K and V, and that of the bias. A map of terms has term i of batch entry b at batch
 // index i * batch + b.
 template <int maps>
 struct MappedParams {
@@ -99,12 +99,12 @@ struct Shared : QkvShared<kSlots> {
   }
 };
 
-// Parts of a tile come from the lowest to the highest. `place_of` says where the n-th of them lies, and `part_at` which
-// part it is.
-CUFLASH_DEVICE Position<kSlots> place_of(const Position<kNumStages>& tile, int n) {
-  return {tile.stage * kBf16Parts + n, tile.parity};
+// Terms of a tile come from the lowest to the highest. `position_of` says where the n-th of them lies, and `term_at`
+// which term it is.
+CUFLASH_DEVICE Position<kSlots> position_of(const Position<kNumStages>& tile, int n) {
+  return {tile.stage * kBf16Terms + n, tile.parity};
 }
-CUFLASH_DEVICE constexpr int part_at(int n) { return kBf16Parts - 1 - n; }
+CUFLASH_DEVICE constexpr int term_at(int n) { return kBf16Terms - 1 - n; }
 
 // The position of a consumer in the ring of bias terms, which has one stage.
 struct BiasTermStage {
@@ -132,23 +132,23 @@ CUFLASH_DEVICE void produce(const P& params, Shared& shared) {
       shared.q_ring.empty(query).wait(query.parity ^ 1);
       q_full.arrive_expect(kBytesQ);
 #pragma unroll 1
-      for (int i = 0; i < kBf16Parts; ++i)
-        load_chunks<kBlockM, kDim>(shared.q + i * kPartQ, params.map[0], q_full, tile.first_row, tile.work.head,
+      for (int i = 0; i < kBf16Terms; ++i)
+        load_chunks<kBlockM, kDim>(shared.q + i * kTermQ, params.map[0], q_full, tile.first_row, tile.work.head,
                                    i * all_batch + batch);
     };
     if (tile.keys.start == tile.keys.stop) load_q();
     for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
       const int first_key = tile.keys.at(n_block) * kBlockN;
-      const auto load_keys = [&](const Ring<kSlots>& ring, u32 parts, const TensorMap& map, auto columns) {
+      const auto load_keys = [&](const Ring<kSlots>& ring, u32 terms, const TensorMap& map, auto columns) {
         constexpr int kColumns = decltype(columns)::value;
-        constexpr u32 kPart = chunked_bytes(kBlockN, kColumns);
+        constexpr u32 kTerm = chunked_bytes(kBlockN, kColumns);
 #pragma unroll 1
-        for (int n = 0; n < kBf16Parts; ++n) {
-          const Position<kSlots> at = place_of(key, n);
+        for (int n = 0; n < kBf16Terms; ++n) {
+          const Position<kSlots> at = position_of(key, n);
           ring.empty(at).wait(at.parity ^ 1);
-          ring.full(at).arrive_expect(kPart);
-          load_chunks<kBlockN, kColumns>(parts + at.stage * kPart, map, ring.full(at), first_key, head,
-                                         part_at(n) * all_batch + batch);
+          ring.full(at).arrive_expect(kTerm);
+          load_chunks<kBlockN, kColumns>(terms + at.stage * kTerm, map, ring.full(at), first_key, head,
+                                         term_at(n) * all_batch + batch);
         }
       };
       load_keys(shared.k_ring, shared.k, params.map[1], Integer<kDim>{});
@@ -193,18 +193,18 @@ struct SplittingProducer {
   CUFLASH_DEVICE void begin_first(const QueryTile& tile) {
     if (tile.keys.start < tile.keys.stop) begin(k, common.k, tile, tile.keys.stop - 1);
   }
-  // Puts a tile in its place in a ring, once that is free. Its parts lie there from the lowest to the highest.
+  // Puts a tile in its slot of a ring, once that is free. Its terms lie there from the lowest to the highest.
   template <class Rows>
-  CUFLASH_DEVICE void finish(Rows& rows, const Ring<kSlots>& ring, u32 parts, u32 part_bytes) {
-    for (int n = 0; n < kBf16Parts; ++n) ring.empty(place_of(key, n)).wait(key.parity ^ 1);
-    rows.finish(parts + place_of(key, kBf16Parts - 1).stage * part_bytes, 0 - part_bytes);
+  CUFLASH_DEVICE void finish(Rows& rows, const Ring<kSlots>& ring, u32 terms, u32 term_bytes) {
+    for (int n = 0; n < kBf16Terms; ++n) ring.empty(position_of(key, n)).wait(key.parity ^ 1);
+    rows.finish(terms + position_of(key, kBf16Terms - 1).stage * term_bytes, 0 - term_bytes);
     ptx::fence_async_proxy();
-    for (int n = 0; n < kBf16Parts; ++n) arrive_as_warp(ring.full(place_of(key, n)));
+    for (int n = 0; n < kBf16Terms; ++n) arrive_as_warp(ring.full(position_of(key, n)));
   }
   CUFLASH_DEVICE void bring_q(const QueryTile& tile) {
     q.begin(head_of(common.q, tile.work.batch, tile.work.head), common.q.row_stride, tile.first_row, common.seqlen_q);
     shared.q_ring.empty(query).wait(query.parity ^ 1);
-    q.finish(shared.q, kPartQ);
+    q.finish(shared.q, kTermQ);
     ptx::fence_async_proxy();
     arrive_as_warp(shared.q_ring.full(query));
   }
@@ -234,11 +234,11 @@ struct SplittingProducer {
       const PerKeyValues of_keys(common, score, tile.work.batch, tile.work.head);
       if (tile.keys.start == tile.keys.stop) bring_q(tile);
       for (int n_block = tile.keys.stop - 1; n_block >= tile.keys.start; --n_block, key.advance()) {
-        finish(k, shared.k_ring, shared.k, kPartK);
+        finish(k, shared.k_ring, shared.k, kTermK);
         if (n_block == tile.keys.stop - 1) bring_q(tile);
         begin(v, common.v, tile, n_block);
         if constexpr (kLoadsBiasTerms) load_bias_terms(tile, of_keys, tile.keys.at(n_block) * kBlockN);
-        finish(v, shared.v_ring, shared.v, kPartV);
+        finish(v, shared.v_ring, shared.v, kTermV);
         if (n_block > tile.keys.start) begin(k, common.k, tile, n_block - 1);
       }
       scheduler.advance();
@@ -252,44 +252,44 @@ CUFLASH_DEVICE void produce_split(const P& params, const Shared& shared) {
   SplittingProducer<P>(params, shared, ptx::thread_index() % 128).run();
 }
 
-// [GEMM 1] S = Q K^T. The products with one part of K wait for that part. They are one group of wgmma, for which
-// release_parts waits. The same holds for the parts of V in issue_o.
+// [GEMM 1] S = Q K^T. The products with one term of K wait for that term. They are one group of wgmma, for which
+// release_terms waits. The same holds for the terms of V in issue_o.
 CUFLASH_DEVICE void issue_s(float (&s)[kNTiles][4], u32 s_q, const Shared& shared, const Position<kNumStages>& key) {
   const u64 a = descriptor_of(s_q);
   ptx::fence_operand(s);
 #pragma unroll
-  for (int n = 0; n < kBf16Parts; ++n) {
-    const Position<kSlots> at = place_of(key, n);
-    const u64 b = descriptor_of(shared.k + at.stage * kPartK);
+  for (int n = 0; n < kBf16Terms; ++n) {
+    const Position<kSlots> at = position_of(key, n);
+    const u64 b = descriptor_of(shared.k + at.stage * kTermK);
     shared.k_ring.full(at).wait(at.parity);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kPartProducts; ++i)
+    for (int i = 0; i < kTermProducts; ++i)
 #pragma unroll
       for (int k = 0; k < kDim / 16; ++k)
-        if (part_product(i).b == part_at(n))
-          ptx::wgmma<false, false>(BFloat16{}, s, along_k<kBlockM>(a + part_product(i).a * kPartQ / 16, k),
+        if (term_product(i).b == term_at(n))
+          ptx::wgmma<false, false>(BFloat16{}, s, along_k<kBlockM>(a + term_product(i).a * kTermQ / 16, k),
                                    along_k<kBlockN>(b, k), i + k > 0);
     ptx::wgmma_commit();
   }
 }
 
 // [GEMM 3] sum = P V.
-CUFLASH_DEVICE void issue_o(float (&sum)[kColumnTiles][4], const u32 (&p)[kBlockN / 16][kBf16Parts][4],
+CUFLASH_DEVICE void issue_o(float (&sum)[kColumnTiles][4], const u32 (&p)[kBlockN / 16][kBf16Terms][4],
                             const Shared& shared, const Position<kNumStages>& key) {
   ptx::fence_operand(sum);
 #pragma unroll
-  for (int n = 0; n < kBf16Parts; ++n) {
-    const Position<kSlots> at = place_of(key, n);
-    const u64 b = descriptor_of_transposed<kBlockN>(shared.v + at.stage * kPartV);
+  for (int n = 0; n < kBf16Terms; ++n) {
+    const Position<kSlots> at = position_of(key, n);
+    const u64 b = descriptor_of_transposed<kBlockN>(shared.v + at.stage * kTermV);
     shared.v_ring.full(at).wait(at.parity);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kPartProducts; ++i)
+    for (int i = 0; i < kTermProducts; ++i)
 #pragma unroll
       for (int k = 0; k < kBlockN / 16; ++k)
-        if (part_product(i).b == part_at(n))
-          ptx::wgmma<true>(BFloat16{}, sum, p[k][part_product(i).a], along_k_transposed(b, k), i + k > 0);
+        if (term_product(i).b == term_at(n))
+          ptx::wgmma<true>(BFloat16{}, sum, p[k][term_product(i).a], along_k_transposed(b, k), i + k > 0);
     ptx::wgmma_commit();
   }
 }
@@ -312,11 +312,11 @@ CUFLASH_DEVICE void make_scores(float (&s)[1][kNTiles][4], const Score& score, c
   }
 }
 
-// The same by one of two versions of the code, with a mask and without. With lists and a bias there are no registers
-// for two, and one version tests whether to mask.
+// The same by one of two versions of the code, with a mask and without. With a block-sparse index and a bias there are
+// no registers for two, and one version tests whether to mask.
 CUFLASH_DEVICE void make_either_scores(float (&s)[1][kNTiles][4], const Score& score, const Mask& mask,
                                        const Shared& shared, int row, int key, bool masked) {
-  if constexpr (kHasLists && kBiasBytes != 0)
+  if constexpr (kHasBlockIndex && kBiasBytes != 0)
     make_scores(s, score, mask, shared, row, key, masked);
   else if (masked)
     make_scores(s, score, mask, shared, row, key, Constant<true>{});
@@ -324,17 +324,17 @@ CUFLASH_DEVICE void make_either_scores(float (&s)[1][kNTiles][4], const Score& s
     make_scores(s, score, mask, shared, row, key, Constant<false>{});
 }
 
-// Splits P into parts.
-CUFLASH_DEVICE void to_weights(const float (&s)[kNTiles][4], u32 (&p)[kBlockN / 16][kBf16Parts][4]) {
+// Splits P into terms.
+CUFLASH_DEVICE void to_weights(const float (&s)[kNTiles][4], u32 (&p)[kBlockN / 16][kBf16Terms][4]) {
 #pragma unroll
   for (int k = 0; k < kBlockN / 16; ++k)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float (&pair)[4] = s[2 * k + i / 2];
-      u32 word[kBf16Parts];
+      u32 word[kBf16Terms];
       bf16_split_small(pair[i % 2 * 2], pair[i % 2 * 2 + 1], word);
 #pragma unroll
-      for (int part = 0; part < kBf16Parts; ++part) p[k][part][i] = word[part];
+      for (int term = 0; term < kBf16Terms; ++term) p[k][term][i] = word[term];
     }
 }
 
@@ -352,7 +352,7 @@ CUFLASH_DEVICE void store_rows(const Params& common, const Work& work, int lane_
                                float (&o)[1][kColumnTiles][4]) {
   const int head = work.head, batch = work.batch;
   softmax.finish();
-  if constexpr (kHasSinks) softmax.add_sinks(o, [&](int, int) { return to_offset(sink_of(common, head)); });
+  if constexpr (kHasSinks) softmax.add_sinks(o, [&](int, int) { return to_row_max(sink_of(common, head)); });
   const float kept_scale = kept_scale_of(common);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -391,11 +391,11 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     const auto release = [&](const Barrier& empty) {
       if (thread == 0) empty.arrive();
     };
-    const auto release_parts = [&](const Ring<kSlots>& ring) {
-      repeat<kBf16Parts>([&](auto n) {
-        constexpr int kPart = decltype(n)::value;
-        ptx::wgmma_wait<kBf16Parts - 1 - kPart>();
-        release(ring.empty(place_of(key, kPart)));
+    const auto release_terms = [&](const Ring<kSlots>& ring) {
+      repeat<kBf16Terms>([&](auto n) {
+        constexpr int kTerm = decltype(n)::value;
+        ptx::wgmma_wait<kBf16Terms - 1 - kTerm>();
+        release(ring.empty(position_of(key, kTerm)));
       });
     };
     const auto lane_key_of = [&](int n_block) { return tile.keys.at(n_block) * kBlockN + fragment_column(); };
@@ -403,27 +403,27 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
     // Skips a tile of keys that other consumers of the block need and this one does not.
     const auto skip = [&]() {
       for (int product = 0; product < 2; ++product) ping_pong.wait(), ping_pong.pass();
-      for (int n = 0; n < kBf16Parts; ++n) {
-        shared.k_ring.full(place_of(key, n)).wait(key.parity);
-        shared.v_ring.full(place_of(key, n)).wait(key.parity);
+      for (int n = 0; n < kBf16Terms; ++n) {
+        shared.k_ring.full(position_of(key, n)).wait(key.parity);
+        shared.v_ring.full(position_of(key, n)).wait(key.parity);
       }
       bias_terms.wait();
       bias_terms.release();
       sync_consumer(consumer);  // so that no thread still waits for this phase when the next one is over
-      for (int n = 0; n < kBf16Parts; ++n) {
-        release(shared.k_ring.empty(place_of(key, n)));
-        release(shared.v_ring.empty(place_of(key, n)));
+      for (int n = 0; n < kBf16Terms; ++n) {
+        release(shared.k_ring.empty(position_of(key, n)));
+        release(shared.v_ring.empty(position_of(key, n)));
       }
       key.advance();
     };
     const TileRange keys = tile.keys_of(common, consumer);
     const auto step = [&](int n_block) {
       float s[1][kNTiles][4], sum[kColumnTiles][4];
-      u32 p[kBlockN / 16][kBf16Parts][4];
+      u32 p[kBlockN / 16][kBf16Terms][4];
       ping_pong.wait();
       issue_s(s[0], s_q, shared, key);
       ping_pong.pass();
-      release_parts(shared.k_ring);
+      release_terms(shared.k_ring);
       ptx::fence_operand(s[0]);
       if (n_block == keys.start) release(shared.q_ring.empty(query));
 
@@ -440,7 +440,7 @@ CUFLASH_DEVICE void consume(const ForwardParams& params, Shared& shared, u32 con
       ping_pong.wait();
       issue_o(sum, p, shared, key);
       ping_pong.pass();
-      release_parts(shared.v_ring);
+      release_terms(shared.v_ring);
       ptx::fence_operand(sum);
       add_rescaled(o, factor, sum);
       key.advance();

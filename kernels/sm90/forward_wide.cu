@@ -1,4 +1,4 @@
-// Forward pass of 16-bit types with wide heads on compute capability 9.0 (Hopper), with wgmma and TMA.
+// Forward pass in half precision with wide heads on compute capability 9.0 (Hopper), with wgmma and TMA.
 //
 //   S = Q K^T        P = exp(S - m)        l = rowsum(P)        O = P V / l        lse = m + log l
 //
@@ -34,7 +34,7 @@ struct Rows {
   CUFLASH_DEVICE void finish(OnlineSoftmax<1>& softmax, float (&factor)[2], int pass) const {
     float ones[1][1][4] = {{{1.0f, 1.0f, 1.0f, 1.0f}}};
     softmax.finish();
-    if constexpr (kHasSinks) softmax.add_sinks(ones, [&](int, int) { return to_offset(sink_of(common, work.head)); });
+    if constexpr (kHasSinks) softmax.add_sinks(ones, [&](int, int) { return to_row_max(sink_of(common, work.head)); });
     float* g_lse = row_values_of(common.lse, work.batch, work.head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

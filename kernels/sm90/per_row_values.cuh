@@ -16,7 +16,7 @@ static_assert(kNumPerWarpKey == 0 || kNumPerWarpKey == kNumOfKey, "the plan has 
 // Warp. The numbers of two neighbouring queries are interleaved: first number 0 of both, then number 1 of both.
 struct PerRowValues {
   u32 s_numbers;
-  OfRow own[kNumPerRow > 0 ? kBlockM / 32 : 1];  // of the queries of a lane, 32 apart
+  OfRow own[kNumPerRow > 0 ? kBlockM / 32 : 1];  // of every 32nd query, from the lane on
   OfKey own_key;                                 // of the key of a lane
 
   // Loads the numbers of a tile. This takes as long as a memory access, so other work should come before `store`.
@@ -31,13 +31,13 @@ struct PerRowValues {
   // Stores the numbers once all lanes have read the previous ones.
   CUFLASH_DEVICE void store() const {
     if constexpr (kNumPerRow + kNumPerWarpKey > 0) {
-      const u32 lane = lane_index(), place = s_numbers + (lane / 2 * kNumPerRow * 2 + lane % 2) * 4;
+      const u32 lane = lane_index(), address = s_numbers + (lane / 2 * kNumPerRow * 2 + lane % 2) * 4;
       ptx::sync_warp();
 #pragma unroll
       for (int i = 0; i < kBlockM / 32; ++i)
 #pragma unroll
         for (int x = 0; x < kNumPerRow; ++x)
-          ptx::store_shared_b32(place + (i * 32 * kNumPerRow + 2 * x) * 4, ptx::bits_of(own[i].x[x]));
+          ptx::store_shared_b32(address + (i * 32 * kNumPerRow + 2 * x) * 4, ptx::bits_of(own[i].x[x]));
       const u32 of_key = s_numbers + kBytesPerRowValues + (lane % 8 * 2 + lane / 8) * 4;
 #pragma unroll
       for (int x = 0; x < kNumPerWarpKey; ++x)
@@ -60,14 +60,14 @@ struct PerRowValues {
     if constexpr (kNumPerRow == 0) {
       of_rows[0] = functions.of_row(row), of_rows[1] = functions.of_row(row + 1);
     } else {
-      const u32 place = s_numbers + (4 * n + fragment_column() / 2) * kNumPerRow * 8;
+      const u32 address = s_numbers + (4 * n + fragment_column() / 2) * kNumPerRow * 8;
 #pragma unroll
       for (int x = 0; x < kNumPerRow; x += 2) {
         float of_both[4];
         if (x + 1 < kNumPerRow && kNumPerRow % 2 == 0)
-          ptx::load_shared_f32x4(place + x * 8, of_both);
+          ptx::load_shared_f32x4(address + x * 8, of_both);
         else
-          load_apart(place + x * 8, x + 1 < kNumPerRow, of_both);
+          load_separately(address + x * 8, x + 1 < kNumPerRow, of_both);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           if (x + i / 2 < kNumPerRow) of_rows[i % 2].x[x + i / 2] = of_both[i];
@@ -76,9 +76,9 @@ struct PerRowValues {
   }
 
  private:
-  CUFLASH_DEVICE static void load_apart(u32 place, bool two, float (&of_both)[4]) {
-    ptx::load_shared_x2(place, (float (&)[2])of_both[0]);
-    if (two) ptx::load_shared_x2(place + 8, (float (&)[2])of_both[2]);
+  CUFLASH_DEVICE static void load_separately(u32 address, bool two, float (&of_both)[4]) {
+    ptx::load_shared_x2(address, (float (&)[2])of_both[0]);
+    if (two) ptx::load_shared_x2(address + 8, (float (&)[2])of_both[2]);
   }
 };
 #endif

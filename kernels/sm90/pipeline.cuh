@@ -17,7 +17,7 @@ CUFLASH_DEVICE void arrive_as_warp(const Barrier& barrier) {
   if (ptx::thread_index() % 32 == 0) barrier.arrive();
 }
 
-// The place of a tile in a ring of `stages`: tile i of the loop is in stage i % stages, with parity i / stages % 2.
+// The position of a tile in a ring of `stages`: tile i of the loop is in stage i % stages, with parity i / stages % 2.
 template <int stages>
 struct Position {
   int stage = 0;

@@ -72,8 +72,8 @@ CUFLASH_DEVICE void multiply_any(float (&d)[n_tiles][4], u64 a, u64 b, bool adds
 // a thread of a large block starts with. The caller has issued the fences, which serve several products.
 template <int rows, int n_tiles, class A>
 CUFLASH_DEVICE void issue_columns(float (&d)[n_tiles][4], A a, u64 b, bool adds) {
-  repeat<(n_tiles + 15) / 16>([&](auto part) {
-    constexpr int kFirst = 16 * decltype(part)::value, kCount = n_tiles - kFirst < 16 ? n_tiles - kFirst : 16;
+  repeat<(n_tiles + 15) / 16>([&](auto slice) {
+    constexpr int kFirst = 16 * decltype(slice)::value, kCount = n_tiles - kFirst < 16 ? n_tiles - kFirst : 16;
     auto& columns = (float (&)[kCount][4])d[kFirst];
     const u64 b_columns = b + kFirst * 8 / kChunk * (rows * kLineBytes / 16);
 #pragma unroll

@@ -1,13 +1,13 @@
 // Gradients of arrays that a score reads, as the consumers of sm90/backward.cu sum them: the terms are dS times the
 // derivatives of the score, of all pairs of a tile.
 //
-//   a place that depends on    is summed
+//   an index that depends on   is summed
 //   the head                   by each lane, until the loop comes to the next query head
 //   the key                    by each lane, for each of its two keys, until then, too
 //   the query                  by each warp in every step, over its 16 keys
-//   i - j                      by each warp in every step, over its part of the diagonal
+//   i - j                      by each warp in every step, over its slice of the diagonal
 //
-// The consumer adds the first two kinds of sums to memory (common/softmax/exact_sums.cuh). The other two go to shared
+// The consumer adds the first two of these sums to memory (common/softmax/exact_sums.cuh). The other two go to shared
 // memory with dS'. The warpgroup of dQ adds up those of all warps, and adds the totals to memory.
 #pragma once
 #include "common/score/score_args_gradients.cuh"
@@ -21,8 +21,8 @@
 #include "sm90/per_row_values.cuh"
 
 #if CUFLASH_NEEDS_SCORE_ARGS
-// Places for the sums of all reads. No read has a derivative where all of them decide a branch, or a floor.
-constexpr int kReadPlaces = max_of(kNumReads, 1);
+// Slots for the sums of all reads. No read has a derivative where all of them decide a branch, or a floor.
+constexpr int kReadSlots = max_of(kNumReads, 1);
 
 // Warp. Sums over the keys of a warp, for each query of a tile, in a tree: at each height, a lane keeps one of two
 // n-tiles and passes the other one on.
@@ -100,7 +100,7 @@ CUFLASH_DEVICE u32 step_sums_at(u32 stage, u32 warp) {
 
 // The sums of a lane of a consumer.
 struct ScoreArgLane {
-  float sum[kReadPlaces][2];
+  float sum[kReadSlots][2];
 
   CUFLASH_DEVICE ScoreArgLane() { clear(); }
   CUFLASH_DEVICE void clear() {
@@ -112,15 +112,15 @@ struct ScoreArgLane {
   // products. The thread has left the products at `s_scores`; sums of steps go to the stage at `stage`.
   CUFLASH_DEVICE void add(const Functions& functions, float scale, int lane_query, int lane_key, u32 s_scores,
                           u32 s_row_values, u32 stage, u32 warp, float (&ds)[kQueryTiles][4]) {
-    QuerySums queries[kReadPlaces];
-    DiagonalSums diagonals[kReadPlaces];
+    QuerySums queries[kReadSlots];
+    DiagonalSums diagonals[kReadSlots];
     OfKey of_keys[2];
     PerRowValues::load_keys(functions, s_row_values, lane_key, of_keys);
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
       float product[4] = {0, 0, 0, 0};
       // Sums of gradients of scores alone start with -0, which leaves the first gradient as it is, even -0.
-      float own[kReadPlaces][4];
+      float own[kReadSlots][4];
 #pragma unroll
       for (int read = 0; read < kNumReads; ++read)
 #pragma unroll
@@ -132,8 +132,8 @@ struct ScoreArgLane {
       for (int i = 0; i < 4; ++i) {
         float by_s;
         const auto add_term = [&](auto read, i64, float derivative) {
-          constexpr int kRead = decltype(read)::value, kKind = kind_of_read(kRead);
-          const int at = kKind == kReadOfHead ? 0 : kKind == kReadOfKey ? i / 2 : kKind == kReadOfQuery ? i % 2 : i;
+          constexpr int kRead = decltype(read)::value, kClass = class_of_read(kRead);
+          const int at = kClass == kReadOfHead ? 0 : kClass == kReadOfKey ? i / 2 : kClass == kReadOfQuery ? i % 2 : i;
           add_product<kRead>(own[kRead][at], ds[n][i], derivative);
         };
         functions.derivatives(product[i] * scale, lane_query + 8 * n + i % 2, lane_key + i / 2 * 8, of_rows[i % 2],
@@ -141,14 +141,14 @@ struct ScoreArgLane {
         if constexpr (kHasDerivative) ds[n][i] = score_product(ds[n][i], by_s);
       }
       repeat<kNumReads>([&](auto read) {
-        constexpr int kRead = decltype(read)::value, kKind = kind_of_read(kRead);
+        constexpr int kRead = decltype(read)::value, kClass = class_of_read(kRead);
         const u32 s_sums = step_sums_at<kRead>(stage, warp);
         const float (&x)[4] = own[kRead];
-        if constexpr (kKind == kReadOfHead)
+        if constexpr (kClass == kReadOfHead)
           sum[kRead][0] += x[0];
-        else if constexpr (kKind == kReadOfKey)
+        else if constexpr (kClass == kReadOfKey)
           sum[kRead][0] += x[0], sum[kRead][1] += x[1];
-        else if constexpr (kKind == kReadOfQuery)
+        else if constexpr (kClass == kReadOfQuery)
           queries[kRead].add(n, {x[0], x[1]}, s_sums);
         else
           diagonals[kRead].add(n, x, s_sums);
@@ -167,11 +167,11 @@ struct ScoreArgLane {
   // Warp. Adds the sums that belong to the head to memory.
   CUFLASH_DEVICE void leave(const Params& params, const Functions& functions, int lane_key) {
     repeat<kNumReads>([&](auto read) {
-      constexpr int kRead = decltype(read)::value, kKind = kind_of_read(kRead), kArray = array_of_read(kRead);
-      if constexpr (kKind == kReadOfHead) {
+      constexpr int kRead = decltype(read)::value, kClass = class_of_read(kRead), kArray = array_of_read(kRead);
+      if constexpr (kClass == kReadOfHead) {
         const float total = score_product((float)warp_sum(sum[kRead][0]), functions.factor_of_read(kRead));
-        if (lane_index() == 0) add_exactly(params, kArray, place_of_read<kRead>(functions, 0, 0), total);
-      } else if constexpr (kKind == kReadOfKey) {
+        if (lane_index() == 0) add_exactly(params, kArray, index_of_read<kRead>(functions, 0, 0), total);
+      } else if constexpr (kClass == kReadOfKey) {
         float total[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -182,7 +182,7 @@ struct ScoreArgLane {
         const u32 half = lane_index() % 4;
         const float lower = total[0], upper = total[1];
         if (half < 2)
-          add_exactly(params, kArray, place_of_read<kRead>(functions, 0, lane_key + 8 * half), half ? upper : lower);
+          add_exactly(params, kArray, index_of_read<kRead>(functions, 0, lane_key + 8 * half), half ? upper : lower);
       }
     });
     clear();
@@ -193,22 +193,23 @@ struct ScoreArgLane {
 // the queries, or the diagonals.
 struct StepSums {
   static constexpr int kRounds = ceil_div(kBlockM + kBlockN, 128);
-  float sum[kReadPlaces][kRounds];
+  float sum[kReadSlots][kRounds];
 
   CUFLASH_DEVICE void load(u32 stage, u32 thread) {
     repeat<kNumReads>([&](auto read) {
-      constexpr int kRead = decltype(read)::value, kKind = kind_of_read(kRead);
-      if constexpr (kKind == kReadOfQuery || kKind == kReadOfDiagonal) {
+      constexpr int kRead = decltype(read)::value, kClass = class_of_read(kRead);
+      if constexpr (kClass == kReadOfQuery || kClass == kReadOfDiagonal) {
 #pragma unroll
-        for (int round = 0; round < (kKind == kReadOfQuery ? 1 : kRounds); ++round) {
+        for (int round = 0; round < (kClass == kReadOfQuery ? 1 : kRounds); ++round) {
           sum[kRead][round] = 0;
 #pragma unroll
           for (int warp = 0; warp < kSumWarpsOfTile; ++warp) {
             // The diagonals of a warp begin 16 before its first key.
-            const int at = kKind == kReadOfQuery ? thread : first_diagonal(thread, round) + 16 * (warp + 1);
-            float part = 0;
-            if (at >= 0 && at < step_sums_of(kRead)) ptx::load_shared(step_sums_at<kRead>(stage, warp) + at * 4, part);
-            sum[kRead][round] += part;
+            const int at = kClass == kReadOfQuery ? thread : first_diagonal(thread, round) + 16 * (warp + 1);
+            float partial = 0;
+            if (at >= 0 && at < step_sums_of(kRead))
+              ptx::load_shared(step_sums_at<kRead>(stage, warp) + at * 4, partial);
+            sum[kRead][round] += partial;
           }
         }
       }
@@ -218,17 +219,17 @@ struct StepSums {
   CUFLASH_DEVICE void add(const Params& params, const Functions& functions, int first_row, int first_key,
                           u32 thread) const {
     repeat<kNumReads>([&](auto read) {
-      constexpr int kRead = decltype(read)::value, kKind = kind_of_read(kRead), kArray = array_of_read(kRead);
-      if constexpr (kKind == kReadOfQuery) {
+      constexpr int kRead = decltype(read)::value, kClass = class_of_read(kRead), kArray = array_of_read(kRead);
+      if constexpr (kClass == kReadOfQuery) {
         const int row = first_row + thread;
         const float total = score_product(sum[kRead][0], functions.factor_of_read(kRead));
-        if (thread < kBlockM) add_exactly(params, kArray, place_of_read<kRead>(functions, row, 0), total);
-      } else if constexpr (kKind == kReadOfDiagonal) {
+        if (thread < kBlockM) add_exactly(params, kArray, index_of_read<kRead>(functions, row, 0), total);
+      } else if constexpr (kClass == kReadOfDiagonal) {
 #pragma unroll
         for (int round = 0; round < kRounds; ++round) {
           const int diagonal = first_row - first_key + first_diagonal(thread, round);
           const int row = diagonal > 0 ? diagonal : 0;
-          add_of_warp(params, kArray, place_of_read<kRead>(functions, row, row - diagonal),
+          add_of_warp(params, kArray, index_of_read<kRead>(functions, row, row - diagonal),
                       score_product(sum[kRead][round], functions.factor_of_read(kRead)));
         }
       }

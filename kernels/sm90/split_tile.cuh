@@ -1,10 +1,10 @@
-// A tile of float32 that a warpgroup brings from global memory and splits, so that wgmma finds its bfloat16 parts in
+// A tile of float32 that a warpgroup brings from global memory and splits, so that wgmma finds its bfloat16 terms in
 // shared memory as TMA would have brought them.
 #pragma once
 #include "common/config.cuh"
 #include "common/io/bf16_split.cuh"
 #include "common/io/operands.cuh"
-#include "common/io/part_products.cuh"
+#include "common/io/term_products.cuh"
 #include "sm90/tiles.cuh"
 
 // `rows` rows of a head with `columns` columns, at most 32. A thread loads vectors of eight columns, `kSlice` of them
@@ -26,8 +26,8 @@ struct SplitTile {
     first = head + first_row * stride, row_stride = stride, num_rows = row_stop - first_row;
     load(0);
   }
-  // Writes part `i` to the tile at `tile` + i `part_stride`.
-  CUFLASH_DEVICE void finish(u32 tile, u32 part_stride) {
+  // Writes term `i` to the tile at `tile` + i `term_stride`.
+  CUFLASH_DEVICE void finish(u32 tile, u32 term_stride) {
     float rests = 0.0f;
 #pragma unroll 1
     for (int from = 0; from < kCount; from += kSlice) {
@@ -35,9 +35,9 @@ struct SplitTile {
 #pragma unroll
       for (int i = 0; i < kSlice; ++i) {
         if (!has(from + i)) continue;
-        Bytes16 parts[kBf16Parts];
-        rests += split_columns(x[i], parts, bf16_split_small);
-        store(from + i, parts, tile, part_stride);
+        Bytes16 terms[kBf16Terms];
+        rests += split_columns(x[i], terms, bf16_split_small);
+        store(from + i, terms, tile, term_stride);
       }
     }
     if (rests - rests == 0.0f) return;
@@ -45,16 +45,16 @@ struct SplitTile {
 #pragma unroll 1
     for (int i = 0; has(i); ++i) {
       load_vector(i, x[0]);
-      Bytes16 parts[kBf16Parts];
-      split_columns(x[0], parts);
-      store(i, parts, tile, part_stride);
+      Bytes16 terms[kBf16Terms];
+      split_columns(x[0], terms);
+      store(i, terms, tile, term_stride);
     }
   }
 
  private:
   CUFLASH_DEVICE bool has(int i) const { return i * 128 + (int)thread < rows * kVectors; }
-  // The rows that eight neighbouring lanes write are kVectors apart, so that no two lanes write to the same banks: the
-  // swizzle differs in each of eight rows.
+  // The rows that eight neighbouring lanes write have a distance of kVectors, so that no two lanes write to the same
+  // banks: the swizzle differs in each of eight rows.
   CUFLASH_DEVICE int row_of(int i) const {
     const int row = (i * 128 + thread) / kVectors, of_eight = row % 8;
     return row - of_eight + of_eight * kVectors % 8 + of_eight * kVectors / 8;
@@ -71,10 +71,10 @@ struct SplitTile {
     const int row = row_of(i), column = column_of(i);
     if (row < num_rows && column < columns) load_columns<columns>(first + row * row_stride, column, vector);
   }
-  CUFLASH_DEVICE void store(int i, const Bytes16 (&parts)[kBf16Parts], u32 tile, u32 part_stride) const {
+  CUFLASH_DEVICE void store(int i, const Bytes16 (&terms)[kBf16Terms], u32 tile, u32 term_stride) const {
     const int row = row_of(i), column = column_of(i);
-    const u32 place = tile + row * kLineBytes + (column * 2 ^ row % 8 * 16);
+    const u32 address = tile + row * kLineBytes + (column * 2 ^ row % 8 * 16);
 #pragma unroll
-    for (int part = 0; part < kBf16Parts; ++part) ptx::store_shared_b128(place + part * part_stride, parts[part]);
+    for (int term = 0; term < kBf16Terms; ++term) ptx::store_shared_b128(address + term * term_stride, terms[term]);
   }
 };

@@ -29,22 +29,22 @@ struct SequenceUnits {
   u32 first, end;  // the first unit of the 32 sequences, and the first one after them
   u32 count;       // of units
 
-  // If the starts of sequences make no sense, the sum of units may be any number, so the number of places limits it.
+  // If the starts of sequences make no sense, the sum of units may be any number, so the number of slots limits it.
   CUFLASH_DEVICE explicit SequenceUnits(const Params& params_) : params(params_) {
     look_at(0, 0);
     count = end;
     if (params.batch >= 32) count += units_from(32);
-    const u32 places = num_tiles_of(params, params.seqlen_q, kRows);
-    count = count < places ? count : places;
+    const u32 slots = num_tiles_of(params, params.seqlen_q, kRows);
+    count = count < slots ? count : slots;
   }
 
-  // Warp. Finds the sequence of the unit `place.block`. The `block` of the result counts units within that sequence.
-  CUFLASH_DEVICE Work find(const Place& place) {
-    const u32 unit = place.block;
+  // Warp. Finds the sequence of the unit `slot.block`. The `block` of the result counts units within that sequence.
+  CUFLASH_DEVICE Work find(const TileSlot& slot) {
+    const u32 unit = slot.block;
     if (unit < first) look_at(0, 0);
     while (unit >= end && first_sequence() + 32 <= params.batch) look_at(first_sequence() + 32, end);
     const u32 lane = last_lane(own_first <= unit);
-    return {(int)(unit - ptx::shuffle(own_first, lane)), place.head, sequence_of_lane(own, lane)};
+    return {(int)(unit - ptx::shuffle(own_first, lane)), slot.head, sequence_of_lane(own, lane)};
   }
 
  private:

@@ -12,15 +12,15 @@
 //   kDk   keys     S' = K Q', then dP' = V dO'      dS'       dK += dS' Q
 //   kDq   queries  S = Q K', then dP = dO V'        dS        dQ += dS K         (X' is X transposed)
 //
-// A block keeps its own rows in shared memory. The rows that they meet stream by in tiles of kTile rows. A tile comes
-// in boxes of 64 columns through one ring, in the order of their use: the boxes for the scores of a tile alternate with
-// those for the sums of the tile before. The factor goes through shared memory in the order of threads: the elements
-// that a thread of warpgroup 2 makes are those that the same thread of warpgroups 0 and 1 needs.
+// A block keeps its own rows in shared memory. The rows that they are multiplied by stream by in tiles of kTile rows. A
+// tile comes in boxes of 64 columns through one ring, in the order of their use: the boxes for the scores of a tile
+// alternate with those for the sums of the tile before. The factor goes through shared memory in the order of threads:
+// the elements that a thread of warpgroup 2 makes are those that the same thread of warpgroups 0 and 1 needs.
 //
-// Two blocks of a cluster either have different rows that meet the same tiles (kRowBlocks): each block loads half of a
+// Two blocks of a cluster either have different rows for the same tiles (kRowBlocks): each block loads half of a
 // box for both of them, so that L2 is read once. Or they have the same rows and half of the columns each, of the
-// products that make scores and of the sums (kColumnBlocks): each then has a part of every score. They send each other
-// their parts, and both add them.
+// products that make scores and of the sums (kColumnBlocks): each then has a partial sum of every score. They send each
+// other these partial sums, and both add them.
 //
 //   barrier       one phase is over when                           who waits
 //   own_full      the rows of the block have arrived               warpgroup 2, before S
@@ -32,8 +32,8 @@
 //                 (where V is in K, a box is for warpgroup 2 and one of the others)
 //   ready[w]      the factor is there for warpgroup w              that warpgroup
 //   taken         both of them have it in registers                warpgroup 2, before it writes the next one
-//   part_full     the other block's part of scores is there        warpgroup 2, before it adds it
-//   part_empty    the other block has added this one's             warpgroup 2, before it sends the next one
+//   partial_full     the other block's partial scores is there        warpgroup 2, before it adds it
+//   partial_empty    the other block has added this one's             warpgroup 2, before it sends the next one
 //   named: one for each warpgroup but the last
 //
 // Warpgroup 1 gets the factor only when the scores of the next tile are complete: the products of its half then run
@@ -134,35 +134,35 @@ struct BoxRing {
 
 // The order of boxes. A pass begins with the boxes for the scores of the first tile. Then every step loads boxes for
 // the scores of the next tile, if there is one, in turn with boxes of its own tile for warpgroup 0; those for warpgroup
-// 1 come last. These functions give the place of a box in its step, which has `of_scores` boxes for scores.
-CUFLASH_DEVICE constexpr int place_of_score(int i) { return i + min_of(i, kFirstChunks); }
+// 1 come last. These functions give the position of a box in its step, which has `of_scores` boxes for scores.
+CUFLASH_DEVICE constexpr int position_of_score(int i) { return i + min_of(i, kFirstChunks); }
 template <Reader half>
-CUFLASH_DEVICE constexpr int place_of_sum(int i, int of_scores) {
+CUFLASH_DEVICE constexpr int position_of_sum(int i, int of_scores) {
   return half == kFirstHalf ? min_of(i + 1, of_scores) + i : of_scores + kFirstChunks + i;
 }
 
 // ---- Shared memory --------------------------------------------------------------------------------------------------
 
-// The rows of the block, the ring, the factor, what rescales O, the other block's part of scores, statistics, barriers.
+// The rows of the block, the ring, the factor, what rescales O, the other block's partial scores, statistics, barriers.
 constexpr int kStatsStages = kRowsAreKeys ? 2 : 0;
 constexpr u32 kBytesOwn = chunked_bytes(kRows, kOwnDim), kBytesOwnV = kMakesDs ? chunked_bytes(kRows, kOwnDimV) : 0;
 constexpr u32 kBytesBox = chunked_bytes(kTile, kChunk);
 constexpr u32 kBytesFactor = kSteps * 128 * 16, kBytesRescaling = kIsForward ? 128 * 8 : 0;
 constexpr u32 kBytesStats = kRowsAreKeys ? kTile * 8 : 0;
-constexpr u32 kBytesPart = kColumnBlocks > 1 ? kNTiles * 128 * 16 : 0;
-constexpr int kPartStages = kColumnBlocks > 1 ? 1 : 0;
+constexpr u32 kBytesPartial = kColumnBlocks > 1 ? kNTiles * 128 * 16 : 0;
+constexpr int kPartialStages = kColumnBlocks > 1 ? 1 : 0;
 constexpr u32 kBytesBarriers =
-    Ring<1>::kBytes + Ring<kStatsStages>::kBytes + Ring<kPartStages>::kBytes + BoxRing::kBytes + 24;
-static_assert(kBytesOwn + kBytesOwnV + kNumStages * kBytesBox + kBytesFactor + kBytesRescaling + kBytesPart +
+    Ring<1>::kBytes + Ring<kStatsStages>::kBytes + Ring<kPartialStages>::kBytes + BoxRing::kBytes + 24;
+static_assert(kBytesOwn + kBytesOwnV + kNumStages * kBytesBox + kBytesFactor + kBytesRescaling + kBytesPartial +
                       kStatsStages * kBytesStats + kBytesBarriers ==
                   CUFLASH_SHARED_BYTES,
               "shared memory differs from the plan");
 
 struct Shared {
-  u32 own, own_v, boxes, factor, rescaling, part, stats;
+  u32 own, own_v, boxes, factor, rescaling, partial, stats;
   Ring<1> own_ring;
   Ring<kStatsStages> stats_ring;
-  Ring<kPartStages> part_ring;
+  Ring<kPartialStages> partial_ring;
   BoxRing ring;
   Barrier ready[2], taken;
 
@@ -172,12 +172,12 @@ struct Shared {
     boxes = own_v + kBytesOwnV;
     factor = boxes + kNumStages * kBytesBox;
     rescaling = factor + kBytesFactor;
-    part = rescaling + kBytesRescaling;
-    stats = part + kBytesPart;
+    partial = rescaling + kBytesRescaling;
+    stats = partial + kBytesPartial;
     own_ring = {stats + kStatsStages * kBytesStats};
     stats_ring = {own_ring.address + Ring<1>::kBytes};
-    part_ring = {stats_ring.address + Ring<kStatsStages>::kBytes};
-    ring = {part_ring.address + Ring<kPartStages>::kBytes};
+    partial_ring = {stats_ring.address + Ring<kStatsStages>::kBytes};
+    ring = {partial_ring.address + Ring<kPartialStages>::kBytes};
     const u32 others = ring.address + BoxRing::kBytes;
     ready[0] = {others}, ready[1] = {others + 8}, taken = {others + 16};
   }
@@ -187,7 +187,7 @@ struct Shared {
     if (ptx::thread_index() == 0) {
       own_ring.init(1);
       stats_ring.init(4);
-      part_ring.init(4);
+      partial_ring.init(4);
       ring.init();
       ready[0].init(4);
       ready[1].init(4);
@@ -246,7 +246,7 @@ struct Source {
   int row, head;
 };
 
-// The steps of work whose rows meet a range of tiles of keys: from the last to the first, unless `ascends()`.
+// The steps of work whose rows need a range of tiles of keys: from the last to the first, unless `ascends()`.
 struct KeySteps {
   int n_block, left;
 
@@ -276,7 +276,7 @@ struct OverKeys {
   CUFLASH_DEVICE const Work& own() const { return static_cast<const Work&>(*this); }
 };
 
-// One thread. `work` says which tiles its rows meet: one in each step from `first()` on.
+// One thread. `work` says which tiles its rows need: one in each step from `first()` on.
 struct Producer {
   const WideParams& params;
   const Shared& shared;
@@ -360,7 +360,7 @@ struct ScoreProducts {
   // Calls `meanwhile(Integer<i>)` when S is complete and the product of chunk i of dP is under way.
   template <class Meanwhile>
   CUFLASH_DEVICE void multiply(bool is_first, Meanwhile meanwhile) {
-    const auto box_of = [&](int i) { return Box(count + (kVInK || is_first ? i : place_of_score(i))); };
+    const auto box_of = [&](int i) { return Box(count + (kVInK || is_first ? i : position_of_score(i))); };
     const auto release = [&](int i) {
       boxes.release(box_of(i));
       if (kVInK && i >= kSumChunks) boxes.release(box_of(i));  // for the sums, which do not read it

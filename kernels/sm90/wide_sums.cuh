@@ -38,7 +38,7 @@ struct Summer {
   CUFLASH_DEVICE void multiply(int of_scores, int valid) {
     const auto box_of = [&](int i) {
       if constexpr (kVInK) return Box(count + half * kFirstChunks + i);
-      return Box(count + place_of_sum<half>(i, of_scores));
+      return Box(count + position_of_sum<half>(i, of_scores));
     };
     ptx::fence_operand(sum[0]);
     repeat<kChunks>([&](auto chunk) {
@@ -125,7 +125,7 @@ CUFLASH_DEVICE void store_wide_row(Storage* row, const float (&sum)[n_tiles][4],
     if (row && column < columns) *(Bytes16*)(row + column) = {word[0], word[1], word[2], word[3]};
   }
 }
-// The same without rounding: these sums are to be added to other parts of them.
+// The same without rounding: these sums are to be added to other partial sums.
 template <int columns, int n_tiles>
 CUFLASH_DEVICE void store_wide_row(float* row, const float (&sum)[n_tiles][4], int half, float factor, int first) {
   if (row) store_row<columns>(row, sum, half, factor, first);

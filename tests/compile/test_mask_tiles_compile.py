@@ -59,7 +59,7 @@ def assert_spills_little(problem, arch, ceilings, need=DEFAULT_NEED):
     for pass_, ceiling in zip(PASSES, ceilings, strict=True):
         wanted = {"need": need} if pass_ is BACKWARD else {}
         kernels = choose_plan(problem, DeviceSpec.for_arch(arch), pass_, **wanted).kernels
-        of_lists = ("CUFLASH_HAS_LISTS", "CUFLASH_HAS_BIAS_TILE_CLASSES")
+        of_lists = ("CUFLASH_HAS_BLOCK_INDEX", "CUFLASH_HAS_BIAS_TILE_CLASSES")
         reading = [kernel for kernel in kernels if any(dict(kernel.defines)[name] for name in of_lists)]
         # The kernel that lists, the main one, and the one that makes the gradient of the bias.
         assert len(reading) == 2 + ("dbias" in wanted.get("need", ()))

@@ -11,7 +11,7 @@ from tests.compile.test_sass import find_nvdisasm, instructions
 
 OPERATIONS = {
     "add": (4, {}),
-    "merge": (2 + 2 * 3, {"HAS_PAIRS": 1, "STORES_PAIRS": 1}),
+    "merge": (2 + 2 * 3, {"HAS_LSE_REST": 1, "STORES_LSE_REST": 1}),
     "softmax_step": (5, {}),
     "rescale_and_add": (4, {}),
     "normalize": (5, {}),

@@ -250,7 +250,7 @@ def fits(tile, arch):
 
 def parts_of(tile: Tile) -> int:
     """By how many parts float32 is multiplied: three for the highest precision, two for TF32's; 0 where it has none."""
-    return tile.bf16_parts if isinstance(tile, ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile) else 0
+    return tile.bf16_terms if isinstance(tile, ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile) else 0
 
 
 def goes_with(main, tile):
@@ -335,7 +335,7 @@ OTHERS = [
     *(
         Target(tile=tile, arch="9.0", variant=variant)
         for tile in (*FORWARD_FLOAT32_SM90_TILES, *FORWARD_TF32_SM90_TILES)
-        for variant in (("full", "narrow", "options") if tile.bf16_parts == 3 else ("bounds",))
+        for variant in (("full", "narrow", "options") if tile.bf16_terms == 3 else ("bounds",))
     ),
     *(
         Target(tile=tile, arch="9.0", variant=variant)

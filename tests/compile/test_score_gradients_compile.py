@@ -137,7 +137,7 @@ def test_sums_by_keys(dim, name, deterministic):
 @pytest.mark.parametrize(
     "tile",
     sample((*BIAS_SM90_TILES, *BIAS_FLOAT32_SM90_TILES, *BIAS_TF32_SM90_TILES), 2),
-    ids=lambda tile: f"{tile.max_dim}-{tile.bias_of_pairs}-{tile.bf16_parts}",
+    ids=lambda tile: f"{tile.max_dim}-{tile.bias_of_pairs}-{tile.bf16_terms}",
 )
 @pytest.mark.parametrize(
     ("options", "ceiling"),
@@ -152,9 +152,9 @@ def test_sums_by_keys(dim, name, deterministic):
 def test_a_bias_of_pairs(tile, options, ceiling):
     dtype = {2: "input", 4: "softmax"}[tile.bias_of_pairs]
     sizes = {"seqlen_q": 128, "seqlen_k": 128, "head_dim": tile.max_dim, "bias": (128, 128), "bias_dtype": dtype}
-    dtype = "bfloat16" if tile.bf16_parts == 1 else "float32"
+    dtype = "bfloat16" if tile.bf16_terms == 1 else "float32"
     problem = ct.Case(**{"dtype": dtype} | sizes | options).problem
-    problem = replace(problem, precision="tf32" if tile.bf16_parts == 2 else "highest")
+    problem = replace(problem, precision="tf32" if tile.bf16_terms == 2 else "highest")
     plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), BACKWARD, need=("dbias",))
     assert plan.tiles[0].label == tile.label
     (kernel,) = [kernel for kernel in plan.kernels if kernel.source == "sm90/backward_bias.cu"]

@@ -320,7 +320,7 @@ CUFLASH_DEVICE void multiply_bytes(const Params& params) {
                     });
 }
 
-#define PRODUCTS_OF_BYTES(n)                                                                                   \
+#define FP8_MATMULS(n)                                                                                   \
   CUFLASH_DEFINE_KERNEL(bytes_shared_e4m3_e4m3_##n, Params, kWarpgroup, 1,                                     \
                         (multiply_bytes<n, Float8E4M3, Float8E4M3, false>))                                    \
   CUFLASH_DEFINE_KERNEL(bytes_shared_e5m2_e5m2_##n, Params, kWarpgroup, 1,                                     \
@@ -329,8 +329,8 @@ CUFLASH_DEVICE void multiply_bytes(const Params& params) {
                         (multiply_bytes<n, Float8E4M3, Float8E4M3, true>))                                     \
   CUFLASH_DEFINE_KERNEL(bytes_registers_e4m3_e5m2_##n, Params, kWarpgroup, 1,                                  \
                         (multiply_bytes<n, Float8E4M3, Float8E5M2, true>))
-PRODUCTS_OF_BYTES(8) PRODUCTS_OF_BYTES(40) PRODUCTS_OF_BYTES(64) PRODUCTS_OF_BYTES(72) PRODUCTS_OF_BYTES(96)
-PRODUCTS_OF_BYTES(104) PRODUCTS_OF_BYTES(128) PRODUCTS_OF_BYTES(136)
+FP8_MATMULS(8) FP8_MATMULS(40) FP8_MATMULS(64) FP8_MATMULS(72) FP8_MATMULS(96)
+FP8_MATMULS(104) FP8_MATMULS(128) FP8_MATMULS(136)
 
 // Tiles by TMA: a and b are rows of 64 elements of one array, `a` its first 64 rows and `b` the 64 behind
 // them. Two products in flight: a b and then b b; the first is stored while the second runs.

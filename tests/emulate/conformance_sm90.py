@@ -289,7 +289,7 @@ def check_product_rounding(run):
             assert (abs(got - expected) <= 2.0**-18 * magnitude).all()
 
 
-def check_products_of_bytes(run):
+def check_fp8_matmul(run):
     """Sums of small integers fit into the 14 bits that are kept of sums of fp8 products."""
     for columns in (8, 40, 64, 72, 96, 104, 128, 136):
         for kinds in ("shared_e4m3_e4m3", "shared_e5m2_e5m2", "registers_e4m3_e4m3", "registers_e4m3_e5m2"):
@@ -307,7 +307,7 @@ def check_products_of_bytes(run):
                 assert (_multiply(run, kernel, "Float16", a, b, start, adds) == expected).all(), kernel
 
 
-def check_product_of_bytes_rounding(run):
+def check_fp8_matmul_rounding(run):
     """Sums are cut off after 14 bits: what is far less than a large sum is lost, which float32 would keep."""
     rng = np.random.default_rng(7)
     a = rng.standard_normal((64, 2 * LINE_BYTES)).astype(ml_dtypes.float8_e4m3fn)

@@ -33,7 +33,7 @@ def split(case, arrays, count=3, schedule=SCHEDULES[0]):
     problem = make_problem(case.options, *ct.qkv(arrays), **ct.optional(arrays))
     plan = attention.plan_for(problem, FORWARD, arrays | {"out": arrays["dout"]}, "8.0", None)
     rows = {"CUFLASH_BLOCK_M": SPLIT_ROWS, "CUFLASH_NUM_WARPS": COPY_WARPS, "CUFLASH_SHARED_BYTES": 0}
-    defines = dict(plan.kernels[0].defines) | rows | {"CUFLASH_BF16_PARTS": count, "CUFLASH_COPIED": 15}
+    defines = dict(plan.kernels[0].defines) | rows | {"CUFLASH_BF16_TERMS": count, "CUFLASH_COPIED": 15}
     params = parameters(plan, {"dout": layout_of(arrays["dout"], problem.layout)})
     words = params.view(np.uint64)
     for name, array in arrays.items():

@@ -40,7 +40,7 @@ def one_of_each_type(tiles):
 
     def kind(tile):
         own = [
-            getattr(tile, name, 0) for name in ("warps_d", "bf16_parts", "splits_roles", "dk_from_shared", "q_stages")
+            getattr(tile, name, 0) for name in ("warps_d", "bf16_terms", "splits_roles", "dk_from_shared", "q_stages")
         ]
         return type(tile), tile.element_bytes, *own
 
@@ -68,7 +68,7 @@ def case_of(tile, **sizes):
 
 
 def precision_of(tile):
-    return "tf32" if getattr(tile, "bf16_parts", 3) == 2 else "highest"
+    return "tf32" if getattr(tile, "bf16_terms", 3) == 2 else "highest"
 
 
 def long_name_of(tile):

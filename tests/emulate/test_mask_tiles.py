@@ -29,7 +29,7 @@ from tests.scored import MASKS, Scored, score_args_of
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 LISTS = ("helpers/mask_tiles.cu", "helpers/block_index.cu")
-# An entry of a list: ListEntry of kernels/common/schedule/schedule.cuh.
+# An entry of a block-sparse index: IndexEntry of kernels/common/schedule/schedule.cuh.
 IS_LAST, NEEDS_MASK, ASKS_FUNCTION, INDEX = 1 << 31, 1 << 30, 1 << 29, (1 << 28) - 1
 
 # The device, the axes of the mask, and what the problem has beside it.
@@ -138,7 +138,7 @@ def assert_listed(arch, problem, arrays, visible, keys, shown=None, *, schedule)
     noting = {"helpers/mask_bits.cu", *LISTS}
     results = {"out": arrays["dout"], "lse": np.empty(problem.lse_shape, problem.softmax_dtype)}
     results |= {f"d{name}": arrays[name] for name in "qkv"}
-    for pass_, name in zip(PASSES, ("key_lists", "query_lists"), strict=True):
+    for pass_, name in zip(PASSES, ("key_index", "query_index"), strict=True):
         plan = attention.plan_for(problem, pass_, arrays | results, arch)
         need = ("dq", "dk", "dv") if pass_ is BACKWARD else ()
         every = arrays | results if need else {x: y for x, y in (arrays | results).items() if x != "dout"}
@@ -149,9 +149,9 @@ def assert_listed(arch, problem, arrays, visible, keys, shown=None, *, schedule)
             problem.mask is not None or problem.has_functions
         )
         attention.run(small, binding, every, schedule, scratch=scratch)
-        tile, own = plan.tiles[0], (plan.run_time.list_batches, plan.run_time.list_heads)
+        tile, own = plan.tiles[0], (plan.run_time.index_batches, plan.run_time.index_heads)
         m_blocks, n_blocks = -(-problem.seqlen_q // tile.block_m), -(-problem.seqlen_k // tile.block_n)
-        lists, length = (m_blocks, n_blocks) if name == "key_lists" else (n_blocks, m_blocks)
+        lists, length = (m_blocks, n_blocks) if name == "key_index" else (n_blocks, m_blocks)
         found = scratch.array(name, np.int32)[: own[0] * own[1] * lists * (2 + length)]
         tiles = listed_tiles = 0
         of_keys = bool(tile.defines().get("CUFLASH_MASK_OF_KEYS"))
@@ -160,7 +160,7 @@ def assert_listed(arch, problem, arrays, visible, keys, shown=None, *, schedule)
             cut: list[int] = []
             asked: set[int] = set()
             for other in range(length):
-                m, n = (block, other) if name == "key_lists" else (other, block)
+                m, n = (block, other) if name == "key_index" else (other, block)
                 columns = slice(n * tile.block_n, (n + 1) * tile.block_n)
                 pairs = visible[batch, head, m * tile.block_m : (m + 1) * tile.block_m, columns]
                 whole = keys[batch, columns].all() and (n + 1) * tile.block_n <= problem.seqlen_k

@@ -282,9 +282,9 @@ def test_scratch_memory_of_lists_is_stated():
     for batches, options in ((1, {}), (3, {"kv_lengths": (5, 6, 7)}), (3, {"block_mask": (3, 1)})):
         heads = 1 if "block_mask" in options else 4
         plan = plan_of(batch=3, **options)
-        (lists,) = (size for name, size in plan.scratch if name == "key_lists")
+        (lists,) = (size for name, size in plan.scratch if name == "key_index")
         needed = batches * heads * m_blocks * (2 + n_blocks)
-        assert (plan.run_time.list_batches, plan.run_time.list_heads) == (batches, heads)
+        assert (plan.run_time.index_batches, plan.run_time.index_heads) == (batches, heads)
         assert needed <= lists < needed + 4
         assert plan.scratch_layout.sizes == (4 * lists,)
         assert "block_mask: tiles of keys are listed, " in plan.describe(verbose=True, width=0)
@@ -381,8 +381,8 @@ def test_masks_are_looked_at_where_that_pays(arch, dtype, pass_, heads, keys, ax
         [["helpers/block_index.cu", "helpers/split_fp32.cu"]],
     )
     assert found.count(LOOKS[0]) == found.count(LOOKS[1]) == len(main_kernels)
-    assert all(dict(plan.kernels[i].defines)["CUFLASH_HAS_LISTS"] for i in main_kernels)
-    own = (plan.run_time.list_batches, plan.run_time.list_heads)
+    assert all(dict(plan.kernels[i].defines)["CUFLASH_HAS_BLOCK_INDEX"] for i in main_kernels)
+    own = (plan.run_time.index_batches, plan.run_time.index_heads)
     assert own == mask[:2]
     tile = plan.tiles[-1]
     notes = own[0] * own[1] * -(-1000 // tile.block_m) * -(-keys // tile.block_n)
@@ -434,12 +434,14 @@ def test_biases_are_looked_at_where_that_pays(arch, dtype, pass_, axes, head_dim
     if why:
         return
     # With lists for nothing else, a kernel that has them and one that has not are launched, and one of them computes.
-    assert has_lists or [dict(kernel.defines)["CUFLASH_HAS_LISTS"] for kernel in twice] == [0, 1] * (len(twice) // 2)
+    assert has_lists or [dict(kernel.defines)["CUFLASH_HAS_BLOCK_INDEX"] for kernel in twice] == [0, 1] * (
+        len(twice) // 2
+    )
     assert has_lists or len(twice) in (2, 4)  # dq has a kernel of its own where it is made in order
     assert len({kernel.name for kernel in twice}) == len(twice)
     assert "helpers/block_index.cu" in sources(plan)
     assert re.search(r"^  (mask and |block_mask and )?bias: tiles of (keys|queries) are listed, ", text, re.MULTILINE)
-    own = (plan.run_time.list_batches, plan.run_time.list_heads)
+    own = (plan.run_time.index_batches, plan.run_time.index_heads)
     of_masks = (plan.run_time.mask_batches, plan.run_time.mask_heads)
     assert own == tuple(max(n, m) for n, m in zip(of_masks, bias[:2], strict=True))
     assert of_masks == (1 if mask is None and not {"block_mask", "kv_lengths"} & set(options) else 2, 1)

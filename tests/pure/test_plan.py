@@ -21,7 +21,7 @@ from cuflash.plan.sm80.tiles import (
     DQ_TILES,
     FORWARD_TILES,
 )
-from cuflash.plan.sm90.backward import BACKWARD_HEAD_SECTION, GROUPED_BACK_SHARE
+from cuflash.plan.sm90.backward import BACKWARD_HEAD_SECTION, GROUPED_REVERSED_ONE_IN
 from cuflash.plan.sm90.tiles import (
     FORWARD_SM90_TILES,
 )
@@ -123,8 +123,8 @@ def test_blocks_add_in_order_where_sums_must_not_depend_on_luck():
             assert ("dq in order" in plan.reason) == in_order
             assert all(dict(kernel.defines)["CUFLASH_DQ_IN_ORDER"] == in_order for kernel in plan.kernels)
             assert "dq in order" not in fast.reason
-            found = {dict(kernel.defines)["CUFLASH_BACK_SHARE"] for kernel in plan.kernels}
-            assert found == {GROUPED_BACK_SHARE if in_order and causal else 0}
+            found = {dict(kernel.defines)["CUFLASH_REVERSED_ONE_IN"] for kernel in plan.kernels}
+            assert found == {GROUPED_REVERSED_ONE_IN if in_order and causal else 0}
             if in_order:
                 assert [kernel.source for kernel in plan.kernels] == [kernel.source for kernel in fast.kernels]
                 turns = sum(plan.scratch_layout.sizes) - sum(fast.scratch_layout.sizes)

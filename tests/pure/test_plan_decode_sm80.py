@@ -168,7 +168,7 @@ def test_kernels_where_something_acts_on_scores(name, arch):
         assert main_of(plan) == ("sm90/decode.cu" if by_tma else DECODE)
         if not by_tma:
             found = dict(next(k for k in plan.kernels if k.source == DECODE).defines)
-            assert (found["CUFLASH_HAS_LISTS"], found["CUFLASH_HAS_TILE_CLASSES"]) == (0, 0)
+            assert (found["CUFLASH_HAS_BLOCK_INDEX"], found["CUFLASH_HAS_TILE_CLASSES"]) == (0, 0)
 
 
 def test_the_plan_says_why():
@@ -190,7 +190,7 @@ def test_a_block_mask_is_said_to_hide_tiles():
     operand = Operand(shape=(1, 32, 1, 64), strides=(0, 0, 64, 1), dtype="bool")
     plan = choose_plan(replace(decode_problem(), block_mask=operand, block_size=(128, 128)), DeviceSpec.for_arch("8.0"))
     assert "tiles of 16 keys that no query sees are not loaded" in plan.reason
-    assert plan.run_time.list_heads == 1, "all heads have one"
+    assert plan.run_time.index_heads == 1, "all heads have one"
 
 
 # ---- Into how many ---------------------------------------------------------------------------------------------------

@@ -115,8 +115,8 @@ def test_tf32_is_two_parts(dim, pass_):
     assert "TF32" not in highest.reason
     for plan, count in ((highest, 3), (tf32, 2)):
         (tile,) = plan.tiles
-        assert isinstance(tile, ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile) and tile.bf16_parts == count
-        counts = [dict(kernel.defines).get("CUFLASH_BF16_PARTS") for kernel in plan.kernels if "sm90/" in kernel.source]
+        assert isinstance(tile, ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile) and tile.bf16_terms == count
+        counts = [dict(kernel.defines).get("CUFLASH_BF16_TERMS") for kernel in plan.kernels if "sm90/" in kernel.source]
         assert counts == [count]
         assert {spec.shape[3] for spec in plan.tensor_maps} == {count * plan.problem.batch}
     thirds = {name: size * 2 for name, size in highest.scratch if name.endswith("_copy")}

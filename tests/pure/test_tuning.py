@@ -209,7 +209,7 @@ def test_the_precision_of_products_stays(pass_):
         problem = problem_of(2048, 2048, 64, 64, dtype="float32", precision=precision)
         plans = candidates(problem, H200, pass_)
         type_ = ForwardFloat32Sm90Tile if pass_ is FORWARD else BackwardFloat32Sm90Tile
-        parts = [tile.bf16_parts for plan in plans for tile in plan.tiles if isinstance(tile, type_)]
+        parts = [tile.bf16_terms for plan in plans for tile in plan.tiles if isinstance(tile, type_)]
         assert parts == [3 if precision == "highest" else 2] * len(plans)
 
 
@@ -495,7 +495,7 @@ def test_a_tile_that_cannot_stand_for_the_row_is_not_used(store, tile, words):
         (row,) = choose_plan(problem, H200).tiles
         content["tiles"] = [{"kind": "ForwardSm90Tile", **tuning._values(row.changed(num_stages=40))}]
     else:
-        content["tiles"][0]["bf16_parts"] = 2
+        content["tiles"][0]["bf16_terms"] = 2
     file.write_text(json.dumps(content))
     plan = tuned_plan(problem, H200)
     assert words in plan.reason and "not the tuned" in plan.reason

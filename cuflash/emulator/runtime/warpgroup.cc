@@ -213,7 +213,7 @@ void read_a_registers(const Issued& issued, u32 depth, float* a) {
 
 // sums (+)= a b, cut off rather than rounded.
 EMULATOR_HOT void multiply(const float* __restrict a, const float* __restrict b, u32 depth, u32 columns,
-                           bool accumulate, bool of_bytes, float* __restrict sums) {
+                           bool accumulate, bool is_fp8, float* __restrict sums) {
   for (u32 row = 0; row < kRows; ++row) {
     double product[kMaxColumns] = {};
     for (u32 k = 0; k < depth; ++k)
@@ -222,7 +222,7 @@ EMULATOR_HOT void multiply(const float* __restrict a, const float* __restrict b,
     float* sum = sums + row * columns;
     for (u32 column = 0; column < columns; ++column) {
       const double whole = (accumulate ? sum[column] : 0.0f) + product[column];
-      sum[column] = of_bytes ? cut_to_14_bits(whole) : cut_to_float32(whole);
+      sum[column] = is_fp8 ? cut_to_14_bits(whole) : cut_to_float32(whole);
     }
   }
 }

@@ -50,7 +50,7 @@ MIN_HEADS_IN_ORDER = 2
 # heads starts with its longest blocks. On an H200 one head of 8 is 2 to 6 % faster than none at head_dim 256, and 1 to
 # 5 % slower at smaller ones. But groups of query heads make blocks longer: by arithmetic 20 % of the device waits for
 # the last blocks of 4 waves, and 13 % for those of 8.
-SPLIT_ROLES_BACK_SHARE, GROUPED_BACK_SHARE = 8, 4
+SPLIT_ROLES_REVERSED_ONE_IN, GROUPED_REVERSED_ONE_IN = 8, 4
 # From this many waves on, blocks clear accumulators of dq for later blocks. On an H200 this makes the pass 2 to 5 %
 # shorter at seqlen 1024, and up to 1 % at 4096 (batch x heads x seqlen x head_dim of 2**25). Clearing for heads two
 # sections ahead in place of one makes it 1 % longer. In a single wave, clearing makes it 3 % longer.
@@ -125,12 +125,12 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
         section = min(BACKWARD_L2_BYTES // max(heads * _head_bytes(draft, main), 1), most)
         return max(section, 1 if main.dq_in_order else 2)
 
-    def back_share(self, problem: Problem, main: BackwardSm90Tile) -> int:
+    def reversed_one_in(self, problem: Problem, main: BackwardSm90Tile) -> int:
         if not main.dq_in_order or problem.window_right is None or problem.window_left is not None:
             return 0
         if problem.group_size > 1:
-            return GROUPED_BACK_SHARE
-        return SPLIT_ROLES_BACK_SHARE if main.splits_roles else 0
+            return GROUPED_REVERSED_ONE_IN
+        return SPLIT_ROLES_REVERSED_ONE_IN if main.splits_roles else 0
 
     def why_not_summed(self, draft: Draft, main: BackwardSm90Tile, name: str) -> str | None:
         if name == "dscale":
@@ -169,7 +169,7 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
 
     def clear_ahead(self, draft: Draft, main: BackwardSm90Tile) -> int:
         problem, run_time = draft.problem, draft.run_time
-        ahead = max(run_time.head_section, BACK_SECTION if self.back_share(problem, main) else 0)
+        ahead = max(run_time.head_section, BACK_SECTION if self.reversed_one_in(problem, main) else 0)
         heads = problem.array_batch * problem.num_heads_kv * run_time.group_splits
         blocks = heads * draft.tiles_of(problem.seqlen_k, main.block_n)
         is_large = blocks >= CLEAR_WAVES * draft.device.num_sms * main.min_blocks
@@ -224,7 +224,7 @@ def _mapped(draft: Draft) -> tuple[str, ...]:
 
 def _has_dq_apart(draft: Draft) -> bool:
     """Whether dq has a kernel of its own: its order, where it has one, counts the tiles that lists leave out."""
-    return draft.problem.deterministic and "dq" in draft.need and bool(draft.defines["CUFLASH_HAS_LISTS"])
+    return draft.problem.deterministic and "dq" in draft.need and bool(draft.defines["CUFLASH_HAS_BLOCK_INDEX"])
 
 
 def _seeing(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:

@@ -59,7 +59,7 @@ class BiasGradient(BiasFamily[BiasSm90Tile]):
     def add(self, draft: Draft, tile: BiasSm90Tile, main: Tile | None, stored: Collection[str]) -> None:
         """Add the kernel after the main one, whose tensor maps it shares."""
         if main is None:
-            if tile.bf16_parts > 1:
+            if tile.bf16_terms > 1:
                 add_bf16_split(draft, tile, _OPERANDS)
             else:
                 add_copies(draft, tile, _OPERANDS)

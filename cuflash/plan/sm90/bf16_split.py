@@ -49,7 +49,7 @@ def add_bf16_split(
     draft: Draft, tile: ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile | BiasSm90Tile, names: tuple[str, ...]
 ) -> None:
     """Add the kernel that splits these float32 arrays into scratch arrays of bfloat16, which tensor maps describe."""
-    add_copying_kernel(draft, tile, "helpers/split_fp32.cu", names, "bfloat16", tile.bf16_parts)
+    add_copying_kernel(draft, tile, "helpers/split_fp32.cu", names, "bfloat16", tile.bf16_terms)
     describe_split(draft, tile, names)
 
 
@@ -62,10 +62,10 @@ def describe_split(
     """Say which arrays are split into how many terms, and what comes of that."""
     listed = ", ".join(names[:-1]) + " and " + names[-1]
     draft.reasons.append(
-        f"{listed} are split into {tile.bf16_parts} bf16 terms{when}: "
+        f"{listed} are split into {tile.bf16_terms} bf16 terms{when}: "
         + (
             "the six largest products of terms count"
-            if tile.bf16_parts == 3
+            if tile.bf16_terms == 3
             else "the three largest products of terms count, which are more accurate than one of TF32"
         )
     )

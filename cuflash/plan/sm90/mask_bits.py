@@ -19,9 +19,9 @@ def add_mask_bits(draft: Draft, tile: ScoredTile, *, transposed: bool) -> None:
     """
     problem = draft.problem
     own = draft.own_lists(problem.block_mask, problem.mask)
-    draft.set(list_batches=own[0], list_heads=own[1], mask_batches=own[0], mask_heads=own[1])
+    draft.set(index_batches=own[0], index_heads=own[1], mask_batches=own[0], mask_heads=own[1])
     # Where blocks add to dq in order, their turns count the tiles that a list would leave out.
-    draft.defines["CUFLASH_HAS_LISTS"] = int(not draft.defines.get("CUFLASH_DQ_IN_ORDER"))
+    draft.defines["CUFLASH_HAS_BLOCK_INDEX"] = int(not draft.defines.get("CUFLASH_DQ_IN_ORDER"))
     blocks = math.prod(own) if draft.heads else 0
     for seqlen, rows in ((problem.seqlen_q, tile.block_m), (problem.seqlen_k, tile.block_n)):
         blocks *= -(-seqlen // rows) * rows // BITS_BLOCK
@@ -31,5 +31,5 @@ def add_mask_bits(draft: Draft, tile: ScoredTile, *, transposed: bool) -> None:
     warps = {"CUFLASH_NUM_WARPS": WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_TRANSPOSES_BITS": int(transposed)}
     draft.add("helpers/mask_bits.cu", tile, -(-blocks // WARPS), 0, **warps)
     draft.reasons.append("pairs that are hidden one by one are packed beforehand, a bit each")
-    if not draft.defines["CUFLASH_HAS_LISTS"]:
+    if not draft.defines["CUFLASH_HAS_BLOCK_INDEX"]:
         draft.reasons.append(f"mask: tiles that it hides are computed: {COUNTED_BY_DQ}")

@@ -99,12 +99,12 @@ class ForwardFloat32Sm90Tile(ScoredTile):
     block_n: int
     num_stages: int
     ping_pong: bool  # consumers take turns to issue products
-    bf16_parts: int = 3  # bf16 terms of a float32; two are for TF32's precision
+    bf16_terms: int = 3  # bf16 terms of a float32; two are for TF32's precision
     splits_operands: bool = False  # the producer splits operands, not an earlier kernel
     serves: str = "any"
     origin: str = field(compare=False)
 
-    defined = ("ping_pong", "bf16_parts", "splits_operands")
+    defined = ("ping_pong", "bf16_terms", "splits_operands")
     conditions: ClassVar = FORWARD_FLOAT32
     variations: ClassVar = {
         "block_m": (128, 192),
@@ -121,7 +121,7 @@ class ForwardFloat32Sm90Tile(ScoredTile):
     def rules(self) -> tuple[tuple[bool, str], ...]:
         return (
             (self.block_m in (128, 192), "64 queries for each of two or three consumers"),
-            (self.bf16_parts in (2, 3), "two or three bf16 terms"),
+            (self.bf16_terms in (2, 3), "two or three bf16 terms"),
             (self.block_n % 16 == 0 and self.block_n <= 256, "a block_n that one product serves"),
         )
 
@@ -136,7 +136,7 @@ class ForwardFloat32Sm90Tile(ScoredTile):
             chunked_bytes(self.block_n, dim),
             chunked_bytes(self.block_n, dim_v),
         )
-        ring_bytes = self.bf16_parts * (q + self.num_stages * (k + v)) + 8 * (2 + 4 * self.bf16_parts * self.num_stages)
+        ring_bytes = self.bf16_terms * (q + self.num_stages * (k + v)) + 8 * (2 + 4 * self.bf16_terms * self.num_stages)
         bias_terms = (
             bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs) + 4 * self.block_n * self.num_per_key
         )
@@ -274,11 +274,11 @@ class BiasSm90Tile(ScoredTile):
     bias_of_pairs: int  # bytes of an element of the bias that it serves
     num_stages: int  # stages of the operands of a product
     bias_stages: int  # stages of tiles of bias
-    bf16_parts: int = 1  # bf16 terms of an element: three for float32, or two for TF32's precision
+    bf16_terms: int = 1  # bf16 terms of an element: three for float32, or two for TF32's precision
     origin: str = field(compare=False)
 
     role = "bias"
-    defined = ("bias_stages", "bf16_parts")
+    defined = ("bias_stages", "bf16_terms")
     variations: ClassVar = {"num_stages": (2, 3, 4), "bias_stages": (1, 2)}
 
     num_warps = 12  # four for each of two consumers and for the producer
@@ -289,19 +289,19 @@ class BiasSm90Tile(ScoredTile):
     def rules(self) -> tuple[tuple[bool, str], ...]:
         return (
             (self.block_m == 128 and self.block_n in (64, 128), "128 queries for two consumers, and 64 or 128 keys"),
-            (self.bf16_parts in (1, 2, 3), "one bf16 term, two or three"),
+            (self.bf16_terms in (1, 2, 3), "one bf16 term, two or three"),
         )
 
     @property
     def element_bytes(self) -> int:
-        return 2 if self.bf16_parts == 1 else 4
+        return 2 if self.bf16_terms == 1 else 4
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
         operands = chunked_bytes(self.block_m, max(dim, dim_v)) + chunked_bytes(self.block_n, max(dim, dim_v))
         numbers = 4 * self.block_n * self.num_per_key
         bias = bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)
         barriers = 16 * (self.num_stages + self.bias_stages)
-        return self.num_stages * (self.bf16_parts * operands + numbers) + self.bias_stages * bias + barriers
+        return self.num_stages * (self.bf16_terms * operands + numbers) + self.bias_stages * bias + barriers
 
     def configured(self, problem: Problem) -> BiasSm90Tile:
         """The tile as it sees the mask of a problem."""
@@ -325,10 +325,10 @@ class BackwardFloat32Sm90Tile(ScoredTile):
     num_stages: int
     num_buffers: int  # buffers in which weights and their gradients are handed from warpgroup to warpgroup
     dq_late: bool  # dq of a tile waits for the first columns of its dk, which the next queries wait for
-    bf16_parts: int = 3  # bf16 terms of a float32; two are for TF32's precision
+    bf16_terms: int = 3  # bf16 terms of a float32; two are for TF32's precision
     origin: str = field(compare=False)
 
-    defined = ("num_buffers", "dq_late", "bf16_parts")
+    defined = ("num_buffers", "dq_late", "bf16_terms")
     variations: ClassVar = {"num_stages": (1, 2, 3), "num_buffers": (1, 2)}
 
     element_bytes = 4
@@ -340,13 +340,13 @@ class BackwardFloat32Sm90Tile(ScoredTile):
     def rules(self) -> tuple[tuple[bool, str], ...]:
         return (
             (self.block_m == 64 and self.block_n == 64, "64 keys and 64 queries for one product"),
-            (self.bf16_parts in (2, 3), "two or three bf16 terms"),
+            (self.bf16_terms in (2, 3), "two or three bf16 terms"),
             (not self.dq_late or self.num_buffers <= self.num_stages, "late dq no further behind than dk"),
         )
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
-        tile = self.bf16_parts * (chunked_bytes(64, dim) + chunked_bytes(64, dim_v))
-        buffers = self.num_buffers * self.bf16_parts * chunked_bytes(64, CHUNK)
+        tile = self.bf16_terms * (chunked_bytes(64, dim) + chunked_bytes(64, dim_v))
+        buffers = self.num_buffers * self.bf16_terms * chunked_bytes(64, CHUNK)
         chunks = -(-dim // CHUNK) - (-dim_v // CHUNK)
         barriers = 8 * (2 + 2 * self.num_stages * chunks + 3 * self.num_buffers)
         queries = self.block_m * 8 + bias_tile_bytes(self.block_m, self.block_n, self.bias_of_pairs)
@@ -432,9 +432,9 @@ FORWARD_FLOAT32_SM90_TILES = (
 
 # The same for precision="tf32".
 FORWARD_TF32_SM90_TILES = (
-    _forward_float32_sm90(64,  128, 192, 1,    False, float32("209 / 183", "33.2 / 30.2"), bf16_parts=2),
-    _forward_float32_sm90(128, 128, 96, 1,     True,  ARITHMETIC, bf16_parts=2, serves="bias"),
-    _forward_float32_sm90(128, 128, 112, 1,    True,  float32("221 / 193", "44.0 / 42.1"), bf16_parts=2),
+    _forward_float32_sm90(64,  128, 192, 1,    False, float32("209 / 183", "33.2 / 30.2"), bf16_terms=2),
+    _forward_float32_sm90(128, 128, 96, 1,     True,  ARITHMETIC, bf16_terms=2, serves="bias"),
+    _forward_float32_sm90(128, 128, 112, 1,    True,  float32("221 / 193", "44.0 / 42.1"), bf16_terms=2),
 )
 
 FORWARD_FLOAT8_SM90_TILES = (
@@ -485,9 +485,9 @@ BIAS_FLOAT32_SM90_TILES = (
     _bias_sm90(64, 4, 2, 1,
                "on an H100 0.81 ms beside 1.42 for the other gradients, sm80/backward_scores 2.53 (batch 384, 4 heads, "
                "384 rows of 384, head_dim 32); 0.89 and 2.80 (256, 4, 512, head_dim 64)",
-               block_n=64, bf16_parts=3),
+               block_n=64, bf16_terms=3),
 )
-BIAS_TF32_SM90_TILES = (_bias_sm90(64, 4, 3, 1, ARITHMETIC, block_n=64, bf16_parts=2),)
+BIAS_TF32_SM90_TILES = (_bias_sm90(64, 4, 3, 1, ARITHMETIC, block_n=64, bf16_terms=2),)
 
 # Tiles have 64 keys and 64 queries. The products of terms count as one.
 BACKWARD_FLOAT32_SM90_TILES = (
@@ -497,7 +497,7 @@ BACKWARD_FLOAT32_SM90_TILES = (
 )
 
 BACKWARD_TF32_SM90_TILES = (
-    _backward_float32_sm90(64,  3, 2, False, float32("175 / 162", "34.1 / 31.1"), bf16_parts=2),
-    _backward_float32_sm90(128, 2, 2, True,  float32("199 / 184", "35.7 / 34.2"), bf16_parts=2),
+    _backward_float32_sm90(64,  3, 2, False, float32("175 / 162", "34.1 / 31.1"), bf16_terms=2),
+    _backward_float32_sm90(128, 2, 2, True,  float32("199 / 184", "35.7 / 34.2"), bf16_terms=2),
 )
 # fmt: on

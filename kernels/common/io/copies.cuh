@@ -1,6 +1,6 @@
 // Copies of q, k, v and, in the backward pass, dout, which TMA can read. Their elements have two bytes:
 //
-//   (parts, batch, heads, seqlen, head dimension rounded up to 8)
+//   (terms, batch, heads, seqlen, head dimension rounded up to 8)
 //
 // A block serves kBlockM rows of one head of one array.
 #pragma once
@@ -11,8 +11,8 @@
 // Which arrays are copied, one bit each: q, k, v and dout.
 constexpr u32 kCopied = CUFLASH_COPIED;
 
-// Calls copy(place, x, part_stride) for every eight columns `x` of the rows of this block: `place` is where they go in
-// the first part; the other parts follow at multiples of `part_stride`. Rows of k and v that kv_lengths hides are not
+// Calls copy(to, x, term_stride) for every eight columns `x` of the rows of this block: `to` is where they go in
+// the first term; the other terms follow at multiples of `term_stride`. Rows of k and v that kv_lengths hides are not
 // read; their copies are zeros.
 template <class Copy>
 struct Copying {

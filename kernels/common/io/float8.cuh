@@ -17,11 +17,11 @@ CUFLASH_DEVICE u32 to_float16x2(Float8 type, u16 pair) {
   return ptx::to_float16x2(type, pair);
 }
 #else
-// Earlier devices have no instruction for it. Exponent and fraction are moved to their place in float16; the product
+// Earlier devices have no instruction for it. Exponent and fraction are moved to where float16 has them; the product
 // with 2^8 then corrects for the difference of the exponent biases.
 CUFLASH_DEVICE u32 to_float16x2(Float8E4M3, u16 pair) {
-  const u32 apart = (pair & 0xffu) | (pair & 0xff00u) << 8;
-  const u32 moved = (apart & 0x00800080u) << 8 | (apart & 0x007f007fu) << 7;
+  const u32 spread = (pair & 0xffu) | (pair & 0xff00u) << 8;
+  const u32 moved = (spread & 0x00800080u) << 8 | (spread & 0x007f007fu) << 7;
   // A NaN has all bits set. Then the sum carries into bit 14, which is turned into an exponent of ones and a fraction.
   const u32 is_nan = ((moved & 0x3f803f80u) + 0x00800080u) & 0x40004000u;
   return ptx::multiply_f16x2(moved, 0x5c005c00u) | is_nan | (is_nan - (is_nan >> 5));
@@ -48,14 +48,14 @@ CUFLASH_DEVICE void to_numbers(Float8 type, u16 pair, Real& first, Real& second)
 
 // ---- Scales ---------------------------------------------------------------------------------------------------------
 
-// The scales of the keys, or of the values, of one head. `kind` is kKScale or kVScale.
-template <int kind>
+// The scales of the keys, or of the values, of one head. `scaling` is kKScale or kVScale.
+template <int scaling>
 struct HeadScales {
   const float* data;  // of the head; with pages: of the head in all pages
   i64 stride;         // from one block of keys to the next
   i64 page_stride;
   int shift;  // base-2 logarithm of the keys of a block
-  int first;  // place of the first key among all rows
+  int first;  // index of the first key among all rows
   Pages pages;
 
   CUFLASH_DEVICE HeadScales(const Params& params, const Tensor& scale, int shift, Entry batch, int head)
@@ -74,14 +74,14 @@ struct HeadScales {
   }
   // The scale of all keys of the head, if they share one; otherwise 1.
   CUFLASH_DEVICE float of_head() const {
-    if constexpr (kind == 1) return *data;
+    if constexpr (scaling == 1) return *data;
     return 1.0f;
   }
 
   // The scales of this lane's columns of a tile, whose first key is `lane_key`; 0 for keys at and past `key_stop`.
   template <int n_tiles>
   CUFLASH_DEVICE void load(float (&scale)[n_tiles][2], int lane_key, int key_stop) const {
-    if constexpr (kind == 2) {
+    if constexpr (scaling == 2) {
 #pragma unroll
       for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
@@ -93,14 +93,14 @@ struct HeadScales {
   // of a lane's columns, two of each 8.
   template <int count>
   CUFLASH_DEVICE void load_by_lanes(float (&scale)[count], int first_key, int key_stop) const {
-    if constexpr (kind == 2) {
+    if constexpr (scaling == 2) {
 #pragma unroll
       for (int i = 0; i < count; ++i) scale[i] = of_any(first_key + 32 * i + lane_index(), key_stop);
     }
   }
   template <int n_tiles, int count>
   CUFLASH_DEVICE static void gather(float (&scale)[n_tiles][2], const float (&by_lanes)[count]) {
-    if constexpr (kind == 2) {
+    if constexpr (scaling == 2) {
 #pragma unroll
       for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
@@ -117,7 +117,7 @@ struct QueryScales {
   const float* data;
   i64 stride;  // from one block of queries to the next
   int shift;   // base-2 logarithm of the queries of a block
-  int first;   // place of the first query among all rows
+  int first;   // index of the first query among all rows
   int last;    // the last of all rows
 
   CUFLASH_DEVICE QueryScales(const Params& params, Entry batch, int head)
@@ -147,15 +147,15 @@ CUFLASH_DEVICE void multiply_rows(Real (&x)[m_tiles][n_tiles][4], const float (&
 }
 
 // Multiplies the columns of a tile by the scales of their keys, or by the scale of the head.
-template <int kind, int m_tiles, int n_tiles>
+template <int scaling, int m_tiles, int n_tiles>
 CUFLASH_DEVICE void multiply_columns(Real (&x)[m_tiles][n_tiles][4], const float (&scale)[n_tiles][2], float of_head) {
-  if constexpr (kind != 0) {
+  if constexpr (scaling != 0) {
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
       for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x[m][n][i] *= kind == 1 ? of_head : scale[n][i % 2];
+        for (int i = 0; i < 4; ++i) x[m][n][i] *= scaling == 1 ? of_head : scale[n][i % 2];
   }
 }
 

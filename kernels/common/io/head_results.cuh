@@ -49,7 +49,7 @@ CUFLASH_DEVICE void store_rows(const Params& common, const HeadScheduler& schedu
   if (kHasSinks && is_alone) {
     softmax.add_sinks(o, [&](int, int half) {
       const int head = work.first_head() + lane_row[half] / common.seqlen_q;
-      return lane_row[half] < work.rows ? to_offset(sink_of(common, head)) : 0;
+      return lane_row[half] < work.rows ? to_row_max(sink_of(common, head)) : 0;
     });
   }
 #pragma unroll

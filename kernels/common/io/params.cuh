@@ -1,4 +1,4 @@
-// The one argument of every kernel. Python fills it (cuflash/gpu/params.py) from its own list of the same fields
+// The one argument of every kernel. Python fills it (cuflash/gpu/params.py) from its own table of the same fields
 // (cuflash/plan/argument.py); the sizes of both must agree.
 #pragma once
 #include "common/config.cuh"
@@ -37,7 +37,7 @@ struct BlockTable {
 struct Params {
   Tensor q, k, v, out, dout, dq, dk, dv;
   Tensor lse, dlse;  // row_stride is the stride between queries; dlse may be absent: null
-  // The terms of cuflash/spec/inputs.py, in its order.
+  // The optional inputs of cuflash/spec/inputs.py, in its order.
   ScoreTensor bias;        // added to the score
   ScoreTensor mask;        // bytes: 0 hides the key
   ScoreTensor block_mask;  // bytes, over (batch, head, block of queries, block of keys): 0 hides the block
@@ -57,10 +57,10 @@ struct Params {
   Tensor dalibi_slopes;     // (batch, head)
   void* dsinks;
   i64 dsinks_stride;
-  void* dscale;  // one Real each, like dsoftcap
+  void* dscale;  // one Real each, as is dsoftcap
   void* dsoftcap;
   // Scratch memory, of Real.
-  // Packed sequences: these arrays have one batch entry, and places of tiles (common/schedule/schedule.cuh) instead of
+  // Packed sequences: these arrays have one batch entry, and slots of tiles (common/schedule/schedule.cuh) instead of
   // tiles.
   void* row_stats;       // (batch, num_heads, stats_rows, 2): lse as an exponent, and delta - dlse
   void* dq_accumulator;  // (batch, num_heads, m blocks, block_m * padded head_dim), in fragment order
@@ -73,8 +73,8 @@ struct Params {
   void* k_copy;
   void* v_copy;
   void* dout_copy;
-  void* key_lists;       // of i32: (list_batches, list_heads, m blocks, a list of tiles of keys)
-  void* query_lists;     // of i32: (list_batches, list_heads, n blocks, a list of tiles of queries)
+  void* key_index;       // of i32: (index_batches, index_heads, m blocks, a row of tiles of keys)
+  void* query_index;     // of i32: (index_batches, index_heads, n blocks, a row of tiles of queries)
   void* mask_words;      // of u32: (mask_batches, mask_heads, queries / 64, keys / 64, words of a block)
   void* mask_blocks;     // bytes, the same without words: TileClass of each block, or what masks leave of each tile
   void* score_partials;  // (tiles of dbias, score_splits, elements of a tile)
@@ -87,16 +87,16 @@ struct Params {
   i32 left_offset;   // query i attends to keys from i + left_offset on
   // The fields of RunTime (cuflash/plan/launch_plan.py).
   i32 head_section;     // heads whose blocks are interleaved in the launch order
-  i32 stats_rows;       // seqlen_q, rounded up to whole tiles; packed: the rows of all places of tiles
+  i32 stats_rows;       // seqlen_q, rounded up to whole tiles; packed: the rows of all slots of tiles
   i32 group_splits;     // blocks that share the query heads of a key/value head
   i32 whole_tiles;      // tiles of keys that come before those that blocks share
   i32 tail_splits;      // blocks that share the queries of each tile after whole_tiles
   i32 resident_blocks;  // blocks of a persistent kernel
-  i32 list_batches;     // batch entries that have lists of their own: all or 1
-  i32 list_heads;       // query heads that have lists of their own: all or 1
+  i32 index_batches;    // batch entries that have block-sparse indices of their own: all or 1
+  i32 index_heads;      // query heads that have them: all or 1
   i32 score_splits;     // blocks that share the pairs summed into a tile of dbias
   i32 sums_splits;      // blocks that share the keys of a tile of queries in sums of gradients of scores
-  i32 clear_ahead;      // blocks of a head clear the dq accumulators of the head so many places later
+  i32 clear_ahead;      // blocks of a head clear the dq accumulators of the head that comes so many later
   float scale;
   float softcap;
   u32 seed_low;  // dropout: the key of the random number generator

@@ -18,7 +18,7 @@ constexpr bool kSplitsKeys = CUFLASH_SPLITS_KEYS;  // blocks share the keys of a
 // block.
 struct HeadScheduler {
   KeySplits splits;
-  u32 at, stop;  // places among the keys of all heads
+  u32 at, stop;  // positions among the keys of all heads
   u32 head;      // key/value head, among those of the whole batch
 
   CUFLASH_DEVICE explicit HeadScheduler(const Params& params, u32 block = ptx::block_index()) : splits(params) {
@@ -31,7 +31,7 @@ struct HeadScheduler {
   CUFLASH_DEVICE void advance() { at = splits.start_of_head(++head); }
 };
 
-// The share of one head that a block works on.
+// The split of one head that a block works on.
 struct HeadWork {
   int head_kv, batch;
   int group;  // query heads of the key/value head
@@ -52,19 +52,19 @@ struct HeadWork {
     blocks = scheduler.splits.blocks;
     from = scheduler.at - scheduler.splits.start_of_head(scheduler.head);
     to = from + min_of(scheduler.stop - scheduler.at, blocks - from);
-    keys.start = first_tile + part_of(num_tiles, from);
-    keys.stop = first_tile + part_of(num_tiles, to);
+    keys.start = first_tile + tiles_before(num_tiles, from);
+    keys.stop = first_tile + tiles_before(num_tiles, to);
   }
 
   // How many of `count` tiles come before a step: count * step / blocks, without a product that may overflow.
-  CUFLASH_DEVICE int part_of(u32 count, u32 step) const {
+  CUFLASH_DEVICE int tiles_before(u32 count, u32 step) const {
     return (int)(count / blocks * step + count % blocks * step / blocks);
   }
   CUFLASH_DEVICE bool has_keys() const { return keys.start < keys.stop; }
   CUFLASH_DEVICE int first_head() const { return head_kv * group; }
 };
 
-// A lane holds parts of two rows of the product; here they are row 0 and row 1. Each stands for a query of some head,
+// A lane holds slices of two rows of the product; here they are row 0 and row 1. Each stands for a query of some head,
 // or for no query: then nothing is looked up for it.
 struct LaneRows {
   Score score[2];

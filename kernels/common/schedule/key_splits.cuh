@@ -1,5 +1,5 @@
 // Split-KV: how the blocks of the decode kernels split the keys, and how the results of those that share a head are
-// combined: each one's O weighs as much as its share of the sum of exponentials.
+// combined: the weight of each one's O is its rescaled sum of exponentials over the total.
 //
 //   l = sum_i l_i exp(m_i - m)        O = sum_i l_i exp(m_i - m) / l O_i        lse = m + log l
 //
@@ -13,8 +13,8 @@
 
 // The keys of all key/value heads of the batch, one head after the other, are cut into as many equal splits as there
 // are blocks. So a block has keys of one head or of neighbouring heads, and a head belongs to one block or to
-// neighbouring blocks. A place among these keys is counted in steps: a head is `blocks` steps long, and a share `heads`
-// steps.
+// neighbouring blocks. A position among these keys is counted in steps: a head is `blocks` steps long, and a split
+// `heads` steps.
 struct KeySplits {
   u32 blocks, heads;  // their product is less than 2^31
 
@@ -23,8 +23,8 @@ struct KeySplits {
 
   CUFLASH_DEVICE u32 start_of_head(u32 head) const { return head * blocks; }
   CUFLASH_DEVICE u32 start_of_block(u32 block) const { return block * heads; }
-  CUFLASH_DEVICE u32 head_at(u32 place) const { return place / blocks; }
-  CUFLASH_DEVICE u32 block_at(u32 place) const { return place / heads; }
+  CUFLASH_DEVICE u32 head_at(u32 position) const { return position / blocks; }
+  CUFLASH_DEVICE u32 block_at(u32 position) const { return position / heads; }
 };
 
 CUFLASH_DEVICE Real* lse_of(const Params& params, int batch, int head, int query) {
@@ -100,10 +100,10 @@ struct Arrivals {
 constexpr int kWays = 4;
 constexpr int chunks_of_row(int columns) { return (kDimV + columns - 1) / columns; }
 
-// The sum of the exponentials of a row over some keys, and the exponent (offset) that it is relative to. Storing both
+// The sum of the exponentials of a row over some keys, and the row max that it is relative to. Storing both
 // has a smaller rounding error than storing the logarithm of the sum.
 struct PartialSum {
-  Real offset, sum;
+  Real row_max, sum;
 };
 
 // The partial results of one head: each of its blocks has one, from its own keys alone. A row stands for a query of one
@@ -135,7 +135,7 @@ struct Partials {
   CUFLASH_DEVICE Real* sums(int i, int row) const { return g_sums + ((i64)i * rows + row) * 2; }
   template <class Softmax>
   CUFLASH_DEVICE void store_sum(int i, int row, const Softmax& softmax, int half) const {
-    ptx::store_for_blocks_x2(sums(i, row), {softmax.offset[0][half], softmax.row_sum[0][half]});
+    ptx::store_for_blocks_x2(sums(i, row), {softmax.row_max[0][half], softmax.row_sum[0][half]});
   }
   CUFLASH_DEVICE PartialSum load_sum(int i, int row) const {
     Real loaded[2];
@@ -152,20 +152,20 @@ struct Partials {
     return i < count ? load_sum(i, row) : PartialSum{-ptx::infinity(), 0};
   }
 
-  // Warp. The sum over the blocks and the sink, which is an offset here; `own` is that of this lane's first block.
+  // Warp. The sum over the blocks and the sink, which is a row max here; `own` is that of this lane's first block.
   // Every lane gets the same result.
   CUFLASH_DEVICE PartialSum combined_sum(PartialSum own, int row, Real sink) const {
     const auto add = [&own](const PartialSum& next) {
-      const Real of_both = max_of(own.offset, next.offset);
-      own.sum = own.sum * relative(own.offset, of_both) + next.sum * relative(next.offset, of_both);
-      own.offset = of_both;
+      const Real of_both = max_of(own.row_max, next.row_max);
+      own.sum = own.sum * relative(own.row_max, of_both) + next.sum * relative(next.row_max, of_both);
+      own.row_max = of_both;
     };
     if (kHasSinks && lane_index() == 0 && sink != -ptx::infinity()) add({sink, 1});
     for (int i = lane_index() + 32; i < count; i += 32) add(load_sum(i, row));
     PartialSum all = own;
 #pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) all.offset = max_of(all.offset, ptx::shuffle_xor(all.offset, mask));
-    all.sum *= relative(own.offset, all.offset);
+    for (int mask = 16; mask > 0; mask /= 2) all.row_max = max_of(all.row_max, ptx::shuffle_xor(all.row_max, mask));
+    all.sum *= relative(own.row_max, all.row_max);
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) all.sum += ptx::shuffle_xor(all.sum, mask);
     return all;
@@ -194,8 +194,8 @@ struct Partials {
     // The loads of the sums and of the results are in flight together, because latency decides how long this takes.
     PartialSum of_lane = sum_of_any(lane, row);
     load(0);
-    const PartialSum total = combined_sum(of_lane, row, kHasSinks ? to_offset(sink_of(params, query_head)) : 0);
-    if (chunk == 0 && lane == 0) store_lse(lse_of(params, batch, query_head, query), total.offset, total.sum);
+    const PartialSum total = combined_sum(of_lane, row, kHasSinks ? to_row_max(sink_of(params, query_head)) : 0);
+    if (chunk == 0 && lane == 0) store_lse(lse_of(params, batch, query_head, query), total.row_max, total.sum);
 
     Real sum[kSums][4] = {};
     const Real inverse = 1 / total.sum;
@@ -203,7 +203,7 @@ struct Partials {
     for (int first = 0; total.sum != 0 && first < count; first += kAhead * kGroups) {
       if (first > 0) load(first);
       if (first > 0 && first % 32 == 0) of_lane = sum_of_any(first + lane, row);
-      const Real weight = of_lane.sum * relative(of_lane.offset, total.offset) * inverse;
+      const Real weight = of_lane.sum * relative(of_lane.row_max, total.row_max) * inverse;
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) {
         const int i = first + j * kGroups + group;

@@ -10,8 +10,8 @@ struct Work {
   int head;   // query head (or key/value head)
   Entry batch;
 };
-// The same before the packed sequence is looked up: `block` is a place among those of all sequences.
-struct Place {
+// The same before the packed sequence is looked up: `block` is a slot among those of all sequences.
+struct TileSlot {
   int block;
   int head;
   int batch;
@@ -25,8 +25,8 @@ CUFLASH_DEVICE u32 heads_in_all(const Params& params, int num_heads) {
 // Work starts in the order of its index. Tiles of one head are neighbours, so that they share its operands in L2;
 // `section` heads are interleaved. With `last_first` the tiles run from the last to the first: under a causal mask the
 // last tiles of queries take the longest, so that short tiles fill the gaps at the end.
-CUFLASH_DEVICE Place schedule(const Params& params, u32 index, int num_blocks, int num_heads, u32 section,
-                              bool last_first) {
+CUFLASH_DEVICE TileSlot schedule(const Params& params, u32 index, int num_blocks, int num_heads, u32 section,
+                                 bool last_first) {
   const u32 heads = heads_in_all(params, num_heads);
   const u32 first = index / (num_blocks * section) * section;
   const u32 within = index - first * num_blocks;
@@ -36,24 +36,24 @@ CUFLASH_DEVICE Place schedule(const Params& params, u32 index, int num_blocks, i
   return {last_first ? num_blocks - 1 - block : block, (int)(head % num_heads), (int)(head / num_heads)};
 }
 
-// How many tiles of `rows` rows a head of `seqlen` rows has; packed: how many places of tiles.
+// How many tiles of `rows` rows a head of `seqlen` rows has; packed: how many slots of tiles.
 //
-// Packed: tile t of sequence b has place start(b) / rows + b + t. No two tiles share a place, because the places of a
-// sequence are at least as many as its tiles. At most one place per sequence is empty. The starts alone determine which
-// tile a place belongs to.
+// Packed: tile t of sequence b has slot start(b) / rows + b + t. No two tiles share a slot, because the slots of a
+// sequence are at least as many as its tiles. At most one slot per sequence is empty. The starts alone determine which
+// tile a slot belongs to.
 CUFLASH_DEVICE int num_tiles_of(const Params& params, int seqlen, int rows) {
   return kIsPacked ? seqlen / rows + params.batch + 1 : ceil_div(seqlen, rows);
 }
-CUFLASH_DEVICE int first_place_of_queries(Entry batch, int rows) { return query_start_of(batch) / rows + batch; }
-CUFLASH_DEVICE int first_place_of_keys(Entry batch, int rows) { return key_start_of(batch) / rows + batch; }
+CUFLASH_DEVICE int first_slot_of_queries(Entry batch, int rows) { return query_start_of(batch) / rows + batch; }
+CUFLASH_DEVICE int first_slot_of_keys(Entry batch, int rows) { return key_start_of(batch) / rows + batch; }
 
 // Warp. The last lane for which `holds` is true; it must be true for the first lane.
 CUFLASH_DEVICE u32 last_lane(bool holds) { return 31 - ptx::leading_zeros(ptx::ballot(holds)); }
 
-// Warp. Finds the sequence of a place, and which of its tiles the place stands for; that tile may not exist. The lanes
+// Warp. Finds the sequence of a slot, and which of its tiles the slot stands for; that tile may not exist. The lanes
 // look at 32 sequences at once. If there are more, they first look at every 32nd, or at every 1024th.
-template <class FirstPlace>
-CUFLASH_DEVICE Work at_place(const Params& params, const Place& place, FirstPlace first_place) {
+template <class FirstSlot>
+CUFLASH_DEVICE Work at_slot(const Params& params, const TileSlot& slot, FirstSlot first_slot) {
   const int lane = ptx::thread_index() % 32;
   int shift = 0, first = 0;
   while (params.batch >> shift >= 32) shift += 5;
@@ -61,32 +61,32 @@ CUFLASH_DEVICE Work at_place(const Params& params, const Place& place, FirstPlac
   for (;; shift -= 5) {
     const int last = (params.batch - first) >> shift;
     const Sequence own = sequence_at(params, first + (min_of(lane, last) << shift));
-    const Sequence found = sequence_of_lane(own, last_lane(first_place(own) <= place.block));
-    if (shift == 0) return {place.block - first_place(found), place.head, found};
+    const Sequence found = sequence_of_lane(own, last_lane(first_slot(own) <= slot.block));
+    if (shift == 0) return {slot.block - first_slot(found), slot.head, found};
     first = found.index;
   }
 }
-CUFLASH_DEVICE Work at_place_of_queries(const Params& params, const Place& place) {
-  return at_place(params, place, [](const Sequence& batch) { return first_place_of_queries(batch, kBlockM); });
+CUFLASH_DEVICE Work at_slot_of_queries(const Params& params, const TileSlot& slot) {
+  return at_slot(params, slot, [](const Sequence& batch) { return first_slot_of_queries(batch, kBlockM); });
 }
-CUFLASH_DEVICE Work at_place_of_keys(const Params& params, const Place& place) {
-  return at_place(params, place, [](const Sequence& batch) { return first_place_of_keys(batch, kBlockN); });
+CUFLASH_DEVICE Work at_slot_of_keys(const Params& params, const TileSlot& slot) {
+  return at_slot(params, slot, [](const Sequence& batch) { return first_slot_of_keys(batch, kBlockN); });
 }
 
 // Warp. The work at an index: a tile of queries, or of keys.
 CUFLASH_DEVICE Work schedule_queries(const Params& params, u32 index, int num_heads, bool last_first) {
   const int num_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
-  const Place place = schedule(params, index, num_blocks, num_heads, params.head_section, last_first);
-  if constexpr (kIsPacked) return at_place_of_queries(params, place);
-  return {place.block, place.head, place.batch};
+  const TileSlot slot = schedule(params, index, num_blocks, num_heads, params.head_section, last_first);
+  if constexpr (kIsPacked) return at_slot_of_queries(params, slot);
+  return {slot.block, slot.head, slot.batch};
 }
 CUFLASH_DEVICE Work schedule_keys(const Params& params, u32 index, int num_heads, u32 section, bool last_first) {
   const int num_blocks = num_tiles_of(params, params.seqlen_k, kBlockN);
-  const Place place = schedule(params, index, num_blocks, num_heads, section, last_first);
-  if constexpr (kIsPacked) return at_place_of_keys(params, place);
-  return {place.block, place.head, place.batch};
+  const TileSlot slot = schedule(params, index, num_blocks, num_heads, section, last_first);
+  if constexpr (kIsPacked) return at_slot_of_keys(params, slot);
+  return {slot.block, slot.head, slot.batch};
 }
-// Whether there is a tile at this place.
+// Whether there is a tile at this slot.
 CUFLASH_DEVICE bool has_queries(const Params& params, const Work& work) {
   return !kIsPacked || work.block * kBlockM < seqlen_q_of(params, work.batch);
 }
@@ -95,7 +95,7 @@ CUFLASH_DEVICE bool has_keys(const Params& params, const Work& work) {
 }
 
 // Whether every tile needs the mask, because no tile is known to be visible as a whole.
-constexpr bool kTestsAllTiles = (kLooksUpMask || kHasMaskFunction || kMaskByBits) && !kHasLists;
+constexpr bool kTestsAllTiles = (kLooksUpMask || kHasMaskFunction || kMaskByBits) && !kHasBlockIndex;
 
 // A range of tiles [start, stop). Those in [full_start, full_stop) have every pair visible; the others need the mask.
 // With kHasEdges, those before full_start are cut by the left bound alone.
@@ -103,7 +103,7 @@ struct TileRange {
   int start, full_start, full_stop, stop;
 };
 
-// Tiles of keys that queries [first_row, last_row] of a batch entry see.
+// Tiles of keys that queries [first_row, last_row] of a batch entry attend to.
 CUFLASH_DEVICE TileRange key_tiles(const Params& params, Entry batch, int first_row, int last_row, int key_stop) {
   int start = 0, full_start = 0, full_stop = key_stop / kBlockN, stop = ceil_div(key_stop, kBlockN);
   if constexpr (kHasRightBound) {
@@ -149,49 +149,49 @@ CUFLASH_DEVICE TileRange query_tiles(const Params& params, Entry batch, int firs
   return {start, full_start, full_stop, stop};
 }
 
-// With a block mask, or a mask or a function that hides pairs, helpers/block_index.cu writes a list for each tile of
-// one axis: the number of tiles of the other axis that it meets, the number of those with every pair visible, and the
-// indices of the fully visible ones, then of the others, each in rising order. A kernel then iterates over places in
-// the list instead of tiles.
-constexpr int kListHeader = 2;
+// With a block mask, or a mask or a function that hides pairs, helpers/block_index.cu writes a row of a block-sparse
+// index for each tile of one axis: the number of tiles of the other axis that it is multiplied by, the number of those
+// with every pair visible, and the indices of the fully visible ones, then of the others, each in rising order. A
+// kernel then iterates over positions in the row instead of tiles.
+constexpr int kIndexHeader = 2;
 
-// An entry of a list: the index of a tile in the low bits, and flags that the loop needs above it, so that a step loads
+// An entry of a row: the index of a tile in the low bits, and flags that the loop needs above it, so that a step loads
 // one number.
-struct ListEntry {
+struct IndexEntry {
   static constexpr u32 kIndexBits = 28;  // enough: a tile has at least 16 of at most 2^30 rows
   static constexpr u32 kIsLast = 1u << 31;
-  static constexpr u32 kNeedsMask = 1u << 30;     // some pair is hidden
-  static constexpr u32 kAsksFunction = 1u << 29;  // masks hide some pair, not only a diagonal or the last key
+  static constexpr u32 kNeedsMask = 1u << 30;      // some pair is hidden
+  static constexpr u32 kEvaluatesMask = 1u << 29;  // masks hide some pair, not only a diagonal or the last key
   u32 entry;
 
   CUFLASH_DEVICE int tile() const { return entry & ((1u << kIndexBits) - 1); }
   CUFLASH_DEVICE bool is_last() const { return (entry & kIsLast) != 0; }
   CUFLASH_DEVICE bool needs_mask() const { return (entry & kNeedsMask) != 0; }
-  CUFLASH_DEVICE bool asks_function() const { return (entry & kAsksFunction) != 0; }
+  CUFLASH_DEVICE bool evaluates_mask() const { return (entry & kEvaluatesMask) != 0; }
 };
 
-// The list of tile `block` of `num_blocks`. It has room for `length` entries.
-CUFLASH_DEVICE i32* list_of(const Params& params, void* lists, int batch, int head, int block, int num_blocks,
-                            int length) {
-  return (i32*)lists + (lists_in(params).of(batch, head) * num_blocks + block) * (kListHeader + length);
+// The row of tile `block` of `num_blocks`. It has space for `length` entries.
+CUFLASH_DEVICE i32* index_row_of(const Params& params, void* index, int batch, int head, int block, int num_blocks,
+                                 int length) {
+  return (i32*)index + (indices_in(params).of(batch, head) * num_blocks + block) * (kIndexHeader + length);
 }
 
 // Whether the loop leads away from the queries: from the tile of keys at the diagonal to the first tile, and then from
 // the tile after the diagonal to the last one. Kernels go from the last place to the first. Slopes (ALiBi) make the
 // scores of near keys the largest, so the first maxima of the rows stay the largest ones and nothing is rescaled.
-constexpr bool kGoesOutward = kHasAlibi && !kHasRightBound && !kHasLeftBound && !kHasLists;
+constexpr bool kGoesOutward = kHasAlibi && !kHasRightBound && !kHasLeftBound && !kHasBlockIndex;
 
-// The tiles of keys that a tile of queries attends to: a range of places, and the tile at each.
+// The tiles of keys that a tile of queries attends to: a range of positions, and the tile at each.
 struct KeyTiles : TileRange {
-  const i32* list;
+  const i32* row;
   int nearest;  // kGoesOutward: of the tiles with every pair visible, the one nearest to the diagonal
 
-  CUFLASH_DEVICE KeyTiles(const Params& params, const Work& work, int key_stop) : list(nullptr), nearest(0) {
+  CUFLASH_DEVICE KeyTiles(const Params& params, const Work& work, int key_stop) : row(nullptr), nearest(0) {
     const int first_row = work.block * kBlockM;
-    if constexpr (kHasLists) {
-      list = list_of(params, params.key_lists, work.batch, work.head, work.block, ceil_div(params.seqlen_q, kBlockM),
-                     ceil_div(params.seqlen_k, kBlockN));
-      start = full_start = 0, full_stop = list[1], stop = list[0];
+    if constexpr (kHasBlockIndex) {
+      row = index_row_of(params, params.key_index, work.batch, work.head, work.block,
+                         ceil_div(params.seqlen_q, kBlockM), ceil_div(params.seqlen_k, kBlockN));
+      start = full_start = 0, full_stop = row[1], stop = row[0];
     } else {
       const int last_row = min_of(first_row + kBlockM, seqlen_q_of(params, work.batch)) - 1;
       TileRange::operator=(key_tiles(params, work.batch, first_row, last_row, key_stop));
@@ -202,28 +202,30 @@ struct KeyTiles : TileRange {
       }
     }
   }
-  CUFLASH_DEVICE int at(int place) const {
-    if constexpr (kHasLists) return entry_at(place).tile();
+  CUFLASH_DEVICE int at(int position) const {
+    if constexpr (kHasBlockIndex) return entry_at(position).tile();
     if constexpr (kGoesOutward) {
-      const int steps = full_stop - 1 - place, before = nearest - full_start;
-      if (place >= full_start && steps >= 0) return steps <= before ? nearest - steps : full_start + steps;
+      const int steps = full_stop - 1 - position, before = nearest - full_start;
+      if (position >= full_start && steps >= 0) return steps <= before ? nearest - steps : full_start + steps;
     }
-    return place;
+    return position;
   }
   // Whether a function that hides pairs must be called for a tile that is not visible as a whole.
-  CUFLASH_DEVICE bool ask_function_at(int place) const { return !kHasLists || entry_at(place).asks_function(); }
+  CUFLASH_DEVICE bool evaluates_mask_at(int position) const {
+    return !kHasBlockIndex || entry_at(position).evaluates_mask();
+  }
 
  private:
-  CUFLASH_DEVICE ListEntry entry_at(int place) const { return {(u32)list[kListHeader + place]}; }
+  CUFLASH_DEVICE IndexEntry entry_at(int position) const { return {(u32)row[kIndexHeader + position]}; }
 };
 
 // The work of the blocks of a persistent kernel: of every `resident_blocks` units, each block takes one. A unit is a
 // tile of queries, or a pair of tiles.
 //
-// kPairs: later tiles see more keys, so a unit is the n-th tile of a head from the end and the n-th from the start.
-// Together they attend to as many keys as any other such pair. If there are twice as many blocks as pairs, each block
-// takes one tile: the first half of the blocks take the tiles from the end. Kernels with pages do not do this, because
-// they have no register to spare.
+// kPairs: later tiles attend to more keys, so a unit is the n-th tile of a head from the end and the n-th from the
+// start. Together they attend to as many keys as any other such pair. If there are twice as many blocks as pairs, each
+// block takes one tile: the first half of the blocks take the tiles from the end. Kernels with pages do not do this,
+// because they have no register to spare.
 //
 // kHasWindow: the tiles that attend to the whole window are the first units, head by head. The shorter tiles follow,
 // from the longest to the shortest, of many heads at once. Every other round goes through the blocks backwards, so that
@@ -232,7 +234,7 @@ struct KeyTiles : TileRange {
 // Clusters: the `cluster` blocks of a cluster take a unit together, and `resident_blocks` counts clusters.
 template <int cluster>
 struct TileSchedulerOf {
-  static constexpr bool kMayPart = kPairs && kPageSize == 0;
+  static constexpr bool kMaySplitPair = kPairs && kPageSize == 0;
 
   int num_m_blocks, units_of_head;
   u32 unit, num_units, step;
@@ -246,7 +248,7 @@ struct TileSchedulerOf {
         num_units(units_of_head * params.num_heads * params.batch),
         step(params.resident_blocks),
         two_rounds(2 * step),
-        second(kMayPart && unit >= step) {
+        second(kMaySplitPair && unit >= step) {
     if constexpr (kHasWindow) step = two_rounds - 1 - 2 * unit;
     if (!second) return;
     unit -= step;
@@ -257,15 +259,15 @@ struct TileSchedulerOf {
   CUFLASH_DEVICE Work work(const Params& params) const {
     if constexpr (kHasWindow) return longest_first(params);
     if constexpr (!kPairs) {
-      const Place place = schedule(params, unit, num_m_blocks, params.num_heads, params.head_section, kHasRightBound);
-      return work_of(params, place.block, place.head + place.batch * params.num_heads);
+      const TileSlot slot = schedule(params, unit, num_m_blocks, params.num_heads, params.head_section, kHasRightBound);
+      return work_of(params, slot.block, slot.head + slot.batch * params.num_heads);
     }
     const u32 head = unit / units_of_head;
     const int from_start = unit % units_of_head;
     return work_of(params, second ? from_start : num_m_blocks - 1 - from_start, head);
   }
   CUFLASH_DEVICE void advance() {
-    second = kPairs && !second && !(kMayPart && ptx::num_blocks() / cluster > step) && has_second();
+    second = kPairs && !second && !(kMaySplitPair && ptx::num_blocks() / cluster > step) && has_second();
     if (!second) unit += step;
     if constexpr (kHasWindow) step = two_rounds - step;
   }
@@ -281,17 +283,17 @@ struct TileSchedulerOf {
     const int stop = max_of(min_of(uncut, num_m_blocks), before), after = num_m_blocks - stop;
     const u32 num_whole = (stop - before) * params.num_heads * params.batch;
     const bool whole = unit < num_whole;
-    const Place place = schedule(params, whole ? unit : unit - num_whole, whole ? stop - before : before + after,
-                                 params.num_heads, whole && !kBatchFirst ? 1 : params.head_section, false);
-    int block = stop - 1 - place.block;
+    const TileSlot slot = schedule(params, whole ? unit : unit - num_whole, whole ? stop - before : before + after,
+                                   params.num_heads, whole && !kBatchFirst ? 1 : params.head_section, false);
+    int block = stop - 1 - slot.block;
     if (!whole) {
       // Tiles come from both ends in turn as long as both ends have some.
       const int turns = min_of(before, after);
-      const bool at_start = place.block < 2 * turns ? place.block % 2 == 0 : before > after;
-      const int distance = place.block < 2 * turns ? place.block / 2 : place.block - turns;
+      const bool at_start = slot.block < 2 * turns ? slot.block % 2 == 0 : before > after;
+      const int distance = slot.block < 2 * turns ? slot.block / 2 : slot.block - turns;
       block = at_start ? before - 1 - distance : stop + distance;
     }
-    return work_of(params, block, place.head + place.batch * params.num_heads);
+    return work_of(params, block, slot.head + slot.batch * params.num_heads);
   }
 
   // `head` is an index among the heads of all batch entries, in launch order.
@@ -316,13 +318,13 @@ struct QueryTile {
         key_stop(key_stop_of(params, work.batch)),
         keys(params, work, key_stop) {}
 
-  // The tiles of keys that the 64 queries of consumer warpgroup `consumer` see, within `keys`.
+  // The tiles of keys that the 64 queries of consumer warpgroup `consumer` attend to, within `keys`.
   CUFLASH_DEVICE TileRange keys_of(const Params& params, int consumer) const {
     const int first = first_row + 64 * consumer;
     const int seqlen_q = seqlen_q_of(params, work.batch);
     if (first >= seqlen_q) return {keys.start, keys.start, keys.start, keys.start};
     const int last = min_of(first + 64, seqlen_q) - 1;
-    if constexpr (!kHasLists) return key_tiles(params, work.batch, first, last, key_stop);
+    if constexpr (!kHasBlockIndex) return key_tiles(params, work.batch, first, last, key_stop);
     TileRange own = keys;
     if constexpr (kHasRightBound && kBlockN < kBlockM) {
       // The last places of the list hold the last of the tiles that a diagonal cuts.

@@ -34,7 +34,7 @@ struct KeptWeights {
   }
 };
 
-// The weights of one head. Places are those of a lane's first element of an n-tile: rows g, columns 2t.
+// The weights of one head. Positions are those of a lane's first element of an n-tile: rows g, columns 2t.
 struct Dropout {
   u32 seed_low, seed_high, head, offset, threshold, first_rows, first_columns;
 
@@ -47,7 +47,7 @@ struct Dropout {
         first_rows(params.dropout_rows),
         first_columns(params.dropout_columns) {}
 
-  // The weights of two neighbouring n-tiles; `later` is how many n-tiles they come after the place, an even number.
+  // The weights of two neighbouring n-tiles; `later` is how many n-tiles they come after the position, an even number.
   CUFLASH_DEVICE KeptWeights<false> of(int query, int key, int later = 0) const {
     return call(rows_of(query), columns_of(key) + 2 * later);
   }

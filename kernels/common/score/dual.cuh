@@ -116,7 +116,7 @@ struct Reads {
   int seeded = -1;
   int count = 0;
   int array = 0;
-  i64 place = 0;
+  i64 index = 0;
 };
 
 template <class T>
@@ -152,7 +152,7 @@ struct GivenArray {
       return entry;
     } else if constexpr (is_wanted && kIsDual<T>) {
       const bool is_seeded = reads.count++ == reads.seeded;
-      if (is_seeded) reads.array = array, reads.place = score_place<0>(score_args, 0, index...);
+      if (is_seeded) reads.array = array, reads.index = flat_index<0>(score_args, 0, index...);
       return Dual(entry, is_seeded);
     } else {
       return T(entry);
@@ -178,8 +178,8 @@ CUFLASH_DEVICE Real score_of(Real s, Real& by_s, Run run) {
 }
 
 // The derivatives by s, and by the entry of each read of an array whose gradient is wanted: `visit` gets the array, the
-// place in it and the derivative. A run with the tangent 1 at s counts the reads; then each read has a run with the
-// tangent 1 at its entry.
+// flat index in it and the derivative. A run with the tangent 1 at s counts the reads; then each read has a run with
+// the tangent 1 at its entry.
 template <class Run, class Visit>
 CUFLASH_DEVICE void derivatives_of(Real s, Real& by_s, Run run, Visit visit) {
   Reads reads;
@@ -189,7 +189,7 @@ CUFLASH_DEVICE void derivatives_of(Real s, Real& by_s, Run run, Visit visit) {
   for (int n = 0; n < count; ++n) {
     reads.seeded = n, reads.count = 0;
     const Real derivative = run(Dual(s), reads).tangent;
-    visit(reads.array, reads.place, derivative);
+    visit(reads.array, reads.index, derivative);
   }
 }
 

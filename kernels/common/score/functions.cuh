@@ -32,7 +32,7 @@ struct Functions {
   }
 #endif
 #if CUFLASH_NEEDS_SCORE_ARGS
-  // Calls `visit` for each read of an array whose gradient is wanted, with the number of the read, the place in the
+  // Calls `visit` for each read of an array whose gradient is wanted, with the number of the read, the index in the
   // array, and the derivative of the score by that entry without the factor of the read.
   template <class Visit>
   CUFLASH_DEVICE void derivatives(Real s, int row, int key, Real& by_s, Visit visit) const {

@@ -70,7 +70,7 @@ CUFLASH_DEVICE TileClass pairs_of(const Params& params, const BlockMask& blocks,
       params, m_block, n_block, [&](int i, int j) { return blocks.has(i, j) ? TileClass::kFull : TileClass::kEmpty; });
 }
 
-// How many batch entries and heads have matrices of their own. A matrix holds lists, bits, or tile classes.
+// How many batch entries and heads have matrices of their own. A matrix holds an index, bits, or tile classes.
 struct Matrices {
   int batches, heads;
 
@@ -79,7 +79,7 @@ struct Matrices {
     return (batches == 1 ? 0 : (i64)batch * heads) + (heads == 1 ? 0 : head);
   }
 };
-CUFLASH_DEVICE Matrices lists_in(const Params& params) { return {params.list_batches, params.list_heads}; }
+CUFLASH_DEVICE Matrices indices_in(const Params& params) { return {params.index_batches, params.index_heads}; }
 CUFLASH_DEVICE Matrices masks_in(const Params& params) { return {params.mask_batches, params.mask_heads}; }
 CUFLASH_DEVICE Matrices biases_in(const Params& params) {
   return {params.bias.batch_stride == 0 ? 1 : params.batch, params.bias.head_stride == 0 ? 1 : params.num_heads};
@@ -108,14 +108,15 @@ CUFLASH_DEVICE TileClass left_by_bias(const Params& params, int batch, int head,
   return class_of_tile(params, BiasBlocks(params).classes, biases_in(params).of(batch, head), m_block, n_block);
 }
 
-// Whether this kernel is the one of two that is to run: one iterates over lists of what a bias leaves, the other does
-// not. Iterating over lists costs 4 to 13 % of a pass in which they hide nothing (H100, 16-bit types, 4096 queries and
-// keys), so the kernel with lists runs only if more than one in kTilesToHidden tiles is hidden.
+// Whether this kernel is the one of two that is to run: one iterates over a block-sparse index of what a bias leaves,
+// the other does not. Iterating over an index costs 4 to 13 % of a pass in which they hide nothing (H100, half
+// precision, 4096 queries and keys), so the kernel with an index runs only if more than one in kTilesToHidden tiles is
+// hidden.
 constexpr u32 kTilesToHidden = 8;
 CUFLASH_DEVICE bool is_chosen(const Params& params) {
   if constexpr (!kIsChosen) return true;
   const u64 count = *BiasBlocks(params).count;
-  return ((u32)(count >> 32) > (u32)count / kTilesToHidden) == kHasLists;
+  return ((u32)(count >> 32) > (u32)count / kTilesToHidden) == kHasBlockIndex;
 }
 
 // Whether only a window and the end of the keys hide pairs. Then, in tiles in front of those that the right bound cuts,
@@ -181,12 +182,12 @@ struct Mask {
   }
   // Whether all else (bounds and masks) shows the pair.
   CUFLASH_DEVICE bool within(int row, int key) const {
-    bool seen = key < key_stop;
-    if constexpr (kHasRightBound) seen = seen && key <= row + right_offset;
-    if constexpr (kHasLeftBound) seen = seen && key >= row + left_offset;
-    if constexpr (kLooksUpMask) seen = seen && row < seqlen_q && bytes[row * row_stride + key * key_stride] != 0;
-    if constexpr (kHasBlockMask) seen = seen && row < seqlen_q && blocks.has(row / kMaskBlockM, key / kMaskBlockN);
-    return seen;
+    bool shown = key < key_stop;
+    if constexpr (kHasRightBound) shown = shown && key <= row + right_offset;
+    if constexpr (kHasLeftBound) shown = shown && key >= row + left_offset;
+    if constexpr (kLooksUpMask) shown = shown && row < seqlen_q && bytes[row * row_stride + key * key_stride] != 0;
+    if constexpr (kHasBlockMask) shown = shown && row < seqlen_q && blocks.has(row / kMaskBlockM, key / kMaskBlockN);
+    return shown;
   }
 };
 

@@ -21,7 +21,7 @@ struct MaskBits {
         matrices(masks_in(params)) {}
 
   CUFLASH_DEVICE u32 count() const { return matrices.batches * matrices.heads * m_blocks * n_blocks; }
-  // The place of a block among all blocks.
+  // The index of a block among all blocks.
   CUFLASH_DEVICE i64 at(int batch, int head, int m_block, int n_block) const {
     return (matrices.of(batch, head) * m_blocks + m_block) * n_blocks + n_block;
   }

@@ -89,9 +89,9 @@ struct Score {
     return has_bias ? sloped + bias : sloped;
   }
 
-  // Warp. The soft cap of 16-bit types: replaces the products that a lane holds by tanh. If all arguments of a warp are
-  // small, a series is enough, which saves the unit of the exponentials two results per score. The results are those of
-  // fast_tanh to the bit, whatever the other arguments are. Returns whether all arguments are small.
+  // Warp. The soft cap in half precision: replaces the products that a lane holds by tanh. If all arguments of a warp
+  // are small, a series is enough, which saves the unit of the exponentials two results per score. The results are
+  // those of fast_tanh to the bit, whatever the other arguments are. Returns whether all arguments are small.
   template <int m_tiles, int n_tiles>
   CUFLASH_DEVICE bool cap(float (&s)[m_tiles][n_tiles][4]) const {
     return kHasSoftcap && cap(s, largest_of(s));
@@ -162,8 +162,8 @@ struct Score {
     for (int n = 18; n >= 4; n -= 2) series = 1 + 4 * x2 / (n * (n + 1)) * series;
     return x * x2 * (2 / (Real)3) * series * slope;
   }
-  // The same from t = tanh(x), as accurate as 16-bit types need. Near 0 it is t^3 times the polynomial in t^2 of least
-  // relative error, which is 1.3e-4. `small`, a Constant, says that `cap` found all arguments to be that near.
+  // The same from t = tanh(x), as accurate as half precision needs. Near 0 it is t^3 times the polynomial in t^2 of
+  // least relative error, which is 1.3e-4. `small`, a Constant, says that `cap` found all arguments to be that near.
   template <class Small>
   CUFLASH_DEVICE static float derivative_by_softcap_of(float t, Small small) {
     constexpr float kStop = 0.60886f;  // tanh(kTanhSeriesStop), rounded up
@@ -209,8 +209,8 @@ struct Score {
   }
 };
 
-// What a score_mod or mask_mod reads for the two rows, 8 apart, of a lane's scores. If it is little, it is kept for
-// all keys: if it were read for each tile of keys, it would arrive a memory access later than the products.
+// What a score_mod or mask_mod reads for the two rows, of a distance of 8, of a lane's scores. If it is little, it is
+// kept for all keys: if it were read for each tile of keys, it would arrive a memory access later than the products.
 struct RowsOfLane {
 #if CUFLASH_HAS_SCORE_FUNCTION
   static constexpr bool kKept = kNumOfRow <= 2;

@@ -5,7 +5,7 @@
 // the largest number of reads of a pair. The next one adds terms as multiples of a power of two, the unit, which is
 // chosen so that no sum overflows: 2^62 units are more than the largest possible number of terms of the largest size.
 // So each term is off by at most half a unit, which is 2^-61 of the largest term times the number of terms (of which
-// each factor is rounded up to a power of two). For float64, a second word holds the part of a term that the first one
+// each factor is rounded up to a power of two). For float64, a second word holds the rest of a term that the first one
 // leaves out.
 #pragma once
 #include "common/config.cuh"
@@ -20,9 +20,9 @@ constexpr bool kSumsScoreArgs = CUFLASH_NEEDS_SCORE_ARGS == kAddsExactly;
 constexpr int kTermWords = sizeof(Real) == 8 ? 2 : 1;
 constexpr int kTermBits = 61;
 
-// What the place of a read in its array depends on, besides the head: nothing, the key, the query, the difference of
-// both, or more than that. `kind_of_read` returns it; cuflash/score_mod/program.py writes that function.
-enum ReadKind { kReadOfHead, kReadOfKey, kReadOfQuery, kReadOfDiagonal, kReadOfPair };
+// What the flat index of a read in its array depends on, besides the head: nothing, the key, the query, the difference
+// of both, or more than that. `class_of_read` returns it; cuflash/score_mod/program.py writes that function.
+enum ReadClass { kReadOfHead, kReadOfKey, kReadOfQuery, kReadOfDiagonal, kReadOfPair };
 
 #if CUFLASH_NEEDS_SCORE_ARGS
 // The number of elements of an array, and where its sums begin among those of all arrays that have sums. These are
@@ -81,13 +81,13 @@ struct ScoreArgSums {
   double largest[max_of(kNumReads, 1)];
   int most_reads = 0;  // the largest number of reads of a pair
   i64 own[max_of(kNumReads, 1)][kTermWords];
-  i64 own_place[max_of(kNumReads, 1)];
+  i64 own_index[max_of(kNumReads, 1)];
 
   CUFLASH_DEVICE explicit ScoreArgSums(const Params& params_) : params(params_) {
 #pragma unroll
     for (int read = 0; read < kNumReads; ++read) {
       largest[read] = 0;
-      own_place[read] = -1;
+      own_index[read] = -1;
 #pragma unroll
       for (i64& word : own[read]) word = 0;
     }
@@ -97,7 +97,7 @@ struct ScoreArgSums {
   CUFLASH_DEVICE void add(const Functions& functions, Real s, int row, int key, Real ds) {
     Real by_s;
     int reads = 0;
-    functions.derivatives(s, row, key, by_s, [&](auto read, i64 place, Real derivative) {
+    functions.derivatives(s, row, key, by_s, [&](auto read, i64 index, Real derivative) {
       constexpr int kRead = decltype(read)::value, kArray = array_of_read(kRead);
       const Real term = ds * (derivative * functions.factor_of_read(kRead));
       ++reads;
@@ -108,12 +108,12 @@ struct ScoreArgSums {
       } else {
         i64 word[kTermWords];
         TermScale(params, kArray).words(term, word);
-        if constexpr (kind_of_read(kRead) == kReadOfHead) {
-          own_place[kRead] = place;
+        if constexpr (class_of_read(kRead) == kReadOfHead) {
+          own_index[kRead] = index;
 #pragma unroll
           for (int i = 0; i < kTermWords; ++i) own[kRead][i] += word[i];
         } else {
-          add_words(kArray, place, word);
+          add_words(kArray, index, word);
         }
       }
     });
@@ -126,15 +126,15 @@ struct ScoreArgSums {
       constexpr int kRead = decltype(read)::value, kArray = array_of_read(kRead);
       if constexpr (CUFLASH_NEEDS_SCORE_ARGS == kFindsLargest) {
         if (largest[kRead] > 0) ptx::reduce_max(score_arg_largest_of(params) + kArray, ptx::bits_of(largest[kRead]));
-      } else if constexpr (kind_of_read(kRead) == kReadOfHead) {
-        if (own_place[kRead] >= 0) add_words(kArray, own_place[kRead], own[kRead]);
+      } else if constexpr (class_of_read(kRead) == kReadOfHead) {
+        if (own_index[kRead] >= 0) add_words(kArray, own_index[kRead], own[kRead]);
       }
     });
   }
 
  private:
-  CUFLASH_DEVICE void add_words(int array, i64 place, const i64 (&word)[kTermWords]) const {
-    const i64 at = first_sum_of(params, array) + place;
+  CUFLASH_DEVICE void add_words(int array, i64 index, const i64 (&word)[kTermWords]) const {
+    const i64 at = first_sum_of(params, array) + index;
 #pragma unroll
     for (int i = 0; i < kTermWords; ++i)
       if (word[i] != 0) ptx::reduce_add((u64*)score_arg_sums_of(params, i) + at, (u64)word[i]);
@@ -144,29 +144,30 @@ struct ScoreArgSums {
 // ---- Exact sums -----------------------------------------------------------------------------------------------------
 
 // Adds a term to the sum of an element.
-CUFLASH_DEVICE void add_exactly(const Params& params, int array, i64 place, float term) {
+CUFLASH_DEVICE void add_exactly(const Params& params, int array, i64 index, float term) {
   const u64 infinite = ptx::bits_of((double)ptx::infinity());
   if (term == 0) return;
   if (!(fabsf(term) < ptx::infinity())) return ptx::reduce_max(score_arg_largest_of(params) + array, infinite);
-  ExactTerm(term).add_to((u64*)score_arg_sums_of(params, 0) + (first_sum_of(params, array) + place) * kSumWords);
+  ExactTerm(term).add_to((u64*)score_arg_sums_of(params, 0) + (first_sum_of(params, array) + index) * kSumWords);
 }
 
-// Warp. The same for one term of each lane. If all have the same place, the terms are added up first.
-CUFLASH_DEVICE void add_of_warp(const Params& params, int array, i64 place, float term) {
-  const u32 low = (u32)place, high = (u32)(place >> 32), first_low = ptx::shuffle(low, 0),
+// Warp. The same for one term of each lane. If all have the same index, the terms are added up first.
+CUFLASH_DEVICE void add_of_warp(const Params& params, int array, i64 index, float term) {
+  const u32 low = (u32)index, high = (u32)(index >> 32), first_low = ptx::shuffle(low, 0),
             first_high = ptx::shuffle(high, 0);
-  if (ptx::any_lane(low != first_low || high != first_high)) return add_exactly(params, array, place, term);
+  if (ptx::any_lane(low != first_low || high != first_high)) return add_exactly(params, array, index, term);
   const float sum = (float)warp_sum(term);
-  if (lane_index() == 0) add_exactly(params, array, place, sum);
+  if (lane_index() == 0) add_exactly(params, array, index, sum);
 }
 
-// The place of a read for a pair. It is also that of all pairs with the same place, so the pair itself need not exist.
+// The flat index of a read for a pair. It is also that of all pairs with the same index, so the pair itself need not
+// exist.
 template <int read>
-CUFLASH_DEVICE i64 place_of_read(const Functions& functions, int row, int key) {
+CUFLASH_DEVICE i64 index_of_read(const Functions& functions, int row, int key) {
   i64 found = 0;
   Real by_s;
-  functions.derivatives(0, row, key, by_s, [&](auto other, i64 place, Real) {
-    if constexpr (decltype(other)::value == read) found = place;
+  functions.derivatives(0, row, key, by_s, [&](auto other, i64 index, Real) {
+    if constexpr (decltype(other)::value == read) found = index;
   });
   return found;
 }

@@ -10,7 +10,7 @@ struct ScoreArg {
   const void* data;
   i64 stride[4];
   i64 size[4];
-  i64 first;  // of a table (cuflash/score_mod/tables.py), the place of its first entry
+  i64 first;  // of a table (cuflash/score_mod/tables.py), the position of its first entry
 };
 
 // The offset of an element from the first one of an array. 32 bits are enough if no array reaches far, and none back.
@@ -80,27 +80,27 @@ CUFLASH_DEVICE auto score_load(const ScoreArg& array, Indices... indices) {
   return score_element(E{}, (const typename StoredAs<E>::Type*)array.data, score_offset<0>(array, indices...));
 }
 
-// The place of an element among those of an array, in C order.
+// The flat index of an element of an array, in C order.
 template <int axis>
-CUFLASH_DEVICE i64 score_place(const ScoreArg&, i64 place) {
-  return place;
+CUFLASH_DEVICE i64 flat_index(const ScoreArg&, i64 outer) {
+  return outer;
 }
 template <int axis, class Index, class... Rest>
-CUFLASH_DEVICE i64 score_place(const ScoreArg& array, i64 place, Index index, Rest... rest) {
+CUFLASH_DEVICE i64 flat_index(const ScoreArg& array, i64 outer, Index index, Rest... rest) {
   const i64 within = score_entry(array.size[axis], index);
-  return score_place<axis + 1>(array, place * array.size[axis] + within, rest...);
+  return flat_index<axis + 1>(array, outer * array.size[axis] + within, rest...);
 }
 
-// A table is over batch entries, heads and places. Its stride is 0 and its size 1 on an axis whose entries share a row.
-// Returns the address of place 0 of a row.
+// A table is over batch entries, heads and positions. Its stride is 0 and its size 1 on an axis whose entries share a
+// row. Returns the address of position 0 of a row.
 template <class E>
 CUFLASH_DEVICE const typename StoredAs<E>::Type* row_of_table(const ScoreArg& table, int batch, int head) {
   const i64 row = batch * table.stride[0] + head * table.stride[1];
   return (const typename StoredAs<E>::Type*)table.data + (row - table.first);
 }
 // The index of an entry among all entries of a table.
-CUFLASH_DEVICE i64 place_in_table(const ScoreArg& table, int batch, int head, int place) {
-  return (batch * table.size[1] + head) * table.size[2] + (place - table.first);
+CUFLASH_DEVICE i64 index_in_table(const ScoreArg& table, int batch, int head, int position) {
+  return (batch * table.size[1] + head) * table.size[2] + (position - table.first);
 }
 
 CUFLASH_DEVICE void score_put(float, void* data, i64 at, Real value) { ((float*)data)[at] = value; }
@@ -137,11 +137,11 @@ CUFLASH_DEVICE Real score_fast_exp(Real x) { return kWide ? score_exp(x) : (Real
 CUFLASH_DEVICE Real score_fast_log(Real x) { return kWide ? score_log(x) : (Real)(ptx::log2_approx((float)x) * kLn2); }
 CUFLASH_DEVICE Real score_fast_sqrt(Real x) { return kWide ? score_sqrt(x) : (Real)ptx::sqrt_approx((float)x); }
 CUFLASH_DEVICE Real score_fast_tanh(Real x) { return kWide ? score_tanh(x) : fast_tanh(x); }
-// sin(x + quarters pi / 2), by polynomials around the nearest multiple of pi / 2; within 2^-22 for abs(x) up to 10^4.
+// sin(x + quarters pi / 2), by polynomials at the nearest multiple of pi / 2; within 2^-22 for abs(x) up to 10^4.
 CUFLASH_DEVICE float fast_wave(float x, u32 quarters) {
   constexpr float kRoundsToInteger = 12582912.0f;  // 1.5 * 2^23
   const float shifted = x * 0.63661977f + kRoundsToInteger, steps = shifted - kRoundsToInteger;
-  // pi / 2 in three parts; the products with the first two are exact.
+  // pi / 2 as three terms; the products with the first two are exact.
   const float r = x - steps * 1.5703125f - steps * 4.837512969970703e-4f - steps * 7.549789954891882e-8f, r2 = r * r;
   const float sine = r + r * r2 * (-0.16666655f + r2 * (0.0083321609f + r2 * -0.00019515296f));
   const float cosine = 1.0f - 0.5f * r2 + r2 * r2 * (0.041666646f + r2 * (-0.0013887316f + r2 * 2.4433157e-05f));

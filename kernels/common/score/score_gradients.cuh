@@ -41,8 +41,8 @@ struct ScoreTiles {
     m_block = owned(kSumsQueries, num_m_blocks);
     head = owned(kSumsHeads, params.num_heads);
     if constexpr (kIsPacked) {
-      // The tile at this place, and the keys of its sequence; no keys if there is no tile at this place.
-      const Work work = at_place_of_queries(params, {m_block, head, 0});
+      // The tile in this slot, and the keys of its sequence; no keys if there is no tile in it.
+      const Work work = at_slot_of_queries(params, {m_block, head, 0});
       m_block = work.block;
       batch = work.batch;
       num_n_blocks = has_queries(params, work) ? ceil_div(key_stop_of(params, batch), kBlockN) : 0;
@@ -126,7 +126,7 @@ CUFLASH_DEVICE u32 num_whole_results(const Params& params) {
   return resident == 0 ? 0 : count - count % resident;
 }
 
-// Where a block stores its part of the tile of dbias that is `shared` places after those.
+// Where a block stores its partial sums of the tile of dbias that is `shared` tiles after those.
 CUFLASH_DEVICE Real* score_partials_of(const Params& params, u32 shared, int split) {
   return (Real*)params.score_partials + ((i64)shared * params.score_splits + split) * kResultElements;
 }
@@ -149,11 +149,11 @@ CUFLASH_DEVICE Real* sums_partials_of(const Params& params, int quantity, int he
   const int num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
   const i64 of_head = (i64)quantity * params.num_heads + head;
   i64 tile = (of_head * params.batch + batch) * num_m_blocks + m_block;
-  if constexpr (kIsPacked) tile = of_head * num_m_blocks + first_place_of_queries(batch, kBlockM) + m_block;
+  if constexpr (kIsPacked) tile = of_head * num_m_blocks + first_slot_of_queries(batch, kBlockM) + m_block;
   return (Real*)params.sums_partials + tile * params.sums_splits;
 }
 
-// Stores an element of dbias, at the place of its first pair, if the array has that place.
+// Stores an element of dbias, at the indices of its first pair, if the array has them.
 template <class T>
 CUFLASH_DEVICE void store_dbias(const Params& params, int batch, int head, int row, int key, T value) {
   if ((!kSumsQueries && row >= params.seqlen_q) || (!kSumsKeys && key >= params.seqlen_k)) return;

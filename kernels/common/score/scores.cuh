@@ -60,7 +60,7 @@ struct PlainRow {
   }
 };
 struct alignas(2 * sizeof(Real)) RowSum {
-  Real row_max;  // as an offset
+  Real row_max;
   Real inverse;  // of the row sum
 
   CUFLASH_DEVICE bool exists() const { return row_max != ptx::infinity(); }
@@ -121,9 +121,10 @@ struct Weights {
 
   // Hides elements of a whole tile, in branches of their own. The elements are scores, or products that are scores
   // except for a positive factor. `row_of(n, i)` and `key_of(m, i)` are the pair of an element; a function of the
-  // caller is called only if `asks`.
+  // caller is called only if `evaluates`.
   template <int m_tiles, int n_tiles, class RowOf, class KeyOf>
-  CUFLASH_DEVICE void hide(Real (&s)[m_tiles][n_tiles][4], bool masked, bool asks, RowOf row_of, KeyOf key_of) const {
+  CUFLASH_DEVICE void hide(Real (&s)[m_tiles][n_tiles][4], bool masked, bool evaluates, RowOf row_of,
+                           KeyOf key_of) const {
     const auto hide_unless = [&](auto visible) {
 #pragma unroll
       for (int m = 0; m < m_tiles; ++m)
@@ -134,11 +135,11 @@ struct Weights {
             if (!visible(row_of(n, i), key_of(m, i))) s[m][n][i] = -ptx::infinity();
     };
     if (!masked) return;
-    const bool asked = kHasMaskFunction && asks;
-    if (kDim > 64 && asked) return hide_unless([&](int row, int key) { return mask.visible(row, key); });
+    const bool evaluated = kHasMaskFunction && evaluates;
+    if (kDim > 64 && evaluated) return hide_unless([&](int row, int key) { return mask.visible(row, key); });
     hide_unless([&](int row, int key) { return mask.within(row, key); });
     // A separate test by the function takes registers (Mask::shows), which dK and dV leave free if heads are narrow.
-    if (asked) hide_unless([&](int row, int key) { return mask.shows(row, key); });
+    if (evaluated) hide_unless([&](int row, int key) { return mask.shows(row, key); });
   }
   // The same for products before `of_hidden`, if they are scores except for a positive factor. Otherwise it does
   // nothing, and `of_hidden` hides pair by pair.

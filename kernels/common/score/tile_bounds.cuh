@@ -38,12 +38,12 @@ CUFLASH_DEVICE Bounds hull(Bounds a, Bounds b) {
   return {smaller(a.low, b.low), larger(a.high, b.high)};
 }
 
-// Integers of larger magnitude may have wrapped around; the same bounds as real numbers, about_*, show if they did.
+// Integers of larger magnitude may have overflowed; the same bounds as real numbers, about_*, show if they did.
 CUFLASH_DEVICE Integers unless_wrapped(i64 low, i64 high, double about_low, double about_high) {
   constexpr double kMost = 4611686018427387904.0;  // 2^62
   return fabs(about_low) <= kMost && fabs(about_high) <= kMost ? Integers{low, high} : any_integer();
 }
-// Infinite bounds may become NaN next and are treated like NaN. Others are widened by the rounding of float32.
+// Infinite bounds may become NaN next and are treated as NaN. Others are widened by the rounding of float32.
 CUFLASH_DEVICE Reals rounded(double low, double high) {
   constexpr double kRounding = 1.9073486328125e-6, kTiny = 1.1754943508222875e-38, kLarge = 1.7014118346046923e38;
   const double a = low - kRounding * fabs(low) - kTiny, b = high + kRounding * fabs(high) + kTiny;
@@ -79,7 +79,7 @@ CUFLASH_DEVICE Truth bounds_ne(Bounds a, Bounds b) {
 CUFLASH_DEVICE Truth bounds_eq(Truth a, Truth b) { return bounds_not(bounds_xor(a, b)); }
 CUFLASH_DEVICE Truth bounds_ne(Truth a, Truth b) { return bounds_xor(a, b); }
 
-// ---- Numbers of another kind ----------------------------------------------------------------------------------------
+// ---- Numbers of another type ----------------------------------------------------------------------------------------
 CUFLASH_DEVICE Integers to_integers(Truth a) { return {a.always ? 1 : 0, a.never ? 0 : 1}; }
 CUFLASH_DEVICE Integers to_integers(Integers a) { return a; }
 CUFLASH_DEVICE Reals to_reals(Integers a) { return rounded((double)a.low, (double)a.high); }
@@ -219,13 +219,13 @@ CUFLASH_DEVICE auto bounds_of_entries(const ScoreArg& array, Indices... indices)
     entries = entries > kMostEntries || count[axis] > kMostEntries ? kMostEntries + 1 : entries * count[axis];
   }
   // The entries are few enough for 32-bit indices. Divisions take far longer than everything else here.
-  const auto entry = [&](u32 place) {
+  const auto entry = [&](u32 index) {
     i64 at = 0;
 #pragma unroll
     for (int axis = kAxes - 1; axis >= 0; --axis) {
-      const u32 length = (u32)count[axis], within = axis == 0 ? place : place % length;
+      const u32 length = (u32)count[axis], within = axis == 0 ? index : index % length;
       at += (first[axis] + within) * array.stride[axis];
-      if (axis > 0) place /= length;
+      if (axis > 0) index /= length;
     }
     return bounds_of_entry(score_element(E{}, data, at));
   };
@@ -234,9 +234,9 @@ CUFLASH_DEVICE auto bounds_of_entries(const ScoreArg& array, Indices... indices)
   const u32 lane = ptx::thread_index() % 32, last = (u32)entries - 1;
   auto found = entry(smaller(lane, last));
 #pragma unroll 1
-  for (u32 first_place = lane; first_place <= last + lane; first_place += 32 * kEntriesAtOnce)
+  for (u32 first = lane; first <= last + lane; first += 32 * kEntriesAtOnce)
 #pragma unroll
-    for (u32 i = 0; i < kEntriesAtOnce; ++i) found = hull_of_entries(found, entry(smaller(first_place + 32 * i, last)));
+    for (u32 i = 0; i < kEntriesAtOnce; ++i) found = hull_of_entries(found, entry(smaller(first + 32 * i, last)));
 #pragma unroll
   for (u32 lanes = 16; lanes > 0; lanes /= 2)
     found = hull_of_entries(found, {shuffle_xor_of(found.low, lanes), shuffle_xor_of(found.high, lanes)});

@@ -20,14 +20,15 @@ constexpr bool kSplitsGroup = CUFLASH_SPLITS_GROUP;
 constexpr bool kSplitsTail = CUFLASH_SPLITS_TAIL;
 static_assert(!kSplitsGroup || !kSplitsTail, "tiles are shared in one way");
 
-CUFLASH_DEVICE int parts_of_group(const Params& params) { return kSplitsGroup ? params.group_splits : 1; }
-// The number of parts of all groups of a batch entry.
-CUFLASH_DEVICE int num_parts_of(const Params& params) { return params.num_heads_kv * parts_of_group(params); }
+CUFLASH_DEVICE int splits_per_group(const Params& params) { return kSplitsGroup ? params.group_splits : 1; }
+// The number of splits of all groups of a batch entry.
+CUFLASH_DEVICE int num_group_splits_of(const Params& params) { return params.num_heads_kv * splits_per_group(params); }
 
 // Which of dk and dv are wanted. A gradient that is not wanted stays zero in registers and is not stored.
 constexpr bool kNeedsDk = CUFLASH_NEEDS_DK;
 constexpr bool kNeedsDv = CUFLASH_NEEDS_DV;
-// The other gradients (of the inputs of scores other than q and k) that this kernel computes, or whose parts it adds.
+// The other gradients (of the inputs of scores other than q and k) that this kernel computes, or whose partial sums it
+// adds.
 constexpr bool kNeedsDbias = CUFLASH_NEEDS_DBIAS;
 constexpr bool kNeedsDalibiSlopes = CUFLASH_NEEDS_DALIBI_SLOPES;
 constexpr bool kNeedsDscale = CUFLASH_NEEDS_DSCALE;
@@ -44,37 +45,38 @@ struct alignas(16) Real4 {
 CUFLASH_DEVICE Real* partials_at(const Params& params, i64 index, u32 thread) {
   return (Real*)params.dkv_partials + index * kPartialElements + thread * 4;
 }
-// The index of the first partial sum of the blocks that share the heads of a group.
-CUFLASH_DEVICE i64 first_part_of(const Params& params, int num_n_blocks, Entry batch, int head_kv, int n_block) {
+// The index of the first partial sum of the blocks of a group.
+CUFLASH_DEVICE i64 first_partial_of(const Params& params, int num_n_blocks, Entry batch, int head_kv, int n_block) {
   i64 tile = ((i64)batch * params.num_heads_kv + head_kv) * num_n_blocks + n_block;
-  if constexpr (kIsPacked) tile = (i64)head_kv * num_n_blocks + first_place_of_keys(batch, kBlockN) + n_block;
+  if constexpr (kIsPacked) tile = (i64)head_kv * num_n_blocks + first_slot_of_keys(batch, kBlockN) + n_block;
   return tile * params.group_splits;
 }
 
 // Tiles of keys start from the first to the last, so that the longest start first under a causal mask. If dq is summed
 // in order, this is also the order in which they add to it.
 //
-// kLastFirst: if dq is summed in order and tiles see no queries before a diagonal, or none after one, tiles start from
-// the last to the first. Under a causal mask each tile then first meets a tile of queries that the tiles before it do
-// not see, and reaches every other tile of queries one step later than they do, so that no block waits. But the longest
-// tiles run alone at the end.
+// kLastFirst: if dq is summed in order and no queries attend to tiles before a diagonal, or none after one, tiles start
+// from the last to the first. Under a causal mask each tile then starts with a tile of queries that the tiles before it
+// do not have, and reaches every other tile of queries one step later than they do, so that no block waits. But the
+// longest tiles run alone at the end.
 //
-// kBackShare: where that costs more than waiting does, one of kBackShare heads of each batch entry comes after all
-// others and starts with its longest tile. Its tiles go from the last query, which all of them see, back to the
-// diagonal. Which heads these are depends on the head alone, so that the sums of dq are the same in any batch. So are
-// those of dk and dv, except for tiles that blocks share.
+// kReversedOneIn: where that costs more than waiting does, one of kReversedOneIn heads of each batch entry comes after
+// all others and starts with its longest tile. Its tiles go from the last query, which attends to all of them, back to
+// the diagonal. Which heads these are depends on the head alone, so that the accumulation of dq is the same in any
+// batch. So are those of dk and dv, except for tiles that blocks share.
 constexpr bool kLastFirst = kDqInOrder && (kHasRightBound || kHasLeftBound);
-constexpr int kBackShare = CUFLASH_BACK_SHARE;      // 0: no such heads
-constexpr u32 kBackSection = CUFLASH_BACK_SECTION;  // how many of these heads, at the same queries, interleave
-static_assert(kBackShare == 0 || (kDqInOrder && kHasRightBound && !kHasLeftBound), "all heads start at the diagonal");
+constexpr int kReversedOneIn = CUFLASH_REVERSED_ONE_IN;  // 0: no such heads
+constexpr u32 kBackSection = CUFLASH_BACK_SECTION;       // how many of these heads, at the same queries, interleave
+static_assert(kReversedOneIn == 0 || (kDqInOrder && kHasRightBound && !kHasLeftBound),
+              "all heads start at the diagonal");
 
-CUFLASH_DEVICE int num_heads_back(int num_heads) { return kBackShare == 0 ? 0 : num_heads / kBackShare; }
+CUFLASH_DEVICE int num_reversed_heads(int num_heads) { return kReversedOneIn == 0 ? 0 : num_heads / kReversedOneIn; }
 
 // Warp. The tile of keys at `index` in launch order.
 CUFLASH_DEVICE Work find_keys(const Params& params, u32 index, int num_heads) {
-  const int num_back = num_heads_back(num_heads), num_ahead = num_heads - num_back;
+  const int num_back = num_reversed_heads(num_heads), num_ahead = num_heads - num_back;
   const u32 num_before = heads_in_all(params, num_ahead) * num_tiles_of(params, params.seqlen_k, kBlockN);
-  const bool back = kBackShare != 0 && index >= num_before;
+  const bool back = kReversedOneIn != 0 && index >= num_before;
   Work work = schedule_keys(params, index - (back ? num_before : 0), back ? num_back : num_ahead,
                             back ? kBackSection : params.head_section, kLastFirst && !back);
   if (back) work.head += num_ahead;
@@ -83,7 +85,7 @@ CUFLASH_DEVICE Work find_keys(const Params& params, u32 index, int num_heads) {
 
 // The index of a tile of queries among those of all heads and batch entries.
 CUFLASH_DEVICE i64 m_tile_of(const Params& params, int num_m_blocks, Entry batch, int head, int m_block) {
-  if constexpr (kIsPacked) return (i64)head * num_m_blocks + first_place_of_queries(batch, kBlockM) + m_block;
+  if constexpr (kIsPacked) return (i64)head * num_m_blocks + first_slot_of_queries(batch, kBlockM) + m_block;
   return ((i64)batch * params.num_heads + head) * num_m_blocks + m_block;
 }
 
@@ -112,13 +114,13 @@ CUFLASH_DEVICE bool sequences_overlap(const Params& params) {
 // one of the two quantities reads it for two rows at once.
 constexpr bool kPairsStats = CUFLASH_PAIRS_STATS;
 
-// Statistics are written, and have their places, by tiles of kStatsBlock rows.
+// Statistics are written, and have their slots, by tiles of kStatsBlock rows.
 constexpr int kStatsBlock = CUFLASH_STATS_BLOCK;
 
 // The index of the first row of a head among the rows that have statistics.
 CUFLASH_DEVICE i64 first_stats_row(const Params& params, Entry batch, int head) {
   if constexpr (kIsPacked)
-    return (i64)head * params.stats_rows + (i64)first_place_of_queries(batch, kStatsBlock) * kStatsBlock;
+    return (i64)head * params.stats_rows + (i64)first_slot_of_queries(batch, kStatsBlock) * kStatsBlock;
   return ((i64)batch * params.num_heads + head) * params.stats_rows;
 }
 // The statistics of all rows of a head.
@@ -148,7 +150,7 @@ CUFLASH_DEVICE RowSum* row_sums_of(const Params& params, Entry batch, int head) 
   return (RowSum*)params.row_sums + first_stats_row(params, batch, head);
 }
 
-// A row of either kind, and its delta - dlse. One that does not exist gets no weight.
+// A row of either statistics, and its delta - dlse. One that does not exist gets no weight.
 struct RowStats {
   Real lse = ptx::infinity(), row_max = 0, inverse = 1, delta = 0;
 
@@ -159,13 +161,13 @@ struct RowStats {
     if (!is_of_large(lse)) return;
     const RowSum sum = row_sums_of(params, batch, head)[row];
     row_max = sum.row_max, inverse = sum.inverse;
-    if constexpr (!kNaturalOffsets) lse = row_max;
+    if constexpr (!kNaturalRowMax) lse = row_max;
   }
 
   CUFLASH_DEVICE bool exists() const { return lse != ptx::infinity() && row_max != ptx::infinity(); }
   // The weight is the exponential of this times the inverse.
   CUFLASH_DEVICE Real exponent_of(Real score, Real exponent_scale) const {
-    return (kNaturalOffsets ? score - row_max : score) * exponent_scale - lse;
+    return (kNaturalRowMax ? score - row_max : score) * exponent_scale - lse;
   }
   CUFLASH_DEVICE Real weight_of(Real score, Real exponent_scale) const {
     return warp_exponential(exponent_of(score, exponent_scale)) * inverse;

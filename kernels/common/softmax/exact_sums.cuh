@@ -21,10 +21,10 @@ struct ExactTerm {
   }
   CUFLASH_DEVICE void add_to(u64* words) const {
     const u64 shifted = units << position % kWordBits,
-              part[2] = {shifted & ((1u << kWordBits) - 1), shifted >> kWordBits};
+              partial[2] = {shifted & ((1u << kWordBits) - 1), shifted >> kWordBits};
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      if (part[i] != 0) ptx::reduce_add(words + position / kWordBits + i, is_negative ? 0 - part[i] : part[i]);
+      if (partial[i] != 0) ptx::reduce_add(words + position / kWordBits + i, is_negative ? 0 - partial[i] : partial[i]);
   }
 };
 

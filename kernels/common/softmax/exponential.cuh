@@ -3,9 +3,9 @@
 // The softmax works on exponents. For 16-bit elements their base is 2: 2^x is one instruction, whose error is below the
 // rounding of P. For wide elements their base is e, so that no rounded constant is folded into the scale.
 //
-// The offset of a row (its running maximum) is an exponent, too, except for 16-bit elements with natural scores
-// (kNaturalOffsets): a finite bias near the end of float32 has no exponent of base 2 that is finite, and two scores
-// that are equal have the same weight only if each is rounded once. There the difference from the offset, which is
+// The row max (the running maximum m) is an exponent, too, except for 16-bit elements with natural scores
+// (kNaturalRowMax): a finite bias near the end of float32 has no exponent of base 2 that is finite, and two scores
+// that are equal have the same weight only if each is rounded once. There the difference from the row max, which is
 // exact where it matters, becomes an exponent.
 #pragma once
 #include "common/config.cuh"
@@ -28,10 +28,10 @@ struct Reduced<float> {
   float rest;   // e^r - 1
 
   CUFLASH_DEVICE explicit Reduced(float x) {
-    constexpr float kRoundsToInteger = 12582912.0f;  // 1.5 * 2^23: its sum with x has no room for a fraction
+    constexpr float kRoundsToInteger = 12582912.0f;  // 1.5 * 2^23: its sum with x has no bits for a fraction
     const float shifted = x * kLog2e + kRoundsToInteger;
     const float steps = shifted - kRoundsToInteger;
-    // The product with the first part of log 2 is exact.
+    // The product with the first term of log 2 is exact.
     const float r = x - steps * 0.693145751953125f - steps * 1.4286068e-06f;
     float series = 0.0001989103f;
     series = series * r + 0.0013933686f;
@@ -97,7 +97,7 @@ CUFLASH_DEVICE double exponential(double exponent) {
 CUFLASH_DEVICE float warp_exponential(float exponent) { return exponential(exponent); }
 CUFLASH_DEVICE double warp_exponential(double exponent) {
   constexpr double kRoundsToInteger = 6755399441055744.0;  // 1.5 * 2^52
-  // log(2) / 32 in two parts; the product of the first with a number below 2^15 is exact.
+  // log(2) / 32 as two terms; the product of the first with a number below 2^15 is exact.
   constexpr double kBig = 0.021660849392446835, kSmall = 5.145609244655338e-14;
   constexpr u32 kLaneShift = 15;  // the five bits of 32nd parts then lie just below the exponent of two
   const u32 lane = ptx::thread_index() % 32;
@@ -192,7 +192,7 @@ struct NearTanh {
 
 // Natural logarithm of a positive normal number, to one unit in the last place. Infinity and NaN stay as they are.
 CUFLASH_DEVICE double natural_log(double x) {
-  // x = 2^steps m, m around 1; log m = 2 atanh(s), s = (m - 1) / (m + 1).
+  // x = 2^steps m, m near 1; log m = 2 atanh(s), s = (m - 1) / (m + 1).
   const u64 bits = ptx::bits_of(x);
   const u64 sqrt_half = 0x3fe6a09e667f3bcd;
   const i32 steps = (i32)((i64)(bits - sqrt_half) >> 52);
@@ -206,35 +206,35 @@ CUFLASH_DEVICE double natural_log(double x) {
   return x < (double)ptx::infinity() ? value : x;
 }
 
-// The exponent of a number whose natural logarithm is `natural`, as an offset.
-CUFLASH_DEVICE Real to_offset(Real natural) { return kNaturalOffsets ? natural : natural * kExponentOfE; }
-// The exponent of the quotient of two numbers, from their offsets.
-template <bool natural = kNaturalOffsets>
+// The exponent of a number whose natural logarithm is `natural`, in the unit of row maxima.
+CUFLASH_DEVICE Real to_row_max(Real natural) { return kNaturalRowMax ? natural : natural * kExponentOfE; }
+// The exponent of the quotient of two sums, from their row maxima.
+template <bool natural = kNaturalRowMax>
 CUFLASH_DEVICE Real exponent_of_difference(Real a, Real b) {
   return natural ? (a - b) * kExponentOfE : a - b;
 }
 
-// The exponent of a score relative to an offset. `exponent_scale` is that of the score (Score::exponent_scale).
-template <bool natural = kNaturalOffsets>
-CUFLASH_DEVICE Real exponent_of(Real score, Real exponent_scale, Real offset) {
-  return natural ? exponent_of_difference<true>(score, offset) : score * exponent_scale - offset;
+// The exponent of a score relative to a row max. `exponent_scale` is that of the score (Score::exponent_scale).
+template <bool natural = kNaturalRowMax>
+CUFLASH_DEVICE Real exponent_of(Real score, Real exponent_scale, Real row_max) {
+  return natural ? exponent_of_difference<true>(score, row_max) : score * exponent_scale - row_max;
 }
 
-// The natural logarithm of a sum of exponentials that is relative to `offset`; -inf if the sum is 0.
-template <bool natural = kNaturalOffsets>
-CUFLASH_DEVICE Real log_sum_exp(Real offset, Real sum) {
+// The natural logarithm of a sum of exponentials that is relative to `row_max`; -inf if the sum is 0.
+template <bool natural = kNaturalRowMax>
+CUFLASH_DEVICE Real log_sum_exp(Real row_max, Real sum) {
   if (sum == 0) return -ptx::infinity();
-  if constexpr (kWide) return (Real)(offset + natural_log(sum));
-  // The instruction is off by 2^-22 times its result, which is up to 30 because offsets follow maxima late. So it gets
-  // sum = 2^steps m with m around 1.
+  if constexpr (kWide) return (Real)(row_max + natural_log(sum));
+  // The instruction is off by 2^-22 times its result, which is up to 30 because row maxima are raised late. So it gets
+  // sum = 2^steps m with m near 1.
   const u32 bits = ptx::bits_of((float)sum), sqrt_half = 0x3f3504f3;
   const i32 steps = (i32)(bits - sqrt_half) >> 23;
   const float log_m = ptx::log2_approx(ptx::float_of(bits - ((u32)steps << 23))) * kLn2;
-  const float value = fmaf((float)offset, natural ? 1.0f : kLn2, fmaf((float)steps, kLn2, log_m));
+  const float value = fmaf((float)row_max, natural ? 1.0f : kLn2, fmaf((float)steps, kLn2, log_m));
   return sum < ptx::infinity() ? value : sum;
 }
-// The factor that makes a sum of exponentials relative to `offset` relative to a larger offset; 0 if the sum is empty.
-template <bool natural = kNaturalOffsets>
-CUFLASH_DEVICE Real relative(Real offset, Real larger) {
-  return offset == -ptx::infinity() ? 0 : exponential(exponent_of_difference<natural>(offset, larger));
+// The factor that makes a sum of exponentials relative to `row_max` relative to a larger one; 0 if the sum is empty.
+template <bool natural = kNaturalRowMax>
+CUFLASH_DEVICE Real relative(Real row_max, Real larger) {
+  return row_max == -ptx::infinity() ? 0 : exponential(exponent_of_difference<natural>(row_max, larger));
 }

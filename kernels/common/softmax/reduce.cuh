@@ -11,7 +11,7 @@ CUFLASH_DEVICE double warp_sum(double value) {
   return value;
 }
 
-// Block. Thread 0 gets the sum, the others a part of it. Uses the first kBlockSumBytes of shared memory.
+// Block. Thread 0 gets the sum, the others a partial one. Uses the first kBlockSumBytes of shared memory.
 constexpr u32 kBlockSumBytes = kNumWarps * 16;
 CUFLASH_DEVICE double block_sum(double value) {
   double sum = warp_sum(value);
@@ -19,9 +19,9 @@ CUFLASH_DEVICE double block_sum(double value) {
   ptx::sync_block();
   if (ptx::thread_index() != 0) return sum;
   for (int warp = 1; warp < kNumWarps; ++warp) {
-    double part;
-    ptx::load_shared(ptx::dynamic_shared() + warp * 16, part);
-    sum += part;
+    double partial;
+    ptx::load_shared(ptx::dynamic_shared() + warp * 16, partial);
+    sum += partial;
   }
   return sum;
 }

@@ -2,45 +2,46 @@
 #pragma once
 #include "common/softmax/exponential.cuh"
 
-// How far a row's maximum may exceed the offset of its exponents. For wide elements, exponentials are most accurate
-// around 0, so the offset of float32 follows the maximum at once, and that of float64 before the rounding of exponents
-// grows.
+// How far the maximum of a tile's row may exceed the row max that exponents are relative to. For wide elements,
+// exponentials are most accurate near 0, so the row max of float32 follows the maximum at once, and that of float64
+// before the rounding of exponents grows.
 constexpr float kMaxGrowth = kElementBytes == 8 ? 1.0f : kWide ? 0.0f : 8.0f;
 
-// Statistics of the 2 m_tiles rows that a lane holds. `natural` says whether offsets are natural (kNaturalOffsets).
-template <int m_tiles, bool natural = kNaturalOffsets>
+// Statistics of the 2 m_tiles rows that a lane holds. `natural` says whether row maxima are natural (kNaturalRowMax).
+template <int m_tiles, bool natural = kNaturalRowMax>
 struct OnlineSoftmax {
-  Real offset[m_tiles][2];   // exponents are relative to it; -inf until a key is visible
+  Real row_max[m_tiles][2];  // exponents are relative to it; -inf until a key is visible
   Real row_sum[m_tiles][2];  // sum over this lane's columns only, until `finish`
 
   CUFLASH_DEVICE OnlineSoftmax() {
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) offset[m][half] = -ptx::infinity(), row_sum[m][half] = 0;
+      for (int half = 0; half < 2; ++half) row_max[m][half] = -ptx::infinity(), row_sum[m][half] = 0;
   }
 
-  // Takes in a tile of scores and replaces each by the exponential of exponent_scale score - offset.
+  // Takes in a tile of scores and replaces each by the exponential of exponent_scale score - row_max.
   //
-  // The offsets are raised to the maxima only when, in some row of the warp, the maximum exceeds the offset by more
-  // than kMaxGrowth. What was summed so far is then rescaled. Until then exponentials may exceed 1, up to 2^kMaxGrowth,
-  // which no floating-point format minds, and both sums stay relative to the same offset, so the result is exact.
+  // The row maxima are raised to those of the tile only when, in some row of the warp, the maximum exceeds the row max
+  // by more than kMaxGrowth. What was summed so far is then rescaled. Until then exponentials may exceed 1, up to
+  // 2^kMaxGrowth, which no floating-point format minds, and both sums stay relative to the same row max, so the result
+  // is exact.
   template <int n_tiles, int out_tiles>
   CUFLASH_DEVICE void update(Real (&score)[m_tiles][n_tiles][4], Real (&out)[m_tiles][out_tiles][4],
                              Real exponent_scale) {
-    raise_offsets(score, exponent_scale, [&](int m, int half, Real factor) {
+    raise_row_maxima(score, exponent_scale, [&](int m, int half, Real factor) {
 #pragma unroll
       for (int n = 0; n < out_tiles; ++n) out[m][n][2 * half] *= factor, out[m][n][2 * half + 1] *= factor;
     });
     exponentiate(score, exponent_scale, row_sum);
   }
 
-  // Updates the offsets only, because the output is still being summed. If it returns true, the output must later be
+  // Updates the row maxima only, because the output is still being summed. If it returns true, the output must later be
   // rescaled by `factor` (`rescale`).
   template <int n_tiles>
   CUFLASH_DEVICE bool update(const Real (&score)[m_tiles][n_tiles][4], Real (&factor)[m_tiles][2],
                              Real exponent_scale) {
-    return raise_offsets(score, exponent_scale, [&](int m, int half, Real f) { factor[m][half] = f; });
+    return raise_row_maxima(score, exponent_scale, [&](int m, int half, Real f) { factor[m][half] = f; });
   }
 
   template <int out_tiles>
@@ -62,13 +63,13 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         // While no key is visible, exponents are relative to 0, and exponentials are 0.
-        const Real finite_offset = offset[m][half] == -ptx::infinity() ? 0 : offset[m][half];
+        const Real finite_row_max = row_max[m][half] == -ptx::infinity() ? 0 : row_max[m][half];
         Real tile_sum = 0;  // wide elements: shorter chains of additions have smaller errors
 #pragma unroll
         for (int n = 0; n < n_tiles; ++n)
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            score[m][n][i] = warp_exponential(exponent_of<natural>(score[m][n][i], exponent_scale, finite_offset));
+            score[m][n][i] = warp_exponential(exponent_of<natural>(score[m][n][i], exponent_scale, finite_row_max));
             (kWide ? tile_sum : sum[m][half]) += score[m][n][i];
           }
         if constexpr (kWide) sum[m][half] += tile_sum;
@@ -86,7 +87,8 @@ struct OnlineSoftmax {
       }
   }
 
-  // Adds one more key to each row, after `finish`: its value is zero, and its score, as an offset, is sink(m, half).
+  // Adds one more key to each row, after `finish`: its value is zero, and its score, in the unit of row maxima, is
+  // sink(m, half).
   template <int out_tiles, typename Sink>
   CUFLASH_DEVICE void add_sinks(Real (&out)[m_tiles][out_tiles][4], Sink sink) {
     Real factor[m_tiles][2];
@@ -95,8 +97,8 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const Real own = sink(m, half);
-        factor[m][half] = raise_offset(m, half, own);
-        row_sum[m][half] += relative<natural>(own, offset[m][half]);
+        factor[m][half] = raise_row_max(m, half, own);
+        row_sum[m][half] += relative<natural>(own, row_max[m][half]);
       }
     rescale(out, factor);
   }
@@ -105,11 +107,11 @@ struct OnlineSoftmax {
   CUFLASH_DEVICE Real inverse_sum(int m, int half) const { return row_sum[m][half] == 0 ? 0 : 1 / row_sum[m][half]; }
 
  private:
-  // Raises the offsets to the maxima of a tile of scores where that is needed, and returns whether it was. If so,
+  // Raises the row maxima to the maxima of a tile of scores where that is needed, and returns whether it was. If so,
   // `rescale_row(m, half, factor)` is called for every row with the factor of its earlier sums.
   template <int n_tiles, typename RescaleRow>
-  CUFLASH_DEVICE bool raise_offsets(const Real (&score)[m_tiles][n_tiles][4], Real exponent_scale,
-                                    RescaleRow rescale_row) {
+  CUFLASH_DEVICE bool raise_row_maxima(const Real (&score)[m_tiles][n_tiles][4], Real exponent_scale,
+                                       RescaleRow rescale_row) {
     Real tile_max[m_tiles][2];
     bool grows = false;
 #pragma unroll
@@ -122,24 +124,24 @@ struct OnlineSoftmax {
         max = max_of(max, ptx::shuffle_xor(max, 1));
         max = max_of(max, ptx::shuffle_xor(max, 2));
         tile_max[m][half] = natural ? max : ptx::multiply(max, exponent_scale);
-        grows = grows || tile_max[m][half] > offset[m][half] + (natural ? kMaxGrowth * kLn2 : kMaxGrowth);
+        grows = grows || tile_max[m][half] > row_max[m][half] + (natural ? kMaxGrowth * kLn2 : kMaxGrowth);
       }
     if (!ptx::any_lane(grows)) return false;
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const Real factor = raise_offset(m, half, tile_max[m][half]);
+        const Real factor = raise_row_max(m, half, tile_max[m][half]);
         rescale_row(m, half, factor);
       }
     return true;
   }
 
-  // Raises the offset of a row, if `other` is larger. Returns the factor of what was summed before.
-  CUFLASH_DEVICE Real raise_offset(int m, int half, Real other) {
-    const Real old = offset[m][half];
-    offset[m][half] = max_of(old, other);
-    const Real factor = relative<natural>(old, offset[m][half]);
+  // Raises the row max of a row, if `other` is larger. Returns the factor of what was summed before.
+  CUFLASH_DEVICE Real raise_row_max(int m, int half, Real other) {
+    const Real old = row_max[m][half];
+    row_max[m][half] = max_of(old, other);
+    const Real factor = relative<natural>(old, row_max[m][half]);
     row_sum[m][half] *= factor;
     return factor;
   }

@@ -28,18 +28,18 @@ struct WarpSums {
   ValueScales<E> value_scales;
   Real out[1][out_tiles][4];
 
-  // Writes the sums for another warp: O in the order of lanes at `place`, the rest at `statistics`.
-  CUFLASH_DEVICE void hand_over(u32 place, u32 statistics) const {
+  // Writes the sums for another warp: O in the order of lanes at `address`, the rest at `statistics`.
+  CUFLASH_DEVICE void hand_over(u32 address, u32 statistics) const {
 #pragma unroll
-    for (int n = 0; n < out_tiles; ++n) store_shared_four(place + (n * 32 + lane_index()) * kBytesOfFour, out[0][n]);
+    for (int n = 0; n < out_tiles; ++n) store_shared_four(address + (n * 32 + lane_index()) * kBytesOfFour, out[0][n]);
     if (fragment_column() != 0) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      ptx::store_shared_x2(row_of(statistics, half), {softmax.offset[0][half], softmax.row_sum[0][half]});
+      ptx::store_shared_x2(row_of(statistics, half), {softmax.row_max[0][half], softmax.row_sum[0][half]});
     if (lane_index() == 0) ptx::store_shared_b32(statistics + 16 * 2 * sizeof(Real), value_scales.exponent);
   }
   // Adds the sums that another warp has written.
-  CUFLASH_DEVICE void take_in(u32 place, u32 statistics) {
+  CUFLASH_DEVICE void take_in(u32 address, u32 statistics) {
     const int exponent = (int)ptx::load_shared_b32(statistics + 16 * 2 * sizeof(Real));
     const int of_both = max_of(value_scales.exponent, exponent);
     Real own[2], others[2];
@@ -47,10 +47,10 @@ struct WarpSums {
     for (int half = 0; half < 2; ++half) {
       Real handed[2];
       ptx::load_shared_x2(row_of(statistics, half), handed);
-      const Real offset = max_of(softmax.offset[0][half], handed[0]);
-      own[half] = relative(softmax.offset[0][half], offset), others[half] = relative(handed[0], offset);
+      const Real row_max = max_of(softmax.row_max[0][half], handed[0]);
+      own[half] = relative(softmax.row_max[0][half], row_max), others[half] = relative(handed[0], row_max);
       softmax.row_sum[0][half] = softmax.row_sum[0][half] * own[half] + handed[1] * others[half];
-      softmax.offset[0][half] = offset;
+      softmax.row_max[0][half] = row_max;
       if constexpr (ValueScales<E>::kIsRelative) {
         own[half] *= power_of_two(max_of(value_scales.exponent - of_both, ValueScales<E>::kSmallest));
         others[half] *= power_of_two(max_of(exponent - of_both, ValueScales<E>::kSmallest));
@@ -60,7 +60,7 @@ struct WarpSums {
 #pragma unroll
     for (int n = 0; n < out_tiles; ++n) {
       Real handed[4];
-      load_shared_four(place + (n * 32 + lane_index()) * kBytesOfFour, handed);
+      load_shared_four(address + (n * 32 + lane_index()) * kBytesOfFour, handed);
 #pragma unroll
       for (int i = 0; i < 4; ++i) out[0][n][i] = out[0][n][i] * own[i / 2] + handed[i] * others[i / 2];
     }

@@ -231,7 +231,7 @@ MUTANTS = (
            "forward window", escapes="the order of blocks is a matter of speed alone"),
     mutant("the sink is forgotten", FORWARD, "if (kHasSinks && !is_left_over(params, batch))", "if (false)",
            "forward sinks"),
-    mutant("the sink in natural units", FORWARD, "to_offset(sink_of(params, head))", "sink_of(params, head)",
+    mutant("the sink in natural units", FORWARD, "to_row_max(sink_of(params, head))", "sink_of(params, head)",
            "forward sinks"),
     mutant("every warp takes the first columns of O", FORWARD, "operand_v(s_v, warp_d);", "operand_v(s_v);",
            "forward float64"),

@@ -62,7 +62,7 @@ class Trial:
     def _run(self, kernels: Path | None) -> None:
         case, arrays = self.case, self.case.arrays()
         deterministic = self.dq_in_order or isinstance(self.tiles[-1], DqTile)
-        two_parts = getattr(self.tiles[0], "bf16_parts", 3) == 2
+        two_parts = getattr(self.tiles[0], "bf16_terms", 3) == 2
         precision = "tf32" if two_parts else "highest"
         options: dict[str, Any] = {"deterministic": deterministic, "precision": precision, "wide": self.wide}
         if self.hides:

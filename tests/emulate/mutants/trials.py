@@ -252,7 +252,7 @@ TRIALS: dict[str, Trial | FunctionTrial | trials_large.LargeTrial | trials_large
     ),
     "sm90 even pairs": Trial(case=replace(_SMALL, seqlen_q=400, causal="top_left"), tiles=_sm90(), num_sms=3),
     "float32 sm90": Trial(case=_PARTS, tiles=_float32_sm90(), num_sms=1),
-    "float32 sm90 two parts": Trial(case=_PARTS, tiles=(replace(_float32_sm90()[0], bf16_parts=2),), num_sms=1),
+    "float32 sm90 two parts": Trial(case=_PARTS, tiles=(replace(_float32_sm90()[0], bf16_terms=2),), num_sms=1),
     "float32 sm90 spread": Trial(case=replace(_PARTS, score_spread=30.0), tiles=_float32_sm90(), num_sms=1),
     "float32 sm90 window": Trial(case=replace(_WINDOW, dtype="float32"), tiles=_float32_sm90(), num_sms=1),
     "float32 sm90 wide window": Trial(case=replace(_WINDOW, dtype="float32"), tiles=_float32_sm90(block_m=192)),
@@ -513,7 +513,7 @@ TRIALS: dict[str, Trial | FunctionTrial | trials_large.LargeTrial | trials_large
     "backward parts": Trial(case=replace(_PARTS, seqlen_q=200, seqlen_k=100), tiles=_BACKWARD_SPLIT, num_sms=1),
     "backward two parts": Trial(
         case=replace(_PARTS, seqlen_q=200, seqlen_k=100),
-        tiles=(replace(_BACKWARD_SPLIT[0], bf16_parts=2),),
+        tiles=(replace(_BACKWARD_SPLIT[0], bf16_terms=2),),
         num_sms=1,
     ),
     "backward parts ring": Trial(

@@ -33,7 +33,7 @@ _FLOAT32 = replace(
     dropout=0.0,
 )
 _TILE = BiasSm90Tile(max_dim=128, bias_of_pairs=2, num_stages=3, bias_stages=1, origin="of a trial")
-_FLOAT32_TILE = replace(_TILE, block_n=64, bias_of_pairs=4, num_stages=2, bf16_parts=3)
+_FLOAT32_TILE = replace(_TILE, block_n=64, bias_of_pairs=4, num_stages=2, bf16_terms=3)
 _TRIAL: dict[str, Any] = {"tiles": (_TILE,), "need": ("dbias",)}
 
 TRIALS = {
