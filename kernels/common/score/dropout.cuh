@@ -87,8 +87,10 @@ struct Dropout {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         T(&four)[4] = weight[first + j / 2];
-        u32 keeps_upper = kept.keeps(j / 2, j % 2), keeps_lower = kept.keeps(j / 2, j % 2 + 2);
-        if constexpr (!kHasFloat8)
+        u32 keeps_upper, keeps_lower;
+        if constexpr (kHasFloat8)
+          keeps_upper = kept.keeps(j / 2, j % 2), keeps_lower = kept.keeps(j / 2, j % 2 + 2);
+        else
           ptx::at_least_u16x2(kept.word[2 * (j % 2) + j / 2], threshold | threshold >> 16, keeps_upper, keeps_lower);
         four[j % 2] = keeps_upper != 0 ? four[j % 2] : 0;
         four[j % 2 + 2] = keeps_lower != 0 ? four[j % 2 + 2] : 0;
