@@ -154,7 +154,8 @@ def _distance(a: Array, b: Array) -> Array:
 
 
 def _place(drawing: Drawing, blocked: Array, length: int, rng: np.random.Generator) -> tuple[Array, Array]:
-    """A curve of this length for each image, as points (images, points, 2), where `blocked` leaves it room, and whether
+    """A curve of this length for each image, as points (images, points, 2), where `blocked` leaves it space, and
+    whether
     it does; these are blocked from then on, with all that is too near."""
     count, side, margin = len(blocked), drawing.side, drawing.margin
     along = np.linspace(0, 1, STEPS * length + 1)
@@ -163,10 +164,10 @@ def _place(drawing: Drawing, blocked: Array, length: int, rng: np.random.Generat
     step = np.stack([np.sin(angle), np.cos(angle)], axis=-1)[:, :, :-1] / STEPS
     points = np.concatenate([np.zeros_like(step[:, :, :1]), np.cumsum(step, axis=2)], axis=2)
     low, high = points.min(axis=2, keepdims=True), points.max(axis=2, keepdims=True)
-    room = side - 1 - 2 * margin - (high - low)
-    corner = margin + np.maximum(room, 0) * rng.random(room.shape)
+    space = side - 1 - 2 * margin - (high - low)
+    corner = margin + np.maximum(space, 0) * rng.random(space.shape)
     points = np.clip(np.rint(points - low + corner), 0, side - 1).astype(np.int64)
-    fits = (room >= 0).all(axis=(2, 3))
+    fits = (space >= 0).all(axis=(2, 3))
     rows = np.arange(count)
     fits &= ~blocked[rows[:, None, None], points[..., 0], points[..., 1]].any(axis=2)
     points = points[rows, fits.argmax(axis=1)]

@@ -48,7 +48,8 @@ class FlashAttention(SecondDerivatives):
         the last key: ``d = seqlen_k - seqlen_q``. ``"top_left"`` aligns the first query with the first key: ``d = 0``.
         The two agree for square problems, and `kv_lengths` moves neither. ``"lengths"`` aligns the last query with the
         last key that exists, ``d = kv_lengths[b] - seqlen_q`` in batch entry b: this is for queries that are the newest
-        tokens of a KV cache with room for more, and needs `kv_lengths`. With a `block_table`, and of packed sequences,
+        tokens of a KV cache with capacity for more, and needs `kv_lengths`. With a `block_table`, and of packed
+        sequences,
         ``True`` means the same. Queries before the first key see nothing. Visible pairs are 1::
 
             seqlen_q = 2, seqlen_k = 5                      seqlen_q = 5, seqlen_k = 2

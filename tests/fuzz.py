@@ -117,10 +117,10 @@ class Trial:
     def __str__(self) -> str:
         default = ct.Case(seqlen_q=1, seqlen_k=1, head_dim=1)
         values = {field.name: getattr(self.case, field.name) for field in fields(self.case)}
-        told = [f"{name}={x!r}" for name, x in values.items() if x != getattr(default, name)]
-        told += [f"deterministic={self.deterministic}", f"precision={self.precision!r}", f"need={self.need}"]
-        told += [f"{name}={x}" for name, x in (("ranks", self.ranks), ("functions", self.functions)) if x]
-        return f"{self.name}: {', '.join(told)}, given={self.given}"
+        said = [f"{name}={x!r}" for name, x in values.items() if x != getattr(default, name)]
+        said += [f"deterministic={self.deterministic}", f"precision={self.precision!r}", f"need={self.need}"]
+        said += [f"{name}={x}" for name, x in (("ranks", self.ranks), ("functions", self.functions)) if x]
+        return f"{self.name}: {', '.join(said)}, given={self.given}"
 
 
 # ---- What is drawn ---------------------------------------------------------------------------------------------------
@@ -489,8 +489,8 @@ def main(number: int, first: int) -> None:
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
             is_fatal = type(error).__module__.startswith(("cupy", "cuda"))
-        told = failure and f"{failure}\n{trial}"
-        print(json.dumps({"trial": trial.name, "failure": told, "is_fatal": is_fatal}), flush=True)
+        said = failure and f"{failure}\n{trial}"
+        print(json.dumps({"trial": trial.name, "failure": said, "is_fatal": is_fatal}), flush=True)
         if is_fatal:
             return
 

@@ -76,7 +76,7 @@ def failure(comm: MPI.Comm) -> None:
     attn: Any = cd.ContextParallel(comm, split="zigzag", timeout=60)
     x = np.zeros((2, 4, 8))
     if comm.rank == 1:
-        attn._calls.transport.start = no_room
+        attn._calls.transport.start = no_memory
     start = time.monotonic()
     try:
         attn.forward(x, x, x)
@@ -112,8 +112,8 @@ def interruption(comm: MPI.Comm) -> None:
         comm.Abort()
 
 
-def no_room(sends: Any, receives: Any) -> None:
-    raise MemoryError("no room")
+def no_memory(sends: Any, receives: Any) -> None:
+    raise MemoryError("no memory")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def as_of_all() -> Iterator[None]:
 
 
 class Pending:
-    """What a rank waits for before its first rows of a call travel, and after its last ones."""
+    """What a rank waits for before its first rows of a call are exchanged, and after its last ones."""
 
     def __init__(
         self,

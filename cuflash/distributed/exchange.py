@@ -82,13 +82,13 @@ class Rows:
     def steps(self, *, in_turn: bool = False) -> Iterator[tuple[Round, Span, Held, Streams]]:
         """The round and the key/value heads of each step, and the rows that its calls meet."""
         run, steps, streams = self.run, self.traversal.steps, self.run.streams.begin(self.run.arrays["q"])
-        travelling = [number for number, (a_round, _) in enumerate(steps) if a_round.transfers]
+        exchanging = [number for number, (a_round, _) in enumerate(steps) if a_round.transfers]
         try:
             for number, (a_round, heads) in enumerate(steps):
                 # If the host runs ahead of calls, it makes those on own rows before it makes rows ready to be sent.
-                if travelling and (a_round.transfers or not streams.goes_on):
+                if exchanging and (a_round.transfers or not streams.goes_on):
                     with streams.rows():
-                        self._send([i for i in travelling if i >= number][:STEPS_AHEAD], number)
+                        self._send([i for i in exchanging if i >= number][:STEPS_AHEAD], number)
                         if number in self._journeys:
                             journey = self._journeys.pop(number)
                             run.finish(journey.pending)
@@ -135,7 +135,7 @@ class Rows:
                 stores.append(Store(of_store, {name: x[:, :, slice_in(of_store, own)] for name, x in mine.items()}))
                 continue
             count = sum(stop - start for start, stop in of_store)
-            store = Store(of_store, {name: run.room(a_round, rank, count, x, x.dtype) for name, x in mine.items()})
+            store = Store(of_store, {name: run.buffer(a_round, rank, count, x, x.dtype) for name, x in mine.items()})
             stores.append(store)
             for span in of_store:
                 for common in cut(span, own):
@@ -159,7 +159,7 @@ class Rows:
                     mine = self._columns(x, transfer.target)[:, :, local]
                     message = run.as_sent(a_round, transfer.target, mine)
                     if not message.flags.c_contiguous:
-                        packed = run.room(a_round, transfer.target, mine.shape[2], mine, mine.dtype)
+                        packed = run.buffer(a_round, transfer.target, mine.shape[2], mine, mine.dtype)
                         copies.append((packed, mine))
                         message = run.as_sent(a_round, transfer.target, packed)
                     sends.append((transfer.target, message))

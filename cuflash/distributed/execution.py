@@ -231,15 +231,15 @@ class Execution(Run):
                 into = {name: results[name][:, slice(*heads), at] for name in of_keys}
                 if not is_one:
                     into = {name: self.xp.empty(x.shape, self.slices.softmax_dtype) for name, x in into.items()}
-                is_wide, room = self.slices.is_on_cpu and not (returns is None and is_one), {}
+                is_wide, buffers = self.slices.is_on_cpu and not (returns is None and is_one), {}
                 if returns is not None and not self.slices.is_on_cpu:
-                    room["dq"] = returns.room(a_round, tile, heads)  # kernels write dq in the dtype of this array
+                    buffers["dq"] = returns.buffer(a_round, tile, heads)  # kernels write dq in the dtype of this array
                 with streams.of_call(0 if in_turn and self._is_full(tile, heads) else number):
                     if tile.queries[0] == tile.queries[1]:
                         for array in into.values():
                             assign(array, 0)
                         continue
-                    arrays = self._of_tile(a_round, tile, heads, held) | room
+                    arrays = self._of_tile(a_round, tile, heads, held) | buffers
                     call = functools.partial(self.slices_of(tile, heads).backward, tile.queries, tile.keys, need)
                     got = self.slices.into(into, arrays, call, front=tile.front[1], is_wide=is_wide)
                     if returns is not None:

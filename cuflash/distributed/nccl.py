@@ -31,7 +31,7 @@ _boards_change = threading.Lock()
 _abandoned: list[Any] = []
 
 
-class _Room(NamedTuple):
+class _Buffers(NamedTuple):
     """Memory for equally many bytes of each rank: pinned, on the device, and the rows of the latter by rank."""
 
     host: Any
@@ -109,9 +109,10 @@ class Nccl(Transport):
         # This stream copies what a rank says to the device while rows of an earlier call are still exchanged. So it is
         # sent right after them, and before an attention that takes all SMs until its end.
         self._words = cupy.cuda.Stream(non_blocking=True)
-        # One room serves all exchanges, because to allocate pinned memory may wait for the devices of other ranks.
+        # The same buffers serve all exchanges, because to allocate pinned memory may wait for the devices of other
+        # ranks.
         host, on_device = (make((self.size, _AT_ONCE), np.uint8) for make in (self._cuda.pinned, cupy.empty))
-        self._room = _Room(host, on_device, [on_device[rank] for rank in range(self.size)])
+        self._buffers = _Buffers(host, on_device, [on_device[rank] for rank in range(self.size)])
         self._exchanges, self._is_over = 0, False
         self._token = secrets.token_bytes(16)
         self._near: list[int] = []  # the ranks of this process, in order; unknown before the first exchange
@@ -161,7 +162,7 @@ class Nccl(Transport):
         if self._is_over:
             return
         self._is_over = True
-        _abandoned.append(self._room)
+        _abandoned.append(self._buffers)
         self._abort()
         # Later work of this rank may get the memory of what was on its way.
         self._cupy.cuda.get_current_stream().wait_event(self._cuda.mark(self._stream))
@@ -190,7 +191,7 @@ class Nccl(Transport):
         Neither the device nor the host waits for what is computed meanwhile. The host waits for each exchange before
         the next one begins, so nothing else uses the memory on the device, and it can be written to at once.
         """
-        host, on_device, rows = self._room
+        host, on_device, rows = self._buffers
         self._exchanges += 1
         piece = payload[start : start + _AT_ONCE - _HEADER]
         own = b"".join(number.to_bytes(8, "little") for number in (self._exchanges, len(payload))) + piece
@@ -209,7 +210,7 @@ class Nccl(Transport):
             silent = self._silent()
             self._end()
             raise out_of_time("what other ranks say", timeout, silent)
-        rows = [row.tobytes() for row in self._room.host]
+        rows = [row.tobytes() for row in self._buffers.host]
         return [int.from_bytes(row[8:_HEADER], "little") for row in rows], [row[_HEADER:] for row in rows]
 
     def _comes(self, event: Any, timeout: float) -> bool:
@@ -225,10 +226,10 @@ class Nccl(Transport):
 
     def _silent(self) -> list[int]:
         """The ranks of which nothing has come in an exchange that does not end, as far as the device can tell."""
-        self._cuda.copy(self._room.host, self._room.on_device, self._words)
+        self._cuda.copy(self._buffers.host, self._buffers.on_device, self._words)
         if not self._comes(self._cuda.mark(self._words), _LOOK):
             return []
-        numbers = [int.from_bytes(row[:8].tobytes(), "little") for row in self._room.host]
+        numbers = [int.from_bytes(row[:8].tobytes(), "little") for row in self._buffers.host]
         return [rank for rank, number in enumerate(numbers) if number != self._exchanges]
 
 

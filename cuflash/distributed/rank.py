@@ -122,8 +122,8 @@ class Run:
 
     # ---- what is exchanged -------------------------------------------------------------------------------------------
 
-    def room(self, a_round: Round, rank: int, rows: int, like: Array, dtype: Any) -> Array:
-        """Memory for rows that a rank meets, or for their results on the way back: as `like`, but with `rows` rows."""
+    def buffer(self, a_round: Round, rank: int, rows: int, like: Array, dtype: Any) -> Array:
+        """Memory for rows that a rank receives, or for their results to send back: as `like`, but with `rows` rows."""
         if self._lies_as_it_is(a_round, rank):
             return self.xp.empty((*like.shape[:2], rows, *like.shape[3:]), dtype)
         return rows_third(self.xp.empty((rows, *like.shape[:2], *like.shape[3:]), dtype))
@@ -205,7 +205,7 @@ class Run:
         elif (known := self.recordings[self._alignments]).is_complete:
             known.repeat(self, (*self._given, *results))
         else:
-            with known.room():
+            with known.reused_memory():
                 fill(self)
         if self.agreement is not None:
             self.agreement.after_rows()

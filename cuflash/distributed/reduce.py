@@ -107,11 +107,11 @@ class Returns:
         self._own: list[PartialDq] = []  # partial results of earlier rounds
         self._under_way: Callable[[], None] | None = None
 
-    def room(self, a_round: Round, tile: Tile, heads: Span) -> Array:
+    def buffer(self, a_round: Round, tile: Tile, heads: Span) -> Array:
         """Memory for the partial dq of a call, from which it can be sent without a copy."""
         rows = tile.queries[1] - tile.queries[0]
         like = self.dq[:, self.run.q_heads(heads)]
-        return self.run.room(a_round, self.run.rank, rows, like, self.run.slices.softmax_dtype)
+        return self.run.buffer(a_round, self.run.rank, rows, like, self.run.slices.softmax_dtype)
 
     def send(self, a_round: Round, of_calls: Sequence[tuple[Tile, Array]], heads: Span, *, is_last: bool) -> None:
         """Send the partial results of a step to the ranks of their rows, after those of the step before have come.
@@ -131,7 +131,7 @@ class Returns:
                 sends.append((transfer.source, self._message(a_round, transfer.rows, partial_dqs, heads)))
             if transfer.source == run.rank:
                 count = transfer.rows[1] - transfer.rows[0]
-                into = run.room(a_round, transfer.target, count, like, dtype)
+                into = run.buffer(a_round, transfer.target, count, like, dtype)
                 receives.append((transfer.target, run.as_sent(a_round, transfer.target, into)))
                 came.append(PartialDq((transfer.rows,), heads, into))
         pending = run.start(sends, receives)
@@ -161,7 +161,7 @@ class Returns:
             if message.flags.c_contiguous:
                 return message
         like = self.dq[:, run.q_heads(heads)]
-        into = run.room(a_round, run.rank, span[1] - span[0], like, run.slices.softmax_dtype)
+        into = run.buffer(a_round, run.rank, span[1] - span[0], like, run.slices.softmax_dtype)
         for rows in _between_ends(span, partial_dqs):
             add_up(into[:, :, slice_in([rows], [span])], self._partials(rows, partial_dqs, heads))
         return run.as_sent(a_round, run.rank, into)

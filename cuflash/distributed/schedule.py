@@ -1,18 +1,16 @@
-"""Which rank computes which pairs of queries and keys, and which rows are exchanged: pure data, from lengths and splits
-only.
+"""Which rank computes which pairs of queries and keys, and which rows are exchanged, from lengths and splits alone.
 
 There are two traversals of all pairs:
 
 - *By queries*: out, lse and dq of a piece of queries, from all keys that it attends to. Keys and values are exchanged.
 - *By keys*: dk and dv of a piece of keys, from all queries that attend to it. Queries and the arrays that belong to
-them
-  travel. These calls may also give partial dq, which are then sent back the same way and replace the dq of the other
-  traversal.
+  them are exchanged. These calls may also give partial dq, which are then sent back the same way and replace the dq of
+  the other traversal.
 
 A piece belongs to the rank that holds its rows. A traversal has rounds. In the first round a rank computes with rows
 that it holds, while other rows are exchanged; in the second round it computes with the rows that it received. Each call
 gives a partial result of its piece. The call does not round it and does not add it to an earlier result. If results
-must have the same bits for any number of ranks, there is one round, whose calls have all rows that a piece meets, and
+must have the same bits for any number of ranks, there is one round, whose calls have all rows that a piece needs, and
 pieces are cut at the ends of global chunks.
 
 Rows are exchanged in steps of some key/value heads each, so that the rows of a step are exchanged while the rank
@@ -213,7 +211,7 @@ class Schedule:
         return Traversal(by, pieces, tuple(found))
 
     def _most_steps(self, by: By, rows: int) -> int:
-        """In how many steps the rows of all ranks travel. It does not depend on the number of ranks."""
+        """In how many steps the rows of all ranks are exchanged. It does not depend on the number of ranks."""
         if self.steps is not None:
             return min(self.steps, self.num_heads_kv)
         total = rows * self.num_heads_kv * self.row_bytes[by == "keys"]
@@ -310,9 +308,9 @@ class Schedule:
             lines.append(f"  by {traversal.by}: {results}")
             for a_round in traversal.rounds:
                 steps = ", ".join(f"{start}-{stop - 1}" for start, stop in a_round.heads) or "none"
-                travels = "; a step's rows are exchanged during the step before" if a_round.transfers else ""
-                kind = "received" if a_round.transfers and self.why_whole is None else "all" if travels else "own"
-                lines.append(f"    with {kind} {what}: key/value heads {steps}{travels}")
+                note = "; a step's rows are exchanged during the step before" if a_round.transfers else ""
+                kind = "received" if a_round.transfers and self.why_whole is None else "all" if note else "own"
+                lines.append(f"    with {kind} {what}: key/value heads {steps}{note}")
                 for rank in range(q.ranks):
                     tiles = [_words(traversal.by, t) for t in a_round.calls_of(rank) if is_some(t.met[0])]
                     comes = [f"{_rows(t.rows)} from {t.source}" for t in a_round.transfers if t.target == rank]

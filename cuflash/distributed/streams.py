@@ -46,7 +46,7 @@ class Streams:
         """Order the calls of a step after the work of `rows` so far; `in_turn`, also after those of the step before."""
 
     def returns(self) -> AbstractContextManager[Any]:
-        """The stream on which partial results are added and travel, after the calls made so far."""
+        """The stream on which partial results are added and sent, after the calls made so far."""
         return contextlib.nullcontext()
 
     def keep(self, *held: Any) -> None:

@@ -28,7 +28,7 @@ Message = tuple[int, Array]  # the rank at the other end, and a C-contiguous arr
 
 
 class Transport(ABC):
-    """What `ContextParallel` asks of a communicator."""
+    """What `ContextParallel` needs of a communicator."""
 
     rank: int
     size: int

@@ -214,10 +214,10 @@ class Module:
 
 def _aligned_copy(content: bytes, alignment: int = 128) -> np.ndarray:
     """`content` where a by-value kernel parameter may lie."""
-    room = np.zeros(len(content) + alignment, np.uint8)
-    start = -room.ctypes.data % alignment
-    room[start : start + len(content)] = np.frombuffer(content, np.uint8)
-    return room[start : start + len(content)]
+    buffer = np.zeros(len(content) + alignment, np.uint8)
+    start = -buffer.ctypes.data % alignment
+    buffer[start : start + len(content)] = np.frombuffer(content, np.uint8)
+    return buffer[start : start + len(content)]
 
 
 def _error(kernel: str, report: _Report) -> EmulationError:

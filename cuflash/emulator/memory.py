@@ -66,8 +66,8 @@ class Scratch:
 
     def __init__(self, layout: ScratchLayout, fill: int) -> None:
         page = mmap.PAGESIZE
-        rooms = [-(-(size + self.MODULUS) // page) * page for size in layout.sizes]
-        memory = np.frombuffer(mmap.mmap(-1, page + sum(room + page for room in rooms)), np.uint8)
+        capacities = [-(-(size + self.MODULUS) // page) * page for size in layout.sizes]
+        memory = np.frombuffer(mmap.mmap(-1, page + sum(capacity + page for capacity in capacities)), np.uint8)
         start = memory.ctypes.data
         self.layout = layout
         self.addresses: list[int] = []
@@ -76,8 +76,8 @@ class Scratch:
         self._gaps: list[tuple[np.ndarray, np.ndarray]] = []
         _make_inaccessible(start, page)
         first = page
-        for offset, size, room in zip(layout.offsets, layout.sizes, rooms, strict=True):
-            stop = first + room
+        for offset, size, capacity in zip(layout.offsets, layout.sizes, capacities, strict=True):
+            stop = first + capacity
             at = stop - size - (stop - size - offset) % self.MODULUS
             memory[first:stop] = fill
             self.addresses.append(start + at)

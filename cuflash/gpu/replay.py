@@ -212,7 +212,7 @@ class Recording:
             main.use()
 
     @contextlib.contextmanager
-    def room(self) -> Iterator[None]:
+    def reused_memory(self) -> Iterator[None]:
         """A context in which a call like the recorded one is made anew, in memory that is there before it begins."""
         cuda, found = self._cupy.cuda, self._memory()
         main, allocate = cuda.get_current_stream(), cuda.get_allocator()

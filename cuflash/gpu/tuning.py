@@ -170,9 +170,9 @@ class PassTuning:
         lines = [f"{plan.pass_} pass on {plan.device.name}: {len(self.trials)} candidates"]
         for trial in sorted(self.trials, key=lambda trial: trial.seconds):
             mark = "*" if trial is self.winner else " "
-            told = f"{trial.tflops:8.1f} TFLOP/s {1e3 * trial.seconds:10.4f} ms"
+            summary = f"{trial.tflops:8.1f} TFLOP/s {1e3 * trial.seconds:10.4f} ms"
             row = " (the table's row)" if trial is self.trials[0] else ""
-            lines.append(f"{mark} {trial.why_not or told}  {trial.label}{row}")
+            lines.append(f"{mark} {trial.why_not or summary}  {trial.label}{row}")
         if self.winner is self.trials[0]:
             lines.append(f"the table's row stays: nothing is more than {MARGIN:.0%} faster")
         else:
@@ -237,8 +237,8 @@ def tune(
         raise RuntimeError(f"the plan of the tables cannot be tuned: {trials[0].why_not}")
     fastest = min(trials, key=lambda trial: trial.seconds)
     winner = fastest if fastest.seconds * (1 + MARGIN) < trials[0].seconds else trials[0]
-    told = _remember(trials[0], winner) if remember else "not remembered"
-    return PassTuning(trials=tuple(trials), winner=winner, remembered=told)
+    summary = _remember(trials[0], winner) if remember else "not remembered"
+    return PassTuning(trials=tuple(trials), winner=winner, remembered=summary)
 
 
 def _spills_of(plan: LaunchPlan) -> int:
@@ -295,15 +295,15 @@ def tuned_plan(problem: Problem, device: DeviceSpec, pass_: Pass = FORWARD, **ar
         return replace(plan, reason=f"{plan.reason}\nnot tuned: {winner}")
     labels = ["; ".join(tile.label for tile in tiles) for tiles in (winner.tiles, plan.tiles)]
     if winner.tiles == plan.tiles:
-        told = f"tuned: {winner.tflops:.1f} TFLOP/s on {device.name}, the table's row is the fastest"
-        return replace(plan, reason=f"{plan.reason}\n{told}")
+        summary = f"tuned: {winner.tflops:.1f} TFLOP/s on {device.name}, the table's row is the fastest"
+        return replace(plan, reason=f"{plan.reason}\n{summary}")
     if (why_not := _why_not(winner.tiles, plan)) is not None:
         return replace(plan, reason=f"{plan.reason}\nnot the tuned {labels[0]}: {why_not}")
-    told = (
+    summary = (
         f"{labels[0]}: tuned: {winner.tflops:.1f} TFLOP/s on {device.name}, the table's row {winner.table_tflops:.1f} "
         f"({labels[1]})"
     )
-    return choose_plan(problem, device, pass_, tiles=winner.tiles, origin=told, **arrays)
+    return choose_plan(problem, device, pass_, tiles=winner.tiles, origin=summary, **arrays)
 
 
 def forget(plan: LaunchPlan) -> bool:

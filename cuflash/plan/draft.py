@@ -377,16 +377,16 @@ class Draft:
         blocks: int,
         shared_bytes: int,
         makes: Collection[str] = (),
-        told: Collection[str] | None = None,
+        needed: Collection[str] | None = None,
         /,
         **defines: int | str,
     ) -> None:
         """Add a kernel. `makes` are the results that it makes; they are in its name where a source makes several.
 
-        `told` are the options that it needs, of those that most kernels around the main one do not need.
+        `needed` are the options that it needs, of those that most kernels around the main one do not need.
         """
         check_blocks(blocks)
-        ignored = _ignored(source, told)
+        ignored = _ignored(source, needed)
         name = "_".join((_symbol(source, self.problem, tile, ignored), *makes))
         # Kernels without blocks are not launched.
         overlaps = self.device.overlaps_launches and any(kernel.grid for kernel in self.kernels)
@@ -440,7 +440,7 @@ _IGNORED: dict[str, tuple[str, ...]] = {
     "mask_function": ("CUFLASH_HAS_MASK_FUNCTION",),
 }
 # Which of these options a kernel around the main one needs all the same.
-_TOLD = {
+_NEEDED = {
     "block_index.cu": (*MASKS, "mask_function"),
     "mask_bits.cu": MASKS,
     "scores_reduce.cu": ("bias",),
@@ -454,11 +454,11 @@ _TOLD = {
 }
 
 
-def _ignored(source: str, told: Collection[str] | None) -> tuple[str, ...]:
+def _ignored(source: str, needed: Collection[str] | None) -> tuple[str, ...]:
     """Options that a source does not need."""
     folder, _, file = source.rpartition("/")
-    told = _TOLD.get(file, ()) if told is None else told
-    return tuple(name for name in _IGNORED if name not in told) if folder == "helpers" else ()
+    needed = _NEEDED.get(file, ()) if needed is None else needed
+    return tuple(name for name in _IGNORED if name not in needed) if folder == "helpers" else ()
 
 
 def functions_header(program: Program, gradients: Collection[str] = ()) -> tuple[str, str]:

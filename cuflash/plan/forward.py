@@ -27,7 +27,7 @@ def draft_forward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
         draft.reasons.append(
             "out is not rounded to the dtype of q: it is a partial result, which is merged with others"
         )
-    # Kernels are told of the results that a call does not return unless it is asked to.
+    # Kernels are specialised on results that a call returns only on request.
     others = (row.name for row in FORWARD_ROWS if not row.is_default)
     draft.defines |= {f"CUFLASH_NEEDS_{name.upper()}": int(name in draft.need) for name in others}
     draft.add_tables(tile)

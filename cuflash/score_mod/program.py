@@ -230,7 +230,7 @@ class Program:
         own = {table.name for table in self.tables if table.reads(wanted)}
         return tuple(name for name, loads in self.loads.items() if loads and (name in wanted or name in own))
 
-    def with_room_for(self, tables: Sequence[Table]) -> Program:
+    def with_space_for(self, tables: Sequence[Table]) -> Program:
         """The program for a kernel argument that also holds these tables, which the program does not read."""
         own = tuple((table.name, AXES, table.dtype) for table in tables)
         return replace(self, arrays=(*self.arrays, *own))

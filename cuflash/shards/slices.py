@@ -111,7 +111,7 @@ class Slices:
     def forward(self, queries: Span, keys: Span, arrays: dict[str, Array]) -> dict[str, Array]:
         """out and lse of a slice; out has the dtype of the softmax if `arrays` has an out of this dtype.
 
-        On a device, `arrays` may have room for the pairs of lse and what its rounding leaves, in place of lse.
+        On a device, `arrays` may have memory for the pairs of lse and what its rounding leaves, in place of lse.
         """
         arrays = arrays | {name: self._as_float8(name, arrays[name]) for name in INPUTS}
         wide, pairs = self._wide(("out",), arrays), arrays.pop("lse_pairs", None)

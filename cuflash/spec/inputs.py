@@ -165,7 +165,7 @@ class Number:
     The passes multiply products of q and k by the numbers, by the inverses of those that are positive, and by log2(e),
     in the dtype of the softmax. So that no ordinary product overflows on the way, each of these factors is at most a
     power of two: 2**48 in float32, 2**384 in float64. Two of them take three quarters of the exponents of the dtype,
-    and leave room for products up to 2**31 in float32.
+    and leave range for products up to 2**31 in float32.
 
     Attributes
     ----------

@@ -36,7 +36,7 @@ class Output:
     strides : int
         How many strides the kernels get.
     is_default : bool
-        Whether a call returns it unless it is told otherwise.
+        Whether a call returns it by default.
     upstream : {"", "optional", "required"}
         Whether the backward pass reads the result, and its gradient if there is one, or always.
     """

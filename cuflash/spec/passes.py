@@ -78,7 +78,7 @@ class Pass:
 
     @property
     def default(self) -> tuple[str, ...]:
-        """The names of the results that it gives unless it is told otherwise."""
+        """The names of the results that it gives by default."""
         return _names(tuple(row for row in self.rows if row.is_default))
 
     @property

@@ -155,7 +155,7 @@ class Problem(Given):
     @property
     def unhoisted(self) -> Program:
         """The program without tables, for the argument of the one with tables."""
-        return self.program.with_room_for(self.hoisted.tables)
+        return self.program.with_space_for(self.hoisted.tables)
 
     @property
     def _score_arg_types(self) -> tuple[tuple[str, int, str], ...]:
@@ -629,7 +629,7 @@ def _numbers_in(dtype: str, softmax_dtype: str, options: Options, head_dim: int)
 
 
 def _check_pool(block_table: Shaped, kv_lengths: Shaped | None, q: Shaped, k: Shaped, pool: Operand, batch: int) -> int:
-    """Check a block table and the shape of its pool, and return the number of keys that the table has room for."""
+    """Check a block table and the shape of its pool, and return the number of keys that fit into the table."""
     check_dtype("block_table", block_table, ("int32",), BY_NAME["block_table"].hint)
     if len(block_table.shape) != 2 or block_table.shape[0] != batch:
         expected = f"(batch, max_pages), with batch = {batch}"

@@ -228,7 +228,7 @@ class Drain:
             finally:
                 self.workers.close()
 
-    def room(self, number: int) -> dict[str, Array]:
+    def buffers(self, number: int) -> dict[str, Array]:
         """The device buffers for the results of a chunk."""
         if self.left[number % 2] is not None:
             self.device.follow(None, self.left[number % 2])

@@ -32,7 +32,7 @@ class ChunkStep(NamedTuple):
     number: int
     chunk: Chunk
     keys: dict[str, Array]  # k and v
-    room: dict[str, Array]  # dk and dv
+    buffers: dict[str, Array]  # dk and dv
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +65,12 @@ class StreamedPass:
         xp, dtype = self.slices.xp, self.slices.softmax_dtype
         total = out if out.dtype == dtype else xp.empty(out.shape, dtype)
         merge = RunningMerge(total, self._scores_of_heads())
-        room = {}
+        buffers = {}
         if not self.slices.is_on_cpu:
-            room = {"out": xp.empty(out.shape, dtype), "lse": xp.empty(lse.shape, lse.dtype)}
+            buffers = {"out": xp.empty(out.shape, dtype), "lse": xp.empty(lse.shape, lse.dtype)}
         for step in self._steps({}):
             rows = slice(*step.chunk.queries)
-            results = {name: x[:, :, rows] for name, x in room.items()}
+            results = {name: x[:, :, rows] for name, x in buffers.items()}
             call = functools.partial(self.slices.forward, *step.chunk)
             arrays = self.arrays_of(step, of_softmax=False)
             got = self.slices.into(results, arrays, call, is_wide=self.slices.is_on_cpu)
@@ -139,10 +139,10 @@ class StreamedPass:
             wanted = tuple(name for name in need if name not in SOFTMAX_GRADIENTS or step.number == 0)
             if not wanted:
                 break
-            into = dict(step.room)
+            into = dict(step.buffers)
             is_wide = self.slices.is_on_cpu and not self.is_whole
             if "dq" in need and not is_wide:
-                into["dq"] = sums.room_of_dq(step.chunk)
+                into["dq"] = sums.buffer_of_dq(step.chunk)
             arrays = self.arrays_of(step, of_softmax=sums_softmax(wanted))
             if sums.adds_bias:
                 arrays["bias"] = self.slices.widened(arrays["bias"])
@@ -175,7 +175,7 @@ class StreamedPass:
             return
         with Drain(self.device, results, spans) as drain, Feed(self.device, self.keys, spans) as feed:
             for number, (chunk, keys) in enumerate(zip(self.chunks, feed, strict=True)):
-                yield ChunkStep(number, chunk, keys, drain.room(number))
+                yield ChunkStep(number, chunk, keys, drain.buffers(number))
                 drain.send(number)
 
     def _clear_unseen(self, results: Mapping[str, Host]) -> None:
@@ -218,7 +218,7 @@ class _Sums:
         if "dq" in self.totals and not run.slices.is_on_cpu:
             self.partial_dq = xp.empty(results["dq"].shape, dtype)
 
-    def room_of_dq(self, chunk: Chunk) -> Array:
+    def buffer_of_dq(self, chunk: Chunk) -> Array:
         """The array that a call writes dq, or its partial dq, to."""
         if "dq" not in self.totals:
             return self.results["dq"]

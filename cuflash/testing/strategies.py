@@ -16,14 +16,14 @@ from cuflash.spec.options import LAYOUTS
 from cuflash.testing.arrays import STRIDES
 from cuflash.testing.case import Case
 
-# What `cases` draws unless told otherwise, and what it draws only when told to.
+# What `cases` draws by default, and what it draws on request.
 FEATURES = (
     *("causal", "window", *NUMBERS, "bias", "mask", "kv_lengths"),
     *(row.name for row in PER_HEAD_INPUTS if row.gradient_via == "scores"),
     *("gqa", "head_dim_v"),
 )
 MORE_FEATURES = (*(row.name for row in PER_HEAD_INPUTS if row.gradient_via == "softmax"), "dlse", "block_mask")
-# Values and sizes at which implementations fail that are right elsewhere, drawn when told to: fields of `Case`, and
+# Values and sizes at which implementations fail that are right elsewhere, drawn on request: fields of `Case`, and
 # "empty".
 REGIMES = ("bias_mask", "score_mean", "distinct_keys", "factors", "empty")
 BIAS_MASKS = (-1e4, -1e9, -2.5e38, -1.7e308, 1e9, 1.7e308)  # cut to the largest numbers of the dtype of the bias
@@ -183,8 +183,8 @@ def factors_of(dtype: str) -> list[tuple[tuple[str, float], ...]]:
     finfo = ml_dtypes.finfo(numpy_dtype(dtype))  # type: ignore[no-untyped-call]
     lowest, highest = max(-200, int(finfo.minexp)), min(200, int(finfo.maxexp))  # of float64, what squares of it have
     # For what dropout makes of values, and for their sums in float32, where weights of bfloat16 are up to 2^32.
-    room = {"float16": 8, "bfloat16": 44}.get(dtype, 12)
-    large, below, middle = (2.0**n for n in (highest - room, lowest - 3, highest // 2))
+    margin = {"float16": 8, "bfloat16": 44}.get(dtype, 12)
+    large, below, middle = (2.0**n for n in (highest - margin, lowest - 3, highest // 2))
     small = 2.0 ** min(20, highest // 4) / large  # so far from the smallest numbers that next to none is subnormal
     return [
         (("v", large), ("dout", small)),

@@ -2,7 +2,7 @@
 
 # Bytes that a thread spills at most, by source, bytes of an element, max_dim, tile and resident blocks, in rows that
 # are faster that way than with fewer blocks, or that fit no other way; all others spill nothing. What NVRTC 13.0 and
-# 13.5 report, and a little room.
+# 13.5 report, and a small margin.
 SPILLS = {
     ("sm80/forward.cu", 2, 64, "128x64", 3): 96,
     ("sm80/forward.cu", 2, 96, "128x64", 2): 32,

@@ -15,7 +15,7 @@ from tests.cuda_scores import HEAD
 from tests.pure.test_cuda_scores import case_of
 from tests.scored import Scored, of_functions
 
-# Bytes that a thread spills at most, stores and loads: what NVRTC 13.5 reports, and a little room.
+# Bytes that a thread spills at most, stores and loads: what NVRTC 13.5 reports, and a small margin.
 SPILLS = {
     ("8.0", "bfloat16", "branching", "sm80/backward.cu"): 32,
     ("8.0", "float32", "branching", "sm80/backward.cu"): 24,

@@ -46,7 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 # Bytes that a thread spills at most, by variant, bytes of an element and max_dim: what NVRTC 13.5 reports for the worst
-# of the devices and of the numbers of rows, and a little room. All others spill nothing.
+# of the devices and of the numbers of rows, and a small margin. All others spill nothing.
 SPILLS = {
     ("bias", 2, 256): 40,
     ("mask", 2, 256): 8,

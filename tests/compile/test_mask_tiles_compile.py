@@ -10,8 +10,8 @@ from cuflash.spec.passes import BACKWARD, PASSES
 from cuflash.spec.problem import make_problem
 from tests.compile.test_plans import SERIALIZED
 
-# Bytes that a thread spills at most, by pass: what NVRTC 13.0 reports, and a little room. Without lists, the kernels of
-# half precision spill 336 and 0, 208 and 0 on 8.0.
+# Bytes that a thread spills at most, by pass: what NVRTC 13.0 reports, and a small margin. Without lists, the kernels
+# of half precision spill 336 and 0, 208 and 0 on 8.0.
 ROWS = [
     ("8.0", "float16", 64, (2048, 2048), (336, 24)),
     ("8.0", "float16", 128, (2048, 2048), (216, 32)),

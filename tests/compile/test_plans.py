@@ -238,7 +238,7 @@ def is_sm90(tile):
 
 
 def fits(tile, arch):
-    """Whether the blocks that the row wants resident have room on an SM, at its largest head dimensions."""
+    """Whether the blocks that the row wants resident fit on an SM, at its largest head dimensions."""
     if is_sm90(tile) and arch != "9.0":
         return False
     device = DeviceSpec.for_arch(arch)

@@ -10,7 +10,7 @@ from cuflash.spec.passes import BACKWARD, PASSES
 from tests.compile.test_plans import SERIALIZED
 from tests.scored import of_functions
 
-# Bytes that a thread spills at most, stores and loads, by score and mask: what NVRTC 13.0 reports, and a little room.
+# Bytes that a thread spills at most, stores and loads, by score and mask: what NVRTC 13.0 reports, and a small margin.
 SPILLS = {
     ("sm80/forward.cu", "alibi", "documents", 128): 16,
     # Larger tiles leave fewer registers, and are faster.

@@ -44,7 +44,7 @@ SPILLS = {
 
 
 def arch_of(tile):
-    """The first device with room for the row: of 100, 164 and 228 KiB of shared memory."""
+    """The first device that fits the row: of 100, 164 and 228 KiB of shared memory."""
     return next(arch for arch in ("8.6", "8.0", "9.0") if fits(tile, arch))
 
 

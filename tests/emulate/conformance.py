@@ -364,8 +364,8 @@ def check_counts(run):
     expected = np.zeros((blocks + 1, BLOCK), np.float32)
     for block, value in enumerate(values):
         expected[block + 1] = expected[block, ::-1] + value
-    room = np.zeros((blocks + 1) * BLOCK + 1, np.float32)
-    got = run("counts", source=values, destination=room, grid=blocks, count=blocks, in_turn=True)
+    counts = np.zeros((blocks + 1) * BLOCK + 1, np.float32)
+    got = run("counts", source=values, destination=counts, grid=blocks, count=blocks, in_turn=True)
     assert (got[:-1].reshape(-1, BLOCK) == expected).all()
     assert got[-1:].view(np.uint32) == blocks * BLOCK
 

@@ -62,8 +62,8 @@ def test_bits_of_what_lies_well(head_dim):
 
     def shifted(x):
         """An element behind an address that is aligned."""
-        room = attention.guarded(np.zeros(x.size + 8, x.dtype))
-        inside = room[1 : 1 + x.size].reshape(x.shape)
+        buffer = attention.guarded(np.zeros(x.size + 8, x.dtype))
+        inside = buffer[1 : 1 + x.size].reshape(x.shape)
         inside[...] = x
         return inside
 

@@ -55,7 +55,7 @@ def test_gradients_of_arrays_do_not_depend_on_the_order_of_blocks_and_threads(so
         np.testing.assert_array_equal(one, other)
 
 
-def test_sums_have_room_for_every_read():
+def test_sums_have_space_for_every_read():
     """Of CUDA source that reads one entry many times, where all terms are equal, so that none cancel."""
     reads = 100
     source = f"{HEAD} {{\n  T sum = 0;\n  for (int n = 0; n < {reads}; ++n) sum += given.a(-n);\n  return s + sum;\n}}"

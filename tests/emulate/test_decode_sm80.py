@@ -166,7 +166,7 @@ ROWS = {
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=lambda row: f"{row.element_bytes}B{row.max_dim}x{row.block_m}")
 def test_rows_of_the_table(row):
-    """At the largest head dimensions whose sums and keys the emulated SM has room for."""
+    """At the largest head dimensions whose sums and keys the emulated SM has space for."""
     dtype = {2: "float16", 4: "float32", 8: "float64"}[row.element_bytes]
     kinds = FLOAT8 if row.key_bytes else {}
     case = replace(CASE, **kinds, dtype=dtype, head_dim=row.max_dim, head_dim_v=row.max_dim, seqlen_k=90, batch=1)

@@ -143,7 +143,7 @@ SCORED: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", SCORED)
 def test_functions_keep_the_oracle_rule(name, emulated):
-    """They count queries, keys and heads of all ranks; heads travel one after the other."""
+    """They count queries, keys and heads of all ranks; heads are exchanged one after the other."""
     score, mask, dtype, options = SCORED[name]
     functions = (SCORES_AND_TEXTS[score], MASKS[mask] if mask else None)
     random = np.random.default_rng(0)

@@ -233,9 +233,9 @@ def is_wrong(script):
     warps = [range(WARP), range(WARP, 2 * WARP)]
 
     def together(learning, telling):
-        told = set().union(*(known[thread] for thread in telling))
+        passed_on = set().union(*(known[thread] for thread in telling))
         for thread in learning:
-            known[thread] |= told
+            known[thread] |= passed_on
 
     for i, (action, actor, offset, barrier) in enumerate(script):
         if action == SYNC:

@@ -45,7 +45,7 @@ REPEATED = {
     "dq in turn": {"backward_tiles": (BACKWARD_SM90_TILES[0],)},
     "dq in turn, split roles": {"backward_tiles": (BACKWARD_SM90_TILES[-1],)},
     "three consumers": {"forward_tiles": (replace(FORWARD_SM90_TILES[2], ping_pong=True),)},
-    "turns, output in the room of Q": {"forward_tiles": (FORWARD_SM90_TILES[-1],)},
+    "turns, output in the memory of Q": {"forward_tiles": (FORWARD_SM90_TILES[-1],)},
 }
 
 

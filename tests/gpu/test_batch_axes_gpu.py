@@ -60,7 +60,7 @@ def test_plans_compile_and_tune(cupy):
 
 def test_results_are_written_to_views(cupy):
     arrays = STRUCTURES.arrays(cupy.asarray)
-    room = cupy.full((3, 2, 4, 300, 64), np.nan, arrays["q"].dtype).swapaxes(0, 1)
-    out, _ = cuflash.FlashAttention().forward(*ct.qkv(arrays), **ct.optional(arrays), out=room)
-    assert out is room
+    into = cupy.full((3, 2, 4, 300, 64), np.nan, arrays["q"].dtype).swapaxes(0, 1)
+    out, _ = cuflash.FlashAttention().forward(*ct.qkv(arrays), **ct.optional(arrays), out=into)
+    assert out is into
     ct.assert_forward(STRUCTURES, out)

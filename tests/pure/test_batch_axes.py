@@ -57,12 +57,12 @@ def test_results_are_written_where_the_caller_says(case, strides):
     attn: Any = cuflash.FlashAttention(**case.keywords)
     out, lse, gradients = gradients_by_name(case, attn, arrays)
 
-    def room(x):
+    def empty_view(x):
         return ct.lay_out(np.full_like(x, 7), strides, np.asarray)
 
-    into: Any = {"out": room(out), "lse": room(lse)}
+    into: Any = {"out": empty_view(out), "lse": empty_view(lse)}
     assert attn.forward(*ct.qkv(arrays), **ct.optional(arrays), **case.random, **into) == (into["out"], into["lse"])
-    results = {name: room(x) for name, x in gradients.items()}
+    results = {name: empty_view(x) for name, x in gradients.items()}
     keywords = ct.optional_backward(arrays) | case.random | results
     again = attn.backward(arrays["dout"], *ct.qkv(arrays), out, lse, need=(), **keywords)
     assert all(x is y for x, y in zip(results.values(), again, strict=True))

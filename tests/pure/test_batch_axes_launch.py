@@ -111,9 +111,9 @@ def test_calls_are_launched_and_added_up(launch):
         (FORWARD, 3, 0)
     ] * 2
     need = ("dq", "dk", "dv", "dbias", "dscale")
-    room = np.full_like(arrays["v"], 3)
-    found = attn.backward(arrays["dout"], *inputs, out, lse, **optional, need=need, dv=room)
-    assert found.dv is room
+    into = np.full_like(arrays["v"], 3)
+    found = attn.backward(arrays["dout"], *inputs, out, lse, **optional, need=need, dv=into)
+    assert found.dv is into
     shapes = [((2, 3, 2, 20, 16), "bfloat16"), ((2, 1, 2, 30, 16), "bfloat16"), ((1, 1, 2, 30, 16), "bfloat16")]
     assert [(x.shape, x.dtype.name) for x in found] == [*shapes, ((2, 1, 2, 20, 30), "float32"), ((), "float32")]
     passes = [(pass_, problem.wide, results) for pass_, problem, results in launch.launched[2:]]

@@ -237,14 +237,14 @@ def test_what_grows():
 
 @given(ct.cases(features=("causal", "window", "gqa", "head_dim_v", "alibi_slopes", "sinks"), strides=["contiguous"]))
 def test_a_problem_alone_is_planned_as_a_call_on_contiguous_arrays(case):
-    """`choose_plan` assumes of arrays that it is not told of what `bind` finds of them."""
+    """`choose_plan` assumes of arrays that it is not given what `bind` finds of them."""
     arrays, device = case.arrays(), DeviceSpec.for_arch("9.0")
     for pass_ in PASSES:
         need = ct.gradients_of(case.problem)
         of_pass = {name: x for name, x in arrays.items() if name not in ("dout", "dlse")}
         binding = bind(pass_, case.options, of_pass, need=need)
-        told = choose_plan(binding.problem, device, pass_, **binding.layout)
-        assert choose_plan(binding.problem, device, pass_, need=need) == told
+        with_layout = choose_plan(binding.problem, device, pass_, **binding.layout)
+        assert choose_plan(binding.problem, device, pass_, need=need) == with_layout
 
 
 ENDS: dict[str, Any] = {"se": lambda s, i, j, *, se: s + se[i], "ut": lambda s, i, j, *, ut: s + ut[i]}

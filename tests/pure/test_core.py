@@ -197,7 +197,7 @@ def test_few_rows_read_keys_where_they_lie(dtype, instruction_set):
     every_case()
 
 
-def test_dq_of_16_bits_without_room_for_its_sums():
+def test_dq_of_16_bits_without_space_for_its_sums():
     """A part of a long problem is a short problem, where a window says how far anybody looks."""
     long = ct.Case(seqlen_q=150_000, seqlen_k=150_000, head_dim=64, window=(20, 0), dtype="bfloat16")
     short = dataclasses.replace(long, seqlen_q=2000, seqlen_k=2000)
@@ -219,8 +219,8 @@ def test_dq_of_16_bits_without_room_for_its_sums():
 @given(st.integers(1, 130), st.sampled_from((1, 2)), st.sampled_from((None, 5.0)), st.sampled_from((32, 64)))
 @example(16, 1, None, 64)
 @example(48, 2, 5.0, 32)
-def test_dq_of_16_bits_of_few_keys_without_room_for_its_sums(seqlen_k, heads, softcap, head_dim):
-    """Rows of dq do not depend on each other: those of a part of the queries are the same, and have room."""
+def test_dq_of_16_bits_of_few_keys_without_space_for_its_sums(seqlen_k, heads, softcap, head_dim):
+    """Rows of dq do not depend on each other: those of a part of the queries are the same, and fit."""
     rows = (32 << 20) // (4 * heads * head_dim) + 1000
     sizes = {"seqlen_q": rows, "seqlen_k": seqlen_k, "num_heads": heads, "num_heads_kv": 1, "head_dim": head_dim}
     case = ct.Case(**sizes, softcap=softcap, dtype="float16")

@@ -195,7 +195,7 @@ def test_bits_do_not_depend_on_threads(dtype, sizes, more, bias):
     assert_same_bits(*results)
 
 
-def test_dq_of_16_bits_without_room_for_its_sums(way):
+def test_dq_of_16_bits_without_space_for_its_sums(way):
     """Jobs of its own compute it."""
     rows, keys = 140_000, 24
     q, k = np.zeros((1, rows, 64), ml_dtypes.bfloat16), np.zeros((1, keys, 64), ml_dtypes.bfloat16)

@@ -1,4 +1,4 @@
-"""A real use: handwritten digits of scikit-learn told apart by kernel regression, with attention as the smoother.
+"""A real use: handwritten digits of scikit-learn classified by kernel regression, with attention as the smoother.
 
 The weights of a Gaussian kernel, exp(-gamma |x - y|^2), are those of a softmax over training images y of
 gamma (2 x.y - |y|^2): q = x, k = y, ``scale = 2 gamma``, ``bias = -gamma |y|^2``, and v is one column per class.
@@ -40,7 +40,7 @@ def accuracy(probabilities, classes):
     return np.mean(probabilities.argmax(axis=1) == classes.argmax(axis=1))
 
 
-def test_digits_are_told_apart(digits):
+def test_digits_are_classified(digits):
     y, y_classes, x, x_classes = digits
     probabilities = smooth(x, y, y_classes)
     expected = brute_force(x, y, y_classes)

@@ -196,7 +196,7 @@ def test_a_rank_that_fails_on_its_way_is_heard_of_at_once(method):
         if comm.rank == 1:
 
             def start(sends, receives):
-                raise MemoryError("no room")
+                raise MemoryError("no memory")
 
             comm.start = start
         began = time.monotonic()
@@ -207,8 +207,8 @@ def test_a_rank_that_fails_on_its_way_is_heard_of_at_once(method):
             return repr(error), time.monotonic() - began
 
     found = on_threads(3, work)
-    said = "RankFailed('rank 1 failed: MemoryError: no room')"
-    assert [text for text, _ in found] == [said, "MemoryError('no room')", said]
+    said = "RankFailed('rank 1 failed: MemoryError: no memory')"
+    assert [text for text, _ in found] == [said, "MemoryError('no memory')", said]
     assert max(seconds for _, seconds in found) < 10
 
 

@@ -99,12 +99,12 @@ def test_an_exception_reaches_the_caller_when_all_threads_have_ended(is_in_threa
             raise MemoryError("for a test")
         return original(*args, **keywords)
 
-    room, name = (fallback.Job, "scores") if is_in_thread else (fallback.GradientSums, "add")
+    owner, name = (fallback.Job, "scores") if is_in_thread else (fallback.GradientSums, "add")
     case = ct.Case(num_heads=64, seqlen_q=600, seqlen_k=300, head_dim=8)
     threads, arrays = threading.active_count(), case.arrays()
     results = cpu.forward(case.problem, *ct.qkv(arrays))
-    original = getattr(room, name)
-    monkeypatch.setattr(room, name, fail)
+    original = getattr(owner, name)
+    monkeypatch.setattr(owner, name, fail)
     with pytest.raises(MemoryError, match="for a test") as caught, jobs.cpu_threads(4):
         cpu.backward(case.problem, arrays["dout"], *ct.qkv(arrays), *results)
     assert threading.active_count() == threads and caught  # while the traceback, and so all frames, are still there

@@ -41,13 +41,13 @@ def left(filled):
     return [hours for hours, kernel in filled.kernels.items() if kernel.path.exists()]
 
 
-@pytest.mark.parametrize("room", [5, 4, 3, 2, 1, 0])
-def test_what_was_not_used_for_the_longest_time_goes_first(monkeypatch, kernel_dir, filled, room):
-    limit = room * filled.kernel_bytes + 2_000  # lengths of reports vary a little
+@pytest.mark.parametrize("capacity", [5, 4, 3, 2, 1, 0])
+def test_what_was_not_used_for_the_longest_time_goes_first(monkeypatch, kernel_dir, filled, capacity):
+    limit = capacity * filled.kernel_bytes + 2_000  # lengths of reports vary a little
     monkeypatch.setenv("CUFLASH_CACHE_BYTES", str(limit))
     stored = store(kernel_dir, filled.cache, 0)
     assert stored.path.exists()
-    assert left(filled) == [9, 7, 5, 3][5 - max(room, 1) :]
+    assert left(filled) == [9, 7, 5, 3][5 - max(capacity, 1) :]
     assert size_of(filled.cache) <= max(limit, filled.kernel_bytes + 2_000)
     for hours in filled.kernels:
         assert store(kernel_dir, filled.cache, hours).path.exists(), "half of a kernel is no kernel"
@@ -143,7 +143,7 @@ def test_a_limit_that_is_none_is_a_warning(monkeypatch, kernel_dir, tmp_path, te
 
 
 def fetch_and_load_forever(kernel_dir, cache_dir, stop_after_s, calls):
-    """A process that chooses one kernel after the other from a cache that has room for few, and loads each."""
+    """A process that chooses one kernel after the other from a cache with space for few, and loads each."""
     os.environ["CUFLASH_CACHE_BYTES"] = "50000"
     kernel_cache.KEPT_SECONDS, kernel_cache.MARKED_SECONDS = 0.7, 0.1
     stop = time.monotonic() + stop_after_s

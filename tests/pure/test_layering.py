@@ -1,4 +1,4 @@
-"""Who may know whom: imports run one way, heavy modules stay where they belong, and GPU words stay in the PTX room."""
+"""Who may know whom: imports run one way, heavy modules stay where they belong, and GPU words stay in `kernels/ptx`."""
 
 import ast
 import re
@@ -65,7 +65,7 @@ WHEN_NEEDED: dict[str, set[str]] = {
 }
 FOR_TYPES = {"typing_extensions"}  # for a type checker
 
-# Words of the GPU that only the PTX room says. (Comments may.)
+# Words of the GPU that only `kernels/ptx` says. (Comments may.)
 GPU_WORDS = re.compile(
     r"\basm\b|\b__shared__\b|\b__syncthreads\w*|\b__syncwarp\b|\bthreadIdx\b|\bblockIdx\b|\bblockDim\b|\bgridDim\b"
     r"|\b__(?:shfl|ballot|any|all|activemask|match)_?\w*_?sync\b|\batomic[A-Z]\w+|\b__ld(?:g|cs|cg)\b|\b__global__\b"
@@ -90,10 +90,10 @@ def own_imports(path):
     """Modules of cuflash that a file imports."""
     for module, names, _ in imports(path):
         if module == "cuflash" or module.startswith("cuflash."):
-            room = module.removeprefix("cuflash").removeprefix(".")
+            folder = module.removeprefix("cuflash").removeprefix(".")
             for name in names or ("",):
-                within = f"{room}.{name}".strip(".")
-                yield within if within in MODULES else room or "__init__"
+                within = f"{folder}.{name}".strip(".")
+                yield within if within in MODULES else folder or "__init__"
 
 
 def folder_of(name):
@@ -144,7 +144,7 @@ def includes(name):
 
 
 @pytest.mark.parametrize("name", sorted(n for n in KERNELS if not n.startswith("ptx/")))
-def test_words_of_the_gpu_stay_in_the_ptx_room(name):
+def test_words_of_the_gpu_stay_in_the_ptx_folder(name):
     lines = code_of(KERNELS[name]).splitlines()
     said = [f"{name}:{number}: {m.group()}" for number, line in enumerate(lines, 1) for m in GPU_WORDS.finditer(line)]
     assert not said

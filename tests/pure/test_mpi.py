@@ -48,7 +48,7 @@ def test_a_rank_that_does_not_come_is_missed_in_time():
 
 def test_a_rank_that_fails_on_its_way_is_heard_of_at_once():
     done = run(3, "-m", "tests.mpi_ranks", "failure")
-    says(done, *(f"rank {rank} soon True: RankFailed('rank 1 failed: MemoryError: no room')" for rank in (0, 2)))
+    says(done, *(f"rank {rank} soon True: RankFailed('rank 1 failed: MemoryError: no memory')" for rank in (0, 2)))
 
 
 def test_a_rank_that_is_interrupted_is_heard_of_at_once():

@@ -192,10 +192,10 @@ def test_a_rank_that_fails_is_heard_of_by_those_of_its_process(waits, nccl, monk
     def work(transport):
         if transport is second:
             time.sleep(0.1)
-            transport.fail(1, "MemoryError: no room")
-            transport.fail(1, "MemoryError: no room")  # as where an interrupt follows
+            transport.fail(1, "MemoryError: no memory")
+            transport.fail(1, "MemoryError: no memory")  # as where an interrupt follows
             return
-        with pytest.raises(RankFailed, match=r"^rank 1 failed: MemoryError: no room$"):
+        with pytest.raises(RankFailed, match=r"^rank 1 failed: MemoryError: no memory$"):
             transport._gathered(Event(), 5.0) if waits == "for what others say" else transport.meet(5.0)
 
     on_ranks([first, second], work)
@@ -207,8 +207,8 @@ def test_silent_ranks_are_named(nccl, monkeypatch):
     comes = iter([False, True])
     monkeypatch.setattr(Nccl, "_comes", lambda *args: next(comes))
     first._exchanges += 1
-    first._room.rows[1][:8] = np.frombuffer(first._exchanges.to_bytes(8, "little"), np.uint8)
-    first._room.rows[0][:8] = first._room.rows[1][:8]
+    first._buffers.rows[1][:8] = np.frombuffer(first._exchanges.to_bytes(8, "little"), np.uint8)
+    first._buffers.rows[0][:8] = first._buffers.rows[1][:8]
     with pytest.raises(TimeoutError, match=r"^what other ranks say: got nothing from rank 2 within timeout=5 sec"):
         first._gathered(Event(), 5.0)
 

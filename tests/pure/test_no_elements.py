@@ -76,7 +76,7 @@ def poison(patch):
     patch.setattr(np, "empty_like", lambda x, *args, **kwargs: poisoned(x.shape, *(args or (x.dtype,)), **kwargs))
 
 
-def room_for(shape, dtype, beside):
+def result_array(shape, dtype, beside):
     """An array of NaN; one without elements lies in the middle of `beside`, whose numbers are those of others."""
     if 0 in shape:
         memory = beside[1:].view(np.uint8).view(dtype)
@@ -111,9 +111,9 @@ def test_results_are_written(way):
             poison(patch)
             out, lse = attn.forward(*inputs, **optional)
             if gives_results:
-                results["out"] = {"out": room_for(out.shape, out.dtype, beside)}
+                results["out"] = {"out": result_array(out.shape, out.dtype, beside)}
                 shapes = {name: arrays.get(name[1:], np.empty((), lse.dtype)) for name in need}
-                results["backward"] = {name: room_for(x.shape, x.dtype, beside) for name, x in shapes.items()}
+                results["backward"] = {name: result_array(x.shape, x.dtype, beside) for name, x in shapes.items()}
                 out, lse = attn.forward(*inputs, **optional, **results["out"])
             of_backward = ct.optional_backward(arrays) | case.random | results["backward"]
             found = attn.backward(arrays["dout"], *inputs, out, lse, need=need, **of_backward)

@@ -110,7 +110,7 @@ def test_a_row_agrees_with_itself(row):
     assert (row.gradient in GRADIENTS) == bool(row.gradient_via)
     assert INPUT_OF_GRADIENT.get(row.gradient, "") == (row.name if row.gradient_via else "")
     assert not (row.has_keys and row.goes_packed), "no array over all keys is one over those of a sequence"
-    assert not row.define or row.acts, "kernels are told of what they do"
+    assert not row.define or row.acts, "kernels are specialised on inputs that act"
     assert not row.broadcasts or len(row.shapes) == 1
     assert {len(shape) - ("batch" in shape) for shape in row.shapes} <= {row.own_axes}
     assert not row.lacks_batch or row.may_lack_batch

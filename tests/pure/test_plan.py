@@ -381,9 +381,9 @@ def test_dropout_is_an_option_of_the_same_kernels(deterministic, arch, pass_, dt
     assert dropping.scratch == plain.scratch
     for with_it, without in zip(dropping.kernels, plain.kernels, strict=True):
         assert with_it.source == without.source
-        told = not with_it.source.startswith("helpers/") or with_it.source == "helpers/backward_postprocess.cu"
-        assert [dict(kernel.defines)["CUFLASH_HAS_DROPOUT"] for kernel in (with_it, without)] == [int(told), 0]
-        assert ("_dropout" in with_it.name) == told
+        specialised = not with_it.source.startswith("helpers/") or with_it.source == "helpers/backward_postprocess.cu"
+        assert [dict(kernel.defines)["CUFLASH_HAS_DROPOUT"] for kernel in (with_it, without)] == [int(specialised), 0]
+        assert ("_dropout" in with_it.name) == specialised
         assert "_dropout" not in without.name
     assert "; dropout\n" in dropping.describe(verbose=True, width=0)
     # The rate is a parameter of the kernels, and no part of what is compiled.

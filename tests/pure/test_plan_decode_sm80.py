@@ -83,7 +83,7 @@ def test_enough_bytes_are_on_their_way(dtype, arch):
             continue
         plan = plan_of(arch, dim=dim, dim_v=dim, dtype=dtype, dropout=0.1)
         (tile,) = plan.tiles
-        if dim == 256 and not isinstance(tile, DecodeTile):  # no room beside one tile of keys
+        if dim == 256 and not isinstance(tile, DecodeTile):  # no space besides one tile of keys
             assert device.shared_bytes_per_sm < 100 * 1024
             continue
         assert isinstance(tile, DecodeTile)
@@ -179,7 +179,10 @@ def test_the_plan_says_why():
     full = plan_of(heads_kv=32, batch=64, seqlen_q=20).reason
     assert "not sm80/decode: 2048 heads of 20 queries fill the device, and no two share keys\n" in full + "\n"
     wide = plan_of(dim=832, dim_v=832).reason
-    assert "not sm80/decode: 4 rows of such head dimensions have no room, nor has their output\n" in wide + "\n"
+    assert (
+        "not sm80/decode: 4 rows of such head dimensions do not fit into shared memory, nor does their output\n"
+        in wide + "\n"
+    )
     starts: dict[str, Any] = {"cu_seqlens_q": (0, 2, 4), "cu_seqlens_k": (0, 900, 2000)}
     packed = ct.Case(seqlen_q=4, seqlen_k=2000, head_dim=32, ndim=3, **starts).problem
     assert "not sm80/decode: it knows no packed sequences" in choose_plan(packed, DeviceSpec.for_arch("8.0")).reason

@@ -130,7 +130,7 @@ def test_tf32_is_two_parts(dim, pass_):
     masks_keys=st.booleans(),
 )
 def test_what_is_added_to_scores_of_float32(dims, precision, row_stride, masks_keys):
-    """By tile where TMA can read it and there is room for it; else the plan says that pairs are looked up."""
+    """By tile where TMA can read it and it fits; else the plan says that pairs are looked up."""
     bias = Operand(shape=(2, 4, 1024, 1024), strides=(0, 1024 * 1026, row_stride, 1), dtype="float32")
     mask = Operand(shape=(2, 4, 1024, 1024), strides=(1024, 0, 0, 1), dtype="bool")
     problem = problem_of(1024, 1024, *dims, dtype="float32", precision=precision)
@@ -139,8 +139,8 @@ def test_what_is_added_to_scores_of_float32(dims, precision, row_stride, masks_k
         plan = choose_plan(problem, DeviceSpec.for_arch("9.0"), pass_)
         tile = plan.tiles[0]
         assert isinstance(tile, ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile)
-        has_room = pass_ is FORWARD or min(dims) <= 64
-        loads = row_stride == 1024 and has_room
+        fits = pass_ is FORWARD or min(dims) <= 64
+        loads = row_stride == 1024 and fits
         assert tile.bias_of_pairs == 4 * loads
         assert tile.bias_of_keys == (row_stride == 0)
         assert tile.mask_of_keys == (masks_keys and (loads or row_stride == 0))

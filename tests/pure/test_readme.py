@@ -287,9 +287,9 @@ def test_the_dtypes_on_devices(row):
         for pass_ in PASSES:
             device = DeviceSpec.for_arch(capability)
             if on_cupy == "forward, backward":
-                room = type(choose_plan(problem, device, pass_).tiles[0]).__module__
+                module = type(choose_plan(problem, device, pass_).tiles[0]).__module__
                 own = capability == "9.0" and problem.dtype in ("float16", "bfloat16")
-                assert room.startswith(f"cuflash.plan.{'sm90' if own else 'sm80'}")
+                assert module.startswith(f"cuflash.plan.{'sm90' if own else 'sm80'}")
             else:
                 assert on_cupy == "not yet: NotImplementedError"
                 with pytest.raises(NotImplementedError, match=name):

@@ -170,8 +170,8 @@ def test_derivatives_are_no_nan_where_there_are_differences(function, a, b):
             sides = [(moved(step) - here) / step for step in (1e-6, -1e-6, 1e-5, -1e-5)]
             change = np.ptp(sides[::2]) + np.ptp(sides[1::2])  # from step to step
         if np.isfinite([here, *sides]).all() and change < 1e-2 * (1 + abs(here)):
-            room = 2 * change + 1e-3 * (1 + abs(here) + np.abs(sides).max())
-            assert min(sides) - room <= found <= max(sides) + room
+            margin = 2 * change + 1e-3 * (1 + abs(here) + np.abs(sides).max())
+            assert min(sides) - margin <= found <= max(sides) + margin
 
 
 def derivatives_along(made, given, name, direction):

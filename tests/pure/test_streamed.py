@@ -102,7 +102,7 @@ def test_results_with_leading_axes_are_written_where_the_caller_says(data, case,
     need = ct.gradients_of(case.problem)
     optional, of_backward = (x | case.random for x in (ct.optional(arrays), ct.optional_backward(arrays)))
 
-    def room(x):
+    def empty_view(x):
         return ct.lay_out(np.full_like(x, 7), strides, np.asarray)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -110,10 +110,10 @@ def test_results_with_leading_axes_are_written_where_the_caller_says(data, case,
         patch.setattr(calls, "device_of", lambda error: device)
         keys = cuflash.streamed(k, v, chunk=chunk)
         results = attn.forward(q, *keys, **optional)
-        given = {name: room(x) for name, x in results._asdict().items()}
+        given = {name: empty_view(x) for name, x in results._asdict().items()}
         written = attn.forward(q, *keys, **optional, **given)
         gradients = attn.backward(arrays["dout"], q, *keys, *results, need=need, **of_backward)
-        of_gradients = {name: room(x) for name, x in gradients._asdict().items() if name in ("dq", "dk", "dv")}
+        of_gradients = {name: empty_view(x) for name, x in gradients._asdict().items() if name in ("dq", "dk", "dv")}
         found = attn.backward(arrays["dout"], q, *keys, *results, need=need, **of_backward, **of_gradients)
     for name, x in (given | of_gradients).items():
         of_call, new = (written, results) if name in given else (found, gradients)

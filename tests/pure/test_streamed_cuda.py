@@ -96,7 +96,7 @@ def test_chunks_come_and_go(how, cupy, monkeypatch):
     with Drain(device, {"dk": result}, SPANS) as drain, Feed(device, {"k": array}, SPANS) as feed:
         for number, chunk in enumerate(feed):
             seen.append(np.array(chunk["k"]))
-            drain.room(number)["dk"][...] = 2 * chunk["k"]
+            drain.buffers(number)["dk"][...] = 2 * chunk["k"]
             drain.send(number)
     for span, x in zip(SPANS, seen, strict=True):
         np.testing.assert_array_equal(x, array[:, :, slice(*span)])

@@ -69,9 +69,9 @@ def test_functions_that_spell_out_options_are_computed_as_these():
     expected = options.backward(dout, q, *keys, out, lse, need=of_options, **optional)
     for name, of_option in zip(need, of_options, strict=True):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, of_option))
-    room = np.full((60, 60), np.nan)
-    assert attn.backward(dout, q, *keys, out, lse, need=(), dpairs=room, **arrays).dpairs is room
-    np.testing.assert_array_equal(room, found.dpairs)
+    into = np.full((60, 60), np.nan)
+    assert attn.backward(dout, q, *keys, out, lse, need=(), dpairs=into, **arrays).dpairs is into
+    np.testing.assert_array_equal(into, found.dpairs)
     text = attn.plan(q, *keys, **arrays).describe(verbose=True, width=0)
     assert "softcap = 5.0, alibi_slopes = slopes, bias = pairs, window = (19, 0)" in text
     assert attn.plan(q, *keys, **arrays).chunks[0].queries == (0, 35)

@@ -181,7 +181,7 @@ def test_candidates_begin_with_the_table_and_fit(pass_, arch, dtype, determinist
 @given(ct.cases(ndims=(4,), features=("bias", "mask", "kv_lengths", "softcap")), st.sampled_from(PASSES))
 @example(
     Case(bias=(1, 4, 300, 300), mask=(3, 1, 1, 300), **PADDED), FORWARD
-)  # its tiles of bias leave 256 x 64 no room
+)  # its tiles of bias leave 256 x 64 no space
 def test_kernels_of_candidates_fit(case, pass_):
     for plan in candidates(case.problem, H200, pass_):
         assert all(kernel.shared_bytes <= H200.shared_bytes_per_block for kernel in plan.kernels), plan.describe(

@@ -73,7 +73,7 @@ _decode = maker(DecodeTile, "max_dim block_m block_n warp_groups num_stages min_
 
 # How many warp_groups a block has, how many stages a warp_group has, and how many blocks an SM has: the first that fits
 # is taken. Two blocks come first, because one then loads while the other merges its sums. After them, 16-bit elements
-# get as many stages as there is room for. Products of wide elements take so long that warps come first, two for each
+# get as many stages as fit. Products of wide elements take so long that warps come first, two for each
 # scheduler.
 _LAST_SIZES = ((2, 2, 1), (3, 1, 1), (2, 1, 1), (1, 3, 1), (1, 2, 1), (1, 1, 1))
 _SIZES = ((4, 3, 2), (4, 2, 2), (4, 3, 1), (4, 2, 1), (2, 3, 1), (8, 1, 1), (6, 1, 1), (4, 1, 1), *_LAST_SIZES)
@@ -143,7 +143,9 @@ class Decode(ForwardFamily[DecodeTile]):
         if unknown := self.why_unknown(problem):
             return unknown
         if all(row.why_not(problem, device) or why_too_large(row, problem, device) for row in self.table(problem)):
-            return f"{rows_of(problem)} rows of such head dimensions have no room, nor has their output"
+            return (
+                f"{rows_of(problem)} rows of such head dimensions do not fit into shared memory, nor does their output"
+            )
         # Where each head has its own block on the device, and no two heads share keys, others read keys once as well.
         shares = problem.group_size > 1
         if device.arch == 90 and ITEMSIZE[problem.dtype] == 2 and not shares and 2 * draft.heads >= device.num_sms:

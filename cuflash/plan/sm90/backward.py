@@ -240,7 +240,7 @@ def _seeing(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
 
 
 def _with_rows(main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
-    """The tile with room for the numbers that a function reads of the rows, and of the keys, of a tile, if it fits."""
+    """The tile with shared memory for the per-row and per-key values that score_mod reads, if it fits."""
     if draft.problem.score is None:
         return main
     rows, keys = len(draft.program.of_rows), len(draft.program.of_keys)
