@@ -84,9 +84,11 @@ class Case:
             raise ValueError("function: got seqlen_q != seqlen_k, expected a square problem (alignments differ)")
         hiding = [name for name in ("blocks_kept", "mask", "causal") if getattr(self, name)]
         if hiding[1:]:
-            raise ValueError(f"{hiding[0]}: got {hiding[1]} as well, expected one of them (rows might see nothing)")
+            raise ValueError(
+                f"{hiding[0]}: got {hiding[1]} as well, expected one of them (rows might attend to nothing)"
+            )
         if self.mask and "k" not in self.mask:
-            raise ValueError(f'mask: got axes {self.mask!r}, expected "k" among them (rows would see nothing)')
+            raise ValueError(f'mask: got axes {self.mask!r}, expected "k" among them (rows would attend to nothing)')
         if self.window and not self.causal:
             raise ValueError("window: got no causal, expected it as well")
         longest = max(self.lengths, default=0)
@@ -228,8 +230,9 @@ class Case:
         return full // 2 if self.causal else full
 
     def ideal_bytes(self, pass_: str) -> int:
-        """Fewest bytes through device memory: each input read once, each result written once. Keys that no query sees,
-        for a window or a block mask, are not read.
+        """Fewest bytes through device memory: each input read once, each result written once.
+
+        Keys that no query attends to, because of a window or a block mask, are not read.
         """
         of_keys = (self.k_shape,) if self.v_in_k else (self.k_shape, self.v_shape)
         keys = sum(map(math.prod, of_keys)) * self._seen_keys // self.seqlen_k

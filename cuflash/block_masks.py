@@ -1,4 +1,4 @@
-"""Block masks for `cuflash.FlashAttention.forward`: which blocks of queries meet which blocks of keys.
+"""Block masks for `cuflash.FlashAttention.forward`: which blocks of queries attend to which blocks of keys.
 
 All are NumPy arrays of bool, (blocks of queries, blocks of keys), and are put together by ``|`` and ``&``. With
 ``m = n = ceil(seqlen / block_size)``, Longformer [1]_ and BigBird [2]_ are a line each::
@@ -99,7 +99,7 @@ def strided(m: int, n: int, stride: int) -> BlockMask:
 
 
 def global_blocks(m: int, n: int, count: int) -> BlockMask:
-    """The first `count` blocks see every block, and every block sees them::
+    """The first `count` blocks attend to every block, and every block to them::
 
         global_blocks(5, 5, 1)
 

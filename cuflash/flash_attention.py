@@ -44,13 +44,13 @@ class FlashAttention(SecondDerivatives):
     Parameters
     ----------
     causal : bool, "top_left" or "lengths", default False
-        Query i sees key j only if ``j <= i + d``. ``True`` aligns the diagonal to the bottom right, the last query with
-        the last key: ``d = seqlen_k - seqlen_q``. ``"top_left"`` aligns the first query with the first key: ``d = 0``.
-        The two agree for square problems, and `kv_lengths` moves neither. ``"lengths"`` aligns the last query with the
-        last key that exists, ``d = kv_lengths[b] - seqlen_q`` in batch entry b: this is for queries that are the newest
-        tokens of a KV cache with capacity for more, and needs `kv_lengths`. With a `block_table`, and of packed
-        sequences,
-        ``True`` means the same. Queries before the first key see nothing. Visible pairs are 1::
+        Query i attends to key j only if ``j <= i + d``. ``True`` aligns the diagonal to the bottom right, the last
+        query with the last key: ``d = seqlen_k - seqlen_q``. ``"top_left"`` aligns the first query with the first key:
+        ``d = 0``. The two agree for square problems, and `kv_lengths` moves neither. ``"lengths"`` aligns the last
+        query with the last key that exists, ``d = kv_lengths[b] - seqlen_q`` in batch entry b: this is for queries that
+        are the newest tokens of a KV cache with capacity for more, and needs `kv_lengths`. With a `block_table`, and of
+        packed sequences,
+        ``True`` means the same. Queries before the first key attend to nothing. Visible pairs are 1::
 
             seqlen_q = 2, seqlen_k = 5                      seqlen_q = 5, seqlen_k = 2
 
@@ -65,8 +65,8 @@ class FlashAttention(SecondDerivatives):
         Factor of ``q @ k.T``, ``head_dim ** -0.5`` by default. May be zero or negative. Its absolute value is at most
         ``2 ** 48``, with float64 arrays ``2 ** 384``, so that scores do not overflow.
     window : (int or None, int or None), optional
-        (left, right): query i sees key j only if ``i + d - left <= j <= i + d + right``, d as above (that of ``True``
-        without `causal`). None on a side sets no bound there. With `causal`, a right above 0 counts as 0::
+        (left, right): query i attends to key j only if ``i + d - left <= j <= i + d + right``, d as above (that of
+        ``True`` without `causal`). None on a side sets no bound there. With `causal`, a right above 0 counts as 0::
 
             window=(1, 0), seqlen_q = seqlen_k = 4          window=(None, 1), seqlen_q = 3, seqlen_k = 4
 
@@ -116,8 +116,8 @@ class FlashAttention(SecondDerivatives):
         on: docs/score.md has the rules. It takes the place of softcap, bias and alibi_slopes, and cannot be combined
         with them. A `cuflash.Score` is such a function written in CUDA.
     mask : callable, optional
-        ``mask(i, j, *, head, batch, ...)``: whether query i sees key j, as such an expression. It acts in addition to
-        all else that hides keys.
+        ``mask(i, j, *, head, batch, ...)``: whether query i attends to key j, as such an expression. It acts in
+        addition to all else that hides keys.
 
     Attributes
     ----------
@@ -302,8 +302,8 @@ class FlashAttention(SecondDerivatives):
         cu_seqlens_q, cu_seqlens_k : array, optional
             (sequences + 1,), int32, or int64, of which a copy is made: q, k and v are 3-D and hold packed sequences,
             one after the other along the axis of seqlen. Rows ``cu_seqlens_q[b]`` up to, but not, ``cu_seqlens_q[b +
-            1]`` of q see the keys from ``cu_seqlens_k[b]`` up to, but not, ``cu_seqlens_k[b + 1]``, as a problem of
-            their own: d is that of the sequence, of which any may be empty, and (batch, ...) stands for (sequences,
+            1]`` of q attend to the keys from ``cu_seqlens_k[b]`` up to, but not, ``cu_seqlens_k[b + 1]``, as a problem
+            of their own: d is that of the sequence, of which any may be empty, and (batch, ...) stands for (sequences,
             ...). They start with 0, do not decrease, and end within the axis; on the GPU, where looking would be a
             synchronisation, nothing outside of the arrays is touched whatever they are, and values that break the rule
             give undefined results. Rows after the last sequence belong to none: out = 0, lse = -inf. Not together with

@@ -240,5 +240,5 @@ def drawn(strategy: st.SearchStrategy[T], number: int) -> T:
 
 
 def on_numpy(given: dict[str, Array], dtype: Any) -> dict[str, Any]:
-    """Arrays as functions see them."""
+    """Arrays as functions read them."""
     return {name: Clamped(x) if x.ndim else x[()] for name, x in given.items()}

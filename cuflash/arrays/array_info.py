@@ -1,4 +1,4 @@
-"""Arrays as kernels see them: four axes, dtypes by name, strides in elements; and shapes as callers see them."""
+"""Arrays as kernels read them: four axes, dtypes by name, strides in elements; and shapes as callers pass them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Shaped(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Operand:
-    """One array as kernels see it: four axes, strides in elements, stride 0 on broadcast axes."""
+    """One array as kernels read it: four axes, strides in elements, stride 0 on broadcast axes."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]

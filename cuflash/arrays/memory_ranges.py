@@ -16,7 +16,7 @@ class Band(NamedTuple):
     right: int | None
 
     def keys_of(self, queries: Span, seqlen_k: int) -> Span:
-        """The span from the first to the last key that any of some queries sees."""
+        """The span from the first to the last key that any of some queries attends to."""
         first, last = queries[0] + self.diagonal, queries[1] - 1 + self.diagonal
         start = 0 if self.left is None else first - self.left
         stop = seqlen_k if self.right is None else last + self.right + 1
@@ -34,7 +34,8 @@ class Band(NamedTuple):
     def joint(self, queries: Span, spans: Sequence[Span]) -> Span | None:
         """New numbers for the keys of some spans, laid one after the other, so that the band shows the same pairs.
 
-        None if there are none: all queries have to see all spans but one as a whole, before and after they are moved.
+        None if there are none: all queries have to attend to all spans but one as a whole, before and after they are
+        moved.
         """
         first, last = queries[0] + self.diagonal, queries[1] - 1 + self.diagonal
 
@@ -56,7 +57,7 @@ def cut_evenly(length: int, pieces: int) -> list[Span]:
 
 
 def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Spans in increasing order, without empty ones; those that overlap or meet are one."""
+    """Spans in increasing order, without empty ones; those that overlap or touch are one."""
     result: list[Span] = []
     for start, stop in sorted(spans):
         if start == stop:

@@ -19,7 +19,7 @@ class Failure(Exception):
 
 
 def find_gpu() -> tuple[ModuleType | None, str]:
-    """CuPy, if it is here and sees a device, and else why not."""
+    """CuPy, if it is installed and finds a device, and else why not."""
     try:
         import cupy
     except ImportError as error:
@@ -27,7 +27,7 @@ def find_gpu() -> tuple[ModuleType | None, str]:
     try:
         cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        return None, f"CuPy sees no device ({error})"
+        return None, f"CuPy finds no device ({error})"
     return cupy, ""
 
 

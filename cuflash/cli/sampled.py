@@ -135,7 +135,7 @@ def scales_of(head: dict[str, Array], position: int, units: Array) -> dict[str, 
 
 
 def weights_of(head: dict[str, Array], rows: slice, keys: slice, dtype: DTypeLike) -> tuple[Array, Array, Array]:
-    """P, dP and delta of some rows and the keys they see, from lse and out."""
+    """P, dP and delta of some rows and the keys they attend to, from lse and out."""
     dout, q, out, lse = (head[name][rows] for name in ("dout", "q", "out", "lse"))
     k, v = (head[name][keys] for name in ("k", "v"))
     return reference.weights_from_lse(make_problem(Options(), q, k, v), dout, q, k, v, out, lse, dtype)

@@ -47,16 +47,16 @@ class Pending:
 
     def __init__(
         self,
-        meet: Callable[[], None],
+        barrier: Callable[[], None],
         hear: Callable[[], tuple[str, ...]] | None = None,
         expected: tuple[str, ...] = (),
     ) -> None:
-        """`meet` waits for the ranks of this process, where they have to (`Transport.meet`).
+        """`barrier` waits for the ranks of this process, where they have to (`Transport.barrier`).
 
         `hear` waits for the lasting facts of all ranks, which should equal `expected`, and raises if ranks disagree; it
         is None where this rank has heard them already, or never does.
         """
-        self._meet, self._hear, self._expected = meet, hear, expected
+        self._barrier, self._hear, self._expected = barrier, hear, expected
         self._may_travel = False
 
     @property
@@ -83,13 +83,13 @@ class Pending:
         """Wait until rows may be exchanged. Only the first call waits."""
         self.hear()
         if not self._may_travel:
-            self._meet()
+            self._barrier()
             self._may_travel = True
 
     def after_rows(self) -> None:
         """Wait until all rows of the ranks of this process are exchanged."""
         self.before_rows()
-        self._meet()
+        self._barrier()
 
 
 def together(transport: Transport, timeout: float, work: Callable[[], Result]) -> Result:

@@ -161,7 +161,9 @@ class Calls:
 
         try:
             with telling(self.transport):
-                self.transport.meet(self.timeout)  # before this rank loads kernels, to copy arrays or for a warm-up run
+                self.transport.barrier(
+                    self.timeout
+                )  # before this rank loads kernels, to copy arrays or for a warm-up run
                 return self._agreed(method, own, compute)
         except Heard as heard:
             assert heard.error is not None
@@ -251,8 +253,8 @@ class Calls:
         expected: tuple[str, ...] = (),
     ) -> Result:
         """This rank's results for the arrays of a call; `hear` waits for what ranks say, if this one did not yet."""
-        meet = functools.partial(self.transport.meet, self._patience(call))
-        agreement = Pending(meet, hear, expected)
+        barrier = functools.partial(self.transport.barrier, self._patience(call))
+        agreement = Pending(barrier, hear, expected)
         call, run = self._run(call, prepared)
         with dlpack.on_device(run.arrays["q"]):
             if not run.is_warm:  # arrays lie otherwise than in earlier calls

@@ -73,7 +73,7 @@ class ContextParallel:
         As `cuflash.FlashAttention` takes them, for the whole sequences, but for ``causal="lengths"``.
     deterministic : bool, default False
         If True, results are bitwise the same for any number of ranks, for any splits into whole chunks, and in every
-        run. Each chunk is computed by calls of its own, with all rows that it meets.
+        run. Each chunk is computed by calls of its own, with all rows that it needs.
     precision : {"highest", "tf32"}, default "highest"
         As `cuflash.FlashAttention` takes it.
     dropout : float, default 0.0

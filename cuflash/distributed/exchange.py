@@ -1,6 +1,6 @@
 """Rows are exchanged from rank to rank: those of a step while the rank computes with those of the step before.
 
-Rows are exchanged in one of two layouts. If all rows that a rank meets come from one other rank, they have the layout
+Rows are exchanged in one of two layouts. If all rows that a rank needs come from one other rank, they have the layout
 (batch, heads, rows, ...), and the sender may send them from its own array. Otherwise the axis of rows comes first: then
 the rows of each sender are contiguous, and are received where they are needed.
 """
@@ -37,19 +37,19 @@ class Store(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The rows that the calls of a step meet."""
+    """The rows that the calls of a step need."""
 
     stores: tuple[Store, ...]
 
-    def rows(self, met: Sequence[Span]) -> dict[str, Array]:
+    def rows(self, needed: Sequence[Span]) -> dict[str, Array]:
         """The rows of some spans, which have to lie one after the other in a store."""
-        if not is_some(met[0]):
+        if not is_some(needed[0]):
             return {name: x[:, :, :0] for name, x in self.stores[0].arrays.items()}
         for store in self.stores:
-            at = slice_in(met, store.spans)
+            at = slice_in(needed, store.spans)
             if at is not None:
                 return {name: x[:, :, at] for name, x in store.arrays.items()}
-        raise AssertionError(f"rows {met} of {[store.spans for store in self.stores]}")
+        raise AssertionError(f"rows {needed} of {[store.spans for store in self.stores]}")
 
 
 @dataclass
@@ -63,7 +63,7 @@ class _Journey:
 
 
 class Rows:
-    """The rows that the calls of a traversal meet, step by step."""
+    """The rows that the calls of a traversal need, step by step."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Rows:
         self._journeys: dict[int, _Journey] = {}  # by step, those that are not over
 
     def steps(self, *, in_turn: bool = False) -> Iterator[tuple[Round, Span, Held, Streams]]:
-        """The round and the key/value heads of each step, and the rows that its calls meet."""
+        """The round and the key/value heads of each step, and the rows that its calls need."""
         run, steps, streams = self.run, self.traversal.steps, self.run.streams.begin(self.run.arrays["q"])
         exchanging = [number for number, (a_round, _) in enumerate(steps) if a_round.transfers]
         try:

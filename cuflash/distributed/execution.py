@@ -120,8 +120,8 @@ class Execution(Run):
                     if not calls.is_on_cpu:
                         arrays |= {"lse": self._lse_of(calls, tile, arrays)}
                     sums = self._row_sums_of(calls, tile, arrays, is_wide=is_wide and calls.is_on_cpu)
-                for span in tile.met:
-                    own[tile.piece][:, self.q_heads(heads), slice(*span)] = sums[:, :, slice_in([span], tile.met)]
+                for span in tile.needed:
+                    own[tile.piece][:, self.q_heads(heads), slice(*span)] = sums[:, :, slice_in([span], tile.needed)]
         found = [
             self.xp.empty((len(of_rank), *lse.shape, row_sums.NUMBERS), np.float64) for of_rank in traversal.pieces
         ]
@@ -301,7 +301,7 @@ class Execution(Run):
     # ---- calls -------------------------------------------------------------------------------------------------------
 
     def _of_tile(self, a_round: Round, tile: Tile, heads: Span, held: Held) -> dict[str, Array]:
-        """The arrays of a call: a piece of this rank's rows, and the received rows that this piece meets."""
+        """The arrays of a call: a piece of this rank's rows, and the received rows that this piece needs."""
         by_keys = a_round.by == "keys"
         own_split = self.schedule.split_k if by_keys else self.schedule.split_q
         names = ("k", "v") if by_keys else OF_QUERIES
@@ -311,7 +311,7 @@ class Execution(Run):
             if self.arrays.get(name) is not None:
                 mine = slice(*heads) if name in ("k", "v") else q_heads
                 found[name] = self.arrays[name][:, mine, at]
-        found |= held.rows(tile.met)
+        found |= held.rows(tile.needed)
         if "minus_delta" in found:  # it stands for out and dlse, which were not sent
             found["dlse"] = found.pop("minus_delta")
             found["out"] = self.xp.broadcast_to(self.zero_row(), found["dout"].shape)
@@ -353,7 +353,7 @@ class Execution(Run):
     # ---- what is exchanged -------------------------------------------------------------------------------------------
 
     def _is_beyond_cache(self, traversal: Traversal) -> bool:
-        """Whether a call by keys meets more queries of a head, with dout and dq, than the device's cache holds.
+        """Whether a call by keys reads more queries of a head, with dout and dq, than the device's cache holds.
 
         The blocks of one call read the same queries and add to their dq at the same time. The blocks of another call,
         which would fill the gaps of this one, work on other queries: without a mask that took half as long again on two

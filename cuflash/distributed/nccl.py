@@ -48,7 +48,7 @@ class Neighbours:
         self._came: Counter[int] = Counter()
         self.failed: dict[int, str] = {}  # by rank
 
-    def meet(self, rank: int, ranks: Sequence[int], timeout: float) -> None:
+    def barrier(self, rank: int, ranks: Sequence[int], timeout: float) -> None:
         """Wait until all ranks have come as often as this one."""
         with self._lock:
             self._came[rank] += 1
@@ -92,9 +92,9 @@ class Nccl(Transport):
 
     A kernel of NCCL runs until the other rank has launched its own. Where both are threads of one process, a call of
     CUDA that waits for the first kernel, such as loading a module or allocating memory, may hold a lock that the other
-    thread needs to launch: then both wait for ever. So such ranks `meet` before rows are exchanged, and once all of
-    them have launched: between these points none of them loads or allocates. In processes of their own they have no
-    lock in common.
+    thread needs to launch: then both wait for ever. So such ranks wait at a `barrier` before rows are exchanged, and
+    once all of them have launched: between these points none of them loads or allocates. In processes of their own they
+    have no lock in common.
     """
 
     goes_into_graphs = True
@@ -122,7 +122,7 @@ class Nccl(Transport):
         return self.begin_all_gather(payload, timeout)()
 
     def begin_all_gather(self, payload: bytes, timeout: float) -> Callable[[], list[bytes]]:
-        self.meet(timeout)
+        self.barrier(timeout)
         first = self._begin_gathering(payload, 0)
 
         def heard() -> list[bytes]:
@@ -146,12 +146,12 @@ class Nccl(Transport):
     def finish(self, pending: Any, timeout: float) -> None:
         self._cupy.cuda.get_current_stream().wait_event(pending[0])
 
-    def meet(self, timeout: float) -> None:
+    def barrier(self, timeout: float) -> None:
         if len(self._near) == 1 or self._cupy.cuda.get_current_stream().is_capturing():  # then nothing runs
             return
         if not self._near:
             self._find_neighbours(timeout)
-        self._neighbours.meet(self.rank, self._near, timeout)
+        self._neighbours.barrier(self.rank, self._near, timeout)
 
     def fail(self, rank: int, message: str) -> None:
         self._neighbours.fail(rank, message)

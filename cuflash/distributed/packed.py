@@ -1,4 +1,5 @@
-"""Packed sequences over ranks: which queries and keys meet, and where spans are cut so that one call computes a piece.
+"""Packed sequences over ranks: which queries attend to which keys, and where spans are cut so that one call computes a
+piece.
 
 Each sequence is a problem of its own. A piece holds whole sequences, which one packed call computes, or rows of one
 sequence, which one call with the diagonal of that sequence computes, or rows that belong to no sequence.
@@ -63,12 +64,12 @@ class Packing:
         return piece[0] >= self.starts(by)[-1]
 
     def band_of(self, sequence: int) -> Band:
-        """Which keys a query of a sequence sees; rows are numbered over all sequences."""
+        """Which keys a query of a sequence attends to; rows are numbered over all sequences."""
         q, k = (x[sequence : sequence + 2] for x in (self.starts_q, self.starts_k))
         diagonal = 0 if self.is_top_left else (k[1] - k[0]) - (q[1] - q[0])
         return Band(k[0] - q[0] + diagonal, self.left, self.right)
 
-    def met(self, piece: Span, by: By) -> Span:
+    def needed(self, piece: Span, by: By) -> Span:
         """The span of keys that queries of a piece attend to, or of the queries that attend to the keys of a piece."""
         first, stop = self.sequences_of(piece, by)
         others = self.starts_k if by == "queries" else self.starts_q

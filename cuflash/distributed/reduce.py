@@ -120,7 +120,7 @@ class Returns:
         """
         self.finish()
         run = self.run
-        partial_dqs = [PartialDq(tile.met, heads, dq) for tile, dq in of_calls]
+        partial_dqs = [PartialDq(tile.needed, heads, dq) for tile, dq in of_calls]
         if not is_last:
             self._own += partial_dqs
             return

@@ -48,9 +48,9 @@ GROWTH = 4
 
 
 class Tile(NamedTuple):
-    """Queries and keys of one call. One side is a piece of the rank's own rows, the other side the rows that it meets.
+    """Queries and keys of one call. One side is a piece of the rank's own rows, the other side the rows that it needs.
 
-    Calls begin at multiples of some step, so there may be queries or keys in front of the piece. The piece may meet
+    Calls begin at multiples of some step, so there may be queries or keys in front of the piece. The piece may need
     rows of several spans, which lie one after the other in memory. These rows are numbered as if they were adjacent in
     the whole, too, and in such a way that the bounds leave the same pairs visible.
     """
@@ -60,7 +60,7 @@ class Tile(NamedTuple):
     partial: int  # its number among the partial results of the piece
     queries: Span
     keys: Span
-    met: tuple[Span, ...]  # the rows that the piece is computed with, by their indices in the whole
+    needed: tuple[Span, ...]  # the rows that the piece is computed with, by their indices in the whole
     sequences: Span | None = None  # the packed sequences that it computes with
     front: tuple[int, int] = (0, 0)  # queries and keys in front of the piece; they have no results and no weight
 
@@ -111,14 +111,14 @@ class Round:
 
     @cached_property
     def _held(self) -> tuple[tuple[Span, ...], ...]:
-        return tuple(joined([x for t in self.calls_of(rank) for x in t.met]) for rank in range(self.split.ranks))
+        return tuple(joined([x for t in self.calls_of(rank) for x in t.needed]) for rank in range(self.split.ranks))
 
     def held(self, rank: int) -> tuple[Span, ...]:
-        """The rows of the exchanged side that the tiles of a rank meet."""
+        """The rows of the exchanged side that the tiles of a rank need."""
         return self._held[rank]
 
     def comes_whole(self, rank: int) -> bool:
-        """Whether all rows that the tiles of a rank meet come from one other rank, as one span."""
+        """Whether all rows that the tiles of a rank need come from one other rank, as one span."""
         return self._comes_whole[rank]
 
     @cached_property
@@ -237,31 +237,31 @@ class Schedule:
         """The calls for a piece, each with its round."""
         split = self.split_k if by == "queries" else self.split_q
         if self.packing is not None:
-            met, sequences = self.packing.met(piece, by), self.packing.sequences_of(piece, by)
+            needed, sequences = self.packing.needed(piece, by), self.packing.sequences_of(piece, by)
         else:
-            met, sequences = self._band(by).keys_of(piece, split.seqlen), None
+            needed, sequences = self._band(by).keys_of(piece, split.seqlen), None
 
-        def call(met: Span, *spans: Span) -> Tile:
-            sides = (piece, met) if by == "queries" else (met, piece)
+        def call(needed: Span, *spans: Span) -> Tile:
+            sides = (piece, needed) if by == "queries" else (needed, piece)
             queries, keys = map(_from_step, sides, self.step, self.zeros_of(sequences))
             front = (piece[0] - queries[0], 0) if by == "queries" else (0, piece[0] - keys[0])
             spans = spans or ((keys if by == "queries" else queries),)
             return Tile(rank, 0, 0, queries, keys, spans, sequences, front)
 
-        if self.why_whole is not None or not is_some(met):
-            yield 0, call(met)
+        if self.why_whole is not None or not is_some(needed):
+            yield 0, call(needed)
             return
-        own = cut(met, split.spans[rank])
-        others = cut(met, joined([x for i, spans in enumerate(split.spans) if i != rank for x in spans]))
+        own = cut(needed, split.spans[rank])
+        others = cut(needed, joined([x for i, spans in enumerate(split.spans) if i != rank for x in spans]))
         if sequences is not None and sequences[1] - sequences[0] > 1 and (others or len(own) > 1):
-            yield 1, call(met)  # with all keys of each sequence, because diagonals depend on their number
+            yield 1, call(needed)  # with all keys of each sequence, because diagonals depend on their number
             return
         for of_round, spans in enumerate((own, others)):
             for joint, of_call in self._joined(by, piece, spans):
                 yield of_round, call(joint, *of_call) if len(of_call) > 1 else call(joint)
 
     def _joined(self, by: By, piece: Span, spans: Sequence[Span]) -> list[tuple[Span, tuple[Span, ...]]]:
-        """The spans that a piece meets, joined where one call can have several, and the numbers that their rows get."""
+        """The spans that a piece needs, joined where one call can have several, and the numbers that their rows get."""
         found: list[tuple[Span, tuple[Span, ...]]] = []
         for span in spans:
             together = (*found[-1][1], span) if found and self.joins else ()
@@ -273,7 +273,7 @@ class Schedule:
         return found
 
     def _band(self, by: By) -> Band:
-        """Which rows a row of a piece meets."""
+        """Which rows a row of a piece needs."""
         return self.band if by == "queries" else self.band.transposed
 
     def zeros_of(self, sequences: Span | None) -> tuple[int, int] | tuple[None, None]:
@@ -289,8 +289,8 @@ class Schedule:
         split = self.split_k if by == "queries" else self.split_q
         for i in range(*(tile.own_queries if by == "queries" else tile.own_keys)):
             row = (i, i + 1)
-            seen = self._band(by).keys_of(row, split.seqlen) if self.packing is None else self.packing.met(row, by)
-            total += sum(stop - start for start, stop in cut(seen, tile.met))
+            seen = self._band(by).keys_of(row, split.seqlen) if self.packing is None else self.packing.needed(row, by)
+            total += sum(stop - start for start, stop in cut(seen, tile.needed))
         return total
 
     def describe(self) -> str:
@@ -302,7 +302,7 @@ class Schedule:
             f"  pieces    {'spans of the ranks' if self.chunks is None else f'spans cut at {self.chunks} chunks'}",
         ]
         if self.why_whole is not None:
-            lines.append(f"  rounds    one, of calls that have all rows that a piece meets: {self.why_whole}")
+            lines.append(f"  rounds    one, of calls that have all rows that a piece needs: {self.why_whole}")
         for traversal in (self.by_queries, self.by_keys):
             what, results = ("keys", "out, lse, dq") if traversal.by == "queries" else ("queries", "dk, dv")
             lines.append(f"  by {traversal.by}: {results}")
@@ -312,7 +312,7 @@ class Schedule:
                 kind = "received" if a_round.transfers and self.why_whole is None else "all" if note else "own"
                 lines.append(f"    with {kind} {what}: key/value heads {steps}{note}")
                 for rank in range(q.ranks):
-                    tiles = [_words(traversal.by, t) for t in a_round.calls_of(rank) if is_some(t.met[0])]
+                    tiles = [_words(traversal.by, t) for t in a_round.calls_of(rank) if is_some(t.needed[0])]
                     comes = [f"{_rows(t.rows)} from {t.source}" for t in a_round.transfers if t.target == rank]
                     lines.append(f"      rank {rank} computes queries x keys {', '.join(tiles) or 'nothing'}")
                     lines += [f"             receives {what} {', '.join(comes)}"] if comes else []
@@ -358,7 +358,7 @@ def make_schedule(
         Whether calls may have rows of several spans as if these were adjacent. They may not if anything depends on the
         numbers of rows.
     why_whole : str, optional
-        Why all rows that a piece meets have to be in one call. This function finds some reasons itself.
+        Why all rows that a piece needs have to be in one call. This function finds some reasons itself.
 
     Raises
     ------
@@ -431,8 +431,8 @@ def _most_pairs(tile: Tile) -> int:
 
 
 def _words(by: By, tile: Tile) -> str:
-    met = " and ".join(map(_rows, tile.met))
-    return f"{_rows(tile.own_queries)} x {met}" if by == "queries" else f"{met} x {_rows(tile.own_keys)}"
+    needed = " and ".join(map(_rows, tile.needed))
+    return f"{_rows(tile.own_queries)} x {needed}" if by == "queries" else f"{needed} x {_rows(tile.own_keys)}"
 
 
 def _rows(span: Span) -> str:

@@ -51,7 +51,7 @@ class Transport(ABC):
     def finish(self, pending: Any, timeout: float) -> None:
         """Wait for what `start` began; with CuPy arrays, the current stream waits instead of the host, if it can."""
 
-    def meet(self, timeout: float) -> None:  # noqa: B027 (most transports need no such wait)
+    def barrier(self, timeout: float) -> None:  # noqa: B027 (most transports need no such wait)
         """Wait for the ranks of this process, if rows on their way may make CUDA wait in a call of another rank.
 
         Each rank calls this before its first `start` in a call, once it has loaded all kernels and allocated all

@@ -52,7 +52,7 @@ class Schedule:
     order : {"fifo", "lifo", "reversed", "random"}
         Of the threads that can run. "reversed" also runs the blocks from the last to the first, "random" shuffles them.
     asynchrony : {"late", "eager"}
-        Asynchronous copies write at their wait or at once. A block sees what others have counted late, after its own
+        Asynchronous copies write at their wait or at once. A block reads late what others have counted, after its own
         first count, or at once.
     seed : int
         Of "random".

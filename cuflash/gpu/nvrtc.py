@@ -101,7 +101,7 @@ class Nvrtc:
             log = self._output(handle, "ProgramLog").rstrip(b"\0 \n").decode(errors="replace")
             if result.value == 0:
                 return self._output(handle, "CUBIN"), log
-            # Errors of ptxas name lines of the PTX, which the caller does not see: the log quotes these lines.
+            # Errors of ptxas name lines of the PTX, which the caller does not get: the log quotes these lines.
             ptx = self._output(handle, "PTX").decode(errors="replace").splitlines()
             lines = dict.fromkeys(int(line) for line in re.findall(r"ptx input, line (\d+); error", log))
             quoted = [f"PTX line {line}: {ptx[line - 1].strip()}" for line in lines if line <= len(ptx)]

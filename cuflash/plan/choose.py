@@ -105,7 +105,7 @@ def _has_keys_elsewhere(problem: Problem) -> bool:
 
 
 def _without_softmax_inputs(problem: Problem) -> Problem:
-    """The problem as the backward pass sees it: lse includes these, and only their own gradients need them."""
+    """The problem as the backward pass reads it: lse includes these, and only their own gradients need them."""
     absent: dict[str, Any] = {row.name: None for row in OPTIONAL_INPUTS if row.gradient_via == "softmax"}
     return replace(problem, **absent)
 
@@ -118,7 +118,7 @@ def _of_planned_length(problem: Problem) -> Problem:
 
 
 class _Planned(NamedTuple):
-    """How a pass is planned: the problem as its kernels see it, and what adds them."""
+    """How a pass is planned: the problem as its kernels read it, and what adds them."""
 
     seen: Callable[[Problem], Problem]
     draft: Callable[[Draft, tuple[Tile, ...] | None], None]

@@ -109,7 +109,7 @@ class Draft:
         return -(-seqlen // rows)
 
     def steps_of_tile(self, main: Tile) -> int:
-        """The most tiles of queries, of all heads of a group, that a tile of keys meets; packed: of mean length."""
+        """The most tiles of queries, of all heads of a group, that attend to a tile of keys; packed: of mean length."""
         problem = self.problem.mean_sequence
         queries = problem.seqlen_q
         if problem.window_left is not None and problem.window_right is not None:
@@ -228,7 +228,7 @@ class Draft:
             self._add_mask_tiles(tile, matrices * tiles)
             self.reasons.append(f"mask: what it leaves of tiles of {tile.block_n} keys is noted")
         if problem.mask_function is not None or looks or problem.block_mask is not None:
-            self.reasons.append(f"tiles of {tile.block_n} keys that no query sees are not loaded")
+            self.reasons.append(f"tiles of {tile.block_n} keys that no query attends to are not loaded")
 
     def add_bias_tile_classes(self, tile: Tile) -> dict[str, int]:
         """Add notes of which tiles the bias hides, for a kernel of gradients that walks over tiles without lists.
@@ -548,7 +548,7 @@ def has_natural_scores(problem: Problem) -> bool:
 
 
 def _kind_of_scale(problem: Problem, name: Literal["k_scale", "v_scale"]) -> int:
-    """How kernels see a scale of keys or values: 0 (there is none), 1 (all keys of a head share it), 2 (others)."""
+    """How kernels read a scale of keys or values: 0 (there is none), 1 (all keys of a head share it), 2 (others)."""
     operand: Operand | None = getattr(problem, name)
     if operand is None:
         return 0

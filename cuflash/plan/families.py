@@ -103,7 +103,7 @@ class BackwardFamily(Family[Row]):
     makes_dq: ClassVar[bool] = True  # whether it can add to dq; otherwise dq has a kernel of its own
     makes_both: ClassVar[bool] = False  # it makes both dk and dv, even if only one is wanted
     splits_tail: ClassVar[bool] = False  # blocks may share the queries of the last tiles of keys
-    defines: ClassVar[dict[str, int]] = {}  # of all kernels of the pass: how the main one sees memory
+    defines: ClassVar[dict[str, int]] = {}  # of all kernels of the pass: how the main one reads memory
 
     def configured(self, main: Row, draft: Draft) -> Row:
         """The row as this problem needs it."""

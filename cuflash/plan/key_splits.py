@@ -38,7 +38,7 @@ def are_few(problem: Problem) -> bool:
 
 
 def visible_keys(problem: Problem) -> int:
-    """The most keys that all queries of a head see together."""
+    """The most keys that all queries of a head attend to together."""
     start, stop = 0, problem.seqlen_k
     if problem.window_left is not None:
         start = max(start, problem.diagonal - problem.window_left)

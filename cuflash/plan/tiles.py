@@ -165,7 +165,7 @@ class Tile:
         raise NotImplementedError
 
     def padded_dims(self, problem: Problem) -> tuple[int, int]:
-        """Head dimensions as the kernel sees them."""
+        """Head dimensions as the kernel reads them."""
         return round_up(problem.head_dim, self.dim_multiple), round_up(problem.head_dim_v, self.dim_multiple)
 
     def defines(self) -> dict[str, str | int]:

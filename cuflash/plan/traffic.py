@@ -1,8 +1,8 @@
 """What a plan moves: tiles to SMs, and bytes through device memory. A model, without a device.
 
 Its two numbers are easily confused. Blocks bring tiles to shared memory, mostly from L2: for N keys and queries of head
-dimension d, and M bytes of shared memory, that is the N^2 d^2 / M of the literature. Device memory sees less, because
-blocks that run side by side iterate over the same operands, and the first of them brings these to L2 for all.
+dimension d, and M bytes of shared memory, that is the N^2 d^2 / M of the literature. Device memory traffic is less,
+because blocks that run side by side iterate over the same operands, and the first of them brings these to L2 for all.
 
 The first number is exact for problems whose visible tiles follow from shapes and windows. Pairs that masks, lengths in
 an array and block masks hide are taken as visible, and packed sequences as equally long. The second number rests on the
@@ -122,7 +122,7 @@ def key_rows(problem: Problem, block_m: int, block_n: int) -> list[int]:
 
 
 def query_tiles(problem: Problem, block_m: int, block_n: int) -> list[range]:
-    """Tiles of queries that each tile of keys of a head meets."""
+    """Tiles of queries that attend to each tile of keys of a head."""
     ranges = []
     for first in range(0, problem.seqlen_k, block_n):
         start, stop = 0, -(-problem.seqlen_q // block_m)
@@ -296,23 +296,23 @@ def _by_keys(plan: Plan, added: int, *, every: bool) -> tuple[float, float, floa
     number = ITEMSIZE[problem.softmax_dtype]
     heads, heads_kv = problem.batch * problem.num_heads, problem.batch * problem.num_heads_kv
     sizes = plan.scratch_sizes
-    met = query_tiles(one, tile.block_m, tile.block_n)
-    steps = sum(map(len, met))
-    rows = sum(min(r.stop * tile.block_m, one.seqlen_q) - r.start * tile.block_m for r in met if r)
+    query_blocks = query_tiles(one, tile.block_m, tile.block_n)
+    steps = sum(map(len, query_blocks))
+    rows = sum(min(r.stop * tile.block_m, one.seqlen_q) - r.start * tile.block_m for r in query_blocks if r)
     of_queries = heads * (rows * (of_q + of_v) + steps * tile.block_m * 2 * number)
-    key_starts = [n * tile.block_n for n, r in enumerate(met) if every or r]
+    key_starts = [n * tile.block_n for n, r in enumerate(query_blocks) if every or r]
     keys = sum(min(tile.block_n, one.seqlen_k - start) for start in key_starts)
-    n_blocks = heads_kv * len(met)
+    n_blocks = heads_kv * len(query_blocks)
     shared = range(run_time.whole_tiles, n_blocks) if run_time.tail_splits > 1 else range(0)
     keys = heads_kv * run_time.group_splits * keys
     for index in shared:  # each block that has queries loads its keys
-        block = _block_at(index, len(met), heads_kv, run_time.head_section)
-        splits = min(run_time.tail_splits, len(met[block]) * problem.group_size)
+        block = _block_at(index, len(query_blocks), heads_kv, run_time.head_section)
+        splits = min(run_time.tail_splits, len(query_blocks[block]) * problem.group_size)
         keys += min(tile.block_n, one.seqlen_k - block * tile.block_n) * max(0, splits - 1)
     splits = run_time.group_splits
     loop = OperandLoop(
         heads=heads_kv * splits,
-        tiles_of_head=len(met),
+        tiles_of_head=len(query_blocks),
         section=min(run_time.head_section, heads_kv) * splits,
         at_once=_blocks_at_once(plan, tile, n_blocks * splits),
         whole=n_blocks * splits - len(shared),
@@ -361,8 +361,8 @@ def _keys_read(plan: Plan, tile: Tile, rows: list[int], in_all: float, *, persis
     head_bytes = problem.mean_sequence.seqlen_k * sum(_row_bytes(problem))
     heads = problem.batch * problem.num_heads
     at_once = _blocks_at_once(plan, tile, heads * len(rows))
-    # Blocks that take tiles in pairs, one from each end, take head by head. So do persistent blocks with tiles that see
-    # the whole of a window, as most tiles do.
+    # Blocks that take tiles in pairs, one from each end, take head by head. So do persistent blocks with tiles that
+    # attend to the whole of a window, as most tiles do.
     in_pairs = any(("CUFLASH_PAIRS", 1) in kernel.defines for kernel in plan.kernels)
     section = 1 if in_pairs or (persistent and problem.has_window) else plan.run_time.head_section
     units = -(-len(rows) // 2) if in_pairs else len(rows)

@@ -4,7 +4,7 @@ Where an expression has a kink its derivative is one-sided: `cuflash.score_mod.f
 `where`, `minimum` or `maximum` does not take has the derivative 0, even where its own derivative is infinite or NaN:
 below such a choice, derivatives are multiplied by `product`, which is 0 wherever its first factor is 0.
 
-In the chain rule 0 times infinity is 0, too. It is met where the slope of a root or a power is infinite, as in
+In the chain rule 0 times infinity is 0, too. This happens where the slope of a root or a power is infinite, as in
 ``a * sqrt(x)`` at a = 0 or in ``sqrt(x * x)`` at its kink, and where a finite value has an infinite subexpression, as
 in
 ``1 / (1 + exp(-x))`` when the exponential overflows, or in ``exp(-1 / (x * x))`` at 0. `cuflash.score_mod.ranges` tells

@@ -29,7 +29,7 @@ def clamped(indices: Sequence[Any], shape: Sequence[int]) -> tuple[Any, ...]:
 
 
 class Clamped:
-    """An array as a function sees it that is called on NumPy arrays: every index is clamped to its axis."""
+    """An array as a function reads it that is called on NumPy arrays: every index is clamped to its axis."""
 
     def __init__(self, array: Array) -> None:
         self._array = array
@@ -40,7 +40,7 @@ class Clamped:
 
 
 def as_score_args(array: Array, dtype: DTypeLike) -> Any:
-    """An array as a function sees it, with real numbers in `dtype`; an array without axes becomes its only number."""
+    """An array as a function reads it, with real numbers in `dtype`; an array without axes becomes its only number."""
     if array.dtype.kind not in "biu":
         array = array.astype(dtype)
     return Clamped(array) if array.ndim else array[()]

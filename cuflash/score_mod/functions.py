@@ -69,7 +69,7 @@ def clip(x: Any, low: Any, high: Any) -> Any:
 def floor(x: Any) -> Any:
     """The largest integer that is not above `x`, as an integer, so that it can be an index; the derivative is 0.
 
-    An integer has 32 bits, and is 0 for a NaN. Where it meets a real number it is that of NumPy's floor.
+    An integer has 32 bits, and is 0 for a NaN. Combined with a real number it is that of NumPy's floor.
     """
     return _apply("floor", floor_of, x)
 

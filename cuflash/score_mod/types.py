@@ -1,4 +1,4 @@
-"""Typed expressions: every node is a bool, an integer or a real number, and casts stand where these meet."""
+"""Typed expressions: every node is a bool, an integer or a real number, and casts are inserted where types differ."""
 
 from __future__ import annotations
 

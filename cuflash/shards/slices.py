@@ -60,7 +60,7 @@ class Slices:
     """A problem that is computed slice by slice."""
 
     options: Options  # of the whole problem
-    band: Band  # which keys a query of the whole problem sees
+    band: Band  # which keys a query of the whole problem attends to
     problem: Problem  # it has the dtypes and heads of the whole problem
     random: tuple[int, int]  # seed and offset of dropout
     arrays: Mapping[str, Array]  # by name; None for absent ones

@@ -6,7 +6,7 @@ because it broadcasts along one of two axes or because its strides do not fit to
 merge is the batch of a call, and there is a call for each index of the other axes. Each call works on views. If a
 result is a sum over several calls, their partial sums are added in the order of the calls, in the dtype of the softmax.
 
-Dropout and score_mod and mask_mod count batch entries, so one call has to see all entries, and arrays whose axes do
+Dropout and score_mod and mask_mod count batch entries, so one call has to have all entries, and arrays whose axes do
 not merge are copied for it. Small optional inputs are copied, too, instead of making more calls.
 """
 

@@ -1,4 +1,4 @@
-"""A binding describes a call: it has the problem, the operands as kernels see them, the results, and the copies.
+"""A binding describes a call: it has the problem, the operands as kernels read them, the results, and the copies.
 
 A binding depends only on shape, strides, dtype and address of each array, so NumPy arrays, CuPy arrays and arrays that
 do not exist yet (`Contiguous`) bind alike. Calls, plans, tuning, the command line and the emulator all start from
@@ -366,7 +366,7 @@ def _check_aligned(name: str, array: Shaped, address: int) -> None:
 
 
 def _operand(name: str, array: Shaped, problem: Problem) -> Operand:
-    """An array of the pass as kernels see it."""
+    """An array of the pass as kernels read it."""
     moved = name[1:] if name.startswith("t") else name
     if name in problem.score_arg_tangents or moved in problem.score_arg_gradients:
         return as_it_is(array)

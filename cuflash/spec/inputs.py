@@ -1,6 +1,6 @@
 """The optional arrays of a call, and the numbers that act on scores: a row for each.
 
-A row says what its array or number may be, how kernels see it and whether it has a gradient. Validation, operands, the
+A row says what its array or number may be, how kernels read it and whether it has a gradient. Validation, operands, the
 kernels' argument, `need`, the interface and test strategies iterate over the rows.
 """
 
@@ -233,7 +233,7 @@ class Numbers:
 
 @dataclass(frozen=True, kw_only=True)
 class Given(Numbers):
-    """The numbers of a problem, and its optional inputs as kernels see them."""
+    """The numbers of a problem, and its optional inputs as kernels read them."""
 
     scale: float = field()
     bias: Operand | None = None

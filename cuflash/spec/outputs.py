@@ -23,8 +23,8 @@ class Output:
     Attributes
     ----------
     axes : tuple of str, optional
-        Sizes of a problem: the axes as kernels see them. None where the result has the shape of what it is the gradient
-        of.
+        Sizes of a problem: the axes as kernels read them. None where the result has the shape of what it is the
+        gradient of.
     dtype : {"input", "softmax", "like"}
         That of q, that of the softmax, or that of what it is the gradient of.
     gradient_of : str

@@ -2,7 +2,7 @@
 
 A `Problem` is plain data, made from the static `Options` and from anything with `shape`, `strides` and `dtype` (NumPy
 and CuPy arrays alike). Everything downstream (the oracle, the CPU path, plans, kernels) reads the mask from it in one
-form: row i sees key j where
+form: row i attends to key j where
 
     i + diagonal - window_left <= j <= i + diagonal + window_right        (a bound that is None does not exist)
     and j < kv_lengths[batch] and mask[batch, head, i, j]
@@ -282,16 +282,16 @@ class Problem(Given):
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        """Shape of out and dout as the caller sees them."""
+        """Shape of out and dout as the caller gets them."""
         return self.shape_of(OUTPUT_ROWS["out"])
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        """Shape of lse as the caller sees it: (..., heads, seqlen_q) in every layout."""
+        """Shape of lse as the caller gets it: (..., heads, seqlen_q) in every layout."""
         return self.shape_of(OUTPUT_ROWS["lse"])
 
     def shape_of(self, result: Output) -> tuple[int, ...]:
-        """Shape of a result as the caller sees it, except of gradients of optional arrays, which have theirs."""
+        """Shape of a result as the caller gets it, except of gradients of optional arrays, which have theirs."""
         like: Operand | None = getattr(self, result.gradient_of) if result.has_head_dim and result.gradient_of else None
         sizes = tuple(getattr(self, axis) for axis in result.axes or ()) if like is None else like.shape
         if not result.has_head_dim:
@@ -301,11 +301,11 @@ class Problem(Given):
 
     @property
     def has_window(self) -> bool:
-        """Whether all queries see equally many keys, except for those near the first key or the last one."""
+        """Whether all queries attend to equally many keys, except for those near the first key or the last one."""
         return self.window_left is not None and self.window_right is not None
 
     def key_range(self, row: int) -> tuple[int, int]:
-        """First and one past the last key that the window lets query `row` see, within [0, seqlen_k]."""
+        """First and one past the last key that the window lets query `row` attend to, within [0, seqlen_k]."""
         first = 0 if self.window_left is None else row + self.diagonal - self.window_left
         stop = self.seqlen_k if self.window_right is None else row + self.diagonal + self.window_right + 1
         stop = min(max(stop, 0), self.seqlen_k)
@@ -564,7 +564,7 @@ def check_differentiable(problem: Problem) -> None:
 
 
 def _input_operand(row: OptionalInput, array: Shaped, dtype: str, sizes: Mapping[str, int]) -> Operand:
-    """An optional input as kernels see it, checked against its row."""
+    """An optional input as kernels read it, checked against its row."""
     check_dtype(row.name, array, row.dtypes_with(dtype), row.hint)
     targets = [tuple(sizes[axis] for axis in shape) for shape in row.shapes]
     if row.shapes and not row.broadcasts and tuple(array.shape) not in targets:
@@ -693,5 +693,5 @@ def _number_of_sequences(ndim: int, cu_seqlens_q: Shaped | None, cu_seqlens_k: S
 
 
 def gradient_operand(row: OptionalInput, problem: Problem, array: Shaped) -> Operand:
-    """The gradient of an optional input as kernels see it: stride 0 on the axes that it is summed over."""
+    """The gradient of an optional input as kernels read it: stride 0 on the axes that it is summed over."""
     return broadcast_operand(row.gradient, array, tuple(getattr(problem, axis) for axis in row.shapes[-1]))

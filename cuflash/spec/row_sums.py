@@ -47,7 +47,7 @@ def full(shape: tuple[int, ...], numbers: Array) -> Array:
 
 
 def to_fill(lse: Array, bound: float = LARGE_LSE) -> Array:
-    """An array for the row sums of rows whose lse is large; until it is filled, these see no key."""
+    """An array for the row sums of rows whose lse is large; until it is filled, these attend to no key."""
     found = full(lse.shape, ABSENT)
     found[is_large(lse, bound)] = EMPTY
     return found

@@ -1,4 +1,4 @@
-"""The arrays that functions of a caller read: which there are, how kernels see them, and their gradients."""
+"""The arrays that functions of a caller read: which there are, how kernels read them, and their gradients."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def score_arg_dtypes(dtype: str) -> tuple[str, ...]:
 def operands_of(
     options: Options, given: Mapping[str, Shaped], dtype: str, *, has_pairs: bool
 ) -> tuple[tuple[str, Operand], ...]:
-    """The arrays as kernels see them, checked. Where there are no pairs of a query and a key, nothing is read."""
+    """The arrays as kernels read them, checked. Where there are no pairs of a query and a key, nothing is read."""
     found = []
     allowed = score_arg_dtypes(dtype)
     for name in options.score_args:

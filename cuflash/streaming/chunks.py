@@ -25,7 +25,7 @@ Way = Literal["views", "pinned", "staged", "mapped"]
 
 
 class Chunk(NamedTuple):
-    """Keys that are on the device together, and the queries that see at least one of them."""
+    """Keys that are on the device together, and the queries that attend to at least one of them."""
 
     queries: Span
     keys: Span

@@ -363,9 +363,10 @@ class Case(Numbers):
 
     def _fill_hidden_keys(self, values: dict[str, Array]) -> None:
         """Fill keys that the mask hides from all queries with what is not finite."""
-        sees = np.broadcast_to(values["mask"], (self.batch, self.num_heads, self.seqlen_q, self.seqlen_k)).any(axis=2)
+        shape = (self.batch, self.num_heads, self.seqlen_q, self.seqlen_k)
+        visible = np.broadcast_to(values["mask"], shape).any(axis=2)
         group = self.num_heads // max(self.num_heads_kv, 1)
-        of_group = sees.reshape(self.batch, self.num_heads_kv, group, self.seqlen_k).any(axis=2)
+        of_group = visible.reshape(self.batch, self.num_heads_kv, group, self.seqlen_k).any(axis=2)
         view_4d(values["k"], self.layout)[~of_group] = float(self.hidden_keys)
         values.pop("dout", None)
 
@@ -387,7 +388,7 @@ class Case(Numbers):
         return dict(self.batch_axes).get(name, self.axes or ())
 
     def _lengths_of(self, name: str) -> list[int]:
-        """How many keys at least one batch entry sees of each entry of k, or of v."""
+        """How many keys at least one batch entry attends to of each entry of k, or of v."""
         lengths: Array = np.array(self.kv_lengths)
         if self.axes is not None:
             whole = np.broadcast_to(lengths.reshape(self._batch_axes("kv_lengths")), self.axes)

@@ -67,7 +67,7 @@ def assert_float8(case: Case, got_out: Any, got_lse: Any) -> float:
     got = view_4d(to_numpy(got_out), case.layout).astype(np.float64)
     got_rows = view_rows(to_numpy(got_lse)).astype(np.float64)
     assert got.shape == out.shape, f"out: got shape {got.shape}, expected {out.shape}"
-    np.testing.assert_array_equal(np.isfinite(got_rows), np.isfinite(lse), "lse: rows that see a key")
+    np.testing.assert_array_equal(np.isfinite(got_rows), np.isfinite(lse), "lse: rows that attend to a key")
     finite = np.isfinite(lse)
     errors = {
         "out": (abs(got - out), far + 1e-30),

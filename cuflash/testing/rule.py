@@ -156,7 +156,7 @@ def measure(name: str, got: Any, yardstick: Yardstick) -> Measurement:
     values = np.where(overflows, expected, values)
     measurement = _compare(name, values, yardstick)
     if measurement.failure is None and np.any(values[yardstick.zero]):
-        failure = "a row that sees no key, or a key that no row sees, is not exactly zero"
+        failure = "a row that attends to no key, or a key that no row attends to, is not exactly zero"
         measurement = replace(measurement, failure=failure)
     if measurement.failure is None and yardstick.summed is not None:
         with np.errstate(all="ignore"):

@@ -1,4 +1,4 @@
-"""A bias, and a mask, that kernels of compute capability 9.0 see by tile: of pairs by TMA, and of keys. On the CPU.
+"""A bias, and a mask, that kernels of compute capability 9.0 load by tile: per-pair by TMA, and of keys. On the CPU.
 
 What is compiled comes from a fixed list; hypothesis draws sizes, values and schedules.
 """

@@ -282,7 +282,7 @@ def loaded(case, **options):
 @pytest.mark.parametrize("num_sms", [1, 7, 16])
 @pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 1.0])
 def test_hidden_blocks_are_not_loaded(kept, num_sms):
-    """And tiles that one of the rows sees are, once."""
+    """And tiles that one of the rows attends to are, once."""
     case = replace(CASE, kv_lengths=None, causal=False, seqlen_k=640, block_mask=(2, 8), block_size=(16, 32))
     case = replace(case, blocks_kept=kept, dtype="float32")
     mask = case.arrays()["block_mask"]

@@ -177,6 +177,6 @@ def test_rows_of_nan(name, code):
     case = replace(CASE, num_heads=1, causal=True, seqlen_k=200)
     _, out, _ = forward_of_codes(case, {name: with_nan})
     rows = np.arange(200)
-    sees = rows == 70 if name == "q" else rows >= 70
-    np.testing.assert_array_equal(np.isnan(out.astype(np.float32)).all(axis=-1)[0, 0], sees)
-    np.testing.assert_array_equal(np.isnan(out.astype(np.float32)).any(axis=-1)[0, 0], sees)
+    is_nan = rows == 70 if name == "q" else rows >= 70
+    np.testing.assert_array_equal(np.isnan(out.astype(np.float32)).all(axis=-1)[0, 0], is_nan)
+    np.testing.assert_array_equal(np.isnan(out.astype(np.float32)).any(axis=-1)[0, 0], is_nan)

@@ -104,7 +104,7 @@ def test_float32_on_9_0():
 @pytest.mark.parametrize(("arch", "dtype"), [("8.0", "float32"), ("9.0", "bfloat16")])
 @pytest.mark.parametrize(("score", "mask"), [("distance", None), (None, "near")])
 def test_functions(arch, dtype, score, mask):
-    """They see queries and keys by their numbers, whatever the lengths are."""
+    """They index queries and keys by their numbers, whatever the lengths are."""
     functions = (SCORES[score] if score else None, MASKS[mask] if mask else None)
     random = np.random.default_rng(3)
     arrays: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Masks of pairs, and cut blocks of block masks, that kernels of compute capability 9.0 see as bits. On the CPU.
+"""Masks of pairs, and cut blocks of block masks, that kernels of compute capability 9.0 read as bits. On the CPU.
 
 What is compiled comes from a fixed list; hypothesis draws sizes, values and schedules.
 """

@@ -1,4 +1,4 @@
-"""Masks that kernels see pair by pair, or key by key, biases of -inf, and the lists of the tiles that they leave.
+"""Masks that kernels read pair by pair, or key by key, biases of -inf, and the lists of the tiles that they leave.
 
 What is compiled comes from a fixed list; hypothesis draws sizes, values, strides and schedules.
 """
@@ -340,7 +340,7 @@ def test_tiles_that_a_bias_hides_are_not_computed(name, hides, data):
     rng = np.random.default_rng(case.seed)
     if hides:
         arrays["bias"] = with_holes(arrays["bias"], rng, data.draw(st.sampled_from([0.5, 0.8])))
-        arrays["bias"][..., : data.draw(st.sampled_from([70, 0])), :] = -np.inf  # queries that see nothing
+        arrays["bias"][..., : data.draw(st.sampled_from([70, 0])), :] = -np.inf  # queries that attend to nothing
         arrays["bias"][..., HIDDEN] = -np.inf
     arrays["bias"].reshape(-1)[rng.integers(0, arrays["bias"].size, 3)] = -np.inf
     problem = attention.problem_of(case, arrays, deterministic="in order" in name)

@@ -116,7 +116,7 @@ def test_any_case(tile, case, data):
 
 @pytest.mark.parametrize(("tile", "case"), [(DECODE, CASE), (SM90, LONG), (SM80, LONG)], ids=["decode", "sm90", "sm80"])
 def test_bits_are_those_of_keys_in_one_piece(tile, case):
-    """By the same kernel with the same tile. The first query of each entry sees its last key, as without pages."""
+    """By the same kernel with the same tile. The first query of an entry attends to its last key, as without pages."""
     case = replace(case, causal=False)
     arrays = case.arrays()
     assert_same_bits(run(case, tile, arrays=arrays), run(case, tile, arrays=ct.gather_pages(arrays)))

@@ -109,7 +109,7 @@ def test_results_do_not_depend_on_the_order_of_blocks(tile):
     [((130, 0), 630, 3), ((40, 100), 630, 2), ((200, 300), 400, 1), ((10, 150), 900, 3), ((600, 0), 630, 3)],
 )
 def test_blocks_take_whole_windows_first(window, seqlen_k, section, num_sms, schedule):
-    """Every tile of queries once, also where no tile sees a whole window, and in whatever parts heads are taken."""
+    """Every tile of queries once, also where no tile attends to a whole window, and however heads are grouped."""
     tile = FORWARD_SM90_TILES[2]
     sizes: dict[str, Any] = {"seqlen_q": 4 * tile.block_m + 118, "seqlen_k": seqlen_k, "num_heads": 3, "head_dim": 16}
     case = ct.Case(**sizes, dtype="bfloat16", causal="top_left" if window[1] == 0 else False, window=window)

@@ -119,8 +119,8 @@ def test_rows_of_products_that_see_nan(name, code):
     on_device = {name: lay_out(x, "contiguous", cupy.asarray) for name, x in arrays.items()}
     attn = cuflash.FlashAttention(**case.keywords)
     out = to_numpy(attn.forward(*ct.qkv(on_device), **ct.optional(on_device)).out).astype(np.float32)[0]
-    sees = np.arange(1000) == 700 if name == "q" else np.arange(1000) >= 700
-    np.testing.assert_array_equal(np.isnan(out), np.broadcast_to(sees[:, None], out.shape))
+    is_nan = np.arange(1000) == 700 if name == "q" else np.arange(1000) >= 700
+    np.testing.assert_array_equal(np.isnan(out), np.broadcast_to(is_nan[:, None], out.shape))
 
 
 def test_what_a_device_quantises_is_what_numpy_does():

@@ -187,7 +187,7 @@ def test_float32_that_is_split_as_it_is_loaded(cupy, head_dim, options):
 @given(case=bias_terms.cases_of_float32())
 @settings(max_examples=20)
 def test_what_is_added_to_scores_of_float32(cupy, case):
-    """Per-pair biases and of keys, masks of keys and slopes, as the kernels of parts of bfloat16 see them."""
+    """Per-pair biases and of keys, masks of keys and slopes, as the kernels of bf16 terms load them."""
     qkv, optional = arrays_of(cupy, case)
     attn = cuflash.FlashAttention(**case.keywords)
     if is_sm90():

@@ -41,7 +41,7 @@ def test_work_agrees_with_the_problem(case):
     q, k, v = (abstract(shape, case.dtype) for shape in (case.q_shape, case.k_shape, case.v_shape))
     terms = {name: abstract(*term) for name, term in case.terms.items()}
     problem = problem_of(case, q, k, v, terms)
-    # A problem counts keys that nobody sees, and an array for each operand.
+    # A problem counts keys that no query attends to, and an array for each operand.
     whole = replace(case, window=0, blocks_kept=0.0, v_in_k=False)
     assert whole.ideal_bytes("forward") == problem.forward_bytes
     assert whole.ideal_bytes("backward") == problem.backward_bytes
@@ -106,7 +106,7 @@ def test_cases_that_peers_disagree_on_are_refused():
     with pytest.raises(ValueError, match="window: got no causal"):
         replace(PLAIN, window=4)
     for changes in ({"causal": True, "mask": "qk"}, {"causal": True, "blocks_kept": 0.5}, {"mask": "q"}):
-        with pytest.raises(ValueError, match=r"rows (might|would) see nothing"):
+        with pytest.raises(ValueError, match=r"rows (might|would) attend to nothing"):
             replace(PLAIN, **changes)
 
 

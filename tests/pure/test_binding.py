@@ -87,7 +87,7 @@ def test_scratch_arrays_do_not_meet(sizes):
     ],
 )
 def test_elements_that_are_not_aligned_are_refused(name, make):
-    """Such arrays are rare, and a kernel that met one would destroy the CUDA context."""
+    """Such arrays are rare, and a kernel that read one would destroy the CUDA context."""
     q = np.zeros((2, 10, 16), np.float32)
     arrays = {"q": q, "k": q, "v": q, "bias": np.zeros((10, 10), np.float32), "lse": np.zeros((2, 10), np.float32)}
     arrays[name] = make(arrays[name])

@@ -60,7 +60,7 @@ def test_diagonals_that_follow_lengths(case):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("sink", [-np.inf, -200.0, -30.0, 0.0, 30.0, 70.0])
 def test_sinks_of_any_size(sink, dtype):
-    """Beside small scores, in rows that attend to keys and in rows that see none."""
+    """Beside small scores, in rows that attend to keys and in rows that attend to none."""
     case = ct.Case(num_heads=2, seqlen_q=150, seqlen_k=70, head_dim=8, causal=True, dtype=dtype, sinks=True, dlse=True)
     sinks = np.array([sink, 0], case.arrays()["sinks"].dtype)
     results = run(case, sinks=sinks)
@@ -307,8 +307,8 @@ def test_no_warnings_and_no_change_of_settings():
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
 def test_what_is_not_finite_reaches_the_output_as_in_the_formula(name, value):
-    """Wherever it lies. In the formula a weight of zero meets every value that a row does not see; whether it meets
-    one that is not finite is left open, but then the result is what it would be without that value.
+    """Wherever it lies. In the formula a weight of zero meets every value that a row does not attend to; whether it
+    meets one that is not finite is left open, but then the result is what it would be without that value.
     """
     case = ct.Case(seqlen_q=30, seqlen_k=30, head_dim=2, causal=True, bias=(30, 30))
     without = ct.yardsticks(case.problem, {n: x for n, x in case.arrays().items() if n != "dout"})

@@ -64,7 +64,7 @@ def test_leaving_one_out_is_a_mask(digits):
     y, y_classes, *_ = digits
     others = ~np.eye(len(y), dtype=bool)
     probabilities = smooth(y, y, y_classes, mask=others)
-    assert accuracy(smooth(y, y, y_classes), y_classes) == 1  # an image that may see itself knows
+    assert accuracy(smooth(y, y, y_classes), y_classes) == 1  # an image that may attend to itself knows
     assert accuracy(probabilities, y_classes) >= 0.98
     weights = np.exp(-GAMMA * ((y[:50, None] - y[None]) ** 2).sum(axis=-1)) * others[:50]
     expected = weights @ y_classes / weights.sum(axis=1, keepdims=True)

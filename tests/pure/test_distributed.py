@@ -247,7 +247,7 @@ def test_the_plan_says_why_calls_have_all_rows(split, options, why):
     first, _ = on_threads(2, lambda comm: cd.ContextParallel(comm, split=split, causal=True, **options).plan(x, x, x))
     rounds = len(first.by_queries.rounds), len(first.by_keys.rounds)
     assert (first.why_whole, rounds) == (why, (2, 2) if why is None else (1, 1))
-    assert (f"  rounds    one, of calls that have all rows that a piece meets: {why}" in first.describe()) == bool(why)
+    assert (f"  rounds    one, of calls that have all rows that a piece needs: {why}" in first.describe()) == bool(why)
 
 
 def test_the_plan_in_the_page_is_what_is_printed():

@@ -56,7 +56,7 @@ def test_bits_do_not_depend_on_the_number_of_ranks(data, case, ranks):
     st.tuples(st.integers(0, 80), st.integers(0, 80)).map(sorted),
 )
 def test_a_piece_has_whole_sequences_or_a_part_of_one(lengths_q, lengths_k, span):
-    """Pieces tile the span, and what they meet is what their rows meet one by one."""
+    """Pieces tile the span, and what they need is what their rows need one by one."""
     starts = [tuple(int(x) for x in np.cumsum([0, *x])) for x in (lengths_q, lengths_k[: len(lengths_q)])]
     for options in (Options(), Options(causal=True), Options(causal="top_left", window=(2, None))):
         packing = Packing.of(options, *starts)
@@ -67,9 +67,9 @@ def test_a_piece_has_whole_sequences_or_a_part_of_one(lengths_q, lengths_k, span
             first, stop = packing.sequences_of(piece, "queries")
             whole = starts[0][first] >= piece[0] and starts[0][stop] <= piece[1]
             assert whole or stop - first == 1 or packing.is_left_over(piece, "queries")
-            met = set(range(*packing.met(piece, "queries")))
+            needed = set(range(*packing.needed(piece, "queries")))
             for i in range(*piece):
-                assert set(range(*packing.met((i, i + 1), "queries"))) <= met
+                assert set(range(*packing.needed((i, i + 1), "queries"))) <= needed
 
 
 def test_the_plan_counts_sequences():
@@ -142,7 +142,7 @@ def test_long_runs_of_sequences_are_one_call():
     starts = tuple(range(0, 1001, 10))
     packing = Packing.of(Options(causal=True), starts, starts)
     assert packing.cut((3, 997), "queries") == [(3, 10), (10, 990), (990, 997)]
-    assert packing.met((10, 990), "queries") == (10, 990)
-    assert packing.met((3, 10), "queries") == (0, 10)
-    assert packing.met((3, 10), "keys") == (3, 10)
+    assert packing.needed((10, 990), "queries") == (10, 990)
+    assert packing.needed((3, 10), "queries") == (0, 10)
+    assert packing.needed((3, 10), "keys") == (3, 10)
     assert replace(CASE, causal=False).problem.is_packed

@@ -77,8 +77,8 @@ def test_mask_and_lengths_do_not_move_the_diagonal():
     np.testing.assert_allclose(np.exp(lse), [1, 2, 2, 2])
 
 
-def test_lengths_move_the_diagonal_if_they_are_told_to():
-    """The last query meets the last key that exists, in a cache that is longer, and queries before it see nothing."""
+def test_lengths_move_the_diagonal_if_causal_says_so():
+    """In a longer cache the last query attends to the last key that exists, and queries before the first to nothing."""
     q, k, v, dout = normal(5, 2, 3, 4), normal(5, 1, 9, 4), normal(5, 1, 9, 4, seed=1), normal(5, 2, 3, 4, seed=2)
     lengths, slopes = np.array([9, 5, 3, 2, 0]), np.array([0.5, 0.1])
     for window in (None, (2, None)):

@@ -90,7 +90,7 @@ def test_weights_of_a_row_sum_to_one(problem):
     # The derivative of lse by a score is the weight: sums over the rows of each key/value head.
     of_lse = gradients(np.zeros_like(out), ("dk", "dv"), dlse=np.ones_like(lse))
     of_sinks = of_lse["dsinks"].reshape(-1, group).sum(axis=1) if sinks else 0
-    if sinks:  # a row that attends to no key sees the sink
+    if sinks:  # a row that attends to no key has the sink
         rows = lse.size // q.shape[-3]
     slope_is_one, found = attn.options.softcap is None, {}
     if slope_is_one:

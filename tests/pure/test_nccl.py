@@ -133,7 +133,7 @@ def test_a_rank_that_says_nothing_in_time_ends_the_communicator(nccl, monkeypatc
 def transports_of(comms):
     """Those of ranks that know which of them are of one process."""
     transports = [Nccl(comm) for comm in comms]
-    on_ranks(transports, lambda transport: transport.meet(5.0))
+    on_ranks(transports, lambda transport: transport.barrier(5.0))
     return transports
 
 
@@ -143,7 +143,7 @@ def test_ranks_of_one_process_wait_for_one_another(nccl):
     def work(transport):
         time.sleep(0.05 * transport.rank)
         log.append(f"{transport.rank} comes")
-        transport.meet(5.0)
+        transport.barrier(5.0)
         log.append(f"{transport.rank} goes")
 
     on_ranks(transports, work)
@@ -158,18 +158,18 @@ def test_ranks_of_other_processes_do_not(nccl, monkeypatch):
     def work(comm):
         ranks.own = comm.rank
         transport = Nccl(comm)
-        transport.meet(5.0)
+        transport.barrier(5.0)
         return transport
 
     for transport in on_ranks(nccl(3), work):
-        transport.meet(5.0)
+        transport.barrier(5.0)
         assert transport.gathers_meanwhile
 
 
 def test_a_graph_that_is_captured_waits_for_no_rank(nccl, monkeypatch):
     first, _ = transports_of(nccl(2))
     monkeypatch.setattr(Stream, "is_capturing", lambda stream: True)
-    first.meet(0.1)
+    first.barrier(0.1)
 
 
 def test_a_rank_of_the_process_that_does_not_come_is_named(nccl):
@@ -177,7 +177,7 @@ def test_a_rank_of_the_process_that_does_not_come_is_named(nccl):
 
     def work(transport):
         with pytest.raises(TimeoutError, match=r"^ranks of this process: got nothing from rank 1 within timeout=0.3 "):
-            transport.meet(0.3)
+            transport.barrier(0.3)
 
     on_ranks([first, third], work)
 
@@ -196,7 +196,7 @@ def test_a_rank_that_fails_is_heard_of_by_those_of_its_process(waits, nccl, monk
             transport.fail(1, "MemoryError: no memory")  # as where an interrupt follows
             return
         with pytest.raises(RankFailed, match=r"^rank 1 failed: MemoryError: no memory$"):
-            transport._gathered(Event(), 5.0) if waits == "for what others say" else transport.meet(5.0)
+            transport._gathered(Event(), 5.0) if waits == "for what others say" else transport.barrier(5.0)
 
     on_ranks([first, second], work)
 

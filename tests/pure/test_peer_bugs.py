@@ -235,7 +235,7 @@ def test_nan_in_hidden_keys_reaches_the_rows_before_them(where):
 
 
 def test_parts_merged_by_lse_are_not_the_whole(where):
-    """One part sees nothing at all: its lse of -inf must weigh nothing, and not make NaN."""
+    """One split attends to nothing at all: its lse of -inf must weigh nothing, and not make NaN."""
     q, k, v = where.normal(9, DIM), where.normal(70, DIM), where.normal(70, DIM)
     mask = np.ones((9, 70), bool)
     mask[4, :40] = False

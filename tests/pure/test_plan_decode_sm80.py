@@ -192,7 +192,7 @@ def test_the_plan_says_why():
 def test_a_block_mask_is_said_to_hide_tiles():
     operand = Operand(shape=(1, 32, 1, 64), strides=(0, 0, 64, 1), dtype="bool")
     plan = choose_plan(replace(decode_problem(), block_mask=operand, block_size=(128, 128)), DeviceSpec.for_arch("8.0"))
-    assert "tiles of 16 keys that no query sees are not loaded" in plan.reason
+    assert "tiles of 16 keys that no query attends to are not loaded" in plan.reason
     assert plan.run_time.index_heads == 1, "all heads have one"
 
 

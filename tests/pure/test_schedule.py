@@ -77,9 +77,9 @@ def visible_pairs(schedule):
 def rows_of(traversal, tile):
     """The queries and the keys of a call, one by one, and the numbers that the call takes for theirs."""
     own = tile.own_queries if traversal.by == "queries" else tile.own_keys
-    met = np.concatenate([np.arange(*span) for span in tile.met])
+    needed = np.concatenate([np.arange(*span) for span in tile.needed])
     numbered = np.arange(*(tile.keys if traversal.by == "queries" else tile.queries))
-    sides = (np.arange(*own), met), (np.arange(*own), numbered)
+    sides = (np.arange(*own), needed), (np.arange(*own), numbered)
     return sides if traversal.by == "queries" else tuple(side[::-1] for side in sides)
 
 
@@ -106,7 +106,7 @@ def test_every_visible_pair_is_computed_once_by_who_holds_it(schedule):
             )
             own.local(tile.rank, traversal.pieces[tile.rank][tile.piece])  # raises where the rank does not hold them
             for (start, _), step, front in zip((tile.queries, tile.keys), schedule.step, tile.front, strict=True):
-                assert start % step == 0 or len(tile.met) > 1 or schedule.joins
+                assert start % step == 0 or len(tile.needed) > 1 or schedule.joins
                 assert 0 <= front < step
         assert (computed[visible] == 1).all()
         assert (computed <= 1).all()
@@ -152,9 +152,9 @@ def test_own_rows_come_first_and_received_ones_after_them(schedule):
             assert len(own.heads) <= 1
             for rank, spans in enumerate(own.split.spans):
                 assert all(
-                    cut(span, spans) == [span] for tile in own.calls_of(rank) for span in tile.met if is_some(span)
+                    cut(span, spans) == [span] for tile in own.calls_of(rank) for span in tile.needed if is_some(span)
                 )
-                assert not any(cut(span, spans) for tile in received.calls_of(rank) for span in tile.met)
+                assert not any(cut(span, spans) for tile in received.calls_of(rank) for span in tile.needed)
         for rank, counts in enumerate(traversal.partials):
             assert len(counts) == len(traversal.pieces[rank])
             found = [(tile.piece, tile.partial) for tile in traversal.calls_of(rank)]
@@ -217,7 +217,7 @@ def test_spans_are_joined_only_where_the_same_pairs_stay_visible(lengths, first,
 
 
 def test_own_rows_of_a_zigzag_split_are_a_call_for_each_piece():
-    """Under a causal mask: of spans that all queries see, and of the one that the diagonal goes through."""
+    """Under a causal mask: of spans that all queries attend to, and of the one that the diagonal goes through."""
     split = cd.zigzag(64, 4)
     schedule = make_schedule(split, split, Band(0, None, 0), joins=True)
     for traversal in (schedule.by_queries, schedule.by_keys):
@@ -319,7 +319,7 @@ context parallel: 2 ranks, 16 queries, 16 keys, query i attends to keys up to i
         == """\
 context parallel: 2 ranks, 16 queries, 16 keys, query i attends to keys up to i
   pieces    spans cut at 4 chunks
-  rounds    one, of calls that have all rows that a piece meets: deterministic=True
+  rounds    one, of calls that have all rows that a piece needs: deterministic=True
   by queries: out, lse, dq
     with all keys: key/value heads 0-0, 1-2; a step's rows are exchanged during the step before
       rank 0 computes queries x keys 0..3 x 0..3, 12..15 x 0..15

@@ -62,11 +62,13 @@ def test_tiles_are_those_with_visible_pairs(sizes, blocks, window, causal):
         assert found >= (widths * seen).sum()
         if seen.any():
             assert found == widths[np.flatnonzero(seen)[0] : np.flatnonzero(seen)[-1] + 1].sum()
-    for met, seen, width in zip(query_tiles(problem, *blocks), tiles.T, widths, strict=True):
+    for query_blocks, seen, width in zip(query_tiles(problem, *blocks), tiles.T, widths, strict=True):
         if seen.any():
             first, last = np.flatnonzero(seen)[[0, -1]]
             # Kernels take the last tile of keys as whole.
-            assert met.start == first and (met.stop == last + 1 or (met.stop > last and width < block_n))
+            assert query_blocks.start == first and (
+                query_blocks.stop == last + 1 or (query_blocks.stop > last and width < block_n)
+            )
 
 
 def test_queries_behind_the_last_tile_of_keys_load_none():

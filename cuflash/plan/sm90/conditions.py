@@ -22,11 +22,11 @@ _UNLESS_EARLIER = "unless smaller query tiles finish earlier"
 
 
 class ForwardFit(Fit):
-    """A row of the forward pass of 16-bit operands beside a problem, as the row sees bias, masks and score."""
+    """A row of the forward pass of 16-bit operands beside a problem, as the row loads bias, masks and score."""
 
     @functools.cached_property
     def seeing(self) -> ScoredTile:
-        """The row as it sees the problem."""
+        """The row for the problem."""
         seeing: ScoredTile = self.tile.configured(self.problem)
         return seeing
 

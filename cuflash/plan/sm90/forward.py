@@ -253,7 +253,7 @@ def _add_persistent(
 
 
 def _heads_of_short_tiles(draft: Draft) -> int:
-    """How many heads have their tiles of queries that see less than a whole window side by side.
+    """How many heads have their tiles of queries that attend to less than a whole window side by side.
 
     All heads are divided into equal groups, such that the keys that these tiles of a group attend to fit into L2.
     """

@@ -1,4 +1,4 @@
-"""What the tiles of kernels of compute capability 9.0 that see bias and masks by tile have in common."""
+"""What the tiles of kernels of compute capability 9.0 that load bias and masks by tile have in common."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BITS_BLOCK = 64  # queries, and keys, of a block of a mask of bits: kernels/comm
 
 
 def bias_by(problem: Problem) -> Literal["nothing", "keys", "pairs", "elements"]:
-    """How kernels of compute capability 9.0 may see the bias: see kernels/sm90/bias_terms.cuh."""
+    """How kernels of compute capability 9.0 may load the bias: see kernels/sm90/bias_terms.cuh."""
     bias = problem.bias
     if bias is None:
         return "nothing"
@@ -37,7 +37,7 @@ def bias_tile_bytes(rows: int, keys: int, pair_bytes: int) -> int:
 
 
 def takes_pairs(problem: Problem) -> bool:
-    """Whether tiles of queries are taken in pairs: one sees as many keys more as the other sees fewer."""
+    """Whether tiles of queries are taken in pairs: one has as many keys more as the other has fewer."""
     return problem.window_right is not None and problem.window_left is None
 
 
@@ -50,7 +50,7 @@ def rounds(problem: Problem, device: DeviceSpec, block_m: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredTile(Tile):
-    """A tile whose kernel sees bias and masks by tile."""
+    """A tile whose kernel loads bias and masks by tile."""
 
     bias_of_pairs: int = 0  # bytes of an element, where tiles of a per-pair bias are loaded; else 0
     bias_of_keys: bool = False  # the bias differs from key to key only
@@ -58,10 +58,10 @@ class ScoredTile(Tile):
     mask_by_bits: bool = False  # an earlier kernel packs all that hides pairs into bits
     per_key_values: int = 0  # numbers that a score_mod or mask_mod reads of each key
 
-    packs_masks: ClassVar[bool] = True  # whether the kernel sees masks of pairs as bits
+    packs_masks: ClassVar[bool] = True  # whether the kernel reads per-pair masks as bits
 
     def seeing(self, problem: Problem, bias_of_pairs: int) -> Self:
-        """The tile as it sees bias and masks of a problem."""
+        """The tile for bias and masks of a problem."""
         by, hidden = bias_by(problem), self._hidden(problem)
         by_tile = by in ("nothing", "keys") or bias_of_pairs > 0
         whole_blocks = self.block_m % BITS_BLOCK == 0 and self.block_n % BITS_BLOCK == 0
@@ -76,7 +76,7 @@ class ScoredTile(Tile):
         return self if all(getattr(self, name) == x for name, x in seen.items()) else self.changed(**seen)
 
     def loading_bias(self, problem: Problem, device: DeviceSpec) -> Self:
-        """The tile as it sees bias and masks of a problem: a per-pair bias comes by tile if that fits."""
+        """The tile for bias and masks of a problem: a per-pair bias comes by tile if that fits."""
         if bias_by(problem) == "pairs" and problem.bias is not None:
             itemsize = ITEMSIZE[problem.bias.dtype]
             if self.block_n * itemsize % LINE_BYTES == 0:

@@ -60,7 +60,7 @@ class ForwardSm90Tile(ScoredTile):
         )
 
     def configured(self, problem: Problem) -> ForwardSm90Tile:
-        """The tile as it sees bias, mask and score of a problem."""
+        """The tile for bias, mask and score of a problem."""
         bias = problem.bias if self.serves == "bias" and bias_by(problem) == "pairs" else None
         tile = self.seeing(problem, 0 if bias is None else ITEMSIZE[bias.dtype])
         if problem.score is None or problem.is_packed:  # packed: the warp that would read them finds tiles
@@ -304,7 +304,7 @@ class BiasSm90Tile(ScoredTile):
         return self.num_stages * (self.bf16_terms * operands + numbers) + self.bias_stages * bias + barriers
 
     def configured(self, problem: Problem) -> BiasSm90Tile:
-        """The tile as it sees the mask of a problem."""
+        """The tile for the mask of a problem."""
         return self.changed(mask_of_keys=self.seeing(problem, self.bias_of_pairs).mask_of_keys)
 
     def why_not(self, problem: Problem, device: DeviceSpec) -> str | None:

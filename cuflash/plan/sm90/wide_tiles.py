@@ -52,7 +52,7 @@ class ForwardWideSm90Tile(Tile):
         return chunked_bytes(64, dim) + boxes + weights + 16 + 32 * self.num_stages + 24
 
     def why_not(self, problem: Problem, device: DeviceSpec) -> str | None:
-        # Where queries see equally many keys, blocks read the same at the same time, and L2 has it without a cluster.
+        # If queries attend to equally many keys, blocks read them at the same time, so L2 has them without a cluster.
         takes_two = problem.window_right is not None and problem.seqlen_q > 64
         if (self.cluster == 2) == takes_two:
             return None
