@@ -21,7 +21,7 @@ BLOCK = 128  # rows, and keys, of a block of a block mask
 THREADS = (1, 2, 4, 8)  # of the CPU path, where some are left out
 VISIBLE = 0.9  # the fraction of a random mask that is True
 
-# What a case may have beside `causal`, in words: a contender names those that it is run without. Names of cases and
+# What a case may have besides `causal`, in words: a contender names those that it is run without. Names of cases and
 # tables end with those of SUFFIXES.
 SUFFIXES = {
     "bias": "a bias",
@@ -43,7 +43,7 @@ OPTIONS = {
 
 
 def suffixes(values: Mapping[str, Any], joint: str) -> list[str]:
-    """Those of SUFFIXES that `values` has, each with its axes or its number behind `joint`."""
+    """Those of SUFFIXES that `values` has, each with its axes or its number after `joint`."""
     found = {name: values[name] for name in SUFFIXES if values.get(name)}
     return [
         name if x is True else f"{name}{joint}{x}" if isinstance(x, str) else f"{name}{joint}{x:g}"

@@ -27,7 +27,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Drawing:
-    """What is drawn: images of `side` pixels squared, long curves of so many dashes, and so many short ones beside.
+    """What is drawn: images of `side` pixels squared, long curves of so many dashes, and so many short ones besides.
 
     All lengths grow with `side`, but for the width of a line, which is one pixel.
     """

@@ -175,7 +175,7 @@ KINDS = ("python", "python torch", "python jax")
 
 
 def draw(pages: Collection[str]) -> None:
-    """Run these pages, or all, and write the pictures beside them."""
+    """Run these pages, or all, and write the pictures next to them."""
     import matplotlib
 
     matplotlib.use("Agg")

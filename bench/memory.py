@@ -1,4 +1,4 @@
-"""Device memory that both passes take beside inputs and results, over growing lengths: what the formula runs out of."""
+"""Device memory of both passes besides inputs and results, over growing lengths: what the formula runs out of."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def results_bytes(case: Case, pass_: str) -> int:
 
 
 def extra_bytes(name: str, case: Case, inputs: Inputs, pass_: str, meter: Meter) -> int:
-    """Bytes beside inputs and results: of the forward pass, or of both.
+    """Bytes besides inputs and results: of the forward pass, or of both.
 
     The contender is made anew and runs twice: what it prepares for its calls counts, and what it keeps between them.
     That of cuflash has all its results from the start.
@@ -115,7 +115,7 @@ def _try(name: str, case: Case, inputs: Inputs, pass_: str, meter: Meter) -> Rec
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """MiB beside inputs and results, forward / both passes, and the formula's in units of cuflash's."""
+    """MiB besides inputs and results, forward / both passes, and the formula's in units of cuflash's."""
     rows = [r for r in records if r["record"] == "memory"]
     cells = {(r["seqlen"], r["contender"], r["pass"]): r.get("extra_bytes") for r in rows}
     names = list(dict.fromkeys(r["contender"] for r in rows))
@@ -151,7 +151,7 @@ def _ratio(a: float | None, b: float | None) -> str:
 
 
 def _growth(nbytes: Sequence[float | None]) -> str:
-    """By what the last two numbers differ that there are, one behind the other."""
+    """By what the last two numbers differ that there are, one after the other."""
     pairs = [(a, b) for a, b in itertools.pairwise(nbytes) if a and b]
     return f"x {pairs[-1][1] / pairs[-1][0]:.3g}" if pairs else ""
 

@@ -172,7 +172,7 @@ class Near:
         masks = {"block_mask": xp.asarray(neighbourhoods(side))} if masked else {}
         self.inner = names["Cuflash"](dtype, causal=False, **masks)
         self.q, self.k = (xp.asarray(x, np.float32) for x in self.places(side, head_dim))
-        self.scale = head_dim**-0.5  # beside that of attention
+        self.scale = head_dim**-0.5  # besides that of attention
         self.drawn: Any = 0
 
     @staticmethod

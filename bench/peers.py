@@ -53,7 +53,7 @@ def cuflash(
 
     `blocks` is the argument that blocks are given as. With "mask" it has their pairs; with "" they are left out: what
     takes time is another problem, whose results are not checked; so it is without `function`. `more` is a gradient
-    beside dq, dk and dv, or "arrays" for those of the arrays that a function reads.
+    besides dq, dk and dv, or "arrays" for those of the arrays that a function reads.
     """
     from cuflash import FlashAttention
 
@@ -193,7 +193,7 @@ def cuflash_float8(case: Case, inputs: Inputs, *, names: str) -> Contender:
 
 
 def cuflash_packed(case: Case, inputs: Inputs) -> Contender:
-    """The batch entries of a case one behind the other, into arrays made once."""
+    """The batch entries of a case one after the other, into arrays made once."""
     from cuflash import FlashAttention
 
     xp, lengths = inputs.xp, case.lengths or (case.seqlen_q,) * case.batch

@@ -10,7 +10,9 @@ from .contender import Absent, Contender, refuse
 from .inputs import Inputs
 
 LARGEST = 448.0  # of float8_e4m3fn
-COARSER = 2.0**3  # of rounding numbers to 4 digits of base 2, beside 8 of bfloat16 and of the weights of the formula
+COARSER = (
+    2.0**3
+)  # of rounding numbers to 4 digits of base 2, compared with 8 of bfloat16 and of the weights of the formula
 
 
 def cudnn(case: Case, inputs: Inputs) -> Contender:

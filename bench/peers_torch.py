@@ -89,7 +89,7 @@ def cudnn_calls(torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms
 def efficient_calls(
     torch: Any, case: Case, q: Any, k: Any, v: Any, dout: Any, terms: Terms, *, dbias: bool = False
 ) -> Calls:
-    """PyTorch's memory-efficient attention; its dbias is that of a whole bias, and summed behind it."""
+    """PyTorch's memory-efficient attention; its dbias is that of a whole bias, and summed after it."""
     if case.group_size > 1:
         raise Absent("has no grouped heads")
     aten = torch.ops.aten

@@ -236,7 +236,7 @@ class Threads:
 
 
 class Devices(Threads):
-    """Each has all of the problem that so many ranks share, and no rank beside it: the same work at the same time.
+    """Each has all of the problem that so many ranks share, and no other rank: the same work at the same time.
 
     So a device is as warm as it is while ranks compute, and its neighbours take as much power.
     """

@@ -1,4 +1,4 @@
-"""Sequences over several devices (`cuflash.distributed`) beside one device that has all of the same problem."""
+"""Sequences over several devices (`cuflash.distributed`) compared with one device that has all of the same problem."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def _rows(records: Sequence[Record]) -> list[Record]:
 
 
 def draw(plt: Any, records: Sequence[Record], path: Path) -> None:
-    """Bars of the speedups, beside the numbers of ranks."""
+    """Bars of the speedups, over the numbers of ranks."""
     rows = _rows(records)
     with plt.rc_context(RC):
         figure, axis = plt.subplots(figsize=(7, 0.8 + 0.4 * len(rows)), layout="constrained")

@@ -16,7 +16,8 @@ ACCURACY = "accuracy.jsonl"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"  # around the generated part of a page
 IN_TIME = ("runtime",)  # suites whose tables and plots have times, and no speeds; docs/evidence.md shows them
 RC: Any = {"svg.fonttype": "none", "svg.hashsalt": "cuflash", "font.size": 9}  # of plots: the same bytes each time
-# Suites about another contender than the first, and what it is held against beside the peers, by its name in the table.
+# Suites about another contender than the first, and what it is held against besides the peers, by its name in the
+# table.
 ABOUT = {
     "float8": ("cuflash-fp8", "bfloat16", "cuflash"),
     "float8-decode": ("cuflash-fp8-cache", "bfloat16", "cuflash"),
@@ -266,10 +267,10 @@ def _ahead(table: Table) -> list[str]:
         for pass_ in table.passes:
             ratios = {n: table.ratio(case, pass_, ["naive"]) for n, case in sorted(cases.items())}
             known = {n: ratio for n, ratio in ratios.items() if ratio is not None}
-            behind = [n for n, ratio in known.items() if ratio <= 1]
-            ahead = [n for n in known if n > max(behind, default=0)]
+            slower = [n for n, ratio in known.items() if ratio <= 1]
+            ahead = [n for n in known if n > max(slower, default=0)]
             where = f"from {ahead[0]} on" if ahead else "nowhere"
-            where = "at every length" if known and not behind else where
+            where = "at every length" if known and not slower else where
             if known:
                 spread = f"{_number(min(known.values()), 2)} to {_number(max(known.values()), 2)} times as fast"
                 found.append(f"- cuflash is ahead of the plain formula {where}, {spread}: {kind}, {pass_}.")
@@ -462,7 +463,7 @@ def runs(results: Path) -> dict[str, list[Record]]:
 
 
 def _name(suite: str, run: Record) -> str:
-    """What a run of a suite is called: of NumPy arrays it has the number of cores behind."""
+    """What a run of a suite is called: of NumPy arrays it has the number of cores at its end."""
     return f"{suite}_{run['cores']}_cores" if run["kind"] == "cpu" else suite
 
 
@@ -506,7 +507,7 @@ def relative(path: Path, start: Path) -> str:
 
 
 def begin_of(part: str = "") -> str:
-    """The comment behind which a generated part of a page begins; a page of several parts names them."""
+    """The comment after which a generated part of a page begins; a page of several parts names them."""
     return BEGIN.replace(" -->", f" {part} -->") if part else BEGIN
 
 

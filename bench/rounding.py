@@ -30,8 +30,10 @@ Array = NDArray[Any]
 
 HEAD_DIM, HEADS, QUERIES = 128, 2, 64
 LENGTHS = (1, 16, 256, 4096, 131072)
-QUIET = 2.0**-16  # how large keys and values of the second head are beside those of the first, where heads differ
-LOUD_ENTRIES, LOUD_SIGMA = 0.001, 10.0  # how many there are, and their standard deviation beside 1
+QUIET = (
+    2.0**-16
+)  # how large keys and values of the second head are compared with those of the first, where heads differ
+LOUD_ENTRIES, LOUD_SIGMA = 0.001, 10.0  # how many there are, and their standard deviation, where others have 1
 LOUD_CHANNELS, LOUDER = (5, 77), 4.0
 
 

@@ -1,4 +1,4 @@
-"""Keys and values in host memory (`cuflash.streamed`) beside the same in device memory, and beside the link alone."""
+"""Keys and values in host memory (`cuflash.streamed`), compared with device memory and with the link alone."""
 
 from __future__ import annotations
 

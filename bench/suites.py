@@ -40,7 +40,7 @@ def _decode(batch: int, seqlen_k: int, seqlen_q: int) -> Case:
 
 def _latent(batch: int, num_heads: int, seqlen_k: int) -> tuple[Case, Case]:
     """One query of wide heads, all of which share keys and values: as two arrays, and as one."""
-    apart = Case(
+    separate = Case(
         head_dim=576,
         head_dim_v=512,
         seqlen_q=1,
@@ -49,7 +49,7 @@ def _latent(batch: int, num_heads: int, seqlen_k: int) -> tuple[Case, Case]:
         num_heads=num_heads,
         num_heads_kv=1,
     )
-    return apart, replace(apart, v_in_k=True)
+    return separate, replace(separate, v_in_k=True)
 
 
 def _host(dtype: str, head_dim: int, seqlen: int, causal: bool) -> Case:

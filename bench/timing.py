@@ -43,7 +43,7 @@ class Clock(Protocol):
         """Run `call` and return a ticket."""
 
     def read_us(self, ticket: Any) -> float:
-        """Microseconds of the call behind a ticket; waits for it."""
+        """Microseconds of the call of a ticket; waits for it."""
 
 
 class HostClock:

@@ -1,4 +1,5 @@
-"""Bytes through device memory and L2, counted by the profiler, beside the model of a plan, for tiles of many sizes.
+"""Bytes through device memory and L2, counted by the profiler, compared with the model of a plan, for tiles of many
+sizes.
 
 `python -m bench.traffic CASE PASS` runs every plan once while the profiler counts; `measure` starts it under ncu, whose
 counters a machine may refuse: then the reason stands in the record, and the model alone.

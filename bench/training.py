@@ -76,7 +76,7 @@ def measure(backend: str, write: Callable[..., None], study: Study | None = None
 
 
 def _held_out(names: Names, p: Any, attention: Any, study: Study) -> float:
-    """The loss on text that was kept apart."""
+    """The loss on text that was held out."""
     sizes = 4 * study.curve["batch"], study.curve["length"]
     tokens = names["draw"](np.random.default_rng(1), names["held_out"], *sizes)
     return float(names["loss_and_gradients"](p, tokens, attention, study.curve["heads"])[0])

@@ -6,7 +6,7 @@ All are NumPy arrays of bool, (blocks of queries, blocks of keys), and are put t
     longformer = local(m, n, 2) | global_blocks(m, n, 1)
     bigbird = local(m, n, 1) | global_blocks(m, n, 1) | random(m, n, 3, seed=0)
 
-The Sparse Transformer [3]_ is ``local(m, n, w) | strided(m, n, s)``, with ``causal=True`` beside it, which hides pairs
+The Sparse Transformer [3]_ is ``local(m, n, w) | strided(m, n, s)``, with ``causal=True`` as well, which hides pairs
 one by one. For CuPy arrays the mask has to be on their device: ``cupy.asarray(longformer)``. Where m and n differ, the
 last block of queries lines up with the last block of keys, as with ``causal=True``.
 

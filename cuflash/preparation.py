@@ -133,7 +133,7 @@ class Preparation:
         table's row before it is timed. Its time is the median of several runs, and the L2 cache is filled with other
         data before each run.
 
-        The fastest tiles are remembered in a file beside the compiled kernels (``python -m cuflash info`` says where),
+        The fastest tiles are remembered in a file next to the compiled kernels (``python -m cuflash info`` says where),
         for this device, these sources, and problems of the same dtype, head dimensions, options, mask, alignment and
         size, up to the next power of two. From then on `forward`, `backward` and `compile` use them, in this process
         and in those that start later, and `plan` says so. Tiles of another size add up the same products in another

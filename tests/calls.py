@@ -27,7 +27,7 @@ def results_of(case, arrays, pass_, need):
 
 
 def shifted(array, by):
-    """A copy whose first element lies `by` elements behind a multiple of 64 bytes, strides kept."""
+    """A copy whose first element lies `by` elements past a multiple of 64 bytes, strides kept."""
     reaches = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
     low, high = sum(r for r in reaches if r < 0), sum(r for r in reaches if r > 0)
     storage = np.zeros(high - low + array.itemsize + 64, np.uint8)

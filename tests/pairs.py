@@ -207,7 +207,7 @@ def without(setting: Setting, name: str) -> Setting:
 
 
 def unserved_pairs(setting: Setting, pass_: str, run: Run) -> Iterator[tuple[str, str]]:
-    """All refusals that a setting meets: behind one, the setting goes on without either of the two.
+    """All refusals that a setting meets: after one, the setting goes on without either of the two.
 
     With no options but some of those that were served together it would meet none: that is left out. The backward pass
     goes without what it has not; the forward pass takes what is of the backward pass alone.

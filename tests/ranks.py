@@ -1,4 +1,4 @@
-"""Problems taken apart into what each rank holds, computed by ranks, and put together again."""
+"""Problems split into what each rank holds, computed by ranks, and put together again."""
 
 import concurrent.futures
 import inspect

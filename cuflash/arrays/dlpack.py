@@ -131,7 +131,7 @@ def overlap(a: Any, b: Any) -> bool:
     return _share(a, b)
 
 
-def check_apart(arrays: Mapping[str, Any], results: Collection[str]) -> None:
+def check_no_overlap(arrays: Mapping[str, Any], results: Collection[str]) -> None:
     """Refuse those results that share memory with another array. None stands for an absent array.
 
     Arrays in host memory and arrays on a device have nothing in common.

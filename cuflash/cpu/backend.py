@@ -11,7 +11,7 @@ import numpy as np
 
 from cuflash import cpu
 from cuflash.arrays.checks import type_error, value_error
-from cuflash.arrays.dlpack import check_apart
+from cuflash.arrays.dlpack import check_no_overlap
 from cuflash.arrays.units import WIDTH, in_bytes, wrapped
 from cuflash.cpu import core, score_mod_as_bias
 from cuflash.cpu.packed import check_starts
@@ -197,7 +197,7 @@ def bound(pass_: Pass, options: Options, given: Mapping[str, Any], need: tuple[s
     if problem.block_table is not None:
         check_pages(problem, given["block_table"], given["kv_lengths"])
     if len(binding.allocated) < len(binding.results):
-        check_apart(given, binding.results)
+        check_no_overlap(given, binding.results)
     return binding
 
 
@@ -253,7 +253,7 @@ def _repeated(
         arrays += tuple([np.empty(shape, dtype) for shape, dtype in call.allocated])
     status = call.compute(arrays, random, are_disjoint=call.are_disjoint)
     if status == core.OVERLAPPING:
-        check_apart(given, need)
+        check_no_overlap(given, need)
         status = call.compute(arrays, random, are_disjoint=True)
     return tuple([arrays[index] for index in call.result_indices]) if status == core.DONE else None
 

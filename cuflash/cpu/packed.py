@@ -88,7 +88,7 @@ def check_starts(problem: Problem, cu_seqlens_q: Array, cu_seqlens_k: Array) -> 
         falls = np.flatnonzero(cu[1:] < cu[:-1])
         if falls.size:
             at = int(falls[0])
-            raise value_error(name, f"an entry {cu[at + 1]} behind {cu[at]}", "entries that do not decrease")
+            raise value_error(name, f"an entry {cu[at + 1]} after {cu[at]}", "entries that do not decrease")
         if cu[-1] > total:
             expected = f"at most {total}, the length of the axis of sequences in layout {problem.layout!r}"
             if cu[-1] <= heads:

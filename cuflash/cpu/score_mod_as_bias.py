@@ -2,7 +2,7 @@
 
 What a score adds to the scaled product is its bias, if that does not depend on the product. Of any other score, the
 bias is all of it: NumPy multiplies q and k, and the core gets zeros instead. NumPy computes the bias, and what
-a mask function hides, once for all batch entries and heads that the functions do not tell apart. What follows from
+a mask function hides, once for all batch entries and heads that the functions do not distinguish. What follows from
 i - j alone is computed once for each diagonal, and the rows of the bias are views of one line.
 
 A slice of a call has as many queries, heads and batch entries as take `SLICE_BYTES`, so that memory is linear, and
@@ -51,31 +51,31 @@ MOST_SLICES = 16  # of a call, of which what is prepared is kept
 LENGTHS = "kv_lengths"
 STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 _OF_SCORES = tuple(row.name for row in OPTIONAL_INPUTS if row.gradient_via == "scores")
-BESIDE = ("mask", LENGTHS, *_OF_SCORES, *(row.name for row in OPTIONAL_INPUTS if row.gradient_via == "softmax"))
+OTHER_INPUTS = ("mask", LENGTHS, *_OF_SCORES, *(row.name for row in OPTIONAL_INPUTS if row.gradient_via == "softmax"))
 
 
 def why_not(problem: Problem, wanted: Collection[str] = ()) -> str | None:
     """Why a call, or its gradients `wanted`, are not computed so; None if they are."""
     if (reason := core.why_not(problem)) is not None:
         return reason
-    optional_inputs = [name for name in problem.given(NAMES) if name not in (*BESIDE, *STARTS)]
+    optional_inputs = [name for name in problem.given(NAMES) if name not in (*OTHER_INPUTS, *STARTS)]
     is_bounded = (problem.window_left, problem.window_right) != (None, None)
     if optional_inputs or problem.has_float8:
-        return f"functions beside {', '.join(optional_inputs) or 'fp8'}"
+        return f"score_mod or mask_mod with {', '.join(optional_inputs) or 'fp8'}"
     one = problem.mean_sequence
     pairs = one.batch * one.num_heads * one.seqlen_q * one.seqlen_k
     if pairs == 0:
-        return "functions of no pairs"
+        return "score_mod or mask_mod of no pairs"
     if pairs <= FEW_PAIRS and (problem.is_packed or problem.given((LENGTHS,))):
-        return f"functions of few pairs beside {'cu_seqlens_q' if problem.is_packed else LENGTHS}"
+        return f"score_mod or mask_mod of few pairs with {'cu_seqlens_q' if problem.is_packed else LENGTHS}"
     if problem.given((LENGTHS,)) and (is_bounded or problem.given(_OF_SCORES)):
-        return f"functions beside {LENGTHS} and what a diagonal decides"
+        return f"score_mod or mask_mod with {LENGTHS} and what a diagonal decides"
     try:
         problem.program.on_numpy()
     except NotImplementedError:
         return "a score in CUDA"
     others = [name for name in wanted if name not in (*DEFAULT_NEED, *problem.score_arg_gradients)]
-    return f"gradients beside functions: {', '.join(others)}" if others else None
+    return f"gradients besides those of score_mod args: {', '.join(others)}" if others else None
 
 
 def is_sum(score: Node) -> bool:
@@ -165,7 +165,7 @@ class Prepared:
     has_diagonals : bool
         Whether it is, and what it adds follows from i - j alone.
     different : set of {"batch", "head"}
-        What functions, or products, tell apart.
+        What functions, or products, distinguish.
     is_split : bool
         Whether several slices add to dk and dv.
     wide : dtype or None
@@ -177,11 +177,11 @@ class Prepared:
         self.dtype = np.dtype(problem.softmax_dtype)
         self.score_args = tuple(name for name, _ in problem.score_args)
         self.reads = tuple(name for name in self.score_args if f"d{name}" in names)
-        self.optional_inputs = tuple(name for name in BESIDE if name in names)
+        self.optional_inputs = tuple(name for name in OTHER_INPUTS if name in names)
         self.results = tuple(name for name in DEFAULT_NEED if name in names)
         gradients = (f"d{name}" for name in self.reads)
-        beside = {*self.score_args, *gradients, *self.optional_inputs, *self.results, *STARTS}
-        self.arrays = tuple(name for name in names if name not in beside)
+        others = {*self.score_args, *gradients, *self.optional_inputs, *self.results, *STARTS}
+        self.arrays = tuple(name for name in names if name not in others)
         self.are_4d = problem.layout == "bhsd" and problem.ndim == 4
         program = self.program = problem.program.on_numpy()
         self.is_sum = program.score is not None and is_sum(program.score)

@@ -49,7 +49,7 @@ def call_slices(
     ----------
     problem : Problem
     different : collection of {"batch", "head"}
-        What functions tell apart: batch entries and heads that they do not tell apart share all numbers.
+        What functions distinguish: batch entries and heads that they do not distinguish share all numbers.
     most : int
         A slice has at most so many numbers, or as many as belong to a block of rows and the heads of one key/value
         head.
@@ -82,7 +82,7 @@ class Pairs:
     ----------
     rows : range
     of_all : dict of str to array
-        The batch entries and heads that functions tell apart, as axes 0 and 1 of four.
+        The batch entries and heads that functions distinguish, as axes 0 and 1 of four.
     shape : tuple of int
         Of an array with a number for each pair.
     zero : array

@@ -367,7 +367,7 @@ class Calls:
         for name in INPUTS:
             shape = list(call.given[name].shape)
             del shape[axis]
-            facts[name] = f"{call.given[name].dtype.name} {tuple(shape)} beside rows"
+            facts[name] = f"{call.given[name].dtype.name} {tuple(shape)} besides rows"
         for name, x in call.given.items():
             if name in self._of_all or (method == "decode" and name == "q"):
                 facts[name] = digest(x)
@@ -379,7 +379,7 @@ class Calls:
                     facts[f"_content of {name}"] = digest(x)
                 facts[f"_columns of {name}"] = shape[3]
                 facts[f"_rows of {name}"] = shape.pop(2) if x.ndim > 1 else ALL_ROWS
-                facts[name] = f"{x.dtype.name} {tuple(shape[: 2 if method == 'decode' else 3])} beside rows"
+                facts[name] = f"{x.dtype.name} {tuple(shape[: 2 if method == 'decode' else 3])} besides rows"
         if has_large_rows:
             facts[_LARGE_ROWS] = True  # then ranks find row sums first, all of them
         return json.dumps(facts)

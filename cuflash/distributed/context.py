@@ -158,7 +158,7 @@ class ContextParallel:
             block_size=block_size,
             score=score,  # type: ignore[arg-type]  # Options replaces a function by its trace
             mask_function=mask,  # type: ignore[arg-type]
-            shares_device=True,  # calls run beside each other, and while rows are exchanged
+            shares_device=True,  # calls overlap, and while rows are exchanged
             **checked("ContextParallel", OfNumbers, numbers),
         )
         check_names(self.options)

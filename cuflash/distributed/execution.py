@@ -64,7 +64,7 @@ class Execution(Run):
                     is_wide = not is_one and calls.is_on_cpu
                     calls.into(results, arrays | pairs, call, front=tile.front[0], is_wide=is_wide)
                     if is_wide and row_sums.has_large(results["lse"]):
-                        of_rows = calls.behind_queries({"lse": results["lse"]}, tile.front[0])
+                        of_rows = calls.with_queries_before({"lse": results["lse"]}, tile.front[0])
                         sums = self._row_sums_of(calls, tile, arrays | of_rows)
                         results["row_sums"] = sums[:, :, tile.front[0] :]
                 if not is_one:
@@ -296,7 +296,7 @@ class Execution(Run):
             queries, tile.keys
         )
         optional_inputs |= self.slices.scales(slice(None), slice(None))
-        return self.slices.behind_keys(found, tile.front[1]) | optional_inputs | self.slices.lengths(tile.keys)
+        return self.slices.with_keys_before(found, tile.front[1]) | optional_inputs | self.slices.lengths(tile.keys)
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
@@ -317,9 +317,9 @@ class Execution(Run):
             found["out"] = self.xp.broadcast_to(self.zero_row(), found["dout"].shape)
         found |= self._of_pairs(tile, q_heads, found, by_keys=by_keys)
         if by_keys:
-            found = self.slices.behind_keys(found, tile.front[1])
+            found = self.slices.with_keys_before(found, tile.front[1])
         else:
-            found = self.slices.behind_queries(found, tile.front[0], self.broadcasts_rows)
+            found = self.slices.with_queries_before(found, tile.front[0], self.broadcasts_rows)
         return found | self._optional_inputs(tile, q_heads, slice(*heads), of_softmax=not by_keys and tile.partial == 0)
 
     def _of_pairs(self, tile: Tile, q_heads: slice, found: Mapping[str, Array], *, by_keys: bool) -> dict[str, Array]:
@@ -365,7 +365,7 @@ class Execution(Run):
         return rows * of_row > CACHE_BYTES
 
     def _is_full(self, tile: Tile, heads: Span) -> bool:
-        """Whether a call by keys fills the device until shortly before its end, so that no other should run beside."""
+        """Whether a call by keys fills the device until shortly before its end, so that no other should overlap."""
         count = self.arrays["k"].shape[0] * (heads[1] - heads[0])
         return count * (tile.keys[1] - tile.keys[0]) >= FULL_ROWS
 

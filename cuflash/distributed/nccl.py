@@ -86,9 +86,9 @@ def is_nccl(comm: object) -> bool:
 class Nccl(Transport):
     """A rank of NCCL, for CuPy arrays of the device that is current when it is made.
 
-    Rows are exchanged on a stream of their own: after the earlier work of the current stream, and beside its later
-    work, until it waits for them. The host waits only for what ranks say of their calls; if that does not come in time,
-    it aborts the communicator.
+    Rows are exchanged on a stream of their own: after the earlier work of the current stream, and concurrently with its
+    later work, until it waits for them. The host waits only for what ranks say of their calls; if that does not come in
+    time, it aborts the communicator.
 
     A kernel of NCCL runs until the other rank has launched its own. Where both are threads of one process, a call of
     CUDA that waits for the first kernel, such as loading a module or allocating memory, may hold a lock that the other

@@ -39,7 +39,7 @@ STEP_BYTES = 2**27
 FEW = 2**29
 STEPS = 2, 3  # the most steps for up to FEW bytes, and for more; LARGEST_STEP allows more in backward passes
 # Bytes of rows in a step of a backward pass. A step sends back twice as many, and both are in memory, with those of the
-# steps beside it. On four H100 both passes of 2^31 bytes took 227 ms and 8.0 GB in ten steps, 265 ms and 13.5 GB in
+# steps next to it. On four H100 both passes of 2^31 bytes took 227 ms and 8.0 GB in ten steps, 265 ms and 13.5 GB in
 # three.
 LARGEST_STEP = 2**28
 # A longer step is this many times as long as a shorter one next to it: to compute takes that much longer than to send,

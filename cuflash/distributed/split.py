@@ -48,7 +48,7 @@ class Split:
         reached = 0
         for start, stop in sorted(span for own in by_rank for span in own):
             if start != reached:
-                got = f"rows from {start} on behind rows up to {reached}"
+                got = f"rows from {start} on after rows up to {reached}"
                 raise value_error("spans", got, "every row in one span of one rank")
             reached = stop
         object.__setattr__(self, "spans", by_rank)
@@ -194,6 +194,6 @@ def _checked(name: str, spans: Sequence[Any]) -> list[Span]:
         if not 0 <= start <= stop:
             raise value_error(name, (start, stop), "0 <= start <= stop")
         if checked and start < checked[-1][1]:
-            raise value_error(name, f"{(start, stop)} behind {checked[-1]}", "increasing spans that do not overlap")
+            raise value_error(name, f"{(start, stop)} after {checked[-1]}", "increasing spans that do not overlap")
         checked.append((start, stop))
     return checked

@@ -60,7 +60,7 @@ class Streams:
 
 
 class CudaStreams(Streams):
-    """Streams of the current device, beside the current stream."""
+    """Streams of the current device besides the current stream."""
 
     goes_on = True
 

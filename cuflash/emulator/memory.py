@@ -93,12 +93,12 @@ class Scratch:
 
     def check(self, kernel: str) -> None:
         """Raise EmulationError if the kernel that ran last wrote before or after one of the arrays."""
-        for name, (before, behind) in zip(self.layout.names, self._gaps, strict=True):
+        for name, (before, after) in zip(self.layout.names, self._gaps, strict=True):
             if np.any(before != self._fill):
                 raise EmulationError(kernel, f"wrote before the start of scratch array {name}")
-            if np.any(behind != self._fill):
-                first = int(np.flatnonzero(behind != self._fill)[0])
-                raise EmulationError(kernel, f"wrote {first} bytes behind the end of scratch array {name}")
+            if np.any(after != self._fill):
+                first = int(np.flatnonzero(after != self._fill)[0])
+                raise EmulationError(kernel, f"wrote {first} bytes past the end of scratch array {name}")
 
 
 _TENSOR_MAP = np.dtype(

@@ -30,7 +30,7 @@ import numpy as np
 from cuflash.arrays import dlpack
 from cuflash.arrays.array_info import FLOAT8, extent, numpy_dtype
 from cuflash.arrays.checks import value_error
-from cuflash.arrays.dlpack import check_apart
+from cuflash.arrays.dlpack import check_no_overlap
 from cuflash.arrays.units import WIDTH
 from cuflash.gpu import progress, tuning
 from cuflash.gpu.compiler import compile_spec, with_resources
@@ -555,4 +555,4 @@ def _check_overlap(
     for other, (start, stop) in enumerate(extents):
         if other != index and low < pointers[other] + stop and pointers[other] + start < high:
             given = [name for name, array in arrays.items() if array is not None]
-            check_apart({name: arrays[name] for name in (given[index], given[other])}, (given[index],))
+            check_no_overlap({name: arrays[name] for name in (given[index], given[other])}, (given[index],))

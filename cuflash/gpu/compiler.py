@@ -149,7 +149,7 @@ class CompiledKernel:
 
 
 def kernel_directory() -> Path:
-    """Directory of the CUDA sources: inside the package in a wheel, beside it in a checkout or an editable install.
+    """Directory of the CUDA sources: inside the package in a wheel, next to it in a checkout or an editable install.
 
     Raises
     ------

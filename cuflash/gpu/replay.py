@@ -95,7 +95,7 @@ class Recording:
     # ---- a call that is recorded -------------------------------------------------------------------------------------
 
     def __enter__(self) -> None:
-        with contextlib.ExitStack() as stack:  # so that an exception on the way in leaves nothing behind
+        with contextlib.ExitStack() as stack:  # so that an exception on the way in leaves nothing open
             self._allocate = self._cupy.cuda.get_allocator()
             self._pool = stack.enter_context(_pool(self._cupy, self._device, self._block))
             stack.enter_context(self._cupy.cuda.using_allocator(self._take))
@@ -191,7 +191,7 @@ class Recording:
     def fits(self, arrays: Sequence[Array]) -> bool:
         """Whether arrays overlap in memory as those of the recorded call did."""
         addresses = [x.data.ptr for x in arrays]
-        return not any(addresses[i] - addresses[j] != apart for i, j, apart in self._together)
+        return not any(addresses[i] - addresses[j] != distance for i, j, distance in self._together)
 
     def repeat(self, call: Any, arrays: Sequence[Array]) -> None:
         """Do the same work for a call on other arrays, which have to fit."""

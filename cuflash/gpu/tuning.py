@@ -1,9 +1,9 @@
 """Which tiles are fastest for a problem on this device: what is tried, how it is judged, and what is remembered of it.
 
 The rows of the tables were measured on few devices and problems. `candidates` has the plans that might be faster for a
-problem: the rows beside the one that the table gives, and rows that differ from it in one number. `tune` throws out
+problem: the rows next to the one that the table gives, and rows that differ from it in one number. `tune` throws out
 those that do not compile or that spill, compares the results of every other one with those of the table's row, and
-times it. The fastest is remembered in a file of its own beside the compiled kernels, and `tuned_plan` finds it there.
+times it. The fastest is remembered in a file of its own next to the compiled kernels, and `tuned_plan` finds it there.
 
 Every candidate computes the same sums of the same products, in tiles of other sizes and so in another order: results
 differ by rounding from those of the table's row, no more than these do from the exact ones.

@@ -1,6 +1,6 @@
 """The architectures that have kernels of their own, and the order in which their families are asked.
 
-A new architecture is a folder beside `sm80` and `sm90`, and its line here.
+A new architecture is a folder next to `sm80` and `sm90`, and its line here.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ SOFTMAX_KERNELS = {row.gradient: f"helpers/{row.name}.cu" for row in OPTIONAL_IN
 
 
 class _Rows(NamedTuple):
-    """The family and the row of the main kernel, the rows of the kernels beside it, by `tiles.Role`, and what the main
+    """The family and the row of the main kernel, the rows of the other kernels, by `tiles.Role`, and what the main
     kernel sums. The main kernel makes dk and dv, and mostly dq."""
 
     family: BackwardFamily[Any] | None

@@ -48,7 +48,7 @@ class DeviceSpec:
 
     @property
     def shared_bytes_reserved(self) -> int:
-        """Shared memory of an SM that each resident block takes beside its own."""
+        """Shared memory of an SM that each resident block takes besides its own."""
         return 1024 if self.arch >= 80 else 0
 
     @staticmethod

@@ -38,7 +38,7 @@ MOST_FOLDED_SOFTCAP = 512.0
 # A kernel looks at a mask beforehand where the forward pass has at least this many operations: by arithmetic, they take
 # a few times as long as two small kernels. Otherwise the main kernel reads the mask for each head, pair by pair.
 LOOK_FLOPS = 1 << 31
-# A mask of keys, as numbers beside scores, costs only an instruction a score. So a look at it can only gain whole
+# A mask of keys, as per-key values, costs only an instruction a score. So a look at it can only gain whole
 # tiles, and lists replace bounds that differ within a tile. It is looked at from this many keys on, where
 # nothing else bounds tiles.
 LOOK_KEYS = 2048

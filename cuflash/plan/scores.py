@@ -1,4 +1,4 @@
-"""Gradients of what scores are made of beside q and k: the main kernel sums them, or kernels of their own do."""
+"""Gradients of what scores are made of besides q and k: the main kernel sums them, or kernels of their own do."""
 
 from __future__ import annotations
 

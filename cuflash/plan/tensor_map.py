@@ -95,11 +95,11 @@ def encoder(spec: TensorMapSpec) -> Callable[[int, int], bytes]:
     steps = [driver.cuuint32_t(1)] * 4
     fill = driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
     encode, row_count, dtype = driver.cuTensorMapEncodeTiled, driver.cuuint64_t, types[spec.dtype]
-    behind = (strides, box, steps, *common, promotions[spec.read_once], fill)
+    rest = (strides, box, steps, *common, promotions[spec.read_once], fill)
 
     @functools.lru_cache(maxsize=64)
     def map_of(pointer: int, rows: int) -> bytes:
-        error, tensor_map = encode(dtype, 4, pointer, [columns, row_count(rows), *others], *behind)
+        error, tensor_map = encode(dtype, 4, pointer, [columns, row_count(rows), *others], *rest)
         if error.value:
             raise RuntimeError(f"cuTensorMapEncodeTiled returned {error.name} for {spec} with {rows} rows")
         return ctypes.string_at(tensor_map.getPtr(), BYTES)

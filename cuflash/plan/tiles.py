@@ -26,7 +26,7 @@ COMMON_DEFINES = (
 )
 
 
-# Which kernel of a pass a tile is for: the main one or, in the backward pass, one beside it. Those make dq alone,
+# Which kernel of a pass a tile is for: the main one or, in the backward pass, another one. Those make dq alone,
 # score gradients, or the gradient of a per-pair bias.
 Role = Literal["main", "dq", "scores", "bias"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -34,7 +34,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 @dataclass(frozen=True)
 class Fit:
-    """A row of a table beside a problem and a device: what conditions are about."""
+    """A row of a table with a problem and a device: what conditions are about."""
 
     tile: Any
     problem: Problem
@@ -222,7 +222,7 @@ def choose_row(table: Iterable[Row], problem: Problem, device: DeviceSpec) -> tu
     )
 
 
-# ---- rows of tables, and the measurements behind them ----------------------------------------------------------------
+# ---- rows of tables, and their measurements ----------------------------------------------------------------
 
 
 def maker(row_type: type[Row], fields: str) -> Callable[..., Row]:
@@ -236,7 +236,7 @@ def maker(row_type: type[Row], fields: str) -> Callable[..., Row]:
 
 def h200(here: str, flash_attention_2: str) -> str:
     return (
-        f"on an H200 {here} TFLOP/s, FlashAttention-2 beside it {flash_attention_2} (seqlen 4096 full / causal, 1024 "
+        f"on an H200 {here} TFLOP/s, FlashAttention-2: {flash_attention_2} (seqlen 4096 full / causal, 1024 "
         "full / causal; bfloat16, batch x seqlen 16384, heads x head_dim 2048)"
     )
 

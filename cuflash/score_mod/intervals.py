@@ -94,8 +94,8 @@ def _condition(at: Node, args: list[Bounds]) -> Bounds:
     if at.op == "le":
         return _either(is_known & (b <= c), is_known & (a > d))
     equal = is_known & (a == b) & (c == d) & (a == c)
-    apart = is_known & ((b < c) | (d < a))
-    return _either(equal, apart) if at.op == "eq" else _either(apart, equal)
+    disjoint = is_known & ((b < c) | (d < a))
+    return _either(equal, disjoint) if at.op == "eq" else _either(disjoint, equal)
 
 
 def int_of(x: Any) -> Any:

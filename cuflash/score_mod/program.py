@@ -471,12 +471,12 @@ def _is_difference(at: Node) -> bool:
     return at.op in ("sub", *COMPARISONS) and sorted(map(str, names)) == ["i", "j"]
 
 
-def _inputs_outside(roots: Sequence[Node], apart: set[Node]) -> set[str]:
-    """The inputs that nodes depend on by other ways than through the nodes `apart`."""
+def _inputs_outside(roots: Sequence[Node], excluded: set[Node]) -> set[str]:
+    """The inputs that nodes depend on by other ways than through the nodes `excluded`."""
     found, pending, seen = set(), list(roots), set()
     while pending:
         at = pending.pop()
-        if at in apart or at in seen:
+        if at in excluded or at in seen:
             continue
         seen.add(at)
         if at.op == "input":

@@ -189,7 +189,9 @@ class Slices:
         dtype = getattr(self.problem, name).dtype
         return Float8Array(array, numpy_dtype(dtype)) if dtype in FLOAT8 and array.dtype == np.uint8 else array
 
-    def behind_queries(self, arrays: dict[str, Array], front: int, shared: Collection[str] = ()) -> dict[str, Array]:
+    def with_queries_before(
+        self, arrays: dict[str, Array], front: int, shared: Collection[str] = ()
+    ) -> dict[str, Array]:
         """The arrays of a call that begins `front` queries earlier, with rows that have no weight.
 
         Bias or mask named in `shared` are the same for all queries and stay as they are.
@@ -197,7 +199,7 @@ class Slices:
         if not front:
             return arrays
         names = {*OF_QUERIES, *BROADCAST} - set(shared)
-        longer = {name: self._behind(x, front, 2) for name, x in arrays.items() if name in names}
+        longer = {name: self._with_zeros_before(x, front, 2) for name, x in arrays.items() if name in names}
         if "lse" in longer:
             # Weights are exp(score - inf) = 0. A function may make a score NaN there: -inf says that a row attends to
             # no key.
@@ -206,17 +208,17 @@ class Slices:
             longer["row_sums"][:, :, :front, 1] = -1  # none
         return arrays | longer
 
-    def behind_keys(self, arrays: dict[str, Array], front: int) -> dict[str, Array]:
+    def with_keys_before(self, arrays: dict[str, Array], front: int) -> dict[str, Array]:
         """The arrays of a call that begins `front` keys earlier, with keys that a mask hides."""
         if not front:
             return arrays
         of_pairs = {name: x for name, x in arrays.items() if name in BROADCAST and x.shape[3] != 1}
         visible = self.xp.ones((1, 1, 1, arrays["k"].shape[2]), bool)
         of_pairs["mask"] = of_pairs.get("mask", visible if "mask" not in arrays else visible & arrays["mask"])
-        longer = {name: self._behind(x, front, 3) for name, x in of_pairs.items()}
-        return arrays | longer | {name: self._behind(arrays[name], front, 2) for name in ("k", "v")}
+        longer = {name: self._with_zeros_before(x, front, 3) for name, x in of_pairs.items()}
+        return arrays | longer | {name: self._with_zeros_before(arrays[name], front, 2) for name in ("k", "v")}
 
-    def _behind(self, array: Array, front: int, axis: int) -> Array:
+    def _with_zeros_before(self, array: Array, front: int, axis: int) -> Array:
         """An array with `front` zeros put before it, along an axis."""
         shape = list(array.shape)
         shape[axis] = front

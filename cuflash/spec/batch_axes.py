@@ -30,7 +30,7 @@ from cuflash.arrays.array_info import (
     softmax_dtype_of,
 )
 from cuflash.arrays.checks import counted, value_error
-from cuflash.arrays.dlpack import check_apart, check_distinct, module_of
+from cuflash.arrays.dlpack import check_distinct, check_no_overlap, module_of
 from cuflash.arrays.fp8 import on_bits
 from cuflash.spec.inputs import BROADCAST, INPUTS, NUMBERS, OPTIONAL_INPUTS
 from cuflash.spec.options import Options
@@ -186,12 +186,12 @@ def _axes_of(
                 runs.append([b])
     inner = max(reversed(runs), key=lambda run: math.prod(lengths[axis] for axis in run))
     outer = [axis for axis in long if axis not in inner]
-    apart = [(a, b) for a, b in itertools.pairwise(long) if a in outer or b in outer]
+    split = [(a, b) for a, b in itertools.pairwise(long) if a in outer or b in outer]
     within = list(itertools.pairwise(inner))
     blocking = tuple(
         name
         for name, own in (steps | given_results).items()
-        if name not in small and any(not merges(own, a, b) for a, b in apart)
+        if name not in small and any(not merges(own, a, b) for a, b in split)
     )
     copied = tuple(name for name, own in steps.items() if any(not merges(own, a, b) for a, b in within))
     scattered = {name for name, own in given_results.items() if any(not merges(own, a, b) for a, b in within)}
@@ -391,7 +391,7 @@ class Calls:
     def collect(self, call: Callable[[tuple[int, ...], dict[str, Array]], tuple[Array, ...]]) -> tuple[Array, ...]:
         """The results of all calls together: each gets its index, and arrays for those results that it can fill."""
         found = {name: self._result(name) for name in self.results}
-        check_apart({**self._arrays, **self._given}, self.results)
+        check_no_overlap({**self._arrays, **self._given}, self.results)
         totals = {
             name: self._module(x).zeros(x.shape, self._wide) if name in self.axes.sums else x
             for name, x in found.items()
@@ -425,7 +425,7 @@ class Calls:
     # ---- arrays
 
     def _module(self, array: Array) -> ModuleType:
-        """NumPy for arrays in host memory, as streamed keys are beside queries on a device."""
+        """NumPy for arrays in host memory, as streamed keys are with queries on a device."""
         return module_of(array) if type(array).__module__ == "numpy" else self._xp
 
     def _result(self, name: str) -> Array:

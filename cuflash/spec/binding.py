@@ -150,8 +150,8 @@ def bind(
     for name in copied:
         lying[name], addresses[name] = Contiguous(tuple(given[name].shape), given[name].dtype), 0
     numbers = (*NUMBER_GRADIENTS, *(f"t{name}" for name in (*NUMBERS, *NUMBER_GRADIENTS)))
-    apart = (*NAMES, *numbers, *score_args)
-    operands = {name: _operand(name, x, problem) for name, x in lying.items() if name not in apart}
+    no_operands = (*NAMES, *numbers, *score_args)
+    operands = {name: _operand(name, x, problem) for name, x in lying.items() if name not in no_operands}
     for name in operands.keys() & set(OVER_HEAD_DIM):
         operands[name] = replace(operands[name], alignment=math.gcd(16, addresses[name]))
     if address_of is not None and not {"k", "v"} & set(copied):
@@ -245,7 +245,7 @@ _OVER_KEYS = tuple(row.name for row in OPTIONAL_INPUTS if row.has_keys)
 def growing_keys(options: Options, arrays: Mapping[str, Any]) -> Growing:
     """What may grow in a forward pass. This takes a tenth of the time of a call, so it leaves all checks to `bind`.
 
-    The answer is `FIXED` if an array beside k, v and the block table has an axis of keys, if shapes do not fit, or if
+    The answer is `FIXED` if an array besides k, v and the block table has an axis of keys, if shapes do not fit, or if
     the axis of keys has length 1, because the stride of such an axis says nothing about longer ones.
     """
     if options.score or options.mask_function:

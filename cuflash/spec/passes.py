@@ -1,4 +1,4 @@
-"""The passes: what each takes, reads and makes, and what sets it apart."""
+"""The passes: what each takes, reads and makes, and how it differs."""
 
 from __future__ import annotations
 

@@ -678,7 +678,7 @@ def _number_of_sequences(ndim: int, cu_seqlens_q: Shaped | None, cu_seqlens_k: S
     if cu_seqlens_q is None or cu_seqlens_k is None:
         names = ("cu_seqlens_q", "cu_seqlens_k")
         missing, other = names if cu_seqlens_q is None else reversed(names)
-        raise value_error(missing, "None", f"an array, which {other} needs beside it")
+        raise value_error(missing, "None", f"an array, which {other} needs as well")
     both = (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
     if ndim != 3:
         raise value_error("q", f"a {ndim}-D array", "a 3-D one, of packed sequences, since there is a cu_seqlens_q")

@@ -24,11 +24,11 @@ def is_scalar(value: object) -> bool:
 
 
 def array_of(name: str, scalar: Any, q_dtype: str) -> NDArray[Any]:
-    """The array without axes that a scalar stands for as the argument `name`, beside q of a dtype.
+    """The array without axes that a scalar stands for as the argument `name`, with q of a dtype.
 
     A NumPy scalar keeps its dtype if the argument may have it, and else gets one that holds all values of its own.
     Those of Python have no dtype: a float gets that of the softmax, an int int64 or, if the argument is no integer,
-    that of the softmax. ``numpy.float64`` is a float of Python, and counts as one beside float32.
+    that of the softmax. ``numpy.float64`` is a float of Python, and counts as one with float32.
 
     Raises ValueError for a number that is too large for its dtype. A dtype that the argument may not have is left as it
     is: what checks those of arrays refuses it.

@@ -67,7 +67,7 @@ def checked_with_score_args(
 
 
 def score_arg_dtypes(dtype: str) -> tuple[str, ...]:
-    """The dtypes that the arrays may have beside q of a dtype."""
+    """The dtypes that the arrays may have with q of a dtype."""
     return tuple(dict.fromkeys((softmax_dtype_of(dtype), dtype, "int32", "int64", "bool")))
 
 

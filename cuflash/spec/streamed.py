@@ -171,10 +171,10 @@ def import_around_streamed(
         raise value_error("v", f"chunks of {v.chunk} keys", f"{k.chunk} as k: both of one cuflash.streamed(k, v)")
     present = {name: x for name, x in arrays.items() if x is not None and name not in ("k", "v")}
     of_keys = {name: present.pop(name) for name in OF_KEYS if name in present}
-    beside = [name for name in required if name not in ("k", "v")]
+    others = [name for name in required if name not in ("k", "v")]
     own = array_imports.import_arguments(
-        {**dict.fromkeys(beside), **present},
-        required=beside,
+        {**dict.fromkeys(others), **present},
+        required=others,
         written=[name for name in written if name in present],
     )
     hosts = import_from_host(of_keys, written=[name for name in written if name in of_keys]).arrays if of_keys else {}

@@ -228,14 +228,14 @@ def _checked(pass_: Pass, options: Options, arrays: Mapping[str, Any], results: 
     backend, chunk = _backend_of(arrays), arrays["k"].chunk
     hosts = {name: arrays[name].array for name in ("k", "v")} | {x: arrays[x] for x in OF_KEYS if x in arrays}
     own = {name: x for name, x in arrays.items() if name not in hosts}
-    dlpack.check_apart(hosts, results)
+    dlpack.check_no_overlap(hosts, results)
     given = own | hosts
     if backend == "numpy":
         problem = cpu_backend.bound(pass_, options, given, results).problem
     else:
         signature = tuple((name, tuple(x.shape), tuple(x.strides), x.dtype) for name, x in given.items())
         problem = cpu_backend.bind_signature(pass_, options, signature, results).problem
-        dlpack.check_apart(own, results)
+        dlpack.check_no_overlap(own, results)
     sizes = problem.seqlen_q, problem.seqlen_k
     band = Band(diagonal_of(options, *sizes), *window_of(options, *sizes))
     rows, keys = steps_of(options, problem.block_mask is not None)

@@ -36,7 +36,7 @@ class Device(Protocol):
         """Whether an array is in page-locked host memory."""
 
     def stream(self) -> Any:
-        """A stream beside the one that computes."""
+        """A stream besides the one that computes."""
 
     def copy(self, target: Array, source: Array, stream: Any) -> None:
         """Copy a contiguous array to another one, on a stream; one of the two is in host memory."""

@@ -50,9 +50,9 @@ def bounds(case: Case, arrays: Mapping[str, Array]) -> tuple[Array, Array, Array
         whole = lost.sum(axis=1)
         mean = weights @ values
         for i in range(len(mean)):
-            apart = abs(values - mean[i])
-            worst = lost[i] @ apart
-            usual = DEVIATIONS * np.sqrt((lost[i] ** 2 / 3) @ apart**2)
+            distances = abs(values - mean[i])
+            worst = lost[i] @ distances
+            usual = DEVIATIONS * np.sqrt((lost[i] ** 2 / 3) @ distances**2)
             far[b, h, i] = np.minimum(worst, usual) / max(1 - whole[i], 0.1)
         far[b, h, rows] += 8 * SUMS * (weights @ abs(values)) + 2.0**-8 * abs(mean)
         out[b, h, rows], lse[b, h, rows] = mean, head.L

@@ -60,7 +60,7 @@ class Yardstick:
         terms of the scores: ``scale * abs(q) @ abs(k)`` (in units of a soft cap below 1) and slopes times distances.
         Tensor cores cut off sums of products of half precision every 16 columns: above head dimensions of 256 the sum
         of the sizes of these sums counts where it is larger. lse of half precision has a unit of the difference of the
-        row's scores, too, of at most log(2^32) (log(2^14) for float16), by which offsets of exponents stay behind.
+        row's scores, too, of at most log(2^32) (log(2^14) for float16), by which offsets of exponents lag.
         Noise of an entry is the root of the sum of squares of what that changes in its terms. No weight changes by more
         than 1, and no mean by more than its values differ. Where all scores that a row attends to are equal, rounding
         moves them alike, so that lse counts as at most ``LARGE_LSE``. Largest errors are a matter of luck, more so
@@ -226,13 +226,13 @@ def _yardsticks(
         own_fractions, before = reference.error_fractions(errors, units, noise), fractions.get(name, (0.0, 0.0))
         of_unit, of_noise = fractions[name] = (max(own_fractions[0], before[0]), max(own_fractions[1], before[1]))
         plain_error = of_unit * units + of_noise * noise
-        beside = 0.0
+        extra = 0.0
         if name == "dq" and problem.dtype in ("float32", "bfloat16"):
-            beside = FLUSHED * abs(problem.scale) * -(-problem.seqlen_k // FEWEST_KEYS)
+            extra = FLUSHED * abs(problem.scale) * -(-problem.seqlen_k // FEWEST_KEYS)
         if name[1:] in dict(problem.score_args) and problem.dtype != "float64":
             lengths = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
             units_of_sums = MOST_READS * math.prod(2.0 ** math.ceil(math.log2(max(1, n))) for n in lengths) * 2.0**-61
-            beside = units_of_sums / 2 * math.sqrt(math.prod(lengths)) * float(scale.max(initial=0))
+            extra = units_of_sums / 2 * math.sqrt(math.prod(lengths)) * float(scale.max(initial=0))
         return Yardstick(
             name=name,
             expected=own,
@@ -240,7 +240,7 @@ def _yardsticks(
             plain_error=plain_error,
             scale=scale,
             strict_tolerance=float(factor * errors.max(initial=0) + units.max(initial=0)),
-            tolerance=factor * plain_error + units + noise + beside,
+            tolerance=factor * plain_error + units + noise + extra,
         )
 
     found, fractions = {}, dict[str, tuple[float, float]]()
@@ -341,7 +341,7 @@ def assert_backward(
 ) -> Report:
     """Judge gradients of ``sum(dout * out)``, those given, as `assert_forward` judges the output; dlse counts.
 
-    Those beside the four have the names of `cuflash.spec.outputs.GRADIENTS`.
+    Those besides the four have the names of `cuflash.spec.outputs.GRADIENTS`.
     """
     given = {"dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks} | others
     for name in given:

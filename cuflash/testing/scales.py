@@ -206,11 +206,11 @@ class Collector:
 
         rows = np.expm1(unit * (1 + reach + terms))
         kept, of_sink = P * head.Z, moved(P_sink, terms)
-        apart = rows * np.sqrt((kept**2).sum(axis=1, keepdims=True))
+        separate = rows * np.sqrt((kept**2).sum(axis=1, keepdims=True))
         if problem.dropout:
-            apart = np.fmin(apart, problem.kept_scale)
+            separate = np.fmin(separate, problem.kept_scale)
         else:  # the sum is found again, where a unit in the last place of lse, at least unit / 2 * lse, explains it
-            apart = np.where((abs(lse) >= large) & (terms <= EXPLAINED_UNITS / 2 * abs(lse)), 0, apart)
+            separate = np.where((abs(lse) >= large) & (terms <= EXPLAINED_UNITS / 2 * abs(lse)), 0, separate)
         together = unit * (1 + np.minimum(abs(lse), large)) * kept.sum(axis=1, keepdims=True)
         lag = np.minimum(_spread(np.log(np.where(P > 0, P, np.nan))), OFFSET_LAG[problem.dtype])
         of_lse = unit * (1 + abs(lse) + of_keys * (np.maximum(size - abs(lse), 0) + terms + lag))
@@ -218,7 +218,7 @@ class Collector:
             rows=rows,
             weights=moved(P, products + distances),
             of_sink=of_sink,
-            sums=np.sqrt(together**2 + apart**2 + of_sink**2),
+            sums=np.sqrt(together**2 + separate**2 + of_sink**2),
             lse=of_lse.astype(np.longdouble),
         )
 

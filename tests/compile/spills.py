@@ -81,7 +81,7 @@ SPILLS_OF_LATER_ARCHS = SPILLS | {
     ("sm80/forward.cu", 4, 64, "128x32", 2): 96,
     ("sm80/backward.cu", 8, 64, "32x32", 1): 64,
 }
-# Of packed sequences, whose ends take registers too; where consumers spare none, the warps beside them spill.
+# Of packed sequences, whose ends take registers too; where consumers spare none, the other warps spill.
 SPILLS_OF_PACKED = SPILLS | {
     ("sm80/backward.cu", 2, 64, "32x128", 2): 48,
     ("sm90/forward.cu", 2, 256, "128x64", 1): 176,

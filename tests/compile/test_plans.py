@@ -59,7 +59,7 @@ from tests.compile.spills import (
 from tests.sampling import sample
 
 REGISTERS_OF_SM = 65536
-# What ptxas says of a kernel of 9.0 in which it puts a wait behind every product.
+# What ptxas says of a kernel of 9.0 in which it puts a wait after every product.
 SERIALIZED = "wgmma.mma_async instructions are serialized"
 # Shared memory of 64, 100, 164 and 228 KiB, for which rows are made.
 ARCHS = ("7.5", "8.6", "8.0", "9.0")

@@ -1,7 +1,7 @@
 """What the assembler made of kernels: whether the softmax of compute capability 9.0 overlaps the products, and more.
 
-The rows of the table are measured with the exponentials of a step between its two waits: behind the one for S, in front
-of the one for O. The assembler may sink them behind the second, where nothing runs at their side any more; results stay
+The rows of the table are measured with the exponentials of a step between its two waits: after the one for S, in front
+of the one for O. The assembler may sink them after the second, where nothing runs at their side any more; results stay
 right, only slower.
 """
 
@@ -62,7 +62,7 @@ def instructions(kernel, compile=compile_spec):
 
 
 def exponentials(code):
-    """(in front of the wait for O, behind it) of every step: of its exponentials up to the next product."""
+    """(in front of the wait for O, after it) of every step: of its exponentials up to the next product."""
     waits = [i for i, text in enumerate(code) if re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1\b", text)]
     for start in waits:
         stop = next((i for i in range(start, len(code)) if "HGMMA" in code[i]), len(code))

@@ -20,7 +20,7 @@ SPILLS = {
     ("sm90/forward.cu", "box", None, 128): 8,
     ("sm90/forward.cu", "plane", "documents", 64): 276,
     ("sm80/backward.cu", "alibi", "documents", 128): 16,
-    # The consumers hold weights, and row sums of rows with a large lse, beside products with derivatives.
+    # The consumers hold weights, and row sums of rows with a large lse, next to products with derivatives.
     ("sm90/backward.cu", "capped", None, 128): 256,
     ("sm90/backward.cu", "plane", None, 128): 64,
     ("sm90/backward.cu", "box", None, 128): 32,
@@ -30,7 +30,7 @@ SPILLS = {
     ("sm90/backward.cu", "plane", "documents", 64): 112,
     ("sm90/backward.cu", "plane", "documents", 128): 280,
 }
-# The same of the backward kernel where it makes gradients of arrays, too: derivatives take registers beside dS, dK and
+# The same of the backward kernel where it makes gradients of arrays, too: derivatives take registers next to dS, dK and
 # dV.
 SPILLS_OF_ARRAYS = {
     ("alibi", None, 128): 24,

@@ -132,7 +132,7 @@ def test_sums_by_keys(dim, name, deterministic):
         assert resources.spill_stores_bytes <= ceiling, kernel.source
 
 
-# The gradient of a per-pair bias spills a little beside numbers of keys, and where every option acts at once.
+# The gradient of a per-pair bias spills a little with per-key values, and where every option acts at once.
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     "tile",

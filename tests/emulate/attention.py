@@ -68,7 +68,7 @@ def with_true_as(byte: int, arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def packed_sizes(of_queries: Sequence[int], of_keys: Sequence[int], rest: int = 0) -> dict[str, Any]:
-    """Of a case: packed sequences of such lengths, and so many rows behind the last one."""
+    """Of a case: packed sequences of such lengths, and so many rows after the last one."""
     return {
         f"{name}_{x}": value
         for x, lengths in (("q", of_queries), ("k", of_keys))

@@ -112,7 +112,7 @@ def _sizes(box):
 
 
 def check_tensor_load(run):
-    behind = 1024
+    margin = 1024
     for name, box in BOXES.items():
         dtype, dims, strides, sizes, coordinates = box
         elements, size = _sizes(box)
@@ -121,11 +121,11 @@ def check_tensor_load(run):
         got = run(
             "tensor_load",
             source=source,
-            destination=np.zeros(size + behind, np.uint8),
+            destination=np.zeros(size + margin, np.uint8),
             tensor=tensor,
             coordinates=coordinates,
             count=size,
-            shared_bytes=size + behind + 8,
+            shared_bytes=size + margin + 8,
         )
         values, _ = _box_of(_view(source, tensor), sizes, coordinates)
         assert (got[:size] == _swizzled(values.view(np.uint8))).all(), name

@@ -1,4 +1,4 @@
-"""Operations of kernels/helpers/merge.cu in the emulator beside those of NumPy, for one problem."""
+"""Operations of kernels/helpers/merge.cu in the emulator compared with those of NumPy, for one problem."""
 
 from pathlib import Path
 

@@ -210,8 +210,8 @@ def test_blocks_take_pairs_of_tiles(num_sms, shares_device, m_blocks, schedule):
     problem = replace(problem_of(case, arrays), shares_device=shares_device)
     plan = attention.plan_for(problem, passes.FORWARD, arrays, device, (tile,))
     units = 3 * -(-m_blocks // 2)
-    apart = shares_device and m_blocks < 5
-    assert plan.kernels[-1].grid == ((2 if apart else 1) * units if shares_device else min(num_sms, units))
+    divides_pairs = shares_device and m_blocks < 5
+    assert plan.kernels[-1].grid == ((2 if divides_pairs else 1) * units if shares_device else min(num_sms, units))
     results = attention.forward(problem, arrays, tiles=(tile,), arch=device, schedule=schedule)
     ct.assert_forward(case, *results)
 

@@ -122,7 +122,7 @@ def test_neither_schedule_nor_memory_change_a_bit(kind, num_sms):
 
 @pytest.mark.parametrize("num_sms", [3, 132])
 def test_what_is_hidden_may_be_no_number(num_sms):
-    """Keys behind a length, and tiles that nothing attends to: dbias is zero there, and finite elsewhere."""
+    """Keys past a length, and tiles that nothing attends to: dbias is zero there, and finite elsewhere."""
     case = case_of("lengths", kv_lengths=(70, 0), bias_holes=False)
     problem, arrays = inputs_of(case)
     out, lse = forward_by_oracle(problem, arrays)

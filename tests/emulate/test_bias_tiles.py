@@ -28,7 +28,7 @@ pytestmark = [
 few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 
 FLOAT32 = {"dtype": "float32", "bias_dtype": "softmax"}
-# Shapes by name of size, dtype, and what the problem has beside the bias.
+# Shapes by name of size, dtype, and what else the problem has.
 PAIRS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "heads": (("one", "heads", "q", "k"), {}),
     "batch, two heads a key head, causal": (("batch", "one", "q", "k"), {"causal": True, "num_heads_kv": 1}),
@@ -71,7 +71,7 @@ KEYS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-# The same of a mask, beside a per-pair bias or without.
+# The same of a mask, with a per-pair bias or without.
 MASKS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "batch": (("batch", "one", "one", "k"), {}),
     "heads, bias, causal": (("one", "heads", "one", "k"), {"causal": True}),

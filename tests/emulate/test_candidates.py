@@ -1,4 +1,4 @@
-"""What tuning tries beside the rows of the tables is as right as these: some candidates of each kernel."""
+"""What tuning tries besides the rows of the tables is as right as these: some candidates of each kernel."""
 
 import random
 from dataclasses import replace

@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True, scope="module")
 def _few_heads_side_by_side():
-    """So that most problems have heads behind them."""
+    """So that most problems have heads after them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sm90.backward, "BACKWARD_HEAD_SECTION", 1)
         for module in (choose, sm90.backward):

@@ -61,7 +61,7 @@ def test_bits_of_what_lies_well(head_dim):
     (forward,), (backward,) = rows_for(case).values()
 
     def shifted(x):
-        """An element behind an address that is aligned."""
+        """An element past an address that is aligned."""
         buffer = attention.guarded(np.zeros(x.size + 8, x.dtype))
         inside = buffer[1 : 1 + x.size].reshape(x.shape)
         inside[...] = x

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.one_in(3),
 ]
 
-# Queries before most keys, so that many attend to nothing; in the middle; and behind most keys, so that no query
+# Queries before most keys, so that many attend to nothing; in the middle; and after most keys, so that no query
 # attends to many.
 SLICES = ((-70, (40, 10)), (15, (None, 0)), (160, (90, None)))
 KERNELS = (("8.0", "float32", 16), ("9.0", "bfloat16", 64), ("9.0", "float32", 64))

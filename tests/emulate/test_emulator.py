@@ -1,4 +1,4 @@
-"""The emulator reports the mistakes that are planted in ``planted_bugs.cu``, at the right line, and no others."""
+"""The emulator reports the bugs of ``planted_bugs.cu``, at the right line, and no others."""
 
 import ctypes
 import functools
@@ -56,7 +56,7 @@ def marked_line(kernel):
 
 
 # Kernel, arguments of its launch, and what the report says.
-PLANTED: list[tuple[str, dict[str, Any], str]] = [
+BUGS: list[tuple[str, dict[str, Any], str]] = [
     ("missing_barrier_before_read", {"threads": BLOCK}, "data race: .* with no barrier between"),
     ("missing_barrier_before_overwrite", {"threads": BLOCK}, "data race: .* with no barrier between"),
     ("two_writers", {"threads": BLOCK}, "data race: writes .* wrote at planted_bugs.cu:"),
@@ -105,7 +105,7 @@ PLANTED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @every_schedule
-@pytest.mark.parametrize(("kernel", "arguments", "words"), PLANTED, ids=[row[0] for row in PLANTED])
+@pytest.mark.parametrize(("kernel", "arguments", "words"), BUGS, ids=[row[0] for row in BUGS])
 def test_planted_bug_is_reported(kernel, arguments, words, schedule):
     with pytest.raises(EmulationError, match=words) as caught:
         launch(kernel, schedule=schedule, **arguments)
@@ -130,9 +130,7 @@ def test_scratch_arrays_are_as_aligned_as_on_a_device():
     scratch.check("kernel")
 
 
-@pytest.mark.parametrize(
-    ("name", "at", "message"), [("b", -1, "before the start"), ("a", 20, "0 bytes behind the end")]
-)
+@pytest.mark.parametrize(("name", "at", "message"), [("b", -1, "before the start"), ("a", 20, "0 bytes past the end")])
 def test_writes_around_scratch_arrays_are_reported(name, at, message):
     layout = ScratchLayout(("a", "b"), (20, 300))
     scratch = Scratch(layout, 0xFF)

@@ -62,7 +62,7 @@ BOX_READ = (
     f"reads .* in flight: a barrier_wait is missing|{UNORDERED}"
 )
 # Kernel, and what the report says.
-PLANTED = [
+BUGS = [
     ("barrier_without_init", "no barrier at offset .* a barrier_init is missing"),
     ("barrier_made_twice", "a barrier at offset .* already"),
     ("barrier_used_at_once", "no barrier at offset|data race: uses the barrier .* made at planted_bugs_sm90.cu:"),
@@ -132,7 +132,7 @@ THREADS = {"too_many_registers": 3 * WARPGROUP, "increase_to_less": 3 * WARPGROU
 
 
 @every_schedule
-@pytest.mark.parametrize(("kernel", "words"), PLANTED, ids=[row[0] for row in PLANTED])
+@pytest.mark.parametrize(("kernel", "words"), BUGS, ids=[row[0] for row in BUGS])
 def test_planted_bug_is_reported(kernel, words, schedule):
     with pytest.raises(EmulationError, match=words) as caught:
         launch(kernel, schedule=schedule, threads=THREADS.get(kernel, WARPGROUP))
@@ -157,7 +157,7 @@ def test_an_accumulator_read_in_flight_is_reported(schedule):
 
 
 # The same of kernels whose blocks are clusters of two.
-PLANTED_IN_CLUSTERS = [
+BUGS_IN_CLUSTERS = [
     ("cluster_not_ready", "no barrier at offset|data race: uses the barrier .* made at planted_bugs_sm90.cu:"),
     ("cluster_left", "block [01] of the cluster (may exit before the arrival|has exited)"),
     ("cluster_arrival_missing", r"(?s)deadlock: .* missing in this phase: 1 arrivals of 2, 0 bytes"),
@@ -169,7 +169,7 @@ PLANTED_IN_CLUSTERS = [
 
 
 @every_schedule
-@pytest.mark.parametrize(("kernel", "words"), PLANTED_IN_CLUSTERS, ids=[row[0] for row in PLANTED_IN_CLUSTERS])
+@pytest.mark.parametrize(("kernel", "words"), BUGS_IN_CLUSTERS, ids=[row[0] for row in BUGS_IN_CLUSTERS])
 def test_a_bug_planted_in_a_cluster_is_reported(kernel, words, schedule):
     with pytest.raises(EmulationError, match=words) as caught:
         launch(kernel, grid=2, schedule=schedule)
@@ -189,8 +189,8 @@ def test_no_mistake_is_not_reported(schedule):
 
 def test_every_planted_bug_is_tested():
     kernels = set(re.findall(r"^CUFLASH_DEFINE_(?:CLUSTER_)?KERNEL\((\w+)", SOURCE.read_text(), re.MULTILINE))
-    planted = {kernel for kernel, _ in (*PLANTED, *PLANTED_IN_CLUSTERS)}
-    assert kernels == planted | {"load_left", "accumulator_read", "no_mistake", "script"}
+    buggy = {kernel for kernel, _ in (*BUGS, *BUGS_IN_CLUSTERS)}
+    assert kernels == buggy | {"load_left", "accumulator_read", "no_mistake", "script"}
 
 
 # ---- Order, against a definition of it -------------------------------------------------------------------------------

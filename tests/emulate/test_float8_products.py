@@ -132,14 +132,14 @@ def forward_of_codes(case, codes):
     return arrays, *attention.forward(problem, arrays, tiles=(FORWARD_FLOAT8_SM90_TILES[1],), arch="9.0")
 
 
-@pytest.mark.parametrize("apart", [24, 32, 44, 64, 448])
-def test_scores_far_from_each_other(apart):
+@pytest.mark.parametrize("distance", [24, 32, 44, 64, 448])
+def test_scores_far_from_each_other(distance):
     """Exponents from 9 000 to 160 000 below the largest are those of weights of 0."""
     case = replace(CASE, seqlen_q=64, num_heads=1, q_scale=None, k_scale=None, v_scale=None, causal=False, scale=0.125)
 
     def of_one_sign(k):
         signs = np.where(np.arange(k.shape[-2]) % 3 == 0, 1.0, -1.0)[:, None]
-        return np.broadcast_to(apart * signs, k.shape).astype(k.dtype)
+        return np.broadcast_to(distance * signs, k.shape).astype(k.dtype)
 
     codes = {"q": lambda q: np.full_like(q, 16), "k": of_one_sign}
     arrays, out, _ = forward_of_codes(case, codes)

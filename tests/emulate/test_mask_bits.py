@@ -23,7 +23,7 @@ pytestmark = [
 ]
 few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 
-# Shapes of the mask by name of size, and what the problem has beside it.
+# Shapes of the mask by name of size, and what else the problem has.
 CASES: dict[str, tuple[tuple[str, ...] | None, dict[str, Any]]] = {
     "pairs": (("one", "one", "q", "k"), {}),
     "every head, causal": (("batch", "heads", "q", "k"), {"causal": True, "num_heads_kv": 1}),

@@ -32,7 +32,7 @@ LISTS = ("helpers/mask_tiles.cu", "helpers/block_index.cu")
 # An entry of a block-sparse index: IndexEntry of kernels/common/schedule/schedule.cuh.
 IS_LAST, NEEDS_MASK, ASKS_FUNCTION, INDEX = 1 << 31, 1 << 30, 1 << 29, (1 << 28) - 1
 
-# The device, the axes of the mask, and what the problem has beside it.
+# The device, the axes of the mask, and what else the problem has.
 CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "sm80": ("8.0", ("one", "one", "q", "k"), {"dtype": "float16", "sinks": True}),
     "sm80, heads, causal": ("8.6", ("one", "heads", "q", "k"), {"causal": True, "num_heads_kv": 1}),
@@ -284,7 +284,7 @@ def test_the_tiles_that_a_function_leaves_are_listed(name, data):
 
 # ---- biases of -inf --------------------------------------------------------------------------------------------------
 
-# The device, the batch axes of the bias, what the problem has beside it, and gradients.
+# The device, the batch axes of the bias, what else the problem has, and gradients.
 BIASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any], tuple[str, ...]]] = {
     "sm80": ("8.0", ("one", "heads"), {"dtype": "float16", "sinks": True}, ("dq", "dk", "dv", "dbias", "dscale")),
     "sm80, in order": ("8.6", ("batch", "one"), {"causal": True, "bias_dtype": "softmax"}, ("dq", "dk", "dv")),
@@ -297,7 +297,7 @@ BIASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any], tuple[str, ...]]] 
     "sm90, mask of keys": ("9.0", ("one", "one"), {"mask": "keys", "kv_lengths": (300, 150)}, ("dk", "dv", "dbias")),
     "sm90, mask of pairs": ("9.0", ("one", "heads"), {"mask": "pairs", "bias_dtype": "softmax"}, ("dq", "dk", "dv")),
 }
-# Keys that the bias hides from all queries, and those of them that no tile of these kernels has beside other keys.
+# Keys that the bias hides from all queries, and those of them that no tile of these kernels has next to other keys.
 HIDDEN, NO_NUMBERS = slice(64, 288), slice(128, 256)
 
 

@@ -49,7 +49,7 @@ def test_results_stay_inside_their_arrays(deterministic):
 
 @pytest.mark.parametrize("tile", FORWARD_SM90_TILES[2:4], ids=name_of)
 def test_results_of_the_tma_stay_inside_their_arrays(tile):
-    """Whole boxes leave shared memory, and columns and rows that do not exist stay behind."""
+    """Whole boxes leave shared memory, and columns and rows that do not exist are not stored."""
     case = ct.Case(seqlen_q=70, seqlen_k=81, batch=2, num_heads=2, num_heads_kv=1, head_dim=24, dtype="bfloat16")
     case = replace(case, head_dim_v=16)
     arrays = case.arrays()

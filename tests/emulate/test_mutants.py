@@ -1,4 +1,4 @@
-"""The emulator notices mistakes in the project's kernels: each of a long list, planted one at a time."""
+"""The emulator notices mistakes in the project's kernels: each mutant of a long list."""
 
 import pytest
 
@@ -13,10 +13,10 @@ KERNELS = kernel_directory()
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
 
-PLANTED = sample(MUTANTS, 100)  # a compilation and more each
+CHOSEN = sample(MUTANTS, 100)  # a compilation and more each
 
 
-@pytest.mark.parametrize("trial", sorted({trial for mutant in PLANTED for trial in mutant.trials}))
+@pytest.mark.parametrize("trial", sorted({trial for mutant in CHOSEN for trial in mutant.trials}))
 def test_without_a_mistake_the_trial_passes(trial):
     """Of those that have to notice the mistakes below; each of the others is as much a problem of other tests."""
     TRIALS[trial].run()
@@ -27,7 +27,7 @@ def test_mutants_are_mistakes_in_the_kernels_as_they_are(mutant):
     assert mutant.text != (KERNELS / mutant.file).read_text()
 
 
-@pytest.mark.parametrize("mutant", PLANTED, ids=lambda mutant: f"{mutant.file}: {mutant.what}")
+@pytest.mark.parametrize("mutant", CHOSEN, ids=lambda mutant: f"{mutant.file}: {mutant.what}")
 def test_mutant_is_caught(mutant):
     report = mutant.caught()
     if mutant.escapes:
@@ -56,4 +56,4 @@ def test_a_mutant_whose_text_is_gone_is_an_error():
         what="nothing", file="common/score/mask.cuh", old="no such text", new="", trials=("forward",)
     )
     with pytest.raises(ValueError, match=r"nothing: common/score/mask.cuh has the text 0 times: 'no such text'"):
-        mutant.plant()
+        mutant.write()

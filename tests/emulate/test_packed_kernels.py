@@ -106,7 +106,7 @@ def test_against_the_oracle(what, data):
 @pytest.mark.parametrize("what", CONFIGURATIONS, ids=str)
 @given(data=st.data())
 def test_neighbours_change_nothing(what, data):
-    """Not a bit, though they are NaN: neither a sequence's results, nor what is behind the last one."""
+    """Not a bit, though they are NaN: neither a sequence's results, nor what follows the last one."""
     lengths = [(70, 40), (100, 129), (13, 30)]
     starts_q, starts_k = (tuple(np.cumsum([0, *x]).tolist()) for x in zip(*lengths, strict=True))
     case = replace(
@@ -138,7 +138,7 @@ def test_neighbours_change_nothing(what, data):
         assert np.isfinite(after["dq"][tuple(part)].astype(np.float32)).all()
 
 
-# Lengths of sequences, and the rows behind the last one. Lanes of a warp look at 32 entries at once, these rows too.
+# Lengths of sequences, and the rows after the last one. Lanes of a warp look at 32 entries at once, these rows too.
 SHORT = tuple(i * 5 % 9 for i in range(70))  # 0, 5, 1, 6, ...
 MANY = {
     "none": ((), 70),
@@ -193,7 +193,7 @@ def test_sections_of_heads():
 WILD = [
     ((-5, 10**6, 3, 80), (0, 2**31 - 1, -(2**31), 7)),
     ((0, 300, 0, 10, 300), (0, 300, 0, 10, 300)),  # places of tiles meet: nobody may wait for a turn that never comes
-    ((0, *(300, 0) * 40), (0, *(300, 0) * 40)),  # more rows than there are, behind the first 32 sequences too
+    ((0, *(300, 0) * 40), (0, *(300, 0) * 40)),  # more rows than there are, after the first 32 sequences too
 ]
 
 

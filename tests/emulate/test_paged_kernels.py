@@ -66,7 +66,7 @@ CASES = {
     "sm80, 32 of 32, float32": (WIDE, replace(LONG, page_size=32, dtype="float32", dropout=0.3, layout="bshd")),
 }
 every_case = pytest.mark.parametrize(("tile", "case"), CASES.values(), ids=CASES)
-# Those that the other tests need no kernels beside.
+# Those that the other tests need no kernels for.
 SOME = [(DECODE, CASE), (SM80, LONG)]
 some_cases = pytest.mark.parametrize(("tile", "case"), SOME, ids=["decode", "sm80"])
 

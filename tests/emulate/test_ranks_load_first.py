@@ -236,7 +236,7 @@ def pinned(driver):
 
 
 def on_device(array, offset=0):
-    """A copy of an array, `offset` bytes behind a multiple of 16."""
+    """A copy of an array, `offset` bytes past a multiple of 16."""
     storage = device.alloc(array.nbytes + 16)
     found = OnDevice(array.shape, array.dtype, Memory(storage.ptr + offset, storage))
     found.host[...] = array

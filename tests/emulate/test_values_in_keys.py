@@ -80,8 +80,8 @@ def test_the_row_that_serves():
     """Only where v is in k, one pass makes all columns of the output, and one block has all rows."""
     arrays = replace(CASE, v_in_k=False).arrays()
     del arrays["dout"]
-    apart = attention.plan_for(attention.problem_of(CASE, arrays), FORWARD, arrays, "9.0")
-    assert apart.tiles[0].label != ROW.label and "for values that are the first columns" in apart.reason
+    separate = attention.plan_for(attention.problem_of(CASE, arrays), FORWARD, arrays, "9.0")
+    assert separate.tiles[0].label != ROW.label and "for values that are the first columns" in separate.reason
     within = arrays | {"v": arrays["k"][..., :512]}
     plan = attention.plan_for(attention.problem_of(CASE, within), FORWARD, within, "9.0")
     assert plan.tiles == (ROW,) and "v is the first columns of k, and not loaded again" in plan.reason

@@ -38,7 +38,7 @@ def test_any_head_dimensions_strides_and_addresses(cupy, head_dim, head_dim_v, s
     case = ct.Case(**SIZES, head_dim=head_dim, head_dim_v=head_dim_v, strides=strides, dtype=dtype, **options)
 
     def shifted(x):
-        """So many elements behind an address that is aligned."""
+        """So many elements past an address that is aligned."""
         inside = cupy.empty(x.size + offset, x.dtype)[offset:].reshape(x.shape)
         inside[...] = cupy.asarray(x)
         return inside

@@ -119,7 +119,7 @@ def test_scores_that_rise_from_tile_to_tile(cupy, head_dim, dtype, options):
 
 
 def off_by_one(cupy, x):
-    """The array one element behind an address that is aligned."""
+    """The array one element past an address that is aligned."""
     inside = cupy.empty(x.size + 1, x.dtype)[1:].reshape(x.shape)
     inside[...] = x
     return inside
@@ -470,7 +470,7 @@ def test_decoding_takes_its_own_kernel(cupy):
 
 # ---- wide heads ------------------------------------------------------------------------------------------------------
 
-by_dims = pytest.mark.parametrize("head_dim", wide.DIMS)  # tests apart, whose kernels are compiled at the same time
+by_dims = pytest.mark.parametrize("head_dim", wide.DIMS)  # separate tests, whose kernels are compiled at the same time
 
 
 def check_wide(cupy, case, *own):

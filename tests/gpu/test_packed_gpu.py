@@ -34,7 +34,7 @@ def starts_of(lengths):
 
 
 def case_of(**options):
-    """Some rows are left behind the last sequence."""
+    """Some rows are left after the last sequence."""
     starts_q, starts_k = starts_of(LENGTHS_Q), starts_of(LENGTHS_K)
     sizes: dict[str, Any] = {"num_heads": 4, "num_heads_kv": 2, "head_dim": 64, "dtype": "bfloat16"} | options
     return ct.Case(
@@ -78,7 +78,7 @@ def test_head_dims(cupy, dtype, head_dim, causal):
         judge(case, run(cupy, case, deterministic=deterministic))
 
 
-# Warps look at 32 sequences at once, the rows behind the last one among them.
+# Warps look at 32 sequences at once, the rows after the last one among them.
 MANY = {
     "31": tuple(i * 37 % 90 for i in range(31)),
     "32": tuple(i * 37 % 90 for i in range(32)),

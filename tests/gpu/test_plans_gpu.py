@@ -22,7 +22,7 @@ def cupy():
 
 
 def moved(cupy, array, steps):
-    """A copy whose first element lies so many elements behind an address of an allocation, with strides of its own."""
+    """A copy whose first element lies so many elements past an address of an allocation, with strides of its own."""
     storage = cupy.zeros(array.size * 2 + steps, array.dtype)
     if steps % 2:  # neighbours along the last axis are apart
         return cupy.ndarray(

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """The conformance kernels beside the headers that they include."""
+    """The conformance kernels next to the headers that they include."""
     directory = tmp_path_factory.mktemp("kernels")
     shutil.copytree(kernel_directory() / "ptx", directory / "ptx")
     for name in ("conformance.cu", "conformance_sm90.cu"):

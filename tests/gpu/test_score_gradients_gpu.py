@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 SCORES = ("dbias", "dalibi_slopes", "dscale", "dsoftcap")
-# A bias of every axis, and of few of them; with what acts on scores beside it.
+# A bias of every axis, and of few of them; with what else acts on scores.
 OPTIONS = [
     {"bias": (2, 4, 1, 1), "causal": True},
     {"bias": (4, "m", "n"), "window": (40, 3), "alibi_slopes": (4,), "softcap": 5.0, "dlse": True},

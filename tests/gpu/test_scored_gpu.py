@@ -12,7 +12,7 @@ from tests.cuda_scores import CUDA_SCORES, HEAD
 from tests.scored import SCORES, SCORES_AND_TEXTS, Scored, few_tiles, score_args_of, scored
 
 pytestmark = pytest.mark.gpu
-# Tests apart, whose kernels are compiled at the same time.
+# Separate tests, whose kernels are compiled at the same time.
 by_dtype = pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 
 

@@ -93,11 +93,11 @@ def test_products_of_pairs(product, rows, vectors, length, adds, steps, terms, s
     wide = [[x.astype(np.float64) for x in both] for both in operands]
     expected = sum(a @ b.T for a, b in wide) + (c[:, :columns] if adds else 0)
     size = sum(np.abs(a) @ np.abs(b).T for a, b in wide) + 4
-    beside = c[:, columns:].copy()
+    others = c[:, columns:].copy()
     (a, b), *more = [(a.view(np.float32), np.ascontiguousarray(b.view(np.float32).T)) for a, b in operands]
     product(a, b, c[:, :columns], adds, steps, [x for both in more for x in both])
     assert (np.abs(c[:, :columns] - expected) <= 2 * length * 2.0**-23 * size).all()
-    np.testing.assert_array_equal(c[:, columns:], beside)
+    np.testing.assert_array_equal(c[:, columns:], others)
 
 
 def test_float16_is_a_sum_of_two_numbers_of_bfloat16(library):

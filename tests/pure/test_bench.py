@@ -74,11 +74,11 @@ def test_keys_that_nobody_sees_are_not_read():
 
 def test_values_in_the_columns_of_keys():
     """They are the same memory, which is read once, and what is computed is checked with them."""
-    apart = Case(head_dim=12, head_dim_v=8, seqlen_q=3, seqlen_k=40, batch=2, num_heads=4, num_heads_kv=1)
-    case = replace(apart, dtype="float32", v_in_k=True)
+    separate = Case(head_dim=12, head_dim_v=8, seqlen_q=3, seqlen_k=40, batch=2, num_heads=4, num_heads_kv=1)
+    case = replace(separate, dtype="float32", v_in_k=True)
     assert replace(case, v_in_k=False).ideal_bytes("forward") - case.ideal_bytes("forward") == 2 * 40 * 8 * 4
     assert case.name == "fp32-d12x8ink-b2-h4kv1-s3k40-full"
-    assert case.flops("forward") == apart.flops("forward")
+    assert case.flops("forward") == separate.flops("forward")
     inputs = make_inputs(np, case)
     assert np.shares_memory(inputs.k, inputs.v) and inputs.v.shape == case.v_shape
     np.testing.assert_array_equal(inputs.v, inputs.k[..., :8])

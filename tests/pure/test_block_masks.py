@@ -414,7 +414,7 @@ def test_biases_are_looked_at_where_that_pays(arch, dtype, pass_, axes, head_dim
         assert "bias: tiles" not in text and "bias_blocks" not in plan.scratch_sizes
         return
     main = next(kernel for kernel in reversed(plan.kernels) if not kernel.source.startswith("helpers/"))
-    # Kernels that add masks of keys to scores have no lists for them beside bounds.
+    # Kernels that add masks of keys to scores have no lists for them besides bounds.
     adds_mask = (arch, dtype) == ("9.0", "float16") and mask == (2, 1, 1, 2100)
     has_lists = "block_mask" in options or (mask is not None and not (adds_mask and "causal" in options))
     if problem.forward_flops < 3e9:

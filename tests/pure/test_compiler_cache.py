@@ -370,14 +370,14 @@ def to_others(monkeypatch):
     return give
 
 
-def planted(kernel_dir, cache):
+def forged(kernel_dir, cache):
     """A kernel in a cache, with bytes that no compiler made, and all checksums right."""
 
-    class Planting(CountingToolchain):
+    class Forging(CountingToolchain):
         def compile(self, *args):
-            return b"planted" * 9, super().compile(*args)[1]
+            return b"forged" * 9, super().compile(*args)[1]
 
-    return compile_once(kernel_dir, cache, Planting())
+    return compile_once(kernel_dir, cache, Forging())
 
 
 def assert_not_taken(kernel_dir, cache, words):
@@ -385,7 +385,7 @@ def assert_not_taken(kernel_dir, cache, words):
     with pytest.warns(RuntimeWarning, match=words) as caught:
         kernel = compile_once(kernel_dir, cache, toolchain)
     assert len(caught) == 1 and str(cache) in str(caught[0].message)
-    assert toolchain.calls == 1 and b"planted" not in kernel.path.read_bytes()
+    assert toolchain.calls == 1 and b"forged" not in kernel.path.read_bytes()
     assert kernel.path.parent == kernel_cache.private_directory()
 
 
@@ -407,16 +407,16 @@ def test_a_directory_is_made_for_this_user_alone(kernel_dir, tmp_path):
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
 def test_a_directory_that_others_may_write_to_is_not_trusted(kernel_dir, tmp_path, mode):
     cache = tmp_path / "cache"
-    planted(kernel_dir, cache)
+    forged(kernel_dir, cache)
     cache.chmod(mode)
     assert_not_taken(kernel_dir, cache, "others may write to it .*`chmod go-w` ends")
     cache.chmod(0o755)
-    assert b"planted" in compile_once(kernel_dir, cache, CountingToolchain()).path.read_bytes()
+    assert b"forged" in compile_once(kernel_dir, cache, CountingToolchain()).path.read_bytes()
 
 
 @needs_owners
 def test_a_directory_of_others_is_not_trusted(kernel_dir, tmp_path, to_others):
-    planted(kernel_dir, tmp_path / "cache")
+    forged(kernel_dir, tmp_path / "cache")
     to_others(tmp_path / "cache")
     assert_not_taken(kernel_dir, tmp_path / "cache", "belongs to another user")
 
@@ -427,26 +427,26 @@ def test_a_directory_of_others_is_not_trusted(kernel_dir, tmp_path, to_others):
 def test_files_of_others_are_compiled_again(kernel_dir, tmp_path, to_others, suffix, mode):
     """Those that lie in a directory of one's own, as from a time when others could write to it."""
     cache = tmp_path / "cache"
-    planted(kernel_dir, cache)
+    forged(kernel_dir, cache)
     (file,) = cache.glob(f"*.{suffix}")
     if mode is None and os.geteuid() != 0:
         pytest.skip("only root can give a file away")
     to_others(file) if mode is None else file.chmod(mode)
     toolchain = CountingToolchain()
     kernel = compile_once(kernel_dir, cache, toolchain)
-    assert toolchain.calls == 1 and kernel.path.parent == cache and b"planted" not in kernel.path.read_bytes()
+    assert toolchain.calls == 1 and kernel.path.parent == cache and b"forged" not in kernel.path.read_bytes()
     assert compile_once(kernel_dir, cache, toolchain) == kernel and toolchain.calls == 1
 
 
 @needs_owners
 def test_what_root_made_is_trusted(kernel_dir, tmp_path, monkeypatch):
     """Root can do anything as it is, and may fill a cache for all users."""
-    planted(kernel_dir, tmp_path / "cache")
+    forged(kernel_dir, tmp_path / "cache")
     (tmp_path / "cache").chmod(0o755)
     status = os.stat(tmp_path / "cache")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     if status.st_uid == 0:
-        assert b"planted" in compile_once(kernel_dir, tmp_path / "cache", CountingToolchain()).path.read_bytes()
+        assert b"forged" in compile_once(kernel_dir, tmp_path / "cache", CountingToolchain()).path.read_bytes()
     kernel_cache.check_own(tmp_path, os.stat_result((0o40755, 0, 0, 1, 0, 0, 0, 0, 0, 0)))
     with pytest.raises(PermissionError, match="belongs to another user, of number 7"):
         kernel_cache.check_own(tmp_path, os.stat_result((0o40755, 0, 0, 1, 7, 0, 0, 0, 0, 0)))

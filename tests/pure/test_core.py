@@ -271,7 +271,7 @@ def test_small_heads_whose_values_cancel(instruction_set, seed):
 
 
 def test_small_heads_whose_last_keys_are_seen(instruction_set):
-    """Keys are computed some at a time, from the first that is seen on: nothing is written behind the last."""
+    """Keys are computed some at a time, from the first that is seen on: nothing is written after the last."""
     for seqlen_q, seqlen_k, dtype in itertools.product((1, 2, 4), range(11, 18), ("float32", "float64")):
         case = ct.Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=1, dtype=dtype, window=(0, None))
         judge(case, run(case))

@@ -127,7 +127,7 @@ def test_weights_are_those_of_the_forward_pass(way, dtype, lengths, heads, bias,
     st.booleans(), st.booleans(), st.integers(0, 2**16),
 )  # fmt: skip
 def test_other_rows_stay_as_they_are(way, dtype, lengths, has_bias, sinks, seed):
-    """Bit for bit, whatever rows beside them are."""
+    """Bit for bit, whatever other rows are."""
     case = ct.Case(
         batch=2, num_heads=2, num_heads_kv=1, seqlen_q=lengths[0], seqlen_k=lengths[1], head_dim=24, dtype=dtype,
         bias=(lengths[1],) if has_bias else None, sinks=sinks, dlse=True, seed=seed,

@@ -296,5 +296,5 @@ def test_dual_numbers_have_the_derivatives_of_traced_functions(dtype, tmp_path):
             wanted = np.broadcast_to(wanted, S.shape)
             ordinary = np.isfinite(wanted) & (np.abs(wanted) < 1e4)
             size = 1 + np.abs(wanted[ordinary])
-            # A number beside a step of the expression may fall to its other side.
+            # A number next to a step of the expression may fall to its other side.
             assert np.mean(np.abs(got[ordinary] - wanted[ordinary]) <= rounding * size) >= 0.97, one.describe()

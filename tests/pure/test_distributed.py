@@ -261,7 +261,7 @@ def test_the_plan_in_the_page_is_what_is_printed():
 def test_ranks_begin_with_their_own_rows_before_they_hear_of_each_other(goes_on, monkeypatch):
     """In a call like one before, where the transport goes on meanwhile; rows are exchanged after that.
 
-    Where calls run behind the host, rows are not even made ready before.
+    Where calls lag behind the host, rows are not even made ready before.
     """
     monkeypatch.setattr(Streams, "goes_on", goes_on)
     split, random = cd.zigzag(16, 2), np.random.default_rng(0)

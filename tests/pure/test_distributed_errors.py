@@ -49,7 +49,7 @@ def failures(change, ranks=3, **options):
         (lambda options, arrays, optional: options.update(split="zigzag"), "^split: got 'zigzag' on rank 1, expected "),
         (
             lambda options, arrays, optional: arrays.update({n: x[:1] for n, x in arrays.items()}),
-            r"^q: got float64 \(1, 4\) beside rows on rank 1, expected float64 \(2, 4\) beside rows as on rank 0$",
+            r"^q: got float64 \(1, 4\) besides rows on rank 1, expected float64 \(2, 4\) besides rows as on rank 0$",
         ),
         (
             lambda options, arrays, optional: arrays.update({n: x.astype("f4") for n, x in arrays.items()}),

@@ -154,7 +154,7 @@ PAGE_OF_NCU = """==PROF== Connected to process 1
 
 
 def test_the_page_of_the_profiler():
-    """Sums for each plan: those behind the last separator were cut off."""
+    """Sums for each plan: those after the last separator were cut off."""
     first = {"read": 3000.5, "written": 50, "by_l2": 12000, "kernels": 2}
     both = [first, {"read": 4, "written": 5, "by_l2": 6, "kernels": 1}]
     assert traffic.parse(PAGE_OF_NCU) == both

@@ -107,7 +107,7 @@ def test_field_with_a_distance_score(library):
     locations, points = on(library)(rng.uniform(0, 1, (50, 3))), on(library)(rng.uniform(0, 1, (40, 3)))
     values, dfield, sizes = rng.standard_normal(50), rng.standard_normal(40), np.array([0.2, 0.4])
     mask = rng.random((40, 50)) < 0.7
-    apart = here["distances"](points, locations)
+    distances = here["distances"](points, locations)
     difference = ct.to_numpy(points)[:, None] - ct.to_numpy(locations)
     in_space, in_time = np.linalg.norm(difference[..., :2], axis=2), np.abs(difference[..., 2])
 
@@ -115,9 +115,9 @@ def test_field_with_a_distance_score(library):
         weights = np.exp(-in_space / sizes[0] - in_time / sizes[1]) * mask
         return weights @ values / weights.sum(axis=1)
 
-    field, saved = here["interpolate"](apart, on(library)(values), on(library)(sizes), on(library)(mask))
+    field, saved = here["interpolate"](distances, on(library)(values), on(library)(sizes), on(library)(mask))
     np.testing.assert_allclose(ct.to_numpy(field), formula(sizes), rtol=1e-10, atol=1e-12)
-    found = ct.to_numpy(here["dsizes_of"](on(library)(dfield), saved, apart, on(library)(sizes)))
+    found = ct.to_numpy(here["dsizes_of"](on(library)(dfield), saved, distances, on(library)(sizes)))
     steps = 1e-6 * np.eye(2)
     slopes = [dfield @ (formula(sizes + step) - formula(sizes - step)) / 2e-6 for step in steps]
     np.testing.assert_allclose(found, slopes, rtol=1e-6)
@@ -125,7 +125,7 @@ def test_field_with_a_distance_score(library):
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_table_of_relative_positions(library):
-    """Each head has a number for each distance, up to the largest that it tells apart; dbias is gathered back to it.
+    """Each head has a number for each distance, up to the largest that it distinguishes; dbias is gathered back to it.
 
     Beside it the temperature of the softmax is learnt, and the soft cap of the scores.
     """

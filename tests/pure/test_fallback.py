@@ -62,7 +62,7 @@ def test_the_number_of_threads_changes_no_bit(case):
     )
 )
 def test_what_other_heads_hold_changes_no_bit(case):
-    """Large scores, or none that is a number, beside ordinary ones; in the same jobs, since these heads are small."""
+    """Large scores, or none that is a number, next to ordinary ones; in the same jobs, since these heads are small."""
     case = dataclasses.replace(case, batch=case.batch + 1)
     arrays, expected = case.arrays(), run(case)
     for factor in (1000.0, np.nan):
@@ -228,7 +228,7 @@ def test_plans_say_which_path_computes_each_pass(way):
     bias = np.ones((100, 100), np.float32)
     of_core, of_fallback = f"compiled core, {core.processor()}", "NumPy, and not the compiled core: "
     of_functions = f"{of_core}, and NumPy for functions"
-    of_bias = f"{of_functions}; backward by {of_fallback}gradients beside functions: dbias"
+    of_bias = f"{of_functions}; backward by {of_fallback}gradients besides those of score_mod args: dbias"
     for functions, need, expected in (
         ({}, ("dq", "dbias"), of_core),
         (mask, ("dq",), of_functions),

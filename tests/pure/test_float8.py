@@ -233,7 +233,7 @@ def test_cupy_arrays_are_quantised_to_the_same_bytes(dtype, layout, fake_cupy, m
 
 
 def test_bytes_of_cupy_take_part_in_a_call(fake_cupy):
-    """As far as a launch: they bind, and are taken beside CuPy arrays only."""
+    """As far as a launch: they bind, and are taken with CuPy arrays only."""
     k = Float8Array(np.arange(2 * 64 * 16, dtype=np.uint8).reshape(1, 2, 64, 16), numpy_dtype("float8_e5m2"))
     arrays: dict[str, Any] = {
         "q": np.zeros((1, 2, 3, 16), np.float16),
@@ -260,7 +260,7 @@ def test_bytes_of_cupy_take_part_in_a_call(fake_cupy):
     [(0, 64, 2, 16), (8, 64, 2, 8), (4, 64, 2, 8), (2, 64, 2, 4), (1, 64, 2, 2), (0, 68, 2, 8), (0, 65, 4, 4)],
 )
 def test_accesses_are_of_as_many_numbers_as_are_aligned(offset, row, size, load_bytes):
-    """Two of float16 beside two of fp8, and so on; 16 bytes are promised for both."""
+    """Two of float16 with two of fp8, and so on; 16 bytes are promised for both."""
     q = np.zeros((1, 1, 3, 64), {2: np.float16, 4: np.float32}[size])
     k = np.zeros((1, 1, 9, row), ml_dtypes.float8_e5m2)[..., :64]
     where = {id(k): offset}

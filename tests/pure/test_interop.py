@@ -295,7 +295,7 @@ class Bfloat16Exporter(Exporter):
 
 
 class NegativeExporter(VersionedExporter):
-    """Memory of the other sign, as behind the negative bit of a PyTorch tensor."""
+    """Memory of the other sign, as with the negative bit of a PyTorch tensor."""
 
     def is_conj(self):
         return False

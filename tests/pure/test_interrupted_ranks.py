@@ -1,4 +1,4 @@
-"""What an exception on one rank leaves behind: other ranks hear of it, and no thread uses its arrays any more."""
+"""What an exception on one rank leaves: other ranks hear of it, and no thread uses its arrays any more."""
 
 import threading
 from typing import Any

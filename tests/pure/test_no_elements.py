@@ -1,4 +1,4 @@
-"""Lengths of 0, one or several: results are written, whatever was in their memory, and nothing beside them is."""
+"""Lengths of 0, one or several: results are written, whatever was in their memory, and nothing else is."""
 
 import itertools
 import math
@@ -76,10 +76,10 @@ def poison(patch):
     patch.setattr(np, "empty_like", lambda x, *args, **kwargs: poisoned(x.shape, *(args or (x.dtype,)), **kwargs))
 
 
-def result_array(shape, dtype, beside):
-    """An array of NaN; one without elements lies in the middle of `beside`, whose numbers are those of others."""
+def result_array(shape, dtype, around):
+    """An array of NaN; one without elements lies in the middle of `around`, whose numbers are those of others."""
     if 0 in shape:
-        memory = beside[1:].view(np.uint8).view(dtype)
+        memory = around[1:].view(np.uint8).view(dtype)
         return np.lib.stride_tricks.as_strided(memory, shape, (0,) * len(shape))  # NumPy's strides of such arrays
     return np.full(shape, np.nan, dtype)
 
@@ -102,7 +102,7 @@ def test_results_are_written(way):
     @settings(max_examples=400)
     @given(cases(), st.booleans())
     def every_case(case, gives_results):
-        arrays, beside = case.arrays(), np.full(8, 7.0)
+        arrays, around = case.arrays(), np.full(8, 7.0)
         attn: Any = cuflash.FlashAttention(**case.keywords)
         inputs, optional, problem = ct.qkv(arrays), ct.optional(arrays) | case.random, case.problem
         need = ct.gradients_of(problem)
@@ -111,13 +111,13 @@ def test_results_are_written(way):
             poison(patch)
             out, lse = attn.forward(*inputs, **optional)
             if gives_results:
-                results["out"] = {"out": result_array(out.shape, out.dtype, beside)}
+                results["out"] = {"out": result_array(out.shape, out.dtype, around)}
                 shapes = {name: arrays.get(name[1:], np.empty((), lse.dtype)) for name in need}
-                results["backward"] = {name: result_array(x.shape, x.dtype, beside) for name, x in shapes.items()}
+                results["backward"] = {name: result_array(x.shape, x.dtype, around) for name, x in shapes.items()}
                 out, lse = attn.forward(*inputs, **optional, **results["out"])
             of_backward = ct.optional_backward(arrays) | case.random | results["backward"]
             found = attn.backward(arrays["dout"], *inputs, out, lse, need=need, **of_backward)
-        assert (beside == 7).all()
+        assert (around == 7).all()
         ct.assert_forward(case, out, lse)
         ct.assert_backward(case, **dict(zip(need, found, strict=True)))
 

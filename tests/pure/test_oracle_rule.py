@@ -1,6 +1,6 @@
 """The oracle rule goes by row: what one row may be wrong by says nothing of others, and every row has its bounds.
 
-Each test plants an error that a rule of one number for a whole result does not see.
+Each test makes an error that a rule of one number for a whole result does not see.
 """
 
 import dataclasses

@@ -147,7 +147,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cu_seqlens_k": STARTS[None]}, ValueError, "cu_seqlens_k: got shape (1, 3)"),
     ({"cu_seqlens_k": STARTS[:2]}, ValueError, "cu_seqlens_k: got shape (2,), expected (3,)"),
     ({"cu_seqlens_q": STARTS + 1}, ValueError, "cu_seqlens_q: got a first entry 1, expected 0"),
-    ({"cu_seqlens_q": np.array([0, 4, 2], np.int32)}, ValueError, "cu_seqlens_q: got an entry 2 behind 4"),
+    ({"cu_seqlens_q": np.array([0, 4, 2], np.int32)}, ValueError, "cu_seqlens_q: got an entry 2 after 4"),
     ({"cu_seqlens_k": np.array([0, 4, 9], np.int32)}, ValueError, "cu_seqlens_k: got a last entry 9, expected at most"),
     ({"cu_seqlens_q": [0, 3, 8]}, TypeError, "cu_seqlens_q: got list"),
     ({"alibi_slopes": np.ones((3, 2), np.float32)}, ValueError, "(batch, num_heads) = (2, 2)"),

@@ -143,7 +143,7 @@ def test_the_diagonal_moves_with_the_lengths(where):
 
 @pytest.mark.parametrize("strides", ["contiguous", "padded"])
 def test_garbage_behind_the_lengths_reaches_results(where, strides):
-    """What lies behind kv_lengths is NaN, and it is never read, forward or backward."""
+    """What lies past kv_lengths is NaN, and it is never read, forward or backward."""
     got = where.check(seqlen_q=20, seqlen_k=70, batch=2, num_heads=2, head_dim=DIM, kv_lengths=(1, 65), strides=strides)
     for name in ("dk", "dv"):
         assert not got[name][0, :, 1:].any()

@@ -47,7 +47,7 @@ def test_rows_of_the_problems_they_are_meant_for(sizes, row):
 
 @pytest.mark.parametrize("name", ["dq", "dk", "dv"])
 def test_gradients_of_wide_heads_have_rows_of_whole_16_bytes(name):
-    """Else a row that is stored 16 bytes at a time would end behind its last column."""
+    """Else a row that is stored 16 bytes at a time would end past its last column."""
     problem = problem_of(512, 512, 300, 300)
     padded = {x: replace(getattr(problem, x), strides=(304 * 512 * 8, 304 * 512, 304, 1)) for x in "qkv"}
     problem = replace(problem, **padded)
@@ -159,10 +159,10 @@ def test_blocks_that_leave_on_a_device_that_computes_other_things(seqlen_q, caus
     (tile,), (kernel,) = plan.tiles, plan.kernels
     m_blocks = 2 * 3 * -(-seqlen_q // tile.block_m)
     units = 2 * 3 * -(-seqlen_q // (2 * tile.block_m)) if causal else m_blocks
-    apart = causal and seqlen_q < 2**18
+    divides_pairs = causal and seqlen_q < 2**18
     assert plan.run_time.resident_blocks == units
-    assert kernel.grid == (2 * units if apart else units)
-    each = "a pair" if causal and not apart else "one"
+    assert kernel.grid == (2 * units if divides_pairs else units)
+    each = "a pair" if causal and not divides_pairs else "one"
     assert f"{kernel.grid} blocks, not persistent, {each} each of {m_blocks} query tiles: " in plan.reason
 
 

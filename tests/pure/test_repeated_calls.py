@@ -80,7 +80,7 @@ def calls_of(compute):
 
 
 ONE = cuflash.FlashAttention()
-# What is computed, gradients beside dq, dk and dv, and the most calls of each pass.
+# What is computed, gradients besides dq, dk and dv, and the most calls of each pass.
 CASES = {
     "plain": (ONE, (), 13, 14),
     "t5": (cuflash.FlashAttention(score=t5), (), 24, 25),

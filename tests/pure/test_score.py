@@ -91,7 +91,7 @@ def test_memory_is_linear_and_hidden_tiles_cost_nothing(monkeypatch):
     gradients = attn.backward(dout, q, k, v, out, lse, need=("dq", "dk", "dv", "da"), **arrays)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    passes = 1 + (core.why_not() is not None)  # the core makes no gradient of a bias beside a mask function
+    passes = 1 + (core.why_not() is not None)  # the core makes no gradient of a bias with a mask function
     assert len(tiles) == passes * seqlen // fallback.ROWS and set(tiles) == {(fallback.ROWS, 512)}
     assert most < seqlen * seqlen and gradients.da.shape == (seqlen,)
     packed = np.arange(0, seqlen + 1, 512, dtype=np.int32)
@@ -186,7 +186,7 @@ def test_gradients_where_the_chain_rule_meets_0_times_infinity():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_options_make_scores_beside_a_mask_that_is_a_function(packed):
-    """The same as beside the mask as an array, in both passes."""
+    """The same as with the mask as an array, in both passes."""
     random = np.random.default_rng(0)
     q, k, v, dout = random.standard_normal((4, 2, 40, 8))
     i, j = np.indices((40, 40))
@@ -209,7 +209,7 @@ def test_options_make_scores_beside_a_mask_that_is_a_function(packed):
 
 
 def test_the_gradient_of_a_soft_cap_is_exact_where_its_terms_cancel():
-    """Scores are small beside it."""
+    """Scores are small compared with it."""
     random = np.random.default_rng(0)
     q, k, v, dout = random.standard_normal((4, 2, 40, 8), np.float32)
     attn: Any = cuflash.FlashAttention(mask=lambda i, j: (i * j) % 3 != 1, softcap=50.0, scale=0.01)

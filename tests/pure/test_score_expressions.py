@@ -437,7 +437,7 @@ def test_emitted_text_is_the_expression(dtype, tmp_path):
         for got, wanted in zip((value, slope), expected, strict=True):
             ordinary = np.isfinite(wanted) & (np.abs(wanted) < 1e4)
             size = 1 + np.abs(wanted[ordinary])
-            # A number beside a step of the expression may fall to its other side.
+            # A number next to a step of the expression may fall to its other side.
             assert np.mean(np.abs(got[ordinary] - wanted[ordinary]) <= rounding * size) >= 0.97, one.describe()
         assert np.mean(shown == visible) >= (1.0 if dtype == np.float64 else 0.97), one.describe()
 

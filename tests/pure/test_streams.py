@@ -63,7 +63,7 @@ CUPY = types.SimpleNamespace(
 
 
 def begun():
-    """The caller's stream, and streams beside it."""
+    """The caller's stream, and other streams."""
     Stream.current = main = Stream()
     main.do("before")
     return main, CudaStreams(CUPY).begin()

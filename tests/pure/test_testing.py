@@ -1,4 +1,4 @@
-"""`cuflash.testing` itself: cases are what they say, right attention passes, and every planted error is found."""
+"""`cuflash.testing` itself: cases are what they say, right attention passes, and every mutant is found."""
 
 import dataclasses
 from collections.abc import Callable

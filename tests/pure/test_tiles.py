@@ -109,7 +109,7 @@ TABLES = {
         (
             BACKWARD_FLOAT32_SM90_TILES[0],
             {"num_stages": 1, "num_buffers": 2, "dq_late": True},
-            "late dq no further behind",
+            "late dq no later than dk",
         ),
     ],
 )

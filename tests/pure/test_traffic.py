@@ -72,7 +72,7 @@ def test_tiles_are_those_with_visible_pairs(sizes, blocks, window, causal):
 
 
 def test_queries_behind_the_last_tile_of_keys_load_none():
-    """Where a window has left all of them behind; one that ends in the tile still shows it."""
+    """Where a window has passed all of them; one that ends in the tile still shows it."""
     problem = problem_of(257, 1, causal="top_left", window=(90, None))
     assert key_rows(problem, 128, 64) == [1, 1, 0]
 
@@ -81,7 +81,7 @@ def tiles_missed(heads, m_blocks, n_blocks, resident, section, capacity, rng):
     """Tiles of keys that a cache of `capacity` of them, any of which may leave, does not have when a block asks.
 
     Blocks start in launch order, `resident` of them at a time, and iterate over the keys of their head, every other of
-    them half a loop behind its neighbours.
+    them half a loop after its neighbours.
     """
     heads_in_order = [
         first + within

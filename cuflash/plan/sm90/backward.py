@@ -79,16 +79,16 @@ class Backward(BackwardFamily[BackwardSm90Tile]):
         if problem.dropout and problem.score is not None and problem.program.changes_slope:
             return "dropout marks weights by their sign, which they lose with the derivatives of the score by s"
         why_not = why_not_16_bit(draft, _mapped(draft), BACKWARD_SM90_TILES, copies=True)
-        if why_not is None and _has_dq_apart(draft):
+        if why_not is None and _has_separate_dq(draft):
             tile, _ = choose_row(BACKWARD_SM90_TILES, problem, draft.device)
             if _seeing(tile, draft).mask_by_bits:
                 return "the order of dq counts tiles that block_mask hides, and no kernel of dq alone reads its bits"
         return why_not
 
     def configured(self, main: BackwardSm90Tile, draft: Draft) -> BackwardSm90Tile:
-        has_order = draft.problem.deterministic and "dq" in draft.need and not _has_dq_apart(draft)
+        has_order = draft.problem.deterministic and "dq" in draft.need and not _has_separate_dq(draft)
         tile = _seeing(replace(main, dq_in_order=has_order), draft)
-        if tile.mask_by_bits and _has_dq_apart(draft):
+        if tile.mask_by_bits and _has_separate_dq(draft):
             raise NotImplementedError(
                 "tiles: got a BackwardSm90Tile with deterministic=True and pairs that block_mask hides one by one, "
                 "expected a BackwardTile and a DqTile"
@@ -222,7 +222,7 @@ def _mapped(draft: Draft) -> tuple[str, ...]:
     return ("q", "k", "v", "dout", *(name for name in ("dk", "dv") if name in draft.need))
 
 
-def _has_dq_apart(draft: Draft) -> bool:
+def _has_separate_dq(draft: Draft) -> bool:
     """Whether dq has a kernel of its own: its order, where it has one, counts the tiles that lists leave out."""
     return draft.problem.deterministic and "dq" in draft.need and bool(draft.defines["CUFLASH_HAS_BLOCK_INDEX"])
 

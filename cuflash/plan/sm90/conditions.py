@@ -22,7 +22,7 @@ _UNLESS_EARLIER = "unless smaller query tiles finish earlier"
 
 
 class ForwardFit(Fit):
-    """A row of the forward pass of 16-bit operands beside a problem, as the row loads bias, masks and score."""
+    """A row of the forward pass of 16-bit operands with a problem, as the row loads bias, masks and score."""
 
     @functools.cached_property
     def seeing(self) -> ScoredTile:

@@ -32,7 +32,7 @@ from cuflash.spec.problem import Problem
 MOST_ENTRIES_TOGETHER = 8  # batch entries that share a bias and are neighbours in launch order
 # Blocks that take one tile in place of a pair are 2 % slower (691 and 675 TFLOP/s on an H100, with pairs and without).
 # By arithmetic, up to this many blocks for each resident one, it gains more that the last ones end half a pair sooner.
-APART_WAVES = 16
+DIVIDED_WAVES = 16
 # Where at most FEW_READERS tiles of queries read the same keys, of at most SPLIT_MAX_DIM columns, blocks split float32
 # themselves. On an H100 they take 449 us where an earlier kernel takes 196 and the products after it 426 (head_dim 32,
 # 3 tiles), and 417 us in place of 89 and 357 (8 tiles), but 779 in place of 90 and 678 (16 tiles). With head_dim 64 the
@@ -168,7 +168,7 @@ class ForwardWide(ForwardFamily[ForwardWideSm90Tile]):
 
     def draft(self, draft: Draft, tile: ForwardWideSm90Tile) -> None:
         add_copies(draft, tile, MAPPED)
-        draft.add_lists(tile, "key_index", why_not_for_bias="lists beside it take more registers than there are")
+        draft.add_lists(tile, "key_index", why_not_for_bias="a block-sparse index takes more registers than are left")
         box = tile.block_n // tile.cluster
         draft.map_tensors({"q": 64, "k": box, "v": box})
         _add_persistent(draft, tile, self.source)
@@ -230,8 +230,8 @@ def _add_persistent(
     stays = not (problem.shares_device and divides)
     blocks = min(units, resident) if stays else units
     draft.set(resident_blocks=blocks)
-    apart = pairs and divides and 2 * units <= resident * (1 if stays else APART_WAVES)
-    blocks *= 2 if apart else 1
+    divides_pairs = pairs and divides and 2 * units <= resident * (1 if stays else DIVIDED_WAVES)
+    blocks *= 2 if divides_pairs else 1
     what = f"{m_blocks} query tiles"
     if problem.is_packed:
         # Sequences of different lengths are then spread evenly over the blocks.
@@ -244,9 +244,9 @@ def _add_persistent(
         draft.set(head_section=min(problem.batch, MOST_ENTRIES_TOGETHER))
     who = f"{blocks} blocks" if cluster == 1 else f"{blocks} clusters of {cluster} blocks"
     if stays:
-        draft.reasons.append(f"{who}, persistent, over {what}{', both of a pair at once' if apart else ''}")
+        draft.reasons.append(f"{who}, persistent, over {what}{', both of a pair at once' if divides_pairs else ''}")
     else:
-        each = "a pair" if pairs and not apart else "one"
+        each = "a pair" if pairs and not divides_pairs else "one"
         draft.reasons.append(f"{who}, not persistent, {each} each of {what}: other kernels run at the same time")
     order = {"CUFLASH_PAIRS": int(pairs), "CUFLASH_BATCH_FIRST": int(batch_first)}
     draft.add_main(source, tile, blocks * cluster, tile.shared_bytes(*draft.padded_dims(tile)), **order)

@@ -101,7 +101,7 @@ class ScoredTile(Tile):
         return self.per_key_values > 0 and not has_mask and problem.hoisted.reads_points
 
     def _hidden(self, problem: Problem) -> Literal["nothing", "keys", "pairs"]:
-        """What masks hide beside whole tiles."""
+        """What masks hide besides whole tiles."""
         rows, keys = problem.block_size
         if rows % self.block_m != 0 or keys % self.block_n != 0:
             return "pairs"

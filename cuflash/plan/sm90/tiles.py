@@ -32,7 +32,7 @@ class ForwardSm90Tile(ScoredTile):
     block_m: int
     block_n: int
     num_stages: int
-    ping_pong: bool  # consumers take turns to issue products, and the softmax is kept beside a product
+    ping_pong: bool  # consumers take turns to issue products, and the softmax overlaps a product
     q_stages: int  # tiles of queries in shared memory
     serves: str = "any"
     origin: str = field(compare=False)
@@ -341,7 +341,7 @@ class BackwardFloat32Sm90Tile(ScoredTile):
         return (
             (self.block_m == 64 and self.block_n == 64, "64 keys and 64 queries for one product"),
             (self.bf16_terms in (2, 3), "two or three bf16 terms"),
-            (not self.dq_late or self.num_buffers <= self.num_stages, "late dq no further behind than dk"),
+            (not self.dq_late or self.num_buffers <= self.num_stages, "late dq no later than dk"),
         )
 
     def shared_bytes(self, dim: int, dim_v: int) -> int:
@@ -373,52 +373,52 @@ FORWARD_SM90_TILES = (
                   "on an H100 443 / 267 TFLOP/s, with 3 stages 432 / 260, with 8 445 / 270 (8 documents of 512, 4 x 32 "
                   "heads), but 20 documents of other lengths causal 231 us with either, and 227 so"),
     _forward_sm90(64,     128, 128, 2,    True,  2, "few points",
-                  "on an H100 27.9 / 27.6 us, 256 x 64 beside it 36.2 / 34.5 (distance; 16 heads, seqlen 1024)"),
+                  "on an H100 27.9 / 27.6 us, 256 x 64: 36.2 / 34.5 (distance; 16 heads, seqlen 1024)"),
     _forward_sm90(64,     256, 64,  3,    False, 2, "space",
-                  "on an H100 323 and 377 TFLOP/s, 192 x 96 beside it 319 and 356 (distance, box; 4 x 32, 4096), "
-                  "causal 304 and 350, 192 x 96 beside it 292 and 332 with ping-pong; beside 8 documents of 512 271 "
+                  "on an H100 323 and 377 TFLOP/s, 192 x 96: 319 and 356 (distance, box; 4 x 32, 4096), "
+                  "causal 304 and 350, 192 x 96: 292 and 332 with ping-pong; with 8 documents of 512 271 "
                   "and 297, 192 x 64 92 and 94"),
     _forward_sm90(64,     128, 128, 3,    True,  2, "lists",
                   "on an H200 497 TFLOP/s with 2 stages and all blocks of 128 x 128 kept, FlexAttention 270 (seqlen "
                   "16384); half of them on an H100 616 us, with 2 stages 624 (4 x 32 heads, seqlen 4096)"),
     _forward_sm90(64,     128, 128, 2,    True,  2, "few full",
-                  "on an H200 12.4 and 17.3 us, 256 x 64 beside it 14.9 and 22.3 (16 heads, seqlen 512 and 1024)"),
+                  "on an H200 12.4 and 17.3 us, 256 x 64: 14.9 and 22.3 (16 heads, seqlen 512 and 1024)"),
     _forward_sm90(64,     128, 64,  3,    True,  2, "few bounded",
-                  "on an H200 12.5, 17.9 and 30.1 us, 256 x 64 beside it 18.0, 24.8 and 39.4 (16 heads, seqlen 512, "
+                  "on an H200 12.5, 17.9 and 30.1 us, 256 x 64: 18.0, 24.8 and 39.4 (16 heads, seqlen 512, "
                   "1024 and 2048 causal)"),
     _forward_sm90(64,     256, 64,  8,    False, 2, "no pairs",
                   h200("584 / 563, 541 / 412", "289 / 280, 287 / 216") + " with 3 stages. With 8, consumers may be "
                   "tiles of keys apart: on an H100 sequences of 512 take 147 / 114 us where they took 151 / 119, of "
                   "1024 256 / 165 where they took 256 / 171, and windows of 1024 make 455 TFLOP/s in place of 428"),
     _forward_sm90(64,     256, 64,  2,    False, 2, "bias",
-                  "on an H200 430 / 413 TFLOP/s, 192 x 64 with 3 stages beside it 386 / 374 (32 heads, seqlen 4096)"),
+                  "on an H200 430 / 413 TFLOP/s, 192 x 64 with 3 stages: 386 / 374 (32 heads, seqlen 4096)"),
     _forward_sm90(64,     192, 64,  2,    False, 2, "bias", "for a bias of float32; " + ARITHMETIC),
     _forward_sm90(64,     192, 64,  3,    False, 2, "any", ARITHMETIC),
     _forward_sm90(128,    128, 96,  2,    True,  1, "dropout",
-                  "on an H200 503 TFLOP/s, 192 x 80 beside it 427, 128 x 128 429 (16 heads, seqlen 4096, p = 0.1)"),
+                  "on an H200 503 TFLOP/s, 192 x 80: 427, 128 x 128 429 (16 heads, seqlen 4096, p = 0.1)"),
     _forward_sm90(128,    192, 64,  4,    False, 1, "long window",
-                  "on an H100 555 TFLOP/s, 128 x 128 beside it 518, on an H200 589 and 530 (64 heads, seqlen 4096, "
+                  "on an H100 555 TFLOP/s, 128 x 128: 518, on an H200 589 and 530 (64 heads, seqlen 4096, "
                   "1024 keys)"),
     _forward_sm90(128,    192, 80,  2,    True,  2, "long full",
-                  "on an H200 788 and 753 TFLOP/s, 128 x 128 beside it 778 and 724 (seqlen 4096 and 16384 full)"),
+                  "on an H200 788 and 753 TFLOP/s, 128 x 128: 778 and 724 (seqlen 4096 and 16384 full)"),
     _forward_sm90(128,    128, 128, 2,    True,  2, "no pairs",
-                  "on an H200 694 TFLOP/s causal at seqlen 4096, 674 / 495 full / causal at 1024, FlashAttention-2 "
-                  "beside it 297, 332 / 247"),
+                  "on an H200 694 TFLOP/s causal at seqlen 4096, 674 / 495 full / causal at 1024, FlashAttention-2: "
+                  "297, 332 / 247"),
     _forward_sm90(128,    192, 64,  2,    True,  1, "bias",
-                  "on an H200 595 / 504 TFLOP/s, 128 x 64 beside it 503 / 503 (16 heads, seqlen 4096)"),
+                  "on an H200 595 / 504 TFLOP/s, 128 x 64: 503 / 503 (16 heads, seqlen 4096)"),
     _forward_sm90(128,    128, 64,  2,    True,  1, "bias", "for a bias of float32; " + ARITHMETIC),
     _forward_sm90(128,    192, 80,  2,    True,  2, "many points",
-                  "on an H100 511 and 553 TFLOP/s, 192 x 64 beside it 489 and 529 (as above, 16 heads); with one stage "
+                  "on an H100 511 and 553 TFLOP/s, 192 x 64: 489 and 529 (as above, 16 heads); with one stage "
                   "of queries as fast with two numbers of a key, 3 % faster with one, 12 % slower with three"),
     _forward_sm90(128,    128, 128, 2,    True,  2, "points",
-                  "on an H100 436 and 506 TFLOP/s causal, 128 x 96 beside it 397 and 465 (as above)"),
+                  "on an H100 436 and 506 TFLOP/s causal, 128 x 96: 397 and 465 (as above)"),
     _forward_sm90(128,    128, 96,  2,    True,  2, "points",
-                  "for three numbers of a key: on an H100 311 TFLOP/s causal, 192 x 64 beside it 292 (a box in space)"),
+                  "for three numbers of a key: on an H100 311 TFLOP/s causal, 192 x 64: 292 (a box in space)"),
     _forward_sm90(128,    128, 64,  3,    True,  2, "any", ARITHMETIC),
     _forward_sm90(192,    128, 64,  2,    True,  1, "bias", ARITHMETIC),
     _forward_sm90(192,    128, 64,  2,    True,  1, "lists", ARITHMETIC),
     _forward_sm90(192,    128, 96,  2,    True,  1, "any",
-                  "on an H200 817 / 728, 689 / 502 TFLOP/s, 128 x 112 with the output in the buffer of Q beside it "
+                  "on an H200 817 / 728, 689 / 502 TFLOP/s, 128 x 112 with the output in the buffer of Q: "
                   "786 / 703, 620 / 461 (seqlen 4096 full / causal, 1024 full / causal; 10 heads)"),
     _forward_sm90(256,    128, 64,  2,    True,  1, "any",
                   h200("798 / 745, 718 / 544", "296 / 271, 307 / 249")),
@@ -470,10 +470,10 @@ BACKWARD_SM90_TILES = (
                    h200("466 / 450, 394 / 301", "239 / 224, 227 / 181")),
 )
 
-# Two to four tiles of operands hide the latency of L2 behind products.
+# Two to four tiles of operands hide the latency of L2 under products.
 BIAS_SM90_TILES = (
     #          max_dim bytes stages of bias
-    _bias_sm90(64,  2, 4, 2, "on an H100 0.84 ms beside 2.35 for the other gradients (8 heads, 512 rows of 512)"),
+    _bias_sm90(64,  2, 4, 2, "on an H100 0.84 ms against 2.35 for the other gradients (8 heads, 512 rows of 512)"),
     _bias_sm90(64,  4, 4, 1, ARITHMETIC),
     _bias_sm90(128, 2, 3, 1, ARITHMETIC),
     _bias_sm90(128, 4, 2, 1, ARITHMETIC),
@@ -483,7 +483,7 @@ BIAS_SM90_TILES = (
 # For float32, tiles have 64 keys, because the terms of larger ones leave no space for two stages.
 BIAS_FLOAT32_SM90_TILES = (
     _bias_sm90(64, 4, 2, 1,
-               "on an H100 0.81 ms beside 1.42 for the other gradients, sm80/backward_scores 2.53 (batch 384, 4 heads, "
+               "on an H100 0.81 ms, 1.42 for the other gradients, sm80/backward_scores 2.53 (batch 384, 4 heads, "
                "384 rows of 384, head_dim 32); 0.89 and 2.80 (256, 4, 512, head_dim 64)",
                block_n=64, bf16_terms=3),
 )

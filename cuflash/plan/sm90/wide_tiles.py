@@ -88,8 +88,8 @@ class BackwardWideSm90Tile(Tile):
     """
 
     max_dim: int
-    num_stages: int  # boxes of 64 queries and 64 columns of q or dout, beside 64 rows of k and v
-    dv_stages: int  # the same beside rows of k alone
+    num_stages: int  # boxes of 64 queries and 64 columns of q or dout, besides 64 rows of k and v
+    dv_stages: int  # the same with rows of k alone
     column_blocks: int = 1
     wide_sum: str = "kDk"
     origin: str = field(compare=False)
@@ -147,7 +147,7 @@ def _h200(case: str, rates: str) -> str:
 
 
 # fmt: off
-# A row has as many boxes as fit beside the queries.
+# A row has as many boxes as fit with the queries.
 FORWARD_WIDE_SM90_TILES = (
     #            max_dim  m   n    boxes
     _forward_wide(320,  64,  128, 10, _h200("batch x heads 4 x 6, seqlen 4096", "623 TFLOP/s")),
@@ -168,7 +168,7 @@ _OF_DECODE = {
 }
 _decode_wide = maker(DecodeWideSm90Tile, "max_dim block_m block_n num_stages origin")
 DECODE_WIDE_SM90_TILES = (
-    # Two tiles of keys fit beside the queries. A row for two blocks gained nothing (8, 128 over 1, 16384: 102 us, with
+    # Two tiles of keys fit with the queries. A row for two blocks gained nothing (8, 128 over 1, 16384: 102 us, with
     # values that are loaded again, from L2, 100).
     _decode_wide(
         576, 64, 64, 18, _h100("batch 32, 16 heads over 1, 8192 keys", "123 us, from two arrays 174"), v_in_k=True
@@ -185,7 +185,7 @@ DECODE_WIDE_SM90_TILES = (
 _backward_wide = maker(BackwardWideSm90Tile, "max_dim column_blocks num_stages dv_stages origin")
 
 
-# A row has as many boxes as fit beside the rows of a block. Where registers do not hold the sums of all columns, two
+# A row has as many boxes as fit with the rows of a block. Where registers do not hold the sums of all columns, two
 # blocks divide them.
 BACKWARD_WIDE_SM90_TILES = (
     #              max_dim blocks boxes of dv

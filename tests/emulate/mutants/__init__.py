@@ -19,7 +19,7 @@ from tests.emulate.mutants import (
     sm90_forward,
     sm90_wide,
 )
-from tests.emulate.mutants.planting import Mutant
+from tests.emulate.mutants.mutant import Mutant
 from tests.emulate.mutants.trial import Trial
 from tests.emulate.mutants.trials import TRIALS
 

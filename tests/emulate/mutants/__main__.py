@@ -1,4 +1,4 @@
-"""Plants the mutants that the command line asks for and prints how each was caught, and the score."""
+"""Builds the mutants that the command line names and prints how each was caught, and the score."""
 
 import os
 import sys

@@ -1,6 +1,6 @@
 """Mutants of what all kernels share: scores, masks, the softmax, schedules, operands."""
 
-from tests.emulate.mutants.planting import mutant
+from tests.emulate.mutants.mutant import mutant
 
 CONFIG = "common/config.cuh"
 DROPOUT = "common/score/dropout.cuh"

@@ -1,6 +1,6 @@
 """Mutants of what decode kernels share: work and results of blocks, and how results come together."""
 
-from tests.emulate.mutants.planting import mutant
+from tests.emulate.mutants.mutant import mutant
 
 COPY = "sm80/copy.cuh"
 DECODE = "sm80/decode.cu"

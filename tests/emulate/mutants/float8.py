@@ -1,6 +1,6 @@
 """Mutants of what reads queries, fp8 keys and values."""
 
-from tests.emulate.mutants.planting import mutant
+from tests.emulate.mutants.mutant import mutant
 
 DECODE = "sm90/decode_float8.cu"
 FLOAT8 = "common/io/float8.cuh"

@@ -1,7 +1,7 @@
 """Mutants of what compute capability 9.0 copies first: rows that TMA cannot read, and float32 split into bfloat16; and
 in the kernels that multiply its parts."""
 
-from tests.emulate.mutants.planting import mutant
+from tests.emulate.mutants.mutant import mutant
 
 COPIES = "common/io/copies.cuh"
 OPERANDS = "common/io/operands.cuh"

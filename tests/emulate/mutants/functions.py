@@ -1,6 +1,6 @@
 """Mutants of how kernels compute score_mod and mask_mod."""
 
-from tests.emulate.mutants.planting import mutant
+from tests.emulate.mutants.mutant import mutant
 
 SCORE_ARG = "helpers/score_args_gradients.cu"
 FUNCTIONS = "common/score/functions.cuh"

@@ -1,6 +1,6 @@
 """Mutants of the kernels before and behind the main one: delta, sinks, lists, sums, results of several blocks."""
 
-from tests.emulate.mutants.planting import mutant
+from tests.emulate.mutants.mutant import mutant
 
 COMBINE = "helpers/split_combine.cu"
 CONVERT = "helpers/backward_postprocess.cu"

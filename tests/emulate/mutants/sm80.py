@@ -1,6 +1,6 @@
 """Mutants of the kernels on mma.sync."""
 
-from tests.emulate.mutants.planting import mutant
+from tests.emulate.mutants.mutant import mutant
 
 SCORES = "common/score/scores.cuh"
 SCORE_GRADIENTS = "common/score/score_gradients.cuh"

@@ -1,6 +1,6 @@
 """Mutants of the backward kernel of compute capability 9.0, and in what blocks agree on about dq."""
 
-from tests.emulate.mutants.planting import mutant
+from tests.emulate.mutants.mutant import mutant
 
 BACKWARD_COMMON = "common/softmax/backward.cuh"
 CLEAR_DQ = "common/io/clear_dq.cuh"

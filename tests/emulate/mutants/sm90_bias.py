@@ -1,6 +1,6 @@
 """Mutants of the gradient of a per-pair bias on compute capability 9.0."""
 
-from tests.emulate.mutants.planting import mutant
+from tests.emulate.mutants.mutant import mutant
 
 BIAS = "sm90/backward_bias.cu"
 

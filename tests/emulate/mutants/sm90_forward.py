@@ -1,6 +1,6 @@
 """Mutants of the forward kernels of compute capability 9.0, and in what their roles are made of."""
 
-from tests.emulate.mutants.planting import mutant
+from tests.emulate.mutants.mutant import mutant
 
 DECODE = "sm90/decode.cu"
 DECODE_WORK = "sm90/decode_work.cuh"

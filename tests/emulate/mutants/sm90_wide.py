@@ -1,6 +1,6 @@
 """Mutants of the kernels of wide heads."""
 
-from tests.emulate.mutants.planting import mutant
+from tests.emulate.mutants.mutant import mutant
 
 DECODE = "sm90/decode_wide.cu"
 FORWARD = "sm90/forward_wide.cu"

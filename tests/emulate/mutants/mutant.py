@@ -32,7 +32,7 @@ class Mutant:
             raise ValueError(f"{self.what}: {self.file} has the text {before.count(self.old)} times: {self.old!r}")
         return before.replace(self.old, self.new)
 
-    def plant(self) -> Path:
+    def write(self) -> Path:
         """A copy of kernels/ with the mistake; always the same folder, so that what was compiled is found again."""
         text = self.text
         folder = COPIES / "".join(c if c.isalnum() else "_" for c in f"{self.file} {self.what}")
@@ -46,7 +46,7 @@ class Mutant:
 
     def caught(self) -> str | None:
         """What the first trial that fails says; None if none does."""
-        folder = self.plant()
+        folder = self.write()
         for name in self.trials:
             try:
                 TRIALS[name].run(folder)
