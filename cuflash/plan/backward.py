@@ -100,7 +100,7 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
         draft.set(head_section=family.head_section(draft, main))
         draft.set(clear_ahead=family.clear_ahead(draft, main) if reduces_dq else 0)
     draft.defines["CUFLASH_CLEARS_AHEAD"] = int(draft.run_time.clear_ahead > 0)
-    around = _add_delta(draft, family, dq)
+    helper = _add_delta(draft, family, dq)
     stored, sums = stored_and_sums([name for name in score_gradients(draft) if name not in summed])
     if scores is not None:
         of_scores = family_of(SCORES_FAMILIES, scores)
@@ -113,14 +113,14 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
             add_score_args(draft, scores, of_scores.source)
     if family is not None and main is not None:
         if sums_score_args:
-            add_score_arg_helpers(draft, around, SUMS_SCORE_ARGS, stores=False)
+            add_score_arg_helpers(draft, helper, SUMS_SCORE_ARGS, stores=False)
         blocks = _add_main(draft, family, main, n_blocks, summed, sums_score_args)
         if summed:
-            add_key_sums(draft, around, blocks, summed)
+            add_key_sums(draft, helper, blocks, summed)
         if sums_score_args:
             if any(filled.table.name in draft.summed_score_args for filled in draft.tables):
-                draft.add_around_tables(around, "led_on", CUFLASH_NEEDS_SCORE_ARGS=SUMS_SCORE_ARGS)
-            add_score_arg_helpers(draft, around, SUMS_SCORE_ARGS, stores=True)
+                draft.add_table_helper(helper, "led_on", CUFLASH_NEEDS_SCORE_ARGS=SUMS_SCORE_ARGS)
+            add_score_arg_helpers(draft, helper, SUMS_SCORE_ARGS, stores=True)
             names = ", ".join(draft.score_arg_gradients)
             draft.reasons.append(f"{names}: summed by the main kernel: exact sums, whose order does not matter")
     if bias is not None:
@@ -134,7 +134,7 @@ def draft_backward(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
                 "deterministic: dq has a kernel of its own that adds in a fixed order and recomputes the weights"
             )
     if family is not None and main is not None:
-        _add_convert(draft, family, main, around, n_blocks, reduces_dq)
+        _add_convert(draft, family, main, helper, n_blocks, reduces_dq)
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def _summed_by_main(draft: Draft, family: BackwardFamily[Any] | None, main: Any)
 def _add_dq(draft: Draft, dq: Any) -> None:
     """Add the kernel that makes dq alone."""
     m_blocks, is_wide = draft.heads * draft.tiles_of(draft.problem.seqlen_q, dq.block_m), _has_wide(draft, "dq")
-    draft.add_lists(dq, "key_index")
+    draft.add_block_index(dq, "key_index")
     makes, options = ("wide_dq",) if is_wide else (), {"CUFLASH_DQ_WIDE": int(is_wide)}
     family = family_of(DQ_FAMILIES, dq)
     draft.models.append(family.model)
@@ -287,16 +287,16 @@ def _share_tail(draft: Draft, main: Tile, n_blocks: int) -> None:
 def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: Tile | None) -> Tile:
     """Add the kernel of delta, which all others read, and the kernels of gradients of softmax inputs.
 
-    Returns the tile whose fragments tell the kernels around the main one how memory is laid out.
+    Returns the tile whose fragments tell the helper kernels how memory is laid out.
     """
     problem = draft.problem
     first = draft.tiles[0] if draft.tiles else choose_family(SCORES_FAMILIES, draft)[1]
     draft.add_tables(first)
     owner = family if family is not None or dq is None else family_of(DQ_FAMILIES, dq)
-    around = first if owner is None else owner.accumulator_layout(first)
+    helper = first if owner is None else owner.accumulator_layout(first)
     dims = {"CUFLASH_DIM_MULTIPLE": first.dim_multiple}
     # The kernel of delta has one block for each tile of the kernels that read delta.
-    delta = around if dq is None else around.changed(block_m=max(around.block_m, dq.block_m))
+    delta = helper if dq is None else helper.changed(block_m=max(helper.block_m, dq.block_m))
     rows = draft.tiles_of(problem.seqlen_q, delta.block_m) * delta.block_m
     draft.set(stats_rows=rows)
     draft.defines["CUFLASH_STATS_BLOCK"] = delta.block_m
@@ -311,7 +311,7 @@ def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: Tile | None
     own = {**dims, "CUFLASH_NUM_WARPS": SOFTMAX_WARPS, "CUFLASH_MIN_BLOCKS": 1}
     for source in (source for name, source in SOFTMAX_KERNELS.items() if name in draft.need):
         draft.add(source, delta, problem.num_heads, 16 * SOFTMAX_WARPS, **own)
-    return around
+    return helper
 
 
 def _add_main(
@@ -319,7 +319,7 @@ def _add_main(
 ) -> int:
     """Add the kernel whose blocks own keys, and return how many blocks it has."""
     family.prepare(draft, main)
-    draft.add_lists(main, "query_index")
+    draft.add_block_index(main, "query_index")
     run_time = draft.run_time
     shared = (n_blocks - run_time.whole_tiles) * run_time.group_splits * run_time.tail_splits
     blocks = shared + run_time.whole_tiles
@@ -331,7 +331,7 @@ def _add_main(
 
 
 def _add_convert(
-    draft: Draft, family: BackwardFamily[Any], main: Tile, around: Tile, n_blocks: int, reduces_dq: bool
+    draft: Draft, family: BackwardFamily[Any], main: Tile, helper: Tile, n_blocks: int, reduces_dq: bool
 ) -> None:
     """Add the kernel that turns the sums or partial sums of the blocks of `main` into results."""
     problem, run_time = draft.problem, draft.run_time
@@ -340,11 +340,11 @@ def _add_convert(
     splits = max(run_time.group_splits, run_time.tail_splits)
     results = len(set(draft.need) & {"dk", "dv"})
     # How many warps store a partial dk or dv: all warps, where they divide both; otherwise one for each 16 keys.
-    partial_warps = around.num_warps if around is main else main.block_n // 16
+    partial_warps = helper.num_warps if helper is main else main.block_n // 16
     wide_keys = _has_wide(draft, *_OF_KEYS)
     if (splits > 1 or wide_keys) and results:
         shared = n_blocks - run_time.whole_tiles
-        divisors = partial_warps // around.num_warps
+        divisors = partial_warps // helper.num_warps
         blocks += shared * divisors * results
         shared_bytes = tile_bytes(main.block_n // divisors, max(dim, dim_v), main.element_bytes)
         draft.scratch["dkv_partials"] = shared * splits * main.block_n * (dim + dim_v)
@@ -372,7 +372,7 @@ def _add_convert(
         wide = tuple(name for name in ("dq", *_OF_KEYS) if _has_wide(draft, name))
         defines |= {f"CUFLASH_{name.upper()}_WIDE": int(name in wide) for name in ("dq", *_OF_KEYS)}
         makes = tuple(f"wide_{name}" for name in wide)
-        draft.add("helpers/backward_postprocess.cu", around, blocks, shared_bytes, makes, **defines)
+        draft.add("helpers/backward_postprocess.cu", helper, blocks, shared_bytes, makes, **defines)
 
 
 def _has_wide(draft: Draft, *names: str) -> bool:

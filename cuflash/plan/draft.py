@@ -27,8 +27,8 @@ TABLE_WARPS = 8  # warps of a block that fills tables
 # kernels/common/score/score_args_gradients.cuh.
 FINDS_LARGEST, ADDS_SCORE_ARGS, SUMS_SCORE_ARGS = 1, 2, 3
 VECTOR_OF_MASK = 16  # keys that are read at once
-LIST_WARPS = 4  # warps of a block that lists tiles; each makes one list
-LIST_HEADER = 2  # numbers in front of a list
+INDEX_WARPS = 4  # warps of a block that makes the block-sparse index; each makes one row
+INDEX_HEADER = 2  # integers in front of a row of the index
 # Under a causal mask tiles differ in length, so the long ones of this many heads start first. On an H200 that gains 9 %
 # at head_dim 128 and seqlen 4096. Without a mask, one head at a time makes better use of L2.
 CAUSAL_HEAD_SECTION = 16
@@ -39,14 +39,14 @@ MOST_FOLDED_SOFTCAP = 512.0
 # a few times as long as two small kernels. Otherwise the main kernel reads the mask for each head, pair by pair.
 LOOK_FLOPS = 1 << 31
 # A mask of keys, as per-key values, costs only an instruction a score. So a look at it can only gain whole
-# tiles, and lists replace bounds that differ within a tile. It is looked at from this many keys on, where
+# tiles, and the index replaces bounds that differ within a tile. It is looked at from this many keys on, where
 # nothing else bounds tiles.
 LOOK_KEYS = 2048
 # A look at a bias that hides no tile gains nothing, and costs two small kernels and a launch. A bias is looked at where
 # the forward pass has at least this many operations, 0.7 ms at 400 TFLOP/s: on an H100 the look makes such a pass 0.7
 # to 2 % longer.
 LOOK_BIAS_FLOPS = 1 << 38
-BIAS_HEADER_BYTES = 16  # in front of the notes of a bias: BiasBlocks of kernels/common/score/mask.cuh
+BIAS_HEADER_BYTES = 16  # in front of the tile classes of a bias: BiasBlocks of kernels/common/score/mask.cuh
 # Lanes of a warp that look at one tile of a bias. So a warp has few tiles, since it looks at hidden ones one by one.
 BIAS_LANES = 8
 COUNTED_BY_DQ = "the order of dq counts them"  # why tiles that a mask hides are computed
@@ -79,8 +79,8 @@ class Draft:
     classified_bias: tuple[int, int] = (
         0,
         0,
-    )  # queries and keys of the tiles for which a kernel notes what the bias hides
-    chosen_by_bias: bool = False  # whether main kernels use lists only if the bias hides enough tiles
+    )  # queries and keys of the tiles for which a kernel classifies tiles of the bias
+    chosen_by_bias: bool = False  # whether main kernels use the index only if the bias hides enough tiles
     run_time: RunTime = field(default_factory=RunTime)
 
     @property
@@ -139,8 +139,8 @@ class Draft:
         )
         self.defines["CUFLASH_ARGUMENT_BYTES"] = maps_offset(self.problem) + len(rows) * TENSOR_MAP_BYTES
 
-    def own_lists(self, *masks: Operand | None) -> tuple[int, int]:
-        """How many batch entries and heads have their own lists of tiles, or bits, if these masks make them."""
+    def own_masks(self, *masks: Operand | None) -> tuple[int, int]:
+        """How many batch entries and heads have their own row of the index, or bits, if these masks make them."""
         strides = [mask.strides for mask in masks if mask is not None]
         of_batch = self.problem.kv_lengths is not None or any(of_batch for of_batch, *_ in strides)
         of_head = any(of_head for _, of_head, *_ in strides)
@@ -150,20 +150,20 @@ class Draft:
         """Set fields of `run_time`."""
         self.run_time = replace(self.run_time, **integers)
 
-    def add_lists(
+    def add_block_index(
         self, tile: Tile, name: Literal["key_index", "query_index"], *, why_not_for_bias: str | None = None
     ) -> None:
-        """With masks, or a bias, that hide tiles, add the kernel that lists visible tiles of keys for tiles of queries.
+        """With masks, or a bias, that hide tiles, add the kernel that makes the block-sparse index.
 
-        "query_index" are the other way round: tiles of queries for tiles of keys. `why_not_for_bias` says why the main
-        kernel has no lists for a bias alone. If it has them, it is launched twice, with and without lists, and one of
-        the two returns at once: a bias may hide nothing, and iterating over the block-sparse index takes time.
+        "key_index" has visible tiles of keys by tiles of queries, "query_index" the transpose. `why_not_for_bias` says
+        why the main kernel has no index for a bias alone. If it has one, it is launched twice, with and without it, and
+        one of the two returns at once: a bias may hide nothing, and iterating over the block-sparse index takes time.
         """
         problem = self.problem
         by_bits = "mask_words" in self.scratch
         if not self.defines["CUFLASH_HAS_BLOCK_INDEX"] and not by_bits and problem.mask is not None:
             self.defines["CUFLASH_HAS_BLOCK_INDEX"] = int(self._why_not_looked_at(tile) is None)
-        why_not_bias = self._why_bias_is_not_listed(why_not_for_bias) if self._bias_hides_tiles else None
+        why_not_bias = self._why_bias_is_not_indexed(why_not_for_bias) if self._bias_hides_tiles else None
         looks_at_bias = self._bias_hides_tiles and why_not_bias is None
         self.chosen_by_bias = looks_at_bias and not self.defines["CUFLASH_HAS_BLOCK_INDEX"]
         if why_not_bias is not None:
@@ -173,10 +173,10 @@ class Draft:
                 self._say_computed("mask", why_not)
             return
         m_blocks, n_blocks = -(-problem.seqlen_q // tile.block_m), -(-problem.seqlen_k // tile.block_n)
-        lists, length = (m_blocks, n_blocks) if name == "key_index" else (n_blocks, m_blocks)
+        rows, length = (m_blocks, n_blocks) if name == "key_index" else (n_blocks, m_blocks)
         of_masks = self._set_matrices(looks_at_bias)
-        lists *= self.run_time.index_batches * self.run_time.index_heads if self.heads else 0
-        elements = -(-lists * (LIST_HEADER + length) * ITEMSIZE["int32"] // ITEMSIZE[problem.softmax_dtype])
+        rows *= self.run_time.index_batches * self.run_time.index_heads if self.heads else 0
+        elements = -(-rows * (INDEX_HEADER + length) * ITEMSIZE["int32"] // ITEMSIZE[problem.softmax_dtype])
         self.scratch[name] = round_up(elements, 4)
         of_keys = name == "key_index"
         if problem.mask_function is not None or (problem.mask is not None and not by_bits):
@@ -185,15 +185,15 @@ class Draft:
             self._add_bias_tiles(tile)
         options = {"CUFLASH_INDEXES_KEYS": int(of_keys), "CUFLASH_HAS_BIAS_TILE_CLASSES": int(looks_at_bias)}
         options |= {"CUFLASH_HAS_BLOCK_INDEX": 1, "CUFLASH_CHOSEN_BY_BIAS": int(self.chosen_by_bias)}
-        options |= {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1}
-        self.add("helpers/block_index.cu", tile, -(-lists // LIST_WARPS), 0, **options)
+        options |= {"CUFLASH_NUM_WARPS": INDEX_WARPS, "CUFLASH_MIN_BLOCKS": 1}
+        self.add("helpers/block_index.cu", tile, -(-rows // INDEX_WARPS), 0, **options)
         has_mask = problem.mask is not None or problem.mask_function is not None
         hiding = ["mask" if has_mask else "block_mask"] if has_mask or problem.block_mask is not None else []
         hiding += ["bias"] if looks_at_bias else []
         self.reasons.append(
-            f"{' and '.join(hiding)}: tiles of {'keys' if of_keys else 'queries'} are listed, "
+            f"{' and '.join(hiding)}: block-sparse index of tiles of {'keys' if of_keys else 'queries'}, "
             f"{tile.block_m} queries x {tile.block_n} keys each; hidden ones are neither loaded nor computed"
-            + (", unless they are so few that the kernel without lists takes less time" if self.chosen_by_bias else "")
+            + (", unless they are so few that the kernel without index takes less time" if self.chosen_by_bias else "")
         )
 
     def add_main(
@@ -201,17 +201,18 @@ class Draft:
     ) -> None:
         """Add a kernel that iterates over the block-sparse index if there is one.
 
-        If the bias decides that, two kernels are added, and the name of one says that it is the one with lists.
+        If the bias decides that, two kernels are added, and the name of one says that it is the one with the index.
         """
         if not self.chosen_by_bias:
             self.add(source, tile, blocks, shared_bytes, makes, **defines)
             return
-        for lists in (0, 1):
-            chosen = defines | {"CUFLASH_HAS_BLOCK_INDEX": lists, "CUFLASH_CHOSEN_BY_BIAS": 1}
-            self.add(source, tile, blocks, shared_bytes, (*makes, *["listed"] * lists), **chosen)
+        for has_index in (0, 1):
+            chosen = defines | {"CUFLASH_HAS_BLOCK_INDEX": has_index, "CUFLASH_CHOSEN_BY_BIAS": 1}
+            self.add(source, tile, blocks, shared_bytes, (*makes, *["listed"] * has_index), **chosen)
 
     def add_tile_classes(self, tile: Tile) -> None:
-        """Add notes of what a mask, or a function that hides pairs, leaves of tiles, for a main kernel without lists.
+        """Add the tile classes (empty, partial, full) of a mask or mask_mod, for a main kernel without block-sparse
+        index.
 
         That kernel finds the tiles that a block mask hides by itself.
         """
@@ -226,29 +227,29 @@ class Draft:
             self.defines["CUFLASH_HAS_TILE_CLASSES"] = 1
             tiles = -(-problem.seqlen_q // tile.block_m) * -(-problem.seqlen_k // tile.block_n)
             self._add_mask_tiles(tile, matrices * tiles)
-            self.reasons.append(f"mask: what it leaves of tiles of {tile.block_n} keys is noted")
+            self.reasons.append(f"mask: a kernel classifies tiles of {tile.block_n} keys as empty, partial or full")
         if problem.mask_function is not None or looks or problem.block_mask is not None:
             self.reasons.append(f"tiles of {tile.block_n} keys that no query attends to are not loaded")
 
     def add_bias_tile_classes(self, tile: Tile) -> dict[str, int]:
-        """Add notes of which tiles the bias hides, for a kernel of gradients that walks over tiles without lists.
+        """Add the tile classes of the bias, for a kernel of gradients without block-sparse index.
 
         Returns the macros that this kernel is to be compiled with.
         """
         looks = self._bias_hides_tiles and self._why_bias_is_not_looked_at() is None
         if looks:
             self._add_bias_tiles(tile)
-            note = f"bias: which tiles of {tile.block_m} queries x {tile.block_n} keys it hides is noted for these"
+            note = f"bias: which tiles of {tile.block_m} queries x {tile.block_n} keys it hides is found by a kernel"
             self.reasons += [note] if note not in self.reasons else []
         return {"CUFLASH_HAS_BIAS_TILE_CLASSES": int(looks)}
 
     def _set_matrices(self, looks_at_bias: bool = False) -> int:
-        """Set how many batch entries and heads have their own lists, and their own notes of masks.
+        """Set how many batch entries and heads have their own rows of the index, and their own tile classes.
 
-        Returns how many matrices of notes there are in all.
+        Returns how many matrices of tile classes there are in all.
         """
         problem, function = self.problem, self.problem.mask_function
-        own = self.own_lists(problem.block_mask, problem.mask)
+        own = self.own_masks(problem.block_mask, problem.mask)
         if function is not None:
             own = (
                 problem.batch if function.depends_on("batch") else own[0],
@@ -267,17 +268,17 @@ class Draft:
         return problem.batch if of_batch else 1, problem.num_heads if of_head else 1
 
     def _add_mask_tiles(self, tile: Tile, tiles: int) -> None:
-        """Add the kernel that notes what a mask leaves of each tile, of `tiles` in all."""
+        """Add the kernel that classifies `tiles` tiles of a mask: empty, partial or full."""
         elements = -(-tiles // ITEMSIZE[self.problem.softmax_dtype])
         self.scratch["mask_blocks"] = max(self.scratch.get("mask_blocks", 0), elements)
         lanes = self._lanes_of_tile(tile)
-        warps = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_LANES_OF_TILE": lanes}
-        self.add("helpers/mask_tiles.cu", tile, -(-tiles * lanes // (32 * LIST_WARPS)), 0, **warps)
+        warps = {"CUFLASH_NUM_WARPS": INDEX_WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_LANES_OF_TILE": lanes}
+        self.add("helpers/mask_tiles.cu", tile, -(-tiles * lanes // (32 * INDEX_WARPS)), 0, **warps)
 
     def _add_bias_tiles(self, tile: Tile) -> None:
-        """Add the kernel that notes which tiles the bias hides.
+        """Add the kernel that classifies tiles of the bias.
 
-        It notes tiles of all keys that the arrays have, so that batch entries of different lengths share its notes.
+        It classifies tiles of all keys of the arrays, so that batch entries of different lengths share the classes.
         """
         problem, size = self.problem, (tile.block_m, tile.block_n)
         if self.classified_bias == size:
@@ -287,10 +288,10 @@ class Draft:
         tiles *= math.prod(self._own_biases) if self.heads else 0
         elements = -(-(BIAS_HEADER_BYTES + tiles) // ITEMSIZE[problem.softmax_dtype])
         self.scratch["bias_blocks"] = max(self.scratch.get("bias_blocks", 0), elements)
-        options = {"CUFLASH_NUM_WARPS": LIST_WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_LANES_OF_TILE": BIAS_LANES}
+        options = {"CUFLASH_NUM_WARPS": INDEX_WARPS, "CUFLASH_MIN_BLOCKS": 1, "CUFLASH_LANES_OF_TILE": BIAS_LANES}
         options["CUFLASH_KV_LENGTHS_BYTES"] = 0
         self.add(
-            "helpers/mask_tiles.cu", tile, -(-tiles * BIAS_LANES // (32 * LIST_WARPS)), 0, (), ("bias",), **options
+            "helpers/mask_tiles.cu", tile, -(-tiles * BIAS_LANES // (32 * INDEX_WARPS)), 0, (), ("bias",), **options
         )
 
     @property
@@ -299,8 +300,8 @@ class Draft:
         bias = self.problem.bias
         return bias is not None and 0 not in bias.strides[2:]
 
-    def _why_bias_is_not_listed(self, why_not_for_bias: str | None) -> str | None:
-        """Why lists do not leave out tiles that a per-pair bias hides; None if they do."""
+    def _why_bias_is_not_indexed(self, why_not_for_bias: str | None) -> str | None:
+        """Why the index has tiles that a per-pair bias hides; None if it has none of them."""
         if (why_not := self._why_bias_is_not_looked_at()) is not None:
             return why_not
         if self.defines.get("CUFLASH_DQ_IN_ORDER"):
@@ -357,11 +358,11 @@ class Draft:
             elements = -(-filled.nbytes // ITEMSIZE[problem.softmax_dtype])
             self.scratch[filled.table.name] = elements if self.heads else 0
         if self.tables:
-            self.add_around_tables(tile, "filled")
+            self.add_table_helper(tile, "filled")
             tables = ", ".join(filled.table.spelled for filled in self.tables)
             self.reasons.append(f"score: subexpressions that take few values are hoisted: kernels read {tables}")
 
-    def add_around_tables(self, tile: Tile, makes: str, **defines: int) -> None:
+    def add_table_helper(self, tile: Tile, makes: str, **defines: int) -> None:
         """Add a kernel that has a thread for each entry of the tables.
 
         It has no blocks where there are no pairs: the arrays that entries are made of may then have no elements.
@@ -383,7 +384,7 @@ class Draft:
     ) -> None:
         """Add a kernel. `makes` are the results that it makes; they are in its name where a source makes several.
 
-        `needed` are the options that it needs, of those that most kernels around the main one do not need.
+        `needed` are the options that it needs, of those that most helper kernels do not need.
         """
         check_blocks(blocks)
         ignored = _ignored(source, needed)
@@ -419,7 +420,7 @@ class Draft:
         )
 
 
-# Options that make no difference to the kernels around the main one, and the macros that tell of them. Those kernels
+# Options that make no difference to the helper kernels, and the macros that tell of them. Those kernels
 # are compiled without these options, so that one compilation serves all combinations.
 _IGNORED: dict[str, tuple[str, ...]] = {
     **{name: (DEFINES[name],) for name in PAIR_OPTIONS if name in DEFINES},
@@ -439,7 +440,7 @@ _IGNORED: dict[str, tuple[str, ...]] = {
     "score": ("CUFLASH_HAS_SCORE_FUNCTION", "CUFLASH_SCORE_CHANGES_SLOPE"),
     "mask_function": ("CUFLASH_HAS_MASK_FUNCTION",),
 }
-# Which of these options a kernel around the main one needs all the same.
+# Which of these options a helper kernel needs all the same.
 _NEEDED = {
     "block_index.cu": (*MASKS, "mask_function"),
     "mask_bits.cu": MASKS,
@@ -489,7 +490,7 @@ def common_defines(
 ) -> dict[str, str | int]:
     changes_scores = any(name in CAPS or f"d{name}" in SCORE_GRADIENTS for name in problem.acting)
     changes_scores = changes_scores or problem.score is not None
-    lists_function = problem.mask_function is not None and not problem.is_packed
+    indexes_function = problem.mask_function is not None and not problem.is_packed
     inputs = {row.define: _define_of(getattr(problem, row.name), row) for row in OPTIONAL_INPUTS if row.define}
     numbers = {DEFINES[name]: int(getattr(problem, name) is not None) for name in CAPS}
     return {
@@ -529,7 +530,7 @@ def common_defines(
         "CUFLASH_BATCH_FIRST": 0,
         "CUFLASH_MASK_OF_KEYS": 0,
         "CUFLASH_MASK_BY_BITS": 0,
-        "CUFLASH_HAS_BLOCK_INDEX": int(problem.block_mask is not None or lists_function),
+        "CUFLASH_HAS_BLOCK_INDEX": int(problem.block_mask is not None or indexes_function),
         "CUFLASH_HAS_TILE_CLASSES": 0,
         "CUFLASH_HAS_BIAS_TILE_CLASSES": 0,
         "CUFLASH_CHOSEN_BY_BIAS": 0,

@@ -28,7 +28,7 @@ BACK_SECTION = 16  # this many heads that iterate backwards (`BackwardFamily.rev
 
 
 class Family(ABC, Generic[Row]):
-    """A way to compute a pass: a main kernel, named `kernel`, with tiles of type `tile`, and the kernels around it."""
+    """A way to compute a pass: a main kernel, named `kernel`, with tiles of type `tile`, and its helper kernels."""
 
     kernel: ClassVar[str]
     tile: ClassVar[type[Tile]]
@@ -54,7 +54,7 @@ class Family(ABC, Generic[Row]):
         return self.table(problem)
 
     def accumulator_layout(self, main: Row) -> Tile:
-        """The tile whose fragments tell the kernels around the main one how its results are laid out in memory."""
+        """The tile whose fragments tell the helper kernels how its results are laid out in memory."""
         return main
 
     def why_unknown(self, problem: Problem) -> str | None:

@@ -47,12 +47,12 @@ class RunTime:
     whole_tiles: int = 0  # tiles of keys before those whose queries blocks share (backward)
     tail_splits: int = 1  # blocks that share the queries of each tile of keys after `whole_tiles` (backward)
     resident_blocks: int = 0  # blocks of a kernel, where each takes one tile after another
-    index_batches: int = 1  # batch entries that have lists of tiles of their own
+    index_batches: int = 1  # batch entries that have rows of the block-sparse index of their own
     index_heads: int = 1  # query heads that have them
     score_splits: int = 1  # blocks that share the sum of a tile of dbias
     sums_splits: int = 1  # blocks that share the keys of a tile of queries, for sums of gradients of scores
     clear_ahead: int = 0  # how many heads ahead a block clears accumulators of dq; 0: no block does
-    mask_batches: int = 1  # batch entries that have bits, or notes of what masks leave of tiles, of their own
+    mask_batches: int = 1  # batch entries that have mask bits or tile classes of their own
     mask_heads: int = 1  # query heads that have them
 
 

@@ -14,7 +14,7 @@ from cuflash.arrays.dlpack import Imported
 from cuflash.spec.array_imports import are_cupy, import_arguments, numpy_arrays
 from cuflash.spec.options import Options
 from cuflash.spec.rewrites import Equivalent, equivalent
-from cuflash.spec.streamed import import_around_streamed, is_streamed
+from cuflash.spec.streamed import import_with_streamed, is_streamed
 
 Backend = Literal["numpy", "cupy", "streamed"]
 
@@ -81,7 +81,7 @@ def prepare(
         backend, given = "numpy", own
     elif is_streamed(arrays):
         backend = "streamed"
-        imported, given = import_around_streamed(arrays, required, written)
+        imported, given = import_with_streamed(arrays, required, written)
     else:
         imported = import_arguments(arrays, required=required, written=written)
         backend, given = imported.backend, imported.of_backend

@@ -155,7 +155,7 @@ def is_streamed(arrays: Mapping[str, Any]) -> bool:
     return isinstance(arrays["k"], Streamed) or isinstance(arrays["v"], Streamed)
 
 
-def import_around_streamed(
+def import_with_streamed(
     arrays: Mapping[str, Any], required: Iterable[str], written: Iterable[str]
 ) -> tuple[dlpack.Imported, dict[str, Any]]:
     """The imported arguments of a call with streamed keys, but for these, and all arrays that it is given.

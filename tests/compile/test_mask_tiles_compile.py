@@ -10,8 +10,8 @@ from cuflash.spec.passes import BACKWARD, PASSES
 from cuflash.spec.problem import make_problem
 from tests.compile.test_plans import SERIALIZED
 
-# Bytes that a thread spills at most, by pass: what NVRTC 13.0 reports, and a small margin. Without lists, the kernels
-# of half precision spill 336 and 0, 208 and 0 on 8.0.
+# Bytes that a thread spills at most, by pass: what NVRTC 13.0 reports, and a small margin. Without block-sparse index,
+# the kernels of half precision spill 336 and 0, 208 and 0 on 8.0.
 ROWS = [
     ("8.0", "float16", 64, (2048, 2048), (336, 24)),
     ("8.0", "float16", 128, (2048, 2048), (216, 32)),
@@ -21,8 +21,8 @@ ROWS = [
 ]
 
 
-# The same with a per-pair bias that is looked at, in which the passes differ from those without lists by few bytes, but
-# for 24 and 72 at head_dim 256. The gradient of the bias is made, too, where heads are no wider.
+# The same with a per-pair bias that is looked at, in which the passes differ from those without block-sparse index by
+# few bytes, but for 24 and 72 at head_dim 256. The gradient of the bias is made, too, where heads are no wider.
 BIASED_ROWS = [
     ("8.0", "float16", 64, (432, 24)),
     ("8.0", "float64", 64, (8, 24)),
@@ -61,7 +61,7 @@ def assert_spills_little(problem, arch, ceilings, need=DEFAULT_NEED):
         kernels = choose_plan(problem, DeviceSpec.for_arch(arch), pass_, **wanted).kernels
         of_lists = ("CUFLASH_HAS_BLOCK_INDEX", "CUFLASH_HAS_BIAS_TILE_CLASSES")
         reading = [kernel for kernel in kernels if any(dict(kernel.defines)[name] for name in of_lists)]
-        # The kernel that lists, the main one, and the one that makes the gradient of the bias.
+        # The kernel of the block-sparse index, the main one, and the one that makes the gradient of the bias.
         assert len(reading) == 2 + ("dbias" in wanted.get("need", ()))
         for kernel in (*reading, *(kernel for kernel in kernels if kernel.source == "helpers/mask_tiles.cu")):
             resources = compile_spec(kernel).resources

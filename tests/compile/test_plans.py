@@ -123,7 +123,7 @@ class Target:
         kernels = self.plan().kernels
         if isinstance(self.tile, DqTile):
             return [kernel for kernel in kernels if kernel.source == "sm80/backward_dq.cu"]
-        # Those around the main one take as many whatever the row, but for the bytes of an element.
+        # Helper kernels take as many whatever the row, but for the bytes of an element.
         is_first = self.tile is first_of_its_type(self.tile)
         return [kernel for kernel in kernels if is_first or not kernel.source.startswith("helpers/")]
 

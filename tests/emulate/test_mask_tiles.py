@@ -1,4 +1,5 @@
-"""Masks that kernels read pair by pair, or key by key, biases of -inf, and the lists of the tiles that they leave.
+"""Masks that kernels read pair by pair, or key by key, biases of -inf, and the block-sparse indices of the tiles that
+they leave.
 
 What is compiled comes from a fixed list; hypothesis draws sizes, values, strides and schedules.
 """
@@ -151,11 +152,11 @@ def assert_listed(arch, problem, arrays, visible, keys, shown=None, *, schedule)
         attention.run(small, binding, every, schedule, scratch=scratch)
         tile, own = plan.tiles[0], (plan.run_time.index_batches, plan.run_time.index_heads)
         m_blocks, n_blocks = -(-problem.seqlen_q // tile.block_m), -(-problem.seqlen_k // tile.block_n)
-        lists, length = (m_blocks, n_blocks) if name == "key_index" else (n_blocks, m_blocks)
-        found = scratch.array(name, np.int32)[: own[0] * own[1] * lists * (2 + length)]
+        rows, length = (m_blocks, n_blocks) if name == "key_index" else (n_blocks, m_blocks)
+        found = scratch.array(name, np.int32)[: own[0] * own[1] * rows * (2 + length)]
         tiles = listed_tiles = 0
         of_keys = bool(tile.defines().get("CUFLASH_MASK_OF_KEYS"))
-        for (batch, head, block), listed in zip(np.ndindex(*own, lists), found.reshape(-1, 2 + length), strict=True):
+        for (batch, head, block), listed in zip(np.ndindex(*own, rows), found.reshape(-1, 2 + length), strict=True):
             full: list[int] = []
             cut: list[int] = []
             asked: set[int] = set()
@@ -322,7 +323,7 @@ def with_holes(bias, rng, kept):
 def test_tiles_that_a_bias_hides_are_not_computed(name, hides, data):
     """Keys that the bias hides from all queries may be no numbers; and all else is as it was, to the bit.
 
-    Where it hides no tile, the kernel without lists computes, in its own order.
+    Where it hides no tile, the kernel without block-sparse index computes, in its own order.
     """
     arch, axes, options, need = BIASES[name]
     size = {"one": 1, "heads": 2, "batch": 2, "q": data.draw(st.integers(200, 260)), "k": 320}
@@ -348,7 +349,7 @@ def test_tiles_that_a_bias_hides_are_not_computed(name, hides, data):
     how: dict[str, Any] = {"arch": replace(DeviceSpec.for_arch(arch), num_sms=1)}
     how["schedule"] = data.draw(st.sampled_from(SCHEDULES))
 
-    passes = PASSES[1:] if name == "sm90, wide" else PASSES  # the other one has no lists for a bias
+    passes = PASSES[1:] if name == "sm90, wide" else PASSES  # the other one has no block-sparse index for a bias
 
     def results_of(arrays):
         found = dict(zip(need, attention.backward(problem, arrays, out, lse, need=need, **how), strict=True))

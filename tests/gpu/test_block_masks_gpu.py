@@ -74,7 +74,7 @@ def test_decode(cupy, dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_patterns(cupy, dtype):
-    """Longformer and BigBird, longer than what a warp lists at once."""
+    """Longformer and BigBird, longer than what a warp indexes at once."""
     n = 5000 // 64 + 1
     for block_mask in (local(n, n, 2) | global_blocks(n, n, 1), local(n, n, 1) | random(n, n, 3, 0)):
         case = case_of(
@@ -115,7 +115,7 @@ def test_masks_are_looked_at(cupy, dtype, shape, options, monkeypatch):
         mask[..., :128] = ~mask[..., :128]
     arrays = case.arrays(cupy.asarray)
     plans = cuflash.FlashAttention(**case.keywords).plan(*ct.qkv(arrays), **ct.optional(arrays))
-    assert "mask: tiles of keys are listed" in plans.describe(verbose=True, width=0)
+    assert "mask: block-sparse index of tiles of keys" in plans.describe(verbose=True, width=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": (300, 520)}, {"mask": (2, 1, 1, 520)}], ids=str)
@@ -124,7 +124,7 @@ def test_masks_are_looked_at(cupy, dtype, shape, options, monkeypatch):
 def test_biases_are_looked_at(cupy, dtype, shape, options, monkeypatch):
     """However small they are: results are those of the oracle, and dbias has zeros where the bias is -inf.
 
-    Where no tile is hidden the kernels without lists compute.
+    Where no tile is hidden the kernels without block-sparse index compute.
     """
     monkeypatch.setattr("cuflash.plan.draft.LOOK_BIAS_FLOPS", 0)
     importlib.import_module("cuflash.gpu.backend").forget_launches()
@@ -147,7 +147,7 @@ def test_biases_are_looked_at(cupy, dtype, shape, options, monkeypatch):
             assert not measurement.failure, str(measurement)
         assert not ct.to_numpy(results[-1])[np.isneginf(arrays["bias"])].any()
     plans = attn.plan(*inputs, **optional)
-    assert "bias: tiles of queries are listed" in plans.describe(verbose=True, width=0)
+    assert "bias: block-sparse index of tiles of queries" in plans.describe(verbose=True, width=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -267,7 +267,7 @@ def sources(plan):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("arch", ["8.0", "8.6", "9.0", "12.0"])
-def test_lists_come_before_the_kernels_that_iterate_over_them(arch, dtype):
+def test_block_indices_come_before_the_kernels_that_read_them(arch, dtype):
     for pass_ in PASSES:
         with_blocks, plain = (sources(plan_of(pass_, arch, dtype=dtype, block_mask=x)) for x in ((4,), None))
         assert with_blocks.count("helpers/block_index.cu") == 1 and "helpers/block_index.cu" not in plain
@@ -287,7 +287,7 @@ def test_scratch_memory_of_lists_is_stated():
         assert (plan.run_time.index_batches, plan.run_time.index_heads) == (batches, heads)
         assert needed <= lists < needed + 4
         assert plan.scratch_layout.sizes == (4 * lists,)
-        assert "block_mask: tiles of keys are listed, " in plan.describe(verbose=True, width=0)
+        assert "block_mask: block-sparse index of tiles of keys, " in plan.describe(verbose=True, width=0)
 
 
 @pytest.mark.parametrize(("head_dim", "block_size"), [(64, (128, 128)), (128, (128, 128)), (64, (256, 1024))])
@@ -371,7 +371,7 @@ def test_masks_are_looked_at_where_that_pays(arch, dtype, pass_, heads, keys, ax
         pays = pays and not in_order and not causal and keys >= LOOK_KEYS
     assert ("helpers/mask_tiles.cu" in found) == pays
     assert ("mask: tiles that it hides are computed: " in text) == (not pays)
-    assert ("mask: tiles of keys are listed, " in text) == (pays and (pass_ is FORWARD or in_order))
+    assert ("mask: block-sparse index of tiles of keys, " in text) == (pays and (pass_ is FORWARD or in_order))
     if not pays:
         assert "helpers/block_index.cu" not in found
         return
@@ -385,8 +385,8 @@ def test_masks_are_looked_at_where_that_pays(arch, dtype, pass_, heads, keys, ax
     own = (plan.run_time.index_batches, plan.run_time.index_heads)
     assert own == mask[:2]
     tile = plan.tiles[-1]
-    notes = own[0] * own[1] * -(-1000 // tile.block_m) * -(-keys // tile.block_n)
-    assert plan.scratch_sizes["mask_blocks"] >= notes
+    tile_classes = own[0] * own[1] * -(-1000 // tile.block_m) * -(-keys // tile.block_n)
+    assert plan.scratch_sizes["mask_blocks"] >= tile_classes
 
 
 @given(
@@ -414,9 +414,9 @@ def test_biases_are_looked_at_where_that_pays(arch, dtype, pass_, axes, head_dim
         assert "bias: tiles" not in text and "bias_blocks" not in plan.scratch_sizes
         return
     main = next(kernel for kernel in reversed(plan.kernels) if not kernel.source.startswith("helpers/"))
-    # Kernels that add masks of keys to scores have no lists for them besides bounds.
+    # Kernels that add masks of keys to scores have no block-sparse index besides bounds.
     adds_mask = (arch, dtype) == ("9.0", "float16") and mask == (2, 1, 1, 2100)
-    has_lists = "block_mask" in options or (mask is not None and not (adds_mask and "causal" in options))
+    has_block_index = "block_mask" in options or (mask is not None and not (adds_mask and "causal" in options))
     if problem.forward_flops < 3e9:
         why = "a look at it beforehand pays from 3 GFLOP on"
     elif dict(main.defines).get("CUFLASH_DQ_IN_ORDER"):
@@ -430,24 +430,28 @@ def test_biases_are_looked_at_where_that_pays(arch, dtype, pass_, axes, head_dim
     assert bool(looking) == (not why)
     chosen = [kernel for kernel in plan.kernels if dict(kernel.defines)["CUFLASH_CHOSEN_BY_BIAS"]]
     twice = [kernel for kernel in chosen if kernel.source != LOOKS[1]]
-    assert (text.count("unless they are so few") == len(chosen) - len(twice)) and (not chosen or not (why or has_lists))
+    assert (text.count("unless they are so few") == len(chosen) - len(twice)) and (
+        not chosen or not (why or has_block_index)
+    )
     if why:
         return
-    # With lists for nothing else, a kernel that has them and one that has not are launched, and one of them computes.
-    assert has_lists or [dict(kernel.defines)["CUFLASH_HAS_BLOCK_INDEX"] for kernel in twice] == [0, 1] * (
+    # With an index for nothing else, a kernel that has it and one that has not are launched, and one of them computes.
+    assert has_block_index or [dict(kernel.defines)["CUFLASH_HAS_BLOCK_INDEX"] for kernel in twice] == [0, 1] * (
         len(twice) // 2
     )
-    assert has_lists or len(twice) in (2, 4)  # dq has a kernel of its own where it is made in order
+    assert has_block_index or len(twice) in (2, 4)  # dq has a kernel of its own where it is made in order
     assert len({kernel.name for kernel in twice}) == len(twice)
     assert "helpers/block_index.cu" in sources(plan)
-    assert re.search(r"^  (mask and |block_mask and )?bias: tiles of (keys|queries) are listed, ", text, re.MULTILINE)
+    assert re.search(
+        r"^  (mask and |block_mask and )?bias: block-sparse index of tiles of (keys|queries), ", text, re.MULTILINE
+    )
     own = (plan.run_time.index_batches, plan.run_time.index_heads)
     of_masks = (plan.run_time.mask_batches, plan.run_time.mask_heads)
     assert own == tuple(max(n, m) for n, m in zip(of_masks, bias[:2], strict=True))
     assert of_masks == (1 if mask is None and not {"block_mask", "kv_lengths"} & set(options) else 2, 1)
     tile = plan.tiles[0]
-    notes = bias[0] * bias[1] * -(-1000 // tile.block_m) * -(-2100 // tile.block_n)
-    assert plan.scratch_sizes["bias_blocks"] * (8 if dtype == "float64" else 4) >= notes
+    tile_classes = bias[0] * bias[1] * -(-1000 // tile.block_m) * -(-2100 // tile.block_n)
+    assert plan.scratch_sizes["bias_blocks"] * (8 if dtype == "float64" else 4) >= tile_classes
 
 
 def test_usual_biases_are_not_looked_at():

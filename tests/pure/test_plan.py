@@ -490,8 +490,8 @@ def test_kernels_of_diagonals_that_follow_lengths_have_names_of_their_own(arch, 
 
 @pytest.mark.parametrize("arch", ["8.0", "9.0"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_kernels_around_the_main_one_are_compiled_once_for_many_options(arch, dtype):
-    def around(problem):
+def test_helper_kernels_are_compiled_once_for_many_options(arch, dtype):
+    def helpers(problem):
         kernels = choose_plan(problem, DeviceSpec.for_arch(arch), BACKWARD).kernels
         of_work = {"CUFLASH_SPLITS_TAIL", "CUFLASH_CLEARS_AHEAD"}  # how blocks share the work
         return {
@@ -511,10 +511,10 @@ def test_kernels_around_the_main_one_are_compiled_once_for_many_options(arch, dt
     bias = biased(64, "float32").bias
     assert bias is not None
     mask = replace(bias, dtype="bool")
-    assert around(plain)
+    assert helpers(plain)
     for changes in ({"softcap": 5.0}, {"bias": bias}, {"mask": mask}, {"softcap": 5.0, "bias": bias, "mask": mask}):
-        assert around(replace(plain, **changes)) == around(plain)
-    assert around(replace(plain, dropout=0.5)) != around(plain)  # dv is scaled
+        assert helpers(replace(plain, **changes)) == helpers(plain)
+    assert helpers(replace(plain, dropout=0.5)) != helpers(plain)  # dv is scaled
 
 
 # ---- Widths of accesses ----------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def test_gradients_of_float32_by_parts():
         problem = problem_of(seqlen_q, seqlen_k, dim, dim_v, dtype="float32", **options)
         return choose_plan(problem, device, BACKWARD)
 
-    around = [
+    sources = [
         "helpers/backward_preprocess.cu",
         "helpers/split_fp32.cu",
         "sm90/backward_fp32.cu",
@@ -165,7 +165,7 @@ def test_gradients_of_float32_by_parts():
     ]
     for options in ({}, {"causal": True}, {"dim": 61, "dim_v": 7}, {"dim": 64, "dim_v": 65}, {"softcap": 3.0}):
         plan = plan_of(**options)
-        assert [kernel.source for kernel in plan.kernels] == around
+        assert [kernel.source for kernel in plan.kernels] == sources
         assert {spec.name for spec in plan.tensor_maps} == {f"{name}_copy" for name in ("q", "k", "v", "dout")}
         assert {(spec.rows, spec.dtype) for spec in plan.tensor_maps} == {(64, "bfloat16")}
         assert {dict(kernel.defines)["CUFLASH_PLAIN_FRAGMENTS"] for kernel in plan.kernels} == {1}

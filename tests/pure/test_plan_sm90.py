@@ -240,7 +240,7 @@ def test_a_window_with_a_left_side_has_no_pairs():
         (("alibi", None), {}, (64, 128, 128), "sm90", "dslopes: summed by the main kernel: exact sums"),
         (("distance", "near"), {}, (64, 128, 128), "sm90", "dpos_q, dpos_k, dgamma, dtable: summed by the main kernel"),
         (("with_pairs", None), {}, (64, 192, 64), "sm90", "by sm80/backward_scores, which makes the weights again"),
-        ((None, "documents"), {}, (64, 128, 128), "sm90", "tiles of queries are listed"),
+        ((None, "documents"), {}, (64, 128, 128), "sm90", "block-sparse index of tiles of queries"),
         (("alibi", None), {"deterministic": True, "dropout": 0.1}, (64, 128, 128), "sm90", "add to dq in order"),
         ((None, "near"), {"deterministic": True}, (64, 128, 128), "sm90", "dq has a kernel of its own that adds"),
         (("capped", None), {"dropout": 0.1}, (64, 128, 128), "sm80", "dropout marks weights by their sign"),

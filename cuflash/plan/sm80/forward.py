@@ -26,6 +26,6 @@ class Forward(ForwardFamily[ForwardTile]):
         return FLOAT8_TILES if problem.has_float8 else FORWARD_TILES
 
     def draft(self, draft: Draft, tile: ForwardTile) -> None:
-        draft.add_lists(tile, "key_index")
+        draft.add_block_index(tile, "key_index")
         blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
         draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))

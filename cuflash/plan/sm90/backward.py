@@ -223,7 +223,7 @@ def _mapped(draft: Draft) -> tuple[str, ...]:
 
 
 def _has_separate_dq(draft: Draft) -> bool:
-    """Whether dq has a kernel of its own: its order, where it has one, counts the tiles that lists leave out."""
+    """Whether dq has a kernel of its own: its order, where it has one, counts the tiles that the index leaves out."""
     return draft.problem.deterministic and "dq" in draft.need and bool(draft.defines["CUFLASH_HAS_BLOCK_INDEX"])
 
 

@@ -52,7 +52,7 @@ class ForwardFit(Fit):
         return self.bias in ("nothing", "keys")
 
     @property
-    def has_lists(self) -> bool:
+    def has_block_index(self) -> bool:
         return self.problem.block_mask is not None or self.problem.mask_function is not None
 
     @property
@@ -137,7 +137,7 @@ FORWARD = by_name(
     ),
     Condition(
         "lists",
-        lambda fit: fit.has_no_pair_bias and (fit.has_lists or fit.seeing.mask_by_bits),
+        lambda fit: fit.has_no_pair_bias and (fit.has_block_index or fit.seeing.mask_by_bits),
         "block masks, per-pair masks and mask_mod, without a per-pair bias",
     ),
     Condition(
@@ -158,7 +158,11 @@ FORWARD = by_name(
     Condition(
         "many points",
         lambda fit: (
-            fit.reads_points and fit.is_full and not fit.has_dropout and not fit.has_lists and fit.pays(THREE_CONSUMERS)
+            fit.reads_points
+            and fit.is_full
+            and not fit.has_dropout
+            and not fit.has_block_index
+            and fit.pays(THREE_CONSUMERS)
         ),
         f"a score_mod of per-row and per-key values, not causal, no mask_mod or dropout; {_UNLESS_EARLIER}",
     ),

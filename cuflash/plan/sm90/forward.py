@@ -64,7 +64,7 @@ class Forward(ForwardFamily[ForwardSm90Tile]):
         add_copies(draft, tile, MAPPED)
         if tile.mask_by_bits:
             add_mask_bits(draft, tile, transposed=False)
-        draft.add_lists(tile, "key_index")
+        draft.add_block_index(tile, "key_index")
         box = box_rows(draft.problem, tile.block_n)
         results = {} if draft.defines["CUFLASH_STORES_BY_ROWS"] else {"out": 64}
         bias = {"bias": tile.block_m} if tile.bias_of_pairs else {}
@@ -92,7 +92,7 @@ class ForwardFloat32(ForwardFamily[ForwardFloat32Sm90Tile]):
         has_registers = tile.block_m == 128 and tile.bf16_terms == 3
         tile = tile.changed(splits_operands=readers <= FEW_READERS and is_narrow and has_registers)
         draft.tiles = (tile,)
-        draft.add_lists(tile, "key_index")
+        draft.add_block_index(tile, "key_index")
         boxes: dict[str, int] = {}
         if tile.splits_operands:
             describe_split(draft, tile, _SPLIT, " as they are loaded")
@@ -138,7 +138,7 @@ class ForwardFloat8(ForwardFamily[ForwardFloat8Sm90Tile]):
         return None
 
     def draft(self, draft: Draft, tile: ForwardFloat8Sm90Tile) -> None:
-        draft.add_lists(tile, "key_index")
+        draft.add_block_index(tile, "key_index")
         box = box_rows(draft.problem, tile.block_n)
         draft.map_tensors({"q": tile.block_m, "k": box, "v": box})
         draft.reasons.append("sums of each tile of keys are added in float32, since tensor cores keep 14 bits of them")
@@ -168,7 +168,9 @@ class ForwardWide(ForwardFamily[ForwardWideSm90Tile]):
 
     def draft(self, draft: Draft, tile: ForwardWideSm90Tile) -> None:
         add_copies(draft, tile, MAPPED)
-        draft.add_lists(tile, "key_index", why_not_for_bias="a block-sparse index takes more registers than are left")
+        draft.add_block_index(
+            tile, "key_index", why_not_for_bias="a block-sparse index next to it takes more registers than there are"
+        )
         box = tile.block_n // tile.cluster
         draft.map_tensors({"q": 64, "k": box, "v": box})
         _add_persistent(draft, tile, self.source)

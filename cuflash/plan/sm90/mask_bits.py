@@ -18,9 +18,9 @@ def add_mask_bits(draft: Draft, tile: ScoredTile, *, transposed: bool) -> None:
     The bits are in the order of accumulators whose lines are queries or, `transposed`, keys.
     """
     problem = draft.problem
-    own = draft.own_lists(problem.block_mask, problem.mask)
+    own = draft.own_masks(problem.block_mask, problem.mask)
     draft.set(index_batches=own[0], index_heads=own[1], mask_batches=own[0], mask_heads=own[1])
-    # Where blocks add to dq in order, their turns count the tiles that a list would leave out.
+    # Where blocks add to dq in order, their turns count the tiles that the index would leave out.
     draft.defines["CUFLASH_HAS_BLOCK_INDEX"] = int(not draft.defines.get("CUFLASH_DQ_IN_ORDER"))
     blocks = math.prod(own) if draft.heads else 0
     for seqlen, rows in ((problem.seqlen_q, tile.block_m), (problem.seqlen_k, tile.block_n)):

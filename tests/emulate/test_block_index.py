@@ -24,7 +24,7 @@ pytestmark = [
 FEW = settings(max_examples=2, suppress_health_check=[HealthCheck.too_slow])
 schedules = st.sampled_from(SCHEDULES)
 
-# More tiles than the lanes of a warp that lists them are there in none of these: `test_long_lists` has them.
+# None of these has more tiles than the warp that indexes them has lanes: `test_long_indices` has.
 CASE = ct.Case(seqlen_q=200, seqlen_k=300, batch=2, num_heads=2, num_heads_kv=1, head_dim=24, block_mask=())
 FEW_SMS = {arch: replace(DeviceSpec.for_arch(arch), num_sms=1) for arch in ("8.0", "9.0")}
 WHOLE, SMALL = {"block_size": (128, 128)}, {"block_size": (16, 48)}
@@ -99,7 +99,7 @@ def test_hidden_tiles_are_neither_loaded_nor_computed(kernel, monkeypatch):
 
 
 @pytest.mark.parametrize("kept", [0.5, 0.02])
-def test_long_lists(kept):
+def test_long_indices(kept):
     """More tiles than lanes: 63 of queries, 32 and a part of one of keys."""
     case = ct.Case(
         seqlen_q=1000, seqlen_k=2060, head_dim=16, dtype="float16", block_mask=(), block_size=(16, 64), blocks_kept=kept
