@@ -7,7 +7,7 @@ import cuflash.testing as ct
 
 @st.composite
 def cases_of_float32(draw, longest: int = 700) -> ct.Case:
-    """float32 that is split into parts on compute capability 9.0.
+    """float32 that is split into bf16 terms on compute capability 9.0.
 
     A per-pair bias that TMA can read, or cannot, a bias of keys, a mask of keys, slopes.
     """

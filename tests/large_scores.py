@@ -178,7 +178,7 @@ def check_hidden_nan(dtype: str, shape: tuple[int, ...], seed: int, backend: Bac
 
 
 def check_ends_of_range(dtype: str, backend: Backend) -> None:
-    """Powers of two pass through: up to where weighted sums overflow, and down to where parts are subnormal."""
+    """Powers of two pass through: up to where weighted sums overflow, and down to where partial sums are subnormal."""
     large = Large(dtype=dtype)
     arrays, limits = large.arrays(), ml_dtypes.finfo(numpy_dtype(dtype))
     weight = 2.0**32 if dtype == "bfloat16" else 1.0  # the largest sum of a tile before the division by their sum

@@ -95,7 +95,7 @@ def steps(s, i, j, *, head, gamma, gate):  # type: ignore[no-untyped-def]
 
 
 def of_rows(s, i, j, *, batch, head, temperature, pos_q, gate, kind_k, table):  # type: ignore[no-untyped-def]
-    """Parts of queries and of keys, and an index that is one of differences."""
+    """Slices of queries and of keys, and an index that is one of differences."""
     own = cuflash.exp(-cuflash.abs(pos_q[i, 0]) * temperature[batch, head])
     return s * own + cuflash.tanh(gate[j]) * own + table[head, (i - j) // 5 % 4 + kind_k[j]]
 
@@ -279,7 +279,7 @@ def scored(
 ) -> Scored:
     """Problems with a score, a mask or both, and options that go with them.
 
-    Their diagonals may follow the lengths of keys only with `follows_lengths`, which parts of problems have not.
+    Their diagonals may follow the lengths of keys only with `follows_lengths`, which slices of problems have not.
     """
     pick = st.sampled_from
     score = draw(pick([*scores, None]))

@@ -78,8 +78,8 @@ class Target:
         tile = self.tile
         sizes = f"{tile.max_dim}-{tile.block_m}x{tile.block_n}-w{tile.num_warps}b{tile.min_blocks}"
         name = f"{type(tile).__name__}-{tile.element_bytes}B-{sizes}"
-        if parts_of(tile):
-            name += f"-{parts_of(tile)}parts"
+        if bf16_terms_of(tile):
+            name += f"-{bf16_terms_of(tile)}parts"
         return f"{self.arch}-{name}-{self.variant}"
 
     @property
@@ -96,7 +96,7 @@ class Target:
         sizes: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": dim}
         case = ct.Case(**sizes | variant | {"dtype": dtype})
         arrays = case.arrays()
-        is_tf32 = parts_of(tile) == 2 if parts_of(tile) else self.variant == "full"
+        is_tf32 = bf16_terms_of(tile) == 2 if bf16_terms_of(tile) else self.variant == "full"
         options = replace(
             case.options,
             deterministic=isinstance(tile, DqTile) or self.variant == "turns",
@@ -135,7 +135,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # Tiles enough for blocks to clear accumulators of dq, as packed sequences have below; then also some whose queries
     # blocks share.
     "turns": {"dtype": "bfloat16", "causal": True, "batch": 33, "num_heads": 8},
-    "shares": {"dtype": "bfloat16", "seqlen_q": 2048, "seqlen_k": 2048, "num_heads": 17},
+    "splits": {"dtype": "bfloat16", "seqlen_q": 2048, "seqlen_k": 2048, "num_heads": 17},
     "narrow": {"dtype": "bfloat16", "causal": True, "strides": "padded"},
     "odd rows": {"dtype": "bfloat16"},  # as many columns are no multiple of 16 bytes
     "whole": {"dtype": "bfloat16", "window": (9, 20), "scale": -1.0, "sinks": True},
@@ -248,8 +248,8 @@ def fits(tile, arch):
     return shared_bytes <= device.shared_bytes_per_block and resident <= device.shared_bytes_per_sm
 
 
-def parts_of(tile: Tile) -> int:
-    """By how many parts float32 is multiplied: three for the highest precision, two for TF32's; 0 where it has none."""
+def bf16_terms_of(tile: Tile) -> int:
+    """How many bf16 terms float32 is split into: three for the highest precision, two for TF32; 0 if it has none."""
     return tile.bf16_terms if isinstance(tile, ForwardFloat32Sm90Tile | BackwardFloat32Sm90Tile) else 0
 
 
@@ -263,7 +263,8 @@ def first_of_its_type(tile):
         row
         for table in TABLES
         for row in table
-        if type(row) is type(tile) and (row.element_bytes, parts_of(row)) == (tile.element_bytes, parts_of(tile))
+        if type(row) is type(tile)
+        and (row.element_bytes, bf16_terms_of(row)) == (tile.element_bytes, bf16_terms_of(tile))
     )
     return next(same, None)
 
@@ -356,9 +357,9 @@ OTHERS = [
     *(
         Target(tile=tile, arch="9.0", variant=variant)
         for tile in (*BACKWARD_SM90_TILES, *BACKWARD_FLOAT32_SM90_TILES, *BACKWARD_TF32_SM90_TILES)
-        for variant in ("full", "groups", "turns", "shares", "options")
+        for variant in ("full", "groups", "turns", "splits", "options")
         if variant != "turns" or isinstance(tile, BackwardSm90Tile)
-        if parts_of(tile) != 2 or variant == "groups"
+        if bf16_terms_of(tile) != 2 or variant == "groups"
     ),
     *(
         Target(tile=tile, arch="9.0", variant=variant)
@@ -406,7 +407,7 @@ OTHERS = [
     *(
         Target(tile=tile, arch="9.0", variant=variant)
         for tile in BACKWARD_WIDE_SM90_TILES
-        for variant in ("full", "groups", "bounds", "shares", "softcap", "slopes", "bias", "mask", "blocks", "options")
+        for variant in ("full", "groups", "bounds", "splits", "softcap", "slopes", "bias", "mask", "blocks", "options")
         if tile.max_dim in (320, 512, 1024) or variant in ("full", "bounds", "options")
     ),
     *(
@@ -527,8 +528,8 @@ def test_row(target):
     kernels = target.kernels()
     assert kernels
     defines = [dict(kernel.defines) for kernel in kernels]
-    assert any(of.get("CUFLASH_SPLITS_TAIL") for of in defines) == (target.variant == "shares")
-    clears = isinstance(tile, BackwardSm90Tile) and target.variant in ("turns", "shares", "packed")
+    assert any(of.get("CUFLASH_SPLITS_TAIL") for of in defines) == (target.variant == "splits")
+    clears = isinstance(tile, BackwardSm90Tile) and target.variant in ("turns", "splits", "packed")
     assert any(of.get("CUFLASH_CLEARS_AHEAD") for of in defines) == clears
     for kernel in kernels:
         resources = compile_spec(kernel).resources

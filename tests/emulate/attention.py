@@ -151,7 +151,7 @@ def gradients_of(
 
 
 def assert_tf32_split(problem: Problem, arrays: Mapping[str, Any], results: Mapping[str, Any]) -> None:
-    """Hold results of float32 in two parts against the oracle: 16 bits of the 24 that the tolerance is for."""
+    """Hold results of float32 as two bf16 terms against the oracle: 16 bits of the 24 that the tolerance is for."""
     expected = yardsticks(problem, arrays)
     for name, x in results.items():
         measurement = measure(name, x, expected[name].looser(2.0 ** (24 - 16)))

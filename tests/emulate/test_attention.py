@@ -134,7 +134,7 @@ def test_forward(what, data):
     case, schedule = data.draw(what.cases()), data.draw(schedules)
     options: dict[str, Any] = {**case.random}
     if isinstance(what.tiles[0], ForwardSm90Tile):  # TMA writes rows that start at multiples of 16 bytes
-        options["place"] = lambda array: attention.guarded(CONVERSIONS.get(what.strides, np.asarray)(array))
+        options["allocate"] = lambda array: attention.guarded(CONVERSIONS.get(what.strides, np.asarray)(array))
     results = attention.forward(*what.arguments(case), arch=what.device, tiles=what.tiles, schedule=schedule, **options)
     ct.assert_forward(case, *results)
 

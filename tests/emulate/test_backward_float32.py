@@ -1,4 +1,4 @@
-"""The backward pass of float32 by parts of bfloat16, run on the CPU: every row and option against the oracle."""
+"""The backward pass of float32 by bf16 terms, run on the CPU: every row and option against the oracle."""
 
 import functools
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""float32 arrays split into bfloat16 parts, as the kernels that multiply them find them."""
+"""float32 arrays split into bf16 terms, as the kernels that multiply them read them."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ SPLIT_ROWS = 64
 
 
 def split(case, arrays, count=3, schedule=SCHEDULES[0]):
-    """The parts of each array, as float64 and without the columns that round them up, and the width of their loads."""
+    """The bf16 terms of each array, as float64, without the columns of padding, and the width of their loads."""
     arrays = {name: attention.guarded(array) for name, array in arrays.items()}
     problem = make_problem(case.options, *ct.qkv(arrays), **ct.optional(arrays))
     plan = attention.plan_for(problem, FORWARD, arrays | {"out": arrays["dout"]}, "8.0", None)
@@ -38,16 +38,18 @@ def split(case, arrays, count=3, schedule=SCHEDULES[0]):
     words = params.view(np.uint64)
     for name, array in arrays.items():
         words[POINTER_WORD[name]] = array.ctypes.data
-    parts, blocks = {}, 0
+    bf16_terms, blocks = {}, 0
     for name in COPIED:
         batch, heads, seqlen, columns = layout_of(arrays[name], problem.layout).shape
-        parts[name] = emulator.guarded_array((count, batch, heads, seqlen, round_up(columns, 8)), ml_dtypes.bfloat16)
-        words[POINTER_WORD[f"{name}_copy"]] = parts[name].ctypes.data
+        bf16_terms[name] = emulator.guarded_array(
+            (count, batch, heads, seqlen, round_up(columns, 8)), ml_dtypes.bfloat16
+        )
+        words[POINTER_WORD[f"{name}_copy"]] = bf16_terms[name].ctypes.data
         blocks += batch * heads * -(-seqlen // SPLIT_ROWS)
     module = emulator.build(Path("helpers/split_fp32.cu"), defines)
     threads = 32 * COPY_WARPS
     module.launch(plan.kernels[0].name, params, grid=blocks, threads=threads, shared_bytes=0, schedule=schedule)
-    found = {name: x.astype(np.float64)[..., : arrays[name].shape[-1]] for name, x in parts.items()}
+    found = {name: x.astype(np.float64)[..., : arrays[name].shape[-1]] for name, x in bf16_terms.items()}
     return found, defines["CUFLASH_LOAD_BYTES"]
 
 
@@ -68,20 +70,20 @@ def test_pieces_sum_to_the_numbers(options, load_bytes, schedule):
     sizes = {"seqlen_q": 70, "seqlen_k": 150, "batch": 2, "num_heads": 4, "num_heads_kv": 2, "dtype": "float32"}
     case = ct.Case(**sizes | options)
     arrays = case.arrays()
-    parts, width = split(case, arrays, schedule=schedule)
+    bf16_terms, width = split(case, arrays, schedule=schedule)
     two, _ = split(case, arrays, 2, schedule)
     assert width == load_bytes
     for name in COPIED:
         x = np.nan_to_num(view_4d(arrays[name], case.layout).astype(np.float64))  # NaN is what kv_lengths hides
-        assert (parts[name].sum(axis=0) == x).all()
-        high, middle, low = np.abs(parts[name])
+        assert (bf16_terms[name].sum(axis=0) == x).all()
+        high, middle, low = np.abs(bf16_terms[name])
         assert (middle <= 2**-8 * high).all()
         assert (low <= 2**-8 * middle).all()
-        assert (two[name] == parts[name][:2]).all()
+        assert (two[name] == bf16_terms[name][:2]).all()
 
 
 def test_pieces_at_the_end_of_the_range():
-    """One infinity, or NaN, and a product with a finite factor is what it should be, whatever its parts are."""
+    """One infinity, or NaN, and a product with a finite factor is what it should be, whatever its terms are."""
     largest = np.finfo(np.float32).max
     special = np.array([np.inf, -np.inf, np.nan, largest, -largest, 1.0, 2.0**-110, -0.0], np.float32)
     case = ct.Case(seqlen_q=1, seqlen_k=1, head_dim=8, dtype="float32")

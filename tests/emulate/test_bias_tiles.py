@@ -121,7 +121,7 @@ def check(case, schedule, num_sms, by):
     for pass_ in PASSES:
         tile = choose_plan(problem, device, pass_, tiles=tiles[pass_]).tiles[0]
         assert isinstance(tile, ScoredTile)
-        # Wide parts leave no space for a bias in the backward pass.
+        # Wide terms leave no space for a bias in the backward pass.
         looks_up = pass_ is BACKWARD and tile.element_bytes == 4 and tile.max_dim == 128
         assert (tile.bias_of_pairs > 0) == (by == "pairs" and not looks_up)
         assert tile.bias_of_keys == (by == "keys")

@@ -100,7 +100,7 @@ def test_hidden_tiles_are_neither_loaded_nor_computed(kernel, monkeypatch):
 
 @pytest.mark.parametrize("kept", [0.5, 0.02])
 def test_long_indices(kept):
-    """More tiles than lanes: 63 of queries, 32 and a part of one of keys."""
+    """More tiles than lanes: 63 of queries, 32 of keys and a smaller one."""
     case = ct.Case(
         seqlen_q=1000, seqlen_k=2060, head_dim=16, dtype="float16", block_mask=(), block_size=(16, 64), blocks_kept=kept
     )

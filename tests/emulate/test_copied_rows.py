@@ -70,8 +70,8 @@ def test_bits_of_what_lies_well(head_dim):
     arrays = case.arrays()
     problem = problem_of(case, arrays)
     found = []
-    for place in (attention.guarded, shifted):
-        options: dict[str, Any] = {"arch": FEW_SMS, "place": place}
+    for allocate in (attention.guarded, shifted):
+        options: dict[str, Any] = {"arch": FEW_SMS, "allocate": allocate}
         out, lse = attention.forward(problem, arrays, tiles=(forward,), **options)
         found.append([out, lse, *attention.backward(problem, arrays, out, lse, tiles=(backward,), **options)])
     assert bits(found[0]) == bits(found[1])

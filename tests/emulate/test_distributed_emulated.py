@@ -63,7 +63,7 @@ def test_ranks_keep_the_oracle_rule(name, need, emulated):
 
 @pytest.mark.parametrize("need", [None, ("dq", "dk", "dv")], ids=["all", "partial dq"])
 @pytest.mark.parametrize("name", ["9.0 dropout", "8.0 blocks"])
-def test_spans_that_begin_where_blocks_do_come_in_parts(name, need, emulated):
+def test_spans_that_begin_where_blocks_do_are_split(name, need, emulated):
     splits = cd.Split([[(0, 16), (64, 100)], [(16, 64)]]), cd.Split([[(0, 32), (96, 140)], [(32, 96)]])
     with launcher(name[:3], computes=True) as found:
         emulated(found._module)
@@ -83,7 +83,7 @@ LARGE = {
 
 @pytest.mark.parametrize("need", [None, ("dq", "dk", "dv")], ids=["all", "partial dq"])
 @pytest.mark.parametrize("name", LARGE)
-def test_parts_weigh_what_their_keys_do_where_scores_are_large(name, need, emulated):
+def test_shards_weigh_what_their_keys_do_where_scores_are_large(name, need, emulated):
     """A finite mask of all keys, or products around -3e4: lse, rounded, does not say what a shard weighs."""
     case = LARGE[name]
     whole = masked(case)
@@ -112,7 +112,7 @@ def masked(case: ct.Case) -> Whole:
 
 @pytest.mark.parametrize("arch", ["9.0", "8.0"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_parts_of_decoding_weigh_what_their_keys_do(arch, dtype, emulated):
+def test_splits_of_decoding_weigh_what_their_keys_do(arch, dtype, emulated):
     case = ct.Case(seqlen_q=2, seqlen_k=300, num_heads=4, num_heads_kv=1, head_dim=64, dtype=dtype, bias=(300,))
     whole, split = masked(case), cd.Split([[(0, 110), (250, 300)], [(110, 250)]])
 

@@ -143,10 +143,10 @@ def test_values_that_are_no_numbers(dtype, float32_tiles, arch):
 @either_float32
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.finfo(np.float32).max, 0.99999 * np.finfo(np.float32).max])
 def test_float32_at_the_end_of_its_range(value, float32_tiles):
-    """What is split into parts comes out whole: infinities, and numbers that no TF32 or bfloat16 is as large as."""
+    """What is split into bf16 terms comes out whole: infinities, and numbers larger than any TF32 or bfloat16."""
     case = ct.Case(seqlen_q=17, seqlen_k=33, head_dim=16, dtype="float32", scale=2.0**-9)
     arrays = case.arrays()
-    arrays["k"][...] = np.sign(arrays["k"])  # whose second part is zero
+    arrays["k"][...] = np.sign(arrays["k"])  # whose second term is zero
     arrays["v"][0, 0, 5, 2] = value
     arrays["q"][0, 0, 3, 4] = np.copysign(np.inf, value) if np.isinf(value) else 2.0**120
     arrays["q"][0, 0, 4, 4] = np.nan

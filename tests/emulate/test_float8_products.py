@@ -159,7 +159,7 @@ def test_products_of_one_sign(scale):
     largest = scores.max(axis=-1, keepdims=True)
     weights = np.exp(scores - largest)
     sums = weights.sum(axis=-1, keepdims=True)
-    # An error of 1 / 12 of every weight moves the mean by that part of the values' sizes, and the sum, too.
+    # An error of 1 / 12 of every weight moves the mean by that fraction of the values' sizes, and the sum, too.
     allowed = (2 * ROUNDING_BY_LINE * weights @ abs(v)) / sums + 2.0**-8 * abs(weights @ v) / sums
     assert (abs(out[0, 0].astype(np.float64) - weights @ v / sums) <= allowed).all()
     np.testing.assert_allclose(lse[0, 0], (largest + np.log(sums))[:, 0], atol=ROUNDING_BY_LINE)

@@ -1,4 +1,4 @@
-"""Gradients with respect to lse, parts that are merged by lse, and sinks: in every kernel."""
+"""Gradients with respect to lse, splits that are merged by lse, and sinks: in every kernel."""
 
 from dataclasses import replace
 from typing import Any
@@ -75,22 +75,22 @@ def test_lse_alone(kernel):
 
 
 @pytest.mark.parametrize(("dtype", "arch"), [("bfloat16", "9.0"), ("float32", "8.0"), ("float64", "9.0")])
-def test_parts_merged_are_the_whole(dtype, arch):
+def test_splits_merged_are_the_whole(dtype, arch):
     """Forward, and gradients by the weights of the splits."""
     case = replace(CASE, dtype=dtype, score_spread=4.0)
     arrays = case.arrays()
     inputs = ct.split_keys(case, np.array_split(np.random.default_rng(0).permutation(case.seqlen_k), 3))
     problems = [make_problem(replace(case.options, causal=False), **x) for x in inputs]
-    parts = [attention.forward(problem, x, arch=arch) for problem, x in zip(problems, inputs, strict=True)]
-    outs, lses = zip(*parts, strict=True)
+    results = [attention.forward(problem, x, arch=arch) for problem, x in zip(problems, inputs, strict=True)]
+    outs, lses = zip(*results, strict=True)
     out, lse = cuflash.merge(outs, lses)
     ct.assert_forward(case, out, lse)
     douts, dlses = cuflash.merge_backward(arrays["dout"], outs, lses, out, lse, dlse=arrays["dlse"])
     dq = np.zeros(out.shape, lse.dtype)
-    for problem, x, part, dout, dlse in zip(problems, inputs, parts, douts, dlses, strict=True):
-        dq += attention.backward(problem, x | {"dout": dout, "dlse": dlse}, *part, arch=arch)[0]
+    for problem, x, result, dout, dlse in zip(problems, inputs, results, douts, dlses, strict=True):
+        dq += attention.backward(problem, x | {"dout": dout, "dlse": dlse}, *result, arch=arch)[0]
     yardstick = ct.yardsticks(case.problem, arrays)["dq"]
-    assert ct.measure("dq", dq, yardstick.looser(3)).failure is None  # the parts are rounded too
+    assert ct.measure("dq", dq, yardstick.looser(3)).failure is None  # the splits are rounded too
 
 
 # ---- sinks -----------------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def test_partial_results_are_added_in_order_and_rounded_once(seed, count, shape,
     st.booleans(),
 )
 def test_partial_results_are_merged_as_numpy_does(seed, count, shape, dtype, layout, hides):
-    """Rows that attend to no key of a part, or of none, have -inf there, and any numbers."""
+    """Rows that attend to no key of a split, or of none, have -inf there, and any numbers."""
     of_sums, random = softmax_dtype(dtype), np.random.default_rng(seed)
     outs = [random.standard_normal(shape).astype(of_sums) for _ in range(count)]
     lses = [(9 * random.standard_normal(shape[:3])).astype(of_sums) for _ in range(count)]

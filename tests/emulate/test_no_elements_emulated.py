@@ -51,7 +51,7 @@ def test_functions_of_no_pairs(empty, score, mask, arch, dtype):
 
 @pytest.mark.parametrize("empty", ["seqlen_q", "seqlen_k"])
 def test_no_table_is_filled(empty):
-    """Of parts of queries and of keys: tables have a margin past the last ones, and entries where there are none."""
+    """Of slices of queries and of keys: tables have a margin past the last ones, and entries where there are none."""
     case = without(SCORES["of_rows"], None, empty, "float32")
     assert case.problem.hoisted.tables
     judge(case, "8.0")

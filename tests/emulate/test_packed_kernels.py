@@ -127,15 +127,15 @@ def test_neighbours_change_nothing(what, data):
     exact = {"out", "lse", "dk", "dv"} | ({"dq"} if what.deterministic else set())
     for name in exact & before.keys():
         axis = 0 if case.layout == "bshd" and name != "lse" else 1
-        part = [slice(None)] * before[name].ndim
-        part[axis] = keys if name in ("dk", "dv") else rows
-        np.testing.assert_array_equal(after[name][tuple(part)], before[name][tuple(part)])
-        part[axis] = slice(starts_k[-1] if name in ("dk", "dv") else starts_q[-1], None)
-        assert np.all(after[name][tuple(part)] == (-np.inf if name == "lse" else 0))
+        index = [slice(None)] * before[name].ndim
+        index[axis] = keys if name in ("dk", "dv") else rows
+        np.testing.assert_array_equal(after[name][tuple(index)], before[name][tuple(index)])
+        index[axis] = slice(starts_k[-1] if name in ("dk", "dv") else starts_q[-1], None)
+        assert np.all(after[name][tuple(index)] == (-np.inf if name == "lse" else 0))
     if "dq" in before:
-        part = [slice(None)] * 3
-        part[0 if case.layout == "bshd" else 1] = rows
-        assert np.isfinite(after["dq"][tuple(part)].astype(np.float32)).all()
+        index = [slice(None)] * 3
+        index[0 if case.layout == "bshd" else 1] = rows
+        assert np.isfinite(after["dq"][tuple(index)].astype(np.float32)).all()
 
 
 # Lengths of sequences, and the rows after the last one. Lanes of a warp look at 32 entries at once, these rows too.

@@ -1,6 +1,6 @@
 """Streamed keys by the kernels: chunks through a stand-in for a device, calls by `cuflash.gpu.backend` on the emulator.
 
-The stand-in copies as late as it may, or as early; parts are merged by kernels/helpers/merge.cu.
+The stand-in copies as late as it may, or as early; partial results are merged by kernels/helpers/merge.cu.
 """
 
 import contextlib
@@ -55,12 +55,12 @@ def emulated(monkeypatch):
     def use(module, **how):
         device = EmulatedDevice(**how)
 
-        def parts(*, arrays, **fields):
+        def slices(*, arrays, **fields):
             on_device = {name: x.view(DeviceArray) for name, x in arrays.items()}
             return EmulatedSlices(**fields, arrays=on_device, module=module)
 
         monkeypatch.setattr(calls, "device_of", lambda backend: device)
-        monkeypatch.setattr(calls, "Slices", parts)
+        monkeypatch.setattr(calls, "Slices", slices)
         monkeypatch.setattr(dlpack, "module_of", lambda array: CUPY)
         clear()
         return device

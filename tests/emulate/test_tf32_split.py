@@ -1,4 +1,4 @@
-"""float32 in two parts of bfloat16, which is what precision="tf32" is on compute capability 9.0, run on the CPU."""
+"""float32 as two bf16 terms, which is what precision="tf32" is on compute capability 9.0, run on the CPU."""
 
 from dataclasses import replace
 
@@ -163,7 +163,7 @@ def errors_of_tf32(case, arrays):
 
 @pytest.mark.parametrize("head_dim", [40, 64, 128])
 def test_an_eighth_of_the_error_of_tf32(head_dim):
-    """On the average of several seeds; and not the precision of three parts."""
+    """On the average of several seeds; and not the precision of three terms."""
     row = int(head_dim > 64)
     ratios = []
     for seed in range(4):
@@ -184,7 +184,7 @@ def test_the_end_of_the_range(value):
     """An infinity and NaN come out where the formula has them, numbers above the largest of bfloat16 as they are."""
     case = ct.Case(seqlen_q=17, seqlen_k=33, head_dim=16, dtype="float32", scale=2.0**-9)
     arrays = case.arrays()
-    arrays["k"][...] = np.sign(arrays["k"])  # whose second part is zero
+    arrays["k"][...] = np.sign(arrays["k"])  # whose second term is zero
     arrays["v"][0, 0, 5, 2] = value
     arrays["q"][0, 0, 3, 4] = np.copysign(np.inf, value) if np.isinf(value) else 2.0**120
     arrays["q"][0, 0, 4, 4] = np.nan

@@ -1,4 +1,4 @@
-"""Parts of results in float32, from operands of 16 bits: they round to what the same kernels store rounded."""
+"""Partial results in float32, from operands of 16 bits: they round to what the same kernels store rounded."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ CASES = {
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 @pytest.mark.parametrize("wide", [("dq",), ("dk",), ("dv",), ("dq", "dk", "dv")], ids="-".join)
 @pytest.mark.parametrize("name", CASES)
-def test_a_part_is_not_rounded(name, wide):
+def test_a_partial_result_is_not_rounded(name, wide):
     case, arch = CASES[name], name[:3]
     problem, arrays = attention.inputs_of(case, diagonal=30)
     out, lse = attention.forward_by_oracle(problem, arrays)
@@ -44,7 +44,7 @@ def test_a_part_is_not_rounded(name, wide):
     [({"deterministic": True}, ("dq", "dk", "dv")), ({}, ("dq",))],
     ids=["deterministic", "dq alone"],
 )
-def test_a_part_of_dq_by_a_kernel_of_its_own_is_not_rounded(name, options, need):
+def test_a_partial_dq_by_a_kernel_of_its_own_is_not_rounded(name, options, need):
     case, arch = CASES[name], name[:3]
     problem, arrays = attention.inputs_of(case, diagonal=30, **options)
     out, lse = attention.forward_by_oracle(problem, arrays)
@@ -71,7 +71,7 @@ FORWARD = {
 
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 @pytest.mark.parametrize("name", FORWARD)
-def test_a_part_of_out_is_not_rounded(name):
+def test_a_partial_out_is_not_rounded(name):
     case, arch = FORWARD[name], name[:3]
     problem, arrays = attention.inputs_of(case, diagonal=30)
     narrow = attention.forward(problem, arrays, arch=arch)

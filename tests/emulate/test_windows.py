@@ -83,7 +83,7 @@ def test_packed_sequences(tile, window):
 
 @pytest.mark.parametrize("tile", BACKWARD_SM90_TILES[:2], ids=name_of)
 def test_blocks_that_share_queries(tile):
-    """A part may begin or end with a tile that a bound cuts."""
+    """A split may begin or end with a tile that a bound cuts."""
     case = ct.Case(seqlen_q=1500, seqlen_k=1500, head_dim=16, dtype="bfloat16", window=(1300, 0))
     arrays = case.arrays()
     device = DeviceSpec.for_arch("9.0")

@@ -187,7 +187,7 @@ def deterministic_specialisation(request):
 def compiled(request):
     """Fill the cache of compiled kernels for the tests that were selected, on as many threads as there are cores.
 
-    Not where pytest-xdist runs many processes, each of which has but a part of these tests.
+    Not where pytest-xdist runs many processes, each of which has but some of these tests.
     """
     import cupy
 

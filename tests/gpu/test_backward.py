@@ -210,7 +210,7 @@ def test_sums_of_float64_are_within_twice_the_plain_formula(cupy, head_dim, caus
 @pytest.mark.parametrize("strides", ["contiguous", "padded"])
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 128])
 def test_both_kernels_of_float32(cupy, head_dim, strides, options):
-    """By parts of bfloat16 where sequences are long, whatever the strides; not in a fixed order."""
+    """By bf16 terms where sequences are long, whatever the strides; not in a fixed order."""
     sizes: dict[str, Any] = {"seqlen_q": 500, "seqlen_k": 700, "batch": 2, "num_heads": 4, "num_heads_kv": 2}
     case = ct.Case(**sizes, head_dim=head_dim, dtype="float32", strides=strides, **options)
     arguments, optional = arguments_of(cupy, case)
@@ -238,7 +238,7 @@ def test_what_is_added_to_scores_of_float32(cupy, case):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 160])
 def test_tf32(cupy, head_dim, deterministic, options):
-    """11 bits of the 24 that the tolerance is for, or the 16 of two parts; both passes."""
+    """11 bits of the 24 that the tolerance is for, or the 16 of two bf16 terms; both passes."""
     sizes: dict[str, Any] = {"seqlen_q": 500, "seqlen_k": 700, "batch": 2, "num_heads": 4, "num_heads_kv": 2}
     case = ct.Case(**sizes, head_dim=head_dim, dtype="float32", **options)
     (dout, q, k, v, *_), optional = arguments_of(cupy, case)

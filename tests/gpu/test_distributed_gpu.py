@@ -154,7 +154,7 @@ def test_nccl(case, ranks):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("columns", [64, 20, 5])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_kernels_add_and_merge_parts_as_numpy_does(dtype, columns, count):
+def test_kernels_add_and_merge_partials_as_numpy_does(dtype, columns, count):
     """Of arrays whose rows lie together, and of slices of longer ones.
 
     Sums have the same bits. The exp and log of CUDA are within 2 units in the last place, so merged results may differ
@@ -190,7 +190,7 @@ def test_kernels_add_and_merge_parts_as_numpy_does(dtype, columns, count):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("columns", [64, 20, 5])
-def test_what_travels_in_the_place_of_out(dtype, columns):
+def test_what_is_sent_in_place_of_out(dtype, columns):
     import cupy
 
     of_sums = np.dtype(np.float64 if dtype == "float64" else np.float32)

@@ -153,7 +153,7 @@ def test_the_kernel_of_all_devices(cupy, head_dim, causal):
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 128])
 @pytest.mark.parametrize("seqlen_q", [30, 700])
 def test_both_kernels_of_float32(cupy, seqlen_q, head_dim, options):
-    """Few queries are not worth splitting all keys into parts; any strides and alignment are."""
+    """Few queries are not worth splitting all keys into bf16 terms; any strides and alignment are."""
     sizes: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_k": 2100, "batch": 2, "num_heads": 4, "num_heads_kv": 2}
     case = ct.Case(**sizes, head_dim=head_dim, dtype="float32", **options)
     qkv, optional = arrays_of(cupy, case)
@@ -198,7 +198,7 @@ def test_what_is_added_to_scores_of_float32(cupy, case):
 
 
 def test_infinities_and_the_end_of_the_range_of_float32(cupy):
-    """Parts of an infinity, of NaN and of the largest numbers come together again."""
+    """bf16 terms of an infinity, of NaN and of the largest numbers come together again."""
     case = ct.Case(seqlen_q=300, seqlen_k=300, head_dim=64, dtype="float32", scale=2.0**-9)
     arrays = case.arrays()
     arrays["k"][...] = np.sign(arrays["k"])

@@ -56,7 +56,7 @@ GROWING: dict[str, dict[str, Any]] = {
     "a window that begins to hide": {"window": (600, 0)},
     "float32": {"dtype": "float32"},
     "float64, four queries": {"dtype": "float64", "seqlen_q": 4, "causal": True, "sinks": True},
-    "float32 in parts": {"dtype": "float32", "seqlen_q": 300},
+    "float32 as bf16 terms": {"dtype": "float32", "seqlen_q": 300},
     "many queries": {"seqlen_q": 200, "causal": True, "dtype": "float16"},
     "layout": {"layout": "bshd"},
     "sinks and slopes": {"sinks": True, "alibi_slopes": (HEADS,)},
@@ -74,8 +74,8 @@ def test_slices_of_a_cache(cupy, plans, name):
     axis = 1 if full.layout == "bshd" else 2
     lengths = [1, 2, 3, *range(100, 140), *range(500, 620), 1023, 1024, 1025, LONGEST, 577, 64]
     for length in lengths:
-        part = (slice(None),) * axis + (slice(0, length),)
-        k, v = arrays["k"][part], arrays["v"][part]
+        index = (slice(None),) * axis + (slice(0, length),)
+        k, v = arrays["k"][index], arrays["v"][index]
         out, lse = attn.forward(arrays["q"], k, v, **optional)
         if length % 37 == 0 or length < 4:
             host = {n: x.get() for n, x in (arrays | {"k": k, "v": v}).items()}
@@ -85,7 +85,7 @@ def test_slices_of_a_cache(cupy, plans, name):
             for result, x in (("out", out), ("lse", lse)):
                 measurement = ct.measure(result, x, yardsticks[result])
                 assert not measurement.failure, (length, str(measurement))
-    if name != "float32 in parts":
+    if name != "float32 as bf16 terms":
         assert len(plans) < len(lengths) / 4
 
 

@@ -39,25 +39,25 @@ def test_gradient_of_lse(cupy, dtype, sizes, options, deterministic):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_parts_merged_are_the_whole(cupy, dtype, sizes, causal):
+def test_splits_merged_are_the_whole(cupy, dtype, sizes, causal):
     case = case_of(sizes, head_dim=64, dtype=dtype, causal=causal)
     arrays = case.arrays(cupy.asarray)
     keys = np.array_split(np.random.default_rng(0).permutation(case.seqlen_k), 3)
     inputs = ct.split_keys(case, keys, cupy.asarray)
     attn = cuflash.FlashAttention()
-    parts = [attn.forward(**x) for x in inputs]
-    outs, lses = zip(*parts, strict=True)
+    results_of_splits = [attn.forward(**x) for x in inputs]
+    outs, lses = zip(*results_of_splits, strict=True)
     out, lse = cuflash.merge(outs, lses)
     assert (type(out), out.dtype, lse.dtype) == (cupy.ndarray, arrays["q"].dtype, arrays["dlse"].dtype)
     ct.assert_forward(case, out, lse)
     given = cuflash.merge_backward(arrays["dout"], outs, lses, out, lse, dlse=arrays["dlse"])
     expected = ct.yardsticks(case.problem, case.arrays())
     gradients = {name: np.zeros(arrays[name[1:]].shape) for name in ("dq", "dk", "dv")}
-    for part, x, dout, dlse, results in zip(keys, inputs, *given, parts, strict=True):
+    for some, x, dout, dlse, results in zip(keys, inputs, *given, results_of_splits, strict=True):
         dq, dk, dv = map(ct.to_numpy, attn.backward(dout, **x, out=results.out, lse=results.lse, dlse=dlse))
         gradients["dq"] += dq
-        gradients["dk"][:, :, part], gradients["dv"][:, :, part] = dk, dv
-    for name, found in gradients.items():  # parts are rounded too
+        gradients["dk"][:, :, some], gradients["dv"][:, :, some] = dk, dv
+    for name, found in gradients.items():  # splits are rounded too
         assert ct.measure(name, found, expected[name].looser(3)).failure is None
 
 

@@ -104,8 +104,8 @@ def test_float16_is_a_sum_of_two_numbers_of_bfloat16(library):
     """Every finite one, exactly."""
     x = np.arange(2**16, dtype=np.uint16).view(np.float16)
     x = np.where(np.isfinite(x), x, np.float16(0))
-    parts = np.empty((2, len(x) // 32, 16, 2), ml_dtypes.bfloat16)  # of 32 the first and the 17th are neighbours
+    bf16_terms = np.empty((2, len(x) // 32, 16, 2), ml_dtypes.bfloat16)  # of 32 the first and the 17th are neighbours
     library.split.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
-    library.split(x.ctypes.data, len(x), parts[0].ctypes.data, parts[1].ctypes.data)
+    library.split(x.ctypes.data, len(x), bf16_terms[0].ctypes.data, bf16_terms[1].ctypes.data)
     expected = x.reshape(-1, 2, 16).swapaxes(1, 2)
-    np.testing.assert_array_equal(parts[0].astype(np.float64) + parts[1].astype(np.float64), expected)
+    np.testing.assert_array_equal(bf16_terms[0].astype(np.float64) + bf16_terms[1].astype(np.float64), expected)

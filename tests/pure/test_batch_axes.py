@@ -164,7 +164,7 @@ def test_functions_count_the_entries_of_all_axes():
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 def test_sums_are_rounded_once(dtype, dropout, need):
-    """Gradients that 16 calls of 16 entries, or 256 entries of one, add to are nearer than sums of rounded parts."""
+    """Gradients that 16 calls of 16 entries, or 256 entries of one, add to are nearer than sums of rounded terms."""
     rng = np.random.default_rng(1)
     q, k, v = (rng.standard_normal((16, 16, 1, 3, 8)).astype(dtype) for _ in range(3))
     k, v, bias = k[:1, :1], v[:1, :1], rng.standard_normal((1, 16, 1, 3, 3)).astype(dtype)

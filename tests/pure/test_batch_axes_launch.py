@@ -118,7 +118,7 @@ def test_calls_are_launched_and_added_up(launch):
     assert [(x.shape, x.dtype.name) for x in found] == [*shapes, ((2, 1, 2, 20, 30), "float32"), ((), "float32")]
     passes = [(pass_, problem.wide, results) for pass_, problem, results in launch.launched[2:]]
     assert passes == [(BACKWARD, ("dk", "dv"), need)] * 2
-    # Parts of dk and dv are those of the CPU path, in 16 bits, to which kernels do not round them.
+    # Partial dk and dv are those of the CPU path, in 16 bits, to which kernels do not round them.
     ct.assert_backward(CASE, **{name: np.asarray(x) for name, x in zip(need, found, strict=True)})
 
 

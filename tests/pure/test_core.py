@@ -198,7 +198,7 @@ def test_few_rows_read_keys_where_they_lie(dtype, instruction_set):
 
 
 def test_dq_of_16_bits_without_space_for_its_sums():
-    """A part of a long problem is a short problem, where a window says how far anybody looks."""
+    """A slice of a long problem is a short problem, where a window says how far anybody looks."""
     long = ct.Case(seqlen_q=150_000, seqlen_k=150_000, head_dim=64, window=(20, 0), dtype="bfloat16")
     short = dataclasses.replace(long, seqlen_q=2000, seqlen_k=2000)
     attn, arrays = cuflash.FlashAttention(window=(20, 0)), long.arrays()
@@ -208,8 +208,8 @@ def test_dq_of_16_bits_without_space_for_its_sums():
         out, lse = attn.forward(*ct.qkv(arrays))
         return attn.backward(arrays["dout"], *ct.qkv(arrays), out, lse)
 
-    part = {name: x[:, :, 70_000:72_000] for name, x in arrays.items()}
-    for of_long, of_short in zip(gradients(arrays), gradients(part), strict=True):
+    own = {name: x[:, :, 70_000:72_000] for name, x in arrays.items()}
+    for of_long, of_short in zip(gradients(arrays), gradients(own), strict=True):
         middle = slice(100, 1900)
         got, expected = of_long[:, :, 70_000:72_000][:, :, middle], of_short[:, :, middle]
         np.testing.assert_allclose(got.astype("f4"), expected.astype("f4"), rtol=0.02, atol=0.02)
@@ -220,7 +220,7 @@ def test_dq_of_16_bits_without_space_for_its_sums():
 @example(16, 1, None, 64)
 @example(48, 2, 5.0, 32)
 def test_dq_of_16_bits_of_few_keys_without_space_for_its_sums(seqlen_k, heads, softcap, head_dim):
-    """Rows of dq do not depend on each other: those of a part of the queries are the same, and fit."""
+    """Rows of dq do not depend on each other: those of a slice of the queries are the same, and fit."""
     rows = (32 << 20) // (4 * heads * head_dim) + 1000
     sizes = {"seqlen_q": rows, "seqlen_k": seqlen_k, "num_heads": heads, "num_heads_kv": 1, "head_dim": head_dim}
     case = ct.Case(**sizes, softcap=softcap, dtype="float16")
@@ -307,7 +307,7 @@ def test_what_is_computed_beside_a_head_changes_no_bit(seqlen_q, seqlen_k, head_
     st.integers(40, 128), st.integers(40, 128), st.sampled_from([33, 64, 128]),
     st.sampled_from(["bfloat16", "float32", "float64"]), st.booleans(), st.booleans(), st.sampled_from([1, 2]),
 )  # fmt: skip
-def test_parts_of_a_small_head_are_those_of_the_whole(seqlen_q, seqlen_k, head_dim, dtype, causal, is_short, group):
+def test_slices_of_a_small_head_are_those_of_the_whole(seqlen_q, seqlen_k, head_dim, dtype, causal, is_short, group):
     """Threads share the queries of few heads, and take those of many as they are; zeros may have other signs."""
     case = ct.Case(
         num_heads=group, num_heads_kv=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, dtype=dtype,

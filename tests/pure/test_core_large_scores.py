@@ -150,26 +150,26 @@ def test_other_rows_stay_as_they_are(way, dtype, lengths, has_bias, sinks, seed)
     WAYS, st.sampled_from(("float32", "float64")), st.sampled_from((30, 150)), st.sampled_from((40, 300)),
     st.sampled_from((0.1, 0.5, 0.9)), st.sampled_from((200.0, 1e3, 1e4)),
 )  # fmt: skip
-def test_parts_of_the_keys_have_their_part_of_the_weights(way, dtype, rows, keys, fraction, size):
-    """lse of all keys says what the keys of a part weigh: their weights do not sum to 1."""
+def test_splits_of_the_keys_have_their_fraction_of_the_weights(way, dtype, rows, keys, fraction, size):
+    """lse of all keys says what the keys of a split weigh: their weights do not sum to 1."""
     random, cut = np.random.default_rng(0), max(1, int(keys * fraction))
     q, k, v = (random.standard_normal((2, n, 16)).astype(dtype) for n in (rows, keys, keys))
     q[..., 0], k[..., 0] = size, 1
     attn: Any = cuflash.FlashAttention(scale=1.0)
-    parts = [(x[:, :cut], x[:, cut:]) for x in (k, v)]
+    splits = [(x[:, :cut], x[:, cut:]) for x in (k, v)]
     with way_taken(way):
         whole = attn.forward(q, k, v)
-        of_parts = [attn.forward(q, *part) for part in zip(*parts, strict=True)]
-        out, lse = cuflash.merge(*zip(*of_parts, strict=True))
+        of_splits = [attn.forward(q, *split) for split in zip(*splits, strict=True)]
+        out, lse = cuflash.merge(*zip(*of_splits, strict=True))
         of_lse = {"dlse": np.ones_like(lse), "need": ("dq",)}
         weights = [
-            attn.backward(np.zeros_like(q), q, *part, out, lse, **of_lse).dq[..., 0]
-            for part in zip(*parts, strict=True)
+            attn.backward(np.zeros_like(q), q, *split, out, lse, **of_lse).dq[..., 0]
+            for split in zip(*splits, strict=True)
         ]
     assert (np.abs(whole.lse) >= 128).all()
     close = 10 * np.finfo(dtype).eps * size
-    for got, part in zip(weights, of_parts, strict=True):
-        np.testing.assert_allclose(got, np.exp(part.lse - whole.lse), rtol=close, atol=close)
+    for got, split in zip(weights, of_splits, strict=True):
+        np.testing.assert_allclose(got, np.exp(split.lse - whole.lse), rtol=close, atol=close)
     np.testing.assert_allclose(sum(weights), 1, rtol=close)
 
 

@@ -71,21 +71,21 @@ def test_the_position_of_a_weight_as_documented(data):
 
 
 @given(st.data())
-def test_parts_are_parts_of_the_whole(data):
+def test_slices_are_slices_of_the_whole(data):
     sizes = (100, 90)
     whole = cuflash.dropout_mask(7, 8, 2, 3, *sizes, 0.3)
     b, h = data.draw(st.integers(0, 1)), data.draw(st.integers(0, 2))
     starts = [data.draw(st.integers(0, n)) for n in sizes]
     rows, columns = (range(start, data.draw(st.integers(start, n))) for start, n in zip(starts, sizes, strict=True))
-    part = kept_weights(rounded_rate(0.3), 7, 8, 3 * b + h, rows, columns)
-    np.testing.assert_array_equal(part, whole[b, h, rows.start : rows.stop, columns.start : columns.stop])
+    own = kept_weights(rounded_rate(0.3), 7, 8, 3 * b + h, rows, columns)
+    np.testing.assert_array_equal(own, whole[b, h, rows.start : rows.stop, columns.start : columns.stop])
 
 
 def test_far_positions_need_no_others():
     position = (range(2**30 - 5, 2**30), range(2**30 - 7, 2**30))
-    part = kept_weights(0.5, 1, 2, 2**31 - 1, *position)
-    assert part.shape == (5, 7)
-    assert not np.array_equal(part, kept_weights(0.5, 1, 2, 2**31 - 2, *position))
+    own = kept_weights(0.5, 1, 2, 2**31 - 1, *position)
+    assert own.shape == (5, 7)
+    assert not np.array_equal(own, kept_weights(0.5, 1, 2, 2**31 - 2, *position))
 
 
 # ---- Statistics ------------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def test_packed_sequences_have_no_keys_but_those_that_exist():
 
 
 @pytest.mark.parametrize("where", ["streamed", "ranks"])
-def test_parts_of_keys_have_no_diagonal_that_follows_lengths(where):
+def test_splits_of_keys_have_no_diagonal_that_follows_lengths(where):
     q, lengths = normal(1, 2, 5, 4), np.array([3])
     with pytest.raises(
         NotImplementedError, match=r"^causal: got 'lengths', which goes neither with ranks nor with str"

@@ -20,75 +20,75 @@ PLAIN: dict[str, Any] = {"ndims": [4], "layouts": ["bhsd"], "features": FEATURES
 
 @st.composite
 def splits(draw: st.DrawFn, /, **keywords: Any) -> tuple[ct.Case, list[np.ndarray]]:
-    """A case, and parts of its keys, some of which may be empty."""
+    """A case, and splits of its keys, some of which may be empty."""
     case = draw(ct.cases(**keywords))
     count = draw(st.integers(1, 4))
     owner = np.random.default_rng(draw(st.integers(0, 2**16))).integers(0, count, case.seqlen_k)
-    return case, [np.flatnonzero(owner == part) for part in range(count)]
+    return case, [np.flatnonzero(owner == split) for split in range(count)]
 
 
-def run(case, parts):
-    """(out, lse), and the inputs and results of the parts."""
+def run(case, splits_of_keys):
+    """(out, lse), and the inputs and results of the splits."""
     attn = cuflash.FlashAttention(scale=case.problem.scale, softcap=case.softcap)
-    inputs = ct.split_keys(case, parts)
+    inputs = ct.split_keys(case, splits_of_keys)
     results = [attn.forward(**x) for x in inputs]
     return cuflash.merge(*zip(*results, strict=True)), inputs, results
 
 
-def gradients(case, parts, *, through_parts):
-    """dq, dk, dv of the whole: by the results of each part, or by the merged ones."""
+def gradients(case, splits_of_keys, *, through_splits):
+    """dq, dk, dv of the whole: by the results of each split, or by the merged ones."""
     attn = cuflash.FlashAttention(scale=case.problem.scale, softcap=case.softcap)
-    (out, lse), inputs, results = run(case, parts)
+    (out, lse), inputs, results = run(case, splits_of_keys)
     arrays = case.arrays()
     dout, dlse = arrays["dout"], arrays.get("dlse")
     dq, dk, dv = (np.zeros(arrays[name].shape, lse.dtype) for name in "qkv")
     outs, lses = zip(*results, strict=True)
     douts, dlses = cuflash.merge_backward(dout, outs, lses, out, lse, dlse=dlse)
-    for i, (part, x) in enumerate(zip(parts, inputs, strict=True)):
+    for i, (keys, x) in enumerate(zip(splits_of_keys, inputs, strict=True)):
         q, k, v = (x.pop(name) for name in "qkv")
-        if through_parts:
-            of_part = attn.backward(douts[i], q, k, v, *results[i], dlse=dlses[i], **x)
+        if through_splits:
+            of_split = attn.backward(douts[i], q, k, v, *results[i], dlse=dlses[i], **x)
         else:
-            of_part = attn.backward(dout, q, k, v, out, lse, dlse=dlse, **x)
-        dq += of_part.dq
-        dk[:, :, part], dv[:, :, part] = of_part.dk, of_part.dv
+            of_split = attn.backward(dout, q, k, v, out, lse, dlse=dlse, **x)
+        dq += of_split.dq
+        dk[:, :, keys], dv[:, :, keys] = of_split.dk, of_split.dv
     return dq, dk, dv
 
 
 @settings(max_examples=examples(80))
 @given(splits(**PLAIN))
-def test_parts_are_the_whole(case_and_parts):
-    case, parts = case_and_parts
-    (out, lse), _, _ = run(case, parts)
+def test_splits_are_the_whole(case_and_splits):
+    case, splits_of_keys = case_and_splits
+    (out, lse), _, _ = run(case, splits_of_keys)
     ct.assert_forward(case, out, lse)
 
 
-@pytest.mark.parametrize("through_parts", [True, False])
+@pytest.mark.parametrize("through_splits", [True, False])
 @settings(max_examples=examples(60))
-@given(case_and_parts=splits(dtypes=["float64"], **PLAIN))
-def test_gradients_of_parts_are_those_of_the_whole(through_parts, case_and_parts):
-    case, parts = case_and_parts
+@given(case_and_splits=splits(dtypes=["float64"], **PLAIN))
+def test_gradients_of_splits_are_those_of_the_whole(through_splits, case_and_splits):
+    case, splits_of_keys = case_and_splits
     expected = ct.yardsticks(case.problem, case.arrays())
-    got = gradients(case, parts, through_parts=through_parts)
+    got = gradients(case, splits_of_keys, through_splits=through_splits)
     for name, x in zip(("dq", "dk", "dv"), got, strict=True):
         tolerance = 1e-13 * max(1, case.score_spread) * max(1, expected[name].scale.max())
         np.testing.assert_allclose(x, expected[name].expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("through_parts", [True, False])
-def test_gradients_in_lower_precision(dtype, through_parts):
-    """Each part rounds its output and its gradients: a few such errors more than the whole has."""
+@pytest.mark.parametrize("through_splits", [True, False])
+def test_gradients_in_lower_precision(dtype, through_splits):
+    """Each split rounds its output and its gradients: a few such errors more than the whole has."""
     case = ct.Case(seqlen_q=60, seqlen_k=90, num_heads=4, num_heads_kv=2, head_dim=32, dtype=dtype, dlse=True)
     expected = ct.yardsticks(case.problem, case.arrays())
-    parts = np.array_split(np.random.default_rng(0).permutation(case.seqlen_k), 3)
-    got = gradients(case, parts, through_parts=through_parts)
+    splits_of_keys = np.array_split(np.random.default_rng(0).permutation(case.seqlen_k), 3)
+    got = gradients(case, splits_of_keys, through_splits=through_splits)
     for name, x in zip(("dq", "dk", "dv"), got, strict=True):
         assert ct.measure(name, x, expected[name].looser(3)).failure is None
 
 
 def example(layout="bhsd", ndim=4, dtype="float64"):
-    """dout and dlse, and outs and lses of three parts."""
+    """dout and dlse, and outs and lses of three splits."""
     case = ct.Case(
         seqlen_q=6, seqlen_k=9, batch=2 if ndim == 4 else 1, num_heads=3 if ndim > 2 else 1, head_dim=4, head_dim_v=5,
         dtype=dtype, layout=layout, ndim=ndim, dlse=True,
@@ -140,7 +140,7 @@ def test_gradients_equal_finite_differences(layout):
                 np.testing.assert_allclose(dx[at], (losses[0] - losses[1]) / 2e-5, rtol=1e-6, atol=1e-8)
 
 
-def test_rows_that_no_part_sees():
+def test_rows_that_attend_to_no_split():
     outs, lses = [np.full((3, 4), np.nan, np.float32)] * 2, [np.full(3, -np.inf, np.float32)] * 2
     out, lse = cuflash.merge(outs, lses)
     assert not out.any()
@@ -149,7 +149,7 @@ def test_rows_that_no_part_sees():
     assert not any(x.any() for x in (*douts, *dlses))
 
 
-def test_one_part_is_itself():
+def test_one_split_is_itself():
     _, arrays, outs, lses = example(dtype="bfloat16")
     out, lse = cuflash.merge(outs[:1], lses[:1])
     assert out.dtype == ml_dtypes.bfloat16
@@ -160,7 +160,7 @@ def test_one_part_is_itself():
     np.testing.assert_array_equal(dlse, arrays["dlse"])
 
 
-def test_a_sink_goes_with_one_part():
+def test_a_sink_goes_with_one_split():
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 20, 8))
     sinks, attn = np.array([0.5, -1.0]), cuflash.FlashAttention()
     whole = attn.forward(q, k, v, sinks=sinks)
@@ -205,17 +205,17 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "change", "error", "got", "expected"), BAD)
-def test_wrong_parts(name, change, error, got, expected):
+def test_wrong_splits(name, change, error, got, expected):
     _, arrays, outs, lses = example()
     out, lse = cuflash.merge(outs, lses)
-    parts = {"outs": outs, "lses": lses}
-    parts[name[:4]] = change(parts[name[:4]])
+    results = {"outs": outs, "lses": lses}
+    results[name[:4]] = change(results[name[:4]])
     message = f"^{re.escape(f'{name}: got {got}, expected {expected}')}"
     with pytest.raises(error, match=message):
-        cuflash.merge(**parts)
+        cuflash.merge(**results)
     if "dtype int32" not in got and "1-D" not in got:
         with pytest.raises(error, match=message):
-            cuflash.merge_backward(arrays["dout"], out=out, lse=lse, **parts)
+            cuflash.merge_backward(arrays["dout"], out=out, lse=lse, **results)
 
 
 def test_wrong_layout_and_gradients():
@@ -231,8 +231,8 @@ def test_wrong_layout_and_gradients():
 
 
 @given(st.integers(0, 2**16), st.integers(1, 6), st.booleans())
-def test_parts_merge_one_after_the_other(seed, count, has_scores):
-    """To what `merge` makes of them, of rows each; where the lse of a part is -inf, its out may be anything."""
+def test_splits_merge_one_after_the_other(seed, count, has_scores):
+    """To what `merge` makes of them, of rows each; where the lse of a split is -inf, its out may be anything."""
     random = np.random.default_rng(seed)
     outs: Any = random.standard_normal((count, 1, 2, 7, 3))
     lses: Any = 9 * random.standard_normal((count, 1, 2, 7))
@@ -240,11 +240,11 @@ def test_parts_merge_one_after_the_other(seed, count, has_scores):
     scores = [random.standard_normal(2)] if has_scores else []
     found, lse = np.empty((1, 2, 7, 3)), np.empty((1, 2, 7))
     running = merging.RunningMerge(found, scores)
-    for part, part_lse in zip(outs, lses, strict=True):
+    for partial_out, partial_lse in zip(outs, lses, strict=True):
         first = int(random.integers(0, 4))
-        part_lse[:, :, :first] = -np.inf
-        part = np.where(part_lse[..., None] == -np.inf, np.nan, part)
-        running.add(part[:, :, first:], part_lse[:, :, first:], slice(first, None))
+        partial_lse[:, :, :first] = -np.inf
+        partial_out = np.where(partial_lse[..., None] == -np.inf, np.nan, partial_out)
+        running.add(partial_out[:, :, first:], partial_lse[:, :, first:], slice(first, None))
     running.finish(found, lse)
     for of_heads in scores:
         outs = [*outs, np.zeros(found.shape)]

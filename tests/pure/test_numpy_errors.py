@@ -68,7 +68,7 @@ def test_attention(dtype):
     strictly(lambda: both_passes(attn, q, k, v, **optional, need=need))
     strictly(lambda: both_passes(cuflash.FlashAttention(window=(5, 0)), q[:, 0], k[:, 0], v[:, 0]))
     strictly(lambda: [cuflash.attention(q, k, v)])
-    # Batch axes of which one takes several passes, whose parts are added.
+    # Batch axes of which one takes several passes, whose partial sums are added.
     attn = cuflash.FlashAttention()
     wide, narrow = extreme((2, 3, 4, 20, 8), dtype, 4), extreme((3, 1, 20, 8), dtype, 5)
     bias = extreme((2, 1, 4, 20, 20), dtype, 6)

@@ -234,17 +234,17 @@ def test_nan_in_hidden_keys_reaches_the_rows_before_them(where):
     assert np.isnan(got["out"][40:]).all()
 
 
-def test_parts_merged_by_lse_are_not_the_whole(where):
+def test_splits_merged_by_lse_are_not_the_whole(where):
     """One split attends to nothing at all: its lse of -inf must weigh nothing, and not make NaN."""
     q, k, v = where.normal(9, DIM), where.normal(70, DIM), where.normal(70, DIM)
     mask = np.ones((9, 70), bool)
     mask[4, :40] = False
     whole = where.run(q, k, v, optional={"mask": where.asarray(mask)})
-    parts = []
+    splits = []
     for s in (slice(0, 40), slice(40, 70)):
-        parts.append(where.run(q, k[s], v[s], optional={"mask": where.asarray(np.ascontiguousarray(mask[:, s]))}))
-    lse = np.logaddexp(parts[0]["lse"], parts[1]["lse"])
-    merged = sum(np.exp(part["lse"] - lse)[:, None] * part["out"] for part in parts)
+        splits.append(where.run(q, k[s], v[s], optional={"mask": where.asarray(np.ascontiguousarray(mask[:, s]))}))
+    lse = np.logaddexp(splits[0]["lse"], splits[1]["lse"])
+    merged = sum(np.exp(split["lse"] - lse)[:, None] * split["out"] for split in splits)
     where.assert_close(merged, whole["out"])
     np.testing.assert_allclose(lse, whole["lse"], rtol=1e-5)
 

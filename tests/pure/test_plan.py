@@ -276,12 +276,12 @@ def test_extra_memory_is_linear(arch, deterministic):
     for seqlen in (2**8, 2**11 + 77, 2**14, 2**17, 2**20):
         # Rounded up to tiles: statistics, dq, and dk and dv of every query head, in float32.
         assert extra_bytes(seqlen) <= 2 * 4 * (seqlen + 256) * 4 * (4 + 128 + 128 + 128)
-    # And the parts of the last tiles.
-    parts = 2**27
-    assert extra_bytes(2**20) <= 2 * 4 * (2**20 + 256) * 4 * (4 + 128) + parts
-    # And the parts of q, dout, k and v.
+    # And the partial sums of the last tiles.
+    partials = 2**27
+    assert extra_bytes(2**20) <= 2 * 4 * (2**20 + 256) * 4 * (4 + 128) + partials
+    # And the bf16 terms of q, dout, k and v.
     split = 2 * (4 * 2 + 2) * 2**20 * 128 * 6 if arch == "9.0" and not deterministic else 0
-    assert extra_bytes(2**20, "float32") <= 2 * 4 * (2**20 + 256) * 4 * (4 + 128) + split + parts
+    assert extra_bytes(2**20, "float32") <= 2 * 4 * (2**20 + 256) * 4 * (4 + 128) + split + partials
     if arch != "7.5":  # whose shared memory is too small for it
         assert extra_bytes(2**20, "float64") <= 2 * 4 * (2**20 + 256) * 8 * (4 + 128)
 

@@ -1,4 +1,4 @@
-"""Plans for float32 on compute capability 9.0, whose products are sums of products of parts."""
+"""Plans for float32 on compute capability 9.0, whose products are sums of products of bf16 terms."""
 
 from dataclasses import replace
 from typing import Any
@@ -61,7 +61,7 @@ def test_float32_is_split_into_pieces_where_that_pays():
 
 
 def test_pieces_lie_below_each_other():
-    """Boxes of any part, whatever the strides of the arrays; columns up to the head dimension, rows 16 bytes apart."""
+    """Boxes of any term, whatever the strides of the arrays; columns up to the head dimension, rows 16 bytes apart."""
     problem = problem_of(seqlen_q=300, seqlen_k=500, dim=61, dim_v=40, dtype="float32", batch=2, heads=4, heads_kv=2)
     plan = choose_plan(problem, DeviceSpec.for_arch("9.0"))
     tile = plan.tiles[0]
@@ -85,7 +85,7 @@ def test_pieces_lie_below_each_other():
     precise=st.booleans(),
 )
 def test_float32_is_split_by_the_kernel_that_multiplies_it_where_few_tiles_read_keys(seqlen_q, group, dims, precise):
-    """Then no parts go through memory, and TMA reads a bias alone."""
+    """Then no bf16 terms go through memory, and TMA reads a bias alone."""
     precision = "highest" if precise else "tf32"
     problem = problem_of(seqlen_q, 1000, *dims, dtype="float32", heads=4, heads_kv=4 // group, precision=precision)
     plan = choose_plan(problem, DeviceSpec.for_arch("9.0"))
@@ -101,8 +101,8 @@ def test_float32_is_split_by_the_kernel_that_multiplies_it_where_few_tiles_read_
 
 @pytest.mark.parametrize("pass_", PASSES)
 @pytest.mark.parametrize("dim", [40, 64, 128])
-def test_tf32_is_two_parts(dim, pass_):
-    """The kernels of three parts, with two thirds of their memory."""
+def test_tf32_is_two_bf16_terms(dim, pass_):
+    """The kernels of three terms, with two thirds of their memory."""
     device = DeviceSpec.for_arch("9.0")
     highest, tf32 = (
         choose_plan(problem_of(1024, 1024, dim, dim, dtype="float32", precision=precision), device, pass_)
@@ -150,7 +150,7 @@ def test_what_is_added_to_scores_of_float32(dims, precision, row_stride, masks_k
         assert defines["CUFLASH_BATCH_FIRST"] == int(loads and pass_ is FORWARD)
 
 
-def test_gradients_of_float32_by_parts():
+def test_gradients_of_float32_by_bf16_terms():
     device = DeviceSpec.for_arch("9.0")
 
     def plan_of(device=device, dim=128, dim_v=128, seqlen_q=1024, seqlen_k=1024, **options):

@@ -31,8 +31,8 @@ def test_only_the_kernels_and_the_memory_of_what_is_needed(dtype, arch, determin
     for need in (("dk", "dv"), ("dk",), ("dv",)):
         plan = choose_plan(problem, device, BACKWARD, need=need)
         assert set(sources_of(plan)) <= set(sources_of(every)) | {"helpers/split_fp32", "sm90/backward_fp32"}
-        parts = max(plan.run_time.group_splits, plan.run_time.tail_splits)
-        assert ("helpers/backward_postprocess" in sources_of(plan)) == (parts > 1)
+        splits = max(plan.run_time.group_splits, plan.run_time.tail_splits)
+        assert ("helpers/backward_postprocess" in sources_of(plan)) == (splits > 1)
         assert "sm80/backward_dq" not in sources_of(plan)
         assert "dq_accumulator" not in dict(plan.scratch)
         (main,) = [kernel for kernel in plan.kernels if kernel.source.endswith(("/backward.cu", "/backward_fp32.cu"))]
@@ -156,11 +156,11 @@ def test_memory_of_sums_by_keys_is_that_of_tiles_of_keys(dim, need):
     assert {f"CUFLASH_NEEDS_{name.upper()}": int(name in need) for name in SCORE_GRADIENTS}.items() <= dict(
         main.defines
     ).items()
-    parts = plain.batch * plain.num_heads * 1024 // 128 * plan.run_time.tail_splits
+    splits = plain.batch * plain.num_heads * 1024 // 128 * plan.run_time.tail_splits
     numbers = len(set(need) & {"dscale", "dsoftcap"})
     scratch, grids = dict(plan.scratch), [x.grid for x in plan.kernels if x.source == "helpers/scores_reduce.cu"]
-    assert scratch.get("score_partials", 0) == (128 * parts if "dbias" in need else 0)
-    assert scratch.get("sums_partials", 0) == 8 * (numbers * main.grid + ("dalibi_slopes" in need) * parts)
+    assert scratch.get("score_partials", 0) == (128 * splits if "dbias" in need else 0)
+    assert scratch.get("sums_partials", 0) == 8 * (numbers * main.grid + ("dalibi_slopes" in need) * splits)
     of_sums = numbers + plain.num_heads * ("dalibi_slopes" in need)
     assert grids == [plain.batch * 1024 // 256] * ("dbias" in need) + [of_sums] * (of_sums > 0)
     assert "summed by the main kernel, by tiles of keys" in plan.reason

@@ -276,8 +276,8 @@ def test_kernels_get_finite_numbers(scale, softcap, dtype):
 
 def test_options_are_the_keywords_of_flash_attention():
     fields = {field.name: field.default for field in dataclasses.fields(Options)}
-    of_parts = {"diagonal": None, "origin": Origin(), "wide": (), "shares_device": False}  # of longer problems
-    assert {name: fields.pop(name) for name in of_parts} == of_parts
+    of_slices = {"diagonal": None, "origin": Origin(), "wide": (), "shares_device": False}  # of longer problems
+    assert {name: fields.pop(name) for name in of_slices} == of_slices
     keywords = inspect.signature(cuflash.FlashAttention).parameters
     fields["mask"] = fields.pop("mask_function")
     assert {name: p.default for name, p in keywords.items()} == fields
@@ -301,7 +301,7 @@ SIDES = st.none() | st.integers(0, 12)
     st.none() | st.integers(-12, 12),
 )
 def test_a_problem_has_options_that_make_it_again(lengths, causal, window, diagonal):
-    """Parts of longer problems too, which have any diagonal."""
+    """Slices of longer problems too, which have any diagonal."""
     problem = problem_of(*lengths, causal=causal, window=window, diagonal=diagonal)
     assert problem.diagonal == diagonal or diagonal is None
     options = {field.name: getattr(problem.options, field.name) for field in dataclasses.fields(Options)}

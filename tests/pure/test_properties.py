@@ -111,7 +111,7 @@ def test_grouped_heads_equal_repeated_keys_and_values(case):
 
 @PROPERTIES
 @given(ct.cases(**FLOAT32, features=["mask", "bias", "softcap", "scale", "gqa"], **PLAIN), st.data())
-def test_parts_merged_by_their_lse_are_the_whole(case, data):
+def test_splits_merged_by_their_lse_are_the_whole(case, data):
     arrays = case.arrays()
     cut = data.draw(st.integers(0, case.seqlen_k))
     outs, lses = [], []

@@ -345,7 +345,7 @@ def test_pieces_begin_at_multiples_and_are_even(seqlen, ranks, multiple):
 
 
 @given(st.data(), st.integers(0, 30), st.integers(1, 5))
-def test_parts_of_a_split_make_the_whole(data, seqlen, ranks):
+def test_shards_of_a_split_make_the_whole(data, seqlen, ranks):
     split = data.draw(splits(seqlen, ranks))
     array = np.arange(2 * seqlen * 3).reshape(2, seqlen, 3)
     parts = [split.part(array, rank) for rank in range(ranks)]

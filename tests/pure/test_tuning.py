@@ -204,7 +204,7 @@ def test_rows_of_other_kernels_are_tried():
 
 @pytest.mark.parametrize("pass_", PASSES)
 def test_the_precision_of_products_stays(pass_):
-    """Parts of float32 are as many as the table's row has, and no other kernel takes its place."""
+    """bf16 terms of float32 are as many as the table's row has, and no other kernel takes its place."""
     for precision in ("highest", "tf32"):
         problem = problem_of(2048, 2048, 64, 64, dtype="float32", precision=precision)
         plans = candidates(problem, H200, pass_)

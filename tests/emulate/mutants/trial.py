@@ -79,7 +79,7 @@ class Trial:
         how: dict[str, Any] = {
             "arch": replace(DeviceSpec.for_arch(self.arch), num_sms=self.num_sms),
             "tiles": self.tiles,
-            "place": self.allocate,
+            "allocate": self.allocate,
             "kernels": kernels,
             "schedule": self.schedule,
             "statistics": launches,
