@@ -49,7 +49,7 @@ SANITIZERS = {
         flags="-fsanitize=thread",
         definitions="",
         runtime="libtsan.so",
-        tests=f"(test_core_threads or threads or broadcast or side or slices_of) and not ({OF_THE_PROCESS} or {LONGEST})",
+        tests=f"(threads or broadcast or side or slices_of) and not ({OF_THE_PROCESS} or {LONGEST})",
         environment={"TSAN_OPTIONS": "die_after_fork=0"},
         report="WARNING: ThreadSanitizer",
     ),
