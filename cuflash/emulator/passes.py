@@ -1,4 +1,4 @@
-"""Both passes of attention by the project's kernels in the emulator: the plan and the parameters are those of a GPU."""
+"""The passes of attention by the project's kernels in the emulator: the plan and the parameters are those of a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cuflash.plan.tensor_map import TensorMapSpec
 from cuflash.plan.tiles import Tile
 from cuflash.spec.binding import Binding, bind, is_in_k
 from cuflash.spec.outputs import DEFAULT_NEED, NUMBER_GRADIENTS, SOFTMAX_GRADIENTS, TAKEN_BY_BACKWARD
-from cuflash.spec.passes import BACKWARD, FORWARD, Pass
+from cuflash.spec.passes import BACKWARD, FORWARD, JVP, Pass
 from cuflash.spec.problem import Problem
 
 Allocate = Callable[[np.ndarray], np.ndarray]
@@ -201,3 +201,14 @@ def backward(
     every |= {name: (arrays[name[1:]].shape, problem.softmax_dtype) for name in problem.wide}
     results = {name: every[name] for name in problem.gradients if name in need}
     return _call(BACKWARD, problem, {**arrays, "out": out, "lse": lse}, results, **options)
+
+
+def jvp(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tuple[np.ndarray, ...]:
+    """(out, lse, tout, tlse) of the kernels with tangents.
+
+    `arrays` has q, k, v, the optional inputs that there are, and the tangents. Other parameters are those of `forward`.
+    """
+    of_out = (problem.out_shape, numpy_dtype(problem.dtype))
+    of_lse = (problem.lse_shape, problem.softmax_dtype)
+    results = {"out": of_out, "lse": of_lse, "tout": of_out, "tlse": of_lse}
+    return _call(JVP, problem, {name: x for name, x in arrays.items() if name not in results}, results, **options)

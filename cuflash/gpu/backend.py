@@ -46,7 +46,7 @@ from cuflash.spec.binding import FIXED, Binding, Growing, bind, growing_keys, of
 from cuflash.spec.inputs import INPUTS
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS
-from cuflash.spec.passes import BACKWARD, FORWARD, PASS_NAMES, PASSES, Pass
+from cuflash.spec.passes import BACKWARD, FORWARD, JVP, PASS_NAMES, PASSES, Pass
 
 MEMORY_CLOCK_AND_WIDTH = (36, 37)  # cudaDevAttrMemoryClockRate in kHz, cudaDevAttrGlobalMemoryBusWidth in bits
 MAX_LAUNCHES = 1024  # launches that are kept; each takes 10 KB
@@ -132,6 +132,13 @@ def backward(
         return _call(BACKWARD, options, arrays, need, random)
     others = {name: x for name, x in arrays.items() if name != "row_sums"}
     return _call(BACKWARD, options, others, need, random, PartialRowSums(arrays, arrays["row_sums"]))
+
+
+def jvp(
+    options: Options, arrays: dict[str, Any], random: tuple[int, int] = (0, 0), need: tuple[str, ...] = JVP.default
+) -> tuple[Any, ...]:
+    """The results `need` of CuPy arrays and tangents by name, as `forward` gives its own."""
+    return _call(JVP, options, arrays, need, random)
 
 
 def row_sums(options: Options, arrays: dict[str, Any]) -> Any:

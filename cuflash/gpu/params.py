@@ -13,7 +13,17 @@ import numpy as np
 
 from cuflash.arrays.array_info import Operand
 from cuflash.plan import LaunchPlan
-from cuflash.plan.argument import ARRAYS, FIELDS, OF_LENGTH, PARAMS_BYTES, RUN_TIME, SCORE_ARG_BYTES, maps_offset
+from cuflash.plan.argument import (
+    ARRAYS,
+    FIELDS,
+    OF_LENGTH,
+    PARAMS_BYTES,
+    RUN_TIME,
+    SCORE_ARG_BYTES,
+    TANGENT_ARRAYS,
+    TANGENT_BYTES,
+    maps_offset,
+)
 from cuflash.plan.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.spec.inputs import FP8_SCALES, NAMES, NUMBERS
 from cuflash.spec.problem import Problem
@@ -23,7 +33,15 @@ PARAMS = np.dtype(
     [(name, format_, (count,)) if "strides" in name else (name, format_) for name, format_, count in FIELDS], align=True
 )
 
-# One of these follows `PARAMS` for each array that score_mod and mask_mod read, and for its gradient.
+# This follows `PARAMS` in passes with tangents.
+TANGENTS = np.dtype(
+    [
+        field
+        for name, num_strides in TANGENT_ARRAYS
+        for field in ((name, np.uint64), (f"{name}_strides", np.int64, (num_strides,)))
+    ]
+)
+# One of these follows for each array that score_mod and mask_mod read, and for its gradient.
 SCORE_ARG = np.dtype([("data", np.uint64), ("stride", np.int64, 4), ("size", np.int64, 4), ("first", np.int64)])
 if SCORE_ARG.itemsize != SCORE_ARG_BYTES:
     raise ValueError(f"SCORE_ARG: got {SCORE_ARG.itemsize} bytes, expected {SCORE_ARG_BYTES}")
@@ -52,7 +70,7 @@ def parameters(
     inputs = {name: getattr(problem, name) for name in ("q", "k", "v", *NAMES)}
     params = np.zeros(1, PARAMS)
     for name, operand in {**inputs, **operands}.items():
-        if operand is not None and name not in problem.score_arg_gradients:
+        if operand is not None and f"{name}_strides" in PARAMS.fields:  # type: ignore[operator]
             strides = params[f"{name}_strides"][0]
             # Kernels get no stride of the last axis of q, k and so on, which is contiguous.
             strides[:] = (operand.strides + (0,) * len(strides))[: len(strides)]
@@ -74,7 +92,18 @@ def parameters(
     params["num_pages"] = problem.k.shape[0] if problem.block_table is not None else 0
     for name in FP8_SCALES:
         params[f"{name}_shift"] = max(problem.scale_block(name).bit_length() - 1, 0)
+    if problem.moved is not None:
+        params = _with_tangents(params, operands)
     return _with_score_args(params, plan, operands) if problem.has_functions else params
+
+
+def _with_tangents(params: np.ndarray, operands: Mapping[str, Operand]) -> np.ndarray:
+    """The argument with the strides of tangents."""
+    tangents = np.zeros(1, TANGENTS)
+    for name, num_strides in TANGENT_ARRAYS:
+        if num_strides and (operand := operands.get(name)) is not None:
+            tangents[f"{name}_strides"][0][:] = (operand.strides + (0,) * num_strides)[:num_strides]
+    return np.frombuffer(params.tobytes() + tangents.tobytes(), np.uint64).copy()
 
 
 def _with_score_args(params: np.ndarray, plan: LaunchPlan, operands: Mapping[str, Operand]) -> np.ndarray:
@@ -93,17 +122,26 @@ def _with_score_args(params: np.ndarray, plan: LaunchPlan, operands: Mapping[str
             own["size"] = 1
             own["stride"][: len(array.strides)] = array.strides
             own["size"][: len(array.shape)] = array.shape
+    for n, name in enumerate(problem.moved_score_args, len(problem.score_args)):
+        operand = operands[f"t{name}"]
+        score_args[n]["size"] = 1
+        score_args[n]["stride"][: len(operand.strides)] = operand.strides
+        score_args[n]["size"][: len(operand.shape)] = operand.shape
     pointer = bytes(8)
     return np.frombuffer(params.tobytes() + pointer + score_args.tobytes() + pointer, np.uint64).copy()
 
 
 def pointer_words(problem: Problem) -> dict[str, int]:
     """Which 64-bit word of the argument holds the pointer of an array."""
+    words, end = POINTER_WORD, PARAMS_BYTES
+    if problem.moved is not None:
+        words = words | {name: end // 8 + TANGENTS.fields[name][1] // 8 for name, _ in TANGENT_ARRAYS}  # type: ignore[index]
+        end += TANGENT_BYTES
     if not problem.has_functions:
-        return POINTER_WORD
+        return words
     arrays = problem.hoisted.arrays
-    count, first, step = max(len(arrays), 1), 1 + PARAMS_BYTES // 8, SCORE_ARG_BYTES // 8
-    words = dict(POINTER_WORD)
+    count, first, step = max(len(arrays), 1), 1 + end // 8, SCORE_ARG_BYTES // 8
+    words = dict(words)
     for n, (name, _, _) in enumerate(arrays):
         words |= {name: first + n * step, f"d{name}": first + (count + n) * step}
     return words | {"score_arg_sums": first - 1, "score_arg_largest": first + 2 * count * step}

@@ -26,6 +26,7 @@ FORWARD_FAMILIES: tuple[ForwardFamily[Any], ...] = (
     *(family for own in ARCHITECTURES for family in own.decode),
     *(family for own in ARCHITECTURES for family in own.forward),
 )
+JVP_FAMILIES: tuple[ForwardFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.jvp)
 BACKWARD_FAMILIES: tuple[BackwardFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.backward)
 DQ_FAMILIES: tuple[DqFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.dq)
 SCORES_FAMILIES: tuple[ScoresFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.scores)
@@ -33,5 +34,5 @@ BIAS_FAMILIES: tuple[BiasFamily[Any], ...] = tuple(x for own in ARCHITECTURES fo
 # By the type of their rows.
 FAMILIES: dict[type[Tile], Family[Any]] = {
     family.tile: family
-    for family in (*FORWARD_FAMILIES, *BACKWARD_FAMILIES, *DQ_FAMILIES, *SCORES_FAMILIES, *BIAS_FAMILIES)
+    for family in (*FORWARD_FAMILIES, *JVP_FAMILIES, *BACKWARD_FAMILIES, *DQ_FAMILIES, *SCORES_FAMILIES, *BIAS_FAMILIES)
 }

@@ -7,9 +7,9 @@ from dataclasses import fields
 
 from cuflash.plan.launch_plan import RunTime
 from cuflash.plan.tiles import round_up
-from cuflash.spec.inputs import FP8_SCALES, NUMBERS, OPTIONAL_INPUTS
+from cuflash.spec.inputs import FP8_SCALES, INPUTS, NUMBERS, OPTIONAL_INPUTS
 from cuflash.spec.outputs import BY_NAME as OUTPUT_ROWS
-from cuflash.spec.outputs import NUMBER_GRADIENTS, OVER_HEAD_DIM, OVER_ROWS
+from cuflash.spec.outputs import NUMBER_GRADIENTS, OUTPUTS, OVER_HEAD_DIM, OVER_ROWS
 from cuflash.spec.problem import Problem
 
 # Arrays in the order of the struct, with the number of strides that follow each pointer.
@@ -57,6 +57,14 @@ def _fields() -> tuple[tuple[str, str, int], ...]:
     )
 
 
+# The arrays of `CUFLASH_TANGENTS`, which follow in passes with tangents, and their strides.
+TANGENT_ARRAYS = (
+    *((f"t{name}", 3) for name in (*INPUTS, *OUTPUTS)),
+    *((f"t{row.name}", row.strides) for row in OPTIONAL_INPUTS if row.gradient_via),
+    *((f"t{name}", 0) for name in NUMBERS),
+)
+TANGENT_BYTES = sum(8 + 8 * num_strides for _, num_strides in TANGENT_ARRAYS)
+
 FIELDS = _fields()
 # C ends a struct at a multiple of its widest field, which is what "0Q" does here.
 PARAMS_BYTES = struct.calcsize("@" + "".join(f"{count}{format_}" for _, format_, count in FIELDS) + "0Q")
@@ -64,14 +72,15 @@ SCORE_ARG_BYTES = 80  # of each array that functions read, and as many of its gr
 
 
 def params_bytes(problem: Problem) -> int:
-    """Bytes of the struct.
+    """Bytes of the struct, with the tangents of a pass that takes some.
 
     With score_mod and mask_mod, it ends with the arrays that these read (tables among them), the gradients of these
     arrays, and two scratch arrays.
     """
+    own = PARAMS_BYTES + (TANGENT_BYTES if problem.moved is not None else 0)
     if not problem.has_functions:
-        return PARAMS_BYTES
-    return PARAMS_BYTES + 2 * SCORE_ARG_BYTES * max(len(problem.hoisted.arrays), 1) + 16
+        return own
+    return own + 2 * SCORE_ARG_BYTES * max(len(problem.hoisted.arrays), 1) + 16
 
 
 def maps_offset(problem: Problem) -> int:

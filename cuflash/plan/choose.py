@@ -11,11 +11,12 @@ from cuflash.plan.backward import draft_backward
 from cuflash.plan.device import DeviceSpec, why_by_lanes
 from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft, common_defines, has_natural_scores
 from cuflash.plan.forward import draft_forward
+from cuflash.plan.jvp import draft_jvp
 from cuflash.plan.launch_plan import LaunchPlan, RunTime
 from cuflash.plan.tiles import Tile
 from cuflash.spec.binding import assumed, planned_length, widest_accesses
 from cuflash.spec.inputs import INPUTS, OPTIONAL_INPUTS
-from cuflash.spec.passes import BACKWARD, FORWARD, Pass
+from cuflash.spec.passes import BACKWARD, FORWARD, JVP, Pass
 from cuflash.spec.problem import Problem
 
 MAX_HEAD_DIM = 1024
@@ -117,6 +118,10 @@ def _of_planned_length(problem: Problem) -> Problem:
     return problem.of_length(planned_length(problem.seqlen_k))
 
 
+def _as_it_is(problem: Problem) -> Problem:
+    return problem
+
+
 class _Planned(NamedTuple):
     """How a pass is planned: the problem as its kernels read it, and what adds them."""
 
@@ -127,6 +132,7 @@ class _Planned(NamedTuple):
 _PLANNED = {
     FORWARD: _Planned(_of_planned_length, draft_forward),
     BACKWARD: _Planned(_without_softmax_inputs, draft_backward),
+    JVP: _Planned(_as_it_is, draft_jvp),
 }
 
 

@@ -195,13 +195,14 @@ class Architecture:
     known: tuple[str, ...] | None = None
     decode: tuple[ForwardFamily[Any], ...] = ()
     forward: tuple[ForwardFamily[Any], ...] = ()
+    jvp: tuple[ForwardFamily[Any], ...] = ()
     backward: tuple[BackwardFamily[Any], ...] = ()
     dq: tuple[DqFamily[Any], ...] = ()
     scores: tuple[ScoresFamily[Any], ...] = ()
     bias: tuple[BiasFamily[Any], ...] = ()
 
     def __post_init__(self) -> None:
-        for family in (*self.decode, *self.forward, *self.backward, *self.dq, *self.scores, *self.bias):
+        for family in (*self.decode, *self.forward, *self.jvp, *self.backward, *self.dq, *self.scores, *self.bias):
             family.known = self.known
 
 

@@ -17,6 +17,7 @@ MOST_ROWS = 2**30  # of queries and of keys: `problem.MAX_SEQLEN`
 OF_DTYPES: Mapping[str, Bounds] = {"bool": (0, 1), "int32": INT32, "int64": EVERY_INTEGER}
 OF_INPUTS: Mapping[str, Bounds] = {
     "s": (math.nan, math.nan),
+    "ts": (math.nan, math.nan),
     "i": (0, MOST_ROWS),
     "j": (0, MOST_ROWS),
     "head": (0, INT32[1]),
@@ -207,7 +208,7 @@ def of_head(roots: Sequence[Node]) -> list[Node]:
     reads: dict[Node, bool] = {}
     used: dict[Node, None] = dict.fromkeys(roots)
     for at in in_order(roots):
-        varies[at] = at.payload in ("s", "i", "j") if at.op == "input" else any(varies[arg] for arg in at.args)
+        varies[at] = at.payload in ("s", "ts", "i", "j") if at.op == "input" else any(varies[arg] for arg in at.args)
         reads[at] = at.op == "load" or any(reads[arg] for arg in at.args)
         if varies[at]:
             used |= dict.fromkeys(at.args)

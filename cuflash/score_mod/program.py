@@ -155,6 +155,8 @@ class Program:
         By the name of an array of real numbers, how the score reads it.
     tables : tuple of Table
         The tables, which are filled before the main kernel runs. They are the last of `arrays`.
+    tangent : Node or None
+        The tangent of the score, in passes with tangents. Tangents of arrays are the last of `arrays` then.
     """
 
     score: Node | None
@@ -163,6 +165,7 @@ class Program:
     arrays: tuple[tuple[str, int, str], ...]
     loads: Mapping[str, tuple[Loaded, ...]]
     tables: tuple[Table, ...] = ()
+    tangent: Node | None = None
 
     @property
     def changes_slope(self) -> bool:
@@ -252,6 +255,12 @@ class Program:
         known = {at: f"of_head.x{n}" for n, at in enumerate(of_all)} | reciprocals
         source = f"constexpr int kNumScoreArgs = {len(arrays)};\n" + self._of_head(of_all, divisors, arrays)
         source += self._scores(arrays, wanted, known)
+        if self.tangent is not None:
+            tangent = self.tangent
+            source += (
+                f"CUFLASH_DEVICE Real score_tangent({OF_HEAD}, {PAIR.replace('Real s,', 'Real s, Real ts,')}) {{\n"
+            )
+            source += body([tangent], arrays, lambda writer: [f"return {writer.source(tangent)};"], known) + "}\n"
         if self.mask is not None:
             visible = self.mask
             source += f"CUFLASH_DEVICE bool mask_function({OF_HEAD}, {PAIR.replace('Real s, ', '')}) {{\n"

@@ -33,6 +33,7 @@ from cuflash.spec.options import Options, window_of
 from cuflash.spec.outputs import BY_NAME as OUTPUT_ROWS
 from cuflash.spec.outputs import (
     MOVABLE,
+    MOVABLE_OVER_HEAD_DIM,
     MOVABLE_OVER_ROWS,
     NUMBER_GRADIENTS,
     OVER_HEAD_DIM,
@@ -146,13 +147,14 @@ def bind(
         addresses |= {name: address_of(array) for name, array in given.items()}
         for name in given:
             _check_aligned(name, given[name], addresses[name])
-    copied = tuple(name for name in OVER_HEAD_DIM if name in given and _is_scattered(given[name]))
+    over_head_dim = OVER_HEAD_DIM if problem.moved is None else MOVABLE_OVER_HEAD_DIM
+    copied = tuple(name for name in over_head_dim if name in given and _is_scattered(given[name]))
     for name in copied:
         lying[name], addresses[name] = Contiguous(tuple(given[name].shape), given[name].dtype), 0
     numbers = (*NUMBER_GRADIENTS, *(f"t{name}" for name in (*NUMBERS, *NUMBER_GRADIENTS)))
     no_operands = (*NAMES, *numbers, *score_args)
     operands = {name: _operand(name, x, problem) for name, x in lying.items() if name not in no_operands}
-    for name in operands.keys() & set(OVER_HEAD_DIM):
+    for name in operands.keys() & set(over_head_dim):
         operands[name] = replace(operands[name], alignment=math.gcd(16, addresses[name]))
     if address_of is not None and not {"k", "v"} & set(copied):
         operands["v"] = replace(operands["v"], in_k=is_in_k(k, v, addresses["k"], addresses["v"]))
@@ -185,7 +187,7 @@ def _moved(problem: Problem, given: Mapping[str, Shaped]) -> tuple[str, ...]:
 def assumed(problem: Problem, pass_: Pass, given: Mapping[str, Operand]) -> dict[str, Operand]:
     """The operands of a pass: those that are `given`, and assumed ones, for which only the problem is known.
 
-    Assumed operands are contiguous, except gradients of optional inputs, which have the layout of the input.
+    Assumed operands are contiguous, except tangents and gradients of optional inputs, which have the layout of the input.
     """
     operands = dict(given)
     for name in (*pass_.read, *pass_.written):
@@ -193,6 +195,7 @@ def assumed(problem: Problem, pass_: Pass, given: Mapping[str, Operand]) -> dict
             dtype = problem.dtype_of(name)
             array = Contiguous(problem.shape_of(_row_of(name)), _Named(dtype, ITEMSIZE[dtype]))
             operands[name] = layout_of(array, problem.layout)
+    operands = {f"t{name}": getattr(problem, name) for name in INPUTS if name in (problem.moved or ())} | operands
     for name, row in _INPUT_OF_GRADIENT.items():
         if name not in operands:
             operand = getattr(problem, row.name)
@@ -206,7 +209,8 @@ def widest_accesses(
 ) -> tuple[int, int]:
     """The widest accesses that are aligned for all arrays that a pass reads, and for all that it writes."""
     written = [name for name in pass_.written if name in need]
-    both = (_found(names, problem, operands) for names in (pass_.read, written))
+    read = (*pass_.read, *(f"t{name}" for name in INPUTS if name in (problem.moved or ())))
+    both = (_found(names, problem, operands) for names in (read, written))
     load, store = (access_bytes(found, *(operand.alignment for operand in found)) for found in both)
     return load, store
 

@@ -98,7 +98,8 @@ class Problem(Given):
     mask_function: Traced | None = None
     score_args: tuple[tuple[str, Operand], ...] = ()  # the arrays that they read, by name
     wide: tuple[str, ...] = ()  # those of out, dq, dk and dv that are given in the dtype of the softmax, to be added up
-    moved: tuple[str, ...] = ()  # the inputs, numbers and score_mod args that have tangents, in a pass that takes some
+    # The inputs, numbers and score_mod args that have tangents, in a pass that takes some; None in all others.
+    moved: tuple[str, ...] | None = None
     shares_device: bool = False  # whether other kernels run at the same time, as transfers of ranks do
 
     @property
@@ -149,8 +150,23 @@ class Problem(Given):
         Packed sequences share a row of a table that is as long as all of them, because only the device knows how long
         each is.
         """
+        if self.moved is not None and self.score is not None:
+            return self._with_tangents
         own = (self.score, self.mask_function, self._score_arg_types)
         return hoisted_program_of(*own, self.softmax_dtype, not self.is_packed)
+
+    @property
+    def moved_score_args(self) -> tuple[str, ...]:
+        """The arrays that the score reads that have tangents."""
+        return tuple(name for name, _ in self.score_args if name in (self.moved or ()))
+
+    @property
+    def _with_tangents(self) -> Program:
+        """The program with the tangent of the score, for an argument that has tangents of arrays after these."""
+        types = {name: (axes, dtype) for name, axes, dtype in self._score_arg_types}
+        moved = tuple((f"t{name}", *types[name]) for name in self.moved_score_args)
+        tangent = self.score_tangents(self.moved or ()).score
+        return replace(self.program, arrays=(*self.program.arrays, *moved), tangent=tangent)
 
     @property
     def unhoisted(self) -> Program:
@@ -342,7 +358,7 @@ class Problem(Given):
     def jvp_flops(self) -> int:
         """Those of jvp: 6 products if q, k and v have tangents, 2 if nothing has."""
         of_qk = 1 + self._moves("q", "scale") + self._moves("k")
-        of_pv = 1 + (not set(self.moved) <= {"v"}) + self._moves("v")
+        of_pv = 1 + (not set(self.moved or ()) <= {"v"}) + self._moves("v")
         return 2 * self.visible_pairs * (of_qk * self.head_dim + of_pv * self.head_dim_v)
 
     @property
@@ -353,7 +369,7 @@ class Problem(Given):
         return 2 * self.visible_pairs * (of_head_dim * self.head_dim + of_head_dim_v * self.head_dim_v)
 
     def _moves(self, *names: str) -> bool:
-        return not set(names).isdisjoint(self.moved)
+        return not set(names).isdisjoint(self.moved or ())
 
     @property
     def forward_bytes(self) -> int:

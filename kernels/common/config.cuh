@@ -62,6 +62,16 @@ constexpr bool kPairs = CUFLASH_PAIRS;  // persistent blocks take tiles of queri
 // Whether the batch entries of a head are neighbours in the launch order. Otherwise the heads of a batch entry are.
 constexpr bool kBatchFirst = CUFLASH_BATCH_FIRST;
 
+// Passes with tangents: 1, and a bit for each input that has one (cuflash/plan/jvp.py); 0 in all other passes.
+#ifndef CUFLASH_TANGENTS
+#define CUFLASH_TANGENTS 0
+#endif
+constexpr bool kMovesQ = CUFLASH_TANGENTS & 2, kMovesK = CUFLASH_TANGENTS & 4, kMovesV = CUFLASH_TANGENTS & 8;
+constexpr bool kMovesBias = CUFLASH_TANGENTS & 16, kMovesAlibi = CUFLASH_TANGENTS & 32;
+constexpr bool kMovesSinks = CUFLASH_TANGENTS & 64, kMovesScale = CUFLASH_TANGENTS & 128;
+constexpr bool kMovesSoftcap = CUFLASH_TANGENTS & 256;
+constexpr bool kMovesScores = CUFLASH_TANGENTS & ~(1 | 8);
+
 // Options. An option that is off leaves no instruction in the kernel.
 constexpr bool kHasRightBound = CUFLASH_HAS_RIGHT_BOUND;
 constexpr bool kHasLeftBound = CUFLASH_HAS_LEFT_BOUND;

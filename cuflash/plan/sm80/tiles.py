@@ -66,6 +66,30 @@ class ForwardTile(Sm80Tile):
 
 
 @dataclass(frozen=True, kw_only=True)
+class JvpTile(Sm80Tile):
+    """One way to cut attention with its tangent. A block owns block_m queries, 16 of which warps_d warps share."""
+
+    warps_d: int = 1  # warps along the columns of the output
+    num_stages: int = 1
+
+    defined = ("warps_d",)
+    variations: ClassVar = {"block_n": (16, 32, 64), "min_blocks": (1, 2)}
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return ((self.block_m * self.warps_d == 16 * self.num_warps, "one fragment of rows for every warp"),)
+
+    @property
+    def dim_multiple(self) -> int:
+        """Head dimensions are padded so that every warp gets the same number of 16-wide fragments of their columns."""
+        return 16 * self.warps_d
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        size = self.element_bytes
+        queries = tile_bytes(self.block_m, max(dim, dim_v), size)
+        return 2 * (queries + tile_bytes(self.block_n, dim, size) + tile_bytes(self.block_n, dim_v, size))
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackwardTile(Sm80Tile):
     """One way to cut the backward pass. A block owns block_n keys; warps_d warps share the rows of 16-row fragments."""
 
@@ -158,6 +182,7 @@ class ScoresTile(Sm80Tile):
 
 
 _forward = maker(ForwardTile, "max_dim block_m block_n num_warps num_stages min_blocks fragments_ahead origin")
+_jvp = maker(JvpTile, "max_dim block_m block_n num_warps min_blocks warps_d fragments_ahead origin")
 _backward = maker(
     BackwardTile,
     "max_dim block_m block_n num_warps num_stages min_blocks warps_d dq_warps_m fragments_ahead origin",
@@ -206,6 +231,32 @@ FORWARD_TILES = (
     _forward(256, 32,  16,  4, 1, 1, 0, MEDIUM, element_bytes=8, warps_d=2),
     _forward(256, 16,  16,  2, 1, 1, 0, SMALL, element_bytes=8, warps_d=2),
     _forward(512, 16,  16,  4, 1, 1, 0, ARITHMETIC, element_bytes=8, warps_d=4),
+)
+
+JVP_TILES = (
+    #    max_dim m   n  warps blocks warps_d ahead
+    _jvp(64,  64, 64, 4, 2, 1, 0, ARITHMETIC),
+    _jvp(128, 64, 32, 4, 2, 1, 0, ARITHMETIC),
+    _jvp(128, 32, 16, 2, 1, 1, 0, TINY),
+    _jvp(256, 64, 32, 8, 1, 2, 0, ARITHMETIC),
+    _jvp(256, 32, 16, 4, 1, 2, 0, SMALL),
+    _jvp(512, 32, 16, 8, 1, 4, 0, ARITHMETIC),
+    _jvp(512, 16, 16, 4, 1, 4, 0, SMALL),
+    _jvp(1024, 16, 16, 8, 1, 8, 0, ARITHMETIC),
+
+    _jvp(64,  64, 32, 4, 1, 1, 1, ARITHMETIC, element_bytes=4),
+    _jvp(64,  32, 16, 2, 1, 1, 1, TINY, element_bytes=4),
+    _jvp(128, 64, 16, 8, 1, 2, 1, ARITHMETIC, element_bytes=4),
+    _jvp(128, 32, 16, 4, 1, 2, 1, SMALL, element_bytes=4),
+    _jvp(256, 32, 16, 8, 1, 4, 1, ARITHMETIC, element_bytes=4),
+    _jvp(256, 16, 16, 4, 1, 4, 1, SMALL, element_bytes=4),
+    _jvp(512, 16, 16, 8, 1, 8, 1, ARITHMETIC, element_bytes=4),
+
+    _jvp(64,  64, 16, 4, 1, 1, 0, ARITHMETIC, element_bytes=8),
+    _jvp(64,  32, 16, 4, 1, 2, 0, TINY, element_bytes=8),
+    _jvp(128, 32, 16, 4, 1, 2, 0, ARITHMETIC, element_bytes=8),
+    _jvp(128, 16, 16, 2, 1, 2, 0, SMALL, element_bytes=8),
+    _jvp(256, 16, 16, 4, 1, 4, 0, ARITHMETIC, element_bytes=8),
 )
 
 BACKWARD_TILES = (

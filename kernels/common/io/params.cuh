@@ -120,6 +120,17 @@ struct Params {
   i32 mask_batches;   // batch entries with bits, or tile classes under masks, of their own; of RunTime
   i32 mask_heads;     // query heads with bits or tile classes of their own
   void* row_sums;     // (batch, num_heads, stats_rows, 2): RowSum of common/score/scores.cuh
+#if CUFLASH_TANGENTS
+  // Tangents, null where there are none: those of inputs and of results, like what they are tangents of.
+  Tensor tq, tk, tv, tout;
+  Tensor tlse;
+  ScoreTensor tbias;
+  Tensor talibi_slopes;
+  const void* tsinks;
+  i64 tsinks_stride;
+  const void* tscale;  // one Real each, like tsoftcap
+  const void* tsoftcap;
+#endif
 #if CUFLASH_HAS_FUNCTIONS
   // Scratch memory of i64, see common/score/score_args_gradients.cuh: (words of a term, elements of all arrays whose
   // gradients are wanted). It comes first to set the alignment of the arrays after it: if they were read in groups of

@@ -31,6 +31,12 @@ struct Functions {
     return score_function(of_head, of_row, of_key, arrays, s, row, key, head, batch, by_s);
   }
 #endif
+#if CUFLASH_TANGENTS && CUFLASH_HAS_SCORE_FUNCTION
+  // The tangent of the score of a pair whose scaled product is s, with the tangent ts.
+  CUFLASH_DEVICE Real tangent(Real s, Real ts, int row, int key) const {
+    return score_tangent(of_head, arrays, s, ts, row, key, head, batch);
+  }
+#endif
 #if CUFLASH_NEEDS_SCORE_ARGS
   // Calls `visit` for each read of an array whose gradient is wanted, with the number of the read, the index in the
   // array, and the derivative of the score by that entry without the factor of the read.

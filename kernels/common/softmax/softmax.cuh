@@ -4,8 +4,9 @@
 
 // How far the maximum of a tile's row may exceed the row max that exponents are relative to. For wide elements,
 // exponentials are most accurate near 0, so the row max of float32 follows the maximum at once, and that of float64
-// before the rounding of exponents grows.
-constexpr float kMaxGrowth = kElementBytes == 8 ? 1.0f : kWide ? 0.0f : 8.0f;
+// before the rounding of exponents grows. With tangents it follows at once, too,
+// because so does their shift (common/softmax/tangents.cuh).
+constexpr float kMaxGrowth = CUFLASH_TANGENTS ? 0.0f : kElementBytes == 8 ? 1.0f : kWide ? 0.0f : 8.0f;
 
 // Statistics of the 2 m_tiles rows that a lane holds. `natural` says whether row maxima are natural (kNaturalRowMax).
 template <int m_tiles, bool natural = kNaturalRowMax>
@@ -106,7 +107,7 @@ struct OnlineSoftmax {
   // Factor of the output row: 1 / sum; 0 for a row that saw no key.
   CUFLASH_DEVICE Real inverse_sum(int m, int half) const { return row_sum[m][half] == 0 ? 0 : 1 / row_sum[m][half]; }
 
- private:
+ protected:
   // Raises the row maxima to the maxima of a tile of scores where that is needed, and returns whether it was. If so,
   // `rescale_row(m, half, factor)` is called for every row with the factor of its earlier sums.
   template <int n_tiles, typename RescaleRow>

@@ -1,0 +1,39 @@
+"""The pass of attention and its tangent: which family of kernels computes it."""
+
+from __future__ import annotations
+
+from cuflash.plan.architectures import JVP_FAMILIES
+from cuflash.plan.argument import params_bytes
+from cuflash.plan.draft import Draft
+from cuflash.plan.families import choose_family, family_of
+from cuflash.plan.tiles import Tile
+from cuflash.spec.outputs import MOVABLE
+from cuflash.spec.problem import Problem
+
+
+def draft_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
+    """Add the kernels of the pass, with the tile that is given, or one of the tables."""
+    problem = draft.problem
+    if problem.score is not None and problem.program.score is None:
+        raise NotImplementedError(
+            "score: got a cuflash.Score, expected a Python function: tangents of scores in CUDA are computed for NumPy "
+            "arrays alone, by the function that comes with them"
+        )
+    if tiles:
+        tile, reason = tiles[0], draft.origin
+        family = family_of(JVP_FAMILIES, tile)
+    else:
+        family, tile, reason = choose_family(JVP_FAMILIES, draft)
+    draft.tiles = (tile,)
+    draft.defines |= {"CUFLASH_TANGENTS": tangent_bits(problem), "CUFLASH_PARAMS_BYTES": params_bytes(problem)}
+    draft.defines |= {"CUFLASH_OUT_WIDE": 0, "CUFLASH_LSE_WIDE": 0}
+    draft.reasons.append(reason)
+    family.draft(draft, tile)
+    draft.models.append(family.model)
+
+
+def tangent_bits(problem: Problem) -> int:
+    """What kernels are told of tangents: 1, a bit for each of `outputs.MOVABLE`, and one for all score_mod args."""
+    moved = problem.moved or ()
+    bits = sum(2 << n for n, name in enumerate(MOVABLE) if name in moved)
+    return 1 | bits | (2 << len(MOVABLE) if problem.moved_score_args else 0)
