@@ -19,7 +19,7 @@ from cuflash.plan.tensor_map import TensorMapSpec
 from cuflash.plan.tiles import Tile
 from cuflash.spec.binding import Binding, bind, is_in_k
 from cuflash.spec.outputs import DEFAULT_NEED, NUMBER_GRADIENTS, SOFTMAX_GRADIENTS, TAKEN_BY_BACKWARD
-from cuflash.spec.passes import BACKWARD, FORWARD, JVP, Pass
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from cuflash.spec.problem import Problem
 
 Allocate = Callable[[np.ndarray], np.ndarray]
@@ -212,3 +212,14 @@ def jvp(problem: Problem, arrays: Mapping[str, Any], **options: Any) -> tuple[np
     of_lse = (problem.lse_shape, problem.softmax_dtype)
     results = {"out": of_out, "lse": of_lse, "tout": of_out, "tlse": of_lse}
     return _call(JVP, problem, {name: x for name, x in arrays.items() if name not in results}, results, **options)
+
+
+def backward_jvp(
+    problem: Problem, arrays: Mapping[str, Any], *, need: Sequence[str] = ("tdq", "tdk", "tdv"), **options: Any
+) -> tuple[np.ndarray, ...]:
+    """The tangents of gradients `need` of the kernels.
+
+    `arrays` has also dout, out, lse, tout and tlse, and what there is of dlse, tdout and tdlse.
+    """
+    results = {name: (arrays[name[2:]].shape, arrays[name[2:]].dtype) for name in need}
+    return _call(BACKWARD_JVP, problem, arrays, results, **options)

@@ -46,7 +46,7 @@ from cuflash.spec.binding import FIXED, Binding, Growing, bind, growing_keys, of
 from cuflash.spec.inputs import INPUTS
 from cuflash.spec.options import Options
 from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS
-from cuflash.spec.passes import BACKWARD, FORWARD, JVP, PASS_NAMES, PASSES, Pass
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, PASS_NAMES, PASSES, Pass
 
 MEMORY_CLOCK_AND_WIDTH = (36, 37)  # cudaDevAttrMemoryClockRate in kHz, cudaDevAttrGlobalMemoryBusWidth in bits
 MAX_LAUNCHES = 1024  # launches that are kept; each takes 10 KB
@@ -139,6 +139,13 @@ def jvp(
 ) -> tuple[Any, ...]:
     """The results `need` of CuPy arrays and tangents by name, as `forward` gives its own."""
     return _call(JVP, options, arrays, need, random)
+
+
+def backward_jvp(
+    options: Options, arrays: dict[str, Any], need: tuple[str, ...], random: tuple[int, int] = (0, 0)
+) -> tuple[Any, ...]:
+    """The tangents of gradients `need` of CuPy arrays and tangents by name, as `backward` gives gradients."""
+    return _call(BACKWARD_JVP, options, arrays, need, random)
 
 
 def row_sums(options: Options, arrays: dict[str, Any]) -> Any:

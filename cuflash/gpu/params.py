@@ -26,6 +26,7 @@ from cuflash.plan.argument import (
 )
 from cuflash.plan.tensor_map import BYTES as TENSOR_MAP_BYTES
 from cuflash.spec.inputs import FP8_SCALES, NAMES, NUMBERS
+from cuflash.spec.outputs import GRADIENTS
 from cuflash.spec.problem import Problem
 
 # The layout is that of a struct of these fields in C.
@@ -48,6 +49,8 @@ if SCORE_ARG.itemsize != SCORE_ARG_BYTES:
 
 # Which 64-bit word of the struct holds the pointer of an array.
 POINTER_WORD = {name: PARAMS.fields[name][1] // 8 for name, _ in ARRAYS}  # type: ignore[index]
+# Tangents of gradients are where gradients are in other passes.
+_FIELD_OF = {f"t{name}": name for name in GRADIENTS}
 # Which 64-bit word of a `Frame` holds the number of the call; its first word holds the address of the argument.
 _CALL = 1 + PARAMS.fields["call"][1] // 8  # type: ignore[index]
 # Where the numbers lie that depend on the number of keys, four 32-bit words in a row: `length_numbers`.
@@ -70,8 +73,9 @@ def parameters(
     inputs = {name: getattr(problem, name) for name in ("q", "k", "v", *NAMES)}
     params = np.zeros(1, PARAMS)
     for name, operand in {**inputs, **operands}.items():
-        if operand is not None and f"{name}_strides" in PARAMS.fields:  # type: ignore[operator]
-            strides = params[f"{name}_strides"][0]
+        field = f"{_FIELD_OF.get(name, name)}_strides"
+        if operand is not None and field in PARAMS.fields:  # type: ignore[operator]
+            strides = params[field][0]
             # Kernels get no stride of the last axis of q, k and so on, which is contiguous.
             strides[:] = (operand.strides + (0,) * len(strides))[: len(strides)]
     for name in ("batch", "num_heads", "num_heads_kv", "seqlen_q"):
@@ -135,7 +139,8 @@ def pointer_words(problem: Problem) -> dict[str, int]:
     """Which 64-bit word of the argument holds the pointer of an array."""
     words, end = POINTER_WORD, PARAMS_BYTES
     if problem.moved is not None:
-        words = words | {name: end // 8 + TANGENTS.fields[name][1] // 8 for name, _ in TANGENT_ARRAYS}  # type: ignore[index]
+        words = words | {name: words[field] for name, field in _FIELD_OF.items()}
+        words |= {name: end // 8 + TANGENTS.fields[name][1] // 8 for name, _ in TANGENT_ARRAYS}  # type: ignore[index]
         end += TANGENT_BYTES
     if not problem.has_functions:
         return words

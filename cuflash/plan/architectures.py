@@ -27,6 +27,8 @@ FORWARD_FAMILIES: tuple[ForwardFamily[Any], ...] = (
     *(family for own in ARCHITECTURES for family in own.forward),
 )
 JVP_FAMILIES: tuple[ForwardFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.jvp)
+BACKWARD_JVP_FAMILIES: tuple[ForwardFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.backward_jvp)
+DQ_JVP_FAMILIES: tuple[ForwardFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.dq_jvp)
 BACKWARD_FAMILIES: tuple[BackwardFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.backward)
 DQ_FAMILIES: tuple[DqFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.dq)
 SCORES_FAMILIES: tuple[ScoresFamily[Any], ...] = tuple(x for own in ARCHITECTURES for x in own.scores)
@@ -34,5 +36,11 @@ BIAS_FAMILIES: tuple[BiasFamily[Any], ...] = tuple(x for own in ARCHITECTURES fo
 # By the type of their rows.
 FAMILIES: dict[type[Tile], Family[Any]] = {
     family.tile: family
-    for family in (*FORWARD_FAMILIES, *JVP_FAMILIES, *BACKWARD_FAMILIES, *DQ_FAMILIES, *SCORES_FAMILIES, *BIAS_FAMILIES)
+    for family in (
+        *(*FORWARD_FAMILIES, *JVP_FAMILIES, *BACKWARD_JVP_FAMILIES, *DQ_JVP_FAMILIES),
+        *BACKWARD_FAMILIES,
+        *DQ_FAMILIES,
+        *SCORES_FAMILIES,
+        *BIAS_FAMILIES,
+    )
 }

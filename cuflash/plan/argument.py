@@ -7,9 +7,9 @@ from dataclasses import fields
 
 from cuflash.plan.launch_plan import RunTime
 from cuflash.plan.tiles import round_up
-from cuflash.spec.inputs import FP8_SCALES, INPUTS, NUMBERS, OPTIONAL_INPUTS
+from cuflash.spec.inputs import FP8_SCALES, NUMBERS, OPTIONAL_INPUTS
 from cuflash.spec.outputs import BY_NAME as OUTPUT_ROWS
-from cuflash.spec.outputs import NUMBER_GRADIENTS, OUTPUTS, OVER_HEAD_DIM, OVER_ROWS
+from cuflash.spec.outputs import NUMBER_GRADIENTS, OVER_HEAD_DIM, OVER_ROWS
 from cuflash.spec.problem import Problem
 
 # Arrays in the order of the struct, with the number of strides that follow each pointer.
@@ -59,9 +59,10 @@ def _fields() -> tuple[tuple[str, str, int], ...]:
 
 # The arrays of `CUFLASH_TANGENTS`, which follow in passes with tangents, and their strides.
 TANGENT_ARRAYS = (
-    *((f"t{name}", 3) for name in (*INPUTS, *OUTPUTS)),
+    *((name, 3) for name in ("tq", "tk", "tv", "tout", "tdout", "tlse", "tdlse")),
     *((f"t{row.name}", row.strides) for row in OPTIONAL_INPUTS if row.gradient_via),
     *((f"t{name}", 0) for name in NUMBERS),
+    ("row_tangents", 0),
 )
 TANGENT_BYTES = sum(8 + 8 * num_strides for _, num_strides in TANGENT_ARRAYS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from cuflash.plan.architectures import BACKWARD_FAMILIES, BIAS_FAMILIES, DQ_FAMILIES, SCORES_FAMILIES
@@ -289,14 +290,23 @@ def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: Tile | None
 
     Returns the tile whose fragments tell the helper kernels how memory is laid out.
     """
-    problem = draft.problem
     first = draft.tiles[0] if draft.tiles else choose_family(SCORES_FAMILIES, draft)[1]
     draft.add_tables(first)
     owner = family if family is not None or dq is None else family_of(DQ_FAMILIES, dq)
     helper = first if owner is None else owner.accumulator_layout(first)
-    dims = {"CUFLASH_DIM_MULTIPLE": first.dim_multiple}
     # The kernel of delta has one block for each tile of the kernels that read delta.
     delta = helper if dq is None else helper.changed(block_m=max(helper.block_m, dq.block_m))
+    add_preprocess(draft, first, delta, draft.need)
+    return helper
+
+
+def add_preprocess(draft: Draft, first: Tile, delta: Tile, need: Collection[str]) -> None:
+    """Add the kernel of delta, whose blocks serve the rows of the tile `delta`, and those of softmax inputs in `need`.
+
+    `first` is the tile of the first main kernel.
+    """
+    problem = draft.problem
+    dims = {"CUFLASH_DIM_MULTIPLE": first.dim_multiple}
     rows = draft.tiles_of(problem.seqlen_q, delta.block_m) * delta.block_m
     draft.set(stats_rows=rows)
     draft.defines["CUFLASH_STATS_BLOCK"] = delta.block_m
@@ -309,9 +319,8 @@ def _add_delta(draft: Draft, family: BackwardFamily[Any] | None, dq: Tile | None
     own = {**dims, **LOOKED_UP, **resident, **sums, "CUFLASH_LSE_HAS_SINKS": int(draft.has_sinks)}
     draft.add("helpers/backward_preprocess.cu", delta, draft.heads * (rows // delta.block_m), 0, **own)
     own = {**dims, "CUFLASH_NUM_WARPS": SOFTMAX_WARPS, "CUFLASH_MIN_BLOCKS": 1}
-    for source in (source for name, source in SOFTMAX_KERNELS.items() if name in draft.need):
+    for source in (source for name, source in SOFTMAX_KERNELS.items() if name in need):
         draft.add(source, delta, problem.num_heads, 16 * SOFTMAX_WARPS, **own)
-    return helper
 
 
 def _add_main(

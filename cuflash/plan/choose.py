@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from cuflash.arrays.array_info import ITEMSIZE, Operand
 from cuflash.plan.backward import draft_backward
+from cuflash.plan.backward_jvp import draft_backward_jvp
 from cuflash.plan.device import DeviceSpec, why_by_lanes
 from cuflash.plan.draft import CAUSAL_HEAD_SECTION, Draft, common_defines, has_natural_scores
 from cuflash.plan.forward import draft_forward
@@ -16,7 +17,7 @@ from cuflash.plan.launch_plan import LaunchPlan, RunTime
 from cuflash.plan.tiles import Tile
 from cuflash.spec.binding import assumed, planned_length, widest_accesses
 from cuflash.spec.inputs import INPUTS, OPTIONAL_INPUTS
-from cuflash.spec.passes import BACKWARD, FORWARD, JVP, Pass
+from cuflash.spec.passes import BACKWARD, BACKWARD_JVP, FORWARD, JVP, Pass
 from cuflash.spec.problem import Problem
 
 MAX_HEAD_DIM = 1024
@@ -133,6 +134,7 @@ _PLANNED = {
     FORWARD: _Planned(_of_planned_length, draft_forward),
     BACKWARD: _Planned(_without_softmax_inputs, draft_backward),
     JVP: _Planned(_as_it_is, draft_jvp),
+    BACKWARD_JVP: _Planned(_without_softmax_inputs, draft_backward_jvp),
 }
 
 

@@ -196,13 +196,17 @@ class Architecture:
     decode: tuple[ForwardFamily[Any], ...] = ()
     forward: tuple[ForwardFamily[Any], ...] = ()
     jvp: tuple[ForwardFamily[Any], ...] = ()
+    backward_jvp: tuple[ForwardFamily[Any], ...] = ()
+    dq_jvp: tuple[ForwardFamily[Any], ...] = ()
     backward: tuple[BackwardFamily[Any], ...] = ()
     dq: tuple[DqFamily[Any], ...] = ()
     scores: tuple[ScoresFamily[Any], ...] = ()
     bias: tuple[BiasFamily[Any], ...] = ()
 
     def __post_init__(self) -> None:
-        for family in (*self.decode, *self.forward, *self.jvp, *self.backward, *self.dq, *self.scores, *self.bias):
+        with_tangents = (*self.jvp, *self.backward_jvp, *self.dq_jvp)
+        others = (*self.decode, *self.forward, *self.backward, *self.dq, *self.scores, *self.bias)
+        for family in (*others, *with_tangents):
             family.known = self.known
 
 

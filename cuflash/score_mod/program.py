@@ -155,8 +155,8 @@ class Program:
         By the name of an array of real numbers, how the score reads it.
     tables : tuple of Table
         The tables, which are filled before the main kernel runs. They are the last of `arrays`.
-    tangent : Node or None
-        The tangent of the score, in passes with tangents. Tangents of arrays are the last of `arrays` then.
+    tangents : ScoreTangents or None
+        Those of passes with tangents. Tangents of arrays are the last of `arrays` then.
     """
 
     score: Node | None
@@ -165,7 +165,7 @@ class Program:
     arrays: tuple[tuple[str, int, str], ...]
     loads: Mapping[str, tuple[Loaded, ...]]
     tables: tuple[Table, ...] = ()
-    tangent: Node | None = None
+    tangents: ScoreTangents | None = None
 
     @property
     def changes_slope(self) -> bool:
@@ -255,12 +255,11 @@ class Program:
         known = {at: f"of_head.x{n}" for n, at in enumerate(of_all)} | reciprocals
         source = f"constexpr int kNumScoreArgs = {len(arrays)};\n" + self._of_head(of_all, divisors, arrays)
         source += self._scores(arrays, wanted, known)
-        if self.tangent is not None:
-            tangent = self.tangent
-            source += (
-                f"CUFLASH_DEVICE Real score_tangent({OF_HEAD}, {PAIR.replace('Real s,', 'Real s, Real ts,')}) {{\n"
-            )
-            source += body([tangent], arrays, lambda writer: [f"return {writer.source(tangent)};"], known) + "}\n"
+        if self.tangents is not None:
+            of_pair = PAIR.replace("Real s,", "Real s, Real ts,")
+            for name, tangent in (("score", self.tangents.score), ("slope", self.tangents.by_s)):
+                source += f"CUFLASH_DEVICE Real {name}_tangent({OF_HEAD}, {of_pair}) {{\n"
+                source += body([tangent], arrays, functools.partial(_returned, tangent), known) + "}\n"
         if self.mask is not None:
             visible = self.mask
             source += f"CUFLASH_DEVICE bool mask_function({OF_HEAD}, {PAIR.replace('Real s, ', '')}) {{\n"
@@ -428,6 +427,10 @@ def with_derivatives(score: Node | None, mask: Node | None, arrays: tuple[tuple[
             if found
         }
     return Program(score=score, mask=mask, by_s=by_s, arrays=arrays, loads=loads)
+
+
+def _returned(at: Node, writer: Writer) -> list[str]:
+    return [f"return {writer.source(at)};"]
 
 
 class ScoreTangents(NamedTuple):

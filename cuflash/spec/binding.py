@@ -187,7 +187,7 @@ def _moved(problem: Problem, given: Mapping[str, Shaped]) -> tuple[str, ...]:
 def assumed(problem: Problem, pass_: Pass, given: Mapping[str, Operand]) -> dict[str, Operand]:
     """The operands of a pass: those that are `given`, and assumed ones, for which only the problem is known.
 
-    Assumed operands are contiguous, except tangents and gradients of optional inputs, which have the layout of the input.
+    Assumed operands are contiguous, except gradients of optional inputs and tangents: these have the layout of inputs.
     """
     operands = dict(given)
     for name in (*pass_.read, *pass_.written):

@@ -162,11 +162,11 @@ class Problem(Given):
 
     @property
     def _with_tangents(self) -> Program:
-        """The program with the tangent of the score, for an argument that has tangents of arrays after these."""
+        """The program with the tangents of the score, for an argument that has tangents of arrays after these."""
         types = {name: (axes, dtype) for name, axes, dtype in self._score_arg_types}
         moved = tuple((f"t{name}", *types[name]) for name in self.moved_score_args)
-        tangent = self.score_tangents(self.moved or ()).score
-        return replace(self.program, arrays=(*self.program.arrays, *moved), tangent=tangent)
+        tangents = self.score_tangents(self.moved or ())
+        return replace(self.program, arrays=(*self.program.arrays, *moved), tangents=tangents)
 
     @property
     def unhoisted(self) -> Program:

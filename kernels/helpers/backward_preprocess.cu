@@ -45,6 +45,48 @@ CUFLASH_DEVICE Real dot(const Real* a, const Real* b) {
   return sum;
 }
 
+#if CUFLASH_TANGENTS
+// The tangents of lse and of delta - dlse of a row: rowsum(dO * tO + tdO * O) - tdlse. tdO and tdlse may be absent.
+struct DeltaTangents {
+  const Params& params;
+  const Entry batch;
+  const int head;
+  const Storage *tout, *tdout;
+  const Real *lse, *tlse, *tdlse;
+
+  CUFLASH_DEVICE DeltaTangents(const Params& params_, Entry batch_, int head_)
+      : params(params_),
+        batch(batch_),
+        head(head_),
+        tout(queries_of(params.tout, batch, head)),
+        tdout(params.tdout.data == nullptr ? nullptr : queries_of(params.tdout, batch, head)),
+        lse(row_values_of(params.lse, batch, head)),
+        tlse(row_values_of(params.tlse, batch, head)),
+        tdlse(params.tdlse.data == nullptr ? nullptr : row_values_of(params.tdlse, batch, head)) {}
+
+  // Warp. Stores those of one row, whose lanes call it together; zeros of a row that does not exist.
+  CUFLASH_DEVICE void store(int row, int row_stop, int lane, const Storage* out, const Storage* dout) const {
+    Real tdelta = 0, row_tlse = 0;
+    if (row < row_stop) {
+      for (int c = lane * kVector; c < kHeadDimV; c += kLanes * kVector) {
+        tdelta += dot<Element>(tout + row * params.tout.row_stride + c, dout + row * params.dout.row_stride + c);
+        if (tdout != nullptr)
+          tdelta += dot<Element>(out + row * params.out.row_stride + c, tdout + row * params.tdout.row_stride + c);
+      }
+    }
+#pragma unroll
+    for (int mask = kLanes / 2; mask > 0; mask /= 2) tdelta += ptx::shuffle_xor(tdelta, mask);
+    if (lane != 0) return;
+    if (row < row_stop && lse[row * params.lse.row_stride] != -ptx::infinity()) {
+      row_tlse = tlse[row * params.tlse.row_stride];
+      if (tdlse != nullptr) tdelta -= tdlse[row * params.tdlse.row_stride];
+    }
+    Real* stored = row_tangents_of(params, batch, head) + row * 2;
+    stored[0] = row_tlse, stored[1] = tdelta;
+  }
+};
+#endif
+
 CUFLASH_DEVICE void backward_delta(const Params& params) {
   const int num_m_blocks = num_tiles_of(params, params.seqlen_q, kBlockM);
   const Work work = schedule_queries(params, ptx::block_index(), params.num_heads, false);
@@ -56,6 +98,9 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
   const Storage* dout = queries_of(params.dout, batch, head);
   const Real* lse = row_values_of(params.lse, batch, head);
   const Real* dlse = params.dlse.data == nullptr ? nullptr : row_values_of(params.dlse, batch, head);
+#if CUFLASH_TANGENTS
+  const DeltaTangents tangents(params, batch, head);
+#endif
 
   const int first = thread / 32 * 16;  // of the rows of this warp
   const bool has_rows = first < kBlockM;
@@ -74,6 +119,9 @@ CUFLASH_DEVICE void backward_delta(const Params& params) {
 #pragma unroll
     for (int mask = kLanes / 2; mask > 0; mask /= 2) delta += ptx::shuffle_xor(delta, mask);
     if (lane == 0) row_stats(params, batch, head, row)[kDelta] = delta - row_dlse;
+#if CUFLASH_TANGENTS
+    tangents.store(row, row_stop, lane, out, dout);
+#endif
   }
   bool any_large = false;
   const auto store = [&](const LseStats& stats) {

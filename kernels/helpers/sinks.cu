@@ -3,6 +3,8 @@
 //
 //   dsink = -sum exp(sink - lse) (delta - dlse)        over all rows of a query head, of all batch entries
 //
+// or the tangents of these: with delta in place of delta - dlse, -sum exp(sink - lse) ((tsink - tlse) delta + tdelta).
+//
 // A block owns a query head. Sums of numbers of both signs run in float64, whatever the elements are: there are many of
 // them, and an addition for a row costs nothing.
 #include "common/softmax/backward.cuh"
@@ -15,6 +17,9 @@ static_assert(kBlockSumBytes == CUFLASH_SHARED_BYTES, "shared memory differs fro
 CUFLASH_DEVICE void backward_sinks(const Params& params) {
   const int head = ptx::block_index(), thread = ptx::thread_index();
   const Real sink = sink_of(params, head);
+#if CUFLASH_TANGENTS
+  const Real tsink = kMovesSinks ? ((const Real*)params.tsinks)[head * params.tsinks_stride] : (Real)0;
+#endif
   // Packed: all slots, also those without a row.
   const int rows = kIsPacked ? params.stats_rows : params.seqlen_q;
   const i64 num_rows = (i64)(kIsPacked ? 1 : params.batch) * rows;
@@ -24,7 +29,14 @@ CUFLASH_DEVICE void backward_sinks(const Params& params) {
     const Entry batch = {(int)(i / rows)};
     const int row = i % rows;
     const RowStats own(params, batch, head, row);
-    if (own.exists()) sum -= exponential(own.exponent_of(sink, kExponentOfE)) * own.inverse * own.delta;
+    if (!own.exists()) continue;
+    const Real weight = exponential(own.exponent_of(sink, kExponentOfE)) * own.inverse;
+#if CUFLASH_TANGENTS
+    const Real* tangents = row_tangents_of(params, batch, head) + row * 2;
+    sum -= weight * ((tsink - tangents[0]) * own.delta + tangents[1]);
+#else
+    sum -= weight * own.delta;
+#endif
   }
   sum = block_sum(sum);
   if (thread == 0) ((Real*)params.dsinks)[head * params.dsinks_stride] = sum;

@@ -133,7 +133,8 @@ struct Jvp {
         Unused derivative;
         s[0][n][i] = score.of(x, row, key, derivative);
         if (masked && !mask.visible(row, key)) s[0][n][i] = -ptx::infinity();
-        if constexpr (kMovesScores) ts[0][n][i] = s[0][n][i] == -ptx::infinity() ? 0 : tangents.of(x, ts[0][n][i], row, key);
+        if constexpr (kMovesScores)
+          ts[0][n][i] = s[0][n][i] == -ptx::infinity() ? 0 : tangents.of(x, ts[0][n][i], row, key);
       }
     softmax.update(s, ts, o, a, exponent_scale);
     if constexpr (kHasDropout) {
@@ -158,7 +159,7 @@ struct Jvp {
     softmax.finish();
     if (kHasSinks && !is_left_over(params, batch)) {
       const Real tangent = kMovesSinks ? ((const Real*)params.tsinks)[head * params.tsinks_stride] : (Real)0;
-      softmax.add_sink(o, a, to_offset(sink_of(params, head)), tangent);
+      softmax.add_sink(o, a, to_row_max(sink_of(params, head)), tangent);
     }
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n)
@@ -174,7 +175,7 @@ struct Jvp {
     for (int half = 0; half < 2; ++half) {
       const int row = lane_row + 8 * half;
       if (warp_d == 0 && fragment_column() == 0 && row < seqlen_q) {
-        store_lse(g_lse + row * params.lse.row_stride, softmax.offset[0][half], softmax.row_sum[0][half]);
+        store_lse(g_lse + row * params.lse.row_stride, softmax.row_max[0][half], softmax.row_sum[0][half]);
         g_tlse[row * params.tlse.row_stride] = softmax.lse_tangent(0, half);
       }
     }

@@ -6,12 +6,14 @@ from cuflash.plan.families import Architecture
 from cuflash.plan.sm80.backward import Backward, Dq, Scores
 from cuflash.plan.sm80.decode import Decode
 from cuflash.plan.sm80.forward import Forward
-from cuflash.plan.sm80.jvp import Jvp
+from cuflash.plan.sm80.jvp import BackwardJvp, DqJvp, Jvp
 
 SM80 = Architecture(
     decode=(Decode(),),
     forward=(Forward(),),
     jvp=(Jvp(),),
+    backward_jvp=(BackwardJvp(),),
+    dq_jvp=(DqJvp(),),
     backward=(Backward(),),
     dq=(Dq(),),
     scores=(Scores(),),

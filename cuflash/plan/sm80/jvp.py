@@ -1,11 +1,18 @@
-"""Attention and its tangent on every device from compute capability 7.0 on."""
+"""Attention and its gradients with tangents, on every device from compute capability 7.0 on."""
 
 from __future__ import annotations
 
 from cuflash.plan.draft import Draft
 from cuflash.plan.families import ForwardFamily
-from cuflash.plan.sm80.tiles import JVP_TILES, JvpTile
-from cuflash.spec.passes import JVP
+from cuflash.plan.sm80.tiles import (
+    BACKWARD_JVP_TILES,
+    DQ_JVP_TILES,
+    JVP_TILES,
+    BackwardJvpTile,
+    DqJvpTile,
+    JvpTile,
+)
+from cuflash.spec.passes import BACKWARD_JVP, JVP
 from cuflash.spec.problem import Problem
 
 
@@ -21,6 +28,41 @@ class Jvp(ForwardFamily[JvpTile]):
         return JVP_TILES
 
     def draft(self, draft: Draft, tile: JvpTile) -> None:
-        draft.add_lists(tile, "key_lists")
+        draft.add_lists(tile, "key_index")
+        blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
+        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
+
+
+class BackwardJvp(ForwardFamily[BackwardJvpTile]):
+    """Each tile of keys has a block, which makes the tangents of dk and dv."""
+
+    kernel = "sm80/backward_jvp"
+    has_functions = True
+    tile = BackwardJvpTile
+    outputs = tuple(row.name for row in BACKWARD_JVP.rows)
+
+    def table(self, problem: Problem) -> tuple[BackwardJvpTile, ...]:
+        return BACKWARD_JVP_TILES
+
+    def draft(self, draft: Draft, tile: BackwardJvpTile) -> None:
+        draft.add_lists(tile, "query_index")
+        problem = draft.problem
+        blocks = problem.array_batch * problem.num_heads_kv * draft.tiles_of(problem.seqlen_k, tile.block_n)
+        draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
+
+
+class DqJvp(ForwardFamily[DqJvpTile]):
+    """Each tile of queries has a block, which makes the tangent of dq."""
+
+    kernel = "sm80/backward_jvp_dq"
+    has_functions = True
+    tile = DqJvpTile
+    outputs = BackwardJvp.outputs
+
+    def table(self, problem: Problem) -> tuple[DqJvpTile, ...]:
+        return DQ_JVP_TILES
+
+    def draft(self, draft: Draft, tile: DqJvpTile) -> None:
+        draft.add_lists(tile, "key_index")
         blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
         draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))

@@ -14,6 +14,7 @@ from cuflash.plan.tiles import (
     MEDIUM_OR_SMALL,
     SMALL,
     TINY,
+    Role,
     Tile,
     float64,
     h200,
@@ -87,6 +88,28 @@ class JvpTile(Sm80Tile):
         size = self.element_bytes
         queries = tile_bytes(self.block_m, max(dim, dim_v), size)
         return 2 * (queries + tile_bytes(self.block_n, dim, size) + tile_bytes(self.block_n, dim_v, size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DqJvpTile(JvpTile):
+    """One way to cut the kernel of the tangent of dq. A block owns block_m queries, 16 of which warps_d warps share."""
+
+    role: ClassVar[Role] = "dq"
+
+    def shared_bytes(self, dim: int, dim_v: int) -> int:
+        rows = (self.block_m, self.block_n)
+        return 2 * sum(tile_bytes(n, d, self.element_bytes) for n in rows for d in (dim, dim_v))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardJvpTile(DqJvpTile):
+    """One way to cut the kernel of the tangents of dk and dv. A block owns block_n keys, shared likewise."""
+
+    role = "main"
+    variations: ClassVar = {"block_m": (16, 32, 64), "min_blocks": (1, 2)}
+
+    def rules(self) -> tuple[tuple[bool, str], ...]:
+        return ((self.block_n * self.warps_d == 16 * self.num_warps, "one fragment of keys for every warp"),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +206,8 @@ class ScoresTile(Sm80Tile):
 
 _forward = maker(ForwardTile, "max_dim block_m block_n num_warps num_stages min_blocks fragments_ahead origin")
 _jvp = maker(JvpTile, "max_dim block_m block_n num_warps min_blocks warps_d fragments_ahead origin")
+_backward_jvp = maker(BackwardJvpTile, "max_dim block_m block_n num_warps min_blocks warps_d fragments_ahead origin")
+_dq_jvp = maker(DqJvpTile, "max_dim block_m block_n num_warps min_blocks warps_d fragments_ahead origin")
 _backward = maker(
     BackwardTile,
     "max_dim block_m block_n num_warps num_stages min_blocks warps_d dq_warps_m fragments_ahead origin",
@@ -257,6 +282,44 @@ JVP_TILES = (
     _jvp(128, 32, 16, 4, 1, 2, 0, ARITHMETIC, element_bytes=8),
     _jvp(128, 16, 16, 2, 1, 2, 0, SMALL, element_bytes=8),
     _jvp(256, 16, 16, 4, 1, 4, 0, ARITHMETIC, element_bytes=8),
+)
+
+BACKWARD_JVP_TILES = (
+    #             max_dim m   n  warps blocks warps_d ahead
+    _backward_jvp(64,  32, 64, 4, 1, 1, 0, ARITHMETIC),
+    _backward_jvp(128, 16, 64, 4, 1, 1, 0, ARITHMETIC),
+    _backward_jvp(128, 16, 32, 2, 1, 1, 0, TINY),
+    _backward_jvp(256, 16, 64, 8, 1, 2, 0, ARITHMETIC),
+    _backward_jvp(256, 16, 32, 4, 1, 2, 0, SMALL),
+    _backward_jvp(512, 16, 32, 8, 1, 4, 0, ARITHMETIC),
+
+    _backward_jvp(64,  16, 64, 4, 1, 1, 0, ARITHMETIC, element_bytes=4),
+    _backward_jvp(64,  16, 32, 4, 1, 2, 0, TINY, element_bytes=4),
+    _backward_jvp(128, 16, 32, 4, 1, 2, 0, ARITHMETIC, element_bytes=4),
+    _backward_jvp(256, 16, 16, 4, 1, 4, 0, ARITHMETIC, element_bytes=4),
+
+    _backward_jvp(64,  16, 32, 4, 1, 2, 0, ARITHMETIC, element_bytes=8),
+    _backward_jvp(128, 16, 16, 4, 1, 4, 0, ARITHMETIC, element_bytes=8),
+    _backward_jvp(192, 16, 16, 4, 1, 4, 0, ARITHMETIC, element_bytes=8),
+)
+
+DQ_JVP_TILES = (
+    #       max_dim m   n  warps blocks warps_d ahead
+    _dq_jvp(64,  64, 32, 4, 1, 1, 0, ARITHMETIC),
+    _dq_jvp(128, 64, 32, 4, 1, 1, 0, ARITHMETIC),
+    _dq_jvp(128, 32, 16, 2, 1, 1, 0, TINY),
+    _dq_jvp(256, 64, 16, 8, 1, 2, 0, ARITHMETIC),
+    _dq_jvp(256, 32, 16, 4, 1, 2, 0, SMALL),
+    _dq_jvp(512, 32, 16, 8, 1, 4, 0, ARITHMETIC),
+
+    _dq_jvp(64,  64, 16, 4, 1, 1, 0, ARITHMETIC, element_bytes=4),
+    _dq_jvp(64,  32, 16, 4, 1, 2, 0, TINY, element_bytes=4),
+    _dq_jvp(128, 32, 16, 4, 1, 2, 0, ARITHMETIC, element_bytes=4),
+    _dq_jvp(256, 16, 16, 4, 1, 4, 0, ARITHMETIC, element_bytes=4),
+
+    _dq_jvp(64,  32, 16, 4, 1, 2, 0, ARITHMETIC, element_bytes=8),
+    _dq_jvp(128, 16, 16, 4, 1, 4, 0, ARITHMETIC, element_bytes=8),
+    _dq_jvp(192, 16, 16, 4, 1, 4, 0, ARITHMETIC, element_bytes=8),
 )
 
 BACKWARD_TILES = (

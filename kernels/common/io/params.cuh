@@ -122,14 +122,15 @@ struct Params {
   void* row_sums;     // (batch, num_heads, stats_rows, 2): RowSum of common/score/scores.cuh
 #if CUFLASH_TANGENTS
   // Tangents, null where there are none: those of inputs and of results, like what they are tangents of.
-  Tensor tq, tk, tv, tout;
-  Tensor tlse;
+  Tensor tq, tk, tv, tout, tdout;
+  Tensor tlse, tdlse;
   ScoreTensor tbias;
   Tensor talibi_slopes;
   const void* tsinks;
   i64 tsinks_stride;
   const void* tscale;  // one Real each, like tsoftcap
   const void* tsoftcap;
+  void* row_tangents;  // scratch memory of Real, like row_stats: tlse, and the tangent of delta - dlse
 #endif
 #if CUFLASH_HAS_FUNCTIONS
   // Scratch memory of i64, see common/score/score_args_gradients.cuh: (words of a term, elements of all arrays whose

@@ -36,6 +36,10 @@ struct Functions {
   CUFLASH_DEVICE Real tangent(Real s, Real ts, int row, int key) const {
     return score_tangent(of_head, arrays, s, ts, row, key, head, batch);
   }
+  // The tangent of the derivative of the score by s.
+  CUFLASH_DEVICE Real slope_tangent(Real s, Real ts, int row, int key) const {
+    return ::slope_tangent(of_head, arrays, s, ts, row, key, head, batch);
+  }
 #endif
 #if CUFLASH_NEEDS_SCORE_ARGS
   // Calls `visit` for each read of an array whose gradient is wanted, with the number of the read, the index in the

@@ -32,8 +32,7 @@ struct ScoreTangents {
 
   // The tangent of the score of (row, key), whatever hides the pair.
   CUFLASH_DEVICE Real of(Real product, Real tangent, int row, int key) const {
-    Real x = score.scale * tangent;
-    if constexpr (kMovesScale) x += scale * product;
+    Real x = scaled(product, tangent);
 #if CUFLASH_HAS_SCORE_FUNCTION
     return score.functions.tangent(product * score.scale, x, row, key);
 #endif
@@ -49,7 +48,23 @@ struct ScoreTangents {
     return x;
   }
 
+  // The tangent of the derivative of the score by the scaled product.
+  CUFLASH_DEVICE Real of_slope(Real product, Real tangent, int row, int key) const {
+    const Real x = scaled(product, tangent);
+#if CUFLASH_HAS_SCORE_FUNCTION
+    return score.functions.slope_tangent(product * score.scale, x, row, key);
+#endif
+    if constexpr (!kHasSoftcap) return 0;
+    const Real t = score.capped(product), of_cap = product * score.scale / score.softcap * softcap;
+    return -2 * t * (1 - t * t) * (x - (kMovesSoftcap ? of_cap : 0)) / score.softcap;
+  }
+
  private:
+  // The tangent of the scaled product.
+  CUFLASH_DEVICE Real scaled(Real product, Real tangent) const {
+    return kMovesScale ? score.scale * tangent + scale * product : score.scale * tangent;
+  }
+
   CUFLASH_DEVICE Real bias_at(int row, int key) const {
     const i64 index = row * bias_row_stride + key * bias_key_stride;
     if constexpr (kBiasBytes == sizeof(Real)) return ((const Real*)bias)[index];

@@ -134,6 +134,13 @@ CUFLASH_DEVICE Real* row_stats(const Params& params, Entry batch, int head, int 
 }
 constexpr int kDelta = kPairsStats ? 2 : 1;
 
+#if CUFLASH_TANGENTS
+// The tangents of lse and of delta - dlse of all rows of a head.
+CUFLASH_DEVICE Real* row_tangents_of(const Params& params, Entry batch, int head) {
+  return (Real*)params.row_tangents + first_stats_row(params, batch, head) * 2;
+}
+#endif
+
 // Where lse is large, one number does not hold both the row max and the logarithm of the row sum: rounding loses the
 // latter, and weights exp(S - lse) would not sum to 1. For such rows, helpers/backward_preprocess.cu finds both again,
 // and weights are exp(S - row max) / row sum. Rows come in groups of 64. Where a row of a group is large, all its rows

@@ -24,7 +24,7 @@ struct TangentSoftmax : OnlineSoftmax<m_tiles> {
   }
 
   // Takes in a tile of scores and their tangents, replaces the former by P, the latter by P (tS - c), and makes the sums
-  // of earlier tiles, O and A, relative to the same offset and shift.
+  // of earlier tiles, O and A, relative to the same row max and shift.
   template <int n_tiles, int out_tiles>
   CUFLASH_DEVICE void update(Real (&score)[m_tiles][n_tiles][4], Real (&tangent)[m_tiles][n_tiles][4],
                              Real (&o)[m_tiles][out_tiles][4], Real (&a)[m_tiles][out_tiles][4], Real exponent_scale) {
@@ -79,7 +79,7 @@ struct TangentSoftmax : OnlineSoftmax<m_tiles> {
       for (int half = 0; half < 2; ++half) mean_sum[m][half] = sum_of_row(mean_sum[m][half]);
   }
 
-  // Adds one more key to each row, after `finish`: its value is zero, its score, as an offset, is `sink`, and the tangent
+  // Adds one more key to each row, after `finish`: its value is zero, its score, as a row max, is `sink`, and the tangent
   // of that is `tangent`.
   template <int out_tiles>
   CUFLASH_DEVICE void add_sink(Real (&o)[m_tiles][out_tiles][4], Real (&a)[m_tiles][out_tiles][4], Real sink,
@@ -89,8 +89,8 @@ struct TangentSoftmax : OnlineSoftmax<m_tiles> {
     for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        factor[m][half] = this->raise_offset(m, half, sink);
-        const Real weight = relative<kNaturalOffsets>(sink, this->offset[m][half]);
+        factor[m][half] = this->raise_row_max(m, half, sink);
+        const Real weight = relative<kNaturalRowMax>(sink, this->row_max[m][half]);
         row_sum[m][half] += weight;
         mean_sum[m][half] = mean_sum[m][half] * factor[m][half] + weight * (tangent - shift[m][half]);
       }
@@ -112,8 +112,9 @@ struct TangentSoftmax : OnlineSoftmax<m_tiles> {
   // Moves the shift of a row to the mean of the tangents so far: `weighed` is the sum of P tS over this lane's columns of
   // the tile, less the shift, and `before` what the row sum was before it.
   template <int n_tiles, int out_tiles>
-  CUFLASH_DEVICE void move_shift(Real (&tangent)[n_tiles][4], const Real (&score)[n_tiles][4], const Real (&o)[out_tiles][4],
-                                 Real (&a)[out_tiles][4], int m, int half, Real weighed, Real before) {
+  CUFLASH_DEVICE void move_shift(Real (&tangent)[n_tiles][4], const Real (&score)[n_tiles][4],
+                                 const Real (&o)[out_tiles][4], Real (&a)[out_tiles][4], int m, int half, Real weighed,
+                                 Real before) {
     const Real total = sum_of_row(row_sum[m][half]), weighed_total = sum_of_row(mean_sum[m][half] + weighed);
     const Real gain = total > 0 ? weighed_total / total : 0;
     shift[m][half] += gain;

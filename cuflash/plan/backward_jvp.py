@@ -1,0 +1,50 @@
+"""The pass of tangents of gradients: which kernels compute it."""
+
+from __future__ import annotations
+
+from cuflash.plan.architectures import BACKWARD_JVP_FAMILIES, DQ_JVP_FAMILIES
+from cuflash.plan.argument import params_bytes
+from cuflash.plan.backward import SOFTMAX_KERNELS, add_preprocess
+from cuflash.plan.draft import Draft
+from cuflash.plan.families import BACK_SECTION, choose_family, family_of
+from cuflash.plan.jvp import check_score, tangent_bits
+from cuflash.plan.scores import needs
+from cuflash.plan.tiles import Tile
+
+_SERVED = ("tdq", "tdk", "tdv", *(f"t{name}" for name in SOFTMAX_KERNELS))
+
+
+def draft_backward_jvp(draft: Draft, tiles: tuple[Tile, ...] | None) -> None:
+    """Add the kernels of the pass, with the tiles that are given, or those of the tables.
+
+    tdk and tdv have a kernel whose blocks own keys, tdq one whose blocks own queries, so that nothing is added up in
+    memory: results are the same, bit for bit, run after run.
+    """
+    problem, need = draft.problem, draft.need
+    for name in need:
+        if name not in _SERVED:
+            raise NotImplementedError(
+                f"need: got {name} of arrays on a GPU, expected names among {', '.join(_SERVED)}; NumPy arrays have all"
+            )
+    check_score(problem)
+    given = {tile.role: tile for tile in tiles or ()}
+    of_keys, of_queries = given.get("main"), given.get("dq")
+    if of_keys is None and (set(need) & {"tdk", "tdv"} or not {"tdq"} & set(need)):
+        _, of_keys, reason = choose_family(BACKWARD_JVP_FAMILIES, draft)
+        draft.reasons.append(reason)
+    if of_queries is None and "tdq" in need:
+        _, of_queries, reason = choose_family(DQ_JVP_FAMILIES, draft)
+        draft.reasons.append(reason)
+    draft.tiles = tuple(tile for tile in (of_keys, of_queries) if tile is not None)
+    draft.defines |= {"CUFLASH_TANGENTS": tangent_bits(problem), "CUFLASH_PARAMS_BYTES": params_bytes(problem)}
+    off = ("PAIRS_STATS", "DQ_BY_REDUCTION", "DQ_IN_ORDER", "REVERSED_ONE_IN", "SPLITS_GROUP", "SPLITS_TAIL")
+    draft.defines |= {f"CUFLASH_{name}": 0 for name in (*off, "CLEARS_AHEAD")} | {"CUFLASH_BACK_SECTION": BACK_SECTION}
+    draft.defines |= {f"CUFLASH_NEEDS_D{x}": int(f"td{x.lower()}" in need) for x in "KV"} | needs(())
+    first = draft.tiles[0]
+    delta = first.changed(block_m=max(tile.block_m for tile in draft.tiles))
+    add_preprocess(draft, first, delta, [name[1:] for name in need])
+    draft.scratch["row_tangents"] = draft.scratch["row_stats"]
+    if of_keys is not None and set(need) & {"tdk", "tdv"}:
+        family_of(BACKWARD_JVP_FAMILIES, of_keys).draft(draft, of_keys)
+    if of_queries is not None:
+        family_of(DQ_JVP_FAMILIES, of_queries).draft(draft, of_queries)

@@ -1,0 +1,71 @@
+// Gradients of scores and their tangents, pair by pair, in the pass backward_jvp:
+//
+//   P = exp(S - lse)      u = tS - tlse      dS = P (dP - delta)      tdS = u dS + P (tdP - tdelta)
+//   dX = f' dS            tdX = t(f') dS + f' tdS                      f: what makes a score of X = scale q.k
+#pragma once
+#include "common/score/dropout.cuh"
+#include "common/score/score_tangents.cuh"
+#include "common/score/scores.cuh"
+#include "common/softmax/backward.cuh"
+
+// A row of the pass.
+struct RowWithTangents {
+  RowStats stats;
+  Real tlse = 0, tdelta = 0;
+
+  CUFLASH_DEVICE RowWithTangents() {}
+  CUFLASH_DEVICE RowWithTangents(const Params& params, Entry batch, int head, int row)
+      : stats(params, batch, head, row) {
+    const Real* tangents = row_tangents_of(params, batch, head) + row * 2;
+    tlse = tangents[0], tdelta = tangents[1];
+  }
+};
+
+// What makes the gradients of q and k of dX and tdX: scale (tdX K + dX tK) + tscale dX K is `factor` times a sum with
+// operands of these two, so that one accumulator holds it.
+struct ScaledGradients {
+  Real factor, ratio;
+
+  CUFLASH_DEVICE ScaledGradients(Real scale, Real tscale)
+      : factor(kMovesScale && scale == 0 ? tscale : scale), ratio(scale == 0 ? 0 : tscale / scale) {}
+
+  CUFLASH_DEVICE void apply(Real& dx, Real& tdx, Real scale) const {
+    if constexpr (!kMovesScale) return;
+    tdx = scale == 0 ? dx : tdx + ratio * dx;
+    dx = scale == 0 ? 0 : dx;
+  }
+};
+
+struct GradientTangents {
+  const Weights weights;
+  const ScoreTangents tangents;
+  const ScaledGradients scaled;
+  const Real kept_scale;
+
+  CUFLASH_DEVICE GradientTangents(const Params& params, Entry batch, int head, int key_stop)
+      : weights(params, batch, head, key_stop),
+        tangents(params, weights.score, batch, head),
+        scaled(weights.score.scale, tangents.scale),
+        kept_scale(kept_scale_of(params)) {}
+
+  // Replaces the product q.k of a pair by P, its tangent by P u, dP and tdP by dX and tdX. Where dropout drops the pair,
+  // P and P u are zeros, and the factor of those that it keeps is left to the results.
+  CUFLASH_DEVICE void apply(Real& s, Real& ts, Real& dp, Real& tdp, int row, int key, bool masked, bool keeps,
+                            const RowWithTangents& own) const {
+    const Real product = s, tangent = ts;
+    Real derivative;
+    const Real x = masked_score(weights.score, weights.mask, product, row, key, masked, derivative);
+    const Real p = weight_of(x, weights.exponent_scale, own.stats, derivative);
+    const Real u = p == 0 ? 0 : (kMovesScores ? tangents.of(product, tangent, row, key) : 0) - own.tlse;
+    const Real ds = p * ((keeps ? dp : 0) * kept_scale - own.stats.delta);
+    const Real tds = u * ds + p * ((keeps ? tdp : 0) * kept_scale - own.tdelta);
+    dp = derivative * ds;
+    tdp = derivative * tds;
+    if constexpr (kHasSoftcap || kHasScoreFunction) {
+      if (ds != 0) tdp += tangents.of_slope(product, tangent, row, key) * ds;
+    }
+    scaled.apply(dp, tdp, weights.score.scale);
+    s = keeps ? p : 0;
+    ts = s * u;
+  }
+};
