@@ -32,11 +32,6 @@ _BACKWARD_JVP_INPUTS = (*INPUTS, *REQUIRED_BY_BACKWARD_JVP)
 
 def _check_backend(backend: Backend) -> None:
     """Refuse arrays whose tangents nothing computes yet."""
-    if backend == "cupy":
-        raise NotImplementedError(
-            "q: got an array on a GPU, expected one in host memory: tangents are computed by the CPU path alone; give "
-            "NumPy arrays, as cupy.asnumpy(q) is"
-        )
     if backend == "streamed":
         raise NotImplementedError(
             "k: got cuflash.Streamed, expected an array in host memory: no tangents of "
@@ -93,7 +88,9 @@ class SecondDerivatives(Preparation):
         TypeError, ValueError, ImportError
             As `forward` does.
         NotImplementedError
-            As `backward` does; and for arrays on a GPU and streamed keys, whose tangents are not computed yet.
+            As `backward` does; for streamed keys, whose tangents are not computed yet; and for CuPy arrays with a
+            `cuflash.Score`, head dimensions without a tile (`backward_jvp`: 512, 256 of float32 and 192 of float64 are
+            the largest), and, of `backward_jvp`, other results than tdq, tdk, tdv and tdsinks.
         """
         own = self.options.score_gradients
         tangents = tuple(f"t{name[1:]}" for name in own)

@@ -350,7 +350,12 @@ class Calls:
         if q.dtype.itemsize == 2:
             score_args = tuple(name for name in self._arrays if name not in _OWN_AXES)
             sums = tuple(name for name in (*DEFAULT_NEED, *DEFAULT_NEED_TANGENTS) if name in axes.sums)
-            if sums and gives_partials and ("dq" not in sums or self._dq_is_added_up()):
+            if (
+                sums
+                and gives_partials
+                and not set(sums) & set(DEFAULT_NEED_TANGENTS)
+                and ("dq" not in sums or self._dq_is_added_up())
+            ):
                 self.options = replace(options, wide=sums)
             elif sums:
                 self._widened = (*MOVABLE_OVER_HEAD_DIM, "bias", "tbias", *score_args)

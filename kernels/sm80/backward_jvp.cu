@@ -180,6 +180,7 @@ CUFLASH_DEVICE void backward_jvp(const Params& params) {
   QueryTiles tiles;
   const int num_steps = find_queries(params, work, first_head, first_head + group, own.key_stop, tiles);
   own.load_k_and_v();
+  ptx::copy_async_commit();
   QueryTileIterator at = QueryTileIterator::first(tiles, first_head);
 #pragma unroll 1
   for (int step = 0; step < num_steps; ++step, at.advance(tiles)) own.step(at.head, at.m_block, at.needs_mask(tiles));

@@ -151,6 +151,7 @@ CUFLASH_DEVICE void backward_jvp_dq(const Params& params) {
   BackwardJvpDq own(params, work);
   const KeyTiles tiles(params, work, own.key_stop);
   own.load_queries();
+  ptx::copy_async_commit();
 #pragma unroll 1
   for (int n_block = tiles.stop - 1; n_block >= tiles.start; --n_block)
     own.step(tiles.at(n_block) * kBlockN, n_block >= tiles.full_stop || n_block < tiles.full_start);

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import cuflash.testing as ct
 from cuflash.arrays.array_info import layout_of, rows_of
 from cuflash.gpu.compiler import kernel_directory
-from cuflash.gpu.params import PARAMS, POINTER_WORD, Argument, Frame, parameters, pointer_words
+from cuflash.gpu.params import PARAMS, POINTER_WORD, TANGENTS, Argument, Frame, parameters, pointer_words
 from cuflash.plan import DeviceSpec, choose_plan
-from cuflash.plan.argument import PARAMS_BYTES, maps_offset
+from cuflash.plan.argument import PARAMS_BYTES, TANGENT_ARRAYS, TANGENT_BYTES, maps_offset
 from cuflash.plan.sm90.backward import BACKWARD_HEAD_SECTION
 from cuflash.score_mod.program import Traced
 from cuflash.spec.options import Options
@@ -31,9 +31,10 @@ SCALARS = {
 }
 
 
-def structs_of(text):
-    """Name -> [(type, name of the field)] of every struct in a header."""
+def structs_of(text, tangents=False):
+    """Name -> [(type, name of the field)] of every struct in a header, as passes with or without tangents have it."""
     text = re.sub(r"//[^\n]*", "", text)
+    text = re.sub(r"#if CUFLASH_TANGENTS\n(.*?)#endif\n", r"\1" if tangents else "", text, flags=re.DOTALL)
     text = re.sub(r"#if CUFLASH_HAS_FUNCTIONS\n.*?#endif\n", "", text, flags=re.DOTALL)  # what follows in such kernels
     structs: dict[str, list[tuple[str, str]]] = {}
     for name, body in re.findall(r"struct (\w+) \{(.*?)\};", text, re.DOTALL):
@@ -46,7 +47,8 @@ def structs_of(text):
     return structs
 
 
-STRUCTS = structs_of((kernel_directory() / "common/io/params.cuh").read_text())
+HEADER = (kernel_directory() / "common/io/params.cuh").read_text()
+STRUCTS = structs_of(HEADER)
 
 
 def laid_out(fields, start=0):
@@ -102,6 +104,20 @@ def test_every_field_lies_where_the_kernels_look_for_it():
         else:
             assert (base, ours) == (SCALARS[ctype], name)
     assert not described
+
+
+def test_tangents_follow_all_other_fields():
+    every, size, _ = laid_out(structs_of(HEADER, tangents=True)["Params"])
+    assert every[: len(FIELDS)] == FIELDS and size == PARAMS_BYTES + TANGENT_BYTES
+    offsets = {name: offset - PARAMS_BYTES for _, name, offset in every[len(FIELDS) :]}
+    described = dict(TANGENTS.fields or {})
+    for name, num_strides in TANGENT_ARRAYS:
+        pointer = offsets.get(f"{name}.data", offsets.get(name))
+        assert described[name][1] == pointer
+        if num_strides:
+            first = f"{name}.batch_stride" if f"{name}.data" in offsets else f"{name}_stride"
+            assert described[f"{name}_strides"][1] == offsets[first] == pointer + 8
+    assert len(offsets) == sum(1 + num_strides for _, num_strides in TANGENT_ARRAYS)
 
 
 def test_strides_come_in_the_order_of_the_axes():

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash.cpu import fallback
-from cuflash.spec.inputs import NUMBERS
-from cuflash.testing import Case, cases, optional
+from cuflash.testing import cases, optional
 from cuflash.testing.tangents import Moved, assert_tangents
 from tests.sampling import examples
+from tests.second_derivatives import CASES, NAMES, has_gradient, movable
 
 FEATURES = (
     *("causal", "window", "scale", "softcap", "bias", "mask", "kv_lengths", "alibi_slopes", "gqa", "head_dim_v"),
@@ -24,9 +24,7 @@ FEATURES = (
 @st.composite
 def moved_by(draw, case):
     """What moves in a case."""
-    arrays = case.arrays()
-    names = [name for name in ("q", "k", "v", "bias", "alibi_slopes", "sinks") if name in arrays]
-    names += [name for name in NUMBERS if getattr(case.problem, name) is not None]
+    names = movable(case)
     cotangents = ["tdout", *(["tdlse"] if case.dlse else [])]
     return Moved(
         names=tuple(draw(st.lists(st.sampled_from(names), unique=True))) if draw(st.booleans()) else tuple(names),
@@ -55,45 +53,12 @@ def inputs_of(arrays: Mapping[str, Any]) -> dict[str, Any]:
     return {name: arrays[name] for name in ("q", "k", "v")}
 
 
-def has_gradient(case, name):
-    return name[1:] in ("q", "k", "v", "scale") or getattr(case.problem, name[1:], None) is not None
-
-
-# Every option, each with enough keys to tell what it does, and several at once.
-SIZES: dict[str, Any] = {"seqlen_q": 37, "seqlen_k": 203, "head_dim": 24, "num_heads": 4, "num_heads_kv": 2, "batch": 2}
-OPTIONS: list[dict[str, Any]] = [
-    {"causal": True, "softcap": 2.0, "sinks": True, "dropout": 0.3, "dlse": True},
-    {"dtype": "float64", "window": (60, 20), "softcap": 0.5, "scale": -0.4, "score_spread": 8.0, "dlse": True},
-    {"dtype": "float64", "bias": (4, 37, 203), "bias_holes": True, "alibi_slopes": (4,), "dropout": 0.5},
-    {"dtype": "bfloat16", "bias": (2, 1, 1, 203), "bias_dtype": "input", "mask": (37, 203), "sinks": True},
-    {"dtype": "float16", "kv_lengths": (203, 65), "causal": "lengths", "alibi_slopes": (2, 4), "head_dim_v": 40},
-    {"dtype": "float64", "block_mask": (4,), "block_size": (16, 32), "layout": "bshd", "strides": "flipped"},
-    {"score_mean": 3e3, "bias": (1, 1, 37, 1), "strides": "padded", "dropout": 0.1, "sinks": True, "dlse": True},
-    {"bias": (4, 37, 203), "bias_mask": -1e9, "score_spread": 30.0, "strides": "transposed"},
-    {"dtype": "bfloat16", "distinct_keys": 3, "softcap": 50.0, "causal": "top_left", "head_dim_v": 8},
-]
-PACKED: dict[str, Any] = {
-    "seqlen_q": 90,
-    "seqlen_k": 300,
-    "head_dim": 16,
-    "num_heads": 4,
-    "cu_seqlens_k": (0, 70, 70, 290),
-}
-OF_PACKED: list[dict[str, Any]] = [
-    {"cu_seqlens_q": (0, 40, 60, 85), "dtype": "float64", "causal": True, "sinks": True, "dropout": 0.2, "dlse": True},
-    {"cu_seqlens_q": (0, 0, 50, 90), "alibi_slopes": (3, 4), "softcap": 3.0, "layout": "bshd", "window": (50, None)},
-]
-RICH = [Case(**SIZES, **own) for own in OPTIONS] + [Case(**PACKED, **own) for own in OF_PACKED]
-
-
 @pytest.mark.parametrize("common", [0.0, 10.0])
-@pytest.mark.parametrize("case", RICH, ids=range(len(RICH)))
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_several_tiles_by_the_oracle_rule(case, common, monkeypatch):
     monkeypatch.setattr(fallback, "PAIRS", 2**11)
-    everything = [name for name in ("q", "k", "v", "bias", "alibi_slopes", "sinks") if name in case.arrays()]
-    everything += [name for name in NUMBERS if getattr(case.problem, name) is not None]
     cotangents = ("tdout", "tdlse") if case.dlse else ("tdout",)
-    moved = Moved(names=tuple(everything), cotangents=cotangents, common=common)
+    moved = Moved(names=tuple(movable(case)), cotangents=cotangents, common=common)
     of_forward, found = computed(case, moved)
     assert_tangents(case, moved, {"tout": of_forward.tout, "tlse": of_forward.tlse} | found._asdict())
 

@@ -28,7 +28,7 @@ class Jvp(ForwardFamily[JvpTile]):
         return JVP_TILES
 
     def draft(self, draft: Draft, tile: JvpTile) -> None:
-        draft.add_lists(tile, "key_index")
+        draft.add_block_index(tile, "key_index")
         blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
         draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
 
@@ -45,7 +45,7 @@ class BackwardJvp(ForwardFamily[BackwardJvpTile]):
         return BACKWARD_JVP_TILES
 
     def draft(self, draft: Draft, tile: BackwardJvpTile) -> None:
-        draft.add_lists(tile, "query_index")
+        draft.add_block_index(tile, "query_index")
         problem = draft.problem
         blocks = problem.array_batch * problem.num_heads_kv * draft.tiles_of(problem.seqlen_k, tile.block_n)
         draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))
@@ -63,6 +63,6 @@ class DqJvp(ForwardFamily[DqJvpTile]):
         return DQ_JVP_TILES
 
     def draft(self, draft: Draft, tile: DqJvpTile) -> None:
-        draft.add_lists(tile, "key_index")
+        draft.add_block_index(tile, "key_index")
         blocks = draft.heads * draft.tiles_of(draft.problem.seqlen_q, tile.block_m)
         draft.add_main(self.source, tile, blocks, tile.shared_bytes(*draft.padded_dims(tile)))

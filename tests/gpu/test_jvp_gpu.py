@@ -1,0 +1,96 @@
+"""jvp and backward_jvp of CuPy arrays: by the oracle rule, on streams, in graphs, and on batch axes."""
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash.testing import optional
+from cuflash.testing.tangents import Moved, assert_tangents
+from tests.second_derivatives import CASES, NAMES, movable, moves_of
+
+cupy = pytest.importorskip("cupy")
+pytestmark = pytest.mark.gpu
+
+
+def computed(case, moved):
+    """The results of both passes by name."""
+    attention = cuflash.FlashAttention(**case.keywords)
+    arrays, tangents = case.arrays(cupy.asarray), moved.arrays(case, cupy.asarray)
+    given = {name: arrays[name] for name in ("q", "k", "v")} | optional(arrays) | case.random
+    of_inputs = {name: x for name, x in tangents.items() if name not in ("tdout", "tdlse")}
+    of_forward = attention.jvp(**given, **of_inputs)
+    need = ("tdq", "tdk", "tdv", *(["tdsinks"] if case.sinks else []))
+    given |= {"dlse": arrays["dlse"]} if "dlse" in arrays else {}
+    found = attention.backward_jvp(arrays["dout"], **given, **of_forward._asdict(), need=need, **tangents)
+    return {"tout": of_forward.tout, "tlse": of_forward.tlse} | found._asdict()
+
+
+@pytest.mark.parametrize(
+    ("case", "moved"),
+    [
+        pytest.param(case, moved, id=f"{name}-{', '.join(moved.names)}")
+        for name, case in zip(NAMES, CASES, strict=True)
+        for moved in moves_of(case)
+    ],
+)
+def test_every_option_by_the_oracle_rule(case, moved):
+    assert_tangents(case, moved, computed(case, moved))
+
+
+def test_what_keys_have_in_common_is_taken_out():
+    case = CASES[0]
+    moved = Moved(names=tuple(movable(case)), common=10.0)
+    assert_tangents(case, moved, computed(case, moved))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_batch_axes_that_broadcast(dtype):
+    random = np.random.default_rng(1)
+    shapes = {"q": (3, 1, 2, 17, 8), "k": (2, 2, 19, 8), "v": (1, 2, 19, 4), "bias": (3, 2, 1, 17, 19)}
+    point, tangents = (
+        {f"{prefix}{name}": random.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+        for prefix in ("", "t")
+    )
+    dout = random.standard_normal((3, 2, 2, 17, 4)).astype(dtype)
+    attention = cuflash.FlashAttention()
+
+    def both(convert):
+        given, moved = ({name: convert(x) for name, x in own.items()} for own in (point, tangents))
+        results = attention.jvp(**given, **moved)
+        return (*results, *attention.backward_jvp(convert(dout), **given, **results._asdict(), **moved))
+
+    limit = 1e-11 if dtype == "float64" else 1e-2
+    for x, y in zip(both(cupy.asarray), both(np.asarray), strict=True):
+        np.testing.assert_allclose(x.get().astype(float), y.astype(float), rtol=limit, atol=limit * np.abs(y).max())
+
+
+def test_a_graph_replays_and_results_repeat():
+    random = cupy.random.default_rng(0)
+    q, k, v, tq, tk, tv, dout = random.standard_normal((7, 2, 3, 200, 64), dtype=np.float32).astype(np.float16)
+    attention = cuflash.FlashAttention(causal=True)
+
+    def run():
+        results = attention.jvp(q, k, v, tq=tq, tk=tk, tv=tv)
+        return (*results, *attention.backward_jvp(dout, q, k, v, *results, tq=tq, tk=tk, tv=tv))
+
+    expected = run()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.get_current_stream().synchronize()
+    with stream:
+        run()
+        stream.begin_capture()
+        captured = run()
+        graph = stream.end_capture()
+        graph.launch()
+    stream.synchronize()
+    for x, y, z in zip(expected, captured, run(), strict=True):
+        cupy.testing.assert_array_equal(x, y)
+        cupy.testing.assert_array_equal(x, z)
+
+
+def test_what_kernels_do_not_make():
+    q, k, v, bias = (cupy.zeros(shape, np.float32) for shape in ((1, 2, 5, 8),) * 3 + ((2, 5, 5),))
+    attention = cuflash.FlashAttention()
+    results = attention.jvp(q, k, v, bias=bias, tbias=bias)
+    with pytest.raises(NotImplementedError, match="need: got tdbias of arrays on a GPU"):
+        attention.backward_jvp(v, q, k, v, *results, bias=bias, tbias=bias, need=("tdq", "tdbias"))

@@ -1,0 +1,50 @@
+"""Cases of second derivatives that tests of all backends share: every option, several at once, with enough keys."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from cuflash.spec.inputs import NUMBERS
+from cuflash.testing import Case
+from cuflash.testing.tangents import Moved
+
+SIZES: dict[str, Any] = {"seqlen_q": 37, "seqlen_k": 203, "head_dim": 24, "num_heads": 4, "num_heads_kv": 2, "batch": 2}
+OPTIONS: list[dict[str, Any]] = [
+    {"causal": True, "softcap": 2.0, "sinks": True, "dropout": 0.3, "dlse": True},
+    {"dtype": "float64", "window": (60, 20), "softcap": 0.5, "scale": -0.4, "score_spread": 8.0, "dlse": True},
+    {"dtype": "float64", "bias": (4, 37, 203), "bias_holes": True, "alibi_slopes": (4,), "dropout": 0.5},
+    {"dtype": "bfloat16", "bias": (2, 1, 1, 203), "bias_dtype": "input", "mask": (37, 203), "sinks": True},
+    {"dtype": "float16", "kv_lengths": (203, 65), "causal": "lengths", "alibi_slopes": (2, 4), "head_dim_v": 40},
+    {"dtype": "float64", "block_mask": (4,), "block_size": (16, 32), "layout": "bshd", "strides": "flipped"},
+    {"score_mean": 3e3, "bias": (1, 1, 37, 1), "strides": "padded", "dropout": 0.1, "sinks": True, "dlse": True},
+    {"bias": (4, 37, 203), "bias_mask": -1e9, "score_spread": 30.0, "strides": "transposed"},
+    {"dtype": "bfloat16", "distinct_keys": 3, "softcap": 50.0, "causal": "top_left", "head_dim_v": 8},
+    {"dtype": "bfloat16", "scale": 0.0, "causal": True},
+]
+PACKED: dict[str, Any] = {"seqlen_q": 90, "seqlen_k": 300, "head_dim": 16, "num_heads": 4}
+PACKED |= {"cu_seqlens_k": (0, 70, 70, 290)}
+OF_PACKED: list[dict[str, Any]] = [
+    {"cu_seqlens_q": (0, 40, 60, 85), "dtype": "float64", "causal": True, "sinks": True, "dropout": 0.2, "dlse": True},
+    {"cu_seqlens_q": (0, 0, 50, 90), "alibi_slopes": (3, 4), "softcap": 3.0, "layout": "bshd", "window": (50, None)},
+]
+CASES = [Case(**SIZES, **own) for own in OPTIONS] + [Case(**PACKED, **own) for own in OF_PACKED]
+NAMES = [", ".join(map(str, own)) for own in (*OPTIONS, *OF_PACKED)]
+
+
+def movable(case: Case) -> list[str]:
+    """All that may have a tangent in a case."""
+    arrays = case.arrays()
+    names = [name for name in ("q", "k", "v", "bias", "alibi_slopes", "sinks") if name in arrays]
+    return names + [name for name in NUMBERS if getattr(case.problem, name) is not None]
+
+
+def moves_of(case: Case) -> Iterator[Moved]:
+    """Tangents of everything, and of single inputs."""
+    cotangents = ("tdout", "tdlse") if case.dlse else ("tdout",)
+    yield Moved(names=tuple(movable(case)), cotangents=cotangents)
+    for name in movable(case):
+        yield Moved(names=(name,))
+
+
+def has_gradient(case: Case, gradient: str) -> bool:
+    name = gradient[1:]
+    return name in ("q", "k", "v", "scale") or getattr(case.problem, name, None) is not None
