@@ -70,7 +70,7 @@ struct Jvp {
         warp_d(warp_index() % kWarpsD),
         lane_row(first_row + warp_row + fragment_row()),
         score(params, batch, head, key_stop),
-        tangents(params, score, batch, head),
+        tangents(params, batch, head),
         mask(params, batch, head, key_stop),
         dropout(params, batch, head),
         exponent_scale(score.exponent_scale()) {
@@ -134,7 +134,7 @@ struct Jvp {
         s[0][n][i] = score.of(x, row, key, derivative);
         if (masked && !mask.visible(row, key)) s[0][n][i] = -ptx::infinity();
         if constexpr (kMovesScores)
-          ts[0][n][i] = s[0][n][i] == -ptx::infinity() ? 0 : tangents.of(x, ts[0][n][i], row, key);
+          ts[0][n][i] = s[0][n][i] == -ptx::infinity() ? 0 : tangents.of(score, x, ts[0][n][i], row, key);
       }
     softmax.update(s, ts, o, a, exponent_scale);
     if constexpr (kHasDropout) {

@@ -44,7 +44,7 @@ struct GradientTangents {
 
   CUFLASH_DEVICE GradientTangents(const Params& params, Entry batch, int head, int key_stop)
       : weights(params, batch, head, key_stop),
-        tangents(params, weights.score, batch, head),
+        tangents(params, batch, head),
         scaled(weights.score.scale, tangents.scale),
         kept_scale(kept_scale_of(params)) {}
 
@@ -56,13 +56,13 @@ struct GradientTangents {
     Real derivative;
     const Real x = masked_score(weights.score, weights.mask, product, row, key, masked, derivative);
     const Real p = weight_of(x, weights.exponent_scale, own.stats, derivative);
-    const Real u = p == 0 ? 0 : (kMovesScores ? tangents.of(product, tangent, row, key) : 0) - own.tlse;
+    const Real u = p == 0 ? 0 : (kMovesScores ? tangents.of(weights.score, product, tangent, row, key) : 0) - own.tlse;
     const Real ds = p * ((keeps ? dp : 0) * kept_scale - own.stats.delta);
     const Real tds = u * ds + p * ((keeps ? tdp : 0) * kept_scale - own.tdelta);
     dp = derivative * ds;
     tdp = derivative * tds;
     if constexpr (kHasSoftcap || kHasScoreFunction) {
-      if (ds != 0) tdp += tangents.of_slope(product, tangent, row, key) * ds;
+      if (ds != 0) tdp += tangents.of_slope(weights.score, product, tangent, row, key) * ds;
     }
     scaled.apply(dp, tdp, weights.score.scale);
     s = keeps ? p : 0;

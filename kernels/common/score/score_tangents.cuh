@@ -5,16 +5,15 @@
 #include "common/schedule/sequences.cuh"
 #include "common/score/score.cuh"
 
+// It keeps no reference to the score: a struct that has one to another of its members stays in local memory.
 struct ScoreTangents {
-  const Score& score;
   Real scale, softcap, slope;  // tangents
   const void* bias;            // the tangent of this head's
   i64 bias_row_stride;
   i64 bias_key_stride;
 
-  CUFLASH_DEVICE ScoreTangents(const Params& params, const Score& score_, Entry batch, int head)
-      : score(score_),
-        scale(kMovesScale ? *(const Real*)params.tscale : 0),
+  CUFLASH_DEVICE ScoreTangents(const Params& params, Entry batch, int head)
+      : scale(kMovesScale ? *(const Real*)params.tscale : 0),
         softcap(kMovesSoftcap ? *(const Real*)params.tsoftcap : 0),
         slope(0),
         bias(nullptr),
@@ -31,8 +30,8 @@ struct ScoreTangents {
   }
 
   // The tangent of the score of (row, key), whatever hides the pair.
-  CUFLASH_DEVICE Real of(Real product, Real tangent, int row, int key) const {
-    Real x = scaled(product, tangent);
+  CUFLASH_DEVICE Real of(const Score& score, Real product, Real tangent, int row, int key) const {
+    Real x = scaled(score, product, tangent);
 #if CUFLASH_HAS_SCORE_FUNCTION
     return score.functions.tangent(product * score.scale, x, row, key);
 #endif
@@ -49,8 +48,8 @@ struct ScoreTangents {
   }
 
   // The tangent of the derivative of the score by the scaled product.
-  CUFLASH_DEVICE Real of_slope(Real product, Real tangent, int row, int key) const {
-    const Real x = scaled(product, tangent);
+  CUFLASH_DEVICE Real of_slope(const Score& score, Real product, Real tangent, int row, int key) const {
+    const Real x = scaled(score, product, tangent);
 #if CUFLASH_HAS_SCORE_FUNCTION
     return score.functions.slope_tangent(product * score.scale, x, row, key);
 #endif
@@ -61,7 +60,7 @@ struct ScoreTangents {
 
  private:
   // The tangent of the scaled product.
-  CUFLASH_DEVICE Real scaled(Real product, Real tangent) const {
+  CUFLASH_DEVICE Real scaled(const Score& score, Real product, Real tangent) const {
     return kMovesScale ? score.scale * tangent + scale * product : score.scale * tangent;
   }
 
