@@ -270,15 +270,16 @@ JVP_TILES = (
     _jvp(1024, 16, 16, 8, 1, 8, 0, ARITHMETIC),
 
     _jvp(64,  64, 16, 4, 1, 1, 0, ARITHMETIC, element_bytes=4),
-    _jvp(64,  32, 16, 2, 1, 1, 0, TINY, element_bytes=4),
-    _jvp(128, 32, 16, 8, 1, 4, 0, ARITHMETIC, element_bytes=4),
+    _jvp(128, 64, 16, 8, 1, 2, 0, ARITHMETIC, element_bytes=4),
+    _jvp(128, 32, 16, 4, 1, 2, 0, SMALL, element_bytes=4),
     _jvp(256, 32, 16, 8, 1, 4, 0, ARITHMETIC, element_bytes=4),
     _jvp(256, 16, 16, 4, 1, 4, 0, SMALL, element_bytes=4),
     _jvp(512, 16, 16, 8, 1, 8, 0, ARITHMETIC, element_bytes=4),
 
-    _jvp(64,  32, 16, 8, 1, 4, 0, ARITHMETIC, element_bytes=8),
-    _jvp(128, 16, 16, 8, 1, 8, 0, ARITHMETIC, element_bytes=8),
-    _jvp(256, 16, 16, 8, 1, 8, 0, ARITHMETIC, element_bytes=8),
+    _jvp(64,  32, 16, 4, 1, 2, 0, ARITHMETIC, element_bytes=8),
+    _jvp(128, 32, 16, 4, 1, 2, 0, ARITHMETIC, element_bytes=8),
+    _jvp(128, 16, 16, 2, 1, 2, 0, SMALL, element_bytes=8),
+    _jvp(256, 16, 16, 4, 1, 4, 0, ARITHMETIC, element_bytes=8),
 )
 
 BACKWARD_JVP_TILES = (
@@ -290,13 +291,13 @@ BACKWARD_JVP_TILES = (
     _backward_jvp(256, 16, 32, 8, 1, 4, 0, SMALL),
     _backward_jvp(512, 16, 32, 8, 1, 4, 0, ARITHMETIC),
 
-    _backward_jvp(64,  16, 64, 8, 1, 2, 0, ARITHMETIC, element_bytes=4),
+    _backward_jvp(64,  16, 64, 4, 1, 1, 0, ARITHMETIC, element_bytes=4),
     _backward_jvp(64,  16, 32, 4, 1, 2, 0, TINY, element_bytes=4),
-    _backward_jvp(128, 16, 32, 8, 1, 4, 0, ARITHMETIC, element_bytes=4),
-    _backward_jvp(256, 16, 16, 8, 1, 8, 0, ARITHMETIC, element_bytes=4),
+    _backward_jvp(128, 16, 32, 4, 1, 2, 0, ARITHMETIC, element_bytes=4),
+    _backward_jvp(256, 16, 16, 4, 1, 4, 0, ARITHMETIC, element_bytes=4),
 
-    _backward_jvp(64,  16, 32, 8, 1, 4, 0, ARITHMETIC, element_bytes=8),
-    _backward_jvp(128, 16, 16, 8, 1, 8, 0, ARITHMETIC, element_bytes=8),
+    _backward_jvp(64,  16, 32, 4, 1, 2, 0, ARITHMETIC, element_bytes=8),
+    _backward_jvp(128, 16, 16, 4, 1, 4, 0, ARITHMETIC, element_bytes=8),
     _backward_jvp(192, 16, 16, 4, 1, 4, 0, ARITHMETIC, element_bytes=8),
 )
 
@@ -311,11 +312,11 @@ DQ_JVP_TILES = (
 
     _dq_jvp(64,  64, 16, 4, 1, 1, 0, ARITHMETIC, element_bytes=4),
     _dq_jvp(64,  32, 16, 4, 1, 2, 0, TINY, element_bytes=4),
-    _dq_jvp(128, 32, 16, 8, 1, 4, 0, ARITHMETIC, element_bytes=4),
+    _dq_jvp(128, 32, 16, 4, 1, 2, 0, ARITHMETIC, element_bytes=4),
     _dq_jvp(256, 16, 16, 4, 1, 4, 0, ARITHMETIC, element_bytes=4),
 
-    _dq_jvp(64,  16, 16, 4, 1, 4, 0, ARITHMETIC, element_bytes=8),
-    _dq_jvp(128, 16, 16, 8, 1, 8, 0, ARITHMETIC, element_bytes=8),
+    _dq_jvp(64,  32, 16, 4, 1, 2, 0, ARITHMETIC, element_bytes=8),
+    _dq_jvp(128, 16, 16, 4, 1, 4, 0, ARITHMETIC, element_bytes=8),
     _dq_jvp(192, 16, 16, 4, 1, 4, 0, ARITHMETIC, element_bytes=8),
 )
 

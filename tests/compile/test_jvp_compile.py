@@ -1,0 +1,70 @@
+"""Every row of the tables of kernels with tangents compiles, and spills no more than is known of it."""
+
+from dataclasses import replace
+
+import pytest
+
+from cuflash.gpu.compiler import compile_spec
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.sm80.tiles import BACKWARD_JVP_TILES, DQ_JVP_TILES, JVP_TILES, DqJvpTile, JvpTile
+from cuflash.plan.tiles import why_too_large
+from cuflash.spec.passes import BACKWARD_JVP, JVP
+from cuflash.testing import Case
+from tests.sampling import sample
+
+DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
+# Bytes that a thread of a causal kernel of 9.0 spills, by type, bytes of an element, max_dim, block_m and block_n. Wide
+# elements have the accumulators of both results, and fragments of both factors, in registers.
+SPILLS = {
+    ("JvpTile", 4, 128, 64, 16): 196,
+    ("JvpTile", 4, 128, 32, 16): 188,
+    ("JvpTile", 8, 64, 32, 16): 52,
+    ("JvpTile", 8, 128, 32, 16): 2224,
+    ("JvpTile", 8, 128, 16, 16): 2344,
+    ("JvpTile", 8, 256, 16, 16): 2964,
+    ("BackwardJvpTile", 2, 128, 32, 64): 4,
+    ("BackwardJvpTile", 4, 64, 16, 64): 72,
+    ("BackwardJvpTile", 4, 64, 16, 32): 32,
+    ("BackwardJvpTile", 4, 128, 16, 32): 428,
+    ("BackwardJvpTile", 8, 64, 16, 32): 204,
+    ("BackwardJvpTile", 8, 128, 16, 16): 940,
+    ("BackwardJvpTile", 8, 192, 16, 16): 1788,
+    ("DqJvpTile", 4, 64, 64, 16): 20,
+    ("DqJvpTile", 4, 64, 32, 16): 16,
+    ("DqJvpTile", 4, 128, 32, 16): 72,
+    ("DqJvpTile", 8, 64, 32, 16): 116,
+    ("DqJvpTile", 8, 128, 16, 16): 604,
+    ("DqJvpTile", 8, 192, 16, 16): 1176,
+}
+ROUNDING = 1.25  # other versions of the compiler allocate registers a little differently
+
+
+def problem_of(tile):
+    case = Case(seqlen_q=512, seqlen_k=512, head_dim=tile.max_dim, dtype=DTYPES[tile.element_bytes], causal=True)
+    return replace(case.problem, moved=("q", "k", "v"))
+
+
+def main_kernel(tile, arch):
+    pass_ = JVP if type(tile) is JvpTile else BACKWARD_JVP
+    need = None if pass_ is JVP else ("tdq",) if type(tile) is DqJvpTile else ("tdk", "tdv")
+    plan = choose_plan(problem_of(tile), DeviceSpec.for_arch(arch), pass_, tiles=(tile,), need=need)
+    (kernel,) = (kernel for kernel in plan.kernels if "jvp" in kernel.source)
+    return kernel
+
+
+@pytest.mark.parametrize("tile", sample((*JVP_TILES, *BACKWARD_JVP_TILES, *DQ_JVP_TILES), 4), ids=str)
+def test_every_row_compiles(tile):
+    resources = compile_spec(main_kernel(tile, "9.0")).resources
+    key = (type(tile).__name__, tile.element_bytes, tile.max_dim, tile.block_m, tile.block_n)
+    known = SPILLS.get(key, 0)
+    assert resources.spill_stores_bytes <= known * ROUNDING + 16
+    assert resources.stack_bytes <= known + 32  # no accumulator lies in local memory
+
+
+@pytest.mark.parametrize("arch", ["7.5", "8.0", "8.6", "12.0"])
+def test_other_devices(arch):
+    """The first row of each table that fits there."""
+    device = DeviceSpec.for_arch(arch)
+    for table in sample((JVP_TILES, BACKWARD_JVP_TILES, DQ_JVP_TILES), 3):
+        tile = next(row for row in table if why_too_large(row, problem_of(row), device) is None)
+        assert compile_spec(main_kernel(tile, arch)).path.exists()

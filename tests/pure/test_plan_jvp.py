@@ -1,0 +1,81 @@
+"""Plans of the passes with tangents."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash.plan import DeviceSpec, choose_plan
+from cuflash.plan.sm80.tiles import BACKWARD_JVP_TILES, DQ_JVP_TILES, JVP_TILES
+from cuflash.spec.passes import BACKWARD_JVP, JVP
+from cuflash.spec.problem import make_problem
+from cuflash.testing import Case
+
+ARCHS = ("7.5", "8.6", "8.0", "9.0")
+LARGEST = {"bfloat16": (1024, 512), "float32": (512, 256), "float64": (256, 192)}  # of jvp, and of backward_jvp
+
+
+def problem_of(dtype="bfloat16", head_dim=64, moved=("q", "k", "v"), **others):
+    case = Case(seqlen_q=512, seqlen_k=512, head_dim=head_dim, dtype=dtype, **others)
+    return replace(case.problem, moved=moved)
+
+
+def plan_of(problem, pass_, arch="9.0", **options):
+    return choose_plan(problem, DeviceSpec.for_arch(arch), pass_, **options)
+
+
+def test_every_row_is_chosen_somewhere():
+    chosen = set()
+    for dtype, largest in LARGEST.items():
+        for head_dim in (64, 128, 192, 256, 512, 1024):
+            for arch in ARCHS:
+                for pass_, most in zip((JVP, BACKWARD_JVP), largest, strict=True):
+                    if head_dim <= most:
+                        try:
+                            chosen |= set(plan_of(problem_of(dtype, head_dim), pass_, arch).tiles)
+                        except NotImplementedError as error:
+                            assert arch != "9.0", error
+    assert not [tile for tile in (*JVP_TILES, *BACKWARD_JVP_TILES, *DQ_JVP_TILES) if tile not in chosen]
+
+
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_head_dimensions_without_a_tile(dtype):
+    for pass_, most in zip((JVP, BACKWARD_JVP), LARGEST[dtype], strict=True):
+        if most < 1024:
+            with pytest.raises(NotImplementedError, match=f"device: no tile of {dtype} at head dimensions"):
+                plan_of(problem_of(dtype, most + 1), pass_)
+
+
+def test_kernels_make_what_is_needed():
+    def sources(*need):
+        return [kernel.source for kernel in plan_of(problem_of(sinks=True), BACKWARD_JVP, need=need).kernels]
+
+    preprocess, sinks = "helpers/backward_preprocess.cu", "helpers/sinks.cu"
+    assert sources("tdq") == [preprocess, "sm80/backward_jvp_dq.cu"]
+    assert sources("tdv") == [preprocess, "sm80/backward_jvp.cu"]
+    assert sources("tdq", "tdk") == [preprocess, "sm80/backward_jvp.cu", "sm80/backward_jvp_dq.cu"]
+    assert sources("tdsinks") == [preprocess, sinks]
+    assert [kernel.source for kernel in plan_of(problem_of(), JVP).kernels] == ["sm80/jvp.cu"]
+
+
+def test_tangents_that_are_not_given_are_no_part_of_a_kernel():
+    def bits(*moved):
+        (kernel,) = plan_of(problem_of(moved=moved, softcap=3.0), JVP).kernels
+        return dict(kernel.defines)["CUFLASH_TANGENTS"]
+
+    assert [bits(), bits("q"), bits("k"), bits("v"), bits("scale", "softcap")] == [1, 3, 5, 9, 1 + 128 + 256]
+
+
+def test_what_kernels_do_not_make():
+    problem = problem_of(bias=(1, 1, 512, 512))
+    with pytest.raises(NotImplementedError, match="need: got tdbias of arrays on a GPU"):
+        plan_of(problem, BACKWARD_JVP, need=("tdq", "tdbias"))
+    q = np.zeros((1, 2, 64, 32), np.float16)
+    cuda = "template <class T> T score(T s, int, int, int, int, const Given<T>&) { return s; }"
+    score = cuflash.Score(cuda=cuda, python=lambda s, i, j: s)
+    options = cuflash.FlashAttention(score=score).options
+    of_cuda = replace(make_problem(options, q, q, q, score_args={}), moved=("q",))
+    for pass_ in (JVP, BACKWARD_JVP):
+        with pytest.raises(NotImplementedError, match=r"score: got a cuflash\.Score"):
+            plan_of(of_cuda, pass_)
