@@ -21,8 +21,8 @@ def sample(cases: Iterable[Case], one_in: int) -> Sequence[Case]:
 
 
 def examples(count: int) -> int:
-    """How many examples of hypothesis run of so many: a third."""
-    return count if exhaustive else -(-count // 3)
+    """How many examples of hypothesis run of so many: a quarter."""
+    return count if exhaustive else -(-count // 4)
 
 
 def is_chosen(name: str, one_in: int) -> bool:

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from hypothesis import strategies as st
+
 from cuflash.spec.inputs import NUMBERS
 from cuflash.testing import Case
 from cuflash.testing.tangents import Moved
@@ -27,6 +29,11 @@ OF_PACKED: list[dict[str, Any]] = [
     {"cu_seqlens_q": (0, 0, 50, 90), "alibi_slopes": (3, 4), "softcap": 3.0, "layout": "bshd", "window": (50, None)},
 ]
 CASES = [Case(**SIZES, **own) for own in OPTIONS] + [Case(**PACKED, **own) for own in OF_PACKED]
+# Of what `cuflash.testing.cases` draws.
+FEATURES = (
+    *("causal", "window", "scale", "softcap", "bias", "mask", "kv_lengths", "alibi_slopes", "gqa", "head_dim_v"),
+    *("sinks", "dlse", "block_mask", "dropout", "packed", "lengths"),
+)
 NAMES = [", ".join(map(str, own)) for own in (*OPTIONS, *OF_PACKED)]
 
 
@@ -35,6 +42,19 @@ def movable(case: Case) -> list[str]:
     arrays = case.arrays()
     names = [name for name in ("q", "k", "v", "bias", "alibi_slopes", "sinks") if name in arrays]
     return names + [name for name in NUMBERS if getattr(case.problem, name) is not None]
+
+
+@st.composite
+def moved_by(draw, case):
+    """What moves in a case."""
+    names = movable(case)
+    cotangents = ["tdout", *(["tdlse"] if case.dlse else [])]
+    return Moved(
+        names=tuple(draw(st.lists(st.sampled_from(names), unique=True))) if draw(st.booleans()) else tuple(names),
+        cotangents=tuple(draw(st.lists(st.sampled_from(cotangents), unique=True))),
+        common=draw(st.sampled_from((0.0, 0.0, 10.0))),
+        seed=draw(st.integers(0, 9)),
+    )
 
 
 def moves_of(case: Case) -> Iterator[Moved]:

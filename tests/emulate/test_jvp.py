@@ -5,54 +5,38 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import cuflash
 from cuflash.emulator import passes
 from cuflash.spec.problem import make_problem
-from cuflash.testing.tangents import Moved, assert_tangents
-from tests.sampling import sample
-from tests.second_derivatives import CASES, movable, moves_of
+from cuflash.testing import cases
+from cuflash.testing.tangents import Moved
+from tests.emulate.tangents import check, everything
+from tests.sampling import examples, sample
+from tests.second_derivatives import CASES, FEATURES, moved_by, moves_of
 
-NEED = ("tdq", "tdk", "tdv")
 LARGEST = {"bfloat16": 512, "float32": 256, "float64": 192}  # head dimensions of backward_jvp
-
-
-def computed(case, moved, arch, **options):
-    """The results of both passes by name."""
-    arrays, tangents, problem = case.arrays(), moved.arrays(case), case.problem
-    of_inputs = {name: x for name, x in tangents.items() if name not in ("tdout", "tdlse")}
-    given = {name: x for name, x in arrays.items() if name not in ("dout", "dlse")} | of_inputs
-    names = ("out", "lse", "tout", "tlse")
-    of_forward = dict(zip(names, passes.jvp(problem, given, arch=arch, **case.random, **options), strict=True))
-    need = (*NEED, "tdsinks") if case.sinks else NEED
-    found = passes.backward_jvp(problem, arrays | tangents | of_forward, need=need, arch=arch, **case.random, **options)
-    return of_forward, dict(zip(need, found, strict=True))
-
-
-def check(case, moved, arch):
-    of_forward, found = computed(case, moved, arch)
-    assert_tangents(case, moved, {name: of_forward[name] for name in ("tout", "tlse")} | found)
-    out, lse = passes.forward(
-        case.problem, {name: x for name, x in case.arrays().items() if name not in ("dout", "dlse")}, arch=arch,
-        **case.random,
-    )  # fmt: skip
-    limit = {"float64": 1e-12, "float32": 1e-5}.get(case.dtype, 2e-2)
-    for x, y in ((of_forward["out"], out), (of_forward["lse"], lse)):
-        np.testing.assert_allclose(
-            x.astype(float), y.astype(float), rtol=limit, atol=limit * (1 + abs(case.score_mean))
-        )
 
 
 @pytest.mark.parametrize(
     ("case", "arch"),
     sample(
         [(case, arch) for case in CASES for arch in ("8.0", "7.5", "9.0") if case.dtype != "float64" or arch != "7.5"],
-        5,
+        9,
     ),
     ids=str,
 )
 def test_every_option(case, arch):
-    check(case, Moved(names=tuple(movable(case)), cotangents=("tdout", "tdlse") if case.dlse else ("tdout",)), arch)
+    check(case, everything(case), arch)
+
+
+@settings(max_examples=examples(12))
+@given(cases(features=FEATURES, max_seqlen=129, max_head_dim=96, max_scores=2**14), st.data())
+def test_options_together(case, data):
+    archs = ("8.0", "9.0", "7.5")[: 2 if case.dtype == "float64" else 3]
+    check(case, data.draw(moved_by(case)), data.draw(st.sampled_from(archs)))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +50,7 @@ def test_tangents_that_are_not_given(case, moved):
 
 @pytest.mark.parametrize(
     ("dtype", "head_dim"),
-    sample([(dtype, d) for dtype, largest in LARGEST.items() for d in (64, 96, 160, 256, 512) if d <= largest], 3),
+    sample([(dtype, d) for dtype, largest in LARGEST.items() for d in (64, 96, 160, 256, 512) if d <= largest], 5),
 )
 def test_head_dimensions(dtype, head_dim):
     case = replace(CASES[0], dtype=dtype, head_dim=head_dim, head_dim_v=head_dim // 2, seqlen_k=70, batch=1)

@@ -13,7 +13,7 @@ KERNELS = kernel_directory()
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler: g++ is not on the path")
 
 
-CHOSEN = sample(MUTANTS, 100)  # a compilation and more each
+CHOSEN = sample(MUTANTS, 120)  # a compilation and more each
 
 
 @pytest.mark.parametrize("trial", sorted({trial for mutant in CHOSEN for trial in mutant.trials}))

@@ -13,25 +13,7 @@ from cuflash.cpu import fallback
 from cuflash.testing import cases, optional
 from cuflash.testing.tangents import Moved, assert_tangents
 from tests.sampling import examples
-from tests.second_derivatives import CASES, NAMES, has_gradient, movable
-
-FEATURES = (
-    *("causal", "window", "scale", "softcap", "bias", "mask", "kv_lengths", "alibi_slopes", "gqa", "head_dim_v"),
-    *("sinks", "dlse", "block_mask", "dropout", "packed", "lengths"),
-)
-
-
-@st.composite
-def moved_by(draw, case):
-    """What moves in a case."""
-    names = movable(case)
-    cotangents = ["tdout", *(["tdlse"] if case.dlse else [])]
-    return Moved(
-        names=tuple(draw(st.lists(st.sampled_from(names), unique=True))) if draw(st.booleans()) else tuple(names),
-        cotangents=tuple(draw(st.lists(st.sampled_from(cotangents), unique=True))),
-        common=draw(st.sampled_from((0.0, 0.0, 10.0))),
-        seed=draw(st.integers(0, 9)),
-    )
+from tests.second_derivatives import CASES, FEATURES, NAMES, has_gradient, movable, moved_by
 
 
 def computed(case, moved, need=None):

@@ -18,6 +18,7 @@ from tests.emulate.mutants import (
     sm90_bias,
     sm90_forward,
     sm90_wide,
+    tangents,
 )
 from tests.emulate.mutants.mutant import Mutant
 from tests.emulate.mutants.trial import Trial
@@ -35,6 +36,7 @@ MUTANTS = (
     *helpers.MUTANTS,
     *functions.MUTANTS,
     *float8.MUTANTS,
+    *tangents.MUTANTS,
 )
 MIN_CAUGHT = 0.9
 

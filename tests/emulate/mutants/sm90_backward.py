@@ -209,7 +209,8 @@ MUTANTS = (
            "          zero_last_of_64<kBlockM, kDimV>(s_do, valid, thread);\n" "          ptx::fence_async_proxy();\n"
            "        }\n" "        ptx::sync_named(kAll, kConsumerThreads);\n",
            "          zero_last_of_64<kBlockM, kDimV>(s_do, valid, thread);\n" "          ptx::fence_async_proxy();\n"
-           "        }\n", "packed backward sm90 roles"),
+           "        }\n", "packed backward sm90 roles",
+           escapes="every schedule writes the zeros before the products that they are for"),
     mutant("dk over the next sequence", BACKWARD,
            "kIsPacked || kStoresByRows ? seqlen_k_of(common, batch) - first_key : 64;", "64;",
            "packed backward sm90 in order window", "sm90 narrow backward"),

@@ -15,7 +15,7 @@ from cuflash.plan.sm90.tiles import (
 )
 from cuflash.spec.options import Origin
 from tests.emulate import attention
-from tests.emulate.mutants import trials_bias, trials_decode, trials_float8, trials_large, trials_wide
+from tests.emulate.mutants import trials_bias, trials_decode, trials_float8, trials_large, trials_tangents, trials_wide
 from tests.emulate.mutants.trial import FunctionTrial, MergeTrial, Trial
 
 
@@ -189,7 +189,10 @@ def _many_queries(tile: BackwardSm90Tile, **changes: Any) -> Trial:
     return Trial(case=replace(_GROUPED, seqlen_q=300, **changes), tiles=(tile,), num_sms=1)
 
 
-TRIALS: dict[str, Trial | FunctionTrial | trials_large.LargeTrial | trials_large.PairTrial | MergeTrial] = {
+AnyTrial = (
+    Trial | FunctionTrial | MergeTrial | trials_large.LargeTrial | trials_large.PairTrial | trials_tangents.TangentTrial
+)
+TRIALS: dict[str, AnyTrial] = {
     "forward": Trial(case=_GROUPED, tiles=_forward()),
     "forward window": Trial(case=_WINDOW, tiles=_forward(block_m=64)),
     "forward window spread": Trial(case=replace(_WINDOW, score_spread=30.0), tiles=_forward(block_m=64)),
@@ -558,7 +561,7 @@ TRIALS: dict[str, Trial | FunctionTrial | trials_large.LargeTrial | trials_large
     "forward many blocks": Trial(
         case=replace(_SMALL, block_mask=(), seqlen_k=2100, blocks_kept=0.9), tiles=_forward(block_m=64, block_n=16)
     ),
-    "sm90 blocks": Trial(case=_BLOCKS, tiles=_sm90(), num_sms=1),
+    "sm90 blocks": Trial(case=replace(_BLOCKS, kv_lengths=(300, 100)), tiles=_sm90(), num_sms=1),
     "sm90 causal blocks": Trial(case=replace(_BLOCKS, causal=True), tiles=_sm90(block_n=32), num_sms=1),
     "backward blocks": Trial(case=_BLOCKS, tiles=_backward(), num_sms=1),
     "backward sm90 blocks": Trial(case=_BLOCKS, tiles=(_BACKWARD_SM90,), num_sms=1),
@@ -576,6 +579,7 @@ TRIALS: dict[str, Trial | FunctionTrial | trials_large.LargeTrial | trials_large
     **trials_large.TRIALS,
     **trials_float8.TRIALS,
     **trials_wide.TRIALS,
+    **trials_tangents.TRIALS,
     "merge": MergeTrial(columns=68),
     "merge odd columns": MergeTrial(columns=5),
     "functions": FunctionTrial(score="distance", mask="near"),

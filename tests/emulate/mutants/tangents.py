@@ -1,0 +1,128 @@
+"""Mutants of the kernels with tangents: jvp and backward_jvp, and what is theirs in the headers."""
+
+from tests.emulate.mutants.mutant import mutant
+
+JVP = "sm80/jvp.cu"
+OF_KEYS = "sm80/backward_jvp.cu"
+OF_QUERIES = "sm80/backward_jvp_dq.cu"
+SOFTMAX = "common/softmax/tangents.cuh"
+SCORES = "common/score/score_tangents.cuh"
+GRADIENTS = "common/score/gradient_tangents.cuh"
+DELTA = "helpers/backward_preprocess.cu"
+SINKS = "helpers/sinks.cu"
+
+# fmt: off
+MUTANTS = (
+    # ---- sm80/jvp.cu
+    mutant("tQ K^T is forgotten", JVP, "if constexpr (kMovesQ) product(ts, s_tq, s_k);", "", "tangents"),
+    mutant("Q tK^T with K", JVP, "product(ts, s_q, s_tk);", "product(ts, s_q, s_k);", "tangents"),
+    mutant("tV with weights of tangents", JVP, "add(a, s, s_tv);", "add(a, ts, s_tv);", "tangents"),
+    mutant("tangents of pairs that dropout drops", JVP,
+           "      if constexpr (kMovesScores) dropout.drop(ts[0], lane_row, lane_key);\n", "", "tangents"),
+    mutant("tangents of hidden pairs", JVP, "s[0][n][i] == -ptx::infinity() ? 0 : tangents.of",
+           "false ? 0 : tangents.of", "tangents of biases", escapes="weights of 0 make products of 0"),
+    mutant("tout without the mean", JVP, "a[0][n][i] -= softmax.mean(0, i / 2) * o[0][n][i];", "", "tangents"),
+    mutant("tout is not divided by the sum of its row", JVP, "return softmax.inverse_sum(m, half) * kept_scale;",
+           "return softmax.inverse_sum(m, 0) * kept_scale;", "tangents"),
+    mutant("tlse by the stride of lse", JVP, "g_tlse[row * params.tlse.row_stride]",
+           "g_tlse[row * params.lse.row_stride]", "tangents", escapes="results of jvp are new arrays, both contiguous"),
+    mutant("the tangent of a sink is forgotten", JVP, "[head * params.tsinks_stride] : (Real)0", "[0] * 0 : (Real)0",
+           "tangents"),
+    mutant("the next tile of K comes before all have read this one", JVP,
+           "    ptx::copy_async_wait<0>();\n    ptx::sync_block();\n    if (n_block > tiles.start) load_k",
+           "    ptx::copy_async_wait<0>();\n    if (n_block > tiles.start) load_k", "tangents of windows"),
+    mutant("tiles without a mask", JVP, "n_block >= tiles.full_stop || n_block < tiles.full_start",
+           "n_block >= tiles.full_stop", "tangents of windows"),
+    # ---- common/softmax/tangents.cuh
+    mutant("A keeps the old row max", SOFTMAX,
+           "      Base::rescale(a, factor);\n    }\n#pragma unroll\n    for (int m = 0",
+           "    }\n#pragma unroll\n    for (int m = 0", "tangents of windows"),
+    mutant("r keeps the old row max", SOFTMAX, "if (is_raised) mean_sum[m][half] *= factor[m][half];", "",
+           "tangents of many keys"),
+    mutant("the shift moves without A", SOFTMAX, "a[n][i] -= gain * o[n][i];", "a[n][i] -= 0 * o[n][i];",
+           "tangents of windows"),
+    mutant("the shift moves without r", SOFTMAX, "mean_sum[m][half] -= gain * before;", "", "tangents of windows"),
+    mutant("the shift moves without the tile", SOFTMAX, "if (score[n][i] != 0) tangent[n][i] -= gain;", "", "tangents"),
+    mutant("the shift moves by the tile alone", SOFTMAX, "before[m][half] = row_sum[m][half];", "before[m][half] = 0;",
+           "tangents of windows"),
+    mutant("the shift stays where it is", SOFTMAX, "shift[m][half] += gain;", "", "tangents"),
+    mutant("a tile forgets the shift", SOFTMAX, "0 : tangent[m][n][i] - shift[m][half];", "0 : tangent[m][n][i];",
+           "tangents of windows"),
+    mutant("the mean of one lane", SOFTMAX, "half) mean_sum[m][half] = sum_of_row(mean_sum[m][half]);", "half) {}",
+           "tangents"),
+    mutant("a sink without the shift", SOFTMAX, "weight * (tangent - shift[m][half])", "weight * tangent", "tangents"),
+    mutant("tlse is the mean alone", SOFTMAX, "return shift[m][half] + mean(m, half);", "return mean(m, half);",
+           "tangents"),
+    # ---- common/score/score_tangents.cuh
+    mutant("the derivative of a softcap", SCORES, "x *= 1 - t * t;", "x *= 1 - t;", "tangents"),
+    mutant("the tangent of the softcap is forgotten", SCORES,
+           "if constexpr (kMovesSoftcap) x += score.derivative_by_softcap(product) * softcap;", "", "tangents"),
+    mutant("the tangent of the scale is forgotten", SCORES, "score.scale * tangent + scale * product :",
+           "score.scale * tangent :", "tangents"),
+    mutant("slopes have the other sign", SCORES, "x -= slope * score.distance", "x += slope * score.distance",
+           "tangents of biases"),
+    mutant("slopes of the first head", SCORES, " + head * slopes.head_stride];", "];", "tangents of biases"),
+    mutant("the tangent of the bias of the first head", SCORES, " + head * params.tbias.head_stride;", ";",
+           "tangents of biases"),
+    mutant("the tangent of the bias of the first row", SCORES, "row * bias_row_stride + key", "key",
+           "tangents of large scores"),
+    mutant("a bias of 16 bits in the dtype of the softmax", SCORES,
+           "return to_real<Element>(((const Storage*)bias)[index]);", "return ((const Real*)bias)[index / 2];",
+           "tangents of 16 bits"),
+    mutant("the second derivative of a softcap is halved", SCORES, "return -2 * t *", "return -t *", "tangents"),
+    mutant("the second derivative of a softcap without its tangent", SCORES, "(x - (kMovesSoftcap ? of_cap : 0))", "x",
+           "tangents"),
+    # ---- common/score/gradient_tangents.cuh
+    mutant("u is tS", GRADIENTS, "row, key) : 0) - own.tlse;", "row, key) : 0);", "tangents"),
+    mutant("tdS without u dS", GRADIENTS, "tds = u * ds + p *", "tds = p *", "tangents"),
+    mutant("tdS without the tangent of delta", GRADIENTS, "(keeps ? tdp : 0) * kept_scale - own.tdelta);",
+           "(keeps ? tdp : 0) * kept_scale);", "tangents"),
+    mutant("tdP of pairs that dropout drops", GRADIENTS, "p * ((keeps ? tdp : 0)", "p * (tdp", "tangents"),
+    mutant("tdX without the second derivative", GRADIENTS, "if (ds != 0) tdp +=", "if (false) tdp +=", "tangents"),
+    mutant("P u of pairs that dropout drops", GRADIENTS, "ts = s * u;", "ts = p * u;", "tangents"),
+    mutant("the tangent of the scale of dX is forgotten", GRADIENTS, "tdx = scale == 0 ? dx : tdx + ratio * dx;",
+           "tdx = scale == 0 ? dx : tdx;", "tangents"),
+    mutant("a scale of zero has no tangent", GRADIENTS, "factor(kMovesScale && scale == 0 ? tscale : scale)",
+           "factor(scale)", "tangents without a scale"),
+    mutant("rows have the tangents of the next", GRADIENTS, "row_tangents_of(params, batch, head) + row * 2;",
+           "row_tangents_of(params, batch, head) + row * 2 + 2;", "tangents of packed"),
+    # ---- sm80/backward_jvp.cu
+    mutant("tdV without P' tdO", OF_KEYS, "if (has_tdout) add_v(p, s_tdo);", "", "tangents"),
+    mutant("tdV of P", OF_KEYS, "add_v(pu, s_do);", "add_v(p, s_do);", "tangents"),
+    mutant("tdK without dX' tQ", OF_KEYS, "if constexpr (kMovesQ) add_k(dx, s_tq);", "", "tangents"),
+    mutant("tdP' of V alone", OF_KEYS, "of_dp(tdx, s_tv, s_do);", "of_dp(tdx, s_v, s_do);", "tangents"),
+    mutant("K tQ' is forgotten", OF_KEYS, "if constexpr (kMovesQ) of_qk(pu, s_k, s_tq);", "", "tangents"),
+    mutant("both queries of a lane have the row of the first", OF_KEYS, "rows[i % 2]);", "rows[0]);", "tangents"),
+    mutant("queries of the first head of a group", OF_KEYS,
+           "find_queries(params, work, first_head, first_head + group, own.key_stop, tiles);",
+           "find_queries(params, work, first_head, first_head + 1, own.key_stop, tiles);", "tangents"),
+    mutant("queries arrive before all have read the last tile", OF_KEYS,
+           "    ptx::sync_block();\n    load_queries(head, m_block);", "    load_queries(head, m_block);",
+           "tangents of windows"),
+    mutant("tdV is not scaled for what dropout keeps", OF_KEYS, "[&](int, int) { return kept_scale; }",
+           "[&](int, int) { return (Real)1; }", "tangents"),
+    # ---- sm80/backward_jvp_dq.cu
+    mutant("tdQ without dX tK", OF_QUERIES, "if constexpr (kMovesK) add(dx, s_tk);", "", "tangents"),
+    mutant("tdP without tdO V'", OF_QUERIES, "if (has_tdout) of_dp(tdx, s_tdo, s_v);", "", "tangents"),
+    mutant("tdP without dO tV'", OF_QUERIES, "if constexpr (kMovesV) of_dp(tdx, s_do, s_tv);", "", "tangents"),
+    mutant("rows of one half", OF_QUERIES, "rows[i / 2]);", "rows[0]);", "tangents"),
+    mutant("tdQ without the scale", OF_QUERIES, "return made.scaled.factor;", "return (Real)1;", "tangents"),
+    mutant("keys arrive before all have read the last tile", OF_QUERIES,
+           "    ptx::sync_block();\n    load_k_and_v(first_key);", "    load_k_and_v(first_key);",
+           "tangents of windows"),
+    # ---- helpers of backward_jvp
+    mutant("the tangent of delta of tdO alone", DELTA, "tdelta += dot<Element>(tout", "tdelta = dot<Element>(tout",
+           "tangents", escapes="a lane has one vector of a row"),
+    mutant("the tangent of delta without tdO", DELTA, "if (tdout != nullptr)\n          tdelta",
+           "if (false)\n          tdelta", "tangents"),
+    mutant("the tangent of delta without tdlse", DELTA, "if (tdlse != nullptr) tdelta -=", "if (false) tdelta -=",
+           "tangents"),
+    mutant("the tangent of lse by the wrong stride", DELTA, "tlse[row * params.tlse.row_stride];", "tlse[0];",
+           "tangents"),
+    mutant("the tangent of delta misses a lane", DELTA, "mask > 0; mask /= 2) tdelta", "mask > 1; mask /= 2) tdelta",
+           "tangents"),
+    mutant("tdsinks without the tangents of sinks", SINKS, "((tsink - tangents[0]) * own.delta",
+           "((0 - tangents[0]) * own.delta", "tangents"),
+    mutant("tdsinks without the tangent of delta", SINKS, " + tangents[1]);", ");", "tangents"),
+)
+# fmt: on

@@ -1,0 +1,37 @@
+"""Trials of jvp and backward_jvp: cases of several options, with tangents of all they have, by the oracle rule."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cuflash.testing import Case
+from cuflash.testing.tangents import Moved
+from tests.emulate.tangents import check, everything
+from tests.second_derivatives import CASES
+
+
+@dataclass(frozen=True, kw_only=True)
+class TangentTrial:
+    """Both passes of one case."""
+
+    case: Case
+    moved: Moved | None = None  # everything, where none is said
+    arch: str = "8.0"
+
+    def run(self, kernels: Path | None = None) -> None:
+        """Raise EmulationError or AssertionError where the kernels of the folder are wrong."""
+        check(self.case, self.moved or everything(self.case), self.arch, kernels=kernels)
+
+
+TRIALS = {
+    "tangents": TangentTrial(case=replace(CASES[0], dtype="float32")),
+    "tangents of windows": TangentTrial(case=CASES[1]),
+    "tangents of biases": TangentTrial(case=CASES[2]),
+    "tangents of large scores": TangentTrial(case=CASES[6]),
+    "tangents without a scale": TangentTrial(case=replace(CASES[9], dtype="float32")),
+    "tangents of many keys": TangentTrial(
+        case=Case(dtype="float64", seqlen_q=3, seqlen_k=900, head_dim=8, score_spread=3.0),
+        moved=Moved(names=("q", "k")),
+    ),
+    "tangents of packed": TangentTrial(case=CASES[10]),
+    "tangents of 16 bits": TangentTrial(case=replace(CASES[3], head_dim=40, head_dim_v=16)),
+}
