@@ -125,8 +125,8 @@ class TangentJob(Job):
         """Write out, lse and their tangents."""
         softmax = OnlineSoftmax(self.sinks)
         o = np.zeros((*self.scaled_q.shape[:3], self.problem.head_dim_v), self.dtype)
-        a, shift = np.zeros_like(o), self.sink_tangents
-        r = np.zeros_like(shift)
+        a, r = np.zeros_like(o), self.sink_tangents  # the weight of the sink is 1 at first
+        shift = np.zeros_like(r)
         for tile in self.tiles():
             s, scores = self.scores(tile)
             u = None

@@ -203,7 +203,7 @@ class _TangentCollector(Collector):
         K2, tK2, Q2, tQ2 = (x**2 for x in (own.K, own.tK, own.Q, own.tQ))
         of_q = [scale2 * (tx @ K2 + x @ tK2) + tscale2 * (x @ K2) for tx, x in zip(tdX, dX, strict=True)]
         of_k = [scale2 * (tx.T @ Q2 + x.T @ tQ2) + tscale2 * (x.T @ Q2) for tx, x in zip(tdX, dX, strict=True)]
-        self.squares["dq"].add(head.index, *of_q)
+        self.squares["dq"].add(head.index, of_q[0], of_q[1] + own.tdQ_moved)
         self.squares["dk"].add(head.index_kv, *of_k)
         self.squares["dsinks"].add(head.index[1], *own.of_sink())
         QK2 = np.maximum(np.where(visible, head.QK, 0) ** 2, Q2 @ K2.T)
@@ -230,8 +230,8 @@ class _HeadSquares:
     ----------
     P2, U2, tS2, Z2 : array
         Of P, U, tS and Z.
-    P_moved, U_moved, tL_moved, O_moved, tO_moved : array
-        The noise of P, U, tL, O and tO.
+    P_moved, U_moved, tL_moved, O_moved, tO_moved, tdQ_moved : array
+        The noise of P, U, tL, O and tO, and what that of tL makes of tdQ.
     O2, tO2 : array
         The terms of O and tO, or these where they are larger.
     """
@@ -252,12 +252,17 @@ class _HeadSquares:
         self.P2, self.P_moved, self.Z2 = P**2, noise.weights**2, head.Z**2
         self.U2, self.tS2 = (np.where(visible, x, 0) ** 2 for x in (t.U, t.U + t.L))
         # A unit in the last place of the terms of tS and tL, and what rounding the products makes of the derivative.
-        tS_size = np.where(visible, np.abs(head.cap_slope) * self.product_size + t.others, 0)
-        tL_unit2 = (unit * ((P * tS_size).sum(axis=1, keepdims=True) + head.P_sink * abs(t.sink + t.L))) ** 2
+        # A unit in the last place of the tanh of a soft cap moves 1 - tanh^2 by two.
+        slope_size = np.abs(head.cap_slope) + (0 if self.problem.softcap is None else 2)
+        tS_size = np.where(visible, slope_size * self.product_size + t.others, 0)
+        # The mean of the keys, which tL is told from: next to a large sink it is the larger one.
+        of_keys = P.sum(axis=1, keepdims=True)
+        mean_size = (P * tS_size).sum(axis=1, keepdims=True) / np.where(of_keys == 0, 1, of_keys)
+        tL_unit2 = (unit * (mean_size + head.P_sink * abs(t.sink + t.L))) ** 2
         U_unit2 = (unit * tS_size) ** 2 + tL_unit2 + (t.slope * self.products_moved) ** 2
-        by_weights = (self.P_moved * self.tS2).sum(axis=1, keepdims=True) + (noise.of_sink * (t.sink + t.L)) ** 2
+        by_weights = (self.P_moved * self.U2).sum(axis=1, keepdims=True) + (noise.of_sink * t.sink) ** 2
         rows2 = noise.rows**2
-        self.tL_moved = by_weights + tL_unit2 + rows2 * t.L**2
+        self.tL_moved = by_weights + tL_unit2
         self.V2, self.tV2 = V**2, tV**2
         self.dO2, self.tdO2 = collector.dout[head.index] ** 2, collector.tdout[head.index] ** 2
         both = (x[head.index].astype(np.float64)[:, None] ** 2 for x in (collector.dlse, collector.tdlse))
@@ -275,6 +280,20 @@ class _HeadSquares:
         self.tD2 = (self.dO2 * self.tO2 + self.tdO2 * self.O2).sum(axis=-1, keepdims=True)
         self.D_moved = (self.dO2 * self.O_moved).sum(axis=-1, keepdims=True)
         self.tD_moved = (self.dO2 * self.tO_moved + self.tdO2 * self.O_moved).sum(axis=-1, keepdims=True)
+        self.tdQ_moved = self._of_row_errors(collector, P, V)
+
+    def _of_row_errors(self, collector: _TangentCollector, P: Array, V: Array) -> Array:
+        """The noise of tdQ by errors of tL, D and tD, which all keys of a row share: terms add up before squares."""
+        head, t, scale, unit2 = self.head, self.t, self.problem.scale, self.unit**2
+        dO, O = collector.dout[head.index], collector.out[head.index]  # noqa: E741 (the paper's letter)
+        dL = collector.dlse[head.index].astype(np.float64)[:, None]
+        dS = P * ((dO @ V.T) * head.Z - (dO * O).sum(axis=-1, keepdims=True) + dL)
+        W, U = head.cap_slope * P, np.where(self.visible, t.U, 0)
+        by_tL = scale * (head.cap_slope * dS) @ self.K
+        by_D = scale * ((t.slope * P + W * U) @ self.K + W @ self.tK) + t.scale * W @ self.K
+        by_tD = scale * W @ self.K
+        moved = (self.D_moved + unit2 * self.D2) * by_D**2 + (self.tD_moved + unit2 * self.tD2) * by_tD**2
+        return self.tL_moved * by_tL**2 + moved
 
     def of_values(self) -> tuple[Array, Array]:
         """Terms and noise of tdV."""
