@@ -8,25 +8,28 @@ import pytest
 
 Case = TypeVar("Case")
 
+# Of samples, one case in so many does not run either: it keeps .ci/run within its 15 minutes.
+OMITTED = 3
 # Whether all of them do; conftest.py says so before test modules are imported.
 exhaustive = False
 
 
 def sample(cases: Iterable[Case], one_in: int) -> Sequence[Case]:
-    """About one in `one_in` of the cases, by their names: a case that is added does not change which others run."""
+    """Somewhat less than one in `one_in` of the cases, by their names: a case more does not change which others run."""
     cases = list(cases)
-    chosen = [case for case in cases if exhaustive or is_chosen(str(case), one_in)]
-    assert chosen, f"none of {len(cases)} cases is in the sample of one in {one_in}"
+    chosen = [case for case in cases if exhaustive or is_chosen(str(case), one_in)] or cases[:1]
+    assert chosen, "there are no cases to choose from"
     return chosen
 
 
 def examples(count: int) -> int:
-    """How many examples of hypothesis run of so many: a quarter."""
-    return count if exhaustive else -(-count // 4)
+    """How many examples of hypothesis run of so many: a fifth."""
+    return count if exhaustive else -(-count // 5)
 
 
 def is_chosen(name: str, one_in: int) -> bool:
-    return zlib.crc32(name.encode()) % one_in == 0
+    index, rest = divmod(zlib.crc32(name.encode()), one_in)
+    return rest == 0 and index % OMITTED != 0
 
 
 def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:

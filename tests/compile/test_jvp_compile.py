@@ -52,7 +52,7 @@ def main_kernel(tile, arch):
     return kernel
 
 
-@pytest.mark.parametrize("tile", sample((*JVP_TILES, *BACKWARD_JVP_TILES, *DQ_JVP_TILES), 4), ids=str)
+@pytest.mark.parametrize("tile", sample((*JVP_TILES, *BACKWARD_JVP_TILES, *DQ_JVP_TILES), 8), ids=str)
 def test_every_row_compiles(tile):
     resources = compile_spec(main_kernel(tile, "9.0")).resources
     key = (type(tile).__name__, tile.element_bytes, tile.max_dim, tile.block_m, tile.block_n)
