@@ -314,7 +314,7 @@ class ContextParallel:
         offset: int | None = None,
         **optional_inputs: Array,
     ) -> ForwardResult:
-        """Attention of a few queries, which all ranks have, over keys of which each rank has a shard.
+        """Decode: attention of queries that all ranks have, over keys of which each rank has a shard.
 
         Each rank attends to its own keys and sends its partial result to all others; keys and values are not
         exchanged. These are merged in the dtype of lse, in the order of keys.

@@ -87,7 +87,7 @@ class _Launch:
 
     plan: LaunchPlan
     seqlen_k: int  # the number of keys of the plan
-    any_length: bool  # whether it serves calls with other numbers of keys that have the same plan
+    any_length: bool  # whether it serves calls of another seqlen_k that have the same plan
     kernels: tuple[_Kernel, ...]
     run_overlapping: Callable[..., tuple[Any]]  # cuLaunchKernelEx
     argument: Argument  # with pointers of the arrays of the call, results that it allocates, and scratch arrays

@@ -203,7 +203,7 @@ class _TangentCollector(Collector):
         K2, tK2, Q2, tQ2 = (x**2 for x in (own.K, own.tK, own.Q, own.tQ))
         of_q = [scale2 * (tx @ K2 + x @ tK2) + tscale2 * (x @ K2) for tx, x in zip(tdX, dX, strict=True)]
         of_k = [scale2 * (tx.T @ Q2 + x.T @ tQ2) + tscale2 * (x.T @ Q2) for tx, x in zip(tdX, dX, strict=True)]
-        self.squares["dq"].add(head.index, of_q[0], of_q[1] + own.tdQ_moved)
+        self.squares["dq"].add(head.index, *of_q)
         self.squares["dk"].add(head.index_kv, *of_k)
         self.squares["dsinks"].add(head.index[1], *own.of_sink())
         QK2 = np.maximum(np.where(visible, head.QK, 0) ** 2, Q2 @ K2.T)
@@ -230,8 +230,8 @@ class _HeadSquares:
     ----------
     P2, U2, tS2, Z2 : array
         Of P, U, tS and Z.
-    P_moved, U_moved, tL_moved, O_moved, tO_moved, tdQ_moved : array
-        The noise of P, U, tL, O and tO, and what that of tL makes of tdQ.
+    P_moved, U_moved, tL_moved, O_moved, tO_moved : array
+        The noise of P, U, tL, O and tO.
     O2, tO2 : array
         The terms of O and tO, or these where they are larger.
     """
@@ -280,20 +280,6 @@ class _HeadSquares:
         self.tD2 = (self.dO2 * self.tO2 + self.tdO2 * self.O2).sum(axis=-1, keepdims=True)
         self.D_moved = (self.dO2 * self.O_moved).sum(axis=-1, keepdims=True)
         self.tD_moved = (self.dO2 * self.tO_moved + self.tdO2 * self.O_moved).sum(axis=-1, keepdims=True)
-        self.tdQ_moved = self._of_row_errors(collector, P, V)
-
-    def _of_row_errors(self, collector: _TangentCollector, P: Array, V: Array) -> Array:
-        """The noise of tdQ by errors of tL, D and tD, which all keys of a row share: terms add up before squares."""
-        head, t, scale, unit2 = self.head, self.t, self.problem.scale, self.unit**2
-        dO, O = collector.dout[head.index], collector.out[head.index]  # noqa: E741 (the paper's letter)
-        dL = collector.dlse[head.index].astype(np.float64)[:, None]
-        dS = P * ((dO @ V.T) * head.Z - (dO * O).sum(axis=-1, keepdims=True) + dL)
-        W, U = head.cap_slope * P, np.where(self.visible, t.U, 0)
-        by_tL = scale * (head.cap_slope * dS) @ self.K
-        by_D = scale * ((t.slope * P + W * U) @ self.K + W @ self.tK) + t.scale * W @ self.K
-        by_tD = scale * W @ self.K
-        moved = (self.D_moved + unit2 * self.D2) * by_D**2 + (self.tD_moved + unit2 * self.tD2) * by_tD**2
-        return self.tL_moved * by_tL**2 + moved
 
     def of_values(self) -> tuple[Array, Array]:
         """Terms and noise of tdV."""
