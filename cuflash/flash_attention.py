@@ -22,6 +22,7 @@ from cuflash.score_mod import Score
 from cuflash.second_derivatives import SecondDerivatives
 from cuflash.spec.call import prepare
 from cuflash.spec.inputs import INPUTS, NamedGradients
+from cuflash.spec.keywords import explains_keywords
 from cuflash.spec.options import BLOCK_SIZE, Function, Options
 from cuflash.spec.outputs import DEFAULT_NEED, OUTPUTS, REQUIRED_BY_BACKWARD
 from cuflash.spec.results import Array, ForwardResult, Gradients, named_tuple_of, needed
@@ -178,6 +179,7 @@ class FlashAttention(SecondDerivatives):
 
     __slots__ = ()
 
+    @explains_keywords("FlashAttention")
     def __init__(
         self,
         *,

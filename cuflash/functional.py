@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Collection, Mapping
 from types import NoneType
-from typing import Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
 
 from cuflash.flash_attention import Causal, FlashAttention, Window
+from cuflash.score_mod import Score
 from cuflash.spec.inputs import NamedGradients, NamedGradientTangents, Tangents
-from cuflash.spec.options import BLOCK_SIZE
+from cuflash.spec.keywords import unexpected_keyword
+from cuflash.spec.options import BLOCK_SIZE, Function
 from cuflash.spec.outputs import DEFAULT_NEED_TANGENTS
 from cuflash.spec.results import Array
 from cuflash.spec.streamed import takes_star
@@ -18,6 +21,48 @@ ArrayT = TypeVar("ArrayT")
 _KEPT_TYPES = frozenset((bool, float, int, str, NoneType))
 # Instances with options of these types are kept, because checking the options takes half as long as a small call.
 _kept = functools.lru_cache(maxsize=64, typed=True)(FlashAttention)
+
+
+# Only functions read arrays of any name, so that type checkers refuse misspelt arguments of calls without one.
+@overload
+def attention(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    softcap: float | None = None,
+    layout: Literal["bhsd", "bshd"] = "bhsd",
+    precision: Literal["highest", "tf32"] = "highest",
+    dropout: float = 0.0,
+    block_size: int | tuple[int, int] = BLOCK_SIZE,
+    score: None = None,
+    bias: ArrayT | float | None = None,
+    mask: ArrayT | float | None = None,
+    kv_lengths: ArrayT | float | None = None,
+    alibi_slopes: ArrayT | None = None,
+    sinks: ArrayT | None = None,
+    block_mask: ArrayT | None = None,
+    block_table: ArrayT | None = None,
+    cu_seqlens_q: ArrayT | None = None,
+    cu_seqlens_k: ArrayT | None = None,
+    q_scale: ArrayT | float | None = None,
+    k_scale: ArrayT | float | None = None,
+    v_scale: ArrayT | float | None = None,
+    seed: int | None = None,
+    offset: int | None = None,
+    out: ArrayT | None = None,
+) -> ArrayT: ...
+
+
+@overload
+def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, score: Function | Score, **arguments: Any) -> ArrayT: ...
+
+
+@overload
+def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, mask: Function, **arguments: Any) -> ArrayT: ...
 
 
 @takes_star
@@ -32,9 +77,11 @@ def attention(
     softcap: float | None = None,
     layout: Literal["bhsd", "bshd"] = "bhsd",
     precision: Literal["highest", "tf32"] = "highest",
+    dropout: float = 0.0,
     block_size: int | tuple[int, int] = BLOCK_SIZE,
+    score: Function | Score | None = None,
     bias: ArrayT | float | None = None,
-    mask: ArrayT | float | None = None,
+    mask: ArrayT | float | Function | None = None,
     kv_lengths: ArrayT | float | None = None,
     alibi_slopes: ArrayT | None = None,
     sinks: ArrayT | None = None,
@@ -45,7 +92,10 @@ def attention(
     q_scale: ArrayT | float | None = None,
     k_scale: ArrayT | float | None = None,
     v_scale: ArrayT | float | None = None,
+    seed: int | None = None,
+    offset: int | None = None,
     out: ArrayT | None = None,
+    **score_args: ArrayT | float,
 ) -> ArrayT:
     """Exact attention, ``softmax(scale * q @ k.T) @ v`` of every head, in memory linear in the sequence length.
 
@@ -57,12 +107,15 @@ def attention(
         (..., num_heads_kv, seqlen_k, head_dim), dtype of q or float8; num_heads_kv divides num_heads.
     v : array
         (..., num_heads_kv, seqlen_k, head_dim_v), dtype of k.
-    causal, scale, window, softcap, layout, precision, block_size :
-        Options, as `FlashAttention` takes them.
+    causal, scale, window, softcap, layout, precision, dropout, block_size, score :
+        Options, as `FlashAttention` takes them; all but `deterministic`, which only gradients need.
     bias, mask, kv_lengths, alibi_slopes, sinks, block_mask, block_table, cu_seqlens_q, cu_seqlens_k :
-        Arrays, optional, as `FlashAttention.forward` takes them; a scalar stands for an array without axes.
-    q_scale, k_scale, v_scale, out :
-        Arrays, optional, as `FlashAttention.forward` takes them.
+        Arrays, optional, as `FlashAttention.forward` takes them; a scalar stands for an array without axes. `mask` may
+        instead be a function, as `FlashAttention` takes it.
+    q_scale, k_scale, v_scale, seed, offset, out :
+        Optional, as `FlashAttention.forward` takes them.
+    **score_args :
+        The arrays that `score` and a `mask` function read.
 
     Returns
     -------
@@ -85,8 +138,10 @@ def attention(
     >>> np.allclose(cuflash.attention(q, k, v), weights / weights.sum(axis=1, keepdims=True) @ v)
     True
     """
-    types = (type(causal), type(scale), type(window), type(softcap), type(layout), type(precision))
-    is_kept = block_size is BLOCK_SIZE and _KEPT_TYPES.issuperset(types)
+    types = (type(causal), type(scale), type(window), type(softcap), type(layout), type(precision), type(dropout))
+    mask_function = mask if callable(mask) else None
+    # A function is traced by each call: it may read Python variables that have changed.
+    is_kept = block_size is BLOCK_SIZE and score is mask_function is None and _KEPT_TYPES.issuperset(types)
     attn = (_kept if is_kept else FlashAttention)(
         causal=causal,
         scale=scale,
@@ -94,14 +149,20 @@ def attention(
         softcap=softcap,
         layout=layout,
         precision=precision,
+        dropout=dropout,
         block_size=block_size,
+        score=score,
+        mask=mask_function,
     )
+    if unknown := score_args.keys() - attn.options.score_args:
+        accepted = (*attn.options.score_args, *inspect.signature(attention).parameters)
+        raise unexpected_keyword("attention", min(unknown), accepted)
     result = attn.forward(
         q,
         k,
         v,
         bias=bias,
-        mask=mask,
+        mask=None if mask_function else mask,
         kv_lengths=kv_lengths,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
@@ -112,7 +173,10 @@ def attention(
         q_scale=q_scale,
         k_scale=k_scale,
         v_scale=v_scale,
+        seed=seed,
+        offset=offset,
         out=out,
+        **score_args,
     )
     return cast(ArrayT, result.out)
 

@@ -238,6 +238,8 @@ def _how_to_convert(name: str, array: object) -> str:
         return f": {name}.array, and {name}_scale={name}.scale"
     if isinstance(array, type) or hasattr(array, "_fields"):
         return ""
+    if name == "mask" and callable(array):
+        return "; a function goes into FlashAttention(mask=...)"
     if hasattr(array, "toarray"):  # a sparse matrix, of which numpy.asarray makes an array of one object
         return f": {name}.toarray()"
     protocols = ("__array__", "__array_interface__", "__buffer__")

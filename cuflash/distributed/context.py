@@ -4,12 +4,10 @@ The short story of a call:
 
 1. All ranks check that they make the same call, and learn how many rows each of them has (`agreement`).
 2. The schedule, that is, which rank computes what and which rows are exchanged for it, follows from these numbers and
-the
-   options alone (`schedule`).
+   the options alone (`schedule`).
 3. Rows are exchanged (`exchange`, `transports`) while the rank computes with its own rows and with those that came
-before, by
-   the functions that compute every other call (`execution`). Partial results are merged and added before they are
-   rounded (`reduce`).
+   before, by the functions that compute every other call (`execution`). Partial results are merged and added before
+   they are rounded (`reduce`).
 """
 
 from __future__ import annotations
@@ -25,7 +23,8 @@ from cuflash.distributed.execution import Execution
 from cuflash.distributed.schedule import Schedule
 from cuflash.distributed.split import Split
 from cuflash.shards.slices import steps_of
-from cuflash.spec.inputs import INPUTS, NamedGradients, OfNumbers, checked
+from cuflash.spec.inputs import INPUTS, NamedGradients, OfNumbers
+from cuflash.spec.keywords import checked
 from cuflash.spec.options import BLOCK_SIZE, Function, Options
 from cuflash.spec.outputs import DEFAULT_NEED, GRADIENTS, REQUIRED_BY_BACKWARD
 from cuflash.spec.results import Array, ForwardResult, Gradients, named_tuple_of, needed

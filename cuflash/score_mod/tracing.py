@@ -193,7 +193,10 @@ class ScoreArgSymbol(Symbol):
 def score_arg_names(function: Callable[..., Any], what: str, positional: tuple[str, ...]) -> tuple[str, ...]:
     """The names of the keyword-only arguments of a function, those of `NAMED_INPUTS` among them."""
     if not callable(function):
-        raise type_error(what, typed(function), f"None or a function of ({', '.join(positional)}, *, ...)")
+        is_array = what == "mask" and hasattr(function, "__dlpack__")
+        remedy = "; an array goes into mask= of forward and backward" if is_array else ""
+        expected = f"None or a function of ({', '.join(positional)}, *, ...){remedy}"
+        raise type_error(what, type(function).__name__ if is_array else typed(function), expected)
     names, count = [], 0
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind == parameter.KEYWORD_ONLY and parameter.default is parameter.empty:

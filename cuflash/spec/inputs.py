@@ -391,14 +391,3 @@ class NamedGradientTangents(tuple[Any, ...]):
     tdscale: Any
     tdsoftcap: Any
     tdsinks: Any
-
-
-def checked(method: str, typed_dict: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """All arrays of a typed dictionary by name, None for those that a method was not given as keyword arguments.
-
-    Raises TypeError for other keywords, as Python itself does.
-    """
-    for name in given:
-        if name not in typed_dict.__annotations__:
-            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
-    return {name: given.get(name) for name in typed_dict.__annotations__}

@@ -7,7 +7,8 @@ from typing import Any
 
 from cuflash.arrays.array_info import Operand, Shaped, as_it_is, check_dtype, softmax_dtype_of
 from cuflash.arrays.checks import value_error
-from cuflash.spec.inputs import SCORE_OPTIONS, BackwardJvpArrays, JvpArrays, PassArrays, checked
+from cuflash.spec.inputs import SCORE_OPTIONS, BackwardJvpArrays, JvpArrays, PassArrays
+from cuflash.spec.keywords import checked, unexpected_keyword
 from cuflash.spec.options import Options, beside_score_error
 
 MOST_AXES = 4
@@ -50,7 +51,7 @@ def check_given(method: str, options: Options, given: Mapping[str, Any], results
     names = options.score_args
     for name in given:
         if name not in names and name not in results:
-            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
+            raise unexpected_keyword(method, name, (*names, *results))
     missing = [name for name in names if given.get(name) is None]
     if missing:
         raise TypeError(f"{method}() missing keyword argument {missing[0]!r}, which the score or the mask reads")

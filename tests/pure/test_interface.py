@@ -15,7 +15,8 @@ import cuflash
 import cuflash.distributed as cd
 import cuflash.testing as ct
 from cuflash.cpu.backend import CpuPlan
-from cuflash.spec.inputs import NAMES, OptionalArrays, PassArrays, checked
+from cuflash.spec.inputs import NAMES, OptionalArrays, PassArrays
+from cuflash.spec.keywords import checked
 from cuflash.spec.outputs import GRADIENTS
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
