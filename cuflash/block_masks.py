@@ -37,7 +37,9 @@ def __dir__() -> list[str]:
 
 
 def local(m: int, n: int, width: int) -> BlockMask:
-    """Blocks at most `width` blocks away from the diagonal; a sliding window::
+    """Blocks at most `width` blocks away from the diagonal; a sliding window.
+
+    ::
 
         local(5, 5, 1)
 
@@ -68,7 +70,9 @@ def local(m: int, n: int, width: int) -> BlockMask:
 
 
 def strided(m: int, n: int, stride: int) -> BlockMask:
-    """Blocks whose distance from the diagonal is a multiple of `stride`::
+    """Blocks whose distance from the diagonal is a multiple of `stride`.
+
+    ::
 
         strided(5, 5, 2)
 
@@ -99,7 +103,9 @@ def strided(m: int, n: int, stride: int) -> BlockMask:
 
 
 def global_blocks(m: int, n: int, count: int) -> BlockMask:
-    """The first `count` blocks attend to every block, and every block to them::
+    """The first `count` blocks attend to every block, and every block to them.
+
+    ::
 
         global_blocks(5, 5, 1)
 
@@ -132,7 +138,9 @@ def global_blocks(m: int, n: int, count: int) -> BlockMask:
 
 
 def random(m: int, n: int, count: int, seed: int) -> BlockMask:
-    """For each block of queries `count` different blocks of keys, all of them equally likely::
+    """For each block of queries `count` different blocks of keys, all of them equally likely.
+
+    ::
 
         random(5, 5, 2, seed=1)
 
@@ -169,7 +177,9 @@ def random(m: int, n: int, count: int, seed: int) -> BlockMask:
 
 
 def from_mask(mask: Any, block_size: int | tuple[int, int] = (128, 128)) -> BlockMask:
-    """Blocks in which a mask shows any pair; where it hides other pairs of these blocks, give the mask itself, too::
+    """Blocks in which a mask shows any pair; where it hides other pairs of these blocks, give the mask itself, too.
+
+    ::
 
         mask                block_size of 2, were it allowed
 

@@ -1,6 +1,6 @@
 """Attention and its gradients as the formulas are written: the oracle that everything else is measured against.
 
-In the letters of Dao et al. (FlashAttention, 2022, section 2 and appendix B), for one head, options in between:
+In the letters of Dao et al. (FlashAttention, 2022, section 2 and appendix B), for one head, options in between::
 
     S = scale Q K^T ; softcap ; - slope |i + d - j| ; + bias ; hidden keys, hidden blocks of them: -inf
     P = softmax(S),  O = (P o Z) V,  L = log sum exp S
@@ -8,7 +8,8 @@ In the letters of Dao et al. (FlashAttention, 2022, section 2 and appendix B), f
     dQ = scale dS K,  dK = scale dS^T Q
 
 The softcap c stands between scale Q K^T and S: with X = scale Q K^T / c and T = tanh X, dS is multiplied by 1 - T^2 on
-its way to dQ and dK. The other operands of S, beside Q and K, have gradients too, sums over what they are broadcast to:
+its way to dQ and dK. The other operands of S, beside Q and K, have gradients too, sums over what they are broadcast
+to::
 
     dbias = dS,  dslope = -sum dS o |i + d - j|,
     dscale = sum dS o (1 - T^2) o Q K^T,  dc = sum dS o (T - X o (1 - T^2))

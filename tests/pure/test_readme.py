@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import cuflash
+import cuflash.distributed
 import cuflash.testing
 from bench.__main__ import parser as bench_parser
 from bench.examples import PICTURES
@@ -29,6 +30,7 @@ PAGES = {
 }
 EXAMPLES = {name for name in PAGES if name.startswith("docs/examples/")}
 NOTES = {name for name in PAGES if name.startswith("docs/notes/")}
+SITE = {f"docs/{name}.md" for name in ("index", "start", "guide", "development")}  # what the site has around the pages
 README, SEMANTICS, DESIGN = (PAGES[name] for name in ("README.md", "docs/semantics.md", "docs/design.md"))
 EVERYTHING = "\n".join(PAGES.values())
 FORWARD_SOURCE = (CHECKOUT / "kernels" / "sm90" / "forward.cu").read_text()
@@ -211,7 +213,22 @@ def test_links_lead_somewhere(name):
 
 def test_every_page_is_in_the_readme():
     listed = {row[0].partition("](")[2].rstrip(")") for row in table("page")}
-    assert listed == PAGES.keys() - EXAMPLES - NOTES - {"README.md"}
+    assert listed == PAGES.keys() - EXAMPLES - NOTES - SITE - {"README.md"}
+
+
+def test_the_api_reference_lists_everything_public():
+    """Of what strategies and yardsticks are made of, only what tests of others use."""
+    text = (CHECKOUT / "docs" / "api.rst").read_text()
+    for module, start, some in (
+        (cuflash, "", False),
+        (cuflash.block_masks, "cuflash.block_masks", False),
+        (cuflash.distributed, "cuflash.distributed", False),
+        (cuflash.testing, "cuflash.testing", True),
+    ):
+        section = text.partition(f".. currentmodule:: {start or 'cuflash'}\n")[2].partition(".. currentmodule::")[0]
+        listed = set(re.findall(r"^   (\w+)$", section, re.MULTILINE))
+        public = set(module.__all__) - {"block_masks"}
+        assert listed <= public if some else listed == public
 
 
 def test_every_note_is_linked_from_a_page():
@@ -220,7 +237,7 @@ def test_every_note_is_linked_from_a_page():
 
 
 def test_every_example_is_listed_and_has_its_picture():
-    index = {target for _, target in links(PAGES["docs/examples.md"])}
+    index = {target for _, target in links(PAGES["docs/examples.md"]) if target.endswith(".md")}
     assert {f"docs/{target}" for target in index} == EXAMPLES == {f"docs/examples/{name}.md" for name in PICTURES}
     for name in EXAMPLES:
         assert [target for picture, target in links(PAGES[name]) if picture] == [f"{Path(name).stem}.svg"]
@@ -242,7 +259,9 @@ def test_the_test_command_is_what_ci_runs():
     script = (CHECKOUT / ".ci" / "run").read_text()
     venv, install, tests = command.split(" && ")
     assert venv in script and f"step {tests}\n" in script
-    assert install.replace("install -e", "install --quiet --editable").replace("[test]", "[test,bench,dev]") in script
+    assert (
+        install.replace("install -e", "install --quiet --editable").replace("[test]", "[test,bench,dev,docs]") in script
+    )
 
 
 def test_the_extras_exist():

@@ -1,0 +1,46 @@
+"""Settings of Sphinx, which makes a site of these pages: ``python -m sphinx -W docs build/site``."""
+
+from __future__ import annotations
+
+from sphinx.application import Sphinx
+
+from cuflash import __version__
+
+project = "cuflash"
+author = copyright = "The cuflash authors"
+release = version = __version__
+
+extensions = [
+    "myst_parser",
+    "numpydoc",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+templates_path = ["_templates"]
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 4
+
+html_theme = "pydata_sphinx_theme"
+html_title = "cuflash"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_theme_options = {"show_toc_level": 2, "navigation_with_keys": False}
+html_sidebars = {"index": [], "start": []}  # pages without pages below them
+
+# A class is one page, with its methods.
+autodoc_default_options = {"members": True, "inherited-members": "tuple"}
+numpydoc_show_class_members = False
+
+
+def setup(app: Sphinx) -> None:
+    """What pages are without on a repository's site, where they are read, too."""
+
+    def amend(app: Sphinx, name: str, source: list[str]) -> None:
+        source[0] = source[0].replace("](../README.md)", "](start.md)")
+        if name == "examples":
+            source[0] += "\n:::{toctree}\n:hidden:\n:glob:\n\nexamples/*\n:::\n"
+
+    app.connect("source-read", amend)
